@@ -1,0 +1,1 @@
+//! get/set_state_dict and sharded checkpoints: save, load, retention.

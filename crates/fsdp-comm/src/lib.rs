@@ -1,0 +1,1 @@
+//! Process groups: collectives between ranks, with deadlines and one error for all.

@@ -1,0 +1,1 @@
+//! Checkpoint files: metadata, plans, the DCP and safetensors codecs, storage, durable commit.

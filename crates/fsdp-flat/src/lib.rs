@@ -1,0 +1,1 @@
+//! FlatParameter and ShardedTensor: candle tensors on layouts.

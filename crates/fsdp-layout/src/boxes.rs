@@ -1,0 +1,389 @@
+//! Hyper-rectangles of a row-major tensor, and copies between them.
+//!
+//! A box is what DCP calls a chunk: offsets and sizes. Dim-0 chunks, flat ranges, 2-D mesh placements and empty
+//! shards are all lists of boxes, so one intersection answers every resharding question.
+
+use std::fmt;
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+
+/// A hyper-rectangle of an N-d tensor: `offsets[d] .. offsets[d] + sizes[d]` in each dimension.
+///
+/// A 0-d tensor has exactly one box, with no dimensions and one element.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct TensorBox {
+    /// First index in each dimension.
+    pub offsets: Vec<usize>,
+    /// Extent in each dimension.
+    pub sizes: Vec<usize>,
+}
+
+impl TensorBox {
+    /// The box at `offsets` of `sizes`. Both must have one entry per dimension.
+    #[must_use]
+    pub fn new(offsets: Vec<usize>, sizes: Vec<usize>) -> Self {
+        debug_assert_eq!(offsets.len(), sizes.len());
+        TensorBox { offsets, sizes }
+    }
+
+    /// The box that is all of a tensor of this shape.
+    #[must_use]
+    pub fn whole(shape: &[usize]) -> Self {
+        TensorBox { offsets: vec![0; shape.len()], sizes: shape.to_vec() }
+    }
+
+    /// Number of dimensions.
+    #[must_use]
+    pub fn rank(&self) -> usize {
+        self.sizes.len()
+    }
+
+    /// Number of elements. For boxes from untrusted input use [`checked_numel`].
+    #[must_use]
+    pub fn numel(&self) -> usize {
+        self.sizes.iter().product()
+    }
+
+    /// Whether the box holds no element.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.sizes.contains(&0)
+    }
+
+    /// Whether the box is well formed and lies inside a tensor of this shape.
+    #[must_use]
+    pub fn fits(&self, shape: &[usize]) -> bool {
+        self.offsets.len() == shape.len()
+            && self.sizes.len() == shape.len()
+            && self
+                .offsets
+                .iter()
+                .zip(&self.sizes)
+                .zip(shape)
+                .all(|((&offset, &size), &dim)| offset.checked_add(size).is_some_and(|end| end <= dim))
+    }
+
+    /// The common part of two boxes of one tensor; `None` if they share no element.
+    ///
+    /// ```
+    /// use fsdp_layout::TensorBox;
+    /// let a = TensorBox::new(vec![0, 0], vec![2, 4]);
+    /// let b = TensorBox::new(vec![1, 2], vec![3, 3]);
+    /// assert_eq!(a.intersect(&b), Some(TensorBox::new(vec![1, 2], vec![1, 2])));
+    /// ```
+    #[must_use]
+    pub fn intersect(&self, other: &TensorBox) -> Option<TensorBox> {
+        if self.rank() != other.rank() {
+            return None;
+        }
+        let mut offsets = Vec::with_capacity(self.rank());
+        let mut sizes = Vec::with_capacity(self.rank());
+        for d in 0..self.rank() {
+            let start = self.offsets[d].max(other.offsets[d]);
+            let end = (self.offsets[d] + self.sizes[d]).min(other.offsets[d] + other.sizes[d]);
+            if start >= end {
+                return None;
+            }
+            offsets.push(start);
+            sizes.push(end - start);
+        }
+        Some(TensorBox { offsets, sizes })
+    }
+
+    /// If the box's elements lie side by side in a row-major tensor of this shape, their flat range.
+    #[must_use]
+    pub fn flat_range(&self, shape: &[usize]) -> Option<Range<usize>> {
+        let mut runs = CopyRuns::new(self, &TensorBox::whole(shape), self);
+        let first = runs.next();
+        match (first, runs.next()) {
+            (None, _) => Some(0..0),
+            (Some(run), None) => Some(run.src..run.src + run.len),
+            (Some(_), Some(_)) => None,
+        }
+    }
+}
+
+impl fmt::Display for TensorBox {
+    /// `[0:2, 3:5]`, as one would index it in Python.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("[")?;
+        for (d, (offset, size)) in self.offsets.iter().zip(&self.sizes).enumerate() {
+            let comma = if d == 0 { "" } else { ", " };
+            write!(f, "{comma}{offset}:{}", offset.saturating_add(*size))?;
+        }
+        f.write_str("]")
+    }
+}
+
+/// The number of elements of a shape, or `None` if it does not fit a `usize`. A dimension of 0 makes it 0.
+#[must_use]
+pub fn checked_numel(shape: &[usize]) -> Option<usize> {
+    if shape.contains(&0) {
+        return Some(0);
+    }
+    shape.iter().try_fold(1usize, |numel, &dim| numel.checked_mul(dim))
+}
+
+/// Elements from one dimension step to the next in a row-major tensor of this shape.
+#[must_use]
+pub fn row_major_strides(shape: &[usize]) -> Vec<usize> {
+    let mut strides = vec![1; shape.len()];
+    for d in (1..shape.len()).rev() {
+        strides[d - 1] = strides[d] * shape[d];
+    }
+    strides
+}
+
+/// The boxes that exactly cover elements `range` of a row-major tensor of this shape, in flat order.
+///
+/// There are at most `2 * (N - 1) + 1` of them for an N-d tensor, and each lies contiguously in the range,
+/// one after the other: the k-th box starts where the elements of the boxes before it end.
+///
+/// ```
+/// use fsdp_layout::{TensorBox, boxes::boxes_of_flat_range};
+/// // Elements 3..11 of a 3x5 tensor: the end of row 0, all of row 1, the first element of row 2.
+/// assert_eq!(boxes_of_flat_range(&[3, 5], 3..11), [
+///     TensorBox::new(vec![0, 3], vec![1, 2]),
+///     TensorBox::new(vec![1, 0], vec![1, 5]),
+///     TensorBox::new(vec![2, 0], vec![1, 1]),
+/// ]);
+/// ```
+#[must_use]
+pub fn boxes_of_flat_range(shape: &[usize], range: Range<usize>) -> Vec<TensorBox> {
+    let numel: usize = shape.iter().product();
+    let range = range.start..range.end.min(numel);
+    let mut boxes = Vec::new();
+    if !range.is_empty() {
+        split_flat_range(shape, &row_major_strides(shape), 0, &mut Vec::new(), range, &mut boxes);
+    }
+    boxes
+}
+
+/// Covers `range`, relative to the sub-tensor at index `prefix` of the dimensions before `dim`.
+fn split_flat_range(
+    shape: &[usize],
+    strides: &[usize],
+    dim: usize,
+    prefix: &mut Vec<usize>,
+    range: Range<usize>,
+    boxes: &mut Vec<TensorBox>,
+) {
+    if dim == shape.len() {
+        boxes.push(TensorBox { offsets: prefix.clone(), sizes: vec![1; dim] });
+        return;
+    }
+    let row = strides[dim];
+    let first_whole = range.start.div_ceil(row);
+    let past_whole = range.end / row;
+    if first_whole > past_whole {
+        // Inside a single row, touching neither end of it.
+        let at = range.start / row;
+        prefix.push(at);
+        split_flat_range(shape, strides, dim + 1, prefix, range.start - at * row..range.end - at * row, boxes);
+        prefix.pop();
+        return;
+    }
+    if range.start < first_whole * row {
+        let at = first_whole - 1;
+        prefix.push(at);
+        split_flat_range(shape, strides, dim + 1, prefix, range.start - at * row..row, boxes);
+        prefix.pop();
+    }
+    if first_whole < past_whole {
+        let mut offsets = prefix.clone();
+        let mut sizes = vec![1; dim];
+        offsets.push(first_whole);
+        sizes.push(past_whole - first_whole);
+        offsets.resize(shape.len(), 0);
+        sizes.extend_from_slice(&shape[dim + 1..]);
+        boxes.push(TensorBox { offsets, sizes });
+    }
+    let tail = range.end - past_whole * row;
+    if tail > 0 {
+        prefix.push(past_whole);
+        split_flat_range(shape, strides, dim + 1, prefix, 0..tail, boxes);
+        prefix.pop();
+    }
+}
+
+/// `len` elements that lie side by side both in the source box and in the destination box.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CopyRun {
+    /// First element in the source box, row-major.
+    pub src: usize,
+    /// First element in the destination box, row-major.
+    pub dst: usize,
+    /// Number of elements.
+    pub len: usize,
+}
+
+/// The contiguous runs that copy `overlap` from a row-major buffer of box `src` to one of box `dst`.
+///
+/// `overlap` must lie inside both. Runs come in row-major order and are as long as possible.
+#[must_use]
+pub fn copy_runs(overlap: &TensorBox, src: &TensorBox, dst: &TensorBox) -> CopyRuns {
+    CopyRuns::new(overlap, src, dst)
+}
+
+/// Iterator of [`copy_runs`].
+#[derive(Debug, Clone)]
+pub struct CopyRuns {
+    /// Extents of the outer dimensions, those that are stepped through.
+    outer: Vec<usize>,
+    src_steps: Vec<usize>,
+    dst_steps: Vec<usize>,
+    index: Vec<usize>,
+    next: Option<CopyRun>,
+}
+
+impl CopyRuns {
+    fn new(overlap: &TensorBox, src: &TensorBox, dst: &TensorBox) -> Self {
+        let rank = overlap.rank();
+        let src_strides = row_major_strides(&src.sizes);
+        let dst_strides = row_major_strides(&dst.sizes);
+        // Trailing dimensions that are whole in both boxes merge with the one before them into one run.
+        let mut inner = rank.saturating_sub(1);
+        while inner > 0 && overlap.sizes[inner] == src.sizes[inner] && overlap.sizes[inner] == dst.sizes[inner] {
+            inner -= 1;
+        }
+        let len: usize = overlap.sizes[inner.min(rank)..].iter().product();
+        let start = |of: &TensorBox, strides: &[usize]| {
+            (0..rank).map(|d| (overlap.offsets[d] - of.offsets[d]) * strides[d]).sum()
+        };
+        let next = (!overlap.is_empty()).then(|| CopyRun {
+            src: start(src, &src_strides),
+            dst: start(dst, &dst_strides),
+            len,
+        });
+        CopyRuns {
+            outer: overlap.sizes[..inner].to_vec(),
+            src_steps: src_strides[..inner].to_vec(),
+            dst_steps: dst_strides[..inner].to_vec(),
+            index: vec![0; inner],
+            next,
+        }
+    }
+}
+
+impl Iterator for CopyRuns {
+    type Item = CopyRun;
+
+    fn next(&mut self) -> Option<CopyRun> {
+        let run = self.next?;
+        let mut following = run;
+        self.next = None;
+        for d in (0..self.outer.len()).rev() {
+            self.index[d] += 1;
+            if self.index[d] < self.outer[d] {
+                following.src += self.src_steps[d];
+                following.dst += self.dst_steps[d];
+                self.next = Some(following);
+                break;
+            }
+            following.src -= (self.outer[d] - 1) * self.src_steps[d];
+            following.dst -= (self.outer[d] - 1) * self.dst_steps[d];
+            self.index[d] = 0;
+        }
+        Some(run)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn indices(shape: &[usize]) -> Vec<usize> {
+        (0..shape.iter().product()).collect()
+    }
+
+    /// The flat indices of a box's elements, element by element.
+    fn elements(shape: &[usize], b: &TensorBox) -> Vec<usize> {
+        let strides = row_major_strides(shape);
+        (0..b.numel())
+            .map(|i| {
+                let local = row_major_strides(&b.sizes);
+                (0..shape.len()).map(|d| (b.offsets[d] + i / local[d] % b.sizes[d]) * strides[d]).sum()
+            })
+            .collect()
+    }
+
+    fn shape_and_range() -> impl Strategy<Value = (Vec<usize>, Range<usize>)> {
+        prop::collection::vec(1usize..6, 0..5).prop_flat_map(|shape| {
+            let numel: usize = shape.iter().product();
+            (Just(shape), (0..=numel, 0..=numel).prop_map(|(a, b)| a.min(b)..a.max(b)))
+        })
+    }
+
+    fn box_in(shape: Vec<usize>) -> impl Strategy<Value = TensorBox> {
+        shape
+            .into_iter()
+            .map(|dim| (0..dim).prop_flat_map(move |offset| (Just(offset), 1..=dim - offset)))
+            .collect::<Vec<_>>()
+            .prop_map(|dims| {
+                let (offsets, sizes) = dims.into_iter().unzip();
+                TensorBox { offsets, sizes }
+            })
+    }
+
+    proptest! {
+        #[test]
+        fn boxes_of_a_range_cover_it_exactly_in_order((shape, range) in shape_and_range()) {
+            let boxes = boxes_of_flat_range(&shape, range.clone());
+            let covered: Vec<usize> = boxes.iter().flat_map(|b| elements(&shape, b)).collect();
+            prop_assert_eq!(covered, range.collect::<Vec<_>>());
+            prop_assert!(boxes.len() <= (2 * shape.len()).saturating_sub(1).max(1));
+            for b in &boxes {
+                prop_assert!(b.fits(&shape));
+                prop_assert!(b.flat_range(&shape).is_some(), "{} is not contiguous", b);
+            }
+        }
+
+        #[test]
+        fn runs_copy_the_overlap_and_nothing_else(
+            (shape, src, dst) in prop::collection::vec(1usize..6, 0..4).prop_flat_map(|shape| {
+                (Just(shape.clone()), box_in(shape.clone()), box_in(shape))
+            })
+        ) {
+            let whole = indices(&shape);
+            let src_data: Vec<usize> = elements(&shape, &src).into_iter().map(|i| whole[i]).collect();
+            let mut copied = vec![None; dst.numel()];
+            if let Some(overlap) = src.intersect(&dst) {
+                for run in copy_runs(&overlap, &src, &dst) {
+                    for k in 0..run.len {
+                        copied[run.dst + k] = Some(src_data[run.src + k]);
+                    }
+                }
+            }
+            let in_src: std::collections::HashSet<usize> = src_data.iter().copied().collect();
+            for (value, element) in copied.into_iter().zip(elements(&shape, &dst)) {
+                prop_assert_eq!(value, in_src.contains(&element).then_some(element));
+            }
+        }
+    }
+
+    #[test]
+    fn scalars_and_empty_boxes() {
+        let scalar = TensorBox::whole(&[]);
+        assert_eq!(scalar.numel(), 1);
+        assert!(!scalar.is_empty());
+        assert_eq!(boxes_of_flat_range(&[], 0..1), [scalar.clone()]);
+        assert_eq!(scalar.intersect(&scalar), Some(scalar.clone()));
+        assert_eq!(copy_runs(&scalar, &scalar, &scalar).count(), 1);
+        assert_eq!(boxes_of_flat_range(&[0, 3], 0..0), []);
+        assert_eq!(boxes_of_flat_range(&[2, 3], 4..4), []);
+        let empty = TensorBox::new(vec![2, 0], vec![0, 3]);
+        assert!(empty.is_empty());
+        assert!(empty.fits(&[2, 3]));
+        assert_eq!(empty.flat_range(&[2, 3]), Some(0..0));
+    }
+
+    #[test]
+    fn absurd_sizes_do_not_overflow() {
+        assert_eq!(checked_numel(&[usize::MAX, 2]), None);
+        assert_eq!(checked_numel(&[usize::MAX, 0, 9]), Some(0));
+        assert!(!TensorBox::new(vec![usize::MAX], vec![2]).fits(&[5]));
+        assert_eq!(TensorBox::new(vec![usize::MAX], vec![2]).to_string(), format!("[{0}:{0}]", usize::MAX));
+    }
+}

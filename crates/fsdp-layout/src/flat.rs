@@ -1,0 +1,273 @@
+//! The layout of many parameters in one FlatParameter: padding, shards, and where each parameter lies in a shard.
+//!
+//! With `use_orig_params` each parameter starts on a 16-byte boundary (padding goes before a parameter that would not),
+//! and a tail padding that counts as part of the unpadded size makes the total divisible by the number of ranks.
+//! Without it there is no alignment, and the last ranks' shards are padded on the right.
+
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use crate::boxes::{TensorBox, boxes_of_flat_range, checked_numel};
+use crate::dtype::DType;
+use crate::shard::{UnpaddedShard, unpadded_shard};
+
+/// Each parameter of an aligned FlatParameter starts on a multiple of this many bytes.
+pub const ALIGNMENT_BYTES: usize = 16;
+
+/// What torch writes into alignment padding. It must never show in a state dict.
+pub const ALIGNMENT_PADDING_VALUE: u8 = 42;
+
+/// Why a FlatParameter cannot be laid out.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum FlatLayoutError {
+    /// There is nothing to flatten.
+    #[error("cannot construct a FlatParameter from an empty parameter list")]
+    Empty,
+    /// Ranks must be at least one.
+    #[error("cannot shard a FlatParameter over 0 ranks")]
+    NoRanks,
+    /// The sizes do not fit the machine.
+    #[error("parameter `{fqn}` of shape {shape:?} is too large to flatten")]
+    TooLarge {
+        /// The parameter.
+        fqn: String,
+        /// Its shape.
+        shape: Vec<usize>,
+    },
+}
+
+/// How many elements of `dtype` fill one alignment unit: 4 for f32, 8 for bf16, 2 for f64.
+/// `dtype` is that of forward and backward, which mixed precision may make narrower than the parameters'.
+#[must_use]
+pub const fn aligned_numel(dtype: DType) -> usize {
+    let size = dtype.size_in_bytes() as usize;
+    if size == 0 { ALIGNMENT_BYTES } else { ALIGNMENT_BYTES.div_ceil(size) }
+}
+
+/// One stretch of a FlatParameter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum FlatEntry {
+    /// The parameter with this index.
+    Param(usize),
+    /// Elements that belong to no parameter.
+    Padding,
+}
+
+/// A parameter's part of one shard: torch's `_ShardParamInfo` of a parameter that is in the shard.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ShardParamInfo {
+    /// First element in the shard.
+    pub offset_in_shard: usize,
+    /// Number of elements in the shard.
+    pub numel_in_shard: usize,
+    /// First element of the parameter that is in the shard.
+    pub intra_param_start: usize,
+    /// Last element of the parameter that is in the shard, inclusive.
+    pub intra_param_end: usize,
+}
+
+impl ShardParamInfo {
+    /// The part of the shard.
+    #[must_use]
+    pub const fn shard_range(&self) -> Range<usize> {
+        self.offset_in_shard..self.offset_in_shard + self.numel_in_shard
+    }
+
+    /// The part of the flattened parameter.
+    #[must_use]
+    pub const fn param_range(&self) -> Range<usize> {
+        self.intra_param_start..self.intra_param_end + 1
+    }
+}
+
+/// The layout of a FlatParameter and of its shards on every rank.
+///
+/// ```
+/// use fsdp_layout::{DType, FlatLayout, flat::aligned_numel};
+/// let params = [("sc", vec![7]), ("l1.weight", vec![5, 3])];
+/// let params = params.map(|(fqn, shape)| (fqn.to_owned(), shape));
+/// let layout = FlatLayout::new(params.into(), aligned_numel(DType::F32), 2)?;
+/// assert_eq!(layout.numels_with_padding(), [7, 1, 15, 1]); // aligned, then padded for two ranks
+/// assert_eq!(layout.sharded_numel(), 12);
+/// # Ok::<(), fsdp_layout::FlatLayoutError>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FlatLayout {
+    fqns: Vec<String>,
+    shapes: Vec<Vec<usize>>,
+    numels: Vec<usize>,
+    entries: Vec<FlatEntry>,
+    numels_with_padding: Vec<usize>,
+    /// First element of each parameter in the unsharded FlatParameter.
+    starts: Vec<usize>,
+    unpadded_numel: usize,
+    world_size: usize,
+}
+
+impl FlatLayout {
+    /// Lays out parameters in the order given, for `world_size` ranks.
+    ///
+    /// `aligned_numel` is the alignment in elements ([`aligned_numel`]) of `use_orig_params` mode, or 0 for none.
+    /// For `NoShard` use a world size of 1.
+    ///
+    /// # Errors
+    /// An empty list, no ranks, or sizes that overflow.
+    pub fn new(
+        params: Vec<(String, Vec<usize>)>,
+        aligned_numel: usize,
+        world_size: usize,
+    ) -> Result<Self, FlatLayoutError> {
+        if params.is_empty() {
+            return Err(FlatLayoutError::Empty);
+        }
+        if world_size == 0 {
+            return Err(FlatLayoutError::NoRanks);
+        }
+        let mut layout = FlatLayout {
+            fqns: Vec::with_capacity(params.len()),
+            shapes: Vec::with_capacity(params.len()),
+            numels: Vec::with_capacity(params.len()),
+            entries: Vec::with_capacity(params.len()),
+            numels_with_padding: Vec::with_capacity(params.len()),
+            starts: Vec::with_capacity(params.len()),
+            unpadded_numel: 0,
+            world_size,
+        };
+        for (index, (fqn, shape)) in params.into_iter().enumerate() {
+            if aligned_numel > 0 {
+                layout.pad_to_multiple_of(aligned_numel);
+            }
+            let end = checked_numel(&shape)
+                .and_then(|numel| Some((numel, layout.unpadded_numel.checked_add(numel)?)))
+                .filter(|(_, end)| end.checked_add(world_size + ALIGNMENT_BYTES).is_some());
+            let Some((numel, end)) = end else {
+                return Err(FlatLayoutError::TooLarge { fqn, shape });
+            };
+            layout.starts.push(layout.unpadded_numel);
+            layout.entries.push(FlatEntry::Param(index));
+            layout.numels_with_padding.push(numel);
+            layout.unpadded_numel = end;
+            layout.fqns.push(fqn);
+            layout.shapes.push(shape);
+            layout.numels.push(numel);
+        }
+        if aligned_numel > 0 {
+            layout.pad_to_multiple_of(world_size);
+        }
+        Ok(layout)
+    }
+
+    fn pad_to_multiple_of(&mut self, multiple: usize) {
+        let padding = self.unpadded_numel.next_multiple_of(multiple) - self.unpadded_numel;
+        if padding > 0 {
+            self.entries.push(FlatEntry::Padding);
+            self.numels_with_padding.push(padding);
+            self.unpadded_numel += padding;
+        }
+    }
+
+    /// Names of the parameters, in flat order.
+    #[must_use]
+    pub fn fqns(&self) -> &[String] {
+        &self.fqns
+    }
+
+    /// Shapes of the parameters, in flat order.
+    #[must_use]
+    pub fn shapes(&self) -> &[Vec<usize>] {
+        &self.shapes
+    }
+
+    /// Element counts of the parameters, in flat order.
+    #[must_use]
+    pub fn numels(&self) -> &[usize] {
+        &self.numels
+    }
+
+    /// Parameters and padding in flat order; lengths are in [`Self::numels_with_padding`].
+    #[must_use]
+    pub fn entries(&self) -> &[FlatEntry] {
+        &self.entries
+    }
+
+    /// Element counts of parameters and padding, in flat order.
+    #[must_use]
+    pub fn numels_with_padding(&self) -> &[usize] {
+        &self.numels_with_padding
+    }
+
+    /// The parameter's elements of the unsharded FlatParameter.
+    #[must_use]
+    pub fn param_range(&self, param: usize) -> Range<usize> {
+        self.starts[param]..self.starts[param] + self.numels[param]
+    }
+
+    /// Number of ranks that share the FlatParameter.
+    #[must_use]
+    pub const fn world_size(&self) -> usize {
+        self.world_size
+    }
+
+    /// Elements of the unsharded FlatParameter, alignment and tail padding included, right padding of shards not.
+    #[must_use]
+    pub const fn unpadded_unsharded_numel(&self) -> usize {
+        self.unpadded_numel
+    }
+
+    /// Elements of all shards together.
+    #[must_use]
+    pub const fn padded_unsharded_numel(&self) -> usize {
+        self.sharded_numel() * self.world_size
+    }
+
+    /// Elements of one shard, the same on every rank, right padding included.
+    #[must_use]
+    pub const fn sharded_numel(&self) -> usize {
+        self.unpadded_numel.div_ceil(self.world_size)
+    }
+
+    /// The rank's range of the unsharded FlatParameter, and the padding on its right.
+    #[must_use]
+    pub fn shard(&self, rank: usize) -> UnpaddedShard {
+        unpadded_shard(self.unpadded_numel, self.world_size, rank)
+    }
+
+    /// Where each parameter lies in a rank's shard; `None` for one that does not.
+    #[must_use]
+    pub fn shard_param_infos(&self, rank: usize) -> Vec<Option<ShardParamInfo>> {
+        self.shard_param_infos_of_range(self.shard(rank).range)
+    }
+
+    /// The same for any range of the unsharded FlatParameter.
+    #[must_use]
+    pub fn shard_param_infos_of_range(&self, range: Range<usize>) -> Vec<Option<ShardParamInfo>> {
+        (0..self.numels.len())
+            .map(|param| {
+                let whole = self.param_range(param);
+                let start = range.start.max(whole.start);
+                let end = range.end.min(whole.end);
+                (start < end).then(|| ShardParamInfo {
+                    offset_in_shard: start - range.start,
+                    numel_in_shard: end - start,
+                    intra_param_start: start - whole.start,
+                    intra_param_end: end - whole.start - 1,
+                })
+            })
+            .collect()
+    }
+
+    /// The boxes of parameter `param` that a rank's shard holds, in the order in which they lie there.
+    #[must_use]
+    pub fn param_boxes(&self, param: usize, rank: usize) -> Vec<TensorBox> {
+        match self.shard_param_infos(rank)[param] {
+            Some(info) => boxes_of_flat_range(&self.shapes[param], info.param_range()),
+            None => Vec::new(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,33 @@
+//! The vocabulary of sharding and its arithmetic.
+//!
+//! Everything here is plain data and pure functions: dtypes, non-tensor values, boxes of N-d tensors,
+//! the layout of a FlatParameter, dim-0 chunks, placements on a device mesh.
+//! This crate holds no tensor, does no I/O, and knows no rank but the one it is given as a number.
+//!
+//! | module | what it answers |
+//! |---|---|
+//! | [`dtype`] | which element types files hold, their sizes and their names in torch and safetensors |
+//! | [`value`] | plain, non-tensor values of a state dict |
+//! | [`path`] | where a value sits in a nested state dict, and its flat key |
+//! | [`boxes`] | hyper-rectangles of a tensor: intersection, flat ranges, copies between boxes |
+//! | [`shard`] | how torch cuts `n` elements over ranks, and the padding that makes the cuts equal |
+//! | [`flat`] | the layout of many parameters in one FlatParameter |
+//! | [`mesh`] | rank arithmetic of an N-d device mesh |
+//! | [`placement`] | Shard / Replicate / strided shards on a mesh, as boxes |
+
+pub mod boxes;
+pub mod dtype;
+pub mod flat;
+pub mod mesh;
+pub mod path;
+pub mod placement;
+pub mod shard;
+pub mod value;
+
+pub use boxes::{CopyRun, TensorBox};
+pub use dtype::DType;
+pub use flat::{FlatLayout, FlatLayoutError, ShardParamInfo};
+pub use mesh::DeviceMesh;
+pub use path::{KeyPath, PathPart};
+pub use placement::Placement;
+pub use value::PlainValue;

@@ -1,0 +1,55 @@
+//! Where a value sits in a nested state dict, and the flat key that a checkpoint gives it.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// One step down a nested state dict.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum PathPart {
+    /// A dict key. A key that holds dots stays one part.
+    Key(String),
+    /// A position in a list (or, for state dicts that flatten them, a tuple).
+    Index(usize),
+}
+
+impl fmt::Display for PathPart {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            PathPart::Key(key) => f.write_str(key),
+            PathPart::Index(index) => write!(f, "{index}"),
+        }
+    }
+}
+
+/// The whole way from the root of a state dict to a value: torch's `planner_data` tuple.
+///
+/// ```
+/// use fsdp_layout::{KeyPath, PathPart};
+/// let path = KeyPath(vec![
+///     PathPart::Key("optim".into()),
+///     PathPart::Key("state".into()),
+///     PathPart::Key("ln_f.weight".into()),
+///     PathPart::Key("exp_avg".into()),
+/// ]);
+/// assert_eq!(path.flat_key(), "optim.state.ln_f.weight.exp_avg");
+/// ```
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct KeyPath(pub Vec<PathPart>);
+
+impl KeyPath {
+    /// The parts joined with dots: the key in a checkpoint. Two paths may share one flat key;
+    /// whoever flattens must refuse that.
+    #[must_use]
+    pub fn flat_key(&self) -> String {
+        self.0.iter().map(PathPart::to_string).collect::<Vec<_>>().join(".")
+    }
+
+    /// This path, one step further down.
+    #[must_use]
+    pub fn child(&self, part: PathPart) -> KeyPath {
+        let mut parts = self.0.clone();
+        parts.push(part);
+        KeyPath(parts)
+    }
+}

@@ -1,0 +1,232 @@
+//! Placements of a tensor on a device mesh, as torch's DTensor has them, turned into boxes.
+
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use crate::boxes::TensorBox;
+use crate::shard::chunk_range;
+
+/// How a tensor lies along one mesh dimension.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Placement {
+    /// Cut on this tensor dimension by `torch.chunk`'s rule.
+    Shard(usize),
+    /// Whole on every rank of the mesh dimension.
+    Replicate,
+    /// Cut on tensor dimension `dim` inside each of `split_factor` blocks: torch's `_StridedShard`,
+    /// which FSDP over tensor parallelism makes.
+    StridedShard {
+        /// The tensor dimension.
+        dim: usize,
+        /// Number of blocks.
+        split_factor: usize,
+    },
+    /// A sum that is still to be made over the mesh dimension. It has no boxes: it cannot be checkpointed.
+    Partial,
+}
+
+/// Why placements have no boxes.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum PlacementError {
+    /// A partial sum is not a value yet.
+    #[error("a partial placement has no boxes: reduce it first")]
+    Partial,
+    /// A shard names a dimension that the tensor does not have.
+    #[error("a placement shards dimension {dim} of a tensor of {rank} dimensions")]
+    NoSuchDim {
+        /// The dimension asked for.
+        dim: usize,
+        /// The tensor's number of dimensions.
+        rank: usize,
+    },
+    /// One placement and one coordinate for each mesh dimension.
+    #[error("{placements} placements and {coordinate} coordinates on a mesh of {mesh} dimensions")]
+    WrongMesh {
+        /// Placements given.
+        placements: usize,
+        /// Coordinates given.
+        coordinate: usize,
+        /// Mesh dimensions.
+        mesh: usize,
+    },
+}
+
+/// The boxes of a tensor of `shape` that the rank at `coordinate` of a mesh of `mesh_shape` owns.
+///
+/// Placements are applied left to right, as torch does. The list is empty for a rank without elements, and has
+/// more than one box where strided shards own rows that do not touch (torch writes those wrongly, as one box).
+///
+/// # Errors
+/// See [`PlacementError`].
+///
+/// ```
+/// use fsdp_layout::{Placement, TensorBox, placement::boxes_of_placements};
+/// let boxes = boxes_of_placements(&[10, 4], &[Placement::Shard(0), Placement::Shard(0)], &[2, 2], &[0, 1])?;
+/// assert_eq!(boxes, [TensorBox::new(vec![3, 0], vec![2, 4])]);
+/// # Ok::<(), fsdp_layout::placement::PlacementError>(())
+/// ```
+pub fn boxes_of_placements(
+    shape: &[usize],
+    placements: &[Placement],
+    mesh_shape: &[usize],
+    coordinate: &[usize],
+) -> Result<Vec<TensorBox>, PlacementError> {
+    if placements.len() != mesh_shape.len() || coordinate.len() != mesh_shape.len() {
+        return Err(PlacementError::WrongMesh {
+            placements: placements.len(),
+            coordinate: coordinate.len(),
+            mesh: mesh_shape.len(),
+        });
+    }
+    let mut rows: Vec<Vec<Range<usize>>> = shape.iter().map(|&dim| vec![0..dim]).collect();
+    let rank = shape.len();
+    for ((placement, &parts), &index) in placements.iter().zip(mesh_shape).zip(coordinate) {
+        match *placement {
+            Placement::Replicate => {}
+            Placement::Partial => return Err(PlacementError::Partial),
+            Placement::Shard(dim) => {
+                let of_dim = rows.get_mut(dim).ok_or(PlacementError::NoSuchDim { dim, rank })?;
+                *of_dim = take(of_dim, chunk_range(total(of_dim), parts, index));
+            }
+            Placement::StridedShard { dim, split_factor } => {
+                let of_dim = rows.get_mut(dim).ok_or(PlacementError::NoSuchDim { dim, rank })?;
+                let mut mine = Vec::new();
+                for block in 0..split_factor {
+                    let block = chunk_range(total(of_dim), split_factor, block);
+                    let piece = chunk_range(block.len(), parts, index);
+                    mine.extend(take(of_dim, block.start + piece.start..block.start + piece.end));
+                }
+                *of_dim = mine;
+            }
+        }
+    }
+    let mut boxes = vec![TensorBox { offsets: Vec::new(), sizes: Vec::new() }];
+    for ranges in rows {
+        let ranges = merge(ranges);
+        boxes = boxes
+            .into_iter()
+            .flat_map(|base| {
+                ranges.iter().map(move |range| {
+                    let mut next = base.clone();
+                    next.offsets.push(range.start);
+                    next.sizes.push(range.len());
+                    next
+                })
+            })
+            .collect();
+    }
+    boxes.retain(|b| !b.is_empty());
+    Ok(boxes)
+}
+
+fn total(ranges: &[Range<usize>]) -> usize {
+    ranges.iter().map(ExactSizeIterator::len).sum()
+}
+
+/// The part `wanted` of the concatenation of `ranges`.
+fn take(ranges: &[Range<usize>], wanted: Range<usize>) -> Vec<Range<usize>> {
+    let mut taken = Vec::new();
+    let mut before = 0;
+    for range in ranges {
+        let start = wanted.start.clamp(before, before + range.len()) - before;
+        let end = wanted.end.clamp(before, before + range.len()) - before;
+        if start < end {
+            taken.push(range.start + start..range.start + end);
+        }
+        before += range.len();
+    }
+    taken
+}
+
+/// Joins neighbours that touch.
+fn merge(ranges: Vec<Range<usize>>) -> Vec<Range<usize>> {
+    let mut merged: Vec<Range<usize>> = Vec::new();
+    for range in ranges {
+        match merged.last_mut() {
+            Some(last) if last.end == range.start => last.end = range.end,
+            _ => merged.push(range),
+        }
+    }
+    merged
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn one_dim(len: usize, placements: [Placement; 2]) -> Vec<Vec<(usize, usize)>> {
+        [[0, 0], [0, 1], [1, 0], [1, 1]]
+            .iter()
+            .map(|coordinate| {
+                boxes_of_placements(&[len], &placements, &[2, 2], coordinate)
+                    .unwrap()
+                    .iter()
+                    .map(|b| (b.sizes[0], b.offsets[0]))
+                    .collect()
+            })
+            .collect()
+    }
+
+    #[test]
+    fn two_mesh_dimensions_on_one_tensor_dimension_as_torch_has_them() {
+        let shard = [Placement::Shard(0), Placement::Shard(0)];
+        assert_eq!(one_dim(10, shard), [[(3, 0)], [(2, 3)], [(3, 5)], [(2, 8)]]);
+        let over_tp = [Placement::StridedShard { dim: 0, split_factor: 2 }, Placement::Shard(0)];
+        assert_eq!(one_dim(8, over_tp), [[(2, 0)], [(2, 4)], [(2, 2)], [(2, 6)]]);
+        assert_eq!(one_dim(10, over_tp), [[(3, 0)], [(3, 5)], [(2, 3)], [(2, 8)]]);
+    }
+
+    #[test]
+    fn disjoint_rows_are_several_boxes() {
+        // torch describes these as one chunk of two rows at offset 0; the rows really are 0 and 2.
+        let placements = [Placement::Shard(0), Placement::StridedShard { dim: 0, split_factor: 2 }];
+        let boxes = one_dim(8, placements);
+        assert_eq!(boxes[0], [(1, 0), (1, 2)]);
+        assert_eq!(boxes[1], [(1, 1), (1, 3)]);
+    }
+
+    #[test]
+    fn what_has_no_boxes_is_refused() {
+        assert_eq!(boxes_of_placements(&[4], &[Placement::Partial], &[2], &[0]), Err(PlacementError::Partial));
+        assert_eq!(
+            boxes_of_placements(&[4], &[Placement::Shard(1)], &[2], &[0]),
+            Err(PlacementError::NoSuchDim { dim: 1, rank: 1 })
+        );
+        assert!(matches!(
+            boxes_of_placements(&[4], &[], &[2], &[0]),
+            Err(PlacementError::WrongMesh { placements: 0, mesh: 1, .. })
+        ));
+        assert_eq!(boxes_of_placements(&[1], &[Placement::Shard(0)], &[2], &[1]), Ok(vec![]));
+    }
+
+    proptest! {
+        #[test]
+        fn shards_of_a_mesh_partition_the_tensor(
+            shape in prop::collection::vec(0usize..7, 1..4),
+            mesh in prop::collection::vec(1usize..4, 1..4),
+            picks in prop::collection::vec((0usize..3, 0usize..4), 3),
+        ) {
+            let placements: Vec<Placement> = mesh.iter().zip(&picks).map(|(_, &(dim, split))| {
+                let dim = dim % shape.len();
+                if split == 0 { Placement::Shard(dim) } else { Placement::StridedShard { dim, split_factor: split } }
+            }).collect();
+            let strides = crate::boxes::row_major_strides(&mesh);
+            let mut owners = vec![0; shape.iter().product()];
+            for rank in 0..mesh.iter().product::<usize>() {
+                let coordinate: Vec<usize> = strides.iter().zip(&mesh).map(|(s, d)| rank / s % d).collect();
+                for b in boxes_of_placements(&shape, &placements, &mesh, &coordinate).unwrap() {
+                    prop_assert!(b.fits(&shape));
+                    for run in crate::boxes::copy_runs(&b, &TensorBox::whole(&shape), &b) {
+                        owners[run.src..run.src + run.len].iter_mut().for_each(|n| *n += 1);
+                    }
+                }
+            }
+            prop_assert!(owners.iter().all(|&n| n == 1));
+        }
+    }
+}

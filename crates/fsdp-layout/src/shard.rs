@@ -1,0 +1,79 @@
+//! How torch cuts `n` elements over `world_size` ranks: equal chunks of `ceil(n / world_size)`, not balanced ones.
+//! Trailing ranks may get fewer, or nothing.
+
+use std::ops::Range;
+
+/// The elements of `0..n` that this rank owns: `torch.chunk`'s rule.
+///
+/// The range of a rank with nothing is empty and starts at `n`.
+///
+/// ```
+/// use fsdp_layout::shard::chunk_range;
+/// let sizes: Vec<usize> = (0..4).map(|rank| chunk_range(9, 4, rank).len()).collect();
+/// assert_eq!(sizes, [3, 3, 3, 0]);
+/// ```
+#[must_use]
+pub fn chunk_range(n: usize, world_size: usize, rank: usize) -> Range<usize> {
+    let chunk = n.div_ceil(world_size.max(1));
+    let start = chunk.saturating_mul(rank).min(n);
+    start..start.saturating_add(chunk).min(n)
+}
+
+/// A rank's piece of a flat tensor, and the padding that makes all ranks' pieces as long as the first.
+/// torch's `_get_unpadded_shard`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct UnpaddedShard {
+    /// The rank's elements of the flat tensor.
+    pub range: Range<usize>,
+    /// Elements to add on the right so that the length equals that of rank 0's piece.
+    pub padding: usize,
+}
+
+/// The unpadded shard of rank `rank` of a flat tensor of `numel` elements.
+#[must_use]
+pub fn unpadded_shard(numel: usize, world_size: usize, rank: usize) -> UnpaddedShard {
+    let range = chunk_range(numel, world_size, rank);
+    let padding = chunk_range(numel, world_size, 0).len() - range.len();
+    UnpaddedShard { range, padding }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn unpadded_shards_as_torch_cuts_them() {
+        let table: &[(usize, usize, &[(usize, usize)])] = &[
+            (10, 4, &[(3, 0), (3, 0), (3, 0), (1, 2)]),
+            (5, 4, &[(2, 0), (2, 0), (1, 1), (0, 2)]),
+            (2, 4, &[(1, 0), (1, 0), (0, 1), (0, 1)]),
+            (1, 3, &[(1, 0), (0, 1), (0, 1)]),
+            (9, 4, &[(3, 0), (3, 0), (3, 0), (0, 3)]),
+            (12, 5, &[(3, 0), (3, 0), (3, 0), (3, 0), (0, 3)]),
+            (0, 2, &[(0, 0), (0, 0)]),
+        ];
+        for &(numel, world_size, expected) in table {
+            for (rank, &(len, padding)) in expected.iter().enumerate() {
+                let shard = unpadded_shard(numel, world_size, rank);
+                assert_eq!(
+                    (shard.range.len(), shard.padding),
+                    (len, padding),
+                    "{numel} over {world_size}, rank {rank}"
+                );
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn shards_partition_exactly_and_pad_to_one_length(numel in 0usize..500, world_size in 1usize..70) {
+            let shards: Vec<_> = (0..world_size).map(|rank| unpadded_shard(numel, world_size, rank)).collect();
+            let elements: Vec<usize> = shards.iter().flat_map(|shard| shard.range.clone()).collect();
+            prop_assert_eq!(elements, (0..numel).collect::<Vec<_>>());
+            for shard in &shards {
+                prop_assert_eq!(shard.range.len() + shard.padding, shards[0].range.len());
+            }
+        }
+    }
+}

@@ -1,0 +1,138 @@
+//! Plain, non-tensor values of a state dict: what torch keeps beside tensors.
+
+use serde::{Deserialize, Serialize};
+
+/// A non-tensor value, with Python's distinctions where they matter to a checkpoint
+/// (a tuple is not a list, a bool is not an int).
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum PlainValue {
+    /// Python's `None`.
+    None,
+    /// `True` or `False`.
+    Bool(bool),
+    /// An integer that fits 64 bits.
+    Int(i64),
+    /// An integer that does not: its two's-complement bytes, little-endian, as a pickle holds it.
+    BigInt(Vec<u8>),
+    /// A float; compared by value, so NaN differs from itself ([`PlainValue::same_bits`] does not mind).
+    Float(f64),
+    /// Text.
+    Str(String),
+    /// Raw bytes.
+    Bytes(Vec<u8>),
+    /// `[…]`
+    List(Vec<PlainValue>),
+    /// `(…)`
+    Tuple(Vec<PlainValue>),
+    /// `{…}` of a set; order as stored.
+    Set(Vec<PlainValue>),
+    /// `{key: value}` in insertion order; keys may be any plain value.
+    Dict(Vec<(PlainValue, PlainValue)>),
+}
+
+impl PlainValue {
+    /// Equality that compares floats by their bits, so that a NaN equals itself.
+    #[must_use]
+    pub fn same_bits(&self, other: &PlainValue) -> bool {
+        fn all(a: &[PlainValue], b: &[PlainValue]) -> bool {
+            a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.same_bits(b))
+        }
+        match (self, other) {
+            (PlainValue::Float(a), PlainValue::Float(b)) => a.to_bits() == b.to_bits(),
+            (PlainValue::List(a), PlainValue::List(b))
+            | (PlainValue::Tuple(a), PlainValue::Tuple(b))
+            | (PlainValue::Set(a), PlainValue::Set(b)) => all(a, b),
+            (PlainValue::Dict(a), PlainValue::Dict(b)) => {
+                a.len() == b.len() && a.iter().zip(b).all(|((ka, va), (kb, vb))| ka.same_bits(kb) && va.same_bits(vb))
+            }
+            (a, b) => a == b,
+        }
+    }
+
+    /// What Python would call the type, for messages.
+    #[must_use]
+    pub const fn type_name(&self) -> &'static str {
+        match self {
+            PlainValue::None => "None",
+            PlainValue::Bool(_) => "bool",
+            PlainValue::Int(_) | PlainValue::BigInt(_) => "int",
+            PlainValue::Float(_) => "float",
+            PlainValue::Str(_) => "str",
+            PlainValue::Bytes(_) => "bytes",
+            PlainValue::List(_) => "list",
+            PlainValue::Tuple(_) => "tuple",
+            PlainValue::Set(_) => "set",
+            PlainValue::Dict(_) => "dict",
+        }
+    }
+
+    /// The value as an integer, if it is one (a bool is not).
+    #[must_use]
+    pub const fn as_int(&self) -> Option<i64> {
+        match self {
+            PlainValue::Int(value) => Some(*value),
+            _ => None,
+        }
+    }
+
+    /// The value as a float: a float, or an integer that a float holds.
+    #[must_use]
+    pub const fn as_float(&self) -> Option<f64> {
+        match self {
+            PlainValue::Float(value) => Some(*value),
+            PlainValue::Int(value) => Some(*value as f64),
+            _ => None,
+        }
+    }
+
+    /// The value as a bool, if it is one.
+    #[must_use]
+    pub const fn as_bool(&self) -> Option<bool> {
+        match self {
+            PlainValue::Bool(value) => Some(*value),
+            _ => None,
+        }
+    }
+
+    /// The value as text, if it is text.
+    #[must_use]
+    pub fn as_str(&self) -> Option<&str> {
+        match self {
+            PlainValue::Str(value) => Some(value),
+            _ => None,
+        }
+    }
+}
+
+macro_rules! from {
+    ($($type:ty => $value:ident $to:expr;)*) => {
+        $(impl From<$type> for PlainValue {
+            fn from($value: $type) -> Self {
+                $to
+            }
+        })*
+    };
+}
+
+from! {
+    bool => value PlainValue::Bool(value);
+    i64 => value PlainValue::Int(value);
+    f64 => value PlainValue::Float(value);
+    &str => value PlainValue::Str(value.to_owned());
+    String => value PlainValue::Str(value);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nan_equals_itself_by_bits_only() {
+        let nan = PlainValue::List(vec![PlainValue::Float(f64::NAN)]);
+        assert_ne!(nan, nan.clone());
+        assert!(nan.same_bits(&nan.clone()));
+        assert!(!PlainValue::Bool(true).same_bits(&PlainValue::Int(1)));
+        assert!(!PlainValue::Float(0.0).same_bits(&PlainValue::Float(-0.0)));
+    }
+}

@@ -1,0 +1,1 @@
+//! FullyShardedDataParallel units, sharded optimizers and optimizer-state transforms.

@@ -1,0 +1,1 @@
+//! State dicts: iterate, gather, broadcast, distribute, offload.

@@ -1,0 +1,1 @@
+//! Helpers that whole-system tests share.

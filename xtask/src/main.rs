@@ -1,0 +1,2 @@
+//! The project's own tasks: `cargo xtask ci` is what CI runs.
+fn main() {}
