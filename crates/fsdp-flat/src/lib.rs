@@ -1,1 +1,26 @@
-//! FlatParameter and ShardedTensor: candle tensors on layouts.
+//! Candle tensors on layouts: [`ShardedTensor`] and [`FlatParameter`].
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`dtype`] | candle's dtypes and ours |
+//! | [`storage`] | the memory behind a tensor: read it, change it in place, free it and give it back |
+//! | [`raw`] | tensors of dtypes that candle does not compute with, as bytes |
+//! | [`sharded`] | a global shape and the boxes of it that this rank owns |
+//! | [`flatten`] | many tensors to one flat tensor and back, with FlatParameter's padding |
+//! | [`flat_parameter`] | this rank's shard of many parameters |
+//!
+//! Nothing here communicates.
+
+pub mod dtype;
+mod error;
+pub mod flat_parameter;
+pub mod flatten;
+pub mod raw;
+pub mod sharded;
+pub mod storage;
+
+pub use error::FlatError;
+pub use flat_parameter::FlatParameter;
+pub use flatten::{flatten_tensors, get_shard, get_unpadded_shard, unflatten_tensors};
+pub use raw::RawTensor;
+pub use sharded::{LocalShard, ShardedTensor};

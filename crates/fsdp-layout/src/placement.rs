@@ -82,7 +82,8 @@ pub fn boxes_of_placements(
             mesh: mesh_shape.len(),
         });
     }
-    let mut rows: Vec<Vec<Range<usize>>> = shape.iter().map(|&dim| vec![0..dim]).collect();
+    // The rows of each dimension that are left, as ranges.
+    let mut rows: Vec<Vec<Range<usize>>> = shape.iter().map(|&dim| std::iter::once(0..dim).collect()).collect();
     let rank = shape.len();
     for ((placement, &parts), &index) in placements.iter().zip(mesh_shape).zip(coordinate) {
         match *placement {

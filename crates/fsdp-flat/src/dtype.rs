@@ -1,0 +1,53 @@
+//! candle's dtypes and ours.
+
+use fsdp_layout::DType;
+
+use crate::FlatError;
+
+/// The dtype of files and state dicts for a candle dtype; `None` for candle's dummy types (6-bit floats).
+#[must_use]
+pub const fn from_candle(dtype: candle_core::DType) -> Option<DType> {
+    match dtype {
+        candle_core::DType::U8 => Some(DType::U8),
+        candle_core::DType::U32 => Some(DType::U32),
+        candle_core::DType::I16 => Some(DType::I16),
+        candle_core::DType::I32 => Some(DType::I32),
+        candle_core::DType::I64 => Some(DType::I64),
+        candle_core::DType::BF16 => Some(DType::BF16),
+        candle_core::DType::F16 => Some(DType::F16),
+        candle_core::DType::F32 => Some(DType::F32),
+        candle_core::DType::F64 => Some(DType::F64),
+        candle_core::DType::F8E4M3 => Some(DType::F8E4M3Fn),
+        candle_core::DType::F8E8M0 => Some(DType::F8E8M0Fnu),
+        _ => None,
+    }
+}
+
+/// The candle dtype for ours.
+///
+/// # Errors
+/// [`FlatError::NotInCandle`] for what candle does not compute with; such tensors are kept as
+/// [`RawTensor`](crate::RawTensor). (Eight-bit floats are among them: candle holds but hardly computes with them.)
+pub const fn to_candle(dtype: DType) -> Result<candle_core::DType, FlatError> {
+    match dtype {
+        DType::U8 => Ok(candle_core::DType::U8),
+        DType::U32 => Ok(candle_core::DType::U32),
+        DType::I16 => Ok(candle_core::DType::I16),
+        DType::I32 => Ok(candle_core::DType::I32),
+        DType::I64 => Ok(candle_core::DType::I64),
+        DType::BF16 => Ok(candle_core::DType::BF16),
+        DType::F16 => Ok(candle_core::DType::F16),
+        DType::F32 => Ok(candle_core::DType::F32),
+        DType::F64 => Ok(candle_core::DType::F64),
+        dtype => Err(FlatError::NotInCandle { dtype }),
+    }
+}
+
+/// The dtype of a tensor.
+///
+/// # Errors
+/// [`FlatError::NotInCandle`] never; candle's dummy dtypes are a candle error.
+pub fn of(tensor: &candle_core::Tensor) -> Result<DType, FlatError> {
+    from_candle(tensor.dtype())
+        .ok_or_else(|| FlatError::Candle(candle_core::Error::UnsupportedDTypeForOp(tensor.dtype(), "state dict")))
+}

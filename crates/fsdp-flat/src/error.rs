@@ -1,0 +1,104 @@
+//! What can go wrong between tensors and layouts.
+
+use fsdp_layout::{DType, FlatLayoutError, TensorBox};
+use thiserror::Error;
+
+/// An error of this crate.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum FlatError {
+    /// candle refused.
+    #[error(transparent)]
+    Candle(#[from] candle_core::Error),
+    /// The parameters cannot be laid out.
+    #[error(transparent)]
+    Layout(#[from] FlatLayoutError),
+    /// Integers have no gradient, so a FlatParameter cannot hold them.
+    #[error("cannot flatten integer dtype {dtype}: parameter `{fqn}`")]
+    IntegerDType {
+        /// The parameter.
+        fqn: String,
+        /// Its dtype.
+        dtype: DType,
+    },
+    /// One FlatParameter has one dtype.
+    #[error("must flatten tensors with uniform dtype, but got {expected} and {found} (parameter `{fqn}`)")]
+    MixedDType {
+        /// The first parameter that differs.
+        fqn: String,
+        /// The dtype before it.
+        expected: DType,
+        /// Its dtype.
+        found: DType,
+    },
+    /// Without `use_orig_params` the whole FlatParameter is trained or is frozen.
+    #[error(
+        "must flatten tensors with uniform `requires_grad` when `use_orig_params` is false (parameter `{fqn}` differs)"
+    )]
+    MixedRequiresGrad {
+        /// The first parameter that differs.
+        fqn: String,
+    },
+    /// The dtype exists in files only.
+    #[error("candle has no dtype {dtype}: keep the tensor as raw bytes")]
+    NotInCandle {
+        /// The dtype.
+        dtype: DType,
+    },
+    /// The memory of a sharded parameter was read while it is not gathered.
+    #[error("the storage of a tensor of shape {shape:?} is freed: use a parameter only inside the forward of its unit")]
+    Freed {
+        /// The tensor's shape.
+        shape: Vec<usize>,
+    },
+    /// In-place access needs elements that lie side by side.
+    #[error("a tensor of shape {shape:?} is not contiguous")]
+    NotContiguous {
+        /// The tensor's shape.
+        shape: Vec<usize>,
+    },
+    /// The bytes and the shape disagree.
+    #[error("{given} bytes for a {dtype} tensor of shape {shape:?}, which takes {needed}")]
+    WrongSize {
+        /// Bytes given.
+        given: usize,
+        /// The dtype.
+        dtype: DType,
+        /// The shape.
+        shape: Vec<usize>,
+        /// Bytes it takes.
+        needed: usize,
+    },
+    /// A value does not fit where it should go.
+    #[error("`{name}`: expected shape {expected:?}, but got {found:?}")]
+    ShapeMismatch {
+        /// What it is.
+        name: String,
+        /// The shape there.
+        expected: Vec<usize>,
+        /// The shape given.
+        found: Vec<usize>,
+    },
+    /// A box lies outside the tensor.
+    #[error("box {bounds} lies outside a tensor of shape {shape:?}")]
+    OutOfBounds {
+        /// The box.
+        bounds: TensorBox,
+        /// The tensor's shape.
+        shape: Vec<usize>,
+    },
+    /// Two boxes share elements.
+    #[error("boxes {first} and {second} of one tensor overlap")]
+    Overlap {
+        /// One of them.
+        first: TensorBox,
+        /// The other.
+        second: TensorBox,
+    },
+    /// The local boxes do not hold all that is asked for.
+    #[error("box {wanted} is not covered by the boxes that are here")]
+    NotCovered {
+        /// The box asked for.
+        wanted: TensorBox,
+    },
+}

@@ -1,0 +1,118 @@
+//! This rank's shard of the parameters of one FSDP unit.
+
+use candle_core::Tensor;
+use fsdp_layout::FlatLayout;
+
+use crate::{FlatError, ShardedTensor};
+
+/// The shard of a FlatParameter that lives on one rank, and where each parameter lies in it.
+///
+/// The shard is one flat tensor of `layout.sharded_numel()` elements: what collectives send, what the optimizer
+/// changes in place. Parameters and anything shaped like them (gradients, optimizer state) are box lists of views.
+#[derive(Debug, Clone)]
+pub struct FlatParameter {
+    layout: FlatLayout,
+    rank: usize,
+    shard: Tensor,
+}
+
+impl FlatParameter {
+    /// The shard of rank `rank`.
+    ///
+    /// # Errors
+    /// `shard` must be one-dimensional with `layout.sharded_numel()` elements.
+    pub fn new(layout: FlatLayout, rank: usize, shard: Tensor) -> Result<Self, FlatError> {
+        if shard.dims() != [layout.sharded_numel()] {
+            return Err(FlatError::ShapeMismatch {
+                name: "shard of a FlatParameter".into(),
+                expected: vec![layout.sharded_numel()],
+                found: shard.dims().to_vec(),
+            });
+        }
+        Ok(FlatParameter { layout, rank, shard })
+    }
+
+    /// Where everything lies.
+    #[must_use]
+    pub const fn layout(&self) -> &FlatLayout {
+        &self.layout
+    }
+
+    /// The rank in the shard group.
+    #[must_use]
+    pub const fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// The flat shard, right padding included.
+    #[must_use]
+    pub const fn shard(&self) -> &Tensor {
+        &self.shard
+    }
+
+    /// The part of a flat shard that belongs to parameter `param`, as a view; `None` if the shard has none of it.
+    /// `flat` is the shard itself or a tensor of the same length: a gradient or an optimizer state.
+    ///
+    /// # Errors
+    /// candle's, for a tensor of another length.
+    pub fn piece(&self, param: usize, flat: &Tensor) -> Result<Option<Tensor>, FlatError> {
+        match self.layout.shard_param_infos(self.rank)[param] {
+            Some(info) => Ok(Some(flat.narrow(0, info.offset_in_shard, info.numel_in_shard)?)),
+            None => Ok(None),
+        }
+    }
+
+    /// Parameter `param` of a flat shard as a sharded tensor of views.
+    ///
+    /// # Errors
+    /// candle's, for a tensor of another length.
+    pub fn sharded(&self, param: usize, flat: &Tensor) -> Result<ShardedTensor, FlatError> {
+        let shape = &self.layout.shapes()[param];
+        match self.piece(param, flat)? {
+            Some(piece) => ShardedTensor::from_flat(shape, self.layout.param_boxes(param, self.rank), &piece),
+            None => ShardedTensor::new(flat.dtype(), shape.clone(), Vec::new()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{flatten_tensors, get_shard};
+    use candle_core::Device;
+    use fsdp_layout::TensorBox;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Sharding any parameters over any ranks and reading the boxes of all ranks gives back the parameters:
+        /// padding (42, or zeros on the right) is in no box.
+        #[test]
+        fn padding_never_leaks(
+            shapes in prop::collection::vec(prop::collection::vec(1usize..5, 0..4), 1..5),
+            align in prop::sample::select(vec![0usize, 2, 4, 8]),
+            world_size in 1usize..6,
+        ) {
+            let names = shapes.iter().enumerate().map(|(i, shape)| (format!("p{i}"), shape.clone()));
+            let layout = FlatLayout::new(names.collect(), align, world_size).unwrap();
+            let tensors: Vec<Tensor> = shapes.iter().enumerate().map(|(i, shape)| {
+                let numel: usize = shape.iter().product();
+                let start = 1000.0 * (i + 1) as f32;
+                Tensor::arange(start, start + numel as f32, &Device::Cpu).unwrap().reshape(shape.as_slice()).unwrap()
+            }).collect();
+            let flat = flatten_tensors(&layout, &tensors).unwrap();
+            let ranks: Vec<FlatParameter> = (0..world_size).map(|rank| {
+                let (shard, _) = get_shard(&flat, rank, world_size).unwrap();
+                FlatParameter::new(layout.clone(), rank, shard).unwrap()
+            }).collect();
+            for (param, tensor) in tensors.iter().enumerate() {
+                let shards = ranks.iter().flat_map(|r| r.sharded(param, r.shard()).unwrap().shards().to_vec()).collect();
+                let all = ShardedTensor::new(tensor.dtype(), shapes[param].clone(), shards).unwrap();
+                let whole = all.read_box(&TensorBox::whole(&shapes[param])).unwrap();
+                prop_assert_eq!(
+                    whole.flatten_all().unwrap().to_vec1::<f32>().unwrap(),
+                    tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap()
+                );
+            }
+        }
+    }
+}

@@ -1,0 +1,175 @@
+//! Many tensors to one flat tensor and back, with FlatParameter's padding; a rank's shard of a flat tensor.
+
+use candle_core::Tensor;
+use fsdp_layout::FlatLayout;
+use fsdp_layout::flat::{ALIGNMENT_PADDING_VALUE, FlatEntry};
+use fsdp_layout::shard::unpadded_shard;
+
+use crate::storage::zeros;
+use crate::{FlatError, with_float};
+
+/// Concatenates tensors in the order and with the padding of `layout`: torch's `flatten_tensors`.
+///
+/// The result is one-dimensional and has exactly `layout.unpadded_unsharded_numel()` elements; padding is filled
+/// with 42, as torch does. Tensors that are not contiguous are flattened in row-major order.
+///
+/// # Errors
+/// The tensors must have the layout's shapes and one floating-point dtype.
+pub fn flatten_tensors(layout: &FlatLayout, tensors: &[Tensor]) -> Result<Tensor, FlatError> {
+    let first = tensors.first().ok_or(fsdp_layout::FlatLayoutError::Empty)?;
+    if tensors.len() != layout.fqns().len() {
+        return Err(FlatError::ShapeMismatch {
+            name: "tensors to flatten".into(),
+            expected: vec![layout.fqns().len()],
+            found: vec![tensors.len()],
+        });
+    }
+    let mut pieces = Vec::with_capacity(layout.entries().len());
+    for (entry, &numel) in layout.entries().iter().zip(layout.numels_with_padding()) {
+        pieces.push(match *entry {
+            FlatEntry::Param(param) => {
+                check_param(layout, param, &tensors[param], first)?;
+                tensors[param].flatten_all()?
+            }
+            FlatEntry::Padding => {
+                Tensor::full(f32::from(ALIGNMENT_PADDING_VALUE), numel, first.device())?.to_dtype(first.dtype())?
+            }
+        });
+    }
+    Ok(Tensor::cat(&pieces, 0)?)
+}
+
+fn check_param(layout: &FlatLayout, param: usize, tensor: &Tensor, first: &Tensor) -> Result<(), FlatError> {
+    let fqn = &layout.fqns()[param];
+    if tensor.dims() != layout.shapes()[param] {
+        return Err(FlatError::ShapeMismatch {
+            name: fqn.clone(),
+            expected: layout.shapes()[param].clone(),
+            found: tensor.dims().to_vec(),
+        });
+    }
+    let found = crate::dtype::of(tensor)?;
+    if !found.is_float() {
+        return Err(FlatError::IntegerDType { fqn: fqn.clone(), dtype: found });
+    }
+    let expected = crate::dtype::of(first)?;
+    if found != expected {
+        return Err(FlatError::MixedDType { fqn: fqn.clone(), expected, found });
+    }
+    Ok(())
+}
+
+/// The parameters of an unsharded flat tensor, as copies: torch's unflatten gives views, which die with the buffer.
+///
+/// # Errors
+/// `flat` must have `layout.unpadded_unsharded_numel()` elements.
+pub fn unflatten_tensors(layout: &FlatLayout, flat: &Tensor) -> Result<Vec<Tensor>, FlatError> {
+    if flat.dims() != [layout.unpadded_unsharded_numel()] {
+        return Err(FlatError::ShapeMismatch {
+            name: "flat tensor".into(),
+            expected: vec![layout.unpadded_unsharded_numel()],
+            found: flat.dims().to_vec(),
+        });
+    }
+    (0..layout.fqns().len())
+        .map(|param| {
+            let range = layout.param_range(param);
+            let piece = flat.narrow(0, range.start, range.len())?.copy()?;
+            Ok(piece.reshape(layout.shapes()[param].as_slice())?.detach())
+        })
+        .collect()
+}
+
+/// A rank's piece of a tensor flattened row-major, as a view, and the padding that makes all ranks' pieces as long as
+/// the first: torch's `_get_unpadded_shard`.
+///
+/// # Errors
+/// candle's, for a tensor that cannot be flattened.
+pub fn get_unpadded_shard(tensor: &Tensor, rank: usize, world_size: usize) -> Result<(Tensor, usize), FlatError> {
+    let shard = unpadded_shard(tensor.elem_count(), world_size, rank);
+    let flat = tensor.flatten_all()?;
+    // candle cannot narrow to nothing at the very end of a tensor.
+    let piece = if shard.range.is_empty() {
+        Tensor::zeros(0, tensor.dtype(), tensor.device())?
+    } else {
+        flat.narrow(0, shard.range.start, shard.range.len())?
+    };
+    Ok((piece, shard.padding))
+}
+
+/// A rank's piece of a tensor flattened row-major, copied and padded with zeros to the same length on every rank:
+/// torch's `_get_shard`. Returns the padding's length too.
+///
+/// # Errors
+/// As [`get_unpadded_shard`]; only floating-point tensors.
+pub fn get_shard(tensor: &Tensor, rank: usize, world_size: usize) -> Result<(Tensor, usize), FlatError> {
+    let (piece, padding) = get_unpadded_shard(tensor, rank, world_size)?;
+    let numel = piece.elem_count();
+    let shard = zeros(&[numel + padding], tensor.dtype())?;
+    with_float!(tensor.dtype(), T => {
+        crate::storage::with_slice::<T, _>(&piece, |from| {
+            crate::storage::with_slice_mut::<T, _>(&shard, |to| to[..numel].copy_from_slice(from))
+        })??;
+    }, else return Err(FlatError::IntegerDType { fqn: "flat tensor".into(), dtype: crate::dtype::of(tensor)? }));
+    Ok((shard, padding))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::{DType, Device};
+    use fsdp_layout::flat::aligned_numel;
+
+    fn arange(from: usize, shape: &[usize]) -> Tensor {
+        let numel: usize = shape.iter().product();
+        Tensor::arange(from as f32, (from + numel) as f32, &Device::Cpu).unwrap().reshape(shape).unwrap()
+    }
+
+    fn layout(shapes: &[&[usize]], align: usize, world_size: usize) -> FlatLayout {
+        let params = shapes.iter().enumerate().map(|(i, shape)| (format!("p{i}"), shape.to_vec())).collect();
+        FlatLayout::new(params, align, world_size).unwrap()
+    }
+
+    #[test]
+    fn flattening_pads_with_42_and_unflattening_drops_it() {
+        let layout = layout(&[&[3], &[2, 2]], aligned_numel(fsdp_layout::DType::F32), 3);
+        let tensors = [arange(0, &[3]), arange(3, &[2, 2]).t().unwrap()];
+        let flat = flatten_tensors(&layout, &tensors).unwrap();
+        assert_eq!(flat.to_vec1::<f32>().unwrap(), [0., 1., 2., 42., 3., 5., 4., 6., 42.]);
+        let back = unflatten_tensors(&layout, &flat).unwrap();
+        assert_eq!(back[1].to_vec2::<f32>().unwrap(), [[3., 5.], [4., 6.]]);
+    }
+
+    #[test]
+    fn shards_concatenate_to_the_tensor_and_are_padded_with_zeros() {
+        for (numel, world_size) in [(10, 4), (5, 4), (2, 4), (1, 3), (9, 4), (12, 5), (0, 2)] {
+            let tensor = arange(1, &[numel]);
+            let mut all = Vec::new();
+            for rank in 0..world_size {
+                let (piece, padding) = get_unpadded_shard(&tensor, rank, world_size).unwrap();
+                let (shard, same) = get_shard(&tensor, rank, world_size).unwrap();
+                assert_eq!(padding, same);
+                let piece = piece.to_vec1::<f32>().unwrap();
+                let shard = shard.to_vec1::<f32>().unwrap();
+                assert_eq!(shard.len(), numel.div_ceil(world_size));
+                assert_eq!(shard[..piece.len()], piece);
+                assert!(shard[piece.len()..].iter().all(|&x| x == 0.0));
+                all.extend(piece);
+            }
+            assert_eq!(all, tensor.to_vec1::<f32>().unwrap());
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_flattened_is_refused() {
+        let two = layout(&[&[3], &[3]], 0, 1);
+        let ints = [arange(0, &[3]).to_dtype(DType::I64).unwrap(), arange(0, &[3]).to_dtype(DType::I64).unwrap()];
+        assert!(matches!(flatten_tensors(&two, &ints), Err(FlatError::IntegerDType { fqn, .. }) if fqn == "p0"));
+        let mixed = [arange(0, &[3]), arange(0, &[3]).to_dtype(DType::F64).unwrap()];
+        assert!(matches!(flatten_tensors(&two, &mixed), Err(FlatError::MixedDType { fqn, .. }) if fqn == "p1"));
+        let wrong = [arange(0, &[3]), arange(0, &[4])];
+        assert!(matches!(flatten_tensors(&two, &wrong), Err(FlatError::ShapeMismatch { .. })));
+        assert!(flatten_tensors(&two, &wrong[..1]).is_err());
+        assert!(flatten_tensors(&two, &[]).is_err());
+    }
+}

@@ -1,0 +1,49 @@
+//! Tensors of dtypes that candle does not compute with: their bytes, carried unchanged.
+
+use std::sync::Arc;
+
+use fsdp_layout::{DType, boxes::checked_numel};
+
+use crate::FlatError;
+
+/// A whole tensor as row-major little-endian bytes. Cloning shares the bytes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RawTensor {
+    dtype: DType,
+    shape: Vec<usize>,
+    bytes: Arc<Vec<u8>>,
+}
+
+impl RawTensor {
+    /// A tensor of these bytes.
+    ///
+    /// # Errors
+    /// The number of bytes must be that of the shape.
+    pub fn new(dtype: DType, shape: Vec<usize>, bytes: Vec<u8>) -> Result<Self, FlatError> {
+        let needed = checked_numel(&shape)
+            .and_then(|numel| numel.checked_mul(dtype.size_in_bytes() as usize))
+            .unwrap_or(usize::MAX);
+        if needed != bytes.len() {
+            return Err(FlatError::WrongSize { given: bytes.len(), dtype, shape, needed });
+        }
+        Ok(RawTensor { dtype, shape, bytes: Arc::new(bytes) })
+    }
+
+    /// The element type.
+    #[must_use]
+    pub const fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The shape.
+    #[must_use]
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// Row-major little-endian bytes.
+    #[must_use]
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+}

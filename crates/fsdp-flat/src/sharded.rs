@@ -1,0 +1,279 @@
+//! A tensor of which each rank owns some boxes.
+
+use candle_core::{Device, Tensor};
+use fsdp_layout::boxes::copy_runs;
+use fsdp_layout::{DType, TensorBox};
+
+use crate::storage::{with_bytes, with_bytes_mut, zeros};
+use crate::{FlatError, dtype};
+
+/// One box of a [`ShardedTensor`] and its elements.
+#[derive(Debug, Clone)]
+pub struct LocalShard {
+    /// Where it lies in the global tensor.
+    pub bounds: TensorBox,
+    /// Its elements; the shape is `bounds.sizes`.
+    pub tensor: Tensor,
+}
+
+/// A global shape and the boxes of it that this rank owns: torch's ShardedTensor and DTensor in one.
+///
+/// Dim-0 chunks, flat ranges of a FlatParameter, 2-D mesh placements and empty shards are all box lists.
+/// Cloning shares the elements, as cloning a candle tensor does.
+#[derive(Debug, Clone)]
+pub struct ShardedTensor {
+    dtype: candle_core::DType,
+    shape: Vec<usize>,
+    shards: Vec<LocalShard>,
+}
+
+impl ShardedTensor {
+    /// A sharded tensor of these local boxes; there may be none.
+    ///
+    /// # Errors
+    /// Boxes must lie inside the shape, must not overlap, and must have tensors of their size and of `dtype`.
+    pub fn new(dtype: candle_core::DType, shape: Vec<usize>, shards: Vec<LocalShard>) -> Result<Self, FlatError> {
+        for (index, shard) in shards.iter().enumerate() {
+            if !shard.bounds.fits(&shape) {
+                return Err(FlatError::OutOfBounds { bounds: shard.bounds.clone(), shape });
+            }
+            if shard.tensor.dims() != shard.bounds.sizes {
+                return Err(FlatError::ShapeMismatch {
+                    name: format!("shard {}", shard.bounds),
+                    expected: shard.bounds.sizes.clone(),
+                    found: shard.tensor.dims().to_vec(),
+                });
+            }
+            if shard.tensor.dtype() != dtype {
+                return Err(FlatError::Candle(candle_core::Error::UnexpectedDType {
+                    msg: "shard of a sharded tensor",
+                    expected: dtype,
+                    got: shard.tensor.dtype(),
+                }));
+            }
+            if let Some(other) = shards[..index].iter().find(|other| other.bounds.intersect(&shard.bounds).is_some()) {
+                return Err(FlatError::Overlap { first: other.bounds.clone(), second: shard.bounds.clone() });
+            }
+        }
+        Ok(ShardedTensor { dtype, shape, shards })
+    }
+
+    /// The boxes that views of consecutive elements of a flat tensor make: box k holds the elements that follow
+    /// those of box k - 1. `flat` is not copied.
+    ///
+    /// # Errors
+    /// `flat` must be one-dimensional and as long as all boxes together.
+    pub fn from_flat(shape: &[usize], boxes: Vec<TensorBox>, flat: &Tensor) -> Result<Self, FlatError> {
+        let mut shards = Vec::with_capacity(boxes.len());
+        let mut at = 0;
+        for bounds in boxes {
+            let numel = bounds.numel();
+            let tensor = flat.narrow(0, at, numel)?.reshape(bounds.sizes.as_slice())?;
+            at += numel;
+            shards.push(LocalShard { bounds, tensor });
+        }
+        if at != flat.elem_count() {
+            return Err(FlatError::ShapeMismatch {
+                name: "flat tensor of boxes".into(),
+                expected: vec![at],
+                found: flat.dims().to_vec(),
+            });
+        }
+        Ok(ShardedTensor { dtype: flat.dtype(), shape: shape.to_vec(), shards })
+    }
+
+    /// A whole tensor as a sharded one: one box. The elements are shared.
+    #[must_use]
+    pub fn from_whole(tensor: &Tensor) -> Self {
+        ShardedTensor {
+            dtype: tensor.dtype(),
+            shape: tensor.dims().to_vec(),
+            shards: vec![LocalShard { bounds: TensorBox::whole(tensor.dims()), tensor: tensor.clone() }],
+        }
+    }
+
+    /// Zeros in these boxes, in fresh memory.
+    ///
+    /// # Errors
+    /// A dtype that has no plain bytes, or boxes as in [`Self::new`].
+    pub fn zeros(dtype: candle_core::DType, shape: &[usize], boxes: &[TensorBox]) -> Result<Self, FlatError> {
+        let shards = boxes
+            .iter()
+            .map(|bounds| Ok(LocalShard { bounds: bounds.clone(), tensor: zeros(&bounds.sizes, dtype)? }))
+            .collect::<Result<_, FlatError>>()?;
+        Self::new(dtype, shape.to_vec(), shards)
+    }
+
+    /// candle's dtype of the elements.
+    #[must_use]
+    pub const fn dtype(&self) -> candle_core::DType {
+        self.dtype
+    }
+
+    /// The dtype as files name it.
+    ///
+    /// # Errors
+    /// candle's dummy dtypes have no name.
+    pub fn file_dtype(&self) -> Result<DType, FlatError> {
+        dtype::from_candle(self.dtype)
+            .ok_or(FlatError::Candle(candle_core::Error::UnsupportedDTypeForOp(self.dtype, "state dict")))
+    }
+
+    /// The global shape.
+    #[must_use]
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// This rank's boxes and their elements; empty on a rank that owns nothing.
+    #[must_use]
+    pub fn shards(&self) -> &[LocalShard] {
+        &self.shards
+    }
+
+    /// This rank's boxes.
+    #[must_use]
+    pub fn boxes(&self) -> Vec<TensorBox> {
+        self.shards.iter().map(|shard| shard.bounds.clone()).collect()
+    }
+
+    /// Elements that live on this rank.
+    #[must_use]
+    pub fn local_numel(&self) -> usize {
+        self.shards.iter().map(|shard| shard.bounds.numel()).sum()
+    }
+
+    /// The same values in memory of their own.
+    ///
+    /// # Errors
+    /// candle's.
+    pub fn copy(&self) -> Result<Self, FlatError> {
+        self.map(|tensor| Ok(tensor.copy()?.detach()))
+    }
+
+    /// The same values on another device (shared if they are there already).
+    ///
+    /// # Errors
+    /// candle's.
+    pub fn to_device(&self, device: &Device) -> Result<Self, FlatError> {
+        self.map(|tensor| Ok(tensor.to_device(device)?))
+    }
+
+    /// The same boxes with each tensor replaced; the shapes and dtype must stay.
+    ///
+    /// # Errors
+    /// Those of `f` and of [`Self::new`].
+    pub fn map(&self, mut f: impl FnMut(&Tensor) -> Result<Tensor, FlatError>) -> Result<Self, FlatError> {
+        let shards = self
+            .shards
+            .iter()
+            .map(|shard| Ok(LocalShard { bounds: shard.bounds.clone(), tensor: f(&shard.tensor)? }))
+            .collect::<Result<Vec<_>, FlatError>>()?;
+        let dtype = shards.first().map_or(self.dtype, |shard| shard.tensor.dtype());
+        Self::new(dtype, self.shape.clone(), shards)
+    }
+
+    /// The whole tensor, if this rank's boxes hold all of it: without a copy where one box does.
+    ///
+    /// # Errors
+    /// [`FlatError::NotCovered`] if elements are on other ranks.
+    pub fn to_whole(&self) -> Result<Tensor, FlatError> {
+        let whole = TensorBox::whole(&self.shape);
+        match self.shards.iter().find(|shard| shard.bounds == whole) {
+            Some(shard) => Ok(shard.tensor.clone()),
+            None => self.read_box(&whole),
+        }
+    }
+
+    /// A copy of the elements of one box, which this rank's boxes must cover.
+    ///
+    /// # Errors
+    /// [`FlatError::NotCovered`] if some elements are not here.
+    pub fn read_box(&self, wanted: &TensorBox) -> Result<Tensor, FlatError> {
+        let target = zeros(&wanted.sizes, self.dtype)?;
+        let mut copied = 0;
+        for shard in &self.shards {
+            copied += copy_overlap(&shard.tensor, &shard.bounds, &target, wanted)?;
+        }
+        if copied != wanted.numel() {
+            return Err(FlatError::NotCovered { wanted: wanted.clone() });
+        }
+        Ok(target)
+    }
+}
+
+/// Copies the elements that two boxes of one tensor share, into the destination's memory; returns how many.
+///
+/// # Errors
+/// Both tensors must be contiguous, on the CPU, of one dtype, and must not share storage.
+pub fn copy_overlap(src: &Tensor, src_box: &TensorBox, dst: &Tensor, dst_box: &TensorBox) -> Result<usize, FlatError> {
+    let Some(overlap) = src_box.intersect(dst_box) else { return Ok(0) };
+    if src.dtype() != dst.dtype() {
+        return Err(FlatError::Candle(candle_core::Error::DTypeMismatchBinaryOp {
+            lhs: src.dtype(),
+            rhs: dst.dtype(),
+            op: "copy between boxes",
+        }));
+    }
+    let size = src.dtype().size_in_bytes();
+    let src = src.contiguous()?;
+    with_bytes(&src, |from| {
+        with_bytes_mut(dst, |to| {
+            for run in copy_runs(&overlap, src_box, dst_box) {
+                to[run.dst * size..(run.dst + run.len) * size]
+                    .copy_from_slice(&from[run.src * size..(run.src + run.len) * size]);
+            }
+        })
+    })??;
+    Ok(overlap.numel())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use fsdp_layout::boxes::boxes_of_flat_range;
+
+    fn arange(n: usize) -> Tensor {
+        Tensor::arange(0f32, n as f32, &Device::Cpu).unwrap()
+    }
+
+    #[test]
+    fn flat_pieces_are_views_of_the_flat_tensor() {
+        let flat = arange(8);
+        let boxes = boxes_of_flat_range(&[3, 5], 3..11);
+        let sharded = ShardedTensor::from_flat(&[3, 5], boxes, &flat).unwrap();
+        assert_eq!(sharded.local_numel(), 8);
+        crate::storage::with_slice_mut::<f32, _>(&flat, |data| data[2] = 9.0).unwrap();
+        assert_eq!(sharded.shards()[1].tensor.to_vec2::<f32>().unwrap(), [[9., 3., 4., 5., 6.]]);
+        assert!(matches!(sharded.to_whole(), Err(FlatError::NotCovered { .. })));
+        let part = sharded.read_box(&TensorBox::new(vec![1, 1], vec![1, 2])).unwrap();
+        assert_eq!(part.to_vec2::<f32>().unwrap(), [[3., 4.]]);
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused() {
+        let shard = |offsets: &[usize], sizes: &[usize]| LocalShard {
+            bounds: TensorBox::new(offsets.to_vec(), sizes.to_vec()),
+            tensor: zeros(sizes, candle_core::DType::F32).unwrap(),
+        };
+        let new = |shards| ShardedTensor::new(candle_core::DType::F32, vec![4, 2], shards);
+        assert!(new(vec![shard(&[0, 0], &[2, 2]), shard(&[2, 0], &[2, 2])]).is_ok());
+        assert!(matches!(new(vec![shard(&[3, 0], &[2, 2])]), Err(FlatError::OutOfBounds { .. })));
+        assert!(matches!(new(vec![shard(&[0, 0], &[2, 2]), shard(&[1, 1], &[2, 1])]), Err(FlatError::Overlap { .. })));
+        let mut wrong = shard(&[0, 0], &[2, 2]);
+        wrong.tensor = arange(4);
+        assert!(matches!(new(vec![wrong]), Err(FlatError::ShapeMismatch { .. })));
+        assert!(ShardedTensor::from_flat(&[4], vec![], &arange(1)).is_err());
+    }
+
+    #[test]
+    fn boxes_that_cover_everything_make_the_whole() {
+        let full = arange(12).reshape((4, 3)).unwrap();
+        let shards = [(0, 1), (1, 3)].map(|(start, len)| LocalShard {
+            bounds: TensorBox::new(vec![start, 0], vec![len, 3]),
+            tensor: full.narrow(0, start, len).unwrap(),
+        });
+        let sharded = ShardedTensor::new(candle_core::DType::F32, vec![4, 3], shards.into()).unwrap();
+        assert_eq!(sharded.to_whole().unwrap().to_vec2::<f32>().unwrap(), full.to_vec2::<f32>().unwrap());
+    }
+}
