@@ -1,1 +1,48 @@
 //! Process groups: collectives between ranks, with deadlines and one error for all.
+//!
+//! A [`ProcessGroup`] is one rank's handle on a group of ranks that call the same operations in the same order:
+//! torch's `ProcessGroup`, on slices of host memory. Which ranks there are and how bytes move between them is the
+//! business of a [`Backend`]; in the `local` one, ranks are threads of this process:
+//!
+//! ```
+//! use fsdp_comm::{ReduceOp, run_local};
+//! let sums = run_local(4, |group| {
+//!     let mut buffer = [group.rank() as f32, 1.0];
+//!     group.all_reduce(&mut buffer, ReduceOp::Sum).map(|()| buffer)
+//! })?;
+//! assert!(sums.iter().all(|sum| *sum == Ok([6.0, 4.0])));
+//! # Ok::<(), fsdp_comm::CommError>(())
+//! ```
+//!
+//! What holds on every backend:
+//! - **Never a hang.** Every operation has a deadline. A rank that leaves, fails or stays away becomes an error on all
+//!   others that names it, and from then on every operation of that group fails at once with the same cause.
+//! - **Never a mixture.** Every operation carries a fingerprint (operation, sequence number, dtype, sizes, reduction,
+//!   root) that all ranks compare before bytes move; [`CommError::Mismatch`] says which ranks called what.
+//! - **The same bits.** Reductions add in rank order `0..N` (`f16` and `bf16` in `f32`, rounded once at the end), so a
+//!   result depends on the number of ranks, but not on the backend, the timing or the way that the work is split.
+//!
+//! Safety limits, checked before anything is allocated: [`MAX_OBJECT_BYTES`], [`MAX_MESSAGE_BYTES`].
+
+pub mod backend;
+mod collectives;
+mod element;
+mod error;
+mod group;
+mod local;
+mod objects;
+mod record;
+mod reduce;
+mod subgroup;
+mod traffic;
+mod wire;
+
+pub use backend::Backend;
+pub use element::Element;
+pub use error::{CommError, MAX_MESSAGE_BYTES, RankCall, RankFailure};
+pub use group::{DEFAULT_DEADLINE, ProcessGroup};
+pub use local::{LocalRanks, RANK_STACK_BYTES, run_local};
+pub use objects::MAX_OBJECT_BYTES;
+pub use record::Operation;
+pub use reduce::ReduceOp;
+pub use traffic::Traffic;

@@ -1,0 +1,420 @@
+//! The collectives on tensor elements.
+
+use std::ops::Range;
+
+use crate::backend::{Destination, Plan};
+use crate::element::Element;
+use crate::error::{CommError, RankCall};
+use crate::group::{INLINE_BYTES, ProcessGroup, Turn};
+use crate::record::{Call, Operation};
+use crate::reduce::ReduceOp;
+
+/// Segments of an all-reduce begin at multiples of this many elements, so that no two ranks write to one cache line.
+const SEGMENT_ELEMENTS: usize = 64;
+
+impl ProcessGroup {
+    /// Gathers every rank's `input`, equally long on all ranks, into every rank's `output`, in rank order.
+    /// torch's `all_gather_into_tensor`.
+    ///
+    /// # Errors
+    /// An output that is not `world_size` inputs long; inputs of different lengths or dtypes.
+    pub fn all_gather_into<T: Element>(&self, output: &mut [T], input: &[T]) -> Result<(), CommError> {
+        self.all_gather_into_slices(&mut [output], input)
+    }
+
+    /// As [`all_gather_into`](Self::all_gather_into), with the output in pieces: `outputs`, one after the other, are
+    /// filled as if they were one slice, so that each parameter's own buffer is filled without a flat temporary.
+    /// Where they are cut may differ between ranks.
+    ///
+    /// # Errors
+    /// As [`all_gather_into`](Self::all_gather_into).
+    pub fn all_gather_into_slices<T: Element>(&self, outputs: &mut [&mut [T]], input: &[T]) -> Result<(), CommError> {
+        let call = tensor_call::<T>(Operation::AllGather, vec![input.len()]);
+        let counts = vec![input.len(); self.world_size()];
+        self.all_gather(call, outputs, &counts, input)
+    }
+
+    /// Gathers every rank's `input` into every rank's `output`, in rank order, where rank `r` brings `counts[r]`
+    /// elements. torch's `all_gather` of a list of tensors of different sizes.
+    ///
+    /// # Errors
+    /// Counts that differ between ranks, or are not those of `input` and `output`; different dtypes.
+    pub fn all_gather_uneven_into<T: Element>(
+        &self,
+        output: &mut [T],
+        counts: &[usize],
+        input: &[T],
+    ) -> Result<(), CommError> {
+        let call = tensor_call::<T>(Operation::AllGatherUneven, counts.to_vec());
+        self.all_gather(call, &mut [output], counts, input)
+    }
+
+    fn all_gather<T: Element>(
+        &self,
+        call: Call,
+        outputs: &mut [&mut [T]],
+        counts: &[usize],
+        input: &[T],
+    ) -> Result<(), CommError> {
+        let given = outputs.iter().map(|output| output.len()).sum();
+        let arguments = check(&call, || {
+            self.check_counts("counts", counts)?;
+            self.check_numel("the input", input.len(), counts[self.rank()])?;
+            self.check_numel("the output", given, sum(counts)?)
+        });
+        let mut turn = self.begin(call, arguments)?;
+        let outputs = outputs.iter_mut().map(|output| bytemuck::cast_slice_mut(output));
+        turn.round(None, Vec::new(), bytemuck::cast_slice(input), move |_| {
+            Ok(Some(Plan {
+                to: vec![0..size_of_val(input); counts.len()],
+                from: counts.iter().map(|count| 0..count * size_of::<T>()).collect(),
+                destination: copy_into::<T>(outputs, counts),
+            }))
+        })
+    }
+
+    /// Reduces every rank's `input`, `world_size` outputs long, and gives rank `r` the `r`-th of the equal pieces.
+    /// torch's `reduce_scatter_tensor`. Every element is reduced in rank order.
+    ///
+    /// # Errors
+    /// An input that is not `world_size` outputs long; different lengths, dtypes or reductions; an average of integers.
+    pub fn reduce_scatter<T: Element>(&self, output: &mut [T], input: &[T], op: ReduceOp) -> Result<(), CommError> {
+        let call = Call { reduce: Some(op), ..tensor_call::<T>(Operation::ReduceScatter, vec![output.len()]) };
+        let counts = vec![output.len(); self.world_size()];
+        let arguments = check(&call, || self.check_numel("the input", input.len(), sum(&counts)?))
+            .and_then(|()| check_reduction::<T>(&call, op));
+        let mut turn = self.begin(call, arguments)?;
+        self.reduce_scatter_round(&mut turn, output, &counts, input, op)
+    }
+
+    fn reduce_scatter_round<T: Element>(
+        &self,
+        turn: &mut Turn<'_>,
+        output: &mut [T],
+        counts: &[usize],
+        input: &[T],
+        op: ReduceOp,
+    ) -> Result<(), CommError> {
+        turn.round(None, Vec::new(), bytemuck::cast_slice(input), move |_| {
+            let to = byte_ranges::<T>(counts);
+            let from = vec![to[self.rank()].clone(); counts.len()];
+            Ok(Some(Plan { to, from, destination: reduce_into(output, op) }))
+        })
+    }
+
+    /// Reduces every rank's `buffer` into every rank's `buffer`. torch's `all_reduce`. Every element is reduced in rank
+    /// order, so all ranks end with the same bits.
+    ///
+    /// # Errors
+    /// Different lengths, dtypes or reductions; an average of integers. After an error that ends the group the buffer
+    /// holds unspecified values.
+    pub fn all_reduce<T: Element>(&self, buffer: &mut [T], op: ReduceOp) -> Result<(), CommError> {
+        let numel = buffer.len();
+        let call = Call { reduce: Some(op), ..tensor_call::<T>(Operation::AllReduce, vec![numel]) };
+        let arguments = check_reduction::<T>(&call, op);
+        let mut turn = self.begin(call, arguments)?;
+        let world_size = self.world_size();
+        if size_of_val(buffer) <= INLINE_BYTES {
+            // So little that every rank reduces all of it.
+            let input = buffer.to_vec();
+            return turn.round(None, Vec::new(), bytemuck::cast_slice(&input), move |_| {
+                let whole = vec![0..size_of_val(buffer); world_size];
+                Ok(Some(Plan { to: whole.clone(), from: whole, destination: reduce_into(buffer, op) }))
+            });
+        }
+        // Each rank reduces one segment of all buffers, then each gathers all segments.
+        let segment = numel.div_ceil(world_size).next_multiple_of(SEGMENT_ELEMENTS);
+        let start = |rank: usize| numel.min(rank * segment);
+        let counts: Vec<usize> = (0..world_size).map(|rank| start(rank + 1) - start(rank)).collect();
+        let mut reduced = vec![T::zeroed(); counts[self.rank()]];
+        self.reduce_scatter_round(&mut turn, &mut reduced, &counts, buffer, op)?;
+        turn.call.step = 1;
+        turn.round(None, Vec::new(), bytemuck::cast_slice(&reduced), |_| {
+            Ok(Some(Plan {
+                to: vec![0..size_of_val(&reduced[..]); world_size],
+                from: counts.iter().map(|count| 0..count * size_of::<T>()).collect(),
+                destination: copy_into::<T>([bytemuck::cast_slice_mut(buffer)], &counts),
+            }))
+        })
+    }
+
+    /// Copies the root's `buffer` into every rank's `buffer`. torch's `broadcast`.
+    ///
+    /// # Errors
+    /// Different lengths, dtypes or roots.
+    pub fn broadcast<T: Element>(&self, buffer: &mut [T], root: usize) -> Result<(), CommError> {
+        let call = Call { root: Some(root), ..tensor_call::<T>(Operation::Broadcast, vec![buffer.len()]) };
+        let arguments = check(&call, || self.check_root(root));
+        let mut turn = self.begin(call, arguments)?;
+        let world_size = self.world_size();
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(buffer);
+        let whole = 0..bytes.len();
+        if self.rank() == root {
+            let mut to = vec![whole; world_size];
+            to[root] = 0..0;
+            return turn.round(None, Vec::new(), bytes, |_| {
+                let destination = Destination::Copy((0..world_size).map(|_| Vec::new()).collect());
+                Ok(Some(Plan { to, from: vec![0..0; world_size], destination }))
+            });
+        }
+        turn.round(None, Vec::new(), &[], move |_| {
+            let mut from = vec![0..0; world_size];
+            from[root] = whole;
+            let mut destinations: Vec<Vec<&mut [u8]>> = (0..world_size).map(|_| Vec::new()).collect();
+            destinations[root].push(bytes);
+            Ok(Some(Plan { to: vec![0..0; world_size], from, destination: Destination::Copy(destinations) }))
+        })
+    }
+
+    /// Gathers every rank's `input`, equally long on all ranks, into the root's `output`, in rank order.
+    /// torch's `gather`. `output` is `Some` on the root and `None` on all others.
+    ///
+    /// # Errors
+    /// An output that is not where or as long as it should be; inputs of different lengths or dtypes, different roots.
+    pub fn gather<T: Element>(&self, output: Option<&mut [T]>, input: &[T], root: usize) -> Result<(), CommError> {
+        let call = Call { root: Some(root), ..tensor_call::<T>(Operation::Gather, vec![input.len()]) };
+        self.gather_counts(call, output, &vec![input.len(); self.world_size()], input, root)
+    }
+
+    /// As [`gather`](Self::gather), where rank `r` brings `counts[r]` elements. All ranks give all counts.
+    ///
+    /// # Errors
+    /// As [`gather`](Self::gather); counts that differ between ranks.
+    pub fn gather_uneven<T: Element>(
+        &self,
+        output: Option<&mut [T]>,
+        counts: &[usize],
+        input: &[T],
+        root: usize,
+    ) -> Result<(), CommError> {
+        let call = Call { root: Some(root), ..tensor_call::<T>(Operation::GatherUneven, counts.to_vec()) };
+        self.gather_counts(call, output, counts, input, root)
+    }
+
+    fn gather_counts<T: Element>(
+        &self,
+        call: Call,
+        output: Option<&mut [T]>,
+        counts: &[usize],
+        input: &[T],
+        root: usize,
+    ) -> Result<(), CommError> {
+        let given = output.as_ref().map(|output| output.len());
+        let arguments = check(&call, || {
+            self.check_root(root)?;
+            self.check_counts("counts", counts)?;
+            self.check_numel("the input", input.len(), counts[self.rank()])?;
+            self.check_root_only("an output", root, given, sum(counts)?)
+        });
+        let mut turn = self.begin(call, arguments)?;
+        turn.round(None, Vec::new(), bytemuck::cast_slice(input), move |_| {
+            let mut to = vec![0..0; counts.len()];
+            to[root] = 0..size_of_val(input);
+            let from = counts.iter().map(|count| 0..if output.is_some() { count * size_of::<T>() } else { 0 });
+            Ok(Some(Plan {
+                to,
+                from: from.collect(),
+                destination: copy_into::<T>(output.map(bytemuck::cast_slice_mut), counts),
+            }))
+        })
+    }
+
+    /// Cuts the root's `input` into equal pieces and gives rank `r` the `r`-th. torch's `scatter`.
+    /// `input` is `Some` on the root and `None` on all others.
+    ///
+    /// # Errors
+    /// An input that is not where or as long as it should be; outputs of different lengths or dtypes, different roots.
+    pub fn scatter<T: Element>(&self, output: &mut [T], input: Option<&[T]>, root: usize) -> Result<(), CommError> {
+        let call = Call { root: Some(root), ..tensor_call::<T>(Operation::Scatter, vec![output.len()]) };
+        let counts = vec![output.len(); self.world_size()];
+        self.scatter_counts(call, output, input, &counts, root)
+    }
+
+    /// As [`scatter`](Self::scatter), where rank `r` gets `counts[r]` elements. All ranks give all counts.
+    ///
+    /// # Errors
+    /// As [`scatter`](Self::scatter); counts that differ between ranks.
+    pub fn scatter_uneven<T: Element>(
+        &self,
+        output: &mut [T],
+        input: Option<&[T]>,
+        counts: &[usize],
+        root: usize,
+    ) -> Result<(), CommError> {
+        let call = Call { root: Some(root), ..tensor_call::<T>(Operation::ScatterUneven, counts.to_vec()) };
+        self.scatter_counts(call, output, input, counts, root)
+    }
+
+    fn scatter_counts<T: Element>(
+        &self,
+        call: Call,
+        output: &mut [T],
+        input: Option<&[T]>,
+        counts: &[usize],
+        root: usize,
+    ) -> Result<(), CommError> {
+        let arguments = check(&call, || {
+            self.check_root(root)?;
+            self.check_counts("counts", counts)?;
+            self.check_numel("the output", output.len(), counts[self.rank()])?;
+            self.check_root_only("an input", root, input.map(<[T]>::len), sum(counts)?)
+        });
+        let mut turn = self.begin(call, arguments)?;
+        turn.round(None, Vec::new(), bytemuck::cast_slice(input.unwrap_or_default()), move |_| {
+            let ranges = byte_ranges::<T>(counts);
+            let mut from = vec![0..0; counts.len()];
+            from[root] = ranges[self.rank()].clone();
+            let mut received = vec![0; counts.len()];
+            received[root] = output.len();
+            let to = if input.is_some() { ranges } else { vec![0..0; counts.len()] };
+            Ok(Some(Plan { to, from, destination: copy_into::<T>([bytemuck::cast_slice_mut(output)], &received) }))
+        })
+    }
+
+    /// Sends `send_counts[r]` elements of `input` to each rank `r`, and receives `receive_counts[r]` elements from it
+    /// into `output`; both lie in rank order. torch's `all_to_all_single` with split sizes.
+    ///
+    /// # Errors
+    /// Counts that are not those of the slices; a rank that expects another number of elements than is sent to it.
+    pub fn all_to_all_uneven<T: Element>(
+        &self,
+        output: &mut [T],
+        receive_counts: &[usize],
+        input: &[T],
+        send_counts: &[usize],
+    ) -> Result<(), CommError> {
+        let call = tensor_call::<T>(Operation::AllToAllUneven, Vec::new());
+        let arguments = check(&call, || {
+            self.check_counts("the counts to receive", receive_counts)?;
+            self.check_counts("the counts to send", send_counts)?;
+            self.check_numel("the output", output.len(), sum(receive_counts)?)?;
+            self.check_numel("the input", input.len(), sum(send_counts)?)
+        });
+        let mut turn = self.begin(call, arguments)?;
+        let world_size = self.world_size();
+        let own = send_counts.iter().chain(receive_counts).map(|&count| count as u64).collect();
+        let sequence = turn.call.sequence;
+        turn.round(None, own, bytemuck::cast_slice(input), |records| {
+            let owns: Vec<&[u64]> = records.iter().map(|record| &record.header.own[..]).collect();
+            let fits = |(from, to): (usize, usize)| owns[from][to] == owns[to][world_size + from];
+            let mut pairs = (0..world_size).flat_map(|from| (0..world_size).map(move |to| (from, to)));
+            if owns.iter().any(|own| own.len() != 2 * world_size) || !pairs.all(fits) {
+                let calls = self.global_ranks().iter().copied().zip(owns.iter().map(|own| describe_all_to_all(own)));
+                return Err(CommError::Mismatch { sequence, calls: RankCall::collect(calls) });
+            }
+            let from = (0..world_size).map(|from| {
+                let before = owns[from][..self.rank()].iter().fold(0u64, |sum, &count| sum.saturating_add(count));
+                let start = (before as usize).saturating_mul(size_of::<T>());
+                start..start + receive_counts[from] * size_of::<T>()
+            });
+            Ok(Some(Plan {
+                to: byte_ranges::<T>(send_counts),
+                from: from.collect(),
+                destination: copy_into::<T>([bytemuck::cast_slice_mut(output)], receive_counts),
+            }))
+        })
+    }
+}
+
+impl ProcessGroup {
+    pub(crate) fn check_root(&self, root: usize) -> Result<(), String> {
+        if root < self.world_size() {
+            return Ok(());
+        }
+        Err(format!("the root is rank {root}, but the group has {} ranks", self.world_size()))
+    }
+
+    fn check_counts(&self, what: &str, counts: &[usize]) -> Result<(), String> {
+        if counts.len() == self.world_size() {
+            return Ok(());
+        }
+        Err(format!("{what} must be one for each of {} ranks, not {}", self.world_size(), counts.len()))
+    }
+
+    fn check_numel(&self, what: &str, given: usize, needed: usize) -> Result<(), String> {
+        if given == needed {
+            return Ok(());
+        }
+        Err(format!("{what} must have {needed} elements on rank {} of {}, not {given}", self.rank(), self.world_size()))
+    }
+
+    fn check_root_only(&self, what: &str, root: usize, given: Option<usize>, needed: usize) -> Result<(), String> {
+        match given {
+            Some(given) if self.rank() == root => self.check_numel(what, given, needed),
+            None if self.rank() != root => Ok(()),
+            Some(_) => Err(format!("{what} must not be given on rank {}, but only on root {root}", self.rank())),
+            None => Err(format!("{what} must be given on root {root}")),
+        }
+    }
+}
+
+fn tensor_call<T: Element>(operation: Operation, sizes: Vec<usize>) -> Call {
+    Call { dtype: Some(T::DTYPE), sizes, ..Call::new(operation) }
+}
+
+pub(crate) fn check(call: &Call, arguments: impl FnOnce() -> Result<(), String>) -> Result<(), CommError> {
+    arguments().map_err(|message| CommError::InvalidArgument { operation: call.name().to_owned(), message })
+}
+
+fn check_reduction<T: Element>(call: &Call, op: ReduceOp) -> Result<(), CommError> {
+    if op != ReduceOp::Avg || T::AVERAGES {
+        return Ok(());
+    }
+    Err(CommError::UnsupportedReduction { operation: call.name().to_owned(), dtype: T::DTYPE, op })
+}
+
+fn sum(counts: &[usize]) -> Result<usize, String> {
+    let sum = counts.iter().try_fold(0usize, |sum, &count| sum.checked_add(count));
+    sum.ok_or_else(|| format!("counts {counts:?} are too large"))
+}
+
+/// Where each rank's elements lie, one after the other, in bytes.
+fn byte_ranges<T>(counts: &[usize]) -> Vec<Range<usize>> {
+    let mut end = 0;
+    let range = |count: &usize| {
+        let start = end;
+        end += count * size_of::<T>();
+        start..end
+    };
+    counts.iter().map(range).collect()
+}
+
+/// Cuts consecutive slices into what comes from each rank.
+fn copy_into<'p, T>(outputs: impl IntoIterator<Item = &'p mut [u8]>, counts: &[usize]) -> Destination<'p> {
+    let mut outputs = outputs.into_iter();
+    let mut rest: &mut [u8] = &mut [];
+    let destinations = counts.iter().map(|count| {
+        let mut missing = count * size_of::<T>();
+        let mut destinations = Vec::new();
+        while missing > 0 {
+            if rest.is_empty() {
+                match outputs.next() {
+                    Some(output) => rest = output,
+                    None => break,
+                }
+            }
+            let cut = missing.min(rest.len());
+            let (head, tail) = std::mem::take(&mut rest).split_at_mut(cut);
+            missing -= head.len();
+            rest = tail;
+            if !head.is_empty() {
+                destinations.push(head);
+            }
+        }
+        destinations
+    });
+    Destination::Copy(destinations.collect())
+}
+
+fn reduce_into<T: Element>(output: &mut [T], op: ReduceOp) -> Destination<'_> {
+    Destination::Reduce(Box::new(move |offset, pieces| {
+        let start = offset / size_of::<T>();
+        let numel = pieces.first().map_or(0, |piece| piece.len() / size_of::<T>());
+        T::reduce(op, pieces, &mut output[start..start + numel]);
+    }))
+}
+
+fn describe_all_to_all(own: &[u64]) -> String {
+    let (send, receive) = own.split_at(own.len() / 2);
+    format!("{} sending {send:?} and receiving {receive:?}", Operation::AllToAllUneven)
+}

@@ -1,0 +1,233 @@
+//! One error for all ranks: bounded in size, serializable, and naming the ranks.
+
+use std::fmt;
+use std::time::Duration;
+
+use fsdp_layout::DType;
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use crate::ReduceOp;
+
+/// Longest message, in bytes, that one rank's failure brings to the others. Longer ones are cut.
+pub const MAX_MESSAGE_BYTES: usize = 4096;
+
+/// Why a collective failed. Ranks in errors are global ranks, also where a sub-group failed.
+///
+/// [`Timeout`](Self::Timeout), [`RankLeft`](Self::RankLeft), [`Mismatch`](Self::Mismatch) and
+/// [`Aborted`](Self::Aborted) end the group: every later operation on it fails at once with the same error.
+/// After all others, which every rank meets at the same operation, the group goes on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Error)]
+#[non_exhaustive]
+pub enum CommError {
+    /// Ranks did not come to an operation, or did not finish it, within the deadline.
+    #[error(
+        "`{operation}` (operation {sequence} of its group) timed out after {deadline:?} waiting for {}; \
+         see what they were doing instead, or allow a longer deadline",
+        Ranks(missing)
+    )]
+    Timeout {
+        /// The operation, e.g. `all_gather`.
+        operation: String,
+        /// How many operations the group had done before.
+        sequence: u64,
+        /// The ranks that were waited for.
+        missing: Vec<usize>,
+        /// The time allowed.
+        deadline: Duration,
+    },
+    /// A rank ended, or dropped its process group, while others still needed it.
+    #[error("`{operation}` (operation {sequence} of its group) failed: rank {rank} {reason}")]
+    RankLeft {
+        /// The rank that is gone.
+        rank: usize,
+        /// The operation that needed it.
+        operation: String,
+        /// How many operations the group had done before.
+        sequence: u64,
+        /// How it left, e.g. `left the group`, or `panicked: …`.
+        reason: String,
+    },
+    /// Ranks brought their own errors to an operation, which no rank therefore carried out.
+    #[error("`{operation}` failed on {}", Failures(failures))]
+    RankFailed {
+        /// The operation, or the name given to `agree`.
+        operation: String,
+        /// The failing ranks, in rank order, with their messages.
+        failures: Vec<RankFailure>,
+    },
+    /// Ranks called different operations, or the same with different arguments.
+    #[error("collectives do not match at operation {sequence} of their group: {}", Calls(calls))]
+    Mismatch {
+        /// How many operations the group had done before.
+        sequence: u64,
+        /// Who called what; ranks that called the same are together.
+        calls: Vec<RankCall>,
+    },
+    /// Ranks agree on what they do, but not on what they do it to.
+    #[error("`{operation}` needs the same schema on all ranks: {}", Calls(schemas))]
+    SchemaMismatch {
+        /// The name given to `agree_on`.
+        operation: String,
+        /// Which ranks have which schema.
+        schemas: Vec<RankCall>,
+    },
+    /// Arguments that no group could carry out. The other ranks get [`RankFailed`](Self::RankFailed).
+    #[error("invalid arguments of `{operation}`: {message}")]
+    InvalidArgument {
+        /// The operation.
+        operation: String,
+        /// What is wrong.
+        message: String,
+    },
+    /// There is no such reduction: an average of integers is not an integer.
+    #[error("`{operation}` cannot reduce {dtype} with {op}: sum and divide in a floating-point type instead")]
+    UnsupportedReduction {
+        /// The operation.
+        operation: String,
+        /// The dtype.
+        dtype: DType,
+        /// The reduction asked for.
+        op: ReduceOp,
+    },
+    /// An object could not be written to bytes or read from them.
+    #[error("`{operation}` failed to {action} an object: {message}")]
+    Object {
+        /// The operation.
+        operation: String,
+        /// `encode` or `decode`.
+        action: String,
+        /// The encoder's reason.
+        message: String,
+    },
+    /// A rank gave the group up with [`abort`](crate::ProcessGroup::abort).
+    #[error("rank {rank} aborted the group: {message}")]
+    Aborted {
+        /// The rank that gave up.
+        rank: usize,
+        /// Its reason.
+        message: String,
+    },
+    /// A rank could not be started.
+    #[error("failed to start rank {rank}: {message}")]
+    Start {
+        /// The rank.
+        rank: usize,
+        /// The system's reason.
+        message: String,
+    },
+}
+
+/// One rank's own error.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankFailure {
+    /// The rank.
+    pub rank: usize,
+    /// Its error, at most [`MAX_MESSAGE_BYTES`] long.
+    pub message: String,
+}
+
+/// What some ranks called.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankCall {
+    /// The ranks, ascending.
+    pub ranks: Vec<usize>,
+    /// Their call, e.g. `all_reduce(sum) of 8 float32`.
+    pub call: String,
+}
+
+impl RankCall {
+    /// Puts ranks that called the same together, in the order of their first ranks.
+    pub(crate) fn collect(calls: impl IntoIterator<Item = (usize, String)>) -> Vec<RankCall> {
+        let mut collected: Vec<RankCall> = Vec::new();
+        for (rank, call) in calls {
+            match collected.iter_mut().find(|other| other.call == call) {
+                Some(same) => same.ranks.push(rank),
+                None => collected.push(RankCall { ranks: vec![rank], call }),
+            }
+        }
+        collected
+    }
+}
+
+impl CommError {
+    /// Whether the group is of no use after this error.
+    #[must_use]
+    pub fn ends_group(&self) -> bool {
+        matches!(
+            self,
+            CommError::Timeout { .. }
+                | CommError::RankLeft { .. }
+                | CommError::Mismatch { .. }
+                | CommError::Aborted { .. }
+        )
+    }
+}
+
+/// At most [`MAX_MESSAGE_BYTES`] of a message, cut between characters.
+pub(crate) fn bounded(mut message: String) -> String {
+    const ELLIPSIS: &str = "…";
+    if message.len() > MAX_MESSAGE_BYTES {
+        message.truncate(message.floor_char_boundary(MAX_MESSAGE_BYTES - ELLIPSIS.len()));
+        message.push_str(ELLIPSIS);
+    }
+    message
+}
+
+/// `rank 3`, or `ranks 0, 2`.
+struct Ranks<'a>(&'a [usize]);
+
+impl fmt::Display for Ranks<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.0.len() == 1 { "rank " } else { "ranks " })?;
+        for (k, rank) in self.0.iter().enumerate() {
+            write!(f, "{}{rank}", if k == 0 { "" } else { ", " })?;
+        }
+        Ok(())
+    }
+}
+
+struct Failures<'a>(&'a [RankFailure]);
+
+impl fmt::Display for Failures<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (k, RankFailure { rank, message }) in self.0.iter().enumerate() {
+            write!(f, "{}rank {rank}: {message}", if k == 0 { "" } else { "; " })?;
+        }
+        Ok(())
+    }
+}
+
+struct Calls<'a>(&'a [RankCall]);
+
+impl fmt::Display for Calls<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (k, RankCall { ranks, call }) in self.0.iter().enumerate() {
+            write!(f, "{}{}: {call}", if k == 0 { "" } else { "; " }, Ranks(ranks))?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_messages_are_cut_between_characters() {
+        let message = bounded("é".repeat(10 << 20));
+        assert!(message.len() <= MAX_MESSAGE_BYTES);
+        assert!(message.ends_with("é…"));
+        assert_eq!(bounded("short".to_owned()), "short");
+    }
+
+    #[test]
+    fn messages_name_the_ranks() {
+        let calls = RankCall::collect([(0, "a"), (1, "b"), (2, "a")].map(|(rank, call)| (rank, call.to_owned())));
+        let error = CommError::Mismatch { sequence: 7, calls };
+        assert_eq!(
+            error.to_string(),
+            "collectives do not match at operation 7 of their group: ranks 0, 2: a; rank 1: b"
+        );
+    }
+}

@@ -1,0 +1,260 @@
+//! The process group itself: whose turn it is, what was agreed on, and what happens after an error.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::backend::{Backend, Plan, Round};
+use crate::error::{CommError, RankCall, RankFailure, bounded};
+use crate::record::{Call, Fault, Header, Operation, Record};
+use crate::traffic::{Counters, Traffic};
+use crate::wire;
+
+/// How long an operation may take unless [`ProcessGroup::with_deadline`] says otherwise.
+pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(60);
+
+/// Longer deadlines are this one.
+const MAX_DEADLINE: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
+
+/// A rank that sends no more than this sends it along with its record.
+pub(crate) const INLINE_BYTES: usize = 4096;
+
+/// One rank's handle on a group of ranks that call the same operations in the same order.
+///
+/// Clones are the same group; only their deadlines may differ. Operations of one group on one rank run one after the
+/// other, whichever threads call them. A rank leaves the group when its last handle is dropped.
+///
+/// Unless a method says otherwise, all ranks of the group must call it, ranks are ranks *of this group*, and every
+/// rank returns an error if any does ([`CommError`] tells which errors end the group). `root` is a rank of this group.
+#[derive(Clone)]
+pub struct ProcessGroup {
+    shared: Arc<Shared>,
+    deadline: Duration,
+}
+
+struct Shared {
+    backend: Arc<dyn Backend>,
+    id: u64,
+    counters: Arc<Counters>,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Operations so far.
+    sequence: u64,
+    /// Rounds so far.
+    rounds: u64,
+    /// Why the group is of no use any more.
+    failure: Option<CommError>,
+}
+
+impl fmt::Debug for ProcessGroup {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ProcessGroup")
+            .field("backend", &self.backend_name())
+            .field("rank", &self.rank())
+            .field("global_ranks", &self.global_ranks())
+            .field("deadline", &self.deadline)
+            .finish_non_exhaustive()
+    }
+}
+
+impl ProcessGroup {
+    /// The group of all ranks of a backend.
+    #[must_use]
+    pub fn new(backend: Arc<dyn Backend>) -> Self {
+        Self::with_counters(backend, 0, Arc::new(Counters::new()), DEFAULT_DEADLINE)
+    }
+
+    fn with_counters(backend: Arc<dyn Backend>, id: u64, counters: Arc<Counters>, deadline: Duration) -> Self {
+        ProcessGroup { shared: Arc::new(Shared { backend, id, counters, state: Mutex::default() }), deadline }
+    }
+
+    /// A group of these ranks of this one, under the deadline of this one.
+    pub(crate) fn child(&self, id: u64, ranks: &[usize]) -> Result<ProcessGroup, CommError> {
+        let backend = self.shared.backend.subgroup(id, ranks)?;
+        Ok(Self::with_counters(backend, id, Arc::clone(&self.shared.counters), self.deadline))
+    }
+
+    pub(crate) fn id(&self) -> u64 {
+        self.shared.id
+    }
+
+    /// This rank, from 0.
+    #[must_use]
+    pub fn rank(&self) -> usize {
+        self.shared.backend.rank()
+    }
+
+    /// How many ranks the group has.
+    #[must_use]
+    pub fn world_size(&self) -> usize {
+        self.global_ranks().len()
+    }
+
+    /// The global rank of each rank of this group: `0..world_size` except in a sub-group.
+    #[must_use]
+    pub fn global_ranks(&self) -> &[usize] {
+        self.shared.backend.global_ranks()
+    }
+
+    /// How the ranks reach each other: `local`, `tcp`, …
+    #[must_use]
+    pub fn backend_name(&self) -> &'static str {
+        self.shared.backend.name()
+    }
+
+    /// How long each operation called through this handle may take.
+    #[must_use]
+    pub fn deadline(&self) -> Duration {
+        self.deadline
+    }
+
+    /// The same group under another deadline.
+    #[must_use]
+    pub fn with_deadline(&self, deadline: Duration) -> ProcessGroup {
+        ProcessGroup { shared: Arc::clone(&self.shared), deadline }
+    }
+
+    /// What this rank has sent and received so far, over all its groups.
+    #[must_use]
+    pub fn traffic(&self) -> Traffic {
+        self.shared.counters.read()
+    }
+
+    /// Waits until every rank has come here.
+    ///
+    /// # Errors
+    /// A rank that does not come.
+    pub fn barrier(&self) -> Result<(), CommError> {
+        self.begin(Call::new(Operation::Barrier), Ok(()))?.round(None, Vec::new(), &[], |_| Ok(None))
+    }
+
+    /// Gives the group up: every rank's running and later operations fail with [`CommError::Aborted`], this one's too.
+    /// Not a collective: for a rank that cannot go on to the next operation. If the group has already failed, nothing
+    /// happens.
+    pub fn abort(&self, message: impl Into<String>) {
+        let rank = self.global_ranks().get(self.rank()).copied().unwrap_or_default();
+        self.shared.backend.abort(&CommError::Aborted { rank, message: bounded(message.into()) });
+    }
+
+    /// Begins an operation: takes this rank's turn and its sequence number.
+    ///
+    /// If the rank's own `arguments` are wrong, it tells the others, so that all fail, and gets its own error back.
+    pub(crate) fn begin(&self, mut call: Call, arguments: Result<(), CommError>) -> Result<Turn<'_>, CommError> {
+        let mut state = self.shared.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(failure) = &state.failure {
+            return Err(failure.clone());
+        }
+        call.sequence = state.sequence;
+        state.sequence += 1;
+        self.shared.counters.called(call.operation);
+        let deadline = self.deadline.min(MAX_DEADLINE);
+        let mut turn = Turn { group: self, state, call, deadline, until: Instant::now() + deadline };
+        match arguments {
+            Ok(()) => Ok(turn),
+            Err(error) => {
+                let fault = Fault { message: bounded(error.to_string()) };
+                // Whatever comes back, the rank's own mistake is what its caller needs to know.
+                turn.round(Some(fault), Vec::new(), &[], |_| Ok(None)).err();
+                Err(error)
+            }
+        }
+    }
+}
+
+/// A rank's turn at one operation.
+pub(crate) struct Turn<'g> {
+    group: &'g ProcessGroup,
+    state: MutexGuard<'g, State>,
+    pub(crate) call: Call,
+    deadline: Duration,
+    until: Instant,
+}
+
+impl Turn<'_> {
+    /// One round: compares what all ranks called, lets `plan` decide from all ranks' records, and moves the bytes.
+    ///
+    /// `plan` must come to fitting results on all ranks. It is not called if a rank has a fault.
+    pub(crate) fn round<'p>(
+        &mut self,
+        fault: Option<Fault>,
+        own: Vec<u64>,
+        send: &[u8],
+        plan: impl FnOnce(&[Record<'_>]) -> Result<Option<Plan<'p>>, CommError>,
+    ) -> Result<(), CommError> {
+        let Turn { group, state, call, deadline, until } = self;
+        let (backend, counters) = (&group.shared.backend, &group.shared.counters);
+        let (rank, ranks) = (backend.rank(), backend.global_ranks());
+        let inline = send.len() <= INLINE_BYTES;
+        let header = Header { call: call.clone(), fault, own, inline };
+        let mut record = wire::encode(&header).map_err(|message| CommError::Object {
+            operation: call.name().to_owned(),
+            action: "encode".to_owned(),
+            message,
+        })?;
+        counters.control(record.len() * (ranks.len() - 1));
+        if inline {
+            record.extend_from_slice(send);
+        }
+        let round = Round {
+            number: state.rounds,
+            sequence: call.sequence,
+            operation: call.name(),
+            deadline: *deadline,
+            until: *until,
+        };
+        state.rounds += 1;
+        let planner = |records: &[&[u8]]| {
+            let records: Vec<Record<'_>> =
+                records.iter().map(|bytes| Record::decode(bytes, call.name())).collect::<Result<_, _>>()?;
+            compare(&records, ranks)?;
+            let Some(plan) = plan(&records)? else { return Ok(None) };
+            let others = |ranges: &[std::ops::Range<usize>]| -> usize {
+                ranges.iter().enumerate().filter(|&(other, _)| other != rank).map(|(_, range)| range.len()).sum()
+            };
+            counters.moved(call.operation, others(&plan.to), others(&plan.from));
+            if !records.iter().all(|record| record.header.inline) {
+                return Ok(Some(plan));
+            }
+            let payloads: Vec<&[u8]> = records.iter().map(|record| record.payload).collect();
+            plan.deliver(&payloads, rank).map_err(|(from, published)| too_short(call, ranks, from, published))?;
+            Ok(None)
+        };
+        backend.round(&round, &record, if inline { &[] } else { send }, Box::new(planner)).inspect_err(|error| {
+            if error.ends_group() {
+                state.failure = Some(error.clone());
+                backend.abort(error);
+            }
+        })
+    }
+}
+
+/// Any rank's fault is the error of all; then all calls must be the same.
+fn compare(records: &[Record<'_>], ranks: &[usize]) -> Result<(), CommError> {
+    let failures: Vec<RankFailure> = records
+        .iter()
+        .zip(ranks)
+        .filter_map(|(record, &rank)| {
+            let message = record.header.fault.as_ref()?.message.clone();
+            Some(RankFailure { rank, message: bounded(message) })
+        })
+        .collect();
+    let Some(first) = records.first().map(|record| &record.header.call) else { return Ok(()) };
+    if !failures.is_empty() {
+        return Err(CommError::RankFailed { operation: first.name().to_owned(), failures });
+    }
+    if records.iter().any(|record| record.header.call != *first) {
+        let calls = records.iter().zip(ranks).map(|(record, &rank)| (rank, record.header.call.to_string()));
+        return Err(CommError::Mismatch { sequence: first.sequence, calls: RankCall::collect(calls) });
+    }
+    Ok(())
+}
+
+/// A rank published fewer bytes than its record promised; only a broken backend gets here.
+fn too_short(call: &Call, ranks: &[usize], from: usize, published: usize) -> CommError {
+    let rank = ranks.get(from).copied().unwrap_or(from);
+    let called = format!("{call}, but published only {published} bytes");
+    CommError::Mismatch { sequence: call.sequence, calls: vec![RankCall { ranks: vec![rank], call: called }] }
+}

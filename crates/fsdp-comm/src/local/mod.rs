@@ -1,0 +1,155 @@
+//! The `local` backend: ranks are threads of one process.
+//!
+//! A rank publishes the slice that it sends for the duration of a round, and the others copy straight from it into
+//! their own slices, or reduce it there: bytes are copied once, by all ranks at the same time.
+
+mod board;
+mod ranks;
+#[expect(unsafe_code, reason = "other threads read a slice that a rank lends for the duration of a round")]
+mod slot;
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use self::board::Board;
+use self::slot::Slot;
+use crate::backend::{Backend, Plan, Planner, Round};
+use crate::error::CommError;
+
+pub use self::ranks::{LocalRanks, RANK_STACK_BYTES, run_local};
+
+/// What the ranks of one process share: which of them have left, and their groups.
+#[derive(Debug, Default)]
+struct Hub {
+    state: Mutex<HubState>,
+}
+
+#[derive(Debug, Default)]
+struct HubState {
+    /// Ranks that have left, with the way in which they did.
+    left: HashMap<usize, String>,
+    groups: HashMap<u64, Weak<Group>>,
+}
+
+/// What the ranks of one group share.
+#[derive(Debug)]
+struct Group {
+    global_ranks: Vec<usize>,
+    board: Board,
+    slots: Vec<Slot>,
+}
+
+impl Hub {
+    /// The group with this id, which whichever rank comes first makes.
+    fn group(&self, id: u64, global_ranks: &[usize]) -> Arc<Group> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(group) = state.groups.get(&id).and_then(Weak::upgrade) {
+            return group;
+        }
+        let group = Arc::new(Group {
+            global_ranks: global_ranks.to_vec(),
+            board: Board::new(global_ranks.to_vec()),
+            slots: global_ranks.iter().map(|_| Slot::default()).collect(),
+        });
+        for (&rank, reason) in &state.left {
+            group.board.leave(rank, reason);
+        }
+        state.groups.retain(|_, group| group.strong_count() > 0);
+        state.groups.insert(id, Arc::downgrade(&group));
+        group
+    }
+
+    /// Tells all groups that a rank takes no further part. Only the first reason counts.
+    fn leave(&self, rank: usize, reason: &str) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.left.contains_key(&rank) {
+            return;
+        }
+        state.left.insert(rank, reason.to_owned());
+        for group in state.groups.values().filter_map(Weak::upgrade) {
+            group.board.leave(rank, reason);
+        }
+    }
+}
+
+/// A rank takes part for as long as this lives; all its groups hold it.
+#[derive(Debug)]
+struct Membership {
+    hub: Arc<Hub>,
+    rank: usize,
+}
+
+impl Drop for Membership {
+    fn drop(&mut self) {
+        self.hub.leave(self.rank, "has left");
+    }
+}
+
+/// One rank of one group.
+#[derive(Debug)]
+struct LocalBackend {
+    membership: Arc<Membership>,
+    group: Arc<Group>,
+    rank: usize,
+}
+
+impl Backend for LocalBackend {
+    fn name(&self) -> &'static str {
+        "local"
+    }
+
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn global_ranks(&self) -> &[usize] {
+        &self.group.global_ranks
+    }
+
+    fn round<'p>(&self, round: &Round<'_>, record: &[u8], send: &[u8], plan: Planner<'p, '_>) -> Result<(), CommError> {
+        let Group { board, slots, .. } = &*self.group;
+        slots[self.rank].lend(round.number, send, || {
+            let records = board.exchange(round, self.rank, record)?;
+            let records: Vec<&[u8]> = records.iter().map(|record| &**record).collect();
+            let Some(plan) = plan(&records)? else { return Ok(()) };
+            let readers: Vec<usize> = (0..slots.len()).filter(|&r| r != self.rank && plan.is_read_by(r)).collect();
+            self.read(round, plan)?;
+            board.finish(round, self.rank, &readers)
+        })
+    }
+
+    fn subgroup(&self, id: u64, ranks: &[usize]) -> Result<Arc<dyn Backend>, CommError> {
+        let global_ranks: Vec<usize> =
+            ranks.iter().filter_map(|&rank| self.group.global_ranks.get(rank).copied()).collect();
+        let rank = ranks.iter().position(|&rank| rank == self.rank).unwrap_or_default();
+        let group = self.membership.hub.group(id, &global_ranks);
+        Ok(Arc::new(LocalBackend { membership: Arc::clone(&self.membership), group, rank }))
+    }
+
+    fn abort(&self, error: &CommError) {
+        self.group.board.fail(error.clone());
+    }
+}
+
+impl LocalBackend {
+    /// Fills this rank's destination from what the other ranks have lent.
+    fn read(&self, round: &Round<'_>, plan: Plan<'_>) -> Result<(), CommError> {
+        let Group { board, slots, global_ranks } = &*self.group;
+        let mut loans = Vec::with_capacity(slots.len());
+        for (rank, slot) in slots.iter().enumerate() {
+            let loan = plan.reads(rank).then(|| slot.borrow(round.number));
+            if let Some(None) = loan {
+                // Its owner took it back, which it does early only where the round has failed.
+                return Err(board.failure_of(round, rank));
+            }
+            loans.push(loan.flatten());
+        }
+        let sources: Vec<&[u8]> = loans.iter().map(|loan| loan.as_ref().map_or(&[][..], |loan| loan.bytes())).collect();
+        plan.deliver(&sources, self.rank).map_err(|(rank, published)| CommError::RankLeft {
+            rank: global_ranks[rank],
+            operation: round.operation.to_owned(),
+            sequence: round.sequence,
+            reason: format!("published only {published} bytes"),
+        })
+    }
+}

@@ -1,0 +1,120 @@
+//! Starting ranks as threads, and what becomes of those that panic.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use super::{Hub, LocalBackend, Membership};
+use crate::error::{CommError, RankFailure, bounded};
+use crate::group::{DEFAULT_DEADLINE, ProcessGroup};
+
+/// The stack of each rank's thread: address space, of which only what is used becomes memory. It is this large because
+/// candle's backward pass recurses once for each node of the graph.
+pub const RANK_STACK_BYTES: usize = 256 << 20;
+
+/// Runs `f` on `world_size` threads, one for each rank, and returns their results in rank order.
+///
+/// # Errors
+/// [`CommError::RankFailed`] names the ranks that panicked. All others have got an error from the operations that
+/// needed them, as they do when a rank returns early.
+pub fn run_local<T, F>(world_size: usize, f: F) -> Result<Vec<T>, CommError>
+where
+    F: Fn(ProcessGroup) -> T + Sync,
+    T: Send,
+{
+    LocalRanks::new(world_size).run(f)
+}
+
+/// [`run_local`] with options.
+///
+/// ```
+/// use std::time::Duration;
+/// use fsdp_comm::{CommError, LocalRanks};
+/// let outcomes = LocalRanks::new(2).deadline(Duration::from_millis(50)).run(|group| {
+///     if group.rank() == 0 { group.barrier() } else { Ok(std::thread::sleep(Duration::from_millis(200))) }
+/// })?;
+/// assert!(matches!(&outcomes[0], Err(CommError::Timeout { missing, .. }) if *missing == [1]));
+/// # Ok::<(), CommError>(())
+/// ```
+#[derive(Debug, Clone)]
+#[must_use]
+pub struct LocalRanks {
+    world_size: usize,
+    deadline: Duration,
+    stack_bytes: usize,
+}
+
+impl LocalRanks {
+    /// This many ranks, with [`DEFAULT_DEADLINE`] and [`RANK_STACK_BYTES`].
+    pub fn new(world_size: usize) -> Self {
+        LocalRanks { world_size, deadline: DEFAULT_DEADLINE, stack_bytes: RANK_STACK_BYTES }
+    }
+
+    /// The deadline of the groups that the ranks are given.
+    pub fn deadline(mut self, deadline: Duration) -> Self {
+        self.deadline = deadline;
+        self
+    }
+
+    /// The stack of each rank's thread.
+    pub fn stack_bytes(mut self, stack_bytes: usize) -> Self {
+        self.stack_bytes = stack_bytes;
+        self
+    }
+
+    /// Runs `f` on all ranks: see [`run_local`].
+    ///
+    /// # Errors
+    /// No ranks, ranks that could not be started, ranks that panicked.
+    pub fn run<T, F>(&self, f: F) -> Result<Vec<T>, CommError>
+    where
+        F: Fn(ProcessGroup) -> T + Sync,
+        T: Send,
+    {
+        if self.world_size == 0 {
+            let message = "there must be at least one rank".to_owned();
+            return Err(CommError::InvalidArgument { operation: "run_local".to_owned(), message });
+        }
+        let hub = Arc::new(Hub::default());
+        let global_ranks: Vec<usize> = (0..self.world_size).collect();
+        let memberships: Vec<Arc<Membership>> =
+            global_ranks.iter().map(|&rank| Arc::new(Membership { hub: Arc::clone(&hub), rank })).collect();
+        // The first to panic is the likely cause of what others do after it.
+        let panics: Mutex<Vec<RankFailure>> = Mutex::default();
+        let run_rank = |rank: usize, membership: Arc<Membership>| {
+            let group = hub.group(0, &global_ranks);
+            let backend = Arc::new(LocalBackend { membership: Arc::clone(&membership), group, rank });
+            let group = ProcessGroup::new(backend).with_deadline(self.deadline);
+            // `membership` outlives the unwinding, so that the others hear of the panic and not only of its effect.
+            catch_unwind(AssertUnwindSafe(|| f(group))).map_err(|panic| {
+                let message = bounded(format!("panicked: {}", panic_message(&*panic)));
+                hub.leave(rank, &message);
+                panics.lock().unwrap_or_else(PoisonError::into_inner).push(RankFailure { rank, message });
+            })
+        };
+        let started = thread::scope(|scope| {
+            let mut threads = Vec::with_capacity(self.world_size);
+            // If a rank cannot be started, the memberships not yet handed out are dropped, and the others hear of it.
+            for (rank, membership) in memberships.into_iter().enumerate() {
+                let run_rank = &run_rank;
+                let builder = thread::Builder::new().name(format!("rank-{rank}")).stack_size(self.stack_bytes);
+                let thread = builder
+                    .spawn_scoped(scope, move || run_rank(rank, membership))
+                    .map_err(|error| CommError::Start { rank, message: error.to_string() })?;
+                threads.push(thread);
+            }
+            Ok(threads.into_iter().map(|thread| thread.join().unwrap_or(Err(()))).collect::<Vec<_>>())
+        });
+        let results = started?;
+        let failures = panics.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let failed = || CommError::RankFailed { operation: "run_local".to_owned(), failures: failures.clone() };
+        results.into_iter().map(|result| result.map_err(|()| failed())).collect()
+    }
+}
+
+fn panic_message(panic: &(dyn Any + Send)) -> &str {
+    let message = panic.downcast_ref::<&str>().copied();
+    message.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
+}

@@ -1,0 +1,111 @@
+//! A place where one thread lends a slice to others, and gets it back for certain.
+//!
+//! A slice is lent for the duration of a closure. Readers hold a read lock for as long as they look at it, and the end
+//! of the loan takes the write lock, so a lender never goes on (nor unwinds) while someone still reads its memory.
+
+use std::sync::{PoisonError, RwLock, RwLockReadGuard};
+
+#[derive(Debug, Default)]
+pub(super) struct Slot {
+    lent: RwLock<Option<Lent>>,
+}
+
+#[derive(Debug)]
+struct Lent {
+    round: u64,
+    start: *const u8,
+    len: usize,
+}
+
+// SAFETY: `start` and `len` are those of a `&[u8]`, which may go to and be shared with other threads.
+unsafe impl Send for Lent {}
+// SAFETY: as above.
+unsafe impl Sync for Lent {}
+
+impl Slot {
+    /// Lends `bytes` for one round to whoever borrows them while `during` runs.
+    pub(super) fn lend<R>(&self, round: u64, bytes: &[u8], during: impl FnOnce() -> R) -> R {
+        /// Ends the loan on every way out of `lend`.
+        struct TakeBack<'a>(&'a Slot);
+        impl Drop for TakeBack<'_> {
+            fn drop(&mut self) {
+                *self.0.lent.write().unwrap_or_else(PoisonError::into_inner) = None;
+            }
+        }
+        let _take_back = TakeBack(self);
+        *self.lent.write().unwrap_or_else(PoisonError::into_inner) =
+            Some(Lent { round, start: bytes.as_ptr(), len: bytes.len() });
+        during()
+    }
+
+    /// What is lent for this round; `None` if that loan has not begun or has ended. Never waits: only the lender writes,
+    /// and if it does it is taking the slice back.
+    pub(super) fn borrow(&self, round: u64) -> Option<Loan<'_>> {
+        let lent = self.lent.try_read().ok()?;
+        lent.as_ref().is_some_and(|lent| lent.round == round).then_some(Loan(lent))
+    }
+}
+
+/// A slice that another thread lends, which waits for this to be dropped before it goes on.
+#[derive(Debug)]
+pub(super) struct Loan<'a>(RwLockReadGuard<'a, Option<Lent>>);
+
+impl Loan<'_> {
+    pub(super) fn bytes(&self) -> &[u8] {
+        match &*self.0 {
+            // SAFETY: the pointer and length are those of a slice that `lend` was given, borrowed until `lend` returns
+            // or unwinds. Before either it takes the write lock, which it cannot get while this holds the read lock.
+            // It was given a shared slice, so nobody writes to it meanwhile. The result lives no longer than `self`.
+            Some(lent) => unsafe { std::slice::from_raw_parts(lent.start, lent.len) },
+            None => &[],
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    #[test]
+    fn a_loan_lasts_as_long_as_the_closure() {
+        let slot = Slot::default();
+        assert!(slot.borrow(0).is_none());
+        slot.lend(1, b"bytes", || {
+            assert_eq!(slot.borrow(1).unwrap().bytes(), b"bytes");
+            assert!(slot.borrow(0).is_none() && slot.borrow(2).is_none());
+        });
+        assert!(slot.borrow(1).is_none());
+    }
+
+    #[test]
+    fn a_lender_that_panics_waits_for_its_readers() {
+        let slot = Slot::default();
+        let done_reading = AtomicBool::new(false);
+        let lending = std::sync::Barrier::new(2);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let panic = catch_unwind(AssertUnwindSafe(|| {
+                    let bytes = vec![7; 1 << 16];
+                    slot.lend(0, &bytes, || {
+                        lending.wait();
+                        lending.wait();
+                        panic!("the lender gives up");
+                    })
+                }));
+                assert!(panic.is_err());
+                assert!(done_reading.load(Ordering::SeqCst), "the slice was freed while it was read");
+            });
+            lending.wait();
+            let loan = slot.borrow(0).unwrap();
+            lending.wait();
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            assert!(loan.bytes().iter().all(|&byte| byte == 7));
+            done_reading.store(true, Ordering::SeqCst);
+            drop(loan);
+        });
+        assert!(slot.borrow(0).is_none());
+    }
+}

@@ -1,0 +1,169 @@
+//! What each rank says to all others at the start of an operation: its fingerprint, its fault, its small payload.
+
+use std::fmt;
+
+use fsdp_layout::DType;
+use serde::{Deserialize, Serialize};
+
+use crate::ReduceOp;
+use crate::error::CommError;
+use crate::wire;
+
+macro_rules! operations {
+    ($($variant:ident, $name:literal;)*) => {
+        /// The operations of a process group.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+        #[non_exhaustive]
+        #[expect(missing_docs, reason = "each is the method of the same name")]
+        pub enum Operation {
+            $($variant,)*
+        }
+
+        impl Operation {
+            /// Every operation, in a fixed order.
+            pub const ALL: &'static [Operation] = &[$(Operation::$variant),*];
+
+            /// The name of its method, e.g. `all_gather`.
+            #[must_use]
+            pub const fn name(self) -> &'static str {
+                match self { $(Operation::$variant => $name,)* }
+            }
+        }
+    };
+}
+
+operations! {
+    Barrier, "barrier";
+    AllGather, "all_gather";
+    AllGatherUneven, "all_gather_uneven";
+    ReduceScatter, "reduce_scatter";
+    AllReduce, "all_reduce";
+    Broadcast, "broadcast";
+    Gather, "gather";
+    GatherUneven, "gather_uneven";
+    Scatter, "scatter";
+    ScatterUneven, "scatter_uneven";
+    AllToAllUneven, "all_to_all_uneven";
+    Subgroup, "subgroup";
+    MeshGroup, "mesh_group";
+    AllGatherObject, "all_gather_object";
+    GatherObject, "gather_object";
+    ScatterObject, "scatter_object";
+    BroadcastObject, "broadcast_object";
+    Agree, "agree";
+}
+
+impl Operation {
+    /// Whether its payload is tensor elements, and not objects or control.
+    pub(crate) const fn moves_tensors(self) -> bool {
+        matches!(
+            self,
+            Operation::AllGather
+                | Operation::AllGatherUneven
+                | Operation::ReduceScatter
+                | Operation::AllReduce
+                | Operation::Broadcast
+                | Operation::Gather
+                | Operation::GatherUneven
+                | Operation::Scatter
+                | Operation::ScatterUneven
+                | Operation::AllToAllUneven
+        )
+    }
+}
+
+impl fmt::Display for Operation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// One call of an operation: what must be the same on all ranks.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Call {
+    pub(crate) operation: Operation,
+    pub(crate) sequence: u64,
+    /// The second step of an operation that has two is 1.
+    pub(crate) step: u8,
+    /// The name given to `agree`.
+    pub(crate) label: Option<String>,
+    pub(crate) dtype: Option<DType>,
+    pub(crate) reduce: Option<ReduceOp>,
+    pub(crate) root: Option<usize>,
+    /// Elements, as one number or one for each rank; or the ranks of a sub-group; or a mesh and its dimension.
+    pub(crate) sizes: Vec<usize>,
+}
+
+impl Call {
+    pub(crate) fn new(operation: Operation) -> Self {
+        Call { operation, sequence: 0, step: 0, label: None, dtype: None, reduce: None, root: None, sizes: Vec::new() }
+    }
+
+    /// The name for messages: the operation's, or the one given to `agree`.
+    pub(crate) fn name(&self) -> &str {
+        self.label.as_deref().unwrap_or(self.operation.name())
+    }
+}
+
+impl fmt::Display for Call {
+    /// `all_reduce(sum) of 8 float32`, `broadcast from 2 of 8 float32`, ``agree on `save` ``.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.operation)?;
+        if let Some(reduce) = self.reduce {
+            write!(f, "({reduce})")?;
+        }
+        if let Some(label) = &self.label {
+            write!(f, " on `{label}`")?;
+        }
+        match (self.operation, self.root) {
+            (Operation::Gather | Operation::GatherUneven | Operation::GatherObject, Some(root)) => {
+                write!(f, " to {root}")?;
+            }
+            (_, Some(root)) => write!(f, " from {root}")?,
+            _ => {}
+        }
+        match (self.dtype, &self.sizes[..]) {
+            (Some(dtype), [numel]) => write!(f, " of {numel} {dtype}")?,
+            (Some(dtype), []) => write!(f, " of {dtype}")?,
+            (Some(dtype), counts) => write!(f, " of {counts:?} {dtype}")?,
+            (None, []) => {}
+            (None, sizes) => write!(f, " of {sizes:?}")?,
+        }
+        Ok(())
+    }
+}
+
+/// A rank's own reason not to go on, which becomes an error on all ranks.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Fault {
+    pub(crate) message: String,
+}
+
+/// What a rank says.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Header {
+    pub(crate) call: Call,
+    pub(crate) fault: Option<Fault>,
+    /// What may differ between ranks: sizes of objects, counts of an all-to-all, a schema hash.
+    pub(crate) own: Vec<u64>,
+    /// Whether the payload, all that this rank sends, comes with this record; if not, it is published.
+    pub(crate) inline: bool,
+}
+
+/// A header, and the payload behind it.
+#[derive(Debug)]
+pub(crate) struct Record<'a> {
+    pub(crate) header: Header,
+    pub(crate) payload: &'a [u8],
+}
+
+impl<'a> Record<'a> {
+    pub(crate) fn decode(bytes: &'a [u8], operation: &str) -> Result<Self, CommError> {
+        let (header, read) = wire::decode_prefix(bytes).map_err(|message| CommError::Object {
+            operation: operation.to_owned(),
+            action: "decode".to_owned(),
+            message,
+        })?;
+        Ok(Record { header, payload: bytes.get(read..).unwrap_or_default() })
+    }
+}

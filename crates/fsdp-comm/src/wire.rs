@@ -1,0 +1,49 @@
+//! How values become bytes between ranks. The only module that names the encoder.
+
+use bincode::config::{Configuration, Fixint, Limit, LittleEndian};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+/// No single value may claim more than this, whatever its bytes say (checked by the decoder before it allocates).
+pub(crate) const MAX_BYTES: usize = 1 << 30;
+
+const CONFIGURATION: Configuration<LittleEndian, Fixint, Limit<MAX_BYTES>> =
+    bincode::config::standard().with_fixed_int_encoding().with_limit::<MAX_BYTES>();
+
+/// The bytes of a value.
+pub(crate) fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, String> {
+    bincode::serde::encode_to_vec(value, CONFIGURATION).map_err(|error| error.to_string())
+}
+
+/// The value that all of these bytes are.
+pub(crate) fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
+    match decode_prefix(bytes)? {
+        (value, read) if read == bytes.len() => Ok(value),
+        (_, read) => Err(format!("{} bytes are left over after {read}", bytes.len() - read)),
+    }
+}
+
+/// The value that these bytes begin with, and how many they are.
+pub(crate) fn decode_prefix<T: DeserializeOwned>(bytes: &[u8]) -> Result<(T, usize), String> {
+    bincode::serde::decode_from_slice(bytes, CONFIGURATION).map_err(|error| error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_come_back() {
+        let value = (String::from("é"), vec![Some(1u64), None], -3i32);
+        let bytes = encode(&value).unwrap();
+        assert_eq!(decode::<(String, Vec<Option<u64>>, i32)>(&bytes), Ok(value));
+        assert!(decode::<u8>(&bytes).unwrap_err().contains("left over"));
+        assert!(decode::<u64>(&bytes[..4]).is_err());
+    }
+
+    #[test]
+    fn a_length_that_lies_allocates_nothing() {
+        assert!(decode::<Vec<u64>>(&u64::MAX.to_le_bytes()).is_err());
+        assert!(decode::<String>(&(1u64 << 40).to_le_bytes()).is_err());
+    }
+}
