@@ -1,0 +1,225 @@
+//! The nested state dict.
+
+use candle_core::Tensor;
+use fsdp_flat::{RawTensor, ShardedTensor};
+use fsdp_layout::PlainValue;
+use indexmap::IndexMap;
+
+/// A value of a state dict.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub enum StateValue {
+    /// A whole tensor on this rank.
+    Tensor(Tensor),
+    /// A tensor of which this rank has some boxes.
+    Sharded(ShardedTensor),
+    /// A whole tensor of a dtype that candle does not compute with.
+    Raw(RawTensor),
+    /// Anything that is no tensor and holds none.
+    Plain(PlainValue),
+    /// A nested dict.
+    Dict(StateDict),
+    /// A list that holds tensors or dicts.
+    List(Vec<StateValue>),
+    /// A tuple that holds tensors. In a checkpoint it is one object, tensors included.
+    Tuple(Vec<StateValue>),
+}
+
+/// Names to values, in insertion order. Equality of names is what counts; do not rely on order across ranks.
+///
+/// ```
+/// use fsdp_state::{StateDict, StateValue};
+/// let mut train = StateDict::new();
+/// train.insert("step", 20i64);
+/// let mut state = StateDict::new();
+/// state.insert("train", train);
+/// assert_eq!(state.plain_at(&["train", "step"]).and_then(|step| step.as_int()), Some(20));
+/// ```
+#[derive(Debug, Clone, Default)]
+pub struct StateDict {
+    entries: IndexMap<String, StateValue>,
+}
+
+impl StateDict {
+    /// An empty dict.
+    #[must_use]
+    pub fn new() -> Self {
+        StateDict::default()
+    }
+
+    /// Sets a value, and returns the one that was there.
+    pub fn insert(&mut self, key: impl Into<String>, value: impl Into<StateValue>) -> Option<StateValue> {
+        self.entries.insert(key.into(), value.into())
+    }
+
+    /// The value of a key.
+    #[must_use]
+    pub fn get(&self, key: &str) -> Option<&StateValue> {
+        self.entries.get(key)
+    }
+
+    /// The value of a key, to change it.
+    pub fn get_mut(&mut self, key: &str) -> Option<&mut StateValue> {
+        self.entries.get_mut(key)
+    }
+
+    /// Takes a value out; the others keep their order.
+    pub fn remove(&mut self, key: &str) -> Option<StateValue> {
+        self.entries.shift_remove(key)
+    }
+
+    /// Whether the key is there.
+    #[must_use]
+    pub fn contains_key(&self, key: &str) -> bool {
+        self.entries.contains_key(key)
+    }
+
+    /// Number of keys at this level.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Whether there is no key.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// Keys in order.
+    pub fn keys(&self) -> impl Iterator<Item = &str> {
+        self.entries.keys().map(String::as_str)
+    }
+
+    /// Keys and values in order.
+    pub fn iter(&self) -> indexmap::map::Iter<'_, String, StateValue> {
+        self.entries.iter()
+    }
+
+    /// Keys and values in order, values to change.
+    pub fn iter_mut(&mut self) -> indexmap::map::IterMut<'_, String, StateValue> {
+        self.entries.iter_mut()
+    }
+
+    /// The dict at a key.
+    #[must_use]
+    pub fn dict(&self, key: &str) -> Option<&StateDict> {
+        self.get(key).and_then(StateValue::as_dict)
+    }
+
+    /// The plain value at the end of a chain of dict keys.
+    #[must_use]
+    pub fn plain_at(&self, keys: &[&str]) -> Option<&PlainValue> {
+        let (last, dicts) = keys.split_last()?;
+        let dict = dicts.iter().try_fold(self, |dict, key| dict.dict(key))?;
+        match dict.get(last)? {
+            StateValue::Plain(value) => Some(value),
+            _ => None,
+        }
+    }
+}
+
+impl StateValue {
+    /// The nested dict, if it is one.
+    #[must_use]
+    pub const fn as_dict(&self) -> Option<&StateDict> {
+        match self {
+            StateValue::Dict(dict) => Some(dict),
+            _ => None,
+        }
+    }
+
+    /// The whole tensor, if it is one.
+    #[must_use]
+    pub const fn as_tensor(&self) -> Option<&Tensor> {
+        match self {
+            StateValue::Tensor(tensor) => Some(tensor),
+            _ => None,
+        }
+    }
+
+    /// The sharded tensor, if it is one.
+    #[must_use]
+    pub const fn as_sharded(&self) -> Option<&ShardedTensor> {
+        match self {
+            StateValue::Sharded(tensor) => Some(tensor),
+            _ => None,
+        }
+    }
+
+    /// The plain value, if it is one.
+    #[must_use]
+    pub const fn as_plain(&self) -> Option<&PlainValue> {
+        match self {
+            StateValue::Plain(value) => Some(value),
+            _ => None,
+        }
+    }
+
+    /// What it is, for messages.
+    #[must_use]
+    pub const fn kind(&self) -> &'static str {
+        match self {
+            StateValue::Tensor(_) => "tensor",
+            StateValue::Sharded(_) => "sharded tensor",
+            StateValue::Raw(_) => "raw tensor",
+            StateValue::Plain(value) => value.type_name(),
+            StateValue::Dict(_) => "dict",
+            StateValue::List(_) => "list",
+            StateValue::Tuple(_) => "tuple",
+        }
+    }
+
+    /// Whether it is a tensor of any kind.
+    #[must_use]
+    pub const fn is_tensor(&self) -> bool {
+        matches!(self, StateValue::Tensor(_) | StateValue::Sharded(_) | StateValue::Raw(_))
+    }
+}
+
+macro_rules! from {
+    ($($type:ty => $value:ident $to:expr;)*) => {
+        $(impl From<$type> for StateValue {
+            fn from($value: $type) -> Self {
+                $to
+            }
+        })*
+    };
+}
+
+from! {
+    Tensor => value StateValue::Tensor(value);
+    ShardedTensor => value StateValue::Sharded(value);
+    RawTensor => value StateValue::Raw(value);
+    PlainValue => value StateValue::Plain(value);
+    StateDict => value StateValue::Dict(value);
+    bool => value StateValue::Plain(value.into());
+    i64 => value StateValue::Plain(value.into());
+    f64 => value StateValue::Plain(value.into());
+    &str => value StateValue::Plain(value.into());
+    String => value StateValue::Plain(value.into());
+}
+
+impl<K: Into<String>> FromIterator<(K, StateValue)> for StateDict {
+    fn from_iter<I: IntoIterator<Item = (K, StateValue)>>(iter: I) -> Self {
+        StateDict { entries: iter.into_iter().map(|(key, value)| (key.into(), value)).collect() }
+    }
+}
+
+impl IntoIterator for StateDict {
+    type Item = (String, StateValue);
+    type IntoIter = indexmap::map::IntoIter<String, StateValue>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.entries.into_iter()
+    }
+}
+
+impl<'a> IntoIterator for &'a StateDict {
+    type Item = (&'a String, &'a StateValue);
+    type IntoIter = indexmap::map::Iter<'a, String, StateValue>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.entries.iter()
+    }
+}
