@@ -1,0 +1,107 @@
+//! `torch.optim.Adagrad`: each element's rate falls with the sum of its squared gradients.
+
+use fsdp_layout::PlainValue;
+
+use super::error::{AlgorithmError, at_least_zero};
+use super::float::{Element, Float, Gradient, scalar};
+use super::group::{Reader, Switches, float_or_zero, group, optional_bool};
+use super::state::{StateEntries, StateEntry};
+
+/// Hyperparameters of Adagrad; the defaults are torch's.
+#[derive(Debug, Clone, PartialEq)]
+pub struct AdagradOptions {
+    /// Learning rate, 1e-2.
+    pub lr: f64,
+    /// The rate of update n is `lr / (1 + (n - 1) * lr_decay)`, 0.
+    pub lr_decay: f64,
+    /// Added to the denominator, 1e-10.
+    pub eps: f64,
+    /// L2 penalty, added to the gradient, 0.
+    pub weight_decay: f64,
+    /// What the state entry `sum` starts from, 0.
+    pub initial_accumulator_value: f64,
+    /// Climbs instead of descending.
+    pub maximize: bool,
+    /// Kept, not acted on; Adagrad has no `capturable`.
+    pub switches: Switches,
+}
+
+impl Default for AdagradOptions {
+    fn default() -> Self {
+        Self {
+            lr: 1e-2,
+            lr_decay: 0.0,
+            eps: 1e-10,
+            weight_decay: 0.0,
+            initial_accumulator_value: 0.0,
+            maximize: false,
+            switches: Switches::default(),
+        }
+    }
+}
+
+impl AdagradOptions {
+    pub(super) fn validate(&self) -> Result<(), AlgorithmError> {
+        at_least_zero(
+            "Adagrad",
+            &[
+                ("lr", self.lr),
+                ("lr_decay", self.lr_decay),
+                ("eps", self.eps),
+                ("weight_decay", self.weight_decay),
+                ("initial_accumulator_value", self.initial_accumulator_value),
+            ],
+        )
+    }
+
+    pub(super) fn to_group(&self) -> Vec<(String, PlainValue)> {
+        group([
+            ("lr", self.lr.into()),
+            ("lr_decay", float_or_zero(self.lr_decay)),
+            ("eps", self.eps.into()),
+            ("weight_decay", float_or_zero(self.weight_decay)),
+            ("initial_accumulator_value", float_or_zero(self.initial_accumulator_value)),
+            ("foreach", optional_bool(self.switches.foreach)),
+            ("maximize", self.maximize.into()),
+            ("differentiable", self.switches.differentiable.into()),
+            ("fused", optional_bool(self.switches.fused)),
+        ])
+    }
+
+    pub(super) fn read(&self, reader: &mut Reader<'_>) -> Result<Self, AlgorithmError> {
+        Ok(Self {
+            lr: reader.float("lr", self.lr)?,
+            lr_decay: reader.float("lr_decay", self.lr_decay)?,
+            eps: reader.float("eps", self.eps)?,
+            weight_decay: reader.float("weight_decay", self.weight_decay)?,
+            initial_accumulator_value: reader.float("initial_accumulator_value", self.initial_accumulator_value)?,
+            maximize: reader.bool("maximize", self.maximize)?,
+            switches: Switches {
+                foreach: reader.optional_bool("foreach", self.switches.foreach)?,
+                capturable: self.switches.capturable,
+                differentiable: reader.bool("differentiable", self.switches.differentiable)?,
+                fused: reader.optional_bool("fused", self.switches.fused)?,
+            },
+        })
+    }
+
+    pub(super) fn state_entries(&self) -> StateEntries {
+        let sum = StateEntry::like_parameter("sum", self.initial_accumulator_value);
+        [Some(StateEntry::STEP), Some(sum), None, None]
+    }
+
+    /// One update; slices of equal length.
+    pub(super) fn update<T: Float>(&self, step: f32, params: &mut [T], grads: &[T], sums: &mut [T]) {
+        let rate = self.lr / (1.0 + (f64::from(step) - 1.0) * self.lr_decay);
+        let gradient = Gradient::new(self.maximize, self.weight_decay);
+        let (descent, one) = (scalar::<T>(-rate), scalar::<T>(1.0));
+        let eps = Element::from_scalar(self.eps);
+        for ((param, &grad), sum) in params.iter_mut().zip(grads).zip(sums) {
+            let p = Element::load(*param);
+            let g = gradient.load(grad, p);
+            let s = Element::load(*sum).addcmul(g, g, one);
+            *sum = s.store();
+            *param = p.addcdiv(g, s.sqrt().add(eps), descent).store();
+        }
+    }
+}

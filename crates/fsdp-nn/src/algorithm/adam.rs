@@ -1,0 +1,198 @@
+//! `torch.optim.Adam` and `torch.optim.AdamW`: one rule, which differ in where weight decay enters.
+
+use fsdp_layout::PlainValue;
+
+use super::error::{AlgorithmError, at_least_zero};
+use super::float::{Element, Float, Gradient, Weight, scalar};
+use super::group::{Reader, Switches, float_or_zero, group, optional_bool};
+use super::state::{StateEntries, StateEntry};
+
+/// Hyperparameters of Adam and AdamW; [`Default`] has torch's for Adam, [`AdamOptions::adamw`] those for AdamW.
+#[derive(Debug, Clone, PartialEq)]
+pub struct AdamOptions {
+    /// Learning rate, 1e-3.
+    pub lr: f64,
+    /// Decay rates of the running averages of the gradient and of its square, (0.9, 0.999).
+    pub betas: (f64, f64),
+    /// Added to the denominator, 1e-8.
+    pub eps: f64,
+    /// Adam: L2 penalty, added to the gradient, 0. AdamW: the parameter shrinks by `lr` times this at each step, 0.01.
+    pub weight_decay: f64,
+    /// Divides by the largest average of squares so far; makes the state entry `max_exp_avg_sq`.
+    pub amsgrad: bool,
+    /// Climbs instead of descending.
+    pub maximize: bool,
+    /// Kept, not acted on.
+    pub switches: Switches,
+}
+
+impl Default for AdamOptions {
+    fn default() -> Self {
+        Self {
+            lr: 1e-3,
+            betas: (0.9, 0.999),
+            eps: 1e-8,
+            weight_decay: 0.0,
+            amsgrad: false,
+            maximize: false,
+            switches: Switches::default(),
+        }
+    }
+}
+
+impl AdamOptions {
+    /// torch's defaults for AdamW: a weight decay of 0.01.
+    #[must_use]
+    pub fn adamw() -> Self {
+        Self { weight_decay: 0.01, ..Self::default() }
+    }
+
+    pub(super) fn validate(&self, algorithm: &'static str) -> Result<(), AlgorithmError> {
+        at_least_zero(algorithm, &[("lr", self.lr), ("eps", self.eps), ("weight_decay", self.weight_decay)])?;
+        for (key, value) in [("betas[0]", self.betas.0), ("betas[1]", self.betas.1)] {
+            if !(0.0..1.0).contains(&value) {
+                let range = "at least 0 and less than 1";
+                return Err(AlgorithmError::OutOfRange { algorithm, key, value, range });
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn to_group(&self, decoupled: bool) -> Vec<(String, PlainValue)> {
+        let weight_decay = if decoupled { self.weight_decay.into() } else { float_or_zero(self.weight_decay) };
+        group([
+            ("lr", self.lr.into()),
+            ("betas", PlainValue::Tuple(vec![self.betas.0.into(), self.betas.1.into()])),
+            ("eps", self.eps.into()),
+            ("weight_decay", weight_decay),
+            ("amsgrad", self.amsgrad.into()),
+            ("maximize", self.maximize.into()),
+            ("foreach", optional_bool(self.switches.foreach)),
+            ("capturable", self.switches.capturable.into()),
+            ("differentiable", self.switches.differentiable.into()),
+            ("fused", optional_bool(self.switches.fused)),
+            ("decoupled_weight_decay", decoupled.into()),
+        ])
+    }
+
+    /// The options of a group, and whether its weight decay is decoupled.
+    pub(super) fn read(&self, reader: &mut Reader<'_>, decoupled: bool) -> Result<(Self, bool), AlgorithmError> {
+        let options = Self {
+            lr: reader.float("lr", self.lr)?,
+            betas: reader.float_pair("betas", self.betas)?,
+            eps: reader.float("eps", self.eps)?,
+            weight_decay: reader.float("weight_decay", self.weight_decay)?,
+            amsgrad: reader.bool("amsgrad", self.amsgrad)?,
+            maximize: reader.bool("maximize", self.maximize)?,
+            switches: Switches {
+                foreach: reader.optional_bool("foreach", self.switches.foreach)?,
+                capturable: reader.bool("capturable", self.switches.capturable)?,
+                differentiable: reader.bool("differentiable", self.switches.differentiable)?,
+                fused: reader.optional_bool("fused", self.switches.fused)?,
+            },
+        };
+        Ok((options, reader.bool("decoupled_weight_decay", decoupled)?))
+    }
+
+    pub(super) fn state_entries(&self) -> StateEntries {
+        [
+            Some(StateEntry::STEP),
+            Some(StateEntry::like_parameter("exp_avg", 0.0)),
+            Some(StateEntry::like_parameter("exp_avg_sq", 0.0)),
+            self.amsgrad.then(|| StateEntry::like_parameter("max_exp_avg_sq", 0.0)),
+        ]
+    }
+
+    /// One update; slices of equal length.
+    pub(super) fn update<T: Float>(
+        &self,
+        decoupled: bool,
+        step: f32,
+        params: &mut [T],
+        grads: &[T],
+        exp_avgs: &mut [T],
+        exp_avg_sqs: &mut [T],
+    ) {
+        let scalars = Scalars::<T>::new(self, decoupled, step);
+        let elements = params.iter_mut().zip(grads).zip(exp_avgs).zip(exp_avg_sqs);
+        for (((param, &grad), exp_avg), exp_avg_sq) in elements {
+            let (p, m, v) = scalars.average(*param, grad, *exp_avg, *exp_avg_sq);
+            *exp_avg = m.store();
+            *exp_avg_sq = v.store();
+            *param = scalars.descend(p, m, v).store();
+        }
+    }
+
+    /// One update with amsgrad; slices of equal length.
+    #[expect(clippy::too_many_arguments, reason = "one slice for each state entry")]
+    pub(super) fn update_amsgrad<T: Float>(
+        &self,
+        decoupled: bool,
+        step: f32,
+        params: &mut [T],
+        grads: &[T],
+        exp_avgs: &mut [T],
+        exp_avg_sqs: &mut [T],
+        max_exp_avg_sqs: &mut [T],
+    ) {
+        let scalars = Scalars::<T>::new(self, decoupled, step);
+        let elements = params.iter_mut().zip(grads).zip(exp_avgs).zip(exp_avg_sqs).zip(max_exp_avg_sqs);
+        for ((((param, &grad), exp_avg), exp_avg_sq), max_exp_avg_sq) in elements {
+            let (p, m, v) = scalars.average(*param, grad, *exp_avg, *exp_avg_sq);
+            let max = Element::load(*max_exp_avg_sq).maximum(v);
+            *exp_avg = m.store();
+            *exp_avg_sq = v.store();
+            *max_exp_avg_sq = max.store();
+            *param = scalars.descend(p, m, max).store();
+        }
+    }
+}
+
+/// What is the same for all elements of an update.
+struct Scalars<T: Float> {
+    gradient: Gradient<T>,
+    /// What the parameter is multiplied with: decoupled weight decay.
+    keep: Option<T::Real>,
+    first_weight: Weight<T::Real>,
+    beta2: T::Real,
+    second_weight: T::Real,
+    bias_correction2_sqrt: T::Real,
+    eps: Element<T>,
+    descent: T::Real,
+}
+
+impl<T: Float> Scalars<T> {
+    fn new(options: &AdamOptions, decoupled: bool, step: f32) -> Self {
+        let (beta1, beta2) = options.betas;
+        let bias_correction = |beta: f64| 1.0 - beta.powf(f64::from(step));
+        let keep = 1.0 - options.lr * options.weight_decay;
+        Self {
+            gradient: Gradient::new(options.maximize, if decoupled { 0.0 } else { options.weight_decay }),
+            keep: (decoupled && options.weight_decay != 0.0).then(|| scalar::<T>(keep)),
+            first_weight: Weight::new(1.0 - beta1),
+            beta2: scalar::<T>(beta2),
+            second_weight: scalar::<T>(1.0 - beta2),
+            bias_correction2_sqrt: scalar::<T>(bias_correction(beta2).sqrt()),
+            eps: Element::from_scalar(options.eps),
+            descent: scalar::<T>(-(options.lr / bias_correction(beta1))),
+        }
+    }
+
+    /// The decayed parameter, and the running averages of the gradient and of its square.
+    #[inline(always)]
+    fn average(&self, param: T, grad: T, exp_avg: T, exp_avg_sq: T) -> (Element<T>, Element<T>, Element<T>) {
+        let p = Element::load(param);
+        let p = self.keep.map_or(p, |keep| p.mul(keep));
+        let g = self.gradient.load(grad, p);
+        let m = Element::load(exp_avg).lerp(g, self.first_weight);
+        let v = Element::load(exp_avg_sq).mul(self.beta2).addcmul(g, g, self.second_weight);
+        (p, m, v)
+    }
+
+    /// The step against the averages.
+    #[inline(always)]
+    fn descend(&self, param: Element<T>, exp_avg: Element<T>, squares: Element<T>) -> Element<T> {
+        let denominator = squares.sqrt().div(self.bias_correction2_sqrt).add(self.eps);
+        param.addcdiv(exp_avg, denominator, self.descent)
+    }
+}

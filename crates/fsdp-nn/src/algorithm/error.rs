@@ -1,0 +1,104 @@
+//! What can be wrong with hyperparameters, param groups and slices.
+
+use fsdp_layout::DType;
+
+/// Hyperparameters that cannot be, a param group that cannot be read, or slices that do not fit.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum AlgorithmError {
+    /// A hyperparameter is outside its range.
+    #[error("{algorithm} cannot work with `{key}` = `{value}`: it must be {range}")]
+    OutOfRange {
+        /// The optimizer, by torch's name.
+        algorithm: &'static str,
+        /// The param-group key; for one of two betas with its index.
+        key: &'static str,
+        /// The value found.
+        value: f64,
+        /// The values allowed.
+        range: &'static str,
+    },
+    /// Nesterov momentum without momentum, or with dampening.
+    #[error(
+        "SGD with `nesterov` needs a positive `momentum` and zero `dampening`, but they are `{momentum}` and `{dampening}`"
+    )]
+    Nesterov {
+        /// The momentum found.
+        momentum: f64,
+        /// The dampening found.
+        dampening: f64,
+    },
+    /// A param group holds a value of another type under this key.
+    #[error("param group of {algorithm} holds {found} under `{key}`, where {expected} belongs")]
+    WrongType {
+        /// The optimizer, by torch's name.
+        algorithm: &'static str,
+        /// The param-group key.
+        key: &'static str,
+        /// What belongs there.
+        expected: &'static str,
+        /// The Python type found.
+        found: &'static str,
+    },
+    /// Parameters of this dtype cannot be updated.
+    #[error("{algorithm} cannot update parameters of dtype `{dtype}`: use float32, float64, bfloat16 or float16")]
+    UnsupportedDType {
+        /// The optimizer, by torch's name.
+        algorithm: &'static str,
+        /// The parameter's dtype.
+        dtype: DType,
+    },
+    /// `eps` is positive, but zero in the parameter's dtype.
+    #[error(
+        "{algorithm} would compute with `eps` = 0 instead of `{eps}`, because {dtype} rounds it to zero, \
+         and a zero gradient would then give NaN: raise `eps` or keep the parameters in float32"
+    )]
+    VanishingEps {
+        /// The optimizer, by torch's name.
+        algorithm: &'static str,
+        /// The eps found.
+        eps: f64,
+        /// The parameter's dtype.
+        dtype: DType,
+    },
+    /// The step number is not one that an update can have.
+    #[error(
+        "{algorithm} cannot make update number `{step}`: the first one is 1, and `step` is incremented before the update"
+    )]
+    Step {
+        /// The optimizer, by torch's name.
+        algorithm: &'static str,
+        /// The step found.
+        step: f32,
+    },
+    /// An update was given another number of state slices than the schema has.
+    #[error("{algorithm} keeps {expected} state entries per element of a parameter, but the update was given {found}")]
+    StateCount {
+        /// The optimizer, by torch's name.
+        algorithm: &'static str,
+        /// How many entries of [`StateKind::LikeParameter`](super::StateKind::LikeParameter) the schema has.
+        expected: usize,
+        /// How many were given.
+        found: usize,
+    },
+    /// A gradient or state slice is longer or shorter than the parameter.
+    #[error("`{name}` has {found} elements, but its parameter has {expected}")]
+    Length {
+        /// `grad`, or a state entry.
+        name: &'static str,
+        /// The parameter's number of elements.
+        expected: usize,
+        /// The slice's.
+        found: usize,
+    },
+}
+
+/// Refuses the first of these hyperparameters that is negative, infinite or NaN.
+pub(super) fn at_least_zero(algorithm: &'static str, values: &[(&'static str, f64)]) -> Result<(), AlgorithmError> {
+    match values.iter().find(|(_, value)| !(value.is_finite() && *value >= 0.0)) {
+        Some(&(key, value)) => {
+            Err(AlgorithmError::OutOfRange { algorithm, key, value, range: "finite and at least 0" })
+        }
+        None => Ok(()),
+    }
+}

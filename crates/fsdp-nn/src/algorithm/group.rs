@@ -1,0 +1,111 @@
+//! Param groups: reading and writing hyperparameters as `torch.optim` keeps them.
+
+use fsdp_layout::PlainValue;
+
+use super::{Algorithm, AlgorithmError};
+
+/// What [`Algorithm::with_group`] found in a param group.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ReadGroup {
+    /// The algorithm with the group's hyperparameters.
+    pub algorithm: Algorithm,
+    /// Keys that the algorithm does not know, in the group's order, as they were.
+    pub unknown: Vec<(String, PlainValue)>,
+    /// Keys that the group lacks, and that kept their value therefore.
+    pub missing: Vec<&'static str>,
+}
+
+/// Switches between torch's implementations of a step. They do nothing here, and are kept so that
+/// a checkpoint that came from torch goes back to it unchanged.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Switches {
+    /// `foreach`: many tensors in one kernel.
+    pub foreach: Option<bool>,
+    /// `capturable`: the step can be recorded in a CUDA graph; Adam and AdamW only.
+    pub capturable: bool,
+    /// `differentiable`: autograd runs through the step.
+    pub differentiable: bool,
+    /// `fused`: the whole step in one kernel.
+    pub fused: Option<bool>,
+}
+
+/// Takes hyperparameters out of a param group, and keeps account of the keys.
+pub(super) struct Reader<'a> {
+    algorithm: &'static str,
+    group: &'a [(String, PlainValue)],
+    known: Vec<&'static str>,
+    missing: Vec<&'static str>,
+}
+
+impl<'a> Reader<'a> {
+    pub(super) fn new(algorithm: &'static str, group: &'a [(String, PlainValue)]) -> Self {
+        Self { algorithm, group, known: Vec::new(), missing: Vec::new() }
+    }
+
+    /// The value under `key` as `convert` understands it, or `current` where there is none.
+    fn read<T>(
+        &mut self,
+        key: &'static str,
+        current: T,
+        expected: &'static str,
+        convert: impl FnOnce(&PlainValue) -> Option<T>,
+    ) -> Result<T, AlgorithmError> {
+        self.known.push(key);
+        let Some((_, value)) = self.group.iter().rev().find(|(name, _)| name == key) else {
+            self.missing.push(key);
+            return Ok(current);
+        };
+        let found = value.type_name();
+        convert(value).ok_or(AlgorithmError::WrongType { algorithm: self.algorithm, key, expected, found })
+    }
+
+    pub(super) fn float(&mut self, key: &'static str, current: f64) -> Result<f64, AlgorithmError> {
+        self.read(key, current, "a float", PlainValue::as_float)
+    }
+
+    pub(super) fn bool(&mut self, key: &'static str, current: bool) -> Result<bool, AlgorithmError> {
+        self.read(key, current, "a bool", PlainValue::as_bool)
+    }
+
+    pub(super) fn optional_bool(
+        &mut self,
+        key: &'static str,
+        current: Option<bool>,
+    ) -> Result<Option<bool>, AlgorithmError> {
+        self.read(key, current, "None or a bool", |value| match value {
+            PlainValue::None => Some(None),
+            value => value.as_bool().map(Some),
+        })
+    }
+
+    pub(super) fn float_pair(&mut self, key: &'static str, current: (f64, f64)) -> Result<(f64, f64), AlgorithmError> {
+        self.read(key, current, "a tuple of two floats", |value| match value {
+            PlainValue::Tuple(items) | PlainValue::List(items) => match items.as_slice() {
+                [first, second] => first.as_float().zip(second.as_float()),
+                _ => None,
+            },
+            _ => None,
+        })
+    }
+
+    /// What was read, with the keys that nobody asked for.
+    pub(super) fn finish(self, algorithm: Algorithm) -> ReadGroup {
+        let unknown = self.group.iter().filter(|(key, _)| !self.known.contains(&key.as_str())).cloned().collect();
+        ReadGroup { algorithm, unknown, missing: self.missing }
+    }
+}
+
+/// A hyperparameter whose default in torch is the integer 0: zero is written as that.
+pub(super) fn float_or_zero(value: f64) -> PlainValue {
+    if value == 0.0 { PlainValue::Int(0) } else { PlainValue::Float(value) }
+}
+
+/// `None`, `True` or `False`.
+pub(super) fn optional_bool(value: Option<bool>) -> PlainValue {
+    value.map_or(PlainValue::None, PlainValue::Bool)
+}
+
+/// Gives the keys of a list of literals the type that groups have.
+pub(super) fn group<const N: usize>(entries: [(&str, PlainValue); N]) -> Vec<(String, PlainValue)> {
+    entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
+}

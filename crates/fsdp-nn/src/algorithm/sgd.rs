@@ -1,0 +1,138 @@
+//! `torch.optim.SGD`: stochastic gradient descent with momentum.
+
+use fsdp_layout::PlainValue;
+
+use super::error::{AlgorithmError, at_least_zero};
+use super::float::{Element, Float, Gradient, scalar};
+use super::group::{Reader, Switches, float_or_zero, group, optional_bool};
+use super::state::{Initial, StateEntries, StateEntry, StateKind};
+
+/// Hyperparameters of SGD; the defaults are torch's.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SgdOptions {
+    /// Learning rate, 1e-3.
+    pub lr: f64,
+    /// How much of the previous update stays, 0. Anything else makes the state entry `momentum_buffer`.
+    pub momentum: f64,
+    /// How much of the gradient does not enter the momentum, 0.
+    pub dampening: f64,
+    /// L2 penalty, added to the gradient, 0.
+    pub weight_decay: f64,
+    /// Looks one momentum step ahead; needs momentum without dampening.
+    pub nesterov: bool,
+    /// Climbs instead of descending.
+    pub maximize: bool,
+    /// Kept, not acted on; SGD has no `capturable`.
+    pub switches: Switches,
+}
+
+impl Default for SgdOptions {
+    fn default() -> Self {
+        Self {
+            lr: 1e-3,
+            momentum: 0.0,
+            dampening: 0.0,
+            weight_decay: 0.0,
+            nesterov: false,
+            maximize: false,
+            switches: Switches::default(),
+        }
+    }
+}
+
+impl SgdOptions {
+    pub(super) fn validate(&self) -> Result<(), AlgorithmError> {
+        let Self { lr, momentum, dampening, weight_decay, nesterov, .. } = *self;
+        at_least_zero("SGD", &[("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)])?;
+        if !dampening.is_finite() {
+            return Err(AlgorithmError::OutOfRange {
+                algorithm: "SGD",
+                key: "dampening",
+                value: dampening,
+                range: "finite",
+            });
+        }
+        if nesterov && (momentum == 0.0 || dampening != 0.0) {
+            return Err(AlgorithmError::Nesterov { momentum, dampening });
+        }
+        Ok(())
+    }
+
+    pub(super) fn to_group(&self) -> Vec<(String, PlainValue)> {
+        group([
+            ("lr", self.lr.into()),
+            ("momentum", float_or_zero(self.momentum)),
+            ("dampening", float_or_zero(self.dampening)),
+            ("weight_decay", float_or_zero(self.weight_decay)),
+            ("nesterov", self.nesterov.into()),
+            ("maximize", self.maximize.into()),
+            ("foreach", optional_bool(self.switches.foreach)),
+            ("differentiable", self.switches.differentiable.into()),
+            ("fused", optional_bool(self.switches.fused)),
+        ])
+    }
+
+    pub(super) fn read(&self, reader: &mut Reader<'_>) -> Result<Self, AlgorithmError> {
+        Ok(Self {
+            lr: reader.float("lr", self.lr)?,
+            momentum: reader.float("momentum", self.momentum)?,
+            dampening: reader.float("dampening", self.dampening)?,
+            weight_decay: reader.float("weight_decay", self.weight_decay)?,
+            nesterov: reader.bool("nesterov", self.nesterov)?,
+            maximize: reader.bool("maximize", self.maximize)?,
+            switches: Switches {
+                foreach: reader.optional_bool("foreach", self.switches.foreach)?,
+                capturable: self.switches.capturable,
+                differentiable: reader.bool("differentiable", self.switches.differentiable)?,
+                fused: reader.optional_bool("fused", self.switches.fused)?,
+            },
+        })
+    }
+
+    pub(super) fn state_entries(&self) -> StateEntries {
+        let buffer =
+            StateEntry { name: "momentum_buffer", kind: StateKind::LikeParameter, initial: Initial::FirstGradient };
+        [(self.momentum != 0.0).then_some(buffer), None, None, None]
+    }
+
+    /// One update without momentum; slices of equal length.
+    pub(super) fn update<T: Float>(&self, params: &mut [T], grads: &[T]) {
+        let gradient = Gradient::new(self.maximize, self.weight_decay);
+        let descent = Element::<T>::from_scalar(-self.lr);
+        for (param, &grad) in params.iter_mut().zip(grads) {
+            let p = Element::load(*param);
+            *param = p.add_scaled(gradient.load(grad, p), descent).store();
+        }
+    }
+
+    /// One update with momentum; slices of equal length. `first`: the buffers do not exist yet.
+    pub(super) fn update_with_momentum<T: Float>(&self, first: bool, params: &mut [T], grads: &[T], buffers: &mut [T]) {
+        // Four loops, because with these choices inside, one loop would not be vectorised.
+        match (first, self.nesterov) {
+            (true, false) => self.momentum_loop::<T, true, false>(params, grads, buffers),
+            (true, true) => self.momentum_loop::<T, true, true>(params, grads, buffers),
+            (false, false) => self.momentum_loop::<T, false, false>(params, grads, buffers),
+            (false, true) => self.momentum_loop::<T, false, true>(params, grads, buffers),
+        }
+    }
+
+    fn momentum_loop<T: Float, const FIRST: bool, const NESTEROV: bool>(
+        &self,
+        params: &mut [T],
+        grads: &[T],
+        buffers: &mut [T],
+    ) {
+        let gradient = Gradient::new(self.maximize, self.weight_decay);
+        let descent = Element::<T>::from_scalar(-self.lr);
+        let (momentum, ahead) = (scalar::<T>(self.momentum), Element::from_scalar(self.momentum));
+        let undamped = Element::from_scalar(1.0 - self.dampening);
+        for ((param, &grad), buffer) in params.iter_mut().zip(grads).zip(buffers) {
+            let p = Element::load(*param);
+            let g = gradient.load(grad, p);
+            let b = if FIRST { g } else { Element::load(*buffer).mul(momentum).add_scaled(g, undamped) };
+            let direction = if NESTEROV { g.add_scaled(b, ahead) } else { b };
+            *buffer = b.store();
+            *param = p.add_scaled(direction, descent).store();
+        }
+    }
+}
