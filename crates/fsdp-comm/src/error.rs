@@ -53,7 +53,7 @@ pub enum CommError {
     RankFailed {
         /// The operation, or the name given to `agree`.
         operation: String,
-        /// The failing ranks, in rank order, with their messages.
+        /// The failing ranks with their messages, in rank order.
         failures: Vec<RankFailure>,
     },
     /// Ranks called different operations, or the same with different arguments.

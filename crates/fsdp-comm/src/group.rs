@@ -222,7 +222,7 @@ impl Turn<'_> {
             plan.deliver(&payloads, rank).map_err(|(from, published)| too_short(call, ranks, from, published))?;
             Ok(None)
         };
-        backend.round(&round, &record, if inline { &[] } else { send }, Box::new(planner)).inspect_err(|error| {
+        backend.round(&round, &record, send, Box::new(planner)).inspect_err(|error| {
             if error.ends_group() {
                 state.failure = Some(error.clone());
                 backend.abort(error);

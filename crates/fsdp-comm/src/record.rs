@@ -146,7 +146,8 @@ pub(crate) struct Header {
     pub(crate) fault: Option<Fault>,
     /// What may differ between ranks: sizes of objects, counts of an all-to-all, a schema hash.
     pub(crate) own: Vec<u64>,
-    /// Whether the payload, all that this rank sends, comes with this record; if not, it is published.
+    /// Whether the payload, all that this rank sends, comes with this record. If any rank's does not, all ranks' payloads
+    /// are read from where they are published.
     pub(crate) inline: bool,
 }
 

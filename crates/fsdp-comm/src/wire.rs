@@ -1,6 +1,7 @@
 //! How values become bytes between ranks. The only module that names the encoder.
 
 use bincode::config::{Configuration, Fixint, Limit, LittleEndian};
+use bincode::error::{DecodeError, EncodeError};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -12,7 +13,10 @@ const CONFIGURATION: Configuration<LittleEndian, Fixint, Limit<MAX_BYTES>> =
 
 /// The bytes of a value.
 pub(crate) fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, String> {
-    bincode::serde::encode_to_vec(value, CONFIGURATION).map_err(|error| error.to_string())
+    bincode::serde::encode_to_vec(value, CONFIGURATION).map_err(|error| match error {
+        EncodeError::OtherString(message) => message,
+        error => error.to_string(),
+    })
 }
 
 /// The value that all of these bytes are.
@@ -25,7 +29,10 @@ pub(crate) fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
 
 /// The value that these bytes begin with, and how many they are.
 pub(crate) fn decode_prefix<T: DeserializeOwned>(bytes: &[u8]) -> Result<(T, usize), String> {
-    bincode::serde::decode_from_slice(bytes, CONFIGURATION).map_err(|error| error.to_string())
+    bincode::serde::decode_from_slice(bytes, CONFIGURATION).map_err(|error| match error {
+        DecodeError::OtherString(message) => message,
+        error => error.to_string(),
+    })
 }
 
 #[cfg(test)]

@@ -17,7 +17,7 @@ pub const RANK_STACK_BYTES: usize = 256 << 20;
 /// Runs `f` on `world_size` threads, one for each rank, and returns their results in rank order.
 ///
 /// # Errors
-/// [`CommError::RankFailed`] names the ranks that panicked. All others have got an error from the operations that
+/// [`CommError::RankFailed`] names the ranks that panicked, the first to do so first. All others have got an error from the operations that
 /// needed them, as they do when a rank returns early.
 pub fn run_local<T, F>(world_size: usize, f: F) -> Result<Vec<T>, CommError>
 where
@@ -90,8 +90,9 @@ impl LocalRanks {
             // `membership` outlives the unwinding, so that the others hear of the panic and not only of its effect.
             catch_unwind(AssertUnwindSafe(|| f(group))).map_err(|panic| {
                 let message = bounded(format!("panicked: {}", panic_message(&*panic)));
+                let failure = RankFailure { rank, message: message.clone() };
+                panics.lock().unwrap_or_else(PoisonError::into_inner).push(failure);
                 hub.leave(rank, &message);
-                panics.lock().unwrap_or_else(PoisonError::into_inner).push(RankFailure { rank, message });
             })
         };
         let started = thread::scope(|scope| {
