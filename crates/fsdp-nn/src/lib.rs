@@ -1,1 +1,41 @@
-//! FullyShardedDataParallel units, sharded optimizers and optimizer-state transforms.
+//! `FullyShardedDataParallel` for candle, and the optimizers that step on shards.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`algorithm`] | the arithmetic of SGD, Adam, AdamW and Adagrad: pure functions on slices |
+//! | [`model_state`], [`optim_state`] | state dicts of models and optimizers, with torch's keys |
+//! | [`fully_sharded`] | the sharded model: forward, backward, `no_sync` |
+//! | [`optimizer`] | the optimizer over a sharded model's parameters |
+//! | [`parameters`] | the parameters as one rank sees them |
+//! | [`scope`] | what a model is built from |
+//! | [`unit`] | a module that is gathered and freed as one |
+//!
+//! How it works: a parameter tensor is the output of a custom op on a tiny anchor variable, so candle gives its
+//! gradient to us; its storage is emptied after forward and filled again for backward, and every weight and graph node
+//! that shares the storage sees that.
+
+pub mod algorithm;
+mod config;
+mod error;
+pub mod fully_sharded;
+mod gradient;
+mod handle;
+mod hooks;
+mod init;
+pub mod model_state;
+pub mod optim_state;
+pub mod optimizer;
+pub mod parameters;
+pub mod scope;
+mod strategy;
+pub mod unit;
+
+pub use algorithm::Algorithm;
+pub use config::FsdpConfig;
+pub use error::{NnError, Result};
+pub use fully_sharded::FullyShardedDataParallel;
+pub use optimizer::{Optimizer, ParamGroup};
+pub use parameters::ShardedParameters;
+pub use scope::Scope;
+pub use strategy::ShardingStrategy;
+pub use unit::{Unit, UnitOutput};

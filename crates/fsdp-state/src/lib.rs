@@ -7,8 +7,10 @@
 
 mod error;
 pub mod flatten;
+pub mod report;
 pub mod state_dict;
 
 pub use error::StateError;
 pub use flatten::{FlatStateDict, flatten_state_dict, unflatten_state_dict};
+pub use report::{LoadReport, Mismatch};
 pub use state_dict::{StateDict, StateValue};

@@ -1,0 +1,49 @@
+//! How a model is sharded.
+
+use std::fmt;
+use std::sync::Arc;
+
+use candle_core::{DType, Device};
+
+use crate::ShardingStrategy;
+
+/// Options of [`FullyShardedDataParallel`](crate::FullyShardedDataParallel); the same on every rank.
+#[derive(Clone)]
+pub struct FsdpConfig {
+    /// What is sharded.
+    pub strategy: ShardingStrategy,
+    /// Whether the optimizer sees the model's own parameters (true, the default) or one FlatParameter a unit.
+    pub use_orig_params: bool,
+    /// The dtype of parameters that the model asks for without naming one.
+    pub dtype: DType,
+    /// Where parameters live.
+    pub device: Device,
+    /// Seed of the initial values.
+    pub seed: u64,
+    /// Which parameters are trained, by name; all by default.
+    pub requires_grad: Arc<dyn Fn(&str) -> bool + Send + Sync>,
+}
+
+impl Default for FsdpConfig {
+    fn default() -> Self {
+        FsdpConfig {
+            strategy: ShardingStrategy::FullShard,
+            use_orig_params: true,
+            dtype: DType::F32,
+            device: Device::Cpu,
+            seed: 0,
+            requires_grad: Arc::new(|_| true),
+        }
+    }
+}
+
+impl fmt::Debug for FsdpConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FsdpConfig")
+            .field("strategy", &self.strategy)
+            .field("use_orig_params", &self.use_orig_params)
+            .field("dtype", &self.dtype)
+            .field("seed", &self.seed)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,125 @@
+//! What can go wrong in sharded modules and optimizers.
+
+use fsdp_comm::CommError;
+use fsdp_flat::FlatError;
+use fsdp_layout::FlatLayoutError;
+use fsdp_state::StateError;
+use thiserror::Error;
+
+use crate::algorithm::AlgorithmError;
+
+/// An error of this crate.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum NnError {
+    /// candle refused, in the model's own code or in a hook.
+    #[error(transparent)]
+    Candle(#[from] candle_core::Error),
+    /// A tensor does not fit its layout.
+    #[error(transparent)]
+    Flat(#[from] FlatError),
+    /// The parameters of a unit cannot be laid out.
+    #[error(transparent)]
+    Layout(#[from] FlatLayoutError),
+    /// A collective failed, or another rank did.
+    #[error(transparent)]
+    Comm(#[from] CommError),
+    /// A state dict is malformed.
+    #[error(transparent)]
+    State(#[from] StateError),
+    /// An optimizer was asked for something impossible.
+    #[error(transparent)]
+    Algorithm(#[from] AlgorithmError),
+    /// One name, two shapes or dtypes.
+    #[error("parameter `{fqn}` is asked for as {asked}, but it exists as {existing}")]
+    Conflict {
+        /// The parameter.
+        fqn: String,
+        /// What was asked for.
+        asked: String,
+        /// What is there.
+        existing: String,
+    },
+    /// A name that the model does not have.
+    #[error("the model has no parameter `{fqn}`")]
+    UnknownParameter {
+        /// The name.
+        fqn: String,
+    },
+    /// Two parameter groups hold one parameter.
+    #[error("parameter `{fqn}` is in more than one parameter group")]
+    DuplicateParameter {
+        /// The parameter.
+        fqn: String,
+    },
+    /// Without `use_orig_params` the optimizer sees whole FlatParameters.
+    #[error(
+        "parameters `{first}` and `{second}` are of one FlatParameter, so they must be in one parameter group: \
+         set `use_orig_params` or group them together"
+    )]
+    SplitFlatParameter {
+        /// A parameter.
+        first: String,
+        /// One of the same unit in another group, or in none.
+        second: String,
+    },
+    /// Parameters of one FlatParameter share their scalar state.
+    #[error(
+        "all unflattened parameters comprising a single flat parameter must have scalar state with the same value, but \
+         `{name}` of `{fqn}` is {values} in {fqns:?}"
+    )]
+    DifferingScalarState {
+        /// The state entry.
+        name: String,
+        /// The parameter that differs.
+        fqn: String,
+        /// Its value and that of the parameters before it.
+        values: String,
+        /// All parameters of the FlatParameter.
+        fqns: Vec<String>,
+    },
+    /// A param group of a state dict that cannot be read.
+    #[error("param group {index} of the optimizer state dict is malformed: {problem}")]
+    MalformedGroup {
+        /// Its position.
+        index: usize,
+        /// What is wrong.
+        problem: String,
+    },
+    /// Several saved groups meet in one live group with different hyperparameters.
+    #[error(
+        "parameters of group {index} were saved in groups with different hyperparameters \
+         ({first:?} and {second:?}): make them one group before saving, or separate groups before loading"
+    )]
+    ConflictingGroups {
+        /// The live group.
+        index: usize,
+        /// Parameters of one saved group.
+        first: Vec<String>,
+        /// Parameters of another.
+        second: Vec<String>,
+    },
+    /// A container where a tensor or a plain value should be.
+    #[error("optimizer state `{name}` of parameter `{fqn}` cannot be a {kind}")]
+    UnexpectedState {
+        /// The parameter.
+        fqn: String,
+        /// The state entry.
+        name: String,
+        /// What was found.
+        kind: &'static str,
+    },
+}
+
+/// The result of this crate's functions.
+pub type Result<T, E = NnError> = std::result::Result<T, E>;
+
+impl NnError {
+    /// As candle's error, to pass through code that candle calls.
+    pub(crate) fn into_candle(self) -> candle_core::Error {
+        match self {
+            NnError::Candle(error) => error,
+            other => candle_core::Error::wrap(other),
+        }
+    }
+}

@@ -1,0 +1,145 @@
+//! The sharded model.
+
+use std::sync::{Arc, Mutex};
+
+use candle_core::Tensor;
+use candle_core::backprop::GradStore;
+use candle_nn::VarBuilder;
+use candle_nn::var_builder::SimpleBackend;
+use fsdp_comm::ProcessGroup;
+
+use crate::config::FsdpConfig;
+use crate::parameters::ShardedParameters;
+use crate::scope::{Backend, Registry, Scope};
+use crate::unit::UnitOutput;
+use crate::{NnError, Result};
+
+/// A candle model whose parameters, gradients and optimizer state are sharded over the ranks of a process group:
+/// torch's `FullyShardedDataParallel`.
+///
+/// The model is built from a [`Scope`]; modules built with [`Scope::unit`] are gathered and freed one by one, and
+/// whatever parameters are in no unit belong to the root unit, which is whole from forward to the end of backward.
+/// Every rank must build the same model and call the same methods in the same order.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{Linear, Module, linear};
+/// use fsdp_comm::run_local;
+/// use fsdp_nn::algorithm::{Algorithm, SgdOptions};
+/// use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, NnError, Optimizer, Unit};
+///
+/// let losses = run_local(2, |group| -> Result<Vec<f32>, NnError> {
+///     let model = FullyShardedDataParallel::new(group, FsdpConfig::default(), |scope| {
+///         let hidden: Unit<Linear> = scope.pp("hidden").unit(|scope| linear(4, 8, scope.vb()))?;
+///         Ok((hidden, linear(8, 1, scope.vb().pp("out"))?))
+///     })?;
+///     let mut optimizer = Optimizer::new(model.parameters(), Algorithm::Sgd(SgdOptions { lr: 0.1, ..Default::default() }))?;
+///     let x = Tensor::ones((3, 4), DType::F32, &Device::Cpu)?;
+///     let mut losses = Vec::new();
+///     for _ in 0..3 {
+///         let loss = model.forward(|(hidden, out)| out.forward(&hidden.forward(&x)?.relu()?)?.sqr()?.mean_all())?;
+///         model.backward(&loss)?;
+///         optimizer.step()?;
+///         model.parameters().zero_grad();
+///         losses.push(loss.to_scalar::<f32>()?);
+///     }
+///     Ok(losses)
+/// })?;
+/// let first = losses.into_iter().next().unwrap()?;
+/// assert!(first[2] < first[0]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct FullyShardedDataParallel<M> {
+    module: M,
+    parameters: Arc<ShardedParameters>,
+}
+
+impl<M> FullyShardedDataParallel<M> {
+    /// Builds a model and shards it. Values depend on the seed and the parameters' names alone, not on the ranks;
+    /// no rank ever holds more than its own part of them. No communication.
+    ///
+    /// # Errors
+    /// Those of `build`, and parameters that cannot share a unit (mixed dtypes, integers).
+    pub fn new(
+        group: ProcessGroup,
+        config: FsdpConfig,
+        build: impl FnOnce(&Scope) -> candle_core::Result<M>,
+    ) -> Result<Self> {
+        let registry = Arc::new(Mutex::new(Registry::new()));
+        let backend: Box<dyn SimpleBackend> =
+            Box::new(Backend { registry: Arc::clone(&registry), requires_grad: Arc::clone(&config.requires_grad) });
+        let vb = VarBuilder::from_backend(backend, config.dtype, config.device.clone());
+        let module = build(&Scope::sharded(vb, Arc::clone(&registry)))?;
+        let parameters = Arc::new(ShardedParameters::new(group, &config, &registry)?);
+        Ok(FullyShardedDataParallel { module, parameters })
+    }
+
+    /// The parameters, for optimizers and state dicts.
+    #[must_use]
+    pub const fn parameters(&self) -> &Arc<ShardedParameters> {
+        &self.parameters
+    }
+
+    /// The process group.
+    #[must_use]
+    pub fn group(&self) -> &ProcessGroup {
+        self.parameters.group()
+    }
+
+    /// Runs a forward with the root unit in place. Collectives: one all-gather for the root and, through the units'
+    /// forwards, one for each unit.
+    ///
+    /// # Errors
+    /// Those of `f` and of the all-gathers.
+    pub fn forward<O: UnitOutput>(&self, f: impl FnOnce(&M) -> candle_core::Result<O>) -> Result<O> {
+        self.gather_root()?;
+        Ok(f(&self.module)?)
+    }
+
+    fn gather_root(&self) -> Result<()> {
+        self.parameters.handles.iter().filter(|handle| handle.is_root).try_for_each(|handle| handle.gather())
+    }
+
+    /// Runs the backward of a loss: gradients, averaged over ranks, are left sharded in the units. Collectives for
+    /// each unit: one all-gather (full sharding), one reduce-scatter (or all-reduce without sharding).
+    ///
+    /// Returns candle's store, which has the gradients of variables that are no parameters of this model.
+    ///
+    /// # Errors
+    /// candle's, and those of the collectives.
+    pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
+        self.gather_root()?;
+        let grads = loss.backward();
+        if grads.is_err() {
+            self.parameters.reshard()?;
+            self.parameters.zero_grad();
+        }
+        let grads = grads?;
+        for handle in self.parameters.handles.iter().rev() {
+            handle.finish_backward()?;
+        }
+        Ok(grads)
+    }
+
+    /// Runs `f` with backwards that do not communicate: their gradients stay whole on each rank and are reduced
+    /// together with those of the next backward outside. Restored on every exit path.
+    ///
+    /// # Errors
+    /// Those of `f`.
+    pub fn no_sync<T, E>(&self, f: impl FnOnce(&Self) -> Result<T, E>) -> Result<T, E> {
+        struct Restore<'a>(&'a ShardedParameters, bool);
+        impl Drop for Restore<'_> {
+            fn drop(&mut self) {
+                self.0.set_sync(self.1);
+            }
+        }
+        let _restore = Restore(&self.parameters, self.parameters.set_sync(false));
+        f(self)
+    }
+}
+
+impl From<NnError> for candle_core::Error {
+    fn from(error: NnError) -> Self {
+        error.into_candle()
+    }
+}

@@ -1,0 +1,77 @@
+//! From candle's gradient tensors, in whatever order they lie, to the flat gradient; norms and scaling of it.
+
+use candle_core::Tensor;
+use fsdp_flat::storage::{Scalar, with_slice};
+
+use crate::Result;
+
+/// Rows and columns that are transposed at a time, so that both sides stay in cache.
+const TILE: usize = 32;
+
+/// Writes (or adds) a gradient, row-major, to its place in the flat gradient.
+pub(crate) fn copy_gradient<T: Scalar>(grad: &Tensor, to: &mut [T], accumulate: bool) -> Result<()> {
+    // The gradient of `x.matmul(&weight.t())` arrives transposed: read it through the transpose, which is contiguous.
+    if !grad.is_contiguous()
+        && let [rows, columns] = *grad.dims()
+    {
+        let transposed = grad.t()?;
+        if transposed.is_contiguous() {
+            return Ok(with_slice::<T, _>(&transposed, |from| {
+                transpose(from, to, rows, columns, accumulate);
+            })?);
+        }
+    }
+    let grad = grad.contiguous()?;
+    Ok(with_slice::<T, _>(&grad, |from| {
+        if accumulate {
+            to.iter_mut().zip(from).for_each(|(to, from)| *to += *from);
+        } else {
+            to.copy_from_slice(from);
+        }
+    })?)
+}
+
+/// `to[row][column] = from[column][row]`, or `+=`.
+fn transpose<T: Scalar>(from: &[T], to: &mut [T], rows: usize, columns: usize, accumulate: bool) {
+    for row_tile in (0..rows).step_by(TILE) {
+        for column_tile in (0..columns).step_by(TILE) {
+            for row in row_tile..(row_tile + TILE).min(rows) {
+                let target = &mut to[row * columns..(row + 1) * columns];
+                for column in column_tile..(column_tile + TILE).min(columns) {
+                    let value = from[column * rows + row];
+                    if accumulate {
+                        target[column] += value;
+                    } else {
+                        target[column] = value;
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+
+    #[test]
+    fn gradients_of_any_layout_land_row_major() {
+        let base = Tensor::arange(0f32, 70f32 * 33., &Device::Cpu).unwrap();
+        let cases = [
+            base.reshape((70, 33)).unwrap(),
+            base.reshape((33, 70)).unwrap().t().unwrap(),
+            base.reshape((70, 11, 3)).unwrap().transpose(0, 2).unwrap(),
+            base.reshape((35, 66)).unwrap().narrow(1, 3, 33).unwrap(),
+            base.narrow(0, 5, 1).unwrap().broadcast_as((4, 4)).unwrap(),
+        ];
+        for grad in cases {
+            let expected = grad.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            let mut to = vec![0f32; expected.len()];
+            copy_gradient(&grad, &mut to, false).unwrap();
+            assert_eq!(to, expected, "{:?}", grad.dims());
+            copy_gradient(&grad, &mut to, true).unwrap();
+            assert_eq!(to, expected.iter().map(|x| x + x).collect::<Vec<_>>());
+        }
+    }
+}

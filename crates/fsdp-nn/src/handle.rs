@@ -1,0 +1,335 @@
+//! The FlatParameter of one unit at work: gather, free, collect gradients, reduce them.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use candle_core::{DType, Tensor};
+use fsdp_comm::{Element, ProcessGroup, ReduceOp};
+use fsdp_flat::storage::{Scalar, free, refill, with_slice, with_slice_mut, zeros};
+use fsdp_flat::{FlatParameter, ShardedTensor, with_float};
+use fsdp_layout::FlatLayout;
+use fsdp_layout::flat::FlatEntry;
+use tracing::trace;
+
+use crate::gradient::copy_gradient;
+use crate::{NnError, Result, ShardingStrategy};
+
+/// One parameter of a unit.
+#[derive(Debug)]
+pub(crate) struct Parameter {
+    pub(crate) fqn: String,
+    /// What the model computes with. Its storage is empty while the unit is sharded.
+    pub(crate) tensor: Tensor,
+    pub(crate) requires_grad: bool,
+}
+
+/// What all units of one model share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    /// Whether a backward reduces gradients over ranks; off inside `no_sync`.
+    pub(crate) sync: AtomicBool,
+    bytes: AtomicUsize,
+    peak_bytes: AtomicUsize,
+}
+
+impl Shared {
+    pub(crate) fn new() -> Self {
+        Shared { sync: AtomicBool::new(true), bytes: AtomicUsize::new(0), peak_bytes: AtomicUsize::new(0) }
+    }
+
+    fn hold(&self, bytes: usize) {
+        let now = self.bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        self.peak_bytes.fetch_max(now, Ordering::Relaxed);
+    }
+
+    fn release(&self, bytes: usize) {
+        self.bytes.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    pub(crate) fn parameter_bytes(&self) -> usize {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn peak_parameter_bytes(&self) -> usize {
+        self.peak_bytes.load(Ordering::Relaxed)
+    }
+}
+
+/// What a unit is made of.
+pub(crate) struct UnitSpec {
+    pub(crate) name: String,
+    pub(crate) is_root: bool,
+    pub(crate) params: Vec<Parameter>,
+    pub(crate) layout: FlatLayout,
+    pub(crate) dtype: DType,
+}
+
+/// A unit's parameters on this rank.
+///
+/// Where parameters are sharded, the truth is `flat`, this rank's shard, and the parameters' own storages are filled
+/// only between gather and reshard. With `NoShard` the parameters' storages are the truth and `flat` is `None`.
+#[derive(Debug)]
+pub(crate) struct FlatParamHandle {
+    pub(crate) name: String,
+    pub(crate) is_root: bool,
+    pub(crate) params: Vec<Parameter>,
+    layout: FlatLayout,
+    dtype: DType,
+    strategy: ShardingStrategy,
+    group: ProcessGroup,
+    flat: Option<FlatParameter>,
+    shared: Arc<Shared>,
+    state: Mutex<HandleState>,
+}
+
+#[derive(Debug, Default)]
+struct HandleState {
+    gathered: bool,
+    /// Gradients of this rank's own batch, unsharded; there from the first gradient to the reduction.
+    unsharded_grad: Option<Tensor>,
+    /// Which parameters of `unsharded_grad` have been written.
+    written: Vec<bool>,
+    /// Trainable parameters whose gradient this backward has brought.
+    received: usize,
+    /// The reduced gradient, as long as the shard.
+    grad: Option<Tensor>,
+}
+
+impl FlatParamHandle {
+    /// A unit whose parameters' storages are empty. `initialize` writes this rank's initial values into the flat
+    /// shard, which is the whole FlatParameter with `NoShard`.
+    pub(crate) fn new(
+        unit: UnitSpec,
+        strategy: ShardingStrategy,
+        group: ProcessGroup,
+        shared: Arc<Shared>,
+        initialize: &dyn Fn(&FlatParameter) -> Result<()>,
+    ) -> Result<Self> {
+        let UnitSpec { name, is_root, params, layout, dtype } = unit;
+        let rank = if strategy.is_sharded() { group.rank() } else { 0 };
+        let shard = zeros(&[layout.sharded_numel()], dtype)?;
+        let flat = FlatParameter::new(layout.clone(), rank, shard)?;
+        initialize(&flat)?;
+        shared.hold(layout.sharded_numel() * dtype.size_in_bytes());
+        let handle = FlatParamHandle {
+            name,
+            is_root,
+            params,
+            layout,
+            dtype,
+            strategy,
+            group,
+            flat: strategy.is_sharded().then(|| flat.clone()),
+            shared,
+            state: Mutex::new(HandleState::default()),
+        };
+        for param in &handle.params {
+            free(&param.tensor)?;
+        }
+        if !strategy.is_sharded() {
+            with_float!(dtype, T => handle.fill_from_flat::<T>(flat.shard())?, else handle.unsupported()?);
+            handle.state().gathered = true;
+        }
+        Ok(handle)
+    }
+
+    fn state(&self) -> MutexGuard<'_, HandleState> {
+        // A panic while the lock was held left plain data behind: carrying on is sound.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn unsupported(&self) -> Result<()> {
+        Err(NnError::Candle(candle_core::Error::UnsupportedDTypeForOp(self.dtype, "FlatParameter")))
+    }
+
+    pub(crate) const fn layout(&self) -> &FlatLayout {
+        &self.layout
+    }
+
+    pub(crate) const fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The rank whose part of the flat layout lives here.
+    pub(crate) fn shard_rank(&self) -> usize {
+        self.flat.as_ref().map_or(0, FlatParameter::rank)
+    }
+
+    /// Whether parameters are freed after forward.
+    pub(crate) fn reshards_after_forward(&self) -> bool {
+        self.strategy == ShardingStrategy::FullShard && !self.is_root
+    }
+
+    fn unsharded_bytes(&self) -> usize {
+        self.layout.numels().iter().sum::<usize>() * self.dtype.size_in_bytes()
+    }
+
+    /// This rank's part of parameter `param`, flat, as a view of the live memory; `None` if it has none.
+    pub(crate) fn local_piece(&self, param: usize) -> Result<Option<Tensor>> {
+        match &self.flat {
+            Some(flat) => Ok(flat.piece(param, flat.shard())?),
+            None => Ok(Some(self.params[param].tensor.detach().flatten_all()?).filter(|flat| flat.elem_count() > 0)),
+        }
+    }
+
+    /// This rank's part of the reduced gradient of parameter `param`, flat.
+    pub(crate) fn grad_piece(&self, param: usize) -> Result<Option<Tensor>> {
+        let Some(grad) = self.grad() else { return Ok(None) };
+        match self.layout.shard_param_infos(self.shard_rank())[param] {
+            Some(info) => Ok(Some(grad.narrow(0, info.offset_in_shard, info.numel_in_shard)?)),
+            None => Ok(None),
+        }
+    }
+
+    /// Parameter `param` as boxes of views of the live memory.
+    pub(crate) fn sharded_param(&self, param: usize) -> Result<ShardedTensor> {
+        match &self.flat {
+            Some(flat) => Ok(flat.sharded(param, flat.shard())?),
+            None => Ok(ShardedTensor::from_whole(&self.params[param].tensor.detach())),
+        }
+    }
+
+    /// The reduced gradient, as long as the shard; `None` before a backward or after `zero_grad`.
+    pub(crate) fn grad(&self) -> Option<Tensor> {
+        self.state().grad.clone()
+    }
+
+    pub(crate) fn zero_grad(&self) {
+        let mut state = self.state();
+        state.grad = None;
+        state.unsharded_grad = None;
+        state.received = 0;
+    }
+
+    /// Fills the parameters' storages from all ranks' shards. One all-gather over the shard group, none if the
+    /// parameters are whole already.
+    pub(crate) fn gather(&self) -> Result<()> {
+        let mut state = self.state();
+        let Some(flat) = &self.flat else { return Ok(()) };
+        if state.gathered {
+            return Ok(());
+        }
+        trace!(unit = %self.name, "all-gather parameters");
+        with_float!(self.dtype, T => self.gather_typed::<T>(flat)?, else self.unsupported()?);
+        state.gathered = true;
+        self.shared.hold(self.unsharded_bytes());
+        Ok(())
+    }
+
+    fn gather_typed<T: Scalar + Element>(&self, flat: &FlatParameter) -> Result<()> {
+        let mut values: Vec<Vec<T>> = Vec::with_capacity(self.layout.entries().len() + 1);
+        for &numel in self.layout.numels_with_padding() {
+            values.push(bytemuck::allocation::zeroed_vec(numel));
+        }
+        let right = self.layout.padded_unsharded_numel() - self.layout.unpadded_unsharded_numel();
+        values.push(bytemuck::allocation::zeroed_vec(right));
+        let mut slices: Vec<&mut [T]> = values.iter_mut().map(Vec::as_mut_slice).collect();
+        with_slice::<T, _>(flat.shard(), |shard| self.group.all_gather_into_slices(&mut slices, shard))??;
+        for (entry, value) in self.layout.entries().iter().zip(values) {
+            if let FlatEntry::Param(param) = *entry {
+                refill(&self.params[param].tensor, value)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Fills the parameters' storages from a whole flat parameter.
+    fn fill_from_flat<T: Scalar>(&self, flat: &Tensor) -> Result<()> {
+        with_slice::<T, _>(flat, |data| -> Result<()> {
+            for (index, param) in self.params.iter().enumerate() {
+                refill(&param.tensor, data[self.layout.param_range(index)].to_vec())?;
+            }
+            Ok(())
+        })?
+    }
+
+    /// Gives the memory of gathered parameters back. No communication.
+    pub(crate) fn reshard(&self) -> Result<()> {
+        self.reshard_locked(&mut self.state())
+    }
+
+    fn reshard_locked(&self, state: &mut HandleState) -> Result<()> {
+        if self.flat.is_none() || !state.gathered {
+            return Ok(());
+        }
+        for param in &self.params {
+            free(&param.tensor)?;
+        }
+        state.gathered = false;
+        self.shared.release(self.unsharded_bytes());
+        Ok(())
+    }
+
+    /// Takes the gradient of one parameter from candle's backward. With the unit's last one the parameters are freed
+    /// and the gradients are reduced over ranks.
+    pub(crate) fn receive_grad(&self, param: usize, grad: &Tensor) -> Result<()> {
+        let mut state = self.state();
+        if state.unsharded_grad.is_none() {
+            state.unsharded_grad = Some(zeros(&[self.layout.padded_unsharded_numel()], self.dtype)?);
+            state.written = vec![false; self.params.len()];
+        }
+        if let Some(buffer) = &state.unsharded_grad {
+            let range = self.layout.param_range(param);
+            let accumulate = state.written[param];
+            with_float!(self.dtype, T => with_slice_mut::<T, _>(buffer, |buffer| {
+                copy_gradient::<T>(grad, &mut buffer[range], accumulate)
+            })??, else self.unsupported()?);
+        }
+        state.written[param] = true;
+        state.received += 1;
+        if state.received == self.params.iter().filter(|param| param.requires_grad).count() {
+            self.finish_backward_locked(&mut state)?;
+        }
+        Ok(())
+    }
+
+    /// Ends a backward that did not reach all of the unit's parameters: those count as zero.
+    pub(crate) fn finish_backward(&self) -> Result<()> {
+        let mut state = self.state();
+        if state.received > 0 {
+            self.finish_backward_locked(&mut state)?;
+        } else {
+            self.reshard_locked(&mut state)?;
+        }
+        Ok(())
+    }
+
+    fn finish_backward_locked(&self, state: &mut HandleState) -> Result<()> {
+        state.received = 0;
+        self.reshard_locked(state)?;
+        if !self.shared.sync.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let Some(unsharded) = state.unsharded_grad.take() else { return Ok(()) };
+        trace!(unit = %self.name, "reduce gradients");
+        let reduced = with_float!(self.dtype, T => self.reduce::<T>(unsharded)?, else {
+            self.unsupported()?;
+            unsharded
+        });
+        match &state.grad {
+            Some(grad) => with_float!(self.dtype, T => {
+                with_slice::<T, _>(&reduced, |from| with_slice_mut::<T, _>(grad, |to| {
+                    to.iter_mut().zip(from).for_each(|(to, from)| *to += *from);
+                }))??;
+            }, else self.unsupported()?),
+            None => state.grad = Some(reduced),
+        }
+        Ok(())
+    }
+
+    /// The mean of all ranks' gradients: this rank's shard of it, or all of it with `NoShard`.
+    fn reduce<T: Scalar + Element>(&self, unsharded: Tensor) -> Result<Tensor> {
+        if self.group.world_size() == 1 {
+            return Ok(unsharded);
+        }
+        if self.flat.is_none() {
+            with_slice_mut::<T, _>(&unsharded, |buffer| self.group.all_reduce(buffer, ReduceOp::Avg))??;
+            return Ok(unsharded);
+        }
+        let reduced = zeros(&[self.layout.sharded_numel()], self.dtype)?;
+        with_slice::<T, _>(&unsharded, |input| {
+            with_slice_mut::<T, _>(&reduced, |output| self.group.reduce_scatter(output, input, ReduceOp::Avg))
+        })???;
+        Ok(reduced)
+    }
+}

@@ -1,0 +1,78 @@
+//! The two candle ops that tie a sharded unit to the autograd graph.
+//!
+//! - A parameter tensor is the output of [`ParameterOp`] on a tiny anchor variable: candle hands its gradient to the
+//!   op's backward, which keeps it in the unit instead of in candle's gradient store.
+//! - A unit's output passes through [`PreBackwardOp`], which gathers the unit's parameters again when backward
+//!   reaches it.
+
+use std::sync::{Arc, OnceLock, Weak};
+
+use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
+
+use crate::NnError;
+use crate::handle::FlatParamHandle;
+
+/// Where a parameter's gradient goes; set once the unit that owns the parameter is complete.
+#[derive(Default)]
+pub(crate) struct ParameterSlot(OnceLock<(Weak<FlatParamHandle>, usize)>);
+
+impl ParameterSlot {
+    pub(crate) fn set(&self, handle: &Arc<FlatParamHandle>, param: usize) {
+        // A second call cannot happen: each parameter belongs to one unit.
+        let _ = self.0.set((Arc::downgrade(handle), param));
+    }
+}
+
+pub(crate) struct ParameterOp {
+    pub(crate) shape: Shape,
+    pub(crate) dtype: candle_core::DType,
+    pub(crate) slot: Arc<ParameterSlot>,
+}
+
+impl CustomOp1 for ParameterOp {
+    fn name(&self) -> &'static str {
+        "fsdp-parameter"
+    }
+
+    /// An empty storage: the unit fills it when it gathers.
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        let empty = match self.dtype {
+            candle_core::DType::F32 => CpuStorage::F32(Vec::new()),
+            candle_core::DType::F64 => CpuStorage::F64(Vec::new()),
+            candle_core::DType::F16 => CpuStorage::F16(Vec::new()),
+            candle_core::DType::BF16 => CpuStorage::BF16(Vec::new()),
+            dtype => return Err(candle_core::Error::UnsupportedDTypeForOp(dtype, self.name())),
+        };
+        Ok((empty, self.shape.clone()))
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        if let Some((handle, param)) = self.slot.0.get()
+            && let Some(handle) = handle.upgrade()
+        {
+            handle.receive_grad(*param, grad).map_err(NnError::into_candle)?;
+        }
+        Ok(None)
+    }
+}
+
+pub(crate) struct PreBackwardOp(pub(crate) Weak<FlatParamHandle>);
+
+impl CustomOp1 for PreBackwardOp {
+    fn name(&self) -> &'static str {
+        "fsdp-pre-backward"
+    }
+
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        use candle_core::backend::BackendStorage;
+        // A cast to the same dtype is candle's way to copy any layout to a contiguous one.
+        Ok((storage.to_dtype(layout, storage.dtype())?, layout.shape().clone()))
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        if let Some(handle) = self.0.upgrade() {
+            handle.gather().map_err(NnError::into_candle)?;
+        }
+        Ok(Some(grad.clone()))
+    }
+}

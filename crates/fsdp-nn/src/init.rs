@@ -1,0 +1,126 @@
+//! Initial values that depend on the seed, the parameter's name and the element's position, and on nothing else:
+//! each rank makes only its own elements, and any number of ranks makes the same model.
+
+use std::f64::consts::TAU;
+use std::ops::Range;
+
+use candle_nn::Init;
+use candle_nn::init::NormalOrUniform;
+use fsdp_flat::storage::Scalar;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
+
+/// Writes elements `range` of the row-major parameter `fqn` of `shape` into `out`.
+pub(crate) fn fill<T: Scalar>(init: &Init, seed: u64, fqn: &str, shape: &[usize], range: Range<usize>, out: &mut [T]) {
+    match distribution(init, shape) {
+        Distribution::Constant(value) => out.fill(T::from_f64(value)),
+        Distribution::Uniform { low, high } => {
+            let mut words = Words::at(seed, fqn, range.start);
+            for value in out {
+                *value = T::from_f64(low + (high - low) * words.next_unit());
+            }
+        }
+        Distribution::Normal { mean, deviation } => {
+            // Box-Muller: two words make two elements, 2k and 2k + 1.
+            let mut words = Words::at(seed, fqn, range.start & !1);
+            let mut spare = None;
+            if range.start % 2 == 1 && !out.is_empty() {
+                spare = Some(words.next_normal_pair().1);
+            }
+            for value in out {
+                let normal = spare.take().unwrap_or_else(|| {
+                    let (first, second) = words.next_normal_pair();
+                    spare = Some(second);
+                    first
+                });
+                *value = T::from_f64(mean + deviation * normal);
+            }
+        }
+    }
+}
+
+enum Distribution {
+    Constant(f64),
+    Uniform { low: f64, high: f64 },
+    Normal { mean: f64, deviation: f64 },
+}
+
+fn distribution(init: &Init, shape: &[usize]) -> Distribution {
+    match *init {
+        Init::Const(value) => Distribution::Constant(value),
+        Init::Randn { mean, stdev } => Distribution::Normal { mean, deviation: stdev },
+        Init::Uniform { lo, up } => Distribution::Uniform { low: lo, high: up },
+        Init::Kaiming { dist, fan, non_linearity } => {
+            let fan = fan.for_shape(&candle_core::Shape::from(shape)).max(1);
+            let deviation = non_linearity.gain() / (fan as f64).sqrt();
+            match dist {
+                NormalOrUniform::Normal => Distribution::Normal { mean: 0.0, deviation },
+                NormalOrUniform::Uniform => {
+                    let bound = 3f64.sqrt() * deviation;
+                    Distribution::Uniform { low: -bound, high: bound }
+                }
+            }
+        }
+    }
+}
+
+/// The random words of one parameter, one word an element, from any element on.
+struct Words(ChaCha8Rng);
+
+impl Words {
+    fn at(seed: u64, fqn: &str, element: usize) -> Self {
+        let mut key = [0; 32];
+        key[..8].copy_from_slice(&seed.to_le_bytes());
+        key[8..24].copy_from_slice(&xxhash_rust::xxh3::xxh3_128(fqn.as_bytes()).to_le_bytes());
+        let mut rng = ChaCha8Rng::from_seed(key);
+        rng.set_word_pos(element as u128);
+        Words(rng)
+    }
+
+    /// In the open interval from 0 to 1.
+    fn next_unit(&mut self) -> f64 {
+        (f64::from(self.0.next_u32()) + 0.5) / f64::from(1 << 16) / f64::from(1 << 16)
+    }
+
+    fn next_normal_pair(&mut self) -> (f64, f64) {
+        let radius = (-2.0 * self.next_unit().ln()).sqrt();
+        let (sin, cos) = (TAU * self.next_unit()).sin_cos();
+        (radius * cos, radius * sin)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn any_part_of_a_parameter_has_the_same_values_as_the_whole() {
+        let inits = [Init::Const(0.5), Init::Randn { mean: 1.0, stdev: 2.0 }, Init::Uniform { lo: -1.0, up: 3.0 }];
+        for init in inits {
+            let mut whole = vec![0f32; 37];
+            fill(&init, 7, "h.0.weight", &[37], 0..37, &mut whole);
+            for range in [0..37, 1..5, 4..4, 8..37, 35..37] {
+                let mut part = vec![0f32; range.len()];
+                fill(&init, 7, "h.0.weight", &[37], range.clone(), &mut part);
+                assert_eq!(part, whole[range]);
+            }
+        }
+    }
+
+    #[test]
+    fn names_and_seeds_differ_and_moments_are_right() {
+        let normal = Init::Randn { mean: 0.0, stdev: 0.02 };
+        let make = |seed, name| {
+            let mut out = vec![0f64; 100_000];
+            fill(&normal, seed, name, &[100_000], 0..100_000, &mut out);
+            out
+        };
+        let a = make(0, "a");
+        assert_ne!(a, make(0, "b"));
+        assert_ne!(a, make(1, "a"));
+        let mean = a.iter().sum::<f64>() / 1e5;
+        let deviation = (a.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / 1e5).sqrt();
+        assert!(mean.abs() < 4.0 * 0.02 / 1e5f64.sqrt(), "{mean}");
+        assert!((deviation / 0.02 - 1.0).abs() < 0.02, "{deviation}");
+    }
+}

@@ -1,0 +1,261 @@
+//! The optimizer state dict on one rank, with torch's keys: reading it, checking one, loading one. No communication.
+
+use candle_core::Tensor;
+use fsdp_layout::PlainValue;
+use fsdp_state::{LoadReport, Mismatch, StateDict, StateValue};
+
+use crate::algorithm::{Initial, StateKind};
+use crate::model_state::describe_value;
+use crate::optimizer::{GroupUpdate, Optimizer, StagedState};
+use crate::parameters::ShardedParameters;
+use crate::{NnError, Result};
+
+/// Which state a parameter without any is given in a state dict.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MissingState {
+    /// None: the parameter is left out, as `FSDP.optim_state_dict` does.
+    Omit,
+    /// The algorithm's initial values, as `get_optimizer_state_dict` promises; the optimizer is not changed.
+    Initial,
+}
+
+/// The state of several optimizers over one model: `{"state": {fqn: {name: value}}, "param_groups": [{…, "params": [fqn]}]}`.
+///
+/// States are joined and groups are concatenated in order. Values shaped like a parameter are sharded views of the
+/// live state, `step` is a 0-d tensor of its own for each parameter. The same keys on every rank.
+///
+/// # Errors
+/// candle's.
+pub fn sharded_optim_state_dict(optimizers: &[&Optimizer], missing: MissingState) -> Result<StateDict> {
+    let mut state = StateDict::new();
+    let mut groups = Vec::new();
+    for optimizer in optimizers {
+        for group in optimizer.groups() {
+            for fqn in group.fqns() {
+                let entries = match optimizer.state_of(fqn)? {
+                    None if missing == MissingState::Initial => optimizer.initial_state_of(fqn)?,
+                    entries => entries,
+                };
+                if let Some(entries) = entries {
+                    state.insert(fqn.as_str(), entries.into_iter().collect::<StateDict>());
+                }
+            }
+            let hyperparameters = group.algorithm.to_group().into_iter().chain(group.extra.iter().cloned());
+            let mut dict: StateDict = hyperparameters.map(|(key, value)| (key, StateValue::Plain(value))).collect();
+            let params = group.fqns().iter().map(|fqn| PlainValue::Str(fqn.clone())).collect();
+            dict.insert("params", PlainValue::List(params));
+            groups.push(StateValue::Dict(dict));
+        }
+    }
+    let mut dict = StateDict::new();
+    dict.insert("state", state);
+    dict.insert("param_groups", StateValue::List(groups));
+    Ok(dict)
+}
+
+/// A param group of a state dict.
+#[derive(Debug, Clone)]
+pub struct SavedGroup {
+    /// Hyperparameters, in order; tensors of one element have become numbers.
+    pub hyperparameters: Vec<(String, PlainValue)>,
+    /// Names of the parameters, as the state dict has them.
+    pub params: Vec<String>,
+}
+
+/// Reads the `param_groups` of an optimizer state dict whose parameters are names.
+///
+/// # Errors
+/// [`NnError::MalformedGroup`] for what is no list of dicts with names.
+pub fn read_param_groups(state: &StateDict) -> Result<Vec<SavedGroup>> {
+    let Some(groups) = state.get("param_groups") else { return Ok(Vec::new()) };
+    let groups: Vec<Vec<(String, StateValue)>> = match groups {
+        StateValue::List(groups) | StateValue::Tuple(groups) => groups.iter().enumerate().map(group_entries).collect(),
+        StateValue::Plain(PlainValue::List(groups) | PlainValue::Tuple(groups)) => {
+            groups.iter().cloned().map(StateValue::Plain).enumerate().map(|(i, g)| group_entries((i, &g))).collect()
+        }
+        other => Err(NnError::MalformedGroup { index: 0, problem: format!("`param_groups` is a {}", other.kind()) }),
+    }?;
+    groups.into_iter().enumerate().map(|(index, entries)| read_group(index, entries)).collect()
+}
+
+fn group_entries((index, group): (usize, &StateValue)) -> Result<Vec<(String, StateValue)>> {
+    match group {
+        StateValue::Dict(dict) => Ok(dict.iter().map(|(key, value)| (key.clone(), value.clone())).collect()),
+        StateValue::Plain(PlainValue::Dict(entries)) => entries
+            .iter()
+            .map(|(key, value)| match key {
+                PlainValue::Str(key) => Ok((key.clone(), StateValue::Plain(value.clone()))),
+                other => Err(NnError::MalformedGroup { index, problem: format!("a key is a {}", other.type_name()) }),
+            })
+            .collect(),
+        other => Err(NnError::MalformedGroup { index, problem: format!("it is a {}", other.kind()) }),
+    }
+}
+
+fn read_group(index: usize, entries: Vec<(String, StateValue)>) -> Result<SavedGroup> {
+    let malformed = |problem: String| NnError::MalformedGroup { index, problem };
+    let mut group = SavedGroup { hyperparameters: Vec::new(), params: Vec::new() };
+    for (key, value) in entries {
+        let value = plain(&value).ok_or_else(|| malformed(format!("`{key}` is a {}", value.kind())))?;
+        if key != "params" {
+            group.hyperparameters.push((key, value));
+            continue;
+        }
+        let (PlainValue::List(params) | PlainValue::Tuple(params)) = value else {
+            return Err(malformed(format!("`params` is a {}", value.type_name())));
+        };
+        for param in params {
+            match param {
+                PlainValue::Str(fqn) => group.params.push(fqn),
+                other => return Err(malformed(format!("`params` holds a {}, not names", other.type_name()))),
+            }
+        }
+    }
+    Ok(group)
+}
+
+/// A value as a plain one; tensors of one element (a learning rate may be one) become numbers.
+fn plain(value: &StateValue) -> Option<PlainValue> {
+    match value {
+        StateValue::Plain(value) => Some(value.clone()),
+        StateValue::Tensor(tensor) if tensor.elem_count() == 1 => {
+            let number = tensor.flatten_all().ok()?.to_dtype(candle_core::DType::F64).ok()?.to_vec1::<f64>().ok()?;
+            number.first().map(|&number| PlainValue::Float(number))
+        }
+        StateValue::List(list) => Some(PlainValue::List(list.iter().map(plain).collect::<Option<_>>()?)),
+        StateValue::Tuple(list) => Some(PlainValue::Tuple(list.iter().map(plain).collect::<Option<_>>()?)),
+        _ => None,
+    }
+}
+
+/// What is to be put into one optimizer.
+#[derive(Debug)]
+pub struct CheckedOptimState {
+    staged: StagedState,
+    groups: Vec<GroupUpdate>,
+}
+
+/// Builds what an optimizer state dict would make of `optimizer`, without changing it.
+///
+/// Groups are matched by the names in them, never by position: a saved group that covers several live ones goes to
+/// each, several saved groups that meet in one live group must agree. `report` collects names that differ; a value
+/// that does not fit goes there as mismatched.
+///
+/// # Errors
+/// Malformed or conflicting groups, hyperparameters of wrong type or range, and what cannot be put into a
+/// FlatParameter (differing steps).
+pub fn check_optim_state_dict(
+    optimizer: &Optimizer,
+    state: &StateDict,
+    report: &mut LoadReport,
+) -> Result<CheckedOptimState> {
+    let parameters = optimizer.parameters();
+    let saved_groups = read_param_groups(state)?;
+    let empty = StateDict::new();
+    let states = state.dict("state").unwrap_or(&empty);
+    let mut staged = optimizer.stage_state();
+    for fqn in optimizer.groups().iter().flat_map(|group| group.fqns()) {
+        let saved = names_of(parameters, fqn).find_map(|name| states.dict(name));
+        let schema = optimizer.state_schema(fqn);
+        let Some(saved) = saved else {
+            // A never-stepped optimizer saves no state at all; a frozen parameter never has any.
+            let stateful = schema.iter().any(|entry| entry.initial != Initial::FirstGradient);
+            if stateful && parameters.requires_grad(fqn)? && !states.is_empty() {
+                report.missing.push(fqn.clone());
+            }
+            continue;
+        };
+        for (name, value) in saved {
+            match staged.set(optimizer, fqn, name, value) {
+                Ok(()) => {}
+                Err(error @ NnError::DifferingScalarState { .. }) => return Err(error),
+                Err(_) => report.mismatched.push(Mismatch {
+                    fqn: format!("{fqn}.{name}"),
+                    saved: describe_value(value),
+                    current: format!("state of {:?}", parameters.shape(fqn)?),
+                }),
+            }
+        }
+        for entry in schema {
+            let begins_later = entry.initial == Initial::FirstGradient;
+            if !begins_later && !saved.contains_key(entry.name) {
+                report.missing.push(format!("{fqn}.{}", entry.name));
+            }
+            if entry.kind == StateKind::LikeParameter
+                && let Some(value) = saved.get(entry.name)
+                && !fits(parameters, fqn, value)?
+            {
+                report.mismatched.push(Mismatch {
+                    fqn: format!("{fqn}.{}", entry.name),
+                    saved: describe_value(value),
+                    current: format!("{} {:?}", parameters.dtype(fqn)?.as_str(), parameters.shape(fqn)?),
+                });
+            }
+        }
+    }
+    Ok(CheckedOptimState { staged, groups: match_groups(optimizer, &saved_groups, report)? })
+}
+
+fn fits(parameters: &ShardedParameters, fqn: &str, value: &StateValue) -> Result<bool> {
+    let shape = match value {
+        StateValue::Tensor(tensor) => Tensor::dims(tensor),
+        StateValue::Sharded(tensor) => tensor.shape(),
+        _ => return Ok(false),
+    };
+    Ok(shape == parameters.shape(fqn)?)
+}
+
+/// A parameter's name and its aliases.
+fn names_of<'a>(parameters: &'a ShardedParameters, fqn: &'a str) -> impl Iterator<Item = &'a str> {
+    let aliases = parameters.aliases().iter().filter(move |(_, target)| *target == fqn);
+    std::iter::once(fqn).chain(aliases.map(|(alias, _)| alias.as_str()))
+}
+
+/// The hyperparameters that each of the optimizer's groups takes over.
+fn match_groups(optimizer: &Optimizer, saved: &[SavedGroup], report: &mut LoadReport) -> Result<Vec<GroupUpdate>> {
+    let parameters = optimizer.parameters();
+    let mut empty_saved = saved.iter().filter(|group| group.params.is_empty());
+    let mut matched = Vec::new();
+    for (index, group) in optimizer.groups().iter().enumerate() {
+        let holds = |saved: &&SavedGroup| {
+            saved.params.iter().any(|name| group.fqns().iter().any(|fqn| parameters.canonical_fqn(name) == fqn))
+        };
+        let mut sources = saved.iter().filter(holds);
+        let source = if group.fqns().is_empty() { empty_saved.next() } else { sources.next() };
+        let Some(source) = source else {
+            if !saved.is_empty() && !group.fqns().is_empty() {
+                report.missing.push(format!("param_groups.{index}"));
+            }
+            matched.push((group.algorithm.clone(), group.extra.clone()));
+            continue;
+        };
+        for other in sources {
+            let same = other.hyperparameters.len() == source.hyperparameters.len()
+                && other
+                    .hyperparameters
+                    .iter()
+                    .zip(&source.hyperparameters)
+                    .all(|(a, b)| a.0 == b.0 && a.1.same_bits(&b.1));
+            if !same {
+                return Err(NnError::ConflictingGroups {
+                    index,
+                    first: source.params.clone(),
+                    second: other.params.clone(),
+                });
+            }
+        }
+        let read = group.algorithm.with_group(&source.hyperparameters)?;
+        matched.push((read.algorithm, read.unknown));
+    }
+    Ok(matched)
+}
+
+impl CheckedOptimState {
+    /// Puts state and hyperparameters in place.
+    ///
+    /// # Errors
+    /// None once checked: the values are complete.
+    pub fn apply(self, optimizer: &mut Optimizer) -> Result<()> {
+        optimizer.replace_state(self.staged, self.groups)
+    }
+}

@@ -1,0 +1,57 @@
+//! How parameters, gradients and optimizer state are spread over ranks.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+/// torch's `ShardingStrategy`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum ShardingStrategy {
+    /// Parameters are gathered before a unit's forward, freed after it, gathered again for its backward, and freed;
+    /// gradients and optimizer state are sharded.
+    #[default]
+    FullShard,
+    /// As `FullShard`, but parameters stay gathered from forward to backward.
+    ShardGradOp,
+    /// Every rank holds everything; gradients are all-reduced.
+    NoShard,
+}
+
+impl ShardingStrategy {
+    /// Every strategy.
+    pub const ALL: [ShardingStrategy; 3] =
+        [ShardingStrategy::FullShard, ShardingStrategy::ShardGradOp, ShardingStrategy::NoShard];
+
+    /// Whether each rank holds only a part of the parameters.
+    #[must_use]
+    pub const fn is_sharded(self) -> bool {
+        !matches!(self, ShardingStrategy::NoShard)
+    }
+
+    /// The name that the command line and the logs use.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            ShardingStrategy::FullShard => "full-shard",
+            ShardingStrategy::ShardGradOp => "shard-grad-op",
+            ShardingStrategy::NoShard => "no-shard",
+        }
+    }
+}
+
+impl fmt::Display for ShardingStrategy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for ShardingStrategy {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        let found = Self::ALL.into_iter().find(|strategy| strategy.name() == name);
+        found.ok_or_else(|| format!("unknown strategy `{name}`: use {}", Self::ALL.map(Self::name).join(", ")))
+    }
+}

@@ -1,0 +1,97 @@
+//! A module whose parameters are one FSDP unit.
+
+use std::sync::{Arc, OnceLock, Weak};
+
+use candle_core::{Module, Tensor};
+
+use crate::NnError;
+use crate::handle::FlatParamHandle;
+use crate::hooks::PreBackwardOp;
+
+/// The handle of a unit; empty for a unit without parameters of its own.
+#[derive(Default)]
+pub(crate) struct UnitSlot(OnceLock<Weak<FlatParamHandle>>);
+
+impl UnitSlot {
+    pub(crate) fn set(&self, handle: &Arc<FlatParamHandle>) {
+        let _ = self.0.set(Arc::downgrade(handle));
+    }
+
+    fn get(&self) -> Option<Arc<FlatParamHandle>> {
+        self.0.get().and_then(Weak::upgrade)
+    }
+}
+
+/// What a unit's forward may return: tensors that the unit's backward hook can be attached to.
+pub trait UnitOutput: Sized {
+    /// The same value with each tensor replaced.
+    ///
+    /// # Errors
+    /// Those of `f`.
+    fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> candle_core::Result<Tensor>) -> candle_core::Result<Self>;
+}
+
+impl UnitOutput for Tensor {
+    fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> candle_core::Result<Tensor>) -> candle_core::Result<Self> {
+        f(self)
+    }
+}
+
+impl<A: UnitOutput, B: UnitOutput> UnitOutput for (A, B) {
+    fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> candle_core::Result<Tensor>) -> candle_core::Result<Self> {
+        Ok((self.0.map_tensors(f)?, self.1.map_tensors(f)?))
+    }
+}
+
+impl<O: UnitOutput> UnitOutput for Vec<O> {
+    fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> candle_core::Result<Tensor>) -> candle_core::Result<Self> {
+        self.into_iter().map(|output| output.map_tensors(f)).collect()
+    }
+}
+
+impl<O: UnitOutput> UnitOutput for Option<O> {
+    fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> candle_core::Result<Tensor>) -> candle_core::Result<Self> {
+        self.map(|output| output.map_tensors(f)).transpose()
+    }
+}
+
+/// A module whose parameters are gathered before its forward, and, with full sharding, freed after it and gathered
+/// again for its backward. Made by [`Scope::unit`](crate::Scope::unit).
+pub struct Unit<M> {
+    module: M,
+    slot: Option<Arc<UnitSlot>>,
+}
+
+impl<M> Unit<M> {
+    pub(crate) const fn plain(module: M) -> Self {
+        Unit { module, slot: None }
+    }
+
+    pub(crate) const fn sharded(module: M, slot: Arc<UnitSlot>) -> Self {
+        Unit { module, slot: Some(slot) }
+    }
+
+    /// Runs a forward of the module with the unit's parameters in place.
+    /// Collectives: one all-gather over the shard group if the unit is not whole already.
+    ///
+    /// # Errors
+    /// Those of `f`, and of the all-gather.
+    pub fn run<O: UnitOutput>(&self, f: impl FnOnce(&M) -> candle_core::Result<O>) -> candle_core::Result<O> {
+        let Some(handle) = self.slot.as_ref().and_then(|slot| slot.get()) else {
+            return f(&self.module);
+        };
+        handle.gather().map_err(NnError::into_candle)?;
+        let output = f(&self.module);
+        if !handle.reshards_after_forward() {
+            return output;
+        }
+        handle.reshard().map_err(NnError::into_candle)?;
+        output?.map_tensors(&mut |tensor| tensor.apply_op1(PreBackwardOp(Arc::downgrade(&handle))))
+    }
+}
+
+impl<M: Module> Module for Unit<M> {
+    fn forward(&self, xs: &Tensor) -> candle_core::Result<Tensor> {
+        self.run(|module| module.forward(xs))
+    }
+}

@@ -1,0 +1,49 @@
+//! What a load found to differ between a state dict and what it is loaded into.
+
+use serde::{Deserialize, Serialize};
+
+/// The outcome of loading a model or an optimizer, the same on every rank. Names are sorted.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct LoadReport {
+    /// Names that the model or optimizer has and the state dict lacks.
+    pub missing: Vec<String>,
+    /// Names that the state dict has and nothing takes.
+    pub unexpected: Vec<String>,
+    /// Values of another shape, dtype or kind; nothing is loaded if there is one.
+    pub mismatched: Vec<Mismatch>,
+}
+
+/// A value that does not fit.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Mismatch {
+    /// The name.
+    pub fqn: String,
+    /// What the state dict holds, e.g. `float32 [2, 3]`.
+    pub saved: String,
+    /// What is needed.
+    pub current: String,
+}
+
+impl LoadReport {
+    /// Whether everything fitted, name by name.
+    #[must_use]
+    pub fn is_clean(&self) -> bool {
+        self.missing.is_empty() && self.unexpected.is_empty() && self.mismatched.is_empty()
+    }
+
+    /// All that either report has.
+    #[must_use]
+    pub fn merge(mut self, other: LoadReport) -> LoadReport {
+        self.missing.extend(other.missing);
+        self.unexpected.extend(other.unexpected);
+        self.mismatched.extend(other.mismatched);
+        self.missing.sort();
+        self.missing.dedup();
+        self.unexpected.sort();
+        self.unexpected.dedup();
+        self.mismatched.sort();
+        self.mismatched.dedup();
+        self
+    }
+}
