@@ -12,6 +12,10 @@ use crate::reduce::ReduceOp;
 /// Segments of an all-reduce begin at multiples of this many elements, so that no two ranks write to one cache line.
 const SEGMENT_ELEMENTS: usize = 64;
 
+/// Longest segment of an all-reduce: long enough that ranks seldom wait for each other, and short enough to stay in a
+/// cache between being reduced and being gathered. A multiple of [`SEGMENT_ELEMENTS`] of any type.
+const MAX_SEGMENT_BYTES: usize = 2 << 20;
+
 impl ProcessGroup {
     /// Gathers every rank's `input`, equally long on all ranks, into every rank's `output`, in rank order.
     /// torch's `all_gather_into_tensor`.
@@ -122,20 +126,24 @@ impl ProcessGroup {
                 Ok(Some(Plan { to: whole.clone(), from: whole, destination: reduce_into(buffer, op) }))
             });
         }
-        // Each rank reduces one segment of all buffers, then each gathers all segments.
+        // Window by window: each rank reduces one segment of all buffers, then each gathers all segments.
         let segment = numel.div_ceil(world_size).next_multiple_of(SEGMENT_ELEMENTS);
-        let start = |rank: usize| numel.min(rank * segment);
-        let counts: Vec<usize> = (0..world_size).map(|rank| start(rank + 1) - start(rank)).collect();
-        let mut reduced = vec![T::zeroed(); counts[self.rank()]];
-        self.reduce_scatter_round(&mut turn, &mut reduced, &counts, buffer, op)?;
-        turn.call.step = 1;
-        turn.round(None, Vec::new(), bytemuck::cast_slice(&reduced), |_| {
-            Ok(Some(Plan {
-                to: vec![0..size_of_val(&reduced[..]); world_size],
-                from: counts.iter().map(|count| 0..count * size_of::<T>()).collect(),
-                destination: copy_into::<T>([bytemuck::cast_slice_mut(buffer)], &counts),
-            }))
-        })
+        let segment = segment.min(MAX_SEGMENT_BYTES / size_of::<T>());
+        let mut reduced = vec![T::zeroed(); segment];
+        for window in buffer.chunks_mut(segment * world_size) {
+            let start = |rank: usize| window.len().min(rank * segment);
+            let counts: Vec<usize> = (0..world_size).map(|rank| start(rank + 1) - start(rank)).collect();
+            let reduced = &mut reduced[..counts[self.rank()]];
+            self.reduce_scatter_round(&mut turn, reduced, &counts, window, op)?;
+            turn.round(None, Vec::new(), bytemuck::cast_slice(reduced), |_| {
+                Ok(Some(Plan {
+                    to: vec![0..size_of_val(reduced); world_size],
+                    from: counts.iter().map(|count| 0..count * size_of::<T>()).collect(),
+                    destination: copy_into::<T>([bytemuck::cast_slice_mut(window)], &counts),
+                }))
+            })?;
+        }
+        Ok(())
     }
 
     /// Copies the root's `buffer` into every rank's `buffer`. torch's `broadcast`.

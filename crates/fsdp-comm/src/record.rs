@@ -83,8 +83,6 @@ impl fmt::Display for Operation {
 pub(crate) struct Call {
     pub(crate) operation: Operation,
     pub(crate) sequence: u64,
-    /// The second step of an operation that has two is 1.
-    pub(crate) step: u8,
     /// The name given to `agree`.
     pub(crate) label: Option<String>,
     pub(crate) dtype: Option<DType>,
@@ -96,7 +94,7 @@ pub(crate) struct Call {
 
 impl Call {
     pub(crate) fn new(operation: Operation) -> Self {
-        Call { operation, sequence: 0, step: 0, label: None, dtype: None, reduce: None, root: None, sizes: Vec::new() }
+        Call { operation, sequence: 0, label: None, dtype: None, reduce: None, root: None, sizes: Vec::new() }
     }
 
     /// The name for messages: the operation's, or the one given to `agree`.

@@ -45,43 +45,58 @@ fn with_elements<T: bytemuck::Pod>(bytes: &[u8], with: impl FnOnce(&[T])) {
     }
 }
 
-macro_rules! reduce {
-    ($element:ty, $averages:literal, |$x:ident, $y:ident| $add:expr, $max:expr, |$sum:ident, $ranks:ident| $avg:expr) => {
-        impl Reduce for $element {
-            const AVERAGES: bool = $averages;
-
-            fn reduce(op: ReduceOp, pieces: &[&[u8]], output: &mut [Self]) {
-                let Some((first, others)) = pieces.split_first() else { return };
-                with_elements(first, |first| output.copy_from_slice(first));
-                for piece in others {
-                    with_elements(piece, |piece: &[Self]| match op {
-                        ReduceOp::Sum | ReduceOp::Avg => {
-                            output.iter_mut().zip(piece).for_each(|($x, &$y)| *$x = $add);
-                        }
-                        ReduceOp::Max => output.iter_mut().zip(piece).for_each(|($x, &$y)| *$x = $max),
-                    });
-                }
-                if op == ReduceOp::Avg {
-                    let $ranks = pieces.len();
-                    output.iter_mut().for_each(|$sum| *$sum = $avg);
-                }
+/// Combines the pieces one after the other, the first two in one go.
+fn fold<T: bytemuck::Pod>(pieces: &[&[u8]], output: &mut [T], combine: impl Fn(T, T) -> T) {
+    match pieces {
+        [] => {}
+        [only] => with_elements(only, |only| output.copy_from_slice(only)),
+        [first, second, others @ ..] => {
+            with_elements(first, |first: &[T]| {
+                with_elements(second, |second: &[T]| {
+                    output.iter_mut().zip(first).zip(second).for_each(|((sum, &x), &y)| *sum = combine(x, y));
+                });
+            });
+            for piece in others {
+                with_elements(piece, |piece: &[T]| {
+                    output.iter_mut().zip(piece).for_each(|(sum, &x)| *sum = combine(*sum, x));
+                });
             }
         }
-    };
+    }
 }
 
 macro_rules! reduce_floats {
     ($($element:ty),*) => {
-        $(reduce!(
-            $element, true, |x, y| *x + y, if y > *x || y.is_nan() { y } else { *x }, |sum, ranks| *sum / ranks as $element
-        );)*
+        $(impl Reduce for $element {
+            const AVERAGES: bool = true;
+
+            fn reduce(op: ReduceOp, pieces: &[&[u8]], output: &mut [Self]) {
+                match op {
+                    ReduceOp::Sum | ReduceOp::Avg => fold(pieces, output, |x: Self, y| x + y),
+                    ReduceOp::Max => fold(pieces, output, |x: Self, y| if y > x || y.is_nan() { y } else { x }),
+                }
+                if op == ReduceOp::Avg {
+                    let ranks = pieces.len() as Self;
+                    output.iter_mut().for_each(|sum| *sum /= ranks);
+                }
+            }
+        })*
     };
 }
 
 macro_rules! reduce_integers {
     ($($element:ty),*) => {
-        // `Avg` is refused before any rank gets here.
-        $(reduce!($element, false, |x, y| x.wrapping_add(y), (*x).max(y), |sum, _ranks| *sum);)*
+        $(impl Reduce for $element {
+            const AVERAGES: bool = false;
+
+            fn reduce(op: ReduceOp, pieces: &[&[u8]], output: &mut [Self]) {
+                match op {
+                    // An average is refused before any rank gets here.
+                    ReduceOp::Sum | ReduceOp::Avg => fold(pieces, output, Self::wrapping_add),
+                    ReduceOp::Max => fold(pieces, output, Self::max),
+                }
+            }
+        })*
     };
 }
 

@@ -14,6 +14,13 @@ pub(super) fn cases() -> Vec<Case> {
                 check(&group, len, bf16::from_f32, bf16::to_f32, bf16::to_bits);
             }
         }),
+        Case::new("reductions: of more than ranks look at together", 2..=3, |group| {
+            let value = |rank: usize, index: usize| (index % 1000 + rank) as f32;
+            let mut buffer: Vec<f32> = (0..2_500_001).map(|index| value(group.rank(), index)).collect();
+            group.all_reduce(&mut buffer, ReduceOp::Sum).unwrap();
+            let sum = |index: usize| (0..group.world_size()).map(|rank| value(rank, index)).sum::<f32>();
+            assert!((0..buffer.len()).all(|index| buffer[index] == sum(index)));
+        }),
         Case::new("reductions: averages in double precision", 2..=3, |group| {
             let mut buffer = vec![0.1 + group.rank() as f64; 3000];
             group.all_reduce(&mut buffer, ReduceOp::Avg).unwrap();

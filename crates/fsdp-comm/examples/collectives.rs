@@ -1,0 +1,91 @@
+//! How fast collectives are, beside plain copies of the same memory in the same run.
+//!
+//! `cargo run --release -p fsdp-comm --example collectives -- local 2`: the backend and the number of ranks.
+//!
+//! Printed for each size (that of the whole tensor on one rank) are the time of one operation, the size divided by it,
+//! and the ratio to the memory bound: the time in which all ranks at once copy as many bytes as they must read and write.
+#![expect(clippy::print_stdout, reason = "its output is a table")]
+
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use fsdp_comm::{CommError, ProcessGroup, ReduceOp, run_local};
+
+const SIZES: [usize; 4] = [4, 1 << 20, 16 << 20, 256 << 20];
+/// Each figure is the best of this many rounds,
+const ROUNDS: usize = 5;
+/// each of which takes about this long.
+const ROUND: Duration = Duration::from_millis(150);
+
+fn main() -> Result<(), CommError> {
+    let mut arguments = std::env::args().skip(1);
+    let backend = arguments.next().unwrap_or_else(|| "local".to_owned());
+    let ranks = arguments.next().and_then(|ranks| ranks.parse().ok()).unwrap_or(2);
+    match &backend[..] {
+        "local" => run_local(ranks, bench)?.into_iter().collect(),
+        _ => Err(CommError::InvalidArgument {
+            operation: "collectives".to_owned(),
+            message: format!("there is no backend `{backend}`"),
+        }),
+    }
+}
+
+fn bench(group: ProcessGroup) -> Result<(), CommError> {
+    let ranks = group.world_size();
+    let say = |line: String| {
+        if group.rank() == 0 {
+            println!("{line}");
+        }
+    };
+    say(format!("{} ranks, {}", ranks, group.backend_name()));
+    say(format!("{:>12} {:>15} {:>12} {:>10} {:>8}", "bytes", "operation", "time", "GB/s", "bound"));
+    for bytes in SIZES {
+        // At least one element for each rank.
+        let numel = (bytes / 4).max(ranks) / ranks * ranks;
+        let bytes = numel * 4;
+        let mut whole = vec![1f32; numel];
+        let mut piece = vec![0f32; numel / ranks];
+        let mut copied = vec![0f32; numel];
+        let copy = time(&group, || {
+            copied.copy_from_slice(black_box(&whole));
+            black_box(&mut copied);
+            Ok(())
+        })?;
+        drop(copied);
+        let gather = time(&group, || group.all_gather_into(&mut whole, &piece))?;
+        let scatter = time(&group, || group.reduce_scatter(&mut piece, &whole, ReduceOp::Sum))?;
+        let reduce = time(&group, || group.all_reduce(&mut whole, ReduceOp::Max))?;
+        // A copy reads and writes the whole; a reduce-scatter reads it and writes a piece; an all-reduce does that,
+        // and then an all-gather.
+        let part = (1.0 + 1.0 / ranks as f64) / 2.0;
+        for (name, time, copies) in
+            [("all-gather", gather, 1.0), ("reduce-scatter", scatter, part), ("all-reduce", reduce, 1.0 + part)]
+        {
+            let (seconds, bound) = (time.as_secs_f64(), copies * copy.as_secs_f64() / time.as_secs_f64());
+            let rate = bytes as f64 / seconds / 1e9;
+            say(format!("{bytes:>12} {name:>15} {:>9.1} µs {rate:>10.3} {bound:>8.2}", seconds * 1e6));
+        }
+        say(format!("{bytes:>12} {:>15} {:>9.1} µs", "copy", copy.as_secs_f64() * 1e6));
+    }
+    Ok(())
+}
+
+/// The time of one call on the slowest rank, in the best of some rounds.
+fn time(group: &ProcessGroup, mut call: impl FnMut() -> Result<(), CommError>) -> Result<Duration, CommError> {
+    call()?;
+    let started = Instant::now();
+    call()?;
+    let once = group.broadcast_object(Some(&started.elapsed()), 0)?;
+    let calls = (ROUND.as_nanos() / once.as_nanos().max(1)).clamp(1, 20_000) as u32;
+    let mut best = Duration::MAX;
+    for _ in 0..ROUNDS {
+        group.barrier()?;
+        let started = Instant::now();
+        for _ in 0..calls {
+            call()?;
+        }
+        let slowest = group.all_gather_object(&started.elapsed())?.into_iter().max().unwrap_or_default();
+        best = best.min(slowest / calls);
+    }
+    Ok(best)
+}
