@@ -1,1 +1,46 @@
 //! Checkpoint files: metadata, plans, the DCP and safetensors codecs, storage, durable commit.
+//!
+//! This crate knows no tensor library: it moves boxes of bytes between files and whoever holds them.
+//!
+//! | module | what it answers |
+//! |---|---|
+//! | [`writer`] | how N ranks save one checkpoint together, straight from their memory |
+//! | [`reader`] | how any part of a checkpoint is read, by ranges, checked, in parallel |
+//! | [`plan`] | who writes what, who reads what: pure functions, all errors before any byte moves |
+//! | [`durable`] | when a checkpoint is there: staging, fsync, one rename; the crash contract |
+//! | [`metadata`] | what `.metadata` says, and torch's pickle of it |
+//! | [`integrity`] | the hashes beside it |
+//! | [`item`] | one tensor or value inside a `.distcp` file |
+//! | [`torch_zip`], [`pickle`] | the containers: torch's zip, and a pickle that cannot run |
+//! | [`source`], [`strided`], [`file`](mod@file) | bytes by position, in any memory order, checked as they are read |
+//! | [`limits`] | how much a hostile file can make us do |
+//!
+//! A checkpoint on disk:
+//!
+//! ```text
+//! step-20/
+//!   .metadata       torch's pickle: tensors, their chunks, where each chunk lies
+//!   .integrity      hashes of all files; torch ignores it
+//!   __0_0.distcp    rank 0: items one after the other, each a torch archive
+//!   __1_0.distcp    rank 1
+//! .step-21.tmp-53f1a09be6c02d77/    a save in progress
+//! ```
+
+pub mod durable;
+pub mod error;
+pub mod file;
+pub mod integrity;
+pub mod item;
+pub mod limits;
+pub mod metadata;
+mod paths;
+pub mod pickle;
+pub mod plan;
+pub mod reader;
+pub mod source;
+pub mod strided;
+pub mod torch_zip;
+pub mod writer;
+
+pub use error::{CheckpointError, FormatError};
+pub use metadata::Metadata;

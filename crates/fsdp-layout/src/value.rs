@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::DType;
+
 /// A non-tensor value, with Python's distinctions where they matter to a checkpoint
 /// (a tuple is not a list, a bool is not an int).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -29,6 +31,19 @@ pub enum PlainValue {
     Set(Vec<PlainValue>),
     /// `{key: value}` in insertion order; keys may be any plain value.
     Dict(Vec<(PlainValue, PlainValue)>),
+    /// A tensor inside such a value (in a tuple, say), where no key of its own could be given to it.
+    Tensor(PlainTensor),
+}
+
+/// A small tensor by value, row-major.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PlainTensor {
+    /// Element type.
+    pub dtype: DType,
+    /// Shape.
+    pub shape: Vec<usize>,
+    /// Its elements' bytes, little-endian.
+    pub data: Vec<u8>,
 }
 
 impl PlainValue {
@@ -64,6 +79,7 @@ impl PlainValue {
             PlainValue::Tuple(_) => "tuple",
             PlainValue::Set(_) => "set",
             PlainValue::Dict(_) => "dict",
+            PlainValue::Tensor(_) => "Tensor",
         }
     }
 

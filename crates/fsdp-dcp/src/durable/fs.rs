@@ -1,0 +1,188 @@
+//! The file system operations, each one a step that a test can make fail.
+
+use std::fmt;
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Arc;
+
+use rustix::fs::{CWD, FallocateFlags, RenameFlags};
+use rustix::io::Errno;
+
+use crate::error::CheckpointError;
+
+/// One kind of durable step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Step {
+    /// A directory is created.
+    CreateDirectory,
+    /// A file is created.
+    CreateFile,
+    /// A file gets its full length.
+    Preallocate,
+    /// Bytes are written.
+    Write,
+    /// A file is fsynced.
+    SyncFile,
+    /// A directory is fsynced.
+    SyncDirectory,
+    /// Something is renamed to where nothing was, or a file over a file.
+    Rename,
+    /// Two directories change places.
+    Exchange,
+    /// Something is removed.
+    Remove,
+}
+
+/// Watches every step; a test makes it fail, or ends the process there.
+pub trait StepHook: Send + Sync {
+    /// Called before a step; an error stands for the step's own.
+    fn before(&self, step: Step, path: &Path) -> io::Result<()>;
+
+    /// Called after a step that succeeded.
+    fn after(&self, step: Step, path: &Path) -> io::Result<()> {
+        let _ = (step, path);
+        Ok(())
+    }
+}
+
+/// The way to durable storage. Clones share the hook.
+#[derive(Clone, Default)]
+pub struct Durable {
+    hook: Option<Arc<dyn StepHook>>,
+}
+
+impl fmt::Debug for Durable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Durable").field("hook", &self.hook.is_some()).finish()
+    }
+}
+
+impl Durable {
+    /// Durable storage as it is used.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Durable storage with every step watched.
+    #[must_use]
+    pub fn with_hook(hook: Arc<dyn StepHook>) -> Self {
+        Durable { hook: Some(hook) }
+    }
+
+    fn step<T>(
+        &self,
+        step: Step,
+        operation: &'static str,
+        path: &Path,
+        run: impl FnOnce() -> io::Result<T>,
+    ) -> Result<T, CheckpointError> {
+        let outcome = match &self.hook {
+            None => run(),
+            Some(hook) => hook.before(step, path).and_then(|()| run()).and_then(|done| {
+                hook.after(step, path)?;
+                Ok(done)
+            }),
+        };
+        outcome.map_err(CheckpointError::io(operation, path))
+    }
+
+    /// Creates one directory; its parent must exist. `false` if it was there.
+    pub(super) fn create_directory(&self, path: &Path) -> Result<bool, CheckpointError> {
+        self.step(Step::CreateDirectory, "create the directory", path, || match std::fs::create_dir(path) {
+            Ok(()) => Ok(true),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(false),
+            Err(error) => Err(error),
+        })
+    }
+
+    /// Creates a file that must not exist.
+    pub(super) fn create_file(&self, path: &Path) -> Result<File, CheckpointError> {
+        self.step(Step::CreateFile, "create", path, || OpenOptions::new().write(true).create_new(true).open(path))
+    }
+
+    /// Gives a new file its full length, so that a full disk is found before the writing.
+    pub(super) fn preallocate(&self, file: &File, path: &Path, length: u64) -> Result<(), CheckpointError> {
+        if length == 0 {
+            return Ok(());
+        }
+        self.step(Step::Preallocate, "allocate space for", path, || {
+            match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, length) {
+                Ok(()) => Ok(()),
+                Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => file.set_len(length),
+                Err(error) => Err(error.into()),
+            }
+        })
+    }
+
+    pub(super) fn write_at(&self, file: &File, path: &Path, offset: u64, bytes: &[u8]) -> Result<(), CheckpointError> {
+        self.step(Step::Write, "write", path, || file.write_all_at(bytes, offset))
+    }
+
+    #[expect(clippy::disallowed_methods, reason = "this is the module that decides when bytes are durable")]
+    pub(super) fn sync_file(&self, file: &File, path: &Path) -> Result<(), CheckpointError> {
+        self.step(Step::SyncFile, "sync", path, || file.sync_all())
+    }
+
+    #[expect(clippy::disallowed_methods, reason = "this is the module that decides when bytes are durable")]
+    pub(super) fn sync_directory(&self, path: &Path) -> Result<(), CheckpointError> {
+        self.step(Step::SyncDirectory, "sync the directory", path, || File::open(path)?.sync_all())
+    }
+
+    /// Renames to a place where nothing is; if something is there, it stays, and [`CheckpointError::Exists`] comes back.
+    pub(super) fn rename_new(&self, from: &Path, to: &Path) -> Result<(), CheckpointError> {
+        let renamed = self.step(Step::Rename, "rename to", to, || {
+            match rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
+                Ok(()) => Ok(()),
+                // Without this flag, a rename still fails on a directory that holds something.
+                Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) if !exists(to) => plain_rename(from, to),
+                Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => Err(io::ErrorKind::AlreadyExists.into()),
+                Err(error) => Err(error.into()),
+            }
+        });
+        match renamed {
+            Err(CheckpointError::Io { source, .. }) if source.kind() == io::ErrorKind::AlreadyExists => {
+                Err(CheckpointError::Exists { path: to.to_owned() })
+            }
+            other => other,
+        }
+    }
+
+    /// Renames a file over whatever file is there.
+    pub(super) fn rename_over(&self, from: &Path, to: &Path) -> Result<(), CheckpointError> {
+        self.step(Step::Rename, "rename to", to, || plain_rename(from, to))
+    }
+
+    /// Lets two paths change places; `false` if the file system cannot.
+    pub(super) fn exchange(&self, a: &Path, b: &Path) -> Result<bool, CheckpointError> {
+        self.step(Step::Exchange, "put the new checkpoint in place of", b, || {
+            match rustix::fs::renameat_with(CWD, a, CWD, b, RenameFlags::EXCHANGE) {
+                Ok(()) => Ok(true),
+                Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => Ok(false),
+                Err(error) => Err(error.into()),
+            }
+        })
+    }
+
+    /// Removes a directory with all that it holds.
+    #[expect(clippy::disallowed_methods, reason = "only staging directories and replaced checkpoints come here")]
+    pub(super) fn remove_directory(&self, path: &Path) -> Result<(), CheckpointError> {
+        self.step(Step::Remove, "remove", path, || match std::fs::remove_dir_all(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            other => other,
+        })
+    }
+}
+
+#[expect(clippy::disallowed_methods, reason = "the callers sync before and after")]
+fn plain_rename(from: &Path, to: &Path) -> io::Result<()> {
+    std::fs::rename(from, to)
+}
+
+/// Whether anything, a dangling link included, is at this path.
+pub(super) fn exists(path: &Path) -> bool {
+    path.symlink_metadata().is_ok()
+}

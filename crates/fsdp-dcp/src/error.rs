@@ -1,0 +1,202 @@
+//! What can be wrong with the bytes of a file, and the error of the whole crate.
+
+use std::io;
+use std::path::PathBuf;
+
+use thiserror::Error;
+
+use crate::pickle::PickleError;
+use crate::plan::{LoadPlanError, SavePlanError};
+
+/// Bytes that could not be read, or are not what they should be. Offsets count from the start of the item or file that
+/// the error's bearer names.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum FormatError {
+    /// The operating system refused, or the file ends too early.
+    #[error("failed to read {length} bytes at byte {offset}")]
+    Read {
+        /// First byte wanted.
+        offset: u64,
+        /// How many.
+        length: u64,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// Bytes do not have the hash that was noted when they were written.
+    #[error("bytes {offset}..{end} of `{file}` are not those that were written: their hash differs")]
+    Corrupt {
+        /// The file, relative to its checkpoint.
+        file: String,
+        /// First byte of the block.
+        offset: u64,
+        /// The byte after its last.
+        end: u64,
+    },
+    /// The zip container is broken or unusual.
+    #[error("not a torch archive: {what} (at byte {offset})")]
+    Archive {
+        /// Where.
+        offset: u64,
+        /// What is wrong.
+        what: &'static str,
+    },
+    /// A record that must be there is not.
+    #[error("the archive has no record `{name}`")]
+    MissingRecord {
+        /// Its name, below the archive's root.
+        name: String,
+    },
+    /// A claimed length or count beyond its limit.
+    #[error("{what} of {value} is beyond the limit of {limit}")]
+    Limit {
+        /// What was counted.
+        what: &'static str,
+        /// The value claimed.
+        value: u64,
+        /// The limit; see [`crate::limits`].
+        limit: u64,
+    },
+    /// The pickle inside was refused.
+    #[error(transparent)]
+    Pickle(#[from] PickleError),
+    /// The item is of another kind, type or shape than was expected.
+    #[error("expected {expected}, found {found}")]
+    Unexpected {
+        /// What was expected.
+        expected: String,
+        /// What is there.
+        found: String,
+    },
+    /// Something that is legal, but not supported.
+    #[error("{what} is not supported")]
+    Unsupported {
+        /// What.
+        what: String,
+    },
+    /// JSON or text that is not what it should be.
+    #[error("malformed {what}: {reason}")]
+    Malformed {
+        /// What was read.
+        what: &'static str,
+        /// Why it was refused.
+        reason: String,
+    },
+}
+
+impl FormatError {
+    pub(crate) fn unexpected(expected: impl Into<String>, found: impl Into<String>) -> Self {
+        FormatError::Unexpected { expected: expected.into(), found: found.into() }
+    }
+}
+
+/// Whatever can go wrong with a checkpoint.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum CheckpointError {
+    /// An operation on a file or directory failed.
+    #[error("failed to {operation} `{}`", path.display())]
+    Io {
+        /// What was tried.
+        operation: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// Why it failed.
+        #[source]
+        source: io::Error,
+    },
+    /// There is no checkpoint, or not a whole one.
+    #[error("`{}` is not a committed checkpoint: {reason}", path.display())]
+    NotCommitted {
+        /// Where.
+        path: PathBuf,
+        /// What is missing.
+        reason: &'static str,
+    },
+    /// There is one already, and overwriting was not asked for.
+    #[error("`{}` exists already; ask for overwriting, or choose another place", path.display())]
+    Exists {
+        /// Where.
+        path: PathBuf,
+    },
+    /// A path inside a checkpoint that leads out of it, or is no regular file.
+    #[error("`{path}` is not a file inside the checkpoint `{}`: {reason}", root.display())]
+    Path {
+        /// The checkpoint.
+        root: PathBuf,
+        /// The path as the checkpoint's metadata gives it.
+        path: String,
+        /// What is wrong with it.
+        reason: &'static str,
+    },
+    /// A file's bytes are not what they should be.
+    #[error("failed to read `{}`", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        #[source]
+        source: FormatError,
+    },
+    /// An item of a checkpoint is not what its metadata says.
+    #[error("failed to read `{fqn}` from `{}` (item at byte {offset})", path.display())]
+    Item {
+        /// The flat key.
+        fqn: String,
+        /// The file.
+        path: PathBuf,
+        /// Where the item starts.
+        offset: u64,
+        /// What is wrong; offsets count from there.
+        #[source]
+        source: FormatError,
+    },
+    /// The metadata says there is an item, but not where.
+    #[error("the metadata does not say where the bytes of `{fqn}` are stored")]
+    NotStored {
+        /// The flat key.
+        fqn: String,
+    },
+    /// What is asked for cannot be had from this checkpoint.
+    #[error(transparent)]
+    LoadPlan(#[from] LoadPlanError),
+    /// What is offered cannot be saved.
+    #[error(transparent)]
+    SavePlan(#[from] SavePlanError),
+    /// A tensor cannot be written as asked.
+    #[error("cannot write `{fqn}`")]
+    Encode {
+        /// The flat key.
+        fqn: String,
+        /// Why.
+        #[source]
+        source: FormatError,
+    },
+    /// The provider of a tensor's bytes gave another number of them than the plan says.
+    #[error("`{fqn}` gave {given} bytes where the plan has {planned}")]
+    PayloadLength {
+        /// The flat key.
+        fqn: String,
+        /// What came.
+        given: u64,
+        /// What was planned.
+        planned: u64,
+    },
+    /// A failure that whoever provides or takes the bytes reports.
+    #[error("failed to provide the bytes of `{fqn}`")]
+    Payload {
+        /// The flat key.
+        fqn: String,
+        /// Its error.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+}
+
+impl CheckpointError {
+    pub(crate) fn io(operation: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
+        let path = path.into();
+        move |source| CheckpointError::Io { operation, path, source }
+    }
+}

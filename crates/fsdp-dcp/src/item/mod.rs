@@ -1,0 +1,19 @@
+//! One item of a `.distcp` file: what `torch.save` makes of one tensor or one value.
+//!
+//! [`TensorItem`] gives the bytes around a tensor's payload, and its length and position, from dtype and shape alone.
+//! [`encode_value`] and [`decode_value`] turn non-tensor values to items and back. [`StoredTensor`] finds a tensor in an
+//! item without reading its payload.
+
+mod tensor;
+mod tensor_ref;
+mod value;
+
+pub use tensor::{StoredTensor, TensorItem};
+pub use tensor_ref::TensorRef;
+pub use value::{decode_value, encode_value, value_item_length, value_of};
+
+/// Root directory of the zip in a `.distcp` item.
+pub(crate) const ROOT: &str = "archive";
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,162 @@
+//! Reads torch's `Metadata` pickle.
+
+use std::collections::HashMap;
+
+use fsdp_layout::{KeyPath, PathPart, TensorBox};
+use indexmap::IndexMap;
+
+use super::{
+    BytesEntry, Chunk, Entry, MemoryFormat, Metadata, StorageInfo, StorageMeta, TensorEntry, TensorProperties,
+};
+use crate::limits::MAX_KEY_BYTES;
+use crate::pickle::{Global, Node, NodeId, Pickle, PickleError, PickleErrorKind, parse};
+
+type Result<T> = std::result::Result<T, PickleError>;
+
+/// Decodes a `.metadata` file (or a rank's `__{rank}.metadata`), of any torch that wrote this format.
+pub fn decode(bytes: &[u8]) -> Result<Metadata> {
+    let pickle = parse(bytes)?;
+    let p = &pickle;
+    let fields = p.state(p.root(), Global::Metadata, "torch.distributed.checkpoint's Metadata")?;
+    let mut storage = storage_data(p, fields.find_some("storage_data"))?;
+
+    let mut entries = IndexMap::new();
+    for &(key, value) in p.dict(fields.get("state_dict_metadata")?)? {
+        let fqn = fqn(p, key)?;
+        let entry = if p.is_object(value, Global::BytesStorageMetadata) {
+            Entry::Bytes(BytesEntry { stored: storage.remove(&(fqn, None)) })
+        } else {
+            Entry::Tensor(tensor(p, value, fqn, &mut storage)?)
+        };
+        if entries.insert(fqn.to_owned(), entry).is_some() {
+            return Err(p.error(key, PickleErrorKind::Value { what: "the same key stands twice in the metadata" }));
+        }
+    }
+    Ok(Metadata {
+        entries,
+        planner_data: fields.find_some("planner_data").map(|id| planner_data(p, id)).transpose()?,
+        storage_meta: fields.find_some("storage_meta").map(|id| storage_meta(p, id)).transpose()?,
+        version: fields.find_some("version").map(|id| p.str(id).map(str::to_owned)).transpose()?,
+    })
+}
+
+fn fqn<'a>(p: &Pickle<'a>, id: NodeId) -> Result<&'a str> {
+    let fqn = p.str(id)?;
+    if fqn.len() > MAX_KEY_BYTES {
+        let (value, limit) = (fqn.len() as u64, MAX_KEY_BYTES as u64);
+        return Err(p.error(id, PickleErrorKind::Limit { what: "key length", value, limit }));
+    }
+    Ok(fqn)
+}
+
+type StorageData<'a> = HashMap<(&'a str, Option<Vec<usize>>), StorageInfo>;
+
+fn storage_data<'a>(p: &Pickle<'a>, id: Option<NodeId>) -> Result<StorageData<'a>> {
+    let Some(id) = id else { return Ok(HashMap::new()) };
+    let entries = p.dict(id)?;
+    let mut storage = HashMap::with_capacity(entries.len());
+    for &(key, value) in entries {
+        let index = p.state(key, Global::MetadataIndex, "a MetadataIndex")?;
+        let offsets = index.find_some("offset").map(|id| p.sizes(id)).transpose()?;
+        let info = p.state(value, Global::StorageInfo, "a _StorageInfo")?;
+        let transforms = match info.find_some("transform_descriptors") {
+            None => Vec::new(),
+            Some(id) => p.sequence(id)?.iter().map(|&id| p.str(id).map(str::to_owned)).collect::<Result<_>>()?,
+        };
+        let stored = StorageInfo {
+            relative_path: p.str(info.get("relative_path")?)?.to_owned(),
+            offset: p.unsigned(info.get("offset")?)?,
+            length: p.unsigned(info.get("length")?)?,
+            transforms,
+        };
+        if stored.offset.checked_add(stored.length).is_none() {
+            return Err(p.error(value, PickleErrorKind::Value { what: "an item ends beyond any file" }));
+        }
+        storage.insert((fqn(p, index.get("fqn")?)?, offsets), stored);
+    }
+    Ok(storage)
+}
+
+fn tensor<'a>(p: &Pickle<'a>, id: NodeId, fqn: &'a str, storage: &mut StorageData<'a>) -> Result<TensorEntry> {
+    let fields = p.state(id, Global::TensorStorageMetadata, "a TensorStorageMetadata or BytesStorageMetadata")?;
+    let shape = p.sizes(fields.get("size")?)?;
+    let chunks = p.sequence(fields.get("chunks")?)?.iter().map(|&id| {
+        let chunk = p.state(id, Global::ChunkStorageMetadata, "a ChunkStorageMetadata")?;
+        let offsets = p.sizes(chunk.get("offsets")?)?;
+        let sizes = p.sizes(chunk.get("sizes")?)?;
+        if offsets.len() != sizes.len() {
+            return Err(p.error(id, PickleErrorKind::Value { what: "a chunk's offsets and sizes differ in number" }));
+        }
+        let key = (fqn, Some(offsets));
+        // Copied, not taken: an empty chunk may share its offsets with another one.
+        let stored = storage.get(&key).cloned();
+        Ok(Chunk { bounds: TensorBox::new(key.1.unwrap_or_default(), sizes), stored })
+    });
+    let chunks = chunks.collect::<Result<_>>()?;
+    Ok(TensorEntry { properties: properties(p, fields.get("properties")?)?, shape, chunks })
+}
+
+fn properties(p: &Pickle<'_>, id: NodeId) -> Result<TensorProperties> {
+    let wrong = || p.wrong(id, "TensorProperties with a state of 5 or 6 values");
+    let Node::Object(object) = p.node(id) else { return Err(wrong()) };
+    if object.global != Global::TensorProperties {
+        return Err(wrong());
+    }
+    let state = p.sequence(object.state.ok_or_else(wrong)?)?;
+    // torch before 2.6 noted no strides.
+    let (dtype, requires_grad, memory_format, pin_memory, strides) = match *state {
+        [dtype, _layout, grad, format, pin] => (dtype, grad, format, pin, None),
+        [dtype, _layout, grad, format, pin, strides] => (dtype, grad, format, pin, Some(strides)),
+        _ => return Err(wrong()),
+    };
+    let Node::Global(Global::DType(dtype)) = *p.node(dtype) else { return Err(p.wrong(dtype, "a dtype")) };
+    let strides = strides.filter(|&id| *p.node(id) != Node::None).map(|id| p.sizes(id)).transpose()?;
+    Ok(TensorProperties {
+        dtype,
+        requires_grad: p.bool(requires_grad)?,
+        memory_format: format_of(p, memory_format)?,
+        pin_memory: p.bool(pin_memory)?,
+        strides,
+    })
+}
+
+fn format_of(p: &Pickle<'_>, id: NodeId) -> Result<MemoryFormat> {
+    let object = p.object(id)?;
+    let unknown = || p.error(id, PickleErrorKind::Value { what: "unknown memory format" });
+    match (object.global, p.args(object)) {
+        (Global::MemFormatEncoding, [value]) => match p.int(*value)? {
+            0 => Ok(MemoryFormat::Contiguous),
+            1 => Ok(MemoryFormat::ChannelsLast),
+            2 => Ok(MemoryFormat::Preserve),
+            _ => Err(unknown()),
+        },
+        _ => Err(unknown()),
+    }
+}
+
+fn planner_data(p: &Pickle<'_>, id: NodeId) -> Result<IndexMap<String, KeyPath>> {
+    p.dict(id)?
+        .iter()
+        .map(|&(key, path)| {
+            let parts = p.sequence(path)?.iter().map(|&part| match p.node(part) {
+                Node::Int(_) => Ok(PathPart::Index(p.usize(part)?)),
+                _ => Ok(PathPart::Key(p.str(part)?.to_owned())),
+            });
+            Ok((fqn(p, key)?.to_owned(), KeyPath(parts.collect::<Result<_>>()?)))
+        })
+        .collect()
+}
+
+fn storage_meta(p: &Pickle<'_>, id: NodeId) -> Result<StorageMeta> {
+    let fields = p.state(id, Global::StorageMeta, "a StorageMeta")?;
+    let text = |field| fields.find_some(field).map(|id| p.str(id).map(str::to_owned)).transpose();
+    let checkpoint_id = match fields.find_some("checkpoint_id") {
+        None => None,
+        Some(id) if p.is_object(id, Global::Path) => {
+            let parts = p.args(p.object(id)?).iter().map(|&part| p.str(part)).collect::<Result<Vec<_>>>()?;
+            Some(parts.join("/").replacen("//", "/", 1))
+        }
+        Some(id) => Some(p.str(id)?.to_owned()),
+    };
+    Ok(StorageMeta { checkpoint_id, save_id: text("save_id")?, load_id: text("load_id")? })
+}

@@ -1,0 +1,205 @@
+//! What `.metadata` says: which tensors and objects a checkpoint holds, in which chunks, stored where.
+//!
+//! torch keeps three dicts (what there is, where it sits in the state dict, where it is stored). Here each chunk knows
+//! its own storage, so that there is one place to look. [`decode`] reads torch's pickle, [`encode`] writes it:
+//! protocol 4, the same bytes for the same metadata.
+
+mod decode;
+mod encode;
+
+use fsdp_layout::{DType, KeyPath, TensorBox};
+use indexmap::IndexMap;
+use serde::{Deserialize, Serialize};
+
+pub use decode::decode;
+pub use encode::encode;
+
+/// Name of the metadata file in a checkpoint's directory.
+pub const METADATA_FILE: &str = ".metadata";
+
+/// The version that torch writes.
+pub const VERSION: &str = "1.0.0";
+
+/// torch's `Metadata`.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Metadata {
+    /// What there is, by flat key, in the order of the state dict.
+    pub entries: IndexMap<String, Entry>,
+    /// Where each flat key sits in the nested state dict; `None` where the writer did not flatten.
+    pub planner_data: Option<IndexMap<String, KeyPath>>,
+    /// Who wrote it; older versions have none.
+    pub storage_meta: Option<StorageMeta>,
+    /// The format's version, where given.
+    pub version: Option<String>,
+}
+
+/// One flat key: a tensor or a non-tensor value.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub enum Entry {
+    /// A tensor, cut in chunks.
+    Tensor(TensorEntry),
+    /// Anything else, stored whole.
+    Bytes(BytesEntry),
+}
+
+/// torch's `TensorStorageMetadata`, with the storage of each chunk.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct TensorEntry {
+    /// Element type and what else torch notes.
+    pub properties: TensorProperties,
+    /// Global shape.
+    pub shape: Vec<usize>,
+    /// The boxes that were saved.
+    pub chunks: Vec<Chunk>,
+}
+
+/// torch's `BytesStorageMetadata`.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct BytesEntry {
+    /// Where it is stored.
+    pub stored: Option<StorageInfo>,
+}
+
+/// torch's `ChunkStorageMetadata`: one box of a tensor.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Chunk {
+    /// Which box.
+    pub bounds: TensorBox,
+    /// Where it is stored; empty chunks may be stored nowhere.
+    pub stored: Option<StorageInfo>,
+}
+
+/// torch's `_StorageInfo`: a byte range of a file.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct StorageInfo {
+    /// The file, relative to the checkpoint's directory.
+    pub relative_path: String,
+    /// First byte of the item.
+    pub offset: u64,
+    /// Bytes of the item as stored.
+    pub length: u64,
+    /// Stream transforms that were applied, in order, e.g. `stream.zstd/1`. Usually none.
+    pub transforms: Vec<String>,
+}
+
+/// torch's `TensorProperties`. Loaders use the dtype only.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TensorProperties {
+    /// Element type.
+    pub dtype: DType,
+    /// Whether the saved object required a gradient.
+    pub requires_grad: bool,
+    /// Memory format of the saved object.
+    pub memory_format: MemoryFormat,
+    /// Whether the saved object lay in pinned memory.
+    pub pin_memory: bool,
+    /// Strides of the saved object (for a DTensor, of the first rank's shard), where noted.
+    pub strides: Option<Vec<usize>>,
+}
+
+/// torch's memory formats.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum MemoryFormat {
+    /// Row-major.
+    #[default]
+    Contiguous,
+    /// Channels innermost.
+    ChannelsLast,
+    /// As it was.
+    Preserve,
+}
+
+/// torch's `StorageMeta`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StorageMeta {
+    /// Where the checkpoint was written, as its writer called it.
+    pub checkpoint_id: Option<String>,
+    /// Identifies the save.
+    pub save_id: Option<String>,
+    /// Identifies a load.
+    pub load_id: Option<String>,
+}
+
+impl TensorProperties {
+    /// Those of a plain, contiguous tensor of this type.
+    #[must_use]
+    pub const fn of(dtype: DType) -> Self {
+        TensorProperties {
+            dtype,
+            requires_grad: false,
+            memory_format: MemoryFormat::Contiguous,
+            pin_memory: false,
+            strides: None,
+        }
+    }
+}
+
+impl Metadata {
+    /// The entry of this flat key as a tensor, if it is one.
+    #[must_use]
+    pub fn tensor(&self, fqn: &str) -> Option<&TensorEntry> {
+        match self.entries.get(fqn) {
+            Some(Entry::Tensor(tensor)) => Some(tensor),
+            _ => None,
+        }
+    }
+
+    /// All tensors, in order.
+    pub fn tensors(&self) -> impl Iterator<Item = (&str, &TensorEntry)> {
+        self.entries.iter().filter_map(|(fqn, entry)| match entry {
+            Entry::Tensor(tensor) => Some((fqn.as_str(), tensor)),
+            Entry::Bytes(_) => None,
+        })
+    }
+
+    /// The flat keys of all non-tensor values, in order.
+    pub fn values(&self) -> impl Iterator<Item = (&str, &BytesEntry)> {
+        self.entries.iter().filter_map(|(fqn, entry)| match entry {
+            Entry::Tensor(_) => None,
+            Entry::Bytes(bytes) => Some((fqn.as_str(), bytes)),
+        })
+    }
+
+    /// Every stored item: flat key, box (none for a value), place.
+    pub fn stored(&self) -> impl Iterator<Item = (&str, Option<&TensorBox>, &StorageInfo)> {
+        self.entries.iter().flat_map(|(fqn, entry)| {
+            let (chunks, bytes) = match entry {
+                Entry::Tensor(tensor) => (&tensor.chunks[..], None),
+                Entry::Bytes(bytes) => (&[][..], bytes.stored.as_ref()),
+            };
+            let chunks = chunks.iter().filter_map(|chunk| Some((Some(&chunk.bounds), chunk.stored.as_ref()?)));
+            chunks.chain(bytes.map(|stored| (None, stored))).map(move |(bounds, stored)| (fqn.as_str(), bounds, stored))
+        })
+    }
+
+    /// One metadata of several, as rank-local ones (`__{rank}.metadata`) are: the first one's word stands where they
+    /// overlap, and a chunk that several hold (a replicated tensor) is taken once.
+    #[must_use]
+    pub fn merge(parts: impl IntoIterator<Item = Metadata>) -> Metadata {
+        let mut merged = Metadata::default();
+        for part in parts {
+            for (fqn, entry) in part.entries {
+                match (merged.entries.get_mut(&fqn), entry) {
+                    (Some(Entry::Tensor(there)), Entry::Tensor(more)) => {
+                        let known: std::collections::HashSet<TensorBox> =
+                            there.chunks.iter().map(|chunk| chunk.bounds.clone()).collect();
+                        there.chunks.extend(more.chunks.into_iter().filter(|chunk| !known.contains(&chunk.bounds)));
+                    }
+                    (Some(_), _) => {}
+                    (None, entry) => {
+                        merged.entries.insert(fqn, entry);
+                    }
+                }
+            }
+            if let Some(paths) = part.planner_data {
+                let there = merged.planner_data.get_or_insert_default();
+                for (fqn, path) in paths {
+                    there.entry(fqn).or_insert(path);
+                }
+            }
+            merged.storage_meta = merged.storage_meta.or(part.storage_meta);
+            merged.version = merged.version.or(part.version);
+        }
+        merged
+    }
+}

@@ -1,0 +1,93 @@
+//! What can be wrong with a pickle, and where.
+
+use thiserror::Error;
+
+/// A pickle that was refused: where, and why.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[error("pickle refused at byte {offset}: {kind}")]
+#[non_exhaustive]
+pub struct PickleError {
+    /// Position of the opcode (or, for a value of a wrong kind, of the opcode that made the value).
+    pub offset: u64,
+    /// Why.
+    pub kind: PickleErrorKind,
+}
+
+/// Why a pickle was refused.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum PickleErrorKind {
+    /// The bytes end inside an opcode or before `STOP`.
+    #[error("the bytes end too early")]
+    Truncated,
+    /// An opcode that no checkpoint needs.
+    #[error("opcode `0x{opcode:02x}` is not supported")]
+    Opcode {
+        /// The opcode byte.
+        opcode: u8,
+    },
+    /// A protocol beyond 5.
+    #[error("pickle protocol {protocol} is not supported")]
+    Protocol {
+        /// The protocol number.
+        protocol: u8,
+    },
+    /// A class or function that is not on the allow-list. It was not imported, nor called.
+    #[error("global `{module}.{name}` is not allowed")]
+    Global {
+        /// Its module.
+        module: String,
+        /// Its qualified name.
+        name: String,
+    },
+    /// A length or count beyond its limit.
+    #[error("{what} of {value} is beyond the limit of {limit}")]
+    Limit {
+        /// What was counted.
+        what: &'static str,
+        /// The value claimed.
+        value: u64,
+        /// The limit; see [`crate::limits`].
+        limit: u64,
+    },
+    /// An opcode needs more operands than the stack holds, or a mark that is not there.
+    #[error("the stack does not hold what the opcode needs")]
+    Stack,
+    /// A memo entry that was never made.
+    #[error("memo entry {index} does not exist")]
+    Memo {
+        /// Its index.
+        index: u64,
+    },
+    /// Text that is not UTF-8 (or a `GLOBAL` line that is not text).
+    #[error("text is not UTF-8")]
+    Text,
+    /// A value of another kind than this place needs.
+    #[error("expected {expected}, found {found}")]
+    Kind {
+        /// What was needed.
+        expected: &'static str,
+        /// What is there.
+        found: &'static str,
+    },
+    /// A value that is of the right kind, but makes no sense here.
+    #[error("{what}")]
+    Value {
+        /// What is wrong with it.
+        what: &'static str,
+    },
+    /// An attribute that an object of this kind must have.
+    #[error("the object has no `{field}`")]
+    Field {
+        /// The attribute.
+        field: &'static str,
+    },
+}
+
+impl PickleErrorKind {
+    /// This, at `offset`.
+    #[must_use]
+    pub(crate) fn at(self, offset: usize) -> PickleError {
+        PickleError { offset: offset as u64, kind: self }
+    }
+}

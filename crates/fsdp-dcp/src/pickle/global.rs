@@ -1,0 +1,162 @@
+//! The allow-list: every class and function that a checkpoint may name.
+
+use fsdp_layout::DType;
+
+/// A known global. None of them is ever called: they only tell what an object is meant to be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Global {
+    /// `torch.distributed.checkpoint.metadata.Metadata`
+    Metadata,
+    /// `…metadata.TensorStorageMetadata`
+    TensorStorageMetadata,
+    /// `…metadata.TensorProperties`
+    TensorProperties,
+    /// `…metadata._MEM_FORMAT_ENCODING`
+    MemFormatEncoding,
+    /// `…metadata.ChunkStorageMetadata`
+    ChunkStorageMetadata,
+    /// `…metadata.BytesStorageMetadata`
+    BytesStorageMetadata,
+    /// `…metadata.MetadataIndex`
+    MetadataIndex,
+    /// `…metadata.StorageMeta`
+    StorageMeta,
+    /// `torch.distributed.checkpoint.filesystem._StorageInfo`
+    StorageInfo,
+    /// `torch.Size`
+    Size,
+    /// `torch.float32` and its like.
+    DType(DType),
+    /// `torch.serialization._get_layout`
+    GetLayout,
+    /// `torch.device`
+    Device,
+    /// `torch.FloatStorage` and its like.
+    TypedStorage(DType),
+    /// `torch.storage.UntypedStorage`
+    UntypedStorage,
+    /// `torch._utils._rebuild_tensor`
+    RebuildTensor,
+    /// `torch._utils._rebuild_tensor_v2`
+    RebuildTensorV2,
+    /// `torch._utils._rebuild_tensor_v3`
+    RebuildTensorV3,
+    /// `torch._utils._rebuild_qtensor`
+    RebuildQTensor,
+    /// `torch._utils._rebuild_parameter`, and the variant with state.
+    RebuildParameter,
+    /// `torch._tensor._rebuild_from_type_v2`
+    RebuildFromTypeV2,
+    /// `torch.Tensor` or `torch.nn.parameter.Parameter`, as a class.
+    TensorClass,
+    /// `torch.per_tensor_affine` and its like: how a tensor is quantized.
+    QScheme,
+    /// `collections.OrderedDict`
+    OrderedDict,
+    /// `collections.defaultdict`; the factory is dropped.
+    DefaultDict,
+    /// `set`
+    Set,
+    /// `frozenset`
+    FrozenSet,
+    /// `dict`, `list`, `int`, `float`: builtins that a `defaultdict` or a `REDUCE` may name.
+    Builtin,
+    /// `bytearray`
+    ByteArray,
+    /// `_codecs.encode`: how protocol 2 spells bytes.
+    CodecsEncode,
+    /// `pathlib.PosixPath` and its like.
+    Path,
+}
+
+/// torch's typed storages, by class name.
+pub(crate) const STORAGES: &[(&str, DType)] = &[
+    ("FloatStorage", DType::F32),
+    ("DoubleStorage", DType::F64),
+    ("HalfStorage", DType::F16),
+    ("BFloat16Storage", DType::BF16),
+    ("LongStorage", DType::I64),
+    ("IntStorage", DType::I32),
+    ("ShortStorage", DType::I16),
+    ("CharStorage", DType::I8),
+    ("ByteStorage", DType::U8),
+    ("BoolStorage", DType::Bool),
+    ("ComplexFloatStorage", DType::Complex64),
+    ("ComplexDoubleStorage", DType::Complex128),
+    ("QInt8Storage", DType::QInt8),
+    ("QUInt8Storage", DType::QUInt8),
+    ("QInt32Storage", DType::QInt32),
+];
+
+impl Global {
+    /// The global of this name, if it is on the list.
+    #[must_use]
+    pub fn lookup(module: &str, name: &str) -> Option<Global> {
+        use Global::*;
+        Some(match module {
+            // torch 1.13 kept the first four elsewhere.
+            "torch.distributed.checkpoint.metadata"
+            | "torch.distributed._shard.checkpoint.metadata"
+            | "torch.distributed._shard.sharded_tensor.metadata" => match name {
+                "Metadata" => Metadata,
+                "TensorStorageMetadata" => TensorStorageMetadata,
+                "TensorProperties" => TensorProperties,
+                "_MEM_FORMAT_ENCODING" | "MEM_FORMAT_ENCODING" => MemFormatEncoding,
+                "ChunkStorageMetadata" => ChunkStorageMetadata,
+                "BytesStorageMetadata" => BytesStorageMetadata,
+                "MetadataIndex" => MetadataIndex,
+                "StorageMeta" => StorageMeta,
+                _ => return None,
+            },
+            "torch.distributed.checkpoint.filesystem" | "torch.distributed._shard.checkpoint.filesystem" => {
+                match name {
+                    "_StorageInfo" => StorageInfo,
+                    _ => return None,
+                }
+            }
+            "torch" => match name {
+                "Size" => Size,
+                "device" => Device,
+                "Tensor" => TensorClass,
+                "per_tensor_affine" | "per_channel_affine" | "per_tensor_symmetric" | "per_channel_symmetric" => {
+                    QScheme
+                }
+                _ => match fsdp_layout::DType::from_torch_name(name) {
+                    Some(dtype) => DType(dtype),
+                    None => TypedStorage(STORAGES.iter().find(|(class, _)| *class == name)?.1),
+                },
+            },
+            "torch.serialization" if name == "_get_layout" => GetLayout,
+            "torch.storage" if name == "UntypedStorage" || name == "_UntypedStorage" => UntypedStorage,
+            "torch._utils" => match name {
+                "_rebuild_tensor" => RebuildTensor,
+                "_rebuild_tensor_v2" => RebuildTensorV2,
+                "_rebuild_tensor_v3" => RebuildTensorV3,
+                "_rebuild_qtensor" => RebuildQTensor,
+                "_rebuild_parameter" | "_rebuild_parameter_with_state" => RebuildParameter,
+                _ => return None,
+            },
+            "torch._tensor" if name == "_rebuild_from_type_v2" => RebuildFromTypeV2,
+            "torch.nn.parameter" if name == "Parameter" => TensorClass,
+            "collections" => match name {
+                "OrderedDict" => OrderedDict,
+                "defaultdict" => DefaultDict,
+                _ => return None,
+            },
+            "builtins" | "__builtin__" => match name {
+                "set" => Set,
+                "frozenset" => FrozenSet,
+                "bytearray" => ByteArray,
+                "dict" | "list" | "int" | "float" => Builtin,
+                _ => return None,
+            },
+            "_codecs" if name == "encode" => CodecsEncode,
+            "pathlib" | "pathlib._local" => match name {
+                "Path" | "PosixPath" | "PurePosixPath" | "WindowsPath" | "PureWindowsPath" => Path,
+                _ => return None,
+            },
+            _ => return None,
+        })
+    }
+}

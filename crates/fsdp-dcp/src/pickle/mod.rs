@@ -1,0 +1,26 @@
+//! A pickle that cannot run.
+//!
+//! [`parse`] interprets the opcodes that CPython and torch write (protocols 2 to 5) and builds plain nodes. There is no
+//! call mechanism: `REDUCE` and `NEWOBJ` only record *which* known global was applied to *which* arguments
+//! ([`Node::Object`]), and a global that is not on the allow-list ([`Global`]) is an error naming it.
+//!
+//! Nodes live in one arena and refer to each other by number, so that memo tricks cost nothing:
+//! sharing is a number, cycles are caught when a value is walked, dropping never recurses.
+//! [`mod@write`] emits the bytes that torch's loaders accept.
+
+mod error;
+mod global;
+mod node;
+mod read;
+mod walk;
+pub mod write;
+
+pub use error::{PickleError, PickleErrorKind};
+pub use global::Global;
+pub(crate) use global::STORAGES;
+pub use node::{Node, NodeId, Pickle};
+pub use read::parse;
+pub use walk::Walk;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,253 @@
+//! The arena of nodes that a parsed pickle is.
+
+use std::borrow::Cow;
+
+use super::error::{PickleError, PickleErrorKind};
+use super::global::Global;
+
+/// The number of a node in its [`Pickle`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct NodeId(pub(super) u32);
+
+/// One value of a pickle.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub enum Node<'a> {
+    /// `None`
+    None,
+    /// `True` or `False`
+    Bool(bool),
+    /// An integer of 64 bits.
+    Int(i64),
+    /// A longer one: two's complement, little-endian.
+    BigInt(&'a [u8]),
+    /// A float.
+    Float(f64),
+    /// Text, borrowed from the pickle.
+    Str(&'a str),
+    /// Bytes; borrowed, unless they were spelled as text (protocol 2).
+    Bytes(Cow<'a, [u8]>),
+    /// `(…)`
+    Tuple(Vec<NodeId>),
+    /// `[…]`
+    List(Vec<NodeId>),
+    /// A set or frozenset.
+    Set(Vec<NodeId>),
+    /// A dict (or `OrderedDict`, `defaultdict`), in insertion order.
+    Dict(Vec<(NodeId, NodeId)>),
+    /// A class or function by itself.
+    Global(Global),
+    /// What a class or function would have made of these arguments; nothing was called.
+    Object(Box<ObjectNode>),
+    /// A persistent id: in torch files, a storage.
+    PersistentId(NodeId),
+}
+
+/// See [`Node::Object`].
+#[derive(Debug, Clone, PartialEq)]
+pub struct ObjectNode {
+    /// The class or function.
+    pub global: Global,
+    /// Its positional arguments: a tuple. See [`Pickle::args`].
+    pub args: NodeId,
+    /// What `BUILD` would have set on it.
+    pub state: Option<NodeId>,
+}
+
+impl Node<'_> {
+    /// What Python would call the kind of value, for messages.
+    #[must_use]
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Node::None => "None",
+            Node::Bool(_) => "a bool",
+            Node::Int(_) | Node::BigInt(_) => "an int",
+            Node::Float(_) => "a float",
+            Node::Str(_) => "a str",
+            Node::Bytes(_) => "bytes",
+            Node::Tuple(_) => "a tuple",
+            Node::List(_) => "a list",
+            Node::Set(_) => "a set",
+            Node::Dict(_) => "a dict",
+            Node::Global(_) => "a global",
+            Node::Object(_) => "an object",
+            Node::PersistentId(_) => "a persistent id",
+        }
+    }
+}
+
+/// A parsed pickle.
+#[derive(Debug)]
+pub struct Pickle<'a> {
+    pub(super) nodes: Vec<Node<'a>>,
+    /// Where each node was made.
+    pub(super) offsets: Vec<u32>,
+    pub(super) root: NodeId,
+    pub(super) len: usize,
+}
+
+impl<'a> Pickle<'a> {
+    /// The value that the pickle holds.
+    #[must_use]
+    pub fn root(&self) -> NodeId {
+        self.root
+    }
+
+    /// The node of this number.
+    #[must_use]
+    pub fn node(&self, id: NodeId) -> &Node<'a> {
+        // Ids are made by the parser only, and the arena never shrinks.
+        &self.nodes[id.0 as usize]
+    }
+
+    /// An error at the place where this node was made.
+    #[must_use]
+    pub fn error(&self, id: NodeId, kind: PickleErrorKind) -> PickleError {
+        kind.at(self.offsets[id.0 as usize] as usize)
+    }
+
+    /// An error saying that this node is not what was expected.
+    #[must_use]
+    pub fn wrong(&self, id: NodeId, expected: &'static str) -> PickleError {
+        self.error(id, PickleErrorKind::Kind { expected, found: self.node(id).kind() })
+    }
+
+    /// The node as text.
+    pub fn str(&self, id: NodeId) -> Result<&'a str, PickleError> {
+        match self.node(id) {
+            Node::Str(text) => Ok(text),
+            _ => Err(self.wrong(id, "a str")),
+        }
+    }
+
+    /// The node as an integer.
+    pub fn int(&self, id: NodeId) -> Result<i64, PickleError> {
+        match self.node(id) {
+            Node::Int(value) => Ok(*value),
+            _ => Err(self.wrong(id, "an int of 64 bits")),
+        }
+    }
+
+    /// The node as a count or a position: an integer that is not negative.
+    pub fn unsigned(&self, id: NodeId) -> Result<u64, PickleError> {
+        u64::try_from(self.int(id)?)
+            .map_err(|_| self.error(id, PickleErrorKind::Value { what: "a size or position is negative" }))
+    }
+
+    /// As [`Pickle::unsigned`], for this machine's sizes.
+    pub fn usize(&self, id: NodeId) -> Result<usize, PickleError> {
+        usize::try_from(self.unsigned(id)?)
+            .map_err(|_| self.error(id, PickleErrorKind::Value { what: "a size does not fit this machine" }))
+    }
+
+    /// The node as a bool.
+    pub fn bool(&self, id: NodeId) -> Result<bool, PickleError> {
+        match self.node(id) {
+            Node::Bool(value) => Ok(*value),
+            _ => Err(self.wrong(id, "a bool")),
+        }
+    }
+
+    /// The entries of a dict.
+    pub fn dict(&self, id: NodeId) -> Result<&[(NodeId, NodeId)], PickleError> {
+        match self.node(id) {
+            Node::Dict(entries) => Ok(entries),
+            _ => Err(self.wrong(id, "a dict")),
+        }
+    }
+
+    /// The items of a tuple or a list.
+    pub fn sequence(&self, id: NodeId) -> Result<&[NodeId], PickleError> {
+        match self.node(id) {
+            Node::Tuple(items) | Node::List(items) => Ok(items),
+            _ => Err(self.wrong(id, "a tuple or list")),
+        }
+    }
+
+    /// The node as an object.
+    pub fn object(&self, id: NodeId) -> Result<&ObjectNode, PickleError> {
+        match self.node(id) {
+            Node::Object(object) => Ok(object),
+            _ => Err(self.wrong(id, "an object")),
+        }
+    }
+
+    /// The positional arguments of an object.
+    #[must_use]
+    pub fn args(&self, object: &ObjectNode) -> &[NodeId] {
+        match self.node(object.args) {
+            Node::Tuple(args) => args,
+            _ => &[],
+        }
+    }
+
+    /// Whether the node is an object of this global.
+    #[must_use]
+    pub fn is_object(&self, id: NodeId, global: Global) -> bool {
+        matches!(self.node(id), Node::Object(object) if object.global == global)
+    }
+
+    /// The attribute dict of an object of this class, as `BUILD` would have set it.
+    pub fn state(&self, id: NodeId, class: Global, expected: &'static str) -> Result<Fields<'_, 'a>, PickleError> {
+        match self.node(id) {
+            Node::Object(object) if object.global == class => {
+                let entries = match object.state {
+                    Some(state) => self.dict(state)?,
+                    None => &[],
+                };
+                Ok(Fields { pickle: self, of: id, entries })
+            }
+            _ => Err(self.wrong(id, expected)),
+        }
+    }
+
+    /// A `torch.Size`, or a tuple or list of sizes.
+    pub fn sizes(&self, id: NodeId) -> Result<Vec<usize>, PickleError> {
+        let items = match self.node(id) {
+            Node::Object(object) if object.global == Global::Size => match self.args(object) {
+                [] => &[],
+                [items] => self.sequence(*items)?,
+                _ => return Err(self.wrong(id, "a torch.Size of one tuple")),
+            },
+            _ => self.sequence(id)?,
+        };
+        let limit = crate::limits::MAX_TENSOR_RANK;
+        if items.len() > limit {
+            let kind =
+                PickleErrorKind::Limit { what: "number of dimensions", value: items.len() as u64, limit: limit as u64 };
+            return Err(self.error(id, kind));
+        }
+        items.iter().map(|&item| self.usize(item)).collect()
+    }
+}
+
+/// The attributes of an object.
+#[derive(Clone, Copy, Debug)]
+pub struct Fields<'p, 'a> {
+    pickle: &'p Pickle<'a>,
+    of: NodeId,
+    entries: &'p [(NodeId, NodeId)],
+}
+
+impl Fields<'_, '_> {
+    /// The attribute of this name, if it is there; the last one, were it there twice.
+    #[must_use]
+    pub fn find(&self, field: &str) -> Option<NodeId> {
+        self.entries
+            .iter()
+            .rev()
+            .find(|(key, _)| matches!(self.pickle.node(*key), Node::Str(name) if *name == field))
+            .map(|(_, value)| *value)
+    }
+
+    /// The attribute of this name, if it is there and not `None`.
+    #[must_use]
+    pub fn find_some(&self, field: &str) -> Option<NodeId> {
+        self.find(field).filter(|&value| *self.pickle.node(value) != Node::None)
+    }
+
+    /// The attribute of this name.
+    pub fn get(&self, field: &'static str) -> Result<NodeId, PickleError> {
+        self.find(field).ok_or_else(|| self.pickle.error(self.of, PickleErrorKind::Field { field }))
+    }
+}

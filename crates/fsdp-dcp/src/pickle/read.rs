@@ -1,0 +1,539 @@
+//! The interpreter of opcodes.
+
+use std::borrow::Cow;
+
+use super::error::{PickleError, PickleErrorKind};
+use super::global::Global;
+use super::node::{Node, NodeId, ObjectNode, Pickle};
+use crate::limits::{MAX_INTEGER_BYTES, MAX_MEMO_GAP, MAX_PICKLE_BYTES, MAX_PICKLE_NODES};
+
+/// Parses one pickle. Bytes after its `STOP` are ignored, as Python does.
+///
+/// ```
+/// use fsdp_dcp::pickle::{parse, Node};
+/// // [1, "a"]
+/// let pickle = parse(b"\x80\x04]\x94(K\x01\x8c\x01ae.")?;
+/// let Node::List(items) = pickle.node(pickle.root()) else { panic!() };
+/// assert_eq!(pickle.int(items[0])?, 1);
+/// assert_eq!(pickle.str(items[1])?, "a");
+///
+/// let refused = parse(b"cos\nsystem\n(S'true'\ntR.").unwrap_err();
+/// assert_eq!(refused.to_string(), "pickle refused at byte 0: global `os.system` is not allowed");
+/// # Ok::<(), fsdp_dcp::pickle::PickleError>(())
+/// ```
+pub fn parse(bytes: &[u8]) -> Result<Pickle<'_>, PickleError> {
+    let limit = MAX_PICKLE_BYTES.min(u64::from(u32::MAX));
+    if bytes.len() as u64 > limit {
+        return Err(PickleErrorKind::Limit { what: "pickle length", value: bytes.len() as u64, limit }.at(0));
+    }
+    let mut machine = Machine {
+        bytes,
+        at: 0,
+        op: 0,
+        nodes: vec![Node::None, Node::Bool(true), Node::Bool(false)],
+        offsets: vec![0; 3],
+        stack: Vec::new(),
+        marks: Vec::new(),
+        memo: Vec::new(),
+        copied: 0,
+    };
+    let root = machine.run().map_err(|kind| kind.at(machine.op))?;
+    Ok(Pickle { nodes: machine.nodes, offsets: machine.offsets, root, len: bytes.len() })
+}
+
+const NONE: NodeId = NodeId(0);
+const TRUE: NodeId = NodeId(1);
+const FALSE: NodeId = NodeId(2);
+
+type Result1<T> = Result<T, PickleErrorKind>;
+
+struct Machine<'a> {
+    bytes: &'a [u8],
+    at: usize,
+    /// Position of the current opcode.
+    op: usize,
+    nodes: Vec<Node<'a>>,
+    offsets: Vec<u32>,
+    stack: Vec<NodeId>,
+    /// Stack heights at the open `MARK`s.
+    marks: Vec<usize>,
+    memo: Vec<Option<NodeId>>,
+    /// Items and bytes copied from one node to another; at most one for each byte of the pickle, or sharing would explode.
+    copied: usize,
+}
+
+impl<'a> Machine<'a> {
+    fn run(&mut self) -> Result1<NodeId> {
+        loop {
+            self.op = self.at;
+            let [opcode] = self.array()?;
+            match opcode {
+                // PROTO
+                0x80 => {
+                    let [protocol] = self.array()?;
+                    if protocol > 5 {
+                        return Err(PickleErrorKind::Protocol { protocol });
+                    }
+                }
+                // FRAME: only a hint for buffered reading, but its length must not lie.
+                0x95 => {
+                    let length = self.u64()?;
+                    self.check_remaining(length)?;
+                }
+                b'.' => return self.pop(),
+                b'(' => self.marks.push(self.stack.len()),
+                b'0' => match self.marks.last() {
+                    Some(&mark) if mark == self.stack.len() => {
+                        self.marks.pop();
+                    }
+                    _ => {
+                        self.pop()?;
+                    }
+                },
+                b'1' => {
+                    self.pop_mark()?;
+                }
+                b'2' => {
+                    let top = self.top()?;
+                    self.stack.push(top);
+                }
+                b'N' => self.stack.push(NONE),
+                0x88 => self.stack.push(TRUE),
+                0x89 => self.stack.push(FALSE),
+                b'J' => {
+                    let value = i32::from_le_bytes(self.array()?);
+                    self.push(Node::Int(i64::from(value)))?;
+                }
+                b'K' => {
+                    let [value] = self.array()?;
+                    self.push(Node::Int(i64::from(value)))?;
+                }
+                b'M' => {
+                    let value = u16::from_le_bytes(self.array()?);
+                    self.push(Node::Int(i64::from(value)))?;
+                }
+                0x8a => {
+                    let [length] = self.array()?;
+                    self.long(u64::from(length))?;
+                }
+                0x8b => {
+                    // A signed length; a negative one becomes larger than any limit.
+                    let length = i64::from(i32::from_le_bytes(self.array()?)) as u64;
+                    self.long(length)?;
+                }
+                b'G' => {
+                    let value = f64::from_be_bytes(self.array()?);
+                    self.push(Node::Float(value))?;
+                }
+                // Text: SHORT_BINUNICODE, BINUNICODE, BINUNICODE8, and Python 2's SHORT_BINSTRING, BINSTRING.
+                0x8c | b'U' => {
+                    let [length] = self.array()?;
+                    self.text(u64::from(length))?;
+                }
+                b'X' | b'T' => {
+                    let length = u32::from_le_bytes(self.array()?);
+                    self.text(u64::from(length))?;
+                }
+                0x8d => {
+                    let length = self.u64()?;
+                    self.text(length)?;
+                }
+                // Bytes: SHORT_BINBYTES, BINBYTES, BINBYTES8, BYTEARRAY8.
+                b'C' => {
+                    let [length] = self.array()?;
+                    self.raw(u64::from(length))?;
+                }
+                b'B' => {
+                    let length = u32::from_le_bytes(self.array()?);
+                    self.raw(u64::from(length))?;
+                }
+                0x8e | 0x96 => {
+                    let length = self.u64()?;
+                    self.raw(length)?;
+                }
+                b')' => self.push(Node::Tuple(Vec::new()))?,
+                b't' => {
+                    let items = self.pop_mark()?;
+                    self.push(Node::Tuple(items))?;
+                }
+                0x85..=0x87 => {
+                    let count = usize::from(opcode - 0x84);
+                    let items = self.pop_many(count)?;
+                    self.push(Node::Tuple(items))?;
+                }
+                b']' => self.push(Node::List(Vec::new()))?,
+                b'a' => {
+                    let items = self.pop_many(1)?;
+                    self.extend_list(items)?;
+                }
+                b'e' => {
+                    let items = self.pop_mark()?;
+                    self.extend_list(items)?;
+                }
+                b'l' => {
+                    let items = self.pop_mark()?;
+                    self.push(Node::List(items))?;
+                }
+                b'}' => self.push(Node::Dict(Vec::new()))?,
+                b's' => {
+                    let items = self.pop_many(2)?;
+                    self.extend_dict(&items)?;
+                }
+                b'u' => {
+                    let items = self.pop_mark()?;
+                    self.extend_dict(&items)?;
+                }
+                b'd' => {
+                    let items = self.pop_mark()?;
+                    self.push(Node::Dict(Vec::new()))?;
+                    self.extend_dict(&items)?;
+                }
+                0x8f => self.push(Node::Set(Vec::new()))?,
+                0x90 => {
+                    let items = self.pop_mark()?;
+                    match self.top_node()? {
+                        Node::Set(set) => set.extend(items),
+                        other => return Err(PickleErrorKind::Kind { expected: "a set", found: other.kind() }),
+                    }
+                }
+                0x91 => {
+                    let items = self.pop_mark()?;
+                    self.push(Node::Set(items))?;
+                }
+                b'c' => {
+                    let module = self.line()?;
+                    let name = self.line()?;
+                    self.global(module, name)?;
+                }
+                0x93 => {
+                    let names = self.pop_many(2)?;
+                    match (&self.nodes[names[0].0 as usize], &self.nodes[names[1].0 as usize]) {
+                        (Node::Str(module), Node::Str(name)) => self.global(module, name)?,
+                        _ => {
+                            return Err(PickleErrorKind::Kind {
+                                expected: "a module and a name",
+                                found: "other values",
+                            });
+                        }
+                    }
+                }
+                // REDUCE and NEWOBJ
+                b'R' | 0x81 => {
+                    let operands = self.pop_many(2)?;
+                    self.object(operands[0], operands[1])?;
+                }
+                // NEWOBJ_EX: keyword arguments must be absent.
+                0x92 => {
+                    let operands = self.pop_many(3)?;
+                    match &self.nodes[operands[2].0 as usize] {
+                        Node::Dict(keywords) if keywords.is_empty() => self.object(operands[0], operands[1])?,
+                        other => {
+                            return Err(PickleErrorKind::Kind {
+                                expected: "no keyword arguments",
+                                found: other.kind(),
+                            });
+                        }
+                    }
+                }
+                b'b' => {
+                    let state = self.pop()?;
+                    self.build(state)?;
+                }
+                b'Q' => {
+                    let id = self.pop()?;
+                    self.push(Node::PersistentId(id))?;
+                }
+                b'h' => {
+                    let [index] = self.array()?;
+                    self.get(u64::from(index))?;
+                }
+                b'j' => {
+                    let index = u32::from_le_bytes(self.array()?);
+                    self.get(u64::from(index))?;
+                }
+                b'q' => {
+                    let [index] = self.array()?;
+                    self.put(usize::from(index))?;
+                }
+                b'r' => {
+                    let index = u32::from_le_bytes(self.array()?);
+                    self.put(index as usize)?;
+                }
+                0x94 => self.put(self.memo.len())?,
+                opcode => return Err(PickleErrorKind::Opcode { opcode }),
+            }
+        }
+    }
+
+    fn array<const N: usize>(&mut self) -> Result1<[u8; N]> {
+        let rest = self.bytes.get(self.at..).unwrap_or_default();
+        let array = *rest.first_chunk::<N>().ok_or(PickleErrorKind::Truncated)?;
+        self.at += N;
+        Ok(array)
+    }
+
+    fn u64(&mut self) -> Result1<u64> {
+        Ok(u64::from_le_bytes(self.array()?))
+    }
+
+    fn check_remaining(&self, length: u64) -> Result1<usize> {
+        let remaining = (self.bytes.len() - self.at) as u64;
+        if length > remaining {
+            return Err(PickleErrorKind::Limit { what: "length", value: length, limit: remaining });
+        }
+        Ok(length as usize)
+    }
+
+    fn take(&mut self, length: u64) -> Result1<&'a [u8]> {
+        let length = self.check_remaining(length)?;
+        let taken = &self.bytes[self.at..self.at + length];
+        self.at += length;
+        Ok(taken)
+    }
+
+    fn line(&mut self) -> Result1<&'a str> {
+        let rest = &self.bytes[self.at..];
+        let end = rest.iter().position(|&byte| byte == b'\n').ok_or(PickleErrorKind::Truncated)?;
+        self.at += end + 1;
+        std::str::from_utf8(&rest[..end]).map_err(|_| PickleErrorKind::Text)
+    }
+
+    fn text(&mut self, length: u64) -> Result1<()> {
+        let bytes = self.take(length)?;
+        let text = std::str::from_utf8(bytes).map_err(|_| PickleErrorKind::Text)?;
+        self.push(Node::Str(text))
+    }
+
+    fn raw(&mut self, length: u64) -> Result1<()> {
+        let bytes = self.take(length)?;
+        self.push(Node::Bytes(Cow::Borrowed(bytes)))
+    }
+
+    fn long(&mut self, length: u64) -> Result1<()> {
+        if length > MAX_INTEGER_BYTES {
+            return Err(PickleErrorKind::Limit { what: "integer length", value: length, limit: MAX_INTEGER_BYTES });
+        }
+        let bytes = self.take(length)?;
+        let node = match int_from_le_bytes(bytes) {
+            Some(value) => Node::Int(value),
+            None => Node::BigInt(bytes),
+        };
+        self.push(node)
+    }
+
+    fn push(&mut self, node: Node<'a>) -> Result1<()> {
+        if self.nodes.len() >= MAX_PICKLE_NODES {
+            let limit = MAX_PICKLE_NODES as u64;
+            return Err(PickleErrorKind::Limit { what: "number of values", value: limit + 1, limit });
+        }
+        let id = NodeId(self.nodes.len() as u32);
+        self.nodes.push(node);
+        self.offsets.push(self.op as u32);
+        self.stack.push(id);
+        Ok(())
+    }
+
+    /// The lowest stack height that an opcode may pop to: what lies below an open mark is out of reach.
+    fn floor(&self) -> usize {
+        self.marks.last().copied().unwrap_or(0)
+    }
+
+    fn top(&self) -> Result1<NodeId> {
+        if self.stack.len() <= self.floor() {
+            return Err(PickleErrorKind::Stack);
+        }
+        self.stack.last().copied().ok_or(PickleErrorKind::Stack)
+    }
+
+    fn top_node(&mut self) -> Result1<&mut Node<'a>> {
+        let top = self.top()?;
+        Ok(&mut self.nodes[top.0 as usize])
+    }
+
+    fn pop(&mut self) -> Result1<NodeId> {
+        let top = self.top()?;
+        self.stack.pop();
+        Ok(top)
+    }
+
+    fn pop_many(&mut self, count: usize) -> Result1<Vec<NodeId>> {
+        let start = self.stack.len().checked_sub(count).filter(|&start| start >= self.floor());
+        Ok(self.stack.split_off(start.ok_or(PickleErrorKind::Stack)?))
+    }
+
+    fn pop_mark(&mut self) -> Result1<Vec<NodeId>> {
+        let mark = self.marks.pop().ok_or(PickleErrorKind::Stack)?;
+        Ok(self.stack.split_off(mark))
+    }
+
+    fn extend_list(&mut self, items: Vec<NodeId>) -> Result1<()> {
+        match self.top_node()? {
+            Node::List(list) => {
+                list.extend(items);
+                Ok(())
+            }
+            other => Err(PickleErrorKind::Kind { expected: "a list", found: other.kind() }),
+        }
+    }
+
+    fn extend_dict(&mut self, items: &[NodeId]) -> Result1<()> {
+        if !items.len().is_multiple_of(2) {
+            return Err(PickleErrorKind::Stack);
+        }
+        match self.top_node()? {
+            Node::Dict(dict) => {
+                dict.extend(items.chunks_exact(2).map(|pair| (pair[0], pair[1])));
+                Ok(())
+            }
+            other => Err(PickleErrorKind::Kind { expected: "a dict", found: other.kind() }),
+        }
+    }
+
+    fn global(&mut self, module: &str, name: &str) -> Result1<()> {
+        match Global::lookup(module, name) {
+            Some(global) => self.push(Node::Global(global)),
+            None => Err(PickleErrorKind::Global { module: excerpt(module), name: excerpt(name) }),
+        }
+    }
+
+    /// Records what `global(*args)` would have been; containers and bytes become the plain nodes they stand for.
+    fn object(&mut self, global: NodeId, args: NodeId) -> Result1<()> {
+        let global = match &self.nodes[global.0 as usize] {
+            Node::Global(global) => *global,
+            other => return Err(PickleErrorKind::Kind { expected: "a global to apply", found: other.kind() }),
+        };
+        let Node::Tuple(values) = &self.nodes[args.0 as usize] else {
+            let found = self.nodes[args.0 as usize].kind();
+            return Err(PickleErrorKind::Kind { expected: "a tuple of arguments", found });
+        };
+        let first = values.first().copied();
+        let second = values.get(1).copied();
+        let node = match global {
+            Global::OrderedDict | Global::DefaultDict => Node::Dict(self.dict_of(first)?),
+            Global::Set | Global::FrozenSet => Node::Set(self.items_of(first)?),
+            Global::CodecsEncode => Node::Bytes(Cow::Owned(self.encoded(first, second)?)),
+            Global::ByteArray => Node::Bytes(self.bytes_of(first)?),
+            _ => Node::Object(Box::new(ObjectNode { global, args, state: None })),
+        };
+        self.push(node)
+    }
+
+    /// Allows for `count` more items or bytes to be copied.
+    fn charge(&mut self, count: usize) -> Result1<()> {
+        self.copied = self.copied.saturating_add(count);
+        if self.copied > self.bytes.len() {
+            let limit = self.bytes.len() as u64;
+            return Err(PickleErrorKind::Limit { what: "copies of shared values", value: self.copied as u64, limit });
+        }
+        Ok(())
+    }
+
+    /// How many items or bytes the node holds.
+    fn extent(&self, id: NodeId) -> usize {
+        match &self.nodes[id.0 as usize] {
+            Node::List(items) | Node::Tuple(items) | Node::Set(items) => items.len(),
+            Node::Str(text) => text.len(),
+            Node::Bytes(bytes) => bytes.len(),
+            _ => 0,
+        }
+    }
+
+    /// `OrderedDict()`, `OrderedDict([[key, value], …])`, `defaultdict(factory)`.
+    fn dict_of(&mut self, pairs: Option<NodeId>) -> Result1<Vec<(NodeId, NodeId)>> {
+        let Some(id) = pairs else { return Ok(Vec::new()) };
+        self.charge(self.extent(id))?;
+        let Node::List(pairs) = &self.nodes[id.0 as usize] else { return Ok(Vec::new()) };
+        pairs
+            .iter()
+            .map(|pair| match &self.nodes[pair.0 as usize] {
+                Node::Tuple(pair) | Node::List(pair) if pair.len() == 2 => Ok((pair[0], pair[1])),
+                other => Err(PickleErrorKind::Kind { expected: "a pair", found: other.kind() }),
+            })
+            .collect()
+    }
+
+    /// `set([…])`
+    fn items_of(&mut self, items: Option<NodeId>) -> Result1<Vec<NodeId>> {
+        let Some(id) = items else { return Ok(Vec::new()) };
+        self.charge(self.extent(id))?;
+        match &self.nodes[id.0 as usize] {
+            Node::List(items) | Node::Tuple(items) | Node::Set(items) => Ok(items.clone()),
+            other => Err(PickleErrorKind::Kind { expected: "a list", found: other.kind() }),
+        }
+    }
+
+    /// `bytearray(b'…')`
+    fn bytes_of(&mut self, bytes: Option<NodeId>) -> Result1<Cow<'a, [u8]>> {
+        let Some(id) = bytes else { return Ok(Cow::Borrowed(&[])) };
+        self.charge(self.extent(id))?;
+        match &self.nodes[id.0 as usize] {
+            Node::Bytes(bytes) => Ok(bytes.clone()),
+            other => Err(PickleErrorKind::Kind { expected: "bytes", found: other.kind() }),
+        }
+    }
+
+    /// `_codecs.encode(text, 'latin1')`
+    fn encoded(&mut self, text: Option<NodeId>, encoding: Option<NodeId>) -> Result1<Vec<u8>> {
+        let refused = PickleErrorKind::Value { what: "bytes must be spelled as latin1 text" };
+        let (Some(text), Some(encoding)) = (text, encoding) else { return Err(refused) };
+        self.charge(self.extent(text))?;
+        match (&self.nodes[text.0 as usize], &self.nodes[encoding.0 as usize]) {
+            (Node::Str(text), Node::Str("latin1")) => {
+                let bytes: Option<Vec<u8>> = text.chars().map(|c| u8::try_from(u32::from(c)).ok()).collect();
+                bytes.ok_or(PickleErrorKind::Text)
+            }
+            _ => Err(refused),
+        }
+    }
+
+    fn build(&mut self, state: NodeId) -> Result1<()> {
+        match self.top_node()? {
+            Node::Object(object) if object.state.is_none() => {
+                object.state = Some(state);
+                Ok(())
+            }
+            // An OrderedDict with Python attributes (a module's state dict has `_metadata`): the attributes are dropped.
+            Node::Dict(_) => Ok(()),
+            other => Err(PickleErrorKind::Kind { expected: "an object without state", found: other.kind() }),
+        }
+    }
+
+    fn get(&mut self, index: u64) -> Result1<()> {
+        let id = usize::try_from(index).ok().and_then(|index| *self.memo.get(index)?);
+        self.stack.push(id.ok_or(PickleErrorKind::Memo { index })?);
+        Ok(())
+    }
+
+    fn put(&mut self, index: usize) -> Result1<()> {
+        let top = self.top()?;
+        let limit = self.memo.len() + MAX_MEMO_GAP;
+        if index > limit {
+            return Err(PickleErrorKind::Limit { what: "memo index", value: index as u64, limit: limit as u64 });
+        }
+        if index >= self.memo.len() {
+            self.memo.resize(index + 1, None);
+        }
+        self.memo[index] = Some(top);
+        Ok(())
+    }
+}
+
+/// A name as an error shows it: not longer than a line.
+fn excerpt(name: &str) -> String {
+    const LONGEST: usize = 120;
+    match name.char_indices().nth(LONGEST) {
+        Some((end, _)) => format!("{}…", &name[..end]),
+        None => name.to_owned(),
+    }
+}
+
+/// A little-endian two's-complement integer, if it fits 64 bits.
+fn int_from_le_bytes(bytes: &[u8]) -> Option<i64> {
+    let negative = bytes.last().is_some_and(|&byte| byte >= 0x80);
+    let fill = if negative { 0xff } else { 0 };
+    let mut array = [fill; 8];
+    let (low, high) = bytes.split_at(bytes.len().min(8));
+    array[..low.len()].copy_from_slice(low);
+    let value = i64::from_le_bytes(array);
+    (high.iter().all(|&byte| byte == fill) && (value < 0) == negative).then_some(value)
+}

@@ -1,0 +1,118 @@
+//! Pickles, honest and hostile.
+
+use super::*;
+
+fn refused(bytes: &[u8]) -> PickleErrorKind {
+    parse(bytes).expect_err("must be refused").kind
+}
+
+#[test]
+fn integers_keep_their_value_in_every_form() {
+    for value in
+        [0, 1, 255, 256, 65535, 65536, -1, -128, -129, i64::from(i32::MIN), i64::from(i32::MAX) + 1, i64::MIN, i64::MAX]
+    {
+        let mut bytes = Vec::new();
+        write::proto(&mut bytes, 2);
+        write::int(&mut bytes, value);
+        write::op(&mut bytes, write::STOP);
+        let pickle = parse(&bytes).unwrap();
+        assert_eq!(pickle.int(pickle.root()).unwrap(), value);
+    }
+    let mut bytes = Vec::new();
+    write::unsigned(&mut bytes, u64::MAX);
+    write::op(&mut bytes, write::STOP);
+    let pickle = parse(&bytes).unwrap();
+    assert_eq!(*pickle.node(pickle.root()), Node::BigInt(&[255, 255, 255, 255, 255, 255, 255, 255, 0]));
+    assert_eq!(parse(b"\x8a\x00.").map(|p| p.int(p.root())).unwrap(), Ok(0));
+}
+
+#[test]
+fn unknown_globals_are_named_and_never_built() {
+    for bytes in [
+        &b"cos\nsystem\n(S'true'\ntR."[..],
+        b"\x80\x04\x8c\x02os\x8c\x06system\x93.",
+        b"\x80\x02ctorch.storage\n_load_from_bytes\n.",
+        b"c__builtin__\neval\n.",
+        b"cbuiltins\ngetattr\n.",
+        b"ctorch\nload\n.",
+    ] {
+        assert!(matches!(refused(bytes), PickleErrorKind::Global { .. }), "{bytes:?}");
+    }
+    // INST, OBJ, EXT1, GET, persistent text ids and buffers are not even opcodes here.
+    for opcode in *b"ioPgpIVSFL\x82\x83\x84\x97\x98" {
+        assert_eq!(refused(&[opcode, b'.', b'\n']), PickleErrorKind::Opcode { opcode });
+    }
+}
+
+#[test]
+fn lengths_are_checked_before_anything_is_allocated() {
+    assert!(matches!(refused(b"\x95\xff\xff\xff\xff\xff\xff\xff\x7f."), PickleErrorKind::Limit { what: "length", .. }));
+    assert!(matches!(refused(b"\x8b\xff\xff\xff\xff."), PickleErrorKind::Limit { what: "integer length", .. }));
+    assert!(matches!(refused(b"\x8d\xff\xff\xff\xff\xff\xff\xff\xffa."), PickleErrorKind::Limit { .. }));
+    assert!(matches!(refused(b"B\xff\xff\xff\xff."), PickleErrorKind::Limit { .. }));
+    assert!(matches!(refused(b"Nr\xff\xff\xff\x7f."), PickleErrorKind::Limit { what: "memo index", .. }));
+    assert_eq!(refused(b"j\xff\xff\xff\x7f."), PickleErrorKind::Memo { index: 0x7fff_ffff });
+    assert_eq!(refused(b"\x80\x09."), PickleErrorKind::Protocol { protocol: 9 });
+}
+
+#[test]
+fn what_lies_below_a_mark_is_out_of_reach() {
+    for bytes in [&b"(0."[..], b"N(\x85.", b"(2.", b"]N(a.", b"t.", b"(e.", b"N.", b"("] {
+        let parsed = parse(bytes);
+        assert_eq!(parsed.is_ok(), bytes == b"N.", "{bytes:?}");
+    }
+}
+
+#[test]
+fn deep_nesting_is_found_when_walked_and_costs_nothing_before() {
+    let mut bytes = vec![write::EMPTY_TUPLE; 1];
+    bytes.extend(std::iter::repeat_n(0x85, 100_000));
+    bytes.push(write::STOP);
+    let pickle = parse(&bytes).unwrap();
+    let error = crate::item::value_of(&pickle, pickle.root()).unwrap_err();
+    assert!(error.to_string().contains("nesting"), "{error}");
+}
+
+#[test]
+fn a_list_that_holds_itself_is_an_error() {
+    // l = []; l.append(l)
+    let pickle = parse(b"]q\x00h\x00a.").unwrap();
+    let error = crate::item::value_of(&pickle, pickle.root()).unwrap_err();
+    assert!(error.to_string().contains("nesting"), "{error}");
+}
+
+#[test]
+fn billion_laughs_stay_small() {
+    // Each list holds the one before it ten times over.
+    let mut bytes = b"]q\x00".to_vec();
+    for level in 0..40u8 {
+        bytes.extend_from_slice(b"](");
+        for _ in 0..10 {
+            bytes.extend_from_slice(&[b'h', level]);
+        }
+        bytes.extend_from_slice(&[b'e', b'q', level + 1]);
+    }
+    bytes.push(b'.');
+    let pickle = parse(&bytes).unwrap();
+    let error = crate::item::value_of(&pickle, pickle.root()).unwrap_err();
+    assert!(error.to_string().contains("expanded size"), "{error}");
+
+    // A set made of one shared list again and again would copy it each time.
+    let mut bytes = b"c__builtin__\nset\nq\x00](".to_vec();
+    bytes.extend(std::iter::repeat_n(b'N', 10_000));
+    bytes.extend_from_slice(b"e\x85q\x01");
+    for _ in 0..10_000 {
+        bytes.extend_from_slice(b"h\x00h\x01R0");
+    }
+    bytes.push(b'.');
+    assert!(matches!(refused(&bytes), PickleErrorKind::Limit { what: "copies of shared values", .. }));
+}
+
+#[test]
+fn every_prefix_is_an_error() {
+    let whole = b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00}\x94(\x8c\x01a\x94K\x01\x8c\x01b\x94G?\xf0\x00\x00\x00\x00\x00\x00u.";
+    assert!(parse(whole).is_ok());
+    for end in 0..whole.len() {
+        assert!(parse(&whole[..end]).is_err(), "prefix of {end} bytes");
+    }
+}

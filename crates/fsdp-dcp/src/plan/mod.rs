@@ -1,0 +1,23 @@
+//! Planning: pure functions from what ranks hold to who writes what, and from what a rank wants to what it reads.
+//!
+//! Saving: every rank lists its [`WriteItem`]s; [`plan_save`] (on one rank) drops the duplicates that replicated tensors
+//! are, balances the ranks by bytes, checks that every tensor is covered exactly once, and makes the [`Metadata`];
+//! each rank gets the [`Selection`] of its own items that it must write.
+//!
+//! Loading: [`plan_load`] intersects wanted boxes with saved chunks. Everything that can be wrong is found there,
+//! before a byte is read.
+//!
+//! [`Metadata`]: crate::metadata::Metadata
+
+mod load;
+mod save;
+mod validate;
+
+pub use load::{LoadOptions, LoadPlan, LoadPlanError, LoadRequest, ReadItem, plan_load};
+pub use save::{
+    Deduplicate, GlobalPlan, LocalPlan, SaveOptions, SavePlanError, Selection, WriteContent, WriteItem, plan_save,
+};
+pub use validate::{ChunkError, validate_chunks, validate_metadata};
+
+#[cfg(test)]
+mod tests;

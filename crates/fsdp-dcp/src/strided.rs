@@ -1,0 +1,196 @@
+//! Reading a box of a tensor that may lie in its storage in any order: row-major, transposed, channels-last, expanded.
+//!
+//! Elements are visited in the order of their position in the storage, so that a file is read forwards.
+
+use fsdp_layout::TensorBox;
+use fsdp_layout::boxes::row_major_strides;
+
+use crate::error::FormatError;
+use crate::source::{BlockReader, ReadAt};
+
+/// Where the elements of a tensor (or chunk) lie in a storage, in elements.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StridedLayout {
+    /// The box of the whole tensor that this is.
+    pub bounds: TensorBox,
+    /// Position of the box's first element.
+    pub offset: u64,
+    /// Elements from one index to the next, in each dimension.
+    pub strides: Vec<usize>,
+}
+
+/// `len` elements at `src`, `src + src_step`, … of the storage, that belong at `dst`, `dst + dst_step`, … .
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct StridedRun {
+    pub(crate) src: u64,
+    pub(crate) dst: usize,
+    pub(crate) len: usize,
+    pub(crate) src_step: usize,
+    pub(crate) dst_step: usize,
+}
+
+/// The runs of `overlap`, from a storage to a row-major buffer of the box `dst`. `overlap` must lie in both boxes.
+#[derive(Debug, Clone)]
+pub(crate) struct StridedRuns {
+    /// Outer dimensions: extent, source step, destination step; the slowest first.
+    outer: Vec<(usize, usize, usize)>,
+    index: Vec<usize>,
+    next: Option<StridedRun>,
+}
+
+impl StridedRuns {
+    pub(crate) fn new(overlap: &TensorBox, src: &StridedLayout, dst: &TensorBox) -> Self {
+        let dst_strides = row_major_strides(&dst.sizes);
+        let mut first = StridedRun { src: src.offset, dst: 0, len: 1, src_step: 1, dst_step: 1 };
+        let mut dims = Vec::with_capacity(overlap.rank());
+        for (d, &dst_stride) in dst_strides.iter().enumerate() {
+            first.src += ((overlap.offsets[d] - src.bounds.offsets[d]) * src.strides[d]) as u64;
+            first.dst += (overlap.offsets[d] - dst.offsets[d]) * dst_stride;
+            if overlap.sizes[d] != 1 {
+                dims.push((overlap.sizes[d], src.strides[d], dst_stride));
+            }
+        }
+        dims.sort_by_key(|&(_, src_step, _)| std::cmp::Reverse(src_step));
+        // Neighbours that continue each other on both sides are one dimension.
+        let mut merged: Vec<(usize, usize, usize)> = Vec::with_capacity(dims.len());
+        for (size, src_step, dst_step) in dims {
+            match merged.last_mut() {
+                Some((outer, outer_src, outer_dst))
+                    if *outer_src == size * src_step && *outer_dst == size * dst_step =>
+                {
+                    (*outer, *outer_src, *outer_dst) = (*outer * size, src_step, dst_step);
+                }
+                _ => merged.push((size, src_step, dst_step)),
+            }
+        }
+        if let Some((len, src_step, dst_step)) = merged.pop() {
+            first = StridedRun { len, src_step, dst_step, ..first };
+        }
+        StridedRuns { index: vec![0; merged.len()], outer: merged, next: (!overlap.is_empty()).then_some(first) }
+    }
+
+    /// The storage position after the last element that any run touches.
+    pub(crate) fn end(&self) -> u64 {
+        self.next.map_or(0, |run| {
+            let outer: usize = self.outer.iter().map(|&(size, step, _)| (size - 1) * step).sum();
+            run.src + (outer + (run.len - 1) * run.src_step) as u64 + 1
+        })
+    }
+}
+
+impl Iterator for StridedRuns {
+    type Item = StridedRun;
+
+    fn next(&mut self) -> Option<StridedRun> {
+        let run = self.next?;
+        let mut following = run;
+        self.next = None;
+        for (&(size, src_step, dst_step), index) in self.outer.iter().zip(&mut self.index).rev() {
+            *index += 1;
+            if *index < size {
+                following.src += src_step as u64;
+                following.dst += dst_step;
+                self.next = Some(following);
+                break;
+            }
+            following.src -= ((size - 1) * src_step) as u64;
+            following.dst -= (size - 1) * dst_step;
+            *index = 0;
+        }
+        Some(run)
+    }
+}
+
+/// Reads `overlap` into `dst`, the row-major bytes of the box `to`. The storage starts at byte `storage` of the source.
+pub(crate) fn read_overlap<S: ReadAt + ?Sized>(
+    reader: &mut BlockReader<'_, S>,
+    storage: u64,
+    element: usize,
+    from: &StridedLayout,
+    overlap: &TensorBox,
+    to: &TensorBox,
+    dst: &mut [u8],
+) -> Result<(), FormatError> {
+    let runs = StridedRuns::new(overlap, from, to);
+    let bytes = element as u64;
+    let limit = storage + runs.end() * bytes;
+    let mut scratch = Vec::new();
+    for run in runs {
+        let start = storage + run.src * bytes;
+        if run.dst_step == 1 && (run.src_step == 1 || run.len == 1) {
+            let at = run.dst * element;
+            reader.read(start, &mut dst[at..at + run.len * element], limit)?;
+            continue;
+        }
+        // Elements lie apart, here or there: read what spans some of them, then pick.
+        const SPAN: usize = 64 << 10;
+        let step = run.src_step * element;
+        let at_once = SPAN.checked_div(step).map_or(run.len, |count| count.max(1));
+        let mut done = 0;
+        while done < run.len {
+            let count = at_once.min(run.len - done);
+            let span = (count - 1) * step + element;
+            scratch.resize(span, 0);
+            reader.read(start + (done * step) as u64, &mut scratch[..span], limit)?;
+            for k in 0..count {
+                let at = (run.dst + (done + k) * run.dst_step) * element;
+                dst[at..at + element].copy_from_slice(&scratch[k * step..k * step + element]);
+            }
+            done += count;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// A shape, the order of its dimensions in memory, and a box in it.
+    fn case() -> impl Strategy<Value = (Vec<usize>, Vec<usize>, Vec<usize>, Vec<usize>)> {
+        prop::collection::vec(1usize..6, 0..4).prop_flat_map(|shape| {
+            let order = Just((0..shape.len()).collect::<Vec<_>>()).prop_shuffle();
+            let offsets: Vec<_> = shape.iter().map(|&n| 0..n).collect();
+            (Just(shape), order, offsets).prop_flat_map(|(shape, order, offsets)| {
+                let sizes: Vec<_> = shape.iter().zip(&offsets).map(|(&n, &o)| 1..=n - o).collect();
+                (Just(shape), Just(order), Just(offsets), sizes)
+            })
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn any_memory_order_reads_as_row_major((shape, order, offsets, sizes) in case()) {
+            // Strides of a dense tensor whose dimensions lie in memory in this order.
+            let mut strides = vec![0; shape.len()];
+            let mut step = 1;
+            for &d in order.iter().rev() {
+                strides[d] = step;
+                step *= shape[d];
+            }
+            let storage: Vec<u8> = (0..step as u16).flat_map(u16::to_le_bytes).collect();
+            let wanted = TensorBox::new(offsets, sizes);
+            let from = StridedLayout { bounds: TensorBox::whole(&shape), offset: 0, strides: strides.clone() };
+            let mut dst = vec![0xee; wanted.numel() * 2];
+            let mut reader = BlockReader::new(storage.as_slice());
+            read_overlap(&mut reader, 0, 2, &from, &wanted, &wanted, &mut dst).unwrap();
+            let local = row_major_strides(&wanted.sizes);
+            for i in 0..wanted.numel() {
+                let at: usize =
+                    (0..shape.len()).map(|d| (wanted.offsets[d] + i / local[d] % wanted.sizes[d]) * strides[d]).sum();
+                prop_assert_eq!(u16::from_le_bytes([dst[2 * i], dst[2 * i + 1]]), at as u16);
+            }
+        }
+    }
+
+    #[test]
+    fn expanded_tensors_repeat_their_elements() {
+        let from = StridedLayout { bounds: TensorBox::whole(&[3, 2]), offset: 1, strides: vec![0, 1] };
+        let storage = [9u8, 1, 2];
+        let mut dst = [0; 6];
+        let whole = TensorBox::whole(&[3, 2]);
+        read_overlap(&mut BlockReader::new(&storage[..]), 0, 1, &from, &whole, &whole, &mut dst).unwrap();
+        assert_eq!(dst, [1, 2, 1, 2, 1, 2]);
+    }
+}

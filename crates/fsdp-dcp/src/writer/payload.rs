@@ -1,0 +1,282 @@
+//! Writing a planned file: hashing, checksums and writing in one pass over pieces that fit the cache, by several threads.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use crc32fast::Hasher;
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::PayloadSource;
+use super::layout::{Content, FileLayout, Placed};
+use crate::durable::StagedFile;
+use crate::error::CheckpointError;
+use crate::integrity::{FileIntegrity, block_length};
+
+/// How much is hashed, then written, at once.
+const AT_ONCE: u64 = 1 << 20;
+/// A payload longer than this is shared among threads: a multiple of every block length.
+const PART: u64 = 32 << 20;
+
+/// What a thread takes: some small items that follow each other, or a part of a large one.
+#[derive(Debug, Clone, Copy)]
+enum Task {
+    Batch { first: usize, count: usize },
+    Part { item: usize, start: u64, end: u64 },
+}
+
+/// What came of a task.
+#[derive(Debug, Default)]
+struct Done {
+    /// Of a part: the checksum, to be combined with those of the other parts. Of a batch: nothing.
+    crc: Hasher,
+    /// Block hashes of a part; one hash for each item of a batch.
+    hashes: Vec<u64>,
+}
+
+/// Writes all items, and returns the hashes of the file.
+pub(super) fn write(
+    file: &StagedFile,
+    layout: &FileLayout<'_>,
+    source: &dyn PayloadSource,
+    threads: usize,
+) -> Result<FileIntegrity, CheckpointError> {
+    let tasks = tasks(layout);
+    let next = AtomicUsize::new(0);
+    let failed = AtomicBool::new(false);
+    let results: Vec<Mutex<Done>> = tasks.iter().map(|_| Mutex::default()).collect();
+    let work = || -> Result<(), CheckpointError> {
+        let mut buffer = Vec::new();
+        while !failed.load(Ordering::Relaxed) {
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            let (Some(task), Some(result)) = (tasks.get(index), results.get(index)) else { break };
+            let done = run(file, layout, source, *task, &mut buffer);
+            failed.fetch_or(done.is_err(), Ordering::Relaxed);
+            *result.lock().unwrap_or_else(PoisonError::into_inner) = done?;
+        }
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        let others: Vec<_> = (1..threads.clamp(1, tasks.len().max(1))).map(|_| scope.spawn(work)).collect();
+        let mut outcome = work();
+        for other in others {
+            let theirs = other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            outcome = outcome.and(theirs);
+        }
+        outcome
+    })?;
+    let done = results.into_iter().map(|done| done.into_inner().unwrap_or_else(PoisonError::into_inner));
+    finish(file, layout, tasks.into_iter().zip(done))
+}
+
+fn tasks(layout: &FileLayout<'_>) -> Vec<Task> {
+    let mut tasks = Vec::new();
+    for (index, placed) in layout.items.iter().enumerate() {
+        if let Some((_, length)) = placed.own_payload() {
+            let parts = (0..length.div_ceil(PART)).map(|part| Task::Part {
+                item: index,
+                start: part * PART,
+                end: (part * PART + PART).min(length),
+            });
+            tasks.extend(parts);
+            continue;
+        }
+        match tasks.last_mut() {
+            Some(Task::Batch { first, count })
+                if *first + *count == index && placed.end() - layout.items[*first].offset <= AT_ONCE =>
+            {
+                *count += 1;
+            }
+            _ => tasks.push(Task::Batch { first: index, count: 1 }),
+        }
+    }
+    tasks
+}
+
+/// Where the segment of an item starts: after the item before it, so that padding is covered too.
+fn segment_start(layout: &FileLayout<'_>, item: usize) -> u64 {
+    item.checked_sub(1).map_or(0, |before| layout.items[before].end())
+}
+
+fn run(
+    file: &StagedFile,
+    layout: &FileLayout<'_>,
+    source: &dyn PayloadSource,
+    task: Task,
+    buffer: &mut Vec<u8>,
+) -> Result<Done, CheckpointError> {
+    match task {
+        Task::Batch { first, count } => {
+            let from = segment_start(layout, first);
+            let mut hashes = Vec::with_capacity(count);
+            buffer.clear();
+            for placed in &layout.items[first..first + count] {
+                let start = buffer.len();
+                buffer.resize((placed.offset - from) as usize, 0);
+                small_item(placed, source, buffer)?;
+                hashes.extend(blocks(&buffer[start..]));
+            }
+            file.write_at(from, buffer)?;
+            Ok(Done { crc: Hasher::new(), hashes })
+        }
+        Task::Part { item, start, end } => {
+            let placed = &layout.items[item];
+            let (Some((payload, length)), Content::Tensor { bounds, .. }) = (placed.own_payload(), &placed.content)
+            else {
+                return Ok(Done::default());
+            };
+            buffer.clear();
+            let mut sink = PartSink {
+                file,
+                at: payload + start,
+                end: payload + end,
+                block: block_length(length),
+                buffer,
+                done: Done::default(),
+            };
+            let mut given = 0u64;
+            source.payload(placed.fqn, bounds, start..end, &mut |bytes| {
+                given += bytes.len() as u64;
+                check_length(placed.fqn, given, end - start, false)?;
+                sink.put(bytes)
+            })?;
+            check_length(placed.fqn, given, end - start, true)?;
+            Ok(sink.done)
+        }
+    }
+}
+
+/// Appends a small item to the buffer, whole.
+fn small_item(placed: &Placed<'_>, source: &dyn PayloadSource, buffer: &mut Vec<u8>) -> Result<(), CheckpointError> {
+    let (bounds, around) = match &placed.content {
+        Content::Value(bytes) => {
+            buffer.extend_from_slice(bytes);
+            return Ok(());
+        }
+        Content::Tensor { bounds, around } => (bounds, around),
+    };
+    let start = buffer.len();
+    let head = around.payload_offset() as usize;
+    let length = around.payload_length();
+    buffer.resize(start + head, 0);
+    let mut given = 0u64;
+    source.payload(placed.fqn, bounds, 0..length, &mut |bytes| {
+        given += bytes.len() as u64;
+        check_length(placed.fqn, given, length, false)?;
+        buffer.extend_from_slice(bytes);
+        Ok(())
+    })?;
+    check_length(placed.fqn, given, length, true)?;
+    let crc = crc32fast::hash(&buffer[start + head..]);
+    buffer[start..start + head].copy_from_slice(&around.head(crc));
+    buffer.extend_from_slice(&around.tail(crc));
+    Ok(())
+}
+
+fn check_length(fqn: &str, given: u64, planned: u64, whole: bool) -> Result<(), CheckpointError> {
+    match given > planned || (whole && given < planned) {
+        true => Err(CheckpointError::PayloadLength { fqn: fqn.to_owned(), given, planned }),
+        false => Ok(()),
+    }
+}
+
+/// The hashes of a segment's blocks.
+fn blocks(segment: &[u8]) -> impl Iterator<Item = u64> {
+    segment.chunks(block_length(segment.len() as u64) as usize).map(xxh3_64)
+}
+
+/// Takes a part's bytes in order; hashes and writes them, from where they lie if they come in pieces that are large
+/// enough.
+struct PartSink<'a> {
+    file: &'a StagedFile,
+    at: u64,
+    end: u64,
+    block: u64,
+    buffer: &'a mut Vec<u8>,
+    done: Done,
+}
+
+impl PartSink<'_> {
+    fn put(&mut self, mut bytes: &[u8]) -> Result<(), CheckpointError> {
+        while !bytes.is_empty() {
+            let left = self.end - self.at;
+            // What is written at once: whole blocks, or all that is left.
+            let wanted = left.min(AT_ONCE.max(self.block)) as usize;
+            let have = bytes.len() as u64;
+            let direct = if have >= left { left } else { have - have % self.block }.min(wanted as u64) as usize;
+            if self.buffer.is_empty() && direct > 0 {
+                let (now, rest) = bytes.split_at(direct);
+                self.write(now)?;
+                bytes = rest;
+                continue;
+            }
+            let take = (wanted - self.buffer.len()).min(bytes.len());
+            let (now, rest) = bytes.split_at(take);
+            self.buffer.extend_from_slice(now);
+            bytes = rest;
+            if self.buffer.len() == wanted {
+                let gathered = std::mem::take(self.buffer);
+                self.write(&gathered)?;
+                *self.buffer = gathered;
+                self.buffer.clear();
+            }
+        }
+        Ok(())
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> Result<(), CheckpointError> {
+        for block in bytes.chunks(self.block as usize) {
+            self.done.hashes.push(xxh3_64(block));
+            self.done.crc.update(block);
+        }
+        self.file.write_at(self.at, bytes)?;
+        self.at += bytes.len() as u64;
+        Ok(())
+    }
+}
+
+/// Writes the bytes around large payloads, whose checksums are known by now, and puts all hashes in order.
+fn finish(
+    file: &StagedFile,
+    layout: &FileLayout<'_>,
+    done: impl Iterator<Item = (Task, Done)>,
+) -> Result<FileIntegrity, CheckpointError> {
+    let mut integrity = FileIntegrity::default();
+    // The large item whose parts are being put together.
+    let mut crc = Hasher::new();
+    let mut hashes = Vec::new();
+    for (task, done) in done {
+        match task {
+            Task::Batch { first, count } => {
+                let mut each = done.hashes.into_iter();
+                for item in first..first + count {
+                    let length = layout.items[item].end() - segment_start(layout, item);
+                    let block = block_length(length);
+                    integrity.push(length, block, each.by_ref().take(length.div_ceil(block) as usize).collect());
+                }
+            }
+            Task::Part { item, end, .. } => {
+                let placed = &layout.items[item];
+                crc.combine(&done.crc);
+                hashes.extend(done.hashes);
+                let (Some((payload, length)), Content::Tensor { around, .. }) = (placed.own_payload(), &placed.content)
+                else {
+                    continue;
+                };
+                if end < length {
+                    continue;
+                }
+                let crc = std::mem::take(&mut crc).finalize();
+                let from = segment_start(layout, item);
+                let mut head = vec![0; (placed.offset - from) as usize];
+                head.extend_from_slice(&around.head(crc));
+                let tail = around.tail(crc);
+                file.write_at(from, &head)?;
+                file.write_at(payload + length, &tail)?;
+                integrity.push_bytes(&head);
+                integrity.push(length, block_length(length), std::mem::take(&mut hashes));
+                integrity.push_bytes(&tail);
+            }
+        }
+    }
+    Ok(integrity)
+}
