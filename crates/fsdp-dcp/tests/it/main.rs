@@ -1,5 +1,7 @@
 //! Tests of the crate from outside: real PyTorch checkpoints, whole saves, crashes, damage.
 
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
 mod fixtures;
 mod save_load;
 mod truth;

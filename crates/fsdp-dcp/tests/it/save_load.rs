@@ -31,7 +31,7 @@ impl PayloadSource for State {
     ) -> Result<(), CheckpointError> {
         let bytes = self.part(fqn, bounds);
         // Odd pieces, so that the writer has to gather them.
-        bytes[range.start as usize..range.end as usize].chunks(100_003).try_for_each(|piece| sink(piece))
+        bytes[range.start as usize..range.end as usize].chunks(100_003).try_for_each(sink)
     }
 
     fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, CheckpointError> {

@@ -54,7 +54,7 @@ pub(crate) fn same(value: &PlainValue, truth: &Value) -> bool {
     match (truth["type"].as_str().unwrap(), value) {
         ("none", PlainValue::None) => true,
         ("bool", PlainValue::Bool(value)) => truth["value"].as_bool() == Some(*value),
-        ("int", PlainValue::Int(value)) => truth["value"] == value.to_string(),
+        ("int", PlainValue::Int(value)) => truth["value"].as_str().unwrap().parse() == Ok(*value),
         ("int", PlainValue::BigInt(bytes)) => {
             let wanted: i128 = truth["value"].as_str().unwrap().parse().unwrap();
             let mut wide = [if bytes.last().unwrap() & 0x80 == 0 { 0 } else { 0xff }; 16];
