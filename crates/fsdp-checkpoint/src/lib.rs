@@ -1,1 +1,28 @@
-//! get/set_state_dict and sharded checkpoints: save, load, retention.
+//! State dicts of sharded models and optimizers, and the checkpoints that hold them.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`mod@save`], [`mod@load`] | a state dict to a checkpoint directory and back, at any number of ranks |
+//! | [`catalog`] | the checkpoints of a training run |
+//! | [`state_dict`] | `get_state_dict`, `set_state_dict` and their model and optimizer halves |
+
+pub mod catalog;
+mod error;
+mod exchange;
+pub mod load;
+mod options;
+pub mod save;
+pub mod state_dict;
+mod template;
+
+pub use catalog::{StepCheckpoint, latest_checkpoint, list_checkpoints, step_path};
+pub use error::CheckpointError;
+pub use fsdp_state::LoadReport;
+pub use load::{LoadOptions, load, load_whole};
+pub use options::StateDictOptions;
+pub use save::{SaveOptions, SaveReport, save};
+pub use state_dict::{
+    get_model_state_dict, get_optimizer_state_dict, get_state_dict, set_model_state_dict, set_optimizer_state_dict,
+    set_state_dict,
+};
+pub use template::optimizer_template;

@@ -255,10 +255,37 @@ pub fn refill<T: Scalar>(tensor: &Tensor, data: Vec<T>) -> Result<(), FlatError>
 /// # Errors
 /// Dtypes whose elements are not plain bytes.
 pub fn zeros(shape: &[usize], dtype: candle_core::DType) -> Result<Tensor, FlatError> {
-    let numel = shape.iter().product();
-    let storage =
-        zeroed(dtype, numel).ok_or(FlatError::Candle(candle_core::Error::UnsupportedDTypeForOp(dtype, "zeros")))?;
-    Ok(Tensor::from_storage(Storage::Cpu(storage), shape, candle_core::op::BackpropOp::none(), false))
+    Ok(TensorBuffer::zeros(shape, dtype)?.into_tensor())
+}
+
+/// Memory that is to become a tensor: filled as bytes first, many at a time and from any thread.
+#[derive(Debug)]
+pub struct TensorBuffer {
+    storage: CpuStorage,
+    shape: Vec<usize>,
+}
+
+impl TensorBuffer {
+    /// Zeros, fresh from the system.
+    ///
+    /// # Errors
+    /// Dtypes whose elements are not plain bytes.
+    pub fn zeros(shape: &[usize], dtype: candle_core::DType) -> Result<Self, FlatError> {
+        let storage = zeroed(dtype, shape.iter().product())
+            .ok_or(FlatError::Candle(candle_core::Error::UnsupportedDTypeForOp(dtype, "zeros")))?;
+        Ok(TensorBuffer { storage, shape: shape.to_vec() })
+    }
+
+    /// The elements' bytes, row-major.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        bytes_of_mut(&mut self.storage).unwrap_or_default()
+    }
+
+    /// The tensor, without a copy.
+    #[must_use]
+    pub fn into_tensor(self) -> Tensor {
+        Tensor::from_storage(Storage::Cpu(self.storage), self.shape, candle_core::op::BackpropOp::none(), false)
+    }
 }
 
 #[cfg(test)]

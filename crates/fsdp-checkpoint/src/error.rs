@@ -1,0 +1,88 @@
+//! What can go wrong with state dicts and checkpoints.
+
+use fsdp_comm::CommError;
+use fsdp_flat::FlatError;
+use fsdp_nn::NnError;
+use fsdp_state::{LoadReport, StateError};
+use thiserror::Error;
+
+/// An error of this crate. Errors that concern all ranks are the same on every rank.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum CheckpointError {
+    /// A collective failed, or another rank did.
+    #[error(transparent)]
+    Comm(#[from] CommError),
+    /// A tensor does not fit.
+    #[error(transparent)]
+    Flat(#[from] FlatError),
+    /// The model or optimizer refused.
+    #[error(transparent)]
+    Nn(#[from] NnError),
+    /// A state dict is malformed.
+    #[error(transparent)]
+    State(#[from] StateError),
+    /// candle refused.
+    #[error(transparent)]
+    Candle(#[from] candle_core::Error),
+    /// Files are missing, damaged or of another layout.
+    #[error(transparent)]
+    Files(#[from] fsdp_dcp::CheckpointError),
+    /// A directory of checkpoints cannot be read.
+    #[error("failed to list the checkpoints in `{}`", path.display())]
+    Directory {
+        /// The directory.
+        path: std::path::PathBuf,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+    /// A value that checkpoints cannot hold.
+    #[error("cannot save `{fqn}`: {problem}")]
+    Unsavable {
+        /// The flat key.
+        fqn: String,
+        /// Why.
+        problem: String,
+    },
+    /// Options that contradict each other.
+    #[error("{problem}")]
+    Options {
+        /// The contradiction, and what to set.
+        problem: &'static str,
+    },
+    /// The state dict is not of this model or optimizer. Nothing has been changed.
+    #[error("the {what} state dict does not fit: {}", describe(report))]
+    Mismatch {
+        /// `model` or `optimizer`.
+        what: &'static str,
+        /// What differs.
+        report: Box<LoadReport>,
+    },
+}
+
+/// How many names of each kind a message lists.
+const NAMES_IN_A_MESSAGE: usize = 8;
+
+/// The differences in one sentence, long lists cut.
+fn describe(report: &LoadReport) -> String {
+    let list = |names: &[String]| {
+        let shown: Vec<String> = names.iter().take(NAMES_IN_A_MESSAGE).map(|name| format!("`{name}`")).collect();
+        let rest = names.len().saturating_sub(NAMES_IN_A_MESSAGE);
+        let rest = if rest > 0 { format!(" and {rest} more") } else { String::new() };
+        shown.join(", ") + &rest
+    };
+    let mut parts = Vec::new();
+    if !report.mismatched.is_empty() {
+        let shown: Vec<String> =
+            report.mismatched.iter().map(|m| format!("{}: saved {}, current {}", m.fqn, m.saved, m.current)).collect();
+        parts.push(format!("mismatched {}", list(&shown)));
+    }
+    if !report.missing.is_empty() {
+        parts.push(format!("missing key(s) {}", list(&report.missing)));
+    }
+    if !report.unexpected.is_empty() {
+        parts.push(format!("unexpected key(s) {}", list(&report.unexpected)));
+    }
+    parts.join("; ")
+}

@@ -1,0 +1,262 @@
+//! Loading a checkpoint into a state dict: each rank reads the bytes that it needs, and nothing else.
+
+use std::path::Path;
+
+use candle_core::Tensor;
+use fsdp_comm::ProcessGroup;
+use fsdp_dcp::metadata::Entry;
+use fsdp_dcp::plan::LoadRequest;
+use fsdp_dcp::reader::{CheckpointReader, Destination, OpenOptions, ReadOptions};
+use fsdp_flat::storage::TensorBuffer;
+use fsdp_flat::{LocalShard, RawTensor, ShardedTensor};
+use fsdp_layout::{DType, KeyPath, PathPart, PlainValue, TensorBox};
+use fsdp_state::{FlatStateDict, LoadReport, StateDict, StateValue, flatten_state_dict, unflatten_state_dict};
+use indexmap::IndexMap;
+use tracing::info_span;
+
+use crate::CheckpointError;
+use crate::save::box_bytes;
+
+/// How to load; the same on every rank.
+#[derive(Debug, Clone, Copy)]
+pub struct LoadOptions {
+    /// Leave values alone that the checkpoint does not have, instead of failing: torch's `allow_partial_load`.
+    pub allow_missing: bool,
+    /// Convert tensors that were saved in another dtype. torch does so silently.
+    pub allow_cast: bool,
+    /// Check what is read against the checkpoint's hashes, if it has any.
+    pub verify: bool,
+    /// Threads that read, on each rank.
+    pub threads: usize,
+}
+
+impl Default for LoadOptions {
+    fn default() -> Self {
+        LoadOptions { allow_missing: false, allow_cast: false, verify: true, threads: ReadOptions::default().threads }
+    }
+}
+
+/// Fills a state dict from the checkpoint at `path`, at whatever number of ranks it was saved: torch's `dcp.load`.
+///
+/// `template` says what is wanted: the boxes of its sharded tensors, its whole tensors, its plain values. All of them
+/// are replaced by what was saved, tensors by fresh ones; keys that only the checkpoint has are ignored, and listed in
+/// the report as unexpected. Collective over `group`, for agreement only: every rank reads for itself.
+///
+/// # Errors
+/// The same on every rank, and no rank's template is changed: a key that the checkpoint lacks, another shape, dtype
+/// or kind, chunks that do not cover what is wanted, damaged files.
+pub fn load(
+    path: &Path,
+    template: &mut StateDict,
+    group: &ProcessGroup,
+    options: &LoadOptions,
+) -> Result<LoadReport, CheckpointError> {
+    let _span = info_span!("load", rank = group.rank(), path = %path.display()).entered();
+    let open = || Ok::<_, CheckpointError>(CheckpointReader::open_with(path, OpenOptions { verify: options.verify })?);
+    let reader = group.agree("load: open", open())?;
+    let (loaded, report) = group.agree("load: read", read_template(&reader, template, options))?;
+    *template = loaded;
+    Ok(report)
+}
+
+/// As [`load`] on one rank, from a checkpoint that is open. No communication.
+///
+/// # Errors
+/// As [`load`].
+pub fn read_template(
+    reader: &CheckpointReader,
+    template: &StateDict,
+    options: &LoadOptions,
+) -> Result<(StateDict, LoadReport), CheckpointError> {
+    let FlatStateDict { mut values, paths } = flatten_state_dict(template)?;
+    let mut report = LoadReport::default();
+    let mut wanted = Vec::new();
+    for (fqn, value) in &mut values {
+        let Some(saved) = reader.metadata().entries.get(fqn) else {
+            if !options.allow_missing {
+                return Err(fsdp_dcp::CheckpointError::from(fsdp_dcp::plan::LoadPlanError::Missing {
+                    fqn: fqn.clone(),
+                })
+                .into());
+            }
+            report.missing.push(fqn.clone());
+            continue;
+        };
+        match Wanted::of(fqn, value, saved)? {
+            Some(tensor) => wanted.push(tensor),
+            // An object, or a tensor where a plain value is wanted: a number saved as a 0-d tensor.
+            None => *value = StateValue::Plain(reader.read_value(fqn)?),
+        }
+    }
+    for fqn in reader.metadata().entries.keys() {
+        if !values.contains_key(fqn) {
+            report.unexpected.push(fqn.clone());
+        }
+    }
+    read_tensors(reader, &mut wanted, options)?;
+    for tensor in wanted {
+        let (fqn, value) = tensor.into_value()?;
+        values.insert(fqn, value);
+    }
+    Ok((unflatten_state_dict(FlatStateDict { values, paths })?, report))
+}
+
+fn read_tensors(
+    reader: &CheckpointReader,
+    wanted: &mut [Wanted],
+    options: &LoadOptions,
+) -> Result<(), CheckpointError> {
+    let destinations = wanted
+        .iter_mut()
+        .map(|tensor| Destination {
+            request: tensor.request.clone(),
+            buffers: tensor.buffers.iter_mut().map(Buffer::bytes_mut).collect(),
+        })
+        .collect();
+    let load = fsdp_dcp::plan::LoadOptions { allow_missing: false, allow_cast: options.allow_cast };
+    reader.read(destinations, ReadOptions { load, threads: options.threads })?;
+    Ok(())
+}
+
+/// A tensor that is being loaded.
+struct Wanted {
+    request: LoadRequest,
+    kind: Kind,
+    buffers: Vec<Buffer>,
+}
+
+/// What it becomes.
+enum Kind {
+    Whole(candle_core::DType),
+    Sharded(candle_core::DType),
+    Raw,
+}
+
+/// The memory of one box, in the dtype of the checkpoint.
+enum Buffer {
+    Tensor(TensorBuffer),
+    Bytes(Vec<u8>),
+}
+
+impl Buffer {
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        match self {
+            Buffer::Tensor(buffer) => buffer.bytes_mut(),
+            Buffer::Bytes(bytes) => bytes,
+        }
+    }
+}
+
+impl Wanted {
+    /// What is to be read for a value of the template; `None` if it is no tensor.
+    fn of(fqn: &str, value: &StateValue, saved: &Entry) -> Result<Option<Self>, CheckpointError> {
+        let (kind, dtype, shape, boxes) = match value {
+            StateValue::Tensor(tensor) => {
+                let dtype = fsdp_flat::dtype::of(tensor)?;
+                let shape = tensor.dims().to_vec();
+                (Kind::Whole(tensor.dtype()), dtype, shape.clone(), vec![TensorBox::whole(&shape)])
+            }
+            StateValue::Sharded(tensor) => {
+                (Kind::Sharded(tensor.dtype()), tensor.file_dtype()?, tensor.shape().to_vec(), tensor.boxes())
+            }
+            StateValue::Raw(tensor) => {
+                (Kind::Raw, tensor.dtype(), tensor.shape().to_vec(), vec![TensorBox::whole(tensor.shape())])
+            }
+            _ => return Ok(None),
+        };
+        // The checks of shape and dtype are the plan's; here only the memory is made, in the saved dtype.
+        let stored = match saved {
+            Entry::Tensor(tensor) if tensor.shape == shape => tensor.properties.dtype,
+            _ => dtype,
+        };
+        let buffers = boxes.iter().map(|bounds| match kind {
+            Kind::Raw => Ok(Buffer::Bytes(vec![0; box_bytes(bounds, stored) as usize])),
+            _ => Ok(Buffer::Tensor(TensorBuffer::zeros(&bounds.sizes, fsdp_flat::dtype::to_candle(stored)?)?)),
+        });
+        let buffers = buffers.collect::<Result<_, CheckpointError>>()?;
+        Ok(Some(Wanted { request: LoadRequest { fqn: fqn.to_owned(), dtype, shape, boxes }, kind, buffers }))
+    }
+
+    fn into_value(self) -> Result<(String, StateValue), CheckpointError> {
+        let LoadRequest { fqn, dtype: file_dtype, shape, boxes } = self.request;
+        let tensor = |buffer: Buffer, dtype: candle_core::DType| -> Result<Tensor, CheckpointError> {
+            match buffer {
+                Buffer::Tensor(buffer) => Ok(buffer.into_tensor().to_dtype(dtype)?),
+                Buffer::Bytes(_) => Err(CheckpointError::Flat(fsdp_flat::FlatError::NotInCandle { dtype: file_dtype })),
+            }
+        };
+        let mut buffers = self.buffers.into_iter();
+        let value = match self.kind {
+            Kind::Whole(dtype) => match buffers.next() {
+                Some(buffer) => StateValue::Tensor(tensor(buffer, dtype)?),
+                None => StateValue::Plain(PlainValue::None),
+            },
+            Kind::Sharded(dtype) => {
+                let shards = boxes
+                    .into_iter()
+                    .zip(buffers)
+                    .map(|(bounds, buffer)| Ok(LocalShard { bounds, tensor: tensor(buffer, dtype)? }))
+                    .collect::<Result<_, CheckpointError>>()?;
+                StateValue::Sharded(ShardedTensor::new(dtype, shape, shards)?)
+            }
+            Kind::Raw => match buffers.next() {
+                Some(Buffer::Bytes(bytes)) => StateValue::Raw(RawTensor::new(file_dtype, shape, bytes)?),
+                _ => StateValue::Plain(PlainValue::None),
+            },
+        };
+        Ok((fqn, value))
+    }
+}
+
+/// Everything under `prefix` (all of it for an empty one) that a checkpoint holds, whole, as the nested state dict
+/// that was saved. No communication; the caller should know that it fits into memory.
+///
+/// # Errors
+/// Damaged files.
+pub fn load_whole(path: &Path, prefix: &[&str], options: &LoadOptions) -> Result<StateDict, CheckpointError> {
+    let reader = CheckpointReader::open_with(path, OpenOptions { verify: options.verify })?;
+    let template = whole_template(&reader, prefix)?;
+    Ok(read_template(&reader, &template, options)?.0)
+}
+
+/// A template of all that a checkpoint holds under a path of keys: whole tensors in empty memory, `None` for values.
+///
+/// # Errors
+/// Shapes that do not fit the machine, contradicting paths.
+pub fn whole_template(reader: &CheckpointReader, prefix: &[&str]) -> Result<StateDict, CheckpointError> {
+    let metadata = reader.metadata();
+    let mut flat = FlatStateDict { values: IndexMap::new(), paths: IndexMap::new() };
+    for (fqn, entry) in &metadata.entries {
+        let path = metadata.planner_data.as_ref().and_then(|paths| paths.get(fqn));
+        let path = path.cloned().unwrap_or_else(|| KeyPath(vec![PathPart::Key(fqn.clone())]));
+        let starts = path.0.len() >= prefix.len()
+            && prefix.iter().zip(&path.0).all(|(key, part)| *part == PathPart::Key((*key).to_owned()));
+        if !starts {
+            continue;
+        }
+        let value = match entry {
+            Entry::Bytes(_) => StateValue::Plain(PlainValue::None),
+            Entry::Tensor(tensor) => empty_tensor(&tensor.shape, tensor.properties.dtype)?,
+        };
+        flat.values.insert(fqn.clone(), value);
+        flat.paths.insert(fqn.clone(), path);
+    }
+    Ok(unflatten_state_dict(flat)?)
+}
+
+/// A whole tensor to be read: of zeros that the system has not touched.
+pub(crate) fn empty_tensor(shape: &[usize], dtype: DType) -> Result<StateValue, CheckpointError> {
+    let numel = fsdp_layout::boxes::checked_numel(shape).and_then(|n| n.checked_mul(dtype.size_in_bytes() as usize));
+    let Some(bytes) = numel.filter(|&bytes| bytes <= isize::MAX as usize) else {
+        return Err(CheckpointError::Flat(fsdp_flat::FlatError::WrongSize {
+            given: 0,
+            dtype,
+            shape: shape.to_vec(),
+            needed: usize::MAX,
+        }));
+    };
+    match fsdp_flat::dtype::to_candle(dtype) {
+        Ok(dtype) => Ok(StateValue::Tensor(fsdp_flat::storage::zeros(shape, dtype)?)),
+        Err(_) => Ok(StateValue::Raw(RawTensor::new(dtype, shape.to_vec(), vec![0; bytes])?)),
+    }
+}
