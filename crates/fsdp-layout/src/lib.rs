@@ -10,12 +10,14 @@
 //! | [`value`] | plain, non-tensor values of a state dict |
 //! | [`path`] | where a value sits in a nested state dict, and its flat key |
 //! | [`boxes`] | hyper-rectangles of a tensor: intersection, flat ranges, copies between boxes |
+//! | [`cover`] | what boxes leave uncovered |
 //! | [`shard`] | how torch cuts `n` elements over ranks, and the padding that makes the cuts equal |
 //! | [`flat`] | the layout of many parameters in one FlatParameter |
 //! | [`mesh`] | rank arithmetic of an N-d device mesh |
 //! | [`placement`] | Shard / Replicate / strided shards on a mesh, as boxes |
 
 pub mod boxes;
+pub mod cover;
 pub mod dtype;
 pub mod flat;
 pub mod mesh;

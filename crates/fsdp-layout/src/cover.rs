@@ -1,0 +1,120 @@
+//! What boxes leave uncovered: differences of hyper-rectangles.
+
+use crate::TensorBox;
+
+/// The elements of `from` that are not in `taken`, as at most `2 N` boxes that do not overlap.
+///
+/// ```
+/// use fsdp_layout::{TensorBox, cover::subtract};
+/// let whole = TensorBox::whole(&[4, 3]);
+/// let rest = subtract(&whole, &TensorBox::new(vec![0, 0], vec![3, 3]));
+/// assert_eq!(rest, [TensorBox::new(vec![3, 0], vec![1, 3])]);
+/// ```
+#[must_use]
+pub fn subtract(from: &TensorBox, taken: &TensorBox) -> Vec<TensorBox> {
+    if from.is_empty() {
+        return Vec::new();
+    }
+    let Some(overlap) = from.intersect(taken) else { return vec![from.clone()] };
+    let mut rest = Vec::new();
+    // What is left between the slabs that have been cut off in the dimensions so far.
+    let mut core = from.clone();
+    for d in 0..from.rank() {
+        let (start, end) = (core.offsets[d], core.offsets[d] + core.sizes[d]);
+        let (cut_start, cut_end) = (overlap.offsets[d], overlap.offsets[d] + overlap.sizes[d]);
+        for (slab_start, slab_end) in [(start, cut_start), (cut_end, end)] {
+            if slab_start < slab_end {
+                let mut slab = core.clone();
+                slab.offsets[d] = slab_start;
+                slab.sizes[d] = slab_end - slab_start;
+                rest.push(slab);
+            }
+        }
+        core.offsets[d] = cut_start;
+        core.sizes[d] = cut_end - cut_start;
+    }
+    rest
+}
+
+/// The elements of `wanted` that none of `boxes` has, as boxes that do not overlap; none if all is covered.
+/// The boxes may overlap each other.
+///
+/// ```
+/// use fsdp_layout::{TensorBox, cover::uncovered};
+/// let rows = |start, len| TensorBox::new(vec![start, 0], vec![len, 2]);
+/// assert!(uncovered(&TensorBox::whole(&[5, 2]), &[rows(0, 3), rows(2, 3)]).is_empty());
+/// assert_eq!(uncovered(&TensorBox::whole(&[5, 2]), &[rows(0, 2), rows(3, 2)]), [rows(2, 1)]);
+/// ```
+#[must_use]
+pub fn uncovered<'a>(wanted: &TensorBox, boxes: impl IntoIterator<Item = &'a TensorBox>) -> Vec<TensorBox> {
+    // In order of position the boxes trim the front of what is left, so that it stays a short list.
+    let mut boxes: Vec<&TensorBox> = boxes.into_iter().collect();
+    boxes.sort();
+    let mut left: Vec<TensorBox> = if wanted.is_empty() { Vec::new() } else { vec![wanted.clone()] };
+    for taken in boxes {
+        if left.is_empty() {
+            break;
+        }
+        left = left.iter().flat_map(|part| subtract(part, taken)).collect();
+    }
+    left
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn box_in(shape: Vec<usize>) -> impl Strategy<Value = TensorBox> {
+        let spans: Vec<_> = shape.iter().map(|&dim| (0..=dim, 0..=dim)).collect();
+        spans.prop_map(|spans| {
+            let (offsets, sizes) = spans.into_iter().map(|(a, b): (usize, usize)| (a.min(b), a.abs_diff(b))).unzip();
+            TensorBox { offsets, sizes }
+        })
+    }
+
+    fn holds(bounds: &TensorBox, index: &[usize]) -> bool {
+        let spans = bounds.offsets.iter().zip(&bounds.sizes);
+        index.iter().zip(spans).all(|(i, (offset, size))| (*offset..offset + size).contains(i))
+    }
+
+    fn indices(shape: &[usize]) -> Vec<Vec<usize>> {
+        shape.iter().fold(vec![Vec::new()], |all, &dim| {
+            all.iter()
+                .flat_map(|index| {
+                    (0..dim).map(|i| {
+                        let mut index = index.clone();
+                        index.push(i);
+                        index
+                    })
+                })
+                .collect()
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn each_element_is_either_taken_or_left_once(
+            (shape, wanted, taken) in prop::collection::vec(0usize..5, 0..4).prop_flat_map(|shape| {
+                let taken = prop::collection::vec(box_in(shape.clone()), 0..5);
+                (Just(shape.clone()), box_in(shape), taken)
+            })
+        ) {
+            let left = uncovered(&wanted, &taken);
+            prop_assert!(left.iter().all(|part| !part.is_empty()));
+            for index in indices(&shape) {
+                let is_left = holds(&wanted, &index) && !taken.iter().any(|taken| holds(taken, &index));
+                let parts = left.iter().filter(|part| holds(part, &index)).count();
+                prop_assert_eq!(parts, usize::from(is_left), "{:?}", index);
+            }
+        }
+    }
+
+    #[test]
+    fn a_scalar_is_there_or_not() {
+        let scalar = TensorBox::whole(&[]);
+        assert_eq!(uncovered(&scalar, []), vec![scalar.clone()]);
+        assert!(uncovered(&scalar, [&scalar]).is_empty());
+        assert!(uncovered(&TensorBox::whole(&[0, 3]), []).is_empty());
+    }
+}
