@@ -5,6 +5,8 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device};
 
+use fsdp_layout::DeviceMesh;
+
 use crate::ShardingStrategy;
 
 /// Options of [`FullyShardedDataParallel`](crate::FullyShardedDataParallel); the same on every rank.
@@ -12,6 +14,9 @@ use crate::ShardingStrategy;
 pub struct FsdpConfig {
     /// What is sharded.
     pub strategy: ShardingStrategy,
+    /// The mesh of `HybridShard`, over all ranks of the process group: replicas along the first dimension, shards along
+    /// the second. Other strategies need none.
+    pub mesh: Option<DeviceMesh>,
     /// Whether the optimizer sees the model's own parameters (true, the default) or one FlatParameter a unit.
     pub use_orig_params: bool,
     /// The dtype of parameters that the model asks for without naming one.
@@ -28,6 +33,7 @@ impl Default for FsdpConfig {
     fn default() -> Self {
         FsdpConfig {
             strategy: ShardingStrategy::FullShard,
+            mesh: None,
             use_orig_params: true,
             dtype: DType::F32,
             device: Device::Cpu,
@@ -41,6 +47,7 @@ impl fmt::Debug for FsdpConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("FsdpConfig")
             .field("strategy", &self.strategy)
+            .field("mesh", &self.mesh)
             .field("use_orig_params", &self.use_orig_params)
             .field("dtype", &self.dtype)
             .field("seed", &self.seed)

@@ -40,6 +40,16 @@ pub enum NnError {
         /// What is there.
         existing: String,
     },
+    /// `HybridShard` needs to know which ranks are replicas.
+    #[error(
+        "HybridShard needs a 2-D device mesh (replicas, shards) over all {world_size} ranks, but got shape {shape:?}"
+    )]
+    Mesh {
+        /// The mesh's shape; empty if there is none.
+        shape: Vec<usize>,
+        /// Ranks of the process group.
+        world_size: usize,
+    },
     /// A name that the model does not have.
     #[error("the model has no parameter `{fqn}`")]
     UnknownParameter {

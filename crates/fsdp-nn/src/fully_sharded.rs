@@ -56,7 +56,7 @@ pub struct FullyShardedDataParallel<M> {
 
 impl<M> FullyShardedDataParallel<M> {
     /// Builds a model and shards it. Values depend on the seed and the parameters' names alone, not on the ranks;
-    /// no rank ever holds more than its own part of them. No communication.
+    /// no rank ever holds more than its own part of them. No communication, but for `HybridShard`, which makes sub-groups.
     ///
     /// # Errors
     /// Those of `build`, and parameters that cannot share a unit (mixed dtypes, integers).

@@ -55,6 +55,22 @@ impl Shared {
     }
 }
 
+/// The ranks that a model is spread over.
+#[derive(Debug, Clone)]
+pub(crate) struct Groups {
+    /// Ranks that each hold a shard; `None` if nothing is sharded.
+    pub(crate) shard: Option<ProcessGroup>,
+    /// Ranks that hold the same values as this one; `None` if there are no others.
+    pub(crate) replicate: Option<ProcessGroup>,
+}
+
+impl Groups {
+    /// Ranks that share a FlatParameter.
+    pub(crate) fn shards(&self) -> usize {
+        self.shard.as_ref().map_or(1, ProcessGroup::world_size)
+    }
+}
+
 /// What a unit is made of.
 pub(crate) struct UnitSpec {
     pub(crate) name: String,
@@ -76,7 +92,7 @@ pub(crate) struct FlatParamHandle {
     layout: FlatLayout,
     dtype: DType,
     strategy: ShardingStrategy,
-    group: ProcessGroup,
+    groups: Groups,
     flat: Option<FlatParameter>,
     shared: Arc<Shared>,
     state: Mutex<HandleState>,
@@ -101,12 +117,12 @@ impl FlatParamHandle {
     pub(crate) fn new(
         unit: UnitSpec,
         strategy: ShardingStrategy,
-        group: ProcessGroup,
+        groups: Groups,
         shared: Arc<Shared>,
         initialize: &dyn Fn(&FlatParameter) -> Result<()>,
     ) -> Result<Self> {
         let UnitSpec { name, is_root, params, layout, dtype } = unit;
-        let rank = if strategy.is_sharded() { group.rank() } else { 0 };
+        let rank = groups.shard.as_ref().map_or(0, ProcessGroup::rank);
         let shard = zeros(&[layout.sharded_numel()], dtype)?;
         let flat = FlatParameter::new(layout.clone(), rank, shard)?;
         initialize(&flat)?;
@@ -118,15 +134,15 @@ impl FlatParamHandle {
             layout,
             dtype,
             strategy,
-            group,
-            flat: strategy.is_sharded().then(|| flat.clone()),
+            flat: groups.shard.is_some().then(|| flat.clone()),
+            groups,
             shared,
             state: Mutex::new(HandleState::default()),
         };
         for param in &handle.params {
             free(&param.tensor)?;
         }
-        if !strategy.is_sharded() {
+        if handle.flat.is_none() {
             with_float!(dtype, T => handle.fill_from_flat::<T>(flat.shard())?, else handle.unsupported()?);
             handle.state().gathered = true;
         }
@@ -157,7 +173,7 @@ impl FlatParamHandle {
 
     /// Whether parameters are freed after forward.
     pub(crate) fn reshards_after_forward(&self) -> bool {
-        self.strategy == ShardingStrategy::FullShard && !self.is_root
+        matches!(self.strategy, ShardingStrategy::FullShard | ShardingStrategy::HybridShard) && !self.is_root
     }
 
     fn unsharded_bytes(&self) -> usize {
@@ -205,18 +221,18 @@ impl FlatParamHandle {
     /// parameters are whole already.
     pub(crate) fn gather(&self) -> Result<()> {
         let mut state = self.state();
-        let Some(flat) = &self.flat else { return Ok(()) };
+        let (Some(flat), Some(group)) = (&self.flat, &self.groups.shard) else { return Ok(()) };
         if state.gathered {
             return Ok(());
         }
         trace!(unit = %self.name, "all-gather parameters");
-        with_float!(self.dtype, T => self.gather_typed::<T>(flat)?, else self.unsupported()?);
+        with_float!(self.dtype, T => self.gather_typed::<T>(flat, group)?, else self.unsupported()?);
         state.gathered = true;
         self.shared.hold(self.unsharded_bytes());
         Ok(())
     }
 
-    fn gather_typed<T: Scalar + Element>(&self, flat: &FlatParameter) -> Result<()> {
+    fn gather_typed<T: Scalar + Element>(&self, flat: &FlatParameter, group: &ProcessGroup) -> Result<()> {
         let mut values: Vec<Vec<T>> = Vec::with_capacity(self.layout.entries().len() + 1);
         for &numel in self.layout.numels_with_padding() {
             values.push(bytemuck::allocation::zeroed_vec(numel));
@@ -224,7 +240,7 @@ impl FlatParamHandle {
         let right = self.layout.padded_unsharded_numel() - self.layout.unpadded_unsharded_numel();
         values.push(bytemuck::allocation::zeroed_vec(right));
         let mut slices: Vec<&mut [T]> = values.iter_mut().map(Vec::as_mut_slice).collect();
-        with_slice::<T, _>(flat.shard(), |shard| self.group.all_gather_into_slices(&mut slices, shard))??;
+        with_slice::<T, _>(flat.shard(), |shard| group.all_gather_into_slices(&mut slices, shard))??;
         for (entry, value) in self.layout.entries().iter().zip(values) {
             if let FlatEntry::Param(param) = *entry {
                 refill(&self.params[param].tensor, value)?;
@@ -317,19 +333,19 @@ impl FlatParamHandle {
         Ok(())
     }
 
-    /// The mean of all ranks' gradients: this rank's shard of it, or all of it with `NoShard`.
+    /// The mean of all ranks' gradients: this rank's shard of it, or all of it if nothing is sharded.
     fn reduce<T: Scalar + Element>(&self, unsharded: Tensor) -> Result<Tensor> {
-        if self.group.world_size() == 1 {
-            return Ok(unsharded);
+        let mut reduced = unsharded;
+        if let Some(group) = &self.groups.shard {
+            let unsharded = reduced;
+            reduced = zeros(&[self.layout.sharded_numel()], self.dtype)?;
+            with_slice::<T, _>(&unsharded, |input| {
+                with_slice_mut::<T, _>(&reduced, |output| group.reduce_scatter(output, input, ReduceOp::Avg))
+            })???;
         }
-        if self.flat.is_none() {
-            with_slice_mut::<T, _>(&unsharded, |buffer| self.group.all_reduce(buffer, ReduceOp::Avg))??;
-            return Ok(unsharded);
+        if let Some(group) = &self.groups.replicate {
+            with_slice_mut::<T, _>(&reduced, |buffer| group.all_reduce(buffer, ReduceOp::Avg))??;
         }
-        let reduced = zeros(&[self.layout.sharded_numel()], self.dtype)?;
-        with_slice::<T, _>(&unsharded, |input| {
-            with_slice_mut::<T, _>(&reduced, |output| self.group.reduce_scatter(output, input, ReduceOp::Avg))
-        })???;
         Ok(reduced)
     }
 }

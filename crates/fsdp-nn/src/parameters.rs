@@ -13,7 +13,7 @@ use fsdp_layout::{FlatLayout, TensorBox};
 use indexmap::IndexMap;
 
 use crate::config::FsdpConfig;
-use crate::handle::{FlatParamHandle, Parameter, Shared, UnitSpec};
+use crate::handle::{FlatParamHandle, Groups, Parameter, Shared, UnitSpec};
 use crate::scope::{Declared, SharedRegistry, lock};
 use crate::{NnError, Result, ShardingStrategy};
 
@@ -30,6 +30,7 @@ pub(crate) struct Location {
 #[derive(Debug)]
 pub struct ShardedParameters {
     group: ProcessGroup,
+    groups: Groups,
     strategy: ShardingStrategy,
     use_orig_params: bool,
     pub(crate) handles: Vec<Arc<FlatParamHandle>>,
@@ -43,9 +44,10 @@ impl ShardedParameters {
     /// Lays out what a model has declared and makes this rank's initial values.
     pub(crate) fn new(group: ProcessGroup, config: &FsdpConfig, registry: &SharedRegistry) -> Result<Self> {
         let mut registry = lock(registry);
+        let groups = spread(&group, config)?;
         // As in torch, a single rank has nothing to shard.
-        let strategy = if group.world_size() == 1 { ShardingStrategy::NoShard } else { config.strategy };
-        let shards = if strategy.is_sharded() { group.world_size() } else { 1 };
+        let strategy = if groups.shard.is_some() { config.strategy } else { ShardingStrategy::NoShard };
+        let shards = groups.shards();
         let shared = Arc::new(Shared::new());
         let mut handles = Vec::new();
         let mut places = IndexMap::new();
@@ -67,7 +69,7 @@ impl ShardedParameters {
                 .collect();
             let initialize = |flat: &FlatParameter| initialize(flat, &declared, config.seed);
             let spec = UnitSpec { name: name.clone(), is_root: unit == 0, params, layout, dtype };
-            let handle = FlatParamHandle::new(spec, strategy, group.clone(), Arc::clone(&shared), &initialize)?;
+            let handle = FlatParamHandle::new(spec, strategy, groups.clone(), Arc::clone(&shared), &initialize)?;
             let handle = Arc::new(handle);
             for (param, (fqn, declared)) in declared.iter().enumerate() {
                 declared.slot.set(&handle, param);
@@ -85,6 +87,7 @@ impl ShardedParameters {
         }
         Ok(ShardedParameters {
             group,
+            groups,
             strategy,
             use_orig_params: config.use_orig_params,
             handles,
@@ -95,10 +98,22 @@ impl ShardedParameters {
         })
     }
 
-    /// The ranks that the parameters are sharded over.
+    /// All ranks that train the model.
     #[must_use]
     pub const fn group(&self) -> &ProcessGroup {
         &self.group
+    }
+
+    /// The ranks that together hold one copy of the parameters, each a shard; `None` if every rank holds all of them.
+    #[must_use]
+    pub const fn shard_group(&self) -> Option<&ProcessGroup> {
+        self.groups.shard.as_ref()
+    }
+
+    /// The ranks that hold the same values as this one; `None` if there are no others.
+    #[must_use]
+    pub const fn replicate_group(&self) -> Option<&ProcessGroup> {
+        self.groups.replicate.as_ref()
     }
 
     /// The strategy in use; `NoShard` on a single rank, whatever was asked for.
@@ -268,9 +283,9 @@ impl ShardedParameters {
                 data.iter().map(|x| candle_core::WithDType::to_f64(*x).powi(2)).sum::<f64>()
             })?, else 0.0);
         }
-        if self.strategy.is_sharded() {
+        if let Some(group) = &self.groups.shard {
             let mut total = [squares];
-            self.group.all_reduce(&mut total, fsdp_comm::ReduceOp::Sum)?;
+            group.all_reduce(&mut total, fsdp_comm::ReduceOp::Sum)?;
             squares = total[0];
         }
         Ok(squares.sqrt())
@@ -322,6 +337,23 @@ pub(crate) fn write_boxes(values: &ShardedTensor, target: &ShardedTensor) -> Res
         }
     }
     Ok(())
+}
+
+/// Which ranks share shards and which are replicas. Collectives: for `HybridShard` the making of two sub-groups.
+fn spread(group: &ProcessGroup, config: &FsdpConfig) -> Result<Groups> {
+    let others = |group: ProcessGroup| Some(group).filter(|group| group.world_size() > 1);
+    match (config.strategy, &config.mesh) {
+        (ShardingStrategy::NoShard, _) => Ok(Groups { shard: None, replicate: others(group.clone()) }),
+        (ShardingStrategy::HybridShard, Some(mesh)) if mesh.shape().len() == 2 && mesh.size() == group.world_size() => {
+            let replicate = others(group.mesh_group(mesh, 0)?);
+            Ok(Groups { shard: others(group.mesh_group(mesh, 1)?), replicate })
+        }
+        (ShardingStrategy::HybridShard, mesh) => Err(NnError::Mesh {
+            shape: mesh.as_ref().map_or_else(Vec::new, |mesh| mesh.shape().to_vec()),
+            world_size: group.world_size(),
+        }),
+        _ => Ok(Groups { shard: others(group.clone()), replicate: None }),
+    }
 }
 
 fn file_dtype(dtype: DType) -> Result<fsdp_layout::DType> {

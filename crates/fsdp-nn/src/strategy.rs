@@ -17,12 +17,19 @@ pub enum ShardingStrategy {
     ShardGradOp,
     /// Every rank holds everything; gradients are all-reduced.
     NoShard,
+    /// As `FullShard` along the last dimension of a 2-D mesh, and replicated along the first: gradients are
+    /// reduce-scattered among the ranks that share shards, then all-reduced across replicas.
+    HybridShard,
 }
 
 impl ShardingStrategy {
     /// Every strategy.
-    pub const ALL: [ShardingStrategy; 3] =
-        [ShardingStrategy::FullShard, ShardingStrategy::ShardGradOp, ShardingStrategy::NoShard];
+    pub const ALL: [ShardingStrategy; 4] = [
+        ShardingStrategy::FullShard,
+        ShardingStrategy::ShardGradOp,
+        ShardingStrategy::NoShard,
+        ShardingStrategy::HybridShard,
+    ];
 
     /// Whether each rank holds only a part of the parameters.
     #[must_use]
@@ -37,6 +44,7 @@ impl ShardingStrategy {
             ShardingStrategy::FullShard => "full-shard",
             ShardingStrategy::ShardGradOp => "shard-grad-op",
             ShardingStrategy::NoShard => "no-shard",
+            ShardingStrategy::HybridShard => "hybrid-shard",
         }
     }
 }

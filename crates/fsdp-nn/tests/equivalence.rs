@@ -5,7 +5,7 @@
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Linear, Module, linear};
 use fsdp_comm::{Operation, ProcessGroup, run_local};
-use fsdp_layout::TensorBox;
+use fsdp_layout::{DeviceMesh, TensorBox};
 use fsdp_nn::algorithm::AdamOptions;
 use fsdp_nn::{Algorithm, FsdpConfig, FullyShardedDataParallel, NnError, Optimizer, Scope, ShardingStrategy, Unit};
 
@@ -75,6 +75,13 @@ fn algorithm() -> Algorithm {
 
 fn config(strategy: ShardingStrategy, use_orig_params: bool) -> FsdpConfig {
     FsdpConfig { strategy, use_orig_params, seed: 3, ..FsdpConfig::default() }
+}
+
+/// For `HybridShard`, half of the ranks are replicas of the others where that is possible.
+fn config_for(world: usize, strategy: ShardingStrategy, use_orig_params: bool) -> FsdpConfig {
+    let replicas = if world % 2 == 0 { 2 } else { 1 };
+    let mesh = DeviceMesh::new(&[replicas, world / replicas], &["replicate", "shard"], world).unwrap();
+    FsdpConfig { mesh: Some(mesh), ..config(strategy, use_orig_params) }
 }
 
 /// Losses over the global batch, and every parameter gathered at the end.
@@ -172,7 +179,8 @@ fn every_strategy_mode_and_world_trains_like_plain_candle() {
         for strategy in ShardingStrategy::ALL {
             for use_orig_params in [true, false] {
                 let what = format!("{strategy} on {world} ranks, use_orig_params {use_orig_params}");
-                let outcomes = run_local(world, |group| train(group, config(strategy, use_orig_params))).unwrap();
+                let outcomes =
+                    run_local(world, |group| train(group, config_for(world, strategy, use_orig_params))).unwrap();
                 for outcome in outcomes {
                     let (losses, params) = outcome.unwrap_or_else(|error| panic!("{what}: {error}"));
                     assert_close(&losses, &plain, 1e-4, &what);
