@@ -1,1 +1,271 @@
+//! Plans: torch's golden vectors, balance, disagreements, and broken chunk lists.
 
+use super::*;
+use crate::metadata::{Chunk, Entry, Metadata, StorageInfo, TensorEntry, TensorProperties};
+use fsdp_layout::boxes::boxes_of_flat_range;
+use fsdp_layout::{DType, TensorBox};
+use proptest::prelude::*;
+
+fn line(offset: usize, size: usize) -> TensorBox {
+    TensorBox::new(vec![offset], vec![size])
+}
+
+fn saved(shape: Vec<usize>, chunks: Vec<TensorBox>) -> Metadata {
+    let chunks = chunks.into_iter().enumerate().map(|(i, bounds)| {
+        let relative_path = format!("__{i}_0.distcp");
+        Chunk { bounds, stored: Some(StorageInfo { relative_path, offset: 0, length: 1, transforms: vec![] }) }
+    });
+    let entry = TensorEntry { properties: TensorProperties::of(DType::F32), shape, chunks: chunks.collect() };
+    let mut metadata = Metadata::default();
+    metadata.entries.insert("t".into(), Entry::Tensor(entry));
+    metadata
+}
+
+fn request(shape: Vec<usize>, boxes: Vec<TensorBox>) -> LoadRequest {
+    LoadRequest { fqn: "t".into(), dtype: DType::F32, shape, boxes }
+}
+
+/// (offset in the saved chunk, offset in the wanted box, length) of each read.
+fn reads(metadata: &Metadata, wanted: TensorBox) -> Vec<(usize, usize, usize)> {
+    let tensor = metadata.tensor("t").unwrap();
+    let plan =
+        plan_load(metadata, &[request(tensor.shape.clone(), vec![wanted.clone()])], LoadOptions::default()).unwrap();
+    let of = |read: &ReadItem| {
+        let at = read.overlap.offsets[0];
+        (at - tensor.chunks[read.chunk].bounds.offsets[0], at - wanted.offsets[0], read.overlap.sizes[0])
+    };
+    plan.reads.iter().map(of).collect()
+}
+
+#[test]
+fn overlaps_are_those_of_torch() {
+    let eight = saved(vec![128], (0..8).map(|i| line(i * 16, 16)).collect());
+    assert_eq!(reads(&eight, line(32, 32)), [(0, 0, 16), (0, 16, 16)]);
+    let four = saved(vec![128], (0..4).map(|i| line(i * 32, 32)).collect());
+    assert_eq!(reads(&four, line(16, 16)), [(16, 0, 16)]);
+    let of_120 = saved(vec![120], (0..4).map(|i| line(i * 30, 30)).collect());
+    assert_eq!(reads(&of_120, line(40, 40)), [(10, 0, 20), (0, 20, 20)]);
+    let two = saved(vec![16], vec![line(0, 8), line(8, 8)]);
+    assert_eq!(reads(&two, line(4, 7)), [(4, 0, 4), (0, 4, 3)]);
+}
+
+#[test]
+fn a_local_plan_becomes_metadata_with_each_thing_once() {
+    let plans: Vec<LocalPlan> = (0..4)
+        .map(|rank| {
+            let mut plan = LocalPlan::default();
+            plan.add_tensor("tensor", None, DType::F32, vec![10], vec![line(0, 10)]);
+            plan.add_value("value", None, 1000);
+            plan.add_tensor("st", None, DType::F32, vec![32], vec![line(rank * 8, 8)]);
+            plan
+        })
+        .collect();
+    let before = plans.clone();
+    let global = plan_save(&plans, SaveOptions::default()).unwrap();
+    assert_eq!(plans, before);
+    assert_eq!(global.selections.iter().map(|s| s.kept.len()).sum::<usize>(), 4 + 1 + 1);
+    assert!(global.selections.iter().all(|s| s.kept.contains(&(2, 0))));
+    let keys: Vec<_> = global.metadata.entries.keys().collect();
+    assert_eq!(keys, ["tensor", "value", "st"]);
+    assert_eq!(global.metadata.tensor("st").unwrap().chunks.len(), 4);
+    assert_eq!(global.metadata.tensor("tensor").unwrap().chunks.len(), 1);
+    assert_eq!(global.metadata.version.as_deref(), Some("1.0.0"));
+
+    let lowest = plan_save(&plans, SaveOptions { deduplicate: Deduplicate::LowestRank }).unwrap();
+    assert_eq!(lowest.selections[0].kept, [(0, 0), (1, 0), (2, 0)]);
+    assert_eq!(lowest.selections[3].kept, [(2, 0)]);
+}
+
+#[test]
+fn ranks_must_agree_and_are_named_when_they_do_not() {
+    let plan = |dtype, shape: Vec<usize>| {
+        let mut plan = LocalPlan::default();
+        let whole = TensorBox::whole(&shape);
+        plan.add_tensor("model.w", None, dtype, shape, vec![whole]);
+        plan
+    };
+    let value = {
+        let mut plan = LocalPlan::default();
+        plan.add_value("model.w", None, 1);
+        plan
+    };
+    let base = plan(DType::F32, vec![2]);
+    for (other, what) in [(plan(DType::BF16, vec![2]), "dtype"), (plan(DType::F32, vec![3]), "shape"), (value, "kind")]
+    {
+        let error = plan_save(&[base.clone(), base.clone(), other], SaveOptions::default()).unwrap_err();
+        let text = error.to_string();
+        let SavePlanError::Disagreement { fqn, what: found, first_rank: 0, second_rank: 2, .. } = error else {
+            panic!("{text}")
+        };
+        assert_eq!((fqn.as_str(), found), ("model.w", what));
+    }
+    let mut twice = base.clone();
+    twice.items.extend(base.items.clone());
+    assert!(matches!(plan_save(&[twice], SaveOptions::default()), Err(SavePlanError::DuplicateKey { rank: 0, .. })));
+}
+
+#[test]
+fn holes_overlaps_and_strays_are_errors() {
+    let plans = |boxes: &[TensorBox]| -> Vec<LocalPlan> {
+        let plan = |bounds: &TensorBox| {
+            let mut plan = LocalPlan::default();
+            plan.add_tensor("t", None, DType::F32, vec![4], vec![bounds.clone()]);
+            plan
+        };
+        boxes.iter().map(plan).collect()
+    };
+    let chunks = |boxes: &[TensorBox]| match plan_save(&plans(boxes), SaveOptions::default()) {
+        Ok(_) => None,
+        Err(SavePlanError::Chunks { source, .. }) => Some(*source),
+        Err(other) => panic!("{other}"),
+    };
+    assert_eq!(chunks(&[line(0, 1), line(1, 1), line(2, 1), line(3, 1)]), None);
+    assert!(matches!(chunks(&[line(0, 2), line(1, 3)]), Some(ChunkError::Overlap { .. })));
+    assert!(matches!(chunks(&[line(0, 2), line(0, 4)]), Some(ChunkError::Overlap { .. })));
+    assert_eq!(chunks(&[line(0, 2), line(3, 1)]), Some(ChunkError::Incomplete { covered: 3, numel: 4 }));
+    assert!(matches!(chunks(&[line(0, 4), line(3, 2)]), Some(ChunkError::OutOfBounds { .. })));
+    assert!(matches!(chunks(&[line(0, 4), line(usize::MAX, 2)]), Some(ChunkError::OutOfBounds { .. })));
+}
+
+#[test]
+fn empty_shards_are_left_out() {
+    // 5 over 4 ranks: 2, 2, 1, 0; and a tensor without elements.
+    let plans: Vec<LocalPlan> = [(0, 2), (2, 2), (4, 1), (5, 0)]
+        .iter()
+        .map(|&(offset, size)| {
+            let mut plan = LocalPlan::default();
+            plan.add_tensor("t", None, DType::F32, vec![5], vec![line(offset, size)]);
+            plan.add_tensor("none", None, DType::F32, vec![0, 3], vec![TensorBox::whole(&[0, 3])]);
+            plan
+        })
+        .collect();
+    let global = plan_save(&plans, SaveOptions::default()).unwrap();
+    assert_eq!(global.metadata.tensor("t").unwrap().chunks.len(), 3);
+    assert_eq!(global.metadata.tensor("none").unwrap().chunks.len(), 0);
+    assert!(global.selections[3].kept.is_empty());
+    let wanted = LoadRequest { fqn: "none".into(), ..request(vec![0, 3], vec![TensorBox::whole(&[0, 3])]) };
+    assert!(plan_load(&global.metadata, &[wanted], LoadOptions::default()).unwrap().reads.is_empty());
+}
+
+#[test]
+fn what_cannot_be_loaded_is_said_before_reading() {
+    let metadata = saved(vec![8], vec![line(0, 4), line(4, 3)]);
+    let ask = |request: LoadRequest, options| plan_load(&metadata, &[request], options).unwrap_err();
+    let strict = LoadOptions::default();
+    let whole = || request(vec![8], vec![line(0, 8)]);
+    assert!(matches!(ask(whole(), strict), LoadPlanError::Incomplete { covered: 7, numel: 8, .. }));
+    assert!(matches!(ask(request(vec![2, 4], vec![]), strict), LoadPlanError::Size { .. }));
+    assert!(matches!(ask(request(vec![8], vec![line(7, 2)]), strict), LoadPlanError::OutOfBounds { .. }));
+    let bf16 = LoadRequest { dtype: DType::BF16, ..request(vec![8], vec![line(0, 4)]) };
+    assert!(matches!(ask(bf16.clone(), strict), LoadPlanError::DType { .. }));
+    let cast = LoadOptions { allow_cast: true, ..strict };
+    assert_eq!(plan_load(&metadata, &[bf16], cast).unwrap().reads.len(), 1);
+    let missing = LoadRequest { fqn: "zz".into(), ..whole() };
+    assert_eq!(ask(missing.clone(), strict).to_string(), "missing key in checkpoint: `zz`");
+    let partial = LoadOptions { allow_missing: true, ..strict };
+    assert_eq!(plan_load(&metadata, &[missing], partial).unwrap().missing, [0]);
+    let overlapping = saved(vec![8], vec![line(0, 5), line(4, 4)]);
+    let error = plan_load(&overlapping, &[whole()], strict).unwrap_err();
+    assert!(matches!(error, LoadPlanError::Chunks { source: ChunkError::Overlap { .. }, .. }));
+    let mut value = Metadata::default();
+    value.entries.insert("t".into(), Entry::Bytes(Default::default()));
+    assert!(matches!(plan_load(&value, &[whole()], strict), Err(LoadPlanError::Kind { .. })));
+}
+
+/// Boxes that cut a tensor by a grid: each dimension at the given places.
+fn grid(shape: &[usize], cuts: &[Vec<usize>]) -> Vec<TensorBox> {
+    let mut boxes = vec![TensorBox::new(vec![], vec![])];
+    for (&size, cuts) in shape.iter().zip(cuts) {
+        let mut ends: Vec<usize> = cuts.iter().map(|cut| cut % (size + 1)).chain([0, size]).collect();
+        ends.sort_unstable();
+        ends.dedup();
+        boxes = boxes
+            .iter()
+            .flat_map(|b| {
+                ends.windows(2).map(move |pair| {
+                    let mut b = b.clone();
+                    b.offsets.push(pair[0]);
+                    b.sizes.push(pair[1] - pair[0]);
+                    b
+                })
+            })
+            .collect();
+    }
+    boxes
+}
+
+proptest! {
+    #[test]
+    fn any_grid_is_valid_and_any_move_of_one_box_is_not(
+        (shape, cuts) in prop::collection::vec(1usize..7, 1..4).prop_flat_map(|shape| {
+            let cuts = prop::collection::vec(prop::collection::vec(0usize..8, 0..3), shape.len());
+            (Just(shape), cuts)
+        }),
+        pick in any::<prop::sample::Index>(),
+        dim in any::<prop::sample::Index>(),
+    ) {
+        let boxes = grid(&shape, &cuts);
+        let numel: usize = shape.iter().product();
+        prop_assert_eq!(validate_chunks(&shape, &boxes), Ok(numel));
+        // One box grown by a step to the left or right shares elements with a neighbour, or leaves the tensor.
+        let mut grown = boxes.clone();
+        let (which, dim) = (pick.index(boxes.len()), dim.index(shape.len()));
+        grown[which].sizes[dim] += 1;
+        prop_assert!(validate_chunks(&shape, &grown).is_err());
+        if boxes[which].offsets[dim] > 0 {
+            let mut grown = boxes.clone();
+            grown[which].offsets[dim] -= 1;
+            grown[which].sizes[dim] += 1;
+            let overlaps = matches!(validate_chunks(&shape, &grown), Err(ChunkError::Overlap { .. }));
+            prop_assert!(overlaps);
+        }
+    }
+
+    #[test]
+    fn every_chunk_is_written_once_and_ranks_are_balanced(
+        sizes in prop::collection::vec(1usize..5000, 1..40),
+        ranks in 1usize..9,
+        replicated in any::<bool>(),
+    ) {
+        let plans: Vec<LocalPlan> = (0..ranks).map(|rank| {
+            let mut plan = LocalPlan::default();
+            for (i, &size) in sizes.iter().enumerate() {
+                let each = size.div_ceil(ranks);
+                let range = if replicated || i % 3 == 0 { 0..size } else { rank * each..(rank + 1) * each };
+                plan.add_tensor(i.to_string(), None, DType::F32, vec![size], boxes_of_flat_range(&[size], range));
+            }
+            plan
+        }).collect();
+        let global = plan_save(&plans, SaveOptions::default()).unwrap();
+        prop_assert_eq!(&global, &plan_save(&plans, SaveOptions::default()).unwrap());
+        let total: u64 = sizes.iter().map(|&size| size as u64 * 4).sum();
+        prop_assert_eq!(global.loads.iter().sum::<u64>(), total);
+        let chunks: usize = global.metadata.tensors().map(|(_, tensor)| tensor.chunks.len()).sum();
+        prop_assert_eq!(global.selections.iter().map(|s| s.kept.len()).sum::<usize>(), chunks);
+        let (max, mean) = (*global.loads.iter().max().unwrap() as f64, total as f64 / ranks as f64);
+        let largest = global.metadata.tensors()
+            .flat_map(|(_, tensor)| tensor.chunks.iter().map(|chunk| chunk.bounds.numel() as u64 * 4))
+            .max().unwrap() as f64;
+        // What is sharded cannot be moved: its own imbalance comes on top.
+        let fixed = if replicated { 0.0 } else { sizes.len() as f64 * 4.0 * ranks as f64 };
+        prop_assert!(max <= (1.1 * mean).max(mean + largest) + fixed, "max {max}, mean {mean}, largest {largest}");
+    }
+}
+
+#[test]
+fn a_thousand_tensors_on_a_thousand_ranks_are_planned() {
+    let ranks = 1024;
+    let plans: Vec<LocalPlan> = (0..ranks)
+        .map(|rank| {
+            let mut plan = LocalPlan::default();
+            for i in 0..64 {
+                let bounds = TensorBox::new(vec![rank * 4, 0], vec![4, 64]);
+                plan.add_tensor(format!("layers.{i}.weight"), None, DType::F32, vec![ranks * 4, 64], vec![bounds]);
+            }
+            plan
+        })
+        .collect();
+    let global = plan_save(&plans, SaveOptions::default()).unwrap();
+    assert!(global.selections.iter().all(|selection| selection.kept.len() == 64));
+    assert_eq!(global.metadata.tensor("layers.63.weight").unwrap().chunks.len(), ranks);
+}

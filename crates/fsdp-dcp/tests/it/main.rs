@@ -2,6 +2,8 @@
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+mod crash;
+mod damage;
 mod fixtures;
 mod save_load;
 mod truth;

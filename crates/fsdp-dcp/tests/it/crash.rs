@@ -1,0 +1,147 @@
+//! A save that fails or is killed at any durable step leaves the old checkpoint or the new one, never a mixture.
+
+use std::cell::Cell;
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use fsdp_dcp::durable::{Durable, Step, StepHook, clean_stale};
+use fsdp_dcp::reader::CheckpointReader;
+use fsdp_layout::{DType, PlainValue};
+
+use crate::save_load::{State, save};
+
+/// Fails, or ends the process, before or after the step of this number.
+struct At {
+    step: usize,
+    after: bool,
+    kill: bool,
+    count: AtomicUsize,
+}
+
+thread_local! {
+    /// The number of the step that this thread is in.
+    static NUMBER: Cell<usize> = const { Cell::new(usize::MAX) };
+}
+
+impl At {
+    fn strike(&self) -> io::Result<()> {
+        if self.kill {
+            std::process::abort();
+        }
+        Err(io::Error::from_raw_os_error(28))
+    }
+}
+
+impl StepHook for At {
+    fn before(&self, _: Step, _: &Path) -> io::Result<()> {
+        let number = self.count.fetch_add(1, Ordering::SeqCst);
+        NUMBER.set(number);
+        match number == self.step && !self.after {
+            true => self.strike(),
+            false => Ok(()),
+        }
+    }
+
+    fn after(&self, _: Step, _: &Path) -> io::Result<()> {
+        match NUMBER.get() == self.step && self.after {
+            true => self.strike(),
+            false => Ok(()),
+        }
+    }
+}
+
+/// A small state whose every value says which generation it is.
+fn state(generation: u8) -> State {
+    let mut state = State::default();
+    for name in ["a", "b"] {
+        state.tensors.insert(name.to_owned(), (DType::U8, vec![4, 5000], vec![generation; 20_000]));
+    }
+    state.values.insert("generation".to_owned(), PlainValue::Int(i64::from(generation)));
+    state
+}
+
+/// The generation at the target, after checking that all of it is of one.
+fn generation(target: &Path) -> Option<u8> {
+    if !target.exists() {
+        return None;
+    }
+    let checkpoint = CheckpointReader::open(target).unwrap();
+    let PlainValue::Int(generation) = checkpoint.read_value("generation").unwrap() else { panic!("not a number") };
+    for name in ["a", "b"] {
+        assert!(checkpoint.read_tensor(name).unwrap().iter().all(|byte| i64::from(*byte) == generation));
+    }
+    Some(generation as u8)
+}
+
+fn steps_of_a_save(target: &Path) -> usize {
+    let hook = Arc::new(At { step: usize::MAX, after: false, kill: false, count: AtomicUsize::new(0) });
+    save(&state(0), 2, target, &Durable::with_hook(hook.clone())).unwrap();
+    hook.count.load(Ordering::SeqCst)
+}
+
+#[test]
+fn a_failure_at_any_step_is_an_error_and_leaves_old_or_new() {
+    let parent = tempfile::tempdir().unwrap();
+    let (fresh, target) = (parent.path().join("fresh"), parent.path().join("target"));
+    let steps = steps_of_a_save(&target);
+    assert!(steps >= 15, "only {steps} steps");
+    for overwrite in [false, true] {
+        for (step, after) in (0..steps + 1).flat_map(|step| [(step, false), (step, true)]) {
+            let target = if overwrite { &target } else { &fresh };
+            if overwrite {
+                save(&state(1), 2, target, &Durable::new()).unwrap();
+            } else if fresh.exists() {
+                std::fs::rename(&fresh, parent.path().join(format!("done-{step}-{after}"))).unwrap();
+            }
+            let hook = Arc::new(At { step, after, kill: false, count: AtomicUsize::new(0) });
+            let saved = save(&state(2), 2, target, &Durable::with_hook(hook.clone()));
+            let reached = hook.count.load(Ordering::SeqCst) > step;
+            assert_eq!(saved.is_err(), reached, "step {step}, after {after}");
+            let found = generation(target);
+            match saved {
+                Ok(()) => assert_eq!(found, Some(2)),
+                Err(_) => assert!(found == Some(2) || found == overwrite.then_some(1), "{found:?} at step {step}"),
+            }
+            clean_stale(target).unwrap();
+        }
+    }
+    let left: Vec<_> = std::fs::read_dir(parent.path())
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .filter(|name| name.starts_with('.'))
+        .collect();
+    assert_eq!(left, Vec::<String>::new());
+}
+
+/// Not a test by itself: the process that [`a_kill_at_any_step_leaves_old_or_new`] starts and that dies.
+#[test]
+fn killed_child() {
+    let Ok(order) = std::env::var("FSDP_DCP_KILL") else { return };
+    let mut order = order.split(' ');
+    let (step, after) = (order.next().unwrap().parse().unwrap(), order.next().unwrap() == "after");
+    let target = order.next().unwrap();
+    let hook = Arc::new(At { step, after, kill: true, count: AtomicUsize::new(0) });
+    save(&state(2), 2, Path::new(target), &Durable::with_hook(hook)).unwrap();
+}
+
+#[test]
+fn a_kill_at_any_step_leaves_old_or_new() {
+    let parent = tempfile::tempdir().unwrap();
+    let target = parent.path().join("target");
+    let steps = steps_of_a_save(&target);
+    for (step, when) in (0..steps).flat_map(|step| [(step, "before"), (step, "after")]) {
+        save(&state(1), 2, &target, &Durable::new()).unwrap();
+        let child = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "crash::killed_child"])
+            .env("FSDP_DCP_KILL", format!("{step} {when} {}", target.display()))
+            .output()
+            .unwrap();
+        assert!(!child.status.success(), "the child lived through step {step}");
+        assert!(matches!(generation(&target), Some(1 | 2)), "step {step}, {when}");
+        clean_stale(&target).unwrap();
+        let left = std::fs::read_dir(parent.path()).unwrap().count();
+        assert_eq!(left, 1, "step {step}, {when}");
+    }
+}
