@@ -79,13 +79,15 @@ impl LocalRanks {
         }
         let hub = Arc::new(Hub::default());
         let global_ranks: Vec<usize> = (0..self.world_size).collect();
+        // Held until all ranks are done, so that a rank that starts late still learns why the group has ended.
+        let world = hub.group(0, &global_ranks);
         let memberships: Vec<Arc<Membership>> =
             global_ranks.iter().map(|&rank| Arc::new(Membership { hub: Arc::clone(&hub), rank })).collect();
         // The first to panic is the likely cause of what others do after it.
         let panics: Mutex<Vec<RankFailure>> = Mutex::default();
         let run_rank = |rank: usize, membership: Arc<Membership>| {
-            let group = hub.group(0, &global_ranks);
-            let backend = Arc::new(LocalBackend { membership: Arc::clone(&membership), group, rank });
+            let backend = LocalBackend { membership: Arc::clone(&membership), group: Arc::clone(&world), rank };
+            let backend = Arc::new(backend);
             let group = ProcessGroup::new(backend).with_deadline(self.deadline);
             // `membership` outlives the unwinding, so that the others hear of the panic and not only of its effect.
             catch_unwind(AssertUnwindSafe(|| f(group))).map_err(|panic| {
