@@ -2,9 +2,15 @@
 
 use fsdp_comm::CommError;
 use fsdp_flat::FlatError;
+use fsdp_layout::TensorBox;
 use thiserror::Error;
 
+use crate::LoadReport;
+
 /// An error of this crate.
+///
+/// A collective function returns the same error on every rank of its group: what one rank alone meets comes as
+/// [`CommError::RankFailed`] in [`Comm`](Self::Comm), on that rank too. Ranks in errors are global ranks.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum StateError {
@@ -31,4 +37,146 @@ pub enum StateError {
         /// What it should be.
         expected: &'static str,
     },
+    /// Ranks called a function with different arguments.
+    #[error(
+        "`{operation}` needs the same arguments on all ranks: rank {rank} was called with {found}, \
+         rank {reference} with {expected}"
+    )]
+    ArgumentMismatch {
+        /// The function.
+        operation: &'static str,
+        /// The first rank that differs.
+        rank: usize,
+        /// Its arguments.
+        found: String,
+        /// The rank it is compared with.
+        reference: usize,
+        /// That rank's arguments.
+        expected: String,
+    },
+    /// Ranks brought state dicts with different keys.
+    #[error(
+        "`{operation}` needs the same keys on all ranks: rank {rank} has no `{key}`, which rank {reference} has; \
+         give it the value, or a sharded tensor without boxes"
+    )]
+    KeyMismatch {
+        /// The function.
+        operation: &'static str,
+        /// The rank that lacks the key.
+        rank: usize,
+        /// The flat key of the value.
+        key: String,
+        /// A rank that has it.
+        reference: usize,
+    },
+    /// Ranks brought values of different kinds, dtypes or global shapes for one key.
+    #[error(
+        "`{operation}` needs the same kind, dtype and shape on all ranks: `{key}` is a {found} on rank {rank}, \
+         but a {expected} on rank {reference}"
+    )]
+    ValueMismatch {
+        /// The function.
+        operation: &'static str,
+        /// The flat key of the value.
+        key: String,
+        /// The first rank that differs.
+        rank: usize,
+        /// What it has, e.g. `sharded tensor of float32 [2, 3]`.
+        found: String,
+        /// The rank it is compared with.
+        reference: usize,
+        /// What that rank has.
+        expected: String,
+    },
+    /// Elements that a rank is to get are on no rank.
+    #[error("`{operation}`: no rank has {missing} of `{key}`, a tensor of shape {shape:?}, which rank {rank} needs")]
+    NotCovered {
+        /// The function.
+        operation: &'static str,
+        /// The flat key of the tensor.
+        key: String,
+        /// Its global shape.
+        shape: Vec<usize>,
+        /// The first rank that needs elements that no rank has.
+        rank: usize,
+        /// The first box of such elements.
+        missing: TensorBox,
+    },
+    /// A state dict does not fit what it is loaded into.
+    #[error("`{operation}`: the state dict does not fit: {}", Summary(report))]
+    Incompatible {
+        /// The function.
+        operation: &'static str,
+        /// All that does not fit, the same on every rank.
+        report: LoadReport,
+    },
+    /// A value differs in structure, kind, dtype or shape from what it is copied into.
+    #[error("`{key}` cannot be copied: it is a {found}, and its companion a {expected}")]
+    CompanionMismatch {
+        /// The flat key; empty for the whole dict.
+        key: String,
+        /// What the value is.
+        found: String,
+        /// What the companion is.
+        expected: String,
+    },
+    /// A tensor has more bytes than memory has addresses.
+    #[error("`{key}` has the shape {shape:?}, which no memory holds")]
+    TooLarge {
+        /// The flat key.
+        key: String,
+        /// Its global shape.
+        shape: Vec<usize>,
+    },
+    /// A rank that the group does not have.
+    #[error("there is no rank {rank} in a group of {world_size} ranks")]
+    NoSuchRank {
+        /// The rank asked for.
+        rank: usize,
+        /// Ranks of the group.
+        world_size: usize,
+    },
+    /// The rank that should give the values brought none.
+    #[error("rank {rank} of the group brought no state dict to take values from")]
+    NoSource {
+        /// The rank, in its group.
+        rank: usize,
+    },
+    /// A function that needs the value of a key was not given one.
+    #[error("`{operation}` needs `{key}`, which {holder} does not have")]
+    MissingKey {
+        /// The function.
+        operation: &'static str,
+        /// The key.
+        key: String,
+        /// Which of the arguments lacks it.
+        holder: &'static str,
+    },
+}
+
+/// Most names of each list of a report that a message shows.
+const SHOWN: usize = 8;
+
+/// `missing [a, b], unexpected [c], mismatched [d: saved …, current …]`.
+struct Summary<'a>(&'a LoadReport);
+
+impl std::fmt::Display for Summary<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let LoadReport { missing, unexpected, mismatched } = self.0;
+        let mismatched: Vec<String> = mismatched
+            .iter()
+            .map(|mismatch| format!("{} (saved {}, current {})", mismatch.fqn, mismatch.saved, mismatch.current))
+            .collect();
+        let lists = [("missing", missing), ("unexpected", unexpected), ("mismatched", &mismatched)];
+        let mut separator = "";
+        for (name, list) in lists.into_iter().filter(|(_, list)| !list.is_empty()) {
+            write!(f, "{separator}{name} [{}", list[..list.len().min(SHOWN)].join(", "))?;
+            if list.len() > SHOWN {
+                write!(f, ", and {} more", list.len() - SHOWN)?;
+            }
+            f.write_str("]")?;
+            separator = ", ";
+        }
+        Ok(())
+    }
 }

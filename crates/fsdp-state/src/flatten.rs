@@ -1,11 +1,10 @@
-//! Nested to flat keys and back, by the rule of torch's distributed checkpoints.
-//!
-//! Dicts always open, and an empty one disappears. A list opens if it directly holds a tensor, a dict, or a list that
-//! opens; else it is one value. A tuple is always one value, with any tensors in it.
+//! Nested to flat keys and back: by the rule of torch's distributed checkpoints, which leaves tuples and lists of
+//! plain values whole, and by that of its state-dict utilities, which opens every container.
 
-use fsdp_layout::{KeyPath, PathPart};
+use fsdp_layout::{KeyPath, PathPart, PlainValue};
 use indexmap::IndexMap;
 
+use crate::traverse::{set_element, traverse_state_dict};
 use crate::{StateDict, StateError, StateValue};
 
 /// Flat keys to leaves, and each key's path: DCP's `planner_data`.
@@ -17,7 +16,19 @@ pub struct FlatStateDict {
     pub paths: IndexMap<String, KeyPath>,
 }
 
-/// Flattens a nested state dict. Tensors are shared, not copied.
+impl FlatStateDict {
+    fn insert(&mut self, path: &KeyPath, value: StateValue) -> Result<(), StateError> {
+        let key = path.flat_key();
+        if self.values.insert(key.clone(), value).is_some() {
+            return Err(StateError::DuplicateKey { key });
+        }
+        self.paths.insert(key, path.clone());
+        Ok(())
+    }
+}
+
+/// Flattens a nested state dict by the rule of [`traverse_state_dict`]. Tensors are shared, not copied.
+/// torch's `checkpoint._nested_dict.flatten_state_dict`.
 ///
 /// # Errors
 /// [`StateError::DuplicateKey`] if two values would get one key (`{"a.b": …, "a": {"b": …}}`).
@@ -34,55 +45,86 @@ pub struct FlatStateDict {
 /// ```
 pub fn flatten_state_dict(state: &StateDict) -> Result<FlatStateDict, StateError> {
     let mut flat = FlatStateDict::default();
+    traverse_state_dict(state, |path, value| flat.insert(path, value.clone()))?;
+    Ok(flat)
+}
+
+/// Flattens a nested state dict and opens every dict, list and tuple, also those of plain values; sets and tensors
+/// stay whole. Empty containers disappear. Tensors are shared, not copied.
+/// torch's `_state_dict_utils._flatten_state_dict`, which optimizers' flat state dicts are made with.
+///
+/// [`unflatten_state_dict`] brings it back; tuples come back as lists, and lists of plain values as
+/// [`StateValue::List`].
+///
+/// # Errors
+/// [`StateError::DuplicateKey`] if two values would get one key, also by way of a dict key that is not text
+/// (`{1: …, "1": …}`).
+///
+/// ```
+/// use fsdp_layout::PlainValue;
+/// use fsdp_state::{StateDict, flatten_containers};
+/// let mut group = StateDict::new();
+/// group.insert("betas", PlainValue::Tuple(vec![0.9.into(), 0.999.into()]));
+/// let flat = flatten_containers(&group)?;
+/// assert_eq!(flat.values.keys().collect::<Vec<_>>(), ["betas.0", "betas.1"]);
+/// # Ok::<(), fsdp_state::StateError>(())
+/// ```
+pub fn flatten_containers(state: &StateDict) -> Result<FlatStateDict, StateError> {
+    let mut flat = FlatStateDict::default();
     for (key, value) in state {
-        flatten_value(&KeyPath(vec![PathPart::Key(key.clone())]), value, &mut flat)?;
+        open(&KeyPath(vec![PathPart::Key(key.clone())]), value, &mut flat)?;
     }
     Ok(flat)
 }
 
-fn flatten_value(path: &KeyPath, value: &StateValue, flat: &mut FlatStateDict) -> Result<(), StateError> {
+fn open(path: &KeyPath, value: &StateValue, flat: &mut FlatStateDict) -> Result<(), StateError> {
     match value {
         StateValue::Dict(dict) => {
-            for (key, value) in dict {
-                flatten_value(&path.child(PathPart::Key(key.clone())), value, flat)?;
-            }
-            Ok(())
+            dict.iter().try_for_each(|(key, value)| open(&path.child(PathPart::Key(key.clone())), value, flat))
         }
-        StateValue::List(list) if list.iter().any(opens_list) => {
-            for (index, value) in list.iter().enumerate() {
-                flatten_value(&path.child(PathPart::Index(index)), value, flat)?;
-            }
-            Ok(())
+        StateValue::List(list) | StateValue::Tuple(list) => {
+            let mut elements = list.iter().enumerate();
+            elements.try_for_each(|(index, value)| open(&path.child(PathPart::Index(index)), value, flat))
         }
-        leaf => {
-            let key = path.flat_key();
-            if flat.values.insert(key.clone(), leaf.clone()).is_some() {
-                return Err(StateError::DuplicateKey { key });
-            }
-            flat.paths.insert(key, path.clone());
-            Ok(())
-        }
+        StateValue::Plain(value) => open_plain(path, value, flat),
+        tensor => flat.insert(path, tensor.clone()),
     }
 }
 
-/// Whether this element makes the list around it open.
-fn opens_list(element: &StateValue) -> bool {
-    match element {
-        StateValue::Dict(_) => true,
-        StateValue::List(list) => list.iter().any(opens_list),
-        other => other.is_tensor(),
+fn open_plain(path: &KeyPath, value: &PlainValue, flat: &mut FlatStateDict) -> Result<(), StateError> {
+    match value {
+        PlainValue::List(list) | PlainValue::Tuple(list) => {
+            let mut elements = list.iter().enumerate();
+            elements.try_for_each(|(index, value)| open_plain(&path.child(PathPart::Index(index)), value, flat))
+        }
+        PlainValue::Dict(entries) => entries
+            .iter()
+            .try_for_each(|(key, value)| open_plain(&path.child(PathPart::Key(key_text(key))), value, flat)),
+        leaf => flat.insert(path, leaf.clone().into()),
+    }
+}
+
+/// What `str` makes of a dict key in Python, for the keys that state dicts have.
+fn key_text(key: &PlainValue) -> String {
+    match key {
+        PlainValue::Str(key) => key.clone(),
+        PlainValue::Int(key) => key.to_string(),
+        PlainValue::Bool(key) => if *key { "True" } else { "False" }.to_owned(),
+        PlainValue::None => "None".to_owned(),
+        other => format!("{other:?}"),
     }
 }
 
 /// Puts flat values back where their paths say. A value without a path stays at its flat key.
+/// torch's `unflatten_state_dict` and `_unflatten_state_dict`.
 ///
 /// # Errors
 /// [`StateError::WrongContainer`] if paths contradict each other.
 pub fn unflatten_state_dict(flat: FlatStateDict) -> Result<StateDict, StateError> {
     let mut root = StateDict::new();
     for (key, value) in flat.values {
-        match flat.paths.get(&key).map(|path| path.0.as_slice()) {
-            Some([PathPart::Key(first), rest @ ..]) => set_at(entry(&mut root, first, rest), rest, value, &key)?,
+        match flat.paths.get(&key) {
+            Some(path) if matches!(path.0.first(), Some(PathPart::Key(_))) => set_element(&mut root, path, value)?,
             _ => {
                 root.insert(key, value);
             }
@@ -91,55 +133,10 @@ pub fn unflatten_state_dict(flat: FlatStateDict) -> Result<StateDict, StateError
     Ok(root)
 }
 
-/// The slot of `key`, made as the container that `rest` needs if it is not there.
-fn entry<'a>(dict: &'a mut StateDict, key: &str, rest: &[PathPart]) -> &'a mut StateValue {
-    if !dict.contains_key(key) {
-        dict.insert(key, container_for(rest));
-    }
-    match dict.get_mut(key) {
-        Some(slot) => slot,
-        None => unreachable!("the key was inserted above"),
-    }
-}
-
-fn container_for(rest: &[PathPart]) -> StateValue {
-    match rest.first() {
-        Some(PathPart::Key(_)) => StateValue::Dict(StateDict::new()),
-        Some(PathPart::Index(_)) => StateValue::List(Vec::new()),
-        None => StateValue::Plain(fsdp_layout::PlainValue::None),
-    }
-}
-
-/// How far an index may lie past the end of a list that is being rebuilt: a checkpoint's metadata must not be able
-/// to ask for a list of 2^60 gaps.
-pub const MAX_LIST_LENGTH: usize = 1 << 20;
-
-fn set_at(slot: &mut StateValue, path: &[PathPart], value: StateValue, key: &str) -> Result<(), StateError> {
-    match (path, slot) {
-        ([], slot) => {
-            *slot = value;
-            Ok(())
-        }
-        ([PathPart::Key(part), rest @ ..], StateValue::Dict(dict)) => set_at(entry(dict, part, rest), rest, value, key),
-        ([PathPart::Index(index), rest @ ..], StateValue::List(list)) if *index < MAX_LIST_LENGTH => {
-            if list.len() <= *index {
-                list.resize_with(*index + 1, || StateValue::Plain(fsdp_layout::PlainValue::None));
-            }
-            if matches!(list[*index], StateValue::Plain(fsdp_layout::PlainValue::None)) {
-                list[*index] = container_for(rest);
-            }
-            set_at(&mut list[*index], rest, value, key)
-        }
-        ([PathPart::Key(_), ..], _) => Err(StateError::WrongContainer { path: key.to_owned(), expected: "dict" }),
-        ([PathPart::Index(_), ..], _) => Err(StateError::WrongContainer { path: key.to_owned(), expected: "list" }),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use candle_core::{Device, Tensor};
-    use fsdp_layout::PlainValue;
 
     fn tensor() -> StateValue {
         StateValue::Tensor(Tensor::zeros(1, candle_core::DType::F32, &Device::Cpu).unwrap())
@@ -149,8 +146,12 @@ mod tests {
         value.into()
     }
 
-    #[test]
-    fn lists_open_only_for_tensors_and_dicts() {
+    fn keys(flat: &FlatStateDict) -> Vec<&str> {
+        flat.values.keys().map(String::as_str).collect()
+    }
+
+    /// Every container, empty ones too.
+    fn mixed() -> StateDict {
         // key1 = [t, [33, t, [44, 55]], [66, 77]], as torch's traversal test has it.
         let plain_list = |values: &[i64]| StateValue::List(values.iter().map(|&v| int(v)).collect());
         let key1 = StateValue::List(vec![
@@ -163,13 +164,46 @@ mod tests {
         state.insert("empty", StateDict::new());
         state.insert("tuple", StateValue::Tuple(vec![tensor()]));
         state.insert("scalars", PlainValue::List(vec![PlainValue::Int(1)]));
-        let flat = flatten_state_dict(&state).unwrap();
-        let keys: Vec<&str> = flat.values.keys().map(String::as_str).collect();
-        assert_eq!(keys, ["key1.0", "key1.1.0", "key1.1.1", "key1.1.2", "key1.2", "tuple", "scalars"]);
+        state
+    }
+
+    #[test]
+    fn lists_open_only_for_tensors_and_dicts() {
+        let flat = flatten_state_dict(&mixed()).unwrap();
+        assert_eq!(keys(&flat), ["key1.0", "key1.1.0", "key1.1.1", "key1.1.2", "key1.2", "tuple", "scalars"]);
         let back = unflatten_state_dict(flat).unwrap();
         let Some(StateValue::List(list)) = back.get("key1") else { panic!("key1 is a list") };
         assert_eq!(list.len(), 3);
         assert!(matches!(&list[1], StateValue::List(inner) if inner.len() == 3 && inner[1].is_tensor()));
+        assert!(matches!(back.get("tuple"), Some(StateValue::Tuple(_))));
+    }
+
+    #[test]
+    fn all_containers_open_and_tuples_come_back_as_lists() {
+        let mut state = mixed();
+        let by_number = PlainValue::Dict(vec![(PlainValue::Int(7), PlainValue::Tuple(vec![true.into()]))]);
+        state.insert("dict", by_number);
+        let flat = flatten_containers(&state).unwrap();
+        assert_eq!(
+            keys(&flat),
+            [
+                "key1.0",
+                "key1.1.0",
+                "key1.1.1",
+                "key1.1.2.0",
+                "key1.1.2.1",
+                "key1.2.0",
+                "key1.2.1",
+                "tuple.0",
+                "scalars.0",
+                "dict.7.0"
+            ]
+        );
+        let back = unflatten_state_dict(flat).unwrap();
+        assert!(matches!(back.get("tuple"), Some(StateValue::List(list)) if list[0].is_tensor()));
+        assert!(matches!(back.get("scalars"), Some(StateValue::List(list)) if list[0].as_plain().is_some()));
+        assert!(matches!(back.dict("dict").unwrap().get("7"), Some(StateValue::List(_))));
+        assert!(!back.contains_key("empty"));
     }
 
     #[test]
@@ -179,7 +213,12 @@ mod tests {
         let mut state = StateDict::new();
         state.insert("a", inner);
         state.insert("a.b", 2i64);
-        assert!(matches!(flatten_state_dict(&state), Err(StateError::DuplicateKey { key }) if key == "a.b"));
+        for flat in [flatten_state_dict(&state), flatten_containers(&state)] {
+            assert!(matches!(flat, Err(StateError::DuplicateKey { key }) if key == "a.b"));
+        }
+        let mut state = StateDict::new();
+        state.insert("d", PlainValue::Dict(vec![(1i64.into(), 1i64.into()), ("1".into(), 2i64.into())]));
+        assert!(matches!(flatten_containers(&state), Err(StateError::DuplicateKey { key }) if key == "d.1"));
     }
 
     #[test]

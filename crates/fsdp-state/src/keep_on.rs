@@ -1,0 +1,55 @@
+//! Which ranks keep the result of a collective function.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::StateError;
+
+/// The ranks of a group that keep a result; the others take part and get nothing. torch's `ranks_only`, where an
+/// empty list means all ranks, and which `cpu_offload` silently sets to rank 0 in places: here the device never
+/// decides who keeps what.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub enum KeepOn {
+    /// Every rank.
+    #[default]
+    All,
+    /// These ranks of the group; an empty list is none.
+    Ranks(Vec<usize>),
+}
+
+impl KeepOn {
+    /// Whether this rank of the group keeps the result.
+    ///
+    /// ```
+    /// use fsdp_state::KeepOn;
+    /// assert!(KeepOn::All.contains(3));
+    /// assert!(!KeepOn::Ranks(vec![0, 2]).contains(3));
+    /// ```
+    #[must_use]
+    pub fn contains(&self, rank: usize) -> bool {
+        match self {
+            KeepOn::All => true,
+            KeepOn::Ranks(ranks) => ranks.contains(&rank),
+        }
+    }
+
+    pub(crate) fn check(&self, world_size: usize) -> Result<(), StateError> {
+        match self {
+            KeepOn::Ranks(ranks) => match ranks.iter().find(|&&rank| rank >= world_size) {
+                Some(&rank) => Err(StateError::NoSuchRank { rank, world_size }),
+                None => Ok(()),
+            },
+            KeepOn::All => Ok(()),
+        }
+    }
+}
+
+impl fmt::Display for KeepOn {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            KeepOn::All => f.write_str("keep on all ranks"),
+            KeepOn::Ranks(ranks) => write!(f, "keep on ranks {ranks:?}"),
+        }
+    }
+}

@@ -1,0 +1,86 @@
+//! State dicts to the CPU, whole or as they are.
+
+use candle_core::{Device, Tensor};
+use fsdp_comm::ProcessGroup;
+use fsdp_flat::ShardedTensor;
+use fsdp_layout::KeyPath;
+
+use crate::keep_on::KeepOn;
+use crate::memory::{own, own_sharded};
+use crate::{
+    GatherOptions, IterateOptions, StateDict, StateDictCallbacks, StateError, StateValue, gather_state_dict,
+    iterate_state_dict,
+};
+
+struct Offload {
+    keeps: bool,
+}
+
+impl StateDictCallbacks for Offload {
+    fn sharded(&mut self, _: &KeyPath, tensor: &ShardedTensor) -> Result<StateValue, StateError> {
+        Ok(if self.keeps { own_sharded(tensor, Some(&Device::Cpu))?.into() } else { tensor.clone().into() })
+    }
+
+    fn tensor(&mut self, _: &KeyPath, tensor: &Tensor) -> Result<StateValue, StateError> {
+        Ok(if self.keeps { own(tensor, Some(&Device::Cpu))?.into() } else { tensor.clone().into() })
+    }
+}
+
+/// A copy on the CPU, for the ranks that keep it; an empty dict on all others. Sharded tensors stay sharded.
+/// torch's `_offload_state_dict_to_cpu`.
+///
+/// What is on the CPU already is copied too: the result shares memory with nothing, so training may go on while it is
+/// written to a file. `rank` is this rank in the group that `keep_on` speaks of. No communication.
+///
+/// # Errors
+/// candle's, on this rank alone.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use fsdp_state::{KeepOn, StateDict, offload_state_dict_to_cpu};
+/// let mut state = StateDict::new();
+/// state.insert("weight", Tensor::zeros(4, DType::F32, &Device::Cpu)?);
+/// let keep_on = KeepOn::Ranks(vec![0, 2]);
+/// assert_eq!(offload_state_dict_to_cpu(&state, &keep_on, 2)?.len(), 1);
+/// assert!(offload_state_dict_to_cpu(&state, &keep_on, 1)?.is_empty());
+/// # Ok::<(), fsdp_state::StateError>(())
+/// ```
+pub fn offload_state_dict_to_cpu(state: &StateDict, keep_on: &KeepOn, rank: usize) -> Result<StateDict, StateError> {
+    let options = IterateOptions { keep_on: keep_on.clone(), rank, ..IterateOptions::default() };
+    iterate_state_dict(state, &mut Offload { keeps: keep_on.contains(rank) }, &options)
+}
+
+/// Options of [`maybe_full_or_cpu_state_dict`].
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct FullOrCpuOptions {
+    /// Whole tensors instead of sharded ones.
+    pub full_state_dict: bool,
+    /// Tensors on the CPU.
+    pub cpu_offload: bool,
+    /// The ranks that get the result. torch keeps a full dict on the CPU on rank 0 only; here that is said, not
+    /// implied.
+    pub keep_on: KeepOn,
+}
+
+/// The state dict as the options want it: [`gather_state_dict`] for a full one, else [`offload_state_dict_to_cpu`]
+/// for one on the CPU, else the dict itself, on the ranks that keep it. torch's `_maybe_full_or_cpu_state_dict`.
+///
+/// Collectives: those of [`gather_state_dict`] with `full_state_dict`, else none.
+///
+/// # Errors
+/// As the function that does the work.
+pub fn maybe_full_or_cpu_state_dict(
+    group: &ProcessGroup,
+    state: &StateDict,
+    options: &FullOrCpuOptions,
+) -> Result<StateDict, StateError> {
+    let keep_on = options.keep_on.clone();
+    if options.full_state_dict {
+        let device = options.cpu_offload.then_some(Device::Cpu);
+        return gather_state_dict(group, state, &GatherOptions { keep_on, device });
+    }
+    if options.cpu_offload {
+        return offload_state_dict_to_cpu(state, &keep_on, group.rank());
+    }
+    Ok(if keep_on.contains(group.rank()) { state.clone() } else { StateDict::new() })
+}

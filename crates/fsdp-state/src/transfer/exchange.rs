@@ -1,0 +1,346 @@
+//! The collectives that carry out a [`Layout`].
+
+use fsdp_comm::{CommError, ProcessGroup};
+use fsdp_layout::TensorBox;
+
+use super::packing::{Source, copy_box, pack, read_box, with_packed};
+use super::route::{Layout, Piece, Route, lie_in_order};
+use crate::memory::{Buffer, ElementType};
+use crate::{StateError, StateValue};
+
+/// Tensors that one collective carries together have at most this many bytes; larger ones go alone.
+const BUCKET_BYTES: usize = 32 << 20;
+
+/// After so many bytes of tensors ranks tell each other whether they still can go on.
+const STATUS_BYTES: usize = 256 << 20;
+
+/// One tensor on its way to the boxes that this rank wants.
+#[derive(Debug)]
+pub(crate) struct Item<'a> {
+    /// Where it is and where it goes.
+    pub(crate) layout: Layout,
+    /// What this rank has of it.
+    pub(crate) source: Option<&'a StateValue>,
+    /// What it becomes here.
+    pub(crate) element: ElementType,
+}
+
+/// What a rank got of one tensor, box by box; nothing after a failure on this rank.
+pub(crate) type Received = Option<Vec<Buffer>>;
+
+/// The data of one function call. A rank that meets an error of its own goes on with zeros, so that no rank waits
+/// for it, until the ranks tell each other how they are: then all return that error.
+#[derive(Debug)]
+pub(crate) struct Exchange<'g> {
+    group: &'g ProcessGroup,
+    operation: &'static str,
+    failure: Option<StateError>,
+    unreported: usize,
+}
+
+impl<'g> Exchange<'g> {
+    pub(crate) fn new(group: &'g ProcessGroup, operation: &'static str) -> Self {
+        Exchange { group, operation, failure: None, unreported: 0 }
+    }
+
+    /// Runs something that only concerns this rank; nothing is run after a failure.
+    pub(crate) fn attempt<T>(&mut self, f: impl FnOnce() -> Result<T, StateError>) -> Option<T> {
+        if self.failure.is_some() {
+            return None;
+        }
+        let outcome = f();
+        self.note(outcome)
+    }
+
+    fn note<T>(&mut self, outcome: Result<T, StateError>) -> Option<T> {
+        match outcome {
+            Ok(value) => Some(value),
+            Err(error) => {
+                self.failure.get_or_insert(error);
+                None
+            }
+        }
+    }
+
+    /// Tells the other ranks, and returns any rank's failure.
+    pub(crate) fn finish(self) -> Result<(), StateError> {
+        Ok(self.group.agree(self.operation, self.failure.map_or(Ok(()), Err))?)
+    }
+
+    fn moved(&mut self, bytes: usize) -> Result<(), CommError> {
+        self.unreported = self.unreported.saturating_add(bytes);
+        if self.unreported >= STATUS_BYTES {
+            self.unreported = 0;
+            self.group.agree(self.operation, self.failure.take().map_or(Ok(()), Err))?;
+        }
+        Ok(())
+    }
+
+    /// Moves one tensor, by itself.
+    pub(crate) fn run(&mut self, item: &Item<'_>) -> Result<Received, CommError> {
+        let mut received = self.run_together(std::slice::from_ref(item), &item.layout.route())?;
+        Ok(received.pop().flatten())
+    }
+
+    /// Moves tensors in this order; small ones that take the same route in succession go together.
+    pub(crate) fn run_all(&mut self, items: &[Item<'_>]) -> Result<Vec<Received>, CommError> {
+        let mut received = Vec::with_capacity(items.len());
+        let mut start = 0;
+        while start < items.len() {
+            let route = items[start].layout.route();
+            let mut bytes = items[start].layout.bytes();
+            let mut end = start + 1;
+            while end < items.len() && goes_together(&route) {
+                let next = &items[end].layout;
+                bytes = bytes.saturating_add(next.bytes());
+                if bytes > BUCKET_BYTES || next.route() != route {
+                    break;
+                }
+                end += 1;
+            }
+            received.extend(self.run_together(&items[start..end], &route)?);
+            start = end;
+        }
+        Ok(received)
+    }
+
+    fn run_together(&mut self, items: &[Item<'_>], route: &Route) -> Result<Vec<Received>, CommError> {
+        let rank = self.group.rank();
+        let mut hands: Vec<Hand<'_>> = items.iter().map(|item| self.hand(item, rank)).collect();
+        match route {
+            Route::Local => self.copy_own(&mut hands),
+            Route::AllGather => hands.iter_mut().try_for_each(|hand| self.all_gather(hand))?,
+            Route::Gather { roots } => {
+                roots.iter().try_for_each(|&root| hands.iter_mut().try_for_each(|hand| self.gather(hand, root)))?;
+            }
+            Route::Broadcast { root } => self.broadcast(&mut hands, *root)?,
+            Route::Scatter { .. } | Route::AllToAll => self.all_to_all(&mut hands, route)?,
+        }
+        if *route != Route::Local {
+            self.moved(items.iter().map(|item| item.layout.bytes()).sum())?;
+        }
+        let failed = self.failure.is_some();
+        Ok(hands.into_iter().map(|hand| hand.buffers.filter(|_| !failed)).collect())
+    }
+
+    /// This rank's memory for an item.
+    fn hand<'a>(&mut self, item: &'a Item<'_>, rank: usize) -> Hand<'a> {
+        let layout = &item.layout;
+        let buffers = self.attempt(|| {
+            layout.want[rank].iter().map(|want| Buffer::zeros(item.element, &want.sizes)).collect::<Result<_, _>>()
+        });
+        let sources = self.attempt(|| item.source.map_or_else(|| Ok(Vec::new()), Source::of)).unwrap_or_default();
+        Hand { layout, want: &layout.want[rank], sources, buffers }
+    }
+
+    /// Copies what this rank has of what it wants.
+    fn copy_own(&mut self, hands: &mut [Hand<'_>]) {
+        let rank = self.group.rank();
+        for hand in hands {
+            let copied = hand.copy_own(rank);
+            self.note(copied);
+        }
+    }
+
+    fn all_gather(&mut self, hand: &mut Hand<'_>) -> Result<(), CommError> {
+        let pieces = hand.layout.pieces_of_whole();
+        let group = self.group;
+        let gathered = hand.collect(group.rank(), group.world_size(), &pieces, |output, counts, input| {
+            group.all_gather_uneven_into(output.unwrap_or_default(), counts, input)
+        });
+        self.settle(gathered)
+    }
+
+    fn gather(&mut self, hand: &mut Hand<'_>, root: usize) -> Result<(), CommError> {
+        let mut pieces = hand.layout.pieces_for(root);
+        pieces.sort_by_key(|piece| piece.source);
+        let group = self.group;
+        let is_root = group.rank() == root;
+        let gather = |output: Option<&mut [u8]>, counts: &[usize], input: &[u8]| {
+            group.gather_uneven(output.filter(|_| is_root), counts, input, root)
+        };
+        let gathered = if is_root {
+            hand.collect(group.rank(), group.world_size(), &pieces, gather)
+        } else {
+            hand.send(group.rank(), group.world_size(), &pieces, gather)
+        };
+        self.settle(gathered)
+    }
+
+    fn settle(&mut self, (sent, read): (Result<(), CommError>, Result<(), StateError>)) -> Result<(), CommError> {
+        self.note(read);
+        sent
+    }
+
+    fn broadcast(&mut self, hands: &mut [Hand<'_>], root: usize) -> Result<(), CommError> {
+        if self.group.rank() == root {
+            self.copy_own(hands);
+        }
+        let group = self.group;
+        if let [Hand { buffers: Some(buffers), .. }] = hands
+            && let [buffer] = &mut buffers[..]
+        {
+            return group.broadcast(buffer.bytes_mut(), root);
+        }
+        let mut packed: Vec<u8> = Vec::new();
+        for hand in &mut *hands {
+            let start = packed.len();
+            packed.resize(start + hand.layout.bytes(), 0);
+            if let Some(buffer) = hand.buffers.as_mut().and_then(|buffers| buffers.first_mut()) {
+                packed[start..].copy_from_slice(buffer.bytes_mut());
+            }
+        }
+        group.broadcast(&mut packed, root)?;
+        let mut rest = &packed[..];
+        for hand in hands {
+            let (bytes, after) = rest.split_at(hand.layout.bytes());
+            if let Some(buffer) = hand.buffers.as_mut().and_then(|buffers| buffers.first_mut()) {
+                buffer.bytes_mut().copy_from_slice(bytes);
+            }
+            rest = after;
+        }
+        Ok(())
+    }
+
+    /// Exchanges all pieces at once; from one root this is a scatter. What a rank has itself does not travel.
+    fn all_to_all(&mut self, hands: &mut [Hand<'_>], route: &Route) -> Result<(), CommError> {
+        let (rank, ranks) = (self.group.rank(), self.group.world_size());
+        self.copy_own(hands);
+        let mut send = Vec::new();
+        let mut send_counts = vec![0; ranks];
+        for (receiver, count) in send_counts.iter_mut().enumerate().filter(|(receiver, _)| *receiver != rank) {
+            let start = send.len();
+            for hand in hands.iter().filter(|hand| hand.layout.concerns(rank, receiver)) {
+                let pieces = hand.layout.pieces_for(receiver);
+                let boxes = of_source(&pieces, rank);
+                let packed = pack(&hand.sources, &boxes, hand.layout.element, &mut send);
+                self.note(packed);
+            }
+            *count = send.len() - start;
+        }
+        // What comes here, with the tensor it belongs to, in the order in which the senders pack it.
+        let all = hands.iter().enumerate();
+        let mut incoming: Vec<(usize, Piece)> = all
+            .flat_map(|(index, hand)| hand.layout.pieces_for(rank).into_iter().map(move |piece| (index, piece)))
+            .filter(|(_, piece)| piece.source != rank)
+            .collect();
+        incoming.sort_by_key(|(_, piece)| piece.source);
+        let mut receive_counts = vec![0; ranks];
+        for (index, piece) in &incoming {
+            receive_counts[piece.source] += hands[*index].bytes_of(&[&piece.bounds]);
+        }
+        let mut received = vec![0u8; receive_counts.iter().sum()];
+        match *route {
+            Route::Scatter { root } => {
+                // All of what a rank wants, and only that, comes from the root.
+                let wanted = |to: usize| {
+                    hands.iter().map(|hand| hand.bytes_of(&hand.layout.want[to].iter().collect::<Vec<_>>())).sum()
+                };
+                let counts: Vec<usize> = (0..ranks).map(|to| if to == root { 0 } else { wanted(to) }).collect();
+                let input = (rank == root).then_some(&send[..]);
+                self.group.scatter_uneven(&mut received, input, &counts, root)?;
+            }
+            _ => self.group.all_to_all_uneven(&mut received, &receive_counts, &send, &send_counts)?,
+        }
+        let mut rest = &received[..];
+        for (index, piece) in &incoming {
+            let (bytes, after) = rest.split_at(hands[*index].bytes_of(&[&piece.bounds]));
+            hands[*index].place(piece, bytes);
+            rest = after;
+        }
+        Ok(())
+    }
+}
+
+/// Whether tensors that take this route may share a collective. Gathers do not: a rank that keeps nothing holds no
+/// more than its part of one tensor.
+const fn goes_together(route: &Route) -> bool {
+    matches!(route, Route::Broadcast { .. } | Route::Scatter { .. } | Route::AllToAll)
+}
+
+fn of_source(pieces: &[Piece], source: usize) -> Vec<&TensorBox> {
+    pieces.iter().filter(|piece| piece.source == source).map(|piece| &piece.bounds).collect()
+}
+
+/// One tensor in this rank's hands.
+#[derive(Debug)]
+struct Hand<'a> {
+    layout: &'a Layout,
+    want: &'a [TensorBox],
+    sources: Vec<Source>,
+    /// One for each wanted box; none after a failure.
+    buffers: Option<Vec<Buffer>>,
+}
+
+impl Hand<'_> {
+    fn bytes_of(&self, boxes: &[&TensorBox]) -> usize {
+        boxes.iter().map(|bounds| bounds.numel() * self.layout.element).sum()
+    }
+
+    fn copy_own(&mut self, rank: usize) -> Result<(), StateError> {
+        let Some(buffers) = &mut self.buffers else { return Ok(()) };
+        for piece in self.layout.pieces_for(rank).iter().filter(|piece| piece.source == rank) {
+            let (want, to) = (&self.want[piece.target], buffers[piece.target].bytes_mut());
+            read_box(&self.sources, &piece.bounds, want, self.layout.element, to)?;
+        }
+        Ok(())
+    }
+
+    /// Puts the bytes of a piece where they are wanted.
+    fn place(&mut self, piece: &Piece, bytes: &[u8]) {
+        if let Some(buffers) = &mut self.buffers {
+            let to = buffers[piece.target].bytes_mut();
+            let element = self.layout.element;
+            copy_box(bytes, &piece.bounds, to, &self.want[piece.target], &piece.bounds, element);
+        }
+    }
+
+    fn counts(&self, ranks: usize, pieces: &[Piece]) -> Vec<usize> {
+        let mut counts = vec![0; ranks];
+        for piece in pieces {
+            counts[piece.source] += self.bytes_of(&[&piece.bounds]);
+        }
+        counts
+    }
+
+    /// Sends this rank's pieces of the whole.
+    fn send(
+        &self,
+        rank: usize,
+        ranks: usize,
+        pieces: &[Piece],
+        gather: impl FnOnce(Option<&mut [u8]>, &[usize], &[u8]) -> Result<(), CommError>,
+    ) -> (Result<(), CommError>, Result<(), StateError>) {
+        let counts = self.counts(ranks, pieces);
+        let own = of_source(pieces, rank);
+        with_packed(&self.sources, &own, self.layout.element, |input| gather(None, &counts, input))
+    }
+
+    /// Sends this rank's pieces of the whole and receives all: in place if they come in the order of the elements.
+    fn collect(
+        &mut self,
+        rank: usize,
+        ranks: usize,
+        pieces: &[Piece],
+        gather: impl FnOnce(Option<&mut [u8]>, &[usize], &[u8]) -> Result<(), CommError>,
+    ) -> (Result<(), CommError>, Result<(), StateError>) {
+        let counts = self.counts(ranks, pieces);
+        let own = of_source(pieces, rank);
+        let element = self.layout.element;
+        if let Some([buffer]) = self.buffers.as_deref_mut()
+            && lie_in_order(pieces, &self.layout.shape)
+        {
+            let output = buffer.bytes_mut();
+            return with_packed(&self.sources, &own, element, |input| gather(Some(output), &counts, input));
+        }
+        let mut received = vec![0u8; counts.iter().sum()];
+        let outcome = with_packed(&self.sources, &own, element, |input| gather(Some(&mut received), &counts, input));
+        let mut rest = &received[..];
+        for piece in pieces {
+            let (bytes, after) = rest.split_at(piece.bounds.numel() * element);
+            self.place(piece, bytes);
+            rest = after;
+        }
+        outcome
+    }
+}

@@ -1,0 +1,292 @@
+//! Walking a nested state dict, and reaching into it by path.
+
+use fsdp_layout::{KeyPath, PathPart, PlainValue};
+
+use crate::{StateDict, StateError, StateValue};
+
+/// How far an index may lie past the end of a list that is being built: a checkpoint's metadata must not be able
+/// to ask for a list of 2^60 gaps.
+pub const MAX_LIST_LENGTH: usize = 1 << 20;
+
+/// Visits the leaves depth-first in container order, with their paths. torch's `traverse_state_dict`.
+///
+/// Dicts always open, and an empty one has no leaves. A list opens if it directly holds a tensor, a dict, or a list
+/// that opens; else it is one leaf. A tuple is always one leaf, with any tensors in it.
+///
+/// # Errors
+/// The visitor's first.
+///
+/// ```
+/// use fsdp_state::{StateDict, StateError, traverse_state_dict};
+/// let mut inner = StateDict::new();
+/// inner.insert("lr", 0.1);
+/// let mut state = StateDict::new();
+/// state.insert("optim", inner);
+/// let mut keys = Vec::new();
+/// traverse_state_dict(&state, |path, _| {
+///     keys.push(path.flat_key());
+///     Ok::<(), StateError>(())
+/// })?;
+/// assert_eq!(keys, ["optim.lr"]);
+/// # Ok::<(), StateError>(())
+/// ```
+pub fn traverse_state_dict<'a, E>(
+    state: &'a StateDict,
+    mut visit: impl FnMut(&KeyPath, &'a StateValue) -> Result<(), E>,
+) -> Result<(), E> {
+    walk(state, &opens, &mut visit)
+}
+
+/// Every tensor and plain value with its path, depth-first in container order; all containers are opened.
+pub(crate) fn leaves(state: &StateDict) -> Vec<(KeyPath, &StateValue)> {
+    let mut leaves = Vec::new();
+    let all = |_: &StateValue| true;
+    let Ok(()) = walk(state, &all, &mut |path: &KeyPath, value| {
+        leaves.push((path.clone(), value));
+        Ok::<(), std::convert::Infallible>(())
+    });
+    leaves
+}
+
+/// Whether a traversal by torch's rule goes into this value.
+fn opens(value: &StateValue) -> bool {
+    match value {
+        StateValue::Dict(_) => true,
+        StateValue::List(list) => list.iter().any(|element| element.is_tensor() || opens(element)),
+        _ => false,
+    }
+}
+
+fn walk<'a, E>(
+    state: &'a StateDict,
+    opens: &impl Fn(&StateValue) -> bool,
+    visit: &mut impl FnMut(&KeyPath, &'a StateValue) -> Result<(), E>,
+) -> Result<(), E> {
+    let mut path = KeyPath::default();
+    walk_dict(state, &mut path, opens, visit)
+}
+
+fn walk_dict<'a, E>(
+    dict: &'a StateDict,
+    path: &mut KeyPath,
+    opens: &impl Fn(&StateValue) -> bool,
+    visit: &mut impl FnMut(&KeyPath, &'a StateValue) -> Result<(), E>,
+) -> Result<(), E> {
+    for (key, value) in dict {
+        path.0.push(PathPart::Key(key.clone()));
+        walk_value(value, path, opens, visit)?;
+        path.0.pop();
+    }
+    Ok(())
+}
+
+fn walk_value<'a, E>(
+    value: &'a StateValue,
+    path: &mut KeyPath,
+    opens: &impl Fn(&StateValue) -> bool,
+    visit: &mut impl FnMut(&KeyPath, &'a StateValue) -> Result<(), E>,
+) -> Result<(), E> {
+    match value {
+        StateValue::Dict(dict) if opens(value) => walk_dict(dict, path, opens, visit),
+        StateValue::List(list) | StateValue::Tuple(list) if opens(value) => {
+            for (index, value) in list.iter().enumerate() {
+                path.0.push(PathPart::Index(index));
+                walk_value(value, path, opens, visit)?;
+                path.0.pop();
+            }
+            Ok(())
+        }
+        leaf => visit(path, leaf),
+    }
+}
+
+/// The value at a path, through dicts, lists and tuples; `None` if the path leads nowhere. torch's `get_element`.
+///
+/// A [`StateValue::Plain`] value is not entered: use [`PlainValue`] for what is inside it.
+#[must_use]
+pub fn get_element<'a>(state: &'a StateDict, path: &KeyPath) -> Option<&'a StateValue> {
+    let (first, rest) = path.0.split_first()?;
+    let PathPart::Key(first) = first else { return None };
+    rest.iter().try_fold(state.get(first)?, |value, part| match (part, value) {
+        (PathPart::Key(key), StateValue::Dict(dict)) => dict.get(key),
+        (PathPart::Index(index), StateValue::List(list) | StateValue::Tuple(list)) => list.get(*index),
+        _ => None,
+    })
+}
+
+/// As [`get_element`], to change the value.
+#[must_use]
+pub fn get_element_mut<'a>(state: &'a mut StateDict, path: &KeyPath) -> Option<&'a mut StateValue> {
+    let (first, rest) = path.0.split_first()?;
+    let PathPart::Key(first) = first else { return None };
+    rest.iter().try_fold(state.get_mut(first)?, |value, part| match (part, value) {
+        (PathPart::Key(key), StateValue::Dict(dict)) => dict.get_mut(key),
+        (PathPart::Index(index), StateValue::List(list) | StateValue::Tuple(list)) => list.get_mut(*index),
+        _ => None,
+    })
+}
+
+/// Puts a value at a path, and makes the dicts and lists on the way that are not there. A list that is too short is
+/// filled up with `None`. torch's `set_element`.
+///
+/// # Errors
+/// [`StateError::WrongContainer`] if the path is empty or begins with an index, leads through something that is no
+/// container or one of another kind, or has an index of [`MAX_LIST_LENGTH`] or more. The dict is unchanged then,
+/// except for containers that were made on the way.
+///
+/// ```
+/// use fsdp_layout::{KeyPath, PathPart};
+/// use fsdp_state::{StateDict, get_element, set_element};
+/// let path = KeyPath(vec![PathPart::Key("a".into()), PathPart::Index(2)]);
+/// let mut state = StateDict::new();
+/// set_element(&mut state, &path, 7i64)?;
+/// assert_eq!(get_element(&state, &path).and_then(|value| value.as_plain()?.as_int()), Some(7));
+/// # Ok::<(), fsdp_state::StateError>(())
+/// ```
+pub fn set_element(state: &mut StateDict, path: &KeyPath, value: impl Into<StateValue>) -> Result<(), StateError> {
+    match path.0.as_slice() {
+        [PathPart::Key(first), rest @ ..] => set_at(entry(state, first, rest), rest, value.into(), path),
+        _ => Err(StateError::WrongContainer { path: path.flat_key(), expected: "dict" }),
+    }
+}
+
+/// The slot of `key`, made as the container that `rest` needs if it is not there.
+fn entry<'a>(dict: &'a mut StateDict, key: &str, rest: &[PathPart]) -> &'a mut StateValue {
+    if !dict.contains_key(key) {
+        dict.insert(key, container_for(rest));
+    }
+    match dict.get_mut(key) {
+        Some(slot) => slot,
+        None => unreachable!("the key was inserted above"),
+    }
+}
+
+fn container_for(rest: &[PathPart]) -> StateValue {
+    match rest.first() {
+        Some(PathPart::Key(_)) => StateValue::Dict(StateDict::new()),
+        Some(PathPart::Index(_)) => StateValue::List(Vec::new()),
+        None => StateValue::Plain(PlainValue::None),
+    }
+}
+
+fn set_at(slot: &mut StateValue, rest: &[PathPart], value: StateValue, path: &KeyPath) -> Result<(), StateError> {
+    match (rest, slot) {
+        ([], slot) => {
+            *slot = value;
+            Ok(())
+        }
+        ([PathPart::Key(part), rest @ ..], StateValue::Dict(dict)) => {
+            set_at(entry(dict, part, rest), rest, value, path)
+        }
+        ([PathPart::Index(index), rest @ ..], StateValue::List(list)) if *index < MAX_LIST_LENGTH => {
+            if list.len() <= *index {
+                list.resize_with(*index + 1, || StateValue::Plain(PlainValue::None));
+            }
+            if matches!(list[*index], StateValue::Plain(PlainValue::None)) {
+                list[*index] = container_for(rest);
+            }
+            set_at(&mut list[*index], rest, value, path)
+        }
+        ([PathPart::Key(_), ..], _) => Err(StateError::WrongContainer { path: path.flat_key(), expected: "dict" }),
+        ([PathPart::Index(_), ..], _) => Err(StateError::WrongContainer { path: path.flat_key(), expected: "list" }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::{DType, Device, Tensor};
+
+    fn tensor() -> StateValue {
+        StateValue::Tensor(Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap())
+    }
+
+    fn ints(values: &[i64]) -> StateValue {
+        StateValue::List(values.iter().map(|&value| value.into()).collect())
+    }
+
+    fn keys(state: &StateDict) -> Vec<String> {
+        let mut keys = Vec::new();
+        traverse_state_dict(state, |path, _| {
+            keys.push(path.flat_key());
+            Ok::<(), StateError>(())
+        })
+        .unwrap();
+        keys
+    }
+
+    fn path(parts: &[PathPart]) -> KeyPath {
+        KeyPath(parts.to_vec())
+    }
+
+    fn key(key: &str) -> PathPart {
+        PathPart::Key(key.into())
+    }
+
+    #[test]
+    fn shallow_dicts_and_lists_of_numbers_are_leaves_of_their_keys() {
+        let state: StateDict =
+            [("key0", 1i64.into()), ("key1", ints(&[1, 2])), ("key2", StateValue::from("a"))].into_iter().collect();
+        assert_eq!(keys(&state), ["key0", "key1", "key2"]);
+    }
+
+    #[test]
+    fn nested_lists_open_only_for_tensors() {
+        let list = StateValue::List(vec![
+            tensor(),
+            StateValue::List(vec![33i64.into(), tensor(), ints(&[44, 55])]),
+            ints(&[66, 77]),
+        ]);
+        let state: StateDict = [("key1", list)].into_iter().collect();
+        assert_eq!(keys(&state), ["key1.0", "key1.1.0", "key1.1.1", "key1.1.2", "key1.2"]);
+        let inner = get_element(&state, &path(&[key("key1"), PathPart::Index(1), PathPart::Index(2)])).unwrap();
+        assert!(matches!(inner, StateValue::List(list) if list.len() == 2));
+    }
+
+    #[test]
+    fn dicts_always_open_even_in_lists() {
+        let dict: StateDict = [("key2", 2i64.into())].into_iter().collect();
+        let list = StateValue::List(vec![dict.into(), ints(&[3])]);
+        let state: StateDict = [("key0", list)].into_iter().collect();
+        assert_eq!(keys(&state), ["key0.0.key2", "key0.1"]);
+    }
+
+    #[test]
+    fn elements_are_set_and_got_through_gaps() {
+        let mut state = StateDict::new();
+        let gaps = path(&[key("a"), PathPart::Index(3), key("b.c"), PathPart::Index(1)]);
+        set_element(&mut state, &gaps, 5i64).unwrap();
+        assert_eq!(get_element(&state, &gaps).and_then(|value| value.as_plain()?.as_int()), Some(5));
+        let gap = path(&[key("a"), PathPart::Index(0)]);
+        assert!(matches!(get_element(&state, &gap), Some(StateValue::Plain(PlainValue::None))));
+        set_element(&mut state, &gap, tensor()).unwrap();
+        assert!(get_element(&state, &gap).unwrap().is_tensor());
+        for missing in [
+            path(&[]),
+            path(&[PathPart::Index(0)]),
+            path(&[key("b")]),
+            path(&[key("a"), PathPart::Index(9)]),
+            path(&[key("a"), key("x")]),
+            path(&[key("a"), PathPart::Index(0), key("x")]),
+        ] {
+            assert!(get_element(&state, &missing).is_none(), "{missing:?}");
+        }
+    }
+
+    #[test]
+    fn paths_that_contradict_the_dict_or_are_absurd_are_refused() {
+        let mut state = StateDict::new();
+        state.insert("a", 1i64);
+        for (wrong, expected) in [
+            (path(&[]), "dict"),
+            (path(&[PathPart::Index(0)]), "dict"),
+            (path(&[key("a"), key("b")]), "dict"),
+            (path(&[key("a"), PathPart::Index(0)]), "list"),
+            (path(&[key("b"), PathPart::Index(1 << 60)]), "list"),
+        ] {
+            let error = set_element(&mut state, &wrong, 2i64).unwrap_err();
+            assert!(matches!(error, StateError::WrongContainer { expected: e, .. } if e == expected), "{error}");
+        }
+        assert_eq!(state.plain_at(&["a"]).and_then(PlainValue::as_int), Some(1));
+    }
+}
