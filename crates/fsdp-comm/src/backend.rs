@@ -31,15 +31,16 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// A rank that is missing at the deadline or has left, an abort, or the error of `plan` itself.
     fn round<'p>(&self, round: &Round<'_>, record: &[u8], send: &[u8], plan: Planner<'p, '_>) -> Result<(), CommError>;
 
-    /// A group of some of these ranks, this one among them. All of them call it with the same `id`, which no other
-    /// group has, at the same point of the order of rounds.
+    /// A group of some of these ranks, this one among them. All of them call it right after the same round, with the
+    /// same `id`, which no other group has. They may talk to each other until that round's time is up.
     ///
     /// # Errors
-    /// What the backend needs for a group may be lacking.
-    fn subgroup(&self, id: u64, ranks: &[usize]) -> Result<Arc<dyn Backend>, CommError>;
+    /// What the backend needs for a group may be lacking; a rank may be missing.
+    fn subgroup(&self, round: &Round<'_>, id: u64, ranks: &[usize]) -> Result<Arc<dyn Backend>, CommError>;
 
-    /// Tells all ranks that this group has failed, unless it already has.
-    fn abort(&self, error: &CommError);
+    /// Tells all ranks that this group has failed in this round, unless it already has. Ranks that are still in an
+    /// earlier round, which this one has finished, may finish it too.
+    fn abort(&self, round: u64, error: &CommError);
 }
 
 /// Which round this is, and how long it may take.
@@ -83,6 +84,37 @@ pub enum Destination<'p> {
 /// Takes an offset, and the bytes there of all ranks.
 pub type Reducer<'p> = Box<dyn FnMut(usize, &[&[u8]]) + 'p>;
 
+/// Fills consecutive slices from consecutive pieces.
+#[derive(Debug)]
+pub(crate) struct Filler<'p> {
+    slices: std::vec::IntoIter<&'p mut [u8]>,
+    rest: &'p mut [u8],
+}
+
+impl<'p> Filler<'p> {
+    pub(crate) fn new(slices: Vec<&'p mut [u8]>) -> Self {
+        Filler { slices: slices.into_iter(), rest: &mut [] }
+    }
+
+    /// Copies the next bytes, and tells how many there was room for.
+    pub(crate) fn fill(&mut self, mut bytes: &[u8]) -> usize {
+        let given = bytes.len();
+        while !bytes.is_empty() {
+            if self.rest.is_empty() {
+                match self.slices.next() {
+                    Some(slice) => self.rest = slice,
+                    None => break,
+                }
+            }
+            let cut = bytes.len().min(self.rest.len());
+            let (head, tail) = std::mem::take(&mut self.rest).split_at_mut(cut);
+            head.copy_from_slice(&bytes[..cut]);
+            (self.rest, bytes) = (tail, &bytes[cut..]);
+        }
+        given - bytes.len()
+    }
+}
+
 /// How many bytes of each rank are reduced at a time; small enough to stay in the nearest cache.
 pub const BLOCK_BYTES: usize = 16 << 10;
 
@@ -92,6 +124,18 @@ impl fmt::Debug for Destination<'_> {
             Destination::Copy(_) => "Copy",
             Destination::Reduce(_) => "Reduce",
         })
+    }
+}
+
+/// Reduces equally long pieces, which begin at `offset`, block by block.
+pub(crate) fn reduce_blocks(reduce: &mut Reducer<'_>, offset: usize, pieces: &[&[u8]]) {
+    let len = pieces.iter().map(|piece| piece.len()).min().unwrap_or(0);
+    let mut block = Vec::with_capacity(pieces.len());
+    for start in (0..len).step_by(BLOCK_BYTES) {
+        let end = len.min(start + BLOCK_BYTES);
+        block.clear();
+        block.extend(pieces.iter().map(|piece| &piece[start..end]));
+        reduce(offset + start, &block);
     }
 }
 
@@ -125,24 +169,12 @@ impl Plan<'_> {
             Destination::Copy(mut destinations) => {
                 let ranks = destinations.len();
                 for rank in (0..ranks).map(|k| (first + k) % ranks) {
-                    let mut source: &[u8] = wanted(rank)?;
-                    for destination in &mut destinations[rank] {
-                        let (head, tail) = source.split_at_checked(destination.len()).ok_or((rank, source.len()))?;
-                        destination.copy_from_slice(head);
-                        source = tail;
-                    }
+                    Filler::new(std::mem::take(&mut destinations[rank])).fill(wanted(rank)?);
                 }
             }
             Destination::Reduce(mut reduce) => {
                 let pieces = (0..sources.len()).map(wanted).collect::<Result<Vec<&[u8]>, _>>()?;
-                let len = pieces.iter().map(|piece| piece.len()).min().unwrap_or(0);
-                let mut block = Vec::with_capacity(pieces.len());
-                for start in (0..len).step_by(BLOCK_BYTES) {
-                    let end = len.min(start + BLOCK_BYTES);
-                    block.clear();
-                    block.extend(pieces.iter().map(|piece| &piece[start..end]));
-                    reduce(start, &block);
-                }
+                reduce_blocks(&mut reduce, 0, &pieces);
             }
         }
         Ok(())

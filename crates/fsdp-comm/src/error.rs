@@ -108,6 +108,44 @@ pub enum CommError {
         /// Its reason.
         message: String,
     },
+    /// A variable of the environment, which tells a rank who it is, is missing or makes no sense.
+    #[error("environment variable `{variable}` {message}")]
+    Environment {
+        /// Its name.
+        variable: String,
+        /// What is wrong with it.
+        message: String,
+    },
+    /// The ranks of a job did not find each other.
+    #[error("rendezvous at `{address}` failed: {message} (came: {}; did not: {})", Ranks(joined), Ranks(missing))]
+    Rendezvous {
+        /// Where they were to meet: MASTER_ADDR and MASTER_PORT.
+        address: String,
+        /// Ranks known to have come.
+        joined: Vec<usize>,
+        /// Ranks known not to have come.
+        missing: Vec<usize>,
+        /// What went wrong.
+        message: String,
+    },
+    /// The key-value store did not do what it was asked.
+    #[error("store at `{address}`: `{request}` failed: {message}")]
+    Store {
+        /// Where it is.
+        address: String,
+        /// E.g. `wait`.
+        request: String,
+        /// What went wrong.
+        message: String,
+    },
+    /// This build, or this machine, does not have that backend.
+    #[error("backend `{backend}` is not available: {message}")]
+    BackendUnavailable {
+        /// Its name.
+        backend: String,
+        /// What it needs.
+        message: String,
+    },
     /// A rank could not be started.
     #[error("failed to start rank {rank}: {message}")]
     Start {
@@ -174,12 +212,16 @@ pub(crate) fn bounded(mut message: String) -> String {
     message
 }
 
-/// `rank 3`, or `ranks 0, 2`.
+/// `rank 3`, `ranks 0, 2`, or `no rank`.
 struct Ranks<'a>(&'a [usize]);
 
 impl fmt::Display for Ranks<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(if self.0.len() == 1 { "rank " } else { "ranks " })?;
+        f.write_str(match self.0.len() {
+            0 => "no rank",
+            1 => "rank ",
+            _ => "ranks ",
+        })?;
         for (k, rank) in self.0.iter().enumerate() {
             write!(f, "{}{rank}", if k == 0 { "" } else { ", " })?;
         }

@@ -71,12 +71,6 @@ impl ProcessGroup {
         ProcessGroup { shared: Arc::new(Shared { backend, id, counters, state: Mutex::default() }), deadline }
     }
 
-    /// A group of these ranks of this one, under the deadline of this one.
-    pub(crate) fn child(&self, id: u64, ranks: &[usize]) -> Result<ProcessGroup, CommError> {
-        let backend = self.shared.backend.subgroup(id, ranks)?;
-        Ok(Self::with_counters(backend, id, Arc::clone(&self.shared.counters), self.deadline))
-    }
-
     pub(crate) fn id(&self) -> u64 {
         self.shared.id
     }
@@ -136,7 +130,7 @@ impl ProcessGroup {
     /// happens.
     pub fn abort(&self, message: impl Into<String>) {
         let rank = self.global_ranks().get(self.rank()).copied().unwrap_or_default();
-        self.shared.backend.abort(&CommError::Aborted { rank, message: bounded(message.into()) });
+        self.shared.backend.abort(0, &CommError::Aborted { rank, message: bounded(message.into()) });
     }
 
     /// Begins an operation: takes this rank's turn and its sequence number.
@@ -156,6 +150,8 @@ impl ProcessGroup {
             Ok(()) => Ok(turn),
             Err(error) => {
                 let fault = Fault { message: bounded(error.to_string()) };
+                // Wrong arguments may be of any size, and need not match.
+                turn.call.sizes.clear();
                 // Whatever comes back, the rank's own mistake is what its caller needs to know.
                 turn.round(Some(fault), Vec::new(), &[], |_| Ok(None)).err();
                 Err(error)
@@ -174,6 +170,23 @@ pub(crate) struct Turn<'g> {
 }
 
 impl Turn<'_> {
+    /// A group of these ranks of this one, under the deadline of this one.
+    pub(crate) fn child(&self, id: u64, ranks: &[usize]) -> Result<ProcessGroup, CommError> {
+        let shared = &self.group.shared;
+        let backend = shared.backend.subgroup(&self.next_round(), id, ranks)?;
+        Ok(ProcessGroup::with_counters(backend, id, Arc::clone(&shared.counters), self.group.deadline))
+    }
+
+    fn next_round(&self) -> Round<'_> {
+        Round {
+            number: self.state.rounds,
+            sequence: self.call.sequence,
+            operation: self.call.name(),
+            deadline: self.deadline,
+            until: self.until,
+        }
+    }
+
     /// One round: compares what all ranks called, lets `plan` decide from all ranks' records, and moves the bytes.
     ///
     /// `plan` must come to fitting results on all ranks. It is not called if a rank has a fault.
@@ -225,7 +238,7 @@ impl Turn<'_> {
         backend.round(&round, &record, send, Box::new(planner)).inspect_err(|error| {
             if error.ends_group() {
                 state.failure = Some(error.clone());
-                backend.abort(error);
+                backend.abort(round.number, error);
             }
         })
     }

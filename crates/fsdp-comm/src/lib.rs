@@ -27,22 +27,28 @@
 pub mod backend;
 mod collectives;
 mod element;
+mod environment;
 mod error;
 mod group;
 mod local;
 mod objects;
 mod record;
 mod reduce;
+pub mod store;
 mod subgroup;
+mod tcp;
 mod traffic;
 mod wire;
 
 pub use backend::Backend;
 pub use element::Element;
+pub use environment::{DEFAULT_MASTER_PORT, Environment, Launcher, MAX_WORLD_SIZE};
 pub use error::{CommError, MAX_MESSAGE_BYTES, RankCall, RankFailure};
 pub use group::{DEFAULT_DEADLINE, ProcessGroup};
 pub use local::{LocalRanks, RANK_STACK_BYTES, run_local};
 pub use objects::MAX_OBJECT_BYTES;
 pub use record::Operation;
 pub use reduce::ReduceOp;
+pub use store::{Store, StoreOptions};
+pub use tcp::{BackendKind, TcpOptions, init_process_group};
 pub use traffic::Traffic;

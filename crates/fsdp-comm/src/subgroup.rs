@@ -32,7 +32,7 @@ impl ProcessGroup {
         let mut turn = self.begin(call, arguments)?;
         turn.round(None, Vec::new(), &[], |_| Ok(None))?;
         let id = child_id(self.id(), turn.call.sequence, &ranks);
-        ranks.contains(&self.rank()).then(|| self.child(id, &ranks)).transpose()
+        ranks.contains(&self.rank()).then(|| turn.child(id, &ranks)).transpose()
     }
 
     /// The group of the ranks that differ from this one only along dimension `dim` of a mesh over this group: all
@@ -55,7 +55,7 @@ impl ProcessGroup {
         let mut turn = self.begin(call, arguments)?;
         turn.round(None, Vec::new(), &[], |_| Ok(None))?;
         let ranks = ranks.unwrap_or_default();
-        self.child(child_id(self.id(), turn.call.sequence, &ranks), &ranks)
+        turn.child(child_id(self.id(), turn.call.sequence, &ranks), &ranks)
     }
 }
 

@@ -81,7 +81,7 @@ struct Membership {
 
 impl Drop for Membership {
     fn drop(&mut self) {
-        self.hub.leave(self.rank, "has left");
+        self.hub.leave(self.rank, "has left the group");
     }
 }
 
@@ -118,7 +118,7 @@ impl Backend for LocalBackend {
         })
     }
 
-    fn subgroup(&self, id: u64, ranks: &[usize]) -> Result<Arc<dyn Backend>, CommError> {
+    fn subgroup(&self, _round: &Round<'_>, id: u64, ranks: &[usize]) -> Result<Arc<dyn Backend>, CommError> {
         let global_ranks: Vec<usize> =
             ranks.iter().filter_map(|&rank| self.group.global_ranks.get(rank).copied()).collect();
         let rank = ranks.iter().position(|&rank| rank == self.rank).unwrap_or_default();
@@ -126,7 +126,7 @@ impl Backend for LocalBackend {
         Ok(Arc::new(LocalBackend { membership: Arc::clone(&self.membership), group, rank }))
     }
 
-    fn abort(&self, error: &CommError) {
+    fn abort(&self, _round: u64, error: &CommError) {
         self.group.board.fail(error.clone());
     }
 }

@@ -1,0 +1,326 @@
+//! Who a process is among the ranks of its job, as its launcher tells it.
+
+use std::fmt;
+
+use crate::error::CommError;
+
+/// The port that is used where nobody says otherwise: torch's.
+pub const DEFAULT_MASTER_PORT: u16 = 29500;
+
+/// Most ranks that a job may claim to have.
+pub const MAX_WORLD_SIZE: usize = 1 << 20;
+
+/// Who told a process its rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Launcher {
+    /// torchrun's variables, which `fsdp launch` sets too.
+    Torchrun,
+    /// Open MPI's `mpirun`.
+    OpenMpi,
+    /// SLURM's `srun`.
+    Slurm,
+    /// An indexed Kubernetes job.
+    Kubernetes,
+}
+
+impl fmt::Display for Launcher {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Launcher::Torchrun => "torchrun",
+            Launcher::OpenMpi => "Open MPI",
+            Launcher::Slurm => "SLURM",
+            Launcher::Kubernetes => "Kubernetes",
+        })
+    }
+}
+
+/// A process's place in its job.
+///
+/// The first launcher in this table that has set its rank variable is believed. So `mpirun` or torchrun inside a SLURM
+/// allocation count, and not the allocation's own single process.
+///
+/// | launcher | rank | world size | local rank, local world size |
+/// |---|---|---|---|
+/// | torchrun, `fsdp launch` | `RANK` | `WORLD_SIZE` | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` |
+/// | Open MPI | `OMPI_COMM_WORLD_RANK` | `OMPI_COMM_WORLD_SIZE` | `OMPI_COMM_WORLD_LOCAL_RANK`, `OMPI_COMM_WORLD_LOCAL_SIZE` |
+/// | SLURM step (`SLURM_STEP_ID` is set) | `SLURM_PROCID` | `SLURM_STEP_NUM_TASKS`, else `SLURM_NTASKS` | `SLURM_LOCALID` |
+/// | Kubernetes | `JOB_COMPLETION_INDEX` | `WORLD_SIZE` | |
+///
+/// `MASTER_ADDR` is where rank 0 listens. Without it, it is this host if all ranks are on one host as far as the
+/// launcher tells, and under SLURM the first host of `SLURM_STEP_NODELIST`; otherwise its absence is an error.
+/// `MASTER_PORT` is [`DEFAULT_MASTER_PORT`] by default.
+///
+/// The job is told from others that use the same port by `FSDP_JOB_ID`, else by the launcher's own name for it
+/// (`TORCHELASTIC_RUN_ID`; `PMIX_NAMESPACE`; `SLURM_JOB_ID` and `SLURM_STEP_ID`; `JOB_NAME`), else by nothing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Environment {
+    /// Who told.
+    pub launcher: Launcher,
+    /// This process among all.
+    pub rank: usize,
+    /// How many there are.
+    pub world_size: usize,
+    /// This process among those of its host, where the launcher tells: which GPU to use.
+    pub local_rank: Option<usize>,
+    /// How many there are on its host, where the launcher tells.
+    pub local_world_size: Option<usize>,
+    /// The host of rank 0: a name or an address.
+    pub master_addr: String,
+    /// The port on which rank 0 listens.
+    pub master_port: u16,
+    /// What tells this job from others.
+    pub job: String,
+}
+
+impl Environment {
+    /// This process's place in its job.
+    ///
+    /// # Errors
+    /// [`CommError::Environment`] names the variable that is missing or makes no sense.
+    pub fn from_env() -> Result<Self, CommError> {
+        Self::from_variables(|name| std::env::var(name).ok())
+    }
+
+    /// As [`from_env`](Self::from_env), for a process with these variables. Empty ones count as absent.
+    ///
+    /// ```
+    /// use fsdp_comm::{Environment, Launcher};
+    /// let variables = [("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "2"), ("SLURM_PROCID", "0"),
+    ///     ("MASTER_ADDR", "node1")];
+    /// let environment = Environment::from_variables(|name| {
+    ///     variables.iter().find(|variable| variable.0 == name).map(|variable| variable.1.to_owned())
+    /// })?;
+    /// assert_eq!((environment.launcher, environment.rank), (Launcher::OpenMpi, 1));
+    /// # Ok::<(), fsdp_comm::CommError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`from_env`](Self::from_env).
+    pub fn from_variables(get: impl Fn(&str) -> Option<String>) -> Result<Self, CommError> {
+        let variables = Variables(&get);
+        let has = |name| variables.get(name).is_some();
+        let environment = if has("RANK") {
+            Environment {
+                local_rank: variables.number("LOCAL_RANK")?,
+                local_world_size: variables.number("LOCAL_WORLD_SIZE")?,
+                job: variables.job(&["TORCHELASTIC_RUN_ID"]),
+                ..variables.place(Launcher::Torchrun, "RANK", &["WORLD_SIZE"])?
+            }
+        } else if has("OMPI_COMM_WORLD_RANK") {
+            Environment {
+                local_rank: variables.number("OMPI_COMM_WORLD_LOCAL_RANK")?,
+                local_world_size: variables.number("OMPI_COMM_WORLD_LOCAL_SIZE")?,
+                job: variables.job(&["PMIX_NAMESPACE"]),
+                ..variables.place(Launcher::OpenMpi, "OMPI_COMM_WORLD_RANK", &["OMPI_COMM_WORLD_SIZE"])?
+            }
+        } else if has("SLURM_STEP_ID") && has("SLURM_PROCID") {
+            Environment {
+                local_rank: variables.number("SLURM_LOCALID")?,
+                job: variables.job(&["SLURM_JOB_ID", "SLURM_STEP_ID"]),
+                ..variables.place(Launcher::Slurm, "SLURM_PROCID", &["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"])?
+            }
+        } else if has("JOB_COMPLETION_INDEX") {
+            Environment {
+                job: variables.job(&["JOB_NAME"]),
+                ..variables.place(Launcher::Kubernetes, "JOB_COMPLETION_INDEX", &["WORLD_SIZE"])?
+            }
+        } else {
+            let message = "is not set, nor is any other launcher's rank variable: start the ranks with `fsdp launch`, \
+                           torchrun, mpirun, srun or an indexed Kubernetes job";
+            return Err(error("RANK", message));
+        };
+        let master_addr = match variables.get("MASTER_ADDR") {
+            Some(address) => address,
+            None => environment.default_master(&variables)?,
+        };
+        Ok(Environment { master_addr, ..environment })
+    }
+
+    /// The address at which all ranks meet.
+    #[must_use]
+    pub fn master(&self) -> String {
+        // An IPv6 address needs brackets before a port.
+        let bare_v6 = self.master_addr.contains(':') && !self.master_addr.starts_with('[');
+        let (open, close) = if bare_v6 { ("[", "]") } else { ("", "") };
+        format!("{open}{}{close}:{}", self.master_addr, self.master_port)
+    }
+
+    fn default_master(&self, variables: &Variables<'_>) -> Result<String, CommError> {
+        if self.world_size == 1 || self.local_world_size == Some(self.world_size) {
+            return Ok("127.0.0.1".to_owned());
+        }
+        let hosts = variables.get("SLURM_STEP_NODELIST").filter(|_| self.launcher == Launcher::Slurm);
+        match hosts.as_deref().map(first_host) {
+            Some(Some(host)) => Ok(host),
+            Some(None) => Err(error("SLURM_STEP_NODELIST", "names no host: set MASTER_ADDR")),
+            None => Err(error("MASTER_ADDR", "is not set: it must name the host of rank 0")),
+        }
+    }
+}
+
+fn error(variable: &str, message: impl Into<String>) -> CommError {
+    CommError::Environment { variable: variable.to_owned(), message: message.into() }
+}
+
+struct Variables<'a>(&'a dyn Fn(&str) -> Option<String>);
+
+impl Variables<'_> {
+    fn get(&self, name: &str) -> Option<String> {
+        (self.0)(name).map(|value| value.trim().to_owned()).filter(|value| !value.is_empty())
+    }
+
+    fn number<T: std::str::FromStr>(&self, name: &str) -> Result<Option<T>, CommError> {
+        let parse =
+            |value: String| value.parse().map_err(|_| error(name, format!("is `{value}`, not a number in range")));
+        self.get(name).map(parse).transpose()
+    }
+
+    /// Rank, world size and port; `sizes` are the variables of the world size, the first that is set counts.
+    fn place(&self, launcher: Launcher, rank: &str, sizes: &[&str]) -> Result<Environment, CommError> {
+        let size = sizes.iter().copied().find(|name| self.get(name).is_some()).unwrap_or(sizes[0]);
+        let needed = |name: &str| {
+            self.number(name)?.ok_or_else(|| error(name, format!("is not set, though {launcher} has set `{rank}`")))
+        };
+        let (number, world_size): (usize, usize) = (needed(rank)?, needed(size)?);
+        if world_size == 0 || world_size > MAX_WORLD_SIZE {
+            return Err(error(size, format!("is `{world_size}`, but a job has 1 to {MAX_WORLD_SIZE} ranks")));
+        }
+        if number >= world_size {
+            return Err(error(rank, format!("is `{number}`, but `{size}` is `{world_size}`, and ranks count from 0")));
+        }
+        Ok(Environment {
+            launcher,
+            rank: number,
+            world_size,
+            local_rank: None,
+            local_world_size: None,
+            master_addr: String::new(),
+            master_port: self.number("MASTER_PORT")?.unwrap_or(DEFAULT_MASTER_PORT),
+            job: String::new(),
+        })
+    }
+
+    fn job(&self, names: &[&str]) -> String {
+        self.get("FSDP_JOB_ID")
+            .unwrap_or_else(|| names.iter().filter_map(|name| self.get(name)).collect::<Vec<_>>().join("."))
+    }
+}
+
+/// The first of SLURM's hosts: `gpu-01` of `gpu-[01-04,7],login2`.
+fn first_host(hosts: &str) -> Option<String> {
+    let end = hosts.find([',', '[']).unwrap_or(hosts.len());
+    let (prefix, rest) = hosts.split_at(end);
+    let host = match rest.strip_prefix('[') {
+        None => prefix.to_owned(),
+        Some(ranges) => {
+            let (ranges, suffix) = ranges.split_once(']')?;
+            let first = ranges.split([',', '-']).next().filter(|first| !first.is_empty())?;
+            let suffix = suffix.split(',').next().filter(|suffix| !suffix.contains('['))?;
+            format!("{prefix}{first}{suffix}")
+        }
+    };
+    Some(host).filter(|host| !host.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn from(variables: &[(&str, &str)]) -> Result<Environment, CommError> {
+        Environment::from_variables(|name| {
+            variables.iter().find(|variable| variable.0 == name).map(|variable| variable.1.to_owned())
+        })
+    }
+
+    fn wrong(variables: &[(&str, &str)]) -> String {
+        match from(variables) {
+            Err(CommError::Environment { variable, .. }) => variable,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    const TORCHRUN: [(&str, &str); 8] = [
+        ("RANK", "3"),
+        ("WORLD_SIZE", "4"),
+        ("LOCAL_RANK", "1"),
+        ("LOCAL_WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "fe80::1"),
+        ("MASTER_PORT", "1234"),
+        ("TORCHELASTIC_RUN_ID", "run"),
+        ("FSDP_JOB_ID", ""),
+    ];
+    const MPI: [(&str, &str); 5] = [
+        ("OMPI_COMM_WORLD_RANK", "1"),
+        ("OMPI_COMM_WORLD_SIZE", "2"),
+        ("OMPI_COMM_WORLD_LOCAL_RANK", "1"),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", "2"),
+        ("PMIX_NAMESPACE", "prterun-1"),
+    ];
+    const SLURM: [(&str, &str); 7] = [
+        ("SLURM_PROCID", "5"),
+        ("SLURM_NTASKS", "99"),
+        ("SLURM_STEP_NUM_TASKS", "8"),
+        ("SLURM_LOCALID", "1"),
+        ("SLURM_JOB_ID", "77"),
+        ("SLURM_STEP_ID", "0"),
+        ("SLURM_STEP_NODELIST", "gpu-[01-04,7],login2"),
+    ];
+
+    #[test]
+    fn each_launcher_is_understood() {
+        let torchrun = from(&TORCHRUN).unwrap();
+        assert_eq!((torchrun.launcher, torchrun.rank, torchrun.world_size), (Launcher::Torchrun, 3, 4));
+        assert_eq!((torchrun.local_rank, torchrun.local_world_size), (Some(1), Some(2)));
+        assert_eq!((torchrun.master(), torchrun.job), ("[fe80::1]:1234".to_owned(), "run".to_owned()));
+
+        let mpi = from(&MPI).unwrap();
+        assert_eq!((mpi.launcher, mpi.rank, mpi.world_size, mpi.local_rank), (Launcher::OpenMpi, 1, 2, Some(1)));
+        assert_eq!((mpi.master(), mpi.job), ("127.0.0.1:29500".to_owned(), "prterun-1".to_owned()));
+
+        let slurm = from(&SLURM).unwrap();
+        assert_eq!((slurm.launcher, slurm.rank, slurm.world_size, slurm.local_rank), (Launcher::Slurm, 5, 8, Some(1)));
+        assert_eq!((slurm.master(), slurm.job), ("gpu-01:29500".to_owned(), "77.0".to_owned()));
+
+        let pod =
+            [("JOB_COMPLETION_INDEX", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "job-0.svc"), ("JOB_NAME", "job")];
+        let pod = from(&pod).unwrap();
+        assert_eq!((pod.launcher, pod.rank, pod.world_size, pod.job), (Launcher::Kubernetes, 0, 2, "job".to_owned()));
+    }
+
+    #[test]
+    fn the_inner_launcher_counts() {
+        let all: Vec<(&str, &str)> = [&TORCHRUN[..], &MPI, &SLURM].concat();
+        assert_eq!(from(&all).unwrap().launcher, Launcher::Torchrun);
+        assert_eq!(from(&[&MPI[..], &SLURM].concat()).unwrap().launcher, Launcher::OpenMpi);
+        // A batch script is no step.
+        let batch: Vec<(&str, &str)> = SLURM.iter().copied().filter(|variable| variable.0 != "SLURM_STEP_ID").collect();
+        assert_eq!(wrong(&batch), "RANK");
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        assert_eq!(wrong(&[]), "RANK");
+        assert_eq!(wrong(&[("RANK", "0")]), "WORLD_SIZE");
+        assert_eq!(wrong(&[("RANK", "0"), ("WORLD_SIZE", "2")]), "MASTER_ADDR");
+        assert_eq!(wrong(&[("RANK", "2"), ("WORLD_SIZE", "2")]), "RANK");
+        assert_eq!(wrong(&[("RANK", "-1"), ("WORLD_SIZE", "2")]), "RANK");
+        assert_eq!(wrong(&[("RANK", "0"), ("WORLD_SIZE", "0")]), "WORLD_SIZE");
+        assert_eq!(wrong(&[("RANK", "0"), ("WORLD_SIZE", "18446744073709551615")]), "WORLD_SIZE");
+        assert_eq!(wrong(&[("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_PORT", "65536")]), "MASTER_PORT");
+        assert_eq!(wrong(&[("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "x")]), "LOCAL_RANK");
+        let slurm =
+            [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "2"), ("SLURM_STEP_ID", "0"), ("SLURM_STEP_NODELIST", "[")];
+        assert_eq!(wrong(&slurm), "SLURM_STEP_NODELIST");
+    }
+
+    #[test]
+    fn first_hosts() {
+        let hosts = ["node1", "node1,node2", "n[3]", "n[003-010]", "n[3,5-7]-ib,m", "", "n[", "[]", "n[1]m[2]"];
+        let first = ["node1", "node1", "n3", "n003", "n3-ib", "", "", "", ""].map(str::to_owned);
+        for (hosts, first) in hosts.into_iter().zip(first) {
+            assert_eq!(first_host(hosts), Some(first).filter(|first| !first.is_empty()), "{hosts}");
+        }
+    }
+}

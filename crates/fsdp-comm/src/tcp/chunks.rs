@@ -1,0 +1,177 @@
+//! Bytes on their way through the windows of a segment.
+
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+
+use super::segment::{Bell, ReaderWord, Segment, WINDOW_BYTES, Word};
+use super::shared::wait;
+use super::sockets::Member;
+use crate::backend::Round;
+use crate::error::CommError;
+
+/// Chunks begin at multiples of this many bytes: whole elements of every type, and whole cache lines.
+const ALIGNMENT: usize = 64;
+
+/// What a rank has sent in a group so far.
+#[derive(Debug, Default)]
+pub(super) struct Published {
+    chunks: u64,
+    /// Who reads the last chunk in each window.
+    readers: [Vec<usize>; 2],
+}
+
+/// What this rank sends in a round.
+pub(super) struct Outgoing<'a> {
+    member: Member<'a>,
+    round: &'a Round<'a>,
+    segment: &'a Segment,
+    send: &'a [u8],
+    published: &'a mut Published,
+    /// The places that anybody reads, each once, all cut into chunks of one size, which lie side by side in a window.
+    places: Vec<Range<usize>>,
+    /// The other ranks that read, and how much.
+    readers: Vec<(usize, usize)>,
+    chunk: usize,
+    sent: usize,
+}
+
+impl<'a> Outgoing<'a> {
+    /// Tells the readers where to look.
+    pub(super) fn new(
+        member: Member<'a>,
+        round: &'a Round<'a>,
+        segment: &'a Segment,
+        to: &[Range<usize>],
+        send: &'a [u8],
+        published: &'a mut Published,
+    ) -> Self {
+        let mut places: Vec<Range<usize>> = Vec::new();
+        for range in to.iter().filter(|range| !range.is_empty()) {
+            if !places.contains(range) {
+                places.push(range.clone());
+            }
+        }
+        let chunk = (WINDOW_BYTES / places.len().max(1) / ALIGNMENT * ALIGNMENT).max(ALIGNMENT);
+        for (reader, range) in to.iter().enumerate() {
+            if let Some(place) = places.iter().position(|place| place == range) {
+                let words = [(ReaderWord::First, published.chunks as usize), (ReaderWord::Offset, place * chunk)];
+                for (word, value) in words.into_iter().chain([(ReaderWord::Size, chunk)]) {
+                    segment.reader_word(reader, word).store(value as u64, Ordering::Relaxed);
+                }
+            }
+        }
+        let readers: Vec<(usize, usize)> = to.iter().map(ExactSizeIterator::len).enumerate().collect();
+        let readers = readers.into_iter().filter(|&(reader, len)| reader != member.rank && len > 0).collect();
+        segment.word(Word::Planned).store(round.number + 1, Ordering::Release);
+        segment.ring(Bell::ForReaders);
+        // A place that only this rank reads is counted, so that all ranks cut alike, but never written.
+        let is_read =
+            |place: &Range<usize>| to.iter().enumerate().any(|(reader, range)| reader != member.rank && range == place);
+        for place in &mut places {
+            if !is_read(place) {
+                *place = 0..0;
+            }
+        }
+        Outgoing { member, round, segment, send, published, places, readers, chunk, sent: 0 }
+    }
+
+    pub(super) fn is_over(&self) -> bool {
+        self.places.iter().all(|place| place.len() <= self.sent)
+    }
+
+    /// Publishes the next chunk of every place, once the window is free.
+    pub(super) fn publish(&mut self) -> Result<(), CommError> {
+        if self.is_over() {
+            return Ok(());
+        }
+        let Outgoing { member, round, segment, .. } = *self;
+        let number = self.published.chunks;
+        let window = (number % 2) as usize;
+        for &reader in &self.published.readers[window] {
+            // The chunk before the last one is the one that lay in this window.
+            let consumed = || segment.reader_word(reader, ReaderWord::Consumed).load(Ordering::Acquire) + 1 >= number;
+            wait(member, round, segment, Bell::ForOwner, consumed, || vec![member.ranks[reader]])?;
+        }
+        for (index, place) in self.places.iter().enumerate() {
+            let start = (place.start + self.sent).min(place.end);
+            let end = (start + self.chunk).min(place.end);
+            if start < end {
+                let bytes = self.send.get(start..end).unwrap_or_default();
+                segment.write_window(window, index * self.chunk, bytes);
+            }
+        }
+        let reads = |&&(_, len): &&(usize, usize)| len > self.sent;
+        self.published.readers[window] = self.readers.iter().filter(reads).map(|&(reader, _)| reader).collect();
+        self.published.chunks += 1;
+        segment.word(Word::Published).store(self.published.chunks, Ordering::Release);
+        segment.ring(Bell::ForReaders);
+        self.sent += self.chunk;
+        Ok(())
+    }
+}
+
+/// What this rank reads of another in a round.
+pub(super) struct Incoming<'a> {
+    member: Member<'a>,
+    round: &'a Round<'a>,
+    segment: &'a Segment,
+    /// The rank that it comes from.
+    pub(super) from: usize,
+    left: usize,
+    cut: Option<Cut>,
+}
+
+/// Where in a segment this rank's chunks are.
+#[derive(Clone, Copy)]
+struct Cut {
+    /// The number of the next chunk.
+    number: u64,
+    offset: usize,
+    size: usize,
+}
+
+impl<'a> Incoming<'a> {
+    pub(super) fn new(member: Member<'a>, round: &'a Round<'a>, segment: &'a Segment, from: usize, len: usize) -> Self {
+        Incoming { member, round, segment, from, left: len, cut: None }
+    }
+
+    pub(super) fn is_over(&self) -> bool {
+        self.left == 0
+    }
+
+    /// The next chunk, once it is there. It stays until [`consumed`](Self::consumed) says otherwise.
+    pub(super) fn chunk(&mut self) -> Result<&'a [u8], CommError> {
+        let Cut { number, offset, size } = match self.cut {
+            Some(cut) => cut,
+            None => self.plan()?,
+        };
+        self.wait(|segment| segment.word(Word::Published).load(Ordering::Acquire) > number)?;
+        Ok(self.segment.window((number % 2) as usize, offset, size.min(self.left)))
+    }
+
+    /// Lets the chunk go.
+    pub(super) fn consumed(&mut self) {
+        if let Some(Cut { number, size, .. }) = &mut self.cut {
+            *number += 1;
+            self.left = self.left.saturating_sub(*size);
+            self.segment.reader_word(self.member.rank, ReaderWord::Consumed).store(*number, Ordering::Release);
+            self.segment.ring(Bell::ForOwner);
+        }
+    }
+
+    /// Waits until the sender has told where to look.
+    fn plan(&mut self) -> Result<Cut, CommError> {
+        let planned = self.round.number + 1;
+        self.wait(|segment| segment.word(Word::Planned).load(Ordering::Acquire) >= planned)?;
+        let word = |word| self.segment.reader_word(self.member.rank, word).load(Ordering::Relaxed);
+        let (offset, size) = (word(ReaderWord::Offset) as usize, word(ReaderWord::Size).max(1) as usize);
+        let cut = Cut { number: word(ReaderWord::First), offset, size };
+        self.cut = Some(cut);
+        Ok(cut)
+    }
+
+    fn wait(&self, is_ready: impl Fn(&Segment) -> bool) -> Result<(), CommError> {
+        let missing = || vec![self.member.ranks[self.from]];
+        wait(self.member, self.round, self.segment, Bell::ForReaders, || is_ready(self.segment), missing)
+    }
+}

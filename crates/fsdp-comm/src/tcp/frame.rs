@@ -1,0 +1,100 @@
+//! What ranks say to each other over a socket: frames of a fixed header and a body.
+
+use std::io::{self, Read, Write};
+
+use super::node::Event;
+
+/// Longest body. Tensors are cut into frames of [`CHUNK_BYTES`]; only records could be longer, and are not.
+const MAX_BODY_BYTES: u64 = 16 << 20;
+
+/// How many bytes of a tensor one frame carries.
+pub(super) const CHUNK_BYTES: usize = 1 << 20;
+
+const HEADER_BYTES: usize = 25;
+
+/// What a frame is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// A rank's record of a round.
+    Record,
+    /// A chunk of a rank's bytes in a round.
+    Chunk,
+    /// The group has failed; the body says why.
+    Abort,
+    /// Still alive.
+    Heartbeat,
+    /// The last frame of a rank that leaves; the body says how.
+    Goodbye,
+}
+
+impl Kind {
+    const ALL: [Kind; 5] = [Kind::Record, Kind::Chunk, Kind::Abort, Kind::Heartbeat, Kind::Goodbye];
+}
+
+pub(super) fn header(kind: Kind, group: u64, round: u64, body: usize) -> [u8; HEADER_BYTES] {
+    let mut header = [kind as u8; HEADER_BYTES];
+    header[1..9].copy_from_slice(&group.to_le_bytes());
+    header[9..17].copy_from_slice(&round.to_le_bytes());
+    header[17..].copy_from_slice(&(body as u64).to_le_bytes());
+    header
+}
+
+/// Reads one frame.
+pub(super) fn read(stream: &mut impl Read) -> io::Result<Event> {
+    let mut header = [0; HEADER_BYTES];
+    stream.read_exact(&mut header)?;
+    let word = |at: usize| u64::from_le_bytes(std::array::from_fn(|byte| header[at + byte]));
+    let kind = Kind::ALL.get(usize::from(header[0])).copied();
+    let (Some(kind), len @ ..=MAX_BODY_BYTES) = (kind, word(17)) else {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "it sent what no rank sends"));
+    };
+    let mut body = Vec::with_capacity(len as usize);
+    if stream.take(len).read_to_end(&mut body)? as u64 != len {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    Ok(Event { kind, group: word(1), round: word(9), body })
+}
+
+/// Writes all of it, for as long as `go_on` says so.
+pub(super) fn write(stream: &mut impl Write, mut bytes: &[u8], go_on: impl Fn() -> bool) -> io::Result<()> {
+    while !bytes.is_empty() {
+        match stream.write(bytes) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(written) => bytes = &bytes[written..],
+            Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
+                if !go_on() {
+                    return Err(io::ErrorKind::TimedOut.into());
+                }
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frames_come_back() {
+        for kind in Kind::ALL {
+            let bytes = [&header(kind, 7, u64::MAX, 3)[..], b"abc", b"next"].concat();
+            let mut stream = &bytes[..];
+            let event = read(&mut stream).unwrap();
+            assert_eq!((event.kind, event.group, event.round, &event.body[..]), (kind, 7, u64::MAX, &b"abc"[..]));
+            assert_eq!(stream, b"next");
+        }
+    }
+
+    #[test]
+    fn what_is_no_frame_is_refused() {
+        let mut wrong_kind = header(Kind::Goodbye, 0, 0, 0);
+        wrong_kind[0] = 5;
+        assert!(read(&mut &wrong_kind[..]).is_err());
+        assert!(read(&mut &header(Kind::Record, 0, 0, usize::MAX)[..]).is_err());
+        assert!(read(&mut &header(Kind::Record, 0, 0, 1)[..]).is_err());
+        assert!(read(&mut &[][..]).is_err());
+    }
+}

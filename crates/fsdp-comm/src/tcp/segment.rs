@@ -1,0 +1,262 @@
+//! A piece of memory that one rank of a group owns and all of them map.
+//!
+//! ```text
+//! words of the owner: token, rounds arrived at, chunks published, rounds planned, the verdict, lengths of its two records
+//! two bells: a count that goes up at every change, and how many wait for it
+//! for each reader: chunks consumed | where its chunks of this round lie: number of the first, offset, size
+//! two records | two windows of chunks
+//! ```
+//!
+//! Who writes what, and when others read it, is the protocol of `shared`: records and windows are written by their owner
+//! only while nobody reads them, and every hand-over is a release store followed by an acquire load of a word.
+//! All processes of a job run that protocol; a process that does not can make others compute nonsense, but as all sizes
+//! are checked against the mapping, it cannot make them leave it. The memory cannot shrink under a reader (it is sealed).
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
+
+use memmap2::{MmapOptions, MmapRaw};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::thread::futex;
+
+/// Longest record. Records have a few words for each rank, and an inline payload.
+pub(super) const RECORD_BYTES: usize = 128 << 10;
+/// Size of each of the two windows: small enough that what one rank writes is still in a cache when others read it.
+pub(super) const WINDOW_BYTES: usize = 1 << 20;
+
+const LINE: usize = 64;
+const PAGE: usize = 4096;
+
+/// A word of the owner.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Word {
+    Token,
+    Arrived,
+    Published,
+    Planned,
+    Verdict,
+    RecordLen(usize),
+}
+
+/// A word of a reader.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum ReaderWord {
+    /// Chunks consumed; the only word that the reader writes.
+    Consumed,
+    /// The number of the first chunk of this round.
+    First,
+    /// Where in a window its chunks are.
+    Offset,
+    /// How long they are.
+    Size,
+}
+
+/// Whom a change is for.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Bell {
+    /// The owner has arrived or published.
+    ForReaders,
+    /// A reader has consumed.
+    ForOwner,
+}
+
+#[derive(Debug)]
+pub(super) struct Segment {
+    map: MmapRaw,
+    ranks: usize,
+}
+
+impl Segment {
+    fn header_bytes(ranks: usize) -> usize {
+        (LINE * (3 + ranks)).next_multiple_of(PAGE)
+    }
+
+    fn len(ranks: usize) -> usize {
+        Self::header_bytes(ranks) + 2 * RECORD_BYTES + 2 * WINDOW_BYTES
+    }
+
+    /// Memory for a group of this many ranks, all zero, and the file through which others map it.
+    pub(super) fn create(ranks: usize) -> io::Result<(Segment, File)> {
+        let file = File::from(memfd_create("fsdp", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?);
+        ftruncate(&file, Self::len(ranks) as u64)?;
+        fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+        Ok((Self::map(&file, ranks)?, file))
+    }
+
+    /// Maps the memory of another process of this host, given its id and the number of the file there.
+    pub(super) fn open(process: u32, file: i32, ranks: usize) -> io::Result<Segment> {
+        let file = File::options().read(true).write(true).open(format!("/proc/{process}/fd/{file}"))?;
+        let needed = SealFlags::SHRINK | SealFlags::GROW;
+        if !rustix::fs::fcntl_get_seals(&file)?.contains(needed) || file.metadata()?.len() != Self::len(ranks) as u64 {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "it is not the memory of a rank"));
+        }
+        Self::map(&file, ranks)
+    }
+
+    /// The number under which others open the file.
+    pub(super) fn number(file: &File) -> i32 {
+        file.as_raw_fd()
+    }
+
+    fn map(file: &File, ranks: usize) -> io::Result<Segment> {
+        Ok(Segment { map: MmapOptions::new().len(Self::len(ranks)).map_raw(file)?, ranks })
+    }
+
+    /// The word at this offset of the header.
+    fn at(&self, offset: usize) -> &AtomicU64 {
+        assert!(offset.is_multiple_of(8) && offset + 8 <= Self::header_bytes(self.ranks));
+        // SAFETY: inside the mapping, which lives as long as `self`, and aligned as the mapping begins at a page; all
+        // processes use these eight bytes as an atomic only.
+        unsafe { AtomicU64::from_ptr(self.map.as_mut_ptr().add(offset).cast()) }
+    }
+
+    pub(super) fn word(&self, word: Word) -> &AtomicU64 {
+        self.at(match word {
+            Word::Token => 0,
+            Word::Arrived => 8,
+            Word::Published => 16,
+            Word::Planned => 24,
+            Word::Verdict => 32,
+            Word::RecordLen(parity) => 40 + 8 * (parity % 2),
+        })
+    }
+
+    pub(super) fn reader_word(&self, reader: usize, word: ReaderWord) -> &AtomicU64 {
+        assert!(reader < self.ranks);
+        self.at(LINE * (3 + reader) + 8 * word as usize)
+    }
+
+    /// The count of a bell, and how many wait for it.
+    fn bell(&self, bell: Bell) -> (&AtomicU32, &AtomicU64) {
+        let line = LINE * (1 + bell as usize);
+        let count: *mut AtomicU64 = self.at(line).as_ptr().cast();
+        // SAFETY: the first half of a word of the header, which all processes use as an atomic of this size only.
+        (unsafe { AtomicU32::from_ptr(count.cast()) }, self.at(line + 8))
+    }
+
+    /// Tells of a change that was made before.
+    pub(super) fn ring(&self, bell: Bell) {
+        let (count, waiting) = self.bell(bell);
+        count.fetch_add(1, Ordering::SeqCst);
+        if waiting.load(Ordering::SeqCst) > 0 {
+            futex::wake(count, futex::Flags::empty(), i32::MAX as u32).ok();
+        }
+    }
+
+    /// Sleeps until the bell rings, unless `is_ready` already; no longer than `limit`.
+    pub(super) fn listen(&self, bell: Bell, limit: Duration, is_ready: impl Fn() -> bool) {
+        let (count, waiting) = self.bell(bell);
+        // Counted as waiting before it looks, so that whoever changes something after that rings.
+        waiting.fetch_add(1, Ordering::SeqCst);
+        let before = count.load(Ordering::SeqCst);
+        if !is_ready() {
+            let limit = futex::Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: i64::from(limit.subsec_nanos()) };
+            // Woken, late, or interrupted: the caller looks again.
+            futex::wait(count, futex::Flags::empty(), before, Some(&limit)).ok();
+        }
+        waiting.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// Where a record or window begins.
+    fn area(&self, offset: usize, len: usize) -> *mut u8 {
+        assert!(offset.checked_add(len).is_some_and(|end| end <= Self::len(self.ranks)));
+        // SAFETY: inside the mapping.
+        unsafe { self.map.as_mut_ptr().add(offset) }
+    }
+
+    fn record_offset(&self, parity: usize) -> usize {
+        Self::header_bytes(self.ranks) + parity % 2 * RECORD_BYTES
+    }
+
+    fn window_offset(&self, window: usize, offset: usize) -> usize {
+        Self::header_bytes(self.ranks) + 2 * RECORD_BYTES + window % 2 * WINDOW_BYTES + offset
+    }
+
+    fn write(&self, offset: usize, bytes: &[u8]) {
+        let area = self.area(offset, bytes.len());
+        // SAFETY: `area` has room for them, and nobody reads there now (the protocol). The caller's slice is not in the
+        // mapping, to whose bytes no safe code has a reference outside the closures of `read`.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), area, bytes.len()) }
+    }
+
+    fn bytes(&self, offset: usize, len: usize) -> &[u8] {
+        let area = self.area(offset, len);
+        // SAFETY: inside the mapping, and not written to until this reader says that it has consumed them or arrives at
+        // the round after the next (the protocol), which it does after the last use of the slice.
+        unsafe { std::slice::from_raw_parts(area, len) }
+    }
+
+    /// Writes the owner's record.
+    pub(super) fn write_record(&self, parity: usize, record: &[u8]) {
+        assert!(record.len() <= RECORD_BYTES);
+        self.write(self.record_offset(parity), record);
+        self.word(Word::RecordLen(parity)).store(record.len() as u64, Ordering::Release);
+    }
+
+    /// The owner's record, once it has arrived.
+    pub(super) fn record(&self, parity: usize) -> &[u8] {
+        let len = self.word(Word::RecordLen(parity)).load(Ordering::Acquire) as usize;
+        self.bytes(self.record_offset(parity), len.min(RECORD_BYTES))
+    }
+
+    /// Writes to one of the owner's windows.
+    pub(super) fn write_window(&self, window: usize, offset: usize, bytes: &[u8]) {
+        assert!(offset + bytes.len() <= WINDOW_BYTES);
+        self.write(self.window_offset(window, offset), bytes);
+    }
+
+    /// A part of one of the owner's windows; nothing if there is no such part.
+    pub(super) fn window(&self, window: usize, offset: usize, len: usize) -> &[u8] {
+        if offset.checked_add(len).is_none_or(|end| end > WINDOW_BYTES) {
+            return &[];
+        }
+        self.bytes(self.window_offset(window, offset), len)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn another_mapping_shows_what_the_owner_wrote() {
+        let (owner, file) = Segment::create(3).unwrap();
+        let reader = Segment::open(std::process::id(), Segment::number(&file), 3).unwrap();
+        owner.write_record(1, b"record");
+        owner.write_window(1, WINDOW_BYTES - 3, b"end");
+        reader.reader_word(2, ReaderWord::Consumed).store(7, Ordering::Release);
+        assert_eq!((reader.record(1), reader.record(0)), (&b"record"[..], &b""[..]));
+        assert_eq!(reader.window(1, WINDOW_BYTES - 3, 3), b"end");
+        assert_eq!(owner.reader_word(2, ReaderWord::Consumed).load(Ordering::Acquire), 7);
+        assert_eq!(reader.window(0, usize::MAX, 2), b"");
+    }
+
+    #[test]
+    fn other_memory_is_not_mapped() {
+        let (_owner, file) = Segment::create(3).unwrap();
+        assert!(Segment::open(std::process::id(), Segment::number(&file), 300).is_err());
+        let plain = tempfile::tempfile().unwrap();
+        plain.set_len(Segment::len(3) as u64).unwrap();
+        assert!(Segment::open(std::process::id(), Segment::number(&plain), 3).is_err());
+    }
+
+    #[test]
+    fn a_bell_wakes_who_listens() {
+        let (owner, file) = Segment::create(1).unwrap();
+        let reader = Segment::open(std::process::id(), Segment::number(&file), 1).unwrap();
+        let arrived = || reader.word(Word::Arrived).load(Ordering::Acquire) == 1;
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !arrived() {
+                    reader.listen(Bell::ForReaders, Duration::from_secs(60), arrived);
+                }
+            });
+            std::thread::sleep(Duration::from_millis(20));
+            owner.word(Word::Arrived).store(1, Ordering::Release);
+            owner.ring(Bell::ForReaders);
+        });
+    }
+}

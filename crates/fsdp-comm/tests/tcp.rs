@@ -1,0 +1,220 @@
+//! The `tcp` backend does what every backend must do, between real processes, and what only processes can: die.
+//!
+//! A test starts this very program again for each rank, where `rank_process` finds out from its environment what to do.
+
+#![expect(clippy::unwrap_used, clippy::expect_used, reason = "these are tests, and their helpers")]
+
+mod conformance;
+mod processes;
+
+use std::time::Duration;
+
+use conformance::{Case, DEADLINE, cases};
+use fsdp_comm::{CommError, Environment, ReduceOp, TcpOptions};
+use processes::{Ranks, SHORT_DEADLINE, free_port};
+use rustix::process::Signal;
+
+/// What is done in a process of its own, as it ends badly for somebody.
+fn is_fatal(case: &Case) -> bool {
+    case.casualty.is_some() || case.name.contains("leaves") || case.name.contains("that left")
+}
+
+/// The program of each rank.
+#[test]
+fn rank_process() {
+    let variable = |name: &str| std::env::var(name).ok();
+    let Some(what) = variable("FSDP_TEST") else { return };
+    let deadline = if what.starts_with("until") { SHORT_DEADLINE } else { DEADLINE };
+    let shared_memory = variable("FSDP_TEST_MEMORY").as_deref() == Some("shared");
+    let options = TcpOptions::new(Environment::from_env().unwrap()).deadline(deadline).shared_memory(shared_memory);
+    let group = options.connect().unwrap();
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let mapped = maps.lines().filter(|line| line.contains("memfd:fsdp")).count();
+    assert_eq!(mapped, if shared_memory { group.world_size() } else { 0 }, "{maps}");
+    if let Some(len) = what.strip_prefix("until it fails, of ") {
+        let len: usize = len.parse().unwrap();
+        let victim: usize = variable("FSDP_TEST_VICTIM").unwrap().parse().unwrap();
+        let error = loop {
+            let mut buffer = vec![group.rank() as f32; len];
+            match group.all_reduce(&mut buffer, ReduceOp::Sum).and_then(|()| group.agree("save", Ok::<_, String>(()))) {
+                Ok(()) => std::fs::OpenOptions::new()
+                    .append(true)
+                    .open(variable("FSDP_TEST_LOG").unwrap())
+                    .unwrap()
+                    .set_modified(std::time::SystemTime::now())
+                    .unwrap(),
+                Err(error) => break error,
+            }
+        };
+        println!("{error}");
+        assert!(matches!(error, CommError::RankLeft { rank, .. } if rank == victim), "{error:?}");
+        assert_eq!(group.barrier(), Err(error));
+        return;
+    }
+    let mut chosen: Vec<Case> = cases().into_iter().filter(|case| case.name.starts_with(&what)).collect();
+    chosen.retain(|case| case.worlds.contains(&group.world_size()) && (case.name == what || !is_fatal(case)));
+    let last = chosen.pop().expect("there is such a case");
+    for case in chosen {
+        case.run(group.clone());
+    }
+    last.run(group);
+}
+
+/// Runs all cases of one file in all their worlds.
+fn run_all(prefix: &str, memory: &str) {
+    for world_size in 1..=5 {
+        let fits = |case: &Case| case.name.starts_with(prefix) && case.worlds.contains(&world_size);
+        let cases: Vec<Case> = cases().into_iter().filter(fits).collect();
+        if cases.iter().any(|case| !is_fatal(case)) {
+            Ranks::start(world_size, prefix, &[("FSDP_TEST_MEMORY", memory)]).assert_casualties(&[]);
+        }
+        for case in cases.iter().filter(|case| is_fatal(case)) {
+            let ranks = Ranks::start(world_size, &case.name, &[("FSDP_TEST_MEMORY", memory)]);
+            ranks.assert_casualties(case.casualty.as_slice());
+        }
+    }
+}
+
+macro_rules! conformance_tests {
+    ($($name:ident: $prefix:literal,)*) => {
+        mod shared_memory {
+            $(#[test] fn $name() { super::run_all($prefix, "shared"); })*
+        }
+        mod sockets {
+            $(#[test] fn $name() { super::run_all($prefix, "none"); })*
+        }
+    };
+}
+
+conformance_tests! {
+    operations: "operations",
+    reductions: "reductions",
+    groups: "groups",
+    objects: "objects",
+    invalid_arguments: "invalid",
+    traffic: "traffic",
+    mismatches: "mismatch",
+    ranks_that_leave: "faults: a rank leaves",
+    ranks_that_panic: "faults: a rank panics",
+    ranks_that_are_late: "faults: a rank is late",
+    other_faults: "faults: others",
+}
+
+/// A rank is hit by a signal while all exchange numbers; the others must end by themselves, knowing who it was.
+fn hit(signal: Signal, victim: usize, len: usize, memory: &str, reason: &str) {
+    let log = tempfile::NamedTempFile::new().unwrap();
+    let victim_variable = victim.to_string();
+    let variables = [
+        ("FSDP_TEST_MEMORY", memory),
+        ("FSDP_TEST_VICTIM", &victim_variable),
+        ("FSDP_TEST_LOG", log.path().to_str().unwrap()),
+    ];
+    let started = log.path().metadata().unwrap().modified().unwrap();
+    let mut ranks = Ranks::start(3, &format!("until it fails, of {len}"), &variables);
+    // Under way, and then a little further.
+    ranks.until(|| log.path().metadata().unwrap().modified().unwrap() > started);
+    std::thread::sleep(Duration::from_millis(30));
+    ranks.signal(victim, signal);
+    let survivors: Vec<usize> = (0..3).filter(|&rank| rank != victim).collect();
+    for (rank, output) in ranks.wait_for(&survivors, SHORT_DEADLINE + Duration::from_secs(2)) {
+        assert!(output.contains(reason) && output.contains(&format!("rank {victim}")), "rank {rank}: {output}");
+    }
+}
+
+#[test]
+fn a_rank_that_is_killed_is_named() {
+    for memory in ["shared", "none"] {
+        for victim in [0, 2] {
+            for len in [5, 3_000_000] {
+                hit(Signal::KILL, victim, len, memory, "died");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_is_stopped_is_named() {
+    for memory in ["shared", "none"] {
+        for (victim, len) in [(0, 5), (1, 3_000_000)] {
+            hit(Signal::STOP, victim, len, memory, "heartbeat");
+        }
+    }
+}
+
+fn environment(rank: usize, world_size: usize, port: u16, job: &str) -> Environment {
+    let variables = [
+        ("RANK", rank.to_string()),
+        ("WORLD_SIZE", world_size.to_string()),
+        ("MASTER_ADDR", "127.0.0.1".to_owned()),
+        ("MASTER_PORT", port.to_string()),
+        ("FSDP_JOB_ID", job.to_owned()),
+    ];
+    Environment::from_variables(|name| {
+        variables.iter().find(|variable| variable.0 == name).map(|variable| variable.1.clone())
+    })
+    .unwrap()
+}
+
+fn meet(environment: Environment, milliseconds: u64) -> Result<fsdp_comm::ProcessGroup, CommError> {
+    TcpOptions::new(environment).deadline(Duration::from_millis(milliseconds)).connect()
+}
+
+#[test]
+fn a_rank_that_does_not_come_is_named() {
+    let port = free_port();
+    let (first, second) = std::thread::scope(|scope| {
+        let first = scope.spawn(|| meet(environment(0, 3, port, "job"), 700));
+        (meet(environment(2, 3, port, "job"), 700), first.join().unwrap())
+    });
+    for error in [first.unwrap_err(), second.unwrap_err()] {
+        let CommError::Rendezvous { joined, missing, address, .. } = &error else { panic!("{error:?}") };
+        assert_eq!((&joined[..], &missing[..]), (&[0, 2][..], &[1][..]), "{error}");
+        assert_eq!(*address, format!("127.0.0.1:{port}"));
+    }
+}
+
+#[test]
+fn nobody_at_the_address_is_an_error() {
+    let error = meet(environment(1, 2, free_port(), "job"), 300).unwrap_err();
+    assert!(matches!(&error, CommError::Rendezvous { message, .. } if message.contains("found no store")), "{error:?}");
+    let elsewhere = Environment::from_variables(|name| match name {
+        "RANK" => Some("0".to_owned()),
+        "WORLD_SIZE" => Some("2".to_owned()),
+        // An address for documentation, which no host has.
+        "MASTER_ADDR" => Some("192.0.2.1".to_owned()),
+        _ => None,
+    });
+    let error = meet(elsewhere.unwrap(), 300).unwrap_err();
+    assert!(matches!(&error, CommError::Rendezvous { message, .. } if message.contains("MASTER_ADDR")), "{error:?}");
+}
+
+#[test]
+fn a_taken_port_is_an_error() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let error = meet(environment(0, 2, port, "job"), 500).unwrap_err();
+    assert!(matches!(&error, CommError::Rendezvous { message, .. } if message.contains("MASTER_PORT")), "{error:?}");
+    // Whoever has taken it says nothing.
+    let error = meet(environment(1, 2, port, "job"), 500).unwrap_err();
+    assert!(matches!(&error, CommError::Rendezvous { .. }), "{error:?}");
+}
+
+#[test]
+fn two_jobs_on_one_port_never_pair() {
+    let port = free_port();
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| meet(environment(0, 2, port, "one"), 5000).map(|group| group.barrier()));
+        let refused = [("two", 1, 2, "job `one`'s"), ("one", 1, 3, "world size is 3"), ("one", 0, 2, "MASTER_PORT")];
+        for (job, rank, world_size, reason) in refused {
+            // The port must be open by then.
+            while std::net::TcpStream::connect(("127.0.0.1", port)).is_err() {}
+            let error = meet(environment(rank, world_size, port, job), 3000).unwrap_err();
+            assert!(matches!(&error, CommError::Rendezvous { message, .. } if message.contains(reason)), "{error:?}");
+        }
+        let second = meet(environment(1, 2, port, "one"), 5000).unwrap();
+        let error = meet(environment(1, 2, port, "one"), 3000).unwrap_err();
+        assert!(error.to_string().contains("rank 1 has already joined"), "{error}");
+        second.barrier().unwrap();
+        assert_eq!(first.join().unwrap(), Ok(Ok(())));
+    });
+}
