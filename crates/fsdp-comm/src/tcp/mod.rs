@@ -123,6 +123,9 @@ impl TcpOptions {
     }
 }
 
+/// A group's first rounds are its own making; those of its operations come after.
+const SETUP_ROUNDS: u64 = 2;
+
 /// One rank of one group.
 #[derive(Debug)]
 struct TcpBackend {
@@ -161,6 +164,7 @@ impl Backend for TcpBackend {
     }
 
     fn round<'p>(&self, round: &Round<'_>, record: &[u8], send: &[u8], plan: Planner<'p, '_>) -> Result<(), CommError> {
+        let round = &Round { number: round.number + SETUP_ROUNDS, ..*round };
         if let Some(failure) = self.node.trouble(self.id, round, &[]) {
             return Err(failure);
         }
@@ -178,7 +182,7 @@ impl Backend for TcpBackend {
     }
 
     fn abort(&self, round: u64, error: &CommError) {
-        self.node.abort(self.id, round, &self.global_ranks, error);
+        self.node.abort(self.id, round + SETUP_ROUNDS, &self.global_ranks, error);
     }
 }
 

@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::SETUP_ROUNDS;
 use super::chunks::{Incoming, Outgoing, Published};
 use super::segment::{Bell, RECORD_BYTES, Segment, Word};
 use super::sockets::{Member, exchange};
@@ -65,15 +66,16 @@ impl SharedMemory {
         });
         let token = group ^ (rank as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let invitation = created.as_ref().ok().map(|(segment, file)| {
+            segment.word(Word::Verdict).store(SETUP_ROUNDS, Ordering::Release);
             segment.word(Word::Token).store(token, Ordering::Release);
             Invitation { process: std::process::id(), file: Segment::number(file), token }
         });
-        // Rounds of their own, before the group's first.
-        let invitations = exchange(member, &Round { number: u64::MAX - 1, ..*round }, &encode(&invitation))?;
+        let invitations = exchange(member, &Round { number: 0, ..*round }, &encode(&invitation))?;
         // The file stays open until all have mapped it.
         let (own, _file) = created.ok().unzip();
         let segments = own.and_then(|own| map_all(rank, own, &invitations));
-        let verdicts = exchange(member, &Round { number: u64::MAX, ..*round }, &encode(&segments.is_some()))?;
+        let verdicts = exchange(member, &Round { number: 1, ..*round }, &encode(&segments.is_some()))?;
+        (0..SETUP_ROUNDS).for_each(|number| node.inbox().lock().forget(group, number));
         if !verdicts.iter().all(|verdict| wire::decode(verdict) == Ok(true)) {
             return Ok(None);
         }
