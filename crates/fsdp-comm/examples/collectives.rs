@@ -1,15 +1,18 @@
 //! How fast collectives are, beside plain copies of the same memory in the same run.
 //!
-//! `cargo run --release -p fsdp-comm --example collectives -- local 2`: the backend and the number of ranks.
+//! `cargo run --release -p fsdp-comm --example collectives -- local 2`: the backend (`local`, `tcp`, or `sockets` for
+//! `tcp` without shared memory) and the number of ranks. Under a launcher, `tcp` joins the ranks that it started.
 //!
 //! Printed for each size (that of the whole tensor on one rank) are the time of one operation, the size divided by it,
 //! and the ratio to the memory bound: the time in which all ranks at once copy as many bytes as they must read and write.
 #![expect(clippy::print_stdout, reason = "its output is a table")]
 
 use std::hint::black_box;
+use std::net::TcpListener;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
-use fsdp_comm::{CommError, ProcessGroup, ReduceOp, run_local};
+use fsdp_comm::{CommError, Environment, ProcessGroup, ReduceOp, TcpOptions, run_local};
 
 const SIZES: [usize; 4] = [4, 1 << 20, 16 << 20, 256 << 20];
 /// Each figure is the best of this many rounds,
@@ -23,11 +26,37 @@ fn main() -> Result<(), CommError> {
     let ranks = arguments.next().and_then(|ranks| ranks.parse().ok()).unwrap_or(2);
     match &backend[..] {
         "local" => run_local(ranks, bench)?.into_iter().collect(),
+        "tcp" | "sockets" if std::env::var_os("RANK").is_none() => launch(ranks),
+        "tcp" | "sockets" => {
+            bench(TcpOptions::new(Environment::from_env()?).shared_memory(backend == "tcp").connect()?)
+        }
         _ => Err(CommError::InvalidArgument {
             operation: "collectives".to_owned(),
             message: format!("there is no backend `{backend}`"),
         }),
     }
+}
+
+/// Starts this program again as each rank.
+fn launch(ranks: usize) -> Result<(), CommError> {
+    let failed = |rank: usize, error: String| CommError::Start { rank, message: error };
+    let port = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
+    let port = port.map_err(|error| failed(0, error.to_string()))?.port();
+    let start = |rank: usize| {
+        let program = std::env::current_exe().map_err(|error| failed(rank, error.to_string()))?;
+        let mut command = Command::new(program);
+        command.args(std::env::args().skip(1)).env("RANK", rank.to_string()).env("WORLD_SIZE", ranks.to_string());
+        command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
+        command.spawn().map_err(|error| failed(rank, error.to_string()))
+    };
+    let processes = (0..ranks).map(start).collect::<Result<Vec<_>, _>>()?;
+    for (rank, mut process) in processes.into_iter().enumerate() {
+        let status = process.wait().map_err(|error| failed(rank, error.to_string()))?;
+        if !status.success() {
+            return Err(failed(rank, status.to_string()));
+        }
+    }
+    Ok(())
 }
 
 fn bench(group: ProcessGroup) -> Result<(), CommError> {

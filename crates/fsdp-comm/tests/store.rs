@@ -1,0 +1,138 @@
+//! The key-value store, between threads that each have their own client.
+
+#![expect(clippy::unwrap_used, reason = "these are tests, and their helpers")]
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::thread;
+use std::time::Duration;
+
+use fsdp_comm::store::{MAX_KEY_BYTES, MAX_VALUE_BYTES};
+use fsdp_comm::{CommError, Store, StoreOptions};
+
+const DEADLINE: Duration = Duration::from_secs(10);
+
+fn options(rank: usize) -> StoreOptions {
+    StoreOptions { job: "job".to_owned(), rank, world_size: 4, deadline: DEADLINE }
+}
+
+fn host() -> Store {
+    Store::host("127.0.0.1:0", &options(0)).unwrap()
+}
+
+fn client(host: &Store, rank: usize) -> Store {
+    Store::connect(host.address(), &options(rank)).unwrap()
+}
+
+#[test]
+fn what_one_sets_all_get() {
+    let host = host();
+    let other = client(&host, 1);
+    assert_eq!(host.get("key").unwrap(), None);
+    other.set("key", b"value").unwrap();
+    assert_eq!(host.get("key").unwrap().unwrap(), b"value");
+    host.set("key", b"").unwrap();
+    assert_eq!(other.get("key").unwrap().unwrap(), b"");
+    let large = vec![7; 3 << 20];
+    other.set("large", &large).unwrap();
+    assert_eq!(host.get("large").unwrap().unwrap(), large);
+}
+
+#[test]
+fn waiting_ends_when_the_last_key_is_set() {
+    let host = host();
+    let keys = ["a", "b", "c"].map(str::to_owned);
+    thread::scope(|scope| {
+        let waiters = [1, 2].map(|rank| {
+            let (store, keys) = (client(&host, rank), &keys);
+            scope.spawn(move || store.wait(keys, DEADLINE).unwrap().unwrap())
+        });
+        for key in ["c", "a", "b"] {
+            thread::sleep(Duration::from_millis(10));
+            host.set(key, key.as_bytes()).unwrap();
+        }
+        for waiter in waiters {
+            assert_eq!(waiter.join().unwrap(), [b"a", b"b", b"c"]);
+        }
+    });
+}
+
+#[test]
+fn waiting_in_vain_names_the_keys_and_the_store_goes_on() {
+    let host = host();
+    host.set("there", b"").unwrap();
+    let keys = ["here", "there", "nowhere"].map(str::to_owned);
+    let missing = host.wait(&keys, Duration::from_millis(50)).unwrap().unwrap_err();
+    assert_eq!(missing, ["here", "nowhere"]);
+    assert_eq!(host.add("n", 1).unwrap(), 1);
+}
+
+#[test]
+fn additions_of_all_add_up() {
+    let host = host();
+    thread::scope(|scope| {
+        for rank in 1..4 {
+            let store = client(&host, rank);
+            scope.spawn(move || {
+                for _ in 0..100 {
+                    store.add("sum", rank as i64 - 2).unwrap();
+                }
+            });
+        }
+    });
+    assert_eq!(host.add("sum", 0).unwrap(), 0);
+    assert_eq!(host.add("sum", -5).unwrap(), -5);
+    host.set("text", b"text").unwrap();
+    assert!(matches!(host.add("text", 1), Err(CommError::Store { message, .. }) if message.contains("no number")));
+}
+
+#[test]
+fn exactly_one_sets_what_was_not_set() {
+    let host = host();
+    let values: Vec<Vec<u8>> = thread::scope(|scope| {
+        let setters = [1u8, 2, 3].map(|rank| {
+            let store = client(&host, rank.into());
+            scope.spawn(move || store.compare_and_set("nonce", None, &[rank]).unwrap())
+        });
+        setters.into_iter().map(|setter| setter.join().unwrap()).collect()
+    });
+    assert!(values.iter().all(|value| *value == values[0] && value.len() == 1), "{values:?}");
+    assert_eq!(host.compare_and_set("nonce", Some(b"other"), b"x").unwrap(), values[0]);
+    assert_eq!(host.compare_and_set("nonce", Some(&values[0]), b"x").unwrap(), b"x");
+    assert_eq!(host.get("nonce").unwrap().unwrap(), b"x");
+}
+
+#[test]
+fn limits_are_errors_and_not_lost_connections() {
+    let host = host();
+    let long = "k".repeat(MAX_KEY_BYTES + 1);
+    assert!(matches!(host.set(&long, b""), Err(CommError::Store { .. })));
+    assert!(matches!(host.set("key", &vec![0; MAX_VALUE_BYTES + 1]), Err(CommError::Store { .. })));
+    host.set(&long[1..], b"value").unwrap();
+}
+
+#[test]
+fn a_store_that_is_gone_is_an_error() {
+    let host = host();
+    let other = client(&host, 1);
+    drop(host);
+    assert!(matches!(other.get("key"), Err(CommError::Store { .. })));
+    assert!(matches!(other.set("key", b""), Err(CommError::Store { message, .. }) if message.contains("lost")));
+}
+
+#[test]
+fn strangers_are_not_served() {
+    let host = host();
+    for said in [&b"GET / HTTP/1.1\r\n\r\n"[..], &u32::MAX.to_le_bytes(), &[8, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8]] {
+        let mut stranger = TcpStream::connect(host.address()).unwrap();
+        stranger.set_read_timeout(Some(DEADLINE)).unwrap();
+        stranger.write_all(said).unwrap();
+        // The store may have hung up already.
+        stranger.shutdown(std::net::Shutdown::Write).ok();
+        let mut answer = Vec::new();
+        // Hung up on, politely or not.
+        stranger.read_to_end(&mut answer).ok();
+        assert!(answer.is_empty(), "{answer:?}");
+    }
+    assert_eq!(host.add("n", 1).unwrap(), 1);
+}
