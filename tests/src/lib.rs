@@ -1,1 +1,3 @@
 //! Helpers that whole-system tests share.
+
+pub mod counting_allocator;
