@@ -26,6 +26,9 @@
 //! .step-21.tmp-53f1a09be6c02d77/    a save in progress
 //! ```
 
+pub mod checkpoint;
+pub mod convert;
+pub mod directory;
 pub mod durable;
 pub mod error;
 pub mod file;
@@ -37,9 +40,11 @@ mod paths;
 pub mod pickle;
 pub mod plan;
 pub mod reader;
+pub mod safetensors;
 pub mod source;
 pub mod strided;
 pub mod torch_zip;
+mod values;
 pub mod writer;
 
 pub use error::{CheckpointError, FormatError};

@@ -101,6 +101,9 @@ impl Iterator for StridedRuns {
     }
 }
 
+/// A gap between runs up to which it is cheaper to read on than to read again.
+const NEAR: u64 = 16 << 10;
+
 /// Reads `overlap` into `dst`, the row-major bytes of the box `to`. The storage starts at byte `storage` of the source.
 pub(crate) fn read_overlap<S: ReadAt + ?Sized>(
     reader: &mut BlockReader<'_, S>,
@@ -115,8 +118,13 @@ pub(crate) fn read_overlap<S: ReadAt + ?Sized>(
     let bytes = element as u64;
     let limit = storage + runs.end() * bytes;
     let mut scratch = Vec::new();
-    for run in runs {
+    let mut runs = runs.peekable();
+    while let Some(run) = runs.next() {
         let start = storage + run.src * bytes;
+        // Reading ahead pays only while the next run is near.
+        let end = start + ((run.len - 1) * run.src_step * element + element) as u64;
+        let near = runs.peek().is_some_and(|next| storage + next.src * bytes < end + NEAR);
+        let limit = if near { limit } else { end };
         if run.dst_step == 1 && (run.src_step == 1 || run.len == 1) {
             let at = run.dst * element;
             reader.read(start, &mut dst[at..at + run.len * element], limit)?;

@@ -133,6 +133,15 @@ impl Staging {
         file.finish()
     }
 
+    /// Writes a small file whole beside the target, replacing one that is there: durable before the target is committed.
+    pub fn write_beside(&self, name: &str, bytes: &[u8]) -> Result<(), CheckpointError> {
+        const TEMPORARY: &str = ".beside";
+        self.write(TEMPORARY, bytes)?;
+        let parent = parent_of(&self.target);
+        self.durable.rename_over(&self.directory.join(TEMPORARY), &parent.join(name))?;
+        self.durable.sync_directory(parent)
+    }
+
     /// Puts the directory in the target's place. All files must be finished.
     pub fn commit(mut self) -> Result<(), CheckpointError> {
         let durable = self.durable.clone();

@@ -60,7 +60,7 @@ fn a_save_in_progress_is_not_stale_and_a_dropped_one_is_gone() {
     let left = parent.path().join(".c.tmp-0123456789abcdef");
     std::fs::create_dir(&left).unwrap();
     std::fs::create_dir(parent.path().join(".c.tmp-backup")).unwrap();
-    assert_eq!(stale(&target).unwrap(), [left.clone()]);
+    assert_eq!(stale(&target).unwrap(), std::slice::from_ref(&left));
     assert_eq!(clean_stale(&target).unwrap(), [left]);
     assert_eq!(names(parent.path()), [".c.tmp-backup"]);
 }

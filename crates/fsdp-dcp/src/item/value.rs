@@ -1,7 +1,5 @@
 //! Non-tensor values: items of `torch.save`, from and to plain values.
 
-use std::collections::HashMap;
-
 use fsdp_layout::{PlainTensor, PlainValue, TensorBox};
 
 use super::ROOT;
@@ -49,24 +47,25 @@ fn layout_of(value: &PlainValue) -> Result<(ArchiveLayout, Vec<&PlainTensor>), F
     let mut pickle = Vec::new();
     let mut tensors = Vec::new();
     write::proto(&mut pickle, 2);
-    put(&mut pickle, value, &mut tensors, 0)?;
+    put(&mut pickle, value, &mut tensors, 0, 0)?;
     write::op(&mut pickle, write::STOP);
     let lengths: Vec<u64> = tensors.iter().map(|tensor| tensor.data.len() as u64).collect();
     Ok((ArchiveLayout::new(ROOT, pickle, &lengths), tensors))
 }
 
-/// Writes a value's opcodes; tensors in it get storages in the order in which they are met.
+/// Writes a value's opcodes; tensors in it get storages from number `first` on, in the order in which they are met.
 pub(crate) fn put<'v>(
     out: &mut impl Sink,
     value: &'v PlainValue,
     tensors: &mut Vec<&'v PlainTensor>,
+    first: usize,
     depth: usize,
 ) -> Result<(), FormatError> {
     if depth >= MAX_DEPTH {
         return Err(FormatError::Limit { what: "nesting", value: depth as u64 + 1, limit: MAX_DEPTH as u64 });
     }
     let mut each = |out: &mut _, items: &'v [PlainValue]| -> Result<(), FormatError> {
-        items.iter().try_for_each(|item| put(out, item, tensors, depth + 1))
+        items.iter().try_for_each(|item| put(out, item, tensors, first, depth + 1))
     };
     match value {
         PlainValue::None => write::none(out),
@@ -109,8 +108,8 @@ pub(crate) fn put<'v>(
             if !entries.is_empty() {
                 write::op(out, write::MARK);
                 for (key, value) in entries {
-                    put(out, key, tensors, depth + 1)?;
-                    put(out, value, tensors, depth + 1)?;
+                    put(out, key, tensors, first, depth + 1)?;
+                    put(out, value, tensors, first, depth + 1)?;
                 }
                 write::op(out, write::SETITEMS);
             }
@@ -123,7 +122,7 @@ pub(crate) fn put<'v>(
                 let expected = format!("the bytes of a `{}` tensor of shape {:?}", tensor.dtype, tensor.shape);
                 return Err(FormatError::unexpected(expected, format!("{} bytes", tensor.data.len())));
             }
-            write_tensor(out, tensors.len(), tensor.dtype, &tensor.shape);
+            write_tensor(out, first + tensors.len(), tensor.dtype, &tensor.shape);
             tensors.push(tensor);
         }
         other => {
@@ -142,41 +141,44 @@ pub fn decode_value<S: ReadAt>(item: &S) -> Result<PlainValue, FormatError> {
     check_byte_order(&directory, item)?;
     let pickle = directory.read_record(item, "data.pkl", MAX_OBJECT_BYTES)?;
     let parsed = parse(&pickle)?;
-    let mut left = MAX_OBJECT_BYTES;
-    let mut offsets = HashMap::new();
-    let mut load = |tensor: &TensorRef| -> Result<PlainTensor, FormatError> {
+    let mut loader = TensorLoader::new(&directory, item);
+    convert(&parsed, parsed.root(), &mut Walk::new(&parsed), &mut |tensor| loader.load(tensor))
+}
+
+/// Fetches the tensors inside values, up to a limit.
+pub(crate) struct TensorLoader<'a> {
+    archive: &'a Directory,
+    source: &'a dyn ReadAt,
+    left: u64,
+}
+
+impl<'a> TensorLoader<'a> {
+    /// For tensors whose storages are in this archive.
+    pub(crate) fn new(archive: &'a Directory, source: &'a dyn ReadAt) -> Self {
+        TensorLoader { archive, source, left: MAX_OBJECT_BYTES }
+    }
+
+    pub(crate) fn load(&mut self, tensor: &TensorRef) -> Result<PlainTensor, FormatError> {
         let element = tensor.dtype.size_in_bytes() as usize;
         let length = tensor.shape.iter().product::<usize>() * element;
-        left = left.checked_sub(length as u64).ok_or(FormatError::Limit {
-            what: "bytes of tensors in a value",
-            value: length as u64,
-            limit: MAX_OBJECT_BYTES,
-        })?;
         let name = format!("data/{}", tensor.storage);
-        let record = directory.get(&name)?;
+        let record = self.archive.get(&name)?;
         if record.length < tensor.storage_bytes {
             let found = format!("one of {}", record.length);
             return Err(FormatError::unexpected(format!("a storage of {} bytes", tensor.storage_bytes), found));
         }
-        // An expanded tensor is larger than its storage; a plain one is not, so that a lie cannot make us allocate.
-        if length as u64 > tensor.storage_bytes.saturating_mul(64).saturating_add(1 << 20) {
-            return Err(FormatError::Limit {
-                what: "bytes of an expanded tensor",
-                value: length as u64,
-                limit: tensor.storage_bytes.saturating_mul(64).saturating_add(1 << 20),
-            });
+        // An expanded tensor is larger than its storage, but not absurdly so: a lie must not make us allocate.
+        let limit = tensor.storage_bytes.saturating_mul(64).saturating_add(1 << 20).min(self.left);
+        if length as u64 > limit {
+            return Err(FormatError::Limit { what: "bytes of tensors in a value", value: length as u64, limit });
         }
-        let start = match offsets.get(&name) {
-            Some(&start) => start,
-            None => directory.data_offset(item, &name, record)?,
-        };
-        offsets.insert(name, start);
+        self.left -= length as u64;
+        let start = self.archive.data_offset(self.source, &name, record)?;
         let whole = TensorBox::whole(&tensor.shape);
         let mut data = vec![0; length];
-        read_overlap(&mut BlockReader::new(item), start, element, &tensor.layout, &whole, &whole, &mut data)?;
+        read_overlap(&mut BlockReader::new(self.source), start, element, &tensor.layout, &whole, &whole, &mut data)?;
         Ok(PlainTensor { dtype: tensor.dtype, shape: tensor.shape.clone(), data })
-    };
-    convert(&parsed, parsed.root(), &mut Walk::new(&parsed), &mut load)
+    }
 }
 
 /// The plain value of a pickle's node. A tensor in it is an error: its bytes lie elsewhere.

@@ -6,13 +6,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use fsdp_layout::{DType, TensorBox};
 
-use super::{CheckpointReader, ReadError};
-use crate::error::{CheckpointError, FormatError};
-use crate::file::CheckedFile;
-use crate::item::StoredTensor;
+use super::CheckpointReader;
+use super::items::ReadError;
+use crate::error::CheckpointError;
 use crate::metadata::{Chunk, StorageInfo};
 use crate::plan::{LoadOptions, LoadPlan, LoadPlanError, LoadRequest, plan_load};
-use crate::source::{BlockReader, ReadAt, Window};
+use crate::source::BlockReader;
 
 /// What is wanted of a tensor, and where it goes.
 #[derive(Debug)]
@@ -44,8 +43,6 @@ pub(crate) fn default_threads() -> usize {
     std::thread::available_parallelism().map_or(1, |cores| cores.get().min(4))
 }
 
-/// Items up to this long are read whole, in one go.
-const SMALL_ITEM: u64 = 64 << 10;
 /// Destinations larger than this are cut, so that threads can share them.
 const LARGE_DESTINATION: usize = 64 << 20;
 
@@ -210,46 +207,29 @@ impl CheckpointReader {
             }
             let stored = chunk.stored.as_ref();
             let stored = stored.ok_or_else(|| CheckpointError::NotStored { fqn: request.fqn.clone() })?;
-            self.run_chunk(chunk, stored, tensor.properties.dtype, &mut job)
+            self.run_chunk(&request.fqn, chunk, stored, tensor.properties.dtype, &mut job)
                 .map_err(|error| self.item_error(&request.fqn, stored, error))?;
         }
         Ok(())
     }
 
-    fn run_chunk(&self, chunk: &Chunk, stored: &StorageInfo, dtype: DType, job: &mut Job<'_>) -> Result<(), ReadError> {
-        if stored.length <= SMALL_ITEM || !stored.transforms.is_empty() {
-            let bytes = self.item_bytes(stored)?;
-            let tensor = StoredTensor::locate(&bytes)?;
-            return copy(&bytes, 0, &tensor, chunk, dtype, job);
+    fn run_chunk(
+        &self,
+        fqn: &str,
+        chunk: &Chunk,
+        stored: &StorageInfo,
+        dtype: DType,
+        job: &mut Job<'_>,
+    ) -> Result<(), ReadError> {
+        let located = self.locate(fqn, chunk, stored, dtype)?;
+        let mut reader = BlockReader::new(located.bytes.source());
+        for (bounds, buffer) in &mut job.boxes {
+            if let Some(overlap) = chunk.bounds.intersect(bounds) {
+                located.tensor.read(&mut reader, located.start, &chunk.bounds, &overlap, bounds, buffer)?;
+            }
         }
-        let file: &CheckedFile = &*self.file(&stored.relative_path)?;
-        let item = Window::new(file, stored.offset, stored.length)?;
-        let tensor = StoredTensor::locate(&item)?;
-        copy(file, stored.offset, &tensor, chunk, dtype, job)
+        Ok(())
     }
-}
-
-/// Copies what each box of the job shares with the chunk.
-fn copy<S: ReadAt>(
-    source: &S,
-    item: u64,
-    tensor: &StoredTensor,
-    chunk: &Chunk,
-    dtype: DType,
-    job: &mut Job<'_>,
-) -> Result<(), ReadError> {
-    if tensor.tensor.dtype != dtype || tensor.tensor.shape != chunk.bounds.sizes {
-        let expected = format!("a `{dtype}` tensor of shape {:?}", chunk.bounds.sizes);
-        let found = format!("a `{}` tensor of shape {:?}", tensor.tensor.dtype, tensor.tensor.shape);
-        return Err(FormatError::unexpected(expected, found).into());
-    }
-    let mut reader = BlockReader::new(source);
-    for (bounds, buffer) in &mut job.boxes {
-        if let Some(overlap) = chunk.bounds.intersect(bounds) {
-            tensor.read(&mut reader, item, &chunk.bounds, &overlap, bounds, buffer)?;
-        }
-    }
-    Ok(())
 }
 
 /// Bytes of a box.

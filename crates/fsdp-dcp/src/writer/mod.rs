@@ -65,6 +65,8 @@
 mod layout;
 mod payload;
 
+pub(crate) use payload::{PlannedPayload, write_payloads};
+
 use std::borrow::Cow;
 use std::ops::Range;
 

@@ -1,9 +1,11 @@
 //! Writing a planned file: hashing, checksums and writing in one pass over pieces that fit the cache, by several threads.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use crc32fast::Hasher;
+use fsdp_layout::TensorBox;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::PayloadSource;
@@ -41,6 +43,94 @@ pub(super) fn write(
     threads: usize,
 ) -> Result<FileIntegrity, CheckpointError> {
     let tasks = tasks(layout);
+    let done = in_parallel(&tasks, threads, |task, buffer| run(file, layout, source, *task, buffer))?;
+    finish(file, layout, tasks.into_iter().zip(done))
+}
+
+/// A payload at a place of its own in a file.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PlannedPayload<'p> {
+    pub(crate) fqn: &'p str,
+    pub(crate) bounds: &'p TensorBox,
+    pub(crate) offset: u64,
+    pub(crate) length: u64,
+}
+
+impl PlannedPayload<'_> {
+    /// The length of its hash blocks.
+    pub(crate) fn block_length(&self) -> u64 {
+        block_length(self.length)
+    }
+}
+
+/// What came of a payload.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct WrittenPayload {
+    pub(crate) crc: u32,
+    pub(crate) hashes: Vec<u64>,
+}
+
+/// Writes payloads to their places in a file, and returns their checksums and hashes.
+pub(crate) fn write_payloads(
+    file: &StagedFile,
+    payloads: &[PlannedPayload<'_>],
+    source: &dyn PayloadSource,
+    threads: usize,
+) -> Result<Vec<WrittenPayload>, CheckpointError> {
+    let parts = payloads.iter().enumerate().flat_map(|(index, payload)| {
+        (0..payload.length.div_ceil(PART))
+            .map(move |part| (index, part * PART, (part * PART + PART).min(payload.length)))
+    });
+    let parts: Vec<(usize, u64, u64)> = parts.collect();
+    let done = in_parallel(&parts, threads, |&(index, start, end), buffer| {
+        write_part(file, &payloads[index], start..end, source, buffer)
+    })?;
+    let mut written = vec![WrittenPayload::default(); payloads.len()];
+    let mut crcs = vec![Hasher::new(); payloads.len()];
+    for ((index, ..), done) in parts.into_iter().zip(done) {
+        crcs[index].combine(&done.crc);
+        written[index].hashes.extend(done.hashes);
+    }
+    for (written, crc) in written.iter_mut().zip(crcs) {
+        written.crc = crc.finalize();
+    }
+    Ok(written)
+}
+
+/// Writes a part of a payload.
+fn write_part(
+    file: &StagedFile,
+    payload: &PlannedPayload<'_>,
+    range: Range<u64>,
+    source: &dyn PayloadSource,
+    buffer: &mut Vec<u8>,
+) -> Result<Done, CheckpointError> {
+    buffer.clear();
+    let planned = range.end - range.start;
+    let mut sink = PartSink {
+        file,
+        at: payload.offset + range.start,
+        end: payload.offset + range.end,
+        block: payload.block_length(),
+        buffer,
+        done: Done::default(),
+    };
+    let mut given = 0u64;
+    source.payload(payload.fqn, payload.bounds, range, &mut |bytes| {
+        given += bytes.len() as u64;
+        check_length(payload.fqn, given, planned, false)?;
+        sink.put(bytes)
+    })?;
+    check_length(payload.fqn, given, planned, true)?;
+    Ok(sink.done)
+}
+
+/// Runs all tasks on some threads, each with a buffer of its own; the results are in the order of the tasks.
+fn in_parallel<T: Sync>(
+    tasks: &[T],
+    threads: usize,
+    run: impl Fn(&T, &mut Vec<u8>) -> Result<Done, CheckpointError> + Sync,
+) -> Result<Vec<Done>, CheckpointError> {
     let next = AtomicUsize::new(0);
     let failed = AtomicBool::new(false);
     let results: Vec<Mutex<Done>> = tasks.iter().map(|_| Mutex::default()).collect();
@@ -49,7 +139,7 @@ pub(super) fn write(
         while !failed.load(Ordering::Relaxed) {
             let index = next.fetch_add(1, Ordering::Relaxed);
             let (Some(task), Some(result)) = (tasks.get(index), results.get(index)) else { break };
-            let done = run(file, layout, source, *task, &mut buffer);
+            let done = run(task, &mut buffer);
             failed.fetch_or(done.is_err(), Ordering::Relaxed);
             *result.lock().unwrap_or_else(PoisonError::into_inner) = done?;
         }
@@ -64,8 +154,7 @@ pub(super) fn write(
         }
         outcome
     })?;
-    let done = results.into_iter().map(|done| done.into_inner().unwrap_or_else(PoisonError::into_inner));
-    finish(file, layout, tasks.into_iter().zip(done))
+    Ok(results.into_iter().map(|done| done.into_inner().unwrap_or_else(PoisonError::into_inner)).collect())
 }
 
 fn tasks(layout: &FileLayout<'_>) -> Vec<Task> {
@@ -124,23 +213,8 @@ fn run(
             else {
                 return Ok(Done::default());
             };
-            buffer.clear();
-            let mut sink = PartSink {
-                file,
-                at: payload + start,
-                end: payload + end,
-                block: block_length(length),
-                buffer,
-                done: Done::default(),
-            };
-            let mut given = 0u64;
-            source.payload(placed.fqn, bounds, start..end, &mut |bytes| {
-                given += bytes.len() as u64;
-                check_length(placed.fqn, given, end - start, false)?;
-                sink.put(bytes)
-            })?;
-            check_length(placed.fqn, given, end - start, true)?;
-            Ok(sink.done)
+            let payload = PlannedPayload { fqn: placed.fqn, bounds, offset: payload, length };
+            write_part(file, &payload, start..end, source, buffer)
         }
     }
 }

@@ -1,0 +1,248 @@
+//! Files of `torch.save` as checkpoints: nested dicts flattened as DCP does it, tensors read by range.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use fsdp_layout::{KeyPath, PathPart, PlainTensor, PlainValue, TensorBox};
+use indexmap::IndexMap;
+
+use super::safetensors::check_length;
+use super::{Checkpoint, Format, file_parts, no_value, tensor_of};
+use crate::directory::CheckedDirectory;
+use crate::error::{CheckpointError, FormatError};
+use crate::file::CheckedFile;
+use crate::item::{TensorLoader, TensorRef, check_byte_order, convert};
+use crate::limits::MAX_OBJECT_BYTES;
+use crate::metadata::{BytesEntry, Chunk, Entry, Metadata, StorageInfo, TensorEntry, TensorProperties};
+use crate::pickle::{Node, NodeId, Pickle, Walk, parse};
+use crate::plan::LoadPlanError;
+use crate::source::BlockReader;
+use crate::strided::read_overlap;
+use crate::torch_zip::Directory;
+
+/// One torch archive.
+///
+/// Dicts are flattened, and lists that hold tensors or dicts, as DCP does it; a tuple only where it holds a dict with
+/// tensors.
+/// Other values are read when the file is opened, with the tensors that they hold.
+#[derive(Debug)]
+pub struct TorchCheckpoint {
+    path: PathBuf,
+    directory: CheckedDirectory,
+    file: Arc<CheckedFile>,
+    archive: Directory,
+    metadata: Metadata,
+    tensors: HashMap<String, TensorRef>,
+    values: HashMap<String, PlainValue>,
+}
+
+impl TorchCheckpoint {
+    /// Opens a file of `torch.save` (torch 1.6 or later).
+    pub fn open(path: &Path) -> Result<Self, CheckpointError> {
+        let (parent, name) = file_parts(path)?;
+        let directory = CheckedDirectory::open(parent, false, true)?;
+        let file = directory.file(name)?;
+        let error = |source| CheckpointError::File { path: path.to_owned(), source };
+        let archive = Directory::read(&*file).map_err(error)?;
+        check_byte_order(&archive, &*file).map_err(error)?;
+        let pickle = archive.read_record(&*file, "data.pkl", MAX_OBJECT_BYTES).map_err(error)?;
+        let parsed = parse(&pickle).map_err(|source| error(source.into()))?;
+        let mut flat = Flattener {
+            pickle: &parsed,
+            walk: Walk::new(&parsed),
+            loader: TensorLoader::new(&archive, &*file),
+            found: IndexMap::new(),
+        };
+        flat.flatten(parsed.root(), &KeyPath::default()).map_err(error)?;
+        let found = flat.found;
+        let mut opened = TorchCheckpoint {
+            path: path.to_owned(),
+            file: file.clone(),
+            archive,
+            directory,
+            metadata: Metadata { planner_data: Some(IndexMap::new()), ..Metadata::default() },
+            tensors: HashMap::new(),
+            values: HashMap::new(),
+        };
+        for (fqn, (path, leaf)) in found {
+            let stored = |offset, length| {
+                Some(StorageInfo { relative_path: name.to_owned(), offset, length, transforms: Vec::new() })
+            };
+            let entry = match leaf {
+                Leaf::Value(value) => {
+                    opened.values.insert(fqn.clone(), value);
+                    Entry::Bytes(BytesEntry { stored: stored(0, 0) })
+                }
+                Leaf::Tensor(tensor) => {
+                    let record = opened.archive.get(&record_of(&tensor)).map_err(error)?;
+                    if record.length < tensor.storage_bytes {
+                        let expected = format!("a storage of {} bytes for `{fqn}`", tensor.storage_bytes);
+                        return Err(error(FormatError::unexpected(expected, format!("one of {}", record.length))));
+                    }
+                    let bounds = TensorBox::whole(&tensor.shape);
+                    let chunks = vec![Chunk { bounds, stored: stored(record.header, tensor.storage_bytes) }];
+                    let (properties, shape) = (TensorProperties::of(tensor.dtype), tensor.shape.clone());
+                    opened.tensors.insert(fqn.clone(), tensor);
+                    Entry::Tensor(TensorEntry { properties, shape, chunks })
+                }
+            };
+            opened.metadata.planner_data.get_or_insert_default().insert(fqn.clone(), path);
+            opened.metadata.entries.insert(fqn, entry);
+        }
+        Ok(opened)
+    }
+}
+
+fn record_of(tensor: &TensorRef) -> String {
+    format!("data/{}", tensor.storage)
+}
+
+enum Leaf {
+    Tensor(TensorRef),
+    Value(PlainValue),
+}
+
+struct Flattener<'p, 'a> {
+    pickle: &'p Pickle<'a>,
+    walk: Walk,
+    loader: TensorLoader<'p>,
+    found: IndexMap<String, (KeyPath, Leaf)>,
+}
+
+impl Flattener<'_, '_> {
+    fn flatten(&mut self, id: NodeId, path: &KeyPath) -> Result<(), FormatError> {
+        let p = self.pickle;
+        self.walk.enter(p, id)?;
+        match p.node(id) {
+            Node::Dict(entries) => {
+                for &(key, value) in entries {
+                    let key = match p.node(key) {
+                        Node::Str(text) => (*text).to_owned(),
+                        Node::Int(number) => number.to_string(),
+                        Node::Bool(true) => "True".to_owned(),
+                        Node::Bool(false) => "False".to_owned(),
+                        Node::None => "None".to_owned(),
+                        Node::Float(number) => number.to_string(),
+                        _ => return Err(p.wrong(key, "a dict key that has a text").into()),
+                    };
+                    self.flatten(value, &path.child(PathPart::Key(key)))?;
+                }
+            }
+            Node::List(items) if self.recurses(id)? => {
+                for (index, &item) in items.iter().enumerate() {
+                    self.flatten(item, &path.child(PathPart::Index(index)))?;
+                }
+            }
+            Node::Tuple(items) if self.has_tensors_in_dicts(id, false)? => {
+                for (index, &item) in items.iter().enumerate() {
+                    self.flatten(item, &path.child(PathPart::Index(index)))?;
+                }
+            }
+            _ => {
+                let leaf = match TensorRef::of(p, id)? {
+                    Some(tensor) => Leaf::Tensor(tensor),
+                    None => {
+                        let loader = &mut self.loader;
+                        let mut load = |tensor: &TensorRef| -> Result<PlainTensor, FormatError> { loader.load(tensor) };
+                        Leaf::Value(convert(p, id, &mut self.walk, &mut load)?)
+                    }
+                };
+                let fqn = path.flat_key();
+                if self.found.insert(fqn.clone(), (path.clone(), leaf)).is_some() {
+                    let reason = format!("two values have the flat key `{fqn}`");
+                    return Err(FormatError::Malformed { what: "state dict", reason });
+                }
+            }
+        }
+        self.walk.leave();
+        Ok(())
+    }
+
+    /// Whether a list holds a tensor or a dict, or a list that does.
+    fn recurses(&mut self, id: NodeId) -> Result<bool, FormatError> {
+        let p = self.pickle;
+        self.walk.enter(p, id)?;
+        let mut found = false;
+        for &item in p.sequence(id)? {
+            found = match p.node(item) {
+                Node::Dict(_) => true,
+                Node::List(_) => self.recurses(item)?,
+                Node::Tuple(_) => self.has_tensors_in_dicts(item, false)?,
+                _ => TensorRef::of(p, item)?.is_some(),
+            };
+            if found {
+                break;
+            }
+        }
+        self.walk.leave();
+        Ok(found)
+    }
+
+    /// Whether a tensor lies anywhere below, with a dict on the way to it.
+    fn has_tensors_in_dicts(&mut self, id: NodeId, in_dict: bool) -> Result<bool, FormatError> {
+        let p = self.pickle;
+        self.walk.enter(p, id)?;
+        let mut found = false;
+        match p.node(id) {
+            Node::Dict(entries) => {
+                for &(_, value) in entries {
+                    found = found || self.has_tensors_in_dicts(value, true)?;
+                }
+            }
+            Node::List(items) | Node::Tuple(items) => {
+                for &item in items {
+                    found = found || self.has_tensors_in_dicts(item, in_dict)?;
+                }
+            }
+            _ => found = in_dict && TensorRef::of(p, id)?.is_some(),
+        }
+        self.walk.leave();
+        Ok(found)
+    }
+}
+
+impl Checkpoint for TorchCheckpoint {
+    fn format(&self) -> Format {
+        Format::Torch
+    }
+
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn metadata(&self) -> &Metadata {
+        &self.metadata
+    }
+
+    fn directory(&self) -> &CheckedDirectory {
+        &self.directory
+    }
+
+    fn read_box(&self, fqn: &str, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), CheckpointError> {
+        let entry = tensor_of(&self.metadata, fqn)?;
+        let Some(tensor) = self.tensors.get(fqn) else { return Err(no_value(&self.metadata, fqn)) };
+        if !bounds.fits(&entry.shape) {
+            let (fqn, bounds, shape) = (fqn.to_owned(), bounds.clone(), entry.shape.clone());
+            return Err(LoadPlanError::OutOfBounds { fqn, bounds, shape }.into());
+        }
+        check_length(fqn, bounds, tensor.dtype.size_in_bytes(), dst)?;
+        let name = record_of(tensor);
+        let mut read = || {
+            let start = self.archive.data_offset(&*self.file, &name, self.archive.get(&name)?)?;
+            let element = tensor.dtype.size_in_bytes() as usize;
+            let mut reader = BlockReader::new(&*self.file);
+            read_overlap(&mut reader, start, element, &tensor.layout, bounds, bounds, dst)
+        };
+        read().map_err(|source| CheckpointError::Item {
+            fqn: fqn.to_owned(),
+            path: self.path.clone(),
+            offset: 0,
+            source,
+        })
+    }
+
+    fn read_value(&self, fqn: &str) -> Result<PlainValue, CheckpointError> {
+        self.values.get(fqn).cloned().ok_or_else(|| no_value(&self.metadata, fqn))
+    }
+}

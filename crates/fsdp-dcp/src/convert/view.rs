@@ -1,0 +1,160 @@
+//! A checkpoint seen through a filter, a renaming and a cast.
+
+use std::path::Path;
+
+use fsdp_layout::{DType, KeyPath, PathPart, PlainValue, TensorBox};
+use half::{bf16, f16};
+use indexmap::IndexMap;
+
+use crate::checkpoint::{Checkpoint, Format, tensor_of};
+use crate::directory::CheckedDirectory;
+use crate::error::{CheckpointError, FormatError};
+use crate::metadata::{Entry, Metadata};
+
+/// What to do with a key.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Rename {
+    /// Leave it as it is.
+    Keep,
+    /// Leave it out.
+    Drop,
+    /// Call it this. Its path becomes one part: the new key.
+    To(String),
+}
+
+/// A checkpoint with some keys left out or renamed, and its floating-point tensors cast.
+pub struct View<'a> {
+    source: &'a dyn Checkpoint,
+    metadata: Metadata,
+    /// By new key: the source's.
+    names: IndexMap<String, String>,
+}
+
+impl std::fmt::Debug for View<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("View").field("names", &self.names).finish_non_exhaustive()
+    }
+}
+
+/// The types between which a [`View`] casts.
+const CASTABLE: [DType; 4] = [DType::F64, DType::F32, DType::F16, DType::BF16];
+
+impl<'a> View<'a> {
+    /// A view in which `rename` decides over each key, and `cast` is the dtype of all tensors of `f64`, `f32`, `f16` and
+    /// `bf16`.
+    pub fn new(
+        source: &'a dyn Checkpoint,
+        rename: impl Fn(&str) -> Rename,
+        cast: Option<DType>,
+    ) -> Result<Self, CheckpointError> {
+        let unsupported = |fqn: &str, what: String| CheckpointError::Encode {
+            fqn: fqn.to_owned(),
+            source: FormatError::Unsupported { what },
+        };
+        if let Some(dtype) = cast.filter(|dtype| !CASTABLE.contains(dtype)) {
+            return Err(unsupported("", format!("casting to `{dtype}`")));
+        }
+        let from = source.metadata();
+        let mut names = IndexMap::new();
+        let mut metadata = Metadata {
+            planner_data: from.planner_data.as_ref().map(|_| IndexMap::new()),
+            version: from.version.clone(),
+            ..Metadata::default()
+        };
+        for (fqn, entry) in &from.entries {
+            let path = from.planner_data.as_ref().and_then(|paths| paths.get(fqn));
+            let (name, path) = match rename(fqn) {
+                Rename::Drop => continue,
+                Rename::Keep => (fqn.clone(), path.cloned()),
+                Rename::To(name) => (name.clone(), path.map(|_| KeyPath(vec![PathPart::Key(name)]))),
+            };
+            let mut entry = entry.clone();
+            if let (Entry::Tensor(tensor), Some(dtype)) = (&mut entry, cast)
+                && CASTABLE.contains(&tensor.properties.dtype)
+            {
+                tensor.properties.dtype = dtype;
+            }
+            if let (Some(paths), Some(path)) = (&mut metadata.planner_data, path) {
+                paths.insert(name.clone(), path);
+            }
+            metadata.entries.insert(name.clone(), entry);
+            if let Some(other) = names.insert(name.clone(), fqn.clone()) {
+                return Err(unsupported(&name, format!("one name for both `{other}` and `{fqn}`")));
+            }
+        }
+        Ok(View { source, metadata, names })
+    }
+
+    fn name<'n>(&'n self, fqn: &'n str) -> &'n str {
+        self.names.get(fqn).map_or(fqn, String::as_str)
+    }
+}
+
+impl Checkpoint for View<'_> {
+    fn format(&self) -> Format {
+        self.source.format()
+    }
+
+    fn path(&self) -> &Path {
+        self.source.path()
+    }
+
+    fn metadata(&self) -> &Metadata {
+        &self.metadata
+    }
+
+    fn directory(&self) -> &CheckedDirectory {
+        self.source.directory()
+    }
+
+    fn read_box(&self, fqn: &str, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), CheckpointError> {
+        let to = tensor_of(&self.metadata, fqn)?.properties.dtype;
+        let name = self.name(fqn);
+        let from = tensor_of(self.source.metadata(), name)?.properties.dtype;
+        if from == to {
+            return self.source.read_box(name, bounds, dst);
+        }
+        let mut bytes = vec![0; bounds.numel() * from.size_in_bytes() as usize];
+        self.source.read_box(name, bounds, &mut bytes)?;
+        let planned = bounds.numel() as u64 * to.size_in_bytes();
+        if dst.len() as u64 != planned {
+            return Err(CheckpointError::PayloadLength { fqn: fqn.to_owned(), given: dst.len() as u64, planned });
+        }
+        cast(&bytes, from, dst, to);
+        Ok(())
+    }
+
+    fn read_value(&self, fqn: &str) -> Result<PlainValue, CheckpointError> {
+        match self.metadata.entries.contains_key(fqn) {
+            true => self.source.read_value(self.name(fqn)),
+            false => Err(crate::checkpoint::no_value(&self.metadata, fqn)),
+        }
+    }
+}
+
+/// Casts between the types of [`CASTABLE`], rounding to nearest, ties to even, as torch does.
+fn cast(src: &[u8], from: DType, dst: &mut [u8], to: DType) {
+    fn each<const A: usize, const B: usize>(src: &[u8], dst: &mut [u8], of: impl Fn([u8; A]) -> [u8; B]) {
+        let (src, _) = src.as_chunks::<A>();
+        let (dst, _) = dst.as_chunks_mut::<B>();
+        for (from, to) in src.iter().zip(dst) {
+            *to = of(*from);
+        }
+    }
+    match (from, to) {
+        (DType::F64, DType::F32) => each(src, dst, |b| (f64::from_le_bytes(b) as f32).to_le_bytes()),
+        (DType::F64, DType::F16) => each(src, dst, |b| f16::from_f32(f64::from_le_bytes(b) as f32).to_le_bytes()),
+        (DType::F64, DType::BF16) => each(src, dst, |b| bf16::from_f32(f64::from_le_bytes(b) as f32).to_le_bytes()),
+        (DType::F32, DType::F64) => each(src, dst, |b| f64::from(f32::from_le_bytes(b)).to_le_bytes()),
+        (DType::F32, DType::F16) => each(src, dst, |b| f16::from_f32(f32::from_le_bytes(b)).to_le_bytes()),
+        (DType::F32, DType::BF16) => each(src, dst, |b| bf16::from_f32(f32::from_le_bytes(b)).to_le_bytes()),
+        (DType::F16, DType::F64) => each(src, dst, |b| f16::from_le_bytes(b).to_f64().to_le_bytes()),
+        (DType::F16, DType::F32) => each(src, dst, |b| f16::from_le_bytes(b).to_f32().to_le_bytes()),
+        (DType::F16, DType::BF16) => each(src, dst, |b| bf16::from_f32(f16::from_le_bytes(b).to_f32()).to_le_bytes()),
+        (DType::BF16, DType::F64) => each(src, dst, |b| bf16::from_le_bytes(b).to_f64().to_le_bytes()),
+        (DType::BF16, DType::F32) => each(src, dst, |b| bf16::from_le_bytes(b).to_f32().to_le_bytes()),
+        (DType::BF16, DType::F16) => each(src, dst, |b| f16::from_f32(bf16::from_le_bytes(b).to_f32()).to_le_bytes()),
+        // Equal types are read directly; others are refused when the view is made.
+        _ => dst.copy_from_slice(&src[..dst.len().min(src.len())]),
+    }
+}

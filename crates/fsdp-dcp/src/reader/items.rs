@@ -1,0 +1,161 @@
+//! Getting at items: torch archives, whole streams with a transform, tensors in a safetensors blob.
+
+use std::io::Read as _;
+use std::sync::Arc;
+
+use fsdp_layout::{DType, TensorBox};
+
+use super::CheckpointReader;
+use crate::error::{CheckpointError, FormatError};
+use crate::file::CheckedFile;
+use crate::item::{StoredTensor, TensorRef};
+use crate::limits::MAX_OBJECT_BYTES;
+use crate::metadata::{Chunk, StorageInfo};
+use crate::safetensors::Header;
+use crate::source::{ReadAt, Window};
+use crate::strided::StridedLayout;
+use fsdp_layout::boxes::row_major_strides;
+
+/// An error inside an item (to be told with its key and place), or one that says all itself.
+#[derive(Debug)]
+pub(super) enum ReadError {
+    Format(FormatError),
+    Checkpoint(CheckpointError),
+}
+
+impl From<FormatError> for ReadError {
+    fn from(error: FormatError) -> Self {
+        ReadError::Format(error)
+    }
+}
+
+impl From<CheckpointError> for ReadError {
+    fn from(error: CheckpointError) -> Self {
+        ReadError::Checkpoint(error)
+    }
+}
+
+/// Items up to this long are read whole, in one go.
+const SMALL_ITEM: u64 = 64 << 10;
+
+/// A chunk's tensor, and the bytes in which it was found.
+pub(super) struct Located {
+    pub(super) bytes: Bytes,
+    /// Where the item starts in them.
+    pub(super) start: u64,
+    pub(super) tensor: StoredTensor,
+}
+
+pub(super) enum Bytes {
+    Memory(Vec<u8>),
+    File(Arc<CheckedFile>),
+}
+
+impl Bytes {
+    pub(super) fn source(&self) -> &dyn ReadAt {
+        match self {
+            Bytes::Memory(bytes) => bytes,
+            Bytes::File(file) => &**file,
+        }
+    }
+}
+
+impl CheckpointReader {
+    /// Finds the tensor of a chunk. Small items are read whole, of others only the ends.
+    pub(super) fn locate(
+        &self,
+        fqn: &str,
+        chunk: &Chunk,
+        stored: &StorageInfo,
+        dtype: DType,
+    ) -> Result<Located, ReadError> {
+        let located = if stored.length <= SMALL_ITEM || !stored.transforms.is_empty() {
+            let bytes = self.item_bytes(stored)?;
+            StoredTensor::locate(&bytes).map(|tensor| Located { bytes: Bytes::Memory(bytes), start: 0, tensor })
+        } else {
+            let file = self.directory.file(&stored.relative_path)?;
+            let found = StoredTensor::locate(&Window::new(&*file, stored.offset, stored.length)?);
+            found.map(|tensor| Located { bytes: Bytes::File(file), start: stored.offset, tensor })
+        };
+        let located = match located {
+            // Not a zip: torch's SAFETENSORS format has all tensors of a file in one blob, at the offset given for each.
+            Err(error @ FormatError::Archive { .. }) if stored.transforms.is_empty() => {
+                self.locate_in_blob(fqn, stored).ok_or(error)?
+            }
+            located => located?,
+        };
+        let found = &located.tensor.tensor;
+        if found.dtype != dtype || found.shape != chunk.bounds.sizes {
+            let expected = format!("a `{dtype}` tensor of shape {:?}", chunk.bounds.sizes);
+            let found = format!("a `{}` tensor of shape {:?}", found.dtype, found.shape);
+            return Err(FormatError::unexpected(expected, found).into());
+        }
+        Ok(located)
+    }
+
+    /// The tensor of this key in a safetensors blob that starts at the item's offset and ends with the file.
+    fn locate_in_blob(&self, fqn: &str, stored: &StorageInfo) -> Option<Located> {
+        let file = self.directory.file(&stored.relative_path).ok()?;
+        let length = file.len().checked_sub(stored.offset)?;
+        let header = Header::read(&Window::new(&*file, stored.offset, length).ok()?).ok()?;
+        let info = header.tensors.get(fqn)?;
+        let layout =
+            StridedLayout { bounds: TensorBox::whole(&info.shape), offset: 0, strides: row_major_strides(&info.shape) };
+        let tensor = TensorRef {
+            storage: fqn.to_owned(),
+            storage_bytes: info.end - info.start,
+            dtype: info.dtype,
+            shape: info.shape.clone(),
+            layout,
+        };
+        let tensor = StoredTensor { tensor, storage_offset: header.data + info.start };
+        Some(Located { bytes: Bytes::File(file), start: stored.offset, tensor })
+    }
+
+    /// All bytes of an item, with its stream transforms undone.
+    pub(super) fn item_bytes(&self, stored: &StorageInfo) -> Result<Vec<u8>, ReadError> {
+        let file = self.directory.file(&stored.relative_path)?;
+        let item = Window::new(&*file, stored.offset, stored.length)?;
+        if stored.length > MAX_OBJECT_BYTES {
+            let (value, limit) = (stored.length, MAX_OBJECT_BYTES);
+            return Err(FormatError::Limit { what: "item length", value, limit }.into());
+        }
+        let mut bytes = vec![0; stored.length as usize];
+        item.read_exact_at(0, &mut bytes)?;
+        // As they were applied one after the other, they are undone from the last to the first.
+        for transform in stored.transforms.iter().rev() {
+            bytes = match transform.split('/').next() {
+                Some("stream.zstd") => unzstd(&bytes)?,
+                _ => {
+                    return Err(FormatError::Unsupported { what: format!("the stream transform `{transform}`") }.into());
+                }
+            };
+        }
+        Ok(bytes)
+    }
+
+    pub(super) fn item_error(&self, fqn: &str, stored: &StorageInfo, error: ReadError) -> CheckpointError {
+        match error {
+            ReadError::Checkpoint(error) => error,
+            ReadError::Format(source) => CheckpointError::Item {
+                fqn: fqn.to_owned(),
+                path: self.path().join(&stored.relative_path),
+                offset: stored.offset,
+                source,
+            },
+        }
+    }
+}
+
+/// Decompresses one zstd stream, to at most [`MAX_OBJECT_BYTES`] and a thousand times its length.
+fn unzstd(compressed: &[u8]) -> Result<Vec<u8>, FormatError> {
+    let malformed = |reason: String| FormatError::Malformed { what: "zstd stream", reason };
+    let limit = (compressed.len() as u64).saturating_mul(1000).clamp(1 << 20, MAX_OBJECT_BYTES);
+    let decoder = ruzstd::decoding::StreamingDecoder::new(compressed).map_err(|error| malformed(error.to_string()))?;
+    let mut bytes = Vec::new();
+    decoder.take(limit + 1).read_to_end(&mut bytes).map_err(|error| malformed(error.to_string()))?;
+    match bytes.len() as u64 > limit {
+        true => Err(FormatError::Limit { what: "decompressed length", value: bytes.len() as u64, limit }),
+        false => Ok(bytes),
+    }
+}

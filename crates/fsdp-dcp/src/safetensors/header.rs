@@ -1,0 +1,234 @@
+//! The header of a safetensors file: 8 bytes of length, then JSON.
+
+use std::fmt;
+
+use fsdp_layout::DType;
+use fsdp_layout::boxes::checked_numel;
+use indexmap::IndexMap;
+use serde::de::{Error as _, MapAccess, Visitor};
+use serde::{Deserialize, Deserializer};
+
+use crate::error::FormatError;
+use crate::limits::{MAX_SAFETENSORS_HEADER_BYTES, MAX_TENSOR_RANK};
+use crate::source::ReadAt;
+
+/// What a file holds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Header {
+    /// `__metadata__`
+    pub metadata: IndexMap<String, String>,
+    /// The tensors, in the header's order.
+    pub tensors: IndexMap<String, TensorInfo>,
+    /// Where the data starts in the file.
+    pub data: u64,
+}
+
+/// One tensor of a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorInfo {
+    /// Element type.
+    pub dtype: DType,
+    /// Shape.
+    pub shape: Vec<usize>,
+    /// First byte, from the start of the data.
+    pub start: u64,
+    /// The byte after its last.
+    pub end: u64,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawInfo {
+    dtype: String,
+    shape: Vec<usize>,
+    data_offsets: (u64, u64),
+}
+
+/// The JSON object; a key that stands twice is an error, as `serde_json` by itself would take the last.
+#[derive(Default)]
+struct RawHeader {
+    metadata: IndexMap<String, String>,
+    tensors: IndexMap<String, RawInfo>,
+}
+
+impl<'de> Deserialize<'de> for RawHeader {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Entries;
+        impl<'de> Visitor<'de> for Entries {
+            type Value = RawHeader;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object of tensors")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<RawHeader, A::Error> {
+                let mut header = RawHeader::default();
+                let mut has_metadata = false;
+                while let Some(key) = map.next_key::<String>()? {
+                    let twice = if key == "__metadata__" {
+                        header.metadata = map.next_value()?;
+                        std::mem::replace(&mut has_metadata, true)
+                    } else {
+                        let info = map.next_value()?;
+                        header.tensors.insert(key, info).is_some()
+                    };
+                    if twice {
+                        return Err(A::Error::custom("a key stands twice"));
+                    }
+                }
+                Ok(header)
+            }
+        }
+        deserializer.deserialize_map(Entries)
+    }
+}
+
+fn malformed(reason: impl ToString) -> FormatError {
+    FormatError::Malformed { what: "safetensors header", reason: reason.to_string() }
+}
+
+impl Header {
+    /// Reads the header of the file that is all of `source`, and checks that the data is what it says.
+    pub fn read(source: &dyn ReadAt) -> Result<Self, FormatError> {
+        let mut length = [0; 8];
+        source.read_exact_at(0, &mut length)?;
+        let length = u64::from_le_bytes(length);
+        let limit = MAX_SAFETENSORS_HEADER_BYTES.min(source.len().saturating_sub(8));
+        if length > limit {
+            return Err(FormatError::Limit { what: "safetensors header length", value: length, limit });
+        }
+        let mut json = vec![0; length as usize];
+        source.read_exact_at(8, &mut json)?;
+        if json.first() != Some(&b'{') {
+            return Err(malformed("it does not start with `{`"));
+        }
+        let raw: RawHeader = serde_json::from_slice(&json).map_err(malformed)?;
+        let data = 8 + length;
+        let mut tensors = IndexMap::with_capacity(raw.tensors.len());
+        for (name, info) in raw.tensors {
+            let Some(dtype) = DType::from_safetensors_name(&info.dtype) else {
+                return Err(FormatError::Unsupported { what: format!("the safetensors dtype `{}`", info.dtype) });
+            };
+            let (start, end) = info.data_offsets;
+            let bytes = checked_numel(&info.shape).and_then(|numel| (numel as u64).checked_mul(dtype.size_in_bytes()));
+            if info.shape.len() > MAX_TENSOR_RANK
+                || bytes.is_none()
+                || start.checked_add(bytes.unwrap_or(0)) != Some(end)
+            {
+                return Err(malformed(format!("the offsets of `{name}` do not fit its shape")));
+            }
+            tensors.insert(name, TensorInfo { dtype, shape: info.shape, start, end });
+        }
+        let mut ranges: Vec<(u64, u64)> = tensors.values().map(|info: &TensorInfo| (info.start, info.end)).collect();
+        ranges.sort_unstable();
+        let mut at = 0;
+        for (start, end) in ranges {
+            if start != at {
+                return Err(malformed("tensors overlap, or leave gaps"));
+            }
+            at = end;
+        }
+        if data.checked_add(at) != Some(source.len()) {
+            return Err(malformed("the tensors do not end where the file does"));
+        }
+        Ok(Header { metadata: raw.metadata, tensors, data })
+    }
+
+    /// The bytes of a header for these tensors, `(name, dtype, shape)`, whose data follows in this order; padded with
+    /// spaces so that the data starts at a multiple of 64.
+    pub fn encode<'t>(
+        metadata: &IndexMap<String, String>,
+        tensors: impl IntoIterator<Item = (&'t str, DType, &'t [usize])>,
+    ) -> Result<Vec<u8>, FormatError> {
+        let mut object = serde_json::Map::new();
+        if !metadata.is_empty() {
+            object.insert("__metadata__".to_owned(), serde_json::to_value(metadata).map_err(malformed)?);
+        }
+        let mut at = 0u64;
+        for (name, dtype, shape) in tensors {
+            let Some(dtype_name) = dtype.safetensors_name() else {
+                return Err(FormatError::Unsupported { what: format!("the dtype `{dtype}` in safetensors") });
+            };
+            let bytes = checked_numel(shape).and_then(|numel| (numel as u64).checked_mul(dtype.size_in_bytes()));
+            let end =
+                bytes.and_then(|bytes| at.checked_add(bytes)).ok_or_else(|| malformed("the tensors are too large"))?;
+            let info = serde_json::json!({ "dtype": dtype_name, "shape": shape, "data_offsets": [at, end] });
+            object.insert(name.to_owned(), info);
+            at = end;
+        }
+        let mut json = serde_json::to_vec(&object).map_err(malformed)?;
+        while !(8 + json.len()).is_multiple_of(64) {
+            json.push(b' ');
+        }
+        let length = json.len() as u64;
+        if length > MAX_SAFETENSORS_HEADER_BYTES {
+            let limit = MAX_SAFETENSORS_HEADER_BYTES;
+            return Err(FormatError::Limit { what: "safetensors header length", value: length, limit });
+        }
+        let mut bytes = length.to_le_bytes().to_vec();
+        bytes.extend(json);
+        Ok(bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file(json: &str, data: usize) -> Vec<u8> {
+        let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
+        bytes.extend_from_slice(json.as_bytes());
+        bytes.resize(bytes.len() + data, 0);
+        bytes
+    }
+
+    #[test]
+    fn the_safetensors_crate_reads_what_we_write() {
+        let metadata = IndexMap::from([("format".to_owned(), "pt".to_owned())]);
+        let tensors =
+            [("b", DType::F32, &[2usize, 3][..]), ("a", DType::BF16, &[][..]), ("none", DType::I64, &[0, 4][..])];
+        let mut bytes = Header::encode(&metadata, tensors).unwrap();
+        assert_eq!(bytes.len() % 64, 0);
+        bytes.extend(0..26);
+        let theirs = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        assert_eq!(theirs.tensor("b").unwrap().data(), (0..24).collect::<Vec<u8>>());
+        assert_eq!(theirs.tensor("a").unwrap().data(), [24, 25]);
+        let ours = Header::read(&bytes).unwrap();
+        assert_eq!(ours.metadata, metadata);
+        assert_eq!(ours.tensors["b"], TensorInfo { dtype: DType::F32, shape: vec![2, 3], start: 0, end: 24 });
+        assert!(Header::encode(&metadata, [("q", DType::QInt8, &[1usize][..])]).is_err());
+    }
+
+    #[test]
+    fn headers_that_lie_are_refused() {
+        let entry = |shape: &str, offsets: &str| {
+            format!(r#"{{"a":{{"dtype":"F32","shape":{shape},"data_offsets":{offsets}}}}}"#)
+        };
+        assert!(Header::read(&file(&entry("[2]", "[0,8]"), 8)).is_ok());
+        for (json, data) in [
+            (entry("[2]", "[0,8]"), 7),
+            (entry("[2]", "[0,8]"), 9),
+            (entry("[2]", "[1,9]"), 9),
+            (entry("[2]", "[8,0]"), 8),
+            (entry("[3]", "[0,8]"), 8),
+            (entry("[18446744073709551615,2]", "[0,8]"), 8),
+            (entry("[-1]", "[0,8]"), 8),
+            (entry("[2]", "[0,18446744073709551615]"), 8),
+            (r#"{"a":{"dtype":"F33","shape":[2],"data_offsets":[0,8]}}"#.to_owned(), 8),
+            (r#"{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[4],"data_offsets":[2,6]}}"#.to_owned(), 6),
+            (r#"{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#.to_owned(), 4),
+            ("[]".to_owned(), 0),
+            ("[".repeat(10_000), 0),
+            (format!("{{\"a\":{}", "[".repeat(10_000)), 0),
+        ] {
+            assert!(Header::read(&file(&json, data)).is_err(), "{:.80}", json);
+        }
+        for length in [0u64, 7, 1 << 32, 1 << 63, u64::MAX] {
+            assert!(Header::read(&length.to_le_bytes().to_vec()).is_err());
+        }
+        let good = file(&entry("[2]", "[0,8]"), 8);
+        for end in 0..good.len() {
+            assert!(Header::read(&good[..end].to_vec()).is_err(), "prefix of {end} bytes");
+        }
+    }
+}

@@ -1,0 +1,8 @@
+//! safetensors: single files, Hugging Face's sharded layout with its index, and torch's DCP-in-safetensors.
+//!
+//! The `safetensors` crate reads a file that lies in memory; here files are read by range, so the header is read by
+//! itself, with the same rules: the tensors cover the data exactly, in any order, without gap or overlap.
+
+mod header;
+
+pub use header::{Header, TensorInfo};

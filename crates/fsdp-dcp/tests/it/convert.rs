@@ -1,0 +1,170 @@
+//! Conversions and reshards of real checkpoints: bit for bit, there and back, and the source untouched.
+
+use std::path::Path;
+
+use fsdp_dcp::CheckpointError;
+use fsdp_dcp::checkpoint::{Format, open};
+use fsdp_dcp::convert::{ConvertOptions, Rename, Target, View, convert};
+use fsdp_dcp::reader::OpenOptions;
+use fsdp_layout::{DType, TensorBox};
+
+use crate::fixtures::{check_against_truth, dcp_fixtures};
+use crate::truth::{Truth, fixtures};
+
+fn to(source: &Path, destination: &Path, target: Target) {
+    let source = open(source, OpenOptions::default()).unwrap();
+    convert(&*source, destination, target, ConvertOptions::default()).unwrap();
+}
+
+#[test]
+fn resharding_keeps_every_bit() {
+    let parent = tempfile::tempdir().unwrap();
+    for name in dcp_fixtures() {
+        let truth = Truth::of(&name);
+        let mut from = fixtures().join(&name).join("dcp");
+        for ranks in [5, 2, 3, 1] {
+            let resharded = parent.path().join(format!("{name}-{ranks}"));
+            let source = open(&from, OpenOptions::default()).unwrap();
+            let options = ConvertOptions { overwrite: true, ..ConvertOptions::default() };
+            convert(&*source, &resharded, Target::Dcp { ranks }, options).unwrap();
+            check_against_truth(&resharded, &truth);
+            from = resharded;
+        }
+    }
+}
+
+#[test]
+fn every_format_leads_back() {
+    let parent = tempfile::tempdir().unwrap();
+    let formats = [
+        ("model.safetensors", Target::SafetensorsFile, Format::SafetensorsFile),
+        ("hf", Target::SafetensorsDirectory { max_file_bytes: 4000 }, Format::SafetensorsDirectory),
+        ("shards", Target::SafetensorsShards { ranks: 3 }, Format::SafetensorsDirectory),
+        ("full.pt", Target::Torch, Format::Torch),
+    ];
+    for (index, name) in dcp_fixtures().iter().enumerate() {
+        let truth = Truth::of(name);
+        let source = fixtures().join(name).join("dcp");
+        for (number, (file, target, format)) in formats.into_iter().enumerate() {
+            // All formats of all fixtures would take a minute of fsyncs: those with every kind of thing take all, of the
+            // others each takes one by turns (and the single file, below).
+            if number != index % 4 && number > 0 && !name.starts_with("misc") {
+                continue;
+            }
+            let converted = parent.path().join(name).join(file);
+            to(&source, &converted, target);
+            assert_eq!(open(&converted, OpenOptions::default()).unwrap().format(), format);
+            check_against_truth(&converted, &truth);
+            if number != index % 4 && !name.starts_with("misc") {
+                continue;
+            }
+            let back = parent.path().join(name).join(format!("{file}-back"));
+            to(&converted, &back, Target::Dcp { ranks: 2 });
+            check_against_truth(&back, &truth);
+        }
+        // The safetensors crate reads the single file on its own.
+        let bytes = std::fs::read(parent.path().join(name).join("model.safetensors")).unwrap();
+        let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        for (key, (_, shape, data)) in &truth.tensors {
+            let tensor = file.tensor(key).unwrap();
+            assert_eq!((tensor.shape(), tensor.data()), (&shape[..], &data[..]), "{key} in {name}");
+        }
+    }
+}
+
+#[test]
+fn tensors_inside_values_get_keys_by_path_in_safetensors() {
+    let parent = tempfile::tempdir().unwrap();
+    let converted = parent.path().join("m.safetensors");
+    let source = open(fixtures().join("misc_ws2/dcp"), OpenOptions::default()).unwrap();
+    let report = convert(&*source, &converted, Target::SafetensorsFile, ConvertOptions::default()).unwrap();
+    assert!(report.aside.contains(&"py.tuple_with_tensor".to_owned()));
+    assert_eq!(report.aside_file.as_deref(), Some("m.values.json"));
+    let bytes = std::fs::read(&converted).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    assert_eq!(file.tensor("py.tuple_with_tensor.0").unwrap().shape(), [4]);
+}
+
+#[test]
+fn hugging_face_files_keep_their_limit_and_their_index() {
+    let parent = tempfile::tempdir().unwrap();
+    let converted = parent.path().join("hf");
+    to(&fixtures().join("hf_ws2/truth.safetensors"), &converted, Target::SafetensorsDirectory { max_file_bytes: 4000 });
+    let index: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(converted.join("model.safetensors.index.json")).unwrap()).unwrap();
+    let total: usize = Truth::of("hf_ws2").tensors.values().map(|(_, _, bytes)| bytes.len()).sum();
+    assert_eq!(index["metadata"]["total_size"], total);
+    let mut seen = 0;
+    for entry in std::fs::read_dir(&converted).unwrap() {
+        let name = entry.unwrap().file_name().into_string().unwrap();
+        if let Some(number) = name.strip_prefix("model-").and_then(|rest| rest.strip_suffix(".safetensors")) {
+            assert_eq!(number.len(), "00001-of-00009".len());
+            let bytes = std::fs::read(converted.join(&name)).unwrap();
+            let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+            let inside: usize = file.tensors().iter().map(|(_, tensor)| tensor.data().len()).sum();
+            assert!(inside <= 4000 || file.len() == 1, "{name} holds {inside} bytes");
+            for key in file.names() {
+                assert_eq!(index["weight_map"][key], name);
+                seen += 1;
+            }
+        }
+    }
+    assert_eq!(seen, index["weight_map"].as_object().unwrap().len());
+}
+
+#[test]
+fn views_select_rename_and_cast() {
+    let parent = tempfile::tempdir().unwrap();
+    let truth = Truth::of("fsdp2_adamw_ws2");
+    let source = open(fixtures().join("fsdp2_adamw_ws2/dcp"), OpenOptions::default()).unwrap();
+    let rename = |key: &str| match key.strip_prefix("model.") {
+        Some(rest) => Rename::To(format!("net.{rest}")),
+        None => Rename::Drop,
+    };
+    let view = View::new(&*source, rename, Some(DType::BF16)).unwrap();
+    let converted = parent.path().join("m.safetensors");
+    convert(&view, &converted, Target::SafetensorsFile, ConvertOptions::default()).unwrap();
+    let checkpoint = open(&converted, OpenOptions::default()).unwrap();
+    let keys: Vec<&String> = checkpoint.metadata().entries.keys().collect();
+    assert!(keys.iter().all(|key| key.starts_with("net.")) && !keys.is_empty());
+    for key in keys {
+        let (_, shape, bytes) = &truth.tensors[&key.replace("net.", "model.")];
+        let wanted: Vec<u8> = bytes
+            .as_chunks::<4>()
+            .0
+            .iter()
+            .flat_map(|b| half::bf16::from_f32(f32::from_le_bytes(*b)).to_le_bytes())
+            .collect();
+        let mut read = vec![0; wanted.len()];
+        checkpoint.read_box(key, &TensorBox::whole(shape), &mut read).unwrap();
+        assert!(read == wanted, "{key}");
+    }
+    let clash = View::new(&*source, |_| Rename::To("same".to_owned()), None);
+    assert!(matches!(clash, Err(CheckpointError::Encode { .. })));
+}
+
+#[test]
+fn a_conversion_that_fails_leaves_nothing() {
+    let parent = tempfile::tempdir().unwrap();
+    let broken = parent.path().join("broken");
+    std::fs::create_dir(&broken).unwrap();
+    let from = fixtures().join("variants_ws2/lowestrank");
+    std::fs::copy(from.join(".metadata"), broken.join(".metadata")).unwrap();
+    std::fs::copy(from.join("__0_0.distcp"), broken.join("__0_0.distcp")).unwrap();
+    for (index, target) in [
+        Target::Dcp { ranks: 2 },
+        Target::SafetensorsFile,
+        Target::SafetensorsDirectory { max_file_bytes: 100 },
+        Target::SafetensorsShards { ranks: 2 },
+        Target::Torch,
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let source = open(&broken, OpenOptions::default()).unwrap();
+        let destination = parent.path().join(format!("out-{index}"));
+        assert!(convert(&*source, &destination, target, ConvertOptions::default()).is_err());
+        let left: Vec<_> = std::fs::read_dir(parent.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(left, ["broken"]);
+    }
+}
