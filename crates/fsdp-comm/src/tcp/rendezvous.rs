@@ -28,6 +28,12 @@ struct Address {
 /// The first bytes of a rank on a new socket: the job's nonce and its rank.
 type Greeting = [u8; 16];
 
+/// In place of the address of a rank that has not come in time.
+const GIVEN_UP: &[u8] = &[];
+
+/// How long the store outlives a failed rendezvous.
+const LINGER: Duration = Duration::from_millis(200);
+
 const POLL: Duration = Duration::from_millis(2);
 
 /// Meets all other ranks.
@@ -56,16 +62,32 @@ pub(super) fn meet(
     let address = Address { ip: store.local_ip(), port, host };
     let encoded = wire::encode(&address).map_err(|message| failed(&|other| other == rank, message))?;
     let key = |rank: usize| format!("tcp/address/{rank}");
+    let lost = |error: CommError| failed(&|other| other != 0 && other == rank, format!("rank 0 is gone: {error}"));
     // Whatever a process of another job may have got hold of, it has not got this.
-    let nonce = store.compare_and_set("tcp/nonce", None, &RandomState::new().hash_one(rank).to_le_bytes())?;
-    store.set(&key(rank), &encoded)?;
-
+    let nonce = RandomState::new().hash_one(rank).to_le_bytes();
+    let nonce = store.compare_and_set("tcp/nonce", None, &nonce).map_err(lost)?;
+    if store.compare_and_set(&key(rank), None, &encoded).map_err(lost)? != encoded {
+        return Err(failed(&|other| other != rank, format!("rank {rank} came after the others had given it up")));
+    }
     let keys: Vec<String> = (0..world_size).map(key).collect();
-    let addresses = store.wait(&keys, until.saturating_duration_since(Instant::now()))?;
-    let addresses = addresses.map_err(|missing| {
-        let message = format!("not all ranks came within {deadline:?}");
-        failed(&|rank| !missing.contains(&keys[rank]), message)
-    })?;
+    let addresses = match store.wait(&keys, until.saturating_duration_since(Instant::now())).map_err(lost)? {
+        Ok(addresses) => addresses,
+        Err(missing) => {
+            // Given up by one, given up by all: so all know the same, and now.
+            for key in missing {
+                store.compare_and_set(&key, None, GIVEN_UP).map_err(lost)?;
+            }
+            store.wait(&keys, deadline).map_err(lost)?.unwrap_or_default()
+        }
+    };
+    if addresses.len() != world_size || addresses.iter().any(|address| address == GIVEN_UP) {
+        if rank == 0 {
+            // The store goes with this rank; the others are still being told.
+            thread::sleep(LINGER);
+        }
+        let came = |rank: usize| addresses.get(rank).is_some_and(|address| address != GIVEN_UP);
+        return Err(failed(&came, format!("not all ranks came within {deadline:?}")));
+    }
     let addresses = addresses
         .iter()
         .map(|bytes| wire::decode(bytes))
