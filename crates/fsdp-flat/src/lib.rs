@@ -7,6 +7,7 @@
 //! | [`raw`] | tensors of dtypes that candle does not compute with, as bytes |
 //! | [`sharded`] | a global shape and the boxes of it that this rank owns |
 //! | [`flatten`] | many tensors to one flat tensor and back, with FlatParameter's padding |
+//! | [`mod@pad`] | padding: constant, reflect, replicate, circular |
 //! | [`flat_parameter`] | this rank's shard of many parameters |
 //!
 //! Nothing here communicates.
@@ -15,6 +16,7 @@ pub mod dtype;
 mod error;
 pub mod flat_parameter;
 pub mod flatten;
+pub mod pad;
 pub mod raw;
 pub mod sharded;
 pub mod storage;

@@ -7,6 +7,7 @@
 use std::cell::RefCell;
 
 use candle_core::{CpuStorage, InplaceOp1, Layout, Storage, Tensor, WithDType};
+use float8::F8E4M3;
 use half::{bf16, f16};
 
 use crate::FlatError;
@@ -32,6 +33,7 @@ macro_rules! scalars {
         fn bytes_of(storage: &CpuStorage) -> Option<&[u8]> {
             match storage {
                 $(CpuStorage::$variant(data) => Some(bytemuck::cast_slice(data)),)*
+                CpuStorage::F8E8M0(data) => Some(data),
                 _ => None,
             }
         }
@@ -40,6 +42,7 @@ macro_rules! scalars {
         fn bytes_of_mut(storage: &mut CpuStorage) -> Option<&mut [u8]> {
             match storage {
                 $(CpuStorage::$variant(data) => Some(bytemuck::cast_slice_mut(data)),)*
+                CpuStorage::F8E8M0(data) => Some(data),
                 _ => None,
             }
         }
@@ -50,13 +53,14 @@ macro_rules! scalars {
                 $(candle_core::DType::$variant => {
                     Some(CpuStorage::$variant(bytemuck::allocation::zeroed_vec::<$type>(numel)))
                 })*
+                candle_core::DType::F8E8M0 => Some(CpuStorage::F8E8M0(vec![0; numel])),
                 _ => None,
             }
         }
     };
 }
 
-scalars! { u8 => U8, u32 => U32, i16 => I16, i32 => I32, i64 => I64, bf16 => BF16, f16 => F16, f32 => F32, f64 => F64 }
+scalars! { u8 => U8, u32 => U32, i16 => I16, i32 => I32, i64 => I64, bf16 => BF16, f16 => F16, f32 => F32, f64 => F64, F8E4M3 => F8E4M3 }
 
 /// Calls a generic function with the Rust type of a floating-point candle dtype:
 /// `with_float!(dtype, T => body, else other)`.
@@ -328,9 +332,19 @@ mod tests {
 
     #[test]
     fn bytes_of_every_plain_dtype_are_freed_and_zeroed() {
-        for dtype in
-            [DType::U8, DType::U32, DType::I16, DType::I32, DType::I64, DType::BF16, DType::F16, DType::F32, DType::F64]
-        {
+        for dtype in [
+            DType::U8,
+            DType::U32,
+            DType::I16,
+            DType::I32,
+            DType::I64,
+            DType::BF16,
+            DType::F16,
+            DType::F32,
+            DType::F64,
+            DType::F8E4M3,
+            DType::F8E8M0,
+        ] {
             let tensor = zeros(&[2, 2], dtype).unwrap();
             assert!(with_bytes(&tensor, |bytes| bytes.iter().all(|&b| b == 0)).unwrap());
             free(&tensor).unwrap();

@@ -1,0 +1,217 @@
+//! Padding of tensors: constant, reflect, replicate, circular.
+
+use candle_core::Tensor;
+use thiserror::Error;
+
+/// What padding is filled with.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
+pub enum PadMode {
+    /// This value, cast to the tensor's dtype.
+    Constant(f64),
+    /// The elements beside the edge, mirrored at it; the edge itself is not repeated.
+    Reflect,
+    /// The element at the edge.
+    Replicate,
+    /// The elements from the other end.
+    Circular,
+}
+
+/// Why a tensor cannot be padded.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum PadError {
+    /// candle refused.
+    #[error(transparent)]
+    Candle(#[from] candle_core::Error),
+    /// Padding comes in pairs.
+    #[error("padding must have an even length, a pair for each dimension from the last one, not {given}")]
+    Unpaired {
+        /// The number of values given.
+        given: usize,
+    },
+    /// More pairs than dimensions.
+    #[error("padding of {pairs} dimensions for a tensor of shape {shape:?}")]
+    TooManyDims {
+        /// Pairs given.
+        pairs: usize,
+        /// The tensor's shape.
+        shape: Vec<usize>,
+    },
+    /// The padding has no elements to be filled from.
+    #[error(
+        "padding ({before}, {after}) of dimension {dim} is too large for {mode:?}: with {size} elements there it is at \
+         most {largest}"
+    )]
+    TooLarge {
+        /// The mode.
+        mode: PadMode,
+        /// The dimension.
+        dim: usize,
+        /// Elements in it.
+        size: usize,
+        /// Padding before them.
+        before: isize,
+        /// Padding after them.
+        after: isize,
+        /// Most padding on one side.
+        largest: usize,
+    },
+    /// Negative padding takes more elements than there are.
+    #[error("padding ({before}, {after}) of dimension {dim} takes away more than its {size} elements")]
+    CropsTooMuch {
+        /// The dimension.
+        dim: usize,
+        /// Elements in it.
+        size: usize,
+        /// Padding before them.
+        before: isize,
+        /// Padding after them.
+        after: isize,
+    },
+    /// Elements are added where there is nothing to copy them from.
+    #[error("{mode:?} cannot pad dimension {dim}, which has no elements")]
+    Empty {
+        /// The mode.
+        mode: PadMode,
+        /// The dimension.
+        dim: usize,
+    },
+}
+
+/// Pads a tensor of any number of dimensions. torch's `torch.nn.functional.pad`.
+///
+/// `padding` holds a pair (before, after) for each padded dimension, the **last dimension first**. A negative value
+/// takes elements away. The result is a new tensor on the same device; with no padding it is the tensor itself.
+/// Gradients flow to the elements that padding was copied from.
+///
+/// As in torch, reflect pads by less than the dimension has elements, circular by at most as many as negative padding
+/// leaves, and reflect and replicate leave at least one element. Unlike in torch every mode pads any number of
+/// dimensions.
+///
+/// # Errors
+/// See [`PadError`]; nothing is computed then.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use fsdp_flat::pad::{PadMode, pad};
+/// let tensor = Tensor::new(&[[1i64, 2, 3]], &Device::Cpu)?;
+/// assert_eq!(pad(&tensor, &[1, 2], PadMode::Constant(0.0))?.to_vec2::<i64>()?, [[0, 1, 2, 3, 0, 0]]);
+/// assert_eq!(pad(&tensor, &[1, 2], PadMode::Reflect)?.to_vec2::<i64>()?, [[2, 1, 2, 3, 2, 1]]);
+/// assert_eq!(pad(&tensor, &[1, 2], PadMode::Replicate)?.to_vec2::<i64>()?, [[1, 1, 2, 3, 3, 3]]);
+/// assert_eq!(pad(&tensor, &[1, 2], PadMode::Circular)?.to_vec2::<i64>()?, [[3, 1, 2, 3, 1, 2]]);
+/// // The second pair is for the dimension before the last.
+/// assert_eq!(pad(&tensor, &[-1, 0, 0, 1], PadMode::Constant(7.0))?.to_vec2::<i64>()?, [[2, 3], [7, 7]]);
+/// # Ok::<(), fsdp_flat::pad::PadError>(())
+/// ```
+pub fn pad(tensor: &Tensor, padding: &[isize], mode: PadMode) -> Result<Tensor, PadError> {
+    if !padding.len().is_multiple_of(2) {
+        return Err(PadError::Unpaired { given: padding.len() });
+    }
+    let shape = tensor.dims();
+    if padding.len() / 2 > shape.len() {
+        return Err(PadError::TooManyDims { pairs: padding.len() / 2, shape: shape.to_vec() });
+    }
+    let dims: Vec<PadDim> = padding
+        .chunks_exact(2)
+        .zip((0..shape.len()).rev())
+        .map(|(pair, dim)| PadDim { dim, size: shape[dim], before: pair[0], after: pair[1] })
+        .collect();
+    dims.iter().try_for_each(|dim| dim.check(mode))?;
+    let mut padded = tensor.clone();
+    for dim in dims.iter().filter(|dim| dim.before != 0 || dim.after != 0) {
+        padded = match mode {
+            PadMode::Constant(value) => dim.constant(&padded, value)?,
+            mode => dim.indexed(&padded, mode)?,
+        };
+    }
+    Ok(padded)
+}
+
+/// The padding of one dimension.
+#[derive(Debug, Clone, Copy)]
+struct PadDim {
+    dim: usize,
+    size: usize,
+    before: isize,
+    after: isize,
+}
+
+impl PadDim {
+    /// Elements that negative padding leaves, unless it takes more than there are.
+    fn kept(&self) -> Option<usize> {
+        let taken = self.before.min(0).unsigned_abs().checked_add(self.after.min(0).unsigned_abs())?;
+        self.size.checked_sub(taken)
+    }
+
+    fn check(&self, mode: PadMode) -> Result<(), PadError> {
+        let PadDim { dim, size, before, after } = *self;
+        if before == 0 && after == 0 {
+            return Ok(());
+        }
+        let too_large = |largest| Err(PadError::TooLarge { mode, dim, size, before, after, largest });
+        let padded = isize::try_from(size).ok().and_then(|size| size.checked_add(before)?.checked_add(after));
+        let Some(padded) = padded else { return too_large(isize::MAX.unsigned_abs()) };
+        let adds = before.max(after).max(0).unsigned_abs();
+        if adds > 0 && size == 0 && !matches!(mode, PadMode::Constant(_)) {
+            return Err(PadError::Empty { mode, dim });
+        }
+        let crops_too_much = match mode {
+            PadMode::Constant(_) | PadMode::Circular => self.kept().is_none(),
+            PadMode::Reflect | PadMode::Replicate => padded < 1,
+        };
+        if crops_too_much {
+            return Err(PadError::CropsTooMuch { dim, size, before, after });
+        }
+        let largest = match mode {
+            PadMode::Constant(_) | PadMode::Replicate => return Ok(()),
+            PadMode::Reflect => size.saturating_sub(1),
+            PadMode::Circular => self.kept().unwrap_or_default(),
+        };
+        if adds > largest { too_large(largest) } else { Ok(()) }
+    }
+
+    /// Without the elements that negative padding takes away.
+    fn cropped(&self, tensor: &Tensor) -> Result<Tensor, PadError> {
+        Ok(tensor.narrow(self.dim, self.before.min(0).unsigned_abs(), self.kept().unwrap_or_default())?)
+    }
+
+    fn constant(&self, tensor: &Tensor, value: f64) -> Result<Tensor, PadError> {
+        let filled = |len: isize| -> Result<Option<Tensor>, PadError> {
+            if len <= 0 {
+                return Ok(None);
+            }
+            let mut shape = tensor.dims().to_vec();
+            shape[self.dim] = len.unsigned_abs();
+            let value = Tensor::full(value, (), tensor.device())?.to_dtype(tensor.dtype())?;
+            Ok(Some(value.broadcast_as(shape)?))
+        };
+        let parts = [filled(self.before)?, Some(self.cropped(tensor)?), filled(self.after)?];
+        let parts: Vec<Tensor> = parts.into_iter().flatten().collect();
+        Ok(Tensor::cat(&parts, self.dim)?)
+    }
+
+    /// Takes each element from where the mode says.
+    fn indexed(&self, tensor: &Tensor, mode: PadMode) -> Result<Tensor, PadError> {
+        // Wrapping around goes by what negative padding leaves; mirroring and repeating by all that was there.
+        let (tensor, size, before, after) = match mode {
+            PadMode::Circular => {
+                (self.cropped(tensor)?, self.kept().unwrap_or_default(), self.before.max(0), self.after.max(0))
+            }
+            _ => (tensor.clone(), self.size, self.before, self.after),
+        };
+        let size = size as isize;
+        let from = |at: isize| match mode {
+            PadMode::Reflect if at < 0 => -at,
+            PadMode::Reflect if at >= size => 2 * (size - 1) - at,
+            PadMode::Circular => at.rem_euclid(size),
+            _ => at.clamp(0, size - 1),
+        };
+        let indices: Vec<i64> = (-before..size + after).map(|at| from(at) as i64).collect();
+        if indices.is_empty() {
+            return Ok(tensor);
+        }
+        let indices = Tensor::from_vec(indices.clone(), indices.len(), tensor.device())?;
+        Ok(tensor.contiguous()?.index_select(&indices, self.dim)?)
+    }
+}
