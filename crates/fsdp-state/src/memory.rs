@@ -13,6 +13,12 @@ pub(crate) fn own(tensor: &Tensor, device: Option<&Device>) -> Result<Tensor, St
         Some(device) if !device.same_device(tensor.device()) => {
             Ok(tensor.detach().contiguous()?.to_device(device)?.detach())
         }
+        // By bytes, because candle cannot allocate for dtypes that it does not compute with.
+        _ if tensor.device().is_cpu() && tensor.is_contiguous() => {
+            let mut copy = TensorBuffer::zeros(tensor.dims(), tensor.dtype())?;
+            with_bytes(tensor, |bytes| copy.bytes_mut().copy_from_slice(bytes))?;
+            Ok(copy.into_tensor())
+        }
         _ => Ok(tensor.detach().force_contiguous()?.detach()),
     }
 }
