@@ -26,8 +26,11 @@ const LOOK: Duration = Duration::from_millis(10);
 /// How often a rank looks at memory before it sleeps: about as long as falling asleep takes.
 const SPINS: usize = 200;
 
-/// The verdict on a group that has failed, with the rank that says so. Otherwise it is the number of complete rounds.
+/// The verdict on a group is the number of complete rounds, and once it has failed, this and in which round (so many
+/// rounds were complete) and by the word of which rank.
 const FAILED: u64 = 1 << 63;
+/// Where in a verdict the rank is; the round is below it.
+const RANK_SHIFT: u32 = 40;
 
 /// A group's memory.
 #[derive(Debug)]
@@ -128,18 +131,20 @@ impl SharedMemory {
     fn conclude(&self, member: Member<'_>, round: &Round<'_>, all: Result<(), CommError>) -> Result<(), CommError> {
         let verdict = self.segments[0].word(Word::Verdict);
         let complete = round.number + 1;
-        let own = if all.is_ok() { complete } else { FAILED | member.rank as u64 };
-        let before = verdict.compare_exchange(round.number, own, Ordering::AcqRel, Ordering::Acquire);
-        match (before, all) {
-            (Ok(_), all) => all,
-            (Err(said), _) if said == complete => Ok(()),
-            (Err(_), Err(error)) => Err(error),
-            // The rank that gave up says why.
-            (Err(said), Ok(())) => {
-                let by = member.ranks.get((said & !FAILED) as usize).copied().unwrap_or(member.ranks[0]);
-                member.node.wait(member.group, round, |_| Err(vec![by]))
-            }
+        let failed = FAILED | (member.rank as u64) << RANK_SHIFT | round.number;
+        let own = if all.is_ok() { complete } else { failed };
+        let Err(said) = verdict.compare_exchange(round.number, own, Ordering::AcqRel, Ordering::Acquire) else {
+            return all;
+        };
+        let rounds = said & ((1 << RANK_SHIFT) - 1);
+        if rounds >= complete {
+            // It is complete, whatever came after it.
+            return Ok(());
         }
+        // The rank that gave up says why.
+        let by = ((said & !FAILED) >> RANK_SHIFT) as usize;
+        let by = member.ranks.get(by).copied().unwrap_or(member.ranks[0]);
+        all.and_then(|()| member.node.wait(member.group, round, |_| Err(vec![by])))
     }
 
     fn transfer(&self, member: Member<'_>, round: &Round<'_>, send: &[u8], plan: Plan<'_>) -> Result<(), CommError> {
