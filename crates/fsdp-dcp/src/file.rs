@@ -51,7 +51,7 @@ impl CheckedFile {
     }
 
     /// Reads and checks all of it, a block at a time; the first block that differs is the error.
-    pub fn verify(&self) -> Result<(), FormatError> {
+    pub fn verify(&self, progress: Option<&(dyn Fn(u64) + Sync)>) -> Result<(), FormatError> {
         let Some(integrity) = &self.integrity else { return Ok(()) };
         if integrity.length() != self.len {
             return Err(self.corrupt(self.len.min(integrity.length())..self.len.max(integrity.length())));
@@ -62,6 +62,9 @@ impl CheckedFile {
             self.read(block.range.start, &mut buffer)?;
             if xxh3_64(&buffer) != block.hash {
                 return Err(self.corrupt(block.range));
+            }
+            if let Some(progress) = progress {
+                progress(buffer.len() as u64);
             }
         }
         Ok(())

@@ -8,10 +8,14 @@
 //! | [`reader`] | how any part of a checkpoint is read, by ranges, checked, in parallel |
 //! | [`plan`] | who writes what, who reads what: pure functions, all errors before any byte moves |
 //! | [`durable`] | when a checkpoint is there: staging, fsync, one rename; the crash contract |
+//! | [`checkpoint`] | a checkpoint of any format: what it holds, and any part of it |
+//! | [`convert`] | from any format to any, filtered, renamed, cast, resharded, in bounded memory |
+//! | [`verify`](mod@verify), [`diff`](mod@diff), [`elements`] | whether it is whole, how two differ, what the numbers are |
 //! | [`metadata`] | what `.metadata` says, and torch's pickle of it |
 //! | [`integrity`] | the hashes beside it |
 //! | [`item`] | one tensor or value inside a `.distcp` file |
-//! | [`torch_zip`], [`pickle`] | the containers: torch's zip, and a pickle that cannot run |
+//! | [`torch_zip`], [`pickle`], [`safetensors`] | the containers: torch's zip, a pickle that cannot run, safetensors |
+//! | [`directory`] | files that belong together, opened safely |
 //! | [`source`], [`strided`], [`file`](mod@file) | bytes by position, in any memory order, checked as they are read |
 //! | [`limits`] | how much a hostile file can make us do |
 //!
@@ -28,8 +32,10 @@
 
 pub mod checkpoint;
 pub mod convert;
+pub mod diff;
 pub mod directory;
 pub mod durable;
+pub mod elements;
 pub mod error;
 pub mod file;
 pub mod integrity;
@@ -45,6 +51,7 @@ pub mod source;
 pub mod strided;
 pub mod torch_zip;
 mod values;
+pub mod verify;
 pub mod writer;
 
 pub use error::{CheckpointError, FormatError};

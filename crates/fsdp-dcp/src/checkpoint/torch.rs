@@ -134,8 +134,8 @@ impl Flattener<'_, '_> {
                     self.flatten(item, &path.child(PathPart::Index(index)))?;
                 }
             }
-            Node::Tuple(items) if self.has_tensors_in_dicts(id, false)? => {
-                for (index, &item) in items.iter().enumerate() {
+            Node::Tuple(_) if self.has_tensors_in_dicts(id, false)? => {
+                for (index, &item) in p.sequence(id)?.iter().enumerate() {
                     self.flatten(item, &path.child(PathPart::Index(index)))?;
                 }
             }
@@ -190,8 +190,8 @@ impl Flattener<'_, '_> {
                     found = found || self.has_tensors_in_dicts(value, true)?;
                 }
             }
-            Node::List(items) | Node::Tuple(items) => {
-                for &item in items {
+            Node::List(_) | Node::Tuple(_) => {
+                for &item in p.sequence(id)? {
                     found = found || self.has_tensors_in_dicts(item, in_dict)?;
                 }
             }

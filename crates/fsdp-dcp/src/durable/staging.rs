@@ -71,6 +71,14 @@ impl Durable {
         }
     }
 
+    /// Writes a small file whole in the place of whatever file is there.
+    pub fn replace_file(&self, path: &Path, bytes: &[u8]) -> Result<(), CheckpointError> {
+        const NAME: &str = "file";
+        let staging = self.prepare(path, true)?;
+        staging.write(NAME, bytes)?;
+        staging.commit_file(NAME)
+    }
+
     fn at(&self, target: &Path, name: String, overwrite: bool) -> Result<Staging, CheckpointError> {
         let (parent, prefix) = beside(target)?;
         let directory = parent.join(format!("{prefix}{name}"));

@@ -207,7 +207,7 @@ pub(crate) fn convert(
         Node::Float(value) => PlainValue::Float(*value),
         Node::Str(text) => PlainValue::Str((*text).to_owned()),
         Node::Bytes(bytes) => PlainValue::Bytes(bytes.to_vec()),
-        Node::Tuple(items) => PlainValue::Tuple(all(walk, items)?),
+        Node::Tuple(_) => PlainValue::Tuple(all(walk, p.sequence(id)?)?),
         Node::List(items) => PlainValue::List(all(walk, items)?),
         Node::Set(items) => PlainValue::Set(all(walk, items)?),
         Node::Dict(entries) => {

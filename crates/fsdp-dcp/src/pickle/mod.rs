@@ -18,7 +18,7 @@ pub mod write;
 pub use error::{PickleError, PickleErrorKind};
 pub use global::Global;
 pub(crate) use global::STORAGES;
-pub use node::{Node, NodeId, Pickle};
+pub use node::{Node, NodeId, ObjectNode, Pickle, TupleNode};
 pub use read::parse;
 pub use walk::Walk;
 

@@ -27,8 +27,8 @@ pub enum Node<'a> {
     Str(&'a str),
     /// Bytes; borrowed, unless they were spelled as text (protocol 2).
     Bytes(Cow<'a, [u8]>),
-    /// `(…)`
-    Tuple(Vec<NodeId>),
+    /// `(…)`; its items are those of [`Pickle::sequence`].
+    Tuple(TupleNode),
     /// `[…]`
     List(Vec<NodeId>),
     /// A set or frozenset.
@@ -41,6 +41,13 @@ pub enum Node<'a> {
     Object(Box<ObjectNode>),
     /// A persistent id: in torch files, a storage.
     PersistentId(NodeId),
+}
+
+/// See [`Node::Tuple`]: a range of all tuples' items, as there are very many small ones.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TupleNode {
+    pub(super) start: u32,
+    pub(super) len: u32,
 }
 
 /// See [`Node::Object`].
@@ -82,6 +89,8 @@ pub struct Pickle<'a> {
     pub(super) nodes: Vec<Node<'a>>,
     /// Where each node was made.
     pub(super) offsets: Vec<u32>,
+    /// The items of all tuples, one tuple after the other.
+    pub(super) items: Vec<NodeId>,
     pub(super) root: NodeId,
     pub(super) len: usize,
 }
@@ -159,7 +168,8 @@ impl<'a> Pickle<'a> {
     /// The items of a tuple or a list.
     pub fn sequence(&self, id: NodeId) -> Result<&[NodeId], PickleError> {
         match self.node(id) {
-            Node::Tuple(items) | Node::List(items) => Ok(items),
+            Node::Tuple(tuple) => Ok(self.tuple(*tuple)),
+            Node::List(items) => Ok(items),
             _ => Err(self.wrong(id, "a tuple or list")),
         }
     }
@@ -176,9 +186,13 @@ impl<'a> Pickle<'a> {
     #[must_use]
     pub fn args(&self, object: &ObjectNode) -> &[NodeId] {
         match self.node(object.args) {
-            Node::Tuple(args) => args,
+            Node::Tuple(args) => self.tuple(*args),
             _ => &[],
         }
+    }
+
+    fn tuple(&self, tuple: TupleNode) -> &[NodeId] {
+        &self.items[tuple.start as usize..(tuple.start + tuple.len) as usize]
     }
 
     /// Whether the node is an object of this global.

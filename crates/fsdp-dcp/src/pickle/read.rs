@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use super::error::{PickleError, PickleErrorKind};
 use super::global::Global;
-use super::node::{Node, NodeId, ObjectNode, Pickle};
+use super::node::{Node, NodeId, ObjectNode, Pickle, TupleNode};
 use crate::limits::{MAX_INTEGER_BYTES, MAX_MEMO_GAP, MAX_PICKLE_BYTES, MAX_PICKLE_NODES};
 
 /// Parses one pickle. Bytes after its `STOP` are ignored, as Python does.
@@ -30,20 +30,28 @@ pub fn parse(bytes: &[u8]) -> Result<Pickle<'_>, PickleError> {
         bytes,
         at: 0,
         op: 0,
-        nodes: vec![Node::None, Node::Bool(true), Node::Bool(false)],
-        offsets: vec![0; 3],
+        nodes: Vec::new(),
+        offsets: Vec::new(),
+        items: Vec::new(),
         stack: Vec::new(),
         marks: Vec::new(),
         memo: Vec::new(),
         copied: 0,
     };
+    machine.nodes.extend([Node::None, Node::Bool(true), Node::Bool(false)]);
+    machine.nodes.extend((0..=u8::MAX).map(|value| Node::Int(i64::from(value))));
+    machine.offsets.resize(machine.nodes.len(), 0);
     let root = machine.run().map_err(|kind| kind.at(machine.op))?;
-    Ok(Pickle { nodes: machine.nodes, offsets: machine.offsets, root, len: bytes.len() })
+    Ok(Pickle { nodes: machine.nodes, offsets: machine.offsets, items: machine.items, root, len: bytes.len() })
 }
 
 const NONE: NodeId = NodeId(0);
 const TRUE: NodeId = NodeId(1);
 const FALSE: NodeId = NodeId(2);
+/// Small integers are made once: most of a checkpoint's sizes and offsets are among them.
+const fn small_int(value: u8) -> NodeId {
+    NodeId(3 + value as u32)
+}
 
 type Result1<T> = Result<T, PickleErrorKind>;
 
@@ -54,6 +62,8 @@ struct Machine<'a> {
     op: usize,
     nodes: Vec<Node<'a>>,
     offsets: Vec<u32>,
+    /// The items of tuples.
+    items: Vec<NodeId>,
     stack: Vec<NodeId>,
     /// Stack heights at the open `MARK`s.
     marks: Vec<usize>,
@@ -106,7 +116,7 @@ impl<'a> Machine<'a> {
                 }
                 b'K' => {
                     let [value] = self.array()?;
-                    self.push(Node::Int(i64::from(value)))?;
+                    self.stack.push(small_int(value));
                 }
                 b'M' => {
                     let value = u16::from_le_bytes(self.array()?);
@@ -151,24 +161,23 @@ impl<'a> Machine<'a> {
                     let length = self.u64()?;
                     self.raw(length)?;
                 }
-                b')' => self.push(Node::Tuple(Vec::new()))?,
+                b')' => self.push_tuple(self.stack.len())?,
                 b't' => {
-                    let items = self.pop_mark()?;
-                    self.push(Node::Tuple(items))?;
+                    let mark = self.marks.pop().ok_or(PickleErrorKind::Stack)?;
+                    self.push_tuple(mark)?;
                 }
                 0x85..=0x87 => {
-                    let count = usize::from(opcode - 0x84);
-                    let items = self.pop_many(count)?;
-                    self.push(Node::Tuple(items))?;
+                    let start = self.below_top(usize::from(opcode - 0x84))?;
+                    self.push_tuple(start)?;
                 }
                 b']' => self.push(Node::List(Vec::new()))?,
                 b'a' => {
-                    let items = self.pop_many(1)?;
-                    self.extend_list(items)?;
+                    let items = self.pop_many::<1>()?;
+                    self.extend_list(&items)?;
                 }
                 b'e' => {
                     let items = self.pop_mark()?;
-                    self.extend_list(items)?;
+                    self.extend_list(&items)?;
                 }
                 b'l' => {
                     let items = self.pop_mark()?;
@@ -176,7 +185,7 @@ impl<'a> Machine<'a> {
                 }
                 b'}' => self.push(Node::Dict(Vec::new()))?,
                 b's' => {
-                    let items = self.pop_many(2)?;
+                    let items = self.pop_many::<2>()?;
                     self.extend_dict(&items)?;
                 }
                 b'u' => {
@@ -206,7 +215,7 @@ impl<'a> Machine<'a> {
                     self.global(module, name)?;
                 }
                 0x93 => {
-                    let names = self.pop_many(2)?;
+                    let names = self.pop_many::<2>()?;
                     match (&self.nodes[names[0].0 as usize], &self.nodes[names[1].0 as usize]) {
                         (Node::Str(module), Node::Str(name)) => self.global(module, name)?,
                         _ => {
@@ -219,12 +228,12 @@ impl<'a> Machine<'a> {
                 }
                 // REDUCE and NEWOBJ
                 b'R' | 0x81 => {
-                    let operands = self.pop_many(2)?;
+                    let operands = self.pop_many::<2>()?;
                     self.object(operands[0], operands[1])?;
                 }
                 // NEWOBJ_EX: keyword arguments must be absent.
                 0x92 => {
-                    let operands = self.pop_many(3)?;
+                    let operands = self.pop_many::<3>()?;
                     match &self.nodes[operands[2].0 as usize] {
                         Node::Dict(keywords) if keywords.is_empty() => self.object(operands[0], operands[1])?,
                         other => {
@@ -356,9 +365,33 @@ impl<'a> Machine<'a> {
         Ok(top)
     }
 
-    fn pop_many(&mut self, count: usize) -> Result1<Vec<NodeId>> {
+    /// The stack height below the `count` values on top.
+    fn below_top(&self, count: usize) -> Result1<usize> {
         let start = self.stack.len().checked_sub(count).filter(|&start| start >= self.floor());
-        Ok(self.stack.split_off(start.ok_or(PickleErrorKind::Stack)?))
+        start.ok_or(PickleErrorKind::Stack)
+    }
+
+    fn pop_many<const N: usize>(&mut self) -> Result1<[NodeId; N]> {
+        let start = self.below_top(N)?;
+        let values = self.stack[start..].try_into().map_err(|_| PickleErrorKind::Stack)?;
+        self.stack.truncate(start);
+        Ok(values)
+    }
+
+    /// Makes a tuple of what lies above a stack height.
+    fn push_tuple(&mut self, start: usize) -> Result1<()> {
+        let tuple = TupleNode { start: self.items.len() as u32, len: (self.stack.len() - start) as u32 };
+        if self.items.len() + self.stack.len() - start > MAX_PICKLE_NODES {
+            let limit = MAX_PICKLE_NODES as u64;
+            return Err(PickleErrorKind::Limit { what: "number of values", value: limit + 1, limit });
+        }
+        self.items.extend_from_slice(&self.stack[start..]);
+        self.stack.truncate(start);
+        self.push(Node::Tuple(tuple))
+    }
+
+    fn tuple(&self, tuple: TupleNode) -> &[NodeId] {
+        &self.items[tuple.start as usize..(tuple.start + tuple.len) as usize]
     }
 
     fn pop_mark(&mut self) -> Result1<Vec<NodeId>> {
@@ -366,7 +399,7 @@ impl<'a> Machine<'a> {
         Ok(self.stack.split_off(mark))
     }
 
-    fn extend_list(&mut self, items: Vec<NodeId>) -> Result1<()> {
+    fn extend_list(&mut self, items: &[NodeId]) -> Result1<()> {
         match self.top_node()? {
             Node::List(list) => {
                 list.extend(items);
@@ -402,12 +435,12 @@ impl<'a> Machine<'a> {
             Node::Global(global) => *global,
             other => return Err(PickleErrorKind::Kind { expected: "a global to apply", found: other.kind() }),
         };
-        let Node::Tuple(values) = &self.nodes[args.0 as usize] else {
+        let Node::Tuple(values) = self.nodes[args.0 as usize] else {
             let found = self.nodes[args.0 as usize].kind();
             return Err(PickleErrorKind::Kind { expected: "a tuple of arguments", found });
         };
-        let first = values.first().copied();
-        let second = values.get(1).copied();
+        let first = self.tuple(values).first().copied();
+        let second = self.tuple(values).get(1).copied();
         let node = match global {
             Global::OrderedDict | Global::DefaultDict => Node::Dict(self.dict_of(first)?),
             Global::Set | Global::FrozenSet => Node::Set(self.items_of(first)?),
@@ -431,7 +464,8 @@ impl<'a> Machine<'a> {
     /// How many items or bytes the node holds.
     fn extent(&self, id: NodeId) -> usize {
         match &self.nodes[id.0 as usize] {
-            Node::List(items) | Node::Tuple(items) | Node::Set(items) => items.len(),
+            Node::Tuple(tuple) => tuple.len as usize,
+            Node::List(items) | Node::Set(items) => items.len(),
             Node::Str(text) => text.len(),
             Node::Bytes(bytes) => bytes.len(),
             _ => 0,
@@ -446,7 +480,8 @@ impl<'a> Machine<'a> {
         pairs
             .iter()
             .map(|pair| match &self.nodes[pair.0 as usize] {
-                Node::Tuple(pair) | Node::List(pair) if pair.len() == 2 => Ok((pair[0], pair[1])),
+                Node::Tuple(pair) if pair.len == 2 => Ok((self.tuple(*pair)[0], self.tuple(*pair)[1])),
+                Node::List(pair) if pair.len() == 2 => Ok((pair[0], pair[1])),
                 other => Err(PickleErrorKind::Kind { expected: "a pair", found: other.kind() }),
             })
             .collect()
@@ -457,7 +492,8 @@ impl<'a> Machine<'a> {
         let Some(id) = items else { return Ok(Vec::new()) };
         self.charge(self.extent(id))?;
         match &self.nodes[id.0 as usize] {
-            Node::List(items) | Node::Tuple(items) | Node::Set(items) => Ok(items.clone()),
+            Node::Tuple(tuple) => Ok(self.tuple(*tuple).to_vec()),
+            Node::List(items) | Node::Set(items) => Ok(items.clone()),
             other => Err(PickleErrorKind::Kind { expected: "a list", found: other.kind() }),
         }
     }

@@ -9,3 +9,4 @@ mod damage;
 mod fixtures;
 mod save_load;
 mod truth;
+mod verify;

@@ -1,0 +1,158 @@
+//! Comparing two checkpoints, tensor by tensor, streaming.
+
+use fsdp_layout::{DType, TensorBox};
+use serde::{Deserialize, Serialize};
+
+use crate::checkpoint::{Checkpoint, stream};
+use crate::elements::for_each;
+use crate::error::CheckpointError;
+use crate::metadata::Entry;
+
+/// How one key differs between two checkpoints.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Difference {
+    /// Only the first one has it.
+    OnlyInFirst,
+    /// Only the second one has it.
+    OnlyInSecond,
+    /// A tensor in one, a value in the other.
+    Kind,
+    /// The dtypes differ.
+    DType {
+        /// In the first one.
+        first: DType,
+        /// In the second one.
+        second: DType,
+    },
+    /// The shapes differ.
+    Shape {
+        /// In the first one.
+        first: Vec<usize>,
+        /// In the second one.
+        second: Vec<usize>,
+    },
+    /// Some elements differ by more than the tolerance.
+    Elements {
+        /// How many.
+        count: u64,
+        /// Position of the first, row-major.
+        first: u64,
+        /// The largest absolute difference; `None` if the elements are no real numbers, NaN if one is NaN on one side.
+        max_abs: Option<f64>,
+    },
+    /// The values differ.
+    Value {
+        /// In the first one, as Rust shows it.
+        first: String,
+        /// In the second one.
+        second: String,
+    },
+}
+
+/// How different elements may be. All zero: bit for bit.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct Tolerance {
+    /// Absolute difference allowed.
+    pub absolute: f64,
+    /// Allowed besides, relative to the second one's element.
+    pub relative: f64,
+}
+
+/// Compares two checkpoints of any format. Keys come in the order of the first one; those of the second one alone follow.
+pub fn diff(
+    first: &dyn Checkpoint,
+    second: &dyn Checkpoint,
+    tolerance: Tolerance,
+    found: &mut dyn FnMut(&str, Difference),
+) -> Result<(), CheckpointError> {
+    for (fqn, entry) in &first.metadata().entries {
+        let difference = match (entry, second.metadata().entries.get(fqn)) {
+            (_, None) => Some(Difference::OnlyInFirst),
+            (Entry::Bytes(_), Some(Entry::Bytes(_))) => {
+                let (a, b) = (first.read_value(fqn)?, second.read_value(fqn)?);
+                (!a.same_bits(&b)).then(|| Difference::Value { first: format!("{a:?}"), second: format!("{b:?}") })
+            }
+            (Entry::Tensor(a), Some(Entry::Tensor(b))) => {
+                let (dtype_a, dtype_b) = (a.properties.dtype, b.properties.dtype);
+                if a.shape != b.shape {
+                    Some(Difference::Shape { first: a.shape.clone(), second: b.shape.clone() })
+                } else if dtype_a != dtype_b {
+                    Some(Difference::DType { first: dtype_a, second: dtype_b })
+                } else {
+                    tensors(first, second, fqn, dtype_a, &a.shape, tolerance)?
+                }
+            }
+            _ => Some(Difference::Kind),
+        };
+        if let Some(difference) = difference {
+            found(fqn, difference);
+        }
+    }
+    for fqn in second.metadata().entries.keys().filter(|fqn| !first.metadata().entries.contains_key(*fqn)) {
+        found(fqn, Difference::OnlyInSecond);
+    }
+    Ok(())
+}
+
+fn tensors(
+    first: &dyn Checkpoint,
+    second: &dyn Checkpoint,
+    fqn: &str,
+    dtype: DType,
+    shape: &[usize],
+    tolerance: Tolerance,
+) -> Result<Option<Difference>, CheckpointError> {
+    let whole = TensorBox::whole(shape);
+    let element = dtype.size_in_bytes();
+    let length = whole.numel() as u64 * element;
+    let (mut count, mut first_at, mut max_abs) = (0u64, 0u64, None::<f64>);
+    let mut at = 0u64;
+    let mut other = Vec::new();
+    stream::<CheckpointError>(first, fqn, dtype, &whole, 0..length, &mut |bytes| {
+        other.clear();
+        stream::<CheckpointError>(second, fqn, dtype, &whole, at..at + bytes.len() as u64, &mut |more| {
+            other.extend_from_slice(more);
+            Ok(())
+        })?;
+        if bytes != other.as_slice() {
+            let mut differs = |index: u64| {
+                if count == 0 {
+                    first_at = at / element + index;
+                }
+                count += 1;
+            };
+            let (mut a, mut b) = (Vec::new(), Vec::new());
+            if for_each(dtype, bytes, &mut |value| a.push(value)) {
+                for_each(dtype, &other, &mut |value| b.push(value));
+                let size = element as usize;
+                let pairs = bytes.chunks_exact(size).zip(other.chunks_exact(size)).zip(a.iter().zip(&b));
+                for (index, ((bits_a, bits_b), (a, b))) in pairs.enumerate() {
+                    // NaN against a number is infinitely far; a NaN with other bits differs only bit for bit.
+                    let exact = tolerance == Tolerance::default();
+                    let allowed = tolerance.absolute + tolerance.relative * b.abs();
+                    let far = match a.is_nan() || b.is_nan() {
+                        true => exact || a.is_nan() != b.is_nan(),
+                        false => exact || (a != b && (a - b).abs() > allowed),
+                    };
+                    if bits_a != bits_b && far {
+                        differs(index as u64);
+                        let distance = (a - b).abs();
+                        let max = max_abs.get_or_insert(0.0);
+                        *max = if max.is_nan() || distance.is_nan() { f64::NAN } else { max.max(distance) };
+                    }
+                }
+            } else {
+                let size = element as usize;
+                for (index, (a, b)) in bytes.chunks_exact(size).zip(other.chunks_exact(size)).enumerate() {
+                    if a != b {
+                        differs(index as u64);
+                    }
+                }
+            }
+        }
+        at += bytes.len() as u64;
+        Ok(())
+    })?;
+    Ok((count > 0).then_some(Difference::Elements { count, first: first_at, max_abs }))
+}

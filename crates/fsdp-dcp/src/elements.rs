@@ -1,0 +1,178 @@
+//! What the bytes of a tensor mean as numbers: for statistics and comparisons, not for computing.
+
+use fsdp_layout::DType;
+use half::{bf16, f16};
+use serde::{Deserialize, Serialize};
+
+/// Counts and sums over a tensor's elements.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Census {
+    /// Elements.
+    pub count: u64,
+    /// Of them, not a number.
+    pub nan: u64,
+    /// Of them, infinite.
+    pub infinite: u64,
+    /// Of them, zero.
+    pub zero: u64,
+    /// The smallest finite one; infinity where there is none.
+    pub min: f64,
+    /// The largest finite one; minus infinity where there is none.
+    pub max: f64,
+    /// The sum of the finite ones.
+    pub sum: f64,
+    /// The sum of their squares.
+    pub sum_of_squares: f64,
+}
+
+impl Default for Census {
+    fn default() -> Self {
+        Census {
+            count: 0,
+            nan: 0,
+            infinite: 0,
+            zero: 0,
+            min: f64::INFINITY,
+            max: f64::NEG_INFINITY,
+            sum: 0.0,
+            sum_of_squares: 0.0,
+        }
+    }
+}
+
+impl Census {
+    /// Whether elements of this type are real numbers.
+    #[must_use]
+    pub fn counts(dtype: DType) -> bool {
+        for_each(dtype, &[], &mut |_| {})
+    }
+
+    /// Adds the elements in these bytes.
+    pub fn add(&mut self, dtype: DType, bytes: &[u8]) {
+        for_each(dtype, bytes, &mut |value| {
+            self.count += 1;
+            if value.is_nan() {
+                self.nan += 1;
+            } else if value.is_infinite() {
+                self.infinite += 1;
+            } else {
+                self.zero += u64::from(value == 0.0);
+                self.min = self.min.min(value);
+                self.max = self.max.max(value);
+                self.sum += value;
+                self.sum_of_squares += value * value;
+            }
+        });
+    }
+
+    /// The mean of the finite elements.
+    #[must_use]
+    pub fn mean(&self) -> f64 {
+        self.sum / (self.count - self.nan - self.infinite) as f64
+    }
+
+    /// Their standard deviation (of the whole population).
+    #[must_use]
+    pub fn std(&self) -> f64 {
+        let mean = self.mean();
+        (self.sum_of_squares / (self.count - self.nan - self.infinite) as f64 - mean * mean).max(0.0).sqrt()
+    }
+}
+
+/// Calls `f` with each element as a number. `false`, and nothing called, if elements of this type are none.
+pub fn for_each(dtype: DType, bytes: &[u8], f: &mut dyn FnMut(f64)) -> bool {
+    fn each<const N: usize>(bytes: &[u8], f: &mut dyn FnMut(f64), of: impl Fn([u8; N]) -> f64) {
+        bytes.as_chunks::<N>().0.iter().for_each(|element| f(of(*element)));
+    }
+    match dtype {
+        DType::Bool | DType::U8 | DType::QUInt8 => each(bytes, f, |[b]| f64::from(b)),
+        DType::I8 | DType::QInt8 => each(bytes, f, |b| f64::from(i8::from_le_bytes(b))),
+        DType::U16 => each(bytes, f, |b| f64::from(u16::from_le_bytes(b))),
+        DType::I16 => each(bytes, f, |b| f64::from(i16::from_le_bytes(b))),
+        DType::U32 => each(bytes, f, |b| f64::from(u32::from_le_bytes(b))),
+        DType::I32 | DType::QInt32 => each(bytes, f, |b| f64::from(i32::from_le_bytes(b))),
+        DType::U64 => each(bytes, f, |b| u64::from_le_bytes(b) as f64),
+        DType::I64 => each(bytes, f, |b| i64::from_le_bytes(b) as f64),
+        DType::F16 => each(bytes, f, |b| f16::from_le_bytes(b).to_f64()),
+        DType::BF16 => each(bytes, f, |b| bf16::from_le_bytes(b).to_f64()),
+        DType::F32 => each(bytes, f, |b| f64::from(f32::from_le_bytes(b))),
+        DType::F64 => each(bytes, f, f64::from_le_bytes),
+        DType::F8E4M3Fn => each(bytes, f, |[b]| float8(b, 4, 7, Special::NanOnly)),
+        DType::F8E5M2 => each(bytes, f, |[b]| float8(b, 5, 15, Special::Ieee)),
+        DType::F8E4M3Fnuz => each(bytes, f, |[b]| float8(b, 4, 8, Special::NegativeZeroIsNan)),
+        DType::F8E5M2Fnuz => each(bytes, f, |[b]| float8(b, 5, 16, Special::NegativeZeroIsNan)),
+        DType::F8E8M0Fnu => each(bytes, f, |[b]| if b == 255 { f64::NAN } else { 2f64.powi(i32::from(b) - 127) }),
+        _ => return false,
+    }
+    true
+}
+
+/// What the special codes of an 8-bit float are.
+enum Special {
+    /// The largest exponent: infinities and NaN.
+    Ieee,
+    /// All ones: NaN; there is no infinity.
+    NanOnly,
+    /// The code of minus zero: NaN; there is no infinity.
+    NegativeZeroIsNan,
+}
+
+fn float8(bits: u8, exponent_bits: u32, bias: i32, special: Special) -> f64 {
+    let mantissa_bits = 7 - exponent_bits;
+    let sign = if bits & 0x80 == 0 { 1.0 } else { -1.0 };
+    let largest = (1 << exponent_bits) - 1;
+    let exponent = i32::from(bits >> mantissa_bits) & largest;
+    let mantissa = f64::from(bits & ((1 << mantissa_bits) - 1)) / f64::from(1 << mantissa_bits);
+    match special {
+        Special::Ieee if exponent == largest && mantissa == 0.0 => return sign * f64::INFINITY,
+        Special::Ieee if exponent == largest => return f64::NAN,
+        Special::NanOnly if bits & 0x7f == 0x7f => return f64::NAN,
+        Special::NegativeZeroIsNan if bits == 0x80 => return f64::NAN,
+        _ => {}
+    }
+    match exponent {
+        0 => sign * mantissa * 2f64.powi(1 - bias),
+        _ => sign * (1.0 + mantissa) * 2f64.powi(exponent - bias),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn values(dtype: DType, bytes: &[u8]) -> Vec<f64> {
+        let mut values = Vec::new();
+        assert!(for_each(dtype, bytes, &mut |value| values.push(value)));
+        values
+    }
+
+    #[test]
+    fn eight_bit_floats_mean_what_torch_says() {
+        // Codes and values as torch gives them: 1, the largest, the smallest subnormal, minus one.
+        assert_eq!(values(DType::F8E4M3Fn, &[0x38, 0x7e, 0x01, 0xb8]), [1.0, 448.0, 2f64.powi(-9), -1.0]);
+        assert_eq!(
+            values(DType::F8E5M2, &[0x3c, 0x7b, 0x01, 0xbc, 0x7c]),
+            [1.0, 57344.0, 2f64.powi(-16), -1.0, f64::INFINITY]
+        );
+        assert_eq!(values(DType::F8E4M3Fnuz, &[0x40, 0x7f, 0x01]), [1.0, 240.0, 2f64.powi(-10)]);
+        assert_eq!(values(DType::F8E5M2Fnuz, &[0x40, 0x7f]), [1.0, 57344.0]);
+        assert_eq!(values(DType::F8E8M0Fnu, &[127, 128]), [1.0, 2.0]);
+        for (dtype, nan) in
+            [(DType::F8E4M3Fn, 0xff), (DType::F8E5M2, 0x7d), (DType::F8E4M3Fnuz, 0x80), (DType::F8E8M0Fnu, 255)]
+        {
+            assert!(values(dtype, &[nan])[0].is_nan(), "{dtype}");
+        }
+    }
+
+    #[test]
+    fn a_census_counts() {
+        let mut census = Census::default();
+        let bytes: Vec<u8> =
+            [1.0f32, 3.0, 0.0, f32::NAN, f32::NEG_INFINITY].iter().flat_map(|value| value.to_le_bytes()).collect();
+        census.add(DType::F32, &bytes);
+        assert_eq!((census.count, census.nan, census.infinite, census.zero), (5, 1, 1, 1));
+        assert_eq!((census.min, census.max, census.sum), (0.0, 3.0, 4.0));
+        assert!((census.mean() - 4.0 / 3.0).abs() < 1e-12);
+        assert!(!Census::counts(DType::Complex64));
+    }
+}

@@ -1,0 +1,156 @@
+//! Sealing: an integrity file for a checkpoint that has none, from the bytes as they are now.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::Report;
+use crate::checkpoint::{Checkpoint, Format, open};
+use crate::durable::Durable;
+use crate::error::{CheckpointError, FormatError};
+use crate::integrity::{FileIntegrity, INTEGRITY_FILE, Integrity, block_length};
+use crate::reader::OpenOptions;
+use crate::source::{ReadAt, Window};
+use crate::torch_zip::Directory;
+
+/// Adds an integrity file to the checkpoint in this directory (DCP, or safetensors), replacing one that is there.
+///
+/// The checkpoint must be readable, metadata and structure: what is broken is not sealed. Its data is taken as it is.
+pub fn seal(path: &Path, progress: Option<&(dyn Fn(u64) + Sync)>) -> Result<(), CheckpointError> {
+    let checkpoint = open(path, OpenOptions { verify: false })?;
+    if !matches!(checkpoint.format(), Format::Dcp | Format::SafetensorsDirectory) {
+        let source = FormatError::Unsupported { what: format!("sealing a {}", checkpoint.format()) };
+        return Err(CheckpointError::File { path: path.to_owned(), source });
+    }
+    let report = super::verify(&*checkpoint, super::Level::Sizes, None)?;
+    if let Some(problem) = report.problems.into_iter().next() {
+        let source = FormatError::Malformed { what: "checkpoint", reason: problem.error };
+        return Err(CheckpointError::File { path: path.to_owned(), source });
+    }
+    let directory = checkpoint.directory();
+    // Segments start and end with items, so that reading one item checks little else.
+    let mut cuts: BTreeMap<String, BTreeSet<u64>> = BTreeMap::new();
+    for name in directory.names()? {
+        let is_part = match checkpoint.format() {
+            Format::Dcp => name.ends_with(".metadata"),
+            _ => name.ends_with(".json"),
+        };
+        if is_part {
+            cuts.entry(name).or_default();
+        }
+    }
+    for (_, _, stored) in checkpoint.metadata().stored() {
+        let cuts = cuts.entry(stored.relative_path.clone()).or_default();
+        if checkpoint.format() == Format::Dcp || stored.length > 0 {
+            cuts.insert(stored.offset);
+            cuts.insert(stored.offset + stored.length);
+        }
+        if checkpoint.format() == Format::Dcp && stored.length >= LARGE_ITEM && stored.transforms.is_empty() {
+            let file = directory.file(&stored.relative_path)?;
+            cuts.extend(payload_of(&*file, stored.offset, stored.length).into_iter().flatten());
+        }
+    }
+    let mut integrity = Integrity::default();
+    for (name, cuts) in cuts {
+        let file = directory.file(&name)?;
+        let hashed = hash(&*file, &cuts, progress).map_err(|source| directory.file_error(&name, source))?;
+        integrity.files.insert(name, hashed);
+    }
+    let bytes = integrity.encode().map_err(|source| directory.file_error(INTEGRITY_FILE, source))?;
+    Durable::new().replace_file(&path.join(INTEGRITY_FILE), &bytes)
+}
+
+/// Items from this length on have a segment for their payload.
+const LARGE_ITEM: u64 = 32 << 10;
+
+/// Where the largest record of an item starts and ends in the file, if the item is a torch archive.
+fn payload_of(file: &dyn ReadAt, offset: u64, length: u64) -> Option<[u64; 2]> {
+    let item = Window::new(file, offset, length).ok()?;
+    let directory = Directory::read(&item).ok()?;
+    let (name, record) = directory.records.iter().max_by_key(|(_, record)| record.length)?;
+    let start = offset + directory.data_offset(&item, name, record).ok()?;
+    Some([start, start + record.length])
+}
+
+fn hash(
+    file: &dyn ReadAt,
+    cuts: &BTreeSet<u64>,
+    progress: Option<&(dyn Fn(u64) + Sync)>,
+) -> Result<FileIntegrity, FormatError> {
+    let mut integrity = FileIntegrity::default();
+    let mut buffer = Vec::new();
+    let mut start = 0;
+    for end in cuts.iter().copied().chain([file.len()]) {
+        let end = end.min(file.len());
+        if end <= start {
+            continue;
+        }
+        let block = block_length(end - start);
+        let mut hashes = Vec::new();
+        for at in (start..end).step_by(block as usize) {
+            buffer.resize(block.min(end - at) as usize, 0);
+            file.read_exact_at(at, &mut buffer)?;
+            hashes.push(xxh3_64(&buffer));
+            if let Some(progress) = progress {
+                progress(buffer.len() as u64);
+            }
+        }
+        integrity.push(end - start, block, hashes);
+        start = end;
+    }
+    Ok(integrity)
+}
+
+/// Checks the zip checksums of all DCP items. A checksum of 0 says nothing: torch accepts, and some writers leave, it.
+pub(super) fn check_crcs(checkpoint: &dyn Checkpoint, report: &mut Report, progress: Option<&(dyn Fn(u64) + Sync)>) {
+    let directory = checkpoint.directory();
+    for (fqn, _, stored) in checkpoint.metadata().stored().filter(|(_, _, stored)| stored.transforms.is_empty()) {
+        let check = || -> Result<(), CheckpointError> {
+            let file = directory.file(&stored.relative_path)?;
+            let error = |source| CheckpointError::Item {
+                fqn: fqn.to_owned(),
+                path: directory.path().join(&stored.relative_path),
+                offset: stored.offset,
+                source,
+            };
+            let item = Window::new(&*file, stored.offset, stored.length).map_err(error)?;
+            // Items of the SAFETENSORS format are no archives, and have no checksums.
+            let Ok(archive) = Directory::read(&item) else { return Ok(()) };
+            archive.records.iter().try_for_each(|(name, record)| {
+                let start = archive.data_offset(&item, name, record).map_err(error)?;
+                let crc = crc(&item, start, record.length, progress).map_err(error)?;
+                match record.crc == 0 || record.crc == crc {
+                    true => Ok(()),
+                    false => Err(error(FormatError::Corrupt {
+                        file: stored.relative_path.clone(),
+                        offset: stored.offset + start,
+                        end: stored.offset + start + record.length,
+                    })),
+                }
+            })
+        };
+        if let Err(error) = check() {
+            report.add(Some(fqn), Some(stored), &error);
+        }
+    }
+}
+
+fn crc(
+    item: &dyn ReadAt,
+    start: u64,
+    length: u64,
+    progress: Option<&(dyn Fn(u64) + Sync)>,
+) -> Result<u32, FormatError> {
+    let mut hasher = crc32fast::Hasher::new();
+    let mut buffer = Vec::new();
+    for at in (start..start + length).step_by(1 << 20) {
+        buffer.resize((start + length - at).min(1 << 20) as usize, 0);
+        item.read_exact_at(at, &mut buffer)?;
+        hasher.update(&buffer);
+        if let Some(progress) = progress {
+            progress(buffer.len() as u64);
+        }
+    }
+    Ok(hasher.finalize())
+}

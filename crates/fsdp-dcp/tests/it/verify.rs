@@ -1,0 +1,154 @@
+//! Verifying, sealing and comparing.
+
+use std::path::Path;
+
+use fsdp_dcp::checkpoint::open;
+use fsdp_dcp::diff::{Difference, Tolerance, diff};
+use fsdp_dcp::durable::Durable;
+use fsdp_dcp::reader::OpenOptions;
+use fsdp_dcp::verify::{Level, Report, seal, unknown_files, verify};
+
+use crate::fixtures::{check_against_truth, dcp_fixtures};
+use crate::save_load::{State, save};
+use crate::truth::{Truth, fixtures};
+
+fn verified(path: &Path, level: Level) -> Report {
+    verify(&*open(path, OpenOptions::default()).unwrap(), level, None).unwrap()
+}
+
+/// A writable copy of a fixture.
+fn copy(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        if entry.path().is_file() {
+            std::fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+        }
+    }
+}
+
+fn flip(file: &Path, at: usize) {
+    let mut bytes = std::fs::read(file).unwrap();
+    bytes[at] ^= 1;
+    std::fs::write(file, bytes).unwrap();
+}
+
+#[test]
+fn fixtures_are_whole_at_every_level() {
+    for name in dcp_fixtures() {
+        let report = verified(&fixtures().join(&name).join("dcp"), Level::Deep);
+        assert!(report.is_ok() && !report.sealed, "{name}: {:?}", report.problems);
+        let not_finite: Vec<&str> = report.not_finite.iter().map(|(key, _)| key.as_str()).collect();
+        match name.starts_with("misc") {
+            true => assert_eq!(not_finite, ["plain.x_nan_inf"], "{name}"),
+            false => assert!(not_finite.is_empty(), "{name}"),
+        }
+    }
+}
+
+#[test]
+fn sealing_makes_later_damage_visible() {
+    let parent = tempfile::tempdir().unwrap();
+    for (from, truth) in [
+        ("misc_ws2/dcp", "misc_ws2"),
+        ("variants_ws2/nocollectives", "variants_ws2"),
+        ("variants_ws2/zstd", "variants_ws2"),
+        ("hf_ws2/fs_safetensors", "hf_ws2"),
+        ("hf_ws2/hf_full_2files", "hf_ws2"),
+        ("hf_ws2/hf_sharded", "hf_ws2"),
+    ] {
+        let path = parent.path().join(from);
+        copy(&fixtures().join(from), &path);
+        seal(&path, None).unwrap();
+        let report = verified(&path, Level::Hashes);
+        assert!(report.is_ok() && report.sealed, "{from}: {:?}", report.problems);
+        check_against_truth(&path, &Truth::of(truth));
+        for entry in std::fs::read_dir(&path).unwrap() {
+            let file = entry.unwrap().path();
+            let length = std::fs::metadata(&file).unwrap().len() as usize;
+            for at in (0..length).step_by(length / 7 + 1) {
+                flip(&file, at);
+                // Metadata is checked when the checkpoint is opened, data by `verify`.
+                let found = match open(&path, OpenOptions::default()) {
+                    Err(_) => true,
+                    Ok(checkpoint) => !verify(&*checkpoint, Level::Hashes, None).unwrap().is_ok(),
+                };
+                assert!(found, "byte {at} of {}", file.display());
+                flip(&file, at);
+            }
+        }
+    }
+}
+
+#[test]
+fn the_first_bad_file_and_offset_are_named() {
+    let parent = tempfile::tempdir().unwrap();
+    let path = parent.path().join("c");
+    save(&State::sample(), 2, &path, &Durable::new()).unwrap();
+    assert!(verified(&path, Level::Deep).is_ok());
+    let at = 8_000_000;
+    flip(&path.join("__1_0.distcp"), at);
+    let report = verified(&path, Level::Hashes);
+    let problem = report.problems.iter().find(|problem| problem.fqn.is_none()).unwrap();
+    assert_eq!(problem.file.as_deref(), Some("__1_0.distcp"));
+    let offset = problem.offset.unwrap() as usize;
+    assert!(offset <= at && at < offset + (1 << 20), "{offset}");
+}
+
+#[test]
+fn checksums_find_damage_in_foreign_checkpoints() {
+    let parent = tempfile::tempdir().unwrap();
+    let path = parent.path().join("c");
+    copy(&fixtures().join("variants_ws2/lowestrank"), &path);
+    let truth = Truth::of("variants_ws2");
+    let bytes = std::fs::read(path.join("__0_0.distcp")).unwrap();
+    let payload = &truth.tensors["rep"].2;
+    let at = bytes.windows(payload.len()).position(|window| window == payload).unwrap();
+    flip(&path.join("__0_0.distcp"), at + 5);
+    assert!(verified(&path, Level::Sizes).is_ok());
+    let report = verified(&path, Level::Hashes);
+    assert_eq!(report.problems.len(), 1);
+    assert_eq!(report.problems[0].fqn.as_deref(), Some("rep"));
+    std::fs::write(path.join("__7_0.distcp"), b"left by an earlier save").unwrap();
+    let unknown = unknown_files(&*open(&path, OpenOptions::default()).unwrap()).unwrap();
+    assert_eq!(unknown, [Path::new("__7_0.distcp")]);
+}
+
+#[test]
+fn what_is_missing_is_reported_at_its_level() {
+    let parent = tempfile::tempdir().unwrap();
+    let path = parent.path().join("c");
+    copy(&fixtures().join("variants_ws2/lowestrank"), &path);
+    std::fs::remove_file(path.join("__1_0.distcp")).unwrap();
+    assert!(verified(&path, Level::Structure).is_ok());
+    let report = verified(&path, Level::Sizes);
+    assert!(report.problems.iter().all(|problem| problem.file.as_deref() == Some("__1_0.distcp")));
+    assert!(report.problems.iter().any(|problem| problem.fqn.as_deref() == Some("w")));
+    assert!(seal(&path, None).is_err());
+}
+
+#[test]
+fn differences_are_told_apart() {
+    let a = open(fixtures().join("fsdp2_adamw_ws2/dcp"), OpenOptions::default()).unwrap();
+    let b = open(fixtures().join("fsdp2_adamw_ws1/dcp"), OpenOptions::default()).unwrap();
+    let mut found = Vec::new();
+    diff(&*a, &*a, Tolerance::default(), &mut |key, difference| found.push((key.to_owned(), difference))).unwrap();
+    assert_eq!(found, []);
+    diff(&*a, &*b, Tolerance::default(), &mut |key, difference| found.push((key.to_owned(), difference))).unwrap();
+    let (key, difference) = &found[0];
+    assert!(key.starts_with("model."));
+    let Difference::Elements { count, max_abs: Some(max), .. } = difference else { panic!("{difference:?}") };
+    assert!(*count > 0 && *max > 0.0 && *max < 10.0);
+    let mut loose = 0;
+    diff(&*a, &*b, Tolerance { absolute: 100.0, relative: 0.0 }, &mut |_, _| loose += 1).unwrap();
+    assert_eq!(loose, 0);
+    let c = open(fixtures().join("misc_ws1/dcp"), OpenOptions::default()).unwrap();
+    let mut kinds = (0, 0);
+    diff(&*a, &*c, Tolerance::default(), &mut |_, difference| match difference {
+        Difference::OnlyInFirst => kinds.0 += 1,
+        Difference::OnlyInSecond => kinds.1 += 1,
+        other => panic!("{other:?}"),
+    })
+    .unwrap();
+    assert_eq!(kinds, (a.metadata().entries.len(), c.metadata().entries.len()));
+}
