@@ -146,7 +146,17 @@ impl<'a> Incoming<'a> {
             None => self.plan()?,
         };
         self.wait(|segment| segment.word(Word::Published).load(Ordering::Acquire) > number)?;
-        Ok(self.segment.window((number % 2) as usize, offset, size.min(self.left)))
+        let len = size.min(self.left);
+        let chunk = self.segment.window((number % 2) as usize, offset, len);
+        if chunk.len() == len {
+            return Ok(chunk);
+        }
+        Err(CommError::RankLeft {
+            rank: self.member.ranks[self.from],
+            operation: self.round.operation.to_owned(),
+            sequence: self.round.sequence,
+            reason: format!("published {len} bytes at {offset} of a window that has not so many"),
+        })
     }
 
     /// Lets the chunk go.

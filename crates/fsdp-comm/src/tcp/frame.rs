@@ -55,19 +55,20 @@ pub(super) fn read(stream: &mut impl Read) -> io::Result<Event> {
     Ok(Event { kind, group: word(1), round: word(9), body })
 }
 
+/// Whether a write that failed like this may be tried again.
+pub(super) fn is_patient(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut | io::ErrorKind::Interrupted)
+}
+
 /// Writes all of it, for as long as `go_on` says so.
 pub(super) fn write(stream: &mut impl Write, mut bytes: &[u8], go_on: impl Fn() -> bool) -> io::Result<()> {
     while !bytes.is_empty() {
         match stream.write(bytes) {
             Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
             Ok(written) => bytes = &bytes[written..],
-            Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
-                if !go_on() {
-                    return Err(io::ErrorKind::TimedOut.into());
-                }
-            }
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
+            Err(error) if !is_patient(&error) => return Err(error),
+            Err(_) if go_on() => {}
+            Err(_) => return Err(io::ErrorKind::TimedOut.into()),
         }
     }
     Ok(())

@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::io::{self, IoSlice, Write};
 use std::net::{Shutdown, TcpStream};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -222,37 +222,34 @@ impl Node {
     fn hang_up(&self, from: usize) {
         if let Some(Some(writer)) = self.writers.get(from) {
             // Ends the reader of this socket, and the other rank's after it has read what was sent before.
-            writer.lock().unwrap_or_else(PoisonError::into_inner).shutdown(Shutdown::Both).ok();
+            if let Ok(writer) = writer.lock() {
+                writer.shutdown(Shutdown::Both).ok();
+            }
         }
     }
 
-    fn write(
-        &self,
-        to: usize,
-        kind: Kind,
-        (group, round): (u64, u64),
-        body: &[u8],
-        go_on: impl Fn() -> bool,
-    ) -> io::Result<()> {
+    fn write(&self, to: usize, kind: Kind, about: (u64, u64), body: &[u8], go_on: impl Fn() -> bool) -> io::Result<()> {
         let Some(Some(writer)) = self.writers.get(to) else { return Ok(()) };
-        let header = frame::header(kind, group, round, body.len());
-        let mut writer = writer.lock().unwrap_or_else(PoisonError::into_inner);
-        let written = match writer.write_vectored(&[IoSlice::new(&header), IoSlice::new(body)]) {
-            Ok(written) => written,
-            Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => 0,
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => 0,
-            Err(error) => return Err(error),
-        };
-        if written < header.len() {
-            frame::write(&mut *writer, &header[written..], &go_on)?;
-        }
-        frame::write(&mut *writer, &body[written.saturating_sub(header.len())..], &go_on)
+        write_frame(&mut writer.lock().unwrap_or_else(PoisonError::into_inner), kind, about, body, go_on)
     }
 
-    /// Sends what must not hold this rank up.
+    /// Sends what must not hold this rank up for long, not even if another thread waits for a rank that does not read.
     fn tell(&self, to: usize, kind: Kind, about: (u64, u64), body: &[u8]) {
         let until = Instant::now() + FAREWELL;
-        self.write(to, kind, about, body, || Instant::now() < until).ok();
+        let Some(Some(writer)) = self.writers.get(to) else { return };
+        while Instant::now() < until {
+            match writer.try_lock() {
+                Ok(mut writer) => {
+                    if write_frame(&mut writer, kind, about, body, || Instant::now() < until).is_err() {
+                        // Perhaps in the middle of a frame.
+                        writer.shutdown(Shutdown::Both).ok();
+                    }
+                    return;
+                }
+                Err(TryLockError::WouldBlock) => thread::sleep(Duration::from_millis(1)),
+                Err(TryLockError::Poisoned(_)) => return,
+            }
+        }
     }
 
     /// Ends a group here and, if it has not already ended, on all its ranks.
@@ -356,6 +353,25 @@ impl Inbox {
             state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
+}
+
+fn write_frame(
+    writer: &mut TcpStream,
+    kind: Kind,
+    (group, round): (u64, u64),
+    body: &[u8],
+    go_on: impl Fn() -> bool,
+) -> io::Result<()> {
+    let header = frame::header(kind, group, round, body.len());
+    let written = match writer.write_vectored(&[IoSlice::new(&header), IoSlice::new(body)]) {
+        Ok(written) => written,
+        Err(error) if frame::is_patient(&error) => 0,
+        Err(error) => return Err(error),
+    };
+    if written < header.len() {
+        frame::write(writer, &header[written..], &go_on)?;
+    }
+    frame::write(writer, &body[written.saturating_sub(header.len())..], &go_on)
 }
 
 fn beat(writer: &Mutex<TcpStream>) {
