@@ -2,7 +2,13 @@
 //!
 //! A [`ProcessGroup`] is one rank's handle on a group of ranks that call the same operations in the same order:
 //! torch's `ProcessGroup`, on slices of host memory. Which ranks there are and how bytes move between them is the
-//! business of a [`Backend`]; in the `local` one, ranks are threads of this process:
+//! business of a [`Backend`]:
+//!
+//! | backend | ranks are | they are started by | bytes move |
+//! |---|---|---|---|
+//! | `local` | threads of one process | [`run_local`] | straight from one rank's slice to another's |
+//! | `tcp` | processes | a launcher; [`init_process_group`] in each | through shared memory on one host, else over sockets |
+//!
 //!
 //! ```
 //! use fsdp_comm::{ReduceOp, run_local};
@@ -22,7 +28,8 @@
 //! - **The same bits.** Reductions add in rank order `0..N` (`f16` and `bf16` in `f32`, rounded once at the end), so a
 //!   result depends on the number of ranks, but not on the backend, the timing or the way that the work is split.
 //!
-//! Safety limits, checked before anything is allocated: [`MAX_OBJECT_BYTES`], [`MAX_MESSAGE_BYTES`].
+//! Safety limits, checked before anything is allocated: [`MAX_OBJECT_BYTES`], [`MAX_MESSAGE_BYTES`],
+//! [`MAX_WORLD_SIZE`], [`store::MAX_KEY_BYTES`], [`store::MAX_VALUE_BYTES`].
 
 pub mod backend;
 mod collectives;
