@@ -51,6 +51,34 @@ pub enum CheckpointError {
         /// The contradiction, and what to set.
         problem: &'static str,
     },
+    /// A flat optimizer state dict has a key that names no parameter of the model.
+    #[error("`{key}` in the flat optimizer state dict names no parameter of the model")]
+    UnknownFlatKey {
+        /// The key.
+        key: String,
+    },
+    /// A state dict of FlatParameters cannot be loaded by name.
+    #[error("`{key}` is a FlatParameter: this is a state dict of type Local, or its model was not the root module")]
+    FlatParameterKey {
+        /// The key.
+        key: String,
+    },
+    /// A full state dict holds what is not whole.
+    #[error("`{fqn}` is a {kind}, but rank 0's state dict must be full")]
+    NotFull {
+        /// The flat key.
+        fqn: String,
+        /// What it is.
+        kind: &'static str,
+    },
+    /// A state dict is not what it should be.
+    #[error("state dicts differ at `{key}`: {problem}")]
+    Differs {
+        /// The flat key.
+        key: String,
+        /// How.
+        problem: String,
+    },
     /// The state dict is not of this model or optimizer. Nothing has been changed.
     #[error("the {what} state dict does not fit: {}", describe(report))]
     Mismatch {

@@ -9,15 +9,19 @@
 pub mod catalog;
 mod error;
 mod exchange;
+mod from_rank0;
 pub mod load;
+mod names;
+mod optim_format;
 mod options;
 pub mod save;
 pub mod state_dict;
 mod template;
+mod verify;
 
 pub use catalog::{StepCheckpoint, latest_checkpoint, list_checkpoints, step_path};
 pub use error::CheckpointError;
-pub use fsdp_state::LoadReport;
+pub use fsdp_state::{KeepOn, LoadReport};
 pub use load::{LoadOptions, load, load_whole};
 pub use options::StateDictOptions;
 pub use save::{SaveOptions, SaveReport, save};
@@ -26,3 +30,4 @@ pub use state_dict::{
     set_state_dict,
 };
 pub use template::optimizer_template;
+pub use verify::{verify_msd, verify_osd_by_load};

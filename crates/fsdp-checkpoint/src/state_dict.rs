@@ -3,20 +3,25 @@
 //! Getting changes nothing. Setting checks everything on every rank first; if anything does not fit, every rank gets
 //! the same error and nothing has been changed.
 
-use fsdp_nn::model_state::{check_model_state_dict, sharded_model_state_dict};
-use fsdp_nn::optim_state::{MissingState, check_optim_state_dict, sharded_optim_state_dict};
+use fsdp_comm::ProcessGroup;
+use fsdp_nn::model_state::{CheckedModelState, check_model_state_dict, sharded_model_state_dict};
+use fsdp_nn::optim_state::{CheckedOptimState, MissingState, check_optim_state_dict, sharded_optim_state_dict};
 use fsdp_nn::{Optimizer, ShardedParameters};
-use fsdp_state::{LoadReport, StateDict, StateValue};
+use fsdp_state::{
+    GatherOptions, KeepOn, LoadReport, StateDict, StateValue, gather_state_dict, offload_state_dict_to_cpu,
+};
 
 use crate::exchange::localize;
-use crate::{CheckpointError, StateDictOptions};
+use crate::from_rank0::{CPU, from_rank0, model_owner, optim_owner};
+use crate::{CheckpointError, StateDictOptions, names, optim_format};
 
 /// The state dicts of a model and its optimizers: (model, optimizers).
 ///
-/// Sharded (the default): no communication; each rank gets its own boxes under the same keys.
+/// Sharded (the default): no communication; each rank gets its own boxes under the same keys. Full: one gather for
+/// each tensor; all ranks get whole tensors, or those that [`StateDictOptions`] names, and the others empty dicts.
 ///
 /// # Errors
-/// Contradicting options; candle's.
+/// Contradicting options; with full state dicts any rank's error, on every rank.
 pub fn get_state_dict(
     parameters: &ShardedParameters,
     optimizers: &[&Optimizer],
@@ -34,17 +39,16 @@ pub fn get_model_state_dict(
     options: &StateDictOptions,
 ) -> Result<StateDict, CheckpointError> {
     options.check()?;
-    let mut state = sharded_model_state_dict(parameters)?;
-    if options.ignore_frozen_params {
-        let mut trained = StateDict::new();
-        for (name, value) in state {
-            if !parameters.contains(&name) || parameters.requires_grad(&name)? {
-                trained.insert(name, value);
-            }
+    let mut state = StateDict::new();
+    for (fqn, value) in sharded_model_state_dict(parameters)? {
+        if options.ignore_frozen_params && parameters.contains(&fqn) && !parameters.requires_grad(&fqn)? {
+            continue;
         }
-        state = trained;
+        if let Some(name) = names::to_dict(&fqn, options) {
+            state.insert(name, value);
+        }
     }
-    owned(state, options)
+    finish(parameters.group(), state, options)
 }
 
 /// The optimizers' half of [`get_state_dict`]: `{"state", "param_groups"}`, states joined, groups concatenated.
@@ -53,16 +57,24 @@ pub fn get_model_state_dict(
 /// # Errors
 /// As [`get_state_dict`].
 pub fn get_optimizer_state_dict(
-    _parameters: &ShardedParameters,
+    parameters: &ShardedParameters,
     optimizers: &[&Optimizer],
     options: &StateDictOptions,
 ) -> Result<StateDict, CheckpointError> {
     options.check()?;
-    owned(sharded_optim_state_dict(optimizers, MissingState::Initial)?, options)
+    let nested = sharded_optim_state_dict(optimizers, MissingState::Initial)?;
+    finish(parameters.group(), optim_format::to_dict(nested, options)?, options)
 }
 
-/// Values in memory of their own, unless sharing is asked for.
-fn owned(state: StateDict, options: &StateDictOptions) -> Result<StateDict, CheckpointError> {
+/// Gathers, offloads or copies, as the options say.
+fn finish(group: &ProcessGroup, state: StateDict, options: &StateDictOptions) -> Result<StateDict, CheckpointError> {
+    if options.full_state_dict {
+        let device = options.cpu_offload.then_some(CPU);
+        return Ok(gather_state_dict(group, &state, &GatherOptions { keep_on: options.kept_on(), device })?);
+    }
+    if options.cpu_offload {
+        return Ok(offload_state_dict_to_cpu(&state, &KeepOn::All, group.rank())?);
+    }
     if options.share_storage {
         return Ok(state);
     }
@@ -70,6 +82,7 @@ fn owned(state: StateDict, options: &StateDictOptions) -> Result<StateDict, Chec
 }
 
 fn owned_value(value: StateValue) -> Result<StateValue, CheckpointError> {
+    let all = |list: Vec<StateValue>| list.into_iter().map(owned_value).collect::<Result<Vec<_>, CheckpointError>>();
     Ok(match value {
         StateValue::Tensor(tensor) => StateValue::Tensor(tensor.copy()?.detach()),
         StateValue::Sharded(tensor) => StateValue::Sharded(tensor.copy()?),
@@ -77,20 +90,18 @@ fn owned_value(value: StateValue) -> Result<StateValue, CheckpointError> {
             let copied = dict.into_iter().map(|(key, value)| Ok((key, owned_value(value)?)));
             StateValue::Dict(copied.collect::<Result<_, CheckpointError>>()?)
         }
-        StateValue::List(list) => {
-            StateValue::List(list.into_iter().map(owned_value).collect::<Result<_, CheckpointError>>()?)
-        }
-        StateValue::Tuple(list) => {
-            StateValue::Tuple(list.into_iter().map(owned_value).collect::<Result<_, CheckpointError>>()?)
-        }
+        StateValue::List(list) => StateValue::List(all(list)?),
+        StateValue::Tuple(list) => StateValue::Tuple(all(list)?),
         other => other,
     })
 }
 
-/// Loads a model and its optimizers. The caller's dicts are not changed. An empty model dict means optimizers only.
+/// Loads a model and its optimizers. The caller's dicts are not changed. An empty model dict means optimizers only
+/// (with `broadcast_from_rank0`, one that is empty on rank 0).
 ///
 /// Values may be whole tensors or sharded in any boxes: what a rank needs and does not have comes from the others.
-/// Collectives: agreements; one exchange for each value whose boxes have to move between ranks.
+/// Collectives: agreements; with `broadcast_from_rank0` one broadcast for each tensor; else exchanges of the values
+/// whose boxes have to move between ranks.
 ///
 /// # Errors
 /// The same on every rank, and nothing is changed: names that differ (`strict`), shapes, dtypes, malformed groups,
@@ -139,14 +150,13 @@ fn set(
 ) -> Result<LoadReport, CheckpointError> {
     options.check()?;
     let group = parameters.group();
-    let model = model.filter(|model| !model.is_empty());
-    let local = localize(parameters, model, optim)?;
-    let checked =
-        group.agree("set_state_dict", check(parameters, optimizers, local.model.as_ref(), local.optim.as_ref()))?;
-    let reports = group.all_gather_object(&(checked.model_report.clone(), checked.optim_report.clone()))?;
-    let (model_reports, optim_reports): (Vec<_>, Vec<_>) = reports.into_iter().unzip();
-    let merge = |reports: Vec<LoadReport>| reports.into_iter().fold(LoadReport::default(), LoadReport::merge);
-    let (model_report, optim_report) = (merge(model_reports), merge(optim_reports));
+    let mut state = group.agree("set_state_dict", Incoming::new(parameters, model, optim, options))?;
+    if options.broadcast_from_rank0 {
+        state = state.from_rank0(parameters)?;
+    }
+    let state = localize(parameters, state)?;
+    let checked = group.agree("set_state_dict", Checked::new(parameters, optimizers, &state, options))?;
+    let (model_report, optim_report) = checked.reports(group)?;
     let fails = |report: &LoadReport, unexpected: bool| {
         !report.mismatched.is_empty()
             || options.strict && (!report.missing.is_empty() || unexpected && !report.unexpected.is_empty())
@@ -158,43 +168,87 @@ fn set(
     if fails(&optim_report, false) {
         return Err(CheckpointError::Mismatch { what: "optimizer", report: Box::new(optim_report) });
     }
-    let applied = checked.apply(parameters, optimizers);
-    group.agree("set_state_dict", applied)?;
+    group.agree("set_state_dict", checked.apply(parameters, optimizers))?;
     Ok(model_report.merge(optim_report))
+}
+
+/// State dicts on their way in, nested and under the model's names.
+pub(crate) struct Incoming {
+    pub(crate) model: Option<StateDict>,
+    pub(crate) optim: Option<StateDict>,
+}
+
+impl Incoming {
+    fn new(
+        parameters: &ShardedParameters,
+        model: Option<&StateDict>,
+        optim: Option<&StateDict>,
+        options: &StateDictOptions,
+    ) -> Result<Self, CheckpointError> {
+        let flat_parameter = model.into_iter().flat_map(StateDict::keys).find(|key| key.contains("_flat_param"));
+        if let Some(key) = flat_parameter {
+            return Err(CheckpointError::FlatParameterKey { key: key.to_owned() });
+        }
+        let model = model.map(|model| {
+            model.iter().map(|(name, value)| (names::to_model(name, options), value.clone())).collect::<StateDict>()
+        });
+        let optim = optim.map(|optim| optim_format::to_model(optim, parameters, options)).transpose()?;
+        Ok(Incoming { model, optim })
+    }
+
+    fn from_rank0(self, parameters: &ShardedParameters) -> Result<Self, CheckpointError> {
+        let model = self.model.map(|model| from_rank0(parameters, &model, model_owner)).transpose()?;
+        let optim = self.optim.map(|optim| from_rank0(parameters, &optim, optim_owner)).transpose()?;
+        Ok(Incoming { model, optim })
+    }
 }
 
 /// All that is to be put in place on this rank.
 struct Checked {
-    model: Option<fsdp_nn::model_state::CheckedModelState>,
-    optims: Vec<fsdp_nn::optim_state::CheckedOptimState>,
+    model: Option<CheckedModelState>,
+    optims: Vec<CheckedOptimState>,
     model_report: LoadReport,
     optim_report: LoadReport,
 }
 
-fn check(
-    parameters: &ShardedParameters,
-    optimizers: &[&mut Optimizer],
-    model: Option<&StateDict>,
-    optim: Option<&StateDict>,
-) -> Result<Checked, CheckpointError> {
-    let model = model.map(|model| check_model_state_dict(parameters, model)).transpose()?;
-    let mut optim_report = LoadReport::default();
-    let mut optims = Vec::new();
-    if let Some(optim) = optim {
-        for optimizer in optimizers {
-            optims.push(check_optim_state_dict(optimizer, optim, &mut optim_report)?);
+impl Checked {
+    fn new(
+        parameters: &ShardedParameters,
+        optimizers: &[&mut Optimizer],
+        state: &Incoming,
+        options: &StateDictOptions,
+    ) -> Result<Self, CheckpointError> {
+        let model = state.model.as_ref().filter(|model| !model.is_empty());
+        let model = model.map(|model| check_model_state_dict(parameters, model)).transpose()?;
+        let mut model_report = model.as_ref().map(|checked| checked.report.clone()).unwrap_or_default();
+        if options.ignore_frozen_params {
+            let is_trained = |name: &String| parameters.requires_grad(name).unwrap_or(true);
+            model_report.missing.retain(is_trained);
         }
-        for fqn in optim.dict("state").into_iter().flat_map(StateDict::keys) {
-            if !optimizers.iter().any(|optimizer| optimizer.holds(fqn)) {
-                optim_report.unexpected.push(fqn.to_owned());
+        let mut optim_report = LoadReport::default();
+        let mut optims = Vec::new();
+        if let Some(optim) = &state.optim {
+            for optimizer in optimizers {
+                optims.push(check_optim_state_dict(optimizer, optim, &mut optim_report)?);
+            }
+            for fqn in optim.dict("state").into_iter().flat_map(StateDict::keys) {
+                if !optimizers.iter().any(|optimizer| optimizer.holds(fqn)) {
+                    optim_report.unexpected.push(fqn.to_owned());
+                }
             }
         }
+        Ok(Checked { model, optims, model_report, optim_report })
     }
-    let model_report = model.as_ref().map(|checked| checked.report.clone()).unwrap_or_default();
-    Ok(Checked { model, optims, model_report, optim_report })
-}
 
-impl Checked {
+    /// What any rank found, on every rank.
+    fn reports(&self, group: &ProcessGroup) -> Result<(LoadReport, LoadReport), CheckpointError> {
+        let all = group.all_gather_object(&(self.model_report.clone(), self.optim_report.clone()))?;
+        let merge = |(model, optim): (LoadReport, LoadReport), more: (LoadReport, LoadReport)| {
+            (model.merge(more.0), optim.merge(more.1))
+        };
+        Ok(all.into_iter().fold(Default::default(), merge))
+    }
+
     fn apply(self, parameters: &ShardedParameters, optimizers: &mut [&mut Optimizer]) -> Result<(), CheckpointError> {
         if let Some(model) = self.model {
             model.apply(parameters)?;

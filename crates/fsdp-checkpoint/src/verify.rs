@@ -1,0 +1,81 @@
+//! Checks that a state dict is what it should be, for users' tests and for ours.
+
+use fsdp_comm::ProcessGroup;
+use fsdp_flat::storage::with_bytes;
+use fsdp_nn::{Optimizer, ShardedParameters};
+use fsdp_state::{FlatStateDict, GatherOptions, StateDict, StateValue, flatten_containers, gather_state_dict};
+
+use crate::{CheckpointError, StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict};
+
+/// Gathers a distributed optimizer state dict, loads it into `fresh` optimizers of an unsharded model, and requires
+/// what they then hold to be, bit for bit, what the `reference` optimizers hold: torch's `_verify_osd_by_load`, with
+/// the values really compared.
+///
+/// `parameters` are those of the unsharded model (of a process group of one rank) that `fresh` and `reference` step
+/// on. Collective over `group`; every rank brings its own unsharded model.
+///
+/// # Errors
+/// [`CheckpointError::Differs`] naming the first difference; errors of the load.
+pub fn verify_osd_by_load(
+    group: &ProcessGroup,
+    distributed: &StateDict,
+    parameters: &ShardedParameters,
+    fresh: &mut [&mut Optimizer],
+    reference: &[&Optimizer],
+) -> Result<(), CheckpointError> {
+    let full = gather_state_dict(group, distributed, &GatherOptions::default())?;
+    let options = StateDictOptions::default();
+    let loaded = set_optimizer_state_dict(parameters, fresh, &full, &options).and_then(|_| {
+        let fresh: Vec<&Optimizer> = fresh.iter().map(|optimizer| &**optimizer).collect();
+        let whole = |state: StateDict, of: &ShardedParameters| {
+            Ok::<_, CheckpointError>(gather_state_dict(of.group(), &state, &GatherOptions::default())?)
+        };
+        let found = whole(get_optimizer_state_dict(parameters, &fresh, &options)?, parameters)?;
+        let of = reference.first().map_or(parameters, |optimizer| optimizer.parameters());
+        let expected = whole(get_optimizer_state_dict(of, reference, &options)?, of)?;
+        same(&found, &expected)
+    });
+    Ok(group.agree("verify_osd_by_load", loaded)?)
+}
+
+/// Gathers a distributed model state dict and requires it to be, bit for bit, the `reference` one, which is whole:
+/// torch's `_verify_msd`, exact. Collective over `group`.
+///
+/// # Errors
+/// [`CheckpointError::Differs`] naming the first difference.
+pub fn verify_msd(group: &ProcessGroup, distributed: &StateDict, reference: &StateDict) -> Result<(), CheckpointError> {
+    let full = gather_state_dict(group, distributed, &GatherOptions::default())?;
+    Ok(group.agree("verify_msd", same(&full, reference))?)
+}
+
+/// Whether two whole state dicts hold the same keys and bits.
+fn same(found: &StateDict, expected: &StateDict) -> Result<(), CheckpointError> {
+    let FlatStateDict { values: found, .. } = flatten_containers(found)?;
+    let FlatStateDict { values: expected, .. } = flatten_containers(expected)?;
+    let differs =
+        |key: &str, problem: &str| CheckpointError::Differs { key: key.to_owned(), problem: problem.to_owned() };
+    for key in expected.keys() {
+        if !found.contains_key(key) {
+            return Err(differs(key, "it is missing"));
+        }
+    }
+    for (key, found) in &found {
+        let Some(expected) = expected.get(key) else { return Err(differs(key, "it is not expected")) };
+        let equal = match (found, expected) {
+            (StateValue::Tensor(found), StateValue::Tensor(expected)) => {
+                if found.dims() != expected.dims() || found.dtype() != expected.dtype() {
+                    return Err(differs(key, "another shape or dtype"));
+                }
+                with_bytes(&found.contiguous()?, <[u8]>::to_vec)?
+                    == with_bytes(&expected.contiguous()?, <[u8]>::to_vec)?
+            }
+            (StateValue::Raw(found), StateValue::Raw(expected)) => found == expected,
+            (StateValue::Plain(found), StateValue::Plain(expected)) => found.same_bits(expected),
+            _ => return Err(differs(key, "another kind of value")),
+        };
+        if !equal {
+            return Err(differs(key, "another value"));
+        }
+    }
+    Ok(())
+}

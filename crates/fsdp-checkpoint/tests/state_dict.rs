@@ -1,0 +1,598 @@
+//! `get_state_dict` and `set_state_dict`: what they promise, case by case.
+
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use candle_core::{DType, Device, Tensor};
+use candle_nn::{Linear, Module, linear};
+use fsdp_checkpoint::{
+    CheckpointError, KeepOn, StateDictOptions, get_model_state_dict, get_optimizer_state_dict, get_state_dict,
+    set_model_state_dict, set_optimizer_state_dict, set_state_dict, verify_msd, verify_osd_by_load,
+};
+use fsdp_comm::{ProcessGroup, run_local};
+use fsdp_layout::{DeviceMesh, PlainValue};
+use fsdp_nn::algorithm::{AdagradOptions, AdamOptions, Algorithm, SgdOptions};
+use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer, ParamGroup, ShardingStrategy, Unit};
+use fsdp_state::{GatherOptions, StateDict, StateValue, flatten_containers, gather_state_dict};
+
+struct Net {
+    embedding: Tensor,
+    a: Unit<Linear>,
+    b: Unit<Linear>,
+    scale: Tensor,
+}
+
+type Model = FullyShardedDataParallel<Net>;
+
+/// A tied embedding and head, two units, a buffer of each kind, a bare parameter that is smaller than any world.
+fn model(group: ProcessGroup, config: FsdpConfig) -> Model {
+    FullyShardedDataParallel::new(group, config, |scope| {
+        scope.tie("head.weight", "embedding.weight");
+        let init = candle_nn::Init::Randn { mean: 0.0, stdev: 0.3 };
+        let embedding = scope.vb().get_with_hints((5, 6), "embedding.weight", init)?;
+        let tied = scope.vb().get_with_hints((5, 6), "head.weight", init)?;
+        assert_eq!(tied.id(), embedding.id());
+        scope.buffer("steps", Tensor::new(7f32, &Device::Cpu)?, true);
+        scope.buffer("scratch", Tensor::new(8f32, &Device::Cpu)?, false);
+        Ok(Net {
+            embedding,
+            a: scope.pp("a").unit(|scope| linear(6, 9, scope.vb()))?,
+            b: scope.pp("b").unit(|scope| linear(9, 6, scope.vb()))?,
+            scale: scope.vb().get_with_hints(1, "scale", candle_nn::init::ONE)?,
+        })
+    })
+    .unwrap()
+}
+
+fn config(world: usize, strategy: ShardingStrategy, use_orig_params: bool, seed: u64) -> FsdpConfig {
+    let replicas = if world.is_multiple_of(2) { 2 } else { 1 };
+    let mesh = DeviceMesh::new(&[replicas, world / replicas], &["replicate", "shard"], world).unwrap();
+    FsdpConfig { strategy, use_orig_params, seed, mesh: Some(mesh), ..FsdpConfig::default() }
+}
+
+fn sharded(group: &ProcessGroup, seed: u64) -> Model {
+    model(group.clone(), config(group.world_size(), ShardingStrategy::FullShard, true, seed))
+}
+
+/// The same model on one rank: the reference.
+fn whole(seed: u64) -> Model {
+    let group = run_local(1, |group| group).unwrap().remove(0);
+    model(group, config(1, ShardingStrategy::NoShard, true, seed))
+}
+
+fn step(model: &Model, optimizers: &mut [&mut Optimizer], seed: usize) {
+    let ids = Tensor::new(&[(seed % 5) as u32, ((seed + 2) % 5) as u32], &Device::Cpu).unwrap();
+    let loss = model
+        .forward(|net| {
+            let x = net.embedding.index_select(&ids, 0)?;
+            let h = net.b.forward(&net.a.forward(&x)?.tanh()?)?.broadcast_mul(&net.scale)?;
+            h.matmul(&net.embedding.t()?)?.sqr()?.mean_all()
+        })
+        .unwrap();
+    model.backward(&loss).unwrap();
+    optimizers.iter_mut().for_each(|optimizer| optimizer.step().unwrap());
+    model.parameters().zero_grad();
+}
+
+fn adamw() -> Algorithm {
+    Algorithm::AdamW(AdamOptions { lr: 0.01, ..AdamOptions::adamw() })
+}
+
+fn options() -> StateDictOptions {
+    StateDictOptions::default()
+}
+
+fn full(group: &ProcessGroup, state: &StateDict) -> StateDict {
+    gather_state_dict(group, state, &GatherOptions::default()).unwrap()
+}
+
+/// Every leaf with its bits, sorted by key.
+fn bits(state: &StateDict) -> Vec<(String, String)> {
+    let mut leaves: Vec<(String, String)> = flatten_containers(state)
+        .unwrap()
+        .values
+        .into_iter()
+        .map(|(key, value)| {
+            let text = match value {
+                StateValue::Tensor(t) => {
+                    let bytes = fsdp_flat::storage::with_bytes(&t.contiguous().unwrap(), <[u8]>::to_vec).unwrap();
+                    format!("{:?} {bytes:?}", t.dims())
+                }
+                StateValue::Plain(value) => format!("{value:?}"),
+                other => panic!("{key} is a {}", other.kind()),
+            };
+            (key, text)
+        })
+        .collect();
+    leaves.sort();
+    leaves
+}
+
+fn gathered_bits(model: &Model, optimizers: &[&Optimizer]) -> Vec<(String, String)> {
+    let (m, o) = get_state_dict(model.parameters(), optimizers, &options()).unwrap();
+    let mut all = bits(&full(model.group(), &m));
+    all.extend(bits(&full(model.group(), &o)));
+    all
+}
+
+#[test]
+fn what_is_saved_equals_the_unsharded_reference_by_load() {
+    let algorithms = [
+        adamw(),
+        Algorithm::Adam(AdamOptions { amsgrad: true, ..AdamOptions::default() }),
+        Algorithm::Sgd(SgdOptions { lr: 0.05, momentum: 0.9, ..SgdOptions::default() }),
+        Algorithm::Adagrad(AdagradOptions::default()),
+    ];
+    for algorithm in algorithms {
+        for strategy in ShardingStrategy::ALL {
+            for (world, use_orig_params) in [(1, true), (2, false), (3, true), (4, true), (4, false)] {
+                run_local(world, |group| {
+                    let reference = whole(1);
+                    let mut reference_optimizer = Optimizer::new(reference.parameters(), algorithm.clone()).unwrap();
+                    let model = model(group.clone(), config(world, strategy, use_orig_params, 1));
+                    let mut optimizer = Optimizer::new(model.parameters(), algorithm.clone()).unwrap();
+                    // Every rank sees the same batch, so that the mean gradient is the reference's, bit for bit, where
+                    // a division by the number of ranks is exact.
+                    for seed in 0..4 {
+                        step(&reference, &mut [&mut reference_optimizer], seed);
+                        step(&model, &mut [&mut optimizer], seed);
+                    }
+                    let (m, o) = get_state_dict(model.parameters(), &[&optimizer], &options()).unwrap();
+                    let mut fresh = Optimizer::new(reference.parameters(), algorithm.clone()).unwrap();
+                    let fresh = &mut [&mut fresh];
+                    let verified =
+                        verify_osd_by_load(&group, &o, reference.parameters(), fresh, &[&reference_optimizer]);
+                    let (expected, _) = get_state_dict(reference.parameters(), &[], &options()).unwrap();
+                    let expected = full(reference.group(), &expected);
+                    let verified = verified.and_then(|()| verify_msd(&group, &m, &expected));
+                    if world != 3 {
+                        verified.unwrap_or_else(|error| panic!("{algorithm:?} {strategy} {world}: {error}"));
+                    }
+                    // The checks themselves must be able to fail.
+                    step(&model, &mut [&mut optimizer], 9);
+                    let (m, o) = get_state_dict(model.parameters(), &[&optimizer], &options()).unwrap();
+                    let differs =
+                        verify_osd_by_load(&group, &o, reference.parameters(), fresh, &[&reference_optimizer]);
+                    assert!(differs.is_err());
+                    assert!(verify_msd(&group, &m, &expected).is_err());
+                })
+                .unwrap();
+            }
+        }
+    }
+}
+
+#[test]
+fn getting_changes_nothing_even_before_the_first_step() {
+    run_local(2, |group| {
+        let reads = [
+            options(),
+            StateDictOptions { full_state_dict: true, ..options() },
+            StateDictOptions { full_state_dict: true, cpu_offload: true, ..options() },
+            StateDictOptions { flatten_optimizer_state_dict: true, cpu_offload: true, ..options() },
+        ];
+        let run = |read: bool| {
+            let model = sharded(&group, 1);
+            let mut optimizer = Optimizer::new(model.parameters(), adamw()).unwrap();
+            for seed in 0..3 {
+                for options in reads.iter().filter(|_| read) {
+                    get_state_dict(model.parameters(), &[&optimizer], options).unwrap();
+                }
+                step(&model, &mut [&mut optimizer], seed);
+            }
+            gathered_bits(&model, &[&optimizer])
+        };
+        assert_eq!(run(true), run(false));
+        let model = sharded(&group, 1);
+        let optimizer = Optimizer::new(model.parameters(), adamw()).unwrap();
+        let state = get_optimizer_state_dict(model.parameters(), &[&optimizer], &options()).unwrap();
+        let step =
+            state.dict("state").unwrap().dict("a.bias").unwrap().get("step").unwrap().as_tensor().unwrap().clone();
+        assert_eq!(step.to_scalar::<f32>().unwrap(), 0.0);
+        assert!(optimizer.is_fresh());
+    })
+    .unwrap();
+}
+
+#[test]
+fn values_do_not_change_under_their_holder() {
+    run_local(2, |group| {
+        let model = sharded(&group, 1);
+        let mut optimizer = Optimizer::new(model.parameters(), adamw()).unwrap();
+        step(&model, &mut [&mut optimizer], 0);
+        let (m, o) = get_state_dict(model.parameters(), &[&optimizer], &options()).unwrap();
+        let before = (bits(&full(&group, &m)), bits(&full(&group, &o)));
+        step(&model, &mut [&mut optimizer], 1);
+        assert_eq!((bits(&full(&group, &m)), bits(&full(&group, &o))), before);
+        let shared = StateDictOptions { share_storage: true, ..options() };
+        let (m, _) = get_state_dict(model.parameters(), &[&optimizer], &shared).unwrap();
+        let before = bits(&full(&group, &m));
+        step(&model, &mut [&mut optimizer], 2);
+        assert_ne!(bits(&full(&group, &m)), before);
+    })
+    .unwrap();
+}
+
+#[test]
+fn all_names_of_tied_parameters_are_in_the_model_and_one_in_the_optimizer() {
+    run_local(2, |group| {
+        let model = sharded(&group, 1);
+        let mut optimizer = Optimizer::new(model.parameters(), adamw()).unwrap();
+        step(&model, &mut [&mut optimizer], 0);
+        let (m, o) = get_state_dict(model.parameters(), &[&optimizer], &options()).unwrap();
+        let mut keys: Vec<&str> = m.keys().collect();
+        keys.sort_unstable();
+        let expected =
+            ["a.bias", "a.weight", "b.bias", "b.weight", "embedding.weight", "head.weight", "scale", "steps"];
+        assert_eq!(keys, expected);
+        let mut keys: Vec<&str> = o.dict("state").unwrap().keys().collect();
+        keys.sort_unstable();
+        assert_eq!(keys, ["a.bias", "a.weight", "b.bias", "b.weight", "embedding.weight", "scale"]);
+        // Either name loads, in the model and in the optimizer.
+        let expected = gathered_bits(&model, &[&optimizer]);
+        let other = sharded(&group, 2);
+        let mut other_optimizer = Optimizer::new(other.parameters(), adamw()).unwrap();
+        let (mut m, mut o) = (m, o);
+        m.remove("embedding.weight");
+        let Some(StateValue::Dict(states)) = o.get_mut("state") else { panic!("state is a dict") };
+        let state = states.remove("embedding.weight").unwrap();
+        states.insert("head.weight", state);
+        set_state_dict(other.parameters(), &mut [&mut other_optimizer], &m, &o, &options()).unwrap();
+        assert_eq!(gathered_bits(&other, &[&other_optimizer]), expected);
+    })
+    .unwrap();
+}
+
+#[test]
+fn full_state_dicts_are_whole_where_they_are_kept() {
+    run_local(3, |group| {
+        let model = sharded(&group, 1);
+        let mut optimizer = Optimizer::new(model.parameters(), adamw()).unwrap();
+        step(&model, &mut [&mut optimizer], 0);
+        let get = |options: StateDictOptions| get_state_dict(model.parameters(), &[&optimizer], &options).unwrap();
+        let full_options = StateDictOptions { full_state_dict: true, ..options() };
+        let (m, o) = get(full_options.clone());
+        assert_eq!(m.get("a.weight").unwrap().as_tensor().unwrap().dims(), [9, 6]);
+        // Tuples stay tuples.
+        let Some(StateValue::List(groups)) = o.get("param_groups") else { panic!("a list of groups") };
+        let betas = groups[0].as_dict().unwrap().plain_at(&["betas"]).unwrap().clone();
+        assert_eq!(betas, PlainValue::Tuple(vec![PlainValue::Float(0.9), PlainValue::Float(0.999)]));
+        let kept = |options: StateDictOptions| {
+            let (m, o) = get(options);
+            assert_eq!(m.is_empty(), o.is_empty());
+            !m.is_empty()
+        };
+        assert_eq!(kept(StateDictOptions { cpu_offload: true, ..full_options.clone() }), group.rank() == 0);
+        let on = StateDictOptions { keep_on: Some(KeepOn::Ranks(vec![0, 2])), ..full_options };
+        assert_eq!(kept(on), group.rank() != 1);
+        assert!(kept(StateDictOptions { cpu_offload: true, ..options() }));
+    })
+    .unwrap();
+}
+
+#[test]
+fn names_that_differ_are_one_error_on_all_ranks_and_change_nothing() {
+    run_local(3, |group| {
+        let model = sharded(&group, 1);
+        let mut optimizer = Optimizer::new(model.parameters(), adamw()).unwrap();
+        step(&model, &mut [&mut optimizer], 0);
+        let (m, o) = get_state_dict(model.parameters(), &[&optimizer], &options()).unwrap();
+        let target = sharded(&group, 2);
+        let mut target_optimizer = Optimizer::new(target.parameters(), adamw()).unwrap();
+        let before = gathered_bits(&target, &[&target_optimizer]);
+        let (mut unexpected, mut missing) = (m.clone(), m.clone());
+        // Only one rank's dict is wrong.
+        if group.rank() == 1 {
+            unexpected.insert("abc", 1.0);
+            missing.remove("b.bias");
+        }
+        for (dict, word) in [(&unexpected, "unexpected key(s) `abc`"), (&missing, "missing key(s) `b.bias`")] {
+            let error =
+                set_state_dict(target.parameters(), &mut [&mut target_optimizer], dict, &o, &options()).unwrap_err();
+            assert!(matches!(error, CheckpointError::Mismatch { what: "model", .. }));
+            assert!(error.to_string().contains(word), "{error}");
+        }
+        let mut wrong = m.clone();
+        wrong.insert("b.bias", Tensor::zeros(7, DType::F32, &Device::Cpu).unwrap());
+        let loose = StateDictOptions { strict: false, ..options() };
+        let error = set_model_state_dict(target.parameters(), &wrong, &loose).unwrap_err();
+        let message = error.to_string();
+        assert!(message.contains("b.bias: saved float32 [7], current float32 [6]"), "{message}");
+        // A dtype is not cast behind the caller's back.
+        wrong.insert("b.bias", Tensor::zeros(6, DType::BF16, &Device::Cpu).unwrap());
+        let error = set_model_state_dict(target.parameters(), &wrong, &loose).unwrap_err();
+        assert!(error.to_string().contains("saved bfloat16 [6]"), "{error}");
+        assert_eq!(gathered_bits(&target, &[&target_optimizer]), before);
+        // Not strict: what is there is loaded, and the report is the same on every rank.
+        let report = set_model_state_dict(target.parameters(), &missing, &loose).unwrap();
+        assert_eq!(report.missing, ["b.bias"]);
+        let report = set_model_state_dict(target.parameters(), &unexpected, &loose).unwrap();
+        assert_eq!((report.missing.len(), report.unexpected), (0, vec!["abc".to_owned()]));
+        assert!(
+            missing.contains_key("a.weight") && unexpected.contains_key("b.bias"),
+            "the caller's dict is untouched"
+        );
+    })
+    .unwrap();
+}
+
+#[test]
+fn optimizer_state_that_is_missing_or_misshapen_is_refused_by_name() {
+    run_local(2, |group| {
+        let model = sharded(&group, 1);
+        let mut optimizer = Optimizer::new(model.parameters(), adamw()).unwrap();
+        step(&model, &mut [&mut optimizer], 0);
+        let o = get_optimizer_state_dict(model.parameters(), &[&optimizer], &options()).unwrap();
+        let target = sharded(&group, 2);
+        let mut target_optimizer = Optimizer::new(target.parameters(), adamw()).unwrap();
+        step(&target, &mut [&mut target_optimizer], 5);
+        let before = gathered_bits(&target, &[&target_optimizer]);
+        let edited = |edit: &dyn Fn(&mut StateDict)| {
+            let mut o = o.clone();
+            let Some(StateValue::Dict(states)) = o.get_mut("state") else { panic!("state is a dict") };
+            edit(states);
+            o
+        };
+        let without_param = edited(&|states| drop(states.remove("a.bias")));
+        let without_entry = edited(&|states| {
+            let Some(StateValue::Dict(state)) = states.get_mut("a.bias") else { panic!() };
+            state.remove("exp_avg");
+        });
+        let misshapen = edited(&|states| {
+            let Some(StateValue::Dict(state)) = states.get_mut("a.bias") else { panic!() };
+            state.insert("exp_avg", Tensor::zeros((3, 3), DType::F32, &Device::Cpu).unwrap());
+        });
+        for (dict, word) in [
+            (&without_param, "missing key(s) `a.bias`"),
+            (&without_entry, "`a.bias.exp_avg`"),
+            (&misshapen, "a.bias.exp_avg: saved"),
+        ] {
+            let error = set_optimizer_state_dict(target.parameters(), &mut [&mut target_optimizer], dict, &options())
+                .unwrap_err();
+            assert!(error.to_string().contains(word), "{error}");
+        }
+        assert_eq!(gathered_bits(&target, &[&target_optimizer]), before);
+        let loose = StateDictOptions { strict: false, ..options() };
+        let report =
+            set_optimizer_state_dict(target.parameters(), &mut [&mut target_optimizer], &without_param, &loose)
+                .unwrap();
+        assert_eq!(report.missing, ["a.bias"]);
+    })
+    .unwrap();
+}
+
+#[test]
+fn rank_0_can_bring_everything() {
+    for strategy in [ShardingStrategy::FullShard, ShardingStrategy::HybridShard, ShardingStrategy::NoShard] {
+        run_local(4, |group| {
+            let model = model(group.clone(), config(4, strategy, true, 1));
+            let mut optimizer = Optimizer::new(model.parameters(), adamw()).unwrap();
+            step(&model, &mut [&mut optimizer], 0);
+            let full_options = StateDictOptions { full_state_dict: true, cpu_offload: true, ..options() };
+            for flat in [false, true] {
+                let get = StateDictOptions { flatten_optimizer_state_dict: flat, ..full_options.clone() };
+                let (m, o) = get_state_dict(model.parameters(), &[&optimizer], &get).unwrap();
+                assert_eq!(m.is_empty(), group.rank() != 0);
+                let target = sharded(&group, 2);
+                let mut target_optimizer = Optimizer::new(target.parameters(), adamw()).unwrap();
+                let broadcast = StateDictOptions { full_state_dict: true, broadcast_from_rank0: true, ..options() };
+                let set = |o: &StateDict, m: &StateDict, target_optimizer: &mut Optimizer| {
+                    set_state_dict(target.parameters(), &mut [target_optimizer], m, o, &broadcast)
+                };
+                set(&o, &m, &mut target_optimizer).unwrap();
+                assert_eq!(gathered_bits(&target, &[&target_optimizer]), gathered_bits(&model, &[&optimizer]));
+                // A key that is missing, or one too many, on rank 0 is the same error on every rank.
+                let before = gathered_bits(&target, &[&target_optimizer]);
+                let (mut missing, mut unexpected) = (m.clone(), m.clone());
+                missing.remove("a.weight");
+                if group.rank() == 0 {
+                    unexpected.insert("abc", Tensor::zeros(3, DType::F32, &Device::Cpu).unwrap());
+                }
+                let error = set(&o, &missing, &mut target_optimizer).unwrap_err().to_string();
+                assert!(error.contains("missing key(s) `a.weight`"), "{error}");
+                let error = set(&o, &unexpected, &mut target_optimizer).unwrap_err().to_string();
+                assert!(error.contains("unexpected key(s) `abc`"), "{error}");
+                assert_eq!(gathered_bits(&target, &[&target_optimizer]), before);
+            }
+        })
+        .unwrap();
+    }
+    let contradicting = StateDictOptions { broadcast_from_rank0: true, ..options() };
+    let error = get_model_state_dict(whole(1).parameters(), &contradicting).unwrap_err();
+    assert_eq!(error.to_string(), "full_state_dict must be true when broadcast_from_rank0 is true");
+}
+
+#[test]
+fn any_layout_loads_any_other_without_files() {
+    run_local(4, |group| {
+        for (strategy, use_orig_params) in [
+            (ShardingStrategy::FullShard, false),
+            (ShardingStrategy::HybridShard, true),
+            (ShardingStrategy::NoShard, false),
+        ] {
+            let source = model(group.clone(), config(4, strategy, use_orig_params, 1));
+            let mut optimizer = Optimizer::new(source.parameters(), adamw()).unwrap();
+            step(&source, &mut [&mut optimizer], 0);
+            let (m, o) = get_state_dict(source.parameters(), &[&optimizer], &options()).unwrap();
+            let expected = gathered_bits(&source, &[&optimizer]);
+            let target = sharded(&group, 2);
+            let mut target_optimizer = Optimizer::new(target.parameters(), adamw()).unwrap();
+            set_state_dict(target.parameters(), &mut [&mut target_optimizer], &m, &o, &options()).unwrap();
+            assert_eq!(gathered_bits(&target, &[&target_optimizer]), expected, "{strategy}");
+            // Whole tensors on every rank load too.
+            let target = sharded(&group, 3);
+            let (m, o) = (full(&group, &m), full(&group, &o));
+            let mut target_optimizer = Optimizer::new(target.parameters(), adamw()).unwrap();
+            set_state_dict(target.parameters(), &mut [&mut target_optimizer], &m, &o, &options()).unwrap();
+            assert_eq!(gathered_bits(&target, &[&target_optimizer]), expected, "{strategy}, full");
+        }
+    })
+    .unwrap();
+}
+
+fn groups(first: f64, second: f64) -> Vec<ParamGroup> {
+    let group = |lr: f64, fqns: &[&str]| {
+        let algorithm = Algorithm::AdamW(AdamOptions { lr, ..AdamOptions::adamw() });
+        let mut group = ParamGroup::new(algorithm, fqns.iter().copied());
+        group.extra.push(("initial_lr".to_owned(), PlainValue::Float(lr * 2.0)));
+        group
+    };
+    vec![
+        group(first, &["embedding.weight", "a.weight", "a.bias"]),
+        group(second, &["b.weight", "b.bias", "scale"]),
+        group(0.5, &[]),
+    ]
+}
+
+#[test]
+fn groups_are_matched_by_the_names_in_them() {
+    run_local(2, |group| {
+        let model = sharded(&group, 1);
+        let mut optimizer = Optimizer::with_groups(model.parameters(), groups(0.1, 0.2)).unwrap();
+        step(&model, &mut [&mut optimizer], 0);
+        let lrs = |optimizer: &Optimizer| {
+            optimizer.groups().iter().map(|g| (g.algorithm.lr(), g.extra.clone())).collect::<Vec<_>>()
+        };
+        for options in [
+            options(),
+            StateDictOptions { full_state_dict: true, ..options() },
+            StateDictOptions { flatten_optimizer_state_dict: true, ..options() },
+        ] {
+            let o = get_optimizer_state_dict(model.parameters(), &[&optimizer], &options).unwrap();
+            let target = sharded(&group, 2);
+            // Groups in another order, with other values, the empty one among them.
+            let mut other = groups(0.7, 0.8);
+            other.swap(0, 1);
+            let mut target_optimizer = Optimizer::with_groups(target.parameters(), other).unwrap();
+            set_optimizer_state_dict(target.parameters(), &mut [&mut target_optimizer], &o, &options).unwrap();
+            let (found, expected) = (lrs(&target_optimizer), lrs(&optimizer));
+            assert_eq!((&found[0], &found[1]), (&expected[1], &expected[0]));
+            // Merging groups that differ is an error, not the first one's values.
+            let mut one = Optimizer::new(target.parameters(), adamw()).unwrap();
+            let error = set_optimizer_state_dict(target.parameters(), &mut [&mut one], &o, &options).unwrap_err();
+            assert!(error.to_string().contains("different hyperparameters"), "{error}");
+            assert!(one.is_fresh());
+        }
+        // One saved group goes to all live groups that hold its parameters.
+        let mut one = Optimizer::new(model.parameters(), adamw()).unwrap();
+        step(&model, &mut [&mut one], 1);
+        let o = get_optimizer_state_dict(model.parameters(), &[&one], &options()).unwrap();
+        let mut two = Optimizer::with_groups(model.parameters(), groups(0.7, 0.8)).unwrap();
+        set_optimizer_state_dict(model.parameters(), &mut [&mut two], &o, &options()).unwrap();
+        assert_eq!((two.groups()[0].algorithm.lr(), two.groups()[1].algorithm.lr()), (0.01, 0.01));
+        assert_eq!(two.groups()[2].algorithm.lr(), 0.5);
+    })
+    .unwrap();
+}
+
+#[test]
+fn several_optimizers_over_one_model_take_their_own_part() {
+    run_local(2, |group| {
+        // Two stateless ones too: nothing but their groups tells them apart.
+        for algorithm in [adamw(), Algorithm::Sgd(SgdOptions { lr: 0.25, ..SgdOptions::default() })] {
+            let make = |model: &Model, algorithm: &Algorithm| {
+                let part = |fqns: &[&str]| {
+                    let group = ParamGroup::new(algorithm.clone(), fqns.iter().copied());
+                    Optimizer::with_groups(model.parameters(), vec![group]).unwrap()
+                };
+                (part(&["embedding.weight", "a.weight", "a.bias"]), part(&["b.weight", "b.bias", "scale"]))
+            };
+            let model = sharded(&group, 1);
+            let (mut first, mut second) = make(&model, &algorithm);
+            step(&model, &mut [&mut first, &mut second], 0);
+            let (m, o) = get_state_dict(model.parameters(), &[&first, &second], &options()).unwrap();
+            let expected = gathered_bits(&model, &[&first, &second]);
+            let target = sharded(&group, 2);
+            let (mut a, mut b) = make(&target, &algorithm);
+            set_state_dict(target.parameters(), &mut [&mut a, &mut b], &m, &o, &options()).unwrap();
+            assert_eq!(gathered_bits(&target, &[&a, &b]), expected);
+        }
+    })
+    .unwrap();
+}
+
+#[test]
+fn frozen_parameters_may_be_left_out() {
+    run_local(2, |group| {
+        let frozen = |seed| {
+            let requires_grad = std::sync::Arc::new(|fqn: &str| !fqn.starts_with("a."));
+            let config = FsdpConfig { requires_grad, ..config(2, ShardingStrategy::FullShard, true, seed) };
+            model(group.clone(), config)
+        };
+        let model = frozen(1);
+        let mut optimizer = Optimizer::new(model.parameters(), adamw()).unwrap();
+        step(&model, &mut [&mut optimizer], 0);
+        let ignore = StateDictOptions { ignore_frozen_params: true, ..options() };
+        let (m, o) = get_state_dict(model.parameters(), &[&optimizer], &ignore).unwrap();
+        assert!(!m.contains_key("a.weight") && m.contains_key("b.weight"));
+        assert!(!o.dict("state").unwrap().contains_key("a.weight"));
+        let target = frozen(1);
+        let mut target_optimizer = Optimizer::new(target.parameters(), adamw()).unwrap();
+        assert!(set_model_state_dict(target.parameters(), &m, &options()).is_err());
+        set_state_dict(target.parameters(), &mut [&mut target_optimizer], &m, &o, &ignore).unwrap();
+        assert_eq!(gathered_bits(&target, &[&target_optimizer]), gathered_bits(&model, &[&optimizer]));
+    })
+    .unwrap();
+}
+
+#[test]
+fn parts_of_a_model_and_other_names() {
+    run_local(2, |group| {
+        let model = sharded(&group, 1);
+        let part = StateDictOptions {
+            submodules: vec!["a".into()],
+            keep_submodule_prefixes: false,
+            strict: false,
+            ..options()
+        };
+        let m = get_model_state_dict(model.parameters(), &part).unwrap();
+        assert_eq!(m.keys().collect::<Vec<_>>(), ["weight", "bias"]);
+        let target = sharded(&group, 2);
+        let untouched = |model: &Model| {
+            let m = full(&group, &get_model_state_dict(model.parameters(), &options()).unwrap());
+            bits(&m).into_iter().filter(|(key, _)| !key.starts_with("a.")).collect::<Vec<_>>()
+        };
+        let before = untouched(&target);
+        set_model_state_dict(target.parameters(), &m, &part).unwrap();
+        assert_eq!(untouched(&target), before);
+        let weight = |model: &Model| {
+            let m = full(&group, &get_model_state_dict(model.parameters(), &options()).unwrap());
+            bits(&m).into_iter().find(|(key, _)| key == "a.weight").unwrap()
+        };
+        assert_eq!(weight(&target), weight(&model));
+
+        let renamed = StateDictOptions { fqn_renames: vec![("a".into(), "encoder.0".into())], ..options() };
+        let mut optimizer = Optimizer::new(model.parameters(), adamw()).unwrap();
+        step(&model, &mut [&mut optimizer], 0);
+        let (m, o) = get_state_dict(model.parameters(), &[&optimizer], &renamed).unwrap();
+        assert!(m.contains_key("encoder.0.weight") && !m.contains_key("a.weight"));
+        assert!(o.dict("state").unwrap().contains_key("encoder.0.bias"));
+        let mut target_optimizer = Optimizer::new(target.parameters(), adamw()).unwrap();
+        let error = set_model_state_dict(target.parameters(), &m, &options()).unwrap_err();
+        assert!(error.to_string().contains("`encoder.0.weight`"), "{error}");
+        set_state_dict(target.parameters(), &mut [&mut target_optimizer], &m, &o, &renamed).unwrap();
+        assert_eq!(gathered_bits(&target, &[&target_optimizer]), gathered_bits(&model, &[&optimizer]));
+    })
+    .unwrap();
+}
+
+#[test]
+fn one_ranks_malformed_dict_is_every_ranks_error() {
+    run_local(3, |group| {
+        let model = sharded(&group, 1);
+        let mut optimizer = Optimizer::new(model.parameters(), adamw()).unwrap();
+        step(&model, &mut [&mut optimizer], 0);
+        let before = gathered_bits(&model, &[&optimizer]);
+        let mut o = get_optimizer_state_dict(model.parameters(), &[&optimizer], &options()).unwrap();
+        if group.rank() == 2 {
+            o.insert("param_groups", 3i64);
+        }
+        let error = set_optimizer_state_dict(model.parameters(), &mut [&mut optimizer], &o, &options()).unwrap_err();
+        assert!(error.to_string().contains("param group"), "{error}");
+        let mut m = StateDict::new();
+        m.insert("a._flat_param", Tensor::zeros(3, DType::F32, &Device::Cpu).unwrap());
+        let error = set_model_state_dict(model.parameters(), &m, &options()).unwrap_err();
+        assert!(error.to_string().contains("a._flat_param"), "{error}");
+        assert_eq!(gathered_bits(&model, &[&optimizer]), before);
+    })
+    .unwrap();
+}
