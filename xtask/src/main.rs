@@ -2,6 +2,7 @@
 
 mod tidy;
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
@@ -62,14 +63,16 @@ fn run(task: Task, root: &Path) -> Result<()> {
         Task::Clippy => "clippy",
         Task::Doc => "doc",
         Task::Doctest => "doctest",
-        Task::Test => "test",
+        Task::Test => test(root)?,
         Task::Bench => "bench",
     };
     match task {
         Task::Ci => unreachable!("main runs its parts"),
         Task::Fmt => cargo(root, &["fmt", "--all", "--check"], &[])?,
         Task::Tidy => tidy::check(root)?,
-        Task::Clippy => cargo(root, &["clippy", "--workspace", "--all-targets", "--locked", "--", "-D", "warnings"], &[])?,
+        Task::Clippy => {
+            cargo(root, &["clippy", "--workspace", "--all-targets", "--locked", "--", "-D", "warnings"], &[])?
+        }
         Task::Doc => {
             let arguments = ["doc", "--workspace", "--no-deps", "--document-private-items", "--locked"];
             cargo(root, &arguments, &[("RUSTDOCFLAGS", "-D warnings")])?;
@@ -77,16 +80,31 @@ fn run(task: Task, root: &Path) -> Result<()> {
         Task::Doctest => cargo(root, &["test", "--workspace", "--doc", "--locked"], &[])?,
         Task::Test => cargo(root, &["nextest", "run", "--workspace", "--locked"], &[])
             .context("tests failed, or cargo-nextest is not there: `cargo install cargo-nextest --locked`")?,
-        Task::Bench => cargo(root, &["run", "--release", "--package", "fsdp", "--example", "overhead", "--locked"], &[])?,
+        Task::Bench => {
+            cargo(root, &["run", "--release", "--package", "fsdp", "--example", "overhead", "--locked"], &[])?
+        }
     }
     say(&format!("xtask: {name} passed in {:.0} s", start.elapsed().as_secs_f64()));
     Ok(())
 }
 
+/// On nextest where it is installed: it stops tests that hang. Otherwise on cargo's own runner.
+fn test(root: &Path) -> Result<()> {
+    let nextest = Command::new(program()).args(["nextest", "--version"]).output();
+    if nextest.is_ok_and(|output| output.status.success()) {
+        return cargo(root, &["nextest", "run", "--workspace", "--locked"], &[]);
+    }
+    say("xtask: cargo-nextest is not installed, so tests that hang are not stopped");
+    cargo(root, &["test", "--workspace", "--lib", "--bins", "--tests", "--locked"], &[])
+}
+
+fn program() -> OsString {
+    std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
+}
+
 fn cargo(root: &Path, arguments: &[&str], environment: &[(&str, &str)]) -> Result<()> {
     say(&format!("xtask: cargo {}", arguments.join(" ")));
-    let program = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let mut command = Command::new(program);
+    let mut command = Command::new(program());
     command.current_dir(root).args(arguments).envs(environment.iter().copied());
     let status = command.status().context("failed to run cargo")?;
     ensure!(status.success(), "`cargo {}` failed with {status}", arguments.join(" "));

@@ -54,7 +54,9 @@ pub enum DataError {
         name: String,
     },
     /// Ranks must have equal parts of the batch.
-    #[error("a batch of {batch} rows cannot be shared by {parts} equal parts ({ranks} ranks x {accumulation} backwards)")]
+    #[error(
+        "a batch of {batch} rows cannot be shared by {parts} equal parts ({ranks} ranks x {accumulation} backwards)"
+    )]
     Indivisible {
         /// Rows of the global batch.
         batch: usize,
@@ -144,7 +146,7 @@ impl Batches {
     pub fn check(&self, text: &Text) -> Result<(), DataError> {
         let Batches { batch, seq, ranks, accumulation } = *self;
         let parts = ranks.saturating_mul(accumulation);
-        if batch == 0 || parts == 0 || batch % parts != 0 {
+        if batch == 0 || parts == 0 || !batch.is_multiple_of(parts) {
             return Err(DataError::Indivisible { batch, parts, ranks, accumulation });
         }
         // One more for the targets, and one more so that the start has somewhere to be.
@@ -181,7 +183,8 @@ impl Batches {
         self.check(text).map_err(candle_core::Error::wrap)?;
         let starts: Vec<usize> = self.starts(text.len(), step, rank, part).collect();
         let rows = |shift: usize| {
-            let row = |&start: &usize| text.bytes[start + shift..start + shift + self.seq].iter().map(|&b| u32::from(b));
+            let row =
+                |&start: &usize| text.bytes[start + shift..start + shift + self.seq].iter().map(|&b| u32::from(b));
             let tokens: Vec<u32> = starts.iter().flat_map(row).collect();
             Tensor::from_vec(tokens, (starts.len(), self.seq), device)
         };

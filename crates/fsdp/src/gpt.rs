@@ -61,7 +61,7 @@ impl GptConfig {
         if let Some((size, _)) = sizes.into_iter().find(|&(_, value)| value == 0) {
             return Err(GptConfigError::Zero { size });
         }
-        if self.hidden % self.heads != 0 {
+        if !self.hidden.is_multiple_of(self.heads) {
             return Err(GptConfigError::Heads { hidden: self.hidden, heads: self.heads });
         }
         Ok(())
@@ -75,7 +75,8 @@ impl GptConfig {
 /// ```
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_nn::{VarBuilder, VarMap};
-/// use fsdp::{Scope, gpt::{Gpt, GptConfig}};
+/// use fsdp::gpt::{Gpt, GptConfig};
+/// use fsdp::prelude::*;
 ///
 /// let variables = VarMap::new();
 /// let scope = Scope::plain(VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu));

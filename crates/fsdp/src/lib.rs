@@ -1,14 +1,28 @@
-//! Shard candle models over many ranks; save, load, reshard, verify and convert their state.
+#![doc = include_str!("../../../README.md")]
+//!
+//! # Modules
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`prelude`] | the names that a training program needs |
+//! | [`nn`] | [`FullyShardedDataParallel`](nn::FullyShardedDataParallel), optimizers on shards |
+//! | [`checkpoint`] | get and set state dicts, save and load checkpoints |
+//! | [`comm`] | process groups and collectives |
+//! | [`state`], [`flat`], [`layout`] | state dicts, sharded tensors, and the arithmetic of both |
+//! | [`dcp`] | checkpoint files, without any tensor library |
+//! | [`gpt`], [`data`], [`ranks`] | what `fsdp train` trains, on what, and how its ranks are run |
+//! | [`exit_codes`] | what the command's exit codes mean |
 
 pub mod data;
 pub mod exit_codes;
 pub mod gpt;
+pub mod prelude;
+pub mod ranks;
 
-pub use fsdp_comm::{CommError, ProcessGroup, ReduceOp, run_local};
-pub use fsdp_flat::ShardedTensor;
-pub use fsdp_layout::{DeviceMesh, PlainValue};
-pub use fsdp_nn::{
-    Algorithm, FsdpConfig, FullyShardedDataParallel, NnError, Optimizer, Scope, ShardedParameters, ShardingStrategy, Unit,
-    UnitOutput,
-};
-pub use fsdp_state::{StateDict, StateValue};
+pub use fsdp_checkpoint as checkpoint;
+pub use fsdp_comm as comm;
+pub use fsdp_dcp as dcp;
+pub use fsdp_flat as flat;
+pub use fsdp_layout as layout;
+pub use fsdp_nn as nn;
+pub use fsdp_state as state;

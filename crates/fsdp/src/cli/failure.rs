@@ -1,0 +1,170 @@
+//! From errors to exit codes and hints.
+
+use std::io;
+
+use anyhow::Error;
+use fsdp::checkpoint::CheckpointError;
+use fsdp::comm::CommError;
+use fsdp::data::DataError;
+use fsdp::dcp::{self, FormatError};
+use fsdp::exit_codes;
+use fsdp::gpt::GptConfigError;
+
+/// What the user asked for cannot be done. Nothing has been changed.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum UsageError {
+    #[error("`{directory}` holds the checkpoint of step {step} already")]
+    OutIsTaken { directory: String, step: u64 },
+    #[error("`{option}` cannot change from {saved} to {asked} on resume")]
+    Changed { option: &'static str, saved: String, asked: String },
+    #[error("hybrid-shard needs a number of ranks that {replicas} replicas divide, not {ranks}")]
+    Replicas { replicas: usize, ranks: usize },
+}
+
+/// There is no checkpoint to go on from.
+#[derive(Debug, thiserror::Error)]
+#[error("`{directory}` holds no committed checkpoint")]
+pub(crate) struct NoCheckpoint {
+    pub(crate) directory: String,
+}
+
+/// A checkpoint whose tensors are not those of the model.
+#[derive(Debug, thiserror::Error)]
+#[error("checkpoint `{path}` is of another model:{}", list(.differences))]
+pub(crate) struct OtherModel {
+    pub(crate) path: String,
+    pub(crate) differences: Vec<String>,
+}
+
+/// Differences that a message lists.
+const MAX_DIFFERENCES: usize = 50;
+
+fn list(lines: &[String]) -> String {
+    let mut list: String = lines.iter().take(MAX_DIFFERENCES).map(|line| format!("\n  {line}")).collect();
+    if lines.len() > MAX_DIFFERENCES {
+        list.push_str(&format!("\n  and {} more", lines.len() - MAX_DIFFERENCES));
+    }
+    list
+}
+
+/// The exit code of the first cause that has one.
+pub(crate) fn exit_code(error: &Error) -> u8 {
+    error.chain().find_map(code_of).unwrap_or(exit_codes::INTERNAL)
+}
+
+fn code_of(cause: &(dyn std::error::Error + 'static)) -> Option<u8> {
+    if cause.is::<UsageError>() || cause.is::<GptConfigError>() {
+        return Some(exit_codes::USAGE);
+    }
+    if cause.is::<NoCheckpoint>() {
+        return Some(exit_codes::INCOMPLETE);
+    }
+    if cause.is::<OtherModel>() {
+        return Some(exit_codes::DIFFERENCE);
+    }
+    if let Some(error) = cause.downcast_ref::<DataError>() {
+        return match error {
+            // What the system says decides.
+            DataError::Read { .. } => None,
+            _ => Some(exit_codes::USAGE),
+        };
+    }
+    if let Some(error) = cause.downcast_ref::<CheckpointError>() {
+        return match error {
+            CheckpointError::Comm(error) => code_of_comm(error),
+            CheckpointError::Files(error) => code_of_files(error),
+            CheckpointError::Mismatch { .. } => Some(exit_codes::DIFFERENCE),
+            CheckpointError::Directory { source, .. } if source.kind() == io::ErrorKind::NotFound => {
+                Some(exit_codes::INCOMPLETE)
+            }
+            _ => None,
+        };
+    }
+    if let Some(error) = cause.downcast_ref::<dcp::CheckpointError>() {
+        return code_of_files(error);
+    }
+    if let Some(error) = cause.downcast_ref::<FormatError>() {
+        return code_of_format(error);
+    }
+    if let Some(error) = cause.downcast_ref::<CommError>() {
+        return code_of_comm(error);
+    }
+    cause.downcast_ref::<io::Error>().map(code_of_io)
+}
+
+fn code_of_comm(error: &CommError) -> Option<u8> {
+    match error {
+        CommError::Timeout { .. } | CommError::RankLeft { .. } | CommError::Aborted { .. } => {
+            Some(exit_codes::RANK_LOST)
+        }
+        _ => None,
+    }
+}
+
+/// `None`: the cause of this error decides.
+fn code_of_files(error: &dcp::CheckpointError) -> Option<u8> {
+    use dcp::plan::LoadPlanError;
+    match error {
+        dcp::CheckpointError::NotCommitted { .. } => Some(exit_codes::INCOMPLETE),
+        dcp::CheckpointError::Exists { .. } => Some(exit_codes::USAGE),
+        dcp::CheckpointError::Path { .. } => Some(exit_codes::UNSAFE),
+        dcp::CheckpointError::NotStored { .. } | dcp::CheckpointError::LoadPlan(LoadPlanError::Chunks { .. }) => {
+            Some(exit_codes::CORRUPT)
+        }
+        dcp::CheckpointError::LoadPlan(_) => Some(exit_codes::DIFFERENCE),
+        _ => None,
+    }
+}
+
+fn code_of_format(error: &FormatError) -> Option<u8> {
+    match error {
+        FormatError::Read { source, .. } if source.kind() != io::ErrorKind::UnexpectedEof => Some(code_of_io(source)),
+        FormatError::Unsupported { .. } => Some(exit_codes::UNSUPPORTED_VERSION),
+        FormatError::Pickle(error) if matches!(error.kind, dcp::pickle::PickleErrorKind::Global { .. }) => {
+            Some(exit_codes::UNSAFE)
+        }
+        _ => Some(exit_codes::CORRUPT),
+    }
+}
+
+fn code_of_io(error: &io::Error) -> u8 {
+    match error.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => exit_codes::NO_SPACE,
+        _ => exit_codes::IO,
+    }
+}
+
+/// What to do about it, where that is known.
+pub(crate) fn hint(error: &Error) -> Option<&'static str> {
+    error.chain().find_map(|cause| {
+        if let Some(error) = cause.downcast_ref::<UsageError>() {
+            return Some(match error {
+                UsageError::OutIsTaken { .. } => "go on from it with `--resume`, or choose another `--out`",
+                UsageError::Changed { .. } => "leave the option out, or start anew in another `--out`",
+                UsageError::Replicas { .. } => "change `--replicas` or `--nproc`",
+            });
+        }
+        let no_directory = matches!(cause.downcast_ref(), Some(CheckpointError::Directory { .. }));
+        if no_directory || cause.is::<NoCheckpoint>() {
+            return Some("check `--out`, or leave out `--resume` to start from the beginning");
+        }
+        if cause.is::<OtherModel>() {
+            return Some(
+                "leave out `--layers`, `--hidden` and `--seq` to take the checkpoint's, or choose another `--out`",
+            );
+        }
+        if let Some(error) = cause.downcast_ref::<DataError>() {
+            return Some(match error {
+                DataError::TooShort { .. } => "use a longer text, or a smaller `--seq`",
+                DataError::Indivisible { .. } => "make `--batch` a multiple of `--nproc` times `--accumulate`",
+                _ => "name a text file with `--data`, or leave it out for the built-in text",
+            });
+        }
+        match exit_code(error) {
+            exit_codes::INCOMPLETE => Some("name the directory of a checkpoint that was saved whole"),
+            exit_codes::CORRUPT => Some("go on from an older checkpoint: move the damaged one away"),
+            exit_codes::RANK_LOST => Some("see the first error above; a slow machine may need a longer `--timeout`"),
+            _ => None,
+        }
+    })
+}

@@ -1,0 +1,69 @@
+//! The command line: what may be asked for, and who answers.
+
+mod failure;
+mod inspect;
+mod output;
+mod train;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use tracing_subscriber::EnvFilter;
+
+/// Shard candle models over many ranks; save, load and look into their state.
+#[derive(Debug, Parser)]
+#[command(name = "fsdp", version, max_term_width = 100, after_help = AFTER_HELP)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+const AFTER_HELP: &str = "\
+Exit codes: 0 done, 1 internal error, 2 usage, 10 corrupt checkpoint, 11 incomplete or no checkpoint, \
+12 unsupported version, 13 unsafe input refused, 14 input/output, 15 no space, 16 rank lost or timeout, \
+17 difference (a checkpoint of another model).
+Every option can also be set by an environment variable, which its help names. RUST_LOG=info turns logs on.";
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Train a GPT on a text over sharded ranks, with checkpoints that any number of ranks can resume
+    Train(Box<train::TrainArguments>),
+    /// Show what a checkpoint holds: tensors, shapes, dtypes, boxes, bytes
+    Inspect(inspect::InspectArguments),
+}
+
+pub(crate) fn main() -> ExitCode {
+    if std::env::var_os(EnvFilter::DEFAULT_ENV).is_some() {
+        let filter = EnvFilter::from_default_env();
+        tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    }
+    let result = match Arguments::parse().command {
+        Command::Train(arguments) => train::run(&arguments),
+        Command::Inspect(arguments) => inspect::run(&arguments),
+    };
+    match result {
+        Ok(()) => ExitCode::from(fsdp::exit_codes::OK),
+        Err(error) => {
+            output::error(&error, failure::hint(&error));
+            ExitCode::from(failure::exit_code(&error))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_consistent_and_every_option_has_an_environment_twin() {
+        Arguments::command().debug_assert();
+        for command in Arguments::command().get_subcommands() {
+            for option in command.get_opts() {
+                let name = option.get_id().as_str();
+                let twin = option.get_env().map(|twin| twin.to_string_lossy().into_owned());
+                assert_eq!(twin, Some(format!("FSDP_{}", name.to_uppercase())), "`{name}`");
+            }
+        }
+    }
+}

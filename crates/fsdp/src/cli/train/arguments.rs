@@ -1,0 +1,147 @@
+//! The options of `fsdp train`.
+
+use std::num::{NonZeroU64, NonZeroUsize};
+use std::path::PathBuf;
+
+use clap::builder::RangedU64ValueParser;
+use clap::{Args, ValueEnum};
+use fsdp::prelude::*;
+
+/// More ranks than this are no threads of one machine.
+const MAX_RANKS: u64 = 1024;
+
+/// No single size of a model or batch is larger.
+const MAX_SIZE: u64 = 1 << 24;
+
+fn size() -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(1..=MAX_SIZE)
+}
+
+/// The optimizers, with torch's defaults.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum OptimizerName {
+    Adamw,
+    Adam,
+    Sgd,
+    Adagrad,
+}
+
+impl OptimizerName {
+    /// The name on the command line and in checkpoints.
+    pub(super) const fn name(self) -> &'static str {
+        match self {
+            OptimizerName::Adamw => "adamw",
+            OptimizerName::Adam => "adam",
+            OptimizerName::Sgd => "sgd",
+            OptimizerName::Adagrad => "adagrad",
+        }
+    }
+
+    pub(super) fn algorithm(self, lr: f64) -> Algorithm {
+        match self {
+            OptimizerName::Adamw => Algorithm::AdamW(AdamOptions { lr, ..AdamOptions::adamw() }),
+            OptimizerName::Adam => Algorithm::Adam(AdamOptions { lr, ..AdamOptions::default() }),
+            OptimizerName::Sgd => Algorithm::Sgd(SgdOptions { lr, ..SgdOptions::default() }),
+            OptimizerName::Adagrad => Algorithm::Adagrad(AdagradOptions { lr, ..AdagradOptions::default() }),
+        }
+    }
+}
+
+#[derive(Debug, Args)]
+#[command(
+    args_override_self = true,
+    after_help = "\
+Examples:
+  fsdp train --nproc 4 --steps 60 --save-every 20 --out runs/demo
+  fsdp train --nproc 2 --steps 120 --out runs/demo --resume
+  fsdp train --data book.txt --layers 6 --heads 6 --hidden 384 --seq 256 --out runs/book"
+)]
+pub(crate) struct TrainArguments {
+    /// Text to train on; its bytes are the tokens [default: a text that comes with the program]
+    #[arg(long, value_name = "FILE", env = "FSDP_DATA")]
+    pub(super) data: Option<PathBuf>,
+    /// Directory of the checkpoints and of metrics.jsonl
+    #[arg(long, value_name = "DIR", env = "FSDP_OUT")]
+    pub(super) out: PathBuf,
+    /// Go on from the newest whole checkpoint in --out, at whatever number of ranks is given now.
+    /// Sizes, batch, learning rate, optimizer and text are the checkpoint's unless given
+    #[arg(long, env = "FSDP_RESUME")]
+    pub(super) resume: bool,
+    /// Number of ranks; each is a thread that holds its own shard
+    #[arg(long, value_name = "N", default_value_t = 1, env = "FSDP_NPROC",
+          value_parser = RangedU64ValueParser::<usize>::new().range(1..=MAX_RANKS))]
+    pub(super) nproc: usize,
+    /// Total number of steps, those before a resume included
+    #[arg(long, value_name = "S", default_value_t = 100, env = "FSDP_STEPS")]
+    pub(super) steps: u64,
+    /// Save a checkpoint after every K steps, and after the last [default: after the last only]
+    #[arg(long, value_name = "K", env = "FSDP_SAVE_EVERY")]
+    pub(super) save_every: Option<NonZeroU64>,
+    /// Rows of the global batch; a multiple of --nproc [default: 12]
+    #[arg(long, value_name = "B", env = "FSDP_BATCH", value_parser = size())]
+    pub(super) batch: Option<usize>,
+    /// Tokens of a row, and the model's longest context [default: 64]
+    #[arg(long, value_name = "T", env = "FSDP_SEQ", value_parser = size())]
+    pub(super) seq: Option<usize>,
+    /// Blocks of the model [default: 2]
+    #[arg(long, value_name = "L", env = "FSDP_LAYERS", value_parser = size())]
+    pub(super) layers: Option<usize>,
+    /// Attention heads of a block [default: 4]
+    #[arg(long, value_name = "H", env = "FSDP_HEADS", value_parser = size())]
+    pub(super) heads: Option<usize>,
+    /// Width of the model [default: 64]
+    #[arg(long, value_name = "C", env = "FSDP_HIDDEN", value_parser = size())]
+    pub(super) hidden: Option<usize>,
+    /// Learning rate [default: 0.001]
+    #[arg(long, value_name = "X", env = "FSDP_LR", value_parser = learning_rate)]
+    pub(super) lr: Option<f64>,
+    /// Seed of the initial parameters and of the text sample [default: 0]
+    #[arg(long, value_name = "Z", env = "FSDP_SEED")]
+    pub(super) seed: Option<u64>,
+    /// Optimizer, with torch's defaults [default: adamw]
+    #[arg(long, value_enum, env = "FSDP_OPTIMIZER")]
+    pub(super) optimizer: Option<OptimizerName>,
+    /// What is sharded: full-shard, shard-grad-op, no-shard or hybrid-shard
+    #[arg(long, default_value_t, env = "FSDP_STRATEGY")]
+    pub(super) strategy: ShardingStrategy,
+    /// Replicas of the model under hybrid-shard
+    #[arg(long, value_name = "R", default_value = "2", env = "FSDP_REPLICAS")]
+    pub(super) replicas: NonZeroUsize,
+    /// The optimizer sees the model's own parameters: the default
+    #[arg(long, overrides_with = "flat", env = "FSDP_USE_ORIG_PARAMS")]
+    pub(super) use_orig_params: bool,
+    /// The optimizer sees one FlatParameter a unit
+    #[arg(long, overrides_with = "use_orig_params", env = "FSDP_FLAT")]
+    pub(super) flat: bool,
+    /// Scale gradients down so that their norm over all parameters is at most this
+    #[arg(long, value_name = "NORM", env = "FSDP_CLIP_GRAD_NORM", value_parser = positive)]
+    pub(super) clip_grad_norm: Option<f64>,
+    /// Backwards of a step on each rank; only the last one communicates
+    #[arg(long, value_name = "A", default_value_t = 1, env = "FSDP_ACCUMULATE", value_parser = size())]
+    pub(super) accumulate: usize,
+    /// CPU threads of each rank [default: the machine's, shared equally]
+    #[arg(long, value_name = "THREADS", env = "FSDP_THREADS")]
+    pub(super) threads: Option<NonZeroUsize>,
+    /// Seconds that ranks wait for each other
+    #[arg(long, value_name = "SECONDS", default_value = "60", env = "FSDP_TIMEOUT")]
+    pub(super) timeout: NonZeroU64,
+    /// Bytes of the text sample at the end
+    #[arg(long, value_name = "BYTES", default_value_t = 200, env = "FSDP_SAMPLE")]
+    pub(super) sample: usize,
+    /// One JSON object a line on stdout for the start, each step, each checkpoint and the end
+    #[arg(long, env = "FSDP_JSON")]
+    pub(super) json: bool,
+    /// No progress bar, also on a terminal
+    #[arg(long, env = "FSDP_NO_PROGRESS")]
+    pub(super) no_progress: bool,
+}
+
+fn learning_rate(text: &str) -> Result<f64, String> {
+    let lr: f64 = text.parse().map_err(|_| "it is not a number".to_owned())?;
+    if lr.is_finite() && lr >= 0.0 { Ok(lr) } else { Err("a learning rate is finite and not negative".to_owned()) }
+}
+
+fn positive(text: &str) -> Result<f64, String> {
+    let value: f64 = text.parse().map_err(|_| "it is not a number".to_owned())?;
+    if value.is_finite() && value > 0.0 { Ok(value) } else { Err("it must be finite and positive".to_owned()) }
+}

@@ -1,0 +1,96 @@
+//! `fsdp train`: everything is checked before anything is written.
+
+mod arguments;
+mod rank;
+mod report;
+mod sample;
+mod settings;
+mod state;
+
+use std::time::Duration;
+
+use anyhow::{Error, Result};
+use fsdp::checkpoint::latest_checkpoint;
+use fsdp::comm::CommError;
+use fsdp::data::{Batches, Text};
+use fsdp::prelude::*;
+use fsdp::ranks::Ranks;
+
+use self::rank::Job;
+use self::settings::{Resume, Settings};
+use super::failure::UsageError;
+use super::output;
+
+pub(crate) use self::arguments::TrainArguments;
+
+/// # Errors
+/// Whatever cannot be done as asked. Nothing has been written if that could be known beforehand.
+pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
+    let out = &arguments.out;
+    let resume = arguments.resume.then(|| Resume::newest(out)).transpose()?;
+    let settings = Settings::resolve(arguments, resume.as_ref())?;
+    settings.gpt.validate()?;
+    let text = match &settings.data {
+        Some(path) => Text::open(path)?,
+        None => Text::builtin(),
+    };
+    let batches = Batches {
+        batch: settings.batch,
+        seq: settings.gpt.seq,
+        ranks: arguments.nproc,
+        accumulation: arguments.accumulate,
+    };
+    batches.check(&text)?;
+    let mesh = mesh(arguments)?;
+    match &resume {
+        Some(Resume { step, path, .. }) if *step >= arguments.steps => {
+            let steps = arguments.steps;
+            output::talk(&format!("nothing to do: `{}` is at step {step} of {steps}", path.display()));
+            return Ok(());
+        }
+        Some(_) => {}
+        None => check_out_is_free(arguments)?,
+    }
+
+    let ranks = Ranks {
+        count: arguments.nproc,
+        threads: arguments.threads,
+        deadline: Duration::from_secs(arguments.timeout.get()),
+    };
+    let job = Job { arguments, settings, text, batches, resume, mesh, threads_per_rank: ranks.threads_per_rank() };
+    let results = ranks.run(|group| rank::run(group, &job))?;
+    first_cause(results.into_iter().filter_map(Result::err))
+}
+
+/// The mesh of hybrid sharding: replicas x shards.
+fn mesh(arguments: &TrainArguments) -> Result<Option<DeviceMesh>> {
+    if arguments.strategy != ShardingStrategy::HybridShard {
+        return Ok(None);
+    }
+    let (ranks, replicas) = (arguments.nproc, arguments.replicas.get());
+    let mesh = DeviceMesh::new(&[replicas, ranks / replicas], &["replicate", "shard"], ranks);
+    mesh.map(Some).map_err(|_| UsageError::Replicas { replicas, ranks }.into())
+}
+
+/// A run must not mix its checkpoints with those of another.
+fn check_out_is_free(arguments: &TrainArguments) -> Result<()> {
+    let out = &arguments.out;
+    if !out.exists() {
+        return Ok(());
+    }
+    match latest_checkpoint(out)? {
+        Some(found) => Err(UsageError::OutIsTaken { directory: out.display().to_string(), step: found.step }.into()),
+        None => Ok(()),
+    }
+}
+
+/// The error that the others follow from: one that is not about other ranks, if there is one.
+fn first_cause(errors: impl Iterator<Item = Error>) -> Result<()> {
+    let distance = |error: &Error| {
+        let of_group = error.chain().any(|cause| cause.is::<CommError>());
+        // candle passes on what a collective inside a forward or backward says, as text.
+        let of_candle = error.chain().any(|cause| cause.is::<candle_core::Error>());
+        (of_group, of_candle)
+    };
+    errors.min_by_key(distance).map_or(Ok(()), Err)
+}

@@ -1,0 +1,147 @@
+//! What a run is made of: the command line's word first, then the checkpoint's, then the default.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use fsdp::checkpoint::{StepCheckpoint, latest_checkpoint};
+use fsdp::data::VOCAB;
+use fsdp::dcp::reader::CheckpointReader;
+use fsdp::gpt::GptConfig;
+use fsdp::prelude::*;
+
+use super::arguments::{OptimizerName, TrainArguments};
+use crate::cli::failure::{NoCheckpoint, UsageError};
+
+/// The settings that are kept in checkpoints.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Settings {
+    pub(super) gpt: GptConfig,
+    pub(super) batch: usize,
+    pub(super) lr: f64,
+    pub(super) seed: u64,
+    pub(super) optimizer: OptimizerName,
+    /// `None`: the built-in text.
+    pub(super) data: Option<PathBuf>,
+}
+
+/// An open checkpoint to go on from.
+pub(super) struct Resume {
+    pub(super) step: u64,
+    pub(super) path: PathBuf,
+    pub(super) reader: CheckpointReader,
+}
+
+impl Resume {
+    /// Opens the newest committed checkpoint of a run.
+    ///
+    /// # Errors
+    /// There is none, or it is damaged.
+    pub(super) fn newest(out: &Path) -> Result<Self> {
+        let newest = latest_checkpoint(out)?;
+        let Some(StepCheckpoint { path, .. }) = newest else {
+            return Err(NoCheckpoint { directory: out.display().to_string() }.into());
+        };
+        let reader = CheckpointReader::open(&path)?;
+        let step = reader.read_value("train.step")?;
+        let step = step.as_int().and_then(|step| u64::try_from(step).ok());
+        let step = step.with_context(|| format!("`train.step` of `{}` is not a step", path.display()))?;
+        Ok(Resume { step, path, reader })
+    }
+
+    /// A value that the checkpoint may have: one that another program wrote has only what that program saved.
+    fn value(&self, key: &str) -> Result<Option<PlainValue>> {
+        match self.reader.metadata().entries.contains_key(key) {
+            true => Ok(Some(self.reader.read_value(key)?)),
+            false => Ok(None),
+        }
+    }
+
+    fn read<T>(&self, key: &str, convert: impl FnOnce(&PlainValue) -> Option<T>) -> Result<Option<T>> {
+        let Some(value) = self.value(key)? else { return Ok(None) };
+        let what = || format!("`{key}` of `{}` cannot be a {}", self.path.display(), value.type_name());
+        convert(&value).with_context(what).map(Some)
+    }
+}
+
+impl Settings {
+    /// # Errors
+    /// A checkpoint whose settings cannot be read, or that the command line contradicts where that cannot be.
+    pub(super) fn resolve(arguments: &TrainArguments, resume: Option<&Resume>) -> Result<Self> {
+        let saved = |key: &str| -> Result<Option<usize>> {
+            let Some(resume) = resume else { return Ok(None) };
+            resume.read(&format!("train.config.{key}"), |value| usize::try_from(value.as_int()?).ok())
+        };
+        let size = |asked: Option<usize>, key: &str, default: usize| -> Result<usize> {
+            Ok(asked.or(saved(key)?).unwrap_or(default))
+        };
+        let gpt = GptConfig {
+            layers: size(arguments.layers, "layers", 2)?,
+            heads: size(arguments.heads, "heads", 4)?,
+            hidden: size(arguments.hidden, "hidden", 64)?,
+            seq: size(arguments.seq, "seq", 64)?,
+            vocab: VOCAB,
+        };
+        // No tensor's shape tells the number of heads.
+        if let Some(heads) = saved("heads")?.filter(|&heads| heads != gpt.heads) {
+            let (saved, asked) = (heads.to_string(), gpt.heads.to_string());
+            return Err(UsageError::Changed { option: "--heads", saved, asked }.into());
+        }
+        let text = |key: &str| match resume {
+            Some(resume) => resume.read(key, |value| value.as_str().map(str::to_owned)),
+            None => Ok(None),
+        };
+        let lr = match resume {
+            Some(resume) => resume.read("train.config.lr", PlainValue::as_float)?,
+            None => None,
+        };
+        let seed = match resume {
+            Some(resume) => resume.read("train.seed", |seed| Some(seed.as_int()?.cast_unsigned()))?,
+            None => None,
+        };
+        Ok(Settings {
+            gpt,
+            batch: size(arguments.batch, "batch", 12)?,
+            lr: arguments.lr.or(lr).unwrap_or(1e-3),
+            seed: arguments.seed.or(seed).unwrap_or(0),
+            optimizer: optimizer(arguments.optimizer, text("train.config.optimizer")?)?,
+            data: arguments.data.clone().or(text("train.config.data")?.map(PathBuf::from)),
+        })
+    }
+
+    /// The checkpoint's `train` part: what [`Settings::resolve`] reads.
+    pub(super) fn state(&self, step: u64) -> StateDict {
+        let int = |value: usize| StateValue::from(i64::try_from(value).unwrap_or(i64::MAX));
+        let mut config = StateDict::new();
+        for (key, value) in [
+            ("layers", self.gpt.layers),
+            ("heads", self.gpt.heads),
+            ("hidden", self.gpt.hidden),
+            ("seq", self.gpt.seq),
+            ("vocab", self.gpt.vocab),
+            ("batch", self.batch),
+        ] {
+            config.insert(key, int(value));
+        }
+        config.insert("lr", self.lr);
+        config.insert("optimizer", self.optimizer.name());
+        if let Some(data) = &self.data {
+            config.insert("data", data.display().to_string());
+        }
+        let mut train = StateDict::new();
+        train.insert("step", step.cast_signed());
+        train.insert("seed", self.seed.cast_signed());
+        train.insert("config", config);
+        train
+    }
+}
+
+fn optimizer(asked: Option<OptimizerName>, saved: Option<String>) -> Result<OptimizerName> {
+    let Some(saved) = saved else { return Ok(asked.unwrap_or(OptimizerName::Adamw)) };
+    let known = <OptimizerName as clap::ValueEnum>::from_str(&saved, false).ok();
+    match (asked, known) {
+        (Some(asked), _) if asked.name() != saved => {
+            Err(UsageError::Changed { option: "--optimizer", saved, asked: asked.name().to_owned() }.into())
+        }
+        (_, known) => known.with_context(|| format!("the checkpoint's optimizer `{saved}` is not known here")),
+    }
+}
