@@ -63,7 +63,7 @@ fn run(task: Task, root: &Path) -> Result<()> {
         Task::Clippy => "clippy",
         Task::Doc => "doc",
         Task::Doctest => "doctest",
-        Task::Test => test(root)?,
+        Task::Test => "test",
         Task::Bench => "bench",
     };
     match task {
@@ -78,8 +78,7 @@ fn run(task: Task, root: &Path) -> Result<()> {
             cargo(root, &arguments, &[("RUSTDOCFLAGS", "-D warnings")])?;
         }
         Task::Doctest => cargo(root, &["test", "--workspace", "--doc", "--locked"], &[])?,
-        Task::Test => cargo(root, &["nextest", "run", "--workspace", "--locked"], &[])
-            .context("tests failed, or cargo-nextest is not there: `cargo install cargo-nextest --locked`")?,
+        Task::Test => test(root)?,
         Task::Bench => {
             cargo(root, &["run", "--release", "--package", "fsdp", "--example", "overhead", "--locked"], &[])?
         }

@@ -1,3 +1,5 @@
+//! Shard candle models over many ranks; save and load their state at any number of ranks.
+//!
 #![doc = include_str!("../../../README.md")]
 //!
 //! # Modules
