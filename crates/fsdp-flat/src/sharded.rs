@@ -148,7 +148,8 @@ impl ShardedTensor {
     /// # Errors
     /// candle's.
     pub fn copy(&self) -> Result<Self, FlatError> {
-        self.map(|tensor| Ok(tensor.copy()?.detach()))
+        // candle's `copy` would copy all of the storage that a box is a view of.
+        self.map(|tensor| Ok(tensor.force_contiguous()?.detach()))
     }
 
     /// The same values on another device (shared if they are there already).

@@ -1,0 +1,189 @@
+//! What one rank does with its own state dict.
+
+use candle_core::{DType, Device, Tensor};
+use fsdp_flat::storage::with_bytes_mut;
+use fsdp_flat::{RawTensor, ShardedTensor};
+use fsdp_layout::{KeyPath, PlainValue};
+use fsdp_state::{
+    FullOrCpuOptions, IterateOptions, Keep, KeepOn, StateDict, StateDictCallbacks, StateError, StateValue,
+    check_state_dict_similarity, copy_state_dict, create_cpu_state_dict, iterate_state_dict,
+    maybe_full_or_cpu_state_dict, offload_state_dict_to_cpu,
+};
+
+use crate::ranks::{bits, bits_at, chunks, cut, f32s, flat_ranges, run, tensor};
+
+/// A value of every kind.
+fn mixed(seed: u64) -> StateDict {
+    let mut state = StateDict::new();
+    state.insert("tensor", f32s(&[5, 2], seed));
+    state.insert("bytes", PlainValue::Bytes(b"abc".to_vec()));
+    state.insert("scalar", f32s(&[], seed));
+    state.insert("empty", f32s(&[0, 3], seed));
+    state.insert("float", 3.5 + seed as f64);
+    state.insert("eight", tensor(&[3], DType::F8E4M3, seed));
+    state.insert("raw", RawTensor::new(fsdp_layout::DType::Bool, vec![2], vec![1, seed as u8 % 2]).unwrap());
+    state.insert("sharded", cut(&f32s(&[4, 3], seed), &flat_ranges(&[4, 3], 2)[1]));
+    let nested = StateDict::from_iter([("x", StateValue::from(f32s(&[2], seed)))]);
+    state.insert("list", StateValue::List(vec![f32s(&[3], seed).into(), 1i64.into(), nested.into()]));
+    state.insert("tuple", StateValue::Tuple(vec![f32s(&[1], seed).into()]));
+    state
+}
+
+/// All bytes and values, for comparison.
+fn contents(state: &StateDict) -> Vec<String> {
+    struct Contents(Vec<String>);
+    impl StateDictCallbacks for Contents {
+        fn sharded(&mut self, path: &KeyPath, tensor: &ShardedTensor) -> Result<StateValue, StateError> {
+            for shard in tensor.shards() {
+                self.0.push(format!("{} {} {:?}", path.flat_key(), shard.bounds, bits(&shard.tensor)));
+            }
+            Ok(tensor.clone().into())
+        }
+        fn tensor(&mut self, path: &KeyPath, tensor: &Tensor) -> Result<StateValue, StateError> {
+            self.0.push(format!("{} {:?} {:?}", path.flat_key(), tensor.shape(), bits(tensor)));
+            Ok(tensor.clone().into())
+        }
+        fn raw(&mut self, path: &KeyPath, tensor: &RawTensor) -> Result<StateValue, StateError> {
+            self.0.push(format!("{} {:?}", path.flat_key(), tensor.bytes()));
+            Ok(tensor.clone().into())
+        }
+        fn plain(&mut self, path: &KeyPath, value: &PlainValue) -> Result<StateValue, StateError> {
+            self.0.push(format!("{} {value:?}", path.flat_key()));
+            Ok(value.clone().into())
+        }
+    }
+    let mut contents = Contents(Vec::new());
+    iterate_state_dict(state, &mut contents, &IterateOptions::default()).unwrap();
+    contents.0
+}
+
+#[test]
+fn a_cpu_dict_is_similar_until_a_size_changes_and_equal_after_the_copy() {
+    let state = mixed(1);
+    let mut cpu = create_cpu_state_dict(&state).unwrap();
+    assert!(check_state_dict_similarity(&state, &cpu) && check_state_dict_similarity(&cpu, &state));
+    assert_eq!(bits_at(&cpu, "tensor"), [0; 40]);
+    let live = cpu.get("tensor").and_then(StateValue::as_tensor).unwrap().clone();
+    copy_state_dict(&state, &mut cpu).unwrap();
+    assert_eq!(contents(&cpu), contents(&state));
+    // The values came into the memory that was there.
+    assert_eq!(bits(&live), bits_at(&state, "tensor"));
+    copy_state_dict(&mixed(2), &mut cpu).unwrap();
+    assert_eq!(contents(&cpu), contents(&mixed(2)));
+    assert_eq!(contents(&state), contents(&mixed(1)));
+
+    for change in [
+        ("tensor", f32s(&[2, 5], 1).into()),
+        ("tensor", tensor(&[5, 2], DType::I32, 1).into()),
+        ("tensor", StateValue::from(1.0)),
+        ("sharded", cut(&f32s(&[4, 3], 1), &flat_ranges(&[4, 3], 2)[0]).into()),
+        ("list", StateValue::List(vec![])),
+        ("tuple", StateValue::List(vec![f32s(&[1], 1).into()])),
+        ("more", StateValue::from(1i64)),
+    ] {
+        let mut other = mixed(3);
+        other.insert(change.0, change.1);
+        assert!(!check_state_dict_similarity(&other, &cpu), "{}", change.0);
+        let error = copy_state_dict(&other, &mut cpu).unwrap_err();
+        assert!(matches!(error, StateError::CompanionMismatch { .. }), "{error}");
+        assert_eq!(contents(&cpu), contents(&mixed(2)), "{error}");
+    }
+    // Plain values may differ, and so may the order of keys.
+    let mut other = StateDict::new();
+    for (key, value) in mixed(2).into_iter().collect::<Vec<_>>().into_iter().rev() {
+        other.insert(key, value);
+    }
+    other.insert("float", "text");
+    assert!(check_state_dict_similarity(&other, &cpu));
+}
+
+#[test]
+fn offloaded_tensors_are_copies_on_the_ranks_that_keep_them() {
+    let state = mixed(4);
+    for rank in 0..4 {
+        let offloaded = offload_state_dict_to_cpu(&state, &KeepOn::Ranks(vec![0, 2]), rank).unwrap();
+        if rank % 2 == 1 {
+            assert!(offloaded.is_empty());
+            continue;
+        }
+        assert_eq!(contents(&offloaded), contents(&state));
+        let overwrite = |state: &StateDict| {
+            let tensor = state.get("tensor").and_then(StateValue::as_tensor).unwrap();
+            with_bytes_mut(tensor, |bytes| bytes.fill(7)).unwrap();
+            let shard = state.get("sharded").and_then(StateValue::as_sharded).unwrap().shards()[0].clone();
+            with_bytes_mut(&shard.tensor, |bytes| bytes.fill(7)).unwrap();
+        };
+        overwrite(&offloaded);
+        assert_eq!(contents(&state), contents(&mixed(4)));
+    }
+}
+
+#[test]
+fn a_companion_takes_the_values_of_boxes_in_place() {
+    let (full, boxes) = (f32s(&[3, 3], 5), flat_ranges(&[3, 3], 2).swap_remove(0));
+    let state = StateDict::from_iter([("dt", StateValue::from(cut(&full, &boxes)))]);
+    let companion = create_cpu_state_dict(&state).unwrap();
+    let options = IterateOptions { companion: Some(&companion), ..IterateOptions::default() };
+    let result = iterate_state_dict(&state, &mut Keep, &options).unwrap();
+    assert_eq!(contents(&companion), contents(&state));
+    assert_eq!(contents(&result), contents(&state));
+    let shard = &result.get("dt").and_then(StateValue::as_sharded).unwrap().shards()[0].tensor;
+    with_bytes_mut(shard, |bytes| bytes.fill(1)).unwrap();
+    assert_ne!(contents(&companion), contents(&state));
+    // On a rank that does not keep, the companion is not even looked at.
+    let nothing = StateDict::new();
+    let away = IterateOptions { companion: Some(&nothing), keep_on: KeepOn::Ranks(vec![1]), ..Default::default() };
+    assert!(iterate_state_dict(&state, &mut Keep, &away).unwrap().is_empty());
+    let here = IterateOptions { rank: 1, ..away };
+    assert!(matches!(iterate_state_dict(&state, &mut Keep, &here), Err(StateError::CompanionMismatch { .. })));
+}
+
+#[test]
+fn callbacks_see_leaves_in_container_order_on_every_rank() {
+    struct Order(Vec<String>);
+    impl StateDictCallbacks for Order {
+        fn tensor(&mut self, path: &KeyPath, tensor: &Tensor) -> Result<StateValue, StateError> {
+            self.0.push(path.flat_key());
+            Ok(StateValue::Tensor(tensor.clone()))
+        }
+        fn plain(&mut self, path: &KeyPath, value: &PlainValue) -> Result<StateValue, StateError> {
+            self.0.push(path.flat_key());
+            if self.0.len() == 100 { Err(StateError::NoSource { rank: 0 }) } else { Ok(value.clone().into()) }
+        }
+    }
+    let state = mixed(1);
+    for keep_on in [KeepOn::All, KeepOn::Ranks(vec![])] {
+        let mut order = Order(Vec::new());
+        let options = IterateOptions { keep_on, ..IterateOptions::default() };
+        iterate_state_dict(&state, &mut order, &options).unwrap();
+        assert_eq!(
+            order.0,
+            ["tensor", "bytes", "scalar", "empty", "float", "eight", "list.0", "list.1", "list.2.x", "tuple.0"]
+        );
+    }
+    let mut failing = Order(vec![String::new(); 98]);
+    assert!(iterate_state_dict(&state, &mut failing, &IterateOptions::default()).is_err());
+}
+
+#[test]
+fn full_and_cpu_are_chosen_apart_from_who_keeps_the_result() {
+    let full = f32s(&[5, 2], 6);
+    run(3, |group| {
+        let sharded = || cut(&full, &chunks(&[5, 2], 3)[group.rank()]);
+        let state = StateDict::from_iter([("w", StateValue::from(sharded()))]);
+        for (full_state_dict, cpu_offload) in [(false, false), (false, true), (true, false), (true, true)] {
+            for keep_on in [KeepOn::All, KeepOn::Ranks(vec![1])] {
+                let options = FullOrCpuOptions { full_state_dict, cpu_offload, keep_on: keep_on.clone() };
+                let result = maybe_full_or_cpu_state_dict(&group, &state, &options).unwrap();
+                if !keep_on.contains(group.rank()) {
+                    assert!(result.is_empty());
+                } else if full_state_dict {
+                    assert_eq!(bits_at(&result, "w"), bits(&full));
+                    assert!(result.get("w").unwrap().as_tensor().unwrap().device().same_device(&Device::Cpu));
+                } else {
+                    assert_eq!(contents(&result), contents(&state));
+                }
+            }
+        }
+    });
+}
