@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
 
 use crate::error::FormatError;
-use crate::limits::MAX_INTEGRITY_BYTES;
+use crate::limits::{MAX_BLOCK_BYTES, MAX_INTEGRITY_BYTES};
 
 /// Name of the integrity file in a checkpoint's directory.
 pub const INTEGRITY_FILE: &str = ".integrity";
@@ -206,7 +206,7 @@ impl Integrity {
             let line: FileLine = serde_json::from_slice(line).map_err(malformed)?;
             let mut file = FileIntegrity::default();
             for (length, block, digits) in line.segments {
-                let sane = length > 0 && (1..=1 << 30).contains(&block) && digits.is_ascii();
+                let sane = length > 0 && (1..=MAX_BLOCK_BYTES).contains(&block) && digits.is_ascii();
                 if !sane || digits.len() as u64 != length.div_ceil(block).saturating_mul(16) {
                     return Err(malformed("a segment's lengths do not fit its hashes"));
                 }

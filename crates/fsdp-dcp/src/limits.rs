@@ -19,6 +19,10 @@ pub const MAX_MEMO_GAP: usize = 1024;
 pub const MAX_INTEGER_BYTES: u64 = 1024;
 /// Dimensions of a tensor.
 pub const MAX_TENSOR_RANK: usize = 64;
+/// Elements of a tensor, dimensions of 0 not counted: so that no product of sizes overflows.
+pub const MAX_TENSOR_ELEMENTS: u64 = 1 << 58;
+/// Bytes of one hashed block.
+pub const MAX_BLOCK_BYTES: u64 = 16 << 20;
 /// Bytes of one key (FQN).
 pub const MAX_KEY_BYTES: usize = 1 << 20;
 /// Bytes of a zip's central directory.
@@ -31,3 +35,10 @@ pub const MAX_INTEGRITY_BYTES: u64 = 4 << 30;
 pub const MAX_SAFETENSORS_HEADER_BYTES: u64 = 100_000_000;
 /// Bytes of a JSON index (`model.safetensors.index.json`).
 pub const MAX_INDEX_BYTES: u64 = 256 << 20;
+
+/// Whether a tensor of this shape is one that some machine could hold.
+pub(crate) fn is_sane_shape(shape: &[usize]) -> bool {
+    let elements =
+        shape.iter().filter(|&&size| size > 0).try_fold(1u64, |product, &size| product.checked_mul(size as u64));
+    shape.len() <= MAX_TENSOR_RANK && elements.is_some_and(|elements| elements <= MAX_TENSOR_ELEMENTS)
+}

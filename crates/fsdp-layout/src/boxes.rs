@@ -42,7 +42,8 @@ impl TensorBox {
     /// Number of elements. For boxes from untrusted input use [`checked_numel`].
     #[must_use]
     pub fn numel(&self) -> usize {
-        self.sizes.iter().product()
+        // An empty box is that, however large its other dimensions are.
+        if self.is_empty() { 0 } else { self.sizes.iter().product() }
     }
 
     /// Whether the box holds no element.

@@ -185,6 +185,9 @@ pub fn stream<E: From<CheckpointError>>(
     range: Range<u64>,
     sink: &mut dyn FnMut(&[u8]) -> Result<(), E>,
 ) -> Result<(), E> {
+    if range.is_empty() {
+        return Ok(());
+    }
     let element = dtype.size_in_bytes() as usize;
     let (mut at, end) = (range.start as usize / element, range.end as usize / element);
     let row: usize = bounds.sizes.get(1..).unwrap_or_default().iter().product();

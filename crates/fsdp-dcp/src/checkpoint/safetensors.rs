@@ -11,7 +11,7 @@ use serde::Deserialize;
 use super::{Checkpoint, Format, file_parts, no_value, tensor_of};
 use crate::directory::CheckedDirectory;
 use crate::error::{CheckpointError, FormatError};
-use crate::limits::{MAX_INDEX_BYTES, MAX_TENSOR_RANK};
+use crate::limits::{MAX_INDEX_BYTES, MAX_TENSOR_RANK, is_sane_shape};
 use crate::metadata::{BytesEntry, Chunk, Entry, Metadata, StorageInfo, TensorEntry, TensorProperties};
 use crate::plan::{LoadOptions, LoadRequest, plan_load};
 use crate::reader::OpenOptions;
@@ -162,6 +162,9 @@ impl SafetensorsCheckpoint {
             // The global shape is noted nowhere: it is what the shards reach.
             for (size, end) in tensor.shape.iter_mut().zip(ends) {
                 *size = (*size).max(end);
+            }
+            if !is_sane_shape(&tensor.shape) {
+                return Err(malformed(format!("the saved offsets of `{fqn}` make no sense")));
             }
             // Replicated tensors are in the file of every rank.
             if !tensor.chunks.iter().any(|there| there.bounds == chunk.bounds) {

@@ -1,9 +1,10 @@
 //! How a pickle describes a tensor: a storage by key, and where the elements lie in it.
 
-use fsdp_layout::boxes::{checked_numel, row_major_strides};
+use fsdp_layout::boxes::row_major_strides;
 use fsdp_layout::{DType, TensorBox};
 
 use crate::error::FormatError;
+use crate::limits::is_sane_shape;
 use crate::pickle::write::{self, Sink};
 use crate::pickle::{Global, Node, NodeId, Pickle, PickleError, PickleErrorKind};
 use crate::strided::StridedLayout;
@@ -96,8 +97,10 @@ fn tensor(p: &Pickle<'_>, at: NodeId, args: [NodeId; 4], untyped: Option<DType>)
         return Err(absurd("a tensor's shape and strides differ in length"));
     }
     let offset = p.unsigned(offset)?;
-    let numel = checked_numel(&shape).filter(|numel| numel.checked_mul(dtype.size_in_bytes() as usize).is_some());
-    if numel.ok_or_else(|| absurd("a tensor has too many elements"))? > 0 {
+    if !is_sane_shape(&shape) {
+        return Err(absurd("a tensor has too many elements"));
+    }
+    if !shape.contains(&0) {
         let last = shape
             .iter()
             .zip(&strides)

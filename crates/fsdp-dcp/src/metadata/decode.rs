@@ -8,7 +8,7 @@ use indexmap::IndexMap;
 use super::{
     BytesEntry, Chunk, Entry, MemoryFormat, Metadata, StorageInfo, StorageMeta, TensorEntry, TensorProperties,
 };
-use crate::limits::MAX_KEY_BYTES;
+use crate::limits::{MAX_KEY_BYTES, is_sane_shape};
 use crate::pickle::{Global, Node, NodeId, Pickle, PickleError, PickleErrorKind, parse};
 
 type Result<T> = std::result::Result<T, PickleError>;
@@ -80,6 +80,9 @@ fn storage_data<'a>(p: &Pickle<'a>, id: Option<NodeId>) -> Result<StorageData<'a
 fn tensor<'a>(p: &Pickle<'a>, id: NodeId, fqn: &'a str, storage: &mut StorageData<'a>) -> Result<TensorEntry> {
     let fields = p.state(id, Global::TensorStorageMetadata, "a TensorStorageMetadata or BytesStorageMetadata")?;
     let shape = p.sizes(fields.get("size")?)?;
+    if !is_sane_shape(&shape) {
+        return Err(p.error(id, PickleErrorKind::Value { what: "a tensor has too many elements" }));
+    }
     let chunks = p.sequence(fields.get("chunks")?)?.iter().map(|&id| {
         let chunk = p.state(id, Global::ChunkStorageMetadata, "a ChunkStorageMetadata")?;
         let offsets = p.sizes(chunk.get("offsets")?)?;

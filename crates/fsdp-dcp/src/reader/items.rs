@@ -35,6 +35,8 @@ impl From<CheckpointError> for ReadError {
     }
 }
 
+/// Bytes that an item may have around its payload.
+const ITEM_OVERHEAD: u64 = 64 << 10;
 /// Items up to this long are read whole, in one go.
 const SMALL_ITEM: u64 = 64 << 10;
 
@@ -70,7 +72,9 @@ impl CheckpointReader {
         dtype: DType,
     ) -> Result<Located, ReadError> {
         let located = if stored.length <= SMALL_ITEM || !stored.transforms.is_empty() {
-            let bytes = self.item_bytes(stored)?;
+            let numel = fsdp_layout::boxes::checked_numel(&chunk.bounds.sizes).unwrap_or(0) as u64;
+            let expected = numel.saturating_mul(dtype.size_in_bytes()).saturating_add(ITEM_OVERHEAD);
+            let bytes = self.item_bytes(stored, expected)?;
             StoredTensor::locate(&bytes).map(|tensor| Located { bytes: Bytes::Memory(bytes), start: 0, tensor })
         } else {
             let file = self.directory.file(&stored.relative_path)?;
@@ -112,8 +116,8 @@ impl CheckpointReader {
         Some(Located { bytes: Bytes::File(file), start: stored.offset, tensor })
     }
 
-    /// All bytes of an item, with its stream transforms undone.
-    pub(super) fn item_bytes(&self, stored: &StorageInfo) -> Result<Vec<u8>, ReadError> {
+    /// All bytes of an item, with its stream transforms undone; these may make at most `expected` bytes of it.
+    pub(super) fn item_bytes(&self, stored: &StorageInfo, expected: u64) -> Result<Vec<u8>, ReadError> {
         let file = self.directory.file(&stored.relative_path)?;
         let item = Window::new(&*file, stored.offset, stored.length)?;
         if stored.length > MAX_OBJECT_BYTES {
@@ -125,7 +129,7 @@ impl CheckpointReader {
         // As they were applied one after the other, they are undone from the last to the first.
         for transform in stored.transforms.iter().rev() {
             bytes = match transform.split('/').next() {
-                Some("stream.zstd") => unzstd(&bytes)?,
+                Some("stream.zstd") => unzstd(&bytes, expected.min(MAX_OBJECT_BYTES))?,
                 _ => {
                     return Err(FormatError::Unsupported { what: format!("the stream transform `{transform}`") }.into());
                 }
@@ -147,10 +151,9 @@ impl CheckpointReader {
     }
 }
 
-/// Decompresses one zstd stream, to at most [`MAX_OBJECT_BYTES`] and a thousand times its length.
-fn unzstd(compressed: &[u8]) -> Result<Vec<u8>, FormatError> {
+/// Decompresses one zstd stream, to at most `limit` bytes.
+fn unzstd(compressed: &[u8], limit: u64) -> Result<Vec<u8>, FormatError> {
     let malformed = |reason: String| FormatError::Malformed { what: "zstd stream", reason };
-    let limit = (compressed.len() as u64).saturating_mul(1000).clamp(1 << 20, MAX_OBJECT_BYTES);
     let decoder = ruzstd::decoding::StreamingDecoder::new(compressed).map_err(|error| malformed(error.to_string()))?;
     let mut bytes = Vec::new();
     decoder.take(limit + 1).read_to_end(&mut bytes).map_err(|error| malformed(error.to_string()))?;

@@ -112,7 +112,9 @@ impl CheckpointReader {
             Some(Entry::Bytes(bytes)) => bytes.stored.as_ref(),
         };
         let stored = stored.ok_or_else(|| CheckpointError::NotStored { fqn: fqn.to_owned() })?;
-        let value = self.item_bytes(stored).and_then(|bytes| decode_value(&bytes).map_err(ReadError::Format));
+        // A compressed value may be a thousand times its length, as long as that is little.
+        let expected = stored.length.saturating_mul(1000).max(1 << 20);
+        let value = self.item_bytes(stored, expected).and_then(|bytes| decode_value(&bytes).map_err(ReadError::Format));
         value.map_err(|error| self.item_error(fqn, stored, error))
     }
 }

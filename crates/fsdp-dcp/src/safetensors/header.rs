@@ -9,7 +9,7 @@ use serde::de::{Error as _, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
 use crate::error::FormatError;
-use crate::limits::{MAX_SAFETENSORS_HEADER_BYTES, MAX_TENSOR_RANK};
+use crate::limits::{MAX_SAFETENSORS_HEADER_BYTES, is_sane_shape};
 use crate::source::ReadAt;
 
 /// What a file holds.
@@ -111,10 +111,7 @@ impl Header {
             };
             let (start, end) = info.data_offsets;
             let bytes = checked_numel(&info.shape).and_then(|numel| (numel as u64).checked_mul(dtype.size_in_bytes()));
-            if info.shape.len() > MAX_TENSOR_RANK
-                || bytes.is_none()
-                || start.checked_add(bytes.unwrap_or(0)) != Some(end)
-            {
+            if !is_sane_shape(&info.shape) || bytes.is_none() || start.checked_add(bytes.unwrap_or(0)) != Some(end) {
                 return Err(malformed(format!("the offsets of `{name}` do not fit its shape")));
             }
             tensors.insert(name, TensorInfo { dtype, shape: info.shape, start, end });

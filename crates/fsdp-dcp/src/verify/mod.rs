@@ -146,7 +146,7 @@ fn structure(checkpoint: &dyn Checkpoint, report: &mut Report) {
                 match covered {
                     Err(error) => report.add(Some(fqn), None, &error),
                     Ok(covered) => {
-                        let numel = tensor.shape.iter().product::<usize>();
+                        let numel = TensorBox::whole(&tensor.shape).numel();
                         if covered != numel {
                             report.add(Some(fqn), None, &crate::plan::ChunkError::Incomplete { covered, numel });
                         }

@@ -7,6 +7,7 @@ mod convert;
 mod crash;
 mod damage;
 mod fixtures;
+mod hostile;
 mod save_load;
 mod truth;
 mod verify;
