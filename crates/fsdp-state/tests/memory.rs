@@ -70,6 +70,7 @@ fn rows(rank: usize) -> TensorBox {
 }
 
 /// A quarter of 4 MiB on each of four ranks.
+#[cfg(test)]
 fn quarter(rank: usize) -> ShardedTensor {
     let tensor = Tensor::full(rank as f32, 256 * 1024, &Device::Cpu).unwrap();
     ShardedTensor::from_flat(&[1024, 1024], vec![rows(rank)], &tensor).unwrap()

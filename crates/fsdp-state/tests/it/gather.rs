@@ -25,7 +25,7 @@ fn state(rank: usize, world_size: usize) -> StateDict {
     let weight = cut(&weight, &flat_ranges(&[7, 3], world_size)[rank]);
     let bias = cut(&bias, &chunks(&[5], world_size)[rank]);
     // Every other rank has another order.
-    if rank % 2 == 0 {
+    if rank.is_multiple_of(2) {
         state.insert("weight", weight);
         state.insert("bias", bias);
     } else {
