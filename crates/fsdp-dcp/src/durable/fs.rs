@@ -158,13 +158,14 @@ impl Durable {
 
     /// Lets two paths change places; `false` if the file system cannot.
     pub(super) fn exchange(&self, a: &Path, b: &Path) -> Result<bool, CheckpointError> {
-        self.step(Step::Exchange, "put the new checkpoint in place of", b, || {
-            match rustix::fs::renameat_with(CWD, a, CWD, b, RenameFlags::EXCHANGE) {
-                Ok(()) => Ok(true),
-                Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => Ok(false),
-                Err(error) => Err(error.into()),
-            }
-        })
+        let exchanged = self.step(Step::Exchange, "put the new checkpoint in place of", b, || {
+            Ok(rustix::fs::renameat_with(CWD, a, CWD, b, RenameFlags::EXCHANGE)?)
+        });
+        match exchanged {
+            Ok(()) => Ok(true),
+            Err(CheckpointError::Io { source, .. }) if is_unsupported(&source) => Ok(false),
+            Err(error) => Err(error),
+        }
     }
 
     /// Removes a directory with all that it holds.
@@ -180,6 +181,12 @@ impl Durable {
 #[expect(clippy::disallowed_methods, reason = "the callers sync before and after")]
 fn plain_rename(from: &Path, to: &Path) -> io::Result<()> {
     std::fs::rename(from, to)
+}
+
+/// Whether the file system does not know the operation.
+fn is_unsupported(error: &io::Error) -> bool {
+    let codes = [Errno::INVAL, Errno::NOSYS, Errno::OPNOTSUPP];
+    error.raw_os_error().is_some_and(|code| codes.iter().any(|errno| errno.raw_os_error() == code))
 }
 
 /// Whether anything, a dangling link included, is at this path.

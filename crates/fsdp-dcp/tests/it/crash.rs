@@ -4,9 +4,9 @@ use std::cell::Cell;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use fsdp_dcp::durable::{Durable, Step, StepHook, clean_stale};
+use fsdp_dcp::durable::{Durable, Step, StepHook, clean_stale, recover};
 use fsdp_dcp::reader::CheckpointReader;
 use fsdp_layout::{DType, PlainValue};
 
@@ -17,7 +17,16 @@ struct At {
     step: usize,
     after: bool,
     kill: bool,
+    /// Whether the file system can exchange two directories.
+    exchange: bool,
     count: AtomicUsize,
+    struck: AtomicBool,
+}
+
+impl At {
+    fn new(step: usize, after: bool, exchange: bool) -> Self {
+        At { step, after, kill: false, exchange, count: AtomicUsize::new(0), struck: AtomicBool::new(false) }
+    }
 }
 
 thread_local! {
@@ -27,6 +36,7 @@ thread_local! {
 
 impl At {
     fn strike(&self) -> io::Result<()> {
+        self.struck.store(true, Ordering::SeqCst);
         if self.kill {
             std::process::abort();
         }
@@ -35,11 +45,13 @@ impl At {
 }
 
 impl StepHook for At {
-    fn before(&self, _: Step, _: &Path) -> io::Result<()> {
+    fn before(&self, step: Step, _: &Path) -> io::Result<()> {
         let number = self.count.fetch_add(1, Ordering::SeqCst);
         NUMBER.set(number);
         match number == self.step && !self.after {
             true => self.strike(),
+            // ENOSYS
+            false if step == Step::Exchange && !self.exchange => Err(io::Error::from_raw_os_error(38)),
             false => Ok(()),
         }
     }
@@ -76,7 +88,9 @@ fn generation(target: &Path) -> Option<u8> {
 }
 
 fn steps_of_a_save(target: &Path) -> usize {
-    let hook = Arc::new(At { step: usize::MAX, after: false, kill: false, count: AtomicUsize::new(0) });
+    // Twice, so that the second one overwrites; without exchange, as that takes more steps.
+    save(&state(0), 2, target, &Durable::new()).unwrap();
+    let hook = Arc::new(At::new(usize::MAX, false, false));
     save(&state(0), 2, target, &Durable::with_hook(hook.clone())).unwrap();
     hook.count.load(Ordering::SeqCst)
 }
@@ -87,7 +101,7 @@ fn a_failure_at_any_step_is_an_error_and_leaves_old_or_new() {
     let (fresh, target) = (parent.path().join("fresh"), parent.path().join("target"));
     let steps = steps_of_a_save(&target);
     assert!(steps >= 15, "only {steps} steps");
-    for overwrite in [false, true] {
+    for (overwrite, exchange) in [(false, true), (true, true), (true, false)] {
         for (step, after) in (0..steps + 1).flat_map(|step| [(step, false), (step, true)]) {
             let target = if overwrite { &target } else { &fresh };
             if overwrite {
@@ -95,10 +109,9 @@ fn a_failure_at_any_step_is_an_error_and_leaves_old_or_new() {
             } else if fresh.exists() {
                 std::fs::rename(&fresh, parent.path().join(format!("done-{step}-{after}"))).unwrap();
             }
-            let hook = Arc::new(At { step, after, kill: false, count: AtomicUsize::new(0) });
+            let hook = Arc::new(At::new(step, after, exchange));
             let saved = save(&state(2), 2, target, &Durable::with_hook(hook.clone()));
-            let reached = hook.count.load(Ordering::SeqCst) > step;
-            assert_eq!(saved.is_err(), reached, "step {step}, after {after}");
+            assert_eq!(saved.is_err(), hook.struck.load(Ordering::SeqCst), "step {step}, after {after}");
             let found = generation(target);
             match saved {
                 Ok(()) => assert_eq!(found, Some(2)),
@@ -121,8 +134,9 @@ fn killed_child() {
     let Ok(order) = std::env::var("FSDP_DCP_KILL") else { return };
     let mut order = order.split(' ');
     let (step, after) = (order.next().unwrap().parse().unwrap(), order.next().unwrap() == "after");
+    let exchange = order.next().unwrap() == "true";
     let target = order.next().unwrap();
-    let hook = Arc::new(At { step, after, kill: true, count: AtomicUsize::new(0) });
+    let hook = Arc::new(At { kill: true, ..At::new(step, after, exchange) });
     save(&state(2), 2, Path::new(target), &Durable::with_hook(hook)).unwrap();
 }
 
@@ -131,17 +145,26 @@ fn a_kill_at_any_step_leaves_old_or_new() {
     let parent = tempfile::tempdir().unwrap();
     let target = parent.path().join("target");
     let steps = steps_of_a_save(&target);
-    for (step, when) in (0..steps).flat_map(|step| [(step, "before"), (step, "after")]) {
+    let cases = (0..steps).flat_map(|step| [(step, "before", true), (step, "before", false), (step, "after", false)]);
+    let mut lived = 0;
+    for (step, when, exchange) in cases {
         save(&state(1), 2, &target, &Durable::new()).unwrap();
         let child = std::process::Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "crash::killed_child"])
-            .env("FSDP_DCP_KILL", format!("{step} {when} {}", target.display()))
+            .env("FSDP_DCP_KILL", format!("{step} {when} {exchange} {}", target.display()))
             .output()
             .unwrap();
-        assert!(!child.status.success(), "the child lived through step {step}");
+        // A save that can exchange takes fewer steps; one that cannot never comes to the end of that step.
+        lived += usize::from(child.status.success());
+        assert!(!child.status.success() || generation(&target) == Some(2), "step {step}, {when}");
+        // Without exchange, the old checkpoint may have stepped aside already: it is put back.
+        if recover(&target).unwrap() {
+            assert!(!exchange && generation(&target) == Some(1));
+        }
         assert!(matches!(generation(&target), Some(1 | 2)), "step {step}, {when}");
         clean_stale(&target).unwrap();
         let left = std::fs::read_dir(parent.path()).unwrap().count();
         assert_eq!(left, 1, "step {step}, {when}");
     }
+    assert!(lived <= 5, "{lived} children were not killed");
 }
