@@ -1,7 +1,5 @@
 //! How much memory a sharded model takes, measured by a counting allocator: this binary has no other test.
 
-#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
-
 use candle_core::{Device, Tensor};
 use candle_nn::{Linear, Module, linear};
 use fsdp_nn::algorithm::{Algorithm, SgdOptions};

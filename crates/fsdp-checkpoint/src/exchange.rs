@@ -9,7 +9,7 @@ use fsdp_state::{Reshard, StateDict, StateValue, reshard_sharded_tensors};
 use serde::{Deserialize, Serialize};
 
 use crate::CheckpointError;
-use crate::state_dict::Incoming;
+use crate::incoming::Incoming;
 
 /// Where a sharded value sits: in the model dict, or in the optimizer's state under a parameter.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]

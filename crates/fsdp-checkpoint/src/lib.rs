@@ -10,6 +10,7 @@ pub mod catalog;
 mod error;
 mod exchange;
 mod from_rank0;
+mod incoming;
 pub mod load;
 mod names;
 mod optim_format;

@@ -12,7 +12,8 @@ use fsdp_state::{
 };
 
 use crate::exchange::localize;
-use crate::from_rank0::{CPU, from_rank0, model_owner, optim_owner};
+use crate::from_rank0::CPU;
+use crate::incoming::Incoming;
 use crate::{CheckpointError, StateDictOptions, names, optim_format};
 
 /// The state dicts of a model and its optimizers: (model, optimizers).
@@ -152,7 +153,7 @@ fn set(
     let group = parameters.group();
     let mut state = group.agree("set_state_dict", Incoming::new(parameters, model, optim, options))?;
     if options.broadcast_from_rank0 {
-        state = state.from_rank0(parameters)?;
+        state = state.broadcast(parameters)?;
     }
     let state = localize(parameters, state)?;
     let checked = group.agree("set_state_dict", Checked::new(parameters, optimizers, &state, options))?;
@@ -170,37 +171,6 @@ fn set(
     }
     group.agree("set_state_dict", checked.apply(parameters, optimizers))?;
     Ok(model_report.merge(optim_report))
-}
-
-/// State dicts on their way in, nested and under the model's names.
-pub(crate) struct Incoming {
-    pub(crate) model: Option<StateDict>,
-    pub(crate) optim: Option<StateDict>,
-}
-
-impl Incoming {
-    fn new(
-        parameters: &ShardedParameters,
-        model: Option<&StateDict>,
-        optim: Option<&StateDict>,
-        options: &StateDictOptions,
-    ) -> Result<Self, CheckpointError> {
-        let flat_parameter = model.into_iter().flat_map(StateDict::keys).find(|key| key.contains("_flat_param"));
-        if let Some(key) = flat_parameter {
-            return Err(CheckpointError::FlatParameterKey { key: key.to_owned() });
-        }
-        let model = model.map(|model| {
-            model.iter().map(|(name, value)| (names::to_model(name, options), value.clone())).collect::<StateDict>()
-        });
-        let optim = optim.map(|optim| optim_format::to_model(optim, parameters, options)).transpose()?;
-        Ok(Incoming { model, optim })
-    }
-
-    fn from_rank0(self, parameters: &ShardedParameters) -> Result<Self, CheckpointError> {
-        let model = self.model.map(|model| from_rank0(parameters, &model, model_owner)).transpose()?;
-        let optim = self.optim.map(|optim| from_rank0(parameters, &optim, optim_owner)).transpose()?;
-        Ok(Incoming { model, optim })
-    }
 }
 
 /// All that is to be put in place on this rank.

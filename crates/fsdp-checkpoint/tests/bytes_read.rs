@@ -13,7 +13,8 @@ use fsdp_state::{StateDict, StateValue};
 
 /// Parameters of a model of 24 MiB.
 fn layout(world: usize) -> FlatLayout {
-    let shapes = [("embedding", vec![1000, 512]), ("up", vec![512, 2048]), ("bias", vec![2048]), ("down", vec![2048, 2000])];
+    let shapes =
+        [("embedding", vec![1000, 512]), ("up", vec![512, 2048]), ("bias", vec![2048]), ("down", vec![2048, 2000])];
     let params = shapes.map(|(name, shape)| (name.to_owned(), shape));
     FlatLayout::new(params.into(), 4, world).unwrap()
 }

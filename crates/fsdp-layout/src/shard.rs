@@ -44,7 +44,9 @@ mod tests {
 
     #[test]
     fn unpadded_shards_as_torch_cuts_them() {
-        let table: &[(usize, usize, &[(usize, usize)])] = &[
+        // Elements, ranks, and for each rank (elements, padding).
+        type Row<'a> = (usize, usize, &'a [(usize, usize)]);
+        let table: &[Row<'_>] = &[
             (10, 4, &[(3, 0), (3, 0), (3, 0), (1, 2)]),
             (5, 4, &[(2, 0), (2, 0), (1, 1), (0, 2)]),
             (2, 4, &[(1, 0), (1, 0), (0, 1), (0, 1)]),

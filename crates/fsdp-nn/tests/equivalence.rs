@@ -79,7 +79,7 @@ fn config(strategy: ShardingStrategy, use_orig_params: bool) -> FsdpConfig {
 
 /// For `HybridShard`, half of the ranks are replicas of the others where that is possible.
 fn config_for(world: usize, strategy: ShardingStrategy, use_orig_params: bool) -> FsdpConfig {
-    let replicas = if world % 2 == 0 { 2 } else { 1 };
+    let replicas = if world.is_multiple_of(2) { 2 } else { 1 };
     let mesh = DeviceMesh::new(&[replicas, world / replicas], &["replicate", "shard"], world).unwrap();
     FsdpConfig { mesh: Some(mesh), ..config(strategy, use_orig_params) }
 }
