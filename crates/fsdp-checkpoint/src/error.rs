@@ -45,6 +45,12 @@ pub enum CheckpointError {
         /// Why.
         problem: String,
     },
+    /// A save in the background ended without an outcome.
+    #[error("the save in the background broke off: {problem}")]
+    Background {
+        /// How.
+        problem: String,
+    },
     /// Options that contradict each other.
     #[error("{problem}")]
     Options {

@@ -3,9 +3,11 @@
 //! | module | what it holds |
 //! |---|---|
 //! | [`mod@save`], [`mod@load`] | a state dict to a checkpoint directory and back, at any number of ranks |
+//! | [`async_save`] | saves in the background |
 //! | [`catalog`] | the checkpoints of a training run |
 //! | [`state_dict`] | `get_state_dict`, `set_state_dict` and their model and optimizer halves |
 
+pub mod async_save;
 pub mod catalog;
 mod error;
 mod exchange;
@@ -20,6 +22,7 @@ pub mod state_dict;
 mod template;
 mod verify;
 
+pub use async_save::AsyncSaver;
 pub use catalog::{StepCheckpoint, latest_checkpoint, list_checkpoints, step_path};
 pub use error::CheckpointError;
 pub use fsdp_state::{KeepOn, LoadReport};

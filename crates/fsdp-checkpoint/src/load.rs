@@ -1,6 +1,7 @@
 //! Loading a checkpoint into a state dict: each rank reads the bytes that it needs, and nothing else.
 
 use std::path::Path;
+use std::time::Duration;
 
 use candle_core::Tensor;
 use fsdp_comm::ProcessGroup;
@@ -15,7 +16,7 @@ use indexmap::IndexMap;
 use tracing::info_span;
 
 use crate::CheckpointError;
-use crate::save::box_bytes;
+use crate::save::{DEFAULT_DEADLINE, box_bytes};
 
 /// How to load; the same on every rank.
 #[derive(Debug, Clone, Copy)]
@@ -28,11 +29,19 @@ pub struct LoadOptions {
     pub verify: bool,
     /// Threads that read, on each rank.
     pub threads: usize,
+    /// How long a rank waits for the others to read; longer than the process group's own deadline for a collective.
+    pub deadline: Duration,
 }
 
 impl Default for LoadOptions {
     fn default() -> Self {
-        LoadOptions { allow_missing: false, allow_cast: false, verify: true, threads: ReadOptions::default().threads }
+        LoadOptions {
+            allow_missing: false,
+            allow_cast: false,
+            verify: true,
+            threads: ReadOptions::default().threads,
+            deadline: DEFAULT_DEADLINE,
+        }
     }
 }
 
@@ -51,6 +60,7 @@ pub fn load(
     group: &ProcessGroup,
     options: &LoadOptions,
 ) -> Result<LoadReport, CheckpointError> {
+    let group = &group.with_deadline(group.deadline().max(options.deadline));
     let _span = info_span!("load", rank = group.rank(), path = %path.display()).entered();
     let open = || Ok::<_, CheckpointError>(CheckpointReader::open_with(path, OpenOptions { verify: options.verify })?);
     let reader = group.agree("load: open", open())?;

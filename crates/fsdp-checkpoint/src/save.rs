@@ -22,8 +22,12 @@ use crate::CheckpointError;
 /// The rank that plans and commits.
 const COORDINATOR: usize = 0;
 
+/// How long ranks wait for each other in a save or a load, unless told otherwise: writing takes as long as it takes,
+/// and a rank that dies is noticed at once all the same.
+pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(30 * 60);
+
 /// How to save; the same on every rank.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub struct SaveOptions {
     /// Replace a checkpoint that is there. It stays whole until the new one is.
     pub overwrite: bool,
@@ -31,17 +35,31 @@ pub struct SaveOptions {
     pub deduplicate: Deduplicate,
     /// How each rank writes its file.
     pub write: WriteOptions,
+    /// How long a rank waits for the others to write; longer than the process group's own deadline for a collective.
+    pub deadline: Duration,
     /// The way to durable storage; tests make its steps fail.
     pub durable: Durable,
+}
+
+impl Default for SaveOptions {
+    fn default() -> Self {
+        SaveOptions {
+            overwrite: false,
+            deduplicate: Deduplicate::default(),
+            write: WriteOptions::default(),
+            deadline: DEFAULT_DEADLINE,
+            durable: Durable::default(),
+        }
+    }
 }
 
 /// What a save did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SaveReport {
-    /// Tensor bytes that this rank wrote.
+    /// Payload bytes that this rank wrote: tensors, and objects as they are stored.
     pub rank_bytes: u64,
-    /// Tensor bytes of the whole checkpoint.
+    /// The same for all ranks together.
     pub total_bytes: u64,
     /// Time on this rank, from the call to the commit.
     pub duration: Duration,
@@ -64,6 +82,7 @@ pub fn save(
     options: &SaveOptions,
 ) -> Result<SaveReport, CheckpointError> {
     let start = Instant::now();
+    let group = &group.with_deadline(group.deadline().max(options.deadline));
     let _span = info_span!("save", rank = group.rank(), path = %path.display()).entered();
 
     let (plan, source) = group.agree("save: plan", Source::new(state))?;

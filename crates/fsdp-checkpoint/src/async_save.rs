@@ -1,0 +1,97 @@
+//! Saving while training goes on: torch's `async_save`, with a copy taken first and one save in flight at most.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use fsdp_comm::ProcessGroup;
+use fsdp_state::{StateDict, check_state_dict_similarity, copy_state_dict, create_cpu_state_dict};
+use tokio::runtime::{Builder, Runtime};
+use tokio::task::JoinHandle;
+use tracing::{error, info_span};
+
+use crate::{CheckpointError, SaveOptions, SaveReport, save};
+
+/// What a background save leaves: its buffers, to be used again, and its outcome.
+type Finished = (StateDict, Result<SaveReport, CheckpointError>);
+
+/// Saves checkpoints in the background of one rank.
+///
+/// [`AsyncSaver::save`] returns when the state has been copied to buffers of its own, which are allocated once and
+/// used again; the caller may change its tensors at once. Writing, hashing and the commit run on a thread of their
+/// own, over a process group of their own, so that they never mix with the collectives of training.
+/// At most one save is in flight: the next one waits for it, and returns its error.
+#[derive(Debug)]
+pub struct AsyncSaver {
+    group: ProcessGroup,
+    runtime: Runtime,
+    in_flight: Option<JoinHandle<Finished>>,
+    buffers: Option<StateDict>,
+}
+
+impl AsyncSaver {
+    /// A saver for the ranks of `group`. Collective: makes a group for itself.
+    ///
+    /// # Errors
+    /// The collective's, and threads that cannot be started.
+    pub fn new(group: &ProcessGroup) -> Result<Self, CheckpointError> {
+        let ranks: Vec<usize> = (0..group.world_size()).collect();
+        let runtime = Builder::new_current_thread().max_blocking_threads(1).build();
+        let runtime = group.agree("async_save", runtime)?;
+        let own = group.subgroup(&ranks)?.unwrap_or_else(|| group.clone());
+        Ok(AsyncSaver { group: own, runtime, in_flight: None, buffers: None })
+    }
+
+    /// Starts a save: [`save`] of the values that `state` has now. Every rank of the group must call it. Returns how
+    /// long this rank was held up: by the save before, if that still ran, and by the copy.
+    ///
+    /// # Errors
+    /// The outcome of the save before, if it failed: the new one is not started then. Values that cannot be copied.
+    pub fn save(&mut self, path: &Path, state: &StateDict, options: &SaveOptions) -> Result<Duration, CheckpointError> {
+        let start = Instant::now();
+        self.wait()?;
+        let staged = {
+            let _span = info_span!("stage", rank = self.group.rank()).entered();
+            let mut buffers = match self.buffers.take() {
+                Some(buffers) if check_state_dict_similarity(state, &buffers) => buffers,
+                _ => create_cpu_state_dict(state)?,
+            };
+            copy_state_dict(state, &mut buffers)?;
+            buffers
+        };
+        let (path, group, options) = (path.to_owned(), self.group.clone(), options.clone());
+        self.in_flight = Some(self.runtime.spawn_blocking(move || {
+            let outcome = save(&path, &staged, &group, &options);
+            (staged, outcome)
+        }));
+        Ok(start.elapsed())
+    }
+
+    /// Whether a save is in flight that has not ended yet.
+    #[must_use]
+    pub fn is_saving(&self) -> bool {
+        self.in_flight.as_ref().is_some_and(|save| !save.is_finished())
+    }
+
+    /// Waits for the save in flight; `None` if there is none. Every rank gets the same error. Call it before the end:
+    /// dropping the saver waits too, but can only log the error.
+    ///
+    /// # Errors
+    /// Those of [`save`].
+    pub fn wait(&mut self) -> Result<Option<SaveReport>, CheckpointError> {
+        let Some(in_flight) = self.in_flight.take() else { return Ok(None) };
+        let (buffers, outcome) = self
+            .runtime
+            .block_on(in_flight)
+            .map_err(|problem| CheckpointError::Background { problem: problem.to_string() })?;
+        self.buffers = Some(buffers);
+        outcome.map(Some)
+    }
+}
+
+impl Drop for AsyncSaver {
+    fn drop(&mut self) {
+        if let Err(error) = self.wait() {
+            error!(rank = self.group.rank(), %error, "the last checkpoint was not saved");
+        }
+    }
+}

@@ -1,0 +1,119 @@
+//! A save in the background holds what the state was when it was asked for, and its errors are not lost.
+
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::io;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+
+use candle_core::{Device, Tensor};
+use fsdp_checkpoint::{AsyncSaver, LoadOptions, SaveOptions, load_whole};
+use fsdp_comm::run_local;
+use fsdp_dcp::durable::{Durable, Step, StepHook};
+use fsdp_flat::storage::with_slice_mut;
+use fsdp_flat::{LocalShard, ShardedTensor};
+use fsdp_layout::TensorBox;
+use fsdp_state::{StateDict, StateValue};
+
+/// One row of a matrix for each rank, and a number.
+fn state(rank: usize, world: usize, value: f32) -> StateDict {
+    let tensor = Tensor::full(value, (1, 1000), &Device::Cpu).unwrap();
+    let bounds = TensorBox::new(vec![rank, 0], vec![1, 1000]);
+    let matrix = ShardedTensor::new(tensor.dtype(), vec![world, 1000], vec![LocalShard { bounds, tensor }]).unwrap();
+    let mut state = StateDict::new();
+    state.insert("matrix", matrix);
+    state.insert("step", f64::from(value));
+    state
+}
+
+fn overwrite(state: &StateDict, value: f32) {
+    for shard in state.get("matrix").and_then(StateValue::as_sharded).unwrap().shards() {
+        with_slice_mut::<f32, _>(&shard.tensor, |data| data.fill(value)).unwrap();
+    }
+}
+
+fn saved(path: &Path) -> Vec<f32> {
+    let state = load_whole(path, &[], &LoadOptions::default()).unwrap();
+    let values = state.get("matrix").and_then(StateValue::as_tensor).unwrap().flatten_all().unwrap();
+    let step = state.plain_at(&["step"]).unwrap().as_float().unwrap();
+    let values = values.to_vec1::<f32>().unwrap();
+    assert!(values.iter().all(|&value| f64::from(value) == step));
+    values
+}
+
+/// Holds every durable step up until the gate is opened.
+#[derive(Default)]
+struct Gate {
+    open: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl StepHook for Gate {
+    fn before(&self, _: Step, _: &Path) -> io::Result<()> {
+        let open = self.open.lock().unwrap();
+        drop(self.changed.wait_while(open, |open| !*open).unwrap());
+        Ok(())
+    }
+}
+
+#[test]
+fn training_may_change_everything_as_soon_as_the_call_returns() {
+    let dir = tempfile::tempdir().unwrap();
+    let gate = Arc::new(Gate::default());
+    run_local(3, |group| {
+        let mut saver = AsyncSaver::new(&group).unwrap();
+        let state = state(group.rank(), 3, 1.0);
+        let options = SaveOptions { durable: Durable::with_hook(gate.clone()), ..SaveOptions::default() };
+        saver.save(&dir.path().join("first"), &state, &options).unwrap();
+        assert!(saver.is_saving(), "the disk is held up, yet the call has returned");
+        overwrite(&state, 7.0);
+        // Collectives of training go on meanwhile.
+        group.barrier().unwrap();
+        *gate.open.lock().unwrap() = true;
+        gate.changed.notify_all();
+        let report = saver.wait().unwrap().unwrap();
+        assert!(report.total_bytes >= 3 * 4000, "{report:?}");
+        assert!(saver.wait().unwrap().is_none());
+        // The next one waits for nothing, and uses the same buffers.
+        saver.save(&dir.path().join("second"), &self::state(group.rank(), 3, 2.0), &options).unwrap();
+        saver.save(&dir.path().join("third"), &self::state(group.rank(), 3, 3.0), &options).unwrap();
+    })
+    .unwrap();
+    for (name, value) in [("first", 1.0), ("second", 2.0), ("third", 3.0)] {
+        assert_eq!(saved(&dir.path().join(name)), vec![value; 3000]);
+    }
+}
+
+/// Fails every step while it is set.
+#[derive(Default)]
+struct Broken(AtomicBool);
+
+impl StepHook for Broken {
+    fn before(&self, _: Step, _: &Path) -> io::Result<()> {
+        if self.0.load(Ordering::SeqCst) { Err(io::Error::from_raw_os_error(5)) } else { Ok(()) }
+    }
+}
+
+#[test]
+fn a_failure_is_the_next_calls_error_on_every_rank_and_then_it_works_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let broken = Arc::new(Broken(AtomicBool::new(true)));
+    run_local(2, |group| {
+        let mut saver = AsyncSaver::new(&group).unwrap();
+        let options = SaveOptions { durable: Durable::with_hook(broken.clone()), ..SaveOptions::default() };
+        let state = state(group.rank(), 2, 4.0);
+        saver.save(&dir.path().join("lost"), &state, &options).unwrap();
+        let error = saver.save(&dir.path().join("never-started"), &state, &options).unwrap_err().to_string();
+        assert!(error.contains("save"), "{error}");
+        group.barrier().unwrap();
+        broken.0.store(false, Ordering::SeqCst);
+        group.barrier().unwrap();
+        saver.save(&dir.path().join("saved"), &state, &options).unwrap();
+        saver.wait().unwrap();
+    })
+    .unwrap();
+    let names: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(names, ["saved"]);
+    assert_eq!(saved(&dir.path().join("saved")), vec![4.0; 2000]);
+}
