@@ -1,5 +1,6 @@
 //! The project's own tasks: what CI runs, and people before they push. `cargo xtask ci` runs all checks.
 
+mod interop;
 mod tidy;
 
 use std::ffi::OsString;
@@ -33,6 +34,8 @@ enum Task {
     Doctest,
     /// All other tests.
     Test,
+    /// Both ways with the real PyTorch, which is installed for it: checkpoints, and losses after them.
+    Interop,
     /// Sharded training on one rank against plain candle, paired in one run.
     Bench,
 }
@@ -64,12 +67,14 @@ fn run(task: Task, root: &Path) -> Result<()> {
         Task::Doc => "doc",
         Task::Doctest => "doctest",
         Task::Test => "test",
+        Task::Interop => "interop",
         Task::Bench => "bench",
     };
     match task {
         Task::Ci => unreachable!("main runs its parts"),
         Task::Fmt => cargo(root, &["fmt", "--all", "--check"], &[])?,
         Task::Tidy => tidy::check(root)?,
+        Task::Interop => interop::run(root)?,
         Task::Clippy => {
             cargo(root, &["clippy", "--workspace", "--all-targets", "--locked", "--", "-D", "warnings"], &[])?
         }

@@ -1,0 +1,50 @@
+//! `cargo xtask interop`: an environment with PyTorch, and the two-way tests against it.
+
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+
+/// What the tests import.
+const PACKAGES: [&str; 3] = ["torch>=2.6", "numpy", "safetensors"];
+
+/// Names a Python that has the packages already, so that none is installed.
+const PYTHON_VARIABLE: &str = "FSDP_INTEROP_PYTHON";
+
+pub(crate) fn run(root: &Path) -> Result<()> {
+    let python = match std::env::var(PYTHON_VARIABLE) {
+        Ok(python) => python.into(),
+        Err(_) => environment(root)?,
+    };
+    run_in(root, Path::new("cargo"), &["build", "--release", "--package", "fsdp", "--locked"].map(Path::new))?;
+    let work = root.join("target/interop");
+    if work.exists() {
+        // What the last run left is only ever written by this task.
+        run_in(root, Path::new("rm"), &[Path::new("-r"), &work])?;
+    }
+    std::fs::create_dir_all(&work).with_context(|| format!("failed to create `{}`", work.display()))?;
+    let script = root.join("tests/interop/interop.py");
+    let binary = root.join("target/release/fsdp");
+    let data = root.join("crates/fsdp/data/harbour.txt");
+    run_in(root, &python, &[&script, &binary, &data, &work])
+}
+
+/// A virtual environment in the target directory, made once.
+fn environment(root: &Path) -> Result<std::path::PathBuf> {
+    let directory = root.join("target/interop-python");
+    let python = directory.join("bin/python");
+    if !python.exists() {
+        run_in(root, Path::new("python3"), &[Path::new("-m"), Path::new("venv"), &directory])?;
+    }
+    let mut arguments = ["-m", "pip", "install", "--quiet"].map(Path::new).to_vec();
+    arguments.extend(PACKAGES.map(Path::new));
+    run_in(root, &python, &arguments)?;
+    Ok(python)
+}
+
+fn run_in(root: &Path, program: &Path, arguments: &[&Path]) -> Result<()> {
+    let status = Command::new(program).args(arguments).current_dir(root).status();
+    let status = status.with_context(|| format!("failed to start `{}`", program.display()))?;
+    ensure!(status.success(), "`{}` failed: {status}", program.display());
+    Ok(())
+}
