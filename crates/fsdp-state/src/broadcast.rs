@@ -19,7 +19,9 @@ use crate::{LoadReport, StateDict, StateError};
 ///
 /// Collectives: one agreement; one object all-gather with the root's names, plain values and 0-dim tensors, and all
 /// ranks' boxes; in path order one broadcast for each tensor that is whole on all ranks, or one scatter of just the
-/// boxes; tensors of less than 32 MiB share them. A status round every 256 MiB and one at the end.
+/// boxes (one more for each time that what replicas want exceeds the tensor); tensors of together less than 32 MiB
+/// share them. A status round every 256 MiB and one at the end. No rank but the root needs memory for a tensor that it
+/// does not want whole.
 ///
 /// # Errors
 /// The same on every rank: [`StateError::Incompatible`] for values that do not fit, and for missing and unexpected
@@ -62,8 +64,7 @@ pub fn broadcast_state_dict(
 /// these. torch's `_broadcast_tensors`.
 ///
 /// # Errors
-/// As a strict [`broadcast_state_dict`]; [`StateError::MissingKey`], as every rank's error, for a key that the root's
-/// dict or a local one lacks.
+/// As a strict [`broadcast_state_dict`]; a rank's [`StateError::MissingKey`] for a key that one of its dicts lacks.
 pub fn broadcast_tensors(
     group: &ProcessGroup,
     full: Option<&StateDict>,

@@ -32,8 +32,7 @@ pub fn distribute_state_dict(
 /// nothing is changed, and [`copy_state_dict`](crate::copy_state_dict) does that once all is well.
 ///
 /// # Errors
-/// As a strict [`distribute_state_dict`]; [`StateError::MissingKey`], as every rank's error, for a key that a dict
-/// lacks.
+/// As a strict [`distribute_state_dict`]; a rank's [`StateError::MissingKey`] for a key that one of its dicts lacks.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};

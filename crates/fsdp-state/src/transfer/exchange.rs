@@ -1,10 +1,10 @@
 //! The collectives that carry out a [`Layout`].
 
 use fsdp_comm::{CommError, ProcessGroup};
-use fsdp_layout::TensorBox;
 
-use super::packing::{Source, copy_box, pack, read_box, with_packed};
-use super::route::{Layout, Piece, Route, lie_in_order};
+use super::hand::{Hand, of_source};
+use super::packing::{Source, pack};
+use super::route::{Layout, Piece, Route};
 use crate::memory::{Buffer, ElementType};
 use crate::{StateError, StateValue};
 
@@ -114,13 +114,13 @@ impl<'g> Exchange<'g> {
                 roots.iter().try_for_each(|&root| hands.iter_mut().try_for_each(|hand| self.gather(hand, root)))?;
             }
             Route::Broadcast { root } => self.broadcast(&mut hands, *root)?,
-            Route::Scatter { .. } | Route::AllToAll => self.all_to_all(&mut hands, route)?,
+            Route::Scatter { root } => self.scatter(&mut hands, *root)?,
+            Route::AllToAll => self.all_to_all(&mut hands)?,
         }
         if *route != Route::Local {
             self.moved(items.iter().map(|item| item.layout.bytes()).sum())?;
         }
-        let failed = self.failure.is_some();
-        Ok(hands.into_iter().map(|hand| hand.buffers.filter(|_| !failed)).collect())
+        Ok(hands.into_iter().map(|hand| hand.buffers).collect())
     }
 
     /// This rank's memory for an item.
@@ -202,53 +202,89 @@ impl<'g> Exchange<'g> {
         Ok(())
     }
 
-    /// Exchanges all pieces at once; from one root this is a scatter. What a rank has itself does not travel.
-    fn all_to_all(&mut self, hands: &mut [Hand<'_>], route: &Route) -> Result<(), CommError> {
+    /// Sends each rank what it wants from the root: at once, or where copies are wanted in as many rounds as keep the
+    /// root from packing much more than the tensors have.
+    fn scatter(&mut self, hands: &mut [Hand<'_>], root: usize) -> Result<(), CommError> {
+        let (rank, ranks) = (self.group.rank(), self.group.world_size());
+        self.copy_own(hands);
+        let wanted = |to: usize| -> usize { hands.iter().map(|hand| hand.layout.bytes_wanted(to)).sum() };
+        let wanted: Vec<usize> = (0..ranks).map(|to| if to == root { 0 } else { wanted(to) }).collect();
+        let most = hands.iter().map(|hand| hand.layout.bytes()).sum::<usize>().max(BUCKET_BYTES);
+        let mut start = 0;
+        while start < ranks {
+            let mut bytes = 0;
+            let fits = |&&wanted: &&usize| {
+                bytes += wanted;
+                bytes <= most
+            };
+            let end = start + wanted[start..].iter().take_while(fits).count().max(1);
+            let counts: Vec<usize> =
+                (0..ranks).map(|to| if (start..end).contains(&to) { wanted[to] } else { 0 }).collect();
+            let mut send = Vec::new();
+            if rank == root {
+                (start..end).filter(|&to| to != root).for_each(|to| self.pack_for(hands, to, &mut send));
+            }
+            let mut received = vec![0u8; counts[rank]];
+            self.group.scatter_uneven(&mut received, (rank == root).then_some(&send[..]), &counts, root)?;
+            if counts[rank] > 0 {
+                place_all(hands, &incoming(hands, rank), &received);
+            }
+            start = end;
+        }
+        Ok(())
+    }
+
+    /// Exchanges all pieces at once. What a rank has itself does not travel.
+    fn all_to_all(&mut self, hands: &mut [Hand<'_>]) -> Result<(), CommError> {
         let (rank, ranks) = (self.group.rank(), self.group.world_size());
         self.copy_own(hands);
         let mut send = Vec::new();
         let mut send_counts = vec![0; ranks];
-        for (receiver, count) in send_counts.iter_mut().enumerate().filter(|(receiver, _)| *receiver != rank) {
+        for to in (0..ranks).filter(|&to| to != rank) {
             let start = send.len();
-            for hand in hands.iter().filter(|hand| hand.layout.concerns(rank, receiver)) {
-                let pieces = hand.layout.pieces_for(receiver);
-                let boxes = of_source(&pieces, rank);
-                let packed = pack(&hand.sources, &boxes, hand.layout.element, &mut send);
-                self.note(packed);
-            }
-            *count = send.len() - start;
+            self.pack_for(hands, to, &mut send);
+            send_counts[to] = send.len() - start;
         }
-        // What comes here, with the tensor it belongs to, in the order in which the senders pack it.
-        let all = hands.iter().enumerate();
-        let mut incoming: Vec<(usize, Piece)> = all
-            .flat_map(|(index, hand)| hand.layout.pieces_for(rank).into_iter().map(move |piece| (index, piece)))
-            .filter(|(_, piece)| piece.source != rank)
-            .collect();
-        incoming.sort_by_key(|(_, piece)| piece.source);
+        let incoming = incoming(hands, rank);
         let mut receive_counts = vec![0; ranks];
         for (index, piece) in &incoming {
             receive_counts[piece.source] += hands[*index].bytes_of(&[&piece.bounds]);
         }
         let mut received = vec![0u8; receive_counts.iter().sum()];
-        match *route {
-            Route::Scatter { root } => {
-                // All of what a rank wants, and only that, comes from the root.
-                let wanted = |to: usize| {
-                    hands.iter().map(|hand| hand.bytes_of(&hand.layout.want[to].iter().collect::<Vec<_>>())).sum()
-                };
-                let counts: Vec<usize> = (0..ranks).map(|to| if to == root { 0 } else { wanted(to) }).collect();
-                let input = (rank == root).then_some(&send[..]);
-                self.group.scatter_uneven(&mut received, input, &counts, root)?;
-            }
-            _ => self.group.all_to_all_uneven(&mut received, &receive_counts, &send, &send_counts)?,
-        }
-        let mut rest = &received[..];
-        for (index, piece) in &incoming {
-            let (bytes, after) = rest.split_at(hands[*index].bytes_of(&[&piece.bounds]));
-            hands[*index].place(piece, bytes);
-            rest = after;
-        }
+        self.group.all_to_all_uneven(&mut received, &receive_counts, &send, &send_counts)?;
+        place_all(hands, &incoming, &received);
         Ok(())
+    }
+
+    /// Appends what this rank sends to another.
+    fn pack_for(&mut self, hands: &[Hand<'_>], to: usize, send: &mut Vec<u8>) {
+        let rank = self.group.rank();
+        for hand in hands.iter().filter(|hand| hand.layout.concerns(rank, to)) {
+            let pieces = hand.layout.pieces_for(to);
+            let packed = pack(&hand.sources, &of_source(&pieces, rank), hand.layout.element, send);
+            self.note(packed);
+        }
+    }
+}
+
+/// What comes to a rank, with the tensor it belongs to, in the order in which the senders pack it.
+fn incoming(hands: &[Hand<'_>], rank: usize) -> Vec<(usize, Piece)> {
+    let pieces_of = |(index, hand): (usize, &Hand<'_>)| {
+        hand.layout.pieces_for(rank).into_iter().map(move |piece| (index, piece)).collect::<Vec<_>>()
+    };
+    let all = hands.iter().enumerate().flat_map(pieces_of);
+    let mut incoming: Vec<(usize, Piece)> = all.filter(|(_, piece)| piece.source != rank).collect();
+    incoming.sort_by_key(|(_, piece)| piece.source);
+    incoming
+}
+
+/// Puts what came where it is wanted.
+fn place_all(hands: &mut [Hand<'_>], incoming: &[(usize, Piece)], received: &[u8]) {
+    let mut rest = received;
+    for (index, piece) in incoming {
+        let (bytes, after) = rest.split_at(hands[*index].bytes_of(&[&piece.bounds]));
+        hands[*index].place(piece, bytes);
+        rest = after;
     }
 }
 
@@ -256,91 +292,4 @@ impl<'g> Exchange<'g> {
 /// more than its part of one tensor.
 const fn goes_together(route: &Route) -> bool {
     matches!(route, Route::Broadcast { .. } | Route::Scatter { .. } | Route::AllToAll)
-}
-
-fn of_source(pieces: &[Piece], source: usize) -> Vec<&TensorBox> {
-    pieces.iter().filter(|piece| piece.source == source).map(|piece| &piece.bounds).collect()
-}
-
-/// One tensor in this rank's hands.
-#[derive(Debug)]
-struct Hand<'a> {
-    layout: &'a Layout,
-    want: &'a [TensorBox],
-    sources: Vec<Source>,
-    /// One for each wanted box; none after a failure.
-    buffers: Option<Vec<Buffer>>,
-}
-
-impl Hand<'_> {
-    fn bytes_of(&self, boxes: &[&TensorBox]) -> usize {
-        boxes.iter().map(|bounds| bounds.numel() * self.layout.element).sum()
-    }
-
-    fn copy_own(&mut self, rank: usize) -> Result<(), StateError> {
-        let Some(buffers) = &mut self.buffers else { return Ok(()) };
-        for piece in self.layout.pieces_for(rank).iter().filter(|piece| piece.source == rank) {
-            let (want, to) = (&self.want[piece.target], buffers[piece.target].bytes_mut());
-            read_box(&self.sources, &piece.bounds, want, self.layout.element, to)?;
-        }
-        Ok(())
-    }
-
-    /// Puts the bytes of a piece where they are wanted.
-    fn place(&mut self, piece: &Piece, bytes: &[u8]) {
-        if let Some(buffers) = &mut self.buffers {
-            let to = buffers[piece.target].bytes_mut();
-            let element = self.layout.element;
-            copy_box(bytes, &piece.bounds, to, &self.want[piece.target], &piece.bounds, element);
-        }
-    }
-
-    fn counts(&self, ranks: usize, pieces: &[Piece]) -> Vec<usize> {
-        let mut counts = vec![0; ranks];
-        for piece in pieces {
-            counts[piece.source] += self.bytes_of(&[&piece.bounds]);
-        }
-        counts
-    }
-
-    /// Sends this rank's pieces of the whole.
-    fn send(
-        &self,
-        rank: usize,
-        ranks: usize,
-        pieces: &[Piece],
-        gather: impl FnOnce(Option<&mut [u8]>, &[usize], &[u8]) -> Result<(), CommError>,
-    ) -> (Result<(), CommError>, Result<(), StateError>) {
-        let counts = self.counts(ranks, pieces);
-        let own = of_source(pieces, rank);
-        with_packed(&self.sources, &own, self.layout.element, |input| gather(None, &counts, input))
-    }
-
-    /// Sends this rank's pieces of the whole and receives all: in place if they come in the order of the elements.
-    fn collect(
-        &mut self,
-        rank: usize,
-        ranks: usize,
-        pieces: &[Piece],
-        gather: impl FnOnce(Option<&mut [u8]>, &[usize], &[u8]) -> Result<(), CommError>,
-    ) -> (Result<(), CommError>, Result<(), StateError>) {
-        let counts = self.counts(ranks, pieces);
-        let own = of_source(pieces, rank);
-        let element = self.layout.element;
-        if let Some([buffer]) = self.buffers.as_deref_mut()
-            && lie_in_order(pieces, &self.layout.shape)
-        {
-            let output = buffer.bytes_mut();
-            return with_packed(&self.sources, &own, element, |input| gather(Some(output), &counts, input));
-        }
-        let mut received = vec![0u8; counts.iter().sum()];
-        let outcome = with_packed(&self.sources, &own, element, |input| gather(Some(&mut received), &counts, input));
-        let mut rest = &received[..];
-        for piece in pieces {
-            let (bytes, after) = rest.split_at(piece.bounds.numel() * element);
-            self.place(piece, bytes);
-            rest = after;
-        }
-        outcome
-    }
 }

@@ -1,6 +1,7 @@
 //! Moving boxes of tensors between ranks: who sends what to whom, and the collectives that do it.
 
 mod exchange;
+mod hand;
 mod packing;
 mod route;
 

@@ -50,6 +50,11 @@ impl Layout {
         self.shape.iter().product::<usize>() * self.element
     }
 
+    /// Bytes that a rank wants.
+    pub(crate) fn bytes_wanted(&self, rank: usize) -> usize {
+        self.want[rank].iter().map(TensorBox::numel).sum::<usize>() * self.element
+    }
+
     /// The first rank that wants elements that no rank has, and the first box of them.
     pub(crate) fn hole(&self) -> Option<(usize, TensorBox)> {
         let holes = uncovered(&TensorBox::whole(&self.shape), self.have.iter().flatten());

@@ -3,7 +3,7 @@
 use candle_core::{DType, Tensor};
 use fsdp_comm::Operation;
 use fsdp_flat::{RawTensor, ShardedTensor};
-use fsdp_layout::PlainValue;
+use fsdp_layout::{PlainValue, TensorBox};
 use fsdp_state::{
     LoadOptions, StateDict, StateError, StateValue, broadcast_state_dict, broadcast_tensors, copy_state_dict,
 };
@@ -177,7 +177,17 @@ fn small_tensors_share_one_broadcast_and_a_missing_key_is_everyones_error() {
         assert_eq!(group.traffic().count(Operation::Broadcast), 1);
         assert_eq!(loaded.len(), 20);
         assert_eq!(broadcast(&["p3", "p1"]).unwrap().keys().collect::<Vec<_>>(), ["p3", "p1"]);
-        assert!(broadcast(&["p3", "q"]).unwrap_err().to_string().contains("`q`"));
+        // One rank alone lacks a key.
+        let mut less = local.clone();
+        if group.rank() == 1 {
+            less.remove("p3");
+        }
+        let error = broadcast_tensors(&group, Some(&full), &less, &["p3"], 0, &not_strict()).unwrap_err();
+        assert!(
+            matches!(&error, StateError::Comm(fsdp_comm::CommError::RankFailed { failures, .. })
+            if failures.len() == 1 && failures[0].rank == 1 && failures[0].message.contains("`p3`")),
+            "{error}"
+        );
         copy_state_dict(&loaded, &mut local).unwrap();
         for key in &names {
             assert_eq!(bits_at(&local, key), bits_at(&full, key));
@@ -207,6 +217,26 @@ proptest! {
             assert_cut(loaded.get("x").unwrap().as_sharded().unwrap(), &values, &cuts[group.rank()]);
         });
     }
+}
+
+#[test]
+fn replicas_get_their_copies_in_rounds() {
+    // 56 MiB are wanted from the root, more than fits one round of 32 MiB.
+    let (rows, columns) = (1 << 10, 2 << 10);
+    let value = Tensor::arange(0u32, (rows * columns) as u32, &candle_core::Device::Cpu).unwrap();
+    let value = value.reshape((rows, columns)).unwrap();
+    run(5, |group| {
+        let full: StateDict = (0..2).map(|k| (format!("p{k}"), StateValue::Tensor(value.clone()))).collect();
+        let half = |k: usize| TensorBox::new(vec![k * rows / 2, 0], vec![rows / 2, columns]);
+        let boxes = if group.rank() == 4 { vec![half(0)] } else { vec![half(0), half(1)] };
+        let zeros = || StateValue::from(ShardedTensor::zeros(DType::U32, &[rows, columns], &boxes).unwrap());
+        let local: StateDict = (0..2).map(|k| (format!("p{k}"), zeros())).collect();
+        let (loaded, _) = broadcast_state_dict(&group, Some(&full), &local, 1, &LoadOptions::default()).unwrap();
+        for (_, loaded) in &loaded {
+            assert_cut(loaded.as_sharded().unwrap(), &value, &boxes);
+        }
+        assert_eq!(group.traffic().count(Operation::ScatterUneven), 2);
+    });
 }
 
 #[test]

@@ -59,6 +59,24 @@ fn a_sink_that_fails_on_one_rank_is_an_error_on_all_and_gets_nothing_more() {
 }
 
 #[test]
+fn a_tensor_that_cannot_be_read_when_its_turn_comes_is_an_error_on_all() {
+    let error = one_error(run(3, |group| {
+        let state = state(group.rank());
+        let outcome = gather_state_dict_into(&group, &state, &GatherOptions::default(), |path, _| {
+            if group.rank() == 1 && path.flat_key() == "a" {
+                fsdp_flat::storage::free(&state.get("b").unwrap().as_sharded().unwrap().shards()[0].tensor)?;
+            }
+            Ok(())
+        });
+        group.barrier().unwrap();
+        outcome
+    }));
+    let StateError::Comm(CommError::RankFailed { failures, .. }) = error else { panic!("{error}") };
+    assert_eq!(failures.iter().map(|failure| failure.rank).collect::<Vec<_>>(), [1]);
+    assert!(failures[0].message.contains("is freed"));
+}
+
+#[test]
 fn a_rank_that_comes_late_or_never_is_a_timeout_that_names_it() {
     use std::time::Duration;
     let outcomes = run(2, |group| {

@@ -139,6 +139,22 @@ fn a_companion_takes_the_values_of_boxes_in_place() {
 }
 
 #[test]
+fn a_mapped_value_that_its_companion_cannot_take_is_refused() {
+    struct Half;
+    impl StateDictCallbacks for Half {
+        fn tensor(&mut self, _: &KeyPath, tensor: &Tensor) -> Result<StateValue, StateError> {
+            Ok(tensor.to_dtype(DType::F16)?.into())
+        }
+    }
+    let state = StateDict::from_iter([("w", StateValue::from(f32s(&[2], 1)))]);
+    let companion = create_cpu_state_dict(&state).unwrap();
+    let options = IterateOptions { companion: Some(&companion), ..IterateOptions::default() };
+    let error = iterate_state_dict(&state, &mut Half, &options).unwrap_err();
+    assert!(matches!(&error, StateError::CompanionMismatch { key, .. } if key == "w"), "{error}");
+    assert_eq!(bits_at(&companion, "w"), [0; 8]);
+}
+
+#[test]
 fn callbacks_see_leaves_in_container_order_on_every_rank() {
     struct Order(Vec<String>);
     impl StateDictCallbacks for Order {
