@@ -4,8 +4,8 @@
 //! the same error and nothing has been changed.
 
 use fsdp_comm::ProcessGroup;
-use fsdp_nn::model_state::{CheckedModelState, check_model_state_dict, sharded_model_state_dict};
-use fsdp_nn::optim_state::{CheckedOptimState, MissingState, check_optim_state_dict, sharded_optim_state_dict};
+use fsdp_nn::model_state::{CheckedModelState, check_model_state_dict, live_model_state_dict};
+use fsdp_nn::optim_state::{CheckedOptimState, MissingState, check_optim_state_dict, live_optim_state_dict};
 use fsdp_nn::{Optimizer, ShardedParameters};
 use fsdp_state::{
     GatherOptions, KeepOn, LoadReport, StateDict, StateValue, gather_state_dict, offload_state_dict_to_cpu,
@@ -41,7 +41,7 @@ pub fn get_model_state_dict(
 ) -> Result<StateDict, CheckpointError> {
     options.check()?;
     let mut state = StateDict::new();
-    for (fqn, value) in sharded_model_state_dict(parameters)? {
+    for (fqn, value) in live_model_state_dict(parameters)? {
         if options.ignore_frozen_params && parameters.contains(&fqn) && !parameters.requires_grad(&fqn)? {
             continue;
         }
@@ -63,7 +63,7 @@ pub fn get_optimizer_state_dict(
     options: &StateDictOptions,
 ) -> Result<StateDict, CheckpointError> {
     options.check()?;
-    let nested = sharded_optim_state_dict(optimizers, MissingState::Initial)?;
+    let nested = live_optim_state_dict(optimizers, MissingState::Initial)?;
     finish(parameters.group(), optim_format::to_dict(nested, options)?, options)
 }
 

@@ -7,6 +7,7 @@ use fsdp_state::StateError;
 use thiserror::Error;
 
 use crate::algorithm::AlgorithmError;
+use crate::fsdp_state::OptimStateError;
 
 /// An error of this crate.
 #[derive(Debug, Error)]
@@ -73,19 +74,41 @@ pub enum NnError {
         /// One of the same unit in another group, or in none.
         second: String,
     },
-    /// Parameters of one FlatParameter share their scalar state.
+    /// An optimizer state dict that does not fit.
+    #[error("{error}{}", on_ranks(ranks))]
+    OptimState {
+        /// What is wrong.
+        error: OptimStateError,
+        /// The global ranks that it is wrong on, where other ranks found nothing; empty if it concerns all.
+        ranks: Vec<usize>,
+    },
+    /// A config of another class than the state dict type asks for.
+    #[error("expected {which} of type `{expected}`, but got `{found}`")]
+    ConfigType {
+        /// `state_dict_config` or `optim_state_dict_config`.
+        which: &'static str,
+        /// The class for the state dict type.
+        expected: &'static str,
+        /// The class given.
+        found: &'static str,
+    },
+    /// A flat parameter knows no mesh.
     #[error(
-        "all unflattened parameters comprising a single flat parameter must have scalar state with the same value, but \
-         `{name}` of `{fqn}` is {values} in {fqns:?}"
+        "DeviceMesh is not compatible with LOCAL_STATE_DICT: use `StateDictType::Sharded`, or shard without a mesh"
     )]
-    DifferingScalarState {
-        /// The state entry.
-        name: String,
-        /// The parameter that differs.
-        fqn: String,
-        /// Its value and that of the parameters before it.
-        values: String,
-        /// All parameters of the FlatParameter.
+    MeshWithLocal,
+    /// Parameters that are whole on every rank have no local state dict.
+    #[error(
+        "`local_state_dict` can only be used when parameters are flatten and sharded: use `StateDictType::Full` with          NoShard or a single rank"
+    )]
+    LocalWithoutSharding,
+    /// The optimizer steps on the parameters of another model.
+    #[error("the optimizer was made for the parameters of another model")]
+    ForeignOptimizer,
+    /// The names are no unit's parameters.
+    #[error("{fqns:?} are not the parameters of one FlatParameter")]
+    NotAFlatParameter {
+        /// The names.
         fqns: Vec<String>,
     },
     /// A param group of a state dict that cannot be read.
@@ -119,6 +142,20 @@ pub enum NnError {
         /// What was found.
         kind: &'static str,
     },
+}
+
+fn on_ranks(ranks: &[usize]) -> String {
+    match ranks {
+        [] => String::new(),
+        [rank] => format!(" (on rank {rank})"),
+        ranks => format!(" (on ranks {ranks:?})"),
+    }
+}
+
+impl From<OptimStateError> for NnError {
+    fn from(error: OptimStateError) -> Self {
+        NnError::OptimState { error, ranks: Vec::new() }
+    }
 }
 
 /// The result of this crate's functions.

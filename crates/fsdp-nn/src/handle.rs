@@ -14,6 +14,9 @@ use tracing::trace;
 use crate::gradient::copy_gradient;
 use crate::{NnError, Result, ShardingStrategy};
 
+/// torch's name of a FlatParameter within its unit.
+pub(crate) const FLAT_PARAM: &str = "_flat_param";
+
 /// One parameter of a unit.
 #[derive(Debug)]
 pub(crate) struct Parameter {
@@ -169,6 +172,24 @@ impl FlatParamHandle {
     /// The rank whose part of the flat layout lives here.
     pub(crate) fn shard_rank(&self) -> usize {
         self.flat.as_ref().map_or(0, FlatParameter::rank)
+    }
+
+    /// Whether this rank holds only a part of the parameters.
+    pub(crate) const fn is_sharded(&self) -> bool {
+        self.flat.is_some()
+    }
+
+    /// This rank's shard, where parameters are sharded.
+    pub(crate) fn flat_shard(&self) -> Option<&Tensor> {
+        self.flat.as_ref().map(FlatParameter::shard)
+    }
+
+    /// torch's name of the FlatParameter: `<unit>._flat_param`.
+    pub(crate) fn flat_param_name(&self) -> String {
+        match self.name.as_str() {
+            "" => FLAT_PARAM.to_owned(),
+            name => format!("{name}.{FLAT_PARAM}"),
+        }
     }
 
     /// Whether parameters are freed after forward.

@@ -3,12 +3,13 @@
 //! | module | what it holds |
 //! |---|---|
 //! | [`algorithm`] | the arithmetic of SGD, Adam, AdamW and Adagrad: pure functions on slices |
-//! | [`model_state`], [`optim_state`] | state dicts of models and optimizers, with torch's keys |
+//! | [`model_state`], [`optim_state`] | the live state of models and optimizers on one rank, with torch's keys |
+//! | [`fsdp_state`] | state dicts over all ranks: full, sharded, local; optimizer state between layouts |
 //! | [`fully_sharded`] | the sharded model: forward, backward, `no_sync` |
 //! | [`optimizer`] | the optimizer over a sharded model's parameters |
 //! | [`parameters`] | the parameters as one rank sees them |
 //! | [`scope`] | what a model is built from |
-//! | [`unit`] | a module that is gathered and freed as one |
+//! | [`mod@unit`] | a module that is gathered and freed as one |
 //!
 //! How it works: a parameter tensor is the output of a custom op on a tiny anchor variable, so candle gives its
 //! gradient to us; its storage is emptied after forward and filled again for backward, and every weight and graph node
@@ -17,6 +18,7 @@
 pub mod algorithm;
 mod config;
 mod error;
+pub mod fsdp_state;
 pub mod fully_sharded;
 mod gradient;
 mod handle;

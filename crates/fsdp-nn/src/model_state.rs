@@ -13,7 +13,7 @@ use crate::parameters::ShardedParameters;
 ///
 /// # Errors
 /// candle's.
-pub fn sharded_model_state_dict(parameters: &ShardedParameters) -> Result<StateDict> {
+pub fn live_model_state_dict(parameters: &ShardedParameters) -> Result<StateDict> {
     let mut state = StateDict::new();
     for fqn in parameters.fqns() {
         state.insert(fqn, parameters.parameter(fqn)?);

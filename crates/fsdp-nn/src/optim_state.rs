@@ -5,6 +5,7 @@ use fsdp_layout::PlainValue;
 use fsdp_state::{LoadReport, Mismatch, StateDict, StateValue};
 
 use crate::algorithm::{Initial, StateKind};
+use crate::fsdp_state::{OptimStateError, OptimStateKeyType};
 use crate::model_state::describe_value;
 use crate::optimizer::{GroupUpdate, Optimizer, StagedState};
 use crate::parameters::ShardedParameters;
@@ -26,7 +27,7 @@ pub enum MissingState {
 ///
 /// # Errors
 /// candle's.
-pub fn sharded_optim_state_dict(optimizers: &[&Optimizer], missing: MissingState) -> Result<StateDict> {
+pub fn live_optim_state_dict(optimizers: &[&Optimizer], missing: MissingState) -> Result<StateDict> {
     let mut state = StateDict::new();
     let mut groups = Vec::new();
     for optimizer in optimizers {
@@ -54,18 +55,20 @@ pub fn sharded_optim_state_dict(optimizers: &[&Optimizer], missing: MissingState
 }
 
 /// A param group of a state dict.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub struct SavedGroup {
     /// Hyperparameters, in order; tensors of one element have become numbers.
     pub hyperparameters: Vec<(String, PlainValue)>,
-    /// Names of the parameters, as the state dict has them.
+    /// Names of the parameters, as the state dict has them; or their ids, as text.
     pub params: Vec<String>,
+    /// Which of the two; `None` without parameters.
+    pub key_type: Option<OptimStateKeyType>,
 }
 
-/// Reads the `param_groups` of an optimizer state dict whose parameters are names.
+/// Reads the `param_groups` of an optimizer state dict; none if it has no such key.
 ///
 /// # Errors
-/// [`NnError::MalformedGroup`] for what is no list of dicts with names.
+/// [`NnError::MalformedGroup`] for what is no list of dicts with names or ids.
 pub fn read_param_groups(state: &StateDict) -> Result<Vec<SavedGroup>> {
     let Some(groups) = state.get("param_groups") else { return Ok(Vec::new()) };
     let groups: Vec<Vec<(String, StateValue)>> = match groups {
@@ -94,7 +97,7 @@ fn group_entries((index, group): (usize, &StateValue)) -> Result<Vec<(String, St
 
 fn read_group(index: usize, entries: Vec<(String, StateValue)>) -> Result<SavedGroup> {
     let malformed = |problem: String| NnError::MalformedGroup { index, problem };
-    let mut group = SavedGroup { hyperparameters: Vec::new(), params: Vec::new() };
+    let mut group = SavedGroup { hyperparameters: Vec::new(), params: Vec::new(), key_type: None };
     for (key, value) in entries {
         let value = plain(&value).ok_or_else(|| malformed(format!("`{key}` is a {}", value.kind())))?;
         if key != "params" {
@@ -105,17 +108,23 @@ fn read_group(index: usize, entries: Vec<(String, StateValue)>) -> Result<SavedG
             return Err(malformed(format!("`params` is a {}", value.type_name())));
         };
         for param in params {
-            match param {
-                PlainValue::Str(fqn) => group.params.push(fqn),
-                other => return Err(malformed(format!("`params` holds a {}, not names", other.type_name()))),
+            let (key, key_type) = match param {
+                PlainValue::Str(fqn) => (fqn, OptimStateKeyType::ParamName),
+                PlainValue::Int(id) => (id.to_string(), OptimStateKeyType::ParamId),
+                other => return Err(malformed(format!("`params` holds a {}, not names or ids", other.type_name()))),
+            };
+            if group.key_type.is_some_and(|before| before != key_type) {
+                return Err(malformed("`params` holds names and ids".to_owned()));
             }
+            group.key_type = Some(key_type);
+            group.params.push(key);
         }
     }
     Ok(group)
 }
 
 /// A value as a plain one; tensors of one element (a learning rate may be one) become numbers.
-fn plain(value: &StateValue) -> Option<PlainValue> {
+pub(crate) fn plain(value: &StateValue) -> Option<PlainValue> {
     match value {
         StateValue::Plain(value) => Some(value.clone()),
         StateValue::Tensor(tensor) if tensor.elem_count() == 1 => {
@@ -124,7 +133,23 @@ fn plain(value: &StateValue) -> Option<PlainValue> {
         }
         StateValue::List(list) => Some(PlainValue::List(list.iter().map(plain).collect::<Option<_>>()?)),
         StateValue::Tuple(list) => Some(PlainValue::Tuple(list.iter().map(plain).collect::<Option<_>>()?)),
+        StateValue::Dict(dict) => {
+            let entry = |(key, value): (&String, &StateValue)| Some((PlainValue::Str(key.clone()), plain(value)?));
+            Some(PlainValue::Dict(dict.iter().map(entry).collect::<Option<_>>()?))
+        }
         _ => None,
+    }
+}
+
+/// Makes sure that groups name their parameters.
+pub(crate) fn check_named(groups: &[SavedGroup]) -> Result<()> {
+    match groups.iter().find(|group| group.key_type == Some(OptimStateKeyType::ParamId)) {
+        None => Ok(()),
+        Some(group) => Err(OptimStateError::InvalidKeys {
+            keys: group.params.clone(),
+            expected: "these are ids, and names are needed: see `rekey_optim_state_dict`".to_owned(),
+        }
+        .into()),
     }
 }
 
@@ -151,6 +176,7 @@ pub fn check_optim_state_dict(
 ) -> Result<CheckedOptimState> {
     let parameters = optimizer.parameters();
     let saved_groups = read_param_groups(state)?;
+    check_named(&saved_groups)?;
     let empty = StateDict::new();
     let states = state.dict("state").unwrap_or(&empty);
     let mut staged = optimizer.stage_state();
@@ -168,7 +194,9 @@ pub fn check_optim_state_dict(
         for (name, value) in saved {
             match staged.set(optimizer, fqn, name, value) {
                 Ok(()) => {}
-                Err(error @ NnError::DifferingScalarState { .. }) => return Err(error),
+                Err(error @ NnError::OptimState { error: OptimStateError::DifferingScalars { .. }, .. }) => {
+                    return Err(error);
+                }
                 Err(_) => report.mismatched.push(Mismatch {
                     fqn: format!("{fqn}.{name}"),
                     saved: describe_value(value),
@@ -184,6 +212,7 @@ pub fn check_optim_state_dict(
             if entry.kind == StateKind::LikeParameter
                 && let Some(value) = saved.get(entry.name)
                 && !fits(parameters, fqn, value)?
+                && !report.mismatched.iter().any(|m| m.fqn == format!("{fqn}.{}", entry.name))
             {
                 report.mismatched.push(Mismatch {
                     fqn: format!("{fqn}.{}", entry.name),
@@ -197,22 +226,26 @@ pub fn check_optim_state_dict(
 }
 
 fn fits(parameters: &ShardedParameters, fqn: &str, value: &StateValue) -> Result<bool> {
-    let shape = match value {
-        StateValue::Tensor(tensor) => Tensor::dims(tensor),
-        StateValue::Sharded(tensor) => tensor.shape(),
+    let (shape, dtype) = match value {
+        StateValue::Tensor(tensor) => (Tensor::dims(tensor), tensor.dtype()),
+        StateValue::Sharded(tensor) => (tensor.shape(), tensor.dtype()),
         _ => return Ok(false),
     };
-    Ok(shape == parameters.shape(fqn)?)
+    Ok(shape == parameters.shape(fqn)? && dtype == parameters.dtype(fqn)?)
 }
 
 /// A parameter's name and its aliases.
-fn names_of<'a>(parameters: &'a ShardedParameters, fqn: &'a str) -> impl Iterator<Item = &'a str> {
+pub(crate) fn names_of<'a>(parameters: &'a ShardedParameters, fqn: &'a str) -> impl Iterator<Item = &'a str> {
     let aliases = parameters.aliases().iter().filter(move |(_, target)| *target == fqn);
     std::iter::once(fqn).chain(aliases.map(|(alias, _)| alias.as_str()))
 }
 
 /// The hyperparameters that each of the optimizer's groups takes over.
-fn match_groups(optimizer: &Optimizer, saved: &[SavedGroup], report: &mut LoadReport) -> Result<Vec<GroupUpdate>> {
+pub(crate) fn match_groups(
+    optimizer: &Optimizer,
+    saved: &[SavedGroup],
+    report: &mut LoadReport,
+) -> Result<Vec<GroupUpdate>> {
     let parameters = optimizer.parameters();
     let mut empty_saved = saved.iter().filter(|group| group.params.is_empty());
     let mut matched = Vec::new();

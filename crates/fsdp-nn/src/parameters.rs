@@ -13,6 +13,7 @@ use fsdp_layout::{FlatLayout, TensorBox};
 use indexmap::IndexMap;
 
 use crate::config::FsdpConfig;
+use crate::fsdp_state::CurrentSettings;
 use crate::handle::{FlatParamHandle, Groups, Parameter, Shared, UnitSpec};
 use crate::scope::{Declared, SharedRegistry, lock};
 use crate::{NnError, Result, ShardingStrategy};
@@ -38,6 +39,9 @@ pub struct ShardedParameters {
     aliases: IndexMap<String, String>,
     buffers: IndexMap<String, (Tensor, bool)>,
     pub(crate) shared: Arc<Shared>,
+    pub(crate) settings: CurrentSettings,
+    /// Whether a mesh was given.
+    pub(crate) on_mesh: bool,
 }
 
 impl ShardedParameters {
@@ -95,6 +99,8 @@ impl ShardedParameters {
             aliases: std::mem::take(&mut registry.aliases),
             buffers: std::mem::take(&mut registry.buffers),
             shared,
+            settings: CurrentSettings::default(),
+            on_mesh: config.mesh.is_some(),
         })
     }
 

@@ -1,18 +1,25 @@
 //! Optimizers over the parameters of a sharded model: each rank steps on its own shard, in place.
 
+mod local;
+mod staged;
+mod state_dict;
+mod step;
+
 use std::sync::Arc;
 
-use candle_core::Tensor;
-use fsdp_flat::storage::{Scalar, with_slice, with_slice_mut, zeros};
-use fsdp_flat::{ShardedTensor, with_float};
+use fsdp_flat::with_float;
 use fsdp_layout::PlainValue;
-use fsdp_state::StateValue;
+use fsdp_state::{StateDict, StateValue};
 use indexmap::IndexMap;
 
-use crate::algorithm::{Algorithm, Float, Initial, StateEntry, StateKind};
-use crate::handle::FlatParamHandle;
-use crate::parameters::{Location, ShardedParameters, write_boxes};
+use crate::algorithm::{Algorithm, StateEntry};
+use crate::fsdp_state::OptimStateError;
+use crate::parameters::{Location, ShardedParameters};
 use crate::{NnError, Result};
+
+pub(crate) use local::{LocalParam, LocalState, ParamState, Segment, initial_state};
+pub use staged::StagedState;
+use step::step_local;
 
 /// Which parameters share hyperparameters.
 #[derive(Debug, Clone)]
@@ -44,42 +51,6 @@ impl ParamGroup {
 /// The hyperparameters that a group is to have, and the keys that its algorithm does not know.
 pub type GroupUpdate = (Algorithm, Vec<(String, PlainValue)>);
 
-/// One value of a parameter's state.
-#[derive(Debug, Clone)]
-pub(crate) enum LocalState {
-    /// This rank's piece of a tensor shaped like the parameter: flat, as long as the local parameter.
-    Piece(Tensor),
-    /// A whole tensor of another shape, the same on every rank.
-    Whole(Tensor),
-    /// A value that is no tensor.
-    Plain(PlainValue),
-}
-
-/// What an optimizer keeps for one local parameter.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct ParamState {
-    pub(crate) step: Option<f32>,
-    pub(crate) entries: IndexMap<String, LocalState>,
-}
-
-/// A stretch of a local parameter that belongs to one of the model's parameters.
-#[derive(Debug, Clone, Copy)]
-struct Segment {
-    param: usize,
-    start: usize,
-    len: usize,
-}
-
-/// What the optimizer steps on: a parameter's piece, or a whole shard of a FlatParameter.
-#[derive(Debug)]
-pub(crate) struct LocalParam {
-    handle: Arc<FlatParamHandle>,
-    segments: Vec<Segment>,
-    numel: usize,
-    requires_grad: bool,
-    pub(crate) state: Option<ParamState>,
-}
-
 /// torch's optimizers over a sharded model: SGD, Adam, AdamW, Adagrad ([`Algorithm`]).
 ///
 /// State is sharded as the parameters are, exists from a parameter's first step on (torch's rule), and is
@@ -92,6 +63,8 @@ pub struct Optimizer {
     locals: Vec<LocalParam>,
     /// The local parameter of each of the model's parameters.
     local_of: IndexMap<String, usize>,
+    /// State under keys that are no parameter's, kept as it was loaded.
+    user_state: StateDict,
 }
 
 impl Optimizer {
@@ -115,6 +88,7 @@ impl Optimizer {
             groups: Vec::new(),
             locals: Vec::new(),
             local_of: IndexMap::new(),
+            user_state: StateDict::new(),
         };
         for mut group in groups {
             group.algorithm.validate()?;
@@ -171,7 +145,8 @@ impl Optimizer {
             (infos.iter().enumerate().filter_map(of_param).collect(), handle.layout().sharded_numel())
         };
         let requires_grad = handle.params[param].requires_grad;
-        self.locals.push(LocalParam { handle, segments, numel, requires_grad, state: None });
+        let is_flat = !self.parameters.use_orig_params();
+        self.locals.push(LocalParam { handle, is_flat, segments, numel, requires_grad, state: None });
         Ok(self.locals.len() - 1)
     }
 
@@ -210,6 +185,15 @@ impl Optimizer {
     #[must_use]
     pub fn holds(&self, fqn: &str) -> bool {
         self.local_of.contains_key(self.parameters.canonical_fqn(fqn))
+    }
+
+    pub(crate) fn locals(&self) -> &[LocalParam] {
+        &self.locals
+    }
+
+    /// The position of the local parameter that holds `fqn`: its id in a state dict.
+    pub(crate) fn local_index(&self, fqn: &str) -> Option<usize> {
+        self.local_of.get(self.parameters.canonical_fqn(fqn)).copied()
     }
 
     /// The group of a parameter.
@@ -293,7 +277,7 @@ impl Optimizer {
     /// An empty replacement of all state, to be filled and then put in place by [`Self::replace_state`].
     #[must_use]
     pub fn stage_state(&self) -> StagedState {
-        StagedState { states: self.locals.iter().map(|_| None).collect() }
+        StagedState::new(self.locals.len())
     }
 
     /// Puts state in place of the present one, and hyperparameters into the groups (in their order). Nothing is
@@ -302,6 +286,9 @@ impl Optimizer {
     /// # Errors
     /// The number of groups must stay, and hyperparameters must be in range.
     pub fn replace_state(&mut self, staged: StagedState, groups: Vec<GroupUpdate>) -> Result<()> {
+        if groups.len() != self.groups.len() {
+            return Err(OptimStateError::GroupCount { saved: groups.len(), current: self.groups.len() }.into());
+        }
         for (algorithm, _) in &groups {
             algorithm.validate()?;
         }
@@ -309,223 +296,11 @@ impl Optimizer {
             group.algorithm = algorithm;
             group.extra = extra;
         }
-        for (local, state) in self.locals.iter_mut().zip(staged.states) {
+        let (states, user_state) = staged.into_parts();
+        for (local, state) in self.locals.iter_mut().zip(states) {
             local.state = state;
         }
+        self.user_state = user_state;
         Ok(())
-    }
-}
-
-impl LocalParam {
-    fn segment(&self, param: usize) -> Segment {
-        let found = self.segments.iter().copied().find(|segment| segment.param == param);
-        found.unwrap_or(Segment { param, start: 0, len: 0 })
-    }
-
-    /// The state of one of the model's parameters.
-    fn portable(&self, state: &ParamState, param: usize) -> Result<IndexMap<String, StateValue>> {
-        let mut portable = IndexMap::new();
-        if let Some(step) = state.step {
-            // A tensor of its own for each parameter: an in-place edit of one must not change the others.
-            portable.insert("step".to_owned(), Tensor::new(step, &candle_core::Device::Cpu)?.into());
-        }
-        for (name, value) in &state.entries {
-            let value = match value {
-                LocalState::Piece(flat) => self.sharded_piece(flat, param)?.into(),
-                LocalState::Whole(tensor) => StateValue::Tensor(tensor.clone()),
-                LocalState::Plain(value) => StateValue::Plain(value.clone()),
-            };
-            portable.insert(name.clone(), value);
-        }
-        Ok(portable)
-    }
-
-    fn sharded_piece(&self, flat: &Tensor, param: usize) -> Result<ShardedTensor> {
-        let layout = self.handle.layout();
-        let shape = &layout.shapes()[param];
-        let Segment { start, len, .. } = self.segment(param);
-        if len == 0 {
-            return Ok(ShardedTensor::new(flat.dtype(), shape.clone(), Vec::new())?);
-        }
-        let boxes = layout.param_boxes(param, self.handle.shard_rank());
-        Ok(ShardedTensor::from_flat(shape, boxes, &flat.narrow(0, start, len)?)?)
-    }
-}
-
-/// State that is being loaded: complete before any of it is put in place.
-#[derive(Debug)]
-pub struct StagedState {
-    states: Vec<Option<ParamState>>,
-}
-
-impl StagedState {
-    /// Sets one value of a parameter's state. Tensors shaped like the parameter are sharded values that cover this
-    /// rank's boxes; `step` is a 0-d tensor or a number; anything else is kept as it is.
-    /// `value`'s elements are copied.
-    ///
-    /// # Errors
-    /// A parameter that is not in the optimizer, values that do not fit, and, without `use_orig_params`, scalars that
-    /// differ between parameters of one FlatParameter.
-    pub fn set(&mut self, optimizer: &Optimizer, fqn: &str, name: &str, value: &StateValue) -> Result<()> {
-        let location = optimizer.parameters.location(fqn)?;
-        let canonical = optimizer.parameters.canonical_fqn(fqn);
-        let Some(&index) = optimizer.local_of.get(canonical) else {
-            return Err(NnError::UnknownParameter { fqn: fqn.to_owned() });
-        };
-        let local = &optimizer.locals[index];
-        let state = self.states[index].get_or_insert_with(ParamState::default);
-        let shape = &local.handle.layout().shapes()[location.param];
-        if name == "step"
-            && let Some(step) = as_step(value)
-        {
-            match state.step {
-                Some(before) if before.to_bits() != step.to_bits() => {
-                    return Err(NnError::DifferingScalarState {
-                        name: name.to_owned(),
-                        fqn: fqn.to_owned(),
-                        values: format!("{step} and before {before}"),
-                        fqns: local.handle.layout().fqns().to_vec(),
-                    });
-                }
-                _ => state.step = Some(step),
-            }
-            return Ok(());
-        }
-        let whole = match value {
-            StateValue::Sharded(values) => Some(values.clone()),
-            StateValue::Tensor(tensor) if tensor.dims() == shape => Some(ShardedTensor::from_whole(tensor)),
-            _ => None,
-        };
-        if let Some(values) = whole {
-            if values.shape() != shape {
-                return Err(NnError::Flat(fsdp_flat::FlatError::ShapeMismatch {
-                    name: format!("{fqn}.{name}"),
-                    expected: shape.clone(),
-                    found: values.shape().to_vec(),
-                }));
-            }
-            let flat = match state.entries.get(name) {
-                Some(LocalState::Piece(flat)) => flat.clone(),
-                _ => zeros(&[local.numel], values.dtype())?,
-            };
-            write_boxes(&values, &local.sharded_piece(&flat, location.param)?)?;
-            state.entries.insert(name.to_owned(), LocalState::Piece(flat));
-            return Ok(());
-        }
-        let kept = match value {
-            StateValue::Tensor(tensor) => LocalState::Whole(tensor.copy()?.detach()),
-            StateValue::Plain(value) => LocalState::Plain(value.clone()),
-            other => {
-                return Err(NnError::UnexpectedState {
-                    fqn: fqn.to_owned(),
-                    name: name.to_owned(),
-                    kind: other.kind(),
-                });
-            }
-        };
-        state.entries.insert(name.to_owned(), kept);
-        Ok(())
-    }
-}
-
-fn as_step(value: &StateValue) -> Option<f32> {
-    match value {
-        StateValue::Tensor(tensor) if tensor.elem_count() == 1 => {
-            let scalar =
-                tensor.flatten_all().and_then(|t| t.to_dtype(candle_core::DType::F32)?.get(0)?.to_scalar::<f32>());
-            scalar.ok()
-        }
-        StateValue::Plain(value) => value.as_float().map(|step| step as f32),
-        _ => None,
-    }
-}
-
-/// The state that the algorithm's schema describes, in fresh memory; entries that begin as the first gradient are
-/// left out.
-fn initial_state(algorithm: &Algorithm, local: &LocalParam) -> Result<ParamState> {
-    let mut state = ParamState::default();
-    for entry in algorithm.state_entries() {
-        match (entry.kind, entry.initial) {
-            (StateKind::Scalar, _) => state.step = Some(0.0),
-            (StateKind::LikeParameter, Initial::FirstGradient) => {}
-            (StateKind::LikeParameter, Initial::Value(value)) => {
-                let flat = zeros(&[local.numel], local.handle.dtype())?;
-                if value != 0.0 {
-                    with_float!(local.handle.dtype(), T => {
-                        with_slice_mut::<T, _>(&flat, |data| {
-                            data.fill(<T as candle_core::WithDType>::from_f64(value));
-                        })?;
-                    }, else ());
-                }
-                state.entries.insert(entry.name.to_owned(), LocalState::Piece(flat));
-            }
-        }
-    }
-    Ok(state)
-}
-
-fn step_local<T: Scalar + Float>(algorithm: &Algorithm, local: &mut LocalParam) -> Result<()> {
-    let mut state = match local.state.take() {
-        Some(state) => state,
-        None => initial_state(algorithm, local)?,
-    };
-    let mut first = false;
-    let mut slices = Vec::new();
-    for entry in algorithm.state_entries().filter(|entry| entry.kind == StateKind::LikeParameter) {
-        let missing = !matches!(state.entries.get(entry.name), Some(LocalState::Piece(_)));
-        if missing {
-            // `first` holds for the one entry that begins as the gradient; others that a loaded checkpoint lacked
-            // begin at their initial value.
-            first |= entry.initial == Initial::FirstGradient;
-            let mut fresh = initial_state(algorithm, local)?;
-            let piece = match fresh.entries.swap_remove(entry.name) {
-                Some(piece) => piece,
-                None => LocalState::Piece(zeros(&[local.numel], local.handle.dtype())?),
-            };
-            state.entries.insert(entry.name.to_owned(), piece);
-        }
-        if let Some(LocalState::Piece(flat)) = state.entries.get(entry.name) {
-            slices.push(flat.clone());
-        }
-    }
-    let step = state.step.map_or(1.0, |step| step + 1.0);
-    for segment in local.segments.iter().filter(|segment| segment.len > 0) {
-        let (Some(param), Some(grad)) =
-            (local.handle.local_piece(segment.param)?, local.handle.grad_piece(segment.param)?)
-        else {
-            continue;
-        };
-        let pieces = slices
-            .iter()
-            .map(|flat| flat.narrow(0, segment.start, segment.len))
-            .collect::<candle_core::Result<Vec<_>>>()?;
-        with_slice_mut::<T, _>(&param, |param| {
-            with_slice::<T, _>(&grad, |grad| {
-                let update = |state: &mut [&mut [T]]| algorithm.update(step, first, param, grad, state);
-                with_slices_mut::<T, _>(&pieces, Vec::new(), Box::new(update))
-            })
-        })????;
-    }
-    state.step = state.step.map(|_| step);
-    local.state = Some(state);
-    Ok(())
-}
-
-/// What is done with several tensors' elements.
-type OnSlices<'a, T, R> = Box<dyn FnOnce(&mut [&mut [T]]) -> R + 'a>;
-
-/// Lends all tensors' elements at once. A trait object, because the nesting is as deep as there are tensors.
-fn with_slices_mut<T: Scalar, R>(
-    tensors: &[Tensor],
-    mut lent: Vec<&mut [T]>,
-    f: OnSlices<'_, T, R>,
-) -> Result<R, fsdp_flat::FlatError> {
-    match tensors {
-        [] => Ok(f(&mut lent)),
-        [tensor, rest @ ..] => with_slice_mut::<T, _>(tensor, |data| {
-            let mut lent: Vec<&mut [T]> = lent;
-            lent.push(data);
-            with_slices_mut(rest, lent, f)
-        })?,
     }
 }

@@ -1,0 +1,82 @@
+//! Which parameters the ranks' optimizers have state for.
+
+use fsdp_comm::ProcessGroup;
+use fsdp_state::StateDict;
+use indexmap::IndexMap;
+use serde::{Deserialize, Serialize};
+
+use super::OptimStateError;
+use super::agree::agree;
+use super::local::{LocalState, key_of};
+use crate::optimizer::Optimizer;
+use crate::{NnError, Result};
+
+/// What stands for one local parameter on all ranks, whatever its ids there: torch's `_OptimStateKey`.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct OptimStateKey {
+    /// Names of the model's parameters: one with `use_orig_params`, all of a FlatParameter without.
+    pub unflat_param_names: Vec<String>,
+    /// Whether it belongs to a sharded unit; always true here, where a model is sharded as a whole.
+    pub is_fsdp_managed: bool,
+}
+
+/// The parameters that some rank's local state dict has state for, in one order for all ranks; and for those that this
+/// rank's has, the key there. torch's `_map_param_key_to_optim_keys`.
+///
+/// Without `merge_keys` (for FlatParameters) the order is that of rank 0, whose parameters all ranks must have; what
+/// other ranks have beyond them is left out. With it (for original parameters, which a rank may have nothing of) all
+/// ranks' parameters are joined and sorted. Optimizers may have been given their parameters in any order. Rank 0 is
+/// that of the model's group, whatever its global rank.
+///
+/// Collectives: one agreement and one object all-gather.
+///
+/// # Errors
+/// The same on every rank: [`OptimStateError::MissingOnRanks`]; state dicts of other optimizers.
+pub fn map_param_key_to_optim_keys(
+    optimizer: &Optimizer,
+    state: &StateDict,
+    merge_keys: bool,
+) -> Result<(Vec<OptimStateKey>, IndexMap<OptimStateKey, String>)> {
+    let group = optimizer.parameters().group();
+    let local = LocalState::read(optimizer, state).map(|local| {
+        let keyed = local.params.iter().map(|&(key, index, _)| (key_of(optimizer, index), key.to_owned()));
+        keyed.collect::<IndexMap<_, _>>()
+    });
+    let local = agree(group, "map_param_key_to_optim_keys", local)?;
+    let mine: Vec<&OptimStateKey> = local.keys().collect();
+    let all: Vec<Vec<OptimStateKey>> = all_gather_keys(group, &mine)?;
+    Ok((resolve_keys(group, &all, merge_keys)?, local))
+}
+
+fn all_gather_keys(group: &ProcessGroup, mine: &[&OptimStateKey]) -> Result<Vec<Vec<OptimStateKey>>> {
+    let mine: Vec<OptimStateKey> = mine.iter().map(|&key| key.clone()).collect();
+    Ok(group.all_gather_object(&mine)?)
+}
+
+/// The order of keys that all ranks follow, from what each has.
+pub(crate) fn resolve_keys(
+    group: &ProcessGroup,
+    all: &[Vec<OptimStateKey>],
+    merge_keys: bool,
+) -> Result<Vec<OptimStateKey>> {
+    if merge_keys {
+        let mut keys: Vec<OptimStateKey> = all.iter().flatten().cloned().collect();
+        keys.sort();
+        keys.dedup();
+        return Ok(keys);
+    }
+    let Some(keys) = all.first() else { return Ok(Vec::new()) };
+    let lacks = |(rank, has): (&usize, &Vec<OptimStateKey>)| {
+        let missing: Vec<String> = keys
+            .iter()
+            .filter(|key| !has.contains(key))
+            .flat_map(|key| key.unflat_param_names.iter().cloned())
+            .collect();
+        (!missing.is_empty()).then_some((*rank, missing))
+    };
+    let missing: Vec<(usize, Vec<String>)> = group.global_ranks().iter().zip(all).filter_map(lacks).collect();
+    match missing.is_empty() {
+        true => Ok(keys.clone()),
+        false => Err(NnError::from(OptimStateError::MissingOnRanks { missing })),
+    }
+}

@@ -1,0 +1,144 @@
+//! Names and ids of parameters in optimizer state dicts, and prefixes that wrappers put before names.
+
+use fsdp_layout::PlainValue;
+use fsdp_state::{StateDict, StateValue};
+use serde::{Deserialize, Serialize};
+
+use super::{OptimStateError, own_state_dict};
+use crate::Result;
+use crate::optim_state::read_param_groups;
+
+/// How an optimizer state dict names parameters: torch's `OptimStateKeyType`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum OptimStateKeyType {
+    /// By their names in the model.
+    ParamName,
+    /// By their positions in the optimizer, over all groups: 0, 1, …
+    ParamId,
+}
+
+/// The same state under the other kind of keys: torch's `rekey_optim_state_dict`. `names[id]` is the name of the
+/// parameter with that id: the order of the unsharded model's optimizer ([`Optimizer::fqns`](crate::Optimizer::fqns) if
+/// both have the same groups). So a plain or DDP optimizer's dict by ids becomes one that a sharded model loads, and
+/// back.
+///
+/// `state` is unchanged and the result owns its memory, also if nothing is to be done. Groups keep the order of their
+/// parameters as names, and have ids sorted, which is the optimizer's order. No communication.
+///
+/// # Errors
+/// [`OptimStateError::InvalidKeys`] for keys that are neither all names nor all ids; [`OptimStateError::UnknownState`] and
+/// [`OptimStateError::UnknownParam`] for those that `names` lacks; malformed groups.
+///
+/// ```
+/// use fsdp_layout::PlainValue;
+/// use fsdp_nn::fsdp_state::{OptimStateKeyType, rekey_optim_state_dict};
+/// use fsdp_state::{StateDict, StateValue};
+/// let mut group = StateDict::new();
+/// group.insert("params", PlainValue::List(vec![PlainValue::Int(0), PlainValue::Int(1)]));
+/// let mut of_b = StateDict::new();
+/// of_b.insert("step", 3.0);
+/// let mut state = StateDict::new();
+/// state.insert("state", [("1", StateValue::Dict(of_b))].into_iter().collect::<StateDict>());
+/// state.insert("param_groups", StateValue::List(vec![group.into()]));
+/// let named = rekey_optim_state_dict(&state, OptimStateKeyType::ParamName, &["a", "b"])?;
+/// assert!(named.dict("state").unwrap().contains_key("b"));
+/// # Ok::<(), fsdp_nn::NnError>(())
+/// ```
+pub fn rekey_optim_state_dict(
+    state: &StateDict,
+    key_type: OptimStateKeyType,
+    names: &[impl AsRef<str>],
+) -> Result<StateDict> {
+    let states = state.dict("state").ok_or_else(|| OptimStateError::MissingKey { key: "state".to_owned() })?;
+    let groups = read_param_groups(state)?;
+    let names: Vec<&str> = names.iter().map(AsRef::as_ref).collect();
+    let id_of = |name: &str| names.iter().position(|known| *known == name);
+    let mut result = own_state_dict(state)?;
+    if key_type_of(states, groups.iter().filter_map(|group| group.key_type))? == Some(key_type) {
+        return Ok(result);
+    }
+    let mut rekeyed = StateDict::new();
+    for (key, value) in states {
+        let new = match key_type {
+            OptimStateKeyType::ParamName => {
+                key.parse().ok().and_then(|id: usize| names.get(id)).map(|s| (*s).to_owned())
+            }
+            OptimStateKeyType::ParamId => id_of(key).map(|id| id.to_string()),
+        };
+        let Some(new) = new else {
+            let (id, count) = (key.clone(), names.len());
+            return Err(OptimStateError::UnknownState { key: id, count }.into());
+        };
+        rekeyed.insert(new, value.clone());
+    }
+    result.insert("state", own_state_dict(&rekeyed)?);
+    if state.contains_key("param_groups") {
+        let mut dicts = Vec::with_capacity(groups.len());
+        for (index, group) in groups.into_iter().enumerate() {
+            let unknown = |key: &String| OptimStateError::UnknownParam { index, key: key.clone() };
+            let params: Vec<PlainValue> = match key_type {
+                OptimStateKeyType::ParamName => {
+                    let name = |key: &String| key.parse().ok().and_then(|id: usize| names.get(id)).copied();
+                    let named = group.params.iter().map(|key| Ok(name(key).ok_or_else(|| unknown(key))?.into()));
+                    named.collect::<Result<_, OptimStateError>>()?
+                }
+                OptimStateKeyType::ParamId => {
+                    let ids = group.params.iter().map(|key| id_of(key).ok_or_else(|| unknown(key)));
+                    let mut ids: Vec<usize> = ids.collect::<Result<_, OptimStateError>>()?;
+                    ids.sort_unstable();
+                    ids.into_iter().map(|id| PlainValue::Int(id as i64)).collect()
+                }
+            };
+            let hyperparameters = group.hyperparameters.into_iter().map(|(key, value)| (key, StateValue::Plain(value)));
+            let mut dict: StateDict = hyperparameters.collect();
+            dict.insert("params", PlainValue::List(params));
+            dicts.push(StateValue::Dict(dict));
+        }
+        result.insert("param_groups", StateValue::List(dicts));
+    }
+    Ok(result)
+}
+
+/// Which keys a state dict has; `None` if it has none. Groups know; without them, keys that are numbers are ids.
+pub(crate) fn key_type_of(
+    states: &StateDict,
+    mut of_groups: impl Iterator<Item = OptimStateKeyType>,
+) -> Result<Option<OptimStateKeyType>> {
+    let invalid = |expected: &str| {
+        let keys = states.keys().take(8).map(str::to_owned).collect();
+        Err(OptimStateError::InvalidKeys { keys, expected: expected.to_owned() }.into())
+    };
+    let numbers = states.keys().filter(|key| key.parse::<usize>().is_ok()).count();
+    let of_groups = match of_groups.next() {
+        Some(first) if of_groups.any(|other| other != first) => return invalid("some groups have names, others ids"),
+        of_groups => of_groups,
+    };
+    match of_groups {
+        Some(OptimStateKeyType::ParamId) if numbers < states.len() => invalid("the groups have ids"),
+        Some(OptimStateKeyType::ParamName) => Ok(of_groups),
+        Some(OptimStateKeyType::ParamId) => Ok(of_groups),
+        None if states.is_empty() => Ok(None),
+        None if numbers == states.len() => Ok(Some(OptimStateKeyType::ParamId)),
+        None if numbers == 0 => Ok(Some(OptimStateKeyType::ParamName)),
+        None => invalid("some are names, others ids"),
+    }
+}
+
+/// A state dict without a prefix that a wrapper put before its names (`module.` for DDP, `_orig_mod.` for a compiled
+/// model): torch's `consume_prefix_in_state_dict_if_present`, which however changes the dict in place. Names without
+/// the prefix stay. Tensors are shared.
+///
+/// ```
+/// use fsdp_nn::fsdp_state::consume_prefix_in_state_dict_if_present;
+/// use fsdp_state::StateDict;
+/// let mut state = StateDict::new();
+/// state.insert("module.h.0.weight", 1.0);
+/// let state = consume_prefix_in_state_dict_if_present(&state, "module.");
+/// assert!(state.contains_key("h.0.weight"));
+/// ```
+#[must_use]
+pub fn consume_prefix_in_state_dict_if_present(state: &StateDict, prefix: &str) -> StateDict {
+    let strip =
+        |(name, value): (&String, &StateValue)| (name.strip_prefix(prefix).unwrap_or(name).to_owned(), value.clone());
+    state.iter().map(strip).collect()
+}

@@ -1,0 +1,165 @@
+//! What an optimizer steps on, and the state that it keeps for that.
+
+use std::sync::Arc;
+
+use candle_core::Tensor;
+use fsdp_flat::storage::{with_slice_mut, zeros};
+use fsdp_flat::{ShardedTensor, with_float};
+use fsdp_layout::PlainValue;
+use fsdp_state::StateValue;
+use indexmap::IndexMap;
+
+use crate::Result;
+use crate::algorithm::{Algorithm, Initial, StateKind};
+use crate::handle::FlatParamHandle;
+
+/// One value of a parameter's state.
+#[derive(Debug, Clone)]
+pub(crate) enum LocalState {
+    /// This rank's piece of a tensor shaped like the parameter: flat, as long as the local parameter.
+    Piece(Tensor),
+    /// A whole tensor of another shape, the same on every rank.
+    Whole(Tensor),
+    /// A value that is no tensor.
+    Plain(PlainValue),
+}
+
+/// What an optimizer keeps for one local parameter.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct ParamState {
+    pub(crate) step: Option<f32>,
+    pub(crate) entries: IndexMap<String, LocalState>,
+}
+
+/// A stretch of a local parameter that belongs to one of the model's parameters.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Segment {
+    pub(crate) param: usize,
+    pub(crate) start: usize,
+    pub(crate) len: usize,
+}
+
+/// What the optimizer steps on: a parameter's piece, or a whole shard of a FlatParameter.
+#[derive(Debug)]
+pub(crate) struct LocalParam {
+    pub(crate) handle: Arc<FlatParamHandle>,
+    /// Whether it is a FlatParameter, of all its unit's parameters, rather than one parameter's piece.
+    pub(crate) is_flat: bool,
+    pub(crate) segments: Vec<Segment>,
+    pub(crate) numel: usize,
+    pub(crate) requires_grad: bool,
+    pub(crate) state: Option<ParamState>,
+}
+
+impl LocalParam {
+    /// Positions in the unit of the model's parameters that it is made of.
+    pub(crate) fn params(&self) -> Vec<usize> {
+        match self.is_flat {
+            true => (0..self.handle.params.len()).collect(),
+            false => self.segments.iter().map(|segment| segment.param).collect(),
+        }
+    }
+
+    /// Names of these.
+    pub(crate) fn fqns(&self) -> Vec<String> {
+        self.params().into_iter().map(|param| self.handle.params[param].fqn.clone()).collect()
+    }
+
+    /// torch's name of it: the parameter's, or `<unit>._flat_param`.
+    pub(crate) fn name(&self) -> String {
+        match (self.is_flat, self.fqns().pop()) {
+            (false, Some(fqn)) => fqn,
+            _ => self.handle.flat_param_name(),
+        }
+    }
+
+    /// The shape of a state tensor in a local state dict: flat, but the parameter's own where every rank holds all of it.
+    pub(crate) fn dims(&self) -> Vec<usize> {
+        match self.segments.as_slice() {
+            [segment] if !self.is_flat && !self.handle.is_sharded() => {
+                self.handle.layout().shapes()[segment.param].clone()
+            }
+            _ => vec![self.numel],
+        }
+    }
+
+    /// Whether this rank has nothing of a parameter that has elements. torch keeps no state for such a parameter.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.numel == 0 && self.params().into_iter().any(|param| self.handle.layout().numels()[param] > 0)
+    }
+
+    /// The state as a local state dict has it, as views.
+    pub(crate) fn local_entries(&self, state: &ParamState) -> Result<Vec<(String, StateValue)>> {
+        let mut entries = Vec::new();
+        if let Some(step) = state.step {
+            entries.push(("step".to_owned(), Tensor::new(step, &candle_core::Device::Cpu)?.into()));
+        }
+        for (name, value) in &state.entries {
+            let value = match value {
+                LocalState::Piece(flat) => flat.reshape(self.dims())?.into(),
+                LocalState::Whole(tensor) => StateValue::Tensor(tensor.clone()),
+                LocalState::Plain(value) => StateValue::Plain(value.clone()),
+            };
+            entries.push((name.clone(), value));
+        }
+        Ok(entries)
+    }
+
+    pub(crate) fn segment(&self, param: usize) -> Segment {
+        let found = self.segments.iter().copied().find(|segment| segment.param == param);
+        found.unwrap_or(Segment { param, start: 0, len: 0 })
+    }
+
+    /// The state of one of the model's parameters.
+    pub(crate) fn portable(&self, state: &ParamState, param: usize) -> Result<IndexMap<String, StateValue>> {
+        let mut portable = IndexMap::new();
+        if let Some(step) = state.step {
+            // A tensor of its own for each parameter: an in-place edit of one must not change the others.
+            portable.insert("step".to_owned(), Tensor::new(step, &candle_core::Device::Cpu)?.into());
+        }
+        for (name, value) in &state.entries {
+            let value = match value {
+                LocalState::Piece(flat) => self.sharded_piece(flat, param)?.into(),
+                LocalState::Whole(tensor) => StateValue::Tensor(tensor.clone()),
+                LocalState::Plain(value) => StateValue::Plain(value.clone()),
+            };
+            portable.insert(name.clone(), value);
+        }
+        Ok(portable)
+    }
+
+    pub(crate) fn sharded_piece(&self, flat: &Tensor, param: usize) -> Result<ShardedTensor> {
+        let layout = self.handle.layout();
+        let shape = &layout.shapes()[param];
+        let Segment { start, len, .. } = self.segment(param);
+        if len == 0 {
+            return Ok(ShardedTensor::new(flat.dtype(), shape.clone(), Vec::new())?);
+        }
+        let boxes = layout.param_boxes(param, self.handle.shard_rank());
+        Ok(ShardedTensor::from_flat(shape, boxes, &flat.narrow(0, start, len)?)?)
+    }
+}
+
+/// The state that the algorithm's schema describes, in fresh memory; entries that begin as the first gradient are
+/// left out.
+pub(crate) fn initial_state(algorithm: &Algorithm, local: &LocalParam) -> Result<ParamState> {
+    let mut state = ParamState::default();
+    for entry in algorithm.state_entries() {
+        match (entry.kind, entry.initial) {
+            (StateKind::Scalar, _) => state.step = Some(0.0),
+            (StateKind::LikeParameter, Initial::FirstGradient) => {}
+            (StateKind::LikeParameter, Initial::Value(value)) => {
+                let flat = zeros(&[local.numel], local.handle.dtype())?;
+                if value != 0.0 {
+                    with_float!(local.handle.dtype(), T => {
+                        with_slice_mut::<T, _>(&flat, |data| {
+                            data.fill(<T as candle_core::WithDType>::from_f64(value));
+                        })?;
+                    }, else ());
+                }
+                state.entries.insert(entry.name.to_owned(), LocalState::Piece(flat));
+            }
+        }
+    }
+    Ok(state)
+}

@@ -1,0 +1,75 @@
+//! One step of one local parameter, in place.
+
+use candle_core::Tensor;
+use fsdp_flat::storage::{Scalar, with_slice, with_slice_mut, zeros};
+
+use super::local::{LocalParam, LocalState, initial_state};
+use crate::Result;
+use crate::algorithm::{Algorithm, Float, Initial, StateKind};
+
+pub(super) fn step_local<T: Scalar + Float>(algorithm: &Algorithm, local: &mut LocalParam) -> Result<()> {
+    let mut state = match local.state.take() {
+        Some(state) => state,
+        None => initial_state(algorithm, local)?,
+    };
+    let mut first = false;
+    let mut slices = Vec::new();
+    for entry in algorithm.state_entries().filter(|entry| entry.kind == StateKind::LikeParameter) {
+        let missing = !matches!(state.entries.get(entry.name), Some(LocalState::Piece(_)));
+        if missing {
+            // `first` holds for the one entry that begins as the gradient; others that a loaded checkpoint lacked
+            // begin at their initial value.
+            first |= entry.initial == Initial::FirstGradient;
+            let mut fresh = initial_state(algorithm, local)?;
+            let piece = match fresh.entries.swap_remove(entry.name) {
+                Some(piece) => piece,
+                None => LocalState::Piece(zeros(&[local.numel], local.handle.dtype())?),
+            };
+            state.entries.insert(entry.name.to_owned(), piece);
+        }
+        if let Some(LocalState::Piece(flat)) = state.entries.get(entry.name) {
+            slices.push(flat.clone());
+        }
+    }
+    let step = state.step.map_or(1.0, |step| step + 1.0);
+    for segment in local.segments.iter().filter(|segment| segment.len > 0) {
+        let (Some(param), Some(grad)) =
+            (local.handle.local_piece(segment.param)?, local.handle.grad_piece(segment.param)?)
+        else {
+            continue;
+        };
+        let pieces = slices
+            .iter()
+            .map(|flat| flat.narrow(0, segment.start, segment.len))
+            .collect::<candle_core::Result<Vec<_>>>()?;
+        with_slice_mut::<T, _>(&param, |param| {
+            with_slice::<T, _>(&grad, |grad| {
+                let update = |state: &mut [&mut [T]]| algorithm.update(step, first, param, grad, state);
+                with_slices_mut::<T, _>(&pieces, Vec::new(), Box::new(update))
+            })
+        })????;
+    }
+    state.step = state.step.map(|_| step);
+    // Without momentum SGD keeps nothing, and then a state dict does not name the parameter.
+    local.state = (state.step.is_some() || !state.entries.is_empty()).then_some(state);
+    Ok(())
+}
+
+/// What is done with several tensors' elements.
+type OnSlices<'a, T, R> = Box<dyn FnOnce(&mut [&mut [T]]) -> R + 'a>;
+
+/// Lends all tensors' elements at once. A trait object, because the nesting is as deep as there are tensors.
+fn with_slices_mut<T: Scalar, R>(
+    tensors: &[Tensor],
+    mut lent: Vec<&mut [T]>,
+    f: OnSlices<'_, T, R>,
+) -> Result<R, fsdp_flat::FlatError> {
+    match tensors {
+        [] => Ok(f(&mut lent)),
+        [tensor, rest @ ..] => with_slice_mut::<T, _>(tensor, |data| {
+            let mut lent: Vec<&mut [T]> = lent;
+            lent.push(data);
+            with_slices_mut(rest, lent, f)
+        })?,
+    }
+}

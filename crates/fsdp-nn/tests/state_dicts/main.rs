@@ -1,0 +1,13 @@
+//! State dicts of sharded models and optimizers over all ranks, by the properties that they must have.
+
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod common;
+mod local;
+mod model;
+mod optim_errors;
+mod optim_load;
+mod optim_save;
+mod rekey;
+mod settings;
+mod traffic;
