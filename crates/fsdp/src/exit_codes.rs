@@ -20,5 +20,5 @@ pub const IO: u8 = 14;
 pub const NO_SPACE: u8 = 15;
 /// A rank was lost, or did not answer in time.
 pub const RANK_LOST: u8 = 16;
-/// Two things that should match do not: a checkpoint of another model.
+/// Two things that should match do not: two checkpoints, or a checkpoint of another model.
 pub const DIFFERENCE: u8 = 17;

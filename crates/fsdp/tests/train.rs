@@ -256,3 +256,55 @@ fn inspect_lists_tensors_in_natural_order_with_boxes_and_step() {
     let output = fsdp(&["inspect", nothing, "--json"]).assert().code(code).get_output().stdout.clone();
     assert_eq!(serde_json::from_slice::<Value>(&output).unwrap()["committed"], false);
 }
+
+/// Losses by step, wherever the run began.
+fn losses_by_step(out: &Path) -> Vec<(u64, f64)> {
+    let metrics = lines(&out.join("metrics.jsonl"));
+    metrics.iter().map(|line| (line["step"].as_u64().unwrap(), line["loss"].as_f64().unwrap())).collect()
+}
+
+#[test]
+fn a_run_starts_from_any_checkpoint_of_the_same_model_as_far_as_it_goes() {
+    let dir = TempDir::new().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let path = |name: &str| at(name).to_str().unwrap().to_owned();
+    train_small(&at("whole"), &["--nproc", "2", "--steps", "20", "--save-every", "10"]);
+    let whole = losses_by_step(&at("whole"));
+    let saved = path("whole/step-00000010");
+
+    // Model, optimizer and step, from another number of ranks.
+    fsdp(&["reshard", &saved, &path("resharded"), "--world-size", "3"]).assert().success();
+    let options = ["--nproc", "2", "--steps", "20", "--init-from"];
+    train(&at("went-on"), &options).arg(path("resharded")).assert().success();
+    let went_on = losses_by_step(&at("went-on"));
+    assert_eq!(went_on.first().map(|(step, _)| *step), Some(10));
+    let loss = |losses: &[(u64, f64)]| losses.iter().map(|(_, loss)| *loss).collect::<Vec<_>>();
+    assert_close(&loss(&went_on), &loss(&whole[10..]));
+    // The place is taken now.
+    train(&at("went-on"), &options).arg(path("resharded")).assert().code(i32::from(exit_codes::USAGE));
+
+    // Model, optimizer and `train.step` alone, as a program saves them that keeps no settings.
+    let keep = ["--include", "model.*", "--include", "optim.*", "--include", "train.step"];
+    fsdp(&["convert", &saved, &path("bare"), "--to", "dcp"]).args(keep).assert().success();
+    let settings = ["--heads", "2", "--batch", "12"];
+    train(&at("from-bare"), &options).arg(path("bare")).args(settings).assert().success();
+    assert_close(&loss(&losses_by_step(&at("from-bare"))), &loss(&whole[10..]));
+
+    // Only a model: its sizes are those of its tensors.
+    fsdp(&["convert", &saved, &path("model"), "--to", "dcp", "--include", "model.*"]).assert().success();
+    let mut command = train(&at("anew"), &["--nproc", "2", "--steps", "2", "--init-from", &path("model")]);
+    command.args(settings).assert().success().stderr(contains("only a model"));
+    let anew = losses_by_step(&at("anew"));
+    assert_eq!(anew.first().map(|(step, _)| *step), Some(0));
+    assert!(anew[0].1 < whole[0].1, "{} is that of a fresh model, {}", anew[0].1, whole[0].1);
+
+    // Neither another format nor another model.
+    fsdp(&["convert", &saved, &path("one-file"), "--to", "safetensors"]).assert().success();
+    train(&at("none"), &["--init-from", &path("one-file")])
+        .assert()
+        .code(2)
+        .stderr(contains("convert SRC DST --to dcp"));
+    let other = ["--hidden", "32", "--init-from", &saved];
+    train(&at("none"), &other).assert().code(i32::from(exit_codes::DIFFERENCE));
+    assert!(!at("none").exists());
+}

@@ -6,9 +6,13 @@ use anyhow::Error;
 use fsdp::checkpoint::CheckpointError;
 use fsdp::comm::CommError;
 use fsdp::data::DataError;
+use fsdp::dcp::checkpoint::Format;
 use fsdp::dcp::{self, FormatError};
 use fsdp::exit_codes;
 use fsdp::gpt::GptConfigError;
+use fsdp::layout::DType;
+
+use super::output::StdoutClosed;
 
 /// What the user asked for cannot be done. Nothing has been changed.
 #[derive(Debug, thiserror::Error)]
@@ -19,6 +23,55 @@ pub(crate) enum UsageError {
     Changed { option: &'static str, saved: String, asked: String },
     #[error("hybrid-shard needs a number of ranks that {replicas} replicas divide, not {ranks}")]
     Replicas { replicas: usize, ranks: usize },
+    #[error("`{path}` is a {format}, and `--init-from` reads DCP directories")]
+    NotDcp { path: String, format: Format },
+    #[error("`{path}` exists already")]
+    Exists { path: String },
+    #[error("`{path}` is not what `--overwrite` would put in its place: a file, or a checkpoint directory")]
+    NotReplaceable { path: String },
+    #[error("`{destination}` and `{source_path}` overlap: a checkpoint cannot be written over its source")]
+    Overlap { source_path: String, destination: String },
+    #[error("`{option}` means nothing for `--to {to}`")]
+    Unused { option: &'static str, to: &'static str },
+    #[error("`{glob}` is no glob: {reason}")]
+    Glob { glob: String, reason: String },
+    #[error("`--include` and `--exclude` leave nothing")]
+    NothingSelected,
+    #[error("`--rename {rule}` fits no key")]
+    UnusedRule { rule: String },
+    #[error("`--rename` leaves a key empty")]
+    EmptyKey,
+    #[error("`{name}` is a value, not a tensor")]
+    NoTensor { name: String },
+    #[error("elements of dtype {dtype} are no real numbers")]
+    NoNumbers { dtype: DType },
+    #[error("NumPy has no dtype for {dtype}")]
+    NoNumpy { dtype: DType },
+    #[error("{elements} elements are more than one JSON object may hold ({limit})")]
+    TooLarge { elements: u64, limit: u64 },
+    #[error("there is no command `{name}`")]
+    NoCommand { name: String },
+}
+
+/// A checkpoint in which something is wrong.
+#[derive(Debug, thiserror::Error)]
+#[error("`{path}` is damaged: {count} problems, the first: {first}")]
+pub(crate) struct Damaged {
+    pub(crate) path: String,
+    pub(crate) count: usize,
+    pub(crate) first: String,
+    /// The first is a file that is not there.
+    pub(crate) incomplete: bool,
+}
+
+/// Two checkpoints that are not the same.
+#[derive(Debug, thiserror::Error)]
+#[error("`{first}` and `{second}` differ in {count} of {of} tensors and values")]
+pub(crate) struct Different {
+    pub(crate) first: String,
+    pub(crate) second: String,
+    pub(crate) count: usize,
+    pub(crate) of: usize,
 }
 
 /// There is no checkpoint to go on from.
@@ -59,8 +112,11 @@ fn code_of(cause: &(dyn std::error::Error + 'static)) -> Option<u8> {
     if cause.is::<NoCheckpoint>() {
         return Some(exit_codes::INCOMPLETE);
     }
-    if cause.is::<OtherModel>() {
+    if cause.is::<OtherModel>() || cause.is::<Different>() {
         return Some(exit_codes::DIFFERENCE);
+    }
+    if let Some(damaged) = cause.downcast_ref::<Damaged>() {
+        return Some(if damaged.incomplete { exit_codes::INCOMPLETE } else { exit_codes::CORRUPT });
     }
     if let Some(error) = cause.downcast_ref::<DataError>() {
         return match error {
@@ -89,6 +145,9 @@ fn code_of(cause: &(dyn std::error::Error + 'static)) -> Option<u8> {
     if let Some(error) = cause.downcast_ref::<CommError>() {
         return code_of_comm(error);
     }
+    if cause.is::<StdoutClosed>() {
+        return Some(exit_codes::IO);
+    }
     cause.downcast_ref::<io::Error>().map(code_of_io)
 }
 
@@ -106,7 +165,7 @@ fn code_of_files(error: &dcp::CheckpointError) -> Option<u8> {
     use dcp::plan::LoadPlanError;
     match error {
         dcp::CheckpointError::NotCommitted { .. } => Some(exit_codes::INCOMPLETE),
-        dcp::CheckpointError::Exists { .. } => Some(exit_codes::USAGE),
+        dcp::CheckpointError::Exists { .. } | dcp::CheckpointError::Encode { .. } => Some(exit_codes::USAGE),
         dcp::CheckpointError::Path { .. } => Some(exit_codes::UNSAFE),
         dcp::CheckpointError::NotStored { .. } | dcp::CheckpointError::LoadPlan(LoadPlanError::Chunks { .. }) => {
             Some(exit_codes::CORRUPT)
@@ -136,14 +195,33 @@ fn code_of_io(error: &io::Error) -> u8 {
 
 /// What to do about it, where that is known.
 pub(crate) fn hint(error: &Error) -> Option<&'static str> {
+    // These say all that there is to say.
+    if error.chain().any(|cause| cause.is::<Damaged>() || cause.is::<Different>()) {
+        return None;
+    }
     error.chain().find_map(|cause| {
         if let Some(error) = cause.downcast_ref::<UsageError>() {
             return Some(match error {
                 UsageError::OutIsTaken { .. } => "go on from it with `--resume`, or choose another `--out`",
                 UsageError::Changed { .. } => "leave the option out, or start anew in another `--out`",
                 UsageError::Replicas { .. } => "change `--replicas` or `--nproc`",
+                UsageError::NotDcp { .. } => "convert it first: `fsdp convert SRC DST --to dcp`",
+                UsageError::Exists { .. } => "choose another place; a checkpoint can be replaced with `--overwrite`",
+                UsageError::NotReplaceable { .. } => "choose another place, or move it away",
+                UsageError::Overlap { .. } => "choose a place outside the source",
+                UsageError::Unused { .. } => "leave the option out, or choose another `--to`",
+                UsageError::Glob { .. } => "globs have `*`, `?`, `[a-z]` and `{a,b}`; quote them for the shell",
+                UsageError::NothingSelected | UsageError::UnusedRule { .. } | UsageError::EmptyKey => {
+                    "`fsdp inspect` lists the keys"
+                }
+                UsageError::NoTensor { .. } => "leave `--stats` and `--npy` out to see the value",
+                UsageError::NoNumbers { .. } => "leave `--stats` out to see the elements' bytes",
+                UsageError::NoNumpy { .. } => "cast it first: `fsdp convert --include NAME --dtype float32`",
+                UsageError::TooLarge { .. } => "use `--npy` or `--stats`, or leave `--json` out",
+                UsageError::NoCommand { .. } => "`fsdp help` lists the commands",
             });
         }
+
         let no_directory = matches!(cause.downcast_ref(), Some(CheckpointError::Directory { .. }));
         if no_directory || cause.is::<NoCheckpoint>() {
             return Some("check `--out`, or leave out `--resume` to start from the beginning");

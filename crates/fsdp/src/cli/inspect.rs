@@ -1,4 +1,4 @@
-//! `fsdp inspect`: what a checkpoint holds, from its metadata alone (and its step, if it has one).
+//! `fsdp inspect`: what a checkpoint of any format holds, from its metadata alone (and its step, if it has one).
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -6,18 +6,27 @@ use std::path::PathBuf;
 use anyhow::Result;
 use clap::Args;
 use fsdp::dcp::CheckpointError;
+use fsdp::dcp::checkpoint::{self, Checkpoint, Format};
 use fsdp::dcp::metadata::{Chunk, Entry, Metadata, StorageInfo, TensorEntry};
-use fsdp::dcp::reader::CheckpointReader;
+use fsdp::dcp::reader::OpenOptions;
 use serde::Serialize;
 
 use super::output;
+use super::text::{escaped, iec};
+use super::tree::tree;
 
 /// Options of `fsdp inspect`.
 #[derive(Debug, Args)]
 pub(crate) struct InspectArguments {
-    /// A checkpoint directory
+    /// A checkpoint: a DCP directory, safetensors (file or directory), or a file of torch.save
     #[arg(value_name = "CKPT")]
     path: PathBuf,
+    /// The keys as a tree, with the tensors and bytes below each
+    #[arg(long, conflicts_with_all = ["tensors", "json"], env = "FSDP_TREE")]
+    tree: bool,
+    /// Tensors only: name, dtype, shape and bytes, between tabs
+    #[arg(long, conflicts_with = "json", env = "FSDP_TENSORS")]
+    tensors: bool,
     /// One JSON object on stdout, with every box
     #[arg(long, env = "FSDP_JSON")]
     json: bool,
@@ -71,16 +80,24 @@ struct StoredBox {
 /// # Errors
 /// There is no committed checkpoint, or its metadata is damaged.
 pub(crate) fn run(arguments: &InspectArguments) -> Result<()> {
-    let reader = CheckpointReader::open(&arguments.path);
+    let source = checkpoint::open(&arguments.path, OpenOptions::default());
+    let path = arguments.path.display().to_string();
     if arguments.json {
-        let path = arguments.path.display().to_string();
-        if let Err(error @ CheckpointError::NotCommitted { .. }) = &reader {
+        if let Err(error @ CheckpointError::NotCommitted { .. }) = &source {
             output::json(&Summary::uncommitted(path.clone(), error.to_string()))?;
         }
-        return output::json(&Summary::new(path, &reader?));
+        return output::json(&Summary::new(path, &*source?));
     }
-    let summary = Summary::new(arguments.path.display().to_string(), &reader?);
-    summary.lines().iter().try_for_each(|line| output::data(line))
+    let summary = Summary::new(path, &*source?);
+    if arguments.tensors {
+        return output::lines(&summary.tensors.iter().map(Tensor::fields).collect::<Vec<_>>());
+    }
+    if arguments.tree {
+        let tensors = summary.tensors.iter().map(|tensor| (tensor.name.as_str(), Some(tensor.leaf()), tensor.bytes));
+        let values = summary.values.iter().map(|name| (name.as_str(), None, 0));
+        return output::lines(&tree(tensors.chain(values)));
+    }
+    output::lines(&summary.lines())
 }
 
 impl Summary {
@@ -99,22 +116,27 @@ impl Summary {
         }
     }
 
-    fn new(path: String, reader: &CheckpointReader) -> Self {
-        let metadata = reader.metadata();
+    fn new(path: String, source: &dyn Checkpoint) -> Self {
+        let metadata = source.metadata();
         let tensors = tensors(metadata);
         let mut values: Vec<String> = metadata.values().map(|(name, _)| name.to_owned()).collect();
         values.sort_by(|a, b| natord::compare(a, b));
         let step = matches!(metadata.entries.get("train.step"), Some(Entry::Bytes(_)));
         // A damaged step does not keep the rest from being shown: `verify` is for damage.
-        let step = step.then(|| reader.read_value("train.step").ok()?.as_int()).flatten();
+        let step = step.then(|| source.read_value("train.step").ok()?.as_int()).flatten();
         Summary {
             schema: SCHEMA,
             path,
-            format: "dcp",
+            format: match source.format() {
+                Format::SafetensorsFile => "safetensors",
+                Format::SafetensorsDirectory => "safetensors-directory",
+                Format::Torch => "torch",
+                _ => "dcp",
+            },
             committed: true,
             reason: None,
             step,
-            hashed: reader.is_sealed(),
+            hashed: source.directory().is_sealed(),
             bytes: tensors.iter().map(|tensor| tensor.bytes).sum(),
             tensors,
             values,
@@ -125,7 +147,7 @@ impl Summary {
         let yes = |yes| if yes { "yes" } else { "no" };
         let boxes: usize = self.tensors.iter().map(|tensor| tensor.boxes.len()).sum();
         let mut lines = vec![
-            format!("checkpoint  {} ({})", self.path, self.format),
+            format!("checkpoint  {} ({})", escaped(&self.path), self.format),
             format!("committed   {}, hashes {}", yes(self.committed), yes(self.hashed)),
             format!("step        {}", self.step.map_or_else(|| "unknown".to_owned(), |step| step.to_string())),
             format!("tensors     {} in {boxes} boxes, {}", self.tensors.len(), iec(self.bytes)),
@@ -149,12 +171,21 @@ impl Summary {
 impl Tensor {
     fn row(&self) -> [String; 5] {
         [
-            self.name.clone(),
+            escaped(&self.name).into_owned(),
             self.dtype.clone(),
             format!("{:?}", self.shape),
             self.bytes.to_string(),
             self.boxes_by_rank(),
         ]
+    }
+
+    fn leaf(&self) -> String {
+        format!("{} {:?}", self.dtype, self.shape)
+    }
+
+    /// For scripts.
+    fn fields(&self) -> String {
+        format!("{}\t{}\t{:?}\t{}", escaped(&self.name), self.dtype, self.shape, self.bytes)
     }
 
     /// `0:1 1:2`: one box of rank 0, two of rank 1.
@@ -177,14 +208,18 @@ fn tensors(metadata: &Metadata) -> Vec<Tensor> {
     tensors
 }
 
-fn tensor(name: &str, entry: &TensorEntry) -> Tensor {
-    let dtype = entry.properties.dtype;
+/// Bytes of a tensor's elements.
+pub(super) fn bytes(entry: &TensorEntry) -> u64 {
     let numel = entry.shape.iter().fold(1u64, |numel, &size| numel.saturating_mul(size as u64));
+    numel.saturating_mul(entry.properties.dtype.size_in_bytes())
+}
+
+fn tensor(name: &str, entry: &TensorEntry) -> Tensor {
     Tensor {
         name: name.to_owned(),
-        dtype: dtype.to_string(),
+        dtype: entry.properties.dtype.to_string(),
         shape: entry.shape.clone(),
-        bytes: numel.saturating_mul(dtype.size_in_bytes()),
+        bytes: bytes(entry),
         boxes: entry.chunks.iter().map(box_of).collect(),
     }
 }
@@ -204,13 +239,4 @@ fn box_of(Chunk { bounds, stored }: &Chunk) -> StoredBox {
 /// `__2_0.distcp` is a file of rank 2.
 fn rank(stored: &StorageInfo) -> Option<u64> {
     stored.relative_path.strip_prefix("__")?.split('_').next()?.parse().ok()
-}
-
-/// Bytes for people.
-fn iec(bytes: u64) -> String {
-    let units = [("GiB", 1u64 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
-    match units.into_iter().find(|&(_, unit)| bytes >= unit) {
-        Some((name, unit)) => format!("{:.1} {name}", bytes as f64 / unit as f64),
-        None => format!("{bytes} B"),
-    }
 }

@@ -1,13 +1,21 @@
 //! The command line: what may be asked for, and who answers.
 
+mod cat;
+mod convert;
+mod diff;
 mod failure;
 mod inspect;
+mod manual;
 mod output;
+mod progress;
+mod text;
 mod train;
+mod tree;
+mod verify;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory as _, Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
 /// Shard candle models over many ranks; save, load and look into their state.
@@ -21,7 +29,7 @@ struct Arguments {
 const AFTER_HELP: &str = "\
 Exit codes: 0 done, 1 internal error, 2 usage, 10 corrupt checkpoint, 11 incomplete or no checkpoint, \
 12 unsupported version, 13 unsafe input refused, 14 input/output, 15 no space, 16 rank lost or timeout, \
-17 difference (a checkpoint of another model).
+17 difference (two checkpoints, or a checkpoint of another model).
 Every option can also be set by an environment variable, which its help names. RUST_LOG=info turns logs on.";
 
 #[derive(Debug, Subcommand)]
@@ -30,6 +38,20 @@ enum Command {
     Train(Box<train::TrainArguments>),
     /// Show what a checkpoint holds: tensors, shapes, dtypes, boxes, bytes
     Inspect(inspect::InspectArguments),
+    /// Check a checkpoint: structure, sizes, hashes, numbers; the first bad file and offset
+    Verify(verify::VerifyArguments),
+    /// Compare two checkpoints of any formats, tensor by tensor
+    Diff(diff::DiffArguments),
+    /// Write a checkpoint for another number of ranks
+    Reshard(convert::ReshardArguments),
+    /// Write a checkpoint in another format, with some keys left out, renamed or cast
+    Convert(Box<convert::ConvertArguments>),
+    /// Show one tensor or value: its elements, statistics, or a NumPy file
+    Cat(cat::CatArguments),
+    /// Print a script that completes fsdp's commands and options in a shell
+    Completions(manual::CompletionsArguments),
+    /// Print fsdp's manual page, or that of one command
+    Man(manual::ManArguments),
 }
 
 pub(crate) fn main() -> ExitCode {
@@ -37,12 +59,23 @@ pub(crate) fn main() -> ExitCode {
         let filter = EnvFilter::from_default_env();
         tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
     }
-    let result = match Arguments::parse().command {
+    let command = Arguments::parse().command;
+    // A run that stopped half-way must not look done.
+    let may_end_early = !matches!(command, Command::Train(_));
+    let result = match command {
         Command::Train(arguments) => train::run(&arguments),
         Command::Inspect(arguments) => inspect::run(&arguments),
+        Command::Verify(arguments) => verify::run(&arguments),
+        Command::Diff(arguments) => diff::run(&arguments),
+        Command::Reshard(arguments) => convert::reshard(&arguments),
+        Command::Convert(arguments) => convert::run(&arguments),
+        Command::Cat(arguments) => cat::run(&arguments),
+        Command::Completions(arguments) => manual::completions(&arguments, Arguments::command()),
+        Command::Man(arguments) => manual::man(&arguments, Arguments::command()),
     };
     match result {
         Ok(()) => ExitCode::from(fsdp::exit_codes::OK),
+        Err(error) if may_end_early && error.is::<output::StdoutClosed>() => ExitCode::from(fsdp::exit_codes::OK),
         Err(error) => {
             output::error(&error, failure::hint(&error));
             ExitCode::from(failure::exit_code(&error))
@@ -53,7 +86,6 @@ pub(crate) fn main() -> ExitCode {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory;
 
     #[test]
     fn the_command_line_is_consistent_and_every_option_has_an_environment_twin() {

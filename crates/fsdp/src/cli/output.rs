@@ -2,16 +2,48 @@
 
 use std::io::{self, Write as _};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Error, Result};
 use serde::Serialize;
+
+use super::text::escaped_lines;
+
+/// Whoever read stdout has gone (`fsdp inspect … | head`): no error, but the end.
+#[derive(Debug, thiserror::Error)]
+#[error("stdout is closed")]
+pub(crate) struct StdoutClosed;
+
+fn told(written: io::Result<()>) -> Result<()> {
+    written.map_err(|error| match error.kind() {
+        io::ErrorKind::BrokenPipe => StdoutClosed.into(),
+        _ => Error::new(error).context("failed to write to stdout"),
+    })
+}
 
 /// A line of data.
 ///
 /// # Errors
 /// stdout is closed or full.
 pub(crate) fn data(line: &str) -> Result<()> {
+    raw(format!("{line}\n").as_bytes())
+}
+
+/// Bytes as they are.
+///
+/// # Errors
+/// As [`data`].
+pub(crate) fn raw(bytes: &[u8]) -> Result<()> {
     let mut stdout = io::stdout().lock();
-    writeln!(stdout, "{line}").and_then(|()| stdout.flush()).context("failed to write to stdout")
+    told(stdout.write_all(bytes).and_then(|()| stdout.flush()))
+}
+
+/// Many lines of data.
+///
+/// # Errors
+/// As [`data`].
+pub(crate) fn lines(lines: &[String]) -> Result<()> {
+    let mut text = lines.join("\n");
+    text.push('\n');
+    raw(text.as_bytes())
 }
 
 /// A value as one line of JSON.
@@ -24,11 +56,11 @@ pub(crate) fn json(value: &impl Serialize) -> Result<()> {
 
 /// A line of talk. Nobody may be listening.
 pub(crate) fn talk(line: &str) {
-    let _ = writeln!(io::stderr().lock(), "{line}");
+    let _ = writeln!(io::stderr().lock(), "{}", escaped_lines(line));
 }
 
 /// An error with its causes, one line each.
-pub(crate) fn error(error: &anyhow::Error, hint: Option<&str>) {
+pub(crate) fn error(error: &Error, hint: Option<&str>) {
     talk(&format!("error: {error}"));
     // Libraries repeat the text of a cause that they pass on.
     let mut last = error.to_string();

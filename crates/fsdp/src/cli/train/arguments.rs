@@ -54,6 +54,7 @@ impl OptimizerName {
 Examples:
   fsdp train --nproc 4 --steps 60 --save-every 20 --out runs/demo
   fsdp train --nproc 2 --steps 120 --out runs/demo --resume
+  fsdp train --init-from pytorch/step-00000020 --steps 40 --out runs/went-on
   fsdp train --data book.txt --layers 6 --heads 6 --hidden 384 --seq 256 --out runs/book"
 )]
 pub(crate) struct TrainArguments {
@@ -67,6 +68,10 @@ pub(crate) struct TrainArguments {
     /// Sizes, batch, learning rate, optimizer and text are the checkpoint's unless given
     #[arg(long, env = "FSDP_RESUME")]
     pub(super) resume: bool,
+    /// Start from a checkpoint of the same model, PyTorch's too: model, optimizer and step, as far as it has them.
+    /// Sizes, batch, learning rate, optimizer and text are the checkpoint's unless given
+    #[arg(long, value_name = "CKPT", conflicts_with = "resume", env = "FSDP_INIT_FROM")]
+    pub(super) init_from: Option<PathBuf>,
     /// Number of ranks; each is a thread that holds its own shard
     #[arg(long, value_name = "N", default_value_t = 1, env = "FSDP_NPROC",
           value_parser = RangedU64ValueParser::<usize>::new().range(1..=MAX_RANKS))]

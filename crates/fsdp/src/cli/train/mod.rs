@@ -27,7 +27,10 @@ pub(crate) use self::arguments::TrainArguments;
 /// Whatever cannot be done as asked. Nothing has been written if that could be known beforehand.
 pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     let out = &arguments.out;
-    let resume = arguments.resume.then(|| Resume::newest(out)).transpose()?;
+    let resume = match &arguments.init_from {
+        Some(path) => Some(Resume::at(path)?),
+        None => arguments.resume.then(|| Resume::newest(out)).transpose()?,
+    };
     let settings = Settings::resolve(arguments, resume.as_ref())?;
     settings.gpt.validate()?;
     let text = match &settings.data {
@@ -42,14 +45,15 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     };
     batches.check(&text)?;
     let mesh = mesh(arguments)?;
-    match &resume {
-        Some(Resume { step, path, .. }) if *step >= arguments.steps => {
-            let steps = arguments.steps;
-            output::talk(&format!("nothing to do: `{}` is at step {step} of {steps}", path.display()));
-            return Ok(());
-        }
-        Some(_) => {}
-        None => check_out_is_free(arguments)?,
+    if let Some(Resume { step, path, .. }) = &resume
+        && *step >= arguments.steps
+    {
+        let steps = arguments.steps;
+        output::talk(&format!("nothing to do: `{}` is at step {step} of {steps}", path.display()));
+        return Ok(());
+    }
+    if !arguments.resume {
+        check_out_is_free(arguments)?;
     }
 
     let ranks = Ranks {

@@ -5,12 +5,15 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use fsdp::checkpoint::{StepCheckpoint, latest_checkpoint};
 use fsdp::data::VOCAB;
-use fsdp::dcp::reader::CheckpointReader;
+use fsdp::dcp::checkpoint::{self, Format};
+use fsdp::dcp::metadata::Entry;
+use fsdp::dcp::reader::{CheckpointReader, OpenOptions};
 use fsdp::gpt::GptConfig;
 use fsdp::prelude::*;
 
 use super::arguments::{OptimizerName, TrainArguments};
 use crate::cli::failure::{NoCheckpoint, UsageError};
+use crate::cli::output;
 
 /// The settings that are kept in checkpoints.
 #[derive(Debug, Clone, PartialEq)]
@@ -29,7 +32,12 @@ pub(super) struct Resume {
     pub(super) step: u64,
     pub(super) path: PathBuf,
     pub(super) reader: CheckpointReader,
+    /// Whether it holds an optimizer's state.
+    pub(super) optimizer: bool,
 }
+
+/// Where an optimizer's state lies.
+const OPTIMIZER: &str = "optim.";
 
 impl Resume {
     /// Opens the newest committed checkpoint of a run.
@@ -45,7 +53,55 @@ impl Resume {
         let step = reader.read_value("train.step")?;
         let step = step.as_int().and_then(|step| u64::try_from(step).ok());
         let step = step.with_context(|| format!("`train.step` of `{}` is not a step", path.display()))?;
-        Ok(Resume { step, path, reader })
+        Ok(Resume { step, path, reader, optimizer: true })
+    }
+
+    /// Opens a checkpoint of any run, PyTorch's too, that may hold no more than a model.
+    ///
+    /// # Errors
+    /// It is none, is damaged, or is no DCP directory.
+    pub(super) fn at(path: &Path) -> Result<Self> {
+        let format = checkpoint::open(path, OpenOptions::default())?.format();
+        if format != Format::Dcp {
+            return Err(UsageError::NotDcp { path: path.display().to_string(), format }.into());
+        }
+        let reader = CheckpointReader::open(path)?;
+        let optimizer = reader.metadata().entries.keys().any(|key| key.starts_with(OPTIMIZER));
+        let mut resume = Resume { step: 0, path: path.to_owned(), reader, optimizer };
+        let step = resume.read("train.step", |step| u64::try_from(step.as_int()?).ok())?;
+        let missing = match (optimizer, step) {
+            (true, Some(_)) => "",
+            (false, Some(_)) => "no optimizer state",
+            (true, None) => "no `train.step`: steps count from 0",
+            (false, None) => "only a model: the optimizer and the steps begin anew",
+        };
+        if !missing.is_empty() {
+            output::talk(&format!("`{}` holds {missing}", path.display()));
+        }
+        resume.step = step.unwrap_or(0);
+        Ok(resume)
+    }
+
+    /// The learning rate of the optimizer's first group.
+    fn lr(&self) -> Result<Option<f64>> {
+        let entries = &self.reader.metadata().entries;
+        let is_lr = |key: &str| key.starts_with("optim.param_groups.") && key.ends_with(".lr");
+        let found = entries.iter().find(|(key, entry)| is_lr(key) && matches!(entry, Entry::Bytes(_)));
+        found.map_or(Ok(None), |(key, _)| self.read(key, PlainValue::as_float))
+    }
+
+    /// A size of the model, by its tensors: for checkpoints of programs that do not save their settings.
+    fn size_of_tensors(&self, key: &str) -> Option<usize> {
+        let metadata = self.reader.metadata();
+        match key {
+            "hidden" => metadata.tensor("model.transformer.wte.weight")?.shape.get(1).copied(),
+            "seq" => metadata.tensor("model.transformer.wpe.weight")?.shape.first().copied(),
+            "layers" => {
+                let layer = |key: &str| key.strip_prefix("model.transformer.h.")?.split('.').next()?.parse().ok();
+                metadata.tensors().filter_map(|(key, _)| layer(key)).max().and_then(|last: usize| last.checked_add(1))
+            }
+            _ => None,
+        }
     }
 
     /// A value that the checkpoint may have: one that another program wrote has only what that program saved.
@@ -69,7 +125,8 @@ impl Settings {
     pub(super) fn resolve(arguments: &TrainArguments, resume: Option<&Resume>) -> Result<Self> {
         let saved = |key: &str| -> Result<Option<usize>> {
             let Some(resume) = resume else { return Ok(None) };
-            resume.read(&format!("train.config.{key}"), |value| usize::try_from(value.as_int()?).ok())
+            let saved = resume.read(&format!("train.config.{key}"), |value| usize::try_from(value.as_int()?).ok())?;
+            Ok(saved.or_else(|| resume.size_of_tensors(key)))
         };
         let size = |asked: Option<usize>, key: &str, default: usize| -> Result<usize> {
             Ok(asked.or(saved(key)?).unwrap_or(default))
@@ -91,7 +148,9 @@ impl Settings {
             None => Ok(None),
         };
         let lr = match resume {
-            Some(resume) => resume.read("train.config.lr", PlainValue::as_float)?,
+            Some(resume) => {
+                resume.read("train.config.lr", PlainValue::as_float)?.map_or_else(|| resume.lr(), |lr| Ok(Some(lr)))?
+            }
             None => None,
         };
         let seed = match resume {

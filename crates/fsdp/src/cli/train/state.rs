@@ -40,7 +40,7 @@ pub(super) fn save_state(
     Ok(save(path, &state, parameters.group(), &SaveOptions::default())?)
 }
 
-/// Loads model and optimizer from an open checkpoint: each rank reads the bytes that it needs.
+/// Loads model and optimizer (if there is one) from an open checkpoint: each rank reads the bytes that it needs.
 ///
 /// # Errors
 /// [`OtherModel`], the same on every rank; damaged files. Nothing has been changed then.
@@ -52,14 +52,17 @@ pub(super) fn restore(resume: &Resume, parameters: &ShardedParameters, optimizer
     let mut template = StateDict::new();
     let (model, _) = get_state_dict(parameters, &[], &views())?;
     template.insert("model", model);
-    template.insert("optim", optimizer_template(&resume.path, &["optim"], &[optimizer])?);
+    if resume.optimizer {
+        template.insert("optim", optimizer_template(&resume.path, &["optim"], &[optimizer])?);
+    }
     let read = read_template(&resume.reader, &template, &LoadOptions::default());
     // A rank's own error says most; the others hear which rank failed, and why.
     let agreed = parameters.group().agree("resume", read.as_ref().map(|_| ()));
     let (state, _) = read?;
     agreed?;
     let part = |key: &str| state.dict(key).cloned().unwrap_or_default();
-    set_state_dict(parameters, &mut [optimizer], &part("model"), &part("optim"), &StateDictOptions::default())?;
+    let optimizers: &mut [&mut Optimizer] = if resume.optimizer { &mut [optimizer] } else { &mut [] };
+    set_state_dict(parameters, optimizers, &part("model"), &part("optim"), &StateDictOptions::default())?;
     Ok(())
 }
 
