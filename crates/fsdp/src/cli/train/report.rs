@@ -134,6 +134,8 @@ impl Report {
     pub(super) fn end(&self, step: u64, sample: Option<&str>) -> Result<()> {
         if let Some(bar) = &self.bar {
             bar.finish();
+            // The bar leaves the cursor on its line.
+            output::talk("");
         }
         match (sample, self.json) {
             (Some(sample), false) => output::data(sample),
