@@ -380,6 +380,31 @@ fn usage_errors_write_nothing() {
     fsdp(&["diff", &source, &copied]).assert().success();
 }
 
+/// Killed at whatever moment: the destination is whole or absent, and the next command removes what was left.
+#[test]
+fn a_killed_reshard_leaves_the_source_as_it_was_and_the_destination_whole_or_absent() {
+    let directory = tempfile::tempdir().unwrap();
+    let (source, destination) = (place(&directory, "source"), place(&directory, "destination"));
+    copy(&fixture("fsdp2_adamw_ws4/dcp"), &source);
+    fs::create_dir(directory.path().join(".destination.tmp-00000000deadbeef")).unwrap();
+    let reshard = ["reshard", &source, &destination, "--world-size", "7", "--overwrite"];
+    for milliseconds in [0, 1, 2, 4, 8, 16, 32] {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_fsdp"));
+        let mut child = command.args(reshard).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        std::thread::sleep(std::time::Duration::from_millis(milliseconds));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        if Path::new(&destination).exists() {
+            fsdp(&["verify", &destination]).assert().success();
+            fsdp(&["diff", &source, &destination]).assert().success();
+        }
+    }
+    fsdp(&reshard).assert().success();
+    fsdp(&["diff", &fixture("fsdp2_adamw_ws4/dcp"), &destination]).assert().success();
+    fsdp(&["diff", &fixture("fsdp2_adamw_ws4/dcp"), &source]).assert().success();
+    assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 2, "leftovers are removed");
+}
+
 #[test]
 fn cat_shows_elements_statistics_and_values() {
     let directory = tempfile::tempdir().unwrap();

@@ -112,7 +112,7 @@ pub(crate) fn run(arguments: &CatArguments) -> Result<()> {
         shown.npy = Some(file.display().to_string());
     } else if arguments.stats {
         let census = verify::census(&*source, name, None)?;
-        let census = census.ok_or_else(|| UsageError::NoNumbers { dtype: tensor.properties.dtype })?;
+        let census = census.ok_or(UsageError::NoNumbers { dtype: tensor.properties.dtype })?;
         shown.stats = Some(Stats::new(&census));
     } else if arguments.json {
         let elements = super::inspect::bytes(tensor) / tensor.properties.dtype.size_in_bytes();
