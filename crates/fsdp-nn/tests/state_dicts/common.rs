@@ -6,6 +6,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use fsdp_comm::{LocalRanks, ProcessGroup};
 use fsdp_flat::storage::with_bytes;
+use fsdp_flat::{LocalShard, ShardedTensor};
 use fsdp_layout::{DeviceMesh, PlainValue};
 use fsdp_nn::algorithm::{AdagradOptions, AdamOptions, SgdOptions};
 use fsdp_nn::{
@@ -416,4 +417,37 @@ pub(crate) fn edit(state: &StateDict, path: &[&str], value: Option<StateValue>) 
 
 pub(crate) fn text(result: Result<impl std::fmt::Debug, fsdp_nn::NnError>) -> String {
     result.unwrap_err().to_string()
+}
+
+/// What reader `reader` of `readers` brings of what several ranks saved: the boxes of every so-manieth rank, each once.
+pub(crate) fn redealt(saved: &[StateDict], reader: usize, readers: usize) -> StateDict {
+    fn merge(parts: &[&StateValue], mine: &dyn Fn(usize) -> bool) -> StateValue {
+        match parts[0] {
+            StateValue::Dict(first) => {
+                let of_key = |key: &str| parts.iter().map(|part| part.as_dict().unwrap().get(key).unwrap()).collect();
+                let merged = first.keys().map(|key| {
+                    let parts: Vec<&StateValue> = of_key(key);
+                    (key.to_owned(), merge(&parts, mine))
+                });
+                StateValue::Dict(merged.collect())
+            }
+            StateValue::Sharded(first) => {
+                let mut shards: Vec<LocalShard> = Vec::new();
+                for (_, part) in parts.iter().enumerate().filter(|(rank, _)| mine(*rank)) {
+                    for shard in part.as_sharded().unwrap().shards() {
+                        if !shards.iter().any(|known| known.bounds == shard.bounds) {
+                            shards.push(shard.clone());
+                        }
+                    }
+                }
+                ShardedTensor::new(first.dtype(), first.shape().to_vec(), shards).unwrap().into()
+            }
+            other => other.clone(),
+        }
+    }
+    let parts: Vec<StateValue> = saved.iter().cloned().map(StateValue::Dict).collect();
+    match merge(&parts.iter().collect::<Vec<_>>(), &|rank| rank % readers == reader) {
+        StateValue::Dict(dict) => dict,
+        _ => StateDict::new(),
+    }
 }

@@ -102,6 +102,34 @@ fn sharded_state_moves_between_units_and_modes() {
     }
 }
 
+/// Boxes saved by one layout into any other: the identity, for every pair of layouts.
+#[test]
+fn any_layout_loads_the_sharded_state_of_any_layout() {
+    let models = models();
+    for (i, from) in layouts().into_iter().enumerate() {
+        let (name, spec) = &models[i % models.len()];
+        let algorithm = &algorithms()[i % algorithms().len()];
+        let expected = sorted_params(&reference(spec, algorithm, true, DType::F32, 2).1);
+        let saved = ranks(from.world, |group| {
+            let model = model(&group, spec, from);
+            let mut optimizer = optimizer(model.parameters(), spec, algorithm, true);
+            train(&model, &mut [&mut optimizer], 0..2);
+            sharded_optim_state_dict(model.parameters(), &optimizer, None).unwrap()
+        });
+        for to in layouts() {
+            ranks(to.world, |group| {
+                let model = model(&group, spec, to);
+                let parameters = model.parameters();
+                let mut optimizer = optimizer(parameters, spec, algorithm, true);
+                let mine = redealt(&saved, group.rank(), to.world);
+                optim_state_dict_to_load(parameters, &mut optimizer, &mine, &DIRECTLY).unwrap();
+                let full = optim_state_dict(parameters, &optimizer, None).unwrap();
+                assert_same(&sorted_params(&full), &expected, &format!("{name}, {from:?} to {to:?}"));
+            });
+        }
+    }
+}
+
 /// Parameters of which this rank has nothing learn their step when state is loaded directly.
 #[test]
 fn ranks_without_elements_know_the_step_after_a_load() {
