@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::OptimStateError;
 use super::agree::agree;
-use super::local::{LocalState, key_of};
+use super::local::{LocalStateDict, key_of};
 use crate::optimizer::Optimizer;
 use crate::{NnError, Result};
 
@@ -38,7 +38,7 @@ pub fn map_param_key_to_optim_keys(
     merge_keys: bool,
 ) -> Result<(Vec<OptimStateKey>, IndexMap<OptimStateKey, String>)> {
     let group = optimizer.parameters().group();
-    let local = LocalState::read(optimizer, state).map(|local| {
+    let local = LocalStateDict::read(optimizer, state).map(|local| {
         let keyed = local.params.iter().map(|&(key, index, _)| (key_of(optimizer, index), key.to_owned()));
         keyed.collect::<IndexMap<_, _>>()
     });

@@ -26,7 +26,8 @@ pub struct OptimLoadOptions {
     /// Whether the state is put into the optimizer as well.
     pub load_directly: bool,
     /// Whether a trained parameter may lack state that others of its unit have, and begin afresh. An error by default:
-    /// torch skips such a parameter in silence. (Where a whole unit has no state, it was not used: never an error.)
+    /// torch skips such a parameter in silence. (Never an error: a whole unit without state, which was not used, and state
+    /// that begins with the first gradient, such as momentum.)
     pub allow_missing_state: bool,
 }
 

@@ -10,7 +10,7 @@ use crate::optimizer::Optimizer;
 
 /// A local optimizer state dict, taken apart. Tensors are shared with it.
 #[derive(Debug)]
-pub(crate) struct LocalState<'a> {
+pub(crate) struct LocalStateDict<'a> {
     /// State by local parameter, in the dict's order: the key in the dict, the position in the optimizer, the state.
     pub(crate) params: Vec<(&'a str, usize, &'a StateDict)>,
     /// State under other keys.
@@ -19,7 +19,7 @@ pub(crate) struct LocalState<'a> {
     pub(crate) groups: Option<Vec<SavedGroup>>,
 }
 
-impl<'a> LocalState<'a> {
+impl<'a> LocalStateDict<'a> {
     /// Takes apart what [`Optimizer::state_dict`] or [`Optimizer::named_state_dict`] gave.
     pub(crate) fn read(optimizer: &Optimizer, state: &'a StateDict) -> Result<Self> {
         let states = state.dict("state").ok_or_else(|| OptimStateError::MissingKey { key: "state".to_owned() })?;
@@ -35,7 +35,7 @@ impl<'a> LocalState<'a> {
             Ok(id) if !by_name => (id < locals.len()).then_some(id),
             _ => locals.iter().position(|local| local.name() == key),
         };
-        let mut read = LocalState { params: Vec::new(), user_state: Vec::new(), groups: None };
+        let mut read = LocalStateDict { params: Vec::new(), user_state: Vec::new(), groups: None };
         for (key, value) in states {
             match (find(key), value.as_dict()) {
                 (Some(index), Some(entries)) => read.params.push((key, index, entries)),

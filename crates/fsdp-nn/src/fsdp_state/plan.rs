@@ -166,7 +166,9 @@ pub(crate) fn check_presence(optimizer: &Optimizer, saved: &ProcessedState) -> R
         let has_state = |fqn: &str| saved.get(fqn).is_some_and(|state| !state.is_empty());
         let Some(other) = handle.params.iter().find(|param| has_state(&param.fqn)) else { continue };
         let lacks = handle.params.iter().zip(layout.numels()).find(|(param, numel)| {
-            let is_stateful = !optimizer.state_schema(&param.fqn).is_empty();
+            // What begins with the first gradient is rightly missing where there was none.
+            let schema = optimizer.state_schema(&param.fqn);
+            let is_stateful = schema.iter().any(|entry| entry.initial != Initial::FirstGradient);
             param.requires_grad && **numel > 0 && is_stateful && !has_state(&param.fqn)
         });
         if let Some((param, _)) = lacks {

@@ -6,7 +6,7 @@ use indexmap::IndexMap;
 use serde::{Deserialize, Serialize};
 
 use super::keys::resolve_keys;
-use super::local::{LocalState, key_of};
+use super::local::{LocalStateDict, key_of};
 use super::processed::{ProcessedValue, is_like_parameter};
 use super::{OptimStateError, OptimStateKey};
 use crate::Result;
@@ -43,7 +43,7 @@ pub(crate) enum Entry {
 }
 
 /// What this rank brings. A parameter that it has nothing of is left out.
-pub(crate) fn bring(optimizer: &Optimizer, local: &LocalState<'_>) -> Result<Vec<Brought>> {
+pub(crate) fn bring(optimizer: &Optimizer, local: &LocalStateDict<'_>) -> Result<Vec<Brought>> {
     let mut brought = Vec::with_capacity(local.params.len());
     for &(key, index, entries) in &local.params {
         let of = &optimizer.locals()[index];

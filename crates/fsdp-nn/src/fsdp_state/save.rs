@@ -13,7 +13,7 @@ use indexmap::IndexMap;
 
 use super::agree::{agree, agree_on};
 use super::gather::{Keep, gather_flat};
-use super::local::LocalState;
+use super::local::LocalStateDict;
 use super::resolve::{Entry, Resolved, bring, resolve};
 use super::settings::StateDictType;
 use super::{OptimStateError, OptimStateKeyType, own_state_value};
@@ -156,7 +156,7 @@ fn save_into(
         },
     };
     let brought = check_owner(parameters, optimizer).and(views).and_then(|state| {
-        let local = LocalState::read(optimizer, state)?;
+        let local = LocalStateDict::read(optimizer, state)?;
         let brought = bring(optimizer, &local)?;
         Ok((local, brought))
     });
@@ -194,7 +194,7 @@ pub(crate) fn or_abort<T>(group: &ProcessGroup, outcome: Result<T>) -> Result<T>
 }
 
 /// User state and groups.
-fn rest(parameters: &ShardedParameters, local: &LocalState<'_>, options: SaveOptions) -> Result<StateDict> {
+fn rest(parameters: &ShardedParameters, local: &LocalStateDict<'_>, options: SaveOptions) -> Result<StateDict> {
     let mut rest = StateDict::new();
     if !options.keep.here(parameters) {
         return Ok(rest);
@@ -226,7 +226,7 @@ pub(crate) fn group_dict(group: &SavedGroup) -> StateValue {
 struct Emission<'a> {
     parameters: &'a ShardedParameters,
     optimizer: &'a Optimizer,
-    local: &'a LocalState<'a>,
+    local: &'a LocalStateDict<'a>,
     options: SaveOptions,
     sink: &'a mut Sink<'a>,
     /// The sink's first error; collectives go on after it, so that no rank waits for this one.

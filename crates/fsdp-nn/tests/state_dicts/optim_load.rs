@@ -1,12 +1,14 @@
 //! State by names to the local state of any layout, and training that goes on as if nothing had happened.
 
 use candle_core::{DType, Device, Tensor};
+use fsdp_comm::Operation;
 use fsdp_layout::PlainValue;
 use fsdp_nn::algorithm::AdamOptions;
 use fsdp_nn::fsdp_state::{
-    OptimLoadOptions, StateDictSettings, StateDictType, flatten_optim_state_dict, flatten_sharded_optim_state_dict,
-    load_state_dict, optim_state_dict, optim_state_dict_to_load, scatter_full_optim_state_dict,
-    shard_full_optim_state_dict, sharded_optim_state_dict, state_dict,
+    OptimLoadOptions, ProcessedValue, StateDictSettings, StateDictType, broadcast_processed_state,
+    flatten_optim_state_dict, flatten_sharded_optim_state_dict, load_state_dict, optim_state_dict,
+    optim_state_dict_to_load, scatter_full_optim_state_dict, shard_full_optim_state_dict, sharded_optim_state_dict,
+    state_dict,
 };
 use fsdp_nn::{Algorithm, NnError, Optimizer, ParamGroup};
 use fsdp_state::{StateDict, StateValue};
@@ -447,5 +449,47 @@ fn an_error_while_loading_directly_changes_no_rank() {
         assert!(error.to_string().contains("needs the same schema on all ranks"), "{error}");
         assert_same(&optimizer.state_dict().unwrap(), &local, "unchanged");
         let _: StateDict = local;
+    });
+}
+
+/// Original parameters without momentum begin with the first gradient, as in torch.
+#[test]
+fn missing_momentum_of_an_original_parameter_begins_with_the_first_gradient() {
+    let spec = mini7();
+    let saved = edit(&reference(&spec, &sgd(0.9), false, DType::F32, 2).1, &["state", "l1.bias"], None);
+    ranks(2, |group| {
+        let model = model(&group, &spec, full_shard(2, true));
+        let parameters = model.parameters();
+        let mut optimizer = optimizer(parameters, &spec, &sgd(0.9), false);
+        optim_state_dict_to_load(parameters, &mut optimizer, &saved, &DIRECTLY).unwrap();
+        assert_same(&optim_state_dict(parameters, &optimizer, None).unwrap(), &saved, "nothing is made up");
+        train(&model, &mut [&mut optimizer], 2..3);
+        let full = optim_state_dict(parameters, &optimizer, None).unwrap();
+        assert!(full.dict("state").unwrap().contains_key("l1.bias"));
+    });
+}
+
+#[test]
+fn rank_0_tells_the_others_what_its_state_is() {
+    let spec = with_scalar();
+    let saved = reference(&spec, &adam(), false, DType::F32, 2).1;
+    let saved = edit(&saved, &["state", "bias", "val"], Some(2.5.into()));
+    ranks(3, |group| {
+        let model = model(&group, &spec, full_shard(3, true));
+        let optimizer = optimizer(model.parameters(), &spec, &adam(), false);
+        let before = group.traffic();
+        let mine = (group.rank() == 0).then_some(&saved);
+        let processed = broadcast_processed_state(&optimizer, mine).unwrap();
+        let traffic = group.traffic().since(&before);
+        assert_eq!((traffic.tensor_bytes(), traffic.count(Operation::BroadcastObject)), (0, 1));
+        let of = |fqn: &str, name: &str| processed[fqn][name].clone();
+        let shape = |shape: &[usize]| ProcessedValue::PosDim { dtype: fsdp_layout::DType::F32, shape: shape.to_vec() };
+        assert_eq!(of("u.weight", "exp_avg"), shape(&[2, 3]));
+        assert_eq!(of("u.scale", "exp_avg"), shape(&[]), "shaped like its parameter");
+        assert_eq!(of("bias", "val"), ProcessedValue::NonTensor(PlainValue::Float(2.5)));
+        let ProcessedValue::ZeroDim(step) = of("bias", "step") else { panic!("step is a 0-dim tensor") };
+        assert_eq!(step.data, 2f32.to_le_bytes());
+        let message = text(broadcast_processed_state(&optimizer, None));
+        assert!(message.starts_with("`optim_state_dict` must have the keys \"state\""), "{message}");
     });
 }
