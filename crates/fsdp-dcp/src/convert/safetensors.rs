@@ -219,8 +219,8 @@ pub(super) fn write_shards(
         let mut pieces = Vec::new();
         for whole in whole_tensors(source, &inside)? {
             let bounds = chunk_of(&whole.bounds.sizes, rank, ranks);
-            match bounds.sizes.is_empty() || whole.bounds.is_empty() {
-                // What cannot be cut is in the first file.
+            // What cannot be cut is in the first file: scalars, empty tensors, and those that were inside values.
+            match bounds.sizes.is_empty() || whole.bounds.is_empty() || inside.contains_key(whole.fqn) {
                 true if rank == 0 => pieces.push(whole),
                 false if !bounds.is_empty() => pieces.push(Piece { bounds, ..whole }),
                 _ => {}
