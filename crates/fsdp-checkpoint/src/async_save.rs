@@ -41,7 +41,7 @@ impl AsyncSaver {
         Ok(AsyncSaver { group: own, runtime, in_flight: None, buffers: None })
     }
 
-    /// Starts a save: [`save`] of the values that `state` has now. Every rank of the group must call it. Returns how
+    /// Starts a save: [`save()`] of the values that `state` has now. Every rank of the group must call it. Returns how
     /// long this rank was held up: by the save before, if that still ran, and by the copy.
     ///
     /// # Errors
@@ -76,7 +76,7 @@ impl AsyncSaver {
     /// dropping the saver waits too, but can only log the error.
     ///
     /// # Errors
-    /// Those of [`save`].
+    /// Those of [`save()`].
     pub fn wait(&mut self) -> Result<Option<SaveReport>, CheckpointError> {
         let Some(in_flight) = self.in_flight.take() else { return Ok(None) };
         let (buffers, outcome) = self

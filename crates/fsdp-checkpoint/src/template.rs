@@ -11,7 +11,7 @@ use fsdp_state::{FlatStateDict, StateDict, StateValue, unflatten_state_dict};
 
 use crate::CheckpointError;
 
-/// A template for [`load`](crate::load) of the optimizer state that a checkpoint holds under `prefix` (the keys that
+/// A template for [`load`](crate::load()) of the optimizer state that a checkpoint holds under `prefix` (the keys that
 /// lead to `{"state", "param_groups"}`), for the parameters of `optimizers`.
 ///
 /// Unlike a state dict of the live optimizer, it has exactly what was saved: state that begins with the first step
