@@ -6,7 +6,7 @@ use half::{bf16, f16};
 use crate::reduce::Reduce;
 
 /// An element type of the tensor collectives: plain bytes with a dtype, and a reduction. Implemented for `f32`, `f64`,
-/// [`f16`](half::f16), [`bf16`](half::bf16) and the integers of 8 to 64 bits; it cannot be implemented elsewhere.
+/// [`struct@f16`], [`bf16`] and the integers of 8 to 64 bits; it cannot be implemented elsewhere.
 pub trait Element: bytemuck::Pod + Send + Sync + Reduce {
     /// The dtype that all ranks of a collective must agree on.
     const DTYPE: DType;

@@ -7,7 +7,7 @@
 //! one rename puts it in the target's place, and the parent directory is fsynced.
 //!
 //! * A process killed at any point leaves the old checkpoint or the new one at the target, never a mixture, and at most
-//!   one staging directory, which [`stale`] lists and [`clean_stale`] removes.
+//!   one staging directory, which [`stale()`] lists and [`clean_stale`] removes.
 //! * After [`Staging::commit`] returned, the new checkpoint survives a loss of power, as far as the file system honours
 //!   fsync. Before that, the old one does: nothing of it is touched until the rename.
 //! * Overwriting exchanges the two directories in one step (`renameat2` with `RENAME_EXCHANGE`) and removes the old one

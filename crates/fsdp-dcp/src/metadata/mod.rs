@@ -1,7 +1,7 @@
 //! What `.metadata` says: which tensors and objects a checkpoint holds, in which chunks, stored where.
 //!
 //! torch keeps three dicts (what there is, where it sits in the state dict, where it is stored). Here each chunk knows
-//! its own storage, so that there is one place to look. [`decode`] reads torch's pickle, [`encode`] writes it:
+//! its own storage, so that there is one place to look. [`decode()`] reads torch's pickle, [`encode()`] writes it:
 //! protocol 4, the same bytes for the same metadata.
 
 mod decode;
