@@ -27,13 +27,16 @@ const LAYERS: [(&str, &[&str]); 8] = [
 const WITHOUT_CANDLE: [&str; 3] = ["fsdp-layout", "fsdp-dcp", "fsdp-comm"];
 
 /// The only files with `unsafe` in them.
-const UNSAFE: [&str; 6] = [
+const UNSAFE: [&str; 8] = [
     // A rank lends a slice to other threads for the duration of a round.
     "crates/fsdp-comm/src/local/mod.rs",
     "crates/fsdp-comm/src/local/slot.rs",
     // Processes of one host lend slices to each other through a shared memory segment.
     "crates/fsdp-comm/src/tcp/mod.rs",
     "crates/fsdp-comm/src/tcp/segment.rs",
+    // What runs between fork and exec, so that no process of a launch is left behind.
+    "crates/fsdp/src/cli/launch/mod.rs",
+    "crates/fsdp/src/cli/launch/parent.rs",
     // Global allocators that count.
     "crates/fsdp-state/tests/memory.rs",
     "tests/src/counting_allocator.rs",

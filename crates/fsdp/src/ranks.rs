@@ -46,17 +46,21 @@ impl Ranks {
     /// # Errors
     /// No ranks, ranks that could not be started, ranks that panicked.
     pub fn run<T: Send>(&self, f: impl Fn(ProcessGroup) -> T + Sync) -> Result<Vec<T>, CommError> {
-        let threads = self.threads_per_rank();
-        let run = |group: ProcessGroup| {
-            let rank = group.rank();
-            let pool = ThreadPoolBuilder::new()
-                .num_threads(threads)
-                .stack_size(RANK_STACK_BYTES)
-                .thread_name(move |thread| format!("rank-{rank}-{thread}"))
-                .build()
-                .map_err(|error| CommError::Start { rank, message: error.to_string() })?;
-            Ok(pool.install(|| f(group)))
-        };
+        let run = |group: ProcessGroup| self.run_one(group.rank(), || f(group));
         LocalRanks::new(self.count).deadline(self.deadline).run(run)?.into_iter().collect()
+    }
+
+    /// Runs `f` as one rank of those that share this machine: on CPU threads of its own. For ranks that are processes.
+    ///
+    /// # Errors
+    /// The threads could not be started.
+    pub fn run_one<T: Send>(&self, rank: usize, f: impl FnOnce() -> T + Send) -> Result<T, CommError> {
+        let pool = ThreadPoolBuilder::new()
+            .num_threads(self.threads_per_rank())
+            .stack_size(RANK_STACK_BYTES)
+            .thread_name(move |thread| format!("rank-{rank}-{thread}"))
+            .build()
+            .map_err(|error| CommError::Start { rank, message: error.to_string() })?;
+        Ok(pool.install(f))
     }
 }

@@ -51,6 +51,16 @@ pub(crate) enum UsageError {
     TooLarge { elements: u64, limit: u64 },
     #[error("there is no command `{name}`")]
     NoCommand { name: String },
+    #[error("this is node {node_rank}, but nodes are numbered from 0, and there are {nnodes}")]
+    NodeRank { node_rank: usize, nnodes: usize },
+    #[error("{nproc} processes on each of {nnodes} nodes are more than {max} ranks")]
+    WorldSize { nproc: usize, nnodes: usize, max: usize },
+    #[error("{nnodes} nodes need the address of node 0")]
+    MasterAddr { nnodes: usize },
+    #[error("failed to start `{program}`")]
+    Program { program: String, source: io::Error },
+    #[error("`--nproc` is {nproc}, but the launcher has started {world_size} ranks")]
+    Nproc { nproc: usize, world_size: usize },
 }
 
 /// A checkpoint in which something is wrong.
@@ -72,6 +82,15 @@ pub(crate) struct Different {
     pub(crate) second: String,
     pub(crate) count: usize,
     pub(crate) of: usize,
+}
+
+/// A process that `fsdp launch` has started failed. Its exit code is passed on.
+#[derive(Debug, thiserror::Error)]
+#[error("rank {rank} {how}")]
+pub(crate) struct RankEnded {
+    pub(crate) rank: usize,
+    pub(crate) how: String,
+    pub(crate) code: u8,
 }
 
 /// There is no checkpoint to go on from.
@@ -108,6 +127,9 @@ pub(crate) fn exit_code(error: &Error) -> u8 {
 fn code_of(cause: &(dyn std::error::Error + 'static)) -> Option<u8> {
     if cause.is::<UsageError>() || cause.is::<GptConfigError>() {
         return Some(exit_codes::USAGE);
+    }
+    if let Some(error) = cause.downcast_ref::<RankEnded>() {
+        return Some(error.code);
     }
     if cause.is::<NoCheckpoint>() {
         return Some(exit_codes::INCOMPLETE);
@@ -153,9 +175,12 @@ fn code_of(cause: &(dyn std::error::Error + 'static)) -> Option<u8> {
 
 fn code_of_comm(error: &CommError) -> Option<u8> {
     match error {
-        CommError::Timeout { .. } | CommError::RankLeft { .. } | CommError::Aborted { .. } => {
-            Some(exit_codes::RANK_LOST)
-        }
+        CommError::Timeout { .. }
+        | CommError::RankLeft { .. }
+        | CommError::Aborted { .. }
+        | CommError::Rendezvous { .. }
+        | CommError::Store { .. } => Some(exit_codes::RANK_LOST),
+        CommError::Environment { .. } | CommError::BackendUnavailable { .. } => Some(exit_codes::USAGE),
         _ => None,
     }
 }
@@ -219,9 +244,16 @@ pub(crate) fn hint(error: &Error) -> Option<&'static str> {
                 UsageError::NoNumpy { .. } => "cast it first: `fsdp convert --include NAME --dtype float32`",
                 UsageError::TooLarge { .. } => "use `--npy` or `--stats`, or leave `--json` out",
                 UsageError::NoCommand { .. } => "`fsdp help` lists the commands",
+                UsageError::NodeRank { .. } => "give each node its own `--node-rank`",
+                UsageError::WorldSize { .. } => "start fewer processes with `--nproc` or `--nnodes`",
+                UsageError::MasterAddr { .. } => "name it with `--master-addr`, the same on all nodes",
+                UsageError::Program { .. } => "check the program after `--`",
+                UsageError::Nproc { .. } => "leave out `--nproc`, or use threads with `--backend local`",
             });
         }
-
+        if cause.is::<RankEnded>() {
+            return Some("see what it wrote, above");
+        }
         let no_directory = matches!(cause.downcast_ref(), Some(CheckpointError::Directory { .. }));
         if no_directory || cause.is::<NoCheckpoint>() {
             return Some("check `--out`, or leave out `--resume` to start from the beginning");

@@ -3,8 +3,10 @@
 mod cat;
 mod convert;
 mod diff;
+mod doctor;
 mod failure;
 mod inspect;
+mod launch;
 mod manual;
 mod output;
 mod progress;
@@ -36,6 +38,10 @@ Every option can also be set by an environment variable, which its help names. R
 enum Command {
     /// Train a GPT on a text over sharded ranks, with checkpoints that any number of ranks can resume
     Train(Box<train::TrainArguments>),
+    /// Start the processes of a job on this node, and end them together
+    Launch(launch::LaunchArguments),
+    /// Tell what a job would find here: backends, launcher, cores, memory, GPUs, libraries
+    Doctor(doctor::DoctorArguments),
     /// Show what a checkpoint holds: tensors, shapes, dtypes, boxes, bytes
     Inspect(inspect::InspectArguments),
     /// Check a checkpoint: structure, sizes, hashes, numbers; the first bad file and offset
@@ -64,6 +70,8 @@ pub(crate) fn main() -> ExitCode {
     let may_end_early = !matches!(command, Command::Train(_));
     let result = match command {
         Command::Train(arguments) => train::run(&arguments),
+        Command::Launch(arguments) => launch::run(&arguments),
+        Command::Doctor(arguments) => doctor::run(&arguments),
         Command::Inspect(arguments) => inspect::run(&arguments),
         Command::Verify(arguments) => verify::run(&arguments),
         Command::Diff(arguments) => diff::run(&arguments),

@@ -54,6 +54,27 @@ pub(crate) fn json(value: &impl Serialize) -> Result<()> {
     data(&serde_json::to_string(value).context("failed to write JSON")?)
 }
 
+/// Where output goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Stream {
+    Stdout,
+    Stderr,
+}
+
+/// Bytes that another process has written.
+///
+/// # Errors
+/// The stream is closed or full.
+pub(crate) fn pass_on(stream: Stream, bytes: &[u8]) -> io::Result<()> {
+    match stream {
+        Stream::Stdout => {
+            let mut stdout = io::stdout().lock();
+            stdout.write_all(bytes).and_then(|()| stdout.flush())
+        }
+        Stream::Stderr => io::stderr().lock().write_all(bytes),
+    }
+}
+
 /// A line of talk. Nobody may be listening.
 pub(crate) fn talk(line: &str) {
     let _ = writeln!(io::stderr().lock(), "{}", escaped_lines(line));

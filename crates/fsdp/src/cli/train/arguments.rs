@@ -47,6 +47,13 @@ impl OptimizerName {
     }
 }
 
+/// What ranks are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum BackendName {
+    Local,
+    Tcp,
+}
+
 #[derive(Debug, Args)]
 #[command(
     args_override_self = true,
@@ -55,6 +62,7 @@ Examples:
   fsdp train --nproc 4 --steps 60 --save-every 20 --out runs/demo
   fsdp train --nproc 2 --steps 120 --out runs/demo --resume
   fsdp train --init-from pytorch/step-00000020 --steps 40 --out runs/went-on
+  fsdp launch --nproc 4 -- fsdp train --steps 60 --out runs/processes
   fsdp train --data book.txt --layers 6 --heads 6 --hidden 384 --seq 256 --out runs/book"
 )]
 pub(crate) struct TrainArguments {
@@ -72,10 +80,14 @@ pub(crate) struct TrainArguments {
     /// Sizes, batch, learning rate, optimizer and text are the checkpoint's unless given
     #[arg(long, value_name = "CKPT", conflicts_with = "resume", env = "FSDP_INIT_FROM")]
     pub(super) init_from: Option<PathBuf>,
-    /// Number of ranks; each is a thread that holds its own shard
-    #[arg(long, value_name = "N", default_value_t = 1, env = "FSDP_NPROC",
+    /// Number of ranks; each holds its own shard [default: as many as the launcher started, or 1]
+    #[arg(long, value_name = "N", env = "FSDP_NPROC",
           value_parser = RangedU64ValueParser::<usize>::new().range(1..=MAX_RANKS))]
-    pub(super) nproc: usize,
+    pub(super) nproc: Option<usize>,
+    /// What ranks are: threads of this process (local), or the processes that a launcher started (tcp)
+    /// [default: tcp where a launcher started several, else local]
+    #[arg(long, value_enum, env = "FSDP_BACKEND")]
+    pub(super) backend: Option<BackendName>,
     /// Total number of steps, those before a resume included
     #[arg(long, value_name = "S", default_value_t = 100, env = "FSDP_STEPS")]
     pub(super) steps: u64,

@@ -1,6 +1,7 @@
 //! `fsdp train`: everything is checked before anything is written.
 
 mod arguments;
+mod launched;
 mod rank;
 mod report;
 mod sample;
@@ -16,6 +17,7 @@ use fsdp::data::{Batches, Text};
 use fsdp::prelude::*;
 use fsdp::ranks::Ranks;
 
+use self::launched::Launched;
 use self::rank::Job;
 use self::settings::{Resume, Settings};
 use super::failure::UsageError;
@@ -26,6 +28,8 @@ pub(crate) use self::arguments::TrainArguments;
 /// # Errors
 /// Whatever cannot be done as asked. Nothing has been written if that could be known beforehand.
 pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
+    let launched = Launched::find(arguments)?;
+    let world_size = launched.as_ref().map_or(arguments.nproc.unwrap_or(1), Launched::world_size);
     let out = &arguments.out;
     let resume = match &arguments.init_from {
         Some(path) => Some(Resume::at(path)?),
@@ -37,19 +41,17 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
         Some(path) => Text::open(path)?,
         None => Text::builtin(),
     };
-    let batches = Batches {
-        batch: settings.batch,
-        seq: settings.gpt.seq,
-        ranks: arguments.nproc,
-        accumulation: arguments.accumulate,
-    };
+    let batches =
+        Batches { batch: settings.batch, seq: settings.gpt.seq, ranks: world_size, accumulation: arguments.accumulate };
     batches.check(&text)?;
-    let mesh = mesh(arguments)?;
+    let mesh = mesh(arguments, world_size)?;
     if let Some(Resume { step, path, .. }) = &resume
         && *step >= arguments.steps
     {
         let steps = arguments.steps;
-        output::talk(&format!("nothing to do: `{}` is at step {step} of {steps}", path.display()));
+        if launched.as_ref().is_none_or(Launched::is_first) {
+            output::talk(&format!("nothing to do: `{}` is at step {step} of {steps}", path.display()));
+        }
         return Ok(());
     }
     if !arguments.resume {
@@ -57,21 +59,25 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     }
 
     let ranks = Ranks {
-        count: arguments.nproc,
+        // Those that share this machine.
+        count: launched.as_ref().map_or(world_size, Launched::local_world_size),
         threads: arguments.threads,
         deadline: Duration::from_secs(arguments.timeout.get()),
     };
     let job = Job { arguments, settings, text, batches, resume, mesh, threads_per_rank: ranks.threads_per_rank() };
+    if let Some(launched) = launched {
+        return launched.run(&ranks, &job);
+    }
     let results = ranks.run(|group| rank::run(group, &job))?;
     first_cause(results.into_iter().filter_map(Result::err))
 }
 
 /// The mesh of hybrid sharding: replicas x shards.
-fn mesh(arguments: &TrainArguments) -> Result<Option<DeviceMesh>> {
+fn mesh(arguments: &TrainArguments, ranks: usize) -> Result<Option<DeviceMesh>> {
     if arguments.strategy != ShardingStrategy::HybridShard {
         return Ok(None);
     }
-    let (ranks, replicas) = (arguments.nproc, arguments.replicas.get());
+    let replicas = arguments.replicas.get();
     let mesh = DeviceMesh::new(&[replicas, ranks / replicas], &["replicate", "shard"], ranks);
     mesh.map(Some).map_err(|_| UsageError::Replicas { replicas, ranks }.into())
 }

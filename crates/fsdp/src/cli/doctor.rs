@@ -1,0 +1,230 @@
+//! `fsdp doctor`: what a job would find on this machine, and what is missing.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+use clap::Args;
+use fsdp::comm::{CommError, Environment};
+use serde::Serialize;
+
+use super::output;
+
+#[derive(Debug, Args)]
+pub(crate) struct DoctorArguments {
+    /// One JSON object
+    #[arg(long, env = "FSDP_JSON")]
+    json: bool,
+}
+
+/// The version of the report's schema.
+const SCHEMA: u32 = 1;
+
+/// Variables by which launchers and networks tell ranks where they are.
+const VARIABLES: [&str; 22] = [
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "FSDP_JOB_ID",
+    "TORCHELASTIC_RUN_ID",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_PROCID",
+    "SLURM_NTASKS",
+    "SLURM_LOCALID",
+    "SLURM_STEP_NODELIST",
+    "JOB_COMPLETION_INDEX",
+    "CUDA_VISIBLE_DEVICES",
+    "LD_LIBRARY_PATH",
+];
+
+/// Libraries that GPU ranks need, and what brings them.
+const LIBRARIES: [(&str, &str); 2] =
+    [("libcuda.so.1", "it comes with NVIDIA's driver"), ("libnccl.so.2", "it is NVIDIA's package `libnccl2`")];
+
+/// Where dynamic linkers look without being told.
+const LIBRARY_DIRECTORIES: [&str; 9] = [
+    "/lib",
+    "/lib64",
+    "/usr/lib",
+    "/usr/lib64",
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+    "/usr/local/lib",
+    "/usr/local/cuda/lib64",
+    "/usr/local/nvidia/lib64",
+];
+
+#[derive(Debug, Serialize)]
+struct Report {
+    schema: u32,
+    version: &'static str,
+    backends: Vec<Backend>,
+    launcher: Option<Launcher>,
+    /// Why there is no launcher.
+    launcher_error: Option<String>,
+    variables: BTreeMap<&'static str, String>,
+    cpu_cores: Option<usize>,
+    memory_bytes: Option<u64>,
+    shared_memory: bool,
+    /// Why there is none.
+    shared_memory_error: Option<String>,
+    gpus: Vec<PathBuf>,
+    libraries: BTreeMap<&'static str, Option<PathBuf>>,
+    hints: Vec<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct Backend {
+    name: &'static str,
+    compiled_in: bool,
+}
+
+#[derive(Debug, Serialize)]
+struct Launcher {
+    name: String,
+    rank: usize,
+    world_size: usize,
+    local_rank: Option<usize>,
+    local_world_size: Option<usize>,
+    master: String,
+    job: String,
+}
+
+/// # Errors
+/// stdout is closed.
+pub(crate) fn run(arguments: &DoctorArguments) -> Result<()> {
+    let report = examine();
+    if arguments.json { output::json(&report) } else { show(&report) }
+}
+
+fn examine() -> Report {
+    let mut hints = Vec::new();
+    let (launcher, launcher_error) = match Environment::from_env() {
+        Ok(found) => (Some(Launcher::from(found)), None),
+        Err(error) => {
+            // Nobody has to have a launcher; but one whose variables make no sense is a fault.
+            if !matches!(&error, CommError::Environment { variable, .. } if std::env::var_os(variable).is_none()) {
+                hints.push(format!("{error}: `--backend tcp` cannot start like this"));
+            }
+            (None, Some(error.to_string()))
+        }
+    };
+    let shared_memory = shared_memory();
+    if let Err(error) = &shared_memory {
+        hints.push(format!("no shared memory ({error}): ranks of one host will use sockets, which is slower"));
+    }
+    let gpus = gpus();
+    let libraries: BTreeMap<_, _> = LIBRARIES.iter().map(|&(name, _)| (name, library(name))).collect();
+    if !gpus.is_empty() {
+        for (name, brings) in LIBRARIES.iter().filter(|(name, _)| libraries.get(name).is_some_and(Option::is_none)) {
+            hints.push(format!("there is a GPU, but no `{name}`: {brings}; `LD_LIBRARY_PATH` can tell where it is"));
+        }
+        hints.push("there is a GPU, but this build computes on CPUs only".to_owned());
+    }
+    let backends = [("local", true), ("tcp", true), ("mpi", false), ("nccl", false)];
+    Report {
+        schema: SCHEMA,
+        version: env!("CARGO_PKG_VERSION"),
+        backends: backends.map(|(name, compiled_in)| Backend { name, compiled_in }).into(),
+        launcher,
+        launcher_error,
+        variables: VARIABLES.iter().filter_map(|&name| Some((name, std::env::var(name).ok()?))).collect(),
+        cpu_cores: std::thread::available_parallelism().ok().map(usize::from),
+        memory_bytes: memory(),
+        shared_memory: shared_memory.is_ok(),
+        shared_memory_error: shared_memory.err().map(|error| error.to_string()),
+        gpus,
+        libraries,
+        hints,
+    }
+}
+
+impl From<Environment> for Launcher {
+    fn from(found: Environment) -> Self {
+        let (name, master) = (found.launcher.to_string(), found.master());
+        let Environment { rank, world_size, local_rank, local_world_size, job, .. } = found;
+        Launcher { name, rank, world_size, local_rank, local_world_size, master, job }
+    }
+}
+
+/// Total memory.
+fn memory() -> Option<u64> {
+    let text = fs::read_to_string("/proc/meminfo").ok()?;
+    let kib = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+    kib.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+}
+
+/// Does what ranks of one host do.
+#[cfg(target_os = "linux")]
+fn shared_memory() -> std::io::Result<()> {
+    use std::os::fd::AsRawFd as _;
+
+    let flags = rustix::fs::MemfdFlags::CLOEXEC | rustix::fs::MemfdFlags::ALLOW_SEALING;
+    let file = rustix::fs::memfd_create("fsdp-doctor", flags)?;
+    rustix::fs::ftruncate(&file, 4096)?;
+    let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
+    fs::File::options().read(true).write(true).open(path).map(drop)
+}
+
+#[cfg(not(target_os = "linux"))]
+fn shared_memory() -> std::io::Result<()> {
+    Err(std::io::ErrorKind::Unsupported.into())
+}
+
+/// NVIDIA's devices.
+fn gpus() -> Vec<PathBuf> {
+    let Ok(list) = fs::read_dir("/dev") else { return Vec::new() };
+    let is_gpu = |path: &PathBuf| {
+        let name = path.file_name().and_then(|name| name.to_str()?.strip_prefix("nvidia"));
+        name.is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
+    };
+    let mut found: Vec<PathBuf> = list.flatten().map(|entry| entry.path()).filter(is_gpu).collect();
+    found.sort();
+    found
+}
+
+/// Where a library is: in `LD_LIBRARY_PATH`, or where linkers look anyway.
+fn library(name: &str) -> Option<PathBuf> {
+    let told = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+    let usual = LIBRARY_DIRECTORIES.iter().map(|directory| Path::new(directory).to_owned());
+    std::env::split_paths(&told).chain(usual).map(|directory| directory.join(name)).find(|path| path.exists())
+}
+
+fn show(report: &Report) -> Result<()> {
+    let line = |name: &str, text: String| output::data(&format!("{name:<14}{text}"));
+    line("fsdp", report.version.to_owned())?;
+    for Backend { name, compiled_in } in &report.backends {
+        line("backend", format!("{name}: {}", if *compiled_in { "yes" } else { "not compiled in" }))?;
+    }
+    match (&report.launcher, &report.launcher_error) {
+        (Some(Launcher { name, rank, world_size, master, .. }), _) => {
+            line("launcher", format!("{name}: rank {rank} of {world_size}, which meet at {master}"))?;
+        }
+        (None, error) => line("launcher", format!("none: {}", error.as_deref().unwrap_or_default()))?,
+    }
+    for (name, value) in &report.variables {
+        line("variable", format!("{name}={value}"))?;
+    }
+    let unknown = || "unknown".to_owned();
+    line("CPU cores", report.cpu_cores.map_or_else(unknown, |cores| cores.to_string()))?;
+    let gib = |bytes: u64| format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30));
+    line("memory", report.memory_bytes.map_or_else(unknown, gib))?;
+    let lacking = report.shared_memory_error.as_ref();
+    line("shared memory", lacking.map_or_else(|| "yes".to_owned(), |error| format!("no: {error}")))?;
+    line("GPUs", if report.gpus.is_empty() { "none".to_owned() } else { report.gpus.len().to_string() })?;
+    for (name, path) in &report.libraries {
+        let path = path.as_ref().map_or_else(|| "not found".to_owned(), |path| path.display().to_string());
+        line("library", format!("{name}: {path}"))?;
+    }
+    report.hints.iter().try_for_each(|hint| line("hint", hint.clone()))
+}
