@@ -10,7 +10,7 @@ use candle_nn::{Linear, Module, linear_no_bias};
 use fsdp::nn::algorithm::{AdamOptions, Algorithm};
 use fsdp::nn::fsdp_state::{
     FullOptimStateDictConfig, FullStateDictConfig, OptimStateDictConfig, StateDictConfig, StateDictSettings,
-    StateDictType, optim_state_dict, optim_state_dict_into, scatter_full_optim_state_dict, state_dict, state_dict_into,
+    StateDictType, optim_state_dict, optim_state_dict_into, state_dict, state_dict_into,
 };
 use fsdp::nn::{FsdpConfig, FullyShardedDataParallel, Optimizer, Unit};
 use fsdp_tests::counting_allocator::{CountingAllocator, live_bytes, peak_bytes, reset_peak};
@@ -83,13 +83,6 @@ fn only_the_keeper_needs_memory_for_a_full_state_dict() {
                 measure("model to a sink", 2 * TENSOR, &|| state_dict_into(parameters, |_, _| Ok(())).unwrap());
                 measure("optimizer to a sink", 2 * TENSOR, &|| {
                     optim_state_dict_into(parameters, &optimizer, None, |_, _, _| Ok(())).unwrap();
-                });
-                // On the way back each rank has its own part: what it receives, and what it makes of that.
-                let full = optim_state_dict(parameters, &optimizer, None).unwrap();
-                let shards = 2 * UNITS * TENSOR;
-                measure("optimizer from rank 0", 3 * shards, &|| {
-                    let full = (group.rank() == 0).then_some(&full);
-                    scatter_full_optim_state_dict(full, parameters, &optimizer).unwrap();
                 });
             });
         })
