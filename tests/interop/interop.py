@@ -50,6 +50,10 @@ def compare(case, found, expected):
     print(f"ok: {case}", flush=True)
 
 
+def bits(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
 def same_tensors(case, a, b):
     """Every tensor of two checkpoints, read by torch, bit for bit."""
     states = []
@@ -63,7 +67,7 @@ def same_tensors(case, a, b):
     if first.keys() != second.keys():
         sys.exit(f"{case}: other keys: {sorted(first.keys() ^ second.keys())[:4]}")
     for key, tensor in first.items():
-        if not torch.equal(tensor.contiguous().view(torch.uint8), second[key].contiguous().view(torch.uint8)):
+        if not torch.equal(bits(tensor), bits(second[key])):
             sys.exit(f"{case}: `{key}` differs")
     print(f"ok: {case}: {len(first)} tensors", flush=True)
 

@@ -1,6 +1,6 @@
 //! `cargo xtask interop`: an environment with PyTorch, and the two-way tests against it.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
@@ -14,27 +14,27 @@ const PYTHON_VARIABLE: &str = "FSDP_INTEROP_PYTHON";
 pub(crate) fn run(root: &Path) -> Result<()> {
     let python = match std::env::var(PYTHON_VARIABLE) {
         Ok(python) => python.into(),
-        Err(_) => environment(root)?,
+        Err(_) => environment(root, &root.join("target/interop-python"))?,
     };
     run_in(root, Path::new("cargo"), &["build", "--release", "--package", "fsdp", "--locked"].map(Path::new))?;
-    let work = root.join("target/interop");
+    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from);
+    let work = target.join("interop");
     if work.exists() {
         // What the last run left is only ever written by this task.
         run_in(root, Path::new("rm"), &[Path::new("-r"), &work])?;
     }
     std::fs::create_dir_all(&work).with_context(|| format!("failed to create `{}`", work.display()))?;
     let script = root.join("tests/interop/interop.py");
-    let binary = root.join("target/release/fsdp");
+    let binary = target.join("release/fsdp");
     let data = root.join("crates/fsdp/data/harbour.txt");
     run_in(root, &python, &[&script, &binary, &data, &work])
 }
 
 /// A virtual environment in the target directory, made once.
-fn environment(root: &Path) -> Result<std::path::PathBuf> {
-    let directory = root.join("target/interop-python");
+fn environment(root: &Path, directory: &Path) -> Result<PathBuf> {
     let python = directory.join("bin/python");
     if !python.exists() {
-        run_in(root, Path::new("python3"), &[Path::new("-m"), Path::new("venv"), &directory])?;
+        run_in(root, Path::new("python3"), &[Path::new("-m"), Path::new("venv"), directory])?;
     }
     let mut arguments = ["-m", "pip", "install", "--quiet"].map(Path::new).to_vec();
     arguments.extend(PACKAGES.map(Path::new));
