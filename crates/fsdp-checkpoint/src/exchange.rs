@@ -80,7 +80,7 @@ fn wanting(parameters: &ShardedParameters, state: &Incoming) -> Result<Vec<Place
     let mut visit = |fqn: &str, name: Option<&str>, value: &StateValue| -> Result<(), CheckpointError> {
         let StateValue::Sharded(tensor) = value else { return Ok(()) };
         let fits = parameters.contains(fqn) && tensor.shape() == parameters.shape(fqn)?;
-        if fits && !covers(tensor, &parameters.boxes(fqn)?) {
+        if fits && !parameters.boxes(fqn)?.iter().all(|wanted| tensor.covers(wanted)) {
             places.push(Place { fqn: fqn.to_owned(), state: name.map(str::to_owned) });
         }
         Ok(())
@@ -95,11 +95,4 @@ fn wanting(parameters: &ShardedParameters, state: &Incoming) -> Result<Vec<Place
         }
     }
     Ok(places)
-}
-
-fn covers(values: &ShardedTensor, boxes: &[TensorBox]) -> bool {
-    boxes.iter().all(|wanted| {
-        let parts = values.shards().iter().filter_map(|shard| shard.bounds.intersect(wanted));
-        parts.map(|part| part.numel()).sum::<usize>() == wanted.numel()
-    })
 }

@@ -137,6 +137,13 @@ impl ShardedTensor {
         self.shards.iter().map(|shard| shard.bounds.clone()).collect()
     }
 
+    /// Whether this rank's boxes hold all of a box.
+    #[must_use]
+    pub fn covers(&self, wanted: &TensorBox) -> bool {
+        let parts = self.shards.iter().filter_map(|shard| shard.bounds.intersect(wanted));
+        parts.map(|part| part.numel()).sum::<usize>() == wanted.numel()
+    }
+
     /// Elements that live on this rank.
     #[must_use]
     pub fn local_numel(&self) -> usize {

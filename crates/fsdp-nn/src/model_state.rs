@@ -41,7 +41,7 @@ pub struct CheckedModelState {
 /// Compares a state dict with the model: names, shapes, dtypes. Changes nothing.
 ///
 /// Values may be whole tensors or sharded ones in whatever boxes; that they cover this rank's boxes is checked by
-/// [`CheckedModelState::uncovered`]. A tied parameter is loaded from any of its names.
+/// [`CheckedModelState::apply`]. A tied parameter is loaded from any of its names.
 ///
 /// # Errors
 /// candle's.
@@ -89,33 +89,10 @@ impl CheckedModelState {
         self.report.mismatched.iter().any(|m| parameters.canonical_fqn(&m.fqn) == fqn)
     }
 
-    /// Parameters whose values do not cover this rank's boxes: they have to come from other ranks first.
-    ///
-    /// # Errors
-    /// None in practice: the names are the model's.
-    pub fn uncovered(&self, parameters: &ShardedParameters) -> Result<Vec<String>> {
-        let mut uncovered = Vec::new();
-        for (fqn, values) in &self.values {
-            let covers = |wanted: &fsdp_layout::TensorBox| {
-                let parts = values.shards().iter().filter_map(|shard| shard.bounds.intersect(wanted));
-                parts.map(|part| part.numel()).sum::<usize>() == wanted.numel()
-            };
-            if !parameters.boxes(fqn)?.iter().all(covers) {
-                uncovered.push(fqn.clone());
-            }
-        }
-        Ok(uncovered)
-    }
-
-    /// The values by parameter, to exchange those that are uncovered.
-    pub fn values_mut(&mut self) -> &mut [(String, ShardedTensor)] {
-        &mut self.values
-    }
-
     /// Writes the values into the live parameters and buffers of this rank.
     ///
     /// # Errors
-    /// None once [`Self::uncovered`] is empty, but candle's.
+    /// Values that do not cover this rank's boxes; candle's.
     pub fn apply(self, parameters: &ShardedParameters) -> Result<()> {
         for (fqn, values) in &self.values {
             parameters.set_parameter(fqn, values)?;

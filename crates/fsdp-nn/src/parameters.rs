@@ -323,12 +323,8 @@ impl ShardedParameters {
 
 /// Copies `values` into the memory of `target`'s boxes, all of which it must cover.
 pub(crate) fn write_boxes(values: &ShardedTensor, target: &ShardedTensor) -> Result<()> {
-    for shard in target.shards() {
-        let covered: usize =
-            values.shards().iter().filter_map(|from| from.bounds.intersect(&shard.bounds)).map(|b| b.numel()).sum();
-        if covered != shard.bounds.numel() {
-            return Err(NnError::Flat(fsdp_flat::FlatError::NotCovered { wanted: shard.bounds.clone() }));
-        }
+    if let Some(shard) = target.shards().iter().find(|shard| !values.covers(&shard.bounds)) {
+        return Err(NnError::Flat(fsdp_flat::FlatError::NotCovered { wanted: shard.bounds.clone() }));
     }
     if target.local_numel() > 0 && values.dtype() != target.dtype() {
         return Err(NnError::Candle(candle_core::Error::DTypeMismatchBinaryOp {
