@@ -18,7 +18,7 @@ MODEL = ["--layers", "2", "--heads", "2", "--hidden", "32", "--batch", "12", "--
 MODES = {"fsdp1": 2, "fsdp1-flat": 3, "fsdp2": 2, "plain": 1}
 # Relative; what is seen is about 1e-7.
 TOLERANCE = 1e-5
-SAVED, END = 10, 20
+SAVED, END = 20, 40
 
 
 def losses(out):
@@ -85,6 +85,9 @@ def main():
     for mode, nproc in MODES.items():
         source = work / f"theirs-{mode}"
         theirs(data, source, mode, nproc, END)
+        out = work / f"init-{mode}"
+        ours(binary, data, out, 2, END, "--init-from", source / step)
+        compare(f"saved by torch {mode} on {nproc}, --init-from of fsdp on 2 ranks", losses(out), losses(source))
         for ranks in (1, 3):
             out = work / f"from-{mode}-{ranks}"
             out.mkdir()

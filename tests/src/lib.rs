@@ -1,3 +1,12 @@
 //! Helpers that whole-system tests share.
 
 pub mod counting_allocator;
+
+/// The samples in the book, which run as doctests of this crate.
+#[cfg(doctest)]
+mod book {
+    #[doc = include_str!("../../docs/src/shard.md")]
+    mod shard {}
+    #[doc = include_str!("../../docs/src/state-dicts.md")]
+    mod state_dicts {}
+}

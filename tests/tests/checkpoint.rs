@@ -10,6 +10,7 @@ use fsdp::data::{Batches, Text, VOCAB};
 use fsdp::gpt::{Gpt, GptConfig};
 use fsdp::prelude::*;
 use fsdp::state::flatten_state_dict;
+use fsdp_dcp::reader::CheckpointReader;
 use tempfile::TempDir;
 
 const CONFIG: GptConfig = GptConfig { layers: 2, heads: 2, hidden: 32, seq: 16, vocab: VOCAB };
@@ -62,7 +63,10 @@ impl Run {
 
     fn load(&mut self, path: &Path) {
         let mut state = self.state(&shared());
-        state.insert("optim", optimizer_template(path, &["optim"], &[&self.optimizer]).unwrap());
+        state.insert(
+            "optim",
+            optimizer_template(&CheckpointReader::open(path).unwrap(), &["optim"], &[&self.optimizer]).unwrap(),
+        );
         let report = load(path, &mut state, self.model.group(), &LoadOptions::default()).unwrap();
         assert!(report.is_clean(), "{report:?}");
         let (model, optim) = (state.dict("model").unwrap(), state.dict("optim").unwrap());

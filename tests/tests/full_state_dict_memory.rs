@@ -1,5 +1,5 @@
-//! How much memory a full state dict takes on the ranks that do not keep it, measured by a counting allocator: this
-//! binary has no other test.
+//! How much memory a full state dict takes on the ranks that do not keep it, saved and loaded, measured by a counting
+//! allocator: this binary has no other test.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -7,10 +7,12 @@ use std::sync::Mutex;
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{Linear, Module, linear_no_bias};
+use fsdp::checkpoint::{StateDictOptions, set_model_state_dict, set_optimizer_state_dict};
 use fsdp::nn::algorithm::{AdamOptions, Algorithm};
 use fsdp::nn::fsdp_state::{
     FullOptimStateDictConfig, FullStateDictConfig, OptimStateDictConfig, StateDictConfig, StateDictSettings,
-    StateDictType, optim_state_dict, optim_state_dict_into, state_dict, state_dict_into,
+    StateDictType, load_state_dict, optim_state_dict, optim_state_dict_into, scatter_full_optim_state_dict, state_dict,
+    state_dict_into,
 };
 use fsdp::nn::{FsdpConfig, FullyShardedDataParallel, Optimizer, Unit};
 use fsdp_tests::counting_allocator::{CountingAllocator, live_bytes, peak_bytes, reset_peak};
@@ -20,8 +22,8 @@ static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 const RANKS: usize = 4;
 const UNITS: usize = 16;
-const WIDTH: usize = 256;
-/// Each unit is one square weight: the largest tensor.
+const WIDTH: usize = 512;
+/// Each unit is one square weight: the largest tensor, 1 MiB.
 const TENSOR: usize = 4 * WIDTH * WIDTH;
 /// Names, boxes, messages between ranks: what is no tensor, per rank.
 const BOOKKEEPING: usize = 192 << 10;
@@ -34,7 +36,7 @@ fn rank0_only() -> StateDictSettings {
 }
 
 #[test]
-fn only_the_keeper_needs_memory_for_a_full_state_dict() {
+fn only_the_keeper_needs_memory_for_a_full_state_dict_saved_or_loaded() {
     let measured = Mutex::new(Vec::new());
     for use_orig_params in [true, false] {
         fsdp::comm::run_local(RANKS, |group| {
@@ -53,8 +55,8 @@ fn only_the_keeper_needs_memory_for_a_full_state_dict() {
             drop(loss);
             optimizer.step().unwrap();
             parameters.zero_grad();
-            // All ranks' bytes are counted together: what the call may take on the keeper and on the three others.
-            let measure = |what: &str, keeper: usize, call: &dyn Fn()| {
+            // All ranks' bytes are counted together. `limit` is what the call may take on all of them.
+            let measure = |what: &str, limit: usize, call: &mut dyn FnMut()| {
                 group.barrier().unwrap();
                 let before = live_bytes();
                 group.barrier().unwrap();
@@ -64,26 +66,53 @@ fn only_the_keeper_needs_memory_for_a_full_state_dict() {
                 group.barrier().unwrap();
                 let peak = peak_bytes() - before;
                 group.barrier().unwrap();
-                let limit = keeper + (RANKS - 1) * TENSOR + RANKS * BOOKKEEPING;
+                let limit = limit + RANKS * BOOKKEEPING;
                 if group.rank() == 0 {
                     measured.lock().unwrap().push(format!("{what}: {} KiB of {} KiB", peak >> 10, limit >> 10));
                 }
                 assert!(peak <= limit, "{what}, use_orig_params {use_orig_params}: {peak} bytes, limit {limit}");
             };
-            parameters.state_dict_type(rank0_only(), || {
+            // The ranks that keep nothing may have one tensor each.
+            let others = (RANKS - 1) * TENSOR;
+            let (model_bytes, optim_bytes) = (UNITS * TENSOR, 2 * UNITS * TENSOR);
+            let (full_model, full_optim) = parameters.state_dict_type(rank0_only(), || {
                 // The keeper has the result, and while a unit is gathered its flat form.
-                measure("model", (UNITS + 1) * TENSOR, &|| {
+                measure("model", model_bytes + TENSOR + others, &mut || {
                     assert_eq!(state_dict(parameters).unwrap().len(), if group.rank() == 0 { UNITS } else { 0 });
                 });
-                measure("optimizer", (2 * UNITS + 1) * TENSOR, &|| {
+                measure("optimizer", optim_bytes + TENSOR + others, &mut || {
                     let state = optim_state_dict(parameters, &optimizer, None).unwrap();
                     assert_eq!(state.is_empty(), group.rank() > 0);
                 });
                 // A sink that forgets what it gets: no rank has more than a unit and its flat form.
-                measure("model to a sink", 2 * TENSOR, &|| state_dict_into(parameters, |_, _| Ok(())).unwrap());
-                measure("optimizer to a sink", 2 * TENSOR, &|| {
+                measure("model to a sink", 2 * TENSOR + others, &mut || {
+                    state_dict_into(parameters, |_, _| Ok(())).unwrap();
+                });
+                measure("optimizer to a sink", 2 * TENSOR + others, &mut || {
                     optim_state_dict_into(parameters, &optimizer, None, |_, _, _| Ok(())).unwrap();
                 });
+                (state_dict(parameters).unwrap(), optim_state_dict(parameters, &optimizer, None).unwrap())
+            });
+            // Loading what rank 0 has: each rank its shard of the result, and one tensor on its way.
+            let full_optim_here = (group.rank() == 0).then_some(&full_optim);
+            let on_the_way = RANKS * TENSOR;
+            measure("scatter of the optimizer", optim_bytes + on_the_way, &mut || {
+                let local = scatter_full_optim_state_dict(full_optim_here, parameters, &optimizer).unwrap();
+                assert!(!local.dict("state").unwrap().is_empty());
+            });
+            parameters.state_dict_type(rank0_only(), || {
+                measure("load of the model", model_bytes + on_the_way, &mut || {
+                    assert!(load_state_dict(parameters, &full_model, true).unwrap().is_clean());
+                });
+            });
+            let options =
+                StateDictOptions { full_state_dict: true, broadcast_from_rank0: true, ..StateDictOptions::default() };
+            measure("set_model_state_dict from rank 0", model_bytes + on_the_way, &mut || {
+                assert!(set_model_state_dict(parameters, &full_model, &options).unwrap().is_clean());
+            });
+            measure("set_optimizer_state_dict from rank 0", optim_bytes + on_the_way, &mut || {
+                let optimizers = &mut [&mut optimizer];
+                assert!(set_optimizer_state_dict(parameters, optimizers, &full_optim, &options).unwrap().is_clean());
             });
         })
         .unwrap();

@@ -24,10 +24,12 @@ pub(crate) fn run(root: &Path) -> Result<()> {
         run_in(root, Path::new("rm"), &[Path::new("-r"), &work])?;
     }
     std::fs::create_dir_all(&work).with_context(|| format!("failed to create `{}`", work.display()))?;
-    let script = root.join("tests/interop/interop.py");
+    let scripts = root.join("tests/interop");
     let binary = target.join("release/fsdp");
+    let fixtures = root.join("tests/fixtures");
+    run_in(root, &python, &[&scripts.join("formats.py"), &binary, &fixtures, &work.join("formats")])?;
     let data = root.join("crates/fsdp/data/harbour.txt");
-    run_in(root, &python, &[&script, &binary, &data, &work])
+    run_in(root, &python, &[&scripts.join("interop.py"), &binary, &data, &work])
 }
 
 /// A virtual environment in the target directory, made once.

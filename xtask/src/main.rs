@@ -1,6 +1,11 @@
 //! The project's own tasks: what CI runs, and people before they push. `cargo xtask ci` runs all checks.
 
+mod bench;
+mod fuzz;
+mod gpu;
 mod interop;
+mod mpi;
+mod soak;
 mod tidy;
 
 use std::ffi::OsString;
@@ -18,7 +23,7 @@ struct Arguments {
     task: Task,
 }
 
-#[derive(Subcommand, Clone, Copy)]
+#[derive(Subcommand, Clone)]
 enum Task {
     /// All checks and all tests: what CI runs.
     Ci,
@@ -36,12 +41,38 @@ enum Task {
     Test,
     /// Both ways with the real PyTorch, which is installed for it: checkpoints, and losses after them.
     Interop,
-    /// Sharded training on one rank against plain candle, paired in one run.
-    Bench,
+    /// Every fuzz target for a while, from its seeds; needs cargo-fuzz.
+    Fuzz {
+        /// For each target
+        #[arg(long, value_name = "N", default_value_t = 60)]
+        seconds: u64,
+    },
+    /// What needs GPUs, on those that are here; without one it says so, and that is no failure.
+    Gpu,
+    /// How fast everything is, beside what the machine allows and, if asked for, beside PyTorch.
+    Bench(Box<bench::BenchArguments>),
+    /// The conformance suite under `mpirun`, where an MPI is installed.
+    Mpi {
+        /// And `fsdp train`, against threads; builds the whole workspace again
+        #[arg(long)]
+        train: bool,
+    },
+    /// Ranks killed or stopped at random moments of training and saving; the newest checkpoint must resume.
+    Soak {
+        #[arg(long, value_name = "N", default_value_t = 200)]
+        runs: u64,
+        /// Of the first run [default: random]
+        #[arg(long, value_name = "Z")]
+        seed: Option<u64>,
+        /// The `fsdp` to test [default: the debug build of this tree]
+        #[arg(long, value_name = "FILE")]
+        program: Option<PathBuf>,
+    },
 }
 
 /// In this order: what is quick, or fails most often, comes first; the tests' summary stands last.
-const CI: [Task; 6] = [Task::Fmt, Task::Tidy, Task::Clippy, Task::Doc, Task::Doctest, Task::Test];
+const CI: [Task; 7] =
+    [Task::Fmt, Task::Tidy, Task::Clippy, Task::Doc, Task::Doctest, Task::Mpi { train: false }, Task::Test];
 
 fn main() -> Result<()> {
     let root = root()?;
@@ -68,15 +99,28 @@ fn run(task: Task, root: &Path) -> Result<()> {
         Task::Doctest => "doctest",
         Task::Test => "test",
         Task::Interop => "interop",
-        Task::Bench => "bench",
+        Task::Fuzz { .. } => "fuzz",
+        Task::Gpu => "gpu",
+        Task::Bench(_) => "bench",
+        Task::Mpi { .. } => "mpi",
+        Task::Soak { .. } => "soak",
     };
     match task {
         Task::Ci => unreachable!("main runs its parts"),
         Task::Fmt => cargo(root, &["fmt", "--all", "--check"], &[])?,
         Task::Tidy => tidy::check(root)?,
         Task::Interop => interop::run(root)?,
+        Task::Fuzz { seconds } => fuzz::run(root, seconds)?,
+        Task::Gpu => gpu::run(root)?,
+        Task::Mpi { train } => mpi::run(root, train)?,
+        Task::Soak { runs, seed, program } => soak::run(root, runs, seed, program)?,
         Task::Clippy => {
-            cargo(root, &["clippy", "--workspace", "--all-targets", "--locked", "--", "-D", "warnings"], &[])?
+            cargo(root, &["clippy", "--workspace", "--all-targets", "--locked", "--", "-D", "warnings"], &[])?;
+            // The workspace's tests turn object stores on; the command is also built without.
+            cargo(root, &["clippy", "--package", "fsdp", "--locked", "--", "-D", "warnings"], &[])?;
+            // Of all that GPUs need, this builds anywhere.
+            let nccl = ["clippy", "--package", "fsdp-comm", "--features", "nccl", "--all-targets", "--locked"];
+            cargo(root, &[&nccl[..], &["--", "-D", "warnings"]].concat(), &[])?;
         }
         Task::Doc => {
             let arguments = ["doc", "--workspace", "--no-deps", "--document-private-items", "--locked"];
@@ -84,9 +128,7 @@ fn run(task: Task, root: &Path) -> Result<()> {
         }
         Task::Doctest => cargo(root, &["test", "--workspace", "--doc", "--locked"], &[])?,
         Task::Test => test(root)?,
-        Task::Bench => {
-            cargo(root, &["run", "--release", "--package", "fsdp", "--example", "overhead", "--locked"], &[])?
-        }
+        Task::Bench(arguments) => bench::run(root, &arguments)?,
     }
     say(&format!("xtask: {name} passed in {:.0} s", start.elapsed().as_secs_f64()));
     Ok(())
@@ -94,6 +136,10 @@ fn run(task: Task, root: &Path) -> Result<()> {
 
 /// On nextest where it is installed: it stops tests that hang. Otherwise on cargo's own runner.
 fn test(root: &Path) -> Result<()> {
+    // What is said without object stores, which the workspace's tests turn on.
+    cargo(root, &["test", "--package", "fsdp-dcp", "--lib", "--locked", "location"], &[])?;
+    // What a machine without GPUs, or with, says about them.
+    cargo(root, &["test", "--package", "fsdp-comm", "--features", "nccl", "--lib", "--locked", "nccl"], &[])?;
     let nextest = Command::new(program()).args(["nextest", "--version"]).output();
     if nextest.is_ok_and(|output| output.status.success()) {
         return cargo(root, &["nextest", "run", "--workspace", "--locked"], &[]);

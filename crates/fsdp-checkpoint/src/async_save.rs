@@ -1,20 +1,20 @@
 //! Saving while training goes on: torch's `async_save`, with a copy taken first and one save in flight at most.
 
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use fsdp_comm::ProcessGroup;
-use fsdp_state::{StateDict, check_state_dict_similarity, copy_state_dict, create_cpu_state_dict};
+use fsdp_dcp::Location;
+use fsdp_state::{StateDict, StateError, copy_state_dict, create_cpu_state_dict};
 use tokio::runtime::{Builder, Runtime};
 use tokio::task::JoinHandle;
 use tracing::{error, info_span};
 
-use crate::{CheckpointError, SaveOptions, SaveReport, save};
+use crate::{CheckpointError, SaveOptions, SaveProgress, SaveReport, Saver};
 
-/// What a background save leaves: its buffers, to be used again, and its outcome.
-type Finished = (StateDict, Result<SaveReport, CheckpointError>);
+/// What a background save leaves: its buffers and its plan, to be used again, and its outcome.
+type Finished = (StateDict, Saver, Result<SaveReport, CheckpointError>);
 
-/// Saves checkpoints in the background of one rank.
+/// Saves checkpoints in the background of one rank: torch's `async_save`.
 ///
 /// [`AsyncSaver::save`] returns when the state has been copied to buffers of its own, which are allocated once and
 /// used again; the caller may change its tensors at once. Writing, hashing and the commit run on a thread of their
@@ -26,6 +26,8 @@ pub struct AsyncSaver {
     runtime: Runtime,
     in_flight: Option<JoinHandle<Finished>>,
     buffers: Option<StateDict>,
+    saver: Saver,
+    progress: SaveProgress,
 }
 
 impl AsyncSaver {
@@ -38,30 +40,44 @@ impl AsyncSaver {
         let runtime = Builder::new_current_thread().max_blocking_threads(1).build();
         let runtime = group.agree("async_save", runtime)?;
         let own = group.subgroup(&ranks)?.unwrap_or_else(|| group.clone());
-        Ok(AsyncSaver { group: own, runtime, in_flight: None, buffers: None })
+        let (saver, progress) = (Saver::new(), SaveProgress::default());
+        Ok(AsyncSaver { group: own, runtime, in_flight: None, buffers: None, saver, progress })
     }
 
-    /// Starts a save: [`save()`] of the values that `state` has now. Every rank of the group must call it. Returns how
-    /// long this rank was held up: by the save before, if that still ran, and by the copy.
+    /// Starts a save: [`save()`](crate::save()) of the values that `state` has now. Every rank of the group must call it.
+    /// Returns how long this rank was held up: by the save before, if that still ran, and by the copy. The copy takes the
+    /// memory of this rank's values, once for all saves of the same layout.
     ///
     /// # Errors
     /// The outcome of the save before, if it failed: the new one is not started then. Values that cannot be copied.
-    pub fn save(&mut self, path: &Path, state: &StateDict, options: &SaveOptions) -> Result<Duration, CheckpointError> {
+    pub fn save(
+        &mut self,
+        path: impl Into<Location>,
+        state: &StateDict,
+        options: &SaveOptions,
+    ) -> Result<Duration, CheckpointError> {
         let start = Instant::now();
         self.wait()?;
         let staged = {
             let _span = info_span!("stage", rank = self.group.rank()).entered();
-            let mut buffers = match self.buffers.take() {
-                Some(buffers) if check_state_dict_similarity(state, &buffers) => buffers,
-                _ => create_cpu_state_dict(state)?,
-            };
-            copy_state_dict(state, &mut buffers)?;
+            let mut buffers = self.buffers.take().unwrap_or_default();
+            match copy_state_dict(state, &mut buffers) {
+                // The first save, or one of another layout.
+                Err(StateError::CompanionMismatch { .. }) => {
+                    drop(buffers);
+                    buffers = create_cpu_state_dict(state)?;
+                    copy_state_dict(state, &mut buffers)?;
+                }
+                copied => copied?,
+            }
             buffers
         };
-        let (path, group, options) = (path.to_owned(), self.group.clone(), options.clone());
+        let (path, group, options) = (path.into(), self.group.clone(), options.clone());
+        self.progress = options.progress.clone();
+        let mut saver = std::mem::take(&mut self.saver);
         self.in_flight = Some(self.runtime.spawn_blocking(move || {
-            let outcome = save(&path, &staged, &group, &options);
-            (staged, outcome)
+            let outcome = saver.save(&path, &staged, &group, &options);
+            (staged, saver, outcome)
         }));
         Ok(start.elapsed())
     }
@@ -72,18 +88,25 @@ impl AsyncSaver {
         self.in_flight.as_ref().is_some_and(|save| !save.is_finished())
     }
 
+    /// How far the last save is that was started.
+    #[must_use]
+    pub const fn progress(&self) -> &SaveProgress {
+        &self.progress
+    }
+
     /// Waits for the save in flight; `None` if there is none. Every rank gets the same error. Call it before the end:
     /// dropping the saver waits too, but can only log the error.
     ///
     /// # Errors
-    /// Those of [`save()`].
+    /// Those of [`save()`](crate::save()).
     pub fn wait(&mut self) -> Result<Option<SaveReport>, CheckpointError> {
         let Some(in_flight) = self.in_flight.take() else { return Ok(None) };
-        let (buffers, outcome) = self
+        let (buffers, saver, outcome) = self
             .runtime
             .block_on(in_flight)
             .map_err(|problem| CheckpointError::Background { problem: problem.to_string() })?;
         self.buffers = Some(buffers);
+        self.saver = saver;
         outcome.map(Some)
     }
 }

@@ -1,7 +1,9 @@
-//! The checkpoints of a training run: one directory, one checkpoint a step.
+//! The checkpoints of a training run: one directory, or prefix of an object store, with one checkpoint a step.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
+use fsdp_dcp::Location;
 use fsdp_dcp::metadata::METADATA_FILE;
 
 use crate::CheckpointError;
@@ -12,28 +14,34 @@ pub struct StepCheckpoint {
     /// Steps done when it was saved.
     pub step: u64,
     /// Its directory.
-    pub path: PathBuf,
+    pub path: Location,
 }
 
 /// Where the checkpoint of a step lies: `DIR/step-00000020`.
 #[must_use]
 pub fn step_path(dir: &Path, step: u64) -> PathBuf {
-    dir.join(format!("step-{step:08}"))
+    dir.join(step_name(step))
+}
+
+/// The name of a step's checkpoint in its run: `step-00000020`.
+#[must_use]
+pub fn step_name(step: u64) -> String {
+    format!("step-{step:08}")
 }
 
 /// The committed checkpoints in a run's directory, oldest step first. What a crash left half-written is not listed:
-/// it never gets a `step-` name.
+/// it never gets a `step-` name, or it has no `.metadata`.
 ///
 /// # Errors
 /// A directory that cannot be read.
-pub fn list_checkpoints(dir: &Path) -> Result<Vec<StepCheckpoint>, CheckpointError> {
-    let failed = |source| CheckpointError::Directory { path: dir.to_owned(), source };
+pub fn list_checkpoints(dir: impl Into<Location>) -> Result<Vec<StepCheckpoint>, CheckpointError> {
+    let dir = dir.into();
     let mut found = Vec::new();
-    for entry in std::fs::read_dir(dir).map_err(failed)? {
-        let path = entry.map_err(failed)?.path();
-        let step = path.file_name().and_then(|name| name.to_str()).and_then(|name| name.strip_prefix("step-"));
-        if let Some(step) = step.and_then(|step| step.parse().ok())
-            && path.join(METADATA_FILE).is_file()
+    for name in names(&dir)? {
+        let step = name.strip_prefix("step-").and_then(|step| step.parse().ok());
+        let path = dir.join(&name);
+        if let Some(step) = step
+            && path.join(METADATA_FILE).is_file()?
         {
             found.push(StepCheckpoint { step, path });
         }
@@ -42,10 +50,26 @@ pub fn list_checkpoints(dir: &Path) -> Result<Vec<StepCheckpoint>, CheckpointErr
     Ok(found)
 }
 
+/// The steps beside whose checkpoints something hidden lies: a save in progress, or what a crash left.
+pub(crate) fn steps_with_leftovers(dir: &Location) -> Result<BTreeSet<u64>, CheckpointError> {
+    let step = |name: String| name.strip_prefix(".step-")?.split('.').next()?.parse().ok();
+    Ok(names(dir)?.into_iter().filter_map(step).collect())
+}
+
+/// The names in a directory, less those that are not UTF-8: none of ours is.
+fn names(dir: &Location) -> Result<Vec<String>, CheckpointError> {
+    dir.names().map_err(|error| match error {
+        fsdp_dcp::CheckpointError::Io { source, .. } => {
+            CheckpointError::Directory { path: dir.name().to_owned(), source }
+        }
+        other => other.into(),
+    })
+}
+
 /// The newest committed checkpoint in a run's directory.
 ///
 /// # Errors
 /// As [`list_checkpoints`].
-pub fn latest_checkpoint(dir: &Path) -> Result<Option<StepCheckpoint>, CheckpointError> {
+pub fn latest_checkpoint(dir: impl Into<Location>) -> Result<Option<StepCheckpoint>, CheckpointError> {
     Ok(list_checkpoints(dir)?.pop())
 }

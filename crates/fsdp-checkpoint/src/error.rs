@@ -1,7 +1,10 @@
 //! What can go wrong with state dicts and checkpoints.
 
+use std::io;
+
 use fsdp_comm::CommError;
 use fsdp_flat::FlatError;
+use fsdp_layout::{ErrorKind, Failure};
 use fsdp_nn::NnError;
 use fsdp_state::{LoadReport, StateError};
 use thiserror::Error;
@@ -85,14 +88,38 @@ pub enum CheckpointError {
         /// How.
         problem: String,
     },
-    /// The state dict is not of this model or optimizer. Nothing has been changed.
-    #[error("the {what} state dict does not fit: {}", describe(report))]
+    /// The state dict is not of this model or optimizer; or, whether strict or not, ranks brought dicts with different
+    /// names. Nothing has been changed.
+    #[error("the {what} state dict{} does not fit: {}", of_ranks(ranks), describe(report))]
     Mismatch {
         /// `model` or `optimizer`.
         what: &'static str,
-        /// What differs.
+        /// What differs, on any rank.
         report: Box<LoadReport>,
+        /// The global ranks whose dict does not fit; empty if it is every rank's.
+        ranks: Vec<usize>,
     },
+}
+
+fn of_ranks(ranks: &[usize]) -> String {
+    if ranks.is_empty() { String::new() } else { format!(" of ranks {ranks:?}") }
+}
+
+impl Failure for CheckpointError {
+    fn kind(&self) -> ErrorKind {
+        match self {
+            CheckpointError::Comm(error) => error.kind(),
+            CheckpointError::Nn(error) => error.kind(),
+            CheckpointError::State(error) => error.kind(),
+            CheckpointError::Files(error) => error.kind(),
+            CheckpointError::Mismatch { .. } => ErrorKind::Difference,
+            CheckpointError::Directory { source, .. } if source.kind() == io::ErrorKind::NotFound => {
+                ErrorKind::Incomplete
+            }
+            CheckpointError::Directory { source, .. } => Failure::kind(source),
+            _ => ErrorKind::Other,
+        }
+    }
 }
 
 /// How many names of each kind a message lists.

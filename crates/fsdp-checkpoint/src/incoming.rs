@@ -3,7 +3,6 @@
 use fsdp_nn::ShardedParameters;
 use fsdp_state::StateDict;
 
-use crate::from_rank0::{from_rank0, model_owner, optim_owner};
 use crate::{CheckpointError, StateDictOptions, names, optim_format};
 
 /// State dicts on their way in, nested and under the model's names.
@@ -27,13 +26,6 @@ impl Incoming {
             model.iter().map(|(name, value)| (names::to_model(name, options), value.clone())).collect::<StateDict>()
         });
         let optim = optim.map(|optim| optim_format::to_model(optim, parameters, options)).transpose()?;
-        Ok(Incoming { model, optim })
-    }
-
-    /// Rank 0's values on every rank. Collectives: see [`from_rank0`].
-    pub(crate) fn broadcast(self, parameters: &ShardedParameters) -> Result<Self, CheckpointError> {
-        let model = self.model.map(|model| from_rank0(parameters, &model, model_owner)).transpose()?;
-        let optim = self.optim.map(|optim| from_rank0(parameters, &optim, optim_owner)).transpose()?;
         Ok(Incoming { model, optim })
     }
 }

@@ -17,18 +17,23 @@ pub mod load;
 mod names;
 mod optim_format;
 mod options;
+mod plan;
+mod progress;
+mod retention;
 pub mod save;
 pub mod state_dict;
 mod template;
 mod verify;
 
 pub use async_save::AsyncSaver;
-pub use catalog::{StepCheckpoint, latest_checkpoint, list_checkpoints, step_path};
+pub use catalog::{StepCheckpoint, latest_checkpoint, list_checkpoints, step_name, step_path};
 pub use error::CheckpointError;
+pub use fsdp_dcp::Location;
 pub use fsdp_state::{KeepOn, LoadReport};
 pub use load::{LoadOptions, load, load_whole};
 pub use options::StateDictOptions;
-pub use save::{SaveOptions, SaveReport, save};
+pub use retention::{Retention, prune};
+pub use save::{SaveOptions, SaveProgress, SaveReport, Saver, save};
 pub use state_dict::{
     get_model_state_dict, get_optimizer_state_dict, get_state_dict, set_model_state_dict, set_optimizer_state_dict,
     set_state_dict,

@@ -1,10 +1,11 @@
 //! Loading a checkpoint into a state dict: each rank reads the bytes that it needs, and nothing else.
 
-use std::path::Path;
 use std::time::Duration;
 
 use candle_core::Tensor;
 use fsdp_comm::ProcessGroup;
+use fsdp_dcp::Location;
+use fsdp_dcp::checkpoint::Checkpoint;
 use fsdp_dcp::metadata::Entry;
 use fsdp_dcp::plan::LoadRequest;
 use fsdp_dcp::reader::{CheckpointReader, Destination, OpenOptions, ReadOptions};
@@ -16,7 +17,7 @@ use indexmap::IndexMap;
 use tracing::info_span;
 
 use crate::CheckpointError;
-use crate::save::{DEFAULT_DEADLINE, box_bytes};
+use crate::save::DEFAULT_DEADLINE;
 
 /// How to load; the same on every rank.
 #[derive(Debug, Clone, Copy)]
@@ -45,23 +46,60 @@ impl Default for LoadOptions {
     }
 }
 
-/// Fills a state dict from the checkpoint at `path`, at whatever number of ranks it was saved: torch's `dcp.load`.
+/// Fills a state dict from the checkpoint at `path`, a path or a URL ([`Location`]), at whatever number of ranks it was
+/// saved: torch's `dcp.load`.
 ///
 /// `template` says what is wanted: the boxes of its sharded tensors, its whole tensors, its plain values. All of them
 /// are replaced by what was saved, tensors by fresh ones; keys that only the checkpoint has are ignored, and listed in
-/// the report as unexpected. Collective over `group`, for agreement only: every rank reads for itself.
+/// the report as unexpected. Collective over `group`, for two agreements only: every rank reads for itself. Tensors come
+/// on the CPU. The report is this rank's: ranks that ask for the same keys get the same.
 ///
 /// # Errors
 /// The same on every rank, and no rank's template is changed: a key that the checkpoint lacks, another shape, dtype
 /// or kind, chunks that do not cover what is wanted, damaged files.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use fsdp_checkpoint::{CheckpointError, LoadOptions, SaveOptions, load, save};
+/// use fsdp_flat::{LocalShard, ShardedTensor};
+/// use fsdp_layout::TensorBox;
+/// use fsdp_state::StateDict;
+/// let dir = tempfile::tempdir()?;
+/// let path = dir.path().join("step-00000001");
+/// // Three ranks save a row each, and a number.
+/// let saved = fsdp_comm::run_local(3, |group| {
+///     let row = TensorBox::new(vec![group.rank(), 0], vec![1, 2]);
+///     let tensor = Tensor::full(group.rank() as f32, (1, 2), &Device::Cpu)?;
+///     let shards = vec![LocalShard { bounds: row, tensor }];
+///     let mut state = StateDict::new();
+///     state.insert("weight", ShardedTensor::new(DType::F32, vec![3, 2], shards)?);
+///     state.insert("step", 1i64);
+///     Ok::<_, CheckpointError>(save(path.as_path(), &state, &group, &SaveOptions::default())?.total_bytes)
+/// })?;
+/// assert_eq!(*saved[0].as_ref().unwrap(), 3 * 2 * 4);
+/// // Two ranks load a column each.
+/// let columns = fsdp_comm::run_local(2, |group| {
+///     let column = TensorBox::new(vec![0, group.rank()], vec![3, 1]);
+///     let mut state = StateDict::new();
+///     state.insert("weight", ShardedTensor::zeros(DType::F32, &[3, 2], &[column])?);
+///     state.insert("step", 0i64);
+///     load(path.as_path(), &mut state, &group, &LoadOptions::default())?;
+///     assert_eq!(state.plain_at(&["step"]).and_then(|step| step.as_int()), Some(1));
+///     let weight = state.get("weight").and_then(|weight| weight.as_sharded()).unwrap();
+///     Ok::<_, CheckpointError>(weight.shards()[0].tensor.flatten_all()?.to_vec1::<f32>()?)
+/// })?;
+/// assert_eq!(*columns[1].as_ref().unwrap(), [0., 1., 2.]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub fn load(
-    path: &Path,
+    path: impl Into<Location>,
     template: &mut StateDict,
     group: &ProcessGroup,
     options: &LoadOptions,
 ) -> Result<LoadReport, CheckpointError> {
     let group = &group.with_deadline(group.deadline().max(options.deadline));
-    let _span = info_span!("load", rank = group.rank(), path = %path.display()).entered();
+    let path = &path.into();
+    let _span = info_span!("load", rank = group.rank(), %path).entered();
     let open = || Ok::<_, CheckpointError>(CheckpointReader::open_with(path, OpenOptions { verify: options.verify })?);
     let reader = group.agree("load: open", open())?;
     let (loaded, report) = group.agree("load: read", read_template(&reader, template, options))?;
@@ -69,12 +107,12 @@ pub fn load(
     Ok(report)
 }
 
-/// As [`load`] on one rank, from a checkpoint that is open. No communication.
+/// As [`load`] on one rank, from a checkpoint of any format that is open. No communication.
 ///
 /// # Errors
 /// As [`load`].
 pub fn read_template(
-    reader: &CheckpointReader,
+    reader: &dyn Checkpoint,
     template: &StateDict,
     options: &LoadOptions,
 ) -> Result<(StateDict, LoadReport), CheckpointError> {
@@ -111,11 +149,7 @@ pub fn read_template(
     Ok((unflatten_state_dict(FlatStateDict { values, paths })?, report))
 }
 
-fn read_tensors(
-    reader: &CheckpointReader,
-    wanted: &mut [Wanted],
-    options: &LoadOptions,
-) -> Result<(), CheckpointError> {
+fn read_tensors(reader: &dyn Checkpoint, wanted: &mut [Wanted], options: &LoadOptions) -> Result<(), CheckpointError> {
     let destinations = wanted
         .iter_mut()
         .map(|tensor| Destination {
@@ -180,7 +214,7 @@ impl Wanted {
             _ => dtype,
         };
         let buffers = boxes.iter().map(|bounds| match kind {
-            Kind::Raw => Ok(Buffer::Bytes(vec![0; box_bytes(bounds, stored) as usize])),
+            Kind::Raw => Ok(Buffer::Bytes(vec![0; bounds.numel() * stored.size_in_bytes() as usize])),
             _ => Ok(Buffer::Tensor(TensorBuffer::zeros(&bounds.sizes, fsdp_flat::dtype::to_candle(stored)?)?)),
         });
         let buffers = buffers.collect::<Result<_, CheckpointError>>()?;
@@ -219,11 +253,16 @@ impl Wanted {
 }
 
 /// Everything under `prefix` (all of it for an empty one) that a checkpoint holds, whole, as the nested state dict
-/// that was saved. No communication; the caller should know that it fits into memory.
+/// that was saved: torch's `_load_state_dict_from_keys`. Tensors are on the CPU. No communication; the caller should
+/// know that it fits into memory.
 ///
 /// # Errors
 /// Damaged files.
-pub fn load_whole(path: &Path, prefix: &[&str], options: &LoadOptions) -> Result<StateDict, CheckpointError> {
+pub fn load_whole(
+    path: impl Into<Location>,
+    prefix: &[&str],
+    options: &LoadOptions,
+) -> Result<StateDict, CheckpointError> {
     let reader = CheckpointReader::open_with(path, OpenOptions { verify: options.verify })?;
     let template = whole_template(&reader, prefix)?;
     Ok(read_template(&reader, &template, options)?.0)

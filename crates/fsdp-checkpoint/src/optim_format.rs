@@ -2,6 +2,7 @@
 
 use fsdp_layout::PlainValue;
 use fsdp_nn::ShardedParameters;
+use fsdp_nn::fsdp_state::OptimStateKeyType;
 use fsdp_nn::optim_state::read_param_groups;
 use fsdp_state::{StateDict, StateValue};
 
@@ -40,7 +41,12 @@ fn rename(nested: StateDict, name: &dyn Fn(&str) -> String) -> Result<StateDict,
                 let groups = groups.iter().map(|group| {
                     let entries = group.hyperparameters.iter().cloned();
                     let mut dict: StateDict = entries.map(|(key, value)| (key, StateValue::Plain(value))).collect();
-                    let params = group.params.iter().map(|fqn| PlainValue::Str(name(fqn))).collect();
+                    // Ids stay ids, so that a load tells them from names.
+                    let param = |key: &String| match (group.key_type, key.parse()) {
+                        (Some(OptimStateKeyType::ParamId), Ok(id)) => PlainValue::Int(id),
+                        _ => PlainValue::Str(name(key)),
+                    };
+                    let params = group.params.iter().map(param).collect();
                     dict.insert("params", PlainValue::List(params));
                     StateValue::Dict(dict)
                 });

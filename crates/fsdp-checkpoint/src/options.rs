@@ -7,9 +7,9 @@ use crate::CheckpointError;
 /// torch's `StateDictOptions`; the same on every rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StateDictOptions {
-    /// Whole tensors instead of sharded ones.
+    /// Whole tensors instead of sharded ones. A load takes either, and each rank its part.
     pub full_state_dict: bool,
-    /// Values on the CPU. With `full_state_dict` only rank 0 gets them, the others an empty dict, as in torch, unless
+    /// Values on the CPU; a load does not mind. With `full_state_dict` only rank 0 gets them, the others an empty dict, as in torch, unless
     /// `keep_on` says otherwise.
     pub cpu_offload: bool,
     /// Which ranks get a full state dict; the others get an empty one. `None`: all, or rank 0 with `cpu_offload`.
@@ -21,7 +21,8 @@ pub struct StateDictOptions {
     pub submodules: Vec<String>,
     /// Whether names keep the submodule's FQN in front. Without it only one submodule may be named.
     pub keep_submodule_prefixes: bool,
-    /// Whether names that differ between a state dict and the model are an error on load. Shapes always are.
+    /// Whether names that differ between a state dict and the model are an error on load. Shapes always are; state of
+    /// parameters that no optimizer holds never is.
     pub strict: bool,
     /// Load from the dicts that rank 0 has; the others may pass empty ones. Needs `full_state_dict`.
     pub broadcast_from_rank0: bool,

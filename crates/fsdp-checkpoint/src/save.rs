@@ -1,26 +1,26 @@
-//! Saving a state dict as a checkpoint: every rank writes what it holds, one rank commits.
+//! Saving a state dict as a checkpoint: every rank writes what it holds, one rank plans and commits.
 
 use std::borrow::Cow;
 use std::ops::Range;
-use std::path::Path;
 use std::time::{Duration, Instant};
 
+use candle_core::{Device, Tensor};
 use fsdp_comm::ProcessGroup;
+use fsdp_dcp::Location;
 use fsdp_dcp::durable::{Durable, Staging};
 use fsdp_dcp::item::value_item_length;
-use fsdp_dcp::plan::{Deduplicate, GlobalPlan, LocalPlan, Selection, plan_save};
+use fsdp_dcp::plan::{Deduplicate, LocalPlan, Selection};
 use fsdp_dcp::writer::{PayloadSource, RankWritten, WriteOptions, finish, write_rank};
-use fsdp_flat::storage::with_bytes;
+use fsdp_flat::storage::{to_device, with_bytes};
 use fsdp_layout::value::PlainTensor;
-use fsdp_layout::{DType, PlainValue, TensorBox};
+use fsdp_layout::{PlainValue, TensorBox};
 use fsdp_state::{FlatStateDict, StateDict, StateValue, flatten_state_dict};
 use indexmap::IndexMap;
 use tracing::{debug, info_span};
 
 use crate::CheckpointError;
-
-/// The rank that plans and commits.
-const COORDINATOR: usize = 0;
+use crate::plan::{Kept, MadeOf, PLANNER, PlanCache};
+pub use crate::progress::SaveProgress;
 
 /// How long ranks wait for each other in a save or a load, unless told otherwise: writing takes as long as it takes,
 /// and a rank that dies is noticed at once all the same.
@@ -39,6 +39,8 @@ pub struct SaveOptions {
     pub deadline: Duration,
     /// The way to durable storage; tests make its steps fail.
     pub durable: Durable,
+    /// Told how far this rank is. Each rank has its own; keep a clone to look at it.
+    pub progress: SaveProgress,
 }
 
 impl Default for SaveOptions {
@@ -49,6 +51,7 @@ impl Default for SaveOptions {
             write: WriteOptions::default(),
             deadline: DEFAULT_DEADLINE,
             durable: Durable::default(),
+            progress: SaveProgress::default(),
         }
     }
 }
@@ -57,7 +60,7 @@ impl Default for SaveOptions {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SaveReport {
-    /// Payload bytes that this rank wrote: tensors, and objects as they are stored.
+    /// Bytes of tensors that this rank wrote.
     pub rank_bytes: u64,
     /// The same for all ranks together.
     pub total_bytes: u64,
@@ -65,73 +68,98 @@ pub struct SaveReport {
     pub duration: Duration,
 }
 
-/// Saves a state dict as a DCP checkpoint directory at `path`, which `torch.distributed.checkpoint.load` opens:
-/// torch's `dcp.save`.
+/// Saves a state dict as a DCP checkpoint directory at `path`, a path or a URL ([`Location`]), which
+/// `torch.distributed.checkpoint.load` opens: torch's `dcp.save`. A [`Saver`] does the same again and again with less
+/// planning. [`load`](crate::load()) has an example.
 ///
 /// Collective: every rank of `group` brings its own values under the same keys; values that several ranks hold are
-/// written once. Only plans, statuses and hashes move between ranks, no tensor bytes. When it returns, the checkpoint
-/// is durable; when it fails, every rank gets the error, and what was at `path` before is untouched.
+/// written once. Plain values are taken from one rank that has them, not compared. Only plans, statuses and hashes move
+/// between ranks, no tensor bytes. When it returns, the checkpoint is durable; when it fails, every rank gets the error,
+/// and what was at `path` before is untouched.
 ///
 /// # Errors
 /// A state dict that cannot be saved, ranks that disagree on a dtype or shape, boxes that overlap or leave holes,
-/// a checkpoint that is there already, and whatever the file system says.
+/// a checkpoint that is there already (which cannot be overwritten in an object store), and whatever the storage says.
 pub fn save(
-    path: &Path,
+    path: impl Into<Location>,
     state: &StateDict,
     group: &ProcessGroup,
     options: &SaveOptions,
 ) -> Result<SaveReport, CheckpointError> {
-    let start = Instant::now();
-    let group = &group.with_deadline(group.deadline().max(options.deadline));
-    let _span = info_span!("save", rank = group.rank(), path = %path.display()).entered();
-
-    let (plan, source) = group.agree("save: plan", Source::new(state))?;
-    let plans = group.gather_object(&plan, COORDINATOR)?;
-    let coordinated = plans.as_ref().map(|plans| coordinate(path, plans, options)).transpose();
-    let mut coordinated = group.agree("save: plan", coordinated)?;
-
-    let orders = coordinated.as_ref().map(|(global, staging)| orders(global, staging));
-    let (selection, staging_name, total_bytes) = group.scatter_object(orders.as_deref(), COORDINATOR)?;
-    let written = match &coordinated {
-        Some((_, staging)) => write(staging, group.rank(), &plan, &selection, &source, options),
-        None => options
-            .durable
-            .join(path, &staging_name)
-            .map_err(CheckpointError::from)
-            .and_then(|staging| write(&staging, group.rank(), &plan, &selection, &source, options)),
-    };
-    let written = group.agree("save: write", written)?;
-    let rank_bytes = written.payload_bytes;
-    let all_written = group.gather_object(&written, COORDINATOR)?;
-
-    let committed = match (coordinated.take(), plans, all_written) {
-        (Some((global, staging)), Some(plans), Some(written)) => {
-            finish(staging, global.metadata, &plans, &written).map_err(CheckpointError::from)
-        }
-        _ => Ok(()),
-    };
-    group.agree("save: commit", committed)?;
-    let report = SaveReport { rank_bytes, total_bytes, duration: start.elapsed() };
-    debug!(rank_bytes, total_bytes, seconds = report.duration.as_secs_f64(), "saved");
-    Ok(report)
+    Saver::new().save(path, state, group, options)
 }
 
-/// On the coordinator: the plan of all, and the directory to write into.
-fn coordinate(
-    path: &Path,
-    plans: &[LocalPlan],
-    options: &SaveOptions,
-) -> Result<(GlobalPlan, Staging), CheckpointError> {
-    let _span = info_span!("plan").entered();
-    let planned = plan_save(plans, fsdp_dcp::plan::SaveOptions { deduplicate: options.deduplicate });
-    let planned = planned.map_err(fsdp_dcp::CheckpointError::from)?;
-    Ok((planned, options.durable.prepare(path, options.overwrite)?))
+/// Saves the state dicts of a run: the plan of one save is kept for the next.
+///
+/// Every rank has one, and all ranks use theirs for the same saves. [`Saver::save`] is [`save`] but for the planning:
+/// while the layout stays what it was, ranks exchange one hash instead of their plans.
+#[derive(Debug, Default)]
+pub struct Saver {
+    plans: PlanCache,
 }
 
-/// What each rank is told: its items, the staging directory's name, the bytes of all ranks.
-fn orders(global: &GlobalPlan, staging: &Staging) -> Vec<(Selection, String, u64)> {
-    let total: u64 = global.loads.iter().sum();
-    global.selections.iter().map(|selection| (selection.clone(), staging.name().to_owned(), total)).collect()
+impl Saver {
+    /// A saver that has planned nothing yet. No communication.
+    #[must_use]
+    pub fn new() -> Self {
+        Saver::default()
+    }
+
+    /// As [`save`]. Who writes what is planned by the first call, and again whenever any rank's layout (keys, shapes,
+    /// dtypes, boxes) has changed since the last one; otherwise the ranks only agree that it has not.
+    ///
+    /// # Errors
+    /// As [`save`].
+    pub fn save(
+        &mut self,
+        path: impl Into<Location>,
+        state: &StateDict,
+        group: &ProcessGroup,
+        options: &SaveOptions,
+    ) -> Result<SaveReport, CheckpointError> {
+        let start = Instant::now();
+        let path = &path.into();
+        let group = &group.with_deadline(group.deadline().max(options.deadline));
+        let _span = info_span!("save", rank = group.rank(), %path).entered();
+
+        let (plan, kept, source) = {
+            let _span = info_span!("plan", rank = group.rank()).entered();
+            let source = Source::new(state, options.progress.clone());
+            let layout = source.as_ref().map_or(0, |(plan, _)| plan.layout_hash());
+            let made_of = MadeOf::new(group, layout, options.deduplicate);
+            let is_planned = self.plans.is_planned(group, &made_of, &source)?;
+            let (plan, source) = source?;
+            let kept = self.plans.plan(group, made_of, &plan, is_planned)?;
+            (plan, kept, source)
+        };
+        options.progress.expect(kept.rank_bytes);
+        let staging = kept.everyone.as_ref().map(|_| options.durable.prepare(path, options.overwrite)).transpose();
+        let staging = group.agree("save: prepare", staging)?;
+        let name =
+            group.broadcast_object(staging.as_ref().map(|staging| staging.name().to_owned()).as_ref(), PLANNER)?;
+        let written = match &staging {
+            Some(staging) => write(staging, group.rank(), &plan, &kept.selection, &source, options),
+            None => match options.durable.join(path, &name) {
+                Ok(staging) => write(&staging, group.rank(), &plan, &kept.selection, &source, options),
+                Err(error) => Err(error.into()),
+            },
+        };
+        let written = group.agree("save: write", written)?;
+        let all_written = group.gather_object(&written, PLANNER)?;
+
+        let committed = match (staging, &kept.everyone, all_written) {
+            (Some(staging), Some(everyone), Some(written)) => {
+                let _span = info_span!("commit", rank = group.rank()).entered();
+                finish(staging, everyone.metadata.clone(), &everyone.plans, &written).map_err(CheckpointError::from)
+            }
+            _ => Ok(()),
+        };
+        group.agree("save: commit", committed)?;
+        let Kept { rank_bytes, total_bytes, .. } = *kept;
+        let report = SaveReport { rank_bytes, total_bytes, duration: start.elapsed() };
+        debug!(rank_bytes, total_bytes, seconds = report.duration.as_secs_f64(), "saved");
+        Ok(report)
+    }
 }
 
 fn write(
@@ -142,7 +170,7 @@ fn write(
     source: &Source,
     options: &SaveOptions,
 ) -> Result<RankWritten, CheckpointError> {
-    let _span = info_span!("write", rank).entered();
+    let _span = info_span!("write", rank, bytes = source.progress.total()).entered();
     Ok(write_rank(staging, rank, plan, selection, source, &options.write)?)
 }
 
@@ -150,6 +178,7 @@ fn write(
 struct Source {
     tensors: IndexMap<String, Vec<(TensorBox, Payload)>>,
     values: IndexMap<String, PlainValue>,
+    progress: SaveProgress,
 }
 
 /// The elements of one box.
@@ -159,10 +188,10 @@ enum Payload {
 }
 
 impl Source {
-    fn new(state: &StateDict) -> Result<(LocalPlan, Source), CheckpointError> {
+    fn new(state: &StateDict, progress: SaveProgress) -> Result<(LocalPlan, Source), CheckpointError> {
         let FlatStateDict { values, mut paths } = flatten_state_dict(state)?;
         let mut plan = LocalPlan::default();
-        let mut source = Source { tensors: IndexMap::new(), values: IndexMap::new() };
+        let mut source = Source { tensors: IndexMap::new(), values: IndexMap::new(), progress };
         for (fqn, value) in values {
             let path = paths.swap_remove(&fqn);
             match value {
@@ -170,14 +199,14 @@ impl Source {
                     let dtype = fsdp_flat::dtype::of(&tensor)?;
                     let (shape, whole) = (tensor.dims().to_vec(), TensorBox::whole(tensor.dims()));
                     plan.add_tensor(&fqn, path, dtype, shape, vec![whole.clone()]);
-                    source.tensors.insert(fqn, vec![(whole, Payload::Tensor(tensor.contiguous()?))]);
+                    source.tensors.insert(fqn, vec![(whole, Payload::Tensor(on_host(&tensor)?))]);
                 }
                 StateValue::Sharded(tensor) => {
                     plan.add_tensor(&fqn, path, tensor.file_dtype()?, tensor.shape().to_vec(), tensor.boxes());
                     let shards = tensor
                         .shards()
                         .iter()
-                        .map(|shard| Ok((shard.bounds.clone(), Payload::Tensor(shard.tensor.contiguous()?))));
+                        .map(|shard| Ok((shard.bounds.clone(), Payload::Tensor(on_host(&shard.tensor)?))));
                     source.tensors.insert(fqn, shards.collect::<Result<_, CheckpointError>>()?);
                 }
                 StateValue::Raw(tensor) => {
@@ -230,6 +259,11 @@ fn object_value(fqn: &str, value: &StateValue) -> Result<PlainValue, CheckpointE
     })
 }
 
+/// What the threads that write can read again and again. Elements of a GPU are copied here, by the thread that made them.
+fn on_host(tensor: &Tensor) -> Result<Tensor, CheckpointError> {
+    Ok(to_device(&tensor.contiguous()?, &Device::Cpu)?)
+}
+
 impl PayloadSource for Source {
     fn payload(
         &self,
@@ -242,20 +276,18 @@ impl PayloadSource for Source {
         let boxes = self.tensors.get(fqn).ok_or_else(not_stored)?;
         let (_, payload) = boxes.iter().find(|(held, _)| held == bounds).ok_or_else(not_stored)?;
         let range = range.start as usize..range.end as usize;
+        let length = range.len() as u64;
         let give = |bytes: &[u8]| sink(bytes.get(range).ok_or_else(not_stored)?);
         match payload {
             Payload::Raw(tensor) => give(tensor.bytes()),
             Payload::Tensor(tensor) => with_bytes(tensor, give).map_err(|_| not_stored())?,
-        }
+        }?;
+        self.progress.add(length);
+        Ok(())
     }
 
     fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, fsdp_dcp::CheckpointError> {
         let value = self.values.get(fqn);
         value.map(Cow::Borrowed).ok_or_else(|| fsdp_dcp::CheckpointError::NotStored { fqn: fqn.to_owned() })
     }
-}
-
-/// Bytes of a box in this dtype.
-pub(crate) fn box_bytes(bounds: &TensorBox, dtype: DType) -> u64 {
-    bounds.numel() as u64 * dtype.size_in_bytes()
 }

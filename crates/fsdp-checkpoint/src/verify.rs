@@ -12,10 +12,47 @@ use crate::{CheckpointError, StateDictOptions, get_optimizer_state_dict, set_opt
 /// the values really compared.
 ///
 /// `parameters` are those of the unsharded model (of a process group of one rank) that `fresh` and `reference` step
-/// on. Collective over `group`; every rank brings its own unsharded model.
+/// on. Collective over `group`; every rank brings its own unsharded model. Collectives: those of [`gather_state_dict`]
+/// and one agreement.
 ///
 /// # Errors
 /// [`CheckpointError::Differs`] naming the first difference; errors of the load.
+///
+/// ```
+/// # use candle_core::{DType, Device, Tensor};
+/// # use candle_nn::Module;
+/// use fsdp_checkpoint::{StateDictOptions, get_optimizer_state_dict, verify_osd_by_load};
+/// # use fsdp_nn::algorithm::{AdamOptions, Algorithm};
+/// # use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer};
+/// fsdp_comm::run_local(2, |group| {
+/// #   let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
+/// #       candle_nn::linear(3, 2, scope.vb())
+/// #   })?;
+/// #   let mut optimizer = Optimizer::new(model.parameters(), Algorithm::Adam(AdamOptions::default()))?;
+/// #   let x = Tensor::ones((1, 3), DType::F32, &Device::Cpu)?;
+/// #   let loss = model.forward(|layer| layer.forward(&x)?.sqr()?.mean_all())?;
+/// #   model.backward(&loss)?;
+/// #   optimizer.step()?;
+///     // A linear layer 3 -> 2 on two ranks, after one step of Adam.
+///     let parameters = model.parameters();
+///     let sharded = get_optimizer_state_dict(parameters, &[&optimizer], &StateDictOptions::default())?;
+///     // The same step of the same model on one rank.
+///     let alone = fsdp_comm::run_local(1, |group| group)?.remove(0);
+///     let plain = FullyShardedDataParallel::new(alone, FsdpConfig::default(), |scope| {
+///         candle_nn::linear(3, 2, scope.vb())
+///     })?;
+///     let adam = || Optimizer::new(plain.parameters(), Algorithm::Adam(AdamOptions::default()));
+///     let (mut reference, mut fresh) = (adam()?, adam()?);
+///     let loss = plain.forward(|layer| layer.forward(&x)?.sqr()?.mean_all())?;
+///     plain.backward(&loss)?;
+///     reference.step()?;
+///     verify_osd_by_load(&group, &sharded, plain.parameters(), &mut [&mut fresh], &[&reference])?;
+///     Ok::<(), fsdp_checkpoint::CheckpointError>(())
+/// })?
+/// .into_iter()
+/// .collect::<Result<Vec<()>, _>>()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub fn verify_osd_by_load(
     group: &ProcessGroup,
     distributed: &StateDict,
@@ -39,10 +76,40 @@ pub fn verify_osd_by_load(
 }
 
 /// Gathers a distributed model state dict and requires it to be, bit for bit, the `reference` one, which is whole:
-/// torch's `_verify_msd`, exact. Collective over `group`.
+/// torch's `_verify_msd`, exact. Collective over `group`: those of [`gather_state_dict`] and one agreement.
 ///
 /// # Errors
 /// [`CheckpointError::Differs`] naming the first difference.
+///
+/// ```
+/// # use candle_core::{DType, Device, Tensor};
+/// # use candle_nn::Module;
+/// use fsdp_checkpoint::{StateDictOptions, get_model_state_dict, verify_msd};
+/// # use fsdp_nn::algorithm::{AdamOptions, Algorithm};
+/// # use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer};
+/// fsdp_comm::run_local(2, |group| {
+/// #   let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
+/// #       candle_nn::linear(3, 2, scope.vb())
+/// #   })?;
+/// #   let mut optimizer = Optimizer::new(model.parameters(), Algorithm::Adam(AdamOptions::default()))?;
+/// #   let x = Tensor::ones((1, 3), DType::F32, &Device::Cpu)?;
+/// #   let loss = model.forward(|layer| layer.forward(&x)?.sqr()?.mean_all())?;
+/// #   model.backward(&loss)?;
+/// #   optimizer.step()?;
+///     // A linear layer 3 -> 2 on two ranks, after one step of Adam.
+///     let parameters = model.parameters();
+///     let sharded = get_model_state_dict(parameters, &StateDictOptions::default())?;
+///     let full = StateDictOptions { full_state_dict: true, ..StateDictOptions::default() };
+///     let mut expected = get_model_state_dict(parameters, &full)?;
+///     verify_msd(&group, &sharded, &expected)?;
+///     expected.insert("bias", Tensor::zeros(2, DType::F32, &Device::Cpu)?);
+///     assert!(verify_msd(&group, &sharded, &expected).unwrap_err().to_string().contains("bias"));
+///     Ok::<(), fsdp_checkpoint::CheckpointError>(())
+/// })?
+/// .into_iter()
+/// .collect::<Result<Vec<()>, _>>()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub fn verify_msd(group: &ProcessGroup, distributed: &StateDict, reference: &StateDict) -> Result<(), CheckpointError> {
     let full = gather_state_dict(group, distributed, &GatherOptions::default())?;
     Ok(group.agree("verify_msd", same(&full, reference))?)

@@ -65,7 +65,7 @@ fn training_may_change_everything_as_soon_as_the_call_returns() {
         let mut saver = AsyncSaver::new(&group).unwrap();
         let state = state(group.rank(), 3, 1.0);
         let options = SaveOptions { durable: Durable::with_hook(gate.clone()), ..SaveOptions::default() };
-        saver.save(&dir.path().join("first"), &state, &options).unwrap();
+        saver.save(dir.path().join("first"), &state, &options).unwrap();
         assert!(saver.is_saving(), "the disk is held up, yet the call has returned");
         overwrite(&state, 7.0);
         // Collectives of training go on meanwhile.
@@ -76,8 +76,8 @@ fn training_may_change_everything_as_soon_as_the_call_returns() {
         assert!(report.total_bytes >= 3 * 4000, "{report:?}");
         assert!(saver.wait().unwrap().is_none());
         // The next one waits for nothing, and uses the same buffers.
-        saver.save(&dir.path().join("second"), &self::state(group.rank(), 3, 2.0), &options).unwrap();
-        saver.save(&dir.path().join("third"), &self::state(group.rank(), 3, 3.0), &options).unwrap();
+        saver.save(dir.path().join("second"), &self::state(group.rank(), 3, 2.0), &options).unwrap();
+        saver.save(dir.path().join("third"), &self::state(group.rank(), 3, 3.0), &options).unwrap();
     })
     .unwrap();
     for (name, value) in [("first", 1.0), ("second", 2.0), ("third", 3.0)] {
@@ -103,13 +103,13 @@ fn a_failure_is_the_next_calls_error_on_every_rank_and_then_it_works_again() {
         let mut saver = AsyncSaver::new(&group).unwrap();
         let options = SaveOptions { durable: Durable::with_hook(broken.clone()), ..SaveOptions::default() };
         let state = state(group.rank(), 2, 4.0);
-        saver.save(&dir.path().join("lost"), &state, &options).unwrap();
-        let error = saver.save(&dir.path().join("never-started"), &state, &options).unwrap_err().to_string();
+        saver.save(dir.path().join("lost"), &state, &options).unwrap();
+        let error = saver.save(dir.path().join("never-started"), &state, &options).unwrap_err().to_string();
         assert!(error.contains("save"), "{error}");
         group.barrier().unwrap();
         broken.0.store(false, Ordering::SeqCst);
         group.barrier().unwrap();
-        saver.save(&dir.path().join("saved"), &state, &options).unwrap();
+        saver.save(dir.path().join("saved"), &state, &options).unwrap();
         saver.wait().unwrap();
     })
     .unwrap();

@@ -204,6 +204,6 @@ fn only_committed_steps_are_listed() {
     let steps: Vec<u64> = list_checkpoints(dir.path()).unwrap().into_iter().map(|found| found.step).collect();
     assert_eq!(steps, [3, 20, 100]);
     assert_eq!(latest_checkpoint(dir.path()).unwrap().unwrap().step, 100);
-    let missing = list_checkpoints(&dir.path().join("nowhere"));
+    let missing = list_checkpoints(dir.path().join("nowhere"));
     assert!(matches!(missing, Err(CheckpointError::Directory { .. })));
 }

@@ -123,7 +123,12 @@ fn any_world_strategy_and_mode_loads_what_another_saved() {
                     let model = model(group.clone(), ShardingStrategy::FullShard, to % 2 == 0, 2);
                     let mut optimizer = Optimizer::new(model.parameters(), algorithm.clone()).unwrap();
                     let (m, _) = get_state_dict(model.parameters(), &[&optimizer], &options()).unwrap();
-                    let optim = fsdp_checkpoint::optimizer_template(&path, &["optim"], &[&optimizer]).unwrap();
+                    let optim = fsdp_checkpoint::optimizer_template(
+                        &fsdp_dcp::reader::CheckpointReader::open(&path).unwrap(),
+                        &["optim"],
+                        &[&optimizer],
+                    )
+                    .unwrap();
                     let mut state = whole_state(m, optim);
                     load(&path, &mut state, &group, &LoadOptions::default()).unwrap();
                     let (m, o) = (state.dict("model").unwrap(), state.dict("optim").unwrap());
@@ -150,7 +155,12 @@ fn training_goes_on_as_if_never_stopped() {
                 let mut optimizer = Optimizer::new(model.parameters(), algorithm.clone()).unwrap();
                 if resume {
                     let (m, _) = get_state_dict(model.parameters(), &[&optimizer], &options()).unwrap();
-                    let optim = fsdp_checkpoint::optimizer_template(&path, &["optim"], &[&optimizer]).unwrap();
+                    let optim = fsdp_checkpoint::optimizer_template(
+                        &fsdp_dcp::reader::CheckpointReader::open(&path).unwrap(),
+                        &["optim"],
+                        &[&optimizer],
+                    )
+                    .unwrap();
                     let mut state = whole_state(m, optim);
                     load(&path, &mut state, &group, &LoadOptions::default()).unwrap();
                     let (m, o) = (state.dict("model").unwrap(), state.dict("optim").unwrap());

@@ -1,7 +1,9 @@
 //! How fast collectives are, beside plain copies of the same memory in the same run.
 //!
-//! `cargo run --release -p fsdp-comm --example collectives -- local 2`: the backend (`local`, `tcp`, or `sockets` for
-//! `tcp` without shared memory) and the number of ranks. Under a launcher, `tcp` joins the ranks that it started.
+//! `cargo run --release -p fsdp-comm --example collectives -- [--json] [BACKEND [RANKS]] [--torch PYTHON]`: the backend
+//! (`local`, `tcp`, `sockets` for `tcp` without shared memory, or `mpi` under `mpirun` where it is compiled in) and the
+//! number of ranks; without them, `local` and `tcp` on 2 and 4 ranks. Under a launcher, `tcp` joins the ranks that it
+//! started. `--torch` names a Python with torch, whose gloo does the same after each `tcp`.
 //!
 //! Printed for each size (that of the whole tensor on one rank) are the time of one operation, the size divided by it,
 //! and the ratio to the memory bound: the time in which all ranks at once copy as many bytes as they must read and write.
@@ -12,7 +14,7 @@ use std::net::TcpListener;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use fsdp_comm::{CommError, Environment, ProcessGroup, ReduceOp, TcpOptions, run_local};
+use fsdp_comm::{CommError, Environment, ProcessGroup, ReduceOp, TcpOptions, init_process_group, run_local};
 
 const SIZES: [usize; 4] = [4, 1 << 20, 16 << 20, 256 << 20];
 /// Each figure is the best of this many rounds,
@@ -20,32 +22,69 @@ const ROUNDS: usize = 5;
 /// each of which takes about this long.
 const ROUND: Duration = Duration::from_millis(150);
 
+/// gloo's side of the comparison.
+const GLOO: &str = include_str!("collectives_gloo.py");
+
 fn main() -> Result<(), CommError> {
-    let mut arguments = std::env::args().skip(1);
-    let backend = arguments.next().unwrap_or_else(|| "local".to_owned());
-    let ranks = arguments.next().and_then(|ranks| ranks.parse().ok()).unwrap_or(2);
-    match &backend[..] {
-        "local" => run_local(ranks, bench)?.into_iter().collect(),
-        "tcp" | "sockets" if std::env::var_os("RANK").is_none() => launch(ranks),
-        "tcp" | "sockets" => {
-            bench(TcpOptions::new(Environment::from_env()?).shared_memory(backend == "tcp").connect()?)
+    let mut arguments: Vec<String> = std::env::args().skip(1).collect();
+    let json = take(&mut arguments, "--json", 1).is_some();
+    let torch = take(&mut arguments, "--torch", 2).and_then(|option| option.into_iter().nth(1));
+    let runs = match &arguments[..] {
+        [] => {
+            [("local", 2), ("tcp", 2), ("local", 4), ("tcp", 4)].map(|(name, ranks)| (name.to_owned(), ranks)).to_vec()
         }
-        _ => Err(CommError::InvalidArgument {
-            operation: "collectives".to_owned(),
-            message: format!("there is no backend `{backend}`"),
-        }),
+        [backend] => vec![(backend.clone(), 2)],
+        [backend, ranks, ..] => vec![(backend.clone(), ranks.parse().unwrap_or(2))],
+    };
+    for (backend, ranks) in runs {
+        run(&backend, ranks, json)?;
+        if let Some(python) = torch.as_ref().filter(|_| backend == "tcp") {
+            gloo(python, ranks, json)?;
+        }
+    }
+    Ok(())
+}
+
+/// Takes an option and what belongs to it out of the arguments.
+fn take(arguments: &mut Vec<String>, option: &str, words: usize) -> Option<Vec<String>> {
+    let at = arguments.iter().position(|argument| argument == option)?;
+    Some(arguments.drain(at..arguments.len().min(at + words)).collect())
+}
+
+fn run(backend: &str, ranks: usize, json: bool) -> Result<(), CommError> {
+    match backend {
+        "local" => run_local(ranks, |group| bench(group, json))?.into_iter().collect(),
+        "tcp" | "sockets" if std::env::var_os("RANK").is_none() => launch(backend, ranks, json),
+        "tcp" | "sockets" => {
+            let options = TcpOptions::new(Environment::from_env()?).shared_memory(backend == "tcp");
+            bench(options.connect()?, json)
+        }
+        _ => bench(init_process_group(backend.parse()?)?, json),
+    }
+}
+
+fn gloo(python: &str, ranks: usize, json: bool) -> Result<(), CommError> {
+    let status =
+        Command::new(python).args(["-c", GLOO, &ranks.to_string(), if json { "json" } else { "table" }]).status();
+    match status {
+        Ok(status) if status.success() => Ok(()),
+        other => Err(CommError::Start { rank: 0, message: format!("`{python}` with torch: {other:?}") }),
     }
 }
 
 /// Starts this program again as each rank.
-fn launch(ranks: usize) -> Result<(), CommError> {
+fn launch(backend: &str, ranks: usize, json: bool) -> Result<(), CommError> {
     let failed = |rank: usize, error: String| CommError::Start { rank, message: error };
     let port = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
     let port = port.map_err(|error| failed(0, error.to_string()))?.port();
     let start = |rank: usize| {
         let program = std::env::current_exe().map_err(|error| failed(rank, error.to_string()))?;
         let mut command = Command::new(program);
-        command.args(std::env::args().skip(1)).env("RANK", rank.to_string()).env("WORLD_SIZE", ranks.to_string());
+        command
+            .args([backend, &ranks.to_string()])
+            .args(json.then_some("--json"))
+            .env("RANK", rank.to_string())
+            .env("WORLD_SIZE", ranks.to_string());
         command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
         command.spawn().map_err(|error| failed(rank, error.to_string()))
     };
@@ -59,15 +98,20 @@ fn launch(ranks: usize) -> Result<(), CommError> {
     Ok(())
 }
 
-fn bench(group: ProcessGroup) -> Result<(), CommError> {
+fn bench(group: ProcessGroup, json: bool) -> Result<(), CommError> {
     let ranks = group.world_size();
     let say = |line: String| {
         if group.rank() == 0 {
             println!("{line}");
         }
     };
-    say(format!("{} ranks, {}", ranks, group.backend_name()));
-    say(format!("{:>12} {:>15} {:>12} {:>10} {:>8}", "bytes", "operation", "time", "GB/s", "bound"));
+    let table = |line: String| {
+        if !json {
+            say(line)
+        }
+    };
+    table(format!("{} ranks, {}", ranks, group.backend_name()));
+    table(format!("{:>12} {:>15} {:>12} {:>10} {:>8}", "bytes", "operation", "time", "GB/s", "bound"));
     for bytes in SIZES {
         // At least one element for each rank.
         let numel = (bytes / 4).max(ranks) / ranks * ranks;
@@ -92,9 +136,16 @@ fn bench(group: ProcessGroup) -> Result<(), CommError> {
         {
             let (seconds, bound) = (time.as_secs_f64(), copies * copy.as_secs_f64() / time.as_secs_f64());
             let rate = bytes as f64 / seconds / 1e9;
-            say(format!("{bytes:>12} {name:>15} {:>9.1} µs {rate:>10.3} {bound:>8.2}", seconds * 1e6));
+            table(format!("{bytes:>12} {name:>15} {:>9.1} µs {rate:>10.3} {bound:>8.2}", seconds * 1e6));
+            if json {
+                let backend = group.backend_name();
+                say(format!(
+                    "{{\"backend\":\"{backend}\",\"ranks\":{ranks},\"operation\":\"{name}\",\"bytes\":{bytes},\
+                     \"seconds\":{seconds:e},\"gb_per_s\":{rate},\"of_memory_bound\":{bound}}}"
+                ));
+            }
         }
-        say(format!("{bytes:>12} {:>15} {:>9.1} µs", "copy", copy.as_secs_f64() * 1e6));
+        table(format!("{bytes:>12} {:>15} {:>9.1} µs", "copy", copy.as_secs_f64() * 1e6));
     }
     Ok(())
 }

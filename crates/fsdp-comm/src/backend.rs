@@ -41,6 +41,32 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// Tells all ranks that this group has failed in this round, unless it already has. Ranks that are still in an
     /// earlier round, which this one has finished, may finish it too.
     fn abort(&self, round: u64, error: &CommError);
+
+    /// How it moves GPU memory, if it does.
+    #[cfg(feature = "nccl")]
+    fn device(&self) -> Option<&dyn DeviceTransfer> {
+        None
+    }
+}
+
+/// What a backend does that moves GPU memory.
+#[cfg(feature = "nccl")]
+pub trait DeviceTransfer {
+    /// The GPU's number.
+    fn ordinal(&self) -> usize;
+
+    /// Carries out a call that all ranks have agreed on in this round, after what the stream has been given so far.
+    /// When this returns, on whatever path, the GPU no longer touches the memory of the call.
+    ///
+    /// # Errors
+    /// A rank that is missing at the deadline or has left, an abort, or the library's own.
+    #[doc(hidden)]
+    fn transfer(
+        &self,
+        round: &Round<'_>,
+        call: crate::device::DeviceCall,
+        stream: &cudarc::driver::CudaStream,
+    ) -> Result<(), CommError>;
 }
 
 /// Which round this is, and how long it may take.
@@ -61,9 +87,37 @@ pub struct Round<'a> {
 /// Decides on a rank's part of a round from the records of all ranks.
 pub type Planner<'p, 'a> = Box<dyn FnOnce(&[&[u8]]) -> Result<Option<Plan<'p>>, CommError> + 'a>;
 
+/// Who gives bytes to whom in a round. The same on all ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pattern {
+    /// All ranks, the same bytes to each.
+    AllGather,
+    /// One rank, the same bytes to each.
+    Broadcast {
+        /// That rank.
+        root: usize,
+    },
+    /// All ranks to one.
+    Gather {
+        /// That rank.
+        root: usize,
+    },
+    /// One rank, other bytes to each.
+    Scatter {
+        /// That rank.
+        root: usize,
+    },
+    /// All ranks, other bytes to each.
+    AllToAll,
+}
+
 /// A rank's part of a round.
 #[derive(Debug)]
 pub struct Plan<'p> {
+    /// What all ranks' parts are together.
+    pub pattern: Pattern,
+    /// The most bytes that any rank wants of another: the same on all ranks, so that all can cut alike.
+    pub longest: usize,
     /// For each rank, the range of this rank's bytes that it will want.
     pub to: Vec<Range<usize>>,
     /// For each rank, the range of its bytes that this rank wants.

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::backend::{Destination, Plan};
+use crate::backend::{Destination, Pattern, Plan};
 use crate::element::Element;
 use crate::error::{CommError, RankCall};
 use crate::group::{INLINE_BYTES, ProcessGroup, Turn};
@@ -70,6 +70,8 @@ impl ProcessGroup {
         let outputs = outputs.iter_mut().map(|output| bytemuck::cast_slice_mut(output));
         turn.round(None, Vec::new(), bytemuck::cast_slice(input), move |_| {
             Ok(Some(Plan {
+                pattern: Pattern::AllGather,
+                longest: longest::<T>(counts),
                 to: vec![0..size_of_val(input); counts.len()],
                 from: counts.iter().map(|count| 0..count * size_of::<T>()).collect(),
                 destination: copy_into::<T>(outputs, counts),
@@ -102,7 +104,8 @@ impl ProcessGroup {
         turn.round(None, Vec::new(), bytemuck::cast_slice(input), move |_| {
             let to = byte_ranges::<T>(counts);
             let from = vec![to[self.rank()].clone(); counts.len()];
-            Ok(Some(Plan { to, from, destination: reduce_into(output, op) }))
+            let (pattern, longest) = (Pattern::AllToAll, longest::<T>(counts));
+            Ok(Some(Plan { pattern, longest, to, from, destination: reduce_into(output, op) }))
         })
     }
 
@@ -123,7 +126,14 @@ impl ProcessGroup {
             let input = buffer.to_vec();
             return turn.round(None, Vec::new(), bytemuck::cast_slice(&input), move |_| {
                 let whole = vec![0..size_of_val(buffer); world_size];
-                Ok(Some(Plan { to: whole.clone(), from: whole, destination: reduce_into(buffer, op) }))
+                let (pattern, longest) = (Pattern::AllGather, size_of_val(buffer));
+                Ok(Some(Plan {
+                    pattern,
+                    longest,
+                    to: whole.clone(),
+                    from: whole,
+                    destination: reduce_into(buffer, op),
+                }))
             });
         }
         // Window by window: each rank reduces one segment of all buffers, then each gathers all segments.
@@ -137,6 +147,8 @@ impl ProcessGroup {
             self.reduce_scatter_round(&mut turn, reduced, &counts, window, op)?;
             turn.round(None, Vec::new(), bytemuck::cast_slice(reduced), |_| {
                 Ok(Some(Plan {
+                    pattern: Pattern::AllGather,
+                    longest: longest::<T>(&counts),
                     to: vec![0..size_of_val(reduced); world_size],
                     from: counts.iter().map(|count| 0..count * size_of::<T>()).collect(),
                     destination: copy_into::<T>([bytemuck::cast_slice_mut(window)], &counts),
@@ -157,12 +169,13 @@ impl ProcessGroup {
         let world_size = self.world_size();
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(buffer);
         let whole = 0..bytes.len();
+        let (pattern, longest) = (Pattern::Broadcast { root }, bytes.len());
         if self.rank() == root {
             let mut to = vec![whole; world_size];
             to[root] = 0..0;
             return turn.round(None, Vec::new(), bytes, |_| {
                 let destination = Destination::Copy((0..world_size).map(|_| Vec::new()).collect());
-                Ok(Some(Plan { to, from: vec![0..0; world_size], destination }))
+                Ok(Some(Plan { pattern, longest, to, from: vec![0..0; world_size], destination }))
             });
         }
         turn.round(None, Vec::new(), &[], move |_| {
@@ -170,7 +183,8 @@ impl ProcessGroup {
             from[root] = whole;
             let mut destinations: Vec<Vec<&mut [u8]>> = (0..world_size).map(|_| Vec::new()).collect();
             destinations[root].push(bytes);
-            Ok(Some(Plan { to: vec![0..0; world_size], from, destination: Destination::Copy(destinations) }))
+            let (to, destination) = (vec![0..0; world_size], Destination::Copy(destinations));
+            Ok(Some(Plan { pattern, longest, to, from, destination }))
         })
     }
 
@@ -220,6 +234,8 @@ impl ProcessGroup {
             to[root] = 0..size_of_val(input);
             let from = counts.iter().map(|count| 0..if output.is_some() { count * size_of::<T>() } else { 0 });
             Ok(Some(Plan {
+                pattern: Pattern::Gather { root },
+                longest: longest::<T>(counts),
                 to,
                 from: from.collect(),
                 destination: copy_into::<T>(output.map(bytemuck::cast_slice_mut), counts),
@@ -275,7 +291,8 @@ impl ProcessGroup {
             let mut received = vec![0; counts.len()];
             received[root] = output.len();
             let to = if input.is_some() { ranges } else { vec![0..0; counts.len()] };
-            Ok(Some(Plan { to, from, destination: copy_into::<T>([bytemuck::cast_slice_mut(output)], &received) }))
+            let destination = copy_into::<T>([bytemuck::cast_slice_mut(output)], &received);
+            Ok(Some(Plan { pattern: Pattern::Scatter { root }, longest: longest::<T>(counts), to, from, destination }))
         })
     }
 
@@ -315,7 +332,10 @@ impl ProcessGroup {
                 let start = (before as usize).saturating_mul(size_of::<T>());
                 start..start + receive_counts[from] * size_of::<T>()
             });
+            let sent = owns.iter().flat_map(|own| &own[..world_size]).max().copied().unwrap_or_default() as usize;
             Ok(Some(Plan {
+                pattern: Pattern::AllToAll,
+                longest: longest::<T>(&[sent]),
                 to: byte_ranges::<T>(send_counts),
                 from: from.collect(),
                 destination: copy_into::<T>([bytemuck::cast_slice_mut(output)], receive_counts),
@@ -374,6 +394,11 @@ fn check_reduction<T: Element>(call: &Call, op: ReduceOp) -> Result<(), CommErro
 fn sum(counts: &[usize]) -> Result<usize, String> {
     let sum = counts.iter().try_fold(0usize, |sum, &count| sum.checked_add(count));
     sum.ok_or_else(|| format!("counts {counts:?} are too large"))
+}
+
+/// The bytes of the largest of these counts.
+fn longest<T>(counts: &[usize]) -> usize {
+    counts.iter().max().copied().unwrap_or_default().saturating_mul(size_of::<T>())
 }
 
 /// Where each rank's elements lie, one after the other, in bytes.

@@ -20,6 +20,8 @@ pub enum Launcher {
     OpenMpi,
     /// SLURM's `srun`.
     Slurm,
+    /// `mpiexec` of MPICH and its relatives.
+    Mpich,
     /// An indexed Kubernetes job.
     Kubernetes,
 }
@@ -30,6 +32,7 @@ impl fmt::Display for Launcher {
             Launcher::Torchrun => "torchrun",
             Launcher::OpenMpi => "Open MPI",
             Launcher::Slurm => "SLURM",
+            Launcher::Mpich => "MPICH",
             Launcher::Kubernetes => "Kubernetes",
         })
     }
@@ -45,6 +48,7 @@ impl fmt::Display for Launcher {
 /// | torchrun, `fsdp launch` | `RANK` | `WORLD_SIZE` | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` |
 /// | Open MPI | `OMPI_COMM_WORLD_RANK` | `OMPI_COMM_WORLD_SIZE` | `OMPI_COMM_WORLD_LOCAL_RANK`, `OMPI_COMM_WORLD_LOCAL_SIZE` |
 /// | SLURM step (`SLURM_STEP_ID` is set) | `SLURM_PROCID` | `SLURM_STEP_NUM_TASKS`, else `SLURM_NTASKS` | `SLURM_LOCALID` |
+/// | MPICH, Intel MPI | `PMI_RANK` | `PMI_SIZE` | `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` |
 /// | Kubernetes | `JOB_COMPLETION_INDEX` | `WORLD_SIZE` | |
 ///
 /// `MASTER_ADDR` is where rank 0 listens. Without it, it is this host if all ranks are on one host as far as the
@@ -120,6 +124,13 @@ impl Environment {
                 local_rank: variables.number("SLURM_LOCALID")?,
                 job: variables.job(&["SLURM_JOB_ID", "SLURM_STEP_ID"]),
                 ..variables.place(Launcher::Slurm, "SLURM_PROCID", &["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"])?
+            }
+        } else if has("PMI_RANK") {
+            Environment {
+                local_rank: variables.number("MPI_LOCALRANKID")?,
+                local_world_size: variables.number("MPI_LOCALNRANKS")?,
+                job: variables.job(&[]),
+                ..variables.place(Launcher::Mpich, "PMI_RANK", &["PMI_SIZE"])?
             }
         } else if has("JOB_COMPLETION_INDEX") {
             Environment {
@@ -282,6 +293,11 @@ mod tests {
         let slurm = from(&SLURM).unwrap();
         assert_eq!((slurm.launcher, slurm.rank, slurm.world_size, slurm.local_rank), (Launcher::Slurm, 5, 8, Some(1)));
         assert_eq!((slurm.master(), slurm.job), ("gpu-01:29500".to_owned(), "77.0".to_owned()));
+
+        let mpich = [("PMI_RANK", "1"), ("PMI_SIZE", "2"), ("MPI_LOCALRANKID", "1"), ("MPI_LOCALNRANKS", "2")];
+        let mpich = from(&mpich).unwrap();
+        assert_eq!((mpich.launcher, mpich.rank, mpich.world_size, mpich.local_rank), (Launcher::Mpich, 1, 2, Some(1)));
+        assert_eq!(mpich.master(), "127.0.0.1:29500");
 
         let pod =
             [("JOB_COMPLETION_INDEX", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "job-0.svc"), ("JOB_NAME", "job")];

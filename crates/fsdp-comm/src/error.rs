@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use fsdp_layout::DType;
+use fsdp_layout::{DType, ErrorKind, Failure};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
@@ -14,8 +14,8 @@ pub const MAX_MESSAGE_BYTES: usize = 4096;
 
 /// Why a collective failed. Ranks in errors are global ranks, also where a sub-group failed.
 ///
-/// [`Timeout`](Self::Timeout), [`RankLeft`](Self::RankLeft), [`Mismatch`](Self::Mismatch) and
-/// [`Aborted`](Self::Aborted) end the group: every later operation on it fails at once with the same error.
+/// [`Timeout`](Self::Timeout), [`RankLeft`](Self::RankLeft), [`Mismatch`](Self::Mismatch), [`Aborted`](Self::Aborted)
+/// and [`Library`](Self::Library) end the group: every later operation on it fails at once with the same error.
 /// After all others, which every rank meets at the same operation, the group goes on.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Error)]
 #[non_exhaustive]
@@ -146,6 +146,16 @@ pub enum CommError {
         /// What it needs.
         message: String,
     },
+    /// A library that a backend is made of did not do what it was asked. The group ends.
+    #[error("{library} failed in `{call}`: {message}")]
+    Library {
+        /// The library.
+        library: String,
+        /// Its function, or the operation that needed it.
+        call: String,
+        /// The library's reason.
+        message: String,
+    },
     /// A rank could not be started.
     #[error("failed to start rank {rank}: {message}")]
     Start {
@@ -161,6 +171,8 @@ pub enum CommError {
 pub struct RankFailure {
     /// The rank.
     pub rank: usize,
+    /// What kind of failure its error is.
+    pub kind: ErrorKind,
     /// Its error, at most [`MAX_MESSAGE_BYTES`] long.
     pub message: String,
 }
@@ -198,18 +210,53 @@ impl CommError {
                 | CommError::RankLeft { .. }
                 | CommError::Mismatch { .. }
                 | CommError::Aborted { .. }
+                | CommError::Library { .. }
         )
     }
 }
 
-/// At most [`MAX_MESSAGE_BYTES`] of a message, cut between characters.
-pub(crate) fn bounded(mut message: String) -> String {
-    const ELLIPSIS: &str = "…";
-    if message.len() > MAX_MESSAGE_BYTES {
-        message.truncate(message.floor_char_boundary(MAX_MESSAGE_BYTES - ELLIPSIS.len()));
-        message.push_str(ELLIPSIS);
+impl Failure for CommError {
+    fn kind(&self) -> ErrorKind {
+        match self {
+            CommError::Timeout { .. }
+            | CommError::RankLeft { .. }
+            | CommError::Aborted { .. }
+            | CommError::Rendezvous { .. }
+            | CommError::Store { .. }
+            | CommError::Library { .. } => ErrorKind::RankLost,
+            CommError::Environment { .. } | CommError::BackendUnavailable { .. } => ErrorKind::Usage,
+            // The first that has one: others may fail because of it.
+            CommError::RankFailed { failures, .. } => {
+                let mut kinds = failures.iter().map(|failure| failure.kind);
+                kinds.find(|kind| *kind != ErrorKind::Other).unwrap_or_default()
+            }
+            _ => ErrorKind::Other,
+        }
     }
-    message
+}
+
+/// At most [`MAX_MESSAGE_BYTES`] of a message, cut between characters. More of it is never made.
+pub(crate) fn bounded(message: &(impl fmt::Display + ?Sized)) -> String {
+    const ELLIPSIS: &str = "…";
+    struct Bounded(String);
+    impl fmt::Write for Bounded {
+        fn write_str(&mut self, text: &str) -> fmt::Result {
+            let room = MAX_MESSAGE_BYTES - self.0.len();
+            if text.len() <= room {
+                self.0.push_str(text);
+                return Ok(());
+            }
+            self.0.push_str(&text[..text.floor_char_boundary(room)]);
+            let end = MAX_MESSAGE_BYTES - ELLIPSIS.len();
+            self.0.truncate(self.0.floor_char_boundary(end));
+            self.0.push_str(ELLIPSIS);
+            Err(fmt::Error)
+        }
+    }
+    let mut bounded = Bounded(String::new());
+    // It stops where the message is cut.
+    fmt::Write::write_fmt(&mut bounded, format_args!("{message}")).ok();
+    bounded.0
 }
 
 /// `rank 3`, `ranks 0, 2`, or `no rank`.
@@ -233,7 +280,7 @@ struct Failures<'a>(&'a [RankFailure]);
 
 impl fmt::Display for Failures<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (k, RankFailure { rank, message }) in self.0.iter().enumerate() {
+        for (k, RankFailure { rank, message, .. }) in self.0.iter().enumerate() {
             write!(f, "{}rank {rank}: {message}", if k == 0 { "" } else { "; " })?;
         }
         Ok(())
@@ -257,10 +304,11 @@ mod tests {
 
     #[test]
     fn long_messages_are_cut_between_characters() {
-        let message = bounded("é".repeat(10 << 20));
+        let message = bounded(&"é".repeat(10 << 20));
         assert!(message.len() <= MAX_MESSAGE_BYTES);
         assert!(message.ends_with("é…"));
-        assert_eq!(bounded("short".to_owned()), "short");
+        assert_eq!(bounded("short"), "short");
+        assert_eq!(bounded(&"x".repeat(MAX_MESSAGE_BYTES)).len(), MAX_MESSAGE_BYTES);
     }
 
     #[test]

@@ -130,7 +130,7 @@ impl ProcessGroup {
     /// happens.
     pub fn abort(&self, message: impl Into<String>) {
         let rank = self.global_ranks().get(self.rank()).copied().unwrap_or_default();
-        self.shared.backend.abort(0, &CommError::Aborted { rank, message: bounded(message.into()) });
+        self.shared.backend.abort(0, &CommError::Aborted { rank, message: bounded(&message.into()) });
     }
 
     /// Begins an operation: takes this rank's turn and its sequence number.
@@ -149,7 +149,7 @@ impl ProcessGroup {
         match arguments {
             Ok(()) => Ok(turn),
             Err(error) => {
-                let fault = Fault { message: bounded(error.to_string()) };
+                let fault = Fault::new(&error);
                 // Wrong arguments may be of any size, and need not match.
                 turn.call.sizes.clear();
                 // Whatever comes back, the rank's own mistake is what its caller needs to know.
@@ -244,14 +244,42 @@ impl Turn<'_> {
     }
 }
 
+#[cfg(feature = "nccl")]
+impl ProcessGroup {
+    pub(crate) fn device_transfer(&self) -> Option<&dyn crate::backend::DeviceTransfer> {
+        self.shared.backend.device()
+    }
+}
+
+#[cfg(feature = "nccl")]
+impl Turn<'_> {
+    /// Moves GPU memory, on which all ranks agree first. `moved`: bytes that go to, and come from, other ranks.
+    pub(crate) fn transfer(
+        &mut self,
+        moved: (usize, usize),
+        transfer: impl FnOnce(&Round<'_>) -> Result<(), CommError>,
+    ) -> Result<(), CommError> {
+        let number = self.state.rounds;
+        self.round(None, Vec::new(), &[], |_| Ok(None))?;
+        self.group.shared.counters.moved(self.call.operation, moved.0, moved.1);
+        let outcome = transfer(&Round { number, ..self.next_round() });
+        outcome.inspect_err(|error| {
+            if error.ends_group() {
+                self.state.failure = Some(error.clone());
+                self.group.shared.backend.abort(number, error);
+            }
+        })
+    }
+}
+
 /// Any rank's fault is the error of all; then all calls must be the same.
 fn compare(records: &[Record<'_>], ranks: &[usize]) -> Result<(), CommError> {
     let failures: Vec<RankFailure> = records
         .iter()
         .zip(ranks)
         .filter_map(|(record, &rank)| {
-            let message = record.header.fault.as_ref()?.message.clone();
-            Some(RankFailure { rank, message: bounded(message) })
+            let Fault { kind, message } = record.header.fault.as_ref()?;
+            Some(RankFailure { rank, kind: *kind, message: bounded(message) })
         })
         .collect();
     let Some(first) = records.first().map(|record| &record.header.call) else { return Ok(()) };

@@ -8,7 +8,8 @@
 //! |---|---|---|---|
 //! | `local` | threads of one process | [`run_local`] | straight from one rank's slice to another's |
 //! | `tcp` | processes | a launcher; [`init_process_group`] in each | through shared memory on one host, else over sockets |
-//!
+//! | `mpi` (feature `mpi`) | processes | `mpirun` or `srun`; [`init_process_group`] in each | through MPI's collectives |
+//! | `nccl` (feature `nccl`) | processes with a GPU each | as for `tcp` | GPU memory through NCCL ([`ProcessGroup::device`](crate::ProcessGroup)), all else as in `tcp` |
 //!
 //! ```
 //! use fsdp_comm::{ReduceOp, run_local};
@@ -33,11 +34,18 @@
 
 pub mod backend;
 mod collectives;
+#[cfg(feature = "nccl")]
+pub mod device;
 mod element;
 mod environment;
 mod error;
 mod group;
+mod init;
 mod local;
+#[cfg(feature = "mpi")]
+mod mpi;
+#[cfg(feature = "nccl")]
+mod nccl;
 mod objects;
 mod record;
 mod reduce;
@@ -52,10 +60,11 @@ pub use element::Element;
 pub use environment::{DEFAULT_MASTER_PORT, Environment, Launcher, MAX_WORLD_SIZE};
 pub use error::{CommError, MAX_MESSAGE_BYTES, RankCall, RankFailure};
 pub use group::{DEFAULT_DEADLINE, ProcessGroup};
+pub use init::{BackendKind, init_process_group, init_process_group_within};
 pub use local::{LocalRanks, RANK_STACK_BYTES, run_local};
 pub use objects::MAX_OBJECT_BYTES;
 pub use record::Operation;
 pub use reduce::ReduceOp;
 pub use store::{Store, StoreOptions};
-pub use tcp::{BackendKind, TcpOptions, init_process_group};
+pub use tcp::TcpOptions;
 pub use traffic::Traffic;

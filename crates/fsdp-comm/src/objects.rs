@@ -1,11 +1,10 @@
 //! Collectives on serializable values, and agreement.
 
-use std::fmt;
-
+use fsdp_layout::Failure;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::backend::{Destination, Plan};
+use crate::backend::{Destination, Pattern, Plan};
 use crate::collectives::check;
 use crate::error::{CommError, RankCall, bounded};
 use crate::group::ProcessGroup;
@@ -23,7 +22,7 @@ impl ProcessGroup {
     pub fn all_gather_object<T: Serialize + DeserializeOwned>(&self, value: &T) -> Result<Vec<T>, CommError> {
         let call = Call::new(Operation::AllGatherObject);
         let sent = encode(&call, value).map(|bytes| vec![bytes]);
-        let received = self.exchange_objects(call.clone(), sent, |_, _| Some(0))?;
+        let received = self.exchange_objects(call.clone(), Pattern::AllGather, sent, |_, _| Some(0))?;
         received.iter().map(|bytes| decode(&call, bytes)).collect()
     }
 
@@ -38,7 +37,8 @@ impl ProcessGroup {
     ) -> Result<Option<Vec<T>>, CommError> {
         let call = Call { root: Some(root), ..Call::new(Operation::GatherObject) };
         let sent = check(&call, || self.check_root(root)).and_then(|()| Ok(vec![encode(&call, value)?]));
-        let received = self.exchange_objects(call.clone(), sent, |_, to| (to == root).then_some(0))?;
+        let received =
+            self.exchange_objects(call.clone(), Pattern::Gather { root }, sent, |_, to| (to == root).then_some(0))?;
         let values = || received.iter().map(|bytes| decode(&call, bytes)).collect();
         (self.rank() == root).then(values).transpose()
     }
@@ -68,7 +68,8 @@ impl ProcessGroup {
         });
         let values = values.filter(|_| self.rank() == root).unwrap_or_default();
         let sent = sent.and_then(|()| values.iter().map(|value| encode(&call, value)).collect());
-        let received = self.exchange_objects(call.clone(), sent, |from, to| (from == root).then_some(to))?;
+        let received = self
+            .exchange_objects(call.clone(), Pattern::Scatter { root }, sent, |from, to| (from == root).then_some(to))?;
         decode(&call, received.get(root).map_or(&[], Vec::as_slice))
     }
 
@@ -92,19 +93,20 @@ impl ProcessGroup {
         });
         let value = value.filter(|_| self.rank() == root);
         let sent = sent.and_then(|()| value.iter().map(|value| encode(&call, value)).collect());
-        let received = self.exchange_objects(call.clone(), sent, |from, _| (from == root).then_some(0))?;
+        let received = self
+            .exchange_objects(call.clone(), Pattern::Broadcast { root }, sent, |from, _| (from == root).then_some(0))?;
         decode(&call, received.get(root).map_or(&[], Vec::as_slice))
     }
 
     /// Makes one rank's error every rank's error.
     ///
     /// Each rank brings the outcome of what it did by itself. If all bring `Ok`, each gets its own value back; if any
-    /// brings `Err`, all get the same [`CommError::RankFailed`], which names every failing rank with its message
-    /// (cut to [`MAX_MESSAGE_BYTES`](crate::MAX_MESSAGE_BYTES)). The group goes on.
+    /// brings `Err`, all get the same [`CommError::RankFailed`], which names every failing rank with the kind of its
+    /// failure and its message (cut to [`MAX_MESSAGE_BYTES`](crate::MAX_MESSAGE_BYTES)). The group goes on.
     ///
     /// # Errors
     /// Any rank's error; ranks that agree on different operations.
-    pub fn agree<T, E: fmt::Display>(&self, operation: &str, outcome: Result<T, E>) -> Result<T, CommError> {
+    pub fn agree<T, E: Failure>(&self, operation: &str, outcome: Result<T, E>) -> Result<T, CommError> {
         self.agree_with(operation, Vec::new(), outcome)
     }
 
@@ -112,7 +114,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// As [`agree`](Self::agree); [`CommError::SchemaMismatch`] names the ranks whose hashes differ.
-    pub fn agree_on<T, E: fmt::Display>(
+    pub fn agree_on<T, E: Failure>(
         &self,
         operation: &str,
         schema_hash: u64,
@@ -121,18 +123,18 @@ impl ProcessGroup {
         self.agree_with(operation, vec![schema_hash], outcome)
     }
 
-    fn agree_with<T, E: fmt::Display>(
+    fn agree_with<T, E: Failure>(
         &self,
         operation: &str,
         schema: Vec<u64>,
         outcome: Result<T, E>,
     ) -> Result<T, CommError> {
-        let label = bounded(operation.to_owned());
+        let label = bounded(&operation);
         let call = Call { label: Some(label), sizes: vec![schema.len()], ..Call::new(Operation::Agree) };
         let mut turn = self.begin(call, Ok(()))?;
         let (value, fault) = match outcome {
             Ok(value) => (Some(value), None),
-            Err(error) => (None, Some(Fault { message: bounded(error.to_string()) })),
+            Err(error) => (None, Some(Fault::new(&error))),
         };
         turn.round(fault, schema, &[], |records| {
             let own = |record: &Record<'_>| record.header.own.clone();
@@ -154,6 +156,7 @@ impl ProcessGroup {
     fn exchange_objects(
         &self,
         call: Call,
+        pattern: Pattern,
         sent: Result<Vec<Vec<u8>>, CommError>,
         which: impl Fn(usize, usize) -> Option<usize>,
     ) -> Result<Vec<Vec<u8>>, CommError> {
@@ -193,7 +196,10 @@ impl ProcessGroup {
                 bytes.resize(range.len(), 0);
                 vec![bytes.as_mut_slice()]
             });
+            let sizes = records.iter().flat_map(|record| &record.header.own);
             Ok(Some(Plan {
+                pattern,
+                longest: sizes.max().copied().unwrap_or_default() as usize,
                 to: (0..world_size).map(|to| range(rank, to)).collect(),
                 destination: Destination::Copy(destinations.collect()),
                 from,

@@ -2,11 +2,11 @@
 
 use std::fmt;
 
-use fsdp_layout::DType;
+use fsdp_layout::{DType, ErrorKind, Failure};
 use serde::{Deserialize, Serialize};
 
 use crate::ReduceOp;
-use crate::error::CommError;
+use crate::error::{CommError, bounded};
 use crate::wire;
 
 macro_rules! operations {
@@ -90,11 +90,22 @@ pub(crate) struct Call {
     pub(crate) root: Option<usize>,
     /// Elements, as one number or one for each rank; or the ranks of a sub-group; or a mesh and its dimension.
     pub(crate) sizes: Vec<usize>,
+    /// Whether the elements are in GPU memory.
+    pub(crate) on_device: bool,
 }
 
 impl Call {
     pub(crate) fn new(operation: Operation) -> Self {
-        Call { operation, sequence: 0, label: None, dtype: None, reduce: None, root: None, sizes: Vec::new() }
+        Call {
+            operation,
+            sequence: 0,
+            label: None,
+            dtype: None,
+            reduce: None,
+            root: None,
+            sizes: Vec::new(),
+            on_device: false,
+        }
     }
 
     /// The name for messages: the operation's, or the one given to `agree`.
@@ -127,6 +138,9 @@ impl fmt::Display for Call {
             (None, []) => {}
             (None, sizes) => write!(f, " of {sizes:?}")?,
         }
+        if self.on_device {
+            write!(f, " in GPU memory")?;
+        }
         Ok(())
     }
 }
@@ -134,7 +148,14 @@ impl fmt::Display for Call {
 /// A rank's own reason not to go on, which becomes an error on all ranks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Fault {
+    pub(crate) kind: ErrorKind,
     pub(crate) message: String,
+}
+
+impl Fault {
+    pub(crate) fn new(failure: &impl Failure) -> Self {
+        Fault { kind: failure.kind(), message: bounded(failure) }
+    }
 }
 
 /// What a rank says.

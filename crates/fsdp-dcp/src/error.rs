@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use thiserror::Error;
 
+use crate::location::LocationError;
 use crate::pickle::PickleError;
 use crate::plan::{LoadPlanError, SavePlanError};
 
@@ -91,7 +92,7 @@ impl FormatError {
     }
 }
 
-/// Whatever can go wrong with a checkpoint.
+/// Whatever can go wrong with a checkpoint. A `path` in it may be the URL of something in an object store.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum CheckpointError {
@@ -106,6 +107,15 @@ pub enum CheckpointError {
         #[source]
         source: io::Error,
     },
+    /// A URL that leads nowhere.
+    #[error("`{}` cannot be used", path.display())]
+    Location {
+        /// The URL, without what might be secret in it.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: LocationError,
+    },
     /// There is no checkpoint, or not a whole one.
     #[error("`{}` is not a committed checkpoint: {reason}", path.display())]
     NotCommitted {
@@ -119,6 +129,30 @@ pub enum CheckpointError {
     Exists {
         /// Where.
         path: PathBuf,
+    },
+    /// Overwriting replaces files by files, and directories by directories.
+    #[error("`{}` is no {wanted}, and cannot be replaced by one", path.display())]
+    NotReplaceable {
+        /// Where.
+        path: PathBuf,
+        /// What would be put there.
+        wanted: &'static str,
+    },
+    /// There is something in an object store where a checkpoint of several objects should go: they cannot be replaced
+    /// in one step.
+    #[error("`{}` holds something already, and an object store cannot replace it as a whole; choose a new prefix", path.display())]
+    Overwrite {
+        /// Where.
+        path: PathBuf,
+    },
+    /// An object store does not say whether the object that commits a checkpoint was written.
+    #[error("it is not known whether `{}` was written; look at the checkpoint once the store answers", path.display())]
+    CommitUnknown {
+        /// The object.
+        path: PathBuf,
+        /// What the store said last.
+        #[source]
+        source: Box<CheckpointError>,
     },
     /// A path inside a checkpoint that leads out of it, or is no regular file.
     #[error("`{path}` is not a file inside the checkpoint `{}`: {reason}", root.display())]

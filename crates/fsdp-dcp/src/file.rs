@@ -1,47 +1,41 @@
 //! A checkpoint's file: read by position, counted, and checked wherever hashes are known.
 
-use std::fs::File;
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 use crate::error::FormatError;
 use crate::integrity::FileIntegrity;
+use crate::paths::OpenFile;
 use crate::source::{ReadAt, beyond_the_end};
-
-/// How much is read before it is hashed, so that it is still in the cache then.
-const AT_ONCE: u64 = 1 << 20;
 
 /// A file whose bytes are checked against its hashes, if it has any.
 #[derive(Debug)]
 pub struct CheckedFile {
-    file: File,
+    file: OpenFile,
     /// Relative to the checkpoint.
     name: String,
-    len: u64,
     integrity: Option<Arc<FileIntegrity>>,
     bytes_read: Arc<AtomicU64>,
 }
 
 impl CheckedFile {
     /// Wraps an open file. `bytes_read` is raised by every byte read from it.
-    pub fn new(
-        file: File,
+    pub(crate) fn new(
+        file: OpenFile,
         name: &str,
         integrity: Option<Arc<FileIntegrity>>,
         bytes_read: Arc<AtomicU64>,
-    ) -> std::io::Result<Self> {
-        let len = file.metadata()?.len();
-        Ok(CheckedFile { file, name: name.to_owned(), len, integrity, bytes_read })
+    ) -> Self {
+        CheckedFile { file, name: name.to_owned(), integrity, bytes_read }
     }
 
     /// Reads without checking.
     fn read(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
         let length = dst.len() as u64;
-        self.file.read_exact_at(dst, offset).map_err(|source| FormatError::Read { offset, length, source })?;
+        self.file.read_exact_at(offset, dst)?;
         self.bytes_read.fetch_add(length, Ordering::Relaxed);
         Ok(())
     }
@@ -53,14 +47,14 @@ impl CheckedFile {
     /// Reads and checks all of it, a block at a time; the first block that differs is the error.
     pub fn verify(&self, progress: Option<&(dyn Fn(u64) + Sync)>) -> Result<(), FormatError> {
         let Some(integrity) = &self.integrity else { return Ok(()) };
-        if integrity.length() != self.len {
-            return Err(self.corrupt(self.len.min(integrity.length())..self.len.max(integrity.length())));
+        if integrity.length() != self.len() {
+            return Err(self.corrupt(self.len().min(integrity.length())..self.len().max(integrity.length())));
         }
         let mut buffer = Vec::new();
         for block in integrity.blocks() {
             buffer.resize((block.range.end - block.range.start) as usize, 0);
             self.read(block.range.start, &mut buffer)?;
-            if xxh3_64(&buffer) != block.hash {
+            if XxHash3_64::oneshot(&buffer) != block.hash {
                 return Err(self.corrupt(block.range));
             }
             if let Some(progress) = progress {
@@ -73,15 +67,16 @@ impl CheckedFile {
 
 impl ReadAt for CheckedFile {
     fn len(&self) -> u64 {
-        self.len
+        self.file.len()
     }
 
     fn read_exact_at(&self, mut offset: u64, mut dst: &mut [u8]) -> Result<(), FormatError> {
         let end = offset.checked_add(dst.len() as u64).ok_or_else(|| beyond_the_end(offset, dst.len()))?;
-        if end > self.len {
+        if end > self.len() {
             return Err(beyond_the_end(offset, dst.len()));
         }
         let Some(integrity) = &self.integrity else { return self.read(offset, dst) };
+        let at_once = self.file.read_at_once();
         while offset < end {
             // Whole blocks, read together and then hashed one by one.
             let mut whole: Vec<(Range<u64>, u64)> = Vec::new();
@@ -89,7 +84,7 @@ impl ReadAt for CheckedFile {
             while let Some(block) =
                 integrity.block_at(at).filter(|block| block.range.start == at && block.range.end <= end)
             {
-                if !whole.is_empty() && block.range.end - offset > AT_ONCE {
+                if !whole.is_empty() && block.range.end - offset > at_once {
                     break;
                 }
                 at = block.range.end;
@@ -100,7 +95,7 @@ impl ReadAt for CheckedFile {
                 self.read(offset, now)?;
                 for (range, hash) in whole {
                     let bytes = &now[(range.start - offset) as usize..(range.end - offset) as usize];
-                    if xxh3_64(bytes) != hash {
+                    if XxHash3_64::oneshot(bytes) != hash {
                         return Err(self.corrupt(range));
                     }
                 }
@@ -108,13 +103,13 @@ impl ReadAt for CheckedFile {
                 continue;
             }
             // A part of a block: the rest of it must be read to check it. A byte that no hash covers was added later.
-            let block = integrity.block_at(offset).ok_or_else(|| self.corrupt(offset..self.len))?;
+            let block = integrity.block_at(offset).ok_or_else(|| self.corrupt(offset..self.len()))?;
             let mut scratch = vec![0; (block.range.end - block.range.start) as usize];
-            if block.range.end > self.len {
+            if block.range.end > self.len() {
                 return Err(self.corrupt(block.range));
             }
             self.read(block.range.start, &mut scratch)?;
-            if xxh3_64(&scratch) != block.hash {
+            if XxHash3_64::oneshot(&scratch) != block.hash {
                 return Err(self.corrupt(block.range));
             }
             let from = (offset - block.range.start) as usize;

@@ -19,13 +19,19 @@ use std::fmt::Write as _;
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
-use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
+use twox_hash::{XxHash3_64, XxHash3_128};
 
 use crate::error::FormatError;
 use crate::limits::{MAX_BLOCK_BYTES, MAX_INTEGRITY_BYTES};
 
 /// Name of the integrity file in a checkpoint's directory.
 pub const INTEGRITY_FILE: &str = ".integrity";
+
+/// The integrity file of a checkpoint that is one file, beside it: `model.safetensors.integrity`.
+#[must_use]
+pub fn integrity_beside(name: &str) -> String {
+    format!("{name}{INTEGRITY_FILE}")
+}
 
 /// The version written here; later ones are refused.
 pub const INTEGRITY_VERSION: u32 = 1;
@@ -93,7 +99,7 @@ impl FileIntegrity {
     /// Appends a segment of these bytes.
     pub fn push_bytes(&mut self, bytes: &[u8]) {
         let block = block_length(bytes.len() as u64);
-        self.push(bytes.len() as u64, block, bytes.chunks(block as usize).map(xxh3_64).collect());
+        self.push(bytes.len() as u64, block, bytes.chunks(block as usize).map(XxHash3_64::oneshot).collect());
     }
 
     /// The block around this position.
@@ -176,7 +182,7 @@ impl Integrity {
             let file = FileLine { path: path.clone(), length: file.length, segments: segments.collect() };
             line(serde_json::to_vec(&file))?;
         }
-        let footer = Footer { xxh3_128: format!("{:032x}", xxh3_128(&out)) };
+        let footer = Footer { xxh3_128: format!("{:032x}", XxHash3_128::oneshot(&out)) };
         out.extend(serde_json::to_vec(&footer).map_err(malformed)?);
         out.push(b'\n');
         Ok(out)
@@ -192,7 +198,7 @@ impl Integrity {
         let footer_at = body.iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
         let (before, footer) = body.split_at(footer_at);
         let footer: Footer = serde_json::from_slice(footer).map_err(malformed)?;
-        if footer.xxh3_128 != format!("{:032x}", xxh3_128(before)) {
+        if footer.xxh3_128 != format!("{:032x}", XxHash3_128::oneshot(before)) {
             return Err(malformed("its own hash differs: it was damaged, or changed by hand"));
         }
         let mut lines = before.split(|&byte| byte == b'\n');

@@ -15,6 +15,7 @@
 //! | [`integrity`] | the hashes beside it |
 //! | [`item`] | one tensor or value inside a `.distcp` file |
 //! | [`torch_zip`], [`pickle`], [`safetensors`] | the containers: torch's zip, a pickle that cannot run, safetensors |
+//! | [`location`] | where a checkpoint is: a path, or the URL of an object store |
 //! | [`directory`] | files that belong together, opened safely |
 //! | [`source`], [`strided`], [`file`](mod@file) | bytes by position, in any memory order, checked as they are read |
 //! | [`limits`] | how much a hostile file can make us do |
@@ -40,8 +41,12 @@ pub mod error;
 pub mod file;
 pub mod integrity;
 pub mod item;
+mod kind;
 pub mod limits;
+pub mod location;
 pub mod metadata;
+#[cfg(feature = "object-store")]
+mod object;
 mod paths;
 pub mod pickle;
 pub mod plan;
@@ -49,10 +54,16 @@ pub mod reader;
 pub mod safetensors;
 pub mod source;
 pub mod strided;
+mod threads;
 pub mod torch_zip;
 mod values;
 pub mod verify;
 pub mod writer;
 
 pub use error::{CheckpointError, FormatError};
+pub use location::Location;
 pub use metadata::Metadata;
+#[cfg(feature = "object-store")]
+pub use object::Store;
+#[cfg(feature = "object-store")]
+pub use object_store;

@@ -46,7 +46,7 @@ pub const fn to_candle(dtype: DType) -> Result<candle_core::DType, FlatError> {
 /// The dtype of a tensor.
 ///
 /// # Errors
-/// [`FlatError::NotInCandle`] never; candle's dummy dtypes are a candle error.
+/// candle's, for its dummy dtypes (6-bit floats), which files do not know.
 pub fn of(tensor: &candle_core::Tensor) -> Result<DType, FlatError> {
     from_candle(tensor.dtype())
         .ok_or_else(|| FlatError::Candle(candle_core::Error::UnsupportedDTypeForOp(tensor.dtype(), "state dict")))

@@ -51,7 +51,15 @@ pub enum FlatError {
         /// The tensor's shape.
         shape: Vec<usize>,
     },
-    /// In-place access needs elements that lie side by side.
+    /// Memory that this build cannot reach.
+    #[error(
+        "the memory of a tensor on {device} cannot be reached: move it to the CPU, or build with `--features cuda`"
+    )]
+    UnsupportedDevice {
+        /// The tensor's device.
+        device: String,
+    },
+    /// In-place access needs elements that lie side by side; a new storage, a tensor that begins where it does.
     #[error("a tensor of shape {shape:?} is not contiguous")]
     NotContiguous {
         /// The tensor's shape.
@@ -101,4 +109,11 @@ pub enum FlatError {
         /// The box asked for.
         wanted: TensorBox,
     },
+}
+
+impl FlatError {
+    /// A tensor on the wrong device.
+    pub(crate) fn device(tensor: &candle_core::Tensor) -> Self {
+        FlatError::UnsupportedDevice { device: format!("{:?}", tensor.device().location()) }
+    }
 }

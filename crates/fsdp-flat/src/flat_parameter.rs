@@ -5,7 +5,8 @@ use fsdp_layout::FlatLayout;
 
 use crate::{FlatError, ShardedTensor};
 
-/// The shard of a FlatParameter that lives on one rank, and where each parameter lies in it.
+/// The shard of a FlatParameter that lives on one rank, and where each parameter lies in it: what torch's `FlatParameter`
+/// and `FlatParamHandle` know of it.
 ///
 /// The shard is one flat tensor of `layout.sharded_numel()` elements: what collectives send, what the optimizer
 /// changes in place. Parameters and anything shaped like them (gradients, optimizer state) are box lists of views.
@@ -17,7 +18,7 @@ pub struct FlatParameter {
 }
 
 impl FlatParameter {
-    /// The shard of rank `rank`.
+    /// The shard of rank `rank` of the `layout.world_size()` ranks that share the FlatParameter.
     ///
     /// # Errors
     /// `shard` must be one-dimensional with `layout.sharded_numel()` elements.
@@ -50,11 +51,15 @@ impl FlatParameter {
         &self.shard
     }
 
-    /// The part of a flat shard that belongs to parameter `param`, as a view; `None` if the shard has none of it.
-    /// `flat` is the shard itself or a tensor of the same length: a gradient or an optimizer state.
+    /// The part of a flat shard that belongs to parameter `param` (its position in `layout().fqns()`), as a
+    /// one-dimensional view; `None` if the shard has none of it. `flat` is the shard itself or a tensor of the same
+    /// length: a gradient or an optimizer state.
     ///
     /// # Errors
-    /// candle's, for a tensor of another length.
+    /// candle's, for a tensor that is too short.
+    ///
+    /// # Panics
+    /// If the layout has no such parameter.
     pub fn piece(&self, param: usize, flat: &Tensor) -> Result<Option<Tensor>, FlatError> {
         match self.layout.shard_param_infos(self.rank)[param] {
             Some(info) => Ok(Some(flat.narrow(0, info.offset_in_shard, info.numel_in_shard)?)),
@@ -62,10 +67,27 @@ impl FlatParameter {
         }
     }
 
-    /// Parameter `param` of a flat shard as a sharded tensor of views.
+    /// Parameter `param` of a flat shard as a sharded tensor of views, which has no boxes if the shard has none of it.
     ///
     /// # Errors
-    /// candle's, for a tensor of another length.
+    /// As [`Self::piece`].
+    ///
+    /// # Panics
+    /// As [`Self::piece`].
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use fsdp_flat::FlatParameter;
+    /// use fsdp_layout::{FlatLayout, TensorBox};
+    /// // 2 x 3 elements and 2 more, half of them on each of two ranks: the first cut goes through a row.
+    /// let layout = FlatLayout::new(vec![("weight".into(), vec![2, 3]), ("bias".into(), vec![2])], 0, 2)?;
+    /// let shard = Tensor::arange(0f32, 4f32, &Device::Cpu)?;
+    /// let flat = FlatParameter::new(layout, 0, shard)?;
+    /// let weight = flat.sharded(0, flat.shard())?;
+    /// assert_eq!(weight.boxes(), [TensorBox::new(vec![0, 0], vec![1, 3]), TensorBox::new(vec![1, 0], vec![1, 1])]);
+    /// assert!(flat.sharded(1, flat.shard())?.shards().is_empty());
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn sharded(&self, param: usize, flat: &Tensor) -> Result<ShardedTensor, FlatError> {
         let shape = &self.layout.shapes()[param];
         match self.piece(param, flat)? {

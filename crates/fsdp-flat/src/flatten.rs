@@ -14,7 +14,20 @@ use crate::{FlatError, with_float};
 /// with 42, as torch does. Tensors that are not contiguous are flattened in row-major order.
 ///
 /// # Errors
-/// The tensors must have the layout's shapes and one floating-point dtype.
+/// The tensors must be as many as the layout has parameters, with their shapes, and of one floating-point dtype.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use fsdp_flat::{flatten_tensors, unflatten_tensors};
+/// use fsdp_layout::FlatLayout;
+/// // Each tensor starts at a multiple of four elements: 3, one of padding, 2; two ranks share that evenly.
+/// let layout = FlatLayout::new(vec![("a".into(), vec![3]), ("b".into(), vec![2, 1])], 4, 2)?;
+/// let tensors = [Tensor::new(&[1f32, 2., 3.], &Device::Cpu)?, Tensor::new(&[[4f32], [5.]], &Device::Cpu)?];
+/// let flat = flatten_tensors(&layout, &tensors)?;
+/// assert_eq!(flat.to_vec1::<f32>()?, [1., 2., 3., 42., 4., 5.]);
+/// assert_eq!(unflatten_tensors(&layout, &flat)?[1].to_vec2::<f32>()?, [[4.], [5.]]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub fn flatten_tensors(layout: &FlatLayout, tensors: &[Tensor]) -> Result<Tensor, FlatError> {
     let first = tensors.first().ok_or(fsdp_layout::FlatLayoutError::Empty)?;
     if tensors.len() != layout.fqns().len() {
@@ -59,7 +72,8 @@ fn check_param(layout: &FlatLayout, param: usize, tensor: &Tensor, first: &Tenso
     Ok(())
 }
 
-/// The parameters of an unsharded flat tensor, as copies: torch's unflatten gives views, which die with the buffer.
+/// The parameters of an unsharded flat tensor, in the layout's order and in their own shapes, as copies: torch's
+/// `_get_unflat_views` gives views, which die with the buffer. Padding is dropped.
 ///
 /// # Errors
 /// `flat` must have `layout.unpadded_unsharded_numel()` elements.
@@ -74,17 +88,27 @@ pub fn unflatten_tensors(layout: &FlatLayout, flat: &Tensor) -> Result<Vec<Tenso
     (0..layout.fqns().len())
         .map(|param| {
             let range = layout.param_range(param);
-            let piece = flat.narrow(0, range.start, range.len())?.copy()?;
+            // candle's `copy` would copy all of the storage that the piece is a view of.
+            let piece = flat.narrow(0, range.start, range.len())?.force_contiguous()?;
             Ok(piece.reshape(layout.shapes()[param].as_slice())?.detach())
         })
         .collect()
 }
 
-/// A rank's piece of a tensor flattened row-major, as a view, and the padding that makes all ranks' pieces as long as
-/// the first: torch's `_get_unpadded_shard`.
+/// A rank's piece of a tensor flattened row-major, and the padding, in elements, that makes all ranks' pieces as long as
+/// the first: torch's `_get_unpadded_shard`. Pieces have `ceil(numel / world_size)` elements, the last ones fewer or
+/// none. The piece is a view of a contiguous tensor, and of a copy of any other.
 ///
 /// # Errors
 /// candle's, for a tensor that cannot be flattened.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let tensor = Tensor::arange(0f32, 5f32, &Device::Cpu)?;
+/// let (piece, padding) = fsdp_flat::get_unpadded_shard(&tensor, 2, 4)?;
+/// assert_eq!((piece.to_vec1::<f32>()?, padding), (vec![4.], 1)); // of 2, 2, 1, 0
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub fn get_unpadded_shard(tensor: &Tensor, rank: usize, world_size: usize) -> Result<(Tensor, usize), FlatError> {
     let shard = unpadded_shard(tensor.elem_count(), world_size, rank);
     let flat = tensor.flatten_all()?;
@@ -98,10 +122,18 @@ pub fn get_unpadded_shard(tensor: &Tensor, rank: usize, world_size: usize) -> Re
 }
 
 /// A rank's piece of a tensor flattened row-major, copied and padded with zeros to the same length on every rank:
-/// torch's `_get_shard`. Returns the padding's length too.
+/// torch's `_get_shard`. The shard is on the CPU; the padding's length, in elements, is returned too.
 ///
 /// # Errors
 /// As [`get_unpadded_shard`]; only floating-point tensors.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let tensor = Tensor::arange(0f32, 5f32, &Device::Cpu)?;
+/// let (shard, padding) = fsdp_flat::get_shard(&tensor, 2, 4)?;
+/// assert_eq!((shard.to_vec1::<f32>()?, padding), (vec![4., 0.], 1));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub fn get_shard(tensor: &Tensor, rank: usize, world_size: usize) -> Result<(Tensor, usize), FlatError> {
     let (piece, padding) = get_unpadded_shard(tensor, rank, world_size)?;
     let numel = piece.elem_count();

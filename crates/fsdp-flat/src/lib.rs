@@ -2,6 +2,7 @@
 //!
 //! | module | what it holds |
 //! |---|---|
+//! | `cuda` (feature `cuda`) | the memory of tensors on NVIDIA GPUs |
 //! | [`dtype`] | candle's dtypes and ours |
 //! | [`storage`] | the memory behind a tensor: read it, change it in place, free it and give it back |
 //! | [`raw`] | tensors of dtypes that candle does not compute with, as bytes |
@@ -12,6 +13,8 @@
 //!
 //! Nothing here communicates.
 
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod dtype;
 mod error;
 pub mod flat_parameter;

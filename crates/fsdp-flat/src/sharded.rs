@@ -59,10 +59,21 @@ impl ShardedTensor {
     }
 
     /// The boxes that views of consecutive elements of a flat tensor make: box k holds the elements that follow
-    /// those of box k - 1. `flat` is not copied.
+    /// those of box k - 1, row-major. `flat` is not copied.
     ///
     /// # Errors
-    /// `flat` must be one-dimensional and as long as all boxes together.
+    /// `flat` must be one-dimensional and as long as all boxes together; boxes as in [`Self::new`].
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use fsdp_flat::ShardedTensor;
+    /// use fsdp_layout::boxes::boxes_of_flat_range;
+    /// // Elements 2..5 of a 2 x 3 tensor: the end of the first row, and most of the second.
+    /// let flat = Tensor::new(&[2f32, 3., 4.], &Device::Cpu)?;
+    /// let sharded = ShardedTensor::from_flat(&[2, 3], boxes_of_flat_range(&[2, 3], 2..5), &flat)?;
+    /// assert_eq!(sharded.shards()[1].tensor.to_vec2::<f32>()?, [[3., 4.]]);
+    /// # Ok::<(), fsdp_flat::FlatError>(())
+    /// ```
     pub fn from_flat(shape: &[usize], boxes: Vec<TensorBox>, flat: &Tensor) -> Result<Self, FlatError> {
         let mut shards = Vec::with_capacity(boxes.len());
         let mut at = 0;
@@ -79,7 +90,7 @@ impl ShardedTensor {
                 found: flat.dims().to_vec(),
             });
         }
-        Ok(ShardedTensor { dtype: flat.dtype(), shape: shape.to_vec(), shards })
+        Self::new(flat.dtype(), shape.to_vec(), shards)
     }
 
     /// A whole tensor as a sharded one: one box. The elements are shared.
@@ -92,7 +103,7 @@ impl ShardedTensor {
         }
     }
 
-    /// Zeros in these boxes, in fresh memory.
+    /// Zeros in these boxes, in fresh memory on the CPU.
     ///
     /// # Errors
     /// A dtype that has no plain bytes, or boxes as in [`Self::new`].
@@ -164,10 +175,10 @@ impl ShardedTensor {
     /// # Errors
     /// candle's.
     pub fn to_device(&self, device: &Device) -> Result<Self, FlatError> {
-        self.map(|tensor| Ok(tensor.to_device(device)?))
+        self.map(|tensor| crate::storage::to_device(tensor, device))
     }
 
-    /// The same boxes with each tensor replaced; the shapes and dtype must stay.
+    /// The same boxes with each tensor replaced: shapes must stay, and dtypes stay alike.
     ///
     /// # Errors
     /// Those of `f` and of [`Self::new`].
@@ -193,7 +204,7 @@ impl ShardedTensor {
         }
     }
 
-    /// A copy of the elements of one box, which this rank's boxes must cover.
+    /// A copy, on the CPU, of the elements of one box, which this rank's boxes must cover.
     ///
     /// # Errors
     /// [`FlatError::NotCovered`] if some elements are not here.
@@ -210,11 +221,32 @@ impl ShardedTensor {
     }
 }
 
-/// Copies the elements that two boxes of one tensor share, into the destination's memory; returns how many.
+/// Copies the elements that two boxes of one tensor share, into the destination's memory; returns how many. The two
+/// tensors must not share storage, which would be locked twice.
 ///
 /// # Errors
-/// Both tensors must be contiguous, on the CPU, of one dtype, and must not share storage.
+/// Both tensors must have their boxes' sizes and one dtype; the destination must be contiguous.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use fsdp_flat::sharded::copy_overlap;
+/// use fsdp_layout::TensorBox;
+/// let (src, dst) = (Tensor::new(&[1f32, 2., 3.], &Device::Cpu)?, Tensor::new(&[7f32, 7., 7.], &Device::Cpu)?);
+/// let at = |start| TensorBox::new(vec![start], vec![3]);
+/// assert_eq!(copy_overlap(&src, &at(0), &dst, &at(1))?, 2);
+/// assert_eq!(dst.to_vec1::<f32>()?, [2., 3., 7.]);
+/// # Ok::<(), fsdp_flat::FlatError>(())
+/// ```
 pub fn copy_overlap(src: &Tensor, src_box: &TensorBox, dst: &Tensor, dst_box: &TensorBox) -> Result<usize, FlatError> {
+    for (tensor, bounds) in [(src, src_box), (dst, dst_box)] {
+        if tensor.dims() != bounds.sizes {
+            return Err(FlatError::ShapeMismatch {
+                name: format!("box {bounds}"),
+                expected: bounds.sizes.clone(),
+                found: tensor.dims().to_vec(),
+            });
+        }
+    }
     let Some(overlap) = src_box.intersect(dst_box) else { return Ok(0) };
     if src.dtype() != dst.dtype() {
         return Err(FlatError::Candle(candle_core::Error::DTypeMismatchBinaryOp {
@@ -272,6 +304,11 @@ mod tests {
         wrong.tensor = arange(4);
         assert!(matches!(new(vec![wrong]), Err(FlatError::ShapeMismatch { .. })));
         assert!(ShardedTensor::from_flat(&[4], vec![], &arange(1)).is_err());
+        let boxes = vec![TensorBox::new(vec![3], vec![2])];
+        assert!(matches!(ShardedTensor::from_flat(&[4], boxes, &arange(2)), Err(FlatError::OutOfBounds { .. })));
+        let bounds = TensorBox::new(vec![0], vec![3]);
+        let too_short = copy_overlap(&arange(3), &bounds, &arange(2), &bounds);
+        assert!(matches!(too_short, Err(FlatError::ShapeMismatch { .. })));
     }
 
     #[test]

@@ -1,16 +1,19 @@
 //! The memory behind a tensor: read it, change it in place, free it and give it back.
 //!
-//! candle lends `&mut CpuStorage` only to an in-place op, so that is what carries the closures here.
+//! candle lends `&mut CpuStorage` only to an in-place op, so that is what carries the closures here. Memory of NVIDIA GPUs
+//! (feature `cuda`) is lent as a copy on the host, which is written back if it may have changed.
 //! A *freed* storage is an empty one of candle's dummy dtype `F4`, which no op computes with: whatever reads it gets
 //! candle's dtype error, never a read past the end.
 
 use std::cell::RefCell;
 
-use candle_core::{CpuStorage, InplaceOp1, Layout, Storage, Tensor, WithDType};
+use candle_core::{CpuStorage, Device, InplaceOp1, Layout, Storage, Tensor, WithDType};
 use float8::F8E4M3;
 use half::{bf16, f16};
 
 use crate::FlatError;
+#[cfg(feature = "cuda")]
+use crate::cuda;
 
 /// An element type that tensors here are made of.
 pub trait Scalar: WithDType + bytemuck::Pod {
@@ -89,6 +92,15 @@ macro_rules! with_float {
     };
 }
 
+/// A tensor's storage, lent for change.
+pub(crate) enum StorageMut<'a> {
+    /// The host's.
+    Cpu(&'a mut CpuStorage),
+    /// An NVIDIA GPU's.
+    #[cfg(feature = "cuda")]
+    Cuda(&'a mut candle_core::CudaStorage),
+}
+
 /// Lends a closure the storage of a tensor for change.
 struct Lend<F, R> {
     closure: RefCell<Option<F>>,
@@ -97,54 +109,74 @@ struct Lend<F, R> {
 
 impl<F, R> InplaceOp1 for Lend<F, R>
 where
-    F: FnOnce(&mut CpuStorage, &Layout) -> R,
+    F: FnOnce(StorageMut<'_>, &Layout) -> R,
 {
     fn name(&self) -> &'static str {
         "fsdp-storage"
     }
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
-        if let Some(closure) = self.closure.borrow_mut().take() {
-            *self.result.borrow_mut() = Some(closure(storage, layout));
-        }
+        self.lend(StorageMut::Cpu(storage), layout);
+        Ok(())
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(&self, storage: &mut candle_core::CudaStorage, layout: &Layout) -> candle_core::Result<()> {
+        self.lend(StorageMut::Cuda(storage), layout);
         Ok(())
     }
 }
 
-/// Runs `f` on the storage of a CPU tensor, under its write lock. All tensors that share the storage see the change.
+impl<F, R> Lend<F, R>
+where
+    F: FnOnce(StorageMut<'_>, &Layout) -> R,
+{
+    fn lend(&self, storage: StorageMut<'_>, layout: &Layout) {
+        if let Some(closure) = self.closure.borrow_mut().take() {
+            *self.result.borrow_mut() = Some(closure(storage, layout));
+        }
+    }
+}
+
+/// Runs `f` on the storage of a tensor, under its write lock. All tensors that share the storage see the change.
 ///
 /// # Errors
-/// Whatever `f` returns, and candle's error for a tensor that is not on the CPU.
-pub fn with_storage_mut<R>(
+/// Whatever `f` returns, and a tensor on a device that this build does not know.
+pub(crate) fn with_storage_mut<R>(
     tensor: &Tensor,
-    f: impl FnOnce(&mut CpuStorage, &Layout) -> Result<R, FlatError>,
+    f: impl FnOnce(StorageMut<'_>, &Layout) -> Result<R, FlatError>,
 ) -> Result<R, FlatError> {
+    if !is_known(tensor.device()) {
+        return Err(FlatError::device(tensor));
+    }
     let lend = Lend { closure: RefCell::new(Some(f)), result: RefCell::new(None) };
-    tensor.inplace_op1(&lend)?;
-    lend.result.into_inner().unwrap_or_else(|| Err(not_on_cpu(tensor)))
+    match tensor.elem_count() {
+        // Shape [2, 0] has the strides [0, 1], which candle takes for repeated elements.
+        0 => tensor.detach().flatten_all()?.inplace_op1(&lend)?,
+        _ => tensor.inplace_op1(&lend)?,
+    }
+    lend.result.into_inner().unwrap_or_else(|| Err(FlatError::device(tensor)))
 }
 
-fn not_on_cpu(tensor: &Tensor) -> FlatError {
-    FlatError::Candle(candle_core::Error::Msg(format!(
-        "a tensor on {:?} is not on the CPU",
-        tensor.device().location()
-    )))
+/// Whether this build reaches the memory of this device.
+fn is_known(device: &Device) -> bool {
+    device.is_cpu() || (cfg!(feature = "cuda") && device.is_cuda())
 }
 
-fn freed(tensor: &Tensor) -> FlatError {
+pub(crate) fn freed(tensor: &Tensor) -> FlatError {
     FlatError::Freed { shape: tensor.dims().to_vec() }
 }
 
-fn contiguous_range(tensor: &Tensor, layout: &Layout) -> Result<std::ops::Range<usize>, FlatError> {
+pub(crate) fn contiguous_range(tensor: &Tensor, layout: &Layout) -> Result<std::ops::Range<usize>, FlatError> {
     let (start, end) =
         layout.contiguous_offsets().ok_or_else(|| FlatError::NotContiguous { shape: tensor.dims().to_vec() })?;
     Ok(start..end)
 }
 
-/// Runs `f` on the elements of a contiguous CPU tensor, under its read lock.
+/// Runs `f` on the elements of a contiguous tensor, under its read lock; a GPU's are copied to the host.
 ///
 /// # Errors
-/// A tensor that is freed, not contiguous, of another dtype, or not on the CPU.
+/// A tensor that is freed, not contiguous, of another dtype, or on a device that this build does not know.
 pub fn with_slice<T: Scalar, R>(tensor: &Tensor, f: impl FnOnce(&[T]) -> R) -> Result<R, FlatError> {
     let (storage, layout) = tensor.storage_and_layout();
     let range = contiguous_range(tensor, layout)?;
@@ -154,23 +186,57 @@ pub fn with_slice<T: Scalar, R>(tensor: &Tensor, f: impl FnOnce(&[T]) -> R) -> R
                 .map_err(|error| if is_freed_storage(tensor, storage) { freed(tensor) } else { error.into() })?;
             Ok(f(data.get(range).ok_or_else(|| freed(tensor))?))
         }
-        Storage::Cuda(_) | Storage::Metal(_) => Err(not_on_cpu(tensor)),
+        #[cfg(feature = "cuda")]
+        Storage::Cuda(storage) => {
+            check_dtype::<T>(tensor)?;
+            let mut host: Vec<T> = bytemuck::allocation::zeroed_vec(range.len());
+            cuda::read(tensor, storage, bytes_in::<T>(&range), bytemuck::cast_slice_mut(&mut host))?;
+            Ok(f(&host))
+        }
+        _ => Err(FlatError::device(tensor)),
     }
 }
 
-/// Runs `f` on the elements of a contiguous CPU tensor, under its write lock.
+#[cfg(feature = "cuda")]
+fn check_dtype<T: Scalar>(tensor: &Tensor) -> Result<(), FlatError> {
+    if tensor.dtype() == T::DTYPE {
+        return Ok(());
+    }
+    let (expected, got) = (T::DTYPE, tensor.dtype());
+    Err(candle_core::Error::UnexpectedDType { msg: "elements of a tensor", expected, got }.into())
+}
+
+#[cfg(feature = "cuda")]
+const fn bytes_in<T>(range: &std::ops::Range<usize>) -> std::ops::Range<usize> {
+    range.start * size_of::<T>()..range.end * size_of::<T>()
+}
+
+/// Runs `f` on the elements of a contiguous tensor, under its write lock; a GPU's are copied to the host and back.
 ///
 /// # Errors
 /// As [`with_slice`].
 pub fn with_slice_mut<T: Scalar, R>(tensor: &Tensor, f: impl FnOnce(&mut [T]) -> R) -> Result<R, FlatError> {
     with_storage_mut(tensor, |storage, layout| {
         let range = contiguous_range(tensor, layout)?;
-        let data = T::of_storage_mut(storage).ok_or_else(|| freed(tensor))?;
-        Ok(f(data.get_mut(range).ok_or_else(|| freed(tensor))?))
+        match storage {
+            StorageMut::Cpu(storage) => {
+                let data = T::of_storage_mut(storage).ok_or_else(|| freed(tensor))?;
+                Ok(f(data.get_mut(range).ok_or_else(|| freed(tensor))?))
+            }
+            #[cfg(feature = "cuda")]
+            StorageMut::Cuda(storage) => {
+                check_dtype::<T>(tensor)?;
+                let mut host: Vec<T> = bytemuck::allocation::zeroed_vec(range.len());
+                cuda::read(tensor, storage, bytes_in::<T>(&range), bytemuck::cast_slice_mut(&mut host))?;
+                let result = f(&mut host);
+                cuda::write(tensor, storage, bytes_in::<T>(&range), bytemuck::cast_slice(&host))?;
+                Ok(result)
+            }
+        }
     })
 }
 
-/// Runs `f` on the bytes of a contiguous CPU tensor, row-major, in the machine's byte order.
+/// Runs `f` on the bytes of a contiguous tensor, row-major, in the machine's byte order; a GPU's are copied to the host.
 ///
 /// # Errors
 /// As [`with_slice`], and for dtypes whose elements are not plain bytes.
@@ -186,11 +252,17 @@ pub fn with_bytes<R>(tensor: &Tensor, f: impl FnOnce(&[u8]) -> R) -> Result<R, F
             let bytes = bytes_of(storage).ok_or_else(|| unsupported(tensor))?;
             Ok(f(bytes.get(range.start * size..range.end * size).ok_or_else(|| freed(tensor))?))
         }
-        Storage::Cuda(_) | Storage::Metal(_) => Err(not_on_cpu(tensor)),
+        #[cfg(feature = "cuda")]
+        Storage::Cuda(storage) => {
+            let mut host = TensorBuffer::zeros(&[range.len()], tensor.dtype())?;
+            cuda::read(tensor, storage, range.start * size..range.end * size, host.bytes_mut())?;
+            Ok(f(host.bytes_mut()))
+        }
+        _ => Err(FlatError::device(tensor)),
     }
 }
 
-/// Runs `f` on the bytes of a contiguous CPU tensor, to change them.
+/// Runs `f` on the bytes of a contiguous tensor, to change them; a GPU's are copied to the host and back.
 ///
 /// # Errors
 /// As [`with_bytes`].
@@ -198,15 +270,28 @@ pub fn with_bytes_mut<R>(tensor: &Tensor, f: impl FnOnce(&mut [u8]) -> R) -> Res
     let size = tensor.dtype().size_in_bytes();
     with_storage_mut(tensor, |storage, layout| {
         let range = contiguous_range(tensor, layout)?;
-        if is_freed_storage(tensor, storage) {
-            return Err(freed(tensor));
+        let range = range.start * size..range.end * size;
+        match storage {
+            StorageMut::Cpu(storage) => {
+                if is_freed_storage(tensor, storage) {
+                    return Err(freed(tensor));
+                }
+                let bytes = bytes_of_mut(storage).ok_or_else(|| unsupported(tensor))?;
+                Ok(f(bytes.get_mut(range).ok_or_else(|| freed(tensor))?))
+            }
+            #[cfg(feature = "cuda")]
+            StorageMut::Cuda(storage) => {
+                let mut host = TensorBuffer::zeros(&[range.len() / size.max(1)], tensor.dtype())?;
+                cuda::read(tensor, storage, range.clone(), host.bytes_mut())?;
+                let result = f(host.bytes_mut());
+                cuda::write(tensor, storage, range, host.bytes_mut())?;
+                Ok(result)
+            }
         }
-        let bytes = bytes_of_mut(storage).ok_or_else(|| unsupported(tensor))?;
-        Ok(f(bytes.get_mut(range.start * size..range.end * size).ok_or_else(|| freed(tensor))?))
     })
 }
 
-fn unsupported(tensor: &Tensor) -> FlatError {
+pub(crate) fn unsupported(tensor: &Tensor) -> FlatError {
     FlatError::Candle(candle_core::Error::UnsupportedDTypeForOp(tensor.dtype(), "bytes of a tensor"))
 }
 
@@ -220,7 +305,9 @@ fn is_freed_storage(tensor: &Tensor, storage: &CpuStorage) -> bool {
 pub fn is_freed(tensor: &Tensor) -> bool {
     match &*tensor.storage_and_layout().0 {
         Storage::Cpu(storage) => is_freed_storage(tensor, storage),
-        Storage::Cuda(_) | Storage::Metal(_) => false,
+        #[cfg(feature = "cuda")]
+        Storage::Cuda(storage) => cuda::is_freed(tensor, storage),
+        _ => false,
     }
 }
 
@@ -228,18 +315,24 @@ pub fn is_freed(tensor: &Tensor) -> bool {
 /// once [`refill`] has been called; until then reading them is an error.
 ///
 /// # Errors
-/// A tensor that is not on the CPU.
+/// A tensor on a device that this build does not know.
 pub fn free(tensor: &Tensor) -> Result<(), FlatError> {
-    with_storage_mut(tensor, |storage, _| {
-        *storage = CpuStorage::F4(Vec::new());
-        Ok(())
+    with_storage_mut(tensor, |storage, _| match storage {
+        StorageMut::Cpu(storage) => {
+            *storage = CpuStorage::F4(Vec::new());
+            Ok(())
+        }
+        #[cfg(feature = "cuda")]
+        StorageMut::Cuda(storage) => cuda::free(storage),
     })
 }
 
-/// Puts these elements behind a tensor, in place of whatever was there.
+/// Puts these elements, row-major, behind a tensor and all that share its storage, in place of whatever was there.
+/// The tensor must be a whole one: of a view of some elements, the rest would be lost.
 ///
 /// # Errors
-/// The number of elements and the dtype must be the tensor's, and the tensor must be a whole one, not a view.
+/// The number of elements and the dtype must be the tensor's; a tensor that is not contiguous, or begins further on in
+/// its storage; one on a device that this build does not know.
 pub fn refill<T: Scalar>(tensor: &Tensor, data: Vec<T>) -> Result<(), FlatError> {
     if data.len() != tensor.elem_count() || T::DTYPE != tensor.dtype() {
         return Err(FlatError::ShapeMismatch {
@@ -248,10 +341,75 @@ pub fn refill<T: Scalar>(tensor: &Tensor, data: Vec<T>) -> Result<(), FlatError>
             found: vec![data.len()],
         });
     }
-    with_storage_mut(tensor, |storage, _| {
-        *storage = T::to_cpu_storage_owned(data);
-        Ok(())
+    with_storage_mut(tensor, |storage, layout| {
+        if contiguous_range(tensor, layout)?.start > 0 {
+            return Err(FlatError::NotContiguous { shape: tensor.dims().to_vec() });
+        }
+        match storage {
+            StorageMut::Cpu(storage) => {
+                *storage = T::to_cpu_storage_owned(data);
+                Ok(())
+            }
+            #[cfg(feature = "cuda")]
+            StorageMut::Cuda(storage) => cuda::refill(storage, T::DTYPE, data.len(), bytemuck::cast_slice(&data)),
+        }
     })
+}
+
+/// Puts the elements of `source`, a contiguous tensor on the same device, behind a tensor: as [`refill`], but a GPU's
+/// elements stay there.
+///
+/// # Errors
+/// As [`refill`].
+pub fn refill_from(tensor: &Tensor, source: &Tensor) -> Result<(), FlatError> {
+    if source.elem_count() != tensor.elem_count() || source.dtype() != tensor.dtype() {
+        return Err(FlatError::ShapeMismatch {
+            name: format!("storage of {:?}", tensor.dtype()),
+            expected: tensor.dims().to_vec(),
+            found: source.dims().to_vec(),
+        });
+    }
+    #[cfg(feature = "cuda")]
+    if tensor.device().is_cuda() {
+        return cuda::refill_from(tensor, source);
+    }
+    with_float!(source.dtype(), T => {
+        let data = with_slice::<T, _>(source, <[T]>::to_vec)?;
+        refill(tensor, data)
+    }, else Err(unsupported(tensor)))
+}
+
+/// The tensor on another device: as candle's, but of a view only its own elements are moved, and they come from a GPU
+/// through pinned memory.
+///
+/// # Errors
+/// candle's.
+pub fn to_device(tensor: &Tensor, device: &Device) -> Result<Tensor, FlatError> {
+    if tensor.device().same_device(device) {
+        return Ok(tensor.clone());
+    }
+    #[cfg(feature = "cuda")]
+    if device.is_cpu() && tensor.device().is_cuda() {
+        return cuda::to_host(&tensor.detach().contiguous()?);
+    }
+    if tensor.elem_count() == 0 {
+        return zeros_on(tensor.dims(), tensor.dtype(), device);
+    }
+    Ok(tensor.detach().force_contiguous()?.to_device(device)?)
+}
+
+/// A contiguous tensor of zeros on a device.
+///
+/// # Errors
+/// As [`zeros`], and candle's.
+pub fn zeros_on(shape: &[usize], dtype: candle_core::DType, device: &Device) -> Result<Tensor, FlatError> {
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(device) = device
+        && shape.contains(&0)
+    {
+        return cuda::without_elements(shape, dtype, device);
+    }
+    if device.is_cpu() { zeros(shape, dtype) } else { Ok(Tensor::zeros(shape, dtype, device)?) }
 }
 
 /// A contiguous CPU tensor of zeros, fresh from the system.
@@ -315,8 +473,23 @@ mod tests {
         assert!(matches!(with_bytes(&weight, <[u8]>::len), Err(FlatError::Freed { .. })));
         assert!(matches!(with_slice::<f32, _>(&weight, <[f32]>::len), Err(FlatError::Freed { .. })));
         assert!(matches!(refill(&weight, vec![0f32; 5]), Err(FlatError::ShapeMismatch { .. })));
+        let rows = weight.narrow(0, 1, 1).unwrap();
+        assert!(matches!(refill(&rows, vec![0f32; 3]), Err(FlatError::NotContiguous { .. })));
+        assert!(matches!(refill(&transposed, vec![0f32; 6]), Err(FlatError::NotContiguous { .. })));
         refill(&weight, vec![1f32, 2., 3., 4., 5., 6.]).unwrap();
         assert_eq!(transposed.to_vec2::<f32>().unwrap(), [[1., 4.], [2., 5.], [3., 6.]]);
+    }
+
+    #[test]
+    fn tensors_without_elements_are_freed_and_filled_as_any_other() {
+        for shape in [vec![0], vec![2, 0], vec![0, 2], vec![3, 0, 2]] {
+            let tensor = zeros(&shape, DType::F32).unwrap();
+            assert_eq!(with_bytes_mut(&tensor, |bytes| bytes.len()).unwrap(), 0, "{shape:?}");
+            free(&tensor).unwrap();
+            assert!(is_freed(&tensor));
+            refill::<f32>(&tensor, Vec::new()).unwrap();
+            assert_eq!(with_slice::<f32, _>(&tensor, <[f32]>::len).unwrap(), 0);
+        }
     }
 
     #[test]

@@ -15,10 +15,12 @@
 //! | [`flat`] | the layout of many parameters in one FlatParameter |
 //! | [`mesh`] | rank arithmetic of an N-d device mesh |
 //! | [`placement`] | Shard / Replicate / strided shards on a mesh, as boxes |
+//! | [`failure`] | which kind of failure an error is |
 
 pub mod boxes;
 pub mod cover;
 pub mod dtype;
+pub mod failure;
 pub mod flat;
 pub mod mesh;
 pub mod path;
@@ -28,6 +30,7 @@ pub mod value;
 
 pub use boxes::{CopyRun, TensorBox};
 pub use dtype::DType;
+pub use failure::{ErrorKind, Failure};
 pub use flat::{FlatLayout, FlatLayoutError, ShardParamInfo};
 pub use mesh::DeviceMesh;
 pub use path::{KeyPath, PathPart};

@@ -1,7 +1,11 @@
-//! How long the optimizer state of 4 ranks takes to save and to load, beside a plain copy of the same bytes.
+//! How long the optimizer state of 4 ranks takes to save and to load, beside a plain copy of the same bytes; and how
+//! much memory.
 //!
-//! `cargo run --release -p fsdp-nn --example optim_state_dict`: 256 MiB of AdamW state on 4 ranks that are threads.
-//! Each figure is the median of five; the ratio is to one memcpy of all the state into fresh memory in the same run.
+//! `cargo run --release -p fsdp-nn --example optim_state_dict [-- --json]`: 256 MiB of AdamW state on 4 ranks that are
+//! threads. Each time is the median of five; the ratio is to one memcpy of all the state into fresh memory in the same
+//! run. The peak is what all ranks together allocate above the state itself (and, for a load, above the dict that is
+//! loaded), results included. With `--json` the output is an array of cases: `name`, `bytes` (of state), `seconds`,
+//! `ratio`, `peak_bytes`.
 
 #![expect(clippy::print_stdout, reason = "a bench's figures are its output")]
 
@@ -12,9 +16,15 @@ use candle_nn::{Linear, Module, linear_no_bias};
 use fsdp_comm::{ProcessGroup, run_local};
 use fsdp_nn::algorithm::{AdamOptions, Algorithm};
 use fsdp_nn::fsdp_state::{
-    OptimLoadOptions, StateDictSettings, StateDictType, optim_state_dict, optim_state_dict_to_load,
+    OptimLoadOptions, StateDictSettings, StateDictType, full_optim_state_dict, optim_state_dict,
+    optim_state_dict_to_load, scatter_full_optim_state_dict,
 };
-use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, NnError, Optimizer, Unit};
+use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, NnError, Optimizer, ShardedParameters, Unit};
+use fsdp_tests::counting_allocator::{CountingAllocator, live_bytes, peak_bytes, reset_peak};
+use serde_json::json;
+
+#[global_allocator]
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 const RANKS: usize = 4;
 const UNITS: usize = 8;
@@ -23,21 +33,35 @@ const WIDTH: usize = 2048;
 const STATE_BYTES: usize = 2 * UNITS * WIDTH * WIDTH * 4;
 const RUNS: usize = 5;
 
-fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let copy = median((0..RUNS).map(|_| memcpy()).collect());
-    println!("{} MiB of state, {RANKS} ranks, median of {RUNS}", STATE_BYTES >> 20);
-    println!("{:<44} {:>9} {:>8} {:>8}", "", "seconds", "GB/s", "memcpy x");
-    print("memcpy into fresh memory", copy, copy);
-    let figures = run_local(RANKS, measure)?.into_iter().next().ok_or("no ranks")??;
-    for (name, seconds) in figures {
-        print(name, seconds, copy);
-    }
-    Ok(())
+/// What one case took.
+struct Figure {
+    name: &'static str,
+    seconds: f64,
+    peak_bytes: usize,
 }
 
-fn print(name: &str, seconds: f64, copy: f64) {
-    let speed = STATE_BYTES as f64 / seconds / 1e9;
-    println!("{name:<44} {seconds:>9.4} {speed:>8.2} {:>8.2}", seconds / copy);
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let copies = (0..RUNS).map(|_| memcpy()).collect::<Vec<_>>();
+    let copy = Figure { name: "memcpy into fresh memory", seconds: median(copies), peak_bytes: STATE_BYTES };
+    let figures = run_local(RANKS, measure)?.into_iter().next().ok_or("no ranks")??;
+    let figures: Vec<Figure> = std::iter::once(copy).chain(figures).collect();
+    let seconds = figures[0].seconds;
+    if std::env::args().any(|argument| argument == "--json") {
+        let case = |figure: &Figure| {
+            let Figure { name, seconds: of_case, peak_bytes } = figure;
+            let ratio = of_case / seconds;
+            json!({ "name": name, "bytes": STATE_BYTES, "seconds": of_case, "ratio": ratio, "peak_bytes": peak_bytes })
+        };
+        println!("{}", serde_json::to_string_pretty(&figures.iter().map(case).collect::<Vec<_>>())?);
+        return Ok(());
+    }
+    println!("{} MiB of state, {RANKS} ranks, median of {RUNS}", STATE_BYTES >> 20);
+    println!("{:<44} {:>9} {:>8} {:>8} {:>9}", "", "seconds", "GB/s", "memcpy x", "peak MiB");
+    for Figure { name, seconds: of_case, peak_bytes } in &figures {
+        let (speed, ratio) = (STATE_BYTES as f64 / of_case / 1e9, of_case / seconds);
+        println!("{name:<44} {of_case:>9.4} {speed:>8.2} {ratio:>8.2} {:>9}", peak_bytes >> 20);
+    }
+    Ok(())
 }
 
 fn memcpy() -> f64 {
@@ -54,7 +78,32 @@ fn median(mut seconds: Vec<f64>) -> f64 {
     seconds[seconds.len() / 2]
 }
 
-fn measure(group: ProcessGroup) -> Result<Vec<(&'static str, f64)>, NnError> {
+/// Runs a call on all ranks several times, and drops what it returns after the clock and the allocator were read.
+fn time<T>(
+    group: &ProcessGroup,
+    name: &'static str,
+    mut call: impl FnMut() -> Result<T, NnError>,
+) -> Result<Figure, NnError> {
+    let (mut seconds, mut most) = (Vec::new(), 0);
+    for _ in 0..RUNS {
+        group.barrier()?;
+        let before = live_bytes();
+        if group.rank() == 0 {
+            reset_peak();
+        }
+        group.barrier()?;
+        let start = Instant::now();
+        let result = call()?;
+        group.barrier()?;
+        seconds.push(start.elapsed().as_secs_f64());
+        most = most.max(peak_bytes().saturating_sub(before));
+        group.barrier()?;
+        drop(result);
+    }
+    Ok(Figure { name, seconds: median(seconds), peak_bytes: most })
+}
+
+fn measure(group: ProcessGroup) -> Result<Vec<Figure>, NnError> {
     let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
         let units = (0..UNITS).map(|i| scope.pp(i).unit(|scope| linear_no_bias(WIDTH, WIDTH, scope.vb())));
         units.collect::<candle_core::Result<Vec<Unit<Linear>>>>()
@@ -66,6 +115,7 @@ fn measure(group: ProcessGroup) -> Result<Vec<(&'static str, f64)>, NnError> {
         model.forward(|units| units.iter().try_fold(x.clone(), |h, unit| unit.forward(&h)?.tanh())?.mean_all())?;
     model.backward(&loss)?;
     optimizer.step()?;
+    drop(loss);
     parameters.zero_grad();
 
     let mut figures = Vec::new();
@@ -73,24 +123,28 @@ fn measure(group: ProcessGroup) -> Result<Vec<(&'static str, f64)>, NnError> {
         (StateDictType::Sharded, "optim_state_dict, Sharded", "optim_state_dict_to_load, Sharded"),
         (StateDictType::Full, "optim_state_dict, Full (on every rank)", "optim_state_dict_to_load, Full"),
     ] {
-        let (mut saves, mut loads) = (Vec::new(), Vec::new());
         parameters.state_dict_type(StateDictSettings::of(kind), || -> Result<(), NnError> {
-            for _ in 0..RUNS {
-                group.barrier()?;
-                let start = Instant::now();
-                let state = optim_state_dict(parameters, &optimizer, None)?;
-                group.barrier()?;
-                saves.push(start.elapsed().as_secs_f64());
-                let start = Instant::now();
-                let loaded =
-                    optim_state_dict_to_load(parameters, &mut optimizer, &state, &OptimLoadOptions::default())?;
-                group.barrier()?;
-                loads.push(start.elapsed().as_secs_f64());
-                drop(loaded);
-            }
+            figures.push(time(&group, save, || optim_state_dict(parameters, &optimizer, None))?);
+            let state = optim_state_dict(parameters, &optimizer, None)?;
+            let options = OptimLoadOptions::default();
+            figures
+                .push(time(&group, load, || optim_state_dict_to_load(parameters, &mut optimizer, &state, &options))?);
             Ok(())
         })?;
-        figures.extend([(save, median(saves)), (load, median(loads))]);
     }
+    figures.extend(from_and_to_rank_0(&group, parameters, &optimizer)?);
     Ok(figures)
+}
+
+fn from_and_to_rank_0(
+    group: &ProcessGroup,
+    parameters: &ShardedParameters,
+    optimizer: &Optimizer,
+) -> Result<[Figure; 2], NnError> {
+    let save = || full_optim_state_dict(parameters, optimizer, None, true);
+    let saved = time(group, "full_optim_state_dict, rank 0 only", save)?;
+    let state = save()?;
+    let full = (group.rank() == 0).then_some(&state);
+    let load = || scatter_full_optim_state_dict(full, parameters, optimizer);
+    Ok([saved, time(group, "scatter_full_optim_state_dict", load)?])
 }

@@ -9,7 +9,8 @@ use fsdp_layout::DeviceMesh;
 
 use crate::ShardingStrategy;
 
-/// Options of [`FullyShardedDataParallel`](crate::FullyShardedDataParallel); the same on every rank.
+/// Options of [`FullyShardedDataParallel`](crate::FullyShardedDataParallel), like the arguments of torch's; the same on
+/// every rank.
 #[derive(Clone)]
 pub struct FsdpConfig {
     /// What is sharded.
@@ -19,13 +20,13 @@ pub struct FsdpConfig {
     pub mesh: Option<DeviceMesh>,
     /// Whether the optimizer sees the model's own parameters (true, the default) or one FlatParameter a unit.
     pub use_orig_params: bool,
-    /// The dtype of parameters that the model asks for without naming one.
+    /// The dtype of parameters that the model asks for without naming one: `F32`, `F64`, `BF16` or `F16`.
     pub dtype: DType,
-    /// Where parameters live.
+    /// Where parameters live on this rank: the CPU, or an NVIDIA GPU (feature `cuda`).
     pub device: Device,
-    /// Seed of the initial values.
+    /// Seed of the initial values, which depend on it and on the parameters' names alone.
     pub seed: u64,
-    /// Which parameters are trained, by name; all by default.
+    /// Which parameters are trained, by name; all by default. The others are frozen: torch's `requires_grad` of false.
     pub requires_grad: Arc<dyn Fn(&str) -> bool + Send + Sync>,
 }
 

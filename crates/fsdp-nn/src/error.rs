@@ -1,8 +1,10 @@
 //! What can go wrong in sharded modules and optimizers.
 
+use std::io;
+
 use fsdp_comm::CommError;
 use fsdp_flat::FlatError;
-use fsdp_layout::FlatLayoutError;
+use fsdp_layout::{ErrorKind, Failure, FlatLayoutError};
 use fsdp_state::StateError;
 use thiserror::Error;
 
@@ -15,7 +17,7 @@ use crate::fsdp_state::OptimStateError;
 pub enum NnError {
     /// candle refused, in the model's own code or in a hook.
     #[error(transparent)]
-    Candle(#[from] candle_core::Error),
+    Candle(candle_core::Error),
     /// A tensor does not fit its layout.
     #[error(transparent)]
     Flat(#[from] FlatError),
@@ -99,7 +101,8 @@ pub enum NnError {
     MeshWithLocal,
     /// Parameters that are whole on every rank have no local state dict.
     #[error(
-        "`local_state_dict` can only be used when parameters are flatten and sharded: use `StateDictType::Full` with          NoShard or a single rank"
+        "`local_state_dict` can only be used when parameters are flatten and sharded: use `StateDictType::Full` with \
+         NoShard or a single rank"
     )]
     LocalWithoutSharding,
     /// The optimizer steps on the parameters of another model.
@@ -162,11 +165,48 @@ impl From<OptimStateError> for NnError {
 pub type Result<T, E = NnError> = std::result::Result<T, E>;
 
 impl NnError {
-    /// As candle's error, to pass through code that candle calls.
+    /// As candle's error, to pass through code that candle calls. It comes out as what it is: see `From`.
     pub(crate) fn into_candle(self) -> candle_core::Error {
         match self {
             NnError::Candle(error) => error,
-            other => candle_core::Error::wrap(other),
+            // Of candle's errors this one keeps another's type.
+            other => candle_core::Error::Io(io::Error::other(other)),
+        }
+    }
+}
+
+impl From<candle_core::Error> for NnError {
+    /// candle's error, or the one of this crate that went through candle.
+    fn from(error: candle_core::Error) -> Self {
+        use candle_core::Error;
+        match error {
+            Error::Io(error) => match error.downcast::<NnError>() {
+                Ok(error) => error,
+                Err(error) => NnError::Candle(Error::Io(error)),
+            },
+            Error::WithBacktrace { inner, .. } if is_ours(&inner) => Self::from(*inner),
+            Error::Context { inner, .. } if is_ours(&inner) => Self::from(*inner),
+            error => NnError::Candle(error),
+        }
+    }
+}
+
+fn is_ours(error: &candle_core::Error) -> bool {
+    use candle_core::Error;
+    match error {
+        Error::Io(error) => error.get_ref().is_some_and(|inner| inner.is::<NnError>()),
+        Error::WithBacktrace { inner, .. } | Error::Context { inner, .. } => is_ours(inner),
+        _ => false,
+    }
+}
+
+impl Failure for NnError {
+    fn kind(&self) -> ErrorKind {
+        match self {
+            NnError::Comm(error) => error.kind(),
+            NnError::State(error) => error.kind(),
+            NnError::OptimState { .. } => ErrorKind::Difference,
+            _ => ErrorKind::Other,
         }
     }
 }

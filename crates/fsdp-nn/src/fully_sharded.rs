@@ -59,7 +59,9 @@ impl<M> FullyShardedDataParallel<M> {
     /// no rank ever holds more than its own part of them. No communication, but for `HybridShard`, which makes sub-groups.
     ///
     /// # Errors
-    /// Those of `build`, and parameters that cannot share a unit (mixed dtypes, integers).
+    /// Those of `build`; parameters that cannot share a unit (mixed dtypes, integers, and without `use_orig_params`
+    /// frozen and trained ones); [`NnError::Mesh`]; [`NnError::UnknownParameter`] for what [`Scope::tie`] names. This
+    /// rank's alone, but all ranks build the same model.
     pub fn new(
         group: ProcessGroup,
         config: FsdpConfig,
@@ -86,8 +88,8 @@ impl<M> FullyShardedDataParallel<M> {
         self.parameters.group()
     }
 
-    /// Runs a forward with the root unit in place. Collectives: one all-gather for the root and, through the units'
-    /// forwards, one for each unit.
+    /// Runs a forward with the root unit in place. Collectives, over the shard group: one all-gather for the root and,
+    /// through the units' forwards, one for each unit, where they are not whole already; none where nothing is sharded.
     ///
     /// # Errors
     /// Those of `f` and of the all-gathers.
@@ -100,8 +102,9 @@ impl<M> FullyShardedDataParallel<M> {
         self.parameters.handles.iter().filter(|handle| handle.is_root).try_for_each(|handle| handle.gather())
     }
 
-    /// Runs the backward of a loss: gradients, averaged over ranks, are left sharded in the units. Collectives for
-    /// each unit: one all-gather (full sharding), one reduce-scatter (or all-reduce without sharding).
+    /// Runs the backward of a loss: gradients, averaged over all ranks, are added to those that are there, sharded as
+    /// the parameters are. Collectives for each unit that backward reaches: one all-gather (full sharding), one
+    /// reduce-scatter over the shard group, and one all-reduce over the replicas (without sharding, all ranks).
     ///
     /// Returns candle's store, which has the gradients of variables that are no parameters of this model.
     ///
@@ -122,7 +125,7 @@ impl<M> FullyShardedDataParallel<M> {
     }
 
     /// Runs `f` with backwards that do not communicate: their gradients stay whole on each rank and are reduced
-    /// together with those of the next backward outside. Restored on every exit path.
+    /// together with those of the next backward outside: torch's `no_sync`. Restored on every exit path.
     ///
     /// # Errors
     /// Those of `f`.

@@ -3,14 +3,15 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use fsdp_comm::{Element, ProcessGroup, ReduceOp};
-use fsdp_flat::storage::{Scalar, free, refill, with_slice, with_slice_mut, zeros};
+use fsdp_flat::storage::{Scalar, free, refill, refill_from, to_device, with_slice, with_slice_mut, zeros, zeros_on};
 use fsdp_flat::{FlatParameter, ShardedTensor, with_float};
 use fsdp_layout::FlatLayout;
 use fsdp_layout::flat::FlatEntry;
 use tracing::trace;
 
+use crate::device;
 use crate::gradient::copy_gradient;
 use crate::{NnError, Result, ShardingStrategy};
 
@@ -94,6 +95,7 @@ pub(crate) struct FlatParamHandle {
     pub(crate) params: Vec<Parameter>,
     layout: FlatLayout,
     dtype: DType,
+    device: Device,
     strategy: ShardingStrategy,
     groups: Groups,
     flat: Option<FlatParameter>,
@@ -129,6 +131,9 @@ impl FlatParamHandle {
         let shard = zeros(&[layout.sharded_numel()], dtype)?;
         let flat = FlatParameter::new(layout.clone(), rank, shard)?;
         initialize(&flat)?;
+        // The values come from the host, and are the same on all devices.
+        let device = params.first().map_or(Device::Cpu, |param| param.tensor.device().clone());
+        let flat = FlatParameter::new(layout.clone(), rank, to_device(flat.shard(), &device)?)?;
         shared.hold(layout.sharded_numel() * dtype.size_in_bytes());
         let handle = FlatParamHandle {
             name,
@@ -136,6 +141,7 @@ impl FlatParamHandle {
             params,
             layout,
             dtype,
+            device,
             strategy,
             flat: groups.shard.is_some().then(|| flat.clone()),
             groups,
@@ -167,6 +173,11 @@ impl FlatParamHandle {
 
     pub(crate) const fn dtype(&self) -> DType {
         self.dtype
+    }
+
+    /// Where the parameters, their gradients and their optimizer state live.
+    pub(crate) const fn device(&self) -> &Device {
+        &self.device
     }
 
     /// The rank whose part of the flat layout lives here.
@@ -247,7 +258,10 @@ impl FlatParamHandle {
             return Ok(());
         }
         trace!(unit = %self.name, "all-gather parameters");
-        with_float!(self.dtype, T => self.gather_typed::<T>(flat, group)?, else self.unsupported()?);
+        match device::all_gather(group, flat.shard())? {
+            Some(whole) => self.fill_from_device(&whole)?,
+            None => with_float!(self.dtype, T => self.gather_typed::<T>(flat, group)?, else self.unsupported()?),
+        }
         state.gathered = true;
         self.shared.hold(self.unsharded_bytes());
         Ok(())
@@ -266,6 +280,15 @@ impl FlatParamHandle {
             if let FlatEntry::Param(param) = *entry {
                 refill(&self.params[param].tensor, value)?;
             }
+        }
+        Ok(())
+    }
+
+    /// Fills the parameters' storages from a whole flat parameter on their device.
+    fn fill_from_device(&self, whole: &Tensor) -> Result<()> {
+        for (index, param) in self.params.iter().enumerate() {
+            let range = self.layout.param_range(index);
+            refill_from(&param.tensor, &whole.narrow(0, range.start, range.len())?)?;
         }
         Ok(())
     }
@@ -302,15 +325,19 @@ impl FlatParamHandle {
     pub(crate) fn receive_grad(&self, param: usize, grad: &Tensor) -> Result<()> {
         let mut state = self.state();
         if state.unsharded_grad.is_none() {
-            state.unsharded_grad = Some(zeros(&[self.layout.padded_unsharded_numel()], self.dtype)?);
+            state.unsharded_grad = Some(zeros_on(&[self.layout.padded_unsharded_numel()], self.dtype, &self.device)?);
             state.written = vec![false; self.params.len()];
         }
         if let Some(buffer) = &state.unsharded_grad {
             let range = self.layout.param_range(param);
             let accumulate = state.written[param];
-            with_float!(self.dtype, T => with_slice_mut::<T, _>(buffer, |buffer| {
-                copy_gradient::<T>(grad, &mut buffer[range], accumulate)
-            })??, else self.unsupported()?);
+            if !self.device.is_cpu() {
+                device::copy_gradient(grad, buffer, range, accumulate)?;
+            } else {
+                with_float!(self.dtype, T => with_slice_mut::<T, _>(buffer, |buffer| {
+                    copy_gradient::<T>(grad, &mut buffer[range], accumulate)
+                })??, else self.unsupported()?);
+            }
         }
         state.written[param] = true;
         state.received += 1;
@@ -344,6 +371,10 @@ impl FlatParamHandle {
             unsharded
         });
         match &state.grad {
+            Some(grad) if !self.device.is_cpu() => {
+                let range = 0..grad.elem_count();
+                device::copy_gradient(&reduced, grad, range, true)?;
+            }
             Some(grad) => with_float!(self.dtype, T => {
                 with_slice::<T, _>(&reduced, |from| with_slice_mut::<T, _>(grad, |to| {
                     to.iter_mut().zip(from).for_each(|(to, from)| *to += *from);
@@ -359,12 +390,16 @@ impl FlatParamHandle {
         let mut reduced = unsharded;
         if let Some(group) = &self.groups.shard {
             let unsharded = reduced;
-            reduced = zeros(&[self.layout.sharded_numel()], self.dtype)?;
-            with_slice::<T, _>(&unsharded, |input| {
-                with_slice_mut::<T, _>(&reduced, |output| group.reduce_scatter(output, input, ReduceOp::Avg))
-            })???;
+            reduced = zeros_on(&[self.layout.sharded_numel()], self.dtype, &self.device)?;
+            if !device::reduce_scatter(group, &reduced, &unsharded)? {
+                with_slice::<T, _>(&unsharded, |input| {
+                    with_slice_mut::<T, _>(&reduced, |output| group.reduce_scatter(output, input, ReduceOp::Avg))
+                })???;
+            }
         }
-        if let Some(group) = &self.groups.replicate {
+        if let Some(group) = &self.groups.replicate
+            && !device::all_reduce(group, &reduced)?
+        {
             with_slice_mut::<T, _>(&reduced, |buffer| group.all_reduce(buffer, ReduceOp::Avg))??;
         }
         Ok(reduced)

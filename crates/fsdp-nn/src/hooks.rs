@@ -46,6 +46,16 @@ impl CustomOp1 for ParameterOp {
         Ok((empty, self.shape.clone()))
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        anchor: &candle_core::CudaStorage,
+        _: &Layout,
+    ) -> candle_core::Result<(candle_core::CudaStorage, Shape)> {
+        let empty = fsdp_flat::cuda::empty(&anchor.device, self.dtype);
+        Ok((empty.map_err(|error| NnError::from(error).into_candle())?, self.shape.clone()))
+    }
+
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
         if let Some((handle, param)) = self.slot.0.get()
             && let Some(handle) = handle.upgrade()
@@ -66,6 +76,16 @@ impl CustomOp1 for PreBackwardOp {
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
         use candle_core::backend::BackendStorage;
         // A cast to the same dtype is candle's way to copy any layout to a contiguous one.
+        Ok((storage.to_dtype(layout, storage.dtype())?, layout.shape().clone()))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        storage: &candle_core::CudaStorage,
+        layout: &Layout,
+    ) -> candle_core::Result<(candle_core::CudaStorage, Shape)> {
+        use candle_core::backend::BackendStorage;
         Ok((storage.to_dtype(layout, storage.dtype())?, layout.shape().clone()))
     }
 

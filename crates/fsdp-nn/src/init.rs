@@ -71,7 +71,7 @@ impl Words {
     fn at(seed: u64, fqn: &str, element: usize) -> Self {
         let mut key = [0; 32];
         key[..8].copy_from_slice(&seed.to_le_bytes());
-        key[8..24].copy_from_slice(&xxhash_rust::xxh3::xxh3_128(fqn.as_bytes()).to_le_bytes());
+        key[8..24].copy_from_slice(&twox_hash::XxHash3_128::oneshot(fqn.as_bytes()).to_le_bytes());
         let mut rng = ChaCha8Rng::from_seed(key);
         rng.set_word_pos(element as u128);
         Words(rng)

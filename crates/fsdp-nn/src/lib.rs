@@ -17,6 +17,7 @@
 
 pub mod algorithm;
 mod config;
+mod device;
 mod error;
 pub mod fsdp_state;
 pub mod fully_sharded;
@@ -28,6 +29,7 @@ pub mod model_state;
 pub mod optim_state;
 pub mod optimizer;
 pub mod parameters;
+mod scalars;
 pub mod scope;
 mod strategy;
 pub mod unit;

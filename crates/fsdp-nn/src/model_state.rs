@@ -6,7 +6,8 @@ use fsdp_state::{LoadReport, Mismatch, StateDict, StateValue};
 use crate::Result;
 use crate::parameters::ShardedParameters;
 
-/// The model state dict with sharded values: every parameter under each of its names, then persistent buffers.
+/// The model state dict with sharded values: every parameter under each of its names, then persistent buffers. What
+/// torch's `state_dict` of type `SHARDED` is before any copy.
 ///
 /// Values are views of the live parameters, as torch's are: the next optimizer step changes them.
 /// The same keys on every rank; a rank that owns nothing of a parameter has a sharded tensor without boxes.
@@ -38,7 +39,8 @@ pub struct CheckedModelState {
     pub report: LoadReport,
 }
 
-/// Compares a state dict with the model: names, shapes, dtypes. Changes nothing.
+/// Compares a state dict with the model: names, shapes, dtypes. Changes nothing: what differs is in
+/// [`CheckedModelState::report`], this rank's alone.
 ///
 /// Values may be whole tensors or sharded ones in whatever boxes; that they cover this rank's boxes is checked by
 /// [`CheckedModelState::apply`]. A tied parameter is loaded from any of its names.
@@ -89,6 +91,20 @@ impl CheckedModelState {
         self.report.mismatched.iter().any(|m| parameters.canonical_fqn(&m.fqn) == fqn)
     }
 
+    /// Gives a name that has been checked other values, of the same shape and dtype.
+    ///
+    /// # Errors
+    /// A buffer's values that are not whole.
+    pub fn replace(&mut self, parameters: &ShardedParameters, name: &str, values: ShardedTensor) -> Result<()> {
+        let fqn = parameters.canonical_fqn(name);
+        if let Some((_, known)) = self.values.iter_mut().find(|(known, _)| known == fqn) {
+            *known = values;
+        } else if let Some((_, known)) = self.buffers.iter_mut().find(|(known, _)| known == name) {
+            *known = values.to_whole()?;
+        }
+        Ok(())
+    }
+
     /// Writes the values into the live parameters and buffers of this rank.
     ///
     /// # Errors
@@ -116,8 +132,8 @@ fn as_sharded(value: &StateValue) -> Option<ShardedTensor> {
     }
 }
 
-/// `F32 [2, 3]`
-fn describe(dtype: candle_core::DType, shape: &[usize]) -> String {
+/// `float32 [2, 3]`
+pub(crate) fn describe(dtype: candle_core::DType, shape: &[usize]) -> String {
     let name = fsdp_flat::dtype::from_candle(dtype).map_or("unsupported", fsdp_layout::DType::torch_name);
     format!("{name} {shape:?}")
 }

@@ -1,14 +1,18 @@
 //! The optimizer state dict on one rank, with torch's keys: reading it, checking one, loading one. No communication.
 
+use std::collections::HashSet;
+
 use candle_core::Tensor;
+use fsdp_flat::ShardedTensor;
 use fsdp_layout::PlainValue;
 use fsdp_state::{LoadReport, Mismatch, StateDict, StateValue};
 
 use crate::algorithm::{Initial, StateKind};
 use crate::fsdp_state::{OptimStateError, OptimStateKeyType};
-use crate::model_state::describe_value;
+use crate::model_state::{describe, describe_value};
 use crate::optimizer::{GroupUpdate, Optimizer, StagedState};
 use crate::parameters::ShardedParameters;
+pub use crate::scalars::Scalars;
 use crate::{NnError, Result};
 
 /// Which state a parameter without any is given in a state dict.
@@ -20,7 +24,8 @@ pub enum MissingState {
     Initial,
 }
 
-/// The state of several optimizers over one model: `{"state": {fqn: {name: value}}, "param_groups": [{…, "params": [fqn]}]}`.
+/// The state of several optimizers over one model, as torch's `get_optimizer_state_dict` has it before any copy:
+/// `{"state": {fqn: {name: value}}, "param_groups": [{…, "params": [fqn]}]}`.
 ///
 /// States are joined and groups are concatenated in order. Values shaped like a parameter are sharded views of the
 /// live state, `step` is a 0-d tensor of its own for each parameter. The same keys on every rank.
@@ -164,7 +169,9 @@ pub struct CheckedOptimState {
 ///
 /// Groups are matched by the names in them, never by position: a saved group that covers several live ones goes to
 /// each, several saved groups that meet in one live group must agree. `report` collects names that differ; a value
-/// that does not fit goes there as mismatched.
+/// that does not fit goes there as mismatched. Of a trained parameter whose state is there, but which no saved group
+/// names, it says `param_groups.<index>.params.<name>`, and of a group none of whose parameters is named
+/// `param_groups.<index>`; torch does not notice the former, and gives the latter defaults.
 ///
 /// # Errors
 /// Malformed or conflicting groups, hyperparameters of wrong type or range, and what cannot be put into a
@@ -192,7 +199,11 @@ pub fn check_optim_state_dict(
             continue;
         };
         for (name, value) in saved {
-            match staged.set(optimizer, fqn, name, value) {
+            let set = match is_of_all(optimizer, states, fqn, name)? {
+                true => staged.set_whole(optimizer, fqn, name, value),
+                false => staged.set(optimizer, fqn, name, value),
+            };
+            match set {
                 Ok(()) => {}
                 Err(error @ NnError::OptimState { error: OptimStateError::DifferingScalars { .. }, .. }) => {
                     return Err(error);
@@ -217,12 +228,31 @@ pub fn check_optim_state_dict(
                 report.mismatched.push(Mismatch {
                     fqn: format!("{fqn}.{}", entry.name),
                     saved: describe_value(value),
-                    current: format!("{} {:?}", parameters.dtype(fqn)?.as_str(), parameters.shape(fqn)?),
+                    current: describe(parameters.dtype(fqn)?, parameters.shape(fqn)?),
                 });
             }
         }
     }
     Ok(CheckedOptimState { staged, groups: match_groups(optimizer, &saved_groups, report)? })
+}
+
+/// Whether an entry that no schema names is one tensor of a whole FlatParameter, because all its parameters have it in
+/// the same shape, which is not that of each of them.
+fn is_of_all(optimizer: &Optimizer, states: &StateDict, fqn: &str, name: &str) -> Result<bool> {
+    let parameters = optimizer.parameters();
+    let Some(local) = optimizer.local_index(fqn).map(|local| &optimizer.locals()[local]) else { return Ok(false) };
+    if !local.is_flat || optimizer.state_schema(fqn).iter().any(|entry| entry.name == name) {
+        return Ok(false);
+    }
+    let mut shapes = Vec::new();
+    let mut differs = false;
+    for fqn in local.fqns() {
+        let saved = names_of(parameters, &fqn).find_map(|name| states.dict(name)).and_then(|saved| saved.get(name));
+        let Some(StateValue::Tensor(tensor)) = saved else { return Ok(false) };
+        differs |= tensor.dims() != parameters.shape(&fqn)?;
+        shapes.push(tensor.dims());
+    }
+    Ok(differs && shapes.iter().all(|shape| *shape == shapes[0]))
 }
 
 fn fits(parameters: &ShardedParameters, fqn: &str, value: &StateValue) -> Result<bool> {
@@ -240,13 +270,16 @@ pub(crate) fn names_of<'a>(parameters: &'a ShardedParameters, fqn: &'a str) -> i
     std::iter::once(fqn).chain(aliases.map(|(alias, _)| alias.as_str()))
 }
 
-/// The hyperparameters that each of the optimizer's groups takes over.
+/// The hyperparameters that each of the optimizer's groups takes over. `report` gets trained parameters that no saved
+/// group names, if it does not miss their state already; they share what the others of their group get.
 pub(crate) fn match_groups(
     optimizer: &Optimizer,
     saved: &[SavedGroup],
     report: &mut LoadReport,
 ) -> Result<Vec<GroupUpdate>> {
     let parameters = optimizer.parameters();
+    let named: HashSet<&str> =
+        saved.iter().flat_map(|group| &group.params).map(|name| parameters.canonical_fqn(name)).collect();
     let mut empty_saved = saved.iter().filter(|group| group.params.is_empty());
     let mut matched = Vec::new();
     for (index, group) in optimizer.groups().iter().enumerate() {
@@ -255,8 +288,14 @@ pub(crate) fn match_groups(
         };
         let mut sources = saved.iter().filter(holds);
         let source = if group.fqns().is_empty() { empty_saved.next() } else { sources.next() };
+        let mut unnamed = Vec::new();
+        for fqn in group.fqns().iter().filter(|fqn| !saved.is_empty() && !named.contains(fqn.as_str())) {
+            if parameters.requires_grad(fqn)? {
+                unnamed.push(fqn);
+            }
+        }
         let Some(source) = source else {
-            if !saved.is_empty() && !group.fqns().is_empty() {
+            if !unnamed.is_empty() {
                 report.missing.push(format!("param_groups.{index}"));
             }
             matched.push((group.algorithm.clone(), group.extra.clone()));
@@ -277,6 +316,8 @@ pub(crate) fn match_groups(
                 });
             }
         }
+        unnamed.retain(|fqn| !report.missing.contains(fqn));
+        report.missing.extend(unnamed.into_iter().map(|fqn| format!("param_groups.{index}.params.{fqn}")));
         let read = group.algorithm.with_group(&source.hyperparameters)?;
         matched.push((read.algorithm, read.unknown));
     }
@@ -284,6 +325,34 @@ pub(crate) fn match_groups(
 }
 
 impl CheckedOptimState {
+    /// Gives an entry of a parameter's state that has been checked other values, of the same shape and dtype.
+    ///
+    /// # Errors
+    /// Values that do not cover this rank's boxes.
+    pub fn replace(&mut self, optimizer: &Optimizer, fqn: &str, name: &str, values: &ShardedTensor) -> Result<()> {
+        self.staged.set(optimizer, fqn, name, &StateValue::Sharded(values.clone()))
+    }
+
+    /// What all ranks must have alike, because each takes its own.
+    ///
+    /// # Errors
+    /// candle's.
+    pub fn scalars(&self, optimizer: &Optimizer) -> Result<Scalars> {
+        let mut scalars = Scalars::default();
+        for (index, local) in optimizer.locals().iter().enumerate() {
+            if let Some(fqn) = local.fqns().first() {
+                for (name, value) in self.staged.scalars_of(index)? {
+                    scalars.insert(fqn, &name, value);
+                }
+            }
+        }
+        for (group, (algorithm, extra)) in optimizer.groups().iter().zip(&self.groups) {
+            let entries = algorithm.to_group().into_iter().chain(extra.iter().cloned()).collect::<Vec<_>>();
+            scalars.insert_group(group.fqns(), entries.iter().map(|(key, value)| (key.as_str(), value.clone())));
+        }
+        Ok(scalars)
+    }
+
     /// Puts state and hyperparameters in place.
     ///
     /// # Errors

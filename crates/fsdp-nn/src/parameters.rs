@@ -213,7 +213,8 @@ impl ShardedParameters {
         self.handles[handle].sharded_param(param)
     }
 
-    /// The parameter's reduced gradient on this rank; `None` before a backward or after `zero_grad`.
+    /// The parameter's reduced gradient on this rank, in its boxes, as views; `None` before a backward that communicates,
+    /// or after `zero_grad`. No communication.
     ///
     /// # Errors
     /// [`NnError::UnknownParameter`].
@@ -265,7 +266,7 @@ impl ShardedParameters {
         self.shared.peak_parameter_bytes()
     }
 
-    /// Frees all gathered parameters of sharded units. No communication.
+    /// Frees all gathered parameters of sharded units: torch's `reshard`. No communication.
     ///
     /// # Errors
     /// candle's.
@@ -273,18 +274,23 @@ impl ShardedParameters {
         self.handles.iter().try_for_each(|handle| handle.reshard())
     }
 
-    /// Forgets all gradients, so that the next backward starts from none.
+    /// Forgets all gradients, so that the next backward starts from none: torch's `zero_grad(set_to_none=True)`.
     pub fn zero_grad(&self) {
         self.handles.iter().for_each(|handle| handle.zero_grad());
     }
 
-    /// The norm of all gradients together, over all ranks. Collectives: one all-reduce of one number if sharded.
+    /// The 2-norm of all gradients together, the same on every rank; 0 without gradients. Collectives: one all-reduce of
+    /// one number over the shard group, none where nothing is sharded.
     ///
     /// # Errors
     /// The all-reduce's.
     pub fn grad_norm(&self) -> Result<f64> {
         let mut squares = 0f64;
         for grad in self.handles.iter().filter_map(|handle| handle.grad()) {
+            if !grad.device().is_cpu() {
+                squares += crate::device::sum_of_squares(&grad)?;
+                continue;
+            }
             squares += with_float!(grad.dtype(), T => fsdp_flat::storage::with_slice::<T, _>(&grad, |data| {
                 data.iter().map(|x| candle_core::WithDType::to_f64(*x).powi(2)).sum::<f64>()
             })?, else 0.0);
@@ -297,8 +303,8 @@ impl ShardedParameters {
         Ok(squares.sqrt())
     }
 
-    /// Scales all gradients so that their norm over the sharded whole is at most `max_norm`, and returns the norm
-    /// before: torch's `clip_grad_norm_`. The same on every rank.
+    /// Scales all gradients so that their 2-norm over the sharded whole is at most `max_norm`, and returns the norm
+    /// before: torch's `clip_grad_norm_`. The same on every rank. Collectives: as [`Self::grad_norm`].
     ///
     /// # Errors
     /// As [`Self::grad_norm`].
@@ -307,6 +313,10 @@ impl ShardedParameters {
         let scale = max_norm / (norm + 1e-6);
         if scale < 1.0 {
             for grad in self.handles.iter().filter_map(|handle| handle.grad()) {
+                if !grad.device().is_cpu() {
+                    crate::device::scale(&grad, scale)?;
+                    continue;
+                }
                 with_float!(grad.dtype(), T => with_slice_mut::<T, _>(&grad, |data| {
                     let scale = <T as candle_core::WithDType>::from_f64(scale);
                     data.iter_mut().for_each(|x| *x *= scale);

@@ -143,7 +143,7 @@ impl Scope {
     }
 
     /// Builds a module whose parameters form a unit of their own: gathered, freed and reduced together.
-    /// Parameters of units inside it belong to those.
+    /// Parameters of units inside it belong to those. In torch: a submodule that is wrapped in `FullyShardedDataParallel`.
     ///
     /// # Errors
     /// Those of `build`.
@@ -166,7 +166,11 @@ impl Scope {
     }
 
     /// Says that `alias` (a name at this scope) is another name of the parameter with full name `fqn`: tied weights.
-    /// The model state dict lists both names; the optimizer knows the parameter by `fqn`.
+    /// The model state dict lists both names; the optimizer knows the parameter by `fqn`. Call it before the model asks
+    /// for `alias`, which would else become a parameter of its own. A plain scope ignores it.
+    ///
+    /// An `fqn` that the model never asks for is the error of
+    /// [`FullyShardedDataParallel::new`](crate::FullyShardedDataParallel::new).
     pub fn tie(&self, alias: &str, fqn: &str) {
         if let Some(registry) = &self.registry {
             lock(registry).aliases.insert(self.full_name(alias), fqn.to_owned());
@@ -174,7 +178,8 @@ impl Scope {
     }
 
     /// Registers a buffer: a tensor, whole on every rank, that is not trained. A persistent one is in the model state
-    /// dict. The tensor is returned, for the model to keep.
+    /// dict. The tensor is returned, for the model to keep. torch's `register_buffer`. No communication: all ranks give
+    /// the same values.
     pub fn buffer(&self, name: &str, value: Tensor, persistent: bool) -> Tensor {
         if let Some(registry) = &self.registry {
             lock(registry).buffers.insert(self.full_name(name), (value.clone(), persistent));

@@ -10,15 +10,15 @@ use serde::{Deserialize, Serialize};
 #[non_exhaustive]
 pub enum ShardingStrategy {
     /// Parameters are gathered before a unit's forward, freed after it, gathered again for its backward, and freed;
-    /// gradients and optimizer state are sharded.
+    /// gradients and optimizer state are sharded. torch's `FULL_SHARD`.
     #[default]
     FullShard,
-    /// As `FullShard`, but parameters stay gathered from forward to backward.
+    /// As `FullShard`, but parameters stay gathered from forward to backward: torch's `SHARD_GRAD_OP`.
     ShardGradOp,
-    /// Every rank holds everything; gradients are all-reduced.
+    /// Every rank holds everything; gradients are all-reduced: torch's `NO_SHARD`. What a single rank always gets.
     NoShard,
     /// As `FullShard` along the last dimension of a 2-D mesh, and replicated along the first: gradients are
-    /// reduce-scattered among the ranks that share shards, then all-reduced across replicas.
+    /// reduce-scattered among the ranks that share shards, then all-reduced across replicas. torch's `HYBRID_SHARD`.
     HybridShard,
 }
 

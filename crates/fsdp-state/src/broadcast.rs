@@ -19,9 +19,9 @@ use crate::{LoadReport, StateDict, StateError};
 ///
 /// Collectives: one agreement; one object all-gather with the root's names, plain values and 0-dim tensors, and all
 /// ranks' boxes; in path order one broadcast for each tensor that is whole on all ranks, or one scatter of just the
-/// boxes (one more for each time that what replicas want exceeds the tensor); tensors of together less than 32 MiB
-/// share them. A status round every 256 MiB and one at the end. No rank but the root needs memory for a tensor that it
-/// does not want whole.
+/// boxes (one more for each time that what replicas want exceeds the tensor and 32 MiB); tensors of together less than
+/// half of the largest share them (less than 1 MiB always, at most 32 MiB). A status round every 256 MiB and one at the
+/// end. No rank but the root needs memory for a tensor that it does not want whole.
 ///
 /// # Errors
 /// The same on every rank: [`StateError::Incompatible`] for values that do not fit, and for missing and unexpected
@@ -61,10 +61,34 @@ pub fn broadcast_state_dict(
 }
 
 /// As [`broadcast_state_dict`], for some keys of the outermost dict, which both dicts must have; the result has just
-/// these. torch's `_broadcast_tensors`.
+/// these. torch's `_broadcast_tensors`. Always strict. Every rank names the same keys, in any order.
+///
+/// Collectives: as [`broadcast_state_dict`], and one agreement more.
 ///
 /// # Errors
 /// As a strict [`broadcast_state_dict`]; a rank's [`StateError::MissingKey`] for a key that one of its dicts lacks.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use fsdp_flat::ShardedTensor;
+/// use fsdp_layout::TensorBox;
+/// use fsdp_state::{LoadOptions, StateDict, broadcast_tensors};
+/// let parts = fsdp_comm::run_local(2, |group| {
+///     let mut full = StateDict::new();
+///     if group.rank() == 0 {
+///         full.insert("bias", Tensor::new(&[1f32, 2.], &Device::Cpu)?);
+///         full.insert("not asked for", Tensor::zeros(9, DType::F32, &Device::Cpu)?);
+///     }
+///     let mut local = StateDict::new();
+///     let mine = TensorBox::new(vec![group.rank()], vec![1]);
+///     local.insert("bias", ShardedTensor::zeros(DType::F32, &[2], &[mine])?);
+///     let loaded = broadcast_tensors(&group, Some(&full), &local, &["bias"], 0, &LoadOptions::default())?;
+///     let bias = loaded.get("bias").and_then(|bias| bias.as_sharded()).unwrap();
+///     Ok::<_, fsdp_state::StateError>(bias.shards()[0].tensor.to_vec1::<f32>()?)
+/// })?;
+/// assert_eq!(*parts[1].as_ref().unwrap(), [2.]);
+/// # Ok::<(), fsdp_comm::CommError>(())
+/// ```
 pub fn broadcast_tensors(
     group: &ProcessGroup,
     full: Option<&StateDict>,

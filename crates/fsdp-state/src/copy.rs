@@ -51,6 +51,17 @@ pub fn create_cpu_state_dict(state: &StateDict) -> Result<StateDict, StateError>
 
 /// Whether two dicts have the same structure, and in the same places tensors of the same kind, dtype, shape and
 /// boxes. Plain values may differ, and so may devices and the order of keys. torch's `_check_state_dict_similarity`.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use fsdp_state::{StateDict, check_state_dict_similarity};
+/// let of = |len| -> candle_core::Result<StateDict> {
+///     Ok([("weight", Tensor::zeros(len, DType::F32, &Device::Cpu)?.into())].into_iter().collect())
+/// };
+/// assert!(check_state_dict_similarity(&of(2)?, &of(2)?));
+/// assert!(!check_state_dict_similarity(&of(2)?, &of(3)?));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[must_use]
 pub fn check_state_dict_similarity(a: &StateDict, b: &StateDict) -> bool {
     check(a, b).is_ok()
@@ -63,6 +74,17 @@ pub fn check_state_dict_similarity(a: &StateDict, b: &StateDict) -> bool {
 /// # Errors
 /// [`StateError::CompanionMismatch`] if the dicts are not similar (see [`check_state_dict_similarity`]); nothing has
 /// been copied then.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use fsdp_state::{StateDict, copy_state_dict, create_cpu_state_dict};
+/// let mut state = StateDict::new();
+/// state.insert("weight", Tensor::new(&[1f32, 2.], &Device::Cpu)?);
+/// let mut copy = create_cpu_state_dict(&state)?; // once
+/// copy_state_dict(&state, &mut copy)?; // and then for every save
+/// assert_eq!(copy.get("weight").unwrap().as_tensor().unwrap().to_vec1::<f32>()?, [1., 2.]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub fn copy_state_dict(state: &StateDict, copy: &mut StateDict) -> Result<(), StateError> {
     check(state, copy)?;
     let options = IterateOptions { companion: Some(copy), ..IterateOptions::default() };

@@ -2,7 +2,7 @@
 
 use fsdp_comm::CommError;
 use fsdp_flat::FlatError;
-use fsdp_layout::TensorBox;
+use fsdp_layout::{ErrorKind, Failure, TensorBox};
 use thiserror::Error;
 
 use crate::LoadReport;
@@ -152,6 +152,16 @@ pub enum StateError {
         /// Which of the arguments lacks it.
         holder: &'static str,
     },
+}
+
+impl Failure for StateError {
+    fn kind(&self) -> ErrorKind {
+        match self {
+            StateError::Comm(error) => error.kind(),
+            StateError::Incompatible { .. } => ErrorKind::Difference,
+            _ => ErrorKind::Other,
+        }
+    }
 }
 
 /// Most names of each list of a report that a message shows.

@@ -120,6 +120,15 @@ fn key_text(key: &PlainValue) -> String {
 ///
 /// # Errors
 /// [`StateError::WrongContainer`] if paths contradict each other.
+///
+/// ```
+/// use fsdp_state::{StateDict, flatten_state_dict, unflatten_state_dict};
+/// let state: StateDict = [("a", [("b", 1.0.into())].into_iter().collect::<StateDict>().into())].into_iter().collect();
+/// let flat = flatten_state_dict(&state)?;
+/// assert!(flat.values.contains_key("a.b"));
+/// assert!(unflatten_state_dict(flat)?.dict("a").unwrap().contains_key("b"));
+/// # Ok::<(), fsdp_state::StateError>(())
+/// ```
 pub fn unflatten_state_dict(flat: FlatStateDict) -> Result<StateDict, StateError> {
     let mut root = StateDict::new();
     for (key, value) in flat.values {

@@ -16,7 +16,7 @@ use crate::{IterateOptions, Keep, StateDict, StateError, StateValue, iterate_sta
 /// Options of [`gather_state_dict`].
 #[derive(Debug, Clone, Default)]
 pub struct GatherOptions {
-    /// The ranks that get the tensors.
+    /// The ranks that get the tensors: torch's `ranks_only`.
     pub keep_on: KeepOn,
     /// Where tensors go; `None` leaves each where this rank's part of it is (the CPU if it has none). May differ
     /// between ranks. torch's `cpu_offload` is `Some(Device::Cpu)`.
@@ -91,6 +91,30 @@ pub fn gather_state_dict(
 ///
 /// # Errors
 /// As [`gather_state_dict`], and those of `sink`.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use fsdp_flat::{LocalShard, ShardedTensor};
+/// use fsdp_layout::TensorBox;
+/// use fsdp_state::{GatherOptions, KeepOn, StateDict, gather_state_dict_into};
+/// // Rank 0 writes tensors of two ranks to a file, one after the other, say.
+/// let names = fsdp_comm::run_local(2, |group| {
+///     let bounds = TensorBox::new(vec![group.rank()], vec![1]);
+///     let tensor = Tensor::zeros(1, DType::F32, &Device::Cpu)?;
+///     let half = ShardedTensor::new(DType::F32, vec![2], vec![LocalShard { bounds, tensor }])?;
+///     let state: StateDict = ["b", "a"].into_iter().map(|name| (name, half.clone().into())).collect();
+///     let options = GatherOptions { keep_on: KeepOn::Ranks(vec![0]), ..Default::default() };
+///     let mut names = Vec::new();
+///     gather_state_dict_into(&group, &state, &options, |path, _value| {
+///         names.push(path.flat_key());
+///         Ok(())
+///     })?;
+///     Ok::<_, fsdp_state::StateError>(names)
+/// })?;
+/// assert_eq!(*names[0].as_ref().unwrap(), ["a", "b"]);
+/// assert!(names[1].as_ref().unwrap().is_empty());
+/// # Ok::<(), fsdp_comm::CommError>(())
+/// ```
 pub fn gather_state_dict_into(
     group: &ProcessGroup,
     state: &StateDict,
@@ -133,12 +157,32 @@ pub fn all_gather_sharded_tensor(
     whole.ok_or_else(|| StateError::NoSuchRank { rank: group.rank(), world_size: group.world_size() })
 }
 
-/// One tensor whole on one rank, `root` of the group; `None` on all others, which need no memory for it.
+/// One tensor whole on one rank, `root` of the group; `None` on all others, which need no memory for it. torch's
+/// `ShardedTensor.gather`, which wants the tensor allocated beforehand.
 ///
 /// Collectives: as [`gather_state_dict`].
 ///
 /// # Errors
 /// As [`gather_state_dict`]; [`StateError::NoSuchRank`] for a root that the group does not have.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use fsdp_flat::{LocalShard, ShardedTensor};
+/// use fsdp_layout::TensorBox;
+/// // Two elements on rank 0, one on rank 1, none on rank 2, which gets all of them.
+/// let gathered = fsdp_comm::run_local(3, |group| {
+///     let (start, len) = [(0, 2), (2, 1), (3, 0)][group.rank()];
+///     let tensor = Tensor::arange(start as f32, (start + len) as f32, &Device::Cpu)?;
+///     let shard = LocalShard { bounds: TensorBox::new(vec![start], vec![len]), tensor };
+///     let shards = if len > 0 { vec![shard] } else { vec![] };
+///     let sharded = ShardedTensor::new(DType::F32, vec![3], shards)?;
+///     let whole = fsdp_state::gather_sharded_tensor(&group, &sharded, 2, None)?;
+///     Ok::<_, fsdp_state::StateError>(whole.map(|whole| whole.to_vec1::<f32>()).transpose()?)
+/// })?;
+/// assert_eq!(*gathered[0].as_ref().unwrap(), None);
+/// assert_eq!(*gathered[2].as_ref().unwrap(), Some(vec![0., 1., 2.]));
+/// # Ok::<(), fsdp_comm::CommError>(())
+/// ```
 pub fn gather_sharded_tensor(
     group: &ProcessGroup,
     tensor: &ShardedTensor,

@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 
 use candle_core::{Device, Tensor};
+use fsdp_flat::storage::to_device;
 use fsdp_flat::{RawTensor, ShardedTensor};
 use fsdp_layout::{KeyPath, PathPart, PlainValue};
 
@@ -58,13 +59,14 @@ impl StateDictCallbacks for Keep {}
 /// Options of [`iterate_state_dict`].
 #[derive(Debug, Clone, Default)]
 pub struct IterateOptions<'a> {
-    /// The ranks that get the result.
+    /// The ranks that get the result: torch's `ranks_only`.
     pub keep_on: KeepOn,
     /// This rank, in the group that `keep_on` speaks of.
     pub rank: usize,
-    /// Where tensors go; `None` leaves them where the callbacks put them. Ignored with a companion.
+    /// Where tensors go; `None` leaves them where the callbacks put them. Ignored with a companion. torch's
+    /// `cpu_offload` is the CPU.
     pub device: Option<&'a Device>,
-    /// A dict of the same structure whose tensors take the values, in place.
+    /// A dict of the same structure whose tensors take the values, in place: torch's `companion_obj`.
     pub companion: Option<&'a StateDict>,
 }
 
@@ -175,7 +177,7 @@ impl<C: StateDictCallbacks> Iteration<'_, C> {
 
     fn placed(&self, value: StateValue) -> Result<StateValue, StateError> {
         Ok(match (self.device, value) {
-            (Some(device), StateValue::Tensor(tensor)) => tensor.to_device(device)?.into(),
+            (Some(device), StateValue::Tensor(tensor)) => to_device(&tensor, device)?.into(),
             (Some(device), StateValue::Sharded(tensor)) => tensor.to_device(device)?.into(),
             (_, value) => value,
         })

@@ -9,7 +9,7 @@
 //! | [`gather`] | sharded to whole, on the ranks that [`KeepOn`] names, all at once or tensor by tensor |
 //! | [`broadcast`] | one rank's whole tensors to every rank's boxes |
 //! | [`distribute`] | whole tensors that every rank holds to its boxes; sharded ones to other boxes |
-//! | [`reshard`] | sharded tensors from any boxes to any boxes |
+//! | [`reshard`] | sharded tensors from any boxes to any boxes, all at once or tensor by tensor |
 //! | [`offload`] | copies on the CPU |
 //! | [`copy`] | dicts of the same structure: made, compared, copied |
 //! | [`report`] | what a load found to differ |
@@ -54,6 +54,6 @@ pub use keep_on::KeepOn;
 pub use load::LoadOptions;
 pub use offload::{FullOrCpuOptions, maybe_full_or_cpu_state_dict, offload_state_dict_to_cpu};
 pub use report::{LoadReport, Mismatch};
-pub use reshard::{Reshard, reshard_sharded_tensor, reshard_sharded_tensors};
+pub use reshard::{Reshard, reshard_sharded_tensor, reshard_sharded_tensors, reshard_sharded_tensors_into};
 pub use state_dict::{StateDict, StateValue};
 pub use traverse::{get_element, get_element_mut, set_element, traverse_state_dict};

@@ -2,7 +2,7 @@
 
 use candle_core::Device;
 use fsdp_comm::ProcessGroup;
-use fsdp_flat::storage::with_bytes;
+use fsdp_flat::storage::{to_device, with_bytes};
 use fsdp_flat::{LocalShard, ShardedTensor, dtype};
 use fsdp_layout::{KeyPath, PlainTensor, PlainValue, TensorBox};
 use serde::{Deserialize, Serialize};
@@ -131,12 +131,11 @@ pub(crate) fn load(
     let mut exchange = Exchange::new(group, operation);
     let device_for = |template: &StateValue| options.device.clone().unwrap_or_else(|| device_of(template));
     let mut loaded: Vec<(&KeyPath, StateValue)> = Vec::with_capacity(scalars.len() + tensors.len());
-    let received = exchange.run_all(&items)?;
-    for (pair, buffers) in tensors.iter().zip(received) {
-        let template = brought.local.values[pair.target];
-        let value = exchange.attempt(|| assemble(template, buffers.unwrap_or_default(), &device_for(template)));
-        loaded.extend(value.map(|value| (pair.path, value)));
-    }
+    exchange.run_each(&items, |index, buffers| {
+        let (path, template) = (tensors[index].path, brought.local.values[tensors[index].target]);
+        loaded.push((path, assemble(template, buffers, &device_for(template))?));
+        Ok(())
+    })?;
     for pair in &scalars {
         let template = brought.local.values[pair.target];
         let value = exchange.attempt(|| match root {
@@ -306,7 +305,7 @@ fn scalar_of(leaf: &Leaf, value: &StateValue) -> Result<Option<PlainValue>, Stat
     Ok(match (leaf, value) {
         (Leaf::Plain, StateValue::Plain(value)) => Some(value.clone()),
         (Leaf::Whole { dtype, shape }, StateValue::Tensor(tensor)) if shape.is_empty() => {
-            let tensor = tensor.detach().to_device(&Device::Cpu)?.contiguous()?;
+            let tensor = to_device(&tensor.detach(), &Device::Cpu)?.contiguous()?;
             Some(plain(*dtype, with_bytes(&tensor, <[u8]>::to_vec)?))
         }
         (Leaf::Whole { dtype, shape }, StateValue::Raw(tensor)) if shape.is_empty() => {

@@ -1,7 +1,7 @@
 //! Memory of tensors: copies that share nothing, copies in place, and bytes that become tensors.
 
 use candle_core::{Device, Storage, Tensor};
-use fsdp_flat::storage::{TensorBuffer, with_bytes, with_bytes_mut};
+use fsdp_flat::storage::{TensorBuffer, to_device, with_bytes, with_bytes_mut};
 use fsdp_flat::{LocalShard, RawTensor, ShardedTensor};
 use fsdp_layout::DType;
 
@@ -10,9 +10,7 @@ use crate::{StateError, StateValue};
 /// The same values in memory of their own, on `device` or where they are.
 pub(crate) fn own(tensor: &Tensor, device: Option<&Device>) -> Result<Tensor, StateError> {
     match device {
-        Some(device) if !device.same_device(tensor.device()) => {
-            Ok(tensor.detach().contiguous()?.to_device(device)?.detach())
-        }
+        Some(device) if !device.same_device(tensor.device()) => Ok(to_device(&tensor.detach(), device)?.detach()),
         // By bytes, because candle cannot allocate for dtypes that it does not compute with.
         _ if tensor.device().is_cpu() && tensor.is_contiguous() => {
             let mut copy = TensorBuffer::zeros(tensor.dims(), tensor.dtype())?;
@@ -58,7 +56,7 @@ pub(crate) fn device_of_sharded(tensor: &ShardedTensor) -> Device {
 
 /// Copies the elements of `src` into the memory of `dst`, which must have its shape and dtype.
 pub(crate) fn copy_into(src: &Tensor, dst: &Tensor) -> Result<(), StateError> {
-    let src = src.detach().to_device(dst.device())?;
+    let src = to_device(&src.detach(), dst.device())?;
     // Reading and changing one storage at a time would wait for itself forever.
     let src = if share_storage(&src, dst) { src.force_contiguous()? } else { src.contiguous()? };
     if !dst.device().is_cpu() {

@@ -63,12 +63,35 @@ pub struct FullOrCpuOptions {
 }
 
 /// The state dict as the options want it: [`gather_state_dict`] for a full one, else [`offload_state_dict_to_cpu`]
-/// for one on the CPU, else the dict itself, on the ranks that keep it. torch's `_maybe_full_or_cpu_state_dict`.
+/// for one on the CPU, else the dict itself, sharing its tensors, on the ranks that keep it. torch's
+/// `_maybe_full_or_cpu_state_dict`.
 ///
 /// Collectives: those of [`gather_state_dict`] with `full_state_dict`, else none.
 ///
 /// # Errors
 /// As the function that does the work.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use fsdp_flat::{LocalShard, ShardedTensor};
+/// use fsdp_layout::TensorBox;
+/// use fsdp_state::{FullOrCpuOptions, KeepOn, StateDict, StateValue, maybe_full_or_cpu_state_dict};
+/// let sums = fsdp_comm::run_local(2, |group| {
+///     let tensor = Tensor::full(1f32 + group.rank() as f32, 1, &Device::Cpu)?;
+///     let half = LocalShard { bounds: TensorBox::new(vec![group.rank()], vec![1]), tensor };
+///     let mut state = StateDict::new();
+///     state.insert("bias", ShardedTensor::new(candle_core::DType::F32, vec![2], vec![half])?);
+///     let offloaded = FullOrCpuOptions { cpu_offload: true, ..Default::default() };
+///     let state_on_cpu = maybe_full_or_cpu_state_dict(&group, &state, &offloaded)?;
+///     assert!(state_on_cpu.get("bias").and_then(StateValue::as_sharded).is_some()); // its own half, still
+///     let options = FullOrCpuOptions { full_state_dict: true, keep_on: KeepOn::Ranks(vec![0]), ..offloaded };
+///     let full = maybe_full_or_cpu_state_dict(&group, &state, &options)?;
+///     let bias = full.get("bias").and_then(StateValue::as_tensor);
+///     Ok::<_, fsdp_state::StateError>(bias.map(|bias| bias.sum_all()?.to_scalar::<f32>()).transpose()?)
+/// })?;
+/// assert_eq!((*sums[0].as_ref().unwrap(), *sums[1].as_ref().unwrap()), (Some(3.), None));
+/// # Ok::<(), fsdp_comm::CommError>(())
+/// ```
 pub fn maybe_full_or_cpu_state_dict(
     group: &ProcessGroup,
     state: &StateDict,

@@ -58,20 +58,91 @@ pub fn reshard_sharded_tensor(
     tensor: &ShardedTensor,
     boxes: &[TensorBox],
 ) -> Result<ShardedTensor, StateError> {
-    let mut resharded = reshard("reshard_sharded_tensor", group, &[Reshard { name: "tensor", tensor, boxes }])?;
-    resharded.pop().ok_or(StateError::NoSource { rank: group.rank() })
+    let mut resharded = None;
+    reshard("reshard_sharded_tensor", group, &[Reshard { name: "tensor", tensor, boxes }], |_, tensor| {
+        resharded = Some(tensor);
+        Ok(())
+    })?;
+    resharded.ok_or(StateError::NoSource { rank: group.rank() })
 }
 
-/// As [`reshard_sharded_tensor`], for many tensors with one agreement, one exchange of boxes, and one all-to-all for
-/// as many tensors as have less than 32 MiB together. Ranks may list them in any order; the result is in this rank's.
+/// As [`reshard_sharded_tensor`], for many tensors with one agreement, one exchange of boxes, and one all-to-all for as
+/// many tensors as have together at most half of what the largest has (though 1 MiB always, and 32 MiB at most). Ranks
+/// may list them in any order; the result is in this rank's. A status round every 256 MiB and one at the end.
 ///
 /// # Errors
-/// As [`reshard_sharded_tensor`]; ranks that bring different names.
+/// As [`reshard_sharded_tensor`]; ranks that bring different names; [`StateError::DuplicateKey`] for one that occurs
+/// twice.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use fsdp_flat::ShardedTensor;
+/// use fsdp_layout::TensorBox;
+/// use fsdp_state::{Reshard, reshard_sharded_tensors};
+/// // Each rank has one of two tensors, and gets a half of both.
+/// let halves = fsdp_comm::run_local(2, |group| {
+///     let mine = ShardedTensor::from_whole(&Tensor::full(group.rank() as f32, 4, &Device::Cpu)?);
+///     let nothing = ShardedTensor::new(DType::F32, vec![4], vec![])?;
+///     let (a, b) = if group.rank() == 0 { (&mine, &nothing) } else { (&nothing, &mine) };
+///     let half = [TensorBox::new(vec![2 * group.rank()], vec![2])];
+///     let wanted = [("a", a), ("b", b)].map(|(name, tensor)| Reshard { name, tensor, boxes: &half });
+///     let [a, b] = &reshard_sharded_tensors(&group, &wanted)?[..] else { panic!("as many as were asked for") };
+///     let half = |tensor: &ShardedTensor| tensor.shards()[0].tensor.to_vec1::<f32>();
+///     Ok::<_, fsdp_state::StateError>((half(a)?, half(b)?))
+/// })?;
+/// assert_eq!(*halves[1].as_ref().unwrap(), (vec![0., 0.], vec![1., 1.]));
+/// # Ok::<(), fsdp_comm::CommError>(())
+/// ```
 pub fn reshard_sharded_tensors(
     group: &ProcessGroup,
     tensors: &[Reshard<'_>],
 ) -> Result<Vec<ShardedTensor>, StateError> {
-    reshard("reshard_sharded_tensors", group, tensors)
+    let mut resharded = Vec::with_capacity(tensors.len());
+    reshard("reshard_sharded_tensors", group, tensors, |index, tensor| {
+        resharded.push((index, tensor));
+        Ok(())
+    })?;
+    resharded.sort_by_key(|(index, _)| *index);
+    Ok(resharded.into_iter().map(|(_, tensor)| tensor).collect())
+}
+
+/// As [`reshard_sharded_tensors`], with each tensor handed to `sink`, with its position in `tensors`, as soon as it is
+/// there and before the next ones move: a rank whose sink keeps nothing needs memory for one tensor of those that it
+/// wants (or 1 MiB of small ones). They come sorted by name.
+///
+/// # Errors
+/// As [`reshard_sharded_tensors`]. A failure of `sink` on any rank is every rank's, once all tensors have moved; it gets
+/// nothing more.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use fsdp_flat::ShardedTensor;
+/// use fsdp_layout::TensorBox;
+/// use fsdp_state::{Reshard, reshard_sharded_tensors_into};
+/// // Rank 0 has all of two tensors; each rank takes its row of them, and keeps a sum.
+/// let sums = fsdp_comm::run_local(2, |group| {
+///     let tensor = match group.rank() {
+///         0 => ShardedTensor::from_whole(&Tensor::new(&[[1f32, 2.], [3., 4.]], &Device::Cpu)?),
+///         _ => ShardedTensor::new(DType::F32, vec![2, 2], vec![])?,
+///     };
+///     let row = [TensorBox::new(vec![group.rank(), 0], vec![1, 2])];
+///     let wanted = ["a", "b"].map(|name| Reshard { name, tensor: &tensor, boxes: &row });
+///     let mut sum = 0.0;
+///     reshard_sharded_tensors_into(&group, &wanted, |_, tensor| {
+///         sum += tensor.shards()[0].tensor.sum_all()?.to_scalar::<f32>()?;
+///         Ok(())
+///     })?;
+///     Ok::<_, fsdp_state::StateError>(sum)
+/// })?;
+/// assert_eq!(*sums[1].as_ref().unwrap(), 14.);
+/// # Ok::<(), fsdp_comm::CommError>(())
+/// ```
+pub fn reshard_sharded_tensors_into(
+    group: &ProcessGroup,
+    tensors: &[Reshard<'_>],
+    sink: impl FnMut(usize, ShardedTensor) -> Result<(), StateError>,
+) -> Result<(), StateError> {
+    reshard("reshard_sharded_tensors", group, tensors, sink)
 }
 
 /// The boxes that a rank has of a tensor, and those that it wants.
@@ -81,7 +152,8 @@ fn reshard(
     operation: &'static str,
     group: &ProcessGroup,
     tensors: &[Reshard<'_>],
-) -> Result<Vec<ShardedTensor>, StateError> {
+    mut sink: impl FnMut(usize, ShardedTensor) -> Result<(), StateError>,
+) -> Result<(), StateError> {
     let state = named(tensors);
     let agreed = state.and_then(|state| {
         let schema = Schema::of(&state)?;
@@ -104,19 +176,13 @@ fn reshard(
         items.push(Item { layout: covered(operation, group, path, layout)?, source: Some(value), element });
     }
     let mut exchange = Exchange::new(group, operation);
-    let received = exchange.run_all(&items)?;
-    let mut resharded: Vec<(usize, ShardedTensor)> = Vec::with_capacity(tensors.len());
-    for (index, buffers) in order.into_iter().zip(received) {
+    exchange.run_each(&items, |item, buffers| {
+        let index = order[item];
         let Reshard { tensor, boxes, .. } = tensors[index];
-        let assembled = exchange.attempt(|| {
-            let (buffers, device) = (buffers.unwrap_or_default(), device_of_sharded(tensor));
-            assemble_sharded(tensor.dtype(), tensor.shape(), boxes.to_vec(), buffers, &device)
-        });
-        resharded.extend(assembled.map(|assembled| (index, assembled)));
-    }
-    exchange.finish()?;
-    resharded.sort_by_key(|(index, _)| *index);
-    Ok(resharded.into_iter().map(|(_, tensor)| tensor).collect())
+        let device = device_of_sharded(tensor);
+        sink(index, assemble_sharded(tensor.dtype(), tensor.shape(), boxes.to_vec(), buffers, &device)?)
+    })?;
+    exchange.finish()
 }
 
 /// The tensors by name, if the names differ and the wanted boxes are those of a tensor.

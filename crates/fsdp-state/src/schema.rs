@@ -10,7 +10,7 @@ use fsdp_flat::storage::is_freed;
 use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::{DType, KeyPath};
 use serde::{Deserialize, Serialize};
-use xxhash_rust::xxh3::Xxh3;
+use twox_hash::XxHash3_64;
 
 use crate::traverse::leaves;
 use crate::{StateDict, StateError, StateValue};
@@ -151,7 +151,7 @@ pub(crate) struct Agreement {
 
 impl Agreement {
     fn hash(&self) -> u64 {
-        let mut hasher = Xxh3::new();
+        let mut hasher = XxHash3_64::new();
         Hash::hash(self, &mut hasher);
         hasher.finish()
     }

@@ -25,7 +25,8 @@ pub enum StateValue {
     Tuple(Vec<StateValue>),
 }
 
-/// Names to values, in insertion order. Equality of names is what counts; do not rely on order across ranks.
+/// Names to values, in insertion order: torch's (nested) state dict. Order carries no meaning, and may differ between
+/// ranks. Cloning shares the elements of tensors.
 ///
 /// ```
 /// use fsdp_state::{StateDict, StateValue};

@@ -103,6 +103,14 @@ fn walk_value<'a, E>(
 /// The value at a path, through dicts, lists and tuples; `None` if the path leads nowhere. torch's `get_element`.
 ///
 /// A [`StateValue::Plain`] value is not entered: use [`PlainValue`] for what is inside it.
+///
+/// ```
+/// use fsdp_layout::{KeyPath, PathPart};
+/// use fsdp_state::{StateDict, get_element};
+/// let state: StateDict = [("a", [("b", 1.0.into())].into_iter().collect::<StateDict>().into())].into_iter().collect();
+/// let path = KeyPath(vec![PathPart::Key("a".into()), PathPart::Key("b".into())]);
+/// assert!(get_element(&state, &path).is_some());
+/// ```
 #[must_use]
 pub fn get_element<'a>(state: &'a StateDict, path: &KeyPath) -> Option<&'a StateValue> {
     let (first, rest) = path.0.split_first()?;

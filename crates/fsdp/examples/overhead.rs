@@ -1,5 +1,5 @@
 //! What sharding costs where there is nothing to shard: the same training step in plain candle and on one rank,
-//! taken in turns in one run, so that both meet the same machine.
+//! taken in turns in one run, so that both meet the same machine. `--json` prints an object.
 
 use std::time::{Duration, Instant};
 
@@ -9,6 +9,7 @@ use fsdp::data::{Batches, Text, VOCAB};
 use fsdp::gpt::{Gpt, GptConfig};
 use fsdp::nn::NnError;
 use fsdp::prelude::*;
+use serde_json::json;
 
 const CONFIG: GptConfig = GptConfig { layers: 2, heads: 4, hidden: 128, seq: 128, vocab: VOCAB };
 const BATCHES: Batches = Batches { batch: 8, seq: 128, ranks: 1, accumulation: 1 };
@@ -58,7 +59,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     for result in run_local(1, measure)? {
         let (plain, sharded) = result?;
         let ratio = sharded.as_secs_f64() / plain.as_secs_f64();
-        println!("plain candle {plain:.2?} a step, fsdp on one rank {sharded:.2?}: {ratio:.3} times as long");
+        if std::env::args().any(|argument| argument == "--json") {
+            let (plain, sharded) = (plain.as_secs_f64(), sharded.as_secs_f64());
+            println!("{}", json!({ "plain_seconds": plain, "sharded_seconds": sharded, "ratio": ratio }));
+        } else {
+            println!("plain candle {plain:.2?} a step, fsdp on one rank {sharded:.2?}: {ratio:.3} times as long");
+        }
     }
     Ok(())
 }

@@ -1,5 +1,7 @@
 //! Exit codes of the `fsdp` command. They are part of its interface: scripts may rely on them.
 
+use fsdp_layout::ErrorKind;
+
 /// Done.
 pub const OK: u8 = 0;
 /// Something that should not happen: a bug, or an error of no other kind.
@@ -22,3 +24,20 @@ pub const NO_SPACE: u8 = 15;
 pub const RANK_LOST: u8 = 16;
 /// Two things that should match do not: two checkpoints, or a checkpoint of another model.
 pub const DIFFERENCE: u8 = 17;
+
+/// The exit code of a kind of failure.
+#[must_use]
+pub const fn of(kind: ErrorKind) -> u8 {
+    match kind {
+        ErrorKind::Usage => USAGE,
+        ErrorKind::Corrupt => CORRUPT,
+        ErrorKind::Incomplete => INCOMPLETE,
+        ErrorKind::UnsupportedVersion => UNSUPPORTED_VERSION,
+        ErrorKind::Unsafe => UNSAFE,
+        ErrorKind::Io => IO,
+        ErrorKind::NoSpace => NO_SPACE,
+        ErrorKind::RankLost => RANK_LOST,
+        ErrorKind::Difference => DIFFERENCE,
+        _ => INTERNAL,
+    }
+}

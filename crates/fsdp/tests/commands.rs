@@ -3,12 +3,14 @@
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![expect(clippy::disallowed_methods, reason = "the tests damage files on purpose")]
 
+mod common;
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
-use assert_cmd::Command;
+use common::fsdp;
 use fsdp::exit_codes;
 use predicates::prelude::*;
 use predicates::str::contains;
@@ -22,15 +24,6 @@ fn fixtures() -> PathBuf {
 
 fn fixture(name: &str) -> String {
     fixtures().join(name).to_str().unwrap().to_owned()
-}
-
-fn fsdp(arguments: &[&str]) -> Command {
-    let mut command = Command::cargo_bin("fsdp").unwrap();
-    for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("FSDP_")) {
-        command.env_remove(name);
-    }
-    command.args(arguments);
-    command
 }
 
 fn json(arguments: &[&str]) -> Value {
@@ -386,27 +379,86 @@ fn usage_errors_write_nothing() {
 
 /// Killed at whatever moment: the destination is whole or absent, and the next command removes what was left.
 #[test]
-fn a_killed_reshard_leaves_the_source_as_it_was_and_the_destination_whole_or_absent() {
+fn a_killed_command_leaves_the_source_as_it_was_and_the_destination_whole_or_absent() {
+    for to in ["dcp", "safetensors", "hf", "torch"] {
+        let directory = tempfile::tempdir().unwrap();
+        let (source, destination) = (place(&directory, "source"), place(&directory, "destination"));
+        let fixture = fixture("fsdp2_adamw_ws4/dcp");
+        copy(&fixture, &source);
+        fs::create_dir(directory.path().join(".destination.tmp-00000000deadbeef")).unwrap();
+        let convert = match to {
+            "dcp" => vec!["reshard", &source, &destination, "--overwrite", "--world-size", "7"],
+            to => vec!["convert", &source, &destination, "--overwrite", "--to", to],
+        };
+        let mut micros = 1_000;
+        for round in 0..24u64 {
+            let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_fsdp"));
+            let mut child = command.args(&convert).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+            std::thread::sleep(std::time::Duration::from_micros(micros));
+            child.kill().unwrap();
+            let done = child.wait().unwrap().success();
+            // Longer and longer, until it is done before; then from the start, a little shifted.
+            micros = if done { 700 + 131 * round } else { micros + micros / 3 };
+            if Path::new(&destination).exists() {
+                fsdp(&["verify", &destination]).assert().success();
+                fsdp(&["diff", &source, &destination]).assert().success();
+            }
+        }
+        fsdp(&convert).assert().success();
+        fsdp(&["diff", &fixture, &destination]).assert().success();
+        for entry in fs::read_dir(&fixture).unwrap() {
+            let name = entry.unwrap().file_name();
+            let (before, after) = (Path::new(&fixture).join(&name), Path::new(&source).join(&name));
+            assert!(fs::read(before).unwrap() == fs::read(after).unwrap(), "{name:?}");
+        }
+        let mut left: Vec<_> =
+            fs::read_dir(directory.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        left.retain(|name| name != "source" && name != "destination" && name != "destination.values.json");
+        assert!(left.is_empty(), "{to}: {left:?} are left");
+    }
+}
+
+/// Types that neither candle nor safetensors has: every command handles them.
+#[test]
+fn every_dtype_goes_through_every_command() {
     let directory = tempfile::tempdir().unwrap();
-    let (source, destination) = (place(&directory, "source"), place(&directory, "destination"));
-    copy(&fixture("fsdp2_adamw_ws4/dcp"), &source);
-    fs::create_dir(directory.path().join(".destination.tmp-00000000deadbeef")).unwrap();
-    let reshard = ["reshard", &source, &destination, "--world-size", "7", "--overwrite"];
-    for milliseconds in [0, 1, 2, 4, 8, 16, 32] {
-        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_fsdp"));
-        let mut child = command.args(reshard).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-        std::thread::sleep(std::time::Duration::from_millis(milliseconds));
-        child.kill().unwrap();
-        child.wait().unwrap();
-        if Path::new(&destination).exists() {
-            fsdp(&["verify", &destination]).assert().success();
-            fsdp(&["diff", &source, &destination]).assert().success();
+    for (source, quantized) in [("dtypes/every.pt", 0), ("dtypes/every", 0), ("dtypes/quantized.pt", 4)] {
+        let source = fixture(source);
+        fsdp(&["inspect", &source]).assert().success();
+        fsdp(&["verify", &source, "--level", "deep"]).assert().success();
+        for to in ["dcp", "safetensors", "hf", "hf-sharded", "torch"] {
+            let destination = place(&directory, to);
+            let convert = ["convert", &source, &destination, "--to", to, "--overwrite"];
+            let written = json(&convert);
+            assert_eq!(written["quantized"].as_array().unwrap().len(), quantized, "{source} to {to}");
+            if quantized == 0 {
+                fsdp(&["diff", &source, &destination]).assert().success();
+            } else {
+                fsdp(&convert).assert().success().stderr(contains("\n  m.channels\n"));
+                fsdp(&["cat", &destination, "m.tensor.quantizer"]).assert().success().stdout(contains("0.1"));
+            }
+            fsdp(&["verify", &destination, "--level", "deep"]).assert().success();
         }
     }
-    fsdp(&reshard).assert().success();
-    fsdp(&["diff", &fixture("fsdp2_adamw_ws4/dcp"), &destination]).assert().success();
-    fsdp(&["diff", &fixture("fsdp2_adamw_ws4/dcp"), &source]).assert().success();
-    assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 2, "leftovers are removed");
+    for name in ["complex128", "float8_e4m3fn", "bool", "int8", "empty", "scalar", "transposed"] {
+        fsdp(&["cat", &fixture("dtypes/every.pt"), &format!("m.{name}")]).assert().success();
+    }
+}
+
+#[test]
+fn single_files_are_sealed_beside_them() {
+    let directory = tempfile::tempdir().unwrap();
+    let source = fixture("fsdp2_adamw_ws2/dcp");
+    for (name, to) in [("model.safetensors", "safetensors"), ("model.pt", "torch")] {
+        let file = place(&directory, name);
+        fsdp(&["convert", &source, &file, "--to", to]).assert().success();
+        fsdp(&["verify", &file]).assert().success().stdout(contains("no hashes"));
+        fsdp(&["verify", &file, "--seal"]).assert().success().stderr(contains("sealed"));
+        fsdp(&["verify", &file]).assert().success().stdout(contains(", hashes,"));
+        assert_eq!(json(&["inspect", &file])["hashed"], true);
+        flip(Path::new(&file), fs::metadata(&file).unwrap().len() as usize / 2);
+        fsdp(&["verify", &file]).assert().code(i32::from(exit_codes::CORRUPT)).stderr(contains(name));
+    }
 }
 
 #[test]

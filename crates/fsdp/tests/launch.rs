@@ -3,6 +3,9 @@
 #![cfg(unix)]
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+mod common;
+mod metrics;
+
 use std::fs;
 use std::net::TcpListener;
 use std::path::Path;
@@ -11,30 +14,18 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use assert_cmd::Command;
+use common::{FSDP, fsdp};
 use fsdp::exit_codes;
 use fsdp::prelude::*;
+use metrics::losses;
 use predicates::prelude::*;
 use predicates::str::contains;
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 
-const FSDP: &str = env!("CARGO_BIN_EXE_fsdp");
 const SMALL: [&str; 12] =
     ["--layers", "1", "--heads", "2", "--hidden", "16", "--seq", "16", "--batch", "12", "--sample", "8"];
-
-/// Without the variables of whoever runs the tests.
-fn fsdp(arguments: &[&str]) -> Command {
-    let mut command = Command::new(FSDP);
-    for (name, _) in std::env::vars_os() {
-        let text = name.to_string_lossy();
-        if ["FSDP_", "OMPI_", "SLURM_"].iter().any(|prefix| text.starts_with(prefix)) || text == "RANK" {
-            command.env_remove(&name);
-        }
-    }
-    command.args(arguments);
-    command
-}
 
 fn launch(nproc: &str, program: &[&str]) -> Command {
     let mut command = fsdp(&["launch", "--grace", "1", "--nproc", nproc, "--"]);
@@ -50,12 +41,6 @@ fn launch_train(nproc: &str, out: &Path, arguments: &[&str]) -> Command {
 
 fn train(out: &Path, arguments: &[&str]) {
     fsdp(&["train", "--out", out.to_str().unwrap()]).args(arguments).assert().success();
-}
-
-fn losses(out: &Path) -> Vec<f64> {
-    let metrics = fs::read_to_string(out.join("metrics.jsonl")).unwrap();
-    let lines = metrics.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
-    lines.map(|line| line["loss"].as_f64().unwrap()).collect()
 }
 
 #[test]

@@ -3,10 +3,13 @@
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![expect(clippy::disallowed_methods, reason = "the tests damage files on purpose")]
 
+mod common;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use assert_cmd::Command;
+use common::fsdp;
 use fsdp::exit_codes;
 use predicates::prelude::*;
 use predicates::str::contains;
@@ -16,15 +19,6 @@ use tempfile::TempDir;
 /// A model and batch small enough for many runs.
 const SMALL: [&str; 12] =
     ["--layers", "1", "--heads", "2", "--hidden", "16", "--seq", "16", "--batch", "12", "--sample", "8"];
-
-fn fsdp(arguments: &[&str]) -> Command {
-    let mut command = Command::cargo_bin("fsdp").unwrap();
-    for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("FSDP_")) {
-        command.env_remove(name);
-    }
-    command.args(arguments);
-    command
-}
 
 fn train(out: &Path, arguments: &[&str]) -> Command {
     let mut command = fsdp(&["train", "--out", out.to_str().unwrap()]);
@@ -298,13 +292,142 @@ fn a_run_starts_from_any_checkpoint_of_the_same_model_as_far_as_it_goes() {
     assert_eq!(anew.first().map(|(step, _)| *step), Some(0));
     assert!(anew[0].1 < whole[0].1, "{} is that of a fresh model, {}", anew[0].1, whole[0].1);
 
-    // Neither another format nor another model.
-    fsdp(&["convert", &saved, &path("one-file"), "--to", "safetensors"]).assert().success();
-    train(&at("none"), &["--init-from", &path("one-file")])
-        .assert()
-        .code(2)
-        .stderr(contains("convert SRC DST --to dcp"));
+    // Any other format does as well: one file, several, torch's.
+    for (name, format) in [
+        ("one.safetensors", &["safetensors"][..]),
+        ("several", &["hf", "--max-shard-size", "20KB"]),
+        ("state.pt", &["torch"]),
+    ] {
+        fsdp(&["convert", &saved, &path(name), "--to"]).args(format).assert().success();
+        let out = at(&format!("from-{name}"));
+        train(&out, &options).arg(path(name)).assert().success();
+        assert_eq!(losses_by_step(&out), went_on, "{name}");
+    }
+    // A model's names may stand alone, as Hugging Face's do; one of a tied parameter's names is enough.
+    let names =
+        ["--include", "model.*", "--exclude", "model.lm_head.weight", "--rename", "model.=", "--to", "safetensors"];
+    fsdp(&["convert", &saved, &path("names.safetensors")]).args(names).assert().success();
+    let mut command =
+        train(&at("from-names"), &["--nproc", "3", "--steps", "2", "--init-from", &path("names.safetensors")]);
+    command.args(settings).assert().success().stderr(contains("only a model"));
+    assert_close(&loss(&losses_by_step(&at("from-names"))), &loss(&anew));
+    // What is no checkpoint, and another model.
+    fs::write(at("text"), "no checkpoint").unwrap();
+    train(&at("none"), &["--init-from", &path("text")]).assert().failure().stderr(contains("text"));
     let other = ["--hidden", "32", "--init-from", &saved];
     train(&at("none"), &other).assert().code(i32::from(exit_codes::DIFFERENCE));
     assert!(!at("none").exists());
+}
+
+#[test]
+fn saves_in_the_background_are_the_same_checkpoints() {
+    let dir = TempDir::new().unwrap();
+    let steps = ["--nproc", "3", "--steps", "6", "--save-every", "2"];
+    let (now, behind) = (dir.path().join("now"), dir.path().join("behind"));
+    train_small(&now, &steps);
+    let told = train(&behind, &SMALL).args(steps).args(["--async-save", "--json"]).assert().success();
+    assert_eq!(losses(&now), losses(&behind));
+    for step in [2, 4, 6] {
+        let name = format!("step-{step:08}");
+        let compared = fsdp(&["diff", now.join(&name).to_str().unwrap(), behind.join(&name).to_str().unwrap()]);
+        { compared }.assert().success();
+    }
+    let events = String::from_utf8(told.get_output().stdout.clone()).unwrap();
+    let events: Vec<Value> = events.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let saved: Vec<&Value> = events.iter().filter(|event| event["event"] == "checkpoint").collect();
+    assert_eq!(saved.iter().map(|event| event["step"].as_u64().unwrap()).collect::<Vec<_>>(), [2, 4, 6]);
+    for event in saved {
+        assert!(event["bytes"].as_u64().unwrap() > 0);
+        assert!(event["stall_seconds"].as_f64().unwrap() >= 0.0 && event["seconds"].as_f64().unwrap() > 0.0);
+    }
+    // It goes on from there as from any other.
+    train_small(&behind, &["--nproc", "2", "--steps", "8", "--resume", "--async-save"]);
+    train_small(&now, &["--nproc", "2", "--steps", "8", "--resume"]);
+    assert_eq!(losses(&now), losses(&behind));
+}
+
+#[test]
+fn a_save_in_the_background_that_fails_is_not_lost() {
+    let dir = TempDir::new().unwrap();
+    let out = dir.path().join("run");
+    fs::create_dir_all(&out).unwrap();
+    // A file where the last checkpoint would be.
+    fs::write(out.join("step-00000004"), b"in the way").unwrap();
+    train(&out, &SMALL)
+        .args(["--nproc", "2", "--steps", "4", "--save-every", "2", "--async-save"])
+        .assert()
+        .failure()
+        .stderr(contains("step-00000004"));
+    assert!(out.join("step-00000002/.metadata").is_file());
+}
+
+#[test]
+fn old_checkpoints_go_and_every_nth_stays() {
+    for mode in [&[][..], &["--async-save"]] {
+        let dir = TempDir::new().unwrap();
+        let out = dir.path().join("run");
+        let keep = ["--save-every", "1", "--keep-last", "2", "--keep-every", "3"];
+        train_small(&out, &[&["--nproc", "2", "--steps", "7"][..], &keep, mode].concat());
+        let steps = || {
+            let mut names: Vec<_> =
+                fs::read_dir(&out).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+            names.sort();
+            names.retain(|name| name != "metrics.jsonl");
+            names
+        };
+        assert_eq!(steps(), ["step-00000003", "step-00000006", "step-00000007"]);
+        // The one that is resumed from goes too, once it has been read.
+        train_small(&out, &[&["--steps", "9", "--resume"][..], &keep, mode].concat());
+        assert_eq!(steps(), ["step-00000003", "step-00000006", "step-00000008", "step-00000009"]);
+    }
+    let dir = TempDir::new().unwrap();
+    train(dir.path(), &SMALL).args(["--keep-every", "2"]).assert().code(i32::from(exit_codes::USAGE));
+}
+
+#[test]
+fn a_trace_shows_where_time_went() {
+    let dir = TempDir::new().unwrap();
+    let (out, trace) = (dir.path().join("run"), dir.path().join("trace.json"));
+    train_small(&out, &["--nproc", "2", "--steps", "2", "--async-save", "--trace", trace.to_str().unwrap()]);
+    let events: Value = serde_json::from_slice(&fs::read(&trace).unwrap()).unwrap();
+    let events = events.as_array().unwrap();
+    for name in ["step", "forward", "backward", "optimizer", "save", "plan", "stage", "write", "fsync", "commit"] {
+        assert!(events.iter().any(|event| event["name"] == name), "no `{name}`");
+    }
+    let of = |name: &str, key: &str| -> Vec<u64> {
+        let begun = events.iter().filter(|event| event["name"] == name && event["ph"] == "B");
+        begun.map(|event| event["args"][key].as_str().unwrap().parse().unwrap()).collect()
+    };
+    let mut ranks = of("write", "rank");
+    ranks.sort_unstable();
+    assert_eq!(ranks, [0, 1]);
+    assert!(of("write", "bytes").iter().all(|&bytes| bytes > 0));
+    // A file that cannot be made is told before anything is trained.
+    let nowhere = dir.path().join("no/trace.json");
+    let other = dir.path().join("other");
+    train(&other, &SMALL)
+        .args(["--trace", nowhere.to_str().unwrap()])
+        .assert()
+        .code(i32::from(exit_codes::IO))
+        .stderr(contains("no/trace.json"));
+    assert!(!other.exists());
+}
+
+/// Nothing is written, and the message says how to get what is missing.
+#[test]
+fn gpus_that_cannot_be_used_are_a_usage_error() {
+    let dir = TempDir::new().unwrap();
+    let out = dir.path().join("run");
+    let refused = |arguments: &[&str], message: &str| {
+        train(&out, arguments).assert().code(i32::from(exit_codes::USAGE)).stderr(contains(message));
+        assert!(!out.exists());
+    };
+    if cfg!(feature = "nccl") {
+        refused(&["--backend", "nccl", "--device", "cpu"], "`--device cpu`");
+    } else {
+        refused(&["--backend", "nccl"], "--features nccl");
+    }
+    if cfg!(not(feature = "cuda")) {
+        refused(&["--device", "cuda"], "--features cuda");
+    }
 }

@@ -6,6 +6,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
+use fsdp_layout::ErrorKind;
+
 use super::{Hub, LocalBackend, Membership};
 use crate::error::{CommError, RankFailure, bounded};
 use crate::group::{DEFAULT_DEADLINE, ProcessGroup};
@@ -91,8 +93,8 @@ impl LocalRanks {
             let group = ProcessGroup::new(backend).with_deadline(self.deadline);
             // `membership` outlives the unwinding, so that the others hear of the panic and not only of its effect.
             catch_unwind(AssertUnwindSafe(|| f(group))).map_err(|panic| {
-                let message = bounded(format!("panicked: {}", panic_message(&*panic)));
-                let failure = RankFailure { rank, message: message.clone() };
+                let message = bounded(&format_args!("panicked: {}", panic_message(&*panic)));
+                let failure = RankFailure { rank, kind: ErrorKind::Other, message: message.clone() };
                 panics.lock().unwrap_or_else(PoisonError::into_inner).push(failure);
                 hub.leave(rank, &message);
             })

@@ -18,69 +18,18 @@ mod shared;
 mod shared;
 mod sockets;
 
-use std::fmt;
-use std::str::FromStr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use self::node::Node;
+pub(crate) use self::rendezvous::Place;
 use self::shared::SharedMemory;
 use self::sockets::Member;
 use crate::backend::{Backend, Planner, Round};
 use crate::environment::Environment;
 use crate::error::CommError;
 use crate::group::{DEFAULT_DEADLINE, ProcessGroup};
-
-/// How the ranks of a job reach each other.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum BackendKind {
-    /// Threads of one process: see [`run_local`](crate::run_local).
-    Local,
-    /// Processes, over sockets and shared memory.
-    Tcp,
-    /// Processes, over MPI.
-    Mpi,
-    /// Processes with a GPU each, over NCCL.
-    Nccl,
-}
-
-impl fmt::Display for BackendKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            BackendKind::Local => "local",
-            BackendKind::Tcp => "tcp",
-            BackendKind::Mpi => "mpi",
-            BackendKind::Nccl => "nccl",
-        })
-    }
-}
-
-impl FromStr for BackendKind {
-    type Err = CommError;
-
-    fn from_str(name: &str) -> Result<Self, CommError> {
-        let all = [BackendKind::Local, BackendKind::Tcp, BackendKind::Mpi, BackendKind::Nccl];
-        all.into_iter().find(|kind| kind.to_string() == name).ok_or_else(|| CommError::BackendUnavailable {
-            backend: name.to_owned(),
-            message: "there are local, tcp, mpi and nccl".to_owned(),
-        })
-    }
-}
-
-/// The group of all ranks of the job that a launcher started this process in. torch's `init_process_group`.
-///
-/// # Errors
-/// [`CommError::Environment`] where no launcher says who this process is, [`CommError::Rendezvous`] where the ranks do
-/// not find each other within [`DEFAULT_DEADLINE`], [`CommError::BackendUnavailable`].
-pub fn init_process_group(backend: BackendKind) -> Result<ProcessGroup, CommError> {
-    let message = match backend {
-        BackendKind::Tcp => return TcpOptions::new(Environment::from_env()?).connect(),
-        BackendKind::Local => "its ranks are threads of one process, which `run_local` starts",
-        _ => "it is not compiled in",
-    };
-    Err(CommError::BackendUnavailable { backend: backend.to_string(), message: message.to_owned() })
-}
+use crate::store::Store;
 
 /// How a process joins the others of its job through the `tcp` backend.
 #[derive(Debug, Clone)]
@@ -114,21 +63,33 @@ impl TcpOptions {
     /// # Errors
     /// [`CommError::Rendezvous`] tells which ranks came.
     pub fn connect(&self) -> Result<ProcessGroup, CommError> {
-        let until = Instant::now() + self.deadline;
-        let node = rendezvous::meet(&self.environment, until, self.deadline, self.shared_memory)?;
-        let round = Round { number: 0, sequence: 0, operation: "rendezvous", deadline: self.deadline, until };
-        let ranks = (0..self.environment.world_size).collect();
-        let backend = TcpBackend::new(node, 0, ranks, self.environment.rank, &round)?;
+        let backend = self.connect_backend()?;
         Ok(ProcessGroup::new(Arc::new(backend)).with_deadline(self.deadline))
+    }
+
+    pub(crate) fn connect_backend(&self) -> Result<TcpBackend, CommError> {
+        let until = Instant::now() + self.deadline;
+        let environment = &self.environment;
+        let store = rendezvous::open(environment, self.deadline)?;
+        let place = rendezvous::Place {
+            rank: environment.rank,
+            world_size: environment.world_size,
+            address: environment.master(),
+            deadline: self.deadline,
+            until,
+        };
+        TcpBackend::meet(&place, store, self.shared_memory)
     }
 }
 
 /// A group's first rounds are its own making; those of its operations come after.
-const SETUP_ROUNDS: u64 = 2;
+const SETUP_ROUNDS: u64 = 3;
+#[cfg(any(feature = "mpi", feature = "nccl"))]
+const LAST_SETUP_ROUND: u64 = SETUP_ROUNDS - 1;
 
 /// One rank of one group.
 #[derive(Debug)]
-struct TcpBackend {
+pub(crate) struct TcpBackend {
     node: Arc<Node>,
     id: u64,
     global_ranks: Vec<usize>,
@@ -137,6 +98,14 @@ struct TcpBackend {
 }
 
 impl TcpBackend {
+    /// Meets all other ranks of a job at a store.
+    pub(crate) fn meet(place: &Place, store: Store, shared_memory: bool) -> Result<Self, CommError> {
+        let &Place { rank, world_size, deadline, until, .. } = place;
+        let node = rendezvous::meet(place, store, shared_memory)?;
+        let round = Round { number: 0, sequence: 0, operation: "rendezvous", deadline, until };
+        TcpBackend::new(node, 0, (0..world_size).collect(), rank, &round)
+    }
+
     fn new(
         node: Arc<Node>,
         id: u64,
@@ -147,6 +116,49 @@ impl TcpBackend {
         let member = Member { node: &node, group: id, ranks: &global_ranks, rank };
         let memory = SharedMemory::new(member, round).inspect_err(|_| node.close(id))?;
         Ok(TcpBackend { node, id, global_ranks, rank, memory })
+    }
+
+    /// A group of some of these ranks: see [`Backend::subgroup`].
+    pub(crate) fn child(&self, round: &Round<'_>, id: u64, ranks: &[usize]) -> Result<Self, CommError> {
+        let global_ranks: Vec<usize> = ranks.iter().filter_map(|&rank| self.global_ranks.get(rank).copied()).collect();
+        let rank = ranks.iter().position(|&rank| rank == self.rank).unwrap_or_default();
+        TcpBackend::new(Arc::clone(&self.node), id, global_ranks, rank, round)
+    }
+
+    fn member(&self) -> Member<'_> {
+        Member { node: &self.node, group: self.id, ranks: &self.global_ranks, rank: self.rank }
+    }
+}
+
+/// For backends that move tensors in another way, and all else in this one.
+#[cfg(any(feature = "mpi", feature = "nccl"))]
+impl TcpBackend {
+    /// Waits for all ranks of a new group, before any of its operations.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn meet_again(&self, round: &Round<'_>) -> Result<(), CommError> {
+        self.tell_again(round, &[]).map(|_| ())
+    }
+
+    /// Waits for all ranks of a new group, before any of its operations, and for what each has to say.
+    pub(crate) fn tell_again(&self, round: &Round<'_>, record: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
+        let round = Round { number: LAST_SETUP_ROUND, ..*round };
+        let told = sockets::exchange(self.member(), &round, record)?;
+        self.node.inbox().lock().forget(self.id, LAST_SETUP_ROUND);
+        Ok(told)
+    }
+
+    /// Why a round that still needs all other ranks cannot come to an end, if so.
+    pub(crate) fn trouble(&self, round: &Round<'_>) -> Option<CommError> {
+        let own = self.global_ranks[self.rank];
+        let others: Vec<usize> = self.global_ranks.iter().copied().filter(|&rank| rank != own).collect();
+        self.node.trouble(self.id, &Round { number: round.number + SETUP_ROUNDS, ..*round }, &others)
+    }
+
+    /// Tells all ranks of the job that this one leaves, and waits until all others do: forever, or for this long.
+    /// Whether they did; if any ends or stops without a word, they did not.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn say_goodbye(&self, limit: Option<Duration>) -> bool {
+        self.node.say_goodbye(limit)
     }
 }
 
@@ -168,7 +180,7 @@ impl Backend for TcpBackend {
         if let Some(failure) = self.node.trouble(self.id, round, &[]) {
             return Err(failure);
         }
-        let member = Member { node: &self.node, group: self.id, ranks: &self.global_ranks, rank: self.rank };
+        let member = self.member();
         match &self.memory {
             Some(memory) => memory.round(member, round, record, send, plan),
             None => sockets::round(member, round, record, send, plan),
@@ -176,9 +188,7 @@ impl Backend for TcpBackend {
     }
 
     fn subgroup(&self, round: &Round<'_>, id: u64, ranks: &[usize]) -> Result<Arc<dyn Backend>, CommError> {
-        let global_ranks: Vec<usize> = ranks.iter().filter_map(|&rank| self.global_ranks.get(rank).copied()).collect();
-        let rank = ranks.iter().position(|&rank| rank == self.rank).unwrap_or_default();
-        Ok(Arc::new(TcpBackend::new(Arc::clone(&self.node), id, global_ranks, rank, round)?))
+        Ok(Arc::new(self.child(round, id, ranks)?))
     }
 
     fn abort(&self, round: u64, error: &CommError) {

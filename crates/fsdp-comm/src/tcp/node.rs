@@ -60,6 +60,10 @@ pub(super) struct Inbox {
 #[derive(Debug)]
 pub(super) struct State {
     ranks: Vec<RankState>,
+    /// A rank that is silent for longer than this is lost, however long an operation may take: the job's own deadline.
+    patience: Duration,
+    /// When this process last told the others that it is alive.
+    beaten: Instant,
     groups: HashMap<u64, GroupState>,
     /// Groups that this process is done with, for which something may still come in.
     closed: HashSet<u64>,
@@ -69,6 +73,7 @@ pub(super) struct State {
 #[derive(Debug)]
 struct RankState {
     left: Option<String>,
+    said_goodbye: bool,
     heard: Instant,
 }
 
@@ -112,6 +117,7 @@ impl Inbox {
         match event.kind {
             Kind::Heartbeat => return,
             Kind::Goodbye => {
+                state.ranks[from].said_goodbye = true;
                 state.ranks[from].left.get_or_insert_with(|| String::from_utf8_lossy(&event.body).into_owned());
             }
             _ if state.closed.contains(&event.group) => return,
@@ -151,10 +157,13 @@ impl Node {
         hosts: Vec<Option<String>>,
         streams: Vec<Option<TcpStream>>,
         store: Store,
+        deadline: Duration,
     ) -> io::Result<Arc<Node>> {
         let heard = Instant::now();
-        let ranks = streams.iter().map(|_| RankState { left: None, heard }).collect();
-        let state = State { ranks, groups: HashMap::new(), closed: HashSet::new(), leaving: false };
+        let ranks = streams.iter().map(|_| RankState { left: None, said_goodbye: false, heard }).collect();
+        let patience = deadline.max(SILENCE);
+        let state =
+            State { ranks, patience, beaten: heard, groups: HashMap::new(), closed: HashSet::new(), leaving: false };
         let inbox = Arc::new(Inbox { state: Mutex::new(state), changed: Condvar::new() });
         let mut writers = Vec::with_capacity(streams.len());
         let mut threads = Vec::with_capacity(streams.len());
@@ -268,6 +277,34 @@ impl Node {
         }
     }
 
+    fn tell_goodbye(&self, to: usize) {
+        let reason: &[u8] = if thread::panicking() { b"panicked" } else { b"has left the group" };
+        self.tell(to, Kind::Goodbye, (0, 0), reason);
+    }
+
+    /// Tells all ranks that this one leaves, and waits until all others do: forever, or for this long. Whether they did.
+    #[cfg(feature = "mpi")]
+    pub(super) fn say_goodbye(&self, limit: Option<Duration>) -> bool {
+        (0..self.writers.len()).for_each(|rank| self.tell_goodbye(rank));
+        let until = limit.map(|limit| Instant::now() + limit);
+        let mut state = self.inbox.lock();
+        loop {
+            let staying = || {
+                let others = state.ranks.iter().enumerate().filter(|&(rank, _)| rank != self.rank);
+                others.map(|(_, state)| state).filter(|state| !state.said_goodbye)
+            };
+            if staying().next().is_none() {
+                return true;
+            }
+            if staying().any(|state| state.left.is_some() || state.heard.elapsed() > SILENCE)
+                || until.is_some_and(|until| Instant::now() >= until)
+            {
+                return false;
+            }
+            state = self.inbox.changed.wait_timeout(state, FAREWELL).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
     /// This process is done with a group.
     pub(super) fn close(&self, group: u64) {
         let mut state = self.inbox.lock();
@@ -297,7 +334,7 @@ impl Node {
                 return Err(trouble);
             }
             let left = round.until.saturating_duration_since(Instant::now());
-            let waited = self.inbox.changed.wait_timeout(state, left);
+            let waited = self.inbox.changed.wait_timeout(state, left.min(HEARTBEAT));
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
@@ -321,10 +358,16 @@ impl State {
                 return Some(left(rank, reason.clone()));
             }
         }
-        if missing.is_empty() || Instant::now() < round.until {
+        let is_over = Instant::now() >= round.until;
+        let limit = match is_over {
+            true => SILENCE,
+            false if self.beaten.elapsed() > SILENCE => Duration::MAX,
+            false => self.patience,
+        };
+        let silent = missing.iter().find(|&&rank| self.ranks[rank].heard.elapsed() > limit);
+        if missing.is_empty() || (!is_over && silent.is_none()) {
             return None;
         }
-        let silent = missing.iter().find(|&&rank| self.ranks[rank].heard.elapsed() > SILENCE);
         Some(match silent {
             Some(&rank) => {
                 let seconds = self.ranks[rank].heard.elapsed().as_secs_f64();
@@ -345,6 +388,11 @@ impl Inbox {
     fn sleep(&self, duration: Duration) -> bool {
         let until = Instant::now() + duration;
         let mut state = self.lock();
+        if state.beaten.elapsed() > SILENCE {
+            // It was this process that was stopped. What the others said meanwhile is still to be read.
+            state.ranks.iter_mut().for_each(|rank| rank.heard = Instant::now());
+        }
+        state.beaten = Instant::now();
         loop {
             let left = until.saturating_duration_since(Instant::now());
             if state.leaving || left.is_zero() {
@@ -390,9 +438,8 @@ impl Drop for Node {
     fn drop(&mut self) {
         self.inbox.lock().leaving = true;
         self.inbox.changed.notify_all();
-        let reason: &[u8] = if thread::panicking() { b"panicked" } else { b"has left the group" };
         for rank in 0..self.writers.len() {
-            self.tell(rank, Kind::Goodbye, (0, 0), reason);
+            self.tell_goodbye(rank);
             self.hang_up(rank);
         }
         for thread in self.threads.get_mut().unwrap_or_else(PoisonError::into_inner).drain(..) {

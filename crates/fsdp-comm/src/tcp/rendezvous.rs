@@ -36,17 +36,28 @@ const LINGER: Duration = Duration::from_millis(200);
 
 const POLL: Duration = Duration::from_millis(2);
 
-/// Meets all other ranks.
-pub(super) fn meet(
-    environment: &Environment,
-    until: Instant,
-    deadline: Duration,
-    shared_memory: bool,
-) -> Result<Arc<Node>, CommError> {
+/// Who meets where.
+#[derive(Debug)]
+pub(crate) struct Place {
+    pub(crate) rank: usize,
+    pub(crate) world_size: usize,
+    /// The store's, for messages.
+    pub(crate) address: String,
+    pub(crate) deadline: Duration,
+    pub(crate) until: Instant,
+}
+
+/// The store of a job, which rank 0 hosts.
+pub(super) fn open(environment: &Environment, deadline: Duration) -> Result<Store, CommError> {
     let &Environment { rank, world_size, .. } = environment;
-    let master = environment.master();
     let options = StoreOptions { job: environment.job.clone(), rank, world_size, deadline };
-    let store = if rank == 0 { Store::host(&master, &options)? } else { Store::connect(&master, &options)? };
+    let host_or_connect = if rank == 0 { Store::host } else { Store::connect };
+    host_or_connect(&environment.master(), &options)
+}
+
+/// Meets all other ranks.
+pub(super) fn meet(place: &Place, store: Store, shared_memory: bool) -> Result<Arc<Node>, CommError> {
+    let &Place { rank, world_size, deadline, until, address: ref master } = place;
     let failed = |joined: &dyn Fn(usize) -> bool, message: String| CommError::Rendezvous {
         address: master.clone(),
         joined: (0..world_size).filter(|&rank| joined(rank)).collect(),
@@ -122,7 +133,7 @@ pub(super) fn meet(
         }
     }
     let hosts = addresses.into_iter().map(|address| address.host).collect();
-    Node::start(rank, hosts, streams, store).map_err(|error| io("start its threads", error))
+    Node::start(rank, hosts, streams, store, deadline).map_err(|error| io("start its threads", error))
 }
 
 fn greeting(nonce: &[u8], rank: usize) -> Greeting {

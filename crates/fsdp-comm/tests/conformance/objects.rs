@@ -1,6 +1,7 @@
 //! Objects of any size, and agreement.
 
 use fsdp_comm::{CommError, MAX_MESSAGE_BYTES, ProcessGroup};
+use fsdp_layout::{ErrorKind, Failure as _};
 use serde::{Deserialize, Serialize};
 
 use super::{Case, error_of, same_on_all};
@@ -12,8 +13,22 @@ pub(super) fn cases() -> Vec<Case> {
         Case::new("objects: of different types", 2..=2, |group| of_different_types(&group)),
         Case::new("objects: agreement", 1..=5, |group| agreement(&group)),
         Case::new("objects: agreement on a schema", 2..=4, |group| agreement_on_a_schema(&group)),
+        Case::new("objects: kinds of failures", 2..=3, |group| kinds_of_failures(&group)),
         Case::new("objects: messages of any size", 2..=3, |group| messages_of_any_size(&group)),
     ]
+}
+
+/// What the first failing rank met is what all fail of.
+fn kinds_of_failures(group: &ProcessGroup) {
+    let full = || std::io::Error::from(std::io::ErrorKind::StorageFull);
+    let outcome = if group.rank() == 1 { Err(full()) } else { Ok(()) };
+    let error = error_of(group.agree("save", outcome));
+    let CommError::RankFailed { failures, .. } = &error else { panic!("{error:?}") };
+    assert_eq!((failures.len(), failures[0].rank, failures[0].kind), (1, 1, ErrorKind::NoSpace));
+    assert_eq!(error.kind(), ErrorKind::NoSpace);
+    same_on_all(group, &error);
+    let error = error_of(group.agree("save", Err::<(), _>("no kind")));
+    assert_eq!(error.kind(), ErrorKind::Other);
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -38,6 +38,7 @@ impl Ranks {
                 .args(["rank_process", "--exact", "--nocapture", "--test-threads=1"])
                 .env("FSDP_TEST", what)
                 .env("RANK", rank.to_string())
+                .env("LOCAL_RANK", rank.to_string())
                 .env("WORLD_SIZE", world_size.to_string())
                 .env("MASTER_ADDR", "127.0.0.1")
                 .env("MASTER_PORT", &port)

@@ -17,10 +17,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::directory::CheckedDirectory;
 use crate::error::{CheckpointError, FormatError};
-use crate::metadata::{METADATA_FILE, Metadata, TensorEntry};
-use crate::plan::LoadPlanError;
-use crate::reader::{CheckpointReader, OpenOptions, metadata_files};
+use crate::location::{Location, Resolved};
+use crate::metadata::{METADATA_FILE, Metadata, Replica, TensorEntry};
+use crate::plan::{LoadPlan, LoadPlanError, plan_load};
+use crate::reader::{CheckpointReader, Destination, OpenOptions, ReadOptions, metadata_files};
+use crate::source::ReadAt as _;
 
+pub(crate) use safetensors::{NEW_VALUES, VALUES_HASH, values_hash};
 pub use safetensors::{SafetensorsCheckpoint, VALUES_FILE, values_beside};
 pub use torch::TorchCheckpoint;
 
@@ -54,7 +57,7 @@ pub trait Checkpoint: Send + Sync {
     /// Which format it has.
     fn format(&self) -> Format;
 
-    /// Where it is: the directory or the file.
+    /// Where it is: the directory or the file, or its URL.
     fn path(&self) -> &Path;
 
     /// What it holds. `planner_data` is there where keys came from a nested state dict.
@@ -66,8 +69,48 @@ pub trait Checkpoint: Send + Sync {
     /// Reads one box of a tensor into its row-major bytes, in the dtype that [`Checkpoint::metadata`] says.
     fn read_box(&self, fqn: &str, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), CheckpointError>;
 
+    /// Reads boxes of many tensors into buffers. All that can be known beforehand is checked first: on an error of the
+    /// plan no buffer was touched. Returns the plan, which lists the requests that were missing, if that was allowed.
+    fn read(&self, destinations: Vec<Destination<'_>>, options: ReadOptions) -> Result<LoadPlan, CheckpointError> {
+        let (requests, buffers): (Vec<_>, Vec<_>) =
+            destinations.into_iter().map(|destination| (destination.request, destination.buffers)).unzip();
+        let plan = plan_load(self.metadata(), &requests, options.load)?;
+        for (index, (request, buffers)) in requests.iter().zip(buffers).enumerate() {
+            if plan.missing.contains(&index) {
+                continue;
+            }
+            for (bounds, buffer) in request.boxes.iter().zip(buffers) {
+                self.read_box(&request.fqn, bounds, buffer)?;
+            }
+        }
+        Ok(plan)
+    }
+
     /// Reads a non-tensor value.
     fn read_value(&self, fqn: &str) -> Result<PlainValue, CheckpointError>;
+
+    /// Checks that every tensor's bytes can be where the metadata says: before a conversion reserves space for them.
+    fn check_stored(&self) -> Result<(), CheckpointError> {
+        Ok(())
+    }
+
+    /// How a quantized tensor's integers are meant: a tuple of `torch.per_tensor_affine`, scale and zero point, or of
+    /// `torch.per_channel_affine`, their tensors and the axis. `None` for other tensors, or where it is not known.
+    fn quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, CheckpointError> {
+        let _ = fqn;
+        Ok(None)
+    }
+
+    /// Reads a box of another copy of a chunk; see [`Metadata::replicas`].
+    fn read_replica(&self, replica: &Replica, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), CheckpointError> {
+        let _ = (bounds, dst);
+        Err(CheckpointError::NotStored { fqn: replica.fqn.clone() })
+    }
+
+    /// Reads another copy of a value; see [`Metadata::replicas`].
+    fn read_value_replica(&self, replica: &Replica) -> Result<PlainValue, CheckpointError> {
+        Err(CheckpointError::NotStored { fqn: replica.fqn.clone() })
+    }
 
     /// Bytes of data files read so far.
     fn bytes_read(&self) -> u64 {
@@ -96,58 +139,86 @@ impl Checkpoint for CheckpointReader {
         CheckpointReader::read_box(self, fqn, bounds, dst)
     }
 
+    fn read(&self, destinations: Vec<Destination<'_>>, options: ReadOptions) -> Result<LoadPlan, CheckpointError> {
+        CheckpointReader::read(self, destinations, options)
+    }
+
     fn read_value(&self, fqn: &str) -> Result<PlainValue, CheckpointError> {
         CheckpointReader::read_value(self, fqn)
     }
+
+    fn check_stored(&self) -> Result<(), CheckpointError> {
+        self.check_items()
+    }
+
+    fn quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, CheckpointError> {
+        self.read_quantizer(fqn)
+    }
+
+    fn read_replica(&self, replica: &Replica, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), CheckpointError> {
+        CheckpointReader::read_replica(self, replica, bounds, dst)
+    }
+
+    fn read_value_replica(&self, replica: &Replica) -> Result<PlainValue, CheckpointError> {
+        self.read_stored_value(&replica.fqn, &replica.stored)
+    }
 }
 
-/// Opens whatever checkpoint is at this path.
-pub fn open(path: impl AsRef<Path>, options: OpenOptions) -> Result<Box<dyn Checkpoint>, CheckpointError> {
-    let path = path.as_ref();
-    let kind = path.metadata().map_err(|error| match error.kind() {
-        std::io::ErrorKind::NotFound => {
-            CheckpointError::NotCommitted { path: path.to_owned(), reason: "there is nothing" }
-        }
-        _ => CheckpointError::io("inspect", path)(error),
-    })?;
-    if kind.is_dir() {
-        let directory = CheckedDirectory::open(path, false, false)?;
+/// Opens whatever checkpoint is there: a path, or the URL of one in an object store.
+pub fn open(location: impl Into<Location>, options: OpenOptions) -> Result<Box<dyn Checkpoint>, CheckpointError> {
+    let location = location.into();
+    let path = location.name();
+    if is_directory(&location)? {
+        let directory = CheckedDirectory::open(&location, false, false)?;
         let is_dcp = directory.has(METADATA_FILE)? || !metadata_files(&directory)?.is_empty();
         let has_safetensors = directory.names()?.iter().any(|name| name.ends_with(".safetensors"));
         return match (is_dcp, has_safetensors) {
-            (false, true) => Ok(Box::new(SafetensorsCheckpoint::open_directory(path, options)?)),
-            _ => Ok(Box::new(CheckpointReader::open_with(path, options)?)),
+            (false, true) => Ok(Box::new(SafetensorsCheckpoint::open_directory(&location, options)?)),
+            _ => Ok(Box::new(CheckpointReader::open_with(&location, options)?)),
         };
     }
-    let (parent, name) = file_parts(path)?;
-    let file = CheckedDirectory::open(parent, false, true)?.file(name)?;
-    let mut magic = vec![0; crate::source::ReadAt::len(&*file).min(16) as usize];
-    let read = crate::source::ReadAt::read_exact_at(&*file, 0, &mut magic);
+    let (parent, name) = location.split()?;
+    let file = CheckedDirectory::open(parent, false, true)?.file(name).map_err(|error| match error {
+        // What the user names is no path inside a checkpoint.
+        CheckpointError::Path { .. } => {
+            let source = FormatError::Unsupported { what: "what is no regular file".to_owned() };
+            CheckpointError::File { path: path.to_owned(), source }
+        }
+        error => error,
+    })?;
+    let mut magic = vec![0; file.len().min(16) as usize];
+    let read = file.read_exact_at(0, &mut magic);
     let unsupported = |what: &str| {
         let source = FormatError::Unsupported { what: what.to_owned() };
         Err(CheckpointError::File { path: path.to_owned(), source })
     };
     read.map_err(|source| CheckpointError::File { path: path.to_owned(), source })?;
     match magic.as_slice() {
-        [b'P', b'K', 3 | 5, ..] => Ok(Box::new(TorchCheckpoint::open(path)?)),
+        [b'P', b'K', 3 | 5, ..] => Ok(Box::new(TorchCheckpoint::open(&location, options)?)),
         // The pickles of torch before 1.6 begin with a magic number as their first value.
         [0x80, 2, 0x8a, 10, ..] => {
-            unsupported("torch's file format from before 1.6; load it and save it again with a newer torch")
+            unsupported("torch's file format from before 1.6 (load it and save it again with a newer torch)")
         }
-        [_, _, _, _, _, _, _, _, b'{', ..] => Ok(Box::new(SafetensorsCheckpoint::open_file(path)?)),
-        _ => unsupported("this file: it is neither a torch archive nor a safetensors file; it"),
+        [_, _, _, _, _, _, _, _, b'{', ..] => Ok(Box::new(SafetensorsCheckpoint::open_file(&location, options)?)),
+        _ => unsupported("a file that is neither a torch archive nor a safetensors file"),
     }
 }
 
-/// The directory and the name of a file.
-fn file_parts(path: &Path) -> Result<(&Path, &str), CheckpointError> {
-    let name = path.file_name().and_then(|name| name.to_str()).ok_or_else(|| {
-        let error = std::io::Error::new(std::io::ErrorKind::InvalidInput, "it has no name in UTF-8");
-        CheckpointError::io("open", path)(error)
-    })?;
-    match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => Ok((parent, name)),
-        _ => Ok((Path::new("."), name)),
+/// Whether it is a directory or a prefix, rather than a file or an object.
+fn is_directory(location: &Location) -> Result<bool, CheckpointError> {
+    let nothing = || CheckpointError::NotCommitted { path: location.name().to_owned(), reason: "there is nothing" };
+    match location.resolve()? {
+        Resolved::Local(path) => match path.metadata() {
+            Ok(metadata) => Ok(metadata.is_dir()),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Err(nothing()),
+            Err(error) => Err(CheckpointError::io("inspect", path)(error)),
+        },
+        #[cfg(feature = "object-store")]
+        Resolved::Object(prefix) if prefix.head("")?.is_some() => Ok(false),
+        #[cfg(feature = "object-store")]
+        Resolved::Object(prefix) if prefix.is_empty()? => Err(nothing()),
+        #[cfg(feature = "object-store")]
+        Resolved::Object(_) => Ok(true),
     }
 }
 
@@ -171,6 +242,15 @@ pub(crate) fn no_value(metadata: &Metadata, fqn: &str) -> CheckpointError {
     }
 }
 
+/// Checks that a destination holds exactly the box.
+pub(crate) fn check_length(fqn: &str, bounds: &TensorBox, element: u64, dst: &[u8]) -> Result<(), CheckpointError> {
+    let planned = bounds.numel() as u64 * element;
+    match dst.len() as u64 == planned {
+        true => Ok(()),
+        false => Err(CheckpointError::PayloadLength { fqn: fqn.to_owned(), given: dst.len() as u64, planned }),
+    }
+}
+
 /// How much of a tensor [`stream`] reads at once.
 const PIECE: usize = 16 << 20;
 
@@ -180,6 +260,21 @@ const PIECE: usize = 16 << 20;
 pub fn stream<E: From<CheckpointError>>(
     checkpoint: &dyn Checkpoint,
     fqn: &str,
+    dtype: DType,
+    bounds: &TensorBox,
+    range: Range<u64>,
+    sink: &mut dyn FnMut(&[u8]) -> Result<(), E>,
+) -> Result<(), E> {
+    let mut read = |part: &TensorBox, dst: &mut [u8]| checkpoint.read_box(fqn, part, dst);
+    stream_boxes(&mut read, dtype, bounds, range, sink)
+}
+
+/// Fills a buffer with the row-major bytes of a box.
+type ReadBox<'r> = dyn FnMut(&TensorBox, &mut [u8]) -> Result<(), CheckpointError> + 'r;
+
+/// As [`stream`], with boxes from wherever `read` takes them.
+pub(crate) fn stream_boxes<E: From<CheckpointError>>(
+    read: &mut ReadBox<'_>,
     dtype: DType,
     bounds: &TensorBox,
     range: Range<u64>,
@@ -203,7 +298,7 @@ pub fn stream<E: From<CheckpointError>>(
         for part in boxes_of_flat_range(&bounds.sizes, at..next) {
             let offsets = part.offsets.iter().zip(&bounds.offsets).map(|(a, b)| a + b).collect();
             let length = part.numel() * element;
-            checkpoint.read_box(fqn, &TensorBox::new(offsets, part.sizes), &mut buffer[filled..filled + length])?;
+            read(&TensorBox::new(offsets, part.sizes), &mut buffer[filled..filled + length])?;
             filled += length;
         }
         sink(&buffer[..filled])?;

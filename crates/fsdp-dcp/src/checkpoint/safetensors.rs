@@ -4,15 +4,17 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use fsdp_layout::boxes::row_major_strides;
-use fsdp_layout::{KeyPath, PlainTensor, PlainValue, TensorBox};
+use fsdp_layout::{DType, KeyPath, PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 use serde::Deserialize;
+use twox_hash::XxHash3_128;
 
-use super::{Checkpoint, Format, file_parts, no_value, tensor_of};
+use super::{Checkpoint, Format, check_length, no_value, tensor_of};
 use crate::directory::CheckedDirectory;
 use crate::error::{CheckpointError, FormatError};
 use crate::limits::{MAX_INDEX_BYTES, MAX_TENSOR_RANK, is_sane_shape};
-use crate::metadata::{BytesEntry, Chunk, Entry, Metadata, StorageInfo, TensorEntry, TensorProperties};
+use crate::location::Location;
+use crate::metadata::{BytesEntry, Chunk, Entry, Metadata, Replica, StorageInfo, TensorEntry, TensorProperties};
 use crate::plan::{LoadOptions, LoadRequest, plan_load};
 use crate::reader::OpenOptions;
 use crate::safetensors::Header;
@@ -27,6 +29,18 @@ pub const VALUES_FILE: &str = "values.json";
 #[must_use]
 pub fn values_beside(name: &str) -> String {
     format!("{}.values.json", name.strip_suffix(".safetensors").unwrap_or(name))
+}
+
+/// In the `__metadata__` of a single file: the hash of its values file. Without it, the file has none: one that lies
+/// there is of another checkpoint.
+pub(crate) const VALUES_HASH: &str = "fsdp.values";
+
+/// After the values file's name, until the file that it belongs to is in its place.
+pub(crate) const NEW_VALUES: &str = ".new";
+
+/// What [`VALUES_HASH`] says.
+pub(crate) fn values_hash(bytes: &[u8]) -> String {
+    format!("{:032x}", XxHash3_128::oneshot(bytes))
 }
 
 /// One safetensors file, or a directory of them.
@@ -52,30 +66,44 @@ struct Saved {
 
 impl SafetensorsCheckpoint {
     /// Opens one file. Values are taken from `NAME.values.json` beside it, if that is there.
-    pub fn open_file(path: &Path) -> Result<Self, CheckpointError> {
-        let (parent, name) = file_parts(path)?;
-        let directory = CheckedDirectory::open(parent, false, true)?;
+    pub fn open_file(location: impl Into<Location>, options: OpenOptions) -> Result<Self, CheckpointError> {
+        let location = location.into();
+        let (parent, name) = location.split()?;
+        let directory = CheckedDirectory::open_beside(parent, name, options.verify)?;
         let mut opened = SafetensorsCheckpoint {
-            path: path.to_owned(),
+            path: location.name().to_owned(),
             format: Format::SafetensorsFile,
             directory,
             metadata: Metadata::default(),
             values: HashMap::new(),
         };
-        opened.add_file(name, None)?;
-        opened.add_values(&values_beside(name))?;
-        Ok(opened)
+        let hash = opened.add_file(name, None)?.swap_remove(VALUES_HASH);
+        let Some(hash) = hash else { return Ok(opened) };
+        let values = values_beside(name);
+        // A process that was killed between two renames may have left it under its first name.
+        for name in [&values, &format!("{values}{NEW_VALUES}")] {
+            if opened.directory.has(name)? {
+                let bytes = opened.directory.read_small(name, MAX_INDEX_BYTES)?;
+                if values_hash(&bytes) == hash {
+                    opened.add_values(name, &bytes)?;
+                    return Ok(opened);
+                }
+            }
+        }
+        let reason = format!("its values are not in `{values}`: that is missing, or of another checkpoint");
+        Err(opened.directory.file_error(name, FormatError::Malformed { what: "checkpoint", reason }))
     }
 
     /// Opens a directory: the files that its `*.safetensors.index.json` names, or all `*.safetensors`.
     ///
     /// Shards that torch's `HuggingFaceStorageWriter` wrote become chunks of whole tensors. Values are taken from
     /// [`VALUES_FILE`].
-    pub fn open_directory(path: &Path, options: OpenOptions) -> Result<Self, CheckpointError> {
-        let directory = CheckedDirectory::open(path, options.verify, true)?;
+    pub fn open_directory(location: impl Into<Location>, options: OpenOptions) -> Result<Self, CheckpointError> {
+        let location = location.into();
+        let directory = CheckedDirectory::open(&location, options.verify, true)?;
         let names = directory.names()?;
         let mut opened = SafetensorsCheckpoint {
-            path: path.to_owned(),
+            path: location.name().to_owned(),
             format: Format::SafetensorsDirectory,
             directory,
             metadata: Metadata::default(),
@@ -89,7 +117,10 @@ impl SafetensorsCheckpoint {
                 }
             }
         }
-        opened.add_values(VALUES_FILE)?;
+        if opened.directory.has(VALUES_FILE)? {
+            let bytes = opened.directory.read_small(VALUES_FILE, MAX_INDEX_BYTES)?;
+            opened.add_values(VALUES_FILE, &bytes)?;
+        }
         Ok(opened)
     }
 
@@ -117,8 +148,8 @@ impl SafetensorsCheckpoint {
         Ok(())
     }
 
-    /// Adds the tensors of a file: all, or those of the given keys.
-    fn add_file(&mut self, name: &str, keys: Option<&[&str]>) -> Result<(), CheckpointError> {
+    /// Adds the tensors of a file: all, or those of the given keys. Returns the texts in its header.
+    fn add_file(&mut self, name: &str, keys: Option<&[&str]>) -> Result<IndexMap<String, String>, CheckpointError> {
         let file = self.directory.file(name)?;
         let error = |source| self.directory.file_error(name, source);
         let malformed = |reason: String| error(FormatError::Malformed { what: "safetensors header", reason });
@@ -136,6 +167,11 @@ impl SafetensorsCheckpoint {
                 continue;
             }
             let offsets = match sharding.get(&fqn) {
+                Some(saved) if info.dtype.safetensors_name().is_none() => {
+                    // Noted for the bytes that it is stored as, which have a dimension more.
+                    let dimensions = saved.saved_offsets.len().saturating_sub(1);
+                    saved.saved_offsets[..dimensions].to_vec()
+                }
                 Some(saved) => saved.saved_offsets.clone(),
                 None => vec![0; info.shape.len()],
             };
@@ -167,18 +203,40 @@ impl SafetensorsCheckpoint {
                 return Err(malformed(format!("the saved offsets of `{fqn}` make no sense")));
             }
             // Replicated tensors are in the file of every rank.
-            if !tensor.chunks.iter().any(|there| there.bounds == chunk.bounds) {
-                tensor.chunks.push(chunk);
+            match (tensor.chunks.iter().any(|there| there.bounds == chunk.bounds), chunk.stored) {
+                (false, stored) => tensor.chunks.push(Chunk { bounds: chunk.bounds, stored }),
+                (true, Some(stored)) => {
+                    self.metadata.replicas.push(Replica { fqn, bounds: Some(chunk.bounds), stored });
+                }
+                (true, None) => {}
             }
         }
-        Ok(())
+        Ok(header.metadata)
     }
 
-    fn add_values(&mut self, name: &str) -> Result<(), CheckpointError> {
-        if !self.directory.has(name)? {
-            return Ok(());
-        }
-        let bytes = self.directory.read_small(name, MAX_INDEX_BYTES)?;
+    /// Reads `overlap` of the chunk `whole` to where it lies in `dst`, which holds `bounds`.
+    #[expect(clippy::too_many_arguments, reason = "three boxes, and what they are boxes of")]
+    fn read_stored(
+        &self,
+        fqn: &str,
+        dtype: DType,
+        whole: &TensorBox,
+        stored: &StorageInfo,
+        overlap: &TensorBox,
+        bounds: &TensorBox,
+        dst: &mut [u8],
+    ) -> Result<(), CheckpointError> {
+        let file = self.directory.file(&stored.relative_path)?;
+        let layout = StridedLayout { bounds: whole.clone(), offset: 0, strides: row_major_strides(&whole.sizes) };
+        let element = dtype.size_in_bytes() as usize;
+        let mut reader = BlockReader::new(&*file);
+        read_overlap(&mut reader, stored.offset, element, &layout, overlap, bounds, dst).map_err(|source| {
+            let path = self.directory.path().join(&stored.relative_path);
+            CheckpointError::Item { fqn: fqn.to_owned(), path, offset: stored.offset, source }
+        })
+    }
+
+    fn add_values(&mut self, name: &str, bytes: &[u8]) -> Result<(), CheckpointError> {
         // Tensors inside values lie among the others, under keys of their own; here they belong to their value again.
         let mut inside = Vec::new();
         let mut load = |key: &str| -> Result<PlainTensor, FormatError> {
@@ -191,7 +249,7 @@ impl SafetensorsCheckpoint {
             inside.push(key.to_owned());
             Ok(PlainTensor { dtype: tensor.properties.dtype, shape: bounds.sizes, data })
         };
-        let side = values::decode(&bytes, &mut load).map_err(|error| self.directory.file_error(name, error))?;
+        let side = values::decode(bytes, &mut load).map_err(|error| self.directory.file_error(name, error))?;
         for key in inside {
             self.metadata.entries.shift_remove(&key);
         }
@@ -239,32 +297,23 @@ impl Checkpoint for SafetensorsCheckpoint {
         check_length(fqn, bounds, dtype.size_in_bytes(), dst)?;
         for read in plan.reads {
             let chunk = &tensor.chunks[read.chunk];
-            let Some(stored) = &chunk.stored else { continue };
-            let file = self.directory.file(&stored.relative_path)?;
-            let strides = row_major_strides(&chunk.bounds.sizes);
-            let layout = StridedLayout { bounds: chunk.bounds.clone(), offset: 0, strides };
-            let element = dtype.size_in_bytes() as usize;
-            let mut reader = BlockReader::new(&*file);
-            read_overlap(&mut reader, stored.offset, element, &layout, &read.overlap, bounds, dst).map_err(
-                |source| {
-                    let path = self.directory.path().join(&stored.relative_path);
-                    CheckpointError::Item { fqn: fqn.to_owned(), path, offset: stored.offset, source }
-                },
-            )?;
+            if let Some(stored) = &chunk.stored {
+                self.read_stored(fqn, dtype, &chunk.bounds, stored, &read.overlap, bounds, dst)?;
+            }
         }
         Ok(())
     }
 
+    fn read_replica(&self, replica: &Replica, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), CheckpointError> {
+        let Replica { fqn, bounds: Some(whole), stored } = replica else {
+            return Err(no_value(&self.metadata, &replica.fqn));
+        };
+        let dtype = tensor_of(&self.metadata, fqn)?.properties.dtype;
+        check_length(fqn, bounds, dtype.size_in_bytes(), dst)?;
+        self.read_stored(fqn, dtype, whole, stored, bounds, bounds, dst)
+    }
+
     fn read_value(&self, fqn: &str) -> Result<PlainValue, CheckpointError> {
         self.values.get(fqn).cloned().ok_or_else(|| no_value(&self.metadata, fqn))
-    }
-}
-
-/// Checks that a destination holds exactly the box.
-pub(super) fn check_length(fqn: &str, bounds: &TensorBox, element: u64, dst: &[u8]) -> Result<(), CheckpointError> {
-    let planned = bounds.numel() as u64 * element;
-    match dst.len() as u64 == planned {
-        true => Ok(()),
-        false => Err(CheckpointError::PayloadLength { fqn: fqn.to_owned(), given: dst.len() as u64, planned }),
     }
 }

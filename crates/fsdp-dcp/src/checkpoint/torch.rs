@@ -7,16 +7,17 @@ use std::sync::Arc;
 use fsdp_layout::{KeyPath, PathPart, PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
-use super::safetensors::check_length;
-use super::{Checkpoint, Format, file_parts, no_value, tensor_of};
+use super::{Checkpoint, Format, check_length, no_value, tensor_of};
 use crate::directory::CheckedDirectory;
 use crate::error::{CheckpointError, FormatError};
 use crate::file::CheckedFile;
 use crate::item::{TensorLoader, TensorRef, check_byte_order, convert};
 use crate::limits::MAX_OBJECT_BYTES;
+use crate::location::Location;
 use crate::metadata::{BytesEntry, Chunk, Entry, Metadata, StorageInfo, TensorEntry, TensorProperties};
 use crate::pickle::{Node, NodeId, Pickle, Walk, parse};
 use crate::plan::LoadPlanError;
+use crate::reader::OpenOptions;
 use crate::source::BlockReader;
 use crate::strided::read_overlap;
 use crate::torch_zip::Directory;
@@ -35,13 +36,16 @@ pub struct TorchCheckpoint {
     metadata: Metadata,
     tensors: HashMap<String, TensorRef>,
     values: HashMap<String, PlainValue>,
+    quantizers: HashMap<String, PlainValue>,
 }
 
 impl TorchCheckpoint {
     /// Opens a file of `torch.save` (torch 1.6 or later).
-    pub fn open(path: &Path) -> Result<Self, CheckpointError> {
-        let (parent, name) = file_parts(path)?;
-        let directory = CheckedDirectory::open(parent, false, true)?;
+    pub fn open(location: impl Into<Location>, options: OpenOptions) -> Result<Self, CheckpointError> {
+        let location = location.into();
+        let path = location.name();
+        let (parent, name) = location.split()?;
+        let directory = CheckedDirectory::open_beside(parent, name, options.verify)?;
         let file = directory.file(name)?;
         let error = |source| CheckpointError::File { path: path.to_owned(), source };
         let archive = Directory::read(&*file).map_err(error)?;
@@ -53,9 +57,10 @@ impl TorchCheckpoint {
             walk: Walk::new(&parsed),
             loader: TensorLoader::new(&archive, &*file),
             found: IndexMap::new(),
+            quantizers: HashMap::new(),
         };
         flat.flatten(parsed.root(), &KeyPath::default()).map_err(error)?;
-        let found = flat.found;
+        let (found, quantizers) = (flat.found, flat.quantizers);
         let mut opened = TorchCheckpoint {
             path: path.to_owned(),
             file: file.clone(),
@@ -64,6 +69,7 @@ impl TorchCheckpoint {
             metadata: Metadata { planner_data: Some(IndexMap::new()), ..Metadata::default() },
             tensors: HashMap::new(),
             values: HashMap::new(),
+            quantizers,
         };
         for (fqn, (path, leaf)) in found {
             let stored = |offset, length| {
@@ -108,6 +114,7 @@ struct Flattener<'p, 'a> {
     walk: Walk,
     loader: TensorLoader<'p>,
     found: IndexMap<String, (KeyPath, Leaf)>,
+    quantizers: HashMap<String, PlainValue>,
 }
 
 impl Flattener<'_, '_> {
@@ -124,7 +131,11 @@ impl Flattener<'_, '_> {
                         Node::Bool(false) => "False".to_owned(),
                         Node::None => "None".to_owned(),
                         Node::Float(number) => number.to_string(),
-                        _ => return Err(p.wrong(key, "a dict key that has a text").into()),
+                        other => {
+                            return Err(FormatError::Unsupported {
+                                what: format!("{} as the key of a dict", other.kind()),
+                            });
+                        }
                     };
                     self.flatten(value, &path.child(PathPart::Key(key)))?;
                 }
@@ -140,18 +151,21 @@ impl Flattener<'_, '_> {
                 }
             }
             _ => {
-                let leaf = match TensorRef::of(p, id)? {
-                    Some(tensor) => Leaf::Tensor(tensor),
-                    None => {
-                        let loader = &mut self.loader;
-                        let mut load = |tensor: &TensorRef| -> Result<PlainTensor, FormatError> { loader.load(tensor) };
-                        Leaf::Value(convert(p, id, &mut self.walk, &mut load)?)
-                    }
-                };
                 let fqn = path.flat_key();
+                let loader = &mut self.loader;
+                let mut load = |tensor: &TensorRef| -> Result<PlainTensor, FormatError> { loader.load(tensor) };
+                let leaf = match TensorRef::of(p, id)? {
+                    Some(tensor) => {
+                        if let Some(quantizer) = tensor.quantizer {
+                            let quantizer = convert(p, quantizer, &mut self.walk, &mut load)?;
+                            self.quantizers.insert(fqn.clone(), quantizer);
+                        }
+                        Leaf::Tensor(tensor)
+                    }
+                    None => Leaf::Value(convert(p, id, &mut self.walk, &mut load)?),
+                };
                 if self.found.insert(fqn.clone(), (path.clone(), leaf)).is_some() {
-                    let reason = format!("two values have the flat key `{fqn}`");
-                    return Err(FormatError::Malformed { what: "state dict", reason });
+                    return Err(FormatError::Unsupported { what: format!("two values with the flat key `{fqn}`") });
                 }
             }
         }
@@ -240,6 +254,10 @@ impl Checkpoint for TorchCheckpoint {
             offset: 0,
             source,
         })
+    }
+
+    fn quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, CheckpointError> {
+        Ok(self.quantizers.get(fqn).cloned())
     }
 
     fn read_value(&self, fqn: &str) -> Result<PlainValue, CheckpointError> {

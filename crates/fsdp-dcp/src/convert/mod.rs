@@ -9,16 +9,17 @@
 //! an item with a stream transform, excepted).
 
 mod dcp;
+mod integers;
 mod safetensors;
 mod stream;
 mod torch;
 mod view;
 
-use std::path::Path;
-
 use crate::checkpoint::Checkpoint;
-use crate::durable::Durable;
+use crate::durable::{Beside, Durable, Staging};
 use crate::error::CheckpointError;
+use crate::integrity::integrity_beside;
+use crate::location::Location;
 use crate::reader::default_threads;
 
 pub use view::{Rename, View};
@@ -57,11 +58,13 @@ pub struct ConvertOptions<'o> {
     pub threads: usize,
     /// Told of every piece that was read, in bytes.
     pub progress: Option<&'o (dyn Fn(u64) + Sync)>,
+    /// The way to durable storage, where it is not [`Durable::new`]: a test watches its steps.
+    pub durable: Option<&'o Durable>,
 }
 
 impl Default for ConvertOptions<'_> {
     fn default() -> Self {
-        ConvertOptions { overwrite: false, threads: default_threads(), progress: None }
+        ConvertOptions { overwrite: false, threads: default_threads(), progress: None, durable: None }
     }
 }
 
@@ -85,25 +88,34 @@ pub struct Converted {
     pub aside: Vec<String>,
     /// That file, relative to the destination's directory.
     pub aside_file: Option<String>,
+    /// Keys of quantized tensors, written as the integers that they are made of. Their scales and zero points are values
+    /// `KEY.quantizer`.
+    pub quantized: Vec<String>,
 }
 
 /// Writes all of a checkpoint to `destination` in another format or layout.
 ///
 /// ```no_run
-/// use std::path::Path;
 /// use fsdp_dcp::checkpoint::open;
 /// use fsdp_dcp::convert::{ConvertOptions, Target, convert};
 /// let source = open("checkpoints/step-20", Default::default())?;
-/// convert(&*source, Path::new("model.safetensors"), Target::SafetensorsFile, ConvertOptions::default())?;
+/// convert(&*source, "model.safetensors", Target::SafetensorsFile, ConvertOptions::default())?;
 /// # Ok::<(), fsdp_dcp::CheckpointError>(())
 /// ```
 pub fn convert(
     source: &dyn Checkpoint,
-    destination: &Path,
+    destination: impl Into<Location>,
     target: Target,
     options: ConvertOptions<'_>,
 ) -> Result<Converted, CheckpointError> {
-    let staging = Durable::new().prepare(destination, options.overwrite)?;
+    if let Some(integers) = integers::Integers::of(source)? {
+        let quantized = integers.keys().map(str::to_owned).collect();
+        return Ok(Converted { quantized, ..convert(&integers, destination, target, options)? });
+    }
+    source.check_stored()?;
+    let durable = options.durable.cloned().unwrap_or_default();
+    let staging = durable.prepare(destination, options.overwrite)?;
+    staging.check_kind(!matches!(target, Target::SafetensorsFile | Target::Torch))?;
     match target {
         Target::Dcp { ranks } => dcp::write(source, staging, ranks.max(1), options),
         Target::SafetensorsFile => safetensors::write_file(source, staging, options),
@@ -113,6 +125,14 @@ pub fn convert(
         Target::SafetensorsShards { ranks } => safetensors::write_shards(source, staging, ranks.max(1), options),
         Target::Torch => torch::write(source, staging, options),
     }
+}
+
+/// Puts a checkpoint of one file in its place. Hashes of what was there are gone before it is.
+fn commit_file(staging: Staging, beside: Option<Beside<'_>>) -> Result<(), CheckpointError> {
+    let integrity = integrity_beside(staging.target_name());
+    staging.check_beside(&integrity)?;
+    staging.remove_beside(&integrity)?;
+    staging.commit_single(beside)
 }
 
 /// Tensors and their bytes, for [`Converted`].

@@ -5,9 +5,9 @@ use indexmap::IndexMap;
 
 use super::dcp::chunk_of;
 use super::stream::Streamed;
-use super::{ConvertOptions, Converted, summary};
-use crate::checkpoint::{Checkpoint, VALUES_FILE, values_beside};
-use crate::durable::Staging;
+use super::{ConvertOptions, Converted, commit_file, summary};
+use crate::checkpoint::{Checkpoint, NEW_VALUES, VALUES_FILE, VALUES_HASH, values_beside, values_hash};
+use crate::durable::{Beside, Staging};
 use crate::error::{CheckpointError, FormatError};
 use crate::integrity::{FileIntegrity, INTEGRITY_FILE, Integrity};
 use crate::safetensors::Header;
@@ -83,17 +83,17 @@ fn whole_tensors<'a>(source: &'a dyn Checkpoint, inside: &'a Inside<'a>) -> Resu
     Ok(pieces)
 }
 
-/// Writes one safetensors file.
+/// Writes one safetensors file of a checkpoint, or the one that is the checkpoint.
 fn write_one(
     staging: &Staging,
-    name: &str,
+    name: Option<&str>,
     metadata: &IndexMap<String, String>,
     pieces: &[Piece<'_>],
     streamed: &Streamed<'_>,
 ) -> Result<FileIntegrity, CheckpointError> {
     let tensors = pieces.iter().map(|piece| (piece.fqn, piece.dtype, &piece.bounds.sizes[..]));
-    let header =
-        Header::encode(metadata, tensors).map_err(|source| CheckpointError::Encode { fqn: name.to_owned(), source })?;
+    let header = Header::encode(metadata, tensors)
+        .map_err(|source| CheckpointError::Encode { fqn: name.unwrap_or_default().to_owned(), source })?;
     let mut at = header.len() as u64;
     let mut payloads = Vec::with_capacity(pieces.len());
     for piece in pieces {
@@ -101,9 +101,12 @@ fn write_one(
         payloads.push(PlannedPayload { fqn: piece.fqn, bounds: &piece.bounds, offset: at, length });
         at = at.saturating_add(length);
     }
-    let file = staging.create(name, at)?;
+    let file = match name {
+        Some(name) => staging.create(name, at)?,
+        None => staging.create_single(at)?,
+    };
     file.write_at(0, &header)?;
-    let written = write_payloads(&file, &payloads, streamed, streamed.options.threads)?;
+    let written = write_payloads(&file, &payloads, streamed, streamed.options.threads, &|_, _| Ok(()))?;
     file.finish()?;
     let mut integrity = FileIntegrity::default();
     integrity.push_bytes(&header);
@@ -132,14 +135,15 @@ pub(super) fn write_file(
     let (bytes, inside) = aside.encode()?;
     let pieces = whole_tensors(source, &inside)?;
     let streamed = Streamed { source, options, extra: inside.clone() };
-    write_one(&staging, "file", &format_pt(), &pieces, &streamed)?;
-    let name = staging.target().file_name().and_then(|name| name.to_str()).unwrap_or_default();
-    let values_name = values_beside(name);
-    // The values first: a file without them would look whole.
-    if let Some(bytes) = &bytes {
-        staging.write_beside(&values_name, bytes)?;
+    let values_name = values_beside(staging.target_name());
+    if bytes.is_some() {
+        staging.check_beside(&values_name)?;
     }
-    staging.commit_file("file")?;
+    let mut metadata = format_pt();
+    metadata.extend(bytes.as_deref().map(|bytes| (VALUES_HASH.to_owned(), values_hash(bytes))));
+    write_one(&staging, None, &metadata, &pieces, &streamed)?;
+    let new_name = format!("{values_name}{NEW_VALUES}");
+    commit_file(staging, Some(Beside { name: &values_name, new_name: &new_name, bytes: bytes.as_deref() }))?;
     Ok(with_aside(source, bytes.map(|_| values_name)))
 }
 
@@ -160,8 +164,7 @@ fn finish(
     let bytes = integrity
         .encode()
         .map_err(|source| CheckpointError::File { path: staging.directory().join(INTEGRITY_FILE), source })?;
-    staging.write(INTEGRITY_FILE, &bytes)?;
-    staging.commit()?;
+    staging.commit(INTEGRITY_FILE, &bytes)?;
     Ok(with_aside(source, aside_file))
 }
 
@@ -172,6 +175,7 @@ pub(super) fn write_directory(
     max_file_bytes: u64,
     options: ConvertOptions<'_>,
 ) -> Result<Converted, CheckpointError> {
+    staging.claim()?;
     let aside = Aside::read(source)?;
     let (bytes, inside) = aside.encode()?;
     let pieces = whole_tensors(source, &inside)?;
@@ -194,7 +198,7 @@ pub(super) fn write_directory(
     let mut weight_map = serde_json::Map::new();
     for (index, file) in files.iter().enumerate() {
         let name = format!("model-{:05}-of-{:05}.safetensors", index + 1, files.len());
-        integrity.files.insert(name.clone(), write_one(&staging, &name, &format_pt(), file, &streamed)?);
+        integrity.files.insert(name.clone(), write_one(&staging, Some(&name), &format_pt(), file, &streamed)?);
         weight_map.extend(file.iter().map(|piece| (piece.fqn.to_owned(), name.clone().into())));
     }
     let index = serde_json::json!({ "metadata": { "total_size": total }, "weight_map": weight_map });
@@ -211,6 +215,7 @@ pub(super) fn write_shards(
     ranks: usize,
     options: ConvertOptions<'_>,
 ) -> Result<Converted, CheckpointError> {
+    staging.claim()?;
     let aside = Aside::read(source)?;
     let (bytes, inside) = aside.encode()?;
     let streamed = Streamed { source, options, extra: inside.clone() };
@@ -231,7 +236,12 @@ pub(super) fn write_shards(
         }
         let sharding: serde_json::Map<String, serde_json::Value> = pieces
             .iter()
-            .map(|piece| (piece.fqn.to_owned(), serde_json::json!({ "saved_offsets": piece.bounds.offsets })))
+            .map(|piece| {
+                let mut offsets = piece.bounds.offsets.clone();
+                // A type that safetensors does not know is stored as bytes, in a dimension of their own.
+                offsets.extend(piece.dtype.safetensors_name().is_none().then_some(0));
+                (piece.fqn.to_owned(), serde_json::json!({ "saved_offsets": offsets }))
+            })
             .collect();
         let metadata = IndexMap::from([
             ("DCP_VERSION".to_owned(), "1.0".to_owned()),
@@ -239,7 +249,7 @@ pub(super) fn write_shards(
             ("format".to_owned(), "pt".to_owned()),
         ]);
         let name = format!("shard-{:05}-model-00001-of-00001.safetensors", rank + 1);
-        integrity.files.insert(name.clone(), write_one(&staging, &name, &metadata, &pieces, &streamed)?);
+        integrity.files.insert(name.clone(), write_one(&staging, Some(&name), &metadata, &pieces, &streamed)?);
     }
     let small = bytes.map(|bytes| (VALUES_FILE.to_owned(), bytes)).into_iter().collect();
     finish(source, staging, integrity, small)

@@ -1,10 +1,12 @@
 //! Writing one file of `torch.save`.
 
+use std::collections::BTreeMap;
+
 use fsdp_layout::{KeyPath, PathPart, PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
 use super::stream::Streamed;
-use super::{ConvertOptions, Converted, summary};
+use super::{ConvertOptions, Converted, commit_file, summary};
 use crate::checkpoint::Checkpoint;
 use crate::durable::Staging;
 use crate::error::{CheckpointError, FormatError};
@@ -19,13 +21,13 @@ use crate::writer::{PlannedPayload, write_payloads};
 enum Tree<'a> {
     Dict(IndexMap<String, Tree<'a>>),
     /// By position; positions without a value are empty dicts, which vanished when the list was flattened.
-    List(Vec<Option<Tree<'a>>>),
+    List(BTreeMap<usize, Tree<'a>>),
     Tensor(&'a str, &'a TensorEntry),
     Value(PlainValue),
 }
 
-/// Longest list that paths may describe: positions come from files.
-const MAX_LIST: usize = 1 << 20;
+/// How many positions without a value the lists of a checkpoint may have: positions come from files.
+const MAX_GAPS: usize = 1 << 16;
 
 fn unsupported(fqn: &str, what: &str) -> CheckpointError {
     CheckpointError::Encode { fqn: fqn.to_owned(), source: FormatError::Unsupported { what: what.to_owned() } }
@@ -37,7 +39,7 @@ impl<'a> Tree<'a> {
             return Err(unsupported(fqn, "a value where others lie below"));
         };
         let below = || match rest.first() {
-            Some(PathPart::Index(_)) => Tree::List(Vec::new()),
+            Some(PathPart::Index(_)) => Tree::List(BTreeMap::new()),
             _ => Tree::Dict(IndexMap::new()),
         };
         let slot = match (self, part) {
@@ -50,18 +52,14 @@ impl<'a> Tree<'a> {
                 }
                 dict.entry(key.clone()).or_insert_with(below)
             }
-            (Tree::List(list), PathPart::Index(index)) if *index < MAX_LIST => {
-                if list.len() <= *index {
-                    list.resize_with(index + 1, || None);
-                }
-                let slot = &mut list[*index];
+            (Tree::List(list), PathPart::Index(index)) => {
                 if rest.is_empty() {
-                    return match slot.replace(leaf) {
+                    return match list.insert(*index, leaf) {
                         None => Ok(()),
                         Some(_) => Err(unsupported(fqn, "two values at one place")),
                     };
                 }
-                slot.get_or_insert_with(below)
+                list.entry(*index).or_insert_with(below)
             }
             _ => return Err(unsupported(fqn, "a place that is a dict to one key and a list to another")),
         };
@@ -75,48 +73,69 @@ enum Storage<'a> {
     Inside(&'a PlainTensor),
 }
 
-fn pickle<'a>(
-    out: &mut Vec<u8>,
-    tree: &'a Tree<'a>,
-    storages: &mut Vec<Storage<'a>>,
-    depth: usize,
-) -> Result<(), FormatError> {
-    if depth >= MAX_DEPTH {
-        return Err(FormatError::Limit { what: "nesting", value: depth as u64 + 1, limit: MAX_DEPTH as u64 });
-    }
-    match tree {
-        Tree::Dict(dict) => {
-            write::op(out, write::EMPTY_DICT);
-            write::op(out, write::MARK);
-            for (key, value) in dict {
-                write::text(out, key);
-                pickle(out, value, storages, depth + 1)?;
-            }
-            write::op(out, write::SETITEMS);
-        }
-        Tree::List(list) => {
-            write::op(out, write::EMPTY_LIST);
-            write::op(out, write::MARK);
-            for value in list {
-                match value {
-                    Some(value) => pickle(out, value, storages, depth + 1)?,
-                    None => write::op(out, write::EMPTY_DICT),
+/// The pickle of a tree, and the storages that it speaks of.
+#[derive(Default)]
+struct Pickled<'a> {
+    bytes: Vec<u8>,
+    storages: Vec<Storage<'a>>,
+    /// Positions without a value so far.
+    gaps: usize,
+}
+
+impl<'a> Pickled<'a> {
+    fn put(&mut self, tree: &'a Tree<'a>, depth: usize) -> Result<(), FormatError> {
+        check_depth(depth)?;
+        match tree {
+            Tree::Dict(dict) => {
+                write::op(&mut self.bytes, write::EMPTY_DICT);
+                write::op(&mut self.bytes, write::MARK);
+                for (key, value) in dict {
+                    write::text(&mut self.bytes, key);
+                    self.put(value, depth + 1)?;
                 }
+                write::op(&mut self.bytes, write::SETITEMS);
             }
-            write::op(out, write::APPENDS);
+            Tree::List(list) => {
+                write::op(&mut self.bytes, write::EMPTY_LIST);
+                write::op(&mut self.bytes, write::MARK);
+                let mut next = 0;
+                for (&index, value) in list {
+                    self.gaps = self.gaps.saturating_add(index - next);
+                    if self.gaps > MAX_GAPS {
+                        let (value, limit) = (self.gaps as u64, MAX_GAPS as u64);
+                        return Err(FormatError::Limit {
+                            what: "number of list positions without a value",
+                            value,
+                            limit,
+                        });
+                    }
+                    (next..index).for_each(|_| write::op(&mut self.bytes, write::EMPTY_DICT));
+                    self.put(value, depth + 1)?;
+                    next = index.saturating_add(1);
+                }
+                write::op(&mut self.bytes, write::APPENDS);
+            }
+            Tree::Tensor(fqn, tensor) => {
+                check_writable(tensor.properties.dtype)?;
+                write_tensor(&mut self.bytes, self.storages.len(), tensor.properties.dtype, &tensor.shape);
+                self.storages.push(Storage::Tensor(fqn, tensor));
+            }
+            Tree::Value(value) => {
+                let mut inside: Vec<&PlainTensor> = Vec::new();
+                put(&mut self.bytes, value, &mut inside, self.storages.len(), depth)?;
+                self.storages.extend(inside.into_iter().map(Storage::Inside));
+            }
         }
-        Tree::Tensor(fqn, tensor) => {
-            check_writable(tensor.properties.dtype)?;
-            write_tensor(out, storages.len(), tensor.properties.dtype, &tensor.shape);
-            storages.push(Storage::Tensor(fqn, tensor));
-        }
-        Tree::Value(value) => {
-            let mut inside: Vec<&PlainTensor> = Vec::new();
-            put(out, value, &mut inside, storages.len(), depth)?;
-            storages.extend(inside.into_iter().map(Storage::Inside));
-        }
+        Ok(())
     }
-    Ok(())
+}
+
+/// Trees are walked by functions that call themselves, and paths come from files.
+fn check_depth(depth: usize) -> Result<(), FormatError> {
+    match depth < MAX_DEPTH {
+        true => Ok(()),
+        false => Err(FormatError::Limit { what: "nesting", value: depth as u64, limit: MAX_DEPTH as u64 }),
+    }
 }
 
 pub(super) fn write(
@@ -125,10 +144,16 @@ pub(super) fn write(
     options: ConvertOptions<'_>,
 ) -> Result<Converted, CheckpointError> {
     let metadata = source.metadata();
-    let mut tree = Tree::Dict(IndexMap::new());
+    let encode = |fqn: &str, source| CheckpointError::Encode { fqn: fqn.to_owned(), source };
+    let paths = metadata.planner_data.as_ref();
+    let mut tree = match paths.and_then(|paths| paths.first()?.1.0.first()) {
+        Some(PathPart::Index(_)) => Tree::List(BTreeMap::new()),
+        _ => Tree::Dict(IndexMap::new()),
+    };
     for (fqn, entry) in &metadata.entries {
-        let path = metadata.planner_data.as_ref().and_then(|paths| paths.get(fqn)).cloned();
+        let path = paths.and_then(|paths| paths.get(fqn)).cloned();
         let path = path.unwrap_or_else(|| KeyPath(vec![PathPart::Key(fqn.clone())]));
+        check_depth(path.0.len()).map_err(|source| encode(fqn, source))?;
         let leaf = match entry {
             Entry::Tensor(tensor) => Tree::Tensor(fqn, tensor),
             Entry::Bytes(_) => Tree::Value(source.read_value(fqn)?),
@@ -139,12 +164,11 @@ pub(super) fn write(
             false => tree.insert(fqn, &path.0, leaf)?,
         }
     }
-    let encode = |source| CheckpointError::Encode { fqn: "data.pkl".to_owned(), source };
-    let mut bytes = Vec::new();
-    let mut storages = Vec::new();
-    write::proto(&mut bytes, 2);
-    pickle(&mut bytes, &tree, &mut storages, 0).map_err(encode)?;
-    write::op(&mut bytes, write::STOP);
+    let mut pickled = Pickled::default();
+    write::proto(&mut pickled.bytes, 2);
+    pickled.put(&tree, 0).map_err(|source| encode("data.pkl", source))?;
+    write::op(&mut pickled.bytes, write::STOP);
+    let Pickled { bytes, storages, .. } = pickled;
 
     let mut lengths = Vec::with_capacity(storages.len());
     let mut boxes = Vec::with_capacity(storages.len());
@@ -184,16 +208,22 @@ pub(super) fn write(
             length: lengths[index],
         })
         .collect();
-    let file = staging.create("file", layout.length())?;
-    let written = write_payloads(&file, &payloads, &streamed, options.threads)?;
+    let file = staging.create_single(layout.length())?;
+    // What stands before a storage tells its checksum.
+    let before = |index: usize, crc: u32| match index {
+        0 => file.write_at(0, &layout.head(crc)),
+        _ => {
+            let header = layout.storage_header(index, crc);
+            file.write_at(layout.storage_offset(index) - header.len() as u64, &header)
+        }
+    };
+    let written = write_payloads(&file, &payloads, &streamed, options.threads, &before)?;
     let crcs: Vec<u32> = written.iter().map(|written| written.crc).collect();
-    file.write_at(0, &layout.head(crcs.first().copied().unwrap_or(0)))?;
-    for (index, crc) in crcs.iter().enumerate().skip(1) {
-        let header = layout.storage_header(index, *crc);
-        file.write_at(layout.storage_offset(index) - header.len() as u64, &header)?;
+    if crcs.is_empty() {
+        before(0, 0)?;
     }
     file.write_at(layout.tail_offset(), &layout.tail(&crcs))?;
     file.finish()?;
-    staging.commit_file("file")?;
+    commit_file(staging, None)?;
     Ok(summary(source))
 }

@@ -6,7 +6,7 @@ use fsdp_layout::{DType, KeyPath, PathPart, PlainValue, TensorBox};
 use half::{bf16, f16};
 use indexmap::IndexMap;
 
-use crate::checkpoint::{Checkpoint, Format, tensor_of};
+use crate::checkpoint::{Checkpoint, Format, check_length, stream, tensor_of};
 use crate::directory::CheckedDirectory;
 use crate::error::{CheckpointError, FormatError};
 use crate::metadata::{Entry, Metadata};
@@ -114,14 +114,25 @@ impl Checkpoint for View<'_> {
         if from == to {
             return self.source.read_box(name, bounds, dst);
         }
-        let mut bytes = vec![0; bounds.numel() * from.size_in_bytes() as usize];
-        self.source.read_box(name, bounds, &mut bytes)?;
-        let planned = bounds.numel() as u64 * to.size_in_bytes();
-        if dst.len() as u64 != planned {
-            return Err(CheckpointError::PayloadLength { fqn: fqn.to_owned(), given: dst.len() as u64, planned });
-        }
-        cast(&bytes, from, dst, to);
-        Ok(())
+        check_length(fqn, bounds, to.size_in_bytes(), dst)?;
+        // In pieces: the source's elements may be larger than those of `dst`.
+        let mut rest = dst;
+        let length = bounds.numel() as u64 * from.size_in_bytes();
+        stream(self.source, name, from, bounds, 0..length, &mut |bytes| {
+            let (now, later) = std::mem::take(&mut rest)
+                .split_at_mut(bytes.len() / from.size_in_bytes() as usize * to.size_in_bytes() as usize);
+            cast(bytes, from, now, to);
+            rest = later;
+            Ok(())
+        })
+    }
+
+    fn quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, CheckpointError> {
+        self.source.quantizer(self.name(fqn))
+    }
+
+    fn check_stored(&self) -> Result<(), CheckpointError> {
+        self.source.check_stored()
     }
 
     fn read_value(&self, fqn: &str) -> Result<PlainValue, CheckpointError> {

@@ -4,11 +4,14 @@ use std::fmt;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::SystemTime;
 
 use rustix::fs::{CWD, FallocateFlags, RenameFlags};
 use rustix::io::Errno;
+use tracing::debug_span;
 
 use crate::error::CheckpointError;
 
@@ -80,6 +83,13 @@ impl Durable {
         path: &Path,
         run: impl FnOnce() -> io::Result<T>,
     ) -> Result<T, CheckpointError> {
+        let _span = match step {
+            Step::Write => debug_span!("write_at"),
+            Step::SyncFile | Step::SyncDirectory => debug_span!("fsync", path = %path.display()),
+            Step::Rename | Step::Exchange => debug_span!("rename", path = %path.display()),
+            _ => tracing::Span::none(),
+        }
+        .entered();
         let outcome = match &self.hook {
             None => run(),
             Some(hook) => hook.before(step, path).and_then(|()| run()).and_then(|done| {
@@ -110,6 +120,11 @@ impl Durable {
             return Ok(());
         }
         self.step(Step::Preallocate, "allocate space for", path, || {
+            // Where there is not enough, a file system may take all there is before it says so.
+            let free = rustix::fs::fstatvfs(file).map_or(u64::MAX, |stat| stat.f_bavail.saturating_mul(stat.f_frsize));
+            if length > free {
+                return Err(Errno::NOSPC.into());
+            }
             match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, length) {
                 Ok(()) => Ok(()),
                 Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => file.set_len(length),
@@ -168,6 +183,11 @@ impl Durable {
         }
     }
 
+    /// Removes a file.
+    pub(super) fn remove_file(&self, path: &Path) -> Result<(), CheckpointError> {
+        self.step(Step::Remove, "remove", path, || std::fs::remove_file(path))
+    }
+
     /// Removes a directory with all that it holds.
     #[expect(clippy::disallowed_methods, reason = "only staging directories and replaced checkpoints come here")]
     pub(super) fn remove_directory(&self, path: &Path) -> Result<(), CheckpointError> {
@@ -192,4 +212,31 @@ fn is_unsupported(error: &io::Error) -> bool {
 /// Whether anything, a dangling link included, is at this path.
 pub(super) fn exists(path: &Path) -> bool {
     path.symlink_metadata().is_ok()
+}
+
+/// The directory that a path lies in; the current one for a bare name.
+pub(super) fn parent_of(path: &Path) -> &Path {
+    match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    }
+}
+
+/// The directory beside `target`, and the prefix of the names that belong to it: `.NAME.`.
+pub(super) fn beside(target: &Path) -> Result<(PathBuf, String), CheckpointError> {
+    let name = target.file_name().and_then(|name| name.to_str()).ok_or_else(|| {
+        let error = std::io::Error::new(std::io::ErrorKind::InvalidInput, "it has no name in UTF-8");
+        CheckpointError::io("write to", target)(error)
+    })?;
+    Ok((parent_of(target).to_owned(), format!(".{name}.")))
+}
+
+/// A number unlike those of other processes and times. `mkdir` settles what is left to chance.
+pub(super) fn nonce() -> u64 {
+    static COUNT: AtomicU64 = AtomicU64::new(0);
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    let mut seed = now.as_nanos().to_le_bytes().to_vec();
+    seed.extend(std::process::id().to_le_bytes());
+    seed.extend(COUNT.fetch_add(1, Ordering::Relaxed).to_le_bytes());
+    twox_hash::XxHash3_64::oneshot(&seed)
 }

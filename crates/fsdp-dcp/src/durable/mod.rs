@@ -19,6 +19,16 @@
 //! A staging directory is locked (`flock`) by the process that prepared it for as long as it lives, so that no other
 //! one takes it for stale.
 //!
+//! # Object stores
+//!
+//! Nothing can be renamed there, so a checkpoint grows in its place, under names that no other save uses
+//! (`__0_0-<nonce>.distcp`, `.integrity-<nonce>`), and is none until its last object, `.metadata`, is put on the condition
+//! that there is none: of several saves to one target exactly one commits. Where the answer to that is lost, the content
+//! tells whose it is; where that cannot be found out, [`CheckpointError::CommitUnknown`](crate::CheckpointError) says so
+//! and nothing is removed. A save that fails removes its objects and aborts its uploads; what a killed one leaves is in
+//! nobody's way, and the next save to the same target removes it after its commit. Several objects are never
+//! overwritten, since that would take several steps.
+//!
 //! # Many ranks
 //!
 //! One rank [`prepare`](Durable::prepare)s and sends the staging directory's [name](Staging::name) to the others, which
@@ -26,10 +36,16 @@
 //! [`commit`](Staging::commit)s.
 
 mod fs;
+mod local;
+#[cfg(feature = "object-store")]
+mod object;
 mod staging;
 mod stale;
+#[cfg(feature = "object-store")]
+mod upload;
 
 pub use fs::{Durable, Step, StepHook};
+pub use local::Beside;
 pub use staging::{StagedFile, Staging};
 pub use stale::{clean_stale, recover, stale};
 

@@ -1,255 +1,279 @@
-//! Staging directories: where a checkpoint grows before it takes its place.
+//! Where a checkpoint grows before it takes its place: a directory beside the target, or objects without a `.metadata`.
 
-use std::fs::File;
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::SystemTime;
+use std::path::Path;
 
-use rustix::fs::FlockOperation;
-
-use super::fs::{Durable, exists};
-use super::stale::{beside, recover_with};
+use super::fs::Durable;
+use super::local::{Beside, LocalFile, LocalStaging};
+#[cfg(feature = "object-store")]
+use super::object::ObjectStaging;
+#[cfg(feature = "object-store")]
+use super::upload::Upload;
 use crate::error::CheckpointError;
-use crate::paths::check_relative;
+use crate::integrity::INTEGRITY_FILE;
+use crate::location::{Location, Resolved};
 
 /// A checkpoint that is being written.
 ///
-/// The one that prepared it removes it again when dropped without [`Staging::commit`].
+/// The one that prepared it removes it again when dropped without a commit.
 #[derive(Debug)]
-pub struct Staging {
-    durable: Durable,
-    target: PathBuf,
-    directory: PathBuf,
-    name: String,
-    overwrite: bool,
-    /// Held by the one that prepared.
-    lock: Option<File>,
+pub struct Staging(Kind);
+
+#[derive(Debug)]
+enum Kind {
+    Local(LocalStaging),
+    #[cfg(feature = "object-store")]
+    Object(ObjectStaging),
 }
 
-/// A file in a staging directory, of a length known beforehand.
+/// A file of a checkpoint that is being written, of a length known beforehand.
 #[derive(Debug)]
-pub struct StagedFile {
-    durable: Durable,
-    file: File,
-    path: PathBuf,
-    length: u64,
+pub struct StagedFile(FileKind);
+
+#[derive(Debug)]
+enum FileKind {
+    Local(LocalFile),
+    #[cfg(feature = "object-store")]
+    Object(Upload),
 }
 
 impl Durable {
-    /// Makes a staging directory for a checkpoint at `target`. Missing parents are created.
+    /// Prepares to write a checkpoint at `target`, a path or a URL. Missing directories are created.
     ///
-    /// If something is at the target and `overwrite` is not set, that is [`CheckpointError::Exists`].
-    pub fn prepare(&self, target: &Path, overwrite: bool) -> Result<Staging, CheckpointError> {
-        let (parent, _) = beside(target)?;
-        self.create_parents(&parent)?;
-        recover_with(self, target)?;
-        if !overwrite && exists(target) {
-            return Err(CheckpointError::Exists { path: target.to_owned() });
-        }
-        loop {
-            let nonce = nonce();
-            let mut staging = self.at(target, format!("tmp-{nonce:016x}"), overwrite)?;
-            if self.create_directory(&staging.directory)? {
-                let lock = File::open(&staging.directory).map_err(CheckpointError::io("open", &staging.directory))?;
-                // Where locks do not work, nobody takes the directory for stale either.
-                let _ = rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive);
-                staging.lock = Some(lock);
-                return Ok(staging);
-            }
-        }
+    /// # Errors
+    /// If something is at the target and `overwrite` is not set, [`CheckpointError::Exists`]. A directory of an object
+    /// store cannot be overwritten: [`CheckpointError::Overwrite`].
+    pub fn prepare(&self, target: impl Into<Location>, overwrite: bool) -> Result<Staging, CheckpointError> {
+        let target = target.into();
+        Ok(Staging(match target.resolve()? {
+            Resolved::Local(path) => Kind::Local(self.prepare_local(path, overwrite)?),
+            #[cfg(feature = "object-store")]
+            Resolved::Object(prefix) => Kind::Object(ObjectStaging::prepare(&target, prefix, overwrite)?),
+        }))
     }
 
-    /// The staging directory that another rank prepared, by its [`Staging::name`].
-    pub fn join(&self, target: &Path, name: &str) -> Result<Staging, CheckpointError> {
-        let staging = self.at(target, name.to_owned(), true)?;
-        match name.starts_with("tmp-") && !name.contains('/') && staging.directory.is_dir() {
-            true => Ok(staging),
-            false => Err(CheckpointError::NotCommitted {
-                path: staging.directory.clone(),
-                reason: "the staging directory that another rank prepared is not visible here",
-            }),
-        }
+    /// What another rank prepared for the same target, by its [`Staging::name`].
+    ///
+    /// # Errors
+    /// A staging directory that is not visible here.
+    pub fn join(&self, target: impl Into<Location>, name: &str) -> Result<Staging, CheckpointError> {
+        let target = target.into();
+        Ok(Staging(match target.resolve()? {
+            Resolved::Local(path) => Kind::Local(self.join_local(path, name)?),
+            #[cfg(feature = "object-store")]
+            Resolved::Object(prefix) => Kind::Object(ObjectStaging::join(&target, prefix, name)?),
+        }))
     }
 
     /// Writes a small file whole in the place of whatever file is there.
-    pub fn replace_file(&self, path: &Path, bytes: &[u8]) -> Result<(), CheckpointError> {
-        const NAME: &str = "file";
-        let staging = self.prepare(path, true)?;
-        staging.write(NAME, bytes)?;
-        staging.commit_file(NAME)
-    }
-
-    fn at(&self, target: &Path, name: String, overwrite: bool) -> Result<Staging, CheckpointError> {
-        let (parent, prefix) = beside(target)?;
-        let directory = parent.join(format!("{prefix}{name}"));
-        Ok(Staging { durable: self.clone(), target: target.to_owned(), directory, name, overwrite, lock: None })
-    }
-
-    fn create_parents(&self, path: &Path) -> Result<(), CheckpointError> {
-        if path.as_os_str().is_empty() || path.is_dir() {
-            return Ok(());
-        }
-        if let Some(parent) = path.parent() {
-            self.create_parents(parent)?;
-        }
-        self.create_directory(path)?;
-        self.sync_directory(parent_of(path))
+    ///
+    /// # Errors
+    /// What the storage says.
+    pub fn replace_file(&self, target: impl Into<Location>, bytes: &[u8]) -> Result<(), CheckpointError> {
+        let staging = self.prepare(target, true)?;
+        let file = staging.create_single(bytes.len() as u64)?;
+        file.write_at(0, bytes)?;
+        file.finish()?;
+        staging.commit_single(None)
     }
 }
 
+/// The name, in a staging directory, of a file that is a checkpoint by itself.
+const SINGLE: &str = "file";
+
 impl Staging {
-    /// What tells this staging directory from others of the same target; [`Durable::join`] takes it.
+    /// What tells it from others of the same target; [`Durable::join`] takes it.
     #[must_use]
     pub fn name(&self) -> &str {
-        &self.name
+        match &self.0 {
+            Kind::Local(local) => local.name(),
+            #[cfg(feature = "object-store")]
+            Kind::Object(object) => object.name(),
+        }
     }
 
-    /// Where the checkpoint will be.
+    /// Where the checkpoint will be: a path, or a URL.
     #[must_use]
     pub fn target(&self) -> &Path {
-        &self.target
+        match &self.0 {
+            Kind::Local(local) => local.target(),
+            #[cfg(feature = "object-store")]
+            Kind::Object(object) => object.target(),
+        }
     }
 
-    /// Where it grows.
+    /// Where it grows: a directory beside the target; in an object store, the target itself.
     #[must_use]
     pub fn directory(&self) -> &Path {
-        &self.directory
+        match &self.0 {
+            Kind::Local(local) => local.directory(),
+            #[cfg(feature = "object-store")]
+            Kind::Object(object) => object.target(),
+        }
+    }
+
+    /// The name of a rank's data file: `__0_0.distcp`. In an object store `__0_0-<nonce>.distcp`, since savers of the
+    /// same target work side by side there.
+    #[must_use]
+    pub fn data_file(&self, rank: usize) -> String {
+        match &self.0 {
+            Kind::Local(_) => format!("__{rank}_0.distcp"),
+            #[cfg(feature = "object-store")]
+            Kind::Object(object) => format!("__{rank}_0-{}.distcp", object.nonce()),
+        }
+    }
+
+    /// The name of a DCP checkpoint's integrity file: `.integrity`; in an object store `.integrity-<nonce>`.
+    #[must_use]
+    pub fn integrity_file(&self) -> String {
+        match &self.0 {
+            Kind::Local(_) => INTEGRITY_FILE.to_owned(),
+            #[cfg(feature = "object-store")]
+            Kind::Object(object) => format!("{INTEGRITY_FILE}-{}", object.nonce()),
+        }
+    }
+
+    /// To be called before files are written whose names other savers of the same target would choose too: in an object
+    /// store, only one may.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Exists`]: somebody else is at it, or was.
+    pub fn claim(&self) -> Result<(), CheckpointError> {
+        match &self.0 {
+            Kind::Local(_) => Ok(()),
+            #[cfg(feature = "object-store")]
+            Kind::Object(object) => object.claim(),
+        }
     }
 
     /// Creates a file of this length. Subdirectories in `relative` are created.
+    ///
+    /// # Errors
+    /// What the storage says; a path that leads out of the checkpoint.
     pub fn create(&self, relative: &str, length: u64) -> Result<StagedFile, CheckpointError> {
-        let parts = check_relative(relative).map_err(|reason| CheckpointError::Path {
-            root: self.target.clone(),
-            path: relative.to_owned(),
-            reason,
-        })?;
-        let mut path = self.directory.clone();
-        for part in &parts[..parts.len() - 1] {
-            path.push(part);
-            self.durable.create_directory(&path)?;
-        }
-        path.push(parts[parts.len() - 1]);
-        let file = self.durable.create_file(&path)?;
-        self.durable.preallocate(&file, &path, length)?;
-        Ok(StagedFile { durable: self.durable.clone(), file, path, length })
+        Ok(StagedFile(match &self.0 {
+            Kind::Local(local) => FileKind::Local(local.create(relative, length)?),
+            #[cfg(feature = "object-store")]
+            Kind::Object(object) => FileKind::Object(object.create(relative, length)?),
+        }))
     }
 
-    /// Writes a small file whole, and fsyncs it.
+    /// Creates the file of a checkpoint that is one file; [`Staging::commit_single`] puts it in its place.
+    ///
+    /// # Errors
+    /// What the storage says.
+    pub fn create_single(&self, length: u64) -> Result<StagedFile, CheckpointError> {
+        Ok(StagedFile(match &self.0 {
+            Kind::Local(local) => FileKind::Local(local.create(SINGLE, length)?),
+            #[cfg(feature = "object-store")]
+            Kind::Object(object) => FileKind::Object(object.create_single(length)?),
+        }))
+    }
+
+    /// Writes a small file whole, and makes it durable.
+    ///
+    /// # Errors
+    /// As [`Staging::create`].
     pub fn write(&self, relative: &str, bytes: &[u8]) -> Result<(), CheckpointError> {
         let file = self.create(relative, bytes.len() as u64)?;
         file.write_at(0, bytes)?;
         file.finish()
     }
 
-    /// Writes a small file whole beside the target, replacing one that is there: durable before the target is committed.
-    pub fn write_beside(&self, name: &str, bytes: &[u8]) -> Result<(), CheckpointError> {
-        const TEMPORARY: &str = ".beside";
-        self.write(TEMPORARY, bytes)?;
-        let parent = parent_of(&self.target);
-        self.durable.rename_over(&self.directory.join(TEMPORARY), &parent.join(name))?;
-        self.durable.sync_directory(parent)
+    /// The target's own name.
+    #[must_use]
+    pub fn target_name(&self) -> &str {
+        self.target().file_name().and_then(|name| name.to_str()).unwrap_or_default()
     }
 
-    /// Puts the directory in the target's place. All files must be finished.
-    pub fn commit(mut self) -> Result<(), CheckpointError> {
-        let durable = self.durable.clone();
-        self.sync_directories(&self.directory)?;
-        let parent = parent_of(&self.target);
-        if self.overwrite && exists(&self.target) {
-            if durable.exchange(&self.directory, &self.target)? {
-                durable.sync_directory(parent)?;
-            } else {
-                let (_, prefix) = beside(&self.target)?;
-                let old = parent.join(format!("{prefix}old-{}", self.name.trim_start_matches("tmp-")));
-                let replaced = durable
-                    .rename_new(&self.target, &old)
-                    .and_then(|()| durable.rename_new(&self.directory, &self.target));
-                if let Err(error) = replaced {
-                    let _ = recover_with(&durable, &self.target);
-                    return Err(error);
-                }
-                durable.sync_directory(parent)?;
-                self.directory = old;
-            }
-            // What is there now is the old checkpoint.
-            self.lock = None;
-            return durable.remove_directory(&self.directory);
+    /// Checks that what is at the target, if anything, is of the kind that will be put there: a directory, or a file.
+    ///
+    /// # Errors
+    /// [`CheckpointError::NotReplaceable`].
+    pub fn check_kind(&self, directory: bool) -> Result<(), CheckpointError> {
+        match &self.0 {
+            Kind::Local(local) => local.check_kind(directory),
+            #[cfg(feature = "object-store")]
+            Kind::Object(object) => object.check_kind(directory),
         }
-        durable.rename_new(&self.directory, &self.target)?;
-        self.lock = None;
-        durable.sync_directory(parent)
     }
 
-    /// For formats of one file: puts this file of the staging directory in the target's place.
-    pub fn commit_file(mut self, relative: &str) -> Result<(), CheckpointError> {
-        let durable = self.durable.clone();
-        let from = self.directory.join(relative);
-        match self.overwrite {
-            true => durable.rename_over(&from, &self.target)?,
-            false => durable.rename_new(&from, &self.target)?,
+    /// Checks that nothing of this name is beside the target, unless that may be overwritten.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Exists`].
+    pub fn check_beside(&self, name: &str) -> Result<(), CheckpointError> {
+        match &self.0 {
+            Kind::Local(local) => local.check_beside(name),
+            #[cfg(feature = "object-store")]
+            Kind::Object(object) => object.check_beside(name),
         }
-        durable.sync_directory(parent_of(&self.target))?;
-        self.lock = None;
-        durable.remove_directory(&self.directory)
     }
 
-    fn sync_directories(&self, directory: &Path) -> Result<(), CheckpointError> {
-        let list = std::fs::read_dir(directory).map_err(CheckpointError::io("list", directory))?;
-        for entry in list {
-            let entry = entry.map_err(CheckpointError::io("list", directory))?;
-            if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
-                self.sync_directories(&entry.path())?;
-            }
+    /// Removes a file beside the target, if it is there: durably, before the target is committed.
+    ///
+    /// # Errors
+    /// What the storage says.
+    pub fn remove_beside(&self, name: &str) -> Result<(), CheckpointError> {
+        match &self.0 {
+            Kind::Local(local) => local.remove_beside(name),
+            #[cfg(feature = "object-store")]
+            Kind::Object(object) => object.remove_beside(name),
         }
-        self.durable.sync_directory(directory)
     }
-}
 
-impl Drop for Staging {
-    fn drop(&mut self) {
-        if self.lock.is_some() {
-            // Best effort: what stays is listed as stale.
-            let _ = self.durable.remove_directory(&self.directory);
+    /// Writes the last file, without which the checkpoint is none, and puts it all in the target's place. All other
+    /// files must be finished.
+    ///
+    /// # Errors
+    /// What the storage says. [`CheckpointError::Exists`]: another save to the same target was faster.
+    /// [`CheckpointError::CommitUnknown`]: the object store does not say whether it was done.
+    pub fn commit(self, last: &str, bytes: &[u8]) -> Result<(), CheckpointError> {
+        match self.0 {
+            Kind::Local(local) => local.write(last, bytes).and_then(|()| local.commit()),
+            #[cfg(feature = "object-store")]
+            Kind::Object(object) => object.commit(last, bytes),
+        }
+    }
+
+    /// For formats of one file: puts the finished file of [`Staging::create_single`] in the target's place, and another
+    /// beside it.
+    ///
+    /// The target's own step is the commit: before it, the target and what lies beside it are as they were; after it, what
+    /// belongs beside it is there under one of its two names.
+    ///
+    /// # Errors
+    /// As [`Staging::commit`].
+    pub fn commit_single(self, beside: Option<Beside<'_>>) -> Result<(), CheckpointError> {
+        match self.0 {
+            Kind::Local(local) => local.commit_file(SINGLE, beside),
+            #[cfg(feature = "object-store")]
+            Kind::Object(object) => object.commit_single(beside),
         }
     }
 }
 
 impl StagedFile {
     /// Writes bytes at a position; threads may do so at once. Writing beyond the planned length is an error.
+    ///
+    /// # Errors
+    /// What the storage says.
     pub fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<(), CheckpointError> {
-        if offset.checked_add(bytes.len() as u64).is_none_or(|end| end > self.length) {
-            let error = std::io::Error::other("the write reaches beyond the planned length");
-            return Err(CheckpointError::io("write", &self.path)(error));
+        match &self.0 {
+            FileKind::Local(file) => file.write_at(offset, bytes),
+            #[cfg(feature = "object-store")]
+            FileKind::Object(upload) => upload.write_at(offset, bytes),
         }
-        self.durable.write_at(&self.file, &self.path, offset, bytes)
     }
 
     /// Makes the file durable.
+    ///
+    /// # Errors
+    /// What the storage says.
     pub fn finish(self) -> Result<(), CheckpointError> {
-        self.durable.sync_file(&self.file, &self.path)
+        match self.0 {
+            FileKind::Local(file) => file.finish(),
+            #[cfg(feature = "object-store")]
+            FileKind::Object(upload) => upload.finish(),
+        }
     }
-
-    /// Where it is.
-    #[must_use]
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-}
-
-/// The directory that a path lies in; the current one for a bare name.
-pub(super) fn parent_of(path: &Path) -> &Path {
-    match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent,
-        _ => Path::new("."),
-    }
-}
-
-/// A number unlike those of other processes and times. `mkdir` settles what is left to chance.
-fn nonce() -> u64 {
-    static COUNT: AtomicU64 = AtomicU64::new(0);
-    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    let mut seed = now.as_nanos().to_le_bytes().to_vec();
-    seed.extend(std::process::id().to_le_bytes());
-    seed.extend(COUNT.fetch_add(1, Ordering::Relaxed).to_le_bytes());
-    xxhash_rust::xxh3::xxh3_64(&seed)
 }

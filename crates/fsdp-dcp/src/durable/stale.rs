@@ -1,22 +1,16 @@
-//! What crashed saves leave behind, and putting things right again.
+//! What crashed saves leave behind, putting things right again, and removing checkpoints that are not wanted any more.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::FlockOperation;
+use rustix::io::Errno;
 
-use super::fs::{Durable, exists};
-use super::staging::parent_of;
+use super::fs::{Durable, beside, exists, nonce, parent_of};
 use crate::error::CheckpointError;
-
-/// The directory beside `target`, and the prefix of the names that belong to it: `.NAME.`.
-pub(super) fn beside(target: &Path) -> Result<(PathBuf, String), CheckpointError> {
-    let name = target.file_name().and_then(|name| name.to_str()).ok_or_else(|| {
-        let error = std::io::Error::new(std::io::ErrorKind::InvalidInput, "it has no name in UTF-8");
-        CheckpointError::io("write to", target)(error)
-    })?;
-    Ok((parent_of(target).to_owned(), format!(".{name}.")))
-}
+use crate::location::{Location, Resolved};
+#[cfg(feature = "object-store")]
+use crate::metadata::METADATA_FILE;
 
 /// The directories beside `target` whose names say that they are its old version or a staging directory.
 fn leftovers(target: &Path, kind: &str) -> Result<Vec<PathBuf>, CheckpointError> {
@@ -47,7 +41,12 @@ fn is_unlocked(directory: &Path) -> bool {
 
 /// What crashed saves to `target` left: staging directories that nobody writes to any more, and old versions that were
 /// replaced but not removed.
-pub fn stale(target: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
+///
+/// In an object store it is always nothing: leftovers are in nobody's way there, and the next save to the same target
+/// removes them once it is committed.
+pub fn stale(target: impl Into<Location>) -> Result<Vec<PathBuf>, CheckpointError> {
+    let target = target.into();
+    let Some(target) = target.local() else { return Ok(Vec::new()) };
     let mut found: Vec<_> = leftovers(target, "tmp")?.into_iter().filter(|path| is_unlocked(path)).collect();
     if exists(target) {
         found.extend(leftovers(target, "old")?);
@@ -56,7 +55,7 @@ pub fn stale(target: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
 }
 
 /// Removes what [`stale`] lists, and returns it.
-pub fn clean_stale(target: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
+pub fn clean_stale(target: impl Into<Location>) -> Result<Vec<PathBuf>, CheckpointError> {
     let durable = Durable::new();
     let found = stale(target)?;
     for path in &found {
@@ -83,5 +82,40 @@ pub(super) fn recover_with(durable: &Durable, target: &Path) -> Result<bool, Che
             durable.sync_directory(parent_of(target))?;
             Ok(true)
         }
+    }
+}
+
+impl Durable {
+    /// Removes a checkpoint directory, unless somebody reads it: whether it did.
+    ///
+    /// It disappears in one step; a crash in the middle leaves a part of it that [`stale`] lists. Readers hold a shared
+    /// lock on the directory; where locks do not work, nobody is known to read.
+    ///
+    /// In an object store `.metadata` goes first, and readers are not known: they find that the rest is missing.
+    pub fn remove_checkpoint(&self, target: impl Into<Location>) -> Result<bool, CheckpointError> {
+        let target = target.into();
+        match target.resolve()? {
+            Resolved::Local(path) => self.remove_directory_checkpoint(path),
+            #[cfg(feature = "object-store")]
+            Resolved::Object(prefix) => {
+                let (first, rest): (Vec<_>, Vec<_>) =
+                    prefix.all()?.into_iter().partition(|n| n.ends_with(METADATA_FILE));
+                first.iter().chain(&rest).try_for_each(|name| prefix.delete(name))?;
+                Ok(true)
+            }
+        }
+    }
+
+    fn remove_directory_checkpoint(&self, target: &Path) -> Result<bool, CheckpointError> {
+        let directory = File::open(target).map_err(CheckpointError::io("open", target))?;
+        if rustix::fs::flock(&directory, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK) {
+            return Ok(false);
+        }
+        let (parent, prefix) = beside(target)?;
+        let doomed = parent.join(format!("{prefix}tmp-{:016x}", nonce()));
+        self.rename_new(target, &doomed)?;
+        self.sync_directory(&parent)?;
+        self.remove_directory(&doomed)?;
+        Ok(true)
     }
 }

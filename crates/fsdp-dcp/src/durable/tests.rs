@@ -17,13 +17,12 @@ fn what_is_committed_is_there_and_nothing_else() {
     let target = parent.path().join("new/er/checkpoint");
     for (round, content) in [b"one".as_slice(), b"two"].iter().enumerate() {
         let staging = Durable::new().prepare(&target, true).unwrap();
-        staging.write("a", content).unwrap();
         let file = staging.create("sub/b", 8).unwrap();
         file.write_at(4, b"data").unwrap();
         assert!(file.write_at(5, b"data").is_err());
         file.finish().unwrap();
         assert_eq!(target.exists(), round > 0);
-        staging.commit().unwrap();
+        staging.commit("a", content).unwrap();
         assert_eq!(std::fs::read(target.join("a")).unwrap(), *content);
         assert_eq!(std::fs::read(target.join("sub/b")).unwrap(), b"\0\0\0\0data");
         assert_eq!(names(target.parent().unwrap()), ["checkpoint"]);
@@ -35,12 +34,10 @@ fn overwriting_must_be_asked_for() {
     let parent = tempfile::tempdir().unwrap();
     let target = parent.path().join("c");
     let slow = Durable::new().prepare(&target, false).unwrap();
-    slow.write("a", b"slow").unwrap();
     let fast = Durable::new().prepare(&target, false).unwrap();
-    fast.write("a", b"fast").unwrap();
-    fast.commit().unwrap();
+    fast.commit("a", b"fast").unwrap();
     // Two savers, one target: exactly one wins.
-    assert!(matches!(slow.commit(), Err(CheckpointError::Exists { .. })));
+    assert!(matches!(slow.commit("a", b"slow"), Err(CheckpointError::Exists { .. })));
     assert!(matches!(Durable::new().prepare(&target, false), Err(CheckpointError::Exists { .. })));
     assert_eq!(std::fs::read(target.join("a")).unwrap(), b"fast");
     assert_eq!(names(parent.path()), ["c"]);
@@ -82,8 +79,10 @@ fn single_files_replace_files() {
     let target = parent.path().join("model.safetensors");
     for content in [b"one", b"two"] {
         let staging = Durable::new().prepare(&target, true).unwrap();
-        staging.write("file", content).unwrap();
-        staging.commit_file("file").unwrap();
+        let file = staging.create_single(content.len() as u64).unwrap();
+        file.write_at(0, content).unwrap();
+        file.finish().unwrap();
+        staging.commit_single(None).unwrap();
         assert_eq!(std::fs::read(&target).unwrap(), content);
         assert_eq!(names(parent.path()), ["model.safetensors"]);
     }
@@ -92,8 +91,18 @@ fn single_files_replace_files() {
 #[test]
 fn names_in_a_staging_directory_stay_inside() {
     let parent = tempfile::tempdir().unwrap();
-    let staging = Durable::new().prepare(&parent.path().join("c"), false).unwrap();
+    let staging = Durable::new().prepare(parent.path().join("c"), false).unwrap();
     for name in ["../x", "/x", "a/../x", "", "a//b", "a\\b", "."] {
         assert!(matches!(staging.write(name, b""), Err(CheckpointError::Path { .. })), "{name}");
     }
+}
+
+#[test]
+fn what_does_not_fit_the_disk_takes_nothing_of_it() {
+    let parent = tempfile::tempdir().unwrap();
+    let staging = Durable::new().prepare(parent.path().join("c"), false).unwrap();
+    let refused = staging.create("file", 1 << 60).unwrap_err();
+    let CheckpointError::Io { source, .. } = refused else { panic!("{refused}") };
+    assert_eq!(source.kind(), std::io::ErrorKind::StorageFull);
+    assert_eq!(std::fs::metadata(staging.directory().join("file")).unwrap().len(), 0);
 }

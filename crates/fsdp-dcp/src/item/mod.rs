@@ -12,7 +12,7 @@ pub(crate) use tensor::check_byte_order;
 pub use tensor::{StoredTensor, TensorItem};
 pub use tensor_ref::TensorRef;
 pub(crate) use tensor_ref::{check_writable, write_tensor};
-pub(crate) use value::{TensorLoader, convert, put};
+pub(crate) use value::{TensorLoader, convert, put, quantizer_of};
 pub use value::{decode_value, encode_value, value_item_length, value_of};
 
 /// Root directory of the zip in a `.distcp` item.

@@ -22,6 +22,8 @@ pub struct TensorRef {
     pub shape: Vec<usize>,
     /// Where the elements lie in the storage.
     pub layout: StridedLayout,
+    /// How it is quantized, if it is: the node of `(scheme, scale, zero point)`, or of `(scheme, scales, zero points, axis)`.
+    pub quantizer: Option<NodeId>,
 }
 
 impl TensorRef {
@@ -36,8 +38,9 @@ impl TensorRef {
                 (Global::RebuildTensor | Global::RebuildTensorV2, [storage, offset, shape, strides, ..]) => {
                     return tensor(p, id, [*storage, *offset, *shape, *strides], None).map(Some);
                 }
-                (Global::RebuildQTensor, [storage, offset, shape, strides, ..]) => {
-                    return tensor(p, id, [*storage, *offset, *shape, *strides], None).map(Some);
+                (Global::RebuildQTensor, [storage, offset, shape, strides, quantizer, ..]) => {
+                    let found = tensor(p, id, [*storage, *offset, *shape, *strides], None)?;
+                    return Ok(Some(TensorRef { quantizer: Some(*quantizer), ..found }));
                 }
                 (Global::RebuildTensorV3, [storage, offset, shape, strides, _grad, _hooks, dtype, ..]) => {
                     let Node::Global(Global::DType(dtype)) = *p.node(*dtype) else {
@@ -111,7 +114,7 @@ fn tensor(p: &Pickle<'_>, at: NodeId, args: [NodeId; 4], untyped: Option<DType>)
         }
     }
     let layout = StridedLayout { bounds: TensorBox::whole(&shape), offset, strides };
-    Ok(TensorRef { storage: p.str(key)?.to_owned(), storage_bytes, dtype, shape, layout })
+    Ok(TensorRef { storage: p.str(key)?.to_owned(), storage_bytes, dtype, shape, layout, quantizer: None })
 }
 
 /// The name of torch's typed storage class; `None` where torch uses an untyped one.

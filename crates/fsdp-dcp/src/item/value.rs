@@ -145,6 +145,16 @@ pub fn decode_value<S: ReadAt>(item: &S) -> Result<PlainValue, FormatError> {
     convert(&parsed, parsed.root(), &mut Walk::new(&parsed), &mut |tensor| loader.load(tensor))
 }
 
+/// How the tensor is quantized that is the archive's root.
+pub(crate) fn quantizer_of(archive: &Directory, source: &dyn ReadAt) -> Result<Option<PlainValue>, FormatError> {
+    let pickle = archive.read_record(source, "data.pkl", MAX_OBJECT_BYTES)?;
+    let parsed = parse(&pickle)?;
+    let quantizer = TensorRef::of(&parsed, parsed.root())?.and_then(|tensor| tensor.quantizer);
+    let mut loader = TensorLoader::new(archive, source);
+    let read = |id| convert(&parsed, id, &mut Walk::new(&parsed), &mut |tensor| loader.load(tensor));
+    quantizer.map(read).transpose()
+}
+
 /// Fetches the tensors inside values, up to a limit.
 pub(crate) struct TensorLoader<'a> {
     archive: &'a Directory,
@@ -219,6 +229,7 @@ pub(crate) fn convert(
             PlainValue::Dict(dict)
         }
         Node::Global(Global::DType(dtype)) => PlainValue::Str(format!("torch.{dtype}")),
+        Node::Global(Global::QScheme(name)) => PlainValue::Str(format!("torch.{name}")),
         Node::Global(_) | Node::PersistentId(_) => return Err(p.wrong(id, "a plain value").into()),
         Node::Object(object) => match (object.global, p.args(object)) {
             (Global::Size, _) => {

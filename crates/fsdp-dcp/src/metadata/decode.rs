@@ -37,6 +37,7 @@ pub fn decode(bytes: &[u8]) -> Result<Metadata> {
         planner_data: fields.find_some("planner_data").map(|id| planner_data(p, id)).transpose()?,
         storage_meta: fields.find_some("storage_meta").map(|id| storage_meta(p, id)).transpose()?,
         version: fields.find_some("version").map(|id| p.str(id).map(str::to_owned)).transpose()?,
+        replicas: Vec::new(),
     })
 }
 

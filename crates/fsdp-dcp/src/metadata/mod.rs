@@ -31,6 +31,21 @@ pub struct Metadata {
     pub storage_meta: Option<StorageMeta>,
     /// The format's version, where given.
     pub version: Option<String>,
+    /// Copies beyond the first, in the files of other ranks than the one that `entries` names. Only
+    /// [`verify`](mod@crate::verify) reads them; torch's metadata has no word for them.
+    #[serde(default)]
+    pub replicas: Vec<Replica>,
+}
+
+/// A chunk or value that is stored once more.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Replica {
+    /// The flat key.
+    pub fqn: String,
+    /// The box of a tensor; none for a value.
+    pub bounds: Option<TensorBox>,
+    /// Where this copy is.
+    pub stored: StorageInfo,
 }
 
 /// One flat key: a tensor or a non-tensor value.
@@ -160,20 +175,21 @@ impl Metadata {
         })
     }
 
-    /// Every stored item: flat key, box (none for a value), place.
+    /// Every stored item, replicas last: flat key, box (none for a value), place.
     pub fn stored(&self) -> impl Iterator<Item = (&str, Option<&TensorBox>, &StorageInfo)> {
-        self.entries.iter().flat_map(|(fqn, entry)| {
+        let first = self.entries.iter().flat_map(|(fqn, entry)| {
             let (chunks, bytes) = match entry {
                 Entry::Tensor(tensor) => (&tensor.chunks[..], None),
                 Entry::Bytes(bytes) => (&[][..], bytes.stored.as_ref()),
             };
             let chunks = chunks.iter().filter_map(|chunk| Some((Some(&chunk.bounds), chunk.stored.as_ref()?)));
             chunks.chain(bytes.map(|stored| (None, stored))).map(move |(bounds, stored)| (fqn.as_str(), bounds, stored))
-        })
+        });
+        first.chain(self.replicas.iter().map(|more| (more.fqn.as_str(), more.bounds.as_ref(), &more.stored)))
     }
 
     /// One metadata of several, as rank-local ones (`__{rank}.metadata`) are: the first one's word stands where they
-    /// overlap, and a chunk that several hold (a replicated tensor) is taken once.
+    /// overlap; what several hold (replicated tensors, values) is taken once, and noted as [`Metadata::replicas`].
     #[must_use]
     pub fn merge(parts: impl IntoIterator<Item = Metadata>) -> Metadata {
         let mut merged = Metadata::default();
@@ -183,7 +199,19 @@ impl Metadata {
                     (Some(Entry::Tensor(there)), Entry::Tensor(more)) => {
                         let known: std::collections::HashSet<TensorBox> =
                             there.chunks.iter().map(|chunk| chunk.bounds.clone()).collect();
-                        there.chunks.extend(more.chunks.into_iter().filter(|chunk| !known.contains(&chunk.bounds)));
+                        for chunk in more.chunks {
+                            match (known.contains(&chunk.bounds), chunk.stored) {
+                                (false, stored) => there.chunks.push(Chunk { bounds: chunk.bounds, stored }),
+                                (true, Some(stored)) => {
+                                    let bounds = Some(chunk.bounds);
+                                    merged.replicas.push(Replica { fqn: fqn.clone(), bounds, stored });
+                                }
+                                (true, None) => {}
+                            }
+                        }
+                    }
+                    (Some(Entry::Bytes(_)), Entry::Bytes(BytesEntry { stored: Some(stored) })) => {
+                        merged.replicas.push(Replica { fqn, bounds: None, stored });
                     }
                     (Some(_), _) => {}
                     (None, entry) => {

@@ -51,7 +51,7 @@ pub enum Global {
     /// `torch.Tensor` or `torch.nn.parameter.Parameter`, as a class.
     TensorClass,
     /// `torch.per_tensor_affine` and its like: how a tensor is quantized.
-    QScheme,
+    QScheme(&'static str),
     /// `collections.OrderedDict`
     OrderedDict,
     /// `collections.defaultdict`; the factory is dropped.
@@ -119,9 +119,11 @@ impl Global {
                 "Size" => Size,
                 "device" => Device,
                 "Tensor" => TensorClass,
-                "per_tensor_affine" | "per_channel_affine" | "per_tensor_symmetric" | "per_channel_symmetric" => {
-                    QScheme
-                }
+                "per_tensor_affine" => QScheme("per_tensor_affine"),
+                "per_channel_affine" => QScheme("per_channel_affine"),
+                "per_tensor_symmetric" => QScheme("per_tensor_symmetric"),
+                "per_channel_symmetric" => QScheme("per_channel_symmetric"),
+                "per_channel_affine_float_qparams" => QScheme("per_channel_affine_float_qparams"),
                 _ => match fsdp_layout::DType::from_torch_name(name) {
                     Some(dtype) => DType(dtype),
                     None => TypedStorage(STORAGES.iter().find(|(class, _)| *class == name)?.1),

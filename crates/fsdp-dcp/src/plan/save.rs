@@ -71,10 +71,10 @@ impl LocalPlan {
     /// apart), and it need not be made again.
     #[must_use]
     pub fn layout_hash(&self) -> u128 {
-        let mut hasher = xxhash_rust::xxh3::Xxh3::new();
+        let mut hasher = twox_hash::XxHash3_128::new();
         let mut put = |bytes: &[u8]| {
-            hasher.update(&(bytes.len() as u64).to_le_bytes());
-            hasher.update(bytes);
+            hasher.write(&(bytes.len() as u64).to_le_bytes());
+            hasher.write(bytes);
         };
         for item in &self.items {
             put(item.fqn.as_bytes());
@@ -92,7 +92,7 @@ impl LocalPlan {
                 }
             }
         }
-        hasher.digest128()
+        hasher.finish_128()
     }
 }
 
@@ -266,7 +266,7 @@ pub fn plan_save(plans: &[LocalPlan], options: SaveOptions) -> Result<GlobalPlan
         Selection { kept }
     });
     let metadata =
-        Metadata { entries, planner_data: Some(paths), storage_meta: None, version: Some(VERSION.to_owned()) };
+        Metadata { entries, planner_data: Some(paths), version: Some(VERSION.to_owned()), ..Metadata::default() };
     Ok(GlobalPlan { metadata, selections: selections.collect(), loads })
 }
 

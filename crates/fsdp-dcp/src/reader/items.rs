@@ -3,17 +3,19 @@
 use std::io::Read as _;
 use std::sync::Arc;
 
-use fsdp_layout::{DType, TensorBox};
+use fsdp_layout::{DType, PlainValue, TensorBox};
 
 use super::CheckpointReader;
+use super::read::byte_length;
 use crate::error::{CheckpointError, FormatError};
 use crate::file::CheckedFile;
-use crate::item::{StoredTensor, TensorRef};
+use crate::item::{StoredTensor, TensorRef, quantizer_of};
 use crate::limits::MAX_OBJECT_BYTES;
 use crate::metadata::{Chunk, StorageInfo};
 use crate::safetensors::Header;
 use crate::source::{ReadAt, Window};
 use crate::strided::StridedLayout;
+use crate::torch_zip::Directory;
 use fsdp_layout::boxes::row_major_strides;
 
 /// An error inside an item (to be told with its key and place), or one that says all itself.
@@ -111,6 +113,7 @@ impl CheckpointReader {
             dtype: info.dtype,
             shape: info.shape.clone(),
             layout,
+            quantizer: None,
         };
         let tensor = StoredTensor { tensor, storage_offset: header.data + info.start };
         Some(Located { bytes: Bytes::File(file), start: stored.offset, tensor })
@@ -136,6 +139,40 @@ impl CheckpointReader {
             };
         }
         Ok(bytes)
+    }
+
+    /// Checks that each item lies in its file, and is long enough for its chunk (a transform may have made it shorter).
+    pub(crate) fn check_items(&self) -> Result<(), CheckpointError> {
+        for (fqn, tensor) in self.metadata.tensors() {
+            for chunk in tensor.chunks.iter().filter(|chunk| !chunk.bounds.is_empty()) {
+                let stored = chunk.stored.as_ref();
+                let stored = stored.ok_or_else(|| CheckpointError::NotStored { fqn: fqn.to_owned() })?;
+                let file = self.directory.file(&stored.relative_path)?;
+                let payload = byte_length(&chunk.bounds, tensor.properties.dtype).unwrap_or(usize::MAX);
+                let error = |source| self.item_error(fqn, stored, ReadError::Format(source));
+                Window::new(&*file, stored.offset, stored.length).map_err(error)?;
+                if stored.transforms.is_empty() && payload as u64 > stored.length {
+                    let expected = format!("an item of at least {payload} bytes");
+                    return Err(error(FormatError::unexpected(expected, format!("one of {}", stored.length))));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// How a tensor is quantized, as the item of its first chunk says it.
+    pub(crate) fn read_quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, CheckpointError> {
+        let chunks = self.metadata.tensor(fqn).into_iter().flat_map(|tensor| &tensor.chunks);
+        let mut stored = chunks.filter(|chunk| !chunk.bounds.is_empty()).filter_map(|chunk| chunk.stored.as_ref());
+        let Some(stored) = stored.next().filter(|stored| stored.transforms.is_empty()) else { return Ok(None) };
+        let read = || -> Result<Option<PlainValue>, ReadError> {
+            let file = self.directory.file(&stored.relative_path)?;
+            let item = Window::new(&*file, stored.offset, stored.length)?;
+            // torch's SAFETENSORS format has no archives, nor quantized tensors.
+            let Ok(archive) = Directory::read(&item) else { return Ok(None) };
+            Ok(quantizer_of(&archive, &item)?)
+        };
+        read().map_err(|error| self.item_error(fqn, stored, error))
     }
 
     pub(super) fn item_error(&self, fqn: &str, stored: &StorageInfo, error: ReadError) -> CheckpointError {

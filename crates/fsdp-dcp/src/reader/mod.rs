@@ -11,7 +11,8 @@ use crate::directory::CheckedDirectory;
 use crate::error::CheckpointError;
 use crate::item::decode_value;
 use crate::limits::MAX_PICKLE_BYTES;
-use crate::metadata::{Entry, METADATA_FILE, Metadata, decode};
+use crate::location::Location;
+use crate::metadata::{Entry, METADATA_FILE, Metadata, StorageInfo, decode};
 use crate::plan::LoadPlanError;
 
 use items::ReadError;
@@ -46,15 +47,16 @@ impl CheckpointReader {
     ///
     /// Without `.metadata`, rank-local `__{rank}.metadata` files are taken together (torch's `use_collectives=False`).
     /// Without those either, it is [`CheckpointError::NotCommitted`].
-    pub fn open(path: impl AsRef<Path>) -> Result<Self, CheckpointError> {
-        Self::open_with(path, OpenOptions::default())
+    pub fn open(location: impl Into<Location>) -> Result<Self, CheckpointError> {
+        Self::open_with(location, OpenOptions::default())
     }
 
     /// As [`CheckpointReader::open`], with options.
-    pub fn open_with(path: impl AsRef<Path>, options: OpenOptions) -> Result<Self, CheckpointError> {
-        let path = path.as_ref();
+    pub fn open_with(location: impl Into<Location>, options: OpenOptions) -> Result<Self, CheckpointError> {
+        let location = location.into();
+        let path = location.name();
         let not_committed = |reason| CheckpointError::NotCommitted { path: path.to_owned(), reason };
-        let directory = match CheckedDirectory::open(path, options.verify, false) {
+        let directory = match CheckedDirectory::open(&location, options.verify, false) {
             Err(CheckpointError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
                 return Err(not_committed("there is nothing"));
             }
@@ -79,7 +81,7 @@ impl CheckpointReader {
         &self.metadata
     }
 
-    /// Its directory, on disk.
+    /// Where it is: a path, or a URL.
     #[must_use]
     pub fn path(&self) -> &Path {
         self.directory.path()
@@ -112,6 +114,10 @@ impl CheckpointReader {
             Some(Entry::Bytes(bytes)) => bytes.stored.as_ref(),
         };
         let stored = stored.ok_or_else(|| CheckpointError::NotStored { fqn: fqn.to_owned() })?;
+        self.read_stored_value(fqn, stored)
+    }
+
+    pub(crate) fn read_stored_value(&self, fqn: &str, stored: &StorageInfo) -> Result<PlainValue, CheckpointError> {
         // A compressed value may be a thousand times its length, as long as that is little.
         let expected = stored.length.saturating_mul(1000).max(1 << 20);
         let value = self.item_bytes(stored, expected).and_then(|bytes| decode_value(&bytes).map_err(ReadError::Format));

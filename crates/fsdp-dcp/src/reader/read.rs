@@ -5,13 +5,16 @@ use std::sync::PoisonError;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use fsdp_layout::{DType, TensorBox};
+use tracing::{debug_span, info_span};
 
 use super::CheckpointReader;
 use super::items::ReadError;
+use crate::checkpoint::{check_length, tensor_of};
 use crate::error::CheckpointError;
-use crate::metadata::{Chunk, StorageInfo};
+use crate::metadata::{Chunk, Replica, StorageInfo};
 use crate::plan::{LoadOptions, LoadPlan, LoadPlanError, LoadRequest, plan_load};
 use crate::source::BlockReader;
+use crate::threads::on_threads;
 
 /// What is wanted of a tensor, and where it goes.
 #[derive(Debug)]
@@ -28,7 +31,7 @@ pub struct Destination<'d> {
 pub struct ReadOptions {
     /// How strict to be with what is there.
     pub load: LoadOptions,
-    /// Threads that read.
+    /// Threads that read; four times as many from an object store, where they mostly wait.
     pub threads: usize,
 }
 
@@ -127,28 +130,22 @@ impl CheckpointReader {
             position[read.request] = at;
         }
         jobs.sort_by_key(|job| position[job.request]);
-        let threads = options.threads.clamp(1, jobs.len().max(1));
+        let threads = options.threads.saturating_mul(self.directory.readers()).clamp(1, jobs.len().max(1));
+        let bytes: usize = jobs.iter().flat_map(|job| &job.boxes).map(|(_, buffer)| buffer.len()).sum();
         let queue = Mutex::new(jobs.into_iter());
         let failed = AtomicBool::new(false);
         let work = || -> Result<(), CheckpointError> {
             while !failed.load(Ordering::Relaxed) {
                 let job = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
                 let Some(job) = job else { break };
-                let done = self.run(&requests[job.request], job);
+                let request = &requests[job.request];
+                let done = debug_span!("tensor", fqn = request.fqn).in_scope(|| self.run(request, job));
                 failed.fetch_or(done.is_err(), Ordering::Relaxed);
                 done?;
             }
             Ok(())
         };
-        std::thread::scope(|scope| {
-            let others: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
-            let mut outcome = work();
-            for other in others {
-                let theirs = other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-                outcome = outcome.and(theirs);
-            }
-            outcome
-        })?;
+        info_span!("read", bytes, threads).in_scope(|| on_threads(threads, work))?;
         Ok(plan)
     }
 
@@ -211,6 +208,23 @@ impl CheckpointReader {
                 .map_err(|error| self.item_error(&request.fqn, stored, error))?;
         }
         Ok(())
+    }
+
+    /// Reads a box of a chunk from another of its copies, in the checkpoint's dtype.
+    pub(crate) fn read_replica(
+        &self,
+        replica: &Replica,
+        bounds: &TensorBox,
+        dst: &mut [u8],
+    ) -> Result<(), CheckpointError> {
+        let Replica { fqn, bounds: Some(whole), stored } = replica else {
+            return Err(CheckpointError::NotStored { fqn: replica.fqn.clone() });
+        };
+        let dtype = tensor_of(&self.metadata, fqn)?.properties.dtype;
+        check_length(fqn, bounds, dtype.size_in_bytes(), dst)?;
+        let chunk = Chunk { bounds: whole.clone(), stored: None };
+        let mut job = Job { request: 0, boxes: vec![(bounds.clone(), dst)] };
+        self.run_chunk(fqn, &chunk, stored, dtype, &mut job).map_err(|error| self.item_error(fqn, stored, error))
     }
 
     fn run_chunk(

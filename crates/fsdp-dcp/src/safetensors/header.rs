@@ -1,5 +1,6 @@
 //! The header of a safetensors file: 8 bytes of length, then JSON.
 
+use std::collections::HashMap;
 use std::fmt;
 
 use fsdp_layout::DType;
@@ -87,15 +88,33 @@ fn malformed(reason: impl ToString) -> FormatError {
     FormatError::Malformed { what: "safetensors header", reason: reason.to_string() }
 }
 
+/// In `__metadata__`: the dtypes that safetensors has no name for, by key, as a JSON object. Such a tensor is stored as its
+/// bytes: `U8`, with one more dimension, the bytes of an element.
+pub const RAW_DTYPES: &str = "fsdp.dtypes";
+
+/// What [`RAW_DTYPES`] says.
+fn raw_dtypes(metadata: &IndexMap<String, String>) -> Result<HashMap<String, DType>, FormatError> {
+    let Some(text) = metadata.get(RAW_DTYPES) else { return Ok(HashMap::new()) };
+    let names: HashMap<String, String> = serde_json::from_str(text).map_err(malformed)?;
+    let dtype = |(key, name): (String, String)| {
+        let unsupported = || FormatError::Unsupported { what: format!("the dtype `{name}` of `{key}`") };
+        Ok((key.clone(), DType::from_torch_name(&name).ok_or_else(unsupported)?))
+    };
+    names.into_iter().map(dtype).collect()
+}
+
 impl Header {
     /// Reads the header of the file that is all of `source`, and checks that the data is what it says.
     pub fn read(source: &dyn ReadAt) -> Result<Self, FormatError> {
         let mut length = [0; 8];
         source.read_exact_at(0, &mut length)?;
         let length = u64::from_le_bytes(length);
-        let limit = MAX_SAFETENSORS_HEADER_BYTES.min(source.len().saturating_sub(8));
-        if length > limit {
+        if length > MAX_SAFETENSORS_HEADER_BYTES {
+            let limit = MAX_SAFETENSORS_HEADER_BYTES;
             return Err(FormatError::Limit { what: "safetensors header length", value: length, limit });
+        }
+        if length > source.len().saturating_sub(8) {
+            return Err(malformed("the file is cut short: it ends inside it"));
         }
         let mut json = vec![0; length as usize];
         source.read_exact_at(8, &mut json)?;
@@ -104,8 +123,9 @@ impl Header {
         }
         let raw: RawHeader = serde_json::from_slice(&json).map_err(malformed)?;
         let data = 8 + length;
+        let mut dtypes = raw_dtypes(&raw.metadata)?;
         let mut tensors = IndexMap::with_capacity(raw.tensors.len());
-        for (name, info) in raw.tensors {
+        for (name, mut info) in raw.tensors {
             let Some(dtype) = DType::from_safetensors_name(&info.dtype) else {
                 return Err(FormatError::Unsupported { what: format!("the safetensors dtype `{}`", info.dtype) });
             };
@@ -114,6 +134,13 @@ impl Header {
             if !is_sane_shape(&info.shape) || bytes.is_none() || start.checked_add(bytes.unwrap_or(0)) != Some(end) {
                 return Err(malformed(format!("the offsets of `{name}` do not fit its shape")));
             }
+            let dtype = match dtypes.remove(&name) {
+                None => dtype,
+                Some(of) => match (dtype, info.shape.pop()) {
+                    (DType::U8, Some(size)) if size as u64 == of.size_in_bytes() => of,
+                    _ => return Err(malformed(format!("`{name}` does not hold the bytes of `{of}`"))),
+                },
+            };
             tensors.insert(name, TensorInfo { dtype, shape: info.shape, start, end });
         }
         let mut ranges: Vec<(u64, u64)> = tensors.values().map(|info: &TensorInfo| (info.start, info.end)).collect();
@@ -132,27 +159,37 @@ impl Header {
     }
 
     /// The bytes of a header for these tensors, `(name, dtype, shape)`, whose data follows in this order; padded with
-    /// spaces so that the data starts at a multiple of 64.
+    /// spaces so that the data starts at a multiple of 64. For dtypes that safetensors does not know, see [`RAW_DTYPES`].
     pub fn encode<'t>(
         metadata: &IndexMap<String, String>,
         tensors: impl IntoIterator<Item = (&'t str, DType, &'t [usize])>,
     ) -> Result<Vec<u8>, FormatError> {
+        let mut metadata = metadata.clone();
+        let mut raw = serde_json::Map::new();
+        let mut entries = Vec::new();
+        let mut at = 0u64;
+        for (name, dtype, shape) in tensors {
+            let mut stored = shape.to_vec();
+            let dtype_name = dtype.safetensors_name().unwrap_or_else(|| {
+                raw.insert(name.to_owned(), dtype.torch_name().into());
+                stored.push(dtype.size_in_bytes() as usize);
+                "U8"
+            });
+            let bytes = checked_numel(shape).and_then(|numel| (numel as u64).checked_mul(dtype.size_in_bytes()));
+            let end =
+                bytes.and_then(|bytes| at.checked_add(bytes)).ok_or_else(|| malformed("the tensors are too large"))?;
+            let info = serde_json::json!({ "dtype": dtype_name, "shape": stored, "data_offsets": [at, end] });
+            entries.push((name.to_owned(), info));
+            at = end;
+        }
+        if !raw.is_empty() {
+            metadata.insert(RAW_DTYPES.to_owned(), serde_json::Value::Object(raw).to_string());
+        }
         let mut object = serde_json::Map::new();
         if !metadata.is_empty() {
             object.insert("__metadata__".to_owned(), serde_json::to_value(metadata).map_err(malformed)?);
         }
-        let mut at = 0u64;
-        for (name, dtype, shape) in tensors {
-            let Some(dtype_name) = dtype.safetensors_name() else {
-                return Err(FormatError::Unsupported { what: format!("the dtype `{dtype}` in safetensors") });
-            };
-            let bytes = checked_numel(shape).and_then(|numel| (numel as u64).checked_mul(dtype.size_in_bytes()));
-            let end =
-                bytes.and_then(|bytes| at.checked_add(bytes)).ok_or_else(|| malformed("the tensors are too large"))?;
-            let info = serde_json::json!({ "dtype": dtype_name, "shape": shape, "data_offsets": [at, end] });
-            object.insert(name.to_owned(), info);
-            at = end;
-        }
+        object.extend(entries);
         let mut json = serde_json::to_vec(&object).map_err(malformed)?;
         while !(8 + json.len()).is_multiple_of(64) {
             json.push(b' ');
@@ -193,7 +230,15 @@ mod tests {
         let ours = Header::read(&bytes).unwrap();
         assert_eq!(ours.metadata, metadata);
         assert_eq!(ours.tensors["b"], TensorInfo { dtype: DType::F32, shape: vec![2, 3], start: 0, end: 24 });
-        assert!(Header::encode(&metadata, [("q", DType::QInt8, &[1usize][..])]).is_err());
+        // What safetensors does not know is stored as bytes.
+        let mut bytes = Header::encode(&metadata, [("c", DType::Complex128, &[3usize, 1][..])]).unwrap();
+        bytes.extend(0..48);
+        let theirs = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        assert_eq!(theirs.tensor("c").unwrap().shape(), [3, 1, 16]);
+        let ours = Header::read(&bytes).unwrap();
+        assert_eq!(ours.tensors["c"], TensorInfo { dtype: DType::Complex128, shape: vec![3, 1], start: 0, end: 48 });
+        let lying = String::from_utf8_lossy(&bytes[8..bytes.len() - 48]).replace("complex128", "complex64 ");
+        assert!(Header::read(&[&bytes[..8], lying.as_bytes(), &bytes[bytes.len() - 48..]].concat()).is_err());
     }
 
     #[test]

@@ -5,4 +5,4 @@
 
 mod header;
 
-pub use header::{Header, TensorInfo};
+pub use header::{Header, RAW_DTYPES, TensorInfo};

@@ -7,8 +7,9 @@
 //! | [`Level::Structure`] | metadata, chunks (inside, disjoint, complete), every path, every key stored |
 //! | [`Level::Sizes`] | every file is there and long enough; every item is the tensor or value that the metadata says |
 //! | [`Level::Hashes`] | every byte against the integrity file; without one, the zip checksums of DCP items |
-//! | [`Level::Deep`] | every element of floating-point tensors: NaN and infinities are counted |
+//! | [`Level::Deep`] | every element of floating-point tensors: NaN and infinities are counted; that copies of replicated tensors and values are equal |
 
+mod replicas;
 mod seal;
 
 use std::path::PathBuf;
@@ -63,6 +64,8 @@ pub struct Report {
     pub values: usize,
     /// Bytes read.
     pub bytes_read: u64,
+    /// At [`Level::Deep`]: copies beyond the first of replicated tensors and values, each compared with the first.
+    pub replicas: usize,
     /// At [`Level::Deep`]: keys of tensors with NaN or infinities, and how many of each.
     pub not_finite: Vec<(String, Census)>,
 }
@@ -126,6 +129,7 @@ pub fn verify(
     }
     if level >= Level::Deep {
         deep(checkpoint, &mut report, progress);
+        replicas::compare(checkpoint, &mut report, progress);
     }
     report.bytes_read = checkpoint.bytes_read();
     Ok(report)

@@ -1,28 +1,27 @@
 //! Sealing: an integrity file for a checkpoint that has none, from the bytes as they are now.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
 
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 use super::Report;
-use crate::checkpoint::{Checkpoint, Format, open};
+use crate::checkpoint::{Checkpoint, Format, open, values_beside};
 use crate::durable::Durable;
 use crate::error::{CheckpointError, FormatError};
-use crate::integrity::{FileIntegrity, INTEGRITY_FILE, Integrity, block_length};
+use crate::integrity::{FileIntegrity, INTEGRITY_FILE, Integrity, block_length, integrity_beside};
+use crate::location::Location;
 use crate::reader::OpenOptions;
 use crate::source::{ReadAt, Window};
 use crate::torch_zip::Directory;
 
-/// Adds an integrity file to the checkpoint in this directory (DCP, or safetensors), replacing one that is there.
+/// Adds an integrity file to a checkpoint, replacing one that is there: to a directory inside it, to a file
+/// [beside it](integrity_beside).
 ///
 /// The checkpoint must be readable, metadata and structure: what is broken is not sealed. Its data is taken as it is.
-pub fn seal(path: &Path, progress: Option<&(dyn Fn(u64) + Sync)>) -> Result<(), CheckpointError> {
-    let checkpoint = open(path, OpenOptions { verify: false })?;
-    if !matches!(checkpoint.format(), Format::Dcp | Format::SafetensorsDirectory) {
-        let source = FormatError::Unsupported { what: format!("sealing a {}", checkpoint.format()) };
-        return Err(CheckpointError::File { path: path.to_owned(), source });
-    }
+pub fn seal(location: impl Into<Location>, progress: Option<&(dyn Fn(u64) + Sync)>) -> Result<(), CheckpointError> {
+    let location = location.into();
+    let path = location.name();
+    let checkpoint = open(&location, OpenOptions { verify: false })?;
     let report = super::verify(&*checkpoint, super::Level::Sizes, None)?;
     if let Some(problem) = report.problems.into_iter().next() {
         let source = FormatError::Malformed { what: "checkpoint", reason: problem.error };
@@ -31,10 +30,24 @@ pub fn seal(path: &Path, progress: Option<&(dyn Fn(u64) + Sync)>) -> Result<(), 
     let directory = checkpoint.directory();
     // Segments start and end with items, so that reading one item checks little else.
     let mut cuts: BTreeMap<String, BTreeSet<u64>> = BTreeMap::new();
-    for name in directory.names()? {
+    let own_name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    let integrity_at = match checkpoint.format() {
+        Format::Dcp | Format::SafetensorsDirectory => location.join(INTEGRITY_FILE),
+        Format::SafetensorsFile | Format::Torch => location.split()?.0.join(integrity_beside(own_name)),
+    };
+    let names = match checkpoint.format() {
+        Format::Dcp | Format::SafetensorsDirectory => directory.names()?,
+        Format::SafetensorsFile | Format::Torch => vec![own_name.to_owned(), values_beside(own_name)],
+    };
+    let metadata = checkpoint.metadata();
+    let has_values = metadata.planner_data.is_some() || metadata.values().next().is_some();
+    for name in names {
         let is_part = match checkpoint.format() {
             Format::Dcp => name.ends_with(".metadata"),
-            _ => name.ends_with(".json"),
+            Format::SafetensorsDirectory => name.ends_with(".json"),
+            // A values file of another checkpoint may lie there.
+            Format::SafetensorsFile => name == own_name || (has_values && directory.has(&name)?),
+            Format::Torch => name == own_name,
         };
         if is_part {
             cuts.entry(name).or_default();
@@ -58,7 +71,7 @@ pub fn seal(path: &Path, progress: Option<&(dyn Fn(u64) + Sync)>) -> Result<(), 
         integrity.files.insert(name, hashed);
     }
     let bytes = integrity.encode().map_err(|source| directory.file_error(INTEGRITY_FILE, source))?;
-    Durable::new().replace_file(&path.join(INTEGRITY_FILE), &bytes)
+    Durable::new().replace_file(integrity_at, &bytes)
 }
 
 /// Items from this length on have a segment for their payload.
@@ -91,7 +104,7 @@ fn hash(
         for at in (start..end).step_by(block as usize) {
             buffer.resize(block.min(end - at) as usize, 0);
             file.read_exact_at(at, &mut buffer)?;
-            hashes.push(xxh3_64(&buffer));
+            hashes.push(XxHash3_64::oneshot(&buffer));
             if let Some(progress) = progress {
                 progress(buffer.len() as u64);
             }

@@ -75,7 +75,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::durable::Staging;
 use crate::error::CheckpointError;
-use crate::integrity::{FileIntegrity, INTEGRITY_FILE, Integrity};
+use crate::integrity::{FileIntegrity, Integrity};
 use crate::metadata::{Entry, METADATA_FILE, Metadata, StorageInfo, encode};
 use crate::plan::{LocalPlan, Selection, WriteContent};
 use crate::reader::default_threads;
@@ -136,12 +136,6 @@ pub struct WrittenItem {
     pub length: u64,
 }
 
-/// The name of a rank's data file.
-#[must_use]
-pub fn data_file(rank: usize) -> String {
-    format!("__{rank}_0.distcp")
-}
-
 /// Writes the selected items of one rank to its file, hashes them on the way, and fsyncs it. No communication.
 pub fn write_rank(
     staging: &Staging,
@@ -154,7 +148,7 @@ pub fn write_rank(
     if selection.kept.is_empty() {
         return Ok(RankWritten::default());
     }
-    let name = data_file(rank);
+    let name = staging.data_file(rank);
     let layout = layout::FileLayout::new(plan, selection, source)?;
     let file = staging.create(&name, layout.length)?;
     let integrity = payload::write(&file, &layout, source, options.threads)?;
@@ -238,10 +232,9 @@ pub fn finish_files(
     let mut own = FileIntegrity::default();
     own.push_bytes(&metadata);
     integrity.files.insert(METADATA_FILE.to_owned(), own);
-    let integrity = integrity
-        .encode()
-        .map_err(|source| CheckpointError::File { path: staging.directory().join(INTEGRITY_FILE), source })?;
-    staging.write(INTEGRITY_FILE, &integrity)?;
-    staging.write(METADATA_FILE, &metadata)?;
-    staging.commit()
+    let name = staging.integrity_file();
+    let integrity =
+        integrity.encode().map_err(|source| CheckpointError::File { path: staging.directory().join(&name), source })?;
+    staging.write(&name, &integrity)?;
+    staging.commit(METADATA_FILE, &metadata)
 }

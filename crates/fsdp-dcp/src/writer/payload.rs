@@ -6,13 +6,15 @@ use std::sync::{Mutex, PoisonError};
 
 use crc32fast::Hasher;
 use fsdp_layout::TensorBox;
-use xxhash_rust::xxh3::xxh3_64;
+use tracing::debug_span;
+use twox_hash::XxHash3_64;
 
 use super::PayloadSource;
 use super::layout::{Content, FileLayout, Placed};
 use crate::durable::StagedFile;
 use crate::error::CheckpointError;
 use crate::integrity::{FileIntegrity, block_length};
+use crate::threads::on_threads;
 
 /// How much is hashed, then written, at once.
 const AT_ONCE: u64 = 1 << 20;
@@ -43,8 +45,17 @@ pub(super) fn write(
     threads: usize,
 ) -> Result<FileIntegrity, CheckpointError> {
     let tasks = tasks(layout);
-    let done = in_parallel(&tasks, threads, |task, buffer| run(file, layout, source, *task, buffer))?;
-    finish(file, layout, tasks.into_iter().zip(done))
+    let item = |task: &Task| match task {
+        Task::Batch { .. } => None,
+        Task::Part { item, .. } => Some(*item),
+    };
+    let run = |task: &Task, buffer: &mut Vec<u8>| run(file, layout, source, *task, buffer);
+    let frame = |item, crc| match Frame::new(layout, item, crc) {
+        Some(frame) => frame.write(file),
+        None => Ok(()),
+    };
+    let done = in_parallel(&tasks, threads, item, run, frame)?;
+    Ok(integrity(layout, tasks.into_iter().zip(done)))
 }
 
 /// A payload at a place of its own in a file.
@@ -70,21 +81,27 @@ pub(crate) struct WrittenPayload {
     pub(crate) hashes: Vec<u64>,
 }
 
-/// Writes payloads to their places in a file, and returns their checksums and hashes.
+/// Writes payloads to their places in a file, and returns their checksums and hashes. `whole` is told of each one as soon
+/// as it has been written, with its checksum.
 pub(crate) fn write_payloads(
     file: &StagedFile,
     payloads: &[PlannedPayload<'_>],
     source: &dyn PayloadSource,
     threads: usize,
+    whole: &(dyn Fn(usize, u32) -> Result<(), CheckpointError> + Sync),
 ) -> Result<Vec<WrittenPayload>, CheckpointError> {
     let parts = payloads.iter().enumerate().flat_map(|(index, payload)| {
         (0..payload.length.div_ceil(PART))
             .map(move |part| (index, part * PART, (part * PART + PART).min(payload.length)))
     });
     let parts: Vec<(usize, u64, u64)> = parts.collect();
-    let done = in_parallel(&parts, threads, |&(index, start, end), buffer| {
+    let run = |&(index, start, end): &(usize, u64, u64), buffer: &mut Vec<u8>| {
         write_part(file, &payloads[index], start..end, source, buffer)
-    })?;
+    };
+    let done = in_parallel(&parts, threads, |&(index, ..)| Some(index), run, whole)?;
+    for (index, _) in payloads.iter().enumerate().filter(|(_, payload)| payload.length == 0) {
+        whole(index, 0)?;
+    }
     let mut written = vec![WrittenPayload::default(); payloads.len()];
     let mut crcs = vec![Hasher::new(); payloads.len()];
     for ((index, ..), done) in parts.into_iter().zip(done) {
@@ -126,11 +143,23 @@ fn write_part(
 }
 
 /// Runs all tasks on some threads, each with a buffer of its own; the results are in the order of the tasks.
+///
+/// Tasks that follow each other may be parts of the same payload; `whole` is called when the last of them is done, with
+/// the checksum of all. What stands around the payload is written then, not at the end: an object store takes files in
+/// large parts, and those with holes in them have to wait in memory.
 fn in_parallel<T: Sync>(
     tasks: &[T],
     threads: usize,
+    payload: impl Fn(&T) -> Option<usize>,
     run: impl Fn(&T, &mut Vec<u8>) -> Result<Done, CheckpointError> + Sync,
+    whole: impl Fn(usize, u32) -> Result<(), CheckpointError> + Sync,
 ) -> Result<Vec<Done>, CheckpointError> {
+    let payloads: Vec<Option<usize>> = tasks.iter().map(payload).collect();
+    // The first task of a payload counts those that are not done.
+    let parts = payloads.chunk_by(|a, b| a.is_some() && a == b);
+    let parts: Vec<Range<usize>> =
+        parts.scan(0, |at, part| Some(std::mem::replace(at, *at + part.len())..*at)).collect();
+    let left: Vec<AtomicUsize> = parts.iter().map(|part| AtomicUsize::new(part.len())).collect();
     let next = AtomicUsize::new(0);
     let failed = AtomicBool::new(false);
     let results: Vec<Mutex<Done>> = tasks.iter().map(|_| Mutex::default()).collect();
@@ -142,18 +171,22 @@ fn in_parallel<T: Sync>(
             let done = run(task, &mut buffer);
             failed.fetch_or(done.is_err(), Ordering::Relaxed);
             *result.lock().unwrap_or_else(PoisonError::into_inner) = done?;
+            let part = parts.partition_point(|part| part.end <= index);
+            if left[part].fetch_sub(1, Ordering::AcqRel) == 1
+                && let Some(payload) = payloads[index]
+            {
+                let mut crc = Hasher::new();
+                for result in &results[parts[part].clone()] {
+                    crc.combine(&result.lock().unwrap_or_else(PoisonError::into_inner).crc);
+                }
+                let written = whole(payload, crc.finalize());
+                failed.fetch_or(written.is_err(), Ordering::Relaxed);
+                written?;
+            }
         }
         Ok(())
     };
-    std::thread::scope(|scope| {
-        let others: Vec<_> = (1..threads.clamp(1, tasks.len().max(1))).map(|_| scope.spawn(work)).collect();
-        let mut outcome = work();
-        for other in others {
-            let theirs = other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-            outcome = outcome.and(theirs);
-        }
-        outcome
-    })?;
+    on_threads(threads.clamp(1, tasks.len().max(1)), work)?;
     Ok(results.into_iter().map(|done| done.into_inner().unwrap_or_else(PoisonError::into_inner)).collect())
 }
 
@@ -255,7 +288,7 @@ fn check_length(fqn: &str, given: u64, planned: u64, whole: bool) -> Result<(), 
 
 /// The hashes of a segment's blocks.
 fn blocks(segment: &[u8]) -> impl Iterator<Item = u64> {
-    segment.chunks(block_length(segment.len() as u64) as usize).map(xxh3_64)
+    segment.chunks(block_length(segment.len() as u64) as usize).map(XxHash3_64::oneshot)
 }
 
 /// Takes a part's bytes in order; hashes and writes them, from where they lie if they come in pieces that are large
@@ -298,22 +331,48 @@ impl PartSink<'_> {
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<(), CheckpointError> {
-        for block in bytes.chunks(self.block as usize) {
-            self.done.hashes.push(xxh3_64(block));
-            self.done.crc.update(block);
-        }
+        debug_span!("hash", bytes = bytes.len()).in_scope(|| {
+            for block in bytes.chunks(self.block as usize) {
+                self.done.hashes.push(XxHash3_64::oneshot(block));
+                self.done.crc.update(block);
+            }
+        });
         self.file.write_at(self.at, bytes)?;
         self.at += bytes.len() as u64;
         Ok(())
     }
 }
 
-/// Writes the bytes around large payloads, whose checksums are known by now, and puts all hashes in order.
-fn finish(
-    file: &StagedFile,
-    layout: &FileLayout<'_>,
-    done: impl Iterator<Item = (Task, Done)>,
-) -> Result<FileIntegrity, CheckpointError> {
+/// The bytes around a large payload, which tell its checksum.
+struct Frame {
+    /// Where the head starts: after the item before it, so that padding is part of it.
+    from: u64,
+    head: Vec<u8>,
+    /// Where the payload ends.
+    end: u64,
+    tail: Vec<u8>,
+}
+
+impl Frame {
+    fn new(layout: &FileLayout<'_>, item: usize, crc: u32) -> Option<Self> {
+        let placed = &layout.items[item];
+        let (Some((payload, length)), Content::Tensor { around, .. }) = (placed.own_payload(), &placed.content) else {
+            return None;
+        };
+        let from = segment_start(layout, item);
+        let mut head = vec![0; (placed.offset - from) as usize];
+        head.extend_from_slice(&around.head(crc));
+        Some(Frame { from, head, end: payload + length, tail: around.tail(crc) })
+    }
+
+    fn write(&self, file: &StagedFile) -> Result<(), CheckpointError> {
+        file.write_at(self.from, &self.head)?;
+        file.write_at(self.end, &self.tail)
+    }
+}
+
+/// Puts all hashes in order.
+fn integrity(layout: &FileLayout<'_>, done: impl Iterator<Item = (Task, Done)>) -> FileIntegrity {
     let mut integrity = FileIntegrity::default();
     // The large item whose parts are being put together.
     let mut crc = Hasher::new();
@@ -329,28 +388,20 @@ fn finish(
                 }
             }
             Task::Part { item, end, .. } => {
-                let placed = &layout.items[item];
+                let length = layout.items[item].payload_length();
                 crc.combine(&done.crc);
                 hashes.extend(done.hashes);
-                let (Some((payload, length)), Content::Tensor { around, .. }) = (placed.own_payload(), &placed.content)
-                else {
-                    continue;
-                };
                 if end < length {
                     continue;
                 }
                 let crc = std::mem::take(&mut crc).finalize();
-                let from = segment_start(layout, item);
-                let mut head = vec![0; (placed.offset - from) as usize];
-                head.extend_from_slice(&around.head(crc));
-                let tail = around.tail(crc);
-                file.write_at(from, &head)?;
-                file.write_at(payload + length, &tail)?;
-                integrity.push_bytes(&head);
-                integrity.push(length, block_length(length), std::mem::take(&mut hashes));
-                integrity.push_bytes(&tail);
+                if let Some(frame) = Frame::new(layout, item, crc) {
+                    integrity.push_bytes(&frame.head);
+                    integrity.push(length, block_length(length), std::mem::take(&mut hashes));
+                    integrity.push_bytes(&frame.tail);
+                }
             }
         }
     }
-    Ok(integrity)
+    integrity
 }

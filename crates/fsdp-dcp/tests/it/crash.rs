@@ -10,21 +10,21 @@ use fsdp_dcp::durable::{Durable, Step, StepHook, clean_stale, recover};
 use fsdp_dcp::reader::CheckpointReader;
 use fsdp_layout::{DType, PlainValue};
 
-use crate::save_load::{State, save};
+use crate::state::{State, save};
 
 /// Fails, or ends the process, before or after the step of this number.
-struct At {
+pub(crate) struct At {
     step: usize,
     after: bool,
     kill: bool,
     /// Whether the file system can exchange two directories.
     exchange: bool,
-    count: AtomicUsize,
-    struck: AtomicBool,
+    pub(crate) count: AtomicUsize,
+    pub(crate) struck: AtomicBool,
 }
 
 impl At {
-    fn new(step: usize, after: bool, exchange: bool) -> Self {
+    pub(crate) fn new(step: usize, after: bool, exchange: bool) -> Self {
         At { step, after, kill: false, exchange, count: AtomicUsize::new(0), struck: AtomicBool::new(false) }
     }
 }

@@ -1,13 +1,15 @@
-//! Tests of the crate from outside: real PyTorch checkpoints, whole saves, crashes, damage.
+//! Tests of the crate from outside: real PyTorch checkpoints, whole saves, crashes.
 
 #![expect(clippy::disallowed_methods, reason = "tests damage and move checkpoints by hand")]
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod convert;
 mod crash;
-mod damage;
+mod crash_convert;
+mod dtypes;
 mod fixtures;
-mod hostile;
 mod save_load;
+#[path = "../common/state.rs"]
+mod state;
 mod truth;
 mod verify;

@@ -1,43 +1,13 @@
 //! Saving with N ranks and loading with M: whatever the layout, the bits are the same, and read once.
 
-use std::borrow::Cow;
-use std::collections::BTreeMap;
-use std::ops::Range;
 use std::path::Path;
 
-use fsdp_dcp::CheckpointError;
 use fsdp_dcp::durable::Durable;
-use fsdp_dcp::item::value_item_length;
-use fsdp_dcp::plan::{LoadRequest, LocalPlan, SaveOptions, plan_save};
+use fsdp_dcp::plan::LoadRequest;
 use fsdp_dcp::reader::{CheckpointReader, Destination, ReadOptions};
-use fsdp_dcp::writer::{PayloadSource, WriteOptions, finish, write_rank};
-use fsdp_layout::boxes::{boxes_of_flat_range, copy_runs};
-use fsdp_layout::{DType, PlainValue, TensorBox};
+use fsdp_layout::{DType, PlainValue};
 
-/// A whole state in memory; every rank reads its boxes from it.
-#[derive(Default)]
-pub(crate) struct State {
-    pub(crate) tensors: BTreeMap<String, (DType, Vec<usize>, Vec<u8>)>,
-    pub(crate) values: BTreeMap<String, PlainValue>,
-}
-
-impl PayloadSource for State {
-    fn payload(
-        &self,
-        fqn: &str,
-        bounds: &TensorBox,
-        range: Range<u64>,
-        sink: &mut dyn FnMut(&[u8]) -> Result<(), CheckpointError>,
-    ) -> Result<(), CheckpointError> {
-        let bytes = self.part(fqn, bounds);
-        // Odd pieces, so that the writer has to gather them.
-        bytes[range.start as usize..range.end as usize].chunks(100_003).try_for_each(sink)
-    }
-
-    fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, CheckpointError> {
-        Ok(Cow::Borrowed(&self.values[fqn]))
-    }
-}
+use crate::state::{State, save, shard};
 
 impl State {
     /// Tensors of many shapes: scalars, empty, odd, small and large.
@@ -64,64 +34,6 @@ impl State {
         state.values.insert("betas".to_owned(), PlainValue::Tuple(vec![0.9.into(), 0.95.into()]));
         state
     }
-
-    pub(crate) fn part(&self, fqn: &str, bounds: &TensorBox) -> Vec<u8> {
-        let (dtype, shape, bytes) = &self.tensors[fqn];
-        let element = dtype.size_in_bytes() as usize;
-        let mut part = Vec::with_capacity(bounds.numel() * element);
-        for run in copy_runs(bounds, &TensorBox::whole(shape), bounds) {
-            part.extend_from_slice(&bytes[run.src * element..(run.src + run.len) * element]);
-        }
-        part
-    }
-
-    /// What each of `ranks` ranks holds: flat ranges of every tensor but the scalar, which all have.
-    pub(crate) fn plans(&self, ranks: usize) -> Vec<LocalPlan> {
-        (0..ranks)
-            .map(|rank| {
-                let mut plan = LocalPlan::default();
-                for (fqn, (dtype, shape, _)) in &self.tensors {
-                    plan.add_tensor(fqn, None, *dtype, shape.clone(), shard(shape, rank, ranks));
-                }
-                for (fqn, value) in &self.values {
-                    plan.add_value(fqn, None, value_item_length(value).unwrap());
-                }
-                plan
-            })
-            .collect()
-    }
-}
-
-/// Rank's equal part of the flat tensor, as boxes; all of a scalar.
-fn shard(shape: &[usize], rank: usize, ranks: usize) -> Vec<TensorBox> {
-    if shape.is_empty() {
-        return vec![TensorBox::whole(shape)];
-    }
-    let numel: usize = shape.iter().product();
-    let each = numel.div_ceil(ranks);
-    boxes_of_flat_range(shape, (rank * each).min(numel)..((rank + 1) * each).min(numel))
-}
-
-pub(crate) fn save(state: &State, ranks: usize, target: &Path, durable: &Durable) -> Result<(), CheckpointError> {
-    let plans = state.plans(ranks);
-    let global = plan_save(&plans, SaveOptions::default())?;
-    let staging = durable.prepare(target, true)?;
-    let name = staging.name().to_owned();
-    let written = std::thread::scope(|scope| {
-        let ranks: Vec<_> = plans
-            .iter()
-            .enumerate()
-            .map(|(rank, plan)| {
-                let (selection, name) = (&global.selections[rank], &name);
-                scope.spawn(move || {
-                    let joined = durable.join(target, name)?;
-                    write_rank(&joined, rank, plan, selection, state, &WriteOptions { threads: 2 })
-                })
-            })
-            .collect();
-        ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Result<Vec<_>, _>>()
-    })?;
-    finish(staging, global.metadata, &plans, &written)
 }
 
 /// Loads every rank's part on `ranks` ranks and compares; returns the bytes read and the bytes needed.

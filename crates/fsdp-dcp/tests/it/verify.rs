@@ -3,13 +3,14 @@
 use std::path::Path;
 
 use fsdp_dcp::checkpoint::open;
+use fsdp_dcp::convert::{ConvertOptions, Target, convert};
 use fsdp_dcp::diff::{Difference, Tolerance, diff};
 use fsdp_dcp::durable::Durable;
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::verify::{Level, Report, seal, unknown_files, verify};
 
 use crate::fixtures::{check_against_truth, dcp_fixtures};
-use crate::save_load::{State, save};
+use crate::state::{State, save};
 use crate::truth::{Truth, fixtures};
 
 fn verified(path: &Path, level: Level) -> Report {
@@ -80,6 +81,42 @@ fn sealing_makes_later_damage_visible() {
     }
 }
 
+/// A checkpoint that is one file has its hashes beside it.
+#[test]
+fn single_files_are_sealed_too() {
+    let parent = tempfile::tempdir().unwrap();
+    let source = open(fixtures().join("misc_ws2/dcp"), OpenOptions::default()).unwrap();
+    for (name, target) in [("m.safetensors", Target::SafetensorsFile), ("m.pt", Target::Torch)] {
+        let file = parent.path().join(name);
+        convert(&*source, &file, target, ConvertOptions::default()).unwrap();
+        assert!(!verified(&file, Level::Hashes).sealed);
+        seal(&file, None).unwrap();
+        let report = verified(&file, Level::Deep);
+        assert!(report.is_ok() && report.sealed, "{:?}", report.problems);
+        let values = parent.path().join("m.values.json");
+        let covered: Vec<&Path> =
+            [&file].into_iter().chain(name.ends_with('s').then_some(&values)).map(|p| &**p).collect();
+        for path in covered {
+            let length = std::fs::metadata(path).unwrap().len() as usize;
+            for at in (0..length).step_by(length / 50 + 1).chain([length - 1]) {
+                flip(path, at);
+                let found = match open(&file, OpenOptions::default()) {
+                    Err(_) => true,
+                    Ok(checkpoint) => !verify(&*checkpoint, Level::Hashes, None).unwrap().is_ok(),
+                };
+                assert!(found, "byte {at} of {}", path.display());
+                flip(path, at);
+            }
+        }
+        assert!(verified(&file, Level::Hashes).is_ok());
+        // The hashes go when the file is replaced.
+        let options = ConvertOptions { overwrite: true, ..ConvertOptions::default() };
+        convert(&*source, &file, target, options).unwrap();
+        let report = verified(&file, Level::Hashes);
+        assert!(report.is_ok() && !report.sealed);
+    }
+}
+
 #[test]
 fn the_first_bad_file_and_offset_are_named() {
     let parent = tempfile::tempdir().unwrap();
@@ -125,6 +162,51 @@ fn what_is_missing_is_reported_at_its_level() {
     assert!(report.problems.iter().all(|problem| problem.file.as_deref() == Some("__1_0.distcp")));
     assert!(report.problems.iter().any(|problem| problem.fqn.as_deref() == Some("w")));
     assert!(seal(&path, None).is_err());
+}
+
+/// Rank-local metadata: each rank wrote the replicated tensors and values for itself.
+#[test]
+fn copies_that_differ_are_found_at_the_deepest_level() {
+    let parent = tempfile::tempdir().unwrap();
+    let path = parent.path().join("c");
+    copy(&fixtures().join("variants_ws2/nocollectives"), &path);
+    let report = verified(&path, Level::Deep);
+    assert!(report.is_ok(), "{:?}", report.problems);
+    assert_eq!(report.replicas, open(&path, OpenOptions::default()).unwrap().metadata().replicas.len());
+    let replicas = open(&path, OpenOptions::default()).unwrap().metadata().replicas.clone();
+    let tensor = replicas.iter().find(|replica| replica.bounds.is_some()).unwrap();
+    assert!(replicas.iter().any(|replica| replica.bounds.is_none()));
+    // One element of the second rank's copy.
+    let truth = &Truth::of("variants_ws2").tensors[&tensor.fqn].2;
+    let file = path.join(&tensor.stored.relative_path);
+    let bytes = std::fs::read(&file).unwrap();
+    let item = tensor.stored.offset as usize..(tensor.stored.offset + tensor.stored.length) as usize;
+    let at = item.start + bytes[item].windows(truth.len()).position(|window| window == truth).unwrap();
+    flip(&file, at);
+    assert!(verified(&path, Level::Sizes).is_ok());
+    let report = verified(&path, Level::Deep);
+    let problem = report.problems.iter().find(|problem| problem.error.contains("differs from the first")).unwrap();
+    assert_eq!(problem.fqn.as_ref(), Some(&tensor.fqn));
+    assert_eq!(problem.file.as_ref(), Some(&tensor.stored.relative_path));
+}
+
+/// The same key in two files of a directory without an index.
+#[test]
+fn copies_in_safetensors_files_are_compared_too() {
+    let parent = tempfile::tempdir().unwrap();
+    let path = parent.path().join("c");
+    std::fs::create_dir(&path).unwrap();
+    let file = fixtures().join("fsdp2_adamw_ws2/truth.safetensors");
+    for name in ["a.safetensors", "b.safetensors"] {
+        std::fs::copy(&file, path.join(name)).unwrap();
+    }
+    let report = verified(&path, Level::Deep);
+    assert!(report.is_ok() && report.replicas == report.tensors, "{:?}", report.problems);
+    let last = std::fs::metadata(&file).unwrap().len() as usize - 1;
+    flip(&path.join("b.safetensors"), last);
+    let report = verified(&path, Level::Deep);
+    assert_eq!(report.problems.len(), 1);
+    assert_eq!(report.problems[0].file.as_deref(), Some("b.safetensors"));
 }
 
 #[test]

@@ -76,12 +76,7 @@ impl AdagradOptions {
             weight_decay: reader.float("weight_decay", self.weight_decay)?,
             initial_accumulator_value: reader.float("initial_accumulator_value", self.initial_accumulator_value)?,
             maximize: reader.bool("maximize", self.maximize)?,
-            switches: Switches {
-                foreach: reader.optional_bool("foreach", self.switches.foreach)?,
-                capturable: self.switches.capturable,
-                differentiable: reader.bool("differentiable", self.switches.differentiable)?,
-                fused: reader.optional_bool("fused", self.switches.fused)?,
-            },
+            switches: reader.switches(self.switches)?,
         })
     }
 

@@ -78,6 +78,16 @@ impl<'a> Reader<'a> {
         })
     }
 
+    /// The switches of the algorithms that have no `capturable`.
+    pub(super) fn switches(&mut self, current: Switches) -> Result<Switches, AlgorithmError> {
+        Ok(Switches {
+            foreach: self.optional_bool("foreach", current.foreach)?,
+            capturable: current.capturable,
+            differentiable: self.bool("differentiable", current.differentiable)?,
+            fused: self.optional_bool("fused", current.fused)?,
+        })
+    }
+
     pub(super) fn float_pair(&mut self, key: &'static str, current: (f64, f64)) -> Result<(f64, f64), AlgorithmError> {
         self.read(key, current, "a tuple of two floats", |value| match value {
             PlainValue::Tuple(items) | PlainValue::List(items) => match items.as_slice() {

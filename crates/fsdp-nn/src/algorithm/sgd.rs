@@ -80,12 +80,7 @@ impl SgdOptions {
             weight_decay: reader.float("weight_decay", self.weight_decay)?,
             nesterov: reader.bool("nesterov", self.nesterov)?,
             maximize: reader.bool("maximize", self.maximize)?,
-            switches: Switches {
-                foreach: reader.optional_bool("foreach", self.switches.foreach)?,
-                capturable: self.switches.capturable,
-                differentiable: reader.bool("differentiable", self.switches.differentiable)?,
-                fused: reader.optional_bool("fused", self.switches.fused)?,
-            },
+            switches: reader.switches(self.switches)?,
         })
     }
 

@@ -19,7 +19,8 @@ pub enum OptimStateError {
         /// For each such rank the parameters that it has no state for.
         missing: Vec<(usize, Vec<String>)>,
     },
-    /// Ranks that hold elements of one parameter have different things in its state.
+    /// Ranks have different values where they must have the same: on save, in the state of a parameter of which they
+    /// hold elements; on load, in scalars of the state or in hyperparameters, of which each rank takes its own.
     #[error(
         "rank {rank} has different values for `{name}` of parameters {fqns:?}: {found}, but rank {reference} has \
          {expected}"
@@ -27,7 +28,7 @@ pub enum OptimStateError {
     DifferingOnRanks {
         /// The parameters.
         fqns: Vec<String>,
-        /// The state entry.
+        /// The state entry, or `param_groups.<hyperparameter>`.
         name: String,
         /// The first rank that differs.
         rank: usize,

@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Tensor};
 use fsdp_comm::ProcessGroup;
-use fsdp_flat::storage::{TensorBuffer, with_bytes};
+use fsdp_flat::storage::{TensorBuffer, to_device, with_bytes};
 use fsdp_layout::FlatLayout;
 use fsdp_layout::flat::FlatEntry;
 
@@ -27,7 +27,7 @@ impl Keep {
     /// Where tensors that this rank gets from memory on `device` go.
     pub(crate) fn place(&self, tensor: Tensor) -> Result<Tensor> {
         match self.offload_to_cpu {
-            true => Ok(tensor.to_device(&Device::Cpu)?),
+            true => Ok(to_device(&tensor, &Device::Cpu)?),
             false => Ok(tensor),
         }
     }

@@ -32,6 +32,36 @@ pub struct OptimStateKey {
 ///
 /// # Errors
 /// The same on every rank: [`OptimStateError::MissingOnRanks`]; state dicts of other optimizers.
+///
+/// ```
+/// # use candle_core::{DType, Device, Tensor};
+/// # use candle_nn::Module;
+/// # use fsdp_nn::algorithm::{AdamOptions, Algorithm};
+/// use fsdp_nn::fsdp_state::map_param_key_to_optim_keys;
+/// # use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer};
+/// fsdp_comm::run_local(2, |group| {
+/// #   let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
+/// #       candle_nn::linear(3, 2, scope.vb())
+/// #   })?;
+/// #   let mut optimizer = Optimizer::new(model.parameters(), Algorithm::Adam(AdamOptions::default()))?;
+/// #   let x = Tensor::ones((1, 3), DType::F32, &Device::Cpu)?;
+/// #   let loss = model.forward(|layer| layer.forward(&x)?.sqr()?.mean_all())?;
+/// #   model.backward(&loss)?;
+/// #   optimizer.step()?;
+///     // A linear layer 3 -> 2 on two ranks, after one step of Adam.
+///     let parameters = model.parameters();
+///     let local = optimizer.state_dict()?;
+///     let (keys, ids) = map_param_key_to_optim_keys(&optimizer, &local, true)?;
+///     let names: Vec<&str> = keys.iter().map(|key| key.unflat_param_names[0].as_str()).collect();
+///     assert_eq!(names, ["bias", "weight"]);
+///     // Rank 0 has nothing of the bias, and so no state for it.
+///     assert_eq!(ids.len(), if parameters.boxes("bias")?.is_empty() { 1 } else { 2 });
+///     Ok::<(), fsdp_nn::NnError>(())
+/// })?
+/// .into_iter()
+/// .collect::<Result<Vec<()>, _>>()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub fn map_param_key_to_optim_keys(
     optimizer: &Optimizer,
     state: &StateDict,

@@ -1,21 +1,21 @@
 //! Optimizer state by names to the local state of this rank's optimizer.
 
-use candle_core::Tensor;
+use fsdp_comm::CommError;
 use fsdp_flat::ShardedTensor;
-use fsdp_flat::storage::zeros;
-use fsdp_layout::TensorBox;
-use fsdp_state::{LoadReport, Reshard, StateDict, StateValue, reshard_sharded_tensors};
+use fsdp_layout::{PlainValue, TensorBox};
+use fsdp_state::{LoadReport, Reshard, StateDict, StateValue, reshard_sharded_tensors_into};
 use indexmap::IndexMap;
 
 use super::agree::{agree, agree_on};
-use super::plan::{Plan, Planned, check_presence, plan};
+use super::build::{Building, finish, put};
+use super::plan::{Plans, check_presence, plan};
 use super::processed::{ProcessedState, ProcessedValue, process, process_entries};
 use super::save::{check_owner, group_dict, or_abort};
 use super::user_state::Carried;
 use super::{OptimStateError, OptimStateKeyType};
-use crate::optim_state::{SavedGroup, check_named, match_groups, read_param_groups};
+use crate::optim_state::{SavedGroup, Scalars, check_named, match_groups, read_param_groups};
 use crate::optimizer::{LocalParam, Optimizer};
-use crate::parameters::{ShardedParameters, write_boxes};
+use crate::parameters::ShardedParameters;
 use crate::{NnError, Result};
 
 /// Options of [`optim_state_dict_to_load`]; the same on every rank.
@@ -41,18 +41,55 @@ pub struct OptimLoadOptions {
 /// ignored. A tied parameter's state loads from any of its names.
 ///
 /// Groups go by the names in them: each of the optimizer's groups gets the hyperparameters that its parameters were
-/// saved with, whatever the order and number of groups. State under keys that are no parameter's is passed on.
+/// saved with, whatever the order and number of groups. A parameter that no saved group names goes with the others of
+/// its group, and a group without any that is named keeps what it has. State under keys that are no parameter's is
+/// passed on.
 ///
-/// The optimizer is changed only with [`OptimLoadOptions::load_directly`], which also tells it the scalars of parameters
-/// that this rank has nothing of.
+/// The optimizer is changed only with [`OptimLoadOptions::load_directly`].
 ///
-/// Collectives: two agreements (one more to load directly). If every rank has whole tensors, nothing else. With
-/// `rank0_only` one object broadcast; and then, or for sharded tensors, see [`reshard_sharded_tensors`]: only what ranks
-/// lack moves, coalesced.
+/// Memory beyond what is given: the result, which is this rank's shard of the state (twice that to load directly, as the
+/// optimizer has its own), and one tensor on its way.
+///
+/// Collectives: two agreements (and another to load directly). If every rank has whole tensors, nothing else. With
+/// `rank0_only` one agreement more and one object broadcast; and then, or for sharded tensors, see
+/// [`reshard_sharded_tensors_into`]: only what ranks lack moves, tensor by tensor, small ones together.
 ///
 /// # Errors
 /// The same on every rank, and nothing is changed: [`OptimStateError`] for state that the parameters cannot take;
-/// [`NnError::ConflictingGroups`]; ranks that bring different dicts.
+/// [`NnError::ConflictingGroups`]; ranks that bring different dicts
+/// ([`DifferingOnRanks`](OptimStateError::DifferingOnRanks) for scalars and hyperparameters; the elements of whole
+/// tensors, of which each rank takes its own part, are not compared).
+///
+/// ```
+/// # use candle_core::{DType, Device, Tensor};
+/// # use candle_nn::Module;
+/// # use fsdp_nn::algorithm::{AdamOptions, Algorithm};
+/// use fsdp_nn::fsdp_state::{OptimLoadOptions, optim_state_dict, optim_state_dict_to_load};
+/// # use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer};
+/// fsdp_comm::run_local(2, |group| {
+/// #   let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
+/// #       candle_nn::linear(3, 2, scope.vb())
+/// #   })?;
+/// #   let mut optimizer = Optimizer::new(model.parameters(), Algorithm::Adam(AdamOptions::default()))?;
+/// #   let x = Tensor::ones((1, 3), DType::F32, &Device::Cpu)?;
+/// #   let loss = model.forward(|layer| layer.forward(&x)?.sqr()?.mean_all())?;
+/// #   model.backward(&loss)?;
+/// #   optimizer.step()?;
+///     // A linear layer 3 -> 2 on two ranks, after one step of Adam.
+///     let parameters = model.parameters();
+///     let saved = optim_state_dict(parameters, &optimizer, None)?;
+///     let mut resumed = Optimizer::new(parameters, Algorithm::Adam(AdamOptions::default()))?;
+///     let local = optim_state_dict_to_load(parameters, &mut resumed, &saved, &OptimLoadOptions::default())?;
+///     assert!(resumed.is_fresh());
+///     resumed.load_state_dict(&local)?;
+///     let step = resumed.state_of("weight")?.unwrap()["step"].as_tensor().unwrap().to_scalar::<f32>()?;
+///     assert_eq!(step, 1.0);
+///     Ok::<(), fsdp_nn::NnError>(())
+/// })?
+/// .into_iter()
+/// .collect::<Result<Vec<()>, _>>()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub fn optim_state_dict_to_load(
     parameters: &ShardedParameters,
     optimizer: &mut Optimizer,
@@ -67,11 +104,11 @@ pub fn optim_state_dict_to_load(
     let source = Source { state: Some(state), rank0_only, allow_missing_state: options.allow_missing_state };
     let loaded = to_local(parameters, optimizer, source, key_type)?;
     if options.load_directly {
-        let staged = optimizer.stage_state_dict(&loaded.state, &|local| loaded.of_empty.get(&local).cloned());
+        let staged = optimizer.stage_state_dict(&loaded);
         let staged = agree(parameters.group(), OPERATION, staged)?;
         optimizer.replace_state(staged.state, staged.groups)?;
     }
-    Ok(loaded.state)
+    Ok(loaded)
 }
 
 /// As [`optim_state_dict_to_load`], with the optimizer's own names (`<unit>._flat_param` without `use_orig_params`) as
@@ -79,6 +116,35 @@ pub fn optim_state_dict_to_load(
 ///
 /// # Errors
 /// As [`optim_state_dict_to_load`].
+///
+/// ```
+/// # use candle_core::{DType, Device, Tensor};
+/// # use candle_nn::Module;
+/// # use fsdp_nn::algorithm::{AdamOptions, Algorithm};
+/// use fsdp_nn::fsdp_state::{flatten_optim_state_dict, full_optim_state_dict};
+/// # use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer};
+/// fsdp_comm::run_local(2, |group| {
+/// #   let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig { use_orig_params: false, ..FsdpConfig::default() }, |scope| {
+/// #       candle_nn::linear(3, 2, scope.vb())
+/// #   })?;
+/// #   let mut optimizer = Optimizer::new(model.parameters(), Algorithm::Adam(AdamOptions::default()))?;
+/// #   let x = Tensor::ones((1, 3), DType::F32, &Device::Cpu)?;
+/// #   let loss = model.forward(|layer| layer.forward(&x)?.sqr()?.mean_all())?;
+/// #   model.backward(&loss)?;
+/// #   optimizer.step()?;
+///     // A linear layer 3 -> 2 on two ranks, after one step of Adam.
+///     let parameters = model.parameters();
+///     let full = full_optim_state_dict(parameters, &optimizer, None, false)?;
+///     let local = flatten_optim_state_dict(parameters, &optimizer, Some(&full), false)?;
+///     // One FlatParameter of 2 * 3 + 2 elements, half of it on each rank.
+///     let state = local.dict("state").unwrap().dict("_flat_param").unwrap();
+///     assert_eq!(state.get("exp_avg").unwrap().as_tensor().unwrap().dims(), [4]);
+///     Ok::<(), fsdp_nn::NnError>(())
+/// })?
+/// .into_iter()
+/// .collect::<Result<Vec<()>, _>>()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub fn flatten_optim_state_dict(
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
@@ -86,7 +152,7 @@ pub fn flatten_optim_state_dict(
     rank0_only: bool,
 ) -> Result<StateDict> {
     let source = Source { state, rank0_only, allow_missing_state: false };
-    Ok(to_local(parameters, optimizer, source, OptimStateKeyType::ParamName)?.state)
+    to_local(parameters, optimizer, source, OptimStateKeyType::ParamName)
 }
 
 const OPERATION: &str = "optim_state_dict_to_load";
@@ -99,14 +165,6 @@ pub(crate) struct Source<'a> {
     pub(crate) allow_missing_state: bool,
 }
 
-/// A local state dict.
-#[derive(Debug)]
-pub(crate) struct Loaded {
-    pub(crate) state: StateDict,
-    /// The state of parameters that this rank has nothing of, which the dict leaves out, by position.
-    of_empty: IndexMap<usize, StateDict>,
-}
-
 /// What a state dict says without the elements of tensors.
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
 struct Description {
@@ -117,15 +175,12 @@ struct Description {
     groups: Option<Vec<SavedGroup>>,
 }
 
-/// What goes into each of the optimizer's parameters, by position.
-type Plans = Vec<Option<Plan>>;
-
 pub(crate) fn to_local(
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
     source: Source<'_>,
     key_type: OptimStateKeyType,
-) -> Result<Loaded> {
+) -> Result<StateDict> {
     let group = parameters.group();
     let mine = source.state.filter(|_| !source.rank0_only || group.rank() == 0);
     let described = check_owner(parameters, optimizer).and_then(|()| match mine {
@@ -149,13 +204,28 @@ pub(crate) fn to_local(
         let groups = local_groups(optimizer, described.groups.as_deref(), key_type)?;
         Ok((described, plans, groups))
     });
-    let hash = planned.as_ref().map_or(0, |(described, ..)| hash(described, source));
-    let (described, plans, groups) = agree_on(group, OPERATION, hash, planned)?;
-    let values = match source.rank0_only || !described.sharded.is_empty() {
-        true => exchange(parameters, optimizer, &described.states, mine)?,
-        false => or_abort(group, own_values(optimizer, &described.states, mine))?,
+    let scalars = planned.as_ref().ok().map(|(described, _, groups)| scalars(optimizer, described, groups.as_deref()));
+    let hash = match (&planned, &scalars) {
+        (Ok((described, ..)), Some(scalars)) => hash(described, source, scalars),
+        _ => 0,
     };
-    or_abort(group, build(optimizer, described, &plans, &values, groups, key_type))
+    let (described, plans, groups) = match agree_on(group, OPERATION, hash, planned) {
+        Err(error @ NnError::Comm(CommError::SchemaMismatch { .. })) => {
+            // A value that differs says more than that something does.
+            scalars.map_or(Ok(()), |scalars| scalars.compare(group))?;
+            return Err(error);
+        }
+        agreed => agreed?,
+    };
+    let mut building = Building::new(optimizer, &plans);
+    let own = own_values(optimizer, &described.states, mine);
+    let built = match source.rank0_only || !described.sharded.is_empty() {
+        true => stream(parameters, &or_abort(group, own)?, &mut building)?,
+        false => own.and_then(|own| own.iter().try_for_each(|((fqn, name), values)| building.put(fqn, name, values))),
+    };
+    let loaded =
+        built.and_then(|()| building.finish(described.user_state, groups, |index| key_of(optimizer, index, key_type)));
+    agree(group, OPERATION, loaded)
 }
 
 fn describe(optimizer: &Optimizer, state: &StateDict) -> Result<Description> {
@@ -205,9 +275,29 @@ fn plan_all(optimizer: &Optimizer, described: &Description, allow_missing_state:
 }
 
 /// What all ranks must have alike: user state is each rank's own.
-fn hash(described: &Description, source: Source<'_>) -> u64 {
-    let text = format!("{:?} {:?} {}", described.states, described.sharded, source.rank0_only);
-    xxhash_rust::xxh3::xxh3_64(text.as_bytes())
+fn hash(described: &Description, source: Source<'_>, scalars: &Scalars) -> u64 {
+    let text = format!("{:?} {:?} {} {}", described.states, described.sharded, source.rank0_only, scalars.hash());
+    twox_hash::XxHash3_64::oneshot(text.as_bytes())
+}
+
+/// The values of which each rank takes its own.
+fn scalars(optimizer: &Optimizer, described: &Description, groups: Option<&[StateValue]>) -> Scalars {
+    let mut scalars = Scalars::default();
+    for (fqn, entries) in &described.states {
+        for (name, value) in entries {
+            match value {
+                ProcessedValue::ZeroDim(value) => scalars.insert(fqn, name, PlainValue::Tensor(value.clone())),
+                ProcessedValue::NonTensor(value) => scalars.insert(fqn, name, value.clone()),
+                ProcessedValue::PosDim { .. } => {}
+            }
+        }
+    }
+    for (group, dict) in optimizer.groups().iter().zip(groups.unwrap_or_default()) {
+        let entries = dict.as_dict().into_iter().flatten().filter(|(key, _)| *key != "params");
+        let entries = entries.filter_map(|(key, value)| Some((key.as_str(), value.as_plain()?.clone())));
+        scalars.insert_group(group.fqns(), entries);
+    }
+    scalars
 }
 
 /// The optimizer's groups with the hyperparameters that were saved, as a local state dict has them.
@@ -274,17 +364,12 @@ fn own_values(optimizer: &Optimizer, states: &ProcessedState, mine: Option<&Stat
         .collect()
 }
 
-/// The values in this rank's boxes, from the ranks that have them.
-fn exchange(
-    parameters: &ShardedParameters,
-    optimizer: &Optimizer,
-    states: &ProcessedState,
-    mine: Option<&StateDict>,
-) -> Result<Values> {
+/// Brings the values, in this rank's boxes, from the ranks that have them into what is being built, one after the
+/// other. The outer error is every rank's, the inner one this rank's.
+fn stream(parameters: &ShardedParameters, own: &Values, building: &mut Building<'_>) -> Result<Result<()>> {
     let group = parameters.group();
-    let own = or_abort(group, own_values(optimizer, states, mine))?;
     let mut wanted = Vec::with_capacity(own.len());
-    for ((fqn, name), tensor) in &own {
+    for ((fqn, name), tensor) in own {
         let boxes = match or_abort(group, parameters.shape(fqn))? == tensor.shape() {
             true => or_abort(group, parameters.boxes(fqn))?,
             false => vec![TensorBox::whole(tensor.shape())],
@@ -292,91 +377,14 @@ fn exchange(
         wanted.push((format!("{fqn}.{name}"), tensor, boxes));
     }
     let wanted: Vec<Reshard<'_>> = wanted.iter().map(|(name, tensor, boxes)| Reshard { name, tensor, boxes }).collect();
-    let moved = reshard_sharded_tensors(group, &wanted)?;
-    Ok(own.keys().cloned().zip(moved).collect())
-}
-
-fn build(
-    optimizer: &Optimizer,
-    described: Description,
-    plans: &Plans,
-    values: &Values,
-    groups: Option<Vec<StateValue>>,
-    key_type: OptimStateKeyType,
-) -> Result<Loaded> {
-    let mut states = StateDict::new();
-    let mut of_empty = IndexMap::new();
-    for (index, (local, plan)) in optimizer.locals().iter().zip(plans).enumerate() {
-        let Some(plan) = plan else { continue };
-        let entries = local_entries(local, plan, &|fqn, name| values.get(&(fqn.to_owned(), name.to_owned())).cloned())?;
-        match local.is_empty() {
-            true => _ = of_empty.insert(index, entries),
-            false => _ = states.insert(key_of(optimizer, index, key_type), entries),
+    let mut outcome = Ok(());
+    reshard_sharded_tensors_into(group, &wanted, |index, values| {
+        if let (true, Some(((fqn, name), _))) = (outcome.is_ok(), own.get_index(index)) {
+            outcome = building.put(fqn, name, &values);
         }
-    }
-    for (key, value) in described.user_state {
-        states.insert(key, value.into_value()?);
-    }
-    let mut state = StateDict::new();
-    state.insert("state", states);
-    if let Some(groups) = groups {
-        state.insert("param_groups", StateValue::List(groups));
-    }
-    Ok(Loaded { state, of_empty })
-}
-
-/// The local state of one of the optimizer's parameters.
-fn local_entries(
-    local: &LocalParam,
-    plan: &Plan,
-    value: &dyn Fn(&str, &str) -> Option<ShardedTensor>,
-) -> Result<StateDict> {
-    let missing = |fqn: &str, name: &str| {
-        NnError::from(OptimStateError::MissingEntry { fqn: fqn.to_owned(), name: name.to_owned() })
-    };
-    let fqns = local.fqns();
-    let mut entries = StateDict::new();
-    for (name, planned) in plan {
-        let entry = match planned {
-            Planned::Scalar(value) => value.scalar()?.ok_or_else(|| missing(&local.name(), name))?,
-            Planned::Whole => {
-                let mut whole: Option<Tensor> = None;
-                for fqn in &fqns {
-                    let tensor = value(fqn, name).ok_or_else(|| missing(fqn, name))?.to_whole()?;
-                    if let Some(first) = &whole
-                        && !same_elements(first, &tensor)?
-                    {
-                        return Err(OptimStateError::DifferingScalars {
-                            name: name.clone(),
-                            values: vec!["tensors with other elements".to_owned()],
-                            dtypes: vec![tensor.dtype().as_str().to_owned()],
-                            fqns,
-                        }
-                        .into());
-                    }
-                    whole = Some(tensor);
-                }
-                let whole = whole.ok_or_else(|| missing(&local.name(), name))?;
-                whole.force_contiguous()?.detach().into()
-            }
-            Planned::Piece { dtype, present } => {
-                let flat = zeros(&[local.numel], *dtype)?;
-                for ((fqn, param), _) in fqns.iter().zip(local.params()).zip(present).filter(|(_, present)| **present) {
-                    let values = value(fqn, name).ok_or_else(|| missing(fqn, name))?;
-                    write_boxes(&values, &local.sharded_piece(&flat, param)?)?;
-                }
-                flat.reshape(local.dims())?.into()
-            }
-        };
-        entries.insert(name.as_str(), entry);
-    }
-    Ok(entries)
-}
-
-fn same_elements(a: &Tensor, b: &Tensor) -> Result<bool> {
-    use fsdp_flat::storage::with_bytes;
-    let (a, b) = (a.force_contiguous()?, b.force_contiguous()?);
-    Ok(with_bytes(&a, <[u8]>::to_vec)? == with_bytes(&b, <[u8]>::to_vec)?)
+        Ok(())
+    })?;
+    Ok(outcome)
 }
 
 /// The state of one FlatParameter on this rank from the states of its parameters (`{name: {entry: value}}`): torch's
@@ -389,6 +397,33 @@ fn same_elements(a: &Tensor, b: &Tensor) -> Result<bool> {
 /// # Errors
 /// [`OptimStateError`]: differing names, types, dtypes, scalars; shapes other than the parameters'; missing entries.
 /// [`NnError::NotAFlatParameter`]; boxes that are not covered.
+///
+/// ```
+/// # use candle_core::{DType, Device, Tensor};
+/// # use candle_nn::Module;
+/// # use fsdp_nn::algorithm::{AdamOptions, Algorithm};
+/// use fsdp_nn::fsdp_state::{flatten_optim_state, full_optim_state_dict};
+/// # use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer};
+/// fsdp_comm::run_local(2, |group| {
+/// #   let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig { use_orig_params: false, ..FsdpConfig::default() }, |scope| {
+/// #       candle_nn::linear(3, 2, scope.vb())
+/// #   })?;
+/// #   let mut optimizer = Optimizer::new(model.parameters(), Algorithm::Adam(AdamOptions::default()))?;
+/// #   let x = Tensor::ones((1, 3), DType::F32, &Device::Cpu)?;
+/// #   let loss = model.forward(|layer| layer.forward(&x)?.sqr()?.mean_all())?;
+/// #   model.backward(&loss)?;
+/// #   optimizer.step()?;
+///     // A linear layer 3 -> 2 on two ranks, after one step of Adam.
+///     let parameters = model.parameters();
+///     let full = full_optim_state_dict(parameters, &optimizer, None, false)?;
+///     let state = flatten_optim_state(&optimizer, &["weight", "bias"], full.dict("state").unwrap())?;
+///     assert_eq!(state.get("exp_avg").unwrap().as_tensor().unwrap().dims(), [4]);
+///     Ok::<(), fsdp_nn::NnError>(())
+/// })?
+/// .into_iter()
+/// .collect::<Result<Vec<()>, _>>()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub fn flatten_optim_state(optimizer: &Optimizer, fqns: &[impl AsRef<str>], state: &StateDict) -> Result<StateDict> {
     let fqns: Vec<&str> = fqns.iter().map(AsRef::as_ref).collect();
     let local = optimizer.locals().iter().find(|local| local.fqns() == fqns);
@@ -405,11 +440,12 @@ fn flatten_local(optimizer: &Optimizer, local: &LocalParam, state: &StateDict) -
         }
     }
     let Some(plan) = plan(optimizer, local, &processed)? else { return Ok(StateDict::new()) };
-    let value = |fqn: &str, name: &str| match processed.get(fqn)?.get(name)? {
-        ProcessedValue::PosDim { dtype, shape } => as_sharded(state.dict(fqn)?.get(name), *dtype, shape).ok(),
-        _ => None,
-    };
-    local_entries(local, &plan, &value)
+    let mut built = StateDict::new();
+    for (fqn, name, dtype, shape) in tensors(&processed) {
+        let value = state.dict(fqn).and_then(|entries| entries.get(name));
+        put(local, &plan, &mut built, (fqn, name), &as_sharded(value, dtype, shape)?)?;
+    }
+    finish(local, &plan, built)
 }
 
 /// The state of one of the model's parameters on this rank from its whole state (`{entry: value}`): torch's
@@ -420,6 +456,36 @@ fn flatten_local(optimizer: &Optimizer, local: &LocalParam, state: &StateDict) -
 /// # Errors
 /// [`OptimStateError`]: tensors of another shape or dtype than the parameter (torch cuts them in silence), entries that
 /// the optimizer needs and that are missing. [`NnError::UnknownParameter`] for one that the optimizer does not hold.
+///
+/// ```
+/// # use candle_core::{DType, Device, Tensor};
+/// # use candle_nn::Module;
+/// # use fsdp_nn::algorithm::{AdamOptions, Algorithm};
+/// use fsdp_nn::fsdp_state::{full_optim_state_dict, shard_orig_param_state};
+/// # use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer};
+/// fsdp_comm::run_local(2, |group| {
+/// #   let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
+/// #       candle_nn::linear(3, 2, scope.vb())
+/// #   })?;
+/// #   let mut optimizer = Optimizer::new(model.parameters(), Algorithm::Adam(AdamOptions::default()))?;
+/// #   let x = Tensor::ones((1, 3), DType::F32, &Device::Cpu)?;
+/// #   let loss = model.forward(|layer| layer.forward(&x)?.sqr()?.mean_all())?;
+/// #   model.backward(&loss)?;
+/// #   optimizer.step()?;
+///     // A linear layer 3 -> 2 on two ranks, after one step of Adam.
+///     let parameters = model.parameters();
+///     let full = full_optim_state_dict(parameters, &optimizer, None, false)?;
+///     let weight = full.dict("state").unwrap().dict("weight").unwrap();
+///     let state = shard_orig_param_state(&optimizer, "weight", weight)?;
+///     // With alignment the FlatParameter has 6 + 2 + 2 elements, of which rank 0 has the first five.
+///     let on_this_rank = [5, 1][group.rank()];
+///     assert_eq!(state.get("exp_avg").unwrap().as_tensor().unwrap().dims(), [on_this_rank]);
+///     Ok::<(), fsdp_nn::NnError>(())
+/// })?
+/// .into_iter()
+/// .collect::<Result<Vec<()>, _>>()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub fn shard_orig_param_state(optimizer: &Optimizer, fqn: &str, state: &StateDict) -> Result<StateDict> {
     let fqn = optimizer.parameters().canonical_fqn(fqn);
     let local = optimizer.local_index(fqn).and_then(|local| optimizer.locals().get(local));

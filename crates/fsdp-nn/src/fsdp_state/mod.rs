@@ -7,6 +7,7 @@
 //! | `keys` | [`map_param_key_to_optim_keys`]: which parameters the ranks' optimizers have state for |
 //! | `save` | [`optim_state_dict`]: local optimizer state to state by the model's names |
 //! | `load` | [`optim_state_dict_to_load`] and what it is made of: state by names to local state |
+//! | `build` | local state as it grows, value by value |
 //! | `plan` | what a FlatParameter or a parameter makes of its saved state, or why it cannot |
 //! | `rekey` | [`rekey_optim_state_dict`]: names and ids |
 //! | `named` | [`full_optim_state_dict`] and the other functions of one layout each |
@@ -23,6 +24,7 @@
 //! they are given they do not change, and tensors in what they return own their memory.
 
 mod agree;
+mod build;
 mod error;
 mod gather;
 mod keys;

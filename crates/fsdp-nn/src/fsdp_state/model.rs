@@ -24,13 +24,42 @@ use crate::{NnError, Result};
 ///
 /// - **Full**: every parameter whole, in its own dtype, under each of its names, and persistent buffers. With
 ///   `rank0_only` rank 0 gets all of it and the others an empty dict; these need no memory beyond their shards.
-///   Collectives, for each unit that is sharded: one all-gather, or one gather.
+///   Collectives, for each unit that is sharded: one all-gather, or one gather; then one agreement.
 /// - **Sharded**: the same names; each parameter as the boxes that this rank owns, maybe none. No communication.
 /// - **Local**: for each unit `<unit>._flat_param`, a one-dimensional [`ShardedTensor`] of the FlatParameter without the
 ///   padding at its end, and persistent buffers. No communication.
 ///
 /// # Errors
-/// With `Local`, [`NnError::MeshWithLocal`] and [`NnError::LocalWithoutSharding`].
+/// With `Full` any rank's, on every rank. With `Local`, [`NnError::MeshWithLocal`] and
+/// [`NnError::LocalWithoutSharding`].
+///
+/// ```
+/// # use candle_core::{DType, Device, Tensor};
+/// # use candle_nn::Module;
+/// # use fsdp_nn::algorithm::{AdamOptions, Algorithm};
+/// use fsdp_nn::fsdp_state::{StateDictSettings, StateDictType, state_dict};
+/// # use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer};
+/// fsdp_comm::run_local(2, |group| {
+/// #   let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
+/// #       candle_nn::linear(3, 2, scope.vb())
+/// #   })?;
+/// #   let mut optimizer = Optimizer::new(model.parameters(), Algorithm::Adam(AdamOptions::default()))?;
+/// #   let x = Tensor::ones((1, 3), DType::F32, &Device::Cpu)?;
+/// #   let loss = model.forward(|layer| layer.forward(&x)?.sqr()?.mean_all())?;
+/// #   model.backward(&loss)?;
+/// #   optimizer.step()?;
+///     // A linear layer 3 -> 2 on two ranks, after one step of Adam.
+///     let parameters = model.parameters();
+///     let full = state_dict(parameters)?;
+///     assert_eq!(full.get("weight").unwrap().as_tensor().unwrap().dims(), [2, 3]);
+///     let local = parameters.state_dict_type(StateDictSettings::of(StateDictType::Local), || state_dict(parameters))?;
+///     assert_eq!(local.keys().collect::<Vec<_>>(), ["_flat_param"]);
+///     Ok::<(), fsdp_nn::NnError>(())
+/// })?
+/// .into_iter()
+/// .collect::<Result<Vec<()>, _>>()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub fn state_dict(parameters: &ShardedParameters) -> Result<StateDict> {
     let mut values: IndexMap<String, StateValue> = IndexMap::new();
     state_dict_into(parameters, |name, value| {
@@ -57,6 +86,37 @@ pub fn state_dict(parameters: &ShardedParameters) -> Result<StateDict> {
 ///
 /// # Errors
 /// As [`state_dict`], and those of `sink`: on every rank, once all values have passed.
+///
+/// ```
+/// # use candle_core::{DType, Device, Tensor};
+/// # use candle_nn::Module;
+/// # use fsdp_nn::algorithm::{AdamOptions, Algorithm};
+/// use fsdp_nn::fsdp_state::state_dict_into;
+/// # use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer};
+/// fsdp_comm::run_local(2, |group| {
+/// #   let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
+/// #       candle_nn::linear(3, 2, scope.vb())
+/// #   })?;
+/// #   let mut optimizer = Optimizer::new(model.parameters(), Algorithm::Adam(AdamOptions::default()))?;
+/// #   let x = Tensor::ones((1, 3), DType::F32, &Device::Cpu)?;
+/// #   let loss = model.forward(|layer| layer.forward(&x)?.sqr()?.mean_all())?;
+/// #   model.backward(&loss)?;
+/// #   optimizer.step()?;
+///     // A linear layer 3 -> 2 on two ranks, after one step of Adam.
+///     let parameters = model.parameters();
+///     let mut elements = 0;
+///     state_dict_into(parameters, |_name, value| {
+///         // Written to a file, say, and forgotten.
+///         elements += value.as_tensor().map_or(0, |tensor| tensor.elem_count());
+///         Ok(())
+///     })?;
+///     assert_eq!(elements, 2 * 3 + 2);
+///     Ok::<(), fsdp_nn::NnError>(())
+/// })?
+/// .into_iter()
+/// .collect::<Result<Vec<()>, _>>()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub fn state_dict_into(
     parameters: &ShardedParameters,
     mut sink: impl FnMut(&str, StateValue) -> Result<()>,
@@ -178,13 +238,44 @@ fn local_views(parameters: &ShardedParameters) -> Result<StateDict> {
 /// - **Local**: flat parameters in any boxes, saved with the same units and mode by any number of ranks.
 ///
 /// The report is the same on every rank. Unless `strict`, names that are missing keep their values and unexpected ones
-/// are left out.
+/// are left out. Of whole tensors, buffers among them, each rank takes its own values; that they are the same on all
+/// ranks is not checked.
 ///
 /// Collectives: see [`distribute_state_dict`], [`broadcast_state_dict`] and [`reshard_state_dict`].
 ///
 /// # Errors
 /// The same on every rank, and nothing is changed: [`StateError::Incompatible`] for other shapes or dtypes and, if
 /// `strict`, for names that only one side has; ranks that bring different dicts; elements that no rank has.
+///
+/// ```
+/// # use candle_core::{DType, Device, Tensor};
+/// # use candle_nn::Module;
+/// # use fsdp_nn::algorithm::{AdamOptions, Algorithm};
+/// use fsdp_nn::fsdp_state::{load_state_dict, state_dict};
+/// # use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer};
+/// fsdp_comm::run_local(2, |group| {
+/// #   let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
+/// #       candle_nn::linear(3, 2, scope.vb())
+/// #   })?;
+/// #   let mut optimizer = Optimizer::new(model.parameters(), Algorithm::Adam(AdamOptions::default()))?;
+/// #   let x = Tensor::ones((1, 3), DType::F32, &Device::Cpu)?;
+/// #   let loss = model.forward(|layer| layer.forward(&x)?.sqr()?.mean_all())?;
+/// #   model.backward(&loss)?;
+/// #   optimizer.step()?;
+///     // A linear layer 3 -> 2 on two ranks, after one step of Adam.
+///     let parameters = model.parameters();
+///     let saved = state_dict(parameters)?;
+///     optimizer.step()?;
+///     let report = load_state_dict(parameters, &saved, true)?;
+///     assert!(report.is_clean());
+///     let error = load_state_dict(parameters, &saved.iter().take(1).map(|(k, v)| (k.clone(), v.clone())).collect(), true);
+///     assert!(error.unwrap_err().to_string().contains("missing [bias]"));
+///     Ok::<(), fsdp_nn::NnError>(())
+/// })?
+/// .into_iter()
+/// .collect::<Result<Vec<()>, _>>()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub fn load_state_dict(parameters: &ShardedParameters, state: &StateDict, strict: bool) -> Result<LoadReport> {
     let settings = parameters.get_state_dict_type();
     let group = parameters.group();

@@ -16,6 +16,36 @@ use crate::parameters::ShardedParameters;
 ///
 /// # Errors
 /// As [`optim_state_dict`](super::optim_state_dict).
+///
+/// ```
+/// # use candle_core::{DType, Device, Tensor};
+/// # use candle_nn::Module;
+/// # use fsdp_nn::algorithm::{AdamOptions, Algorithm};
+/// use fsdp_nn::fsdp_state::full_optim_state_dict;
+/// # use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer};
+/// fsdp_comm::run_local(2, |group| {
+/// #   let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
+/// #       candle_nn::linear(3, 2, scope.vb())
+/// #   })?;
+/// #   let mut optimizer = Optimizer::new(model.parameters(), Algorithm::Adam(AdamOptions::default()))?;
+/// #   let x = Tensor::ones((1, 3), DType::F32, &Device::Cpu)?;
+/// #   let loss = model.forward(|layer| layer.forward(&x)?.sqr()?.mean_all())?;
+/// #   model.backward(&loss)?;
+/// #   optimizer.step()?;
+///     // A linear layer 3 -> 2 on two ranks, after one step of Adam.
+///     let parameters = model.parameters();
+///     let full = full_optim_state_dict(parameters, &optimizer, None, true)?;
+///     assert_eq!(full.is_empty(), group.rank() != 0);
+///     if let Some(states) = full.dict("state") {
+///         let moment = states.dict("weight").unwrap().get("exp_avg").unwrap().as_tensor().unwrap();
+///         assert_eq!(moment.dims(), [2, 3]);
+///     }
+///     Ok::<(), fsdp_nn::NnError>(())
+/// })?
+/// .into_iter()
+/// .collect::<Result<Vec<()>, _>>()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub fn full_optim_state_dict(
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
@@ -31,6 +61,33 @@ pub fn full_optim_state_dict(
 ///
 /// # Errors
 /// As [`optim_state_dict`](super::optim_state_dict).
+///
+/// ```
+/// # use candle_core::{DType, Device, Tensor};
+/// # use candle_nn::Module;
+/// # use fsdp_nn::algorithm::{AdamOptions, Algorithm};
+/// use fsdp_nn::fsdp_state::sharded_optim_state_dict;
+/// # use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer};
+/// fsdp_comm::run_local(2, |group| {
+/// #   let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
+/// #       candle_nn::linear(3, 2, scope.vb())
+/// #   })?;
+/// #   let mut optimizer = Optimizer::new(model.parameters(), Algorithm::Adam(AdamOptions::default()))?;
+/// #   let x = Tensor::ones((1, 3), DType::F32, &Device::Cpu)?;
+/// #   let loss = model.forward(|layer| layer.forward(&x)?.sqr()?.mean_all())?;
+/// #   model.backward(&loss)?;
+/// #   optimizer.step()?;
+///     // A linear layer 3 -> 2 on two ranks, after one step of Adam.
+///     let parameters = model.parameters();
+///     let sharded = sharded_optim_state_dict(parameters, &optimizer, None)?;
+///     let moment = sharded.dict("state").unwrap().dict("weight").unwrap().get("exp_avg").unwrap().as_sharded().unwrap();
+///     assert_eq!((moment.shape(), moment.boxes()), (&[2, 3][..], parameters.boxes("weight")?));
+///     Ok::<(), fsdp_nn::NnError>(())
+/// })?
+/// .into_iter()
+/// .collect::<Result<Vec<()>, _>>()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub fn sharded_optim_state_dict(
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
@@ -45,6 +102,33 @@ pub fn sharded_optim_state_dict(
 ///
 /// # Errors
 /// As [`optim_state_dict_to_load`](super::optim_state_dict_to_load).
+///
+/// ```
+/// # use candle_core::{DType, Device, Tensor};
+/// # use candle_nn::Module;
+/// # use fsdp_nn::algorithm::{AdamOptions, Algorithm};
+/// use fsdp_nn::fsdp_state::{full_optim_state_dict, shard_full_optim_state_dict};
+/// # use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer};
+/// fsdp_comm::run_local(2, |group| {
+/// #   let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
+/// #       candle_nn::linear(3, 2, scope.vb())
+/// #   })?;
+/// #   let mut optimizer = Optimizer::new(model.parameters(), Algorithm::Adam(AdamOptions::default()))?;
+/// #   let x = Tensor::ones((1, 3), DType::F32, &Device::Cpu)?;
+/// #   let loss = model.forward(|layer| layer.forward(&x)?.sqr()?.mean_all())?;
+/// #   model.backward(&loss)?;
+/// #   optimizer.step()?;
+///     // A linear layer 3 -> 2 on two ranks, after one step of Adam.
+///     let parameters = model.parameters();
+///     let full = full_optim_state_dict(parameters, &optimizer, None, false)?;
+///     let local = shard_full_optim_state_dict(&full, parameters, &optimizer)?;
+///     optimizer.load_state_dict(&local)?;
+///     Ok::<(), fsdp_nn::NnError>(())
+/// })?
+/// .into_iter()
+/// .collect::<Result<Vec<()>, _>>()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub fn shard_full_optim_state_dict(
     full: &StateDict,
     parameters: &ShardedParameters,
@@ -58,6 +142,35 @@ pub fn shard_full_optim_state_dict(
 ///
 /// # Errors
 /// As [`optim_state_dict_to_load`](super::optim_state_dict_to_load); no state dict on rank 0.
+///
+/// ```
+/// # use candle_core::{DType, Device, Tensor};
+/// # use candle_nn::Module;
+/// # use fsdp_nn::algorithm::{AdamOptions, Algorithm};
+/// use fsdp_nn::fsdp_state::{full_optim_state_dict, scatter_full_optim_state_dict};
+/// # use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer};
+/// fsdp_comm::run_local(2, |group| {
+/// #   let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
+/// #       candle_nn::linear(3, 2, scope.vb())
+/// #   })?;
+/// #   let mut optimizer = Optimizer::new(model.parameters(), Algorithm::Adam(AdamOptions::default()))?;
+/// #   let x = Tensor::ones((1, 3), DType::F32, &Device::Cpu)?;
+/// #   let loss = model.forward(|layer| layer.forward(&x)?.sqr()?.mean_all())?;
+/// #   model.backward(&loss)?;
+/// #   optimizer.step()?;
+///     // A linear layer 3 -> 2 on two ranks, after one step of Adam.
+///     let parameters = model.parameters();
+///     let full = full_optim_state_dict(parameters, &optimizer, None, true)?;
+///     // From a file that only rank 0 reads, say.
+///     let full = (group.rank() == 0).then_some(&full);
+///     let local = scatter_full_optim_state_dict(full, parameters, &optimizer)?;
+///     optimizer.load_state_dict(&local)?;
+///     Ok::<(), fsdp_nn::NnError>(())
+/// })?
+/// .into_iter()
+/// .collect::<Result<Vec<()>, _>>()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub fn scatter_full_optim_state_dict(
     full: Option<&StateDict>,
     parameters: &ShardedParameters,
@@ -71,6 +184,33 @@ pub fn scatter_full_optim_state_dict(
 ///
 /// # Errors
 /// As [`optim_state_dict_to_load`](super::optim_state_dict_to_load).
+///
+/// ```
+/// # use candle_core::{DType, Device, Tensor};
+/// # use candle_nn::Module;
+/// # use fsdp_nn::algorithm::{AdamOptions, Algorithm};
+/// use fsdp_nn::fsdp_state::{flatten_sharded_optim_state_dict, sharded_optim_state_dict};
+/// # use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer};
+/// fsdp_comm::run_local(2, |group| {
+/// #   let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
+/// #       candle_nn::linear(3, 2, scope.vb())
+/// #   })?;
+/// #   let mut optimizer = Optimizer::new(model.parameters(), Algorithm::Adam(AdamOptions::default()))?;
+/// #   let x = Tensor::ones((1, 3), DType::F32, &Device::Cpu)?;
+/// #   let loss = model.forward(|layer| layer.forward(&x)?.sqr()?.mean_all())?;
+/// #   model.backward(&loss)?;
+/// #   optimizer.step()?;
+///     // A linear layer 3 -> 2 on two ranks, after one step of Adam.
+///     let parameters = model.parameters();
+///     let sharded = sharded_optim_state_dict(parameters, &optimizer, None)?;
+///     let local = flatten_sharded_optim_state_dict(&sharded, parameters, &optimizer)?;
+///     optimizer.load_state_dict(&local)?;
+///     Ok::<(), fsdp_nn::NnError>(())
+/// })?
+/// .into_iter()
+/// .collect::<Result<Vec<()>, _>>()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub fn flatten_sharded_optim_state_dict(
     sharded: &StateDict,
     parameters: &ShardedParameters,
@@ -86,5 +226,5 @@ fn by_ids(
     optimizer: &Optimizer,
 ) -> Result<StateDict> {
     let source = Source { state, rank0_only, allow_missing_state: false };
-    Ok(to_local(parameters, optimizer, source, OptimStateKeyType::ParamId)?.state)
+    to_local(parameters, optimizer, source, OptimStateKeyType::ParamId)
 }

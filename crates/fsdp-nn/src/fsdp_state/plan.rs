@@ -16,8 +16,8 @@ use crate::optimizer::{LocalParam, Optimizer};
 /// One state entry of a local parameter that is being loaded.
 #[derive(Debug, Clone)]
 pub(crate) enum Planned {
-    /// A piece of tensors shaped like the parameters, of those parameters that say true; zeros for the others.
-    Piece { dtype: CandleDType, present: Vec<bool> },
+    /// A piece of tensors shaped like the parameters; zeros for those parameters that have none.
+    Piece(CandleDType),
     /// A tensor of another shape, whole on every rank.
     Whole,
     /// A small value.
@@ -26,6 +26,9 @@ pub(crate) enum Planned {
 
 /// The entries of a local parameter by name.
 pub(crate) type Plan = IndexMap<String, Planned>;
+
+/// What goes into each of the optimizer's parameters, by position.
+pub(crate) type Plans = Vec<Option<Plan>>;
 
 /// The plan of a local parameter; `None` if nothing was saved for it.
 pub(crate) fn plan(optimizer: &Optimizer, local: &LocalParam, saved: &ProcessedState) -> Result<Option<Plan>> {
@@ -155,7 +158,7 @@ fn tensors(
         }
         .into());
     }
-    Ok(Planned::Piece { dtype: dtype::to_candle(found)?, present: values.iter().map(Option::is_some).collect() })
+    Ok(Planned::Piece(dtype::to_candle(found)?))
 }
 
 /// Refuses state of some of a unit's trained parameters without that of others.

@@ -153,6 +153,34 @@ pub(crate) fn is_like_parameter(optimizer: &Optimizer, fqn: &str, name: &str) ->
 ///
 /// # Errors
 /// The same on every rank: no state dict on rank 0, or one that is malformed.
+///
+/// ```
+/// # use candle_core::{DType, Device, Tensor};
+/// # use candle_nn::Module;
+/// # use fsdp_nn::algorithm::{AdamOptions, Algorithm};
+/// use fsdp_nn::fsdp_state::{ProcessedValue, broadcast_processed_state, full_optim_state_dict};
+/// # use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer};
+/// fsdp_comm::run_local(2, |group| {
+/// #   let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
+/// #       candle_nn::linear(3, 2, scope.vb())
+/// #   })?;
+/// #   let mut optimizer = Optimizer::new(model.parameters(), Algorithm::Adam(AdamOptions::default()))?;
+/// #   let x = Tensor::ones((1, 3), DType::F32, &Device::Cpu)?;
+/// #   let loss = model.forward(|layer| layer.forward(&x)?.sqr()?.mean_all())?;
+/// #   model.backward(&loss)?;
+/// #   optimizer.step()?;
+///     // A linear layer 3 -> 2 on two ranks, after one step of Adam.
+///     let parameters = model.parameters();
+///     let full = full_optim_state_dict(parameters, &optimizer, None, true)?;
+///     let told = broadcast_processed_state(&optimizer, Some(&full))?;
+///     assert!(matches!(&told["weight"]["exp_avg"], ProcessedValue::PosDim { shape, .. } if *shape == [2, 3]));
+///     assert!(matches!(&told["weight"]["step"], ProcessedValue::ZeroDim(_)));
+///     Ok::<(), fsdp_nn::NnError>(())
+/// })?
+/// .into_iter()
+/// .collect::<Result<Vec<()>, _>>()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub fn broadcast_processed_state(optimizer: &Optimizer, state: Option<&StateDict>) -> Result<ProcessedState> {
     let group = optimizer.parameters().group();
     let processed = match state.filter(|_| group.rank() == 0) {

@@ -75,8 +75,10 @@ impl SaveOptions {
 ///     assert!(state.dict("state").unwrap().is_empty()); // not stepped yet
 ///     assert!(state.contains_key("param_groups"));
 ///     Ok::<(), fsdp_nn::NnError>(())
-/// })?;
-/// # Ok::<(), fsdp_comm::CommError>(())
+/// })?
+/// .into_iter()
+/// .collect::<Result<Vec<()>, _>>()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn optim_state_dict(
     parameters: &ShardedParameters,
@@ -124,6 +126,37 @@ pub(crate) fn save(
 ///
 /// # Errors
 /// As [`optim_state_dict`], and those of `sink`: on every rank, once all values have passed.
+///
+/// ```
+/// # use candle_core::{DType, Device, Tensor};
+/// # use candle_nn::Module;
+/// # use fsdp_nn::algorithm::{AdamOptions, Algorithm};
+/// use fsdp_nn::fsdp_state::optim_state_dict_into;
+/// # use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer};
+/// fsdp_comm::run_local(2, |group| {
+/// #   let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
+/// #       candle_nn::linear(3, 2, scope.vb())
+/// #   })?;
+/// #   let mut optimizer = Optimizer::new(model.parameters(), Algorithm::Adam(AdamOptions::default()))?;
+/// #   let x = Tensor::ones((1, 3), DType::F32, &Device::Cpu)?;
+/// #   let loss = model.forward(|layer| layer.forward(&x)?.sqr()?.mean_all())?;
+/// #   model.backward(&loss)?;
+/// #   optimizer.step()?;
+///     // A linear layer 3 -> 2 on two ranks, after one step of Adam.
+///     let parameters = model.parameters();
+///     let mut names = Vec::new();
+///     let rest = optim_state_dict_into(parameters, &optimizer, None, |fqn, name, _value| {
+///         names.push(format!("{fqn}.{name}"));
+///         Ok(())
+///     })?;
+///     assert_eq!(names.len(), 2 * 3);
+///     assert!(rest.dict("state").unwrap().is_empty() && rest.contains_key("param_groups"));
+///     Ok::<(), fsdp_nn::NnError>(())
+/// })?
+/// .into_iter()
+/// .collect::<Result<Vec<()>, _>>()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub fn optim_state_dict_into(
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
@@ -160,7 +193,7 @@ fn save_into(
         let brought = bring(optimizer, &local)?;
         Ok((local, brought))
     });
-    let hash = xxhash_rust::xxh3::xxh3_64(format!("{options:?}").as_bytes());
+    let hash = twox_hash::XxHash3_64::oneshot(format!("{options:?}").as_bytes());
     let (local, brought) = agree_on(group, OPERATION, hash, brought)?;
     let all = group.all_gather_object(&brought)?;
     let resolved = resolve(optimizer, &all)?;
@@ -401,6 +434,35 @@ fn entries<'a>(resolved: &'a [&Resolved], name: &'a str) -> impl Iterator<Item =
 ///
 /// # Errors
 /// As [`optim_state_dict`]; [`NnError::NotAFlatParameter`], as every rank's error.
+///
+/// ```
+/// # use candle_core::{DType, Device, Tensor};
+/// # use candle_nn::Module;
+/// # use fsdp_nn::algorithm::{AdamOptions, Algorithm};
+/// use fsdp_nn::fsdp_state::unflatten_optim_state;
+/// # use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer};
+/// fsdp_comm::run_local(2, |group| {
+/// #   let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig { use_orig_params: false, ..FsdpConfig::default() }, |scope| {
+/// #       candle_nn::linear(3, 2, scope.vb())
+/// #   })?;
+/// #   let mut optimizer = Optimizer::new(model.parameters(), Algorithm::Adam(AdamOptions::default()))?;
+/// #   let x = Tensor::ones((1, 3), DType::F32, &Device::Cpu)?;
+/// #   let loss = model.forward(|layer| layer.forward(&x)?.sqr()?.mean_all())?;
+/// #   model.backward(&loss)?;
+/// #   optimizer.step()?;
+///     // A linear layer 3 -> 2 on two ranks, after one step of Adam.
+///     let parameters = model.parameters();
+///     let local = optimizer.named_state_dict()?;
+///     let flat = local.dict("state").unwrap().dict("_flat_param").unwrap();
+///     let [weight, bias] = &unflatten_optim_state(parameters, &optimizer, &["weight", "bias"], flat)?[..] else { panic!() };
+///     assert_eq!(weight.get("exp_avg").unwrap().as_tensor().unwrap().dims(), [2, 3]);
+///     assert_eq!(bias.get("exp_avg").unwrap().as_tensor().unwrap().dims(), [2]);
+///     Ok::<(), fsdp_nn::NnError>(())
+/// })?
+/// .into_iter()
+/// .collect::<Result<Vec<()>, _>>()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub fn unflatten_optim_state(
     parameters: &ShardedParameters,
     optimizer: &Optimizer,

@@ -284,8 +284,10 @@ impl ShardedParameters {
     ///     assert!(sharded.get("weight").unwrap().as_sharded().is_some());
     ///     assert_eq!(parameters.get_state_dict_type(), StateDictSettings::default());
     ///     Ok::<(), fsdp_nn::NnError>(())
-    /// })?;
-    /// # Ok::<(), fsdp_comm::CommError>(())
+    /// })?
+    /// .into_iter()
+    /// .collect::<Result<Vec<()>, _>>()?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn state_dict_type<T>(&self, settings: StateDictSettings, f: impl FnOnce() -> T) -> T {
         struct Restore<'a>(&'a CurrentSettings, StateDictSettings);

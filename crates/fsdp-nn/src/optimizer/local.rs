@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use candle_core::Tensor;
-use fsdp_flat::storage::{with_slice_mut, zeros};
+use fsdp_flat::storage::{to_device, with_slice_mut, zeros};
 use fsdp_flat::{ShardedTensor, with_float};
 use fsdp_layout::PlainValue;
 use fsdp_state::StateValue;
@@ -157,6 +157,7 @@ pub(crate) fn initial_state(algorithm: &Algorithm, local: &LocalParam) -> Result
                         })?;
                     }, else ());
                 }
+                let flat = to_device(&flat, local.handle.device())?;
                 state.entries.insert(entry.name.to_owned(), LocalState::Piece(flat));
             }
         }

@@ -1,6 +1,7 @@
 //! Optimizers over the parameters of a sharded model: each rank steps on its own shard, in place.
 
 mod local;
+mod on_device;
 mod staged;
 mod state_dict;
 mod step;
@@ -19,9 +20,10 @@ use crate::{NnError, Result};
 
 pub(crate) use local::{LocalParam, LocalState, ParamState, Segment, initial_state};
 pub use staged::StagedState;
+pub(crate) use state_dict::EMPTY_PIECES;
 use step::step_local;
 
-/// Which parameters share hyperparameters.
+/// Which parameters share hyperparameters: one of torch's `param_groups`.
 #[derive(Debug, Clone)]
 pub struct ParamGroup {
     /// The update rule and its hyperparameters.
@@ -56,6 +58,35 @@ pub type GroupUpdate = (Algorithm, Vec<(String, PlainValue)>);
 /// State is sharded as the parameters are, exists from a parameter's first step on (torch's rule), and is
 /// described before that by the algorithm's schema, so that reading or loading it never takes a fake step.
 /// No method communicates.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::Module;
+/// use fsdp_nn::algorithm::{AdamOptions, Algorithm};
+/// use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer, ParamGroup};
+/// fsdp_comm::run_local(2, |group| {
+///     let model = FullyShardedDataParallel::new(group, FsdpConfig::default(), |scope| {
+///         candle_nn::linear(3, 2, scope.vb())
+///     })?;
+///     let adam = |weight_decay| Algorithm::Adam(AdamOptions { weight_decay, ..AdamOptions::default() });
+///     let groups = vec![ParamGroup::new(adam(0.1), ["weight"]), ParamGroup::new(adam(0.0), ["bias"])];
+///     let mut optimizer = Optimizer::with_groups(model.parameters(), groups)?;
+///     let x = Tensor::ones((1, 3), DType::F32, &Device::Cpu)?;
+///     let loss = model.forward(|layer| layer.forward(&x)?.sqr()?.mean_all())?;
+///     model.backward(&loss)?;
+///     optimizer.step()?;
+///     // This rank's state, as torch's `Optimizer.state_dict` has it, goes into an optimizer like this one.
+///     let state = optimizer.state_dict()?;
+///     let groups = vec![ParamGroup::new(adam(0.1), ["weight"]), ParamGroup::new(adam(0.0), ["bias"])];
+///     let mut again = Optimizer::with_groups(model.parameters(), groups)?;
+///     again.load_state_dict(&state)?;
+///     assert_eq!(again.state_of("weight")?.unwrap()["step"].as_tensor().unwrap().to_scalar::<f32>()?, 1.0);
+///     Ok::<(), fsdp_nn::NnError>(())
+/// })?
+/// .into_iter()
+/// .collect::<Result<Vec<()>, _>>()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 pub struct Optimizer {
     parameters: Arc<ShardedParameters>,
@@ -176,7 +207,7 @@ impl Optimizer {
         &self.groups
     }
 
-    /// The groups, to change hyperparameters: a learning rate schedule.
+    /// The groups, to change hyperparameters (a learning rate schedule): on every rank alike.
     pub fn groups_mut(&mut self) -> &mut [ParamGroup] {
         &mut self.groups
     }
@@ -196,7 +227,7 @@ impl Optimizer {
         self.local_of.get(self.parameters.canonical_fqn(fqn)).copied()
     }
 
-    /// The group of a parameter.
+    /// The position of the parameter's group; `None` if this optimizer does not hold it.
     #[must_use]
     pub fn group_of(&self, fqn: &str) -> Option<usize> {
         let local = *self.local_of.get(self.parameters.canonical_fqn(fqn))?;
@@ -209,7 +240,8 @@ impl Optimizer {
         self.locals.iter().all(|local| local.state.is_none())
     }
 
-    /// Updates all parameters that have a gradient, in place, each in one pass over its shard. No communication.
+    /// Updates all trained parameters that have a gradient, in place, each in one pass over its shard: torch's
+    /// `Optimizer.step`. Gradients stay. No communication.
     ///
     /// # Errors
     /// candle's; hyperparameters are checked before anything is changed.
@@ -265,7 +297,7 @@ impl Optimizer {
         local.portable(&state, location.param).map(Some)
     }
 
-    /// Names of the state entries shaped like the parameter that the parameter's algorithm keeps, and of scalars.
+    /// The state entries that the parameter's algorithm keeps, in torch's order; none if this optimizer does not hold it.
     #[must_use]
     pub fn state_schema(&self, fqn: &str) -> Vec<StateEntry> {
         match self.group_of(fqn) {
@@ -280,8 +312,8 @@ impl Optimizer {
         StagedState::new(self.locals.len())
     }
 
-    /// Puts state in place of the present one, and hyperparameters into the groups (in their order). Nothing is
-    /// changed on error.
+    /// Puts state in place of the present one, also where there is none, and hyperparameters into the groups (in their
+    /// order). Nothing is changed on error.
     ///
     /// # Errors
     /// The number of groups must stay, and hyperparameters must be in range.

@@ -2,7 +2,8 @@
 
 use candle_core::{DType, Tensor};
 use fsdp_flat::ShardedTensor;
-use fsdp_flat::storage::{with_bytes, zeros};
+use fsdp_flat::storage::{with_bytes, zeros_on};
+use fsdp_layout::{PlainTensor, PlainValue};
 use fsdp_state::{StateDict, StateValue};
 
 use super::{LocalParam, LocalState, Optimizer, ParamState};
@@ -47,6 +48,35 @@ impl StagedState {
         self.states[local].as_ref()?.step
     }
 
+    /// The values of a local parameter that are no pieces and have one element at most: the same on all ranks, if all
+    /// is well.
+    pub(crate) fn scalars_of(&self, local: usize) -> Result<Vec<(String, PlainValue)>> {
+        let Some(state) = &self.states[local] else { return Ok(Vec::new()) };
+        let mut scalars = Vec::new();
+        scalars.extend(state.step.map(|step| ("step".to_owned(), PlainValue::Float(step.into()))));
+        for (name, value) in &state.entries {
+            match value {
+                LocalState::Plain(value) => scalars.push((name.clone(), value.clone())),
+                LocalState::Whole(tensor) if tensor.elem_count() <= 1 => {
+                    let (dtype, shape) = (fsdp_flat::dtype::of(tensor)?, tensor.dims().to_vec());
+                    let data = with_bytes(tensor, <[u8]>::to_vec)?;
+                    scalars.push((name.clone(), PlainValue::Tensor(PlainTensor { dtype, shape, data })));
+                }
+                LocalState::Whole(_) | LocalState::Piece(_) => {}
+            }
+        }
+        Ok(scalars)
+    }
+
+    /// Sets one value of a parameter's state that is kept as it is, and that all parameters of a FlatParameter share,
+    /// also if it happens to be shaped like this one.
+    pub(crate) fn set_whole(&mut self, optimizer: &Optimizer, fqn: &str, name: &str, value: &StateValue) -> Result<()> {
+        let Some(index) = optimizer.local_index(fqn) else {
+            return Err(NnError::UnknownParameter { fqn: fqn.to_owned() });
+        };
+        self.state(index).set_shared(&optimizer.locals[index], name, value)
+    }
+
     /// Sets one value of a parameter's state. Tensors shaped like the parameter are sharded values that cover this
     /// rank's boxes; `step` is a 0-d tensor or a number; anything else is kept as it is.
     /// `value`'s elements are copied.
@@ -82,7 +112,7 @@ impl StagedState {
         }
         let flat = match state.entries.get(name) {
             Some(LocalState::Piece(flat)) => flat.clone(),
-            _ => zeros(&[local.numel], values.dtype())?,
+            _ => zeros_on(&[local.numel], values.dtype(), local.handle.device())?,
         };
         write_boxes(&values, &local.sharded_piece(&flat, location.param)?)?;
         state.entries.insert(name.to_owned(), LocalState::Piece(flat));

@@ -1,5 +1,7 @@
 //! torch's `Optimizer.state_dict` and `load_state_dict`: this rank's state by parameter id. No communication.
 
+use candle_core::Tensor;
+use fsdp_flat::storage::to_device;
 use fsdp_layout::PlainValue;
 use fsdp_state::{StateDict, StateValue};
 
@@ -9,6 +11,11 @@ use crate::Result;
 use crate::algorithm::{Algorithm, Initial, StateKind};
 use crate::fsdp_state::{OptimStateError, OptimStateKeyType, own_state_dict, own_state_value};
 use crate::optim_state::{SavedGroup, read_param_groups};
+
+/// Where a local state dict has the state of parameters that a rank has nothing of, by the keys of `state`.
+///
+/// torch has no such thing: its ranks forget how often these parameters have been stepped.
+pub(crate) const EMPTY_PIECES: &str = "state_of_empty_pieces";
 
 /// What is to be put into an optimizer: complete and checked.
 #[derive(Debug)]
@@ -23,8 +30,9 @@ impl Optimizer {
     ///
     /// A parameter is what this rank steps on. With `use_orig_params` it is the flat piece of one of the model's
     /// parameters, of shape `[elements on this rank]`, or the whole parameter in its own shape where nothing is sharded;
-    /// a piece without elements has an id but no state. Without, it is a rank's whole shard of a FlatParameter, right
-    /// padding (zeros) included. Parameters that have not been stepped have no state. Tensors are copies.
+    /// a piece without elements has an id but no state there: its scalars, which this rank must know to save the same as
+    /// others, are under a key of their own, `state_of_empty_pieces`. Without, it is a rank's whole shard of a
+    /// FlatParameter, right padding (zeros) included. Parameters that have not been stepped have no state. Tensors are copies.
     ///
     /// # Errors
     /// candle's.
@@ -53,10 +61,11 @@ impl Optimizer {
             OptimStateKeyType::ParamId => PlainValue::Int(index as i64),
             OptimStateKeyType::ParamName => PlainValue::Str(self.locals[index].name()),
         };
-        let mut state = StateDict::new();
+        let (mut state, mut of_empty) = (StateDict::new(), StateDict::new());
         for (index, local) in self.locals.iter().enumerate() {
-            if let Some(entries) = local.state.as_ref().filter(|_| !local.is_empty()) {
+            if let Some(entries) = &local.state {
                 let entries: StateDict = local.local_entries(entries)?.into_iter().collect();
+                let state = if local.is_empty() { &mut of_empty } else { &mut state };
                 match key(index) {
                     PlainValue::Str(name) => state.insert(name, entries),
                     _ => state.insert(index.to_string(), entries),
@@ -76,6 +85,9 @@ impl Optimizer {
         let mut dict = StateDict::new();
         dict.insert("state", state);
         dict.insert("param_groups", StateValue::List(groups));
+        if self.locals.iter().any(LocalParam::is_empty) {
+            dict.insert(EMPTY_PIECES, of_empty);
+        }
         Ok(dict)
     }
 
@@ -84,24 +96,19 @@ impl Optimizer {
     /// neither ids nor names is kept, and given out again.
     ///
     /// As in torch, groups and their parameters are matched by position. Parameters that the dict has no state for get
-    /// none. Where this rank has nothing of a parameter, the dict has no state for it either: such a parameter counts
-    /// as having been stepped as often as the others of its group, if those agree.
+    /// none. Where this rank has nothing of a parameter and the dict (one of torch's) has no `state_of_empty_pieces`, the
+    /// parameter counts as having been stepped as often as the others of its group, if those agree.
     ///
     /// # Errors
     /// [`OptimStateError`]: another number of groups or parameters, tensors of another shape or dtype than this rank's
     /// piece, entries that the algorithm needs and that are missing; malformed groups and hyperparameters.
     pub fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
-        let staged = self.stage_state_dict(state, &|_| None)?;
+        let staged = self.stage_state_dict(state)?;
         self.replace_state(staged.state, staged.groups)
     }
 
-    /// What a local state dict would make of this optimizer. `state_of_empty` gives the state of a parameter that this
-    /// rank has nothing of, where it is known.
-    pub(crate) fn stage_state_dict(
-        &self,
-        state: &StateDict,
-        state_of_empty: &dyn Fn(usize) -> Option<StateDict>,
-    ) -> Result<Staged> {
+    /// What a local state dict would make of this optimizer.
+    pub(crate) fn stage_state_dict(&self, state: &StateDict) -> Result<Staged> {
         let missing = |key: &str| OptimStateError::MissingKey { key: key.to_owned() };
         let states = state.dict("state").ok_or_else(|| missing("state"))?;
         if !state.contains_key("param_groups") {
@@ -129,9 +136,16 @@ impl Optimizer {
             };
             self.stage_local(index, entries, &groups, &mut staged)?;
         }
-        for (index, local) in self.locals.iter().enumerate() {
-            if local.is_empty() && !staged.has_state(index) {
-                self.stage_empty(index, state_of_empty(index), &groups, &mut staged)?;
+        let of_empty = state.dict(EMPTY_PIECES);
+        for (index, local) in self.locals.iter().enumerate().filter(|(_, local)| local.is_empty()) {
+            match of_empty {
+                Some(of_empty) => {
+                    if let Some(entries) = of_empty.dict(&keys[index]) {
+                        self.stage_local(index, entries, &groups, &mut staged)?;
+                    }
+                }
+                None if staged.has_state(index) => {}
+                None => self.deduce_empty(index, local, &groups, &mut staged)?,
             }
         }
         Ok(Staged { state: staged, groups })
@@ -179,7 +193,7 @@ impl Optimizer {
                 },
                 (Some(StateKind::LikeParameter), StateValue::Tensor(tensor)) => {
                     check_piece(local, name, tensor)?;
-                    let flat = tensor.flatten_all()?.force_contiguous()?.detach();
+                    let flat = own_flat(tensor, local)?;
                     state.entries.insert(name.clone(), LocalState::Piece(flat));
                 }
                 (Some(StateKind::LikeParameter), other) => {
@@ -191,7 +205,7 @@ impl Optimizer {
                     .into());
                 }
                 (None, StateValue::Tensor(tensor)) if tensor.rank() > 0 && tensor.dims() == local.dims() => {
-                    let flat = tensor.flatten_all()?.force_contiguous()?.detach();
+                    let flat = own_flat(tensor, local)?;
                     state.entries.insert(name.clone(), LocalState::Piece(flat));
                 }
                 (None, value) => state.set_shared(local, name, value)?,
@@ -210,23 +224,20 @@ impl Optimizer {
         Ok(())
     }
 
-    /// The state of a parameter that this rank has nothing of.
-    fn stage_empty(
+    /// Makes up the state of a parameter that this rank has nothing of, from that of the others of its group.
+    fn deduce_empty(
         &self,
         index: usize,
-        known: Option<StateDict>,
+        local: &LocalParam,
         groups: &[GroupUpdate],
         staged: &mut StagedState,
     ) -> Result<()> {
-        if let Some(known) = known {
-            return self.stage_local(index, &known, groups, staged);
-        }
         let of_group = self.groups.iter().find(|group| group.params.contains(&index));
         let others: Vec<usize> = of_group.map(|group| group.params.clone()).unwrap_or_default();
         let mut steps = others.iter().filter(|&&other| staged.has_state(other)).map(|&other| staged.step(other));
         let (Some(algorithm), Some(first)) = (self.algorithm_of(index, groups), steps.next()) else { return Ok(()) };
         if steps.all(|step| step == first) {
-            let mut state = super::initial_state(algorithm, &self.locals[index])?;
+            let mut state = super::initial_state(algorithm, local)?;
             state.step = first;
             *staged.state(index) = state;
         }
@@ -254,4 +265,10 @@ fn check_piece(local: &LocalParam, name: &str, tensor: &candle_core::Tensor) -> 
         .into());
     }
     Ok(())
+}
+
+/// A copy of a piece of state, flat, where its parameter is.
+fn own_flat(tensor: &Tensor, local: &LocalParam) -> Result<Tensor> {
+    let flat = tensor.flatten_all()?.force_contiguous()?.detach();
+    Ok(to_device(&flat, local.handle.device())?)
 }

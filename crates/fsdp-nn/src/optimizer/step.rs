@@ -1,9 +1,10 @@
 //! One step of one local parameter, in place.
 
 use candle_core::Tensor;
-use fsdp_flat::storage::{Scalar, with_slice, with_slice_mut, zeros};
+use fsdp_flat::storage::{Scalar, with_slice, with_slice_mut, zeros_on};
 
 use super::local::{LocalParam, LocalState, initial_state};
+use super::on_device;
 use crate::Result;
 use crate::algorithm::{Algorithm, Float, Initial, StateKind};
 
@@ -23,7 +24,7 @@ pub(super) fn step_local<T: Scalar + Float>(algorithm: &Algorithm, local: &mut L
             let mut fresh = initial_state(algorithm, local)?;
             let piece = match fresh.entries.swap_remove(entry.name) {
                 Some(piece) => piece,
-                None => LocalState::Piece(zeros(&[local.numel], local.handle.dtype())?),
+                None => LocalState::Piece(zeros_on(&[local.numel], local.handle.dtype(), local.handle.device())?),
             };
             state.entries.insert(entry.name.to_owned(), piece);
         }
@@ -42,6 +43,10 @@ pub(super) fn step_local<T: Scalar + Float>(algorithm: &Algorithm, local: &mut L
             .iter()
             .map(|flat| flat.narrow(0, segment.start, segment.len))
             .collect::<candle_core::Result<Vec<_>>>()?;
+        if !local.handle.device().is_cpu() {
+            on_device::update(algorithm, step, first, &param, &grad, &pieces)?;
+            continue;
+        }
         with_slice_mut::<T, _>(&param, |param| {
             with_slice::<T, _>(&grad, |grad| {
                 let update = |state: &mut [&mut [T]]| algorithm.update(step, first, param, grad, state);

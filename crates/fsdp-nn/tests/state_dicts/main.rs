@@ -2,6 +2,8 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+mod any_layout;
+mod cases;
 mod common;
 mod local;
 mod model;

@@ -5,13 +5,13 @@ use fsdp_comm::Operation;
 use fsdp_layout::PlainValue;
 use fsdp_nn::algorithm::AdamOptions;
 use fsdp_nn::fsdp_state::{
-    OptimLoadOptions, ProcessedValue, StateDictSettings, StateDictType, broadcast_processed_state,
+    OptimLoadOptions, OptimStateError, ProcessedValue, StateDictSettings, StateDictType, broadcast_processed_state,
     flatten_optim_state_dict, flatten_sharded_optim_state_dict, load_state_dict, optim_state_dict,
     optim_state_dict_to_load, scatter_full_optim_state_dict, shard_full_optim_state_dict, sharded_optim_state_dict,
     state_dict,
 };
 use fsdp_nn::{Algorithm, NnError, Optimizer, ParamGroup};
-use fsdp_state::{StateDict, StateValue};
+use fsdp_state::StateValue;
 
 use crate::common::*;
 use crate::optim_save::optim_rank0_only;
@@ -132,27 +132,79 @@ fn any_layout_loads_the_sharded_state_of_any_layout() {
     }
 }
 
-/// Parameters of which this rank has nothing learn their step when state is loaded directly.
+/// Parameters of which this rank has nothing know their own step after every kind of load, also where others of their
+/// group were stepped more or less often, or where the rank has nothing of the whole group.
 #[test]
 fn ranks_without_elements_know_the_step_after_a_load() {
-    let spec = tied();
-    let saved = reference(&spec, &adam(), false, DType::F32, 3).1;
-    for options in [DIRECTLY, LOAD] {
-        ranks(5, |group| {
-            let model = model(&group, &spec, full_shard(5, true));
-            let parameters = model.parameters();
-            let mut optimizer = optimizer(parameters, &spec, &adam(), false);
-            let local = optim_state_dict_to_load(parameters, &mut optimizer, &saved, &options).unwrap();
-            if !options.load_directly {
-                optimizer.load_state_dict(&local).unwrap();
+    for algorithm in algorithms().into_iter().filter(|algorithm| algorithm.state_entries().any(|e| e.name == "step")) {
+        for (name, spec) in [("tied", tied()), ("uneven", uneven()), ("with_scalar", with_scalar())] {
+            let mut saved = reference(&spec, &algorithm, true, DType::F32, 3).1;
+            let fqns: Vec<String> = spec.params.iter().map(|(unit, name, _)| full_name(unit, name)).collect();
+            for (index, fqn) in fqns.iter().enumerate() {
+                let step = Tensor::new(3.0 + index as f32, &Device::Cpu).unwrap();
+                saved = edit(&saved, &["state", fqn, "step"], Some(step.into()));
             }
-            for fqn in ["decoder.bias", "embedding.weight"] {
-                let state = optimizer.state_of(fqn).unwrap().unwrap();
-                assert_eq!(state["step"].as_tensor().unwrap().to_scalar::<f32>().unwrap(), 3.0);
-                assert_eq!(state["exp_avg"].as_sharded().unwrap().boxes(), parameters.boxes(fqn).unwrap());
-            }
-        });
+            ranks(5, |group| {
+                let model = model(&group, &spec, full_shard(5, true));
+                let parameters = model.parameters();
+                let check = |optimizer: &Optimizer, more: f32, what: &str| {
+                    for (index, fqn) in fqns.iter().enumerate() {
+                        let what = format!("{what}, {name}.{fqn}, {}", algorithm.name());
+                        let state = optimizer.state_of(fqn).unwrap().unwrap_or_else(|| panic!("{what}: no state"));
+                        let step = state["step"].as_tensor().unwrap().to_scalar::<f32>().unwrap();
+                        assert_eq!(step, 3.0 + index as f32 + more, "{what}");
+                        for (_, value) in state.iter().filter(|(name, _)| *name != "step") {
+                            assert_eq!(value.as_sharded().unwrap().boxes(), parameters.boxes(fqn).unwrap());
+                        }
+                    }
+                };
+                let fresh = || optimizer(parameters, &spec, &algorithm, true);
+                let of_rank0 = (group.rank() == 0).then_some(&saved);
+                let named = OptimLoadOptions { is_named_optimizer: true, ..LOAD };
+                let mut direct = fresh();
+                optim_state_dict_to_load(parameters, &mut direct, &saved, &DIRECTLY).unwrap();
+                check(&direct, 0.0, "directly");
+                let sharded = sharded_optim_state_dict(parameters, &direct, None).unwrap();
+                for (what, local) in [
+                    ("to_load", optim_state_dict_to_load(parameters, &mut fresh(), &saved, &LOAD).unwrap()),
+                    ("named", optim_state_dict_to_load(parameters, &mut fresh(), &saved, &named).unwrap()),
+                    ("full", shard_full_optim_state_dict(&saved, parameters, &fresh()).unwrap()),
+                    ("scattered", scatter_full_optim_state_dict(of_rank0, parameters, &fresh()).unwrap()),
+                    ("sharded", flatten_sharded_optim_state_dict(&sharded, parameters, &fresh()).unwrap()),
+                    ("by names", flatten_optim_state_dict(parameters, &fresh(), Some(&saved), false).unwrap()),
+                    ("state_dict", direct.state_dict().unwrap()),
+                    ("named_state_dict", direct.named_state_dict().unwrap()),
+                ] {
+                    let mut optimizer = fresh();
+                    optimizer.load_state_dict(&local).unwrap();
+                    check(&optimizer, 0.0, what);
+                    train(&model, &mut [&mut optimizer], 3..4);
+                    check(&optimizer, 1.0, what);
+                }
+            });
+        }
     }
+}
+
+/// torch's local dicts have nothing of parameters that a rank has no elements of: the others of their group tell.
+#[test]
+fn without_word_of_them_empty_pieces_count_as_stepped_like_the_rest_of_their_group() {
+    let spec = uneven();
+    let saved = reference(&spec, &adam(), false, DType::F32, 3).1;
+    ranks(5, |group| {
+        let model = model(&group, &spec, full_shard(5, true));
+        let parameters = model.parameters();
+        let mut optimizer = optimizer(parameters, &spec, &adam(), false);
+        let mut local = shard_full_optim_state_dict(&saved, parameters, &optimizer).unwrap();
+        let has_empty =
+            spec.params.iter().any(|(unit, name, _)| parameters.boxes(&full_name(unit, name)).unwrap().is_empty());
+        assert_eq!(local.remove("state_of_empty_pieces").is_some(), has_empty);
+        optimizer.load_state_dict(&local).unwrap();
+        for (unit, name, _) in &spec.params {
+            let state = optimizer.state_of(&full_name(unit, name)).unwrap().unwrap();
+            assert_eq!(state["step"].as_tensor().unwrap().to_scalar::<f32>().unwrap(), 3.0);
+        }
+    });
 }
 
 #[test]
@@ -446,9 +498,26 @@ fn an_error_while_loading_directly_changes_no_rank() {
             saved = edit(&saved, &["state", "net2.bias", "step"], Some(step));
         }
         let error = optim_state_dict_to_load(parameters, &mut optimizer, &saved, &DIRECTLY).unwrap_err();
-        assert!(error.to_string().contains("needs the same schema on all ranks"), "{error}");
+        let message = "rank 2 has different values for `step` of parameters [\"net2.bias\"]";
+        assert!(error.to_string().starts_with(message), "{error}");
         assert_same(&optimizer.state_dict().unwrap(), &local, "unchanged");
-        let _: StateDict = local;
+        // So do ranks with other hyperparameters, and with tensors of another kind.
+        let lr = 0.25 * (1 + group.rank()) as f64;
+        optimizer.groups_mut()[0].algorithm.set_lr(lr).unwrap();
+        let saved = optim_state_dict(parameters, &optimizer, None).unwrap();
+        let error = optim_state_dict_to_load(parameters, &mut optimizer, &saved, &DIRECTLY).unwrap_err();
+        let NnError::OptimState { error: OptimStateError::DifferingOnRanks { name, rank, found, .. }, .. } = &error
+        else {
+            panic!("{error}")
+        };
+        assert_eq!((name.as_str(), *rank, found.as_str()), ("param_groups.lr", 1, "Float(0.5)"));
+        assert_eq!(optimizer.groups()[0].algorithm.lr(), lr);
+        optimizer.groups_mut()[0].algorithm.set_lr(1.0).unwrap();
+        let full = optim_state_dict(parameters, &optimizer, None).unwrap();
+        let sharded = sharded_optim_state_dict(parameters, &optimizer, None).unwrap();
+        let saved = if group.rank() == 2 { &sharded } else { &full };
+        let error = optim_state_dict_to_load(parameters, &mut optimizer, saved, &DIRECTLY).unwrap_err();
+        assert!(error.to_string().contains("needs the same schema on all ranks"), "{error}");
     });
 }
 

@@ -332,7 +332,8 @@ fn frozen_parameters_in_a_unit_have_no_state() {
 pub(crate) fn with_extra_entries(state: &StateDict) -> StateDict {
     let mut state = state.clone();
     let factored = Tensor::arange(0f32, 6f32, &Device::Cpu).unwrap().reshape((2, 3, 1)).unwrap();
-    if let Some(StateValue::Dict(states)) = state.get_mut("state") {
+    for part in ["state", "state_of_empty_pieces"] {
+        let Some(StateValue::Dict(states)) = state.get_mut(part) else { continue };
         for (_, entries) in states.iter_mut() {
             if let StateValue::Dict(entries) = entries {
                 entries.insert("val", 2.5);
@@ -342,6 +343,8 @@ pub(crate) fn with_extra_entries(state: &StateDict) -> StateDict {
                 entries.insert("count", Tensor::new(7i64, &Device::Cpu).unwrap());
             }
         }
+    }
+    if let Some(StateValue::Dict(states)) = state.get_mut("state") {
         states.insert("user", [("hits", StateValue::from(3i64))].into_iter().collect::<StateDict>());
         states.insert("table", Tensor::new(&[1u8, 2, 3], &Device::Cpu).unwrap());
     }

@@ -11,6 +11,9 @@ use crate::{StateError, StateValue};
 /// Tensors that one collective carries together have at most this many bytes; larger ones go alone.
 const BUCKET_BYTES: usize = 32 << 20;
 
+/// And this many they may always have.
+const LEAST_BUCKET_BYTES: usize = 1 << 20;
+
 /// After so many bytes of tensors ranks tell each other whether they still can go on.
 const STATUS_BYTES: usize = 256 << 20;
 
@@ -82,9 +85,14 @@ impl<'g> Exchange<'g> {
         Ok(received.pop().flatten())
     }
 
-    /// Moves tensors in this order; small ones that take the same route in succession go together.
-    pub(crate) fn run_all(&mut self, items: &[Item<'_>]) -> Result<Vec<Received>, CommError> {
-        let mut received = Vec::with_capacity(items.len());
+    /// Moves tensors in this order, and hands each to `take`, with its position, before the next ones move. Small ones
+    /// that take the same route in succession go together.
+    pub(crate) fn run_each(
+        &mut self,
+        items: &[Item<'_>],
+        mut take: impl FnMut(usize, Vec<Buffer>) -> Result<(), StateError>,
+    ) -> Result<(), CommError> {
+        let bucket = bucket_bytes(items);
         let mut start = 0;
         while start < items.len() {
             let route = items[start].layout.route();
@@ -93,15 +101,17 @@ impl<'g> Exchange<'g> {
             while end < items.len() && goes_together(&route) {
                 let next = &items[end].layout;
                 bytes = bytes.saturating_add(next.bytes());
-                if bytes > BUCKET_BYTES || next.route() != route {
+                if bytes > bucket || next.route() != route {
                     break;
                 }
                 end += 1;
             }
-            received.extend(self.run_together(&items[start..end], &route)?);
+            for (index, received) in (start..end).zip(self.run_together(&items[start..end], &route)?) {
+                self.attempt(|| take(index, received.unwrap_or_default()));
+            }
             start = end;
         }
-        Ok(received)
+        Ok(())
     }
 
     fn run_together(&mut self, items: &[Item<'_>], route: &Route) -> Result<Vec<Received>, CommError> {
@@ -182,7 +192,7 @@ impl<'g> Exchange<'g> {
         {
             return group.broadcast(buffer.bytes_mut(), root);
         }
-        let mut packed: Vec<u8> = Vec::new();
+        let mut packed: Vec<u8> = Vec::with_capacity(hands.iter().map(|hand| hand.layout.bytes()).sum());
         for hand in &mut *hands {
             let start = packed.len();
             packed.resize(start + hand.layout.bytes(), 0);
@@ -222,6 +232,7 @@ impl<'g> Exchange<'g> {
                 (0..ranks).map(|to| if (start..end).contains(&to) { wanted[to] } else { 0 }).collect();
             let mut send = Vec::new();
             if rank == root {
+                send.reserve_exact(counts.iter().sum());
                 (start..end).filter(|&to| to != root).for_each(|to| self.pack_for(hands, to, &mut send));
             }
             let mut received = vec![0u8; counts[rank]];
@@ -238,13 +249,13 @@ impl<'g> Exchange<'g> {
     fn all_to_all(&mut self, hands: &mut [Hand<'_>]) -> Result<(), CommError> {
         let (rank, ranks) = (self.group.rank(), self.group.world_size());
         self.copy_own(hands);
-        let mut send = Vec::new();
         let mut send_counts = vec![0; ranks];
         for to in (0..ranks).filter(|&to| to != rank) {
-            let start = send.len();
-            self.pack_for(hands, to, &mut send);
-            send_counts[to] = send.len() - start;
+            let pieces = hands.iter().map(|hand| hand.bytes_of(&of_source(&hand.layout.pieces_for(to), rank)));
+            send_counts[to] = pieces.sum();
         }
+        let mut send = Vec::with_capacity(send_counts.iter().sum());
+        (0..ranks).filter(|&to| to != rank).for_each(|to| self.pack_for(hands, to, &mut send));
         let incoming = incoming(hands, rank);
         let mut receive_counts = vec![0; ranks];
         for (index, piece) in &incoming {
@@ -286,6 +297,13 @@ fn place_all(hands: &mut [Hand<'_>], incoming: &[(usize, Piece)], received: &[u8
         hands[*index].place(piece, bytes);
         rest = after;
     }
+}
+
+/// How many bytes go together in a call that moves `items`: with the row in which they travel, these need no more
+/// memory than the largest tensor does by itself.
+fn bucket_bytes(items: &[Item<'_>]) -> usize {
+    let largest = items.iter().map(|item| item.layout.bytes()).max().unwrap_or(0);
+    (largest / 2).clamp(LEAST_BUCKET_BYTES, BUCKET_BYTES)
 }
 
 /// Whether tensors that take this route may share a collective. Gathers do not: a rank that keeps nothing holds no

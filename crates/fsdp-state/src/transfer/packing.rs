@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Tensor};
 use fsdp_flat::RawTensor;
-use fsdp_flat::storage::with_bytes;
+use fsdp_flat::storage::{to_device, with_bytes};
 use fsdp_layout::TensorBox;
 use fsdp_layout::boxes::copy_runs;
 
@@ -26,7 +26,7 @@ impl Source {
     /// The boxes that a value has on this rank. Those on the CPU are not copied if they are contiguous.
     pub(crate) fn of(value: &StateValue) -> Result<Vec<Source>, StateError> {
         let host = |bounds: TensorBox, tensor: &Tensor| -> Result<Source, StateError> {
-            let tensor = tensor.detach().to_device(&Device::Cpu)?.contiguous()?;
+            let tensor = to_device(&tensor.detach(), &Device::Cpu)?.contiguous()?;
             Ok(Source { bounds, data: Data::Tensor(tensor) })
         };
         match value {

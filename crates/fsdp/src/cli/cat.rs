@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 use clap::Args;
+use fsdp::dcp::Location;
 use fsdp::dcp::checkpoint::{self, Checkpoint, stream};
 use fsdp::dcp::durable::Durable;
 use fsdp::dcp::elements::{Census, for_each};
@@ -24,7 +25,7 @@ use super::text::escaped;
 pub(crate) struct CatArguments {
     /// A checkpoint of any format
     #[arg(value_name = "CKPT")]
-    path: PathBuf,
+    path: Location,
     /// The key of a tensor or value, as `fsdp inspect` lists it
     #[arg(value_name = "TENSOR")]
     name: String,
@@ -194,11 +195,45 @@ fn elements_json(dtype: DType, bytes: &[u8], values: &mut Vec<Value>) {
             let single = dtype != DType::F64;
             let numbers = for_each(dtype, bytes, &mut |value| values.push(number(value, whole, single)));
             if !numbers {
-                let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
-                values.extend(bytes.chunks_exact(size).map(|bytes| Value::from(format!("0x{}", hex(bytes)))));
+                values.extend(bytes.chunks_exact(size).map(|bytes| Value::from(hex(bytes))));
             }
         }
     }
+}
+
+/// Bytes in the order in which they lie.
+fn hex(bytes: &[u8]) -> String {
+    let digits: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("0x{digits}")
+}
+
+/// An integer in little-endian two's complement, however long.
+fn decimal(bytes: &[u8]) -> String {
+    let negative = bytes.last().is_some_and(|last| last & 0x80 != 0);
+    let mut magnitude = bytes.to_vec();
+    if negative {
+        // What is left of 2^n.
+        let mut carry = true;
+        for byte in &mut magnitude {
+            let (value, over) = (!*byte).overflowing_add(u8::from(carry));
+            (*byte, carry) = (value, over);
+        }
+    }
+    let mut digits = Vec::new();
+    while magnitude.iter().any(|&byte| byte != 0) {
+        let mut rest = 0u32;
+        for byte in magnitude.iter_mut().rev() {
+            let value = rest << 8 | u32::from(*byte);
+            *byte = (value / 10) as u8;
+            rest = value % 10;
+        }
+        digits.push(char::from(b'0' + rest as u8));
+    }
+    if digits.is_empty() {
+        digits.push('0');
+    }
+    digits.extend(negative.then_some('-'));
+    digits.iter().rev().collect()
 }
 
 /// `single`: no more digits than a single-precision number needs.
@@ -235,7 +270,9 @@ fn value_json(value: &PlainValue) -> Value {
             elements_json(tensor.dtype, &tensor.data, &mut elements);
             json!({"dtype": tensor.dtype.to_string(), "shape": tensor.shape, "elements": elements})
         }
-        // Large integers, and raw bytes.
+        // More digits than a JSON number may have.
+        PlainValue::BigInt(bytes) => decimal(bytes).into(),
+        PlainValue::Bytes(bytes) => hex(bytes).into(),
         other => format!("{other:?}").into(),
     }
 }
@@ -306,7 +343,7 @@ fn write_npy(source: &dyn Checkpoint, name: &str, tensor: &TensorEntry, path: &P
     }
     let header = npy_header(descr, &tensor.shape)?;
     let staging = Durable::new().prepare(path, false)?;
-    let file = staging.create("tensor", header.len() as u64 + super::inspect::bytes(tensor))?;
+    let file = staging.create_single(header.len() as u64 + super::inspect::bytes(tensor))?;
     file.write_at(0, &header)?;
     let mut at = header.len() as u64;
     each_piece(source, name, tensor, &mut |bytes| {
@@ -315,7 +352,7 @@ fn write_npy(source: &dyn Checkpoint, name: &str, tensor: &TensorEntry, path: &P
         Ok(())
     })?;
     file.finish()?;
-    Ok(staging.commit_file("tensor")?)
+    Ok(staging.commit_single(None)?)
 }
 
 #[cfg(test)]
@@ -335,6 +372,14 @@ mod tests {
         assert_eq!(shown(DType::I8, &[255]), "[-1]");
         assert_eq!(shown(DType::QUInt8, &[7]), "[7]");
         assert_eq!(shown(DType::Complex32, &[1, 2, 3, 4]), r#"["0x01020304"]"#);
+    }
+
+    #[test]
+    fn large_integers_are_shown_in_full() {
+        for value in [0, 1, -1, 255, -256, i128::MAX, i128::MIN, 10i128.pow(30)] {
+            assert_eq!(decimal(&value.to_le_bytes()), value.to_string());
+        }
+        assert_eq!(value_json(&PlainValue::Bytes(vec![0, 255])), Value::from("0x00ff"));
     }
 
     #[test]

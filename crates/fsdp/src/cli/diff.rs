@@ -1,9 +1,8 @@
 //! `fsdp diff`: how two checkpoints differ, whatever their formats.
 
-use std::path::PathBuf;
-
 use anyhow::Result;
 use clap::Args;
+use fsdp::dcp::Location;
 use fsdp::dcp::checkpoint;
 use fsdp::dcp::diff::{self, Difference, Tolerance};
 use fsdp::dcp::reader::OpenOptions;
@@ -18,10 +17,10 @@ use super::text::escaped;
 pub(crate) struct DiffArguments {
     /// A checkpoint of any format
     #[arg(value_name = "A")]
-    first: PathBuf,
+    first: Location,
     /// Another one, of any format
     #[arg(value_name = "B")]
-    second: PathBuf,
+    second: Location,
     /// Largest absolute difference of two numbers that counts as none [default: bit for bit]
     #[arg(long, value_name = "X", default_value_t = 0.0, hide_default_value = true, env = "FSDP_TOLERANCE",
           value_parser = tolerance)]
@@ -65,7 +64,7 @@ struct Row {
 /// # Errors
 /// They differ, or one cannot be read.
 pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
-    let open = |path| checkpoint::open(path, OpenOptions { verify: true });
+    let open = |path: &Location| checkpoint::open(path, OpenOptions { verify: true });
     let (first, second) = (open(&arguments.first)?, open(&arguments.second)?);
     let mut differences = Vec::new();
     let tolerance = Tolerance { absolute: arguments.tolerance, relative: 0.0 };
@@ -75,8 +74,8 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
     let compared = keys.len() + others.keys().filter(|key| !keys.contains_key(*key)).count();
     let comparison = Comparison {
         schema: SCHEMA,
-        first: arguments.first.display().to_string(),
-        second: arguments.second.display().to_string(),
+        first: arguments.first.to_string(),
+        second: arguments.second.to_string(),
         tolerance: arguments.tolerance,
         equal: differences.is_empty(),
         compared,

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use clap::Args;
-use fsdp::comm::{CommError, Environment};
+use fsdp::comm::{BackendKind, CommError, Environment};
 use serde::Serialize;
 
 use super::output;
@@ -85,7 +85,7 @@ struct Report {
 
 #[derive(Debug, Serialize)]
 struct Backend {
-    name: &'static str,
+    name: String,
     compiled_in: bool,
 }
 
@@ -129,13 +129,22 @@ fn examine() -> Report {
         for (name, brings) in LIBRARIES.iter().filter(|(name, _)| libraries.get(name).is_some_and(Option::is_none)) {
             hints.push(format!("there is a GPU, but no `{name}`: {brings}; `LD_LIBRARY_PATH` can tell where it is"));
         }
-        hints.push("there is a GPU, but this build computes on CPUs only".to_owned());
+        let build = "`cargo build --release --features nccl` makes one, and `cargo xtask gpu` tries it";
+        if !cfg!(feature = "cuda") {
+            hints.push(format!("there is a GPU, but this build computes on CPUs only: {build}"));
+        } else if !cfg!(feature = "nccl") {
+            hints.push(format!(
+                "there is a GPU, but this build's ranks reach each other's only through the host: {build}"
+            ));
+        }
     }
-    let backends = [("local", true), ("tcp", true), ("mpi", false), ("nccl", false)];
+    let backends = [BackendKind::Local, BackendKind::Tcp, BackendKind::Mpi, BackendKind::Nccl];
+    let backends =
+        backends.map(|kind| Backend { name: kind.to_string(), compiled_in: kind.check_compiled_in().is_ok() });
     Report {
         schema: SCHEMA,
         version: env!("CARGO_PKG_VERSION"),
-        backends: backends.map(|(name, compiled_in)| Backend { name, compiled_in }).into(),
+        backends: backends.into(),
         launcher,
         launcher_error,
         variables: VARIABLES.iter().filter_map(|&name| Some((name, std::env::var(name).ok()?))).collect(),

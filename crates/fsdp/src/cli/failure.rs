@@ -6,11 +6,12 @@ use anyhow::Error;
 use fsdp::checkpoint::CheckpointError;
 use fsdp::comm::CommError;
 use fsdp::data::DataError;
-use fsdp::dcp::checkpoint::Format;
 use fsdp::dcp::{self, FormatError};
 use fsdp::exit_codes;
 use fsdp::gpt::GptConfigError;
-use fsdp::layout::DType;
+use fsdp::layout::{DType, ErrorKind, Failure};
+use fsdp::nn::NnError;
+use fsdp::state::StateError;
 
 use super::output::StdoutClosed;
 
@@ -23,8 +24,6 @@ pub(crate) enum UsageError {
     Changed { option: &'static str, saved: String, asked: String },
     #[error("hybrid-shard needs a number of ranks that {replicas} replicas divide, not {ranks}")]
     Replicas { replicas: usize, ranks: usize },
-    #[error("`{path}` is a {format}, and `--init-from` reads DCP directories")]
-    NotDcp { path: String, format: Format },
     #[error("`{path}` exists already")]
     Exists { path: String },
     #[error("`{path}` is not what `--overwrite` would put in its place: a file, or a checkpoint directory")]
@@ -61,6 +60,14 @@ pub(crate) enum UsageError {
     Program { program: String, source: io::Error },
     #[error("`--nproc` is {nproc}, but the launcher has started {world_size} ranks")]
     Nproc { nproc: usize, world_size: usize },
+    #[error("`--backend nccl` moves GPU memory, which `--device cpu` has none of")]
+    NcclOnCpus,
+    #[cfg(feature = "cuda")]
+    #[error("no GPU can be used: {reason}")]
+    NoGpu { reason: String },
+    #[cfg(not(feature = "cuda"))]
+    #[error("this build computes on CPUs only")]
+    NoCuda,
 }
 
 /// A checkpoint in which something is wrong.
@@ -147,75 +154,41 @@ fn code_of(cause: &(dyn std::error::Error + 'static)) -> Option<u8> {
             _ => Some(exit_codes::USAGE),
         };
     }
-    if let Some(error) = cause.downcast_ref::<CheckpointError>() {
-        return match error {
-            CheckpointError::Comm(error) => code_of_comm(error),
-            CheckpointError::Files(error) => code_of_files(error),
-            CheckpointError::Mismatch { .. } => Some(exit_codes::DIFFERENCE),
-            CheckpointError::Directory { source, .. } if source.kind() == io::ErrorKind::NotFound => {
-                Some(exit_codes::INCOMPLETE)
-            }
-            _ => None,
-        };
-    }
-    if let Some(error) = cause.downcast_ref::<dcp::CheckpointError>() {
-        return code_of_files(error);
-    }
-    if let Some(error) = cause.downcast_ref::<FormatError>() {
-        return code_of_format(error);
-    }
-    if let Some(error) = cause.downcast_ref::<CommError>() {
-        return code_of_comm(error);
-    }
     if cause.is::<StdoutClosed>() {
         return Some(exit_codes::IO);
     }
-    cause.downcast_ref::<io::Error>().map(code_of_io)
+    kind_of(cause).map(exit_codes::of).filter(|&code| code != exit_codes::INTERNAL)
 }
 
-fn code_of_comm(error: &CommError) -> Option<u8> {
-    match error {
-        CommError::Timeout { .. }
-        | CommError::RankLeft { .. }
-        | CommError::Aborted { .. }
-        | CommError::Rendezvous { .. }
-        | CommError::Store { .. } => Some(exit_codes::RANK_LOST),
-        CommError::Environment { .. } | CommError::BackendUnavailable { .. } => Some(exit_codes::USAGE),
-        _ => None,
-    }
+/// Whether an error is what a rank hears of others.
+pub(crate) fn is_about_others(error: &Error) -> bool {
+    error.chain().any(|cause| {
+        cause.is::<CommError>()
+            || matches!(cause.downcast_ref(), Some(NnError::Comm(_) | NnError::State(StateError::Comm(_))))
+            || matches!(cause.downcast_ref(), Some(StateError::Comm(_)))
+            || matches!(
+                cause.downcast_ref(),
+                Some(
+                    CheckpointError::Comm(_)
+                        | CheckpointError::Nn(NnError::Comm(_))
+                        | CheckpointError::State(StateError::Comm(_))
+                )
+            )
+    })
 }
 
-/// `None`: the cause of this error decides.
-fn code_of_files(error: &dcp::CheckpointError) -> Option<u8> {
-    use dcp::plan::LoadPlanError;
-    match error {
-        dcp::CheckpointError::NotCommitted { .. } => Some(exit_codes::INCOMPLETE),
-        dcp::CheckpointError::Exists { .. } | dcp::CheckpointError::Encode { .. } => Some(exit_codes::USAGE),
-        dcp::CheckpointError::Path { .. } => Some(exit_codes::UNSAFE),
-        dcp::CheckpointError::NotStored { .. } | dcp::CheckpointError::LoadPlan(LoadPlanError::Chunks { .. }) => {
-            Some(exit_codes::CORRUPT)
-        }
-        dcp::CheckpointError::LoadPlan(_) => Some(exit_codes::DIFFERENCE),
-        _ => None,
+/// The kind of an error of ours, or of the system's.
+fn kind_of(cause: &(dyn std::error::Error + 'static)) -> Option<ErrorKind> {
+    fn of<E: Failure + std::error::Error + 'static>(cause: &(dyn std::error::Error + 'static)) -> Option<ErrorKind> {
+        cause.downcast_ref::<E>().map(Failure::kind)
     }
-}
-
-fn code_of_format(error: &FormatError) -> Option<u8> {
-    match error {
-        FormatError::Read { source, .. } if source.kind() != io::ErrorKind::UnexpectedEof => Some(code_of_io(source)),
-        FormatError::Unsupported { .. } => Some(exit_codes::UNSUPPORTED_VERSION),
-        FormatError::Pickle(error) if matches!(error.kind, dcp::pickle::PickleErrorKind::Global { .. }) => {
-            Some(exit_codes::UNSAFE)
-        }
-        _ => Some(exit_codes::CORRUPT),
-    }
-}
-
-fn code_of_io(error: &io::Error) -> u8 {
-    match error.kind() {
-        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => exit_codes::NO_SPACE,
-        _ => exit_codes::IO,
-    }
+    of::<CheckpointError>(cause)
+        .or_else(|| of::<NnError>(cause))
+        .or_else(|| of::<StateError>(cause))
+        .or_else(|| of::<dcp::CheckpointError>(cause))
+        .or_else(|| of::<FormatError>(cause))
+        .or_else(|| of::<CommError>(cause))
+        .or_else(|| of::<io::Error>(cause))
 }
 
 /// What to do about it, where that is known.
@@ -230,7 +203,6 @@ pub(crate) fn hint(error: &Error) -> Option<&'static str> {
                 UsageError::OutIsTaken { .. } => "go on from it with `--resume`, or choose another `--out`",
                 UsageError::Changed { .. } => "leave the option out, or start anew in another `--out`",
                 UsageError::Replicas { .. } => "change `--replicas` or `--nproc`",
-                UsageError::NotDcp { .. } => "convert it first: `fsdp convert SRC DST --to dcp`",
                 UsageError::Exists { .. } => "choose another place; a checkpoint can be replaced with `--overwrite`",
                 UsageError::NotReplaceable { .. } => "choose another place, or move it away",
                 UsageError::Overlap { .. } => "choose a place outside the source",
@@ -249,6 +221,11 @@ pub(crate) fn hint(error: &Error) -> Option<&'static str> {
                 UsageError::MasterAddr { .. } => "name it with `--master-addr`, the same on all nodes",
                 UsageError::Program { .. } => "check the program after `--`",
                 UsageError::Nproc { .. } => "leave out `--nproc`, or use threads with `--backend local`",
+                UsageError::NcclOnCpus => "leave `--device` out, or use `--backend tcp`",
+                #[cfg(feature = "cuda")]
+                UsageError::NoGpu { .. } => "`fsdp doctor` tells what is missing; `--device cpu` needs nothing",
+                #[cfg(not(feature = "cuda"))]
+                UsageError::NoCuda => "leave `--device` out, or build with `--features cuda`",
             });
         }
         if cause.is::<RankEnded>() {

@@ -1,15 +1,14 @@
 //! `fsdp inspect`: what a checkpoint of any format holds, from its metadata alone (and its step, if it has one).
 
-use std::collections::BTreeMap;
-use std::path::PathBuf;
-
 use anyhow::Result;
 use clap::Args;
 use fsdp::dcp::CheckpointError;
+use fsdp::dcp::Location;
 use fsdp::dcp::checkpoint::{self, Checkpoint, Format};
 use fsdp::dcp::metadata::{Chunk, Entry, Metadata, StorageInfo, TensorEntry};
 use fsdp::dcp::reader::OpenOptions;
 use serde::Serialize;
+use std::collections::BTreeMap;
 
 use super::output;
 use super::text::{escaped, iec};
@@ -20,7 +19,7 @@ use super::tree::tree;
 pub(crate) struct InspectArguments {
     /// A checkpoint: a DCP directory, safetensors (file or directory), or a file of torch.save
     #[arg(value_name = "CKPT")]
-    path: PathBuf,
+    path: Location,
     /// The keys as a tree, with the tensors and bytes below each
     #[arg(long, conflicts_with_all = ["tensors", "json"], env = "FSDP_TREE")]
     tree: bool,
@@ -81,7 +80,7 @@ struct StoredBox {
 /// There is no committed checkpoint, or its metadata is damaged.
 pub(crate) fn run(arguments: &InspectArguments) -> Result<()> {
     let source = checkpoint::open(&arguments.path, OpenOptions::default());
-    let path = arguments.path.display().to_string();
+    let path = arguments.path.to_string();
     if arguments.json {
         if let Err(error @ CheckpointError::NotCommitted { .. }) = &source {
             output::json(&Summary::uncommitted(path.clone(), error.to_string()))?;

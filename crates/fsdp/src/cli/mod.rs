@@ -7,6 +7,7 @@ mod doctor;
 mod failure;
 mod inspect;
 mod launch;
+mod logs;
 mod manual;
 mod output;
 mod progress;
@@ -18,7 +19,6 @@ mod verify;
 use std::process::ExitCode;
 
 use clap::{CommandFactory as _, Parser, Subcommand};
-use tracing_subscriber::EnvFilter;
 
 /// Shard candle models over many ranks; save, load and look into their state.
 #[derive(Debug, Parser)]
@@ -61,14 +61,31 @@ enum Command {
 }
 
 pub(crate) fn main() -> ExitCode {
-    if std::env::var_os(EnvFilter::DEFAULT_ENV).is_some() {
-        let filter = EnvFilter::from_default_env();
-        tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
-    }
     let command = Arguments::parse().command;
+    let trace = match &command {
+        Command::Train(arguments) => train::trace_file(arguments),
+        _ => None,
+    };
     // A run that stopped half-way must not look done.
     let may_end_early = !matches!(command, Command::Train(_));
-    let result = match command {
+    let result = logs::start(trace.as_deref()).and_then(|guard| {
+        let result = run(command);
+        // The trace is whole now.
+        drop(guard);
+        result
+    });
+    match result {
+        Ok(()) => ExitCode::from(fsdp::exit_codes::OK),
+        Err(error) if may_end_early && error.is::<output::StdoutClosed>() => ExitCode::from(fsdp::exit_codes::OK),
+        Err(error) => {
+            output::error(&error, failure::hint(&error));
+            ExitCode::from(failure::exit_code(&error))
+        }
+    }
+}
+
+fn run(command: Command) -> anyhow::Result<()> {
+    match command {
         Command::Train(arguments) => train::run(&arguments),
         Command::Launch(arguments) => launch::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
@@ -80,14 +97,6 @@ pub(crate) fn main() -> ExitCode {
         Command::Cat(arguments) => cat::run(&arguments),
         Command::Completions(arguments) => manual::completions(&arguments, Arguments::command()),
         Command::Man(arguments) => manual::man(&arguments, Arguments::command()),
-    };
-    match result {
-        Ok(()) => ExitCode::from(fsdp::exit_codes::OK),
-        Err(error) if may_end_early && error.is::<output::StdoutClosed>() => ExitCode::from(fsdp::exit_codes::OK),
-        Err(error) => {
-            output::error(&error, failure::hint(&error));
-            ExitCode::from(failure::exit_code(&error))
-        }
     }
 }
 

@@ -1,9 +1,8 @@
 //! `fsdp verify`: whether a checkpoint is whole, without loading it.
 
-use std::path::PathBuf;
-
 use anyhow::Result;
 use clap::{Args, ValueEnum};
+use fsdp::dcp::Location;
 use fsdp::dcp::checkpoint::{self, Checkpoint};
 use fsdp::dcp::reader::OpenOptions;
 use fsdp::dcp::verify::{self, Level, Report, with_causes};
@@ -23,7 +22,7 @@ enum LevelName {
     Sizes,
     /// And every byte against its hash, or against the archives' checksums where there are no hashes
     Hashes,
-    /// And what the numbers are: NaN and infinities are counted
+    /// And what the numbers are: NaN and infinities are counted; and that copies of what was replicated are equal
     Deep,
 }
 
@@ -32,7 +31,7 @@ enum LevelName {
 pub(crate) struct VerifyArguments {
     /// A checkpoint of any format
     #[arg(value_name = "CKPT")]
-    path: PathBuf,
+    path: Location,
     /// How much to check; each level has those before it
     #[arg(long, value_enum, default_value = "hashes", env = "FSDP_LEVEL")]
     level: LevelName,
@@ -58,6 +57,8 @@ struct Finding<'a> {
     hashed: bool,
     tensors: usize,
     values: usize,
+    /// Copies beyond the first that were compared with it (deep only).
+    replicas: usize,
     bytes_read: u64,
     problems: Vec<Problem>,
     not_finite: Vec<NotFinite<'a>>,
@@ -83,7 +84,7 @@ struct NotFinite<'a> {
 /// # Errors
 /// The checkpoint is damaged: what was found is told all the same.
 pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
-    let path = arguments.path.display().to_string();
+    let path = arguments.path.to_string();
     let opened = checkpoint::open(&arguments.path, OpenOptions { verify: true });
     if let (Err(error), true) = (&opened, arguments.json) {
         // Metadata that cannot be read is the finding itself.
@@ -139,6 +140,7 @@ fn finding(path: String, report: &Report, problems: Vec<Problem>, unknown_files:
         hashed: report.sealed,
         tensors: report.tensors,
         values: report.values,
+        replicas: report.replicas,
         bytes_read: report.bytes_read,
         problems,
         not_finite: report

@@ -1,10 +1,9 @@
 //! The options of `fsdp convert` and `fsdp reshard`.
 
-use std::path::PathBuf;
-
 use anyhow::Result;
 use clap::builder::RangedU64ValueParser;
 use clap::{Args, ValueEnum};
+use fsdp::dcp::Location;
 use fsdp::dcp::convert::Target;
 use fsdp::layout::DType;
 
@@ -79,10 +78,10 @@ Examples:
 pub(crate) struct ConvertArguments {
     /// A checkpoint of any format
     #[arg(value_name = "SRC")]
-    pub(super) source: PathBuf,
+    pub(super) source: Location,
     /// Where to write; nothing may be there, unless --overwrite is given
     #[arg(value_name = "DST")]
-    pub(super) destination: PathBuf,
+    pub(super) destination: Location,
     /// The format to write
     #[arg(long, value_enum, env = "FSDP_TO")]
     pub(super) to: To,
@@ -127,10 +126,10 @@ pub(crate) struct ConvertArguments {
 pub(crate) struct ReshardArguments {
     /// A checkpoint of any format
     #[arg(value_name = "SRC")]
-    pub(super) source: PathBuf,
+    pub(super) source: Location,
     /// The directory to write; nothing may be there, unless --overwrite is given
     #[arg(value_name = "DST")]
-    pub(super) destination: PathBuf,
+    pub(super) destination: Location,
     /// Ranks of the destination
     #[arg(long, value_name = "N", env = "FSDP_WORLD_SIZE", value_parser = ranks())]
     pub(super) world_size: usize,

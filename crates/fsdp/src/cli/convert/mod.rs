@@ -6,11 +6,11 @@ mod keys;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
-use fsdp::dcp::CheckpointError;
 use fsdp::dcp::checkpoint::{self, Checkpoint};
 use fsdp::dcp::convert::{ConvertOptions, Converted, Target, View, convert};
 use fsdp::dcp::durable;
 use fsdp::dcp::reader::OpenOptions;
+use fsdp::dcp::{CheckpointError, Location};
 use serde::Serialize;
 
 use self::keys::Keys;
@@ -25,10 +25,12 @@ const SCHEMA: u32 = 1;
 
 /// A thread reads a tensor in pieces of at most this many bytes, and holds one as read and one as written.
 const PIECE: u64 = 16 << 20;
+/// And what it reads or writes around them.
+const AROUND: u64 = 2 << 20;
 
 /// How and where to write.
 struct Destination<'a> {
-    path: &'a Path,
+    path: &'a Location,
     target: Target,
     /// The target's name on the command line.
     name: &'static str,
@@ -55,6 +57,8 @@ struct Written {
     /// Keys of values that the format cannot hold, and the file that holds them.
     aside: Vec<String>,
     aside_file: Option<String>,
+    /// Keys of quantized tensors, written as integers; `KEY.quantizer` says what these mean.
+    quantized: Vec<String>,
 }
 
 /// # Errors
@@ -93,19 +97,19 @@ pub(crate) fn reshard(arguments: &ReshardArguments) -> Result<()> {
 }
 
 /// Opens the source; the destination must be another place, and free.
-fn open(source: &Path, destination: &Destination<'_>) -> Result<Box<dyn Checkpoint>> {
+fn open(source: &Location, destination: &Destination<'_>) -> Result<Box<dyn Checkpoint>> {
     let opened = checkpoint::open(source, OpenOptions { verify: true })?;
     let to = destination.path;
-    let taken = to.symlink_metadata().is_ok();
+    let taken = to.exists()?;
     if overlap(source, to) {
-        let (source, destination) = (source.display().to_string(), to.display().to_string());
+        let (source, destination) = (source.to_string(), to.to_string());
         return Err(UsageError::Overlap { source_path: source, destination }.into());
     }
     if taken && !destination.overwrite {
-        return Err(UsageError::Exists { path: to.display().to_string() }.into());
+        return Err(UsageError::Exists { path: to.to_string() }.into());
     }
     if taken && !replaceable(destination) {
-        return Err(UsageError::NotReplaceable { path: to.display().to_string() }.into());
+        return Err(UsageError::NotReplaceable { path: to.to_string() }.into());
     }
     Ok(opened)
 }
@@ -113,8 +117,12 @@ fn open(source: &Path, destination: &Destination<'_>) -> Result<Box<dyn Checkpoi
 /// Whether what is there is a file where a file is written, or a checkpoint directory (or an empty one) where a
 /// directory is: a slip must not cost somebody's other files.
 fn replaceable(destination: &Destination<'_>) -> bool {
-    let to = destination.path;
-    if matches!(destination.target, Target::SafetensorsFile | Target::Torch) {
+    let is_single = matches!(destination.target, Target::SafetensorsFile | Target::Torch);
+    let Some(to) = destination.path.local() else {
+        // Of an object store only single objects are replaced; the conversion says so of all else.
+        return !is_single || destination.path.is_file().unwrap_or(false);
+    };
+    if is_single {
         return to.is_file();
     }
     let opened = || checkpoint::open(to, OpenOptions { verify: false });
@@ -123,7 +131,15 @@ fn replaceable(destination: &Destination<'_>) -> bool {
 }
 
 /// Whether one is the other, or lies in it.
-fn overlap(source: &Path, destination: &Path) -> bool {
+fn overlap(source: &Location, destination: &Location) -> bool {
+    let (source, destination) = match (source.local(), destination.local()) {
+        (Some(source), Some(destination)) => (source, destination),
+        (None, None) => {
+            let (source, destination) = (source.name(), destination.name());
+            return destination.starts_with(source) || source.starts_with(destination);
+        }
+        _ => return false,
+    };
     let Ok(source) = source.canonicalize() else { return false };
     // What is not there yet is judged by the directory that it will be in.
     let missing = destination.ancestors().find_map(|ancestor| {
@@ -144,15 +160,24 @@ fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> Result<()> {
             ConvertOptions { overwrite: destination.overwrite, progress: Some(&progress), ..ConvertOptions::default() };
         let done = convert(source, destination.path, destination.target, options);
         drop(bar);
-        let Converted { tensors, bytes, mut aside, aside_file, .. } =
-            done.with_context(|| format!("failed to write `{}`", destination.path.display()))?;
+        let Converted { tensors, bytes, mut aside, aside_file, mut quantized, .. } =
+            done.with_context(|| format!("failed to write `{}`", destination.path))?;
         aside.sort_by(|a, b| natord::compare(a, b));
-        written = Written { tensors, bytes, aside, aside_file, ..written };
+        quantized.sort_by(|a, b| natord::compare(a, b));
+        written = Written { tensors, bytes, aside, aside_file, quantized, ..written };
     }
     if let Some(file) = &written.aside_file {
         let (count, name) = (written.aside.len(), destination.name);
-        output::talk(&format!("{count} values that `{name}` cannot hold are in `{file}`:"));
+        let are = if written.dry_run { "would be" } else { "are" };
+        output::talk(&format!("{count} values that `{name}` cannot hold {are} in `{file}`:"));
         written.aside.iter().for_each(|key| output::talk(&format!("  {}", escaped(key))));
+    }
+    if !written.quantized.is_empty() {
+        let count = written.quantized.len();
+        output::talk(&format!(
+            "{count} quantized tensors were written as integers, with a value `KEY.quantizer` for each:"
+        ));
+        written.quantized.iter().for_each(|key| output::talk(&format!("  {}", escaped(key))));
     }
     if destination.json {
         return output::json(&written);
@@ -174,18 +199,34 @@ impl Written {
         let sizes = || source.metadata().tensors().map(|(_, tensor)| super::inspect::bytes(tensor));
         let largest = sizes().max().unwrap_or(0);
         let threads = ConvertOptions::default().threads as u64;
+        let mut aside: Vec<String> = source.metadata().values().map(|(key, _)| key.to_owned()).collect();
+        let aside_file = match destination.target {
+            Target::SafetensorsFile => {
+                destination.path.name().file_name().map(|name| checkpoint::values_beside(&name.to_string_lossy()))
+            }
+            Target::SafetensorsDirectory { .. } | Target::SafetensorsShards { .. } => {
+                Some(checkpoint::VALUES_FILE.to_owned())
+            }
+            _ => None,
+        };
+        let aside_file = aside_file.filter(|_| !aside.is_empty());
+        if aside_file.is_none() {
+            aside.clear();
+        }
+        aside.sort_by(|a, b| natord::compare(a, b));
         Written {
             schema: SCHEMA,
             source: source.path().display().to_string(),
-            destination: destination.path.display().to_string(),
+            destination: destination.path.to_string(),
             to: destination.name,
             dry_run: destination.dry_run,
             tensors: sizes().count(),
             values: source.metadata().values().count(),
             bytes: sizes().fold(0, u64::saturating_add),
-            memory: threads.saturating_mul(2 * largest.min(PIECE)),
-            aside: Vec::new(),
-            aside_file: None,
+            memory: threads.saturating_mul(2 * largest.min(PIECE) + AROUND),
+            aside,
+            aside_file,
+            quantized: Vec::new(),
         }
     }
 }

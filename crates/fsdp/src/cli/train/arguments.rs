@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use clap::builder::RangedU64ValueParser;
 use clap::{Args, ValueEnum};
+use fsdp::checkpoint::Location;
 use fsdp::prelude::*;
 
 /// More ranks than this are no threads of one machine.
@@ -52,6 +53,15 @@ impl OptimizerName {
 pub(super) enum BackendName {
     Local,
     Tcp,
+    Mpi,
+    Nccl,
+}
+
+/// Where ranks compute.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum DeviceName {
+    Cpu,
+    Cuda,
 }
 
 #[derive(Debug, Args)]
@@ -61,8 +71,11 @@ pub(super) enum BackendName {
 Examples:
   fsdp train --nproc 4 --steps 60 --save-every 20 --out runs/demo
   fsdp train --nproc 2 --steps 120 --out runs/demo --resume
+  fsdp train --nproc 4 --steps 600 --save-every 20 --async-save --keep-last 3 --out runs/long
   fsdp train --init-from pytorch/step-00000020 --steps 40 --out runs/went-on
   fsdp launch --nproc 4 -- fsdp train --steps 60 --out runs/processes
+  mpirun -n 4 fsdp train --backend mpi --steps 60 --out runs/mpi
+  fsdp launch --nproc 4 -- fsdp train --backend nccl --steps 60 --out runs/gpus
   fsdp train --data book.txt --layers 6 --heads 6 --hidden 384 --seq 256 --out runs/book"
 )]
 pub(crate) struct TrainArguments {
@@ -72,28 +85,47 @@ pub(crate) struct TrainArguments {
     /// Directory of the checkpoints and of metrics.jsonl
     #[arg(long, value_name = "DIR", env = "FSDP_OUT")]
     pub(super) out: PathBuf,
-    /// Go on from the newest whole checkpoint in --out, at whatever number of ranks is given now.
+    /// Where the checkpoints go instead: a directory, or the URL of an object store (s3://, gs://, az://)
+    #[arg(long, value_name = "LOCATION", env = "FSDP_CHECKPOINT_DIR")]
+    pub(super) checkpoint_dir: Option<Location>,
+    /// Go on from the newest whole checkpoint of --out (or --checkpoint-dir), at whatever number of ranks is given now.
     /// Sizes, batch, learning rate, optimizer and text are the checkpoint's unless given
     #[arg(long, env = "FSDP_RESUME")]
     pub(super) resume: bool,
     /// Start from a checkpoint of the same model, PyTorch's too: model, optimizer and step, as far as it has them.
     /// Sizes, batch, learning rate, optimizer and text are the checkpoint's unless given
     #[arg(long, value_name = "CKPT", conflicts_with = "resume", env = "FSDP_INIT_FROM")]
-    pub(super) init_from: Option<PathBuf>,
+    pub(super) init_from: Option<Location>,
     /// Number of ranks; each holds its own shard [default: as many as the launcher started, or 1]
     #[arg(long, value_name = "N", env = "FSDP_NPROC",
           value_parser = RangedU64ValueParser::<usize>::new().range(1..=MAX_RANKS))]
     pub(super) nproc: Option<usize>,
-    /// What ranks are: threads of this process (local), or the processes that a launcher started (tcp)
-    /// [default: tcp where a launcher started several, else local]
+    /// What ranks are: threads of this process (local), or the processes that a launcher (tcp; nccl with a GPU each) or an
+    /// MPI launcher (mpi) started [default: tcp where a launcher started several, else local]
     #[arg(long, value_enum, env = "FSDP_BACKEND")]
     pub(super) backend: Option<BackendName>,
+    /// Where ranks compute; of several GPUs, on the one with their number on this machine [default: cuda with
+    /// --backend nccl, else cpu]
+    #[arg(long, value_enum, env = "FSDP_DEVICE")]
+    pub(super) device: Option<DeviceName>,
     /// Total number of steps, those before a resume included
     #[arg(long, value_name = "S", default_value_t = 100, env = "FSDP_STEPS")]
     pub(super) steps: u64,
     /// Save a checkpoint after every K steps, and after the last [default: after the last only]
     #[arg(long, value_name = "K", env = "FSDP_SAVE_EVERY")]
     pub(super) save_every: Option<NonZeroU64>,
+    /// Go on training while checkpoints are written: a step waits only for a copy of the state
+    #[arg(long, env = "FSDP_ASYNC_SAVE")]
+    pub(super) async_save: bool,
+    /// Remove checkpoints but the newest K, once a new one is whole [default: keep all]
+    #[arg(long, value_name = "K", env = "FSDP_KEEP_LAST")]
+    pub(super) keep_last: Option<NonZeroUsize>,
+    /// Of those that --keep-last would remove, keep the ones whose step is a multiple of N
+    #[arg(long, value_name = "N", requires = "keep_last", env = "FSDP_KEEP_EVERY")]
+    pub(super) keep_every: Option<NonZeroU64>,
+    /// Write where time goes to FILE, for Perfetto or chrome://tracing; each process its own, with its rank in the name
+    #[arg(long, value_name = "FILE", env = "FSDP_TRACE")]
+    pub(super) trace: Option<PathBuf>,
     /// Rows of the global batch; a multiple of --nproc [default: 12]
     #[arg(long, value_name = "B", env = "FSDP_BATCH", value_parser = size())]
     pub(super) batch: Option<usize>,
@@ -151,6 +183,13 @@ pub(crate) struct TrainArguments {
     /// No progress bar, also on a terminal
     #[arg(long, env = "FSDP_NO_PROGRESS")]
     pub(super) no_progress: bool,
+}
+
+impl TrainArguments {
+    /// Where the checkpoints are.
+    pub(super) fn checkpoints(&self) -> Location {
+        self.checkpoint_dir.clone().unwrap_or_else(|| (&self.out).into())
+    }
 }
 
 fn learning_rate(text: &str) -> Result<f64, String> {

@@ -1,32 +1,38 @@
 //! A rank that is a process of its own, which a launcher has started.
 
 use std::hash::{DefaultHasher, Hash, Hasher as _};
-use std::time::Duration;
 
-use anyhow::{Error, Result};
-use fsdp::comm::{CommError, Environment, TcpOptions};
-use fsdp::prelude::*;
+use anyhow::Result;
+use fsdp::comm::{BackendKind, CommError, Environment, init_process_group_within};
 use fsdp::ranks::Ranks;
 
 use super::arguments::{BackendName, TrainArguments};
 use super::rank::{self, Job};
 use crate::cli::failure::UsageError;
 
-/// How long a rank that has failed asks its group what happened.
-const LAST_QUESTION: Duration = Duration::from_millis(1);
-
-/// This process's place among the ranks.
-pub(super) struct Launched(Environment);
+/// This process's place among the ranks, and how they reach each other.
+pub(super) struct Launched {
+    environment: Environment,
+    backend: BackendKind,
+}
 
 impl Launched {
     /// `None`: ranks are threads.
     ///
     /// # Errors
-    /// A launcher's variables that make no sense, or none with `--backend tcp`; another number of ranks was asked for.
+    /// A launcher's variables that make no sense, or none where `--backend` needs one; a backend that this build has not;
+    /// another number of ranks was asked for.
     pub(super) fn find(arguments: &TrainArguments) -> Result<Option<Self>> {
+        let backend = match arguments.backend {
+            Some(BackendName::Mpi) => BackendKind::Mpi,
+            Some(BackendName::Nccl) => BackendKind::Nccl,
+            _ => BackendKind::Tcp,
+        };
+        backend.check_compiled_in()?;
         let environment = match (arguments.backend, Environment::from_env()) {
             (Some(BackendName::Local), _) => return Ok(None),
-            (Some(BackendName::Tcp), environment) => environment?,
+            (Some(BackendName::Tcp | BackendName::Nccl), environment) => environment?,
+            (Some(BackendName::Mpi), _) => started_by_mpi()?,
             (None, Ok(environment)) if environment.world_size == 1 => return Ok(None),
             (None, Ok(environment)) => environment,
             (None, Err(CommError::Environment { variable, .. })) if is_unset(&variable) && variable == "RANK" => {
@@ -37,22 +43,31 @@ impl Launched {
         let world_size = environment.world_size;
         match arguments.nproc {
             Some(nproc) if nproc != world_size => Err(UsageError::Nproc { nproc, world_size }.into()),
-            _ => Ok(Some(Launched(environment))),
+            _ => Ok(Some(Launched { environment, backend })),
         }
     }
 
+    pub(super) const fn rank(&self) -> usize {
+        self.environment.rank
+    }
+
     pub(super) const fn world_size(&self) -> usize {
-        self.0.world_size
+        self.environment.world_size
+    }
+
+    /// This rank's number among those of its machine.
+    pub(super) fn local_rank(&self) -> usize {
+        self.environment.local_rank.unwrap_or(self.environment.rank)
     }
 
     /// Ranks of this machine; all, if the launcher does not tell.
     pub(super) fn local_world_size(&self) -> usize {
-        self.0.local_world_size.unwrap_or(self.0.world_size)
+        self.environment.local_world_size.unwrap_or(self.environment.world_size)
     }
 
     /// Whether this is rank 0, which talks.
     pub(super) const fn is_first(&self) -> bool {
-        self.0.rank == 0
+        self.environment.rank == 0
     }
 
     /// Meets the other ranks, and trains with them.
@@ -60,35 +75,27 @@ impl Launched {
     /// # Errors
     /// The rendezvous; whatever goes wrong on this rank, or on another one.
     pub(super) fn run(self, ranks: &Ranks, job: &Job<'_>) -> Result<()> {
-        let group = TcpOptions::new(self.0).deadline(ranks.deadline).connect()?;
+        let group = init_process_group_within(self.backend, ranks.deadline)?;
         // Each has read its own command line, and found its own newest checkpoint.
         let mut hasher = DefaultHasher::new();
         format!("{:?} {} {:?}", job.settings, job.start(), job.batches).hash(&mut hasher);
         let start = format!("train from step {}", job.start());
         group.agree_on(&start, hasher.finish(), Ok::<_, CommError>(()))?;
         let result = ranks.run_one(group.rank(), || rank::run(group.clone(), job))?;
-        result.map_err(|error| {
-            let error = with_cause(error, &group);
-            // The others hear of it when this process ends, which is after it has told its error.
-            std::mem::forget(group);
-            error
-        })
+        // The others hear of it when this process ends, which is after it has told its error.
+        result.inspect_err(|_| std::mem::forget(group))
     }
+}
+
+/// MPI knows where its processes meet, so nobody has to say.
+fn started_by_mpi() -> Result<Environment, CommError> {
+    let variable = |name: &str| std::env::var(name).ok();
+    Environment::from_variables(|name| match name {
+        "MASTER_ADDR" => Some(variable(name).unwrap_or_else(|| "localhost".to_owned())),
+        _ => variable(name),
+    })
 }
 
 fn is_unset(variable: &str) -> bool {
     std::env::var_os(variable).is_none_or(|value| value.is_empty())
-}
-
-/// candle passes on what a collective inside a forward or backward says as text. The group still knows the error.
-fn with_cause(error: Error, group: &ProcessGroup) -> Error {
-    let has = |is: fn(&(dyn std::error::Error + 'static)) -> bool| error.chain().any(is);
-    if has(|cause| cause.is::<CommError>()) || !has(|cause| cause.is::<candle_core::Error>()) {
-        return error;
-    }
-    match group.with_deadline(LAST_QUESTION).barrier() {
-        Err(CommError::Timeout { deadline: LAST_QUESTION, .. }) | Ok(()) => error,
-        Err(cause) if cause.ends_group() => Error::from(cause).context(error.to_string()),
-        Err(_) => error,
-    }
 }

@@ -1,6 +1,8 @@
 //! `fsdp train`: everything is checked before anything is written.
 
 mod arguments;
+mod checkpoints;
+mod device;
 mod launched;
 mod rank;
 mod report;
@@ -8,11 +10,12 @@ mod sample;
 mod settings;
 mod state;
 
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use anyhow::{Error, Result};
-use fsdp::checkpoint::latest_checkpoint;
-use fsdp::comm::CommError;
+use fsdp::checkpoint::{StepCheckpoint, latest_checkpoint};
 use fsdp::data::{Batches, Text};
 use fsdp::prelude::*;
 use fsdp::ranks::Ranks;
@@ -20,20 +23,35 @@ use fsdp::ranks::Ranks;
 use self::launched::Launched;
 use self::rank::Job;
 use self::settings::{Resume, Settings};
-use super::failure::UsageError;
+use super::failure::{UsageError, is_about_others};
 use super::output;
 
+use self::arguments::DeviceName;
 pub(crate) use self::arguments::TrainArguments;
+
+/// Where this process writes its trace: ranks that are processes of their own each to a file of their own.
+pub(crate) fn trace_file(arguments: &TrainArguments) -> Option<PathBuf> {
+    let file = arguments.trace.as_ref()?;
+    let Ok(Some(launched)) = Launched::find(arguments) else { return Some(file.clone()) };
+    let mut name = file.file_stem().unwrap_or_default().to_owned();
+    name.push(format!("-rank{}", launched.rank()));
+    let mut named = file.with_file_name(name);
+    if let Some(extension) = file.extension() {
+        named.set_extension(extension);
+    }
+    Some(named)
+}
 
 /// # Errors
 /// Whatever cannot be done as asked. Nothing has been written if that could be known beforehand.
 pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     let launched = Launched::find(arguments)?;
+    let device = DeviceName::choose(arguments)?;
     let world_size = launched.as_ref().map_or(arguments.nproc.unwrap_or(1), Launched::world_size);
-    let out = &arguments.out;
+    let run = &arguments.checkpoints();
     let resume = match &arguments.init_from {
         Some(path) => Some(Resume::at(path)?),
-        None => arguments.resume.then(|| Resume::newest(out)).transpose()?,
+        None => arguments.resume.then(|| Resume::newest(run)).transpose()?,
     };
     let settings = Settings::resolve(arguments, resume.as_ref())?;
     settings.gpt.validate()?;
@@ -50,7 +68,7 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     {
         let steps = arguments.steps;
         if launched.as_ref().is_none_or(Launched::is_first) {
-            output::talk(&format!("nothing to do: `{}` is at step {step} of {steps}", path.display()));
+            output::talk(&format!("nothing to do: `{path}` is at step {step} of {steps}"));
         }
         return Ok(());
     }
@@ -64,7 +82,11 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
         threads: arguments.threads,
         deadline: Duration::from_secs(arguments.timeout.get()),
     };
-    let job = Job { arguments, settings, text, batches, resume, mesh, threads_per_rank: ranks.threads_per_rank() };
+    let from = resume.as_ref().map(|Resume { step, path, .. }| StepCheckpoint { step: *step, path: path.clone() });
+    let resume = Mutex::new(resume.map(Arc::new));
+    let threads_per_rank = ranks.threads_per_rank();
+    let local_rank = launched.as_ref().map(Launched::local_rank);
+    let job = Job { arguments, settings, text, batches, from, resume, mesh, threads_per_rank, device, local_rank };
     if let Some(launched) = launched {
         return launched.run(&ranks, &job);
     }
@@ -84,23 +106,17 @@ fn mesh(arguments: &TrainArguments, ranks: usize) -> Result<Option<DeviceMesh>> 
 
 /// A run must not mix its checkpoints with those of another.
 fn check_out_is_free(arguments: &TrainArguments) -> Result<()> {
-    let out = &arguments.out;
-    if !out.exists() {
+    let run = arguments.checkpoints();
+    if !run.exists()? {
         return Ok(());
     }
-    match latest_checkpoint(out)? {
-        Some(found) => Err(UsageError::OutIsTaken { directory: out.display().to_string(), step: found.step }.into()),
+    match latest_checkpoint(&run)? {
+        Some(found) => Err(UsageError::OutIsTaken { directory: run.to_string(), step: found.step }.into()),
         None => Ok(()),
     }
 }
 
 /// The error that the others follow from: one that is not about other ranks, if there is one.
 fn first_cause(errors: impl Iterator<Item = Error>) -> Result<()> {
-    let distance = |error: &Error| {
-        let of_group = error.chain().any(|cause| cause.is::<CommError>());
-        // candle passes on what a collective inside a forward or backward says, as text.
-        let of_candle = error.chain().any(|cause| cause.is::<candle_core::Error>());
-        (of_group, of_candle)
-    };
-    errors.min_by_key(distance).map_or(Ok(()), Err)
+    errors.min_by_key(is_about_others).map_or(Ok(()), Err)
 }

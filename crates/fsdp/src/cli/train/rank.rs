@@ -1,19 +1,22 @@
 //! What each rank does: build, restore, train, save, sample.
 
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use candle_core::Device;
-use fsdp::checkpoint::step_path;
+use fsdp::checkpoint::StepCheckpoint;
 use fsdp::data::{Batches, Text};
 use fsdp::gpt::Gpt;
 use fsdp::prelude::*;
+use tracing::info_span;
 
-use super::arguments::TrainArguments;
+use super::arguments::{DeviceName, TrainArguments};
+use super::checkpoints::Checkpoints;
 use super::report::{Event, Report, SCHEMA, StepMetrics};
 use super::sample::sample;
 use super::settings::{Resume, Settings};
-use super::state::{restore, save_state};
+use super::state::{restore, state};
 
 /// All that ranks share.
 pub(super) struct Job<'a> {
@@ -21,19 +24,35 @@ pub(super) struct Job<'a> {
     pub(super) settings: Settings,
     pub(super) text: Text,
     pub(super) batches: Batches,
-    pub(super) resume: Option<Resume>,
+    /// What the run goes on from.
+    pub(super) from: Option<StepCheckpoint>,
+    /// The same, open, until all ranks have read it.
+    pub(super) resume: Mutex<Option<Arc<Resume>>>,
     pub(super) mesh: Option<DeviceMesh>,
     pub(super) threads_per_rank: usize,
+    pub(super) device: DeviceName,
+    /// This process's number among those of its machine, where ranks are processes.
+    pub(super) local_rank: Option<usize>,
 }
 
 impl Job<'_> {
     /// The first step to do.
     pub(super) fn start(&self) -> u64 {
-        self.resume.as_ref().map_or(0, |resume| resume.step)
+        self.from.as_ref().map_or(0, |from| from.step)
     }
 
-    fn config(&self) -> FsdpConfig {
+    fn resume(&self) -> Option<Arc<Resume>> {
+        self.resume.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Closes the checkpoint that was resumed from: it may be removed from now on.
+    fn close_resume(&self) {
+        self.resume.lock().unwrap_or_else(PoisonError::into_inner).take();
+    }
+
+    fn config(&self, device: &Device) -> FsdpConfig {
         FsdpConfig {
+            device: device.clone(),
             strategy: self.arguments.strategy,
             mesh: self.mesh.clone(),
             use_orig_params: !self.arguments.flat,
@@ -45,8 +64,10 @@ impl Job<'_> {
 
 struct Rank<'a> {
     job: &'a Job<'a>,
+    device: Device,
     model: FullyShardedDataParallel<Gpt>,
     optimizer: Optimizer,
+    checkpoints: Checkpoints,
     report: Option<Report>,
 }
 
@@ -54,18 +75,27 @@ struct Rank<'a> {
 /// Whatever goes wrong on this rank, or on another one.
 pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<()> {
     let reports = group.rank() == 0;
-    let model = FullyShardedDataParallel::new(group, job.config(), |scope| Gpt::new(scope, &job.settings.gpt))?;
+    let device = match job.device {
+        DeviceName::Cpu => Device::Cpu,
+        DeviceName::Cuda => {
+            let opened = job.device.open(job.local_rank.unwrap_or(group.rank()));
+            group.agree("open a GPU", opened.map_err(|error| format!("{error:#}")))?
+        }
+    };
+    let model = FullyShardedDataParallel::new(group, job.config(&device), |scope| Gpt::new(scope, &job.settings.gpt))?;
     let algorithm = job.settings.optimizer.algorithm(job.settings.lr);
     let mut optimizer = Optimizer::new(model.parameters(), algorithm)?;
-    if let Some(resume) = &job.resume {
-        restore(resume, model.parameters(), &mut optimizer)?;
+    if let Some(resume) = job.resume() {
+        restore(&resume, model.parameters(), &mut optimizer)?;
+        job.close_resume();
         for group in optimizer.groups_mut() {
             group.algorithm.set_lr(job.settings.lr)?;
         }
     }
     // Only now is anything written: all that could be wrong with the checkpoint has been seen.
     let report = reports.then(|| Report::open(job.arguments, job.start())).transpose()?;
-    Rank { job, model, optimizer, report }.train()
+    let checkpoints = Checkpoints::new(job.arguments, model.group())?;
+    Rank { job, device, model, optimizer, checkpoints, report }.train()
 }
 
 impl Rank<'_> {
@@ -76,15 +106,17 @@ impl Rank<'_> {
             let metrics = self.step(step)?;
             if let Some(report) = &mut self.report {
                 report.step(&metrics)?;
+                self.checkpoints.look(report)?;
             }
             let done = step + 1;
             if done == steps || save_every.is_some_and(|every| done % every == 0) {
                 self.save(done)?;
             }
         }
+        self.checkpoints.wait(self.report.as_ref())?;
         let text = match sample_bytes {
             0 => None,
-            length => Some(sample(&self.model, length, self.job.settings.seed)?),
+            length => Some(sample(&self.model, &self.device, length, self.job.settings.seed)?),
         };
         if let Some(report) = &self.report {
             report.end(steps, text.as_deref())?;
@@ -98,7 +130,7 @@ impl Rank<'_> {
         let numel = |fqn| parameters.shape(fqn).map(|shape| shape.iter().product::<usize>() as u64);
         let count: u64 = parameters.fqns().map(numel).sum::<Result<_, _>>()?;
         let (ranks, threads, step) = (self.model.group().world_size(), self.job.threads_per_rank, self.job.start());
-        let path = self.job.resume.as_ref().map(|resume| resume.path.as_path());
+        let path = self.job.from.as_ref().map(|from| from.path.name());
         let from = path.map_or_else(String::new, |path| format!(", from `{}`", path.display()));
         let strategy = parameters.strategy();
         let line = format!("{count} parameters on {ranks} ranks ({strategy}, {threads} CPU threads each){from}");
@@ -117,6 +149,7 @@ impl Rank<'_> {
     /// One step on the global batch. All ranks get the same metrics, but for the speed, which is their own.
     fn step(&mut self, step: u64) -> Result<StepMetrics> {
         let clock = Instant::now();
+        let _span = info_span!("step", rank = self.model.group().rank(), step).entered();
         let last = self.job.batches.accumulation - 1;
         let mut loss = 0.0;
         for part in 0..last {
@@ -127,7 +160,7 @@ impl Rank<'_> {
         if let Some(norm) = self.job.arguments.clip_grad_norm {
             parameters.clip_grad_norm(norm)?;
         }
-        self.optimizer.step()?;
+        info_span!("optimizer").in_scope(|| self.optimizer.step())?;
         parameters.zero_grad();
         let group = self.model.group();
         let mut mean = [loss];
@@ -150,19 +183,16 @@ impl Rank<'_> {
     /// Forward and backward of a part of this rank's rows; returns its share of the rank's loss.
     fn backward(&self, step: u64, part: usize) -> Result<f64> {
         let Job { text, batches, .. } = self.job;
-        let (tokens, targets) = batches.batch(text, step, self.model.group().rank(), part, &Device::Cpu)?;
-        let loss = self.model.forward(|gpt| gpt.loss(&tokens, &targets)? / batches.accumulation as f64)?;
-        self.model.backward(&loss)?;
+        let (tokens, targets) = batches.batch(text, step, self.model.group().rank(), part, &self.device)?;
+        let forward = || self.model.forward(|gpt| gpt.loss(&tokens, &targets)? / batches.accumulation as f64);
+        let loss = info_span!("forward").in_scope(forward)?;
+        info_span!("backward").in_scope(|| self.model.backward(&loss))?;
         Ok(f64::from(loss.to_scalar::<f32>()?))
     }
 
-    fn save(&self, step: u64) -> Result<()> {
-        let path = step_path(&self.job.arguments.out, step);
-        let saved = save_state(&path, self.model.parameters(), &self.optimizer, &self.job.settings, step)
-            .with_context(|| format!("failed to save `{}`", path.display()))?;
-        match &self.report {
-            Some(report) => report.checkpoint(step, &path, saved.total_bytes, saved.duration.as_secs_f64()),
-            None => Ok(()),
-        }
+    fn save(&mut self, step: u64) -> Result<()> {
+        let clock = Instant::now();
+        let state = state(self.model.parameters(), &self.optimizer, &self.job.settings, step)?;
+        self.checkpoints.save(step, &state, clock, self.report.as_ref())
     }
 }

@@ -51,16 +51,24 @@ pub(super) enum Event<'a> {
         resumed_from: Option<&'a Path>,
     },
     Step(&'a StepMetrics),
-    Checkpoint {
-        step: u64,
-        path: &'a Path,
-        bytes: u64,
-        seconds: f64,
-    },
+    Checkpoint(&'a Saved<'a>),
     End {
         step: u64,
         sample: Option<&'a str>,
     },
+}
+
+/// A checkpoint that is whole.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub(super) struct Saved<'a> {
+    pub(super) step: u64,
+    pub(super) path: &'a Path,
+    /// Of tensors, on all ranks.
+    pub(super) bytes: u64,
+    /// From the start of the save to its commit.
+    pub(super) seconds: f64,
+    /// For which training stood still.
+    pub(super) stall_seconds: f64,
 }
 
 /// Tells of a run. Only one rank has it.
@@ -123,10 +131,14 @@ impl Report {
 
     /// # Errors
     /// stdout is closed.
-    pub(super) fn checkpoint(&self, step: u64, path: &Path, bytes: u64, seconds: f64) -> Result<()> {
-        let mib = bytes as f64 / f64::from(1 << 20);
-        self.tell(&format!("saved `{}`: {mib:.1} MiB in {seconds:.2} s", path.display()));
-        self.event(&Event::Checkpoint { step, path, bytes, seconds })
+    pub(super) fn checkpoint(&self, saved: &Saved<'_>) -> Result<()> {
+        let Saved { path, bytes, seconds, stall_seconds, .. } = *saved;
+        let (mib, speed) = (bytes as f64 / f64::from(1 << 20), bytes as f64 / 1e9 / seconds);
+        let path = path.display();
+        self.tell(&format!(
+            "saved `{path}`: {mib:.1} MiB in {seconds:.2} s ({speed:.2} GB/s), training waited {stall_seconds:.2} s"
+        ));
+        self.event(&Event::Checkpoint(saved))
     }
 
     /// # Errors

@@ -16,13 +16,18 @@ const PROMPT: u8 = b'\n';
 ///
 /// # Errors
 /// Those of the forwards.
-pub(super) fn sample(model: &FullyShardedDataParallel<Gpt>, length: usize, seed: u64) -> anyhow::Result<String> {
+pub(super) fn sample(
+    model: &FullyShardedDataParallel<Gpt>,
+    device: &Device,
+    length: usize,
+    seed: u64,
+) -> anyhow::Result<String> {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let mut text = vec![u32::from(PROMPT)];
     for _ in 0..length {
         let logits = model.forward(|gpt| {
             let context = &text[text.len().saturating_sub(gpt.config().seq)..];
-            let tokens = Tensor::new(context, &Device::Cpu)?.unsqueeze(0)?;
+            let tokens = Tensor::new(context, device)?.unsqueeze(0)?;
             gpt.logits(&tokens)?.i((0, context.len() - 1))
         })?;
         text.push(draw(&logits.to_vec1()?, f64::from(rng.next_u32()) / f64::from(u32::MAX)));

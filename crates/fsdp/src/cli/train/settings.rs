@@ -1,11 +1,11 @@
 //! What a run is made of: the command line's word first, then the checkpoint's, then the default.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::{Context, Result};
-use fsdp::checkpoint::{StepCheckpoint, latest_checkpoint};
+use fsdp::checkpoint::{Location, StepCheckpoint, latest_checkpoint};
 use fsdp::data::VOCAB;
-use fsdp::dcp::checkpoint::{self, Format};
+use fsdp::dcp::checkpoint::{self, Checkpoint};
 use fsdp::dcp::metadata::Entry;
 use fsdp::dcp::reader::{CheckpointReader, OpenOptions};
 use fsdp::gpt::GptConfig;
@@ -30,44 +30,53 @@ pub(super) struct Settings {
 /// An open checkpoint to go on from.
 pub(super) struct Resume {
     pub(super) step: u64,
-    pub(super) path: PathBuf,
-    pub(super) reader: CheckpointReader,
+    pub(super) path: Location,
+    pub(super) checkpoint: Box<dyn Checkpoint>,
+    /// What stands before the model's names in its keys.
+    pub(super) model: &'static str,
     /// Whether it holds an optimizer's state.
     pub(super) optimizer: bool,
 }
 
+/// Where a model lies in a checkpoint that holds more than that.
+const MODEL: &str = "model.";
 /// Where an optimizer's state lies.
 const OPTIMIZER: &str = "optim.";
+/// A tensor that tells whether it does.
+const EMBEDDING: &str = "transformer.wte.weight";
 
 impl Resume {
     /// Opens the newest committed checkpoint of a run.
     ///
     /// # Errors
     /// There is none, or it is damaged.
-    pub(super) fn newest(out: &Path) -> Result<Self> {
-        let newest = latest_checkpoint(out)?;
+    pub(super) fn newest(run: &Location) -> Result<Self> {
+        let newest = latest_checkpoint(run)?;
         let Some(StepCheckpoint { path, .. }) = newest else {
-            return Err(NoCheckpoint { directory: out.display().to_string() }.into());
+            return Err(NoCheckpoint { directory: run.to_string() }.into());
         };
         let reader = CheckpointReader::open(&path)?;
         let step = reader.read_value("train.step")?;
         let step = step.as_int().and_then(|step| u64::try_from(step).ok());
-        let step = step.with_context(|| format!("`train.step` of `{}` is not a step", path.display()))?;
-        Ok(Resume { step, path, reader, optimizer: true })
+        let step = step.with_context(|| format!("`train.step` of `{path}` is not a step"))?;
+        Ok(Resume { step, path, checkpoint: Box::new(reader), model: MODEL, optimizer: true })
     }
 
-    /// Opens a checkpoint of any run, PyTorch's too, that may hold no more than a model.
+    /// Opens a checkpoint of any run and any format, PyTorch's too, that may hold no more than a model.
     ///
     /// # Errors
-    /// It is none, is damaged, or is no DCP directory.
-    pub(super) fn at(path: &Path) -> Result<Self> {
-        let format = checkpoint::open(path, OpenOptions::default())?.format();
-        if format != Format::Dcp {
-            return Err(UsageError::NotDcp { path: path.display().to_string(), format }.into());
+    /// It is none, or is damaged.
+    pub(super) fn at(path: &Location) -> Result<Self> {
+        let checkpoint = checkpoint::open(path, OpenOptions::default())?;
+        let metadata = checkpoint.metadata();
+        let model = if metadata.tensor(EMBEDDING).is_some() { "" } else { MODEL };
+        let has = |prefix: &str| metadata.entries.keys().any(|key| key.starts_with(prefix));
+        let by_name = has(&format!("{OPTIMIZER}state.{EMBEDDING}.")) || !has(&format!("{OPTIMIZER}state."));
+        if !by_name {
+            output::talk(&format!("`{path}`: the optimizer's state is not by parameters' names, and is left out"));
         }
-        let reader = CheckpointReader::open(path)?;
-        let optimizer = reader.metadata().entries.keys().any(|key| key.starts_with(OPTIMIZER));
-        let mut resume = Resume { step: 0, path: path.to_owned(), reader, optimizer };
+        let optimizer = has(&format!("{OPTIMIZER}param_groups.")) && by_name;
+        let mut resume = Resume { step: 0, path: path.clone(), checkpoint, model, optimizer };
         let step = resume.read("train.step", |step| u64::try_from(step.as_int()?).ok())?;
         let missing = match (optimizer, step) {
             (true, Some(_)) => "",
@@ -76,7 +85,7 @@ impl Resume {
             (false, None) => "only a model: the optimizer and the steps begin anew",
         };
         if !missing.is_empty() {
-            output::talk(&format!("`{}` holds {missing}", path.display()));
+            output::talk(&format!("`{path}` holds {missing}"));
         }
         resume.step = step.unwrap_or(0);
         Ok(resume)
@@ -84,7 +93,7 @@ impl Resume {
 
     /// The learning rate of the optimizer's first group.
     fn lr(&self) -> Result<Option<f64>> {
-        let entries = &self.reader.metadata().entries;
+        let entries = &self.checkpoint.metadata().entries;
         let is_lr = |key: &str| key.starts_with("optim.param_groups.") && key.ends_with(".lr");
         let found = entries.iter().find(|(key, entry)| is_lr(key) && matches!(entry, Entry::Bytes(_)));
         found.map_or(Ok(None), |(key, _)| self.read(key, PlainValue::as_float))
@@ -92,12 +101,13 @@ impl Resume {
 
     /// A size of the model, by its tensors: for checkpoints of programs that do not save their settings.
     fn size_of_tensors(&self, key: &str) -> Option<usize> {
-        let metadata = self.reader.metadata();
+        let metadata = self.checkpoint.metadata();
         match key {
-            "hidden" => metadata.tensor("model.transformer.wte.weight")?.shape.get(1).copied(),
-            "seq" => metadata.tensor("model.transformer.wpe.weight")?.shape.first().copied(),
+            "hidden" => metadata.tensor(&format!("{}{EMBEDDING}", self.model))?.shape.get(1).copied(),
+            "seq" => metadata.tensor(&format!("{}transformer.wpe.weight", self.model))?.shape.first().copied(),
             "layers" => {
-                let layer = |key: &str| key.strip_prefix("model.transformer.h.")?.split('.').next()?.parse().ok();
+                let prefix = format!("{}transformer.h.", self.model);
+                let layer = |key: &str| key.strip_prefix(&prefix)?.split('.').next()?.parse().ok();
                 metadata.tensors().filter_map(|(key, _)| layer(key)).max().and_then(|last: usize| last.checked_add(1))
             }
             _ => None,
@@ -106,15 +116,15 @@ impl Resume {
 
     /// A value that the checkpoint may have: one that another program wrote has only what that program saved.
     fn value(&self, key: &str) -> Result<Option<PlainValue>> {
-        match self.reader.metadata().entries.contains_key(key) {
-            true => Ok(Some(self.reader.read_value(key)?)),
+        match self.checkpoint.metadata().entries.contains_key(key) {
+            true => Ok(Some(self.checkpoint.read_value(key)?)),
             false => Ok(None),
         }
     }
 
     fn read<T>(&self, key: &str, convert: impl FnOnce(&PlainValue) -> Option<T>) -> Result<Option<T>> {
         let Some(value) = self.value(key)? else { return Ok(None) };
-        let what = || format!("`{key}` of `{}` cannot be a {}", self.path.display(), value.type_name());
+        let what = || format!("`{key}` of `{}` cannot be a {}", self.path, value.type_name());
         convert(&value).with_context(what).map(Some)
     }
 }

@@ -1,11 +1,8 @@
 //! A run's state in checkpoints: `{"model", "optim", "train"}`.
 
-use std::path::Path;
-
 use anyhow::Result;
 use fsdp::checkpoint::load::read_template;
-use fsdp::checkpoint::{SaveReport, optimizer_template};
-use fsdp::dcp::durable;
+use fsdp::checkpoint::optimizer_template;
 use fsdp::dcp::metadata::Entry;
 use fsdp::prelude::*;
 
@@ -17,27 +14,22 @@ fn views() -> StateDictOptions {
     StateDictOptions { share_storage: true, ..StateDictOptions::default() }
 }
 
-/// Saves the state after `step` steps. Every rank writes its own shards.
+/// The state after `step` steps, as it is saved: views of this rank's shards.
 ///
 /// # Errors
-/// Those of [`save`].
-pub(super) fn save_state(
-    path: &Path,
+/// Those of [`get_state_dict`].
+pub(super) fn state(
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
     settings: &Settings,
     step: u64,
-) -> Result<SaveReport> {
-    if parameters.group().rank() == 0 {
-        // What a killed run left of this very checkpoint.
-        durable::clean_stale(path)?;
-    }
+) -> Result<StateDict> {
     let (model, optim) = get_state_dict(parameters, &[optimizer], &views())?;
     let mut state = StateDict::new();
     state.insert("model", model);
     state.insert("optim", optim);
     state.insert("train", settings.state(step));
-    Ok(save(path, &state, parameters.group(), &SaveOptions::default())?)
+    Ok(state)
 }
 
 /// Loads model and optimizer (if there is one) from an open checkpoint: each rank reads the bytes that it needs.
@@ -47,45 +39,75 @@ pub(super) fn save_state(
 pub(super) fn restore(resume: &Resume, parameters: &ShardedParameters, optimizer: &mut Optimizer) -> Result<()> {
     let differences = differences(resume, parameters)?;
     if !differences.is_empty() {
-        return Err(OtherModel { path: resume.path.display().to_string(), differences }.into());
+        return Err(OtherModel { path: resume.path.to_string(), differences }.into());
     }
-    let mut template = StateDict::new();
-    let (model, _) = get_state_dict(parameters, &[], &views())?;
-    template.insert("model", model);
-    if resume.optimizer {
-        template.insert("optim", optimizer_template(&resume.path, &["optim"], &[optimizer])?);
-    }
-    let read = read_template(&resume.reader, &template, &LoadOptions::default());
+    let read = read(resume, parameters, optimizer);
     // A rank's own error says most; the others hear which rank failed, and why.
     let agreed = parameters.group().agree("resume", read.as_ref().map(|_| ()));
-    let (state, _) = read?;
+    let (model, optim) = read?;
     agreed?;
-    let part = |key: &str| state.dict(key).cloned().unwrap_or_default();
     let optimizers: &mut [&mut Optimizer] = if resume.optimizer { &mut [optimizer] } else { &mut [] };
-    set_state_dict(parameters, optimizers, &part("model"), &part("optim"), &StateDictOptions::default())?;
+    set_state_dict(parameters, optimizers, &model, &optim, &StateDictOptions::default())?;
     Ok(())
+}
+
+/// What this rank needs of model and optimizer.
+fn read(
+    resume: &Resume,
+    parameters: &ShardedParameters,
+    optimizer: &Optimizer,
+) -> Result<(StateDict, StateDict), fsdp::checkpoint::CheckpointError> {
+    let entries = &resume.checkpoint.metadata().entries;
+    let (model, _) = get_state_dict(parameters, &[], &views())?;
+    let mut template = StateDict::new();
+    for (name, value) in &model {
+        // Of a tied parameter's names one is enough.
+        let key = format!("{}{name}", resume.model);
+        if entries.contains_key(&key) {
+            template.insert(key, value.clone());
+        }
+    }
+    let (loaded, _) = read_template(&*resume.checkpoint, &template, &LoadOptions::default())?;
+    let model = loaded.iter().map(|(key, value)| (key[resume.model.len()..].to_owned(), value.clone())).collect();
+    if !resume.optimizer {
+        return Ok((model, StateDict::new()));
+    }
+    let mut template = StateDict::new();
+    template.insert("optim", optimizer_template(&*resume.checkpoint, &["optim"], &[optimizer])?);
+    let (loaded, _) = read_template(&*resume.checkpoint, &template, &LoadOptions::default())?;
+    Ok((model, loaded.dict("optim").cloned().unwrap_or_default()))
+}
+
+/// Whether a key belongs to the parts of a run that are no model.
+fn is_of_run(key: &str) -> bool {
+    key.starts_with("optim.") || key.starts_with("train.")
 }
 
 /// Every tensor in which the checkpoint's model and this one differ, a line each.
 fn differences(resume: &Resume, parameters: &ShardedParameters) -> Result<Vec<String>> {
-    const PREFIX: &str = "model.";
-    let entries = &resume.reader.metadata().entries;
+    let entries = &resume.checkpoint.metadata().entries;
+    let entry = |name: &str| entries.get(&format!("{}{name}", resume.model));
     let mut lines = Vec::new();
     let names: Vec<&str> = parameters.fqns().chain(parameters.aliases().keys().map(String::as_str)).collect();
     for &name in &names {
         let shape = parameters.shape(name)?;
-        match entries.get(&format!("{PREFIX}{name}")) {
+        match entry(name) {
             Some(Entry::Tensor(tensor)) if tensor.shape == shape => {}
             Some(Entry::Tensor(tensor)) => {
                 lines.push(format!("`{name}`: checkpoint {:?}, this model {shape:?}", tensor.shape));
             }
             Some(Entry::Bytes(_)) => lines.push(format!("`{name}`: no tensor in the checkpoint")),
+            // A tied parameter may be there under another of its names.
+            None if parameters.aliases().iter().any(|(alias, tied)| {
+                (tied == name && entry(alias).is_some()) || (alias == name && entry(tied).is_some())
+            }) => {}
             None => lines.push(format!("`{name}`: not in the checkpoint, this model {shape:?}")),
         }
     }
     for (key, entry) in entries {
-        if let (Some(name), Entry::Tensor(tensor)) = (key.strip_prefix(PREFIX), entry)
+        if let (Some(name), Entry::Tensor(tensor)) = (key.strip_prefix(resume.model), entry)
             && !names.contains(&name)
+            && !(resume.model.is_empty() && is_of_run(name))
         {
             lines.push(format!("`{name}`: checkpoint {:?}, not in this model", tensor.shape));
         }

@@ -1,0 +1,38 @@
+//! How far a save is.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Bytes of tensors that this rank has written, and will have. Clones look at the same save.
+#[derive(Debug, Clone, Default)]
+pub struct SaveProgress(Arc<Counters>);
+
+#[derive(Debug, Default)]
+struct Counters {
+    written: AtomicU64,
+    total: AtomicU64,
+}
+
+impl SaveProgress {
+    /// Bytes written so far.
+    #[must_use]
+    pub fn written(&self) -> u64 {
+        self.0.written.load(Ordering::Relaxed)
+    }
+
+    /// Bytes that this rank writes in this save; 0 until that is planned.
+    #[must_use]
+    pub fn total(&self) -> u64 {
+        self.0.total.load(Ordering::Relaxed)
+    }
+
+    /// A save begins that writes so many bytes.
+    pub(crate) fn expect(&self, total: u64) {
+        self.0.written.store(0, Ordering::Relaxed);
+        self.0.total.store(total, Ordering::Relaxed);
+    }
+
+    pub(crate) fn add(&self, bytes: u64) {
+        self.0.written.fetch_add(bytes, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,87 @@
+//! Which checkpoints of a run stay.
+
+use std::num::{NonZeroU64, NonZeroUsize};
+
+use fsdp_dcp::Location;
+use fsdp_dcp::checkpoint;
+use fsdp_dcp::durable::{Durable, clean_stale};
+use fsdp_dcp::reader::OpenOptions;
+use fsdp_dcp::verify::{Level, verify};
+use tracing::{info, info_span, warn};
+
+use crate::CheckpointError;
+use crate::catalog::{StepCheckpoint, list_checkpoints, step_name, steps_with_leftovers};
+
+/// Which checkpoints of a run stay when a new one has been saved. Without `keep_last`, all do.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Retention {
+    /// The newest ones.
+    pub keep_last: Option<NonZeroUsize>,
+    /// Those whose step is a multiple of this too, however old.
+    pub keep_every: Option<NonZeroU64>,
+}
+
+impl Retention {
+    /// Those that need not stay, of checkpoints listed oldest first.
+    ///
+    /// ```
+    /// use fsdp_checkpoint::{Retention, StepCheckpoint, step_path};
+    /// let at = |step| StepCheckpoint { step, path: step_path("run".as_ref(), step).into() };
+    /// let all: Vec<_> = (1..=6).map(|n| at(n * 10)).collect();
+    /// let retention = Retention { keep_last: 2.try_into().ok(), keep_every: 30.try_into().ok() };
+    /// let steps: Vec<_> = retention.superfluous(&all).iter().map(|checkpoint| checkpoint.step).collect();
+    /// assert_eq!(steps, [10, 20, 40]);
+    /// ```
+    #[must_use]
+    pub fn superfluous<'c>(&self, checkpoints: &'c [StepCheckpoint]) -> Vec<&'c StepCheckpoint> {
+        let Some(last) = self.keep_last else { return Vec::new() };
+        let old = &checkpoints[..checkpoints.len().saturating_sub(last.get())];
+        let is_kept = |step: u64| self.keep_every.is_some_and(|every| step.is_multiple_of(every.get()));
+        old.iter().filter(|checkpoint| !is_kept(checkpoint.step)).collect()
+    }
+}
+
+/// Removes the checkpoints in a run's directory that need not stay, and returns them. No communication: one rank calls
+/// it, after a save.
+///
+/// What crashed saves and removals have left goes too. A checkpoint that somebody reads stays until a later call, and so
+/// does everything until at least one of those that stay is found to be whole (its structure and the sizes of its files). Without `keep_last` nothing is even
+/// looked at.
+///
+/// # Errors
+/// A directory that cannot be read, files that cannot be removed.
+pub fn prune(dir: impl Into<Location>, retention: &Retention) -> Result<Vec<StepCheckpoint>, CheckpointError> {
+    if retention.keep_last.is_none() {
+        return Ok(Vec::new());
+    }
+    let dir = &dir.into();
+    let _span = info_span!("prune", path = %dir).entered();
+    // What crashed saves and broken-off removals have left.
+    for step in steps_with_leftovers(dir)? {
+        clean_stale(dir.join(step_name(step)))?;
+    }
+    let all = list_checkpoints(dir)?;
+    let superfluous = retention.superfluous(&all);
+    if superfluous.is_empty() {
+        return Ok(Vec::new());
+    }
+    let mut staying = all.iter().rev().filter(|checkpoint| !superfluous.contains(checkpoint));
+    if !staying.any(|checkpoint| is_whole(&checkpoint.path)) {
+        warn!(path = %dir, "no newer checkpoint is whole: the old ones stay");
+        return Ok(Vec::new());
+    }
+    let mut removed = Vec::new();
+    for checkpoint in superfluous {
+        match Durable::new().remove_checkpoint(&checkpoint.path)? {
+            true => removed.push(checkpoint.clone()),
+            false => info!(path = %checkpoint.path, "somebody reads it: it stays for now"),
+        }
+    }
+    Ok(removed)
+}
+
+fn is_whole(path: &Location) -> bool {
+    let report =
+        checkpoint::open(path, OpenOptions::default()).and_then(|checkpoint| verify(&*checkpoint, Level::Sizes, None));
+    report.is_ok_and(|report| report.problems.is_empty())
+}

@@ -1,0 +1,97 @@
+//! Old checkpoints go, but never one that is read, nor the last whole one.
+
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+use candle_core::{Device, Tensor};
+use fsdp_checkpoint::{Retention, SaveOptions, list_checkpoints, prune, save, step_path};
+use fsdp_comm::run_local;
+use fsdp_dcp::durable::{Durable, Step, StepHook};
+use fsdp_dcp::reader::CheckpointReader;
+use fsdp_state::StateDict;
+
+fn save_steps(dir: &Path, steps: &[u64]) {
+    run_local(1, |group| {
+        for &step in steps {
+            let mut state = StateDict::new();
+            state.insert("weight", Tensor::full(step as f32, 1000, &Device::Cpu).unwrap());
+            save(step_path(dir, step), &state, &group, &SaveOptions::default()).unwrap();
+        }
+    })
+    .unwrap();
+}
+
+fn steps(dir: &Path) -> Vec<u64> {
+    list_checkpoints(dir).unwrap().iter().map(|checkpoint| checkpoint.step).collect()
+}
+
+fn last(count: usize) -> Retention {
+    Retention { keep_last: count.try_into().ok(), keep_every: None }
+}
+
+#[test]
+fn the_last_ones_and_every_nth_stay() {
+    let dir = tempfile::tempdir().unwrap();
+    save_steps(dir.path(), &[5, 10, 15, 20, 25]);
+    assert_eq!(prune(dir.path(), &Retention::default()).unwrap(), []);
+    let retention = Retention { keep_every: 10.try_into().ok(), ..last(1) };
+    let removed = prune(dir.path(), &retention).unwrap();
+    assert_eq!(removed.iter().map(|checkpoint| checkpoint.step).collect::<Vec<_>>(), [5, 15]);
+    assert_eq!(steps(dir.path()), [10, 20, 25]);
+    assert_eq!(prune(dir.path(), &retention).unwrap(), []);
+    // Nothing else is left of those that went.
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 3);
+}
+
+#[test]
+fn a_checkpoint_that_is_read_stays_until_it_is_not() {
+    let dir = tempfile::tempdir().unwrap();
+    save_steps(dir.path(), &[1, 2, 3]);
+    let reader = CheckpointReader::open(step_path(dir.path(), 1)).unwrap();
+    prune(dir.path(), &last(1)).unwrap();
+    assert_eq!(steps(dir.path()), [1, 3]);
+    assert_eq!(reader.read_tensor("weight").unwrap().len(), 4000);
+    drop(reader);
+    prune(dir.path(), &last(1)).unwrap();
+    assert_eq!(steps(dir.path()), [3]);
+}
+
+#[test]
+fn nothing_goes_while_none_of_those_that_stay_is_whole() {
+    let dir = tempfile::tempdir().unwrap();
+    save_steps(dir.path(), &[1, 2, 3]);
+    let data = step_path(dir.path(), 3).join("__0_0.distcp");
+    let file = std::fs::File::options().write(true).open(&data).unwrap();
+    file.set_len(file.metadata().unwrap().len() / 2).unwrap();
+    assert_eq!(prune(dir.path(), &last(1)).unwrap(), []);
+    assert_eq!(steps(dir.path()), [1, 2, 3]);
+    // With a whole one among them, the others go.
+    prune(dir.path(), &last(2)).unwrap();
+    assert_eq!(steps(dir.path()), [2, 3]);
+}
+
+/// Breaks every removal off before it begins.
+struct NoRemoval;
+
+impl StepHook for NoRemoval {
+    fn before(&self, step: Step, _: &Path) -> io::Result<()> {
+        if step == Step::Remove { Err(io::Error::from_raw_os_error(5)) } else { Ok(()) }
+    }
+}
+
+#[test]
+fn what_a_broken_off_removal_left_goes_with_the_next_one() {
+    let dir = tempfile::tempdir().unwrap();
+    save_steps(dir.path(), &[1, 2, 3]);
+    let broken = Durable::with_hook(Arc::new(NoRemoval));
+    broken.remove_checkpoint(step_path(dir.path(), 1)).unwrap_err();
+    // It is gone all the same, at once and whole.
+    assert_eq!(steps(dir.path()), [2, 3]);
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 3);
+    prune(dir.path(), &last(2)).unwrap();
+    assert_eq!(steps(dir.path()), [2, 3]);
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 2);
+}

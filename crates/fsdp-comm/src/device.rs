@@ -1,0 +1,431 @@
+//! The collectives on GPU memory: between GPUs directly, without a copy on the host.
+//!
+//! A [`DeviceGroup`] has the operations of a [`ProcessGroup`] on [`DeviceSlice`]s instead of slices. As there, all ranks
+//! first agree on what they call, and an operation that returns is over: on the GPU, too, so that whatever is given to
+//! any stream afterwards sees its result. What is in the stream of the slices is waited for before.
+//!
+//! Unlike on the host, NCCL decides in which order ranks are reduced and how `f16` and `bf16` are rounded on the way;
+//! and a maximum with a NaN may be the other number.
+
+use std::marker::PhantomData;
+
+use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
+use fsdp_layout::DType;
+
+use crate::backend::DeviceTransfer;
+use crate::collectives::check;
+use crate::element::Element;
+use crate::error::CommError;
+use crate::group::ProcessGroup;
+use crate::nccl::library::{Address, Movement, number};
+use crate::record::{Call, Operation};
+use crate::reduce::ReduceOp;
+
+/// A collective on memory that only [`DeviceGroup`]'s methods can lend.
+#[derive(Debug)]
+pub struct DeviceCall(pub(crate) Movement);
+
+/// Elements in a GPU's memory, lent for reading.
+#[derive(Debug)]
+pub struct DeviceSlice<'a, T> {
+    address: Address,
+    numel: usize,
+    stream: &'a CudaStream,
+    _order: SyncOnDrop<'a>,
+    _elements: PhantomData<&'a [T]>,
+}
+
+/// Elements in a GPU's memory, lent for change.
+#[derive(Debug)]
+pub struct DeviceSliceMut<'a, T> {
+    address: Address,
+    numel: usize,
+    stream: &'a CudaStream,
+    _order: SyncOnDrop<'a>,
+    _elements: PhantomData<&'a mut [T]>,
+}
+
+impl<'a, T: Element> DeviceSlice<'a, T> {
+    /// Lends all of `memory`. `stream` is where it was written, by this thread.
+    pub fn new(memory: &'a impl DevicePtr<T>, stream: &'a CudaStream) -> Self {
+        let numel = memory.len();
+        let (address, order) = memory.device_ptr(stream);
+        DeviceSlice { address, numel, stream, _order: order, _elements: PhantomData }
+    }
+
+    const fn bytes(&self) -> usize {
+        self.numel * size_of::<T>()
+    }
+}
+
+impl<'a, T: Element> DeviceSliceMut<'a, T> {
+    /// Lends all of `memory`. `stream` is where it is used, by this thread.
+    pub fn new(memory: &'a mut impl DevicePtrMut<T>, stream: &'a CudaStream) -> Self {
+        let numel = memory.len();
+        let (address, order) = memory.device_ptr_mut(stream);
+        DeviceSliceMut { address, numel, stream, _order: order, _elements: PhantomData }
+    }
+
+    const fn bytes(&self) -> usize {
+        self.numel * size_of::<T>()
+    }
+}
+
+/// The operations of a group on GPU memory: see [`ProcessGroup::device`].
+#[derive(Clone, Copy)]
+pub struct DeviceGroup<'g> {
+    group: &'g ProcessGroup,
+    transfer: &'g dyn DeviceTransfer,
+}
+
+impl std::fmt::Debug for DeviceGroup<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("DeviceGroup").field("group", self.group).finish_non_exhaustive()
+    }
+}
+
+impl ProcessGroup {
+    /// The group's operations on GPU memory; `None` where the backend moves only the host's. The same on all ranks.
+    #[must_use]
+    pub fn device(&self) -> Option<DeviceGroup<'_>> {
+        self.device_transfer().map(|transfer| DeviceGroup { group: self, transfer })
+    }
+}
+
+impl DeviceGroup<'_> {
+    /// The number of the GPU whose memory this rank's slices must be in.
+    #[must_use]
+    pub fn ordinal(&self) -> usize {
+        self.transfer.ordinal()
+    }
+
+    /// As [`ProcessGroup::all_gather_into`].
+    ///
+    /// # Errors
+    /// As there, and memory of another GPU.
+    pub fn all_gather_into<T: Element>(
+        &self,
+        output: &mut DeviceSliceMut<'_, T>,
+        input: &DeviceSlice<'_, T>,
+    ) -> Result<(), CommError> {
+        let (ranks, numel) = (self.group.world_size(), input.numel);
+        let call = call::<T>(Operation::AllGather, vec![numel], None);
+        let arguments = check(&call, || {
+            self.check_streams(&[input.stream, output.stream])?;
+            self.check_numel("the output", output.numel, numel.checked_mul(ranks))
+        });
+        let (send, receive) = (input.address, output.address);
+        let (count, dtype) = as_counted::<T>(numel);
+        let others = input.bytes() * (ranks - 1);
+        self.run(call, arguments, (others, others), input.stream, numel == 0, move || Movement::AllGather {
+            send,
+            receive,
+            count,
+            dtype,
+        })
+    }
+
+    /// As [`ProcessGroup::reduce_scatter`], but NCCL chooses the order.
+    ///
+    /// # Errors
+    /// As there, types that NCCL does not compute with, and memory of another GPU.
+    pub fn reduce_scatter<T: Element>(
+        &self,
+        output: &mut DeviceSliceMut<'_, T>,
+        input: &DeviceSlice<'_, T>,
+        op: ReduceOp,
+    ) -> Result<(), CommError> {
+        let (ranks, numel) = (self.group.world_size(), output.numel);
+        let call = Call { reduce: Some(op), ..call::<T>(Operation::ReduceScatter, vec![numel], None) };
+        let arguments = check(&call, || {
+            self.check_streams(&[input.stream, output.stream])?;
+            self.check_numel("the input", input.numel, numel.checked_mul(ranks))
+        })
+        .and_then(|()| check_reduction::<T>(&call, op));
+        let (send, receive) = (input.address, output.address);
+        let others = output.bytes() * (ranks - 1);
+        self.run(call, arguments, (others, others), input.stream, numel == 0, move || Movement::ReduceScatter {
+            send,
+            receive,
+            count: numel,
+            dtype: T::DTYPE,
+            op,
+        })
+    }
+
+    /// As [`ProcessGroup::all_reduce`], but NCCL chooses the order: the same on all ranks.
+    ///
+    /// # Errors
+    /// As there, types that NCCL does not compute with, and memory of another GPU.
+    pub fn all_reduce<T: Element>(&self, buffer: &mut DeviceSliceMut<'_, T>, op: ReduceOp) -> Result<(), CommError> {
+        let numel = buffer.numel;
+        let call = Call { reduce: Some(op), ..call::<T>(Operation::AllReduce, vec![numel], None) };
+        let arguments =
+            check(&call, || self.check_streams(&[buffer.stream])).and_then(|()| check_reduction::<T>(&call, op));
+        let (ranks, address) = (self.group.world_size(), buffer.address);
+        // What a ring moves.
+        let others = 2 * (buffer.bytes() / ranks) * (ranks - 1);
+        self.run(call, arguments, (others, others), buffer.stream, numel == 0, move || Movement::AllReduce {
+            buffer: address,
+            count: numel,
+            dtype: T::DTYPE,
+            op,
+        })
+    }
+
+    /// As [`ProcessGroup::broadcast`].
+    ///
+    /// # Errors
+    /// As there, and memory of another GPU.
+    pub fn broadcast<T: Element>(&self, buffer: &mut DeviceSliceMut<'_, T>, root: usize) -> Result<(), CommError> {
+        let call = call::<T>(Operation::Broadcast, vec![buffer.numel], Some(root));
+        let arguments = check(&call, || {
+            self.check_streams(&[buffer.stream])?;
+            self.group.check_root(root)
+        });
+        let (address, bytes) = (buffer.address, buffer.bytes());
+        let moved = if self.group.rank() == root { (bytes * (self.group.world_size() - 1), 0) } else { (0, bytes) };
+        self.run(call, arguments, moved, buffer.stream, bytes == 0, move || Movement::Broadcast {
+            buffer: address,
+            bytes,
+            root,
+        })
+    }
+
+    /// As [`ProcessGroup::gather`].
+    ///
+    /// # Errors
+    /// As there, and memory of another GPU.
+    pub fn gather<T: Element>(
+        &self,
+        output: Option<&mut DeviceSliceMut<'_, T>>,
+        input: &DeviceSlice<'_, T>,
+        root: usize,
+    ) -> Result<(), CommError> {
+        let (ranks, bytes) = (self.group.world_size(), input.bytes());
+        let call = call::<T>(Operation::Gather, vec![input.numel], Some(root));
+        let given = output.as_ref().map(|output| output.numel);
+        let stream = output.as_ref().map(|output| output.stream);
+        let arguments = check(&call, || {
+            let streams = [Some(input.stream), stream];
+            self.check_streams(&streams.into_iter().flatten().collect::<Vec<_>>())?;
+            self.group.check_root(root)?;
+            self.check_root_only("an output", root, given, input.numel.checked_mul(ranks))
+        });
+        let mut send = vec![(input.address, 0); ranks];
+        if let Some(to) = send.get_mut(root) {
+            to.1 = bytes;
+        }
+        let receive = match output {
+            Some(output) => pieces(output.address, &vec![bytes; ranks]),
+            None => vec![(0, 0); ranks],
+        };
+        self.exchange(call, arguments, send, receive, input.stream)
+    }
+
+    /// As [`ProcessGroup::scatter`].
+    ///
+    /// # Errors
+    /// As there, and memory of another GPU.
+    pub fn scatter<T: Element>(
+        &self,
+        output: &mut DeviceSliceMut<'_, T>,
+        input: Option<&DeviceSlice<'_, T>>,
+        root: usize,
+    ) -> Result<(), CommError> {
+        let (ranks, bytes) = (self.group.world_size(), output.bytes());
+        let call = call::<T>(Operation::Scatter, vec![output.numel], Some(root));
+        let arguments = check(&call, || {
+            let streams = [Some(output.stream), input.map(|input| input.stream)];
+            self.check_streams(&streams.into_iter().flatten().collect::<Vec<_>>())?;
+            self.group.check_root(root)?;
+            self.check_root_only("an input", root, input.map(|input| input.numel), output.numel.checked_mul(ranks))
+        });
+        let send = match input {
+            Some(input) => pieces(input.address, &vec![bytes; ranks]),
+            None => vec![(0, 0); ranks],
+        };
+        let mut receive = vec![(output.address, 0); ranks];
+        if let Some(from) = receive.get_mut(root) {
+            from.1 = bytes;
+        }
+        self.exchange(call, arguments, send, receive, output.stream)
+    }
+
+    /// As [`ProcessGroup::all_to_all_uneven`].
+    ///
+    /// # Errors
+    /// As there, and memory of another GPU.
+    pub fn all_to_all_uneven<T: Element>(
+        &self,
+        output: &mut DeviceSliceMut<'_, T>,
+        receive_counts: &[usize],
+        input: &DeviceSlice<'_, T>,
+        send_counts: &[usize],
+    ) -> Result<(), CommError> {
+        // All counts, so that ranks which expect something else find out before anything moves.
+        let all = self.group.all_gather_object(&(send_counts.to_vec(), receive_counts.to_vec()))?;
+        let call = call::<T>(Operation::AllToAllUneven, Vec::new(), None);
+        let (rank, ranks) = (self.group.rank(), self.group.world_size());
+        let arguments = check(&call, || {
+            self.check_streams(&[input.stream, output.stream])?;
+            for (what, counts) in [("to send", send_counts), ("to receive", receive_counts)] {
+                if counts.len() != ranks {
+                    return Err(format!(
+                        "the counts {what} must be one for each of {ranks} ranks, not {}",
+                        counts.len()
+                    ));
+                }
+            }
+            self.check_numel("the input", input.numel, sum(send_counts))?;
+            self.check_numel("the output", output.numel, sum(receive_counts))?;
+            match all.iter().enumerate().find(|(from, (sent, _))| sent.get(rank) != receive_counts.get(*from)) {
+                Some((from, (sent, _))) => Err(format!(
+                    "rank {from} sends {:?} elements to rank {rank}, which expects {:?}",
+                    sent.get(rank),
+                    receive_counts.get(from)
+                )),
+                None => Ok(()),
+            }
+        });
+        let bytes = |counts: &[usize]| -> Vec<usize> {
+            counts.iter().map(|count| count.saturating_mul(size_of::<T>())).collect()
+        };
+        let send = pieces(input.address, &bytes(send_counts));
+        let receive = pieces(output.address, &bytes(receive_counts));
+        self.exchange(call, arguments, send, receive, input.stream)
+    }
+
+    /// Bytes to and from each rank.
+    fn exchange(
+        &self,
+        call: Call,
+        arguments: Result<(), CommError>,
+        send: Vec<(Address, usize)>,
+        receive: Vec<(Address, usize)>,
+        stream: &CudaStream,
+    ) -> Result<(), CommError> {
+        let rank = self.group.rank();
+        let others = |pieces: &[(Address, usize)]| -> usize {
+            pieces.iter().enumerate().filter(|&(other, _)| other != rank).map(|(_, piece)| piece.1).sum()
+        };
+        let moved = (others(&send), others(&receive));
+        let nothing = send.iter().chain(&receive).all(|piece| piece.1 == 0);
+        self.run(call, arguments, moved, stream, nothing, move || Movement::Exchange { send, receive })
+    }
+
+    fn run(
+        &self,
+        call: Call,
+        arguments: Result<(), CommError>,
+        moved: (usize, usize),
+        stream: &CudaStream,
+        nothing: bool,
+        make: impl FnOnce() -> Movement,
+    ) -> Result<(), CommError> {
+        let mut turn = self.group.begin(call, arguments)?;
+        turn.transfer(
+            moved,
+            |round| if nothing { Ok(()) } else { self.transfer.transfer(round, DeviceCall(make()), stream) },
+        )
+    }
+
+    /// All memory must be the GPU's of this rank, and in the order of one stream, which the call then follows.
+    fn check_streams(&self, streams: &[&CudaStream]) -> Result<(), String> {
+        let own = self.ordinal();
+        let ordinal = |stream: &&CudaStream| stream.context().ordinal();
+        if let Some(given) = streams.iter().map(ordinal).find(|&given| given != own) {
+            return Err(format!(
+                "the memory is GPU {given}'s, but rank {} of the group has GPU {own}",
+                self.group.rank()
+            ));
+        }
+        match streams.windows(2).all(|pair| pair[0].cu_stream() == pair[1].cu_stream()) {
+            true => Ok(()),
+            false => Err("the memory is of different streams".to_owned()),
+        }
+    }
+
+    fn check_numel(&self, what: &str, given: usize, needed: Option<usize>) -> Result<(), String> {
+        let needed = needed.ok_or_else(|| format!("{what} would have more elements than there are addresses"))?;
+        if given == needed {
+            return Ok(());
+        }
+        let (rank, ranks) = (self.group.rank(), self.group.world_size());
+        Err(format!("{what} must have {needed} elements on rank {rank} of {ranks}, not {given}"))
+    }
+
+    fn check_root_only(
+        &self,
+        what: &str,
+        root: usize,
+        given: Option<usize>,
+        needed: Option<usize>,
+    ) -> Result<(), String> {
+        let is_root = self.group.rank() == root;
+        match given {
+            Some(given) if is_root => self.check_numel(what, given, needed),
+            None if !is_root => Ok(()),
+            Some(_) => Err(format!("{what} must not be given on rank {}, but only on root {root}", self.group.rank())),
+            None => Err(format!("{what} must be given on root {root}")),
+        }
+    }
+}
+
+fn call<T: Element>(operation: Operation, sizes: Vec<usize>, root: Option<usize>) -> Call {
+    Call { dtype: Some(T::DTYPE), sizes, root, on_device: true, ..Call::new(operation) }
+}
+
+/// What only moves can be counted in bytes, where NCCL does not know the type.
+const fn as_counted<T: Element>(numel: usize) -> (usize, DType) {
+    match number(T::DTYPE) {
+        Some(_) => (numel, T::DTYPE),
+        None => (numel * size_of::<T>(), DType::U8),
+    }
+}
+
+fn check_reduction<T: Element>(call: &Call, op: ReduceOp) -> Result<(), CommError> {
+    if number(T::DTYPE).is_none() || (op == ReduceOp::Avg && !T::AVERAGES) {
+        return Err(CommError::UnsupportedReduction { operation: call.name().to_owned(), dtype: T::DTYPE, op });
+    }
+    Ok(())
+}
+
+fn sum(counts: &[usize]) -> Option<usize> {
+    counts.iter().try_fold(0usize, |sum, &count| sum.checked_add(count))
+}
+
+/// Consecutive pieces of these many bytes.
+fn pieces(start: Address, bytes: &[usize]) -> Vec<(Address, usize)> {
+    let mut next = start;
+    let piece = |&len: &usize| {
+        let address = next;
+        next = next.saturating_add(len as u64);
+        (address, len)
+    };
+    bytes.iter().map(piece).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_lie_one_after_the_other() {
+        assert_eq!(pieces(1000, &[8, 0, 4]), [(1000, 8), (1008, 0), (1008, 4)]);
+    }
+
+    #[test]
+    fn types_that_nccl_lacks_move_as_bytes_and_are_not_reduced() {
+        assert_eq!(as_counted::<i16>(3), (6, DType::U8));
+        assert_eq!(as_counted::<half::bf16>(3), (3, DType::BF16));
+        let call = call::<i16>(Operation::AllReduce, vec![3], None);
+        assert!(matches!(
+            check_reduction::<i16>(&call, ReduceOp::Sum),
+            Err(CommError::UnsupportedReduction { dtype: DType::I16, .. })
+        ));
+        assert!(check_reduction::<i64>(&call, ReduceOp::Avg).is_err());
+        assert_eq!(check_reduction::<half::f16>(&call, ReduceOp::Avg), Ok(()));
+        assert!(call.to_string().ends_with("in GPU memory"), "{call}");
+    }
+}

@@ -1,0 +1,345 @@
+//! MPI's own calls, and what they may touch while they run.
+//!
+//! All are non-blocking, but for the making of communicators. What a call reads and writes belongs to the [`Pending`]
+//! call; if it is given up before it is over, which MPI does not allow to be undone, its memory is never freed.
+
+use std::ffi::c_int;
+use std::mem::ManuallyDrop;
+
+use ::mpi::Threading;
+use ::mpi::environment::{Universe, initialize_with_threading, is_finalized, threading_support};
+use ::mpi::ffi;
+
+/// What MPI says went wrong.
+pub(super) type Result<T> = std::result::Result<T, String>;
+
+/// Starts MPI for use from all threads. `None`: somebody in this process has done so, and will end it too.
+pub(super) fn start() -> Result<Option<Universe>> {
+    if is_finalized() {
+        return Err("this process has already left MPI, which can be joined only once".to_owned());
+    }
+    let (universe, threads) = match initialize_with_threading(Threading::Multiple) {
+        Some((universe, threads)) => (Some(universe), threads),
+        None => (None, threading_support()),
+    };
+    if threads != Threading::Multiple {
+        return Err(format!("it allows only {threads:?} use of threads: it must be started with MPI_THREAD_MULTIPLE"));
+    }
+    Ok(universe)
+}
+
+/// Lets MPI go on with what it has begun.
+pub(super) fn go_on() -> Result<()> {
+    let mut flag = 0;
+    // SAFETY: it looks for messages of nobody's, as none is ever sent in the world itself; no status is asked for.
+    check(unsafe {
+        let (any, world) = (ffi::RSMPI_ANY_SOURCE, ffi::RSMPI_COMM_WORLD);
+        ffi::MPI_Iprobe(any, 0, world, &mut flag, ffi::RSMPI_STATUS_IGNORE)
+    })
+}
+
+/// Memory of a call.
+#[derive(Debug, Default)]
+pub(super) struct Buffers {
+    /// What this rank gives.
+    pub(super) send: Vec<u8>,
+    /// What it gets, from rank 0 first. A broadcast's bytes are here on the root, too.
+    pub(super) receive: Vec<u8>,
+    /// Counts and displacements.
+    pub(super) numbers: [Vec<c_int>; 4],
+}
+
+/// A call under way.
+#[derive(Debug)]
+pub(super) struct Pending {
+    request: ffi::MPI_Request,
+    buffers: ManuallyDrop<Buffers>,
+    over: bool,
+}
+
+// SAFETY: a request may be tested from any thread (MPI_THREAD_MULTIPLE); `&mut self` keeps it to one at a time.
+unsafe impl Send for Pending {}
+
+impl Pending {
+    /// Lets MPI go on, and tells whether the call is over.
+    pub(super) fn test(&mut self) -> Result<bool> {
+        if !self.over {
+            let mut flag = 0;
+            // SAFETY: the request is that of the call under way, or null; no status is asked for.
+            check(unsafe { ffi::MPI_Test(&mut self.request, &mut flag, ffi::RSMPI_STATUS_IGNORE) })?;
+            self.over = flag != 0;
+        }
+        Ok(self.over)
+    }
+
+    /// The memory of a call that is over. `None` if it is not: it keeps its memory for good.
+    pub(super) fn finish(mut self) -> Option<Buffers> {
+        let over = std::mem::replace(&mut self.over, false);
+        // SAFETY: taken once, as nothing is taken on drop once `over` is false.
+        over.then(|| unsafe { ManuallyDrop::take(&mut self.buffers) })
+    }
+}
+
+impl Drop for Pending {
+    fn drop(&mut self) {
+        if self.over {
+            // SAFETY: MPI is done with it, and nobody has taken it.
+            unsafe { ManuallyDrop::drop(&mut self.buffers) }
+        }
+    }
+}
+
+/// Some ranks, and the calls between them.
+#[derive(Debug)]
+pub(super) struct Communicator {
+    raw: ffi::MPI_Comm,
+    rank: usize,
+    ranks: usize,
+    is_ours: bool,
+}
+
+// SAFETY: communicators may be used from all threads (MPI_THREAD_MULTIPLE).
+unsafe impl Send for Communicator {}
+// SAFETY: as above. The calls of one communicator are made one after the other, by its group.
+unsafe impl Sync for Communicator {}
+
+impl Communicator {
+    /// All ranks.
+    pub(super) fn world() -> Result<Communicator> {
+        // SAFETY: a constant.
+        unsafe { Self::new(ffi::RSMPI_COMM_WORLD, false) }
+    }
+
+    /// These ranks of the world, all of which call this, and wait for each other, however long that takes.
+    pub(super) fn create(ranks: &[usize], tag: u64) -> Result<Communicator> {
+        let ranks = ranks.iter().map(|&rank| int(rank)).collect::<Result<Vec<c_int>>>()?;
+        // MPI guarantees tags up to this.
+        let tag = (tag % 32_768) as c_int;
+        // SAFETY: handles are made, used and freed in order; the ranks are as many as is said.
+        unsafe {
+            let (mut world, mut group) = (ffi::RSMPI_GROUP_NULL, ffi::RSMPI_GROUP_NULL);
+            let mut raw = ffi::RSMPI_COMM_NULL;
+            check(ffi::MPI_Comm_group(ffi::RSMPI_COMM_WORLD, &mut world))?;
+            check(ffi::MPI_Group_incl(world, int(ranks.len())?, ranks.as_ptr(), &mut group))?;
+            check(ffi::MPI_Comm_create_group(ffi::RSMPI_COMM_WORLD, group, tag, &mut raw))?;
+            check(ffi::MPI_Group_free(&mut group))?;
+            check(ffi::MPI_Group_free(&mut world))?;
+            Self::new(raw, true)
+        }
+    }
+
+    /// # Safety
+    /// `raw` is a communicator that this process is in.
+    unsafe fn new(raw: ffi::MPI_Comm, is_ours: bool) -> Result<Communicator> {
+        let (mut rank, mut ranks) = (0, 0);
+        // SAFETY: the caller's word. Errors must come back, and not end the process.
+        unsafe {
+            check(ffi::MPI_Comm_set_errhandler(raw, ffi::RSMPI_ERRORS_RETURN))?;
+            check(ffi::MPI_Comm_rank(raw, &mut rank))?;
+            check(ffi::MPI_Comm_size(raw, &mut ranks))?;
+        }
+        Ok(Communicator { raw, rank: rank as usize, ranks: ranks as usize, is_ours })
+    }
+
+    pub(super) fn rank(&self) -> usize {
+        self.rank
+    }
+
+    pub(super) fn ranks(&self) -> usize {
+        self.ranks
+    }
+
+    /// A call on it is not over: it can never be freed.
+    pub(super) fn give_up(&mut self) {
+        self.is_ours = false;
+    }
+
+    /// Everybody's `send`, as long as `counts` says, in everybody's `receive`.
+    pub(super) fn all_gather(&self, mut buffers: Buffers, counts: &[usize]) -> Result<Pending> {
+        self.prepare(&mut buffers, &[(self.rank, counts[self.rank])], Some(counts))?;
+        self.begin(buffers, |communicator, Buffers { send, receive, numbers: [_, _, counts, starts] }, request| {
+            // SAFETY: `prepare` made the buffers fit the numbers; both live until the call is over.
+            unsafe {
+                ffi::MPI_Iallgatherv(
+                    send.as_ptr().cast(),
+                    send.len() as c_int,
+                    ffi::RSMPI_UINT8_T,
+                    receive.as_mut_ptr().cast(),
+                    counts.as_ptr(),
+                    starts.as_ptr(),
+                    ffi::RSMPI_UINT8_T,
+                    communicator,
+                    request,
+                )
+            }
+        })
+    }
+
+    /// The root's `receive` in everybody's `receive`.
+    pub(super) fn broadcast(&self, mut buffers: Buffers, len: usize, root: usize) -> Result<Pending> {
+        let (count, root) = (int(len)?, int(root)?);
+        buffers.receive.resize(len, 0);
+        self.begin(buffers, |communicator, Buffers { receive, .. }, request| {
+            // SAFETY: `receive` has `count` bytes, and lives until the call is over.
+            unsafe {
+                let bytes = receive.as_mut_ptr().cast();
+                ffi::MPI_Ibcast(bytes, count, ffi::RSMPI_UINT8_T, root, communicator, request)
+            }
+        })
+    }
+
+    /// Everybody's `send`, as long as `counts` says, in the root's `receive`.
+    pub(super) fn gather(&self, mut buffers: Buffers, counts: &[usize], root: usize) -> Result<Pending> {
+        let receives = self.rank == root;
+        self.prepare(&mut buffers, &[(self.rank, counts[self.rank])], receives.then_some(counts))?;
+        let root = int(root)?;
+        self.begin(buffers, |communicator, Buffers { send, receive, numbers: [_, _, counts, starts] }, request| {
+            // SAFETY: as in `all_gather`; what receives is looked at on the root only.
+            unsafe {
+                ffi::MPI_Igatherv(
+                    send.as_ptr().cast(),
+                    send.len() as c_int,
+                    ffi::RSMPI_UINT8_T,
+                    receive.as_mut_ptr().cast(),
+                    counts.as_ptr(),
+                    starts.as_ptr(),
+                    ffi::RSMPI_UINT8_T,
+                    root,
+                    communicator,
+                    request,
+                )
+            }
+        })
+    }
+
+    /// To everybody's `receive` as much of the root's `send` as `counts` says.
+    pub(super) fn scatter(&self, mut buffers: Buffers, counts: &[usize], root: usize) -> Result<Pending> {
+        let sent: Vec<(usize, usize)> = counts.iter().copied().enumerate().collect();
+        let sent = if self.rank == root { &sent[..] } else { &[] };
+        let mut received = vec![0; self.ranks];
+        received[root] = counts[self.rank];
+        self.prepare(&mut buffers, sent, Some(&received))?;
+        let root = int(root)?;
+        self.begin(buffers, |communicator, Buffers { send, receive, numbers: [counts, starts, ..] }, request| {
+            // SAFETY: as in `all_gather`; what is sent is looked at on the root only.
+            unsafe {
+                ffi::MPI_Iscatterv(
+                    send.as_ptr().cast(),
+                    counts.as_ptr(),
+                    starts.as_ptr(),
+                    ffi::RSMPI_UINT8_T,
+                    receive.as_mut_ptr().cast(),
+                    receive.len() as c_int,
+                    ffi::RSMPI_UINT8_T,
+                    root,
+                    communicator,
+                    request,
+                )
+            }
+        })
+    }
+
+    /// Of `send` to everybody as much as `sent` says, and of everybody in `receive` as much as `received` says.
+    pub(super) fn all_to_all(&self, mut buffers: Buffers, sent: &[usize], received: &[usize]) -> Result<Pending> {
+        let sent: Vec<(usize, usize)> = sent.iter().copied().enumerate().collect();
+        self.prepare(&mut buffers, &sent, Some(received))?;
+        self.begin(buffers, |communicator, Buffers { send, receive, numbers: [sent, from, received, to] }, request| {
+            // SAFETY: as in `all_gather`.
+            unsafe {
+                ffi::MPI_Ialltoallv(
+                    send.as_ptr().cast(),
+                    sent.as_ptr(),
+                    from.as_ptr(),
+                    ffi::RSMPI_UINT8_T,
+                    receive.as_mut_ptr().cast(),
+                    received.as_ptr(),
+                    to.as_ptr(),
+                    ffi::RSMPI_UINT8_T,
+                    communicator,
+                    request,
+                )
+            }
+        })
+    }
+
+    /// Writes the numbers of a call, checks `send` against them, and makes `receive` fit.
+    fn prepare(&self, buffers: &mut Buffers, sent: &[(usize, usize)], received: Option<&[usize]>) -> Result<()> {
+        let Buffers { send, receive, numbers } = buffers;
+        let [send_counts, send_starts, receive_counts, receive_starts] = numbers;
+        let mut counts = vec![0; self.ranks];
+        sent.iter().for_each(|&(rank, count)| counts[rank] = count);
+        let total = lay_out(&counts, send_counts, send_starts)?;
+        if total != send.len() {
+            return Err(format!("{} bytes are to be sent where there should be {total}", send.len()));
+        }
+        match received {
+            Some(received) if received.len() != self.ranks => Err("there is not one count for each rank".to_owned()),
+            Some(received) => {
+                receive.resize(lay_out(received, receive_counts, receive_starts)?, 0);
+                Ok(())
+            }
+            None => {
+                receive.clear();
+                Ok(())
+            }
+        }
+    }
+
+    fn begin(
+        &self,
+        mut buffers: Buffers,
+        call: impl FnOnce(ffi::MPI_Comm, &mut Buffers, *mut ffi::MPI_Request) -> c_int,
+    ) -> Result<Pending> {
+        // The address of a vector without memory may be one that means something else to MPI.
+        for bytes in [&mut buffers.send, &mut buffers.receive] {
+            if bytes.capacity() == 0 {
+                bytes.reserve(1);
+            }
+        }
+        // SAFETY: a constant.
+        let mut request = unsafe { ffi::RSMPI_REQUEST_NULL };
+        let code = call(self.raw, &mut buffers, &mut request);
+        let pending = Pending { request, buffers: ManuallyDrop::new(buffers), over: false };
+        // If it failed it may still have begun, so its memory stays.
+        check(code).map(|()| pending)
+    }
+}
+
+impl Drop for Communicator {
+    fn drop(&mut self) {
+        if self.is_ours && !is_finalized() {
+            // SAFETY: made by `create`, and no call on it is under way. Local, as MPI's standard expects it to be.
+            check(unsafe { ffi::MPI_Comm_free(&mut self.raw) })
+                .unwrap_or_else(|error| tracing::warn!(%error, "a communicator could not be freed"));
+        }
+    }
+}
+
+/// One after the other: counts and starts, and the sum.
+fn lay_out(lens: &[usize], counts: &mut Vec<c_int>, starts: &mut Vec<c_int>) -> Result<usize> {
+    counts.clear();
+    starts.clear();
+    let mut start = 0usize;
+    for &len in lens {
+        counts.push(int(len)?);
+        starts.push(int(start)?);
+        start = start.saturating_add(len);
+    }
+    int(start).map(|_| start)
+}
+
+fn int(number: usize) -> Result<c_int> {
+    c_int::try_from(number).map_err(|_| format!("{number} is more than MPI can count in one call"))
+}
+
+fn check(code: c_int) -> Result<()> {
+    if code == ffi::MPI_SUCCESS as c_int {
+        return Ok(());
+    }
+    let mut text = [0u8; ffi::MPI_MAX_ERROR_STRING as usize];
+    let mut len = 0;
+    // SAFETY: `text` has as much room as MPI ever needs.
+    unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr().cast(), &mut len) };
+    let text = text.get(..usize::try_from(len).unwrap_or_default()).unwrap_or_default();
+    Err(format!("{} (code {code})", String::from_utf8_lossy(text)))
+}

@@ -1,0 +1,164 @@
+//! The `mpi` backend: ranks are processes that `mpirun` or `srun` has started; tensors go through MPI's collectives.
+//!
+//! Records, errors and signs of life go the way that they go in the `tcp` backend, between processes that find each
+//! other through MPI: so a rank that dies or stops is named, and all ranks agree before MPI is asked for anything that
+//! cannot be undone. Reductions are exchanges followed by our own, as MPI promises no order.
+
+mod job;
+#[expect(unsafe_code, reason = "calls of a C library")]
+mod library;
+mod transfer;
+
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use self::job::{Job, Pause, failed};
+use self::library::{Buffers, Communicator, Pending};
+use crate::backend::{Backend, Plan, Planner, Round};
+use crate::error::CommError;
+use crate::group::ProcessGroup;
+use crate::tcp::TcpBackend;
+
+/// How often a rank that waits for MPI looks whether the others are still there.
+const LOOK: Duration = Duration::from_millis(5);
+
+/// How long a call may still take once others have left: they may have done their part first.
+const GRACE: Duration = Duration::from_millis(250);
+
+/// The group of all processes that an MPI launcher has started with this one.
+pub(crate) fn connect(deadline: Duration) -> Result<ProcessGroup, CommError> {
+    let until = Instant::now() + deadline;
+    let job = Job::join(deadline)?;
+    let control = Arc::clone(&job.control);
+    let round = Round { number: 0, sequence: 0, operation: "rendezvous", deadline, until };
+    let backend = MpiBackend::new(job, control, 0, &round)?;
+    Ok(ProcessGroup::new(Arc::new(backend)).with_deadline(deadline))
+}
+
+/// One rank of one group.
+#[derive(Debug)]
+struct MpiBackend {
+    control: Arc<TcpBackend>,
+    /// None for a group of one.
+    communicator: Mutex<Option<Communicator>>,
+    job: Arc<Job>,
+}
+
+impl MpiBackend {
+    fn new(job: Arc<Job>, control: Arc<TcpBackend>, id: u64, round: &Round<'_>) -> Result<Self, CommError> {
+        let ranks = control.global_ranks();
+        let communicator = if ranks.len() > 1 { Some(create(&job, &control, id, round)?) } else { None };
+        Ok(MpiBackend { control, communicator: Mutex::new(communicator), job })
+    }
+
+    fn transfer(&self, round: &Round<'_>, send: &[u8], plan: Plan<'_>) -> Result<(), CommError> {
+        let mut slot = self.communicator.lock().unwrap_or_else(PoisonError::into_inner);
+        let rank = self.control.rank();
+        let Some(communicator) = &*slot else {
+            return plan.deliver(&[send], rank).map_err(|(_, published)| {
+                failed("a copy", format!("{published} bytes are fewer than this rank wants of itself"))
+            });
+        };
+        let mut wait = |call: library::Result<Pending>| wait(&self.control, round, call);
+        let outcome = transfer::transfer(communicator, rank, send, plan, &mut wait);
+        if outcome.is_err() {
+            // What MPI has begun cannot be undone, nor waited for.
+            self.job.give_up();
+            slot.iter_mut().for_each(Communicator::give_up);
+        }
+        outcome
+    }
+}
+
+impl Backend for MpiBackend {
+    fn name(&self) -> &'static str {
+        "mpi"
+    }
+
+    fn rank(&self) -> usize {
+        self.control.rank()
+    }
+
+    fn global_ranks(&self) -> &[usize] {
+        self.control.global_ranks()
+    }
+
+    fn round<'p>(&self, round: &Round<'_>, record: &[u8], send: &[u8], plan: Planner<'p, '_>) -> Result<(), CommError> {
+        let mut planned = None;
+        let planner: Planner<'_, '_> = Box::new(|records| {
+            planned = plan(records)?;
+            Ok(None)
+        });
+        self.control.round(round, record, &[], planner)?;
+        planned.map_or(Ok(()), |plan| self.transfer(round, send, plan))
+    }
+
+    fn subgroup(&self, round: &Round<'_>, id: u64, ranks: &[usize]) -> Result<Arc<dyn Backend>, CommError> {
+        let control = Arc::new(self.control.child(round, id, ranks)?);
+        Ok(Arc::new(MpiBackend::new(Arc::clone(&self.job), control, id, round)?))
+    }
+
+    fn abort(&self, round: u64, error: &CommError) {
+        self.job.fail();
+        self.control.abort(round, error);
+    }
+}
+
+/// Makes a communicator, for which MPI has no call that does not wait: on a thread that can be left behind.
+fn create(job: &Job, control: &TcpBackend, id: u64, round: &Round<'_>) -> Result<Communicator, CommError> {
+    const CALL: &str = "MPI_Comm_create_group";
+    // MPI must not be asked for what a rank has already given up.
+    control.meet_again(round)?;
+    let ranks = control.global_ranks().to_vec();
+    let (made, is_made) = mpsc::channel();
+    let make = move || drop(made.send(Communicator::create(&ranks, id)));
+    let thread = thread::Builder::new().name("mpi-group".to_owned()).spawn(make);
+    thread.map_err(|error| failed(CALL, error.to_string()))?;
+    let mut patience = Patience::default();
+    loop {
+        match is_made.recv_timeout(LOOK) {
+            Ok(made) => return made.map_err(|error| failed(CALL, error)),
+            Err(mpsc::RecvTimeoutError::Disconnected) => return Err(failed(CALL, "its thread ended".to_owned())),
+            Err(mpsc::RecvTimeoutError::Timeout) => {}
+        }
+        if let Some(trouble) = patience.lost(control, round) {
+            job.give_up();
+            return Err(trouble);
+        }
+    }
+}
+
+/// Waits until a call is over, and fails if that cannot come to be.
+fn wait(control: &TcpBackend, round: &Round<'_>, call: library::Result<Pending>) -> Result<Buffers, CommError> {
+    let mut pending = call.map_err(|error| failed(round.operation, error))?;
+    let mut pause = Pause::new();
+    let mut look = Instant::now() + LOOK;
+    let mut patience = Patience::default();
+    while !pending.test().map_err(|error| failed(round.operation, error))? {
+        pause.take();
+        let now = Instant::now();
+        if now < look {
+            continue;
+        }
+        look = now + LOOK;
+        if let Some(trouble) = patience.lost(control, round) {
+            return Err(trouble);
+        }
+    }
+    pending.finish().ok_or_else(|| failed(round.operation, "it is over and is not".to_owned()))
+}
+
+/// How long a rank has known that what it waits for may never come.
+#[derive(Debug, Default)]
+struct Patience {
+    since: Option<Instant>,
+}
+
+impl Patience {
+    /// Why it has waited long enough, if so.
+    fn lost(&mut self, control: &TcpBackend, round: &Round<'_>) -> Option<CommError> {
+        let trouble = control.trouble(round)?;
+        (self.since.get_or_insert_with(Instant::now).elapsed() >= GRACE).then_some(trouble)
+    }
+}

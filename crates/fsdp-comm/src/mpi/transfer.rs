@@ -1,0 +1,101 @@
+//! A rank's part of a round, through MPI's collectives, window by window.
+
+use std::ops::Range;
+
+use super::library::{self, Buffers, Communicator, Pending};
+use crate::backend::{BLOCK_BYTES, Destination, Filler, Pattern, Plan, reduce_blocks};
+use crate::error::CommError;
+
+/// About how many bytes of all ranks one call of MPI's moves: far below what it can count.
+const CALL_BYTES: usize = 16 << 20;
+
+/// Moves the bytes of a round. `wait` waits for each call.
+pub(super) fn transfer(
+    communicator: &Communicator,
+    rank: usize,
+    send: &[u8],
+    plan: Plan<'_>,
+    wait: &mut dyn FnMut(library::Result<Pending>) -> Result<Buffers, CommError>,
+) -> Result<(), CommError> {
+    let Plan { pattern, longest, to, from, destination } = plan;
+    let ranks = communicator.ranks();
+    let window = (CALL_BYTES / ranks / BLOCK_BYTES * BLOCK_BYTES).max(BLOCK_BYTES);
+    let mut sink = Sink::new(destination);
+    let mut buffers = Buffers::default();
+    for start in (0..longest).step_by(window) {
+        let cut = |range: &Range<usize>| {
+            let at = |offset: usize| range.end.min(range.start.saturating_add(offset));
+            at(start)..at(start + window)
+        };
+        let own = |range: &Range<usize>| send.get(cut(range)).unwrap_or_default();
+        let received: Vec<usize> = from.iter().map(|range| cut(range).len()).collect();
+        buffers.send.clear();
+        let call = match pattern {
+            Pattern::AllGather => {
+                buffers.send.extend_from_slice(own(&to[rank]));
+                communicator.all_gather(buffers, &received)
+            }
+            Pattern::Broadcast { root } => {
+                buffers.receive.clear();
+                if rank == root {
+                    buffers.receive.extend_from_slice(own(&(0..longest)));
+                }
+                communicator.broadcast(buffers, window.min(longest - start), root)
+            }
+            Pattern::Gather { root } => {
+                buffers.send.extend_from_slice(own(&to[root]));
+                let mut counts = received.clone();
+                counts[rank] = buffers.send.len();
+                communicator.gather(buffers, &counts, root)
+            }
+            Pattern::Scatter { root } => {
+                to.iter().for_each(|range| buffers.send.extend_from_slice(own(range)));
+                let mut counts: Vec<usize> = to.iter().map(|range| cut(range).len()).collect();
+                counts[rank] = received[root];
+                communicator.scatter(buffers, &counts, root)
+            }
+            Pattern::AllToAll => {
+                to.iter().for_each(|range| buffers.send.extend_from_slice(own(range)));
+                let sent: Vec<usize> = to.iter().map(|range| cut(range).len()).collect();
+                communicator.all_to_all(buffers, &sent, &received)
+            }
+        };
+        buffers = wait(call)?;
+        let mut rest = &buffers.receive[..];
+        let pieces: Vec<&[u8]> = received
+            .iter()
+            .map(|&len| {
+                let (piece, others) = rest.split_at(len.min(rest.len()));
+                rest = others;
+                piece
+            })
+            .collect();
+        sink.take(start, &pieces);
+    }
+    Ok(())
+}
+
+/// Where the bytes of all ranks go.
+enum Sink<'p> {
+    Copy(Vec<Filler<'p>>),
+    Reduce(crate::backend::Reducer<'p>),
+}
+
+impl<'p> Sink<'p> {
+    fn new(destination: Destination<'p>) -> Self {
+        match destination {
+            Destination::Copy(slices) => Sink::Copy(slices.into_iter().map(Filler::new).collect()),
+            Destination::Reduce(reduce) => Sink::Reduce(reduce),
+        }
+    }
+
+    /// Takes the bytes of all ranks from this offset on.
+    fn take(&mut self, offset: usize, pieces: &[&[u8]]) {
+        match self {
+            Sink::Copy(fillers) => fillers.iter_mut().zip(pieces).for_each(|(filler, piece)| {
+                filler.fill(piece);
+            }),
+            Sink::Reduce(reduce) => reduce_blocks(reduce, offset, pieces),
+        }
+    }
+}

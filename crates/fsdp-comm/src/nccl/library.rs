@@ -1,0 +1,436 @@
+//! NCCL's own calls, found in the library at run time, and what they may touch while they run.
+//!
+//! By name, and not through cudarc's bindings: those would be linked wherever candle's `cuda` is compiled in, so that no
+//! program would start without the library, and they do not know the name that NVIDIA's packages give it.
+//! Communicators are non-blocking: a call returns at once, and [`Communicator::state`] tells how it goes.
+
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ptr;
+use std::sync::OnceLock;
+
+use cudarc::driver::CudaStream;
+use fsdp_layout::DType;
+use libloading::Library;
+
+use crate::ReduceOp;
+
+/// What NCCL says went wrong.
+pub(super) type Result<T> = std::result::Result<T, String>;
+
+/// Where the library is looked for.
+const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
+/// CUDA's driver, which NCCL is of no use without.
+const DRIVER: &str = "libcuda.so.1";
+/// The first version whose configuration has all that is set here, as `ncclGetVersion` writes it: 2.18.
+const OLDEST: c_int = 21_800;
+
+const SUCCESS: c_int = 0;
+const IN_PROGRESS: c_int = 7;
+const UNDEFINED: c_int = c_int::MIN;
+
+type Raw = *mut c_void;
+type Stream = *mut c_void;
+
+/// What all ranks of a communicator must be given.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub(super) struct UniqueId([c_char; UniqueId::BYTES]);
+
+impl UniqueId {
+    pub(super) const BYTES: usize = 128;
+
+    pub(super) fn to_bytes(self) -> Vec<u8> {
+        self.0.iter().map(|&byte| byte.cast_unsigned()).collect()
+    }
+
+    pub(super) fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        let bytes: [u8; UniqueId::BYTES] = bytes.try_into().ok()?;
+        Some(UniqueId(bytes.map(u8::cast_signed)))
+    }
+}
+
+/// `ncclConfig_t` of 2.18, which later versions read as well: `size` and `version` tell them what is there.
+#[repr(C)]
+struct Config {
+    size: usize,
+    magic: c_uint,
+    version: c_uint,
+    blocking: c_int,
+    cga_cluster_size: c_int,
+    min_ctas: c_int,
+    max_ctas: c_int,
+    net_name: *const c_char,
+    split_share: c_int,
+}
+
+impl Config {
+    const fn non_blocking() -> Config {
+        Config {
+            size: size_of::<Config>(),
+            magic: 0xcafe_beef,
+            version: OLDEST.cast_unsigned(),
+            blocking: 0,
+            cga_cluster_size: UNDEFINED,
+            min_ctas: UNDEFINED,
+            max_ctas: UNDEFINED,
+            net_name: ptr::null(),
+            split_share: UNDEFINED,
+        }
+    }
+}
+
+macro_rules! functions {
+    ($($field:ident: $name:literal, fn($($argument:ty),*) -> $result:ty;)*) => {
+        /// NCCL's functions.
+        #[derive(Debug)]
+        struct Functions {
+            $($field: unsafe extern "C" fn($($argument),*) -> $result,)*
+            /// What they are in.
+            _library: Library,
+        }
+
+        impl Functions {
+            fn find(library: Library) -> Result<Functions> {
+                // SAFETY: the types are those of NCCL's header, and have not changed since 2.18.
+                Ok(unsafe {
+                    Functions {
+                        $($field: *library
+                            .get(concat!($name, "\0").as_bytes())
+                            .map_err(|error| format!("it lacks `{}`: {error}", $name))?,)*
+                        _library: library,
+                    }
+                })
+            }
+        }
+    };
+}
+
+functions! {
+    get_version: "ncclGetVersion", fn(*mut c_int) -> c_int;
+    get_unique_id: "ncclGetUniqueId", fn(*mut UniqueId) -> c_int;
+    init: "ncclCommInitRankConfig", fn(*mut Raw, c_int, UniqueId, c_int, *mut Config) -> c_int;
+    get_async_error: "ncclCommGetAsyncError", fn(Raw, *mut c_int) -> c_int;
+    get_error_string: "ncclGetErrorString", fn(c_int) -> *const c_char;
+    get_last_error: "ncclGetLastError", fn(Raw) -> *const c_char;
+    finalize: "ncclCommFinalize", fn(Raw) -> c_int;
+    destroy: "ncclCommDestroy", fn(Raw) -> c_int;
+    abort: "ncclCommAbort", fn(Raw) -> c_int;
+    group_start: "ncclGroupStart", fn() -> c_int;
+    group_end: "ncclGroupEnd", fn() -> c_int;
+    all_gather: "ncclAllGather", fn(*const c_void, *mut c_void, usize, c_int, Raw, Stream) -> c_int;
+    reduce_scatter: "ncclReduceScatter", fn(*const c_void, *mut c_void, usize, c_int, c_int, Raw, Stream) -> c_int;
+    all_reduce: "ncclAllReduce", fn(*const c_void, *mut c_void, usize, c_int, c_int, Raw, Stream) -> c_int;
+    broadcast: "ncclBroadcast", fn(*const c_void, *mut c_void, usize, c_int, c_int, Raw, Stream) -> c_int;
+    send: "ncclSend", fn(*const c_void, usize, c_int, c_int, Raw, Stream) -> c_int;
+    recv: "ncclRecv", fn(*mut c_void, usize, c_int, c_int, Raw, Stream) -> c_int;
+}
+
+/// The library, loaded once.
+///
+/// # Errors
+/// Which library is missing or too old.
+fn functions() -> Result<&'static Functions> {
+    static FUNCTIONS: OnceLock<Result<Functions>> = OnceLock::new();
+    FUNCTIONS.get_or_init(load).as_ref().map_err(Clone::clone)
+}
+
+fn load() -> Result<Functions> {
+    open(&[DRIVER]).map_err(|error| {
+        format!("CUDA's driver, `{DRIVER}`, cannot be loaded ({error}): it comes with NVIDIA's driver")
+    })?;
+    let library = open(&NAMES).map_err(|error| {
+        format!(
+            "NCCL, `{}`, cannot be loaded ({error}): install NVIDIA's package `libnccl2`, or tell in `LD_LIBRARY_PATH` \
+             where it is",
+            NAMES[0]
+        )
+    })?;
+    let functions = Functions::find(library).map_err(|error| format!("NCCL, `{}`, is of no use: {error}", NAMES[0]))?;
+    let mut version = 0;
+    // SAFETY: it writes a number.
+    let code = unsafe { (functions.get_version)(&mut version) };
+    if code != SUCCESS || version < OLDEST {
+        return Err(format!("NCCL is too old: its version is {version}, and must be at least {OLDEST} (2.18)"));
+    }
+    Ok(functions)
+}
+
+/// The first of these that there is.
+fn open(names: &[&str]) -> Result<Library> {
+    let mut reason = String::new();
+    for name in names {
+        // SAFETY: what the library runs when it is loaded is NVIDIA's, and meant for that.
+        match unsafe { Library::new(*name) } {
+            Ok(library) => return Ok(library),
+            // The first name is the one to complain about.
+            Err(error) if reason.is_empty() => reason = cause(&error),
+            Err(_) => {}
+        }
+    }
+    Err(reason)
+}
+
+/// What the loader itself said.
+fn cause(error: &libloading::Error) -> String {
+    std::error::Error::source(error).unwrap_or(error).to_string()
+}
+
+/// Whether NCCL and the driver can be loaded.
+///
+/// # Errors
+/// Which cannot, and why.
+pub(super) fn check() -> Result<()> {
+    functions().map(|_| ())
+}
+
+/// A new number for a communicator, made by one of its ranks.
+pub(super) fn unique_id() -> Result<UniqueId> {
+    let functions = functions()?;
+    let mut id = UniqueId([0; UniqueId::BYTES]);
+    // SAFETY: it writes as many bytes as the type has.
+    let code = unsafe { (functions.get_unique_id)(&mut id) };
+    functions.begun(code, ptr::null_mut())?;
+    Ok(id)
+}
+
+impl Functions {
+    /// A call that has been carried out, or has begun.
+    fn begun(&self, code: c_int, communicator: Raw) -> Result<()> {
+        if code == SUCCESS || code == IN_PROGRESS { Ok(()) } else { Err(self.describe(code, communicator)) }
+    }
+
+    fn describe(&self, code: c_int, communicator: Raw) -> String {
+        let text = |text: *const c_char| {
+            // SAFETY: a string of NCCL's, which lives at least until its next call.
+            (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
+        };
+        // SAFETY: both only look something up; the communicator is one of this process, or null.
+        let (kind, last) = unsafe { (text((self.get_error_string)(code)), text((self.get_last_error)(communicator))) };
+        let kind = kind.unwrap_or_default();
+        match last.filter(|last| !last.is_empty()) {
+            Some(last) => format!("{kind} (code {code}): {last}"),
+            None => format!("{kind} (code {code})"),
+        }
+    }
+}
+
+/// Addresses in a GPU's memory.
+pub(crate) type Address = u64;
+
+/// A collective on GPU memory. The memory is the caller's, and stays as it is until the call is over.
+#[derive(Debug, Clone)]
+pub(crate) enum Movement {
+    AllGather {
+        send: Address,
+        receive: Address,
+        count: usize,
+        dtype: DType,
+    },
+    ReduceScatter {
+        send: Address,
+        receive: Address,
+        count: usize,
+        dtype: DType,
+        op: ReduceOp,
+    },
+    AllReduce {
+        buffer: Address,
+        count: usize,
+        dtype: DType,
+        op: ReduceOp,
+    },
+    Broadcast {
+        buffer: Address,
+        bytes: usize,
+        root: usize,
+    },
+    /// To and from each rank, an address and a number of bytes.
+    Exchange {
+        send: Vec<(Address, usize)>,
+        receive: Vec<(Address, usize)>,
+    },
+}
+
+/// NCCL's number of a type, if it computes with it.
+pub(crate) const fn number(dtype: DType) -> Option<c_int> {
+    Some(match dtype {
+        DType::I8 => 0,
+        DType::U8 => BYTE,
+        DType::I32 => 2,
+        DType::U32 => 3,
+        DType::I64 => 4,
+        DType::U64 => 5,
+        DType::F16 => 6,
+        DType::F32 => 7,
+        DType::F64 => 8,
+        DType::BF16 => 9,
+        _ => return None,
+    })
+}
+
+const BYTE: c_int = 1;
+
+const fn reduction(op: ReduceOp) -> c_int {
+    match op {
+        ReduceOp::Sum => 0,
+        ReduceOp::Max => 2,
+        ReduceOp::Avg => 4,
+    }
+}
+
+fn int(number: usize) -> Result<c_int> {
+    c_int::try_from(number).map_err(|_| format!("{number} is more than NCCL can count"))
+}
+
+/// One rank of some. It stays on the thread that made it.
+#[derive(Debug)]
+pub(super) struct Communicator {
+    functions: &'static Functions,
+    raw: Raw,
+}
+
+impl Communicator {
+    /// Begins to join the others that were given this id. The thread's current context is the GPU's.
+    pub(super) fn begin(id: UniqueId, rank: usize, ranks: usize) -> Result<Communicator> {
+        let functions = functions()?;
+        let (rank, ranks) = (int(rank)?, int(ranks)?);
+        let (mut raw, mut config) = (ptr::null_mut(), Config::non_blocking());
+        // SAFETY: `raw` is written at once, and the configuration is read before the call returns.
+        let code = unsafe { (functions.init)(&mut raw, ranks, id, rank, &mut config) };
+        functions.begun(code, ptr::null_mut())?;
+        if raw.is_null() {
+            return Err("it made no communicator".to_owned());
+        }
+        Ok(Communicator { functions, raw })
+    }
+
+    /// Whether all that was begun has been handed to the GPU (true), or is still on its way (false).
+    pub(super) fn state(&self) -> Result<bool> {
+        let mut state = SUCCESS;
+        // SAFETY: a live communicator; it writes a number.
+        let code = unsafe { (self.functions.get_async_error)(self.raw, &mut state) };
+        self.functions.begun(code, self.raw)?;
+        self.functions.begun(state, self.raw)?;
+        Ok(state == SUCCESS)
+    }
+
+    /// Begins a collective on a stream of the communicator's GPU.
+    pub(super) fn call(&self, call: &Movement, stream: &CudaStream) -> Result<()> {
+        let (functions, raw) = (self.functions, self.raw);
+        let stream: Stream = stream.cu_stream().cast();
+        let of = |dtype: DType| number(dtype).ok_or_else(|| format!("it knows no {dtype}"));
+        // SAFETY: the caller has lent the memory at these addresses, which is as long as the counts say on every rank,
+        // until it has seen an event of the stream behind this call, or has aborted the communicator.
+        let code = unsafe {
+            match *call {
+                Movement::AllGather { send, receive, count, dtype } => {
+                    (functions.all_gather)(read(send), write(receive), count, of(dtype)?, raw, stream)
+                }
+                Movement::ReduceScatter { send, receive, count, dtype, op } => {
+                    let op = reduction(op);
+                    (functions.reduce_scatter)(read(send), write(receive), count, of(dtype)?, op, raw, stream)
+                }
+                Movement::AllReduce { buffer, count, dtype, op } => {
+                    let op = reduction(op);
+                    (functions.all_reduce)(read(buffer), write(buffer), count, of(dtype)?, op, raw, stream)
+                }
+                Movement::Broadcast { buffer, bytes, root } => {
+                    (functions.broadcast)(read(buffer), write(buffer), bytes, BYTE, int(root)?, raw, stream)
+                }
+                Movement::Exchange { ref send, ref receive } => {
+                    functions.begun((functions.group_start)(), raw)?;
+                    let begun = self.exchange(send, receive, stream);
+                    // A group that was begun must be ended, whatever happened within.
+                    let ended = functions.begun((functions.group_end)(), raw);
+                    return begun.and(ended);
+                }
+            }
+        };
+        functions.begun(code, raw)
+    }
+
+    /// Sends and receives, within a group.
+    fn exchange(&self, send: &[(Address, usize)], receive: &[(Address, usize)], stream: Stream) -> Result<()> {
+        let (functions, raw) = (self.functions, self.raw);
+        for (rank, (&(from, sent), &(to, received))) in send.iter().zip(receive).enumerate() {
+            let rank = int(rank)?;
+            if sent > 0 {
+                // SAFETY: as in `call`.
+                functions.begun(unsafe { (functions.send)(read(from), sent, BYTE, rank, raw, stream) }, raw)?;
+            }
+            if received > 0 {
+                // SAFETY: as in `call`.
+                functions.begun(unsafe { (functions.recv)(write(to), received, BYTE, rank, raw, stream) }, raw)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Begins to leave the others; [`Self::state`] tells when all is done.
+    pub(super) fn finalize(&self) -> Result<()> {
+        // SAFETY: a live communicator, on which nothing runs.
+        self.functions.begun(unsafe { (self.functions.finalize)(self.raw) }, self.raw)
+    }
+
+    /// Frees what a communicator had that has left the others.
+    pub(super) fn destroy(self) {
+        // SAFETY: it is finalized, and is used no more.
+        let code = unsafe { (self.functions.destroy)(self.raw) };
+        if let Err(error) = self.functions.begun(code, ptr::null_mut()) {
+            tracing::warn!(error, "an NCCL communicator could not be freed");
+        }
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for Communicator {
+    /// Gives up what still runs: kernels that wait for others end.
+    fn drop(&mut self) {
+        // SAFETY: a live communicator, which is used no more.
+        let code = unsafe { (self.functions.abort)(self.raw) };
+        if let Err(error) = self.functions.begun(code, ptr::null_mut()) {
+            tracing::warn!(error, "an NCCL communicator could not be aborted");
+        }
+    }
+}
+
+const fn read(address: Address) -> *const c_void {
+    ptr::without_provenance(address as usize)
+}
+
+const fn write(address: Address) -> *mut c_void {
+    ptr::without_provenance_mut(address as usize)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_configuration_is_laid_out_as_in_the_header() {
+        assert_eq!(size_of::<Config>(), 48);
+        assert_eq!(std::mem::offset_of!(Config, blocking), 16);
+        assert_eq!(std::mem::offset_of!(Config, net_name), 32);
+    }
+
+    #[test]
+    fn ids_go_through_bytes_of_the_right_length_only() {
+        let bytes: Vec<u8> = (0..UniqueId::BYTES).map(|k| k as u8 + 100).collect();
+        assert_eq!(UniqueId::from_bytes(&bytes).unwrap().to_bytes(), bytes);
+        assert!(UniqueId::from_bytes(&bytes[1..]).is_none());
+        assert!(UniqueId::from_bytes(b"").is_none());
+    }
+
+    #[test]
+    fn a_library_that_is_not_there_is_named() {
+        let error = open(&["libnobody-has-this.so.7", "libnor-this.so"]).unwrap_err();
+        assert!(error.contains("libnobody-has-this.so.7"), "{error}");
+    }
+
+    #[test]
+    fn a_library_that_is_another_lacks_functions() {
+        let Ok(library) = open(&["libc.so.6"]) else { return };
+        let error = Functions::find(library).unwrap_err();
+        assert!(error.contains("`ncclGetVersion`"), "{error}");
+    }
+}

@@ -1,0 +1,176 @@
+//! The `nccl` backend: ranks are processes with a GPU each, whose memory NCCL moves directly.
+//!
+//! Records, errors, objects and slices of host memory go the way that they go in the `tcp` backend, between processes
+//! that find each other as there: so a rank that dies or stops is named, and all ranks agree before NCCL is asked for
+//! anything. Only [`DeviceGroup`](crate::device::DeviceGroup)'s collectives go through NCCL.
+
+#[expect(unsafe_code, reason = "calls of a C library")]
+pub(crate) mod library;
+mod owner;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use cudarc::driver::{CudaContext, CudaStream};
+
+use self::library::UniqueId;
+use self::owner::Owner;
+use crate::backend::{Backend, DeviceTransfer, Planner, Round};
+use crate::device::DeviceCall;
+use crate::environment::Environment;
+use crate::error::CommError;
+use crate::group::ProcessGroup;
+use crate::init::BackendKind;
+use crate::tcp::{TcpBackend, TcpOptions};
+use crate::wire;
+
+/// The group of all processes of the job, each with its GPU.
+pub(crate) fn connect(deadline: Duration) -> Result<ProcessGroup, CommError> {
+    let until = Instant::now() + deadline;
+    check()?;
+    let environment = Environment::from_env()?;
+    let ordinal = device_ordinal(&environment)?;
+    let control = Arc::new(TcpOptions::new(environment).deadline(deadline).connect_backend()?);
+    let round = Round { number: 0, sequence: 0, operation: "rendezvous", deadline, until };
+    let backend = NcclBackend::new(control, ordinal, &round)?;
+    Ok(ProcessGroup::new(Arc::new(backend)).with_deadline(deadline))
+}
+
+/// Whether this machine has what the backend needs.
+///
+/// # Errors
+/// [`CommError::BackendUnavailable`] says what is missing.
+pub(crate) fn check() -> Result<(), CommError> {
+    library::check().map_err(unavailable)?;
+    devices().map(|_| ())
+}
+
+/// How many GPUs this process sees.
+fn devices() -> Result<usize, CommError> {
+    let count = CudaContext::device_count().map_err(|error| unavailable(format!("CUDA does not start: {error}")))?;
+    match usize::try_from(count) {
+        Ok(0) | Err(_) => Err(unavailable("CUDA finds no GPU: see `CUDA_VISIBLE_DEVICES`".to_owned())),
+        Ok(count) => Ok(count),
+    }
+}
+
+/// The GPU of a rank: the one with its local rank's number, or the only one that it sees.
+fn device_ordinal(environment: &Environment) -> Result<usize, CommError> {
+    ordinal(environment.local_rank.unwrap_or(0), devices()?)
+}
+
+fn ordinal(local_rank: usize, devices: usize) -> Result<usize, CommError> {
+    match devices {
+        1 => Ok(0),
+        _ if local_rank < devices => Ok(local_rank),
+        _ => Err(unavailable(format!(
+            "each rank needs a GPU of its own, but this is rank {local_rank} of its host, which has {devices}"
+        ))),
+    }
+}
+
+fn unavailable(message: String) -> CommError {
+    CommError::BackendUnavailable { backend: BackendKind::Nccl.to_string(), message }
+}
+
+/// One rank of one group.
+#[derive(Debug)]
+struct NcclBackend {
+    // Leaves NCCL before the others are told that this rank leaves.
+    owner: Owner,
+    control: Arc<TcpBackend>,
+    ordinal: usize,
+}
+
+impl NcclBackend {
+    fn new(control: Arc<TcpBackend>, ordinal: usize, round: &Round<'_>) -> Result<Self, CommError> {
+        // The first rank makes the id; if it cannot, all hear why.
+        let own: Option<Result<Vec<u8>, String>> =
+            (control.rank() == 0).then(|| library::unique_id().map(UniqueId::to_bytes));
+        let object = |message| CommError::Object {
+            operation: round.operation.to_owned(),
+            action: "exchange".to_owned(),
+            message,
+        };
+        let record = wire::encode(&own).map_err(object)?;
+        let told = control.tell_again(round, &record)?;
+        let first = told.first().map(Vec::as_slice).unwrap_or_default();
+        let id = wire::decode::<Option<Result<Vec<u8>, String>>>(first).map_err(object)?;
+        let id = id.unwrap_or_else(|| Err("it was not told".to_owned())).map_err(|message| CommError::Library {
+            library: "NCCL".to_owned(),
+            call: "ncclGetUniqueId".to_owned(),
+            message,
+        })?;
+        let id = UniqueId::from_bytes(&id).ok_or_else(|| object("an id of another length".to_owned()))?;
+        let owner = Owner::start(&control, ordinal, id, round)?;
+        Ok(NcclBackend { owner, control, ordinal })
+    }
+}
+
+impl Backend for NcclBackend {
+    fn name(&self) -> &'static str {
+        "nccl"
+    }
+
+    fn rank(&self) -> usize {
+        self.control.rank()
+    }
+
+    fn global_ranks(&self) -> &[usize] {
+        self.control.global_ranks()
+    }
+
+    fn round<'p>(&self, round: &Round<'_>, record: &[u8], send: &[u8], plan: Planner<'p, '_>) -> Result<(), CommError> {
+        self.control.round(round, record, send, plan)
+    }
+
+    fn subgroup(&self, round: &Round<'_>, id: u64, ranks: &[usize]) -> Result<Arc<dyn Backend>, CommError> {
+        let control = Arc::new(self.control.child(round, id, ranks)?);
+        Ok(Arc::new(NcclBackend::new(control, self.ordinal, round)?))
+    }
+
+    fn abort(&self, round: u64, error: &CommError) {
+        self.control.abort(round, error);
+    }
+
+    fn device(&self) -> Option<&dyn DeviceTransfer> {
+        Some(self)
+    }
+}
+
+impl DeviceTransfer for NcclBackend {
+    fn ordinal(&self) -> usize {
+        self.ordinal
+    }
+
+    fn transfer(&self, round: &Round<'_>, call: DeviceCall, stream: &CudaStream) -> Result<(), CommError> {
+        self.owner.run(&self.control, call.0, stream, round)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_rank_of_a_host_has_the_gpu_of_its_number() {
+        assert_eq!(ordinal(3, 4), Ok(3));
+        assert_eq!(ordinal(3, 1), Ok(0), "a launcher shows each rank its own GPU only");
+        let error = ordinal(4, 4).unwrap_err().to_string();
+        assert!(error.contains("rank 4 of its host, which has 4"), "{error}");
+    }
+
+    /// What this machine says, whatever it has: an answer, and no panic.
+    #[test]
+    fn a_machine_without_gpus_says_what_is_missing() {
+        match check() {
+            Ok(()) => assert!(devices().unwrap() > 0),
+            Err(CommError::BackendUnavailable { backend, message }) => {
+                assert_eq!(backend, "nccl");
+                let named = ["libcuda.so.1", "libnccl.so.2", "NCCL is too old", "CUDA does not start", "no GPU"];
+                assert!(named.iter().any(|name| message.contains(name)), "{message}");
+            }
+            Err(other) => panic!("{other}"),
+        }
+    }
+}

@@ -1,0 +1,295 @@
+//! The thread that a communicator belongs to: it alone makes it, calls it, looks after it, and ends it.
+
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError};
+
+use super::library::{Communicator, Movement, UniqueId};
+use crate::backend::Round;
+use crate::error::CommError;
+use crate::tcp::TcpBackend;
+
+/// How long a wait goes on without sleeping, and how long it sleeps then.
+const EAGER: Duration = Duration::from_millis(2);
+const NAP: Duration = Duration::from_micros(50);
+
+/// How often a rank that waits for NCCL looks whether the others are still there.
+const LOOK: Duration = Duration::from_millis(5);
+
+/// How long a call may still take once others have left: they may have done their part first.
+const GRACE: Duration = Duration::from_millis(250);
+
+/// How long NCCL may take to leave the others, or to give up a call.
+const LEAVING: Duration = Duration::from_secs(2);
+
+/// A call for the thread.
+struct Job {
+    call: Movement,
+    /// What must have happened on the GPU before.
+    ready: CudaEvent,
+    watch: Watch,
+    reply: Sender<Result<(), CommError>>,
+}
+
+/// A rank's communicator, on a thread of its own.
+#[derive(Debug)]
+pub(super) struct Owner {
+    jobs: Mutex<Option<Sender<Job>>>,
+    ended: Mutex<Receiver<()>>,
+}
+
+impl Owner {
+    /// Joins the other ranks that were given this id.
+    pub(super) fn start(
+        control: &Arc<TcpBackend>,
+        ordinal: usize,
+        id: UniqueId,
+        round: &Round<'_>,
+    ) -> Result<Owner, CommError> {
+        let (jobs, taken) = mpsc::channel();
+        let (ending, ended) = mpsc::channel();
+        let (made, is_made) = mpsc::channel();
+        let watch = Watch::new(control, round);
+        let own = move || {
+            match Owned::join(ordinal, id, &watch) {
+                Ok(owned) => {
+                    made.send(Ok(())).ok();
+                    owned.work(&taken);
+                }
+                Err(error) => drop(made.send(Err(error))),
+            }
+            ending.send(()).ok();
+        };
+        let thread = thread::Builder::new().name("nccl".to_owned()).spawn(own);
+        thread.map_err(|error| failed("a thread", error.to_string()))?;
+        answer(&is_made, round)?;
+        Ok(Owner { jobs: Mutex::new(Some(jobs)), ended: Mutex::new(ended) })
+    }
+
+    /// Carries out a call, after what the stream has been given so far. When this returns, the call is over on the GPU.
+    pub(super) fn run(
+        &self,
+        control: &Arc<TcpBackend>,
+        call: Movement,
+        stream: &CudaStream,
+        round: &Round<'_>,
+    ) -> Result<(), CommError> {
+        let ready = stream.record_event(None).map_err(|error| driver("cuEventRecord", error))?;
+        let (reply, is_done) = mpsc::channel();
+        let job = Job { call, ready, watch: Watch::new(control, round), reply };
+        let jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
+        jobs.as_ref().and_then(|jobs| jobs.send(job).ok()).ok_or_else(|| gone(round))?;
+        answer(&is_done, round)
+    }
+}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        // The thread goes on to the end once there are no more jobs.
+        self.jobs.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
+        if ended.recv_timeout(LEAVING * 2) == Err(RecvTimeoutError::Timeout) {
+            tracing::warn!("NCCL did not leave its group in time");
+        }
+    }
+}
+
+/// The thread's answer. It comes soon after the round's time is up at the latest, unless NCCL itself does not return.
+fn answer(answers: &Receiver<Result<(), CommError>>, round: &Round<'_>) -> Result<(), CommError> {
+    let left = round.until.saturating_duration_since(Instant::now());
+    match answers.recv_timeout(left + GRACE + LEAVING * 2) {
+        Ok(answer) => answer,
+        Err(RecvTimeoutError::Disconnected) => Err(gone(round)),
+        Err(RecvTimeoutError::Timeout) => Err(failed(round.operation, "it did not return in time".to_owned())),
+    }
+}
+
+fn gone(round: &Round<'_>) -> CommError {
+    failed(round.operation, "an earlier call failed, which ended its communicator".to_owned())
+}
+
+fn failed(call: &str, message: String) -> CommError {
+    CommError::Library { library: "NCCL".to_owned(), call: call.to_owned(), message }
+}
+
+fn driver(call: &str, error: DriverError) -> CommError {
+    CommError::Library { library: "CUDA".to_owned(), call: call.to_owned(), message: error.to_string() }
+}
+
+/// What the thread has.
+struct Owned {
+    communicator: Communicator,
+    stream: Arc<CudaStream>,
+}
+
+impl Owned {
+    fn join(ordinal: usize, id: UniqueId, watch: &Watch) -> Result<Owned, CommError> {
+        // Of its own: candle's streams are each thread's own, and must not begin to look out for others.
+        let context = CudaContext::new(ordinal).map_err(|error| driver("cuDevicePrimaryCtxRetain", error))?;
+        let stream = context.new_stream().map_err(|error| driver("cuStreamCreate", error))?;
+        let begun = Communicator::begin(id, watch.control_rank(), watch.control_ranks());
+        let communicator = begun.map_err(|error| failed("ncclCommInitRankConfig", error))?;
+        watch.wait("ncclCommInitRankConfig", || communicator.state())?;
+        Ok(Owned { communicator, stream })
+    }
+
+    /// Until there are no more jobs, or one has failed: what NCCL has begun can only be undone together with all else.
+    fn work(self, jobs: &Receiver<Job>) {
+        for Job { call, ready, watch, reply } in jobs {
+            let outcome = self.carry_out(&call, &ready, &watch);
+            if let Err(error) = outcome {
+                // The memory is the caller's again when it has its answer.
+                self.give_up();
+                reply.send(Err(error)).ok();
+                return;
+            }
+            reply.send(Ok(())).ok();
+        }
+        self.leave();
+    }
+
+    fn carry_out(&self, call: &Movement, ready: &CudaEvent, watch: &Watch) -> Result<(), CommError> {
+        let operation = watch.operation.as_str();
+        self.stream.wait(ready).map_err(|error| driver("cuStreamWaitEvent", error))?;
+        self.communicator.call(call, &self.stream).map_err(|error| failed(operation, error))?;
+        watch.wait(operation, || self.communicator.state())?;
+        let over = self.stream.record_event(None).map_err(|error| driver("cuEventRecord", error))?;
+        watch.wait(operation, || {
+            // An error of the network, or of another rank, shows here and not on the GPU.
+            self.communicator.state()?;
+            over.try_is_complete().map_err(|error| error.to_string())
+        })
+    }
+
+    /// Aborts what runs, and waits until the GPU no longer touches the memory that was lent.
+    fn give_up(self) {
+        let Owned { communicator, stream } = self;
+        drop(communicator);
+        let until = Instant::now() + LEAVING;
+        let mut pause = Pause::new();
+        match stream.record_event(None) {
+            Ok(over) => {
+                while over.try_is_complete() == Ok(false) && Instant::now() < until {
+                    pause.take();
+                }
+            }
+            Err(error) => tracing::warn!(%error, "the GPU does not answer"),
+        }
+    }
+
+    fn leave(self) {
+        let Owned { communicator, stream } = self;
+        let until = Instant::now() + LEAVING;
+        let left = communicator.finalize().and_then(|()| {
+            let mut pause = Pause::new();
+            while !communicator.state()? {
+                if Instant::now() >= until {
+                    return Err(format!("not all ranks left within {LEAVING:?}"));
+                }
+                pause.take();
+            }
+            Ok(())
+        });
+        match left {
+            Ok(()) => communicator.destroy(),
+            Err(error) => {
+                tracing::debug!(error, "an NCCL communicator is aborted");
+                drop(communicator);
+            }
+        }
+        drop(stream);
+    }
+}
+
+/// What a wait of the thread looks out for: the other ranks, and the time.
+struct Watch {
+    control: Arc<TcpBackend>,
+    number: u64,
+    sequence: u64,
+    operation: String,
+    deadline: Duration,
+    until: Instant,
+}
+
+impl Watch {
+    fn new(control: &Arc<TcpBackend>, round: &Round<'_>) -> Watch {
+        let &Round { number, sequence, operation, deadline, until } = round;
+        Watch { control: Arc::clone(control), number, sequence, operation: operation.to_owned(), deadline, until }
+    }
+
+    fn control_rank(&self) -> usize {
+        use crate::backend::Backend as _;
+        self.control.rank()
+    }
+
+    fn control_ranks(&self) -> usize {
+        use crate::backend::Backend as _;
+        self.control.global_ranks().len()
+    }
+
+    fn round(&self) -> Round<'_> {
+        let &Watch { number, sequence, ref operation, deadline, until, .. } = self;
+        Round { number, sequence, operation, deadline, until }
+    }
+
+    /// Why it can no longer come to be, if so.
+    fn trouble(&self) -> Option<CommError> {
+        let round = self.round();
+        // A rank alone has nobody to miss, but a deadline as well.
+        self.control.trouble(&round).or_else(|| {
+            (Instant::now() >= self.until).then(|| CommError::Timeout {
+                operation: self.operation.clone(),
+                sequence: self.sequence,
+                missing: Vec::new(),
+                deadline: self.deadline,
+            })
+        })
+    }
+
+    /// Waits until it is done, and fails if that cannot come to be.
+    fn wait(&self, call: &str, mut is_done: impl FnMut() -> Result<bool, String>) -> Result<(), CommError> {
+        let mut pause = Pause::new();
+        let mut look = Instant::now() + LOOK;
+        let mut troubled: Option<Instant> = None;
+        loop {
+            match is_done() {
+                Ok(true) => return Ok(()),
+                Ok(false) => {}
+                // If another rank is to blame, it should be named.
+                Err(message) => {
+                    return Err(self.control.trouble(&self.round()).unwrap_or_else(|| failed(call, message)));
+                }
+            }
+            pause.take();
+            let now = Instant::now();
+            if now < look {
+                continue;
+            }
+            look = now + LOOK;
+            if let Some(trouble) = self.trouble()
+                && troubled.get_or_insert(now).elapsed() >= GRACE
+            {
+                return Err(trouble);
+            }
+        }
+    }
+}
+
+/// What a thread does while it waits.
+#[derive(Debug)]
+struct Pause {
+    eager_until: Instant,
+}
+
+impl Pause {
+    fn new() -> Self {
+        Pause { eager_until: Instant::now() + EAGER }
+    }
+
+    fn take(&mut self) {
+        if Instant::now() < self.eager_until { thread::yield_now() } else { thread::sleep(NAP) }
+    }
+}

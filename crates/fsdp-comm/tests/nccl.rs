@@ -1,0 +1,254 @@
+//! The `nccl` backend does what every backend must do, and on GPU memory what it does on the host's. One rank a GPU, on the
+//! GPUs that there are: `cargo xtask gpu` runs this where there is one.
+//!
+//! A test starts this very program again for each rank, where `rank_process` finds out from its environment what to do.
+
+#![expect(clippy::unwrap_used, clippy::expect_used, reason = "these are tests, and their helpers")]
+#![expect(clippy::disallowed_methods, reason = "what ranks tell the test is no checkpoint")]
+
+mod conformance;
+mod processes;
+
+use std::fmt::Debug;
+use std::sync::Arc;
+
+use conformance::{Case, DEADLINE, cases};
+use cudarc::driver::{CudaContext, CudaStream, DeviceRepr};
+use fsdp_comm::device::{DeviceSlice, DeviceSliceMut};
+use fsdp_comm::{BackendKind, CommError, Element, ProcessGroup, ReduceOp, init_process_group_within};
+use half::{bf16, f16};
+use processes::{Ranks, SHORT_DEADLINE};
+use rustix::process::Signal;
+
+/// What is done in a process of its own, as it ends badly for somebody.
+fn is_fatal(case: &Case) -> bool {
+    case.casualty.is_some() || case.name.contains("leaves") || case.name.contains("that left")
+}
+
+/// How many GPUs there are; a rank for each.
+fn gpus() -> usize {
+    let count = CudaContext::device_count().expect("`cargo xtask gpu` runs this only where a GPU is");
+    usize::try_from(count).unwrap()
+}
+
+/// The program of each rank.
+#[test]
+fn rank_process() {
+    let Ok(what) = std::env::var("FSDP_TEST") else { return };
+    let deadline = if what.starts_with("until") { SHORT_DEADLINE } else { DEADLINE };
+    let group = init_process_group_within(BackendKind::Nccl, deadline).unwrap();
+    assert_eq!(group.backend_name(), "nccl");
+    match what.as_str() {
+        "gpu memory" => return gpu_memory(&group),
+        "gpu memory of a subgroup" => return subgroups(&group),
+        "gpu memory that does not fit" => return misfits(&group),
+        "until a rank dies" => return until_a_rank_dies(&group),
+        _ => {}
+    }
+    let mut chosen: Vec<Case> = cases().into_iter().filter(|case| case.name.starts_with(&what)).collect();
+    chosen.retain(|case| case.worlds.contains(&group.world_size()) && (case.name == what || !is_fatal(case)));
+    let last = chosen.pop().expect("there is such a case");
+    for case in chosen {
+        case.run(group.clone());
+    }
+    last.run(group);
+}
+
+/// Runs all cases of one file.
+fn run_all(prefix: &str) {
+    let world_size = gpus();
+    let fits = |case: &Case| case.name.starts_with(prefix) && case.worlds.contains(&world_size);
+    let cases: Vec<Case> = cases().into_iter().filter(fits).collect();
+    if cases.iter().any(|case| !is_fatal(case)) {
+        Ranks::start(world_size, prefix, &[]).assert_casualties(&[]);
+    }
+    for case in cases.iter().filter(|case| is_fatal(case)) {
+        Ranks::start(world_size, &case.name, &[]).assert_casualties(case.casualty.as_slice());
+    }
+}
+
+macro_rules! conformance_tests {
+    ($($name:ident: $prefix:literal,)*) => {
+        $(#[test] fn $name() { run_all($prefix); })*
+    };
+}
+
+conformance_tests! {
+    operations: "operations",
+    reductions: "reductions",
+    groups: "groups",
+    objects: "objects",
+    invalid_arguments: "invalid",
+    traffic: "traffic",
+    mismatches: "mismatch",
+    faults: "faults",
+}
+
+#[test]
+fn gpu_memory_is_moved_as_the_hosts_is() {
+    Ranks::start(gpus(), "gpu memory", &[]).assert_casualties(&[]);
+}
+
+#[test]
+fn subgroups_have_communicators_of_their_own() {
+    Ranks::start(gpus(), "gpu memory of a subgroup", &[]).assert_casualties(&[]);
+}
+
+#[test]
+fn gpu_memory_that_does_not_fit_is_refused_on_all_ranks() {
+    Ranks::start(gpus(), "gpu memory that does not fit", &[]).assert_casualties(&[]);
+}
+
+/// With one GPU there is nobody to miss.
+#[test]
+fn a_rank_that_dies_within_a_collective_is_named() {
+    let world_size = gpus();
+    if world_size == 1 {
+        return;
+    }
+    let log = tempfile::NamedTempFile::new().unwrap();
+    let mut ranks = Ranks::start(world_size, "until a rank dies", &[("FSDP_TEST_LOG", log.path().to_str().unwrap())]);
+    ranks.until(|| std::fs::metadata(log.path()).unwrap().len() > 0);
+    ranks.signal(world_size - 1, Signal::KILL);
+    let survivors: Vec<usize> = (0..world_size - 1).collect();
+    ranks.wait_for(&survivors, SHORT_DEADLINE + std::time::Duration::from_secs(5));
+}
+
+fn stream(group: &ProcessGroup) -> Arc<CudaStream> {
+    let device = group.device().expect("NCCL moves GPU memory");
+    CudaContext::new(device.ordinal()).unwrap().default_stream()
+}
+
+fn until_a_rank_dies(group: &ProcessGroup) {
+    let stream = stream(group);
+    let mut memory = stream.clone_htod(&vec![1f32; 1 << 20]).unwrap();
+    let error = loop {
+        let mut buffer = DeviceSliceMut::new(&mut memory, &stream);
+        match group.device().unwrap().all_reduce(&mut buffer, ReduceOp::Max) {
+            Ok(()) => std::fs::write(std::env::var("FSDP_TEST_LOG").unwrap(), "going").unwrap(),
+            Err(error) => break error,
+        }
+    };
+    let victim = group.world_size() - 1;
+    assert!(matches!(error, CommError::RankLeft { rank, .. } if rank == victim), "{error:?}");
+    assert_eq!(group.barrier(), Err(error));
+}
+
+fn subgroups(group: &ProcessGroup) {
+    let (rank, ranks) = (group.rank(), group.world_size());
+    let others: Vec<usize> = (0..ranks).filter(|other| other % 2 == rank % 2).collect();
+    // Both are made by all, one after the other.
+    let even: Vec<usize> = (0..ranks).step_by(2).collect();
+    let odd: Vec<usize> = (1..ranks).step_by(2).collect();
+    let made = [even, odd].into_iter().filter(|of| !of.is_empty()).filter_map(|of| group.subgroup(&of).unwrap());
+    let own: Vec<ProcessGroup> = made.collect();
+    assert_eq!(own.len(), 1);
+    let stream = stream(&own[0]);
+    let mut memory = stream.clone_htod(&[rank as f32]).unwrap();
+    let mut buffer = DeviceSliceMut::new(&mut memory, &stream);
+    own[0].device().unwrap().all_reduce(&mut buffer, ReduceOp::Sum).unwrap();
+    drop(buffer);
+    assert_eq!(stream.clone_dtoh(&memory).unwrap(), [others.iter().sum::<usize>() as f32]);
+}
+
+fn misfits(group: &ProcessGroup) {
+    let (stream, ranks) = (stream(group), group.world_size());
+    let device = group.device().unwrap();
+    let input = stream.clone_htod(&[1f32; 4]).unwrap();
+    let mut output = stream.clone_htod(&vec![0f32; 4 * ranks + 1]).unwrap();
+    let (mut to, from) = (DeviceSliceMut::new(&mut output, &stream), DeviceSlice::new(&input, &stream));
+    assert!(matches!(device.all_gather_into(&mut to, &from), Err(CommError::InvalidArgument { .. })));
+    assert!(matches!(device.broadcast(&mut to, ranks), Err(CommError::InvalidArgument { .. })));
+    let mut integers = stream.clone_htod(&[1i64; 4]).unwrap();
+    let mut integers = DeviceSliceMut::new(&mut integers, &stream);
+    assert!(matches!(device.all_reduce(&mut integers, ReduceOp::Avg), Err(CommError::UnsupportedReduction { .. })));
+    // The group goes on.
+    device.all_reduce(&mut integers, ReduceOp::Sum).unwrap();
+    group.barrier().unwrap();
+}
+
+/// Every operation on the GPU, beside the same on the host.
+fn gpu_memory(group: &ProcessGroup) {
+    for numel in [1, 5, 1000, 300_000] {
+        same_as_on_the_host(group, numel, |k| k as f32);
+        same_as_on_the_host(group, numel, |k| (k % 100) as i64);
+        same_as_on_the_host(group, numel, |k| (k % 50) as u8);
+        // Exact, whatever the order.
+        same_as_on_the_host(group, numel, |k| f16::from_f32((k % 8) as f32));
+        same_as_on_the_host(group, numel, |k| bf16::from_f32((k % 8) as f32));
+    }
+}
+
+fn same_as_on_the_host<T: Element + DeviceRepr + PartialEq + Debug>(
+    group: &ProcessGroup,
+    numel: usize,
+    value: impl Fn(usize) -> T,
+) {
+    let (rank, ranks) = (group.rank(), group.world_size());
+    let (stream, device) = (stream(group), group.device().unwrap());
+    let upload = |host: &[T]| stream.clone_htod(host).unwrap();
+    let zeros = |len: usize| vec![T::zeroed(); len];
+    let piece: Vec<T> = (0..numel).map(|k| value((k + rank) % 7)).collect();
+    let whole: Vec<T> = (0..numel * ranks).map(|k| value((k + rank) % 5)).collect();
+
+    let mut expected = zeros(numel * ranks);
+    group.all_gather_into(&mut expected, &piece).unwrap();
+    let (input, mut output) = (upload(&piece), upload(&zeros(numel * ranks)));
+    device.all_gather_into(&mut DeviceSliceMut::new(&mut output, &stream), &DeviceSlice::new(&input, &stream)).unwrap();
+    assert_eq!(stream.clone_dtoh(&output).unwrap(), expected);
+
+    for op in [ReduceOp::Sum, ReduceOp::Max] {
+        let mut expected = zeros(numel);
+        group.reduce_scatter(&mut expected, &whole, op).unwrap();
+        let (input, mut output) = (upload(&whole), upload(&zeros(numel)));
+        device
+            .reduce_scatter(&mut DeviceSliceMut::new(&mut output, &stream), &DeviceSlice::new(&input, &stream), op)
+            .unwrap();
+        assert_eq!(stream.clone_dtoh(&output).unwrap(), expected, "{op}");
+
+        let mut expected = piece.clone();
+        group.all_reduce(&mut expected, op).unwrap();
+        let mut buffer = upload(&piece);
+        device.all_reduce(&mut DeviceSliceMut::new(&mut buffer, &stream), op).unwrap();
+        assert_eq!(stream.clone_dtoh(&buffer).unwrap(), expected, "{op}");
+    }
+    for root in 0..ranks {
+        let mut expected = piece.clone();
+        group.broadcast(&mut expected, root).unwrap();
+        let mut buffer = upload(&piece);
+        device.broadcast(&mut DeviceSliceMut::new(&mut buffer, &stream), root).unwrap();
+        assert_eq!(stream.clone_dtoh(&buffer).unwrap(), expected);
+
+        let is_root = rank == root;
+        let mut expected = zeros(numel * ranks);
+        group.gather(is_root.then_some(&mut expected[..]), &piece, root).unwrap();
+        let (input, mut output) = (upload(&piece), upload(&zeros(numel * ranks)));
+        let mut to = DeviceSliceMut::new(&mut output, &stream);
+        device.gather(is_root.then_some(&mut to), &DeviceSlice::new(&input, &stream), root).unwrap();
+        drop(to);
+        assert_eq!(stream.clone_dtoh(&output).unwrap(), expected);
+
+        let mut expected = zeros(numel);
+        group.scatter(&mut expected, is_root.then_some(&whole[..]), root).unwrap();
+        let (input, mut output) = (upload(&whole), upload(&zeros(numel)));
+        let from = DeviceSlice::new(&input, &stream);
+        device.scatter(&mut DeviceSliceMut::new(&mut output, &stream), is_root.then_some(&from), root).unwrap();
+        drop(from);
+        assert_eq!(stream.clone_dtoh(&output).unwrap(), expected);
+    }
+    // Rank r sends `r + to` elements to each rank `to`.
+    let send: Vec<usize> = (0..ranks).map(|to| rank + to).collect();
+    let input: Vec<T> = (0..send.iter().sum()).map(|k| value((k * 3 + rank) % 7)).collect();
+    let mut expected = zeros(input.len());
+    group.all_to_all_uneven(&mut expected, &send, &input, &send).unwrap();
+    if !input.is_empty() {
+        let (from, mut to) = (upload(&input), upload(&zeros(input.len())));
+        let (mut to_slice, from) = (DeviceSliceMut::new(&mut to, &stream), DeviceSlice::new(&from, &stream));
+        device.all_to_all_uneven(&mut to_slice, &send, &from, &send).unwrap();
+        drop((to_slice, from));
+        assert_eq!(stream.clone_dtoh(&to).unwrap(), expected);
+    } else {
+        // A rank alone sends itself nothing.
+        assert_eq!(ranks, 1);
+    }
+}

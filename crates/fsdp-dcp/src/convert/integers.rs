@@ -1,0 +1,103 @@
+//! A checkpoint seen with its quantized tensors as the integers that they are made of: no format's plain tensors are
+//! quantized, and what they mean (scheme, scale, zero point) becomes a value `KEY.quantizer`.
+
+use std::path::Path;
+
+use fsdp_layout::{DType, KeyPath, PathPart, PlainValue, TensorBox};
+use indexmap::IndexMap;
+
+use crate::checkpoint::{Checkpoint, Format, no_value};
+use crate::directory::CheckedDirectory;
+use crate::error::{CheckpointError, FormatError};
+use crate::metadata::{BytesEntry, Entry, Metadata};
+
+pub(super) struct Integers<'a> {
+    source: &'a dyn Checkpoint,
+    metadata: Metadata,
+    quantizers: IndexMap<String, PlainValue>,
+}
+
+/// The integers of a quantized type.
+fn integer(dtype: DType) -> Option<DType> {
+    match dtype {
+        DType::QInt8 => Some(DType::I8),
+        DType::QUInt8 => Some(DType::U8),
+        DType::QInt32 => Some(DType::I32),
+        _ => None,
+    }
+}
+
+impl<'a> Integers<'a> {
+    /// `None` if nothing is quantized.
+    pub(super) fn of(source: &'a dyn Checkpoint) -> Result<Option<Self>, CheckpointError> {
+        let from = source.metadata();
+        if !from.tensors().any(|(_, tensor)| integer(tensor.properties.dtype).is_some()) {
+            return Ok(None);
+        }
+        let mut metadata = from.clone();
+        let mut quantizers = IndexMap::new();
+        for (fqn, tensor) in from.tensors() {
+            let Some(dtype) = integer(tensor.properties.dtype) else { continue };
+            if let Some(Entry::Tensor(tensor)) = metadata.entries.get_mut(fqn) {
+                tensor.properties.dtype = dtype;
+            }
+            let Some(quantizer) = source.quantizer(fqn)? else { continue };
+            let key = format!("{fqn}.quantizer");
+            if metadata.entries.insert(key.clone(), Entry::Bytes(BytesEntry::default())).is_some() {
+                let what = format!("a quantized tensor beside a value `{key}`");
+                return Err(CheckpointError::Encode { fqn: fqn.to_owned(), source: FormatError::Unsupported { what } });
+            }
+            if let Some(paths) = &mut metadata.planner_data {
+                // Beside the tensor, where that is in a dict; at the top, where it is in a list.
+                let mut path = paths.get(fqn).cloned().unwrap_or_default();
+                match path.0.last_mut() {
+                    Some(PathPart::Key(last)) => last.push_str(".quantizer"),
+                    _ => path = KeyPath(vec![PathPart::Key(key.clone())]),
+                }
+                paths.insert(key.clone(), path);
+            }
+            quantizers.insert(key, quantizer);
+        }
+        Ok(Some(Integers { source, metadata, quantizers }))
+    }
+
+    /// The keys of the quantized tensors.
+    pub(super) fn keys(&self) -> impl Iterator<Item = &str> {
+        let from = self.source.metadata();
+        from.tensors().filter(|(_, tensor)| integer(tensor.properties.dtype).is_some()).map(|(fqn, _)| fqn)
+    }
+}
+
+impl Checkpoint for Integers<'_> {
+    fn format(&self) -> Format {
+        self.source.format()
+    }
+
+    fn path(&self) -> &Path {
+        self.source.path()
+    }
+
+    fn metadata(&self) -> &Metadata {
+        &self.metadata
+    }
+
+    fn directory(&self) -> &CheckedDirectory {
+        self.source.directory()
+    }
+
+    fn read_box(&self, fqn: &str, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), CheckpointError> {
+        self.source.read_box(fqn, bounds, dst)
+    }
+
+    fn check_stored(&self) -> Result<(), CheckpointError> {
+        self.source.check_stored()
+    }
+
+    fn read_value(&self, fqn: &str) -> Result<PlainValue, CheckpointError> {
+        match self.quantizers.get(fqn) {
+            Some(quantizer) => Ok(quantizer.clone()),
+            None if self.metadata.entries.contains_key(fqn) => self.source.read_value(fqn),
+            None => Err(no_value(&self.metadata, fqn)),
+        }
+    }
+}

@@ -1,0 +1,75 @@
+//! Whether replicas are equal: rank-local metadata, and shards that each rank wrote for itself, have several copies of
+//! what was replicated. A load takes the first; a copy that differs means that the ranks had drifted apart.
+
+use fsdp_layout::TensorBox;
+use thiserror::Error;
+
+use super::Report;
+use crate::checkpoint::{Checkpoint, stream_boxes, tensor_of};
+use crate::error::CheckpointError;
+use crate::metadata::Replica;
+use crate::plan::{ChunkError, validate_chunks};
+
+/// Two copies that should be one.
+#[derive(Debug, Error)]
+enum ReplicaError {
+    #[error("this copy of the {what} differs from the first one")]
+    Differs { what: &'static str },
+    #[error("this copy cannot be read")]
+    Read(#[from] CheckpointError),
+    #[error("this copy cannot be of this tensor")]
+    Chunk(#[from] ChunkError),
+}
+
+/// Compares each replica with the copy that a load takes, bit for bit.
+pub(super) fn compare(checkpoint: &dyn Checkpoint, report: &mut Report, progress: Option<&(dyn Fn(u64) + Sync)>) {
+    for replica in &checkpoint.metadata().replicas {
+        report.replicas += 1;
+        let compared = match &replica.bounds {
+            Some(bounds) => tensor(checkpoint, replica, bounds, progress),
+            None => value(checkpoint, replica),
+        };
+        if let Err(error) = compared {
+            report.add(Some(&replica.fqn), Some(&replica.stored), &error);
+        }
+    }
+}
+
+fn value(checkpoint: &dyn Checkpoint, replica: &Replica) -> Result<(), ReplicaError> {
+    let (first, this) = (checkpoint.read_value(&replica.fqn)?, checkpoint.read_value_replica(replica)?);
+    match first.same_bits(&this) {
+        true => Ok(()),
+        false => Err(ReplicaError::Differs { what: "value" }),
+    }
+}
+
+fn tensor(
+    checkpoint: &dyn Checkpoint,
+    replica: &Replica,
+    whole: &TensorBox,
+    progress: Option<&(dyn Fn(u64) + Sync)>,
+) -> Result<(), ReplicaError> {
+    let entry = tensor_of(checkpoint.metadata(), &replica.fqn)?;
+    validate_chunks(&entry.shape, [whole])?;
+    let dtype = entry.properties.dtype;
+    let length = whole.numel() as u64 * dtype.size_in_bytes();
+    let mut first = Vec::new();
+    let mut same = true;
+    let mut read = |part: &TensorBox, dst: &mut [u8]| {
+        checkpoint.read_replica(replica, part, dst)?;
+        first.resize(dst.len(), 0);
+        checkpoint.read_box(&replica.fqn, part, &mut first)?;
+        same = same && first == dst;
+        Ok(())
+    };
+    stream_boxes::<CheckpointError>(&mut read, dtype, whole, 0..length, &mut |bytes| {
+        if let Some(progress) = progress {
+            progress(bytes.len() as u64);
+        }
+        Ok(())
+    })?;
+    match same {
+        true => Ok(()),
+        false => Err(ReplicaError::Differs { what: "chunk" }),
+    }
+}

@@ -1,0 +1,43 @@
+//! Hostile and damaged files: a typed error or a plain reading each time, no panic, nothing outside the directory, and
+//! at most 64 MiB of memory. A case that hangs is stopped by the test runner.
+
+#![expect(clippy::disallowed_methods, reason = "tests damage checkpoints by hand")]
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod crafted;
+mod damage;
+mod random;
+mod seeds;
+#[path = "../common/state.rs"]
+mod state;
+#[path = "../../../../fuzz/src/lib.rs"]
+#[expect(clippy::expect_used, unreachable_pub, reason = "the same file is the library of the fuzz targets")]
+mod targets;
+
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use fsdp_tests::counting_allocator::{CountingAllocator, live_bytes, peak_bytes, reset_peak};
+
+#[global_allocator]
+static ALLOCATOR: CountingAllocator = CountingAllocator;
+
+/// The most that any hostile input may make us allocate.
+const LIMIT: usize = 64 << 20;
+
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures")
+}
+
+/// Runs a case, and asserts on the memory that it took.
+fn bounded<T>(case: impl FnOnce() -> T) -> T {
+    // One case at a time: the allocator counts for the whole process.
+    static ONE: Mutex<()> = Mutex::new(());
+    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let before = live_bytes();
+    reset_peak();
+    let outcome = case();
+    let taken = peak_bytes().saturating_sub(before);
+    assert!(taken <= LIMIT, "the case took {} MiB", taken >> 20);
+    outcome
+}

@@ -1,0 +1,110 @@
+//! Every dtype of torch, those too that candle and safetensors do not know, and quantized tensors: readable, and the same
+//! after any conversion.
+
+use std::collections::BTreeMap;
+
+use fsdp_dcp::checkpoint::{Checkpoint, open};
+use fsdp_dcp::convert::{ConvertOptions, Target, convert};
+use fsdp_dcp::reader::OpenOptions;
+use fsdp_dcp::verify::{Level, verify};
+use fsdp_layout::{DType, PlainValue, TensorBox};
+
+use crate::truth::{Tensor, fixtures};
+
+const TARGETS: [Target; 6] = [
+    Target::Dcp { ranks: 1 },
+    Target::Dcp { ranks: 3 },
+    Target::SafetensorsFile,
+    Target::SafetensorsDirectory { max_file_bytes: 300 },
+    Target::SafetensorsShards { ranks: 2 },
+    Target::Torch,
+];
+
+/// What PyTorch held.
+fn truth() -> BTreeMap<String, Tensor> {
+    let directory = fixtures().join("dtypes");
+    let bytes = std::fs::read(directory.join("truth.safetensors")).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let json = std::fs::read(directory.join("truth.json")).unwrap();
+    let json: BTreeMap<String, serde_json::Value> = serde_json::from_slice(&json).unwrap();
+    let tensor = |(name, what): (String, serde_json::Value)| {
+        let dtype = DType::from_torch_name(what["dtype"].as_str().unwrap()).unwrap();
+        let shape = what["shape"].as_array().unwrap().iter().map(|size| size.as_u64().unwrap() as usize).collect();
+        let data = file.tensor(&name).unwrap().data().to_vec();
+        (name, (dtype, shape, data))
+    };
+    json.into_iter().map(tensor).collect()
+}
+
+/// All tensors of a checkpoint, which verifies.
+fn tensors(checkpoint: &dyn Checkpoint) -> BTreeMap<String, Tensor> {
+    let report = verify(checkpoint, Level::Deep, None).unwrap();
+    assert!(report.is_ok(), "{:?}", report.problems);
+    let read = |(fqn, tensor): (&str, &fsdp_dcp::metadata::TensorEntry)| {
+        let (dtype, bounds) = (tensor.properties.dtype, TensorBox::whole(&tensor.shape));
+        let mut data = vec![0; bounds.numel() * dtype.size_in_bytes() as usize];
+        checkpoint.read_box(fqn, &bounds, &mut data).unwrap();
+        (fqn.to_owned(), (dtype, tensor.shape.clone(), data))
+    };
+    checkpoint.metadata().tensors().map(read).collect()
+}
+
+#[test]
+fn every_dtype_survives_every_conversion() {
+    let parent = tempfile::tempdir().unwrap();
+    let truth: BTreeMap<_, _> =
+        truth().into_iter().filter(|(_, (dtype, ..))| !dtype.torch_name().starts_with('q')).collect();
+    assert!(truth.len() >= 24);
+    for from in ["every", "every.pt"] {
+        let source = open(fixtures().join("dtypes").join(from), OpenOptions::default()).unwrap();
+        assert_eq!(tensors(&*source), truth, "{from}");
+        for (number, target) in TARGETS.into_iter().enumerate() {
+            let converted = parent.path().join(format!("{from}-{number}"));
+            convert(&*source, &converted, target, ConvertOptions::default()).unwrap();
+            let opened = open(&converted, OpenOptions::default()).unwrap();
+            assert_eq!(tensors(&*opened), truth, "{from} to {target:?}");
+            // And back.
+            let back = parent.path().join(format!("{from}-{number}-back"));
+            convert(&*opened, &back, Target::Dcp { ranks: 2 }, ConvertOptions::default()).unwrap();
+            assert_eq!(tensors(&*open(&back, OpenOptions::default()).unwrap()), truth, "{from} to {target:?} and back");
+        }
+    }
+}
+
+#[test]
+fn quantized_tensors_become_their_integers_and_say_what_these_mean() {
+    let parent = tempfile::tempdir().unwrap();
+    let truth = truth();
+    let per_tensor =
+        PlainValue::Tuple(vec!["torch.per_tensor_affine".into(), PlainValue::Float(0.1), PlainValue::Int(3)]);
+    for (from, count) in [("quantized", 2), ("quantized.pt", 4)] {
+        let source = open(fixtures().join("dtypes").join(from), OpenOptions::default()).unwrap();
+        let held = tensors(&*source);
+        assert_eq!(held["m.tensor"], truth["m.tensor"]);
+        assert_eq!(source.quantizer("m.tensor").unwrap(), Some(per_tensor.clone()));
+        for (number, target) in TARGETS.into_iter().enumerate() {
+            let converted = parent.path().join(format!("{from}-{number}"));
+            let done = convert(&*source, &converted, target, ConvertOptions::default()).unwrap();
+            assert_eq!(done.quantized.len(), count);
+            let opened = open(&converted, OpenOptions::default()).unwrap();
+            let found = tensors(&*opened);
+            assert_eq!(found.len(), held.len());
+            for (key, (dtype, shape, data)) in &held {
+                let (integer, same_shape, same_data) = &found[key];
+                assert!(!integer.torch_name().starts_with('q') && integer.size_in_bytes() == dtype.size_in_bytes());
+                assert_eq!((shape, data), (same_shape, same_data), "{key}");
+            }
+            assert_eq!(opened.read_value("m.tensor.quantizer").unwrap(), per_tensor, "{from} to {target:?}");
+            if from == "quantized.pt" {
+                let PlainValue::Tuple(parts) = opened.read_value("m.channels.quantizer").unwrap() else { panic!() };
+                let [PlainValue::Str(scheme), PlainValue::Tensor(scales), PlainValue::Tensor(zeros), axis] = &parts[..]
+                else {
+                    panic!("{parts:?}")
+                };
+                assert_eq!((scheme.as_str(), axis), ("torch.per_channel_affine", &PlainValue::Int(0)));
+                assert_eq!((scales.shape.as_slice(), zeros.shape.as_slice()), (&[3][..], &[3][..]));
+                assert_eq!(opened.read_value("list.0.quantizer").unwrap(), PlainValue::Tuple(parts));
+            }
+        }
+    }
+}

@@ -1,0 +1,221 @@
+//! The memory behind tensors on NVIDIA GPUs: as bytes, to the host and back, freed and filled.
+
+#![expect(unsafe_code, reason = "elements as bytes, memory that is not filled yet, and pinned memory")]
+
+mod staging;
+
+use std::ops::Range;
+
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaSlice, CudaStream, CudaView, CudaViewMut, DeviceRepr, DriverError,
+};
+use candle_core::cuda_backend::{CudaDType, CudaStorageSlice};
+use candle_core::{CudaDevice, CudaStorage, DType, Storage, Tensor};
+use float8::F8E4M3;
+use half::{bf16, f16};
+
+use crate::FlatError;
+use crate::storage::{Scalar, StorageMut, TensorBuffer, contiguous_range, freed, unsupported, with_storage_mut};
+
+/// Longer transfers to the host go through pinned memory.
+const STAGED_FROM_BYTES: usize = 1 << 20;
+
+/// candle's error for one of the driver's.
+fn failed(error: DriverError) -> FlatError {
+    FlatError::Candle(candle_core::Error::wrap(error))
+}
+
+macro_rules! slices {
+    ($($type:ty => $variant:ident),*) => {
+        /// The elements as bytes; `None` for types that are not plain bytes.
+        fn bytes_of(storage: &CudaStorage) -> Option<CudaView<'_, u8>> {
+            match &storage.slice {
+                // SAFETY: plain bytes, as many as there are.
+                $(CudaStorageSlice::$variant(data) => unsafe { data.transmute(data.num_bytes()) },)*
+                CudaStorageSlice::F8E8M0(data) => Some(data.as_view()),
+                _ => None,
+            }
+        }
+
+        /// The elements as bytes that can be changed.
+        fn bytes_of_mut(storage: &mut CudaStorage) -> Option<CudaViewMut<'_, u8>> {
+            match &mut storage.slice {
+                $(CudaStorageSlice::$variant(data) => {
+                    let len = data.num_bytes();
+                    // SAFETY: plain bytes, as many as there are, and any bytes are an element.
+                    unsafe { data.transmute_mut(len) }
+                })*
+                CudaStorageSlice::F8E8M0(data) => Some(data.as_view_mut()),
+                _ => None,
+            }
+        }
+
+        /// Memory for these many elements, to be written before it is read.
+        fn uninitialized(device: &CudaDevice, dtype: DType, numel: usize) -> Result<CudaStorageSlice, FlatError> {
+            // No driver gives memory without bytes.
+            let numel = numel.max(1);
+            Ok(match dtype {
+                // SAFETY: the callers fill it.
+                $(DType::$variant => CudaStorageSlice::$variant(unsafe { device.alloc::<$type>(numel) }?),)*
+                // SAFETY: as above.
+                DType::F8E8M0 => CudaStorageSlice::F8E8M0(unsafe { device.alloc::<u8>(numel) }?),
+                dtype => return Err(FlatError::Candle(candle_core::Error::UnsupportedDTypeForOp(dtype, "GPU memory"))),
+            })
+        }
+    };
+}
+
+slices! { u8 => U8, u32 => U32, i16 => I16, i32 => I32, i64 => I64, bf16 => BF16, f16 => F16, f32 => F32, f64 => F64, F8E4M3 => F8E4M3 }
+
+/// Whether the storage has been freed.
+pub(crate) fn is_freed(tensor: &Tensor, storage: &CudaStorage) -> bool {
+    storage.dtype() != tensor.dtype()
+}
+
+/// Copies a range of the storage's bytes to the host.
+pub(crate) fn read(
+    tensor: &Tensor,
+    storage: &CudaStorage,
+    range: Range<usize>,
+    to: &mut [u8],
+) -> Result<(), FlatError> {
+    if is_freed(tensor, storage) {
+        return Err(freed(tensor));
+    }
+    let bytes = bytes_of(storage).ok_or_else(|| unsupported(tensor))?;
+    let bytes = bytes.try_slice(range).ok_or_else(|| freed(tensor))?;
+    if to.is_empty() {
+        return Ok(());
+    }
+    let stream = storage.device.cuda_stream();
+    if to.len() >= STAGED_FROM_BYTES {
+        return staging::read(&stream, &bytes, to).map_err(failed);
+    }
+    stream.memcpy_dtoh(&bytes, to).and_then(|()| stream.synchronize()).map_err(failed)
+}
+
+/// A contiguous tensor, copied to the host.
+pub(crate) fn to_host(tensor: &Tensor) -> Result<Tensor, FlatError> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let range = contiguous_range(tensor, layout)?;
+    let Storage::Cuda(storage) = &*storage else { return Err(FlatError::device(tensor)) };
+    let mut host = TensorBuffer::zeros(tensor.dims(), tensor.dtype())?;
+    let size = tensor.dtype().size_in_bytes();
+    read(tensor, storage, range.start * size..range.end * size, host.bytes_mut())?;
+    Ok(host.into_tensor())
+}
+
+/// Copies bytes from the host over a range of the storage's.
+pub(crate) fn write(
+    tensor: &Tensor,
+    storage: &mut CudaStorage,
+    range: Range<usize>,
+    from: &[u8],
+) -> Result<(), FlatError> {
+    if is_freed(tensor, storage) {
+        return Err(freed(tensor));
+    }
+    let stream = storage.device.cuda_stream();
+    let mut bytes = bytes_of_mut(storage).ok_or_else(|| unsupported(tensor))?;
+    let mut bytes = bytes.try_slice_mut(range).ok_or_else(|| freed(tensor))?;
+    if from.is_empty() {
+        return Ok(());
+    }
+    // The host's memory may go away as soon as this returns.
+    stream.memcpy_htod(from, &mut bytes).and_then(|()| stream.synchronize()).map_err(failed)
+}
+
+/// Gives the memory back to CUDA.
+pub(crate) fn free(storage: &mut CudaStorage) -> Result<(), FlatError> {
+    // SAFETY: no op reads elements of this dummy type.
+    storage.slice = CudaStorageSlice::F4(unsafe { storage.device.alloc::<u8>(1) }?);
+    Ok(())
+}
+
+/// Memory of no elements, of a type that can be computed with.
+///
+/// # Errors
+/// Dtypes whose elements are not plain bytes, and CUDA's.
+pub fn empty(device: &CudaDevice, dtype: DType) -> Result<CudaStorage, FlatError> {
+    Ok(CudaStorage { slice: uninitialized(device, dtype, 0)?, device: device.clone() })
+}
+
+/// A tensor without elements, for which CUDA need not give any memory.
+pub(crate) fn without_elements(shape: &[usize], dtype: DType, device: &CudaDevice) -> Result<Tensor, FlatError> {
+    let storage = Storage::Cuda(empty(device, dtype)?);
+    Ok(Tensor::from_storage(storage, shape, candle_core::op::BackpropOp::none(), false))
+}
+
+/// Fresh memory with the elements of host memory.
+pub(crate) fn refill(storage: &mut CudaStorage, dtype: DType, numel: usize, from: &[u8]) -> Result<(), FlatError> {
+    let device = storage.device.clone();
+    let mut fresh = CudaStorage { slice: uninitialized(&device, dtype, numel)?, device };
+    let stream = fresh.device.cuda_stream();
+    if let Some(mut bytes) = bytes_of_mut(&mut fresh).filter(|_| !from.is_empty()) {
+        stream.memcpy_htod(from, &mut bytes).and_then(|()| stream.synchronize()).map_err(failed)?;
+    }
+    *storage = fresh;
+    Ok(())
+}
+
+/// Fresh memory behind `tensor` with the elements of `source`, which is contiguous and of the same device.
+pub(crate) fn refill_from(tensor: &Tensor, source: &Tensor) -> Result<(), FlatError> {
+    let size = source.dtype().size_in_bytes();
+    let (from, layout) = source.storage_and_layout();
+    let range = contiguous_range(source, layout)?;
+    let Storage::Cuda(from) = &*from else { return Err(FlatError::device(source)) };
+    let from = bytes_of(from).ok_or_else(|| unsupported(source))?;
+    let from = from.try_slice(range.start * size..range.end * size).ok_or_else(|| freed(source))?;
+    with_storage_mut(tensor, |storage, _| {
+        let StorageMut::Cuda(storage) = storage else { return Err(FlatError::device(tensor)) };
+        let device = storage.device.clone();
+        let mut fresh = CudaStorage { slice: uninitialized(&device, tensor.dtype(), tensor.elem_count())?, device };
+        let stream = fresh.device.cuda_stream();
+        if let Some(mut to) = bytes_of_mut(&mut fresh).filter(|_| !from.is_empty()) {
+            stream.memcpy_dtod(&from, &mut to).map_err(failed)?;
+        }
+        *storage = fresh;
+        Ok(())
+    })
+}
+
+/// Runs `f` on the elements of a contiguous tensor where they are, and the stream that they were written in.
+///
+/// # Errors
+/// A tensor that is freed, not contiguous, of another dtype, or not on an NVIDIA GPU.
+pub fn with_device_slice<T: Scalar + CudaDType, R>(
+    tensor: &Tensor,
+    f: impl FnOnce(&CudaView<'_, T>, &CudaStream) -> R,
+) -> Result<R, FlatError> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let range = contiguous_range(tensor, layout)?;
+    let Storage::Cuda(storage) = &*storage else { return Err(FlatError::device(tensor)) };
+    if is_freed(tensor, storage) {
+        return Err(freed(tensor));
+    }
+    let slice: &CudaSlice<T> = storage.as_cuda_slice()?;
+    let view = slice.try_slice(range).ok_or_else(|| freed(tensor))?;
+    Ok(f(&view, &storage.device.cuda_stream()))
+}
+
+/// As [`with_device_slice`], for change: under the storage's write lock.
+///
+/// # Errors
+/// As [`with_device_slice`].
+pub fn with_device_slice_mut<T: Scalar + CudaDType + DeviceRepr, R>(
+    tensor: &Tensor,
+    f: impl FnOnce(&mut CudaViewMut<'_, T>, &CudaStream) -> R,
+) -> Result<R, FlatError> {
+    with_storage_mut(tensor, |storage, layout| {
+        let range = contiguous_range(tensor, layout)?;
+        let StorageMut::Cuda(storage) = storage else { return Err(FlatError::device(tensor)) };
+        if is_freed(tensor, storage) {
+            return Err(freed(tensor));
+        }
+        let stream = storage.device.cuda_stream();
+        let slice: &mut CudaSlice<T> = storage.as_cuda_slice_mut()?;
+        let mut view = slice.try_slice_mut(range).ok_or_else(|| freed(tensor))?;
+        Ok(f(&mut view, &stream))
+    })
+}

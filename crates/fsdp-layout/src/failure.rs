@@ -1,0 +1,62 @@
+//! What kind of failure an error is: the little that must be known of it where its type is not, as on other ranks.
+
+use std::fmt;
+use std::io;
+
+use serde::{Deserialize, Serialize};
+
+/// A kind of failure. Each has an exit code of its own in the `fsdp` command.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// None of the others.
+    #[default]
+    Other,
+    /// What was asked for cannot work.
+    Usage,
+    /// A checkpoint is corrupt.
+    Corrupt,
+    /// A checkpoint is incomplete or was never committed, or there is none.
+    Incomplete,
+    /// A checkpoint is of a version or a kind that is not supported.
+    UnsupportedVersion,
+    /// A checkpoint asks for something that would not be safe to do.
+    Unsafe,
+    /// The operating system refused to read or write.
+    Io,
+    /// No space is left.
+    NoSpace,
+    /// A rank was lost, or did not answer in time.
+    RankLost,
+    /// Two things that should match do not.
+    Difference,
+}
+
+/// An error that knows its kind. Where errors become messages, as between ranks, the kind goes with them.
+pub trait Failure: fmt::Display {
+    /// Its kind.
+    fn kind(&self) -> ErrorKind {
+        ErrorKind::Other
+    }
+}
+
+impl Failure for str {}
+
+impl Failure for String {}
+
+impl Failure for std::convert::Infallible {}
+
+impl Failure for io::Error {
+    fn kind(&self) -> ErrorKind {
+        match io::Error::kind(self) {
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => ErrorKind::NoSpace,
+            _ => ErrorKind::Io,
+        }
+    }
+}
+
+impl<F: Failure + ?Sized> Failure for &F {
+    fn kind(&self) -> ErrorKind {
+        (**self).kind()
+    }
+}

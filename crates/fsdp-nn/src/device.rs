@@ -1,0 +1,159 @@
+//! Parameters and gradients on GPUs: what is done where they are, rather than on the host.
+//!
+//! Collectives here say whether they could: where the process group moves only host memory they have done nothing.
+
+use std::ops::Range;
+
+use candle_core::Tensor;
+use fsdp_comm::ProcessGroup;
+
+use crate::Result;
+
+#[cfg(feature = "nccl")]
+pub(crate) use nccl::{all_gather, all_reduce, reduce_scatter};
+
+#[cfg(not(feature = "nccl"))]
+pub(crate) use host::{all_gather, all_reduce, reduce_scatter};
+
+/// Writes (or adds) a gradient, row-major, to its place in the flat gradient.
+pub(crate) fn copy_gradient(grad: &Tensor, flat: &Tensor, range: Range<usize>, accumulate: bool) -> Result<()> {
+    if range.is_empty() {
+        return Ok(());
+    }
+    let mut grad = grad.detach().flatten_all()?;
+    if accumulate {
+        grad = (flat.narrow(0, range.start, range.len())? + grad)?;
+    }
+    Ok(flat.slice_set(&grad.contiguous()?, 0, range.start)?)
+}
+
+/// The sum of the squares of all elements.
+pub(crate) fn sum_of_squares(flat: &Tensor) -> Result<f64> {
+    /// Elements that are widened at a time.
+    const PIECE: usize = 1 << 24;
+
+    let numel = flat.elem_count();
+    let mut squares = 0.0;
+    for start in (0..numel).step_by(PIECE) {
+        let piece = flat.narrow(0, start, PIECE.min(numel - start))?;
+        squares += piece.to_dtype(candle_core::DType::F64)?.sqr()?.sum_all()?.to_scalar::<f64>()?;
+    }
+    Ok(squares)
+}
+
+/// Multiplies all elements.
+pub(crate) fn scale(flat: &Tensor, factor: f64) -> Result<()> {
+    Ok(flat.slice_set(&(flat * factor)?, 0, 0)?)
+}
+
+#[cfg(not(feature = "nccl"))]
+mod host {
+    use super::{ProcessGroup, Result, Tensor};
+
+    pub(crate) const fn all_gather(_: &ProcessGroup, _: &Tensor) -> Result<Option<Tensor>> {
+        Ok(None)
+    }
+
+    pub(crate) const fn reduce_scatter(_: &ProcessGroup, _: &Tensor, _: &Tensor) -> Result<bool> {
+        Ok(false)
+    }
+
+    pub(crate) const fn all_reduce(_: &ProcessGroup, _: &Tensor) -> Result<bool> {
+        Ok(false)
+    }
+}
+
+#[cfg(feature = "nccl")]
+mod nccl {
+    use candle_core::cuda_backend::CudaDType;
+    use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
+    use fsdp_comm::device::{DeviceGroup, DeviceSlice, DeviceSliceMut};
+    use fsdp_comm::{Element, ReduceOp};
+    use fsdp_flat::cuda::{with_device_slice, with_device_slice_mut};
+    use fsdp_flat::storage::{Scalar, zeros_on};
+    use fsdp_flat::with_float;
+
+    use super::{ProcessGroup, Result, Tensor};
+
+    /// The group's collectives on the memory of this tensor, if it has any.
+    fn on_device<'g>(group: &'g ProcessGroup, tensor: &Tensor) -> Option<DeviceGroup<'g>> {
+        group.device().filter(|_| tensor.device().is_cuda())
+    }
+
+    fn unsupported(tensor: &Tensor) -> Result<()> {
+        Err(candle_core::Error::UnsupportedDTypeForOp(tensor.dtype(), "FlatParameter").into())
+    }
+
+    /// All ranks' shards, one after the other.
+    pub(crate) fn all_gather(group: &ProcessGroup, shard: &Tensor) -> Result<Option<Tensor>> {
+        fn gather<T: Scalar + Element + CudaDType + DeviceRepr>(
+            group: DeviceGroup<'_>,
+            whole: &Tensor,
+            shard: &Tensor,
+        ) -> Result<()> {
+            with_device_slice::<T, _>(shard, |input, stream| {
+                with_device_slice_mut::<T, _>(whole, |output, own| {
+                    let mut output = DeviceSliceMut::new(output, own);
+                    group.all_gather_into(&mut output, &DeviceSlice::new(input, stream))
+                })
+            })???;
+            Ok(())
+        }
+        let Some(on_device) = on_device(group, shard) else { return Ok(None) };
+        let whole = zeros_on(&[shard.elem_count() * group.world_size()], shard.dtype(), shard.device())?;
+        with_float!(shard.dtype(), T => gather::<T>(on_device, &whole, shard)?, else unsupported(shard)?);
+        Ok(Some(whole))
+    }
+
+    /// This rank's part of the mean of all ranks' tensors.
+    pub(crate) fn reduce_scatter(group: &ProcessGroup, reduced: &Tensor, whole: &Tensor) -> Result<bool> {
+        fn reduce<T: Scalar + Element + CudaDType + DeviceRepr>(
+            group: DeviceGroup<'_>,
+            reduced: &Tensor,
+            whole: &Tensor,
+        ) -> Result<()> {
+            with_device_slice::<T, _>(whole, |input, stream| {
+                with_device_slice_mut::<T, _>(reduced, |output, own| {
+                    let mut output = DeviceSliceMut::new(output, own);
+                    group.reduce_scatter(&mut output, &DeviceSlice::new(input, stream), ReduceOp::Avg)
+                })
+            })???;
+            Ok(())
+        }
+        let Some(on_device) = on_device(group, whole) else { return Ok(false) };
+        with_float!(whole.dtype(), T => reduce::<T>(on_device, reduced, whole)?, else unsupported(whole)?);
+        Ok(true)
+    }
+
+    /// The mean of all ranks' tensors, in place.
+    pub(crate) fn all_reduce(group: &ProcessGroup, buffer: &Tensor) -> Result<bool> {
+        fn reduce<T: Scalar + Element + CudaDType + DeviceRepr>(group: DeviceGroup<'_>, buffer: &Tensor) -> Result<()> {
+            with_device_slice_mut::<T, _>(buffer, |buffer, stream| {
+                group.all_reduce(&mut DeviceSliceMut::new(buffer, stream), ReduceOp::Avg)
+            })??;
+            Ok(())
+        }
+        let Some(on_device) = on_device(group, buffer) else { return Ok(false) };
+        with_float!(buffer.dtype(), T => reduce::<T>(on_device, buffer)?, else unsupported(buffer)?);
+        Ok(true)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::{DType, Device};
+
+    #[test]
+    fn gradients_land_in_their_place_and_add_up() {
+        let flat = Tensor::zeros(8, DType::F32, &Device::Cpu).unwrap();
+        let grad = Tensor::new(&[[1f32, 2.], [3., 4.]], &Device::Cpu).unwrap().t().unwrap();
+        copy_gradient(&grad, &flat, 3..7, false).unwrap();
+        assert_eq!(flat.to_vec1::<f32>().unwrap(), [0., 0., 0., 1., 3., 2., 4., 0.]);
+        copy_gradient(&grad, &flat, 3..7, true).unwrap();
+        assert_eq!(flat.to_vec1::<f32>().unwrap(), [0., 0., 0., 2., 6., 4., 8., 0.]);
+        copy_gradient(&Tensor::zeros(0, DType::F32, &Device::Cpu).unwrap(), &flat, 8..8, false).unwrap();
+        scale(&flat, 0.5).unwrap();
+        assert_eq!(sum_of_squares(&flat).unwrap(), 30.0);
+    }
+}

@@ -1,0 +1,210 @@
+//! The update rules as candle ops, for parameters that are not in host memory.
+//!
+//! The same formulas as [`Algorithm::update`]'s, one op after the other; results differ from those by roundings. Half types
+//! are computed in `f32` and rounded once a step.
+
+use candle_core::{DType, Result, Tensor};
+
+use crate::algorithm::{AdagradOptions, AdamOptions, Algorithm, SgdOptions};
+
+/// Elements that are updated at a time: each op makes a new tensor of them.
+const PIECE: usize = 1 << 24;
+
+/// One update of a piece of a parameter, in place: as [`Algorithm::update`]. `state` is in the order of the schema, and has
+/// as many tensors; all are one-dimensional, contiguous and equally long.
+pub(super) fn update(
+    algorithm: &Algorithm,
+    step: f32,
+    first: bool,
+    param: &Tensor,
+    grad: &Tensor,
+    state: &[Tensor],
+) -> Result<()> {
+    update_by(PIECE, |param, grad, state| update_piece(algorithm, step, first, param, grad, state), param, grad, state)
+}
+
+/// Piece by piece.
+fn update_by(
+    piece: usize,
+    update: impl Fn(&Tensor, &Tensor, &[Tensor]) -> Result<()>,
+    param: &Tensor,
+    grad: &Tensor,
+    state: &[Tensor],
+) -> Result<()> {
+    let numel = param.elem_count();
+    for start in (0..numel).step_by(piece) {
+        let cut = |tensor: &Tensor| tensor.narrow(0, start, piece.min(numel - start));
+        let state: Vec<Tensor> = state.iter().map(cut).collect::<Result<_>>()?;
+        update(&cut(param)?, &cut(grad)?, &state)?;
+    }
+    Ok(())
+}
+
+fn update_piece(
+    algorithm: &Algorithm,
+    step: f32,
+    first: bool,
+    param: &Tensor,
+    grad: &Tensor,
+    state: &[Tensor],
+) -> Result<()> {
+    let widened: Vec<Tensor> = state.iter().map(widen).collect::<Result<_>>()?;
+    let (p, g) = (widen(param)?, widen(grad)?);
+    let (p, new_state) = match algorithm {
+        Algorithm::Sgd(options) => sgd(options, first, p, g, &widened)?,
+        Algorithm::Adam(options) => adam(options, false, step, p, g, &widened)?,
+        Algorithm::AdamW(options) => adam(options, true, step, p, g, &widened)?,
+        Algorithm::Adagrad(options) => adagrad(options, step, p, g, &widened)?,
+    };
+    // Only now, so that an error has changed nothing.
+    for (target, value) in state.iter().zip(&new_state) {
+        store(target, value)?;
+    }
+    store(param, &p)
+}
+
+type Updated = (Tensor, Vec<Tensor>);
+
+fn widen(tensor: &Tensor) -> Result<Tensor> {
+    match tensor.dtype() {
+        DType::F16 | DType::BF16 => tensor.to_dtype(DType::F32),
+        _ => Ok(tensor.clone()),
+    }
+}
+
+fn store(target: &Tensor, value: &Tensor) -> Result<()> {
+    target.slice_set(&value.to_dtype(target.dtype())?.contiguous()?, 0, 0)
+}
+
+/// The gradient, turned round to maximize, and with the L2 penalty added.
+fn gradient(grad: Tensor, param: &Tensor, maximize: bool, weight_decay: f64) -> Result<Tensor> {
+    let grad = if maximize { grad.neg()? } else { grad };
+    if weight_decay == 0.0 { Ok(grad) } else { grad + (param * weight_decay)? }
+}
+
+fn missing(algorithm: &str) -> candle_core::Error {
+    candle_core::Error::Msg(format!("{algorithm} was given too little state"))
+}
+
+fn sgd(options: &SgdOptions, first: bool, p: Tensor, g: Tensor, state: &[Tensor]) -> Result<Updated> {
+    let g = gradient(g, &p, options.maximize, options.weight_decay)?;
+    if options.momentum == 0.0 {
+        return Ok(((p - (g * options.lr)?)?, Vec::new()));
+    }
+    let buffer = match state.first() {
+        Some(_) if first => g.clone(),
+        Some(buffer) => ((buffer * options.momentum)? + (&g * (1.0 - options.dampening))?)?,
+        None => return Err(missing("SGD")),
+    };
+    let direction = if options.nesterov { (g + (&buffer * options.momentum)?)? } else { buffer.clone() };
+    Ok(((p - (direction * options.lr)?)?, vec![buffer]))
+}
+
+fn adam(options: &AdamOptions, decoupled: bool, step: f32, p: Tensor, g: Tensor, state: &[Tensor]) -> Result<Updated> {
+    let [exp_avg, exp_avg_sq, rest @ ..] = state else { return Err(missing("Adam")) };
+    let (beta1, beta2) = options.betas;
+    let bias_correction = |beta: f64| 1.0 - beta.powf(f64::from(step));
+    let p = if decoupled && options.weight_decay != 0.0 { (p * (1.0 - options.lr * options.weight_decay))? } else { p };
+    let g = gradient(g, &p, options.maximize, if decoupled { 0.0 } else { options.weight_decay })?;
+    let m = ((exp_avg * beta1)? + (&g * (1.0 - beta1))?)?;
+    let v = ((exp_avg_sq * beta2)? + (g.sqr()? * (1.0 - beta2))?)?;
+    let (squares, max) = match rest.first() {
+        Some(max) => {
+            let max = max.maximum(&v)?;
+            (max.clone(), Some(max))
+        }
+        None if options.amsgrad => return Err(missing("Adam with amsgrad")),
+        None => (v.clone(), None),
+    };
+    let denominator = ((squares.sqrt()? / bias_correction(beta2).sqrt())? + options.eps)?;
+    let p = (p - ((&m / denominator)? * (options.lr / bias_correction(beta1)))?)?;
+    Ok((p, [Some(m), Some(v), max].into_iter().flatten().collect()))
+}
+
+fn adagrad(options: &AdagradOptions, step: f32, p: Tensor, g: Tensor, state: &[Tensor]) -> Result<Updated> {
+    let Some(sum) = state.first() else { return Err(missing("Adagrad")) };
+    let rate = options.lr / (1.0 + (f64::from(step) - 1.0) * options.lr_decay);
+    let g = gradient(g, &p, options.maximize, options.weight_decay)?;
+    let sum = (sum + g.sqr()?)?;
+    let denominator = (sum.sqrt()? + options.eps)?;
+    Ok(((p - ((g / denominator)? * rate)?)?, vec![sum]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::algorithm::{Initial, StateKind};
+    use candle_core::Device;
+
+    /// Every rule with every option that changes the formula.
+    fn algorithms() -> Vec<Algorithm> {
+        let sgd = |momentum, nesterov, weight_decay, dampening| {
+            Algorithm::Sgd(SgdOptions { lr: 0.1, momentum, nesterov, weight_decay, dampening, ..SgdOptions::default() })
+        };
+        let adam = AdamOptions { lr: 0.01, weight_decay: 0.1, ..AdamOptions::default() };
+        let amsgrad = AdamOptions { amsgrad: true, maximize: true, ..adam.clone() };
+        vec![
+            sgd(0.0, false, 0.0, 0.0),
+            sgd(0.9, false, 0.1, 0.3),
+            sgd(0.9, true, 0.0, 0.0),
+            Algorithm::Adam(adam.clone()),
+            Algorithm::AdamW(adam),
+            Algorithm::Adam(amsgrad.clone()),
+            Algorithm::AdamW(amsgrad),
+            Algorithm::Adagrad(AdagradOptions {
+                lr_decay: 0.1,
+                weight_decay: 0.1,
+                initial_accumulator_value: 0.5,
+                ..AdagradOptions::default()
+            }),
+        ]
+    }
+
+    #[test]
+    fn candle_ops_follow_the_update_rules() {
+        const STEPS: usize = 6;
+        for algorithm in algorithms() {
+            let numel = 5;
+            let wave = |k: usize| (k as f64 * 0.7).sin() + 0.05;
+            let mut expected: Vec<f64> = (0..numel).map(wave).collect();
+            let param = Tensor::new(expected.as_slice(), &Device::Cpu).unwrap();
+            let entries: Vec<_> =
+                algorithm.state_entries().filter(|entry| entry.kind == StateKind::LikeParameter).collect();
+            let initial = |initial| if let Initial::Value(value) = initial { value } else { 0.0 };
+            let mut expected_state: Vec<Vec<f64>> =
+                entries.iter().map(|entry| vec![initial(entry.initial); numel]).collect();
+            let state: Vec<Tensor> =
+                expected_state.iter().map(|values| Tensor::new(values.as_slice(), &Device::Cpu).unwrap()).collect();
+            for step in 0..STEPS {
+                let first = step == 0 && entries.iter().any(|entry| entry.initial == Initial::FirstGradient);
+                let grads: Vec<f64> = (0..numel).map(|k| wave(k * 3 + step * 5)).collect();
+                let grad = Tensor::new(grads.as_slice(), &Device::Cpu).unwrap();
+                let number = (step + 1) as f32;
+                // In pieces, the last of which is not whole.
+                let piece = |p: &Tensor, g: &Tensor, s: &[Tensor]| update_piece(&algorithm, number, first, p, g, s);
+                update_by(2, piece, &param, &grad, &state).unwrap();
+                let mut slices: Vec<&mut [f64]> = expected_state.iter_mut().map(Vec::as_mut_slice).collect();
+                algorithm.update(number, first, &mut expected, &grads, &mut slices).unwrap();
+            }
+            let close = |found: &Tensor, expected: &[f64]| {
+                for (found, expected) in found.to_vec1::<f64>().unwrap().iter().zip(expected) {
+                    assert!((found - expected).abs() < 1e-12, "{algorithm:?}: {found} is not {expected}");
+                }
+            };
+            close(&param, &expected);
+            state.iter().zip(&expected_state).for_each(|(found, expected)| close(found, expected));
+        }
+    }
+
+    #[test]
+    fn half_types_keep_what_they_cannot_hold_within_a_step() {
+        // 0.999 is 1 in bf16: computed there, the average of squares would never forget.
+        let adam = Algorithm::Adam(AdamOptions::default());
+        let tensor = |value: f32| Tensor::full(value, 3, &Device::Cpu).unwrap().to_dtype(DType::BF16).unwrap();
+        let (param, state) = (tensor(1.0), [tensor(0.0), tensor(0.0)]);
+        update(&adam, 1.0, false, &param, &tensor(2.0), &state).unwrap();
+        let value = |tensor: &Tensor| tensor.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap()[0];
+        assert!((value(&state[1]) - 0.004).abs() < 2e-5, "{}", value(&state[1]));
+        assert_eq!(param.dtype(), DType::BF16);
+    }
+}

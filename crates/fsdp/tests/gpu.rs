@@ -1,0 +1,96 @@
+//! `fsdp train` on GPUs: the losses of CPUs, and checkpoints that cross. `cargo xtask gpu` runs this where a GPU is.
+
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod common;
+mod metrics;
+
+use std::fs;
+use std::path::Path;
+
+use candle_core::cuda_backend::cudarc::driver::CudaContext;
+use common::{FSDP, fsdp};
+use metrics::losses;
+use tempfile::TempDir;
+
+const SMALL: [&str; 12] =
+    ["--layers", "1", "--heads", "2", "--hidden", "16", "--seq", "16", "--batch", "24", "--sample", "8"];
+
+/// GPUs add in another order, and their exponentials round differently.
+const RELATIVE: f64 = 1e-3;
+
+fn train(out: &Path, arguments: &[&str]) {
+    fsdp(&["train", "--out", out.to_str().unwrap()]).args(arguments).assert().success();
+}
+
+fn launch(nproc: usize, out: &Path, arguments: &[&str]) {
+    let train = [FSDP, "train", "--timeout", "60", "--out", out.to_str().unwrap()];
+    fsdp(&["launch", "--nproc", &nproc.to_string(), "--"]).args(train).args(arguments).assert().success();
+}
+
+#[track_caller]
+fn assert_close(found: &[f64], expected: &[f64]) {
+    assert_eq!(found.len(), expected.len());
+    for (step, (found, expected)) in found.iter().zip(expected).enumerate() {
+        assert!((found - expected).abs() / expected < RELATIVE, "step {step}: {found} is not {expected}");
+    }
+}
+
+fn gpus() -> usize {
+    usize::try_from(CudaContext::device_count().unwrap()).unwrap()
+}
+
+/// A power of two divides the batch.
+fn ranks_of_nccl() -> usize {
+    1 << gpus().min(8).ilog2()
+}
+
+#[test]
+fn one_gpu_has_the_losses_of_a_cpu_with_every_optimizer() {
+    let dir = TempDir::new().unwrap();
+    for optimizer in ["adamw", "adam", "sgd", "adagrad"] {
+        let (cpu, gpu) = (dir.path().join(format!("{optimizer}-cpu")), dir.path().join(format!("{optimizer}-gpu")));
+        let arguments = [&SMALL[..], &["--steps", "6", "--optimizer", optimizer, "--clip-grad-norm", "0.5"]].concat();
+        train(&cpu, &arguments);
+        train(&gpu, &[&arguments[..], &["--device", "cuda"]].concat());
+        assert_close(&losses(&gpu), &losses(&cpu));
+    }
+}
+
+/// Several ranks share a GPU where there are not enough: as threads and as processes, through the host.
+#[test]
+fn ranks_that_share_a_gpu_have_the_losses_of_cpus_and_checkpoints_cross() {
+    let dir = TempDir::new().unwrap();
+    let path = |name: &str| dir.path().join(name);
+    let six = [&SMALL[..], &["--steps", "6", "--save-every", "3"]].concat();
+    train(&path("cpu"), &[&six[..], &["--nproc", "2"]].concat());
+    for strategy in ["full-shard", "shard-grad-op", "no-shard"] {
+        let out = path(strategy);
+        train(&out, &[&six[..], &["--nproc", "2", "--device", "cuda", "--strategy", strategy]].concat());
+        assert_close(&losses(&out), &losses(&path("cpu")));
+    }
+    let gpu = path("processes");
+    launch(2, &gpu, &[&six[..], &["--backend", "tcp", "--device", "cuda", "--async-save"]].concat());
+    assert_close(&losses(&gpu), &losses(&path("cpu")));
+    for out in ["processes", "full-shard"] {
+        fsdp(&["verify", path(out).join("step-00000006").to_str().unwrap()]).assert().success();
+    }
+    // To CPUs at another number of ranks; and from CPUs.
+    train(&gpu, &["--nproc", "3", "--steps", "9", "--resume"]);
+    train(&path("cpu"), &["--nproc", "1", "--steps", "9", "--resume", "--device", "cuda"]);
+    assert_close(&losses(&gpu), &losses(&path("cpu")));
+}
+
+/// One rank a GPU.
+#[test]
+fn ranks_over_nccl_have_the_losses_of_cpus_and_checkpoints_cross() {
+    let dir = TempDir::new().unwrap();
+    let (cpu, gpu) = (dir.path().join("cpu"), dir.path().join("gpu"));
+    let ranks = ranks_of_nccl();
+    train(&cpu, &[&SMALL[..], &["--steps", "6"]].concat());
+    launch(ranks, &gpu, &[&SMALL[..], &["--steps", "6", "--backend", "nccl"]].concat());
+    assert_close(&losses(&gpu), &losses(&cpu));
+    train(&gpu, &["--nproc", "2", "--steps", "9", "--resume"]);
+    launch(ranks, &cpu, &["--steps", "9", "--resume", "--backend", "nccl"]);
+    assert_close(&losses(&gpu), &losses(&cpu));
+}

@@ -1,0 +1,5 @@
+//! See `fsdp_fuzz::safetensors_header`.
+
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| fsdp_fuzz::safetensors_header(data));

@@ -1,0 +1,52 @@
+//! What a save in the background costs training: the stall, and the steps after it.
+
+use anyhow::Result;
+use fsdp::checkpoint::AsyncSaver;
+use fsdp::prelude::*;
+
+use crate::figures::{Case, Figures, Pairs};
+use crate::load::total;
+use crate::model::{Training, on_ranks, state_bytes, timed};
+use crate::{Bench, limits};
+
+/// Steps that are looked at after a save.
+const STEPS: usize = 10;
+
+pub(crate) fn run(bench: &Bench<'_>, ranks: usize, figures: &mut Figures) -> Result<()> {
+    let cases = on_ranks(ranks, |group| {
+        let mut training = Training::new(group, bench.size, FsdpConfig::default())?;
+        let group = training.group().clone();
+        let own = state_bytes(&training.state()?);
+        let bytes = total(&group, own)?;
+        let (source, mut target) = (vec![1u8; own], vec![2u8; own]);
+        let mut saver = AsyncSaver::new(&group)?;
+        let options = SaveOptions { overwrite: true, ..SaveOptions::default() };
+        let path = bench.directory.join("behind");
+        // The first one allocates the buffers.
+        saver.save(&path, &training.state()?, &options)?;
+        saver.wait()?;
+        let (mut stalls, mut steps) = (Pairs::default(), Pairs::default());
+        for _ in 0..bench.runs {
+            let limit = timed(&group, || Ok(limits::copy_warm(&source, &mut target)))?.time;
+            let without = timed(&group, || (0..STEPS).try_for_each(|_| training.step()))?.time;
+            let stall = timed(&group, || Ok(saver.save(&path, &training.state()?, &options)?))?.time;
+            let with = timed(&group, || (0..STEPS).try_for_each(|_| training.step()))?.time;
+            saver.wait()?;
+            stalls.push(stall, limit);
+            steps.push(with, without);
+        }
+        group.barrier()?;
+        if group.rank() == 0 {
+            std::fs::remove_dir_all(&path)?;
+        }
+        let case = |name: &str, pairs: &Pairs, limit: &str| -> Case {
+            bench.case(name, ranks, bytes, pairs.seconds(), pairs.limit(limit))
+        };
+        Ok(vec![
+            case("async save, stall", &stalls, "memcpy, warm memory"),
+            case("10 steps after async save", &steps, "10 steps without"),
+        ])
+    })?;
+    cases.into_iter().for_each(|case| figures.push(case));
+    Ok(())
+}

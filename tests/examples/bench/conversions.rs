@@ -1,0 +1,84 @@
+//! What the offline commands do: convert, verify, open.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, ensure};
+use fsdp::dcp::checkpoint::open;
+use fsdp::dcp::convert::{ConvertOptions, Target, convert};
+use fsdp::dcp::reader::OpenOptions;
+use fsdp::dcp::verify::{Level, verify};
+use fsdp::prelude::*;
+use fsdp_tests::counting_allocator::{live_bytes, peak_bytes, reset_peak};
+
+use crate::figures::{Case, Figures, Pairs};
+use crate::model::{Training, on_ranks};
+use crate::{Bench, limits};
+
+const RANKS: usize = 4;
+
+pub(crate) fn run(bench: &Bench<'_>, figures: &mut Figures) -> Result<()> {
+    let dcp = bench.directory.join("dcp");
+    let bytes = on_ranks(RANKS, |group| {
+        let training = Training::new(group, bench.size, FsdpConfig::default())?;
+        Ok(save(&dcp, &training.state()?, training.group(), &SaveOptions::default())?.total_bytes)
+    })?;
+    let safetensors = bench.directory.join("model.safetensors");
+    let other = bench.directory.join("other");
+    let torch = bench.directory.join("model.pt");
+    let convert_to = |source: &Path, destination: &Path, target: Target| -> Result<()> {
+        let source = open(source, OpenOptions::default())?;
+        let options = ConvertOptions { overwrite: true, ..ConvertOptions::default() };
+        convert(&*source, destination, target, options)?;
+        Ok(())
+    };
+    let threads = ConvertOptions::default().threads;
+    let raw = bench.directory.join("raw");
+    let write = || -> Result<Duration> {
+        let time = limits::write(&raw, bytes as usize, threads, true)?;
+        std::fs::remove_file(&raw)?;
+        Ok(time)
+    };
+    measure(bench, figures, "DCP to safetensors", bytes, ("raw write, fsync", &write), &|| {
+        convert_to(&dcp, &safetensors, Target::SafetensorsFile)
+    })?;
+    measure(bench, figures, "safetensors to DCP", bytes, ("raw write, fsync", &write), &|| {
+        convert_to(&safetensors, &other, Target::Dcp { ranks: 2 })
+    })?;
+    measure(bench, figures, "reshard 4 to 2", bytes, ("raw write, fsync", &write), &|| {
+        convert_to(&dcp, &other, Target::Dcp { ranks: 2 })
+    })?;
+    measure(bench, figures, "DCP to torch", bytes, ("raw write, fsync", &write), &|| {
+        convert_to(&dcp, &torch, Target::Torch)
+    })?;
+    let read = || limits::read(&safetensors, bytes as usize, threads);
+    measure(bench, figures, "verify hashes", bytes, ("raw read, fresh memory", &read), &|| {
+        let report = verify(&*open(&dcp, OpenOptions::default())?, Level::Hashes, None)?;
+        ensure!(report.problems.is_empty(), "a fresh checkpoint has problems");
+        Ok(())
+    })
+}
+
+/// Times something of this process, in turns with its limit.
+fn measure(
+    bench: &Bench<'_>,
+    figures: &mut Figures,
+    name: &str,
+    bytes: u64,
+    (limit_name, limit): (&str, &dyn Fn() -> Result<Duration>),
+    run: &dyn Fn() -> Result<()>,
+) -> Result<()> {
+    let (mut pairs, mut peak) = (Pairs::default(), 0);
+    for _ in 0..bench.runs {
+        let limit = limit()?;
+        let before = live_bytes();
+        reset_peak();
+        let start = Instant::now();
+        run()?;
+        pairs.push(start.elapsed(), limit);
+        peak = peak.max(peak_bytes().saturating_sub(before) as u64);
+    }
+    let case = bench.case(name, 1, bytes, pairs.seconds(), pairs.limit(limit_name));
+    figures.push(Case { peak_bytes: Some(peak), ..case });
+    Ok(())
+}

@@ -1,0 +1,62 @@
+//! Loading at the same and at other numbers of ranks, beside raw reads of as many bytes into fresh memory.
+
+use anyhow::Result;
+use fsdp::checkpoint::load;
+use fsdp::checkpoint::load::read_template;
+use fsdp::dcp::reader::CheckpointReader;
+use fsdp::prelude::*;
+
+use crate::figures::{Case, Figures, Pairs};
+use crate::model::{Training, on_ranks, state_bytes, timed};
+use crate::{Bench, limits};
+
+/// Loads on another number of ranks than saved.
+const RESHARDS: [(usize, usize); 4] = [(4, 2), (1, 4), (4, 1), (3, 5)];
+
+pub(crate) fn run(bench: &Bench<'_>, ranks: &[usize], figures: &mut Figures) -> Result<()> {
+    let same = ranks.iter().map(|&ranks| (ranks, ranks));
+    for (from, to) in same.chain(RESHARDS) {
+        let path = bench.directory.join(format!("of-{from}"));
+        if !path.exists() {
+            on_ranks(from, |group| {
+                let training = Training::new(group, bench.size, FsdpConfig::default())?;
+                Ok(save(&path, &training.state()?, training.group(), &SaveOptions::default())?)
+            })?;
+        }
+        let case = on_ranks(to, |group| {
+            let training = Training::new(group, bench.size, FsdpConfig::default())?;
+            let (group, state) = (training.group(), training.state()?);
+            let own = state_bytes(&state);
+            let total = total(group, own)?;
+            let raw = bench.directory.join(format!("raw-{}", group.rank()));
+            limits::write(&raw, own, 1, false)?;
+            let options = LoadOptions::default();
+            let (mut pairs, mut peak) = (Pairs::default(), 0);
+            for _ in 0..bench.runs {
+                let limit = timed(group, || limits::read(&raw, own, options.threads))?;
+                let mut template = state.clone();
+                let loaded = timed(group, || Ok(load(&path, &mut template, group, &options)?))?;
+                pairs.push(loaded.time, limit.time);
+                peak = peak.max(loaded.peak.saturating_sub(total));
+            }
+            std::fs::remove_file(&raw)?;
+            let reader = CheckpointReader::open(&path)?;
+            read_template(&reader, &state, &options)?;
+            let name = if from == to { "load".to_owned() } else { format!("load, saved on {from}") };
+            Ok(Case {
+                peak_bytes: Some(peak / to as u64),
+                read_ratio: Some(reader.bytes_read() as f64 / own as f64),
+                ..bench.case(&name, to, total, pairs.seconds(), pairs.limit("raw read, fresh memory"))
+            })
+        })?;
+        figures.push(case);
+    }
+    Ok(())
+}
+
+/// The sum over all ranks.
+pub(crate) fn total(group: &ProcessGroup, own: usize) -> Result<u64> {
+    let mut total = [own as i64];
+    group.all_reduce(&mut total, ReduceOp::Sum)?;
+    Ok(total[0].unsigned_abs())
+}

@@ -1,0 +1,177 @@
+#!/usr/bin/env python3
+"""What `fsdp reshard` and `fsdp convert` wrote, opened by the libraries whose formats these are.
+
+  formats.py FSDP_BINARY FIXTURES WORK_DIRECTORY
+
+Run by `cargo xtask interop`. Prints a line for each case; exits 1 at the first difference.
+"""
+import json
+import math
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import warnings
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+warnings.filterwarnings("ignore")
+
+
+def fsdp(binary, *arguments):
+    command = [str(part) for part in (binary, *arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    if done.returncode != 0:
+        sys.exit(f"failed: {' '.join(command)}\n{done.stdout}{done.stderr}")
+
+
+def bits(tensor):
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def same_tensor(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
+
+
+def same(a, b):
+    """Nested values, where a dict is a dict and a tuple a tuple, whatever their classes."""
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and same_tensor(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and {str(k) for k in a} == {str(k) for k in b} and all(
+            same(a[k], b[k] if k in b else b[str(k)]) for k in a)
+    if isinstance(a, (set, frozenset)):
+        return isinstance(b, (set, frozenset)) and a == b
+    if isinstance(a, (list, tuple)):
+        return isinstance(a, list) == isinstance(b, list) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, float) and isinstance(b, float) and math.isnan(a):
+        return math.isnan(b)
+    return a == b and isinstance(a, bool) == isinstance(b, bool)
+
+
+def tensors(directory):
+    """All tensors of a DCP directory, read by torch's own planner."""
+    metadata = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    state = {key: torch.empty(entry.size, dtype=entry.properties.dtype)
+             for key, entry in metadata.items() if hasattr(entry, "size")}
+    dcp.load(state, checkpoint_id=directory, no_dist=True)
+    return state
+
+
+def check(case, equal):
+    if not equal:
+        sys.exit(f"{case}: differs")
+
+
+def torch_files(binary, sources, work):
+    """`torch.load(weights_only=True)`: the same nested values that torch's own offline converter makes."""
+    for source in sources:
+        file, expected = work / "file.pt", work / "expected.pt"
+        fsdp(binary, "convert", source, file, "--to", "torch", "--overwrite")
+        found = torch.load(file, weights_only=True)
+        dcp_to_torch_save(source, expected)
+        check(f"{source} to torch", same(torch.load(expected, weights_only=False), found))
+    print(f"ok: torch.load(weights_only=True) of {len(sources)} checkpoints converted to torch", flush=True)
+
+
+def safetensors_files(binary, sources, work):
+    """One file, and files with an index: opened by the safetensors package as transformers does it."""
+    raw = (torch.complex32, torch.complex128)
+    for number, source in enumerate(sources):
+        expected = tensors(source)
+        file, directory = work / f"{number}.safetensors", work / f"{number}-hf"
+        fsdp(binary, "convert", source, file, "--to", "safetensors")
+        fsdp(binary, "convert", source, directory, "--to", "hf", "--max-shard-size", "3KB")
+        index = json.loads((directory / "model.safetensors.index.json").read_text())
+        names = set(index["weight_map"].values())
+        check(f"files of {directory}", names == {path.name for path in directory.glob("*.safetensors")})
+        total = 0
+        for place in [file, *(directory / name for name in sorted(names))]:
+            with safe_open(place, framework="pt") as opened:
+                check(f"the format of {place}", opened.metadata()["format"] == "pt")
+                for key in opened.keys():
+                    check(f"{key} in {place}", place == file or index["weight_map"][key] == place.name)
+                    tensor = opened.get_tensor(key)
+                    total += 0 if place == file else tensor.numel() * tensor.element_size()
+                    # Tensors inside values have keys by their paths.
+                    if key in expected:
+                        wanted = expected[key]
+                        wanted = bits(wanted).reshape(tensor.shape) if wanted.dtype in raw else wanted
+                        check(f"{key} in {place}", same_tensor(tensor, wanted))
+        with safe_open(file, framework="pt") as opened:
+            check(f"keys of {file}", expected.keys() <= set(opened.keys()) and expected.keys() <= index["weight_map"].keys())
+        check(f"bytes of {directory}", total == index["metadata"]["total_size"])
+    print(f"ok: the safetensors package opens {len(sources)} checkpoints, as one file and by an index", flush=True)
+
+
+def hugging_face_reader(binary, sources, work):
+    """torch's own reader of safetensors shards."""
+    for number, source in enumerate(sources):
+        shards = work / f"{number}-shards"
+        fsdp(binary, "convert", source, shards, "--to", "hf-sharded", "--world-size", 3)
+        expected = tensors(source)
+        state = {key: torch.empty_like(tensor) for key, tensor in expected.items()}
+        dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(shards)), no_dist=True)
+        for key, tensor in expected.items():
+            check(f"{key} in {shards}", same_tensor(tensor, state[key]))
+    print(f"ok: torch's HuggingFaceStorageReader opens {len(sources)} checkpoints as shards", flush=True)
+
+
+def load_sharded(rank, world, port, directories, expected):
+    """One rank of a job that loads each directory as DTensors, and compares all of it."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (world,))
+    expected = torch.load(expected, weights_only=True)
+    for directory in directories:
+        for dimension in (0, 1):
+            state = {}
+            for key, tensor in expected.items():
+                empty = torch.zeros_like(tensor)
+                shardable = tensor.dim() > dimension and tensor.dtype.is_floating_point and tensor.element_size() > 1
+                state[key] = distribute_tensor(empty, mesh, [Shard(dimension)]) if shardable else empty
+            dcp.load(state, checkpoint_id=directory)
+            for key, tensor in expected.items():
+                found = state[key].full_tensor() if hasattr(state[key], "full_tensor") else state[key]
+                check(f"{key} of {directory} on {world} ranks", same_tensor(found, tensor))
+    dist.destroy_process_group()
+
+
+def sharded_loads(binary, sources, work):
+    for number, source in enumerate(sources):
+        expected = work / f"{number}-expected.pt"
+        torch.save(tensors(source), expected)
+        resharded, converted, file = work / f"{number}-3", work / f"{number}-dcp", work / f"{number}-again.safetensors"
+        fsdp(binary, "reshard", source, resharded, "--world-size", 3)
+        fsdp(binary, "convert", source, file, "--to", "safetensors")
+        fsdp(binary, "convert", file, converted, "--to", "dcp", "--world-size", 2)
+        for world in (1, 2, 3, 4):
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            torch.multiprocessing.spawn(load_sharded, (world, port, [resharded, converted], expected), nprocs=world)
+            print(f"ok: {source.parent.name}, resharded and converted, loaded by dcp.load on {world} ranks", flush=True)
+
+
+def main():
+    binary, fixtures, work = (pathlib.Path(argument) for argument in sys.argv[1:])
+    work.mkdir(parents=True)
+    sources = sorted(path.parent for path in fixtures.glob("*/dcp/.metadata"))
+    every = fixtures / "dtypes" / "every"
+    torch_files(binary, [*sources, every], work)
+    safetensors_files(binary, [*sources, every], work)
+    plain = [fixtures / name / "dcp" for name in ("fsdp2_adamw_ws2", "fsdp1_flat_adamw_ws2", "hsdp2_adamw_ws4")]
+    hugging_face_reader(binary, plain, work)
+    sharded_loads(binary, [fixtures / "misc_ws3" / "dcp", fixtures / "fsdp2_bf16_adamw_ws2" / "dcp"], work)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+//! What holds wherever a checkpoint is: in a directory, in memory, on an S3 server.
+
+use std::sync::Arc;
+
+use fsdp::dcp::checkpoint::{self, Format};
+use fsdp::dcp::convert::{ConvertOptions, Target, convert};
+use fsdp::dcp::diff::{Tolerance, diff};
+use fsdp::dcp::durable::Durable;
+use fsdp::dcp::object_store::memory::InMemory;
+use fsdp::dcp::plan::LoadRequest;
+use fsdp::dcp::reader::{CheckpointReader, Destination, OpenOptions, ReadOptions};
+use fsdp::dcp::verify::{Level, seal, verify};
+use fsdp::dcp::{CheckpointError, Location};
+use fsdp_layout::{DType, PlainValue, TensorBox};
+
+use crate::server::Server;
+use crate::state::{State, save, shard};
+
+/// Tensors of many shapes; the largest one takes several parts of an upload.
+pub(crate) fn sample() -> State {
+    let mut state = State::default();
+    let mut seed = 1u64;
+    for (name, dtype, shape) in [
+        ("scalar", DType::F32, vec![]),
+        ("empty", DType::I64, vec![0, 4]),
+        ("vector", DType::BF16, vec![1001]),
+        ("matrix", DType::F32, vec![513, 257]),
+        ("large", DType::F32, vec![601, 4003]),
+        ("bool", DType::Bool, vec![3]),
+    ] {
+        let length = shape.iter().product::<usize>() * dtype.size_in_bytes() as usize;
+        let bytes = (0..length).map(|_| {
+            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (seed >> 56) as u8
+        });
+        state.tensors.insert(name.to_owned(), (dtype, shape, bytes.collect()));
+    }
+    state.values.insert("step".to_owned(), PlainValue::Int(20));
+    state
+}
+
+/// Loads every rank's part on `ranks` ranks and compares; returns the bytes read and the bytes needed.
+pub(crate) fn load(state: &State, ranks: usize, from: &Location) -> (u64, u64) {
+    let checkpoint = CheckpointReader::open(from).unwrap();
+    assert!(checkpoint.is_sealed());
+    let mut needed = 0;
+    for rank in 0..ranks {
+        let mut wanted = Vec::new();
+        for (fqn, (dtype, shape, _)) in &state.tensors {
+            let boxes = shard(shape, rank, ranks);
+            let buffers: Vec<Vec<u8>> =
+                boxes.iter().map(|b| vec![0xee; b.numel() * dtype.size_in_bytes() as usize]).collect();
+            wanted.push((LoadRequest { fqn: fqn.clone(), dtype: *dtype, shape: shape.clone(), boxes }, buffers));
+        }
+        let destinations = wanted.iter_mut().map(|(request, buffers)| Destination {
+            request: request.clone(),
+            buffers: buffers.iter_mut().map(Vec::as_mut_slice).collect(),
+        });
+        checkpoint.read(destinations.collect(), ReadOptions { threads: 2, ..ReadOptions::default() }).unwrap();
+        for (request, buffers) in &wanted {
+            for (bounds, buffer) in request.boxes.iter().zip(buffers) {
+                assert!(*buffer == state.part(&request.fqn, bounds), "{} {bounds} on rank {rank}", request.fqn);
+                needed += buffer.len() as u64;
+            }
+        }
+    }
+    for (fqn, value) in &state.values {
+        assert_eq!(checkpoint.read_value(fqn).unwrap(), *value);
+    }
+    (checkpoint.bytes_read(), needed)
+}
+
+/// Whether two checkpoints hold the same, bit for bit.
+fn assert_same(a: &Location, b: &Location) {
+    let open = |location: &Location| checkpoint::open(location, OpenOptions { verify: true }).unwrap();
+    let mut differences = Vec::new();
+    let mut note = |name: &str, difference| differences.push(format!("{name}: {difference:?}"));
+    diff(&*open(a), &*open(b), Tolerance::default(), &mut note).unwrap();
+    assert_eq!(differences, Vec::<String>::new(), "{a} and {b}");
+}
+
+fn suite(root: &Location, is_object_store: bool) {
+    let state = sample();
+    for ranks in [1, 2, 4] {
+        let target = root.join(format!("ranks-{ranks}"));
+        save(&state, ranks, &target, &Durable::new()).unwrap();
+        for loading in [1, 2, 3] {
+            let (read, needed) = load(&state, loading, &target);
+            assert!(read as f64 <= needed as f64 * 1.05 + 65536.0, "{ranks} to {loading}: {read} of {needed} bytes");
+        }
+        let opened = checkpoint::open(&target, OpenOptions { verify: true }).unwrap();
+        let report = verify(&*opened, Level::Deep, None).unwrap();
+        assert!(report.sealed && report.is_ok(), "{:?}", report.problems);
+    }
+    let source = root.join("ranks-4");
+
+    // Part of a tensor costs no more than that part and the blocks that it touches.
+    let opened = CheckpointReader::open(&source).unwrap();
+    let before = opened.bytes_read();
+    let rows = TensorBox::new(vec![100, 0], vec![200, 4003]);
+    let mut bytes = vec![0; rows.numel() * 4];
+    opened.read_box("large", &rows, &mut bytes).unwrap();
+    assert!(bytes == state.part("large", &rows));
+    let read = opened.bytes_read() - before;
+    assert!(read as f64 <= bytes.len() as f64 * 1.05, "{read} of {} bytes", bytes.len());
+
+    // Every format, there and back.
+    for (name, target, format) in [
+        ("resharded", Target::Dcp { ranks: 3 }, Format::Dcp),
+        ("model.safetensors", Target::SafetensorsFile, Format::SafetensorsFile),
+        ("hf", Target::SafetensorsDirectory { max_file_bytes: 1 << 20 }, Format::SafetensorsDirectory),
+        ("shards", Target::SafetensorsShards { ranks: 2 }, Format::SafetensorsDirectory),
+        ("model.pt", Target::Torch, Format::Torch),
+    ] {
+        let destination = root.join(name);
+        let opened = checkpoint::open(&source, OpenOptions { verify: true }).unwrap();
+        convert(&*opened, &destination, target, ConvertOptions::default()).unwrap();
+        assert_eq!(checkpoint::open(&destination, OpenOptions::default()).unwrap().format(), format);
+        assert_same(&source, &destination);
+        let again = convert(&*opened, &destination, target, ConvertOptions::default()).unwrap_err();
+        assert!(matches!(again, CheckpointError::Exists { .. }), "{name}: {again}");
+        let replace = ConvertOptions { overwrite: true, ..ConvertOptions::default() };
+        let replaced = convert(&*opened, &destination, target, replace);
+        match is_object_store && matches!(format, Format::Dcp | Format::SafetensorsDirectory) {
+            true => assert!(matches!(replaced, Err(CheckpointError::Overwrite { .. })), "{name}: {replaced:?}"),
+            false => drop(replaced.unwrap()),
+        }
+        assert_same(&source, &destination);
+    }
+
+    // Whoever comes second is told, and harms nothing.
+    if is_object_store {
+        let again = save(&sample(), 1, &source, &Durable::new()).unwrap_err();
+        assert!(matches!(again, CheckpointError::Exists { .. }), "{again}");
+    }
+    load(&state, 2, &source);
+    let nothing = CheckpointReader::open(root.join("nothing")).unwrap_err();
+    assert!(matches!(nothing, CheckpointError::NotCommitted { .. }), "{nothing}");
+}
+
+/// Two savers of one target, both prepared before either commits, and more that race: one gets through.
+fn race(root: &Location) {
+    let state = sample();
+    let target = &root.join("race");
+    let outcomes = std::thread::scope(|scope| {
+        let savers: Vec<_> = (0..4)
+            .map(|saver| scope.spawn(move || (saver, save(&generation(saver), 2, target, &Durable::new()))))
+            .collect();
+        savers.into_iter().map(|saver| saver.join().unwrap()).collect::<Vec<_>>()
+    });
+    let won: Vec<u8> = outcomes.iter().filter(|(_, outcome)| outcome.is_ok()).map(|(saver, _)| *saver).collect();
+    assert_eq!(won.len(), 1, "{outcomes:?}");
+    for (_, outcome) in outcomes {
+        assert!(matches!(outcome, Ok(()) | Err(CheckpointError::Exists { .. })), "{outcome:?}");
+    }
+    load(&generation(won[0]), 3, target);
+    let names = target.names().unwrap();
+    assert_eq!(names.len(), 4, "{names:?}");
+
+    // Safetensors directories have fixed names: a claim decides.
+    let source = root.join("source");
+    save(&state, 1, &source, &Durable::new()).unwrap();
+    let target = &root.join("race-hf");
+    let outcomes = std::thread::scope(|scope| {
+        let convert = || {
+            let opened = checkpoint::open(&source, OpenOptions::default()).unwrap();
+            convert(&*opened, target, Target::SafetensorsShards { ranks: 2 }, ConvertOptions::default()).map(|_| ())
+        };
+        let savers: Vec<_> = (0..3).map(|_| scope.spawn(convert)).collect();
+        savers.into_iter().map(|saver| saver.join().unwrap()).collect::<Vec<_>>()
+    });
+    assert_eq!(outcomes.iter().filter(|outcome| outcome.is_ok()).count(), 1, "{outcomes:?}");
+    assert_same(&source, target);
+    assert!(!target.names().unwrap().iter().any(|name| name.contains("claim")));
+}
+
+/// A small state that says whose it is.
+pub(crate) fn generation(number: u8) -> State {
+    let mut state = State::default();
+    for name in ["a", "b"] {
+        state.tensors.insert(name.to_owned(), (DType::U8, vec![4, 50_000], vec![number; 200_000]));
+    }
+    state.values.insert("generation".to_owned(), PlainValue::Int(i64::from(number)));
+    state
+}
+
+#[test]
+fn a_directory() {
+    let directory = tempfile::tempdir().unwrap();
+    suite(&directory.path().into(), false);
+    let url = Location::from(format!("file://{}", directory.path().join("ranks-1").display()));
+    load(&sample(), 2, &url);
+}
+
+#[test]
+fn a_store_in_memory() {
+    let root = Location::with_store(Arc::new(InMemory::new()), "memory://test", "some/where");
+    suite(&root, true);
+    race(&root);
+}
+
+#[test]
+fn an_s3_server() {
+    let server = Server::start();
+    let root = server.location("some/where");
+    suite(&root, true);
+    race(&root);
+    assert_eq!(server.unfinished(), 0);
+    // No object was ever read without a range, but for small ones at commit.
+    let requests = server.behaviour.requests.lock().unwrap();
+    let whole =
+        requests.iter().filter(|line| line.starts_with("GET") && line.contains(".distcp") && line.ends_with(' '));
+    assert_eq!(whole.collect::<Vec<_>>(), Vec::<&String>::new());
+}
+
+#[test]
+fn sealing_and_damage() {
+    let root = Location::with_store(Arc::new(InMemory::new()), "memory://test", "");
+    let target = root.join("c");
+    save(&generation(1), 2, &target, &Durable::new()).unwrap();
+    let integrity = target.names().unwrap().into_iter().find(|name| name.starts_with(".integrity-")).unwrap();
+    // What another saver left does not confuse a reader, and the next one seals anew.
+    Durable::new().replace_file(target.join(".integrity-0123456789abcdef"), b"broken").unwrap();
+    assert!(CheckpointReader::open(&target).is_err());
+    seal(&target, None).unwrap();
+    assert!(target.join(".integrity").is_file().unwrap() && target.join(&integrity).is_file().unwrap());
+    load(&generation(1), 1, &target);
+    // A byte of a data object changes.
+    let data = target.names().unwrap().into_iter().find(|name| name.starts_with("__0_0-")).unwrap();
+    let opened = CheckpointReader::open(&target).unwrap();
+    let length = opened.directory().file(&data).unwrap();
+    let mut bytes = vec![0; fsdp::dcp::source::ReadAt::len(&*length) as usize];
+    fsdp::dcp::source::ReadAt::read_exact_at(&*length, 0, &mut bytes).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    Durable::new().replace_file(target.join(&data), &bytes).unwrap();
+    // The object that was opened is not there any more, and the one that is there is not what was written.
+    assert!(opened.read_tensor("a").is_err());
+    let opened = checkpoint::open(&target, OpenOptions { verify: true }).unwrap();
+    let report = verify(&*opened, Level::Hashes, None).unwrap();
+    assert_eq!(report.problems.first().and_then(|problem| problem.file.as_deref()), Some(data.as_str()));
+}

@@ -1,0 +1,245 @@
+//! `cargo xtask bench`: all benches, one table, one JSON; PyTorch beside them where there is one.
+
+mod table;
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, ensure};
+use clap::Args;
+use serde::{Deserialize, Serialize};
+
+/// Numbers of ranks on which torch loads, beside those of the bench: where resharding loads lead.
+const MORE_RANKS: [usize; 1] = [5];
+/// Groups of cases that torch has too.
+const TORCH_GROUPS: [&str; 4] = ["save", "full", "load", "conversions"];
+
+#[derive(Debug, Clone, Args)]
+pub(crate) struct BenchArguments {
+    /// Bytes of state: 16m, 256m, 2g
+    #[arg(long, value_delimiter = ',', default_value = "256m,2g")]
+    size: Vec<String>,
+    /// Numbers of ranks
+    #[arg(long, value_delimiter = ',', default_value = "1,2,4")]
+    ranks: Vec<usize>,
+    /// Groups of cases: save, load, full, background, conversions, planning, offline, optim-state-dict, overhead, collectives
+    /// [default: all]
+    #[arg(long, value_delimiter = ',')]
+    only: Vec<String>,
+    /// Where to write, as NAME=DIRECTORY: one in memory, one on a disk [default: tmpfs=/dev/shm, disk=the target directory]
+    #[arg(long, value_delimiter = ',')]
+    place: Vec<String>,
+    /// Times that each figure is taken
+    #[arg(long, default_value = "5")]
+    runs: usize,
+    /// A Python that has torch: does the same work in the same run
+    #[arg(long, value_name = "PYTHON")]
+    torch: Option<PathBuf>,
+    /// Where the JSON goes [default: bench.json in the target directory]
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Where the table goes too, as Markdown
+    #[arg(long, value_name = "FILE")]
+    table: Option<PathBuf>,
+}
+
+/// A case, as `tests/examples/bench` tells it.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct Case {
+    name: String,
+    size: String,
+    ranks: usize,
+    place: String,
+    bytes: u64,
+    seconds: f64,
+    limit: Option<Limit>,
+    peak_bytes: Option<u64>,
+    read_ratio: Option<f64>,
+    /// torch's time for the same.
+    #[serde(default)]
+    torch_seconds: Option<f64>,
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct Limit {
+    name: String,
+    seconds: f64,
+    ratio: f64,
+}
+
+/// A case of `tests/interop/bench.py`.
+#[derive(Debug, Deserialize)]
+struct TorchCase {
+    name: String,
+    size: String,
+    ranks: usize,
+    place: String,
+    seconds: f64,
+}
+
+/// All that is known of the run.
+#[derive(Debug, Serialize)]
+pub(crate) struct Results {
+    schema: u32,
+    machine: String,
+    cases: Vec<Case>,
+    /// What the smaller benches say, as they say it.
+    others: Vec<Other>,
+}
+
+#[derive(Debug, Serialize)]
+struct Other {
+    name: &'static str,
+    figures: serde_json::Value,
+}
+
+pub(crate) fn run(root: &Path, arguments: &BenchArguments) -> Result<()> {
+    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from);
+    let wanted = |group: &str| arguments.only.is_empty() || arguments.only.iter().any(|only| only == group);
+    let places = match arguments.place.is_empty() {
+        true => format!("tmpfs=/dev/shm,disk={}", target.display()),
+        false => arguments.place.join(","),
+    };
+    build(root, "fsdp-tests", "bench")?;
+    let bench = target.join("release/examples/bench");
+    let mut cases: Vec<Case> = Vec::new();
+    for size in &arguments.size {
+        let groups: Vec<&str> =
+            ["save", "load", "full", "background", "conversions"].into_iter().filter(|group| wanted(group)).collect();
+        if groups.is_empty() {
+            break;
+        }
+        let ranks: Vec<String> = arguments.ranks.iter().map(ToString::to_string).collect();
+        let runs = arguments.runs.to_string();
+        let mut command = Command::new(&bench);
+        command.args(["--json", "--size", size, "--ranks", &ranks.join(","), "--runs", &runs, "--place", &places]);
+        let found: Vec<Case> = serde_json::from_slice(&output(command.arg("--only").arg(groups.join(",")))?)?;
+        cases.extend(found);
+        let groups: Vec<&str> = groups.into_iter().filter(|group| TORCH_GROUPS.contains(group)).collect();
+        if let Some(python) = arguments.torch.as_ref().filter(|_| !groups.is_empty()) {
+            for found in torch(root, python, arguments, size, &groups, &places)? {
+                join(&mut cases, &found);
+            }
+        }
+    }
+    if wanted("planning") {
+        let mut command = Command::new(&bench);
+        command.args(["--json", "--only", "planning", "--size", "16m", "--place", &places]);
+        cases.extend(serde_json::from_slice::<Vec<Case>>(&output(&mut command)?)?);
+    }
+    let results = Results { schema: 1, machine: machine(), cases, others: others(root, &target, arguments, &wanted)? };
+    let json = arguments.json.clone().unwrap_or_else(|| target.join("bench.json"));
+    write(&json, &serde_json::to_string_pretty(&results)?)?;
+    let text = table::markdown(&results);
+    if let Some(path) = &arguments.table {
+        write(path, &text)?;
+    }
+    show(&text);
+    crate::say(&format!("xtask: all figures are in `{}`", json.display()));
+    Ok(())
+}
+
+/// The smaller benches, each of a crate of its own.
+fn others(root: &Path, target: &Path, arguments: &BenchArguments, wanted: &dyn Fn(&str) -> bool) -> Result<Vec<Other>> {
+    let mut others = Vec::new();
+    for (group, name, package, example) in [
+        ("offline", "Offline commands", "fsdp-dcp", "offline"),
+        ("optim-state-dict", "Optimizer state, 4 ranks", "fsdp-nn", "optim_state_dict"),
+        ("overhead", "A step on one rank beside plain candle", "fsdp", "overhead"),
+        ("collectives", "Collectives", "fsdp-comm", "collectives"),
+    ] {
+        if !wanted(group) {
+            continue;
+        }
+        build(root, package, example)?;
+        let mut command = Command::new(target.join("release/examples").join(example));
+        command.arg("--json");
+        if group == "offline" {
+            crate::cargo(root, &["build", "--release", "--locked", "--package", "fsdp"], &[])?;
+            command.arg("--binary").arg(target.join("release/fsdp"));
+        }
+        if let Some(python) = arguments.torch.as_ref().filter(|_| group == "collectives") {
+            command.arg("--torch").arg(python);
+        }
+        let figures = serde_json::from_slice(&output(&mut command)?)?;
+        others.push(Other { name, figures });
+    }
+    Ok(others)
+}
+
+fn torch(
+    root: &Path,
+    python: &Path,
+    arguments: &BenchArguments,
+    size: &str,
+    groups: &[&str],
+    places: &str,
+) -> Result<Vec<TorchCase>> {
+    let mut found = Vec::new();
+    let mut call = |ranks: usize, groups: &[&str]| -> Result<()> {
+        let mut command = Command::new(python);
+        command.arg("-W").arg("ignore").arg(root.join("tests/interop/bench.py"));
+        command.args([size, &ranks.to_string(), &groups.join(","), places, &arguments.runs.to_string()]);
+        found.extend(serde_json::from_slice::<Vec<TorchCase>>(&output(&mut command)?)?);
+        Ok(())
+    };
+    let many: Vec<&str> = groups.iter().copied().filter(|&group| group != "conversions").collect();
+    if groups.contains(&"conversions") {
+        call(1, &["conversions"])?;
+    }
+    if !many.is_empty() {
+        arguments.ranks.iter().try_for_each(|&ranks| call(ranks, &many))?;
+    }
+    if groups.contains(&"load") {
+        MORE_RANKS.iter().try_for_each(|&ranks| call(ranks, &["load"]))?;
+    }
+    Ok(found)
+}
+
+/// Puts torch's time beside ours for the same work.
+fn join(cases: &mut [Case], torch: &TorchCase) {
+    let same = |case: &&mut Case| {
+        (&case.name, &case.size, case.ranks, &case.place) == (&torch.name, &torch.size, torch.ranks, &torch.place)
+    };
+    for case in cases.iter_mut().filter(same) {
+        case.torch_seconds = Some(torch.seconds);
+    }
+}
+
+/// What figures depend on.
+fn machine() -> String {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
+    let field = |text: &str, name: &str| {
+        let line = text.lines().find(|line| line.starts_with(name)).unwrap_or_default();
+        line.split_once(':').map_or_else(String::new, |(_, value)| value.trim().to_owned())
+    };
+    let model = field(&read("/proc/cpuinfo"), "model name");
+    let memory = field(&read("/proc/meminfo"), "MemTotal").trim_end_matches(" kB").parse().unwrap_or(0u64) >> 20;
+    format!("{cores} cores of {model}, {memory} GiB")
+}
+
+fn build(root: &Path, package: &str, example: &str) -> Result<()> {
+    crate::cargo(root, &["build", "--release", "--locked", "--package", package, "--example", example], &[])
+}
+
+/// Runs a command whose stdout is data.
+fn output(command: &mut Command) -> Result<Vec<u8>> {
+    let name = OsString::from(command.get_program());
+    crate::say(&format!("xtask: {command:?}"));
+    let output = command.stderr(Stdio::inherit()).output();
+    let output = output.with_context(|| format!("failed to start `{}`", name.display()))?;
+    ensure!(output.status.success(), "`{}` failed with {}", name.display(), output.status);
+    Ok(output.stdout)
+}
+
+#[expect(clippy::disallowed_methods, reason = "figures are no checkpoint")]
+fn write(path: &Path, text: &str) -> Result<()> {
+    std::fs::write(path, text).with_context(|| format!("failed to write `{}`", path.display()))
+}
+
+#[expect(clippy::print_stdout, reason = "the table is what was asked for")]
+fn show(text: &str) {
+    println!("{text}");
+}

@@ -1,0 +1,100 @@
+//! The figures as a Markdown table, with what they should be.
+
+use std::fmt::Write as _;
+
+use super::{Case, Results};
+
+/// What a case must reach at 2 GiB: times as fast as a limit, or as torch.
+struct Target {
+    case: &'static str,
+    /// Of the limit of this name; every limit if empty.
+    limit: &'static str,
+    limit_ratio: Option<f64>,
+    torch_ratio: Option<f64>,
+}
+
+const TARGETS: [Target; 8] = [
+    Target { case: "save", limit: "raw write, fsync", limit_ratio: Some(0.9), torch_ratio: Some(1.5) },
+    Target { case: "load", limit: "", limit_ratio: Some(0.85), torch_ratio: Some(2.0) },
+    Target { case: "full gather to rank 0", limit: "", limit_ratio: None, torch_ratio: Some(3.0) },
+    Target { case: "optim_state_dict", limit: "", limit_ratio: None, torch_ratio: Some(20.0) },
+    Target { case: "DCP to safetensors", limit: "", limit_ratio: None, torch_ratio: Some(4.0) },
+    Target { case: "hashing", limit: "", limit_ratio: Some(20.0), torch_ratio: None },
+    Target { case: "async save, stall", limit: "", limit_ratio: Some(1.0 / 1.2), torch_ratio: None },
+    Target { case: "10 steps after async save", limit: "", limit_ratio: Some(1.0 / 1.1), torch_ratio: None },
+];
+
+/// The size for which targets are set.
+const TARGET_SIZE: &str = "2g";
+
+impl Target {
+    fn of(case: &Case) -> Option<&'static Target> {
+        let name = case.name.split(", saved on").next().unwrap_or(&case.name);
+        let limit = case.limit.as_ref().map_or("", |limit| &limit.name);
+        let fits = |target: &&Target| target.case == name && (target.limit.is_empty() || target.limit == limit);
+        TARGETS.iter().find(fits).filter(|_| case.size == TARGET_SIZE)
+    }
+}
+
+pub(super) fn markdown(results: &Results) -> String {
+    let mut text = format!("Measured on {}.\n\n", results.machine);
+    text.push_str(
+        "| case | state | ranks | on | median s | GB/s | × limit | limit | × torch | target | peak above state |\n\
+         |---|---|---|---|---|---|---|---|---|---|---|\n",
+    );
+    for case in &results.cases {
+        line(&mut text, case);
+    }
+    for other in &results.others {
+        let _ = write!(text, "\n**{}**\n\n", other.name);
+        objects(&mut text, &other.figures);
+    }
+    text
+}
+
+fn line(text: &mut String, case: &Case) {
+    let Case { name, size, ranks, place, seconds, .. } = case;
+    let speed = case.bytes as f64 / seconds / 1e9;
+    let limit = case.limit.as_ref();
+    let torch = case.torch_seconds.map(|torch| torch / seconds);
+    let target = Target::of(case).map_or_else(String::new, |target| {
+        let judge = |wanted: Option<f64>, found: Option<f64>, of: &str| {
+            let (wanted, found) = (wanted?, found?);
+            let verdict = if found >= wanted { "met" } else { "**missed**" };
+            Some(format!("{wanted:.2} {of}: {verdict}"))
+        };
+        let of_limit = judge(target.limit_ratio, limit.map(|limit| limit.ratio), "× limit");
+        let of_torch = judge(target.torch_ratio, torch, "× torch");
+        [of_limit, of_torch].into_iter().flatten().collect::<Vec<_>>().join(", ")
+    });
+    let cell = |value: Option<String>| value.unwrap_or_default();
+    let _ = writeln!(
+        text,
+        "| {name} | {size} | {ranks} | {place} | {seconds:.4} | {speed:.2} | {} | {} | {} | {target} | {} |",
+        cell(limit.map(|limit| format!("{:.2}", limit.ratio))),
+        cell(limit.map(|limit| limit.name.clone())),
+        cell(torch.map(|torch| format!("{torch:.1}"))),
+        cell(case.peak_bytes.map(|peak| format!("{:.1} MiB", peak as f64 / f64::from(1 << 20)))),
+    );
+}
+
+/// A list of flat objects as a table of its own.
+fn objects(text: &mut String, figures: &serde_json::Value) {
+    let rows = figures.as_array().map_or_else(|| std::slice::from_ref(figures), Vec::as_slice);
+    let Some(keys) = rows.first().and_then(|row| row.as_object()).map(|row| row.keys().cloned().collect::<Vec<_>>())
+    else {
+        return;
+    };
+    let _ = writeln!(text, "| {} |\n|{}", keys.join(" | "), "---|".repeat(keys.len()));
+    for row in rows {
+        let cells = keys.iter().map(|key| match &row[key] {
+            serde_json::Value::Number(number) if number.is_f64() => {
+                format!("{:.4}", number.as_f64().unwrap_or(f64::NAN))
+            }
+            serde_json::Value::String(text) => text.clone(),
+            serde_json::Value::Null => String::new(),
+            other => other.to_string(),
+        });
+        let _ = writeln!(text, "| {} |", cells.collect::<Vec<_>>().join(" | "));
+    }
+}

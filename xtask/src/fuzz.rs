@@ -1,0 +1,53 @@
+//! `cargo xtask fuzz`: every fuzz target for a bounded time, from its seeds.
+
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result, bail, ensure};
+
+/// Longest that one input may take, in seconds, before it counts as a hang.
+const HANG: u64 = 10;
+/// Most memory that one target may use, in MiB: the sanitizer's own is in it.
+const MEMORY: u64 = 2048;
+
+/// Runs each target of `fuzz/fuzz_targets` for so many seconds.
+pub(crate) fn run(root: &Path, seconds: u64) -> Result<()> {
+    let installed = cargo(root).args(["fuzz", "--version"]).output();
+    if !installed.is_ok_and(|output| output.status.success()) {
+        bail!("cargo-fuzz is not installed: `cargo install cargo-fuzz --locked`");
+    }
+    for target in targets(root)? {
+        // The first directory takes what is found; the seeds are only read.
+        let corpus = root.join("fuzz/corpus").join(&target);
+        std::fs::create_dir_all(&corpus).with_context(|| format!("failed to create `{}`", corpus.display()))?;
+        let mut command = cargo(root);
+        command.args(["fuzz", "run", "--fuzz-dir", "fuzz", &target]).arg(&corpus);
+        command.arg(root.join("fuzz/seeds").join(&target)).arg("--");
+        command.args([
+            format!("-max_total_time={seconds}"),
+            format!("-timeout={HANG}"),
+            format!("-rss_limit_mb={MEMORY}"),
+        ]);
+        let status = command.status().context("failed to run cargo")?;
+        ensure!(status.success(), "`{target}` failed; its input is in `fuzz/artifacts/{target}`");
+    }
+    Ok(())
+}
+
+/// cargo, on whatever toolchain is in use: the sanitizer's options are unlocked for it.
+fn cargo(root: &Path) -> Command {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.current_dir(root).env("RUSTC_BOOTSTRAP", "1");
+    command
+}
+
+fn targets(root: &Path) -> Result<Vec<String>> {
+    let directory = root.join("fuzz/fuzz_targets");
+    let list = std::fs::read_dir(&directory).with_context(|| format!("failed to list `{}`", directory.display()))?;
+    let mut names = Vec::new();
+    for entry in list {
+        names.extend(entry?.file_name().to_str().and_then(|name| name.strip_suffix(".rs")).map(str::to_owned));
+    }
+    names.sort();
+    Ok(names)
+}

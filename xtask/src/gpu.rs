@@ -1,0 +1,74 @@
+//! `cargo xtask gpu`: what needs a GPU, on the GPUs that there are.
+
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::Result;
+
+/// What there is here.
+#[derive(Debug, PartialEq, Eq)]
+enum Found {
+    Gpus(usize),
+    Nothing(String),
+}
+
+/// Runs the tests of the feature `nccl`, and says plainly what is not run, and why. That is no failure.
+pub(crate) fn run(root: &Path) -> Result<()> {
+    let gpus = match found() {
+        Found::Gpus(gpus) => gpus,
+        Found::Nothing(reason) => {
+            super::say(&format!("xtask: gpu: everything is skipped, as there is no GPU here: {reason}"));
+            return Ok(());
+        }
+    };
+    super::say(&format!(
+        "xtask: gpu: {gpus} found: NCCL with one rank a GPU, and several ranks that share one through the host"
+    ));
+    if gpus == 1 {
+        super::say(
+            "xtask: gpu: what takes several GPUs is skipped: bytes between GPUs, and a rank that dies within NCCL",
+        );
+    }
+    if Command::new("nvcc").arg("--version").output().is_err() {
+        super::say("xtask: gpu: there is no `nvcc`: without a CUDA toolkit only the collectives can be built");
+    }
+    // The collectives alone build without a CUDA toolkit, and soon say whether NCCL works. Ranks share nothing but a GPU,
+    // so one test at a time.
+    let one_by_one = ["--", "--test-threads=1"];
+    let comm = ["test", "--package", "fsdp-comm", "--features", "nccl", "--locked", "--lib", "--test", "nccl"];
+    super::cargo(root, &[&comm[..], &one_by_one].concat(), &[])?;
+    // One build for all, because candle's kernels take long.
+    let mut all = vec!["test", "--features", "fsdp/nccl,fsdp-checkpoint/nccl,fsdp-flat/cuda", "--locked"];
+    all.extend(["--package", "fsdp-flat", "--package", "fsdp-checkpoint", "--package", "fsdp"]);
+    all.extend(["--test", "cuda", "--test", "gpu"]);
+    super::cargo(root, &[&all[..], &one_by_one].concat(), &[])
+}
+
+/// Asks the driver's own tool, which is there where the driver is.
+fn found() -> Found {
+    match Command::new("nvidia-smi").arg("--list-gpus").output() {
+        Ok(output) if output.status.success() => count(&String::from_utf8_lossy(&output.stdout)),
+        Ok(output) => Found::Nothing(format!("`nvidia-smi` ended with {}", output.status)),
+        Err(error) => Found::Nothing(format!("`nvidia-smi` cannot be started ({error}), so there is no driver")),
+    }
+}
+
+/// One line each, e.g. `GPU 0: NVIDIA H200 (UUID: GPU-…)`.
+fn count(list: &str) -> Found {
+    match list.lines().filter(|line| line.starts_with("GPU ")).count() {
+        0 => Found::Nothing("`nvidia-smi` lists none".to_owned()),
+        gpus => Found::Gpus(gpus),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gpus_are_counted_and_their_partitions_are_not() {
+        let list = "GPU 0: NVIDIA H200 (UUID: GPU-1)\n  MIG 1g.18gb Device 0: (UUID: MIG-1)\nGPU 1: NVIDIA H200 (UUID: GPU-2)\n";
+        assert_eq!(count(list), Found::Gpus(2));
+        assert!(matches!(count("No devices found.\n"), Found::Nothing(_)));
+    }
+}

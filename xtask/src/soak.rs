@@ -1,0 +1,252 @@
+//! Ranks that are killed or stopped at random moments of training and saving, over and over.
+//!
+//! Each run launches `fsdp train --backend tcp` on a few processes and hits one of them. Then every other rank must end
+//! with an error in time, no process may be left, and the newest committed checkpoint must verify and resume.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use rand::rngs::StdRng;
+use rand::{RngExt as _, SeedableRng as _};
+use rustix::process::{Pid, Signal, kill_process, test_kill_process};
+
+use crate::say;
+
+/// Ranks of a run, and of the resume after it.
+const RANKS: usize = 3;
+const RESUMED: usize = 2;
+/// The ranks' deadline,
+const DEADLINE: Duration = Duration::from_secs(4);
+/// and how much later they may end.
+const LATE: Duration = Duration::from_secs(2);
+/// Ranks are hit no later than this after they have started.
+const LONGEST_LIFE: Duration = Duration::from_millis(2500);
+/// Whatever takes longer than this hangs.
+const HANG: Duration = Duration::from_secs(60);
+
+/// What each rank runs: `train` as a child, so that the launcher, which ends all ranks when one does, learns of it only
+/// when all survivors have ended by themselves. `$1` is the directory, `$2` the rank that is hit.
+const RANK: &str = r#"
+dir=$1; victim=$2; shift 2
+"$@" & echo $! > "$dir/pid-$RANK.new"; mv "$dir/pid-$RANK.new" "$dir/pid-$RANK"
+wait $!; code=$?
+echo $code > "$dir/code-$RANK.new"; mv "$dir/code-$RANK.new" "$dir/code-$RANK"
+rank=0
+while [ $rank -lt $WORLD_SIZE ]; do
+    while [ $rank != $victim ] && ! [ -e "$dir/code-$rank" ]; do sleep 0.02; done
+    rank=$((rank + 1))
+done
+exit $code
+"#;
+
+/// The smallest model that saves after every step.
+const TRAIN: [&str; 18] = [
+    "--layers",
+    "1",
+    "--heads",
+    "2",
+    "--hidden",
+    "16",
+    "--seq",
+    "16",
+    "--batch",
+    "12",
+    "--sample",
+    "0",
+    "--steps",
+    "1000000",
+    "--save-every",
+    "1",
+    "--threads",
+    "1",
+];
+
+/// What came of a run.
+#[derive(Debug, Default)]
+struct Outcome {
+    /// Steps of the newest checkpoint, if there was one.
+    resumed_from: Option<u64>,
+    /// How long the last survivor took.
+    slowest: Duration,
+}
+
+/// Runs `runs` times, from this seed on, or a random one.
+pub(crate) fn run(root: &Path, runs: u64, seed: Option<u64>, program: Option<PathBuf>) -> Result<()> {
+    let program = match program {
+        Some(program) => program,
+        None => {
+            crate::cargo(root, &["build", "--package", "fsdp", "--locked"], &[])?;
+            root.join("target/debug/fsdp")
+        }
+    };
+    let seed = seed.unwrap_or_else(rand::random);
+    say(&format!("soak: {runs} runs of {RANKS} ranks, deadline {DEADLINE:?}; the first has `--seed {seed}`"));
+    let (mut slowest, mut resumed) = (Duration::ZERO, 0);
+    let mut failures = Vec::new();
+    for number in 0..runs {
+        let seed = seed.wrapping_add(number);
+        match once(&program, seed) {
+            Ok(outcome) => {
+                slowest = slowest.max(outcome.slowest);
+                resumed += u64::from(outcome.resumed_from.is_some());
+            }
+            Err(error) => {
+                say(&format!("soak: `--runs 1 --seed {seed}` failed: {error:#}"));
+                failures.push(seed);
+            }
+        }
+        if (number + 1) % 10 == 0 {
+            let seconds = slowest.as_secs_f64();
+            say(&format!(
+                "soak: {} of {runs} runs, {} failed; {resumed} resumed, the slowest survivor took {seconds:.2} s",
+                number + 1,
+                failures.len()
+            ));
+        }
+    }
+    ensure!(failures.is_empty(), "{} of {runs} runs failed; their seeds: {failures:?}", failures.len());
+    Ok(())
+}
+
+fn once(program: &Path, seed: u64) -> Result<Outcome> {
+    let mut random = StdRng::seed_from_u64(seed);
+    let dir = tempfile::tempdir()?;
+    let (dir, out) = (dir.path(), dir.path().join("out"));
+    let victim = random.random_range(0..RANKS);
+    let signal = if random.random_bool(0.5) { Signal::KILL } else { Signal::STOP };
+    let life = LONGEST_LIFE.mul_f64(random.random());
+    let mut launch = Launch::start(program, dir, &out, victim)?;
+    let pids = launch.pids(dir)?;
+    thread::sleep(life);
+    let hit = Instant::now();
+    if kill_process(pids[victim], signal).is_err() {
+        bail!("rank {victim} had ended before it was hit after {life:?}\n{}", launch.said(dir));
+    }
+    let what = format!("rank {victim} got {signal:?} after {life:?}");
+
+    let survivors = (0..RANKS).filter(|&rank| rank != victim);
+    let mut slowest = Duration::ZERO;
+    for rank in survivors {
+        let path = dir.join(format!("code-{rank}"));
+        while !path.exists() {
+            ensure!(
+                hit.elapsed() < DEADLINE + LATE,
+                "rank {rank} still runs {:?} later; {what}\n{}",
+                hit.elapsed(),
+                launch.said(dir)
+            );
+            thread::sleep(Duration::from_millis(5));
+        }
+        slowest = slowest.max(hit.elapsed());
+        let code = fs::read_to_string(&path)?;
+        ensure!(
+            code.trim() == "16",
+            "rank {rank} ended with code {}, not 16; {what}\n{}",
+            code.trim(),
+            launch.said(dir)
+        );
+    }
+    launch.end()?;
+    for (rank, &pid) in pids.iter().enumerate() {
+        let until = Instant::now() + LATE;
+        while is_alive(pid) {
+            ensure!(Instant::now() < until, "rank {rank} was left behind; {what}");
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+    let resumed_from = newest(&out)?;
+    if let Some(step) = resumed_from {
+        let checkpoint = out.join(format!("step-{step:08}"));
+        finish(Command::new(program).arg("verify").arg(&checkpoint)).with_context(|| what.clone())?;
+        let steps = (step + 1).to_string();
+        let mut resume = Command::new(program);
+        resume.args(["train", "--resume", "--nproc", &RESUMED.to_string(), "--steps", &steps, "--out"]).arg(&out);
+        finish(&mut resume).with_context(|| what.clone())?;
+        ensure!(newest(&out)? == Some(step + 1), "the resumed run saved nothing; {what}");
+    }
+    Ok(Outcome { resumed_from, slowest })
+}
+
+/// A launch under way; ended on drop.
+struct Launch(Child);
+
+impl Launch {
+    fn start(program: &Path, dir: &Path, out: &Path, victim: usize) -> Result<Launch> {
+        let mut command = Command::new(program);
+        command.args(["launch", "--grace", "1", "--nproc", &RANKS.to_string(), "--", "sh", "-c", RANK, "rank"]);
+        command.arg(dir).arg(victim.to_string()).arg(program).args(["train", "--backend", "tcp"]);
+        command.args(["--timeout", &DEADLINE.as_secs().to_string(), "--out"]).arg(out).args(TRAIN);
+        let said = fs::File::options().create(true).append(true).open(dir.join("said"))?;
+        command.stdin(Stdio::null()).stdout(said.try_clone()?).stderr(said);
+        Ok(Launch(command.spawn().with_context(|| format!("failed to start `{}`", program.display()))?))
+    }
+
+    /// The ranks' processes, once they are there.
+    fn pids(&mut self, dir: &Path) -> Result<Vec<Pid>> {
+        let until = Instant::now() + HANG;
+        let pid = |rank: usize| loop {
+            if let Ok(text) = fs::read_to_string(dir.join(format!("pid-{rank}"))) {
+                return Pid::from_raw(text.trim().parse()?).context("a process has no number");
+            }
+            ensure!(Instant::now() < until, "rank {rank} did not start");
+            thread::sleep(Duration::from_millis(2));
+        };
+        (0..RANKS).map(pid).collect()
+    }
+
+    /// Waits until the launcher has ended all that is left.
+    fn end(&mut self) -> Result<()> {
+        let until = Instant::now() + HANG;
+        while self.0.try_wait()?.is_none() {
+            ensure!(Instant::now() < until, "the launcher hangs");
+            thread::sleep(Duration::from_millis(5));
+        }
+        Ok(())
+    }
+
+    fn said(&self, dir: &Path) -> String {
+        fs::read_to_string(dir.join("said")).unwrap_or_default()
+    }
+}
+
+impl Drop for Launch {
+    fn drop(&mut self) {
+        if matches!(self.0.try_wait(), Ok(None)) {
+            // It passes this on, and ends what does not hear.
+            kill_process(Pid::from_child(&self.0), Signal::TERM).ok();
+            self.0.wait().ok();
+        }
+    }
+}
+
+fn is_alive(pid: Pid) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
+    // What has ended may still wait for its new parent to notice.
+    test_kill_process(pid).is_ok() && !stat.is_ok_and(|stat| stat.contains(") Z "))
+}
+
+/// Steps of the newest committed checkpoint.
+fn newest(out: &Path) -> Result<Option<u64>> {
+    let Ok(list) = fs::read_dir(out) else { return Ok(None) };
+    let mut newest = None;
+    for entry in list {
+        let path = entry?.path();
+        let step = path.file_name().and_then(|name| name.to_str()?.strip_prefix("step-")?.parse().ok());
+        if path.join(".metadata").exists() {
+            newest = newest.max(step);
+        }
+    }
+    Ok(newest)
+}
+
+fn finish(command: &mut Command) -> Result<()> {
+    let output = command.stdin(Stdio::null()).output()?;
+    if !output.status.success() {
+        bail!("{command:?}: {}\n{}", output.status, String::from_utf8_lossy(&output.stderr));
+    }
+    Ok(())
+}
