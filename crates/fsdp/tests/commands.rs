@@ -300,7 +300,9 @@ fn what_is_missing_or_short_has_its_own_codes() {
     fsdp(&["convert", &damaged, &destination, "--to", "hf"]).assert().failure().stderr(contains("__1_0.distcp"));
     fsdp(&["reshard", &damaged, &destination, "--world-size", "3"]).assert().failure();
     fs::remove_file(&file).unwrap();
-    fsdp(&["verify", &damaged]).assert().code(code(exit_codes::INCOMPLETE)).stderr(contains("__1_0.distcp"));
+    for arguments in [&["verify", &damaged][..], &["convert", &damaged, &destination, "--to", "hf"]] {
+        fsdp(arguments).assert().code(code(exit_codes::INCOMPLETE)).stderr(contains("__1_0.distcp"));
+    }
     // Failed commands leave nothing.
     let left: Vec<_> = fs::read_dir(directory.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(left, ["damaged"]);
