@@ -106,7 +106,7 @@ fn write_one(
         None => staging.create_single(at)?,
     };
     file.write_at(0, &header)?;
-    let written = write_payloads(&file, &payloads, streamed, streamed.options.threads, &|_, _| Ok(()))?;
+    let written = write_payloads(&file, &payloads, streamed, streamed.options.threads, None)?;
     file.finish()?;
     let mut integrity = FileIntegrity::default();
     integrity.push_bytes(&header);

@@ -217,7 +217,7 @@ pub(super) fn write(
             file.write_at(layout.storage_offset(index) - header.len() as u64, &header)
         }
     };
-    let written = write_payloads(&file, &payloads, &streamed, options.threads, &before)?;
+    let written = write_payloads(&file, &payloads, &streamed, options.threads, Some(&before))?;
     let crcs: Vec<u32> = written.iter().map(|written| written.crc).collect();
     if crcs.is_empty() {
         before(0, 0)?;

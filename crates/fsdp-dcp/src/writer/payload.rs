@@ -82,13 +82,13 @@ pub(crate) struct WrittenPayload {
 }
 
 /// Writes payloads to their places in a file, and returns their checksums and hashes. `whole` is told of each one as soon
-/// as it has been written, with its checksum.
+/// as it has been written, with its checksum; without it no checksums are made.
 pub(crate) fn write_payloads(
     file: &StagedFile,
     payloads: &[PlannedPayload<'_>],
     source: &dyn PayloadSource,
     threads: usize,
-    whole: &(dyn Fn(usize, u32) -> Result<(), CheckpointError> + Sync),
+    whole: Option<&(dyn Fn(usize, u32) -> Result<(), CheckpointError> + Sync)>,
 ) -> Result<Vec<WrittenPayload>, CheckpointError> {
     let parts = payloads.iter().enumerate().flat_map(|(index, payload)| {
         (0..payload.length.div_ceil(PART))
@@ -96,8 +96,9 @@ pub(crate) fn write_payloads(
     });
     let parts: Vec<(usize, u64, u64)> = parts.collect();
     let run = |&(index, start, end): &(usize, u64, u64), buffer: &mut Vec<u8>| {
-        write_part(file, &payloads[index], start..end, source, buffer)
+        write_part(file, &payloads[index], start..end, source, whole.is_some(), buffer)
     };
+    let whole = |index, crc| whole.map_or(Ok(()), |whole| whole(index, crc));
     let done = in_parallel(&parts, threads, |&(index, ..)| Some(index), run, whole)?;
     for (index, _) in payloads.iter().enumerate().filter(|(_, payload)| payload.length == 0) {
         whole(index, 0)?;
@@ -120,6 +121,7 @@ fn write_part(
     payload: &PlannedPayload<'_>,
     range: Range<u64>,
     source: &dyn PayloadSource,
+    with_checksum: bool,
     buffer: &mut Vec<u8>,
 ) -> Result<Done, CheckpointError> {
     buffer.clear();
@@ -129,6 +131,7 @@ fn write_part(
         at: payload.offset + range.start,
         end: payload.offset + range.end,
         block: payload.block_length(),
+        with_checksum,
         buffer,
         done: Done::default(),
     };
@@ -247,7 +250,7 @@ fn run(
                 return Ok(Done::default());
             };
             let payload = PlannedPayload { fqn: placed.fqn, bounds, offset: payload, length };
-            write_part(file, &payload, start..end, source, buffer)
+            write_part(file, &payload, start..end, source, true, buffer)
         }
     }
 }
@@ -298,6 +301,7 @@ struct PartSink<'a> {
     at: u64,
     end: u64,
     block: u64,
+    with_checksum: bool,
     buffer: &'a mut Vec<u8>,
     done: Done,
 }
@@ -334,7 +338,9 @@ impl PartSink<'_> {
         debug_span!("hash", bytes = bytes.len()).in_scope(|| {
             for block in bytes.chunks(self.block as usize) {
                 self.done.hashes.push(XxHash3_64::oneshot(block));
-                self.done.crc.update(block);
+                if self.with_checksum {
+                    self.done.crc.update(block);
+                }
             }
         });
         self.file.write_at(self.at, bytes)?;
