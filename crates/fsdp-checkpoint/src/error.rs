@@ -40,6 +40,16 @@ pub enum CheckpointError {
         #[source]
         source: std::io::Error,
     },
+    /// A load in place broke off after it had begun to fill the tensors.
+    #[error(
+        "the load broke off while it filled the tensors in place: some hold the checkpoint's values, others their own; \
+         load a checkpoint that is whole before going on"
+    )]
+    PartlyLoaded {
+        /// Why.
+        #[source]
+        source: Box<CheckpointError>,
+    },
     /// A value that checkpoints cannot hold.
     #[error("cannot save `{fqn}`: {problem}")]
     Unsavable {
@@ -112,6 +122,7 @@ impl Failure for CheckpointError {
             CheckpointError::Nn(error) => error.kind(),
             CheckpointError::State(error) => error.kind(),
             CheckpointError::Files(error) => error.kind(),
+            CheckpointError::PartlyLoaded { source } => source.kind(),
             CheckpointError::Mismatch { .. } => ErrorKind::Difference,
             CheckpointError::Directory { source, .. } if source.kind() == io::ErrorKind::NotFound => {
                 ErrorKind::Incomplete

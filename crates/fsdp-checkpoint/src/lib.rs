@@ -3,6 +3,7 @@
 //! | module | what it holds |
 //! |---|---|
 //! | [`mod@save`], [`mod@load`] | a state dict to a checkpoint directory and back, at any number of ranks |
+//! | `in_place` | the same load, into the memory of live tensors ([`load_in_place`]) |
 //! | [`async_save`] | saves in the background |
 //! | [`catalog`] | the checkpoints of a training run |
 //! | [`state_dict`] | `get_state_dict`, `set_state_dict` and their model and optimizer halves |
@@ -12,6 +13,7 @@ pub mod catalog;
 mod error;
 mod exchange;
 mod from_rank0;
+mod in_place;
 mod incoming;
 pub mod load;
 mod names;
@@ -30,6 +32,7 @@ pub use catalog::{StepCheckpoint, latest_checkpoint, list_checkpoints, step_name
 pub use error::CheckpointError;
 pub use fsdp_dcp::Location;
 pub use fsdp_state::{KeepOn, LoadReport};
+pub use in_place::load_in_place;
 pub use load::{LoadOptions, load, load_whole};
 pub use options::StateDictOptions;
 pub use retention::{Retention, prune};

@@ -46,8 +46,17 @@ impl Default for LoadOptions {
     }
 }
 
+impl LoadOptions {
+    /// What of them concerns the reading of tensors.
+    pub(crate) fn of_tensors(&self) -> ReadOptions {
+        let load = fsdp_dcp::plan::LoadOptions { allow_missing: false, allow_cast: self.allow_cast };
+        ReadOptions { load, threads: self.threads }
+    }
+}
+
 /// Fills a state dict from the checkpoint at `path`, a path or a URL ([`Location`]), at whatever number of ranks it was
-/// saved: torch's `dcp.load`.
+/// saved: torch's `dcp.load`, except that nothing changes where it fails ([`load_in_place`](crate::load_in_place) is as
+/// torch's, and faster).
 ///
 /// `template` says what is wanted: the boxes of its sharded tensors, its whole tensors, its plain values. All of them
 /// are replaced by what was saved, tensors by fresh ones; keys that only the checkpoint has are ignored, and listed in
@@ -100,11 +109,14 @@ pub fn load(
     let group = &group.with_deadline(group.deadline().max(options.deadline));
     let path = &path.into();
     let _span = info_span!("load", rank = group.rank(), %path).entered();
-    let open = || Ok::<_, CheckpointError>(CheckpointReader::open_with(path, OpenOptions { verify: options.verify })?);
-    let reader = group.agree("load: open", open())?;
+    let reader = group.agree("load: open", open(path, options))?;
     let (loaded, report) = group.agree("load: read", read_template(&reader, template, options))?;
     *template = loaded;
     Ok(report)
+}
+
+pub(crate) fn open(path: &Location, options: &LoadOptions) -> Result<CheckpointReader, CheckpointError> {
+    Ok(CheckpointReader::open_with(path, OpenOptions { verify: options.verify })?)
 }
 
 /// As [`load`] on one rank, from a checkpoint of any format that is open. No communication.
@@ -117,9 +129,30 @@ pub fn read_template(
     options: &LoadOptions,
 ) -> Result<(StateDict, LoadReport), CheckpointError> {
     let FlatStateDict { mut values, paths } = flatten_state_dict(template)?;
+    let (wanted, report) = wanted(reader, &mut values, options)?;
+    let mut buffers = wanted.iter().map(Wanted::fresh).collect::<Result<Vec<_>, _>>()?;
+    let destinations = wanted.iter().zip(&mut buffers).map(|(tensor, buffers)| Destination {
+        request: tensor.request.clone(),
+        buffers: buffers.iter_mut().map(Buffer::bytes_mut).collect(),
+    });
+    reader.read(destinations.collect(), options.of_tensors())?;
+    for (tensor, buffers) in wanted.into_iter().zip(buffers) {
+        let (fqn, value) = tensor.into_value(buffers)?;
+        values.insert(fqn, value);
+    }
+    Ok((unflatten_state_dict(FlatStateDict { values, paths })?, report))
+}
+
+/// What is to be read for the tensors of a flat state dict, and what only one side has. Plain values are read at once, and
+/// replaced.
+pub(crate) fn wanted(
+    reader: &dyn Checkpoint,
+    values: &mut IndexMap<String, StateValue>,
+    options: &LoadOptions,
+) -> Result<(Vec<Wanted>, LoadReport), CheckpointError> {
     let mut report = LoadReport::default();
     let mut wanted = Vec::new();
-    for (fqn, value) in &mut values {
+    for (fqn, value) in values.iter_mut() {
         let Some(saved) = reader.metadata().entries.get(fqn) else {
             if !options.allow_missing {
                 return Err(fsdp_dcp::CheckpointError::from(fsdp_dcp::plan::LoadPlanError::Missing {
@@ -141,32 +174,15 @@ pub fn read_template(
             report.unexpected.push(fqn.clone());
         }
     }
-    read_tensors(reader, &mut wanted, options)?;
-    for tensor in wanted {
-        let (fqn, value) = tensor.into_value()?;
-        values.insert(fqn, value);
-    }
-    Ok((unflatten_state_dict(FlatStateDict { values, paths })?, report))
-}
-
-fn read_tensors(reader: &dyn Checkpoint, wanted: &mut [Wanted], options: &LoadOptions) -> Result<(), CheckpointError> {
-    let destinations = wanted
-        .iter_mut()
-        .map(|tensor| Destination {
-            request: tensor.request.clone(),
-            buffers: tensor.buffers.iter_mut().map(Buffer::bytes_mut).collect(),
-        })
-        .collect();
-    let load = fsdp_dcp::plan::LoadOptions { allow_missing: false, allow_cast: options.allow_cast };
-    reader.read(destinations, ReadOptions { load, threads: options.threads })?;
-    Ok(())
+    Ok((wanted, report))
 }
 
 /// A tensor that is being loaded.
-struct Wanted {
-    request: LoadRequest,
+pub(crate) struct Wanted {
+    pub(crate) request: LoadRequest,
     kind: Kind,
-    buffers: Vec<Buffer>,
+    /// The dtype that was saved, which the buffers have.
+    stored: DType,
 }
 
 /// What it becomes.
@@ -176,14 +192,14 @@ enum Kind {
     Raw,
 }
 
-/// The memory of one box, in the dtype of the checkpoint.
-enum Buffer {
+/// Fresh memory of one box, in the dtype of the checkpoint.
+pub(crate) enum Buffer {
     Tensor(TensorBuffer),
     Bytes(Vec<u8>),
 }
 
 impl Buffer {
-    fn bytes_mut(&mut self) -> &mut [u8] {
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
         match self {
             Buffer::Tensor(buffer) => buffer.bytes_mut(),
             Buffer::Bytes(bytes) => bytes,
@@ -208,20 +224,32 @@ impl Wanted {
             }
             _ => return Ok(None),
         };
-        // The checks of shape and dtype are the plan's; here only the memory is made, in the saved dtype.
+        // The checks of shape and dtype are the plan's.
         let stored = match saved {
             Entry::Tensor(tensor) if tensor.shape == shape => tensor.properties.dtype,
             _ => dtype,
         };
-        let buffers = boxes.iter().map(|bounds| match kind {
+        let request = LoadRequest { fqn: fqn.to_owned(), dtype, shape, boxes };
+        Ok(Some(Wanted { request, kind, stored }))
+    }
+
+    /// Memory for its boxes.
+    pub(crate) fn fresh(&self) -> Result<Vec<Buffer>, CheckpointError> {
+        let stored = self.stored;
+        let buffers = self.request.boxes.iter().map(|bounds| match self.kind {
             Kind::Raw => Ok(Buffer::Bytes(vec![0; bounds.numel() * stored.size_in_bytes() as usize])),
             _ => Ok(Buffer::Tensor(TensorBuffer::zeros(&bounds.sizes, fsdp_flat::dtype::to_candle(stored)?)?)),
         });
-        let buffers = buffers.collect::<Result<_, CheckpointError>>()?;
-        Ok(Some(Wanted { request: LoadRequest { fqn: fqn.to_owned(), dtype, shape, boxes }, kind, buffers }))
+        buffers.collect()
     }
 
-    fn into_value(self) -> Result<(String, StateValue), CheckpointError> {
+    /// Whether the bytes that were saved are those of candle's tensors.
+    pub(crate) fn is_as_stored(&self) -> bool {
+        self.stored == self.request.dtype && !matches!(self.kind, Kind::Raw)
+    }
+
+    /// The value, of memory that has been filled.
+    pub(crate) fn into_value(self, buffers: Vec<Buffer>) -> Result<(String, StateValue), CheckpointError> {
         let LoadRequest { fqn, dtype: file_dtype, shape, boxes } = self.request;
         let tensor = |buffer: Buffer, dtype: candle_core::DType| -> Result<Tensor, CheckpointError> {
             match buffer {
@@ -229,7 +257,7 @@ impl Wanted {
                 Buffer::Bytes(_) => Err(CheckpointError::Flat(fsdp_flat::FlatError::NotInCandle { dtype: file_dtype })),
             }
         };
-        let mut buffers = self.buffers.into_iter();
+        let mut buffers = buffers.into_iter();
         let value = match self.kind {
             Kind::Whole(dtype) => match buffers.next() {
                 Some(buffer) => StateValue::Tensor(tensor(buffer, dtype)?),
@@ -263,7 +291,7 @@ pub fn load_whole(
     prefix: &[&str],
     options: &LoadOptions,
 ) -> Result<StateDict, CheckpointError> {
-    let reader = CheckpointReader::open_with(path, OpenOptions { verify: options.verify })?;
+    let reader = open(&path.into(), options)?;
     let template = whole_template(&reader, prefix)?;
     Ok(read_template(&reader, &template, options)?.0)
 }

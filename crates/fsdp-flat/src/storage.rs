@@ -33,7 +33,7 @@ macro_rules! scalars {
         })*
 
         /// The storage's elements as bytes; `None` for types that are not plain bytes.
-        fn bytes_of(storage: &CpuStorage) -> Option<&[u8]> {
+        pub(crate) fn bytes_of(storage: &CpuStorage) -> Option<&[u8]> {
             match storage {
                 $(CpuStorage::$variant(data) => Some(bytemuck::cast_slice(data)),)*
                 CpuStorage::F8E8M0(data) => Some(data),
@@ -42,7 +42,7 @@ macro_rules! scalars {
         }
 
         /// The storage's elements as bytes that can be changed.
-        fn bytes_of_mut(storage: &mut CpuStorage) -> Option<&mut [u8]> {
+        pub(crate) fn bytes_of_mut(storage: &mut CpuStorage) -> Option<&mut [u8]> {
             match storage {
                 $(CpuStorage::$variant(data) => Some(bytemuck::cast_slice_mut(data)),)*
                 CpuStorage::F8E8M0(data) => Some(data),
@@ -295,7 +295,7 @@ pub(crate) fn unsupported(tensor: &Tensor) -> FlatError {
     FlatError::Candle(candle_core::Error::UnsupportedDTypeForOp(tensor.dtype(), "bytes of a tensor"))
 }
 
-fn is_freed_storage(tensor: &Tensor, storage: &CpuStorage) -> bool {
+pub(crate) fn is_freed_storage(tensor: &Tensor, storage: &CpuStorage) -> bool {
     use candle_core::backend::BackendStorage;
     storage.dtype() != tensor.dtype()
 }

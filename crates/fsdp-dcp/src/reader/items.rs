@@ -145,17 +145,23 @@ impl CheckpointReader {
     pub(crate) fn check_items(&self) -> Result<(), CheckpointError> {
         for (fqn, tensor) in self.metadata.tensors() {
             for chunk in tensor.chunks.iter().filter(|chunk| !chunk.bounds.is_empty()) {
-                let stored = chunk.stored.as_ref();
-                let stored = stored.ok_or_else(|| CheckpointError::NotStored { fqn: fqn.to_owned() })?;
-                let file = self.directory.file(&stored.relative_path)?;
-                let payload = byte_length(&chunk.bounds, tensor.properties.dtype).unwrap_or(usize::MAX);
-                let error = |source| self.item_error(fqn, stored, ReadError::Format(source));
-                Window::new(&*file, stored.offset, stored.length).map_err(error)?;
-                if stored.transforms.is_empty() && payload as u64 > stored.length {
-                    let expected = format!("an item of at least {payload} bytes");
-                    return Err(error(FormatError::unexpected(expected, format!("one of {}", stored.length))));
-                }
+                self.check_item(fqn, chunk, tensor.properties.dtype)?;
             }
+        }
+        Ok(())
+    }
+
+    /// As [`CheckpointReader::check_items`], one of them.
+    pub(crate) fn check_item(&self, fqn: &str, chunk: &Chunk, dtype: DType) -> Result<(), CheckpointError> {
+        let stored = chunk.stored.as_ref();
+        let stored = stored.ok_or_else(|| CheckpointError::NotStored { fqn: fqn.to_owned() })?;
+        let file = self.directory.file(&stored.relative_path)?;
+        let payload = byte_length(&chunk.bounds, dtype).unwrap_or(usize::MAX);
+        let error = |source| self.item_error(fqn, stored, ReadError::Format(source));
+        Window::new(&*file, stored.offset, stored.length).map_err(error)?;
+        if stored.transforms.is_empty() && payload as u64 > stored.length {
+            let expected = format!("an item of at least {payload} bytes");
+            return Err(error(FormatError::unexpected(expected, format!("one of {}", stored.length))));
         }
         Ok(())
     }

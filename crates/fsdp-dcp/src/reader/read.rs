@@ -115,6 +115,18 @@ impl CheckpointReader {
         length as u64 <= total
     }
 
+    /// Checks all that can be known of a [`CheckpointReader::read`] before the bytes of tensors are read: the plan, and
+    /// that the files are there and long enough.
+    pub fn check(&self, requests: &[LoadRequest], options: LoadOptions) -> Result<LoadPlan, CheckpointError> {
+        let plan = plan_load(&self.metadata, requests, options)?;
+        for read in &plan.reads {
+            let fqn = &requests[read.request].fqn;
+            let tensor = tensor_of(&self.metadata, fqn)?;
+            self.check_item(fqn, &tensor.chunks[read.chunk], tensor.properties.dtype)?;
+        }
+        Ok(plan)
+    }
+
     /// Plans and reads many tensors at once: in the order of the files, by several threads, each byte once.
     ///
     /// Everything is checked first; on an error of the plan no buffer was touched. After an error while reading, what
