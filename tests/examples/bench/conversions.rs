@@ -25,11 +25,10 @@ pub(crate) fn run(bench: &Bench<'_>, figures: &mut Figures) -> Result<()> {
     })?;
     let safetensors = bench.directory.join("model.safetensors");
     let other = bench.directory.join("other");
-    let torch = bench.directory.join("model.pt");
+    let torch = bench.directory.join("torch.pt");
     let convert_to = |source: &Path, destination: &Path, target: Target| -> Result<()> {
         let source = open(source, OpenOptions::default())?;
-        let options = ConvertOptions { overwrite: true, ..ConvertOptions::default() };
-        convert(&*source, destination, target, options)?;
+        convert(&*source, destination, target, ConvertOptions::default())?;
         Ok(())
     };
     let threads = ConvertOptions::default().threads;
@@ -39,38 +38,41 @@ pub(crate) fn run(bench: &Bench<'_>, figures: &mut Figures) -> Result<()> {
         std::fs::remove_file(&raw)?;
         Ok(time)
     };
-    measure(bench, figures, "DCP to safetensors", bytes, ("raw write, fsync", &write), &|| {
+    measure(bench, figures, "DCP to safetensors", bytes, ("raw write, fsync", &write), Some(&safetensors), &|| {
         convert_to(&dcp, &safetensors, Target::SafetensorsFile)
     })?;
-    measure(bench, figures, "safetensors to DCP", bytes, ("raw write, fsync", &write), &|| {
+    measure(bench, figures, "safetensors to DCP", bytes, ("raw write, fsync", &write), Some(&other), &|| {
         convert_to(&safetensors, &other, Target::Dcp { ranks: 2 })
     })?;
-    measure(bench, figures, "reshard 4 to 2", bytes, ("raw write, fsync", &write), &|| {
+    measure(bench, figures, "reshard 4 to 2", bytes, ("raw write, fsync", &write), Some(&other), &|| {
         convert_to(&dcp, &other, Target::Dcp { ranks: 2 })
     })?;
-    measure(bench, figures, "DCP to torch", bytes, ("raw write, fsync", &write), &|| {
+    measure(bench, figures, "DCP to torch", bytes, ("raw write, fsync", &write), Some(&torch), &|| {
         convert_to(&dcp, &torch, Target::Torch)
     })?;
     let read = || limits::read(&safetensors, bytes as usize, threads);
-    measure(bench, figures, "verify hashes", bytes, ("raw read, fresh memory", &read), &|| {
+    measure(bench, figures, "verify hashes", bytes, ("raw read, fresh memory", &read), None, &|| {
         let report = verify(&*open(&dcp, OpenOptions::default())?, Level::Hashes, None)?;
         ensure!(report.problems.is_empty(), "a fresh checkpoint has problems");
         Ok(())
     })
 }
 
-/// Times something of this process, in turns with its limit.
+/// Times something of this process, in turns with its limit. What it writes is removed first, outside of the time: to give
+/// pages back takes long.
 fn measure(
     bench: &Bench<'_>,
     figures: &mut Figures,
     name: &str,
     bytes: u64,
     (limit_name, limit): (&str, &dyn Fn() -> Result<Duration>),
+    destination: Option<&Path>,
     run: &dyn Fn() -> Result<()>,
 ) -> Result<()> {
     let (mut pairs, mut peak) = (Pairs::default(), 0);
     for _ in 0..bench.runs {
         let limit = limit()?;
+        destination.map_or(Ok(()), remove)?;
         let before = live_bytes();
         reset_peak();
         let start = Instant::now();
@@ -80,5 +82,20 @@ fn measure(
     }
     let case = bench.case(name, 1, bytes, pairs.seconds(), pairs.limit(limit_name));
     figures.push(Case { peak_bytes: Some(peak), ..case });
+    Ok(())
+}
+
+/// Removes a checkpoint of one file, with what lies beside it, or of a directory.
+fn remove(checkpoint: &Path) -> Result<()> {
+    let (Some(directory), Some(name)) = (checkpoint.parent(), checkpoint.file_stem()) else { return Ok(()) };
+    for entry in std::fs::read_dir(directory)? {
+        let entry = entry?;
+        let belongs = entry.file_name().to_string_lossy().starts_with(&*name.to_string_lossy());
+        match entry.file_type()?.is_dir() {
+            _ if !belongs => {}
+            true => std::fs::remove_dir_all(entry.path())?,
+            false => std::fs::remove_file(entry.path())?,
+        }
+    }
     Ok(())
 }

@@ -1,8 +1,9 @@
-//! Loading at the same and at other numbers of ranks, beside raw reads of as many bytes into fresh memory.
+//! Loading at the same and at other numbers of ranks, into fresh tensors and in place, beside raw reads of as many bytes
+//! into fresh memory.
 
 use anyhow::Result;
-use fsdp::checkpoint::load;
 use fsdp::checkpoint::load::read_template;
+use fsdp::checkpoint::{load, load_in_place};
 use fsdp::dcp::reader::CheckpointReader;
 use fsdp::prelude::*;
 
@@ -23,7 +24,7 @@ pub(crate) fn run(bench: &Bench<'_>, ranks: &[usize], figures: &mut Figures) -> 
                 Ok(save(&path, &training.state()?, training.group(), &SaveOptions::default())?)
             })?;
         }
-        let case = on_ranks(to, |group| {
+        let cases = on_ranks(to, |group| {
             let training = Training::new(group, bench.size, FsdpConfig::default())?;
             let (group, state) = (training.group(), training.state()?);
             let own = state_bytes(&state);
@@ -31,25 +32,38 @@ pub(crate) fn run(bench: &Bench<'_>, ranks: &[usize], figures: &mut Figures) -> 
             let raw = bench.directory.join(format!("raw-{}", group.rank()));
             limits::write(&raw, own, 1, false)?;
             let options = LoadOptions::default();
-            let (mut pairs, mut peak) = (Pairs::default(), 0);
+            let mut pairs = [Pairs::default(), Pairs::default()];
+            let mut peaks = [0; 2];
             for _ in 0..bench.runs {
                 let limit = timed(group, || limits::read(&raw, own, options.threads))?;
                 let mut template = state.clone();
                 let loaded = timed(group, || Ok(load(&path, &mut template, group, &options)?))?;
-                pairs.push(loaded.time, limit.time);
-                peak = peak.max(loaded.peak.saturating_sub(total));
+                pairs[0].push(loaded.time, limit.time);
+                peaks[0] = peaks[0].max(loaded.peak.saturating_sub(total));
+                drop(template);
+                let mut live = state.clone();
+                let loaded = timed(group, || Ok(load_in_place(&path, &mut live, group, &options)?))?;
+                pairs[1].push(loaded.time, limit.time);
+                peaks[1] = peaks[1].max(loaded.peak);
             }
             std::fs::remove_file(&raw)?;
             let reader = CheckpointReader::open(&path)?;
             read_template(&reader, &state, &options)?;
-            let name = if from == to { "load".to_owned() } else { format!("load, saved on {from}") };
-            Ok(Case {
+            let saved = if from == to { String::new() } else { format!(", saved on {from}") };
+            let cases = ["load", "load in place"].iter().zip(pairs).zip(peaks).map(|((name, pairs), peak)| Case {
                 peak_bytes: Some(peak / to as u64),
                 read_ratio: Some(reader.bytes_read() as f64 / own as f64),
-                ..bench.case(&name, to, total, pairs.seconds(), pairs.limit("raw read, fresh memory"))
-            })
+                ..bench.case(
+                    &format!("{name}{saved}"),
+                    to,
+                    total,
+                    pairs.seconds(),
+                    pairs.limit("raw read, fresh memory"),
+                )
+            });
+            Ok(cases.collect::<Vec<_>>())
         })?;
-        figures.push(case);
+        cases.into_iter().for_each(|case| figures.push(case));
     }
     Ok(())
 }

@@ -13,9 +13,10 @@ struct Target {
     torch_ratio: Option<f64>,
 }
 
-const TARGETS: [Target; 8] = [
+const TARGETS: [Target; 9] = [
     Target { case: "save", limit: "raw write, fsync", limit_ratio: Some(0.9), torch_ratio: Some(1.5) },
     Target { case: "load", limit: "", limit_ratio: Some(0.85), torch_ratio: Some(2.0) },
+    Target { case: "load in place", limit: "", limit_ratio: Some(0.85), torch_ratio: Some(2.0) },
     Target { case: "full gather to rank 0", limit: "", limit_ratio: None, torch_ratio: Some(3.0) },
     Target { case: "optim_state_dict", limit: "", limit_ratio: None, torch_ratio: Some(20.0) },
     Target { case: "DCP to safetensors", limit: "", limit_ratio: None, torch_ratio: Some(4.0) },
