@@ -7,7 +7,7 @@ use super::local::{Beside, LocalFile, LocalStaging};
 #[cfg(feature = "object-store")]
 use super::object::ObjectStaging;
 #[cfg(feature = "object-store")]
-use super::upload::Upload;
+use super::upload::{Upload, WRITERS};
 use crate::error::CheckpointError;
 use crate::integrity::INTEGRITY_FILE;
 use crate::location::{Location, Resolved};
@@ -253,6 +253,15 @@ impl Staging {
 }
 
 impl StagedFile {
+    /// How many of so many threads should write it: who uploads holds parts in memory, and mostly waits.
+    pub(crate) fn writers(&self, threads: usize) -> usize {
+        match &self.0 {
+            FileKind::Local(_) => threads,
+            #[cfg(feature = "object-store")]
+            FileKind::Object(_) => threads.min(WRITERS),
+        }
+    }
+
     /// Writes bytes at a position; threads may do so at once. Writing beyond the planned length is an error.
     ///
     /// # Errors

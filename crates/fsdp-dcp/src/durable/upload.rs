@@ -15,20 +15,22 @@ use tokio::task::JoinHandle;
 use crate::error::CheckpointError;
 use crate::object::{Prefix, Store, spawn, wait};
 
-/// Bytes of a part, unless there would be more than [`MAX_PARTS`]. No object store takes much less.
-const PART: u64 = 8 << 20;
+/// Bytes of a part, unless there would be more than [`MAX_PARTS`]. No object store takes less.
+const PART: u64 = 5 << 20;
 /// Most parts that an object may have.
 const MAX_PARTS: u64 = 10_000;
 /// Parts of an object that are under way at once.
-const IN_FLIGHT: usize = 4;
+const IN_FLIGHT: usize = 6;
+/// Threads that write an object at once. Each holds up to three parts: with those under way 60 MiB in all.
+pub(super) const WRITERS: usize = 2;
 
 /// Where a finished upload waits for the commit, if its object is the checkpoint.
 pub(super) type Slot = Arc<Mutex<Option<Upload>>>;
 
 /// An object that is being written.
 ///
-/// It appears when it is complete, or not at all. Memory: the parts that are begun (about two for each thread that
-/// writes), and [`IN_FLIGHT`] more that are being sent; who writes faster than that waits.
+/// It appears when it is complete, or not at all. Memory: the parts that are begun (about two for each of [`WRITERS`]
+/// threads, and one that waits), and [`IN_FLIGHT`] more that are being sent.
 pub(super) struct Upload {
     store: Arc<dyn Store>,
     key: Key,

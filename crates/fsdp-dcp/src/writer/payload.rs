@@ -54,7 +54,7 @@ pub(super) fn write(
         Some(frame) => frame.write(file),
         None => Ok(()),
     };
-    let done = in_parallel(&tasks, threads, item, run, frame)?;
+    let done = in_parallel(&tasks, file.writers(threads), item, run, frame)?;
     Ok(integrity(layout, tasks.into_iter().zip(done)))
 }
 
@@ -99,7 +99,7 @@ pub(crate) fn write_payloads(
         write_part(file, &payloads[index], start..end, source, whole.is_some(), buffer)
     };
     let whole = |index, crc| whole.map_or(Ok(()), |whole| whole(index, crc));
-    let done = in_parallel(&parts, threads, |&(index, ..)| Some(index), run, whole)?;
+    let done = in_parallel(&parts, file.writers(threads), |&(index, ..)| Some(index), run, whole)?;
     for (index, _) in payloads.iter().enumerate().filter(|(_, payload)| payload.length == 0) {
         whole(index, 0)?;
     }
