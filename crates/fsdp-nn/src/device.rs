@@ -20,22 +20,28 @@ pub(crate) fn copy_gradient(grad: &Tensor, flat: &Tensor, range: Range<usize>, a
     if range.is_empty() {
         return Ok(());
     }
-    let mut grad = grad.detach().flatten_all()?;
-    if accumulate {
-        grad = (flat.narrow(0, range.start, range.len())? + grad)?;
+    let grad = grad.detach().flatten_all()?;
+    for piece in pieces(range.len()) {
+        let mut new = grad.narrow(0, piece.start, piece.len())?;
+        if accumulate {
+            new = (flat.narrow(0, range.start + piece.start, piece.len())? + new)?;
+        }
+        flat.slice_set(&new.contiguous()?, 0, range.start + piece.start)?;
     }
-    Ok(flat.slice_set(&grad.contiguous()?, 0, range.start)?)
+    Ok(())
+}
+
+/// Ranges of bounded length: candle's kernels count elements in 32 bits, and what is computed takes memory.
+fn pieces(numel: usize) -> impl Iterator<Item = Range<usize>> {
+    const PIECE: usize = 1 << 24;
+    (0..numel).step_by(PIECE).map(move |start| start..numel.min(start + PIECE))
 }
 
 /// The sum of the squares of all elements.
 pub(crate) fn sum_of_squares(flat: &Tensor) -> Result<f64> {
-    /// Elements that are widened at a time.
-    const PIECE: usize = 1 << 24;
-
-    let numel = flat.elem_count();
     let mut squares = 0.0;
-    for start in (0..numel).step_by(PIECE) {
-        let piece = flat.narrow(0, start, PIECE.min(numel - start))?;
+    for piece in pieces(flat.elem_count()) {
+        let piece = flat.narrow(0, piece.start, piece.len())?;
         squares += piece.to_dtype(candle_core::DType::F64)?.sqr()?.sum_all()?.to_scalar::<f64>()?;
     }
     Ok(squares)
@@ -43,7 +49,10 @@ pub(crate) fn sum_of_squares(flat: &Tensor) -> Result<f64> {
 
 /// Multiplies all elements.
 pub(crate) fn scale(flat: &Tensor, factor: f64) -> Result<()> {
-    Ok(flat.slice_set(&(flat * factor)?, 0, 0)?)
+    for piece in pieces(flat.elem_count()) {
+        flat.slice_set(&(flat.narrow(0, piece.start, piece.len())? * factor)?, 0, piece.start)?;
+    }
+    Ok(())
 }
 
 #[cfg(not(feature = "nccl"))]

@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Storage, Tensor};
 use fsdp_flat::storage::{TensorBuffer, to_device, with_bytes, with_bytes_mut};
-use fsdp_flat::{LocalShard, RawTensor, ShardedTensor};
+use fsdp_flat::{FlatError, LocalShard, RawTensor, ShardedTensor};
 use fsdp_layout::DType;
 
 use crate::{StateError, StateValue};
@@ -54,12 +54,16 @@ pub(crate) fn device_of_sharded(tensor: &ShardedTensor) -> Device {
     tensor.shards().first().map_or(Device::Cpu, |shard| shard.tensor.device().clone())
 }
 
-/// Copies the elements of `src` into the memory of `dst`, which must have its shape and dtype.
+/// Copies the elements of `src` into the memory of `dst`, which must have its shape and dtype, and be contiguous.
 pub(crate) fn copy_into(src: &Tensor, dst: &Tensor) -> Result<(), StateError> {
     let src = to_device(&src.detach(), dst.device())?;
     // Reading and changing one storage at a time would wait for itself forever.
     let src = if share_storage(&src, dst) { src.force_contiguous()? } else { src.contiguous()? };
-    if !dst.device().is_cpu() {
+    if !dst.is_contiguous() {
+        return Err(FlatError::NotContiguous { shape: dst.dims().to_vec() }.into());
+    }
+    // candle has no CUDA kernels for these two: they go by way of the host.
+    if !dst.device().is_cpu() && !matches!(dst.dtype(), candle_core::DType::I16 | candle_core::DType::I32) {
         return Ok(dst.flatten_all()?.slice_set(&src.flatten_all()?, 0, 0)?);
     }
     Ok(with_bytes(&src, |from| with_bytes_mut(dst, |to| to.copy_from_slice(from)))??)

@@ -54,9 +54,11 @@ fn devices() -> Result<usize, CommError> {
     }
 }
 
-/// The GPU of a rank: the one with its local rank's number, or the only one that it sees.
+/// The GPU of a rank: the one with its local rank's number, or the only one that it sees. Where the launcher tells no
+/// local ranks, they are taken to follow each other on each host.
 fn device_ordinal(environment: &Environment) -> Result<usize, CommError> {
-    ordinal(environment.local_rank.unwrap_or(0), devices()?)
+    let devices = devices()?;
+    ordinal(environment.local_rank.unwrap_or(environment.rank % devices), devices)
 }
 
 fn ordinal(local_rank: usize, devices: usize) -> Result<usize, CommError> {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError};
 
 use super::library::{Communicator, Movement, UniqueId};
-use crate::backend::Round;
+use crate::backend::{Backend as _, Round};
 use crate::error::CommError;
 use crate::tcp::TcpBackend;
 
@@ -61,6 +61,8 @@ impl Owner {
                 }
                 Err(error) => drop(made.send(Err(error))),
             }
+            // What it has of the other connections must not outlive the thread's end.
+            drop(watch);
             ending.send(()).ok();
         };
         let thread = thread::Builder::new().name("nccl".to_owned()).spawn(own);
@@ -127,12 +129,18 @@ struct Owned {
 
 impl Owned {
     fn join(ordinal: usize, id: UniqueId, watch: &Watch) -> Result<Owned, CommError> {
+        Owned::try_join(ordinal, id, watch).inspect_err(|error| watch.abort(error))
+    }
+
+    fn try_join(ordinal: usize, id: UniqueId, watch: &Watch) -> Result<Owned, CommError> {
         // Of its own: candle's streams are each thread's own, and must not begin to look out for others.
         let context = CudaContext::new(ordinal).map_err(|error| driver("cuDevicePrimaryCtxRetain", error))?;
         let stream = context.new_stream().map_err(|error| driver("cuStreamCreate", error))?;
         let begun = Communicator::begin(id, watch.control_rank(), watch.control_ranks());
         let communicator = begun.map_err(|error| failed("ncclCommInitRankConfig", error))?;
-        watch.wait("ncclCommInitRankConfig", || communicator.state())?;
+        let joined = watch.wait("ncclCommInitRankConfig", || communicator.state());
+        // Before the communicator goes: that waits for the others.
+        joined.inspect_err(|error| watch.abort(error))?;
         Ok(Owned { communicator, stream })
     }
 
@@ -141,6 +149,8 @@ impl Owned {
         for Job { call, ready, watch, reply } in jobs {
             let outcome = self.carry_out(&call, &ready, &watch);
             if let Err(error) = outcome {
+                // The others first: NCCL ends a communicator only once all ranks do.
+                watch.abort(&error);
                 // The memory is the caller's again when it has its answer.
                 self.give_up();
                 reply.send(Err(error)).ok();
@@ -221,18 +231,33 @@ impl Watch {
     }
 
     fn control_rank(&self) -> usize {
-        use crate::backend::Backend as _;
         self.control.rank()
     }
 
     fn control_ranks(&self) -> usize {
-        use crate::backend::Backend as _;
         self.control.global_ranks().len()
     }
 
     fn round(&self) -> Round<'_> {
         let &Watch { number, sequence, ref operation, deadline, until, .. } = self;
         Round { number, sequence, operation, deadline, until }
+    }
+
+    /// Tells the others that this cannot come to be.
+    fn abort(&self, error: &CommError) {
+        self.control.abort(self.number, error);
+    }
+
+    /// Which other rank is to blame, if one is: NCCL may have seen it first.
+    fn blame(&self) -> Option<CommError> {
+        let until = Instant::now() + GRACE;
+        loop {
+            let trouble = self.control.trouble(&self.round());
+            if trouble.is_some() || Instant::now() >= until {
+                return trouble;
+            }
+            thread::sleep(LOOK);
+        }
     }
 
     /// Why it can no longer come to be, if so.
@@ -259,9 +284,7 @@ impl Watch {
                 Ok(true) => return Ok(()),
                 Ok(false) => {}
                 // If another rank is to blame, it should be named.
-                Err(message) => {
-                    return Err(self.control.trouble(&self.round()).unwrap_or_else(|| failed(call, message)));
-                }
+                Err(message) => return Err(self.blame().unwrap_or_else(|| failed(call, message))),
             }
             pause.take();
             let now = Instant::now();

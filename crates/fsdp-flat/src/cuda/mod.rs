@@ -167,8 +167,11 @@ pub(crate) fn refill_from(tensor: &Tensor, source: &Tensor) -> Result<(), FlatEr
     let Storage::Cuda(from) = &*from else { return Err(FlatError::device(source)) };
     let from = bytes_of(from).ok_or_else(|| unsupported(source))?;
     let from = from.try_slice(range.start * size..range.end * size).ok_or_else(|| freed(source))?;
-    with_storage_mut(tensor, |storage, _| {
+    with_storage_mut(tensor, |storage, layout| {
         let StorageMut::Cuda(storage) = storage else { return Err(FlatError::device(tensor)) };
+        if contiguous_range(tensor, layout)?.start > 0 {
+            return Err(FlatError::NotContiguous { shape: tensor.dims().to_vec() });
+        }
         let device = storage.device.clone();
         let mut fresh = CudaStorage { slice: uninitialized(&device, tensor.dtype(), tensor.elem_count())?, device };
         let stream = fresh.device.cuda_stream();
