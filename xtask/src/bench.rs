@@ -112,10 +112,13 @@ pub(crate) fn run(root: &Path, arguments: &BenchArguments) -> Result<()> {
         }
         let ranks: Vec<String> = arguments.ranks.iter().map(ToString::to_string).collect();
         let runs = arguments.runs.to_string();
-        let mut command = Command::new(&bench);
-        command.args(["--json", "--size", size, "--ranks", &ranks.join(","), "--runs", &runs, "--place", &places]);
-        let found: Vec<Case> = serde_json::from_slice(&output(command.arg("--only").arg(groups.join(",")))?)?;
-        cases.extend(found);
+        // Each in a process of its own: what the allocator keeps of one is not in the way of the next.
+        for group in &groups {
+            let mut command = Command::new(&bench);
+            command.args(["--json", "--size", size, "--ranks", &ranks.join(","), "--runs", &runs, "--place", &places]);
+            let found: Vec<Case> = serde_json::from_slice(&output(command.args(["--only", group]))?)?;
+            cases.extend(found);
+        }
         let groups: Vec<&str> = groups.into_iter().filter(|group| TORCH_GROUPS.contains(group)).collect();
         if let Some(python) = arguments.torch.as_ref().filter(|_| !groups.is_empty()) {
             for found in torch(root, python, arguments, size, &groups, &places)? {
