@@ -6,6 +6,9 @@
 //! | `in_place` | the same load, into the memory of live tensors ([`load_in_place`]) |
 //! | [`async_save`] | saves in the background |
 //! | [`catalog`] | the checkpoints of a training run |
+//! | `retention` | which of them stay ([`prune`]) |
+//! | `template` | what to ask of a checkpoint for an optimizer ([`optimizer_template`]) |
+//! | `verify` | whether a state dict is what was saved ([`verify_msd`], [`verify_osd_by_load`]) |
 //! | [`state_dict`] | `get_state_dict`, `set_state_dict` and their model and optimizer halves |
 
 pub mod async_save;

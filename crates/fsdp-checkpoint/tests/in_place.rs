@@ -103,14 +103,16 @@ fn tensors_that_cannot_be_filled_directly_get_their_values_all_the_same() {
         state.insert("cast", arange(0, 4));
         state.insert("first", arange(10, 3));
         state.insert("alias", arange(10, 3));
+        state.insert("part", arange(11, 2));
         save(path.as_path(), &state, &group, &SaveOptions::default()).unwrap();
-        // Half the width, and one storage under two names.
+        // Half the width, one storage under two names, and a part of it.
         let cast = Tensor::zeros(4, DType::BF16, &Device::Cpu).unwrap();
         let shared = Tensor::zeros(3, DType::F32, &Device::Cpu).unwrap();
         let mut live = StateDict::new();
         live.insert("cast", cast.clone());
         live.insert("first", shared.clone());
         live.insert("alias", shared.clone());
+        live.insert("part", shared.narrow(0, 1, 2).unwrap());
         let error = load_in_place(path.as_path(), &mut live, &group, &options()).unwrap_err();
         assert!(error.to_string().contains("cast"), "{error}");
         assert_eq!(shared.to_vec1::<f32>().unwrap(), [0.0; 3]);

@@ -13,7 +13,7 @@ impl Failure for CheckpointError {
     fn kind(&self) -> ErrorKind {
         match self {
             CheckpointError::NotCommitted { .. } => ErrorKind::Incomplete,
-            // A file that the checkpoint says it has.
+            // Most often a file that the checkpoint says it has.
             CheckpointError::Io { source, .. } if source.kind() == io::ErrorKind::NotFound => ErrorKind::Incomplete,
             CheckpointError::Exists { .. }
             | CheckpointError::NotReplaceable { .. }

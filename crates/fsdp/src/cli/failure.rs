@@ -213,7 +213,9 @@ pub(crate) fn hint(error: &Error) -> Option<&'static str> {
                 }
                 UsageError::NoTensor { .. } => "leave `--stats` and `--npy` out to see the value",
                 UsageError::NoNumbers { .. } => "leave `--stats` out to see the elements' bytes",
-                UsageError::NoNumpy { .. } => "cast it first: `fsdp convert --include NAME --dtype float32`",
+                UsageError::NoNumpy { .. } => {
+                    "cast bfloat16 first: `fsdp convert --include NAME --dtype float32`; other types can be printed"
+                }
                 UsageError::TooLarge { .. } => "use `--npy` or `--stats`, or leave `--json` out",
                 UsageError::NoCommand { .. } => "`fsdp help` lists the commands",
                 UsageError::NodeRank { .. } => "give each node its own `--node-rank`",

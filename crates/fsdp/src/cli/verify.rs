@@ -35,7 +35,7 @@ pub(crate) struct VerifyArguments {
     /// How much to check; each level has those before it
     #[arg(long, value_enum, default_value = "hashes", env = "FSDP_LEVEL")]
     level: LevelName,
-    /// Add hashes to a checkpoint directory that has none, if all is well with it
+    /// Add hashes to a checkpoint that has none, if all is well with it
     #[arg(long, env = "FSDP_SEAL")]
     seal: bool,
     /// One JSON object on stdout

@@ -25,7 +25,7 @@ its exit code (128 + N for signal N) is returned.
 
 Examples:
   fsdp launch --nproc 4 -- fsdp train --steps 60 --out runs/demo
-  fsdp launch --nproc 8 --nnodes 2 --node-rank 0 --master-addr node0 -- fsdp train --out /shared/runs/demo")]
+  fsdp launch --nproc 8 --nnodes 2 --node-rank 0 --master-addr node0 -- fsdp train --batch 16 --out /shared/runs/demo")]
 pub(crate) struct LaunchArguments {
     /// Number of processes on this node
     #[arg(long, value_name = "N", env = "FSDP_NPROC",
