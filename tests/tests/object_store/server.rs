@@ -104,6 +104,8 @@ impl Server {
         let address = listener.local_addr().unwrap();
         runtime.spawn(async move {
             while let Ok((socket, _)) = listener.accept().await {
+                // A head and its body go at once, instead of waiting for each other's acknowledgement.
+                socket.set_nodelay(true).unwrap();
                 let front = front.clone();
                 let service = service_fn(move |request| {
                     let front = front.clone();
