@@ -40,6 +40,14 @@ pub enum CheckpointError {
         #[source]
         source: std::io::Error,
     },
+    /// A load in place cannot put values into this tensor's memory. Nothing has been changed.
+    #[error("`{fqn}` cannot be loaded in place: {problem}; `load` makes new tensors")]
+    NotFillable {
+        /// The flat key.
+        fqn: String,
+        /// Why.
+        problem: FlatError,
+    },
     /// A load in place broke off after it had begun to fill the tensors.
     #[error(
         "the load broke off while it filled the tensors in place: some hold the checkpoint's values, others their own; \

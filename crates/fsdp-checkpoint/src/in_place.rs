@@ -2,10 +2,13 @@
 
 use std::ops::Range;
 
+use candle_core::Tensor;
 use fsdp_comm::ProcessGroup;
 use fsdp_dcp::Location;
-use fsdp_dcp::reader::{CheckpointReader, Destination};
-use fsdp_flat::TakenStorages;
+use fsdp_dcp::checkpoint::Checkpoint;
+use fsdp_dcp::reader::Destination;
+use fsdp_flat::storage::is_freed;
+use fsdp_flat::{FlatError, TakenStorages};
 use fsdp_layout::KeyPath;
 use fsdp_state::{
     FlatStateDict, LoadReport, StateDict, StateValue, copy_state_dict, flatten_state_dict, unflatten_state_dict,
@@ -27,7 +30,8 @@ use crate::load::{Buffer, LoadOptions, Wanted, open, wanted};
 ///
 /// # Errors
 /// Those of [`load`](crate::load()), the same on every rank, and nothing has changed: keys, shapes, dtypes, coverage, and
-/// files that are missing or too short are found before the first byte is read. Tensors that are not contiguous.
+/// files that are missing or too short are found before the first byte is read. [`CheckpointError::NotFillable`] for
+/// tensors that are not contiguous, or freed.
 ///
 /// Damage inside a file, which only reading shows, is [`CheckpointError::PartlyLoaded`] on every rank: the tensors hold a
 /// mixture then. Where that must not be, use [`load`](crate::load()).
@@ -64,10 +68,28 @@ pub fn load_in_place(
     let reader = group.agree("load: open", open(path, options))?;
     let load = group.agree("load: check", InPlace::check(&reader, state, options))?;
     let filled = group.agree("load: read", load.fill(&reader, options));
-    let (filled, report) =
-        filled.map_err(|source| CheckpointError::PartlyLoaded { source: Box::new(source.into()) })?;
+    let (filled, report) = filled.map_err(|error| partly_loaded(error.into()))?;
     *state = filled;
     Ok(report)
+}
+
+/// As [`load_in_place`] on one rank, from a checkpoint of any format that is open. No communication.
+///
+/// # Errors
+/// As [`load_in_place`].
+pub fn read_in_place(
+    reader: &dyn Checkpoint,
+    state: &mut StateDict,
+    options: &LoadOptions,
+) -> Result<LoadReport, CheckpointError> {
+    let load = InPlace::check(reader, state, options)?;
+    let (filled, report) = load.fill(reader, options).map_err(partly_loaded)?;
+    *state = filled;
+    Ok(report)
+}
+
+fn partly_loaded(source: CheckpointError) -> CheckpointError {
+    CheckpointError::PartlyLoaded { source: Box::new(source) }
 }
 
 /// A load that is known to fit, and the memory that it goes to.
@@ -82,19 +104,24 @@ struct InPlace {
 }
 
 impl InPlace {
-    fn check(reader: &CheckpointReader, state: &StateDict, options: &LoadOptions) -> Result<Self, CheckpointError> {
+    fn check(reader: &dyn Checkpoint, state: &StateDict, options: &LoadOptions) -> Result<Self, CheckpointError> {
         let FlatStateDict { mut values, paths } = flatten_state_dict(state)?;
         let (wanted, report) = wanted(reader, &mut values, options)?;
         let requests: Vec<_> = wanted.iter().map(|tensor| tensor.request.clone()).collect();
-        reader.check(&requests, options.of_tensors().load)?;
+        reader.check_read(&requests, options.of_tensors().load)?;
         let (mut tensors, mut own) = (Vec::new(), Vec::new());
         for wanted in &wanted {
-            let first = tensors.len();
-            match values.get(&wanted.request.fqn).filter(|_| wanted.is_as_stored()) {
-                Some(StateValue::Tensor(tensor)) => tensors.push(tensor),
-                Some(StateValue::Sharded(tensor)) => tensors.extend(tensor.shards().iter().map(|shard| &shard.tensor)),
-                _ => {}
+            let fqn = &wanted.request.fqn;
+            let parts: Vec<&Tensor> = match values.get(fqn) {
+                Some(StateValue::Tensor(tensor)) => vec![tensor],
+                Some(StateValue::Sharded(tensor)) => tensor.shards().iter().map(|shard| &shard.tensor).collect(),
+                _ => Vec::new(),
+            };
+            for tensor in &parts {
+                check_fillable(tensor).map_err(|problem| CheckpointError::NotFillable { fqn: fqn.clone(), problem })?;
             }
+            let first = tensors.len();
+            tensors.extend(parts.into_iter().filter(|_| wanted.is_as_stored()));
             own.push(first..tensors.len());
         }
         let taken = TakenStorages::take(&tensors)?;
@@ -114,7 +141,7 @@ impl InPlace {
     /// Reads everything to its place.
     fn fill(
         mut self,
-        reader: &CheckpointReader,
+        reader: &dyn Checkpoint,
         options: &LoadOptions,
     ) -> Result<(StateDict, LoadReport), CheckpointError> {
         let is_again: Vec<bool> = (0..self.wanted.len()).map(|index| self.is_again(index)).collect();
@@ -147,4 +174,16 @@ impl InPlace {
         self.values.extend(live.iter().map(|(fqn, value)| (fqn.to_owned(), value.clone())));
         Ok((unflatten_state_dict(FlatStateDict { values: self.values, paths: self.paths })?, self.report))
     }
+}
+
+/// Whether values can be put into the memory of a tensor.
+fn check_fillable(tensor: &Tensor) -> Result<(), FlatError> {
+    let shape = || tensor.dims().to_vec();
+    if is_freed(tensor) {
+        return Err(FlatError::Freed { shape: shape() });
+    }
+    if !tensor.is_contiguous() {
+        return Err(FlatError::NotContiguous { shape: shape() });
+    }
+    Ok(())
 }

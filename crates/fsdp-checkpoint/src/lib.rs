@@ -3,7 +3,7 @@
 //! | module | what it holds |
 //! |---|---|
 //! | [`mod@save`], [`mod@load`] | a state dict to a checkpoint directory and back, at any number of ranks |
-//! | `in_place` | the same load, into the memory of live tensors ([`load_in_place`]) |
+//! | [`in_place`] | the same load, into the memory of live tensors ([`load_in_place`]) |
 //! | [`async_save`] | saves in the background |
 //! | [`catalog`] | the checkpoints of a training run |
 //! | `retention` | which of them stay ([`prune`]) |
@@ -16,7 +16,7 @@ pub mod catalog;
 mod error;
 mod exchange;
 mod from_rank0;
-mod in_place;
+pub mod in_place;
 mod incoming;
 pub mod load;
 mod names;
@@ -44,5 +44,5 @@ pub use state_dict::{
     get_model_state_dict, get_optimizer_state_dict, get_state_dict, set_model_state_dict, set_optimizer_state_dict,
     set_state_dict,
 };
-pub use template::optimizer_template;
+pub use template::{init_optimizer_state, optimizer_template};
 pub use verify::{verify_msd, verify_osd_by_load};

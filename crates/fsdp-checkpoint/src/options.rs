@@ -31,7 +31,8 @@ pub struct StateDictOptions {
     /// Other names in the state dict than in the model: (FQN or prefix of FQNs in the model, the same in the dict).
     pub fqn_renames: Vec<(String, String)>,
     /// Sharded values are views of the live model and optimizer, as torch's are: no copy, but the next step changes
-    /// them. Right for a save; by default values are copied.
+    /// them. Right for a save and for [`load_in_place`](crate::load_in_place); by default values are copied. Setting such
+    /// views leaves them where they are, with or without this.
     pub share_storage: bool,
 }
 

@@ -115,8 +115,15 @@ fn tensors_that_cannot_be_filled_directly_get_their_values_all_the_same() {
         live.insert("part", shared.narrow(0, 1, 2).unwrap());
         let error = load_in_place(path.as_path(), &mut live, &group, &options()).unwrap_err();
         assert!(error.to_string().contains("cast"), "{error}");
+        // What is cast is read elsewhere first, but has to fit all the same.
+        let mut spread = live.clone();
+        let column = Tensor::zeros((4, 2), DType::BF16, &Device::Cpu).unwrap().narrow(1, 0, 1).unwrap();
+        spread.insert("cast", column.squeeze(1).unwrap());
+        let allow_cast = LoadOptions { allow_cast: true, ..options() };
+        let error = load_in_place(path.as_path(), &mut spread, &group, &allow_cast).unwrap_err();
+        assert!(error.to_string().contains("`cast` cannot be loaded in place: a tensor of shape [4]"), "{error}");
         assert_eq!(shared.to_vec1::<f32>().unwrap(), [0.0; 3]);
-        load_in_place(path.as_path(), &mut live, &group, &LoadOptions { allow_cast: true, ..options() }).unwrap();
+        load_in_place(path.as_path(), &mut live, &group, &allow_cast).unwrap();
         let widened = cast.to_dtype(DType::F32).unwrap();
         assert_eq!(widened.to_vec1::<f32>().unwrap(), [0.0, 1.0, 2.0, 3.0]);
         assert_eq!(shared.to_vec1::<f32>().unwrap(), [10.0, 11.0, 12.0]);
@@ -161,7 +168,7 @@ fn what_does_not_fit_one_rank_is_every_rank_s_error_and_changes_nothing() {
         ("unknown", |state| drop(state.insert("unknown", arange(0, 1)))),
         ("own", |state| drop(state.insert("own", Tensor::zeros((3, 2), DType::F64, &Device::Cpu).unwrap()))),
         ("own", |state| drop(state.insert("own", Tensor::zeros((2, 3), DType::F32, &Device::Cpu).unwrap()))),
-        ("contiguous", |state| {
+        ("`own` cannot be loaded in place", |state| {
             let tensor = Tensor::zeros((3, 2), DType::F64, &Device::Cpu).unwrap();
             state.insert("own", tensor.t().unwrap());
         }),

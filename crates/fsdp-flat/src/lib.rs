@@ -10,6 +10,7 @@
 //! | [`sharded`] | a global shape and the boxes of it that this rank owns |
 //! | [`flatten`] | many tensors to one flat tensor and back, with FlatParameter's padding |
 //! | [`mod@pad`] | padding: constant, reflect, replicate, circular |
+//! | `streamed` | large copies that go around the caches ([`copy_streamed`]) |
 //! | [`flat_parameter`] | this rank's shard of many parameters |
 //!
 //! Nothing here communicates.
@@ -24,6 +25,7 @@ pub mod pad;
 pub mod raw;
 pub mod sharded;
 pub mod storage;
+mod streamed;
 mod taken;
 
 pub use error::FlatError;
@@ -31,4 +33,5 @@ pub use flat_parameter::FlatParameter;
 pub use flatten::{flatten_tensors, get_shard, get_unpadded_shard, unflatten_tensors};
 pub use raw::RawTensor;
 pub use sharded::{LocalShard, ShardedTensor};
+pub use streamed::copy_streamed;
 pub use taken::TakenStorages;

@@ -4,7 +4,7 @@ use candle_core::{Device, Tensor};
 use fsdp_layout::boxes::copy_runs;
 use fsdp_layout::{DType, TensorBox};
 
-use crate::storage::{with_bytes, with_bytes_mut, zeros};
+use crate::storage::{is_same_view, share_storage, with_bytes, with_bytes_mut, zeros};
 use crate::{FlatError, dtype};
 
 /// One box of a [`ShardedTensor`] and its elements.
@@ -155,6 +155,16 @@ impl ShardedTensor {
         parts.map(|part| part.numel()).sum::<usize>() == wanted.numel()
     }
 
+    /// Whether the other has the same boxes, and in each the very same elements of one storage: values that are where they
+    /// should go already.
+    #[must_use]
+    pub fn is_same_view(&self, other: &Self) -> bool {
+        let same = |(a, b): (&LocalShard, &LocalShard)| a.bounds == b.bounds && is_same_view(&a.tensor, &b.tensor);
+        self.shape == other.shape
+            && self.shards.len() == other.shards.len()
+            && self.shards.iter().zip(&other.shards).all(same)
+    }
+
     /// Elements that live on this rank.
     #[must_use]
     pub fn local_numel(&self) -> usize {
@@ -221,8 +231,8 @@ impl ShardedTensor {
     }
 }
 
-/// Copies the elements that two boxes of one tensor share, into the destination's memory; returns how many. The two
-/// tensors must not share storage, which would be locked twice.
+/// Copies the elements that two boxes of one tensor share, into the destination's memory; returns how many. If the two
+/// tensors are views of one storage, the source is copied first.
 ///
 /// # Errors
 /// Both tensors must have their boxes' sizes and one dtype; the destination must be contiguous.
@@ -256,7 +266,8 @@ pub fn copy_overlap(src: &Tensor, src_box: &TensorBox, dst: &Tensor, dst_box: &T
         }));
     }
     let size = src.dtype().size_in_bytes();
-    let src = src.contiguous()?;
+    // One storage would be locked twice.
+    let src = if share_storage(src, dst) { src.force_contiguous()? } else { src.contiguous()? };
     with_bytes(&src, |from| {
         with_bytes_mut(dst, |to| {
             for run in copy_runs(&overlap, src_box, dst_box) {
@@ -309,6 +320,25 @@ mod tests {
         let bounds = TensorBox::new(vec![0], vec![3]);
         let too_short = copy_overlap(&arange(3), &bounds, &arange(2), &bounds);
         assert!(matches!(too_short, Err(FlatError::ShapeMismatch { .. })));
+    }
+
+    #[test]
+    fn views_of_one_storage_are_told_and_can_be_copied_to_each_other() {
+        let flat = arange(8);
+        let of = |start, flat: &Tensor| {
+            let boxes = boxes_of_flat_range(&[2, 4], start..start + 4);
+            ShardedTensor::from_flat(&[2, 4], boxes, &flat.narrow(0, start, 4).unwrap()).unwrap()
+        };
+        assert!(of(2, &flat).is_same_view(&of(2, &flat)));
+        assert!(!of(2, &flat).is_same_view(&of(1, &flat)));
+        assert!(!of(2, &flat).is_same_view(&of(2, &arange(8))));
+        assert!(!of(2, &flat).is_same_view(&of(2, &flat.to_dtype(candle_core::DType::F64).unwrap())));
+        let square = flat.narrow(0, 0, 4).unwrap().reshape((2, 2)).unwrap();
+        assert!(!is_same_view(&square, &square.t().unwrap()));
+        let bounds = TensorBox::new(vec![0], vec![4]);
+        let (low, high) = (flat.narrow(0, 1, 4).unwrap(), flat.narrow(0, 3, 4).unwrap());
+        assert_eq!(copy_overlap(&low, &bounds, &high, &bounds).unwrap(), 4);
+        assert_eq!(flat.to_vec1::<f32>().unwrap(), [0., 1., 2., 1., 2., 3., 4., 7.]);
     }
 
     #[test]

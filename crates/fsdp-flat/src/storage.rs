@@ -311,6 +311,23 @@ pub fn is_freed(tensor: &Tensor) -> bool {
     }
 }
 
+/// Whether two tensors are views of one storage: reading one while the other is changed would wait for itself forever.
+#[must_use]
+pub fn share_storage(a: &Tensor, b: &Tensor) -> bool {
+    place(a).0 == place(b).0
+}
+
+/// Whether two tensors are the very same elements of one storage.
+pub(crate) fn is_same_view(a: &Tensor, b: &Tensor) -> bool {
+    place(a) == place(b) && a.dtype() == b.dtype() && a.layout() == b.layout()
+}
+
+/// The address of what a storage's lock guards, and where the tensor begins in it. One lock at a time is held.
+fn place(tensor: &Tensor) -> (usize, usize) {
+    let (storage, layout) = tensor.storage_and_layout();
+    (std::ptr::from_ref::<Storage>(&*storage).addr(), layout.start_offset())
+}
+
 /// Gives the memory behind a tensor back to the system. The tensor, and all that share its storage, stay usable
 /// once [`refill`] has been called; until then reading them is an error.
 ///

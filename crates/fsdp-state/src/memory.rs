@@ -1,8 +1,8 @@
 //! Memory of tensors: copies that share nothing, copies in place, and bytes that become tensors.
 
-use candle_core::{Device, Storage, Tensor};
-use fsdp_flat::storage::{TensorBuffer, to_device, with_bytes, with_bytes_mut};
-use fsdp_flat::{FlatError, LocalShard, RawTensor, ShardedTensor};
+use candle_core::{Device, Tensor};
+use fsdp_flat::storage::{TensorBuffer, share_storage, to_device, with_bytes, with_bytes_mut};
+use fsdp_flat::{FlatError, LocalShard, RawTensor, ShardedTensor, copy_streamed};
 use fsdp_layout::DType;
 
 use crate::{StateError, StateValue};
@@ -66,14 +66,7 @@ pub(crate) fn copy_into(src: &Tensor, dst: &Tensor) -> Result<(), StateError> {
     if !dst.device().is_cpu() && !matches!(dst.dtype(), candle_core::DType::I16 | candle_core::DType::I32) {
         return Ok(dst.flatten_all()?.slice_set(&src.flatten_all()?, 0, 0)?);
     }
-    Ok(with_bytes(&src, |from| with_bytes_mut(dst, |to| to.copy_from_slice(from)))??)
-}
-
-/// Whether two tensors are views of one storage.
-fn share_storage(a: &Tensor, b: &Tensor) -> bool {
-    // The address of what the lock guards; one lock at a time, so that this cannot wait for itself.
-    let address = |tensor: &Tensor| std::ptr::from_ref::<Storage>(&*tensor.storage_and_layout().0).addr();
-    address(a) == address(b)
+    Ok(with_bytes(&src, |from| with_bytes_mut(dst, |to| copy_streamed(to, from)))??)
 }
 
 /// What a value's bytes become.

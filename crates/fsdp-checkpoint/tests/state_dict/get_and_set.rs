@@ -45,6 +45,56 @@ fn getting_changes_nothing_even_before_the_first_step() {
     .unwrap();
 }
 
+/// What a load in place leaves: a dict of views of the very state that it is set into.
+#[test]
+fn views_of_the_live_state_can_be_set_and_are_not_copied() {
+    for (strategy, use_orig_params) in [
+        (ShardingStrategy::FullShard, true),
+        (ShardingStrategy::FullShard, false),
+        (ShardingStrategy::NoShard, true),
+        (ShardingStrategy::HybridShard, true),
+    ] {
+        run_local(2, |group| {
+            let model = model(group.clone(), config(2, strategy, use_orig_params, 1));
+            let mut optimizer = Optimizer::new(model.parameters(), adamw()).unwrap();
+            step(&model, &mut [&mut optimizer], 0);
+            let views = StateDictOptions { share_storage: true, ..options() };
+            let piece = |optimizer: &Optimizer, fqn: &str| {
+                optimizer.state_of(fqn).unwrap().unwrap()["exp_avg"].as_sharded().unwrap().clone()
+            };
+            let before = gathered_bits(&model, &[&optimizer]);
+            let (m, mut o) = get_state_dict(model.parameters(), &[&optimizer], &views).unwrap();
+            let (a, b) = (piece(&optimizer, "a.weight"), piece(&optimizer, "b.weight"));
+            set_state_dict(model.parameters(), &mut [&mut optimizer], &m, &o, &options()).unwrap();
+            assert_eq!(gathered_bits(&model, &[&optimizer]), before);
+            // A FlatParameter's state is one tensor, which is made anew.
+            assert_eq!(piece(&optimizer, "a.weight").is_same_view(&a), use_orig_params);
+            // One value is another one: only this one is copied, and where something else does not fit nothing is.
+            let doubled = a.map(|tensor| Ok((tensor * 2.0)?)).unwrap();
+            let StateValue::Dict(states) = o.get_mut("state").unwrap() else { panic!("state is a dict") };
+            let StateValue::Dict(of_a) = states.get_mut("a.weight").unwrap() else { panic!("state is a dict") };
+            of_a.insert("exp_avg", doubled.clone());
+            let mut wrong = o.clone();
+            wrong.insert("param_groups", StateValue::List(Vec::new()));
+            let StateValue::Dict(states) = wrong.get_mut("state").unwrap() else { panic!("state is a dict") };
+            states.remove("b.weight");
+            set_optimizer_state_dict(model.parameters(), &mut [&mut optimizer], &wrong, &options()).unwrap_err();
+            assert_eq!(gathered_bits(&model, &[&optimizer]), before);
+            set_optimizer_state_dict(model.parameters(), &mut [&mut optimizer], &o, &options()).unwrap();
+            let values = |tensor: &fsdp_flat::ShardedTensor| {
+                let shards = tensor.shards().iter();
+                shards
+                    .flat_map(|shard| shard.tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap())
+                    .collect::<Vec<_>>()
+            };
+            assert_eq!(values(&piece(&optimizer, "a.weight")), values(&doubled));
+            assert_eq!(values(&a).iter().map(|value| value * 2.0).collect::<Vec<_>>(), values(&doubled));
+            assert_eq!(piece(&optimizer, "b.weight").is_same_view(&b), use_orig_params);
+        })
+        .unwrap();
+    }
+}
+
 #[test]
 fn values_do_not_change_under_their_holder() {
     run_local(2, |group| {

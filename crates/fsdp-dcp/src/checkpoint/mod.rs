@@ -19,7 +19,7 @@ use crate::directory::CheckedDirectory;
 use crate::error::{CheckpointError, FormatError};
 use crate::location::{Location, Resolved};
 use crate::metadata::{METADATA_FILE, Metadata, Replica, TensorEntry};
-use crate::plan::{LoadPlan, LoadPlanError, plan_load};
+use crate::plan::{LoadOptions, LoadPlan, LoadPlanError, LoadRequest, plan_load};
 use crate::reader::{CheckpointReader, Destination, OpenOptions, ReadOptions, metadata_files};
 use crate::source::ReadAt as _;
 
@@ -86,6 +86,13 @@ pub trait Checkpoint: Send + Sync {
         Ok(plan)
     }
 
+    /// Checks all that can be known of a [`Checkpoint::read`] before the bytes of tensors are read: the plan, and that they
+    /// can be where the metadata says.
+    fn check_read(&self, requests: &[LoadRequest], options: LoadOptions) -> Result<LoadPlan, CheckpointError> {
+        self.check_stored()?;
+        Ok(plan_load(self.metadata(), requests, options)?)
+    }
+
     /// Reads a non-tensor value.
     fn read_value(&self, fqn: &str) -> Result<PlainValue, CheckpointError>;
 
@@ -141,6 +148,10 @@ impl Checkpoint for CheckpointReader {
 
     fn read(&self, destinations: Vec<Destination<'_>>, options: ReadOptions) -> Result<LoadPlan, CheckpointError> {
         CheckpointReader::read(self, destinations, options)
+    }
+
+    fn check_read(&self, requests: &[LoadRequest], options: LoadOptions) -> Result<LoadPlan, CheckpointError> {
+        CheckpointReader::check_read(self, requests, options)
     }
 
     fn read_value(&self, fqn: &str) -> Result<PlainValue, CheckpointError> {

@@ -117,7 +117,7 @@ impl CheckpointReader {
 
     /// Checks all that can be known of a [`CheckpointReader::read`] before the bytes of tensors are read: the plan, and
     /// that the files are there and long enough.
-    pub fn check(&self, requests: &[LoadRequest], options: LoadOptions) -> Result<LoadPlan, CheckpointError> {
+    pub fn check_read(&self, requests: &[LoadRequest], options: LoadOptions) -> Result<LoadPlan, CheckpointError> {
         let plan = plan_load(&self.metadata, requests, options)?;
         for read in &plan.reads {
             let fqn = &requests[read.request].fqn;

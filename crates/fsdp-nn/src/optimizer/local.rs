@@ -88,6 +88,14 @@ impl LocalParam {
         self.numel == 0 && self.params().into_iter().any(|param| self.handle.layout().numels()[param] > 0)
     }
 
+    /// This rank's piece of an entry of the live state, if there is one.
+    pub(crate) fn live_piece(&self, name: &str) -> Option<&Tensor> {
+        match self.state.as_ref()?.entries.get(name)? {
+            LocalState::Piece(flat) => Some(flat),
+            _ => None,
+        }
+    }
+
     /// The state as a local state dict has it, as views.
     pub(crate) fn local_entries(&self, state: &ParamState) -> Result<Vec<(String, StateValue)>> {
         let mut entries = Vec::new();

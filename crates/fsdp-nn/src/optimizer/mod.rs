@@ -8,12 +8,13 @@ mod step;
 
 use std::sync::Arc;
 
+use fsdp_flat::storage::zeros_on;
 use fsdp_flat::with_float;
 use fsdp_layout::PlainValue;
 use fsdp_state::{StateDict, StateValue};
 use indexmap::IndexMap;
 
-use crate::algorithm::{Algorithm, StateEntry};
+use crate::algorithm::{Algorithm, StateEntry, StateKind};
 use crate::fsdp_state::OptimStateError;
 use crate::parameters::{Location, ShardedParameters};
 use crate::{NnError, Result};
@@ -295,6 +296,43 @@ impl Optimizer {
             return Ok(None);
         }
         local.portable(&state, location.param).map(Some)
+    }
+
+    /// Gives parameters that have no state yet state of zero steps, so that there are tensors to load into: of their
+    /// algorithm's entries those that `wanted` names (parameter, entry), zeros or the algorithm's initial value. torch's
+    /// `_init_optim_state`, which takes a step for it.
+    ///
+    /// An entry that begins with the first gradient (momentum) should be wanted only if values for it follow: a step
+    /// takes it for one that is there.
+    ///
+    /// # Errors
+    /// candle's.
+    pub fn init_state(&mut self, wanted: impl Fn(&str, &StateEntry) -> bool) -> Result<()> {
+        for group in &self.groups {
+            for &index in &group.params {
+                let local = &mut self.locals[index];
+                if local.state.is_some() {
+                    continue;
+                }
+                let mut state = initial_state(&group.algorithm, local)?;
+                let fqns = local.fqns();
+                for entry in group.algorithm.state_entries() {
+                    let is_wanted = fqns.iter().any(|fqn| wanted(fqn, &entry));
+                    match (entry.kind, is_wanted) {
+                        (StateKind::Scalar, true) => {}
+                        (StateKind::Scalar, false) => state.step = None,
+                        (StateKind::LikeParameter, false) => drop(state.entries.swap_remove(entry.name)),
+                        (StateKind::LikeParameter, true) if !state.entries.contains_key(entry.name) => {
+                            let zeros = zeros_on(&[local.numel], local.handle.dtype(), local.handle.device())?;
+                            state.entries.insert(entry.name.to_owned(), LocalState::Piece(zeros));
+                        }
+                        (StateKind::LikeParameter, true) => {}
+                    }
+                }
+                local.state = (state.step.is_some() || !state.entries.is_empty()).then_some(state);
+            }
+        }
+        Ok(())
     }
 
     /// The state entries that the parameter's algorithm keeps, in torch's order; none if this optimizer does not hold it.

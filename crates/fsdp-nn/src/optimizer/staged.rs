@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Tensor};
 use fsdp_flat::ShardedTensor;
-use fsdp_flat::storage::{with_bytes, zeros_on};
+use fsdp_flat::storage::{share_storage, with_bytes, zeros_on};
 use fsdp_layout::{PlainTensor, PlainValue};
 use fsdp_state::{StateDict, StateValue};
 
@@ -79,7 +79,7 @@ impl StagedState {
 
     /// Sets one value of a parameter's state. Tensors shaped like the parameter are sharded values that cover this
     /// rank's boxes; `step` is a 0-d tensor or a number; anything else is kept as it is.
-    /// `value`'s elements are copied.
+    /// `value`'s elements are copied, unless they are views of the live state in its place.
     ///
     /// # Errors
     /// A parameter that is not in the optimizer, values that do not fit, and, without `use_orig_params`, values that
@@ -110,9 +110,21 @@ impl StagedState {
                 found: values.shape().to_vec(),
             }));
         }
-        let flat = match state.entries.get(name) {
-            Some(LocalState::Piece(flat)) => flat.clone(),
-            _ => zeros_on(&[local.numel], values.dtype(), local.handle.device())?,
+        let staged = match state.entries.get(name) {
+            Some(LocalState::Piece(flat)) => Some(flat.clone()),
+            _ => None,
+        };
+        let live = local.live_piece(name);
+        // Values that are where they should go already stay there. A FlatParameter's could be joined by others that do not.
+        if let (None, Some(live), false) = (&staged, live, local.is_flat)
+            && values.is_same_view(&local.sharded_piece(live, location.param)?)
+        {
+            state.entries.insert(name.to_owned(), LocalState::Piece(live.clone()));
+            return Ok(());
+        }
+        let flat = match staged.filter(|staged| !live.is_some_and(|live| share_storage(live, staged))) {
+            Some(flat) => flat,
+            None => zeros_on(&[local.numel], values.dtype(), local.handle.device())?,
         };
         write_boxes(&values, &local.sharded_piece(&flat, location.param)?)?;
         state.entries.insert(name.to_owned(), LocalState::Piece(flat));

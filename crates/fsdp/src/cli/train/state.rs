@@ -1,8 +1,8 @@
 //! A run's state in checkpoints: `{"model", "optim", "train"}`.
 
 use anyhow::Result;
-use fsdp::checkpoint::load::read_template;
-use fsdp::checkpoint::optimizer_template;
+use fsdp::checkpoint::in_place::read_in_place;
+use fsdp::checkpoint::{CheckpointError, get_model_state_dict, init_optimizer_state, optimizer_template};
 use fsdp::dcp::metadata::Entry;
 use fsdp::prelude::*;
 
@@ -32,10 +32,11 @@ pub(super) fn state(
     Ok(state)
 }
 
-/// Loads model and optimizer (if there is one) from an open checkpoint: each rank reads the bytes that it needs.
+/// Loads model and optimizer (if there is one) from an open checkpoint: each rank reads the bytes that it needs, to where
+/// they belong.
 ///
 /// # Errors
-/// [`OtherModel`], the same on every rank; damaged files. Nothing has been changed then.
+/// [`OtherModel`], the same on every rank, and nothing has been changed then; damaged files.
 pub(super) fn restore(resume: &Resume, parameters: &ShardedParameters, optimizer: &mut Optimizer) -> Result<()> {
     let differences = differences(resume, parameters)?;
     if !differences.is_empty() {
@@ -51,31 +52,34 @@ pub(super) fn restore(resume: &Resume, parameters: &ShardedParameters, optimizer
     Ok(())
 }
 
-/// What this rank needs of model and optimizer.
+/// Reads what this rank needs of model and optimizer into their memory; what comes back are views of it, and the values
+/// that are no tensors.
 fn read(
     resume: &Resume,
     parameters: &ShardedParameters,
-    optimizer: &Optimizer,
-) -> Result<(StateDict, StateDict), fsdp::checkpoint::CheckpointError> {
-    let entries = &resume.checkpoint.metadata().entries;
-    let (model, _) = get_state_dict(parameters, &[], &views())?;
-    let mut template = StateDict::new();
-    for (name, value) in &model {
+    optimizer: &mut Optimizer,
+) -> Result<(StateDict, StateDict), CheckpointError> {
+    let checkpoint = &*resume.checkpoint;
+    let mut state = StateDict::new();
+    for (name, value) in get_model_state_dict(parameters, &views())? {
         // Of a tied parameter's names one is enough.
         let key = format!("{}{name}", resume.model);
-        if entries.contains_key(&key) {
-            template.insert(key, value.clone());
+        if checkpoint.metadata().entries.contains_key(&key) {
+            state.insert(key, value);
         }
     }
-    let (loaded, _) = read_template(&*resume.checkpoint, &template, &LoadOptions::default())?;
-    let model = loaded.iter().map(|(key, value)| (key[resume.model.len()..].to_owned(), value.clone())).collect();
-    if !resume.optimizer {
-        return Ok((model, StateDict::new()));
+    if resume.optimizer {
+        init_optimizer_state(checkpoint, &["optim"], &mut [optimizer])?;
+        state.insert("optim", optimizer_template(checkpoint, &["optim"], &[optimizer])?);
     }
-    let mut template = StateDict::new();
-    template.insert("optim", optimizer_template(&*resume.checkpoint, &["optim"], &[optimizer])?);
-    let (loaded, _) = read_template(&*resume.checkpoint, &template, &LoadOptions::default())?;
-    Ok((model, loaded.dict("optim").cloned().unwrap_or_default()))
+    read_in_place(checkpoint, &mut state, &LoadOptions::default()).map_err(|error| match error {
+        // The run ends, so nobody goes on with what was loaded partly.
+        CheckpointError::PartlyLoaded { source } => *source,
+        error => error,
+    })?;
+    let (optim, model): (Vec<_>, Vec<_>) = state.into_iter().partition(|(key, _)| resume.optimizer && key == "optim");
+    let model = model.into_iter().map(|(key, value)| (key[resume.model.len()..].to_owned(), value)).collect();
+    Ok((model, optim.into_iter().next().and_then(|(_, optim)| optim.as_dict().cloned()).unwrap_or_default()))
 }
 
 /// Whether a key belongs to the parts of a run that are no model.
