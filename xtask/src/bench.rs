@@ -10,6 +10,8 @@ use anyhow::{Context, Result, ensure};
 use clap::Args;
 use serde::{Deserialize, Serialize};
 
+/// Of the JSON.
+const SCHEMA: u32 = 1;
 /// Numbers of ranks on which torch loads, beside those of the bench: where resharding loads lead.
 const MORE_RANKS: [usize; 1] = [5];
 /// Groups of cases that torch has too.
@@ -39,6 +41,9 @@ pub(crate) struct BenchArguments {
     /// Where the JSON goes [default: bench.json in the target directory]
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+    /// Keep what the JSON has of other cases: a run in parts, on one machine
+    #[arg(long)]
+    add: bool,
     /// Where the table goes too, as Markdown
     #[arg(long, value_name = "FILE")]
     table: Option<PathBuf>,
@@ -79,7 +84,7 @@ struct TorchCase {
 }
 
 /// All that is known of the run.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Results {
     schema: u32,
     machine: String,
@@ -88,9 +93,9 @@ pub(crate) struct Results {
     others: Vec<Other>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, Deserialize)]
 struct Other {
-    name: &'static str,
+    name: String,
     figures: serde_json::Value,
 }
 
@@ -131,8 +136,12 @@ pub(crate) fn run(root: &Path, arguments: &BenchArguments) -> Result<()> {
         command.args(["--json", "--only", "planning", "--size", "16m", "--place", &places]);
         cases.extend(serde_json::from_slice::<Vec<Case>>(&output(&mut command)?)?);
     }
-    let results = Results { schema: 1, machine: machine(), cases, others: others(root, &target, arguments, &wanted)? };
+    let others = others(root, &target, arguments, &wanted)?;
+    let mut results = Results { schema: SCHEMA, machine: machine(), cases, others };
     let json = arguments.json.clone().unwrap_or_else(|| target.join("bench.json"));
+    if arguments.add && json.exists() {
+        results = results.after(before(&json)?)?;
+    }
     write(&json, &serde_json::to_string_pretty(&results)?)?;
     let text = table::markdown(&results);
     if let Some(path) = &arguments.table {
@@ -141,6 +150,34 @@ pub(crate) fn run(root: &Path, arguments: &BenchArguments) -> Result<()> {
     show(&text);
     crate::say(&format!("xtask: all figures are in `{}`", json.display()));
     Ok(())
+}
+
+/// What an earlier part of the run left.
+fn before(json: &Path) -> Result<Results> {
+    let text = std::fs::read(json).with_context(|| format!("failed to read `{}`", json.display()))?;
+    serde_json::from_slice(&text).with_context(|| format!("`{}` has no figures of this bench", json.display()))
+}
+
+impl Results {
+    /// These and those of an earlier part, which these replace where both have a case.
+    fn after(self, mut before: Results) -> Result<Results> {
+        ensure!(before.schema == SCHEMA, "the figures to add to have schema {}, not {SCHEMA}", before.schema);
+        ensure!(
+            before.machine == self.machine,
+            "the figures to add to are of another machine: {}, this is {}",
+            before.machine,
+            self.machine
+        );
+        let key = |case: &Case| {
+            let limit = case.limit.as_ref().map(|limit| limit.name.clone());
+            (case.name.clone(), case.size.clone(), case.ranks, case.place.clone(), limit)
+        };
+        before.cases.retain(|old| self.cases.iter().all(|new| key(new) != key(old)));
+        before.others.retain(|old| self.others.iter().all(|new| new.name != old.name));
+        before.cases.extend(self.cases);
+        before.others.extend(self.others);
+        Ok(before)
+    }
 }
 
 /// The smaller benches, each of a crate of its own.
@@ -166,7 +203,7 @@ fn others(root: &Path, target: &Path, arguments: &BenchArguments, wanted: &dyn F
             command.arg("--torch").arg(python);
         }
         let figures = serde_json::from_slice(&output(&mut command)?)?;
-        others.push(Other { name, figures });
+        others.push(Other { name: name.to_owned(), figures });
     }
     Ok(others)
 }

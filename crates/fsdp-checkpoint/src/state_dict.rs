@@ -5,6 +5,7 @@
 
 use fsdp_comm::ProcessGroup;
 use fsdp_flat::ShardedTensor;
+use fsdp_flat::storage::owned_copy;
 use fsdp_nn::model_state::{CheckedModelState, check_model_state_dict, live_model_state_dict};
 use fsdp_nn::optim_state::{CheckedOptimState, MissingState, Scalars, check_optim_state_dict, live_optim_state_dict};
 use fsdp_nn::{Optimizer, ShardedParameters};
@@ -173,8 +174,7 @@ fn finish(group: &ProcessGroup, state: StateDict, options: &StateDictOptions) ->
 fn owned_value(value: StateValue) -> Result<StateValue, CheckpointError> {
     let all = |list: Vec<StateValue>| list.into_iter().map(owned_value).collect::<Result<Vec<_>, CheckpointError>>();
     Ok(match value {
-        // candle's `copy` would copy all of the storage that a tensor is a view of.
-        StateValue::Tensor(tensor) => StateValue::Tensor(tensor.force_contiguous()?.detach()),
+        StateValue::Tensor(tensor) => StateValue::Tensor(owned_copy(&tensor)?),
         StateValue::Sharded(tensor) => StateValue::Sharded(tensor.copy()?),
         StateValue::Dict(dict) => {
             let copied = dict.into_iter().map(|(key, value)| Ok((key, owned_value(value)?)));

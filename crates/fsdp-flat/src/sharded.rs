@@ -4,8 +4,8 @@ use candle_core::{Device, Tensor};
 use fsdp_layout::boxes::copy_runs;
 use fsdp_layout::{DType, TensorBox};
 
-use crate::storage::{is_same_view, share_storage, with_bytes, with_bytes_mut, zeros};
-use crate::{FlatError, dtype};
+use crate::storage::{is_same_view, owned_copy, share_storage, with_bytes, with_bytes_mut, zeros};
+use crate::{FlatError, copy_streamed, dtype};
 
 /// One box of a [`ShardedTensor`] and its elements.
 #[derive(Debug, Clone)]
@@ -176,8 +176,7 @@ impl ShardedTensor {
     /// # Errors
     /// candle's.
     pub fn copy(&self) -> Result<Self, FlatError> {
-        // candle's `copy` would copy all of the storage that a box is a view of.
-        self.map(|tensor| Ok(tensor.force_contiguous()?.detach()))
+        self.map(owned_copy)
     }
 
     /// The same values on another device (shared if they are there already).
@@ -271,8 +270,8 @@ pub fn copy_overlap(src: &Tensor, src_box: &TensorBox, dst: &Tensor, dst_box: &T
     with_bytes(&src, |from| {
         with_bytes_mut(dst, |to| {
             for run in copy_runs(&overlap, src_box, dst_box) {
-                to[run.dst * size..(run.dst + run.len) * size]
-                    .copy_from_slice(&from[run.src * size..(run.src + run.len) * size]);
+                let (dst, src, len) = (run.dst * size, run.src * size, run.len * size);
+                copy_streamed(&mut to[dst..dst + len], &from[src..src + len]);
             }
         })
     })??;

@@ -14,6 +14,7 @@ use half::{bf16, f16};
 use crate::FlatError;
 #[cfg(feature = "cuda")]
 use crate::cuda;
+use crate::streamed::to_vec_streamed;
 
 /// An element type that tensors here are made of.
 pub trait Scalar: WithDType + bytemuck::Pod {
@@ -46,6 +47,15 @@ macro_rules! scalars {
             match storage {
                 $(CpuStorage::$variant(data) => Some(bytemuck::cast_slice_mut(data)),)*
                 CpuStorage::F8E8M0(data) => Some(data),
+                _ => None,
+            }
+        }
+
+        /// Some of the storage's elements, in memory of their own.
+        fn copied(storage: &CpuStorage, range: std::ops::Range<usize>) -> Option<CpuStorage> {
+            match storage {
+                $(CpuStorage::$variant(data) => Some(CpuStorage::$variant(to_vec_streamed(data.get(range)?))),)*
+                CpuStorage::F8E8M0(data) => Some(CpuStorage::F8E8M0(to_vec_streamed(data.get(range)?))),
                 _ => None,
             }
         }
@@ -415,6 +425,25 @@ pub fn to_device(tensor: &Tensor, device: &Device) -> Result<Tensor, FlatError> 
     Ok(tensor.detach().force_contiguous()?.to_device(device)?)
 }
 
+/// The same values in memory of their own: contiguous, on the same device, and in no graph.
+///
+/// # Errors
+/// A tensor that is freed; candle's.
+pub fn owned_copy(tensor: &Tensor) -> Result<Tensor, FlatError> {
+    // By hand, because candle does not know all dtypes, and copies through the caches.
+    if let (Storage::Cpu(storage), layout) = (&*tensor.storage_and_layout().0, tensor.layout()) {
+        if is_freed_storage(tensor, storage) {
+            return Err(freed(tensor));
+        }
+        if let Some((start, end)) = layout.contiguous_offsets()
+            && let Some(storage) = copied(storage, start..end)
+        {
+            return Ok(TensorBuffer { storage, shape: tensor.dims().to_vec() }.into_tensor());
+        }
+    }
+    Ok(tensor.detach().force_contiguous()?.detach())
+}
+
 /// A contiguous tensor of zeros on a device.
 ///
 /// # Errors
@@ -471,6 +500,25 @@ impl TensorBuffer {
 mod tests {
     use super::*;
     use candle_core::{DType, Device};
+
+    #[test]
+    fn an_owned_copy_has_the_values_of_any_layout_and_shares_nothing() {
+        let flat = Tensor::arange(0f32, 12f32, &Device::Cpu).unwrap();
+        let part = flat.narrow(0, 2, 6).unwrap().reshape((2, 3)).unwrap();
+        for view in [part.clone(), part.t().unwrap(), part.narrow(1, 1, 2).unwrap(), part.narrow(0, 0, 0).unwrap()] {
+            let copy = owned_copy(&view).unwrap();
+            assert!(copy.is_contiguous() && !share_storage(&copy, &view));
+            assert_eq!(copy.to_vec2::<f32>().unwrap(), view.to_vec2::<f32>().unwrap());
+            assert_eq!(with_bytes(&copy, <[u8]>::len).unwrap(), view.elem_count() * 4);
+        }
+        // candle allocates no copies of this one.
+        let scales = zeros(&[3], DType::F8E8M0).unwrap();
+        assert_eq!(with_bytes(&owned_copy(&scales).unwrap(), <[u8]>::to_vec).unwrap(), [0; 3]);
+        let scalar = owned_copy(&Tensor::new(2i64, &Device::Cpu).unwrap()).unwrap();
+        assert_eq!(scalar.to_scalar::<i64>().unwrap(), 2);
+        free(&flat).unwrap();
+        assert!(matches!(owned_copy(&part), Err(FlatError::Freed { .. })));
+    }
 
     #[test]
     fn a_freed_storage_is_an_error_for_every_reader_and_comes_back() {

@@ -23,44 +23,75 @@ const AHEAD: usize = 1 << 10;
 /// fsdp_flat::copy_streamed(&mut to, &from);
 /// assert_eq!(to, from);
 /// ```
+#[expect(unsafe_code, reason = "there is no safe way to a store that goes around the caches")]
 pub fn copy_streamed(to: &mut [u8], from: &[u8]) {
-    match to.len() {
-        ..MIN_STREAMED => to.copy_from_slice(from),
-        _ => stream(to, from),
+    if to.len() < MIN_STREAMED {
+        return to.copy_from_slice(from);
     }
+    assert_eq!(to.len(), from.len(), "a copy between slices of different lengths");
+    // SAFETY: as many bytes can be written, and to nobody else's memory, since `to` is borrowed for change.
+    unsafe { stream(to.as_mut_ptr(), from) };
 }
 
+/// Copies as `to_vec` does, for a copy that is not read soon.
+#[expect(unsafe_code, reason = "as above; and zeroing first what is overwritten takes as long as the copy")]
+pub(crate) fn to_vec_streamed<T: bytemuck::NoUninit>(from: &[T]) -> Vec<T> {
+    if size_of_val(from) < MIN_STREAMED {
+        return from.to_vec();
+    }
+    let mut to: Vec<T> = Vec::with_capacity(from.len());
+    // SAFETY: the vector has room for all elements of `from`, and nobody else has it.
+    unsafe { stream(to.as_mut_ptr().cast(), bytemuck::cast_slice(from)) };
+    // SAFETY: their bytes, which are values of `T`, have just been written.
+    unsafe { to.set_len(from.len()) };
+    to
+}
+
+/// Copies `from` to fresh memory or memory that is there, around the caches.
+///
+/// # Safety
+/// As many bytes must be valid for writes at `to`, and none of them may be in `from`.
 #[cfg(not(target_arch = "x86_64"))]
-fn stream(to: &mut [u8], from: &[u8]) {
-    to.copy_from_slice(from);
+#[expect(unsafe_code, reason = "the memory may not have been written yet")]
+unsafe fn stream(to: *mut u8, from: &[u8]) {
+    // SAFETY: the caller's promise.
+    unsafe { to.copy_from_nonoverlapping(from.as_ptr(), from.len()) };
 }
 
+/// Copies `from` to fresh memory or memory that is there, around the caches.
+///
+/// # Safety
+/// As many bytes must be valid for writes at `to`, and none of them may be in `from`.
 #[cfg(target_arch = "x86_64")]
 #[expect(unsafe_code, reason = "there is no safe way to a store that goes around the caches")]
-fn stream(to: &mut [u8], from: &[u8]) {
+unsafe fn stream(to: *mut u8, from: &[u8]) {
     use std::arch::x86_64::{__m128i, _MM_HINT_NTA, _mm_prefetch, _mm_sfence, _mm_stream_si128};
 
     /// What a cache holds as one.
     type Line = [__m128i; 4];
 
-    assert_eq!(to.len(), from.len(), "a copy between slices of different lengths");
-    let (head, body, tail) = bytemuck::pod_align_to_mut::<u8, Line>(to);
-    let (first, rest) = from.split_at(head.len());
-    let (middle, last) = rest.split_at(size_of_val(body));
-    head.copy_from_slice(first);
-    for (to, from) in body.iter_mut().zip(middle.chunks_exact(size_of::<Line>())) {
+    let (head, rest) = from.split_at(to.align_offset(align_of::<__m128i>()).min(from.len()));
+    let mut lines = rest.chunks_exact(size_of::<Line>());
+    // SAFETY: the caller's promise: these are the first bytes.
+    unsafe { to.copy_from_nonoverlapping(head.as_ptr(), head.len()) };
+    let mut at = head.len();
+    for line in &mut lines {
         // SAFETY: every x86-64 processor has it, and it reads nothing: any address will do.
-        unsafe { _mm_prefetch::<_MM_HINT_NTA>(from.as_ptr().wrapping_add(AHEAD).cast()) };
-        let line: Line = bytemuck::pod_read_unaligned(from);
-        for (to, value) in to.iter_mut().zip(line) {
-            // SAFETY: a mutable reference can be written to and is aligned. Every x86-64 processor has the instruction, and
-            // the fence below comes before anybody else can look at the memory.
-            unsafe { _mm_stream_si128(to, value) };
+        unsafe { _mm_prefetch::<_MM_HINT_NTA>(line.as_ptr().wrapping_add(AHEAD).cast()) };
+        let line: Line = bytemuck::pod_read_unaligned(line);
+        for value in line {
+            // SAFETY: the caller's promise: 16 more bytes of `from` are left, so as many can be written. They are aligned, as
+            // `head` ends where they are. Every x86-64 processor has the instruction, and the fence below comes before anybody
+            // can look at the memory.
+            unsafe { _mm_stream_si128(to.add(at).cast(), value) };
+            at += size_of::<__m128i>();
         }
     }
     // SAFETY: every x86-64 processor has it.
     unsafe { _mm_sfence() };
-    tail.copy_from_slice(last);
+    let tail = lines.remainder();
+    // SAFETY: the caller's promise: these are the last bytes.
+    unsafe { to.add(at).copy_from_nonoverlapping(tail.as_ptr(), tail.len()) };
 }
 
 #[cfg(test)]
@@ -80,6 +111,16 @@ mod tests {
             }
         }
         copy_streamed(&mut [], &[]);
+    }
+
+    #[test]
+    fn copies_in_fresh_memory_are_equal_whatever_the_length_and_the_type() {
+        for length in [0, 1, 1000, MIN_STREAMED / 8 - 1, MIN_STREAMED / 8, MIN_STREAMED / 8 + 5, MIN_STREAMED + 3] {
+            let source: Vec<f64> = (0..length).map(|i| i as f64 * 0.5).collect();
+            assert!(to_vec_streamed(&source) == source, "{length}");
+            let bytes: Vec<u8> = (0..length).map(|i| (i * 31 % 251) as u8).collect();
+            assert!(to_vec_streamed(&bytes[length.min(1)..]) == bytes[length.min(1)..], "{length}");
+        }
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Memory of tensors: copies that share nothing, copies in place, and bytes that become tensors.
 
 use candle_core::{Device, Tensor};
-use fsdp_flat::storage::{TensorBuffer, share_storage, to_device, with_bytes, with_bytes_mut};
+use fsdp_flat::storage::{TensorBuffer, owned_copy, share_storage, to_device, with_bytes, with_bytes_mut};
 use fsdp_flat::{FlatError, LocalShard, RawTensor, ShardedTensor, copy_streamed};
 use fsdp_layout::DType;
 
@@ -11,13 +11,7 @@ use crate::{StateError, StateValue};
 pub(crate) fn own(tensor: &Tensor, device: Option<&Device>) -> Result<Tensor, StateError> {
     match device {
         Some(device) if !device.same_device(tensor.device()) => Ok(to_device(&tensor.detach(), device)?.detach()),
-        // By bytes, because candle cannot allocate for dtypes that it does not compute with.
-        _ if tensor.device().is_cpu() && tensor.is_contiguous() => {
-            let mut copy = TensorBuffer::zeros(tensor.dims(), tensor.dtype())?;
-            with_bytes(tensor, |bytes| copy.bytes_mut().copy_from_slice(bytes))?;
-            Ok(copy.into_tensor())
-        }
-        _ => Ok(tensor.detach().force_contiguous()?.detach()),
+        _ => Ok(owned_copy(tensor)?),
     }
 }
 

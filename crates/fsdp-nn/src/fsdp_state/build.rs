@@ -2,7 +2,7 @@
 
 use candle_core::Tensor;
 use fsdp_flat::ShardedTensor;
-use fsdp_flat::storage::{with_bytes, zeros};
+use fsdp_flat::storage::{owned_copy, with_bytes, zeros};
 use fsdp_state::{StateDict, StateValue};
 
 use super::OptimStateError;
@@ -74,7 +74,7 @@ pub(crate) fn put(
 ) -> Result<()> {
     match plan.get(name) {
         Some(Planned::Whole) => {
-            let whole = values.to_whole()?.force_contiguous()?.detach();
+            let whole = owned_copy(&values.to_whole()?)?;
             if let Some(StateValue::Tensor(first)) = tensors.get(name)
                 && !same_elements(first, &whole)?
             {

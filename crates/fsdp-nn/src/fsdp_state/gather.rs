@@ -2,6 +2,7 @@
 
 use candle_core::{Device, Tensor};
 use fsdp_comm::ProcessGroup;
+use fsdp_flat::copy_streamed;
 use fsdp_flat::storage::{TensorBuffer, to_device, with_bytes};
 use fsdp_layout::FlatLayout;
 use fsdp_layout::flat::FlatEntry;
@@ -120,7 +121,7 @@ fn split(layout: &FlatLayout, flat: &[u8], like: &Tensor, wanted: &[bool]) -> Re
         }
         let range = layout.param_range(param);
         let mut buffer = TensorBuffer::zeros(&layout.shapes()[param], like.dtype())?;
-        buffer.bytes_mut().copy_from_slice(&flat[range.start * size..range.end * size]);
+        copy_streamed(buffer.bytes_mut(), &flat[range.start * size..range.end * size]);
         Ok(Some(buffer.into_tensor()))
     };
     wanted.iter().enumerate().map(copy).collect()

@@ -42,6 +42,7 @@ mod user_state;
 
 use candle_core::Tensor;
 use fsdp_flat::ShardedTensor;
+use fsdp_flat::storage::owned_copy;
 use fsdp_layout::KeyPath;
 use fsdp_state::{IterateOptions, StateDict, StateDictCallbacks, StateError, StateValue, iterate_state_dict};
 
@@ -73,11 +74,11 @@ struct Own;
 
 impl StateDictCallbacks for Own {
     fn sharded(&mut self, _: &KeyPath, tensor: &ShardedTensor) -> Result<StateValue, StateError> {
-        Ok(tensor.map(|tensor| Ok(tensor.force_contiguous()?.detach()))?.into())
+        Ok(tensor.copy()?.into())
     }
 
     fn tensor(&mut self, _: &KeyPath, tensor: &Tensor) -> Result<StateValue, StateError> {
-        Ok(tensor.force_contiguous()?.detach().into())
+        Ok(owned_copy(tensor)?.into())
     }
 }
 

@@ -1,6 +1,7 @@
 //! The model state dict of the three types, and loading one.
 
 use candle_core::Tensor;
+use fsdp_flat::storage::owned_copy;
 use fsdp_flat::{LocalShard, ShardedTensor};
 use fsdp_layout::TensorBox;
 use fsdp_state::{
@@ -185,7 +186,7 @@ fn whole_params(parameters: &ShardedParameters, handle: &FlatParamHandle, keep: 
     if !keep.here(parameters) {
         return Ok(None);
     }
-    let copy = |param: usize| Ok(handle.sharded_param(param)?.to_whole()?.force_contiguous()?.detach());
+    let copy = |param: usize| Ok(owned_copy(&handle.sharded_param(param)?.to_whole()?)?);
     (0..handle.params.len()).map(copy).collect::<Result<_>>().map(Some)
 }
 

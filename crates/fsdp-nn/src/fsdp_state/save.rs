@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 use fsdp_comm::ProcessGroup;
-use fsdp_flat::storage::{TensorBuffer, with_bytes, with_bytes_mut, zeros};
+use fsdp_flat::storage::{TensorBuffer, owned_copy, with_bytes, with_bytes_mut, zeros};
 use fsdp_flat::{ShardedTensor, dtype};
 use fsdp_layout::{DType, PlainValue};
 use fsdp_state::{StateDict, StateValue};
@@ -295,7 +295,7 @@ impl Emission<'_> {
                     Entry::Whole { dtype, shape, on } => {
                         let tensor = self.whole(one, name, *dtype, shape, on)?;
                         for fqn in &one.key.unflat_param_names {
-                            let copy = self.options.keep.place(tensor.force_contiguous()?.detach())?;
+                            let copy = self.options.keep.place(owned_copy(&tensor)?)?;
                             self.offer(fqn, name, copy.into());
                         }
                     }
@@ -389,7 +389,7 @@ impl Emission<'_> {
             let sharded = match piece {
                 Some(piece) => {
                     let boxes = handle.layout().param_boxes(param, handle.shard_rank());
-                    let piece = self.options.keep.place(piece.force_contiguous()?.detach())?;
+                    let piece = self.options.keep.place(owned_copy(&piece)?)?;
                     ShardedTensor::from_flat(shape, boxes, &piece)?
                 }
                 None => ShardedTensor::new(dtype::to_candle(dtype)?, shape.clone(), Vec::new())?,

@@ -314,19 +314,22 @@ impl Optimizer {
                 if local.state.is_some() {
                     continue;
                 }
-                let mut state = initial_state(&group.algorithm, local)?;
+                let mut initial = initial_state(&group.algorithm, local)?;
+                let mut state = ParamState::default();
                 let fqns = local.fqns();
                 for entry in group.algorithm.state_entries() {
-                    let is_wanted = fqns.iter().any(|fqn| wanted(fqn, &entry));
-                    match (entry.kind, is_wanted) {
-                        (StateKind::Scalar, true) => {}
-                        (StateKind::Scalar, false) => state.step = None,
-                        (StateKind::LikeParameter, false) => drop(state.entries.swap_remove(entry.name)),
-                        (StateKind::LikeParameter, true) if !state.entries.contains_key(entry.name) => {
+                    if !fqns.iter().any(|fqn| wanted(fqn, &entry)) {
+                        continue;
+                    }
+                    match (entry.kind, initial.entries.swap_remove(entry.name)) {
+                        (StateKind::Scalar, _) => state.step = initial.step,
+                        (StateKind::LikeParameter, Some(piece)) => {
+                            state.entries.insert(entry.name.to_owned(), piece);
+                        }
+                        (StateKind::LikeParameter, None) => {
                             let zeros = zeros_on(&[local.numel], local.handle.dtype(), local.handle.device())?;
                             state.entries.insert(entry.name.to_owned(), LocalState::Piece(zeros));
                         }
-                        (StateKind::LikeParameter, true) => {}
                     }
                 }
                 local.state = (state.step.is_some() || !state.entries.is_empty()).then_some(state);

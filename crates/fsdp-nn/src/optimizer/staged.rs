@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Tensor};
 use fsdp_flat::ShardedTensor;
-use fsdp_flat::storage::{share_storage, with_bytes, zeros_on};
+use fsdp_flat::storage::{owned_copy, share_storage, with_bytes, zeros_on};
 use fsdp_layout::{PlainTensor, PlainValue};
 use fsdp_state::{StateDict, StateValue};
 
@@ -153,7 +153,7 @@ impl ParamState {
     /// Sets a value that is not shaped like the parameter. A FlatParameter has one of it.
     pub(crate) fn set_shared(&mut self, local: &LocalParam, name: &str, value: &StateValue) -> Result<()> {
         let kept = match value {
-            StateValue::Tensor(tensor) => LocalState::Whole(tensor.force_contiguous()?.detach()),
+            StateValue::Tensor(tensor) => LocalState::Whole(owned_copy(tensor)?),
             StateValue::Plain(value) => LocalState::Plain(value.clone()),
             other => {
                 return Err(NnError::UnexpectedState { fqn: local.name(), name: name.to_owned(), kind: other.kind() });

@@ -1,7 +1,7 @@
 //! torch's `Optimizer.state_dict` and `load_state_dict`: this rank's state by parameter id. No communication.
 
 use candle_core::Tensor;
-use fsdp_flat::storage::to_device;
+use fsdp_flat::storage::{owned_copy, to_device};
 use fsdp_layout::PlainValue;
 use fsdp_state::{StateDict, StateValue};
 
@@ -269,6 +269,6 @@ fn check_piece(local: &LocalParam, name: &str, tensor: &candle_core::Tensor) -> 
 
 /// A copy of a piece of state, flat, where its parameter is.
 fn own_flat(tensor: &Tensor, local: &LocalParam) -> Result<Tensor> {
-    let flat = tensor.flatten_all()?.force_contiguous()?.detach();
+    let flat = owned_copy(&tensor.flatten_all()?)?;
     Ok(to_device(&flat, local.handle.device())?)
 }

@@ -1,8 +1,8 @@
 //! Bytes of boxes: read from the tensors that have them, put in a row for sending, and into their places.
 
 use candle_core::{Device, Tensor};
-use fsdp_flat::RawTensor;
 use fsdp_flat::storage::{to_device, with_bytes};
+use fsdp_flat::{RawTensor, copy_streamed};
 use fsdp_layout::TensorBox;
 use fsdp_layout::boxes::copy_runs;
 
@@ -77,7 +77,7 @@ pub(crate) fn copy_box(
 ) {
     for run in copy_runs(bounds, src, dst) {
         let (src, dst, len) = (run.src * element, run.dst * element, run.len * element);
-        to[dst..dst + len].copy_from_slice(&from[src..src + len]);
+        copy_streamed(&mut to[dst..dst + len], &from[src..src + len]);
     }
 }
 
