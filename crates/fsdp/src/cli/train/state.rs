@@ -77,9 +77,10 @@ fn read(
         CheckpointError::PartlyLoaded { source } => *source,
         error => error,
     })?;
-    let (optim, model): (Vec<_>, Vec<_>) = state.into_iter().partition(|(key, _)| resume.optimizer && key == "optim");
-    let model = model.into_iter().map(|(key, value)| (key[resume.model.len()..].to_owned(), value)).collect();
-    Ok((model, optim.into_iter().next().and_then(|(_, optim)| optim.as_dict().cloned()).unwrap_or_default()))
+    let optim = if resume.optimizer { state.remove("optim") } else { None };
+    let optim = optim.as_ref().and_then(StateValue::as_dict).cloned().unwrap_or_default();
+    let model = state.into_iter().map(|(key, value)| (key[resume.model.len()..].to_owned(), value)).collect();
+    Ok((model, optim))
 }
 
 /// Whether a key belongs to the parts of a run that are no model.

@@ -1,23 +1,19 @@
 //! Resuming into the memory of a model and a fresh optimizer gives what resuming through fresh tensors gives, and needs room
 //! made for the state that was saved, no more.
 
-#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
-
 use std::path::Path;
 
-use candle_core::{Device, Tensor};
-use candle_nn::{Linear, Module, linear};
 use fsdp_checkpoint::{
     LoadOptions, SaveOptions, StateDictOptions, get_model_state_dict, get_state_dict, init_optimizer_state, load,
     load_in_place, optimizer_template, save, set_state_dict,
 };
-use fsdp_comm::{ProcessGroup, run_local};
+use fsdp_comm::run_local;
 use fsdp_dcp::reader::CheckpointReader;
+use fsdp_nn::Optimizer;
 use fsdp_nn::algorithm::{AdagradOptions, AdamOptions, Algorithm, SgdOptions};
-use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer, Unit};
-use fsdp_state::{GatherOptions, StateDict, StateValue, flatten_containers, gather_state_dict};
+use fsdp_state::{GatherOptions, StateValue, flatten_containers, gather_state_dict};
 
-type Model = FullyShardedDataParallel<(Unit<Linear>, Linear)>;
+use crate::training::{Model, both, new_model, shared, step, views};
 
 fn algorithms() -> [Algorithm; 5] {
     [
@@ -30,40 +26,13 @@ fn algorithms() -> [Algorithm; 5] {
     ]
 }
 
-fn build(group: &ProcessGroup, use_orig_params: bool, algorithm: &Algorithm, seed: u64) -> (Model, Optimizer) {
-    let config = FsdpConfig { use_orig_params, seed, ..FsdpConfig::default() };
-    let model = FullyShardedDataParallel::new(group.clone(), config, |scope| {
-        Ok((scope.pp("a").unit(|scope| linear(5, 7, scope.vb()))?, linear(7, 2, scope.vb().pp("head"))?))
-    });
-    let model = model.unwrap();
-    let optimizer = Optimizer::new(model.parameters(), algorithm.clone()).unwrap();
-    (model, optimizer)
-}
-
-fn step(model: &Model, optimizer: &mut Optimizer, seed: usize) {
-    let x: Vec<f32> = (0..10).map(|i| ((i * 37 + seed * 11) % 17) as f32 / 8.0 - 1.0).collect();
-    let x = Tensor::from_vec(x, (2, 5), &Device::Cpu).unwrap();
-    let loss = model.forward(|m| m.1.forward(&m.0.forward(&x)?.tanh()?)?.sqr()?.mean_all()).unwrap();
-    model.backward(&loss).unwrap();
-    optimizer.step().unwrap();
-    model.parameters().zero_grad();
-}
-
-fn views() -> StateDictOptions {
-    StateDictOptions { share_storage: true, ..StateDictOptions::default() }
-}
-
-fn state(model: StateDict, optim: StateDict) -> StateDict {
-    [("model", model.into()), ("optim", optim.into())].into_iter().collect()
-}
-
 fn resume(path: &Path, model: &Model, optimizer: &mut Optimizer, in_place: bool) {
     let checkpoint = CheckpointReader::open(path).unwrap();
     if in_place {
         init_optimizer_state(&checkpoint, &["optim"], &mut [optimizer]).unwrap();
     }
     let template = optimizer_template(&checkpoint, &["optim"], &[optimizer]).unwrap();
-    let mut loaded = state(get_model_state_dict(model.parameters(), &views()).unwrap(), template);
+    let mut loaded = both(get_model_state_dict(model.parameters(), &shared()).unwrap(), template);
     let load = if in_place { load_in_place } else { load };
     load(path, &mut loaded, model.group(), &LoadOptions::default()).unwrap();
     let part = |key: &str| loaded.dict(key).cloned().unwrap_or_default();
@@ -73,7 +42,7 @@ fn resume(path: &Path, model: &Model, optimizer: &mut Optimizer, in_place: bool)
 
 fn bits(model: &Model, optimizer: &Optimizer) -> Vec<String> {
     let (m, o) = get_state_dict(model.parameters(), &[optimizer], &StateDictOptions::default()).unwrap();
-    let whole = gather_state_dict(model.group(), &state(m, o), &GatherOptions::default()).unwrap();
+    let whole = gather_state_dict(model.group(), &both(m, o), &GatherOptions::default()).unwrap();
     let leaves = flatten_containers(&whole).unwrap().values.into_iter();
     leaves
         .map(|(key, value)| match value {
@@ -93,19 +62,18 @@ fn it_goes_on_as_after_a_load_into_fresh_tensors() {
         for saved_flat in [false, true] {
             let path = dir.path().join(format!("{index}-{saved_flat}"));
             run_local(2, |group| {
-                let (model, mut optimizer) = build(&group, !saved_flat, algorithm, 1);
-                (0..2).for_each(|seed| step(&model, &mut optimizer, seed));
-                let (m, o) = get_state_dict(model.parameters(), &[&optimizer], &views()).unwrap();
-                save(path.as_path(), &state(m, o), &group, &SaveOptions::default()).unwrap();
+                let (model, mut optimizer) = new_model(&group, !saved_flat, algorithm, 1);
+                (0..2).for_each(|seed| _ = step(&model, &mut optimizer, seed));
+                save(path.as_path(), &views(&model, &optimizer), &group, &SaveOptions::default()).unwrap();
             })
             .unwrap();
             for (world, flat) in [(1, false), (2, true), (3, false), (5, false)] {
                 run_local(world, |group| {
                     let outcome = |in_place: bool| {
-                        let (model, mut optimizer) = build(&group, !flat, algorithm, 2);
+                        let (model, mut optimizer) = new_model(&group, !flat, algorithm, 2);
                         resume(&path, &model, &mut optimizer, in_place);
                         let resumed = bits(&model, &optimizer);
-                        (2..4).for_each(|seed| step(&model, &mut optimizer, seed));
+                        (2..4).for_each(|seed| _ = step(&model, &mut optimizer, seed));
                         (resumed, bits(&model, &optimizer))
                     };
                     assert_eq!(outcome(true), outcome(false), "{algorithm:?} {saved_flat} {world} {flat}");
@@ -122,17 +90,16 @@ fn room_is_made_for_what_was_saved_and_a_state_that_is_there_stays() {
     let (fresh, stepped) = (dir.path().join("fresh"), dir.path().join("stepped"));
     let algorithm = &Algorithm::Sgd(SgdOptions { lr: 0.1, momentum: 0.9, ..SgdOptions::default() });
     run_local(2, |group| {
-        let (model, mut optimizer) = build(&group, true, algorithm, 1);
+        let (model, mut optimizer) = new_model(&group, true, algorithm, 1);
         for path in [&fresh, &stepped] {
-            let (m, o) = get_state_dict(model.parameters(), &[&optimizer], &views()).unwrap();
-            save(path.as_path(), &state(m, o), &group, &SaveOptions::default()).unwrap();
+            save(path.as_path(), &views(&model, &optimizer), &group, &SaveOptions::default()).unwrap();
             step(&model, &mut optimizer, 0);
         }
         let init = |path: &Path, optimizer: &mut Optimizer| {
             init_optimizer_state(&CheckpointReader::open(path).unwrap(), &["optim"], &mut [optimizer]).unwrap();
         };
         // SGD has no state before its first step, so nothing was saved.
-        let (model, mut optimizer) = build(&group, true, algorithm, 1);
+        let (model, mut optimizer) = new_model(&group, true, algorithm, 1);
         init(&fresh, &mut optimizer);
         assert!(optimizer.is_fresh());
         // The second checkpoint was saved after one step.

@@ -1,24 +1,18 @@
 //! Loading into the memory of the live tensors: the same values as a load into fresh memory, for every tensor that shares
 //! the storage; nothing changes where the checkpoint does not fit, and damage is told apart.
 
-#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
-#![expect(clippy::disallowed_methods, reason = "the tests damage files on purpose")]
-
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
-use candle_nn::{Linear, Module, linear};
-use fsdp_checkpoint::{
-    CheckpointError, LoadOptions, SaveOptions, StateDictOptions, get_state_dict, load, load_in_place, load_whole, save,
-};
+use fsdp_checkpoint::{CheckpointError, LoadOptions, SaveOptions, load, load_in_place, load_whole, save};
 use fsdp_comm::{ProcessGroup, run_local};
 use fsdp_flat::{LocalShard, RawTensor, ShardedTensor};
 use fsdp_layout::shard::chunk_range;
 use fsdp_layout::{ErrorKind, Failure, PlainValue, TensorBox};
-use fsdp_nn::algorithm::{AdamOptions, Algorithm};
-use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer, Unit};
 use fsdp_state::{StateDict, StateValue};
+
+use crate::training::{adamw, new_model, step, views};
 
 const ROWS: usize = 9;
 
@@ -219,46 +213,13 @@ fn damage_that_only_reading_shows_is_told_and_a_whole_checkpoint_mends_it() {
     .unwrap();
 }
 
-type Model = FullyShardedDataParallel<(Unit<Linear>, Linear)>;
-
-fn model(group: ProcessGroup, use_orig_params: bool, seed: u64) -> (Model, Optimizer) {
-    let config = FsdpConfig { use_orig_params, seed, ..FsdpConfig::default() };
-    let model = FullyShardedDataParallel::new(group, config, |scope| {
-        Ok((scope.pp("a").unit(|scope| linear(5, 7, scope.vb()))?, linear(7, 2, scope.vb().pp("head"))?))
-    });
-    let model = model.unwrap();
-    let algorithm = Algorithm::AdamW(AdamOptions { lr: 0.01, ..AdamOptions::adamw() });
-    let optimizer = Optimizer::new(model.parameters(), algorithm).unwrap();
-    (model, optimizer)
-}
-
-fn step(model: &Model, optimizer: &mut Optimizer, seed: usize) -> f32 {
-    let x: Vec<f32> = (0..10).map(|i| ((i * 37 + seed * 11) % 17) as f32 / 8.0 - 1.0).collect();
-    let x = Tensor::from_vec(x, (2, 5), &Device::Cpu).unwrap();
-    let loss = model.forward(|m| m.1.forward(&m.0.forward(&x)?.tanh()?)?.sqr()?.mean_all()).unwrap();
-    model.backward(&loss).unwrap();
-    optimizer.step().unwrap();
-    model.parameters().zero_grad();
-    loss.to_scalar().unwrap()
-}
-
-/// Views of the live values.
-fn views(model: &Model, optimizer: &Optimizer) -> StateDict {
-    let options = StateDictOptions { share_storage: true, ..StateDictOptions::default() };
-    let (model, optim) = get_state_dict(model.parameters(), &[optimizer], &options).unwrap();
-    let mut state = StateDict::new();
-    state.insert("model", model);
-    state.insert("optim", optim);
-    state
-}
-
 #[test]
 fn training_goes_on_from_what_was_loaded_under_a_model_and_its_optimizer() {
     let dir = tempfile::tempdir().unwrap();
     for (saved, use_orig_params) in [(1, true), (2, false), (3, true)] {
         let path = dir.path().join(saved.to_string());
         let went_on = run_local(saved, |group| {
-            let (model, mut optimizer) = model(group.clone(), use_orig_params, 1);
+            let (model, mut optimizer) = new_model(&group, use_orig_params, &adamw(), 1);
             (0..2).for_each(|seed| _ = step(&model, &mut optimizer, seed));
             save(path.as_path(), &views(&model, &optimizer), &group, &SaveOptions::default()).unwrap();
             (2..5).map(|seed| step(&model, &mut optimizer, seed)).collect::<Vec<f32>>()
@@ -266,7 +227,7 @@ fn training_goes_on_from_what_was_loaded_under_a_model_and_its_optimizer() {
         .unwrap();
         for world in [1, 2, 3] {
             let loaded = run_local(world, |group| {
-                let (model, mut optimizer) = model(group.clone(), !use_orig_params, 2);
+                let (model, mut optimizer) = new_model(&group, !use_orig_params, &adamw(), 2);
                 // As many steps as were saved: the step counts are plain values in the dict, not tensors of the optimizer.
                 (5..7).for_each(|seed| _ = step(&model, &mut optimizer, seed));
                 load_in_place(path.as_path(), &mut views(&model, &optimizer), &group, &options()).unwrap();

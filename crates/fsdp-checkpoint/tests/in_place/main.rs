@@ -1,0 +1,8 @@
+//! Loads into the memory of live tensors, and resumes through them.
+
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![expect(clippy::disallowed_methods, reason = "the tests damage files on purpose")]
+
+mod load;
+mod resume;
+mod training;
