@@ -26,7 +26,8 @@ enum Leaf {
 type Leaves = Vec<(KeyPath, Leaf)>;
 
 /// Rank 0's dicts on every rank, with placeholders for tensors, and the tensors that are to come: those of parameters
-/// and buffers that the model knows, and of their state that an optimizer takes. (State of a parameter in another shape than the parameter's comes at once.)
+/// and buffers that the model knows, and of their state that an optimizer takes. (State of a parameter in another shape
+/// than the parameter's comes at once.)
 ///
 /// Collectives: one agreement, one object broadcast, one agreement; for state of another shape one exchange.
 pub(crate) fn from_rank0(

@@ -9,8 +9,8 @@ use crate::CheckpointError;
 pub struct StateDictOptions {
     /// Whole tensors instead of sharded ones. A load takes either, and each rank its part.
     pub full_state_dict: bool,
-    /// Values on the CPU; a load does not mind. With `full_state_dict` only rank 0 gets them, the others an empty dict, as in torch, unless
-    /// `keep_on` says otherwise.
+    /// Values on the CPU; a load does not mind. With `full_state_dict` only rank 0 gets them, the others an empty dict,
+    /// as in torch, unless `keep_on` says otherwise.
     pub cpu_offload: bool,
     /// Which ranks get a full state dict; the others get an empty one. `None`: all, or rank 0 with `cpu_offload`.
     pub keep_on: Option<KeepOn>,

@@ -44,9 +44,9 @@ impl Retention {
 /// Removes the checkpoints in a run's directory that need not stay, and returns them. No communication: one rank calls
 /// it, after a save.
 ///
-/// What crashed saves and removals have left goes too. A checkpoint that somebody reads stays until a later call, and so
-/// does everything until at least one of those that stay is found to be whole (its structure and the sizes of its files). Without `keep_last` nothing is even
-/// looked at.
+/// What crashed saves and removals have left goes too. A checkpoint that somebody reads stays until a later call, and
+/// so does everything until at least one of those that stay is found to be whole (its structure and the sizes of its
+/// files). Without `keep_last` nothing is even looked at.
 ///
 /// # Errors
 /// A directory that cannot be read, files that cannot be removed.

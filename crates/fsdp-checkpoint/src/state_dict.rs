@@ -5,12 +5,11 @@
 
 use fsdp_comm::ProcessGroup;
 use fsdp_flat::ShardedTensor;
-use fsdp_flat::storage::owned_copy;
 use fsdp_nn::model_state::{CheckedModelState, check_model_state_dict, live_model_state_dict};
 use fsdp_nn::optim_state::{CheckedOptimState, MissingState, Scalars, check_optim_state_dict, live_optim_state_dict};
 use fsdp_nn::{Optimizer, ShardedParameters};
 use fsdp_state::{
-    GatherOptions, KeepOn, LoadReport, Reshard, StateDict, StateValue, gather_state_dict, offload_state_dict_to_cpu,
+    GatherOptions, KeepOn, LoadReport, Reshard, StateDict, gather_state_dict, offload_state_dict_to_cpu,
     reshard_sharded_tensors_into,
 };
 
@@ -168,22 +167,7 @@ fn finish(group: &ProcessGroup, state: StateDict, options: &StateDictOptions) ->
     if options.share_storage {
         return Ok(state);
     }
-    state.into_iter().map(|(key, value)| Ok((key, owned_value(value)?))).collect()
-}
-
-fn owned_value(value: StateValue) -> Result<StateValue, CheckpointError> {
-    let all = |list: Vec<StateValue>| list.into_iter().map(owned_value).collect::<Result<Vec<_>, CheckpointError>>();
-    Ok(match value {
-        StateValue::Tensor(tensor) => StateValue::Tensor(owned_copy(&tensor)?),
-        StateValue::Sharded(tensor) => StateValue::Sharded(tensor.copy()?),
-        StateValue::Dict(dict) => {
-            let copied = dict.into_iter().map(|(key, value)| Ok((key, owned_value(value)?)));
-            StateValue::Dict(copied.collect::<Result<_, CheckpointError>>()?)
-        }
-        StateValue::List(list) => StateValue::List(all(list)?),
-        StateValue::Tuple(list) => StateValue::Tuple(all(list)?),
-        other => other,
-    })
+    Ok(state.copy()?)
 }
 
 /// Loads a model and its optimizers: torch's `set_state_dict`. The caller's dicts are not changed. An empty model dict
@@ -202,14 +186,14 @@ fn owned_value(value: StateValue) -> Result<StateValue, CheckpointError> {
 /// Collectives: four agreements and two object all-gathers (with `broadcast_from_rank0` five agreements, an object
 /// broadcast and an object all-gather); then, for the values whose boxes have to move between ranks (with
 /// `broadcast_from_rank0` those of all tensors), one or two agreements more and [`reshard_sharded_tensors_into`]: tensor
-/// by tensor, only what a rank needs, small ones together. Beyond what it is given and what is replaced, a rank needs memory for its shard of
-/// the new values, which are complete before the first is put in place, and for one tensor.
+/// by tensor, only what a rank needs, small ones together. Beyond what it is given and what is replaced, a rank needs
+/// memory for its shard of the new values, which are complete before the first is put in place, and for one tensor.
 ///
 /// # Errors
 /// The same on every rank, and nothing is changed: [`CheckpointError::Mismatch`] for names that differ (`strict`, or
 /// between ranks), shapes and dtypes, with the ranks whose dict is wrong if not all are;
-/// [`OptimStateError::DifferingOnRanks`](fsdp_nn::fsdp_state::OptimStateError::DifferingOnRanks) for scalars and hyperparameters; malformed groups, values that no rank has, and
-/// whatever else one rank meets as its failure.
+/// [`OptimStateError::DifferingOnRanks`](fsdp_nn::fsdp_state::OptimStateError::DifferingOnRanks) for scalars and
+/// hyperparameters; malformed groups, values that no rank has, and whatever else one rank meets as its failure.
 ///
 /// ```
 /// # use candle_core::{DType, Device, Tensor};

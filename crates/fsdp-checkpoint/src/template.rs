@@ -32,7 +32,11 @@ pub fn optimizer_template(
         let value = match entry {
             Entry::Bytes(_) => StateValue::Plain(PlainValue::None),
             Entry::Tensor(tensor) => match owner(&inner, optimizers) {
-                Some((optimizer, name, entry)) if optimizer.parameters().shape(name)? == tensor.shape => {
+                // The step of a parameter without dimensions is shaped like it, and yet no piece of it.
+                Some((optimizer, name, entry))
+                    if optimizer.parameters().shape(name)? == tensor.shape
+                        && !optimizer.is_scalar_state(name, entry) =>
+                {
                     let dtype = fsdp_flat::dtype::to_candle(tensor.properties.dtype)?;
                     let live = optimizer.state_of(name)?.and_then(|mut state| state.swap_remove(entry));
                     match live {

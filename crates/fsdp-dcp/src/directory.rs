@@ -13,7 +13,7 @@ use crate::integrity::{FileIntegrity, INTEGRITY_FILE, Integrity, integrity_besid
 use crate::limits::{MAX_INTEGRITY_BYTES, MAX_PICKLE_BYTES};
 use crate::location::Location;
 use crate::metadata::METADATA_FILE;
-use crate::paths::Root;
+use crate::root::Root;
 use crate::source::ReadAt as _;
 
 /// How many files are kept open; a load that needs more opens them again.

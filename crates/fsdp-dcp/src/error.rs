@@ -5,7 +5,6 @@ use std::path::PathBuf;
 
 use thiserror::Error;
 
-use crate::location::LocationError;
 use crate::pickle::PickleError;
 use crate::plan::{LoadPlanError, SavePlanError};
 
@@ -233,4 +232,25 @@ impl CheckpointError {
         let path = path.into();
         move |source| CheckpointError::Io { operation, path, source }
     }
+}
+
+/// Why a URL leads nowhere.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum LocationError {
+    /// The scheme is none of those that are known.
+    #[error("its scheme is none of `file`, `s3`, `gs` and `az`")]
+    Scheme,
+    /// The program was built without object stores.
+    #[error("this program was built without object stores: build it with `--features object-store`")]
+    NotBuilt,
+    /// `s3:///x`, `file://host/x`.
+    #[error("it names no bucket, or a host where there can be none")]
+    Host,
+    /// A user name or a query, which may be credentials.
+    #[error("it holds a user name or a query: credentials are taken from the environment only")]
+    Credentials,
+    /// `s3://bucket/a//b`, `s3://bucket/../b`.
+    #[error("its path has an empty, `.` or `..` part")]
+    Key,
 }

@@ -8,7 +8,7 @@ use twox_hash::XxHash3_64;
 
 use crate::error::FormatError;
 use crate::integrity::FileIntegrity;
-use crate::paths::OpenFile;
+use crate::root::OpenFile;
 use crate::source::{ReadAt, beyond_the_end};
 
 /// A file whose bytes are checked against its hashes, if it has any.

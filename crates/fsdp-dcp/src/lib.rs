@@ -51,6 +51,7 @@ mod paths;
 pub mod pickle;
 pub mod plan;
 pub mod reader;
+mod root;
 pub mod safetensors;
 pub mod source;
 pub mod strided;

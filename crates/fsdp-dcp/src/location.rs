@@ -8,9 +8,7 @@ use std::path::{Path, PathBuf};
 #[cfg(feature = "object-store")]
 use std::sync::Arc;
 
-use thiserror::Error;
-
-use crate::error::CheckpointError;
+use crate::error::{CheckpointError, LocationError};
 #[cfg(feature = "object-store")]
 use crate::object::{Bucket, Prefix, Store};
 
@@ -52,27 +50,6 @@ enum Place {
     Nowhere(LocationError),
     #[cfg(feature = "object-store")]
     Object(Arc<Bucket>, String),
-}
-
-/// Why a URL leads nowhere.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
-#[non_exhaustive]
-pub enum LocationError {
-    /// The scheme is none of those that are known.
-    #[error("its scheme is none of `file`, `s3`, `gs` and `az`")]
-    Scheme,
-    /// The program was built without object stores.
-    #[error("this program was built without object stores: build it with `--features object-store`")]
-    NotBuilt,
-    /// `s3:///x`, `file://host/x`.
-    #[error("it names no bucket, or a host where there can be none")]
-    Host,
-    /// A user name or a query, which may be credentials.
-    #[error("it holds a user name or a query: credentials are taken from the environment only")]
-    Credentials,
-    /// `s3://bucket/a//b`, `s3://bucket/../b`.
-    #[error("its path has an empty, `.` or `..` part")]
-    Key,
 }
 
 /// Names and values.

@@ -51,3 +51,30 @@ pub fn of(tensor: &candle_core::Tensor) -> Result<DType, FlatError> {
     from_candle(tensor.dtype())
         .ok_or_else(|| FlatError::Candle(candle_core::Error::UnsupportedDTypeForOp(tensor.dtype(), "state dict")))
 }
+
+/// Calls a generic function with the Rust type of a floating-point candle dtype:
+/// `with_float!(dtype, T => body, else other)`.
+#[macro_export]
+macro_rules! with_float {
+    ($dtype:expr, $T:ident => $body:expr, else $otherwise:expr) => {
+        match $dtype {
+            candle_core::DType::F32 => {
+                type $T = f32;
+                $body
+            }
+            candle_core::DType::F64 => {
+                type $T = f64;
+                $body
+            }
+            candle_core::DType::BF16 => {
+                type $T = half::bf16;
+                $body
+            }
+            candle_core::DType::F16 => {
+                type $T = half::f16;
+                $body
+            }
+            _ => $otherwise,
+        }
+    };
+}

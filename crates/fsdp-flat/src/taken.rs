@@ -6,9 +6,8 @@ use std::ops::Range;
 use candle_core::{CpuStorage, Storage, Tensor};
 
 use crate::FlatError;
-use crate::storage::{
-    StorageMut, bytes_of, bytes_of_mut, contiguous_range, freed, is_freed_storage, unsupported, with_storage_mut,
-};
+use crate::storage::host::{bytes_of, bytes_of_mut};
+use crate::storage::lend::{StorageMut, contiguous_range, freed, is_freed_storage, unsupported, with_storage_mut};
 
 /// The storages of some CPU tensors, taken out of them; given back on drop.
 ///

@@ -4,8 +4,7 @@ use fsdp_flat::storage::zeros;
 use fsdp_flat::{RawTensor, ShardedTensor};
 use fsdp_layout::KeyPath;
 
-use crate::iterate::check_dict;
-use crate::memory::copy_into;
+use crate::companion::{check_dict, same_leaf};
 use crate::traverse::leaves;
 use crate::{
     IterateOptions, Keep, StateDict, StateDictCallbacks, StateError, StateValue, get_element, iterate_state_dict,
@@ -98,52 +97,4 @@ fn check(a: &StateDict, b: &StateDict) -> Result<(), StateError> {
         Some(other) => same_leaf(&path, value, other),
         None => Ok(()),
     })
-}
-
-/// Whether a value can be copied into another.
-pub(crate) fn same_leaf(path: &KeyPath, value: &StateValue, companion: &StateValue) -> Result<(), StateError> {
-    let same = match (value, companion) {
-        (StateValue::Tensor(a), StateValue::Tensor(b)) => a.dtype() == b.dtype() && a.dims() == b.dims(),
-        (StateValue::Raw(a), StateValue::Raw(b)) => a.dtype() == b.dtype() && a.shape() == b.shape(),
-        (StateValue::Sharded(a), StateValue::Sharded(b)) => {
-            a.dtype() == b.dtype() && a.shape() == b.shape() && a.boxes() == b.boxes()
-        }
-        (StateValue::Plain(_), StateValue::Plain(_)) => true,
-        _ => false,
-    };
-    if same {
-        return Ok(());
-    }
-    let (found, expected) = (describe(value), describe(companion));
-    Err(StateError::CompanionMismatch { key: path.flat_key(), found, expected })
-}
-
-/// Copies a value into its companion, and returns what then stands there.
-pub(crate) fn copy_leaf(value: &StateValue, companion: &StateValue) -> Result<StateValue, StateError> {
-    match (value, companion) {
-        (StateValue::Tensor(from), StateValue::Tensor(to)) => copy_into(from, to)?,
-        (StateValue::Sharded(from), StateValue::Sharded(to)) => {
-            for (from, to) in from.shards().iter().zip(to.shards()) {
-                copy_into(&from.tensor, &to.tensor)?;
-            }
-        }
-        (value, _) => return Ok(value.clone()),
-    }
-    Ok(companion.clone())
-}
-
-/// Kind, dtype, shape and boxes, for messages.
-pub(crate) fn describe(value: &StateValue) -> String {
-    match value {
-        StateValue::Tensor(tensor) => format!("tensor of {:?} {:?}", tensor.dtype(), tensor.dims()),
-        StateValue::Raw(tensor) => format!("raw tensor of {} {:?}", tensor.dtype(), tensor.shape()),
-        StateValue::Sharded(tensor) => {
-            let boxes: Vec<String> = tensor.boxes().iter().map(ToString::to_string).collect();
-            format!("sharded tensor of {:?} {:?} with boxes {}", tensor.dtype(), tensor.shape(), boxes.join(" "))
-        }
-        StateValue::Dict(dict) => format!("dict of {} keys", dict.len()),
-        StateValue::List(list) => format!("list of {} values", list.len()),
-        StateValue::Tuple(list) => format!("tuple of {} values", list.len()),
-        StateValue::Plain(value) => value.type_name().to_owned(),
-    }
 }

@@ -1,13 +1,11 @@
 //! A recursive map over state dicts.
 
-use std::collections::HashSet;
-
 use candle_core::{Device, Tensor};
 use fsdp_flat::storage::to_device;
 use fsdp_flat::{RawTensor, ShardedTensor};
 use fsdp_layout::{KeyPath, PathPart, PlainValue};
 
-use crate::copy::{copy_leaf, describe, same_leaf};
+use crate::companion::{check_dict, copy_leaf, same_leaf};
 use crate::keep_on::KeepOn;
 use crate::{StateDict, StateError, StateValue};
 
@@ -189,52 +187,4 @@ fn elements(value: Option<&StateValue>) -> Option<&[StateValue]> {
         Some(StateValue::List(list) | StateValue::Tuple(list)) => Some(list),
         _ => None,
     }
-}
-
-/// Whether two dicts have the same keys, and containers of the same kind and length in them.
-pub(crate) fn check_dict(dict: &StateDict, companion: &StateDict, path: &mut KeyPath) -> Result<(), StateError> {
-    let (keys, others): (HashSet<&str>, HashSet<&str>) = (dict.keys().collect(), companion.keys().collect());
-    if keys != others {
-        let sorted = |keys: &HashSet<&str>, other: &HashSet<&str>| {
-            let mut only: Vec<&str> = keys.difference(other).copied().collect();
-            only.sort_unstable();
-            format!("dict with the keys {only:?} that the other lacks")
-        };
-        let (found, expected) = (sorted(&keys, &others), sorted(&others, &keys));
-        return Err(StateError::CompanionMismatch { key: path.flat_key(), found, expected });
-    }
-    for (key, value) in dict {
-        if let Some(companion) = companion.get(key) {
-            path.0.push(PathPart::Key(key.clone()));
-            check_value(value, companion, path)?;
-            path.0.pop();
-        }
-    }
-    Ok(())
-}
-
-fn check_value(value: &StateValue, companion: &StateValue, path: &mut KeyPath) -> Result<(), StateError> {
-    match (value, companion) {
-        (StateValue::Dict(dict), StateValue::Dict(companion)) => check_dict(dict, companion, path),
-        (StateValue::List(list), StateValue::List(others)) | (StateValue::Tuple(list), StateValue::Tuple(others))
-            if list.len() == others.len() =>
-        {
-            for (index, (value, companion)) in list.iter().zip(others).enumerate() {
-                path.0.push(PathPart::Index(index));
-                check_value(value, companion, path)?;
-                path.0.pop();
-            }
-            Ok(())
-        }
-        (value, companion) if is_container(value) || is_container(companion) => Err(StateError::CompanionMismatch {
-            key: path.flat_key(),
-            found: describe(value),
-            expected: describe(companion),
-        }),
-        _ => Ok(()),
-    }
-}
-
-const fn is_container(value: &StateValue) -> bool {
-    matches!(value, StateValue::Dict(_) | StateValue::List(_) | StateValue::Tuple(_))
 }

@@ -24,6 +24,7 @@
 //! - Tensors on a device travel through host memory.
 
 pub mod broadcast;
+mod companion;
 pub mod copy;
 pub mod distribute;
 mod error;

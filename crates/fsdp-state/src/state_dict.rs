@@ -1,9 +1,12 @@
 //! The nested state dict.
 
 use candle_core::Tensor;
+use fsdp_flat::storage::owned_copy;
 use fsdp_flat::{RawTensor, ShardedTensor};
 use fsdp_layout::PlainValue;
 use indexmap::IndexMap;
+
+use crate::StateError;
 
 /// A value of a state dict.
 #[derive(Debug, Clone)]
@@ -118,9 +121,33 @@ impl StateDict {
             _ => None,
         }
     }
+
+    /// The same values, each tensor in memory of its own, where it is. A clone shares memory instead.
+    ///
+    /// # Errors
+    /// A tensor that is freed; candle's.
+    pub fn copy(&self) -> Result<Self, StateError> {
+        self.iter().map(|(key, value)| Ok((key.clone(), value.copy()?))).collect()
+    }
 }
 
 impl StateValue {
+    /// As [`StateDict::copy`]. Raw tensors and plain values, which nobody can change, are shared.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn copy(&self) -> Result<Self, StateError> {
+        let all = |list: &[Self]| list.iter().map(Self::copy).collect::<Result<Vec<_>, _>>();
+        Ok(match self {
+            StateValue::Tensor(tensor) => StateValue::Tensor(owned_copy(tensor)?),
+            StateValue::Sharded(tensor) => StateValue::Sharded(tensor.copy()?),
+            StateValue::Raw(_) | StateValue::Plain(_) => self.clone(),
+            StateValue::Dict(dict) => StateValue::Dict(dict.copy()?),
+            StateValue::List(list) => StateValue::List(all(list)?),
+            StateValue::Tuple(list) => StateValue::Tuple(all(list)?),
+        })
+    }
+
     /// The nested dict, if it is one.
     #[must_use]
     pub const fn as_dict(&self) -> Option<&StateDict> {

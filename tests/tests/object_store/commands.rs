@@ -5,7 +5,8 @@ use std::process::{Command, Output};
 use fsdp::dcp::durable::Durable;
 use serde_json::Value;
 
-use crate::conformance::{load, sample};
+use crate::conformance::LARGE;
+use crate::sample::{load, sample};
 use crate::server::{SECRET, Server};
 use crate::state::save;
 
@@ -34,7 +35,7 @@ fn json(server: &Server, arguments: &[&str]) -> Value {
 #[test]
 fn offline_commands_take_urls() {
     let server = Server::start();
-    save(&sample(), 2, server.location("run/c"), &Durable::new()).unwrap();
+    save(&sample(LARGE), 2, server.location("run/c"), &Durable::new()).unwrap();
     let source = "s3://bucket/run/c";
     let inspected = json(&server, &["inspect", source, "--json"]);
     assert_eq!((&inspected["committed"], &inspected["path"]), (&true.into(), &source.into()));
@@ -45,7 +46,7 @@ fn offline_commands_take_urls() {
     assert_eq!(ok(&server, &["cat", source, "step"]), "20\n");
 
     ok(&server, &["reshard", source, "s3://bucket/run/three", "--world-size", "3"]);
-    load(&sample(), 2, &server.location("run/three"));
+    load(&sample(LARGE), 2, server.location("run/three"));
     ok(&server, &["diff", source, "s3://bucket/run/three"]);
     let directory = tempfile::tempdir().unwrap();
     let local = directory.path().join("model.safetensors");

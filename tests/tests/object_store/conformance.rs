@@ -7,68 +7,17 @@ use fsdp::dcp::convert::{ConvertOptions, Target, convert};
 use fsdp::dcp::diff::{Tolerance, diff};
 use fsdp::dcp::durable::Durable;
 use fsdp::dcp::object_store::memory::InMemory;
-use fsdp::dcp::plan::LoadRequest;
-use fsdp::dcp::reader::{CheckpointReader, Destination, OpenOptions, ReadOptions};
+use fsdp::dcp::reader::{CheckpointReader, OpenOptions};
 use fsdp::dcp::verify::{Level, seal, verify};
 use fsdp::dcp::{CheckpointError, Location};
 use fsdp_layout::{DType, PlainValue, TensorBox};
 
+use crate::sample::{load, sample};
 use crate::server::Server;
-use crate::state::{State, save, shard};
+use crate::state::{State, save};
 
-/// Tensors of many shapes; the largest one takes several parts of an upload.
-pub(crate) fn sample() -> State {
-    let mut state = State::default();
-    let mut seed = 1u64;
-    for (name, dtype, shape) in [
-        ("scalar", DType::F32, vec![]),
-        ("empty", DType::I64, vec![0, 4]),
-        ("vector", DType::BF16, vec![1001]),
-        ("matrix", DType::F32, vec![513, 257]),
-        ("large", DType::F32, vec![601, 4003]),
-        ("bool", DType::Bool, vec![3]),
-    ] {
-        let length = shape.iter().product::<usize>() * dtype.size_in_bytes() as usize;
-        let bytes = (0..length).map(|_| {
-            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            (seed >> 56) as u8
-        });
-        state.tensors.insert(name.to_owned(), (dtype, shape, bytes.collect()));
-    }
-    state.values.insert("step".to_owned(), PlainValue::Int(20));
-    state
-}
-
-/// Loads every rank's part on `ranks` ranks and compares; returns the bytes read and the bytes needed.
-pub(crate) fn load(state: &State, ranks: usize, from: &Location) -> (u64, u64) {
-    let checkpoint = CheckpointReader::open(from).unwrap();
-    assert!(checkpoint.is_sealed());
-    let mut needed = 0;
-    for rank in 0..ranks {
-        let mut wanted = Vec::new();
-        for (fqn, (dtype, shape, _)) in &state.tensors {
-            let boxes = shard(shape, rank, ranks);
-            let buffers: Vec<Vec<u8>> =
-                boxes.iter().map(|b| vec![0xee; b.numel() * dtype.size_in_bytes() as usize]).collect();
-            wanted.push((LoadRequest { fqn: fqn.clone(), dtype: *dtype, shape: shape.clone(), boxes }, buffers));
-        }
-        let destinations = wanted.iter_mut().map(|(request, buffers)| Destination {
-            request: request.clone(),
-            buffers: buffers.iter_mut().map(Vec::as_mut_slice).collect(),
-        });
-        checkpoint.read(destinations.collect(), ReadOptions { threads: 2, ..ReadOptions::default() }).unwrap();
-        for (request, buffers) in &wanted {
-            for (bounds, buffer) in request.boxes.iter().zip(buffers) {
-                assert!(*buffer == state.part(&request.fqn, bounds), "{} {bounds} on rank {rank}", request.fqn);
-                needed += buffer.len() as u64;
-            }
-        }
-    }
-    for (fqn, value) in &state.values {
-        assert_eq!(checkpoint.read_value(fqn).unwrap(), *value);
-    }
-    (checkpoint.bytes_read(), needed)
-}
+/// Its upload takes several parts.
+pub(crate) const LARGE: [usize; 2] = [601, 4003];
 
 /// Whether two checkpoints hold the same, bit for bit.
 fn assert_same(a: &Location, b: &Location) {
@@ -80,7 +29,7 @@ fn assert_same(a: &Location, b: &Location) {
 }
 
 fn suite(root: &Location, is_object_store: bool) {
-    let state = sample();
+    let state = sample(LARGE);
     for ranks in [1, 2, 4] {
         let target = root.join(format!("ranks-{ranks}"));
         save(&state, ranks, &target, &Durable::new()).unwrap();
@@ -130,7 +79,7 @@ fn suite(root: &Location, is_object_store: bool) {
 
     // Whoever comes second is told, and harms nothing.
     if is_object_store {
-        let again = save(&sample(), 1, &source, &Durable::new()).unwrap_err();
+        let again = save(&sample(LARGE), 1, &source, &Durable::new()).unwrap_err();
         assert!(matches!(again, CheckpointError::Exists { .. }), "{again}");
     }
     load(&state, 2, &source);
@@ -140,7 +89,7 @@ fn suite(root: &Location, is_object_store: bool) {
 
 /// Two savers of one target, both prepared before either commits, and more that race: one gets through.
 fn race(root: &Location) {
-    let state = sample();
+    let state = sample(LARGE);
     let target = &root.join("race");
     let outcomes = std::thread::scope(|scope| {
         let savers: Vec<_> = (0..4)
@@ -189,7 +138,7 @@ fn a_directory() {
     let directory = tempfile::tempdir().unwrap();
     suite(&directory.path().into(), false);
     let url = Location::from(format!("file://{}", directory.path().join("ranks-1").display()));
-    load(&sample(), 2, &url);
+    load(&sample(LARGE), 2, &url);
 }
 
 #[test]

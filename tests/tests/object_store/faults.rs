@@ -10,8 +10,9 @@ use fsdp::dcp::reader::{CheckpointReader, OpenOptions};
 use fsdp::dcp::{CheckpointError, Location};
 use fsdp_layout::DType;
 
-use crate::conformance::{generation, load};
+use crate::conformance::generation;
 use crate::faulty::{Fail, Faulty};
+use crate::sample::load;
 use crate::server::{SECRET, Server};
 use crate::state::{State, save};
 

@@ -6,6 +6,8 @@ mod commands;
 mod conformance;
 mod faults;
 mod faulty;
+#[path = "../../../crates/fsdp-dcp/tests/common/sample.rs"]
+mod sample;
 mod server;
 #[path = "../../../crates/fsdp-dcp/tests/common/state.rs"]
 mod state;

@@ -61,10 +61,11 @@ fn it_goes_on_as_after_a_load_into_fresh_tensors() {
     for (index, algorithm) in algorithms().iter().enumerate() {
         for saved_flat in [false, true] {
             let path = dir.path().join(format!("{index}-{saved_flat}"));
-            run_local(2, |group| {
+            let saved = run_local(2, |group| {
                 let (model, mut optimizer) = new_model(&group, !saved_flat, algorithm, 1);
                 (0..2).for_each(|seed| _ = step(&model, &mut optimizer, seed));
                 save(path.as_path(), &views(&model, &optimizer), &group, &SaveOptions::default()).unwrap();
+                bits(&model, &optimizer)
             })
             .unwrap();
             for (world, flat) in [(1, false), (2, true), (3, false), (5, false)] {
@@ -76,7 +77,9 @@ fn it_goes_on_as_after_a_load_into_fresh_tensors() {
                         (2..4).for_each(|seed| _ = step(&model, &mut optimizer, seed));
                         (resumed, bits(&model, &optimizer))
                     };
-                    assert_eq!(outcome(true), outcome(false), "{algorithm:?} {saved_flat} {world} {flat}");
+                    let (in_place, fresh) = (outcome(true), outcome(false));
+                    assert_eq!(in_place, fresh, "{algorithm:?} {saved_flat} {world} {flat}");
+                    assert_eq!(in_place.0, saved[0], "{algorithm:?} {saved_flat} {world} {flat}");
                 })
                 .unwrap();
             }

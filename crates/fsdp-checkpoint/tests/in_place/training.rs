@@ -1,14 +1,14 @@
-//! A small model of two units and its optimizer.
+//! A small model of two units, with a parameter that has no dimensions, and its optimizer.
 
 use candle_core::{Device, Tensor};
-use candle_nn::{Linear, Module, linear};
+use candle_nn::{Init, Linear, Module, linear};
 use fsdp_checkpoint::{StateDictOptions, get_state_dict};
 use fsdp_comm::ProcessGroup;
 use fsdp_nn::algorithm::{AdamOptions, Algorithm};
 use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer, Unit};
 use fsdp_state::StateDict;
 
-pub(crate) type Model = FullyShardedDataParallel<(Unit<Linear>, Linear)>;
+pub(crate) type Model = FullyShardedDataParallel<(Unit<Linear>, Linear, Tensor)>;
 
 pub(crate) fn adamw() -> Algorithm {
     Algorithm::AdamW(AdamOptions { lr: 0.01, ..AdamOptions::adamw() })
@@ -22,7 +22,8 @@ pub(crate) fn new_model(
 ) -> (Model, Optimizer) {
     let config = FsdpConfig { use_orig_params, seed, ..FsdpConfig::default() };
     let model = FullyShardedDataParallel::new(group.clone(), config, |scope| {
-        Ok((scope.pp("a").unit(|scope| linear(5, 7, scope.vb()))?, linear(7, 2, scope.vb().pp("head"))?))
+        let scale = scope.vb().get_with_hints((), "scale", Init::Const(1.5))?;
+        Ok((scope.pp("a").unit(|scope| linear(5, 7, scope.vb()))?, linear(7, 2, scope.vb().pp("head"))?, scale))
     });
     let model = model.unwrap();
     let optimizer = Optimizer::new(model.parameters(), algorithm.clone()).unwrap();
@@ -32,7 +33,7 @@ pub(crate) fn new_model(
 pub(crate) fn step(model: &Model, optimizer: &mut Optimizer, seed: usize) -> f32 {
     let x: Vec<f32> = (0..10).map(|i| ((i * 37 + seed * 11) % 17) as f32 / 8.0 - 1.0).collect();
     let x = Tensor::from_vec(x, (2, 5), &Device::Cpu).unwrap();
-    let loss = model.forward(|m| m.1.forward(&m.0.forward(&x)?.tanh()?)?.sqr()?.mean_all()).unwrap();
+    let loss = model.forward(|m| m.1.forward(&m.0.forward(&x)?.tanh()?)?.broadcast_mul(&m.2)?.sqr()?.mean_all()).unwrap();
     model.backward(&loss).unwrap();
     optimizer.step().unwrap();
     model.parameters().zero_grad();

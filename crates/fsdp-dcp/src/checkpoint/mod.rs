@@ -4,6 +4,7 @@
 //! or torch's `HuggingFaceStorageWriter`), one safetensors file, or one torch archive (`.pt`, `.pth`, `.bin`).
 //! All of them speak [`Metadata`]; whatever handles one handles all.
 
+pub(crate) mod lookup;
 mod safetensors;
 mod torch;
 
@@ -18,8 +19,8 @@ use serde::{Deserialize, Serialize};
 use crate::directory::CheckedDirectory;
 use crate::error::{CheckpointError, FormatError};
 use crate::location::{Location, Resolved};
-use crate::metadata::{METADATA_FILE, Metadata, Replica, TensorEntry};
-use crate::plan::{LoadOptions, LoadPlan, LoadPlanError, LoadRequest, plan_load};
+use crate::metadata::{METADATA_FILE, Metadata, Replica};
+use crate::plan::{LoadOptions, LoadPlan, LoadRequest, plan_load};
 use crate::reader::{CheckpointReader, Destination, OpenOptions, ReadOptions, metadata_files};
 use crate::source::ReadAt as _;
 
@@ -230,35 +231,6 @@ fn is_directory(location: &Location) -> Result<bool, CheckpointError> {
         Resolved::Object(prefix) if prefix.is_empty()? => Err(nothing()),
         #[cfg(feature = "object-store")]
         Resolved::Object(_) => Ok(true),
-    }
-}
-
-/// The entry of a tensor, or the error that it is none.
-pub(crate) fn tensor_of<'m>(metadata: &'m Metadata, fqn: &str) -> Result<&'m TensorEntry, CheckpointError> {
-    metadata.tensor(fqn).ok_or_else(|| {
-        let fqn = fqn.to_owned();
-        match metadata.entries.contains_key(&fqn) {
-            true => LoadPlanError::Kind { fqn, saved: "value", wanted: "tensor" }.into(),
-            false => LoadPlanError::Missing { fqn }.into(),
-        }
-    })
-}
-
-/// The error that a key is no value.
-pub(crate) fn no_value(metadata: &Metadata, fqn: &str) -> CheckpointError {
-    let fqn = fqn.to_owned();
-    match metadata.tensor(&fqn) {
-        Some(_) => LoadPlanError::Kind { fqn, saved: "tensor", wanted: "value" }.into(),
-        None => LoadPlanError::Missing { fqn }.into(),
-    }
-}
-
-/// Checks that a destination holds exactly the box.
-pub(crate) fn check_length(fqn: &str, bounds: &TensorBox, element: u64, dst: &[u8]) -> Result<(), CheckpointError> {
-    let planned = bounds.numel() as u64 * element;
-    match dst.len() as u64 == planned {
-        true => Ok(()),
-        false => Err(CheckpointError::PayloadLength { fqn: fqn.to_owned(), given: dst.len() as u64, planned }),
     }
 }
 

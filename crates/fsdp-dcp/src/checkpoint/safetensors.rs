@@ -9,7 +9,8 @@ use indexmap::IndexMap;
 use serde::Deserialize;
 use twox_hash::XxHash3_128;
 
-use super::{Checkpoint, Format, check_length, no_value, tensor_of};
+use super::lookup::{check_length, no_value, tensor_of};
+use super::{Checkpoint, Format};
 use crate::directory::CheckedDirectory;
 use crate::error::{CheckpointError, FormatError};
 use crate::limits::{MAX_INDEX_BYTES, MAX_TENSOR_RANK, is_sane_shape};

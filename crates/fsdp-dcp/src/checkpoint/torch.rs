@@ -7,7 +7,8 @@ use std::sync::Arc;
 use fsdp_layout::{KeyPath, PathPart, PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
-use super::{Checkpoint, Format, check_length, no_value, tensor_of};
+use super::lookup::{check_length, no_value, tensor_of};
+use super::{Checkpoint, Format};
 use crate::directory::CheckedDirectory;
 use crate::error::{CheckpointError, FormatError};
 use crate::file::CheckedFile;

@@ -6,7 +6,8 @@ use std::path::Path;
 use fsdp_layout::{DType, KeyPath, PathPart, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
-use crate::checkpoint::{Checkpoint, Format, no_value};
+use crate::checkpoint::lookup::no_value;
+use crate::checkpoint::{Checkpoint, Format};
 use crate::directory::CheckedDirectory;
 use crate::error::{CheckpointError, FormatError};
 use crate::metadata::{BytesEntry, Entry, Metadata};

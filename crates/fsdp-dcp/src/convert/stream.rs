@@ -7,7 +7,8 @@ use fsdp_layout::{PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
 use super::ConvertOptions;
-use crate::checkpoint::{Checkpoint, stream, tensor_of};
+use crate::checkpoint::lookup::tensor_of;
+use crate::checkpoint::{Checkpoint, stream};
 use crate::error::CheckpointError;
 use crate::writer::PayloadSource;
 

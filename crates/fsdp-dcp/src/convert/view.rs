@@ -6,7 +6,8 @@ use fsdp_layout::{DType, KeyPath, PathPart, PlainValue, TensorBox};
 use half::{bf16, f16};
 use indexmap::IndexMap;
 
-use crate::checkpoint::{Checkpoint, Format, check_length, stream, tensor_of};
+use crate::checkpoint::lookup::{check_length, no_value, tensor_of};
+use crate::checkpoint::{Checkpoint, Format, stream};
 use crate::directory::CheckedDirectory;
 use crate::error::{CheckpointError, FormatError};
 use crate::metadata::{Entry, Metadata};
@@ -138,7 +139,7 @@ impl Checkpoint for View<'_> {
     fn read_value(&self, fqn: &str) -> Result<PlainValue, CheckpointError> {
         match self.metadata.entries.contains_key(fqn) {
             true => self.source.read_value(self.name(fqn)),
-            false => Err(crate::checkpoint::no_value(&self.metadata, fqn)),
+            false => Err(no_value(&self.metadata, fqn)),
         }
     }
 }

@@ -3,10 +3,10 @@
 use std::io::Read as _;
 use std::sync::Arc;
 
+use fsdp_layout::boxes::{checked_numel, row_major_strides};
 use fsdp_layout::{DType, PlainValue, TensorBox};
 
 use super::CheckpointReader;
-use super::read::byte_length;
 use crate::error::{CheckpointError, FormatError};
 use crate::file::CheckedFile;
 use crate::item::{StoredTensor, TensorRef, quantizer_of};
@@ -16,7 +16,6 @@ use crate::safetensors::Header;
 use crate::source::{ReadAt, Window};
 use crate::strided::StridedLayout;
 use crate::torch_zip::Directory;
-use fsdp_layout::boxes::row_major_strides;
 
 /// An error inside an item (to be told with its key and place), or one that says all itself.
 #[derive(Debug)]
@@ -204,4 +203,9 @@ fn unzstd(compressed: &[u8], limit: u64) -> Result<Vec<u8>, FormatError> {
         true => Err(FormatError::Limit { what: "decompressed length", value: bytes.len() as u64, limit }),
         false => Ok(bytes),
     }
+}
+
+/// Bytes of a box.
+pub(super) fn byte_length(bounds: &TensorBox, dtype: DType) -> Option<usize> {
+    checked_numel(&bounds.sizes)?.checked_mul(dtype.size_in_bytes() as usize)
 }

@@ -8,8 +8,8 @@ use fsdp_layout::{DType, TensorBox};
 use tracing::{debug_span, info_span};
 
 use super::CheckpointReader;
-use super::items::ReadError;
-use crate::checkpoint::{check_length, tensor_of};
+use super::items::{ReadError, byte_length};
+use crate::checkpoint::lookup::{check_length, tensor_of};
 use crate::error::CheckpointError;
 use crate::metadata::{Chunk, Replica, StorageInfo};
 use crate::plan::{LoadOptions, LoadPlan, LoadPlanError, LoadRequest, plan_load};
@@ -256,11 +256,6 @@ impl CheckpointReader {
         }
         Ok(())
     }
-}
-
-/// Bytes of a box.
-pub(crate) fn byte_length(bounds: &TensorBox, dtype: DType) -> Option<usize> {
-    fsdp_layout::boxes::checked_numel(&bounds.sizes)?.checked_mul(dtype.size_in_bytes() as usize)
 }
 
 /// Cuts a box and its bytes along its first dimension that has an extent, into parts of about [`LARGE_DESTINATION`].

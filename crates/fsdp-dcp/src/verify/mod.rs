@@ -233,7 +233,7 @@ pub fn census(
     fqn: &str,
     progress: Option<&(dyn Fn(u64) + Sync)>,
 ) -> Result<Option<Census>, CheckpointError> {
-    let tensor = crate::checkpoint::tensor_of(checkpoint.metadata(), fqn)?;
+    let tensor = crate::checkpoint::lookup::tensor_of(checkpoint.metadata(), fqn)?;
     let dtype = tensor.properties.dtype;
     let mut census = Census::default();
     if !Census::counts(dtype) {

@@ -5,7 +5,8 @@ use fsdp_layout::TensorBox;
 use thiserror::Error;
 
 use super::Report;
-use crate::checkpoint::{Checkpoint, stream_boxes, tensor_of};
+use crate::checkpoint::lookup::tensor_of;
+use crate::checkpoint::{Checkpoint, stream_boxes};
 use crate::error::CheckpointError;
 use crate::metadata::Replica;
 use crate::plan::{ChunkError, validate_chunks};

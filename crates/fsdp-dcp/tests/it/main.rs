@@ -8,6 +8,8 @@ mod crash;
 mod crash_convert;
 mod dtypes;
 mod fixtures;
+#[path = "../common/sample.rs"]
+mod sample;
 mod save_load;
 #[path = "../common/state.rs"]
 mod state;

@@ -10,7 +10,9 @@ use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::verify::{Level, Report, seal, unknown_files, verify};
 
 use crate::fixtures::{check_against_truth, dcp_fixtures};
-use crate::state::{State, save};
+use crate::sample::sample;
+use crate::save_load::LARGE;
+use crate::state::save;
 use crate::truth::{Truth, fixtures};
 
 fn verified(path: &Path, level: Level) -> Report {
@@ -121,7 +123,7 @@ fn single_files_are_sealed_too() {
 fn the_first_bad_file_and_offset_are_named() {
     let parent = tempfile::tempdir().unwrap();
     let path = parent.path().join("c");
-    save(&State::sample(), 2, &path, &Durable::new()).unwrap();
+    save(&sample(LARGE), 2, &path, &Durable::new()).unwrap();
     assert!(verified(&path, Level::Deep).is_ok());
     let at = 8_000_000;
     flip(&path.join("__1_0.distcp"), at);

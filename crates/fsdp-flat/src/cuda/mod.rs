@@ -16,7 +16,8 @@ use float8::F8E4M3;
 use half::{bf16, f16};
 
 use crate::FlatError;
-use crate::storage::{Scalar, StorageMut, TensorBuffer, contiguous_range, freed, unsupported, with_storage_mut};
+use crate::storage::host::{Scalar, TensorBuffer};
+use crate::storage::lend::{StorageMut, contiguous_range, freed, unsupported, with_storage_mut};
 
 /// Longer transfers to the host go through pinned memory.
 const STAGED_FROM_BYTES: usize = 1 << 20;

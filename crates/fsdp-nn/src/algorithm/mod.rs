@@ -1,4 +1,5 @@
-//! The arithmetic of `torch.optim`'s SGD, Adam, AdamW and Adagrad: options, param-group keys, state schema, and the update itself.
+//! The arithmetic of `torch.optim`'s SGD, Adam, AdamW and Adagrad: options, param-group keys, state schema, and the
+//! update itself.
 //!
 //! Nothing here knows a tensor or a rank. [`Algorithm::update`] goes once over the slices of one parameter, its gradient and
 //! its state, in place and without allocating. All four update rules are element-wise, so a rank may run them on whatever
@@ -150,9 +151,10 @@ impl Algorithm {
 
     /// These hyperparameters, replaced by those that a param group holds.
     ///
-    /// A key that the group lacks keeps its present value and is listed in [`ReadGroup::missing`]; a key that the algorithm does not know
-    /// (`initial_lr`, or those of another optimizer) goes to [`ReadGroup::unknown`] as it is. If a key occurs twice, the last one counts.
-    /// As in torch, an Adam group with `decoupled_weight_decay` makes an [`Algorithm::AdamW`], and AdamW stays what it is.
+    /// A key that the group lacks keeps its present value and is listed in [`ReadGroup::missing`]; a key that the
+    /// algorithm does not know (`initial_lr`, or those of another optimizer) goes to [`ReadGroup::unknown`] as it is.
+    /// If a key occurs twice, the last one counts. As in torch, an Adam group with `decoupled_weight_decay` makes an
+    /// [`Algorithm::AdamW`], and AdamW stays what it is.
     ///
     /// # Errors
     /// [`AlgorithmError::WrongType`] (integers may stand for floats, lists for tuples, nothing else), and those of

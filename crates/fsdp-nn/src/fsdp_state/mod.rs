@@ -40,14 +40,6 @@ mod save;
 mod settings;
 mod user_state;
 
-use candle_core::Tensor;
-use fsdp_flat::ShardedTensor;
-use fsdp_flat::storage::owned_copy;
-use fsdp_layout::KeyPath;
-use fsdp_state::{IterateOptions, StateDict, StateDictCallbacks, StateError, StateValue, iterate_state_dict};
-
-use crate::Result;
-
 pub use error::OptimStateError;
 pub use keys::{OptimStateKey, map_param_key_to_optim_keys};
 pub use load::{
@@ -68,28 +60,3 @@ pub use settings::{
 };
 
 pub(crate) use settings::CurrentSettings;
-
-/// Copies every tensor, where it is.
-struct Own;
-
-impl StateDictCallbacks for Own {
-    fn sharded(&mut self, _: &KeyPath, tensor: &ShardedTensor) -> Result<StateValue, StateError> {
-        Ok(tensor.copy()?.into())
-    }
-
-    fn tensor(&mut self, _: &KeyPath, tensor: &Tensor) -> Result<StateValue, StateError> {
-        Ok(owned_copy(tensor)?.into())
-    }
-}
-
-/// The same values in memory of their own.
-pub(crate) fn own_state_dict(state: &StateDict) -> Result<StateDict> {
-    Ok(iterate_state_dict(state, &mut Own, &IterateOptions::default())?)
-}
-
-/// As [`own_state_dict`], for one value.
-pub(crate) fn own_state_value(value: &StateValue) -> Result<StateValue> {
-    let mut state = StateDict::new();
-    state.insert("value", value.clone());
-    Ok(own_state_dict(&state)?.remove("value").unwrap_or_else(|| value.clone()))
-}

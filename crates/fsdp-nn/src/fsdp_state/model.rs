@@ -13,7 +13,6 @@ use indexmap::IndexMap;
 use super::agree::agree;
 use super::gather::{Keep, gather_flat};
 use super::settings::{StateDictConfig, StateDictType};
-use super::{own_state_dict, own_state_value};
 use crate::handle::FlatParamHandle;
 use crate::model_state::live_model_state_dict;
 use crate::parameters::ShardedParameters;
@@ -140,7 +139,7 @@ type Sink<'a> = dyn FnMut(&str, StateValue) -> Result<()> + 'a;
 
 fn offer_owned(state: &StateDict, keep: Keep, sink: &mut Sink<'_>) -> Result<()> {
     for (name, value) in state {
-        let value = match own_state_value(value)? {
+        let value = match value.copy()? {
             StateValue::Tensor(tensor) => keep.place(tensor)?.into(),
             StateValue::Sharded(tensor) if keep.offload_to_cpu => tensor.to_device(&candle_core::Device::Cpu)?.into(),
             other => other,
@@ -163,8 +162,7 @@ fn full(parameters: &ShardedParameters, keep: Keep, sink: &mut Sink<'_>) -> Resu
         }
     }
     if keep.here(parameters) && outcome.is_ok() {
-        let buffers = persistent_buffers(parameters);
-        outcome = own_state_dict(&buffers).and_then(|buffers| offer_owned(&buffers, keep, sink));
+        outcome = offer_owned(&persistent_buffers(parameters), keep, sink);
     }
     agree(parameters.group(), "state_dict", outcome)
 }

@@ -4,7 +4,7 @@ use fsdp_layout::PlainValue;
 use fsdp_state::{StateDict, StateValue};
 use serde::{Deserialize, Serialize};
 
-use super::{OptimStateError, own_state_dict};
+use super::OptimStateError;
 use crate::Result;
 use crate::optim_state::read_param_groups;
 
@@ -53,10 +53,10 @@ pub fn rekey_optim_state_dict(
     let groups = read_param_groups(state)?;
     let names: Vec<&str> = names.iter().map(AsRef::as_ref).collect();
     let id_of = |name: &str| names.iter().position(|known| *known == name);
-    let mut result = own_state_dict(state)?;
     if key_type_of(states, groups.iter().filter_map(|group| group.key_type))? == Some(key_type) {
-        return Ok(result);
+        return Ok(state.copy()?);
     }
+    let mut result = state.clone();
     let mut rekeyed = StateDict::new();
     for (key, value) in states {
         let new = match key_type {
@@ -71,7 +71,7 @@ pub fn rekey_optim_state_dict(
         };
         rekeyed.insert(new, value.clone());
     }
-    result.insert("state", own_state_dict(&rekeyed)?);
+    result.insert("state", rekeyed);
     if state.contains_key("param_groups") {
         let mut dicts = Vec::with_capacity(groups.len());
         for (index, group) in groups.into_iter().enumerate() {
@@ -96,7 +96,7 @@ pub fn rekey_optim_state_dict(
         }
         result.insert("param_groups", StateValue::List(dicts));
     }
-    Ok(result)
+    Ok(result.copy()?)
 }
 
 /// Which keys a state dict has; `None` if it has none. Groups know; without them, keys that are numbers are ids.

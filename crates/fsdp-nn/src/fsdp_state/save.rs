@@ -16,7 +16,7 @@ use super::gather::{Keep, gather_flat};
 use super::local::LocalStateDict;
 use super::resolve::{Entry, Resolved, bring, resolve};
 use super::settings::StateDictType;
-use super::{OptimStateError, OptimStateKeyType, own_state_value};
+use super::{OptimStateError, OptimStateKeyType};
 use crate::handle::FlatParamHandle;
 use crate::optim_state::SavedGroup;
 use crate::optimizer::Optimizer;
@@ -234,7 +234,7 @@ fn rest(parameters: &ShardedParameters, local: &LocalStateDict<'_>, options: Sav
     }
     let mut user_state = StateDict::new();
     for (key, value) in &local.user_state {
-        user_state.insert(*key, own_state_value(value)?);
+        user_state.insert(*key, value.copy()?);
     }
     rest.insert("state", user_state);
     if let Some(groups) = &local.groups {

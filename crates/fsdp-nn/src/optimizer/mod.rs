@@ -347,6 +347,12 @@ impl Optimizer {
         }
     }
 
+    /// Whether an entry of a parameter's state is one number for all of it (`step`), whatever its parameter's shape.
+    #[must_use]
+    pub fn is_scalar_state(&self, fqn: &str, name: &str) -> bool {
+        self.state_schema(fqn).iter().any(|entry| entry.name == name && entry.kind == StateKind::Scalar)
+    }
+
     /// An empty replacement of all state, to be filled and then put in place by [`Self::replace_state`].
     #[must_use]
     pub fn stage_state(&self) -> StagedState {

@@ -7,7 +7,6 @@ use fsdp_layout::{PlainTensor, PlainValue};
 use fsdp_state::{StateDict, StateValue};
 
 use super::{LocalParam, LocalState, Optimizer, ParamState};
-use crate::algorithm::StateKind;
 use crate::fsdp_state::OptimStateError;
 use crate::parameters::write_boxes;
 use crate::{NnError, Result};
@@ -78,7 +77,7 @@ impl StagedState {
     }
 
     /// Sets one value of a parameter's state. Tensors shaped like the parameter are sharded values that cover this
-    /// rank's boxes; `step` is a 0-d tensor or a number; anything else is kept as it is.
+    /// rank's boxes; `step` is a 0-d tensor or a number, and never sharded; anything else is kept as it is.
     /// `value`'s elements are copied, unless they are views of the live state in its place.
     ///
     /// # Errors
@@ -91,11 +90,15 @@ impl StagedState {
             return Err(NnError::UnknownParameter { fqn: fqn.to_owned() });
         };
         let local = &optimizer.locals[index];
-        let counts = optimizer.state_schema(fqn).iter().any(|entry| entry.kind == StateKind::Scalar);
+        let is_scalar = optimizer.is_scalar_state(fqn, name);
         let state = self.state(index);
         let shape = &local.handle.layout().shapes()[location.param];
-        if let Some(step) = as_step(value).filter(|_| counts && name == "step") {
-            return state.set_step(local, step);
+        // Also where the parameter has no dimensions either: its step is no piece of it.
+        if is_scalar {
+            return match as_step(value) {
+                Some(step) => state.set_step(local, step),
+                None => state.set_shared(local, name, value),
+            };
         }
         let whole = match value {
             StateValue::Sharded(values) => Some(values.clone()),

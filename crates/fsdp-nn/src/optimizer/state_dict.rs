@@ -9,7 +9,7 @@ use super::staged::as_step;
 use super::{GroupUpdate, LocalParam, LocalState, Optimizer, StagedState};
 use crate::Result;
 use crate::algorithm::{Algorithm, Initial, StateKind};
-use crate::fsdp_state::{OptimStateError, OptimStateKeyType, own_state_dict, own_state_value};
+use crate::fsdp_state::{OptimStateError, OptimStateKeyType};
 use crate::optim_state::{SavedGroup, read_param_groups};
 
 /// Where a local state dict has the state of parameters that a rank has nothing of, by the keys of `state`.
@@ -37,7 +37,7 @@ impl Optimizer {
     /// # Errors
     /// candle's.
     pub fn state_dict(&self) -> Result<StateDict> {
-        own_state_dict(&self.state_dict_views(OptimStateKeyType::ParamId)?)
+        Ok(self.state_dict_views(OptimStateKeyType::ParamId)?.copy()?)
     }
 
     /// As [`Self::state_dict`], with names instead of ids: those of the model's parameters with `use_orig_params`,
@@ -46,7 +46,7 @@ impl Optimizer {
     /// # Errors
     /// candle's.
     pub fn named_state_dict(&self) -> Result<StateDict> {
-        own_state_dict(&self.state_dict_views(OptimStateKeyType::ParamName)?)
+        Ok(self.state_dict_views(OptimStateKeyType::ParamName)?.copy()?)
     }
 
     /// Names of the model's parameters that this optimizer holds, over all groups in order: what ids mean in the
@@ -127,7 +127,7 @@ impl Optimizer {
                 if key.parse::<usize>().is_ok() {
                     return Err(OptimStateError::UnknownState { key: key.clone(), count: self.locals.len() }.into());
                 }
-                staged.set_user_state(key, own_state_value(value)?);
+                staged.set_user_state(key, value.copy()?);
                 continue;
             };
             let Some(entries) = value.as_dict() else {

@@ -81,7 +81,8 @@ pub(super) struct Report {
 }
 
 impl Report {
-    /// Makes the run's directory, opens its metrics, and drops those of steps from `start` on, which are about to be done (again).
+    /// Makes the run's directory, opens its metrics, and drops those of steps from `start` on, which are about to be
+    /// done (again).
     ///
     /// # Errors
     /// The file cannot be opened or cut.

@@ -5,183 +5,18 @@
 //! A *freed* storage is an empty one of candle's dummy dtype `F4`, which no op computes with: whatever reads it gets
 //! candle's dtype error, never a read past the end.
 
-use std::cell::RefCell;
+pub(crate) mod host;
+pub(crate) mod lend;
 
-use candle_core::{CpuStorage, Device, InplaceOp1, Layout, Storage, Tensor, WithDType};
-use float8::F8E4M3;
-use half::{bf16, f16};
+use candle_core::{CpuStorage, Device, Storage, Tensor};
 
-use crate::FlatError;
+use self::host::{bytes_of, bytes_of_mut};
+use self::lend::{StorageMut, contiguous_range, freed, is_freed_storage, unsupported, with_storage_mut};
 #[cfg(feature = "cuda")]
 use crate::cuda;
-use crate::streamed::to_vec_streamed;
+use crate::{FlatError, with_float};
 
-/// An element type that tensors here are made of.
-pub trait Scalar: WithDType + bytemuck::Pod {
-    /// The storage's elements, if it holds this type.
-    fn of_storage_mut(storage: &mut CpuStorage) -> Option<&mut Vec<Self>>;
-}
-
-macro_rules! scalars {
-    ($($type:ty => $variant:ident),*) => {
-        $(impl Scalar for $type {
-            fn of_storage_mut(storage: &mut CpuStorage) -> Option<&mut Vec<Self>> {
-                match storage {
-                    CpuStorage::$variant(data) => Some(data),
-                    _ => None,
-                }
-            }
-        })*
-
-        /// The storage's elements as bytes; `None` for types that are not plain bytes.
-        pub(crate) fn bytes_of(storage: &CpuStorage) -> Option<&[u8]> {
-            match storage {
-                $(CpuStorage::$variant(data) => Some(bytemuck::cast_slice(data)),)*
-                CpuStorage::F8E8M0(data) => Some(data),
-                _ => None,
-            }
-        }
-
-        /// The storage's elements as bytes that can be changed.
-        pub(crate) fn bytes_of_mut(storage: &mut CpuStorage) -> Option<&mut [u8]> {
-            match storage {
-                $(CpuStorage::$variant(data) => Some(bytemuck::cast_slice_mut(data)),)*
-                CpuStorage::F8E8M0(data) => Some(data),
-                _ => None,
-            }
-        }
-
-        /// Some of the storage's elements, in memory of their own.
-        fn copied(storage: &CpuStorage, range: std::ops::Range<usize>) -> Option<CpuStorage> {
-            match storage {
-                $(CpuStorage::$variant(data) => Some(CpuStorage::$variant(to_vec_streamed(data.get(range)?))),)*
-                CpuStorage::F8E8M0(data) => Some(CpuStorage::F8E8M0(to_vec_streamed(data.get(range)?))),
-                _ => None,
-            }
-        }
-
-        /// A CPU tensor of zeros whose memory the system has not touched yet.
-        fn zeroed(dtype: candle_core::DType, numel: usize) -> Option<CpuStorage> {
-            match dtype {
-                $(candle_core::DType::$variant => {
-                    Some(CpuStorage::$variant(bytemuck::allocation::zeroed_vec::<$type>(numel)))
-                })*
-                candle_core::DType::F8E8M0 => Some(CpuStorage::F8E8M0(vec![0; numel])),
-                _ => None,
-            }
-        }
-    };
-}
-
-scalars! { u8 => U8, u32 => U32, i16 => I16, i32 => I32, i64 => I64, bf16 => BF16, f16 => F16, f32 => F32, f64 => F64, F8E4M3 => F8E4M3 }
-
-/// Calls a generic function with the Rust type of a floating-point candle dtype:
-/// `with_float!(dtype, T => body, else other)`.
-#[macro_export]
-macro_rules! with_float {
-    ($dtype:expr, $T:ident => $body:expr, else $otherwise:expr) => {
-        match $dtype {
-            candle_core::DType::F32 => {
-                type $T = f32;
-                $body
-            }
-            candle_core::DType::F64 => {
-                type $T = f64;
-                $body
-            }
-            candle_core::DType::BF16 => {
-                type $T = half::bf16;
-                $body
-            }
-            candle_core::DType::F16 => {
-                type $T = half::f16;
-                $body
-            }
-            _ => $otherwise,
-        }
-    };
-}
-
-/// A tensor's storage, lent for change.
-pub(crate) enum StorageMut<'a> {
-    /// The host's.
-    Cpu(&'a mut CpuStorage),
-    /// An NVIDIA GPU's.
-    #[cfg(feature = "cuda")]
-    Cuda(&'a mut candle_core::CudaStorage),
-}
-
-/// Lends a closure the storage of a tensor for change.
-struct Lend<F, R> {
-    closure: RefCell<Option<F>>,
-    result: RefCell<Option<R>>,
-}
-
-impl<F, R> InplaceOp1 for Lend<F, R>
-where
-    F: FnOnce(StorageMut<'_>, &Layout) -> R,
-{
-    fn name(&self) -> &'static str {
-        "fsdp-storage"
-    }
-
-    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
-        self.lend(StorageMut::Cpu(storage), layout);
-        Ok(())
-    }
-
-    #[cfg(feature = "cuda")]
-    fn cuda_fwd(&self, storage: &mut candle_core::CudaStorage, layout: &Layout) -> candle_core::Result<()> {
-        self.lend(StorageMut::Cuda(storage), layout);
-        Ok(())
-    }
-}
-
-impl<F, R> Lend<F, R>
-where
-    F: FnOnce(StorageMut<'_>, &Layout) -> R,
-{
-    fn lend(&self, storage: StorageMut<'_>, layout: &Layout) {
-        if let Some(closure) = self.closure.borrow_mut().take() {
-            *self.result.borrow_mut() = Some(closure(storage, layout));
-        }
-    }
-}
-
-/// Runs `f` on the storage of a tensor, under its write lock. All tensors that share the storage see the change.
-///
-/// # Errors
-/// Whatever `f` returns, and a tensor on a device that this build does not know.
-pub(crate) fn with_storage_mut<R>(
-    tensor: &Tensor,
-    f: impl FnOnce(StorageMut<'_>, &Layout) -> Result<R, FlatError>,
-) -> Result<R, FlatError> {
-    if !is_known(tensor.device()) {
-        return Err(FlatError::device(tensor));
-    }
-    let lend = Lend { closure: RefCell::new(Some(f)), result: RefCell::new(None) };
-    match tensor.elem_count() {
-        // Shape [2, 0] has the strides [0, 1], which candle takes for repeated elements.
-        0 => tensor.detach().flatten_all()?.inplace_op1(&lend)?,
-        _ => tensor.inplace_op1(&lend)?,
-    }
-    lend.result.into_inner().unwrap_or_else(|| Err(FlatError::device(tensor)))
-}
-
-/// Whether this build reaches the memory of this device.
-fn is_known(device: &Device) -> bool {
-    device.is_cpu() || (cfg!(feature = "cuda") && device.is_cuda())
-}
-
-pub(crate) fn freed(tensor: &Tensor) -> FlatError {
-    FlatError::Freed { shape: tensor.dims().to_vec() }
-}
-
-pub(crate) fn contiguous_range(tensor: &Tensor, layout: &Layout) -> Result<std::ops::Range<usize>, FlatError> {
-    let (start, end) =
-        layout.contiguous_offsets().ok_or_else(|| FlatError::NotContiguous { shape: tensor.dims().to_vec() })?;
-    Ok(start..end)
-}
+pub use self::host::{Scalar, TensorBuffer};
 
 /// Runs `f` on the elements of a contiguous tensor, under its read lock; a GPU's are copied to the host.
 ///
@@ -299,15 +134,6 @@ pub fn with_bytes_mut<R>(tensor: &Tensor, f: impl FnOnce(&mut [u8]) -> R) -> Res
             }
         }
     })
-}
-
-pub(crate) fn unsupported(tensor: &Tensor) -> FlatError {
-    FlatError::Candle(candle_core::Error::UnsupportedDTypeForOp(tensor.dtype(), "bytes of a tensor"))
-}
-
-pub(crate) fn is_freed_storage(tensor: &Tensor, storage: &CpuStorage) -> bool {
-    use candle_core::backend::BackendStorage;
-    storage.dtype() != tensor.dtype()
 }
 
 /// Whether the tensor's storage has been freed by [`free`].
@@ -436,9 +262,9 @@ pub fn owned_copy(tensor: &Tensor) -> Result<Tensor, FlatError> {
             return Err(freed(tensor));
         }
         if let Some((start, end)) = layout.contiguous_offsets()
-            && let Some(storage) = copied(storage, start..end)
+            && let Some(copy) = TensorBuffer::copied(storage, start..end, tensor.dims())
         {
-            return Ok(TensorBuffer { storage, shape: tensor.dims().to_vec() }.into_tensor());
+            return Ok(copy.into_tensor());
         }
     }
     Ok(tensor.detach().force_contiguous()?.detach())
@@ -464,36 +290,6 @@ pub fn zeros_on(shape: &[usize], dtype: candle_core::DType, device: &Device) -> 
 /// Dtypes whose elements are not plain bytes.
 pub fn zeros(shape: &[usize], dtype: candle_core::DType) -> Result<Tensor, FlatError> {
     Ok(TensorBuffer::zeros(shape, dtype)?.into_tensor())
-}
-
-/// Memory that is to become a tensor: filled as bytes first, many at a time and from any thread.
-#[derive(Debug)]
-pub struct TensorBuffer {
-    storage: CpuStorage,
-    shape: Vec<usize>,
-}
-
-impl TensorBuffer {
-    /// Zeros, fresh from the system.
-    ///
-    /// # Errors
-    /// Dtypes whose elements are not plain bytes.
-    pub fn zeros(shape: &[usize], dtype: candle_core::DType) -> Result<Self, FlatError> {
-        let storage = zeroed(dtype, shape.iter().product())
-            .ok_or(FlatError::Candle(candle_core::Error::UnsupportedDTypeForOp(dtype, "zeros")))?;
-        Ok(TensorBuffer { storage, shape: shape.to_vec() })
-    }
-
-    /// The elements' bytes, row-major.
-    pub fn bytes_mut(&mut self) -> &mut [u8] {
-        bytes_of_mut(&mut self.storage).unwrap_or_default()
-    }
-
-    /// The tensor, without a copy.
-    #[must_use]
-    pub fn into_tensor(self) -> Tensor {
-        Tensor::from_storage(Storage::Cpu(self.storage), self.shape, candle_core::op::BackpropOp::none(), false)
-    }
 }
 
 #[cfg(test)]

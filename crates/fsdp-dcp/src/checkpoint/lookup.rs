@@ -1,0 +1,36 @@
+//! What a checkpoint has under a key, or the error that it has no such thing.
+
+use fsdp_layout::TensorBox;
+
+use crate::error::CheckpointError;
+use crate::metadata::{Metadata, TensorEntry};
+use crate::plan::LoadPlanError;
+
+/// The entry of a tensor, or the error that it is none.
+pub(crate) fn tensor_of<'m>(metadata: &'m Metadata, fqn: &str) -> Result<&'m TensorEntry, CheckpointError> {
+    metadata.tensor(fqn).ok_or_else(|| {
+        let fqn = fqn.to_owned();
+        match metadata.entries.contains_key(&fqn) {
+            true => LoadPlanError::Kind { fqn, saved: "value", wanted: "tensor" }.into(),
+            false => LoadPlanError::Missing { fqn }.into(),
+        }
+    })
+}
+
+/// The error that a key is no value.
+pub(crate) fn no_value(metadata: &Metadata, fqn: &str) -> CheckpointError {
+    let fqn = fqn.to_owned();
+    match metadata.tensor(&fqn) {
+        Some(_) => LoadPlanError::Kind { fqn, saved: "tensor", wanted: "value" }.into(),
+        None => LoadPlanError::Missing { fqn }.into(),
+    }
+}
+
+/// Checks that a destination holds exactly the box.
+pub(crate) fn check_length(fqn: &str, bounds: &TensorBox, element: u64, dst: &[u8]) -> Result<(), CheckpointError> {
+    let planned = bounds.numel() as u64 * element;
+    match dst.len() as u64 == planned {
+        true => Ok(()),
+        false => Err(CheckpointError::PayloadLength { fqn: fqn.to_owned(), given: dst.len() as u64, planned }),
+    }
+}

@@ -1,0 +1,97 @@
+//! A tensor's storage, lent for change; and what can be wrong with it.
+
+use std::cell::RefCell;
+
+use candle_core::{CpuStorage, Device, InplaceOp1, Layout, Tensor};
+
+use crate::FlatError;
+
+/// A tensor's storage, lent for change.
+pub(crate) enum StorageMut<'a> {
+    /// The host's.
+    Cpu(&'a mut CpuStorage),
+    /// An NVIDIA GPU's.
+    #[cfg(feature = "cuda")]
+    Cuda(&'a mut candle_core::CudaStorage),
+}
+
+/// Lends a closure the storage of a tensor for change.
+struct Lend<F, R> {
+    closure: RefCell<Option<F>>,
+    result: RefCell<Option<R>>,
+}
+
+impl<F, R> InplaceOp1 for Lend<F, R>
+where
+    F: FnOnce(StorageMut<'_>, &Layout) -> R,
+{
+    fn name(&self) -> &'static str {
+        "fsdp-storage"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
+        self.lend(StorageMut::Cpu(storage), layout);
+        Ok(())
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(&self, storage: &mut candle_core::CudaStorage, layout: &Layout) -> candle_core::Result<()> {
+        self.lend(StorageMut::Cuda(storage), layout);
+        Ok(())
+    }
+}
+
+impl<F, R> Lend<F, R>
+where
+    F: FnOnce(StorageMut<'_>, &Layout) -> R,
+{
+    fn lend(&self, storage: StorageMut<'_>, layout: &Layout) {
+        if let Some(closure) = self.closure.borrow_mut().take() {
+            *self.result.borrow_mut() = Some(closure(storage, layout));
+        }
+    }
+}
+
+/// Runs `f` on the storage of a tensor, under its write lock. All tensors that share the storage see the change.
+///
+/// # Errors
+/// Whatever `f` returns, and a tensor on a device that this build does not know.
+pub(crate) fn with_storage_mut<R>(
+    tensor: &Tensor,
+    f: impl FnOnce(StorageMut<'_>, &Layout) -> Result<R, FlatError>,
+) -> Result<R, FlatError> {
+    if !is_known(tensor.device()) {
+        return Err(FlatError::device(tensor));
+    }
+    let lend = Lend { closure: RefCell::new(Some(f)), result: RefCell::new(None) };
+    match tensor.elem_count() {
+        // Shape [2, 0] has the strides [0, 1], which candle takes for repeated elements.
+        0 => tensor.detach().flatten_all()?.inplace_op1(&lend)?,
+        _ => tensor.inplace_op1(&lend)?,
+    }
+    lend.result.into_inner().unwrap_or_else(|| Err(FlatError::device(tensor)))
+}
+
+/// Whether this build reaches the memory of this device.
+fn is_known(device: &Device) -> bool {
+    device.is_cpu() || (cfg!(feature = "cuda") && device.is_cuda())
+}
+
+pub(crate) fn freed(tensor: &Tensor) -> FlatError {
+    FlatError::Freed { shape: tensor.dims().to_vec() }
+}
+
+pub(crate) fn contiguous_range(tensor: &Tensor, layout: &Layout) -> Result<std::ops::Range<usize>, FlatError> {
+    let (start, end) =
+        layout.contiguous_offsets().ok_or_else(|| FlatError::NotContiguous { shape: tensor.dims().to_vec() })?;
+    Ok(start..end)
+}
+
+pub(crate) fn unsupported(tensor: &Tensor) -> FlatError {
+    FlatError::Candle(candle_core::Error::UnsupportedDTypeForOp(tensor.dtype(), "bytes of a tensor"))
+}
+
+pub(crate) fn is_freed_storage(tensor: &Tensor, storage: &CpuStorage) -> bool {
+    use candle_core::backend::BackendStorage;
+    storage.dtype() != tensor.dtype()
+}
