@@ -29,7 +29,8 @@ pub(crate) fn run(root: &Path) -> Result<()> {
     let fixtures = root.join("tests/fixtures");
     run_in(root, &python, &[&scripts.join("formats.py"), &binary, &fixtures, &work.join("formats")])?;
     let data = root.join("crates/fsdp/data/harbour.txt");
-    run_in(root, &python, &[&scripts.join("interop.py"), &binary, &data, &work])
+    run_in(root, &python, &[&scripts.join("interop.py"), &binary, &data, &work])?;
+    run_in(root, &python, &[&scripts.join("torchrun.py"), &binary, &data, &work.join("torchrun")])
 }
 
 /// A virtual environment in the target directory, made once.

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use fsdp_comm::ProcessGroup;
 use fsdp_dcp::Location;
 use fsdp_state::{StateDict, StateError, copy_state_dict, create_cpu_state_dict};
-use tokio::runtime::{Builder, Runtime};
+use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::task::JoinHandle;
 use tracing::{error, info_span};
 
@@ -23,7 +23,8 @@ type Finished = (StateDict, Saver, Result<SaveReport, CheckpointError>);
 #[derive(Debug)]
 pub struct AsyncSaver {
     group: ProcessGroup,
-    runtime: Runtime,
+    /// `None` while it is dropped.
+    runtime: Option<Runtime>,
     in_flight: Option<JoinHandle<Finished>>,
     buffers: Option<StateDict>,
     saver: Saver,
@@ -41,7 +42,7 @@ impl AsyncSaver {
         let runtime = group.agree("async_save", runtime)?;
         let own = group.subgroup(&ranks)?.unwrap_or_else(|| group.clone());
         let (saver, progress) = (Saver::new(), SaveProgress::default());
-        Ok(AsyncSaver { group: own, runtime, in_flight: None, buffers: None, saver, progress })
+        Ok(AsyncSaver { group: own, runtime: Some(runtime), in_flight: None, buffers: None, saver, progress })
     }
 
     /// Starts a save: [`save()`](crate::save()) of the values that `state` has now. Every rank of the group must call it.
@@ -60,25 +61,19 @@ impl AsyncSaver {
         self.wait()?;
         let staged = {
             let _span = info_span!("stage", rank = self.group.rank()).entered();
-            let mut buffers = self.buffers.take().unwrap_or_default();
-            match copy_state_dict(state, &mut buffers) {
-                // The first save, or one of another layout.
-                Err(StateError::CompanionMismatch { .. }) => {
-                    drop(buffers);
-                    buffers = create_cpu_state_dict(state)?;
-                    copy_state_dict(state, &mut buffers)?;
-                }
-                copied => copied?,
-            }
-            buffers
+            stage(state, self.buffers.take().unwrap_or_default())
         };
+        // Else some ranks would begin a save that the others know nothing of.
+        let staged = self.group.agree("async_save", staged)?;
         let (path, group, options) = (path.into(), self.group.clone(), options.clone());
         self.progress = options.progress.clone();
         let mut saver = std::mem::take(&mut self.saver);
-        self.in_flight = Some(self.runtime.spawn_blocking(move || {
-            let outcome = saver.save(&path, &staged, &group, &options);
-            (staged, saver, outcome)
-        }));
+        self.in_flight = self.runtime.as_ref().map(|runtime| {
+            runtime.spawn_blocking(move || {
+                let outcome = saver.save(&path, &staged, &group, &options);
+                (staged, saver, outcome)
+            })
+        });
         Ok(start.elapsed())
     }
 
@@ -100,11 +95,17 @@ impl AsyncSaver {
     /// # Errors
     /// Those of [`save()`](crate::save()).
     pub fn wait(&mut self) -> Result<Option<SaveReport>, CheckpointError> {
-        let Some(in_flight) = self.in_flight.take() else { return Ok(None) };
-        let (buffers, saver, outcome) = self
-            .runtime
-            .block_on(in_flight)
-            .map_err(|problem| CheckpointError::Background { problem: problem.to_string() })?;
+        let (Some(in_flight), Some(runtime)) = (self.in_flight.take(), &self.runtime) else { return Ok(None) };
+        let ended = match Handle::try_current() {
+            Err(_) => runtime.block_on(in_flight),
+            // A thread of another runtime must not block on one.
+            Ok(_) => std::thread::scope(|scope| {
+                let waiter = scope.spawn(|| runtime.block_on(in_flight));
+                waiter.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            }),
+        };
+        let (buffers, saver, outcome) =
+            ended.map_err(|problem| CheckpointError::Background { problem: problem.to_string() })?;
         self.buffers = Some(buffers);
         self.saver = saver;
         outcome.map(Some)
@@ -116,5 +117,23 @@ impl Drop for AsyncSaver {
         if let Err(error) = self.wait() {
             error!(rank = self.group.rank(), %error, "the last checkpoint was not saved");
         }
+        if let Some(runtime) = self.runtime.take() {
+            // Nothing runs on it any more; a plain drop would wait, which a thread of another runtime must not.
+            runtime.shutdown_background();
+        }
     }
+}
+
+/// A copy of the values: in `buffers`, if they are those of the last save of the same layout.
+fn stage(state: &StateDict, mut buffers: StateDict) -> Result<StateDict, StateError> {
+    match copy_state_dict(state, &mut buffers) {
+        // The first save, or one of another layout.
+        Err(StateError::CompanionMismatch { .. }) => {
+            drop(buffers);
+            buffers = create_cpu_state_dict(state)?;
+            copy_state_dict(state, &mut buffers)?;
+        }
+        copied => copied?,
+    }
+    Ok(buffers)
 }

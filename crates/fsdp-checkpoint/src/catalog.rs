@@ -35,19 +35,22 @@ pub fn step_name(step: u64) -> String {
 /// # Errors
 /// A directory that cannot be read.
 pub fn list_checkpoints(dir: impl Into<Location>) -> Result<Vec<StepCheckpoint>, CheckpointError> {
-    let dir = dir.into();
-    let mut found = Vec::new();
-    for name in names(&dir)? {
-        let step = name.strip_prefix("step-").and_then(|step| step.parse().ok());
-        let path = dir.join(&name);
-        if let Some(step) = step
-            && path.join(METADATA_FILE).is_file()?
-        {
-            found.push(StepCheckpoint { step, path });
+    Ok(list_steps(&dir.into())?.0)
+}
+
+/// The committed checkpoints in a run's directory, and what is named like one but was not committed; oldest step first.
+pub(crate) fn list_steps(dir: &Location) -> Result<(Vec<StepCheckpoint>, Vec<StepCheckpoint>), CheckpointError> {
+    let (mut committed, mut others) = (Vec::new(), Vec::new());
+    for name in names(dir)? {
+        if let Some(step) = name.strip_prefix("step-").and_then(|step| step.parse().ok()) {
+            let path = dir.join(&name);
+            let list = if path.join(METADATA_FILE).is_file()? { &mut committed } else { &mut others };
+            list.push(StepCheckpoint { step, path });
         }
     }
-    found.sort();
-    Ok(found)
+    committed.sort();
+    others.sort();
+    Ok((committed, others))
 }
 
 /// The steps beside whose checkpoints something hidden lies: a save in progress, or what a crash left.

@@ -7,7 +7,7 @@ use fsdp_comm::ProcessGroup;
 use fsdp_dcp::Location;
 use fsdp_dcp::checkpoint::Checkpoint;
 use fsdp_dcp::metadata::Entry;
-use fsdp_dcp::plan::LoadRequest;
+use fsdp_dcp::plan::{LoadPlanError, LoadRequest};
 use fsdp_dcp::reader::{CheckpointReader, Destination, OpenOptions, ReadOptions};
 use fsdp_flat::storage::TensorBuffer;
 use fsdp_flat::{LocalShard, RawTensor, ShardedTensor};
@@ -155,15 +155,12 @@ pub(crate) fn wanted(
     for (fqn, value) in values.iter_mut() {
         let Some(saved) = reader.metadata().entries.get(fqn) else {
             if !options.allow_missing {
-                return Err(fsdp_dcp::CheckpointError::from(fsdp_dcp::plan::LoadPlanError::Missing {
-                    fqn: fqn.clone(),
-                })
-                .into());
+                return Err(fsdp_dcp::CheckpointError::from(LoadPlanError::Missing { fqn: fqn.clone() }).into());
             }
             report.missing.push(fqn.clone());
             continue;
         };
-        match Wanted::of(fqn, value, saved)? {
+        match Wanted::of(fqn, value, saved, options.allow_cast)? {
             Some(tensor) => wanted.push(tensor),
             // An object, or a tensor where a plain value is wanted: a number saved as a 0-d tensor.
             None => *value = StateValue::Plain(reader.read_value(fqn)?),
@@ -192,6 +189,18 @@ enum Kind {
     Raw,
 }
 
+impl Kind {
+    /// Whether candle makes it from tensors of this dtype.
+    fn can_be_cast_from(&self, stored: DType) -> bool {
+        let (Kind::Whole(dtype) | Kind::Sharded(dtype)) = self else { return false };
+        let one = || -> Result<Tensor, CheckpointError> {
+            let one = TensorBuffer::zeros(&[1], fsdp_flat::dtype::to_candle(stored)?)?.into_tensor();
+            Ok(one.to_dtype(*dtype)?)
+        };
+        one().is_ok()
+    }
+}
+
 /// Fresh memory of one box, in the dtype of the checkpoint.
 pub(crate) enum Buffer {
     Tensor(TensorBuffer),
@@ -209,7 +218,7 @@ impl Buffer {
 
 impl Wanted {
     /// What is to be read for a value of the template; `None` if it is no tensor.
-    fn of(fqn: &str, value: &StateValue, saved: &Entry) -> Result<Option<Self>, CheckpointError> {
+    fn of(fqn: &str, value: &StateValue, saved: &Entry, allow_cast: bool) -> Result<Option<Self>, CheckpointError> {
         let (kind, dtype, shape, boxes) = match value {
             StateValue::Tensor(tensor) => {
                 let dtype = fsdp_flat::dtype::of(tensor)?;
@@ -224,11 +233,15 @@ impl Wanted {
             }
             _ => return Ok(None),
         };
-        // The checks of shape and dtype are the plan's.
+        // The checks of shape and dtype are the plan's, but for what can be cast.
         let stored = match saved {
             Entry::Tensor(tensor) if tensor.shape == shape => tensor.properties.dtype,
             _ => dtype,
         };
+        if allow_cast && stored != dtype && !kind.can_be_cast_from(stored) {
+            let (fqn, saved, wanted) = (fqn.to_owned(), stored, dtype);
+            return Err(fsdp_dcp::CheckpointError::from(LoadPlanError::Cast { fqn, saved, wanted }).into());
+        }
         let request = LoadRequest { fqn: fqn.to_owned(), dtype, shape, boxes };
         Ok(Some(Wanted { request, kind, stored }))
     }
@@ -238,6 +251,10 @@ impl Wanted {
         let stored = self.stored;
         let buffers = self.request.boxes.iter().map(|bounds| match self.kind {
             Kind::Raw => Ok(Buffer::Bytes(vec![0; bounds.numel() * stored.size_in_bytes() as usize])),
+            // There are dtypes that candle's tensors have, and yet cannot be made from any other.
+            Kind::Whole(dtype) | Kind::Sharded(dtype) if stored == self.request.dtype => {
+                Ok(Buffer::Tensor(TensorBuffer::zeros(&bounds.sizes, dtype)?))
+            }
             _ => Ok(Buffer::Tensor(TensorBuffer::zeros(&bounds.sizes, fsdp_flat::dtype::to_candle(stored)?)?)),
         });
         buffers.collect()
@@ -323,17 +340,8 @@ pub fn whole_template(reader: &CheckpointReader, prefix: &[&str]) -> Result<Stat
 
 /// A whole tensor to be read: of zeros that the system has not touched.
 pub(crate) fn empty_tensor(shape: &[usize], dtype: DType) -> Result<StateValue, CheckpointError> {
-    let numel = fsdp_layout::boxes::checked_numel(shape).and_then(|n| n.checked_mul(dtype.size_in_bytes() as usize));
-    let Some(bytes) = numel.filter(|&bytes| bytes <= isize::MAX as usize) else {
-        return Err(CheckpointError::Flat(fsdp_flat::FlatError::WrongSize {
-            given: 0,
-            dtype,
-            shape: shape.to_vec(),
-            needed: usize::MAX,
-        }));
-    };
     match fsdp_flat::dtype::to_candle(dtype) {
         Ok(dtype) => Ok(StateValue::Tensor(fsdp_flat::storage::zeros(shape, dtype)?)),
-        Err(_) => Ok(StateValue::Raw(RawTensor::new(dtype, shape.to_vec(), vec![0; bytes])?)),
+        Err(_) => Ok(StateValue::Raw(RawTensor::zeros(dtype, shape.to_vec())?)),
     }
 }

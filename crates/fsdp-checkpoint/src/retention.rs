@@ -10,7 +10,7 @@ use fsdp_dcp::verify::{Level, verify};
 use tracing::{info, info_span, warn};
 
 use crate::CheckpointError;
-use crate::catalog::{StepCheckpoint, list_checkpoints, step_name, steps_with_leftovers};
+use crate::catalog::{StepCheckpoint, list_steps, step_name, steps_with_leftovers};
 
 /// Which checkpoints of a run stay when a new one has been saved. Without `keep_last`, all do.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -44,7 +44,7 @@ impl Retention {
 /// Removes the checkpoints in a run's directory that need not stay, and returns them. No communication: one rank calls
 /// it, after a save.
 ///
-/// What crashed saves and removals have left goes too. A checkpoint that somebody reads stays until a later call, and
+/// What crashed saves and removals of such steps have left goes too. A checkpoint that somebody reads stays until a later call, and
 /// so does everything until at least one of those that stay is found to be whole (its structure and the sizes of its
 /// files). Without `keep_last` nothing is even looked at.
 ///
@@ -56,11 +56,16 @@ pub fn prune(dir: impl Into<Location>, retention: &Retention) -> Result<Vec<Step
     }
     let dir = &dir.into();
     let _span = info_span!("prune", path = %dir).entered();
-    // What crashed saves and broken-off removals have left.
-    for step in steps_with_leftovers(dir)? {
-        clean_stale(dir.join(step_name(step)))?;
+    let (all, uncommitted) = list_steps(dir)?;
+    let Some(newest) = all.last() else { return Ok(Vec::new()) };
+    // What crashed saves and broken-off removals have left: beside a directory, or in an object store where the
+    // checkpoint would be. A save that begins meanwhile is newer.
+    for step in steps_with_leftovers(dir)?.range(..=newest.step) {
+        clean_stale(dir.join(step_name(*step)))?;
     }
-    let all = list_checkpoints(dir)?;
+    for left in uncommitted.iter().filter(|left| left.step < newest.step) {
+        Durable::new().remove_uncommitted(&left.path)?;
+    }
     let superfluous = retention.superfluous(&all);
     if superfluous.is_empty() {
         return Ok(Vec::new());

@@ -9,6 +9,7 @@ use fsdp_comm::ProcessGroup;
 use fsdp_dcp::Location;
 use fsdp_dcp::durable::{Durable, Staging};
 use fsdp_dcp::item::value_item_length;
+use fsdp_dcp::limits::MAX_OBJECT_BYTES;
 use fsdp_dcp::plan::{Deduplicate, LocalPlan, Selection};
 use fsdp_dcp::writer::{PayloadSource, RankWritten, WriteOptions, finish, write_rank};
 use fsdp_flat::storage::{to_device, with_bytes};
@@ -133,7 +134,7 @@ impl Saver {
             (plan, kept, source)
         };
         options.progress.expect(kept.rank_bytes);
-        let staging = kept.everyone.as_ref().map(|_| options.durable.prepare(path, options.overwrite)).transpose();
+        let staging = kept.everyone.as_ref().map(|_| prepare(path, options)).transpose();
         let staging = group.agree("save: prepare", staging)?;
         let name =
             group.broadcast_object(staging.as_ref().map(|staging| staging.name().to_owned()).as_ref(), PLANNER)?;
@@ -160,6 +161,12 @@ impl Saver {
         debug!(rank_bytes, total_bytes, seconds = report.duration.as_secs_f64(), "saved");
         Ok(report)
     }
+}
+
+fn prepare(path: &Location, options: &SaveOptions) -> Result<Staging, CheckpointError> {
+    let staging = options.durable.prepare(path, options.overwrite)?;
+    staging.check_kind(true)?;
+    Ok(staging)
 }
 
 fn write(
@@ -220,6 +227,11 @@ impl Source {
                         fqn: fqn.clone(),
                         problem: problem.to_string(),
                     })?;
+                    if length > MAX_OBJECT_BYTES {
+                        let problem =
+                            format!("as one object it has {length} bytes, and {MAX_OBJECT_BYTES} can be read");
+                        return Err(CheckpointError::Unsavable { fqn, problem });
+                    }
                     plan.add_value(&fqn, path, length);
                     source.values.insert(fqn, value);
                 }

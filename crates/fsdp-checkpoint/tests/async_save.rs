@@ -117,3 +117,44 @@ fn a_failure_is_the_next_calls_error_on_every_rank_and_then_it_works_again() {
     assert_eq!(names, ["saved"]);
     assert_eq!(saved(&dir.path().join("saved")), vec![4.0; 2000]);
 }
+
+#[test]
+fn what_cannot_be_copied_on_one_rank_starts_no_save_on_any() {
+    let dir = tempfile::tempdir().unwrap();
+    run_local(2, |group| {
+        let mut saver = AsyncSaver::new(&group).unwrap();
+        let (lost, whole) = (state(group.rank(), 2, 1.0), state(group.rank(), 2, 2.0));
+        if group.rank() == 1 {
+            let matrix = lost.get("matrix").and_then(StateValue::as_sharded).unwrap();
+            fsdp_flat::storage::free(&matrix.shards()[0].tensor).unwrap();
+        }
+        let error = saver.save(dir.path().join("lost"), &lost, &SaveOptions::default()).unwrap_err();
+        assert!(error.to_string().contains("freed"), "{error}");
+        assert!(saver.wait().unwrap().is_none());
+        saver.save(dir.path().join("whole"), &whole, &SaveOptions::default()).unwrap();
+        saver.wait().unwrap().unwrap();
+    })
+    .unwrap();
+    assert!(!dir.path().join("lost").exists());
+    assert_eq!(saved(&dir.path().join("whole")), [2.0; 2000]);
+}
+
+/// Whoever calls may be a task of a runtime, whose threads must not block on another one.
+#[test]
+fn a_rank_may_be_an_async_task() {
+    let dir = tempfile::tempdir().unwrap();
+    run_local(2, |group| {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            let mut saver = AsyncSaver::new(&group).unwrap();
+            for step in 1..=2 {
+                let state = state(group.rank(), 2, step as f32);
+                saver.save(dir.path().join(format!("{step}")), &state, &SaveOptions::default()).unwrap();
+            }
+            // The second one is waited for by the drop.
+        });
+    })
+    .unwrap();
+    assert_eq!(saved(&dir.path().join("1")), [1.0; 2000]);
+    assert_eq!(saved(&dir.path().join("2")), [2.0; 2000]);
+}

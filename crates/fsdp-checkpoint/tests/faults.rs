@@ -1,6 +1,7 @@
 //! Whatever fails while a checkpoint is saved: every rank gets the error, and the old checkpoint is what it was.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![expect(clippy::disallowed_methods, reason = "a file is put in the way")]
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -206,4 +207,19 @@ fn only_committed_steps_are_listed() {
     assert_eq!(latest_checkpoint(dir.path()).unwrap().unwrap().step, 100);
     let missing = list_checkpoints(dir.path().join("nowhere"));
     assert!(matches!(missing, Err(CheckpointError::Directory { .. })));
+}
+
+#[test]
+fn a_file_is_not_replaced_by_a_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("notes");
+    std::fs::write(&path, "mine").unwrap();
+    let errors = run_local(2, |group| {
+        let options = SaveOptions { overwrite: true, ..SaveOptions::default() };
+        save(path.as_path(), &StateDict::from_iter([("step", 1i64.into())]), &group, &options).unwrap_err().to_string()
+    })
+    .unwrap();
+    assert!(errors.iter().all(|error| error.contains("is no directory")), "{errors:?}");
+    assert_eq!(std::fs::read(&path).unwrap(), b"mine");
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
 }

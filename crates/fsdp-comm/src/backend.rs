@@ -64,10 +64,15 @@ pub trait DeviceTransfer {
     fn transfer(
         &self,
         round: &Round<'_>,
-        call: crate::device::DeviceCall,
+        call: DeviceCall,
         stream: &cudarc::driver::CudaStream,
     ) -> Result<(), CommError>;
 }
+
+/// A collective on memory that only [`DeviceGroup`](crate::device::DeviceGroup)'s methods can lend.
+#[cfg(feature = "nccl")]
+#[derive(Debug)]
+pub struct DeviceCall(pub(crate) crate::nccl::library::Movement);
 
 /// Which round this is, and how long it may take.
 #[derive(Debug, Clone, Copy)]

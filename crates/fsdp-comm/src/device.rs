@@ -12,7 +12,7 @@ use std::marker::PhantomData;
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
 use fsdp_layout::DType;
 
-use crate::backend::DeviceTransfer;
+use crate::backend::{DeviceCall, DeviceTransfer};
 use crate::collectives::check;
 use crate::element::Element;
 use crate::error::CommError;
@@ -20,10 +20,6 @@ use crate::group::ProcessGroup;
 use crate::nccl::library::{Address, Movement, number};
 use crate::record::{Call, Operation};
 use crate::reduce::ReduceOp;
-
-/// A collective on memory that only [`DeviceGroup`]'s methods can lend.
-#[derive(Debug)]
-pub struct DeviceCall(pub(crate) Movement);
 
 /// Elements in a GPU's memory, lent for reading.
 #[derive(Debug)]

@@ -57,6 +57,10 @@ impl fmt::Display for Launcher {
 ///
 /// The job is told from others that use the same port by `FSDP_JOB_ID`, else by the launcher's own name for it
 /// (`TORCHELASTIC_RUN_ID`; `PMIX_NAMESPACE`; `SLURM_JOB_ID` and `SLURM_STEP_ID`; `JOB_NAME`), else by nothing.
+///
+/// torchrun says `TORCHELASTIC_USE_AGENT_STORE=True` where its agent listens at `MASTER_ADDR:MASTER_PORT` itself, with
+/// torch's key-value store. There rank 0 listens on a free port of its own host, and the others learn from the agent's
+/// store where that is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Environment {
@@ -70,13 +74,18 @@ pub struct Environment {
     pub local_rank: Option<usize>,
     /// How many there are on its host, where the launcher tells.
     pub local_world_size: Option<usize>,
-    /// The host of rank 0: a name or an address.
+    /// The host of rank 0, or of the agent that keeps a store: a name or an address.
     pub master_addr: String,
-    /// The port on which rank 0 listens.
+    /// The port on which rank 0 listens, or the agent that keeps a store.
     pub master_port: u16,
     /// What tells this job from others.
     pub job: String,
+    /// The key under which rank 0 tells its address, where torchrun's agent keeps a store.
+    pub agent_store: Option<String>,
 }
+
+/// torchrun's variable that says whether its agent keeps a store for the ranks, and its value if so.
+const USE_AGENT_STORE: (&str, &str) = ("TORCHELASTIC_USE_AGENT_STORE", "True");
 
 impl Environment {
     /// This process's place in its job.
@@ -106,10 +115,12 @@ impl Environment {
         let variables = Variables(&get);
         let has = |name| variables.get(name).is_some();
         let environment = if has("RANK") {
+            let job = variables.job(&["TORCHELASTIC_RUN_ID"]);
             Environment {
                 local_rank: variables.number("LOCAL_RANK")?,
                 local_world_size: variables.number("LOCAL_WORLD_SIZE")?,
-                job: variables.job(&["TORCHELASTIC_RUN_ID"]),
+                agent_store: variables.agent_store(&job),
+                job,
                 ..variables.place(Launcher::Torchrun, "RANK", &["WORLD_SIZE"])?
             }
         } else if has("OMPI_COMM_WORLD_RANK") {
@@ -210,7 +221,15 @@ impl Variables<'_> {
             master_addr: String::new(),
             master_port: self.number("MASTER_PORT")?.unwrap_or(DEFAULT_MASTER_PORT),
             job: String::new(),
+            agent_store: None,
         })
+    }
+
+    /// The restart count is no part of the key: an agent that restarts its ranks because another one did so does not
+    /// count that, so the ranks of one attempt can have different counts.
+    fn agent_store(&self, job: &str) -> Option<String> {
+        let (name, value) = USE_AGENT_STORE;
+        self.get(name).filter(|kept| kept == value).map(|_| format!("fsdp/{job}/address"))
     }
 
     fn job(&self, names: &[&str]) -> String {
@@ -303,6 +322,20 @@ mod tests {
             [("JOB_COMPLETION_INDEX", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "job-0.svc"), ("JOB_NAME", "job")];
         let pod = from(&pod).unwrap();
         assert_eq!((pod.launcher, pod.rank, pod.world_size, pod.job), (Launcher::Kubernetes, 0, 2, "job".to_owned()));
+    }
+
+    #[test]
+    fn only_torchruns_agent_keeps_a_store() {
+        let with = |variables: &[(&str, &str)], value| from(&[variables, &[(USE_AGENT_STORE.0, value)]].concat());
+        assert_eq!(from(&TORCHRUN).unwrap().agent_store, None);
+        assert_eq!(with(&TORCHRUN, "False").unwrap().agent_store, None);
+        assert_eq!(with(&TORCHRUN, "").unwrap().agent_store, None);
+        assert_eq!(with(&MPI, "True").unwrap().agent_store, None);
+        let kept = with(&TORCHRUN, "True").unwrap();
+        assert_eq!(kept.agent_store.as_deref(), Some("fsdp/run/address"));
+        // Ranks of one attempt may have different counts.
+        let restarted = [&TORCHRUN[..], &[("TORCHELASTIC_RESTART_COUNT", "2")]].concat();
+        assert_eq!(with(&restarted, "True").unwrap(), kept);
     }
 
     #[test]

@@ -33,6 +33,7 @@
 //! [`MAX_WORLD_SIZE`], [`store::MAX_KEY_BYTES`], [`store::MAX_VALUE_BYTES`].
 
 pub mod backend;
+mod backend_kind;
 mod collectives;
 #[cfg(feature = "nccl")]
 pub mod device;
@@ -56,11 +57,12 @@ mod traffic;
 mod wire;
 
 pub use backend::Backend;
+pub use backend_kind::BackendKind;
 pub use element::Element;
 pub use environment::{DEFAULT_MASTER_PORT, Environment, Launcher, MAX_WORLD_SIZE};
 pub use error::{CommError, MAX_MESSAGE_BYTES, RankCall, RankFailure};
 pub use group::{DEFAULT_DEADLINE, ProcessGroup};
-pub use init::{BackendKind, init_process_group, init_process_group_within};
+pub use init::{init_process_group, init_process_group_within};
 pub use local::{LocalRanks, RANK_STACK_BYTES, run_local};
 pub use objects::MAX_OBJECT_BYTES;
 pub use record::Operation;

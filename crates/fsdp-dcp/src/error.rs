@@ -153,6 +153,14 @@ pub enum CheckpointError {
         #[source]
         source: Box<CheckpointError>,
     },
+    /// A file that a rank has written is not where the checkpoint is committed.
+    #[error("`{file}` is not in `{}` as a rank has written it: all ranks must save to the same place", path.display())]
+    Elsewhere {
+        /// Where it should be.
+        path: PathBuf,
+        /// Its name there.
+        file: String,
+    },
     /// A path inside a checkpoint that leads out of it, or is no regular file.
     #[error("`{path}` is not a file inside the checkpoint `{}`: {reason}", root.display())]
     Path {

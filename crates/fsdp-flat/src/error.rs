@@ -77,6 +77,14 @@ pub enum FlatError {
         /// Bytes it takes.
         needed: usize,
     },
+    /// More than the machine has.
+    #[error("there is no memory for a {dtype} tensor of shape {shape:?}")]
+    OutOfMemory {
+        /// The dtype.
+        dtype: String,
+        /// The shape.
+        shape: Vec<usize>,
+    },
     /// A value does not fit where it should go.
     #[error("`{name}`: expected shape {expected:?}, but got {found:?}")]
     ShapeMismatch {

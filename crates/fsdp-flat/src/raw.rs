@@ -15,6 +15,19 @@ pub struct RawTensor {
 }
 
 impl RawTensor {
+    /// Zeros, fresh from the system.
+    ///
+    /// # Errors
+    /// [`FlatError::OutOfMemory`].
+    pub fn zeros(dtype: DType, shape: Vec<usize>) -> Result<Self, FlatError> {
+        let size = dtype.size_in_bytes() as usize;
+        let length = checked_numel(&shape).and_then(|numel| numel.checked_mul(size));
+        match length.and_then(|length| bytemuck::allocation::try_zeroed_vec(length).ok()) {
+            Some(bytes) => Self::new(dtype, shape, bytes),
+            None => Err(FlatError::OutOfMemory { dtype: dtype.to_string(), shape }),
+        }
+    }
+
     /// A tensor of these bytes.
     ///
     /// # Errors

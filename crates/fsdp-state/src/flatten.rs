@@ -1,10 +1,12 @@
 //! Nested to flat keys and back: by the rule of torch's distributed checkpoints, which leaves tuples and lists of
 //! plain values whole, and by that of its state-dict utilities, which opens every container.
 
+use std::collections::HashMap;
+
 use fsdp_layout::{KeyPath, PathPart, PlainValue};
 use indexmap::IndexMap;
 
-use crate::traverse::{set_element, traverse_state_dict};
+use crate::traverse::{MAX_LIST_LENGTH, set_element, traverse_state_dict};
 use crate::{StateDict, StateError, StateValue};
 
 /// Flat keys to leaves, and each key's path: DCP's `planner_data`.
@@ -130,6 +132,7 @@ fn key_text(key: &PlainValue) -> String {
 /// # Ok::<(), fsdp_state::StateError>(())
 /// ```
 pub fn unflatten_state_dict(flat: FlatStateDict) -> Result<StateDict, StateError> {
+    check_gaps(&flat)?;
     let mut root = StateDict::new();
     for (key, value) in flat.values {
         match flat.paths.get(&key) {
@@ -140,6 +143,28 @@ pub fn unflatten_state_dict(flat: FlatStateDict) -> Result<StateDict, StateError
         }
     }
     Ok(root)
+}
+
+/// Checks that lists have about as many elements as there are values: a few paths must not be able to ask for many long
+/// lists of nothing.
+fn check_gaps(flat: &FlatStateDict) -> Result<(), StateError> {
+    let mut lengths: HashMap<&[PathPart], usize> = HashMap::new();
+    let mut total = 0usize;
+    let depth = flat.paths.values().map(|path| path.0.len()).max().unwrap_or_default();
+    let most = flat.values.len().saturating_mul(depth).saturating_add(MAX_LIST_LENGTH);
+    for path in flat.values.keys().filter_map(|key| flat.paths.get(key)) {
+        for (depth, part) in path.0.iter().enumerate() {
+            let PathPart::Index(index) = part else { continue };
+            let length = lengths.entry(&path.0[..depth]).or_default();
+            let longer = index.saturating_add(1).saturating_sub(*length);
+            *length += longer;
+            total = total.saturating_add(longer);
+            if total > most {
+                return Err(StateError::WrongContainer { path: path.flat_key(), expected: "list without long gaps" });
+            }
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -153,6 +178,23 @@ mod tests {
 
     fn int(value: i64) -> StateValue {
         value.into()
+    }
+
+    #[test]
+    fn paths_cannot_ask_for_many_long_lists_of_nothing() {
+        let of = |lists: usize, index: usize| {
+            let mut flat = FlatStateDict::default();
+            for list in 0..lists {
+                let key = format!("{list}");
+                flat.values.insert(key.clone(), int(1));
+                flat.paths.insert(key.clone(), KeyPath(vec![PathPart::Key(key), PathPart::Index(index)]));
+            }
+            unflatten_state_dict(flat)
+        };
+        assert!(of(1, MAX_LIST_LENGTH - 1).is_ok());
+        assert!(of(2000, 100).is_ok());
+        assert!(matches!(of(3, MAX_LIST_LENGTH / 2), Err(StateError::WrongContainer { .. })));
+        assert!(matches!(of(1000, MAX_LIST_LENGTH - 1), Err(StateError::WrongContainer { .. })));
     }
 
     fn keys(flat: &FlatStateDict) -> Vec<&str> {

@@ -1,16 +1,24 @@
 //! What holds wherever a checkpoint is: in a directory, in memory, on an S3 server.
 
+use std::num::NonZeroUsize;
 use std::sync::Arc;
 
+use candle_core::{Device, Tensor};
+use fsdp::checkpoint::{Retention, SaveOptions, prune, step_name};
 use fsdp::dcp::checkpoint::{self, Format};
 use fsdp::dcp::convert::{ConvertOptions, Target, convert};
 use fsdp::dcp::diff::{Tolerance, diff};
 use fsdp::dcp::durable::Durable;
+use fsdp::dcp::object_store::ObjectStoreExt as _;
 use fsdp::dcp::object_store::memory::InMemory;
+use fsdp::dcp::object_store::path::Path as Key;
 use fsdp::dcp::reader::{CheckpointReader, OpenOptions};
 use fsdp::dcp::verify::{Level, seal, verify};
 use fsdp::dcp::{CheckpointError, Location};
+use fsdp::flat::{LocalShard, ShardedTensor};
+use fsdp_comm::run_local;
 use fsdp_layout::{DType, PlainValue, TensorBox};
+use fsdp_state::StateDict;
 
 use crate::sample::{load, sample};
 use crate::server::Server;
@@ -188,4 +196,44 @@ fn sealing_and_damage() {
     let opened = checkpoint::open(&target, OpenOptions { verify: true }).unwrap();
     let report = verify(&*opened, Level::Hashes, None).unwrap();
     assert_eq!(report.problems.first().and_then(|problem| problem.file.as_deref()), Some(data.as_str()));
+}
+
+/// Ranks with other URLs, or other endpoints, would each write somewhere else.
+#[test]
+fn ranks_that_save_to_different_places_commit_nothing() {
+    let root = Location::with_store(Arc::new(InMemory::new()), "memory://test", "run");
+    let errors = run_local(3, |group| {
+        let place = root.join(if group.rank() == 2 { "other" } else { "here" });
+        let tensor = Tensor::full(group.rank() as f32, (1, 4), &Device::Cpu).unwrap();
+        let bounds = TensorBox::new(vec![group.rank(), 0], vec![1, 4]);
+        let rows = ShardedTensor::new(tensor.dtype(), vec![3, 4], vec![LocalShard { bounds, tensor }]).unwrap();
+        let state: StateDict = [("rows", rows.into())].into_iter().collect();
+        fsdp::checkpoint::save(place, &state, &group, &SaveOptions::default()).unwrap_err().to_string()
+    })
+    .unwrap();
+    assert!(errors[0].contains("`__2_0-") && errors[0].contains("memory://test/run/here"), "{errors:?}");
+    for place in ["here", "other"] {
+        assert!(!root.join(place).join(".metadata").is_file().unwrap());
+    }
+}
+
+#[test]
+fn what_a_removal_left_is_removed_with_the_next() {
+    let store = Arc::new(InMemory::new());
+    let root = Location::with_store(store.clone(), "memory://test", "run");
+    for step in [10, 20, 30] {
+        save(&generation(step), 2, root.join(step_name(step.into())), &Durable::new()).unwrap();
+    }
+    // Broken off after `.metadata` had gone; and something that is nobody's checkpoint.
+    let left = root.join(step_name(10));
+    let metadata = Key::from("run/step-00000010/.metadata");
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    runtime.block_on(store.delete(&metadata)).unwrap();
+    let notes = root.join(step_name(5));
+    Durable::new().replace_file(notes.join("notes"), b"mine").unwrap();
+    let retention = Retention { keep_last: NonZeroUsize::new(2), keep_every: None };
+    assert!(prune(&root, &retention).unwrap().is_empty());
+    assert_eq!(left.names().unwrap(), Vec::<String>::new());
+    assert!(notes.join("notes").is_file().unwrap());
+    load(&generation(20), 1, root.join(step_name(20)));
 }

@@ -7,10 +7,11 @@ use std::path::{Path, PathBuf};
 use candle_core::{DType, Device, Tensor};
 use fsdp_checkpoint::{CheckpointError, LoadOptions, SaveOptions, load, load_in_place, load_whole, save};
 use fsdp_comm::{ProcessGroup, run_local};
+use fsdp_dcp::plan::LoadPlanError;
 use fsdp_flat::{LocalShard, RawTensor, ShardedTensor};
 use fsdp_layout::shard::chunk_range;
 use fsdp_layout::{ErrorKind, Failure, PlainValue, TensorBox};
-use fsdp_state::{StateDict, StateValue};
+use fsdp_state::{LoadReport, StateDict, StateValue};
 
 use crate::training::{adamw, new_model, step, views};
 
@@ -241,4 +242,98 @@ fn training_goes_on_from_what_was_loaded_under_a_model_and_its_optimizer() {
     }
     let whole = load_whole(dir.path().join("1"), &["model"], &options()).unwrap();
     assert!(whole.dict("model").is_some());
+}
+
+fn load_either(
+    in_place: bool,
+    path: &Path,
+    state: &mut StateDict,
+    group: &ProcessGroup,
+    options: &LoadOptions,
+) -> Result<LoadReport, CheckpointError> {
+    if in_place { load_in_place(path, state, group, options) } else { load(path, state, group, options) }
+}
+
+/// Bytes have no number that a float could take, nor may the bytes of one dtype be taken for another's.
+#[test]
+fn what_cannot_be_cast_is_found_before_anything_changes() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("checkpoint");
+    save_on(&path, 2);
+    let f32 = || Tensor::zeros(2, DType::F32, &Device::Cpu).unwrap().into();
+    let u8 = || StateValue::Raw(RawTensor::new(fsdp_layout::DType::I8, vec![2], vec![5, 5]).unwrap());
+    for wanted in [f32 as fn() -> StateValue, u8] {
+        for in_place in [true, false] {
+            let outcomes = run_local(2, |group| {
+                let flat = arange(1000, FLAT);
+                let mut live = state(&flat, &group, 0);
+                if group.rank() == 1 {
+                    live.insert("raw", wanted());
+                }
+                let options = LoadOptions { allow_cast: true, ..options() };
+                let error = load_either(in_place, &path, &mut live, &group, &options).unwrap_err();
+                assert_eq!(flat.to_vec1::<f32>().unwrap(), arange(1000, FLAT).to_vec1::<f32>().unwrap());
+                error
+            })
+            .unwrap();
+            let cast = CheckpointError::from(fsdp_dcp::CheckpointError::from(LoadPlanError::Cast {
+                fqn: "raw".to_owned(),
+                saved: fsdp_layout::DType::Bool,
+                wanted: if matches!(wanted(), StateValue::Raw(_)) {
+                    fsdp_layout::DType::I8
+                } else {
+                    fsdp_layout::DType::F32
+                },
+            }));
+            assert!(outcomes[1].to_string().ends_with(&cast.to_string()), "{}", outcomes[1]);
+            assert_eq!(outcomes[0].kind(), outcomes[1].kind());
+        }
+    }
+}
+
+/// Also those that candle keeps and does not compute with.
+#[test]
+fn every_dtype_of_candle_comes_back_as_it_was() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("checkpoint");
+    let dtypes = [
+        DType::U8,
+        DType::U32,
+        DType::I16,
+        DType::I32,
+        DType::I64,
+        DType::BF16,
+        DType::F16,
+        DType::F32,
+        DType::F64,
+        DType::F8E4M3,
+        DType::F8E8M0,
+    ];
+    let state = |fill: u8| -> StateDict {
+        let tensor = |dtype: DType| {
+            let tensor = fsdp_flat::storage::zeros(&[3, 5], dtype).unwrap();
+            fsdp_flat::storage::with_bytes_mut(&tensor, |bytes| {
+                bytes.iter_mut().enumerate().for_each(|(at, byte)| *byte = fill.wrapping_mul(at as u8));
+            })
+            .unwrap();
+            (format!("{dtype:?}"), StateValue::Tensor(tensor))
+        };
+        dtypes.into_iter().map(tensor).collect()
+    };
+    let bytes = |state: &StateDict| -> Vec<Vec<u8>> {
+        let tensors = state.iter().map(|(_, value)| value.as_tensor().unwrap());
+        tensors.map(|tensor| fsdp_flat::storage::with_bytes(tensor, <[u8]>::to_vec).unwrap()).collect()
+    };
+    let saved = state(3);
+    run_local(1, |group| save(path.as_path(), &saved, &group, &SaveOptions::default()).map(drop)).unwrap()[0]
+        .as_ref()
+        .unwrap();
+    for in_place in [true, false] {
+        run_local(2, |group| {
+            let mut live = state(0);
+            load_either(in_place, &path, &mut live, &group, &options()).unwrap();
+            assert_eq!(bytes(&live), bytes(&saved));
+        })
+        .unwrap();
+    }
 }

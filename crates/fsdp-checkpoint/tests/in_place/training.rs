@@ -33,7 +33,8 @@ pub(crate) fn new_model(
 pub(crate) fn step(model: &Model, optimizer: &mut Optimizer, seed: usize) -> f32 {
     let x: Vec<f32> = (0..10).map(|i| ((i * 37 + seed * 11) % 17) as f32 / 8.0 - 1.0).collect();
     let x = Tensor::from_vec(x, (2, 5), &Device::Cpu).unwrap();
-    let loss = model.forward(|m| m.1.forward(&m.0.forward(&x)?.tanh()?)?.broadcast_mul(&m.2)?.sqr()?.mean_all()).unwrap();
+    let loss =
+        model.forward(|m| m.1.forward(&m.0.forward(&x)?.tanh()?)?.broadcast_mul(&m.2)?.sqr()?.mean_all()).unwrap();
     model.backward(&loss).unwrap();
     optimizer.step().unwrap();
     model.parameters().zero_grad();

@@ -19,8 +19,8 @@ pub const RANK_STACK_BYTES: usize = 256 << 20;
 /// Runs `f` on `world_size` threads, one for each rank, and returns their results in rank order.
 ///
 /// # Errors
-/// [`CommError::RankFailed`] names the ranks that panicked, the first to do so first. All others have got an error from the operations that
-/// needed them, as they do when a rank returns early.
+/// [`CommError::RankFailed`] names the ranks that panicked, the first to do so first. All others have got an error from
+/// the operations that needed them, as they do when a rank returns early.
 pub fn run_local<T, F>(world_size: usize, f: F) -> Result<Vec<T>, CommError>
 where
     F: Fn(ProcessGroup) -> T + Sync,

@@ -7,6 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::library::{self, Buffers, Communicator, Pending};
+use crate::backend_kind::BackendKind;
 use crate::error::CommError;
 use crate::store::{Store, StoreOptions};
 use crate::tcp::{Place, TcpBackend};
@@ -208,7 +209,7 @@ pub(super) fn failed(call: &str, message: String) -> CommError {
 }
 
 fn unavailable(message: String) -> CommError {
-    CommError::BackendUnavailable { backend: "mpi".to_owned(), message }
+    BackendKind::Mpi.unavailable(message)
 }
 
 fn rendezvous(message: String) -> CommError {

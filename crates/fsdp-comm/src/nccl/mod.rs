@@ -15,12 +15,11 @@ use cudarc::driver::{CudaContext, CudaStream};
 
 use self::library::UniqueId;
 use self::owner::Owner;
-use crate::backend::{Backend, DeviceTransfer, Planner, Round};
-use crate::device::DeviceCall;
+use crate::backend::{Backend, DeviceCall, DeviceTransfer, Planner, Round};
+use crate::backend_kind::BackendKind;
 use crate::environment::Environment;
 use crate::error::CommError;
 use crate::group::ProcessGroup;
-use crate::init::BackendKind;
 use crate::tcp::{TcpBackend, TcpOptions};
 use crate::wire;
 
@@ -72,7 +71,7 @@ fn ordinal(local_rank: usize, devices: usize) -> Result<usize, CommError> {
 }
 
 fn unavailable(message: String) -> CommError {
-    CommError::BackendUnavailable { backend: BackendKind::Nccl.to_string(), message }
+    BackendKind::Nccl.unavailable(message)
 }
 
 /// One rank of one group.

@@ -1,8 +1,10 @@
 //! A key-value store over TCP, where the ranks of a job find each other: torch's `TCPStore`.
 //!
 //! Rank 0 [hosts](Store::host) it, all others [connect](Store::connect). A connection is greeted with the job and the
-//! number of its ranks, so that processes of two jobs that use one port never meet.
+//! number of its ranks, so that processes of two jobs that use one port never meet. Where torchrun's agent has the
+//! job's port, its store tells where rank 0's is.
 
+mod agent;
 mod protocol;
 mod server;
 
@@ -77,30 +79,29 @@ impl Store {
 
     fn open(address: &str, options: &StoreOptions, server: Option<Server>) -> Result<Store, CommError> {
         let until = Instant::now() + options.deadline;
-        let no_store = |error: io::Error| {
-            let message = format!("rank {} found no store within {:?}: {error}", options.rank, options.deadline);
-            rendezvous(address, message)
+        let joined = match connect_until(address, until) {
+            Ok(stream) => Self::join(stream, address, options, until),
+            Err(error) => Err(no_store(options, &error)),
         };
-        let mut stream = loop {
-            match connect_once(address, until) {
-                Ok(stream) => break stream,
-                Err(error) if Instant::now() + RETRY >= until => return Err(no_store(error)),
-                Err(_) => thread::sleep(RETRY),
-            }
-        };
+        let store = joined.map_err(|message| rendezvous(address, message))?;
+        Ok(Store { _server: server, ..store })
+    }
+
+    /// Greets the store at the other end. `Err` says why this rank is not let in.
+    fn join(mut stream: TcpStream, address: &str, options: &StoreOptions, until: Instant) -> Result<Store, String> {
         let hello = Hello::new(options);
         let greeting = write_blocking(&mut stream, &hello, until).and_then(|()| read_blocking(&mut stream, until));
-        match greeting.map_err(no_store)? {
+        match greeting.map_err(|error| no_store(options, &error))? {
             Reply::Welcome => {}
-            Reply::Refused(reason) => return Err(rendezvous(address, format!("rank {}: {reason}", options.rank))),
-            _ => return Err(rendezvous(address, "what answers there is no store".to_owned())),
+            Reply::Refused(reason) => return Err(format!("rank {}: {reason}", options.rank)),
+            _ => return Err("what answers there is no store".to_owned()),
         }
         Ok(Store {
             address: address.to_owned(),
-            local_ip: stream.local_addr().map_err(no_store)?.ip(),
+            local_ip: stream.local_addr().map_err(|error| no_store(options, &error))?.ip(),
             connection: Mutex::new(Some(stream)),
             deadline: options.deadline,
-            _server: server,
+            _server: None,
         })
     }
 
@@ -204,6 +205,21 @@ impl Store {
 
 fn rendezvous(address: &str, message: String) -> CommError {
     CommError::Rendezvous { address: address.to_owned(), joined: Vec::new(), missing: Vec::new(), message }
+}
+
+fn no_store(options: &StoreOptions, error: &io::Error) -> String {
+    format!("rank {} found no store within {:?}: {error}", options.rank, options.deadline)
+}
+
+/// Connects to what may open later.
+fn connect_until(address: &str, until: Instant) -> io::Result<TcpStream> {
+    loop {
+        match connect_once(address, until) {
+            Err(error) if Instant::now() + RETRY >= until => return Err(error),
+            Err(_) => thread::sleep(RETRY),
+            connected => return connected,
+        }
+    }
 }
 
 /// Tries all addresses of a name once.

@@ -98,8 +98,12 @@ pub(super) fn message_len(prefix: [u8; 4]) -> io::Result<usize> {
 }
 
 pub(super) fn write_blocking<T: Serialize>(stream: &mut TcpStream, message: &T, until: Instant) -> io::Result<()> {
+    write_all(stream, &to_bytes(message)?, until)
+}
+
+pub(super) fn write_all(stream: &mut TcpStream, bytes: &[u8], until: Instant) -> io::Result<()> {
     stream.set_write_timeout(Some(left(until)))?;
-    stream.write_all(&to_bytes(message)?)
+    stream.write_all(bytes)
 }
 
 pub(super) fn read_blocking<T: DeserializeOwned>(stream: &mut TcpStream, until: Instant) -> io::Result<T> {
@@ -110,7 +114,7 @@ pub(super) fn read_blocking<T: DeserializeOwned>(stream: &mut TcpStream, until: 
     wire::decode(&body).map_err(invalid)
 }
 
-fn read_exact(stream: &mut TcpStream, mut buffer: &mut [u8], until: Instant) -> io::Result<()> {
+pub(super) fn read_exact(stream: &mut TcpStream, mut buffer: &mut [u8], until: Instant) -> io::Result<()> {
     while !buffer.is_empty() {
         stream.set_read_timeout(Some(left(until)))?;
         match stream.read(buffer) {

@@ -4,8 +4,8 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 use super::segment::{Bell, ReaderWord, Segment, WINDOW_BYTES, Word};
-use super::shared::wait;
 use super::sockets::Member;
+use super::watch::wait;
 use crate::backend::Round;
 use crate::error::CommError;
 

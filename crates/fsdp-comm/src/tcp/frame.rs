@@ -2,8 +2,6 @@
 
 use std::io::{self, Read, Write};
 
-use super::node::Event;
-
 /// Longest body. Tensors are cut into frames of [`CHUNK_BYTES`]; only records could be longer, and are not.
 const MAX_BODY_BYTES: u64 = 16 << 20;
 
@@ -31,6 +29,15 @@ impl Kind {
     const ALL: [Kind; 5] = [Kind::Record, Kind::Chunk, Kind::Abort, Kind::Heartbeat, Kind::Goodbye];
 }
 
+/// What came in.
+#[derive(Debug)]
+pub(super) struct Frame {
+    pub(super) kind: Kind,
+    pub(super) group: u64,
+    pub(super) round: u64,
+    pub(super) body: Vec<u8>,
+}
+
 pub(super) fn header(kind: Kind, group: u64, round: u64, body: usize) -> [u8; HEADER_BYTES] {
     let mut header = [kind as u8; HEADER_BYTES];
     header[1..9].copy_from_slice(&group.to_le_bytes());
@@ -40,7 +47,7 @@ pub(super) fn header(kind: Kind, group: u64, round: u64, body: usize) -> [u8; HE
 }
 
 /// Reads one frame.
-pub(super) fn read(stream: &mut impl Read) -> io::Result<Event> {
+pub(super) fn read(stream: &mut impl Read) -> io::Result<Frame> {
     let mut header = [0; HEADER_BYTES];
     stream.read_exact(&mut header)?;
     let word = |at: usize| u64::from_le_bytes(std::array::from_fn(|byte| header[at + byte]));
@@ -52,7 +59,7 @@ pub(super) fn read(stream: &mut impl Read) -> io::Result<Event> {
     if stream.take(len).read_to_end(&mut body)? as u64 != len {
         return Err(io::ErrorKind::UnexpectedEof.into());
     }
-    Ok(Event { kind, group: word(1), round: word(9), body })
+    Ok(Frame { kind, group: word(1), round: word(9), body })
 }
 
 /// Whether a write that failed like this may be tried again.
@@ -83,8 +90,8 @@ mod tests {
         for kind in Kind::ALL {
             let bytes = [&header(kind, 7, u64::MAX, 3)[..], b"abc", b"next"].concat();
             let mut stream = &bytes[..];
-            let event = read(&mut stream).unwrap();
-            assert_eq!((event.kind, event.group, event.round, &event.body[..]), (kind, 7, u64::MAX, &b"abc"[..]));
+            let frame = read(&mut stream).unwrap();
+            assert_eq!((frame.kind, frame.group, frame.round, &frame.body[..]), (kind, 7, u64::MAX, &b"abc"[..]));
             assert_eq!(stream, b"next");
         }
     }

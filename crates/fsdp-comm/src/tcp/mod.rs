@@ -17,6 +17,8 @@ mod shared;
 #[path = "unshared.rs"]
 mod shared;
 mod sockets;
+#[cfg(target_os = "linux")]
+mod watch;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -7,7 +7,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use super::frame::{self, Kind};
+use super::frame::{self, Frame, Kind};
 use crate::backend::Round;
 use crate::error::CommError;
 use crate::store::Store;
@@ -24,15 +24,6 @@ const WRITE_SLICE: Duration = Duration::from_millis(100);
 
 /// How long a rank that leaves or aborts tries to tell the others.
 const FAREWELL: Duration = Duration::from_millis(500);
-
-/// What came in.
-#[derive(Debug)]
-pub(super) struct Event {
-    pub(super) kind: Kind,
-    pub(super) group: u64,
-    pub(super) round: u64,
-    pub(super) body: Vec<u8>,
-}
 
 /// This process. It leaves the job when this is dropped.
 #[derive(Debug)]
@@ -111,23 +102,23 @@ impl Inbox {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn receive(&self, from: usize, event: Event) {
+    fn receive(&self, from: usize, frame: Frame) {
         let mut state = self.lock();
         state.ranks[from].heard = Instant::now();
-        match event.kind {
+        match frame.kind {
             Kind::Heartbeat => return,
             Kind::Goodbye => {
                 state.ranks[from].said_goodbye = true;
-                state.ranks[from].left.get_or_insert_with(|| String::from_utf8_lossy(&event.body).into_owned());
+                state.ranks[from].left.get_or_insert_with(|| String::from_utf8_lossy(&frame.body).into_owned());
             }
-            _ if state.closed.contains(&event.group) => return,
+            _ if state.closed.contains(&frame.group) => return,
             Kind::Abort => {
                 let unreadable = |message| CommError::Aborted { rank: from, message };
-                let failure = wire::decode(&event.body).unwrap_or_else(unreadable);
-                state.groups.entry(event.group).or_default().failure.get_or_insert((event.round, failure));
+                let failure = wire::decode(&frame.body).unwrap_or_else(unreadable);
+                state.groups.entry(frame.group).or_default().failure.get_or_insert((frame.round, failure));
             }
-            Kind::Record => state.incoming(event.group, from, event.round).record = Some(event.body),
-            Kind::Chunk => state.incoming(event.group, from, event.round).chunks.push_back(event.body),
+            Kind::Record => state.incoming(frame.group, from, frame.round).record = Some(frame.body),
+            Kind::Chunk => state.incoming(frame.group, from, frame.round).chunks.push_back(frame.body),
         }
         drop(state);
         self.changed.notify_all();
@@ -180,7 +171,7 @@ impl Node {
             let inbox = Arc::clone(&inbox);
             let listen = move || loop {
                 match frame::read(&mut reader) {
-                    Ok(event) => inbox.receive(from, event),
+                    Ok(frame) => inbox.receive(from, frame),
                     Err(error) => return inbox.lose(from, &error),
                 }
             };

@@ -47,12 +47,16 @@ pub(crate) struct Place {
     pub(crate) until: Instant,
 }
 
-/// The store of a job, which rank 0 hosts.
+/// The store of a job, which rank 0 hosts: at the job's address, or, if torchrun's agent listens there, elsewhere.
 pub(super) fn open(environment: &Environment, deadline: Duration) -> Result<Store, CommError> {
     let &Environment { rank, world_size, .. } = environment;
     let options = StoreOptions { job: environment.job.clone(), rank, world_size, deadline };
-    let host_or_connect = if rank == 0 { Store::host } else { Store::connect };
-    host_or_connect(&environment.master(), &options)
+    let master = environment.master();
+    match &environment.agent_store {
+        Some(key) => Store::through_agent(&master, key, &options),
+        None if rank == 0 => Store::host(&master, &options),
+        None => Store::connect(&master, &options),
+    }
 }
 
 /// Meets all other ranks.

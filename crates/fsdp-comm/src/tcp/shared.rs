@@ -5,10 +5,8 @@
 //! (an all-gather) is written once; what they want of different places (a reduce-scatter) shares the window.
 
 use std::fs;
-use std::hint;
 use std::sync::atomic::Ordering;
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -16,15 +14,10 @@ use super::SETUP_ROUNDS;
 use super::chunks::{Incoming, Outgoing, Published};
 use super::segment::{Bell, RECORD_BYTES, Segment, Word};
 use super::sockets::{Member, exchange};
+use super::watch::wait;
 use crate::backend::{Destination, Filler, Plan, Planner, Round, reduce_blocks};
 use crate::error::CommError;
 use crate::wire;
-
-/// How often a rank that waits for memory to change looks whether the others are still there.
-const LOOK: Duration = Duration::from_millis(10);
-
-/// How often a rank looks at memory before it sleeps: about as long as falling asleep takes.
-const SPINS: usize = 200;
 
 /// The verdict on a group is the number of complete rounds, and once it has failed, this and in which round (so many
 /// rounds were complete) and by the word of which rank.
@@ -216,31 +209,4 @@ fn map_all(rank: usize, own: Segment, invitations: &[Vec<u8>]) -> Option<Vec<Seg
         segment.ok().filter(|segment| segment.word(Word::Token).load(Ordering::Acquire) == token)
     };
     invitations.iter().enumerate().map(open).collect()
-}
-
-/// Waits until memory shows what is waited for, and fails if the ranks that are `missing` cannot bring it about.
-pub(super) fn wait(
-    Member { node, group, .. }: Member<'_>,
-    round: &Round<'_>,
-    segment: &Segment,
-    bell: Bell,
-    is_ready: impl Fn() -> bool,
-    missing: impl Fn() -> Vec<usize>,
-) -> Result<(), CommError> {
-    for _ in 0..SPINS {
-        if is_ready() {
-            return Ok(());
-        }
-        hint::spin_loop();
-    }
-    loop {
-        segment.listen(bell, LOOK, &is_ready);
-        // What made them leave may have come after what is waited for, so that has the last word.
-        let trouble = node.trouble(group, round, &missing());
-        match trouble {
-            _ if is_ready() => return Ok(()),
-            Some(trouble) => return Err(trouble),
-            None => {}
-        }
-    }
 }

@@ -168,7 +168,13 @@ impl LocalStaging {
         let parent = parent_of(&self.target);
         if self.overwrite && exists(&self.target) {
             if durable.exchange(&self.directory, &self.target)? {
-                durable.sync_directory(parent)?;
+                if let Err(error) = durable.sync_directory(parent) {
+                    // Back to what was there. Where that cannot be had either, nothing may be removed.
+                    if !matches!(durable.exchange(&self.directory, &self.target), Ok(true)) {
+                        self.lock = None;
+                    }
+                    return Err(error);
+                }
             } else {
                 let (_, prefix) = beside(&self.target)?;
                 let old = parent.join(format!("{prefix}old-{}", self.name.trim_start_matches("tmp-")));

@@ -1,5 +1,6 @@
 //! Checkpoints that grow in an object store, where nothing can be renamed: what commits one is its last object.
 
+use std::collections::HashSet;
 use std::io;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
@@ -13,6 +14,7 @@ use super::upload::{Slot, Upload};
 use crate::error::CheckpointError;
 use crate::integrity::INTEGRITY_FILE;
 use crate::location::{Location, Resolved};
+use crate::metadata::METADATA_FILE;
 use crate::object::Prefix;
 
 /// Claims a target for files with names that are not the saver's own.
@@ -94,6 +96,18 @@ impl ObjectStaging {
         self.put_new(CLAIM, self.nonce().as_bytes())?;
         self.owns(CLAIM, false);
         Ok(())
+    }
+
+    /// Checks that all files are here: a rank with another URL or another endpoint has written its own elsewhere.
+    pub(super) fn check_files<'f>(&self, mut files: impl Iterator<Item = &'f String>) -> Result<(), CheckpointError> {
+        let here: HashSet<String> = self.prefix.all()?.into_iter().collect();
+        let path = self.target().to_owned();
+        match files.find(|file| !here.contains(*file)) {
+            None => Ok(()),
+            // Another save to the same target was faster, and has cleaned up.
+            Some(_) if here.contains(METADATA_FILE) => Err(CheckpointError::Exists { path }),
+            Some(file) => Err(CheckpointError::Elsewhere { path, file: file.clone() }),
+        }
     }
 
     fn owns(&self, name: &str, beside: bool) {
@@ -267,7 +281,7 @@ fn is_nonce(text: &str) -> bool {
 }
 
 /// The nonce in the name of an object that belongs to one save: `__0_0-<nonce>.distcp`, `.integrity-<nonce>`.
-fn nonce_of(name: &str) -> Option<&str> {
+pub(super) fn nonce_of(name: &str) -> Option<&str> {
     let data = name.strip_prefix("__").and_then(|name| name.strip_suffix(".distcp"));
     let nonce = match data {
         Some(data) => data.split_once('-')?.1,

@@ -221,6 +221,22 @@ impl Staging {
         }
     }
 
+    /// Checks that these files, of which other ranks have written some, are all where the checkpoint will be committed.
+    /// In a directory they are: who joins finds it, or fails.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Elsewhere`].
+    pub(crate) fn check_files<'f>(&self, files: impl Iterator<Item = &'f String>) -> Result<(), CheckpointError> {
+        match &self.0 {
+            Kind::Local(_) => {
+                drop(files);
+                Ok(())
+            }
+            #[cfg(feature = "object-store")]
+            Kind::Object(object) => object.check_files(files),
+        }
+    }
+
     /// Writes the last file, without which the checkpoint is none, and puts it all in the target's place. All other
     /// files must be finished.
     ///

@@ -98,9 +98,32 @@ impl Durable {
             Resolved::Local(path) => self.remove_directory_checkpoint(path),
             #[cfg(feature = "object-store")]
             Resolved::Object(prefix) => {
-                let (first, rest): (Vec<_>, Vec<_>) =
-                    prefix.all()?.into_iter().partition(|n| n.ends_with(METADATA_FILE));
+                let all = prefix.all()?.into_iter();
+                let (first, rest): (Vec<_>, Vec<_>) = all.partition(|name| name.ends_with(METADATA_FILE));
                 first.iter().chain(&rest).try_for_each(|name| prefix.delete(name))?;
+                Ok(true)
+            }
+        }
+    }
+
+    /// Removes what a crashed save, or a removal that broke off, has left of a checkpoint in an object store: whether
+    /// there was anything. Nothing is done where there is a `.metadata`, or an object whose name is not one of a save's
+    /// own; nor in a directory, whose leftovers lie beside it ([`clean_stale`]).
+    ///
+    /// A save to this very target that is in progress fails then.
+    ///
+    /// # Errors
+    /// What the store says.
+    pub fn remove_uncommitted(&self, target: impl Into<Location>) -> Result<bool, CheckpointError> {
+        match target.into().resolve()? {
+            Resolved::Local(_) => Ok(false),
+            #[cfg(feature = "object-store")]
+            Resolved::Object(prefix) => {
+                let all = prefix.all()?;
+                if all.is_empty() || all.iter().any(|name| super::object::nonce_of(name).is_none()) {
+                    return Ok(false);
+                }
+                all.iter().try_for_each(|name| prefix.delete(name))?;
                 Ok(true)
             }
         }

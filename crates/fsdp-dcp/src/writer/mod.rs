@@ -229,6 +229,7 @@ pub fn finish_files(
 ) -> Result<(), CheckpointError> {
     let metadata = encode(metadata);
     let mut integrity = Integrity { files: files.into_iter().collect() };
+    staging.check_files(integrity.files.keys())?;
     let mut own = FileIntegrity::default();
     own.push_bytes(&metadata);
     integrity.files.insert(METADATA_FILE.to_owned(), own);

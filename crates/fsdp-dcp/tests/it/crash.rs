@@ -168,3 +168,36 @@ fn a_kill_at_any_step_leaves_old_or_new() {
     }
     assert!(lived <= 5, "{lived} children were not killed");
 }
+
+/// Fails the first fsync of a directory after two have changed places.
+#[derive(Default)]
+struct Unsynced {
+    exchanged: AtomicBool,
+    struck: AtomicBool,
+}
+
+impl StepHook for Unsynced {
+    fn before(&self, step: Step, _: &Path) -> io::Result<()> {
+        match step {
+            Step::Exchange => self.exchanged.store(true, Ordering::SeqCst),
+            Step::SyncDirectory
+                if self.exchanged.load(Ordering::SeqCst) && !self.struck.swap(true, Ordering::SeqCst) =>
+            {
+                return Err(io::Error::from_raw_os_error(5));
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn an_overwrite_that_may_not_last_puts_the_old_checkpoint_back() {
+    let parent = tempfile::tempdir().unwrap();
+    let target = parent.path().join("target");
+    save(&state(1), 2, &target, &Durable::new()).unwrap();
+    let hook = Arc::new(Unsynced::default());
+    save(&state(2), 2, &target, &Durable::with_hook(hook.clone())).unwrap_err();
+    assert!(hook.struck.load(Ordering::SeqCst), "the file system cannot exchange directories");
+    assert_eq!(generation(&target), Some(1));
+}

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use bytemuck::allocation::try_zeroed_vec;
 use candle_core::{CpuStorage, Storage, Tensor, WithDType};
 use float8::F8E4M3;
 use half::{bf16, f16};
@@ -53,14 +54,18 @@ macro_rules! scalars {
             }
         }
 
-        /// A CPU tensor of zeros whose memory the system has not touched yet.
-        fn zeroed(dtype: candle_core::DType, numel: usize) -> Option<CpuStorage> {
+        /// Zeros whose memory the system has not touched yet.
+        fn zeroed(dtype: candle_core::DType, shape: &[usize]) -> Result<CpuStorage, FlatError> {
+            let no_memory = || FlatError::OutOfMemory { dtype: dtype.as_str().to_owned(), shape: shape.to_vec() };
+            let numel = fsdp_layout::boxes::checked_numel(shape).ok_or_else(no_memory)?;
             match dtype {
                 $(candle_core::DType::$variant => {
-                    Some(CpuStorage::$variant(bytemuck::allocation::zeroed_vec::<$type>(numel)))
+                    try_zeroed_vec::<$type>(numel).map(CpuStorage::$variant).map_err(|()| no_memory())
                 })*
-                candle_core::DType::F8E8M0 => Some(CpuStorage::F8E8M0(vec![0; numel])),
-                _ => None,
+                candle_core::DType::F8E8M0 => {
+                    try_zeroed_vec(numel).map(CpuStorage::F8E8M0).map_err(|()| no_memory())
+                }
+                _ => Err(FlatError::Candle(candle_core::Error::UnsupportedDTypeForOp(dtype, "zeros"))),
             }
         }
     };
@@ -79,11 +84,9 @@ impl TensorBuffer {
     /// Zeros, fresh from the system.
     ///
     /// # Errors
-    /// Dtypes whose elements are not plain bytes.
+    /// Dtypes whose elements are not plain bytes; [`FlatError::OutOfMemory`].
     pub fn zeros(shape: &[usize], dtype: candle_core::DType) -> Result<Self, FlatError> {
-        let storage = zeroed(dtype, shape.iter().product())
-            .ok_or(FlatError::Candle(candle_core::Error::UnsupportedDTypeForOp(dtype, "zeros")))?;
-        Ok(TensorBuffer { storage, shape: shape.to_vec() })
+        Ok(TensorBuffer { storage: zeroed(dtype, shape)?, shape: shape.to_vec() })
     }
 
     /// A range of a storage's elements; `None` for dtypes whose elements are not plain bytes.

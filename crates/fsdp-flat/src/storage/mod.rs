@@ -287,7 +287,7 @@ pub fn zeros_on(shape: &[usize], dtype: candle_core::DType, device: &Device) -> 
 /// A contiguous CPU tensor of zeros, fresh from the system.
 ///
 /// # Errors
-/// Dtypes whose elements are not plain bytes.
+/// Dtypes whose elements are not plain bytes; [`FlatError::OutOfMemory`].
 pub fn zeros(shape: &[usize], dtype: candle_core::DType) -> Result<Tensor, FlatError> {
     Ok(TensorBuffer::zeros(shape, dtype)?.into_tensor())
 }
@@ -314,6 +314,17 @@ mod tests {
         assert_eq!(scalar.to_scalar::<i64>().unwrap(), 2);
         free(&flat).unwrap();
         assert!(matches!(owned_copy(&part), Err(FlatError::Freed { .. })));
+    }
+
+    #[test]
+    fn more_than_there_is_is_an_error_and_not_the_end() {
+        for dtype in [DType::F32, DType::F8E8M0] {
+            for shape in [vec![1 << 57], vec![1 << 40, 1 << 40]] {
+                assert!(matches!(zeros(&shape, dtype), Err(FlatError::OutOfMemory { .. })), "{shape:?}");
+            }
+        }
+        let raw = crate::RawTensor::zeros(fsdp_layout::DType::Bool, vec![usize::MAX, 2]);
+        assert!(matches!(raw, Err(FlatError::OutOfMemory { .. })));
     }
 
     #[test]

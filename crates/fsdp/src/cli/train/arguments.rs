@@ -12,7 +12,7 @@ use fsdp::prelude::*;
 const MAX_RANKS: u64 = 1024;
 
 /// No single size of a model or batch is larger.
-const MAX_SIZE: u64 = 1 << 24;
+pub(super) const MAX_SIZE: u64 = 1 << 24;
 
 fn size() -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(1..=MAX_SIZE)

@@ -1,5 +1,6 @@
 //! When and how a run's checkpoints are saved, and which of them stay.
 
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -17,6 +18,10 @@ pub(super) struct Checkpoints {
     retention: Retention,
     group: ProcessGroup,
     how: How,
+    /// Removes old checkpoints. Training waits for it at the end only: others may be in the next step already.
+    pruning: Option<JoinHandle<()>>,
+    /// Whether a save came to its end while those before it were still being removed.
+    prune_again: bool,
 }
 
 enum How {
@@ -45,7 +50,14 @@ impl Checkpoints {
             false => How::Now(Saver::new()),
         };
         let retention = Retention { keep_last: arguments.keep_last, keep_every: arguments.keep_every };
-        Ok(Checkpoints { run: arguments.checkpoints(), retention, group: group.clone(), how })
+        Ok(Checkpoints {
+            run: arguments.checkpoints(),
+            retention,
+            group: group.clone(),
+            how,
+            pruning: None,
+            prune_again: false,
+        })
     }
 
     /// Saves the state after a step, or starts to. Every rank calls it; `clock` runs since training stopped for it.
@@ -115,7 +127,7 @@ impl Checkpoints {
     }
 
     /// A checkpoint is whole: tells of it, and removes those that need not stay.
-    fn done(&self, step: u64, saved: &SaveReport, stall: Duration, report: Option<&Report>) -> Result<()> {
+    fn done(&mut self, step: u64, saved: &SaveReport, stall: Duration, report: Option<&Report>) -> Result<()> {
         let Some(report) = report else { return Ok(()) };
         let path = self.run.join(step_name(step));
         report.checkpoint(&Saved {
@@ -125,10 +137,30 @@ impl Checkpoints {
             seconds: saved.duration.as_secs_f64(),
             stall_seconds: stall.as_secs_f64(),
         })?;
-        // Training does not end because an old checkpoint cannot be removed.
-        if let Err(error) = prune(&self.run, &self.retention) {
-            output::talk(&format!("failed to remove old checkpoints: {:#}", anyhow::Error::from(error)));
+        self.prune_again = self.pruning.as_ref().is_some_and(|pruning| !pruning.is_finished());
+        if self.retention.keep_last.is_some() && !self.prune_again {
+            let (run, retention) = (self.run.clone(), self.retention);
+            self.pruning = Some(std::thread::spawn(move || prune_and_tell(&run, &retention)));
         }
         Ok(())
+    }
+}
+
+impl Drop for Checkpoints {
+    fn drop(&mut self) {
+        if let Some(pruning) = self.pruning.take() {
+            // It has said all that it had to say.
+            pruning.join().ok();
+        }
+        if self.prune_again {
+            prune_and_tell(&self.run, &self.retention);
+        }
+    }
+}
+
+/// Training does not end because an old checkpoint cannot be removed.
+fn prune_and_tell(run: &Location, retention: &Retention) {
+    if let Err(error) = prune(run, retention) {
+        output::talk(&format!("failed to remove old checkpoints: {:#}", anyhow::Error::from(error)));
     }
 }

@@ -10,7 +10,7 @@ mod sample;
 mod settings;
 mod state;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -33,13 +33,18 @@ pub(crate) use self::arguments::TrainArguments;
 pub(crate) fn trace_file(arguments: &TrainArguments) -> Option<PathBuf> {
     let file = arguments.trace.as_ref()?;
     let Ok(Some(launched)) = Launched::find(arguments) else { return Some(file.clone()) };
+    Some(of_rank(file, launched.rank()))
+}
+
+/// `FILE-rank0.json` of `FILE.json`.
+fn of_rank(file: &Path, rank: usize) -> PathBuf {
     let mut name = file.file_stem().unwrap_or_default().to_owned();
-    name.push(format!("-rank{}", launched.rank()));
-    let mut named = file.with_file_name(name);
+    name.push(format!("-rank{rank}"));
     if let Some(extension) = file.extension() {
-        named.set_extension(extension);
+        name.push(".");
+        name.push(extension);
     }
-    Some(named)
+    file.with_file_name(name)
 }
 
 /// # Errors
@@ -119,4 +124,21 @@ fn check_out_is_free(arguments: &TrainArguments) -> Result<()> {
 /// The error that the others follow from: one that is not about other ranks, if there is one.
 fn first_cause(errors: impl Iterator<Item = Error>) -> Result<()> {
     errors.min_by_key(is_about_others).map_or(Ok(()), Err)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_rank_has_a_trace_of_its_own() {
+        for (file, named) in [
+            ("trace.json", "trace-rank3.json"),
+            ("out/run.4ranks.json", "out/run.4ranks-rank3.json"),
+            ("trace", "trace-rank3"),
+            (".trace", ".trace-rank3"),
+        ] {
+            assert_eq!(of_rank(Path::new(file), 3), Path::new(named));
+        }
+    }
 }

@@ -178,6 +178,12 @@ fn bar(start: u64, steps: u64) -> ProgressBar {
     bar
 }
 
+/// What is read again of a line: a loss that is no number was written as `null`.
+#[derive(serde::Deserialize)]
+struct Numbered {
+    step: u64,
+}
+
 /// Bytes of the lines of steps before `start`: up to the first later or unreadable one (a kill may have torn it).
 fn length_before(metrics: &File, start: u64) -> std::io::Result<u64> {
     let mut reader = BufReader::new(metrics);
@@ -186,10 +192,30 @@ fn length_before(metrics: &File, start: u64) -> std::io::Result<u64> {
         line.clear();
         let read = reader.read_until(b'\n', &mut line)?;
         let whole = line.ends_with(b"\n");
-        let step = serde_json::from_slice::<StepMetrics>(&line).map(|metrics| metrics.step);
+        let step = serde_json::from_slice::<Numbered>(&line).map(|metrics| metrics.step);
         if !whole || !step.is_ok_and(|step| step < start) {
             return Ok(length);
         }
         length += read as u64;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_stay_up_to_the_first_later_or_torn_one() {
+        let lines = |steps: &[(u64, &str)]| -> String {
+            steps.iter().map(|(step, loss)| format!("{{\"step\":{step},\"loss\":{loss}}}\n")).collect()
+        };
+        // A loss that is no number is null in JSON.
+        let (kept, later) = (lines(&[(0, "1.5"), (1, "null"), (2, "1.0")]), lines(&[(3, "1.0")]));
+        for rest in [later.as_str(), "{\"step\":", "no JSON\n", ""] {
+            let mut file = tempfile::tempfile().unwrap();
+            file.write_all(format!("{kept}{rest}").as_bytes()).unwrap();
+            std::io::Seek::rewind(&mut file).unwrap();
+            assert_eq!(length_before(&file, 3).unwrap(), kept.len() as u64, "{rest}");
+        }
     }
 }

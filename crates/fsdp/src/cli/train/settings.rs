@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use fsdp::checkpoint::{Location, StepCheckpoint, latest_checkpoint};
 use fsdp::data::VOCAB;
 use fsdp::dcp::checkpoint::{self, Checkpoint};
@@ -11,7 +11,7 @@ use fsdp::dcp::reader::{CheckpointReader, OpenOptions};
 use fsdp::gpt::GptConfig;
 use fsdp::prelude::*;
 
-use super::arguments::{OptimizerName, TrainArguments};
+use super::arguments::{MAX_SIZE, OptimizerName, TrainArguments};
 use crate::cli::failure::{NoCheckpoint, UsageError};
 use crate::cli::output;
 
@@ -135,8 +135,17 @@ impl Settings {
     pub(super) fn resolve(arguments: &TrainArguments, resume: Option<&Resume>) -> Result<Self> {
         let saved = |key: &str| -> Result<Option<usize>> {
             let Some(resume) = resume else { return Ok(None) };
-            let saved = resume.read(&format!("train.config.{key}"), |value| usize::try_from(value.as_int()?).ok())?;
-            Ok(saved.or_else(|| resume.size_of_tensors(key)))
+            let name = format!("train.config.{key}");
+            let saved = resume.read(&name, |value| usize::try_from(value.as_int()?).ok())?;
+            let of_tensors = resume.size_of_tensors(key);
+            // What is said there is not to be trusted with memory.
+            ensure!(
+                saved.is_none_or(|saved| (1..=MAX_SIZE).contains(&(saved as u64))),
+                "`{name}` of `{}` is {}, and can be 1 to {MAX_SIZE}",
+                resume.path,
+                saved.unwrap_or_default()
+            );
+            Ok(saved.or(of_tensors))
         };
         let size = |asked: Option<usize>, key: &str, default: usize| -> Result<usize> {
             Ok(asked.or(saved(key)?).unwrap_or(default))

@@ -1,0 +1,68 @@
+//! Which backends there are.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::error::CommError;
+
+/// How the ranks of a job reach each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum BackendKind {
+    /// Threads of one process: see [`run_local`](crate::run_local).
+    Local,
+    /// Processes, over sockets and shared memory.
+    Tcp,
+    /// Processes, over MPI.
+    Mpi,
+    /// Processes with a GPU each, over NCCL.
+    Nccl,
+}
+
+impl fmt::Display for BackendKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            BackendKind::Local => "local",
+            BackendKind::Tcp => "tcp",
+            BackendKind::Mpi => "mpi",
+            BackendKind::Nccl => "nccl",
+        })
+    }
+}
+
+impl FromStr for BackendKind {
+    type Err = CommError;
+
+    fn from_str(name: &str) -> Result<Self, CommError> {
+        let all = [BackendKind::Local, BackendKind::Tcp, BackendKind::Mpi, BackendKind::Nccl];
+        all.into_iter().find(|kind| kind.to_string() == name).ok_or_else(|| CommError::BackendUnavailable {
+            backend: name.to_owned(),
+            message: "there are local, tcp, mpi and nccl".to_owned(),
+        })
+    }
+}
+
+impl BackendKind {
+    /// Whether this build has it.
+    ///
+    /// # Errors
+    /// [`CommError::BackendUnavailable`] says how to get a build that has.
+    pub fn check_compiled_in(self) -> Result<(), CommError> {
+        let message = match self {
+            BackendKind::Local | BackendKind::Tcp => return Ok(()),
+            BackendKind::Mpi if cfg!(feature = "mpi") => return Ok(()),
+            BackendKind::Mpi => {
+                "it is not compiled in: install an MPI library and libclang, and build with `--features mpi`"
+            }
+            BackendKind::Nccl if cfg!(feature = "nccl") => return Ok(()),
+            BackendKind::Nccl => {
+                "it is not compiled in: build with `--features nccl`, for which the program needs a CUDA toolkit"
+            }
+        };
+        Err(self.unavailable(message))
+    }
+    /// The error that this build or this machine lacks what it needs.
+    pub(crate) fn unavailable(self, message: impl Into<String>) -> CommError {
+        CommError::BackendUnavailable { backend: self.to_string(), message: message.into() }
+    }
+}

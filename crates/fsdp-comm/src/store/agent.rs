@@ -1,0 +1,175 @@
+//! How ranks find their store where torchrun's agent listens at the job's address: with torch's own `TCPStore`, of
+//! which all ranks are clients. Rank 0 may be on another host than that agent.
+//!
+//! Rank 0 hosts the job's store on a free port and tells its address under a key of the agent's store. That key
+//! outlives the ranks: if torchrun starts them again, it still has the old address until the new rank 0 has set it.
+//! So whoever is not let in at the address that the key has asks again.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr, TcpStream};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::protocol::{invalid, read_exact, write_all};
+use super::{Store, StoreOptions, connect_once, connect_until, no_store, rendezvous};
+use crate::error::CommError;
+
+/// The first request, without which the agent's store hangs up.
+const VALIDATE: u8 = 0;
+const SET: u8 = 1;
+const GET: u8 = 3;
+const WAIT: u8 = 6;
+
+/// What `VALIDATE` has to say.
+const MAGIC: u32 = 0x3C85_F7CE;
+
+/// The answer to `WAIT`: all keys are set.
+const STOP_WAITING: u8 = 0;
+
+/// Longest value that is read: longer than any address.
+const MAX_ADDRESS_BYTES: usize = 128;
+
+/// How long a rank that was not let in waits before it asks again. All ranks ask one agent.
+const ASK_AGAIN: Duration = Duration::from_millis(100);
+
+/// In how many parts of the deadline a rank that gets no greeting gives an address up: it may be an old one, where
+/// somebody else listens now, or a process that is stopped.
+const ADDRESSES: u32 = 4;
+
+impl Store {
+    /// Meets through the store of torchrun's agent at `agent` (`host:port`), where `key` has the address of rank 0.
+    pub(crate) fn through_agent(agent: &str, key: &str, options: &StoreOptions) -> Result<Store, CommError> {
+        let (rank, deadline) = (options.rank, options.deadline);
+        let until = Instant::now() + deadline;
+        let failed = |message| rendezvous(agent, message);
+        let mut connection = Agent::connect(agent, until).map_err(|error| {
+            failed(format!(
+                "rank {rank} could not connect to the store of torchrun's agent within {deadline:?}: {error}; \
+                 is torchrun running there, and does this host reach it? its `--local-addr` chooses another address; \
+                 if it keeps no store, unset TORCHELASTIC_USE_AGENT_STORE"
+            ))
+        })?;
+        if rank != 0 {
+            return connection.join(key, options).map_err(failed);
+        }
+        let store = Store::host(&SocketAddr::new(connection.local_ip, 0).to_string(), options)?;
+        connection.publish(key, store.address()).map_err(|error| {
+            failed(format!(
+                "rank 0 could not tell its address to the store of torchrun's agent within {deadline:?}: {}; \
+                 is what listens there torchrun's agent? if it keeps no store, unset TORCHELASTIC_USE_AGENT_STORE",
+                reason(&error)
+            ))
+        })?;
+        Ok(store)
+    }
+}
+
+/// A client of the agent's store. Integers are little-endian, and strings have their length before them.
+struct Agent {
+    stream: TcpStream,
+    local_ip: IpAddr,
+    until: Instant,
+}
+
+impl Agent {
+    fn connect(address: &str, until: Instant) -> io::Result<Agent> {
+        let mut stream = connect_until(address, until)?;
+        let local_ip = stream.local_addr()?.ip();
+        write_all(&mut stream, &[&[VALIDATE][..], &MAGIC.to_le_bytes()].concat(), until)?;
+        Ok(Agent { stream, local_ip, until })
+    }
+
+    /// Joins the store of rank 0, once it is where the key says. `Err` says why that was not in time.
+    fn join(&mut self, key: &str, options: &StoreOptions) -> Result<Store, String> {
+        let (rank, deadline) = (options.rank, options.deadline);
+        loop {
+            let address = self.wait_and_get(key).map_err(|error| {
+                format!(
+                    "rank {rank} did not learn from the store of torchrun's agent within {deadline:?} where rank 0 is: \
+                     {}; see what rank 0 says",
+                    reason(&error)
+                )
+            })?;
+            let name = address.to_string();
+            let joined = match connect_once(&name, self.until) {
+                Ok(stream) => {
+                    let until = self.until.min(Instant::now() + deadline / ADDRESSES);
+                    Store::join(stream, &name, options, until)
+                }
+                Err(error) => Err(no_store(options, &error)),
+            };
+            match joined {
+                // Asking takes time, too.
+                Err(message) if Instant::now() + 2 * ASK_AGAIN >= self.until => {
+                    return Err(format!("rank 0 should be at {name}, but {message}{}", hint(address.ip())));
+                }
+                Err(message) => {
+                    tracing::debug!(%name, %message, "not let in; rank 0 may have a new address soon");
+                    thread::sleep(ASK_AGAIN);
+                }
+                Ok(store) => return Ok(store),
+            }
+        }
+    }
+
+    /// Sets the key to an address, and sees it arrive.
+    fn publish(&mut self, key: &str, address: &str) -> io::Result<()> {
+        self.send(&[&[SET], &string(key)[..], &string(address)])?;
+        match self.wait_and_get(key)?.to_string() {
+            found if found == address => Ok(()),
+            found => {
+                Err(invalid(format!("`{key}` is {found} after it was set to {address}: is there another rank 0?")))
+            }
+        }
+    }
+
+    /// The address under a key. The agent's store fails where a key that is not set is read, so that is waited for.
+    fn wait_and_get(&mut self, key: &str) -> io::Result<SocketAddr> {
+        self.send(&[&[WAIT], &1_u64.to_le_bytes()[..], &string(key)])?;
+        let [answer] = self.read()?;
+        if answer != STOP_WAITING {
+            return Err(invalid(format!("what answers there speaks another protocol: {answer:#04x} to a wait")));
+        }
+        self.send(&[&[GET], &string(key)[..]])?;
+        let len = u64::from_le_bytes(self.read()?);
+        let Some(len) = usize::try_from(len).ok().filter(|&len| len <= MAX_ADDRESS_BYTES) else {
+            return Err(invalid(format!("`{key}` has {len} bytes, but an address has at most {MAX_ADDRESS_BYTES}")));
+        };
+        let mut value = vec![0; len];
+        read_exact(&mut self.stream, &mut value, self.until)?;
+        let value = String::from_utf8_lossy(&value);
+        value.parse().map_err(|_| invalid(format!("`{key}` is `{}`, no address", value.escape_debug())))
+    }
+
+    fn send(&mut self, parts: &[&[u8]]) -> io::Result<()> {
+        write_all(&mut self.stream, &parts.concat(), self.until)
+    }
+
+    fn read<const N: usize>(&mut self) -> io::Result<[u8; N]> {
+        let mut bytes = [0; N];
+        read_exact(&mut self.stream, &mut bytes, self.until)?;
+        Ok(bytes)
+    }
+}
+
+fn string(text: &str) -> Vec<u8> {
+    [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat()
+}
+
+/// What the system calls an error says little about what the agent did.
+fn reason(error: &io::Error) -> String {
+    match error.kind() {
+        io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => "it did not answer".to_owned(),
+        io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
+            format!("it hung up ({error})")
+        }
+        _ => error.to_string(),
+    }
+}
+
+fn hint(ip: IpAddr) -> &'static str {
+    match ip.is_loopback() {
+        true => "; only its own host reaches it there: on several hosts, give torchrun `--local-addr`",
+        false => "; is rank 0 running, and does this host reach it?",
+    }
+}
