@@ -40,8 +40,8 @@ impl fmt::Display for Launcher {
 
 /// A process's place in its job.
 ///
-/// The first launcher in this table that has set its rank variable is believed. So `mpirun` or torchrun inside a SLURM
-/// allocation count, and not the allocation's own single process.
+/// The first launcher in this table that has set its rank variable is believed. So torchrun or Open MPI's `mpirun` inside
+/// a SLURM allocation count, and not the allocation's own single process.
 ///
 /// | launcher | rank | world size | local rank, local world size |
 /// |---|---|---|---|

@@ -2,7 +2,7 @@
 //!
 //! Everything here is plain data and pure functions: dtypes, non-tensor values, boxes of N-d tensors,
 //! the layout of a FlatParameter, dim-0 chunks, placements on a device mesh.
-//! This crate holds no tensor, does no I/O, and knows no rank but the one it is given as a number.
+//! This crate knows no tensor library, does no I/O, and knows no rank but the one it is given as a number.
 //!
 //! | module | what it answers |
 //! |---|---|

@@ -106,12 +106,12 @@ pub(crate) struct FlatParamHandle {
 #[derive(Debug, Default)]
 struct HandleState {
     gathered: bool,
-    /// Gradients of this rank's own batch, unsharded; there from the first gradient to the reduction.
+    /// Gradients of this rank's own batch, unsharded; there from the last gradient to the reduction.
     unsharded_grad: Option<Tensor>,
     /// Which parameters of `unsharded_grad` have been written.
     written: Vec<bool>,
-    /// Trainable parameters whose gradient this backward has brought.
-    received: usize,
+    /// What this backward has brought so far: gradients of trainable parameters, by their numbers.
+    received: Vec<(usize, Tensor)>,
     /// The reduced gradient, as long as the shard.
     grad: Option<Tensor>,
 }
@@ -246,7 +246,7 @@ impl FlatParamHandle {
         let mut state = self.state();
         state.grad = None;
         state.unsharded_grad = None;
-        state.received = 0;
+        state.received.clear();
     }
 
     /// Fills the parameters' storages from all ranks' shards. One all-gather over the shard group, none if the
@@ -324,25 +324,33 @@ impl FlatParamHandle {
     /// and the gradients are reduced over ranks.
     pub(crate) fn receive_grad(&self, param: usize, grad: &Tensor) -> Result<()> {
         let mut state = self.state();
+        // As they are: the first ones come before candle computes the others, and before the unit after is through. The
+        // memory for all of them is taken when that of the parameters has been given back.
+        state.received.push((param, grad.detach()));
+        if state.received.len() == self.params.iter().filter(|param| param.requires_grad).count() {
+            self.finish_backward_locked(&mut state)?;
+        }
+        Ok(())
+    }
+
+    /// Puts the gradients that have been received into the unsharded one, or adds them to what is there.
+    fn flatten_received(&self, state: &mut HandleState) -> Result<()> {
+        let received = std::mem::take(&mut state.received);
         if state.unsharded_grad.is_none() {
             state.unsharded_grad = Some(zeros_on(&[self.layout.padded_unsharded_numel()], self.dtype, &self.device)?);
             state.written = vec![false; self.params.len()];
         }
-        if let Some(buffer) = &state.unsharded_grad {
+        let Some(buffer) = &state.unsharded_grad else { return Ok(()) };
+        for (param, grad) in received {
             let range = self.layout.param_range(param);
-            let accumulate = state.written[param];
+            let accumulate = std::mem::replace(&mut state.written[param], true);
             if !self.device.is_cpu() {
-                device::copy_gradient(grad, buffer, range, accumulate)?;
+                device::copy_gradient(&grad, buffer, range, accumulate)?;
             } else {
                 with_float!(self.dtype, T => with_slice_mut::<T, _>(buffer, |buffer| {
-                    copy_gradient::<T>(grad, &mut buffer[range], accumulate)
+                    copy_gradient::<T>(&grad, &mut buffer[range], accumulate)
                 })??, else self.unsupported()?);
             }
-        }
-        state.written[param] = true;
-        state.received += 1;
-        if state.received == self.params.iter().filter(|param| param.requires_grad).count() {
-            self.finish_backward_locked(&mut state)?;
         }
         Ok(())
     }
@@ -350,7 +358,7 @@ impl FlatParamHandle {
     /// Ends a backward that did not reach all of the unit's parameters: those count as zero.
     pub(crate) fn finish_backward(&self) -> Result<()> {
         let mut state = self.state();
-        if state.received > 0 {
+        if !state.received.is_empty() {
             self.finish_backward_locked(&mut state)?;
         } else {
             self.reshard_locked(&mut state)?;
@@ -359,8 +367,8 @@ impl FlatParamHandle {
     }
 
     fn finish_backward_locked(&self, state: &mut HandleState) -> Result<()> {
-        state.received = 0;
         self.reshard_locked(state)?;
+        self.flatten_received(state)?;
         if !self.shared.sync.load(Ordering::Relaxed) {
             return Ok(());
         }

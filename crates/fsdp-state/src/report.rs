@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// The outcome of loading a model or an optimizer, the same on every rank. Names are sorted. torch's `_IncompatibleKeys`,
+/// The outcome of loading a model or an optimizer. Names are sorted. torch's `_IncompatibleKeys`,
 /// which knows no mismatches, and tells of models only.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]

@@ -22,7 +22,7 @@ pub(crate) struct DoctorArguments {
 const SCHEMA: u32 = 1;
 
 /// Variables by which launchers and networks tell ranks where they are.
-const VARIABLES: [&str; 22] = [
+const VARIABLES: [&str; 30] = [
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
@@ -32,17 +32,25 @@ const VARIABLES: [&str; 22] = [
     "MASTER_PORT",
     "FSDP_JOB_ID",
     "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_USE_AGENT_STORE",
     "OMPI_COMM_WORLD_RANK",
     "OMPI_COMM_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "PMIX_NAMESPACE",
+    "PMI_RANK",
+    "PMI_SIZE",
+    "MPI_LOCALRANKID",
+    "MPI_LOCALNRANKS",
     "SLURM_JOB_ID",
     "SLURM_STEP_ID",
     "SLURM_PROCID",
     "SLURM_NTASKS",
+    "SLURM_STEP_NUM_TASKS",
     "SLURM_LOCALID",
     "SLURM_STEP_NODELIST",
     "JOB_COMPLETION_INDEX",
+    "JOB_NAME",
     "CUDA_VISIBLE_DEVICES",
     "LD_LIBRARY_PATH",
 ];

@@ -20,7 +20,7 @@ enum LevelName {
     Structure,
     /// And that files are long enough, and items are what the metadata says
     Sizes,
-    /// And every byte against its hash, or against the archives' checksums where there are no hashes
+    /// And every byte against its hash; in a DCP directory without hashes, against the archives' checksums
     Hashes,
     /// And what the numbers are: NaN and infinities are counted; and that copies of what was replicated are equal
     Deep,

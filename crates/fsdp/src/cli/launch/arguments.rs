@@ -102,7 +102,7 @@ impl Place {
     }
 
     /// The variables of a process of this node: torchrun's, and the job's name.
-    pub(super) fn variables(&self, local_rank: usize) -> [(&'static str, String); 8] {
+    pub(super) fn variables(&self, local_rank: usize) -> [(&'static str, String); 9] {
         [
             ("RANK", self.rank(local_rank).to_string()),
             ("WORLD_SIZE", self.world_size.to_string()),
@@ -112,6 +112,8 @@ impl Place {
             ("MASTER_ADDR", self.master_addr.clone()),
             ("MASTER_PORT", self.master_port.to_string()),
             ("FSDP_JOB_ID", self.job.clone()),
+            // Nor should an agent of torchrun be looked for, where this is run inside a job of it.
+            ("TORCHELASTIC_USE_AGENT_STORE", "False".to_owned()),
         ]
     }
 }

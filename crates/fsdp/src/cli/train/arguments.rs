@@ -168,7 +168,8 @@ pub(crate) struct TrainArguments {
     /// Backwards of a step on each rank; only the last one communicates
     #[arg(long, value_name = "A", default_value_t = 1, env = "FSDP_ACCUMULATE", value_parser = size())]
     pub(super) accumulate: usize,
-    /// CPU threads of each rank [default: the machine's, shared equally]
+    /// CPU threads of each rank [default: the machine's, shared equally; where the launcher does not
+    /// tell how many ranks this machine has, by all ranks]
     #[arg(long, value_name = "THREADS", env = "FSDP_THREADS")]
     pub(super) threads: Option<NonZeroUsize>,
     /// Seconds that ranks wait for each other
