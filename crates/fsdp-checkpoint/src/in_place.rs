@@ -62,7 +62,7 @@ pub fn load_in_place(
     group: &ProcessGroup,
     options: &LoadOptions,
 ) -> Result<LoadReport, CheckpointError> {
-    let group = &group.with_deadline(group.deadline().max(options.deadline));
+    let group = &group.with_deadline_at_least(options.deadline);
     let path = &path.into();
     let _span = info_span!("load in place", rank = group.rank(), %path).entered();
     let reader = group.agree("load: open", open(path, options))?;

@@ -120,7 +120,7 @@ impl Saver {
     ) -> Result<SaveReport, CheckpointError> {
         let start = Instant::now();
         let path = &path.into();
-        let group = &group.with_deadline(group.deadline().max(options.deadline));
+        let group = &group.with_deadline_at_least(options.deadline);
         let _span = info_span!("save", rank = group.rank(), %path).entered();
 
         let (plan, kept, source) = {

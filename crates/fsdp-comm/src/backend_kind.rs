@@ -34,15 +34,19 @@ impl FromStr for BackendKind {
     type Err = CommError;
 
     fn from_str(name: &str) -> Result<Self, CommError> {
-        let all = [BackendKind::Local, BackendKind::Tcp, BackendKind::Mpi, BackendKind::Nccl];
-        all.into_iter().find(|kind| kind.to_string() == name).ok_or_else(|| CommError::BackendUnavailable {
-            backend: name.to_owned(),
-            message: "there are local, tcp, mpi and nccl".to_owned(),
+        BackendKind::ALL.into_iter().find(|kind| kind.to_string() == name).ok_or_else(|| {
+            CommError::BackendUnavailable {
+                backend: name.to_owned(),
+                message: "there are local, tcp, mpi and nccl".to_owned(),
+            }
         })
     }
 }
 
 impl BackendKind {
+    /// All of them, compiled in or not.
+    pub const ALL: [BackendKind; 4] = [BackendKind::Local, BackendKind::Tcp, BackendKind::Mpi, BackendKind::Nccl];
+
     /// Whether this build has it.
     ///
     /// # Errors
@@ -61,6 +65,7 @@ impl BackendKind {
         };
         Err(self.unavailable(message))
     }
+
     /// The error that this build or this machine lacks what it needs.
     pub(crate) fn unavailable(self, message: impl Into<String>) -> CommError {
         CommError::BackendUnavailable { backend: self.to_string(), message: message.into() }

@@ -111,6 +111,12 @@ impl ProcessGroup {
         ProcessGroup { shared: Arc::clone(&self.shared), deadline }
     }
 
+    /// The same group under its own deadline, or under this one if it is longer.
+    #[must_use]
+    pub fn with_deadline_at_least(&self, deadline: Duration) -> ProcessGroup {
+        self.with_deadline(self.deadline.max(deadline))
+    }
+
     /// What this rank has sent and received so far, over all its groups.
     #[must_use]
     pub fn traffic(&self) -> Traffic {

@@ -8,6 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use fsdp_checkpoint::{CheckpointError, LoadOptions, SaveOptions, load, load_in_place, load_whole, save};
 use fsdp_comm::{ProcessGroup, run_local};
 use fsdp_dcp::plan::LoadPlanError;
+use fsdp_flat::storage::{PLAIN_DTYPES, with_bytes, with_bytes_mut, zeros};
 use fsdp_flat::{LocalShard, RawTensor, ShardedTensor};
 use fsdp_layout::shard::chunk_range;
 use fsdp_layout::{ErrorKind, Failure, PlainValue, TensorBox};
@@ -296,33 +297,20 @@ fn what_cannot_be_cast_is_found_before_anything_changes() {
 fn every_dtype_of_candle_comes_back_as_it_was() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("checkpoint");
-    let dtypes = [
-        DType::U8,
-        DType::U32,
-        DType::I16,
-        DType::I32,
-        DType::I64,
-        DType::BF16,
-        DType::F16,
-        DType::F32,
-        DType::F64,
-        DType::F8E4M3,
-        DType::F8E8M0,
-    ];
     let state = |fill: u8| -> StateDict {
         let tensor = |dtype: DType| {
-            let tensor = fsdp_flat::storage::zeros(&[3, 5], dtype).unwrap();
-            fsdp_flat::storage::with_bytes_mut(&tensor, |bytes| {
+            let tensor = zeros(&[3, 5], dtype).unwrap();
+            with_bytes_mut(&tensor, |bytes| {
                 bytes.iter_mut().enumerate().for_each(|(at, byte)| *byte = fill.wrapping_mul(at as u8));
             })
             .unwrap();
             (format!("{dtype:?}"), StateValue::Tensor(tensor))
         };
-        dtypes.into_iter().map(tensor).collect()
+        PLAIN_DTYPES.iter().map(|dtype| tensor(*dtype)).collect()
     };
     let bytes = |state: &StateDict| -> Vec<Vec<u8>> {
         let tensors = state.iter().map(|(_, value)| value.as_tensor().unwrap());
-        tensors.map(|tensor| fsdp_flat::storage::with_bytes(tensor, <[u8]>::to_vec).unwrap()).collect()
+        tensors.map(|tensor| with_bytes(tensor, <[u8]>::to_vec).unwrap()).collect()
     };
     let saved = state(3);
     run_local(1, |group| save(path.as_path(), &saved, &group, &SaveOptions::default()).map(drop)).unwrap()[0]

@@ -240,3 +240,8 @@ pub(super) fn nonce() -> u64 {
     seed.extend(COUNT.fetch_add(1, Ordering::Relaxed).to_le_bytes());
     twox_hash::XxHash3_64::oneshot(&seed)
 }
+
+/// Returns `true` if `text` has the form of a [`nonce`] in a file name: 16 hexadecimal digits.
+pub(super) fn is_nonce(text: &str) -> bool {
+    text.len() == 16 && text.bytes().all(|byte| byte.is_ascii_hexdigit())
+}

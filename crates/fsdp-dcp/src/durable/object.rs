@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use object_store::{PutMode, PutPayload};
 
-use super::fs::nonce;
+use super::fs::{is_nonce, nonce};
 use super::local::Beside;
 use super::upload::{Slot, Upload};
 use crate::error::CheckpointError;
@@ -274,10 +274,6 @@ impl Drop for ObjectStaging {
             self.clean();
         }
     }
-}
-
-fn is_nonce(text: &str) -> bool {
-    text.len() == 16 && text.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
 /// The nonce in the name of an object that belongs to one save: `__0_0-<nonce>.distcp`, `.integrity-<nonce>`.

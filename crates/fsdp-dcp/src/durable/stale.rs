@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::FlockOperation;
 use rustix::io::Errno;
 
-use super::fs::{Durable, beside, exists, nonce, parent_of};
+use super::fs::{Durable, beside, exists, is_nonce, nonce, parent_of};
 use crate::error::CheckpointError;
 use crate::location::{Location, Resolved};
 #[cfg(feature = "object-store")]
@@ -24,9 +24,10 @@ fn leftovers(target: &Path, kind: &str) -> Result<Vec<PathBuf>, CheckpointError>
     let mut found = Vec::new();
     for entry in list {
         let entry = entry.map_err(CheckpointError::io("list", &parent))?;
-        let nonce = entry.file_name().to_str().and_then(|name| name.strip_prefix(&prefix)).map(str::to_owned);
-        let is_nonce = nonce.is_some_and(|nonce| nonce.len() == 16 && nonce.bytes().all(|b| b.is_ascii_hexdigit()));
-        if is_nonce && entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+        let name = entry.file_name();
+        if name.to_str().and_then(|name| name.strip_prefix(&prefix)).is_some_and(is_nonce)
+            && entry.file_type().is_ok_and(|kind| kind.is_dir())
+        {
             found.push(entry.path());
         }
     }

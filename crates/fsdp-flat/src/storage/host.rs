@@ -27,6 +27,10 @@ macro_rules! scalars {
             }
         })*
 
+        /// The dtypes of candle whose elements are plain bytes, which is all that can be saved and loaded.
+        pub const PLAIN_DTYPES: &[candle_core::DType] =
+            &[$(candle_core::DType::$variant,)* candle_core::DType::F8E8M0];
+
         /// The storage's elements as bytes; `None` for types that are not plain bytes.
         pub(crate) fn bytes_of(storage: &CpuStorage) -> Option<&[u8]> {
             match storage {

@@ -16,7 +16,7 @@ use self::lend::{StorageMut, contiguous_range, freed, is_freed_storage, unsuppor
 use crate::cuda;
 use crate::{FlatError, with_float};
 
-pub use self::host::{Scalar, TensorBuffer};
+pub use self::host::{PLAIN_DTYPES, Scalar, TensorBuffer};
 
 /// Runs `f` on the elements of a contiguous tensor, under its read lock; a GPU's are copied to the host.
 ///
@@ -377,7 +377,7 @@ mod tests {
 
     #[test]
     fn bytes_of_every_plain_dtype_are_freed_and_zeroed() {
-        for dtype in [
+        let all = [
             DType::U8,
             DType::U32,
             DType::I16,
@@ -389,7 +389,9 @@ mod tests {
             DType::F64,
             DType::F8E4M3,
             DType::F8E8M0,
-        ] {
+        ];
+        assert_eq!(PLAIN_DTYPES, all);
+        for dtype in all {
             let tensor = zeros(&[2, 2], dtype).unwrap();
             assert!(with_bytes(&tensor, |bytes| bytes.iter().all(|&b| b == 0)).unwrap());
             free(&tensor).unwrap();

@@ -146,9 +146,8 @@ fn examine() -> Report {
             ));
         }
     }
-    let backends = [BackendKind::Local, BackendKind::Tcp, BackendKind::Mpi, BackendKind::Nccl];
     let backends =
-        backends.map(|kind| Backend { name: kind.to_string(), compiled_in: kind.check_compiled_in().is_ok() });
+        BackendKind::ALL.map(|kind| Backend { name: kind.to_string(), compiled_in: kind.check_compiled_in().is_ok() });
     Report {
         schema: SCHEMA,
         version: env!("CARGO_PKG_VERSION"),

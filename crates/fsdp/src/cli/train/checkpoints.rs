@@ -1,6 +1,6 @@
 //! When and how a run's checkpoints are saved, and which of them stay.
 
-use std::thread::JoinHandle;
+use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -20,7 +20,7 @@ pub(super) struct Checkpoints {
     how: How,
     /// Removes old checkpoints. Training waits for it at the end only: others may be in the next step already.
     pruning: Option<JoinHandle<()>>,
-    /// Whether a save came to its end while those before it were still being removed.
+    /// `true` if a save ended while pruning still ran, so that pruning has to start again.
     prune_again: bool,
 }
 
@@ -140,7 +140,9 @@ impl Checkpoints {
         self.prune_again = self.pruning.as_ref().is_some_and(|pruning| !pruning.is_finished());
         if self.retention.keep_last.is_some() && !self.prune_again {
             let (run, retention) = (self.run.clone(), self.retention);
-            self.pruning = Some(std::thread::spawn(move || prune_and_tell(&run, &retention)));
+            let thread = Builder::new().name("prune".to_owned());
+            self.pruning = thread.spawn(move || prune_and_tell(&run, &retention)).ok();
+            self.prune_again = self.pruning.is_none();
         }
         Ok(())
     }

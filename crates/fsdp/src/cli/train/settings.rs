@@ -137,7 +137,6 @@ impl Settings {
             let Some(resume) = resume else { return Ok(None) };
             let name = format!("train.config.{key}");
             let saved = resume.read(&name, |value| usize::try_from(value.as_int()?).ok())?;
-            let of_tensors = resume.size_of_tensors(key);
             // What is said there is not to be trusted with memory.
             ensure!(
                 saved.is_none_or(|saved| (1..=MAX_SIZE).contains(&(saved as u64))),
@@ -145,7 +144,7 @@ impl Settings {
                 resume.path,
                 saved.unwrap_or_default()
             );
-            Ok(saved.or(of_tensors))
+            Ok(saved.or_else(|| resume.size_of_tensors(key)))
         };
         let size = |asked: Option<usize>, key: &str, default: usize| -> Result<usize> {
             Ok(asked.or(saved(key)?).unwrap_or(default))

@@ -44,8 +44,7 @@ pub(super) fn restore(resume: &Resume, parameters: &ShardedParameters, optimizer
     }
     let read = read(resume, parameters, optimizer);
     // A rank's own error says most; the others hear which rank failed, and why.
-    let group = parameters.group();
-    let group = group.with_deadline(group.deadline().max(LoadOptions::default().deadline));
+    let group = parameters.group().with_deadline_at_least(LoadOptions::default().deadline);
     let agreed = group.agree("resume", read.as_ref().map(|_| ()));
     let (model, optim) = read?;
     agreed?;
