@@ -6,10 +6,10 @@ use std::path::Path;
 
 use candle_core::{Device, Tensor};
 use fsdp::checkpoint::optimizer_template;
-use fsdp::data::{Batches, Text, VOCAB};
-use fsdp::gpt::{Gpt, GptConfig};
 use fsdp::prelude::*;
 use fsdp::state::flatten_state_dict;
+use fsdp_cli::data::{Batches, Text, VOCAB};
+use fsdp_cli::gpt::{Gpt, GptConfig};
 use fsdp_dcp::reader::CheckpointReader;
 use tempfile::TempDir;
 

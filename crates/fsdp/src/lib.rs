@@ -12,14 +12,10 @@
 //! | [`comm`] | process groups and collectives |
 //! | [`state`], [`flat`], [`layout`] | state dicts, sharded tensors, and the arithmetic of both |
 //! | [`dcp`] | checkpoint files, without any tensor library |
-//! | [`gpt`], [`data`], [`ranks`] | what `fsdp train` trains, on what, and how its ranks are run |
-//! | [`exit_codes`] | what the command's exit codes mean |
+//!
+//! The `fsdp` command is a package of its own, `fsdp-cli`.
 
-pub mod data;
-pub mod exit_codes;
-pub mod gpt;
 pub mod prelude;
-pub mod ranks;
 
 pub use fsdp_checkpoint as checkpoint;
 pub use fsdp_comm as comm;

@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use candle_core::{Device, Tensor};
 use clap::ValueEnum;
-use fsdp::gpt::{Gpt, GptConfig};
 use fsdp::prelude::*;
-use fsdp::ranks::Ranks;
+use fsdp_cli::gpt::{Gpt, GptConfig};
+use fsdp_cli::ranks::Ranks;
 use fsdp_tests::counting_allocator::{live_bytes, peak_bytes, reset_peak};
 
 /// Bytes of parameters and their AdamW state.

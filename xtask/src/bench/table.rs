@@ -1,13 +1,13 @@
-//! The figures as a Markdown table, with what they should be.
+//! The figures as a Markdown table, with their targets.
 
 use std::fmt::Write as _;
 
-use super::{Case, Results};
+use super::figures::{Case, Results};
 
-/// What a case must reach at 2 GiB: times as fast as a limit, or as torch.
+/// The speed that a case must reach at 2 GiB, as a multiple of a limit or of torch's.
 struct Target {
     case: &'static str,
-    /// Of the limit of this name; every limit if empty.
+    /// The name of the limit; every limit if empty.
     limit: &'static str,
     limit_ratio: Option<f64>,
     torch_ratio: Option<f64>,
@@ -25,7 +25,7 @@ const TARGETS: [Target; 9] = [
     Target { case: "10 steps after async save", limit: "", limit_ratio: Some(1.0 / 1.1), torch_ratio: None },
 ];
 
-/// The size for which targets are set.
+/// The size of state for which targets are set.
 const TARGET_SIZE: &str = "2g";
 
 impl Target {
@@ -79,7 +79,7 @@ fn line(text: &mut String, case: &Case) {
     );
 }
 
-/// A list of flat objects as a table of its own.
+/// Writes a list of flat objects as a table of its own.
 fn objects(text: &mut String, figures: &serde_json::Value) {
     let rows = figures.as_array().map_or_else(|| std::slice::from_ref(figures), Vec::as_slice);
     let Some(keys) = rows.first().and_then(|row| row.as_object()).map(|row| row.keys().cloned().collect::<Vec<_>>())

@@ -1,0 +1,35 @@
+//! Where events go: lines on stderr as `RUST_LOG` asks for, spans to a trace file.
+
+use std::fs::OpenOptions;
+use std::path::Path;
+
+use anyhow::{Context as _, Result};
+use tracing_chrome::{ChromeLayerBuilder, FlushGuard};
+use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::prelude::*;
+use tracing_subscriber::{EnvFilter, fmt, registry};
+
+/// Our crates, whose spans a trace shows.
+const TARGETS: [&str; 8] =
+    ["fsdp_checkpoint", "fsdp_cli", "fsdp_comm", "fsdp_dcp", "fsdp_flat", "fsdp_layout", "fsdp_nn", "fsdp_state"];
+
+/// Starts both; the trace file is whole when the guard has been dropped.
+///
+/// # Errors
+/// The trace file cannot be created.
+pub(crate) fn start(trace: Option<&Path>) -> Result<Option<FlushGuard>> {
+    let lines = std::env::var_os(EnvFilter::DEFAULT_ENV).map(|_| {
+        let filter = EnvFilter::from_default_env();
+        fmt::layer().with_writer(std::io::stderr).with_filter(filter)
+    });
+    let Some(path) = trace else {
+        registry().with(lines).init();
+        return Ok(None);
+    };
+    let file = OpenOptions::new().write(true).create(true).truncate(true).open(path);
+    let file = file.with_context(|| format!("failed to create `{}`", path.display()))?;
+    let (layer, guard) = ChromeLayerBuilder::new().writer(file).include_args(true).include_locations(false).build();
+    let ours = Targets::new().with_targets(TARGETS.map(|target| (target, LevelFilter::DEBUG)));
+    registry().with(lines).with(layer.with_filter(ours)).init();
+    Ok(Some(guard))
+}
