@@ -9,11 +9,11 @@ use crate::group::{INLINE_BYTES, ProcessGroup, Turn};
 use crate::record::{Call, Operation};
 use crate::reduce::ReduceOp;
 
-/// Segments of an all-reduce begin at multiples of this many elements, so that no two ranks write to one cache line.
+/// The alignment of the segments of an all-reduce, in elements, so that no two ranks write to one cache line.
 const SEGMENT_ELEMENTS: usize = 64;
 
-/// Longest segment of an all-reduce: long enough that ranks seldom wait for each other, and short enough to stay in a
-/// cache between being reduced and being gathered. A multiple of [`SEGMENT_ELEMENTS`] of any type.
+/// The longest segment of an all-reduce: long enough that ranks seldom wait for each other, and short enough to stay in
+/// a cache between being reduced and being gathered. It is a multiple of [`SEGMENT_ELEMENTS`] elements of any type.
 const MAX_SEGMENT_BYTES: usize = 2 << 20;
 
 impl ProcessGroup {
@@ -26,12 +26,12 @@ impl ProcessGroup {
         self.all_gather_into_slices(&mut [output], input)
     }
 
-    /// As [`all_gather_into`](Self::all_gather_into), with the output in pieces: `outputs`, one after the other, are
-    /// filled as if they were one slice, so that each parameter's own buffer is filled without a flat temporary.
-    /// Where they are cut may differ between ranks.
+    /// Does the same as [`all_gather_into`](Self::all_gather_into), with the output in pieces. The slices of `outputs`
+    /// are filled one after the other, like a single slice, so that each parameter's own buffer is filled without a
+    /// flat temporary. The lengths of the slices may differ between ranks.
     ///
     /// # Errors
-    /// As [`all_gather_into`](Self::all_gather_into).
+    /// The same as [`all_gather_into`](Self::all_gather_into).
     pub fn all_gather_into_slices<T: Element>(&self, outputs: &mut [&mut [T]], input: &[T]) -> Result<(), CommError> {
         let call = tensor_call::<T>(Operation::AllGather, vec![input.len()]);
         let counts = vec![input.len(); self.world_size()];
@@ -192,16 +192,17 @@ impl ProcessGroup {
     /// torch's `gather`. `output` is `Some` on the root and `None` on all others.
     ///
     /// # Errors
-    /// An output that is not where or as long as it should be; inputs of different lengths or dtypes, different roots.
+    /// An output that is given on the wrong ranks or has the wrong length; inputs of different lengths or dtypes;
+    /// different roots.
     pub fn gather<T: Element>(&self, output: Option<&mut [T]>, input: &[T], root: usize) -> Result<(), CommError> {
         let call = Call { root: Some(root), ..tensor_call::<T>(Operation::Gather, vec![input.len()]) };
         self.gather_counts(call, output, &vec![input.len(); self.world_size()], input, root)
     }
 
-    /// As [`gather`](Self::gather), where rank `r` brings `counts[r]` elements. All ranks give all counts.
+    /// Does the same as [`gather`](Self::gather) for `counts[r]` elements of each rank `r`. All ranks give all counts.
     ///
     /// # Errors
-    /// As [`gather`](Self::gather); counts that differ between ranks.
+    /// The same as [`gather`](Self::gather); counts that differ between ranks.
     pub fn gather_uneven<T: Element>(
         &self,
         output: Option<&mut [T]>,
@@ -247,17 +248,19 @@ impl ProcessGroup {
     /// `input` is `Some` on the root and `None` on all others.
     ///
     /// # Errors
-    /// An input that is not where or as long as it should be; outputs of different lengths or dtypes, different roots.
+    /// An input that is given on the wrong ranks or has the wrong length; outputs of different lengths or dtypes;
+    /// different roots.
     pub fn scatter<T: Element>(&self, output: &mut [T], input: Option<&[T]>, root: usize) -> Result<(), CommError> {
         let call = Call { root: Some(root), ..tensor_call::<T>(Operation::Scatter, vec![output.len()]) };
         let counts = vec![output.len(); self.world_size()];
         self.scatter_counts(call, output, input, &counts, root)
     }
 
-    /// As [`scatter`](Self::scatter), where rank `r` gets `counts[r]` elements. All ranks give all counts.
+    /// Does the same as [`scatter`](Self::scatter) for `counts[r]` elements of each rank `r`. All ranks give all
+    /// counts.
     ///
     /// # Errors
-    /// As [`scatter`](Self::scatter); counts that differ between ranks.
+    /// The same as [`scatter`](Self::scatter); counts that differ between ranks.
     pub fn scatter_uneven<T: Element>(
         &self,
         output: &mut [T],
@@ -300,7 +303,8 @@ impl ProcessGroup {
     /// into `output`; both lie in rank order. torch's `all_to_all_single` with split sizes.
     ///
     /// # Errors
-    /// Counts that are not those of the slices; a rank that expects another number of elements than is sent to it.
+    /// Counts that do not add up to the lengths of the slices; a rank that expects another number of elements than is
+    /// sent to it.
     pub fn all_to_all_uneven<T: Element>(
         &self,
         output: &mut [T],
@@ -396,12 +400,12 @@ fn sum(counts: &[usize]) -> Result<usize, String> {
     sum.ok_or_else(|| format!("counts {counts:?} are too large"))
 }
 
-/// The bytes of the largest of these counts.
+/// Returns the number of bytes of the largest of these counts.
 fn longest<T>(counts: &[usize]) -> usize {
     counts.iter().max().copied().unwrap_or_default().saturating_mul(size_of::<T>())
 }
 
-/// Where each rank's elements lie, one after the other, in bytes.
+/// Returns the range of bytes of each rank's elements, which lie one after the other.
 fn byte_ranges<T>(counts: &[usize]) -> Vec<Range<usize>> {
     let mut end = 0;
     let range = |count: &usize| {
@@ -412,7 +416,7 @@ fn byte_ranges<T>(counts: &[usize]) -> Vec<Range<usize>> {
     counts.iter().map(range).collect()
 }
 
-/// Cuts consecutive slices into what comes from each rank.
+/// Cuts consecutive slices into the pieces that come from each rank.
 fn copy_into<'p, T>(outputs: impl IntoIterator<Item = &'p mut [u8]>, counts: &[usize]) -> Destination<'p> {
     let mut outputs = outputs.into_iter();
     let mut rest: &mut [u8] = &mut [];

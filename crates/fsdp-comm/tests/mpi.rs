@@ -26,7 +26,7 @@ const SHORT_DEADLINE: Duration = Duration::from_secs(3);
 /// A harness that waits longer than this has found a hang.
 const HANG: Duration = Duration::from_secs(120);
 
-/// What is done in processes of its own, as it ends badly for somebody.
+/// Returns `true` for a case in which a rank ends badly, so that it needs processes of its own.
 fn is_fatal(case: &Case) -> bool {
     case.casualty.is_some() || case.name.contains("leaves") || case.name.contains("that left")
 }

@@ -20,7 +20,7 @@ use half::{bf16, f16};
 use processes::{Ranks, SHORT_DEADLINE};
 use rustix::process::Signal;
 
-/// What is done in a process of its own, as it ends badly for somebody.
+/// Returns `true` for a case in which a rank ends badly, so that it needs processes of its own.
 fn is_fatal(case: &Case) -> bool {
     case.casualty.is_some() || case.name.contains("leaves") || case.name.contains("that left")
 }

@@ -16,7 +16,7 @@ use fsdp_comm::{CommError, Environment, ProcessGroup, ReduceOp, TcpOptions};
 const LONG: Duration = Duration::from_secs(10);
 /// For what must fail.
 const SHORT: Duration = Duration::from_millis(600);
-/// What a failure may take beyond its deadline, on a busy machine.
+/// The time that a failure may take beyond its deadline, on a busy machine.
 const SLACK: Duration = Duration::from_secs(2);
 
 const KEY: &str = "fsdp/job/address";

@@ -1,4 +1,4 @@
-//! How the processes of a job find each other: through the store, each tells where it listens; then every two connect.
+//! The rendezvous: the processes of a job publish their addresses in the store, and then every two connect.
 
 use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Read, Write};
@@ -13,54 +13,55 @@ use super::node::Node;
 use super::shared::host_token;
 use crate::environment::Environment;
 use crate::error::CommError;
-use crate::store::{Store, StoreOptions};
+use crate::store::{StoreOptions, TcpStore};
 use crate::wire;
 
-/// Where a rank listens.
+/// The address at which a rank listens.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Address {
     ip: IpAddr,
     port: u16,
-    /// Equal tokens can share memory.
+    /// A token of the host. Ranks with equal tokens can share memory.
     host: Option<String>,
 }
 
 /// The first bytes of a rank on a new socket: the job's nonce and its rank.
 type Greeting = [u8; 16];
 
-/// In place of the address of a rank that has not come in time.
+/// The value in place of the address of a rank that has not come in time.
 const GIVEN_UP: &[u8] = &[];
 
-/// How long the store outlives a failed rendezvous.
+/// The time for which rank 0 keeps the store after a failed rendezvous, so that the others can read the outcome.
 const LINGER: Duration = Duration::from_millis(200);
 
+/// The time between two attempts to accept a connection.
 const POLL: Duration = Duration::from_millis(2);
 
-/// Who meets where.
+/// A process's place in a rendezvous.
 #[derive(Debug)]
 pub(crate) struct Place {
     pub(crate) rank: usize,
     pub(crate) world_size: usize,
-    /// The store's, for messages.
+    /// The address of the store, for messages.
     pub(crate) address: String,
     pub(crate) deadline: Duration,
     pub(crate) until: Instant,
 }
 
-/// The store of a job, which rank 0 hosts: at the job's address, or, if torchrun's agent listens there, elsewhere.
-pub(super) fn open(environment: &Environment, deadline: Duration) -> Result<Store, CommError> {
+/// Opens the store of a job. Rank 0 hosts it at the job's address or, if torchrun's agent listens there, at a free port.
+pub(super) fn open(environment: &Environment, deadline: Duration) -> Result<TcpStore, CommError> {
     let &Environment { rank, world_size, .. } = environment;
     let options = StoreOptions { job: environment.job.clone(), rank, world_size, deadline };
     let master = environment.master();
     match &environment.agent_store {
-        Some(key) => Store::through_agent(&master, key, &options),
-        None if rank == 0 => Store::host(&master, &options),
-        None => Store::connect(&master, &options),
+        Some(key) => TcpStore::through_agent(&master, key, &options),
+        None if rank == 0 => TcpStore::host(&master, &options),
+        None => TcpStore::connect(&master, &options),
     }
 }
 
-/// Meets all other ranks.
-pub(super) fn meet(place: &Place, store: Store, shared_memory: bool) -> Result<Arc<Node>, CommError> {
+/// Finds all other ranks through the store, and connects to each of them.
+pub(super) fn meet(place: &Place, store: TcpStore, shared_memory: bool) -> Result<Arc<Node>, CommError> {
     let &Place { rank, world_size, deadline, until, address: ref master } = place;
     let failed = |joined: &dyn Fn(usize) -> bool, message: String| CommError::Rendezvous {
         address: master.clone(),
@@ -71,6 +72,7 @@ pub(super) fn meet(place: &Place, store: Store, shared_memory: bool) -> Result<A
     let io =
         |what: &str, error: io::Error| failed(&|other| other == rank, format!("rank {rank} could not {what}: {error}"));
 
+    // Step 1: listen, so that others can connect as soon as they know the address.
     let listener = TcpListener::bind((store.local_ip(), 0)).map_err(|error| io("listen", error))?;
     let port = listener.local_addr().map_err(|error| io("listen", error))?.port();
     let host = shared_memory.then(host_token).flatten();
@@ -78,17 +80,20 @@ pub(super) fn meet(place: &Place, store: Store, shared_memory: bool) -> Result<A
     let encoded = wire::encode(&address).map_err(|message| failed(&|other| other == rank, message))?;
     let key = |rank: usize| format!("tcp/address/{rank}");
     let lost = |error: CommError| failed(&|other| other != 0 && other == rank, format!("rank 0 is gone: {error}"));
-    // Whatever a process of another job may have got hold of, it has not got this.
+    // Step 2: agree on a nonce, which the first rank to come chooses. A connection must begin with it, so processes of
+    // other jobs are refused.
     let nonce = RandomState::new().hash_one(rank).to_le_bytes();
     let nonce = store.compare_and_set("tcp/nonce", None, &nonce).map_err(lost)?;
+    // Step 3: publish the address, unless the others have already given this rank up.
     if store.compare_and_set(&key(rank), None, &encoded).map_err(lost)? != encoded {
         return Err(failed(&|other| other != rank, format!("rank {rank} came after the others had given it up")));
     }
+    // Step 4: wait for the addresses of all ranks.
     let keys: Vec<String> = (0..world_size).map(key).collect();
     let addresses = match store.wait(&keys, until.saturating_duration_since(Instant::now())).map_err(lost)? {
         Ok(addresses) => addresses,
         Err(missing) => {
-            // Given up by one, given up by all: so all know the same, and now.
+            // The first rank to give up gives up for all: it marks the missing ranks, which ends the waits of the others.
             for key in missing {
                 store.compare_and_set(&key, None, GIVEN_UP).map_err(lost)?;
             }
@@ -97,7 +102,7 @@ pub(super) fn meet(place: &Place, store: Store, shared_memory: bool) -> Result<A
     };
     if addresses.len() != world_size || addresses.iter().any(|address| address == GIVEN_UP) {
         if rank == 0 {
-            // The store goes with this rank; the others are still being told.
+            // The store ends with this rank, and the others have yet to read the marks.
             thread::sleep(LINGER);
         }
         let came = |rank: usize| addresses.get(rank).is_some_and(|address| address != GIVEN_UP);
@@ -110,7 +115,8 @@ pub(super) fn meet(place: &Place, store: Store, shared_memory: bool) -> Result<A
         .map_err(|message| failed(&|_| true, message))?;
 
     let mut streams: Vec<Option<TcpStream>> = (0..world_size).map(|_| None).collect();
-    // Listeners accept without their process, so all ranks can connect first and accept then.
+    // Step 5: connect to all lower ranks, then accept the connections of all higher ones. The system completes connections
+    // before they are accepted, so no rank waits for another one to reach that point.
     for (other, address) in addresses.iter().enumerate().take(rank) {
         let connected = connect(address, until).and_then(|mut stream| {
             stream.write_all(&greeting(&nonce, rank))?;
@@ -152,7 +158,7 @@ fn connect(address: &Address, until: Instant) -> io::Result<TcpStream> {
     TcpStream::connect_timeout(&SocketAddr::new(address.ip, address.port), left)
 }
 
-/// The next connection, and what was said on it.
+/// Accepts the next connection, and reads its greeting.
 fn accept(listener: &TcpListener, until: Instant) -> io::Result<(TcpStream, Greeting)> {
     listener.set_nonblocking(true)?;
     let mut stream = loop {

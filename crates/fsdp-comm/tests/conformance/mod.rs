@@ -1,4 +1,4 @@
-//! What every backend must do. A backend's own test runs all of [`cases`] in all of their worlds, each rank as the
+//! The conformance suite of all backends. A backend's own test runs all of [`cases`] in all of their worlds, each rank as the
 //! backend runs ranks, and checks that exactly the [`Case::casualties`] fail.
 
 mod elements;
@@ -59,7 +59,7 @@ pub(crate) fn cases() -> Vec<Case> {
     files.iter().flat_map(|cases| cases()).collect()
 }
 
-/// What an operation failed with.
+/// Returns the error of an operation that must fail.
 #[track_caller]
 fn error_of<T: Debug>(result: Result<T, CommError>) -> CommError {
     result.expect_err("the operation succeeded")

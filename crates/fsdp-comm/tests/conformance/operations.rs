@@ -35,7 +35,7 @@ fn uneven_counts(group: &ProcessGroup) -> Vec<Vec<usize>> {
         .into()
 }
 
-/// What every rank brings, one after the other.
+/// Returns the elements of every rank, one after the other.
 fn gathered<T: TestElement>(counts: &[usize]) -> Vec<T> {
     counts.iter().enumerate().flat_map(|(rank, &len)| numbers::<T>(rank, len)).collect()
 }
