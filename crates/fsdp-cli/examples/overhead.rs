@@ -1,5 +1,5 @@
-//! What sharding costs where there is nothing to shard: the same training step in plain candle and on one rank,
-//! taken in turns in one run, so that both meet the same machine. `--json` prints an object.
+//! The cost of sharding if there is nothing to shard: the same training step in plain candle and on one rank, in turns in
+//! one run, so that both run under the same conditions. `--json` prints an object.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,4 @@
-//! `fsdp cat`: one tensor or value of a checkpoint: its numbers, statistics, or a `.npy` file.
+//! `fsdp cat`: one tensor or value of a checkpoint, as numbers, statistics, or a `.npy` file.
 
 use std::path::{Path, PathBuf};
 
@@ -26,13 +26,13 @@ pub(crate) struct CatArguments {
     /// A checkpoint of any format
     #[arg(value_name = "CKPT")]
     path: Location,
-    /// The key of a tensor or value, as `fsdp inspect` lists it
+    /// Key of a tensor or value, as in the list of `fsdp inspect`
     #[arg(value_name = "TENSOR")]
     name: String,
     /// Counts, extremes, mean and deviation instead of the elements
     #[arg(long, conflicts_with = "npy", env = "FSDP_STATS")]
     stats: bool,
-    /// Write the tensor to this file, for NumPy; nothing may be there
+    /// Write the tensor to this new file, for NumPy
     #[arg(long, value_name = "FILE", env = "FSDP_NPY")]
     npy: Option<PathBuf>,
     /// One JSON object on stdout
@@ -42,29 +42,29 @@ pub(crate) struct CatArguments {
 
 const SCHEMA: u32 = 1;
 
-/// Elements that one JSON object holds.
+/// The largest number of elements in one JSON object.
 const MAX_JSON_ELEMENTS: u64 = 1 << 20;
 
 #[derive(Debug, Serialize)]
 struct Shown {
     schema: u32,
     name: String,
-    /// `null`: a value.
+    /// The dtype; `null` for a value.
     dtype: Option<String>,
     shape: Option<Vec<usize>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     stats: Option<Stats>,
     #[serde(skip_serializing_if = "Option::is_none")]
     npy: Option<String>,
-    /// A tensor's elements, row-major.
+    /// The elements of a tensor, row-major.
     #[serde(skip_serializing_if = "Option::is_none")]
     elements: Option<Vec<Value>>,
-    /// A value that is no tensor.
+    /// A value that is not a tensor.
     #[serde(skip_serializing_if = "Option::is_none")]
     value: Option<Value>,
 }
 
-/// Extremes, mean and deviation are those of the finite elements; `null` where there are none.
+/// The statistics of a tensor. Extremes, mean and deviation are those of the finite elements; `null` if there are none.
 #[derive(Debug, Serialize)]
 struct Stats {
     count: u64,
@@ -77,6 +77,8 @@ struct Stats {
     std: Option<f64>,
 }
 
+/// Shows a tensor or value: `fsdp cat`.
+///
 /// # Errors
 /// There is no such key, it cannot be read, or not be shown as asked.
 pub(crate) fn run(arguments: &CatArguments) -> Result<()> {
@@ -147,7 +149,7 @@ fn each_piece(
     stream::<CatError>(source, name, dtype, &whole, 0..length, sink).map_err(|CatError(error)| error)
 }
 
-/// What may end a stream early: the checkpoint, or whoever takes the bytes.
+/// An error that ends a stream early, from the checkpoint or from the consumer of the bytes.
 struct CatError(anyhow::Error);
 
 impl From<CheckpointError> for CatError {
@@ -162,7 +164,7 @@ impl From<anyhow::Error> for CatError {
     }
 }
 
-/// A line for each innermost row.
+/// Writes a line for each innermost row.
 fn print(source: &dyn Checkpoint, name: &str, tensor: &TensorEntry) -> Result<()> {
     let row = tensor.shape.last().copied().unwrap_or(1).max(1);
     let mut column = 0;
@@ -182,12 +184,12 @@ fn print(source: &dyn Checkpoint, name: &str, tensor: &TensorEntry) -> Result<()
     })
 }
 
-/// Elements as JSON has them: numbers; bools; text for NaN, infinities, and what is no real number (its bytes).
+/// Adds elements as JSON: numbers and bools; text for NaN, infinities, and the bytes of other types.
 fn elements_json(dtype: DType, bytes: &[u8], values: &mut Vec<Value>) {
     let size = dtype.size_in_bytes() as usize;
     match dtype {
         DType::Bool => values.extend(bytes.iter().map(|&byte| Value::from(byte != 0))),
-        // Beyond 2^53 a float is not exact.
+        // Not through a float, which is exact only up to 2^53.
         DType::I64 => values.extend(bytes.as_chunks().0.iter().map(|b| Value::from(i64::from_le_bytes(*b)))),
         DType::U64 => values.extend(bytes.as_chunks().0.iter().map(|b| Value::from(u64::from_le_bytes(*b)))),
         _ => {
@@ -201,18 +203,18 @@ fn elements_json(dtype: DType, bytes: &[u8], values: &mut Vec<Value>) {
     }
 }
 
-/// Bytes in the order in which they lie.
+/// Returns bytes in hexadecimal, in their order.
 fn hex(bytes: &[u8]) -> String {
     let digits: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
     format!("0x{digits}")
 }
 
-/// An integer in little-endian two's complement, however long.
+/// Returns the decimal digits of an integer in little-endian two's complement of any length.
 fn decimal(bytes: &[u8]) -> String {
     let negative = bytes.last().is_some_and(|last| last & 0x80 != 0);
     let mut magnitude = bytes.to_vec();
     if negative {
-        // What is left of 2^n.
+        // The magnitude is the two's complement.
         let mut carry = true;
         for byte in &mut magnitude {
             let (value, over) = (!*byte).overflowing_add(u8::from(carry));
@@ -236,19 +238,16 @@ fn decimal(bytes: &[u8]) -> String {
     digits.iter().rev().collect()
 }
 
-/// `single`: no more digits than a single-precision number needs.
+/// Returns a number as JSON. With `single`, it has no more digits than single precision needs.
 fn number(value: f64, whole: bool, single: bool) -> Value {
     if whole {
         return Value::from(value as i64);
     }
     let shortest = if single { format!("{:?}", value as f32).parse().unwrap_or(value) } else { value };
-    match value.is_finite() {
-        true => Value::from(shortest),
-        false => Value::from(value.to_string()),
-    }
+    if value.is_finite() { Value::from(shortest) } else { Value::from(value.to_string()) }
 }
 
-/// A value as JSON: tuples and sets are lists, dicts with other keys than text are lists of pairs.
+/// Returns a value as JSON. Tuples and sets become lists, and dicts with keys other than text become lists of pairs.
 fn value_json(value: &PlainValue) -> Value {
     let list = |items: &[PlainValue]| items.iter().map(value_json).collect::<Vec<_>>().into();
     match value {
@@ -300,7 +299,7 @@ impl Stats {
     }
 }
 
-/// NumPy's name of a type; `None` where it has none.
+/// Returns NumPy's name of a dtype; `None` if it has none.
 fn numpy_type(dtype: DType) -> Option<&'static str> {
     Some(match dtype {
         DType::Bool => "|b1",
@@ -321,7 +320,8 @@ fn numpy_type(dtype: DType) -> Option<&'static str> {
     })
 }
 
-/// NumPy's format, version 1.0: magic, length of the header, a dict in Python's words padded to 64 bytes, the elements.
+/// Writes a file in NumPy's format, version 1.0: magic, length of the header, a Python dict padded to 64 bytes, the
+/// elements.
 fn npy_header(descr: &str, shape: &[usize]) -> Result<Vec<u8>> {
     let sizes: String = shape.iter().map(|size| format!("{size},")).collect();
     let mut dict = format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': ({sizes}), }}");

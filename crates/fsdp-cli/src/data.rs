@@ -1,4 +1,4 @@
-//! Training text: a file's bytes as tokens, and which of them each rank sees at each step.
+//! Training text: the bytes of a file as tokens, and the tokens that each rank sees at each step.
 
 use std::borrow::Cow;
 use std::fs::File;
@@ -8,16 +8,16 @@ use std::path::{Path, PathBuf};
 use candle_core::{Device, Tensor};
 use thiserror::Error;
 
-/// Number of different tokens: a token is a byte.
+/// The number of different tokens: a token is a byte.
 pub const VOCAB: usize = 256;
 
 /// The longest text that is read.
 pub const MAX_TEXT_BYTES: u64 = 16 << 30;
 
-/// The text that is used when none is given, written for this purpose.
+/// The text that is used when none is given. It was written for this purpose.
 const BUILTIN: &[u8] = include_bytes!("../data/harbour.txt");
 
-/// What is wrong with training data, or with how it is to be cut.
+/// A mistake in training data, or in the way it is to be cut.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum DataError {
@@ -26,45 +26,45 @@ pub enum DataError {
     Read {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         source: std::io::Error,
     },
-    /// There is nothing in it.
+    /// The file is empty.
     #[error("training text `{name}` is empty")]
     Empty {
         /// The file.
         name: String,
     },
-    /// It has not enough bytes for one row.
+    /// The file has too few bytes for one row.
     #[error("training text `{name}` has {found} bytes, but rows of {seq} tokens need at least {needed}")]
     TooShort {
         /// The file.
         name: String,
-        /// Its bytes.
+        /// The number of its bytes.
         found: usize,
-        /// Tokens of a row.
+        /// The number of tokens of a row.
         seq: usize,
-        /// Bytes that are needed.
+        /// The number of bytes that are needed.
         needed: usize,
     },
-    /// It is longer than [`MAX_TEXT_BYTES`].
+    /// The file is longer than [`MAX_TEXT_BYTES`].
     #[error("training text `{name}` has more than {MAX_TEXT_BYTES} bytes")]
     TooLong {
         /// The file.
         name: String,
     },
-    /// Ranks must have equal parts of the batch.
+    /// The ranks cannot have equal parts of the batch.
     #[error(
         "a batch of {batch} rows cannot be shared by {parts} equal parts ({ranks} ranks x {accumulation} backwards)"
     )]
     Indivisible {
-        /// Rows of the global batch.
+        /// The number of rows of the global batch.
         batch: usize,
-        /// Number of parts.
+        /// The number of parts.
         parts: usize,
-        /// Number of ranks.
+        /// The number of ranks.
         ranks: usize,
-        /// Backwards of one step on each rank.
+        /// The number of backwards of one step on each rank.
         accumulation: usize,
     },
 }
@@ -77,7 +77,7 @@ pub struct Text {
 }
 
 impl Text {
-    /// The text that comes with this crate.
+    /// Returns the text that comes with this crate.
     #[must_use]
     pub fn builtin() -> Self {
         Text { name: "(built in)".to_owned(), bytes: Cow::Borrowed(BUILTIN) }
@@ -99,7 +99,7 @@ impl Text {
         Self::new(name, bytes)
     }
 
-    /// A text in memory; `name` is for messages.
+    /// Creates a text in memory. `name` is for messages.
     ///
     /// # Errors
     /// It is empty.
@@ -108,33 +108,33 @@ impl Text {
         if bytes.is_empty() { Err(DataError::Empty { name }) } else { Ok(Text { name, bytes }) }
     }
 
-    /// Number of bytes.
+    /// Returns the number of bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.bytes.len()
     }
 
-    /// Never: an empty text cannot be made.
+    /// Returns `false`: an empty text cannot be made.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.bytes.is_empty()
     }
 }
 
-/// How one step's global batch is cut from a text and shared by ranks.
+/// The way in which the global batch of each step is cut from a text and shared by the ranks.
 ///
 /// Row `b` of step `s` starts at byte `((s * batch + b) * seq) mod (len - seq - 1)`; targets are the bytes one
 /// further on. Rank `r` of `ranks` has the rows with `b * ranks / batch == r`, in order, cut into `accumulation` equal
 /// parts, one for each backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Batches {
-    /// Rows of the global batch.
+    /// The number of rows of the global batch.
     pub batch: usize,
-    /// Tokens of a row.
+    /// The number of tokens of a row.
     pub seq: usize,
-    /// Number of ranks.
+    /// The number of ranks.
     pub ranks: usize,
-    /// Backwards of one step on each rank.
+    /// The number of backwards of one step on each rank.
     pub accumulation: usize,
 }
 
@@ -157,7 +157,7 @@ impl Batches {
         Ok(())
     }
 
-    /// Where the rows of one backward start in a text of `len` bytes.
+    /// Returns the positions at which the rows of one backward start, in a text of `len` bytes.
     fn starts(&self, len: usize, step: u64, rank: usize, part: usize) -> impl Iterator<Item = usize> {
         let Batches { batch, seq, ranks, accumulation } = *self;
         let rows = batch / ranks / accumulation;
@@ -168,10 +168,10 @@ impl Batches {
         })
     }
 
-    /// Tokens and targets, each `[rows, seq]` (u32), of backward `part` of a step on one rank.
+    /// Returns tokens and targets, each `[rows, seq]` (u32), of backward `part` of a step on one rank.
     ///
     /// # Errors
-    /// As [`Self::check`], and candle's.
+    /// The same as [`Self::check`], and candle's errors.
     pub fn batch(
         &self,
         text: &Text,

@@ -1,4 +1,4 @@
-//! `fsdp diff`: how two checkpoints differ, whatever their formats.
+//! `fsdp diff`: the differences of two checkpoints of any formats.
 
 use anyhow::Result;
 use clap::Args;
@@ -21,7 +21,7 @@ pub(crate) struct DiffArguments {
     /// Another one, of any format
     #[arg(value_name = "B")]
     second: Location,
-    /// Largest absolute difference of two numbers that counts as none [default: bit for bit]
+    /// Largest absolute difference of two numbers that counts as equal [default: bit for bit]
     #[arg(long, value_name = "X", default_value_t = 0.0, hide_default_value = true, env = "FSDP_TOLERANCE",
           value_parser = tolerance)]
     tolerance: f64,
@@ -44,7 +44,7 @@ struct Comparison {
     second: String,
     tolerance: f64,
     equal: bool,
-    /// Keys of either.
+    /// The number of keys of either checkpoint.
     compared: usize,
     differences: Vec<Row>,
 }
@@ -53,14 +53,16 @@ struct Comparison {
 struct Row {
     name: String,
     kind: &'static str,
-    /// For people.
+    /// A description for people.
     what: String,
-    /// Elements that differ.
+    /// The number of elements that differ.
     elements: Option<u64>,
-    /// Their largest absolute difference; `null` where it is no number.
+    /// Their largest absolute difference; `null` if it is not a number.
     max_abs: Option<f64>,
 }
 
+/// Compares two checkpoints: `fsdp diff`.
+///
 /// # Errors
 /// They differ, or one cannot be read.
 pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {

@@ -1,4 +1,5 @@
-//! `fsdp doctor`: what a job would find on this machine, and what is missing.
+//! `fsdp doctor`: the backends, devices and libraries that a job would find on this machine, and those that are
+//! missing.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -21,7 +22,7 @@ pub(crate) struct DoctorArguments {
 /// The version of the report's schema.
 const SCHEMA: u32 = 1;
 
-/// Variables by which launchers and networks tell ranks where they are.
+/// The variables with which launchers and networks tell ranks their place.
 const VARIABLES: [&str; 30] = [
     "RANK",
     "WORLD_SIZE",
@@ -55,11 +56,11 @@ const VARIABLES: [&str; 30] = [
     "LD_LIBRARY_PATH",
 ];
 
-/// Libraries that GPU ranks need, and what brings them.
+/// The libraries that GPU ranks need, and the packages that bring them.
 const LIBRARIES: [(&str, &str); 2] =
     [("libcuda.so.1", "it comes with NVIDIA's driver"), ("libnccl.so.2", "it is NVIDIA's package `libnccl2`")];
 
-/// Where dynamic linkers look without being told.
+/// The directories in which dynamic linkers look by default.
 const LIBRARY_DIRECTORIES: [&str; 9] = [
     "/lib",
     "/lib64",
@@ -78,13 +79,13 @@ struct Report {
     version: &'static str,
     backends: Vec<Backend>,
     launcher: Option<Launcher>,
-    /// Why there is no launcher.
+    /// The reason that there is no launcher.
     launcher_error: Option<String>,
     variables: BTreeMap<&'static str, String>,
     cpu_cores: Option<usize>,
     memory_bytes: Option<u64>,
     shared_memory: bool,
-    /// Why there is none.
+    /// The reason that there is no shared memory.
     shared_memory_error: Option<String>,
     gpus: Vec<PathBuf>,
     libraries: BTreeMap<&'static str, Option<PathBuf>>,
@@ -108,6 +109,8 @@ struct Launcher {
     job: String,
 }
 
+/// Examines this machine: `fsdp doctor`.
+///
 /// # Errors
 /// stdout is closed.
 pub(crate) fn run(arguments: &DoctorArguments) -> Result<()> {
@@ -173,14 +176,14 @@ impl From<Environment> for Launcher {
     }
 }
 
-/// Total memory.
+/// Returns the total memory of the machine.
 fn memory() -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     let kib = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
     kib.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
-/// Does what ranks of one host do.
+/// Creates shared memory in the same way as ranks of one host do.
 #[cfg(target_os = "linux")]
 fn shared_memory() -> std::io::Result<()> {
     use std::os::fd::AsRawFd as _;
@@ -197,7 +200,7 @@ fn shared_memory() -> std::io::Result<()> {
     Err(std::io::ErrorKind::Unsupported.into())
 }
 
-/// NVIDIA's devices.
+/// Lists NVIDIA's devices.
 fn gpus() -> Vec<PathBuf> {
     let Ok(list) = fs::read_dir("/dev") else { return Vec::new() };
     let is_gpu = |path: &PathBuf| {
@@ -209,7 +212,7 @@ fn gpus() -> Vec<PathBuf> {
     found
 }
 
-/// Where a library is: in `LD_LIBRARY_PATH`, or where linkers look anyway.
+/// Finds a library in `LD_LIBRARY_PATH`, or in the directories of linkers.
 fn library(name: &str) -> Option<PathBuf> {
     let told = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
     let usual = LIBRARY_DIRECTORIES.iter().map(|directory| Path::new(directory).to_owned());

@@ -1,8 +1,8 @@
-//! Exit codes of the `fsdp` command. They are part of its interface: scripts may rely on them.
+//! The exit codes of the `fsdp` command. They are part of its interface: scripts may rely on them.
 
 use fsdp_layout::ErrorKind;
 
-/// Done.
+/// The command is done.
 pub const OK: u8 = 0;
 /// Something that should not happen: a bug, or an error of no other kind.
 pub const INTERNAL: u8 = 1;
@@ -25,7 +25,7 @@ pub const RANK_LOST: u8 = 16;
 /// Two things that should match do not: two checkpoints, or a checkpoint of another model.
 pub const DIFFERENCE: u8 = 17;
 
-/// The exit code of a kind of failure.
+/// Returns the exit code of a kind of failure.
 #[must_use]
 pub const fn of(kind: ErrorKind) -> u8 {
     match kind {

@@ -5,37 +5,37 @@ use candle_nn::{Init, VarBuilder};
 use fsdp::nn::{Scope, Unit};
 use serde::{Deserialize, Serialize};
 
-/// Initial values of matrices and embeddings.
+/// The initial values of matrices and embeddings.
 const NORMAL: Init = Init::Randn { mean: 0.0, stdev: 0.02 };
 
 const LAYER_NORM_EPS: f64 = 1e-5;
 
-/// Sizes of a [`Gpt`].
+/// The sizes of a [`Gpt`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GptConfig {
-    /// Number of blocks.
+    /// The number of blocks.
     pub layers: usize,
-    /// Attention heads of a block; they share `hidden` equally.
+    /// The number of attention heads of a block, which share `hidden` equally.
     pub heads: usize,
-    /// Width of the residual stream.
+    /// The width of the residual stream.
     pub hidden: usize,
-    /// The longest sequence: rows of the position embedding.
+    /// The longest sequence, which is the number of rows of the position embedding.
     pub seq: usize,
-    /// Number of different tokens.
+    /// The number of different tokens.
     pub vocab: usize,
 }
 
-/// Sizes that make no model.
+/// The reason that a model cannot have its sizes.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum GptConfigError {
-    /// A size of zero.
+    /// A size is zero.
     #[error("a GPT cannot have `{size}` = 0")]
     Zero {
         /// The size.
         size: &'static str,
     },
-    /// Heads must share the hidden width equally.
+    /// The heads cannot share the hidden width equally.
     #[error("hidden width {hidden} cannot be shared by {heads} heads: it must be a multiple of them")]
     Heads {
         /// The width.
@@ -46,7 +46,7 @@ pub enum GptConfigError {
 }
 
 impl GptConfig {
-    /// Checks that there is such a model.
+    /// Checks that a model can have these sizes.
     ///
     /// # Errors
     /// A size of zero, or a width that the heads cannot share.
@@ -114,13 +114,14 @@ impl Gpt {
         Ok(Gpt { config: *config, wte, wpe, blocks, ln_f })
     }
 
-    /// The sizes.
+    /// Returns the sizes.
     #[must_use]
     pub const fn config(&self) -> &GptConfig {
         &self.config
     }
 
-    /// Next-token scores `[batch, time, vocab]` of tokens `[batch, time]` (u32), `time` at most `seq`.
+    /// Computes the next-token scores `[batch, time, vocab]` of tokens `[batch, time]` (u32), with `time` at most
+    /// `seq`.
     ///
     /// # Errors
     /// Tokens of another rank or dtype, longer than `seq`, or outside the vocabulary.
@@ -139,10 +140,10 @@ impl Gpt {
         logits.reshape((batch, time, self.config.vocab))
     }
 
-    /// The mean cross-entropy of the scores against `targets` `[batch, time]` (u32): a scalar.
+    /// Computes the mean cross-entropy of the scores against `targets` `[batch, time]` (u32), which is a scalar.
     ///
     /// # Errors
-    /// As [`Self::logits`].
+    /// The same as [`Self::logits`].
     pub fn loss(&self, tokens: &Tensor, targets: &Tensor) -> Result<Tensor> {
         let logits = self.logits(tokens)?.flatten_to(1)?;
         let targets = targets.flatten_all()?.unsqueeze(1)?;
@@ -153,7 +154,7 @@ impl Gpt {
     }
 }
 
-/// 0 where a position (row) may look, minus infinity where it may not: at later positions.
+/// Returns 0 for a position (column) that another one (row) may see, and minus infinity for later positions.
 fn causal_mask(time: usize, dtype: DType, device: &Device) -> Result<Tensor> {
     let mask: Vec<f32> = (0..time)
         .flat_map(|row| (0..time).map(move |column| if column <= row { 0.0 } else { f32::NEG_INFINITY }))
@@ -161,7 +162,7 @@ fn causal_mask(time: usize, dtype: DType, device: &Device) -> Result<Tensor> {
     Tensor::from_vec(mask, (time, time), device)?.to_dtype(dtype)
 }
 
-/// Attention and MLP, each on a normalised input and added to the residual stream.
+/// A block: attention and MLP, each on a normalised input and added to the residual stream.
 struct Block {
     ln_1: LayerNorm,
     attn: Attention,
@@ -217,7 +218,7 @@ impl Attention {
     }
 }
 
-/// Over the last dimension. candle's fused one has no backward.
+/// Computes softmax over the last dimension. candle's fused one has no backward.
 fn softmax(x: &Tensor) -> Result<Tensor> {
     let exp = x.broadcast_sub(&x.detach().max_keepdim(D::Minus1)?)?.exp()?;
     exp.broadcast_div(&exp.sum_keepdim(D::Minus1)?)
@@ -260,7 +261,7 @@ impl Linear {
     }
 }
 
-/// candle's fused one has no backward.
+/// A layer norm. candle's fused one has no backward.
 struct LayerNorm {
     weight: Tensor,
     bias: Tensor,
@@ -347,8 +348,8 @@ mod tests {
         assert_ne!(rows(&before, 2), rows(&after, 2));
     }
 
-    /// Every op that the model uses has a right backward in candle: the gradient of each parameter, along a fixed
-    /// direction, is the difference quotient of the loss.
+    /// Checks that every operation of the model has a right backward in candle: the gradient of each parameter, along a
+    /// fixed direction, is the difference quotient of the loss.
     #[test]
     fn gradients_are_those_of_the_loss() {
         let (variables, model) = plain(&CONFIG);

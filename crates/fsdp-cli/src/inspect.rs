@@ -1,4 +1,4 @@
-//! `fsdp inspect`: what a checkpoint of any format holds, from its metadata alone (and its step, if it has one).
+//! `fsdp inspect`: the contents of a checkpoint of any format, from its metadata and its `step`.
 
 use anyhow::Result;
 use clap::Args;
@@ -34,7 +34,7 @@ pub(crate) struct InspectArguments {
 /// The version of the JSON's schema.
 const SCHEMA: u32 = 1;
 
-/// Boxes of a tensor are told rank by rank up to this many ranks.
+/// The largest number of ranks for which a tensor's boxes are listed by rank.
 const RANKS_IN_A_LINE: usize = 8;
 
 #[derive(Debug, Serialize)]
@@ -43,16 +43,16 @@ struct Summary {
     path: String,
     format: &'static str,
     committed: bool,
-    /// Why not, if it is not.
+    /// The reason, if it is not committed.
     reason: Option<String>,
-    /// `train.step`, where there is one.
+    /// The value of `train.step`, if there is one.
     step: Option<i64>,
-    /// Whether hashes of its files lie beside it.
+    /// `true` if hashes of its files lie beside it.
     hashed: bool,
-    /// Bytes of all tensors' elements.
+    /// The bytes of all tensors' elements.
     bytes: u64,
     tensors: Vec<Tensor>,
-    /// Keys of what is no tensor.
+    /// The keys of values that are not tensors.
     values: Vec<String>,
 }
 
@@ -69,13 +69,15 @@ struct Tensor {
 struct StoredBox {
     offsets: Vec<usize>,
     sizes: Vec<usize>,
-    /// The rank that wrote it, by its file's name.
+    /// The rank that wrote it, from the name of its file.
     rank: Option<u64>,
     file: Option<String>,
     offset: Option<u64>,
     length: Option<u64>,
 }
 
+/// Shows a checkpoint: `fsdp inspect`.
+///
 /// # Errors
 /// There is no committed checkpoint, or its metadata is damaged.
 pub(crate) fn run(arguments: &InspectArguments) -> Result<()> {
@@ -182,12 +184,12 @@ impl Tensor {
         format!("{} {:?}", self.dtype, self.shape)
     }
 
-    /// For scripts.
+    /// Returns the lines of `--tensors`, for scripts.
     fn fields(&self) -> String {
         format!("{}\t{}\t{:?}\t{}", escaped(&self.name), self.dtype, self.shape, self.bytes)
     }
 
-    /// `0:1 1:2`: one box of rank 0, two of rank 1.
+    /// Lists the number of boxes by rank: `0:1 1:2` is one box of rank 0 and two of rank 1.
     fn boxes_by_rank(&self) -> String {
         let mut ranks: BTreeMap<u64, usize> = BTreeMap::new();
         for rank in self.boxes.iter().filter_map(|part| part.rank) {
@@ -207,7 +209,7 @@ fn tensors(metadata: &Metadata) -> Vec<Tensor> {
     tensors
 }
 
-/// Bytes of a tensor's elements.
+/// Returns the number of bytes of a tensor's elements.
 pub(super) fn bytes(entry: &TensorEntry) -> u64 {
     let numel = entry.shape.iter().fold(1u64, |numel, &size| numel.saturating_mul(size as u64));
     numel.saturating_mul(entry.properties.dtype.size_in_bytes())
@@ -235,7 +237,7 @@ fn box_of(Chunk { bounds, stored }: &Chunk) -> StoredBox {
     }
 }
 
-/// `__2_0.distcp` is a file of rank 2.
+/// Returns the rank of a file: 2 for `__2_0.distcp`.
 fn rank(stored: &StorageInfo) -> Option<u64> {
     stored.relative_path.strip_prefix("__")?.split('_').next()?.parse().ok()
 }

@@ -1,4 +1,4 @@
-//! Where events go: lines on stderr as `RUST_LOG` asks for, spans to a trace file.
+//! The targets of tracing events: lines on stderr, as `RUST_LOG` asks for, and spans in a trace file.
 
 use std::fs::OpenOptions;
 use std::path::Path;
@@ -9,11 +9,11 @@ use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::prelude::*;
 use tracing_subscriber::{EnvFilter, fmt, registry};
 
-/// Our crates, whose spans a trace shows.
+/// The crates of the project, whose spans a trace shows.
 const TARGETS: [&str; 8] =
     ["fsdp_checkpoint", "fsdp_cli", "fsdp_comm", "fsdp_dcp", "fsdp_flat", "fsdp_layout", "fsdp_nn", "fsdp_state"];
 
-/// Starts both; the trace file is whole when the guard has been dropped.
+/// Starts both. The trace file is complete when the guard is dropped.
 ///
 /// # Errors
 /// The trace file cannot be created.

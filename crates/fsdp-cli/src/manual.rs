@@ -1,4 +1,4 @@
-//! `fsdp completions` and `fsdp man`: what shells and `man` know about the command.
+//! `fsdp completions` and `fsdp man`: scripts for shells, and manual pages.
 
 use anyhow::{Context as _, Result};
 use clap::{Args, Command};
@@ -23,6 +23,8 @@ pub(crate) struct ManArguments {
     command: Option<String>,
 }
 
+/// Prints a completion script: `fsdp completions`.
+///
 /// # Errors
 /// stdout cannot be written.
 pub(crate) fn completions(arguments: &CompletionsArguments, mut command: Command) -> Result<()> {
@@ -31,6 +33,8 @@ pub(crate) fn completions(arguments: &CompletionsArguments, mut command: Command
     output::raw(&script)
 }
 
+/// Prints a manual page: `fsdp man`.
+///
 /// # Errors
 /// There is no such command, or stdout cannot be written.
 pub(crate) fn man(arguments: &ManArguments, mut command: Command) -> Result<()> {

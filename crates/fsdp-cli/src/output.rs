@@ -1,4 +1,4 @@
-//! The only place where the command prints. stdout is data, stderr is talk.
+//! The output of the command, which only this module prints. stdout is for data, stderr for everything else.
 
 use std::io::{self, Write as _};
 
@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::text::escaped_lines;
 
-/// Whoever read stdout has gone (`fsdp inspect … | head`): no error, but the end.
+/// The end of a pipe whose reader has closed it (`fsdp inspect … | head`), which is not a failure.
 #[derive(Debug, thiserror::Error)]
 #[error("stdout is closed")]
 pub(crate) struct StdoutClosed;
@@ -19,7 +19,7 @@ fn told(written: io::Result<()>) -> Result<()> {
     })
 }
 
-/// A line of data.
+/// Writes a line of data.
 ///
 /// # Errors
 /// stdout is closed or full.
@@ -27,29 +27,29 @@ pub(crate) fn data(line: &str) -> Result<()> {
     raw(format!("{line}\n").as_bytes())
 }
 
-/// Bytes as they are.
+/// Writes bytes unchanged.
 ///
 /// # Errors
-/// As [`data`].
+/// The same as [`data`].
 pub(crate) fn raw(bytes: &[u8]) -> Result<()> {
     let mut stdout = io::stdout().lock();
     told(stdout.write_all(bytes).and_then(|()| stdout.flush()))
 }
 
-/// Many lines of data.
+/// Writes lines of data.
 ///
 /// # Errors
-/// As [`data`].
+/// The same as [`data`].
 pub(crate) fn lines(lines: &[String]) -> Result<()> {
     let mut text = lines.join("\n");
     text.push('\n');
     raw(text.as_bytes())
 }
 
-/// A value as one line of JSON.
+/// Writes a value as one line of JSON.
 ///
 /// # Errors
-/// As [`data`].
+/// The same as [`data`].
 pub(crate) fn json(value: &impl Serialize) -> Result<()> {
     data(&serde_json::to_string(value).context("failed to write JSON")?)
 }
@@ -77,12 +77,12 @@ pub(crate) fn pass_on(stream: Stream, bytes: &[u8]) -> io::Result<()> {
     }
 }
 
-/// A line of talk. Nobody may be listening.
+/// Writes a line to stderr. Errors are ignored, as stderr may be closed.
 pub(crate) fn talk(line: &str) {
     let _ = writeln!(io::stderr().lock(), "{}", escaped_lines(line));
 }
 
-/// An error with its causes, one line each.
+/// Writes an error with its causes, one line each.
 pub(crate) fn error(error: &Error, hint: Option<&str>) {
     talk(&format!("error: {error}"));
     // Libraries repeat the text of a cause that they pass on.

@@ -4,10 +4,10 @@ use std::io::IsTerminal as _;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-/// How often the bar is drawn, in a second.
+/// The number of times per second that the bar is drawn.
 const HZ: u8 = 10;
 
-/// Bytes done of those to do; nothing is drawn where nobody would see it.
+/// A progress bar. Nothing is drawn if stderr is not a terminal.
 pub(crate) struct Progress(ProgressBar);
 
 impl Progress {

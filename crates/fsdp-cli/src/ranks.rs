@@ -6,10 +6,10 @@ use std::time::Duration;
 use fsdp::comm::{CommError, DEFAULT_DEADLINE, LocalRanks, ProcessGroup, RANK_STACK_BYTES};
 use rayon::ThreadPoolBuilder;
 
-/// How ranks are run.
+/// The number of ranks, and the resources of each.
 ///
-/// candle computes matrix products on the thread pool of the thread that asks for them. On one pool for all, ranks
-/// would wait for each other's work; here each rank has its own.
+/// candle computes matrix products on the thread pool of the thread that calls it. On one pool for all, ranks would
+/// wait for each other's work; here each rank has its own.
 ///
 /// ```
 /// use fsdp_cli::ranks::Ranks;
@@ -19,11 +19,12 @@ use rayon::ThreadPoolBuilder;
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ranks {
-    /// How many.
+    /// The number of ranks.
     pub count: usize,
-    /// CPU threads of each; `None` shares the machine's equally, and gives each rank at least one.
+    /// The number of CPU threads of each rank. `None` shares the machine's threads equally, with at least one for each
+    /// rank.
     pub threads: Option<NonZeroUsize>,
-    /// How long a collective may take.
+    /// The deadline of collectives.
     pub deadline: Duration,
 }
 
@@ -34,7 +35,7 @@ impl Default for Ranks {
 }
 
 impl Ranks {
-    /// CPU threads that each rank gets.
+    /// Returns the number of CPU threads of each rank.
     #[must_use]
     pub fn threads_per_rank(&self) -> usize {
         let share = || std::thread::available_parallelism().map_or(1, NonZeroUsize::get) / self.count.max(1);
@@ -50,7 +51,8 @@ impl Ranks {
         LocalRanks::new(self.count).deadline(self.deadline).run(run)?.into_iter().collect()
     }
 
-    /// Runs `f` as one rank of those that share this machine: on CPU threads of its own. For ranks that are processes.
+    /// Runs `f` on this thread as one of the ranks that share this machine, with CPU threads of its own. For ranks that
+    /// are processes.
     ///
     /// # Errors
     /// The threads could not be started.

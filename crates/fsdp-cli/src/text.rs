@@ -1,8 +1,9 @@
-//! Names for terminals: what a checkpoint's author chose must not move the cursor, change colours or turn text around.
+//! Text for terminals. Names that a checkpoint's author chose must not move the cursor, change colours or reverse text.
 
 use std::borrow::Cow;
 
-/// Control characters (ANSI sequences begin with one), and those that change the direction of text or are invisible.
+/// Returns `true` for control characters, with which terminal commands begin, and for characters that are invisible or
+/// change the direction of text.
 fn is_unsafe(c: char) -> bool {
     let invisible = matches!(
         c,
@@ -12,12 +13,12 @@ fn is_unsafe(c: char) -> bool {
     c.is_control() || invisible
 }
 
-/// A name in which unsafe characters are written as Rust writes them: `\n`, `\u{1b}`.
+/// Escapes unsafe characters of a name like Rust does: `\n`, `\u{1b}`.
 pub(crate) fn escaped(name: &str) -> Cow<'_, str> {
     escape(name, is_unsafe)
 }
 
-/// As [`escaped`], for text of many lines.
+/// Escapes text of several lines, in which line breaks are safe.
 pub(crate) fn escaped_lines(text: &str) -> Cow<'_, str> {
     escape(text, |c| c != '\n' && is_unsafe(c))
 }
@@ -37,7 +38,7 @@ fn escape(text: &str, is_unsafe: impl Fn(char) -> bool) -> Cow<'_, str> {
     Cow::Owned(escaped)
 }
 
-/// Bytes for people.
+/// Formats a number of bytes for people.
 pub(crate) fn iec(bytes: u64) -> String {
     let units = [("GiB", 1u64 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
     match units.into_iter().find(|&(_, unit)| bytes >= unit) {

@@ -1,4 +1,4 @@
-//! Keys as a tree, with what lies below each.
+//! Keys as a tree, with the sizes below each.
 
 use indexmap::IndexMap;
 
@@ -7,13 +7,14 @@ use super::text::{escaped, iec};
 #[derive(Default)]
 struct Node<'a> {
     below: IndexMap<&'a str, Node<'a>>,
-    /// What is said of a leaf: `None` above leaves.
+    /// The description of a leaf; `None` for inner nodes.
     leaf: Option<String>,
     tensors: usize,
     bytes: u64,
 }
 
-/// Lines of a tree of `(key, what a tensor is, bytes)`; keys are split at dots, and come in natural order.
+/// Returns the lines of a tree of `(key, description of the tensor, bytes)`. Keys are split at dots, and sorted
+/// naturally.
 pub(super) fn tree<'a>(entries: impl Iterator<Item = (&'a str, Option<String>, u64)>) -> Vec<String> {
     let mut root = Node::default();
     for (key, what, bytes) in entries {
@@ -37,7 +38,7 @@ impl<'a> Node<'a> {
         self.bytes = self.bytes.saturating_add(bytes);
     }
 
-    /// Without recursion: a hostile key may have a million parts.
+    /// Writes the tree without recursion, as a hostile key may have a million parts.
     fn lines(&mut self, lines: &mut Vec<String>) {
         let children = |node: &mut Node<'a>| {
             let mut below: Vec<_> = std::mem::take(&mut node.below).into_iter().collect();

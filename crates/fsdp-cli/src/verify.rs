@@ -1,4 +1,4 @@
-//! `fsdp verify`: whether a checkpoint is whole, without loading it.
+//! `fsdp verify`: checks that a checkpoint is whole, without loading it.
 
 use anyhow::Result;
 use clap::{Args, ValueEnum};
@@ -13,16 +13,16 @@ use super::output;
 use super::progress::Progress;
 use super::text::{escaped, iec};
 
-/// How much is checked.
+/// The depth of the check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum LevelName {
-    /// What the metadata says: boxes inside, disjoint and complete; everything stored somewhere
+    /// Check the metadata: boxes are inside their tensors, disjoint and complete, and everything is stored somewhere
     Structure,
-    /// And that files are long enough, and items are what the metadata says
+    /// Also check that files are long enough, and that items have the sizes in the metadata
     Sizes,
-    /// And every byte against its hash; in a DCP directory without hashes, against the archives' checksums
+    /// Also check every byte against its hash; in a DCP directory without hashes, against the archives' checksums
     Hashes,
-    /// And what the numbers are: NaN and infinities are counted; and that copies of what was replicated are equal
+    /// Also read the numbers: count NaN and infinities, and compare copies of replicated tensors
     Deep,
 }
 
@@ -32,10 +32,10 @@ pub(crate) struct VerifyArguments {
     /// A checkpoint of any format
     #[arg(value_name = "CKPT")]
     path: Location,
-    /// How much to check; each level has those before it
+    /// How much to check; each level includes those before it
     #[arg(long, value_enum, default_value = "hashes", env = "FSDP_LEVEL")]
     level: LevelName,
-    /// Add hashes to a checkpoint that has none, if all is well with it
+    /// Add hashes to a checkpoint that has none, if no problem is found
     #[arg(long, env = "FSDP_SEAL")]
     seal: bool,
     /// One JSON object on stdout
@@ -53,16 +53,16 @@ struct Finding<'a> {
     schema: u32,
     path: String,
     ok: bool,
-    /// Whether hashes lie beside the files now.
+    /// `true` if hashes lie beside the files now.
     hashed: bool,
     tensors: usize,
     values: usize,
-    /// Copies beyond the first that were compared with it (deep only).
+    /// The number of copies that were compared with the first one (deep only).
     replicas: usize,
     bytes_read: u64,
     problems: Vec<Problem>,
     not_finite: Vec<NotFinite<'a>>,
-    /// Data files that the metadata does not name.
+    /// The data files that the metadata does not name.
     unknown_files: Vec<String>,
 }
 
@@ -81,6 +81,8 @@ struct NotFinite<'a> {
     infinite: u64,
 }
 
+/// Checks a checkpoint: `fsdp verify`.
+///
 /// # Errors
 /// The checkpoint is damaged: what was found is told all the same.
 pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
@@ -112,9 +114,10 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
     }
     let unknown = verify::unknown_files(&*source)?.iter().map(|file| file.display().to_string()).collect();
     let found = finding(path.clone(), &report, report.problems.iter().map(Problem::new).collect(), unknown);
-    match arguments.json {
-        true => output::json(&found)?,
-        false => output::lines(&found.lines())?,
+    if arguments.json {
+        output::json(&found)?;
+    } else {
+        output::lines(&found.lines())?;
     }
     let Some(first) = report.problems.first() else { return Ok(()) };
     let missing = |name: &String| source.directory().has(name).is_ok_and(|there| !there);
@@ -127,7 +130,7 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
     .into())
 }
 
-/// Bytes of all items, as stored.
+/// Returns the number of bytes of all items, as stored.
 fn bytes(source: &dyn Checkpoint) -> u64 {
     source.metadata().stored().map(|(_, _, stored)| stored.length).sum()
 }

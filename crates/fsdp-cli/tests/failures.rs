@@ -66,7 +66,7 @@ impl Job {
         fs::read_to_string(self.dir.path().join("said")).unwrap_or_default()
     }
 
-    /// What a rank has told, once it has.
+    /// Waits for a rank's file, and returns what is in it.
     fn told(&self, what: &str, rank: usize, limit: Duration) -> i32 {
         let path = self.dir.path().join(format!("{what}-{rank}"));
         self.until(limit, &format!("the {what} of rank {rank}"), || path.exists());

@@ -1,4 +1,4 @@
-//! What the offline commands do: convert, verify, open.
+//! The offline commands: convert, verify, open.
 
 use std::path::Path;
 use std::time::{Duration, Instant};

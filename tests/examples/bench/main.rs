@@ -69,7 +69,7 @@ impl std::str::FromStr for Place {
     }
 }
 
-/// What a group of cases is given.
+/// The options of a group of cases.
 struct Bench<'a> {
     size: Size,
     runs: usize,

@@ -113,7 +113,7 @@ fn tensor_bytes(tensor: &Tensor) -> usize {
     tensor.elem_count() * tensor.dtype().size_in_bytes()
 }
 
-/// What [`timed`] has seen.
+/// The result of [`timed`].
 pub(crate) struct Timed<T> {
     /// From the first rank's start to the last one's end.
     pub(crate) time: Duration,

@@ -1,4 +1,4 @@
-//! What does not grow with bytes, but with ranks and tensors.
+//! The work that grows with ranks and tensors, and not with bytes.
 
 use std::time::Instant;
 

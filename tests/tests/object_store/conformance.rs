@@ -1,4 +1,4 @@
-//! What holds wherever a checkpoint is: in a directory, in memory, on an S3 server.
+//! The rules that hold for checkpoints in a directory, in memory, and on an S3 server.
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -27,7 +27,7 @@ use crate::state::{State, save};
 /// Its upload takes several parts.
 pub(crate) const LARGE: [usize; 2] = [601, 4003];
 
-/// Whether two checkpoints hold the same, bit for bit.
+/// Returns `true` if two checkpoints hold the same, bit for bit.
 fn assert_same(a: &Location, b: &Location) {
     let open = |location: &Location| checkpoint::open(location, OpenOptions { verify: true }).unwrap();
     let mut differences = Vec::new();

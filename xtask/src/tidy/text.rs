@@ -34,19 +34,8 @@ const UNSAFE: [&str; 15] = [
 const FIRST_WORDS: [&str; 7] = ["As", "Of", "That", "Those", "What", "Whether", "Who"];
 
 /// Directories whose doc comments are not mended yet.
-const UNMENDED: [&str; 11] = [
-    "crates/fsdp-checkpoint/",
-    "crates/fsdp-cli/",
-    "crates/fsdp-comm/",
-    "crates/fsdp-dcp/",
-    "crates/fsdp-flat/",
-    "crates/fsdp-layout/",
-    "crates/fsdp-nn/",
-    "crates/fsdp-state/",
-    "fuzz/",
-    "tests/",
-    "xtask/",
-];
+const UNMENDED: [&str; 5] =
+    ["crates/fsdp-checkpoint/", "crates/fsdp-dcp/", "crates/fsdp-flat/", "crates/fsdp-nn/", "crates/fsdp-state/"];
 
 /// Lists the rules that one text file breaks.
 pub(super) fn check(name: &str, text: &str) -> Vec<String> {

@@ -1,6 +1,6 @@
 //! The options of `fsdp convert` and `fsdp reshard`.
 
-use anyhow::Result;
+use anyhow::{Error, Result};
 use clap::builder::RangedU64ValueParser;
 use clap::{Args, ValueEnum};
 use fsdp_dcp::Location;
@@ -9,17 +9,17 @@ use fsdp_layout::DType;
 
 use crate::failure::UsageError;
 
-/// More files than this are no checkpoint.
+/// The largest number of ranks of a checkpoint.
 const MAX_RANKS: u64 = 1 << 16;
 
-/// The size limit of a file of Hugging Face's layout, as its own writers have it.
+/// The default size limit of a file in Hugging Face's layout, which is that of Hugging Face's own writers.
 const MAX_SHARD_BYTES: u64 = 5_000_000_000;
 
 fn ranks() -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(1..=MAX_RANKS)
 }
 
-/// The formats that are written.
+/// The formats that can be written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum To {
     /// A directory of torch.distributed.checkpoint, for --world-size ranks
@@ -46,7 +46,7 @@ impl To {
     }
 }
 
-/// The types to cast to.
+/// The dtypes to cast to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum CastTo {
     #[value(alias = "f64")]
@@ -79,7 +79,7 @@ pub(crate) struct ConvertArguments {
     /// A checkpoint of any format
     #[arg(value_name = "SRC")]
     pub(super) source: Location,
-    /// Where to write; nothing may be there, unless --overwrite is given
+    /// Place to write to; nothing may be there, unless --overwrite is given
     #[arg(value_name = "DST")]
     pub(super) destination: Location,
     /// The format to write
@@ -88,7 +88,7 @@ pub(crate) struct ConvertArguments {
     /// Ranks of the destination, for dcp and hf-sharded [default: 1]
     #[arg(long, value_name = "N", env = "FSDP_WORLD_SIZE", value_parser = ranks())]
     world_size: Option<usize>,
-    /// Most bytes of a file, for hf: 500MB, 2GiB [default: 5GB]
+    /// Largest size of a file, for hf: 500MB, 2GiB [default: 5GB]
     #[arg(long, value_name = "SIZE", env = "FSDP_MAX_SHARD_SIZE", value_parser = size)]
     max_shard_size: Option<u64>,
     /// Only keys that this glob matches; may be given more than once
@@ -97,20 +97,20 @@ pub(crate) struct ConvertArguments {
     /// No keys that this glob matches; may be given more than once
     #[arg(long, value_name = "GLOB", env = "FSDP_EXCLUDE")]
     pub(super) exclude: Vec<String>,
-    /// Call keys that are OLD, or begin with OLD and a dot, NEW there; `model.=` takes `model.` away.
-    /// May be given more than once: the first that fits a key counts
+    /// Replace OLD by NEW in keys that are OLD or begin with OLD and a dot; `model.=` removes `model.`.
+    /// May be given more than once: the first rule that fits a key counts
     #[arg(long, value_name = "OLD=NEW", env = "FSDP_RENAME", value_parser = rule)]
     pub(super) rename: Vec<(String, String)>,
-    /// Put this in front of all keys, after --rename
+    /// Put this before all keys, after --rename
     #[arg(long, value_name = "PREFIX", env = "FSDP_PREFIX")]
     pub(super) prefix: Option<String>,
     /// Cast tensors of float64, float32, float16 and bfloat16
     #[arg(long, value_enum, env = "FSDP_DTYPE")]
     pub(super) dtype: Option<CastTo>,
-    /// Replace what is at DST, once all is written
+    /// Replace the checkpoint at DST, once everything is written
     #[arg(long, env = "FSDP_OVERWRITE")]
     pub(super) overwrite: bool,
-    /// Only tell what would be written, how many bytes, and how much memory it will take
+    /// Only show the keys, the number of bytes and the memory that writing would take
     #[arg(long, env = "FSDP_DRY_RUN")]
     pub(super) dry_run: bool,
     /// One JSON object on stdout
@@ -133,7 +133,7 @@ pub(crate) struct ReshardArguments {
     /// Ranks of the destination
     #[arg(long, value_name = "N", env = "FSDP_WORLD_SIZE", value_parser = ranks())]
     pub(super) world_size: usize,
-    /// Replace what is at DST, once all is written
+    /// Replace the checkpoint at DST, once everything is written
     #[arg(long, env = "FSDP_OVERWRITE")]
     pub(super) overwrite: bool,
     /// One JSON object on stdout
@@ -145,15 +145,17 @@ pub(crate) struct ReshardArguments {
 }
 
 impl ConvertArguments {
+    /// Returns the format to write, with its options.
+    ///
     /// # Errors
-    /// An option that the format has no use for.
+    /// An option that the format does not have.
     pub(super) fn target(&self) -> Result<Target> {
-        let unused = |option, given| match given {
-            true => Err(UsageError::Unused { option, to: self.to.name() }),
-            false => Ok(()),
-        };
-        unused("--world-size", self.world_size.is_some() && !matches!(self.to, To::Dcp | To::HfSharded))?;
-        unused("--max-shard-size", self.max_shard_size.is_some() && self.to != To::Hf)?;
+        if self.world_size.is_some() && !matches!(self.to, To::Dcp | To::HfSharded) {
+            return Err(self.unused("--world-size"));
+        }
+        if self.max_shard_size.is_some() && self.to != To::Hf {
+            return Err(self.unused("--max-shard-size"));
+        }
         let ranks = self.world_size.unwrap_or(1);
         Ok(match self.to {
             To::Dcp => Target::Dcp { ranks },
@@ -163,9 +165,13 @@ impl ConvertArguments {
             To::Torch => Target::Torch,
         })
     }
+
+    fn unused(&self, option: &'static str) -> Error {
+        UsageError::Unused { option, to: self.to.name() }.into()
+    }
 }
 
-/// `2GiB`, `500MB`, `4096`.
+/// Parses a size: `2GiB`, `500MB`, `4096`.
 fn size(text: &str) -> Result<u64, String> {
     let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();
     let (number, unit) = text.split_at(digits);

@@ -1,4 +1,4 @@
-//! Which keys are converted, and what they are called there.
+//! The keys that are converted, and their new names.
 
 use anyhow::Result;
 use fsdp_dcp::Metadata;
@@ -16,6 +16,8 @@ pub(super) struct Keys<'a> {
 }
 
 impl<'a> Keys<'a> {
+    /// Reads the options.
+    ///
     /// # Errors
     /// A glob that is none.
     pub(super) fn new(
@@ -44,6 +46,8 @@ impl<'a> Keys<'a> {
         }
     }
 
+    /// Checks that the options fit the keys of a checkpoint.
+    ///
     /// # Errors
     /// Nothing is selected, a rule fits nothing (both are likely slips), or a key would become empty.
     pub(super) fn check(&self, metadata: &Metadata) -> Result<()> {
@@ -72,7 +76,7 @@ fn globs(patterns: &[String]) -> Result<GlobSet> {
     Ok(set.build()?)
 }
 
-/// The new key, if the rule fits.
+/// Returns the new key, if the rule fits.
 fn apply((old, new): &(String, String), key: &str) -> Option<String> {
     let rest = key.strip_prefix(old.as_str())?;
     let whole = rest.is_empty() || rest.starts_with('.') || old.ends_with('.');

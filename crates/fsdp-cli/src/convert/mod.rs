@@ -23,16 +23,16 @@ pub(crate) use self::arguments::{ConvertArguments, ReshardArguments};
 
 const SCHEMA: u32 = 1;
 
-/// A thread reads a tensor in pieces of at most this many bytes, and holds one as read and one as written.
+/// The largest piece of a tensor that a thread reads at a time. It holds one as read and one as written.
 const PIECE: u64 = 16 << 20;
-/// And what it reads or writes around them.
+/// The memory that reading and writing take besides the pieces.
 const AROUND: u64 = 2 << 20;
 
-/// How and where to write.
+/// The place to write to, and the options of writing.
 struct Destination<'a> {
     path: &'a Location,
     target: Target,
-    /// The target's name on the command line.
+    /// The name of the format on the command line.
     name: &'static str,
     overwrite: bool,
     dry_run: bool,
@@ -40,7 +40,7 @@ struct Destination<'a> {
     progress: bool,
 }
 
-/// What was, or would be, written.
+/// The report of what was, or would be, written.
 #[derive(Debug, Serialize)]
 struct Written {
     schema: u32,
@@ -50,17 +50,19 @@ struct Written {
     dry_run: bool,
     tensors: usize,
     values: usize,
-    /// Bytes of all tensors' elements.
+    /// The bytes of all tensors' elements.
     bytes: u64,
-    /// At most about this much memory.
+    /// The approximate upper limit of the memory used.
     memory: u64,
-    /// Keys of values that the format cannot hold, and the file that holds them.
+    /// The keys of values that the format cannot hold, and the file that holds them.
     aside: Vec<String>,
     aside_file: Option<String>,
-    /// Keys of quantized tensors, written as integers; `KEY.quantizer` says what these mean.
+    /// The keys of quantized tensors, which are written as integers. `KEY.quantizer` describes their meaning.
     quantized: Vec<String>,
 }
 
+/// Converts a checkpoint: `fsdp convert`.
+///
 /// # Errors
 /// The source cannot be read, or the destination not be written: then there is none.
 pub(crate) fn run(arguments: &ConvertArguments) -> Result<()> {
@@ -80,7 +82,7 @@ pub(crate) fn run(arguments: &ConvertArguments) -> Result<()> {
     write(&view, &destination)
 }
 
-/// # Errors
+/// The same as [`run`].
 /// As [`run`].
 pub(crate) fn reshard(arguments: &ReshardArguments) -> Result<()> {
     let destination = Destination {
@@ -96,7 +98,7 @@ pub(crate) fn reshard(arguments: &ReshardArguments) -> Result<()> {
     write(&*source, &destination)
 }
 
-/// Opens the source; the destination must be another place, and free.
+/// Opens the source, and checks that the destination is another place and free.
 fn open(source: &Location, destination: &Destination<'_>) -> Result<Box<dyn Checkpoint>> {
     let opened = checkpoint::open(source, OpenOptions { verify: true })?;
     let to = destination.path;
@@ -114,12 +116,12 @@ fn open(source: &Location, destination: &Destination<'_>) -> Result<Box<dyn Chec
     Ok(opened)
 }
 
-/// Whether what is there is a file where a file is written, or a checkpoint directory (or an empty one) where a
-/// directory is: a slip must not cost somebody's other files.
+/// Returns `true` if `--overwrite` may replace what is there: a file where a file is written, or a checkpoint directory
+/// or empty directory where a directory is written. So a mistake does not cost other files.
 fn replaceable(destination: &Destination<'_>) -> bool {
     let is_single = matches!(destination.target, Target::SafetensorsFile | Target::Torch);
     let Some(to) = destination.path.local() else {
-        // Of an object store only single objects are replaced; the conversion says so of all else.
+        // In an object store only single objects can be replaced. For all else the conversion returns an error.
         return !is_single || destination.path.is_file().unwrap_or(false);
     };
     if is_single {
@@ -130,7 +132,7 @@ fn replaceable(destination: &Destination<'_>) -> bool {
     to.is_dir() && (empty() || !matches!(opened(), Err(CheckpointError::NotCommitted { .. })))
 }
 
-/// Whether one is the other, or lies in it.
+/// Returns `true` if one place is the other, or is in it.
 fn overlap(source: &Location, destination: &Location) -> bool {
     let (source, destination) = match (source.local(), destination.local()) {
         (Some(source), Some(destination)) => (source, destination),
@@ -141,7 +143,7 @@ fn overlap(source: &Location, destination: &Location) -> bool {
         _ => return false,
     };
     let Ok(source) = source.canonicalize() else { return false };
-    // What is not there yet is judged by the directory that it will be in.
+    // A destination that does not exist yet is resolved through its closest directory that does.
     let missing = destination.ancestors().find_map(|ancestor| {
         let place = if ancestor.as_os_str().is_empty() { Path::new(".") } else { ancestor };
         Some(place.canonicalize().ok()?.join(destination.strip_prefix(ancestor).ok()?))
@@ -152,7 +154,7 @@ fn overlap(source: &Location, destination: &Location) -> bool {
 fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> Result<()> {
     let mut written = Written::planned(source, destination);
     if !destination.dry_run {
-        // What a killed command left of this very destination.
+        // Remove what a killed command has left of this destination.
         durable::clean_stale(destination.path)?;
         let bar = Progress::new(written.bytes, destination.progress && !destination.json);
         let progress = |bytes| bar.add(bytes);

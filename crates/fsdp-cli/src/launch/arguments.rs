@@ -1,4 +1,4 @@
-//! The options of `fsdp launch`, and the variables that tell each process who it is.
+//! The options of `fsdp launch`, and the variables that tell each process its place.
 
 use std::ffi::OsString;
 use std::net::{Ipv4Addr, TcpListener};
@@ -11,10 +11,10 @@ use fsdp::comm::{DEFAULT_MASTER_PORT, MAX_WORLD_SIZE};
 
 use crate::job_failure::JobError;
 
-/// Most processes of one node.
+/// The largest number of processes of one node.
 const MAX_PROCESSES: u64 = 1024;
 
-/// Where ranks of one node meet.
+/// The address at which ranks of one node meet.
 const LOCALHOST: Ipv4Addr = Ipv4Addr::LOCALHOST;
 
 #[derive(Debug, Args)]
@@ -43,7 +43,7 @@ pub(crate) struct LaunchArguments {
     /// Port on which rank 0 listens [default: a free one on one node, else 29500]
     #[arg(long, value_name = "PORT", env = "FSDP_MASTER_PORT")]
     master_port: Option<u16>,
-    /// What tells this job from others on the same port; the same on all nodes
+    /// Name that tells this job from others on the same port; the same on all nodes
     /// [default: random on one node, else made of address, port and sizes]
     #[arg(long, value_name = "ID", env = "FSDP_JOB_ID")]
     job_id: Option<String>,
@@ -55,7 +55,7 @@ pub(crate) struct LaunchArguments {
     pub(super) program: Vec<OsString>,
 }
 
-/// Where all ranks of a job meet, and what is the same for all of them.
+/// The place at which all ranks of a job meet, and the data that all of them share.
 #[derive(Debug)]
 pub(super) struct Place {
     world_size: usize,
@@ -67,6 +67,8 @@ pub(super) struct Place {
 }
 
 impl LaunchArguments {
+    /// Returns the place at which the ranks of the job meet.
+    ///
     /// # Errors
     /// Options that do not go together; no free port.
     pub(super) fn place(&self) -> Result<Place> {
@@ -87,21 +89,23 @@ impl LaunchArguments {
             None if several => DEFAULT_MASTER_PORT,
             None => free_port()?,
         };
-        let job = self.job_id.clone().unwrap_or_else(|| match several {
-            true => format!("{master_addr}:{master_port}-{nnodes}x{nproc}"),
-            false => format!("{:016x}", rand::random::<u64>()),
-        });
+        let job = match &self.job_id {
+            Some(job) => job.clone(),
+            // All nodes must come to the same name.
+            None if several => format!("{master_addr}:{master_port}-{nnodes}x{nproc}"),
+            None => format!("{:016x}", rand::random::<u64>()),
+        };
         Ok(Place { world_size, nproc, node_rank, master_addr, master_port, job })
     }
 }
 
 impl Place {
-    /// The rank of a process of this node.
+    /// Returns the rank of a process of this node.
     pub(super) const fn rank(&self, local_rank: usize) -> usize {
         self.node_rank * self.nproc + local_rank
     }
 
-    /// The variables of a process of this node: torchrun's, and the job's name.
+    /// Returns the variables of a process of this node: torchrun's, and the job's name.
     pub(super) fn variables(&self, local_rank: usize) -> [(&'static str, String); 9] {
         [
             ("RANK", self.rank(local_rank).to_string()),
@@ -112,13 +116,13 @@ impl Place {
             ("MASTER_ADDR", self.master_addr.clone()),
             ("MASTER_PORT", self.master_port.to_string()),
             ("FSDP_JOB_ID", self.job.clone()),
-            // Nor should an agent of torchrun be looked for, where this is run inside a job of it.
+            // If this runs inside a job of torchrun, its ranks must not look for torchrun's agent.
             ("TORCHELASTIC_USE_AGENT_STORE", "False".to_owned()),
         ]
     }
 }
 
-/// A port that nobody uses now. Should somebody take it before rank 0 does, the ranks say so.
+/// Finds a port that is free now. If another program takes it before rank 0 does, the ranks report that.
 fn free_port() -> Result<u16> {
     let port = TcpListener::bind((LOCALHOST, 0)).and_then(|listener| listener.local_addr()).map(|bound| bound.port());
     port.with_context(|| format!("no free port on {LOCALHOST}: name one with `--master-port`"))

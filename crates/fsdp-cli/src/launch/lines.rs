@@ -1,4 +1,4 @@
-//! The processes' output, line by line, each with its rank before it.
+//! The output of the processes, line by line, each with its rank before it.
 
 use std::convert::Infallible;
 use std::io::{BufRead as _, BufReader, Read};
@@ -13,15 +13,15 @@ use anyhow::{Context, Result};
 
 use crate::output::{self, Stream};
 
-/// Longer lines are broken.
+/// The longest line. Longer ones are broken.
 const MAX_LINE_BYTES: u64 = 64 << 10;
 
-/// How long nothing may be left to write before output counts as finished, though somebody still holds a pipe.
+/// The time without output after which it counts as finished, although a process still holds a pipe.
 const QUIET: Duration = Duration::from_secs(1);
 
 const STACK_BYTES: usize = 256 << 10;
 
-/// Threads that copy lines.
+/// The threads that copy lines.
 pub(super) struct Lines {
     running: Sender<Infallible>,
     ended: Receiver<Infallible>,
@@ -34,7 +34,7 @@ impl Lines {
         Lines { running, ended, writing: Arc::default() }
     }
 
-    /// Copies what a process writes until it ends.
+    /// Copies the output of a process until it ends.
     ///
     /// # Errors
     /// Threads cannot be started.
@@ -58,8 +58,8 @@ impl Lines {
         thread.spawn(copy).map(drop).with_context(|| format!("failed to start a thread for rank {rank}"))
     }
 
-    /// Waits until all is written. What a process has started in a session of its own may still hold its pipes; it is
-    /// not waited for.
+    /// Waits until all output is written. A process that has left the session may still hold a pipe; this does not wait
+    /// for it.
     pub(super) fn finish(self) {
         drop(self.running);
         while self.ended.recv_timeout(QUIET) == Err(RecvTimeoutError::Timeout) {
@@ -70,7 +70,7 @@ impl Lines {
     }
 }
 
-/// If nobody reads any more, the pipe is closed, and the process notices.
+/// Copies one stream. If stdout is closed, the pipe is closed too, so that the process notices.
 fn copy(rank: usize, from: impl Read, to: Stream, writing: &AtomicUsize) {
     let mut from = BufReader::new(from);
     let prefix = format!("[{rank}] ").into_bytes();
@@ -79,6 +79,7 @@ fn copy(rank: usize, from: impl Read, to: Stream, writing: &AtomicUsize) {
         if !line.ends_with(b"\n") {
             line.push(b'\n');
         }
+        // While a line is being written, output is not finished, however long that takes.
         writing.fetch_add(1, Ordering::AcqRel);
         let written = output::pass_on(to, &line);
         writing.fetch_sub(1, Ordering::AcqRel);

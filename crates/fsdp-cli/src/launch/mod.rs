@@ -21,18 +21,21 @@ use self::lines::Lines;
 use self::ranks::{Event, Ranks};
 use crate::job_failure::JobError;
 
+/// Starts the processes of a job on this node, and waits for them: `fsdp launch`.
+///
 /// # Errors
 /// Processes that cannot be started; [`RankEnded`](crate::job_failure::RankEnded) for the first that failed. None is left
 /// running on return.
 pub(crate) fn run(arguments: &LaunchArguments) -> Result<()> {
     let place = arguments.place()?;
     let (events, happened) = mpsc::channel();
-    // Before any process is there: from now on a signal ends them too.
+    // Step 1: listen for signals, before there is a process that a signal to this one would leave behind.
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("failed to listen for signals")?;
     let to = events.clone();
     let forward = move || signals.forever().try_for_each(|signal| to.send(Event::Signal(signal)));
     thread::Builder::new().name("signals".to_owned()).spawn(forward).context("failed to start a thread")?;
 
+    // Step 2: start the processes. Each is watched before anything else can fail, so that a failure ends it.
     let mut ranks = Ranks::new(events, happened, Duration::from_secs(arguments.grace));
     let lines = Lines::new();
     for local_rank in 0..arguments.nproc {
@@ -42,10 +45,10 @@ pub(crate) fn run(arguments: &LaunchArguments) -> Result<()> {
             .spawn()
             .map_err(|source| JobError::Program { program: program(arguments), source })?;
         let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
-        // Watched first: whatever fails from here on, it is ended.
         ranks.watch(rank, child)?;
         lines.copy(rank, stdout, stderr)?;
     }
+    // Step 3: wait for all processes, then for the rest of their output.
     let result = ranks.wait();
     lines.finish();
     result
@@ -57,9 +60,9 @@ fn command(arguments: &LaunchArguments) -> Result<Command> {
     let (program, rest) = arguments.program.split_first().context("no program was named")?;
     let mut command = Command::new(program);
     command.args(rest).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    // It is the number of processes of a node, which `fsdp train` would take for that of all.
+    // It is the number of processes of this node, but `fsdp train` would read it as the number of all ranks.
     command.env_remove("FSDP_NPROC");
-    // Signals go to what a process has started, too.
+    // A group of its own, so that signals reach the processes that it starts too.
     command.process_group(0);
     #[cfg(target_os = "linux")]
     parent::end_with_this_process(&mut command);

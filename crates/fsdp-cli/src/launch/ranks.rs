@@ -14,18 +14,19 @@ use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, wa
 use crate::job_failure::RankEnded;
 use crate::output;
 
-/// What happens while processes run.
+/// An event while processes run.
 #[derive(Debug)]
 pub(super) enum Event {
-    /// This rank's process has ended, and waits for its status to be read.
+    /// The process of this rank has ended. Its status has yet to be read.
     Ended(usize),
-    /// This process got a signal.
+    /// This process received a signal.
     Signal(i32),
 }
 
 const STACK_BYTES: usize = 256 << 10;
 
-/// A process that has not been waited for keeps its id, so that no signal can go to another.
+/// The processes of this node. A process whose status has not been read keeps its id, so no signal can reach another
+/// process.
 pub(super) struct Ranks {
     running: BTreeMap<usize, Child>,
     events: Sender<Event>,
@@ -38,7 +39,7 @@ impl Ranks {
         Ranks { running: BTreeMap::new(), events, happened, grace }
     }
 
-    /// Takes a process over.
+    /// Takes over a process, and starts a thread that waits for its end.
     ///
     /// # Errors
     /// A thread cannot be started.
@@ -49,17 +50,17 @@ impl Ranks {
         let watch = move || {
             let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
             while matches!(waitid(WaitId::Pid(process), options), Err(rustix::io::Errno::INTR)) {}
-            // Nobody listens any more if all is over.
+            // Sending fails only when all is over.
             events.send(Event::Ended(rank)).ok();
         };
         let thread = thread::Builder::new().name(format!("watch-{rank}")).stack_size(STACK_BYTES);
         thread.spawn(watch).map(drop).with_context(|| format!("failed to start a thread for rank {rank}"))
     }
 
-    /// Until all have ended.
+    /// Waits until all processes have ended.
     ///
     /// # Errors
-    /// The first that failed.
+    /// The first process that failed.
     pub(super) fn wait(mut self) -> Result<()> {
         let mut first = None;
         let mut kill_at = None;
@@ -70,6 +71,7 @@ impl Ranks {
                 None => self.happened.recv().map_err(RecvTimeoutError::from),
             };
             match event {
+                // The first failure ends all other processes.
                 Ok(Event::Ended(rank)) => {
                     let failure = self.reap(rank)?;
                     if let (Some(failure), None) = (failure, &first) {
@@ -81,12 +83,14 @@ impl Ranks {
                         kill_at.get_or_insert_with(|| Instant::now() + self.grace);
                     }
                 }
+                // A signal to the launcher is for all processes.
                 Ok(Event::Signal(number)) => {
                     if let Some(signal) = Signal::from_named_raw(number) {
                         self.signal(signal);
                     }
                     kill_at.get_or_insert_with(|| Instant::now() + self.grace);
                 }
+                // The grace period is over.
                 Err(RecvTimeoutError::Timeout) => {
                     let ranks: Vec<String> = self.running.keys().map(usize::to_string).collect();
                     let grace = self.grace;
@@ -100,7 +104,7 @@ impl Ranks {
         first.map_or(Ok(()), |failure| Err(failure.into()))
     }
 
-    /// Reads a status, and ends what the process has left running.
+    /// Reads the status of a process, and ends the processes that it has left running.
     fn reap(&mut self, rank: usize) -> Result<Option<RankEnded>> {
         let Some(mut child) = self.running.remove(&rank) else { return Ok(None) };
         kill_process_group(Pid::from_child(&child), Signal::KILL).ok();
@@ -116,7 +120,7 @@ impl Ranks {
 }
 
 impl Drop for Ranks {
-    /// On an error none is left.
+    /// Kills all processes that still run, so that none is left after an error.
     fn drop(&mut self) {
         self.signal(Signal::KILL);
         for child in self.running.values_mut() {
@@ -125,7 +129,7 @@ impl Drop for Ranks {
     }
 }
 
-/// As shells do.
+/// Returns the exit code of a status, as shells do.
 fn code(status: ExitStatus) -> u8 {
     let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal));
     code.and_then(|code| u8::try_from(code).ok()).unwrap_or(exit_codes::INTERNAL)

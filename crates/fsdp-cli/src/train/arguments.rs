@@ -8,10 +8,10 @@ use clap::{Args, ValueEnum};
 use fsdp::checkpoint::Location;
 use fsdp::prelude::*;
 
-/// More ranks than this are no threads of one machine.
+/// The largest number of ranks that are threads of one process.
 const MAX_RANKS: u64 = 1024;
 
-/// No single size of a model or batch is larger.
+/// The largest size of a model or batch.
 pub(super) const MAX_SIZE: u64 = 1 << 24;
 
 fn size() -> RangedU64ValueParser<usize> {
@@ -28,7 +28,7 @@ pub(super) enum OptimizerName {
 }
 
 impl OptimizerName {
-    /// The name on the command line and in checkpoints.
+    /// Returns the name on the command line and in checkpoints.
     pub(super) const fn name(self) -> &'static str {
         match self {
             OptimizerName::Adamw => "adamw",
@@ -48,7 +48,7 @@ impl OptimizerName {
     }
 }
 
-/// What ranks are.
+/// The ways in which ranks reach each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(super) enum BackendName {
     Local,
@@ -57,7 +57,7 @@ pub(super) enum BackendName {
     Nccl,
 }
 
-/// Where ranks compute.
+/// The devices on which ranks compute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(super) enum DeviceName {
     Cpu,
@@ -85,7 +85,7 @@ pub(crate) struct TrainArguments {
     /// Directory of the checkpoints and of metrics.jsonl
     #[arg(long, value_name = "DIR", env = "FSDP_OUT")]
     pub(super) out: PathBuf,
-    /// Where the checkpoints go instead: a directory, or the URL of an object store (s3://, gs://, az://)
+    /// Place for the checkpoints instead of --out: a directory, or the URL of an object store (s3://, gs://, az://)
     #[arg(long, value_name = "LOCATION", env = "FSDP_CHECKPOINT_DIR")]
     pub(super) checkpoint_dir: Option<Location>,
     /// Go on from the newest whole checkpoint of --out (or --checkpoint-dir), at whatever number of ranks is given now.
@@ -100,11 +100,11 @@ pub(crate) struct TrainArguments {
     #[arg(long, value_name = "N", env = "FSDP_NPROC",
           value_parser = RangedU64ValueParser::<usize>::new().range(1..=MAX_RANKS))]
     pub(super) nproc: Option<usize>,
-    /// What ranks are: threads of this process (local), or the processes that a launcher (tcp; nccl with a GPU each) or an
-    /// MPI launcher (mpi) started [default: tcp where a launcher started several, else local]
+    /// How ranks reach each other: they are threads of this process (local), or the processes that a launcher (tcp;
+    /// nccl with a GPU each) or an MPI launcher (mpi) started [default: tcp if a launcher started several, else local]
     #[arg(long, value_enum, env = "FSDP_BACKEND")]
     pub(super) backend: Option<BackendName>,
-    /// Where ranks compute; of several GPUs, on the one with their number on this machine [default: cuda with
+    /// Device of each rank; if there are several GPUs, the one with its number on this machine [default: cuda with
     /// --backend nccl, else cpu]
     #[arg(long, value_enum, env = "FSDP_DEVICE")]
     pub(super) device: Option<DeviceName>,
@@ -120,10 +120,11 @@ pub(crate) struct TrainArguments {
     /// Remove checkpoints but the newest K, once a new one is whole [default: keep all]
     #[arg(long, value_name = "K", env = "FSDP_KEEP_LAST")]
     pub(super) keep_last: Option<NonZeroUsize>,
-    /// Of those that --keep-last would remove, keep the ones whose step is a multiple of N
+    /// Keep checkpoints that --keep-last would remove if their step is a multiple of N
     #[arg(long, value_name = "N", requires = "keep_last", env = "FSDP_KEEP_EVERY")]
     pub(super) keep_every: Option<NonZeroU64>,
-    /// Write where time goes to FILE, for Perfetto or chrome://tracing; each process its own, with its rank in the name
+    /// Write a trace of the time spent to FILE, for Perfetto or chrome://tracing; each process its own, with its rank
+    /// in the name
     #[arg(long, value_name = "FILE", env = "FSDP_TRACE")]
     pub(super) trace: Option<PathBuf>,
     /// Rows of the global batch; a multiple of --nproc times --accumulate [default: 12]
@@ -150,7 +151,7 @@ pub(crate) struct TrainArguments {
     /// Optimizer, with torch's defaults [default: adamw]
     #[arg(long, value_enum, env = "FSDP_OPTIMIZER")]
     pub(super) optimizer: Option<OptimizerName>,
-    /// What is sharded: full-shard, shard-grad-op, no-shard or hybrid-shard
+    /// Strategy of sharding: full-shard, shard-grad-op, no-shard or hybrid-shard
     #[arg(long, default_value_t, env = "FSDP_STRATEGY")]
     pub(super) strategy: ShardingStrategy,
     /// Replicas of the model under hybrid-shard
@@ -159,7 +160,7 @@ pub(crate) struct TrainArguments {
     /// The optimizer sees the model's own parameters: the default
     #[arg(long, overrides_with = "flat", env = "FSDP_USE_ORIG_PARAMS")]
     pub(super) use_orig_params: bool,
-    /// The optimizer sees one FlatParameter a unit
+    /// The optimizer sees one FlatParameter per unit
     #[arg(long, overrides_with = "use_orig_params", env = "FSDP_FLAT")]
     pub(super) flat: bool,
     /// Scale gradients down so that their norm over all parameters is at most this
@@ -168,11 +169,11 @@ pub(crate) struct TrainArguments {
     /// Backwards of a step on each rank; only the last one communicates
     #[arg(long, value_name = "A", default_value_t = 1, env = "FSDP_ACCUMULATE", value_parser = size())]
     pub(super) accumulate: usize,
-    /// CPU threads of each rank [default: the machine's, shared equally; where the launcher does not
-    /// tell how many ranks this machine has, by all ranks]
+    /// CPU threads of each rank [default: the machine's, shared equally by its ranks, or by all ranks if the launcher
+    /// does not tell how many ranks the machine has]
     #[arg(long, value_name = "THREADS", env = "FSDP_THREADS")]
     pub(super) threads: Option<NonZeroUsize>,
-    /// Seconds that ranks wait for each other
+    /// Seconds after which ranks stop waiting for each other
     #[arg(long, value_name = "SECONDS", default_value = "60", env = "FSDP_TIMEOUT")]
     pub(super) timeout: NonZeroU64,
     /// Bytes of the text sample at the end
@@ -187,7 +188,7 @@ pub(crate) struct TrainArguments {
 }
 
 impl TrainArguments {
-    /// Where the checkpoints are.
+    /// Returns the place of the checkpoints.
     pub(super) fn checkpoints(&self) -> Location {
         self.checkpoint_dir.clone().unwrap_or_else(|| (&self.out).into())
     }

@@ -1,4 +1,4 @@
-//! When and how a run's checkpoints are saved, and which of them stay.
+//! The saves of a run's checkpoints, and the removal of old ones.
 
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
@@ -25,9 +25,9 @@ pub(super) struct Checkpoints {
 }
 
 enum How {
-    /// Training waits.
+    /// Training waits for the save.
     Now(Saver),
-    /// Training goes on.
+    /// Training goes on during the save.
     Behind { saver: Box<AsyncSaver>, started: Option<Started> },
 }
 
@@ -35,19 +35,20 @@ enum How {
 struct Started {
     step: u64,
     stall: Duration,
-    /// What came of it, if somebody has looked already: the error waits for all ranks to look.
+    /// The outcome, if this rank has asked for it already. An error is kept until all ranks ask.
     outcome: Option<Result<Option<SaveReport>, CheckpointError>>,
 }
 
 impl Checkpoints {
-    /// Collective where saves run in the background.
+    /// Prepares the saves of a run. This is a collective if saves run in the background.
     ///
     /// # Errors
     /// Those of [`AsyncSaver::new`].
     pub(super) fn new(arguments: &TrainArguments, group: &ProcessGroup) -> Result<Self> {
-        let how = match arguments.async_save {
-            true => How::Behind { saver: Box::new(AsyncSaver::new(group)?), started: None },
-            false => How::Now(Saver::new()),
+        let how = if arguments.async_save {
+            How::Behind { saver: Box::new(AsyncSaver::new(group)?), started: None }
+        } else {
+            How::Now(Saver::new())
         };
         let retention = Retention { keep_last: arguments.keep_last, keep_every: arguments.keep_every };
         Ok(Checkpoints {
@@ -103,7 +104,7 @@ impl Checkpoints {
         }
     }
 
-    /// Tells of a save in the background as soon as it is done. Only the rank that reports looks; an error is kept until
+    /// Reports a save in the background as soon as it is done. Only the rank that reports asks; an error is kept until
     /// all ranks [`wait`](Checkpoints::wait).
     ///
     /// # Errors
@@ -126,7 +127,7 @@ impl Checkpoints {
         }
     }
 
-    /// A checkpoint is whole: tells of it, and removes those that need not stay.
+    /// Reports a checkpoint that is whole, and removes those that need not stay.
     fn done(&mut self, step: u64, saved: &SaveReport, stall: Duration, report: Option<&Report>) -> Result<()> {
         let Some(report) = report else { return Ok(()) };
         let path = self.run.join(step_name(step));
@@ -160,7 +161,7 @@ impl Drop for Checkpoints {
     }
 }
 
-/// Training does not end because an old checkpoint cannot be removed.
+/// Removes old checkpoints. A failure is only reported, as it is no reason to end training.
 fn prune_and_tell(run: &Location, retention: &Retention) {
     if let Err(error) = prune(run, retention) {
         output::talk(&format!("failed to remove old checkpoints: {:#}", anyhow::Error::from(error)));

@@ -1,4 +1,4 @@
-//! Where ranks compute.
+//! The devices on which ranks compute.
 
 use anyhow::Result;
 use candle_core::Device;
@@ -7,10 +7,10 @@ use super::arguments::{BackendName, DeviceName, TrainArguments};
 use crate::job_failure::JobError;
 
 impl DeviceName {
-    /// What was asked for, if this build and this machine have it.
+    /// Returns the device that was asked for, if this build and this machine have it.
     ///
     /// # Errors
-    /// GPUs that NCCL needs but that are not to be used; a build or a machine without.
+    /// A GPU backend with CPUs as the device; a build or a machine without GPUs.
     pub(super) fn choose(arguments: &TrainArguments) -> Result<Self> {
         let device = match (arguments.device, arguments.backend) {
             (Some(DeviceName::Cpu), Some(BackendName::Nccl)) => return Err(JobError::NcclOnCpus.into()),
@@ -24,7 +24,8 @@ impl DeviceName {
         Ok(device)
     }
 
-    /// The device of a rank: of several GPUs the one with its number on this machine, which ranks share if they are more.
+    /// Opens the device of a rank: the GPU with its number on this machine. If there are more ranks than GPUs, they
+    /// share.
     ///
     /// # Errors
     /// The GPU cannot be used.
@@ -36,7 +37,7 @@ impl DeviceName {
     }
 }
 
-/// How many GPUs this process sees; not 0.
+/// Returns the number of GPUs that this process sees, which is not 0.
 #[cfg(feature = "cuda")]
 fn devices() -> Result<usize, JobError> {
     use candle_core::cuda_backend::cudarc::driver::CudaContext;

@@ -1,4 +1,4 @@
-//! A rank that is a process of its own, which a launcher has started.
+//! A rank that is a process of its own, started by a launcher.
 
 use std::hash::{DefaultHasher, Hash, Hasher as _};
 
@@ -10,14 +10,14 @@ use super::arguments::{BackendName, TrainArguments};
 use super::rank::{self, Job};
 use crate::job_failure::JobError;
 
-/// This process's place among the ranks, and how they reach each other.
+/// The place of this process among the ranks, and the way in which they reach each other.
 pub(super) struct Launched {
     environment: Environment,
     backend: BackendKind,
 }
 
 impl Launched {
-    /// `None`: ranks are threads.
+    /// Finds the launcher of this process; `None` if ranks are threads.
     ///
     /// # Errors
     /// A launcher's variables that make no sense, or none where `--backend` needs one; a backend that this build has not;
@@ -55,17 +55,17 @@ impl Launched {
         self.environment.world_size
     }
 
-    /// This rank's number among those of its machine.
+    /// Returns the number of this rank among those of its machine.
     pub(super) fn local_rank(&self) -> usize {
         self.environment.local_rank.unwrap_or(self.environment.rank)
     }
 
-    /// Ranks of this machine; all, if the launcher does not tell.
+    /// Returns the number of ranks of this machine; all, if the launcher does not tell.
     pub(super) fn local_world_size(&self) -> usize {
         self.environment.local_world_size.unwrap_or(self.environment.world_size)
     }
 
-    /// Whether this is rank 0, which talks.
+    /// Returns `true` for rank 0, which reports.
     pub(super) const fn is_first(&self) -> bool {
         self.environment.rank == 0
     }
@@ -76,18 +76,19 @@ impl Launched {
     /// The rendezvous; whatever goes wrong on this rank, or on another one.
     pub(super) fn run(self, ranks: &Ranks, job: &Job<'_>) -> Result<()> {
         let group = init_process_group_within(self.backend, ranks.deadline)?;
-        // Each has read its own command line, and found its own newest checkpoint.
+        // Each process has read its own command line, and found its own newest checkpoint, so compare them.
         let mut hasher = DefaultHasher::new();
         format!("{:?} {} {:?}", job.settings, job.start(), job.batches).hash(&mut hasher);
         let start = format!("train from step {}", job.start());
         group.agree_on(&start, hasher.finish(), Ok::<_, CommError>(()))?;
         let result = ranks.run_one(group.rank(), || rank::run(group.clone(), job))?;
-        // The others hear of it when this process ends, which is after it has told its error.
+        // Leaving the group tells the others of the failure. That happens when this process ends, after it has reported its
+        // error.
         result.inspect_err(|_| std::mem::forget(group))
     }
 }
 
-/// MPI knows where its processes meet, so nobody has to say.
+/// Reads the place of a process that an MPI launcher started. No address needs to be set, as MPI connects the processes.
 fn started_by_mpi() -> Result<Environment, CommError> {
     let variable = |name: &str| std::env::var(name).ok();
     Environment::from_variables(|name| match name {

@@ -1,4 +1,4 @@
-//! `fsdp train`: everything is checked before anything is written.
+//! `fsdp train`. Everything is checked before anything is written.
 
 mod arguments;
 mod checkpoints;
@@ -29,14 +29,14 @@ use crate::job_failure::{JobError, is_about_others};
 use self::arguments::DeviceName;
 pub(crate) use self::arguments::TrainArguments;
 
-/// Where this process writes its trace: ranks that are processes of their own each to a file of their own.
+/// Returns the file for this process's trace. If ranks are processes, each writes a file of its own.
 pub(crate) fn trace_file(arguments: &TrainArguments) -> Option<PathBuf> {
     let file = arguments.trace.as_ref()?;
     let Ok(Some(launched)) = Launched::find(arguments) else { return Some(file.clone()) };
     Some(of_rank(file, launched.rank()))
 }
 
-/// `FILE-rank0.json` of `FILE.json`.
+/// Returns `FILE-rank0.json` for `FILE.json`.
 fn of_rank(file: &Path, rank: usize) -> PathBuf {
     let mut name = file.file_stem().unwrap_or_default().to_owned();
     name.push(format!("-rank{rank}"));
@@ -47,6 +47,8 @@ fn of_rank(file: &Path, rank: usize) -> PathBuf {
     file.with_file_name(name)
 }
 
+/// Trains: `fsdp train`.
+///
 /// # Errors
 /// Whatever cannot be done as asked. Nothing has been written if that could be known beforehand.
 pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
@@ -99,7 +101,7 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     first_cause(results.into_iter().filter_map(Result::err))
 }
 
-/// The mesh of hybrid sharding: replicas x shards.
+/// Returns the mesh of hybrid sharding: replicas x shards.
 fn mesh(arguments: &TrainArguments, ranks: usize) -> Result<Option<DeviceMesh>> {
     if arguments.strategy != ShardingStrategy::HybridShard {
         return Ok(None);
@@ -109,7 +111,7 @@ fn mesh(arguments: &TrainArguments, ranks: usize) -> Result<Option<DeviceMesh>> 
     mesh.map(Some).map_err(|_| JobError::Replicas { replicas, ranks }.into())
 }
 
-/// A run must not mix its checkpoints with those of another.
+/// Checks that a run would not mix its checkpoints with those of another.
 fn check_out_is_free(arguments: &TrainArguments) -> Result<()> {
     let run = arguments.checkpoints();
     if !run.exists()? {
@@ -121,7 +123,7 @@ fn check_out_is_free(arguments: &TrainArguments) -> Result<()> {
     }
 }
 
-/// The error that the others follow from: one that is not about other ranks, if there is one.
+/// Returns the error that the others follow from: one that is not about other ranks, if there is one.
 fn first_cause(errors: impl Iterator<Item = Error>) -> Result<()> {
     errors.min_by_key(is_about_others).map_or(Ok(()), Err)
 }

@@ -1,4 +1,4 @@
-//! What each rank does: build, restore, train, save, sample.
+//! The work of each rank: build, restore, train, save, sample.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -18,25 +18,25 @@ use super::sample::sample;
 use super::settings::{Resume, Settings};
 use super::state::{restore, state};
 
-/// All that ranks share.
+/// The data that all ranks of a process share.
 pub(super) struct Job<'a> {
     pub(super) arguments: &'a TrainArguments,
     pub(super) settings: Settings,
     pub(super) text: Text,
     pub(super) batches: Batches,
-    /// What the run goes on from.
+    /// The checkpoint that the run goes on from.
     pub(super) from: Option<StepCheckpoint>,
-    /// The same, open, until all ranks have read it.
+    /// The same checkpoint, open, until all ranks have read it.
     pub(super) resume: Mutex<Option<Arc<Resume>>>,
     pub(super) mesh: Option<DeviceMesh>,
     pub(super) threads_per_rank: usize,
     pub(super) device: DeviceName,
-    /// This process's number among those of its machine, where ranks are processes.
+    /// The number of this process among those of its machine, if ranks are processes.
     pub(super) local_rank: Option<usize>,
 }
 
 impl Job<'_> {
-    /// The first step to do.
+    /// Returns the first step to do.
     pub(super) fn start(&self) -> u64 {
         self.from.as_ref().map_or(0, |from| from.step)
     }
@@ -71,6 +71,8 @@ struct Rank<'a> {
     report: Option<Report>,
 }
 
+/// Trains on one rank.
+///
 /// # Errors
 /// Whatever goes wrong on this rank, or on another one.
 pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<()> {

@@ -1,4 +1,4 @@
-//! What a run tells: a line of JSON a step in `metrics.jsonl`, a progress bar or lines on stderr, JSON on stdout.
+//! The reports of a run: a line of JSON per step in `metrics.jsonl`, a progress bar or lines on stderr, JSON on stdout.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{BufRead, BufReader, IsTerminal as _, Write as _};
@@ -14,30 +14,30 @@ use crate::output;
 /// The file of all steps' metrics, in a run's directory.
 pub(super) const METRICS_FILE: &str = "metrics.jsonl";
 
-/// How often the bar is drawn, in a second.
+/// The number of times per second that the bar is drawn.
 const BAR_HZ: u8 = 10;
 
-/// Without a bar, about this many lines tell of a whole run.
+/// The approximate number of lines for a whole run, if there is no bar.
 const LINES: u64 = 10;
 
 /// One line of `metrics.jsonl`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct StepMetrics {
-    /// From 0.
+    /// The step, from 0.
     pub(super) step: u64,
-    /// Mean over the global batch, before the step's update.
+    /// The mean over the global batch, before the step's update.
     pub(super) loss: f64,
     pub(super) tokens_per_s: f64,
-    /// Bytes of parameters that live on each rank between steps.
+    /// The bytes of parameters that live on each rank between steps.
     pub(super) parameter_bytes: Vec<u64>,
-    /// The most that ever lived on each rank.
+    /// The largest number of such bytes at any time, on each rank.
     pub(super) peak_parameter_bytes: Vec<u64>,
 }
 
 /// The version of the events' schema.
 pub(super) const SCHEMA: u32 = 1;
 
-/// What `--json` prints, one object a line.
+/// The objects that `--json` prints, one a line.
 #[derive(Debug, Serialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub(super) enum Event<'a> {
@@ -63,15 +63,15 @@ pub(super) enum Event<'a> {
 pub(super) struct Saved<'a> {
     pub(super) step: u64,
     pub(super) path: &'a Path,
-    /// Of tensors, on all ranks.
+    /// The bytes of tensors, on all ranks.
     pub(super) bytes: u64,
-    /// From the start of the save to its commit.
+    /// The time from the start of the save to its commit.
     pub(super) seconds: f64,
-    /// For which training stood still.
+    /// The time for which training stood still.
     pub(super) stall_seconds: f64,
 }
 
-/// Tells of a run. Only one rank has it.
+/// The reporter of a run, which only one rank has.
 pub(super) struct Report {
     metrics: File,
     path: PathBuf,
@@ -100,6 +100,8 @@ impl Report {
         Ok(Report { metrics, path, json, bar, steps })
     }
 
+    /// Reports the start of the run.
+    ///
     /// # Errors
     /// stdout is closed.
     pub(super) fn start(&self, event: &Event<'_>, line: &str) -> Result<()> {
@@ -107,6 +109,8 @@ impl Report {
         self.event(event)
     }
 
+    /// Writes the metrics of a step, and reports it.
+    ///
     /// # Errors
     /// The metrics cannot be written.
     pub(super) fn step(&mut self, metrics: &StepMetrics) -> Result<()> {
@@ -130,6 +134,8 @@ impl Report {
         self.event(&Event::Step(metrics))
     }
 
+    /// Reports a checkpoint that is whole.
+    ///
     /// # Errors
     /// stdout is closed.
     pub(super) fn checkpoint(&self, saved: &Saved<'_>) -> Result<()> {
@@ -142,6 +148,8 @@ impl Report {
         self.event(&Event::Checkpoint(saved))
     }
 
+    /// Reports the end of the run.
+    ///
     /// # Errors
     /// stdout is closed.
     pub(super) fn end(&self, step: u64, sample: Option<&str>) -> Result<()> {
@@ -178,13 +186,14 @@ fn bar(start: u64, steps: u64) -> ProgressBar {
     bar
 }
 
-/// What is read again of a line: a loss that is no number was written as `null`.
+/// The fields of a line that are read again. A loss that is not a number was written as `null`.
 #[derive(serde::Deserialize)]
 struct Numbered {
     step: u64,
 }
 
-/// Bytes of the lines of steps before `start`: up to the first later or unreadable one (a kill may have torn it).
+/// Returns the bytes of the lines of steps before `start`, up to the first line that is later or unreadable. A kill may
+/// have left half a line.
 fn length_before(metrics: &File, start: u64) -> std::io::Result<u64> {
     let mut reader = BufReader::new(metrics);
     let (mut length, mut line) = (0, Vec::new());

@@ -6,10 +6,10 @@ use fsdp::prelude::*;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
-/// Below 1, likely bytes are taken more often than the model says.
+/// The temperature of the sample. Below 1, likely bytes are taken more often than the model predicts.
 const TEMPERATURE: f64 = 0.8;
 
-/// The text that the model goes on from: the start of a paragraph.
+/// The text that the model continues: the start of a paragraph.
 const PROMPT: u8 = b'\n';
 
 /// Writes `length` bytes, one by one. All ranks take part, and all get the same text.
@@ -37,7 +37,7 @@ pub(super) fn sample(
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// The token at `quantile` of the distribution that the scores mean.
+/// Returns the token at `quantile` of the distribution that the scores describe.
 fn draw(logits: &[f32], quantile: f64) -> u32 {
     let highest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let weights: Vec<f64> = logits.iter().map(|&score| (f64::from(score - highest) / TEMPERATURE).exp()).collect();

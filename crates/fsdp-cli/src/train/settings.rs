@@ -1,4 +1,4 @@
-//! What a run is made of: the command line's word first, then the checkpoint's, then the default.
+//! The settings of a run. An option on the command line comes first, then the checkpoint's value, then the default.
 
 use std::path::PathBuf;
 
@@ -23,7 +23,7 @@ pub(super) struct Settings {
     pub(super) lr: f64,
     pub(super) seed: u64,
     pub(super) optimizer: OptimizerName,
-    /// `None`: the built-in text.
+    /// The text; `None` for the built-in one.
     pub(super) data: Option<PathBuf>,
 }
 
@@ -32,24 +32,24 @@ pub(super) struct Resume {
     pub(super) step: u64,
     pub(super) path: Location,
     pub(super) checkpoint: Box<dyn Checkpoint>,
-    /// What stands before the model's names in its keys.
+    /// The prefix of the model's names in its keys.
     pub(super) model: &'static str,
-    /// Whether it holds an optimizer's state.
+    /// `true` if it holds an optimizer's state.
     pub(super) optimizer: bool,
 }
 
-/// Where a model lies in a checkpoint that holds more than that.
+/// The prefix of a model's keys in a checkpoint that holds more than a model.
 const MODEL: &str = "model.";
-/// Where an optimizer's state lies.
+/// The prefix of the keys of an optimizer's state.
 const OPTIMIZER: &str = "optim.";
-/// A tensor that tells whether it does.
+/// A tensor that tells whether a checkpoint has the prefix of models.
 const EMBEDDING: &str = "transformer.wte.weight";
 
 impl Resume {
     /// Opens the newest committed checkpoint of a run.
     ///
     /// # Errors
-    /// There is none, or it is damaged.
+    /// There is no such checkpoint, or it is damaged.
     pub(super) fn newest(run: &Location) -> Result<Self> {
         let newest = latest_checkpoint(run)?;
         let Some(StepCheckpoint { path, .. }) = newest else {
@@ -65,7 +65,7 @@ impl Resume {
     /// Opens a checkpoint of any run and any format, PyTorch's too, that may hold no more than a model.
     ///
     /// # Errors
-    /// It is none, or is damaged.
+    /// The location is not a checkpoint, or a damaged one.
     pub(super) fn at(path: &Location) -> Result<Self> {
         let checkpoint = checkpoint::open(path, OpenOptions::default())?;
         let metadata = checkpoint.metadata();
@@ -91,7 +91,7 @@ impl Resume {
         Ok(resume)
     }
 
-    /// The learning rate of the optimizer's first group.
+    /// Returns the learning rate of the optimizer's first group.
     fn lr(&self) -> Result<Option<f64>> {
         let entries = &self.checkpoint.metadata().entries;
         let is_lr = |key: &str| key.starts_with("optim.param_groups.") && key.ends_with(".lr");
@@ -99,7 +99,8 @@ impl Resume {
         found.map_or(Ok(None), |(key, _)| self.read(key, PlainValue::as_float))
     }
 
-    /// A size of the model, by its tensors: for checkpoints of programs that do not save their settings.
+    /// Returns a size of the model from the shapes of its tensors, for checkpoints of programs that do not save their
+    /// settings.
     fn size_of_tensors(&self, key: &str) -> Option<usize> {
         let metadata = self.checkpoint.metadata();
         match key {
@@ -114,12 +115,12 @@ impl Resume {
         }
     }
 
-    /// A value that the checkpoint may have: one that another program wrote has only what that program saved.
+    /// Reads a value that the checkpoint may have. Other programs save other values.
     fn value(&self, key: &str) -> Result<Option<PlainValue>> {
-        match self.checkpoint.metadata().entries.contains_key(key) {
-            true => Ok(Some(self.checkpoint.read_value(key)?)),
-            false => Ok(None),
+        if !self.checkpoint.metadata().entries.contains_key(key) {
+            return Ok(None);
         }
+        Ok(Some(self.checkpoint.read_value(key)?))
     }
 
     fn read<T>(&self, key: &str, convert: impl FnOnce(&PlainValue) -> Option<T>) -> Result<Option<T>> {
@@ -130,8 +131,10 @@ impl Resume {
 }
 
 impl Settings {
+    /// Determines the settings of a run.
+    ///
     /// # Errors
-    /// A checkpoint whose settings cannot be read, or that the command line contradicts where that cannot be.
+    /// A checkpoint whose settings cannot be read, or an option that contradicts a setting which cannot change.
     pub(super) fn resolve(arguments: &TrainArguments, resume: Option<&Resume>) -> Result<Self> {
         let saved = |key: &str| -> Result<Option<usize>> {
             let Some(resume) = resume else { return Ok(None) };
@@ -185,7 +188,7 @@ impl Settings {
         })
     }
 
-    /// The checkpoint's `train` part: what [`Settings::resolve`] reads.
+    /// Returns the checkpoint's `train` part, which [`Settings::resolve`] reads.
     pub(super) fn state(&self, step: u64) -> StateDict {
         let int = |value: usize| StateValue::from(i64::try_from(value).unwrap_or(i64::MAX));
         let mut config = StateDict::new();

@@ -9,12 +9,12 @@ use fsdp::prelude::*;
 use super::settings::{Resume, Settings};
 use crate::job_failure::OtherModel;
 
-/// Views of the live values: nothing is copied.
+/// The options for views of the live values: nothing is copied.
 fn views() -> StateDictOptions {
     StateDictOptions { share_storage: true, ..StateDictOptions::default() }
 }
 
-/// The state after `step` steps, as it is saved: views of this rank's shards.
+/// Returns the state after `step` steps, as it is saved: views of this rank's shards.
 ///
 /// # Errors
 /// Those of [`get_state_dict`].
@@ -84,12 +84,12 @@ fn read(
     Ok((model, optim))
 }
 
-/// Whether a key belongs to the parts of a run that are no model.
+/// Returns `true` if a key belongs to a part of a run that is not the model.
 fn is_of_run(key: &str) -> bool {
     key.starts_with("optim.") || key.starts_with("train.")
 }
 
-/// Every tensor in which the checkpoint's model and this one differ, a line each.
+/// Lists the tensors in which the checkpoint's model and this one differ, a line each.
 fn differences(resume: &Resume, parameters: &ShardedParameters) -> Result<Vec<String>> {
     let entries = &resume.checkpoint.metadata().entries;
     let entry = |name: &str| entries.get(&format!("{}{name}", resume.model));

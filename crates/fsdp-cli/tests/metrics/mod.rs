@@ -1,4 +1,4 @@
-//! What `fsdp train` has written of its steps.
+//! The metrics that `fsdp train` has written.
 
 use std::fs;
 use std::path::Path;
