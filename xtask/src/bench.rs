@@ -190,26 +190,27 @@ fn torch(
 
 /// Puts torch's time beside ours for the same work. Its loads are in place, and are compared with both of ours.
 fn join(cases: &mut [Case], torch: &TorchCase) {
-    let same = |case: &&mut Case| {
+    for case in cases {
         let name = case.name.replacen("load in place", "load", 1);
-        (&name, &case.size, case.ranks, &case.place) == (&torch.name, &torch.size, torch.ranks, &torch.place)
-    };
-    for case in cases.iter_mut().filter(same) {
-        case.torch_seconds = Some(torch.seconds);
+        if (&name, &case.size, case.ranks, &case.place) == (&torch.name, &torch.size, torch.ranks, &torch.place) {
+            case.torch_seconds = Some(torch.seconds);
+        }
     }
 }
 
 /// Describes the machine, on which all figures depend.
 fn machine() -> String {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
-    let field = |text: &str, name: &str| {
-        let line = text.lines().find(|line| line.starts_with(name)).unwrap_or_default();
-        line.split_once(':').map_or_else(String::new, |(_, value)| value.trim().to_owned())
-    };
-    let model = field(&read("/proc/cpuinfo"), "model name");
-    let memory = field(&read("/proc/meminfo"), "MemTotal").trim_end_matches(" kB").parse().unwrap_or(0u64) >> 20;
+    let model = field("/proc/cpuinfo", "model name");
+    let memory = field("/proc/meminfo", "MemTotal").trim_end_matches(" kB").parse().unwrap_or(0u64) >> 20;
     format!("{cores} cores of {model}, {memory} GiB")
+}
+
+/// Reads a field of a file of `NAME: VALUE` lines; empty if there is none.
+fn field(file: &str, name: &str) -> String {
+    let text = std::fs::read_to_string(file).unwrap_or_default();
+    let line = text.lines().find(|line| line.starts_with(name)).unwrap_or_default();
+    line.split_once(':').map_or_else(String::new, |(_, value)| value.trim().to_owned())
 }
 
 fn build(root: &Path, package: &str, example: &str) -> Result<()> {

@@ -249,7 +249,6 @@ fn number(value: f64, whole: bool, single: bool) -> Value {
 
 /// Returns a value as JSON. Tuples and sets become lists, and dicts with keys other than text become lists of pairs.
 fn value_json(value: &PlainValue) -> Value {
-    let list = |items: &[PlainValue]| items.iter().map(value_json).collect::<Vec<_>>().into();
     match value {
         PlainValue::None => Value::Null,
         PlainValue::Bool(value) => (*value).into(),
@@ -257,12 +256,16 @@ fn value_json(value: &PlainValue) -> Value {
         PlainValue::Float(value) if value.is_finite() => (*value).into(),
         PlainValue::Float(value) => value.to_string().into(),
         PlainValue::Str(value) => value.as_str().into(),
-        PlainValue::List(items) | PlainValue::Tuple(items) | PlainValue::Set(items) => list(items),
+        PlainValue::List(items) | PlainValue::Tuple(items) | PlainValue::Set(items) => {
+            items.iter().map(value_json).collect()
+        }
         PlainValue::Dict(items) => {
             let named: Option<serde_json::Map<_, _>> =
                 items.iter().map(|(key, value)| Some((key.as_str()?.to_owned(), value_json(value)))).collect();
-            let pairs = || items.iter().map(|(key, value)| json!([value_json(key), value_json(value)])).collect();
-            named.map_or_else(|| Value::Array(pairs()), Value::Object)
+            if let Some(named) = named {
+                return Value::Object(named);
+            }
+            items.iter().map(|(key, value)| json!([value_json(key), value_json(value)])).collect()
         }
         PlainValue::Tensor(tensor) => {
             let mut elements = Vec::new();
@@ -276,6 +279,10 @@ fn value_json(value: &PlainValue) -> Value {
     }
 }
 
+fn or_none(value: Option<f64>) -> String {
+    value.map_or_else(|| "none".to_owned(), |value| value.to_string())
+}
+
 impl Stats {
     fn new(census: &Census) -> Self {
         let Census { count, nan, infinite, zero, min, max, .. } = *census;
@@ -285,16 +292,15 @@ impl Stats {
     }
 
     fn lines(&self) -> Vec<String> {
-        let number = |value: Option<f64>| value.map_or_else(|| "none".to_owned(), |value| value.to_string());
         vec![
             format!("count     {}", self.count),
             format!("nan       {}", self.nan),
             format!("infinite  {}", self.infinite),
             format!("zero      {}", self.zero),
-            format!("min       {}", number(self.min)),
-            format!("max       {}", number(self.max)),
-            format!("mean      {}", number(self.mean)),
-            format!("std       {}", number(self.std)),
+            format!("min       {}", or_none(self.min)),
+            format!("max       {}", or_none(self.max)),
+            format!("mean      {}", or_none(self.mean)),
+            format!("std       {}", or_none(self.std)),
         ]
     }
 }

@@ -66,8 +66,8 @@ struct Row {
 /// # Errors
 /// They differ, or one cannot be read.
 pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
-    let open = |path: &Location| checkpoint::open(path, OpenOptions { verify: true });
-    let (first, second) = (open(&arguments.first)?, open(&arguments.second)?);
+    let first = checkpoint::open(&arguments.first, OpenOptions { verify: true })?;
+    let second = checkpoint::open(&arguments.second, OpenOptions { verify: true })?;
     let mut differences = Vec::new();
     let tolerance = Tolerance { absolute: arguments.tolerance, relative: 0.0 };
     diff::diff(&*first, &*second, tolerance, &mut |name, difference| differences.push(Row::new(name, &difference)))?;

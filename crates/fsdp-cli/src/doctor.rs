@@ -19,6 +19,9 @@ pub(crate) struct DoctorArguments {
     json: bool,
 }
 
+/// The text for a number that this system does not tell.
+const UNKNOWN: &str = "unknown";
+
 /// The version of the report's schema.
 const SCHEMA: u32 = 1;
 
@@ -203,13 +206,15 @@ fn shared_memory() -> std::io::Result<()> {
 /// Lists NVIDIA's devices.
 fn gpus() -> Vec<PathBuf> {
     let Ok(list) = fs::read_dir("/dev") else { return Vec::new() };
-    let is_gpu = |path: &PathBuf| {
-        let name = path.file_name().and_then(|name| name.to_str()?.strip_prefix("nvidia"));
-        name.is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
-    };
-    let mut found: Vec<PathBuf> = list.flatten().map(|entry| entry.path()).filter(is_gpu).collect();
+    let mut found: Vec<PathBuf> = list.flatten().map(|entry| entry.path()).filter(|path| is_gpu(path)).collect();
     found.sort();
     found
+}
+
+/// Returns `true` for the device file of a GPU, such as `/dev/nvidia0`.
+fn is_gpu(path: &Path) -> bool {
+    let number = path.file_name().and_then(|name| name.to_str()?.strip_prefix("nvidia"));
+    number.is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
 /// Finds a library in `LD_LIBRARY_PATH`, or in the directories of linkers.
@@ -220,7 +225,6 @@ fn library(name: &str) -> Option<PathBuf> {
 }
 
 fn show(report: &Report) -> Result<()> {
-    let line = |name: &str, text: String| output::data(&format!("{name:<14}{text}"));
     line("fsdp", report.version.to_owned())?;
     for Backend { name, compiled_in } in &report.backends {
         line("backend", format!("{name}: {}", if *compiled_in { "yes" } else { "not compiled in" }))?;
@@ -234,10 +238,8 @@ fn show(report: &Report) -> Result<()> {
     for (name, value) in &report.variables {
         line("variable", format!("{name}={value}"))?;
     }
-    let unknown = || "unknown".to_owned();
-    line("CPU cores", report.cpu_cores.map_or_else(unknown, |cores| cores.to_string()))?;
-    let gib = |bytes: u64| format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30));
-    line("memory", report.memory_bytes.map_or_else(unknown, gib))?;
+    line("CPU cores", report.cpu_cores.map_or_else(|| UNKNOWN.to_owned(), |cores| cores.to_string()))?;
+    line("memory", report.memory_bytes.map_or_else(|| UNKNOWN.to_owned(), gib))?;
     let lacking = report.shared_memory_error.as_ref();
     line("shared memory", lacking.map_or_else(|| "yes".to_owned(), |error| format!("no: {error}")))?;
     line("GPUs", if report.gpus.is_empty() { "none".to_owned() } else { report.gpus.len().to_string() })?;
@@ -246,4 +248,12 @@ fn show(report: &Report) -> Result<()> {
         line("library", format!("{name}: {path}"))?;
     }
     report.hints.iter().try_for_each(|hint| line("hint", hint.clone()))
+}
+
+fn line(name: &str, text: String) -> Result<()> {
+    output::data(&format!("{name:<14}{text}"))
+}
+
+fn gib(bytes: u64) -> String {
+    format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30))
 }

@@ -145,11 +145,10 @@ impl Summary {
     }
 
     fn lines(&self) -> Vec<String> {
-        let yes = |yes| if yes { "yes" } else { "no" };
         let boxes: usize = self.tensors.iter().map(|tensor| tensor.boxes.len()).sum();
         let mut lines = vec![
             format!("checkpoint  {} ({})", escaped(&self.path), self.format),
-            format!("committed   {}, hashes {}", yes(self.committed), yes(self.hashed)),
+            format!("committed   {}, hashes {}", yes_or_no(self.committed), yes_or_no(self.hashed)),
             format!("step        {}", self.step.map_or_else(|| "unknown".to_owned(), |step| step.to_string())),
             format!("tensors     {} in {boxes} boxes, {}", self.tensors.len(), iec(self.bytes)),
             format!("values      {}", self.values.len()),
@@ -167,6 +166,10 @@ impl Summary {
         }
         lines
     }
+}
+
+const fn yes_or_no(yes: bool) -> &'static str {
+    if yes { "yes" } else { "no" }
 }
 
 impl Tensor {

@@ -407,13 +407,14 @@ fn longest<T>(counts: &[usize]) -> usize {
 
 /// Returns the range of bytes of each rank's elements, which lie one after the other.
 fn byte_ranges<T>(counts: &[usize]) -> Vec<Range<usize>> {
-    let mut end = 0;
-    let range = |count: &usize| {
-        let start = end;
-        end += count * size_of::<T>();
-        start..end
-    };
-    counts.iter().map(range).collect()
+    let mut ranges = Vec::with_capacity(counts.len());
+    let mut start = 0;
+    for count in counts {
+        let end = start + count * size_of::<T>();
+        ranges.push(start..end);
+        start = end;
+    }
+    ranges
 }
 
 /// Cuts consecutive slices into the pieces that come from each rank.

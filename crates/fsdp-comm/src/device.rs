@@ -284,11 +284,8 @@ impl DeviceGroup<'_> {
                 None => Ok(()),
             }
         });
-        let bytes = |counts: &[usize]| -> Vec<usize> {
-            counts.iter().map(|count| count.saturating_mul(size_of::<T>())).collect()
-        };
-        let send = pieces(input.address, &bytes(send_counts));
-        let receive = pieces(output.address, &bytes(receive_counts));
+        let send = pieces(input.address, &bytes_of::<T>(send_counts));
+        let receive = pieces(output.address, &bytes_of::<T>(receive_counts));
         self.exchange(call, arguments, send, receive, input.stream)
     }
 
@@ -302,10 +299,7 @@ impl DeviceGroup<'_> {
         stream: &CudaStream,
     ) -> Result<(), CommError> {
         let rank = self.group.rank();
-        let others = |pieces: &[(Address, usize)]| -> usize {
-            pieces.iter().enumerate().filter(|&(other, _)| other != rank).map(|(_, piece)| piece.1).sum()
-        };
-        let moved = (others(&send), others(&receive));
+        let moved = (bytes_of_others(&send, rank), bytes_of_others(&receive, rank));
         let nothing = send.iter().chain(&receive).all(|piece| piece.1 == 0);
         self.run(call, arguments, moved, stream, nothing, move || Movement::Exchange { send, receive })
     }
@@ -389,6 +383,16 @@ fn check_reduction<T: Element>(call: &Call, op: ReduceOp) -> Result<(), CommErro
 
 fn sum(counts: &[usize]) -> Option<usize> {
     counts.iter().try_fold(0usize, |sum, &count| sum.checked_add(count))
+}
+
+/// Returns the number of bytes of each count of elements.
+fn bytes_of<T>(counts: &[usize]) -> Vec<usize> {
+    counts.iter().map(|count| count.saturating_mul(size_of::<T>())).collect()
+}
+
+/// Returns the number of bytes of the pieces to or from other ranks.
+fn bytes_of_others(pieces: &[(Address, usize)], rank: usize) -> usize {
+    pieces.iter().enumerate().filter(|&(other, _)| other != rank).map(|(_, piece)| piece.1).sum()
 }
 
 /// Returns the addresses of consecutive pieces with these numbers of bytes.

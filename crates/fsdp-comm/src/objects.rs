@@ -9,7 +9,7 @@ use crate::collectives::check;
 use crate::error::{CommError, RankCall, bounded};
 use crate::exchange::MAX_OBJECT_BYTES;
 use crate::group::ProcessGroup;
-use crate::record::{Call, Fault, Operation, Record};
+use crate::record::{Call, Fault, Operation};
 use crate::wire;
 
 impl ProcessGroup {
@@ -136,8 +136,7 @@ impl ProcessGroup {
             Err(error) => (None, Some(Fault::new(&error))),
         };
         turn.round(fault, schema, &[], |records| {
-            let own = |record: &Record<'_>| record.header.own.clone();
-            if records.iter().all(|record| Some(own(record)) == records.first().map(own)) {
+            if records.iter().all(|record| record.header.own == records[0].header.own) {
                 return Ok(None);
             }
             let schemas = records.iter().zip(self.global_ranks()).map(|(record, &rank)| {

@@ -59,24 +59,25 @@ fn line(text: &mut String, case: &Case) {
     let limit = case.limit.as_ref();
     let torch = case.torch_seconds.map(|torch| torch / seconds);
     let target = Target::of(case).map_or_else(String::new, |target| {
-        let judge = |wanted: Option<f64>, found: Option<f64>, of: &str| {
-            let (wanted, found) = (wanted?, found?);
-            let verdict = if found >= wanted { "met" } else { "**missed**" };
-            Some(format!("{wanted:.2} {of}: {verdict}"))
-        };
         let of_limit = judge(target.limit_ratio, limit.map(|limit| limit.ratio), "× limit");
         let of_torch = judge(target.torch_ratio, torch, "× torch");
         [of_limit, of_torch].into_iter().flatten().collect::<Vec<_>>().join(", ")
     });
-    let cell = |value: Option<String>| value.unwrap_or_default();
     let _ = writeln!(
         text,
         "| {name} | {size} | {ranks} | {place} | {seconds:.4} | {speed:.2} | {} | {} | {} | {target} | {} |",
-        cell(limit.map(|limit| format!("{:.2}", limit.ratio))),
-        cell(limit.map(|limit| limit.name.clone())),
-        cell(torch.map(|torch| format!("{torch:.1}"))),
-        cell(case.peak_bytes.map(|peak| format!("{:.1} MiB", peak as f64 / f64::from(1 << 20)))),
+        limit.map(|limit| format!("{:.2}", limit.ratio)).unwrap_or_default(),
+        limit.map(|limit| limit.name.clone()).unwrap_or_default(),
+        torch.map(|torch| format!("{torch:.1}")).unwrap_or_default(),
+        case.peak_bytes.map(|peak| format!("{:.1} MiB", peak as f64 / f64::from(1 << 20))).unwrap_or_default(),
     );
+}
+
+/// Compares a speed with its target, if both are known.
+fn judge(wanted: Option<f64>, found: Option<f64>, of: &str) -> Option<String> {
+    let (wanted, found) = (wanted?, found?);
+    let verdict = if found >= wanted { "met" } else { "**missed**" };
+    Some(format!("{wanted:.2} {of}: {verdict}"))
 }
 
 /// Writes a list of flat objects as a table of its own.

@@ -39,8 +39,9 @@ pub(super) fn check(root: &Path) -> Result<Vec<String>> {
 
 /// Lists the tensor libraries in the packages that the command without `train` is built of, one a line.
 fn tensor_libraries(tree: &str) -> Vec<String> {
-    let is_one = |package: &&str| TENSOR_LIBRARIES.iter().any(|library| package.starts_with(library));
-    let mut found: Vec<&str> = tree.lines().filter_map(|line| line.split(' ').next()).filter(is_one).collect();
+    let packages = tree.lines().filter_map(|line| line.split(' ').next());
+    let mut found: Vec<&str> =
+        packages.filter(|package| TENSOR_LIBRARIES.iter().any(|library| package.starts_with(library))).collect();
     found.sort_unstable();
     found.dedup();
     found.iter().map(|package| format!("`fsdp-cli` without its feature `train` must not need `{package}`")).collect()

@@ -90,10 +90,9 @@ impl Launched {
 
 /// Reads the place of a process that an MPI launcher started. No address needs to be set, as MPI connects the processes.
 fn started_by_mpi() -> Result<Environment, CommError> {
-    let variable = |name: &str| std::env::var(name).ok();
-    Environment::from_variables(|name| match name {
-        "MASTER_ADDR" => Some(variable(name).unwrap_or_else(|| "localhost".to_owned())),
-        _ => variable(name),
+    Environment::from_variables(|name| {
+        let value = std::env::var(name).ok();
+        if name == "MASTER_ADDR" { value.or_else(|| Some("localhost".to_owned())) } else { value }
     })
 }
 

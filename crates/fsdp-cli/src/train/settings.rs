@@ -190,7 +190,6 @@ impl Settings {
 
     /// Returns the checkpoint's `train` part, which [`Settings::resolve`] reads.
     pub(super) fn state(&self, step: u64) -> StateDict {
-        let int = |value: usize| StateValue::from(i64::try_from(value).unwrap_or(i64::MAX));
         let mut config = StateDict::new();
         for (key, value) in [
             ("layers", self.gpt.layers),
@@ -200,7 +199,7 @@ impl Settings {
             ("vocab", self.gpt.vocab),
             ("batch", self.batch),
         ] {
-            config.insert(key, int(value));
+            config.insert(key, i64::try_from(value).unwrap_or(i64::MAX));
         }
         config.insert("lr", self.lr);
         config.insert("optimizer", self.optimizer.name());

@@ -52,9 +52,8 @@ pub(super) fn header(kind: Kind, group: u64, round: u64, body: usize) -> [u8; HE
 pub(super) fn read(stream: &mut impl Read) -> io::Result<Frame> {
     let mut header = [0; HEADER_BYTES];
     stream.read_exact(&mut header)?;
-    let word = |at: usize| u64::from_le_bytes(std::array::from_fn(|byte| header[at + byte]));
     let kind = Kind::ALL.get(usize::from(header[0])).copied();
-    let (Some(kind), len @ ..=MAX_BODY_BYTES) = (kind, word(17)) else {
+    let (Some(kind), len @ ..=MAX_BODY_BYTES) = (kind, word(&header, 17)) else {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "it sent what no rank sends"));
     };
     let mut body = Vec::new();
@@ -62,7 +61,11 @@ pub(super) fn read(stream: &mut impl Read) -> io::Result<Frame> {
     if stream.take(len).read_to_end(&mut body)? as u64 != len {
         return Err(io::ErrorKind::UnexpectedEof.into());
     }
-    Ok(Frame { kind, group: word(1), round: word(9), body })
+    Ok(Frame { kind, group: word(&header, 1), round: word(&header, 9), body })
+}
+
+fn word(header: &[u8; HEADER_BYTES], at: usize) -> u64 {
+    u64::from_le_bytes(std::array::from_fn(|byte| header[at + byte]))
 }
 
 /// Returns `true` if a write that failed with this error may be tried again.

@@ -118,13 +118,17 @@ impl SharedMemory {
 
     /// Waits for all ranks to arrive at a round.
     fn all_arrived(&self, member: Member<'_>, round: &Round<'_>) -> Result<(), CommError> {
-        let arrived = |segment: &Segment| segment.word(Word::Arrived).load(Ordering::Acquire) > round.number;
-        let missing = || {
-            let ranks = self.segments.iter().zip(member.ranks);
-            ranks.filter(|(segment, _)| !arrived(segment)).map(|(_, &rank)| rank).collect()
-        };
-        let mut segments = self.segments.iter();
-        segments.try_for_each(|segment| wait(member, round, segment, Bell::ForReaders, || arrived(segment), missing))
+        for segment in &self.segments {
+            let missing = || self.missing(member, round);
+            wait(member, round, segment, Bell::ForReaders, || has_arrived(segment, round), missing)?;
+        }
+        Ok(())
+    }
+
+    /// Returns the ranks that have not arrived at a round.
+    fn missing(&self, member: Member<'_>, round: &Round<'_>) -> Vec<usize> {
+        let ranks = self.segments.iter().zip(member.ranks);
+        ranks.filter(|(segment, _)| !has_arrived(segment, round)).map(|(_, &rank)| rank).collect()
     }
 
     /// Makes all ranks agree on whether all have arrived. The first rank to know decides.
@@ -198,6 +202,11 @@ impl SharedMemory {
         }
         Ok(())
     }
+}
+
+/// Returns `true` if the owner of a segment has arrived at a round.
+fn has_arrived(segment: &Segment, round: &Round<'_>) -> bool {
+    segment.word(Word::Arrived).load(Ordering::Acquire) > round.number
 }
 
 fn encode<T: Serialize>(value: &T) -> Vec<u8> {
