@@ -44,7 +44,7 @@ const UNSAFE: [&str; 15] = [
     "crates/fsdp-flat/src/cuda/mod.rs",
     "crates/fsdp-flat/src/cuda/staging.rs",
     // Stores that go around the caches.
-    "crates/fsdp-flat/src/streamed.rs",
+    "crates/fsdp-flat/src/non_temporal.rs",
     // What runs between fork and exec, so that no process of a launch is left behind.
     "crates/fsdp/src/cli/launch/mod.rs",
     "crates/fsdp/src/cli/launch/parent.rs",

@@ -5,7 +5,7 @@ use fsdp_layout::FlatLayout;
 use fsdp_layout::flat::{ALIGNMENT_PADDING_VALUE, FlatEntry};
 use fsdp_layout::shard::unpadded_shard;
 
-use crate::storage::zeros;
+use crate::storage::{HostSlice, HostSliceMut, zeros};
 use crate::{FlatError, with_float};
 
 /// Concatenates tensors in the order and with the padding of `layout`: torch's `flatten_tensors`.
@@ -139,9 +139,10 @@ pub fn get_shard(tensor: &Tensor, rank: usize, world_size: usize) -> Result<(Ten
     let numel = piece.elem_count();
     let shard = zeros(&[numel + padding], tensor.dtype())?;
     with_float!(tensor.dtype(), T => {
-        crate::storage::with_slice::<T, _>(&piece, |from| {
-            crate::storage::with_slice_mut::<T, _>(&shard, |to| to[..numel].copy_from_slice(from))
-        })??;
+        let from = HostSlice::<T>::read(&piece)?;
+        let mut to = HostSliceMut::<T>::write(&shard)?;
+        to[..numel].copy_from_slice(&from);
+        to.finish()?;
     }, else return Err(FlatError::IntegerDType { fqn: "flat tensor".into(), dtype: crate::dtype::of(tensor)? }));
     Ok((shard, padding))
 }

@@ -5,7 +5,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Tensor};
 use fsdp_comm::{Element, ProcessGroup, ReduceOp};
-use fsdp_flat::storage::{Scalar, free, refill, refill_from, to_device, with_slice, with_slice_mut, zeros, zeros_on};
+use fsdp_flat::storage::{
+    HostSlice, HostSliceMut, Scalar, copied_vec, refill, refill_from, release, to_device, zeroed_vec, zeros, zeros_on,
+};
 use fsdp_flat::{FlatParameter, ShardedTensor, with_float};
 use fsdp_layout::FlatLayout;
 use fsdp_layout::flat::FlatEntry;
@@ -149,7 +151,7 @@ impl FlatParamHandle {
             state: Mutex::new(HandleState::default()),
         };
         for param in &handle.params {
-            free(&param.tensor)?;
+            release(&param.tensor)?;
         }
         if handle.flat.is_none() {
             with_float!(dtype, T => handle.fill_from_flat::<T>(flat.shard())?, else handle.unsupported()?);
@@ -270,12 +272,12 @@ impl FlatParamHandle {
     fn gather_typed<T: Scalar + Element>(&self, flat: &FlatParameter, group: &ProcessGroup) -> Result<()> {
         let mut values: Vec<Vec<T>> = Vec::with_capacity(self.layout.entries().len() + 1);
         for &numel in self.layout.numels_with_padding() {
-            values.push(bytemuck::allocation::zeroed_vec(numel));
+            values.push(zeroed_vec(numel)?);
         }
         let right = self.layout.padded_unsharded_numel() - self.layout.unpadded_unsharded_numel();
-        values.push(bytemuck::allocation::zeroed_vec(right));
+        values.push(zeroed_vec(right)?);
         let mut slices: Vec<&mut [T]> = values.iter_mut().map(Vec::as_mut_slice).collect();
-        with_slice::<T, _>(flat.shard(), |shard| group.all_gather_into_slices(&mut slices, shard))??;
+        group.all_gather_into_slices(&mut slices, &HostSlice::<T>::read(flat.shard())?)?;
         for (entry, value) in self.layout.entries().iter().zip(values) {
             if let FlatEntry::Param(param) = *entry {
                 refill(&self.params[param].tensor, value)?;
@@ -295,12 +297,11 @@ impl FlatParamHandle {
 
     /// Fills the parameters' storages from a whole flat parameter.
     fn fill_from_flat<T: Scalar>(&self, flat: &Tensor) -> Result<()> {
-        with_slice::<T, _>(flat, |data| -> Result<()> {
-            for (index, param) in self.params.iter().enumerate() {
-                refill(&param.tensor, data[self.layout.param_range(index)].to_vec())?;
-            }
-            Ok(())
-        })?
+        let data = HostSlice::<T>::read(flat)?;
+        for (index, param) in self.params.iter().enumerate() {
+            refill(&param.tensor, copied_vec(&data[self.layout.param_range(index)])?)?;
+        }
+        Ok(())
     }
 
     /// Gives the memory of gathered parameters back. No communication.
@@ -313,7 +314,7 @@ impl FlatParamHandle {
             return Ok(());
         }
         for param in &self.params {
-            free(&param.tensor)?;
+            release(&param.tensor)?;
         }
         state.gathered = false;
         self.shared.release(self.unsharded_bytes());
@@ -347,9 +348,9 @@ impl FlatParamHandle {
             if !self.device.is_cpu() {
                 device::copy_gradient(&grad, buffer, range, accumulate)?;
             } else {
-                with_float!(self.dtype, T => with_slice_mut::<T, _>(buffer, |buffer| {
-                    copy_gradient::<T>(&grad, &mut buffer[range], accumulate)
-                })??, else self.unsupported()?);
+                with_float!(self.dtype, T => {
+                    copy_gradient::<T>(&grad, &mut HostSliceMut::write(buffer)?[range], accumulate)?;
+                }, else self.unsupported()?);
             }
         }
         Ok(())
@@ -384,9 +385,8 @@ impl FlatParamHandle {
                 device::copy_gradient(&reduced, grad, range, true)?;
             }
             Some(grad) => with_float!(self.dtype, T => {
-                with_slice::<T, _>(&reduced, |from| with_slice_mut::<T, _>(grad, |to| {
-                    to.iter_mut().zip(from).for_each(|(to, from)| *to += *from);
-                }))??;
+                let from = HostSlice::<T>::read(&reduced)?;
+                HostSliceMut::<T>::write(grad)?.iter_mut().zip(from.iter()).for_each(|(to, from)| *to += *from);
             }, else self.unsupported()?),
             None => state.grad = Some(reduced),
         }
@@ -400,15 +400,18 @@ impl FlatParamHandle {
             let unsharded = reduced;
             reduced = zeros_on(&[self.layout.sharded_numel()], self.dtype, &self.device)?;
             if !device::reduce_scatter(group, &reduced, &unsharded)? {
-                with_slice::<T, _>(&unsharded, |input| {
-                    with_slice_mut::<T, _>(&reduced, |output| group.reduce_scatter(output, input, ReduceOp::Avg))
-                })???;
+                let input = HostSlice::<T>::read(&unsharded)?;
+                let mut output = HostSliceMut::<T>::write(&reduced)?;
+                group.reduce_scatter(&mut output, &input, ReduceOp::Avg)?;
+                output.finish()?;
             }
         }
         if let Some(group) = &self.groups.replicate
             && !device::all_reduce(group, &reduced)?
         {
-            with_slice_mut::<T, _>(&reduced, |buffer| group.all_reduce(buffer, ReduceOp::Avg))??;
+            let mut buffer = HostSliceMut::<T>::write(&reduced)?;
+            group.all_reduce(&mut buffer, ReduceOp::Avg)?;
+            buffer.finish()?;
         }
         Ok(reduced)
     }

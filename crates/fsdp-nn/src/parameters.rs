@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use candle_core::{DType, Tensor};
 use fsdp_comm::ProcessGroup;
 use fsdp_flat::sharded::copy_overlap;
-use fsdp_flat::storage::with_slice_mut;
+use fsdp_flat::storage::{HostSlice, HostSliceMut};
 use fsdp_flat::{FlatParameter, ShardedTensor, with_float};
 use fsdp_layout::flat::aligned_numel;
 use fsdp_layout::{FlatLayout, TensorBox};
@@ -291,9 +291,9 @@ impl ShardedParameters {
                 squares += crate::device::sum_of_squares(&grad)?;
                 continue;
             }
-            squares += with_float!(grad.dtype(), T => fsdp_flat::storage::with_slice::<T, _>(&grad, |data| {
-                data.iter().map(|x| candle_core::WithDType::to_f64(*x).powi(2)).sum::<f64>()
-            })?, else 0.0);
+            squares += with_float!(grad.dtype(), T => {
+                HostSlice::<T>::read(&grad)?.iter().map(|x| candle_core::WithDType::to_f64(*x).powi(2)).sum::<f64>()
+            }, else 0.0);
         }
         if let Some(group) = &self.groups.shard {
             let mut total = [squares];
@@ -317,10 +317,10 @@ impl ShardedParameters {
                     crate::device::scale(&grad, scale)?;
                     continue;
                 }
-                with_float!(grad.dtype(), T => with_slice_mut::<T, _>(&grad, |data| {
+                with_float!(grad.dtype(), T => {
                     let scale = <T as candle_core::WithDType>::from_f64(scale);
-                    data.iter_mut().for_each(|x| *x *= scale);
-                })?, else ());
+                    HostSliceMut::<T>::write(&grad)?.iter_mut().for_each(|x| *x *= scale);
+                }, else ());
             }
         }
         Ok(norm)
@@ -397,13 +397,14 @@ fn check_unit(declared: &[(&String, &Declared)], dtype: DType, use_orig_params: 
 /// Writes this rank's part of each parameter's initial values.
 fn initialize(flat: &FlatParameter, declared: &[(&String, &Declared)], seed: u64) -> Result<()> {
     let infos = flat.layout().shard_param_infos(flat.rank());
-    with_float!(flat.shard().dtype(), T => with_slice_mut::<T, _>(flat.shard(), |data| {
+    with_float!(flat.shard().dtype(), T => {
+        let mut data = HostSliceMut::<T>::write(flat.shard())?;
         for (info, (fqn, param)) in infos.iter().zip(declared) {
             if let Some(info) = info {
                 let target = &mut data[info.shard_range()];
                 crate::init::fill(&param.init, seed, fqn, param.tensor.dims(), info.param_range(), target);
             }
         }
-    })?, else ());
+    }, else ());
     Ok(())
 }

@@ -83,7 +83,7 @@ impl SimpleBackend for Backend {
             true => anchor.as_tensor().apply_op1(op)?,
             false => anchor.as_tensor().apply_op1_no_bwd(&op)?,
         };
-        fsdp_flat::storage::free(&tensor).map_err(|error| NnError::from(error).into_candle())?;
+        fsdp_flat::storage::release(&tensor).map_err(|error| NnError::from(error).into_candle())?;
         let unit = registry.open.last().copied().unwrap_or(0);
         registry.params.insert(name, Declared { tensor: tensor.clone(), init, slot, unit, requires_grad });
         Ok(tensor)

@@ -1,4 +1,4 @@
-//! The memory behind tensors on NVIDIA GPUs: as bytes, to the host and back, freed and filled.
+//! The memory behind tensors on NVIDIA GPUs: as bytes, to the host and back, released and filled.
 
 #![expect(unsafe_code, reason = "elements as bytes, memory that is not filled yet, and pinned memory")]
 
@@ -17,7 +17,7 @@ use half::{bf16, f16};
 
 use crate::FlatError;
 use crate::storage::host::{Scalar, TensorBuffer};
-use crate::storage::lend::{StorageMut, contiguous_range, freed, unsupported, with_storage_mut};
+use crate::storage::lend::{StorageMut, contiguous_range, released, unsupported, with_storage_mut};
 
 /// Longer transfers to the host go through pinned memory.
 const STAGED_FROM_BYTES: usize = 1 << 20;
@@ -69,8 +69,8 @@ macro_rules! slices {
 
 slices! { u8 => U8, u32 => U32, i16 => I16, i32 => I32, i64 => I64, bf16 => BF16, f16 => F16, f32 => F32, f64 => F64, F8E4M3 => F8E4M3 }
 
-/// Whether the storage has been freed.
-pub(crate) fn is_freed(tensor: &Tensor, storage: &CudaStorage) -> bool {
+/// Whether the storage has been released.
+pub(crate) fn is_released(tensor: &Tensor, storage: &CudaStorage) -> bool {
     storage.dtype() != tensor.dtype()
 }
 
@@ -81,11 +81,11 @@ pub(crate) fn read(
     range: Range<usize>,
     to: &mut [u8],
 ) -> Result<(), FlatError> {
-    if is_freed(tensor, storage) {
-        return Err(freed(tensor));
+    if is_released(tensor, storage) {
+        return Err(released(tensor));
     }
     let bytes = bytes_of(storage).ok_or_else(|| unsupported(tensor))?;
-    let bytes = bytes.try_slice(range).ok_or_else(|| freed(tensor))?;
+    let bytes = bytes.try_slice(range).ok_or_else(|| released(tensor))?;
     if to.is_empty() {
         return Ok(());
     }
@@ -114,12 +114,12 @@ pub(crate) fn write(
     range: Range<usize>,
     from: &[u8],
 ) -> Result<(), FlatError> {
-    if is_freed(tensor, storage) {
-        return Err(freed(tensor));
+    if is_released(tensor, storage) {
+        return Err(released(tensor));
     }
     let stream = storage.device.cuda_stream();
     let mut bytes = bytes_of_mut(storage).ok_or_else(|| unsupported(tensor))?;
-    let mut bytes = bytes.try_slice_mut(range).ok_or_else(|| freed(tensor))?;
+    let mut bytes = bytes.try_slice_mut(range).ok_or_else(|| released(tensor))?;
     if from.is_empty() {
         return Ok(());
     }
@@ -128,7 +128,7 @@ pub(crate) fn write(
 }
 
 /// Gives the memory back to CUDA.
-pub(crate) fn free(storage: &mut CudaStorage) -> Result<(), FlatError> {
+pub(crate) fn release(storage: &mut CudaStorage) -> Result<(), FlatError> {
     // SAFETY: no op reads elements of this dummy type.
     storage.slice = CudaStorageSlice::F4(unsafe { storage.device.alloc::<u8>(1) }?);
     Ok(())
@@ -167,7 +167,7 @@ pub(crate) fn refill_from(tensor: &Tensor, source: &Tensor) -> Result<(), FlatEr
     let range = contiguous_range(source, layout)?;
     let Storage::Cuda(from) = &*from else { return Err(FlatError::device(source)) };
     let from = bytes_of(from).ok_or_else(|| unsupported(source))?;
-    let from = from.try_slice(range.start * size..range.end * size).ok_or_else(|| freed(source))?;
+    let from = from.try_slice(range.start * size..range.end * size).ok_or_else(|| released(source))?;
     with_storage_mut(tensor, |storage, layout| {
         let StorageMut::Cuda(storage) = storage else { return Err(FlatError::device(tensor)) };
         if contiguous_range(tensor, layout)?.start > 0 {
@@ -187,7 +187,7 @@ pub(crate) fn refill_from(tensor: &Tensor, source: &Tensor) -> Result<(), FlatEr
 /// Runs `f` on the elements of a contiguous tensor where they are, and the stream that they were written in.
 ///
 /// # Errors
-/// A tensor that is freed, not contiguous, of another dtype, or not on an NVIDIA GPU.
+/// A tensor that is released, not contiguous, of another dtype, or not on an NVIDIA GPU.
 pub fn with_device_slice<T: Scalar + CudaDType, R>(
     tensor: &Tensor,
     f: impl FnOnce(&CudaView<'_, T>, &CudaStream) -> R,
@@ -195,11 +195,11 @@ pub fn with_device_slice<T: Scalar + CudaDType, R>(
     let (storage, layout) = tensor.storage_and_layout();
     let range = contiguous_range(tensor, layout)?;
     let Storage::Cuda(storage) = &*storage else { return Err(FlatError::device(tensor)) };
-    if is_freed(tensor, storage) {
-        return Err(freed(tensor));
+    if is_released(tensor, storage) {
+        return Err(released(tensor));
     }
     let slice: &CudaSlice<T> = storage.as_cuda_slice()?;
-    let view = slice.try_slice(range).ok_or_else(|| freed(tensor))?;
+    let view = slice.try_slice(range).ok_or_else(|| released(tensor))?;
     Ok(f(&view, &storage.device.cuda_stream()))
 }
 
@@ -214,12 +214,12 @@ pub fn with_device_slice_mut<T: Scalar + CudaDType + DeviceRepr, R>(
     with_storage_mut(tensor, |storage, layout| {
         let range = contiguous_range(tensor, layout)?;
         let StorageMut::Cuda(storage) = storage else { return Err(FlatError::device(tensor)) };
-        if is_freed(tensor, storage) {
-            return Err(freed(tensor));
+        if is_released(tensor, storage) {
+            return Err(released(tensor));
         }
         let stream = storage.device.cuda_stream();
         let slice: &mut CudaSlice<T> = storage.as_cuda_slice_mut()?;
-        let mut view = slice.try_slice_mut(range).ok_or_else(|| freed(tensor))?;
+        let mut view = slice.try_slice_mut(range).ok_or_else(|| released(tensor))?;
         Ok(f(&mut view, &stream))
     })
 }

@@ -1,7 +1,6 @@
 //! One step of one local parameter, in place.
 
-use candle_core::Tensor;
-use fsdp_flat::storage::{Scalar, with_slice, with_slice_mut, zeros_on};
+use fsdp_flat::storage::{HostSlice, HostSliceMut, Scalar, zeros_on};
 
 use super::local::{LocalParam, LocalState, initial_state};
 use super::on_device;
@@ -47,34 +46,14 @@ pub(super) fn step_local<T: Scalar + Float>(algorithm: &Algorithm, local: &mut L
             on_device::update(algorithm, step, first, &param, &grad, &pieces)?;
             continue;
         }
-        with_slice_mut::<T, _>(&param, |param| {
-            with_slice::<T, _>(&grad, |grad| {
-                let update = |state: &mut [&mut [T]]| algorithm.update(step, first, param, grad, state);
-                with_slices_mut::<T, _>(&pieces, Vec::new(), Box::new(update))
-            })
-        })????;
+        let grad = HostSlice::<T>::read(&grad)?;
+        let mut param = HostSliceMut::<T>::write(&param)?;
+        let mut pieces = pieces.iter().map(HostSliceMut::<T>::write).collect::<Result<Vec<_>, _>>()?;
+        let mut slices: Vec<&mut [T]> = pieces.iter_mut().map(|piece| &mut **piece).collect();
+        algorithm.update(step, first, &mut param, &grad, &mut slices)?;
     }
     state.step = state.step.map(|_| step);
     // Without momentum SGD keeps nothing, and then a state dict does not name the parameter.
     local.state = (state.step.is_some() || !state.entries.is_empty()).then_some(state);
     Ok(())
-}
-
-/// What is done with several tensors' elements.
-type OnSlices<'a, T, R> = Box<dyn FnOnce(&mut [&mut [T]]) -> R + 'a>;
-
-/// Lends all tensors' elements at once. A trait object, because the nesting is as deep as there are tensors.
-fn with_slices_mut<T: Scalar, R>(
-    tensors: &[Tensor],
-    mut lent: Vec<&mut [T]>,
-    f: OnSlices<'_, T, R>,
-) -> Result<R, fsdp_flat::FlatError> {
-    match tensors {
-        [] => Ok(f(&mut lent)),
-        [tensor, rest @ ..] => with_slice_mut::<T, _>(tensor, |data| {
-            let mut lent: Vec<&mut [T]> = lent;
-            lent.push(data);
-            with_slices_mut(rest, lent, f)
-        })?,
-    }
 }

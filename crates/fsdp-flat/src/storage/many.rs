@@ -5,21 +5,22 @@ use std::ops::Range;
 
 use candle_core::{CpuStorage, Storage, Tensor};
 
+use super::guard::{check_readable, exchange, nothing};
+use super::host::bytes_of_mut;
+use super::lend::contiguous_range;
 use crate::FlatError;
-use crate::storage::host::{bytes_of, bytes_of_mut};
-use crate::storage::lend::{StorageMut, contiguous_range, freed, is_freed_storage, unsupported, with_storage_mut};
 
 /// The storages of some CPU tensors, taken out of them; given back on drop.
 ///
 /// candle lends one storage at a time, and only for the length of a call. Until these are back, whoever reads one of the
-/// tensors, or a tensor that shares a storage with them, gets the error of a freed one.
+/// tensors, or a tensor that shares a storage with them, gets the error of a released one.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// use fsdp_flat::TakenStorages;
+/// use fsdp_flat::storage::StorageGuard;
 /// let flat = Tensor::zeros(4, candle_core::DType::U8, &Device::Cpu)?;
 /// let (first, last) = (flat.narrow(0, 0, 1)?, flat.narrow(0, 2, 2)?);
-/// let mut taken = TakenStorages::take(&[&last, &first, &last])?;
+/// let mut taken = StorageGuard::take(&[&last, &first, &last])?;
 /// let filled: Vec<bool> = taken
 ///     .bytes_mut()
 ///     .into_iter()
@@ -35,9 +36,9 @@ use crate::storage::lend::{StorageMut, contiguous_range, freed, is_freed_storage
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]
-pub struct TakenStorages {
+pub struct StorageGuard {
     storages: Vec<Taken>,
-    /// For each tensor that was asked for, whether there is nothing of it to fill.
+    /// For each tensor that was asked for, `true` if it has no elements.
     is_empty: Vec<bool>,
     /// For each tensor that was asked for, the one before it that has the same elements.
     same: Vec<Option<usize>>,
@@ -53,12 +54,12 @@ struct Taken {
     ranges: Vec<(usize, Range<usize>)>,
 }
 
-impl TakenStorages {
+impl StorageGuard {
     /// Takes the storages of these tensors. Those on another device stay; so do those that have elements of one that comes
     /// before them, since no two may be changed at once.
     ///
     /// # Errors
-    /// A tensor that is freed, not contiguous, or of a dtype whose elements are not plain bytes. Nothing is taken then.
+    /// A tensor that is released, not contiguous, or of a dtype whose elements are not plain bytes. Nothing is taken then.
     pub fn take(tensors: &[&Tensor]) -> Result<Self, FlatError> {
         let mut by_address: HashMap<usize, usize> = HashMap::new();
         let mut storages: Vec<Taken> = Vec::new();
@@ -66,12 +67,7 @@ impl TakenStorages {
         for (index, &tensor) in tensors.iter().enumerate() {
             let (storage, layout) = tensor.storage_and_layout();
             let Storage::Cpu(data) = &*storage else { continue };
-            if is_freed_storage(tensor, data) {
-                return Err(freed(tensor));
-            }
-            if bytes_of(data).is_none() {
-                return Err(unsupported(tensor));
-            }
+            check_readable(tensor, data, &(0..0))?;
             if tensor.elem_count() == 0 {
                 continue;
             }
@@ -91,7 +87,7 @@ impl TakenStorages {
             }
         }
         let is_empty = tensors.iter().map(|tensor| tensor.elem_count() == 0).collect();
-        let mut taken = TakenStorages { storages: Vec::with_capacity(storages.len()), is_empty, same };
+        let mut taken = StorageGuard { storages: Vec::with_capacity(storages.len()), is_empty, same };
         for mut storage in storages {
             storage.storage = exchange(&storage.owner, nothing())?;
             taken.storages.push(storage);
@@ -99,7 +95,7 @@ impl TakenStorages {
         Ok(taken)
     }
 
-    /// Of a tensor that stayed because one before it has the very same elements, as tied parameters do: that one.
+    /// Returns the tensor before this one that has the very same elements, as tied parameters do; this one stayed then.
     #[must_use]
     pub fn same_as(&self, index: usize) -> Option<usize> {
         self.same.get(index).copied().flatten()
@@ -122,7 +118,7 @@ impl TakenStorages {
     }
 }
 
-impl Drop for TakenStorages {
+impl Drop for StorageGuard {
     fn drop(&mut self) {
         for taken in &mut self.storages {
             // It cannot fail where taking did not.
@@ -131,28 +127,14 @@ impl Drop for TakenStorages {
     }
 }
 
-/// What is behind a freed tensor.
-fn nothing() -> CpuStorage {
-    CpuStorage::F4(Vec::new())
-}
-
-/// Puts a storage behind a tensor, and returns the one that was there.
-fn exchange(tensor: &Tensor, storage: CpuStorage) -> Result<CpuStorage, FlatError> {
-    with_storage_mut(tensor, |current, _| match current {
-        StorageMut::Cpu(current) => Ok(std::mem::replace(current, storage)),
-        #[cfg(feature = "cuda")]
-        StorageMut::Cuda(_) => Err(FlatError::device(tensor)),
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use candle_core::{DType, Device};
 
     use super::*;
-    use crate::storage::{free, is_freed};
+    use crate::storage::{is_released, release};
 
-    fn fill(taken: &mut TakenStorages) -> Vec<Option<usize>> {
+    fn fill(taken: &mut StorageGuard) -> Vec<Option<usize>> {
         let slices = taken.bytes_mut().into_iter().enumerate();
         slices
             .map(|(index, bytes)| {
@@ -170,12 +152,12 @@ mod tests {
         let [end, overlapping, start] = [(6, 4), (3, 4), (1, 4)].map(|(at, len)| flat.narrow(0, at, len).unwrap());
         let own = Tensor::zeros((2, 2), DType::U32, &Device::Cpu).unwrap();
         let empty = Tensor::zeros((2, 0), DType::F32, &Device::Cpu).unwrap();
-        let mut taken = TakenStorages::take(&[&end, &overlapping, &own, &empty, &start, &end]).unwrap();
+        let mut taken = StorageGuard::take(&[&end, &overlapping, &own, &empty, &start, &end]).unwrap();
         assert_eq!(
             (0..6).map(|index| taken.same_as(index)).collect::<Vec<_>>(),
             [None, None, None, None, None, Some(0)]
         );
-        assert!([&flat, &end, &own].iter().all(|tensor| is_freed(tensor)));
+        assert!([&flat, &end, &own].iter().all(|tensor| is_released(tensor)));
         assert!(flat.to_vec1::<u8>().is_err());
         assert_eq!(fill(&mut taken), [Some(4), None, Some(16), Some(0), Some(4), None]);
         drop(taken);
@@ -188,11 +170,11 @@ mod tests {
     fn what_cannot_be_filled_is_refused_and_nothing_is_taken() {
         let whole = Tensor::zeros((2, 3), DType::F32, &Device::Cpu).unwrap();
         let transposed = whole.t().unwrap();
-        let error = TakenStorages::take(&[&whole, &transposed]).unwrap_err();
+        let error = StorageGuard::take(&[&whole, &transposed]).unwrap_err();
         assert!(matches!(error, FlatError::NotContiguous { .. }), "{error}");
-        assert!(!is_freed(&whole));
-        free(&whole).unwrap();
-        let error = TakenStorages::take(&[&whole]).unwrap_err();
+        assert!(!is_released(&whole));
+        release(&whole).unwrap();
+        let error = StorageGuard::take(&[&whole]).unwrap_err();
         assert!(matches!(error, FlatError::Freed { .. }), "{error}");
     }
 }
