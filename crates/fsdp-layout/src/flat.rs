@@ -244,25 +244,35 @@ impl FlatLayout {
     /// The same for any range of the unsharded FlatParameter.
     #[must_use]
     pub fn shard_param_infos_of_range(&self, range: Range<usize>) -> Vec<Option<ShardParamInfo>> {
-        (0..self.numels.len())
-            .map(|param| {
-                let whole = self.param_range(param);
-                let start = range.start.max(whole.start);
-                let end = range.end.min(whole.end);
-                (start < end).then(|| ShardParamInfo {
-                    offset_in_shard: start - range.start,
-                    numel_in_shard: end - start,
-                    intra_param_start: start - whole.start,
-                    intra_param_end: end - whole.start - 1,
-                })
-            })
-            .collect()
+        (0..self.numels.len()).map(|param| self.param_info_of_range(param, &range)).collect()
+    }
+
+    /// The place of one parameter in a rank's shard; `None` if it has none there. Unlike [`Self::shard_param_infos`] this
+    /// looks at no other parameter.
+    ///
+    /// # Panics
+    /// If the layout has no such parameter.
+    #[must_use]
+    pub fn shard_param_info(&self, param: usize, rank: usize) -> Option<ShardParamInfo> {
+        self.param_info_of_range(param, &self.shard(rank).range)
+    }
+
+    fn param_info_of_range(&self, param: usize, range: &Range<usize>) -> Option<ShardParamInfo> {
+        let whole = self.param_range(param);
+        let start = range.start.max(whole.start);
+        let end = range.end.min(whole.end);
+        (start < end).then(|| ShardParamInfo {
+            offset_in_shard: start - range.start,
+            numel_in_shard: end - start,
+            intra_param_start: start - whole.start,
+            intra_param_end: end - whole.start - 1,
+        })
     }
 
     /// The boxes of parameter `param` that a rank's shard holds, in the order in which they lie there.
     #[must_use]
     pub fn param_boxes(&self, param: usize, rank: usize) -> Vec<TensorBox> {
-        match self.shard_param_infos(rank)[param] {
+        match self.shard_param_info(param, rank) {
             Some(info) => boxes_of_flat_range(&self.shapes[param], info.param_range()),
             None => Vec::new(),
         }

@@ -134,6 +134,7 @@ proptest! {
             prop_assert_eq!(shard.range.len() + shard.padding, layout.sharded_numel());
             let mut taken = vec![false; shard.range.len()];
             for (param, info) in layout.shard_param_infos(rank).into_iter().enumerate() {
+                prop_assert_eq!(layout.shard_param_info(param, rank), info);
                 let boxes = layout.param_boxes(param, rank);
                 let in_boxes: usize = boxes.iter().map(TensorBox::numel).sum();
                 prop_assert_eq!(in_boxes, info.map_or(0, |i| i.numel_in_shard));
