@@ -21,7 +21,7 @@ pub(crate) const INLINE_BYTES: usize = 4096;
 
 /// One rank's handle on a group of ranks that call the same operations in the same order.
 ///
-/// Clones are the same group; only their deadlines may differ. Operations of one group on one rank run one after the
+/// Clones are the same group; only their deadlines and labels may differ. Operations of one group on one rank run one after the
 /// other, whichever threads call them. A rank leaves the group when its last handle is dropped.
 ///
 /// Unless a method says otherwise, all ranks of the group must call it, ranks are ranks *of this group*, and every
@@ -30,6 +30,8 @@ pub(crate) const INLINE_BYTES: usize = 4096;
 pub struct ProcessGroup {
     shared: Arc<Shared>,
     deadline: Duration,
+    /// The object of the operations called through this handle.
+    label: Option<Arc<str>>,
 }
 
 struct Shared {
@@ -68,7 +70,11 @@ impl ProcessGroup {
     }
 
     fn with_counters(backend: Arc<dyn Backend>, id: u64, counters: Arc<Counters>, deadline: Duration) -> Self {
-        ProcessGroup { shared: Arc::new(Shared { backend, id, counters, state: Mutex::default() }), deadline }
+        ProcessGroup {
+            shared: Arc::new(Shared { backend, id, counters, state: Mutex::default() }),
+            deadline,
+            label: None,
+        }
     }
 
     pub(crate) fn id(&self) -> u64 {
@@ -108,7 +114,14 @@ impl ProcessGroup {
     /// The same group under another deadline.
     #[must_use]
     pub fn with_deadline(&self, deadline: Duration) -> ProcessGroup {
-        ProcessGroup { shared: Arc::clone(&self.shared), deadline }
+        ProcessGroup { deadline, ..self.clone() }
+    }
+
+    /// The same group, whose operations called through this handle are on the object of this name. Ranks that call an
+    /// operation on different objects get [`CommError::Mismatch`], as for any other difference between their calls.
+    #[must_use]
+    pub fn with_label(&self, label: &str) -> ProcessGroup {
+        ProcessGroup { label: Some(label.into()), ..self.clone() }
     }
 
     /// The same group under its own deadline, or under this one if it is longer.
@@ -148,6 +161,9 @@ impl ProcessGroup {
             return Err(failure.clone());
         }
         call.sequence = state.sequence;
+        if call.label.is_none() {
+            call.label = self.label.as_deref().map(bounded);
+        }
         state.sequence += 1;
         self.shared.counters.called(call.operation);
         let deadline = self.deadline.min(MAX_DEADLINE);

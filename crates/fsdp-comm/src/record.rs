@@ -83,7 +83,7 @@ impl fmt::Display for Operation {
 pub(crate) struct Call {
     pub(crate) operation: Operation,
     pub(crate) sequence: u64,
-    /// The name given to `agree`.
+    /// The name given to `agree`, or to the handle of the group.
     pub(crate) label: Option<String>,
     pub(crate) dtype: Option<DType>,
     pub(crate) reduce: Option<ReduceOp>,
@@ -110,7 +110,10 @@ impl Call {
 
     /// The name for messages: the operation's, or the one given to `agree`.
     pub(crate) fn name(&self) -> &str {
-        self.label.as_deref().unwrap_or(self.operation.name())
+        match (self.operation, &self.label) {
+            (Operation::Agree, Some(label)) => label,
+            _ => self.operation.name(),
+        }
     }
 }
 

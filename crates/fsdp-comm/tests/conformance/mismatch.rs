@@ -60,6 +60,12 @@ fn reduce(group: &ProcessGroup, len: usize, op: ReduceOp) -> Result<(), CommErro
 
 const KINDS: &[Kind] = &[
     (
+        "one operation on different objects",
+        |group| all_gather::<3>(&group.with_label("unit x")),
+        |group| all_gather::<3>(&group.with_label("unit y")),
+        "all_gather on `unit y` of 3 float32",
+    ),
+    (
         "a skipped operation",
         |group| {
             group.barrier()?;
