@@ -1,6 +1,6 @@
 //! `FullyShardedDataParallel` for candle, and the optimizers that step on shards.
 //!
-//! | module | what it holds |
+//! | module | contents |
 //! |---|---|
 //! | [`algorithm`] | the arithmetic of SGD, Adam, AdamW and Adagrad: pure functions on slices |
 //! | [`model_state`], [`optim_state`] | the live state of models and optimizers on one rank, with torch's keys |
@@ -8,14 +8,16 @@
 //! | [`fully_sharded`] | the sharded model: forward, backward, `no_sync` |
 //! | [`optimizer`] | the optimizer over a sharded model's parameters |
 //! | [`parameters`] | the parameters as one rank sees them |
-//! | [`scope`] | what a model is built from |
-//! | [`mod@unit`] | a module that is gathered and freed as one |
+//! | [`scope`] | the builder of a model |
+//! | [`mod@unit`] | a module that is gathered and released as one |
 //!
 //! How it works: a parameter tensor is the output of a custom op on a tiny anchor variable, so candle gives its
-//! gradient to us; its storage is emptied after forward and filled again for backward, and every weight and graph node
+//! gradient to us; its storage is released after forward and filled again for backward, and every weight and graph node
 //! that shares the storage sees that.
 
+mod agreement;
 pub mod algorithm;
+mod build;
 mod config;
 mod device;
 mod error;
@@ -31,6 +33,7 @@ pub mod optimizer;
 pub mod parameters;
 mod scalars;
 pub mod scope;
+mod shared;
 mod strategy;
 pub mod unit;
 

@@ -6,6 +6,7 @@ mod staged;
 mod state_dict;
 mod step;
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use fsdp_flat::storage::zeros_on;
@@ -24,7 +25,7 @@ pub use staged::StagedState;
 pub(crate) use state_dict::EMPTY_PIECES;
 use step::step_local;
 
-/// Which parameters share hyperparameters: one of torch's `param_groups`.
+/// Parameters that share hyperparameters: one of torch's `param_groups`.
 #[derive(Debug, Clone)]
 pub struct ParamGroup {
     /// The update rule and its hyperparameters.
@@ -95,6 +96,8 @@ pub struct Optimizer {
     locals: Vec<LocalParam>,
     /// The local parameter of each of the model's parameters.
     local_of: IndexMap<String, usize>,
+    /// The group of each local parameter.
+    group_of_local: Vec<usize>,
     /// State under keys that are no parameter's, kept as it was loaded.
     user_state: StateDict,
 }
@@ -120,9 +123,12 @@ impl Optimizer {
             groups: Vec::new(),
             locals: Vec::new(),
             local_of: IndexMap::new(),
+            group_of_local: Vec::new(),
             user_state: StateDict::new(),
         };
-        for mut group in groups {
+        // Without `use_orig_params`: the local parameter of each unit.
+        let mut flat_locals: HashMap<usize, usize> = HashMap::new();
+        for (index, mut group) in groups.into_iter().enumerate() {
             group.algorithm.validate()?;
             for fqn in &mut group.fqns {
                 *fqn = parameters.canonical_fqn(fqn).to_owned();
@@ -133,10 +139,16 @@ impl Optimizer {
                 if optimizer.local_of.contains_key(fqn) {
                     return Err(NnError::DuplicateParameter { fqn: fqn.clone() });
                 }
-                let local = optimizer.local_for(fqn, &group.params)?;
+                let local = match flat_locals.get(&handle) {
+                    Some(&existing) => optimizer.check_same_group(existing, index, fqn)?,
+                    None => {
+                        group.params.push(optimizer.add_local(fqn, index)?);
+                        optimizer.locals.len() - 1
+                    }
+                };
                 optimizer.local_of.insert(fqn.clone(), local);
-                if !group.params.contains(&local) {
-                    group.params.push(local);
+                if !parameters.use_orig_params() {
+                    flat_locals.insert(handle, local);
                 }
             }
             optimizer.groups.push(group);
@@ -153,32 +165,36 @@ impl Optimizer {
         Ok(optimizer)
     }
 
-    /// The local parameter for `fqn`: its own piece, or the FlatParameter that holds it, which may be there already.
-    fn local_for(&mut self, fqn: &str, of_group: &[usize]) -> Result<usize> {
-        let Location { handle: index, param } = self.parameters.location(fqn)?;
-        let handle = Arc::clone(&self.parameters.handles[index]);
-        let of_handle = self.locals.iter().position(|local| Arc::ptr_eq(&local.handle, &handle));
-        if let (false, Some(existing)) = (self.parameters.use_orig_params(), of_handle) {
-            if !of_group.contains(&existing) {
-                let first = handle.params.iter().find(|other| self.local_of.contains_key(&other.fqn));
-                let first = first.map_or_else(String::new, |other| other.fqn.clone());
-                return Err(NnError::SplitFlatParameter { first, second: fqn.to_owned() });
-            }
-            return Ok(existing);
+    /// Checks that the FlatParameter that holds `fqn` is of this group, and returns its local parameter.
+    fn check_same_group(&self, local: usize, group: usize, fqn: &str) -> Result<usize> {
+        if self.group_of_local[local] == group {
+            return Ok(local);
         }
-        let infos = handle.layout().shard_param_infos(handle.shard_rank());
-        let (segments, numel) = if self.parameters.use_orig_params() {
-            let len = infos[param].map_or(0, |info| info.numel_in_shard);
-            (vec![Segment { param, start: 0, len }], len)
-        } else {
-            let of_param = |(param, info): (usize, &Option<fsdp_layout::ShardParamInfo>)| {
+        let mut others = self.locals[local].handle.params.iter();
+        let first = others.find(|other| self.local_of.contains_key(&other.fqn));
+        let first = first.map_or_else(String::new, |other| other.fqn.clone());
+        Err(NnError::SplitFlatParameter { first, second: fqn.to_owned() })
+    }
+
+    /// Adds the local parameter for `fqn`, its own piece or the FlatParameter that holds it, and returns its position.
+    fn add_local(&mut self, fqn: &str, group: usize) -> Result<usize> {
+        let Location { handle, param } = self.parameters.location(fqn)?;
+        let handle = Arc::clone(&self.parameters.handles[handle]);
+        let (layout, rank) = (handle.layout(), handle.shard_rank());
+        let is_flat = !self.parameters.use_orig_params();
+        let (segments, numel) = if is_flat {
+            let of_param = |(param, info): (usize, Option<fsdp_layout::ShardParamInfo>)| {
                 info.map(|info| Segment { param, start: info.offset_in_shard, len: info.numel_in_shard })
             };
-            (infos.iter().enumerate().filter_map(of_param).collect(), handle.layout().sharded_numel())
+            let infos = layout.shard_param_infos(rank).into_iter().enumerate();
+            (infos.filter_map(of_param).collect(), layout.sharded_numel())
+        } else {
+            let len = layout.shard_param_info(param, rank).map_or(0, |info| info.numel_in_shard);
+            (vec![Segment { param, start: 0, len }], len)
         };
         let requires_grad = handle.params[param].requires_grad;
-        let is_flat = !self.parameters.use_orig_params();
         self.locals.push(LocalParam { handle, is_flat, segments, numel, requires_grad, state: None });
+        self.group_of_local.push(group);
         Ok(self.locals.len() - 1)
     }
 
@@ -213,7 +229,13 @@ impl Optimizer {
         &mut self.groups
     }
 
-    /// Whether this optimizer holds the parameter.
+    /// Returns `true` if this optimizer steps on the parameters of this very model, rather than of one like it.
+    #[must_use]
+    pub fn belongs_to(&self, parameters: &ShardedParameters) -> bool {
+        self.parameters.is_same_model(parameters)
+    }
+
+    /// Returns `true` if this optimizer holds the parameter.
     #[must_use]
     pub fn holds(&self, fqn: &str) -> bool {
         self.local_of.contains_key(self.parameters.canonical_fqn(fqn))
@@ -231,11 +253,10 @@ impl Optimizer {
     /// The position of the parameter's group; `None` if this optimizer does not hold it.
     #[must_use]
     pub fn group_of(&self, fqn: &str) -> Option<usize> {
-        let local = *self.local_of.get(self.parameters.canonical_fqn(fqn))?;
-        self.groups.iter().position(|group| group.params.contains(&local))
+        Some(self.group_of_local[self.local_index(fqn)?])
     }
 
-    /// Whether no parameter has state: nothing has been stepped or loaded.
+    /// Returns `true` if no parameter has state: nothing has been stepped or loaded.
     #[must_use]
     pub fn is_fresh(&self) -> bool {
         self.locals.iter().all(|local| local.state.is_none())
@@ -244,12 +265,17 @@ impl Optimizer {
     /// Updates all trained parameters that have a gradient, in place, each in one pass over its shard: torch's
     /// `Optimizer.step`. Gradients stay. No communication.
     ///
+    /// State that lacks `step` counts from 0, and state that lacks a tensor begins with its initial value.
+    ///
     /// # Errors
-    /// candle's; hyperparameters are checked before anything is changed.
+    /// [`NnError::UnitInUse`] inside a forward; candle's. Hyperparameters are checked before anything is changed; a
+    /// parameter whose update fails keeps its state.
     pub fn step(&mut self) -> Result<()> {
         for group in &self.groups {
             group.algorithm.validate()?;
         }
+        // Gathered copies go, also those of units that have no gradient: a forward has made them all together.
+        self.parameters.reshard()?;
         for group in &self.groups {
             for &index in &group.params {
                 let local = &mut self.locals[index];
@@ -261,7 +287,7 @@ impl Optimizer {
                 });
             }
         }
-        self.parameters.reshard()
+        Ok(())
     }
 
     /// A parameter's state as torch names it: `step` as a 0-d f32 tensor, tensors shaped like the parameter as
@@ -277,7 +303,7 @@ impl Optimizer {
         local.state.as_ref().map(|state| local.portable(state, location.param)).transpose()
     }
 
-    /// What [`Self::state_of`] would be before the first step: the algorithm's schema with its initial values, in
+    /// The state that [`Self::state_of`] would be before the first step: the algorithm's schema with its initial values, in
     /// fresh memory. Nothing is changed. `None` for parameters that are frozen or not in this optimizer, and where the
     /// algorithm has no state before its first step.
     ///
@@ -347,7 +373,7 @@ impl Optimizer {
         }
     }
 
-    /// Whether an entry of a parameter's state is one number for all of it (`step`), whatever its parameter's shape.
+    /// Returns `true` if an entry of a parameter's state is one number for all of it (`step`), whatever its parameter's shape.
     #[must_use]
     pub fn is_scalar_state(&self, fqn: &str, name: &str) -> bool {
         self.state_schema(fqn).iter().any(|entry| entry.name == name && entry.kind == StateKind::Scalar)

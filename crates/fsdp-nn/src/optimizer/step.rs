@@ -7,9 +7,14 @@ use super::on_device;
 use crate::Result;
 use crate::algorithm::{Algorithm, Float, Initial, StateKind};
 
+/// Updates one local parameter and its state. On an error the state is what it was.
+///
+/// State that lacks entries of the algorithm, as a checkpoint of another one leaves it, begins with what there is: a missing
+/// `step` counts from 0, and missing tensors have their initial values.
 pub(super) fn step_local<T: Scalar + Float>(algorithm: &Algorithm, local: &mut LocalParam) -> Result<()> {
-    let mut state = match local.state.take() {
-        Some(state) => state,
+    // The tensors are shared: what is changed here is only which of them there are, and the step.
+    let mut state = match &local.state {
+        Some(state) => state.clone(),
         None => initial_state(algorithm, local)?,
     };
     let mut first = false;
@@ -17,8 +22,7 @@ pub(super) fn step_local<T: Scalar + Float>(algorithm: &Algorithm, local: &mut L
     for entry in algorithm.state_entries().filter(|entry| entry.kind == StateKind::LikeParameter) {
         let missing = !matches!(state.entries.get(entry.name), Some(LocalState::Piece(_)));
         if missing {
-            // `first` holds for the one entry that begins as the gradient; others that a loaded checkpoint lacked
-            // begin at their initial value.
+            // `first` holds for the one entry that begins as the gradient.
             first |= entry.initial == Initial::FirstGradient;
             let mut fresh = initial_state(algorithm, local)?;
             let piece = match fresh.entries.swap_remove(entry.name) {
@@ -31,7 +35,8 @@ pub(super) fn step_local<T: Scalar + Float>(algorithm: &Algorithm, local: &mut L
             slices.push(flat.clone());
         }
     }
-    let step = state.step.map_or(1.0, |step| step + 1.0);
+    let step = state.step.unwrap_or(0.0) + 1.0;
+    local.handle.begin_change()?;
     for segment in local.segments.iter().filter(|segment| segment.len > 0) {
         let (Some(param), Some(grad)) =
             (local.handle.local_piece(segment.param)?, local.handle.grad_piece(segment.param)?)
@@ -52,7 +57,10 @@ pub(super) fn step_local<T: Scalar + Float>(algorithm: &Algorithm, local: &mut L
         let mut slices: Vec<&mut [T]> = pieces.iter_mut().map(|piece| &mut **piece).collect();
         algorithm.update(step, first, &mut param, &grad, &mut slices)?;
     }
-    state.step = state.step.map(|_| step);
+    let counts_steps = algorithm.state_entries().any(|entry| entry.kind == StateKind::Scalar);
+    if counts_steps || state.step.is_some() {
+        state.step = Some(step);
+    }
     // Without momentum SGD keeps nothing, and then a state dict does not name the parameter.
     local.state = (state.step.is_some() || !state.entries.is_empty()).then_some(state);
     Ok(())

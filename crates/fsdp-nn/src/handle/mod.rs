@@ -1,64 +1,39 @@
-//! The FlatParameter of one unit at work: gather, free, collect gradients, reduce them.
+//! The FlatParameter of one unit: its memory, whole or sharded, and who uses it.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+mod backward;
+
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Tensor};
-use fsdp_comm::{Element, ProcessGroup, ReduceOp};
-use fsdp_flat::storage::{
-    HostSlice, HostSliceMut, Scalar, copied_vec, refill, refill_from, release, to_device, zeroed_vec, zeros, zeros_on,
-};
+use fsdp_comm::{Element, ProcessGroup};
+use fsdp_flat::storage::{HostSlice, Scalar, copied_vec, refill, refill_from, release, to_device, zeroed_vec, zeros};
 use fsdp_flat::{FlatParameter, ShardedTensor, with_float};
 use fsdp_layout::FlatLayout;
 use fsdp_layout::flat::FlatEntry;
 use tracing::trace;
 
 use crate::device;
-use crate::gradient::copy_gradient;
+use crate::shared::Shared;
 use crate::{NnError, Result, ShardingStrategy};
 
 /// torch's name of a FlatParameter within its unit.
 pub(crate) const FLAT_PARAM: &str = "_flat_param";
 
+/// Returns `true` if candle's backward comes to a parameter, as it does to all that are trained.
+///
+/// It comes to frozen ones too, where they are released when backward is through with them: gradients of what lies before
+/// them pass through their values. The root's stay until the end.
+pub(crate) const fn takes_part_in_backward(requires_grad: bool, is_root: bool, is_sharded: bool) -> bool {
+    requires_grad || (is_sharded && !is_root)
+}
+
 /// One parameter of a unit.
 #[derive(Debug)]
 pub(crate) struct Parameter {
     pub(crate) fqn: String,
-    /// What the model computes with. Its storage is empty while the unit is sharded.
+    /// The tensor that the model computes with. Its storage is released while the unit is sharded.
     pub(crate) tensor: Tensor,
     pub(crate) requires_grad: bool,
-}
-
-/// What all units of one model share.
-#[derive(Debug)]
-pub(crate) struct Shared {
-    /// Whether a backward reduces gradients over ranks; off inside `no_sync`.
-    pub(crate) sync: AtomicBool,
-    bytes: AtomicUsize,
-    peak_bytes: AtomicUsize,
-}
-
-impl Shared {
-    pub(crate) fn new() -> Self {
-        Shared { sync: AtomicBool::new(true), bytes: AtomicUsize::new(0), peak_bytes: AtomicUsize::new(0) }
-    }
-
-    fn hold(&self, bytes: usize) {
-        let now = self.bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
-        self.peak_bytes.fetch_max(now, Ordering::Relaxed);
-    }
-
-    fn release(&self, bytes: usize) {
-        self.bytes.fetch_sub(bytes, Ordering::Relaxed);
-    }
-
-    pub(crate) fn parameter_bytes(&self) -> usize {
-        self.bytes.load(Ordering::Relaxed)
-    }
-
-    pub(crate) fn peak_parameter_bytes(&self) -> usize {
-        self.peak_bytes.load(Ordering::Relaxed)
-    }
 }
 
 /// The ranks that a model is spread over.
@@ -71,6 +46,14 @@ pub(crate) struct Groups {
 }
 
 impl Groups {
+    /// The same groups, whose collectives are told apart from those of other units: ranks that come to different units get
+    /// an error rather than each other's values.
+    fn labelled(&self, unit: &str) -> Groups {
+        let label = if unit.is_empty() { "the root unit".to_owned() } else { format!("unit {unit}") };
+        let labelled = |group: &Option<ProcessGroup>| group.as_ref().map(|group| group.with_label(&label));
+        Groups { shard: labelled(&self.shard), replicate: labelled(&self.replicate) }
+    }
+
     /// Ranks that share a FlatParameter.
     pub(crate) fn shards(&self) -> usize {
         self.shard.as_ref().map_or(1, ProcessGroup::world_size)
@@ -102,29 +85,55 @@ pub(crate) struct FlatParamHandle {
     groups: Groups,
     flat: Option<FlatParameter>,
     shared: Arc<Shared>,
+    /// The number of this unit among those of the model.
+    unit: usize,
     state: Mutex<HandleState>,
 }
 
 #[derive(Debug, Default)]
 struct HandleState {
-    gathered: bool,
+    /// `true` while the parameters' storages are filled.
+    whole: bool,
+    /// The forward that filled them.
+    gathered_in: u64,
+    /// Guards of those who compute with the parameters now.
+    users: usize,
+    /// The last change of the unit's values.
+    changed_at: u64,
     /// Gradients of this rank's own batch, unsharded; there from the last gradient to the reduction.
     unsharded_grad: Option<Tensor>,
-    /// Which parameters of `unsharded_grad` have been written.
+    /// `true` for each parameter of `unsharded_grad` that has been written.
     written: Vec<bool>,
-    /// What this backward has brought so far: gradients of trainable parameters, by their numbers.
+    /// The gradients that this backward has brought so far, by the numbers of their parameters.
     received: Vec<(usize, Tensor)>,
+    /// `true` for each parameter that this backward has passed; empty before it comes to the unit.
+    passed: Vec<bool>,
     /// The reduced gradient, as long as the shard.
     grad: Option<Tensor>,
 }
 
+/// A unit's parameters, whole and in use: nobody can reshard or change them until all guards of the unit are gone. With
+/// full sharding they are released then.
+pub(crate) struct WholeParameters<'a>(&'a FlatParamHandle);
+
+impl Drop for WholeParameters<'_> {
+    fn drop(&mut self) {
+        let mut state = self.0.state();
+        state.users -= 1;
+        if state.users == 0 && self.0.reshards_after_forward() {
+            // Where it fails, which only a GPU's driver can do, the parameters are still there, and counted so.
+            let _ = self.0.release_locked(&mut state);
+        }
+    }
+}
+
 impl FlatParamHandle {
-    /// A unit whose parameters' storages are empty. `initialize` writes this rank's initial values into the flat
+    /// Makes a unit whose parameters' storages are released. `initialize` writes this rank's initial values into the flat
     /// shard, which is the whole FlatParameter with `NoShard`.
     pub(crate) fn new(
         unit: UnitSpec,
         strategy: ShardingStrategy,
-        groups: Groups,
+        groups: &Groups,
         shared: Arc<Shared>,
         initialize: &dyn Fn(&FlatParameter) -> Result<()>,
     ) -> Result<Self> {
@@ -138,6 +147,9 @@ impl FlatParamHandle {
         let flat = FlatParameter::new(layout.clone(), rank, to_device(flat.shard(), &device)?)?;
         shared.hold(layout.sharded_numel() * dtype.size_in_bytes());
         let handle = FlatParamHandle {
+            unit: shared.add_unit(&name),
+            flat: groups.shard.is_some().then(|| flat.clone()),
+            groups: groups.labelled(&name),
             name,
             is_root,
             params,
@@ -145,8 +157,6 @@ impl FlatParamHandle {
             dtype,
             device,
             strategy,
-            flat: groups.shard.is_some().then(|| flat.clone()),
-            groups,
             shared,
             state: Mutex::new(HandleState::default()),
         };
@@ -155,7 +165,7 @@ impl FlatParamHandle {
         }
         if handle.flat.is_none() {
             with_float!(dtype, T => handle.fill_from_flat::<T>(flat.shard())?, else handle.unsupported()?);
-            handle.state().gathered = true;
+            handle.set_whole(&mut handle.state(), true);
         }
         Ok(handle)
     }
@@ -187,7 +197,7 @@ impl FlatParamHandle {
         self.flat.as_ref().map_or(0, FlatParameter::rank)
     }
 
-    /// Whether this rank holds only a part of the parameters.
+    /// Returns `true` if this rank holds only a part of the parameters.
     pub(crate) const fn is_sharded(&self) -> bool {
         self.flat.is_some()
     }
@@ -205,7 +215,7 @@ impl FlatParamHandle {
         }
     }
 
-    /// Whether parameters are freed after forward.
+    /// Returns `true` if parameters are released after forward.
     pub(crate) fn reshards_after_forward(&self) -> bool {
         matches!(self.strategy, ShardingStrategy::FullShard | ShardingStrategy::HybridShard) && !self.is_root
     }
@@ -225,7 +235,7 @@ impl FlatParamHandle {
     /// This rank's part of the reduced gradient of parameter `param`, flat.
     pub(crate) fn grad_piece(&self, param: usize) -> Result<Option<Tensor>> {
         let Some(grad) = self.grad() else { return Ok(None) };
-        match self.layout.shard_param_infos(self.shard_rank())[param] {
+        match self.layout.shard_param_info(param, self.shard_rank()) {
             Some(info) => Ok(Some(grad.narrow(0, info.offset_in_shard, info.numel_in_shard)?)),
             None => Ok(None),
         }
@@ -251,12 +261,30 @@ impl FlatParamHandle {
         state.received.clear();
     }
 
-    /// Fills the parameters' storages from all ranks' shards. One all-gather over the shard group, none if the
-    /// parameters are whole already.
-    pub(crate) fn gather(&self) -> Result<()> {
+    /// Makes the parameters whole for a forward, for as long as the guard lives.
+    /// Collectives: one all-gather over the shard group, none if they are whole already.
+    pub(crate) fn use_whole(&self) -> Result<WholeParameters<'_>> {
         let mut state = self.state();
+        // An earlier forward's copy is of no use if somebody may have written into the shards since. All ranks have lent
+        // theirs, so all of them gather again.
+        if state.users == 0 && self.shared.may_be_stale(state.gathered_in) {
+            self.release_locked(&mut state)?;
+        }
+        self.gather_locked(&mut state)?;
+        state.users += 1;
+        Ok(WholeParameters(self))
+    }
+
+    /// Makes the parameters whole for a backward.
+    /// Collectives: one all-gather over the shard group, none if they are whole already.
+    pub(crate) fn gather(&self) -> Result<()> {
+        self.gather_locked(&mut self.state())
+    }
+
+    /// Fills the parameters' storages from all ranks' shards.
+    fn gather_locked(&self, state: &mut HandleState) -> Result<()> {
         let (Some(flat), Some(group)) = (&self.flat, &self.groups.shard) else { return Ok(()) };
-        if state.gathered {
+        if state.whole {
             return Ok(());
         }
         trace!(unit = %self.name, "all-gather parameters");
@@ -264,9 +292,15 @@ impl FlatParamHandle {
             Some(whole) => self.fill_from_device(&whole)?,
             None => with_float!(self.dtype, T => self.gather_typed::<T>(flat, group)?, else self.unsupported()?),
         }
-        state.gathered = true;
+        self.set_whole(state, true);
+        state.gathered_in = self.shared.forward();
         self.shared.hold(self.unsharded_bytes());
         Ok(())
+    }
+
+    fn set_whole(&self, state: &mut HandleState, whole: bool) {
+        state.whole = whole;
+        self.shared.set_whole(self.unit, whole);
     }
 
     fn gather_typed<T: Scalar + Element>(&self, flat: &FlatParameter, group: &ProcessGroup) -> Result<()> {
@@ -304,115 +338,55 @@ impl FlatParamHandle {
         Ok(())
     }
 
-    /// Gives the memory of gathered parameters back. No communication.
+    /// Releases the memory of gathered parameters. No communication.
     pub(crate) fn reshard(&self) -> Result<()> {
-        self.reshard_locked(&mut self.state())
+        let mut state = self.state();
+        self.check_unused(&state)?;
+        self.release_locked(&mut state)
     }
 
-    fn reshard_locked(&self, state: &mut HandleState) -> Result<()> {
-        if self.flat.is_none() || !state.gathered {
+    fn release_locked(&self, state: &mut HandleState) -> Result<()> {
+        if self.flat.is_none() || !state.whole {
             return Ok(());
         }
         for param in &self.params {
             release(&param.tensor)?;
         }
-        state.gathered = false;
+        self.set_whole(state, false);
         self.shared.release(self.unsharded_bytes());
         Ok(())
     }
 
-    /// Takes the gradient of one parameter from candle's backward. With the unit's last one the parameters are freed
-    /// and the gradients are reduced over ranks.
-    pub(crate) fn receive_grad(&self, param: usize, grad: &Tensor) -> Result<()> {
+    /// Checks that no forward computes with the parameters now.
+    fn check_unused(&self, state: &HandleState) -> Result<()> {
+        if state.users > 0 { Err(NnError::UnitInUse { unit: self.name.clone() }) } else { Ok(()) }
+    }
+
+    /// Prepares a change of the unit's values: no copy of the old ones stays, and a backward of what was computed with them
+    /// is refused from now on. No communication.
+    pub(crate) fn begin_change(&self) -> Result<()> {
         let mut state = self.state();
-        // As they are: the first ones come before candle computes the others, and before the unit after is through. The
-        // memory for all of them is taken when that of the parameters has been given back.
-        state.received.push((param, grad.detach()));
-        if state.received.len() == self.params.iter().filter(|param| param.requires_grad).count() {
-            self.finish_backward_locked(&mut state)?;
+        self.check_unused(&state)?;
+        self.release_locked(&mut state)?;
+        state.changed_at = self.shared.change();
+        Ok(())
+    }
+
+    /// The number of the last change of values of any unit, for [`Self::check_unchanged`].
+    pub(crate) fn last_change(&self) -> u64 {
+        self.shared.last_change()
+    }
+
+    /// Checks that the unit's values are those that they were at a change of values of any unit.
+    pub(crate) fn check_unchanged(&self, since: u64) -> Result<()> {
+        if self.state().changed_at > since {
+            return Err(NnError::ChangedSinceForward { unit: self.name.clone() });
         }
         Ok(())
     }
 
-    /// Puts the gradients that have been received into the unsharded one, or adds them to what is there.
-    fn flatten_received(&self, state: &mut HandleState) -> Result<()> {
-        let received = std::mem::take(&mut state.received);
-        if state.unsharded_grad.is_none() {
-            state.unsharded_grad = Some(zeros_on(&[self.layout.padded_unsharded_numel()], self.dtype, &self.device)?);
-            state.written = vec![false; self.params.len()];
-        }
-        let Some(buffer) = &state.unsharded_grad else { return Ok(()) };
-        for (param, grad) in received {
-            let range = self.layout.param_range(param);
-            let accumulate = std::mem::replace(&mut state.written[param], true);
-            if !self.device.is_cpu() {
-                device::copy_gradient(&grad, buffer, range, accumulate)?;
-            } else {
-                with_float!(self.dtype, T => {
-                    copy_gradient::<T>(&grad, &mut HostSliceMut::write(buffer)?[range], accumulate)?;
-                }, else self.unsupported()?);
-            }
-        }
-        Ok(())
-    }
-
-    /// Ends a backward that did not reach all of the unit's parameters: those count as zero.
-    pub(crate) fn finish_backward(&self) -> Result<()> {
-        let mut state = self.state();
-        if !state.received.is_empty() {
-            self.finish_backward_locked(&mut state)?;
-        } else {
-            self.reshard_locked(&mut state)?;
-        }
-        Ok(())
-    }
-
-    fn finish_backward_locked(&self, state: &mut HandleState) -> Result<()> {
-        self.reshard_locked(state)?;
-        self.flatten_received(state)?;
-        if !self.shared.sync.load(Ordering::Relaxed) {
-            return Ok(());
-        }
-        let Some(unsharded) = state.unsharded_grad.take() else { return Ok(()) };
-        trace!(unit = %self.name, "reduce gradients");
-        let reduced = with_float!(self.dtype, T => self.reduce::<T>(unsharded)?, else {
-            self.unsupported()?;
-            unsharded
-        });
-        match &state.grad {
-            Some(grad) if !self.device.is_cpu() => {
-                let range = 0..grad.elem_count();
-                device::copy_gradient(&reduced, grad, range, true)?;
-            }
-            Some(grad) => with_float!(self.dtype, T => {
-                let from = HostSlice::<T>::read(&reduced)?;
-                HostSliceMut::<T>::write(grad)?.iter_mut().zip(from.iter()).for_each(|(to, from)| *to += *from);
-            }, else self.unsupported()?),
-            None => state.grad = Some(reduced),
-        }
-        Ok(())
-    }
-
-    /// The mean of all ranks' gradients: this rank's shard of it, or all of it if nothing is sharded.
-    fn reduce<T: Scalar + Element>(&self, unsharded: Tensor) -> Result<Tensor> {
-        let mut reduced = unsharded;
-        if let Some(group) = &self.groups.shard {
-            let unsharded = reduced;
-            reduced = zeros_on(&[self.layout.sharded_numel()], self.dtype, &self.device)?;
-            if !device::reduce_scatter(group, &reduced, &unsharded)? {
-                let input = HostSlice::<T>::read(&unsharded)?;
-                let mut output = HostSliceMut::<T>::write(&reduced)?;
-                group.reduce_scatter(&mut output, &input, ReduceOp::Avg)?;
-                output.finish()?;
-            }
-        }
-        if let Some(group) = &self.groups.replicate
-            && !device::all_reduce(group, &reduced)?
-        {
-            let mut buffer = HostSliceMut::<T>::write(&reduced)?;
-            group.all_reduce(&mut buffer, ReduceOp::Avg)?;
-            buffer.finish()?;
-        }
-        Ok(reduced)
+    /// Returns the error of a computation; if it is that of released memory, as one that names the sharded units.
+    pub(crate) fn explain(&self, error: candle_core::Error) -> NnError {
+        NnError::of_computation(error, || self.shared.sharded_units())
     }
 }
