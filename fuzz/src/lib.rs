@@ -9,7 +9,7 @@ use fsdp_dcp::integrity::Integrity;
 use fsdp_dcp::item::{StoredTensor, decode_value, encode_value, value_of};
 use fsdp_dcp::metadata::{decode, encode};
 use fsdp_dcp::pickle::parse;
-use fsdp_dcp::plan::{LoadOptions, LoadRequest, plan_load};
+use fsdp_dcp::plan::{LoadRequest, ReadPlanOptions, plan_load};
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::safetensors::Header;
 use fsdp_dcp::torch_zip::Directory;
@@ -66,7 +66,7 @@ pub fn dcp_metadata(data: &[u8]) {
         let boxes = vec![TensorBox::whole(&tensor.shape)];
         let request =
             LoadRequest { fqn: fqn.to_owned(), dtype: tensor.properties.dtype, shape: tensor.shape.clone(), boxes };
-        let _ = plan_load(&metadata, &[request], LoadOptions::default());
+        let _ = plan_load(&metadata, &[request], ReadPlanOptions::default());
     }
     in_directory(&[(".metadata", data), ("__0_0.distcp", &[0; 2048])], everything);
 }

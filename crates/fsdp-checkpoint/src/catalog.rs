@@ -62,9 +62,7 @@ pub(crate) fn steps_with_leftovers(dir: &Location) -> Result<BTreeSet<u64>, Chec
 /// The names in a directory, less those that are not UTF-8: none of ours is.
 fn names(dir: &Location) -> Result<Vec<String>, CheckpointError> {
     dir.names().map_err(|error| match error {
-        fsdp_dcp::CheckpointError::Io { source, .. } => {
-            CheckpointError::Directory { path: dir.name().to_owned(), source }
-        }
+        fsdp_dcp::FileError::Io { source, .. } => CheckpointError::Directory { path: dir.name().to_owned(), source },
         other => other.into(),
     })
 }

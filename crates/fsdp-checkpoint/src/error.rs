@@ -30,7 +30,7 @@ pub enum CheckpointError {
     Candle(#[from] candle_core::Error),
     /// Files are missing, damaged or of another layout.
     #[error(transparent)]
-    Files(#[from] fsdp_dcp::CheckpointError),
+    Files(#[from] fsdp_dcp::FileError),
     /// A directory of checkpoints cannot be read.
     #[error("failed to list the checkpoints in `{}`", path.display())]
     Directory {

@@ -108,7 +108,7 @@ impl InPlace {
         let FlatStateDict { mut values, paths } = flatten_state_dict(state)?;
         let (wanted, report) = wanted(reader, &mut values, options)?;
         let requests: Vec<_> = wanted.iter().map(|tensor| tensor.request.clone()).collect();
-        reader.check_read(&requests, options.of_tensors().load)?;
+        reader.check_read(&requests, options.of_tensors().plan)?;
         let (mut tensors, mut own) = (Vec::new(), Vec::new());
         for wanted in &wanted {
             let fqn = &wanted.request.fqn;

@@ -49,8 +49,8 @@ impl Default for LoadOptions {
 impl LoadOptions {
     /// What of them concerns the reading of tensors.
     pub(crate) fn of_tensors(&self) -> ReadOptions {
-        let load = fsdp_dcp::plan::LoadOptions { allow_missing: false, allow_cast: self.allow_cast };
-        ReadOptions { load, threads: self.threads }
+        let plan = fsdp_dcp::plan::ReadPlanOptions { allow_missing: false, allow_cast: self.allow_cast };
+        ReadOptions { plan, threads: self.threads }
     }
 }
 
@@ -155,7 +155,7 @@ pub(crate) fn wanted(
     for (fqn, value) in values.iter_mut() {
         let Some(saved) = reader.metadata().entries.get(fqn) else {
             if !options.allow_missing {
-                return Err(fsdp_dcp::CheckpointError::from(LoadPlanError::Missing { fqn: fqn.clone() }).into());
+                return Err(fsdp_dcp::FileError::from(LoadPlanError::Missing { fqn: fqn.clone() }).into());
             }
             report.missing.push(fqn.clone());
             continue;
@@ -240,7 +240,7 @@ impl Wanted {
         };
         if allow_cast && stored != dtype && !kind.can_be_cast_from(stored) {
             let (fqn, saved, wanted) = (fqn.to_owned(), stored, dtype);
-            return Err(fsdp_dcp::CheckpointError::from(LoadPlanError::Cast { fqn, saved, wanted }).into());
+            return Err(fsdp_dcp::FileError::from(LoadPlanError::Cast { fqn, saved, wanted }).into());
         }
         let request = LoadRequest { fqn: fqn.to_owned(), dtype, shape, boxes };
         Ok(Some(Wanted { request, kind, stored }))

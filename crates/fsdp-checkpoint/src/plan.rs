@@ -104,9 +104,9 @@ impl PlanCache {
 
 fn plan_anew(group: &ProcessGroup, local: &LocalPlan, made_of: MadeOf) -> Result<Kept, CheckpointError> {
     let plans = group.gather_object(local, PLANNER)?;
-    let options = fsdp_dcp::plan::SaveOptions { deduplicate: made_of.deduplicate };
+    let options = fsdp_dcp::plan::PlanOptions { deduplicate: made_of.deduplicate };
     let planned = plans.as_ref().map(|plans| plan_save(plans, options)).transpose();
-    let planned = group.agree("save: plan", planned.map_err(fsdp_dcp::CheckpointError::from))?;
+    let planned = group.agree("save: plan", planned.map_err(fsdp_dcp::FileError::from))?;
     let (mut orders, mut everyone) = (None, None);
     if let (Some(plans), Some(planned)) = (plans, planned) {
         let mut hasher = DefaultHasher::new();

@@ -4,8 +4,8 @@ use std::num::{NonZeroU64, NonZeroUsize};
 
 use fsdp_dcp::Location;
 use fsdp_dcp::checkpoint;
-use fsdp_dcp::durable::{Durable, clean_stale};
 use fsdp_dcp::reader::OpenOptions;
+use fsdp_dcp::storage::{Durable, clean_stale};
 use fsdp_dcp::verify::{Level, verify};
 use tracing::{info, info_span, warn};
 
@@ -29,11 +29,11 @@ impl Retention {
     /// let at = |step| StepCheckpoint { step, path: step_path("run".as_ref(), step).into() };
     /// let all: Vec<_> = (1..=6).map(|n| at(n * 10)).collect();
     /// let retention = Retention { keep_last: 2.try_into().ok(), keep_every: 30.try_into().ok() };
-    /// let steps: Vec<_> = retention.superfluous(&all).iter().map(|checkpoint| checkpoint.step).collect();
+    /// let steps: Vec<_> = retention.expired(&all).iter().map(|checkpoint| checkpoint.step).collect();
     /// assert_eq!(steps, [10, 20, 40]);
     /// ```
     #[must_use]
-    pub fn superfluous<'c>(&self, checkpoints: &'c [StepCheckpoint]) -> Vec<&'c StepCheckpoint> {
+    pub fn expired<'c>(&self, checkpoints: &'c [StepCheckpoint]) -> Vec<&'c StepCheckpoint> {
         let Some(last) = self.keep_last else { return Vec::new() };
         let old = &checkpoints[..checkpoints.len().saturating_sub(last.get())];
         let is_kept = |step: u64| self.keep_every.is_some_and(|every| step.is_multiple_of(every.get()));
@@ -66,17 +66,17 @@ pub fn prune(dir: impl Into<Location>, retention: &Retention) -> Result<Vec<Step
     for left in uncommitted.iter().filter(|left| left.step < newest.step) {
         Durable::new().remove_uncommitted(&left.path)?;
     }
-    let superfluous = retention.superfluous(&all);
-    if superfluous.is_empty() {
+    let expired = retention.expired(&all);
+    if expired.is_empty() {
         return Ok(Vec::new());
     }
-    let mut staying = all.iter().rev().filter(|checkpoint| !superfluous.contains(checkpoint));
+    let mut staying = all.iter().rev().filter(|checkpoint| !expired.contains(checkpoint));
     if !staying.any(|checkpoint| is_whole(&checkpoint.path)) {
         warn!(path = %dir, "no newer checkpoint is whole: the old ones stay");
         return Ok(Vec::new());
     }
     let mut removed = Vec::new();
-    for checkpoint in superfluous {
+    for checkpoint in expired {
         match Durable::new().remove_checkpoint(&checkpoint.path)? {
             true => removed.push(checkpoint.clone()),
             false => info!(path = %checkpoint.path, "somebody reads it: it stays for now"),

@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 use candle_core::{Device, Tensor};
 use fsdp_comm::ProcessGroup;
 use fsdp_dcp::Location;
-use fsdp_dcp::durable::{Durable, Staging};
 use fsdp_dcp::item::value_item_length;
 use fsdp_dcp::limits::MAX_OBJECT_BYTES;
 use fsdp_dcp::plan::{Deduplicate, LocalPlan, Selection};
+use fsdp_dcp::storage::{Durable, Staging};
 use fsdp_dcp::writer::{PayloadSource, RankWritten, WriteOptions, finish, write_rank};
 use fsdp_flat::storage::{to_device, with_bytes};
 use fsdp_layout::value::PlainTensor;
@@ -165,7 +165,7 @@ impl Saver {
 
 fn prepare(path: &Location, options: &SaveOptions) -> Result<Staging, CheckpointError> {
     let staging = options.durable.prepare(path, options.overwrite)?;
-    staging.check_kind(true)?;
+    staging.check_replaces_directory()?;
     Ok(staging)
 }
 
@@ -282,9 +282,9 @@ impl PayloadSource for Source {
         fqn: &str,
         bounds: &TensorBox,
         range: Range<u64>,
-        sink: &mut dyn FnMut(&[u8]) -> Result<(), fsdp_dcp::CheckpointError>,
-    ) -> Result<(), fsdp_dcp::CheckpointError> {
-        let not_stored = || fsdp_dcp::CheckpointError::NotStored { fqn: fqn.to_owned() };
+        sink: &mut dyn FnMut(&[u8]) -> Result<(), fsdp_dcp::FileError>,
+    ) -> Result<(), fsdp_dcp::FileError> {
+        let not_stored = || fsdp_dcp::FileError::NotStored { fqn: fqn.to_owned() };
         let boxes = self.tensors.get(fqn).ok_or_else(not_stored)?;
         let (_, payload) = boxes.iter().find(|(held, _)| held == bounds).ok_or_else(not_stored)?;
         let range = range.start as usize..range.end as usize;
@@ -298,8 +298,8 @@ impl PayloadSource for Source {
         Ok(())
     }
 
-    fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, fsdp_dcp::CheckpointError> {
+    fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, fsdp_dcp::FileError> {
         let value = self.values.get(fqn);
-        value.map(Cow::Borrowed).ok_or_else(|| fsdp_dcp::CheckpointError::NotStored { fqn: fqn.to_owned() })
+        value.map(Cow::Borrowed).ok_or_else(|| fsdp_dcp::FileError::NotStored { fqn: fqn.to_owned() })
     }
 }

@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use candle_core::{Device, Tensor};
 use fsdp_checkpoint::{AsyncSaver, LoadOptions, SaveOptions, load_whole};
 use fsdp_comm::run_local;
-use fsdp_dcp::durable::{Durable, Step, StepHook};
+use fsdp_dcp::storage::{Durable, Step, StepHook};
 use fsdp_flat::storage::with_slice_mut;
 use fsdp_flat::{LocalShard, ShardedTensor};
 use fsdp_layout::TensorBox;

@@ -10,11 +10,11 @@ use std::time::Instant;
 
 use fsdp_dcp::checkpoint::open;
 use fsdp_dcp::convert::{ConvertOptions, Target, convert};
-use fsdp_dcp::durable::Durable;
 use fsdp_dcp::item::TensorItem;
 use fsdp_dcp::metadata::{Chunk, Entry, METADATA_FILE, Metadata, StorageInfo, TensorEntry, TensorProperties, encode};
 use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::verify::{Level, seal, verify};
+use fsdp_dcp::storage::Durable;
+use fsdp_dcp::verify::{Level, add_integrity, verify};
 use fsdp_layout::{DType, TensorBox};
 use fsdp_tests::counting_allocator::{CountingAllocator, live_bytes, peak_bytes, reset_peak};
 
@@ -102,7 +102,7 @@ fn main() -> Result<()> {
     make(&many, std::iter::repeat_n(1, 100_000))?;
     let rows = (mib << 8) / 32;
     make(&large, std::iter::repeat_n(rows.max(1), 32))?;
-    seal(&large, None)?;
+    add_integrity(&large, None)?;
     let bytes = rows.max(1) * 4096 * 32;
     let metadata = |directory: &Path| directory.join(METADATA_FILE).metadata().map(|metadata| metadata.len());
 

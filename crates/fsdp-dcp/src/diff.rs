@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::{Checkpoint, stream};
 use crate::elements::for_each;
-use crate::error::CheckpointError;
+use crate::error::FileError;
 use crate::metadata::Entry;
 
 /// How one key differs between two checkpoints.
@@ -65,7 +65,7 @@ pub fn diff(
     second: &dyn Checkpoint,
     tolerance: Tolerance,
     found: &mut dyn FnMut(&str, Difference),
-) -> Result<(), CheckpointError> {
+) -> Result<(), FileError> {
     for (fqn, entry) in &first.metadata().entries {
         let difference = match (entry, second.metadata().entries.get(fqn)) {
             (_, None) => Some(Difference::OnlyInFirst),
@@ -102,16 +102,16 @@ fn tensors(
     dtype: DType,
     shape: &[usize],
     tolerance: Tolerance,
-) -> Result<Option<Difference>, CheckpointError> {
+) -> Result<Option<Difference>, FileError> {
     let whole = TensorBox::whole(shape);
     let element = dtype.size_in_bytes();
     let length = whole.numel() as u64 * element;
     let (mut count, mut first_at, mut max_abs) = (0u64, 0u64, None::<f64>);
     let mut at = 0u64;
     let mut other = Vec::new();
-    stream::<CheckpointError>(first, fqn, dtype, &whole, 0..length, &mut |bytes| {
+    stream::<FileError>(first, fqn, dtype, &whole, 0..length, &mut |bytes| {
         other.clear();
-        stream::<CheckpointError>(second, fqn, dtype, &whole, at..at + bytes.len() as u64, &mut |more| {
+        stream::<FileError>(second, fqn, dtype, &whole, at..at + bytes.len() as u64, &mut |more| {
             other.extend_from_slice(more);
             Ok(())
         })?;

@@ -94,7 +94,7 @@ impl FormatError {
 /// Whatever can go wrong with a checkpoint. A `path` in it may be the URL of something in an object store.
 #[derive(Debug, Error)]
 #[non_exhaustive]
-pub enum CheckpointError {
+pub enum FileError {
     /// An operation on a file or directory failed.
     #[error("failed to {operation} `{}`", path.display())]
     Io {
@@ -151,11 +151,11 @@ pub enum CheckpointError {
         path: PathBuf,
         /// What the store said last.
         #[source]
-        source: Box<CheckpointError>,
+        source: Box<FileError>,
     },
     /// A file that a rank has written is not where the checkpoint is committed.
     #[error("`{file}` is not in `{}` as a rank has written it: all ranks must save to the same place", path.display())]
-    Elsewhere {
+    TargetMismatch {
         /// Where it should be.
         path: PathBuf,
         /// Its name there.
@@ -235,10 +235,10 @@ pub enum CheckpointError {
     },
 }
 
-impl CheckpointError {
+impl FileError {
     pub(crate) fn io(operation: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
         let path = path.into();
-        move |source| CheckpointError::Io { operation, path, source }
+        move |source| FileError::Io { operation, path, source }
     }
 }
 

@@ -5,26 +5,24 @@ use std::io;
 
 use fsdp_layout::{ErrorKind, Failure};
 
-use crate::error::{CheckpointError, FormatError};
+use crate::error::{FileError, FormatError};
 use crate::pickle::PickleErrorKind;
 use crate::plan::{LoadPlanError, SavePlanError};
 
-impl Failure for CheckpointError {
+impl Failure for FileError {
     fn kind(&self) -> ErrorKind {
         match self {
-            CheckpointError::NotCommitted { .. } => ErrorKind::Incomplete,
+            FileError::NotCommitted { .. } => ErrorKind::Incomplete,
             // Most often a file that the checkpoint says it has.
-            CheckpointError::Io { source, .. } if source.kind() == io::ErrorKind::NotFound => ErrorKind::Incomplete,
-            CheckpointError::Exists { .. }
-            | CheckpointError::NotReplaceable { .. }
-            | CheckpointError::Overwrite { .. }
-            | CheckpointError::Location { .. }
-            | CheckpointError::Encode { .. } => ErrorKind::Usage,
-            CheckpointError::Path { .. } => ErrorKind::Unsafe,
-            CheckpointError::NotStored { .. } | CheckpointError::LoadPlan(LoadPlanError::Chunks { .. }) => {
-                ErrorKind::Corrupt
-            }
-            CheckpointError::LoadPlan(_) => ErrorKind::Difference,
+            FileError::Io { source, .. } if source.kind() == io::ErrorKind::NotFound => ErrorKind::Incomplete,
+            FileError::Exists { .. }
+            | FileError::NotReplaceable { .. }
+            | FileError::Overwrite { .. }
+            | FileError::Location { .. }
+            | FileError::Encode { .. } => ErrorKind::Usage,
+            FileError::Path { .. } => ErrorKind::Unsafe,
+            FileError::NotStored { .. } | FileError::LoadPlan(LoadPlanError::Chunks { .. }) => ErrorKind::Corrupt,
+            FileError::LoadPlan(_) => ErrorKind::Difference,
             _ => kind_of_cause(self),
         }
     }

@@ -7,17 +7,14 @@
 //! | [`writer`] | how N ranks save one checkpoint together, straight from their memory |
 //! | [`reader`] | how any part of a checkpoint is read, by ranges, checked, in parallel |
 //! | [`plan`] | who writes what, who reads what: pure functions, all errors before any byte moves |
-//! | [`durable`] | when a checkpoint is there: staging, fsync, one rename; the crash contract |
+//! | [`storage`] | directories and object stores behind one trait; staging, fsync, one rename; the crash contract |
 //! | [`checkpoint`] | a checkpoint of any format: what it holds, and any part of it |
 //! | [`convert`] | from any format to any, filtered, renamed, cast, resharded, in bounded memory |
 //! | [`verify`](mod@verify), [`diff`](mod@diff), [`elements`] | whether it is whole, how two differ, what the numbers are |
 //! | [`metadata`] | what `.metadata` says, and torch's pickle of it |
-//! | [`integrity`] | the hashes beside it |
 //! | [`item`] | one tensor or value inside a `.distcp` file |
 //! | [`torch_zip`], [`pickle`], [`safetensors`] | the containers: torch's zip, a pickle that cannot run, safetensors |
-//! | [`location`] | where a checkpoint is: a path, or the URL of an object store |
-//! | [`directory`] | files that belong together, opened safely |
-//! | [`source`], [`strided`], [`file`](mod@file) | bytes by position, in any memory order, checked as they are read |
+//! | [`strided`] | bytes in any memory order |
 //! | [`limits`] | how much a hostile file can make us do |
 //!
 //! A checkpoint on disk:
@@ -34,26 +31,17 @@
 pub mod checkpoint;
 pub mod convert;
 pub mod diff;
-pub mod directory;
-pub mod durable;
 pub mod elements;
 pub mod error;
-pub mod file;
-pub mod integrity;
 pub mod item;
 mod kind;
 pub mod limits;
-pub mod location;
 pub mod metadata;
-#[cfg(feature = "object-store")]
-mod object;
-mod paths;
 pub mod pickle;
 pub mod plan;
 pub mod reader;
-mod root;
 pub mod safetensors;
-pub mod source;
+pub mod storage;
 pub mod strided;
 mod threads;
 pub mod torch_zip;
@@ -61,10 +49,9 @@ mod values;
 pub mod verify;
 pub mod writer;
 
-pub use error::{CheckpointError, FormatError};
-pub use location::Location;
+pub use error::{FileError, FormatError};
 pub use metadata::Metadata;
+pub use storage::integrity;
+pub use storage::location::Location;
 #[cfg(feature = "object-store")]
-pub use object::Store;
-#[cfg(feature = "object-store")]
-pub use object_store;
+pub use storage::object::{Store, object_store};

@@ -6,7 +6,7 @@ use fsdp_layout::TensorBox;
 use fsdp_layout::boxes::row_major_strides;
 
 use crate::error::FormatError;
-use crate::source::{BlockReader, ReadAt};
+use crate::storage::read_at::{BlockReader, ReadAt};
 
 /// Where the elements of a tensor (or chunk) lie in a storage, in elements.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -2,7 +2,7 @@
 
 use std::process::{Command, Output};
 
-use fsdp::dcp::durable::Durable;
+use fsdp::dcp::storage::Durable;
 use serde_json::Value;
 
 use crate::conformance::LARGE;

@@ -277,7 +277,7 @@ fn what_cannot_be_cast_is_found_before_anything_changes() {
                 error
             })
             .unwrap();
-            let cast = CheckpointError::from(fsdp_dcp::CheckpointError::from(LoadPlanError::Cast {
+            let cast = CheckpointError::from(fsdp_dcp::FileError::from(LoadPlanError::Cast {
                 fqn: "raw".to_owned(),
                 saved: fsdp_layout::DType::Bool,
                 wanted: if matches!(wanted(), StateValue::Raw(_)) {

@@ -16,13 +16,14 @@ use fsdp_layout::boxes::boxes_of_flat_range;
 use fsdp_layout::{DType, PlainValue, TensorBox};
 use serde::{Deserialize, Serialize};
 
-use crate::directory::CheckedDirectory;
-use crate::error::{CheckpointError, FormatError};
-use crate::location::{Location, Resolved};
+use crate::error::{FileError, FormatError};
 use crate::metadata::{METADATA_FILE, Metadata, Replica};
-use crate::plan::{LoadOptions, LoadPlan, LoadRequest, plan_load};
+use crate::plan::{LoadPlan, LoadRequest, ReadPlanOptions, plan_load};
 use crate::reader::{CheckpointReader, Destination, OpenOptions, ReadOptions, metadata_files};
-use crate::source::ReadAt as _;
+use crate::storage::backend::{EntryKind, Links};
+use crate::storage::checked_directory::CheckedDirectory;
+use crate::storage::location::Location;
+use crate::storage::read_at::ReadAt as _;
 
 pub(crate) use safetensors::{NEW_VALUES, VALUES_HASH, values_hash};
 pub use safetensors::{SafetensorsCheckpoint, VALUES_FILE, values_beside};
@@ -68,14 +69,14 @@ pub trait Checkpoint: Send + Sync {
     fn directory(&self) -> &CheckedDirectory;
 
     /// Reads one box of a tensor into its row-major bytes, in the dtype that [`Checkpoint::metadata`] says.
-    fn read_box(&self, fqn: &str, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), CheckpointError>;
+    fn read_box(&self, fqn: &str, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError>;
 
     /// Reads boxes of many tensors into buffers. All that can be known beforehand is checked first: on an error of the
     /// plan no buffer was touched. Returns the plan, which lists the requests that were missing, if that was allowed.
-    fn read(&self, destinations: Vec<Destination<'_>>, options: ReadOptions) -> Result<LoadPlan, CheckpointError> {
+    fn read(&self, destinations: Vec<Destination<'_>>, options: ReadOptions) -> Result<LoadPlan, FileError> {
         let (requests, buffers): (Vec<_>, Vec<_>) =
             destinations.into_iter().map(|destination| (destination.request, destination.buffers)).unzip();
-        let plan = plan_load(self.metadata(), &requests, options.load)?;
+        let plan = plan_load(self.metadata(), &requests, options.plan)?;
         for (index, (request, buffers)) in requests.iter().zip(buffers).enumerate() {
             if plan.missing.contains(&index) {
                 continue;
@@ -89,35 +90,35 @@ pub trait Checkpoint: Send + Sync {
 
     /// Checks all that can be known of a [`Checkpoint::read`] before the bytes of tensors are read: the plan, and that they
     /// can be where the metadata says.
-    fn check_read(&self, requests: &[LoadRequest], options: LoadOptions) -> Result<LoadPlan, CheckpointError> {
+    fn check_read(&self, requests: &[LoadRequest], options: ReadPlanOptions) -> Result<LoadPlan, FileError> {
         self.check_stored()?;
         Ok(plan_load(self.metadata(), requests, options)?)
     }
 
     /// Reads a non-tensor value.
-    fn read_value(&self, fqn: &str) -> Result<PlainValue, CheckpointError>;
+    fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError>;
 
     /// Checks that every tensor's bytes can be where the metadata says: before a conversion reserves space for them.
-    fn check_stored(&self) -> Result<(), CheckpointError> {
+    fn check_stored(&self) -> Result<(), FileError> {
         Ok(())
     }
 
     /// How a quantized tensor's integers are meant: a tuple of `torch.per_tensor_affine`, scale and zero point, or of
     /// `torch.per_channel_affine`, their tensors and the axis. `None` for other tensors, or where it is not known.
-    fn quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, CheckpointError> {
+    fn quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, FileError> {
         let _ = fqn;
         Ok(None)
     }
 
     /// Reads a box of another copy of a chunk; see [`Metadata::replicas`].
-    fn read_replica(&self, replica: &Replica, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), CheckpointError> {
+    fn read_replica(&self, replica: &Replica, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {
         let _ = (bounds, dst);
-        Err(CheckpointError::NotStored { fqn: replica.fqn.clone() })
+        Err(FileError::NotStored { fqn: replica.fqn.clone() })
     }
 
     /// Reads another copy of a value; see [`Metadata::replicas`].
-    fn read_value_replica(&self, replica: &Replica) -> Result<PlainValue, CheckpointError> {
-        Err(CheckpointError::NotStored { fqn: replica.fqn.clone() })
+    fn read_value_replica(&self, replica: &Replica) -> Result<PlainValue, FileError> {
+        Err(FileError::NotStored { fqn: replica.fqn.clone() })
     }
 
     /// Bytes of data files read so far.
@@ -143,45 +144,49 @@ impl Checkpoint for CheckpointReader {
         CheckpointReader::directory(self)
     }
 
-    fn read_box(&self, fqn: &str, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), CheckpointError> {
+    fn read_box(&self, fqn: &str, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {
         CheckpointReader::read_box(self, fqn, bounds, dst)
     }
 
-    fn read(&self, destinations: Vec<Destination<'_>>, options: ReadOptions) -> Result<LoadPlan, CheckpointError> {
+    fn read(&self, destinations: Vec<Destination<'_>>, options: ReadOptions) -> Result<LoadPlan, FileError> {
         CheckpointReader::read(self, destinations, options)
     }
 
-    fn check_read(&self, requests: &[LoadRequest], options: LoadOptions) -> Result<LoadPlan, CheckpointError> {
+    fn check_read(&self, requests: &[LoadRequest], options: ReadPlanOptions) -> Result<LoadPlan, FileError> {
         CheckpointReader::check_read(self, requests, options)
     }
 
-    fn read_value(&self, fqn: &str) -> Result<PlainValue, CheckpointError> {
+    fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
         CheckpointReader::read_value(self, fqn)
     }
 
-    fn check_stored(&self) -> Result<(), CheckpointError> {
+    fn check_stored(&self) -> Result<(), FileError> {
         self.check_items()
     }
 
-    fn quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, CheckpointError> {
+    fn quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, FileError> {
         self.read_quantizer(fqn)
     }
 
-    fn read_replica(&self, replica: &Replica, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), CheckpointError> {
+    fn read_replica(&self, replica: &Replica, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {
         CheckpointReader::read_replica(self, replica, bounds, dst)
     }
 
-    fn read_value_replica(&self, replica: &Replica) -> Result<PlainValue, CheckpointError> {
+    fn read_value_replica(&self, replica: &Replica) -> Result<PlainValue, FileError> {
         self.read_stored_value(&replica.fqn, &replica.stored)
     }
 }
 
 /// Opens whatever checkpoint is there: a path, or the URL of one in an object store.
-pub fn open(location: impl Into<Location>, options: OpenOptions) -> Result<Box<dyn Checkpoint>, CheckpointError> {
+pub fn open(location: impl Into<Location>, options: OpenOptions) -> Result<Box<dyn Checkpoint>, FileError> {
     let location = location.into();
     let path = location.name();
-    if is_directory(&location)? {
-        let directory = CheckedDirectory::open(&location, false, false)?;
+    let kind = location
+        .storage()
+        .kind()?
+        .ok_or_else(|| FileError::NotCommitted { path: path.to_owned(), reason: "there is nothing" })?;
+    if kind == EntryKind::Directory {
+        let directory = CheckedDirectory::open(&location, false, Links::Refuse)?;
         let is_dcp = directory.has(METADATA_FILE)? || !metadata_files(&directory)?.is_empty();
         let has_safetensors = directory.names()?.iter().any(|name| name.ends_with(".safetensors"));
         return match (is_dcp, has_safetensors) {
@@ -190,11 +195,11 @@ pub fn open(location: impl Into<Location>, options: OpenOptions) -> Result<Box<d
         };
     }
     let (parent, name) = location.split()?;
-    let file = CheckedDirectory::open(parent, false, true)?.file(name).map_err(|error| match error {
+    let file = CheckedDirectory::open(&parent, false, Links::Follow)?.file(name).map_err(|error| match error {
         // What the user names is no path inside a checkpoint.
-        CheckpointError::Path { .. } => {
+        FileError::Path { .. } => {
             let source = FormatError::Unsupported { what: "what is no regular file".to_owned() };
-            CheckpointError::File { path: path.to_owned(), source }
+            FileError::File { path: path.to_owned(), source }
         }
         error => error,
     })?;
@@ -202,9 +207,9 @@ pub fn open(location: impl Into<Location>, options: OpenOptions) -> Result<Box<d
     let read = file.read_exact_at(0, &mut magic);
     let unsupported = |what: &str| {
         let source = FormatError::Unsupported { what: what.to_owned() };
-        Err(CheckpointError::File { path: path.to_owned(), source })
+        Err(FileError::File { path: path.to_owned(), source })
     };
-    read.map_err(|source| CheckpointError::File { path: path.to_owned(), source })?;
+    read.map_err(|source| FileError::File { path: path.to_owned(), source })?;
     match magic.as_slice() {
         [b'P', b'K', 3 | 5, ..] => Ok(Box::new(TorchCheckpoint::open(&location, options)?)),
         // The pickles of torch before 1.6 begin with a magic number as their first value.
@@ -216,31 +221,13 @@ pub fn open(location: impl Into<Location>, options: OpenOptions) -> Result<Box<d
     }
 }
 
-/// Whether it is a directory or a prefix, rather than a file or an object.
-fn is_directory(location: &Location) -> Result<bool, CheckpointError> {
-    let nothing = || CheckpointError::NotCommitted { path: location.name().to_owned(), reason: "there is nothing" };
-    match location.resolve()? {
-        Resolved::Local(path) => match path.metadata() {
-            Ok(metadata) => Ok(metadata.is_dir()),
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Err(nothing()),
-            Err(error) => Err(CheckpointError::io("inspect", path)(error)),
-        },
-        #[cfg(feature = "object-store")]
-        Resolved::Object(prefix) if prefix.head("")?.is_some() => Ok(false),
-        #[cfg(feature = "object-store")]
-        Resolved::Object(prefix) if prefix.is_empty()? => Err(nothing()),
-        #[cfg(feature = "object-store")]
-        Resolved::Object(_) => Ok(true),
-    }
-}
-
 /// How much of a tensor [`stream`] reads at once.
 const PIECE: usize = 16 << 20;
 
 /// Reads bytes `range` of the row-major box `bounds` of a tensor, in order, in pieces of bounded size.
 ///
 /// `range` must begin and end between elements.
-pub fn stream<E: From<CheckpointError>>(
+pub fn stream<E: From<FileError>>(
     checkpoint: &dyn Checkpoint,
     fqn: &str,
     dtype: DType,
@@ -253,10 +240,10 @@ pub fn stream<E: From<CheckpointError>>(
 }
 
 /// Fills a buffer with the row-major bytes of a box.
-type ReadBox<'r> = dyn FnMut(&TensorBox, &mut [u8]) -> Result<(), CheckpointError> + 'r;
+type ReadBox<'r> = dyn FnMut(&TensorBox, &mut [u8]) -> Result<(), FileError> + 'r;
 
 /// As [`stream`], with boxes from wherever `read` takes them.
-pub(crate) fn stream_boxes<E: From<CheckpointError>>(
+pub(crate) fn stream_boxes<E: From<FileError>>(
     read: &mut ReadBox<'_>,
     dtype: DType,
     bounds: &TensorBox,

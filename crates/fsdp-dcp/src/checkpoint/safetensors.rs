@@ -11,15 +11,16 @@ use twox_hash::XxHash3_128;
 
 use super::lookup::{check_length, no_value, tensor_of};
 use super::{Checkpoint, Format};
-use crate::directory::CheckedDirectory;
-use crate::error::{CheckpointError, FormatError};
+use crate::error::{FileError, FormatError};
 use crate::limits::{MAX_INDEX_BYTES, MAX_TENSOR_RANK, is_sane_shape};
-use crate::location::Location;
 use crate::metadata::{BytesEntry, Chunk, Entry, Metadata, Replica, StorageInfo, TensorEntry, TensorProperties};
-use crate::plan::{LoadOptions, LoadRequest, plan_load};
+use crate::plan::{LoadRequest, ReadPlanOptions, plan_load};
 use crate::reader::OpenOptions;
 use crate::safetensors::Header;
-use crate::source::BlockReader;
+use crate::storage::backend::Links;
+use crate::storage::checked_directory::CheckedDirectory;
+use crate::storage::location::Location;
+use crate::storage::read_at::BlockReader;
 use crate::strided::{StridedLayout, read_overlap};
 use crate::values;
 
@@ -67,10 +68,10 @@ struct Saved {
 
 impl SafetensorsCheckpoint {
     /// Opens one file. Values are taken from `NAME.values.json` beside it, if that is there.
-    pub fn open_file(location: impl Into<Location>, options: OpenOptions) -> Result<Self, CheckpointError> {
+    pub fn open_file(location: impl Into<Location>, options: OpenOptions) -> Result<Self, FileError> {
         let location = location.into();
         let (parent, name) = location.split()?;
-        let directory = CheckedDirectory::open_beside(parent, name, options.verify)?;
+        let directory = CheckedDirectory::open_beside(&parent, name, options.verify)?;
         let mut opened = SafetensorsCheckpoint {
             path: location.name().to_owned(),
             format: Format::SafetensorsFile,
@@ -99,9 +100,9 @@ impl SafetensorsCheckpoint {
     ///
     /// Shards that torch's `HuggingFaceStorageWriter` wrote become chunks of whole tensors. Values are taken from
     /// [`VALUES_FILE`].
-    pub fn open_directory(location: impl Into<Location>, options: OpenOptions) -> Result<Self, CheckpointError> {
+    pub fn open_directory(location: impl Into<Location>, options: OpenOptions) -> Result<Self, FileError> {
         let location = location.into();
-        let directory = CheckedDirectory::open(&location, options.verify, true)?;
+        let directory = CheckedDirectory::open(&location, options.verify, Links::Follow)?;
         let names = directory.names()?;
         let mut opened = SafetensorsCheckpoint {
             path: location.name().to_owned(),
@@ -126,7 +127,7 @@ impl SafetensorsCheckpoint {
     }
 
     /// Adds the tensors that an index names, each from the file that it gives.
-    fn add_indexed(&mut self, index: &str) -> Result<(), CheckpointError> {
+    fn add_indexed(&mut self, index: &str) -> Result<(), FileError> {
         let bytes = self.directory.read_small(index, MAX_INDEX_BYTES)?;
         let malformed = |reason: String| FormatError::Malformed { what: "safetensors index", reason };
         let parsed: Index = serde_json::from_slice(&bytes)
@@ -139,7 +140,7 @@ impl SafetensorsCheckpoint {
             if file.contains('/') {
                 let path = file.to_owned();
                 let reason = "an index names files beside it only";
-                return Err(CheckpointError::Path { root: self.path.clone(), path, reason });
+                return Err(FileError::Path { root: self.path.clone(), path, reason });
             }
             self.add_file(file, Some(&keys))?;
         }
@@ -150,7 +151,7 @@ impl SafetensorsCheckpoint {
     }
 
     /// Adds the tensors of a file: all, or those of the given keys. Returns the texts in its header.
-    fn add_file(&mut self, name: &str, keys: Option<&[&str]>) -> Result<IndexMap<String, String>, CheckpointError> {
+    fn add_file(&mut self, name: &str, keys: Option<&[&str]>) -> Result<IndexMap<String, String>, FileError> {
         let file = self.directory.file(name)?;
         let error = |source| self.directory.file_error(name, source);
         let malformed = |reason: String| error(FormatError::Malformed { what: "safetensors header", reason });
@@ -226,18 +227,18 @@ impl SafetensorsCheckpoint {
         overlap: &TensorBox,
         bounds: &TensorBox,
         dst: &mut [u8],
-    ) -> Result<(), CheckpointError> {
+    ) -> Result<(), FileError> {
         let file = self.directory.file(&stored.relative_path)?;
         let layout = StridedLayout { bounds: whole.clone(), offset: 0, strides: row_major_strides(&whole.sizes) };
         let element = dtype.size_in_bytes() as usize;
         let mut reader = BlockReader::new(&*file);
         read_overlap(&mut reader, stored.offset, element, &layout, overlap, bounds, dst).map_err(|source| {
             let path = self.directory.path().join(&stored.relative_path);
-            CheckpointError::Item { fqn: fqn.to_owned(), path, offset: stored.offset, source }
+            FileError::Item { fqn: fqn.to_owned(), path, offset: stored.offset, source }
         })
     }
 
-    fn add_values(&mut self, name: &str, bytes: &[u8]) -> Result<(), CheckpointError> {
+    fn add_values(&mut self, name: &str, bytes: &[u8]) -> Result<(), FileError> {
         // Tensors inside values lie among the others, under keys of their own; here they belong to their value again.
         let mut inside = Vec::new();
         let mut load = |key: &str| -> Result<PlainTensor, FormatError> {
@@ -289,12 +290,12 @@ impl Checkpoint for SafetensorsCheckpoint {
         &self.directory
     }
 
-    fn read_box(&self, fqn: &str, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), CheckpointError> {
+    fn read_box(&self, fqn: &str, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {
         let tensor = tensor_of(&self.metadata, fqn)?;
         let dtype = tensor.properties.dtype;
         let request =
             LoadRequest { fqn: fqn.to_owned(), dtype, shape: tensor.shape.clone(), boxes: vec![bounds.clone()] };
-        let plan = plan_load(&self.metadata, &[request], LoadOptions::default())?;
+        let plan = plan_load(&self.metadata, &[request], ReadPlanOptions::default())?;
         check_length(fqn, bounds, dtype.size_in_bytes(), dst)?;
         for read in plan.reads {
             let chunk = &tensor.chunks[read.chunk];
@@ -305,7 +306,7 @@ impl Checkpoint for SafetensorsCheckpoint {
         Ok(())
     }
 
-    fn read_replica(&self, replica: &Replica, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), CheckpointError> {
+    fn read_replica(&self, replica: &Replica, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {
         let Replica { fqn, bounds: Some(whole), stored } = replica else {
             return Err(no_value(&self.metadata, &replica.fqn));
         };
@@ -314,7 +315,7 @@ impl Checkpoint for SafetensorsCheckpoint {
         self.read_stored(fqn, dtype, whole, stored, bounds, bounds, dst)
     }
 
-    fn read_value(&self, fqn: &str) -> Result<PlainValue, CheckpointError> {
+    fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
         self.values.get(fqn).cloned().ok_or_else(|| no_value(&self.metadata, fqn))
     }
 }

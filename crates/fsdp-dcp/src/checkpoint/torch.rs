@@ -9,17 +9,17 @@ use indexmap::IndexMap;
 
 use super::lookup::{check_length, no_value, tensor_of};
 use super::{Checkpoint, Format};
-use crate::directory::CheckedDirectory;
-use crate::error::{CheckpointError, FormatError};
-use crate::file::CheckedFile;
+use crate::error::{FileError, FormatError};
 use crate::item::{TensorLoader, TensorRef, check_byte_order, convert};
 use crate::limits::MAX_OBJECT_BYTES;
-use crate::location::Location;
 use crate::metadata::{BytesEntry, Chunk, Entry, Metadata, StorageInfo, TensorEntry, TensorProperties};
 use crate::pickle::{Node, NodeId, Pickle, Walk, parse};
 use crate::plan::LoadPlanError;
 use crate::reader::OpenOptions;
-use crate::source::BlockReader;
+use crate::storage::checked_directory::CheckedDirectory;
+use crate::storage::checked_file::CheckedFile;
+use crate::storage::location::Location;
+use crate::storage::read_at::BlockReader;
 use crate::strided::read_overlap;
 use crate::torch_zip::Directory;
 
@@ -42,13 +42,13 @@ pub struct TorchCheckpoint {
 
 impl TorchCheckpoint {
     /// Opens a file of `torch.save` (torch 1.6 or later).
-    pub fn open(location: impl Into<Location>, options: OpenOptions) -> Result<Self, CheckpointError> {
+    pub fn open(location: impl Into<Location>, options: OpenOptions) -> Result<Self, FileError> {
         let location = location.into();
         let path = location.name();
         let (parent, name) = location.split()?;
-        let directory = CheckedDirectory::open_beside(parent, name, options.verify)?;
+        let directory = CheckedDirectory::open_beside(&parent, name, options.verify)?;
         let file = directory.file(name)?;
-        let error = |source| CheckpointError::File { path: path.to_owned(), source };
+        let error = |source| FileError::File { path: path.to_owned(), source };
         let archive = Directory::read(&*file).map_err(error)?;
         check_byte_order(&archive, &*file).map_err(error)?;
         let pickle = archive.read_record(&*file, "data.pkl", MAX_OBJECT_BYTES).map_err(error)?;
@@ -234,7 +234,7 @@ impl Checkpoint for TorchCheckpoint {
         &self.directory
     }
 
-    fn read_box(&self, fqn: &str, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), CheckpointError> {
+    fn read_box(&self, fqn: &str, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {
         let entry = tensor_of(&self.metadata, fqn)?;
         let Some(tensor) = self.tensors.get(fqn) else { return Err(no_value(&self.metadata, fqn)) };
         if !bounds.fits(&entry.shape) {
@@ -249,19 +249,14 @@ impl Checkpoint for TorchCheckpoint {
             let mut reader = BlockReader::new(&*self.file);
             read_overlap(&mut reader, start, element, &tensor.layout, bounds, bounds, dst)
         };
-        read().map_err(|source| CheckpointError::Item {
-            fqn: fqn.to_owned(),
-            path: self.path.clone(),
-            offset: 0,
-            source,
-        })
+        read().map_err(|source| FileError::Item { fqn: fqn.to_owned(), path: self.path.clone(), offset: 0, source })
     }
 
-    fn quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, CheckpointError> {
+    fn quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, FileError> {
         Ok(self.quantizers.get(fqn).cloned())
     }
 
-    fn read_value(&self, fqn: &str) -> Result<PlainValue, CheckpointError> {
+    fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
         self.values.get(fqn).cloned().ok_or_else(|| no_value(&self.metadata, fqn))
     }
 }

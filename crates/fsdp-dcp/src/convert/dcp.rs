@@ -5,11 +5,11 @@ use fsdp_layout::TensorBox;
 use super::stream::Streamed;
 use super::{ConvertOptions, Converted, summary};
 use crate::checkpoint::Checkpoint;
-use crate::durable::Staging;
-use crate::error::{CheckpointError, FormatError};
+use crate::error::{FileError, FormatError};
 use crate::item::value_item_length;
 use crate::metadata::Entry;
-use crate::plan::{LocalPlan, SaveOptions, WriteContent, WriteItem, plan_save};
+use crate::plan::{LocalPlan, PlanOptions, WriteContent, WriteItem, plan_save};
+use crate::storage::Staging;
 use crate::writer::{WriteOptions, finish, write_rank};
 
 pub(super) fn write(
@@ -17,9 +17,9 @@ pub(super) fn write(
     staging: Staging,
     ranks: usize,
     options: ConvertOptions<'_>,
-) -> Result<Converted, CheckpointError> {
+) -> Result<Converted, FileError> {
     let plans = plans(source, ranks)?;
-    let mut global = plan_save(&plans, SaveOptions::default())?;
+    let mut global = plan_save(&plans, PlanOptions::default())?;
     // Without paths, torch's offline tools take flat keys; half of them would be worse than none.
     if source.metadata().planner_data.is_none() {
         global.metadata.planner_data = None;
@@ -35,7 +35,7 @@ pub(super) fn write(
 }
 
 /// The local plans of `ranks` ranks: tensors cut along dim 0 as torch cuts them, values on every rank.
-pub(super) fn plans(source: &dyn Checkpoint, ranks: usize) -> Result<Vec<LocalPlan>, CheckpointError> {
+pub(super) fn plans(source: &dyn Checkpoint, ranks: usize) -> Result<Vec<LocalPlan>, FileError> {
     let metadata = source.metadata();
     let mut plans = vec![LocalPlan::default(); ranks];
     for (fqn, entry) in &metadata.entries {
@@ -43,7 +43,7 @@ pub(super) fn plans(source: &dyn Checkpoint, ranks: usize) -> Result<Vec<LocalPl
         let content = match entry {
             Entry::Bytes(_) => {
                 let value = source.read_value(fqn)?;
-                let encode = |source: FormatError| CheckpointError::Encode { fqn: fqn.clone(), source };
+                let encode = |source: FormatError| FileError::Encode { fqn: fqn.clone(), source };
                 WriteContent::Value { length: value_item_length(&value).map_err(encode)? }
             }
             Entry::Tensor(tensor) => WriteContent::Tensor {

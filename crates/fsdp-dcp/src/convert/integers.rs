@@ -8,9 +8,9 @@ use indexmap::IndexMap;
 
 use crate::checkpoint::lookup::no_value;
 use crate::checkpoint::{Checkpoint, Format};
-use crate::directory::CheckedDirectory;
-use crate::error::{CheckpointError, FormatError};
+use crate::error::{FileError, FormatError};
 use crate::metadata::{BytesEntry, Entry, Metadata};
+use crate::storage::checked_directory::CheckedDirectory;
 
 pub(super) struct Integers<'a> {
     source: &'a dyn Checkpoint,
@@ -30,7 +30,7 @@ fn integer(dtype: DType) -> Option<DType> {
 
 impl<'a> Integers<'a> {
     /// `None` if nothing is quantized.
-    pub(super) fn of(source: &'a dyn Checkpoint) -> Result<Option<Self>, CheckpointError> {
+    pub(super) fn of(source: &'a dyn Checkpoint) -> Result<Option<Self>, FileError> {
         let from = source.metadata();
         if !from.tensors().any(|(_, tensor)| integer(tensor.properties.dtype).is_some()) {
             return Ok(None);
@@ -46,7 +46,7 @@ impl<'a> Integers<'a> {
             let key = format!("{fqn}.quantizer");
             if metadata.entries.insert(key.clone(), Entry::Bytes(BytesEntry::default())).is_some() {
                 let what = format!("a quantized tensor beside a value `{key}`");
-                return Err(CheckpointError::Encode { fqn: fqn.to_owned(), source: FormatError::Unsupported { what } });
+                return Err(FileError::Encode { fqn: fqn.to_owned(), source: FormatError::Unsupported { what } });
             }
             if let Some(paths) = &mut metadata.planner_data {
                 // Beside the tensor, where that is in a dict; at the top, where it is in a list.
@@ -86,15 +86,15 @@ impl Checkpoint for Integers<'_> {
         self.source.directory()
     }
 
-    fn read_box(&self, fqn: &str, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), CheckpointError> {
+    fn read_box(&self, fqn: &str, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {
         self.source.read_box(fqn, bounds, dst)
     }
 
-    fn check_stored(&self) -> Result<(), CheckpointError> {
+    fn check_stored(&self) -> Result<(), FileError> {
         self.source.check_stored()
     }
 
-    fn read_value(&self, fqn: &str) -> Result<PlainValue, CheckpointError> {
+    fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
         match self.quantizers.get(fqn) {
             Some(quantizer) => Ok(quantizer.clone()),
             None if self.metadata.entries.contains_key(fqn) => self.source.read_value(fqn),

@@ -16,11 +16,12 @@ mod torch;
 mod view;
 
 use crate::checkpoint::Checkpoint;
-use crate::durable::{Beside, Durable, Staging};
-use crate::error::CheckpointError;
-use crate::integrity::integrity_beside;
-use crate::location::Location;
+use crate::error::FileError;
 use crate::reader::default_threads;
+use crate::storage::integrity::integrity_beside;
+use crate::storage::location::Location;
+use crate::storage::sidecar::Sidecar;
+use crate::storage::{Durable, Staging};
 
 pub use view::{Rename, View};
 
@@ -100,14 +101,14 @@ pub struct Converted {
 /// use fsdp_dcp::convert::{ConvertOptions, Target, convert};
 /// let source = open("checkpoints/step-20", Default::default())?;
 /// convert(&*source, "model.safetensors", Target::SafetensorsFile, ConvertOptions::default())?;
-/// # Ok::<(), fsdp_dcp::CheckpointError>(())
+/// # Ok::<(), fsdp_dcp::FileError>(())
 /// ```
 pub fn convert(
     source: &dyn Checkpoint,
     destination: impl Into<Location>,
     target: Target,
     options: ConvertOptions<'_>,
-) -> Result<Converted, CheckpointError> {
+) -> Result<Converted, FileError> {
     if let Some(integers) = integers::Integers::of(source)? {
         let quantized = integers.keys().map(str::to_owned).collect();
         return Ok(Converted { quantized, ..convert(&integers, destination, target, options)? });
@@ -115,7 +116,12 @@ pub fn convert(
     source.check_stored()?;
     let durable = options.durable.cloned().unwrap_or_default();
     let staging = durable.prepare(destination, options.overwrite)?;
-    staging.check_kind(!matches!(target, Target::SafetensorsFile | Target::Torch))?;
+    match target {
+        Target::SafetensorsFile | Target::Torch => staging.check_replaces_file()?,
+        Target::Dcp { .. } | Target::SafetensorsDirectory { .. } | Target::SafetensorsShards { .. } => {
+            staging.check_replaces_directory()?;
+        }
+    }
     match target {
         Target::Dcp { ranks } => dcp::write(source, staging, ranks.max(1), options),
         Target::SafetensorsFile => safetensors::write_file(source, staging, options),
@@ -127,12 +133,16 @@ pub fn convert(
     }
 }
 
-/// Puts a checkpoint of one file in its place. Hashes of what was there are gone before it is.
-fn commit_file(staging: Staging, beside: Option<Beside<'_>>) -> Result<(), CheckpointError> {
+/// Puts a checkpoint of one file in its place. Removes the old file's hashes first, so that they never describe the new
+/// one.
+fn commit_file(staging: Staging, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError> {
     let integrity = integrity_beside(staging.target_name());
-    staging.check_beside(&integrity)?;
-    staging.remove_beside(&integrity)?;
-    staging.commit_single(beside)
+    staging.check_sidecar(&integrity)?;
+    staging.remove_sidecar(&integrity)?;
+    match sidecar {
+        Some(sidecar) => staging.commit_single_with(sidecar),
+        None => staging.commit_single(),
+    }
 }
 
 /// Tensors and their bytes, for [`Converted`].

@@ -7,10 +7,11 @@ use super::dcp::chunk_of;
 use super::stream::Streamed;
 use super::{ConvertOptions, Converted, commit_file, summary};
 use crate::checkpoint::{Checkpoint, NEW_VALUES, VALUES_FILE, VALUES_HASH, values_beside, values_hash};
-use crate::durable::{Beside, Staging};
-use crate::error::{CheckpointError, FormatError};
-use crate::integrity::{FileIntegrity, INTEGRITY_FILE, Integrity};
+use crate::error::{FileError, FormatError};
 use crate::safetensors::Header;
+use crate::storage::Staging;
+use crate::storage::integrity::{FileIntegrity, INTEGRITY_FILE, Integrity};
+use crate::storage::sidecar::Sidecar;
 use crate::values::{self, Values};
 use crate::writer::{PlannedPayload, write_payloads};
 
@@ -38,7 +39,7 @@ struct Aside {
 
 impl Aside {
     /// Reads all values of a checkpoint.
-    fn read(source: &dyn Checkpoint) -> Result<Self, CheckpointError> {
+    fn read(source: &dyn Checkpoint) -> Result<Self, FileError> {
         let metadata = source.metadata();
         let mut values = Values::default();
         for (fqn, _) in metadata.values() {
@@ -53,7 +54,7 @@ impl Aside {
 
     /// The bytes of the values file, if one is needed (for the values, or for paths that flat keys do not tell), and the
     /// tensors that were inside values.
-    fn encode(&self) -> Result<(Option<Vec<u8>>, Inside<'_>), CheckpointError> {
+    fn encode(&self) -> Result<(Option<Vec<u8>>, Inside<'_>), FileError> {
         let mut inside = IndexMap::new();
         let flat = |paths: &IndexMap<_, fsdp_layout::KeyPath>| paths.values().all(|path| path.0.len() <= 1);
         if self.values.values.is_empty() && self.values.paths.as_ref().is_none_or(flat) {
@@ -62,13 +63,13 @@ impl Aside {
         let bytes = values::encode(&self.values, &mut |key, tensor| {
             inside.insert(key, tensor);
         });
-        let error = |source| CheckpointError::Encode { fqn: VALUES_FILE.to_owned(), source };
+        let error = |source| FileError::Encode { fqn: VALUES_FILE.to_owned(), source };
         Ok((Some(bytes.map_err(error)?), inside))
     }
 }
 
 /// All tensors of the source, whole, and those that were inside values.
-fn whole_tensors<'a>(source: &'a dyn Checkpoint, inside: &'a Inside<'a>) -> Result<Vec<Piece<'a>>, CheckpointError> {
+fn whole_tensors<'a>(source: &'a dyn Checkpoint, inside: &'a Inside<'a>) -> Result<Vec<Piece<'a>>, FileError> {
     let mut pieces = Vec::new();
     for (fqn, tensor) in source.metadata().tensors() {
         pieces.push(Piece { fqn, dtype: tensor.properties.dtype, bounds: TensorBox::whole(&tensor.shape) });
@@ -76,7 +77,7 @@ fn whole_tensors<'a>(source: &'a dyn Checkpoint, inside: &'a Inside<'a>) -> Resu
     for (fqn, tensor) in inside {
         if source.metadata().entries.contains_key(fqn) {
             let what = "a key that is both a tensor's own and that of a tensor inside a value".to_owned();
-            return Err(CheckpointError::Encode { fqn: fqn.clone(), source: FormatError::Unsupported { what } });
+            return Err(FileError::Encode { fqn: fqn.clone(), source: FormatError::Unsupported { what } });
         }
         pieces.push(Piece { fqn, dtype: tensor.dtype, bounds: TensorBox::whole(&tensor.shape) });
     }
@@ -90,10 +91,10 @@ fn write_one(
     metadata: &IndexMap<String, String>,
     pieces: &[Piece<'_>],
     streamed: &Streamed<'_>,
-) -> Result<FileIntegrity, CheckpointError> {
+) -> Result<FileIntegrity, FileError> {
     let tensors = pieces.iter().map(|piece| (piece.fqn, piece.dtype, &piece.bounds.sizes[..]));
     let header = Header::encode(metadata, tensors)
-        .map_err(|source| CheckpointError::Encode { fqn: name.unwrap_or_default().to_owned(), source })?;
+        .map_err(|source| FileError::Encode { fqn: name.unwrap_or_default().to_owned(), source })?;
     let mut at = header.len() as u64;
     let mut payloads = Vec::with_capacity(pieces.len());
     for piece in pieces {
@@ -130,20 +131,20 @@ pub(super) fn write_file(
     source: &dyn Checkpoint,
     staging: Staging,
     options: ConvertOptions<'_>,
-) -> Result<Converted, CheckpointError> {
+) -> Result<Converted, FileError> {
     let aside = Aside::read(source)?;
     let (bytes, inside) = aside.encode()?;
     let pieces = whole_tensors(source, &inside)?;
     let streamed = Streamed { source, options, extra: inside.clone() };
     let values_name = values_beside(staging.target_name());
     if bytes.is_some() {
-        staging.check_beside(&values_name)?;
+        staging.check_sidecar(&values_name)?;
     }
     let mut metadata = format_pt();
     metadata.extend(bytes.as_deref().map(|bytes| (VALUES_HASH.to_owned(), values_hash(bytes))));
     write_one(&staging, None, &metadata, &pieces, &streamed)?;
-    let new_name = format!("{values_name}{NEW_VALUES}");
-    commit_file(staging, Some(Beside { name: &values_name, new_name: &new_name, bytes: bytes.as_deref() }))?;
+    let pending_name = format!("{values_name}{NEW_VALUES}");
+    commit_file(staging, Some(Sidecar { name: &values_name, pending_name: &pending_name, bytes: bytes.as_deref() }))?;
     Ok(with_aside(source, bytes.map(|_| values_name)))
 }
 
@@ -153,7 +154,7 @@ fn finish(
     staging: Staging,
     mut integrity: Integrity,
     small: Vec<(String, Vec<u8>)>,
-) -> Result<Converted, CheckpointError> {
+) -> Result<Converted, FileError> {
     let aside_file = small.iter().any(|(name, _)| name == VALUES_FILE).then(|| VALUES_FILE.to_owned());
     for (name, bytes) in small {
         let mut file = FileIntegrity::default();
@@ -163,7 +164,7 @@ fn finish(
     }
     let bytes = integrity
         .encode()
-        .map_err(|source| CheckpointError::File { path: staging.directory().join(INTEGRITY_FILE), source })?;
+        .map_err(|source| FileError::File { path: staging.directory().join(INTEGRITY_FILE), source })?;
     staging.commit(INTEGRITY_FILE, &bytes)?;
     Ok(with_aside(source, aside_file))
 }
@@ -174,7 +175,7 @@ pub(super) fn write_directory(
     staging: Staging,
     max_file_bytes: u64,
     options: ConvertOptions<'_>,
-) -> Result<Converted, CheckpointError> {
+) -> Result<Converted, FileError> {
     staging.claim()?;
     let aside = Aside::read(source)?;
     let (bytes, inside) = aside.encode()?;
@@ -214,7 +215,7 @@ pub(super) fn write_shards(
     staging: Staging,
     ranks: usize,
     options: ConvertOptions<'_>,
-) -> Result<Converted, CheckpointError> {
+) -> Result<Converted, FileError> {
     staging.claim()?;
     let aside = Aside::read(source)?;
     let (bytes, inside) = aside.encode()?;

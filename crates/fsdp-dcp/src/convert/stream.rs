@@ -9,7 +9,7 @@ use indexmap::IndexMap;
 use super::ConvertOptions;
 use crate::checkpoint::lookup::tensor_of;
 use crate::checkpoint::{Checkpoint, stream};
-use crate::error::CheckpointError;
+use crate::error::FileError;
 use crate::writer::PayloadSource;
 
 /// Gives the bytes of a checkpoint's tensors to a writer. `extra` are tensors by value, under keys of their own.
@@ -25,8 +25,8 @@ impl PayloadSource for Streamed<'_> {
         fqn: &str,
         bounds: &TensorBox,
         range: Range<u64>,
-        sink: &mut dyn FnMut(&[u8]) -> Result<(), CheckpointError>,
-    ) -> Result<(), CheckpointError> {
+        sink: &mut dyn FnMut(&[u8]) -> Result<(), FileError>,
+    ) -> Result<(), FileError> {
         if let Some(tensor) = self.extra.get(fqn) {
             return sink(&tensor.data[range.start as usize..range.end as usize]);
         }
@@ -39,7 +39,7 @@ impl PayloadSource for Streamed<'_> {
         })
     }
 
-    fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, CheckpointError> {
+    fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, FileError> {
         self.source.read_value(fqn).map(Cow::Owned)
     }
 }

@@ -8,12 +8,12 @@ use indexmap::IndexMap;
 use super::stream::Streamed;
 use super::{ConvertOptions, Converted, commit_file, summary};
 use crate::checkpoint::Checkpoint;
-use crate::durable::Staging;
-use crate::error::{CheckpointError, FormatError};
+use crate::error::{FileError, FormatError};
 use crate::item::{check_writable, put, write_tensor};
 use crate::limits::MAX_DEPTH;
 use crate::metadata::{Entry, TensorEntry};
 use crate::pickle::write;
+use crate::storage::Staging;
 use crate::torch_zip::ArchiveLayout;
 use crate::writer::{PlannedPayload, write_payloads};
 
@@ -29,12 +29,12 @@ enum Tree<'a> {
 /// How many positions without a value the lists of a checkpoint may have: positions come from files.
 const MAX_GAPS: usize = 1 << 16;
 
-fn unsupported(fqn: &str, what: &str) -> CheckpointError {
-    CheckpointError::Encode { fqn: fqn.to_owned(), source: FormatError::Unsupported { what: what.to_owned() } }
+fn unsupported(fqn: &str, what: &str) -> FileError {
+    FileError::Encode { fqn: fqn.to_owned(), source: FormatError::Unsupported { what: what.to_owned() } }
 }
 
 impl<'a> Tree<'a> {
-    fn insert(&mut self, fqn: &str, path: &[PathPart], leaf: Tree<'a>) -> Result<(), CheckpointError> {
+    fn insert(&mut self, fqn: &str, path: &[PathPart], leaf: Tree<'a>) -> Result<(), FileError> {
         let Some((part, rest)) = path.split_first() else {
             return Err(unsupported(fqn, "a value where others lie below"));
         };
@@ -142,9 +142,9 @@ pub(super) fn write(
     source: &dyn Checkpoint,
     staging: Staging,
     options: ConvertOptions<'_>,
-) -> Result<Converted, CheckpointError> {
+) -> Result<Converted, FileError> {
     let metadata = source.metadata();
-    let encode = |fqn: &str, source| CheckpointError::Encode { fqn: fqn.to_owned(), source };
+    let encode = |fqn: &str, source| FileError::Encode { fqn: fqn.to_owned(), source };
     let paths = metadata.planner_data.as_ref();
     let mut tree = match paths.and_then(|paths| paths.first()?.1.0.first()) {
         Some(PathPart::Index(_)) => Tree::List(BTreeMap::new()),

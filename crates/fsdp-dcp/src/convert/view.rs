@@ -8,9 +8,9 @@ use indexmap::IndexMap;
 
 use crate::checkpoint::lookup::{check_length, no_value, tensor_of};
 use crate::checkpoint::{Checkpoint, Format, stream};
-use crate::directory::CheckedDirectory;
-use crate::error::{CheckpointError, FormatError};
+use crate::error::{FileError, FormatError};
 use crate::metadata::{Entry, Metadata};
+use crate::storage::checked_directory::CheckedDirectory;
 
 /// What to do with a key.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -47,8 +47,8 @@ impl<'a> View<'a> {
         source: &'a dyn Checkpoint,
         rename: impl Fn(&str) -> Rename,
         cast: Option<DType>,
-    ) -> Result<Self, CheckpointError> {
-        let unsupported = |fqn: &str, what: String| CheckpointError::Encode {
+    ) -> Result<Self, FileError> {
+        let unsupported = |fqn: &str, what: String| FileError::Encode {
             fqn: fqn.to_owned(),
             source: FormatError::Unsupported { what },
         };
@@ -108,7 +108,7 @@ impl Checkpoint for View<'_> {
         self.source.directory()
     }
 
-    fn read_box(&self, fqn: &str, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), CheckpointError> {
+    fn read_box(&self, fqn: &str, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {
         let to = tensor_of(&self.metadata, fqn)?.properties.dtype;
         let name = self.name(fqn);
         let from = tensor_of(self.source.metadata(), name)?.properties.dtype;
@@ -128,15 +128,15 @@ impl Checkpoint for View<'_> {
         })
     }
 
-    fn quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, CheckpointError> {
+    fn quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, FileError> {
         self.source.quantizer(self.name(fqn))
     }
 
-    fn check_stored(&self) -> Result<(), CheckpointError> {
+    fn check_stored(&self) -> Result<(), FileError> {
         self.source.check_stored()
     }
 
-    fn read_value(&self, fqn: &str) -> Result<PlainValue, CheckpointError> {
+    fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
         match self.metadata.entries.contains_key(fqn) {
             true => self.source.read_value(self.name(fqn)),
             false => Err(no_value(&self.metadata, fqn)),

@@ -8,7 +8,7 @@ use super::tensor_ref::{TensorRef, check_writable, write_tensor};
 use crate::error::FormatError;
 use crate::limits::MAX_OBJECT_BYTES;
 use crate::pickle::{parse, write};
-use crate::source::{BlockReader, ReadAt, Window};
+use crate::storage::read_at::{BlockReader, ReadAt, Window};
 use crate::strided::read_overlap;
 use crate::torch_zip::{ArchiveLayout, Directory};
 

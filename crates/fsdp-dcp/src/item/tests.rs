@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::FormatError;
-use crate::source::BlockReader;
+use crate::storage::read_at::BlockReader;
 use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 use proptest::prelude::*;
 

@@ -9,7 +9,7 @@ use crate::error::FormatError;
 use crate::limits::{MAX_DEPTH, MAX_OBJECT_BYTES};
 use crate::pickle::write::{self, Sink};
 use crate::pickle::{Global, Node, NodeId, Pickle, Walk, parse};
-use crate::source::{BlockReader, ReadAt};
+use crate::storage::read_at::{BlockReader, ReadAt};
 use crate::strided::read_overlap;
 use crate::torch_zip::{ArchiveLayout, Directory};
 

@@ -14,8 +14,7 @@ use serde::{Deserialize, Serialize};
 pub use decode::decode;
 pub use encode::encode;
 
-/// Name of the metadata file in a checkpoint's directory.
-pub const METADATA_FILE: &str = ".metadata";
+pub use crate::storage::names::METADATA_FILE;
 
 /// The version that torch writes.
 pub const VERSION: &str = "1.0.0";

@@ -22,7 +22,7 @@ pub struct LoadRequest {
 
 /// How strict to be.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LoadOptions {
+pub struct ReadPlanOptions {
     /// Leave tensors alone that the checkpoint does not have (torch's `allow_partial_load`), instead of failing.
     pub allow_missing: bool,
     /// Plan reads of tensors stored in another dtype; whoever reads must cast. Otherwise that is an error.
@@ -138,7 +138,7 @@ pub enum LoadPlanError {
 ///
 /// ```
 /// use fsdp_dcp::metadata::{Chunk, Entry, Metadata, TensorEntry, TensorProperties};
-/// use fsdp_dcp::plan::{LoadOptions, LoadRequest, plan_load};
+/// use fsdp_dcp::plan::{ReadPlanOptions, LoadRequest, plan_load};
 /// use fsdp_layout::{DType, TensorBox};
 /// // Saved in two chunks of 8, wanted: elements 4..12.
 /// let chunk = |at| Chunk { bounds: TensorBox::new(vec![at], vec![8]), stored: None };
@@ -150,7 +150,7 @@ pub enum LoadPlanError {
 /// );
 /// let wanted = TensorBox::new(vec![4], vec![8]);
 /// let request = LoadRequest { fqn: "w".into(), dtype: DType::F32, shape: vec![16], boxes: vec![wanted] };
-/// let plan = plan_load(&saved, &[request], LoadOptions::default())?;
+/// let plan = plan_load(&saved, &[request], ReadPlanOptions::default())?;
 /// assert_eq!(plan.reads.len(), 2);
 /// assert_eq!(plan.reads[1].overlap, TensorBox::new(vec![8], vec![4]));
 /// # Ok::<(), fsdp_dcp::plan::LoadPlanError>(())
@@ -158,7 +158,7 @@ pub enum LoadPlanError {
 pub fn plan_load(
     metadata: &Metadata,
     requests: &[LoadRequest],
-    options: LoadOptions,
+    options: ReadPlanOptions,
 ) -> Result<LoadPlan, LoadPlanError> {
     let mut plan = LoadPlan::default();
     for (index, request) in requests.iter().enumerate() {
@@ -184,7 +184,7 @@ fn plan_tensor(
     saved: &TensorEntry,
     index: usize,
     request: &LoadRequest,
-    options: LoadOptions,
+    options: ReadPlanOptions,
     reads: &mut Vec<ReadItem>,
 ) -> Result<(), LoadPlanError> {
     let fqn = || request.fqn.clone();

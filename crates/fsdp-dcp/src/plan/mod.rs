@@ -13,9 +13,9 @@ mod load;
 mod save;
 mod validate;
 
-pub use load::{LoadOptions, LoadPlan, LoadPlanError, LoadRequest, ReadItem, plan_load};
+pub use load::{LoadPlan, LoadPlanError, LoadRequest, ReadItem, ReadPlanOptions, plan_load};
 pub use save::{
-    Deduplicate, GlobalPlan, LocalPlan, SaveOptions, SavePlanError, Selection, WriteContent, WriteItem, plan_save,
+    Deduplicate, GlobalPlan, LocalPlan, PlanOptions, SavePlanError, Selection, WriteContent, WriteItem, plan_save,
 };
 pub use validate::{ChunkError, validate_chunks, validate_metadata};
 

@@ -115,7 +115,7 @@ pub enum Deduplicate {
 
 /// How to plan a save.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SaveOptions {
+pub struct PlanOptions {
     /// Who writes what several ranks hold.
     pub deduplicate: Deduplicate,
 }
@@ -199,7 +199,7 @@ struct Shared {
 /// Every chunk is written once. Duplicates (equal boxes of one key) go, the largest first, to the rank with the fewest
 /// payload bytes, so that no rank writes more than 1.1 times the mean, or the mean and the largest chunk, wherever every
 /// rank holds every duplicate. Equal plans give equal results.
-pub fn plan_save(plans: &[LocalPlan], options: SaveOptions) -> Result<GlobalPlan, SavePlanError> {
+pub fn plan_save(plans: &[LocalPlan], options: PlanOptions) -> Result<GlobalPlan, SavePlanError> {
     let groups = group(plans)?;
     let mut loads = vec![0u64; plans.len()];
     let mut kept: Vec<Vec<(u32, u32)>> = plans.iter().map(|plan| Vec::with_capacity(plan.items.len())).collect();

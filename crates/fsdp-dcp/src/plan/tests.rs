@@ -28,8 +28,8 @@ fn request(shape: Vec<usize>, boxes: Vec<TensorBox>) -> LoadRequest {
 /// (offset in the saved chunk, offset in the wanted box, length) of each read.
 fn reads(metadata: &Metadata, wanted: TensorBox) -> Vec<(usize, usize, usize)> {
     let tensor = metadata.tensor("t").unwrap();
-    let plan =
-        plan_load(metadata, &[request(tensor.shape.clone(), vec![wanted.clone()])], LoadOptions::default()).unwrap();
+    let plan = plan_load(metadata, &[request(tensor.shape.clone(), vec![wanted.clone()])], ReadPlanOptions::default())
+        .unwrap();
     let of = |read: &ReadItem| {
         let at = read.overlap.offsets[0];
         (at - tensor.chunks[read.chunk].bounds.offsets[0], at - wanted.offsets[0], read.overlap.sizes[0])
@@ -61,7 +61,7 @@ fn a_local_plan_becomes_metadata_with_each_thing_once() {
         })
         .collect();
     let before = plans.clone();
-    let global = plan_save(&plans, SaveOptions::default()).unwrap();
+    let global = plan_save(&plans, PlanOptions::default()).unwrap();
     assert_eq!(plans, before);
     assert_eq!(global.selections.iter().map(|s| s.kept.len()).sum::<usize>(), 4 + 1 + 1);
     assert!(global.selections.iter().all(|s| s.kept.contains(&(2, 0))));
@@ -71,7 +71,7 @@ fn a_local_plan_becomes_metadata_with_each_thing_once() {
     assert_eq!(global.metadata.tensor("tensor").unwrap().chunks.len(), 1);
     assert_eq!(global.metadata.version.as_deref(), Some("1.0.0"));
 
-    let lowest = plan_save(&plans, SaveOptions { deduplicate: Deduplicate::LowestRank }).unwrap();
+    let lowest = plan_save(&plans, PlanOptions { deduplicate: Deduplicate::LowestRank }).unwrap();
     assert_eq!(lowest.selections[0].kept, [(0, 0), (1, 0), (2, 0)]);
     assert_eq!(lowest.selections[3].kept, [(2, 0)]);
 }
@@ -92,7 +92,7 @@ fn ranks_must_agree_and_are_named_when_they_do_not() {
     let base = plan(DType::F32, vec![2]);
     for (other, what) in [(plan(DType::BF16, vec![2]), "dtype"), (plan(DType::F32, vec![3]), "shape"), (value, "kind")]
     {
-        let error = plan_save(&[base.clone(), base.clone(), other], SaveOptions::default()).unwrap_err();
+        let error = plan_save(&[base.clone(), base.clone(), other], PlanOptions::default()).unwrap_err();
         let text = error.to_string();
         let SavePlanError::Disagreement { fqn, what: found, first_rank: 0, second_rank: 2, .. } = error else {
             panic!("{text}")
@@ -101,7 +101,7 @@ fn ranks_must_agree_and_are_named_when_they_do_not() {
     }
     let mut twice = base.clone();
     twice.items.extend(base.items.clone());
-    assert!(matches!(plan_save(&[twice], SaveOptions::default()), Err(SavePlanError::DuplicateKey { rank: 0, .. })));
+    assert!(matches!(plan_save(&[twice], PlanOptions::default()), Err(SavePlanError::DuplicateKey { rank: 0, .. })));
 }
 
 #[test]
@@ -114,7 +114,7 @@ fn holes_overlaps_and_strays_are_errors() {
         };
         boxes.iter().map(plan).collect()
     };
-    let chunks = |boxes: &[TensorBox]| match plan_save(&plans(boxes), SaveOptions::default()) {
+    let chunks = |boxes: &[TensorBox]| match plan_save(&plans(boxes), PlanOptions::default()) {
         Ok(_) => None,
         Err(SavePlanError::Chunks { source, .. }) => Some(*source),
         Err(other) => panic!("{other}"),
@@ -139,30 +139,30 @@ fn empty_shards_are_left_out() {
             plan
         })
         .collect();
-    let global = plan_save(&plans, SaveOptions::default()).unwrap();
+    let global = plan_save(&plans, PlanOptions::default()).unwrap();
     assert_eq!(global.metadata.tensor("t").unwrap().chunks.len(), 3);
     assert_eq!(global.metadata.tensor("none").unwrap().chunks.len(), 0);
     assert!(global.selections[3].kept.is_empty());
     let wanted = LoadRequest { fqn: "none".into(), ..request(vec![0, 3], vec![TensorBox::whole(&[0, 3])]) };
-    assert!(plan_load(&global.metadata, &[wanted], LoadOptions::default()).unwrap().reads.is_empty());
+    assert!(plan_load(&global.metadata, &[wanted], ReadPlanOptions::default()).unwrap().reads.is_empty());
 }
 
 #[test]
 fn what_cannot_be_loaded_is_said_before_reading() {
     let metadata = saved(vec![8], vec![line(0, 4), line(4, 3)]);
     let ask = |request: LoadRequest, options| plan_load(&metadata, &[request], options).unwrap_err();
-    let strict = LoadOptions::default();
+    let strict = ReadPlanOptions::default();
     let whole = || request(vec![8], vec![line(0, 8)]);
     assert!(matches!(ask(whole(), strict), LoadPlanError::Incomplete { covered: 7, numel: 8, .. }));
     assert!(matches!(ask(request(vec![2, 4], vec![]), strict), LoadPlanError::Size { .. }));
     assert!(matches!(ask(request(vec![8], vec![line(7, 2)]), strict), LoadPlanError::OutOfBounds { .. }));
     let bf16 = LoadRequest { dtype: DType::BF16, ..request(vec![8], vec![line(0, 4)]) };
     assert!(matches!(ask(bf16.clone(), strict), LoadPlanError::DType { .. }));
-    let cast = LoadOptions { allow_cast: true, ..strict };
+    let cast = ReadPlanOptions { allow_cast: true, ..strict };
     assert_eq!(plan_load(&metadata, &[bf16], cast).unwrap().reads.len(), 1);
     let missing = LoadRequest { fqn: "zz".into(), ..whole() };
     assert_eq!(ask(missing.clone(), strict).to_string(), "missing key in checkpoint: `zz`");
-    let partial = LoadOptions { allow_missing: true, ..strict };
+    let partial = ReadPlanOptions { allow_missing: true, ..strict };
     assert_eq!(plan_load(&metadata, &[missing], partial).unwrap().missing, [0]);
     let overlapping = saved(vec![8], vec![line(0, 5), line(4, 4)]);
     let error = plan_load(&overlapping, &[whole()], strict).unwrap_err();
@@ -236,8 +236,8 @@ proptest! {
             }
             plan
         }).collect();
-        let global = plan_save(&plans, SaveOptions::default()).unwrap();
-        prop_assert_eq!(&global, &plan_save(&plans, SaveOptions::default()).unwrap());
+        let global = plan_save(&plans, PlanOptions::default()).unwrap();
+        prop_assert_eq!(&global, &plan_save(&plans, PlanOptions::default()).unwrap());
         let total: u64 = sizes.iter().map(|&size| size as u64 * 4).sum();
         prop_assert_eq!(global.loads.iter().sum::<u64>(), total);
         let chunks: usize = global.metadata.tensors().map(|(_, tensor)| tensor.chunks.len()).sum();
@@ -265,7 +265,7 @@ fn a_thousand_tensors_on_a_thousand_ranks_are_planned() {
             plan
         })
         .collect();
-    let global = plan_save(&plans, SaveOptions::default()).unwrap();
+    let global = plan_save(&plans, PlanOptions::default()).unwrap();
     assert!(global.selections.iter().all(|selection| selection.kept.len() == 64));
     assert_eq!(global.metadata.tensor("layers.63.weight").unwrap().chunks.len(), ranks);
 }

@@ -7,13 +7,13 @@ use fsdp_layout::boxes::{checked_numel, row_major_strides};
 use fsdp_layout::{DType, PlainValue, TensorBox};
 
 use super::CheckpointReader;
-use crate::error::{CheckpointError, FormatError};
-use crate::file::CheckedFile;
+use crate::error::{FileError, FormatError};
 use crate::item::{StoredTensor, TensorRef, quantizer_of};
 use crate::limits::MAX_OBJECT_BYTES;
 use crate::metadata::{Chunk, StorageInfo};
 use crate::safetensors::Header;
-use crate::source::{ReadAt, Window};
+use crate::storage::checked_file::CheckedFile;
+use crate::storage::read_at::{ReadAt, Window};
 use crate::strided::StridedLayout;
 use crate::torch_zip::Directory;
 
@@ -21,7 +21,7 @@ use crate::torch_zip::Directory;
 #[derive(Debug)]
 pub(super) enum ReadError {
     Format(FormatError),
-    Checkpoint(CheckpointError),
+    Checkpoint(FileError),
 }
 
 impl From<FormatError> for ReadError {
@@ -30,8 +30,8 @@ impl From<FormatError> for ReadError {
     }
 }
 
-impl From<CheckpointError> for ReadError {
-    fn from(error: CheckpointError) -> Self {
+impl From<FileError> for ReadError {
+    fn from(error: FileError) -> Self {
         ReadError::Checkpoint(error)
     }
 }
@@ -141,7 +141,7 @@ impl CheckpointReader {
     }
 
     /// Checks that each item lies in its file, and is long enough for its chunk (a transform may have made it shorter).
-    pub(crate) fn check_items(&self) -> Result<(), CheckpointError> {
+    pub(crate) fn check_items(&self) -> Result<(), FileError> {
         for (fqn, tensor) in self.metadata.tensors() {
             for chunk in tensor.chunks.iter().filter(|chunk| !chunk.bounds.is_empty()) {
                 self.check_item(fqn, chunk, tensor.properties.dtype)?;
@@ -151,9 +151,9 @@ impl CheckpointReader {
     }
 
     /// As [`CheckpointReader::check_items`], one of them.
-    pub(crate) fn check_item(&self, fqn: &str, chunk: &Chunk, dtype: DType) -> Result<(), CheckpointError> {
+    pub(crate) fn check_item(&self, fqn: &str, chunk: &Chunk, dtype: DType) -> Result<(), FileError> {
         let stored = chunk.stored.as_ref();
-        let stored = stored.ok_or_else(|| CheckpointError::NotStored { fqn: fqn.to_owned() })?;
+        let stored = stored.ok_or_else(|| FileError::NotStored { fqn: fqn.to_owned() })?;
         let file = self.directory.file(&stored.relative_path)?;
         let payload = byte_length(&chunk.bounds, dtype).unwrap_or(usize::MAX);
         let error = |source| self.item_error(fqn, stored, ReadError::Format(source));
@@ -166,7 +166,7 @@ impl CheckpointReader {
     }
 
     /// How a tensor is quantized, as the item of its first chunk says it.
-    pub(crate) fn read_quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, CheckpointError> {
+    pub(crate) fn read_quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, FileError> {
         let chunks = self.metadata.tensor(fqn).into_iter().flat_map(|tensor| &tensor.chunks);
         let mut stored = chunks.filter(|chunk| !chunk.bounds.is_empty()).filter_map(|chunk| chunk.stored.as_ref());
         let Some(stored) = stored.next().filter(|stored| stored.transforms.is_empty()) else { return Ok(None) };
@@ -180,10 +180,10 @@ impl CheckpointReader {
         read().map_err(|error| self.item_error(fqn, stored, error))
     }
 
-    pub(super) fn item_error(&self, fqn: &str, stored: &StorageInfo, error: ReadError) -> CheckpointError {
+    pub(super) fn item_error(&self, fqn: &str, stored: &StorageInfo, error: ReadError) -> FileError {
         match error {
             ReadError::Checkpoint(error) => error,
-            ReadError::Format(source) => CheckpointError::Item {
+            ReadError::Format(source) => FileError::Item {
                 fqn: fqn.to_owned(),
                 path: self.path().join(&stored.relative_path),
                 offset: stored.offset,

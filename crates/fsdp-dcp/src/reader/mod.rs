@@ -7,13 +7,14 @@ use std::path::Path;
 
 use fsdp_layout::PlainValue;
 
-use crate::directory::CheckedDirectory;
-use crate::error::CheckpointError;
+use crate::error::FileError;
 use crate::item::decode_value;
 use crate::limits::MAX_PICKLE_BYTES;
-use crate::location::Location;
 use crate::metadata::{Entry, METADATA_FILE, Metadata, StorageInfo, decode};
 use crate::plan::LoadPlanError;
+use crate::storage::backend::Links;
+use crate::storage::checked_directory::CheckedDirectory;
+use crate::storage::location::Location;
 
 use items::ReadError;
 pub(crate) use read::default_threads;
@@ -46,18 +47,18 @@ impl CheckpointReader {
     /// Opens the checkpoint in this directory.
     ///
     /// Without `.metadata`, rank-local `__{rank}.metadata` files are taken together (torch's `use_collectives=False`).
-    /// Without those either, it is [`CheckpointError::NotCommitted`].
-    pub fn open(location: impl Into<Location>) -> Result<Self, CheckpointError> {
+    /// Without those either, it is [`FileError::NotCommitted`].
+    pub fn open(location: impl Into<Location>) -> Result<Self, FileError> {
         Self::open_with(location, OpenOptions::default())
     }
 
     /// As [`CheckpointReader::open`], with options.
-    pub fn open_with(location: impl Into<Location>, options: OpenOptions) -> Result<Self, CheckpointError> {
+    pub fn open_with(location: impl Into<Location>, options: OpenOptions) -> Result<Self, FileError> {
         let location = location.into();
         let path = location.name();
-        let not_committed = |reason| CheckpointError::NotCommitted { path: path.to_owned(), reason };
-        let directory = match CheckedDirectory::open(&location, options.verify, false) {
-            Err(CheckpointError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
+        let not_committed = |reason| FileError::NotCommitted { path: path.to_owned(), reason };
+        let directory = match CheckedDirectory::open(&location, options.verify, Links::Refuse) {
+            Err(FileError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
                 return Err(not_committed("there is nothing"));
             }
             directory => directory?,
@@ -95,8 +96,8 @@ impl CheckpointReader {
 
     /// Whether what is read is checked against an integrity file.
     #[must_use]
-    pub fn is_sealed(&self) -> bool {
-        self.directory.is_sealed()
+    pub fn has_integrity(&self) -> bool {
+        self.directory.has_integrity()
     }
 
     /// Bytes read from data files so far.
@@ -106,18 +107,18 @@ impl CheckpointReader {
     }
 
     /// Reads a non-tensor value.
-    pub fn read_value(&self, fqn: &str) -> Result<PlainValue, CheckpointError> {
+    pub fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
         let kind = |saved| LoadPlanError::Kind { fqn: fqn.to_owned(), saved, wanted: "value" };
         let stored = match self.metadata.entries.get(fqn) {
             None => return Err(LoadPlanError::Missing { fqn: fqn.to_owned() }.into()),
             Some(Entry::Tensor(_)) => return Err(kind("tensor").into()),
             Some(Entry::Bytes(bytes)) => bytes.stored.as_ref(),
         };
-        let stored = stored.ok_or_else(|| CheckpointError::NotStored { fqn: fqn.to_owned() })?;
+        let stored = stored.ok_or_else(|| FileError::NotStored { fqn: fqn.to_owned() })?;
         self.read_stored_value(fqn, stored)
     }
 
-    pub(crate) fn read_stored_value(&self, fqn: &str, stored: &StorageInfo) -> Result<PlainValue, CheckpointError> {
+    pub(crate) fn read_stored_value(&self, fqn: &str, stored: &StorageInfo) -> Result<PlainValue, FileError> {
         // A compressed value may be a thousand times its length, as long as that is little.
         let expected = stored.length.saturating_mul(1000).max(1 << 20);
         let value = self.item_bytes(stored, expected).and_then(|bytes| decode_value(&bytes).map_err(ReadError::Format));
@@ -135,7 +136,7 @@ fn missing_metadata(path: &Path) -> &'static str {
 }
 
 /// The names of the metadata files: `.metadata`, or those of the ranks in order.
-pub(crate) fn metadata_files(directory: &CheckedDirectory) -> Result<Vec<String>, CheckpointError> {
+pub(crate) fn metadata_files(directory: &CheckedDirectory) -> Result<Vec<String>, FileError> {
     if directory.has(METADATA_FILE)? {
         return Ok(vec![METADATA_FILE.to_owned()]);
     }

@@ -10,10 +10,10 @@ use tracing::{debug_span, info_span};
 use super::CheckpointReader;
 use super::items::{ReadError, byte_length};
 use crate::checkpoint::lookup::{check_length, tensor_of};
-use crate::error::CheckpointError;
+use crate::error::FileError;
 use crate::metadata::{Chunk, Replica, StorageInfo};
-use crate::plan::{LoadOptions, LoadPlan, LoadPlanError, LoadRequest, plan_load};
-use crate::source::BlockReader;
+use crate::plan::{LoadPlan, LoadPlanError, LoadRequest, ReadPlanOptions, plan_load};
+use crate::storage::read_at::BlockReader;
 use crate::threads::on_threads;
 
 /// What is wanted of a tensor, and where it goes.
@@ -30,14 +30,14 @@ pub struct Destination<'d> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReadOptions {
     /// How strict to be with what is there.
-    pub load: LoadOptions,
+    pub plan: ReadPlanOptions,
     /// Threads that read; four times as many from an object store, where they mostly wait.
     pub threads: usize,
 }
 
 impl Default for ReadOptions {
     fn default() -> Self {
-        ReadOptions { load: LoadOptions::default(), threads: default_threads() }
+        ReadOptions { plan: ReadPlanOptions::default(), threads: default_threads() }
     }
 }
 
@@ -65,9 +65,9 @@ impl CheckpointReader {
     /// // Rows 2 and 3 of a [1024, 768] tensor of f32.
     /// let mut rows = vec![0; 2 * 768 * 4];
     /// checkpoint.read_box("model.wte.weight", &TensorBox::new(vec![2, 0], vec![2, 768]), &mut rows)?;
-    /// # Ok::<(), fsdp_dcp::CheckpointError>(())
+    /// # Ok::<(), fsdp_dcp::FileError>(())
     /// ```
-    pub fn read_box(&self, fqn: &str, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), CheckpointError> {
+    pub fn read_box(&self, fqn: &str, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {
         let request = match self.metadata.tensor(fqn) {
             // Dtype and shape are taken on trust: whoever asks this way takes what there is.
             Some(tensor) => LoadRequest {
@@ -83,7 +83,7 @@ impl CheckpointReader {
     }
 
     /// Reads a whole tensor.
-    pub fn read_tensor(&self, fqn: &str) -> Result<Vec<u8>, CheckpointError> {
+    pub fn read_tensor(&self, fqn: &str) -> Result<Vec<u8>, FileError> {
         let tensor = self.metadata.tensor(fqn).ok_or_else(|| match self.metadata.entries.contains_key(fqn) {
             true => LoadPlanError::Kind { fqn: fqn.to_owned(), saved: "value", wanted: "tensor" },
             false => LoadPlanError::Missing { fqn: fqn.to_owned() },
@@ -93,7 +93,7 @@ impl CheckpointReader {
         let dtype = tensor.properties.dtype;
         let request =
             LoadRequest { fqn: fqn.to_owned(), dtype, shape: tensor.shape.clone(), boxes: vec![bounds.clone()] };
-        plan_load(&self.metadata, std::slice::from_ref(&request), LoadOptions::default())?;
+        plan_load(&self.metadata, std::slice::from_ref(&request), ReadPlanOptions::default())?;
         let length = byte_length(&bounds, dtype).filter(|&length| self.is_plausible(&tensor.chunks, length));
         let length = length.ok_or_else(|| LoadPlanError::Size {
             fqn: fqn.to_owned(),
@@ -117,7 +117,7 @@ impl CheckpointReader {
 
     /// Checks all that can be known of a [`CheckpointReader::read`] before the bytes of tensors are read: the plan, and
     /// that the files are there and long enough.
-    pub fn check_read(&self, requests: &[LoadRequest], options: LoadOptions) -> Result<LoadPlan, CheckpointError> {
+    pub fn check_read(&self, requests: &[LoadRequest], options: ReadPlanOptions) -> Result<LoadPlan, FileError> {
         let plan = plan_load(&self.metadata, requests, options)?;
         for read in &plan.reads {
             let fqn = &requests[read.request].fqn;
@@ -131,10 +131,10 @@ impl CheckpointReader {
     ///
     /// Everything is checked first; on an error of the plan no buffer was touched. After an error while reading, what
     /// the buffers hold is unspecified. Returns the plan, which lists the requests that were missing, if that was allowed.
-    pub fn read(&self, destinations: Vec<Destination<'_>>, options: ReadOptions) -> Result<LoadPlan, CheckpointError> {
+    pub fn read(&self, destinations: Vec<Destination<'_>>, options: ReadOptions) -> Result<LoadPlan, FileError> {
         let (requests, buffers): (Vec<_>, Vec<_>) =
             destinations.into_iter().map(|destination| (destination.request, destination.buffers)).unzip();
-        let plan = plan_load(&self.metadata, &requests, options.load)?;
+        let plan = plan_load(&self.metadata, &requests, options.plan)?;
         let mut jobs = self.jobs(&requests, buffers, &plan, options.threads)?;
         // The first read of each request says where its job stands in line.
         let mut position = vec![usize::MAX; requests.len()];
@@ -142,11 +142,11 @@ impl CheckpointReader {
             position[read.request] = at;
         }
         jobs.sort_by_key(|job| position[job.request]);
-        let threads = options.threads.saturating_mul(self.directory.readers()).clamp(1, jobs.len().max(1));
+        let threads = options.threads.saturating_mul(self.directory.threads_per_reader()).clamp(1, jobs.len().max(1));
         let bytes: usize = jobs.iter().flat_map(|job| &job.boxes).map(|(_, buffer)| buffer.len()).sum();
         let queue = Mutex::new(jobs.into_iter());
         let failed = AtomicBool::new(false);
-        let work = || -> Result<(), CheckpointError> {
+        let work = || -> Result<(), FileError> {
             while !failed.load(Ordering::Relaxed) {
                 let job = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
                 let Some(job) = job else { break };
@@ -168,7 +168,7 @@ impl CheckpointReader {
         buffers: Vec<Vec<&'d mut [u8]>>,
         plan: &LoadPlan,
         threads: usize,
-    ) -> Result<Vec<Job<'d>>, CheckpointError> {
+    ) -> Result<Vec<Job<'d>>, FileError> {
         let mut jobs = Vec::with_capacity(requests.len());
         let mut missing = vec![false; requests.len()];
         for &index in &plan.missing {
@@ -180,7 +180,7 @@ impl CheckpointReader {
             }
             let dtype = self.metadata.tensor(&request.fqn).map_or(request.dtype, |tensor| tensor.properties.dtype);
             let given: usize = buffers.iter().map(|buffer| buffer.len()).sum();
-            let wrong = |planned: usize| CheckpointError::PayloadLength {
+            let wrong = |planned: usize| FileError::PayloadLength {
                 fqn: request.fqn.clone(),
                 given: given as u64,
                 planned: planned as u64,
@@ -208,14 +208,14 @@ impl CheckpointReader {
         Ok(jobs)
     }
 
-    fn run(&self, request: &LoadRequest, mut job: Job<'_>) -> Result<(), CheckpointError> {
+    fn run(&self, request: &LoadRequest, mut job: Job<'_>) -> Result<(), FileError> {
         let Some(tensor) = self.metadata.tensor(&request.fqn) else { return Ok(()) };
         for chunk in &tensor.chunks {
             if !job.boxes.iter().any(|(bounds, _)| chunk.bounds.intersect(bounds).is_some()) {
                 continue;
             }
             let stored = chunk.stored.as_ref();
-            let stored = stored.ok_or_else(|| CheckpointError::NotStored { fqn: request.fqn.clone() })?;
+            let stored = stored.ok_or_else(|| FileError::NotStored { fqn: request.fqn.clone() })?;
             self.run_chunk(&request.fqn, chunk, stored, tensor.properties.dtype, &mut job)
                 .map_err(|error| self.item_error(&request.fqn, stored, error))?;
         }
@@ -223,14 +223,9 @@ impl CheckpointReader {
     }
 
     /// Reads a box of a chunk from another of its copies, in the checkpoint's dtype.
-    pub(crate) fn read_replica(
-        &self,
-        replica: &Replica,
-        bounds: &TensorBox,
-        dst: &mut [u8],
-    ) -> Result<(), CheckpointError> {
+    pub(crate) fn read_replica(&self, replica: &Replica, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {
         let Replica { fqn, bounds: Some(whole), stored } = replica else {
-            return Err(CheckpointError::NotStored { fqn: replica.fqn.clone() });
+            return Err(FileError::NotStored { fqn: replica.fqn.clone() });
         };
         let dtype = tensor_of(&self.metadata, fqn)?.properties.dtype;
         check_length(fqn, bounds, dtype.size_in_bytes(), dst)?;

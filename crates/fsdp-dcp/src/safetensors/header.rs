@@ -11,7 +11,7 @@ use serde::{Deserialize, Deserializer};
 
 use crate::error::FormatError;
 use crate::limits::{MAX_SAFETENSORS_HEADER_BYTES, is_sane_shape};
-use crate::source::ReadAt;
+use crate::storage::read_at::ReadAt;
 
 /// What a file holds.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -5,7 +5,7 @@ use indexmap::IndexMap;
 use super::{DIRECTORY_ENTRY, END, IN_ZIP64, LOCAL_HEADER, ZIP64_END, ZIP64_EXTRA, ZIP64_LOCATOR};
 use crate::error::FormatError;
 use crate::limits::MAX_ZIP_DIRECTORY_BYTES;
-use crate::source::ReadAt;
+use crate::storage::read_at::ReadAt;
 
 /// The records of an archive, by their name below its root.
 #[derive(Debug, Clone)]

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::error::FormatError;
-use crate::source::ReadAt;
+use crate::storage::read_at::ReadAt;
 use std::io::Read as _;
 
 fn archive(storages: &[&[u8]]) -> Vec<u8> {

@@ -9,8 +9,8 @@
 //! | [`Level::Hashes`] | every byte against the integrity file; without one, the zip checksums of DCP items |
 //! | [`Level::Deep`] | every element of floating-point tensors: NaN and infinities are counted; that copies of replicated tensors and values are equal |
 
+mod add_integrity;
 mod replicas;
-mod seal;
 
 use std::path::PathBuf;
 
@@ -19,11 +19,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::{Checkpoint, Format, stream};
 use crate::elements::Census;
-use crate::error::CheckpointError;
+use crate::error::FileError;
 use crate::metadata::{Entry, StorageInfo};
 use crate::plan::validate_chunks;
 
-pub use seal::seal;
+pub use add_integrity::add_integrity;
 
 /// How much to check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -57,7 +57,7 @@ pub struct Report {
     /// All problems, in the order in which they were found: files in the order of their names.
     pub problems: Vec<Problem>,
     /// Whether hashes were there to check against.
-    pub sealed: bool,
+    pub has_integrity: bool,
     /// Tensors looked at.
     pub tensors: usize,
     /// Values looked at.
@@ -118,8 +118,8 @@ pub fn verify(
     checkpoint: &dyn Checkpoint,
     level: Level,
     progress: Option<&(dyn Fn(u64) + Sync)>,
-) -> Result<Report, CheckpointError> {
-    let mut report = Report { sealed: checkpoint.directory().is_sealed(), ..Report::default() };
+) -> Result<Report, FileError> {
+    let mut report = Report { has_integrity: checkpoint.directory().has_integrity(), ..Report::default() };
     structure(checkpoint, &mut report);
     if level >= Level::Sizes {
         sizes(checkpoint, &mut report);
@@ -141,7 +141,7 @@ fn structure(checkpoint: &dyn Checkpoint, report: &mut Report) {
             Entry::Bytes(bytes) => {
                 report.values += 1;
                 if bytes.stored.is_none() {
-                    report.add(Some(fqn), None, &CheckpointError::NotStored { fqn: fqn.clone() });
+                    report.add(Some(fqn), None, &FileError::NotStored { fqn: fqn.clone() });
                 }
             }
             Entry::Tensor(tensor) => {
@@ -158,7 +158,7 @@ fn structure(checkpoint: &dyn Checkpoint, report: &mut Report) {
                 }
                 let holds = |chunk: &&crate::metadata::Chunk| !chunk.bounds.is_empty() && chunk.stored.is_none();
                 if tensor.chunks.iter().any(|chunk| holds(&chunk)) {
-                    report.add(Some(fqn), None, &CheckpointError::NotStored { fqn: fqn.clone() });
+                    report.add(Some(fqn), None, &FileError::NotStored { fqn: fqn.clone() });
                 }
             }
         }
@@ -183,7 +183,7 @@ fn sizes(checkpoint: &dyn Checkpoint, report: &mut Report) {
                     if let Err(error) = checkpoint.read_box(fqn, &last, &mut element) {
                         report.add(Some(fqn), chunk.stored.as_ref(), &error);
                         // A plan error concerns the whole tensor: once is enough.
-                        if matches!(error, CheckpointError::LoadPlan(_)) {
+                        if matches!(error, FileError::LoadPlan(_)) {
                             break;
                         }
                     }
@@ -195,9 +195,9 @@ fn sizes(checkpoint: &dyn Checkpoint, report: &mut Report) {
 
 fn hashes(checkpoint: &dyn Checkpoint, report: &mut Report, progress: Option<&(dyn Fn(u64) + Sync)>) {
     let directory = checkpoint.directory();
-    if !directory.is_sealed() {
+    if !directory.has_integrity() {
         if checkpoint.format() == Format::Dcp {
-            seal::check_crcs(checkpoint, report, progress);
+            add_integrity::check_crcs(checkpoint, report, progress);
         }
         return;
     }
@@ -232,7 +232,7 @@ pub fn census(
     checkpoint: &dyn Checkpoint,
     fqn: &str,
     progress: Option<&(dyn Fn(u64) + Sync)>,
-) -> Result<Option<Census>, CheckpointError> {
+) -> Result<Option<Census>, FileError> {
     let tensor = crate::checkpoint::lookup::tensor_of(checkpoint.metadata(), fqn)?;
     let dtype = tensor.properties.dtype;
     let mut census = Census::default();
@@ -243,7 +243,7 @@ pub fn census(
     validate_chunks(&tensor.shape, std::iter::empty())
         .map_err(|source| crate::plan::LoadPlanError::Chunks { fqn: fqn.to_owned(), source })?;
     let length = whole.numel() as u64 * dtype.size_in_bytes();
-    stream::<CheckpointError>(checkpoint, fqn, dtype, &whole, 0..length, &mut |bytes| {
+    stream::<FileError>(checkpoint, fqn, dtype, &whole, 0..length, &mut |bytes| {
         census.add(dtype, bytes);
         if let Some(progress) = progress {
             progress(bytes.len() as u64);
@@ -254,7 +254,7 @@ pub fn census(
 }
 
 /// The files of a checkpoint that are neither named by its metadata nor its own bookkeeping: leftovers of other saves.
-pub fn unknown_files(checkpoint: &dyn Checkpoint) -> Result<Vec<PathBuf>, CheckpointError> {
+pub fn unknown_files(checkpoint: &dyn Checkpoint) -> Result<Vec<PathBuf>, FileError> {
     let directory = checkpoint.directory();
     if checkpoint.format() != Format::Dcp {
         return Ok(Vec::new());

@@ -7,7 +7,7 @@ use thiserror::Error;
 use super::Report;
 use crate::checkpoint::lookup::tensor_of;
 use crate::checkpoint::{Checkpoint, stream_boxes};
-use crate::error::CheckpointError;
+use crate::error::FileError;
 use crate::metadata::Replica;
 use crate::plan::{ChunkError, validate_chunks};
 
@@ -17,7 +17,7 @@ enum ReplicaError {
     #[error("this copy of the {what} differs from the first one")]
     Differs { what: &'static str },
     #[error("this copy cannot be read")]
-    Read(#[from] CheckpointError),
+    Read(#[from] FileError),
     #[error("this copy cannot be of this tensor")]
     Chunk(#[from] ChunkError),
 }
@@ -63,7 +63,7 @@ fn tensor(
         same = same && first == dst;
         Ok(())
     };
-    stream_boxes::<CheckpointError>(&mut read, dtype, whole, 0..length, &mut |bytes| {
+    stream_boxes::<FileError>(&mut read, dtype, whole, 0..length, &mut |bytes| {
         if let Some(progress) = progress {
             progress(bytes.len() as u64);
         }

@@ -3,7 +3,7 @@
 use fsdp_layout::TensorBox;
 
 use super::PayloadSource;
-use crate::error::CheckpointError;
+use crate::error::FileError;
 use crate::item::{TensorItem, encode_value};
 use crate::plan::{LocalPlan, Selection, WriteContent};
 
@@ -71,12 +71,12 @@ impl<'p> FileLayout<'p> {
         plan: &'p LocalPlan,
         selection: &Selection,
         source: &dyn PayloadSource,
-    ) -> Result<Self, CheckpointError> {
+    ) -> Result<Self, FileError> {
         let mut values = Vec::new();
         let mut tensors = Vec::new();
         for &(item, index) in &selection.kept {
             let Some(of) = plan.items.get(item as usize) else { continue };
-            let encode = |source| CheckpointError::Encode { fqn: of.fqn.clone(), source };
+            let encode = |source| FileError::Encode { fqn: of.fqn.clone(), source };
             let placed = |length, content| Placed { fqn: &of.fqn, item, index, offset: 0, length, content };
             match &of.content {
                 WriteContent::Value { .. } => {

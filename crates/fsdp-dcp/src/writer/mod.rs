@@ -13,9 +13,9 @@
 //! ```
 //! use std::borrow::Cow;
 //! use std::ops::Range;
-//! use fsdp_dcp::CheckpointError;
+//! use fsdp_dcp::FileError;
 //! use fsdp_dcp::durable::Durable;
-//! use fsdp_dcp::plan::{LocalPlan, SaveOptions, plan_save};
+//! use fsdp_dcp::plan::{LocalPlan, PlanOptions, plan_save};
 //! use fsdp_dcp::reader::CheckpointReader;
 //! use fsdp_dcp::writer::{PayloadSource, WriteOptions, finish, write_rank};
 //! use fsdp_layout::{DType, PlainValue, TensorBox};
@@ -29,12 +29,12 @@
 //!         _fqn: &str,
 //!         _bounds: &TensorBox,
 //!         range: Range<u64>,
-//!         sink: &mut dyn FnMut(&[u8]) -> Result<(), CheckpointError>,
-//!     ) -> Result<(), CheckpointError> {
+//!         sink: &mut dyn FnMut(&[u8]) -> Result<(), FileError>,
+//!     ) -> Result<(), FileError> {
 //!         sink(&self.0[range.start as usize..range.end as usize])
 //!     }
 //!
-//!     fn value(&self, _fqn: &str) -> Result<Cow<'_, PlainValue>, CheckpointError> {
+//!     fn value(&self, _fqn: &str) -> Result<Cow<'_, PlainValue>, FileError> {
 //!         Ok(Cow::Owned(PlainValue::Int(20)))
 //!     }
 //! }
@@ -47,7 +47,7 @@
 //! plan.add_tensor("w", None, DType::U8, vec![2, 3], vec![TensorBox::whole(&[2, 3])]);
 //!
 //! let plans = [plan];
-//! let global = plan_save(&plans, SaveOptions::default())?;
+//! let global = plan_save(&plans, PlanOptions::default())?;
 //! let staging = Durable::new().prepare(&target, false)?;
 //! let written = write_rank(&staging, 0, &plans[0], &global.selections[0], &state, &WriteOptions::default())?;
 //! finish(staging, global.metadata, &plans, &[written])?;
@@ -59,8 +59,8 @@
 //! ```
 //!
 //! [`Selection`]: crate::plan::Selection
-//! [`Durable::prepare`]: crate::durable::Durable::prepare
-//! [`Durable::join`]: crate::durable::Durable::join
+//! [`Durable::prepare`]: crate::storage::Durable::prepare
+//! [`Durable::join`]: crate::storage::Durable::join
 
 mod layout;
 mod payload;
@@ -73,12 +73,12 @@ use std::ops::Range;
 use fsdp_layout::{PlainValue, TensorBox};
 use serde::{Deserialize, Serialize};
 
-use crate::durable::Staging;
-use crate::error::CheckpointError;
-use crate::integrity::{FileIntegrity, Integrity};
+use crate::error::FileError;
 use crate::metadata::{Entry, METADATA_FILE, Metadata, StorageInfo, encode};
 use crate::plan::{LocalPlan, Selection, WriteContent};
 use crate::reader::default_threads;
+use crate::storage::Staging;
+use crate::storage::integrity::{FileIntegrity, Integrity};
 
 /// Where the bytes of a rank's items come from. Called from several threads at once.
 pub trait PayloadSource: Sync {
@@ -90,11 +90,11 @@ pub trait PayloadSource: Sync {
         fqn: &str,
         bounds: &TensorBox,
         range: Range<u64>,
-        sink: &mut dyn FnMut(&[u8]) -> Result<(), CheckpointError>,
-    ) -> Result<(), CheckpointError>;
+        sink: &mut dyn FnMut(&[u8]) -> Result<(), FileError>,
+    ) -> Result<(), FileError>;
 
     /// A non-tensor value.
-    fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, CheckpointError>;
+    fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, FileError>;
 }
 
 /// How a rank writes.
@@ -144,7 +144,7 @@ pub fn write_rank(
     selection: &Selection,
     source: &dyn PayloadSource,
     options: &WriteOptions,
-) -> Result<RankWritten, CheckpointError> {
+) -> Result<RankWritten, FileError> {
     if selection.kept.is_empty() {
         return Ok(RankWritten::default());
     }
@@ -168,11 +168,7 @@ pub fn write_rank(
 }
 
 /// Notes in the metadata where all ranks' items are. `plans` and `written` are by rank.
-pub fn place_items(
-    metadata: &mut Metadata,
-    plans: &[LocalPlan],
-    written: &[RankWritten],
-) -> Result<(), CheckpointError> {
+pub fn place_items(metadata: &mut Metadata, plans: &[LocalPlan], written: &[RankWritten]) -> Result<(), FileError> {
     for (plan, written) in plans.iter().zip(written) {
         let Some(file) = &written.file else { continue };
         for at in &written.items {
@@ -201,7 +197,7 @@ pub fn place_items(
         Entry::Tensor(tensor) => tensor.chunks.iter().any(|chunk| chunk.stored.is_none()),
     });
     match unplaced {
-        Some((fqn, _)) => Err(CheckpointError::NotStored { fqn: fqn.clone() }),
+        Some((fqn, _)) => Err(FileError::NotStored { fqn: fqn.clone() }),
         None => Ok(()),
     }
 }
@@ -215,7 +211,7 @@ pub fn finish(
     mut metadata: Metadata,
     plans: &[LocalPlan],
     written: &[RankWritten],
-) -> Result<(), CheckpointError> {
+) -> Result<(), FileError> {
     place_items(&mut metadata, plans, written)?;
     let files = written.iter().filter_map(|written| Some((written.file.clone()?, written.integrity.clone())));
     finish_files(staging, &metadata, files)
@@ -226,7 +222,7 @@ pub fn finish_files(
     staging: Staging,
     metadata: &Metadata,
     files: impl IntoIterator<Item = (String, FileIntegrity)>,
-) -> Result<(), CheckpointError> {
+) -> Result<(), FileError> {
     let metadata = encode(metadata);
     let mut integrity = Integrity { files: files.into_iter().collect() };
     staging.check_files(integrity.files.keys())?;
@@ -235,7 +231,7 @@ pub fn finish_files(
     integrity.files.insert(METADATA_FILE.to_owned(), own);
     let name = staging.integrity_file();
     let integrity =
-        integrity.encode().map_err(|source| CheckpointError::File { path: staging.directory().join(&name), source })?;
+        integrity.encode().map_err(|source| FileError::File { path: staging.directory().join(&name), source })?;
     staging.write(&name, &integrity)?;
     staging.commit(METADATA_FILE, &metadata)
 }

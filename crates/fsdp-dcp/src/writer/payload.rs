@@ -11,9 +11,9 @@ use twox_hash::XxHash3_64;
 
 use super::PayloadSource;
 use super::layout::{Content, FileLayout, Placed};
-use crate::durable::StagedFile;
-use crate::error::CheckpointError;
-use crate::integrity::{FileIntegrity, block_length};
+use crate::error::FileError;
+use crate::storage::StagedFile;
+use crate::storage::integrity::{FileIntegrity, block_length};
 use crate::threads::on_threads;
 
 /// How much is hashed, then written, at once.
@@ -43,7 +43,7 @@ pub(super) fn write(
     layout: &FileLayout<'_>,
     source: &dyn PayloadSource,
     threads: usize,
-) -> Result<FileIntegrity, CheckpointError> {
+) -> Result<FileIntegrity, FileError> {
     let tasks = tasks(layout);
     let item = |task: &Task| match task {
         Task::Batch { .. } => None,
@@ -88,8 +88,8 @@ pub(crate) fn write_payloads(
     payloads: &[PlannedPayload<'_>],
     source: &dyn PayloadSource,
     threads: usize,
-    whole: Option<&(dyn Fn(usize, u32) -> Result<(), CheckpointError> + Sync)>,
-) -> Result<Vec<WrittenPayload>, CheckpointError> {
+    whole: Option<&(dyn Fn(usize, u32) -> Result<(), FileError> + Sync)>,
+) -> Result<Vec<WrittenPayload>, FileError> {
     let parts = payloads.iter().enumerate().flat_map(|(index, payload)| {
         (0..payload.length.div_ceil(PART))
             .map(move |part| (index, part * PART, (part * PART + PART).min(payload.length)))
@@ -123,7 +123,7 @@ fn write_part(
     source: &dyn PayloadSource,
     with_checksum: bool,
     buffer: &mut Vec<u8>,
-) -> Result<Done, CheckpointError> {
+) -> Result<Done, FileError> {
     buffer.clear();
     let planned = range.end - range.start;
     let mut sink = PartSink {
@@ -154,9 +154,9 @@ fn in_parallel<T: Sync>(
     tasks: &[T],
     threads: usize,
     payload: impl Fn(&T) -> Option<usize>,
-    run: impl Fn(&T, &mut Vec<u8>) -> Result<Done, CheckpointError> + Sync,
-    whole: impl Fn(usize, u32) -> Result<(), CheckpointError> + Sync,
-) -> Result<Vec<Done>, CheckpointError> {
+    run: impl Fn(&T, &mut Vec<u8>) -> Result<Done, FileError> + Sync,
+    whole: impl Fn(usize, u32) -> Result<(), FileError> + Sync,
+) -> Result<Vec<Done>, FileError> {
     let payloads: Vec<Option<usize>> = tasks.iter().map(payload).collect();
     // The first task of a payload counts those that are not done.
     let parts = payloads.chunk_by(|a, b| a.is_some() && a == b);
@@ -166,7 +166,7 @@ fn in_parallel<T: Sync>(
     let next = AtomicUsize::new(0);
     let failed = AtomicBool::new(false);
     let results: Vec<Mutex<Done>> = tasks.iter().map(|_| Mutex::default()).collect();
-    let work = || -> Result<(), CheckpointError> {
+    let work = || -> Result<(), FileError> {
         let mut buffer = Vec::new();
         while !failed.load(Ordering::Relaxed) {
             let index = next.fetch_add(1, Ordering::Relaxed);
@@ -228,7 +228,7 @@ fn run(
     source: &dyn PayloadSource,
     task: Task,
     buffer: &mut Vec<u8>,
-) -> Result<Done, CheckpointError> {
+) -> Result<Done, FileError> {
     match task {
         Task::Batch { first, count } => {
             let from = segment_start(layout, first);
@@ -256,7 +256,7 @@ fn run(
 }
 
 /// Appends a small item to the buffer, whole.
-fn small_item(placed: &Placed<'_>, source: &dyn PayloadSource, buffer: &mut Vec<u8>) -> Result<(), CheckpointError> {
+fn small_item(placed: &Placed<'_>, source: &dyn PayloadSource, buffer: &mut Vec<u8>) -> Result<(), FileError> {
     let (bounds, around) = match &placed.content {
         Content::Value(bytes) => {
             buffer.extend_from_slice(bytes);
@@ -282,9 +282,9 @@ fn small_item(placed: &Placed<'_>, source: &dyn PayloadSource, buffer: &mut Vec<
     Ok(())
 }
 
-fn check_length(fqn: &str, given: u64, planned: u64, whole: bool) -> Result<(), CheckpointError> {
+fn check_length(fqn: &str, given: u64, planned: u64, whole: bool) -> Result<(), FileError> {
     match given > planned || (whole && given < planned) {
-        true => Err(CheckpointError::PayloadLength { fqn: fqn.to_owned(), given, planned }),
+        true => Err(FileError::PayloadLength { fqn: fqn.to_owned(), given, planned }),
         false => Ok(()),
     }
 }
@@ -307,7 +307,7 @@ struct PartSink<'a> {
 }
 
 impl PartSink<'_> {
-    fn put(&mut self, mut bytes: &[u8]) -> Result<(), CheckpointError> {
+    fn put(&mut self, mut bytes: &[u8]) -> Result<(), FileError> {
         while !bytes.is_empty() {
             let left = self.end - self.at;
             // What is written at once: whole blocks, or all that is left.
@@ -334,7 +334,7 @@ impl PartSink<'_> {
         Ok(())
     }
 
-    fn write(&mut self, bytes: &[u8]) -> Result<(), CheckpointError> {
+    fn write(&mut self, bytes: &[u8]) -> Result<(), FileError> {
         debug_span!("hash", bytes = bytes.len()).in_scope(|| {
             for block in bytes.chunks(self.block as usize) {
                 self.done.hashes.push(XxHash3_64::oneshot(block));
@@ -371,7 +371,7 @@ impl Frame {
         Some(Frame { from, head, end: payload + length, tail: around.tail(crc) })
     }
 
-    fn write(&self, file: &StagedFile) -> Result<(), CheckpointError> {
+    fn write(&self, file: &StagedFile) -> Result<(), FileError> {
         file.write_at(self.from, &self.head)?;
         file.write_at(self.end, &self.tail)
     }

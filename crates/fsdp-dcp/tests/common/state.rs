@@ -4,11 +4,11 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use fsdp_dcp::durable::Durable;
 use fsdp_dcp::item::value_item_length;
-use fsdp_dcp::plan::{LocalPlan, SaveOptions, plan_save};
+use fsdp_dcp::plan::{LocalPlan, PlanOptions, plan_save};
+use fsdp_dcp::storage::Durable;
 use fsdp_dcp::writer::{PayloadSource, WriteOptions, finish, write_rank};
-use fsdp_dcp::{CheckpointError, Location};
+use fsdp_dcp::{FileError, Location};
 use fsdp_layout::boxes::{boxes_of_flat_range, copy_runs};
 use fsdp_layout::{DType, PlainValue, TensorBox};
 
@@ -25,14 +25,14 @@ impl PayloadSource for State {
         fqn: &str,
         bounds: &TensorBox,
         range: Range<u64>,
-        sink: &mut dyn FnMut(&[u8]) -> Result<(), CheckpointError>,
-    ) -> Result<(), CheckpointError> {
+        sink: &mut dyn FnMut(&[u8]) -> Result<(), FileError>,
+    ) -> Result<(), FileError> {
         let bytes = self.part(fqn, bounds);
         // Odd pieces, so that the writer has to gather them.
         bytes[range.start as usize..range.end as usize].chunks(100_003).try_for_each(sink)
     }
 
-    fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, CheckpointError> {
+    fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, FileError> {
         Ok(Cow::Borrowed(&self.values[fqn]))
     }
 }
@@ -81,10 +81,10 @@ pub(crate) fn save(
     ranks: usize,
     target: impl Into<Location>,
     durable: &Durable,
-) -> Result<(), CheckpointError> {
+) -> Result<(), FileError> {
     let target = &target.into();
     let plans = state.plans(ranks);
-    let global = plan_save(&plans, SaveOptions::default())?;
+    let global = plan_save(&plans, PlanOptions::default())?;
     let staging = durable.prepare(target, target.local().is_some())?;
     let name = staging.name().to_owned();
     let written = std::thread::scope(|scope| {

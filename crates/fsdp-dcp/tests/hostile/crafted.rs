@@ -3,15 +3,15 @@
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use fsdp_dcp::CheckpointError;
+use fsdp_dcp::FileError;
 use fsdp_dcp::checkpoint::open;
 use fsdp_dcp::convert::{ConvertOptions, Target, convert};
-use fsdp_dcp::durable::{Durable, Step, StepHook};
 use fsdp_dcp::item::encode_value;
 use fsdp_dcp::metadata::{
     BytesEntry, Chunk, Entry, METADATA_FILE, Metadata, StorageInfo, TensorEntry, TensorProperties, encode,
 };
 use fsdp_dcp::reader::OpenOptions;
+use fsdp_dcp::storage::{Durable, Step, StepHook};
 use fsdp_dcp::torch_zip::ArchiveLayout;
 use fsdp_dcp::verify::{Level, verify, with_causes};
 use fsdp_layout::{DType, KeyPath, PathPart, PlainValue, TensorBox};
@@ -20,7 +20,7 @@ use crate::bounded;
 
 /// What reading all of it and converting it fails with; nothing but the checkpoint itself may be left.
 fn refused(path: &Path) -> String {
-    let attempt = || -> Result<Option<String>, CheckpointError> {
+    let attempt = || -> Result<Option<String>, FileError> {
         let checkpoint = open(path, OpenOptions::default())?;
         let report = verify(&*checkpoint, Level::Deep, None)?;
         let mut first = report.problems.into_iter().next().map(|problem| problem.error);

@@ -2,14 +2,14 @@
 
 use std::path::{Path, PathBuf};
 
-use fsdp_dcp::CheckpointError;
+use fsdp_dcp::FileError;
 use fsdp_dcp::checkpoint::open;
 use fsdp_dcp::convert::{ConvertOptions, Target, convert};
-use fsdp_dcp::durable::Durable;
 use fsdp_dcp::integrity::INTEGRITY_FILE;
 use fsdp_dcp::metadata::{Entry, METADATA_FILE, decode, encode};
 use fsdp_dcp::reader::{CheckpointReader, OpenOptions};
-use fsdp_dcp::verify::{Level, seal, verify};
+use fsdp_dcp::storage::Durable;
+use fsdp_dcp::verify::{Level, add_integrity, verify};
 use fsdp_layout::{DType, PlainValue};
 
 use crate::state::{State, save};
@@ -24,7 +24,7 @@ fn small(target: &Path) {
 }
 
 /// Reads a checkpoint up to the first error.
-fn read_until_error(directory: &Path) -> Result<(), CheckpointError> {
+fn read_until_error(directory: &Path) -> Result<(), FileError> {
     let checkpoint = CheckpointReader::open(directory)?;
     checkpoint.metadata().entries.iter().try_for_each(|(fqn, entry)| match entry {
         Entry::Tensor(_) => checkpoint.read_tensor(fqn).map(drop),
@@ -42,7 +42,7 @@ fn flip(file: &Path, bit: usize) {
 }
 
 /// Reads everything that a checkpoint holds.
-fn read_all(directory: &Path) -> Result<usize, CheckpointError> {
+fn read_all(directory: &Path) -> Result<usize, FileError> {
     let checkpoint = CheckpointReader::open(directory)?;
     let mut bytes = 0;
     let mut outcome = Ok(());
@@ -156,7 +156,7 @@ fn other_formats(parent: &Path) -> Vec<PathBuf> {
 
 /// Opens a checkpoint of any format, and reads and verifies all of it.
 fn is_whole(path: &Path) -> bool {
-    let read = || -> Result<bool, CheckpointError> {
+    let read = || -> Result<bool, FileError> {
         let checkpoint = open(path, OpenOptions::default())?;
         let report = verify(&*checkpoint, Level::Deep, None)?;
         let values: Vec<String> = checkpoint.metadata().values().map(|(key, _)| key.to_owned()).collect();
@@ -173,7 +173,7 @@ fn flips_and_prefixes_of_every_format() {
     for sealed in [false, true] {
         for place in other_formats(&parent.path().join(sealed.to_string())) {
             if sealed {
-                seal(&place, None).unwrap();
+                add_integrity(&place, None).unwrap();
             }
             assert!(is_whole(&place));
             for file in files(if place.is_dir() { &place } else { place.parent().unwrap() }) {
@@ -242,8 +242,8 @@ fn paths_that_lead_out_of_the_checkpoint_are_not_opened() {
         with_paths(&target, path);
         let checkpoint = CheckpointReader::open(&target).unwrap();
         let error = bounded(|| checkpoint.read_tensor("w")).unwrap_err();
-        assert!(matches!(error, CheckpointError::Path { .. }), "{path:?}: {error}");
-        assert!(matches!(checkpoint.read_value("n.step"), Err(CheckpointError::Path { .. })), "{path:?}");
+        assert!(matches!(error, FileError::Path { .. }), "{path:?}: {error}");
+        assert!(matches!(checkpoint.read_value("n.step"), Err(FileError::Path { .. })), "{path:?}");
     }
 }
 
@@ -269,7 +269,7 @@ fn swapped_missing_and_mixed_data_files_are_found() {
 fn what_is_no_checkpoint_says_so() {
     let parent = tempfile::tempdir().unwrap();
     for path in [parent.path().join("nothing"), parent.path().to_owned()] {
-        assert!(matches!(CheckpointReader::open(&path), Err(CheckpointError::NotCommitted { .. })));
+        assert!(matches!(CheckpointReader::open(&path), Err(FileError::NotCommitted { .. })));
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use fsdp_dcp::CheckpointError;
+use fsdp_dcp::FileError;
 use fsdp_dcp::checkpoint::{Format, open};
 use fsdp_dcp::convert::{ConvertOptions, Rename, Target, View, convert};
 use fsdp_dcp::reader::OpenOptions;
@@ -140,7 +140,7 @@ fn views_select_rename_and_cast() {
         assert!(read == wanted, "{key}");
     }
     let clash = View::new(&*source, |_| Rename::To("same".to_owned()), None);
-    assert!(matches!(clash, Err(CheckpointError::Encode { .. })));
+    assert!(matches!(clash, Err(FileError::Encode { .. })));
 }
 
 #[test]

@@ -6,8 +6,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use fsdp_dcp::durable::{Durable, Step, StepHook, clean_stale, recover};
 use fsdp_dcp::reader::CheckpointReader;
+use fsdp_dcp::storage::{Durable, Step, StepHook, clean_stale, recover};
 use fsdp_layout::{DType, PlainValue};
 
 use crate::state::{State, save};

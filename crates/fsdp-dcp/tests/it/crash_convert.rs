@@ -6,12 +6,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use fsdp_dcp::CheckpointError;
+use fsdp_dcp::FileError;
 use fsdp_dcp::checkpoint::open;
 use fsdp_dcp::convert::{ConvertOptions, Target, convert};
 use fsdp_dcp::diff::{Tolerance, diff};
-use fsdp_dcp::durable::{Durable, clean_stale, recover};
 use fsdp_dcp::reader::OpenOptions;
+use fsdp_dcp::storage::{Durable, clean_stale, recover};
 use fsdp_dcp::verify::{Level, verify};
 use fsdp_layout::{DType, PlainValue};
 
@@ -28,7 +28,7 @@ fn source(target: &Path, generation: u8) {
     save(&state, 2, target, &Durable::new()).unwrap();
 }
 
-fn run(from: &Path, to: &Path, target: Target, durable: &Durable) -> Result<(), CheckpointError> {
+fn run(from: &Path, to: &Path, target: Target, durable: &Durable) -> Result<(), FileError> {
     let source = open(from, OpenOptions::default())?;
     let options = ConvertOptions { overwrite: true, threads: 1, durable: Some(durable), ..ConvertOptions::default() };
     convert(&*source, to, target, options).map(drop)
@@ -149,7 +149,7 @@ fn a_single_file_and_its_values_stay_together() {
     std::fs::copy(&values_b, parent.path().join("other.values.json")).unwrap();
     let opened_one = open(&one, OpenOptions::default()).unwrap();
     let refused = convert(&*opened_one, &other, Target::SafetensorsFile, options);
-    assert!(matches!(refused, Err(CheckpointError::Exists { path }) if path.ends_with("other.values.json")));
+    assert!(matches!(refused, Err(FileError::Exists { path }) if path.ends_with("other.values.json")));
     convert(&*opened, &b, Target::SafetensorsFile, ConvertOptions { overwrite: true, ..options }).unwrap();
     assert!(equal(&b, &plain) && !values_b.exists());
 }
@@ -170,7 +170,7 @@ fn a_file_does_not_replace_a_directory_nor_the_reverse() {
         (&file, Target::SafetensorsShards { ranks: 2 }),
     ] {
         let refused = run(&from, to, target, &Durable::new());
-        assert!(matches!(refused, Err(CheckpointError::NotReplaceable { .. })), "{target:?}: {refused:?}");
+        assert!(matches!(refused, Err(FileError::NotReplaceable { .. })), "{target:?}: {refused:?}");
     }
     assert_eq!((bytes_of(&directory), std::fs::read(&file).unwrap()), (before, b"mine".to_vec()));
     assert_eq!(names(parent.path()), ["d", "f", "from"]);

@@ -6,12 +6,12 @@ use anyhow::{Context as _, Result};
 use clap::Args;
 use fsdp::dcp::Location;
 use fsdp::dcp::checkpoint::{self, Checkpoint, stream};
-use fsdp::dcp::durable::Durable;
 use fsdp::dcp::elements::{Census, for_each};
 use fsdp::dcp::metadata::TensorEntry;
 use fsdp::dcp::plan::LoadPlanError;
 use fsdp::dcp::reader::OpenOptions;
-use fsdp::dcp::{CheckpointError, verify};
+use fsdp::dcp::storage::Durable;
+use fsdp::dcp::{FileError, verify};
 use fsdp::layout::{DType, PlainValue, TensorBox};
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -93,7 +93,7 @@ pub(crate) fn run(arguments: &CatArguments) -> Result<()> {
         value: None,
     };
     if !source.metadata().entries.contains_key(name) {
-        return Err(CheckpointError::from(LoadPlanError::Missing { fqn: name.clone() }).into());
+        return Err(FileError::from(LoadPlanError::Missing { fqn: name.clone() }).into());
     }
     let Some(tensor) = source.metadata().tensor(name) else {
         if arguments.stats || arguments.npy.is_some() {
@@ -150,8 +150,8 @@ fn each_piece(
 /// What may end a stream early: the checkpoint, or whoever takes the bytes.
 struct CatError(anyhow::Error);
 
-impl From<CheckpointError> for CatError {
-    fn from(error: CheckpointError) -> Self {
+impl From<FileError> for CatError {
+    fn from(error: FileError) -> Self {
         CatError(error.into())
     }
 }
@@ -352,7 +352,7 @@ fn write_npy(source: &dyn Checkpoint, name: &str, tensor: &TensorEntry, path: &P
         Ok(())
     })?;
     file.finish()?;
-    Ok(staging.commit_single(None)?)
+    Ok(staging.commit_single()?)
 }
 
 #[cfg(test)]

@@ -185,7 +185,7 @@ fn kind_of(cause: &(dyn std::error::Error + 'static)) -> Option<ErrorKind> {
     of::<CheckpointError>(cause)
         .or_else(|| of::<NnError>(cause))
         .or_else(|| of::<StateError>(cause))
-        .or_else(|| of::<dcp::CheckpointError>(cause))
+        .or_else(|| of::<dcp::FileError>(cause))
         .or_else(|| of::<FormatError>(cause))
         .or_else(|| of::<CommError>(cause))
         .or_else(|| of::<io::Error>(cause))

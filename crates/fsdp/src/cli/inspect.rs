@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use clap::Args;
-use fsdp::dcp::CheckpointError;
+use fsdp::dcp::FileError;
 use fsdp::dcp::Location;
 use fsdp::dcp::checkpoint::{self, Checkpoint, Format};
 use fsdp::dcp::metadata::{Chunk, Entry, Metadata, StorageInfo, TensorEntry};
@@ -82,7 +82,7 @@ pub(crate) fn run(arguments: &InspectArguments) -> Result<()> {
     let source = checkpoint::open(&arguments.path, OpenOptions::default());
     let path = arguments.path.to_string();
     if arguments.json {
-        if let Err(error @ CheckpointError::NotCommitted { .. }) = &source {
+        if let Err(error @ FileError::NotCommitted { .. }) = &source {
             output::json(&Summary::uncommitted(path.clone(), error.to_string()))?;
         }
         return output::json(&Summary::new(path, &*source?));
@@ -135,7 +135,7 @@ impl Summary {
             committed: true,
             reason: None,
             step,
-            hashed: source.directory().is_sealed(),
+            hashed: source.directory().has_integrity(),
             bytes: tensors.iter().map(|tensor| tensor.bytes).sum(),
             tensors,
             values,

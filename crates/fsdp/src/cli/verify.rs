@@ -103,10 +103,10 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
     let progress = |bytes| bar.add(bytes);
     let mut report = verify::verify(&*source, level, Some(&progress))?;
     drop(bar);
-    if arguments.seal && report.is_ok() && !report.sealed {
+    if arguments.seal && report.is_ok() && !report.has_integrity {
         let bar = Progress::new(bytes(&*source), !arguments.no_progress);
-        verify::seal(&arguments.path, Some(&|bytes| bar.add(bytes)))?;
-        report.sealed = true;
+        verify::add_integrity(&arguments.path, Some(&|bytes| bar.add(bytes)))?;
+        report.has_integrity = true;
         drop(bar);
         output::talk(&format!("sealed `{path}`"));
     }
@@ -137,7 +137,7 @@ fn finding(path: String, report: &Report, problems: Vec<Problem>, unknown_files:
         schema: SCHEMA,
         path,
         ok: problems.is_empty(),
-        hashed: report.sealed,
+        hashed: report.has_integrity,
         tensors: report.tensors,
         values: report.values,
         replicas: report.replicas,

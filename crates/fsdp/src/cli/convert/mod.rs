@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result};
 use fsdp::dcp::checkpoint::{self, Checkpoint};
 use fsdp::dcp::convert::{ConvertOptions, Converted, Target, View, convert};
-use fsdp::dcp::durable;
 use fsdp::dcp::reader::OpenOptions;
-use fsdp::dcp::{CheckpointError, Location};
+use fsdp::dcp::storage;
+use fsdp::dcp::{FileError, Location};
 use serde::Serialize;
 
 use self::keys::Keys;
@@ -127,7 +127,7 @@ fn replaceable(destination: &Destination<'_>) -> bool {
     }
     let opened = || checkpoint::open(to, OpenOptions { verify: false });
     let empty = || to.read_dir().is_ok_and(|mut entries| entries.next().is_none());
-    to.is_dir() && (empty() || !matches!(opened(), Err(CheckpointError::NotCommitted { .. })))
+    to.is_dir() && (empty() || !matches!(opened(), Err(FileError::NotCommitted { .. })))
 }
 
 /// Whether one is the other, or lies in it.
@@ -153,7 +153,7 @@ fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> Result<()> {
     let mut written = Written::planned(source, destination);
     if !destination.dry_run {
         // What a killed command left of this very destination.
-        durable::clean_stale(destination.path)?;
+        storage::clean_stale(destination.path)?;
         let bar = Progress::new(written.bytes, destination.progress && !destination.json);
         let progress = |bytes| bar.add(bytes);
         let options =

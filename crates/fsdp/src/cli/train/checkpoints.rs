@@ -69,7 +69,7 @@ impl Checkpoints {
         let path = self.run.join(step_name(step));
         if self.group.rank() == 0 {
             // What a killed run left of this very checkpoint.
-            fsdp::dcp::durable::clean_stale(&path)?;
+            fsdp::dcp::storage::clean_stale(&path)?;
         }
         let options = SaveOptions::default();
         let failed = || format!("failed to save `{path}`");

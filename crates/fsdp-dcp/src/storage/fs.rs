@@ -1,4 +1,4 @@
-//! The file system operations, each one a step that a test can make fail.
+//! The operations on the file system, each one a step that a test can make fail.
 
 use std::fmt;
 use std::fs::{File, OpenOptions};
@@ -13,7 +13,7 @@ use rustix::fs::{CWD, FallocateFlags, RenameFlags};
 use rustix::io::Errno;
 use tracing::debug_span;
 
-use crate::error::CheckpointError;
+use crate::error::FileError;
 
 /// One kind of durable step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -39,19 +39,19 @@ pub enum Step {
     Remove,
 }
 
-/// Watches every step; a test makes it fail, or ends the process there.
+/// A watcher of every step: a test makes one fail, or ends the process there.
 pub trait StepHook: Send + Sync {
-    /// Called before a step; an error stands for the step's own.
+    /// Runs before a step. An error from it stands for one of the step itself.
     fn before(&self, step: Step, path: &Path) -> io::Result<()>;
 
-    /// Called after a step that succeeded.
+    /// Runs after a step that succeeded.
     fn after(&self, step: Step, path: &Path) -> io::Result<()> {
         let _ = (step, path);
         Ok(())
     }
 }
 
-/// The way to durable storage. Clones share the hook.
+/// The way to durable storage. Clones share the hook that watches its steps.
 #[derive(Clone, Default)]
 pub struct Durable {
     hook: Option<Arc<dyn StepHook>>,
@@ -64,25 +64,26 @@ impl fmt::Debug for Durable {
 }
 
 impl Durable {
-    /// Durable storage as it is used.
+    /// Returns durable storage without a hook.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Durable storage with every step watched.
+    /// Returns durable storage whose every step the hook watches.
     #[must_use]
     pub fn with_hook(hook: Arc<dyn StepHook>) -> Self {
         Durable { hook: Some(hook) }
     }
 
+    /// Runs one step between the two calls of the hook.
     fn step<T>(
         &self,
         step: Step,
         operation: &'static str,
         path: &Path,
         run: impl FnOnce() -> io::Result<T>,
-    ) -> Result<T, CheckpointError> {
+    ) -> Result<T, FileError> {
         let _span = match step {
             Step::Write => debug_span!("write_at"),
             Step::SyncFile | Step::SyncDirectory => debug_span!("fsync", path = %path.display()),
@@ -97,11 +98,11 @@ impl Durable {
                 Ok(done)
             }),
         };
-        outcome.map_err(CheckpointError::io(operation, path))
+        outcome.map_err(FileError::io(operation, path))
     }
 
-    /// Creates one directory; its parent must exist. `false` if it was there.
-    pub(super) fn create_directory(&self, path: &Path) -> Result<bool, CheckpointError> {
+    /// Creates one directory, whose parent must exist. Returns `false` if it was there already.
+    pub(super) fn create_directory(&self, path: &Path) -> Result<bool, FileError> {
         self.step(Step::CreateDirectory, "create the directory", path, || match std::fs::create_dir(path) {
             Ok(()) => Ok(true),
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(false),
@@ -110,17 +111,17 @@ impl Durable {
     }
 
     /// Creates a file that must not exist.
-    pub(super) fn create_file(&self, path: &Path) -> Result<File, CheckpointError> {
+    pub(super) fn create_file(&self, path: &Path) -> Result<File, FileError> {
         self.step(Step::CreateFile, "create", path, || OpenOptions::new().write(true).create_new(true).open(path))
     }
 
     /// Gives a new file its full length, so that a full disk is found before the writing.
-    pub(super) fn preallocate(&self, file: &File, path: &Path, length: u64) -> Result<(), CheckpointError> {
+    pub(super) fn preallocate(&self, file: &File, path: &Path, length: u64) -> Result<(), FileError> {
         if length == 0 {
             return Ok(());
         }
         self.step(Step::Preallocate, "allocate space for", path, || {
-            // Where there is not enough, a file system may take all there is before it says so.
+            // Asked first, since a file system that runs out may take all its free space before it says so.
             let free = rustix::fs::fstatvfs(file).map_or(u64::MAX, |stat| stat.f_bavail.saturating_mul(stat.f_frsize));
             if length > free {
                 return Err(Errno::NOSPC.into());
@@ -133,64 +134,67 @@ impl Durable {
         })
     }
 
-    pub(super) fn write_at(&self, file: &File, path: &Path, offset: u64, bytes: &[u8]) -> Result<(), CheckpointError> {
+    /// Writes bytes at a position of a file.
+    pub(super) fn write_at(&self, file: &File, path: &Path, offset: u64, bytes: &[u8]) -> Result<(), FileError> {
         self.step(Step::Write, "write", path, || file.write_all_at(bytes, offset))
     }
 
+    /// Fsyncs a file.
     #[expect(clippy::disallowed_methods, reason = "this is the module that decides when bytes are durable")]
-    pub(super) fn sync_file(&self, file: &File, path: &Path) -> Result<(), CheckpointError> {
+    pub(super) fn sync_file(&self, file: &File, path: &Path) -> Result<(), FileError> {
         self.step(Step::SyncFile, "sync", path, || file.sync_all())
     }
 
+    /// Fsyncs a directory, which makes the names in it durable.
     #[expect(clippy::disallowed_methods, reason = "this is the module that decides when bytes are durable")]
-    pub(super) fn sync_directory(&self, path: &Path) -> Result<(), CheckpointError> {
+    pub(super) fn sync_directory(&self, path: &Path) -> Result<(), FileError> {
         self.step(Step::SyncDirectory, "sync the directory", path, || File::open(path)?.sync_all())
     }
 
-    /// Renames to a place where nothing is; if something is there, it stays, and [`CheckpointError::Exists`] comes back.
-    pub(super) fn rename_new(&self, from: &Path, to: &Path) -> Result<(), CheckpointError> {
+    /// Renames to a place where nothing is. If something is there, it stays, and the error is [`FileError::Exists`].
+    pub(super) fn rename_new(&self, from: &Path, to: &Path) -> Result<(), FileError> {
         let renamed = self.step(Step::Rename, "rename to", to, || {
             match rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
                 Ok(()) => Ok(()),
-                // Without this flag, a rename still fails on a directory that holds something.
+                // A file system without this flag: its plain rename still refuses a directory that holds something.
                 Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) if !exists(to) => plain_rename(from, to),
                 Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => Err(io::ErrorKind::AlreadyExists.into()),
                 Err(error) => Err(error.into()),
             }
         });
         match renamed {
-            Err(CheckpointError::Io { source, .. }) if source.kind() == io::ErrorKind::AlreadyExists => {
-                Err(CheckpointError::Exists { path: to.to_owned() })
+            Err(FileError::Io { source, .. }) if source.kind() == io::ErrorKind::AlreadyExists => {
+                Err(FileError::Exists { path: to.to_owned() })
             }
             other => other,
         }
     }
 
     /// Renames a file over whatever file is there.
-    pub(super) fn rename_over(&self, from: &Path, to: &Path) -> Result<(), CheckpointError> {
+    pub(super) fn rename_over(&self, from: &Path, to: &Path) -> Result<(), FileError> {
         self.step(Step::Rename, "rename to", to, || plain_rename(from, to))
     }
 
-    /// Lets two paths change places; `false` if the file system cannot.
-    pub(super) fn exchange(&self, a: &Path, b: &Path) -> Result<bool, CheckpointError> {
+    /// Lets two paths change places. Returns `false` if the file system cannot do that.
+    pub(super) fn exchange(&self, a: &Path, b: &Path) -> Result<bool, FileError> {
         let exchanged = self.step(Step::Exchange, "put the new checkpoint in place of", b, || {
             Ok(rustix::fs::renameat_with(CWD, a, CWD, b, RenameFlags::EXCHANGE)?)
         });
         match exchanged {
             Ok(()) => Ok(true),
-            Err(CheckpointError::Io { source, .. }) if is_unsupported(&source) => Ok(false),
+            Err(FileError::Io { source, .. }) if is_unsupported(&source) => Ok(false),
             Err(error) => Err(error),
         }
     }
 
     /// Removes a file.
-    pub(super) fn remove_file(&self, path: &Path) -> Result<(), CheckpointError> {
+    pub(super) fn remove_file(&self, path: &Path) -> Result<(), FileError> {
         self.step(Step::Remove, "remove", path, || std::fs::remove_file(path))
     }
 
     /// Removes a directory with all that it holds.
     #[expect(clippy::disallowed_methods, reason = "only staging directories and replaced checkpoints come here")]
-    pub(super) fn remove_directory(&self, path: &Path) -> Result<(), CheckpointError> {
+    pub(super) fn remove_directory(&self, path: &Path) -> Result<(), FileError> {
         self.step(Step::Remove, "remove", path, || match std::fs::remove_dir_all(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
             other => other,
@@ -203,18 +207,18 @@ fn plain_rename(from: &Path, to: &Path) -> io::Result<()> {
     std::fs::rename(from, to)
 }
 
-/// Whether the file system does not know the operation.
+/// Returns `true` if the file system does not know the operation.
 fn is_unsupported(error: &io::Error) -> bool {
     let codes = [Errno::INVAL, Errno::NOSYS, Errno::OPNOTSUPP];
     error.raw_os_error().is_some_and(|code| codes.iter().any(|errno| errno.raw_os_error() == code))
 }
 
-/// Whether anything, a dangling link included, is at this path.
+/// Returns `true` if anything, a dangling link included, is at this path.
 pub(super) fn exists(path: &Path) -> bool {
     path.symlink_metadata().is_ok()
 }
 
-/// The directory that a path lies in; the current one for a bare name.
+/// Returns the directory that a path lies in: the current one for a bare name.
 pub(super) fn parent_of(path: &Path) -> &Path {
     match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
@@ -222,16 +226,16 @@ pub(super) fn parent_of(path: &Path) -> &Path {
     }
 }
 
-/// The directory beside `target`, and the prefix of the names that belong to it: `.NAME.`.
-pub(super) fn beside(target: &Path) -> Result<(PathBuf, String), CheckpointError> {
+/// Returns the directory that `target` lies in, and the prefix of the names there that belong to it: `.NAME.`.
+pub(super) fn staging_prefix(target: &Path) -> Result<(PathBuf, String), FileError> {
     let name = target.file_name().and_then(|name| name.to_str()).ok_or_else(|| {
         let error = std::io::Error::new(std::io::ErrorKind::InvalidInput, "it has no name in UTF-8");
-        CheckpointError::io("write to", target)(error)
+        FileError::io("write to", target)(error)
     })?;
     Ok((parent_of(target).to_owned(), format!(".{name}.")))
 }
 
-/// A number unlike those of other processes and times. `mkdir` settles what is left to chance.
+/// Returns a number unlike those of other processes and times.
 pub(super) fn nonce() -> u64 {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();

@@ -24,24 +24,25 @@ use twox_hash::{XxHash3_64, XxHash3_128};
 use crate::error::FormatError;
 use crate::limits::{MAX_BLOCK_BYTES, MAX_INTEGRITY_BYTES};
 
-/// Name of the integrity file in a checkpoint's directory.
+/// The name of the integrity file in a checkpoint's directory.
 pub const INTEGRITY_FILE: &str = ".integrity";
 
-/// The integrity file of a checkpoint that is one file, beside it: `model.safetensors.integrity`.
+/// Returns the name of the integrity file of a checkpoint that is one file, which lies beside it:
+/// `model.safetensors.integrity`.
 #[must_use]
 pub fn integrity_beside(name: &str) -> String {
     format!("{name}{INTEGRITY_FILE}")
 }
 
-/// The version written here; later ones are refused.
+/// The version of the format. Later ones are refused.
 pub const INTEGRITY_VERSION: u32 = 1;
 
-/// Smallest block.
+/// Bytes of the smallest block.
 const SMALLEST_BLOCK: u64 = 16 << 10;
-/// Largest block.
+/// Bytes of the largest block.
 const LARGEST_BLOCK: u64 = 1 << 20;
 
-/// The block length for a segment of this length.
+/// Returns the length of the blocks of a segment.
 #[must_use]
 pub fn block_length(segment: u64) -> u64 {
     (segment / 128).next_power_of_two().clamp(SMALLEST_BLOCK, LARGEST_BLOCK)
@@ -61,7 +62,7 @@ pub struct FileIntegrity {
     length: u64,
 }
 
-/// One segment: from `offset` to the next one's.
+/// A segment of a file, from `offset` to the next segment's.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Segment {
     offset: u64,
@@ -80,7 +81,7 @@ pub struct HashedBlock {
 }
 
 impl FileIntegrity {
-    /// Bytes that the file must have.
+    /// Returns the bytes that the file must have.
     #[must_use]
     pub fn length(&self) -> u64 {
         self.length
@@ -102,7 +103,7 @@ impl FileIntegrity {
         self.push(bytes.len() as u64, block, bytes.chunks(block as usize).map(XxHash3_64::oneshot).collect());
     }
 
-    /// The block around this position.
+    /// Returns the block around this position.
     #[must_use]
     pub fn block_at(&self, offset: u64) -> Option<HashedBlock> {
         let index = self.segments.partition_point(|segment| segment.offset <= offset).checked_sub(1)?;
@@ -117,7 +118,7 @@ impl FileIntegrity {
         Some(HashedBlock { range: start..end, hash: *segment.hashes.get(block as usize)? })
     }
 
-    /// All blocks in order.
+    /// Returns all blocks in order.
     pub fn blocks(&self) -> impl Iterator<Item = HashedBlock> {
         let mut at = 0;
         std::iter::from_fn(move || {
@@ -151,26 +152,28 @@ struct Footer {
     xxh3_128: String,
 }
 
+/// Appends a value as a line of JSON.
+fn put_line(out: &mut Vec<u8>, value: &impl Serialize) -> Result<(), FormatError> {
+    out.extend(serde_json::to_vec(value).map_err(malformed)?);
+    out.push(b'\n');
+    Ok(())
+}
+
 fn malformed(reason: impl ToString) -> FormatError {
     FormatError::Malformed { what: "integrity file", reason: reason.to_string() }
 }
 
 impl Integrity {
-    /// The bytes of the integrity file.
+    /// Encodes the integrity file.
     pub fn encode(&self) -> Result<Vec<u8>, FormatError> {
         let mut out = Vec::new();
-        let mut line = |value: Result<Vec<u8>, serde_json::Error>| -> Result<(), FormatError> {
-            out.extend(value.map_err(malformed)?);
-            out.push(b'\n');
-            Ok(())
-        };
         let header = Header {
             format: "fsdp-integrity".into(),
             version: INTEGRITY_VERSION,
             hash: "xxh3-64".into(),
             files: self.files.len(),
         };
-        line(serde_json::to_vec(&header))?;
+        put_line(&mut out, &header)?;
         for (path, file) in &self.files {
             let segments = file.segments.iter().map(|segment| {
                 let mut digits = String::with_capacity(segment.hashes.len() * 16);
@@ -180,11 +183,10 @@ impl Integrity {
                 (segment.length, segment.block, digits)
             });
             let file = FileLine { path: path.clone(), length: file.length, segments: segments.collect() };
-            line(serde_json::to_vec(&file))?;
+            put_line(&mut out, &file)?;
         }
         let footer = Footer { xxh3_128: format!("{:032x}", XxHash3_128::oneshot(&out)) };
-        out.extend(serde_json::to_vec(&footer).map_err(malformed)?);
-        out.push(b'\n');
+        put_line(&mut out, &footer)?;
         Ok(out)
     }
 
@@ -194,6 +196,7 @@ impl Integrity {
             let (value, limit) = (bytes.len() as u64, MAX_INTEGRITY_BYTES);
             return Err(FormatError::Limit { what: "integrity file length", value, limit });
         }
+        // The last line is checked first: nothing else is believed before its hash.
         let body = bytes.strip_suffix(b"\n").ok_or_else(|| malformed("it is cut short"))?;
         let footer_at = body.iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
         let (before, footer) = body.split_at(footer_at);
@@ -229,10 +232,10 @@ impl Integrity {
                 return Err(malformed("a file stands twice in it"));
             }
         }
-        match files.len() == header.files {
-            true => Ok(Integrity { files }),
-            false => Err(malformed("the number of files is wrong")),
+        if files.len() != header.files {
+            return Err(malformed("the number of files is wrong"));
         }
+        Ok(Integrity { files })
     }
 }
 

@@ -2,23 +2,64 @@
 
 use std::fmt;
 use std::io;
+use std::path::Path;
 use std::sync::Arc;
 
 use futures_util::{StreamExt as _, TryStreamExt as _};
-use object_store::Error;
 use object_store::path::Path as Key;
+use object_store::{Error, GetOptions};
 
-use super::{Prefix, Store, ranged, wait};
-use crate::error::{CheckpointError, FormatError};
-use crate::source::{ReadAt, beyond_the_end};
+use super::prefix::{Prefix, Store};
+use super::runtime::wait;
+use crate::error::{FileError, FormatError};
+use crate::storage::backend::ReadDirectory;
+use crate::storage::paths::relative_parts;
+use crate::storage::read_at::{ReadAt, beyond_the_end};
 
-/// A longer read is several requests…
+/// Bytes of one request; a longer read is several.
 const REQUEST: usize = 8 << 20;
-/// … of which this many are under way at once.
+/// Requests of one read that are under way at once.
 const AT_ONCE: usize = 4;
 
+/// The objects below a prefix.
+#[derive(Debug)]
+pub(super) struct ObjectDirectory {
+    prefix: Prefix,
+}
+
+impl ObjectDirectory {
+    pub(super) fn new(prefix: Prefix) -> Self {
+        ObjectDirectory { prefix }
+    }
+}
+
+impl ReadDirectory for ObjectDirectory {
+    fn name(&self) -> &Path {
+        self.prefix.name()
+    }
+
+    fn names(&self) -> Result<Vec<String>, FileError> {
+        self.prefix.names()
+    }
+
+    fn file(&self, relative: &str) -> Result<Box<dyn ReadAt>, FileError> {
+        relative_parts(self.prefix.name(), relative)?;
+        Ok(Box::new(ObjectFile::open(&self.prefix, relative)?))
+    }
+
+    fn threads_per_reader(&self) -> usize {
+        // Requests mostly wait.
+        4
+    }
+
+    fn bytes_per_read(&self) -> u64 {
+        // What makes a request worth its while.
+        32 << 20
+    }
+}
+
 /// An object, as it was when it was opened: should another one take its place, reading it fails.
-pub(crate) struct ObjectFile {
+struct ObjectFile {
     store: Arc<dyn Store>,
     key: Key,
     length: u64,
@@ -33,10 +74,10 @@ impl fmt::Debug for ObjectFile {
 
 impl ObjectFile {
     /// Opens an object: one request.
-    pub(crate) fn open(prefix: &Prefix, below: &str) -> Result<Self, CheckpointError> {
+    fn open(prefix: &Prefix, below: &str) -> Result<Self, FileError> {
         let meta = prefix.head(below)?.ok_or_else(|| {
             let missing = io::Error::new(io::ErrorKind::NotFound, "there is no such object");
-            CheckpointError::io("open", prefix.name_of(below))(missing)
+            FileError::io("open", prefix.name_of(below))(missing)
         })?;
         Ok(ObjectFile { store: prefix.store().clone(), key: meta.location, length: meta.size, version: meta.e_tag })
     }
@@ -44,19 +85,22 @@ impl ObjectFile {
     /// Fills `dst` with one request.
     async fn fill(&self, offset: u64, dst: &mut [u8]) -> Result<(), Error> {
         let range = offset..offset + dst.len() as u64;
-        let got = self.store.get_opts(&self.key, ranged(range, self.version.clone())).await?;
-        let short = || Error::Generic {
-            store: "object store",
-            source: "the answer has another length than what was asked for".into(),
-        };
+        let options = GetOptions::new().with_range(Some(range)).with_if_match(self.version.clone());
+        let got = self.store.get_opts(&self.key, options).await?;
         let (mut filled, mut pieces) = (0, got.into_stream());
         while let Some(piece) = pieces.try_next().await? {
-            let into = dst.get_mut(filled..filled + piece.len()).ok_or_else(short)?;
+            let into = dst.get_mut(filled..filled + piece.len()).ok_or_else(wrong_length)?;
             into.copy_from_slice(&piece);
             filled += piece.len();
         }
-        if filled == dst.len() { Ok(()) } else { Err(short()) }
+        if filled == dst.len() { Ok(()) } else { Err(wrong_length()) }
     }
+}
+
+/// Returns the error of an answer that is longer or shorter than what was asked for.
+fn wrong_length() -> Error {
+    let source = "the answer has another length than what was asked for".into();
+    Error::Generic { store: "object store", source }
 }
 
 impl ReadAt for ObjectFile {

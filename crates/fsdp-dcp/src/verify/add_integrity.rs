@@ -6,26 +6,26 @@ use twox_hash::XxHash3_64;
 
 use super::Report;
 use crate::checkpoint::{Checkpoint, Format, open, values_beside};
-use crate::durable::Durable;
-use crate::error::{CheckpointError, FormatError};
-use crate::integrity::{FileIntegrity, INTEGRITY_FILE, Integrity, block_length, integrity_beside};
-use crate::location::Location;
+use crate::error::{FileError, FormatError};
 use crate::reader::OpenOptions;
-use crate::source::{ReadAt, Window};
+use crate::storage::Durable;
+use crate::storage::integrity::{FileIntegrity, INTEGRITY_FILE, Integrity, block_length, integrity_beside};
+use crate::storage::location::Location;
+use crate::storage::read_at::{ReadAt, Window};
 use crate::torch_zip::Directory;
 
 /// Adds an integrity file to a checkpoint, replacing one that is there: to a directory inside it, to a file
 /// [beside it](integrity_beside).
 ///
 /// The checkpoint must be readable, metadata and structure: what is broken is not sealed. Its data is taken as it is.
-pub fn seal(location: impl Into<Location>, progress: Option<&(dyn Fn(u64) + Sync)>) -> Result<(), CheckpointError> {
+pub fn add_integrity(location: impl Into<Location>, progress: Option<&(dyn Fn(u64) + Sync)>) -> Result<(), FileError> {
     let location = location.into();
     let path = location.name();
     let checkpoint = open(&location, OpenOptions { verify: false })?;
     let report = super::verify(&*checkpoint, super::Level::Sizes, None)?;
     if let Some(problem) = report.problems.into_iter().next() {
         let source = FormatError::Malformed { what: "checkpoint", reason: problem.error };
-        return Err(CheckpointError::File { path: path.to_owned(), source });
+        return Err(FileError::File { path: path.to_owned(), source });
     }
     let directory = checkpoint.directory();
     // Segments start and end with items, so that reading one item checks little else.
@@ -119,9 +119,9 @@ fn hash(
 pub(super) fn check_crcs(checkpoint: &dyn Checkpoint, report: &mut Report, progress: Option<&(dyn Fn(u64) + Sync)>) {
     let directory = checkpoint.directory();
     for (fqn, _, stored) in checkpoint.metadata().stored().filter(|(_, _, stored)| stored.transforms.is_empty()) {
-        let check = || -> Result<(), CheckpointError> {
+        let check = || -> Result<(), FileError> {
             let file = directory.file(&stored.relative_path)?;
-            let error = |source| CheckpointError::Item {
+            let error = |source| FileError::Item {
                 fqn: fqn.to_owned(),
                 path: directory.path().join(&stored.relative_path),
                 offset: stored.offset,

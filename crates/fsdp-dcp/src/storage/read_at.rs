@@ -1,15 +1,15 @@
-//! Bytes that can be read by position: files, their verified counterparts, memory, and windows into them.
+//! Bytes that can be read by position: files, checked or not, memory, and windows into them.
 
 use std::ops::Range;
 
 use crate::error::FormatError;
 
-/// Something with a length, read by position from many threads.
+/// A source of bytes that several threads read by position.
 pub trait ReadAt: Send + Sync {
-    /// Bytes in all.
+    /// Returns the number of bytes.
     fn len(&self) -> u64;
 
-    /// Whether there are none.
+    /// Returns `true` if there are no bytes.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -17,14 +17,14 @@ pub trait ReadAt: Send + Sync {
     /// Fills `dst` with the bytes from `offset`, and checks them where hashes are known.
     fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError>;
 
-    /// The range around `offset` that one hash covers, if there is one: reading any of it costs reading it all.
+    /// Returns the range around `offset` that one hash covers, if there is one: reading any of it costs reading it all.
     fn block_at(&self, offset: u64) -> Option<Range<u64>> {
         let _ = offset;
         None
     }
 }
 
-/// The error of a read that goes beyond the end.
+/// Returns the error of a read that goes beyond the end.
 pub(crate) fn beyond_the_end(offset: u64, length: usize) -> FormatError {
     let source = std::io::Error::new(std::io::ErrorKind::UnexpectedEof, "the file ends before that");
     FormatError::Read { offset, length: length as u64, source }
@@ -55,15 +55,15 @@ impl ReadAt for Vec<u8> {
 
 /// A range of another source, with positions of its own.
 #[derive(Clone, Copy)]
-pub struct Window<'a> {
+pub(crate) struct Window<'a> {
     source: &'a dyn ReadAt,
     start: u64,
     len: u64,
 }
 
 impl<'a> Window<'a> {
-    /// Bytes `start .. start + len` of `source`, which must hold them.
-    pub fn new(source: &'a dyn ReadAt, start: u64, len: u64) -> Result<Self, FormatError> {
+    /// Makes a window of bytes `start .. start + len` of `source`, which must hold them.
+    pub(crate) fn new(source: &'a dyn ReadAt, start: u64, len: u64) -> Result<Self, FormatError> {
         match start.checked_add(len) {
             Some(end) if end <= source.len() => Ok(Window { source, start, len }),
             _ => Err(beyond_the_end(start, usize::try_from(len).unwrap_or(usize::MAX))),
@@ -90,13 +90,13 @@ impl ReadAt for Window<'_> {
     }
 
     fn block_at(&self, offset: u64) -> Option<Range<u64>> {
-        // The part of the block inside the window; whoever checks it reads the rest all the same.
+        // Cut to the window. The source reads the rest of the block all the same, to check it.
         let block = self.source.block_at(self.start + offset)?;
         Some(block.start.saturating_sub(self.start)..(block.end - self.start).min(self.len))
     }
 }
 
-/// Reads many small pieces in ascending order, each underlying byte once: the last block is kept.
+/// A reader of many small pieces in ascending order, which reads each underlying byte once: it keeps the last block.
 #[derive(Debug)]
 pub struct BlockReader<'a, S: ?Sized> {
     source: &'a S,
@@ -104,19 +104,19 @@ pub struct BlockReader<'a, S: ?Sized> {
     block_start: u64,
 }
 
-/// Pieces from this size on are read straight into their destination where no hash asks for more.
+/// The size from which pieces are read straight into their destination, where no hash asks for more.
 const DIRECT: usize = 32 << 10;
-/// How much is read at once around small pieces.
+/// How many bytes are read at once around small pieces.
 const READ_AHEAD: u64 = 256 << 10;
 
 impl<'a, S: ReadAt + ?Sized> BlockReader<'a, S> {
-    /// A reader that has read nothing yet.
-    pub fn new(source: &'a S) -> Self {
+    /// Makes a reader that has read nothing yet.
+    pub(crate) fn new(source: &'a S) -> Self {
         BlockReader { source, block: Vec::new(), block_start: 0 }
     }
 
     /// Fills `dst` with the bytes from `offset`. Nothing at or beyond `limit` is read ahead.
-    pub fn read(&mut self, mut offset: u64, mut dst: &mut [u8], limit: u64) -> Result<(), FormatError> {
+    pub(crate) fn read(&mut self, mut offset: u64, mut dst: &mut [u8], limit: u64) -> Result<(), FormatError> {
         while !dst.is_empty() {
             let cached = self.block_start..self.block_start + self.block.len() as u64;
             if cached.contains(&offset) {
@@ -129,17 +129,9 @@ impl<'a, S: ReadAt + ?Sized> BlockReader<'a, S> {
             }
             let end = offset + dst.len() as u64;
             let direct = match self.source.block_at(offset) {
-                // Whole blocks, as many as fit.
-                Some(block) if block.start == offset && block.end <= end => {
-                    let mut direct = block.end;
-                    while let Some(next) = self.source.block_at(direct).filter(|next| next.end <= end) {
-                        if next.start != direct || next.is_empty() {
-                            break;
-                        }
-                        direct = next.end;
-                    }
-                    direct
-                }
+                // The piece begins with a whole block: that and those after it go straight to their destination.
+                Some(block) if block.start == offset && block.end <= end => self.whole_blocks(block.end, end),
+                // A part of a block: the whole of it must be read to be checked, and is kept for the next piece.
                 Some(block) => {
                     self.load(block)?;
                     continue;
@@ -159,6 +151,19 @@ impl<'a, S: ReadAt + ?Sized> BlockReader<'a, S> {
         Ok(())
     }
 
+    /// Returns where the blocks end that lie one after the other from `start`, all of them before `end`.
+    fn whole_blocks(&self, start: u64, end: u64) -> u64 {
+        let mut at = start;
+        while let Some(next) = self.source.block_at(at).filter(|next| next.end <= end) {
+            if next.start != at || next.is_empty() {
+                break;
+            }
+            at = next.end;
+        }
+        at
+    }
+
+    /// Reads a range into the buffer that is kept.
     fn load(&mut self, block: Range<u64>) -> Result<(), FormatError> {
         self.block.clear();
         self.block.resize((block.end - block.start) as usize, 0);

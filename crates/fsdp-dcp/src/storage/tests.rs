@@ -1,7 +1,7 @@
 //! Staging directories, one step at a time. Crashes of whole saves are tested in `tests/it/crash.rs`.
 
 use super::*;
-use crate::error::CheckpointError;
+use crate::error::FileError;
 use std::path::Path;
 
 fn names(parent: &Path) -> Vec<String> {
@@ -37,8 +37,8 @@ fn overwriting_must_be_asked_for() {
     let fast = Durable::new().prepare(&target, false).unwrap();
     fast.commit("a", b"fast").unwrap();
     // Two savers, one target: exactly one wins.
-    assert!(matches!(slow.commit("a", b"slow"), Err(CheckpointError::Exists { .. })));
-    assert!(matches!(Durable::new().prepare(&target, false), Err(CheckpointError::Exists { .. })));
+    assert!(matches!(slow.commit("a", b"slow"), Err(FileError::Exists { .. })));
+    assert!(matches!(Durable::new().prepare(&target, false), Err(FileError::Exists { .. })));
     assert_eq!(std::fs::read(target.join("a")).unwrap(), b"fast");
     assert_eq!(names(parent.path()), ["c"]);
 }
@@ -82,7 +82,7 @@ fn single_files_replace_files() {
         let file = staging.create_single(content.len() as u64).unwrap();
         file.write_at(0, content).unwrap();
         file.finish().unwrap();
-        staging.commit_single(None).unwrap();
+        staging.commit_single().unwrap();
         assert_eq!(std::fs::read(&target).unwrap(), content);
         assert_eq!(names(parent.path()), ["model.safetensors"]);
     }
@@ -93,7 +93,7 @@ fn names_in_a_staging_directory_stay_inside() {
     let parent = tempfile::tempdir().unwrap();
     let staging = Durable::new().prepare(parent.path().join("c"), false).unwrap();
     for name in ["../x", "/x", "a/../x", "", "a//b", "a\\b", "."] {
-        assert!(matches!(staging.write(name, b""), Err(CheckpointError::Path { .. })), "{name}");
+        assert!(matches!(staging.write(name, b""), Err(FileError::Path { .. })), "{name}");
     }
 }
 
@@ -102,7 +102,7 @@ fn what_does_not_fit_the_disk_takes_nothing_of_it() {
     let parent = tempfile::tempdir().unwrap();
     let staging = Durable::new().prepare(parent.path().join("c"), false).unwrap();
     let refused = staging.create("file", 1 << 60).unwrap_err();
-    let CheckpointError::Io { source, .. } = refused else { panic!("{refused}") };
+    let FileError::Io { source, .. } = refused else { panic!("{refused}") };
     assert_eq!(source.kind(), std::io::ErrorKind::StorageFull);
     assert_eq!(std::fs::metadata(staging.directory().join("file")).unwrap().len(), 0);
 }
