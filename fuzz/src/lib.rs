@@ -5,14 +5,10 @@ use std::path::Path;
 
 use fsdp_dcp::checkpoint::{Checkpoint, VALUES_FILE, open};
 use fsdp_dcp::convert::{ConvertOptions, Target, convert};
-use fsdp_dcp::integrity::Integrity;
-use fsdp_dcp::item::{StoredTensor, decode_value, encode_value, value_of};
+use fsdp_dcp::internals::{Directory, Header, Integrity, StoredTensor, decode_value, encode_value, parse, value_of};
 use fsdp_dcp::metadata::{decode, encode};
-use fsdp_dcp::pickle::parse;
 use fsdp_dcp::plan::{LoadRequest, ReadPlanOptions, plan_load};
 use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::safetensors::Header;
-use fsdp_dcp::torch_zip::Directory;
 use fsdp_dcp::verify::{Level, verify};
 use fsdp_layout::{PlainValue, TensorBox};
 

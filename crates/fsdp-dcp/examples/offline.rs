@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use fsdp_dcp::checkpoint::open;
 use fsdp_dcp::convert::{ConvertOptions, Target, convert};
-use fsdp_dcp::item::TensorItem;
+use fsdp_dcp::internals::TensorItem;
 use fsdp_dcp::metadata::{Chunk, Entry, METADATA_FILE, Metadata, StorageInfo, TensorEntry, TensorProperties, encode};
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::storage::Durable;

@@ -3,10 +3,11 @@
 use fsdp_layout::{DType, TensorBox};
 use serde::{Deserialize, Serialize};
 
-use crate::checkpoint::{Checkpoint, stream};
+use crate::dcp::metadata::Entry;
 use crate::elements::for_each;
 use crate::error::FileError;
-use crate::metadata::Entry;
+use crate::formats::checkpoint::Checkpoint;
+use crate::formats::stream::stream;
 
 /// How one key differs between two checkpoints.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

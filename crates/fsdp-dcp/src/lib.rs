@@ -1,21 +1,20 @@
-//! Checkpoint files: metadata, plans, the DCP and safetensors codecs, storage, durable commit.
+//! Checkpoint files: DCP directories, safetensors and torch archives; plans, storage, durable commit.
 //!
 //! This crate knows no tensor library: it moves boxes of bytes between files and whoever holds them.
 //!
-//! | module | what it answers |
+//! | module | what it holds |
 //! |---|---|
+//! | [`checkpoint`] | a checkpoint of any format: what it holds, and any part of it |
+//! | [`reader`] | reading a DCP directory: any part, by ranges, checked, in parallel |
 //! | [`writer`] | how N ranks save one checkpoint together, straight from their memory |
-//! | [`reader`] | how any part of a checkpoint is read, by ranges, checked, in parallel |
 //! | [`plan`] | who writes what, who reads what: pure functions, all errors before any byte moves |
 //! | [`storage`] | directories and object stores behind one trait; staging, fsync, one rename; the crash contract |
-//! | [`checkpoint`] | a checkpoint of any format: what it holds, and any part of it |
 //! | [`convert`] | from any format to any, filtered, renamed, cast, resharded, in bounded memory |
 //! | [`verify`](mod@verify), [`diff`](mod@diff), [`elements`] | whether it is whole, how two differ, what the numbers are |
-//! | [`metadata`] | what `.metadata` says, and torch's pickle of it |
-//! | [`item`] | one tensor or value inside a `.distcp` file |
-//! | [`torch_zip`], [`pickle`], [`safetensors`] | the containers: torch's zip, a pickle that cannot run, safetensors |
-//! | [`strided`] | bytes in any memory order |
+//! | [`metadata`] | the content of `.metadata`, and torch's pickle of it |
 //! | [`limits`] | how much a hostile file can make us do |
+//!
+//! Inside, each format has a folder (`dcp`, `safetensors`, `torch`), and `formats` is what they have in common.
 //!
 //! A checkpoint on disk:
 //!
@@ -28,30 +27,54 @@
 //! .step-21.tmp-53f1a09be6c02d77/    a save in progress
 //! ```
 
-pub mod checkpoint;
 pub mod convert;
+mod dcp;
 pub mod diff;
 pub mod elements;
-pub mod error;
-pub mod item;
+mod error;
+mod formats;
 mod kind;
 pub mod limits;
-pub mod metadata;
-pub mod pickle;
+mod pickle;
 pub mod plan;
-pub mod reader;
-pub mod safetensors;
+mod safetensors;
 pub mod storage;
-pub mod strided;
+mod strided;
 mod threads;
-pub mod torch_zip;
-mod values;
+mod torch;
 pub mod verify;
-pub mod writer;
 
-pub use error::{FileError, FormatError};
-pub use metadata::Metadata;
-pub use storage::integrity;
+pub use dcp::{metadata, writer};
+pub use error::{FileError, FormatError, LocationError};
+pub use pickle::{PickleError, PickleErrorKind};
 pub use storage::location::Location;
 #[cfg(feature = "object-store")]
 pub use storage::object::{Store, object_store};
+
+/// A checkpoint of any format: what it holds, and any part of it by range.
+///
+/// All formats speak [`Metadata`](metadata::Metadata); whatever handles one handles all.
+pub mod checkpoint {
+    pub use crate::formats::checkpoint::{Checkpoint, Format};
+    pub use crate::formats::open::open;
+    pub use crate::formats::stream::stream;
+    pub use crate::safetensors::sidecar::{VALUES_FILE, values_beside};
+}
+
+/// Reading a DCP directory, and the options of reading in any format.
+pub mod reader {
+    pub use crate::dcp::reader::CheckpointReader;
+    pub use crate::formats::read::{Destination, OpenOptions, ReadOptions};
+}
+
+/// The parts that tests and fuzz targets reach, and nobody else should.
+#[doc(hidden)]
+pub mod internals {
+    pub use crate::dcp::item::{StoredTensor, TensorItem};
+    pub use crate::pickle::parse;
+    pub use crate::safetensors::header::Header;
+    pub use crate::storage::cleanup::recover;
+    pub use crate::storage::integrity::{INTEGRITY_FILE, Integrity};
+    pub use crate::torch::value::{decode_value, encode_value, value_of};
+    pub use crate::torch::zip::{ArchiveLayout, Directory};
+}

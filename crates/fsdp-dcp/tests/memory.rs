@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 use fsdp_dcp::checkpoint::open;
 use fsdp_dcp::convert::{ConvertOptions, Rename, Target, View, convert};
-use fsdp_dcp::item::TensorItem;
+use fsdp_dcp::internals::TensorItem;
 use fsdp_dcp::metadata::{Chunk, Entry, METADATA_FILE, Metadata, StorageInfo, TensorEntry, TensorProperties, encode};
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_layout::{DType, TensorBox};

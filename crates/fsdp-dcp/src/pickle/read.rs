@@ -8,19 +8,6 @@ use super::node::{Node, NodeId, ObjectNode, Pickle, TupleNode};
 use crate::limits::{MAX_INTEGER_BYTES, MAX_MEMO_GAP, MAX_PICKLE_BYTES, MAX_PICKLE_NODES};
 
 /// Parses one pickle. Bytes after its `STOP` are ignored, as Python does.
-///
-/// ```
-/// use fsdp_dcp::pickle::{parse, Node};
-/// // [1, "a"]
-/// let pickle = parse(b"\x80\x04]\x94(K\x01\x8c\x01ae.")?;
-/// let Node::List(items) = pickle.node(pickle.root()) else { panic!() };
-/// assert_eq!(pickle.int(items[0])?, 1);
-/// assert_eq!(pickle.str(items[1])?, "a");
-///
-/// let refused = parse(b"cos\nsystem\n(S'true'\ntR.").unwrap_err();
-/// assert_eq!(refused.to_string(), "pickle refused at byte 0: global `os.system` is not allowed");
-/// # Ok::<(), fsdp_dcp::pickle::PickleError>(())
-/// ```
 pub fn parse(bytes: &[u8]) -> Result<Pickle<'_>, PickleError> {
     let limit = MAX_PICKLE_BYTES.min(u64::from(u32::MAX));
     if bytes.len() as u64 > limit {

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use super::validate::{ChunkError, validate_chunks};
-use crate::metadata::{Entry, Metadata, TensorEntry};
+use crate::dcp::metadata::{Entry, Metadata, TensorEntry};
 
 /// A tensor that a rank wants parts of.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -7,7 +7,7 @@
 //! Loading: [`plan_load`] intersects wanted boxes with saved chunks. Everything that can be wrong is found there,
 //! before a byte is read.
 //!
-//! [`Metadata`]: crate::metadata::Metadata
+//! [`Metadata`]: crate::dcp::metadata::Metadata
 
 mod load;
 mod save;

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use super::validate::{ChunkError, validate_cover};
-use crate::metadata::{BytesEntry, Chunk, Entry, Metadata, TensorEntry, TensorProperties, VERSION};
+use crate::dcp::metadata::{BytesEntry, Chunk, Entry, Metadata, TensorEntry, TensorProperties, VERSION};
 
 /// What one rank could write: its items, in the order of its state dict.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -43,7 +43,7 @@ pub enum WriteContent {
     },
     /// A non-tensor value; every rank that has it offers it.
     Value {
-        /// Bytes of its item, for balancing ([`crate::item::value_item_length`]).
+        /// Bytes of its item, for balancing ([`crate::torch::value::value_item_length`]).
         length: u64,
     },
 }

@@ -1,7 +1,7 @@
 //! Plans: torch's golden vectors, balance, disagreements, and broken chunk lists.
 
 use super::*;
-use crate::metadata::{Chunk, Entry, Metadata, StorageInfo, TensorEntry, TensorProperties};
+use crate::dcp::metadata::{Chunk, Entry, Metadata, StorageInfo, TensorEntry, TensorProperties};
 use fsdp_layout::boxes::boxes_of_flat_range;
 use fsdp_layout::{DType, TensorBox};
 use proptest::prelude::*;

@@ -6,7 +6,7 @@ use fsdp_layout::TensorBox;
 use fsdp_layout::boxes::checked_numel;
 use thiserror::Error;
 
-use crate::metadata::Metadata;
+use crate::dcp::metadata::Metadata;
 
 /// What is wrong with the chunks of a tensor.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]

@@ -90,7 +90,7 @@ fn malformed(reason: impl ToString) -> FormatError {
 
 /// In `__metadata__`: the dtypes that safetensors has no name for, by key, as a JSON object. Such a tensor is stored as its
 /// bytes: `U8`, with one more dimension, the bytes of an element.
-pub const RAW_DTYPES: &str = "fsdp.dtypes";
+pub(crate) const RAW_DTYPES: &str = "fsdp.dtypes";
 
 /// What [`RAW_DTYPES`] says.
 fn raw_dtypes(metadata: &IndexMap<String, String>) -> Result<HashMap<String, DType>, FormatError> {

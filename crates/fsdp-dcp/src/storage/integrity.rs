@@ -30,12 +30,12 @@ pub const INTEGRITY_FILE: &str = ".integrity";
 /// Returns the name of the integrity file of a checkpoint that is one file, which lies beside it:
 /// `model.safetensors.integrity`.
 #[must_use]
-pub fn integrity_beside(name: &str) -> String {
+pub(crate) fn integrity_beside(name: &str) -> String {
     format!("{name}{INTEGRITY_FILE}")
 }
 
 /// The version of the format. Later ones are refused.
-pub const INTEGRITY_VERSION: u32 = 1;
+pub(crate) const INTEGRITY_VERSION: u32 = 1;
 
 /// Bytes of the smallest block.
 const SMALLEST_BLOCK: u64 = 16 << 10;
@@ -44,7 +44,7 @@ const LARGEST_BLOCK: u64 = 1 << 20;
 
 /// Returns the length of the blocks of a segment.
 #[must_use]
-pub fn block_length(segment: u64) -> u64 {
+pub(crate) fn block_length(segment: u64) -> u64 {
     (segment / 128).next_power_of_two().clamp(SMALLEST_BLOCK, LARGEST_BLOCK)
 }
 

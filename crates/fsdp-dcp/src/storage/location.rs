@@ -78,6 +78,12 @@ impl Location {
         Location { storage: Arc::new(UnusableUrl { name, reason }) }
     }
 
+    /// Makes a location of a storage that a test brings.
+    #[cfg(test)]
+    pub(crate) fn with_storage(storage: Arc<dyn Storage>) -> Self {
+        Location { storage }
+    }
+
     /// Reads a URL; `None` if the text is a path.
     fn from_url(text: &str, settings: Settings) -> Option<Self> {
         let (scheme, rest) = text.split_once("://")?;

@@ -46,7 +46,7 @@ pub(crate) mod checked_directory;
 pub(crate) mod checked_file;
 pub(crate) mod cleanup;
 pub(crate) mod fs;
-pub mod integrity;
+pub(crate) mod integrity;
 pub(crate) mod local;
 pub(crate) mod location;
 pub(crate) mod names;
@@ -59,7 +59,7 @@ pub(crate) mod staging;
 
 pub use checked_directory::CheckedDirectory;
 pub use checked_file::CheckedFile;
-pub use cleanup::{clean_stale, recover, stale};
+pub use cleanup::{clean_stale, stale};
 pub use fs::{Durable, Step, StepHook};
 pub use read_at::ReadAt;
 pub use staging::{StagedFile, Staging};

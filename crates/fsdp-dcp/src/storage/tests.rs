@@ -1,5 +1,6 @@
 //! Staging directories, one step at a time. Crashes of whole saves are tested in `tests/it/crash.rs`.
 
+use super::cleanup::recover;
 use super::*;
 use crate::error::FileError;
 use std::path::Path;

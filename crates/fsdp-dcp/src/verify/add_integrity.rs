@@ -5,14 +5,16 @@ use std::collections::{BTreeMap, BTreeSet};
 use twox_hash::XxHash3_64;
 
 use super::Report;
-use crate::checkpoint::{Checkpoint, Format, open, values_beside};
 use crate::error::{FileError, FormatError};
-use crate::reader::OpenOptions;
+use crate::formats::checkpoint::{Checkpoint, Format};
+use crate::formats::open::open;
+use crate::formats::read::OpenOptions;
+use crate::safetensors::sidecar::values_beside;
 use crate::storage::Durable;
 use crate::storage::integrity::{FileIntegrity, INTEGRITY_FILE, Integrity, block_length, integrity_beside};
 use crate::storage::location::Location;
 use crate::storage::read_at::{ReadAt, Window};
-use crate::torch_zip::Directory;
+use crate::torch::zip::Directory;
 
 /// Adds an integrity file to a checkpoint, replacing one that is there: to a directory inside it, to a file
 /// [beside it](integrity_beside).

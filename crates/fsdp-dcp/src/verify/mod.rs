@@ -17,10 +17,11 @@ use std::path::PathBuf;
 use fsdp_layout::TensorBox;
 use serde::{Deserialize, Serialize};
 
-use crate::checkpoint::{Checkpoint, Format, stream};
+use crate::dcp::metadata::{Entry, StorageInfo};
 use crate::elements::Census;
 use crate::error::FileError;
-use crate::metadata::{Entry, StorageInfo};
+use crate::formats::checkpoint::{Checkpoint, Format};
+use crate::formats::stream::stream;
 use crate::plan::validate_chunks;
 
 pub use add_integrity::add_integrity;
@@ -156,7 +157,7 @@ fn structure(checkpoint: &dyn Checkpoint, report: &mut Report) {
                         }
                     }
                 }
-                let holds = |chunk: &&crate::metadata::Chunk| !chunk.bounds.is_empty() && chunk.stored.is_none();
+                let holds = |chunk: &&crate::dcp::metadata::Chunk| !chunk.bounds.is_empty() && chunk.stored.is_none();
                 if tensor.chunks.iter().any(|chunk| holds(&chunk)) {
                     report.add(Some(fqn), None, &FileError::NotStored { fqn: fqn.clone() });
                 }
@@ -233,7 +234,7 @@ pub fn census(
     fqn: &str,
     progress: Option<&(dyn Fn(u64) + Sync)>,
 ) -> Result<Option<Census>, FileError> {
-    let tensor = crate::checkpoint::lookup::tensor_of(checkpoint.metadata(), fqn)?;
+    let tensor = crate::formats::lookup::tensor_of(checkpoint.metadata(), fqn)?;
     let dtype = tensor.properties.dtype;
     let mut census = Census::default();
     if !Census::counts(dtype) {

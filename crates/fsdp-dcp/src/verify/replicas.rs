@@ -5,10 +5,11 @@ use fsdp_layout::TensorBox;
 use thiserror::Error;
 
 use super::Report;
-use crate::checkpoint::lookup::tensor_of;
-use crate::checkpoint::{Checkpoint, stream_boxes};
+use crate::dcp::metadata::Replica;
 use crate::error::FileError;
-use crate::metadata::Replica;
+use crate::formats::checkpoint::Checkpoint;
+use crate::formats::lookup::tensor_of;
+use crate::formats::stream::stream_boxes;
 use crate::plan::{ChunkError, validate_chunks};
 
 /// Two copies that should be one.

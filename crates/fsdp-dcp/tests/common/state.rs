@@ -4,9 +4,9 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use fsdp_dcp::item::value_item_length;
 use fsdp_dcp::plan::{LocalPlan, PlanOptions, plan_save};
 use fsdp_dcp::storage::Durable;
+use fsdp_dcp::writer::value_item_length;
 use fsdp_dcp::writer::{PayloadSource, WriteOptions, finish, write_rank};
 use fsdp_dcp::{FileError, Location};
 use fsdp_layout::boxes::{boxes_of_flat_range, copy_runs};

@@ -6,13 +6,12 @@ use std::sync::{Arc, Mutex};
 use fsdp_dcp::FileError;
 use fsdp_dcp::checkpoint::open;
 use fsdp_dcp::convert::{ConvertOptions, Target, convert};
-use fsdp_dcp::item::encode_value;
+use fsdp_dcp::internals::{ArchiveLayout, encode_value};
 use fsdp_dcp::metadata::{
     BytesEntry, Chunk, Entry, METADATA_FILE, Metadata, StorageInfo, TensorEntry, TensorProperties, encode,
 };
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::storage::{Durable, Step, StepHook};
-use fsdp_dcp::torch_zip::ArchiveLayout;
 use fsdp_dcp::verify::{Level, verify, with_causes};
 use fsdp_layout::{DType, KeyPath, PathPart, PlainValue, TensorBox};
 

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use fsdp_dcp::FileError;
 use fsdp_dcp::checkpoint::open;
 use fsdp_dcp::convert::{ConvertOptions, Target, convert};
-use fsdp_dcp::integrity::INTEGRITY_FILE;
+use fsdp_dcp::internals::INTEGRITY_FILE;
 use fsdp_dcp::metadata::{Entry, METADATA_FILE, decode, encode};
 use fsdp_dcp::reader::{CheckpointReader, OpenOptions};
 use fsdp_dcp::storage::Durable;

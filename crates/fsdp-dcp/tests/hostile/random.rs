@@ -1,12 +1,10 @@
 //! Bytes of every kind into every parser: an error or a value, never a panic, and little memory.
 
-use fsdp_dcp::integrity::Integrity;
-use fsdp_dcp::item::{StoredTensor, decode_value, encode_value};
+use fsdp_dcp::internals::{
+    ArchiveLayout, Directory, Header, Integrity, StoredTensor, decode_value, encode_value, parse,
+};
 use fsdp_dcp::metadata::decode;
-use fsdp_dcp::pickle::parse;
 use fsdp_dcp::reader::{CheckpointReader, OpenOptions};
-use fsdp_dcp::safetensors::Header;
-use fsdp_dcp::torch_zip::{ArchiveLayout, Directory};
 use fsdp_layout::PlainValue;
 use proptest::prelude::*;
 

@@ -6,8 +6,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
+use fsdp_dcp::internals::recover;
 use fsdp_dcp::reader::CheckpointReader;
-use fsdp_dcp::storage::{Durable, Step, StepHook, clean_stale, recover};
+use fsdp_dcp::storage::{Durable, Step, StepHook, clean_stale};
 use fsdp_layout::{DType, PlainValue};
 
 use crate::state::{State, save};

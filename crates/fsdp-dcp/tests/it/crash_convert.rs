@@ -10,8 +10,9 @@ use fsdp_dcp::FileError;
 use fsdp_dcp::checkpoint::open;
 use fsdp_dcp::convert::{ConvertOptions, Target, convert};
 use fsdp_dcp::diff::{Tolerance, diff};
+use fsdp_dcp::internals::recover;
 use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::storage::{Durable, clean_stale, recover};
+use fsdp_dcp::storage::{Durable, clean_stale};
 use fsdp_dcp::verify::{Level, verify};
 use fsdp_layout::{DType, PlainValue};
 

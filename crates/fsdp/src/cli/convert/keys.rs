@@ -1,8 +1,8 @@
 //! Which keys are converted, and what they are called there.
 
 use anyhow::Result;
-use fsdp::dcp::Metadata;
 use fsdp::dcp::convert::Rename;
+use fsdp::dcp::metadata::Metadata;
 use globset::{Glob, GlobSet, GlobSetBuilder};
 
 use crate::cli::failure::UsageError;

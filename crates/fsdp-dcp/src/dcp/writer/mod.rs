@@ -1,0 +1,239 @@
+//! Writing a DCP checkpoint: each rank its own file, straight from the tensors' memory, then one commit.
+//!
+//! How N ranks save together, each step on the ranks named:
+//!
+//! 1. all: a [`LocalPlan`] of what the rank holds; gather them on rank 0
+//! 2. rank 0: [`plan_save`](crate::plan::plan_save), [`Durable::prepare`]; scatter the [`Selection`]s, broadcast the
+//!    staging directory's name
+//! 3. all: [`Durable::join`] (rank 0 has it already), [`write_rank`]; gather the [`RankWritten`]s on rank 0
+//! 4. rank 0: [`finish`], which writes `.metadata` and `.integrity` and commits
+//!
+//! An error on any rank before step 4: rank 0 drops its [`Staging`], and nothing is left.
+//!
+//! ```
+//! use std::borrow::Cow;
+//! use std::ops::Range;
+//! use fsdp_dcp::FileError;
+//! use fsdp_dcp::durable::Durable;
+//! use fsdp_dcp::plan::{LocalPlan, PlanOptions, plan_save};
+//! use fsdp_dcp::reader::CheckpointReader;
+//! use fsdp_dcp::writer::{PayloadSource, WriteOptions, finish, write_rank};
+//! use fsdp_layout::{DType, PlainValue, TensorBox};
+//!
+//! /// What this rank holds: one tensor, and the step.
+//! struct State(Vec<u8>);
+//!
+//! impl PayloadSource for State {
+//!     fn payload(
+//!         &self,
+//!         _fqn: &str,
+//!         _bounds: &TensorBox,
+//!         range: Range<u64>,
+//!         sink: &mut dyn FnMut(&[u8]) -> Result<(), FileError>,
+//!     ) -> Result<(), FileError> {
+//!         sink(&self.0[range.start as usize..range.end as usize])
+//!     }
+//!
+//!     fn value(&self, _fqn: &str) -> Result<Cow<'_, PlainValue>, FileError> {
+//!         Ok(Cow::Owned(PlainValue::Int(20)))
+//!     }
+//! }
+//!
+//! let parent = tempfile::tempdir()?;
+//! let target = parent.path().join("step-20");
+//! let state = State(vec![1, 2, 3, 4, 5, 6]);
+//! let mut plan = LocalPlan::default();
+//! plan.add_value("step", None, 1000);
+//! plan.add_tensor("w", None, DType::U8, vec![2, 3], vec![TensorBox::whole(&[2, 3])]);
+//!
+//! let plans = [plan];
+//! let global = plan_save(&plans, PlanOptions::default())?;
+//! let staging = Durable::new().prepare(&target, false)?;
+//! let written = write_rank(&staging, 0, &plans[0], &global.selections[0], &state, &WriteOptions::default())?;
+//! finish(staging, global.metadata, &plans, &[written])?;
+//!
+//! let checkpoint = CheckpointReader::open(&target)?;
+//! assert_eq!(checkpoint.read_tensor("w")?, state.0);
+//! assert_eq!(checkpoint.read_value("step")?, PlainValue::Int(20));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! [`Selection`]: crate::plan::Selection
+//! [`Durable::prepare`]: crate::storage::Durable::prepare
+//! [`Durable::join`]: crate::storage::Durable::join
+
+mod layout;
+mod payload;
+
+pub(crate) use payload::{PlannedPayload, write_payloads};
+
+pub use crate::torch::value::value_item_length;
+
+use std::borrow::Cow;
+use std::ops::Range;
+
+use fsdp_layout::{PlainValue, TensorBox};
+use serde::{Deserialize, Serialize};
+
+use crate::dcp::metadata::{Entry, METADATA_FILE, Metadata, StorageInfo, encode};
+use crate::error::FileError;
+use crate::plan::{LocalPlan, Selection, WriteContent};
+use crate::storage::Staging;
+use crate::storage::integrity::{FileIntegrity, Integrity};
+use crate::threads::default_threads;
+
+/// Where the bytes of a rank's items come from. Called from several threads at once.
+pub trait PayloadSource: Sync {
+    /// Gives bytes `range` of the row-major payload of box `bounds` of tensor `fqn`, in order, in pieces of any size.
+    ///
+    /// Large contiguous pieces are written from where they lie; small ones are gathered first.
+    fn payload(
+        &self,
+        fqn: &str,
+        bounds: &TensorBox,
+        range: Range<u64>,
+        sink: &mut dyn FnMut(&[u8]) -> Result<(), FileError>,
+    ) -> Result<(), FileError>;
+
+    /// A non-tensor value.
+    fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, FileError>;
+}
+
+/// How a rank writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WriteOptions {
+    /// Threads that hash and write. Each needs about 1 MiB.
+    pub threads: usize,
+}
+
+impl Default for WriteOptions {
+    fn default() -> Self {
+        WriteOptions { threads: default_threads() }
+    }
+}
+
+/// What a rank has written: to be gathered for [`finish`].
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct RankWritten {
+    /// Its file, relative to the checkpoint; none if it had nothing to write.
+    pub file: Option<String>,
+    /// Where its items are: position in its [`LocalPlan`], box, offset, length.
+    pub items: Vec<WrittenItem>,
+    /// The hashes of its file.
+    pub integrity: FileIntegrity,
+    /// Payload bytes.
+    pub payload_bytes: u64,
+}
+
+/// One item of a [`RankWritten`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WrittenItem {
+    /// Position in the rank's [`LocalPlan`].
+    pub item: u32,
+    /// Position of the box in it; 0 for a value.
+    pub index: u32,
+    /// First byte in the file.
+    pub offset: u64,
+    /// Bytes.
+    pub length: u64,
+}
+
+/// Writes the selected items of one rank to its file, hashes them on the way, and fsyncs it. No communication.
+pub fn write_rank(
+    staging: &Staging,
+    rank: usize,
+    plan: &LocalPlan,
+    selection: &Selection,
+    source: &dyn PayloadSource,
+    options: &WriteOptions,
+) -> Result<RankWritten, FileError> {
+    if selection.kept.is_empty() {
+        return Ok(RankWritten::default());
+    }
+    let name = staging.data_file(rank);
+    let layout = layout::FileLayout::new(plan, selection, source)?;
+    let file = staging.create(&name, layout.length)?;
+    let integrity = payload::write(&file, &layout, source, options.threads)?;
+    file.finish()?;
+    let items = layout.items.iter().map(|placed| WrittenItem {
+        item: placed.item,
+        index: placed.index,
+        offset: placed.offset,
+        length: placed.length,
+    });
+    Ok(RankWritten {
+        file: Some(name),
+        items: items.collect(),
+        integrity,
+        payload_bytes: layout.items.iter().map(|placed| placed.payload_length()).sum(),
+    })
+}
+
+/// Notes in the metadata where all ranks' items are. `plans` and `written` are by rank.
+pub fn place_items(metadata: &mut Metadata, plans: &[LocalPlan], written: &[RankWritten]) -> Result<(), FileError> {
+    for (plan, written) in plans.iter().zip(written) {
+        let Some(file) = &written.file else { continue };
+        for at in &written.items {
+            let stored = StorageInfo {
+                relative_path: file.clone(),
+                offset: at.offset,
+                length: at.length,
+                transforms: Vec::new(),
+            };
+            let Some(item) = plan.items.get(at.item as usize) else { continue };
+            match (metadata.entries.get_mut(&item.fqn), &item.content) {
+                (Some(Entry::Bytes(bytes)), _) => bytes.stored = Some(stored),
+                (Some(Entry::Tensor(tensor)), WriteContent::Tensor { boxes, .. }) => {
+                    let Some(bounds) = boxes.get(at.index as usize) else { continue };
+                    // `plan_save` sorts the chunks by their boxes.
+                    if let Ok(chunk) = tensor.chunks.binary_search_by(|chunk| chunk.bounds.cmp(bounds)) {
+                        tensor.chunks[chunk].stored = Some(stored);
+                    }
+                }
+                _ => {}
+            }
+        }
+    }
+    let unplaced = metadata.entries.iter().find(|(_, entry)| match entry {
+        Entry::Bytes(bytes) => bytes.stored.is_none(),
+        Entry::Tensor(tensor) => tensor.chunks.iter().any(|chunk| chunk.stored.is_none()),
+    });
+    match unplaced {
+        Some((fqn, _)) => Err(FileError::NotStored { fqn: fqn.clone() }),
+        None => Ok(()),
+    }
+}
+
+/// Ends a save, on the rank that prepared it: writes `.integrity` and `.metadata`, and commits.
+///
+/// `metadata` is that of the global plan; `plans` and `written` are by rank. If any item was written by no rank, nothing
+/// is committed.
+pub fn finish(
+    staging: Staging,
+    mut metadata: Metadata,
+    plans: &[LocalPlan],
+    written: &[RankWritten],
+) -> Result<(), FileError> {
+    place_items(&mut metadata, plans, written)?;
+    let files = written.iter().filter_map(|written| Some((written.file.clone()?, written.integrity.clone())));
+    finish_files(staging, &metadata, files)
+}
+
+/// As [`finish`], for metadata that has all its storage and whatever files lie in the staging directory.
+pub fn finish_files(
+    staging: Staging,
+    metadata: &Metadata,
+    files: impl IntoIterator<Item = (String, FileIntegrity)>,
+) -> Result<(), FileError> {
+    let metadata = encode(metadata);
+    let mut integrity = Integrity { files: files.into_iter().collect() };
+    staging.check_files(integrity.files.keys())?;
+    let mut own = FileIntegrity::default();
+    own.push_bytes(&metadata);
+    integrity.files.insert(METADATA_FILE.to_owned(), own);
+    let name = staging.integrity_file();
+    let integrity =
+        integrity.encode().map_err(|source| FileError::File { path: staging.directory().join(&name), source })?;
+    staging.write(&name, &integrity)?;
+    staging.commit(METADATA_FILE, &metadata)
+}
