@@ -25,6 +25,7 @@ mod options;
 mod plan;
 mod progress;
 mod retention;
+mod rounds;
 pub mod save;
 pub mod state_dict;
 mod template;

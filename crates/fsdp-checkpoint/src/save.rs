@@ -20,8 +20,9 @@ use indexmap::IndexMap;
 use tracing::{debug, info_span};
 
 use crate::CheckpointError;
-use crate::plan::{Kept, MadeOf, PLANNER, PlanCache};
+use crate::plan::{CachedPlan, PLANNER, PlanCache, PlanKey};
 pub use crate::progress::SaveProgress;
+use crate::rounds::gather_in_rounds;
 
 /// How long ranks wait for each other in a save or a load, unless told otherwise: writing takes as long as it takes,
 /// and a rank that dies is noticed at once all the same.
@@ -30,9 +31,9 @@ pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(30 * 60);
 /// How to save; the same on every rank.
 #[derive(Debug, Clone)]
 pub struct SaveOptions {
-    /// Replace a checkpoint that is there. It stays whole until the new one is.
+    /// `true` to replace a checkpoint that is there. It stays whole until the new one is.
     pub overwrite: bool,
-    /// Which of several ranks that hold the same values writes them.
+    /// The rule for which of several ranks that hold the same values writes them.
     pub deduplicate: Deduplicate,
     /// How each rank writes its file.
     pub write: WriteOptions,
@@ -40,7 +41,7 @@ pub struct SaveOptions {
     pub deadline: Duration,
     /// The way to durable storage; tests make its steps fail.
     pub durable: Durable,
-    /// Told how far this rank is. Each rank has its own; keep a clone to look at it.
+    /// A counter of how far this rank is. Each rank has its own; keep a clone to look at it.
     pub progress: SaveProgress,
 }
 
@@ -57,15 +58,15 @@ impl Default for SaveOptions {
     }
 }
 
-/// What a save did.
+/// The report of a save.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SaveReport {
-    /// Bytes of tensors that this rank wrote.
+    /// The bytes of tensors that this rank wrote.
     pub rank_bytes: u64,
     /// The same for all ranks together.
     pub total_bytes: u64,
-    /// Time on this rank, from the call to the commit.
+    /// The time on this rank, from the call to the commit.
     pub duration: Duration,
 }
 
@@ -100,17 +101,17 @@ pub struct Saver {
 }
 
 impl Saver {
-    /// A saver that has planned nothing yet. No communication.
+    /// Makes a saver that has planned nothing yet. No communication.
     #[must_use]
     pub fn new() -> Self {
         Saver::default()
     }
 
-    /// As [`save`]. Who writes what is planned by the first call, and again whenever any rank's layout (keys, shapes,
+    /// Saves as [`save`] does. Who writes what is planned by the first call, and again whenever any rank's layout (keys, shapes,
     /// dtypes, boxes) has changed since the last one; otherwise the ranks only agree that it has not.
     ///
     /// # Errors
-    /// As [`save`].
+    /// The errors of [`save`].
     pub fn save(
         &mut self,
         path: impl Into<Location>,
@@ -123,40 +124,45 @@ impl Saver {
         let group = &group.with_deadline_at_least(options.deadline);
         let _span = info_span!("save", rank = group.rank(), %path).entered();
 
-        let (plan, kept, source) = {
+        // 1. All ranks know who writes what: from the last save, or by planning anew.
+        let (plan, cached, source) = {
             let _span = info_span!("plan", rank = group.rank()).entered();
-            let source = Source::new(state, options.progress.clone());
+            let source = LocalState::new(state, options.progress.clone());
             let layout = source.as_ref().map_or(0, |(plan, _)| plan.layout_hash());
-            let made_of = MadeOf::new(group, layout, options.deduplicate);
-            let is_planned = self.plans.is_planned(group, &made_of, &source)?;
+            let key = PlanKey::new(group, layout, options.deduplicate);
+            let is_planned = self.plans.is_planned(group, &key, &source)?;
             let (plan, source) = source?;
-            let kept = self.plans.plan(group, made_of, &plan, is_planned)?;
-            (plan, kept, source)
+            let cached = self.plans.plan(group, key, &plan, is_planned)?;
+            (plan, cached, source)
         };
-        options.progress.expect(kept.rank_bytes);
-        let staging = kept.everyone.as_ref().map(|_| prepare(path, options)).transpose();
+        options.progress.expect(cached.rank_bytes);
+        // 2. The planner prepares the staging directory, and the others join it.
+        let staging = cached.metadata.as_ref().map(|_| prepare(path, options)).transpose();
         let staging = group.agree("save: prepare", staging)?;
         let name =
             group.broadcast_object(staging.as_ref().map(|staging| staging.name().to_owned()).as_ref(), PLANNER)?;
+        // 3. Every rank writes its own file.
         let written = match &staging {
-            Some(staging) => write(staging, group.rank(), &plan, &kept.selection, &source, options),
+            Some(staging) => write(staging, group.rank(), &plan, &cached.selection, &source, options),
             None => match options.durable.join(path, &name) {
-                Ok(staging) => write(&staging, group.rank(), &plan, &kept.selection, &source, options),
+                Ok(staging) => write(&staging, group.rank(), &plan, &cached.selection, &source, options),
                 Err(error) => Err(error.into()),
             },
         };
         let written = group.agree("save: write", written)?;
-        let all_written = group.gather_object(&written, PLANNER)?;
+        let all_written = gather_in_rounds(group, vec![written], RankWritten::wire_bytes, PLANNER)?;
 
-        let committed = match (staging, &kept.everyone, all_written) {
-            (Some(staging), Some(everyone), Some(written)) => {
+        // 4. The planner notes where everything is, and commits.
+        let committed = match (staging, &cached.metadata, all_written) {
+            (Some(staging), Some(metadata), Some(written)) => {
                 let _span = info_span!("commit", rank = group.rank()).entered();
-                finish(staging, everyone.metadata.clone(), &everyone.plans, &written).map_err(CheckpointError::from)
+                let written: Vec<RankWritten> = written.into_iter().flatten().collect();
+                finish(staging, metadata.clone(), &written).map_err(CheckpointError::from)
             }
             _ => Ok(()),
         };
         group.agree("save: commit", committed)?;
-        let Kept { rank_bytes, total_bytes, .. } = *kept;
+        let CachedPlan { rank_bytes, total_bytes, .. } = *cached;
         let report = SaveReport { rank_bytes, total_bytes, duration: start.elapsed() };
         debug!(rank_bytes, total_bytes, seconds = report.duration.as_secs_f64(), "saved");
         Ok(report)
@@ -174,7 +180,7 @@ fn write(
     rank: usize,
     plan: &LocalPlan,
     selection: &Selection,
-    source: &Source,
+    source: &LocalState,
     options: &SaveOptions,
 ) -> Result<RankWritten, CheckpointError> {
     let _span = info_span!("write", rank, bytes = source.progress.total()).entered();
@@ -182,7 +188,7 @@ fn write(
 }
 
 /// This rank's flat values, as the writer asks for them.
-struct Source {
+struct LocalState {
     tensors: IndexMap<String, Vec<(TensorBox, Payload)>>,
     values: IndexMap<String, PlainValue>,
     progress: SaveProgress,
@@ -194,18 +200,18 @@ enum Payload {
     Raw(fsdp_flat::RawTensor),
 }
 
-impl Source {
-    fn new(state: &StateDict, progress: SaveProgress) -> Result<(LocalPlan, Source), CheckpointError> {
+impl LocalState {
+    fn new(state: &StateDict, progress: SaveProgress) -> Result<(LocalPlan, LocalState), CheckpointError> {
         let FlatStateDict { values, mut paths } = flatten_state_dict(state)?;
         let mut plan = LocalPlan::default();
-        let mut source = Source { tensors: IndexMap::new(), values: IndexMap::new(), progress };
+        let mut source = LocalState { tensors: IndexMap::new(), values: IndexMap::new(), progress };
         for (fqn, value) in values {
             let path = paths.swap_remove(&fqn);
             match value {
                 StateValue::Tensor(tensor) => {
                     let dtype = fsdp_flat::dtype::of(&tensor)?;
                     let (shape, whole) = (tensor.dims().to_vec(), TensorBox::whole(tensor.dims()));
-                    plan.add_tensor(&fqn, path, dtype, shape, vec![whole.clone()]);
+                    plan.add_whole_tensor(&fqn, path, dtype, shape);
                     source.tensors.insert(fqn, vec![(whole, Payload::Tensor(on_host(&tensor)?))]);
                 }
                 StateValue::Sharded(tensor) => {
@@ -218,7 +224,7 @@ impl Source {
                 }
                 StateValue::Raw(tensor) => {
                     let (shape, whole) = (tensor.shape().to_vec(), TensorBox::whole(tensor.shape()));
-                    plan.add_tensor(&fqn, path, tensor.dtype(), shape, vec![whole.clone()]);
+                    plan.add_whole_tensor(&fqn, path, tensor.dtype(), shape);
                     source.tensors.insert(fqn, vec![(whole, Payload::Raw(tensor))]);
                 }
                 object => {
@@ -241,7 +247,7 @@ impl Source {
     }
 }
 
-/// A leaf that is no tensor as one object, tensors inside it included.
+/// Returns a value that is no tensor as one object, with the tensors inside it.
 fn object_value(fqn: &str, value: &StateValue) -> Result<PlainValue, CheckpointError> {
     let list = |list: &[StateValue]| list.iter().map(|value| object_value(fqn, value)).collect::<Result<_, _>>();
     Ok(match value {
@@ -271,12 +277,13 @@ fn object_value(fqn: &str, value: &StateValue) -> Result<PlainValue, CheckpointE
     })
 }
 
-/// What the threads that write can read again and again. Elements of a GPU are copied here, by the thread that made them.
+/// Returns a tensor that the threads that write can read again and again. Elements of a GPU are copied here, by the
+/// thread that made them.
 fn on_host(tensor: &Tensor) -> Result<Tensor, CheckpointError> {
     Ok(to_device(&tensor.contiguous()?, &Device::Cpu)?)
 }
 
-impl PayloadSource for Source {
+impl PayloadSource for LocalState {
     fn payload(
         &self,
         fqn: &str,

@@ -35,7 +35,7 @@ pub enum Difference {
     },
     /// Some elements differ by more than the tolerance.
     Elements {
-        /// How many.
+        /// The number of such elements.
         count: u64,
         /// Position of the first, row-major.
         first: u64,
@@ -96,6 +96,7 @@ pub fn diff(
     Ok(())
 }
 
+/// Compares the elements of a tensor that both have, in the same dtype and shape.
 fn tensors(
     first: &dyn Checkpoint,
     second: &dyn Checkpoint,
@@ -116,6 +117,7 @@ fn tensors(
             other.extend_from_slice(more);
             Ok(())
         })?;
+        // Mostly all bytes are equal; only otherwise elements are looked at.
         if bytes != other.as_slice() {
             let mut differs = |index: u64| {
                 if count == 0 {
@@ -132,9 +134,10 @@ fn tensors(
                     // NaN against a number is infinitely far; a NaN with other bits differs only bit for bit.
                     let exact = tolerance == Tolerance::default();
                     let allowed = tolerance.absolute + tolerance.relative * b.abs();
-                    let far = match a.is_nan() || b.is_nan() {
-                        true => exact || a.is_nan() != b.is_nan(),
-                        false => exact || (a != b && (a - b).abs() > allowed),
+                    let far = if a.is_nan() || b.is_nan() {
+                        exact || a.is_nan() != b.is_nan()
+                    } else {
+                        exact || (a != b && (a - b).abs() > allowed)
                     };
                     if bits_a != bits_b && far {
                         differs(index as u64);

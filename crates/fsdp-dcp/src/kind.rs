@@ -1,4 +1,4 @@
-//! Which kinds of failures this crate's errors are.
+//! The kinds of failures that this crate's errors are.
 
 use std::error::Error;
 use std::io;
@@ -13,7 +13,7 @@ impl Failure for FileError {
     fn kind(&self) -> ErrorKind {
         match self {
             FileError::NotCommitted { .. } => ErrorKind::Incomplete,
-            // Most often a file that the checkpoint says it has.
+            // Most often the file is one that the checkpoint says it has.
             FileError::Io { source, .. } if source.kind() == io::ErrorKind::NotFound => ErrorKind::Incomplete,
             FileError::Exists { .. }
             | FileError::NotReplaceable { .. }
@@ -41,7 +41,7 @@ impl Failure for FormatError {
 
 impl Failure for SavePlanError {}
 
-/// The kind of the first cause that has one.
+/// Returns the kind of the first cause that has one.
 fn kind_of_cause(error: &(dyn Error + 'static)) -> ErrorKind {
     let mut cause = error.source();
     while let Some(error) = cause {

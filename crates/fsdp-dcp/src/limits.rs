@@ -8,12 +8,12 @@ pub const MAX_PICKLE_BYTES: u64 = 2 << 30;
 pub const MAX_PICKLE_NODES: usize = 1 << 28;
 /// Nesting of values inside one pickle.
 pub const MAX_DEPTH: usize = 200;
-/// How many values one pickle may expand to, where it refers to shared ones many times (`billion laughs`):
+/// The number of values that one pickle may expand to, where it refers to shared ones many times (`billion laughs`):
 /// this many, or [`EXPANSION_PER_BYTE`] for each of its bytes, whichever is more.
 pub const MAX_EXPANSION: usize = 1 << 20;
 /// See [`MAX_EXPANSION`].
 pub const EXPANSION_PER_BYTE: usize = 16;
-/// How far a memo index may lie beyond the last one used (picklers number them one by one).
+/// The distance that a memo index may have from the last one used (picklers number them one by one).
 pub const MAX_MEMO_GAP: usize = 1024;
 /// Bytes of one integer.
 pub const MAX_INTEGER_BYTES: u64 = 1024;
@@ -36,7 +36,7 @@ pub const MAX_SAFETENSORS_HEADER_BYTES: u64 = 100_000_000;
 /// Bytes of a JSON index (`model.safetensors.index.json`).
 pub const MAX_INDEX_BYTES: u64 = 256 << 20;
 
-/// Whether a tensor of this shape is one that some machine could hold.
+/// Returns `true` if some machine could hold a tensor of this shape.
 pub(crate) fn is_sane_shape(shape: &[usize]) -> bool {
     let elements =
         shape.iter().filter(|&&size| size > 0).try_fold(1u64, |product, &size| product.checked_mul(size as u64));

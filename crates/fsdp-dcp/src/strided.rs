@@ -50,6 +50,7 @@ impl StridedRuns {
                 dims.push((overlap.sizes[d], src.strides[d], dst_stride));
             }
         }
+        // In the order of the storage: the dimension with the smallest step is innermost.
         dims.sort_by_key(|&(_, src_step, _)| std::cmp::Reverse(src_step));
         // Neighbours that continue each other on both sides are one dimension.
         let mut merged: Vec<(usize, usize, usize)> = Vec::with_capacity(dims.len());
@@ -69,7 +70,7 @@ impl StridedRuns {
         StridedRuns { index: vec![0; merged.len()], outer: merged, next: (!overlap.is_empty()).then_some(first) }
     }
 
-    /// The storage position after the last element that any run touches.
+    /// Returns the storage position after the last element that any run touches.
     pub(crate) fn end(&self) -> u64 {
         self.next.map_or(0, |run| {
             let outer: usize = self.outer.iter().map(|&(size, step, _)| (size - 1) * step).sum();
@@ -85,6 +86,7 @@ impl Iterator for StridedRuns {
         let run = self.next?;
         let mut following = run;
         self.next = None;
+        // Counts up like an odometer, the innermost of the outer dimensions first.
         for (&(size, src_step, dst_step), index) in self.outer.iter().zip(&mut self.index).rev() {
             *index += 1;
             if *index < size {

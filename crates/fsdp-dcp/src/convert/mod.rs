@@ -42,6 +42,7 @@ pub fn convert(
         let quantized = integers.keys().map(str::to_owned).collect();
         return Ok(Converted { quantized, ..convert(&integers, destination, target, options)? });
     }
+    // All that can be found wrong with the source is found before anything is written.
     source.check_stored()?;
     let durable = options.durable.cloned().unwrap_or_default();
     let staging = durable.prepare(destination, options.overwrite)?;

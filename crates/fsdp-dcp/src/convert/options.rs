@@ -19,7 +19,7 @@ pub enum Target {
         /// Bytes of tensors in one file; a larger tensor gets a file of its own.
         max_file_bytes: u64,
     },
-    /// What torch's `HuggingFaceStorageWriter` writes: for each rank a file with its shards.
+    /// The layout of torch's `HuggingFaceStorageWriter`: for each rank a file with its shards.
     SafetensorsShards {
         /// The number of ranks.
         ranks: usize,

@@ -29,7 +29,7 @@ pub(crate) fn write(
     for (rank, (plan, selection)) in plans.iter().zip(&global.selections).enumerate() {
         written.push(write_rank(&staging, rank, plan, selection, &streamed, &write_options)?);
     }
-    finish(staging, global.metadata, &plans, &written)?;
+    finish(staging, global.metadata, &written)?;
     Ok(summary(source))
 }
 
@@ -49,6 +49,7 @@ fn plans(source: &dyn Checkpoint, ranks: usize) -> Result<Vec<LocalPlan>, FileEr
                 properties: tensor.properties.clone(),
                 shape: tensor.shape.clone(),
                 boxes: Vec::new(),
+                is_whole: false,
             },
         };
         for (rank, plan) in plans.iter_mut().enumerate() {

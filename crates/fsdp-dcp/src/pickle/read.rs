@@ -35,13 +35,15 @@ pub fn parse(bytes: &[u8]) -> Result<Pickle<'_>, PickleError> {
 const NONE: NodeId = NodeId(0);
 const TRUE: NodeId = NodeId(1);
 const FALSE: NodeId = NodeId(2);
-/// Small integers are made once: most of a checkpoint's sizes and offsets are among them.
+/// Returns the node of a small integer. These are made once: most of a checkpoint's sizes and offsets are among them.
 const fn small_int(value: u8) -> NodeId {
     NodeId(3 + value as u32)
 }
 
+/// The result of a step, whose error does not know its place yet.
 type Result1<T> = Result<T, PickleErrorKind>;
 
+/// The interpreter: a stack machine whose values are nodes.
 struct Machine<'a> {
     bytes: &'a [u8],
     at: usize,
@@ -60,6 +62,7 @@ struct Machine<'a> {
 }
 
 impl<'a> Machine<'a> {
+    /// Interprets opcodes up to `STOP`, and returns the value on top.
     fn run(&mut self) -> Result1<NodeId> {
         loop {
             self.op = self.at;
@@ -272,6 +275,7 @@ impl<'a> Machine<'a> {
         Ok(u64::from_le_bytes(self.array()?))
     }
 
+    /// Checks a claimed length against the bytes that are left, before anything is allocated for it.
     fn check_remaining(&self, length: u64) -> Result1<usize> {
         let remaining = (self.bytes.len() - self.at) as u64;
         if length > remaining {
@@ -287,6 +291,7 @@ impl<'a> Machine<'a> {
         Ok(taken)
     }
 
+    /// Reads text up to the end of the line.
     fn line(&mut self) -> Result1<&'a str> {
         let rest = &self.bytes[self.at..];
         let end = rest.iter().position(|&byte| byte == b'\n').ok_or(PickleErrorKind::Truncated)?;
@@ -305,6 +310,7 @@ impl<'a> Machine<'a> {
         self.push(Node::Bytes(Cow::Borrowed(bytes)))
     }
 
+    /// Pushes an integer of this many bytes.
     fn long(&mut self, length: u64) -> Result1<()> {
         if length > MAX_INTEGER_BYTES {
             return Err(PickleErrorKind::Limit { what: "integer length", value: length, limit: MAX_INTEGER_BYTES });
@@ -317,6 +323,7 @@ impl<'a> Machine<'a> {
         self.push(node)
     }
 
+    /// Adds a node to the arena, and pushes it.
     fn push(&mut self, node: Node<'a>) -> Result1<()> {
         if self.nodes.len() >= MAX_PICKLE_NODES {
             let limit = MAX_PICKLE_NODES as u64;
@@ -329,7 +336,7 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    /// The lowest stack height that an opcode may pop to: what lies below an open mark is out of reach.
+    /// Returns the lowest stack height that an opcode may pop to: what lies below an open mark is out of reach.
     fn floor(&self) -> usize {
         self.marks.last().copied().unwrap_or(0)
     }
@@ -352,7 +359,7 @@ impl<'a> Machine<'a> {
         Ok(top)
     }
 
-    /// The stack height below the `count` values on top.
+    /// Returns the stack height below the `count` values on top.
     fn below_top(&self, count: usize) -> Result1<usize> {
         let start = self.stack.len().checked_sub(count).filter(|&start| start >= self.floor());
         start.ok_or(PickleErrorKind::Stack)
@@ -409,6 +416,7 @@ impl<'a> Machine<'a> {
         }
     }
 
+    /// Pushes a class or function, if it is on the allow-list.
     fn global(&mut self, module: &str, name: &str) -> Result1<()> {
         match Global::lookup(module, name) {
             Some(global) => self.push(Node::Global(global)),
@@ -448,7 +456,7 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    /// How many items or bytes the node holds.
+    /// Returns how many items or bytes the node holds.
     fn extent(&self, id: NodeId) -> usize {
         match &self.nodes[id.0 as usize] {
             Node::Tuple(tuple) => tuple.len as usize,
@@ -459,7 +467,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// `OrderedDict()`, `OrderedDict([[key, value], …])`, `defaultdict(factory)`.
+    /// Makes the dict of `OrderedDict()`, `OrderedDict([[key, value], …])`, `defaultdict(factory)`.
     fn dict_of(&mut self, pairs: Option<NodeId>) -> Result1<Vec<(NodeId, NodeId)>> {
         let Some(id) = pairs else { return Ok(Vec::new()) };
         self.charge(self.extent(id))?;
@@ -474,7 +482,7 @@ impl<'a> Machine<'a> {
             .collect()
     }
 
-    /// `set([…])`
+    /// Makes the items of `set([…])`.
     fn items_of(&mut self, items: Option<NodeId>) -> Result1<Vec<NodeId>> {
         let Some(id) = items else { return Ok(Vec::new()) };
         self.charge(self.extent(id))?;
@@ -485,7 +493,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// `bytearray(b'…')`
+    /// Makes the bytes of `bytearray(b'…')`.
     fn bytes_of(&mut self, bytes: Option<NodeId>) -> Result1<Cow<'a, [u8]>> {
         let Some(id) = bytes else { return Ok(Cow::Borrowed(&[])) };
         self.charge(self.extent(id))?;
@@ -495,7 +503,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// `_codecs.encode(text, 'latin1')`
+    /// Makes the bytes of `_codecs.encode(text, 'latin1')`.
     fn encoded(&mut self, text: Option<NodeId>, encoding: Option<NodeId>) -> Result1<Vec<u8>> {
         let refused = PickleErrorKind::Value { what: "bytes must be spelled as latin1 text" };
         let (Some(text), Some(encoding)) = (text, encoding) else { return Err(refused) };
@@ -509,6 +517,7 @@ impl<'a> Machine<'a> {
         }
     }
 
+    /// Sets the state of the object on top.
     fn build(&mut self, state: NodeId) -> Result1<()> {
         match self.top_node()? {
             Node::Object(object) if object.state.is_none() => {
@@ -521,12 +530,14 @@ impl<'a> Machine<'a> {
         }
     }
 
+    /// Pushes the value of a memo entry.
     fn get(&mut self, index: u64) -> Result1<()> {
         let id = usize::try_from(index).ok().and_then(|index| *self.memo.get(index)?);
         self.stack.push(id.ok_or(PickleErrorKind::Memo { index })?);
         Ok(())
     }
 
+    /// Makes a memo entry of the value on top.
     fn put(&mut self, index: usize) -> Result1<()> {
         let top = self.top()?;
         let limit = self.memo.len() + MAX_MEMO_GAP;
@@ -541,7 +552,7 @@ impl<'a> Machine<'a> {
     }
 }
 
-/// A name as an error shows it: not longer than a line.
+/// Cuts a name for an error to the length of a line.
 fn excerpt(name: &str) -> String {
     const LONGEST: usize = 120;
     match name.char_indices().nth(LONGEST) {
@@ -550,7 +561,7 @@ fn excerpt(name: &str) -> String {
     }
 }
 
-/// A little-endian two's-complement integer, if it fits 64 bits.
+/// Returns a little-endian two's-complement integer, if it fits 64 bits.
 fn int_from_le_bytes(bytes: &[u8]) -> Option<i64> {
     let negative = bytes.last().is_some_and(|&byte| byte >= 0x80);
     let fill = if negative { 0xff } else { 0 };

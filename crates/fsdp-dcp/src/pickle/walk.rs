@@ -13,7 +13,7 @@ pub(crate) struct Walk {
 }
 
 impl Walk {
-    /// A fresh budget for this pickle.
+    /// Makes a fresh budget for this pickle.
     #[must_use]
     pub(crate) fn new(pickle: &Pickle<'_>) -> Self {
         let limit = MAX_EXPANSION.max(pickle.len.saturating_mul(EXPANSION_PER_BYTE));

@@ -4,15 +4,15 @@
 pub(crate) const MARK: u8 = b'(';
 /// `)`
 pub(crate) const EMPTY_TUPLE: u8 = b')';
-/// Pops to the mark.
+/// Makes a tuple of all above the mark.
 pub(crate) const TUPLE: u8 = b't';
 /// `]`
 pub(crate) const EMPTY_LIST: u8 = b']';
-/// Pops to the mark.
+/// Appends all above the mark to the list below it.
 pub(crate) const APPENDS: u8 = b'e';
 /// `}`
 pub(crate) const EMPTY_DICT: u8 = b'}';
-/// Pops to the mark.
+/// Adds the pairs above the mark to the dict below it.
 pub(crate) const SETITEMS: u8 = b'u';
 /// Applies a global to a tuple.
 pub(crate) const REDUCE: u8 = b'R';
@@ -27,27 +27,27 @@ pub(crate) const NONE: u8 = b'N';
 /// The end.
 pub(crate) const STOP: u8 = b'.';
 
-/// The opening bytes of a pickle.
+/// Writes the opening bytes of a pickle.
 pub(crate) fn proto(out: &mut Vec<u8>, protocol: u8) {
     out.extend_from_slice(&[0x80, protocol]);
 }
 
-/// One opcode without operands.
+/// Writes one opcode without operands.
 pub(crate) fn op(out: &mut Vec<u8>, opcode: u8) {
     out.extend_from_slice(&[opcode]);
 }
 
-/// `None`
+/// Writes `None`.
 pub(crate) fn none(out: &mut Vec<u8>) {
     op(out, NONE);
 }
 
-/// A bool.
+/// Writes a bool.
 pub(crate) fn bool(out: &mut Vec<u8>, value: bool) {
     op(out, if value { 0x88 } else { 0x89 });
 }
 
-/// An integer, in the shortest form.
+/// Writes an integer, in the shortest form.
 pub(crate) fn int(out: &mut Vec<u8>, value: i64) {
     if let Ok(byte) = u8::try_from(value) {
         out.extend_from_slice(&[b'K', byte]);
@@ -70,7 +70,7 @@ pub(crate) fn int(out: &mut Vec<u8>, value: i64) {
     }
 }
 
-/// An unsigned integer.
+/// Writes an unsigned integer.
 pub(crate) fn unsigned(out: &mut Vec<u8>, value: u64) {
     match i64::try_from(value) {
         Ok(value) => int(out, value),
@@ -82,7 +82,7 @@ pub(crate) fn unsigned(out: &mut Vec<u8>, value: u64) {
     }
 }
 
-/// An integer of any length, as its little-endian two's-complement bytes.
+/// Writes an integer of any length, given as its little-endian two's-complement bytes.
 pub(crate) fn big_int(out: &mut Vec<u8>, bytes: &[u8]) {
     match u8::try_from(bytes.len()) {
         Ok(length) => out.extend_from_slice(&[0x8a, length]),
@@ -94,20 +94,20 @@ pub(crate) fn big_int(out: &mut Vec<u8>, bytes: &[u8]) {
     out.extend_from_slice(bytes);
 }
 
-/// A float.
+/// Writes a float.
 pub(crate) fn float(out: &mut Vec<u8>, value: f64) {
     out.extend_from_slice(b"G");
     out.extend_from_slice(&value.to_be_bytes());
 }
 
-/// Text, in a form that every protocol from 2 knows. (`BINUNICODE`; text of 4 GiB does not occur.)
+/// Writes text, in a form that every protocol from 2 knows. (`BINUNICODE`; text of 4 GiB does not occur.)
 pub(crate) fn text(out: &mut Vec<u8>, value: &str) {
     out.extend_from_slice(b"X");
     out.extend_from_slice(&(value.len() as u32).to_le_bytes());
     out.extend_from_slice(value.as_bytes());
 }
 
-/// Short text, protocol 4.
+/// Writes text in the form of protocol 4, which is shorter for short text.
 pub(crate) fn text4(out: &mut Vec<u8>, value: &str) {
     match u8::try_from(value.len()) {
         Ok(length) => {
@@ -118,7 +118,7 @@ pub(crate) fn text4(out: &mut Vec<u8>, value: &str) {
     }
 }
 
-/// A global in the textual form that every protocol knows.
+/// Writes a global in the textual form that every protocol knows.
 pub(crate) fn global(out: &mut Vec<u8>, module: &str, name: &str) {
     out.extend_from_slice(b"c");
     out.extend_from_slice(module.as_bytes());
@@ -143,7 +143,7 @@ pub(crate) fn open_tuple(out: &mut Vec<u8>, count: usize) {
     }
 }
 
-/// A tuple of sizes.
+/// Writes a tuple of sizes.
 pub(crate) fn sizes(out: &mut Vec<u8>, sizes: &[usize]) {
     open_tuple(out, sizes.len());
     for &size in sizes {

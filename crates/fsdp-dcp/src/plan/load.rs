@@ -1,4 +1,4 @@
-//! Who reads what: the load plan of one rank.
+//! The load plan of one rank: which parts of which chunks it reads.
 
 use fsdp_layout::{DType, TensorBox};
 use serde::{Deserialize, Serialize};
@@ -23,9 +23,9 @@ pub struct LoadRequest {
 /// How strict to be.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReadPlanOptions {
-    /// Leave tensors alone that the checkpoint does not have (torch's `allow_partial_load`), instead of failing.
+    /// `true` to leave tensors alone that the checkpoint does not have (torch's `allow_partial_load`), instead of failing.
     pub allow_missing: bool,
-    /// Plan reads of tensors stored in another dtype; whoever reads must cast. Otherwise that is an error.
+    /// `true` to plan reads of tensors stored in another dtype, which the caller casts; otherwise that is an error.
     pub allow_cast: bool,
 }
 
@@ -42,7 +42,7 @@ pub struct ReadItem {
     pub overlap: TensorBox,
 }
 
-/// What to read: sorted by file, then by position in it.
+/// The reads of one rank, sorted by file, then by position in it.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LoadPlan {
     /// The reads.
@@ -51,7 +51,7 @@ pub struct LoadPlan {
     pub missing: Vec<usize>,
 }
 
-/// Why a load cannot be done. Nothing was read.
+/// The reason why a load cannot be done. Nothing was read.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum LoadPlanError {
@@ -66,9 +66,9 @@ pub enum LoadPlanError {
     Kind {
         /// The key.
         fqn: String,
-        /// What is saved.
+        /// The kind that is saved.
         saved: &'static str,
-        /// What is wanted.
+        /// The kind that is wanted.
         wanted: &'static str,
     },
     /// The shapes differ.
@@ -116,7 +116,7 @@ pub enum LoadPlanError {
     Chunks {
         /// The key.
         fqn: String,
-        /// How.
+        /// The defect.
         #[source]
         source: ChunkError,
     },
@@ -180,6 +180,7 @@ pub fn plan_load(
     Ok(plan)
 }
 
+/// Plans the reads of one request, and checks it.
 fn plan_tensor(
     saved: &TensorEntry,
     index: usize,
@@ -194,6 +195,7 @@ fn plan_tensor(
     if saved.properties.dtype != request.dtype && !options.allow_cast {
         return Err(LoadPlanError::DType { fqn: fqn(), saved: saved.properties.dtype, wanted: request.dtype });
     }
+    // Chunks that overlap would count twice below.
     validate_chunks(&saved.shape, saved.chunks.iter().map(|chunk| &chunk.bounds))
         .map_err(|source| LoadPlanError::Chunks { fqn: fqn(), source })?;
     for (wanted, bounds) in request.boxes.iter().enumerate() {

@@ -13,7 +13,7 @@ use crate::error::FormatError;
 use crate::limits::{MAX_SAFETENSORS_HEADER_BYTES, is_sane_shape};
 use crate::storage::read_at::ReadAt;
 
-/// What a file holds.
+/// The content of a file's header.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Header {
     /// `__metadata__`
@@ -92,7 +92,7 @@ fn malformed(reason: impl ToString) -> FormatError {
 /// bytes: `U8`, with one more dimension, the bytes of an element.
 pub(crate) const RAW_DTYPES: &str = "fsdp.dtypes";
 
-/// What [`RAW_DTYPES`] says.
+/// Reads the dtypes under [`RAW_DTYPES`].
 fn raw_dtypes(metadata: &IndexMap<String, String>) -> Result<HashMap<String, DType>, FormatError> {
     let Some(text) = metadata.get(RAW_DTYPES) else { return Ok(HashMap::new()) };
     let names: HashMap<String, String> = serde_json::from_str(text).map_err(malformed)?;
@@ -158,8 +158,8 @@ impl Header {
         Ok(Header { metadata: raw.metadata, tensors, data })
     }
 
-    /// The bytes of a header for these tensors, `(name, dtype, shape)`, whose data follows in this order; padded with
-    /// spaces so that the data starts at a multiple of 64. For dtypes that safetensors does not know, see [`RAW_DTYPES`].
+    /// Encodes a header for these tensors, `(name, dtype, shape)`, whose data follows in this order. It is padded with
+    /// spaces, so that the data starts at a multiple of 64. For dtypes that safetensors does not know, see [`RAW_DTYPES`].
     pub fn encode<'t>(
         metadata: &IndexMap<String, String>,
         tensors: impl IntoIterator<Item = (&'t str, DType, &'t [usize])>,

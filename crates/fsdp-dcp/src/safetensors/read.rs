@@ -58,6 +58,7 @@ impl SafetensorsCheckpoint {
             metadata: Metadata::default(),
             values: HashMap::new(),
         };
+        // The header has the hash of the values file, if there is one: a file of that name alone proves nothing.
         let hash = opened.add_file(name, None)?.swap_remove(VALUES_HASH);
         let Some(hash) = hash else { return Ok(opened) };
         let values = values_beside(name);
@@ -156,10 +157,9 @@ impl SafetensorsCheckpoint {
                 Some(saved) => saved.saved_offsets.clone(),
                 None => vec![0; info.shape.len()],
             };
-            let ends: Option<Vec<usize>> = match offsets.len() == info.shape.len() && offsets.len() <= MAX_TENSOR_RANK {
-                true => offsets.iter().zip(&info.shape).map(|(offset, size)| offset.checked_add(*size)).collect(),
-                false => None,
-            };
+            let is_shard = offsets.len() == info.shape.len() && offsets.len() <= MAX_TENSOR_RANK;
+            let ends = offsets.iter().zip(&info.shape).map(|(offset, size)| offset.checked_add(*size));
+            let ends = ends.collect::<Option<Vec<usize>>>().filter(|_| is_shard);
             let ends = ends.ok_or_else(|| malformed(format!("the saved offsets of `{fqn}` make no sense")))?;
             let stored = StorageInfo {
                 relative_path: name.to_owned(),
@@ -217,6 +217,7 @@ impl SafetensorsCheckpoint {
         })
     }
 
+    /// Adds the values of a values file.
     fn add_values(&mut self, name: &str, bytes: &[u8]) -> Result<(), FileError> {
         // Tensors inside values lie among the others, under keys of their own; here they belong to their value again.
         let mut inside = Vec::new();

@@ -22,7 +22,7 @@ use crate::error::FormatError;
 const FORMAT: &str = "fsdp-values";
 const VERSION: u64 = 1;
 
-/// What a values file holds.
+/// The content of a values file.
 #[derive(Debug, Default)]
 pub(crate) struct Values {
     /// The values, by flat key.
@@ -35,7 +35,7 @@ fn malformed(reason: impl ToString) -> FormatError {
     FormatError::Malformed { what: "values file", reason: reason.to_string() }
 }
 
-/// The bytes of a values file. A tensor inside a value is given to `tensor` with a key by its path (`py.tuple.0`), under
+/// Encodes a values file. A tensor inside a value is given to `tensor` with a key by its path (`py.tuple.0`), under
 /// which it must be stored among the other tensors.
 pub(crate) fn encode<'v>(
     values: &'v Values,
@@ -102,7 +102,7 @@ fn unhex(value: &Value) -> Result<Vec<u8>, FormatError> {
     (0..text.len()).step_by(2).map(|at| u8::from_str_radix(&text[at..at + 2], 16).map_err(malformed)).collect()
 }
 
-/// A value as JSON, in the form that the module describes.
+/// Returns a value as JSON, in the form that the module describes.
 fn to_json<'v>(
     value: &'v PlainValue,
     path: &str,
@@ -132,9 +132,10 @@ fn to_json<'v>(
             // JSON's decimal form, where it leads back to the same bits.
             let plain = json!(value);
             let back = serde_json::from_str::<f64>(&plain.to_string());
-            match back.is_ok_and(|back| back.to_bits() == value.to_bits()) {
-                true => plain,
-                false => json!({ "$float": format!("{:016x}", value.to_bits()) }),
+            if back.is_ok_and(|back| back.to_bits() == value.to_bits()) {
+                plain
+            } else {
+                json!({ "$float": format!("{:016x}", value.to_bits()) })
             }
         }
         PlainValue::Str(text) => json!(text),
@@ -157,10 +158,7 @@ fn to_json<'v>(
                     _ => pairs.push(json!([json_key, value])),
                 }
             }
-            match plain && object.len() == entries.len() {
-                true => Value::Object(object),
-                false => json!({ "$dict": pairs }),
-            }
+            if plain && object.len() == entries.len() { Value::Object(object) } else { json!({ "$dict": pairs }) }
         }
         PlainValue::Tensor(inside) => {
             tensor(path.to_owned(), inside);

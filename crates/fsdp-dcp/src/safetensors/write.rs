@@ -29,10 +29,10 @@ impl Piece<'_> {
     }
 }
 
-/// Tensors that were inside values, by the keys that they get.
+/// The tensors that were inside values, by the keys that they get.
 type Inside<'a> = IndexMap<String, &'a PlainTensor>;
 
-/// What safetensors cannot hold.
+/// The values that safetensors cannot hold.
 struct Aside {
     values: Values,
 }
@@ -52,8 +52,8 @@ impl Aside {
         Ok(Aside { values })
     }
 
-    /// The bytes of the values file, if one is needed (for the values, or for paths that flat keys do not tell), and the
-    /// tensors that were inside values.
+    /// Encodes the values file, if one is needed (for the values, or for paths that flat keys do not tell), and returns
+    /// the tensors that were inside values.
     fn encode(&self) -> Result<(Option<Vec<u8>>, Inside<'_>), FileError> {
         let mut inside = IndexMap::new();
         let flat = |paths: &IndexMap<_, fsdp_layout::KeyPath>| paths.values().all(|path| path.0.len() <= 1);
@@ -68,7 +68,7 @@ impl Aside {
     }
 }
 
-/// All tensors of the source, whole, and those that were inside values.
+/// Returns all tensors of the source, whole, and those that were inside values.
 fn whole_tensors<'a>(source: &'a dyn Checkpoint, inside: &'a Inside<'a>) -> Result<Vec<Piece<'a>>, FileError> {
     let mut pieces = Vec::new();
     for (fqn, tensor) in source.metadata().tensors() {
@@ -93,6 +93,7 @@ fn write_one(
     streamed: &Streamed<'_>,
 ) -> Result<FileIntegrity, FileError> {
     let tensors = pieces.iter().map(|piece| (piece.fqn, piece.dtype, &piece.bounds.sizes[..]));
+    // The header tells where everything lies, so it is written before the payloads are known.
     let header = Header::encode(metadata, tensors)
         .map_err(|source| FileError::Encode { fqn: name.unwrap_or_default().to_owned(), source })?;
     let mut at = header.len() as u64;
@@ -126,7 +127,7 @@ fn with_aside(source: &dyn Checkpoint, file: Option<String>) -> Converted {
     Converted { aside, aside_file: file, ..summary(source) }
 }
 
-/// One file, and its values beside it.
+/// Writes one file, and its values beside it.
 pub(crate) fn write_file(
     source: &dyn Checkpoint,
     staging: Staging,
@@ -169,7 +170,7 @@ fn finish(
     Ok(with_aside(source, aside_file))
 }
 
-/// Hugging Face's layout.
+/// Writes Hugging Face's layout: files of bounded size, and their index.
 pub(crate) fn write_directory(
     source: &dyn Checkpoint,
     staging: Staging,
@@ -209,7 +210,8 @@ pub(crate) fn write_directory(
     finish(source, staging, integrity, small)
 }
 
-/// torch's `HuggingFaceStorageWriter(save_distributed=True)`: a file for each rank, with its rows of every tensor.
+/// Writes what torch's `HuggingFaceStorageWriter(save_distributed=True)` does: a file for each rank, with its rows of
+/// every tensor.
 pub(crate) fn write_shards(
     source: &dyn Checkpoint,
     staging: Staging,
@@ -226,10 +228,11 @@ pub(crate) fn write_shards(
         for whole in whole_tensors(source, &inside)? {
             let bounds = rows_of_rank(&whole.bounds.sizes, rank, ranks);
             // What cannot be cut is in the first file: scalars, empty tensors, and those that were inside values.
-            match bounds.sizes.is_empty() || whole.bounds.is_empty() || inside.contains_key(whole.fqn) {
-                true if rank == 0 => pieces.push(whole),
-                false if !bounds.is_empty() => pieces.push(Piece { bounds, ..whole }),
-                _ => {}
+            let is_whole = bounds.sizes.is_empty() || whole.bounds.is_empty() || inside.contains_key(whole.fqn);
+            if is_whole && rank == 0 {
+                pieces.push(whole);
+            } else if !is_whole && !bounds.is_empty() {
+                pieces.push(Piece { bounds, ..whole });
             }
         }
         if pieces.is_empty() && rank > 0 {

@@ -87,6 +87,11 @@ impl FileIntegrity {
         self.length
     }
 
+    /// Returns about how many bytes it takes to send this.
+    pub(crate) fn wire_bytes(&self) -> u64 {
+        self.segments.iter().map(|segment| 32 + segment.hashes.len() as u64 * 8).sum()
+    }
+
     /// Appends a segment: its length, its block length, and a hash for each block.
     pub fn push(&mut self, length: u64, block: u64, hashes: Vec<u64>) {
         if length == 0 {

@@ -163,7 +163,7 @@ impl Location {
     /// Returns the names of the entries directly in it, sorted: files, and directories or prefixes.
     ///
     /// # Errors
-    /// As [`Location::exists`], and a directory that is not there.
+    /// The errors of [`Location::exists`], and a directory that is not there.
     pub fn names(&self) -> Result<Vec<String>, FileError> {
         self.storage.names()
     }
@@ -171,7 +171,7 @@ impl Location {
     /// Returns `true` if a file or an object is here.
     ///
     /// # Errors
-    /// As [`Location::exists`].
+    /// The errors of [`Location::exists`].
     pub fn is_file(&self) -> Result<bool, FileError> {
         Ok(self.storage.kind()? == Some(EntryKind::File))
     }

@@ -118,7 +118,7 @@ impl Staging {
     /// Writes a small file whole, and makes it durable.
     ///
     /// # Errors
-    /// As [`Staging::create`].
+    /// The errors of [`Staging::create`].
     pub(crate) fn write(&self, relative: &str, bytes: &[u8]) -> Result<(), FileError> {
         let file = self.create(relative, bytes.len() as u64)?;
         file.write_at(0, bytes)?;
@@ -178,7 +178,7 @@ impl Staging {
     /// Publishes the finished file of [`Staging::create_single`].
     ///
     /// # Errors
-    /// As [`Staging::commit`].
+    /// The errors of [`Staging::commit`].
     pub fn commit_single(self) -> Result<(), FileError> {
         self.0.commit_single(None)
     }
@@ -189,7 +189,7 @@ impl Staging {
     /// the new sidecar is there under one of its two names.
     ///
     /// # Errors
-    /// As [`Staging::commit`].
+    /// The errors of [`Staging::commit`].
     pub(crate) fn commit_single_with(self, sidecar: Sidecar<'_>) -> Result<(), FileError> {
         self.0.commit_single(Some(sidecar))
     }

@@ -53,6 +53,7 @@ impl TorchCheckpoint {
         archive.check_byte_order(&*file).map_err(error)?;
         let pickle = archive.read_record(&*file, "data.pkl", MAX_OBJECT_BYTES).map_err(error)?;
         let parsed = parse(&pickle).map_err(|source| error(source.into()))?;
+        // Values are read now, since the pickle is not kept; tensors are only found.
         let mut flat = Flattener {
             pickle: &parsed,
             walk: Walk::new(&parsed),

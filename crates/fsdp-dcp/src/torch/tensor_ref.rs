@@ -1,4 +1,4 @@
-//! How a pickle describes a tensor: a storage by key, and where the elements lie in it.
+//! The description of a tensor in a pickle: a storage by key, and where the elements lie in it.
 
 use fsdp_layout::boxes::row_major_strides;
 use fsdp_layout::{DType, TensorBox};
@@ -22,12 +22,12 @@ pub struct TensorRef {
     pub shape: Vec<usize>,
     /// Where the elements lie in the storage.
     pub layout: StridedLayout,
-    /// How it is quantized, if it is: the node of `(scheme, scale, zero point)`, or of `(scheme, scales, zero points, axis)`.
+    /// The node that says how it is quantized, if it is: `(scheme, scale, zero point)`, or of `(scheme, scales, zero points, axis)`.
     pub quantizer: Option<NodeId>,
 }
 
 impl TensorRef {
-    /// The tensor that this node describes; `None` if it describes something else.
+    /// Returns the tensor that this node describes; `None` if it describes something else.
     pub fn of(p: &Pickle<'_>, id: NodeId) -> Result<Option<TensorRef>, PickleError> {
         // Parameters and tensors with attributes wrap a plain one; a few layers at most.
         let mut id = id;
@@ -117,12 +117,12 @@ fn tensor(p: &Pickle<'_>, at: NodeId, args: [NodeId; 4], untyped: Option<DType>)
     Ok(TensorRef { storage: p.str(key)?.to_owned(), storage_bytes, dtype, shape, layout, quantizer: None })
 }
 
-/// The name of torch's typed storage class; `None` where torch uses an untyped one.
+/// Returns the name of torch's typed storage class; `None` where torch uses an untyped one.
 fn storage_class(dtype: DType) -> Option<&'static str> {
     crate::pickle::STORAGES.iter().find(|(_, of)| *of == dtype).map(|(class, _)| *class)
 }
 
-/// Whether torch can rebuild a tensor of this type from its bytes alone.
+/// Checks that torch can rebuild a tensor of this type from its bytes alone.
 pub(crate) fn check_writable(dtype: DType) -> Result<(), FormatError> {
     match dtype {
         // Scale and zero point are not part of the elements.
@@ -166,7 +166,7 @@ pub(crate) fn write_tensor(out: &mut Vec<u8>, key: usize, dtype: DType, shape: &
     write::op(out, write::REDUCE);
 }
 
-/// Row-major strides as torch has them: a dimension of 0 counts as 1.
+/// Returns row-major strides as torch has them: a dimension of 0 counts as 1.
 fn torch_strides(shape: &[usize]) -> Vec<usize> {
     row_major_strides(&shape.iter().map(|&size| size.max(1)).collect::<Vec<_>>())
 }

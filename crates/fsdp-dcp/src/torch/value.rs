@@ -11,7 +11,7 @@ use crate::pickle::{Global, Node, NodeId, Pickle, Walk, parse};
 use crate::storage::read_at::{BlockReader, ReadAt};
 use crate::strided::read_overlap;
 
-/// The whole item of a value: what `torch.save(value)` would write, up to the order of the zip's records.
+/// Encodes the whole item of a value: what `torch.save(value)` would write, up to the order of the zip's records.
 ///
 /// Fails for values nested deeper than [`MAX_DEPTH`], and for quantized tensors in them.
 ///
@@ -36,11 +36,12 @@ pub fn encode_value(value: &PlainValue) -> Result<Vec<u8>, FormatError> {
     Ok(bytes)
 }
 
-/// Length of what [`encode_value`] gives.
+/// Returns the length of what [`encode_value`] gives.
 pub fn value_item_length(value: &PlainValue) -> Result<u64, FormatError> {
     Ok(layout_of(value)?.0.length())
 }
 
+/// Lays out the item of a value, and lists the tensors inside it.
 fn layout_of(value: &PlainValue) -> Result<(ArchiveLayout, Vec<&PlainTensor>), FormatError> {
     let mut pickle = Vec::new();
     let mut tensors = Vec::new();
@@ -132,7 +133,7 @@ pub(crate) fn put<'v>(
 
 /// Reads the value of the item that is all of `item`. Its tensors, if any, are read too.
 ///
-/// What Python distinguishes and a plain value does not: an `OrderedDict` or `defaultdict` becomes a dict, a frozenset a
+/// Some types that Python distinguishes are one here: an `OrderedDict` or `defaultdict` becomes a dict, a frozenset a
 /// set, `torch.Size` a tuple, a dtype, device or path its text.
 pub fn decode_value<S: ReadAt>(item: &S) -> Result<PlainValue, FormatError> {
     let directory = Directory::read(item)?;
@@ -143,7 +144,7 @@ pub fn decode_value<S: ReadAt>(item: &S) -> Result<PlainValue, FormatError> {
     convert(&parsed, parsed.root(), &mut Walk::new(&parsed), &mut |tensor| loader.load(tensor))
 }
 
-/// How the tensor is quantized that is the archive's root.
+/// Reads how the tensor is quantized that is the archive's root.
 pub(crate) fn quantizer_of(archive: &Directory, source: &dyn ReadAt) -> Result<Option<PlainValue>, FormatError> {
     let pickle = archive.read_record(source, "data.pkl", MAX_OBJECT_BYTES)?;
     let parsed = parse(&pickle)?;
@@ -153,7 +154,7 @@ pub(crate) fn quantizer_of(archive: &Directory, source: &dyn ReadAt) -> Result<O
     quantizer.map(read).transpose()
 }
 
-/// Fetches the tensors inside values, up to a limit.
+/// A loader of the tensors inside values, up to a limit of bytes in all.
 pub(crate) struct TensorLoader<'a> {
     archive: &'a Directory,
     source: &'a dyn ReadAt,
@@ -161,7 +162,7 @@ pub(crate) struct TensorLoader<'a> {
 }
 
 impl<'a> TensorLoader<'a> {
-    /// For tensors whose storages are in this archive.
+    /// Makes a loader of tensors whose storages are in this archive.
     pub(crate) fn new(archive: &'a Directory, source: &'a dyn ReadAt) -> Self {
         TensorLoader { archive, source, left: MAX_OBJECT_BYTES }
     }
@@ -189,14 +190,14 @@ impl<'a> TensorLoader<'a> {
     }
 }
 
-/// The plain value of a pickle's node. A tensor in it is an error: its bytes lie elsewhere.
+/// Returns the plain value of a pickle's node. A tensor in it is an error: its bytes lie elsewhere.
 pub fn value_of(pickle: &Pickle<'_>, id: NodeId) -> Result<PlainValue, FormatError> {
     convert(pickle, id, &mut Walk::new(pickle), &mut |_| {
         Err(FormatError::Unsupported { what: "a tensor inside this value".to_owned() })
     })
 }
 
-/// Turns a node to a value; `load` fetches the tensors in it.
+/// Turns a node into a value; `load` fetches the tensors in it.
 pub(crate) fn convert(
     p: &Pickle<'_>,
     id: NodeId,

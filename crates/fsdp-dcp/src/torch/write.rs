@@ -27,7 +27,7 @@ enum Tree<'a> {
     Value(PlainValue),
 }
 
-/// How many positions without a value the lists of a checkpoint may have: positions come from files.
+/// The number of positions without a value that the lists of a checkpoint may have: positions come from files.
 const MAX_GAPS: usize = 1 << 16;
 
 fn unsupported(fqn: &str, what: &str) -> FileError {
@@ -35,6 +35,7 @@ fn unsupported(fqn: &str, what: &str) -> FileError {
 }
 
 impl<'a> Tree<'a> {
+    /// Puts a leaf at its place, and makes the dicts and lists on the way.
     fn insert(&mut self, fqn: &str, path: &[PathPart], leaf: Tree<'a>) -> Result<(), FileError> {
         let Some((part, rest)) = path.split_first() else {
             return Err(unsupported(fqn, "a value where others lie below"));
@@ -69,7 +70,7 @@ impl<'a> Tree<'a> {
 }
 
 /// A storage of the file to be.
-enum Storage<'a> {
+enum PlannedStorage<'a> {
     Tensor(&'a str, &'a TensorEntry),
     Inside(&'a PlainTensor),
 }
@@ -78,12 +79,13 @@ enum Storage<'a> {
 #[derive(Default)]
 struct Pickled<'a> {
     bytes: Vec<u8>,
-    storages: Vec<Storage<'a>>,
+    storages: Vec<PlannedStorage<'a>>,
     /// Positions without a value so far.
     gaps: usize,
 }
 
 impl<'a> Pickled<'a> {
+    /// Writes the opcodes of a tree.
     fn put(&mut self, tree: &'a Tree<'a>, depth: usize) -> Result<(), FormatError> {
         check_depth(depth)?;
         match tree {
@@ -110,6 +112,7 @@ impl<'a> Pickled<'a> {
                             limit,
                         });
                     }
+                    // A list has no holes: an empty dict, which flattening leaves out, stands for a missing position.
                     (next..index).for_each(|_| write::op(&mut self.bytes, write::EMPTY_DICT));
                     self.put(value, depth + 1)?;
                     next = index.saturating_add(1);
@@ -119,26 +122,27 @@ impl<'a> Pickled<'a> {
             Tree::Tensor(fqn, tensor) => {
                 check_writable(tensor.properties.dtype)?;
                 write_tensor(&mut self.bytes, self.storages.len(), tensor.properties.dtype, &tensor.shape);
-                self.storages.push(Storage::Tensor(fqn, tensor));
+                self.storages.push(PlannedStorage::Tensor(fqn, tensor));
             }
             Tree::Value(value) => {
                 let mut inside: Vec<&PlainTensor> = Vec::new();
                 put(&mut self.bytes, value, &mut inside, self.storages.len(), depth)?;
-                self.storages.extend(inside.into_iter().map(Storage::Inside));
+                self.storages.extend(inside.into_iter().map(PlannedStorage::Inside));
             }
         }
         Ok(())
     }
 }
 
-/// Trees are walked by functions that call themselves, and paths come from files.
+/// Checks that a tree is not too deep: paths come from files, and the functions that walk trees call themselves.
 fn check_depth(depth: usize) -> Result<(), FormatError> {
-    match depth < MAX_DEPTH {
-        true => Ok(()),
-        false => Err(FormatError::Limit { what: "nesting", value: depth as u64, limit: MAX_DEPTH as u64 }),
+    if depth >= MAX_DEPTH {
+        return Err(FormatError::Limit { what: "nesting", value: depth as u64, limit: MAX_DEPTH as u64 });
     }
+    Ok(())
 }
 
+/// Writes all of a checkpoint as one file of `torch.save`.
 pub(crate) fn write(
     source: &dyn Checkpoint,
     staging: Staging,
@@ -159,12 +163,14 @@ pub(crate) fn write(
             Entry::Tensor(tensor) => Tree::Tensor(fqn, tensor),
             Entry::Bytes(_) => Tree::Value(source.read_value(fqn)?),
         };
-        match path.0.is_empty() && metadata.entries.len() == 1 {
+        if path.0.is_empty() && metadata.entries.len() == 1 {
             // The root itself is a tensor, or one value.
-            true => tree = leaf,
-            false => tree.insert(fqn, &path.0, leaf)?,
+            tree = leaf;
+        } else {
+            tree.insert(fqn, &path.0, leaf)?;
         }
     }
+    // The pickle is made first: it numbers the storages, whose lengths and places follow from it.
     let mut pickled = Pickled::default();
     write::proto(&mut pickled.bytes, 2);
     pickled.put(&tree, 0).map_err(|source| encode("data.pkl", source))?;
@@ -175,8 +181,8 @@ pub(crate) fn write(
     let mut boxes = Vec::with_capacity(storages.len());
     for storage in &storages {
         let (shape, dtype, fqn) = match storage {
-            Storage::Tensor(fqn, tensor) => (&tensor.shape, tensor.properties.dtype, *fqn),
-            Storage::Inside(tensor) => (&tensor.shape, tensor.dtype, ""),
+            PlannedStorage::Tensor(fqn, tensor) => (&tensor.shape, tensor.properties.dtype, *fqn),
+            PlannedStorage::Inside(tensor) => (&tensor.shape, tensor.dtype, ""),
         };
         let numel = fsdp_layout::boxes::checked_numel(shape);
         let length = numel.and_then(|numel| (numel as u64).checked_mul(dtype.size_in_bytes()));
@@ -192,8 +198,8 @@ pub(crate) fn write(
     let mut names = Vec::with_capacity(storages.len());
     for (index, storage) in storages.iter().enumerate() {
         names.push(match storage {
-            Storage::Tensor(fqn, _) => (*fqn).to_owned(),
-            Storage::Inside(tensor) => {
+            PlannedStorage::Tensor(fqn, _) => (*fqn).to_owned(),
+            PlannedStorage::Inside(tensor) => {
                 let name = format!("\0storage {index}");
                 extra.insert(name.clone(), *tensor);
                 name

@@ -1,4 +1,4 @@
-//! Sealing: an integrity file for a checkpoint that has none, from the bytes as they are now.
+//! Making an integrity file for a checkpoint that has none, from the bytes as they are now.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -19,10 +19,11 @@ use crate::torch::zip::Directory;
 /// Adds an integrity file to a checkpoint, replacing one that is there: to a directory inside it, to a file
 /// [beside it](integrity_beside).
 ///
-/// The checkpoint must be readable, metadata and structure: what is broken is not sealed. Its data is taken as it is.
+/// The checkpoint must be readable, metadata and structure: a broken one gets no hashes. Its data is taken as it is.
 pub fn add_integrity(location: impl Into<Location>, progress: Option<&(dyn Fn(u64) + Sync)>) -> Result<(), FileError> {
     let location = location.into();
     let path = location.name();
+    // Without the old hashes: they may be what is out of date.
     let checkpoint = open(&location, OpenOptions { verify: false })?;
     let report = super::verify(&*checkpoint, super::Level::Sizes, None)?;
     if let Some(problem) = report.problems.into_iter().next() {
@@ -76,10 +77,10 @@ pub fn add_integrity(location: impl Into<Location>, progress: Option<&(dyn Fn(u6
     Durable::new().replace_file(integrity_at, &bytes)
 }
 
-/// Items from this length on have a segment for their payload.
+/// The length from which items have a segment for their payload.
 const LARGE_ITEM: u64 = 32 << 10;
 
-/// Where the largest record of an item starts and ends in the file, if the item is a torch archive.
+/// Returns where the largest record of an item starts and ends in the file, if the item is a torch archive.
 fn payload_of(file: &dyn ReadAt, offset: u64, length: u64) -> Option<[u64; 2]> {
     let item = Window::new(file, offset, length).ok()?;
     let directory = Directory::read(&item).ok()?;
@@ -88,6 +89,7 @@ fn payload_of(file: &dyn ReadAt, offset: u64, length: u64) -> Option<[u64; 2]> {
     Some([start, start + record.length])
 }
 
+/// Hashes a file, with segments between these positions.
 fn hash(
     file: &dyn ReadAt,
     cuts: &BTreeSet<u64>,
@@ -135,14 +137,14 @@ pub(super) fn check_crcs(checkpoint: &dyn Checkpoint, report: &mut Report, progr
             archive.records.iter().try_for_each(|(name, record)| {
                 let start = archive.data_offset(&item, name, record).map_err(error)?;
                 let crc = crc(&item, start, record.length, progress).map_err(error)?;
-                match record.crc == 0 || record.crc == crc {
-                    true => Ok(()),
-                    false => Err(error(FormatError::Corrupt {
-                        file: stored.relative_path.clone(),
-                        offset: stored.offset + start,
-                        end: stored.offset + start + record.length,
-                    })),
+                if record.crc == 0 || record.crc == crc {
+                    return Ok(());
                 }
+                Err(error(FormatError::Corrupt {
+                    file: stored.relative_path.clone(),
+                    offset: stored.offset + start,
+                    end: stored.offset + start + record.length,
+                }))
             })
         };
         if let Err(error) = check() {
@@ -151,6 +153,7 @@ pub(super) fn check_crcs(checkpoint: &dyn Checkpoint, report: &mut Report, progr
     }
 }
 
+/// Computes the checksum of a range.
 fn crc(
     item: &dyn ReadAt,
     start: u64,

@@ -1,4 +1,4 @@
-//! Checking a checkpoint without loading it, and sealing a foreign one.
+//! Checking a checkpoint without loading it, and adding hashes to a foreign one.
 //!
 //! Levels, each with those before it:
 //!
@@ -48,16 +48,16 @@ pub struct Problem {
     pub file: Option<String>,
     /// The first bad byte in that file, where it is known.
     pub offset: Option<u64>,
-    /// What is wrong, with its causes.
+    /// The error, with its causes.
     pub error: String,
 }
 
-/// What a verification found.
+/// The findings of a verification.
 #[derive(Debug, Default)]
 pub struct Report {
     /// All problems, in the order in which they were found: files in the order of their names.
     pub problems: Vec<Problem>,
-    /// Whether hashes were there to check against.
+    /// `true` if hashes were there to check against.
     pub has_integrity: bool,
     /// Tensors looked at.
     pub tensors: usize,
@@ -72,7 +72,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// Whether all is well. NaN and infinities are not held against a checkpoint.
+    /// Returns `true` if all is well. NaN and infinities are not held against a checkpoint.
     #[must_use]
     pub fn is_ok(&self) -> bool {
         self.problems.is_empty()
@@ -88,7 +88,7 @@ impl Report {
     }
 }
 
-/// An error and its causes in one line.
+/// Returns an error and its causes in one line.
 #[must_use]
 pub fn with_causes(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
@@ -101,7 +101,7 @@ pub fn with_causes(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// Where in its file a corrupt block starts.
+/// Returns where in its file a corrupt block starts.
 fn corrupt_at(error: &(dyn std::error::Error + 'static)) -> Option<u64> {
     let mut next = Some(error);
     while let Some(error) = next {
@@ -136,6 +136,7 @@ pub fn verify(
     Ok(report)
 }
 
+/// Checks the metadata by itself.
 fn structure(checkpoint: &dyn Checkpoint, report: &mut Report) {
     for (fqn, entry) in &checkpoint.metadata().entries {
         match entry {
@@ -166,7 +167,8 @@ fn structure(checkpoint: &dyn Checkpoint, report: &mut Report) {
     }
 }
 
-/// Files are long enough for their items; each item is what the metadata says. One element of each chunk is read.
+/// Checks that files are long enough for their items, and that each item is what the metadata says. Reads one element of
+/// each chunk.
 fn sizes(checkpoint: &dyn Checkpoint, report: &mut Report) {
     for (fqn, entry) in &checkpoint.metadata().entries {
         match entry {
@@ -194,6 +196,7 @@ fn sizes(checkpoint: &dyn Checkpoint, report: &mut Report) {
     }
 }
 
+/// Checks every byte that a hash or a checksum covers.
 fn hashes(checkpoint: &dyn Checkpoint, report: &mut Report, progress: Option<&(dyn Fn(u64) + Sync)>) {
     let directory = checkpoint.directory();
     if !directory.has_integrity() {
@@ -218,6 +221,7 @@ fn hashes(checkpoint: &dyn Checkpoint, report: &mut Report, progress: Option<&(d
     }
 }
 
+/// Counts NaN and infinities.
 fn deep(checkpoint: &dyn Checkpoint, report: &mut Report, progress: Option<&(dyn Fn(u64) + Sync)>) {
     for (fqn, tensor) in checkpoint.metadata().tensors() {
         match census(checkpoint, fqn, progress) {
@@ -254,7 +258,7 @@ pub fn census(
     Ok(Some(census))
 }
 
-/// The files of a checkpoint that are neither named by its metadata nor its own bookkeeping: leftovers of other saves.
+/// Returns the files of a checkpoint that are neither named by its metadata nor its own bookkeeping: leftovers of other saves.
 pub fn unknown_files(checkpoint: &dyn Checkpoint) -> Result<Vec<PathBuf>, FileError> {
     let directory = checkpoint.directory();
     if checkpoint.format() != Format::Dcp {

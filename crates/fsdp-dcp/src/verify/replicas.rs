@@ -1,5 +1,5 @@
-//! Whether replicas are equal: rank-local metadata, and shards that each rank wrote for itself, have several copies of
-//! what was replicated. A load takes the first; a copy that differs means that the ranks had drifted apart.
+//! Comparing replicas: rank-local metadata, and shards that each rank wrote for itself, have several copies of what was
+//! replicated. A load takes the first; a copy that differs means that the ranks had drifted apart.
 
 use fsdp_layout::TensorBox;
 use thiserror::Error;
@@ -39,10 +39,10 @@ pub(super) fn compare(checkpoint: &dyn Checkpoint, report: &mut Report, progress
 
 fn value(checkpoint: &dyn Checkpoint, replica: &Replica) -> Result<(), ReplicaError> {
     let (first, this) = (checkpoint.read_value(&replica.fqn)?, checkpoint.read_value_replica(replica)?);
-    match first.same_bits(&this) {
-        true => Ok(()),
-        false => Err(ReplicaError::Differs { what: "value" }),
+    if !first.same_bits(&this) {
+        return Err(ReplicaError::Differs { what: "value" });
     }
+    Ok(())
 }
 
 fn tensor(
@@ -70,8 +70,8 @@ fn tensor(
         }
         Ok(())
     })?;
-    match same {
-        true => Ok(()),
-        false => Err(ReplicaError::Differs { what: "chunk" }),
+    if !same {
+        return Err(ReplicaError::Differs { what: "chunk" });
     }
+    Ok(())
 }

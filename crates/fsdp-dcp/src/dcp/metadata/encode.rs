@@ -108,7 +108,7 @@ impl<'m> Encoder<'m> {
         write::op(&mut self.out, write::NEWOBJ);
     }
 
-    /// An object whose state is a dict of fields.
+    /// Writes an object whose state is a dict of fields.
     fn object(&mut self, module: &'static str, name: &'static str, fields: impl FnOnce(&mut Self)) {
         self.new_object(module, name);
         write::op(&mut self.out, write::EMPTY_DICT);

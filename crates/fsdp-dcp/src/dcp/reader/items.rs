@@ -80,6 +80,7 @@ impl CheckpointReader {
         stored: &StorageInfo,
         dtype: DType,
     ) -> Result<Located, ReadError> {
+        // One read for a small item; two, of its ends, for a large one. A transform must be undone from the start.
         let located = if stored.length <= SMALL_ITEM || !stored.transforms.is_empty() {
             let expected = (byte_length(bounds, dtype).unwrap_or(0) as u64).saturating_add(ITEM_OVERHEAD);
             let bytes = self.item_bytes(stored, expected)?;
@@ -96,6 +97,7 @@ impl CheckpointReader {
             }
             located => located?,
         };
+        // What the item says must be what the metadata says of the chunk.
         let found = &located.tensor.tensor;
         if found.dtype != dtype || found.shape != bounds.sizes {
             let expected = format!("a `{dtype}` tensor of shape {:?}", bounds.sizes);
@@ -105,7 +107,7 @@ impl CheckpointReader {
         Ok(located)
     }
 
-    /// The tensor of this key in a safetensors blob that starts at the item's offset and ends with the file.
+    /// Finds the tensor of this key in a safetensors blob that starts at the item's offset and ends with the file.
     fn locate_in_blob(&self, fqn: &str, stored: &StorageInfo) -> Option<Located> {
         let file = self.directory.file(&stored.relative_path).ok()?;
         let length = file.len().checked_sub(stored.offset)?;
@@ -125,7 +127,7 @@ impl CheckpointReader {
         Some(Located { bytes: Bytes::File(file), start: stored.offset, tensor })
     }
 
-    /// All bytes of an item, with its stream transforms undone; these may make at most `expected` bytes of it.
+    /// Reads all bytes of an item, and undoes its stream transforms, which may make at most `expected` bytes of it.
     pub(super) fn item_bytes(&self, stored: &StorageInfo, expected: u64) -> Result<Vec<u8>, ReadError> {
         let file = self.directory.file(&stored.relative_path)?;
         let item = Window::new(&*file, stored.offset, stored.length)?;

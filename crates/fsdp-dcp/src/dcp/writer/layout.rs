@@ -5,14 +5,14 @@ use fsdp_layout::TensorBox;
 use super::PayloadSource;
 use crate::dcp::item::TensorItem;
 use crate::error::FileError;
-use crate::plan::{LocalPlan, Selection, WriteContent};
+use crate::plan::{LocalPlan, SelectedItem, Selection, WriteContent};
 use crate::torch::value::encode_value;
 
-/// Payloads start at multiples of this in the file, for mapping and direct I/O…
+/// The alignment of large payloads in the file, for mapping and direct I/O.
 const PAGE: u64 = 4096;
-/// … if they are at least this long; others keep to the alignment that they have in their item.
+/// The length from which payloads are aligned to pages; others keep the alignment that they have in their item.
 const PAGE_ALIGNED: u64 = 64 << 10;
-/// Payloads from this length on have hash segments of their own.
+/// The length from which payloads have hash segments of their own.
 pub(super) const OWN_SEGMENT: u64 = 16 << 10;
 
 /// The plan of one file.
@@ -26,8 +26,7 @@ pub(super) struct FileLayout<'p> {
 #[derive(Debug)]
 pub(super) struct Placed<'p> {
     pub(super) fqn: &'p str,
-    pub(super) item: u32,
-    pub(super) index: u32,
+    pub(super) selected: SelectedItem,
     pub(super) offset: u64,
     pub(super) length: u64,
     pub(super) content: Content<'p>,
@@ -55,7 +54,7 @@ impl Placed<'_> {
         self.offset + self.length
     }
 
-    /// Where the payload starts in the file, if it has hash segments of its own.
+    /// Returns where the payload lies in the file (start and length), if it has hash segments of its own.
     pub(super) fn own_payload(&self) -> Option<(u64, u64)> {
         match &self.content {
             Content::Tensor { around, .. } if around.payload_length() >= OWN_SEGMENT => {
@@ -67,7 +66,7 @@ impl Placed<'_> {
 }
 
 impl<'p> FileLayout<'p> {
-    /// Values first, then tensors, each in the order of the plan (as torch writes them).
+    /// Lays out a rank's file: values first, then tensors, each in the order of the plan, as torch writes them.
     pub(super) fn new(
         plan: &'p LocalPlan,
         selection: &Selection,
@@ -75,17 +74,17 @@ impl<'p> FileLayout<'p> {
     ) -> Result<Self, FileError> {
         let mut values = Vec::new();
         let mut tensors = Vec::new();
-        for &(item, index) in &selection.kept {
-            let Some(of) = plan.items.get(item as usize) else { continue };
+        for &selected in &selection.kept {
+            let Some(of) = plan.items.get(selected.item as usize) else { continue };
             let encode = |source| FileError::Encode { fqn: of.fqn.clone(), source };
-            let placed = |length, content| Placed { fqn: &of.fqn, item, index, offset: 0, length, content };
+            let placed = |length, content| Placed { fqn: &of.fqn, selected, offset: 0, length, content };
             match &of.content {
                 WriteContent::Value { .. } => {
                     let bytes = encode_value(&*source.value(&of.fqn)?).map_err(encode)?;
                     values.push(placed(bytes.len() as u64, Content::Value(bytes)));
                 }
                 WriteContent::Tensor { properties, boxes, .. } => {
-                    let Some(bounds) = boxes.get(index as usize) else { continue };
+                    let Some(bounds) = boxes.get(selected.index as usize) else { continue };
                     let around = TensorItem::new(properties.dtype, &bounds.sizes).map_err(encode)?;
                     tensors.push(placed(around.length(), Content::Tensor { bounds, around }));
                 }
@@ -93,6 +92,7 @@ impl<'p> FileLayout<'p> {
         }
         let mut items = values;
         items.append(&mut tensors);
+        // Each item follows the one before it, but for padding that aligns its payload.
         let mut at = 0u64;
         for placed in &mut items {
             if let Content::Tensor { around, .. } = &placed.content {

@@ -1,8 +1,8 @@
 //! Writing a DCP checkpoint: each rank its own file, straight from the tensors' memory, then one commit.
 //!
-//! How N ranks save together, each step on the ranks named:
+//! The steps of a save by N ranks, each with the ranks that take it:
 //!
-//! 1. all: a [`LocalPlan`] of what the rank holds; gather them on rank 0
+//! 1. all: make a [`LocalPlan`] of what the rank holds; gather them on rank 0
 //! 2. rank 0: [`plan_save`](crate::plan::plan_save), [`Durable::prepare`]; scatter the [`Selection`]s, broadcast the
 //!    staging directory's name
 //! 3. all: [`Durable::join`] (rank 0 has it already), [`write_rank`]; gather the [`RankWritten`]s on rank 0
@@ -50,7 +50,7 @@
 //! let global = plan_save(&plans, PlanOptions::default())?;
 //! let staging = Durable::new().prepare(&target, false)?;
 //! let written = write_rank(&staging, 0, &plans[0], &global.selections[0], &state, &WriteOptions::default())?;
-//! finish(staging, global.metadata, &plans, &[written])?;
+//! finish(staging, global.metadata, &[written])?;
 //!
 //! let checkpoint = CheckpointReader::open(&target)?;
 //! assert_eq!(checkpoint.read_tensor("w")?, state.0);
@@ -77,12 +77,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::dcp::metadata::{Entry, METADATA_FILE, Metadata, StorageInfo, encode};
 use crate::error::FileError;
-use crate::plan::{LocalPlan, Selection, WriteContent};
+use crate::plan::{LocalPlan, Selection};
 use crate::storage::Staging;
 use crate::storage::integrity::{FileIntegrity, Integrity};
 use crate::threads::default_threads;
 
-/// Where the bytes of a rank's items come from. Called from several threads at once.
+/// A source of the bytes of a rank's items. Called from several threads at once.
 pub trait PayloadSource: Sync {
     /// Gives bytes `range` of the row-major payload of box `bounds` of tensor `fqn`, in order, in pieces of any size.
     ///
@@ -95,7 +95,7 @@ pub trait PayloadSource: Sync {
         sink: &mut dyn FnMut(&[u8]) -> Result<(), FileError>,
     ) -> Result<(), FileError>;
 
-    /// A non-tensor value.
+    /// Returns a non-tensor value.
     fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, FileError>;
 }
 
@@ -112,12 +112,12 @@ impl Default for WriteOptions {
     }
 }
 
-/// What a rank has written: to be gathered for [`finish`].
+/// A report of what a rank has written, to be gathered for [`finish`].
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct RankWritten {
     /// Its file, relative to the checkpoint; none if it had nothing to write.
     pub file: Option<String>,
-    /// Where its items are: position in its [`LocalPlan`], box, offset, length.
+    /// Where its items are.
     pub items: Vec<WrittenItem>,
     /// The hashes of its file.
     pub integrity: FileIntegrity,
@@ -125,13 +125,21 @@ pub struct RankWritten {
     pub payload_bytes: u64,
 }
 
+impl RankWritten {
+    /// Returns about how many bytes it takes to send this.
+    #[must_use]
+    pub fn wire_bytes(&self) -> u64 {
+        64 + self.items.len() as u64 * 24 + self.integrity.wire_bytes()
+    }
+}
+
 /// One item of a [`RankWritten`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WrittenItem {
-    /// Position in the rank's [`LocalPlan`].
-    pub item: u32,
-    /// Position of the box in it; 0 for a value.
-    pub index: u32,
+    /// Position of its entry in the metadata of the global plan.
+    pub entry: u32,
+    /// Position of the chunk in the entry; 0 for a value.
+    pub chunk: u32,
     /// First byte in the file.
     pub offset: u64,
     /// Bytes.
@@ -156,8 +164,8 @@ pub fn write_rank(
     let integrity = payload::write(&file, &layout, source, options.threads)?;
     file.finish()?;
     let items = layout.items.iter().map(|placed| WrittenItem {
-        item: placed.item,
-        index: placed.index,
+        entry: placed.selected.entry,
+        chunk: placed.selected.chunk,
         offset: placed.offset,
         length: placed.length,
     });
@@ -169,31 +177,29 @@ pub fn write_rank(
     })
 }
 
-/// Notes in the metadata where all ranks' items are. `plans` and `written` are by rank.
-pub fn place_items(metadata: &mut Metadata, plans: &[LocalPlan], written: &[RankWritten]) -> Result<(), FileError> {
-    for (plan, written) in plans.iter().zip(written) {
-        let Some(file) = &written.file else { continue };
-        for at in &written.items {
+/// Notes in the metadata where all ranks' items are.
+fn place_items(metadata: &mut Metadata, written: &[RankWritten]) -> Result<(), FileError> {
+    for rank in written {
+        let Some(file) = &rank.file else { continue };
+        for item in &rank.items {
             let stored = StorageInfo {
                 relative_path: file.clone(),
-                offset: at.offset,
-                length: at.length,
+                offset: item.offset,
+                length: item.length,
                 transforms: Vec::new(),
             };
-            let Some(item) = plan.items.get(at.item as usize) else { continue };
-            match (metadata.entries.get_mut(&item.fqn), &item.content) {
-                (Some(Entry::Bytes(bytes)), _) => bytes.stored = Some(stored),
-                (Some(Entry::Tensor(tensor)), WriteContent::Tensor { boxes, .. }) => {
-                    let Some(bounds) = boxes.get(at.index as usize) else { continue };
-                    // `plan_save` sorts the chunks by their boxes.
-                    if let Ok(chunk) = tensor.chunks.binary_search_by(|chunk| chunk.bounds.cmp(bounds)) {
-                        tensor.chunks[chunk].stored = Some(stored);
+            match metadata.entries.get_index_mut(item.entry as usize) {
+                Some((_, Entry::Bytes(bytes))) => bytes.stored = Some(stored),
+                Some((_, Entry::Tensor(tensor))) => {
+                    if let Some(chunk) = tensor.chunks.get_mut(item.chunk as usize) {
+                        chunk.stored = Some(stored);
                     }
                 }
-                _ => {}
+                None => {}
             }
         }
     }
+    // A chunk that no rank wrote would be missing from the checkpoint without a word.
     let unplaced = metadata.entries.iter().find(|(_, entry)| match entry {
         Entry::Bytes(bytes) => bytes.stored.is_none(),
         Entry::Tensor(tensor) => tensor.chunks.iter().any(|chunk| chunk.stored.is_none()),
@@ -206,27 +212,12 @@ pub fn place_items(metadata: &mut Metadata, plans: &[LocalPlan], written: &[Rank
 
 /// Ends a save, on the rank that prepared it: writes `.integrity` and `.metadata`, and commits.
 ///
-/// `metadata` is that of the global plan; `plans` and `written` are by rank. If any item was written by no rank, nothing
-/// is committed.
-pub fn finish(
-    staging: Staging,
-    mut metadata: Metadata,
-    plans: &[LocalPlan],
-    written: &[RankWritten],
-) -> Result<(), FileError> {
-    place_items(&mut metadata, plans, written)?;
-    let files = written.iter().filter_map(|written| Some((written.file.clone()?, written.integrity.clone())));
-    finish_files(staging, &metadata, files)
-}
-
-/// As [`finish`], for metadata that has all its storage and whatever files lie in the staging directory.
-pub fn finish_files(
-    staging: Staging,
-    metadata: &Metadata,
-    files: impl IntoIterator<Item = (String, FileIntegrity)>,
-) -> Result<(), FileError> {
-    let metadata = encode(metadata);
-    let mut integrity = Integrity { files: files.into_iter().collect() };
+/// `metadata` is that of the global plan; `written` is by rank. If any item was written by no rank, nothing is committed.
+pub fn finish(staging: Staging, mut metadata: Metadata, written: &[RankWritten]) -> Result<(), FileError> {
+    place_items(&mut metadata, written)?;
+    let metadata = encode(&metadata);
+    let files = written.iter().filter_map(|rank| Some((rank.file.clone()?, rank.integrity.clone())));
+    let mut integrity = Integrity { files: files.collect() };
     staging.check_files(integrity.files.keys())?;
     let mut own = FileIntegrity::default();
     own.push_bytes(&metadata);
@@ -234,6 +225,7 @@ pub fn finish_files(
     let name = staging.integrity_file();
     let integrity =
         integrity.encode().map_err(|source| FileError::File { path: staging.directory().join(&name), source })?;
+    // The hashes come first: once the `.metadata` is there, the checkpoint is, and must be whole.
     staging.write(&name, &integrity)?;
     staging.commit(METADATA_FILE, &metadata)
 }

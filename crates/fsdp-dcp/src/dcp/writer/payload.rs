@@ -16,24 +16,24 @@ use crate::storage::StagedFile;
 use crate::storage::integrity::{FileIntegrity, block_length};
 use crate::threads::on_threads;
 
-/// How much is hashed, then written, at once.
+/// Bytes that are hashed, then written, at once.
 const AT_ONCE: u64 = 1 << 20;
-/// A payload longer than this is shared among threads: a multiple of every block length.
+/// The length of the parts in which threads share a payload: a multiple of every block length.
 const PART: u64 = 32 << 20;
 
-/// What a thread takes: some small items that follow each other, or a part of a large one.
+/// A unit of work: some small items that follow each other, or a part of a large one.
 #[derive(Debug, Clone, Copy)]
 enum Task {
     Batch { first: usize, count: usize },
     Part { item: usize, start: u64, end: u64 },
 }
 
-/// What came of a task.
+/// The outcome of a task.
 #[derive(Debug, Default)]
 struct Done {
-    /// Of a part: the checksum, to be combined with those of the other parts. Of a batch: nothing.
+    /// The checksum of a part, to be combined with those of the other parts; empty for a batch.
     crc: Hasher,
-    /// Block hashes of a part; one hash for each item of a batch.
+    /// The hashes of the blocks: of a part, or of the items of a batch one after the other.
     hashes: Vec<u64>,
 }
 
@@ -44,6 +44,7 @@ pub(super) fn write(
     source: &dyn PayloadSource,
     threads: usize,
 ) -> Result<FileIntegrity, FileError> {
+    // Large payloads are cut into parts, and small items are put together, so that threads have about equal work.
     let tasks = tasks(layout);
     let item = |task: &Task| match task {
         Task::Batch { .. } => None,
@@ -68,13 +69,13 @@ pub(crate) struct PlannedPayload<'p> {
 }
 
 impl PlannedPayload<'_> {
-    /// The length of its hash blocks.
+    /// Returns the length of its hash blocks.
     pub(crate) fn block_length(&self) -> u64 {
         block_length(self.length)
     }
 }
 
-/// What came of a payload.
+/// The checksum and the hashes of a payload.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct WrittenPayload {
     pub(crate) crc: u32,
@@ -175,6 +176,7 @@ fn in_parallel<T: Sync>(
             failed.fetch_or(done.is_err(), Ordering::Relaxed);
             *result.lock().unwrap_or_else(PoisonError::into_inner) = done?;
             let part = parts.partition_point(|part| part.end <= index);
+            // The thread that ends the last part of a payload writes what stands around it.
             if left[part].fetch_sub(1, Ordering::AcqRel) == 1
                 && let Some(payload) = payloads[index]
             {
@@ -193,6 +195,7 @@ fn in_parallel<T: Sync>(
     Ok(results.into_iter().map(|done| done.into_inner().unwrap_or_else(PoisonError::into_inner)).collect())
 }
 
+/// Cuts the work of a file into tasks, in the order of their places.
 fn tasks(layout: &FileLayout<'_>) -> Vec<Task> {
     let mut tasks = Vec::new();
     for (index, placed) in layout.items.iter().enumerate() {
@@ -217,11 +220,12 @@ fn tasks(layout: &FileLayout<'_>) -> Vec<Task> {
     tasks
 }
 
-/// Where the segment of an item starts: after the item before it, so that padding is covered too.
+/// Returns where the segment of an item starts: after the item before it, so that padding is covered too.
 fn segment_start(layout: &FileLayout<'_>, item: usize) -> u64 {
     item.checked_sub(1).map_or(0, |before| layout.items[before].end())
 }
 
+/// Runs one task.
 fn run(
     file: &StagedFile,
     layout: &FileLayout<'_>,
@@ -282,20 +286,21 @@ fn small_item(placed: &Placed<'_>, source: &dyn PayloadSource, buffer: &mut Vec<
     Ok(())
 }
 
+/// Checks that a source gave no more bytes than planned; and, once it is done (`whole`), no fewer.
 fn check_length(fqn: &str, given: u64, planned: u64, whole: bool) -> Result<(), FileError> {
-    match given > planned || (whole && given < planned) {
-        true => Err(FileError::PayloadLength { fqn: fqn.to_owned(), given, planned }),
-        false => Ok(()),
+    if given > planned || (whole && given < planned) {
+        return Err(FileError::PayloadLength { fqn: fqn.to_owned(), given, planned });
     }
+    Ok(())
 }
 
-/// The hashes of a segment's blocks.
+/// Hashes the blocks of a segment.
 fn blocks(segment: &[u8]) -> impl Iterator<Item = u64> {
     segment.chunks(block_length(segment.len() as u64) as usize).map(XxHash3_64::oneshot)
 }
 
-/// Takes a part's bytes in order; hashes and writes them, from where they lie if they come in pieces that are large
-/// enough.
+/// A sink of a part's bytes, in order: it hashes and writes them, from where they lie if they come in pieces that are
+/// large enough.
 struct PartSink<'a> {
     file: &'a StagedFile,
     at: u64,
@@ -310,7 +315,7 @@ impl PartSink<'_> {
     fn put(&mut self, mut bytes: &[u8]) -> Result<(), FileError> {
         while !bytes.is_empty() {
             let left = self.end - self.at;
-            // What is written at once: whole blocks, or all that is left.
+            // Written at once are whole blocks, or all that is left.
             let wanted = left.min(AT_ONCE.max(self.block)) as usize;
             let have = bytes.len() as u64;
             let direct = if have >= left { left } else { have - have % self.block }.min(wanted as u64) as usize;

@@ -16,7 +16,7 @@ const PADDING_EXTRA: u16 = 0x4246;
 #[derive(Debug, Clone)]
 pub struct ArchiveLayout {
     records: Vec<PlannedRecord>,
-    /// How many of the records are storages; they come last.
+    /// The number of storages among the records; they come last.
     storages: usize,
     directory: u64,
     length: u64,
@@ -33,17 +33,19 @@ struct PlannedRecord {
 }
 
 impl PlannedRecord {
+    /// Returns `true` if its directory entry needs a zip64 field.
     fn is_zip64(&self) -> bool {
         self.length >= u64::from(IN_ZIP64) || self.header >= u64::from(IN_ZIP64)
     }
 
+    /// Returns the length of the zip64 field in its local header.
     fn zip64_header_extra(&self) -> usize {
         if self.length >= u64::from(IN_ZIP64) { 4 + 16 } else { 0 }
     }
 }
 
 impl ArchiveLayout {
-    /// The archive named `root`, with this `data.pkl` and storages of these lengths (`data/0`, `data/1`, …).
+    /// Lays out the archive named `root`, with this `data.pkl` and storages of these lengths (`data/0`, `data/1`, …).
     #[must_use]
     pub fn new(root: &str, pickle: Vec<u8>, storages: &[u64]) -> Self {
         let mut records = Vec::with_capacity(5 + storages.len());
@@ -51,6 +53,7 @@ impl ArchiveLayout {
         let mut add = |name: String, body: Option<Vec<u8>>, length: u64| {
             let mut record = PlannedRecord { name, body, length, header: at, data: 0 };
             let unpadded = at + 30 + record.name.len() as u64 + record.zip64_header_extra() as u64;
+            // Storages are padded to the alignment, by an extra field in their header.
             record.data = match record.body {
                 Some(_) => unpadded,
                 None => match (STORAGE_ALIGNMENT - unpadded % STORAGE_ALIGNMENT) % STORAGE_ALIGNMENT {
@@ -75,25 +78,26 @@ impl ArchiveLayout {
         for (index, &length) in storages.iter().enumerate() {
             add(format!("{root}/data/{index}"), None, length);
         }
+        // The tail's length depends on the places of the records, not on the checksums in it.
         let mut layout = ArchiveLayout { records, storages: storages.len(), directory: at, length: 0 };
         let zeros = vec![0; storages.len()];
         layout.length = at + layout.tail(&zeros).len() as u64;
         layout
     }
 
-    /// Bytes of the whole archive.
+    /// Returns the bytes of the whole archive.
     #[must_use]
     pub fn length(&self) -> u64 {
         self.length
     }
 
-    /// Where storage `index` starts.
+    /// Returns where storage `index` starts.
     #[must_use]
     pub fn storage_offset(&self, index: usize) -> u64 {
         self.storage(index).data
     }
 
-    /// Where [`ArchiveLayout::tail`] starts: right after the last storage.
+    /// Returns where [`ArchiveLayout::tail`] starts: right after the last storage.
     #[must_use]
     pub fn tail_offset(&self) -> u64 {
         self.directory
@@ -103,7 +107,7 @@ impl ArchiveLayout {
         &self.records[self.records.len() - self.storages + index]
     }
 
-    /// Everything before storage 0 (or, without storages, before the tail): the small records, and the header of storage 0.
+    /// Returns everything before storage 0 (or, without storages, before the tail): the small records, and its header.
     #[must_use]
     pub fn head(&self, crc: u32) -> Vec<u8> {
         let small = self.records.len() - self.storages;
@@ -120,7 +124,7 @@ impl ArchiveLayout {
         out
     }
 
-    /// The bytes between the end of storage `index - 1` and the start of storage `index`, for `index` of at least 1.
+    /// Returns the bytes between the end of storage `index - 1` and the start of storage `index`, for `index` of at least 1.
     #[must_use]
     pub fn storage_header(&self, index: usize, crc: u32) -> Vec<u8> {
         let mut out = Vec::new();
@@ -128,6 +132,7 @@ impl ArchiveLayout {
         out
     }
 
+    /// Appends the local header of a record, with its padding.
     fn header(&self, record: &PlannedRecord, crc: u32, out: &mut Vec<u8>) {
         let zip64 = record.zip64_header_extra();
         let extra = record.data - record.header - 30 - record.name.len() as u64;
@@ -156,7 +161,7 @@ impl ArchiveLayout {
         }
     }
 
-    /// The central directory and the end records, given the storages' CRCs.
+    /// Returns the central directory and the end records, given the storages' CRCs.
     #[must_use]
     pub fn tail(&self, crcs: &[u32]) -> Vec<u8> {
         let small = self.records.len() - self.storages;
@@ -194,8 +199,8 @@ impl ArchiveLayout {
         }
         let directory_length = out.len() as u64;
         let count = self.records.len() as u64;
-        let large = |value: u64| value >= u64::from(IN_ZIP64);
-        if large(self.directory) || large(directory_length) || count >= u64::from(u16::MAX) {
+        let large = u64::from(IN_ZIP64);
+        if self.directory >= large || directory_length >= large || count >= u64::from(u16::MAX) {
             let end = self.directory + directory_length;
             out.extend_from_slice(&ZIP64_END.to_le_bytes());
             out.extend_from_slice(&44u64.to_le_bytes());

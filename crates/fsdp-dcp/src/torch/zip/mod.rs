@@ -30,7 +30,7 @@ pub(crate) const END: u32 = 0x0605_4b50;
 pub(crate) const ZIP64_END: u32 = 0x0606_4b50;
 pub(crate) const ZIP64_LOCATOR: u32 = 0x0706_4b50;
 pub(crate) const ZIP64_EXTRA: u16 = 1;
-/// What a 32-bit field says when the value is in the zip64 record.
+/// The content of a 32-bit field whose value is in the zip64 record.
 pub(crate) const IN_ZIP64: u32 = u32::MAX;
 
 #[cfg(test)]

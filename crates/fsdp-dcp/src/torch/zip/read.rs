@@ -30,7 +30,7 @@ pub struct Record {
 
 /// The end record without a comment: what all known writers leave.
 const END_LENGTH: u64 = 22;
-/// How far from the end the end record may start: the longest comment.
+/// The farthest from the end that the end record may start: with the longest comment.
 const LONGEST_END: u64 = END_LENGTH + u16::MAX as u64;
 
 fn bad(offset: u64, what: &'static str) -> FormatError {
@@ -94,16 +94,17 @@ impl Directory {
         if at as u64 != length {
             return Err(bad(start + at as u64, "the directory's length is wrong"));
         }
+        // After the single records have been checked, so that their ranges cannot overflow.
         check_disjoint(records.values())?;
         Ok(Directory { root: root.unwrap_or_default(), records })
     }
 
-    /// The record of this name.
+    /// Returns the record of this name.
     pub fn get(&self, name: &str) -> Result<&Record, FormatError> {
         self.records.get(name).ok_or_else(|| FormatError::MissingRecord { name: name.to_owned() })
     }
 
-    /// Where the data of a record starts, after checking its local header.
+    /// Returns where the data of a record starts, after checking its local header.
     pub fn data_offset(&self, source: &dyn ReadAt, name: &str, record: &Record) -> Result<u64, FormatError> {
         let header = read(source, record.header, 30 + u64::from(record.name_length))?;
         let wrong = |what| bad(record.header, what);
@@ -158,15 +159,17 @@ impl Directory {
     }
 }
 
-/// The directory's start, length and number of entries.
+/// Finds the directory: its start, length and number of entries.
 fn locate(source: &dyn ReadAt) -> Result<(u64, u64, u64), FormatError> {
     let total = source.len();
+    // Mostly there is no comment, and the end record is the last bytes; only otherwise more is read.
     let mut tail_length = END_LENGTH.min(total);
     let mut tail = read(source, total - tail_length, tail_length)?;
     if u32_at(&tail, 0) != END || u16_at(&tail, 20) != 0 {
         tail_length = LONGEST_END.min(total);
         tail = read(source, total - tail_length, tail_length)?;
     }
+    // The end record is the last one, and its comment reaches exactly to the end.
     let found = (0..tail.len().saturating_sub(END_LENGTH as usize - 1)).rev().find(|&at| {
         u32_at(&tail, at) == END && at + END_LENGTH as usize + usize::from(u16_at(&tail, at + 20)) == tail.len()
     });
@@ -177,6 +180,7 @@ fn locate(source: &dyn ReadAt) -> Result<(u64, u64, u64), FormatError> {
     let mut length = u64::from(u32_at(end, 12));
     let mut start = u64::from(u32_at(end, 16));
     let mut limit = end_at;
+    // One value too large for the end record, and all are in the zip64 one, which a locator before it names.
     if count == u64::from(u16::MAX) || length == u64::from(IN_ZIP64) || start == u64::from(IN_ZIP64) {
         let locator_at = end_at.checked_sub(20).ok_or_else(|| bad(end_at, "no zip64 locator"))?;
         let locator = read(source, locator_at, 20)?;
@@ -199,7 +203,7 @@ fn locate(source: &dyn ReadAt) -> Result<(u64, u64, u64), FormatError> {
     Ok((start, length, count))
 }
 
-/// The directory's entry at `at`: name, record, and where the next one starts.
+/// Reads the directory's entry at `at`: name, record, and where the next one starts.
 fn entry(bytes: &[u8], at: usize, start: u64) -> Result<(&str, Record, usize), FormatError> {
     let here = start + at as u64;
     let fixed = bytes.get(at..at + 46).ok_or_else(|| bad(here, "the directory is cut short"))?;
@@ -225,6 +229,7 @@ fn entry(bytes: &[u8], at: usize, start: u64) -> Result<(&str, Record, usize), F
         return Err(bad(here, "the record is compressed"));
     }
     let (stored32, full32, header32) = (u32_at(fixed, 20), u32_at(fixed, 24), u32_at(fixed, 42));
+    // Values that do not fit 32 bits are in the zip64 field, in this order.
     let (mut stored, mut full, mut header) = (u64::from(stored32), u64::from(full32), u64::from(header32));
     while extra.len() >= 4 {
         let length = usize::from(u16_at(extra, 2));
@@ -245,7 +250,7 @@ fn entry(bytes: &[u8], at: usize, start: u64) -> Result<(&str, Record, usize), F
     Ok((name, Record { header, length: full, crc: u32_at(fixed, 16), name_length }, next))
 }
 
-/// Records that share bytes make an archive larger than it is, or mean two things at once.
+/// Refuses records that share bytes: they make an archive larger than it is, or mean two things at once.
 fn check_disjoint<'r>(records: impl Iterator<Item = &'r Record>) -> Result<(), FormatError> {
     let mut ranges: Vec<_> = records.map(|r| (r.header, r.header + 30 + u64::from(r.name_length) + r.length)).collect();
     ranges.sort_unstable();
