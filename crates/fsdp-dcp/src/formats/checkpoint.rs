@@ -71,7 +71,9 @@ pub trait Checkpoint: Send + Sync {
     /// while reading, the content of the buffers is unspecified. Returns the plan, which lists the requests that were
     /// missing, if that was allowed.
     fn read(&self, destinations: Vec<Destination<'_>>, options: ReadOptions) -> Result<LoadPlan, FileError> {
-        read_in_parallel(self, destinations, options)
+        let threads_per_reader = self.directory().threads_per_reader();
+        let fill = |fqn: &str, boxes: &mut [(TensorBox, &mut [u8])]| self.read_boxes(fqn, boxes);
+        read_in_parallel(self.metadata(), destinations, options, threads_per_reader, &fill)
     }
 
     /// Checks all that can be known of a [`Checkpoint::read`] before the bytes of tensors are read: the plan, and that

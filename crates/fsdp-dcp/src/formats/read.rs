@@ -7,7 +7,6 @@ use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::{DType, TensorBox};
 use tracing::{debug_span, info_span};
 
-use super::checkpoint::Checkpoint;
 use crate::dcp::metadata::Metadata;
 use crate::error::FileError;
 use crate::plan::{LoadPlan, LoadRequest, ReadPlanOptions, plan_load};
@@ -60,25 +59,31 @@ struct Job<'d> {
     boxes: Vec<(TensorBox, &'d mut [u8])>,
 }
 
+/// A function that fills boxes of one tensor, which a plan has checked. Called from several threads at once.
+pub(crate) type FillBoxes<'f> = dyn Fn(&str, &mut [(TensorBox, &mut [u8])]) -> Result<(), FileError> + Sync + 'f;
+
 /// Plans and reads many tensors at once: in the order of the files, by several threads, each byte once.
-pub(crate) fn read_in_parallel<C: Checkpoint + ?Sized>(
-    checkpoint: &C,
+///
+/// `threads_per_reader` is how many threads should read where one would do for a disk.
+pub(crate) fn read_in_parallel(
+    metadata: &Metadata,
     destinations: Vec<Destination<'_>>,
     options: ReadOptions,
+    threads_per_reader: usize,
+    fill: &FillBoxes<'_>,
 ) -> Result<LoadPlan, FileError> {
     let (requests, buffers): (Vec<_>, Vec<_>) =
         destinations.into_iter().map(|destination| (destination.request, destination.buffers)).unzip();
     // Nothing is read before all requests and all buffers are known to be right.
-    let plan = plan_load(checkpoint.metadata(), &requests, options.plan)?;
-    let mut jobs = jobs(checkpoint.metadata(), &requests, buffers, &plan, options.threads)?;
+    let plan = plan_load(metadata, &requests, options.plan)?;
+    let mut jobs = jobs(metadata, &requests, buffers, &plan, options.threads)?;
     // The jobs are taken in the order of the files: a job stands where the first read of its request does.
     let mut position = vec![usize::MAX; requests.len()];
     for (at, read) in plan.reads.iter().enumerate().rev() {
         position[read.request] = at;
     }
     jobs.sort_by_key(|job| position[job.request]);
-    let threads = options.threads.saturating_mul(checkpoint.directory().threads_per_reader());
-    let threads = threads.clamp(1, jobs.len().max(1));
+    let threads = options.threads.saturating_mul(threads_per_reader).clamp(1, jobs.len().max(1));
     let bytes: usize = jobs.iter().flat_map(|job| &job.boxes).map(|(_, buffer)| buffer.len()).sum();
     let queue = Mutex::new(jobs.into_iter());
     let failed = AtomicBool::new(false);
@@ -89,7 +94,7 @@ pub(crate) fn read_in_parallel<C: Checkpoint + ?Sized>(
                 let job = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
                 let Some(mut job) = job else { break };
                 let fqn = &requests[job.request].fqn;
-                let done = debug_span!("tensor", fqn).in_scope(|| checkpoint.read_boxes(fqn, &mut job.boxes));
+                let done = debug_span!("tensor", fqn).in_scope(|| fill(fqn, &mut job.boxes));
                 failed.fetch_or(done.is_err(), Ordering::Relaxed);
                 done?;
             }

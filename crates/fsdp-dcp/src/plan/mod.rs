@@ -20,7 +20,8 @@ pub use error::SavePlanError;
 pub use load::{LoadPlan, LoadPlanError, LoadRequest, ReadItem, ReadPlanOptions, plan_load};
 pub use local::{HeldBox, LocalPlan, PlanSchema, SchemaContent, SchemaItem, WriteContent, WriteItem};
 pub use save::{Deduplicate, GlobalPlan, PlanOptions, RankOffer, SelectedItem, Selection, plan_offers, plan_save};
-pub use validate::{ChunkError, validate_chunks, validate_metadata};
+pub(crate) use validate::validate_chunks;
+pub use validate::{ChunkError, validate_metadata};
 
 #[cfg(test)]
 mod tests;

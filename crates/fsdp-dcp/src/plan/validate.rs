@@ -46,7 +46,7 @@ pub enum ChunkError {
 
 /// Checks that the chunks lie inside a tensor of this shape and share no element, and returns how many they hold.
 /// Empty chunks need only lie inside. Takes `n log n` for chunks that are flat ranges or grids.
-pub fn validate_chunks<'c>(
+pub(crate) fn validate_chunks<'c>(
     shape: &[usize],
     chunks: impl IntoIterator<Item = &'c TensorBox>,
 ) -> Result<usize, ChunkError> {

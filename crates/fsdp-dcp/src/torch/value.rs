@@ -13,7 +13,7 @@ use crate::strided::read_overlap;
 
 /// Encodes the whole item of a value: what `torch.save(value)` would write, up to the order of the zip's records.
 ///
-/// Fails for values nested deeper than [`MAX_DEPTH`], and for quantized tensors in them.
+/// Fails for values nested deeper than 200 levels, and for quantized tensors in them.
 ///
 /// ```
 /// use fsdp_dcp::internals::{decode_value, encode_value};

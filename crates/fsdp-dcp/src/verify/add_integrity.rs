@@ -17,7 +17,7 @@ use crate::storage::read_at::{ReadAt, Window};
 use crate::torch::zip::Directory;
 
 /// Adds an integrity file to a checkpoint, replacing one that is there: to a directory inside it, to a file
-/// [beside it](integrity_beside).
+/// beside it, as `NAME.integrity`.
 ///
 /// The checkpoint must be readable, metadata and structure: a broken one gets no hashes. Its data is taken as it is.
 pub fn add_integrity(location: impl Into<Location>, progress: Option<&(dyn Fn(u64) + Sync)>) -> Result<(), FileError> {

@@ -15,7 +15,7 @@ const METADATA: &str = "torch.distributed.checkpoint.metadata";
 /// use fsdp_dcp::metadata::{decode, encode, Metadata};
 /// let metadata = Metadata { version: Some("1.0.0".into()), ..Metadata::default() };
 /// assert_eq!(decode(&encode(&metadata))?, metadata);
-/// # Ok::<(), fsdp_dcp::pickle::PickleError>(())
+/// # Ok::<(), fsdp_dcp::PickleError>(())
 /// ```
 #[must_use]
 pub fn encode(metadata: &Metadata) -> Vec<u8> {

@@ -17,7 +17,7 @@ pub use encode::encode;
 pub use crate::storage::names::METADATA_FILE;
 
 /// The version that torch writes.
-pub const VERSION: &str = "1.0.0";
+pub(crate) const VERSION: &str = "1.0.0";
 
 /// torch's `Metadata`.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]

@@ -14,7 +14,7 @@
 //! use std::borrow::Cow;
 //! use std::ops::Range;
 //! use fsdp_dcp::FileError;
-//! use fsdp_dcp::durable::Durable;
+//! use fsdp_dcp::storage::Durable;
 //! use fsdp_dcp::plan::{LocalPlan, PlanOptions, plan_save};
 //! use fsdp_dcp::reader::CheckpointReader;
 //! use fsdp_dcp::writer::{PayloadSource, WriteOptions, finish, write_rank};
