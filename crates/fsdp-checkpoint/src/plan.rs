@@ -1,4 +1,4 @@
-//! Who writes what, agreed on by all ranks and cached for the next save of the same layout.
+//! The plan of a save, agreed on by all ranks and cached for the next save of the same layout.
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};

@@ -111,7 +111,7 @@ fn twenty_nine_thousand_parameters_on_a_thousand_ranks_are_planned_within_a_roun
     assert_eq!(read.entries.len(), metadata.entries.len());
 }
 
-/// What travels in pieces makes the plan that whole plans make.
+/// The pieces that travel make the plan that whole plans make.
 #[test]
 fn pieces_make_the_plan_that_whole_plans_make() {
     let model = Model { layers: 2, experts: 3 };

@@ -76,7 +76,7 @@ struct Measured {
     name: &'static str,
     bytes: u64,
     seconds: f64,
-    /// Of the heap; `None` for a process of its own.
+    /// The peak of the heap; `None` for a process of its own.
     peak: Option<usize>,
 }
 

@@ -11,6 +11,7 @@
 mod error;
 mod global;
 mod node;
+mod objects;
 mod read;
 mod walk;
 pub(crate) mod write;

@@ -3,8 +3,7 @@
 use std::borrow::Cow;
 
 use super::error::{PickleError, PickleErrorKind};
-use super::global::Global;
-use super::node::{Node, NodeId, ObjectNode, Pickle, TupleNode};
+use super::node::{Node, NodeId, Pickle, TupleNode};
 use crate::limits::{MAX_INTEGER_BYTES, MAX_MEMO_GAP, MAX_PICKLE_BYTES, MAX_PICKLE_NODES};
 
 /// Parses one pickle. Bytes after its `STOP` are ignored, as Python does.
@@ -41,15 +40,15 @@ const fn small_int(value: u8) -> NodeId {
 }
 
 /// The result of a step, whose error does not know its place yet.
-type Result1<T> = Result<T, PickleErrorKind>;
+pub(super) type Result1<T> = Result<T, PickleErrorKind>;
 
 /// The interpreter: a stack machine whose values are nodes.
-struct Machine<'a> {
-    bytes: &'a [u8],
+pub(super) struct Machine<'a> {
+    pub(super) bytes: &'a [u8],
     at: usize,
     /// Position of the current opcode.
     op: usize,
-    nodes: Vec<Node<'a>>,
+    pub(super) nodes: Vec<Node<'a>>,
     offsets: Vec<u32>,
     /// The items of tuples.
     items: Vec<NodeId>,
@@ -58,7 +57,7 @@ struct Machine<'a> {
     marks: Vec<usize>,
     memo: Vec<Option<NodeId>>,
     /// Items and bytes copied from one node to another; at most one for each byte of the pickle, or sharing would explode.
-    copied: usize,
+    pub(super) copied: usize,
 }
 
 impl<'a> Machine<'a> {
@@ -324,7 +323,7 @@ impl<'a> Machine<'a> {
     }
 
     /// Adds a node to the arena, and pushes it.
-    fn push(&mut self, node: Node<'a>) -> Result1<()> {
+    pub(super) fn push(&mut self, node: Node<'a>) -> Result1<()> {
         if self.nodes.len() >= MAX_PICKLE_NODES {
             let limit = MAX_PICKLE_NODES as u64;
             return Err(PickleErrorKind::Limit { what: "number of values", value: limit + 1, limit });
@@ -348,7 +347,7 @@ impl<'a> Machine<'a> {
         self.stack.last().copied().ok_or(PickleErrorKind::Stack)
     }
 
-    fn top_node(&mut self) -> Result1<&mut Node<'a>> {
+    pub(super) fn top_node(&mut self) -> Result1<&mut Node<'a>> {
         let top = self.top()?;
         Ok(&mut self.nodes[top.0 as usize])
     }
@@ -384,7 +383,7 @@ impl<'a> Machine<'a> {
         self.push(Node::Tuple(tuple))
     }
 
-    fn tuple(&self, tuple: TupleNode) -> &[NodeId] {
+    pub(super) fn tuple(&self, tuple: TupleNode) -> &[NodeId] {
         &self.items[tuple.start as usize..(tuple.start + tuple.len) as usize]
     }
 
@@ -416,120 +415,6 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// Pushes a class or function, if it is on the allow-list.
-    fn global(&mut self, module: &str, name: &str) -> Result1<()> {
-        match Global::lookup(module, name) {
-            Some(global) => self.push(Node::Global(global)),
-            None => Err(PickleErrorKind::Global { module: excerpt(module), name: excerpt(name) }),
-        }
-    }
-
-    /// Records what `global(*args)` would have been; containers and bytes become the plain nodes they stand for.
-    fn object(&mut self, global: NodeId, args: NodeId) -> Result1<()> {
-        let global = match &self.nodes[global.0 as usize] {
-            Node::Global(global) => *global,
-            other => return Err(PickleErrorKind::Kind { expected: "a global to apply", found: other.kind() }),
-        };
-        let Node::Tuple(values) = self.nodes[args.0 as usize] else {
-            let found = self.nodes[args.0 as usize].kind();
-            return Err(PickleErrorKind::Kind { expected: "a tuple of arguments", found });
-        };
-        let first = self.tuple(values).first().copied();
-        let second = self.tuple(values).get(1).copied();
-        let node = match global {
-            Global::OrderedDict | Global::DefaultDict => Node::Dict(self.dict_of(first)?),
-            Global::Set | Global::FrozenSet => Node::Set(self.items_of(first)?),
-            Global::CodecsEncode => Node::Bytes(Cow::Owned(self.encoded(first, second)?)),
-            Global::ByteArray => Node::Bytes(self.bytes_of(first)?),
-            _ => Node::Object(Box::new(ObjectNode { global, args, state: None })),
-        };
-        self.push(node)
-    }
-
-    /// Allows for `count` more items or bytes to be copied.
-    fn charge(&mut self, count: usize) -> Result1<()> {
-        self.copied = self.copied.saturating_add(count);
-        if self.copied > self.bytes.len() {
-            let limit = self.bytes.len() as u64;
-            return Err(PickleErrorKind::Limit { what: "copies of shared values", value: self.copied as u64, limit });
-        }
-        Ok(())
-    }
-
-    /// Returns how many items or bytes the node holds.
-    fn extent(&self, id: NodeId) -> usize {
-        match &self.nodes[id.0 as usize] {
-            Node::Tuple(tuple) => tuple.len as usize,
-            Node::List(items) | Node::Set(items) => items.len(),
-            Node::Str(text) => text.len(),
-            Node::Bytes(bytes) => bytes.len(),
-            _ => 0,
-        }
-    }
-
-    /// Makes the dict of `OrderedDict()`, `OrderedDict([[key, value], …])`, `defaultdict(factory)`.
-    fn dict_of(&mut self, pairs: Option<NodeId>) -> Result1<Vec<(NodeId, NodeId)>> {
-        let Some(id) = pairs else { return Ok(Vec::new()) };
-        self.charge(self.extent(id))?;
-        let Node::List(pairs) = &self.nodes[id.0 as usize] else { return Ok(Vec::new()) };
-        pairs
-            .iter()
-            .map(|pair| match &self.nodes[pair.0 as usize] {
-                Node::Tuple(pair) if pair.len == 2 => Ok((self.tuple(*pair)[0], self.tuple(*pair)[1])),
-                Node::List(pair) if pair.len() == 2 => Ok((pair[0], pair[1])),
-                other => Err(PickleErrorKind::Kind { expected: "a pair", found: other.kind() }),
-            })
-            .collect()
-    }
-
-    /// Makes the items of `set([…])`.
-    fn items_of(&mut self, items: Option<NodeId>) -> Result1<Vec<NodeId>> {
-        let Some(id) = items else { return Ok(Vec::new()) };
-        self.charge(self.extent(id))?;
-        match &self.nodes[id.0 as usize] {
-            Node::Tuple(tuple) => Ok(self.tuple(*tuple).to_vec()),
-            Node::List(items) | Node::Set(items) => Ok(items.clone()),
-            other => Err(PickleErrorKind::Kind { expected: "a list", found: other.kind() }),
-        }
-    }
-
-    /// Makes the bytes of `bytearray(b'…')`.
-    fn bytes_of(&mut self, bytes: Option<NodeId>) -> Result1<Cow<'a, [u8]>> {
-        let Some(id) = bytes else { return Ok(Cow::Borrowed(&[])) };
-        self.charge(self.extent(id))?;
-        match &self.nodes[id.0 as usize] {
-            Node::Bytes(bytes) => Ok(bytes.clone()),
-            other => Err(PickleErrorKind::Kind { expected: "bytes", found: other.kind() }),
-        }
-    }
-
-    /// Makes the bytes of `_codecs.encode(text, 'latin1')`.
-    fn encoded(&mut self, text: Option<NodeId>, encoding: Option<NodeId>) -> Result1<Vec<u8>> {
-        let refused = PickleErrorKind::Value { what: "bytes must be spelled as latin1 text" };
-        let (Some(text), Some(encoding)) = (text, encoding) else { return Err(refused) };
-        self.charge(self.extent(text))?;
-        match (&self.nodes[text.0 as usize], &self.nodes[encoding.0 as usize]) {
-            (Node::Str(text), Node::Str("latin1")) => {
-                let bytes: Option<Vec<u8>> = text.chars().map(|c| u8::try_from(u32::from(c)).ok()).collect();
-                bytes.ok_or(PickleErrorKind::Text)
-            }
-            _ => Err(refused),
-        }
-    }
-
-    /// Sets the state of the object on top.
-    fn build(&mut self, state: NodeId) -> Result1<()> {
-        match self.top_node()? {
-            Node::Object(object) if object.state.is_none() => {
-                object.state = Some(state);
-                Ok(())
-            }
-            // An OrderedDict with Python attributes (a module's state dict has `_metadata`): the attributes are dropped.
-            Node::Dict(_) => Ok(()),
-            other => Err(PickleErrorKind::Kind { expected: "an object without state", found: other.kind() }),
-        }
-    }
-
     /// Pushes the value of a memo entry.
     fn get(&mut self, index: u64) -> Result1<()> {
         let id = usize::try_from(index).ok().and_then(|index| *self.memo.get(index)?);
@@ -549,15 +434,6 @@ impl<'a> Machine<'a> {
         }
         self.memo[index] = Some(top);
         Ok(())
-    }
-}
-
-/// Cuts a name for an error to the length of a line.
-fn excerpt(name: &str) -> String {
-    const LONGEST: usize = 120;
-    match name.char_indices().nth(LONGEST) {
-        Some((end, _)) => format!("{}…", &name[..end]),
-        None => name.to_owned(),
     }
 }
 

@@ -48,7 +48,7 @@ impl State {
         part
     }
 
-    /// What each of `ranks` ranks holds: flat ranges of every tensor but the scalar, which all have.
+    /// Makes the plan of what each of `ranks` ranks holds: flat ranges of every tensor but the scalar, which all have.
     pub(crate) fn plans(&self, ranks: usize) -> Vec<LocalPlan> {
         (0..ranks)
             .map(|rank| {

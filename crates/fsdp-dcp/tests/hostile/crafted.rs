@@ -17,7 +17,7 @@ use fsdp_layout::{DType, KeyPath, PathPart, PlainValue, TensorBox};
 
 use crate::bounded;
 
-/// What reading all of it and converting it fails with; nothing but the checkpoint itself may be left.
+/// Returns the error of reading all of it and converting it; nothing but the checkpoint itself may be left.
 fn refused(path: &Path) -> String {
     let attempt = || -> Result<Option<String>, FileError> {
         let checkpoint = open(path, OpenOptions::default())?;

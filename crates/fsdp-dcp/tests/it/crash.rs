@@ -18,7 +18,7 @@ pub(crate) struct At {
     step: usize,
     after: bool,
     kill: bool,
-    /// Whether the file system can exchange two directories.
+    /// `true` if the file system can exchange two directories.
     exchange: bool,
     pub(crate) count: AtomicUsize,
     pub(crate) struck: AtomicBool,

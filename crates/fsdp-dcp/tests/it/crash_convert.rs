@@ -35,7 +35,7 @@ fn run(from: &Path, to: &Path, target: Target, durable: &Durable) -> Result<(), 
     convert(&*source, to, target, options).map(drop)
 }
 
-/// Whether two checkpoints hold the same.
+/// Returns `true` if two checkpoints hold the same.
 fn equal(a: &Path, b: &Path) -> bool {
     let (a, b) = (open(a, OpenOptions::default()).unwrap(), open(b, OpenOptions::default()).unwrap());
     let mut differences = 0;

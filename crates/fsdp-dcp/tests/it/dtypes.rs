@@ -20,7 +20,7 @@ const TARGETS: [Target; 6] = [
     Target::Torch,
 ];
 
-/// What PyTorch held.
+/// The values that PyTorch held.
 fn truth() -> BTreeMap<String, Tensor> {
     let directory = fixtures().join("dtypes");
     let bytes = std::fs::read(directory.join("truth.safetensors")).unwrap();
