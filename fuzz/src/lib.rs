@@ -1,18 +1,14 @@
-//! What the fuzz targets do with their input, one function for each: an error or a value, never a panic, and what was
-//! read is written and read again the same. The tests of `fsdp-dcp` run the same functions over the seeds.
+//! The fuzz targets, one function for each. Each input must give an error or a value, never a panic, and a value that was
+//! read must be written and read again the same. The tests of `fsdp-dcp` run the same functions over the seeds.
 
 use std::path::Path;
 
 use fsdp_dcp::checkpoint::{Checkpoint, VALUES_FILE, open};
-use fsdp_dcp::convert::{ConvertOptions, Target, convert};
-use fsdp_dcp::integrity::Integrity;
-use fsdp_dcp::item::{StoredTensor, decode_value, encode_value, value_of};
+use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
+use fsdp_dcp::internals::{Directory, Header, Integrity, StoredTensor, decode_value, encode_value, parse, value_of};
 use fsdp_dcp::metadata::{decode, encode};
-use fsdp_dcp::pickle::parse;
-use fsdp_dcp::plan::{LoadOptions, LoadRequest, plan_load};
+use fsdp_dcp::plan::{LoadRequest, ReadPlanOptions, plan_load};
 use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::safetensors::Header;
-use fsdp_dcp::torch_zip::Directory;
 use fsdp_dcp::verify::{Level, verify};
 use fsdp_layout::{PlainValue, TensorBox};
 
@@ -66,7 +62,7 @@ pub fn dcp_metadata(data: &[u8]) {
         let boxes = vec![TensorBox::whole(&tensor.shape)];
         let request =
             LoadRequest { fqn: fqn.to_owned(), dtype: tensor.properties.dtype, shape: tensor.shape.clone(), boxes };
-        let _ = plan_load(&metadata, &[request], LoadOptions::default());
+        let _ = plan_load(&metadata, &[request], ReadPlanOptions::default());
     }
     in_directory(&[(".metadata", data), ("__0_0.distcp", &[0; 2048])], everything);
 }
@@ -143,7 +139,9 @@ fn everything(path: &Path) {
         return;
     }
     let destination = path.with_file_name("converted");
-    for (number, target) in [Target::Torch, Target::SafetensorsFile, Target::Dcp { ranks: 2 }].into_iter().enumerate() {
+    for (number, target) in
+        [OutputFormat::Torch, OutputFormat::SafetensorsFile, OutputFormat::Dcp { ranks: 2 }].into_iter().enumerate()
+    {
         let destination = destination.with_extension(number.to_string());
         let options = ConvertOptions { threads: 1, ..ConvertOptions::default() };
         if convert(&*checkpoint, &destination, target, options).is_ok() {

@@ -5,6 +5,8 @@ pub mod counting_allocator;
 /// The samples in the book, which run as doctests of this crate.
 #[cfg(doctest)]
 mod book {
+    #[doc = include_str!("../../docs/src/checkpoints.md")]
+    mod checkpoints {}
     #[doc = include_str!("../../docs/src/shard.md")]
     mod shard {}
     #[doc = include_str!("../../docs/src/state-dicts.md")]

@@ -2,27 +2,17 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use std::path::Path;
-
 use candle_core::{Device, Tensor};
-use fsdp::checkpoint::optimizer_template;
-use fsdp::data::{Batches, Text, VOCAB};
-use fsdp::gpt::{Gpt, GptConfig};
+use fsdp::checkpoint::{StateDictOptions, get_state_dict};
 use fsdp::prelude::*;
 use fsdp::state::flatten_state_dict;
-use fsdp_dcp::reader::CheckpointReader;
+use fsdp_cli::data::{Batches, Text, VOCAB};
+use fsdp_cli::gpt::{Gpt, GptConfig};
 use tempfile::TempDir;
 
 const CONFIG: GptConfig = GptConfig { layers: 2, heads: 2, hidden: 32, seq: 16, vocab: VOCAB };
-/// Views of the live values.
-fn shared() -> StateDictOptions {
-    StateDictOptions { share_storage: true, ..StateDictOptions::default() }
-}
 
-struct Run {
-    model: FullyShardedDataParallel<Gpt>,
-    optimizer: Optimizer,
-}
+struct Run(TrainState<Gpt>);
 
 impl Run {
     fn new(group: &ProcessGroup, seed: u64, use_orig_params: bool) -> Self {
@@ -30,27 +20,25 @@ impl Run {
         let model = FullyShardedDataParallel::new(group.clone(), config, |scope| Gpt::new(scope, &CONFIG)).unwrap();
         let algorithm = Algorithm::AdamW(AdamOptions { amsgrad: true, ..AdamOptions::adamw() });
         let optimizer = Optimizer::new(model.parameters(), algorithm).unwrap();
-        Run { model, optimizer }
+        Run(TrainState::new(model, vec![optimizer]))
     }
 
     fn step(&mut self, step: u64) {
-        let group = self.model.group();
+        let TrainState { model, optimizers, .. } = &mut self.0;
+        let group = model.group();
         let batches = Batches { batch: 4, seq: CONFIG.seq, ranks: group.world_size(), accumulation: 1 };
         let (tokens, targets) = batches.batch(&Text::builtin(), step, group.rank(), 0, &Device::Cpu).unwrap();
-        let loss = self.model.forward(|gpt| gpt.loss(&tokens, &targets)).unwrap();
-        self.model.backward(&loss).unwrap();
-        self.optimizer.step().unwrap();
-        self.model.parameters().zero_grad();
-    }
-
-    fn state(&self, options: &StateDictOptions) -> StateDict {
-        let (model, optim) = get_state_dict(self.model.parameters(), &[&self.optimizer], options).unwrap();
-        [("model", model.into()), ("optim", optim.into())].into_iter().collect()
+        let loss = model.forward(|gpt| gpt.loss(&tokens, &targets)).unwrap();
+        model.backward(&loss).unwrap();
+        optimizers[0].step().unwrap();
+        model.parameters().zero_grad();
     }
 
     /// Every value of the whole state, by flat key, floats as bits.
     fn bits(&self) -> Vec<(String, String)> {
-        let full = self.state(&StateDictOptions { full_state_dict: true, ..StateDictOptions::default() });
+        let options = StateDictOptions { full_state_dict: true, ..StateDictOptions::default() };
+        let (model, optim) = get_state_dict(self.0.model.parameters(), &[&self.0.optimizers[0]], &options).unwrap();
+        let full: StateDict = [("model", model.into()), ("optim", optim.into())].into_iter().collect();
         let value = |(key, value): (String, StateValue)| match value {
             StateValue::Tensor(tensor) => (key, format!("{:?} {:?}", tensor.dims(), bits(&tensor))),
             other => (key, format!("{other:?}")),
@@ -59,19 +47,6 @@ impl Run {
             flatten_state_dict(&full).unwrap().values.into_iter().map(value).collect();
         values.sort();
         values
-    }
-
-    fn load(&mut self, path: &Path) {
-        let mut state = self.state(&shared());
-        state.insert(
-            "optim",
-            optimizer_template(&CheckpointReader::open(path).unwrap(), &["optim"], &[&self.optimizer]).unwrap(),
-        );
-        let report = load(path, &mut state, self.model.group(), &LoadOptions::default()).unwrap();
-        assert!(report.is_clean(), "{report:?}");
-        let (model, optim) = (state.dict("model").unwrap(), state.dict("optim").unwrap());
-        let parameters = self.model.parameters().clone();
-        set_state_dict(&parameters, &mut [&mut self.optimizer], model, optim, &StateDictOptions::default()).unwrap();
     }
 }
 
@@ -82,12 +57,12 @@ fn bits(tensor: &Tensor) -> Vec<u32> {
 #[test]
 fn every_bit_comes_back_at_any_number_of_ranks_and_no_tensor_bytes_move_in_a_save() {
     let dir = TempDir::new().unwrap();
-    let path = dir.path().join("step-00000003");
     let saved = run_local(4, |group| {
         let mut run = Run::new(&group, 0, true);
         (0..3).for_each(|step| run.step(step));
+        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
         let before = group.traffic();
-        save(&path, &run.state(&shared()), &group, &SaveOptions::default()).unwrap();
+        checkpointer.save(3, &run.0).unwrap();
         assert_eq!(group.traffic().since(&before).tensor_bytes(), 0);
         run.bits()
     });
@@ -101,8 +76,10 @@ fn every_bit_comes_back_at_any_number_of_ranks_and_no_tensor_bytes_move_in_a_sav
                 if ranks != 3 && ranks != 5 {
                     run.step(7);
                 }
+                let checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
                 let traffic = group.traffic();
-                run.load(&path);
+                let report = checkpointer.load(3, &mut run.0).unwrap();
+                assert!(report.is_clean(), "{report:?}");
                 assert_eq!(group.traffic().since(&traffic).tensor_bytes(), 0);
                 run.bits()
             });

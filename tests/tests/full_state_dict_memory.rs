@@ -7,12 +7,11 @@ use std::sync::Mutex;
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{Linear, Module, linear_no_bias};
-use fsdp::checkpoint::{StateDictOptions, set_model_state_dict, set_optimizer_state_dict};
 use fsdp::nn::algorithm::{AdamOptions, Algorithm};
-use fsdp::nn::fsdp_state::{
-    FullOptimStateDictConfig, FullStateDictConfig, OptimStateDictConfig, StateDictConfig, StateDictSettings,
-    StateDictType, load_state_dict, optim_state_dict, optim_state_dict_into, scatter_full_optim_state_dict, state_dict,
-    state_dict_into,
+use fsdp::nn::torch::{
+    FullOptimStateDictConfig, FullStateDictConfig, OptimStateDictConfig, StateDictConfig, StateDictOptions,
+    StateDictSettings, StateDictType, load_state_dict, optim_state_dict, optim_state_dict_into,
+    scatter_full_optim_state_dict, set_model_state_dict, set_optimizer_state_dict, state_dict, state_dict_into,
 };
 use fsdp::nn::{FsdpConfig, FullyShardedDataParallel, Optimizer, Unit};
 use fsdp_tests::counting_allocator::{CountingAllocator, live_bytes, peak_bytes, reset_peak};
@@ -81,7 +80,7 @@ fn only_the_keeper_needs_memory_for_a_full_state_dict_saved_or_loaded() {
                     assert_eq!(state_dict(parameters).unwrap().len(), if group.rank() == 0 { UNITS } else { 0 });
                 });
                 measure("optimizer", optim_bytes + TENSOR + others, &mut || {
-                    let state = optim_state_dict(parameters, &optimizer, None).unwrap();
+                    let state = optim_state_dict(None, parameters, &optimizer).unwrap();
                     assert_eq!(state.is_empty(), group.rank() > 0);
                 });
                 // A sink that forgets what it gets: no rank has more than a unit and its flat form.
@@ -89,9 +88,9 @@ fn only_the_keeper_needs_memory_for_a_full_state_dict_saved_or_loaded() {
                     state_dict_into(parameters, |_, _| Ok(())).unwrap();
                 });
                 measure("optimizer to a sink", 2 * TENSOR + others, &mut || {
-                    optim_state_dict_into(parameters, &optimizer, None, |_, _, _| Ok(())).unwrap();
+                    optim_state_dict_into(None, parameters, &optimizer, |_, _, _| Ok(())).unwrap();
                 });
-                (state_dict(parameters).unwrap(), optim_state_dict(parameters, &optimizer, None).unwrap())
+                (state_dict(parameters).unwrap(), optim_state_dict(None, parameters, &optimizer).unwrap())
             });
             // Loading what rank 0 has: each rank its shard of the result, and one tensor on its way.
             let full_optim_here = (group.rank() == 0).then_some(&full_optim);
@@ -102,17 +101,17 @@ fn only_the_keeper_needs_memory_for_a_full_state_dict_saved_or_loaded() {
             });
             parameters.state_dict_type(rank0_only(), || {
                 measure("load of the model", model_bytes + on_the_way, &mut || {
-                    assert!(load_state_dict(parameters, &full_model, true).unwrap().is_clean());
+                    assert!(load_state_dict(&full_model, parameters, true).unwrap().is_clean());
                 });
             });
             let options =
                 StateDictOptions { full_state_dict: true, broadcast_from_rank0: true, ..StateDictOptions::default() };
             measure("set_model_state_dict from rank 0", model_bytes + on_the_way, &mut || {
-                assert!(set_model_state_dict(parameters, &full_model, &options).unwrap().is_clean());
+                assert!(set_model_state_dict(&full_model, parameters, &options).unwrap().is_clean());
             });
             measure("set_optimizer_state_dict from rank 0", optim_bytes + on_the_way, &mut || {
                 let optimizers = &mut [&mut optimizer];
-                assert!(set_optimizer_state_dict(parameters, optimizers, &full_optim, &options).unwrap().is_clean());
+                assert!(set_optimizer_state_dict(&full_optim, parameters, optimizers, &options).unwrap().is_clean());
             });
         })
         .unwrap();

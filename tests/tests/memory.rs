@@ -14,7 +14,7 @@ const UNITS: usize = 12;
 const WIDTH: usize = 512;
 /// One unit: a square weight and a bias.
 const UNIT_BYTES: usize = 4 * (WIDTH * WIDTH + WIDTH);
-/// What is no parameter, per rank: names, layouts, graph nodes, activations of one row (about 12 KiB a unit).
+/// The memory of a rank besides parameters: names, layouts, graph nodes, activations of one row (about 12 KiB a unit).
 const BOOKKEEPING: usize = 256 << 10;
 
 #[test]

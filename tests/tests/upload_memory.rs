@@ -26,7 +26,7 @@ use futures_util::stream::BoxStream;
 #[global_allocator]
 static ALLOCATOR: CountingAllocator = CountingAllocator;
 
-/// What a save may take on each rank.
+/// The memory that a save may take on each rank.
 const LIMIT: usize = 64 << 20;
 
 /// Keeps small objects, counts the bytes of parts and forgets them: the memory of a real store is elsewhere. It is slower

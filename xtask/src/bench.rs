@@ -1,5 +1,6 @@
 //! `cargo xtask bench`: all benches, one table, one JSON; PyTorch beside them where there is one.
 
+mod figures;
 mod table;
 
 use std::ffi::OsString;
@@ -8,69 +9,47 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
 use clap::Args;
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 
-/// Of the JSON.
-const SCHEMA: u32 = 1;
-/// Numbers of ranks on which torch loads, beside those of the bench: where resharding loads lead.
+use self::figures::{Case, Other, Results, SCHEMA};
+use crate::shell::{cargo, say};
+
+/// The numbers of ranks on which torch loads besides those of the bench, because resharding loads lead there.
 const MORE_RANKS: [usize; 1] = [5];
-/// Groups of cases that torch has too.
+/// The groups of cases that torch has too.
 const TORCH_GROUPS: [&str; 4] = ["save", "full", "load", "conversions"];
 
 #[derive(Debug, Clone, Args)]
 pub(crate) struct BenchArguments {
-    /// Bytes of state: 16m, 256m, 2g
+    /// Sizes of the state in bytes: 16m, 256m, 2g
     #[arg(long, value_delimiter = ',', default_value = "256m,2g")]
     size: Vec<String>,
     /// Numbers of ranks
     #[arg(long, value_delimiter = ',', default_value = "1,2,4")]
     ranks: Vec<usize>,
-    /// Groups of cases: save, load, full, background, conversions, planning, offline, optim-state-dict, overhead, collectives
-    /// [default: all]
+    /// Groups of cases: save, load, full, background, conversions, planning, offline, optim-state-dict, overhead,
+    /// collectives [default: all]
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
-    /// Where to write, as NAME=DIRECTORY: one in memory, one on a disk [default: tmpfs=/dev/shm, disk=the target directory]
+    /// Directories to write to, as NAME=DIRECTORY: one in memory, one on a disk [default: tmpfs=/dev/shm, disk=the
+    /// target directory]
     #[arg(long, value_delimiter = ',')]
     place: Vec<String>,
-    /// Times that each figure is taken
+    /// Number of times that each figure is taken
     #[arg(long, default_value = "5")]
     runs: usize,
-    /// A Python that has torch: does the same work in the same run
+    /// A Python with torch, which does the same work in the same run
     #[arg(long, value_name = "PYTHON")]
     torch: Option<PathBuf>,
-    /// Where the JSON goes [default: bench.json in the target directory]
+    /// File for the JSON [default: bench.json in the target directory]
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Keep what the JSON has of other cases: a run in parts, on one machine
+    /// Keep the other cases in the JSON: for a run in parts, on one machine
     #[arg(long)]
     add: bool,
-    /// Where the table goes too, as Markdown
+    /// File for the table, as Markdown
     #[arg(long, value_name = "FILE")]
     table: Option<PathBuf>,
-}
-
-/// A case, as `tests/examples/bench` tells it.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-pub(crate) struct Case {
-    name: String,
-    size: String,
-    ranks: usize,
-    place: String,
-    bytes: u64,
-    seconds: f64,
-    limit: Option<Limit>,
-    peak_bytes: Option<u64>,
-    read_ratio: Option<f64>,
-    /// torch's time for the same.
-    #[serde(default)]
-    torch_seconds: Option<f64>,
-}
-
-#[derive(Debug, Clone, Serialize, Deserialize)]
-pub(crate) struct Limit {
-    name: String,
-    seconds: f64,
-    ratio: f64,
 }
 
 /// A case of `tests/interop/bench.py`.
@@ -83,41 +62,36 @@ struct TorchCase {
     seconds: f64,
 }
 
-/// All that is known of the run.
-#[derive(Debug, Serialize, Deserialize)]
-pub(crate) struct Results {
-    schema: u32,
-    machine: String,
-    cases: Vec<Case>,
-    /// What the smaller benches say, as they say it.
-    others: Vec<Other>,
+impl BenchArguments {
+    /// Returns `true` if a group of cases was asked for.
+    fn wants(&self, group: &str) -> bool {
+        self.only.is_empty() || self.only.iter().any(|only| only == group)
+    }
 }
 
-#[derive(Debug, Serialize, Deserialize)]
-struct Other {
-    name: String,
-    figures: serde_json::Value,
-}
-
+/// Runs the benches, and writes their figures.
 pub(crate) fn run(root: &Path, arguments: &BenchArguments) -> Result<()> {
     let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from);
-    let wanted = |group: &str| arguments.only.is_empty() || arguments.only.iter().any(|only| only == group);
-    let places = match arguments.place.is_empty() {
-        true => format!("tmpfs=/dev/shm,disk={}", target.display()),
-        false => arguments.place.join(","),
+
+    let places = if arguments.place.is_empty() {
+        format!("tmpfs=/dev/shm,disk={}", target.display())
+    } else {
+        arguments.place.join(",")
     };
     build(root, "fsdp-tests", "bench")?;
     let bench = target.join("release/examples/bench");
     let mut cases: Vec<Case> = Vec::new();
     for size in &arguments.size {
-        let groups: Vec<&str> =
-            ["save", "load", "full", "background", "conversions"].into_iter().filter(|group| wanted(group)).collect();
+        let groups: Vec<&str> = ["save", "load", "full", "background", "conversions"]
+            .into_iter()
+            .filter(|group| arguments.wants(group))
+            .collect();
         if groups.is_empty() {
             break;
         }
         let ranks: Vec<String> = arguments.ranks.iter().map(ToString::to_string).collect();
         let runs = arguments.runs.to_string();
-        // Each in a process of its own: what the allocator keeps of one is not in the way of the next.
+        // Each group runs in a process of its own, so that memory kept by the allocator does not slow the next one.
         for group in &groups {
             let mut command = Command::new(&bench);
             command.args(["--json", "--size", size, "--ranks", &ranks.join(","), "--runs", &runs, "--place", &places]);
@@ -131,12 +105,12 @@ pub(crate) fn run(root: &Path, arguments: &BenchArguments) -> Result<()> {
             }
         }
     }
-    if wanted("planning") {
+    if arguments.wants("planning") {
         let mut command = Command::new(&bench);
         command.args(["--json", "--only", "planning", "--size", "16m", "--place", &places]);
         cases.extend(serde_json::from_slice::<Vec<Case>>(&output(&mut command)?)?);
     }
-    let others = others(root, &target, arguments, &wanted)?;
+    let others = others(root, &target, arguments)?;
     let mut results = Results { schema: SCHEMA, machine: machine(), cases, others };
     let json = arguments.json.clone().unwrap_or_else(|| target.join("bench.json"));
     if arguments.add && json.exists() {
@@ -148,55 +122,33 @@ pub(crate) fn run(root: &Path, arguments: &BenchArguments) -> Result<()> {
         write(path, &text)?;
     }
     show(&text);
-    crate::say(&format!("xtask: all figures are in `{}`", json.display()));
+    say(&format!("xtask: all figures are in `{}`", json.display()));
     Ok(())
 }
 
-/// What an earlier part of the run left.
+/// Reads the results of an earlier part of the run.
 fn before(json: &Path) -> Result<Results> {
     let text = std::fs::read(json).with_context(|| format!("failed to read `{}`", json.display()))?;
     serde_json::from_slice(&text).with_context(|| format!("`{}` has no figures of this bench", json.display()))
 }
 
-impl Results {
-    /// These and those of an earlier part, which these replace where both have a case.
-    fn after(self, mut before: Results) -> Result<Results> {
-        ensure!(before.schema == SCHEMA, "the figures to add to have schema {}, not {SCHEMA}", before.schema);
-        ensure!(
-            before.machine == self.machine,
-            "the figures to add to are of another machine: {}, this is {}",
-            before.machine,
-            self.machine
-        );
-        let key = |case: &Case| {
-            let limit = case.limit.as_ref().map(|limit| limit.name.clone());
-            (case.name.clone(), case.size.clone(), case.ranks, case.place.clone(), limit)
-        };
-        before.cases.retain(|old| self.cases.iter().all(|new| key(new) != key(old)));
-        before.others.retain(|old| self.others.iter().all(|new| new.name != old.name));
-        before.cases.extend(self.cases);
-        before.others.extend(self.others);
-        Ok(before)
-    }
-}
-
-/// The smaller benches, each of a crate of its own.
-fn others(root: &Path, target: &Path, arguments: &BenchArguments, wanted: &dyn Fn(&str) -> bool) -> Result<Vec<Other>> {
+/// Runs the smaller benches, each of which belongs to a crate.
+fn others(root: &Path, target: &Path, arguments: &BenchArguments) -> Result<Vec<Other>> {
     let mut others = Vec::new();
     for (group, name, package, example) in [
         ("offline", "Offline commands", "fsdp-dcp", "offline"),
         ("optim-state-dict", "Optimizer state, 4 ranks", "fsdp-nn", "optim_state_dict"),
-        ("overhead", "A step on one rank beside plain candle", "fsdp", "overhead"),
+        ("overhead", "A step on one rank beside plain candle", "fsdp-cli", "overhead"),
         ("collectives", "Collectives", "fsdp-comm", "collectives"),
     ] {
-        if !wanted(group) {
+        if !arguments.wants(group) {
             continue;
         }
         build(root, package, example)?;
         let mut command = Command::new(target.join("release/examples").join(example));
         command.arg("--json");
         if group == "offline" {
-            crate::cargo(root, &["build", "--release", "--locked", "--package", "fsdp"], &[])?;
+            cargo(root, &["build", "--release", "--locked", "--package", "fsdp-cli"], &[])?;
             command.arg("--binary").arg(target.join("release/fsdp"));
         }
         if let Some(python) = arguments.torch.as_ref().filter(|_| group == "collectives") {
@@ -237,38 +189,40 @@ fn torch(
     Ok(found)
 }
 
-/// Puts torch's time beside ours for the same work. Its loads are in place, and stand beside both of ours.
+/// Puts torch's time beside ours for the same work. Its loads are in place, and are compared with both of ours.
 fn join(cases: &mut [Case], torch: &TorchCase) {
-    let same = |case: &&mut Case| {
+    for case in cases {
         let name = case.name.replacen("load in place", "load", 1);
-        (&name, &case.size, case.ranks, &case.place) == (&torch.name, &torch.size, torch.ranks, &torch.place)
-    };
-    for case in cases.iter_mut().filter(same) {
-        case.torch_seconds = Some(torch.seconds);
+        if (&name, &case.size, case.ranks, &case.place) == (&torch.name, &torch.size, torch.ranks, &torch.place) {
+            case.torch_seconds = Some(torch.seconds);
+        }
     }
 }
 
-/// What figures depend on.
+/// Describes the machine, on which all figures depend.
 fn machine() -> String {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
-    let field = |text: &str, name: &str| {
-        let line = text.lines().find(|line| line.starts_with(name)).unwrap_or_default();
-        line.split_once(':').map_or_else(String::new, |(_, value)| value.trim().to_owned())
-    };
-    let model = field(&read("/proc/cpuinfo"), "model name");
-    let memory = field(&read("/proc/meminfo"), "MemTotal").trim_end_matches(" kB").parse().unwrap_or(0u64) >> 20;
+    let model = field("/proc/cpuinfo", "model name");
+    let memory = field("/proc/meminfo", "MemTotal").trim_end_matches(" kB").parse().unwrap_or(0u64) >> 20;
     format!("{cores} cores of {model}, {memory} GiB")
 }
 
+/// Reads a field of a file of `NAME: VALUE` lines; empty if there is none.
+fn field(file: &str, name: &str) -> String {
+    let text = std::fs::read_to_string(file).unwrap_or_default();
+    let line = text.lines().find(|line| line.starts_with(name)).unwrap_or_default();
+    line.split_once(':').map_or_else(String::new, |(_, value)| value.trim().to_owned())
+}
+
+/// Builds an example for release.
 fn build(root: &Path, package: &str, example: &str) -> Result<()> {
-    crate::cargo(root, &["build", "--release", "--locked", "--package", package, "--example", example], &[])
+    cargo(root, &["build", "--release", "--locked", "--package", package, "--example", example], &[])
 }
 
 /// Runs a command whose stdout is data.
 fn output(command: &mut Command) -> Result<Vec<u8>> {
     let name = OsString::from(command.get_program());
-    crate::say(&format!("xtask: {command:?}"));
+    say(&format!("xtask: {command:?}"));
     let output = command.stderr(Stdio::inherit()).output();
     let output = output.with_context(|| format!("failed to start `{}`", name.display()))?;
     ensure!(output.status.success(), "`{}` failed with {}", name.display(), output.status);

@@ -5,9 +5,9 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
 
-/// Longest that one input may take, in seconds, before it counts as a hang.
+/// The time, in seconds, after which one input counts as a hang.
 const HANG: u64 = 10;
-/// Most memory that one target may use, in MiB: the sanitizer's own is in it.
+/// The memory, in MiB, that one target may use, including the sanitizer's own.
 const MEMORY: u64 = 2048;
 
 /// Runs each target of `fuzz/fuzz_targets` for so many seconds.
@@ -17,7 +17,7 @@ pub(crate) fn run(root: &Path, seconds: u64) -> Result<()> {
         bail!("cargo-fuzz is not installed: `cargo install cargo-fuzz --locked`");
     }
     for target in targets(root)? {
-        // The first directory takes what is found; the seeds are only read.
+        // The fuzzer writes new inputs to the first directory, and only reads the seeds.
         let corpus = root.join("fuzz/corpus").join(&target);
         std::fs::create_dir_all(&corpus).with_context(|| format!("failed to create `{}`", corpus.display()))?;
         let mut command = cargo(root);
@@ -34,13 +34,14 @@ pub(crate) fn run(root: &Path, seconds: u64) -> Result<()> {
     Ok(())
 }
 
-/// cargo, on whatever toolchain is in use: the sanitizer's options are unlocked for it.
+/// Returns a command for cargo on the current toolchain, with the sanitizer's options unlocked.
 fn cargo(root: &Path) -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.current_dir(root).env("RUSTC_BOOTSTRAP", "1");
     command
 }
 
+/// Lists the fuzz targets, one for each file of `fuzz/fuzz_targets`.
 fn targets(root: &Path) -> Result<Vec<String>> {
     let directory = root.join("fuzz/fuzz_targets");
     let list = std::fs::read_dir(&directory).with_context(|| format!("failed to list `{}`", directory.display()))?;

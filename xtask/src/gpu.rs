@@ -1,50 +1,50 @@
-//! `cargo xtask gpu`: what needs a GPU, on the GPUs that there are.
+//! `cargo xtask gpu`: the tests that need a GPU, on the GPUs of this machine.
 
 use std::path::Path;
 use std::process::Command;
 
 use anyhow::Result;
 
-/// What there is here.
+use crate::shell::{cargo, say};
+
+/// The result of looking for GPUs: their number, or the reason that there are none.
 #[derive(Debug, PartialEq, Eq)]
 enum Found {
     Gpus(usize),
     Nothing(String),
 }
 
-/// Runs the tests of the feature `nccl`, and says plainly what is not run, and why. That is no failure.
+/// Runs the tests of the feature `nccl`. Tests that this machine cannot run are reported, and are no failure.
 pub(crate) fn run(root: &Path) -> Result<()> {
     let gpus = match found() {
         Found::Gpus(gpus) => gpus,
         Found::Nothing(reason) => {
-            super::say(&format!("xtask: gpu: everything is skipped, as there is no GPU here: {reason}"));
+            say(&format!("xtask: gpu: everything is skipped, as there is no GPU here: {reason}"));
             return Ok(());
         }
     };
-    super::say(&format!(
+    say(&format!(
         "xtask: gpu: {gpus} found: NCCL with one rank a GPU, and several ranks that share one through the host"
     ));
     if gpus == 1 {
-        super::say(
-            "xtask: gpu: what takes several GPUs is skipped: bytes between GPUs, and a rank that dies within NCCL",
-        );
+        say("xtask: gpu: what takes several GPUs is skipped: bytes between GPUs, and a rank that dies within NCCL");
     }
     if Command::new("nvcc").arg("--version").output().is_err() {
-        super::say("xtask: gpu: there is no `nvcc`: without a CUDA toolkit only the collectives can be built");
+        say("xtask: gpu: there is no `nvcc`: without a CUDA toolkit only the collectives can be built");
     }
     // The collectives alone build without a CUDA toolkit, and soon say whether NCCL works. Ranks share nothing but a GPU,
     // so one test at a time.
     let one_by_one = ["--", "--test-threads=1"];
     let comm = ["test", "--package", "fsdp-comm", "--features", "nccl", "--locked", "--lib", "--test", "nccl"];
-    super::cargo(root, &[&comm[..], &one_by_one].concat(), &[])?;
+    cargo(root, &[&comm[..], &one_by_one].concat(), &[])?;
     // One build for all, because candle's kernels take long.
-    let mut all = vec!["test", "--features", "fsdp/nccl,fsdp-checkpoint/nccl,fsdp-flat/cuda", "--locked"];
-    all.extend(["--package", "fsdp-flat", "--package", "fsdp-checkpoint", "--package", "fsdp"]);
+    let mut all = vec!["test", "--features", "fsdp-cli/nccl,fsdp-checkpoint/nccl,fsdp-flat/cuda", "--locked"];
+    all.extend(["--package", "fsdp-flat", "--package", "fsdp-checkpoint", "--package", "fsdp-cli"]);
     all.extend(["--test", "cuda", "--test", "gpu"]);
-    super::cargo(root, &[&all[..], &one_by_one].concat(), &[])
+    cargo(root, &[&all[..], &one_by_one].concat(), &[])
 }
 
-/// Asks the driver's own tool, which is there where the driver is.
+/// Asks `nvidia-smi`, which comes with the driver.
 fn found() -> Found {
     match Command::new("nvidia-smi").arg("--list-gpus").output() {
         Ok(output) if output.status.success() => count(&String::from_utf8_lossy(&output.stdout)),
@@ -53,7 +53,7 @@ fn found() -> Found {
     }
 }
 
-/// One line each, e.g. `GPU 0: NVIDIA H200 (UUID: GPU-…)`.
+/// Counts the lines such as `GPU 0: NVIDIA H200 (UUID: GPU-…)`.
 fn count(list: &str) -> Found {
     match list.lines().filter(|line| line.starts_with("GPU ")).count() {
         0 => Found::Nothing("`nvidia-smi` lists none".to_owned()),

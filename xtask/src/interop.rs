@@ -5,22 +5,23 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
-/// What the tests import.
+/// The packages that the tests import.
 const PACKAGES: [&str; 3] = ["torch>=2.6", "numpy", "safetensors"];
 
-/// Names a Python that has the packages already, so that none is installed.
+/// The variable that names a Python with these packages, so that they need not be installed.
 const PYTHON_VARIABLE: &str = "FSDP_INTEROP_PYTHON";
 
+/// Builds the command, and runs the tests of `tests/interop` with it.
 pub(crate) fn run(root: &Path) -> Result<()> {
     let python = match std::env::var(PYTHON_VARIABLE) {
         Ok(python) => python.into(),
         Err(_) => environment(root, &root.join("target/interop-python"))?,
     };
-    run_in(root, Path::new("cargo"), &["build", "--release", "--package", "fsdp", "--locked"].map(Path::new))?;
+    run_in(root, Path::new("cargo"), &["build", "--release", "--package", "fsdp-cli", "--locked"].map(Path::new))?;
     let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from);
     let work = target.join("interop");
     if work.exists() {
-        // What the last run left is only ever written by this task.
+        // Only this task writes there.
         run_in(root, Path::new("rm"), &[Path::new("-r"), &work])?;
     }
     std::fs::create_dir_all(&work).with_context(|| format!("failed to create `{}`", work.display()))?;
@@ -28,23 +29,25 @@ pub(crate) fn run(root: &Path) -> Result<()> {
     let binary = target.join("release/fsdp");
     let fixtures = root.join("tests/fixtures");
     run_in(root, &python, &[&scripts.join("formats.py"), &binary, &fixtures, &work.join("formats")])?;
-    let data = root.join("crates/fsdp/data/harbour.txt");
+    let data = root.join("crates/fsdp-cli/data/harbour.txt");
     run_in(root, &python, &[&scripts.join("interop.py"), &binary, &data, &work])?;
     run_in(root, &python, &[&scripts.join("torchrun.py"), &binary, &data, &work.join("torchrun")])
 }
 
-/// A virtual environment in the target directory, made once.
+/// Makes a virtual environment in the target directory, once, and returns its Python.
 fn environment(root: &Path, directory: &Path) -> Result<PathBuf> {
     let python = directory.join("bin/python");
     if !python.exists() {
         run_in(root, Path::new("python3"), &[Path::new("-m"), Path::new("venv"), directory])?;
     }
+    // pip runs each time, so that an older environment gets packages that were added since.
     let mut arguments = ["-m", "pip", "install", "--quiet"].map(Path::new).to_vec();
     arguments.extend(PACKAGES.map(Path::new));
     run_in(root, &python, &arguments)?;
     Ok(python)
 }
 
+/// Runs a program in the directory of the workspace, and fails if it does.
 fn run_in(root: &Path, program: &Path, arguments: &[&Path]) -> Result<()> {
     let status = Command::new(program).args(arguments).current_dir(root).status();
     let status = status.with_context(|| format!("failed to start `{}`", program.display()))?;

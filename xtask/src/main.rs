@@ -1,20 +1,22 @@
-//! The project's own tasks: what CI runs, and people before they push. `cargo xtask ci` runs all checks.
+//! The project's own tasks, for CI and for people before they push. `cargo xtask ci` runs all checks.
 
 mod bench;
 mod fuzz;
 mod gpu;
 mod interop;
 mod mpi;
+mod shell;
 mod soak;
 mod tidy;
 
-use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
+
+use self::shell::{cargo, program, say};
 
 #[derive(Parser)]
 #[command(about = "The project's own tasks", bin_name = "cargo xtask")]
@@ -43,17 +45,17 @@ enum Task {
     Interop,
     /// Every fuzz target for a while, from its seeds; needs cargo-fuzz.
     Fuzz {
-        /// For each target
+        /// The time for each target
         #[arg(long, value_name = "N", default_value_t = 60)]
         seconds: u64,
     },
-    /// What needs GPUs, on those that are here; without one it says so, and that is no failure.
+    /// The tests that need GPUs, on the GPUs of this machine; without one they are skipped.
     Gpu,
-    /// How fast everything is, beside what the machine allows and, if asked for, beside PyTorch.
+    /// All benches, beside the limits of the machine and, if asked for, beside PyTorch.
     Bench(Box<bench::BenchArguments>),
     /// The conformance suite under `mpirun`, where an MPI is installed.
     Mpi {
-        /// And `fsdp train`, against threads; builds the whole workspace again
+        /// Also compare `fsdp train` with threads; builds the whole workspace again
         #[arg(long)]
         train: bool,
     },
@@ -61,7 +63,7 @@ enum Task {
     Soak {
         #[arg(long, value_name = "N", default_value_t = 200)]
         runs: u64,
-        /// Of the first run [default: random]
+        /// The seed of the first run [default: random]
         #[arg(long, value_name = "Z")]
         seed: Option<u64>,
         /// The `fsdp` to test [default: the debug build of this tree]
@@ -70,7 +72,7 @@ enum Task {
     },
 }
 
-/// In this order: what is quick, or fails most often, comes first; the tests' summary stands last.
+/// The tasks of `ci`, in order: quick ones and those that fail most often come first; the tests' summary comes last.
 const CI: [Task; 7] =
     [Task::Fmt, Task::Tidy, Task::Clippy, Task::Doc, Task::Doctest, Task::Mpi { train: false }, Task::Test];
 
@@ -82,12 +84,13 @@ fn main() -> Result<()> {
     }
 }
 
-/// The workspace's directory: the parent of this package's.
+/// Returns the directory of the workspace, which is the parent of this package's.
 fn root() -> Result<PathBuf> {
     let package = std::env::var_os("CARGO_MANIFEST_DIR").context("run it as `cargo xtask`")?;
     Ok(Path::new(&package).parent().context("xtask is in a workspace")?.to_owned())
 }
 
+/// Runs one task, and tells how long it took.
 fn run(task: Task, root: &Path) -> Result<()> {
     let start = Instant::now();
     let name = match task {
@@ -116,9 +119,12 @@ fn run(task: Task, root: &Path) -> Result<()> {
         Task::Soak { runs, seed, program } => soak::run(root, runs, seed, program)?,
         Task::Clippy => {
             cargo(root, &["clippy", "--workspace", "--all-targets", "--locked", "--", "-D", "warnings"], &[])?;
-            // The workspace's tests turn object stores on; the command is also built without.
-            cargo(root, &["clippy", "--package", "fsdp", "--locked", "--", "-D", "warnings"], &[])?;
-            // Of all that GPUs need, this builds anywhere.
+            // The workspace's tests turn object stores on; the command is also built without, and without candle.
+            let command = ["clippy", "--package", "fsdp-cli", "--locked"];
+            for features in [&[][..], &["--no-default-features", "--all-targets"]] {
+                cargo(root, &[&command[..], features, &["--", "-D", "warnings"]].concat(), &[])?;
+            }
+            // The only GPU code that builds without a CUDA toolkit.
             let nccl = ["clippy", "--package", "fsdp-comm", "--features", "nccl", "--all-targets", "--locked"];
             cargo(root, &[&nccl[..], &["--", "-D", "warnings"]].concat(), &[])?;
         }
@@ -134,11 +140,11 @@ fn run(task: Task, root: &Path) -> Result<()> {
     Ok(())
 }
 
-/// On nextest where it is installed: it stops tests that hang. Otherwise on cargo's own runner.
+/// Runs all tests but those in documentation: on nextest if it is installed, as it stops tests that hang.
 fn test(root: &Path) -> Result<()> {
-    // What is said without object stores, which the workspace's tests turn on.
+    // The error messages of a build without object stores, which the workspace's tests turn on.
     cargo(root, &["test", "--package", "fsdp-dcp", "--lib", "--locked", "location"], &[])?;
-    // What a machine without GPUs, or with, says about them.
+    // The error messages about GPUs, on machines with and without them.
     cargo(root, &["test", "--package", "fsdp-comm", "--features", "nccl", "--lib", "--locked", "nccl"], &[])?;
     let nextest = Command::new(program()).args(["nextest", "--version"]).output();
     if nextest.is_ok_and(|output| output.status.success()) {
@@ -146,22 +152,4 @@ fn test(root: &Path) -> Result<()> {
     }
     say("xtask: cargo-nextest is not installed, so tests that hang are not stopped");
     cargo(root, &["test", "--workspace", "--lib", "--bins", "--tests", "--locked"], &[])
-}
-
-fn program() -> OsString {
-    std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
-}
-
-fn cargo(root: &Path, arguments: &[&str], environment: &[(&str, &str)]) -> Result<()> {
-    say(&format!("xtask: cargo {}", arguments.join(" ")));
-    let mut command = Command::new(program());
-    command.current_dir(root).args(arguments).envs(environment.iter().copied());
-    let status = command.status().context("failed to run cargo")?;
-    ensure!(status.success(), "`cargo {}` failed with {status}", arguments.join(" "));
-    Ok(())
-}
-
-#[expect(clippy::print_stderr, reason = "this is a command, and its progress is talk")]
-fn say(line: &str) {
-    eprintln!("{line}");
 }

@@ -1,24 +1,21 @@
-//! The `mpi` backend's tests, where there is an MPI to run them with.
+//! The tests of the `mpi` backend, if an MPI is installed.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
 
 use anyhow::{Result, ensure};
 
-use crate::{cargo, say};
+use crate::shell::{cargo, say};
 
-/// Set where MPI must be there.
+/// The variable that makes it an error if no MPI is installed.
 const REQUIRED: &str = "FSDP_REQUIRE_MPI";
 
-/// The programs by which an MPI installation shows, and that of a compiler's headers.
+/// The programs that an MPI installation has: the launcher, and the compiler that comes with the headers.
 const PROGRAMS: [&str; 2] = ["mpicc", "mpirun"];
 
-/// The conformance suite under `mpirun`; with `train`, `fsdp train` too, for which the whole workspace is built again.
+/// Runs the conformance suite under `mpirun`; with `train`, `fsdp train` too, for which the whole workspace is built
+/// again.
 pub(crate) fn run(root: &Path, train: bool) -> Result<()> {
-    let starts = |program: &&str| {
-        let status = Command::new(program).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
-        status.is_ok_and(|status| status.success())
-    };
     if let Some(missing) = PROGRAMS.iter().find(|program| !starts(program)) {
         ensure!(std::env::var_os(REQUIRED).is_none(), "there is no `{missing}`, and {REQUIRED} is set");
         say(&format!(
@@ -26,10 +23,17 @@ pub(crate) fn run(root: &Path, train: bool) -> Result<()> {
         ));
         return Ok(());
     }
-    let test = |package: &str| {
-        let arguments = ["test", "--package", package, "--features", "mpi", "--test", "mpi", "--locked"];
-        cargo(root, &arguments, &[])
-    };
-    test("fsdp-comm")?;
-    if train { test("fsdp") } else { Ok(()) }
+    test(root, "fsdp-comm")?;
+    if train { test(root, "fsdp-cli") } else { Ok(()) }
+}
+
+/// Runs the tests of a package that need MPI.
+fn test(root: &Path, package: &str) -> Result<()> {
+    cargo(root, &["test", "--package", package, "--features", "mpi", "--test", "mpi", "--locked"], &[])
+}
+
+/// Returns `true` if a program is installed.
+fn starts(program: &str) -> bool {
+    let status = Command::new(program).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
+    status.is_ok_and(|status| status.success())
 }

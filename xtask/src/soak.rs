@@ -1,4 +1,4 @@
-//! Ranks that are killed or stopped at random moments of training and saving, over and over.
+//! `cargo xtask soak`: ranks that are killed or stopped at random moments of training and saving, over and over.
 //!
 //! Each run launches `fsdp train --backend tcp` on a few processes and hits one of them. Then every other rank must end
 //! with an error in time, no process may be left, and the newest committed checkpoint must verify and resume.
@@ -14,22 +14,23 @@ use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 
-use crate::say;
+use crate::shell::{cargo, say};
 
-/// Ranks of a run, and of the resume after it.
+/// The number of ranks of a run.
 const RANKS: usize = 3;
+/// The number of ranks that resume it.
 const RESUMED: usize = 2;
-/// The ranks' deadline,
+/// The deadline of the ranks.
 const DEADLINE: Duration = Duration::from_secs(4);
-/// and how much later they may end.
+/// The time after the deadline within which they must have ended.
 const LATE: Duration = Duration::from_secs(2);
-/// Ranks are hit no later than this after they have started.
+/// The latest time after their start at which ranks are hit.
 const LONGEST_LIFE: Duration = Duration::from_millis(2500);
-/// Whatever takes longer than this hangs.
+/// The time after which a step counts as hanging.
 const HANG: Duration = Duration::from_secs(60);
 
-/// What each rank runs: `train` as a child, so that the launcher, which ends all ranks when one does, learns of it only
-/// when all survivors have ended by themselves. `$1` is the directory, `$2` the rank that is hit.
+/// The script that each rank runs, with `train` as its child. The launcher ends all ranks when one ends, so the script
+/// waits until all survivors have ended by themselves. `$1` is the directory, `$2` the rank that is hit.
 const RANK: &str = r#"
 dir=$1; victim=$2; shift 2
 "$@" & echo $! > "$dir/pid-$RANK.new"; mv "$dir/pid-$RANK.new" "$dir/pid-$RANK"
@@ -65,21 +66,21 @@ const TRAIN: [&str; 18] = [
     "1",
 ];
 
-/// What came of a run.
+/// The outcome of a run.
 #[derive(Debug, Default)]
 struct Outcome {
-    /// Steps of the newest checkpoint, if there was one.
+    /// The step of the newest checkpoint, if there was one.
     resumed_from: Option<u64>,
-    /// How long the last survivor took.
+    /// The time until the last survivor had ended.
     slowest: Duration,
 }
 
-/// Runs `runs` times, from this seed on, or a random one.
+/// Runs `runs` times, starting with this seed, or a random one.
 pub(crate) fn run(root: &Path, runs: u64, seed: Option<u64>, program: Option<PathBuf>) -> Result<()> {
     let program = match program {
         Some(program) => program,
         None => {
-            crate::cargo(root, &["build", "--package", "fsdp", "--locked"], &[])?;
+            cargo(root, &["build", "--package", "fsdp-cli", "--locked"], &[])?;
             root.join("target/debug/fsdp")
         }
     };
@@ -171,10 +172,11 @@ fn once(program: &Path, seed: u64) -> Result<Outcome> {
     Ok(Outcome { resumed_from, slowest })
 }
 
-/// A launch under way; ended on drop.
+/// A running launcher, which is ended on drop.
 struct Launch(Child);
 
 impl Launch {
+    /// Starts ranks that run [`RANK`], which wait for all but `victim`. Their output goes to the file `said`.
     fn start(program: &Path, dir: &Path, out: &Path, victim: usize) -> Result<Launch> {
         let mut command = Command::new(program);
         command.args(["launch", "--grace", "1", "--nproc", &RANKS.to_string(), "--", "sh", "-c", RANK, "rank"]);
@@ -185,7 +187,7 @@ impl Launch {
         Ok(Launch(command.spawn().with_context(|| format!("failed to start `{}`", program.display()))?))
     }
 
-    /// The ranks' processes, once they are there.
+    /// Waits for the ranks to start, and returns their processes.
     fn pids(&mut self, dir: &Path) -> Result<Vec<Pid>> {
         let until = Instant::now() + HANG;
         let pid = |rank: usize| loop {
@@ -216,7 +218,7 @@ impl Launch {
 impl Drop for Launch {
     fn drop(&mut self) {
         if matches!(self.0.try_wait(), Ok(None)) {
-            // It passes this on, and ends what does not hear.
+            // The launcher passes the signal on, and kills ranks that ignore it.
             kill_process(Pid::from_child(&self.0), Signal::TERM).ok();
             self.0.wait().ok();
         }
@@ -225,11 +227,11 @@ impl Drop for Launch {
 
 fn is_alive(pid: Pid) -> bool {
     let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
-    // What has ended may still wait for its new parent to notice.
+    // A process that has ended stays in the list until its new parent has noticed.
     test_kill_process(pid).is_ok() && !stat.is_ok_and(|stat| stat.contains(") Z "))
 }
 
-/// Steps of the newest committed checkpoint.
+/// Returns the step of the newest committed checkpoint.
 fn newest(out: &Path) -> Result<Option<u64>> {
     let Ok(list) = fs::read_dir(out) else { return Ok(None) };
     let mut newest = None;

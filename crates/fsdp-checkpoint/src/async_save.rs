@@ -11,7 +11,7 @@ use tracing::{error, info_span};
 
 use crate::{CheckpointError, SaveOptions, SaveProgress, SaveReport, Saver};
 
-/// What a background save leaves: its buffers and its plan, to be used again, and its outcome.
+/// The results of a background save: its buffers and its plan, to be used again, and its outcome.
 type Finished = (StateDict, Saver, Result<SaveReport, CheckpointError>);
 
 /// Saves checkpoints in the background of one rank: torch's `async_save`.
@@ -32,7 +32,7 @@ pub struct AsyncSaver {
 }
 
 impl AsyncSaver {
-    /// A saver for the ranks of `group`. Collective: makes a group for itself.
+    /// Makes a saver for the ranks of `group`. Collective: it makes a group for itself.
     ///
     /// # Errors
     /// The collective's, and threads that cannot be started.
@@ -77,20 +77,35 @@ impl AsyncSaver {
         Ok(start.elapsed())
     }
 
-    /// Whether a save is in flight that has not ended yet.
+    /// Waits for the save in the background, then saves like [`save()`](crate::save()), and returns when that is done.
+    ///
+    /// # Errors
+    /// Those of [`save()`](crate::save()); the outcome of the save before, if it failed.
+    pub(crate) fn save_now(
+        &mut self,
+        path: impl Into<Location>,
+        state: &StateDict,
+        options: &SaveOptions,
+    ) -> Result<SaveReport, CheckpointError> {
+        self.wait()?;
+        self.progress = options.progress.clone();
+        self.saver.save(path, state, &self.group, options)
+    }
+
+    /// Returns `true` if a save is in flight that has not ended yet.
     #[must_use]
     pub fn is_saving(&self) -> bool {
         self.in_flight.as_ref().is_some_and(|save| !save.is_finished())
     }
 
-    /// How far the last save is that was started.
+    /// Returns the progress of the save that was started last.
     #[must_use]
     pub const fn progress(&self) -> &SaveProgress {
         &self.progress
     }
 
-    /// Waits for the save in flight; `None` if there is none. Every rank gets the same error. Call it before the end:
-    /// dropping the saver waits too, but can only log the error.
+    /// Waits for the save in flight; `None` if there is none. Every rank gets the same error. Call it before
+    /// the saver is dropped: dropping the saver waits too, but can only log the error.
     ///
     /// # Errors
     /// Those of [`save()`](crate::save()).
@@ -124,7 +139,7 @@ impl Drop for AsyncSaver {
     }
 }
 
-/// A copy of the values: in `buffers`, if they are those of the last save of the same layout.
+/// Copies the values: into `buffers`, if these were made by a save of the same layout.
 fn stage(state: &StateDict, mut buffers: StateDict) -> Result<StateDict, StateError> {
     match copy_state_dict(state, &mut buffers) {
         // The first save, or one of another layout.

@@ -17,20 +17,20 @@ pub struct StepCheckpoint {
     pub path: Location,
 }
 
-/// Where the checkpoint of a step lies: `DIR/step-00000020`.
+/// Returns the path of the checkpoint of a step: `DIR/step-00000020`.
 #[must_use]
 pub fn step_path(dir: &Path, step: u64) -> PathBuf {
     dir.join(step_name(step))
 }
 
-/// The name of a step's checkpoint in its run: `step-00000020`.
+/// Returns the name of a step's checkpoint in its run: `step-00000020`.
 #[must_use]
 pub fn step_name(step: u64) -> String {
     format!("step-{step:08}")
 }
 
-/// The committed checkpoints in a run's directory, oldest step first. What a crash left half-written is not listed:
-/// it never gets a `step-` name, or it has no `.metadata`.
+/// Lists the committed checkpoints in a run's directory, oldest step first. What a crash left half-written is not
+/// listed: it never gets a `step-` name, or it has no `.metadata`.
 ///
 /// # Errors
 /// A directory that cannot be read.
@@ -38,7 +38,8 @@ pub fn list_checkpoints(dir: impl Into<Location>) -> Result<Vec<StepCheckpoint>,
     Ok(list_steps(&dir.into())?.0)
 }
 
-/// The committed checkpoints in a run's directory, and what is named like one but was not committed; oldest step first.
+/// Lists the committed checkpoints in a run's directory, and what is named like one but was not committed; oldest step
+/// first.
 pub(crate) fn list_steps(dir: &Location) -> Result<(Vec<StepCheckpoint>, Vec<StepCheckpoint>), CheckpointError> {
     let (mut committed, mut others) = (Vec::new(), Vec::new());
     for name in names(dir)? {
@@ -53,26 +54,28 @@ pub(crate) fn list_steps(dir: &Location) -> Result<(Vec<StepCheckpoint>, Vec<Ste
     Ok((committed, others))
 }
 
-/// The steps beside whose checkpoints something hidden lies: a save in progress, or what a crash left.
+/// Returns the steps that have hidden files beside their checkpoints: a save in progress, or leftovers of a crash.
 pub(crate) fn steps_with_leftovers(dir: &Location) -> Result<BTreeSet<u64>, CheckpointError> {
-    let step = |name: String| name.strip_prefix(".step-")?.split('.').next()?.parse().ok();
-    Ok(names(dir)?.into_iter().filter_map(step).collect())
+    Ok(names(dir)?.iter().filter_map(|name| step_of_hidden(name)).collect())
 }
 
-/// The names in a directory, less those that are not UTF-8: none of ours is.
+/// Returns the step in the name of a hidden file, e.g. `.step-20.tmp-53f1`.
+fn step_of_hidden(name: &str) -> Option<u64> {
+    name.strip_prefix(".step-")?.split('.').next()?.parse().ok()
+}
+
+/// Returns the names in a directory, without those that are not UTF-8: none of them is ours.
 fn names(dir: &Location) -> Result<Vec<String>, CheckpointError> {
     dir.names().map_err(|error| match error {
-        fsdp_dcp::CheckpointError::Io { source, .. } => {
-            CheckpointError::Directory { path: dir.name().to_owned(), source }
-        }
+        fsdp_dcp::FileError::Io { source, .. } => CheckpointError::Directory { path: dir.name().to_owned(), source },
         other => other.into(),
     })
 }
 
-/// The newest committed checkpoint in a run's directory.
+/// Returns the newest committed checkpoint in a run's directory.
 ///
 /// # Errors
-/// As [`list_checkpoints`].
+/// The same as [`list_checkpoints`].
 pub fn latest_checkpoint(dir: impl Into<Location>) -> Result<Option<StepCheckpoint>, CheckpointError> {
     Ok(list_checkpoints(dir)?.pop())
 }

@@ -1,12 +1,13 @@
-//! What can go wrong with state dicts and checkpoints.
+//! The errors of saving and loading checkpoints.
 
 use std::io;
 
-use fsdp_comm::CommError;
+use fsdp_comm::{CommError, ProcessGroup};
+use fsdp_dcp::verify::with_causes;
 use fsdp_flat::FlatError;
 use fsdp_layout::{ErrorKind, Failure};
 use fsdp_nn::NnError;
-use fsdp_state::{LoadReport, StateError};
+use fsdp_state::{LoadError, StateError};
 use thiserror::Error;
 
 /// An error of this crate. Errors that concern all ranks are the same on every rank.
@@ -21,7 +22,7 @@ pub enum CheckpointError {
     Flat(#[from] FlatError),
     /// The model or optimizer refused.
     #[error(transparent)]
-    Nn(#[from] NnError),
+    Nn(NnError),
     /// A state dict is malformed.
     #[error(transparent)]
     State(#[from] StateError),
@@ -30,7 +31,7 @@ pub enum CheckpointError {
     Candle(#[from] candle_core::Error),
     /// Files are missing, damaged or of another layout.
     #[error(transparent)]
-    Files(#[from] fsdp_dcp::CheckpointError),
+    Files(#[from] fsdp_dcp::FileError),
     /// A directory of checkpoints cannot be read.
     #[error("failed to list the checkpoints in `{}`", path.display())]
     Directory {
@@ -40,24 +41,6 @@ pub enum CheckpointError {
         #[source]
         source: std::io::Error,
     },
-    /// A load in place cannot put values into this tensor's memory. Nothing has been changed.
-    #[error("`{fqn}` cannot be loaded in place: {problem}; `load` makes new tensors")]
-    NotFillable {
-        /// The flat key.
-        fqn: String,
-        /// Why.
-        problem: FlatError,
-    },
-    /// A load in place broke off after it had begun to fill the tensors.
-    #[error(
-        "the load broke off while it filled the tensors in place: some hold the checkpoint's values, others their own; \
-         load a checkpoint that is whole before going on"
-    )]
-    PartlyLoaded {
-        /// Why.
-        #[source]
-        source: Box<CheckpointError>,
-    },
     /// A value that checkpoints cannot hold.
     #[error("cannot save `{fqn}`: {problem}")]
     Unsavable {
@@ -66,61 +49,25 @@ pub enum CheckpointError {
         /// Why.
         problem: String,
     },
+    /// Ranks have different plain values under one key, of which a checkpoint could hold one only.
+    #[error(
+        "cannot save `{key}`: rank {rank} has another value than rank {reference}; give values that differ between ranks a key \
+         for each rank, such as `{key}.rank{rank}`"
+    )]
+    DifferingValues {
+        /// The flat key.
+        key: String,
+        /// The first global rank that differs.
+        rank: usize,
+        /// The global rank that it differs from.
+        reference: usize,
+    },
     /// A save in the background ended without an outcome.
     #[error("the save in the background broke off: {problem}")]
     Background {
         /// How.
         problem: String,
     },
-    /// Options that contradict each other.
-    #[error("{problem}")]
-    Options {
-        /// The contradiction, and what to set.
-        problem: &'static str,
-    },
-    /// A flat optimizer state dict has a key that names no parameter of the model.
-    #[error("`{key}` in the flat optimizer state dict names no parameter of the model")]
-    UnknownFlatKey {
-        /// The key.
-        key: String,
-    },
-    /// A state dict of FlatParameters cannot be loaded by name.
-    #[error("`{key}` is a FlatParameter: this is a state dict of type Local, or its model was not the root module")]
-    FlatParameterKey {
-        /// The key.
-        key: String,
-    },
-    /// A full state dict holds what is not whole.
-    #[error("`{fqn}` is a {kind}, but rank 0's state dict must be full")]
-    NotFull {
-        /// The flat key.
-        fqn: String,
-        /// What it is.
-        kind: &'static str,
-    },
-    /// A state dict is not what it should be.
-    #[error("state dicts differ at `{key}`: {problem}")]
-    Differs {
-        /// The flat key.
-        key: String,
-        /// How.
-        problem: String,
-    },
-    /// The state dict is not of this model or optimizer; or, whether strict or not, ranks brought dicts with different
-    /// names. Nothing has been changed.
-    #[error("the {what} state dict{} does not fit: {}", of_ranks(ranks), describe(report))]
-    Mismatch {
-        /// `model` or `optimizer`.
-        what: &'static str,
-        /// What differs, on any rank.
-        report: Box<LoadReport>,
-        /// The global ranks whose dict does not fit; empty if it is every rank's.
-        ranks: Vec<usize>,
-    },
-}
-
-fn of_ranks(ranks: &[usize]) -> String {
-    if ranks.is_empty() { String::new() } else { format!(" of ranks {ranks:?}") }
 }
 
 impl Failure for CheckpointError {
@@ -130,8 +77,6 @@ impl Failure for CheckpointError {
             CheckpointError::Nn(error) => error.kind(),
             CheckpointError::State(error) => error.kind(),
             CheckpointError::Files(error) => error.kind(),
-            CheckpointError::PartlyLoaded { source } => source.kind(),
-            CheckpointError::Mismatch { .. } => ErrorKind::Difference,
             CheckpointError::Directory { source, .. } if source.kind() == io::ErrorKind::NotFound => {
                 ErrorKind::Incomplete
             }
@@ -141,28 +86,34 @@ impl Failure for CheckpointError {
     }
 }
 
-/// How many names of each kind a message lists.
-const NAMES_IN_A_MESSAGE: usize = 8;
+impl LoadError for CheckpointError {
+    fn comm(&self) -> Option<&CommError> {
+        match self {
+            CheckpointError::Comm(error) => Some(error),
+            CheckpointError::State(error) => error.comm(),
+            CheckpointError::Nn(error) => error.comm(),
+            _ => None,
+        }
+    }
 
-/// The differences in one sentence, long lists cut.
-fn describe(report: &LoadReport) -> String {
-    let list = |names: &[String]| {
-        let shown: Vec<String> = names.iter().take(NAMES_IN_A_MESSAGE).map(|name| format!("`{name}`")).collect();
-        let rest = names.len().saturating_sub(NAMES_IN_A_MESSAGE);
-        let rest = if rest > 0 { format!(" and {rest} more") } else { String::new() };
-        shown.join(", ") + &rest
-    };
-    let mut parts = Vec::new();
-    if !report.mismatched.is_empty() {
-        let shown: Vec<String> =
-            report.mismatched.iter().map(|m| format!("{}: saved {}, current {}", m.fqn, m.saved, m.current)).collect();
-        parts.push(format!("mismatched {}", list(&shown)));
+    fn agree<T>(group: &ProcessGroup, operation: &str, hash: Option<u64>, outcome: Result<T, Self>) -> Result<T, Self> {
+        // An error of an optimizer's state stays one on every rank, so all go by way of its agreement.
+        let outcome = outcome.map_err(|error| match error {
+            CheckpointError::Nn(error) => error,
+            // Other ranks get a message, which has to say the cause too.
+            error => NnError::State(StateError::Other { message: with_causes(&error), kind: error.kind() }),
+        });
+        Ok(NnError::agree(group, operation, hash, outcome)?)
     }
-    if !report.missing.is_empty() {
-        parts.push(format!("missing key(s) {}", list(&report.missing)));
+}
+
+/// Errors of state dicts and of collectives become the variants of this type that hold them.
+impl From<NnError> for CheckpointError {
+    fn from(error: NnError) -> Self {
+        match error {
+            NnError::Comm(error) => CheckpointError::Comm(error),
+            NnError::State(error) => CheckpointError::State(error),
+            error => CheckpointError::Nn(error),
+        }
     }
-    if !report.unexpected.is_empty() {
-        parts.push(format!("unexpected key(s) {}", list(&report.unexpected)));
-    }
-    parts.join("; ")
 }

@@ -1,135 +1,244 @@
-//! Who writes what, agreed on by all ranks and kept for the next save of the same layout.
+//! The plan of a save, agreed on by all ranks and cached for the next save of the same layout.
 
+use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 
 use fsdp_comm::{CommError, ProcessGroup};
+use fsdp_dcp::FileError;
 use fsdp_dcp::metadata::Metadata;
-use fsdp_dcp::plan::{Deduplicate, LocalPlan, Selection, WriteContent, plan_save};
+use fsdp_dcp::plan::{
+    Deduplicate, GlobalPlan, HeldBox, LocalPlan, PlanOptions, PlanSchema, RankOffer, SchemaContent, SchemaItem,
+    SelectedItem, Selection, WriteContent, plan_offers,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::CheckpointError;
+use crate::rounds::gather_in_rounds;
 
 /// The rank that plans and commits.
 pub(crate) const PLANNER: usize = 0;
 
-/// In the place of the hash of a plan that there is not.
+/// The shared hash of a rank that has no plan cached.
 const NOTHING: u64 = 0;
 
 /// The plan of the last save.
 #[derive(Debug, Default)]
 pub(crate) struct PlanCache {
-    kept: Option<Kept>,
+    cached: Option<CachedPlan>,
 }
 
-/// A plan, as one rank keeps it.
+/// The plan of a save, as one rank keeps it.
 #[derive(Debug)]
-pub(crate) struct Kept {
-    made_of: MadeOf,
+pub(crate) struct CachedPlan {
+    key: PlanKey,
     /// A hash of what the plan was made of on all ranks.
     shared: u64,
-    /// What this rank writes.
+    /// The boxes and values that this rank writes.
     pub(crate) selection: Selection,
-    /// Tensor bytes of it.
+    /// The bytes of tensors that this rank writes.
     pub(crate) rank_bytes: u64,
-    /// Tensor bytes of all ranks.
+    /// The bytes of tensors that all ranks write.
     pub(crate) total_bytes: u64,
-    /// On the planner.
-    pub(crate) everyone: Option<Everyone>,
+    /// The metadata of the checkpoint, on the planner. The places in files come anew with each save.
+    pub(crate) metadata: Option<Metadata>,
 }
 
-/// What this rank's part of a plan depends on.
+/// The inputs of this rank's part of a plan: while they are equal, so is the part.
 #[derive(Debug, PartialEq)]
-pub(crate) struct MadeOf {
+pub(crate) struct PlanKey {
     layout: u128,
     ranks: Vec<usize>,
     deduplicate: Deduplicate,
 }
 
-/// What only the planner keeps.
-#[derive(Debug)]
-pub(crate) struct Everyone {
-    pub(crate) plans: Vec<LocalPlan>,
-    /// Without the places in files, which come anew with each save.
-    pub(crate) metadata: Metadata,
-}
-
-/// What the planner tells a rank.
+/// The part of a plan that the planner sends to a rank.
 #[derive(Debug, Serialize, Deserialize)]
-struct Order {
+struct RankPlan {
     selection: Selection,
     total_bytes: u64,
-    shared: u64,
 }
 
-impl MadeOf {
+/// The hashes of a rank's plan, which all ranks learn.
+#[derive(Debug, Serialize, Deserialize)]
+struct PlanHashes {
+    layout: u128,
+    schema: u128,
+}
+
+/// A piece of what a rank sends to the planner.
+#[derive(Debug, Serialize, Deserialize)]
+enum PlanPiece {
+    /// The next item of the rank's schema; sent by the first rank that has this schema.
+    Item(SchemaItem),
+    /// A box that the rank holds.
+    Box(HeldBox),
+}
+
+impl PlanKey {
     pub(crate) fn new(group: &ProcessGroup, layout: u128, deduplicate: Deduplicate) -> Self {
-        MadeOf { layout, ranks: group.global_ranks().to_vec(), deduplicate }
+        PlanKey { layout, ranks: group.global_ranks().to_vec(), deduplicate }
     }
 }
 
 impl PlanCache {
-    /// Whether the plan that is kept is right on all ranks for what they hold now. Collective: one agreement, which
-    /// carries the error of a rank that does not even know what it holds.
+    /// Returns `true` if the cached plan is right on all ranks for what they hold now. Collective: one agreement, which
+    /// carries the error of a rank that does not even know what it holds, and an object all-gather where ranks differ.
+    ///
+    /// `values` are hashes of this rank's plain values. A checkpoint has one value for each key, so ranks that have the key
+    /// must have the same value.
     pub(crate) fn is_planned<T>(
         &self,
         group: &ProcessGroup,
-        made_of: &MadeOf,
+        key: &PlanKey,
         outcome: &Result<T, CheckpointError>,
+        values: &[(String, u64)],
     ) -> Result<bool, CheckpointError> {
-        let known = self.kept.as_ref().filter(|kept| kept.made_of == *made_of).map_or(NOTHING, |kept| kept.shared);
-        match group.agree_on("save: plan", known, outcome.as_ref()) {
-            Ok(_) => Ok(known != NOTHING),
-            // What one rank holds has changed.
-            Err(CommError::SchemaMismatch { .. }) => Ok(false),
-            Err(error) => Err(error.into()),
+        let known = self.cached.as_ref().filter(|cached| cached.key == *key).map_or(NOTHING, |cached| cached.shared);
+        let mut hasher = DefaultHasher::new();
+        (known, values).hash(&mut hasher);
+        match group.agree_on("save: plan", hasher.finish(), outcome.as_ref()) {
+            Ok(_) => return Ok(known != NOTHING),
+            // What one rank holds has changed, or its values are others.
+            Err(CommError::SchemaMismatch { .. }) => {}
+            Err(error) => return Err(error.into()),
         }
+        let brought: Vec<(u64, Vec<(String, u64)>)> = group.all_gather_object(&(known, values.to_vec()))?;
+        check_values(group, &brought)?;
+        Ok(known != NOTHING && brought.iter().all(|(other, _)| *other == known))
     }
 
-    /// The plan for what the ranks hold now: the one that is kept if it `is_planned`. Collectives for a new one: a
-    /// gather and a scatter of objects, and an agreement.
+    /// Returns the plan for what the ranks hold now: the cached one if it `is_planned`, a new one otherwise. Collective
+    /// for a new one.
     pub(crate) fn plan(
         &mut self,
         group: &ProcessGroup,
-        made_of: MadeOf,
+        key: PlanKey,
         local: &LocalPlan,
         is_planned: bool,
-    ) -> Result<&Kept, CheckpointError> {
-        let kept = match self.kept.take() {
-            Some(kept) if is_planned => kept,
-            _ => plan_anew(group, local, made_of)?,
+    ) -> Result<&CachedPlan, CheckpointError> {
+        let cached = match self.cached.take() {
+            Some(cached) if is_planned => cached,
+            _ => plan_anew(group, local, key)?,
         };
-        Ok(self.kept.insert(kept))
+        Ok(self.cached.insert(cached))
     }
 }
 
-fn plan_anew(group: &ProcessGroup, local: &LocalPlan, made_of: MadeOf) -> Result<Kept, CheckpointError> {
-    let plans = group.gather_object(local, PLANNER)?;
-    let options = fsdp_dcp::plan::SaveOptions { deduplicate: made_of.deduplicate };
-    let planned = plans.as_ref().map(|plans| plan_save(plans, options)).transpose();
-    let planned = group.agree("save: plan", planned.map_err(fsdp_dcp::CheckpointError::from))?;
-    let (mut orders, mut everyone) = (None, None);
-    if let (Some(plans), Some(planned)) = (plans, planned) {
-        let mut hasher = DefaultHasher::new();
-        plans.iter().for_each(|plan| plan.layout_hash().hash(&mut hasher));
-        let shared = hasher.finish().max(NOTHING + 1);
-        let selected = plans.iter().zip(&planned.selections);
-        let total_bytes = selected.map(|(plan, selection)| selected_bytes(plan, selection)).sum();
-        let order = |selection| Order { selection, total_bytes, shared };
-        orders = Some(planned.selections.into_iter().map(order).collect::<Vec<_>>());
-        everyone = Some(Everyone { plans, metadata: planned.metadata });
-    }
-    let Order { selection, total_bytes, shared } = group.scatter_object(orders.as_deref(), PLANNER)?;
-    let rank_bytes = selected_bytes(local, &selection);
-    Ok(Kept { made_of, shared, selection, rank_bytes, total_bytes, everyone })
-}
-
-/// Tensor bytes that a rank writes.
-fn selected_bytes(plan: &LocalPlan, selection: &Selection) -> u64 {
-    let bytes = selection.kept.iter().map(|&(item, index)| match &plan.items.get(item as usize)?.content {
-        WriteContent::Tensor { properties, boxes, .. } => {
-            Some(boxes.get(index as usize)?.numel() as u64 * properties.dtype.size_in_bytes())
+/// Checks that ranks with the same key have the same plain value.
+fn check_values(group: &ProcessGroup, brought: &[(u64, Vec<(String, u64)>)]) -> Result<(), CheckpointError> {
+    let mut first: HashMap<&str, (usize, u64)> = HashMap::new();
+    for (&rank, (_, values)) in group.global_ranks().iter().zip(brought) {
+        for (key, hash) in values {
+            let (reference, expected) = *first.entry(key).or_insert((rank, *hash));
+            if expected != *hash {
+                return Err(CheckpointError::DifferingValues { key: key.clone(), rank, reference });
+            }
         }
-        WriteContent::Value { .. } => None,
+    }
+    Ok(())
+}
+
+fn plan_anew(group: &ProcessGroup, local: &LocalPlan, key: PlanKey) -> Result<CachedPlan, CheckpointError> {
+    // 1. All ranks learn which of them have the same schema. Mostly all have.
+    let hashes = group.all_gather_object(&PlanHashes { layout: key.layout, schema: local.schema_hash() })?;
+    // 2. The planner gets each schema once, and from every rank its own boxes.
+    let pieces = gather_in_rounds(group, pieces(local, is_first(&hashes, group.rank())), wire_bytes, PLANNER)?;
+    // 3. The planner plans. An error of it is one on all ranks.
+    let planned = pieces.map(|pieces| plan_pieces(&hashes, pieces, key.deduplicate)).transpose();
+    let planned = group.agree("save: plan", planned.map_err(FileError::from))?;
+    // 4. Each rank gets its part; the planner keeps the metadata, and nothing else of the others.
+    let (mut parts, mut metadata) = (None, None);
+    if let Some(GlobalPlan { metadata: made, selections, .. }) = planned {
+        let total_bytes = tensor_bytes(&made);
+        let selections = selections.into_iter();
+        parts = Some(selections.map(|selection| RankPlan { selection, total_bytes }).collect::<Vec<_>>());
+        metadata = Some(made);
+    }
+    let RankPlan { selection, total_bytes } = group.scatter_object(parts.as_deref(), PLANNER)?;
+    let mut hasher = DefaultHasher::new();
+    hashes.iter().for_each(|rank| rank.layout.hash(&mut hasher));
+    let shared = hasher.finish().max(NOTHING + 1);
+    let rank_bytes = selected_bytes(local, &selection);
+    Ok(CachedPlan { key, shared, selection, rank_bytes, total_bytes, metadata })
+}
+
+/// Returns `true` if no rank before this one has its schema.
+fn is_first(hashes: &[PlanHashes], rank: usize) -> bool {
+    hashes[..rank].iter().all(|other| other.schema != hashes[rank].schema)
+}
+
+/// Cuts what a rank sends to the planner into pieces.
+fn pieces(local: &LocalPlan, with_schema: bool) -> Vec<PlanPiece> {
+    let schema = if with_schema { local.schema() } else { PlanSchema::default() };
+    let items = schema.items.into_iter().map(PlanPiece::Item);
+    items.chain(local.held_boxes().into_iter().map(PlanPiece::Box)).collect()
+}
+
+/// Estimates the bytes that it takes to send a piece. Each number and each length takes eight at most.
+fn wire_bytes(piece: &PlanPiece) -> u64 {
+    let bytes = match piece {
+        PlanPiece::Box(held) => 28 + 16 * held.bounds.rank(),
+        PlanPiece::Item(item) => {
+            let path = item.path.as_ref().map_or(0, |path| path.flat_key().len() + 12 * path.0.len());
+            let shape = match &item.content {
+                SchemaContent::Tensor { shape, .. } => 8 * shape.len(),
+                SchemaContent::Value { .. } => 0,
+            };
+            64 + item.fqn.len() + path + shape
+        }
+    };
+    bytes as u64
+}
+
+/// Makes the global plan of the pieces of all ranks.
+fn plan_pieces(
+    hashes: &[PlanHashes],
+    pieces: Vec<Vec<PlanPiece>>,
+    deduplicate: Deduplicate,
+) -> Result<GlobalPlan, fsdp_dcp::plan::SavePlanError> {
+    let mut schemas: Vec<PlanSchema> = Vec::new();
+    let mut known: HashMap<u128, usize> = HashMap::new();
+    let mut offers = Vec::with_capacity(hashes.len());
+    for (rank, pieces) in hashes.iter().zip(pieces) {
+        let mut items = Vec::new();
+        let mut boxes = Vec::new();
+        for piece in pieces {
+            match piece {
+                PlanPiece::Item(item) => items.push(item),
+                PlanPiece::Box(held) => boxes.push(held),
+            }
+        }
+        // Ranks come in order, so the first one with a schema has brought it.
+        let schema = *known.entry(rank.schema).or_insert_with(|| {
+            schemas.push(PlanSchema { items });
+            schemas.len() - 1
+        });
+        offers.push(RankOffer { schema, boxes });
+    }
+    plan_offers(&schemas, &offers, PlanOptions { deduplicate })
+}
+
+/// Returns the bytes of all tensors of a checkpoint.
+fn tensor_bytes(metadata: &Metadata) -> u64 {
+    let chunks = metadata.tensors().flat_map(|(_, tensor)| {
+        let element = tensor.properties.dtype.size_in_bytes();
+        tensor.chunks.iter().map(move |chunk| chunk.bounds.numel() as u64 * element)
     });
+    chunks.sum()
+}
+
+/// Returns the bytes of tensors that a rank writes.
+fn selected_bytes(plan: &LocalPlan, selection: &Selection) -> u64 {
+    let bytes =
+        selection.kept.iter().map(|&SelectedItem { item, index, .. }| match &plan.items.get(item as usize)?.content {
+            WriteContent::Tensor { properties, boxes, .. } => {
+                Some(boxes.get(index as usize)?.numel() as u64 * properties.dtype.size_in_bytes())
+            }
+            WriteContent::Value { .. } => None,
+        });
     bytes.flatten().sum()
 }
+
+#[cfg(test)]
+#[path = "plan_tests.rs"]
+mod tests;

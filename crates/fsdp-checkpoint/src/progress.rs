@@ -1,4 +1,4 @@
-//! How far a save is.
+//! The progress of a save.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -26,7 +26,7 @@ impl SaveProgress {
         self.0.total.load(Ordering::Relaxed)
     }
 
-    /// A save begins that writes so many bytes.
+    /// Notes that a save begins that writes this many bytes.
     pub(crate) fn expect(&self, total: u64) {
         self.0.written.store(0, Ordering::Relaxed);
         self.0.total.store(total, Ordering::Relaxed);

@@ -1,52 +1,52 @@
-//! Which checkpoints of a run stay.
+//! The rule for which checkpoints of a run stay.
 
 use std::num::{NonZeroU64, NonZeroUsize};
 
 use fsdp_dcp::Location;
 use fsdp_dcp::checkpoint;
-use fsdp_dcp::durable::{Durable, clean_stale};
 use fsdp_dcp::reader::OpenOptions;
+use fsdp_dcp::storage::{Durable, clean_stale};
 use fsdp_dcp::verify::{Level, verify};
 use tracing::{info, info_span, warn};
 
 use crate::CheckpointError;
 use crate::catalog::{StepCheckpoint, list_steps, step_name, steps_with_leftovers};
 
-/// Which checkpoints of a run stay when a new one has been saved. Without `keep_last`, all do.
+/// The rule for which checkpoints of a run stay when a new one has been saved. Without `keep_last`, all do.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Retention {
-    /// The newest ones.
+    /// The number of newest checkpoints that stay.
     pub keep_last: Option<NonZeroUsize>,
-    /// Those whose step is a multiple of this too, however old.
+    /// A number of steps: checkpoints whose step is a multiple of it stay too, however old they are.
     pub keep_every: Option<NonZeroU64>,
 }
 
 impl Retention {
-    /// Those that need not stay, of checkpoints listed oldest first.
+    /// Returns the checkpoints that need not stay. `checkpoints` are listed oldest first.
     ///
     /// ```
     /// use fsdp_checkpoint::{Retention, StepCheckpoint, step_path};
     /// let at = |step| StepCheckpoint { step, path: step_path("run".as_ref(), step).into() };
     /// let all: Vec<_> = (1..=6).map(|n| at(n * 10)).collect();
     /// let retention = Retention { keep_last: 2.try_into().ok(), keep_every: 30.try_into().ok() };
-    /// let steps: Vec<_> = retention.superfluous(&all).iter().map(|checkpoint| checkpoint.step).collect();
+    /// let steps: Vec<_> = retention.expired(&all).iter().map(|checkpoint| checkpoint.step).collect();
     /// assert_eq!(steps, [10, 20, 40]);
     /// ```
     #[must_use]
-    pub fn superfluous<'c>(&self, checkpoints: &'c [StepCheckpoint]) -> Vec<&'c StepCheckpoint> {
+    pub fn expired<'c>(&self, checkpoints: &'c [StepCheckpoint]) -> Vec<&'c StepCheckpoint> {
         let Some(last) = self.keep_last else { return Vec::new() };
         let old = &checkpoints[..checkpoints.len().saturating_sub(last.get())];
-        let is_kept = |step: u64| self.keep_every.is_some_and(|every| step.is_multiple_of(every.get()));
-        old.iter().filter(|checkpoint| !is_kept(checkpoint.step)).collect()
+        let Some(every) = self.keep_every else { return old.iter().collect() };
+        old.iter().filter(|checkpoint| !checkpoint.step.is_multiple_of(every.get())).collect()
     }
 }
 
 /// Removes the checkpoints in a run's directory that need not stay, and returns them. No communication: one rank calls
 /// it, after a save.
 ///
-/// What crashed saves and removals of such steps have left goes too. A checkpoint that somebody reads stays until a later call, and
-/// so does everything until at least one of those that stay is found to be whole (its structure and the sizes of its
-/// files). Without `keep_last` nothing is even looked at.
+/// Leftovers of crashed saves and removals of such steps are removed too. A checkpoint that somebody reads stays until
+/// a later call. Nothing is removed unless at least one of the checkpoints that stay is whole (its structure and the
+/// sizes of its files are checked). Without `keep_last` nothing is even looked at.
 ///
 /// # Errors
 /// A directory that cannot be read, files that cannot be removed.
@@ -66,20 +66,21 @@ pub fn prune(dir: impl Into<Location>, retention: &Retention) -> Result<Vec<Step
     for left in uncommitted.iter().filter(|left| left.step < newest.step) {
         Durable::new().remove_uncommitted(&left.path)?;
     }
-    let superfluous = retention.superfluous(&all);
-    if superfluous.is_empty() {
+    let expired = retention.expired(&all);
+    if expired.is_empty() {
         return Ok(Vec::new());
     }
-    let mut staying = all.iter().rev().filter(|checkpoint| !superfluous.contains(checkpoint));
+    let mut staying = all.iter().rev().filter(|checkpoint| !expired.contains(checkpoint));
     if !staying.any(|checkpoint| is_whole(&checkpoint.path)) {
         warn!(path = %dir, "no newer checkpoint is whole: the old ones stay");
         return Ok(Vec::new());
     }
     let mut removed = Vec::new();
-    for checkpoint in superfluous {
-        match Durable::new().remove_checkpoint(&checkpoint.path)? {
-            true => removed.push(checkpoint.clone()),
-            false => info!(path = %checkpoint.path, "somebody reads it: it stays for now"),
+    for checkpoint in expired {
+        if Durable::new().remove_checkpoint(&checkpoint.path)? {
+            removed.push(checkpoint.clone());
+        } else {
+            info!(path = %checkpoint.path, "somebody reads it: it stays for now");
         }
     }
     Ok(removed)

@@ -1,46 +1,51 @@
 //! Saving a state dict as a checkpoint: every rank writes what it holds, one rank plans and commits.
 
 use std::borrow::Cow;
+use std::fmt::{self, Write as _};
+use std::hash::Hasher as _;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use candle_core::{Device, Tensor};
 use fsdp_comm::ProcessGroup;
 use fsdp_dcp::Location;
-use fsdp_dcp::durable::{Durable, Staging};
-use fsdp_dcp::item::value_item_length;
 use fsdp_dcp::limits::MAX_OBJECT_BYTES;
 use fsdp_dcp::plan::{Deduplicate, LocalPlan, Selection};
+use fsdp_dcp::storage::{Durable, Staging};
+use fsdp_dcp::writer::value_item_length;
 use fsdp_dcp::writer::{PayloadSource, RankWritten, WriteOptions, finish, write_rank};
-use fsdp_flat::storage::{to_device, with_bytes};
+use fsdp_flat::storage::{HostBytes, to_device};
 use fsdp_layout::value::PlainTensor;
 use fsdp_layout::{PlainValue, TensorBox};
 use fsdp_state::{FlatStateDict, StateDict, StateValue, flatten_state_dict};
 use indexmap::IndexMap;
 use tracing::{debug, info_span};
+use twox_hash::XxHash3_64;
 
 use crate::CheckpointError;
-use crate::plan::{Kept, MadeOf, PLANNER, PlanCache};
+use crate::plan::{CachedPlan, PLANNER, PlanCache, PlanKey};
 pub use crate::progress::SaveProgress;
+use crate::rounds::gather_in_rounds;
 
-/// How long ranks wait for each other in a save or a load, unless told otherwise: writing takes as long as it takes,
-/// and a rank that dies is noticed at once all the same.
+/// The time that ranks wait for each other in a save or a load, unless told otherwise: writing takes as long as it
+/// takes, and a rank that dies is noticed at once all the same.
 pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(30 * 60);
 
-/// How to save; the same on every rank.
+/// The options of a save; the same on every rank.
 #[derive(Debug, Clone)]
 pub struct SaveOptions {
-    /// Replace a checkpoint that is there. It stays whole until the new one is.
+    /// `true` to replace a checkpoint that is there. It stays whole until the new one is.
     pub overwrite: bool,
-    /// Which of several ranks that hold the same values writes them.
+    /// The rule for which of several ranks that hold the same values writes them.
     pub deduplicate: Deduplicate,
-    /// How each rank writes its file.
+    /// The options of writing a rank's file.
     pub write: WriteOptions,
-    /// How long a rank waits for the others to write; longer than the process group's own deadline for a collective.
+    /// The time that a rank waits for the others to write; longer than the process group's own deadline for a
+    /// collective.
     pub deadline: Duration,
     /// The way to durable storage; tests make its steps fail.
     pub durable: Durable,
-    /// Told how far this rank is. Each rank has its own; keep a clone to look at it.
+    /// A counter of how far this rank is. Each rank has its own; keep a clone to look at it.
     pub progress: SaveProgress,
 }
 
@@ -57,15 +62,15 @@ impl Default for SaveOptions {
     }
 }
 
-/// What a save did.
+/// The report of a save.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SaveReport {
-    /// Bytes of tensors that this rank wrote.
+    /// The bytes of tensors that this rank wrote.
     pub rank_bytes: u64,
     /// The same for all ranks together.
     pub total_bytes: u64,
-    /// Time on this rank, from the call to the commit.
+    /// The time on this rank, from the call to the commit.
     pub duration: Duration,
 }
 
@@ -74,12 +79,12 @@ pub struct SaveReport {
 /// planning. [`load`](crate::load()) has an example.
 ///
 /// Collective: every rank of `group` brings its own values under the same keys; values that several ranks hold are
-/// written once. Plain values are taken from one rank that has them, not compared. Only plans, statuses and hashes move
-/// between ranks, no tensor bytes. When it returns, the checkpoint is durable; when it fails, every rank gets the error,
+/// written once. Plain values must be the same on all ranks that have the key. Only plans, statuses and hashes move between
+/// ranks, no tensor bytes. When it returns, the checkpoint is durable; when it fails, every rank gets the error,
 /// and what was at `path` before is untouched.
 ///
 /// # Errors
-/// A state dict that cannot be saved, ranks that disagree on a dtype or shape, boxes that overlap or leave holes,
+/// A state dict that cannot be saved, ranks that disagree on a dtype, a shape or a plain value, boxes that overlap or leave holes,
 /// a checkpoint that is there already (which cannot be overwritten in an object store), and whatever the storage says.
 pub fn save(
     path: impl Into<Location>,
@@ -100,17 +105,17 @@ pub struct Saver {
 }
 
 impl Saver {
-    /// A saver that has planned nothing yet. No communication.
+    /// Makes a saver that has planned nothing yet. No communication.
     #[must_use]
     pub fn new() -> Self {
         Saver::default()
     }
 
-    /// As [`save`]. Who writes what is planned by the first call, and again whenever any rank's layout (keys, shapes,
+    /// Saves as [`save`] does. Who writes what is planned by the first call, and again whenever any rank's layout (keys, shapes,
     /// dtypes, boxes) has changed since the last one; otherwise the ranks only agree that it has not.
     ///
     /// # Errors
-    /// As [`save`].
+    /// The errors of [`save`].
     pub fn save(
         &mut self,
         path: impl Into<Location>,
@@ -123,40 +128,46 @@ impl Saver {
         let group = &group.with_deadline_at_least(options.deadline);
         let _span = info_span!("save", rank = group.rank(), %path).entered();
 
-        let (plan, kept, source) = {
+        // 1. All ranks know who writes what: from the last save, or by planning anew.
+        let (plan, cached, source) = {
             let _span = info_span!("plan", rank = group.rank()).entered();
-            let source = Source::new(state, options.progress.clone());
+            let source = LocalState::new(state, options.progress.clone());
             let layout = source.as_ref().map_or(0, |(plan, _)| plan.layout_hash());
-            let made_of = MadeOf::new(group, layout, options.deduplicate);
-            let is_planned = self.plans.is_planned(group, &made_of, &source)?;
+            let key = PlanKey::new(group, layout, options.deduplicate);
+            let values = source.as_ref().map_or_else(|_| Vec::new(), |(_, source)| source.hashes_of_values());
+            let is_planned = self.plans.is_planned(group, &key, &source, &values)?;
             let (plan, source) = source?;
-            let kept = self.plans.plan(group, made_of, &plan, is_planned)?;
-            (plan, kept, source)
+            let cached = self.plans.plan(group, key, &plan, is_planned)?;
+            (plan, cached, source)
         };
-        options.progress.expect(kept.rank_bytes);
-        let staging = kept.everyone.as_ref().map(|_| prepare(path, options)).transpose();
+        options.progress.expect(cached.rank_bytes);
+        // 2. The planner prepares the staging directory, and the others join it.
+        let staging = cached.metadata.as_ref().map(|_| prepare(path, options)).transpose();
         let staging = group.agree("save: prepare", staging)?;
         let name =
             group.broadcast_object(staging.as_ref().map(|staging| staging.name().to_owned()).as_ref(), PLANNER)?;
+        // 3. Every rank writes its own file.
         let written = match &staging {
-            Some(staging) => write(staging, group.rank(), &plan, &kept.selection, &source, options),
+            Some(staging) => write(staging, group.rank(), &plan, &cached.selection, &source, options),
             None => match options.durable.join(path, &name) {
-                Ok(staging) => write(&staging, group.rank(), &plan, &kept.selection, &source, options),
+                Ok(staging) => write(&staging, group.rank(), &plan, &cached.selection, &source, options),
                 Err(error) => Err(error.into()),
             },
         };
         let written = group.agree("save: write", written)?;
-        let all_written = group.gather_object(&written, PLANNER)?;
+        let all_written = gather_in_rounds(group, vec![written], RankWritten::wire_bytes, PLANNER)?;
 
-        let committed = match (staging, &kept.everyone, all_written) {
-            (Some(staging), Some(everyone), Some(written)) => {
+        // 4. The planner notes where everything is, and commits.
+        let committed = match (staging, &cached.metadata, all_written) {
+            (Some(staging), Some(metadata), Some(written)) => {
                 let _span = info_span!("commit", rank = group.rank()).entered();
-                finish(staging, everyone.metadata.clone(), &everyone.plans, &written).map_err(CheckpointError::from)
+                let written: Vec<RankWritten> = written.into_iter().flatten().collect();
+                finish(staging, metadata.clone(), &written).map_err(CheckpointError::from)
             }
             _ => Ok(()),
         };
         group.agree("save: commit", committed)?;
-        let Kept { rank_bytes, total_bytes, .. } = *kept;
+        let CachedPlan { rank_bytes, total_bytes, .. } = *cached;
         let report = SaveReport { rank_bytes, total_bytes, duration: start.elapsed() };
         debug!(rank_bytes, total_bytes, seconds = report.duration.as_secs_f64(), "saved");
         Ok(report)
@@ -165,7 +176,7 @@ impl Saver {
 
 fn prepare(path: &Location, options: &SaveOptions) -> Result<Staging, CheckpointError> {
     let staging = options.durable.prepare(path, options.overwrite)?;
-    staging.check_kind(true)?;
+    staging.check_replaces_directory()?;
     Ok(staging)
 }
 
@@ -174,7 +185,7 @@ fn write(
     rank: usize,
     plan: &LocalPlan,
     selection: &Selection,
-    source: &Source,
+    source: &LocalState,
     options: &SaveOptions,
 ) -> Result<RankWritten, CheckpointError> {
     let _span = info_span!("write", rank, bytes = source.progress.total()).entered();
@@ -182,7 +193,7 @@ fn write(
 }
 
 /// This rank's flat values, as the writer asks for them.
-struct Source {
+struct LocalState {
     tensors: IndexMap<String, Vec<(TensorBox, Payload)>>,
     values: IndexMap<String, PlainValue>,
     progress: SaveProgress,
@@ -194,18 +205,18 @@ enum Payload {
     Raw(fsdp_flat::RawTensor),
 }
 
-impl Source {
-    fn new(state: &StateDict, progress: SaveProgress) -> Result<(LocalPlan, Source), CheckpointError> {
+impl LocalState {
+    fn new(state: &StateDict, progress: SaveProgress) -> Result<(LocalPlan, LocalState), CheckpointError> {
         let FlatStateDict { values, mut paths } = flatten_state_dict(state)?;
         let mut plan = LocalPlan::default();
-        let mut source = Source { tensors: IndexMap::new(), values: IndexMap::new(), progress };
+        let mut source = LocalState { tensors: IndexMap::new(), values: IndexMap::new(), progress };
         for (fqn, value) in values {
             let path = paths.swap_remove(&fqn);
             match value {
                 StateValue::Tensor(tensor) => {
                     let dtype = fsdp_flat::dtype::of(&tensor)?;
                     let (shape, whole) = (tensor.dims().to_vec(), TensorBox::whole(tensor.dims()));
-                    plan.add_tensor(&fqn, path, dtype, shape, vec![whole.clone()]);
+                    plan.add_whole_tensor(&fqn, path, dtype, shape);
                     source.tensors.insert(fqn, vec![(whole, Payload::Tensor(on_host(&tensor)?))]);
                 }
                 StateValue::Sharded(tensor) => {
@@ -218,7 +229,7 @@ impl Source {
                 }
                 StateValue::Raw(tensor) => {
                     let (shape, whole) = (tensor.shape().to_vec(), TensorBox::whole(tensor.shape()));
-                    plan.add_tensor(&fqn, path, tensor.dtype(), shape, vec![whole.clone()]);
+                    plan.add_whole_tensor(&fqn, path, tensor.dtype(), shape);
                     source.tensors.insert(fqn, vec![(whole, Payload::Raw(tensor))]);
                 }
                 object => {
@@ -239,21 +250,48 @@ impl Source {
         }
         Ok((plan, source))
     }
+
+    /// Returns a hash of each plain value, sorted by key.
+    fn hashes_of_values(&self) -> Vec<(String, u64)> {
+        let mut hashes: Vec<_> = self.values.iter().map(|(key, value)| (key.clone(), hash_of(value))).collect();
+        hashes.sort_unstable();
+        hashes
+    }
 }
 
-/// A leaf that is no tensor as one object, tensors inside it included.
+fn hash_of(value: &PlainValue) -> u64 {
+    let mut text = HashedText(XxHash3_64::new());
+    // Writing to a hasher does not fail.
+    let _ = write!(text, "{value:?}");
+    text.0.finish()
+}
+
+/// Text that is hashed rather than kept.
+struct HashedText(XxHash3_64);
+
+impl fmt::Write for HashedText {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        self.0.write(text.as_bytes());
+        Ok(())
+    }
+}
+
+fn object_values(fqn: &str, values: &[StateValue]) -> Result<Vec<PlainValue>, CheckpointError> {
+    values.iter().map(|value| object_value(fqn, value)).collect()
+}
+
+/// Returns a value that is no tensor as one object, with the tensors inside it.
 fn object_value(fqn: &str, value: &StateValue) -> Result<PlainValue, CheckpointError> {
-    let list = |list: &[StateValue]| list.iter().map(|value| object_value(fqn, value)).collect::<Result<_, _>>();
     Ok(match value {
         StateValue::Plain(value) => value.clone(),
-        StateValue::List(values) => PlainValue::List(list(values)?),
-        StateValue::Tuple(values) => PlainValue::Tuple(list(values)?),
+        StateValue::List(values) => PlainValue::List(object_values(fqn, values)?),
+        StateValue::Tuple(values) => PlainValue::Tuple(object_values(fqn, values)?),
         StateValue::Dict(dict) => {
             let entries = dict.iter().map(|(key, value)| Ok((PlainValue::Str(key.clone()), object_value(fqn, value)?)));
             PlainValue::Dict(entries.collect::<Result<_, CheckpointError>>()?)
         }
         StateValue::Tensor(tensor) => {
-            let data = with_bytes(&tensor.contiguous()?, <[u8]>::to_vec)?;
+            let data = HostBytes::read(&tensor.contiguous()?)?.to_vec();
             let dtype = fsdp_flat::dtype::of(tensor)?;
             PlainValue::Tensor(PlainTensor { dtype, shape: tensor.dims().to_vec(), data })
         }
@@ -271,35 +309,38 @@ fn object_value(fqn: &str, value: &StateValue) -> Result<PlainValue, CheckpointE
     })
 }
 
-/// What the threads that write can read again and again. Elements of a GPU are copied here, by the thread that made them.
+/// Returns a tensor that the threads that write can read again and again. Elements of a GPU are copied here, by the
+/// thread that made them.
 fn on_host(tensor: &Tensor) -> Result<Tensor, CheckpointError> {
     Ok(to_device(&tensor.contiguous()?, &Device::Cpu)?)
 }
 
-impl PayloadSource for Source {
+impl PayloadSource for LocalState {
     fn payload(
         &self,
         fqn: &str,
         bounds: &TensorBox,
         range: Range<u64>,
-        sink: &mut dyn FnMut(&[u8]) -> Result<(), fsdp_dcp::CheckpointError>,
-    ) -> Result<(), fsdp_dcp::CheckpointError> {
-        let not_stored = || fsdp_dcp::CheckpointError::NotStored { fqn: fqn.to_owned() };
+        sink: &mut dyn FnMut(&[u8]) -> Result<(), fsdp_dcp::FileError>,
+    ) -> Result<(), fsdp_dcp::FileError> {
+        let not_stored = || fsdp_dcp::FileError::NotStored { fqn: fqn.to_owned() };
         let boxes = self.tensors.get(fqn).ok_or_else(not_stored)?;
         let (_, payload) = boxes.iter().find(|(held, _)| held == bounds).ok_or_else(not_stored)?;
         let range = range.start as usize..range.end as usize;
         let length = range.len() as u64;
-        let give = |bytes: &[u8]| sink(bytes.get(range).ok_or_else(not_stored)?);
         match payload {
-            Payload::Raw(tensor) => give(tensor.bytes()),
-            Payload::Tensor(tensor) => with_bytes(tensor, give).map_err(|_| not_stored())?,
-        }?;
+            Payload::Raw(tensor) => sink(tensor.bytes().get(range).ok_or_else(not_stored)?)?,
+            Payload::Tensor(tensor) => {
+                let bytes = HostBytes::read(tensor).map_err(|_| not_stored())?;
+                sink(bytes.get(range).ok_or_else(not_stored)?)?;
+            }
+        }
         self.progress.add(length);
         Ok(())
     }
 
-    fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, fsdp_dcp::CheckpointError> {
+    fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, fsdp_dcp::FileError> {
         let value = self.values.get(fqn);
-        value.map(Cow::Borrowed).ok_or_else(|| fsdp_dcp::CheckpointError::NotStored { fqn: fqn.to_owned() })
+        value.map(Cow::Borrowed).ok_or_else(|| fsdp_dcp::FileError::NotStored { fqn: fqn.to_owned() })
     }
 }

@@ -10,13 +10,13 @@ use std::sync::{Arc, Condvar, Mutex};
 use candle_core::{Device, Tensor};
 use fsdp_checkpoint::{AsyncSaver, LoadOptions, SaveOptions, load_whole};
 use fsdp_comm::run_local;
-use fsdp_dcp::durable::{Durable, Step, StepHook};
-use fsdp_flat::storage::with_slice_mut;
+use fsdp_dcp::storage::{Durable, Step, StepHook};
+use fsdp_flat::storage::{HostSliceMut, release};
 use fsdp_flat::{LocalShard, ShardedTensor};
 use fsdp_layout::TensorBox;
 use fsdp_state::{StateDict, StateValue};
 
-/// One row of a matrix for each rank, and a number.
+/// Makes the state of a rank: one row of a matrix, and a number.
 fn state(rank: usize, world: usize, value: f32) -> StateDict {
     let tensor = Tensor::full(value, (1, 1000), &Device::Cpu).unwrap();
     let bounds = TensorBox::new(vec![rank, 0], vec![1, 1000]);
@@ -29,7 +29,7 @@ fn state(rank: usize, world: usize, value: f32) -> StateDict {
 
 fn overwrite(state: &StateDict, value: f32) {
     for shard in state.get("matrix").and_then(StateValue::as_sharded).unwrap().shards() {
-        with_slice_mut::<f32, _>(&shard.tensor, |data| data.fill(value)).unwrap();
+        HostSliceMut::<f32>::write(&shard.tensor).unwrap().fill(value);
     }
 }
 
@@ -126,7 +126,7 @@ fn what_cannot_be_copied_on_one_rank_starts_no_save_on_any() {
         let (lost, whole) = (state(group.rank(), 2, 1.0), state(group.rank(), 2, 2.0));
         if group.rank() == 1 {
             let matrix = lost.get("matrix").and_then(StateValue::as_sharded).unwrap();
-            fsdp_flat::storage::free(&matrix.shards()[0].tensor).unwrap();
+            release(&matrix.shards()[0].tensor).unwrap();
         }
         let error = saver.save(dir.path().join("lost"), &lost, &SaveOptions::default()).unwrap_err();
         assert!(error.to_string().contains("freed"), "{error}");

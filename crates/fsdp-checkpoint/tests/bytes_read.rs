@@ -3,8 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use candle_core::{DType, Device, Tensor};
-use fsdp_checkpoint::load::read_template;
-use fsdp_checkpoint::{LoadOptions, SaveOptions, save};
+use fsdp_checkpoint::{LoadOptions, SaveOptions, Stateful as _, save};
 use fsdp_comm::run_local;
 use fsdp_dcp::reader::CheckpointReader;
 use fsdp_flat::ShardedTensor;
@@ -19,7 +18,7 @@ fn layout(world: usize) -> FlatLayout {
     FlatLayout::new(params.into(), 4, world).unwrap()
 }
 
-/// A rank's flat shard of them, each element its own position.
+/// Makes a rank's flat shard of them, each element its own position.
 fn state(world: usize, rank: usize, fill: bool) -> StateDict {
     let layout = layout(world);
     (0..layout.fqns().len())
@@ -51,7 +50,11 @@ fn a_load_reads_at_most_a_twentieth_more_than_it_needs() {
         for loaded in [1, 2, 3, 4, 5] {
             for rank in 0..loaded {
                 let reader = CheckpointReader::open(&path).unwrap();
-                let (state, _) = read_template(&reader, &state(loaded, rank, false), &LoadOptions::default()).unwrap();
+                let state = state(loaded, rank, false);
+                run_local(1, |group| state.clone().load_state_dict(&reader, &group, &LoadOptions::default()).map(drop))
+                    .unwrap()
+                    .remove(0)
+                    .unwrap();
                 let mut needed = 0;
                 for (fqn, value) in &state {
                     let value = value.as_sharded().unwrap();

@@ -14,7 +14,7 @@ use fsdp_checkpoint::{
     CheckpointError, LoadOptions, SaveOptions, latest_checkpoint, list_checkpoints, load, load_whole, save, step_path,
 };
 use fsdp_comm::{CommError, LocalRanks, ProcessGroup, run_local};
-use fsdp_dcp::durable::{Durable, Step, StepHook};
+use fsdp_dcp::storage::{Durable, Step, StepHook};
 use fsdp_flat::{LocalShard, ShardedTensor};
 use fsdp_layout::TensorBox;
 use fsdp_layout::shard::chunk_range;

@@ -8,9 +8,11 @@ use std::path::Path;
 use candle_core::{Device, Tensor};
 use candle_nn::{Linear, Module, linear};
 use fsdp_checkpoint::{
-    AsyncSaver, LoadOptions, SaveOptions, StateDictOptions, get_state_dict, load, load_whole, save, set_state_dict,
+    AsyncSaver, Checkpointer, CheckpointerOptions, LoadOptions, SaveOptions, StateDictOptions, TrainState,
+    get_state_dict, load_whole, save,
 };
 use fsdp_comm::{ProcessGroup, run_local};
+use fsdp_flat::storage::HostBytes;
 use fsdp_nn::algorithm::{AdagradOptions, AdamOptions, Algorithm};
 use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer, ShardingStrategy, Unit};
 use fsdp_state::{StateDict, StateValue, flatten_state_dict};
@@ -30,7 +32,7 @@ fn state(model: &Model, optimizer: &Optimizer) -> StateDict {
     [("model", m.into()), ("optim", o.into())].into_iter().collect()
 }
 
-/// Three steps on CPUs.
+/// Trains three steps on CPUs, and saves.
 fn train_and_save(path: &Path, algorithm: &Algorithm) {
     run_local(2, |group| {
         let model = model(group.clone(), Device::Cpu, ShardingStrategy::FullShard, true);
@@ -47,7 +49,7 @@ fn train_and_save(path: &Path, algorithm: &Algorithm) {
     .unwrap();
 }
 
-/// Every value of a checkpoint by flat key, as bits.
+/// Returns every value of a checkpoint by flat key, as bits.
 fn bits(path: &Path) -> Vec<(String, String)> {
     let state = load_whole(path, &[], &LoadOptions::default()).unwrap();
     let mut values: Vec<(String, String)> = flatten_state_dict(&state)
@@ -55,9 +57,7 @@ fn bits(path: &Path) -> Vec<(String, String)> {
         .values
         .into_iter()
         .map(|(key, value)| match value {
-            StateValue::Tensor(t) => {
-                (key, format!("{:?} {:?}", t.dims(), fsdp_flat::storage::with_bytes(&t, <[u8]>::to_vec).unwrap()))
-            }
+            StateValue::Tensor(t) => (key, format!("{:?} {:?}", t.dims(), HostBytes::read(&t).unwrap().to_vec())),
             other => (key, format!("{other:?}")),
         })
         .collect();
@@ -86,17 +86,16 @@ fn what_cpus_saved_goes_to_gpus_and_back_bit_for_bit() {
             let (gpus, later) = (dir.path().join(&what), dir.path().join(format!("{what}-later")));
             run_local(world, |group| {
                 let model = model(group.clone(), Device::new_cuda(0).unwrap(), strategy, use_orig_params);
-                let mut optimizer = Optimizer::new(model.parameters(), algorithm.clone()).unwrap();
-                let mut loaded = state(&model, &optimizer);
-                load(&cpus, &mut loaded, &group, &LoadOptions::default()).unwrap();
-                let (m, o) = (loaded.dict("model").unwrap(), loaded.dict("optim").unwrap());
-                let options = StateDictOptions::default();
-                set_state_dict(model.parameters(), &mut [&mut optimizer], m, o, &options).unwrap();
+                let optimizer = Optimizer::new(model.parameters(), algorithm.clone()).unwrap();
+                let mut run = TrainState::new(model, vec![optimizer]);
+                let checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+                checkpointer.load(&cpus, &mut run).unwrap();
+                let model = &run.model;
                 for fqn in model.parameters().fqns() {
                     let parameter = model.parameters().parameter(fqn).unwrap();
                     assert!(parameter.shards().iter().all(|shard| shard.tensor.device().is_cuda()), "{fqn}");
                 }
-                let state = state(&model, &optimizer);
+                let state = state(model, &run.optimizers[0]);
                 save(&gpus, &state, &group, &SaveOptions::default()).unwrap();
                 let mut saver = AsyncSaver::new(&group).unwrap();
                 saver.save(&later, &state, &SaveOptions::default()).unwrap();

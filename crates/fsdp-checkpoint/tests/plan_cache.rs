@@ -136,3 +136,32 @@ fn another_group_or_another_way_to_deduplicate_has_another_plan() {
     check(&dir.path().join("half-2"), 9, 2.0);
     check(&dir.path().join("lowest"), 9, 3.0);
 }
+
+#[test]
+fn a_plain_value_that_differs_between_ranks_is_an_error_that_names_its_key() {
+    let dir = tempfile::tempdir().unwrap();
+    run_local(3, |group| {
+        let mut saver = Saver::new();
+        let mut save =
+            |name: &str, state: &StateDict| saver.save(dir.path().join(name), state, &group, &SaveOptions::default());
+        let mut differing = state(&group, 4, 1.0);
+        let inner: StateDict = [("seed", i64::from(group.rank() == 2).into())].into_iter().collect();
+        differing.insert("generator", inner);
+        // Before a plan is made, and by one that is cached.
+        for (round, name) in ["first", "third"].into_iter().enumerate() {
+            let error = save(name, &differing).unwrap_err();
+            assert!(
+                matches!(&error, CheckpointError::DifferingValues { key, rank: 2, reference: 0 } if key == "generator.seed"),
+                "{error:?}"
+            );
+            assert!(!dir.path().join(name).exists());
+            // A key for each rank is no difference.
+            let mut own = state(&group, 4, 1.0);
+            own.insert(format!("generator.rank{}", group.rank()), group.rank() as i64);
+            save(&format!("own-{round}"), &own).unwrap();
+        }
+        let saved = load_whole(dir.path().join("own-1"), &[], &LoadOptions::default()).unwrap();
+        assert_eq!(saved.plain_at(&["generator.rank2"]).and_then(|rank| rank.as_int()), Some(2));
+    })
+    .unwrap();
+}

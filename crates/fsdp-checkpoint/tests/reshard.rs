@@ -1,5 +1,5 @@
-//! What one number of ranks saved, any other number loads, bit for bit, moving no tensor bytes between ranks and
-//! reading no more than it needs.
+//! A checkpoint that one number of ranks saved is loaded by any other number, bit for bit. No tensor bytes move between
+//! ranks, and no more is read than is needed.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -8,9 +8,11 @@ use std::path::Path;
 use candle_core::{Device, Tensor};
 use candle_nn::{Linear, Module, linear};
 use fsdp_checkpoint::{
-    LoadOptions, SaveOptions, StateDictOptions, get_state_dict, load, load_whole, save, set_state_dict,
+    Checkpointer, CheckpointerOptions, LoadOptions, SaveOptions, StateDictOptions, TrainState, get_state_dict,
+    load_whole, save,
 };
 use fsdp_comm::{ProcessGroup, run_local};
+use fsdp_flat::storage::HostBytes;
 use fsdp_nn::algorithm::{AdagradOptions, AdamOptions, Algorithm, SgdOptions};
 use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer, ShardingStrategy, Unit};
 use fsdp_state::{StateDict, StateValue, flatten_state_dict};
@@ -79,7 +81,7 @@ fn train_and_save(path: &Path, world: usize, strategy: ShardingStrategy, use_ori
     .unwrap();
 }
 
-/// Every value of a checkpoint by flat key, as bits.
+/// Returns every value of a checkpoint by flat key, as bits.
 fn bits(path: &Path) -> Vec<(String, String)> {
     let state = load_whole(path, &[], &LoadOptions::default()).unwrap();
     let mut values: Vec<(String, String)> = flatten_state_dict(&state)
@@ -89,7 +91,7 @@ fn bits(path: &Path) -> Vec<(String, String)> {
         .map(|(key, value)| {
             let text = match value {
                 StateValue::Tensor(t) => {
-                    format!("{:?} {:?}", t.dims(), fsdp_flat::storage::with_bytes(&t, <[u8]>::to_vec).unwrap())
+                    format!("{:?} {:?}", t.dims(), HostBytes::read(&t).unwrap().to_vec())
                 }
                 other => format!("{other:?}"),
             };
@@ -121,21 +123,13 @@ fn any_world_strategy_and_mode_loads_what_another_saved() {
                 run_local(world, |group| {
                     // Another seed: the values must come from the checkpoint.
                     let model = model(group.clone(), ShardingStrategy::FullShard, to % 2 == 0, 2);
-                    let mut optimizer = Optimizer::new(model.parameters(), algorithm.clone()).unwrap();
-                    let (m, _) = get_state_dict(model.parameters(), &[&optimizer], &options()).unwrap();
-                    let optim = fsdp_checkpoint::optimizer_template(
-                        &fsdp_dcp::reader::CheckpointReader::open(&path).unwrap(),
-                        &["optim"],
-                        &[&optimizer],
-                    )
-                    .unwrap();
-                    let mut state = whole_state(m, optim);
-                    load(&path, &mut state, &group, &LoadOptions::default()).unwrap();
-                    let (m, o) = (state.dict("model").unwrap(), state.dict("optim").unwrap());
-                    let report = set_state_dict(model.parameters(), &mut [&mut optimizer], m, o, &options()).unwrap();
+                    let optimizer = Optimizer::new(model.parameters(), algorithm.clone()).unwrap();
+                    let mut run = TrainState::new(model, vec![optimizer]);
+                    let mut checkpointer =
+                        Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+                    let report = checkpointer.load(&path, &mut run).unwrap();
                     assert!(report.is_clean(), "{report:?}");
-                    let (m, o) = get_state_dict(model.parameters(), &[&optimizer], &options()).unwrap();
-                    save(&again, &whole_state(m, o), &group, &SaveOptions::default()).unwrap();
+                    checkpointer.save(&again, &run).unwrap();
                 })
                 .unwrap();
                 assert_eq!(bits(&again), saved, "{algorithm:?}: saved by case {from}, loaded on {world} ranks");
@@ -149,37 +143,27 @@ fn training_goes_on_as_if_never_stopped() {
     let dir = tempfile::tempdir().unwrap();
     for algorithm in algorithms() {
         let path = dir.path().join("checkpoint");
-        let run = |world: usize, resume: bool, steps: std::ops::Range<usize>, save_to: Option<&Path>| {
+        let run = |world: usize, resume: bool, steps: std::ops::Range<usize>, save_to: &Path| {
             run_local(world, |group| {
-                let model = model(group.clone(), ShardingStrategy::FullShard, true, 1);
-                let mut optimizer = Optimizer::new(model.parameters(), algorithm.clone()).unwrap();
+                let save = SaveOptions { overwrite: true, ..SaveOptions::default() };
+                let options = CheckpointerOptions { save, ..CheckpointerOptions::default() };
+                let mut checkpointer = Checkpointer::new(dir.path(), &group, options).unwrap();
+                let model = model(group, ShardingStrategy::FullShard, true, 1);
+                let optimizer = Optimizer::new(model.parameters(), algorithm.clone()).unwrap();
+                let mut run = TrainState::new(model, vec![optimizer]);
                 if resume {
-                    let (m, _) = get_state_dict(model.parameters(), &[&optimizer], &options()).unwrap();
-                    let optim = fsdp_checkpoint::optimizer_template(
-                        &fsdp_dcp::reader::CheckpointReader::open(&path).unwrap(),
-                        &["optim"],
-                        &[&optimizer],
-                    )
-                    .unwrap();
-                    let mut state = whole_state(m, optim);
-                    load(&path, &mut state, &group, &LoadOptions::default()).unwrap();
-                    let (m, o) = (state.dict("model").unwrap(), state.dict("optim").unwrap());
-                    set_state_dict(model.parameters(), &mut [&mut optimizer], m, o, &options()).unwrap();
+                    checkpointer.load(&path, &mut run).unwrap();
                 }
-                steps.clone().for_each(|seed| step(&model, &mut optimizer, seed));
-                let (m, o) = get_state_dict(model.parameters(), &[&optimizer], &options()).unwrap();
-                if let Some(path) = save_to {
-                    let options = SaveOptions { overwrite: true, ..SaveOptions::default() };
-                    save(path, &whole_state(m, o), &group, &options).unwrap();
-                }
+                steps.clone().for_each(|seed| step(&run.model, &mut run.optimizers[0], seed));
+                checkpointer.save(save_to, &run).unwrap();
             })
             .unwrap();
         };
         let straight = dir.path().join("straight");
-        run(2, false, 0..6, Some(&straight));
-        run(2, false, 0..3, Some(&path));
+        run(2, false, 0..6, &straight);
+        run(2, false, 0..3, &path);
         let resumed = dir.path().join("resumed");
-        run(2, true, 3..6, Some(&resumed));
+        run(2, true, 3..6, &resumed);
         assert_eq!(bits(&resumed), bits(&straight), "{algorithm:?}");
     }
 }

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor};
 use fsdp_checkpoint::{Retention, SaveOptions, list_checkpoints, prune, save, step_path};
 use fsdp_comm::run_local;
-use fsdp_dcp::durable::{Durable, Step, StepHook};
 use fsdp_dcp::reader::CheckpointReader;
+use fsdp_dcp::storage::{Durable, Step, StepHook};
 use fsdp_state::StateDict;
 
 fn save_steps(dir: &Path, steps: &[u64]) {

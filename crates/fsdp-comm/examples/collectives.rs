@@ -1,4 +1,4 @@
-//! How fast collectives are, beside plain copies of the same memory in the same run.
+//! The speed of collectives, beside plain copies of the same memory in the same run.
 //!
 //! `cargo run --release -p fsdp-comm --example collectives -- [--json] [BACKEND [RANKS]] [--torch PYTHON]`: the backend
 //! (`local`, `tcp`, `sockets` for `tcp` without shared memory, or `mpi` under `mpirun` where it is compiled in) and the
@@ -150,7 +150,7 @@ fn bench(group: ProcessGroup, json: bool) -> Result<(), CommError> {
     Ok(())
 }
 
-/// The time of one call on the slowest rank, in the best of some rounds.
+/// Returns the time of one call on the slowest rank, in the best of some rounds.
 fn time(group: &ProcessGroup, mut call: impl FnMut() -> Result<(), CommError>) -> Result<Duration, CommError> {
     call()?;
     let started = Instant::now();

@@ -1,8 +1,10 @@
-//! What a backend does for a process group: rounds.
+//! The interface between process groups and backends: rounds.
 //!
-//! Every operation is one round, or two. In a round each rank shows the others a short record and publishes the bytes
-//! it sends; once all records are there, each rank looks at them and plans which ranges of whose bytes it wants, and
-//! where. [`ProcessGroup`](crate::ProcessGroup) knows the operations; a backend only knows rounds.
+//! Every operation consists of one or two rounds. In a round each rank shows a short record to all others, and
+//! publishes the bytes that it sends. Once all records have arrived, each rank plans from them which ranges of bytes it
+//! reads from which rank, and where they go.
+//!
+//! [`ProcessGroup`](crate::ProcessGroup) knows the operations; a backend only knows rounds.
 
 use std::fmt;
 use std::ops::Range;
@@ -11,55 +13,57 @@ use std::time::{Duration, Instant};
 
 use crate::CommError;
 
-/// How one group's bytes move. Ranks here are ranks of this group, except in errors and [`global_ranks`](Self::global_ranks).
-pub trait Backend: Send + Sync + fmt::Debug {
-    /// `local`, `tcp`, …
+/// One rank's connection to the other ranks of one group. Ranks are ranks of this group, except in errors and
+/// [`global_ranks`](Self::global_ranks).
+pub(crate) trait Backend: Send + Sync + fmt::Debug {
+    /// Returns the name: `local`, `tcp`, …
     fn name(&self) -> &'static str;
 
-    /// This rank.
+    /// Returns this rank.
     fn rank(&self) -> usize;
 
-    /// The global rank of each rank of the group.
+    /// Returns the global rank of each rank of the group.
     fn global_ranks(&self) -> &[usize];
 
     /// Carries out one round. All ranks call it with ascending [`Round::number`]s, one at a time.
     ///
-    /// `plan` is called once, with the records of all ranks in rank order. If it answers `None`, no bytes move; all
-    /// ranks' plans must fit each other. When this returns, on whatever path, no rank reads `send` any more.
+    /// `plan` is called once, with the records of all ranks in rank order. If it returns `None`, no bytes move. The
+    /// plans of all ranks must fit together. When this returns, with or without an error, no rank reads `send` any
+    /// more.
     ///
     /// # Errors
-    /// A rank that is missing at the deadline or has left, an abort, or the error of `plan` itself.
+    /// A rank that is missing at the deadline or has left; an abort; the error of `plan` itself.
     fn round<'p>(&self, round: &Round<'_>, record: &[u8], send: &[u8], plan: Planner<'p, '_>) -> Result<(), CommError>;
 
-    /// A group of some of these ranks, this one among them. All of them call it right after the same round, with the
-    /// same `id`, which no other group has. They may talk to each other until that round's time is up.
+    /// Creates a group of some of these ranks, including this one. All of them call it right after the same round, with
+    /// the same `id`, which no other group has. They may exchange messages until the deadline of that round.
     ///
     /// # Errors
-    /// What the backend needs for a group may be lacking; a rank may be missing.
+    /// The backend lacks something that a group needs, or a rank is missing.
     fn subgroup(&self, round: &Round<'_>, id: u64, ranks: &[usize]) -> Result<Arc<dyn Backend>, CommError>;
 
-    /// Tells all ranks that this group has failed in this round, unless it already has. Ranks that are still in an
-    /// earlier round, which this one has finished, may finish it too.
+    /// Tells all ranks that this group has failed in this round, unless it has failed already. Ranks that are still in
+    /// an earlier round may finish it: this rank has done its part of that.
     fn abort(&self, round: u64, error: &CommError);
 
-    /// How it moves GPU memory, if it does.
+    /// Returns the part that moves GPU memory, if the backend has one.
     #[cfg(feature = "nccl")]
     fn device(&self) -> Option<&dyn DeviceTransfer> {
         None
     }
 }
 
-/// What a backend does that moves GPU memory.
+/// The part of a backend that moves GPU memory.
 #[cfg(feature = "nccl")]
-pub trait DeviceTransfer {
-    /// The GPU's number.
+pub(crate) trait DeviceTransfer {
+    /// Returns the number of the GPU.
     fn ordinal(&self) -> usize;
 
-    /// Carries out a call that all ranks have agreed on in this round, after what the stream has been given so far.
-    /// When this returns, on whatever path, the GPU no longer touches the memory of the call.
+    /// Carries out a call that all ranks have agreed on in this round, after all earlier work of the stream. When this
+    /// returns, with or without an error, the GPU no longer touches the memory of the call.
     ///
     /// # Errors
-    /// A rank that is missing at the deadline or has left, an abort, or the library's own.
+    /// A rank that is missing at the deadline or has left; an abort; an error of the library.
     #[doc(hidden)]
     fn transfer(
         &self,
@@ -69,81 +73,84 @@ pub trait DeviceTransfer {
     ) -> Result<(), CommError>;
 }
 
-/// A collective on memory that only [`DeviceGroup`](crate::device::DeviceGroup)'s methods can lend.
+/// A collective on GPU memory that [`DeviceGroup`](crate::device::DeviceGroup) has borrowed for the call.
 #[cfg(feature = "nccl")]
 #[derive(Debug)]
-pub struct DeviceCall(pub(crate) crate::nccl::library::Movement);
+pub(crate) struct DeviceCall(pub(crate) crate::nccl::library::Movement);
 
-/// Which round this is, and how long it may take.
+/// The number of a round, and its deadline.
 #[derive(Debug, Clone, Copy)]
-pub struct Round<'a> {
-    /// Rounds of this group before this one.
-    pub number: u64,
-    /// Operations of this group before this one.
-    pub sequence: u64,
+pub(crate) struct Round<'a> {
+    /// The number of rounds of this group before this one.
+    pub(crate) number: u64,
+    /// The number of operations of this group before this one.
+    pub(crate) sequence: u64,
     /// The operation, for messages.
-    pub operation: &'a str,
-    /// The time that the operation was given,
-    pub deadline: Duration,
-    /// and when it is up.
-    pub until: Instant,
+    pub(crate) operation: &'a str,
+    /// The time that the operation may take.
+    pub(crate) deadline: Duration,
+    /// The moment at which that time is over.
+    pub(crate) until: Instant,
 }
 
-/// Decides on a rank's part of a round from the records of all ranks.
-pub type Planner<'p, 'a> = Box<dyn FnOnce(&[&[u8]]) -> Result<Option<Plan<'p>>, CommError> + 'a>;
+/// Plans a rank's part of a round from the records of all ranks.
+pub(crate) type Planner<'p, 'a> = Box<dyn FnOnce(&[&[u8]]) -> Result<Option<Plan<'p>>, CommError> + 'a>;
 
-/// Who gives bytes to whom in a round. The same on all ranks.
+/// The direction in which bytes move in a round. It is the same on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Pattern {
-    /// All ranks, the same bytes to each.
+pub(crate) enum Pattern {
+    /// Every rank sends the same bytes to every rank.
     AllGather,
-    /// One rank, the same bytes to each.
+    /// One rank sends the same bytes to every rank.
     Broadcast {
-        /// That rank.
+        /// The sending rank.
         root: usize,
     },
-    /// All ranks to one.
+    /// Every rank sends to one rank.
     Gather {
-        /// That rank.
+        /// The receiving rank.
         root: usize,
     },
-    /// One rank, other bytes to each.
+    /// One rank sends different bytes to every rank.
     Scatter {
-        /// That rank.
+        /// The sending rank.
         root: usize,
     },
-    /// All ranks, other bytes to each.
+    /// Every rank sends different bytes to every rank.
     AllToAll,
 }
 
 /// A rank's part of a round.
 #[derive(Debug)]
-pub struct Plan<'p> {
-    /// What all ranks' parts are together.
-    pub pattern: Pattern,
-    /// The most bytes that any rank wants of another: the same on all ranks, so that all can cut alike.
-    pub longest: usize,
-    /// For each rank, the range of this rank's bytes that it will want.
-    pub to: Vec<Range<usize>>,
-    /// For each rank, the range of its bytes that this rank wants.
-    pub from: Vec<Range<usize>>,
-    /// Where they go.
-    pub destination: Destination<'p>,
+pub(crate) struct Plan<'p> {
+    /// The direction of the whole round.
+    #[cfg_attr(not(feature = "mpi"), expect(dead_code, reason = "only MPI has a call for each direction"))]
+    pub(crate) pattern: Pattern,
+    /// The largest number of bytes that any rank reads from another. It is the same on all ranks, so that all cut their
+    /// bytes into the same pieces.
+    #[cfg_attr(not(feature = "mpi"), expect(dead_code, reason = "only MPI needs all ranks to make the same calls"))]
+    pub(crate) longest: usize,
+    /// For each rank, the range of this rank's bytes that it reads.
+    pub(crate) to: Vec<Range<usize>>,
+    /// For each rank, the range of its bytes that this rank reads.
+    pub(crate) from: Vec<Range<usize>>,
+    /// The place that the bytes go to.
+    pub(crate) destination: Destination<'p>,
 }
 
-/// Where the bytes of all ranks go.
-pub enum Destination<'p> {
+/// The place that the bytes of all ranks go to.
+pub(crate) enum Destination<'p> {
     /// For each rank, consecutive slices that its bytes fill exactly.
     Copy(Vec<Vec<&'p mut [u8]>>),
-    /// All ranks' bytes, equally many, go through this function: an offset and the bytes there of all ranks, in rank
-    /// order. It is called for successive blocks, each beginning at a multiple of [`BLOCK_BYTES`].
+    /// A function that takes equally many bytes of all ranks: an offset, and the bytes of each rank there, in rank
+    /// order. It is called for successive blocks, each of which begins at a multiple of [`BLOCK_BYTES`].
     Reduce(Reducer<'p>),
 }
 
-/// Takes an offset, and the bytes there of all ranks.
-pub type Reducer<'p> = Box<dyn FnMut(usize, &[&[u8]]) + 'p>;
+/// A function of an offset and the bytes of all ranks there.
+pub(crate) type Reducer<'p> = Box<dyn FnMut(usize, &[&[u8]]) + 'p>;
 
-/// Fills consecutive slices from consecutive pieces.
+/// Consecutive slices that are filled from consecutive pieces.
 #[derive(Debug)]
 pub(crate) struct Filler<'p> {
     slices: std::vec::IntoIter<&'p mut [u8]>,
@@ -155,7 +162,7 @@ impl<'p> Filler<'p> {
         Filler { slices: slices.into_iter(), rest: &mut [] }
     }
 
-    /// Copies the next bytes, and tells how many there was room for.
+    /// Copies bytes to the next free places, and returns how many there was room for.
     pub(crate) fn fill(&mut self, mut bytes: &[u8]) -> usize {
         let given = bytes.len();
         while !bytes.is_empty() {
@@ -174,8 +181,8 @@ impl<'p> Filler<'p> {
     }
 }
 
-/// How many bytes of each rank are reduced at a time; small enough to stay in the nearest cache.
-pub const BLOCK_BYTES: usize = 16 << 10;
+/// The number of bytes of each rank that are reduced at a time: few enough to stay in the nearest cache.
+pub(crate) const BLOCK_BYTES: usize = 16 << 10;
 
 impl fmt::Debug for Destination<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -199,24 +206,24 @@ pub(crate) fn reduce_blocks(reduce: &mut Reducer<'_>, offset: usize, pieces: &[&
 }
 
 impl Plan<'_> {
-    /// Whether this rank wants bytes of that one.
+    /// Returns `true` if this rank reads bytes of `rank`.
     #[must_use]
-    pub fn reads(&self, rank: usize) -> bool {
+    pub(crate) fn reads(&self, rank: usize) -> bool {
         self.from.get(rank).is_some_and(|range| !range.is_empty())
     }
 
-    /// Whether that rank wants bytes of this one.
+    /// Returns `true` if `rank` reads bytes of this rank.
     #[must_use]
-    pub fn is_read_by(&self, rank: usize) -> bool {
+    pub(crate) fn is_read_by(&self, rank: usize) -> bool {
         self.to.get(rank).is_some_and(|range| !range.is_empty())
     }
 
-    /// Fills the destination, given all ranks' published bytes (nothing for those that it does not read). Copies begin
-    /// with the bytes of `first`, so that ranks can begin at different places.
+    /// Fills the destination from the published bytes of all ranks (an empty slice for a rank that this one does not
+    /// read). Copies begin with the bytes of rank `first`, so that ranks can begin at different places.
     ///
     /// # Errors
-    /// If a rank has not published what is wanted of it: its number and what it has published.
-    pub fn deliver(self, sources: &[&[u8]], first: usize) -> Result<(), (usize, usize)> {
+    /// A rank has published fewer bytes than are read from it: that rank, and the number of bytes.
+    pub(crate) fn deliver(self, sources: &[&[u8]], first: usize) -> Result<(), (usize, usize)> {
         let wanted = |rank: usize| {
             let source = sources.get(rank).copied().unwrap_or_default();
             match self.from.get(rank) {

@@ -1,11 +1,11 @@
-//! Which backends there are.
+//! The names of the backends.
 
 use std::fmt;
 use std::str::FromStr;
 
 use crate::error::CommError;
 
-/// How the ranks of a job reach each other.
+/// The way in which the ranks of a job reach each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum BackendKind {
@@ -44,13 +44,13 @@ impl FromStr for BackendKind {
 }
 
 impl BackendKind {
-    /// All of them, compiled in or not.
+    /// Every kind, whether compiled in or not.
     pub const ALL: [BackendKind; 4] = [BackendKind::Local, BackendKind::Tcp, BackendKind::Mpi, BackendKind::Nccl];
 
-    /// Whether this build has it.
+    /// Checks that this build has the backend.
     ///
     /// # Errors
-    /// [`CommError::BackendUnavailable`] says how to get a build that has.
+    /// [`CommError::BackendUnavailable`] says how to get a build that has it.
     pub fn check_compiled_in(self) -> Result<(), CommError> {
         let message = match self {
             BackendKind::Local | BackendKind::Tcp => return Ok(()),
@@ -66,7 +66,7 @@ impl BackendKind {
         Err(self.unavailable(message))
     }
 
-    /// The error that this build or this machine lacks what it needs.
+    /// Returns the error that this build or this machine lacks something that the backend needs.
     pub(crate) fn unavailable(self, message: impl Into<String>) -> CommError {
         CommError::BackendUnavailable { backend: self.to_string(), message: message.into() }
     }

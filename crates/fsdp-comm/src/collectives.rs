@@ -9,11 +9,11 @@ use crate::group::{INLINE_BYTES, ProcessGroup, Turn};
 use crate::record::{Call, Operation};
 use crate::reduce::ReduceOp;
 
-/// Segments of an all-reduce begin at multiples of this many elements, so that no two ranks write to one cache line.
+/// The alignment of the segments of an all-reduce, in elements, so that no two ranks write to one cache line.
 const SEGMENT_ELEMENTS: usize = 64;
 
-/// Longest segment of an all-reduce: long enough that ranks seldom wait for each other, and short enough to stay in a
-/// cache between being reduced and being gathered. A multiple of [`SEGMENT_ELEMENTS`] of any type.
+/// The longest segment of an all-reduce: long enough that ranks seldom wait for each other, and short enough to stay in
+/// a cache between being reduced and being gathered. It is a multiple of [`SEGMENT_ELEMENTS`] elements of any type.
 const MAX_SEGMENT_BYTES: usize = 2 << 20;
 
 impl ProcessGroup {
@@ -26,12 +26,12 @@ impl ProcessGroup {
         self.all_gather_into_slices(&mut [output], input)
     }
 
-    /// As [`all_gather_into`](Self::all_gather_into), with the output in pieces: `outputs`, one after the other, are
-    /// filled as if they were one slice, so that each parameter's own buffer is filled without a flat temporary.
-    /// Where they are cut may differ between ranks.
+    /// Does the same as [`all_gather_into`](Self::all_gather_into), with the output in pieces. The slices of `outputs`
+    /// are filled one after the other, like a single slice, so that each parameter's own buffer is filled without a
+    /// flat temporary. The lengths of the slices may differ between ranks.
     ///
     /// # Errors
-    /// As [`all_gather_into`](Self::all_gather_into).
+    /// The same as [`all_gather_into`](Self::all_gather_into).
     pub fn all_gather_into_slices<T: Element>(&self, outputs: &mut [&mut [T]], input: &[T]) -> Result<(), CommError> {
         let call = tensor_call::<T>(Operation::AllGather, vec![input.len()]);
         let counts = vec![input.len(); self.world_size()];
@@ -49,8 +49,22 @@ impl ProcessGroup {
         counts: &[usize],
         input: &[T],
     ) -> Result<(), CommError> {
+        self.all_gather_uneven_into_slices(&mut [output], counts, input)
+    }
+
+    /// Gathers like [`all_gather_uneven_into`](Self::all_gather_uneven_into), with the output in pieces, as in
+    /// [`all_gather_into_slices`](Self::all_gather_into_slices).
+    ///
+    /// # Errors
+    /// The same as [`all_gather_uneven_into`](Self::all_gather_uneven_into).
+    pub fn all_gather_uneven_into_slices<T: Element>(
+        &self,
+        outputs: &mut [&mut [T]],
+        counts: &[usize],
+        input: &[T],
+    ) -> Result<(), CommError> {
         let call = tensor_call::<T>(Operation::AllGatherUneven, counts.to_vec());
-        self.all_gather(call, &mut [output], counts, input)
+        self.all_gather(call, outputs, counts, input)
     }
 
     fn all_gather<T: Element>(
@@ -192,16 +206,21 @@ impl ProcessGroup {
     /// torch's `gather`. `output` is `Some` on the root and `None` on all others.
     ///
     /// # Errors
-    /// An output that is not where or as long as it should be; inputs of different lengths or dtypes, different roots.
+    /// An output that is given on the wrong ranks or has the wrong length; inputs of different lengths or dtypes;
+    /// different roots.
     pub fn gather<T: Element>(&self, output: Option<&mut [T]>, input: &[T], root: usize) -> Result<(), CommError> {
         let call = Call { root: Some(root), ..tensor_call::<T>(Operation::Gather, vec![input.len()]) };
-        self.gather_counts(call, output, &vec![input.len(); self.world_size()], input, root)
+        let counts = vec![input.len(); self.world_size()];
+        match output {
+            Some(output) => self.gather_counts(call, Some(&mut [output]), &counts, input, root),
+            None => self.gather_counts(call, None, &counts, input, root),
+        }
     }
 
-    /// As [`gather`](Self::gather), where rank `r` brings `counts[r]` elements. All ranks give all counts.
+    /// Does the same as [`gather`](Self::gather) for `counts[r]` elements of each rank `r`. All ranks give all counts.
     ///
     /// # Errors
-    /// As [`gather`](Self::gather); counts that differ between ranks.
+    /// The same as [`gather`](Self::gather); counts that differ between ranks.
     pub fn gather_uneven<T: Element>(
         &self,
         output: Option<&mut [T]>,
@@ -209,19 +228,37 @@ impl ProcessGroup {
         input: &[T],
         root: usize,
     ) -> Result<(), CommError> {
+        match output {
+            Some(output) => self.gather_uneven_into_slices(Some(&mut [output]), counts, input, root),
+            None => self.gather_uneven_into_slices(None, counts, input, root),
+        }
+    }
+
+    /// Gathers like [`gather_uneven`](Self::gather_uneven), with the root's output in pieces, as in
+    /// [`all_gather_into_slices`](Self::all_gather_into_slices).
+    ///
+    /// # Errors
+    /// The same as [`gather_uneven`](Self::gather_uneven).
+    pub fn gather_uneven_into_slices<T: Element>(
+        &self,
+        outputs: Option<&mut [&mut [T]]>,
+        counts: &[usize],
+        input: &[T],
+        root: usize,
+    ) -> Result<(), CommError> {
         let call = Call { root: Some(root), ..tensor_call::<T>(Operation::GatherUneven, counts.to_vec()) };
-        self.gather_counts(call, output, counts, input, root)
+        self.gather_counts(call, outputs, counts, input, root)
     }
 
     fn gather_counts<T: Element>(
         &self,
         call: Call,
-        output: Option<&mut [T]>,
+        outputs: Option<&mut [&mut [T]]>,
         counts: &[usize],
         input: &[T],
         root: usize,
     ) -> Result<(), CommError> {
-        let given = output.as_ref().map(|output| output.len());
+        let given = outputs.as_ref().map(|outputs| outputs.iter().map(|output| output.len()).sum());
         let arguments = check(&call, || {
             self.check_root(root)?;
             self.check_counts("counts", counts)?;
@@ -232,13 +269,15 @@ impl ProcessGroup {
         turn.round(None, Vec::new(), bytemuck::cast_slice(input), move |_| {
             let mut to = vec![0..0; counts.len()];
             to[root] = 0..size_of_val(input);
-            let from = counts.iter().map(|count| 0..if output.is_some() { count * size_of::<T>() } else { 0 });
+            let from = counts.iter().map(|count| 0..if outputs.is_some() { count * size_of::<T>() } else { 0 });
+            let from = from.collect();
+            let outputs = outputs.into_iter().flatten().map(|output| bytemuck::cast_slice_mut(output));
             Ok(Some(Plan {
                 pattern: Pattern::Gather { root },
                 longest: longest::<T>(counts),
                 to,
-                from: from.collect(),
-                destination: copy_into::<T>(output.map(bytemuck::cast_slice_mut), counts),
+                from,
+                destination: copy_into::<T>(outputs, counts),
             }))
         })
     }
@@ -247,17 +286,19 @@ impl ProcessGroup {
     /// `input` is `Some` on the root and `None` on all others.
     ///
     /// # Errors
-    /// An input that is not where or as long as it should be; outputs of different lengths or dtypes, different roots.
+    /// An input that is given on the wrong ranks or has the wrong length; outputs of different lengths or dtypes;
+    /// different roots.
     pub fn scatter<T: Element>(&self, output: &mut [T], input: Option<&[T]>, root: usize) -> Result<(), CommError> {
         let call = Call { root: Some(root), ..tensor_call::<T>(Operation::Scatter, vec![output.len()]) };
         let counts = vec![output.len(); self.world_size()];
-        self.scatter_counts(call, output, input, &counts, root)
+        self.scatter_counts(call, &mut [output], input, &counts, root)
     }
 
-    /// As [`scatter`](Self::scatter), where rank `r` gets `counts[r]` elements. All ranks give all counts.
+    /// Does the same as [`scatter`](Self::scatter) for `counts[r]` elements of each rank `r`. All ranks give all
+    /// counts.
     ///
     /// # Errors
-    /// As [`scatter`](Self::scatter); counts that differ between ranks.
+    /// The same as [`scatter`](Self::scatter); counts that differ between ranks.
     pub fn scatter_uneven<T: Element>(
         &self,
         output: &mut [T],
@@ -265,22 +306,38 @@ impl ProcessGroup {
         counts: &[usize],
         root: usize,
     ) -> Result<(), CommError> {
+        self.scatter_uneven_into_slices(&mut [output], input, counts, root)
+    }
+
+    /// Scatters like [`scatter_uneven`](Self::scatter_uneven), with the output in pieces, as in
+    /// [`all_gather_into_slices`](Self::all_gather_into_slices).
+    ///
+    /// # Errors
+    /// The same as [`scatter_uneven`](Self::scatter_uneven).
+    pub fn scatter_uneven_into_slices<T: Element>(
+        &self,
+        outputs: &mut [&mut [T]],
+        input: Option<&[T]>,
+        counts: &[usize],
+        root: usize,
+    ) -> Result<(), CommError> {
         let call = Call { root: Some(root), ..tensor_call::<T>(Operation::ScatterUneven, counts.to_vec()) };
-        self.scatter_counts(call, output, input, counts, root)
+        self.scatter_counts(call, outputs, input, counts, root)
     }
 
     fn scatter_counts<T: Element>(
         &self,
         call: Call,
-        output: &mut [T],
+        outputs: &mut [&mut [T]],
         input: Option<&[T]>,
         counts: &[usize],
         root: usize,
     ) -> Result<(), CommError> {
+        let given = outputs.iter().map(|output| output.len()).sum();
         let arguments = check(&call, || {
             self.check_root(root)?;
             self.check_counts("counts", counts)?;
-            self.check_numel("the output", output.len(), counts[self.rank()])?;
+            self.check_numel("the output", given, counts[self.rank()])?;
             self.check_root_only("an input", root, input.map(<[T]>::len), sum(counts)?)
         });
         let mut turn = self.begin(call, arguments)?;
@@ -289,9 +346,10 @@ impl ProcessGroup {
             let mut from = vec![0..0; counts.len()];
             from[root] = ranges[self.rank()].clone();
             let mut received = vec![0; counts.len()];
-            received[root] = output.len();
+            received[root] = given;
             let to = if input.is_some() { ranges } else { vec![0..0; counts.len()] };
-            let destination = copy_into::<T>([bytemuck::cast_slice_mut(output)], &received);
+            let outputs = outputs.iter_mut().map(|output| bytemuck::cast_slice_mut(output));
+            let destination = copy_into::<T>(outputs, &received);
             Ok(Some(Plan { pattern: Pattern::Scatter { root }, longest: longest::<T>(counts), to, from, destination }))
         })
     }
@@ -300,7 +358,8 @@ impl ProcessGroup {
     /// into `output`; both lie in rank order. torch's `all_to_all_single` with split sizes.
     ///
     /// # Errors
-    /// Counts that are not those of the slices; a rank that expects another number of elements than is sent to it.
+    /// Counts that do not add up to the lengths of the slices; a rank that expects another number of elements than is
+    /// sent to it.
     pub fn all_to_all_uneven<T: Element>(
         &self,
         output: &mut [T],
@@ -308,11 +367,27 @@ impl ProcessGroup {
         input: &[T],
         send_counts: &[usize],
     ) -> Result<(), CommError> {
+        self.all_to_all_uneven_into_slices(&mut [output], receive_counts, input, send_counts)
+    }
+
+    /// Exchanges like [`all_to_all_uneven`](Self::all_to_all_uneven), with the output in pieces, as in
+    /// [`all_gather_into_slices`](Self::all_gather_into_slices).
+    ///
+    /// # Errors
+    /// The same as [`all_to_all_uneven`](Self::all_to_all_uneven).
+    pub fn all_to_all_uneven_into_slices<T: Element>(
+        &self,
+        outputs: &mut [&mut [T]],
+        receive_counts: &[usize],
+        input: &[T],
+        send_counts: &[usize],
+    ) -> Result<(), CommError> {
         let call = tensor_call::<T>(Operation::AllToAllUneven, Vec::new());
+        let given = outputs.iter().map(|output| output.len()).sum();
         let arguments = check(&call, || {
             self.check_counts("the counts to receive", receive_counts)?;
             self.check_counts("the counts to send", send_counts)?;
-            self.check_numel("the output", output.len(), sum(receive_counts)?)?;
+            self.check_numel("the output", given, sum(receive_counts)?)?;
             self.check_numel("the input", input.len(), sum(send_counts)?)
         });
         let mut turn = self.begin(call, arguments)?;
@@ -332,13 +407,14 @@ impl ProcessGroup {
                 let start = (before as usize).saturating_mul(size_of::<T>());
                 start..start + receive_counts[from] * size_of::<T>()
             });
+            let outputs = outputs.iter_mut().map(|output| bytemuck::cast_slice_mut(output));
             let sent = owns.iter().flat_map(|own| &own[..world_size]).max().copied().unwrap_or_default() as usize;
             Ok(Some(Plan {
                 pattern: Pattern::AllToAll,
                 longest: longest::<T>(&[sent]),
                 to: byte_ranges::<T>(send_counts),
                 from: from.collect(),
-                destination: copy_into::<T>([bytemuck::cast_slice_mut(output)], receive_counts),
+                destination: copy_into::<T>(outputs, receive_counts),
             }))
         })
     }
@@ -396,23 +472,24 @@ fn sum(counts: &[usize]) -> Result<usize, String> {
     sum.ok_or_else(|| format!("counts {counts:?} are too large"))
 }
 
-/// The bytes of the largest of these counts.
+/// Returns the number of bytes of the largest of these counts.
 fn longest<T>(counts: &[usize]) -> usize {
     counts.iter().max().copied().unwrap_or_default().saturating_mul(size_of::<T>())
 }
 
-/// Where each rank's elements lie, one after the other, in bytes.
+/// Returns the range of bytes of each rank's elements, which lie one after the other.
 fn byte_ranges<T>(counts: &[usize]) -> Vec<Range<usize>> {
-    let mut end = 0;
-    let range = |count: &usize| {
-        let start = end;
-        end += count * size_of::<T>();
-        start..end
-    };
-    counts.iter().map(range).collect()
+    let mut ranges = Vec::with_capacity(counts.len());
+    let mut start = 0;
+    for count in counts {
+        let end = start + count * size_of::<T>();
+        ranges.push(start..end);
+        start = end;
+    }
+    ranges
 }
 
-/// Cuts consecutive slices into what comes from each rank.
+/// Cuts consecutive slices into the pieces that come from each rank.
 fn copy_into<'p, T>(outputs: impl IntoIterator<Item = &'p mut [u8]>, counts: &[usize]) -> Destination<'p> {
     let mut outputs = outputs.into_iter();
     let mut rest: &mut [u8] = &mut [];

@@ -1,11 +1,11 @@
-//! The collectives on GPU memory: between GPUs directly, without a copy on the host.
+//! Collectives on GPU memory, between GPUs directly, without a copy on the host.
 //!
-//! A [`DeviceGroup`] has the operations of a [`ProcessGroup`] on [`DeviceSlice`]s instead of slices. As there, all ranks
-//! first agree on what they call, and an operation that returns is over: on the GPU, too, so that whatever is given to
-//! any stream afterwards sees its result. What is in the stream of the slices is waited for before.
+//! A [`DeviceGroup`] has the operations of a [`ProcessGroup`] on [`DeviceSlice`]s instead of slices. All ranks first agree
+//! on the call, as on the host. An operation waits for earlier work of the slices' stream, and when it returns it is over
+//! on the GPU too, so later work of any stream sees its result.
 //!
-//! Unlike on the host, NCCL decides in which order ranks are reduced and how `f16` and `bf16` are rounded on the way;
-//! and a maximum with a NaN may be the other number.
+//! Unlike on the host, NCCL chooses the order in which ranks are reduced, and how `f16` and `bf16` are rounded on the way.
+//! The maximum of a NaN and a number may be the number.
 
 use std::marker::PhantomData;
 
@@ -21,7 +21,7 @@ use crate::nccl::library::{Address, Movement, number};
 use crate::record::{Call, Operation};
 use crate::reduce::ReduceOp;
 
-/// Elements in a GPU's memory, lent for reading.
+/// Elements in a GPU's memory, borrowed for reading.
 #[derive(Debug)]
 pub struct DeviceSlice<'a, T> {
     address: Address,
@@ -31,7 +31,7 @@ pub struct DeviceSlice<'a, T> {
     _elements: PhantomData<&'a [T]>,
 }
 
-/// Elements in a GPU's memory, lent for change.
+/// Elements in a GPU's memory, borrowed for writing.
 #[derive(Debug)]
 pub struct DeviceSliceMut<'a, T> {
     address: Address,
@@ -42,7 +42,7 @@ pub struct DeviceSliceMut<'a, T> {
 }
 
 impl<'a, T: Element> DeviceSlice<'a, T> {
-    /// Lends all of `memory`. `stream` is where it was written, by this thread.
+    /// Borrows all of `memory`, which this thread has written through `stream`.
     pub fn new(memory: &'a impl DevicePtr<T>, stream: &'a CudaStream) -> Self {
         let numel = memory.len();
         let (address, order) = memory.device_ptr(stream);
@@ -55,7 +55,7 @@ impl<'a, T: Element> DeviceSlice<'a, T> {
 }
 
 impl<'a, T: Element> DeviceSliceMut<'a, T> {
-    /// Lends all of `memory`. `stream` is where it is used, by this thread.
+    /// Borrows all of `memory`, which this thread uses through `stream`.
     pub fn new(memory: &'a mut impl DevicePtrMut<T>, stream: &'a CudaStream) -> Self {
         let numel = memory.len();
         let (address, order) = memory.device_ptr_mut(stream);
@@ -81,7 +81,7 @@ impl std::fmt::Debug for DeviceGroup<'_> {
 }
 
 impl ProcessGroup {
-    /// The group's operations on GPU memory; `None` where the backend moves only the host's. The same on all ranks.
+    /// Returns the group's operations on GPU memory; `None` on all ranks if the backend moves only host memory.
     #[must_use]
     pub fn device(&self) -> Option<DeviceGroup<'_>> {
         self.device_transfer().map(|transfer| DeviceGroup { group: self, transfer })
@@ -89,16 +89,16 @@ impl ProcessGroup {
 }
 
 impl DeviceGroup<'_> {
-    /// The number of the GPU whose memory this rank's slices must be in.
+    /// Returns the number of the GPU whose memory this rank's slices must be in.
     #[must_use]
     pub fn ordinal(&self) -> usize {
         self.transfer.ordinal()
     }
 
-    /// As [`ProcessGroup::all_gather_into`].
+    /// Does the same as [`ProcessGroup::all_gather_into`].
     ///
     /// # Errors
-    /// As there, and memory of another GPU.
+    /// The same as on the host, and memory of another GPU.
     pub fn all_gather_into<T: Element>(
         &self,
         output: &mut DeviceSliceMut<'_, T>,
@@ -121,10 +121,10 @@ impl DeviceGroup<'_> {
         })
     }
 
-    /// As [`ProcessGroup::reduce_scatter`], but NCCL chooses the order.
+    /// Does the same as [`ProcessGroup::reduce_scatter`], in an order that NCCL chooses.
     ///
     /// # Errors
-    /// As there, types that NCCL does not compute with, and memory of another GPU.
+    /// The same as on the host, dtypes that NCCL does not compute with, and memory of another GPU.
     pub fn reduce_scatter<T: Element>(
         &self,
         output: &mut DeviceSliceMut<'_, T>,
@@ -149,17 +149,17 @@ impl DeviceGroup<'_> {
         })
     }
 
-    /// As [`ProcessGroup::all_reduce`], but NCCL chooses the order: the same on all ranks.
+    /// Does the same as [`ProcessGroup::all_reduce`], in an order that NCCL chooses. It is the same on all ranks.
     ///
     /// # Errors
-    /// As there, types that NCCL does not compute with, and memory of another GPU.
+    /// The same as on the host, dtypes that NCCL does not compute with, and memory of another GPU.
     pub fn all_reduce<T: Element>(&self, buffer: &mut DeviceSliceMut<'_, T>, op: ReduceOp) -> Result<(), CommError> {
         let numel = buffer.numel;
         let call = Call { reduce: Some(op), ..call::<T>(Operation::AllReduce, vec![numel], None) };
         let arguments =
             check(&call, || self.check_streams(&[buffer.stream])).and_then(|()| check_reduction::<T>(&call, op));
         let (ranks, address) = (self.group.world_size(), buffer.address);
-        // What a ring moves.
+        // The bytes that a ring of ranks moves.
         let others = 2 * (buffer.bytes() / ranks) * (ranks - 1);
         self.run(call, arguments, (others, others), buffer.stream, numel == 0, move || Movement::AllReduce {
             buffer: address,
@@ -169,10 +169,10 @@ impl DeviceGroup<'_> {
         })
     }
 
-    /// As [`ProcessGroup::broadcast`].
+    /// Does the same as [`ProcessGroup::broadcast`].
     ///
     /// # Errors
-    /// As there, and memory of another GPU.
+    /// The same as on the host, and memory of another GPU.
     pub fn broadcast<T: Element>(&self, buffer: &mut DeviceSliceMut<'_, T>, root: usize) -> Result<(), CommError> {
         let call = call::<T>(Operation::Broadcast, vec![buffer.numel], Some(root));
         let arguments = check(&call, || {
@@ -188,10 +188,10 @@ impl DeviceGroup<'_> {
         })
     }
 
-    /// As [`ProcessGroup::gather`].
+    /// Does the same as [`ProcessGroup::gather`].
     ///
     /// # Errors
-    /// As there, and memory of another GPU.
+    /// The same as on the host, and memory of another GPU.
     pub fn gather<T: Element>(
         &self,
         output: Option<&mut DeviceSliceMut<'_, T>>,
@@ -219,10 +219,10 @@ impl DeviceGroup<'_> {
         self.exchange(call, arguments, send, receive, input.stream)
     }
 
-    /// As [`ProcessGroup::scatter`].
+    /// Does the same as [`ProcessGroup::scatter`].
     ///
     /// # Errors
-    /// As there, and memory of another GPU.
+    /// The same as on the host, and memory of another GPU.
     pub fn scatter<T: Element>(
         &self,
         output: &mut DeviceSliceMut<'_, T>,
@@ -248,10 +248,10 @@ impl DeviceGroup<'_> {
         self.exchange(call, arguments, send, receive, output.stream)
     }
 
-    /// As [`ProcessGroup::all_to_all_uneven`].
+    /// Does the same as [`ProcessGroup::all_to_all_uneven`].
     ///
     /// # Errors
-    /// As there, and memory of another GPU.
+    /// The same as on the host, and memory of another GPU.
     pub fn all_to_all_uneven<T: Element>(
         &self,
         output: &mut DeviceSliceMut<'_, T>,
@@ -284,15 +284,12 @@ impl DeviceGroup<'_> {
                 None => Ok(()),
             }
         });
-        let bytes = |counts: &[usize]| -> Vec<usize> {
-            counts.iter().map(|count| count.saturating_mul(size_of::<T>())).collect()
-        };
-        let send = pieces(input.address, &bytes(send_counts));
-        let receive = pieces(output.address, &bytes(receive_counts));
+        let send = pieces(input.address, &bytes_of::<T>(send_counts));
+        let receive = pieces(output.address, &bytes_of::<T>(receive_counts));
         self.exchange(call, arguments, send, receive, input.stream)
     }
 
-    /// Bytes to and from each rank.
+    /// Sends bytes to each rank and receives bytes from each rank.
     fn exchange(
         &self,
         call: Call,
@@ -302,10 +299,7 @@ impl DeviceGroup<'_> {
         stream: &CudaStream,
     ) -> Result<(), CommError> {
         let rank = self.group.rank();
-        let others = |pieces: &[(Address, usize)]| -> usize {
-            pieces.iter().enumerate().filter(|&(other, _)| other != rank).map(|(_, piece)| piece.1).sum()
-        };
-        let moved = (others(&send), others(&receive));
+        let moved = (bytes_of_others(&send, rank), bytes_of_others(&receive, rank));
         let nothing = send.iter().chain(&receive).all(|piece| piece.1 == 0);
         self.run(call, arguments, moved, stream, nothing, move || Movement::Exchange { send, receive })
     }
@@ -326,7 +320,7 @@ impl DeviceGroup<'_> {
         )
     }
 
-    /// All memory must be the GPU's of this rank, and in the order of one stream, which the call then follows.
+    /// Checks that all memory is on this rank's GPU and used through one stream, after which the call is ordered.
     fn check_streams(&self, streams: &[&CudaStream]) -> Result<(), String> {
         let own = self.ordinal();
         let ordinal = |stream: &&CudaStream| stream.context().ordinal();
@@ -336,10 +330,10 @@ impl DeviceGroup<'_> {
                 self.group.rank()
             ));
         }
-        match streams.windows(2).all(|pair| pair[0].cu_stream() == pair[1].cu_stream()) {
-            true => Ok(()),
-            false => Err("the memory is of different streams".to_owned()),
+        if streams.windows(2).any(|pair| pair[0].cu_stream() != pair[1].cu_stream()) {
+            return Err("the memory is of different streams".to_owned());
         }
+        Ok(())
     }
 
     fn check_numel(&self, what: &str, given: usize, needed: Option<usize>) -> Result<(), String> {
@@ -372,7 +366,7 @@ fn call<T: Element>(operation: Operation, sizes: Vec<usize>, root: Option<usize>
     Call { dtype: Some(T::DTYPE), sizes, root, on_device: true, ..Call::new(operation) }
 }
 
-/// What only moves can be counted in bytes, where NCCL does not know the type.
+/// Returns the count and dtype to give NCCL for a move: bytes, if NCCL does not know the element type.
 const fn as_counted<T: Element>(numel: usize) -> (usize, DType) {
     match number(T::DTYPE) {
         Some(_) => (numel, T::DTYPE),
@@ -391,7 +385,17 @@ fn sum(counts: &[usize]) -> Option<usize> {
     counts.iter().try_fold(0usize, |sum, &count| sum.checked_add(count))
 }
 
-/// Consecutive pieces of these many bytes.
+/// Returns the number of bytes of each count of elements.
+fn bytes_of<T>(counts: &[usize]) -> Vec<usize> {
+    counts.iter().map(|count| count.saturating_mul(size_of::<T>())).collect()
+}
+
+/// Returns the number of bytes of the pieces to or from other ranks.
+fn bytes_of_others(pieces: &[(Address, usize)], rank: usize) -> usize {
+    pieces.iter().enumerate().filter(|&(other, _)| other != rank).map(|(_, piece)| piece.1).sum()
+}
+
+/// Returns the addresses of consecutive pieces with these numbers of bytes.
 fn pieces(start: Address, bytes: &[usize]) -> Vec<(Address, usize)> {
     let mut next = start;
     let piece = |&len: &usize| {

@@ -1,4 +1,4 @@
-//! What a tensor collective can carry.
+//! The element types of tensor collectives.
 
 use fsdp_layout::DType;
 use half::{bf16, f16};

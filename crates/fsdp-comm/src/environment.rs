@@ -1,20 +1,20 @@
-//! Who a process is among the ranks of its job, as its launcher tells it.
+//! The place of a process in its job, from the variables that its launcher has set.
 
 use std::fmt;
 
 use crate::error::CommError;
 
-/// The port that is used where nobody says otherwise: torch's.
+/// The port of rank 0 unless `MASTER_PORT` is set. It is torch's.
 pub const DEFAULT_MASTER_PORT: u16 = 29500;
 
-/// Most ranks that a job may claim to have.
+/// The largest number of ranks that a job may have.
 pub const MAX_WORLD_SIZE: usize = 1 << 20;
 
-/// Who told a process its rank.
+/// The program that started a process as a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Launcher {
-    /// torchrun's variables, which `fsdp launch` sets too.
+    /// torchrun, or `fsdp launch`, which sets the same variables.
     Torchrun,
     /// Open MPI's `mpirun`.
     OpenMpi,
@@ -40,8 +40,8 @@ impl fmt::Display for Launcher {
 
 /// A process's place in its job.
 ///
-/// The first launcher in this table that has set its rank variable is believed. So torchrun or Open MPI's `mpirun` inside
-/// a SLURM allocation count, and not the allocation's own single process.
+/// The first launcher in this table whose rank variable is set decides. So torchrun or Open MPI's `mpirun` inside a SLURM
+/// allocation is found, and not the single process of the allocation itself.
 ///
 /// | launcher | rank | world size | local rank, local world size |
 /// |---|---|---|---|
@@ -51,44 +51,44 @@ impl fmt::Display for Launcher {
 /// | MPICH, Intel MPI | `PMI_RANK` | `PMI_SIZE` | `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` |
 /// | Kubernetes | `JOB_COMPLETION_INDEX` | `WORLD_SIZE` | |
 ///
-/// `MASTER_ADDR` is where rank 0 listens. Without it, it is this host if all ranks are on one host as far as the
-/// launcher tells, and under SLURM the first host of `SLURM_STEP_NODELIST`; otherwise its absence is an error.
+/// `MASTER_ADDR` is the address of rank 0. If it is not set, the address is this host if the launcher says that all ranks
+/// are on one host, and under SLURM the first host of `SLURM_STEP_NODELIST`; otherwise its absence is an error.
 /// `MASTER_PORT` is [`DEFAULT_MASTER_PORT`] by default.
 ///
-/// The job is told from others that use the same port by `FSDP_JOB_ID`, else by the launcher's own name for it
-/// (`TORCHELASTIC_RUN_ID`; `PMIX_NAMESPACE`; `SLURM_JOB_ID` and `SLURM_STEP_ID`; `JOB_NAME`), else by nothing.
+/// Jobs that use the same port are told apart by `FSDP_JOB_ID`, or if it is not set by the launcher's own name for the job
+/// (`TORCHELASTIC_RUN_ID`; `PMIX_NAMESPACE`; `SLURM_JOB_ID` and `SLURM_STEP_ID`; `JOB_NAME`).
 ///
-/// torchrun says `TORCHELASTIC_USE_AGENT_STORE=True` where its agent listens at `MASTER_ADDR:MASTER_PORT` itself, with
-/// torch's key-value store. There rank 0 listens on a free port of its own host, and the others learn from the agent's
-/// store where that is.
+/// If torchrun sets `TORCHELASTIC_USE_AGENT_STORE=True`, its agent listens at `MASTER_ADDR:MASTER_PORT` itself, with
+/// torch's key-value store. Then rank 0 listens on a free port of its own host, and the others read its address from the
+/// agent's store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Environment {
-    /// Who told.
+    /// The launcher.
     pub launcher: Launcher,
-    /// This process among all.
+    /// The number of this process among all, from 0.
     pub rank: usize,
-    /// How many there are.
+    /// The number of processes of the job.
     pub world_size: usize,
-    /// This process among those of its host, where the launcher tells: which GPU to use.
+    /// The number of this process among those of its host, if the launcher tells. It chooses the GPU.
     pub local_rank: Option<usize>,
-    /// How many there are on its host, where the launcher tells.
+    /// The number of processes on its host, if the launcher tells.
     pub local_world_size: Option<usize>,
     /// The host of rank 0, or of the agent that keeps a store: a name or an address.
     pub master_addr: String,
     /// The port on which rank 0 listens, or the agent that keeps a store.
     pub master_port: u16,
-    /// What tells this job from others.
+    /// The name that tells this job from others on the same port.
     pub job: String,
-    /// The key under which rank 0 tells its address, where torchrun's agent keeps a store.
+    /// The key of rank 0's address in the store of torchrun's agent, if the agent keeps one.
     pub agent_store: Option<String>,
 }
 
-/// torchrun's variable that says whether its agent keeps a store for the ranks, and its value if so.
+/// The variable of torchrun, and its value, if its agent keeps a store for the ranks.
 const USE_AGENT_STORE: (&str, &str) = ("TORCHELASTIC_USE_AGENT_STORE", "True");
 
 impl Environment {
-    /// This process's place in its job.
+    /// Reads the place of this process from its environment variables.
     ///
     /// # Errors
     /// [`CommError::Environment`] names the variable that is missing or makes no sense.
@@ -96,7 +96,7 @@ impl Environment {
         Self::from_variables(|name| std::env::var(name).ok())
     }
 
-    /// As [`from_env`](Self::from_env), for a process with these variables. Empty ones count as absent.
+    /// Reads the place of a process from variables that `get` returns. Empty ones count as absent.
     ///
     /// ```
     /// use fsdp_comm::{Environment, Launcher};
@@ -110,7 +110,7 @@ impl Environment {
     /// ```
     ///
     /// # Errors
-    /// As [`from_env`](Self::from_env).
+    /// The same as [`from_env`](Self::from_env).
     pub fn from_variables(get: impl Fn(&str) -> Option<String>) -> Result<Self, CommError> {
         let variables = Variables(&get);
         let has = |name| variables.get(name).is_some();
@@ -160,7 +160,7 @@ impl Environment {
         Ok(Environment { master_addr, ..environment })
     }
 
-    /// The address at which all ranks meet.
+    /// Returns the address at which all ranks meet, with its port.
     #[must_use]
     pub fn master(&self) -> String {
         // An IPv6 address needs brackets before a port.
@@ -199,7 +199,7 @@ impl Variables<'_> {
         self.get(name).map(parse).transpose()
     }
 
-    /// Rank, world size and port; `sizes` are the variables of the world size, the first that is set counts.
+    /// Reads rank, world size and port. Of `sizes`, the variables of the world size, the first that is set counts.
     fn place(&self, launcher: Launcher, rank: &str, sizes: &[&str]) -> Result<Environment, CommError> {
         let size = sizes.iter().copied().find(|name| self.get(name).is_some()).unwrap_or(sizes[0]);
         let needed = |name: &str| {
@@ -225,7 +225,9 @@ impl Variables<'_> {
         })
     }
 
-    /// The restart count is no part of the key: an agent that restarts its ranks because another one did so does not
+    /// Returns the key of rank 0's address, if torchrun's agent keeps a store.
+    ///
+    /// The restart count is not part of the key. An agent that restarts its ranks because another agent did so does not
     /// count that, so the ranks of one attempt can have different counts.
     fn agent_store(&self, job: &str) -> Option<String> {
         let (name, value) = USE_AGENT_STORE;
@@ -238,7 +240,7 @@ impl Variables<'_> {
     }
 }
 
-/// The first of SLURM's hosts: `gpu-01` of `gpu-[01-04,7],login2`.
+/// Returns the first host of SLURM's list of hosts: `gpu-01` of `gpu-[01-04,7],login2`.
 fn first_host(hosts: &str) -> Option<String> {
     let end = hosts.find([',', '[']).unwrap_or(hosts.len());
     let (prefix, rest) = hosts.split_at(end);

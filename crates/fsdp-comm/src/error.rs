@@ -9,14 +9,14 @@ use thiserror::Error;
 
 use crate::ReduceOp;
 
-/// Longest message, in bytes, that one rank's failure brings to the others. Longer ones are cut.
+/// The longest message, in bytes, that one rank's failure brings to the others. Longer ones are cut.
 pub const MAX_MESSAGE_BYTES: usize = 4096;
 
-/// Why a collective failed. Ranks in errors are global ranks, also where a sub-group failed.
+/// The reason that a collective failed. Ranks in errors are global ranks, also where a sub-group failed.
 ///
 /// [`Timeout`](Self::Timeout), [`RankLeft`](Self::RankLeft), [`Mismatch`](Self::Mismatch), [`Aborted`](Self::Aborted)
 /// and [`Library`](Self::Library) end the group: every later operation on it fails at once with the same error.
-/// After all others, which every rank meets at the same operation, the group goes on.
+/// All other errors reach every rank at the same operation, and the group goes on.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Error)]
 #[non_exhaustive]
 pub enum CommError {
@@ -29,7 +29,7 @@ pub enum CommError {
     Timeout {
         /// The operation, e.g. `all_gather`.
         operation: String,
-        /// How many operations the group had done before.
+        /// The number of operations that the group had done before.
         sequence: u64,
         /// The ranks that were waited for.
         missing: Vec<usize>,
@@ -43,12 +43,12 @@ pub enum CommError {
         rank: usize,
         /// The operation that needed it.
         operation: String,
-        /// How many operations the group had done before.
+        /// The number of operations that the group had done before.
         sequence: u64,
-        /// How it left, e.g. `left the group`, or `panicked: …`.
+        /// The way in which it left, e.g. `has left the group`, or `panicked: …`.
         reason: String,
     },
-    /// Ranks brought their own errors to an operation, which no rank therefore carried out.
+    /// Ranks brought errors of their own to an operation, so no rank carried it out.
     #[error("`{operation}` failed on {}", Failures(failures))]
     RankFailed {
         /// The operation, or the name given to `agree`.
@@ -59,28 +59,28 @@ pub enum CommError {
     /// Ranks called different operations, or the same with different arguments.
     #[error("collectives do not match at operation {sequence} of their group: {}", Calls(calls))]
     Mismatch {
-        /// How many operations the group had done before.
+        /// The number of operations that the group had done before.
         sequence: u64,
-        /// Who called what; ranks that called the same are together.
+        /// The calls, each with the ranks that made it.
         calls: Vec<RankCall>,
     },
-    /// Ranks agree on what they do, but not on what they do it to.
+    /// Ranks called the same operation on data of different schemas.
     #[error("`{operation}` needs the same schema on all ranks: {}", Calls(schemas))]
     SchemaMismatch {
         /// The name given to `agree_on`.
         operation: String,
-        /// Which ranks have which schema.
+        /// The schemas, each with the ranks that have it.
         schemas: Vec<RankCall>,
     },
-    /// Arguments that no group could carry out. The other ranks get [`RankFailed`](Self::RankFailed).
+    /// The arguments of this rank are wrong, whatever the others bring. The other ranks get [`RankFailed`](Self::RankFailed).
     #[error("invalid arguments of `{operation}`: {message}")]
     InvalidArgument {
         /// The operation.
         operation: String,
-        /// What is wrong.
+        /// The mistake.
         message: String,
     },
-    /// There is no such reduction: an average of integers is not an integer.
+    /// The reduction does not exist for the dtype: an average of integers is not an integer.
     #[error("`{operation}` cannot reduce {dtype} with {op}: sum and divide in a floating-point type instead")]
     UnsupportedReduction {
         /// The operation.
@@ -100,42 +100,42 @@ pub enum CommError {
         /// The encoder's reason.
         message: String,
     },
-    /// A rank gave the group up with [`abort`](crate::ProcessGroup::abort).
+    /// A rank ended the group with [`abort`](crate::ProcessGroup::abort).
     #[error("rank {rank} aborted the group: {message}")]
     Aborted {
-        /// The rank that gave up.
+        /// The rank that ended it.
         rank: usize,
         /// Its reason.
         message: String,
     },
-    /// A variable of the environment, which tells a rank who it is, is missing or makes no sense.
+    /// An environment variable that a launcher sets for a rank is missing or makes no sense.
     #[error("environment variable `{variable}` {message}")]
     Environment {
         /// Its name.
         variable: String,
-        /// What is wrong with it.
+        /// The mistake in it.
         message: String,
     },
     /// The ranks of a job did not find each other.
     #[error("rendezvous at `{address}` failed: {message} (came: {}; did not: {})", Ranks(joined), Ranks(missing))]
     Rendezvous {
-        /// Where they were to meet: MASTER_ADDR and MASTER_PORT.
+        /// The address at which they were to meet: MASTER_ADDR and MASTER_PORT.
         address: String,
         /// Ranks known to have come.
         joined: Vec<usize>,
         /// Ranks known not to have come.
         missing: Vec<usize>,
-        /// What went wrong.
+        /// The reason.
         message: String,
     },
-    /// The key-value store did not do what it was asked.
+    /// A request to the key-value store failed.
     #[error("store at `{address}`: `{request}` failed: {message}")]
     Store {
-        /// Where it is.
+        /// The address of the store.
         address: String,
-        /// E.g. `wait`.
+        /// The request, e.g. `wait`.
         request: String,
-        /// What went wrong.
+        /// The reason.
         message: String,
     },
     /// This build, or this machine, does not have that backend.
@@ -143,10 +143,10 @@ pub enum CommError {
     BackendUnavailable {
         /// Its name.
         backend: String,
-        /// What it needs.
+        /// The thing that it lacks.
         message: String,
     },
-    /// A library that a backend is made of did not do what it was asked. The group ends.
+    /// A call of a library that the backend uses failed. The group ends.
     #[error("{library} failed in `{call}`: {message}")]
     Library {
         /// The library.
@@ -171,13 +171,13 @@ pub enum CommError {
 pub struct RankFailure {
     /// The rank.
     pub rank: usize,
-    /// What kind of failure its error is.
+    /// The kind of its error.
     pub kind: ErrorKind,
     /// Its error, at most [`MAX_MESSAGE_BYTES`] long.
     pub message: String,
 }
 
-/// What some ranks called.
+/// A call, and the ranks that made it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankCall {
     /// The ranks, ascending.
@@ -187,7 +187,7 @@ pub struct RankCall {
 }
 
 impl RankCall {
-    /// Puts ranks that called the same together, in the order of their first ranks.
+    /// Groups ranks by their call, in the order of their first ranks.
     pub(crate) fn collect(calls: impl IntoIterator<Item = (usize, String)>) -> Vec<RankCall> {
         let mut collected: Vec<RankCall> = Vec::new();
         for (rank, call) in calls {
@@ -201,7 +201,7 @@ impl RankCall {
 }
 
 impl CommError {
-    /// Whether the group is of no use after this error.
+    /// Returns `true` if the group cannot be used after this error.
     #[must_use]
     pub fn ends_group(&self) -> bool {
         matches!(
@@ -225,7 +225,7 @@ impl Failure for CommError {
             | CommError::Store { .. }
             | CommError::Library { .. } => ErrorKind::RankLost,
             CommError::Environment { .. } | CommError::BackendUnavailable { .. } => ErrorKind::Usage,
-            // The first that has one: others may fail because of it.
+            // The first rank whose error has a kind decides: others may fail because of it.
             CommError::RankFailed { failures, .. } => {
                 let mut kinds = failures.iter().map(|failure| failure.kind);
                 kinds.find(|kind| *kind != ErrorKind::Other).unwrap_or_default()
@@ -235,7 +235,7 @@ impl Failure for CommError {
     }
 }
 
-/// At most [`MAX_MESSAGE_BYTES`] of a message, cut between characters. More of it is never made.
+/// Writes a message, and cuts it between characters after [`MAX_MESSAGE_BYTES`]. The rest of it is never written.
 pub(crate) fn bounded(message: &(impl fmt::Display + ?Sized)) -> String {
     const ELLIPSIS: &str = "…";
     struct Bounded(String);
@@ -254,12 +254,12 @@ pub(crate) fn bounded(message: &(impl fmt::Display + ?Sized)) -> String {
         }
     }
     let mut bounded = Bounded(String::new());
-    // It stops where the message is cut.
+    // Writing fails where the message is cut.
     fmt::Write::write_fmt(&mut bounded, format_args!("{message}")).ok();
     bounded.0
 }
 
-/// `rank 3`, `ranks 0, 2`, or `no rank`.
+/// Some ranks in a message: `rank 3`, `ranks 0, 2`, or `no rank`.
 struct Ranks<'a>(&'a [usize]);
 
 impl fmt::Display for Ranks<'_> {

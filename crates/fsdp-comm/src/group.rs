@@ -1,4 +1,5 @@
-//! The process group itself: whose turn it is, what was agreed on, and what happens after an error.
+//! The process group itself: operations take turns, all ranks compare what they call, and errors that end the group
+//! stay.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -10,18 +11,18 @@ use crate::record::{Call, Fault, Header, Operation, Record};
 use crate::traffic::{Counters, Traffic};
 use crate::wire;
 
-/// How long an operation may take unless [`ProcessGroup::with_deadline`] says otherwise.
+/// The time that an operation may take unless [`ProcessGroup::with_deadline`] says otherwise.
 pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(60);
 
-/// Longer deadlines are this one.
+/// The longest deadline. Longer ones are cut to it, so that no point in time overflows.
 const MAX_DEADLINE: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 
-/// A rank that sends no more than this sends it along with its record.
+/// The largest payload that a rank sends along with its record.
 pub(crate) const INLINE_BYTES: usize = 4096;
 
 /// One rank's handle on a group of ranks that call the same operations in the same order.
 ///
-/// Clones are the same group; only their deadlines may differ. Operations of one group on one rank run one after the
+/// Clones are the same group; only their deadlines and labels may differ. Operations of one group on one rank run one after the
 /// other, whichever threads call them. A rank leaves the group when its last handle is dropped.
 ///
 /// Unless a method says otherwise, all ranks of the group must call it, ranks are ranks *of this group*, and every
@@ -30,6 +31,8 @@ pub(crate) const INLINE_BYTES: usize = 4096;
 pub struct ProcessGroup {
     shared: Arc<Shared>,
     deadline: Duration,
+    /// The object of the operations called through this handle.
+    label: Option<Arc<str>>,
 }
 
 struct Shared {
@@ -41,11 +44,11 @@ struct Shared {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Operations so far.
+    /// The number of operations so far.
     sequence: u64,
-    /// Rounds so far.
+    /// The number of rounds so far.
     rounds: u64,
-    /// Why the group is of no use any more.
+    /// The error that ended the group, if one has.
     failure: Option<CommError>,
 }
 
@@ -61,79 +64,91 @@ impl fmt::Debug for ProcessGroup {
 }
 
 impl ProcessGroup {
-    /// The group of all ranks of a backend.
-    #[must_use]
-    pub fn new(backend: Arc<dyn Backend>) -> Self {
+    /// Creates the group of all ranks of a backend.
+    pub(crate) fn new(backend: Arc<dyn Backend>) -> Self {
         Self::with_counters(backend, 0, Arc::new(Counters::new()), DEFAULT_DEADLINE)
     }
 
     fn with_counters(backend: Arc<dyn Backend>, id: u64, counters: Arc<Counters>, deadline: Duration) -> Self {
-        ProcessGroup { shared: Arc::new(Shared { backend, id, counters, state: Mutex::default() }), deadline }
+        ProcessGroup {
+            shared: Arc::new(Shared { backend, id, counters, state: Mutex::default() }),
+            deadline,
+            label: None,
+        }
     }
 
     pub(crate) fn id(&self) -> u64 {
         self.shared.id
     }
 
-    /// This rank, from 0.
+    /// Returns this rank, from 0.
     #[must_use]
     pub fn rank(&self) -> usize {
         self.shared.backend.rank()
     }
 
-    /// How many ranks the group has.
+    /// Returns the number of ranks.
     #[must_use]
     pub fn world_size(&self) -> usize {
         self.global_ranks().len()
     }
 
-    /// The global rank of each rank of this group: `0..world_size` except in a sub-group.
+    /// Returns the global rank of each rank of this group: `0..world_size` except in a sub-group.
     #[must_use]
     pub fn global_ranks(&self) -> &[usize] {
         self.shared.backend.global_ranks()
     }
 
-    /// How the ranks reach each other: `local`, `tcp`, …
+    /// Returns the name of the backend: `local`, `tcp`, …
     #[must_use]
     pub fn backend_name(&self) -> &'static str {
         self.shared.backend.name()
     }
 
-    /// How long each operation called through this handle may take.
+    /// Returns the time that each operation called through this handle may take.
     #[must_use]
     pub fn deadline(&self) -> Duration {
         self.deadline
     }
 
-    /// The same group under another deadline.
+    /// Returns a handle on the same group with another deadline.
     #[must_use]
     pub fn with_deadline(&self, deadline: Duration) -> ProcessGroup {
-        ProcessGroup { shared: Arc::clone(&self.shared), deadline }
+        ProcessGroup { deadline, ..self.clone() }
     }
 
-    /// The same group under its own deadline, or under this one if it is longer.
+    /// Returns the same group. Operations that are called through this handle are on the object of this name. Ranks
+    /// that call an operation on different objects get [`CommError::Mismatch`], as for any other difference between
+    /// their calls.
+    #[must_use]
+    pub fn with_label(&self, label: &str) -> ProcessGroup {
+        ProcessGroup { label: Some(label.into()), ..self.clone() }
+    }
+
+    /// Returns a handle on the same group with its own deadline, or with this one if it is longer.
     #[must_use]
     pub fn with_deadline_at_least(&self, deadline: Duration) -> ProcessGroup {
         self.with_deadline(self.deadline.max(deadline))
     }
 
-    /// What this rank has sent and received so far, over all its groups.
+    /// Returns the traffic of this rank so far, over all its groups.
     #[must_use]
     pub fn traffic(&self) -> Traffic {
         self.shared.counters.read()
     }
 
-    /// Waits until every rank has come here.
+    /// Waits until every rank has called this.
     ///
     /// # Errors
-    /// A rank that does not come.
+    /// A rank that does not call it.
     pub fn barrier(&self) -> Result<(), CommError> {
         self.begin(Call::new(Operation::Barrier), Ok(()))?.round(None, Vec::new(), &[], |_| Ok(None))
     }
 
-    /// Gives the group up: every rank's running and later operations fail with [`CommError::Aborted`], this one's too.
-    /// Not a collective: for a rank that cannot go on to the next operation. If the group has already failed, nothing
-    /// happens.
+    /// Ends the group: running and later operations of every rank fail with [`CommError::Aborted`], on this rank too.
+    ///
+    /// This is not a collective: it is for a rank that cannot go on to the next operation. If the group has already
+    /// failed, nothing happens.
     pub fn abort(&self, message: impl Into<String>) {
         let rank = self.global_ranks().get(self.rank()).copied().unwrap_or_default();
         self.shared.backend.abort(0, &CommError::Aborted { rank, message: bounded(&message.into()) });
@@ -141,13 +156,17 @@ impl ProcessGroup {
 
     /// Begins an operation: takes this rank's turn and its sequence number.
     ///
-    /// If the rank's own `arguments` are wrong, it tells the others, so that all fail, and gets its own error back.
+    /// If the rank's own `arguments` are wrong, it tells the others, so that the operation fails on all ranks. This
+    /// rank gets its own error back.
     pub(crate) fn begin(&self, mut call: Call, arguments: Result<(), CommError>) -> Result<Turn<'_>, CommError> {
         let mut state = self.shared.state.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(failure) = &state.failure {
             return Err(failure.clone());
         }
         call.sequence = state.sequence;
+        if call.label.is_none() {
+            call.label = self.label.as_deref().map(bounded);
+        }
         state.sequence += 1;
         self.shared.counters.called(call.operation);
         let deadline = self.deadline.min(MAX_DEADLINE);
@@ -166,7 +185,7 @@ impl ProcessGroup {
     }
 }
 
-/// A rank's turn at one operation.
+/// A rank's turn at one operation. No other operation of this group runs on this rank meanwhile.
 pub(crate) struct Turn<'g> {
     group: &'g ProcessGroup,
     state: MutexGuard<'g, State>,
@@ -176,7 +195,7 @@ pub(crate) struct Turn<'g> {
 }
 
 impl Turn<'_> {
-    /// A group of these ranks of this one, under the deadline of this one.
+    /// Creates a group of some ranks of this one, with the same deadline.
     pub(crate) fn child(&self, id: u64, ranks: &[usize]) -> Result<ProcessGroup, CommError> {
         let shared = &self.group.shared;
         let backend = shared.backend.subgroup(&self.next_round(), id, ranks)?;
@@ -193,7 +212,8 @@ impl Turn<'_> {
         }
     }
 
-    /// One round: compares what all ranks called, lets `plan` decide from all ranks' records, and moves the bytes.
+    /// Carries out one round: compares the calls of all ranks, lets `plan` decide from all records, and moves the
+    /// bytes.
     ///
     /// `plan` must come to fitting results on all ranks. It is not called if a rank has a fault.
     pub(crate) fn round<'p>(
@@ -259,7 +279,8 @@ impl ProcessGroup {
 
 #[cfg(feature = "nccl")]
 impl Turn<'_> {
-    /// Moves GPU memory, on which all ranks agree first. `moved`: bytes that go to, and come from, other ranks.
+    /// Moves GPU memory, after all ranks have agreed on the call. `moved` is the number of bytes to and from other
+    /// ranks.
     pub(crate) fn transfer(
         &mut self,
         moved: (usize, usize),
@@ -278,7 +299,7 @@ impl Turn<'_> {
     }
 }
 
-/// Any rank's fault is the error of all; then all calls must be the same.
+/// Compares the records of all ranks. A fault of any rank is the error of all; otherwise all calls must be the same.
 fn compare(records: &[Record<'_>], ranks: &[usize]) -> Result<(), CommError> {
     let failures: Vec<RankFailure> = records
         .iter()
@@ -299,7 +320,8 @@ fn compare(records: &[Record<'_>], ranks: &[usize]) -> Result<(), CommError> {
     Ok(())
 }
 
-/// A rank published fewer bytes than its record promised; only a broken backend gets here.
+/// Returns the error for a rank that published fewer bytes than its record promised. Only a defect of a backend leads
+/// here.
 fn too_short(call: &Call, ranks: &[usize], from: usize, published: usize) -> CommError {
     let rank = ranks.get(from).copied().unwrap_or(from);
     let called = format!("{call}, but published only {published} bytes");

@@ -8,21 +8,21 @@ use crate::error::CommError;
 use crate::group::{DEFAULT_DEADLINE, ProcessGroup};
 use crate::tcp::TcpOptions;
 
-/// The group of all ranks of the job that a launcher started this process in. torch's `init_process_group`.
+/// Creates the group of all ranks of the job that a launcher started this process in. torch's `init_process_group`.
 ///
 /// # Errors
-/// [`CommError::Environment`] where no launcher says who this process is, [`CommError::Rendezvous`] where the ranks do
-/// not find each other within [`DEFAULT_DEADLINE`], [`CommError::BackendUnavailable`] where this build or this machine
-/// lacks what the backend needs.
+/// [`CommError::Environment`] if no launcher has set the variables of this process, [`CommError::Rendezvous`] if the
+/// ranks do not find each other within [`DEFAULT_DEADLINE`], [`CommError::BackendUnavailable`] if this build or this
+/// machine lacks something that the backend needs.
 pub fn init_process_group(backend: BackendKind) -> Result<ProcessGroup, CommError> {
     init_process_group_within(backend, DEFAULT_DEADLINE)
 }
 
-/// As [`init_process_group`], with the time that the ranks have to find each other, which is then the group's deadline:
+/// Does the same as [`init_process_group`], with a deadline for the rendezvous, which is then the group's deadline:
 /// torch's `timeout`.
 ///
 /// # Errors
-/// As [`init_process_group`].
+/// The same as [`init_process_group`].
 pub fn init_process_group_within(backend: BackendKind, deadline: Duration) -> Result<ProcessGroup, CommError> {
     backend.check_compiled_in()?;
     match backend {

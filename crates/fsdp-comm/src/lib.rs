@@ -1,8 +1,7 @@
 //! Process groups: collectives between ranks, with deadlines and one error for all.
 //!
-//! A [`ProcessGroup`] is one rank's handle on a group of ranks that call the same operations in the same order:
-//! torch's `ProcessGroup`, on slices of host memory. Which ranks there are and how bytes move between them is the
-//! business of a [`Backend`]:
+//! A [`ProcessGroup`] is one rank's handle on a group of ranks that call the same operations in the same order: torch's
+//! `ProcessGroup`, on slices of host memory. A backend decides what a rank is and how bytes move between ranks:
 //!
 //! | backend | ranks are | they are started by | bytes move |
 //! |---|---|---|---|
@@ -30,16 +29,18 @@
 //!   result depends on the number of ranks, but not on the backend, the timing or the way that the work is split.
 //!
 //! Safety limits, checked before anything is allocated: [`MAX_OBJECT_BYTES`], [`MAX_MESSAGE_BYTES`],
-//! [`MAX_WORLD_SIZE`], [`store::MAX_KEY_BYTES`], [`store::MAX_VALUE_BYTES`].
+//! [`MAX_WORLD_SIZE`], [`MAX_KEY_BYTES`], [`MAX_VALUE_BYTES`].
 
-pub mod backend;
+mod backend;
 mod backend_kind;
+mod buffer;
 mod collectives;
 #[cfg(feature = "nccl")]
 pub mod device;
 mod element;
 mod environment;
 mod error;
+mod exchange;
 mod group;
 mod init;
 mod local;
@@ -50,23 +51,22 @@ mod nccl;
 mod objects;
 mod record;
 mod reduce;
-pub mod store;
+mod store;
 mod subgroup;
 mod tcp;
 mod traffic;
 mod wire;
 
-pub use backend::Backend;
 pub use backend_kind::BackendKind;
 pub use element::Element;
 pub use environment::{DEFAULT_MASTER_PORT, Environment, Launcher, MAX_WORLD_SIZE};
 pub use error::{CommError, MAX_MESSAGE_BYTES, RankCall, RankFailure};
+pub use exchange::MAX_OBJECT_BYTES;
 pub use group::{DEFAULT_DEADLINE, ProcessGroup};
 pub use init::{init_process_group, init_process_group_within};
 pub use local::{LocalRanks, RANK_STACK_BYTES, run_local};
-pub use objects::MAX_OBJECT_BYTES;
 pub use record::Operation;
 pub use reduce::ReduceOp;
-pub use store::{Store, StoreOptions};
+pub use store::{MAX_KEY_BYTES, MAX_VALUE_BYTES, StoreOptions, TcpStore};
 pub use tcp::TcpOptions;
 pub use traffic::Traffic;

@@ -1,4 +1,4 @@
-//! What each rank says to all others at the start of an operation: its fingerprint, its fault, its small payload.
+//! The record that each rank shows to all others in a round: its call, its fault, and its payload if that is small.
 
 use std::fmt;
 
@@ -23,7 +23,7 @@ macro_rules! operations {
             /// Every operation, in a fixed order.
             pub const ALL: &'static [Operation] = &[$(Operation::$variant),*];
 
-            /// The name of its method, e.g. `all_gather`.
+            /// Returns the name of its method, e.g. `all_gather`.
             #[must_use]
             pub const fn name(self) -> &'static str {
                 match self { $(Operation::$variant => $name,)* }
@@ -54,7 +54,7 @@ operations! {
 }
 
 impl Operation {
-    /// Whether its payload is tensor elements, and not objects or control.
+    /// Returns `true` if the payload is tensor elements, and not objects or control.
     pub(crate) const fn moves_tensors(self) -> bool {
         matches!(
             self,
@@ -78,19 +78,20 @@ impl fmt::Display for Operation {
     }
 }
 
-/// One call of an operation: what must be the same on all ranks.
+/// One call of an operation. All ranks must make the same call.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Call {
     pub(crate) operation: Operation,
     pub(crate) sequence: u64,
-    /// The name given to `agree`.
+    /// The name given to `agree`, or to the handle of the group.
     pub(crate) label: Option<String>,
     pub(crate) dtype: Option<DType>,
     pub(crate) reduce: Option<ReduceOp>,
     pub(crate) root: Option<usize>,
-    /// Elements, as one number or one for each rank; or the ranks of a sub-group; or a mesh and its dimension.
+    /// The numbers of elements, one for all or one for each rank; or the ranks of a sub-group; or a mesh and its
+    /// dimension.
     pub(crate) sizes: Vec<usize>,
-    /// Whether the elements are in GPU memory.
+    /// `true` if the elements are in GPU memory.
     pub(crate) on_device: bool,
 }
 
@@ -108,14 +109,17 @@ impl Call {
         }
     }
 
-    /// The name for messages: the operation's, or the one given to `agree`.
+    /// Returns the name for messages: the one given to `agree`, or the operation's.
     pub(crate) fn name(&self) -> &str {
-        self.label.as_deref().unwrap_or(self.operation.name())
+        match (self.operation, &self.label) {
+            (Operation::Agree, Some(label)) => label,
+            _ => self.operation.name(),
+        }
     }
 }
 
 impl fmt::Display for Call {
-    /// `all_reduce(sum) of 8 float32`, `broadcast from 2 of 8 float32`, ``agree on `save` ``.
+    /// Writes e.g. `all_reduce(sum) of 8 float32`, `broadcast from 2 of 8 float32`, ``agree on `save` ``.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.operation)?;
         if let Some(reduce) = self.reduce {
@@ -158,19 +162,19 @@ impl Fault {
     }
 }
 
-/// What a rank says.
+/// The encoded part of a record.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Header {
     pub(crate) call: Call,
     pub(crate) fault: Option<Fault>,
-    /// What may differ between ranks: sizes of objects, counts of an all-to-all, a schema hash.
+    /// Numbers that may differ between ranks: sizes of objects, counts of an all-to-all, a schema hash.
     pub(crate) own: Vec<u64>,
-    /// Whether the payload, all that this rank sends, comes with this record. If any rank's does not, all ranks' payloads
-    /// are read from where they are published.
+    /// `true` if the payload, which is all that this rank sends, comes with this record. If any rank's does not, all
+    /// ranks read all payloads from where they are published.
     pub(crate) inline: bool,
 }
 
-/// A header, and the payload behind it.
+/// A decoded record: the header, and the payload behind it.
 #[derive(Debug)]
 pub(crate) struct Record<'a> {
     pub(crate) header: Header,

@@ -6,15 +6,15 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 
-/// How elements of all ranks become one: torch's `ReduceOp`.
+/// The way in which elements of all ranks become one: torch's `ReduceOp`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum ReduceOp {
-    /// `x0 + x1 + …`, integers wrapping around.
+    /// The sum `x0 + x1 + …`. Integers wrap around.
     Sum,
-    /// The sum divided by the number of ranks; of floating-point types only.
+    /// The sum divided by the number of ranks, for floating-point types only.
     Avg,
-    /// The largest. If any is NaN, NaN.
+    /// The largest element, or NaN if any is NaN.
     Max,
 }
 
@@ -30,14 +30,14 @@ impl fmt::Display for ReduceOp {
 
 /// The arithmetic of an element type. Private to this crate, which is what seals [`Element`](crate::Element).
 pub trait Reduce: bytemuck::Pod {
-    /// Whether [`ReduceOp::Avg`] exists.
+    /// `true` if [`ReduceOp::Avg`] exists.
     const AVERAGES: bool;
 
     /// Fills `output` with the reduction of `pieces`: for each rank, in rank order, the bytes of as many elements.
     fn reduce(op: ReduceOp, pieces: &[&[u8]], output: &mut [Self]);
 }
 
-/// Calls `with` on the elements that these bytes are, wherever they lie.
+/// Calls `with` on the elements in these bytes, which need not be aligned.
 fn with_elements<T: bytemuck::Pod>(bytes: &[u8], with: impl FnOnce(&[T])) {
     match bytemuck::try_cast_slice(bytes) {
         Ok(elements) => with(elements),
@@ -100,7 +100,7 @@ macro_rules! reduce_integers {
     };
 }
 
-/// Elements that are added up in `f32` at a time.
+/// The number of elements that are added up in `f32` at a time.
 const HALF_BLOCK: usize = 1024;
 
 macro_rules! reduce_halves {
@@ -109,6 +109,7 @@ macro_rules! reduce_halves {
             const AVERAGES: bool = true;
 
             fn reduce(op: ReduceOp, pieces: &[&[u8]], output: &mut [Self]) {
+                // Sums are kept in f32, so that each element is rounded to the half type once. Blocks keep them in the cache.
                 let (mut sums, mut next) = ([0f32; HALF_BLOCK], [0f32; HALF_BLOCK]);
                 for (block, output) in output.chunks_mut(HALF_BLOCK).enumerate() {
                     let bytes = block * HALF_BLOCK * size_of::<Self>()..;

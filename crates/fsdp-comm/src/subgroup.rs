@@ -8,8 +8,9 @@ use crate::group::ProcessGroup;
 use crate::record::{Call, Operation};
 
 impl ProcessGroup {
-    /// A group of some of this group's ranks. torch's `new_group`: all ranks of this group call it with the same
-    /// ranks, in any order; those outside get `None`. In the new group, ranks are numbered in ascending order.
+    /// Creates a group of some of this group's ranks. torch's `new_group`: all ranks of this group call it with the
+    /// same ranks, in any order, and ranks outside the new group get `None`. In the new group, ranks are numbered in
+    /// ascending order.
     ///
     /// # Errors
     /// No ranks, ranks twice or outside this group; ranks that differ between callers.
@@ -35,8 +36,8 @@ impl ProcessGroup {
         ranks.contains(&self.rank()).then(|| turn.child(id, &ranks)).transpose()
     }
 
-    /// The group of the ranks that differ from this one only along dimension `dim` of a mesh over this group: all
-    /// groups of that dimension are made at once. torch's `DeviceMesh.get_group(dim)`.
+    /// Creates the group of the ranks that differ from this one only along dimension `dim` of a mesh over this group.
+    /// All groups of that dimension are made at once. torch's `DeviceMesh.get_group(dim)`.
     ///
     /// # Errors
     /// A mesh of another size or without that dimension; meshes or dimensions that differ between callers.
@@ -59,7 +60,7 @@ impl ProcessGroup {
     }
 }
 
-/// A number that no two groups of a job share (FNV-1a over what they were made of and when).
+/// Returns a number that no two groups of a job share: FNV-1a over the parent, its operation and the ranks.
 fn child_id(parent: u64, sequence: u64, ranks: &[usize]) -> u64 {
     let words = [parent, sequence].into_iter().chain(ranks.iter().map(|&rank| rank as u64));
     words

@@ -1,18 +1,18 @@
-//! How much a rank has moved.
+//! Counts of the bytes that a rank has moved.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::record::Operation;
 
-/// What one rank has sent to and received from other ranks since it started, over all its groups.
+/// The bytes that one rank has sent to and received from other ranks since it started, over all its groups.
 ///
-/// Bytes that a rank keeps for itself are not counted. What [`barrier`](crate::ProcessGroup::barrier),
-/// [`agree`](crate::ProcessGroup::agree) and the fingerprints of all operations cost is control traffic.
+/// Bytes that a rank keeps for itself are not counted. The bytes of [`barrier`](crate::ProcessGroup::barrier),
+/// [`agree`](crate::ProcessGroup::agree) and the fingerprints of all operations are control traffic.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Traffic {
-    /// Bytes of tensor elements that went to other ranks; once for each rank they went to.
+    /// Bytes of tensor elements that went to other ranks, counted once for each receiving rank.
     pub tensor_bytes_sent: u64,
     /// Bytes of tensor elements that came from other ranks.
     pub tensor_bytes_received: u64,
@@ -22,24 +22,25 @@ pub struct Traffic {
     pub object_bytes_received: u64,
     /// Bytes of fingerprints, agreement and synchronization that went to other ranks.
     pub control_bytes_sent: u64,
-    /// Operations that this rank called, whether or not they succeeded; those never called are absent.
+    /// The number of calls of each operation, whether or not they succeeded. Operations that were never called are
+    /// absent.
     pub collectives: BTreeMap<Operation, u64>,
 }
 
 impl Traffic {
-    /// Operations of this kind.
+    /// Returns the number of calls of an operation.
     #[must_use]
     pub fn count(&self, operation: Operation) -> u64 {
         self.collectives.get(&operation).copied().unwrap_or(0)
     }
 
-    /// Tensor bytes sent and received.
+    /// Returns the number of tensor bytes sent and received.
     #[must_use]
     pub fn tensor_bytes(&self) -> u64 {
         self.tensor_bytes_sent + self.tensor_bytes_received
     }
 
-    /// What was added since an earlier reading of the same rank.
+    /// Returns the difference from an earlier reading of the same rank.
     #[must_use]
     pub fn since(&self, earlier: &Traffic) -> Traffic {
         Traffic {

@@ -1,17 +1,17 @@
-//! How values become bytes between ranks. The only module that names the encoder.
+//! The encoding of values that ranks send to each other. This is the only module that names the encoder.
 
 use bincode::config::{Configuration, Fixint, Limit, LittleEndian};
 use bincode::error::{DecodeError, EncodeError};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// No single value may claim more than this, whatever its bytes say (checked by the decoder before it allocates).
+/// The largest number of bytes that a single value may claim to need. The decoder checks it before it allocates.
 pub(crate) const MAX_BYTES: usize = 1 << 30;
 
 const CONFIGURATION: Configuration<LittleEndian, Fixint, Limit<MAX_BYTES>> =
     bincode::config::standard().with_fixed_int_encoding().with_limit::<MAX_BYTES>();
 
-/// The bytes of a value.
+/// Encodes a value.
 pub(crate) fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, String> {
     bincode::serde::encode_to_vec(value, CONFIGURATION).map_err(|error| match error {
         EncodeError::OtherString(message) => message,
@@ -19,7 +19,7 @@ pub(crate) fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, String> {
     })
 }
 
-/// The value that all of these bytes are.
+/// Decodes a value that takes up all of these bytes.
 pub(crate) fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
     match decode_prefix(bytes)? {
         (value, read) if read == bytes.len() => Ok(value),
@@ -27,7 +27,7 @@ pub(crate) fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
     }
 }
 
-/// The value that these bytes begin with, and how many they are.
+/// Decodes the value at the start of these bytes, and returns its length too.
 pub(crate) fn decode_prefix<T: DeserializeOwned>(bytes: &[u8]) -> Result<(T, usize), String> {
     bincode::serde::decode_from_slice(bytes, CONFIGURATION).map_err(|error| match error {
         DecodeError::OtherString(message) => message,

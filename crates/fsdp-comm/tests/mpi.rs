@@ -26,7 +26,7 @@ const SHORT_DEADLINE: Duration = Duration::from_secs(3);
 /// A harness that waits longer than this has found a hang.
 const HANG: Duration = Duration::from_secs(120);
 
-/// What is done in processes of its own, as it ends badly for somebody.
+/// Returns `true` for a case in which a rank ends badly, so that it needs processes of its own.
 fn is_fatal(case: &Case) -> bool {
     case.casualty.is_some() || case.name.contains("leaves") || case.name.contains("that left")
 }
@@ -35,7 +35,7 @@ fn verdict(dir: &Path, rank: usize) -> PathBuf {
     dir.join(format!("rank-{rank}"))
 }
 
-/// Whole or not at all.
+/// Writes a file whole or not at all.
 fn write(path: &Path, text: &str) {
     fs::write(path.with_extension("new"), text).unwrap();
     fs::rename(path.with_extension("new"), path).unwrap();
@@ -123,7 +123,7 @@ impl Job {
         fs::read_to_string(self.dir.path().join("output")).unwrap_or_default()
     }
 
-    /// Waits until all is over, and tells whether it went well.
+    /// Waits until all ranks have ended. Returns `true` if all ended well.
     fn wait(&mut self, limit: Duration) -> bool {
         let over = wait_until(limit, || self.mpirun.try_wait().unwrap().is_some());
         assert!(over, "`{}` on {} ranks hangs\n{}", self.what, self.ranks, self.output());
@@ -180,7 +180,7 @@ conformance_tests! {
     other_faults: "faults: others",
 }
 
-/// A rank is hit by a signal while all exchange numbers. Returns what the others say, when all is over.
+/// Sends a signal to a rank while all exchange numbers, and returns the output of the others once all have ended.
 fn hit(signal: Signal, victim: usize, len: usize) -> Vec<String> {
     let mut job =
         Job::start(3, &format!("until it fails, of {len}"), &[("FSDP_TEST_VICTIM", victim.to_string().as_str())]);

@@ -20,12 +20,12 @@ use half::{bf16, f16};
 use processes::{Ranks, SHORT_DEADLINE};
 use rustix::process::Signal;
 
-/// What is done in a process of its own, as it ends badly for somebody.
+/// Returns `true` for a case in which a rank ends badly, so that it needs processes of its own.
 fn is_fatal(case: &Case) -> bool {
     case.casualty.is_some() || case.name.contains("leaves") || case.name.contains("that left")
 }
 
-/// How many GPUs there are; a rank for each.
+/// Returns the number of GPUs; each gets a rank.
 fn gpus() -> usize {
     let count = CudaContext::device_count().expect("`cargo xtask gpu` runs this only where a GPU is");
     usize::try_from(count).unwrap()
@@ -168,7 +168,7 @@ fn misfits(group: &ProcessGroup) {
     group.barrier().unwrap();
 }
 
-/// Every operation on the GPU, beside the same on the host.
+/// Runs every operation on the GPU, and compares it with the same operation on the host.
 fn gpu_memory(group: &ProcessGroup) {
     for numel in [1, 5, 1000, 300_000] {
         same_as_on_the_host(group, numel, |k| k as f32);

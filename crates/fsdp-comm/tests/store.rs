@@ -7,8 +7,8 @@ use std::net::TcpStream;
 use std::thread;
 use std::time::Duration;
 
-use fsdp_comm::store::{MAX_KEY_BYTES, MAX_VALUE_BYTES};
-use fsdp_comm::{CommError, Store, StoreOptions};
+use fsdp_comm::{CommError, StoreOptions, TcpStore};
+use fsdp_comm::{MAX_KEY_BYTES, MAX_VALUE_BYTES};
 
 const DEADLINE: Duration = Duration::from_secs(10);
 
@@ -16,12 +16,12 @@ fn options(rank: usize) -> StoreOptions {
     StoreOptions { job: "job".to_owned(), rank, world_size: 4, deadline: DEADLINE }
 }
 
-fn host() -> Store {
-    Store::host("127.0.0.1:0", &options(0)).unwrap()
+fn host() -> TcpStore {
+    TcpStore::host("127.0.0.1:0", &options(0)).unwrap()
 }
 
-fn client(host: &Store, rank: usize) -> Store {
-    Store::connect(host.address(), &options(rank)).unwrap()
+fn client(host: &TcpStore, rank: usize) -> TcpStore {
+    TcpStore::connect(host.address(), &options(rank)).unwrap()
 }
 
 #[test]

@@ -14,7 +14,7 @@ use fsdp_comm::{CommError, Environment, ReduceOp, TcpOptions};
 use processes::{Ranks, SHORT_DEADLINE, free_port};
 use rustix::process::Signal;
 
-/// What is done in a process of its own, as it ends badly for somebody.
+/// Returns `true` for a case in which a rank ends badly, so that it needs processes of its own.
 fn is_fatal(case: &Case) -> bool {
     case.casualty.is_some() || case.name.contains("leaves") || case.name.contains("that left")
 }
@@ -100,7 +100,7 @@ conformance_tests! {
     other_faults: "faults: others",
 }
 
-/// A rank is hit by a signal while all exchange numbers; the others must end by themselves, knowing who it was.
+/// Sends a signal to a rank while all exchange numbers; the others must end by themselves, with an error that names it.
 fn hit(signal: Signal, victim: usize, len: usize, memory: &str, reason: &str) {
     let log = tempfile::NamedTempFile::new().unwrap();
     let victim_variable = victim.to_string();

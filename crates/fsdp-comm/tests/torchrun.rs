@@ -16,7 +16,7 @@ use fsdp_comm::{CommError, Environment, ProcessGroup, ReduceOp, TcpOptions};
 const LONG: Duration = Duration::from_secs(10);
 /// For what must fail.
 const SHORT: Duration = Duration::from_millis(600);
-/// What a failure may take beyond its deadline, on a busy machine.
+/// The time that a failure may take beyond its deadline, on a busy machine.
 const SLACK: Duration = Duration::from_secs(2);
 
 const KEY: &str = "fsdp/job/address";
@@ -81,7 +81,7 @@ fn string(stream: &mut TcpStream) -> io::Result<String> {
     Ok(String::from_utf8(bytes).unwrap())
 }
 
-/// The port where each connection gets a thread with this.
+/// Listens on a port, serves each connection in a thread of its own, and returns the port.
 fn listen(serve: impl Fn(TcpStream) + Clone + Send + 'static) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -115,7 +115,7 @@ fn meet(rank: usize, world_size: usize, port: u16, deadline: Duration) -> Result
     TcpOptions::new(environment(rank, world_size, port)).deadline(deadline).connect()
 }
 
-/// All ranks meet, the others a little before rank 0, and add up.
+/// Lets all ranks meet, the others a little before rank 0, and add up.
 fn attempt(world_size: usize, port: u16) -> Vec<ProcessGroup> {
     thread::scope(|scope| {
         let rank = |rank: usize| {
@@ -134,7 +134,7 @@ fn attempt(world_size: usize, port: u16) -> Vec<ProcessGroup> {
     })
 }
 
-/// The message of the rendezvous that rank `rank` of 2 fails in, in time, at this port.
+/// Lets rank `rank` of 2 fail in a rendezvous at this port, in time, and returns the error's message.
 fn failure(rank: usize, port: u16) -> String {
     let started = Instant::now();
     let error = meet(rank, 2, port, SHORT).unwrap_err();

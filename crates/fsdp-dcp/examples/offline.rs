@@ -1,4 +1,4 @@
-//! How fast the offline commands are, and how much memory they take: inspect, verify, convert, reshard.
+//! The speed and the memory use of the offline commands: inspect, verify, convert, reshard.
 //!
 //! `offline [--json] [--runs N] [--mib N] [--binary target/release/fsdp]`: medians over N runs on a checkpoint of so many
 //! MiB; with the binary, the time of whole processes of `fsdp inspect` besides.
@@ -9,12 +9,12 @@ use std::process::{Command, Stdio};
 use std::time::Instant;
 
 use fsdp_dcp::checkpoint::open;
-use fsdp_dcp::convert::{ConvertOptions, Target, convert};
-use fsdp_dcp::durable::Durable;
-use fsdp_dcp::item::TensorItem;
+use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
+use fsdp_dcp::internals::TensorItem;
 use fsdp_dcp::metadata::{Chunk, Entry, METADATA_FILE, Metadata, StorageInfo, TensorEntry, TensorProperties, encode};
 use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::verify::{Level, seal, verify};
+use fsdp_dcp::storage::Durable;
+use fsdp_dcp::verify::{Level, add_integrity, verify};
 use fsdp_layout::{DType, TensorBox};
 use fsdp_tests::counting_allocator::{CountingAllocator, live_bytes, peak_bytes, reset_peak};
 
@@ -46,7 +46,7 @@ fn options() -> Result<Options> {
     Ok(options)
 }
 
-/// A DCP directory of one rank with tensors of zeros, of these many rows of 4 KiB each.
+/// Makes a DCP directory of one rank with tensors of zeros, of these many rows of 4 KiB each.
 fn make(directory: &Path, rows: impl Iterator<Item = u64>) -> Result<()> {
     let staging = Durable::new().prepare(directory, true)?;
     let mut metadata = Metadata::default();
@@ -76,7 +76,7 @@ struct Measured {
     name: &'static str,
     bytes: u64,
     seconds: f64,
-    /// Of the heap; `None` for a process of its own.
+    /// The peak of the heap; `None` for a process of its own.
     peak: Option<usize>,
 }
 
@@ -102,7 +102,7 @@ fn main() -> Result<()> {
     make(&many, std::iter::repeat_n(1, 100_000))?;
     let rows = (mib << 8) / 32;
     make(&large, std::iter::repeat_n(rows.max(1), 32))?;
-    seal(&large, None)?;
+    add_integrity(&large, None)?;
     let bytes = rows.max(1) * 4096 * 32;
     let metadata = |directory: &Path| directory.join(METADATA_FILE).metadata().map(|metadata| metadata.len());
 
@@ -128,9 +128,9 @@ fn main() -> Result<()> {
     })?);
     let (file, back, resharded) = (place("model.safetensors"), place("back"), place("resharded"));
     for (name, from, to, target) in [
-        ("convert, DCP to safetensors", &large, &file, Target::SafetensorsFile),
-        ("convert, safetensors to DCP", &file, &back, Target::Dcp { ranks: 1 }),
-        ("reshard, 1 rank to 4", &large, &resharded, Target::Dcp { ranks: 4 }),
+        ("convert, DCP to safetensors", &large, &file, OutputFormat::SafetensorsFile),
+        ("convert, safetensors to DCP", &file, &back, OutputFormat::Dcp { ranks: 1 }),
+        ("reshard, 1 rank to 4", &large, &resharded, OutputFormat::Dcp { ranks: 4 }),
     ] {
         measured.push(measure(name, bytes, runs, || {
             let options = ConvertOptions { overwrite: true, ..ConvertOptions::default() };

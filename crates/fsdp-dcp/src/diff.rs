@@ -3,12 +3,13 @@
 use fsdp_layout::{DType, TensorBox};
 use serde::{Deserialize, Serialize};
 
-use crate::checkpoint::{Checkpoint, stream};
 use crate::elements::for_each;
-use crate::error::CheckpointError;
+use crate::error::FileError;
+use crate::formats::checkpoint::Checkpoint;
+use crate::formats::stream::stream;
 use crate::metadata::Entry;
 
-/// How one key differs between two checkpoints.
+/// A difference between two checkpoints at one key.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Difference {
@@ -34,7 +35,7 @@ pub enum Difference {
     },
     /// Some elements differ by more than the tolerance.
     Elements {
-        /// How many.
+        /// The number of such elements.
         count: u64,
         /// Position of the first, row-major.
         first: u64,
@@ -50,7 +51,7 @@ pub enum Difference {
     },
 }
 
-/// How different elements may be. All zero: bit for bit.
+/// The differences between elements that are let pass. If all are zero, elements must be equal bit for bit.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct Tolerance {
     /// Absolute difference allowed.
@@ -65,7 +66,7 @@ pub fn diff(
     second: &dyn Checkpoint,
     tolerance: Tolerance,
     found: &mut dyn FnMut(&str, Difference),
-) -> Result<(), CheckpointError> {
+) -> Result<(), FileError> {
     for (fqn, entry) in &first.metadata().entries {
         let difference = match (entry, second.metadata().entries.get(fqn)) {
             (_, None) => Some(Difference::OnlyInFirst),
@@ -95,6 +96,7 @@ pub fn diff(
     Ok(())
 }
 
+/// Compares the elements of a tensor that both have, in the same dtype and shape.
 fn tensors(
     first: &dyn Checkpoint,
     second: &dyn Checkpoint,
@@ -102,19 +104,20 @@ fn tensors(
     dtype: DType,
     shape: &[usize],
     tolerance: Tolerance,
-) -> Result<Option<Difference>, CheckpointError> {
+) -> Result<Option<Difference>, FileError> {
     let whole = TensorBox::whole(shape);
     let element = dtype.size_in_bytes();
     let length = whole.numel() as u64 * element;
     let (mut count, mut first_at, mut max_abs) = (0u64, 0u64, None::<f64>);
     let mut at = 0u64;
     let mut other = Vec::new();
-    stream::<CheckpointError>(first, fqn, dtype, &whole, 0..length, &mut |bytes| {
+    stream::<FileError>(first, fqn, dtype, &whole, 0..length, &mut |bytes| {
         other.clear();
-        stream::<CheckpointError>(second, fqn, dtype, &whole, at..at + bytes.len() as u64, &mut |more| {
+        stream::<FileError>(second, fqn, dtype, &whole, at..at + bytes.len() as u64, &mut |more| {
             other.extend_from_slice(more);
             Ok(())
         })?;
+        // Mostly all bytes are equal; only otherwise elements are looked at.
         if bytes != other.as_slice() {
             let mut differs = |index: u64| {
                 if count == 0 {
@@ -131,9 +134,10 @@ fn tensors(
                     // NaN against a number is infinitely far; a NaN with other bits differs only bit for bit.
                     let exact = tolerance == Tolerance::default();
                     let allowed = tolerance.absolute + tolerance.relative * b.abs();
-                    let far = match a.is_nan() || b.is_nan() {
-                        true => exact || a.is_nan() != b.is_nan(),
-                        false => exact || (a != b && (a - b).abs() > allowed),
+                    let far = if a.is_nan() || b.is_nan() {
+                        exact || a.is_nan() != b.is_nan()
+                    } else {
+                        exact || (a != b && (a - b).abs() > allowed)
                     };
                     if bits_a != bits_b && far {
                         differs(index as u64);

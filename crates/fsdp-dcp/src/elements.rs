@@ -1,4 +1,4 @@
-//! What the bytes of a tensor mean as numbers: for statistics and comparisons, not for computing.
+//! The numbers that the bytes of a tensor mean: for statistics and comparisons, not for computing.
 
 use fsdp_layout::DType;
 use half::{bf16, f16};
@@ -7,13 +7,13 @@ use serde::{Deserialize, Serialize};
 /// Counts and sums over a tensor's elements.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Census {
-    /// Elements.
+    /// The number of elements.
     pub count: u64,
-    /// Of them, not a number.
+    /// Elements that are not a number.
     pub nan: u64,
-    /// Of them, infinite.
+    /// Elements that are infinite.
     pub infinite: u64,
-    /// Of them, zero.
+    /// Elements that are zero.
     pub zero: u64,
     /// The smallest finite one; infinity where there is none.
     pub min: f64,
@@ -41,7 +41,7 @@ impl Default for Census {
 }
 
 impl Census {
-    /// Whether elements of this type are real numbers.
+    /// Returns `true` if elements of this type are real numbers.
     #[must_use]
     pub fn counts(dtype: DType) -> bool {
         for_each(dtype, &[], &mut |_| {})
@@ -65,13 +65,13 @@ impl Census {
         });
     }
 
-    /// The mean of the finite elements.
+    /// Returns the mean of the finite elements.
     #[must_use]
     pub fn mean(&self) -> f64 {
         self.sum / (self.count - self.nan - self.infinite) as f64
     }
 
-    /// Their standard deviation (of the whole population).
+    /// Returns the standard deviation of the finite elements (of the whole population).
     #[must_use]
     pub fn std(&self) -> f64 {
         let mean = self.mean();
@@ -79,7 +79,8 @@ impl Census {
     }
 }
 
-/// Calls `f` with each element as a number. `false`, and nothing called, if elements of this type are none.
+/// Calls `f` with each element as a number. Returns `false`, and calls nothing, if elements of this type are no real
+/// numbers.
 pub fn for_each(dtype: DType, bytes: &[u8], f: &mut dyn FnMut(f64)) -> bool {
     fn each<const N: usize>(bytes: &[u8], f: &mut dyn FnMut(f64), of: impl Fn([u8; N]) -> f64) {
         bytes.as_chunks::<N>().0.iter().for_each(|element| f(of(*element)));
@@ -107,7 +108,7 @@ pub fn for_each(dtype: DType, bytes: &[u8], f: &mut dyn FnMut(f64)) -> bool {
     true
 }
 
-/// What the special codes of an 8-bit float are.
+/// The meaning of the special codes of an 8-bit float.
 enum Special {
     /// The largest exponent: infinities and NaN.
     Ieee,

@@ -1,4 +1,4 @@
-//! What can be wrong with the bytes of a file, and the error of the whole crate.
+//! The errors of a file's bytes, and of the whole crate.
 
 use std::io;
 use std::path::PathBuf;
@@ -18,9 +18,9 @@ pub enum FormatError {
     Read {
         /// First byte wanted.
         offset: u64,
-        /// How many.
+        /// The number of bytes wanted.
         length: u64,
-        /// Why.
+        /// The reason.
         #[source]
         source: io::Error,
     },
@@ -37,9 +37,9 @@ pub enum FormatError {
     /// The zip container is broken or unusual.
     #[error("not a torch archive: {what} (at byte {offset})")]
     Archive {
-        /// Where.
+        /// The place.
         offset: u64,
-        /// What is wrong.
+        /// The defect.
         what: &'static str,
     },
     /// A record that must be there is not.
@@ -51,7 +51,7 @@ pub enum FormatError {
     /// A claimed length or count beyond its limit.
     #[error("{what} of {value} is beyond the limit of {limit}")]
     Limit {
-        /// What was counted.
+        /// The quantity.
         what: &'static str,
         /// The value claimed.
         value: u64,
@@ -64,45 +64,46 @@ pub enum FormatError {
     /// The item is of another kind, type or shape than was expected.
     #[error("expected {expected}, found {found}")]
     Unexpected {
-        /// What was expected.
+        /// The item that was expected.
         expected: String,
-        /// What is there.
+        /// The item that is there.
         found: String,
     },
     /// Something that is legal, but not supported.
     #[error("{what} is not supported")]
     Unsupported {
-        /// What.
+        /// The thing that is not supported.
         what: String,
     },
     /// JSON or text that is not what it should be.
     #[error("malformed {what}: {reason}")]
     Malformed {
-        /// What was read.
+        /// The kind of file or text.
         what: &'static str,
-        /// Why it was refused.
+        /// The reason why it was refused.
         reason: String,
     },
 }
 
 impl FormatError {
+    /// Makes the error of an item that is of another kind than expected.
     pub(crate) fn unexpected(expected: impl Into<String>, found: impl Into<String>) -> Self {
         FormatError::Unexpected { expected: expected.into(), found: found.into() }
     }
 }
 
-/// Whatever can go wrong with a checkpoint. A `path` in it may be the URL of something in an object store.
+/// The error of this crate. A `path` in it may be the URL of something in an object store.
 #[derive(Debug, Error)]
 #[non_exhaustive]
-pub enum CheckpointError {
+pub enum FileError {
     /// An operation on a file or directory failed.
     #[error("failed to {operation} `{}`", path.display())]
     Io {
-        /// What was tried.
+        /// The operation.
         operation: &'static str,
-        /// On what.
+        /// The file or directory.
         path: PathBuf,
-        /// Why it failed.
+        /// The system's reason.
         #[source]
         source: io::Error,
     },
@@ -111,37 +112,37 @@ pub enum CheckpointError {
     Location {
         /// The URL, without what might be secret in it.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         #[source]
         source: LocationError,
     },
     /// There is no checkpoint, or not a whole one.
     #[error("`{}` is not a committed checkpoint: {reason}", path.display())]
     NotCommitted {
-        /// Where.
+        /// The place.
         path: PathBuf,
-        /// What is missing.
+        /// The reason why it is none.
         reason: &'static str,
     },
     /// There is one already, and overwriting was not asked for.
     #[error("`{}` exists already; ask for overwriting, or choose another place", path.display())]
     Exists {
-        /// Where.
+        /// The place.
         path: PathBuf,
     },
     /// Overwriting replaces files by files, and directories by directories.
     #[error("`{}` is no {wanted}, and cannot be replaced by one", path.display())]
     NotReplaceable {
-        /// Where.
+        /// The place.
         path: PathBuf,
-        /// What would be put there.
+        /// The kind that would be put there.
         wanted: &'static str,
     },
     /// There is something in an object store where a checkpoint of several objects should go: they cannot be replaced
     /// in one step.
     #[error("`{}` holds something already, and an object store cannot replace it as a whole; choose a new prefix", path.display())]
     Overwrite {
-        /// Where.
+        /// The place.
         path: PathBuf,
     },
     /// An object store does not say whether the object that commits a checkpoint was written.
@@ -149,14 +150,14 @@ pub enum CheckpointError {
     CommitUnknown {
         /// The object.
         path: PathBuf,
-        /// What the store said last.
+        /// The store's last answer.
         #[source]
-        source: Box<CheckpointError>,
+        source: Box<FileError>,
     },
     /// A file that a rank has written is not where the checkpoint is committed.
     #[error("`{file}` is not in `{}` as a rank has written it: all ranks must save to the same place", path.display())]
-    Elsewhere {
-        /// Where it should be.
+    TargetMismatch {
+        /// The target.
         path: PathBuf,
         /// Its name there.
         file: String,
@@ -168,7 +169,7 @@ pub enum CheckpointError {
         root: PathBuf,
         /// The path as the checkpoint's metadata gives it.
         path: String,
-        /// What is wrong with it.
+        /// The defect of the path.
         reason: &'static str,
     },
     /// A file's bytes are not what they should be.
@@ -176,7 +177,7 @@ pub enum CheckpointError {
     File {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The defect.
         #[source]
         source: FormatError,
     },
@@ -187,9 +188,9 @@ pub enum CheckpointError {
         fqn: String,
         /// The file.
         path: PathBuf,
-        /// Where the item starts.
+        /// The start of the item.
         offset: u64,
-        /// What is wrong; offsets count from there.
+        /// The defect; offsets count from there.
         #[source]
         source: FormatError,
     },
@@ -199,10 +200,10 @@ pub enum CheckpointError {
         /// The flat key.
         fqn: String,
     },
-    /// What is asked for cannot be had from this checkpoint.
+    /// The checkpoint does not have what is asked for.
     #[error(transparent)]
     LoadPlan(#[from] LoadPlanError),
-    /// What is offered cannot be saved.
+    /// The ranks' items do not make one checkpoint.
     #[error(transparent)]
     SavePlan(#[from] SavePlanError),
     /// A tensor cannot be written as asked.
@@ -210,7 +211,7 @@ pub enum CheckpointError {
     Encode {
         /// The flat key.
         fqn: String,
-        /// Why.
+        /// The reason.
         #[source]
         source: FormatError,
     },
@@ -219,9 +220,9 @@ pub enum CheckpointError {
     PayloadLength {
         /// The flat key.
         fqn: String,
-        /// What came.
+        /// The bytes that came.
         given: u64,
-        /// What was planned.
+        /// The bytes that were planned.
         planned: u64,
     },
     /// A failure that whoever provides or takes the bytes reports.
@@ -235,14 +236,15 @@ pub enum CheckpointError {
     },
 }
 
-impl CheckpointError {
+impl FileError {
+    /// Returns a function that makes an error of this operation on this path.
     pub(crate) fn io(operation: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
         let path = path.into();
-        move |source| CheckpointError::Io { operation, path, source }
+        move |source| FileError::Io { operation, path, source }
     }
 }
 
-/// Why a URL leads nowhere.
+/// The reason why a URL leads nowhere.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum LocationError {

@@ -1,30 +1,28 @@
-//! Which kinds of failures this crate's errors are.
+//! The kinds of failures that this crate's errors are.
 
 use std::error::Error;
 use std::io;
 
 use fsdp_layout::{ErrorKind, Failure};
 
-use crate::error::{CheckpointError, FormatError};
+use crate::error::{FileError, FormatError};
 use crate::pickle::PickleErrorKind;
 use crate::plan::{LoadPlanError, SavePlanError};
 
-impl Failure for CheckpointError {
+impl Failure for FileError {
     fn kind(&self) -> ErrorKind {
         match self {
-            CheckpointError::NotCommitted { .. } => ErrorKind::Incomplete,
-            // Most often a file that the checkpoint says it has.
-            CheckpointError::Io { source, .. } if source.kind() == io::ErrorKind::NotFound => ErrorKind::Incomplete,
-            CheckpointError::Exists { .. }
-            | CheckpointError::NotReplaceable { .. }
-            | CheckpointError::Overwrite { .. }
-            | CheckpointError::Location { .. }
-            | CheckpointError::Encode { .. } => ErrorKind::Usage,
-            CheckpointError::Path { .. } => ErrorKind::Unsafe,
-            CheckpointError::NotStored { .. } | CheckpointError::LoadPlan(LoadPlanError::Chunks { .. }) => {
-                ErrorKind::Corrupt
-            }
-            CheckpointError::LoadPlan(_) => ErrorKind::Difference,
+            FileError::NotCommitted { .. } => ErrorKind::Incomplete,
+            // Most often the file is one that the checkpoint says it has.
+            FileError::Io { source, .. } if source.kind() == io::ErrorKind::NotFound => ErrorKind::Incomplete,
+            FileError::Exists { .. }
+            | FileError::NotReplaceable { .. }
+            | FileError::Overwrite { .. }
+            | FileError::Location { .. }
+            | FileError::Encode { .. } => ErrorKind::Usage,
+            FileError::Path { .. } => ErrorKind::Unsafe,
+            FileError::NotStored { .. } | FileError::LoadPlan(LoadPlanError::Chunks { .. }) => ErrorKind::Corrupt,
+            FileError::LoadPlan(_) => ErrorKind::Difference,
             _ => kind_of_cause(self),
         }
     }
@@ -43,7 +41,7 @@ impl Failure for FormatError {
 
 impl Failure for SavePlanError {}
 
-/// The kind of the first cause that has one.
+/// Returns the kind of the first cause that has one.
 fn kind_of_cause(error: &(dyn Error + 'static)) -> ErrorKind {
     let mut cause = error.source();
     while let Some(error) = cause {

@@ -1,24 +1,21 @@
-//! Checkpoint files: metadata, plans, the DCP and safetensors codecs, storage, durable commit.
+//! Checkpoint files: DCP directories, safetensors and torch archives; plans, storage, durable commit.
 //!
 //! This crate knows no tensor library: it moves boxes of bytes between files and whoever holds them.
 //!
-//! | module | what it answers |
+//! | module | what it holds |
 //! |---|---|
-//! | [`writer`] | how N ranks save one checkpoint together, straight from their memory |
-//! | [`reader`] | how any part of a checkpoint is read, by ranges, checked, in parallel |
-//! | [`plan`] | who writes what, who reads what: pure functions, all errors before any byte moves |
-//! | [`durable`] | when a checkpoint is there: staging, fsync, one rename; the crash contract |
 //! | [`checkpoint`] | a checkpoint of any format: what it holds, and any part of it |
+//! | [`reader`] | reading a DCP directory: any part, by ranges, checked, in parallel |
+//! | [`writer`] | how N ranks save one checkpoint together, straight from their memory |
+//! | [`plan`] | who writes what, who reads what: pure functions, all errors before any byte moves |
+//! | [`storage`] | directories and object stores behind one trait; staging, fsync, one rename; the crash contract |
 //! | [`convert`] | from any format to any, filtered, renamed, cast, resharded, in bounded memory |
 //! | [`verify`](mod@verify), [`diff`](mod@diff), [`elements`] | whether it is whole, how two differ, what the numbers are |
-//! | [`metadata`] | what `.metadata` says, and torch's pickle of it |
-//! | [`integrity`] | the hashes beside it |
-//! | [`item`] | one tensor or value inside a `.distcp` file |
-//! | [`torch_zip`], [`pickle`], [`safetensors`] | the containers: torch's zip, a pickle that cannot run, safetensors |
-//! | [`location`] | where a checkpoint is: a path, or the URL of an object store |
-//! | [`directory`] | files that belong together, opened safely |
-//! | [`source`], [`strided`], [`file`](mod@file) | bytes by position, in any memory order, checked as they are read |
+//! | [`metadata`] | the content of `.metadata`, and torch's pickle of it |
 //! | [`limits`] | how much a hostile file can make us do |
+//!
+//! Inside, each format has a folder (`dcp`, `safetensors`, `torch`). They share `formats` (reading) and `payload`
+//! (writing). `open` knows all formats, and `convert` writes each of them.
 //!
 //! A checkpoint on disk:
 //!
@@ -31,40 +28,58 @@
 //! .step-21.tmp-53f1a09be6c02d77/    a save in progress
 //! ```
 
-pub mod checkpoint;
 pub mod convert;
+mod dcp;
 pub mod diff;
-pub mod directory;
-pub mod durable;
 pub mod elements;
-pub mod error;
-pub mod file;
-pub mod integrity;
-pub mod item;
+mod error;
+mod formats;
 mod kind;
 pub mod limits;
-pub mod location;
 pub mod metadata;
-#[cfg(feature = "object-store")]
-mod object;
-mod paths;
-pub mod pickle;
+mod open;
+mod output;
+mod payload;
+mod pickle;
 pub mod plan;
-pub mod reader;
-mod root;
-pub mod safetensors;
-pub mod source;
-pub mod strided;
+mod safetensors;
+pub mod storage;
+mod strided;
 mod threads;
-pub mod torch_zip;
-mod values;
+mod torch;
 pub mod verify;
-pub mod writer;
 
-pub use error::{CheckpointError, FormatError};
-pub use location::Location;
-pub use metadata::Metadata;
+pub use dcp::writer;
+pub use error::{FileError, FormatError, LocationError};
+pub use pickle::{PickleError, PickleErrorKind};
+pub use storage::location::Location;
 #[cfg(feature = "object-store")]
-pub use object::Store;
-#[cfg(feature = "object-store")]
-pub use object_store;
+pub use storage::object::{Store, object_store};
+
+/// A checkpoint of any format: what it holds, and any part of it by range.
+///
+/// All formats speak [`Metadata`](metadata::Metadata); whatever handles one handles all.
+pub mod checkpoint {
+    pub use crate::formats::checkpoint::{Checkpoint, Format};
+    pub use crate::formats::stream::stream;
+    pub use crate::open::open;
+    pub use crate::safetensors::sidecar::{VALUES_FILE, values_beside};
+}
+
+/// Reading a DCP directory, and the options of reading in any format.
+pub mod reader {
+    pub use crate::dcp::reader::CheckpointReader;
+    pub use crate::formats::read::{Destination, OpenOptions, ReadOptions};
+}
+
+/// The parts that tests and fuzz targets reach, and nobody else should.
+#[doc(hidden)]
+pub mod internals {
+    pub use crate::dcp::item::{StoredTensor, TensorItem};
+    pub use crate::pickle::parse;
+    pub use crate::safetensors::header::Header;
+    pub use crate::storage::cleanup::recover;
+    pub use crate::storage::integrity::{INTEGRITY_FILE, Integrity};
+    pub use crate::torch::value::{decode_value, encode_value, value_of};
+    pub use crate::torch::zip::{ArchiveLayout, Directory};
+}

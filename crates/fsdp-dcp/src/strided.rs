@@ -6,9 +6,9 @@ use fsdp_layout::TensorBox;
 use fsdp_layout::boxes::row_major_strides;
 
 use crate::error::FormatError;
-use crate::source::{BlockReader, ReadAt};
+use crate::storage::read_at::{BlockReader, ReadAt};
 
-/// Where the elements of a tensor (or chunk) lie in a storage, in elements.
+/// The places of a tensor's (or chunk's) elements in a storage, counted in elements.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StridedLayout {
     /// The box of the whole tensor that this is.
@@ -50,6 +50,7 @@ impl StridedRuns {
                 dims.push((overlap.sizes[d], src.strides[d], dst_stride));
             }
         }
+        // In the order of the storage: the dimension with the smallest step is innermost.
         dims.sort_by_key(|&(_, src_step, _)| std::cmp::Reverse(src_step));
         // Neighbours that continue each other on both sides are one dimension.
         let mut merged: Vec<(usize, usize, usize)> = Vec::with_capacity(dims.len());
@@ -69,7 +70,7 @@ impl StridedRuns {
         StridedRuns { index: vec![0; merged.len()], outer: merged, next: (!overlap.is_empty()).then_some(first) }
     }
 
-    /// The storage position after the last element that any run touches.
+    /// Returns the storage position after the last element that any run touches.
     pub(crate) fn end(&self) -> u64 {
         self.next.map_or(0, |run| {
             let outer: usize = self.outer.iter().map(|&(size, step, _)| (size - 1) * step).sum();
@@ -85,6 +86,7 @@ impl Iterator for StridedRuns {
         let run = self.next?;
         let mut following = run;
         self.next = None;
+        // Counts up like an odometer, the innermost of the outer dimensions first.
         for (&(size, src_step, dst_step), index) in self.outer.iter().zip(&mut self.index).rev() {
             *index += 1;
             if *index < size {
@@ -155,7 +157,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// A shape, the order of its dimensions in memory, and a box in it.
+    /// Generates a shape, the order of its dimensions in memory, and a box in it.
     fn case() -> impl Strategy<Value = (Vec<usize>, Vec<usize>, Vec<usize>, Vec<usize>)> {
         prop::collection::vec(1usize..6, 0..4).prop_flat_map(|shape| {
             let order = Just((0..shape.len()).collect::<Vec<_>>()).prop_shuffle();

@@ -2,14 +2,17 @@
 
 use tracing::Span;
 
-use crate::error::CheckpointError;
+use crate::error::FileError;
 
-/// Runs `work` on this thread and on so many more that there are `threads`; all of them count as the current span.
-/// The first error in the order of the threads, this one's before the others', is the outcome.
-pub(crate) fn on_threads(
-    threads: usize,
-    work: impl Fn() -> Result<(), CheckpointError> + Sync,
-) -> Result<(), CheckpointError> {
+/// Returns how many threads to use unless told: one for each core, up to four. More do not make a disk faster.
+pub(crate) fn default_threads() -> usize {
+    std::thread::available_parallelism().map_or(1, |cores| cores.get().min(4))
+}
+
+/// Runs `work` on `threads` threads, of which this one is the first; all of them count as the current span.
+///
+/// The outcome is the first error in the order of the threads.
+pub(crate) fn on_threads(threads: usize, work: impl Fn() -> Result<(), FileError> + Sync) -> Result<(), FileError> {
     let span = Span::current();
     std::thread::scope(|scope| {
         let others: Vec<_> = (1..threads).map(|_| scope.spawn(|| span.in_scope(&work))).collect();

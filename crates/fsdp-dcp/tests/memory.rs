@@ -11,8 +11,8 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 use fsdp_dcp::checkpoint::open;
-use fsdp_dcp::convert::{ConvertOptions, Rename, Target, View, convert};
-use fsdp_dcp::item::TensorItem;
+use fsdp_dcp::convert::{ConvertOptions, OutputFormat, Rename, View, convert};
+use fsdp_dcp::internals::TensorItem;
 use fsdp_dcp::metadata::{Chunk, Entry, METADATA_FILE, Metadata, StorageInfo, TensorEntry, TensorProperties, encode};
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_layout::{DType, TensorBox};
@@ -26,8 +26,8 @@ const LIMIT: usize = 256 << 20;
 const COLUMNS: usize = 1024;
 const ROW: u64 = 4 * COLUMNS as u64;
 
-/// A DCP directory of one rank with holes for zeros: half of `total` in one tensor, the rest in 16, and 1000 small ones.
-/// The last row of each tensor says which it is.
+/// Makes a DCP directory of one rank with holes for zeros: half of `total` in one tensor, the rest in 16, and 1000
+/// small ones. The last row of each tensor says which it is.
 fn sparse(directory: &Path, total: u64) -> Vec<String> {
     std::fs::create_dir(directory).unwrap();
     let file = std::fs::File::create_new(directory.join("__0_0.distcp")).unwrap();
@@ -58,12 +58,12 @@ fn sparse(directory: &Path, total: u64) -> Vec<String> {
     metadata.entries.into_keys().collect()
 }
 
-/// A row of numbers that bfloat16 holds too.
+/// Makes a row of numbers that bfloat16 can hold too.
 fn row(index: usize) -> Vec<u8> {
     (0..COLUMNS).flat_map(|column| (((index * 7 + column) % 256) as f32).to_le_bytes()).collect()
 }
 
-/// Every tensor still ends with its own row.
+/// Checks that every tensor still ends with its own row.
 fn check(path: &Path, keys: &[String], dtype: DType) {
     let checkpoint = open(path, OpenOptions::default()).unwrap();
     for (index, fqn) in keys.iter().enumerate() {
@@ -84,14 +84,11 @@ fn check(path: &Path, keys: &[String], dtype: DType) {
 }
 
 fn remove(path: &Path) {
-    match path.is_dir() {
-        true => std::fs::remove_dir_all(path).unwrap(),
-        false => std::fs::remove_file(path).unwrap(),
-    }
+    if path.is_dir() { std::fs::remove_dir_all(path).unwrap() } else { std::fs::remove_file(path).unwrap() }
 }
 
 /// Converts, and asserts on the most that was allocated meanwhile.
-fn measure(source: &Path, destination: &Path, target: Target, cast: Option<DType>) -> usize {
+fn measure(source: &Path, destination: &Path, target: OutputFormat, cast: Option<DType>) -> usize {
     let live = live_bytes();
     reset_peak();
     let opened = open(source, OpenOptions::default()).unwrap();
@@ -103,8 +100,9 @@ fn measure(source: &Path, destination: &Path, target: Target, cast: Option<DType
     peak
 }
 
-/// From one format to the next, each made from the one before, whose hashes are checked on the way.
-fn chain(total: u64, steps: &[(Target, Option<DType>)]) {
+/// Converts from one format to the next. Each checkpoint is made from the one before, whose hashes are checked as it is
+/// read.
+fn chain(total: u64, steps: &[(OutputFormat, Option<DType>)]) {
     let parent = tempfile::tempdir().unwrap();
     let mut last: PathBuf = parent.path().join("source");
     let keys = sparse(&last, total);
@@ -125,26 +123,26 @@ fn report(line: &str) {
     eprintln!("{line}");
 }
 
-const EVERY_WAY: [(Target, Option<DType>); 8] = [
-    (Target::Dcp { ranks: 3 }, None),
-    (Target::SafetensorsFile, None),
-    (Target::Dcp { ranks: 2 }, None),
-    (Target::Torch, None),
-    (Target::SafetensorsDirectory { max_file_bytes: 256 << 20 }, None),
-    (Target::SafetensorsShards { ranks: 5 }, None),
+const EVERY_WAY: [(OutputFormat, Option<DType>); 8] = [
+    (OutputFormat::Dcp { ranks: 3 }, None),
+    (OutputFormat::SafetensorsFile, None),
+    (OutputFormat::Dcp { ranks: 2 }, None),
+    (OutputFormat::Torch, None),
+    (OutputFormat::SafetensorsDirectory { max_file_bytes: 256 << 20 }, None),
+    (OutputFormat::SafetensorsShards { ranks: 5 }, None),
     // Casts read more than they write.
-    (Target::Dcp { ranks: 1 }, Some(DType::F64)),
-    (Target::SafetensorsFile, Some(DType::BF16)),
+    (OutputFormat::Dcp { ranks: 1 }, Some(DType::F64)),
+    (OutputFormat::SafetensorsFile, Some(DType::BF16)),
 ];
 
 #[test]
 fn convert_and_reshard_take_the_same_memory_whatever_the_size() {
     chain(64 << 20, &EVERY_WAY);
-    chain(1 << 30, &[(Target::Dcp { ranks: 3 }, None), (Target::SafetensorsFile, Some(DType::BF16))]);
+    chain(1 << 30, &[(OutputFormat::Dcp { ranks: 3 }, None), (OutputFormat::SafetensorsFile, Some(DType::BF16))]);
     if std::env::var_os("FSDP_TEST_LARGE").is_some() {
         chain(4 << 30, &EVERY_WAY);
         // One tensor of 5 GiB: lengths beyond 32 bits in every format.
-        chain(10 << 30, &[(Target::Torch, None)]);
+        chain(10 << 30, &[(OutputFormat::Torch, None)]);
     }
 }
 

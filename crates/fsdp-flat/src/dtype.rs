@@ -4,7 +4,7 @@ use fsdp_layout::DType;
 
 use crate::FlatError;
 
-/// The dtype of files and state dicts for a candle dtype; `None` for candle's dummy types (6-bit floats).
+/// Returns the dtype of files and state dicts for a candle dtype; `None` for candle's dummy types (6-bit floats).
 #[must_use]
 pub const fn from_candle(dtype: candle_core::DType) -> Option<DType> {
     match dtype {
@@ -23,7 +23,7 @@ pub const fn from_candle(dtype: candle_core::DType) -> Option<DType> {
     }
 }
 
-/// The candle dtype for ours.
+/// Returns the candle dtype for ours.
 ///
 /// # Errors
 /// [`FlatError::NotInCandle`] for what candle does not compute with; such tensors are kept as
@@ -43,7 +43,7 @@ pub const fn to_candle(dtype: DType) -> Result<candle_core::DType, FlatError> {
     }
 }
 
-/// The dtype of a tensor.
+/// Returns the dtype of a tensor.
 ///
 /// # Errors
 /// candle's, for its dummy dtypes (6-bit floats), which files do not know.

@@ -1,4 +1,4 @@
-//! What can go wrong between tensors and layouts.
+//! The errors between tensors and layouts.
 
 use fsdp_layout::{DType, FlatLayoutError, TensorBox};
 use thiserror::Error;
@@ -88,7 +88,7 @@ pub enum FlatError {
     /// A value does not fit where it should go.
     #[error("`{name}`: expected shape {expected:?}, but got {found:?}")]
     ShapeMismatch {
-        /// What it is.
+        /// The thing that has the shape.
         name: String,
         /// The shape there.
         expected: Vec<usize>,
@@ -120,7 +120,7 @@ pub enum FlatError {
 }
 
 impl FlatError {
-    /// A tensor on the wrong device.
+    /// Makes the error of a tensor on the wrong device.
     pub(crate) fn device(tensor: &candle_core::Tensor) -> Self {
         FlatError::UnsupportedDevice { device: format!("{:?}", tensor.device().location()) }
     }

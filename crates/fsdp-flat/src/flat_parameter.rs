@@ -18,7 +18,7 @@ pub struct FlatParameter {
 }
 
 impl FlatParameter {
-    /// The shard of rank `rank` of the `layout.world_size()` ranks that share the FlatParameter.
+    /// Makes the shard of rank `rank` of the `layout.world_size()` ranks that share the FlatParameter.
     ///
     /// # Errors
     /// `shard` must be one-dimensional with `layout.sharded_numel()` elements.
@@ -33,25 +33,25 @@ impl FlatParameter {
         Ok(FlatParameter { layout, rank, shard })
     }
 
-    /// Where everything lies.
+    /// Returns the layout: where everything lies.
     #[must_use]
     pub const fn layout(&self) -> &FlatLayout {
         &self.layout
     }
 
-    /// The rank in the shard group.
+    /// Returns the rank in the shard group.
     #[must_use]
     pub const fn rank(&self) -> usize {
         self.rank
     }
 
-    /// The flat shard, right padding included.
+    /// Returns the flat shard, right padding included.
     #[must_use]
     pub const fn shard(&self) -> &Tensor {
         &self.shard
     }
 
-    /// The part of a flat shard that belongs to parameter `param` (its position in `layout().fqns()`), as a
+    /// Returns the part of a flat shard that belongs to parameter `param` (its position in `layout().fqns()`), as a
     /// one-dimensional view; `None` if the shard has none of it. `flat` is the shard itself or a tensor of the same
     /// length: a gradient or an optimizer state.
     ///
@@ -61,16 +61,17 @@ impl FlatParameter {
     /// # Panics
     /// If the layout has no such parameter.
     pub fn piece(&self, param: usize, flat: &Tensor) -> Result<Option<Tensor>, FlatError> {
-        match self.layout.shard_param_infos(self.rank)[param] {
+        match self.layout.shard_param_info(param, self.rank) {
             Some(info) => Ok(Some(flat.narrow(0, info.offset_in_shard, info.numel_in_shard)?)),
             None => Ok(None),
         }
     }
 
-    /// Parameter `param` of a flat shard as a sharded tensor of views, which has no boxes if the shard has none of it.
+    /// Returns parameter `param` of a flat shard as a sharded tensor of views, which has no boxes if the shard has none
+    /// of it.
     ///
     /// # Errors
-    /// As [`Self::piece`].
+    /// The same as [`Self::piece`].
     ///
     /// # Panics
     /// As [`Self::piece`].

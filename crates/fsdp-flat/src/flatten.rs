@@ -5,7 +5,7 @@ use fsdp_layout::FlatLayout;
 use fsdp_layout::flat::{ALIGNMENT_PADDING_VALUE, FlatEntry};
 use fsdp_layout::shard::unpadded_shard;
 
-use crate::storage::zeros;
+use crate::storage::{HostSlice, HostSliceMut, zeros};
 use crate::{FlatError, with_float};
 
 /// Concatenates tensors in the order and with the padding of `layout`: torch's `flatten_tensors`.
@@ -72,8 +72,8 @@ fn check_param(layout: &FlatLayout, param: usize, tensor: &Tensor, first: &Tenso
     Ok(())
 }
 
-/// The parameters of an unsharded flat tensor, in the layout's order and in their own shapes, as copies: torch's
-/// `_get_unflat_views` gives views, which die with the buffer. Padding is dropped.
+/// Returns the parameters of an unsharded flat tensor, in the layout's order and in their own shapes, as copies:
+/// torch's `_get_unflat_views` gives views, which die with the buffer. Padding is dropped.
 ///
 /// # Errors
 /// `flat` must have `layout.unpadded_unsharded_numel()` elements.
@@ -95,9 +95,9 @@ pub fn unflatten_tensors(layout: &FlatLayout, flat: &Tensor) -> Result<Vec<Tenso
         .collect()
 }
 
-/// A rank's piece of a tensor flattened row-major, and the padding, in elements, that makes all ranks' pieces as long as
-/// the first: torch's `_get_unpadded_shard`. Pieces have `ceil(numel / world_size)` elements, the last ones fewer or
-/// none. The piece is a view of a contiguous tensor, and of a copy of any other.
+/// Returns a rank's piece of a tensor flattened row-major, and the padding, in elements, that makes all ranks' pieces
+/// as long as the first: torch's `_get_unpadded_shard`. Pieces have `ceil(numel / world_size)` elements, the last ones
+/// fewer or none. The piece is a view of a contiguous tensor, and of a copy of any other.
 ///
 /// # Errors
 /// candle's, for a tensor that cannot be flattened.
@@ -121,11 +121,11 @@ pub fn get_unpadded_shard(tensor: &Tensor, rank: usize, world_size: usize) -> Re
     Ok((piece, shard.padding))
 }
 
-/// A rank's piece of a tensor flattened row-major, copied and padded with zeros to the same length on every rank:
-/// torch's `_get_shard`. The shard is on the CPU; the padding's length, in elements, is returned too.
+/// Returns a rank's piece of a tensor flattened row-major, copied and padded with zeros to the same length on every
+/// rank: torch's `_get_shard`. The shard is on the CPU; the padding's length, in elements, is returned too.
 ///
 /// # Errors
-/// As [`get_unpadded_shard`]; only floating-point tensors.
+/// The same as [`get_unpadded_shard`]; only floating-point tensors.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -139,9 +139,10 @@ pub fn get_shard(tensor: &Tensor, rank: usize, world_size: usize) -> Result<(Ten
     let numel = piece.elem_count();
     let shard = zeros(&[numel + padding], tensor.dtype())?;
     with_float!(tensor.dtype(), T => {
-        crate::storage::with_slice::<T, _>(&piece, |from| {
-            crate::storage::with_slice_mut::<T, _>(&shard, |to| to[..numel].copy_from_slice(from))
-        })??;
+        let from = HostSlice::<T>::read(&piece)?;
+        let mut to = HostSliceMut::<T>::write(&shard)?;
+        to[..numel].copy_from_slice(&from);
+        to.finish()?;
     }, else return Err(FlatError::IntegerDType { fqn: "flat tensor".into(), dtype: crate::dtype::of(tensor)? }));
     Ok((shard, padding))
 }

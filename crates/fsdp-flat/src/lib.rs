@@ -4,13 +4,12 @@
 //! |---|---|
 //! | `cuda` (feature `cuda`) | the memory of tensors on NVIDIA GPUs |
 //! | [`dtype`] | candle's dtypes and ours |
-//! | [`storage`] | the memory behind a tensor: read it, change it in place, free it and give it back |
-//! | `taken` | the memory of many tensors at once ([`TakenStorages`]) |
+//! | [`storage`] | the memory behind a tensor: read it, change it in place, release it and fill it again |
 //! | [`raw`] | tensors of dtypes that candle does not compute with, as bytes |
 //! | [`sharded`] | a global shape and the boxes of it that this rank owns |
 //! | [`flatten`] | many tensors to one flat tensor and back, with FlatParameter's padding |
 //! | [`mod@pad`] | padding: constant, reflect, replicate, circular |
-//! | `streamed` | large copies that go around the caches ([`copy_streamed`]) |
+//! | `non_temporal` | large copies that go around the caches ([`non_temporal_copy`]) |
 //! | [`flat_parameter`] | this rank's shard of many parameters |
 //!
 //! Nothing here communicates.
@@ -21,17 +20,15 @@ pub mod dtype;
 mod error;
 pub mod flat_parameter;
 pub mod flatten;
+mod non_temporal;
 pub mod pad;
 pub mod raw;
 pub mod sharded;
 pub mod storage;
-mod streamed;
-mod taken;
 
 pub use error::FlatError;
 pub use flat_parameter::FlatParameter;
 pub use flatten::{flatten_tensors, get_shard, get_unpadded_shard, unflatten_tensors};
+pub use non_temporal::non_temporal_copy;
 pub use raw::RawTensor;
 pub use sharded::{LocalShard, ShardedTensor};
-pub use streamed::copy_streamed;
-pub use taken::TakenStorages;

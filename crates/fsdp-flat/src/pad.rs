@@ -1,9 +1,10 @@
 //! Padding of tensors: constant, reflect, replicate, circular.
 
 use candle_core::Tensor;
+use fsdp_layout::boxes::checked_numel;
 use thiserror::Error;
 
-/// What padding is filled with.
+/// The values that padding is filled with.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub enum PadMode {
@@ -17,7 +18,7 @@ pub enum PadMode {
     Circular,
 }
 
-/// Why a tensor cannot be padded.
+/// A reason why a tensor cannot be padded.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum PadError {
@@ -69,6 +70,12 @@ pub enum PadError {
         /// Padding after them.
         after: isize,
     },
+    /// The result is larger than the machine's memory.
+    #[error("there is no memory for a padded tensor of shape {shape:?}")]
+    OutOfMemory {
+        /// The shape of the result.
+        shape: Vec<usize>,
+    },
     /// Elements are added where there is nothing to copy them from.
     #[error("{mode:?} cannot pad dimension {dim}, which has no elements")]
     Empty {
@@ -117,7 +124,12 @@ pub fn pad(tensor: &Tensor, padding: &[isize], mode: PadMode) -> Result<Tensor, 
         .zip((0..shape.len()).rev())
         .map(|(pair, dim)| PadDim { dim, size: shape[dim], before: pair[0], after: pair[1] })
         .collect();
-    dims.iter().try_for_each(|dim| dim.check(mode))?;
+    // All dimensions are checked before any element is copied.
+    let mut padded_shape = shape.to_vec();
+    for dim in &dims {
+        padded_shape[dim.dim] = dim.check(mode)?;
+    }
+    check_memory(&padded_shape, tensor.dtype())?;
     let mut padded = tensor.clone();
     for dim in dims.iter().filter(|dim| dim.before != 0 || dim.after != 0) {
         padded = match mode {
@@ -126,6 +138,27 @@ pub fn pad(tensor: &Tensor, padding: &[isize], mode: PadMode) -> Result<Tensor, 
         };
     }
     Ok(padded)
+}
+
+/// Checks that there is memory for a result, which candle does not: more than the system gives ends the process there.
+fn check_memory(shape: &[usize], dtype: candle_core::DType) -> Result<(), PadError> {
+    // Each element that is copied takes an index too.
+    let size = dtype.size_in_bytes() + size_of::<i64>();
+    let bytes = checked_numel(shape).and_then(|numel| numel.checked_mul(size));
+    match bytes.map(|bytes| Vec::<u8>::new().try_reserve_exact(bytes)) {
+        Some(Ok(())) => Ok(()),
+        _ => Err(PadError::OutOfMemory { shape: shape.to_vec() }),
+    }
+}
+
+/// Returns the element that the one at a place, which may lie outside, is copied from.
+fn source_of(at: isize, size: isize, mode: PadMode) -> isize {
+    match mode {
+        PadMode::Reflect if at < 0 => -at,
+        PadMode::Reflect if at >= size => 2 * (size - 1) - at,
+        PadMode::Circular => at.rem_euclid(size),
+        _ => at.clamp(0, size - 1),
+    }
 }
 
 /// The padding of one dimension.
@@ -138,20 +171,21 @@ struct PadDim {
 }
 
 impl PadDim {
-    /// Elements that negative padding leaves, unless it takes more than there are.
+    /// Counts the elements that negative padding leaves, unless it takes more than there are.
     fn kept(&self) -> Option<usize> {
         let taken = self.before.min(0).unsigned_abs().checked_add(self.after.min(0).unsigned_abs())?;
         self.size.checked_sub(taken)
     }
 
-    fn check(&self, mode: PadMode) -> Result<(), PadError> {
+    /// Checks this dimension, and returns its size with the padding.
+    fn check(&self, mode: PadMode) -> Result<usize, PadError> {
         let PadDim { dim, size, before, after } = *self;
         if before == 0 && after == 0 {
-            return Ok(());
+            return Ok(size);
         }
-        let too_large = |largest| Err(PadError::TooLarge { mode, dim, size, before, after, largest });
         let padded = isize::try_from(size).ok().and_then(|size| size.checked_add(before)?.checked_add(after));
-        let Some(padded) = padded else { return too_large(isize::MAX.unsigned_abs()) };
+        let Some(padded) = padded else { return Err(self.too_large(mode, isize::MAX.unsigned_abs())) };
+        // The larger of the two sides that grow; a side that shrinks counts as 0.
         let adds = before.max(after).max(0).unsigned_abs();
         if adds > 0 && size == 0 && !matches!(mode, PadMode::Constant(_)) {
             return Err(PadError::Empty { mode, dim });
@@ -163,32 +197,42 @@ impl PadDim {
         if crops_too_much {
             return Err(PadError::CropsTooMuch { dim, size, before, after });
         }
+        // The most elements that this mode can add to one side.
         let largest = match mode {
-            PadMode::Constant(_) | PadMode::Replicate => return Ok(()),
+            PadMode::Constant(_) | PadMode::Replicate => usize::MAX,
             PadMode::Reflect => size.saturating_sub(1),
             PadMode::Circular => self.kept().unwrap_or_default(),
         };
-        if adds > largest { too_large(largest) } else { Ok(()) }
+        if adds > largest { Err(self.too_large(mode, largest)) } else { Ok(padded.max(0).unsigned_abs()) }
     }
 
-    /// Without the elements that negative padding takes away.
+    fn too_large(&self, mode: PadMode, largest: usize) -> PadError {
+        let PadDim { dim, size, before, after } = *self;
+        PadError::TooLarge { mode, dim, size, before, after, largest }
+    }
+
+    /// Returns the tensor without the elements that negative padding takes away.
     fn cropped(&self, tensor: &Tensor) -> Result<Tensor, PadError> {
         Ok(tensor.narrow(self.dim, self.before.min(0).unsigned_abs(), self.kept().unwrap_or_default())?)
     }
 
     fn constant(&self, tensor: &Tensor, value: f64) -> Result<Tensor, PadError> {
-        let filled = |len: isize| -> Result<Option<Tensor>, PadError> {
-            if len <= 0 {
-                return Ok(None);
-            }
-            let mut shape = tensor.dims().to_vec();
-            shape[self.dim] = len.unsigned_abs();
-            let value = Tensor::full(value, (), tensor.device())?.to_dtype(tensor.dtype())?;
-            Ok(Some(value.broadcast_as(shape)?))
-        };
-        let parts = [filled(self.before)?, Some(self.cropped(tensor)?), filled(self.after)?];
-        let parts: Vec<Tensor> = parts.into_iter().flatten().collect();
+        let mut parts = vec![self.cropped(tensor)?];
+        if self.before > 0 {
+            parts.insert(0, self.filled(tensor, value, self.before.unsigned_abs())?);
+        }
+        if self.after > 0 {
+            parts.push(self.filled(tensor, value, self.after.unsigned_abs())?);
+        }
         Ok(Tensor::cat(&parts, self.dim)?)
+    }
+
+    /// Makes padding of this length.
+    fn filled(&self, tensor: &Tensor, value: f64, len: usize) -> Result<Tensor, PadError> {
+        let mut shape = tensor.dims().to_vec();
+        shape[self.dim] = len;
+        let value = Tensor::full(value, (), tensor.device())?.to_dtype(tensor.dtype())?;
+        Ok(value.broadcast_as(shape)?)
     }
 
     /// Takes each element from where the mode says.
@@ -201,13 +245,7 @@ impl PadDim {
             _ => (tensor.clone(), self.size, self.before, self.after),
         };
         let size = size as isize;
-        let from = |at: isize| match mode {
-            PadMode::Reflect if at < 0 => -at,
-            PadMode::Reflect if at >= size => 2 * (size - 1) - at,
-            PadMode::Circular => at.rem_euclid(size),
-            _ => at.clamp(0, size - 1),
-        };
-        let indices: Vec<i64> = (-before..size + after).map(|at| from(at) as i64).collect();
+        let indices: Vec<i64> = (-before..size + after).map(|at| source_of(at, size, mode) as i64).collect();
         if indices.is_empty() {
             return Ok(tensor);
         }

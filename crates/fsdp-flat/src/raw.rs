@@ -15,7 +15,7 @@ pub struct RawTensor {
 }
 
 impl RawTensor {
-    /// Zeros, fresh from the system.
+    /// Makes zeros, fresh from the system.
     ///
     /// # Errors
     /// [`FlatError::OutOfMemory`].
@@ -28,7 +28,7 @@ impl RawTensor {
         }
     }
 
-    /// A tensor of these bytes.
+    /// Makes a tensor of these bytes.
     ///
     /// # Errors
     /// The number of bytes must be that of the shape.
@@ -42,19 +42,19 @@ impl RawTensor {
         Ok(RawTensor { dtype, shape, bytes: Arc::new(bytes) })
     }
 
-    /// The element type.
+    /// Returns the element type.
     #[must_use]
     pub const fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// The shape.
+    /// Returns the shape.
     #[must_use]
     pub fn shape(&self) -> &[usize] {
         &self.shape
     }
 
-    /// Row-major little-endian bytes.
+    /// Returns the row-major little-endian bytes.
     #[must_use]
     pub fn bytes(&self) -> &[u8] {
         &self.bytes

@@ -4,13 +4,13 @@ use candle_core::{Device, Tensor};
 use fsdp_layout::boxes::copy_runs;
 use fsdp_layout::{DType, TensorBox};
 
-use crate::storage::{is_same_view, owned_copy, share_storage, with_bytes, with_bytes_mut, zeros};
-use crate::{FlatError, copy_streamed, dtype};
+use crate::storage::{HostBytes, HostBytesMut, is_same_view, owned_copy, share_storage, zeros};
+use crate::{FlatError, dtype, non_temporal_copy};
 
 /// One box of a [`ShardedTensor`] and its elements.
 #[derive(Debug, Clone)]
 pub struct LocalShard {
-    /// Where it lies in the global tensor.
+    /// The place in the global tensor.
     pub bounds: TensorBox,
     /// Its elements; the shape is `bounds.sizes`.
     pub tensor: Tensor,
@@ -28,7 +28,7 @@ pub struct ShardedTensor {
 }
 
 impl ShardedTensor {
-    /// A sharded tensor of these local boxes; there may be none.
+    /// Makes a sharded tensor of these local boxes; there may be none.
     ///
     /// # Errors
     /// Boxes must lie inside the shape, must not overlap, and must have tensors of their size and of `dtype`.
@@ -58,7 +58,7 @@ impl ShardedTensor {
         Ok(ShardedTensor { dtype, shape, shards })
     }
 
-    /// The boxes that views of consecutive elements of a flat tensor make: box k holds the elements that follow
+    /// Makes boxes of views of consecutive elements of a flat tensor: box k holds the elements that follow
     /// those of box k - 1, row-major. `flat` is not copied.
     ///
     /// # Errors
@@ -93,7 +93,7 @@ impl ShardedTensor {
         Self::new(flat.dtype(), shape.to_vec(), shards)
     }
 
-    /// A whole tensor as a sharded one: one box. The elements are shared.
+    /// Makes a sharded tensor of a whole one: one box. The elements are shared.
     #[must_use]
     pub fn from_whole(tensor: &Tensor) -> Self {
         ShardedTensor {
@@ -103,7 +103,7 @@ impl ShardedTensor {
         }
     }
 
-    /// Zeros in these boxes, in fresh memory on the CPU.
+    /// Makes zeros in these boxes, in fresh memory on the CPU.
     ///
     /// # Errors
     /// A dtype that has no plain bytes, or boxes as in [`Self::new`].
@@ -115,13 +115,13 @@ impl ShardedTensor {
         Self::new(dtype, shape.to_vec(), shards)
     }
 
-    /// candle's dtype of the elements.
+    /// Returns candle's dtype of the elements.
     #[must_use]
     pub const fn dtype(&self) -> candle_core::DType {
         self.dtype
     }
 
-    /// The dtype as files name it.
+    /// Returns the dtype as files name it.
     ///
     /// # Errors
     /// candle's dummy dtypes have no name.
@@ -130,7 +130,7 @@ impl ShardedTensor {
             .ok_or(FlatError::Candle(candle_core::Error::UnsupportedDTypeForOp(self.dtype, "state dict")))
     }
 
-    /// The global shape.
+    /// Returns the global shape.
     #[must_use]
     pub fn shape(&self) -> &[usize] {
         &self.shape
@@ -148,30 +148,33 @@ impl ShardedTensor {
         self.shards.iter().map(|shard| shard.bounds.clone()).collect()
     }
 
-    /// Whether this rank's boxes hold all of a box.
+    /// Returns `true` if this rank's boxes hold all of a box.
     #[must_use]
     pub fn covers(&self, wanted: &TensorBox) -> bool {
         let parts = self.shards.iter().filter_map(|shard| shard.bounds.intersect(wanted));
         parts.map(|part| part.numel()).sum::<usize>() == wanted.numel()
     }
 
-    /// Whether the other has the same boxes, and in each the very same elements of one storage: values that are where they
+    /// Returns `true` if the other has the same boxes, and in each the very same elements of one storage: values that are where they
     /// should go already.
     #[must_use]
     pub fn is_same_view(&self, other: &Self) -> bool {
-        let same = |(a, b): (&LocalShard, &LocalShard)| a.bounds == b.bounds && is_same_view(&a.tensor, &b.tensor);
         self.shape == other.shape
             && self.shards.len() == other.shards.len()
-            && self.shards.iter().zip(&other.shards).all(same)
+            && self
+                .shards
+                .iter()
+                .zip(&other.shards)
+                .all(|(a, b)| a.bounds == b.bounds && is_same_view(&a.tensor, &b.tensor))
     }
 
-    /// Elements that live on this rank.
+    /// Counts the elements that live on this rank.
     #[must_use]
     pub fn local_numel(&self) -> usize {
         self.shards.iter().map(|shard| shard.bounds.numel()).sum()
     }
 
-    /// The same values in memory of their own.
+    /// Copies the values to memory of their own.
     ///
     /// # Errors
     /// candle's.
@@ -179,7 +182,7 @@ impl ShardedTensor {
         self.map(owned_copy)
     }
 
-    /// The same values on another device (shared if they are there already).
+    /// Moves the values to another device; they are shared if they are there already.
     ///
     /// # Errors
     /// candle's.
@@ -187,7 +190,7 @@ impl ShardedTensor {
         self.map(|tensor| crate::storage::to_device(tensor, device))
     }
 
-    /// The same boxes with each tensor replaced: shapes must stay, and dtypes stay alike.
+    /// Replaces each box's tensor: shapes must stay, and dtypes stay alike.
     ///
     /// # Errors
     /// Those of `f` and of [`Self::new`].
@@ -201,7 +204,7 @@ impl ShardedTensor {
         Self::new(dtype, self.shape.clone(), shards)
     }
 
-    /// The whole tensor, if this rank's boxes hold all of it: without a copy where one box does.
+    /// Returns the whole tensor, if this rank's boxes hold all of it: without a copy where one box does.
     ///
     /// # Errors
     /// [`FlatError::NotCovered`] if elements are on other ranks.
@@ -213,7 +216,7 @@ impl ShardedTensor {
         }
     }
 
-    /// A copy, on the CPU, of the elements of one box, which this rank's boxes must cover.
+    /// Copies the elements of one box to the CPU, which this rank's boxes must cover.
     ///
     /// # Errors
     /// [`FlatError::NotCovered`] if some elements are not here.
@@ -265,16 +268,17 @@ pub fn copy_overlap(src: &Tensor, src_box: &TensorBox, dst: &Tensor, dst_box: &T
         }));
     }
     let size = src.dtype().size_in_bytes();
-    // One storage would be locked twice.
+    // One storage cannot be read and held for change at once.
     let src = if share_storage(src, dst) { src.force_contiguous()? } else { src.contiguous()? };
-    with_bytes(&src, |from| {
-        with_bytes_mut(dst, |to| {
-            for run in copy_runs(&overlap, src_box, dst_box) {
-                let (dst, src, len) = (run.dst * size, run.src * size, run.len * size);
-                copy_streamed(&mut to[dst..dst + len], &from[src..src + len]);
-            }
-        })
-    })??;
+    let from = HostBytes::read(&src)?;
+    let mut to = HostBytesMut::write(dst)?;
+    // The slices once: each use of a guard looks for them again.
+    let (source, target): (&[u8], &mut [u8]) = (&from, &mut to);
+    for run in copy_runs(&overlap, src_box, dst_box) {
+        let (dst, src, len) = (run.dst * size, run.src * size, run.len * size);
+        non_temporal_copy(&mut target[dst..dst + len], &source[src..src + len]);
+    }
+    to.finish()?;
     Ok(overlap.numel())
 }
 
@@ -293,7 +297,7 @@ mod tests {
         let boxes = boxes_of_flat_range(&[3, 5], 3..11);
         let sharded = ShardedTensor::from_flat(&[3, 5], boxes, &flat).unwrap();
         assert_eq!(sharded.local_numel(), 8);
-        crate::storage::with_slice_mut::<f32, _>(&flat, |data| data[2] = 9.0).unwrap();
+        crate::storage::HostSliceMut::<f32>::write(&flat).unwrap()[2] = 9.0;
         assert_eq!(sharded.shards()[1].tensor.to_vec2::<f32>().unwrap(), [[9., 3., 4., 5., 6.]]);
         assert!(matches!(sharded.to_whole(), Err(FlatError::NotCovered { .. })));
         let part = sharded.read_box(&TensorBox::new(vec![1, 1], vec![1, 2])).unwrap();

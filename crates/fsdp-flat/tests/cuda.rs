@@ -1,10 +1,10 @@
-//! The memory of tensors on a GPU: read, changed, freed, filled. `cargo xtask gpu` runs this where a GPU is.
+//! The memory of tensors on a GPU: read, changed, released, filled. `cargo xtask gpu` runs this where a GPU is.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use candle_core::{DType, Device, Tensor};
 use fsdp_flat::storage::{
-    free, is_freed, refill, refill_from, to_device, with_bytes, with_bytes_mut, with_slice, with_slice_mut, zeros_on,
+    HostBytes, HostBytesMut, HostSlice, HostSliceMut, is_released, refill, refill_from, release, to_device, zeros_on,
 };
 use fsdp_flat::{FlatError, ShardedTensor};
 
@@ -17,7 +17,7 @@ fn on_gpu(values: &[f32]) -> Tensor {
 }
 
 fn host(tensor: &Tensor) -> Vec<f32> {
-    with_slice::<f32, _>(tensor, <[f32]>::to_vec).unwrap()
+    HostSlice::<f32>::read(tensor).unwrap().to_vec()
 }
 
 #[test]
@@ -25,27 +25,30 @@ fn views_are_read_and_changed_in_place() {
     let flat = on_gpu(&[0., 1., 2., 3., 4., 5.]);
     let view = flat.narrow(0, 2, 3).unwrap();
     assert_eq!(host(&view), [2., 3., 4.]);
-    with_slice_mut::<f32, _>(&view, |data| data.iter_mut().for_each(|x| *x *= 10.)).unwrap();
+    let mut data = HostSliceMut::<f32>::write(&view).unwrap();
+    data.iter_mut().for_each(|x| *x *= 10.);
+    data.finish().unwrap();
     assert_eq!(host(&flat), [0., 1., 20., 30., 40., 5.]);
-    with_bytes_mut(&view, |bytes| bytes[4..8].copy_from_slice(&7f32.to_ne_bytes())).unwrap();
-    assert_eq!(with_bytes(&view, |bytes| bytes[4..8].to_vec()).unwrap(), 7f32.to_ne_bytes());
+    // The drop of the guard writes back, as `finish` does.
+    HostBytesMut::write(&view).unwrap()[4..8].copy_from_slice(&7f32.to_ne_bytes());
+    assert_eq!(HostBytes::read(&view).unwrap()[4..8], 7f32.to_ne_bytes());
     assert_eq!(host(&flat), [0., 1., 20., 7., 40., 5.]);
-    assert!(with_slice::<f64, _>(&view, |_| ()).is_err());
+    assert!(HostSlice::<f64>::read(&view).is_err());
     let transposed = flat.reshape((2, 3)).unwrap().t().unwrap();
-    assert!(matches!(with_slice::<f32, _>(&transposed, |_| ()), Err(FlatError::NotContiguous { .. })));
+    assert!(matches!(HostSlice::<f32>::read(&transposed), Err(FlatError::NotContiguous { .. })));
 }
 
 #[test]
-fn freed_memory_is_an_error_for_every_reader_and_comes_back() {
+fn released_memory_is_an_error_for_every_reader_and_comes_back() {
     let weight = on_gpu(&[1., 2., 3., 4.]).reshape((2, 2)).unwrap();
     let view = weight.narrow(0, 1, 1).unwrap();
-    free(&weight).unwrap();
-    assert!(is_freed(&weight) && is_freed(&view));
-    assert!(matches!(with_slice::<f32, _>(&weight, |_| ()), Err(FlatError::Freed { .. })));
-    assert!(matches!(with_bytes_mut(&view, |_| ()), Err(FlatError::Freed { .. })));
+    release(&weight).unwrap();
+    assert!(is_released(&weight) && is_released(&view));
+    assert!(matches!(HostSlice::<f32>::read(&weight), Err(FlatError::Freed { .. })));
+    assert!(matches!(HostBytesMut::write(&view), Err(FlatError::Freed { .. })));
     assert!(weight.sqrt().is_err());
     refill(&weight, vec![5f32, 6., 7., 8.]).unwrap();
-    assert!(!is_freed(&weight));
+    assert!(!is_released(&weight));
     assert_eq!(host(&view), [7., 8.]);
     let source = on_gpu(&[0., 1., 2., 3., 4., 9.]);
     refill_from(&weight, &source.narrow(0, 2, 4).unwrap()).unwrap();
@@ -65,7 +68,7 @@ fn large_tensors_go_to_the_host_through_pinned_memory() {
         let view = there.narrow(0, range.start, range.len()).unwrap();
         let back = to_device(&view, &Device::Cpu).unwrap();
         assert!(back.device().is_cpu());
-        assert!(with_slice::<u32, _>(&back, |back| *back == values[range.clone()]).unwrap(), "{range:?}");
+        assert!(*HostSlice::<u32>::read(&back).unwrap() == values[range.clone()], "{range:?}");
     }
 }
 
@@ -73,10 +76,10 @@ fn large_tensors_go_to_the_host_through_pinned_memory() {
 fn every_dtype_that_candle_has_there_crosses_with_its_bits() {
     for dtype in [DType::U8, DType::U32, DType::I64, DType::BF16, DType::F16, DType::F32, DType::F64] {
         let here = fsdp_flat::storage::zeros(&[3, 2], dtype).unwrap();
-        with_bytes_mut(&here, |bytes| bytes.iter_mut().zip(1..).for_each(|(byte, k)| *byte = k)).unwrap();
+        HostBytesMut::write(&here).unwrap().iter_mut().zip(1..).for_each(|(byte, k)| *byte = k);
         let there = to_device(&here, &gpu()).unwrap();
         let back = to_device(&there, &Device::Cpu).unwrap();
-        let bits = |tensor: &Tensor| with_bytes(tensor, <[u8]>::to_vec).unwrap();
+        let bits = |tensor: &Tensor| HostBytes::read(tensor).unwrap().to_vec();
         assert_eq!((bits(&back), bits(&there)), (bits(&here), bits(&here)), "{dtype:?}");
         assert!(bits(&zeros_on(&[5], dtype, &gpu()).unwrap()).iter().all(|&byte| byte == 0));
     }

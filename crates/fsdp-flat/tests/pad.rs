@@ -85,6 +85,14 @@ fn what_cannot_be_padded_is_told_apart() {
     assert!(matches!(error(&[0, 0, -1, -1], PadMode::Replicate), PadError::CropsTooMuch { dim: 0, .. }));
     assert!(matches!(error(&[isize::MAX, 1], PadMode::Constant(0.)), PadError::TooLarge { .. }));
     assert!(matches!(error(&[isize::MIN, isize::MIN], PadMode::Circular), PadError::TooLarge { .. }));
+    for mode in [PadMode::Replicate, PadMode::Constant(0.)] {
+        let shape = |error| match error {
+            PadError::OutOfMemory { shape } => shape,
+            other => panic!("{other}"),
+        };
+        assert_eq!(shape(error(&[1 << 60, 0], mode)), [2, (1 << 60) + 3]);
+        assert_eq!(shape(error(&[1 << 40, 0, 1 << 40, 0], mode)), [(1 << 40) + 2, (1 << 40) + 3]);
+    }
     let empty = Tensor::zeros((2, 0), DType::F32, &Device::Cpu).unwrap();
     assert!(matches!(pad(&empty, &[1, 0], PadMode::Replicate), Err(PadError::Empty { dim: 1, .. })));
     assert_eq!(pad(&empty, &[1, 1], PadMode::Constant(2.)).unwrap().to_vec2::<f32>().unwrap(), [[2., 2.]; 2]);

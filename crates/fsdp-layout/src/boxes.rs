@@ -20,39 +20,39 @@ pub struct TensorBox {
 }
 
 impl TensorBox {
-    /// The box at `offsets` of `sizes`. Both must have one entry per dimension.
+    /// Creates the box at `offsets` of `sizes`. Both must have one entry per dimension.
     #[must_use]
     pub fn new(offsets: Vec<usize>, sizes: Vec<usize>) -> Self {
         debug_assert_eq!(offsets.len(), sizes.len());
         TensorBox { offsets, sizes }
     }
 
-    /// The box that is all of a tensor of this shape.
+    /// Returns the box that is all of a tensor of this shape.
     #[must_use]
     pub fn whole(shape: &[usize]) -> Self {
         TensorBox { offsets: vec![0; shape.len()], sizes: shape.to_vec() }
     }
 
-    /// Number of dimensions.
+    /// Returns the number of dimensions.
     #[must_use]
     pub fn rank(&self) -> usize {
         self.sizes.len()
     }
 
-    /// Number of elements. For boxes from untrusted input use [`checked_numel`].
+    /// Returns the number of elements. For boxes from untrusted input use [`checked_numel`].
     #[must_use]
     pub fn numel(&self) -> usize {
-        // An empty box is that, however large its other dimensions are.
+        // The product of the other dimensions may overflow.
         if self.is_empty() { 0 } else { self.sizes.iter().product() }
     }
 
-    /// Whether the box holds no element.
+    /// Returns `true` if the box holds no element.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.sizes.contains(&0)
     }
 
-    /// Whether the box is well formed and lies inside a tensor of this shape.
+    /// Returns `true` if the box is well formed and lies inside a tensor of this shape.
     #[must_use]
     pub fn fits(&self, shape: &[usize]) -> bool {
         self.offsets.len() == shape.len()
@@ -65,7 +65,8 @@ impl TensorBox {
                 .all(|((&offset, &size), &dim)| offset.checked_add(size).is_some_and(|end| end <= dim))
     }
 
-    /// The common part of two boxes of one tensor; `None` if they share no element.
+    /// Returns the common part of two boxes of one tensor; `None` if they share no element, or differ in their number
+    /// of dimensions.
     ///
     /// ```
     /// use fsdp_layout::TensorBox;
@@ -92,7 +93,8 @@ impl TensorBox {
         Some(TensorBox { offsets, sizes })
     }
 
-    /// If the box's elements lie side by side in a row-major tensor of this shape, their flat range.
+    /// Returns the flat range of the box's elements in a row-major tensor of this shape; `None` if they are not
+    /// contiguous there.
     #[must_use]
     pub fn flat_range(&self, shape: &[usize]) -> Option<Range<usize>> {
         let mut runs = CopyRuns::new(self, &TensorBox::whole(shape), self);
@@ -106,7 +108,7 @@ impl TensorBox {
 }
 
 impl fmt::Display for TensorBox {
-    /// `[0:2, 3:5]`, as one would index it in Python.
+    /// Writes the box like a Python index: `[0:2, 3:5]`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("[")?;
         for (d, (offset, size)) in self.offsets.iter().zip(&self.sizes).enumerate() {
@@ -117,7 +119,7 @@ impl fmt::Display for TensorBox {
     }
 }
 
-/// The number of elements of a shape, or `None` if it does not fit a `usize`. A dimension of 0 makes it 0.
+/// Returns the number of elements of a shape, or `None` if it does not fit a `usize`. A dimension of 0 makes it 0.
 #[must_use]
 pub fn checked_numel(shape: &[usize]) -> Option<usize> {
     if shape.contains(&0) {
@@ -126,7 +128,7 @@ pub fn checked_numel(shape: &[usize]) -> Option<usize> {
     shape.iter().try_fold(1usize, |numel, &dim| numel.checked_mul(dim))
 }
 
-/// Elements from one dimension step to the next in a row-major tensor of this shape.
+/// Returns, for each dimension of a row-major tensor, the number of elements from one index to the next.
 #[must_use]
 pub fn row_major_strides(shape: &[usize]) -> Vec<usize> {
     let mut strides = vec![1; shape.len()];
@@ -136,7 +138,7 @@ pub fn row_major_strides(shape: &[usize]) -> Vec<usize> {
     strides
 }
 
-/// The boxes that exactly cover elements `range` of a row-major tensor of this shape, in flat order.
+/// Returns the boxes that exactly cover elements `range` of a row-major tensor of this shape, in flat order.
 ///
 /// There are at most `2 * (N - 1) + 1` of them for an N-d tensor, and each lies contiguously in the range,
 /// one after the other: the k-th box starts where the elements of the boxes before it end.
@@ -178,19 +180,21 @@ fn split_flat_range(
     let first_whole = range.start.div_ceil(row);
     let past_whole = range.end / row;
     if first_whole > past_whole {
-        // Inside a single row, touching neither end of it.
+        // The range lies inside a single row and touches neither end of it: it is a range of that row's sub-tensor.
         let at = range.start / row;
         prefix.push(at);
         split_flat_range(shape, strides, dim + 1, prefix, range.start - at * row..range.end - at * row, boxes);
         prefix.pop();
         return;
     }
+    // The end of a row that the range starts within.
     if range.start < first_whole * row {
         let at = first_whole - 1;
         prefix.push(at);
         split_flat_range(shape, strides, dim + 1, prefix, range.start - at * row..row, boxes);
         prefix.pop();
     }
+    // All rows that are wholly in the range, as one box.
     if first_whole < past_whole {
         let mut offsets = prefix.clone();
         let mut sizes = vec![1; dim];
@@ -200,6 +204,7 @@ fn split_flat_range(
         sizes.extend_from_slice(&shape[dim + 1..]);
         boxes.push(TensorBox { offsets, sizes });
     }
+    // The start of a row that the range ends within.
     let tail = range.end - past_whole * row;
     if tail > 0 {
         prefix.push(past_whole);
@@ -208,7 +213,7 @@ fn split_flat_range(
     }
 }
 
-/// `len` elements that lie side by side both in the source box and in the destination box.
+/// A run of `len` elements that are contiguous both in the source box and in the destination box.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CopyRun {
     /// First element in the source box, row-major.
@@ -219,7 +224,7 @@ pub struct CopyRun {
     pub len: usize,
 }
 
-/// The contiguous runs that copy `overlap` from a row-major buffer of box `src` to one of box `dst`.
+/// Returns the contiguous runs that copy `overlap` from a row-major buffer of box `src` to one of box `dst`.
 ///
 /// `overlap` must lie inside both. Runs come in row-major order and are as long as possible.
 #[must_use]
@@ -227,10 +232,10 @@ pub fn copy_runs(overlap: &TensorBox, src: &TensorBox, dst: &TensorBox) -> CopyR
     CopyRuns::new(overlap, src, dst)
 }
 
-/// Iterator of [`copy_runs`].
+/// The iterator of [`copy_runs`].
 #[derive(Debug, Clone)]
 pub struct CopyRuns {
-    /// Extents of the outer dimensions, those that are stepped through.
+    /// The extents of the outer dimensions, which the iterator steps through.
     outer: Vec<usize>,
     src_steps: Vec<usize>,
     dst_steps: Vec<usize>,
@@ -249,12 +254,9 @@ impl CopyRuns {
             inner -= 1;
         }
         let len: usize = overlap.sizes[inner.min(rank)..].iter().product();
-        let start = |of: &TensorBox, strides: &[usize]| {
-            (0..rank).map(|d| (overlap.offsets[d] - of.offsets[d]) * strides[d]).sum()
-        };
         let next = (!overlap.is_empty()).then(|| CopyRun {
-            src: start(src, &src_strides),
-            dst: start(dst, &dst_strides),
+            src: first_index(overlap, src, &src_strides),
+            dst: first_index(overlap, dst, &dst_strides),
             len,
         });
         CopyRuns {
@@ -265,6 +267,12 @@ impl CopyRuns {
             next,
         }
     }
+}
+
+/// Returns the index of the first element of `inner` in the row-major buffer of box `outer`.
+fn first_index(inner: &TensorBox, outer: &TensorBox, strides: &[usize]) -> usize {
+    let offsets = inner.offsets.iter().zip(&outer.offsets);
+    offsets.zip(strides).map(|((inner, outer), stride)| (inner - outer) * stride).sum()
 }
 
 impl Iterator for CopyRuns {
@@ -299,7 +307,7 @@ mod tests {
         (0..shape.iter().product()).collect()
     }
 
-    /// The flat indices of a box's elements, element by element.
+    /// Lists the flat indices of a box's elements.
     fn elements(shape: &[usize], b: &TensorBox) -> Vec<usize> {
         let strides = row_major_strides(shape);
         (0..b.numel())

@@ -1,8 +1,8 @@
-//! What boxes leave uncovered: differences of hyper-rectangles.
+//! Differences of hyper-rectangles: the parts of a box that other boxes leave uncovered.
 
 use crate::TensorBox;
 
-/// The elements of `from` that are not in `taken`, as at most `2 N` boxes that do not overlap.
+/// Returns the elements of `from` that are not in `taken`, as at most `2 N` boxes that do not overlap.
 ///
 /// ```
 /// use fsdp_layout::{TensorBox, cover::subtract};
@@ -17,7 +17,7 @@ pub fn subtract(from: &TensorBox, taken: &TensorBox) -> Vec<TensorBox> {
     }
     let Some(overlap) = from.intersect(taken) else { return vec![from.clone()] };
     let mut rest = Vec::new();
-    // What is left between the slabs that have been cut off in the dimensions so far.
+    // `core` is the part of `from` between the slabs that have been cut off in the dimensions so far.
     let mut core = from.clone();
     for d in 0..from.rank() {
         let (start, end) = (core.offsets[d], core.offsets[d] + core.sizes[d]);
@@ -36,8 +36,8 @@ pub fn subtract(from: &TensorBox, taken: &TensorBox) -> Vec<TensorBox> {
     rest
 }
 
-/// The elements of `wanted` that none of `boxes` has, as boxes that do not overlap; none if all is covered.
-/// The boxes may overlap each other.
+/// Returns the elements of `wanted` that are in none of `boxes`, as boxes that do not overlap; the list is empty if all
+/// are covered. The boxes may overlap each other.
 ///
 /// ```
 /// use fsdp_layout::{TensorBox, cover::uncovered};
@@ -47,7 +47,7 @@ pub fn subtract(from: &TensorBox, taken: &TensorBox) -> Vec<TensorBox> {
 /// ```
 #[must_use]
 pub fn uncovered<'a>(wanted: &TensorBox, boxes: impl IntoIterator<Item = &'a TensorBox>) -> Vec<TensorBox> {
-    // In order of position the boxes trim the front of what is left, so that it stays a short list.
+    // Sorted by position, each box trims the front of the uncovered part, so that the list of its boxes stays short.
     let mut boxes: Vec<&TensorBox> = boxes.into_iter().collect();
     boxes.sort();
     let mut left: Vec<TensorBox> = if wanted.is_empty() { Vec::new() } else { vec![wanted.clone()] };

@@ -17,19 +17,19 @@ macro_rules! dtypes {
             /// Every dtype, in a fixed order.
             pub const ALL: &'static [DType] = &[$(DType::$variant),*];
 
-            /// torch's name without the `torch.` in front, e.g. `bfloat16`.
+            /// Returns torch's name without the `torch.` in front, e.g. `bfloat16`.
             #[must_use]
             pub const fn torch_name(self) -> &'static str {
                 match self { $(DType::$variant => $torch,)* }
             }
 
-            /// The name in a safetensors header, e.g. `BF16`; `None` where that format has none.
+            /// Returns the name in a safetensors header, e.g. `BF16`; `None` if that format has none.
             #[must_use]
             pub const fn safetensors_name(self) -> Option<&'static str> {
                 match self { $(DType::$variant => $safetensors,)* }
             }
 
-            /// Bits per element.
+            /// Returns the number of bits per element.
             #[must_use]
             pub const fn bits(self) -> u64 {
                 match self { $(DType::$variant => $bits,)* }
@@ -49,9 +49,9 @@ dtypes! {
     U64, 64, "uint64", Some("U64"), "Unsigned 64-bit integer.";
     I64, 64, "int64", Some("I64"), "Signed 64-bit integer.";
     F8E4M3Fn, 8, "float8_e4m3fn", Some("F8_E4M3"), "8-bit float: 4 exponent bits, 3 mantissa bits, no infinities.";
-    F8E4M3Fnuz, 8, "float8_e4m3fnuz", Some("F8_E4M3FNUZ"), "As `F8E4M3Fn`, with one zero and one NaN.";
+    F8E4M3Fnuz, 8, "float8_e4m3fnuz", Some("F8_E4M3FNUZ"), "Like `F8E4M3Fn`, with one zero and one NaN.";
     F8E5M2, 8, "float8_e5m2", Some("F8_E5M2"), "8-bit float: 5 exponent bits, 2 mantissa bits.";
-    F8E5M2Fnuz, 8, "float8_e5m2fnuz", Some("F8_E5M2FNUZ"), "As `F8E5M2`, with one zero and one NaN.";
+    F8E5M2Fnuz, 8, "float8_e5m2fnuz", Some("F8_E5M2FNUZ"), "Like `F8E5M2`, with one zero and one NaN.";
     F8E8M0Fnu, 8, "float8_e8m0fnu", Some("F8_E8M0"), "8-bit power of two, a block scale.";
     F4E2M1FnX2, 8, "float4_e2m1fn_x2", None, "Two 4-bit floats in one byte; one element here is the pair.";
     BF16, 16, "bfloat16", Some("BF16"), "Brain float: 8 exponent bits, 7 mantissa bits.";
@@ -67,13 +67,13 @@ dtypes! {
 }
 
 impl DType {
-    /// Bytes per element.
+    /// Returns the number of bytes per element.
     #[must_use]
     pub const fn size_in_bytes(self) -> u64 {
         self.bits() / 8
     }
 
-    /// Whether this is a real floating-point type, of any width.
+    /// Returns `true` for a real floating-point type of any width.
     #[must_use]
     pub const fn is_float(self) -> bool {
         matches!(
@@ -91,13 +91,13 @@ impl DType {
         )
     }
 
-    /// The dtype with this torch name (`float32`, no `torch.` in front).
+    /// Finds the dtype with this torch name (`float32`, no `torch.` in front).
     #[must_use]
     pub fn from_torch_name(name: &str) -> Option<DType> {
         Self::ALL.iter().copied().find(|dtype| dtype.torch_name() == name)
     }
 
-    /// The dtype with this safetensors name (`F32`).
+    /// Finds the dtype with this safetensors name (`F32`).
     #[must_use]
     pub fn from_safetensors_name(name: &str) -> Option<DType> {
         Self::ALL.iter().copied().find(|dtype| dtype.safetensors_name() == Some(name))

@@ -1,4 +1,4 @@
-//! What kind of failure an error is: the little that must be known of it where its type is not, as on other ranks.
+//! The kind of failure that an error is: it stays known where the error's type is lost, as on other ranks.
 
 use std::fmt;
 use std::io;
@@ -9,10 +9,10 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// None of the others.
+    /// A failure of no other kind.
     #[default]
     Other,
-    /// What was asked for cannot work.
+    /// The request cannot work.
     Usage,
     /// A checkpoint is corrupt.
     Corrupt,
@@ -32,9 +32,9 @@ pub enum ErrorKind {
     Difference,
 }
 
-/// An error that knows its kind. Where errors become messages, as between ranks, the kind goes with them.
+/// An error that knows its kind. When an error is sent to other ranks as a message, its kind goes with it.
 pub trait Failure: fmt::Display {
-    /// Its kind.
+    /// Returns the kind of this failure.
     fn kind(&self) -> ErrorKind {
         ErrorKind::Other
     }

@@ -13,23 +13,23 @@ use crate::boxes::{TensorBox, boxes_of_flat_range, checked_numel};
 use crate::dtype::DType;
 use crate::shard::{UnpaddedShard, unpadded_shard};
 
-/// Each parameter of an aligned FlatParameter starts on a multiple of this many bytes.
+/// The alignment of parameters: each starts on a multiple of this many bytes.
 pub const ALIGNMENT_BYTES: usize = 16;
 
-/// What torch writes into alignment padding. It must never show in a state dict.
+/// The value that torch writes into alignment padding. It must never show in a state dict.
 pub const ALIGNMENT_PADDING_VALUE: u8 = 42;
 
-/// Why a FlatParameter cannot be laid out.
+/// The reason that a FlatParameter cannot be laid out.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum FlatLayoutError {
-    /// There is nothing to flatten.
+    /// The list of parameters is empty.
     #[error("cannot construct a FlatParameter from an empty parameter list")]
     Empty,
-    /// Ranks must be at least one.
+    /// The number of ranks is 0.
     #[error("cannot shard a FlatParameter over 0 ranks")]
     NoRanks,
-    /// The sizes do not fit the machine.
+    /// The number of elements does not fit a `usize`.
     #[error("parameter `{fqn}` of shape {shape:?} is too large to flatten")]
     TooLarge {
         /// The parameter.
@@ -39,7 +39,7 @@ pub enum FlatLayoutError {
     },
 }
 
-/// How many elements of `dtype` fill one alignment unit: 4 for f32, 8 for bf16, 2 for f64.
+/// Returns the number of elements of `dtype` that fill one alignment unit: 4 for f32, 8 for bf16, 2 for f64.
 /// `dtype` is that of forward and backward, which mixed precision may make narrower than the parameters'.
 #[must_use]
 pub const fn aligned_numel(dtype: DType) -> usize {
@@ -70,13 +70,13 @@ pub struct ShardParamInfo {
 }
 
 impl ShardParamInfo {
-    /// The part of the shard.
+    /// Returns the range of the shard.
     #[must_use]
     pub const fn shard_range(&self) -> Range<usize> {
         self.offset_in_shard..self.offset_in_shard + self.numel_in_shard
     }
 
-    /// The part of the flattened parameter.
+    /// Returns the range of the flattened parameter.
     #[must_use]
     pub const fn param_range(&self) -> Range<usize> {
         self.intra_param_start..self.intra_param_end + 1
@@ -169,19 +169,19 @@ impl FlatLayout {
         }
     }
 
-    /// Names of the parameters, in flat order.
+    /// Returns the names of the parameters, in flat order.
     #[must_use]
     pub fn fqns(&self) -> &[String] {
         &self.fqns
     }
 
-    /// Shapes of the parameters, in flat order.
+    /// Returns the shapes of the parameters, in flat order.
     #[must_use]
     pub fn shapes(&self) -> &[Vec<usize>] {
         &self.shapes
     }
 
-    /// Element counts of the parameters, in flat order.
+    /// Returns the element counts of the parameters, in flat order.
     #[must_use]
     pub fn numels(&self) -> &[usize] {
         &self.numels
@@ -193,76 +193,88 @@ impl FlatLayout {
         &self.entries
     }
 
-    /// Element counts of parameters and padding, in flat order.
+    /// Returns the element counts of parameters and padding, in flat order.
     #[must_use]
     pub fn numels_with_padding(&self) -> &[usize] {
         &self.numels_with_padding
     }
 
-    /// The parameter's elements of the unsharded FlatParameter.
+    /// Returns the range of a parameter in the unsharded FlatParameter.
     #[must_use]
     pub fn param_range(&self, param: usize) -> Range<usize> {
         self.starts[param]..self.starts[param] + self.numels[param]
     }
 
-    /// Number of ranks that share the FlatParameter.
+    /// Returns the number of ranks that share the FlatParameter.
     #[must_use]
     pub const fn world_size(&self) -> usize {
         self.world_size
     }
 
-    /// Elements of the unsharded FlatParameter, alignment and tail padding included, right padding of shards not.
+    /// Returns the number of elements of the unsharded FlatParameter: with alignment and tail padding, without right
+    /// padding.
     #[must_use]
     pub const fn unpadded_unsharded_numel(&self) -> usize {
         self.unpadded_numel
     }
 
-    /// Elements of all shards together.
+    /// Returns the number of elements of all shards together, right padding included.
     #[must_use]
     pub const fn padded_unsharded_numel(&self) -> usize {
         self.sharded_numel() * self.world_size
     }
 
-    /// Elements of one shard, the same on every rank, right padding included.
+    /// Returns the number of elements of one shard, which is the same on every rank, right padding included.
     #[must_use]
     pub const fn sharded_numel(&self) -> usize {
         self.unpadded_numel.div_ceil(self.world_size)
     }
 
-    /// The rank's range of the unsharded FlatParameter, and the padding on its right.
+    /// Returns the rank's range of the unsharded FlatParameter, and the padding on its right.
     #[must_use]
     pub fn shard(&self, rank: usize) -> UnpaddedShard {
         unpadded_shard(self.unpadded_numel, self.world_size, rank)
     }
 
-    /// Where each parameter lies in a rank's shard; `None` for one that does not.
+    /// Returns where each parameter lies in a rank's shard; `None` for a parameter that the shard has no element of.
     #[must_use]
     pub fn shard_param_infos(&self, rank: usize) -> Vec<Option<ShardParamInfo>> {
         self.shard_param_infos_of_range(self.shard(rank).range)
     }
 
-    /// The same for any range of the unsharded FlatParameter.
+    /// Returns where each parameter lies in any range of the unsharded FlatParameter, as [`Self::shard_param_infos`]
+    /// does.
     #[must_use]
     pub fn shard_param_infos_of_range(&self, range: Range<usize>) -> Vec<Option<ShardParamInfo>> {
-        (0..self.numels.len())
-            .map(|param| {
-                let whole = self.param_range(param);
-                let start = range.start.max(whole.start);
-                let end = range.end.min(whole.end);
-                (start < end).then(|| ShardParamInfo {
-                    offset_in_shard: start - range.start,
-                    numel_in_shard: end - start,
-                    intra_param_start: start - whole.start,
-                    intra_param_end: end - whole.start - 1,
-                })
-            })
-            .collect()
+        (0..self.numels.len()).map(|param| self.param_info_of_range(param, &range)).collect()
     }
 
-    /// The boxes of parameter `param` that a rank's shard holds, in the order in which they lie there.
+    /// Returns the place of one parameter in a rank's shard; `None` if it has none there. Unlike
+    /// [`Self::shard_param_infos`] this looks at no other parameter.
+    ///
+    /// # Panics
+    /// If the layout has no such parameter.
+    #[must_use]
+    pub fn shard_param_info(&self, param: usize, rank: usize) -> Option<ShardParamInfo> {
+        self.param_info_of_range(param, &self.shard(rank).range)
+    }
+
+    fn param_info_of_range(&self, param: usize, range: &Range<usize>) -> Option<ShardParamInfo> {
+        let whole = self.param_range(param);
+        let start = range.start.max(whole.start);
+        let end = range.end.min(whole.end);
+        (start < end).then(|| ShardParamInfo {
+            offset_in_shard: start - range.start,
+            numel_in_shard: end - start,
+            intra_param_start: start - whole.start,
+            intra_param_end: end - whole.start - 1,
+        })
+    }
+
+    /// Returns the boxes of parameter `param` that a rank's shard holds, in the order in which they lie there.
     #[must_use]
     pub fn param_boxes(&self, param: usize, rank: usize) -> Vec<TensorBox> {
-        match self.shard_param_infos(rank)[param] {
+        match self.shard_param_info(param, rank) {
             Some(info) => boxes_of_flat_range(&self.shapes[param], info.param_range()),
             None => Vec::new(),
         }

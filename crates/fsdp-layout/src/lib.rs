@@ -1,21 +1,21 @@
 //! The vocabulary of sharding and its arithmetic.
 //!
-//! Everything here is plain data and pure functions: dtypes, non-tensor values, boxes of N-d tensors,
-//! the layout of a FlatParameter, dim-0 chunks, placements on a device mesh.
+//! Everything here is plain data and pure functions: dtypes, non-tensor values, boxes of N-d tensors, the layout of a
+//! FlatParameter, dim-0 chunks, placements on a device mesh.
 //! This crate knows no tensor library, does no I/O, and knows no rank but the one it is given as a number.
 //!
-//! | module | what it answers |
+//! | module | what it holds |
 //! |---|---|
-//! | [`dtype`] | which element types files hold, their sizes and their names in torch and safetensors |
+//! | [`dtype`] | the element types that files hold, their sizes and their names in torch and safetensors |
 //! | [`value`] | plain, non-tensor values of a state dict |
-//! | [`path`] | where a value sits in a nested state dict, and its flat key |
+//! | [`path`] | the path of a value in a nested state dict, and its flat key |
 //! | [`boxes`] | hyper-rectangles of a tensor: intersection, flat ranges, copies between boxes |
-//! | [`cover`] | what boxes leave uncovered |
-//! | [`shard`] | how torch cuts `n` elements over ranks, and the padding that makes the cuts equal |
+//! | [`cover`] | the parts of a box that other boxes leave uncovered |
+//! | [`shard`] | torch's rule for cutting `n` elements over ranks, and the padding that makes the cuts equal |
 //! | [`flat`] | the layout of many parameters in one FlatParameter |
 //! | [`mesh`] | rank arithmetic of an N-d device mesh |
 //! | [`placement`] | Shard / Replicate / strided shards on a mesh, as boxes |
-//! | [`failure`] | which kind of failure an error is |
+//! | [`failure`] | the kind of failure that an error is |
 
 pub mod boxes;
 pub mod cover;

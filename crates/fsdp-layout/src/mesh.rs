@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-/// Why a mesh could not be made.
+/// The reason that a mesh cannot be made.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum DeviceMeshError {
@@ -17,7 +17,7 @@ pub enum DeviceMeshError {
         /// The ranks given.
         given: usize,
     },
-    /// One name for each dimension is needed.
+    /// The number of names is not the number of dimensions.
     #[error("a mesh of {dims} dimensions needs {dims} names, but {names:?} were given")]
     WrongNames {
         /// Number of dimensions.
@@ -44,7 +44,7 @@ pub struct DeviceMesh {
 }
 
 impl DeviceMesh {
-    /// A mesh of this shape over all of `world_size` ranks.
+    /// Creates a mesh of this shape over all of `world_size` ranks.
     ///
     /// # Errors
     /// The shape must multiply to `world_size`, and each dimension needs a name.
@@ -60,25 +60,25 @@ impl DeviceMesh {
         Ok(DeviceMesh { shape: shape.to_vec(), names })
     }
 
-    /// Extent of each dimension.
+    /// Returns the extent of each dimension.
     #[must_use]
     pub fn shape(&self) -> &[usize] {
         &self.shape
     }
 
-    /// Name of each dimension.
+    /// Returns the name of each dimension.
     #[must_use]
     pub fn names(&self) -> &[String] {
         &self.names
     }
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     #[must_use]
     pub fn size(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// Where a rank sits; `None` for a rank outside the mesh.
+    /// Returns the coordinate of a rank; `None` for a rank outside the mesh.
     #[must_use]
     pub fn coordinate(&self, rank: usize) -> Option<Vec<usize>> {
         if rank >= self.size() {
@@ -88,7 +88,7 @@ impl DeviceMesh {
         Some(strides.iter().zip(&self.shape).map(|(stride, dim)| rank / stride % dim).collect())
     }
 
-    /// The rank at a coordinate; `None` for a coordinate outside the mesh.
+    /// Returns the rank at a coordinate; `None` for a coordinate outside the mesh.
     #[must_use]
     pub fn rank_at(&self, coordinate: &[usize]) -> Option<usize> {
         if coordinate.len() != self.shape.len() || coordinate.iter().zip(&self.shape).any(|(c, dim)| c >= dim) {
@@ -98,7 +98,8 @@ impl DeviceMesh {
         Some(coordinate.iter().zip(&strides).map(|(c, stride)| c * stride).sum())
     }
 
-    /// The ranks that differ from `rank` only along dimension `dim`, in order, `rank` itself among them.
+    /// Returns the ranks that differ from `rank` only along dimension `dim`, in order, including `rank` itself;
+    /// `None` for a rank or a dimension that the mesh does not have.
     #[must_use]
     pub fn ranks_along(&self, dim: usize, rank: usize) -> Option<Vec<usize>> {
         let mut coordinate = self.coordinate(rank)?;

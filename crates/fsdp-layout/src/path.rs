@@ -1,4 +1,4 @@
-//! Where a value sits in a nested state dict, and the flat key that a checkpoint gives it.
+//! The path of a value in a nested state dict, and the flat key that a checkpoint gives it.
 
 use std::fmt;
 
@@ -22,7 +22,7 @@ impl fmt::Display for PathPart {
     }
 }
 
-/// The whole way from the root of a state dict to a value: torch's `planner_data` tuple.
+/// The path from the root of a state dict to a value: torch's `planner_data` tuple.
 ///
 /// ```
 /// use fsdp_layout::{KeyPath, PathPart};
@@ -38,14 +38,15 @@ impl fmt::Display for PathPart {
 pub struct KeyPath(pub Vec<PathPart>);
 
 impl KeyPath {
-    /// The parts joined with dots: the key in a checkpoint. Two paths may share one flat key;
-    /// whoever flattens must refuse that.
+    /// Returns the parts joined with dots: the key in a checkpoint.
+    ///
+    /// Two paths may have one flat key, so code that flattens a state dict must refuse keys that occur twice.
     #[must_use]
     pub fn flat_key(&self) -> String {
         self.0.iter().map(PathPart::to_string).collect::<Vec<_>>().join(".")
     }
 
-    /// This path, one step further down.
+    /// Returns this path with one more part at its end.
     #[must_use]
     pub fn child(&self, part: PathPart) -> KeyPath {
         let mut parts = self.0.clone();

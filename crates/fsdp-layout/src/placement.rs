@@ -8,15 +8,15 @@ use thiserror::Error;
 use crate::boxes::TensorBox;
 use crate::shard::chunk_range;
 
-/// How a tensor lies along one mesh dimension.
+/// The way in which a tensor is spread along one mesh dimension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Placement {
-    /// Cut on this tensor dimension by `torch.chunk`'s rule.
+    /// A cut of this tensor dimension by `torch.chunk`'s rule.
     Shard(usize),
-    /// Whole on every rank of the mesh dimension.
+    /// A whole copy on every rank of the mesh dimension.
     Replicate,
-    /// Cut on tensor dimension `dim` inside each of `split_factor` blocks: torch's `_StridedShard`,
+    /// A cut of tensor dimension `dim` inside each of `split_factor` blocks: torch's `_StridedShard`,
     /// which FSDP over tensor parallelism makes.
     StridedShard {
         /// The tensor dimension.
@@ -24,15 +24,15 @@ pub enum Placement {
         /// Number of blocks.
         split_factor: usize,
     },
-    /// A sum that is still to be made over the mesh dimension. It has no boxes: it cannot be checkpointed.
+    /// A part of a sum that is not reduced over the mesh dimension yet. It has no boxes and cannot be checkpointed.
     Partial,
 }
 
-/// Why placements have no boxes.
+/// The reason that placements have no boxes.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum PlacementError {
-    /// A partial sum is not a value yet.
+    /// One of the placements is a partial sum.
     #[error("a partial placement has no boxes: reduce it first")]
     Partial,
     /// A shard names a dimension that the tensor does not have.
@@ -43,7 +43,7 @@ pub enum PlacementError {
         /// The tensor's number of dimensions.
         rank: usize,
     },
-    /// One placement and one coordinate for each mesh dimension.
+    /// The placements or coordinates are not one for each mesh dimension.
     #[error("{placements} placements and {coordinate} coordinates on a mesh of {mesh} dimensions")]
     WrongMesh {
         /// Placements given.
@@ -55,7 +55,7 @@ pub enum PlacementError {
     },
 }
 
-/// The boxes of a tensor of `shape` that the rank at `coordinate` of a mesh of `mesh_shape` owns.
+/// Returns the boxes of a tensor of `shape` that the rank at `coordinate` of a mesh of `mesh_shape` owns.
 ///
 /// Placements are applied left to right, as torch does. The list is empty for a rank without elements, and has
 /// more than one box where strided shards own rows that do not touch (torch writes those wrongly, as one box).
@@ -82,7 +82,7 @@ pub fn boxes_of_placements(
             mesh: mesh_shape.len(),
         });
     }
-    // The rows of each dimension that are left, as ranges.
+    // For each tensor dimension, the ranges of indices that the rank still owns after the placements so far.
     let mut rows: Vec<Vec<Range<usize>>> = shape.iter().map(|&dim| std::iter::once(0..dim).collect()).collect();
     let rank = shape.len();
     for ((placement, &parts), &index) in placements.iter().zip(mesh_shape).zip(coordinate) {
@@ -105,6 +105,7 @@ pub fn boxes_of_placements(
             }
         }
     }
+    // A box for each combination of one range in every dimension.
     let mut boxes = vec![TensorBox { offsets: Vec::new(), sizes: Vec::new() }];
     for ranges in rows {
         let ranges = merge(ranges);
@@ -128,7 +129,7 @@ fn total(ranges: &[Range<usize>]) -> usize {
     ranges.iter().map(ExactSizeIterator::len).sum()
 }
 
-/// The part `wanted` of the concatenation of `ranges`.
+/// Returns the part `wanted` of the concatenation of `ranges`.
 fn take(ranges: &[Range<usize>], wanted: Range<usize>) -> Vec<Range<usize>> {
     let mut taken = Vec::new();
     let mut before = 0;
@@ -143,7 +144,7 @@ fn take(ranges: &[Range<usize>], wanted: Range<usize>) -> Vec<Range<usize>> {
     taken
 }
 
-/// Joins neighbours that touch.
+/// Joins ranges that follow each other without a gap.
 fn merge(ranges: Vec<Range<usize>>) -> Vec<Range<usize>> {
     let mut merged: Vec<Range<usize>> = Vec::new();
     for range in ranges {

@@ -1,11 +1,11 @@
-//! How torch cuts `n` elements over `world_size` ranks: equal chunks of `ceil(n / world_size)`, not balanced ones.
-//! Trailing ranks may get fewer, or nothing.
+//! Torch's rule for cutting `n` elements over `world_size` ranks: chunks of `ceil(n / world_size)`, not balanced ones.
+//! The last ranks may get fewer elements, or none.
 
 use std::ops::Range;
 
-/// The elements of `0..n` that this rank owns: `torch.chunk`'s rule.
+/// Returns the elements of `0..n` that this rank owns, by the rule of `torch.chunk`.
 ///
-/// The range of a rank with nothing is empty and starts at `n`.
+/// The range of a rank without elements is empty and starts at `n`.
 ///
 /// ```
 /// use fsdp_layout::shard::chunk_range;
@@ -29,7 +29,7 @@ pub struct UnpaddedShard {
     pub padding: usize,
 }
 
-/// The unpadded shard of rank `rank` of a flat tensor of `numel` elements.
+/// Returns the unpadded shard of rank `rank` of a flat tensor of `numel` elements.
 #[must_use]
 pub fn unpadded_shard(numel: usize, world_size: usize, rank: usize) -> UnpaddedShard {
     let range = chunk_range(numel, world_size, rank);

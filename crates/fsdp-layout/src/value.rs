@@ -1,4 +1,4 @@
-//! Plain, non-tensor values of a state dict: what torch keeps beside tensors.
+//! Plain, non-tensor values of a state dict, which torch keeps beside its tensors.
 
 use serde::{Deserialize, Serialize};
 
@@ -15,23 +15,23 @@ pub enum PlainValue {
     Bool(bool),
     /// An integer that fits 64 bits.
     Int(i64),
-    /// An integer that does not: its two's-complement bytes, little-endian, as a pickle holds it.
+    /// An integer that does not fit 64 bits: its two's-complement bytes, little-endian, as in a pickle.
     BigInt(Vec<u8>),
-    /// A float; compared by value, so NaN differs from itself ([`PlainValue::same_bits`] does not mind).
+    /// A float. `==` compares by value, so NaN differs from itself; [`PlainValue::same_bits`] compares bits.
     Float(f64),
     /// Text.
     Str(String),
     /// Raw bytes.
     Bytes(Vec<u8>),
-    /// `[…]`
+    /// A list, `[…]`.
     List(Vec<PlainValue>),
-    /// `(…)`
+    /// A tuple, `(…)`.
     Tuple(Vec<PlainValue>),
-    /// `{…}` of a set; order as stored.
+    /// A set, `{…}`, in the stored order.
     Set(Vec<PlainValue>),
-    /// `{key: value}` in insertion order; keys may be any plain value.
+    /// A dict, `{key: value}`, in insertion order. Keys may be any plain value.
     Dict(Vec<(PlainValue, PlainValue)>),
-    /// A tensor inside such a value (in a tuple, say), where no key of its own could be given to it.
+    /// A tensor inside one of these values, such as a tuple, where it has no key of its own.
     Tensor(PlainTensor),
 }
 
@@ -42,12 +42,12 @@ pub struct PlainTensor {
     pub dtype: DType,
     /// Shape.
     pub shape: Vec<usize>,
-    /// Its elements' bytes, little-endian.
+    /// The bytes of its elements, little-endian.
     pub data: Vec<u8>,
 }
 
 impl PlainValue {
-    /// Equality that compares floats by their bits, so that a NaN equals itself.
+    /// Returns `true` if the values are equal, with floats compared by their bits: a NaN equals itself.
     #[must_use]
     pub fn same_bits(&self, other: &PlainValue) -> bool {
         fn all(a: &[PlainValue], b: &[PlainValue]) -> bool {
@@ -65,7 +65,7 @@ impl PlainValue {
         }
     }
 
-    /// What Python would call the type, for messages.
+    /// Returns the name of the type in Python, for messages.
     #[must_use]
     pub const fn type_name(&self) -> &'static str {
         match self {
@@ -83,7 +83,7 @@ impl PlainValue {
         }
     }
 
-    /// The value as an integer, if it is one (a bool is not).
+    /// Returns the value as an integer, if it is one (a bool is not).
     #[must_use]
     pub const fn as_int(&self) -> Option<i64> {
         match self {
@@ -92,7 +92,7 @@ impl PlainValue {
         }
     }
 
-    /// The value as a float: a float, or an integer that a float holds.
+    /// Returns the value as a float: a float, or an integer that a float holds.
     #[must_use]
     pub const fn as_float(&self) -> Option<f64> {
         match self {
@@ -102,7 +102,7 @@ impl PlainValue {
         }
     }
 
-    /// The value as a bool, if it is one.
+    /// Returns the value as a bool, if it is one.
     #[must_use]
     pub const fn as_bool(&self) -> Option<bool> {
         match self {
@@ -111,7 +111,7 @@ impl PlainValue {
         }
     }
 
-    /// The value as text, if it is text.
+    /// Returns the value as text, if it is text.
     #[must_use]
     pub fn as_str(&self) -> Option<&str> {
         match self {

@@ -15,7 +15,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_nn::{Linear, Module, linear_no_bias};
 use fsdp_comm::{ProcessGroup, run_local};
 use fsdp_nn::algorithm::{AdamOptions, Algorithm};
-use fsdp_nn::fsdp_state::{
+use fsdp_nn::torch::{
     OptimLoadOptions, StateDictSettings, StateDictType, full_optim_state_dict, optim_state_dict,
     optim_state_dict_to_load, scatter_full_optim_state_dict,
 };
@@ -33,7 +33,7 @@ const WIDTH: usize = 2048;
 const STATE_BYTES: usize = 2 * UNITS * WIDTH * WIDTH * 4;
 const RUNS: usize = 5;
 
-/// What one case took.
+/// The time and memory of one case.
 struct Figure {
     name: &'static str,
     seconds: f64,
@@ -124,11 +124,11 @@ fn measure(group: ProcessGroup) -> Result<Vec<Figure>, NnError> {
         (StateDictType::Full, "optim_state_dict, Full (on every rank)", "optim_state_dict_to_load, Full"),
     ] {
         parameters.state_dict_type(StateDictSettings::of(kind), || -> Result<(), NnError> {
-            figures.push(time(&group, save, || optim_state_dict(parameters, &optimizer, None))?);
-            let state = optim_state_dict(parameters, &optimizer, None)?;
+            figures.push(time(&group, save, || optim_state_dict(None, parameters, &optimizer))?);
+            let state = optim_state_dict(None, parameters, &optimizer)?;
             let options = OptimLoadOptions::default();
             figures
-                .push(time(&group, load, || optim_state_dict_to_load(parameters, &mut optimizer, &state, &options))?);
+                .push(time(&group, load, || optim_state_dict_to_load(&state, parameters, &mut optimizer, &options))?);
             Ok(())
         })?;
     }
@@ -141,7 +141,7 @@ fn from_and_to_rank_0(
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
 ) -> Result<[Figure; 2], NnError> {
-    let save = || full_optim_state_dict(parameters, optimizer, None, true);
+    let save = || full_optim_state_dict(None, parameters, optimizer, true);
     let saved = time(group, "full_optim_state_dict, rank 0 only", save)?;
     let state = save()?;
     let full = (group.rank() == 0).then_some(&state);

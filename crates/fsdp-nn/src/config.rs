@@ -13,20 +13,21 @@ use crate::ShardingStrategy;
 /// every rank.
 #[derive(Clone)]
 pub struct FsdpConfig {
-    /// What is sharded.
+    /// The strategy: what is sharded.
     pub strategy: ShardingStrategy,
     /// The mesh of `HybridShard`, over all ranks of the process group: replicas along the first dimension, shards along
     /// the second. Other strategies need none.
     pub mesh: Option<DeviceMesh>,
-    /// Whether the optimizer sees the model's own parameters (true, the default) or one FlatParameter a unit.
+    /// `true` (the default) if the optimizer sees the model's own parameters, rather than one FlatParameter a unit.
     pub use_orig_params: bool,
     /// The dtype of parameters that the model asks for without naming one: `F32`, `F64`, `BF16` or `F16`.
     pub dtype: DType,
-    /// Where parameters live on this rank: the CPU, or an NVIDIA GPU (feature `cuda`).
+    /// The device on which parameters live on this rank: the CPU, or an NVIDIA GPU (feature `cuda`).
     pub device: Device,
     /// Seed of the initial values, which depend on it and on the parameters' names alone.
     pub seed: u64,
-    /// Which parameters are trained, by name; all by default. The others are frozen: torch's `requires_grad` of false.
+    /// A function that tells by name which parameters are trained; all by default. The others are frozen: torch's
+    /// `requires_grad` of false.
     pub requires_grad: Arc<dyn Fn(&str) -> bool + Send + Sync>,
 }
 

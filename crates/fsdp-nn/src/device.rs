@@ -37,7 +37,7 @@ fn pieces(numel: usize) -> impl Iterator<Item = Range<usize>> {
     (0..numel).step_by(PIECE).map(move |start| start..numel.min(start + PIECE))
 }
 
-/// The sum of the squares of all elements.
+/// Returns the sum of the squares of all elements.
 pub(crate) fn sum_of_squares(flat: &Tensor) -> Result<f64> {
     let mut squares = 0.0;
     for piece in pieces(flat.elem_count()) {
@@ -84,7 +84,7 @@ mod nccl {
 
     use super::{ProcessGroup, Result, Tensor};
 
-    /// The group's collectives on the memory of this tensor, if it has any.
+    /// Returns the group's collectives on the memory of this tensor, if it has any.
     fn on_device<'g>(group: &'g ProcessGroup, tensor: &Tensor) -> Option<DeviceGroup<'g>> {
         group.device().filter(|_| tensor.device().is_cuda())
     }
@@ -93,7 +93,7 @@ mod nccl {
         Err(candle_core::Error::UnsupportedDTypeForOp(tensor.dtype(), "FlatParameter").into())
     }
 
-    /// All ranks' shards, one after the other.
+    /// Returns all ranks' shards, one after the other.
     pub(crate) fn all_gather(group: &ProcessGroup, shard: &Tensor) -> Result<Option<Tensor>> {
         fn gather<T: Scalar + Element + CudaDType + DeviceRepr>(
             group: DeviceGroup<'_>,
@@ -134,7 +134,7 @@ mod nccl {
         Ok(true)
     }
 
-    /// The mean of all ranks' tensors, in place.
+    /// Replaces a tensor by the mean of all ranks' tensors.
     pub(crate) fn all_reduce(group: &ProcessGroup, buffer: &Tensor) -> Result<bool> {
         fn reduce<T: Scalar + Element + CudaDType + DeviceRepr>(group: DeviceGroup<'_>, buffer: &Tensor) -> Result<()> {
             with_device_slice_mut::<T, _>(buffer, |buffer, stream| {

@@ -1,4 +1,4 @@
-//! What can go wrong in sharded modules and optimizers.
+//! The errors of sharded modules and optimizers.
 
 use std::io;
 
@@ -9,7 +9,7 @@ use fsdp_state::StateError;
 use thiserror::Error;
 
 use crate::algorithm::AlgorithmError;
-use crate::fsdp_state::OptimStateError;
+use crate::optim_state_error::OptimStateError;
 
 /// An error of this crate.
 #[derive(Debug, Error)]
@@ -38,9 +38,9 @@ pub enum NnError {
     Conflict {
         /// The parameter.
         fqn: String,
-        /// What was asked for.
+        /// The shape and dtype asked for.
         asked: String,
-        /// What is there.
+        /// The shape and dtype that are there.
         existing: String,
     },
     /// `HybridShard` needs to know which ranks are replicas.
@@ -52,6 +52,93 @@ pub enum NnError {
         shape: Vec<usize>,
         /// Ranks of the process group.
         world_size: usize,
+    },
+    /// A forward computes with the parameters of the unit.
+    #[error("the parameters of {} are in use: a forward computes with them", unit_name(unit))]
+    UnitInUse {
+        /// The unit's name; empty for the root.
+        unit: String,
+    },
+    /// A backward came to a unit whose values are not those that its forward computed with.
+    #[error(
+        "the parameters of {} have changed since the forward: run backward before a step or a load, or the forward again \
+         after it",
+        unit_name(unit)
+    )]
+    ChangedSinceForward {
+        /// The unit's name; empty for the root.
+        unit: String,
+    },
+    /// A computation read a parameter whose values are not there.
+    #[error(
+        "the parameter that is computed with is sharded here: use parameters of {} only inside the forward of their unit \
+         ({error})",
+        unit_names(units)
+    )]
+    ParametersSharded {
+        /// The units that were sharded then; the root's name is empty.
+        units: Vec<String>,
+        /// candle's error.
+        error: String,
+    },
+    /// Two units ask for one parameter, and neither runs inside the other.
+    #[error(
+        "parameter `{fqn}` of {} is asked for by {} too: ask for it outside of units, or in a unit around both",
+        unit_name(first),
+        unit_name(second)
+    )]
+    SharedBetweenUnits {
+        /// The parameter.
+        fqn: String,
+        /// The unit that asked first.
+        first: String,
+        /// The other unit.
+        second: String,
+    },
+    /// A model is complete once it has been sharded.
+    #[error("parameter `{fqn}` is asked for after the model has been built")]
+    LateParameter {
+        /// The parameter.
+        fqn: String,
+    },
+    /// The model had asked for a name before it was tied to another.
+    #[error("`{alias}` is a parameter of its own: tie it to `{fqn}` before the model asks for it")]
+    LateTie {
+        /// The name.
+        alias: String,
+        /// The parameter that it should be another name of.
+        fqn: String,
+    },
+    /// One name is tied to two others.
+    #[error("`{alias}` is tied to `{first}` and to `{second}`")]
+    TiedTwice {
+        /// The name.
+        alias: String,
+        /// A name that it is tied to.
+        first: String,
+        /// Another.
+        second: String,
+    },
+    /// Ties that lead to no parameter.
+    #[error("the ties of {} go round in a circle", quoted(names))]
+    TieCircle {
+        /// The names in it.
+        names: Vec<String>,
+    },
+    /// FlatParameters have their units' names, so two of one name cannot be told apart.
+    #[error(
+        "two units were made at the scope `{unit}`, whose FlatParameters have one name: set `use_orig_params`, or give each \
+         unit a scope of its own"
+    )]
+    DuplicateUnit {
+        /// The scope.
+        unit: String,
+    },
+    /// The ranks have built different models, or been given different options.
+    #[error("the ranks do not build the same model: {}", differences.join("; "))]
+    DifferentModels {
+        /// The first difference, by groups of ranks that have the same there.
+        differences: Vec<String>,
     },
     /// A name that the model does not have.
     #[error("the model has no parameter `{fqn}`")]
@@ -79,7 +166,7 @@ pub enum NnError {
     /// An optimizer state dict that does not fit.
     #[error("{error}{}", on_ranks(ranks))]
     OptimState {
-        /// What is wrong.
+        /// The problem.
         error: OptimStateError,
         /// The global ranks that it is wrong on, where other ranks found nothing; empty if it concerns all.
         ranks: Vec<usize>,
@@ -114,12 +201,32 @@ pub enum NnError {
         /// The names.
         fqns: Vec<String>,
     },
+    /// Options that contradict each other.
+    #[error("{problem}")]
+    Options {
+        /// The contradiction, and what to set.
+        problem: &'static str,
+    },
+    /// A state dict of FlatParameters cannot be loaded by name.
+    #[error("`{key}` is a FlatParameter: this is a state dict of type Local, or its model was not the root module")]
+    FlatParameterKey {
+        /// The key.
+        key: String,
+    },
+    /// A state dict is not the one that it is compared with.
+    #[error("state dicts differ at `{key}`: {problem}")]
+    Differs {
+        /// The flat key.
+        key: String,
+        /// The difference.
+        problem: String,
+    },
     /// A param group of a state dict that cannot be read.
     #[error("param group {index} of the optimizer state dict is malformed: {problem}")]
     MalformedGroup {
         /// Its position.
         index: usize,
-        /// What is wrong.
+        /// The problem.
         problem: String,
     },
     /// Several saved groups meet in one live group with different hyperparameters.
@@ -142,9 +249,28 @@ pub enum NnError {
         fqn: String,
         /// The state entry.
         name: String,
-        /// What was found.
+        /// The kind that was found.
         kind: &'static str,
     },
+}
+
+/// Returns a unit for messages.
+fn unit_name(unit: &str) -> String {
+    if unit.is_empty() { "the root unit".to_owned() } else { format!("unit `{unit}`") }
+}
+
+/// Returns some units for messages: not all of a large model.
+fn unit_names(units: &[String]) -> String {
+    const NAMED: usize = 4;
+    let mut names: Vec<String> = units.iter().take(NAMED).map(|unit| unit_name(unit)).collect();
+    if units.len() > NAMED {
+        names.push(format!("{} more", units.len() - NAMED));
+    }
+    names.join(", ")
+}
+
+fn quoted(names: &[String]) -> String {
+    names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ")
 }
 
 fn on_ranks(ranks: &[usize]) -> String {
@@ -165,7 +291,20 @@ impl From<OptimStateError> for NnError {
 pub type Result<T, E = NnError> = std::result::Result<T, E>;
 
 impl NnError {
-    /// As candle's error, to pass through code that candle calls. It comes out as what it is: see `From`.
+    /// Returns the error of a computation, which is [`NnError::ParametersSharded`] if candle read released memory.
+    /// `sharded_units` are those whose parameters are not there.
+    pub(crate) fn of_computation(error: candle_core::Error, sharded_units: impl FnOnce() -> Vec<String>) -> Self {
+        if !reads_released(&error) {
+            return error.into();
+        }
+        let units = sharded_units();
+        if units.is_empty() {
+            return error.into();
+        }
+        NnError::ParametersSharded { units, error: operation(&error) }
+    }
+
+    /// Turns this into candle's error, to pass through code that candle calls. It comes out as what it is: see `From`.
     pub(crate) fn into_candle(self) -> candle_core::Error {
         match self {
             NnError::Candle(error) => error,
@@ -176,7 +315,7 @@ impl NnError {
 }
 
 impl From<candle_core::Error> for NnError {
-    /// candle's error, or the one of this crate that went through candle.
+    /// Takes candle's error, or the one of this crate that went through candle.
     fn from(error: candle_core::Error) -> Self {
         use candle_core::Error;
         match error {
@@ -188,6 +327,33 @@ impl From<candle_core::Error> for NnError {
             Error::Context { inner, .. } if is_ours(&inner) => Self::from(*inner),
             error => NnError::Candle(error),
         }
+    }
+}
+
+/// Returns `true` if an operation met the dummy dtype of released memory.
+fn reads_released(error: &candle_core::Error) -> bool {
+    use candle_core::{DType::F4, Error};
+    match error {
+        Error::UnexpectedDType { got, .. } => *got == F4,
+        Error::DTypeMismatchBinaryOp { lhs, rhs, .. } => *lhs == F4 || *rhs == F4,
+        Error::UnsupportedDTypeForOp(dtype, _) => *dtype == F4,
+        Error::WithBacktrace { inner, .. } | Error::Context { inner, .. } | Error::WithPath { inner, .. } => {
+            reads_released(inner)
+        }
+        _ => false,
+    }
+}
+
+/// Returns the operation that met released memory, for messages: its dtype says nothing to whoever wrote the model.
+fn operation(error: &candle_core::Error) -> String {
+    use candle_core::Error;
+    match error {
+        Error::UnexpectedDType { msg, .. } => (*msg).to_owned(),
+        Error::DTypeMismatchBinaryOp { op, .. } | Error::UnsupportedDTypeForOp(_, op) => format!("in {op}"),
+        Error::WithBacktrace { inner, .. } | Error::Context { inner, .. } | Error::WithPath { inner, .. } => {
+            operation(inner)
+        }
+        error => error.to_string(),
     }
 }
 

@@ -9,15 +9,16 @@ use candle_nn::var_builder::SimpleBackend;
 use fsdp_comm::ProcessGroup;
 
 use crate::config::FsdpConfig;
+use crate::hooks::PreBackwardOp;
 use crate::parameters::ShardedParameters;
-use crate::scope::{Backend, Registry, Scope};
+use crate::scope::{Backend, Registry, Scope, lock};
 use crate::unit::UnitOutput;
 use crate::{NnError, Result};
 
 /// A candle model whose parameters, gradients and optimizer state are sharded over the ranks of a process group:
 /// torch's `FullyShardedDataParallel`.
 ///
-/// The model is built from a [`Scope`]; modules built with [`Scope::unit`] are gathered and freed one by one, and
+/// The model is built from a [`Scope`]; modules built with [`Scope::unit`] are gathered and released one by one, and
 /// whatever parameters are in no unit belong to the root unit, which is whole from forward to the end of backward.
 /// Every rank must build the same model and call the same methods in the same order.
 ///
@@ -56,33 +57,36 @@ pub struct FullyShardedDataParallel<M> {
 
 impl<M> FullyShardedDataParallel<M> {
     /// Builds a model and shards it. Values depend on the seed and the parameters' names alone, not on the ranks;
-    /// no rank ever holds more than its own part of them. No communication, but for `HybridShard`, which makes sub-groups.
+    /// no rank ever holds more than its own part of them. Collectives: one agreement on what has been built; for
+    /// `HybridShard` the making of two sub-groups.
     ///
     /// # Errors
-    /// Those of `build`; parameters that cannot share a unit (mixed dtypes, integers, and without `use_orig_params`
-    /// frozen and trained ones); [`NnError::Mesh`]; [`NnError::UnknownParameter`] for what [`Scope::tie`] names. This
-    /// rank's alone, but all ranks build the same model.
+    /// Those of `build`; [`NnError::DifferentModels`] if the ranks do not build the same; parameters that cannot share a
+    /// unit (mixed dtypes, integers, and without `use_orig_params` frozen and trained ones, or two units of one name);
+    /// [`NnError::Mesh`]; ties that lead nowhere ([`Scope::tie`]); [`NnError::ParametersSharded`] for a `build` that computes
+    /// with parameters. One rank's error is every rank's.
     pub fn new(
         group: ProcessGroup,
         config: FsdpConfig,
         build: impl FnOnce(&Scope) -> candle_core::Result<M>,
     ) -> Result<Self> {
-        let registry = Arc::new(Mutex::new(Registry::new()));
-        let backend: Box<dyn SimpleBackend> =
-            Box::new(Backend { registry: Arc::clone(&registry), requires_grad: Arc::clone(&config.requires_grad) });
+        let is_sharded = config.strategy.is_sharded() && group.world_size() > 1;
+        let registry = Arc::new(Mutex::new(Registry::new(is_sharded, Arc::clone(&config.requires_grad))));
+        let backend: Box<dyn SimpleBackend> = Box::new(Backend(Arc::clone(&registry)));
         let vb = VarBuilder::from_backend(backend, config.dtype, config.device.clone());
-        let module = build(&Scope::sharded(vb, Arc::clone(&registry)))?;
-        let parameters = Arc::new(ShardedParameters::new(group, &config, &registry)?);
-        Ok(FullyShardedDataParallel { module, parameters })
+        let scope = Scope::sharded(vb, Arc::clone(&registry));
+        let built = build(&scope).map_err(|error| NnError::of_computation(error, || lock(&registry).unit_names()));
+        let (parameters, module) = ShardedParameters::new(group, &config, &registry, built)?;
+        Ok(FullyShardedDataParallel { module, parameters: Arc::new(parameters) })
     }
 
-    /// The parameters, for optimizers and state dicts.
+    /// Returns the parameters, for optimizers and state dicts.
     #[must_use]
     pub const fn parameters(&self) -> &Arc<ShardedParameters> {
         &self.parameters
     }
 
-    /// The process group.
+    /// Returns the process group.
     #[must_use]
     pub fn group(&self) -> &ProcessGroup {
         self.parameters.group()
@@ -92,32 +96,47 @@ impl<M> FullyShardedDataParallel<M> {
     /// through the units' forwards, one for each unit, where they are not whole already; none where nothing is sharded.
     ///
     /// # Errors
-    /// Those of `f` and of the all-gathers.
+    /// Those of `f` and of the all-gathers; [`NnError::ParametersSharded`] where `f` computes with a parameter of a unit
+    /// outside that unit's forward.
     pub fn forward<O: UnitOutput>(&self, f: impl FnOnce(&M) -> candle_core::Result<O>) -> Result<O> {
-        self.gather_root()?;
-        Ok(f(&self.module)?)
-    }
-
-    fn gather_root(&self) -> Result<()> {
-        self.parameters.handles.iter().filter(|handle| handle.is_root).try_for_each(|handle| handle.gather())
+        let _forward = self.parameters.shared.begin_forward();
+        let root = self.parameters.root();
+        let whole = root.map(|root| root.use_whole()).transpose()?;
+        let output = f(&self.module).map_err(|error| self.parameters.explain(error))?;
+        drop(whole);
+        let Some(root) = root else { return Ok(output) };
+        // The hook copies what it is attached to: a loss, which has one element, but not all that a model computes.
+        Ok(output.map_tensors(&mut |tensor| match tensor.elem_count() {
+            1 => tensor.apply_op1(PreBackwardOp::new(root)),
+            _ => Ok(tensor),
+        })?)
     }
 
     /// Runs the backward of a loss: gradients, averaged over all ranks, are added to those that are there, sharded as
     /// the parameters are. Collectives for each unit that backward reaches: one all-gather (full sharding), one
-    /// reduce-scatter over the shard group, and one all-reduce over the replicas (without sharding, all ranks).
+    /// reduce-scatter over the shard group, and one all-reduce over the replicas (without sharding, all ranks). The same
+    /// for units that it does not reach, if earlier backwards inside [`Self::no_sync`] have left gradients.
     ///
     /// Returns candle's store, which has the gradients of variables that are no parameters of this model.
     ///
     /// # Errors
-    /// candle's, and those of the collectives.
+    /// candle's, and those of the collectives; [`NnError::ChangedSinceForward`] where the values of a unit are not those of
+    /// the forward any more. Then all gradients are gone.
     pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
-        self.gather_root()?;
-        let grads = loss.backward();
-        if grads.is_err() {
-            self.parameters.reshard()?;
-            self.parameters.zero_grad();
+        // The root stays whole until backward is through with all units.
+        if let Some(root) = self.parameters.root() {
+            root.gather()?;
         }
-        let grads = grads?;
+        let grads = match loss.backward() {
+            Ok(grads) => grads,
+            Err(error) => {
+                let error = self.parameters.explain(error);
+                self.parameters.reshard()?;
+                self.parameters.zero_grad();
+                return Err(error);
+            }
+        };
+        // On all ranks in the same order, since each unit may have gradients to reduce.
         for handle in self.parameters.handles.iter().rev() {
             handle.finish_backward()?;
         }
@@ -133,10 +152,10 @@ impl<M> FullyShardedDataParallel<M> {
         struct Restore<'a>(&'a ShardedParameters, bool);
         impl Drop for Restore<'_> {
             fn drop(&mut self) {
-                self.0.set_sync(self.1);
+                self.0.shared.set_no_sync(self.1);
             }
         }
-        let _restore = Restore(&self.parameters, self.parameters.set_sync(false));
+        let _restore = Restore(&self.parameters, self.parameters.shared.set_no_sync(true));
         f(self)
     }
 }

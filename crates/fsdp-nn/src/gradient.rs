@@ -1,7 +1,7 @@
 //! From candle's gradient tensors, in whatever order they lie, to the flat gradient; norms and scaling of it.
 
 use candle_core::Tensor;
-use fsdp_flat::storage::{Scalar, with_slice};
+use fsdp_flat::storage::{HostSlice, Scalar};
 
 use crate::Result;
 
@@ -16,22 +16,21 @@ pub(crate) fn copy_gradient<T: Scalar>(grad: &Tensor, to: &mut [T], accumulate: 
     {
         let transposed = grad.t()?;
         if transposed.is_contiguous() {
-            return Ok(with_slice::<T, _>(&transposed, |from| {
-                transpose(from, to, rows, columns, accumulate);
-            })?);
+            transpose(&HostSlice::<T>::read(&transposed)?, to, rows, columns, accumulate);
+            return Ok(());
         }
     }
     let grad = grad.contiguous()?;
-    Ok(with_slice::<T, _>(&grad, |from| {
-        if accumulate {
-            to.iter_mut().zip(from).for_each(|(to, from)| *to += *from);
-        } else {
-            to.copy_from_slice(from);
-        }
-    })?)
+    let from = HostSlice::<T>::read(&grad)?;
+    if accumulate {
+        to.iter_mut().zip(from.iter()).for_each(|(to, from)| *to += *from);
+    } else {
+        to.copy_from_slice(&from);
+    }
+    Ok(())
 }
 
-/// `to[row][column] = from[column][row]`, or `+=`.
+/// Computes `to[row][column] = from[column][row]`, or `+=`.
 fn transpose<T: Scalar>(from: &[T], to: &mut [T], rows: usize, columns: usize, accumulate: bool) {
     for row_tile in (0..rows).step_by(TILE) {
         for column_tile in (0..columns).step_by(TILE) {

@@ -3,7 +3,7 @@
 //! - A parameter tensor is the output of [`ParameterOp`] on a tiny anchor variable: candle hands its gradient to the
 //!   op's backward, which keeps it in the unit instead of in candle's gradient store.
 //! - A unit's output passes through [`PreBackwardOp`], which gathers the unit's parameters again when backward
-//!   reaches it.
+//!   reaches it, and checks that they still are those of the forward.
 
 use std::sync::{Arc, OnceLock, Weak};
 
@@ -12,7 +12,7 @@ use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
 use crate::NnError;
 use crate::handle::FlatParamHandle;
 
-/// Where a parameter's gradient goes; set once the unit that owns the parameter is complete.
+/// The unit and the number of a parameter, which its gradient goes to; set once the unit that owns the parameter is complete.
 #[derive(Default)]
 pub(crate) struct ParameterSlot(OnceLock<(Weak<FlatParamHandle>, usize)>);
 
@@ -23,6 +23,7 @@ impl ParameterSlot {
     }
 }
 
+/// The op whose output is a parameter.
 pub(crate) struct ParameterOp {
     pub(crate) shape: Shape,
     pub(crate) dtype: candle_core::DType,
@@ -34,7 +35,7 @@ impl CustomOp1 for ParameterOp {
         "fsdp-parameter"
     }
 
-    /// An empty storage: the unit fills it when it gathers.
+    /// Makes an empty storage: the unit fills it when it gathers.
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
         let empty = match self.dtype {
             candle_core::DType::F32 => CpuStorage::F32(Vec::new()),
@@ -66,7 +67,19 @@ impl CustomOp1 for ParameterOp {
     }
 }
 
-pub(crate) struct PreBackwardOp(pub(crate) Weak<FlatParamHandle>);
+/// The identity, whose backward makes sure of a unit's parameters.
+pub(crate) struct PreBackwardOp {
+    handle: Weak<FlatParamHandle>,
+    /// The last change of values before the forward.
+    changes: u64,
+}
+
+impl PreBackwardOp {
+    /// Makes the op for the output of a forward that has just been computed.
+    pub(crate) fn new(handle: &Arc<FlatParamHandle>) -> Self {
+        PreBackwardOp { handle: Arc::downgrade(handle), changes: handle.last_change() }
+    }
+}
 
 impl CustomOp1 for PreBackwardOp {
     fn name(&self) -> &'static str {
@@ -90,7 +103,9 @@ impl CustomOp1 for PreBackwardOp {
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        if let Some(handle) = self.0.upgrade() {
+        if let Some(handle) = self.handle.upgrade() {
+            // What the graph has kept of the forward does not go with other values.
+            handle.check_unchanged(self.changes).map_err(NnError::into_candle)?;
             handle.gather().map_err(NnError::into_candle)?;
         }
         Ok(Some(grad.clone()))

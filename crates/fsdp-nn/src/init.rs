@@ -68,7 +68,9 @@ fn distribution(init: &Init, shape: &[usize]) -> Distribution {
 struct Words(ChaCha8Rng);
 
 impl Words {
+    /// Returns the words from `element` on.
     fn at(seed: u64, fqn: &str, element: usize) -> Self {
+        // Seed and name make the key, so that no value depends on the other parameters or on how they are sharded.
         let mut key = [0; 32];
         key[..8].copy_from_slice(&seed.to_le_bytes());
         key[8..24].copy_from_slice(&twox_hash::XxHash3_128::oneshot(fqn.as_bytes()).to_le_bytes());
@@ -77,11 +79,12 @@ impl Words {
         Words(rng)
     }
 
-    /// In the open interval from 0 to 1.
+    /// Returns a number in the open interval from 0 to 1.
     fn next_unit(&mut self) -> f64 {
         (f64::from(self.0.next_u32()) + 0.5) / f64::from(1 << 16) / f64::from(1 << 16)
     }
 
+    /// Returns two independent numbers of the standard normal distribution, by the Box-Muller transform.
     fn next_normal_pair(&mut self) -> (f64, f64) {
         let radius = (-2.0 * self.next_unit().ln()).sqrt();
         let (sin, cos) = (TAU * self.next_unit()).sin_cos();

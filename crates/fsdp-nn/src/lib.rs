@@ -1,37 +1,40 @@
 //! `FullyShardedDataParallel` for candle, and the optimizers that step on shards.
 //!
-//! | module | what it holds |
+//! | module | contents |
 //! |---|---|
 //! | [`algorithm`] | the arithmetic of SGD, Adam, AdamW and Adagrad: pure functions on slices |
-//! | [`model_state`], [`optim_state`] | the live state of models and optimizers on one rank, with torch's keys |
-//! | [`fsdp_state`] | state dicts over all ranks: full, sharded, local; optimizer state between layouts |
+//! | [`state`] | the live state of models and optimizers: views of it, and a target that takes it |
+//! | [`mod@torch`] | torch's names for what is done with state dicts |
 //! | [`fully_sharded`] | the sharded model: forward, backward, `no_sync` |
 //! | [`optimizer`] | the optimizer over a sharded model's parameters |
 //! | [`parameters`] | the parameters as one rank sees them |
-//! | [`scope`] | what a model is built from |
-//! | [`mod@unit`] | a module that is gathered and freed as one |
+//! | [`scope`] | the builder of a model |
+//! | [`mod@unit`] | a module that is gathered and released as one |
 //!
 //! How it works: a parameter tensor is the output of a custom op on a tiny anchor variable, so candle gives its
-//! gradient to us; its storage is emptied after forward and filled again for backward, and every weight and graph node
+//! gradient to us; its storage is released after forward and filled again for backward, and every weight and graph node
 //! that shares the storage sees that.
 
+mod agreement;
 pub mod algorithm;
+mod build;
 mod config;
 mod device;
 mod error;
-pub mod fsdp_state;
 pub mod fully_sharded;
 mod gradient;
 mod handle;
 mod hooks;
 mod init;
-pub mod model_state;
-pub mod optim_state;
+mod optim_state_error;
 pub mod optimizer;
 pub mod parameters;
-mod scalars;
 pub mod scope;
+mod settings;
+mod shared;
+pub mod state;
 mod strategy;
+pub mod torch;
 pub mod unit;
 
 pub use algorithm::Algorithm;

@@ -1,24 +1,26 @@
 //! The parameters of a sharded model as one rank sees them: names, units, live values.
 
+use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use candle_core::{DType, Tensor};
 use fsdp_comm::ProcessGroup;
 use fsdp_flat::sharded::copy_overlap;
-use fsdp_flat::storage::with_slice_mut;
-use fsdp_flat::{FlatParameter, ShardedTensor, with_float};
-use fsdp_layout::flat::aligned_numel;
-use fsdp_layout::{FlatLayout, TensorBox};
+use fsdp_flat::storage::{HostSlice, HostSliceMut};
+use fsdp_flat::{ShardedTensor, with_float};
+use fsdp_layout::TensorBox;
 use indexmap::IndexMap;
 
+use crate::agreement::agree_on_model;
+use crate::build::{Built, build_units, describe};
 use crate::config::FsdpConfig;
-use crate::fsdp_state::CurrentSettings;
-use crate::handle::{FlatParamHandle, Groups, Parameter, Shared, UnitSpec};
-use crate::scope::{Declared, SharedRegistry, lock};
+use crate::handle::{FlatParamHandle, Groups};
+use crate::scope::{SharedRegistry, lock};
+use crate::settings::CurrentSettings;
+use crate::shared::Shared;
 use crate::{NnError, Result, ShardingStrategy};
 
-/// Where a parameter lies.
+/// The place of a parameter: its unit's handle, and its number there.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Location {
     pub(crate) handle: usize,
@@ -40,118 +42,118 @@ pub struct ShardedParameters {
     buffers: IndexMap<String, (Tensor, bool)>,
     pub(crate) shared: Arc<Shared>,
     pub(crate) settings: CurrentSettings,
-    /// Whether a mesh was given.
+    /// `true` if a mesh was given.
     pub(crate) on_mesh: bool,
+    /// The part of the layout that each rank of the group has.
+    shard_ranks: Vec<usize>,
 }
 
 impl ShardedParameters {
-    /// Lays out what a model has declared and makes this rank's initial values.
-    pub(crate) fn new(group: ProcessGroup, config: &FsdpConfig, registry: &SharedRegistry) -> Result<Self> {
+    /// Shards the model that `build` has declared, and returns it.
+    /// Collectives: two agreements; for `HybridShard` the making of two sub-groups.
+    pub(crate) fn new<M>(
+        group: ProcessGroup,
+        config: &FsdpConfig,
+        registry: &SharedRegistry,
+        build: Result<M>,
+    ) -> Result<(Self, M)> {
         let mut registry = lock(registry);
-        let groups = spread(&group, config)?;
-        // As in torch, a single rank has nothing to shard.
-        let strategy = if groups.shard.is_some() { config.strategy } else { ShardingStrategy::NoShard };
-        let shards = groups.shards();
-        let shared = Arc::new(Shared::new());
-        let mut handles = Vec::new();
-        let mut places = IndexMap::new();
-        for (unit, name) in registry.units.iter().enumerate() {
-            let declared: Vec<(&String, &Declared)> = registry.params.iter().filter(|(_, p)| p.unit == unit).collect();
-            let Some((_, first)) = declared.first() else { continue };
-            let dtype = first.tensor.dtype();
-            check_unit(&declared, dtype, config.use_orig_params)?;
-            let align = if config.use_orig_params { aligned_numel(file_dtype(dtype)?) } else { 0 };
-            let shapes = declared.iter().map(|(fqn, p)| ((*fqn).clone(), p.tensor.dims().to_vec())).collect();
-            let layout = FlatLayout::new(shapes, align, shards)?;
-            let params = declared
-                .iter()
-                .map(|(fqn, p)| Parameter {
-                    fqn: (*fqn).clone(),
-                    tensor: p.tensor.clone(),
-                    requires_grad: p.requires_grad,
-                })
-                .collect();
-            let initialize = |flat: &FlatParameter| initialize(flat, &declared, config.seed);
-            let spec = UnitSpec { name: name.clone(), is_root: unit == 0, params, layout, dtype };
-            let handle = FlatParamHandle::new(spec, strategy, groups.clone(), Arc::clone(&shared), &initialize)?;
-            let handle = Arc::new(handle);
-            for (param, (fqn, declared)) in declared.iter().enumerate() {
-                declared.slot.set(&handle, param);
-                places.insert((*fqn).clone(), Location { handle: handles.len(), param });
-            }
-            registry.slots[unit].set(&handle);
-            handles.push(handle);
+        // Before anything is laid out: all ranks lay out the same.
+        let declared = build.and_then(|module| Ok((module, registry.complete()?)));
+        let (module, aliases) = agree_on_model(&group, declared, |(_, aliases)| describe(config, &registry, aliases))?;
+        let built = agree_on_model(&group, build_units(&group, config, &registry), |_| Vec::new())?;
+        let Built { groups, strategy, handles, shared } = built;
+        let mut places: HashMap<&str, Location> = HashMap::with_capacity(registry.params.len());
+        for (handle, unit) in handles.iter().enumerate() {
+            let params = unit.params.iter().enumerate();
+            places.extend(params.map(|(param, parameter)| (parameter.fqn.as_str(), Location { handle, param })));
         }
         // Names in the order in which the model declared them, whatever unit they are in.
-        let locations = registry.params.keys().map(|fqn| (fqn.clone(), places[fqn])).collect();
-        for target in registry.aliases.values() {
-            if !registry.params.contains_key(target) {
-                return Err(NnError::UnknownParameter { fqn: target.clone() });
-            }
-        }
-        Ok(ShardedParameters {
+        let locations = registry.params.keys().map(|fqn| (fqn.clone(), places[fqn.as_str()])).collect();
+        let shard_ranks = shard_ranks(&group, &groups, config);
+        let parameters = ShardedParameters {
             group,
             groups,
             strategy,
             use_orig_params: config.use_orig_params,
-            handles,
             locations,
-            aliases: std::mem::take(&mut registry.aliases),
+            handles,
+            aliases,
             buffers: std::mem::take(&mut registry.buffers),
             shared,
             settings: CurrentSettings::default(),
             on_mesh: config.mesh.is_some(),
-        })
+            shard_ranks,
+        };
+        Ok((parameters, module))
     }
 
-    /// All ranks that train the model.
+    /// Returns the root unit, if it has parameters.
+    pub(crate) fn root(&self) -> Option<&Arc<FlatParamHandle>> {
+        self.handles.first().filter(|handle| handle.is_root)
+    }
+
+    /// Returns the error of a computation with the parameters.
+    pub(crate) fn explain(&self, error: candle_core::Error) -> NnError {
+        NnError::of_computation(error, || self.shared.sharded_units())
+    }
+
+    /// Returns `true` if the other is this model on this rank, rather than one like it.
+    #[must_use]
+    pub fn is_same_model(&self, other: &ShardedParameters) -> bool {
+        Arc::ptr_eq(&self.shared, &other.shared)
+    }
+
+    /// Returns all ranks that train the model.
     #[must_use]
     pub const fn group(&self) -> &ProcessGroup {
         &self.group
     }
 
-    /// The ranks that together hold one copy of the parameters, each a shard; `None` if every rank holds all of them.
+    /// Returns the ranks that together hold one copy of the parameters, each a shard; `None` if every rank holds all of
+    /// them.
     #[must_use]
     pub const fn shard_group(&self) -> Option<&ProcessGroup> {
         self.groups.shard.as_ref()
     }
 
-    /// The ranks that hold the same values as this one; `None` if there are no others.
+    /// Returns the ranks that hold the same values as this one; `None` if there are no others.
     #[must_use]
     pub const fn replicate_group(&self) -> Option<&ProcessGroup> {
         self.groups.replicate.as_ref()
     }
 
-    /// The strategy in use; `NoShard` on a single rank, whatever was asked for.
+    /// Returns the strategy in use; `NoShard` on a single rank, whatever was asked for.
     #[must_use]
     pub const fn strategy(&self) -> ShardingStrategy {
         self.strategy
     }
 
-    /// Whether the optimizer sees the model's own parameters rather than FlatParameters.
+    /// Returns `true` if the optimizer sees the model's own parameters rather than FlatParameters.
     #[must_use]
     pub const fn use_orig_params(&self) -> bool {
         self.use_orig_params
     }
 
-    /// Names of all parameters, in the order in which the model declared them; tied ones once, by their first name.
+    /// Returns the names of all parameters, in the order in which the model declared them; tied ones once, by their first
+    /// name.
     pub fn fqns(&self) -> impl Iterator<Item = &str> {
         self.locations.keys().map(String::as_str)
     }
 
-    /// Other names of tied parameters: alias to name.
+    /// Returns the other names of tied parameters: alias to name.
     #[must_use]
     pub const fn aliases(&self) -> &IndexMap<String, String> {
         &self.aliases
     }
 
-    /// Buffers by name, and whether each is saved. They are whole on every rank.
+    /// Returns the buffers by name, with `true` for those that are saved. They are whole on every rank.
     #[must_use]
     pub const fn buffers(&self) -> &IndexMap<String, (Tensor, bool)> {
         &self.buffers
     }
 
-    /// The parameter's name for a name or an alias.
+    /// Returns the parameter's name for a name or an alias.
     #[must_use]
     pub fn canonical_fqn<'a>(&'a self, fqn: &'a str) -> &'a str {
         self.aliases.get(fqn).map_or(fqn, String::as_str)
@@ -162,13 +164,13 @@ impl ShardedParameters {
         self.locations.get(fqn).copied().ok_or_else(|| NnError::UnknownParameter { fqn: fqn.to_owned() })
     }
 
-    /// Whether there is a parameter of this name or alias.
+    /// Returns `true` if there is a parameter of this name or alias.
     #[must_use]
     pub fn contains(&self, fqn: &str) -> bool {
         self.location(fqn).is_ok()
     }
 
-    /// The parameter's global shape.
+    /// Returns the parameter's global shape.
     ///
     /// # Errors
     /// [`NnError::UnknownParameter`].
@@ -177,7 +179,7 @@ impl ShardedParameters {
         Ok(&self.handles[handle].layout().shapes()[param])
     }
 
-    /// The parameter's dtype.
+    /// Returns the parameter's dtype.
     ///
     /// # Errors
     /// [`NnError::UnknownParameter`].
@@ -185,7 +187,7 @@ impl ShardedParameters {
         Ok(self.handles[self.location(fqn)?.handle].dtype())
     }
 
-    /// Whether the parameter is trained.
+    /// Returns `true` if the parameter is trained.
     ///
     /// # Errors
     /// [`NnError::UnknownParameter`].
@@ -194,7 +196,7 @@ impl ShardedParameters {
         Ok(self.handles[handle].params[param].requires_grad)
     }
 
-    /// The boxes of the parameter that this rank owns.
+    /// Returns the boxes of the parameter that this rank owns.
     ///
     /// # Errors
     /// [`NnError::UnknownParameter`].
@@ -204,7 +206,20 @@ impl ShardedParameters {
         Ok(handle.layout().param_boxes(param, handle.shard_rank()))
     }
 
-    /// The parameter's live values on this rank, as views: the next optimizer step changes them. No communication.
+    /// Returns the boxes of the parameter that a rank of the group owns, by arithmetic.
+    ///
+    /// # Errors
+    /// [`NnError::UnknownParameter`].
+    pub fn boxes_on(&self, fqn: &str, rank: usize) -> Result<Vec<TensorBox>> {
+        let Location { handle, param } = self.location(fqn)?;
+        let shard_rank = self.shard_ranks.get(rank).copied().unwrap_or(0);
+        Ok(self.handles[handle].layout().param_boxes(param, shard_rank))
+    }
+
+    /// Returns the parameter's live values on this rank, as views: the next optimizer step changes them. No
+    /// communication.
+    ///
+    /// The views are for reading. Before somebody writes into them, [`Self::lend`] them.
     ///
     /// # Errors
     /// [`NnError::UnknownParameter`].
@@ -213,8 +228,8 @@ impl ShardedParameters {
         self.handles[handle].sharded_param(param)
     }
 
-    /// The parameter's reduced gradient on this rank, in its boxes, as views; `None` before a backward that communicates,
-    /// or after `zero_grad`. No communication.
+    /// Returns the parameter's reduced gradient on this rank, in its boxes, as views; `None` before a backward that
+    /// communicates, or after `zero_grad`. No communication.
     ///
     /// # Errors
     /// [`NnError::UnknownParameter`].
@@ -238,7 +253,7 @@ impl ShardedParameters {
     /// has beyond them is ignored. Nothing is written unless all of it can be. No communication.
     ///
     /// # Errors
-    /// An unknown name, another shape or dtype, or boxes that are not covered.
+    /// An unknown name, another shape or dtype, boxes that are not covered, or [`NnError::UnitInUse`].
     pub fn set_parameter(&self, fqn: &str, values: &ShardedTensor) -> Result<()> {
         let Location { handle, param } = self.location(fqn)?;
         let handle = &self.handles[handle];
@@ -250,28 +265,48 @@ impl ShardedParameters {
                 found: values.shape().to_vec(),
             }));
         }
-        write_boxes(values, &target)?;
-        handle.reshard()
+        check_boxes(values, &target)?;
+        handle.begin_change()?;
+        write_boxes(values, &target)
     }
 
-    /// Bytes of parameters that live on this rank now: shards, and whole units that are gathered.
+    /// Prepares a change of a parameter's unit, so that a backward of what was computed before is refused. No communication.
+    pub(crate) fn begin_change(&self, fqn: &str) -> Result<()> {
+        let Location { handle, .. } = self.location(fqn)?;
+        self.handles[handle].begin_change()
+    }
+
+    /// Counts the bytes of parameters that live on this rank now: shards, and whole units that are gathered.
     #[must_use]
     pub fn parameter_bytes(&self) -> usize {
         self.shared.parameter_bytes()
     }
 
-    /// The most bytes of parameters that ever lived on this rank.
+    /// Returns the most bytes of parameters that ever lived on this rank.
     #[must_use]
     pub fn peak_parameter_bytes(&self) -> usize {
         self.shared.peak_parameter_bytes()
     }
 
-    /// Frees all gathered parameters of sharded units: torch's `reshard`. No communication.
+    /// Releases all gathered parameters of sharded units: torch's `reshard`. No communication; on every rank alike, since
+    /// all ranks gather again.
     ///
     /// # Errors
-    /// candle's.
+    /// [`NnError::UnitInUse`] inside a forward; candle's.
     pub fn reshard(&self) -> Result<()> {
         self.handles.iter().try_for_each(|handle| handle.reshard())
+    }
+
+    /// Prepares the live memory of the parameters to be written by whoever has views of it ([`Self::parameter`]), now or
+    /// later: no gathered copy stays, and from now on each forward gathers again what an earlier one has gathered.
+    /// No communication; on every rank alike.
+    ///
+    /// # Errors
+    /// [`NnError::UnitInUse`] inside a forward; candle's.
+    pub fn lend(&self) -> Result<()> {
+        self.reshard()?;
+        self.shared.lend();
+        Ok(())
     }
 
     /// Forgets all gradients, so that the next backward starts from none: torch's `zero_grad(set_to_none=True)`.
@@ -279,8 +314,8 @@ impl ShardedParameters {
         self.handles.iter().for_each(|handle| handle.zero_grad());
     }
 
-    /// The 2-norm of all gradients together, the same on every rank; 0 without gradients. Collectives: one all-reduce of
-    /// one number over the shard group, none where nothing is sharded.
+    /// Returns the 2-norm of all gradients together, the same on every rank; 0 without gradients. Collectives: one
+    /// all-reduce of one number over the shard group, none where nothing is sharded.
     ///
     /// # Errors
     /// The all-reduce's.
@@ -291,9 +326,9 @@ impl ShardedParameters {
                 squares += crate::device::sum_of_squares(&grad)?;
                 continue;
             }
-            squares += with_float!(grad.dtype(), T => fsdp_flat::storage::with_slice::<T, _>(&grad, |data| {
-                data.iter().map(|x| candle_core::WithDType::to_f64(*x).powi(2)).sum::<f64>()
-            })?, else 0.0);
+            squares += with_float!(grad.dtype(), T => {
+                HostSlice::<T>::read(&grad)?.iter().map(|x| candle_core::WithDType::to_f64(*x).powi(2)).sum::<f64>()
+            }, else 0.0);
         }
         if let Some(group) = &self.groups.shard {
             let mut total = [squares];
@@ -317,25 +352,18 @@ impl ShardedParameters {
                     crate::device::scale(&grad, scale)?;
                     continue;
                 }
-                with_float!(grad.dtype(), T => with_slice_mut::<T, _>(&grad, |data| {
+                with_float!(grad.dtype(), T => {
                     let scale = <T as candle_core::WithDType>::from_f64(scale);
-                    data.iter_mut().for_each(|x| *x *= scale);
-                })?, else ());
+                    HostSliceMut::<T>::write(&grad)?.iter_mut().for_each(|x| *x *= scale);
+                }, else ());
             }
         }
         Ok(norm)
     }
-
-    pub(crate) fn set_sync(&self, sync: bool) -> bool {
-        self.shared.sync.swap(sync, Ordering::Relaxed)
-    }
 }
 
-/// Copies `values` into the memory of `target`'s boxes, all of which it must cover. Views of that very memory are left.
-pub(crate) fn write_boxes(values: &ShardedTensor, target: &ShardedTensor) -> Result<()> {
-    if values.is_same_view(target) {
-        return Ok(());
-    }
+/// Checks that `values` can be copied into `target`'s boxes.
+fn check_boxes(values: &ShardedTensor, target: &ShardedTensor) -> Result<()> {
     if let Some(shard) = target.shards().iter().find(|shard| !values.covers(&shard.bounds)) {
         return Err(NnError::Flat(fsdp_flat::FlatError::NotCovered { wanted: shard.bounds.clone() }));
     }
@@ -346,64 +374,32 @@ pub(crate) fn write_boxes(values: &ShardedTensor, target: &ShardedTensor) -> Res
             op: "load a parameter",
         }));
     }
+    Ok(())
+}
+
+/// Returns the part of a layout that each rank of a group has.
+fn shard_ranks(group: &ProcessGroup, groups: &Groups, config: &FsdpConfig) -> Vec<usize> {
+    let ranks = 0..group.world_size();
+    match (&groups.shard, config.strategy, &config.mesh) {
+        (None, ..) => vec![0; group.world_size()],
+        // Shards lie along the second dimension of the mesh.
+        (Some(_), ShardingStrategy::HybridShard, Some(mesh)) => {
+            ranks.map(|rank| mesh.coordinate(rank).and_then(|at| at.get(1).copied()).unwrap_or(0)).collect()
+        }
+        _ => ranks.collect(),
+    }
+}
+
+/// Copies `values` into the memory of `target`'s boxes, all of which it must cover. Views of that very memory are left.
+pub(crate) fn write_boxes(values: &ShardedTensor, target: &ShardedTensor) -> Result<()> {
+    if values.is_same_view(target) {
+        return Ok(());
+    }
+    check_boxes(values, target)?;
     for shard in target.shards() {
         for from in values.shards() {
             copy_overlap(&from.tensor, &from.bounds, &shard.tensor, &shard.bounds)?;
         }
     }
-    Ok(())
-}
-
-/// Which ranks share shards and which are replicas. Collectives: for `HybridShard` the making of two sub-groups.
-fn spread(group: &ProcessGroup, config: &FsdpConfig) -> Result<Groups> {
-    let others = |group: ProcessGroup| Some(group).filter(|group| group.world_size() > 1);
-    match (config.strategy, &config.mesh) {
-        (ShardingStrategy::NoShard, _) => Ok(Groups { shard: None, replicate: others(group.clone()) }),
-        (ShardingStrategy::HybridShard, Some(mesh)) if mesh.shape().len() == 2 && mesh.size() == group.world_size() => {
-            let replicate = others(group.mesh_group(mesh, 0)?);
-            Ok(Groups { shard: others(group.mesh_group(mesh, 1)?), replicate })
-        }
-        (ShardingStrategy::HybridShard, mesh) => Err(NnError::Mesh {
-            shape: mesh.as_ref().map_or_else(Vec::new, |mesh| mesh.shape().to_vec()),
-            world_size: group.world_size(),
-        }),
-        _ => Ok(Groups { shard: others(group.clone()), replicate: None }),
-    }
-}
-
-fn file_dtype(dtype: DType) -> Result<fsdp_layout::DType> {
-    fsdp_flat::dtype::from_candle(dtype)
-        .ok_or(NnError::Candle(candle_core::Error::UnsupportedDTypeForOp(dtype, "FlatParameter")))
-}
-
-fn check_unit(declared: &[(&String, &Declared)], dtype: DType, use_orig_params: bool) -> Result<()> {
-    let requires_grad = declared.first().is_none_or(|(_, first)| first.requires_grad);
-    for (fqn, param) in declared {
-        let found = file_dtype(param.tensor.dtype())?;
-        if !found.is_float() {
-            return Err(fsdp_flat::FlatError::IntegerDType { fqn: (*fqn).clone(), dtype: found }.into());
-        }
-        if param.tensor.dtype() != dtype {
-            let expected = file_dtype(dtype)?;
-            return Err(fsdp_flat::FlatError::MixedDType { fqn: (*fqn).clone(), expected, found }.into());
-        }
-        if !use_orig_params && param.requires_grad != requires_grad {
-            return Err(fsdp_flat::FlatError::MixedRequiresGrad { fqn: (*fqn).clone() }.into());
-        }
-    }
-    Ok(())
-}
-
-/// Writes this rank's part of each parameter's initial values.
-fn initialize(flat: &FlatParameter, declared: &[(&String, &Declared)], seed: u64) -> Result<()> {
-    let infos = flat.layout().shard_param_infos(flat.rank());
-    with_float!(flat.shard().dtype(), T => with_slice_mut::<T, _>(flat.shard(), |data| {
-        for (info, (fqn, param)) in infos.iter().zip(declared) {
-            if let Some(info) = info {
-                let target = &mut data[info.shard_range()];
-                crate::init::fill(&param.init, seed, fqn, param.tensor.dims(), info.param_range(), target);
-            }
-        }
-    })?, else ());
     Ok(())
 }

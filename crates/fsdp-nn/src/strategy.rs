@@ -13,11 +13,11 @@ pub enum ShardingStrategy {
     /// gradients and optimizer state are sharded. torch's `FULL_SHARD`.
     #[default]
     FullShard,
-    /// As `FullShard`, but parameters stay gathered from forward to backward: torch's `SHARD_GRAD_OP`.
+    /// Like `FullShard`, but parameters stay gathered from forward to backward: torch's `SHARD_GRAD_OP`.
     ShardGradOp,
     /// Every rank holds everything; gradients are all-reduced: torch's `NO_SHARD`. What a single rank always gets.
     NoShard,
-    /// As `FullShard` along the last dimension of a 2-D mesh, and replicated along the first: gradients are
+    /// Like `FullShard` along the last dimension of a 2-D mesh, and replicated along the first: gradients are
     /// reduce-scattered among the ranks that share shards, then all-reduced across replicas. torch's `HYBRID_SHARD`.
     HybridShard,
 }
@@ -31,13 +31,13 @@ impl ShardingStrategy {
         ShardingStrategy::HybridShard,
     ];
 
-    /// Whether each rank holds only a part of the parameters.
+    /// Returns `true` if each rank holds only a part of the parameters.
     #[must_use]
     pub const fn is_sharded(self) -> bool {
         !matches!(self, ShardingStrategy::NoShard)
     }
 
-    /// The name that the command line and the logs use.
+    /// Returns the name that the command line and the logs use.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {

@@ -22,9 +22,9 @@ impl UnitSlot {
     }
 }
 
-/// What a unit's forward may return: tensors that the unit's backward hook can be attached to.
+/// A value that a unit's forward may return: tensors that the unit's backward hook can be attached to.
 pub trait UnitOutput: Sized {
-    /// The same value with each tensor replaced.
+    /// Replaces each tensor of the value.
     ///
     /// # Errors
     /// Those of `f`.
@@ -55,7 +55,7 @@ impl<O: UnitOutput> UnitOutput for Option<O> {
     }
 }
 
-/// A module whose parameters are gathered before its forward, and, with full sharding, freed after it and gathered
+/// A module whose parameters are gathered before its forward, and, with full sharding, released after it and gathered
 /// again for its backward. Made by [`Scope::unit`](crate::Scope::unit).
 pub struct Unit<M> {
     module: M,
@@ -80,13 +80,15 @@ impl<M> Unit<M> {
         let Some(handle) = self.slot.as_ref().and_then(|slot| slot.get()) else {
             return f(&self.module);
         };
-        handle.gather().map_err(NnError::into_candle)?;
-        let output = f(&self.module);
-        if !handle.reshards_after_forward() {
-            return output;
+        let whole = handle.use_whole().map_err(NnError::into_candle)?;
+        let output = f(&self.module).map_err(|error| handle.explain(error).into_candle())?;
+        drop(whole);
+        if !handle.is_sharded() || handle.is_root {
+            return Ok(output);
         }
-        handle.reshard().map_err(NnError::into_candle)?;
-        output?.map_tensors(&mut |tensor| tensor.apply_op1(PreBackwardOp(Arc::downgrade(&handle))))
+        // Also where the parameters stay: by the time of the backward they may have been released, by another backward or
+        // by a change of values.
+        output.map_tensors(&mut |tensor| tensor.apply_op1(PreBackwardOp::new(&handle)))
     }
 }
 

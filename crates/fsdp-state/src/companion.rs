@@ -7,16 +7,11 @@ use fsdp_layout::{KeyPath, PathPart};
 use crate::memory::copy_into;
 use crate::{StateDict, StateError, StateValue};
 
-/// Whether two dicts have the same keys, and containers of the same kind and length in them.
+/// Checks that two dicts have the same keys, and containers of the same kind and length in them.
 pub(crate) fn check_dict(dict: &StateDict, companion: &StateDict, path: &mut KeyPath) -> Result<(), StateError> {
     let (keys, others): (HashSet<&str>, HashSet<&str>) = (dict.keys().collect(), companion.keys().collect());
     if keys != others {
-        let sorted = |keys: &HashSet<&str>, other: &HashSet<&str>| {
-            let mut only: Vec<&str> = keys.difference(other).copied().collect();
-            only.sort_unstable();
-            format!("dict with the keys {only:?} that the other lacks")
-        };
-        let (found, expected) = (sorted(&keys, &others), sorted(&others, &keys));
+        let (found, expected) = (keys_apart(&keys, &others), keys_apart(&others, &keys));
         return Err(StateError::CompanionMismatch { key: path.flat_key(), found, expected });
     }
     for (key, value) in dict {
@@ -27,6 +22,13 @@ pub(crate) fn check_dict(dict: &StateDict, companion: &StateDict, path: &mut Key
         }
     }
     Ok(())
+}
+
+/// Names the keys of one dict that another lacks, for messages.
+fn keys_apart(keys: &HashSet<&str>, others: &HashSet<&str>) -> String {
+    let mut only: Vec<&str> = keys.difference(others).copied().collect();
+    only.sort_unstable();
+    format!("dict with the keys {only:?} that the other lacks")
 }
 
 fn check_value(value: &StateValue, companion: &StateValue, path: &mut KeyPath) -> Result<(), StateError> {
@@ -55,7 +57,7 @@ const fn is_container(value: &StateValue) -> bool {
     matches!(value, StateValue::Dict(_) | StateValue::List(_) | StateValue::Tuple(_))
 }
 
-/// Whether a value can be copied into another.
+/// Checks that a value can be copied into another: same kind, dtype, shape and boxes.
 pub(crate) fn same_leaf(path: &KeyPath, value: &StateValue, companion: &StateValue) -> Result<(), StateError> {
     let same = match (value, companion) {
         (StateValue::Tensor(a), StateValue::Tensor(b)) => a.dtype() == b.dtype() && a.dims() == b.dims(),
@@ -73,7 +75,7 @@ pub(crate) fn same_leaf(path: &KeyPath, value: &StateValue, companion: &StateVal
     Err(StateError::CompanionMismatch { key: path.flat_key(), found, expected })
 }
 
-/// Copies a value into its companion, and returns what then stands there.
+/// Copies a value into its companion, and returns the new value of the companion.
 pub(crate) fn copy_leaf(value: &StateValue, companion: &StateValue) -> Result<StateValue, StateError> {
     match (value, companion) {
         (StateValue::Tensor(from), StateValue::Tensor(to)) => copy_into(from, to)?,
@@ -87,7 +89,7 @@ pub(crate) fn copy_leaf(value: &StateValue, companion: &StateValue) -> Result<St
     Ok(companion.clone())
 }
 
-/// Kind, dtype, shape and boxes, for messages.
+/// Describes a value's kind, dtype, shape and boxes, for messages.
 pub(crate) fn describe(value: &StateValue) -> String {
     match value {
         StateValue::Tensor(tensor) => format!("tensor of {:?} {:?}", tensor.dtype(), tensor.dims()),

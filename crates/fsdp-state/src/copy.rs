@@ -10,9 +10,9 @@ use crate::{
     IterateOptions, Keep, StateDict, StateDictCallbacks, StateError, StateValue, get_element, iterate_state_dict,
 };
 
-/// A dict of the same structure whose tensors are zeros on the CPU, in memory of their own: something to copy into,
-/// again and again. Sharded tensors keep their boxes; plain values are copied. torch's `_create_cpu_state_dict`,
-/// without its pinned or shared memory, which candle does not have.
+/// Makes a dict of the same structure whose tensors are zeros on the CPU, in memory of their own. Copies can be made
+/// into it again and again. Sharded tensors keep their boxes; plain values are copied. torch's
+/// `_create_cpu_state_dict`, without its pinned or shared memory, which candle does not have.
 ///
 /// # Errors
 /// Dtypes whose elements are not plain bytes.
@@ -48,8 +48,9 @@ pub fn create_cpu_state_dict(state: &StateDict) -> Result<StateDict, StateError>
     iterate_state_dict(state, &mut Zeros, &IterateOptions::default())
 }
 
-/// Whether two dicts have the same structure, and in the same places tensors of the same kind, dtype, shape and
-/// boxes. Plain values may differ, and so may devices and the order of keys. torch's `_check_state_dict_similarity`.
+/// Returns `true` if two dicts have the same structure, and in the same places tensors of the same kind, dtype, shape
+/// and boxes. Plain values may differ, and so may devices and the order of keys. torch's
+/// `_check_state_dict_similarity`.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};

@@ -1,4 +1,4 @@
-//! What can go wrong with state dicts.
+//! The errors of state dicts.
 
 use fsdp_comm::CommError;
 use fsdp_flat::FlatError;
@@ -34,7 +34,7 @@ pub enum StateError {
     WrongContainer {
         /// The flat key of the path up to the value.
         path: String,
-        /// What it should be.
+        /// The container that it should be.
         expected: &'static str,
     },
     /// Ranks called a function with different arguments.
@@ -51,7 +51,7 @@ pub enum StateError {
         found: String,
         /// The rank it is compared with.
         reference: usize,
-        /// That rank's arguments.
+        /// The arguments of that rank.
         expected: String,
     },
     /// Ranks brought state dicts with different keys.
@@ -81,12 +81,63 @@ pub enum StateError {
         key: String,
         /// The first rank that differs.
         rank: usize,
-        /// What it has, e.g. `sharded tensor of float32 [2, 3]`.
+        /// Its value there, e.g. `sharded tensor of float32 [2, 3]`.
         found: String,
         /// The rank it is compared with.
         reference: usize,
-        /// What that rank has.
+        /// The value on that rank.
         expected: String,
+    },
+    /// Ranks brought different values where they must bring the same, because each loads its own.
+    #[error(
+        "`{operation}`: rank {rank} has different values for `{key}`: {found}, but rank {reference} has {expected}"
+    )]
+    DifferingOnRanks {
+        /// The function.
+        operation: &'static str,
+        /// The flat key of the value.
+        key: String,
+        /// The first rank that differs.
+        rank: usize,
+        /// The value there.
+        found: String,
+        /// The rank it is compared with.
+        reference: usize,
+        /// The value there.
+        expected: String,
+    },
+    /// A target or a sink outside this crate failed.
+    #[error("{message}")]
+    Other {
+        /// Its message.
+        message: String,
+        /// Its kind.
+        kind: ErrorKind,
+    },
+    /// A load in place cannot put values into this tensor's memory.
+    #[error("`{key}` cannot be loaded in place: {problem}; load into fresh tensors instead")]
+    NotFillable {
+        /// The flat key.
+        key: String,
+        /// The reason.
+        problem: FlatError,
+    },
+    /// Several values would be loaded into the same memory.
+    #[error("a tensor of shape {shape:?} cannot be filled: it shares elements with another that is loaded too")]
+    SharedMemory {
+        /// The global shape of one of them.
+        shape: Vec<usize>,
+    },
+    /// A load into live tensors broke off after it had begun to fill them.
+    #[error(
+        "the load broke off while it filled live values: some are new, others as they were; load a whole checkpoint before \
+         going on, or load with `staged` to change all or nothing: {reason}"
+    )]
+    PartlyLoaded {
+        /// The failure, the same on every rank.
+        reason: String,
+        /// Its kind.
+        kind: ErrorKind,
     },
     /// Elements that a rank is to get are on no rank.
     #[error("`{operation}`: no rank has {missing} of `{key}`, a tensor of shape {shape:?}, which rank {rank} needs")]
@@ -115,9 +166,9 @@ pub enum StateError {
     CompanionMismatch {
         /// The flat key; empty for the whole dict.
         key: String,
-        /// What the value is.
+        /// A description of the value.
         found: String,
-        /// What the companion is.
+        /// A description of its companion.
         expected: String,
     },
     /// A tensor has more bytes than memory has addresses.
@@ -149,7 +200,7 @@ pub enum StateError {
         operation: &'static str,
         /// The key.
         key: String,
-        /// Which of the arguments lacks it.
+        /// The argument that lacks it.
         holder: &'static str,
     },
 }
@@ -159,6 +210,7 @@ impl Failure for StateError {
         match self {
             StateError::Comm(error) => error.kind(),
             StateError::Incompatible { .. } => ErrorKind::Difference,
+            StateError::PartlyLoaded { kind, .. } | StateError::Other { kind, .. } => *kind,
             _ => ErrorKind::Other,
         }
     }
@@ -167,7 +219,7 @@ impl Failure for StateError {
 /// Most names of each list of a report that a message shows.
 const SHOWN: usize = 8;
 
-/// `missing [a, b], unexpected [c], mismatched [d: saved …, current …]`.
+/// A report in one sentence, long lists cut: ``missing key(s) `a`, `b`; unexpected key(s) `c` ``.
 struct Summary<'a>(&'a LoadReport);
 
 impl std::fmt::Display for Summary<'_> {
@@ -175,17 +227,17 @@ impl std::fmt::Display for Summary<'_> {
         let LoadReport { missing, unexpected, mismatched } = self.0;
         let mismatched: Vec<String> = mismatched
             .iter()
-            .map(|mismatch| format!("{} (saved {}, current {})", mismatch.fqn, mismatch.saved, mismatch.current))
+            .map(|mismatch| format!("{}: saved {}, current {}", mismatch.fqn, mismatch.saved, mismatch.current))
             .collect();
-        let lists = [("missing", missing), ("unexpected", unexpected), ("mismatched", &mismatched)];
+        let lists = [("mismatched", &mismatched), ("missing key(s)", missing), ("unexpected key(s)", unexpected)];
         let mut separator = "";
         for (name, list) in lists.into_iter().filter(|(_, list)| !list.is_empty()) {
-            write!(f, "{separator}{name} [{}", list[..list.len().min(SHOWN)].join(", "))?;
+            let shown: Vec<String> = list.iter().take(SHOWN).map(|name| format!("`{name}`")).collect();
+            write!(f, "{separator}{name} {}", shown.join(", "))?;
             if list.len() > SHOWN {
-                write!(f, ", and {} more", list.len() - SHOWN)?;
+                write!(f, " and {} more", list.len() - SHOWN)?;
             }
-            f.write_str("]")?;
-            separator = ", ";
+            separator = "; ";
         }
         Ok(())
     }

@@ -106,7 +106,7 @@ fn open_plain(path: &KeyPath, value: &PlainValue, flat: &mut FlatStateDict) -> R
     }
 }
 
-/// What `str` makes of a dict key in Python, for the keys that state dicts have.
+/// Returns a dict key as Python's `str` writes it, for the keys that state dicts have.
 fn key_text(key: &PlainValue) -> String {
     match key {
         PlainValue::Str(key) => key.clone(),
@@ -145,7 +145,7 @@ pub fn unflatten_state_dict(flat: FlatStateDict) -> Result<StateDict, StateError
     Ok(root)
 }
 
-/// Checks that lists have about as many elements as there are values: a few paths must not be able to ask for many long
+/// Checks that lists have about as many elements as there are values. Without it a few paths could ask for many long
 /// lists of nothing.
 fn check_gaps(flat: &FlatStateDict) -> Result<(), StateError> {
     let mut lengths: HashMap<&[PathPart], usize> = HashMap::new();
@@ -201,7 +201,7 @@ mod tests {
         flat.values.keys().map(String::as_str).collect()
     }
 
-    /// Every container, empty ones too.
+    /// Makes a dict with every container, empty ones too.
     fn mixed() -> StateDict {
         // key1 = [t, [33, t, [44, 55]], [66, 77]], as torch's traversal test has it.
         let plain_list = |values: &[i64]| StateValue::List(values.iter().map(|&v| int(v)).collect());

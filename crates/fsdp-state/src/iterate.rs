@@ -9,9 +9,10 @@ use crate::companion::{check_dict, copy_leaf, same_leaf};
 use crate::keep_on::KeepOn;
 use crate::{StateDict, StateError, StateValue};
 
-/// What [`iterate_state_dict`] makes of each leaf. Every method keeps the value if it is not written.
+/// The functions that [`iterate_state_dict`] calls on leaves, one for each kind. Each returns the leaf's new value; its
+/// default keeps the value.
 pub trait StateDictCallbacks {
-    /// A sharded tensor: torch's `sharded_tensor_func` and `dtensor_func`.
+    /// Maps a sharded tensor: torch's `sharded_tensor_func` and `dtensor_func`.
     ///
     /// # Errors
     /// The implementor's; the iteration ends with it.
@@ -20,7 +21,7 @@ pub trait StateDictCallbacks {
         Ok(tensor.clone().into())
     }
 
-    /// A whole tensor: torch's `tensor_func`.
+    /// Maps a whole tensor: torch's `tensor_func`.
     ///
     /// # Errors
     /// The implementor's.
@@ -29,7 +30,7 @@ pub trait StateDictCallbacks {
         Ok(tensor.clone().into())
     }
 
-    /// A whole tensor that candle does not compute with.
+    /// Maps a whole tensor that candle does not compute with.
     ///
     /// # Errors
     /// The implementor's.
@@ -38,7 +39,7 @@ pub trait StateDictCallbacks {
         Ok(tensor.clone().into())
     }
 
-    /// A plain value.
+    /// Maps a plain value.
     ///
     /// # Errors
     /// The implementor's.
@@ -61,7 +62,7 @@ pub struct IterateOptions<'a> {
     pub keep_on: KeepOn,
     /// This rank, in the group that `keep_on` speaks of.
     pub rank: usize,
-    /// Where tensors go; `None` leaves them where the callbacks put them. Ignored with a companion. torch's
+    /// The device of the results; `None` leaves tensors where the callbacks put them. Ignored with a companion. torch's
     /// `cpu_offload` is the CPU.
     pub device: Option<&'a Device>,
     /// A dict of the same structure whose tensors take the values, in place: torch's `companion_obj`.

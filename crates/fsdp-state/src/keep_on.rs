@@ -1,4 +1,4 @@
-//! Which ranks keep the result of a collective function.
+//! The ranks that keep the result of a collective function.
 
 use std::fmt;
 
@@ -19,7 +19,7 @@ pub enum KeepOn {
 }
 
 impl KeepOn {
-    /// Whether this rank of the group keeps the result.
+    /// Returns `true` if this rank of the group keeps the result.
     ///
     /// ```
     /// use fsdp_state::KeepOn;

@@ -6,10 +6,11 @@
 //! | [`traverse`] | walking a state dict, and reaching into it by path |
 //! | [`mod@flatten`] | nested to flat keys and back, by the two rules that torch has |
 //! | [`iterate`] | a recursive map with callbacks for each kind of leaf |
-//! | [`gather`] | sharded to whole, on the ranks that [`KeepOn`] names, all at once or tensor by tensor |
-//! | [`broadcast`] | one rank's whole tensors to every rank's boxes |
-//! | [`distribute`] | whole tensors that every rank holds to its boxes; sharded ones to other boxes |
-//! | [`reshard`] | sharded tensors from any boxes to any boxes, all at once or tensor by tensor |
+//! | `schema` | [`Schema`]: a state dict without its elements |
+//! | [`engine`] | [`load_state`]: the one path of all state that moves, from a [`Source`] to a [`Target`] |
+//! | `transfer` | the collectives that move boxes of tensors between ranks |
+//! | `lend` | [`Memory`]: what a target lends to a source |
+//! | [`collectives`] | gather, broadcast, distribute, reshard: each is a source and a target |
 //! | [`offload`] | copies on the CPU |
 //! | [`copy`] | dicts of the same structure: made, compared, copied |
 //! | [`report`] | what a load found to differ |
@@ -23,38 +24,37 @@
 //! - Tensors in its result own their memory; those that it was given are unchanged.
 //! - Tensors on a device travel through host memory.
 
-pub mod broadcast;
+pub mod collectives;
 mod companion;
 pub mod copy;
-pub mod distribute;
+pub mod engine;
 mod error;
 pub mod flatten;
-pub mod gather;
 pub mod iterate;
 mod keep_on;
-mod load;
+mod lend;
 mod memory;
 pub mod offload;
 pub mod report;
-pub mod reshard;
 mod schema;
 pub mod state_dict;
 mod transfer;
 pub mod traverse;
 
-pub use broadcast::{broadcast_state_dict, broadcast_tensors};
+pub use collectives::{
+    GatherOptions, Reshard, all_gather_sharded_tensor, broadcast_state_dict, broadcast_tensors, distribute_state_dict,
+    distribute_tensors, gather_sharded_tensor, gather_state_dict, gather_state_dict_into, reshard_sharded_tensor,
+    reshard_sharded_tensors, reshard_state_dict,
+};
 pub use copy::{check_state_dict_similarity, copy_state_dict, create_cpu_state_dict};
-pub use distribute::{distribute_state_dict, distribute_tensors, reshard_state_dict};
+pub use engine::{LoadError, LoadOptions, Source, Target, load_state};
 pub use error::StateError;
 pub use flatten::{FlatStateDict, flatten_containers, flatten_state_dict, unflatten_state_dict};
-pub use gather::{
-    GatherOptions, all_gather_sharded_tensor, gather_sharded_tensor, gather_state_dict, gather_state_dict_into,
-};
 pub use iterate::{IterateOptions, Keep, StateDictCallbacks, iterate_state_dict};
 pub use keep_on::KeepOn;
-pub use load::LoadOptions;
+pub use lend::{Lend, Memory};
 pub use offload::{FullOrCpuOptions, maybe_full_or_cpu_state_dict, offload_state_dict_to_cpu};
 pub use report::{LoadReport, Mismatch};
-pub use reshard::{Reshard, reshard_sharded_tensor, reshard_sharded_tensors, reshard_sharded_tensors_into};
+pub use schema::{Leaf, Schema};
 pub use state_dict::{StateDict, StateValue};
 pub use traverse::{get_element, get_element_mut, set_element, traverse_state_dict};

@@ -1,13 +1,14 @@
 //! Memory of tensors: copies that share nothing, copies in place, and bytes that become tensors.
 
 use candle_core::{Device, Tensor};
-use fsdp_flat::storage::{TensorBuffer, owned_copy, share_storage, to_device, with_bytes, with_bytes_mut};
-use fsdp_flat::{FlatError, LocalShard, RawTensor, ShardedTensor, copy_streamed};
-use fsdp_layout::DType;
+use fsdp_flat::storage::{HostBytes, HostBytesMut, owned_copy, share_storage, to_device};
+use fsdp_flat::{FlatError, LocalShard, RawTensor, ShardedTensor, dtype, non_temporal_copy};
+use fsdp_layout::{DType, PlainTensor, PlainValue};
 
+use crate::schema::Leaf;
 use crate::{StateError, StateValue};
 
-/// The same values in memory of their own, on `device` or where they are.
+/// Copies a tensor into memory of its own, on `device` or on the tensor's own device.
 pub(crate) fn own(tensor: &Tensor, device: Option<&Device>) -> Result<Tensor, StateError> {
     match device {
         Some(device) if !device.same_device(tensor.device()) => Ok(to_device(&tensor.detach(), device)?.detach()),
@@ -15,7 +16,7 @@ pub(crate) fn own(tensor: &Tensor, device: Option<&Device>) -> Result<Tensor, St
     }
 }
 
-/// As [`own`], box by box.
+/// Copies each box of a sharded tensor, like [`own`].
 pub(crate) fn own_sharded(tensor: &ShardedTensor, device: Option<&Device>) -> Result<ShardedTensor, StateError> {
     let shards = tensor
         .shards()
@@ -25,7 +26,7 @@ pub(crate) fn own_sharded(tensor: &ShardedTensor, device: Option<&Device>) -> Re
     Ok(ShardedTensor::new(tensor.dtype(), tensor.shape().to_vec(), shards)?)
 }
 
-/// As [`own`], for a value of any kind. Raw tensors and plain values cannot be changed, so they are shared.
+/// Copies a value of any kind, like [`own`]. Raw tensors and plain values cannot be changed, so they are shared.
 pub(crate) fn own_leaf(value: &StateValue, device: Option<&Device>) -> Result<StateValue, StateError> {
     match value {
         StateValue::Tensor(tensor) => Ok(own(tensor, device)?.into()),
@@ -34,7 +35,7 @@ pub(crate) fn own_leaf(value: &StateValue, device: Option<&Device>) -> Result<St
     }
 }
 
-/// Where a rank's part of a value lives; the CPU if it has none.
+/// Returns the device of a rank's part of a value; the CPU if it has none.
 pub(crate) fn device_of(value: &StateValue) -> Device {
     match value {
         StateValue::Tensor(tensor) => tensor.device().clone(),
@@ -43,7 +44,7 @@ pub(crate) fn device_of(value: &StateValue) -> Device {
     }
 }
 
-/// Where a rank's boxes live; the CPU if it has none.
+/// Returns the device of a rank's boxes; the CPU if it has none.
 pub(crate) fn device_of_sharded(tensor: &ShardedTensor) -> Device {
     tensor.shards().first().map_or(Device::Cpu, |shard| shard.tensor.device().clone())
 }
@@ -60,89 +61,66 @@ pub(crate) fn copy_into(src: &Tensor, dst: &Tensor) -> Result<(), StateError> {
     if !dst.device().is_cpu() && !matches!(dst.dtype(), candle_core::DType::I16 | candle_core::DType::I32) {
         return Ok(dst.flatten_all()?.slice_set(&src.flatten_all()?, 0, 0)?);
     }
-    Ok(with_bytes(&src, |from| with_bytes_mut(dst, |to| copy_streamed(to, from)))??)
+    let from = HostBytes::read(&src)?;
+    let mut to = HostBytesMut::write(dst)?;
+    non_temporal_copy(&mut to, &from);
+    Ok(to.finish()?)
 }
 
-/// What a value's bytes become.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum ElementType {
-    /// A candle tensor.
-    Candle(candle_core::DType),
-    /// A raw tensor.
-    Raw(DType),
+impl StateValue {
+    /// Returns a plain value, or a tensor of one element, by value; `None` for larger tensors and for containers.
+    ///
+    /// # Errors
+    /// A tensor whose memory is released.
+    pub fn to_plain(&self) -> Result<Option<PlainValue>, StateError> {
+        scalar_of(self)
+    }
 }
 
-impl ElementType {
-    /// That of a tensor value; `None` for values that are no tensor.
-    pub(crate) fn of(value: &StateValue) -> Option<Self> {
-        match value {
-            StateValue::Tensor(tensor) => Some(ElementType::Candle(tensor.dtype())),
-            StateValue::Sharded(tensor) => Some(ElementType::Candle(tensor.dtype())),
-            StateValue::Raw(tensor) => Some(ElementType::Raw(tensor.dtype())),
-            _ => None,
+/// Returns a plain value, or a tensor of at most one element, by value; `None` for larger tensors and containers.
+pub(crate) fn scalar_of(value: &StateValue) -> Result<Option<PlainValue>, StateError> {
+    Ok(match value {
+        StateValue::Plain(value) => Some(value.clone()),
+        StateValue::Tensor(tensor) if tensor.elem_count() == 1 => {
+            let host = to_device(&tensor.detach(), &Device::Cpu)?.contiguous()?;
+            let data = HostBytes::read(&host)?.to_vec();
+            Some(tensor_value(dtype::of(tensor)?, tensor.dims(), data))
         }
-    }
-}
-
-/// Host memory that is to become a tensor.
-#[derive(Debug)]
-pub(crate) enum Buffer {
-    /// A candle tensor's.
-    Tensor(TensorBuffer),
-    /// A raw tensor's.
-    Raw { dtype: DType, shape: Vec<usize>, bytes: Vec<u8> },
-}
-
-impl Buffer {
-    pub(crate) fn zeros(element: ElementType, shape: &[usize]) -> Result<Self, StateError> {
-        Ok(match element {
-            ElementType::Candle(dtype) => Buffer::Tensor(TensorBuffer::zeros(shape, dtype)?),
-            ElementType::Raw(dtype) => {
-                let bytes = vec![0; shape.iter().product::<usize>() * dtype.size_in_bytes() as usize];
-                Buffer::Raw { dtype, shape: shape.to_vec(), bytes }
-            }
-        })
-    }
-
-    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
-        match self {
-            Buffer::Tensor(buffer) => buffer.bytes_mut(),
-            Buffer::Raw { bytes, .. } => bytes,
+        StateValue::Raw(tensor) if tensor.shape().iter().product::<usize>() == 1 => {
+            Some(tensor_value(tensor.dtype(), tensor.shape(), tensor.bytes().to_vec()))
         }
-    }
-
-    pub(crate) fn into_value(self, device: &Device) -> Result<StateValue, StateError> {
-        Ok(match self {
-            Buffer::Tensor(buffer) => buffer.into_tensor().to_device(device)?.into(),
-            Buffer::Raw { dtype, shape, bytes } => RawTensor::new(dtype, shape, bytes)?.into(),
-        })
-    }
+        _ => None,
+    })
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+fn tensor_value(dtype: DType, shape: &[usize], data: Vec<u8>) -> PlainValue {
+    PlainValue::Tensor(PlainTensor { dtype, shape: shape.to_vec(), data })
+}
 
-    #[test]
-    fn copies_own_their_memory_and_only_that() {
-        let flat = Tensor::arange(0f32, 100f32, &Device::Cpu).unwrap();
-        let view = flat.narrow(0, 10, 4).unwrap().reshape((2, 2)).unwrap().t().unwrap();
-        let copy = own(&view, None).unwrap();
-        assert_eq!(copy.to_vec2::<f32>().unwrap(), [[10., 12.], [11., 13.]]);
-        assert!(!share_storage(&copy, &flat));
-        assert!(share_storage(&view, &flat));
-        assert_eq!(with_bytes(&copy, <[u8]>::len).unwrap(), 16);
-    }
+/// Returns the value that [`scalar_of`] took, on the CPU.
+pub(crate) fn scalar_value(leaf: &Leaf, value: PlainValue) -> Result<StateValue, StateError> {
+    let (Leaf::Whole { .. }, PlainValue::Tensor(PlainTensor { dtype, shape, data })) = (leaf, &value) else {
+        return Ok(value.into());
+    };
+    Ok(match dtype::to_candle(*dtype) {
+        Ok(dtype) => Tensor::from_raw_buffer(data, dtype, shape, &Device::Cpu)?.into(),
+        Err(_) => RawTensor::new(*dtype, shape.clone(), data.clone())?.into(),
+    })
+}
 
-    #[test]
-    fn copies_in_place_reach_views_and_survive_shared_storage() {
-        let flat = Tensor::arange(0f32, 8f32, &Device::Cpu).unwrap();
-        let (low, high) = (flat.narrow(0, 0, 4).unwrap(), flat.narrow(0, 4, 4).unwrap());
-        copy_into(&high, &low).unwrap();
-        assert_eq!(flat.to_vec1::<f32>().unwrap(), [4., 5., 6., 7., 4., 5., 6., 7.]);
-        copy_into(&flat, &flat).unwrap();
-        let scalar = Tensor::new(2f32, &Device::Cpu).unwrap();
-        copy_into(&Tensor::new(3f32, &Device::Cpu).unwrap(), &scalar).unwrap();
-        assert_eq!(scalar.to_scalar::<f32>().unwrap(), 3.0);
+/// Makes room for more bytes at the end of a buffer. The size may come from another rank or a file, so a lack of memory
+/// is an error and does not end the process.
+pub(crate) fn try_reserve(buffer: &mut Vec<u8>, bytes: usize) -> Result<(), StateError> {
+    if buffer.try_reserve_exact(bytes).is_err() {
+        return Err(FlatError::OutOfMemory { dtype: DType::U8.to_string(), shape: vec![bytes] }.into());
     }
+    Ok(())
+}
+
+/// Returns a buffer of zeros, under the rule of [`try_reserve`].
+pub(crate) fn try_zeroed(bytes: usize) -> Result<Vec<u8>, StateError> {
+    let mut buffer = Vec::new();
+    try_reserve(&mut buffer, bytes)?;
+    buffer.resize(bytes, 0);
+    Ok(buffer)
 }

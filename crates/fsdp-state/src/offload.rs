@@ -26,7 +26,7 @@ impl StateDictCallbacks for Offload {
     }
 }
 
-/// A copy on the CPU, for the ranks that keep it; an empty dict on all others. Sharded tensors stay sharded.
+/// Returns a copy on the CPU, for the ranks that keep it; an empty dict on all others. Sharded tensors stay sharded.
 /// torch's `_offload_state_dict_to_cpu`.
 ///
 /// What is on the CPU already is copied too: the result shares memory with nothing, so training may go on while it is
@@ -53,17 +53,18 @@ pub fn offload_state_dict_to_cpu(state: &StateDict, keep_on: &KeepOn, rank: usiz
 /// Options of [`maybe_full_or_cpu_state_dict`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct FullOrCpuOptions {
-    /// Whole tensors instead of sharded ones.
+    /// `true` for whole tensors instead of sharded ones.
     pub full_state_dict: bool,
-    /// Tensors on the CPU.
+    /// `true` for tensors on the CPU.
     pub cpu_offload: bool,
     /// The ranks that get the result. torch keeps a full dict on the CPU on rank 0 only; here that is said, not
     /// implied.
     pub keep_on: KeepOn,
 }
 
-/// The state dict as the options want it: [`gather_state_dict`] for a full one, else [`offload_state_dict_to_cpu`]
-/// for one on the CPU, else the dict itself, sharing its tensors, on the ranks that keep it. torch's
+/// Returns the state dict as the options want it: [`gather_state_dict`] for a full one, else
+/// [`offload_state_dict_to_cpu`] for one on the CPU, else the dict itself, sharing its tensors, on the ranks that keep
+/// it. torch's
 /// `_maybe_full_or_cpu_state_dict`.
 ///
 /// Collectives: those of [`gather_state_dict`] with `full_state_dict`, else none.
@@ -82,10 +83,10 @@ pub struct FullOrCpuOptions {
 ///     let mut state = StateDict::new();
 ///     state.insert("bias", ShardedTensor::new(candle_core::DType::F32, vec![2], vec![half])?);
 ///     let offloaded = FullOrCpuOptions { cpu_offload: true, ..Default::default() };
-///     let state_on_cpu = maybe_full_or_cpu_state_dict(&group, &state, &offloaded)?;
+///     let state_on_cpu = maybe_full_or_cpu_state_dict(&state, &group, &offloaded)?;
 ///     assert!(state_on_cpu.get("bias").and_then(StateValue::as_sharded).is_some()); // its own half, still
 ///     let options = FullOrCpuOptions { full_state_dict: true, keep_on: KeepOn::Ranks(vec![0]), ..offloaded };
-///     let full = maybe_full_or_cpu_state_dict(&group, &state, &options)?;
+///     let full = maybe_full_or_cpu_state_dict(&state, &group, &options)?;
 ///     let bias = full.get("bias").and_then(StateValue::as_tensor);
 ///     Ok::<_, fsdp_state::StateError>(bias.map(|bias| bias.sum_all()?.to_scalar::<f32>()).transpose()?)
 /// })?;
@@ -93,14 +94,14 @@ pub struct FullOrCpuOptions {
 /// # Ok::<(), fsdp_comm::CommError>(())
 /// ```
 pub fn maybe_full_or_cpu_state_dict(
-    group: &ProcessGroup,
     state: &StateDict,
+    group: &ProcessGroup,
     options: &FullOrCpuOptions,
 ) -> Result<StateDict, StateError> {
     let keep_on = options.keep_on.clone();
     if options.full_state_dict {
         let device = options.cpu_offload.then_some(Device::Cpu);
-        return gather_state_dict(group, state, &GatherOptions { keep_on, device });
+        return gather_state_dict(state, group, &GatherOptions { keep_on, device });
     }
     if options.cpu_offload {
         return offload_state_dict_to_cpu(state, &keep_on, group.rank());

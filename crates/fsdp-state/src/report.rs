@@ -1,4 +1,4 @@
-//! What a load found to differ between a state dict and what it is loaded into.
+//! The report of a load: the differences between a state dict and its target.
 
 use serde::{Deserialize, Serialize};
 
@@ -20,31 +20,36 @@ pub struct LoadReport {
 pub struct Mismatch {
     /// The name.
     pub fqn: String,
-    /// What the state dict holds, e.g. `float32 [2, 3]`.
+    /// A description of the value in the state dict, e.g. `float32 [2, 3]`.
     pub saved: String,
-    /// What is needed.
+    /// A description of the value that the target needs.
     pub current: String,
 }
 
 impl LoadReport {
-    /// Whether everything fitted, name by name.
+    /// Returns `true` if everything fitted, name by name.
     #[must_use]
     pub fn is_clean(&self) -> bool {
         self.missing.is_empty() && self.unexpected.is_empty() && self.mismatched.is_empty()
     }
 
-    /// All that either report has.
+    /// Returns one report with the names of both.
     #[must_use]
     pub fn merge(mut self, other: LoadReport) -> LoadReport {
         self.missing.extend(other.missing);
         self.unexpected.extend(other.unexpected);
         self.mismatched.extend(other.mismatched);
+        self.sort();
+        self
+    }
+
+    /// Sorts all lists, and drops what they have twice.
+    pub fn sort(&mut self) {
         self.missing.sort();
         self.missing.dedup();
         self.unexpected.sort();
         self.unexpected.dedup();
         self.mismatched.sort();
         self.mismatched.dedup();
-        self
     }
 }

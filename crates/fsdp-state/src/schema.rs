@@ -1,40 +1,50 @@
-//! What ranks agree on before they work on state dicts: names, kinds, dtypes and shapes, in an order of their own.
+//! [`Schema`]: a state dict without its elements, which is what ranks agree on before anything moves.
 
 use std::cmp::Ordering;
 use std::fmt;
-use std::hash::{Hash, Hasher};
 
-use fsdp_comm::{CommError, ProcessGroup};
 use fsdp_flat::dtype;
-use fsdp_flat::storage::is_freed;
+use fsdp_flat::storage::is_released;
 use fsdp_layout::boxes::checked_numel;
-use fsdp_layout::{DType, KeyPath};
+use fsdp_layout::{DType, KeyPath, PathPart};
 use serde::{Deserialize, Serialize};
-use twox_hash::XxHash3_64;
 
 use crate::traverse::leaves;
 use crate::{StateDict, StateError, StateValue};
 
-/// What a leaf of a state dict is, without its values and without where they are.
+/// One value of a state dict without its elements, and without where they are.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub(crate) enum Leaf {
+pub enum Leaf {
     /// A plain value.
     Plain,
     /// A whole tensor.
-    Whole { dtype: DType, shape: Vec<usize> },
-    /// A sharded tensor and its global shape.
-    Sharded { dtype: DType, shape: Vec<usize> },
+    Whole {
+        /// Its dtype.
+        dtype: DType,
+        /// Its shape.
+        shape: Vec<usize>,
+    },
+    /// A sharded tensor.
+    Sharded {
+        /// Its dtype.
+        dtype: DType,
+        /// Its global shape.
+        shape: Vec<usize>,
+    },
+}
+
+fn freed(shape: &[usize]) -> StateError {
+    fsdp_flat::FlatError::Freed { shape: shape.to_vec() }.into()
 }
 
 impl Leaf {
     fn of(key: &KeyPath, value: &StateValue) -> Result<Leaf, StateError> {
-        let freed = |shape: &[usize]| StateError::Flat(fsdp_flat::FlatError::Freed { shape: shape.to_vec() });
         let leaf = match value {
-            StateValue::Tensor(tensor) if is_freed(tensor) => return Err(freed(tensor.dims())),
+            StateValue::Tensor(tensor) if is_released(tensor) => return Err(freed(tensor.dims())),
             StateValue::Tensor(tensor) => Leaf::Whole { dtype: dtype::of(tensor)?, shape: tensor.dims().to_vec() },
             StateValue::Raw(tensor) => Leaf::Whole { dtype: tensor.dtype(), shape: tensor.shape().to_vec() },
             StateValue::Sharded(tensor) => {
-                if tensor.shards().iter().any(|shard| is_freed(&shard.tensor)) {
+                if tensor.shards().iter().any(|shard| is_released(&shard.tensor)) {
                     return Err(freed(tensor.shape()));
                 }
                 Leaf::Sharded { dtype: tensor.file_dtype()?, shape: tensor.shape().to_vec() }
@@ -49,20 +59,25 @@ impl Leaf {
         Ok(leaf)
     }
 
-    /// Dtype and global shape, if it is a tensor.
-    pub(crate) fn tensor(&self) -> Option<(DType, &[usize])> {
+    /// Returns dtype and global shape, if it is a tensor.
+    #[must_use]
+    pub fn tensor(&self) -> Option<(DType, &[usize])> {
         match self {
             Leaf::Plain => None,
             Leaf::Whole { dtype, shape } | Leaf::Sharded { dtype, shape } => Some((*dtype, shape)),
         }
     }
 
-    pub(crate) const fn is_sharded(&self) -> bool {
+    /// Returns `true` for a sharded tensor.
+    #[must_use]
+    pub const fn is_sharded(&self) -> bool {
         matches!(self, Leaf::Sharded { .. })
     }
 
-    /// A plain value or a whole 0-dim tensor: small, and kept by each rank as its own.
-    pub(crate) fn is_scalar(&self) -> bool {
+    /// Returns `true` for a plain value and for a whole tensor without dimensions: one may stand for the other, as an
+    /// optimizer's step may be either.
+    #[must_use]
+    pub fn is_scalar(&self) -> bool {
         match self {
             Leaf::Plain => true,
             Leaf::Whole { shape, .. } => shape.is_empty(),
@@ -81,16 +96,68 @@ impl fmt::Display for Leaf {
     }
 }
 
-/// The leaves of a state dict, sorted by path, so that ranks see one order whatever order their dicts have.
+/// The one description of a state dict without its elements: names, kinds, dtypes and shapes.
+///
+/// It is sorted by path, so that ranks see one order whatever order their dicts have.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
-pub(crate) struct Schema(pub(crate) Vec<(KeyPath, Leaf)>);
+pub struct Schema(Vec<(KeyPath, Leaf)>);
 
 impl Schema {
-    pub(crate) fn of(state: &StateDict) -> Result<Self, StateError> {
+    /// Returns a schema of these leaves.
+    #[must_use]
+    pub fn new(mut leaves: Vec<(KeyPath, Leaf)>) -> Self {
+        leaves.sort_by(|(a, _), (b, _)| a.cmp(b));
+        Schema(leaves)
+    }
+
+    /// Returns the number of leaves.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Returns `true` if there are no leaves.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Returns the leaf at a position, and its path.
+    #[must_use]
+    pub fn get(&self, position: usize) -> Option<&(KeyPath, Leaf)> {
+        self.0.get(position)
+    }
+
+    /// Returns the leaves and their paths, sorted by path.
+    pub fn iter(&self) -> std::slice::Iter<'_, (KeyPath, Leaf)> {
+        self.0.iter()
+    }
+
+    /// Returns `true` if some path begins with a key.
+    #[must_use]
+    pub fn has_key(&self, key: &str) -> bool {
+        self.0.iter().any(|(path, _)| matches!(path.0.first(), Some(PathPart::Key(first)) if first == key))
+    }
+
+    /// Returns `true` if the leaf at a position is a plain value or a whole tensor of one element, which travel by value.
+    #[must_use]
+    pub fn is_small(&self, position: usize) -> bool {
+        match self.get(position) {
+            Some((_, Leaf::Plain)) => true,
+            Some((_, Leaf::Whole { shape, .. })) => checked_numel(shape) == Some(1),
+            _ => false,
+        }
+    }
+
+    /// Returns the schema of a state dict, every container of which is opened.
+    ///
+    /// # Errors
+    /// Tensors whose memory is released, or of dtypes and shapes that no file holds.
+    pub fn of(state: &StateDict) -> Result<Self, StateError> {
         Ok(Self::with_values(state)?.0)
     }
 
-    /// The schema, and the values in its order.
+    /// Returns the schema, and the values in its order.
     pub(crate) fn with_values(state: &StateDict) -> Result<(Self, Vec<&StateValue>), StateError> {
         let mut leaves = leaves(state);
         leaves.sort_by(|(a, _), (b, _)| a.cmp(b));
@@ -102,10 +169,6 @@ impl Schema {
             values.push(value);
         }
         Ok((Schema(schema), values))
-    }
-
-    pub(crate) fn has_sharded(&self) -> bool {
-        self.0.iter().any(|(_, leaf)| leaf.is_sharded())
     }
 
     /// Walks through two schemas side by side, in path order.
@@ -136,87 +199,39 @@ pub(crate) enum Side<'a> {
     Left { path: &'a KeyPath },
     /// Only the right one has it.
     Right { path: &'a KeyPath },
-    /// Both have it: the positions, and what is there.
+    /// Both have it: the positions and leaves.
     Both { path: &'a KeyPath, left: (usize, &'a Leaf), right: (usize, &'a Leaf) },
 }
 
-/// What all ranks must bring alike to one function.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub(crate) struct Agreement {
-    /// The arguments beside the state dicts, for people to read.
-    pub(crate) arguments: String,
-    /// The schemas of the state dicts that must be alike.
-    pub(crate) schemas: Vec<Schema>,
-}
-
-impl Agreement {
-    fn hash(&self) -> u64 {
-        let mut hasher = XxHash3_64::new();
-        Hash::hash(self, &mut hasher);
-        hasher.finish()
-    }
-}
-
-/// Makes sure that all ranks bring the same schemas and arguments, and that none has an error: one agreement round,
-/// and one object all-gather more if they differ, to tell how.
-pub(crate) fn agree<T>(
-    group: &ProcessGroup,
-    operation: &'static str,
-    outcome: Result<(Agreement, T), StateError>,
-) -> Result<T, StateError> {
-    let hash = outcome.as_ref().map_or(0, |(agreement, _)| agreement.hash());
-    let agreement = outcome.as_ref().map(|(agreement, _)| agreement.clone()).ok();
-    match group.agree_on(operation, hash, outcome) {
-        Ok((_, value)) => Ok(value),
-        Err(error @ CommError::SchemaMismatch { .. }) => {
-            let agreements = group.all_gather_object(&agreement)?;
-            Err(difference(group, operation, &agreements).unwrap_or(StateError::Comm(error)))
-        }
-        Err(error) => Err(error.into()),
-    }
-}
-
-/// The first difference between what rank 0 and another rank bring; every rank finds the same one.
-fn difference(group: &ProcessGroup, operation: &'static str, agreements: &[Option<Agreement>]) -> Option<StateError> {
-    let ranks = group.global_ranks();
-    let (first, others) = agreements.split_first()?;
-    let first = first.as_ref()?;
-    let reference = *ranks.first()?;
-    others.iter().zip(ranks.iter().skip(1)).find_map(|(other, &rank)| {
-        let other = other.as_ref()?;
-        if first.arguments != other.arguments {
-            return Some(StateError::ArgumentMismatch {
-                operation,
-                rank,
-                found: other.arguments.clone(),
-                reference,
-                expected: first.arguments.clone(),
-            });
-        }
+impl Schema {
+    /// Returns the first difference from what another rank brings.
+    pub(crate) fn difference(
+        &self,
+        other: &Schema,
+        operation: &'static str,
+        rank: usize,
+        reference: usize,
+    ) -> Option<StateError> {
         let mut found = None;
-        for (a, b) in first.schemas.iter().zip(&other.schemas) {
-            a.compare(b, |side| {
-                if found.is_some() {
-                    return;
+        self.compare(other, |side| {
+            if found.is_some() {
+                return;
+            }
+            found = match side {
+                Side::Left { path } => {
+                    Some(StateError::KeyMismatch { operation, rank, key: path.flat_key(), reference })
                 }
-                let key = |path: &KeyPath| path.flat_key();
-                found = match side {
-                    Side::Left { path } => Some(StateError::KeyMismatch { operation, rank, key: key(path), reference }),
-                    Side::Right { path } => {
-                        Some(StateError::KeyMismatch { operation, rank: reference, key: key(path), reference: rank })
-                    }
-                    Side::Both { path, left: (_, a), right: (_, b) } if a != b => Some(StateError::ValueMismatch {
-                        operation,
-                        key: key(path),
-                        rank,
-                        found: b.to_string(),
-                        reference,
-                        expected: a.to_string(),
-                    }),
-                    Side::Both { .. } => None,
-                };
-            });
-        }
+                Side::Right { path } => {
+                    let key = path.flat_key();
+                    Some(StateError::KeyMismatch { operation, rank: reference, key, reference: rank })
+                }
+                Side::Both { path, left: (_, a), right: (_, b) } if a != b => {
+                    let (key, found, expected) = (path.flat_key(), b.to_string(), a.to_string());
+                    Some(StateError::ValueMismatch { operation, key, rank, found, reference, expected })
+                }
+                Side::Both { .. } => None,
+            };
+        });
         found
-    })
+    }
 }

@@ -45,24 +45,24 @@ pub struct StateDict {
 }
 
 impl StateDict {
-    /// An empty dict.
+    /// Makes an empty dict.
     #[must_use]
     pub fn new() -> Self {
         StateDict::default()
     }
 
-    /// Sets a value, and returns the one that was there.
+    /// Sets the value of a key, and returns its old value.
     pub fn insert(&mut self, key: impl Into<String>, value: impl Into<StateValue>) -> Option<StateValue> {
         self.entries.insert(key.into(), value.into())
     }
 
-    /// The value of a key.
+    /// Returns the value of a key.
     #[must_use]
     pub fn get(&self, key: &str) -> Option<&StateValue> {
         self.entries.get(key)
     }
 
-    /// The value of a key, to change it.
+    /// Returns the value of a key, to change it.
     pub fn get_mut(&mut self, key: &str) -> Option<&mut StateValue> {
         self.entries.get_mut(key)
     }
@@ -72,46 +72,46 @@ impl StateDict {
         self.entries.shift_remove(key)
     }
 
-    /// Whether the key is there.
+    /// Returns `true` if the dict has this key.
     #[must_use]
     pub fn contains_key(&self, key: &str) -> bool {
         self.entries.contains_key(key)
     }
 
-    /// Number of keys at this level.
+    /// Returns the number of keys at this level.
     #[must_use]
     pub fn len(&self) -> usize {
         self.entries.len()
     }
 
-    /// Whether there is no key.
+    /// Returns `true` if there is no key.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
 
-    /// Keys in order.
+    /// Returns the keys in order.
     pub fn keys(&self) -> impl Iterator<Item = &str> {
         self.entries.keys().map(String::as_str)
     }
 
-    /// Keys and values in order.
+    /// Returns keys and values in order.
     pub fn iter(&self) -> indexmap::map::Iter<'_, String, StateValue> {
         self.entries.iter()
     }
 
-    /// Keys and values in order, values to change.
+    /// Returns keys and values in order, to change the values.
     pub fn iter_mut(&mut self) -> indexmap::map::IterMut<'_, String, StateValue> {
         self.entries.iter_mut()
     }
 
-    /// The dict at a key.
+    /// Returns the dict at a key.
     #[must_use]
     pub fn dict(&self, key: &str) -> Option<&StateDict> {
         self.get(key).and_then(StateValue::as_dict)
     }
 
-    /// The plain value at the end of a chain of dict keys.
+    /// Returns the plain value at the end of a chain of dict keys.
     #[must_use]
     pub fn plain_at(&self, keys: &[&str]) -> Option<&PlainValue> {
         let (last, dicts) = keys.split_last()?;
@@ -122,7 +122,7 @@ impl StateDict {
         }
     }
 
-    /// The same values, each tensor in memory of its own, where it is. A clone shares memory instead.
+    /// Copies the dict, each tensor into memory of its own on its own device. A clone shares memory instead.
     ///
     /// # Errors
     /// A tensor that is freed; candle's.
@@ -131,24 +131,27 @@ impl StateDict {
     }
 }
 
+fn copy_all(values: &[StateValue]) -> Result<Vec<StateValue>, StateError> {
+    values.iter().map(StateValue::copy).collect()
+}
+
 impl StateValue {
-    /// As [`StateDict::copy`]. Raw tensors and plain values, which nobody can change, are shared.
+    /// Copies the value, like [`StateDict::copy`]. Raw tensors and plain values, which nobody can change, are shared.
     ///
     /// # Errors
-    /// As there.
+    /// A tensor that is freed; candle's.
     pub fn copy(&self) -> Result<Self, StateError> {
-        let all = |list: &[Self]| list.iter().map(Self::copy).collect::<Result<Vec<_>, _>>();
         Ok(match self {
             StateValue::Tensor(tensor) => StateValue::Tensor(owned_copy(tensor)?),
             StateValue::Sharded(tensor) => StateValue::Sharded(tensor.copy()?),
             StateValue::Raw(_) | StateValue::Plain(_) => self.clone(),
             StateValue::Dict(dict) => StateValue::Dict(dict.copy()?),
-            StateValue::List(list) => StateValue::List(all(list)?),
-            StateValue::Tuple(list) => StateValue::Tuple(all(list)?),
+            StateValue::List(list) => StateValue::List(copy_all(list)?),
+            StateValue::Tuple(list) => StateValue::Tuple(copy_all(list)?),
         })
     }
 
-    /// The nested dict, if it is one.
+    /// Returns the nested dict, if it is one.
     #[must_use]
     pub const fn as_dict(&self) -> Option<&StateDict> {
         match self {
@@ -157,7 +160,15 @@ impl StateValue {
         }
     }
 
-    /// The whole tensor, if it is one.
+    /// Returns the nested dict, to change it, if it is one.
+    pub const fn as_dict_mut(&mut self) -> Option<&mut StateDict> {
+        match self {
+            StateValue::Dict(dict) => Some(dict),
+            _ => None,
+        }
+    }
+
+    /// Returns the whole tensor, if it is one.
     #[must_use]
     pub const fn as_tensor(&self) -> Option<&Tensor> {
         match self {
@@ -166,7 +177,7 @@ impl StateValue {
         }
     }
 
-    /// The sharded tensor, if it is one.
+    /// Returns the sharded tensor, if it is one.
     #[must_use]
     pub const fn as_sharded(&self) -> Option<&ShardedTensor> {
         match self {
@@ -175,7 +186,7 @@ impl StateValue {
         }
     }
 
-    /// The plain value, if it is one.
+    /// Returns the plain value, if it is one.
     #[must_use]
     pub const fn as_plain(&self) -> Option<&PlainValue> {
         match self {
@@ -184,7 +195,7 @@ impl StateValue {
         }
     }
 
-    /// What it is, for messages.
+    /// Returns its kind, for messages.
     #[must_use]
     pub const fn kind(&self) -> &'static str {
         match self {
@@ -198,7 +209,7 @@ impl StateValue {
         }
     }
 
-    /// Whether it is a tensor of any kind.
+    /// Returns `true` if it is a tensor of any kind.
     #[must_use]
     pub const fn is_tensor(&self) -> bool {
         matches!(self, StateValue::Tensor(_) | StateValue::Sharded(_) | StateValue::Raw(_))
@@ -231,6 +242,12 @@ from! {
 impl<K: Into<String>> FromIterator<(K, StateValue)> for StateDict {
     fn from_iter<I: IntoIterator<Item = (K, StateValue)>>(iter: I) -> Self {
         StateDict { entries: iter.into_iter().map(|(key, value)| (key.into(), value)).collect() }
+    }
+}
+
+impl<K: Into<String>> Extend<(K, StateValue)> for StateDict {
+    fn extend<I: IntoIterator<Item = (K, StateValue)>>(&mut self, iter: I) {
+        self.entries.extend(iter.into_iter().map(|(key, value)| (key.into(), value)));
     }
 }
 

@@ -4,8 +4,8 @@ use fsdp_layout::{KeyPath, PathPart, PlainValue};
 
 use crate::{StateDict, StateError, StateValue};
 
-/// How far an index may lie past the end of a list that is being built: a checkpoint's metadata must not be able
-/// to ask for a list of 2^60 gaps.
+/// The most elements of a list that is built from paths. Without it a checkpoint's metadata could ask for a list of
+/// 2^60 gaps.
 pub const MAX_LIST_LENGTH: usize = 1 << 20;
 
 /// Visits the leaves depth-first in container order, with their paths. torch's `traverse_state_dict`.
@@ -37,18 +37,17 @@ pub fn traverse_state_dict<'a, E>(
     walk(state, &opens, &mut visit)
 }
 
-/// Every tensor and plain value with its path, depth-first in container order; all containers are opened.
+/// Returns every tensor and plain value with its path, depth-first in container order; all containers are opened.
 pub(crate) fn leaves(state: &StateDict) -> Vec<(KeyPath, &StateValue)> {
     let mut leaves = Vec::new();
-    let all = |_: &StateValue| true;
-    let Ok(()) = walk(state, &all, &mut |path: &KeyPath, value| {
+    let Ok(()) = walk(state, &|_| true, &mut |path: &KeyPath, value| {
         leaves.push((path.clone(), value));
         Ok::<(), std::convert::Infallible>(())
     });
     leaves
 }
 
-/// Whether a traversal by torch's rule goes into this value.
+/// Returns `true` if a traversal by torch's rule goes into this value.
 fn opens(value: &StateValue) -> bool {
     match value {
         StateValue::Dict(_) => true,
@@ -100,7 +99,8 @@ fn walk_value<'a, E>(
     }
 }
 
-/// The value at a path, through dicts, lists and tuples; `None` if the path leads nowhere. torch's `get_element`.
+/// Returns the value at a path, through dicts, lists and tuples; `None` if the path leads nowhere. torch's
+/// `get_element`.
 ///
 /// A [`StateValue::Plain`] value is not entered: use [`PlainValue`] for what is inside it.
 ///
@@ -122,7 +122,7 @@ pub fn get_element<'a>(state: &'a StateDict, path: &KeyPath) -> Option<&'a State
     })
 }
 
-/// As [`get_element`], to change the value.
+/// Returns the value at a path, like [`get_element`], to change it.
 #[must_use]
 pub fn get_element_mut<'a>(state: &'a mut StateDict, path: &KeyPath) -> Option<&'a mut StateValue> {
     let (first, rest) = path.0.split_first()?;
@@ -158,7 +158,7 @@ pub fn set_element(state: &mut StateDict, path: &KeyPath, value: impl Into<State
     }
 }
 
-/// The slot of `key`, made as the container that `rest` needs if it is not there.
+/// Returns the slot of `key`. If the dict has no such key, it gets an empty container of the kind that `rest` needs.
 fn entry<'a>(dict: &'a mut StateDict, key: &str, rest: &[PathPart]) -> &'a mut StateValue {
     if !dict.contains_key(key) {
         dict.insert(key, container_for(rest));

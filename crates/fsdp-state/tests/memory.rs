@@ -1,4 +1,4 @@
-//! How much memory a rank needs, counted by an allocator of its own.
+//! The memory that a rank needs, counted by an allocator of its own.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -56,7 +56,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// The most memory that `f` had beyond what there was before.
+/// Returns the most memory that was in use while `f` ran, beyond the memory in use before.
 fn peak(f: impl FnOnce()) -> usize {
     let before = LIVE.with(Cell::get);
     PEAK.with(|peak| peak.set(before));
@@ -72,7 +72,7 @@ fn rows(rank: usize) -> TensorBox {
     TensorBox::new(vec![rank * 256, 0], vec![256, 1024])
 }
 
-/// A quarter of 4 MiB on each of four ranks.
+/// Makes a rank's quarter of a tensor of 4 MiB.
 #[cfg(test)]
 fn quarter(rank: usize) -> ShardedTensor {
     let tensor = Tensor::full(rank as f32, 256 * 1024, &Device::Cpu).unwrap();
@@ -87,7 +87,7 @@ fn ranks_that_keep_nothing_hold_no_whole_tensor_and_the_one_that_streams_holds_o
             let options = GatherOptions { keep_on: KeepOn::Ranks(vec![2]), device: None };
             let mut whole = 0;
             let peak = peak(|| {
-                gather_state_dict_into(&group, &state, &options, |_, value| {
+                gather_state_dict_into(&state, &group, &options, |_, value| {
                     whole += value.as_tensor().map_or(0, Tensor::elem_count);
                     Ok(())
                 })
@@ -110,7 +110,7 @@ fn a_reshard_needs_what_is_wanted_sent_and_received_and_no_whole_tensor() {
             let tensor = quarter(group.rank());
             let columns = [TensorBox::new(vec![0, group.rank() * 256], vec![1024, 256])];
             let mut resharded = None;
-            let peak = peak(|| resharded = Some(reshard_sharded_tensor(&group, &tensor, &columns).unwrap()));
+            let peak = peak(|| resharded = Some(reshard_sharded_tensor(&tensor, &columns, &group).unwrap()));
             let column = resharded.unwrap().shards()[0].tensor.clone();
             let sum = column.to_dtype(DType::F64).unwrap().sum_all().unwrap().to_scalar::<f64>().unwrap();
             assert_eq!(sum, (1 + 2 + 3) as f64 * 256.0 * 256.0);

@@ -7,19 +7,15 @@
 //! | module | what it holds |
 //! |---|---|
 //! | [`prelude`] | the names that a training program needs |
-//! | [`nn`] | [`FullyShardedDataParallel`](nn::FullyShardedDataParallel), optimizers on shards |
-//! | [`checkpoint`] | get and set state dicts, save and load checkpoints |
+//! | [`nn`] | [`FullyShardedDataParallel`](nn::FullyShardedDataParallel), optimizers on shards, torch's names for their state |
+//! | [`checkpoint`] | [`Checkpointer`](checkpoint::Checkpointer) and [`TrainState`](checkpoint::TrainState): runs saved and resumed; state dicts saved and loaded |
 //! | [`comm`] | process groups and collectives |
 //! | [`state`], [`flat`], [`layout`] | state dicts, sharded tensors, and the arithmetic of both |
 //! | [`dcp`] | checkpoint files, without any tensor library |
-//! | [`gpt`], [`data`], [`ranks`] | what `fsdp train` trains, on what, and how its ranks are run |
-//! | [`exit_codes`] | what the command's exit codes mean |
+//!
+//! The `fsdp` command is a package of its own, `fsdp-cli`.
 
-pub mod data;
-pub mod exit_codes;
-pub mod gpt;
 pub mod prelude;
-pub mod ranks;
 
 pub use fsdp_checkpoint as checkpoint;
 pub use fsdp_comm as comm;

@@ -1,8 +1,7 @@
 //! The names that a training program needs: `use fsdp::prelude::*`.
 
 pub use fsdp_checkpoint::{
-    LoadOptions, SaveOptions, StateDictOptions, get_state_dict, latest_checkpoint, list_checkpoints, load,
-    load_in_place, save, set_state_dict,
+    Checkpointer, CheckpointerOptions, LoadOptions, Retention, SaveOptions, Stateful, TrainState,
 };
 pub use fsdp_comm::{ProcessGroup, ReduceOp, run_local};
 pub use fsdp_flat::ShardedTensor;

@@ -1,4 +1,4 @@
-//! What a save in the background costs training: the stall, and the steps after it.
+//! The cost of a save in the background for training: the stall, and the steps after it.
 
 use anyhow::Result;
 use fsdp::checkpoint::AsyncSaver;

@@ -1,9 +1,10 @@
-//! What the offline commands do: convert, verify, open.
+//! The offline commands: convert, verify, open.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
+use fsdp::checkpoint::save;
 use fsdp::dcp::checkpoint::open;
 use fsdp::dcp::convert::{ConvertOptions, Target, convert};
 use fsdp::dcp::reader::OpenOptions;

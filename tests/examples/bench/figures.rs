@@ -1,4 +1,4 @@
-//! What is measured, and how it is told.
+//! The measured figures, and their output.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ pub(crate) struct Case {
     pub(crate) bytes: u64,
     /// Median.
     pub(crate) seconds: f64,
-    /// What the machine needs for as much, measured in turns with the case.
+    /// The limit of the machine for the same work, measured in turns with the case.
     pub(crate) limit: Option<Limit>,
     /// The most heap that was in use beyond the state itself, on one rank.
     pub(crate) peak_bytes: Option<u64>,
@@ -24,7 +24,7 @@ pub(crate) struct Case {
     pub(crate) read_ratio: Option<f64>,
 }
 
-/// What a case is held against.
+/// A limit with which a case is compared.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Limit {
     pub(crate) name: String,
@@ -38,7 +38,7 @@ pub(crate) struct Limit {
 #[derive(Debug)]
 pub(crate) struct Figures {
     pub(crate) cases: Vec<Case>,
-    /// Whether each is printed at once.
+    /// `true` if each figure is printed at once.
     talks: bool,
 }
 

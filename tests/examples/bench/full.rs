@@ -3,8 +3,9 @@
 use std::time::Duration;
 
 use anyhow::Result;
-use fsdp::nn::fsdp_state::{
-    OptimLoadOptions, StateDictSettings, StateDictType, optim_state_dict, optim_state_dict_to_load,
+use fsdp::nn::torch::{
+    OptimLoadOptions, StateDictOptions, StateDictSettings, StateDictType, get_state_dict, optim_state_dict,
+    optim_state_dict_to_load, set_state_dict,
 };
 use fsdp::prelude::*;
 
@@ -29,9 +30,11 @@ fn copy(group: &ProcessGroup, source: &[u8]) -> Result<Duration> {
 }
 
 fn gather_and_broadcast(bench: &Bench<'_>, training: &mut Training) -> Result<Vec<Case>> {
-    let (parameters, group) = (training.model.parameters(), training.model.group());
+    let own = state_bytes(&training.state()?);
+    let TrainState { model, optimizers, .. } = &mut training.run;
+    let (parameters, group, optimizer) = (model.parameters(), model.group(), &mut optimizers[0]);
     let ranks = group.world_size();
-    let total = total(group, state_bytes(&training.state()?))?;
+    let total = total(group, own)?;
     let source = if group.rank() == 0 { vec![1u8; total as usize] } else { Vec::new() };
     let gather = StateDictOptions { full_state_dict: true, cpu_offload: true, ..StateDictOptions::default() };
     let load = StateDictOptions { full_state_dict: true, broadcast_from_rank0: true, ..StateDictOptions::default() };
@@ -39,13 +42,13 @@ fn gather_and_broadcast(bench: &Bench<'_>, training: &mut Training) -> Result<Ve
     let (mut gather_peak, mut broadcast_peak) = (0, 0);
     for _ in 0..bench.runs {
         let limit = copy(group, &source)?;
-        let gathered = timed(group, || Ok(get_state_dict(parameters, &[&training.optimizer], &gather)?))?;
+        let gathered = timed(group, || Ok(get_state_dict(parameters, &[&*optimizer], &gather)?))?;
         gathers.push(gathered.time, limit);
         gather_peak = gathered.peak.saturating_sub(total).max(gather_peak);
         let limit = copy(group, &source)?;
         let (model, optim) = gathered.value;
-        let optimizers: &mut [&mut Optimizer] = &mut [&mut training.optimizer];
-        let set = timed(group, || Ok(set_state_dict(parameters, optimizers, &model, &optim, &load)?))?;
+        let optimizers: &mut [&mut Optimizer] = &mut [optimizer];
+        let set = timed(group, || Ok(set_state_dict(&model, &optim, parameters, optimizers, &load)?))?;
         broadcasts.push(set.time, limit);
         broadcast_peak = set.peak.max(broadcast_peak);
     }
@@ -61,21 +64,20 @@ fn gather_and_broadcast(bench: &Bench<'_>, training: &mut Training) -> Result<Ve
 }
 
 fn optimizer(bench: &Bench<'_>, training: &mut Training) -> Result<Vec<Case>> {
-    let (parameters, group) = (training.model.parameters(), training.model.group());
+    let TrainState { model, optimizers, .. } = &mut training.run;
+    let (parameters, group, optimizer) = (model.parameters(), model.group(), &mut optimizers[0]);
     let ranks = group.world_size();
     let (mut saves, mut loads, mut bytes) = (Pairs::default(), Pairs::default(), 0);
     parameters.state_dict_type(StateDictSettings::of(StateDictType::Sharded), || -> Result<()> {
-        let own = state_bytes(&optim_state_dict(parameters, &training.optimizer, None)?);
+        let own = state_bytes(&optim_state_dict(None, parameters, optimizer)?);
         bytes = total(group, own)?;
         let source = vec![1u8; own];
         for _ in 0..bench.runs {
             let limit = timed(group, || Ok(limits::copy_fresh(&source)))?.time;
-            let saved = timed(group, || Ok(optim_state_dict(parameters, &training.optimizer, None)?))?;
+            let saved = timed(group, || Ok(optim_state_dict(None, parameters, optimizer)?))?;
             saves.push(saved.time, limit);
             let options = OptimLoadOptions::default();
-            let loaded = timed(group, || {
-                Ok(optim_state_dict_to_load(parameters, &mut training.optimizer, &saved.value, &options)?)
-            })?;
+            let loaded = timed(group, || Ok(optim_state_dict_to_load(&saved.value, parameters, optimizer, &options)?))?;
             loads.push(loaded.time, limit);
         }
         Ok(())

@@ -1,4 +1,4 @@
-//! What the machine can do: raw writes, raw reads, copies.
+//! The limits of the machine: raw writes, raw reads, copies.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;

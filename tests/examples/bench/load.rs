@@ -2,8 +2,7 @@
 //! into fresh memory.
 
 use anyhow::Result;
-use fsdp::checkpoint::load::read_template;
-use fsdp::checkpoint::{load, load_in_place};
+use fsdp::checkpoint::{load, load_in_place, save};
 use fsdp::dcp::reader::CheckpointReader;
 use fsdp::prelude::*;
 
@@ -48,7 +47,7 @@ pub(crate) fn run(bench: &Bench<'_>, ranks: &[usize], figures: &mut Figures) -> 
             }
             std::fs::remove_file(&raw)?;
             let reader = CheckpointReader::open(&path)?;
-            read_template(&reader, &state, &options)?;
+            state.clone().load_state_dict(&reader, group, &options)?;
             let saved = if from == to { String::new() } else { format!(", saved on {from}") };
             let cases = ["load", "load in place"].iter().zip(pairs).zip(peaks).map(|((name, pairs), peak)| Case {
                 peak_bytes: Some(peak / to as u64),

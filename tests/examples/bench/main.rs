@@ -18,6 +18,7 @@ mod load;
 mod model;
 mod planning;
 mod save;
+mod scale;
 
 use std::path::PathBuf;
 
@@ -39,7 +40,7 @@ struct Arguments {
     /// Numbers of ranks
     #[arg(long, value_delimiter = ',', default_value = "1,2,4")]
     ranks: Vec<usize>,
-    /// Groups of cases: save, load, full, background, conversions, planning [default: all]
+    /// Groups of cases: save, load, full, background, conversions, planning, scale [default: all]
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
     /// Where to write, as NAME=DIRECTORY: one in memory, one on a disk
@@ -69,7 +70,7 @@ impl std::str::FromStr for Place {
     }
 }
 
-/// What a group of cases is given.
+/// The options of a group of cases.
 struct Bench<'a> {
     size: Size,
     runs: usize,
@@ -125,6 +126,9 @@ fn main() -> Result<()> {
             }
             std::fs::remove_dir_all(&bench.directory)?;
         }
+    }
+    if wanted("scale") {
+        scale::run(arguments.runs, &mut figures)?;
     }
     if wanted("planning") {
         planning::run(arguments.runs, &mut figures)?;

@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use candle_core::{Device, Tensor};
 use clap::ValueEnum;
-use fsdp::gpt::{Gpt, GptConfig};
 use fsdp::prelude::*;
-use fsdp::ranks::Ranks;
+use fsdp_cli::gpt::{Gpt, GptConfig};
+use fsdp_cli::ranks::Ranks;
 use fsdp_tests::counting_allocator::{live_bytes, peak_bytes, reset_peak};
 
 /// Bytes of parameters and their AdamW state.
@@ -42,8 +42,7 @@ impl Size {
 
 /// One rank's model and optimizer.
 pub(crate) struct Training {
-    pub(crate) model: FullyShardedDataParallel<Gpt>,
-    pub(crate) optimizer: Optimizer,
+    pub(crate) run: TrainState<Gpt>,
     tokens: Tensor,
 }
 
@@ -55,7 +54,8 @@ impl Training {
         let model = FullyShardedDataParallel::new(group, config, |scope| Gpt::new(scope, &gpt))?;
         let optimizer = Optimizer::new(model.parameters(), Algorithm::AdamW(AdamOptions::adamw()))?;
         let tokens: Vec<u32> = (0..=gpt.seq as u32).map(|i| (i * 7 + rank) % gpt.vocab as u32).collect();
-        let mut training = Training { model, optimizer, tokens: Tensor::new(tokens, &Device::Cpu)?.unsqueeze(0)? };
+        let run = TrainState::new(model, vec![optimizer]);
+        let mut training = Training { run, tokens: Tensor::new(tokens, &Device::Cpu)?.unsqueeze(0)? };
         training.step()?;
         Ok(training)
     }
@@ -63,25 +63,21 @@ impl Training {
     pub(crate) fn step(&mut self) -> Result<()> {
         let length = self.tokens.dim(1)? - 1;
         let (inputs, targets) = (self.tokens.narrow(1, 0, length)?, self.tokens.narrow(1, 1, length)?);
-        let loss = self.model.forward(|gpt| gpt.loss(&inputs, &targets))?;
-        self.model.backward(&loss)?;
-        self.optimizer.step()?;
-        self.model.parameters().zero_grad();
+        let TrainState { model, optimizers, .. } = &mut self.run;
+        let loss = model.forward(|gpt| gpt.loss(&inputs, &targets))?;
+        model.backward(&loss)?;
+        optimizers.iter_mut().try_for_each(Optimizer::step)?;
+        model.parameters().zero_grad();
         Ok(())
     }
 
     pub(crate) fn group(&self) -> &ProcessGroup {
-        self.model.group()
+        self.run.model.group()
     }
 
     /// Views of this rank's shards.
     pub(crate) fn state(&self) -> Result<StateDict> {
-        let options = StateDictOptions { share_storage: true, ..StateDictOptions::default() };
-        let (model, optim) = get_state_dict(self.model.parameters(), &[&self.optimizer], &options)?;
-        let mut state = StateDict::new();
-        state.insert("model", model);
-        state.insert("optim", optim);
-        Ok(state)
+        Ok(self.run.state_dict()?)
     }
 }
 
@@ -113,7 +109,7 @@ fn tensor_bytes(tensor: &Tensor) -> usize {
     tensor.elem_count() * tensor.dtype().size_in_bytes()
 }
 
-/// What [`timed`] has seen.
+/// The result of [`timed`].
 pub(crate) struct Timed<T> {
     /// From the first rank's start to the last one's end.
     pub(crate) time: Duration,

@@ -1,10 +1,10 @@
-//! What does not grow with bytes, but with ranks and tensors.
+//! The work that grows with ranks and tensors, and not with bytes.
 
 use std::time::Instant;
 
 use anyhow::{Result, anyhow};
 use fsdp::dcp::metadata::{decode, encode};
-use fsdp::dcp::plan::{LocalPlan, SaveOptions, plan_save, validate_metadata};
+use fsdp::dcp::plan::{LocalPlan, PlanOptions, plan_save, validate_metadata};
 use fsdp::layout::shard::chunk_range;
 use fsdp::layout::{DType, TensorBox};
 
@@ -31,14 +31,14 @@ pub(crate) fn run(runs: usize, figures: &mut Figures) -> Result<()> {
     let mut planning = Vec::new();
     for _ in 0..runs {
         let start = Instant::now();
-        let global = plan_save(&plans, SaveOptions::default())?;
+        let global = plan_save(&plans, PlanOptions::default())?;
         validate_metadata(&global.metadata).map_err(|(fqn, error)| anyhow!("`{fqn}`: {error}"))?;
         planning.push(start.elapsed().as_secs_f64());
     }
     let entries = (RANKS * TENSORS) as u64;
     figures.push(case("plan and validate", RANKS, entries, median(planning)));
 
-    let global = plan_save(&[plan(MANY_TENSORS, 0, 1)], SaveOptions::default())?;
+    let global = plan_save(&[plan(MANY_TENSORS, 0, 1)], PlanOptions::default())?;
     let bytes = encode(&global.metadata);
     let mut decoding = Vec::new();
     for _ in 0..runs {

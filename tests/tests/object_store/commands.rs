@@ -2,7 +2,7 @@
 
 use std::process::{Command, Output};
 
-use fsdp::dcp::durable::Durable;
+use fsdp::dcp::storage::Durable;
 use serde_json::Value;
 
 use crate::conformance::LARGE;
@@ -14,7 +14,7 @@ use crate::state::save;
 fn run(server: &Server, arguments: &[&str]) -> Output {
     let tests = std::env::current_exe().unwrap();
     let program = tests.ancestors().nth(2).unwrap().join("fsdp");
-    assert!(program.exists(), "build it first: cargo build -p fsdp --features object-store");
+    assert!(program.exists(), "build it first: cargo build -p fsdp-cli --features object-store");
     let output = Command::new(program).args(arguments).envs(server.environment()).output().unwrap();
     for stream in [&output.stdout, &output.stderr] {
         assert!(!String::from_utf8_lossy(stream).contains(SECRET));

@@ -1,4 +1,4 @@
-//! What holds wherever a checkpoint is: in a directory, in memory, on an S3 server.
+//! The rules that hold for checkpoints in a directory, in memory, and on an S3 server.
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -8,13 +8,13 @@ use fsdp::checkpoint::{Retention, SaveOptions, prune, step_name};
 use fsdp::dcp::checkpoint::{self, Format};
 use fsdp::dcp::convert::{ConvertOptions, Target, convert};
 use fsdp::dcp::diff::{Tolerance, diff};
-use fsdp::dcp::durable::Durable;
 use fsdp::dcp::object_store::ObjectStoreExt as _;
 use fsdp::dcp::object_store::memory::InMemory;
 use fsdp::dcp::object_store::path::Path as Key;
 use fsdp::dcp::reader::{CheckpointReader, OpenOptions};
-use fsdp::dcp::verify::{Level, seal, verify};
-use fsdp::dcp::{CheckpointError, Location};
+use fsdp::dcp::storage::Durable;
+use fsdp::dcp::verify::{Level, add_integrity, verify};
+use fsdp::dcp::{FileError, Location};
 use fsdp::flat::{LocalShard, ShardedTensor};
 use fsdp_comm::run_local;
 use fsdp_layout::{DType, PlainValue, TensorBox};
@@ -27,7 +27,7 @@ use crate::state::{State, save};
 /// Its upload takes several parts.
 pub(crate) const LARGE: [usize; 2] = [601, 4003];
 
-/// Whether two checkpoints hold the same, bit for bit.
+/// Returns `true` if two checkpoints hold the same, bit for bit.
 fn assert_same(a: &Location, b: &Location) {
     let open = |location: &Location| checkpoint::open(location, OpenOptions { verify: true }).unwrap();
     let mut differences = Vec::new();
@@ -47,7 +47,7 @@ fn suite(root: &Location, is_object_store: bool) {
         }
         let opened = checkpoint::open(&target, OpenOptions { verify: true }).unwrap();
         let report = verify(&*opened, Level::Deep, None).unwrap();
-        assert!(report.sealed && report.is_ok(), "{:?}", report.problems);
+        assert!(report.has_integrity && report.is_ok(), "{:?}", report.problems);
     }
     let source = root.join("ranks-4");
 
@@ -75,11 +75,11 @@ fn suite(root: &Location, is_object_store: bool) {
         assert_eq!(checkpoint::open(&destination, OpenOptions::default()).unwrap().format(), format);
         assert_same(&source, &destination);
         let again = convert(&*opened, &destination, target, ConvertOptions::default()).unwrap_err();
-        assert!(matches!(again, CheckpointError::Exists { .. }), "{name}: {again}");
+        assert!(matches!(again, FileError::Exists { .. }), "{name}: {again}");
         let replace = ConvertOptions { overwrite: true, ..ConvertOptions::default() };
         let replaced = convert(&*opened, &destination, target, replace);
         match is_object_store && matches!(format, Format::Dcp | Format::SafetensorsDirectory) {
-            true => assert!(matches!(replaced, Err(CheckpointError::Overwrite { .. })), "{name}: {replaced:?}"),
+            true => assert!(matches!(replaced, Err(FileError::Overwrite { .. })), "{name}: {replaced:?}"),
             false => drop(replaced.unwrap()),
         }
         assert_same(&source, &destination);
@@ -88,11 +88,11 @@ fn suite(root: &Location, is_object_store: bool) {
     // Whoever comes second is told, and harms nothing.
     if is_object_store {
         let again = save(&sample(LARGE), 1, &source, &Durable::new()).unwrap_err();
-        assert!(matches!(again, CheckpointError::Exists { .. }), "{again}");
+        assert!(matches!(again, FileError::Exists { .. }), "{again}");
     }
     load(&state, 2, &source);
     let nothing = CheckpointReader::open(root.join("nothing")).unwrap_err();
-    assert!(matches!(nothing, CheckpointError::NotCommitted { .. }), "{nothing}");
+    assert!(matches!(nothing, FileError::NotCommitted { .. }), "{nothing}");
 }
 
 /// Two savers of one target, both prepared before either commits, and more that race: one gets through.
@@ -108,7 +108,7 @@ fn race(root: &Location) {
     let won: Vec<u8> = outcomes.iter().filter(|(_, outcome)| outcome.is_ok()).map(|(saver, _)| *saver).collect();
     assert_eq!(won.len(), 1, "{outcomes:?}");
     for (_, outcome) in outcomes {
-        assert!(matches!(outcome, Ok(()) | Err(CheckpointError::Exists { .. })), "{outcome:?}");
+        assert!(matches!(outcome, Ok(()) | Err(FileError::Exists { .. })), "{outcome:?}");
     }
     load(&generation(won[0]), 3, target);
     let names = target.names().unwrap();
@@ -179,15 +179,15 @@ fn sealing_and_damage() {
     // What another saver left does not confuse a reader, and the next one seals anew.
     Durable::new().replace_file(target.join(".integrity-0123456789abcdef"), b"broken").unwrap();
     assert!(CheckpointReader::open(&target).is_err());
-    seal(&target, None).unwrap();
+    add_integrity(&target, None).unwrap();
     assert!(target.join(".integrity").is_file().unwrap() && target.join(&integrity).is_file().unwrap());
     load(&generation(1), 1, &target);
     // A byte of a data object changes.
     let data = target.names().unwrap().into_iter().find(|name| name.starts_with("__0_0-")).unwrap();
     let opened = CheckpointReader::open(&target).unwrap();
     let length = opened.directory().file(&data).unwrap();
-    let mut bytes = vec![0; fsdp::dcp::source::ReadAt::len(&*length) as usize];
-    fsdp::dcp::source::ReadAt::read_exact_at(&*length, 0, &mut bytes).unwrap();
+    let mut bytes = vec![0; fsdp::dcp::storage::ReadAt::len(&*length) as usize];
+    fsdp::dcp::storage::ReadAt::read_exact_at(&*length, 0, &mut bytes).unwrap();
     let middle = bytes.len() / 2;
     bytes[middle] ^= 1;
     Durable::new().replace_file(target.join(&data), &bytes).unwrap();

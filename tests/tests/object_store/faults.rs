@@ -5,9 +5,9 @@ use std::sync::atomic::Ordering;
 
 use fsdp::dcp::checkpoint;
 use fsdp::dcp::convert::{ConvertOptions, Target, convert};
-use fsdp::dcp::durable::Durable;
 use fsdp::dcp::reader::{CheckpointReader, OpenOptions};
-use fsdp::dcp::{CheckpointError, Location};
+use fsdp::dcp::storage::Durable;
+use fsdp::dcp::{FileError, Location};
 use fsdp_layout::DType;
 
 use crate::conformance::generation;
@@ -30,7 +30,7 @@ fn operations(run: impl Fn(&Location)) -> usize {
 }
 
 /// The error tells the operation and the object, and what the store said.
-fn assert_tells(error: &CheckpointError) {
+fn assert_tells(error: &FileError) {
     let text = fsdp::dcp::verify::with_causes(error);
     assert!(text.contains("memory://test/run/c") && text.contains("the test wants it so"), "{text}");
 }
@@ -51,9 +51,9 @@ fn a_failure_at_any_operation_of_a_save_is_an_error_or_harmless() {
                 Ok(()) => drop(load(&state, 3, &healed)),
                 Err(error) => {
                     assert_tells(&error);
-                    assert!(!matches!(error, CheckpointError::Exists { .. }), "{fail:?}: {error}");
+                    assert!(!matches!(error, FileError::Exists { .. }), "{fail:?}: {error}");
                     assert_eq!(store.keys(), Vec::<String>::new(), "{fail:?}");
-                    assert!(matches!(CheckpointReader::open(&healed), Err(CheckpointError::NotCommitted { .. })));
+                    assert!(matches!(CheckpointReader::open(&healed), Err(FileError::NotCommitted { .. })));
                     save(&state, 1, &healed, &Durable::new()).unwrap();
                 }
             }
@@ -75,7 +75,7 @@ fn a_store_that_goes_away_leaves_no_checkpoint_and_the_next_save_cleans_up() {
             Ok(()) => drop(load(&state, 1, &healed)),
             Err(error) => {
                 assert_tells(&error);
-                let unknown = matches!(error, CheckpointError::CommitUnknown { .. });
+                let unknown = matches!(error, FileError::CommitUnknown { .. });
                 assert!(!unknown || error.source().is_some());
                 save(&generation(4), 3, &healed, &Durable::new()).unwrap();
                 load(&generation(4), 2, &healed);
@@ -104,7 +104,7 @@ fn a_failure_at_any_operation_of_a_conversion_leaves_nothing() {
                     let keys = store.keys();
                     match error {
                         // It was put in its place, though the store denied it.
-                        CheckpointError::CommitUnknown { .. } => {
+                        FileError::CommitUnknown { .. } => {
                             let healed = Location::with_store(store.healed(), "memory://test", "run/c");
                             let there = checkpoint::open(&healed, OpenOptions::default()).unwrap();
                             assert_eq!(there.metadata().entries.len(), source.metadata().entries.len());
@@ -125,7 +125,7 @@ fn a_failure_at_any_operation_of_a_load_is_an_error() {
     let bytes = store.healed();
     for at in 0.. {
         let store = Faulty::with(bytes.clone(), Fail::Before(at));
-        let read = || -> Result<Vec<u8>, CheckpointError> {
+        let read = || -> Result<Vec<u8>, FileError> {
             let opened = CheckpointReader::open(store.location("run/c"))?;
             opened.read_value("generation")?;
             opened.read_tensor("large")
@@ -165,6 +165,6 @@ fn credentials_are_in_no_message() {
     let text = format!("{} {error:?} {location:?}", fsdp::dcp::verify::with_causes(&error));
     assert!(text.contains("s3://bucket/x") && !text.contains(SECRET), "{text}");
     let saved = save(&generation(1), 1, &location, &Durable::new()).unwrap_err();
-    let CheckpointError::Io { source, .. } = &saved else { panic!("{saved:?}") };
+    let FileError::Io { source, .. } = &saved else { panic!("{saved:?}") };
     assert_eq!(source.kind(), std::io::ErrorKind::PermissionDenied, "{saved:?}");
 }

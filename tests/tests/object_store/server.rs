@@ -22,7 +22,7 @@ pub(crate) const BUCKET: &str = "bucket";
 pub(crate) const KEY_ID: &str = "id";
 pub(crate) const SECRET: &str = "secret-of-the-test";
 
-/// What is asked of the server, and what else it does to an answer.
+/// The requests to the server so far, and the faults that it adds to its answers.
 #[derive(Default)]
 pub(crate) struct Behaviour {
     /// Method, key, and range of each request.
@@ -44,7 +44,7 @@ pub(crate) struct Server {
 struct Front {
     service: S3Service,
     root: std::path::PathBuf,
-    /// Of two conditional PUTs, one comes first.
+    /// The lock of conditional PUTs, of which one comes first.
     conditional: tokio::sync::Mutex<()>,
     behaviour: Arc<Behaviour>,
 }
@@ -119,7 +119,7 @@ impl Server {
         Server { directory, address, behaviour, _runtime: runtime }
     }
 
-    /// What programs need to find it.
+    /// Returns the variables with which programs find it.
     pub(crate) fn environment(&self) -> [(&'static str, String); 4] {
         [
             ("AWS_ENDPOINT_URL", format!("http://{}", self.address)),

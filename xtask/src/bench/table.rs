@@ -1,13 +1,13 @@
-//! The figures as a Markdown table, with what they should be.
+//! The figures as a Markdown table, with their targets.
 
 use std::fmt::Write as _;
 
-use super::{Case, Results};
+use super::figures::{Case, Results};
 
-/// What a case must reach at 2 GiB: times as fast as a limit, or as torch.
+/// The speed that a case must reach at 2 GiB, as a multiple of a limit or of torch's.
 struct Target {
     case: &'static str,
-    /// Of the limit of this name; every limit if empty.
+    /// The name of the limit; every limit if empty.
     limit: &'static str,
     limit_ratio: Option<f64>,
     torch_ratio: Option<f64>,
@@ -25,7 +25,7 @@ const TARGETS: [Target; 9] = [
     Target { case: "10 steps after async save", limit: "", limit_ratio: Some(1.0 / 1.1), torch_ratio: None },
 ];
 
-/// The size for which targets are set.
+/// The size of state for which targets are set.
 const TARGET_SIZE: &str = "2g";
 
 impl Target {
@@ -59,27 +59,28 @@ fn line(text: &mut String, case: &Case) {
     let limit = case.limit.as_ref();
     let torch = case.torch_seconds.map(|torch| torch / seconds);
     let target = Target::of(case).map_or_else(String::new, |target| {
-        let judge = |wanted: Option<f64>, found: Option<f64>, of: &str| {
-            let (wanted, found) = (wanted?, found?);
-            let verdict = if found >= wanted { "met" } else { "**missed**" };
-            Some(format!("{wanted:.2} {of}: {verdict}"))
-        };
         let of_limit = judge(target.limit_ratio, limit.map(|limit| limit.ratio), "× limit");
         let of_torch = judge(target.torch_ratio, torch, "× torch");
         [of_limit, of_torch].into_iter().flatten().collect::<Vec<_>>().join(", ")
     });
-    let cell = |value: Option<String>| value.unwrap_or_default();
     let _ = writeln!(
         text,
         "| {name} | {size} | {ranks} | {place} | {seconds:.4} | {speed:.2} | {} | {} | {} | {target} | {} |",
-        cell(limit.map(|limit| format!("{:.2}", limit.ratio))),
-        cell(limit.map(|limit| limit.name.clone())),
-        cell(torch.map(|torch| format!("{torch:.1}"))),
-        cell(case.peak_bytes.map(|peak| format!("{:.1} MiB", peak as f64 / f64::from(1 << 20)))),
+        limit.map(|limit| format!("{:.2}", limit.ratio)).unwrap_or_default(),
+        limit.map(|limit| limit.name.clone()).unwrap_or_default(),
+        torch.map(|torch| format!("{torch:.1}")).unwrap_or_default(),
+        case.peak_bytes.map(|peak| format!("{:.1} MiB", peak as f64 / f64::from(1 << 20))).unwrap_or_default(),
     );
 }
 
-/// A list of flat objects as a table of its own.
+/// Compares a speed with its target, if both are known. `of` says what both are measured in (`× limit`).
+fn judge(wanted: Option<f64>, found: Option<f64>, of: &str) -> Option<String> {
+    let (wanted, found) = (wanted?, found?);
+    let verdict = if found >= wanted { "met" } else { "**missed**" };
+    Some(format!("{wanted:.2} {of}: {verdict}"))
+}
+
+/// Writes a list of flat objects as a table of its own.
 fn objects(text: &mut String, figures: &serde_json::Value) {
     let rows = figures.as_array().map_or_else(|| std::slice::from_ref(figures), Vec::as_slice);
     let Some(keys) = rows.first().and_then(|row| row.as_object()).map(|row| row.keys().cloned().collect::<Vec<_>>())

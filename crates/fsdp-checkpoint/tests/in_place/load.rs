@@ -5,16 +5,17 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
-use fsdp_checkpoint::{CheckpointError, LoadOptions, SaveOptions, load, load_in_place, load_whole, save};
+use fsdp_checkpoint::{
+    CheckpointError, LoadOptions, SaveOptions, Stateful as _, load, load_in_place, load_whole, save,
+};
 use fsdp_comm::{ProcessGroup, run_local};
-use fsdp_dcp::plan::LoadPlanError;
-use fsdp_flat::storage::{PLAIN_DTYPES, with_bytes, with_bytes_mut, zeros};
+use fsdp_flat::storage::{HostBytes, HostBytesMut, PLAIN_DTYPES, zeros};
 use fsdp_flat::{LocalShard, RawTensor, ShardedTensor};
 use fsdp_layout::shard::chunk_range;
 use fsdp_layout::{ErrorKind, Failure, PlainValue, TensorBox};
-use fsdp_state::{LoadReport, StateDict, StateValue};
+use fsdp_state::{LoadReport, StateDict, StateError, StateValue};
 
-use crate::training::{adamw, new_model, step, views};
+use crate::training::{adamw, new_run, step};
 
 const ROWS: usize = 9;
 
@@ -22,8 +23,8 @@ fn arange(start: usize, count: usize) -> Tensor {
     Tensor::arange(start as f32, (start + count) as f32, &Device::Cpu).unwrap()
 }
 
-/// What every rank has of a flat storage and beside it: rows of a matrix and a vector in the one, a tensor of its own, one
-/// without elements, a value and bytes.
+/// Makes the state of a rank, in a flat storage and beside it: rows of a matrix and a vector in the one, a tensor of
+/// its own, one without elements, a value and bytes.
 fn state(flat: &Tensor, group: &ProcessGroup, value: i64) -> StateDict {
     let rows = chunk_range(ROWS, group.world_size(), group.rank());
     let shards = (!rows.is_empty()).then(|| LocalShard {
@@ -115,7 +116,7 @@ fn tensors_that_cannot_be_filled_directly_get_their_values_all_the_same() {
         let mut spread = live.clone();
         let column = Tensor::zeros((4, 2), DType::BF16, &Device::Cpu).unwrap().narrow(1, 0, 1).unwrap();
         spread.insert("cast", column.squeeze(1).unwrap());
-        let allow_cast = LoadOptions { allow_cast: true, ..options() };
+        let allow_cast = LoadOptions { cast: true, ..options() };
         let error = load_in_place(path.as_path(), &mut spread, &group, &allow_cast).unwrap_err();
         assert!(error.to_string().contains("`cast` cannot be loaded in place: a tensor of shape [4]"), "{error}");
         assert_eq!(shared.to_vec1::<f32>().unwrap(), [0.0; 3]);
@@ -127,7 +128,37 @@ fn tensors_that_cannot_be_filled_directly_get_their_values_all_the_same() {
     .unwrap();
 }
 
-/// The files of tensor data, in order.
+/// A tied parameter that is cut in several boxes, beside another tensor.
+#[test]
+fn names_of_one_tensor_of_several_boxes_are_filled_once_and_others_keep_their_own() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("checkpoint");
+    let boxes = [TensorBox::new(vec![0, 1], vec![1, 2]), TensorBox::new(vec![1, 0], vec![1, 3])];
+    run_local(1, |group| {
+        let matrix = |start: usize| ShardedTensor::from_whole(&arange(start, 6).reshape((2, 3)).unwrap());
+        let saved: StateDict = [("a", 0), ("b", 0), ("c", 10), ("d", 0)]
+            .map(|(key, start)| (key, StateValue::Sharded(matrix(start))))
+            .into_iter()
+            .collect();
+        save(path.as_path(), &saved, &group, &SaveOptions::default()).unwrap();
+        let tied = ShardedTensor::zeros(DType::F32, &[2, 3], &boxes).unwrap();
+        let other = ShardedTensor::zeros(DType::F32, &[2, 3], &boxes).unwrap();
+        let mut live: StateDict = [("a", &tied), ("b", &tied), ("c", &other), ("d", &tied)]
+            .map(|(key, tensor)| (key, StateValue::Sharded(tensor.clone())))
+            .into_iter()
+            .collect();
+        load_in_place(path.as_path(), &mut live, &group, &options()).unwrap();
+        let values = |tensor: &ShardedTensor| -> Vec<f32> {
+            let shards = tensor.shards().iter();
+            shards.flat_map(|shard| shard.tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap()).collect()
+        };
+        assert_eq!(values(&tied), [1.0, 2.0, 3.0, 4.0, 5.0]);
+        assert_eq!(values(&other), [11.0, 12.0, 13.0, 14.0, 15.0]);
+    })
+    .unwrap();
+}
+
+/// Returns the files of tensor data, in order.
 fn data_files(path: &Path) -> Vec<PathBuf> {
     let mut files: Vec<PathBuf> = fs::read_dir(path).unwrap().map(|entry| entry.unwrap().path()).collect();
     files.retain(|file| file.extension().is_some_and(|extension| extension == "distcp"));
@@ -203,7 +234,7 @@ fn damage_that_only_reading_shows_is_told_and_a_whole_checkpoint_mends_it() {
     bytes[middle] ^= 1;
     fs::write(file, bytes).unwrap();
     let (error, _) = fails(&damaged, |_, _| ());
-    assert!(matches!(error, CheckpointError::PartlyLoaded { .. }), "{error:?}");
+    assert!(matches!(error, CheckpointError::State(StateError::PartlyLoaded { .. })), "{error:?}");
     assert_eq!(error.kind(), ErrorKind::Corrupt);
     run_local(2, |group| {
         let flat = arange(1000, FLAT);
@@ -221,19 +252,19 @@ fn training_goes_on_from_what_was_loaded_under_a_model_and_its_optimizer() {
     for (saved, use_orig_params) in [(1, true), (2, false), (3, true)] {
         let path = dir.path().join(saved.to_string());
         let went_on = run_local(saved, |group| {
-            let (model, mut optimizer) = new_model(&group, use_orig_params, &adamw(), 1);
-            (0..2).for_each(|seed| _ = step(&model, &mut optimizer, seed));
-            save(path.as_path(), &views(&model, &optimizer), &group, &SaveOptions::default()).unwrap();
-            (2..5).map(|seed| step(&model, &mut optimizer, seed)).collect::<Vec<f32>>()
+            let mut run = new_run(&group, use_orig_params, &adamw(), 1);
+            (0..2).for_each(|seed| _ = step(&mut run, seed));
+            save(path.as_path(), &run.state_dict().unwrap(), &group, &SaveOptions::default()).unwrap();
+            (2..5).map(|seed| step(&mut run, seed)).collect::<Vec<f32>>()
         })
         .unwrap();
         for world in [1, 2, 3] {
             let loaded = run_local(world, |group| {
-                let (model, mut optimizer) = new_model(&group, !use_orig_params, &adamw(), 2);
+                let mut run = new_run(&group, !use_orig_params, &adamw(), 2);
                 // As many steps as were saved: the step counts are plain values in the dict, not tensors of the optimizer.
-                (5..7).for_each(|seed| _ = step(&model, &mut optimizer, seed));
-                load_in_place(path.as_path(), &mut views(&model, &optimizer), &group, &options()).unwrap();
-                (2..5).map(|seed| step(&model, &mut optimizer, seed)).collect::<Vec<f32>>()
+                (5..7).for_each(|seed| _ = step(&mut run, seed));
+                load_in_place(path.as_path(), &mut run.state_dict().unwrap(), &group, &options()).unwrap();
+                (2..5).map(|seed| step(&mut run, seed)).collect::<Vec<f32>>()
             })
             .unwrap();
             for (loaded, expected) in loaded[0].iter().zip(&went_on[0]) {
@@ -243,6 +274,20 @@ fn training_goes_on_from_what_was_loaded_under_a_model_and_its_optimizer() {
     }
     let whole = load_whole(dir.path().join("1"), &["model"], &options()).unwrap();
     assert!(whole.dict("model").is_some());
+}
+
+#[test]
+fn a_gap_in_a_list_is_no_obstacle_to_loading_all_of_a_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("checkpoint");
+    let last: StateDict = [("last_epoch", 3i64.into())].into_iter().collect();
+    let schedulers = StateValue::List(vec![StateDict::new().into(), last.into()]);
+    let state: StateDict = [("schedulers", schedulers)].into_iter().collect();
+    run_local(1, |group| save(path.as_path(), &state, &group, &SaveOptions::default()).map(drop).unwrap()).unwrap();
+    let whole = load_whole(path.as_path(), &[], &options()).unwrap();
+    let Some(StateValue::List(schedulers)) = whole.get("schedulers") else { panic!("{whole:?}") };
+    let last = schedulers[1].as_dict().and_then(|dict| dict.plain_at(&["last_epoch"])).and_then(PlainValue::as_int);
+    assert_eq!((schedulers.len(), last), (2, Some(3)));
 }
 
 fn load_either(
@@ -271,22 +316,16 @@ fn what_cannot_be_cast_is_found_before_anything_changes() {
                 if group.rank() == 1 {
                     live.insert("raw", wanted());
                 }
-                let options = LoadOptions { allow_cast: true, ..options() };
+                let options = LoadOptions { cast: true, ..options() };
                 let error = load_either(in_place, &path, &mut live, &group, &options).unwrap_err();
                 assert_eq!(flat.to_vec1::<f32>().unwrap(), arange(1000, FLAT).to_vec1::<f32>().unwrap());
                 error
             })
             .unwrap();
-            let cast = CheckpointError::from(fsdp_dcp::CheckpointError::from(LoadPlanError::Cast {
-                fqn: "raw".to_owned(),
-                saved: fsdp_layout::DType::Bool,
-                wanted: if matches!(wanted(), StateValue::Raw(_)) {
-                    fsdp_layout::DType::I8
-                } else {
-                    fsdp_layout::DType::F32
-                },
-            }));
-            assert!(outcomes[1].to_string().ends_with(&cast.to_string()), "{}", outcomes[1]);
+            let becomes = if matches!(wanted(), StateValue::Raw(_)) { "int8" } else { "float32" };
+            let cast = format!("mismatched `raw: saved bool [2], current {becomes} [2]`");
+            assert!(outcomes.iter().all(|error| error.to_string().contains(&cast)), "{}", outcomes[1]);
+            assert_eq!(outcomes[1].kind(), ErrorKind::Difference);
             assert_eq!(outcomes[0].kind(), outcomes[1].kind());
         }
     }
@@ -300,17 +339,16 @@ fn every_dtype_of_candle_comes_back_as_it_was() {
     let state = |fill: u8| -> StateDict {
         let tensor = |dtype: DType| {
             let tensor = zeros(&[3, 5], dtype).unwrap();
-            with_bytes_mut(&tensor, |bytes| {
-                bytes.iter_mut().enumerate().for_each(|(at, byte)| *byte = fill.wrapping_mul(at as u8));
-            })
-            .unwrap();
+            let mut bytes = HostBytesMut::write(&tensor).unwrap();
+            bytes.iter_mut().enumerate().for_each(|(at, byte)| *byte = fill.wrapping_mul(at as u8));
+            bytes.finish().unwrap();
             (format!("{dtype:?}"), StateValue::Tensor(tensor))
         };
         PLAIN_DTYPES.iter().map(|dtype| tensor(*dtype)).collect()
     };
     let bytes = |state: &StateDict| -> Vec<Vec<u8>> {
         let tensors = state.iter().map(|(_, value)| value.as_tensor().unwrap());
-        tensors.map(|tensor| with_bytes(tensor, <[u8]>::to_vec).unwrap()).collect()
+        tensors.map(|tensor| HostBytes::read(tensor).unwrap().to_vec()).collect()
     };
     let saved = state(3);
     run_local(1, |group| save(path.as_path(), &saved, &group, &SaveOptions::default()).map(drop)).unwrap()[0]

@@ -1,19 +1,20 @@
-//! Resuming into the memory of a model and a fresh optimizer gives what resuming through fresh tensors gives, and needs room
-//! made for the state that was saved, no more.
+//! Resuming into the memory of a model and a fresh optimizer gives what resuming through fresh tensors gives.
 
 use std::path::Path;
 
+use candle_core::{DType, Device, Tensor};
 use fsdp_checkpoint::{
-    LoadOptions, SaveOptions, StateDictOptions, get_model_state_dict, get_state_dict, init_optimizer_state, load,
-    load_in_place, optimizer_template, save, set_state_dict,
+    CheckpointError, Checkpointer, CheckpointerOptions, LoadOptions, SaveOptions, StateDictOptions, Stateful as _,
+    load_whole, save, set_state_dict,
 };
 use fsdp_comm::run_local;
-use fsdp_dcp::reader::CheckpointReader;
-use fsdp_nn::Optimizer;
+use fsdp_flat::storage::HostBytes;
+use fsdp_layout::PlainValue;
 use fsdp_nn::algorithm::{AdagradOptions, AdamOptions, Algorithm, SgdOptions};
-use fsdp_state::{GatherOptions, StateValue, flatten_containers, gather_state_dict};
+use fsdp_nn::{Optimizer, ShardingStrategy};
+use fsdp_state::{GatherOptions, StateDict, StateError, StateValue, flatten_containers, gather_state_dict};
 
-use crate::training::{Model, both, new_model, shared, step, views};
+use crate::training::{Run, adamw, evaluate, new_run, new_run_with, step};
 
 fn algorithms() -> [Algorithm; 5] {
     [
@@ -26,28 +27,35 @@ fn algorithms() -> [Algorithm; 5] {
     ]
 }
 
-fn resume(path: &Path, model: &Model, optimizer: &mut Optimizer, in_place: bool) {
-    let checkpoint = CheckpointReader::open(path).unwrap();
+/// Loads a checkpoint into the live run, or by way of state dicts of its own.
+fn resume(path: &Path, run: &mut Run, in_place: bool) {
+    let group = run.model.group().clone();
     if in_place {
-        init_optimizer_state(&checkpoint, &["optim"], &mut [optimizer]).unwrap();
+        let checkpointer = Checkpointer::new(path, &group, CheckpointerOptions::default()).unwrap();
+        let report = checkpointer.load(path, run).unwrap();
+        assert!(report.is_clean(), "{report:?}");
+        return;
     }
-    let template = optimizer_template(&checkpoint, &["optim"], &[optimizer]).unwrap();
-    let mut loaded = both(get_model_state_dict(model.parameters(), &shared()).unwrap(), template);
-    let load = if in_place { load_in_place } else { load };
-    load(path, &mut loaded, model.group(), &LoadOptions::default()).unwrap();
-    let part = |key: &str| loaded.dict(key).cloned().unwrap_or_default();
-    set_state_dict(model.parameters(), &mut [optimizer], &part("model"), &part("optim"), &StateDictOptions::default())
-        .unwrap();
+    let whole = load_whole(path, &[], &LoadOptions::default()).unwrap();
+    let part = |key: &str| whole.dict(key).cloned().unwrap_or_default();
+    let mut optim = part("optim");
+    if !optim.contains_key("state") {
+        // An empty dict leaves no trace in a checkpoint: SGD without momentum has no state.
+        optim.insert("state", StateDict::new());
+    }
+    let mut optimizers: Vec<&mut Optimizer> = run.optimizers.iter_mut().collect();
+    let options = StateDictOptions::default();
+    set_state_dict(&part("model"), &optim, run.model.parameters(), &mut optimizers, &options).unwrap();
 }
 
-fn bits(model: &Model, optimizer: &Optimizer) -> Vec<String> {
-    let (m, o) = get_state_dict(model.parameters(), &[optimizer], &StateDictOptions::default()).unwrap();
-    let whole = gather_state_dict(model.group(), &both(m, o), &GatherOptions::default()).unwrap();
+fn bits(run: &Run) -> Vec<String> {
+    let state = run.state_dict().unwrap();
+    let whole = gather_state_dict(&state, run.model.group(), &GatherOptions::default()).unwrap();
     let leaves = flatten_containers(&whole).unwrap().values.into_iter();
     leaves
         .map(|(key, value)| match value {
             StateValue::Tensor(tensor) => {
-                let bytes = fsdp_flat::storage::with_bytes(&tensor.contiguous().unwrap(), <[u8]>::to_vec).unwrap();
+                let bytes = HostBytes::read(&tensor.contiguous().unwrap()).unwrap().to_vec();
                 format!("{key} {:?} {bytes:?}", tensor.dims())
             }
             other => format!("{key} {other:?}"),
@@ -62,20 +70,20 @@ fn it_goes_on_as_after_a_load_into_fresh_tensors() {
         for saved_flat in [false, true] {
             let path = dir.path().join(format!("{index}-{saved_flat}"));
             let saved = run_local(2, |group| {
-                let (model, mut optimizer) = new_model(&group, !saved_flat, algorithm, 1);
-                (0..2).for_each(|seed| _ = step(&model, &mut optimizer, seed));
-                save(path.as_path(), &views(&model, &optimizer), &group, &SaveOptions::default()).unwrap();
-                bits(&model, &optimizer)
+                let mut run = new_run(&group, !saved_flat, algorithm, 1);
+                (0..2).for_each(|seed| _ = step(&mut run, seed));
+                save(path.as_path(), &run.state_dict().unwrap(), &group, &SaveOptions::default()).unwrap();
+                bits(&run)
             })
             .unwrap();
             for (world, flat) in [(1, false), (2, true), (3, false), (5, false)] {
                 run_local(world, |group| {
                     let outcome = |in_place: bool| {
-                        let (model, mut optimizer) = new_model(&group, !flat, algorithm, 2);
-                        resume(&path, &model, &mut optimizer, in_place);
-                        let resumed = bits(&model, &optimizer);
-                        (2..4).for_each(|seed| _ = step(&model, &mut optimizer, seed));
-                        (resumed, bits(&model, &optimizer))
+                        let mut run = new_run(&group, !flat, algorithm, 2);
+                        resume(&path, &mut run, in_place);
+                        let resumed = bits(&run);
+                        (2..4).for_each(|seed| _ = step(&mut run, seed));
+                        (resumed, bits(&run))
                     };
                     let (in_place, fresh) = (outcome(true), outcome(false));
                     assert_eq!(in_place, fresh, "{algorithm:?} {saved_flat} {world} {flat}");
@@ -87,43 +95,79 @@ fn it_goes_on_as_after_a_load_into_fresh_tensors() {
     }
 }
 
+/// The losses go on as if nothing had happened, also where state begins with the first step (momentum).
 #[test]
-fn room_is_made_for_what_was_saved_and_a_state_that_is_there_stays() {
+fn a_resumed_run_has_the_losses_of_one_that_was_never_stopped() {
     let dir = tempfile::tempdir().unwrap();
-    let (fresh, stepped) = (dir.path().join("fresh"), dir.path().join("stepped"));
-    let algorithm = &Algorithm::Sgd(SgdOptions { lr: 0.1, momentum: 0.9, ..SgdOptions::default() });
+    for (index, algorithm) in algorithms().iter().enumerate() {
+        let path = dir.path().join(index.to_string());
+        run_local(2, |group| {
+            let mut run = new_run(&group, true, algorithm, 1);
+            (0..3).for_each(|seed| _ = step(&mut run, seed));
+            let mut checkpointer = Checkpointer::new(path.as_path(), &group, CheckpointerOptions::default()).unwrap();
+            checkpointer.save(3, &run).unwrap();
+            let expected: Vec<f32> = (3..6).map(|seed| step(&mut run, seed)).collect();
+            let mut resumed = new_run(&group, true, algorithm, 2);
+            let (latest, report) = checkpointer.load_latest(&mut resumed).unwrap().unwrap();
+            assert!(report.is_clean() && latest.step == 3, "{report:?}");
+            let losses: Vec<f32> = (3..6).map(|seed| step(&mut resumed, seed)).collect();
+            assert_eq!(losses, expected, "{algorithm:?}");
+        })
+        .unwrap();
+    }
+}
+
+/// A forward may leave gathered copies of the weights; what comes after a load must not compute with them.
+#[test]
+fn weights_that_an_evaluation_has_gathered_are_not_used_after_a_load() {
+    let dir = tempfile::tempdir().unwrap();
+    for strategy in [ShardingStrategy::FullShard, ShardingStrategy::ShardGradOp, ShardingStrategy::NoShard] {
+        let path = dir.path().join(format!("{strategy:?}"));
+        run_local(2, |group| {
+            let mut run = new_run_with(&group, strategy, &adamw(), 1);
+            let mut checkpointer = Checkpointer::new(path.as_path(), &group, CheckpointerOptions::default()).unwrap();
+            checkpointer.save(0, &run).unwrap();
+            let expected = evaluate(&run);
+            step(&mut run, 0);
+            assert_ne!(evaluate(&run), expected);
+            checkpointer.load(0, &mut run).unwrap();
+            assert_eq!(evaluate(&run), expected, "{strategy:?}");
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn values_beside_model_and_optimizer_come_back_and_what_differs_is_an_error_that_changes_nothing() {
+    let dir = tempfile::tempdir().unwrap();
     run_local(2, |group| {
-        let (model, mut optimizer) = new_model(&group, true, algorithm, 1);
-        for path in [&fresh, &stepped] {
-            save(path.as_path(), &views(&model, &optimizer), &group, &SaveOptions::default()).unwrap();
-            step(&model, &mut optimizer, 0);
+        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut run = new_run(&group, true, &adamw(), 1);
+        let schedule: StateDict = [("warmup", 10i64.into()), ("name", "cosine".into())].into_iter().collect();
+        run.values.insert("schedule", schedule);
+        run.values.insert("generator", Tensor::new(&[3u32, 1, 4], &Device::Cpu).unwrap());
+        checkpointer.save(1, &run).unwrap();
+
+        let mut resumed = new_run(&group, true, &adamw(), 2);
+        resumed.values.insert("generator", Tensor::zeros(3, DType::U32, &Device::Cpu).unwrap());
+        checkpointer.load(1, &mut resumed).unwrap();
+        assert_eq!(resumed.values.plain_at(&["schedule", "name"]).and_then(PlainValue::as_str), Some("cosine"));
+        let generator = resumed.values.get("generator").and_then(StateValue::as_tensor).unwrap();
+        assert_eq!(generator.to_vec1::<u32>().unwrap(), [3, 1, 4]);
+        assert_eq!(bits(&resumed).len(), bits(&run).len());
+
+        // A value that the checkpoint lacks, and a tensor that the run has no place for.
+        for change in [(|run: &mut Run| drop(run.values.insert("epoch", 1i64))) as fn(&mut Run), |run: &mut Run| {
+            drop(run.values.remove("generator"))
+        }] {
+            let mut other = new_run(&group, true, &adamw(), 2);
+            other.values.insert("generator", Tensor::zeros(3, DType::U32, &Device::Cpu).unwrap());
+            change(&mut other);
+            let before = bits(&other);
+            let error = checkpointer.load(1, &mut other).unwrap_err();
+            assert!(matches!(error, CheckpointError::State(StateError::Incompatible { .. })), "{error:?}");
+            assert_eq!(bits(&other), before);
         }
-        let init = |path: &Path, optimizer: &mut Optimizer| {
-            init_optimizer_state(&CheckpointReader::open(path).unwrap(), &["optim"], &mut [optimizer]).unwrap();
-        };
-        // SGD has no state before its first step, so nothing was saved.
-        let (model, mut optimizer) = new_model(&group, true, algorithm, 1);
-        init(&fresh, &mut optimizer);
-        assert!(optimizer.is_fresh());
-        // The second checkpoint was saved after one step.
-        init(&stepped, &mut optimizer);
-        let buffer = |optimizer: &Optimizer| {
-            let state = optimizer.state_of("a.weight").unwrap().unwrap();
-            assert_eq!(state.keys().collect::<Vec<_>>(), ["momentum_buffer"]);
-            state["momentum_buffer"].as_sharded().unwrap().clone()
-        };
-        let zeros = buffer(&optimizer);
-        let sum = |tensor: &fsdp_flat::ShardedTensor| {
-            let shards = tensor.shards().iter();
-            shards.map(|shard| shard.tensor.abs().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap()).sum::<f32>()
-        };
-        assert_eq!(sum(&zeros), 0.0);
-        step(&model, &mut optimizer, 0);
-        let stepped_sum = sum(&zeros);
-        assert!(stepped_sum > 0.0);
-        init(&stepped, &mut optimizer);
-        assert!(buffer(&optimizer).is_same_view(&zeros));
-        assert_eq!(sum(&zeros), stepped_sum);
     })
     .unwrap();
 }

@@ -1,4 +1,4 @@
-//! Where the ranks of a group see how far the others are, and why the group failed.
+//! The progress of all ranks of a group, and the error that ended the group, which all its ranks can see.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -21,12 +21,12 @@ struct State {
 
 #[derive(Debug, Default)]
 struct RankState {
-    /// Rounds that the rank has come to.
+    /// The number of rounds that the rank has entered.
     arrived: u64,
-    /// Rounds in which it has read all that it wanted.
+    /// The number of rounds in which it has read everything that it reads.
     finished: u64,
-    /// Its records of this round and the one before. A rank comes to a round only after all have come to the last one,
-    /// and none of them still looks at the records of the one before that.
+    /// Its records of this round and of the last one. A rank enters a round only after all ranks have entered the last
+    /// one, when none of them looks at the records of the round before that any more.
     records: [Option<Arc<[u8]>>; 2],
     left: Option<String>,
 }
@@ -47,7 +47,7 @@ impl Board {
         self.changed.notify_all();
     }
 
-    /// A rank (a global one, perhaps of another group) takes no further part.
+    /// Notes that a rank, which may be of another group, takes no further part.
     pub(super) fn leave(&self, global_rank: usize, reason: &str) {
         if let Some(rank) = self.global_ranks.iter().position(|&rank| rank == global_rank) {
             self.lock().ranks[rank].left.get_or_insert_with(|| reason.to_owned());
@@ -55,7 +55,7 @@ impl Board {
         }
     }
 
-    /// Shows this rank's record and waits for all others'.
+    /// Shows this rank's record, and waits for the records of all others.
     pub(super) fn exchange(&self, round: &Round<'_>, rank: usize, record: &[u8]) -> Result<Vec<Arc<[u8]>>, CommError> {
         let parity = (round.number % 2) as usize;
         let record = Arc::from(record);
@@ -72,7 +72,7 @@ impl Board {
         Ok(state.ranks.iter().filter_map(|rank| rank.records[parity].clone()).collect())
     }
 
-    /// Says that this rank has read all that it wanted, and waits until these ranks have, too.
+    /// Notes that this rank has read everything that it reads, and waits until `readers` have too.
     pub(super) fn finish(&self, round: &Round<'_>, rank: usize, readers: &[usize]) -> Result<(), CommError> {
         let mut state = self.lock();
         state.ranks[rank].finished = round.number + 1;
@@ -80,16 +80,16 @@ impl Board {
         self.wait(state, round, |rank, number| rank.finished > round.number || !readers.contains(&number)).map(drop)
     }
 
-    /// Why the round failed, given that this rank took back its slice before it was read.
+    /// Returns the error of a round in which `rank` took back its slice before it was read.
     pub(super) fn failure_of(&self, round: &Round<'_>, rank: usize) -> CommError {
         match self.wait(self.lock(), round, |_, number| number != rank) {
             Err(error) => error,
-            // Not reached: the one rank is waited for without end.
+            // Not reached, because `rank` never counts as ready.
             Ok(_) => self.timeout(round, vec![self.global_ranks[rank]]),
         }
     }
 
-    /// Waits until `is_ready` of all ranks, and fails if that cannot come to be.
+    /// Waits until all ranks are ready, and fails if one of them never will be.
     fn wait<'a>(
         &'a self,
         mut state: MutexGuard<'a, State>,
@@ -97,10 +97,12 @@ impl Board {
         is_ready: impl Fn(&RankState, usize) -> bool,
     ) -> Result<MutexGuard<'a, State>, CommError> {
         loop {
+            // Done when no rank is missing.
             let missing = || state.ranks.iter().enumerate().filter(|&(number, rank)| !is_ready(rank, number));
             if missing().next().is_none() {
                 return Ok(state);
             }
+            // An error of the group comes first, then a missing rank that has left, then the deadline.
             let left = missing().find_map(|(number, rank)| Some((number, rank.left.clone()?)));
             let failure = match (&state.failure, left) {
                 (Some(failure), _) => Some(failure.clone()),
@@ -117,6 +119,7 @@ impl Board {
                 let missing = missing().map(|(number, _)| self.global_ranks[number]);
                 (now >= round.until).then(|| self.timeout(round, missing.collect()))
             });
+            // The first rank to give up decides for all.
             if let Some(failure) = failure {
                 state.failure = Some(failure.clone());
                 self.changed.notify_all();

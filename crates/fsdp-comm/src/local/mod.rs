@@ -18,7 +18,7 @@ use crate::error::CommError;
 
 pub use self::ranks::{LocalRanks, RANK_STACK_BYTES, run_local};
 
-/// What the ranks of one process share: which of them have left, and their groups.
+/// The state that all ranks of one process share: the ranks that have left, and the groups.
 #[derive(Debug, Default)]
 struct Hub {
     state: Mutex<HubState>,
@@ -26,12 +26,12 @@ struct Hub {
 
 #[derive(Debug, Default)]
 struct HubState {
-    /// Ranks that have left, with the way in which they did.
+    /// The ranks that have left, with the way in which they did.
     left: HashMap<usize, String>,
     groups: HashMap<u64, Weak<Group>>,
 }
 
-/// What the ranks of one group share.
+/// The state that the ranks of one group share.
 #[derive(Debug)]
 struct Group {
     global_ranks: Vec<usize>,
@@ -40,7 +40,7 @@ struct Group {
 }
 
 impl Hub {
-    /// The group with this id, which whichever rank comes first makes.
+    /// Returns the group with this id. The first rank to ask for it creates it.
     fn group(&self, id: u64, global_ranks: &[usize]) -> Arc<Group> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(group) = state.groups.get(&id).and_then(Weak::upgrade) {
@@ -72,7 +72,7 @@ impl Hub {
     }
 }
 
-/// A rank takes part for as long as this lives; all its groups hold it.
+/// A rank's part in the job, which ends when this is dropped. All groups of the rank hold it.
 #[derive(Debug)]
 struct Membership {
     hub: Arc<Hub>,
@@ -108,12 +108,14 @@ impl Backend for LocalBackend {
 
     fn round<'p>(&self, round: &Round<'_>, record: &[u8], send: &[u8], plan: Planner<'p, '_>) -> Result<(), CommError> {
         let Group { board, slots, .. } = &*self.group;
+        // Other ranks may read `send` until the end of the closure.
         slots[self.rank].lend(round.number, send, || {
             let records = board.exchange(round, self.rank, record)?;
             let records: Vec<&[u8]> = records.iter().map(|record| &**record).collect();
             let Some(plan) = plan(&records)? else { return Ok(()) };
             let readers: Vec<usize> = (0..slots.len()).filter(|&r| r != self.rank && plan.is_read_by(r)).collect();
             self.read(round, plan)?;
+            // The slice must stay until all its readers are done.
             board.finish(round, self.rank, &readers)
         })
     }
@@ -132,14 +134,14 @@ impl Backend for LocalBackend {
 }
 
 impl LocalBackend {
-    /// Fills this rank's destination from what the other ranks have lent.
+    /// Fills this rank's destination from the slices that the other ranks lend.
     fn read(&self, round: &Round<'_>, plan: Plan<'_>) -> Result<(), CommError> {
         let Group { board, slots, global_ranks } = &*self.group;
         let mut loans = Vec::with_capacity(slots.len());
         for (rank, slot) in slots.iter().enumerate() {
             let loan = plan.reads(rank).then(|| slot.borrow(round.number));
             if let Some(None) = loan {
-                // Its owner took it back, which it does early only where the round has failed.
+                // Its owner has taken the slice back early, which it does only if the round has failed.
                 return Err(board.failure_of(round, rank));
             }
             loans.push(loan.flatten());

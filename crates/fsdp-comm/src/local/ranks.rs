@@ -1,4 +1,4 @@
-//! Starting ranks as threads, and what becomes of those that panic.
+//! Starting ranks as threads, and turning their panics into errors.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -12,15 +12,15 @@ use super::{Hub, LocalBackend, Membership};
 use crate::error::{CommError, RankFailure, bounded};
 use crate::group::{DEFAULT_DEADLINE, ProcessGroup};
 
-/// The stack of each rank's thread: address space, of which only what is used becomes memory. It is this large because
-/// candle's backward pass recurses once for each node of the graph.
+/// The stack size of each rank's thread. It is this large because candle's backward pass recurses once for each node of
+/// the graph. It is address space: only the used part becomes memory.
 pub const RANK_STACK_BYTES: usize = 256 << 20;
 
 /// Runs `f` on `world_size` threads, one for each rank, and returns their results in rank order.
 ///
 /// # Errors
-/// [`CommError::RankFailed`] names the ranks that panicked, the first to do so first. All others have got an error from
-/// the operations that needed them, as they do when a rank returns early.
+/// [`CommError::RankFailed`] names the ranks that panicked, the first to do so first. The operations of other ranks that
+/// needed them have failed, as they do if a rank returns early.
 pub fn run_local<T, F>(world_size: usize, f: F) -> Result<Vec<T>, CommError>
 where
     F: Fn(ProcessGroup) -> T + Sync,
@@ -29,7 +29,7 @@ where
     LocalRanks::new(world_size).run(f)
 }
 
-/// [`run_local`] with options.
+/// The options of [`run_local`].
 ///
 /// ```
 /// use std::time::Duration;
@@ -49,18 +49,18 @@ pub struct LocalRanks {
 }
 
 impl LocalRanks {
-    /// This many ranks, with [`DEFAULT_DEADLINE`] and [`RANK_STACK_BYTES`].
+    /// Creates options for this many ranks, with [`DEFAULT_DEADLINE`] and [`RANK_STACK_BYTES`].
     pub fn new(world_size: usize) -> Self {
         LocalRanks { world_size, deadline: DEFAULT_DEADLINE, stack_bytes: RANK_STACK_BYTES }
     }
 
-    /// The deadline of the groups that the ranks are given.
+    /// Sets the deadline of the group that each rank gets.
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
         self
     }
 
-    /// The stack of each rank's thread.
+    /// Sets the stack size of each rank's thread.
     pub fn stack_bytes(mut self, stack_bytes: usize) -> Self {
         self.stack_bytes = stack_bytes;
         self
@@ -81,17 +81,17 @@ impl LocalRanks {
         }
         let hub = Arc::new(Hub::default());
         let global_ranks: Vec<usize> = (0..self.world_size).collect();
-        // Held until all ranks are done, so that a rank that starts late still learns why the group has ended.
+        // Held until all ranks are done, so that a rank that starts late learns of the error that ended the group.
         let world = hub.group(0, &global_ranks);
         let memberships: Vec<Arc<Membership>> =
             global_ranks.iter().map(|&rank| Arc::new(Membership { hub: Arc::clone(&hub), rank })).collect();
-        // The first to panic is the likely cause of what others do after it.
+        // In the order of the panics: the first is the likely cause of the others.
         let panics: Mutex<Vec<RankFailure>> = Mutex::default();
         let run_rank = |rank: usize, membership: Arc<Membership>| {
             let backend = LocalBackend { membership: Arc::clone(&membership), group: Arc::clone(&world), rank };
             let backend = Arc::new(backend);
             let group = ProcessGroup::new(backend).with_deadline(self.deadline);
-            // `membership` outlives the unwinding, so that the others hear of the panic and not only of its effect.
+            // `membership` outlives the unwinding, so that the others are told of the panic before they see the rank leave.
             catch_unwind(AssertUnwindSafe(|| f(group))).map_err(|panic| {
                 let message = bounded(&format_args!("panicked: {}", panic_message(&*panic)));
                 let failure = RankFailure { rank, kind: ErrorKind::Other, message: message.clone() };
@@ -101,7 +101,7 @@ impl LocalRanks {
         };
         let started = thread::scope(|scope| {
             let mut threads = Vec::with_capacity(self.world_size);
-            // If a rank cannot be started, the memberships not yet handed out are dropped, and the others hear of it.
+            // If a rank cannot be started, the remaining memberships are dropped, which tells the started ranks.
             for (rank, membership) in memberships.into_iter().enumerate() {
                 let run_rank = &run_rank;
                 let builder = thread::Builder::new().name(format!("rank-{rank}")).stack_size(self.stack_bytes);

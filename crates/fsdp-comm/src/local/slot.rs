@@ -1,7 +1,7 @@
-//! A place where one thread lends a slice to others, and gets it back for certain.
+//! A place where one thread lends a slice to others for the duration of a closure.
 //!
-//! A slice is lent for the duration of a closure. Readers hold a read lock for as long as they look at it, and the end
-//! of the loan takes the write lock, so a lender never goes on (nor unwinds) while someone still reads its memory.
+//! Readers hold a read lock while they use the slice, and the end of the loan takes the write lock. So the lender neither
+//! goes on nor unwinds while another thread still reads its memory.
 
 use std::sync::{PoisonError, RwLock, RwLockReadGuard};
 
@@ -23,9 +23,9 @@ unsafe impl Send for Lent {}
 unsafe impl Sync for Lent {}
 
 impl Slot {
-    /// Lends `bytes` for one round to whoever borrows them while `during` runs.
+    /// Lends `bytes` for one round. Other threads may borrow them while `during` runs.
     pub(super) fn lend<R>(&self, round: u64, bytes: &[u8], during: impl FnOnce() -> R) -> R {
-        /// Ends the loan on every way out of `lend`.
+        /// A guard that ends the loan on every way out of `lend`.
         struct TakeBack<'a>(&'a Slot);
         impl Drop for TakeBack<'_> {
             fn drop(&mut self) {
@@ -38,15 +38,16 @@ impl Slot {
         during()
     }
 
-    /// What is lent for this round; `None` if that loan has not begun or has ended. Never waits: only the lender writes,
-    /// and if it does it is taking the slice back.
+    /// Borrows the slice that is lent for this round; `None` if that loan has not begun or has ended.
+    ///
+    /// This never waits. If the lock is taken for writing, the lender is taking the slice back.
     pub(super) fn borrow(&self, round: u64) -> Option<Loan<'_>> {
         let lent = self.lent.try_read().ok()?;
         lent.as_ref().is_some_and(|lent| lent.round == round).then_some(Loan(lent))
     }
 }
 
-/// A slice that another thread lends, which waits for this to be dropped before it goes on.
+/// A borrowed slice. The thread that lends it waits until this is dropped.
 #[derive(Debug)]
 pub(super) struct Loan<'a>(RwLockReadGuard<'a, Option<Lent>>);
 

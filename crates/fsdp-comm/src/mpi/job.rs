@@ -1,4 +1,4 @@
-//! This process in MPI: joining, which the thread does that leaves, too; and leaving together or not at all.
+//! This process in MPI: one thread joins and leaves, and processes leave together or not at all.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
@@ -9,42 +9,43 @@ use std::time::{Duration, Instant};
 use super::library::{self, Buffers, Communicator, Pending};
 use crate::backend_kind::BackendKind;
 use crate::error::CommError;
-use crate::store::{Store, StoreOptions};
+use crate::store::{StoreOptions, TcpStore};
 use crate::tcp::{Place, TcpBackend};
 use crate::wire;
 
-/// Variables of which a launcher that starts MPI processes sets one.
+/// The variables of launchers that start MPI processes. Each launcher sets at least one.
 const LAUNCHED: [&str; 5] = ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MPI_LOCALRANKID", "SLURM_STEP_ID"];
 
-/// Room for the address of the store.
+/// The room for the address of the store.
 const ADDRESS_BYTES: usize = 1024;
-/// Room for the name of a host: MPI's own limit.
+/// The room for the name of a host: MPI's own limit.
 const NAME_BYTES: usize = 256;
 
-/// How long a rank whose group has failed waits for the others to leave, too.
+/// The time that a rank whose group has failed waits for the others to leave too.
 const PATIENCE: Duration = Duration::from_millis(1000);
-/// How long leaving MPI may take once all are about to.
+/// The time that leaving MPI may take once all ranks are leaving.
 const LEAVING: Duration = Duration::from_secs(5);
 
-/// How long a wait goes on without sleeping, and how long it sleeps then.
+/// The time for which a wait does not sleep. After that it sleeps for [`NAP`] between two checks.
 const EAGER: Duration = Duration::from_millis(2);
+/// The time that a long wait sleeps between two checks.
 const NAP: Duration = Duration::from_micros(50);
 
-/// How often MPI is given a chance to go on while nothing waits for it.
+/// The time between two calls that let MPI make progress while nothing waits for it.
 const BEAT: Duration = Duration::from_millis(1);
 
-/// All groups of a process hold it.
+/// This process's part in the MPI job. All groups of the process hold it.
 #[derive(Debug)]
 pub(super) struct Job {
     owner: Owner,
     pub(super) control: Arc<TcpBackend>,
-    /// A group has failed: others may never come.
+    /// `true` if a group has failed, so that other ranks may never leave properly.
     failed: AtomicBool,
-    /// A call is not over and never will be.
+    /// `true` if a call is not over and never will be.
     stuck: AtomicBool,
 }
 
-/// The thread that MPI belongs to.
+/// The handle of the thread that joins and leaves MPI.
 #[derive(Debug)]
 struct Owner {
     leave: Mutex<Option<Sender<()>>>,
@@ -52,7 +53,7 @@ struct Owner {
 }
 
 impl Owner {
-    /// Starts MPI.
+    /// Starts MPI on a new thread.
     fn start(until: Instant) -> Result<Owner, CommError> {
         let (leave, leaves) = mpsc::channel::<()>();
         let (ready, is_ready) = mpsc::channel();
@@ -63,7 +64,7 @@ impl Owner {
                     ready.send(Ok(())).ok();
                     match keep_going(&leaves) {
                         Ok(()) => drop(universe),
-                        // Others would wait in vain for all to leave.
+                        // Leaving waits for all ranks, which may never leave.
                         Err(_) => std::mem::forget(universe),
                     }
                 }
@@ -81,8 +82,10 @@ impl Owner {
     }
 }
 
-/// Until this process is to leave, or is left behind. Calls that are over here may still have to be carried on for
-/// others, which MPI does only while it is called, and this process may compute for long.
+/// Calls MPI regularly until this process leaves, or its group is dropped without leaving.
+///
+/// A call that is over here may still need this process for other ranks. MPI makes progress only while it is called, and
+/// this process may compute for a long time.
 fn keep_going(leaves: &Receiver<()>) -> Result<(), RecvTimeoutError> {
     loop {
         match leaves.recv_timeout(BEAT) {
@@ -97,7 +100,7 @@ fn keep_going(leaves: &Receiver<()>) -> Result<(), RecvTimeoutError> {
 }
 
 impl Job {
-    /// Joins all other processes.
+    /// Joins MPI, and meets all other processes.
     pub(super) fn join(deadline: Duration) -> Result<Arc<Job>, CommError> {
         static JOINED: OnceLock<()> = OnceLock::new();
         if LAUNCHED.iter().all(|name| std::env::var_os(name).is_none()) {
@@ -118,12 +121,12 @@ impl Job {
         Ok(Arc::new(Job { owner, control, failed: AtomicBool::new(false), stuck: AtomicBool::new(false) }))
     }
 
-    /// A group has failed.
+    /// Notes that a group has failed.
     pub(super) fn fail(&self) {
         self.failed.store(true, Ordering::Release);
     }
 
-    /// A call of MPI's will never be over.
+    /// Notes that a call will never be over.
     pub(super) fn give_up(&self) {
         self.stuck.store(true, Ordering::Release);
     }
@@ -132,8 +135,8 @@ impl Job {
 impl Drop for Job {
     fn drop(&mut self) {
         let limit = self.failed.load(Ordering::Acquire).then_some(PATIENCE);
-        // MPI ends when all have left it, so a rank leaves only if all do. What its launcher does with processes that
-        // end without is its launcher's business.
+        // Leaving MPI waits for all ranks, so a rank leaves only if all do. A process that ends without leaving is left
+        // to its launcher.
         let all_leave = self.control.say_goodbye(limit) && !self.stuck.load(Ordering::Acquire);
         let leave = self.owner.leave.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(leave) = leave.filter(|_| all_leave) {
@@ -146,8 +149,8 @@ impl Drop for Job {
     }
 }
 
-/// Rank 0 opens the store, and tells the others through MPI where it is.
-fn open_store(world: &Communicator, deadline: Duration, until: Instant) -> Result<Store, CommError> {
+/// Opens the store on rank 0, and tells its address to the others through MPI.
+fn open_store(world: &Communicator, deadline: Duration, until: Instant) -> Result<TcpStore, CommError> {
     let (rank, world_size) = (world.rank(), world.ranks());
     let name = ::mpi::environment::processor_name().unwrap_or_default();
     let mut own = name.clone().into_bytes();
@@ -162,7 +165,7 @@ fn open_store(world: &Communicator, deadline: Duration, until: Instant) -> Resul
         let one_host = names.chunks(NAME_BYTES).all(|name| *name == own[..]);
         let master = std::env::var("MASTER_ADDR").ok().filter(|address| !address.is_empty());
         let host = master.unwrap_or(if one_host { "127.0.0.1".to_owned() } else { name });
-        let store = Store::host(&format!("{host}:0"), &options);
+        let store = TcpStore::host(&format!("{host}:0"), &options);
         let address = store.as_ref().map(|store| store.address().to_owned()).map_err(ToString::to_string);
         told.receive = wire::encode(&address).unwrap_or_default();
         hosted = Some(store);
@@ -171,12 +174,12 @@ fn open_store(world: &Communicator, deadline: Duration, until: Instant) -> Resul
     let told = wait(telling, until)?.receive;
     match (hosted, wire::decode_prefix::<Result<String, String>>(&told)) {
         (Some(store), _) => store,
-        (None, Ok((Ok(address), _))) => Store::connect(&address, &options),
+        (None, Ok((Ok(address), _))) => TcpStore::connect(&address, &options),
         (None, Ok((Err(message), _)) | Err(message)) => Err(rendezvous(message)),
     }
 }
 
-/// Waits for a call before there is anybody to ask about the others.
+/// Waits for a call while the ranks are not connected yet, so that only the deadline can end the wait.
 fn wait(mut pending: Pending, until: Instant) -> Result<Buffers, CommError> {
     let mut pause = Pause::new();
     while !pending.test().map_err(|error| failed("MPI_Test", error))? {
@@ -188,7 +191,8 @@ fn wait(mut pending: Pending, until: Instant) -> Result<Buffers, CommError> {
     Ok(pending.finish().unwrap_or_default())
 }
 
-/// What a rank does while it waits: MPI goes on only while it is called, but other ranks may need the processor.
+/// The pause between two checks of a wait. It is short, as MPI makes progress only while it is called, but other ranks may
+/// need the processor.
 #[derive(Debug)]
 pub(super) struct Pause {
     eager_until: Instant,

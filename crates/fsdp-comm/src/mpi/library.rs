@@ -1,7 +1,7 @@
-//! MPI's own calls, and what they may touch while they run.
+//! Calls of MPI, and the memory that they use while they run.
 //!
-//! All are non-blocking, but for the making of communicators. What a call reads and writes belongs to the [`Pending`]
-//! call; if it is given up before it is over, which MPI does not allow to be undone, its memory is never freed.
+//! All calls are non-blocking, except the one that makes communicators. The memory that a call reads and writes belongs to
+//! the [`Pending`] call. MPI cannot undo a call, so if a call is dropped before it is over, its memory is never freed.
 
 use std::ffi::c_int;
 use std::mem::ManuallyDrop;
@@ -10,10 +10,10 @@ use ::mpi::Threading;
 use ::mpi::environment::{Universe, initialize_with_threading, is_finalized, threading_support};
 use ::mpi::ffi;
 
-/// What MPI says went wrong.
+/// A result with MPI's own message as the error.
 pub(super) type Result<T> = std::result::Result<T, String>;
 
-/// Starts MPI for use from all threads. `None`: somebody in this process has done so, and will end it too.
+/// Starts MPI for use from all threads. Returns `None` if other code of this process has started it and will end it.
 pub(super) fn start() -> Result<Option<Universe>> {
     if is_finalized() {
         return Err("this process has already left MPI, which can be joined only once".to_owned());
@@ -28,24 +28,25 @@ pub(super) fn start() -> Result<Option<Universe>> {
     Ok(universe)
 }
 
-/// Lets MPI go on with what it has begun.
+/// Lets MPI make progress with the calls that it has begun.
 pub(super) fn go_on() -> Result<()> {
     let mut flag = 0;
-    // SAFETY: it looks for messages of nobody's, as none is ever sent in the world itself; no status is asked for.
+    // SAFETY: MPI is initialised; `MPI_Iprobe` writes only `flag`, and no status is asked for. No message is ever sent on
+    // this communicator, so none is found.
     check(unsafe {
         let (any, world) = (ffi::RSMPI_ANY_SOURCE, ffi::RSMPI_COMM_WORLD);
         ffi::MPI_Iprobe(any, 0, world, &mut flag, ffi::RSMPI_STATUS_IGNORE)
     })
 }
 
-/// Memory of a call.
+/// The memory of a call.
 #[derive(Debug, Default)]
 pub(super) struct Buffers {
-    /// What this rank gives.
+    /// The bytes that this rank sends.
     pub(super) send: Vec<u8>,
-    /// What it gets, from rank 0 first. A broadcast's bytes are here on the root, too.
+    /// The bytes that it receives, in rank order. The bytes of a broadcast are here on the root too.
     pub(super) receive: Vec<u8>,
-    /// Counts and displacements.
+    /// The counts and displacements of the call.
     pub(super) numbers: [Vec<c_int>; 4],
 }
 
@@ -61,7 +62,7 @@ pub(super) struct Pending {
 unsafe impl Send for Pending {}
 
 impl Pending {
-    /// Lets MPI go on, and tells whether the call is over.
+    /// Lets MPI make progress, and returns `true` if the call is over.
     pub(super) fn test(&mut self) -> Result<bool> {
         if !self.over {
             let mut flag = 0;
@@ -72,7 +73,7 @@ impl Pending {
         Ok(self.over)
     }
 
-    /// The memory of a call that is over. `None` if it is not: it keeps its memory for good.
+    /// Returns the memory of a call that is over. A call that is not over keeps its memory for good.
     pub(super) fn finish(mut self) -> Option<Buffers> {
         let over = std::mem::replace(&mut self.over, false);
         // SAFETY: taken once, as nothing is taken on drop once `over` is false.
@@ -83,13 +84,13 @@ impl Pending {
 impl Drop for Pending {
     fn drop(&mut self) {
         if self.over {
-            // SAFETY: MPI is done with it, and nobody has taken it.
+            // SAFETY: MPI is done with the memory, and `finish` has not taken it.
             unsafe { ManuallyDrop::drop(&mut self.buffers) }
         }
     }
 }
 
-/// Some ranks, and the calls between them.
+/// A communicator of some ranks.
 #[derive(Debug)]
 pub(super) struct Communicator {
     raw: ffi::MPI_Comm,
@@ -104,13 +105,13 @@ unsafe impl Send for Communicator {}
 unsafe impl Sync for Communicator {}
 
 impl Communicator {
-    /// All ranks.
+    /// Returns the communicator of all ranks.
     pub(super) fn world() -> Result<Communicator> {
         // SAFETY: a constant.
         unsafe { Self::new(ffi::RSMPI_COMM_WORLD, false) }
     }
 
-    /// These ranks of the world, all of which call this, and wait for each other, however long that takes.
+    /// Creates the communicator of some ranks. All of them call this, and wait for each other without a deadline.
     pub(super) fn create(ranks: &[usize], tag: u64) -> Result<Communicator> {
         let ranks = ranks.iter().map(|&rank| int(rank)).collect::<Result<Vec<c_int>>>()?;
         // MPI guarantees tags up to this.
@@ -149,12 +150,12 @@ impl Communicator {
         self.ranks
     }
 
-    /// A call on it is not over: it can never be freed.
+    /// Notes that a call on it will never be over, so that it is never freed.
     pub(super) fn give_up(&mut self) {
         self.is_ours = false;
     }
 
-    /// Everybody's `send`, as long as `counts` says, in everybody's `receive`.
+    /// Gathers `counts[r]` bytes of each rank `r`'s `send` in the `receive` of all ranks.
     pub(super) fn all_gather(&self, mut buffers: Buffers, counts: &[usize]) -> Result<Pending> {
         self.prepare(&mut buffers, &[(self.rank, counts[self.rank])], Some(counts))?;
         self.begin(buffers, |communicator, Buffers { send, receive, numbers: [_, _, counts, starts] }, request| {
@@ -175,7 +176,7 @@ impl Communicator {
         })
     }
 
-    /// The root's `receive` in everybody's `receive`.
+    /// Copies the root's `receive` to the `receive` of all ranks.
     pub(super) fn broadcast(&self, mut buffers: Buffers, len: usize, root: usize) -> Result<Pending> {
         let (count, root) = (int(len)?, int(root)?);
         buffers.receive.resize(len, 0);
@@ -188,7 +189,7 @@ impl Communicator {
         })
     }
 
-    /// Everybody's `send`, as long as `counts` says, in the root's `receive`.
+    /// Gathers `counts[r]` bytes of each rank `r`'s `send` in the root's `receive`.
     pub(super) fn gather(&self, mut buffers: Buffers, counts: &[usize], root: usize) -> Result<Pending> {
         let receives = self.rank == root;
         self.prepare(&mut buffers, &[(self.rank, counts[self.rank])], receives.then_some(counts))?;
@@ -212,7 +213,7 @@ impl Communicator {
         })
     }
 
-    /// To everybody's `receive` as much of the root's `send` as `counts` says.
+    /// Copies `counts[r]` bytes of the root's `send` to the `receive` of each rank `r`.
     pub(super) fn scatter(&self, mut buffers: Buffers, counts: &[usize], root: usize) -> Result<Pending> {
         let sent: Vec<(usize, usize)> = counts.iter().copied().enumerate().collect();
         let sent = if self.rank == root { &sent[..] } else { &[] };
@@ -239,7 +240,7 @@ impl Communicator {
         })
     }
 
-    /// Of `send` to everybody as much as `sent` says, and of everybody in `receive` as much as `received` says.
+    /// Sends `sent[r]` bytes of `send` to each rank `r`, and receives `received[r]` bytes from it in `receive`.
     pub(super) fn all_to_all(&self, mut buffers: Buffers, sent: &[usize], received: &[usize]) -> Result<Pending> {
         let sent: Vec<(usize, usize)> = sent.iter().copied().enumerate().collect();
         self.prepare(&mut buffers, &sent, Some(received))?;
@@ -262,7 +263,7 @@ impl Communicator {
         })
     }
 
-    /// Writes the numbers of a call, checks `send` against them, and makes `receive` fit.
+    /// Writes the counts of a call, checks the length of `send`, and resizes `receive`.
     fn prepare(&self, buffers: &mut Buffers, sent: &[(usize, usize)], received: Option<&[usize]>) -> Result<()> {
         let Buffers { send, receive, numbers } = buffers;
         let [send_counts, send_starts, receive_counts, receive_starts] = numbers;
@@ -290,7 +291,7 @@ impl Communicator {
         mut buffers: Buffers,
         call: impl FnOnce(ffi::MPI_Comm, &mut Buffers, *mut ffi::MPI_Request) -> c_int,
     ) -> Result<Pending> {
-        // The address of a vector without memory may be one that means something else to MPI.
+        // A vector without memory has an address that may have a special meaning for MPI.
         for bytes in [&mut buffers.send, &mut buffers.receive] {
             if bytes.capacity() == 0 {
                 bytes.reserve(1);
@@ -300,7 +301,7 @@ impl Communicator {
         let mut request = unsafe { ffi::RSMPI_REQUEST_NULL };
         let code = call(self.raw, &mut buffers, &mut request);
         let pending = Pending { request, buffers: ManuallyDrop::new(buffers), over: false };
-        // If it failed it may still have begun, so its memory stays.
+        // A call that failed may have begun all the same, so its memory is kept.
         check(code).map(|()| pending)
     }
 }
@@ -315,7 +316,7 @@ impl Drop for Communicator {
     }
 }
 
-/// One after the other: counts and starts, and the sum.
+/// Writes the counts and displacements of pieces that lie one after the other, and returns their sum.
 fn lay_out(lens: &[usize], counts: &mut Vec<c_int>, starts: &mut Vec<c_int>) -> Result<usize> {
     counts.clear();
     starts.clear();

@@ -1,8 +1,8 @@
 //! The `mpi` backend: ranks are processes that `mpirun` or `srun` has started; tensors go through MPI's collectives.
 //!
-//! Records, errors and signs of life go the way that they go in the `tcp` backend, between processes that find each
-//! other through MPI: so a rank that dies or stops is named, and all ranks agree before MPI is asked for anything that
-//! cannot be undone. Reductions are exchanges followed by our own, as MPI promises no order.
+//! Records, errors and heartbeats are sent as in the `tcp` backend, between processes that find each other through MPI. So
+//! a rank that dies or stops is named, and all ranks agree before they make a call of MPI's, which cannot be undone.
+//! Reductions are exchanges followed by this crate's own reduction, as MPI promises no order.
 
 mod job;
 #[expect(unsafe_code, reason = "calls of a C library")]
@@ -20,13 +20,13 @@ use crate::error::CommError;
 use crate::group::ProcessGroup;
 use crate::tcp::TcpBackend;
 
-/// How often a rank that waits for MPI looks whether the others are still there.
+/// The time between two checks of the other ranks while this one waits for MPI.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// How long a call may still take once others have left: they may have done their part first.
+/// The time that a call may still take after another rank has left, as that rank may have done its part before.
 const GRACE: Duration = Duration::from_millis(250);
 
-/// The group of all processes that an MPI launcher has started with this one.
+/// Creates the group of all processes that an MPI launcher has started with this one.
 pub(crate) fn connect(deadline: Duration) -> Result<ProcessGroup, CommError> {
     let until = Instant::now() + deadline;
     let job = Job::join(deadline)?;
@@ -40,7 +40,7 @@ pub(crate) fn connect(deadline: Duration) -> Result<ProcessGroup, CommError> {
 #[derive(Debug)]
 struct MpiBackend {
     control: Arc<TcpBackend>,
-    /// None for a group of one.
+    /// The communicator; `None` for a group of one rank.
     communicator: Mutex<Option<Communicator>>,
     job: Arc<Job>,
 }
@@ -63,7 +63,7 @@ impl MpiBackend {
         let mut wait = |call: library::Result<Pending>| wait(&self.control, round, call);
         let outcome = transfer::transfer(communicator, rank, send, plan, &mut wait);
         if outcome.is_err() {
-            // What MPI has begun cannot be undone, nor waited for.
+            // A call that MPI has begun can neither be undone nor waited for.
             self.job.give_up();
             slot.iter_mut().for_each(Communicator::give_up);
         }
@@ -105,10 +105,10 @@ impl Backend for MpiBackend {
     }
 }
 
-/// Makes a communicator, for which MPI has no call that does not wait: on a thread that can be left behind.
+/// Creates a communicator, on a thread that can be left behind, because MPI has only a blocking call for it.
 fn create(job: &Job, control: &TcpBackend, id: u64, round: &Round<'_>) -> Result<Communicator, CommError> {
     const CALL: &str = "MPI_Comm_create_group";
-    // MPI must not be asked for what a rank has already given up.
+    // A rank may have given up already, and then no rank may make the call.
     control.meet_again(round)?;
     let ranks = control.global_ranks().to_vec();
     let (made, is_made) = mpsc::channel();
@@ -129,7 +129,7 @@ fn create(job: &Job, control: &TcpBackend, id: u64, round: &Round<'_>) -> Result
     }
 }
 
-/// Waits until a call is over, and fails if that cannot come to be.
+/// Waits until a call is over, and fails if another rank is lost, or at the deadline.
 fn wait(control: &TcpBackend, round: &Round<'_>, call: library::Result<Pending>) -> Result<Buffers, CommError> {
     let mut pending = call.map_err(|error| failed(round.operation, error))?;
     let mut pause = Pause::new();
@@ -149,14 +149,14 @@ fn wait(control: &TcpBackend, round: &Round<'_>, call: library::Result<Pending>)
     pending.finish().ok_or_else(|| failed(round.operation, "it is over and is not".to_owned()))
 }
 
-/// How long a rank has known that what it waits for may never come.
+/// The time since a rank has known that its wait may never end.
 #[derive(Debug, Default)]
 struct Patience {
     since: Option<Instant>,
 }
 
 impl Patience {
-    /// Why it has waited long enough, if so.
+    /// Returns the reason to give up, if there has been one for long enough.
     fn lost(&mut self, control: &TcpBackend, round: &Round<'_>) -> Option<CommError> {
         let trouble = control.trouble(round)?;
         (self.since.get_or_insert_with(Instant::now).elapsed() >= GRACE).then_some(trouble)

@@ -1,4 +1,4 @@
-//! A rank's part of a round, through MPI's collectives, window by window.
+//! A rank's part of a round, through MPI's collectives, one window of bytes after the other.
 
 use std::ops::Range;
 
@@ -6,7 +6,7 @@ use super::library::{self, Buffers, Communicator, Pending};
 use crate::backend::{BLOCK_BYTES, Destination, Filler, Pattern, Plan, reduce_blocks};
 use crate::error::CommError;
 
-/// About how many bytes of all ranks one call of MPI's moves: far below what it can count.
+/// The approximate number of bytes of all ranks that one call moves: far below the largest count of MPI.
 const CALL_BYTES: usize = 16 << 20;
 
 /// Moves the bytes of a round. `wait` waits for each call.
@@ -75,7 +75,7 @@ pub(super) fn transfer(
     Ok(())
 }
 
-/// Where the bytes of all ranks go.
+/// The place that the bytes of all ranks go to.
 enum Sink<'p> {
     Copy(Vec<Filler<'p>>),
     Reduce(crate::backend::Reducer<'p>),
@@ -89,7 +89,7 @@ impl<'p> Sink<'p> {
         }
     }
 
-    /// Takes the bytes of all ranks from this offset on.
+    /// Takes the bytes of all ranks at this offset.
     fn take(&mut self, offset: usize, pieces: &[&[u8]]) {
         match self {
             Sink::Copy(fillers) => fillers.iter_mut().zip(pieces).for_each(|(filler, piece)| {

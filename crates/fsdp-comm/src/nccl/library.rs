@@ -1,8 +1,8 @@
-//! NCCL's own calls, found in the library at run time, and what they may touch while they run.
+//! Calls of NCCL, whose functions are found by name at run time, and the memory that they use while they run.
 //!
-//! By name, and not through cudarc's bindings: those would be linked wherever candle's `cuda` is compiled in, so that no
-//! program would start without the library, and they do not know the name that NVIDIA's packages give it.
-//! Communicators are non-blocking: a call returns at once, and [`Communicator::state`] tells how it goes.
+//! cudarc's bindings are not used: candle's feature `cuda` would link them, so that no program would start without NCCL, and
+//! they do not know the file name in NVIDIA's packages. Communicators are non-blocking: a call returns at once, and
+//! [`Communicator::state`] tells how far it is.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::ptr;
@@ -14,14 +14,14 @@ use libloading::Library;
 
 use crate::ReduceOp;
 
-/// What NCCL says went wrong.
+/// A result with NCCL's own message as the error.
 pub(super) type Result<T> = std::result::Result<T, String>;
 
-/// Where the library is looked for.
+/// The file names of the library.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
-/// CUDA's driver, which NCCL is of no use without.
+/// The file name of CUDA's driver, which NCCL needs.
 const DRIVER: &str = "libcuda.so.1";
-/// The first version whose configuration has all that is set here, as `ncclGetVersion` writes it: 2.18.
+/// The first version whose configuration has all the fields that are set here, 2.18, as `ncclGetVersion` writes it.
 const OLDEST: c_int = 21_800;
 
 const SUCCESS: c_int = 0;
@@ -31,7 +31,7 @@ const UNDEFINED: c_int = c_int::MIN;
 type Raw = *mut c_void;
 type Stream = *mut c_void;
 
-/// What all ranks of a communicator must be given.
+/// The id of a communicator, which all its ranks must be given.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub(super) struct UniqueId([c_char; UniqueId::BYTES]);
@@ -49,7 +49,7 @@ impl UniqueId {
     }
 }
 
-/// `ncclConfig_t` of 2.18, which later versions read as well: `size` and `version` tell them what is there.
+/// NCCL's `ncclConfig_t` of 2.18. Later versions read it too, as `size` and `version` tell them its fields.
 #[repr(C)]
 struct Config {
     size: usize,
@@ -85,7 +85,7 @@ macro_rules! functions {
         #[derive(Debug)]
         struct Functions {
             $($field: unsafe extern "C" fn($($argument),*) -> $result,)*
-            /// What they are in.
+            /// The library that holds them.
             _library: Library,
         }
 
@@ -125,10 +125,10 @@ functions! {
     recv: "ncclRecv", fn(*mut c_void, usize, c_int, c_int, Raw, Stream) -> c_int;
 }
 
-/// The library, loaded once.
+/// Returns the functions of the library, which is loaded once.
 ///
 /// # Errors
-/// Which library is missing or too old.
+/// A library that is missing or too old.
 fn functions() -> Result<&'static Functions> {
     static FUNCTIONS: OnceLock<Result<Functions>> = OnceLock::new();
     FUNCTIONS.get_or_init(load).as_ref().map_err(Clone::clone)
@@ -155,14 +155,14 @@ fn load() -> Result<Functions> {
     Ok(functions)
 }
 
-/// The first of these that there is.
+/// Opens the first of these libraries that exists.
 fn open(names: &[&str]) -> Result<Library> {
     let mut reason = String::new();
     for name in names {
         // SAFETY: what the library runs when it is loaded is NVIDIA's, and meant for that.
         match unsafe { Library::new(*name) } {
             Ok(library) => return Ok(library),
-            // The first name is the one to complain about.
+            // The error of the first name is the one to report.
             Err(error) if reason.is_empty() => reason = cause(&error),
             Err(_) => {}
         }
@@ -170,20 +170,20 @@ fn open(names: &[&str]) -> Result<Library> {
     Err(reason)
 }
 
-/// What the loader itself said.
+/// Returns the message of the dynamic loader itself.
 fn cause(error: &libloading::Error) -> String {
     std::error::Error::source(error).unwrap_or(error).to_string()
 }
 
-/// Whether NCCL and the driver can be loaded.
+/// Checks that NCCL and the driver can be loaded.
 ///
 /// # Errors
-/// Which cannot, and why.
+/// The library that cannot be loaded, and the reason.
 pub(super) fn check() -> Result<()> {
     functions().map(|_| ())
 }
 
-/// A new number for a communicator, made by one of its ranks.
+/// Creates the id of a new communicator, which one of its ranks does for all.
 pub(super) fn unique_id() -> Result<UniqueId> {
     let functions = functions()?;
     let mut id = UniqueId([0; UniqueId::BYTES]);
@@ -194,7 +194,7 @@ pub(super) fn unique_id() -> Result<UniqueId> {
 }
 
 impl Functions {
-    /// A call that has been carried out, or has begun.
+    /// Turns the code of a call into a result. A call that has only begun is no error.
     fn begun(&self, code: c_int, communicator: Raw) -> Result<()> {
         if code == SUCCESS || code == IN_PROGRESS { Ok(()) } else { Err(self.describe(code, communicator)) }
     }
@@ -214,10 +214,10 @@ impl Functions {
     }
 }
 
-/// Addresses in a GPU's memory.
+/// An address in a GPU's memory.
 pub(crate) type Address = u64;
 
-/// A collective on GPU memory. The memory is the caller's, and stays as it is until the call is over.
+/// A collective on GPU memory. The caller keeps the memory borrowed until the call is over.
 #[derive(Debug, Clone)]
 pub(crate) enum Movement {
     AllGather {
@@ -244,14 +244,14 @@ pub(crate) enum Movement {
         bytes: usize,
         root: usize,
     },
-    /// To and from each rank, an address and a number of bytes.
+    /// A transfer to and from each rank: an address and a number of bytes.
     Exchange {
         send: Vec<(Address, usize)>,
         receive: Vec<(Address, usize)>,
     },
 }
 
-/// NCCL's number of a type, if it computes with it.
+/// Returns NCCL's number of a dtype, if NCCL computes with it.
 pub(crate) const fn number(dtype: DType) -> Option<c_int> {
     Some(match dtype {
         DType::I8 => 0,
@@ -282,7 +282,7 @@ fn int(number: usize) -> Result<c_int> {
     c_int::try_from(number).map_err(|_| format!("{number} is more than NCCL can count"))
 }
 
-/// One rank of some. It stays on the thread that made it.
+/// One rank of a communicator. It stays on the thread that made it.
 #[derive(Debug)]
 pub(super) struct Communicator {
     functions: &'static Functions,
@@ -290,7 +290,7 @@ pub(super) struct Communicator {
 }
 
 impl Communicator {
-    /// Begins to join the others that were given this id. The thread's current context is the GPU's.
+    /// Begins to join the other ranks that were given this id, on the GPU of the thread's current context.
     pub(super) fn begin(id: UniqueId, rank: usize, ranks: usize) -> Result<Communicator> {
         let functions = functions()?;
         let (rank, ranks) = (int(rank)?, int(ranks)?);
@@ -304,7 +304,7 @@ impl Communicator {
         Ok(Communicator { functions, raw })
     }
 
-    /// Whether all that was begun has been handed to the GPU (true), or is still on its way (false).
+    /// Returns `true` if all calls that were begun have been handed to the GPU.
     pub(super) fn state(&self) -> Result<bool> {
         let mut state = SUCCESS;
         // SAFETY: a live communicator; it writes a number.
@@ -366,13 +366,13 @@ impl Communicator {
         Ok(())
     }
 
-    /// Begins to leave the others; [`Self::state`] tells when all is done.
+    /// Begins to leave the other ranks. [`Self::state`] tells when that is done.
     pub(super) fn finalize(&self) -> Result<()> {
         // SAFETY: a live communicator, on which nothing runs.
         self.functions.begun(unsafe { (self.functions.finalize)(self.raw) }, self.raw)
     }
 
-    /// Frees what a communicator had that has left the others.
+    /// Frees a communicator that has left the other ranks.
     pub(super) fn destroy(self) {
         // SAFETY: it is finalized, and is used no more.
         let code = unsafe { (self.functions.destroy)(self.raw) };
@@ -384,7 +384,7 @@ impl Communicator {
 }
 
 impl Drop for Communicator {
-    /// Gives up what still runs: kernels that wait for others end.
+    /// Aborts calls that still run, so that kernels which wait for other ranks end.
     fn drop(&mut self) {
         // SAFETY: a live communicator, which is used no more.
         let code = unsafe { (self.functions.abort)(self.raw) };

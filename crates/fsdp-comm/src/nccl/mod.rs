@@ -1,8 +1,8 @@
 //! The `nccl` backend: ranks are processes with a GPU each, whose memory NCCL moves directly.
 //!
-//! Records, errors, objects and slices of host memory go the way that they go in the `tcp` backend, between processes
-//! that find each other as there: so a rank that dies or stops is named, and all ranks agree before NCCL is asked for
-//! anything. Only [`DeviceGroup`](crate::device::DeviceGroup)'s collectives go through NCCL.
+//! Records, errors, objects and slices of host memory are sent as in the `tcp` backend, and processes find each other as
+//! there. So a rank that dies or stops is named, and all ranks agree before they make a call of NCCL's. Only the
+//! collectives of [`DeviceGroup`](crate::device::DeviceGroup) go through NCCL.
 
 #[expect(unsafe_code, reason = "calls of a C library")]
 pub(crate) mod library;
@@ -23,7 +23,7 @@ use crate::group::ProcessGroup;
 use crate::tcp::{TcpBackend, TcpOptions};
 use crate::wire;
 
-/// The group of all processes of the job, each with its GPU.
+/// Creates the group of all processes of the job, each with its GPU.
 pub(crate) fn connect(deadline: Duration) -> Result<ProcessGroup, CommError> {
     let until = Instant::now() + deadline;
     check()?;
@@ -35,7 +35,7 @@ pub(crate) fn connect(deadline: Duration) -> Result<ProcessGroup, CommError> {
     Ok(ProcessGroup::new(Arc::new(backend)).with_deadline(deadline))
 }
 
-/// Whether this machine has what the backend needs.
+/// Checks that this machine has a driver, NCCL and a GPU.
 ///
 /// # Errors
 /// [`CommError::BackendUnavailable`] says what is missing.
@@ -44,7 +44,7 @@ pub(crate) fn check() -> Result<(), CommError> {
     devices().map(|_| ())
 }
 
-/// How many GPUs this process sees.
+/// Returns the number of GPUs that this process sees.
 fn devices() -> Result<usize, CommError> {
     let count = CudaContext::device_count().map_err(|error| unavailable(format!("CUDA does not start: {error}")))?;
     match usize::try_from(count) {
@@ -53,8 +53,8 @@ fn devices() -> Result<usize, CommError> {
     }
 }
 
-/// The GPU of a rank: the one with its local rank's number, or the only one that it sees. Where the launcher tells no
-/// local ranks, they are taken to follow each other on each host.
+/// Returns the GPU of a rank: the one with the number of its local rank, or the only one that it sees. If the launcher
+/// tells no local ranks, the ranks of each host are taken to have consecutive numbers.
 fn device_ordinal(environment: &Environment) -> Result<usize, CommError> {
     let devices = devices()?;
     ordinal(environment.local_rank.unwrap_or(environment.rank % devices), devices)
@@ -77,7 +77,7 @@ fn unavailable(message: String) -> CommError {
 /// One rank of one group.
 #[derive(Debug)]
 struct NcclBackend {
-    // Leaves NCCL before the others are told that this rank leaves.
+    // Dropped first: this rank leaves NCCL before it tells the others that it leaves.
     owner: Owner,
     control: Arc<TcpBackend>,
     ordinal: usize,
@@ -85,7 +85,7 @@ struct NcclBackend {
 
 impl NcclBackend {
     fn new(control: Arc<TcpBackend>, ordinal: usize, round: &Round<'_>) -> Result<Self, CommError> {
-        // The first rank makes the id; if it cannot, all hear why.
+        // Rank 0 makes the id. If it cannot, all ranks get its error.
         let own: Option<Result<Vec<u8>, String>> =
             (control.rank() == 0).then(|| library::unique_id().map(UniqueId::to_bytes));
         let object = |message| CommError::Object {
@@ -161,7 +161,7 @@ mod tests {
         assert!(error.contains("rank 4 of its host, which has 4"), "{error}");
     }
 
-    /// What this machine says, whatever it has: an answer, and no panic.
+    /// Checks that a machine without GPUs gets an error, and no panic.
     #[test]
     fn a_machine_without_gpus_says_what_is_missing() {
         match check() {

@@ -1,4 +1,4 @@
-//! The thread that a communicator belongs to: it alone makes it, calls it, looks after it, and ends it.
+//! The thread that owns a communicator. Only this thread makes, calls, watches and ends it.
 
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,23 +12,24 @@ use crate::backend::{Backend as _, Round};
 use crate::error::CommError;
 use crate::tcp::TcpBackend;
 
-/// How long a wait goes on without sleeping, and how long it sleeps then.
+/// The time for which a wait does not sleep. After that it sleeps for [`NAP`] between two checks.
 const EAGER: Duration = Duration::from_millis(2);
+/// The time that a long wait sleeps between two checks.
 const NAP: Duration = Duration::from_micros(50);
 
-/// How often a rank that waits for NCCL looks whether the others are still there.
+/// The time between two checks of the other ranks while this one waits for NCCL.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// How long a call may still take once others have left: they may have done their part first.
+/// The time that a call may still take after another rank has left, as that rank may have done its part before.
 const GRACE: Duration = Duration::from_millis(250);
 
-/// How long NCCL may take to leave the others, or to give up a call.
+/// The time that NCCL may take to leave the other ranks, or to abort a call.
 const LEAVING: Duration = Duration::from_secs(2);
 
 /// A call for the thread.
 struct Job {
     call: Movement,
-    /// What must have happened on the GPU before.
+    /// The event of the GPU that must come before the call.
     ready: CudaEvent,
     watch: Watch,
     reply: Sender<Result<(), CommError>>,
@@ -71,7 +72,7 @@ impl Owner {
         Ok(Owner { jobs: Mutex::new(Some(jobs)), ended: Mutex::new(ended) })
     }
 
-    /// Carries out a call, after what the stream has been given so far. When this returns, the call is over on the GPU.
+    /// Carries out a call after all earlier work of the stream. When this returns, the call is over on the GPU.
     pub(super) fn run(
         &self,
         control: &Arc<TcpBackend>,
@@ -99,7 +100,7 @@ impl Drop for Owner {
     }
 }
 
-/// The thread's answer. It comes soon after the round's time is up at the latest, unless NCCL itself does not return.
+/// Waits for the thread's answer. It comes at the latest soon after the round's deadline, unless NCCL does not return.
 fn answer(answers: &Receiver<Result<(), CommError>>, round: &Round<'_>) -> Result<(), CommError> {
     let left = round.until.saturating_duration_since(Instant::now());
     match answers.recv_timeout(left + GRACE + LEAVING * 2) {
@@ -121,7 +122,7 @@ fn driver(call: &str, error: DriverError) -> CommError {
     CommError::Library { library: "CUDA".to_owned(), call: call.to_owned(), message: error.to_string() }
 }
 
-/// What the thread has.
+/// The communicator and the stream, which the thread owns.
 struct Owned {
     communicator: Communicator,
     stream: Arc<CudaStream>,
@@ -133,25 +134,26 @@ impl Owned {
     }
 
     fn try_join(ordinal: usize, id: UniqueId, watch: &Watch) -> Result<Owned, CommError> {
-        // Of its own: candle's streams are each thread's own, and must not begin to look out for others.
+        // A stream of its own: candle has one for each thread, and they must not begin to wait for other streams.
         let context = CudaContext::new(ordinal).map_err(|error| driver("cuDevicePrimaryCtxRetain", error))?;
         let stream = context.new_stream().map_err(|error| driver("cuStreamCreate", error))?;
         let begun = Communicator::begin(id, watch.control_rank(), watch.control_ranks());
         let communicator = begun.map_err(|error| failed("ncclCommInitRankConfig", error))?;
         let joined = watch.wait("ncclCommInitRankConfig", || communicator.state());
-        // Before the communicator goes: that waits for the others.
+        // The others must hear of the error before the communicator is dropped, as dropping it waits for them.
         joined.inspect_err(|error| watch.abort(error))?;
         Ok(Owned { communicator, stream })
     }
 
-    /// Until there are no more jobs, or one has failed: what NCCL has begun can only be undone together with all else.
+    /// Carries out jobs until there are no more, or one has failed. A failed call cannot be undone on its own, so the
+    /// communicator ends with it.
     fn work(self, jobs: &Receiver<Job>) {
         for Job { call, ready, watch, reply } in jobs {
             let outcome = self.carry_out(&call, &ready, &watch);
             if let Err(error) = outcome {
-                // The others first: NCCL ends a communicator only once all ranks do.
+                // Tell the others first: NCCL ends a communicator only when all ranks do.
                 watch.abort(&error);
-                // The memory is the caller's again when it has its answer.
+                // The caller may use the memory again as soon as it has its answer.
                 self.give_up();
                 reply.send(Err(error)).ok();
                 return;
@@ -168,13 +170,13 @@ impl Owned {
         watch.wait(operation, || self.communicator.state())?;
         let over = self.stream.record_event(None).map_err(|error| driver("cuEventRecord", error))?;
         watch.wait(operation, || {
-            // An error of the network, or of another rank, shows here and not on the GPU.
+            // Errors of the network and of other ranks are reported here, and not by the GPU.
             self.communicator.state()?;
             over.try_is_complete().map_err(|error| error.to_string())
         })
     }
 
-    /// Aborts what runs, and waits until the GPU no longer touches the memory that was lent.
+    /// Aborts the running call, and waits until the GPU no longer touches the borrowed memory.
     fn give_up(self) {
         let Owned { communicator, stream } = self;
         drop(communicator);
@@ -214,7 +216,7 @@ impl Owned {
     }
 }
 
-/// What a wait of the thread looks out for: the other ranks, and the time.
+/// The conditions that end a wait of the thread: the loss of another rank, and the deadline.
 struct Watch {
     control: Arc<TcpBackend>,
     number: u64,
@@ -243,12 +245,13 @@ impl Watch {
         Round { number, sequence, operation, deadline, until }
     }
 
-    /// Tells the others that this cannot come to be.
+    /// Tells the other ranks that the operation has failed.
     fn abort(&self, error: &CommError) {
         self.control.abort(self.number, error);
     }
 
-    /// Which other rank is to blame, if one is: NCCL may have seen it first.
+    /// Returns the error that names another rank, if one is to blame. NCCL may have noticed its loss first, so this waits
+    /// for a moment.
     fn blame(&self) -> Option<CommError> {
         let until = Instant::now() + GRACE;
         loop {
@@ -260,10 +263,10 @@ impl Watch {
         }
     }
 
-    /// Why it can no longer come to be, if so.
+    /// Returns the reason that the operation cannot end, if there is one.
     fn trouble(&self) -> Option<CommError> {
         let round = self.round();
-        // A rank alone has nobody to miss, but a deadline as well.
+        // A group of one rank can miss no other, but has a deadline too.
         self.control.trouble(&round).or_else(|| {
             (Instant::now() >= self.until).then(|| CommError::Timeout {
                 operation: self.operation.clone(),
@@ -274,7 +277,7 @@ impl Watch {
         })
     }
 
-    /// Waits until it is done, and fails if that cannot come to be.
+    /// Waits until `is_done`, and fails if another rank is lost, or at the deadline.
     fn wait(&self, call: &str, mut is_done: impl FnMut() -> Result<bool, String>) -> Result<(), CommError> {
         let mut pause = Pause::new();
         let mut look = Instant::now() + LOOK;
@@ -283,7 +286,7 @@ impl Watch {
             match is_done() {
                 Ok(true) => return Ok(()),
                 Ok(false) => {}
-                // If another rank is to blame, it should be named.
+                // If another rank is to blame, the error names it.
                 Err(message) => return Err(self.blame().unwrap_or_else(|| failed(call, message))),
             }
             pause.take();
@@ -301,7 +304,7 @@ impl Watch {
     }
 }
 
-/// What a thread does while it waits.
+/// The pause between two checks of a wait.
 #[derive(Debug)]
 struct Pause {
     eager_until: Instant,

@@ -1,44 +1,45 @@
-//! How ranks find their store where torchrun's agent listens at the job's address: with torch's own `TCPStore`, of
-//! which all ranks are clients. Rank 0 may be on another host than that agent.
+//! The rendezvous under torchrun, whose agent listens at the job's address with torch's own `TCPStore`.
 //!
-//! Rank 0 hosts the job's store on a free port and tells its address under a key of the agent's store. That key
-//! outlives the ranks: if torchrun starts them again, it still has the old address until the new rank 0 has set it.
-//! So whoever is not let in at the address that the key has asks again.
+//! All ranks are clients of the agent's store. Rank 0, which may be on another host than the agent, hosts the job's store
+//! on a free port and publishes its address under a key of the agent's store. That key outlives the ranks: if torchrun
+//! starts them again, it holds the old address until the new rank 0 has set it. A rank whose connection is refused
+//! therefore reads the key again and retries.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::protocol::{invalid, read_exact, write_all};
-use super::{Store, StoreOptions, connect_once, connect_until, no_store, rendezvous};
+use super::client::{TcpStore, connect_once, connect_until, no_store, rendezvous};
+use super::protocol::{StoreOptions, invalid, read_exact, write_all};
 use crate::error::CommError;
 
-/// The first request, without which the agent's store hangs up.
+/// The first request. Without it the agent's store closes the connection.
 const VALIDATE: u8 = 0;
 const SET: u8 = 1;
 const GET: u8 = 3;
 const WAIT: u8 = 6;
 
-/// What `VALIDATE` has to say.
+/// The argument of `VALIDATE`.
 const MAGIC: u32 = 0x3C85_F7CE;
 
 /// The answer to `WAIT`: all keys are set.
 const STOP_WAITING: u8 = 0;
 
-/// Longest value that is read: longer than any address.
+/// The longest value that is read: longer than any address.
 const MAX_ADDRESS_BYTES: usize = 128;
 
-/// How long a rank that was not let in waits before it asks again. All ranks ask one agent.
+/// The time that a refused rank waits before it reads the key again. It is long because all ranks ask one agent.
 const ASK_AGAIN: Duration = Duration::from_millis(100);
 
-/// In how many parts of the deadline a rank that gets no greeting gives an address up: it may be an old one, where
-/// somebody else listens now, or a process that is stopped.
+/// The number of addresses that a rank can try within the deadline. An address without a greeting may be an old one, at
+/// which another program listens now, or that of a process that is stopped.
 const ADDRESSES: u32 = 4;
 
-impl Store {
-    /// Meets through the store of torchrun's agent at `agent` (`host:port`), where `key` has the address of rank 0.
-    pub(crate) fn through_agent(agent: &str, key: &str, options: &StoreOptions) -> Result<Store, CommError> {
+impl TcpStore {
+    /// Joins the job's store through the store of torchrun's agent at `agent` (`host:port`), in which `key` holds the
+    /// address of rank 0.
+    pub(crate) fn through_agent(agent: &str, key: &str, options: &StoreOptions) -> Result<TcpStore, CommError> {
         let (rank, deadline) = (options.rank, options.deadline);
         let until = Instant::now() + deadline;
         let failed = |message| rendezvous(agent, message);
@@ -52,7 +53,7 @@ impl Store {
         if rank != 0 {
             return connection.join(key, options).map_err(failed);
         }
-        let store = Store::host(&SocketAddr::new(connection.local_ip, 0).to_string(), options)?;
+        let store = TcpStore::host(&SocketAddr::new(connection.local_ip, 0).to_string(), options)?;
         connection.publish(key, store.address()).map_err(|error| {
             failed(format!(
                 "rank 0 could not tell its address to the store of torchrun's agent within {deadline:?}: {}; \
@@ -64,7 +65,7 @@ impl Store {
     }
 }
 
-/// A client of the agent's store. Integers are little-endian, and strings have their length before them.
+/// A client of the agent's store. In its protocol integers are little-endian, and strings follow their length.
 struct Agent {
     stream: TcpStream,
     local_ip: IpAddr,
@@ -79,8 +80,9 @@ impl Agent {
         Ok(Agent { stream, local_ip, until })
     }
 
-    /// Joins the store of rank 0, once it is where the key says. `Err` says why that was not in time.
-    fn join(&mut self, key: &str, options: &StoreOptions) -> Result<Store, String> {
+    /// Joins the store of rank 0 at the address under the key. Retries until the deadline, and returns the reason if that
+    /// was not possible.
+    fn join(&mut self, key: &str, options: &StoreOptions) -> Result<TcpStore, String> {
         let (rank, deadline) = (options.rank, options.deadline);
         loop {
             let address = self.wait_and_get(key).map_err(|error| {
@@ -94,12 +96,12 @@ impl Agent {
             let joined = match connect_once(&name, self.until) {
                 Ok(stream) => {
                     let until = self.until.min(Instant::now() + deadline / ADDRESSES);
-                    Store::join(stream, &name, options, until)
+                    TcpStore::join(stream, &name, options, until)
                 }
                 Err(error) => Err(no_store(options, &error)),
             };
             match joined {
-                // Asking takes time, too.
+                // Another attempt would not end in time.
                 Err(message) if Instant::now() + 2 * ASK_AGAIN >= self.until => {
                     return Err(format!("rank 0 should be at {name}, but {message}{}", hint(address.ip())));
                 }
@@ -112,7 +114,7 @@ impl Agent {
         }
     }
 
-    /// Sets the key to an address, and sees it arrive.
+    /// Sets the key to an address, and reads it back.
     fn publish(&mut self, key: &str, address: &str) -> io::Result<()> {
         self.send(&[&[SET], &string(key)[..], &string(address)])?;
         match self.wait_and_get(key)?.to_string() {
@@ -123,7 +125,8 @@ impl Agent {
         }
     }
 
-    /// The address under a key. The agent's store fails where a key that is not set is read, so that is waited for.
+    /// Waits until the key is set, and returns the address under it. Reading a key that is not set is an error of the
+    /// agent's store, so waiting comes first.
     fn wait_and_get(&mut self, key: &str) -> io::Result<SocketAddr> {
         self.send(&[&[WAIT], &1_u64.to_le_bytes()[..], &string(key)])?;
         let [answer] = self.read()?;
@@ -156,7 +159,7 @@ fn string(text: &str) -> Vec<u8> {
     [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat()
 }
 
-/// What the system calls an error says little about what the agent did.
+/// Describes an error in terms of what the agent did, which the system's message does not.
 fn reason(error: &io::Error) -> String {
     match error.kind() {
         io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => "it did not answer".to_owned(),
@@ -168,8 +171,9 @@ fn reason(error: &io::Error) -> String {
 }
 
 fn hint(ip: IpAddr) -> &'static str {
-    match ip.is_loopback() {
-        true => "; only its own host reaches it there: on several hosts, give torchrun `--local-addr`",
-        false => "; is rank 0 running, and does this host reach it?",
+    if ip.is_loopback() {
+        "; only its own host reaches it there: on several hosts, give torchrun `--local-addr`"
+    } else {
+        "; is rank 0 running, and does this host reach it?"
     }
 }

@@ -1,4 +1,4 @@
-//! What clients and the store say to each other: length-prefixed messages.
+//! The messages between clients and the store, each after its length.
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
@@ -7,18 +7,31 @@ use std::time::{Duration, Instant};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::StoreOptions;
+use crate::buffer::zeroed;
 use crate::wire;
 
-/// Longest key, in bytes.
+/// The longest key of the store, in bytes.
 pub const MAX_KEY_BYTES: usize = 4096;
-/// Longest value, in bytes.
+/// The longest value of the store, in bytes.
 pub const MAX_VALUE_BYTES: usize = 16 << 20;
-/// Longest message: a request to wait for a key of each of very many ranks, or their values.
+/// The longest message: a request to wait for one key of each of very many ranks, or the values of these keys.
 pub(super) const MAX_MESSAGE_BYTES: usize = 64 << 20;
 
-/// Nobody else begins like this.
+/// The first bytes of a client, which no other protocol begins with.
 const MAGIC: [u8; 8] = *b"fsdp\0kv\x01";
+
+/// The description of a rank, with which it connects to the store.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StoreOptions {
+    /// The name that tells this job from others on the same port.
+    pub job: String,
+    /// This rank.
+    pub rank: usize,
+    /// The number of ranks of the job.
+    pub world_size: usize,
+    /// The time that connecting, and each request, may take.
+    pub deadline: Duration,
+}
 
 /// The first message of a client.
 #[derive(Debug, Serialize, Deserialize)]
@@ -50,20 +63,28 @@ pub(super) enum Request {
 
 impl Request {
     pub(super) fn check(&self) -> Result<(), String> {
-        let key = |key: &String| match key.len() {
-            0..=MAX_KEY_BYTES => Ok(()),
-            len => Err(format!("a key of {len} bytes is longer than {MAX_KEY_BYTES}")),
-        };
-        let value = |value: &Vec<u8>| match value.len() {
-            0..=MAX_VALUE_BYTES => Ok(()),
-            len => Err(format!("a value of {len} bytes is longer than {MAX_VALUE_BYTES}")),
-        };
         match self {
-            Request::Set { key: k, value: v } | Request::CompareAndSet { key: k, value: v, .. } => key(k).and(value(v)),
-            Request::Get { key: k } | Request::Add { key: k, .. } => key(k),
-            Request::Wait { keys, .. } => keys.iter().try_for_each(key),
+            Request::Set { key, value } | Request::CompareAndSet { key, value, .. } => {
+                check_key(key).and_then(|()| check_value(value))
+            }
+            Request::Get { key } | Request::Add { key, .. } => check_key(key),
+            Request::Wait { keys, .. } => keys.iter().try_for_each(|key| check_key(key)),
         }
     }
+}
+
+fn check_key(key: &str) -> Result<(), String> {
+    if key.len() > MAX_KEY_BYTES {
+        return Err(format!("a key of {} bytes is longer than {MAX_KEY_BYTES}", key.len()));
+    }
+    Ok(())
+}
+
+fn check_value(value: &[u8]) -> Result<(), String> {
+    if value.len() > MAX_VALUE_BYTES {
+        return Err(format!("a value of {} bytes is longer than {MAX_VALUE_BYTES}", value.len()));
+    }
+    Ok(())
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -80,7 +101,11 @@ pub(super) fn invalid(message: impl Into<String>) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, message.into())
 }
 
-/// A message as it is sent.
+pub(super) fn out_of_memory(message: String) -> io::Error {
+    io::Error::new(io::ErrorKind::OutOfMemory, message)
+}
+
+/// Encodes a message, with its length in front.
 pub(super) fn to_bytes<T: Serialize>(message: &T) -> io::Result<Vec<u8>> {
     let body = wire::encode(message).map_err(invalid)?;
     let len = u32::try_from(body.len()).ok().filter(|&len| len as usize <= MAX_MESSAGE_BYTES);
@@ -88,7 +113,7 @@ pub(super) fn to_bytes<T: Serialize>(message: &T) -> io::Result<Vec<u8>> {
     Ok([&len.to_le_bytes(), &body[..]].concat())
 }
 
-/// How long the message is that begins with this.
+/// Returns the length of the message after this prefix.
 pub(super) fn message_len(prefix: [u8; 4]) -> io::Result<usize> {
     let len = u32::from_le_bytes(prefix) as usize;
     if len > MAX_MESSAGE_BYTES {
@@ -109,7 +134,7 @@ pub(super) fn write_all(stream: &mut TcpStream, bytes: &[u8], until: Instant) ->
 pub(super) fn read_blocking<T: DeserializeOwned>(stream: &mut TcpStream, until: Instant) -> io::Result<T> {
     let mut prefix = [0; 4];
     read_exact(stream, &mut prefix, until)?;
-    let mut body = vec![0; message_len(prefix)?];
+    let mut body = zeroed(message_len(prefix)?, "a message of the store").map_err(out_of_memory)?;
     read_exact(stream, &mut body, until)?;
     wire::decode(&body).map_err(invalid)
 }
@@ -128,7 +153,7 @@ pub(super) fn read_exact(stream: &mut TcpStream, mut buffer: &mut [u8], until: I
     Ok(())
 }
 
-/// The time left, and a little if there is none: zero would mean without end.
+/// Returns the time left, and at least a little, because zero would mean no timeout.
 fn left(until: Instant) -> Duration {
     until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1))
 }

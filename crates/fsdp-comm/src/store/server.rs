@@ -1,8 +1,8 @@
-//! The store itself: a map, behind a listener on its own thread.
+//! The store itself: a map, served by a listener on a thread of its own.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
-use std::net::SocketAddr;
+use std::net::{SocketAddr, ToSocketAddrs as _};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
@@ -13,11 +13,10 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Notify, oneshot};
 
-use super::protocol::{Hello, Reply, Request, invalid, message_len, to_bytes};
-use super::{StoreOptions, resolve};
+use super::protocol::{Hello, Reply, Request, StoreOptions, invalid, message_len, to_bytes};
 use crate::wire;
 
-/// A stranger that says nothing is not listened to for longer than this.
+/// The time that a new connection has for its greeting.
 const HELLO_DEADLINE: Duration = Duration::from_secs(10);
 
 /// A running store. It ends when this is dropped.
@@ -45,7 +44,7 @@ struct State {
 impl Server {
     pub(super) fn start(address: &str, options: &StoreOptions) -> io::Result<Server> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let addresses = resolve(address)?;
+        let addresses: Vec<SocketAddr> = address.to_socket_addrs()?.collect();
         let listener = runtime.block_on(TcpListener::bind(&addresses[..]))?;
         let address = listener.local_addr()?;
         let (stop, stopped) = oneshot::channel();
@@ -88,7 +87,7 @@ async fn accept(listener: &TcpListener, shared: Arc<Shared>) {
                     }
                 });
             }
-            // Out of descriptors, say: others may close theirs.
+            // There may be no file descriptor left until another connection closes.
             Err(error) => {
                 tracing::warn!(%error, "the store could not accept a connection");
                 tokio::time::sleep(Duration::from_millis(50)).await;
@@ -186,7 +185,7 @@ impl Shared {
 
     async fn wait(&self, keys: &[String]) -> Vec<Vec<u8>> {
         loop {
-            // What changes after this line ends the wait, so nothing is missed.
+            // Any change after this line ends the wait, so none is missed.
             let changed = self.changed.notified();
             {
                 let state = self.lock();
@@ -204,7 +203,7 @@ async fn read<T: DeserializeOwned>(stream: &mut TcpStream) -> io::Result<T> {
     let mut prefix = [0; 4];
     stream.read_exact(&mut prefix).await?;
     let len = message_len(prefix)?;
-    // Memory comes with the bytes, not with the claim.
+    // The buffer grows with the bytes that arrive, so a wrong length takes no memory.
     let mut body = Vec::new();
     stream.take(len as u64).read_to_end(&mut body).await?;
     wire::decode(&body).map_err(invalid)

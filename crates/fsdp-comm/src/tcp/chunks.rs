@@ -1,4 +1,4 @@
-//! Bytes on their way through the windows of a segment.
+//! The transfer of bytes, chunk by chunk, through the two windows of a segment.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -9,34 +9,35 @@ use super::watch::wait;
 use crate::backend::Round;
 use crate::error::CommError;
 
-/// Chunks begin at multiples of this many bytes: whole elements of every type, and whole cache lines.
+/// The alignment of chunks: whole elements of every type, and whole cache lines.
 const ALIGNMENT: usize = 64;
 
-/// What a rank has sent in a group so far.
+/// The chunks that a rank has sent in a group so far.
 #[derive(Debug, Default)]
 pub(super) struct Published {
     chunks: u64,
-    /// Who reads the last chunk in each window.
+    /// The readers of the last chunk in each window.
     readers: [Vec<usize>; 2],
 }
 
-/// What this rank sends in a round.
+/// The bytes that this rank sends in a round.
 pub(super) struct Outgoing<'a> {
     member: Member<'a>,
     round: &'a Round<'a>,
     segment: &'a Segment,
     send: &'a [u8],
     published: &'a mut Published,
-    /// The places that anybody reads, each once, all cut into chunks of one size, which lie side by side in a window.
+    /// The different ranges of `send` that ranks read. All are cut into chunks of one size, which lie side by side in a
+    /// window.
     places: Vec<Range<usize>>,
-    /// The other ranks that read, and how much.
+    /// The other ranks that read, each with its number of bytes.
     readers: Vec<(usize, usize)>,
     chunk: usize,
     sent: usize,
 }
 
 impl<'a> Outgoing<'a> {
-    /// Tells the readers where to look.
+    /// Cuts the bytes into chunks, and tells each reader where its chunks will be.
     pub(super) fn new(
         member: Member<'a>,
         round: &'a Round<'a>,
@@ -45,12 +46,14 @@ impl<'a> Outgoing<'a> {
         send: &'a [u8],
         published: &'a mut Published,
     ) -> Self {
+        // Ranks that read the same range share its chunks.
         let mut places: Vec<Range<usize>> = Vec::new();
         for range in to.iter().filter(|range| !range.is_empty()) {
             if !places.contains(range) {
                 places.push(range.clone());
             }
         }
+        // All places share a window equally.
         let chunk = (WINDOW_BYTES / places.len().max(1) / ALIGNMENT * ALIGNMENT).max(ALIGNMENT);
         for (reader, range) in to.iter().enumerate() {
             if let Some(place) = places.iter().position(|place| place == range) {
@@ -62,9 +65,11 @@ impl<'a> Outgoing<'a> {
         }
         let readers: Vec<(usize, usize)> = to.iter().map(ExactSizeIterator::len).enumerate().collect();
         let readers = readers.into_iter().filter(|&(reader, len)| reader != member.rank && len > 0).collect();
+        // Readers look at their words only after this store.
         segment.word(Word::Planned).store(round.number + 1, Ordering::Release);
         segment.ring(Bell::ForReaders);
-        // A place that only this rank reads is counted, so that all ranks cut alike, but never written.
+        // A place that only this rank reads counts in the size of a chunk, which must be the same on all ranks, but is
+        // never written.
         let is_read =
             |place: &Range<usize>| to.iter().enumerate().any(|(reader, range)| reader != member.rank && range == place);
         for place in &mut places {
@@ -88,10 +93,11 @@ impl<'a> Outgoing<'a> {
         let number = self.published.chunks;
         let window = (number % 2) as usize;
         for &reader in &self.published.readers[window] {
-            // The chunk before the last one is the one that lay in this window.
+            // Chunk `number - 2` lies in this window. Its readers must have consumed it.
             let consumed = || segment.reader_word(reader, ReaderWord::Consumed).load(Ordering::Acquire) + 1 >= number;
             wait(member, round, segment, Bell::ForOwner, consumed, || vec![member.ranks[reader]])?;
         }
+        // Nobody reads the window now: write the next chunk of every place.
         for (index, place) in self.places.iter().enumerate() {
             let start = (place.start + self.sent).min(place.end);
             let end = (start + self.chunk).min(place.end);
@@ -102,6 +108,7 @@ impl<'a> Outgoing<'a> {
         }
         let reads = |&&(_, len): &&(usize, usize)| len > self.sent;
         self.published.readers[window] = self.readers.iter().filter(reads).map(|&(reader, _)| reader).collect();
+        // From this store on, readers read the window.
         self.published.chunks += 1;
         segment.word(Word::Published).store(self.published.chunks, Ordering::Release);
         segment.ring(Bell::ForReaders);
@@ -110,18 +117,18 @@ impl<'a> Outgoing<'a> {
     }
 }
 
-/// What this rank reads of another in a round.
+/// The bytes that this rank reads from another in a round.
 pub(super) struct Incoming<'a> {
     member: Member<'a>,
     round: &'a Round<'a>,
     segment: &'a Segment,
-    /// The rank that it comes from.
+    /// The rank that sends them.
     pub(super) from: usize,
     left: usize,
     cut: Option<Cut>,
 }
 
-/// Where in a segment this rank's chunks are.
+/// The place of this rank's chunks in a segment.
 #[derive(Clone, Copy)]
 struct Cut {
     /// The number of the next chunk.
@@ -139,7 +146,7 @@ impl<'a> Incoming<'a> {
         self.left == 0
     }
 
-    /// The next chunk, once it is there. It stays until [`consumed`](Self::consumed) says otherwise.
+    /// Waits for the next chunk, and returns it. It stays in place until [`consumed`](Self::consumed) is called.
     pub(super) fn chunk(&mut self) -> Result<&'a [u8], CommError> {
         let Cut { number, offset, size } = match self.cut {
             Some(cut) => cut,
@@ -159,7 +166,7 @@ impl<'a> Incoming<'a> {
         })
     }
 
-    /// Lets the chunk go.
+    /// Tells the sender that this rank is done with the chunk, so that its window can be written again.
     pub(super) fn consumed(&mut self) {
         if let Some(Cut { number, size, .. }) = &mut self.cut {
             *number += 1;
@@ -169,7 +176,7 @@ impl<'a> Incoming<'a> {
         }
     }
 
-    /// Waits until the sender has told where to look.
+    /// Waits until the sender has written where this rank's chunks will be, and reads that.
     fn plan(&mut self) -> Result<Cut, CommError> {
         let planned = self.round.number + 1;
         self.wait(|segment| segment.word(Word::Planned).load(Ordering::Acquire) >= planned)?;

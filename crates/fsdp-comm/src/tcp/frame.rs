@@ -1,27 +1,29 @@
-//! What ranks say to each other over a socket: frames of a fixed header and a body.
+//! The frames that ranks send to each other over a socket: a fixed header and a body.
 
 use std::io::{self, Read, Write};
 
-/// Longest body. Tensors are cut into frames of [`CHUNK_BYTES`]; only records could be longer, and are not.
+use crate::buffer::reserve;
+
+/// The longest body. Tensors are cut into frames of [`CHUNK_BYTES`], and records are shorter than this.
 const MAX_BODY_BYTES: u64 = 16 << 20;
 
-/// How many bytes of a tensor one frame carries.
+/// The number of bytes of a tensor that one frame carries.
 pub(super) const CHUNK_BYTES: usize = 1 << 20;
 
 const HEADER_BYTES: usize = 25;
 
-/// What a frame is.
+/// The kind of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     /// A rank's record of a round.
     Record,
     /// A chunk of a rank's bytes in a round.
     Chunk,
-    /// The group has failed; the body says why.
+    /// The group has failed. The body is the error.
     Abort,
-    /// Still alive.
+    /// A sign that the rank is alive.
     Heartbeat,
-    /// The last frame of a rank that leaves; the body says how.
+    /// The last frame of a rank that leaves. The body says in which way.
     Goodbye,
 }
 
@@ -29,7 +31,7 @@ impl Kind {
     const ALL: [Kind; 5] = [Kind::Record, Kind::Chunk, Kind::Abort, Kind::Heartbeat, Kind::Goodbye];
 }
 
-/// What came in.
+/// A frame that has been received.
 #[derive(Debug)]
 pub(super) struct Frame {
     pub(super) kind: Kind,
@@ -50,24 +52,28 @@ pub(super) fn header(kind: Kind, group: u64, round: u64, body: usize) -> [u8; HE
 pub(super) fn read(stream: &mut impl Read) -> io::Result<Frame> {
     let mut header = [0; HEADER_BYTES];
     stream.read_exact(&mut header)?;
-    let word = |at: usize| u64::from_le_bytes(std::array::from_fn(|byte| header[at + byte]));
     let kind = Kind::ALL.get(usize::from(header[0])).copied();
-    let (Some(kind), len @ ..=MAX_BODY_BYTES) = (kind, word(17)) else {
+    let (Some(kind), len @ ..=MAX_BODY_BYTES) = (kind, word(&header, 17)) else {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "it sent what no rank sends"));
     };
-    let mut body = Vec::with_capacity(len as usize);
+    let mut body = Vec::new();
+    reserve(&mut body, len as usize, "a frame").map_err(|error| io::Error::new(io::ErrorKind::OutOfMemory, error))?;
     if stream.take(len).read_to_end(&mut body)? as u64 != len {
         return Err(io::ErrorKind::UnexpectedEof.into());
     }
-    Ok(Frame { kind, group: word(1), round: word(9), body })
+    Ok(Frame { kind, group: word(&header, 1), round: word(&header, 9), body })
 }
 
-/// Whether a write that failed like this may be tried again.
+fn word(header: &[u8; HEADER_BYTES], at: usize) -> u64 {
+    u64::from_le_bytes(std::array::from_fn(|byte| header[at + byte]))
+}
+
+/// Returns `true` if a write that failed with this error may be tried again.
 pub(super) fn is_patient(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut | io::ErrorKind::Interrupted)
 }
 
-/// Writes all of it, for as long as `go_on` says so.
+/// Writes all bytes. After each timeout of the socket it asks `go_on` whether to try again.
 pub(super) fn write(stream: &mut impl Write, mut bytes: &[u8], go_on: impl Fn() -> bool) -> io::Result<()> {
     while !bytes.is_empty() {
         match stream.write(bytes) {

@@ -1,4 +1,4 @@
-//! A process among the processes of its job: one socket to each other, and what has come in over them.
+//! This process in its job: a socket to each other process, and the frames that have been received.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::io::{self, IoSlice, Write};
@@ -10,38 +10,38 @@ use std::time::{Duration, Instant};
 use super::frame::{self, Frame, Kind};
 use crate::backend::Round;
 use crate::error::CommError;
-use crate::store::Store;
+use crate::store::TcpStore;
 use crate::wire;
 
-/// How often a rank tells all others that it is alive.
+/// The time between two heartbeats, which a rank sends to all others.
 pub(super) const HEARTBEAT: Duration = Duration::from_millis(500);
 
-/// A rank that has said nothing for longer than this is stopped or unreachable, and not merely slow.
+/// The time without any frame after which a rank counts as stopped or unreachable, and not merely slow.
 pub(super) const SILENCE: Duration = Duration::from_millis(1750);
 
-/// How long a blocked write goes before it looks whether it should go on.
+/// The time after which a blocked write checks whether it should go on.
 const WRITE_SLICE: Duration = Duration::from_millis(100);
 
-/// How long a rank that leaves or aborts tries to tell the others.
+/// The time for which a rank that leaves or aborts tries to tell the others.
 const FAREWELL: Duration = Duration::from_millis(500);
 
-/// This process. It leaves the job when this is dropped.
+/// This process in its job, which it leaves when this is dropped.
 #[derive(Debug)]
 pub(super) struct Node {
     pub(super) rank: usize,
-    /// A token of each rank's host; equal ones can share memory.
+    /// A token of each rank's host. Ranks with equal tokens can share memory.
     pub(super) hosts: Vec<Option<String>>,
     writers: Writers,
     inbox: Arc<Inbox>,
     threads: Mutex<Vec<JoinHandle<()>>>,
-    /// Kept for as long as the job runs: rank 0 hosts it.
-    _store: Store,
+    /// The store, kept for as long as the job runs, because rank 0 hosts it.
+    _store: TcpStore,
 }
 
-/// The sockets to all other ranks; `None` is this one.
+/// The sockets to all other ranks; `None` for this one.
 type Writers = Arc<Vec<Option<Mutex<TcpStream>>>>;
 
-/// What all sockets fill.
+/// The received frames of all sockets.
 #[derive(Debug)]
 pub(super) struct Inbox {
     state: Mutex<State>,
@@ -51,12 +51,12 @@ pub(super) struct Inbox {
 #[derive(Debug)]
 pub(super) struct State {
     ranks: Vec<RankState>,
-    /// A rank that is silent for longer than this is lost, however long an operation may take: the job's own deadline.
+    /// The time of silence after which a rank is lost even if an operation may take longer: the job's own deadline.
     patience: Duration,
-    /// When this process last told the others that it is alive.
+    /// The time of this process's last heartbeat.
     beaten: Instant,
     groups: HashMap<u64, GroupState>,
-    /// Groups that this process is done with, for which something may still come in.
+    /// Groups that this process has dropped. Frames for them may still arrive, and are ignored.
     closed: HashSet<u64>,
     leaving: bool,
 }
@@ -70,13 +70,13 @@ struct RankState {
 
 #[derive(Debug, Default)]
 struct GroupState {
-    /// In which round the group failed, and why.
+    /// The round in which the group failed, and the error.
     failure: Option<(u64, CommError)>,
-    /// By global rank and round.
+    /// The received frames, by global rank and round.
     rounds: HashMap<(usize, u64), Incoming>,
 }
 
-/// What one rank sent in one round.
+/// The frames of one rank in one round.
 #[derive(Debug, Default)]
 pub(super) struct Incoming {
     pub(super) record: Option<Vec<u8>>,
@@ -84,12 +84,12 @@ pub(super) struct Incoming {
 }
 
 impl State {
-    /// What this rank sent in this round so far.
+    /// Returns the frames that a rank has sent in a round so far.
     pub(super) fn incoming(&mut self, group: u64, rank: usize, round: u64) -> &mut Incoming {
         self.groups.entry(group).or_default().rounds.entry((rank, round)).or_default()
     }
 
-    /// Forgets what was sent in this round.
+    /// Drops the frames of a round.
     pub(super) fn forget(&mut self, group: u64, round: u64) {
         if let Some(group) = self.groups.get_mut(&group) {
             group.rounds.retain(|&(_, number), _| number != round);
@@ -142,12 +142,13 @@ impl Inbox {
 }
 
 impl Node {
-    /// Takes over the sockets to all other ranks (`None` for this one).
+    /// Takes over the sockets to all other ranks (`None` for this one), and starts the threads that read them and that
+    /// send heartbeats.
     pub(super) fn start(
         rank: usize,
         hosts: Vec<Option<String>>,
         streams: Vec<Option<TcpStream>>,
-        store: Store,
+        store: TcpStore,
         deadline: Duration,
     ) -> io::Result<Arc<Node>> {
         let heard = Instant::now();
@@ -192,7 +193,7 @@ impl Node {
         &self.inbox
     }
 
-    /// Sends a frame, waiting for as long as the round allows.
+    /// Sends a frame, and waits until the round's deadline if the other rank does not read.
     pub(super) fn send(
         &self,
         to: usize,
@@ -208,7 +209,7 @@ impl Node {
             return Ok(());
         };
         let trouble = self.trouble(group, round, &[to]);
-        // In the middle of a frame the connection is of no more use.
+        // The connection may be in the middle of a frame, so it cannot be used any more.
         self.inbox.lose(to, &error);
         self.hang_up(to);
         Err(trouble.or_else(|| self.trouble(group, round, &[to])).unwrap_or_else(|| CommError::RankLeft {
@@ -221,7 +222,8 @@ impl Node {
 
     fn hang_up(&self, from: usize) {
         if let Some(Some(writer)) = self.writers.get(from) {
-            // Ends the reader of this socket, and the other rank's after it has read what was sent before.
+            // This ends the thread that reads the socket here, and the one of the other rank after it has read everything
+            // that was sent before.
             if let Ok(writer) = writer.lock() {
                 writer.shutdown(Shutdown::Both).ok();
             }
@@ -233,7 +235,8 @@ impl Node {
         write_frame(&mut writer.lock().unwrap_or_else(PoisonError::into_inner), kind, about, body, go_on)
     }
 
-    /// Sends what must not hold this rank up for long, not even if another thread waits for a rank that does not read.
+    /// Sends a frame if that is possible within [`FAREWELL`]. Another thread may hold the socket for longer, because it
+    /// waits for a rank that does not read; then the frame is not sent.
     fn tell(&self, to: usize, kind: Kind, about: (u64, u64), body: &[u8]) {
         let until = Instant::now() + FAREWELL;
         let Some(Some(writer)) = self.writers.get(to) else { return };
@@ -241,7 +244,7 @@ impl Node {
             match writer.try_lock() {
                 Ok(mut writer) => {
                     if write_frame(&mut writer, kind, about, body, || Instant::now() < until).is_err() {
-                        // Perhaps in the middle of a frame.
+                        // The connection may be in the middle of a frame.
                         writer.shutdown(Shutdown::Both).ok();
                     }
                     return;
@@ -252,7 +255,7 @@ impl Node {
         }
     }
 
-    /// Ends a group here and, if it has not already ended, on all its ranks.
+    /// Ends a group on this rank and on all others, unless it has already ended.
     pub(super) fn abort(&self, group: u64, round: u64, ranks: &[usize], error: &CommError) {
         let mut state = self.inbox.lock();
         let failure = &mut state.groups.entry(group).or_default().failure;
@@ -273,7 +276,8 @@ impl Node {
         self.tell(to, Kind::Goodbye, (0, 0), reason);
     }
 
-    /// Tells all ranks that this one leaves, and waits until all others do: forever, or for this long. Whether they did.
+    /// Tells all ranks that this one leaves, and waits until all others have told the same, but no longer than `limit`
+    /// (`None` waits without end). Returns `true` if all have, and `false` if one of them is lost or the time is over.
     #[cfg(feature = "mpi")]
     pub(super) fn say_goodbye(&self, limit: Option<Duration>) -> bool {
         (0..self.writers.len()).for_each(|rank| self.tell_goodbye(rank));
@@ -296,19 +300,20 @@ impl Node {
         }
     }
 
-    /// This process is done with a group.
+    /// Drops a group of this process.
     pub(super) fn close(&self, group: u64) {
         let mut state = self.inbox.lock();
         state.groups.remove(&group);
         state.closed.insert(group);
     }
 
-    /// Why a round that still waits for these ranks cannot come to an end, if so.
+    /// Returns the reason that a round which still waits for these ranks cannot end, if there is one.
     pub(super) fn trouble(&self, group: u64, round: &Round<'_>, missing: &[usize]) -> Option<CommError> {
         self.inbox.lock().trouble(group, round, missing)
     }
 
-    /// Waits until `ready` gives an answer, and fails if the ranks that it still waits for cannot give what it needs.
+    /// Waits until `ready` returns a result. Until then it returns the ranks that are missing; this fails if one of them
+    /// is lost, or at the deadline.
     pub(super) fn wait<R>(
         &self,
         group: u64,
@@ -334,7 +339,7 @@ impl Node {
 impl State {
     pub(super) fn trouble(&self, group: u64, round: &Round<'_>, missing: &[usize]) -> Option<CommError> {
         match self.groups.get(&group).and_then(|group| group.failure.as_ref()) {
-            // If it failed later, what this round still waits for has been sent.
+            // If the group failed in a later round, all frames of this round have been sent.
             Some((failed, failure)) if *failed <= round.number => return Some(failure.clone()),
             _ => {}
         }
@@ -350,10 +355,14 @@ impl State {
             }
         }
         let is_over = Instant::now() >= round.until;
-        let limit = match is_over {
-            true => SILENCE,
-            false if self.beaten.elapsed() > SILENCE => Duration::MAX,
-            false => self.patience,
+        // After the deadline, a rank without heartbeats is to blame rather than one that is only slow. Before it, a silent
+        // rank is lost, unless it is this process that was stopped and has not read the others' heartbeats yet.
+        let limit = if is_over {
+            SILENCE
+        } else if self.beaten.elapsed() > SILENCE {
+            Duration::MAX
+        } else {
+            self.patience
         };
         let silent = missing.iter().find(|&&rank| self.ranks[rank].heard.elapsed() > limit);
         if missing.is_empty() || (!is_over && silent.is_none()) {
@@ -375,12 +384,12 @@ impl State {
 }
 
 impl Inbox {
-    /// Sleeps, unless the node leaves, and tells whether it does.
+    /// Sleeps between two heartbeats. Returns `true` if the node leaves.
     fn sleep(&self, duration: Duration) -> bool {
         let until = Instant::now() + duration;
         let mut state = self.lock();
         if state.beaten.elapsed() > SILENCE {
-            // It was this process that was stopped. What the others said meanwhile is still to be read.
+            // This process was stopped. The frames that the others sent meanwhile have not been read yet.
             state.ranks.iter_mut().for_each(|rank| rank.heard = Instant::now());
         }
         state.beaten = Instant::now();
@@ -414,10 +423,11 @@ fn write_frame(
 }
 
 fn beat(writer: &Mutex<TcpStream>) {
-    // Whoever holds the socket is sending something, which says as much.
+    // A thread that holds the socket is sending a frame, which is as good as a heartbeat.
     if let Ok(mut writer) = writer.try_lock() {
         let heartbeat = frame::header(Kind::Heartbeat, 0, 0, 0);
-        // So small a write is done whole or not at all, and if not, the rank at the other end is not reading anyway.
+        // So small a write is nearly always done whole or not at all. If it is not done, the other rank is not reading; if
+        // it is done in part, the connection cannot be used any more.
         match writer.write(&heartbeat) {
             Ok(written) if written < heartbeat.len() => drop(writer.shutdown(Shutdown::Both)),
             _ => {}

@@ -1,4 +1,4 @@
-//! How the processes of a job find each other: through the store, each tells where it listens; then every two connect.
+//! The rendezvous: the processes of a job publish their addresses in the store, and then every two connect.
 
 use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Read, Write};
@@ -13,131 +13,165 @@ use super::node::Node;
 use super::shared::host_token;
 use crate::environment::Environment;
 use crate::error::CommError;
-use crate::store::{Store, StoreOptions};
+use crate::store::{StoreOptions, TcpStore};
 use crate::wire;
 
-/// Where a rank listens.
+/// The address at which a rank listens.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Address {
     ip: IpAddr,
     port: u16,
-    /// Equal tokens can share memory.
+    /// A token of the host. Ranks with equal tokens can share memory.
     host: Option<String>,
 }
 
 /// The first bytes of a rank on a new socket: the job's nonce and its rank.
 type Greeting = [u8; 16];
 
-/// In place of the address of a rank that has not come in time.
+/// The value in place of the address of a rank that has not come in time.
 const GIVEN_UP: &[u8] = &[];
 
-/// How long the store outlives a failed rendezvous.
+/// The time for which rank 0 keeps the store after a failed rendezvous, so that the others can read the outcome.
 const LINGER: Duration = Duration::from_millis(200);
 
+/// The time between two attempts to accept a connection.
 const POLL: Duration = Duration::from_millis(2);
 
-/// Who meets where.
+/// A process's place in a rendezvous.
 #[derive(Debug)]
 pub(crate) struct Place {
     pub(crate) rank: usize,
     pub(crate) world_size: usize,
-    /// The store's, for messages.
+    /// The address of the store, for messages.
     pub(crate) address: String,
     pub(crate) deadline: Duration,
     pub(crate) until: Instant,
 }
 
-/// The store of a job, which rank 0 hosts: at the job's address, or, if torchrun's agent listens there, elsewhere.
-pub(super) fn open(environment: &Environment, deadline: Duration) -> Result<Store, CommError> {
+/// Opens the store of a job. Rank 0 hosts it at the job's address or, if torchrun's agent listens there, at a free port.
+pub(super) fn open(environment: &Environment, deadline: Duration) -> Result<TcpStore, CommError> {
     let &Environment { rank, world_size, .. } = environment;
     let options = StoreOptions { job: environment.job.clone(), rank, world_size, deadline };
     let master = environment.master();
     match &environment.agent_store {
-        Some(key) => Store::through_agent(&master, key, &options),
-        None if rank == 0 => Store::host(&master, &options),
-        None => Store::connect(&master, &options),
+        Some(key) => TcpStore::through_agent(&master, key, &options),
+        None if rank == 0 => TcpStore::host(&master, &options),
+        None => TcpStore::connect(&master, &options),
     }
 }
 
-/// Meets all other ranks.
-pub(super) fn meet(place: &Place, store: Store, shared_memory: bool) -> Result<Arc<Node>, CommError> {
-    let &Place { rank, world_size, deadline, until, address: ref master } = place;
-    let failed = |joined: &dyn Fn(usize) -> bool, message: String| CommError::Rendezvous {
-        address: master.clone(),
-        joined: (0..world_size).filter(|&rank| joined(rank)).collect(),
-        missing: (0..world_size).filter(|&rank| !joined(rank)).collect(),
-        message,
-    };
-    let io =
-        |what: &str, error: io::Error| failed(&|other| other == rank, format!("rank {rank} could not {what}: {error}"));
-
-    let listener = TcpListener::bind((store.local_ip(), 0)).map_err(|error| io("listen", error))?;
-    let port = listener.local_addr().map_err(|error| io("listen", error))?.port();
+/// Finds all other ranks through the store, and connects to each of them.
+pub(super) fn meet(place: &Place, store: TcpStore, shared_memory: bool) -> Result<Arc<Node>, CommError> {
+    let rank = place.rank;
+    // Step 1: listen, so that others can connect as soon as they know the address.
+    let listener = TcpListener::bind((store.local_ip(), 0)).map_err(|error| place.io("listen", &error))?;
+    let port = listener.local_addr().map_err(|error| place.io("listen", &error))?.port();
     let host = shared_memory.then(host_token).flatten();
     let address = Address { ip: store.local_ip(), port, host };
-    let encoded = wire::encode(&address).map_err(|message| failed(&|other| other == rank, message))?;
-    let key = |rank: usize| format!("tcp/address/{rank}");
-    let lost = |error: CommError| failed(&|other| other != 0 && other == rank, format!("rank 0 is gone: {error}"));
-    // Whatever a process of another job may have got hold of, it has not got this.
+    // Step 2: agree on a nonce, which the first rank to come chooses. A connection must begin with it, so processes of
+    // other jobs are refused.
     let nonce = RandomState::new().hash_one(rank).to_le_bytes();
-    let nonce = store.compare_and_set("tcp/nonce", None, &nonce).map_err(lost)?;
-    if store.compare_and_set(&key(rank), None, &encoded).map_err(lost)? != encoded {
-        return Err(failed(&|other| other != rank, format!("rank {rank} came after the others had given it up")));
-    }
-    let keys: Vec<String> = (0..world_size).map(key).collect();
-    let addresses = match store.wait(&keys, until.saturating_duration_since(Instant::now())).map_err(lost)? {
-        Ok(addresses) => addresses,
-        Err(missing) => {
-            // Given up by one, given up by all: so all know the same, and now.
-            for key in missing {
-                store.compare_and_set(&key, None, GIVEN_UP).map_err(lost)?;
-            }
-            store.wait(&keys, deadline).map_err(lost)?.unwrap_or_default()
-        }
-    };
-    if addresses.len() != world_size || addresses.iter().any(|address| address == GIVEN_UP) {
-        if rank == 0 {
-            // The store goes with this rank; the others are still being told.
-            thread::sleep(LINGER);
-        }
-        let came = |rank: usize| addresses.get(rank).is_some_and(|address| address != GIVEN_UP);
-        return Err(failed(&came, format!("not all ranks came within {deadline:?}")));
-    }
-    let addresses = addresses
-        .iter()
-        .map(|bytes| wire::decode(bytes))
-        .collect::<Result<Vec<Address>, String>>()
-        .map_err(|message| failed(&|_| true, message))?;
-
-    let mut streams: Vec<Option<TcpStream>> = (0..world_size).map(|_| None).collect();
-    // Listeners accept without their process, so all ranks can connect first and accept then.
+    let nonce = store.compare_and_set("tcp/nonce", None, &nonce).map_err(|error| place.lost(&error))?;
+    // Step 3: exchange addresses through the store.
+    let addresses = exchange_addresses(place, &store, &address)?;
+    // Step 4: connect to all lower ranks, then accept the connections of all higher ones. The system completes connections
+    // before they are accepted, so no rank waits for another one to reach that point.
+    let mut streams: Vec<Option<TcpStream>> = (0..place.world_size).map(|_| None).collect();
     for (other, address) in addresses.iter().enumerate().take(rank) {
-        let connected = connect(address, until).and_then(|mut stream| {
+        let connected = connect(address, place.until).and_then(|mut stream| {
             stream.write_all(&greeting(&nonce, rank))?;
             Ok(stream)
         });
         let what = format!("connect to rank {other} at {}:{}", address.ip, address.port);
-        streams[other] = Some(connected.map_err(|error| io(&what, error))?);
+        streams[other] = Some(connected.map_err(|error| place.io(&what, &error))?);
     }
+    accept_all(place, &listener, &nonce, &mut streams)?;
+    let hosts = addresses.into_iter().map(|address| address.host).collect();
+    Node::start(rank, hosts, streams, store, place.deadline).map_err(|error| place.io("start its threads", &error))
+}
+
+impl Place {
+    /// Returns the error of a rendezvous to which only the ranks of which `joined` is true are known to have come.
+    fn failed(&self, joined: impl Fn(usize) -> bool, message: String) -> CommError {
+        let (joined, missing) = (0..self.world_size).partition(|&rank| joined(rank));
+        CommError::Rendezvous { address: self.address.clone(), joined, missing, message }
+    }
+
+    /// Returns the error of a rank that failed by itself.
+    fn io(&self, what: &str, error: &io::Error) -> CommError {
+        self.failed(|other| other == self.rank, format!("rank {} could not {what}: {error}", self.rank))
+    }
+
+    /// Returns the error of a rank that has lost the store, and with it rank 0.
+    fn lost(&self, error: &CommError) -> CommError {
+        self.failed(|other| other != 0 && other == self.rank, format!("rank 0 is gone: {error}"))
+    }
+}
+
+/// Returns the key of a rank's address in the store.
+fn address_key(rank: usize) -> String {
+    format!("tcp/address/{rank}")
+}
+
+/// Publishes this rank's address in the store, and waits for the addresses of all ranks.
+fn exchange_addresses(place: &Place, store: &TcpStore, own: &Address) -> Result<Vec<Address>, CommError> {
+    let &Place { rank, world_size, deadline, until, .. } = place;
+    let encoded = wire::encode(own).map_err(|message| place.failed(|other| other == rank, message))?;
+    // The others may have given this rank up already, and then its key has a value.
+    let published = store.compare_and_set(&address_key(rank), None, &encoded).map_err(|error| place.lost(&error))?;
+    if published != encoded {
+        let message = format!("rank {rank} came after the others had given it up");
+        return Err(place.failed(|other| other != rank, message));
+    }
+    let keys: Vec<String> = (0..world_size).map(address_key).collect();
+    let left = until.saturating_duration_since(Instant::now());
+    let addresses = match store.wait(&keys, left).map_err(|error| place.lost(&error))? {
+        Ok(addresses) => addresses,
+        Err(missing) => {
+            // The first rank to give up gives up for all: it marks the missing ranks, which ends the waits of the others.
+            for key in missing {
+                store.compare_and_set(&key, None, GIVEN_UP).map_err(|error| place.lost(&error))?;
+            }
+            store.wait(&keys, deadline).map_err(|error| place.lost(&error))?.unwrap_or_default()
+        }
+    };
+    if addresses.len() != world_size || addresses.iter().any(|address| address == GIVEN_UP) {
+        if rank == 0 {
+            // The store ends with this rank, and the others have yet to read the marks.
+            thread::sleep(LINGER);
+        }
+        let message = format!("not all ranks came within {deadline:?}");
+        return Err(place.failed(|rank| addresses.get(rank).is_some_and(|address| address != GIVEN_UP), message));
+    }
+    let decoded: Result<Vec<Address>, String> = addresses.iter().map(|bytes| wire::decode(bytes)).collect();
+    decoded.map_err(|message| place.failed(|_| true, message))
+}
+
+/// Accepts the connections of all higher ranks.
+fn accept_all(
+    place: &Place,
+    listener: &TcpListener,
+    nonce: &[u8],
+    streams: &mut [Option<TcpStream>],
+) -> Result<(), CommError> {
+    let &Place { rank, world_size, deadline, until, .. } = place;
     while streams[rank + 1..].iter().any(Option::is_none) {
-        match accept(&listener, until) {
+        match accept(listener, until) {
             Ok((stream, said)) => {
-                let other = (rank + 1..world_size).find(|&other| said == greeting(&nonce, other));
+                let other = (rank + 1..world_size).find(|&other| said == greeting(nonce, other));
                 match other.map(|other| &mut streams[other]) {
                     Some(empty @ None) => *empty = Some(stream),
                     _ => tracing::warn!("a connection that was not greeted by a rank of this job was refused"),
                 }
             }
             Err(error) if Instant::now() >= until => {
-                let joined = |other: usize| other <= rank || streams[other].is_some();
                 let message = format!("rank {rank} had not all connections within {deadline:?}: {error}");
-                return Err(failed(&joined, message));
+                return Err(place.failed(|other| other <= rank || streams[other].is_some(), message));
             }
             Err(error) => tracing::debug!(%error, "a connection broke off"),
         }
     }
-    let hosts = addresses.into_iter().map(|address| address.host).collect();
-    Node::start(rank, hosts, streams, store, deadline).map_err(|error| io("start its threads", error))
+    Ok(())
 }
 
 fn greeting(nonce: &[u8], rank: usize) -> Greeting {
@@ -152,7 +186,7 @@ fn connect(address: &Address, until: Instant) -> io::Result<TcpStream> {
     TcpStream::connect_timeout(&SocketAddr::new(address.ip, address.port), left)
 }
 
-/// The next connection, and what was said on it.
+/// Accepts the next connection, and reads its greeting.
 fn accept(listener: &TcpListener, until: Instant) -> io::Result<(TcpStream, Greeting)> {
     listener.set_nonblocking(true)?;
     let mut stream = loop {

@@ -1,4 +1,4 @@
-//! A piece of memory that one rank of a group owns and all of them map.
+//! Shared memory that one rank of a group owns and all ranks of the group map.
 //!
 //! ```text
 //! words of the owner: token, rounds arrived at, chunks published, rounds planned, the verdict, lengths of its two records
@@ -7,10 +7,11 @@
 //! two records | two windows of chunks
 //! ```
 //!
-//! Who writes what, and when others read it, is the protocol of `shared`: records and windows are written by their owner
-//! only while nobody reads them, and every hand-over is a release store followed by an acquire load of a word.
-//! All processes of a job run that protocol; a process that does not can make others compute nonsense, but as all sizes
-//! are checked against the mapping, it cannot make them leave it. The memory cannot shrink under a reader (it is sealed).
+//! The module `shared` defines who writes and reads what at which time. The owner writes records and windows only while
+//! nobody reads them, and every hand-over is a release store followed by an acquire load of a word.
+//!
+//! All processes of a job run that protocol. A process that does not can make others compute wrong values. It cannot make
+//! them read outside the mapping, as all sizes are checked against it, and the memory is sealed, so it cannot shrink.
 
 use std::fs::File;
 use std::io;
@@ -22,9 +23,9 @@ use memmap2::{MmapOptions, MmapRaw};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::thread::futex;
 
-/// Longest record. Records have a few words for each rank, and an inline payload.
+/// The longest record. Records have a few words for each rank, and a small payload.
 pub(super) const RECORD_BYTES: usize = 128 << 10;
-/// Size of each of the two windows: small enough that what one rank writes is still in a cache when others read it.
+/// The size of each of the two windows: small enough that the bytes are still in a cache when other ranks read them.
 pub(super) const WINDOW_BYTES: usize = 1 << 20;
 
 const LINE: usize = 64;
@@ -44,22 +45,22 @@ pub(super) enum Word {
 /// A word of a reader.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum ReaderWord {
-    /// Chunks consumed; the only word that the reader writes.
+    /// The number of chunks consumed. Only this word is written by the reader.
     Consumed,
     /// The number of the first chunk of this round.
     First,
-    /// Where in a window its chunks are.
+    /// The offset of its chunks in a window.
     Offset,
-    /// How long they are.
+    /// The size of its chunks.
     Size,
 }
 
-/// Whom a change is for.
+/// The bell of a segment, by the ranks that listen to it.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Bell {
-    /// The owner has arrived or published.
+    /// Rung by the owner when it has arrived or published.
     ForReaders,
-    /// A reader has consumed.
+    /// Rung by a reader when it has consumed a chunk.
     ForOwner,
 }
 
@@ -78,7 +79,7 @@ impl Segment {
         Self::header_bytes(ranks) + 2 * RECORD_BYTES + 2 * WINDOW_BYTES
     }
 
-    /// Memory for a group of this many ranks, all zero, and the file through which others map it.
+    /// Creates zeroed memory for a group of this many ranks, and the file through which others map it.
     pub(super) fn create(ranks: usize) -> io::Result<(Segment, File)> {
         let file = File::from(memfd_create("fsdp", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?);
         ftruncate(&file, Self::len(ranks) as u64)?;
@@ -96,7 +97,7 @@ impl Segment {
         Self::map(&file, ranks)
     }
 
-    /// The number under which others open the file.
+    /// Returns the number under which other processes open the file.
     pub(super) fn number(file: &File) -> i32 {
         file.as_raw_fd()
     }
@@ -105,7 +106,7 @@ impl Segment {
         Ok(Segment { map: MmapOptions::new().len(Self::len(ranks)).map_raw(file)?, ranks })
     }
 
-    /// The word at this offset of the header.
+    /// Returns the word at this offset of the header.
     fn at(&self, offset: usize) -> &AtomicU64 {
         assert!(offset.is_multiple_of(8) && offset + 8 <= Self::header_bytes(self.ranks));
         // SAFETY: inside the mapping, which lives as long as `self`, and aligned as the mapping begins at a page; all
@@ -129,7 +130,7 @@ impl Segment {
         self.at(LINE * (3 + reader) + 8 * word as usize)
     }
 
-    /// The count of a bell, and how many wait for it.
+    /// Returns the two words of a bell: its count, and the number of ranks that wait for it.
     fn bell(&self, bell: Bell) -> (&AtomicU32, &AtomicU64) {
         let line = LINE * (1 + bell as usize);
         let count: *mut AtomicU64 = self.at(line).as_ptr().cast();
@@ -137,7 +138,7 @@ impl Segment {
         (unsafe { AtomicU32::from_ptr(count.cast()) }, self.at(line + 8))
     }
 
-    /// Tells of a change that was made before.
+    /// Wakes the ranks that listen, after a change has been made.
     pub(super) fn ring(&self, bell: Bell) {
         let (count, waiting) = self.bell(bell);
         count.fetch_add(1, Ordering::SeqCst);
@@ -146,21 +147,21 @@ impl Segment {
         }
     }
 
-    /// Sleeps until the bell rings, unless `is_ready` already; no longer than `limit`.
+    /// Sleeps until the bell rings, but no longer than `limit`, and not at all if `is_ready`.
     pub(super) fn listen(&self, bell: Bell, limit: Duration, is_ready: impl Fn() -> bool) {
         let (count, waiting) = self.bell(bell);
-        // Counted as waiting before it looks, so that whoever changes something after that rings.
+        // This rank counts as waiting before it checks, so that a change after the check rings the bell.
         waiting.fetch_add(1, Ordering::SeqCst);
         let before = count.load(Ordering::SeqCst);
         if !is_ready() {
             let limit = futex::Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: i64::from(limit.subsec_nanos()) };
-            // Woken, late, or interrupted: the caller looks again.
+            // The caller checks again, whatever ended the sleep.
             futex::wait(count, futex::Flags::empty(), before, Some(&limit)).ok();
         }
         waiting.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// Where a record or window begins.
+    /// Returns the address of a part of the mapping.
     fn area(&self, offset: usize, len: usize) -> *mut u8 {
         assert!(offset.checked_add(len).is_some_and(|end| end <= Self::len(self.ranks)));
         // SAFETY: inside the mapping.
@@ -196,7 +197,7 @@ impl Segment {
         self.word(Word::RecordLen(parity)).store(record.len() as u64, Ordering::Release);
     }
 
-    /// The owner's record, once it has arrived.
+    /// Returns the owner's record, once the owner has arrived at the round.
     pub(super) fn record(&self, parity: usize) -> &[u8] {
         let len = self.word(Word::RecordLen(parity)).load(Ordering::Acquire) as usize;
         self.bytes(self.record_offset(parity), len.min(RECORD_BYTES))
@@ -208,7 +209,7 @@ impl Segment {
         self.write(self.window_offset(window, offset), bytes);
     }
 
-    /// A part of one of the owner's windows; nothing if there is no such part.
+    /// Returns a part of one of the owner's windows; an empty slice if the window has no such part.
     pub(super) fn window(&self, window: usize, offset: usize, len: usize) -> &[u8] {
         if offset.checked_add(len).is_none_or(|end| end > WINDOW_BYTES) {
             return &[];

@@ -1,8 +1,9 @@
 //! Rounds through shared memory, for groups whose ranks are all on one host.
 //!
-//! Each rank owns a segment that all map. Its record lies there, and its bytes go through two windows, chunk by chunk:
-//! it writes chunk `k` into window `k % 2` once all readers have consumed chunk `k - 2`. What several ranks want alike
-//! (an all-gather) is written once; what they want of different places (a reduce-scatter) shares the window.
+//! Each rank owns a segment that all ranks map. The segment holds the rank's record, and its bytes go through two windows,
+//! chunk by chunk: it writes chunk `k` into window `k % 2` once all readers have consumed chunk `k - 2`. Bytes that several
+//! ranks read (an all-gather) are written once. If ranks read different bytes (a reduce-scatter), their chunks share the
+//! window.
 
 use std::fs;
 use std::sync::atomic::Ordering;
@@ -10,31 +11,33 @@ use std::sync::{Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
-use super::SETUP_ROUNDS;
 use super::chunks::{Incoming, Outgoing, Published};
 use super::segment::{Bell, RECORD_BYTES, Segment, Word};
-use super::sockets::{Member, exchange};
+use super::sockets::{Member, SETUP_ROUNDS, exchange};
 use super::watch::wait;
 use crate::backend::{Destination, Filler, Plan, Planner, Round, reduce_blocks};
 use crate::error::CommError;
 use crate::wire;
 
-/// The verdict on a group is the number of complete rounds, and once it has failed, this and in which round (so many
-/// rounds were complete) and by the word of which rank.
+/// The bit of a verdict that is set once the group has failed.
+///
+/// The verdict is a word in the segment of rank 0 on which all ranks agree. Without this bit it is the number of complete
+/// rounds. With it, it holds the round that failed, which is the number of rounds complete before, and the rank that gave
+/// up.
 const FAILED: u64 = 1 << 63;
-/// Where in a verdict the rank is; the round is below it.
+/// The position of the rank in a verdict. The bits below it are the round.
 const RANK_SHIFT: u32 = 40;
 
-/// A group's memory.
+/// The shared memory of a group.
 #[derive(Debug)]
 pub(super) struct SharedMemory {
-    /// Of each rank.
+    /// The segment of each rank.
     segments: Vec<Segment>,
-    /// What this rank has sent so far.
+    /// The chunks that this rank has sent so far.
     published: Mutex<Published>,
 }
 
-/// How others map a rank's segment.
+/// The data with which other ranks map a rank's segment.
 #[derive(Debug, Serialize, Deserialize)]
 struct Invitation {
     process: u32,
@@ -42,7 +45,8 @@ struct Invitation {
     token: u64,
 }
 
-/// What is equal for processes that can share memory: the same running kernel, and the same numbering of processes.
+/// Returns a token that is equal for processes that can share memory: those of one running kernel and one namespace of
+/// process ids.
 pub(super) fn host_token() -> Option<String> {
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
     let processes = fs::read_link("/proc/self/ns/pid").ok()?;
@@ -50,13 +54,14 @@ pub(super) fn host_token() -> Option<String> {
 }
 
 impl SharedMemory {
-    /// Maps each other's memory, if all ranks of the group can.
+    /// Lets all ranks of the group map each other's segments. Returns `None` on all ranks if one of them cannot.
     pub(super) fn new(member: Member<'_>, round: &Round<'_>) -> Result<Option<Self>, CommError> {
         let Member { node, ranks, rank, group } = member;
         let host = &node.hosts[ranks[0]];
         if host.is_none() || ranks.iter().any(|&rank| node.hosts[rank] != *host) {
             return Ok(None);
         }
+        // Step 1: create this rank's segment.
         let created = Segment::create(ranks.len()).inspect_err(|error| {
             tracing::warn!(%error, "no shared memory for a group: its tensors go over sockets");
         });
@@ -66,10 +71,12 @@ impl SharedMemory {
             segment.word(Word::Token).store(token, Ordering::Release);
             Invitation { process: std::process::id(), file: Segment::number(file), token }
         });
+        // Step 2: tell all ranks where it is, over the sockets.
         let invitations = exchange(member, &Round { number: 0, ..*round }, &encode(&invitation))?;
-        // The file stays open until all have mapped it.
+        // Step 3: map the segments of all others. The file stays open until all have mapped it, after the next exchange.
         let (own, _file) = created.ok().unzip();
         let segments = own.and_then(|own| map_all(rank, own, &invitations));
+        // Step 4: use shared memory only if it works for all ranks.
         let verdicts = exchange(member, &Round { number: 1, ..*round }, &encode(&segments.is_some()))?;
         (0..2).for_each(|number| node.inbox().lock().forget(group, number));
         if !verdicts.iter().all(|verdict| wire::decode(verdict) == Ok(true)) {
@@ -96,9 +103,11 @@ impl SharedMemory {
         }
         let parity = (round.number % 2) as usize;
         let own = &self.segments[rank];
+        // Show this rank's record, and ring for the others.
         own.write_record(parity, record);
         own.word(Word::Arrived).store(round.number + 1, Ordering::Release);
         own.ring(Bell::ForReaders);
+        // Wait for all ranks, and agree on whether all have come.
         self.conclude(member, round, self.all_arrived(member, round))?;
         let records: Vec<&[u8]> = self.segments.iter().map(|segment| segment.record(parity)).collect();
         match plan(&records)? {
@@ -107,34 +116,39 @@ impl SharedMemory {
         }
     }
 
-    /// Waits for all ranks to come to a round.
+    /// Waits for all ranks to arrive at a round.
     fn all_arrived(&self, member: Member<'_>, round: &Round<'_>) -> Result<(), CommError> {
-        let arrived = |segment: &Segment| segment.word(Word::Arrived).load(Ordering::Acquire) > round.number;
-        let missing = || {
-            let ranks = self.segments.iter().zip(member.ranks);
-            ranks.filter(|(segment, _)| !arrived(segment)).map(|(_, &rank)| rank).collect()
-        };
-        let mut segments = self.segments.iter();
-        segments.try_for_each(|segment| wait(member, round, segment, Bell::ForReaders, || arrived(segment), missing))
+        for segment in &self.segments {
+            let missing = || self.missing(member, round);
+            wait(member, round, segment, Bell::ForReaders, || has_arrived(segment, round), missing)?;
+        }
+        Ok(())
     }
 
-    /// Makes all ranks think the same of whether all have come: what the first of them to know says.
+    /// Returns the ranks that have not arrived at a round.
+    fn missing(&self, member: Member<'_>, round: &Round<'_>) -> Vec<usize> {
+        let ranks = self.segments.iter().zip(member.ranks);
+        ranks.filter(|(segment, _)| !has_arrived(segment, round)).map(|(_, &rank)| rank).collect()
+    }
+
+    /// Makes all ranks agree on whether all have arrived. The first rank to know decides.
     ///
-    /// Else a rank could come just when another has given it up, and go on as if nothing had happened.
+    /// Otherwise a rank could arrive just after another has given it up, and go on as if nothing had happened.
     fn conclude(&self, member: Member<'_>, round: &Round<'_>, all: Result<(), CommError>) -> Result<(), CommError> {
         let verdict = self.segments[0].word(Word::Verdict);
         let complete = round.number + 1;
         let failed = FAILED | (member.rank as u64) << RANK_SHIFT | round.number;
         let own = if all.is_ok() { complete } else { failed };
+        // Only the first rank can replace the verdict of the round before.
         let Err(said) = verdict.compare_exchange(round.number, own, Ordering::AcqRel, Ordering::Acquire) else {
             return all;
         };
         let rounds = said & ((1 << RANK_SHIFT) - 1);
         if rounds >= complete {
-            // It is complete, whatever came after it.
+            // The round was complete, whatever happened after it.
             return Ok(());
         }
-        // The rank that gave up says why.
+        // The rank that gave up sends its error, so wait for that.
         let by = ((said & !FAILED) >> RANK_SHIFT) as usize;
         let by = member.ranks.get(by).copied().unwrap_or(member.ranks[0]);
         all.and_then(|()| member.node.wait(member.group, round, |_| Err(vec![by])))
@@ -145,7 +159,7 @@ impl SharedMemory {
         let mut published = self.published.lock().unwrap_or_else(PoisonError::into_inner);
         let mut outgoing = Outgoing::new(member, round, &self.segments[rank], &plan.to, send, &mut published);
         let own = send.get(plan.from[rank].clone()).unwrap_or_default();
-        // Each begins with the bytes of another.
+        // Each rank begins with the bytes of a different rank.
         let others = (1..self.segments.len()).map(|k| (rank + k) % self.segments.len());
         let incoming = |from: usize| Incoming::new(member, round, &self.segments[from], from, plan.from[from].len());
         match plan.destination {
@@ -173,7 +187,7 @@ impl SharedMemory {
                         continue;
                     }
                     let mut pieces = vec![&[][..]; self.segments.len()];
-                    // All ranks cut what they send alike, as all send to the same places.
+                    // The chunks of all ranks have the same size, as all ranks send to the same places.
                     let mut len = own.len() - offset;
                     for incoming in &mut incoming {
                         pieces[incoming.from] = incoming.chunk()?;
@@ -190,12 +204,17 @@ impl SharedMemory {
     }
 }
 
+/// Returns `true` if the owner of a segment has arrived at a round.
+fn has_arrived(segment: &Segment, round: &Round<'_>) -> bool {
+    segment.word(Word::Arrived).load(Ordering::Acquire) > round.number
+}
+
 fn encode<T: Serialize>(value: &T) -> Vec<u8> {
-    // What cannot be encoded cannot be decoded either, and then there is no shared memory.
+    // If encoding fails, so does decoding on the other ranks, and then no rank uses shared memory.
     wire::encode(value).unwrap_or_default()
 }
 
-/// The segments of all ranks, if each can be mapped and is the one that its rank meant.
+/// Maps the segments of all ranks. Returns `None` if one cannot be mapped or does not hold its rank's token.
 fn map_all(rank: usize, own: Segment, invitations: &[Vec<u8>]) -> Option<Vec<Segment>> {
     let ranks = invitations.len();
     let mut own = Some(own);

@@ -7,18 +7,23 @@ use super::node::Node;
 use crate::backend::{Destination, Filler, Plan, Planner, Round, reduce_blocks};
 use crate::error::CommError;
 
+/// The number of rounds in which a group is set up. The rounds of its operations come after these.
+pub(super) const SETUP_ROUNDS: u64 = 3;
+#[cfg(any(feature = "mpi", feature = "nccl"))]
+pub(super) const LAST_SETUP_ROUND: u64 = SETUP_ROUNDS - 1;
+
 /// One rank of one group.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Member<'a> {
     pub(super) node: &'a Node,
     pub(super) group: u64,
-    /// Global ranks.
+    /// The global rank of each rank of the group.
     pub(super) ranks: &'a [usize],
     /// This rank in the group.
     pub(super) rank: usize,
 }
 
-/// Shows this rank's record to the others, and returns all records.
+/// Shows this rank's record to the others, and waits for the records of all.
 pub(super) fn exchange(
     Member { node, group, ranks, rank }: Member<'_>,
     round: &Round<'_>,
@@ -33,11 +38,15 @@ pub(super) fn exchange(
         if !missing.is_empty() {
             return Err(missing);
         }
-        let records = ranks.iter().map(|&from| match from == node.rank {
-            true => record.to_vec(),
-            false => state.incoming(group, from, round.number).record.take().unwrap_or_default(),
-        });
-        Ok(records.collect())
+        let mut records = Vec::with_capacity(ranks.len());
+        for &from in ranks {
+            records.push(if from == node.rank {
+                record.to_vec()
+            } else {
+                state.incoming(group, from, round.number).record.take().unwrap_or_default()
+            });
+        }
+        Ok(records)
     })
 }
 
@@ -56,6 +65,7 @@ pub(super) fn round(
         node.inbox().lock().forget(group, round.number);
         return Ok(());
     };
+    // Send to all others first, beginning with the next rank, so that not all ranks send to one.
     for k in 1..ranks.len() {
         let to = (rank + k) % ranks.len();
         let bytes = send.get(plan.to[to].clone()).unwrap_or_default();
@@ -121,7 +131,7 @@ fn others(ranks: &[usize], rank: usize) -> impl Iterator<Item = &usize> {
     ranks.iter().enumerate().filter(move |&(number, _)| number != rank).map(|(_, rank)| rank)
 }
 
-/// The ranges, from 0, in which a range is sent.
+/// Returns the ranges, relative to the start of a range, in which it is sent.
 fn chunks(range: &Range<usize>) -> impl Iterator<Item = Range<usize>> {
     let len = range.len();
     (0..len).step_by(CHUNK_BYTES).map(move |start| start..len.min(start + CHUNK_BYTES))

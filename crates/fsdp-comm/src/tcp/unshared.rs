@@ -1,10 +1,10 @@
-//! Where there is no memory to share.
+//! The shared memory of systems on which processes share none.
 
 use super::sockets::Member;
 use crate::backend::{Planner, Round};
 use crate::error::CommError;
 
-/// There is none.
+/// The shared memory of a group, which never exists here.
 #[derive(Debug)]
 pub(super) enum SharedMemory {}
 
@@ -25,7 +25,7 @@ impl SharedMemory {
     }
 }
 
-/// A host that shares no memory.
+/// Returns `None`: processes of this host share no memory.
 pub(super) fn host_token() -> Option<String> {
     None
 }

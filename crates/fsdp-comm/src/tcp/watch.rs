@@ -1,4 +1,4 @@
-//! Waiting for shared memory to change, with an eye on the ranks that should change it.
+//! Waiting for a change of shared memory, and for the loss of a rank that should make it.
 
 use std::hint;
 use std::time::Duration;
@@ -8,13 +8,13 @@ use super::sockets::Member;
 use crate::backend::Round;
 use crate::error::CommError;
 
-/// How often a rank that waits for memory to change looks whether the others are still there.
+/// The time between two checks of the other ranks while this one waits.
 const LOOK: Duration = Duration::from_millis(10);
 
-/// How often a rank looks at memory before it sleeps: about as long as falling asleep takes.
+/// The number of checks of the memory before a rank sleeps. They take about as long as falling asleep.
 const SPINS: usize = 200;
 
-/// Waits until memory shows what is waited for, and fails if the ranks that are `missing` cannot bring it about.
+/// Waits until `is_ready`, and fails if one of the `missing` ranks is lost, or at the deadline.
 pub(super) fn wait(
     Member { node, group, .. }: Member<'_>,
     round: &Round<'_>,
@@ -31,7 +31,7 @@ pub(super) fn wait(
     }
     loop {
         segment.listen(bell, LOOK, &is_ready);
-        // What made them leave may have come after what is waited for, so that has the last word.
+        // The ranks may have made the change and left after that, so check the memory again before giving up.
         let trouble = node.trouble(group, round, &missing());
         match trouble {
             _ if is_ready() => return Ok(()),

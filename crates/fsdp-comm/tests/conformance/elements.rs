@@ -28,12 +28,12 @@ test_elements! {
     u64: u64::from, u32: u32::from, u16: u16::from, u8: |x| x,
 }
 
-/// What rank `rank` brings at `index`: at most 20.
+/// Returns the element of rank `rank` at `index`, which is at most 20.
 pub(super) fn number(rank: usize, index: usize) -> usize {
     (rank * 5 + index * 3 + index / 17) % 21
 }
 
-/// What rank `rank` brings.
+/// Returns the elements of rank `rank`.
 pub(super) fn numbers<T: TestElement>(rank: usize, len: usize) -> Vec<T> {
     (0..len).map(|index| T::of(number(rank, index))).collect()
 }

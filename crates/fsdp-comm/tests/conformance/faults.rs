@@ -111,7 +111,7 @@ fn late(group: &ProcessGroup, call: Call, len: usize) {
     same_on_all(group, &error);
 }
 
-/// Nobody comes within the deadline but each in turn; all have one error.
+/// Lets ranks come one after the other, each after the deadline; all must have one error.
 fn everyone_is_late(group: &ProcessGroup) {
     let failing = expendable(group).with_deadline(Duration::from_millis(20));
     thread::sleep(Duration::from_millis(60) * group.rank() as u32);

@@ -21,7 +21,7 @@ pub(super) fn cases() -> Vec<Case> {
     ]
 }
 
-/// The sum of the global ranks of a group, by that group.
+/// Returns the sum of the global ranks of a group, computed by a collective of that group.
 fn sum_of_ranks(group: &ProcessGroup, len: usize) -> usize {
     let own = group.global_ranks()[group.rank()] as i64;
     let mut buffer = vec![own; len];
@@ -74,7 +74,7 @@ fn of_a_mesh(group: &ProcessGroup) {
     assert_eq!(group.mesh_group(&line, 0).unwrap().global_ranks(), [0, 1, 2, 3]);
 }
 
-/// Two threads of each rank use two groups of the same ranks, each in its own order.
+/// Uses two groups of the same ranks from two threads of each rank, each in its own order.
 fn at_the_same_time(group: &ProcessGroup) {
     let other = super::expendable(group);
     let expected = (0..group.world_size()).sum();

@@ -49,7 +49,7 @@ fn root_only<T>(group: &ProcessGroup, value: T) -> Option<T> {
     (group.rank() == 0).then_some(value)
 }
 
-/// What it is called, a right call, and a wrong one.
+/// The name of each operation, a right call, and a wrong one.
 const WRONG_CALLS: &[(&str, Call, Call)] = &[
     (
         "all-gather, output too long",

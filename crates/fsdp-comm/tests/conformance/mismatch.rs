@@ -25,7 +25,7 @@ pub(super) fn cases() -> Vec<Case> {
 }
 
 type Call = fn(&ProcessGroup) -> Result<(), CommError>;
-/// What it is called, what all but the last rank do, what that one does, and how the error describes that.
+/// A kind of mismatch: its name, the call of all ranks but the last, the last rank's, and the error's words for that.
 type Kind = (&'static str, Call, Call, &'static str);
 
 fn all_gather<const N: usize>(group: &ProcessGroup) -> Result<(), CommError> {
@@ -59,6 +59,12 @@ fn reduce(group: &ProcessGroup, len: usize, op: ReduceOp) -> Result<(), CommErro
 }
 
 const KINDS: &[Kind] = &[
+    (
+        "one operation on different objects",
+        |group| all_gather::<3>(&group.with_label("unit x")),
+        |group| all_gather::<3>(&group.with_label("unit y")),
+        "all_gather on `unit y` of 3 float32",
+    ),
     (
         "a skipped operation",
         |group| {

@@ -1,4 +1,4 @@
-//! What every backend must do. A backend's own test runs all of [`cases`] in all of their worlds, each rank as the
+//! The conformance suite of all backends. A backend's own test runs all of [`cases`] in all of their worlds, each rank as the
 //! backend runs ranks, and checks that exactly the [`Case::casualties`] fail.
 
 mod elements;
@@ -38,13 +38,13 @@ impl Case {
         Case { name: name.into(), worlds, casualty: None, run: Box::new(run) }
     }
 
-    /// One rank's part.
+    /// Runs one rank's part.
     pub(crate) fn run(&self, group: ProcessGroup) {
         (self.run)(group.with_deadline(DEADLINE));
     }
 }
 
-/// All cases. Their names begin with the name of their file.
+/// Returns all cases. Their names begin with the name of their file.
 pub(crate) fn cases() -> Vec<Case> {
     let files = [
         operations::cases,
@@ -59,13 +59,13 @@ pub(crate) fn cases() -> Vec<Case> {
     files.iter().flat_map(|cases| cases()).collect()
 }
 
-/// What an operation failed with.
+/// Returns the error of an operation that must fail.
 #[track_caller]
 fn error_of<T: Debug>(result: Result<T, CommError>) -> CommError {
     result.expect_err("the operation succeeded")
 }
 
-/// An error that all ranks of the group must have alike.
+/// Checks that all ranks of the group have the same error.
 #[track_caller]
 fn same_on_all(group: &ProcessGroup, error: &CommError) {
     for (rank, other) in group.all_gather_object(error).unwrap().into_iter().enumerate() {
@@ -73,7 +73,7 @@ fn same_on_all(group: &ProcessGroup, error: &CommError) {
     }
 }
 
-/// A group of all ranks that may fail while `group` goes on.
+/// Makes a group of all ranks that may fail while `group` goes on.
 fn expendable(group: &ProcessGroup) -> ProcessGroup {
     let all: Vec<usize> = (0..group.world_size()).collect();
     group.subgroup(&all).unwrap().unwrap()

@@ -9,6 +9,7 @@ use super::{Case, error_of, same_on_all};
 pub(super) fn cases() -> Vec<Case> {
     vec![
         Case::new("objects: of all sizes", 1..=5, |group| of_all_sizes(&group)),
+        Case::new("objects: in pieces", 1..=4, |group| in_pieces(&group)),
         Case::new("objects: that cannot be encoded", 2..=3, |group| that_cannot_be_encoded(&group)),
         Case::new("objects: of different types", 2..=2, |group| of_different_types(&group)),
         Case::new("objects: agreement", 1..=5, |group| agreement(&group)),
@@ -18,7 +19,7 @@ pub(super) fn cases() -> Vec<Case> {
     ]
 }
 
-/// What the first failing rank met is what all fail of.
+/// Checks that the errors of all ranks have the kind of the first failing rank's error.
 fn kinds_of_failures(group: &ProcessGroup) {
     let full = || std::io::Error::from(std::io::ErrorKind::StorageFull);
     let outcome = if group.rank() == 1 { Err(full()) } else { Ok(()) };
@@ -38,7 +39,7 @@ struct Object {
     next: Option<Box<Object>>,
 }
 
-/// Rank 0 brings little, the others ever more.
+/// Makes a rank's object: a small one for rank 0, a larger one for each rank after it.
 fn object(rank: usize, scale: usize) -> Object {
     let next = (rank > 0).then(|| Box::new(object(rank - 1, scale)));
     Object { name: format!("rank {rank}"), bytes: vec![rank as u8; rank * scale], next }
@@ -60,6 +61,23 @@ fn of_all_sizes(group: &ProcessGroup) {
     }
     group.all_gather_object(&()).unwrap();
     assert_eq!(group.broadcast_object(Some(&String::new()), 0).unwrap(), "");
+}
+
+/// Objects that are too large for one round move in several. Text is used because it is encoded fast.
+fn in_pieces(group: &ProcessGroup) {
+    let (rank, world_size) = (group.rank(), group.world_size());
+    // Different lengths, so that some ranks are done before others. One is empty.
+    let text = |rank: usize| format!("{rank}abcdefg").repeat(rank * (3 << 20) / 8 + rank * 100);
+    let all: Vec<String> = (0..world_size).map(|rank| text(rank + 3)).chain([String::new()]).collect();
+    let all = &all[1..];
+    let root = world_size - 1;
+    assert!(group.all_gather_object(&all[rank]).unwrap() == all);
+    assert!(group.gather_object(&all[rank], root).unwrap() == (rank == root).then(|| all.to_vec()));
+    assert!(group.scatter_object((rank == root).then_some(all), root).unwrap() == all[rank]);
+    let long = text(8);
+    assert!(group.broadcast_object((rank == root).then_some(&long), root).unwrap() == long);
+    // The group goes on.
+    assert_eq!(group.all_gather_object(&rank).unwrap().len(), world_size);
 }
 
 /// Encodes on all ranks but one.

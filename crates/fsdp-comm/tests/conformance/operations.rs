@@ -35,7 +35,7 @@ fn uneven_counts(group: &ProcessGroup) -> Vec<Vec<usize>> {
         .into()
 }
 
-/// What every rank brings, one after the other.
+/// Returns the elements of every rank, one after the other.
 fn gathered<T: TestElement>(counts: &[usize]) -> Vec<T> {
     counts.iter().enumerate().flat_map(|(rank, &len)| numbers::<T>(rank, len)).collect()
 }
@@ -75,7 +75,7 @@ fn all_gather_into_slices(group: &ProcessGroup) {
     }
 }
 
-/// The sum and the maximum over all ranks at this index.
+/// Returns the sum and the maximum over all ranks at this index.
 fn reduced(world_size: usize, index: usize) -> (usize, usize) {
     let all = (0..world_size).map(|rank| number(rank, index));
     (all.clone().sum(), all.max().unwrap())
@@ -174,7 +174,7 @@ fn all_to_all_uneven<T: TestElement>(group: &ProcessGroup) {
     }
 }
 
-/// Many operations of all kinds, one right after the other: what one leaves behind must not reach the next.
+/// Runs many operations of all kinds, one right after the other: nothing that one leaves behind may reach the next.
 fn thousands(group: &ProcessGroup) {
     let (rank, world_size) = (group.rank(), group.world_size());
     for turn in 0..2000usize {

@@ -13,7 +13,7 @@ pub(crate) const SHORT_DEADLINE: Duration = Duration::from_secs(3);
 /// A harness that waits longer than this has found a hang.
 const HANG: Duration = Duration::from_secs(60);
 
-/// A port that nobody uses at the moment.
+/// Returns a port that nobody uses at the moment.
 pub(crate) fn free_port() -> u16 {
     std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
@@ -66,7 +66,7 @@ impl Ranks {
         kill_process(Pid::from_child(&self.ranks[rank].process), signal).unwrap();
     }
 
-    /// Waits for something to happen while the ranks run.
+    /// Waits for something to happen while the ranks run. Panics if a rank ends before that.
     pub(crate) fn until(&mut self, mut happens: impl FnMut() -> bool) {
         let started = Instant::now();
         while !happens() {
@@ -81,7 +81,7 @@ impl Ranks {
         }
     }
 
-    /// All ranks end, exactly these with a panic.
+    /// Waits until all ranks have ended, and checks that exactly these have panicked.
     pub(crate) fn assert_casualties(mut self, casualties: &[usize]) {
         for rank in 0..self.ranks.len() {
             let status = self.end_of(rank, HANG);
@@ -98,7 +98,7 @@ impl Ranks {
         }
     }
 
-    /// These ranks end well, within this time. Returns what each said.
+    /// Waits until these ranks have ended well, within this time, and returns the output of each.
     pub(crate) fn wait_for(mut self, ranks: &[usize], limit: Duration) -> Vec<(usize, String)> {
         let until = Instant::now() + limit;
         ranks

@@ -6,19 +6,20 @@ use std::path::Path;
 use fsdp_layout::{DType, KeyPath, PathPart, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
-use crate::checkpoint::lookup::no_value;
-use crate::checkpoint::{Checkpoint, Format};
-use crate::directory::CheckedDirectory;
-use crate::error::{CheckpointError, FormatError};
+use crate::error::{FileError, FormatError};
+use crate::formats::checkpoint::{Checkpoint, Format};
+use crate::formats::lookup::no_value;
 use crate::metadata::{BytesEntry, Entry, Metadata};
+use crate::storage::checked_directory::CheckedDirectory;
 
+/// A checkpoint whose quantized tensors are integers.
 pub(super) struct Integers<'a> {
     source: &'a dyn Checkpoint,
     metadata: Metadata,
     quantizers: IndexMap<String, PlainValue>,
 }
 
-/// The integers of a quantized type.
+/// Returns the integers of a quantized type.
 fn integer(dtype: DType) -> Option<DType> {
     match dtype {
         DType::QInt8 => Some(DType::I8),
@@ -29,8 +30,8 @@ fn integer(dtype: DType) -> Option<DType> {
 }
 
 impl<'a> Integers<'a> {
-    /// `None` if nothing is quantized.
-    pub(super) fn of(source: &'a dyn Checkpoint) -> Result<Option<Self>, CheckpointError> {
+    /// Makes the view; `None` if nothing is quantized.
+    pub(super) fn of(source: &'a dyn Checkpoint) -> Result<Option<Self>, FileError> {
         let from = source.metadata();
         if !from.tensors().any(|(_, tensor)| integer(tensor.properties.dtype).is_some()) {
             return Ok(None);
@@ -46,7 +47,7 @@ impl<'a> Integers<'a> {
             let key = format!("{fqn}.quantizer");
             if metadata.entries.insert(key.clone(), Entry::Bytes(BytesEntry::default())).is_some() {
                 let what = format!("a quantized tensor beside a value `{key}`");
-                return Err(CheckpointError::Encode { fqn: fqn.to_owned(), source: FormatError::Unsupported { what } });
+                return Err(FileError::Encode { fqn: fqn.to_owned(), source: FormatError::Unsupported { what } });
             }
             if let Some(paths) = &mut metadata.planner_data {
                 // Beside the tensor, where that is in a dict; at the top, where it is in a list.
@@ -62,7 +63,7 @@ impl<'a> Integers<'a> {
         Ok(Some(Integers { source, metadata, quantizers }))
     }
 
-    /// The keys of the quantized tensors.
+    /// Returns the keys of the quantized tensors.
     pub(super) fn keys(&self) -> impl Iterator<Item = &str> {
         let from = self.source.metadata();
         from.tensors().filter(|(_, tensor)| integer(tensor.properties.dtype).is_some()).map(|(fqn, _)| fqn)
@@ -86,15 +87,15 @@ impl Checkpoint for Integers<'_> {
         self.source.directory()
     }
 
-    fn read_box(&self, fqn: &str, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), CheckpointError> {
-        self.source.read_box(fqn, bounds, dst)
+    fn read_boxes(&self, fqn: &str, boxes: &mut [(TensorBox, &mut [u8])]) -> Result<(), FileError> {
+        self.source.read_boxes(fqn, boxes)
     }
 
-    fn check_stored(&self) -> Result<(), CheckpointError> {
+    fn check_stored(&self) -> Result<(), FileError> {
         self.source.check_stored()
     }
 
-    fn read_value(&self, fqn: &str) -> Result<PlainValue, CheckpointError> {
+    fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
         match self.quantizers.get(fqn) {
             Some(quantizer) => Ok(quantizer.clone()),
             None if self.metadata.entries.contains_key(fqn) => self.source.read_value(fqn),

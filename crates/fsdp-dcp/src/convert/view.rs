@@ -6,13 +6,14 @@ use fsdp_layout::{DType, KeyPath, PathPart, PlainValue, TensorBox};
 use half::{bf16, f16};
 use indexmap::IndexMap;
 
-use crate::checkpoint::lookup::{check_length, no_value, tensor_of};
-use crate::checkpoint::{Checkpoint, Format, stream};
-use crate::directory::CheckedDirectory;
-use crate::error::{CheckpointError, FormatError};
+use crate::error::{FileError, FormatError};
+use crate::formats::checkpoint::{Checkpoint, Format};
+use crate::formats::lookup::{no_value, tensor_of};
+use crate::formats::stream::stream;
 use crate::metadata::{Entry, Metadata};
+use crate::storage::checked_directory::CheckedDirectory;
 
-/// What to do with a key.
+/// A decision over a key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Rename {
     /// Leave it as it is.
@@ -27,7 +28,7 @@ pub enum Rename {
 pub struct View<'a> {
     source: &'a dyn Checkpoint,
     metadata: Metadata,
-    /// By new key: the source's.
+    /// The source's key for each new one.
     names: IndexMap<String, String>,
 }
 
@@ -37,21 +38,22 @@ impl std::fmt::Debug for View<'_> {
     }
 }
 
+/// Returns the error that something cannot be done with a key.
+fn unsupported(fqn: &str, what: String) -> FileError {
+    FileError::Encode { fqn: fqn.to_owned(), source: FormatError::Unsupported { what } }
+}
+
 /// The types between which a [`View`] casts.
 const CASTABLE: [DType; 4] = [DType::F64, DType::F32, DType::F16, DType::BF16];
 
 impl<'a> View<'a> {
-    /// A view in which `rename` decides over each key, and `cast` is the dtype of all tensors of `f64`, `f32`, `f16` and
-    /// `bf16`.
+    /// Makes a view in which `rename` decides over each key, and `cast` is the dtype of all tensors of `f64`, `f32`,
+    /// `f16` and `bf16`.
     pub fn new(
         source: &'a dyn Checkpoint,
         rename: impl Fn(&str) -> Rename,
         cast: Option<DType>,
-    ) -> Result<Self, CheckpointError> {
-        let unsupported = |fqn: &str, what: String| CheckpointError::Encode {
-            fqn: fqn.to_owned(),
-            source: FormatError::Unsupported { what },
-        };
+    ) -> Result<Self, FileError> {
         if let Some(dtype) = cast.filter(|dtype| !CASTABLE.contains(dtype)) {
             return Err(unsupported("", format!("casting to `{dtype}`")));
         }
@@ -86,7 +88,8 @@ impl<'a> View<'a> {
         Ok(View { source, metadata, names })
     }
 
-    fn name<'n>(&'n self, fqn: &'n str) -> &'n str {
+    /// Returns the source's name of a key.
+    fn source_name<'n>(&'n self, fqn: &'n str) -> &'n str {
         self.names.get(fqn).map_or(fqn, String::as_str)
     }
 }
@@ -108,39 +111,41 @@ impl Checkpoint for View<'_> {
         self.source.directory()
     }
 
-    fn read_box(&self, fqn: &str, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), CheckpointError> {
+    fn read_boxes(&self, fqn: &str, boxes: &mut [(TensorBox, &mut [u8])]) -> Result<(), FileError> {
         let to = tensor_of(&self.metadata, fqn)?.properties.dtype;
-        let name = self.name(fqn);
+        let name = self.source_name(fqn);
         let from = tensor_of(self.source.metadata(), name)?.properties.dtype;
         if from == to {
-            return self.source.read_box(name, bounds, dst);
+            return self.source.read_boxes(name, boxes);
         }
-        check_length(fqn, bounds, to.size_in_bytes(), dst)?;
-        // In pieces: the source's elements may be larger than those of `dst`.
-        let mut rest = dst;
-        let length = bounds.numel() as u64 * from.size_in_bytes();
-        stream(self.source, name, from, bounds, 0..length, &mut |bytes| {
-            let (now, later) = std::mem::take(&mut rest)
-                .split_at_mut(bytes.len() / from.size_in_bytes() as usize * to.size_in_bytes() as usize);
-            cast(bytes, from, now, to);
-            rest = later;
-            Ok(())
-        })
+        for (bounds, dst) in boxes {
+            // In pieces: the source's elements may be larger than those of `dst`.
+            let mut rest: &mut [u8] = dst;
+            let length = bounds.numel() as u64 * from.size_in_bytes();
+            stream(self.source, name, from, bounds, 0..length, &mut |bytes| {
+                let elements = bytes.len() / from.size_in_bytes() as usize;
+                let (now, later) = std::mem::take(&mut rest).split_at_mut(elements * to.size_in_bytes() as usize);
+                cast(bytes, from, now, to);
+                rest = later;
+                Ok::<(), FileError>(())
+            })?;
+        }
+        Ok(())
     }
 
-    fn quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, CheckpointError> {
-        self.source.quantizer(self.name(fqn))
+    fn quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, FileError> {
+        self.source.quantizer(self.source_name(fqn))
     }
 
-    fn check_stored(&self) -> Result<(), CheckpointError> {
+    fn check_stored(&self) -> Result<(), FileError> {
         self.source.check_stored()
     }
 
-    fn read_value(&self, fqn: &str) -> Result<PlainValue, CheckpointError> {
-        match self.metadata.entries.contains_key(fqn) {
-            true => self.source.read_value(self.name(fqn)),
-            false => Err(no_value(&self.metadata, fqn)),
+    fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
+        if !self.metadata.entries.contains_key(fqn) {
+            return Err(no_value(&self.metadata, fqn));
         }
+        self.source.read_value(self.source_name(fqn))
     }
 }
 

@@ -18,6 +18,7 @@ pub fn decode(bytes: &[u8]) -> Result<Metadata> {
     let pickle = parse(bytes)?;
     let p = &pickle;
     let fields = p.state(p.root(), Global::Metadata, "torch.distributed.checkpoint's Metadata")?;
+    // The places come first, so that each chunk can take its own.
     let mut storage = storage_data(p, fields.find_some("storage_data"))?;
 
     let mut entries = IndexMap::new();
@@ -41,6 +42,7 @@ pub fn decode(bytes: &[u8]) -> Result<Metadata> {
     })
 }
 
+/// Reads a flat key.
 fn fqn<'a>(p: &Pickle<'a>, id: NodeId) -> Result<&'a str> {
     let fqn = p.str(id)?;
     if fqn.len() > MAX_KEY_BYTES {
@@ -52,6 +54,7 @@ fn fqn<'a>(p: &Pickle<'a>, id: NodeId) -> Result<&'a str> {
 
 type StorageData<'a> = HashMap<(&'a str, Option<Vec<usize>>), StorageInfo>;
 
+/// Reads the places of all items, by key and offsets.
 fn storage_data<'a>(p: &Pickle<'a>, id: Option<NodeId>) -> Result<StorageData<'a>> {
     let Some(id) = id else { return Ok(HashMap::new()) };
     let entries = p.dict(id)?;
@@ -78,6 +81,7 @@ fn storage_data<'a>(p: &Pickle<'a>, id: Option<NodeId>) -> Result<StorageData<'a
     Ok(storage)
 }
 
+/// Reads the entry of a tensor, whose chunks get their places.
 fn tensor<'a>(p: &Pickle<'a>, id: NodeId, fqn: &'a str, storage: &mut StorageData<'a>) -> Result<TensorEntry> {
     let fields = p.state(id, Global::TensorStorageMetadata, "a TensorStorageMetadata or BytesStorageMetadata")?;
     let shape = p.sizes(fields.get("size")?)?;
@@ -100,6 +104,7 @@ fn tensor<'a>(p: &Pickle<'a>, id: NodeId, fqn: &'a str, storage: &mut StorageDat
     Ok(TensorEntry { properties: properties(p, fields.get("properties")?)?, shape, chunks })
 }
 
+/// Reads torch's `TensorProperties`.
 fn properties(p: &Pickle<'_>, id: NodeId) -> Result<TensorProperties> {
     let wrong = || p.wrong(id, "TensorProperties with a state of 5 or 6 values");
     let Node::Object(object) = p.node(id) else { return Err(wrong()) };
@@ -138,6 +143,7 @@ fn format_of(p: &Pickle<'_>, id: NodeId) -> Result<MemoryFormat> {
     }
 }
 
+/// Reads the paths of flat keys in the nested state dict.
 fn planner_data(p: &Pickle<'_>, id: NodeId) -> Result<IndexMap<String, KeyPath>> {
     p.dict(id)?
         .iter()

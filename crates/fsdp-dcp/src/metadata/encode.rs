@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use fsdp_layout::PathPart;
 
 use super::{Entry, MemoryFormat, Metadata, StorageInfo, StorageMeta, TensorEntry, TensorProperties};
-use crate::pickle::write::{self, Sink};
+use crate::pickle::write;
 
 const METADATA: &str = "torch.distributed.checkpoint.metadata";
 
@@ -15,7 +15,7 @@ const METADATA: &str = "torch.distributed.checkpoint.metadata";
 /// use fsdp_dcp::metadata::{decode, encode, Metadata};
 /// let metadata = Metadata { version: Some("1.0.0".into()), ..Metadata::default() };
 /// assert_eq!(decode(&encode(&metadata))?, metadata);
-/// # Ok::<(), fsdp_dcp::pickle::PickleError>(())
+/// # Ok::<(), fsdp_dcp::PickleError>(())
 /// ```
 #[must_use]
 pub fn encode(metadata: &Metadata) -> Vec<u8> {
@@ -68,10 +68,10 @@ impl<'m> Encoder<'m> {
     fn shared(&mut self, kind: &'static str, key: &'m str, value: impl FnOnce(&mut Self)) {
         match self.memo.get(&(kind, key)) {
             Some(&index) => match u8::try_from(index) {
-                Ok(index) => self.out.put(&[b'h', index]),
+                Ok(index) => self.out.extend_from_slice(&[b'h', index]),
                 Err(_) => {
-                    self.out.put(b"j");
-                    self.out.put(&index.to_le_bytes());
+                    self.out.extend_from_slice(b"j");
+                    self.out.extend_from_slice(&index.to_le_bytes());
                 }
             },
             None => {
@@ -108,7 +108,7 @@ impl<'m> Encoder<'m> {
         write::op(&mut self.out, write::NEWOBJ);
     }
 
-    /// An object whose state is a dict of fields.
+    /// Writes an object whose state is a dict of fields.
     fn object(&mut self, module: &'static str, name: &'static str, fields: impl FnOnce(&mut Self)) {
         self.new_object(module, name);
         write::op(&mut self.out, write::EMPTY_DICT);

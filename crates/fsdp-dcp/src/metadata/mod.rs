@@ -1,4 +1,4 @@
-//! What `.metadata` says: which tensors and objects a checkpoint holds, in which chunks, stored where.
+//! The content of `.metadata`: which tensors and objects a checkpoint holds, in which chunks, stored where.
 //!
 //! torch keeps three dicts (what there is, where it sits in the state dict, where it is stored). Here each chunk knows
 //! its own storage, so that there is one place to look. [`decode()`] reads torch's pickle, [`encode()`] writes it:
@@ -14,20 +14,19 @@ use serde::{Deserialize, Serialize};
 pub use decode::decode;
 pub use encode::encode;
 
-/// Name of the metadata file in a checkpoint's directory.
-pub const METADATA_FILE: &str = ".metadata";
+pub use crate::storage::names::METADATA_FILE;
 
 /// The version that torch writes.
-pub const VERSION: &str = "1.0.0";
+pub(crate) const VERSION: &str = "1.0.0";
 
 /// torch's `Metadata`.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Metadata {
-    /// What there is, by flat key, in the order of the state dict.
+    /// The tensors and values, by flat key, in the order of the state dict.
     pub entries: IndexMap<String, Entry>,
-    /// Where each flat key sits in the nested state dict; `None` where the writer did not flatten.
+    /// The place of each flat key in the nested state dict; `None` if the writer did not flatten.
     pub planner_data: Option<IndexMap<String, KeyPath>>,
-    /// Who wrote it; older versions have none.
+    /// A note of its writer; older versions have none.
     pub storage_meta: Option<StorageMeta>,
     /// The format's version, where given.
     pub version: Option<String>,
@@ -44,7 +43,7 @@ pub struct Replica {
     pub fqn: String,
     /// The box of a tensor; none for a value.
     pub bounds: Option<TensorBox>,
-    /// Where this copy is.
+    /// The place of this copy.
     pub stored: StorageInfo,
 }
 
@@ -71,16 +70,16 @@ pub struct TensorEntry {
 /// torch's `BytesStorageMetadata`.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct BytesEntry {
-    /// Where it is stored.
+    /// The place where it is stored.
     pub stored: Option<StorageInfo>,
 }
 
 /// torch's `ChunkStorageMetadata`: one box of a tensor.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Chunk {
-    /// Which box.
+    /// The box.
     pub bounds: TensorBox,
-    /// Where it is stored; empty chunks may be stored nowhere.
+    /// The place where it is stored; empty chunks may be stored nowhere.
     pub stored: Option<StorageInfo>,
 }
 
@@ -98,36 +97,36 @@ pub struct StorageInfo {
 }
 
 /// torch's `TensorProperties`. Loaders use the dtype only.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct TensorProperties {
     /// Element type.
     pub dtype: DType,
-    /// Whether the saved object required a gradient.
+    /// `true` if the saved object required a gradient.
     pub requires_grad: bool,
     /// Memory format of the saved object.
     pub memory_format: MemoryFormat,
-    /// Whether the saved object lay in pinned memory.
+    /// `true` if the saved object lay in pinned memory.
     pub pin_memory: bool,
     /// Strides of the saved object (for a DTensor, of the first rank's shard), where noted.
     pub strides: Option<Vec<usize>>,
 }
 
 /// torch's memory formats.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum MemoryFormat {
     /// Row-major.
     #[default]
     Contiguous,
     /// Channels innermost.
     ChannelsLast,
-    /// As it was.
+    /// The format that the object had.
     Preserve,
 }
 
 /// torch's `StorageMeta`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StorageMeta {
-    /// Where the checkpoint was written, as its writer called it.
+    /// The place that the checkpoint was written to, as its writer called it.
     pub checkpoint_id: Option<String>,
     /// Identifies the save.
     pub save_id: Option<String>,
@@ -136,7 +135,7 @@ pub struct StorageMeta {
 }
 
 impl TensorProperties {
-    /// Those of a plain, contiguous tensor of this type.
+    /// Returns the properties of a plain, contiguous tensor of this type.
     #[must_use]
     pub const fn of(dtype: DType) -> Self {
         TensorProperties {
@@ -150,7 +149,7 @@ impl TensorProperties {
 }
 
 impl Metadata {
-    /// The entry of this flat key as a tensor, if it is one.
+    /// Returns the entry of this flat key, if it is a tensor.
     #[must_use]
     pub fn tensor(&self, fqn: &str) -> Option<&TensorEntry> {
         match self.entries.get(fqn) {
@@ -159,7 +158,7 @@ impl Metadata {
         }
     }
 
-    /// All tensors, in order.
+    /// Returns all tensors, in order.
     pub fn tensors(&self) -> impl Iterator<Item = (&str, &TensorEntry)> {
         self.entries.iter().filter_map(|(fqn, entry)| match entry {
             Entry::Tensor(tensor) => Some((fqn.as_str(), tensor)),
@@ -167,7 +166,7 @@ impl Metadata {
         })
     }
 
-    /// The flat keys of all non-tensor values, in order.
+    /// Returns all non-tensor values, in order.
     pub fn values(&self) -> impl Iterator<Item = (&str, &BytesEntry)> {
         self.entries.iter().filter_map(|(fqn, entry)| match entry {
             Entry::Tensor(_) => None,
@@ -175,7 +174,7 @@ impl Metadata {
         })
     }
 
-    /// Every stored item, replicas last: flat key, box (none for a value), place.
+    /// Returns every stored item, replicas last: flat key, box (none for a value), place.
     pub fn stored(&self) -> impl Iterator<Item = (&str, Option<&TensorBox>, &StorageInfo)> {
         let first = self.entries.iter().flat_map(|(fqn, entry)| {
             let (chunks, bytes) = match entry {
@@ -188,8 +187,8 @@ impl Metadata {
         first.chain(self.replicas.iter().map(|more| (more.fqn.as_str(), more.bounds.as_ref(), &more.stored)))
     }
 
-    /// One metadata of several, as rank-local ones (`__{rank}.metadata`) are: the first one's word stands where they
-    /// overlap; what several hold (replicated tensors, values) is taken once, and noted as [`Metadata::replicas`].
+    /// Merges several metadata, such as the rank-local ones (`__{rank}.metadata`). Where they overlap, the first one counts:
+    /// a chunk or value that several hold is taken once, and its other copies are noted as [`Metadata::replicas`].
     #[must_use]
     pub fn merge(parts: impl IntoIterator<Item = Metadata>) -> Metadata {
         let mut merged = Metadata::default();

@@ -1,4 +1,4 @@
-//! What can be wrong with a pickle, and where.
+//! The errors of pickles, with their places.
 
 use thiserror::Error;
 
@@ -9,11 +9,11 @@ use thiserror::Error;
 pub struct PickleError {
     /// Position of the opcode (or, for a value of a wrong kind, of the opcode that made the value).
     pub offset: u64,
-    /// Why.
+    /// The reason.
     pub kind: PickleErrorKind,
 }
 
-/// Why a pickle was refused.
+/// The reason why a pickle was refused.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum PickleErrorKind {
@@ -43,7 +43,7 @@ pub enum PickleErrorKind {
     /// A length or count beyond its limit.
     #[error("{what} of {value} is beyond the limit of {limit}")]
     Limit {
-        /// What was counted.
+        /// The quantity.
         what: &'static str,
         /// The value claimed.
         value: u64,
@@ -65,15 +65,15 @@ pub enum PickleErrorKind {
     /// A value of another kind than this place needs.
     #[error("expected {expected}, found {found}")]
     Kind {
-        /// What was needed.
+        /// The kind that was needed.
         expected: &'static str,
-        /// What is there.
+        /// The kind that is there.
         found: &'static str,
     },
     /// A value that is of the right kind, but makes no sense here.
     #[error("{what}")]
     Value {
-        /// What is wrong with it.
+        /// The defect.
         what: &'static str,
     },
     /// An attribute that an object of this kind must have.
@@ -85,7 +85,7 @@ pub enum PickleErrorKind {
 }
 
 impl PickleErrorKind {
-    /// This, at `offset`.
+    /// Gives the reason a place in the pickle.
     #[must_use]
     pub(crate) fn at(self, offset: usize) -> PickleError {
         PickleError { offset: offset as u64, kind: self }

@@ -90,7 +90,7 @@ pub(crate) const STORAGES: &[(&str, DType)] = &[
 ];
 
 impl Global {
-    /// The global of this name, if it is on the list.
+    /// Returns the global of this name, if it is on the list.
     #[must_use]
     pub fn lookup(module: &str, name: &str) -> Option<Global> {
         use Global::*;

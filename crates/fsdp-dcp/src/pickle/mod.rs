@@ -11,16 +11,17 @@
 mod error;
 mod global;
 mod node;
+mod objects;
 mod read;
 mod walk;
-pub mod write;
+pub(crate) mod write;
 
 pub use error::{PickleError, PickleErrorKind};
-pub use global::Global;
+pub(crate) use global::Global;
 pub(crate) use global::STORAGES;
-pub use node::{Node, NodeId, ObjectNode, Pickle, TupleNode};
+pub(crate) use node::{Node, NodeId, Pickle};
 pub use read::parse;
-pub use walk::Walk;
+pub(crate) use walk::Walk;
 
 #[cfg(test)]
 mod tests;

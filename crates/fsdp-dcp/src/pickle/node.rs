@@ -37,7 +37,7 @@ pub enum Node<'a> {
     Dict(Vec<(NodeId, NodeId)>),
     /// A class or function by itself.
     Global(Global),
-    /// What a class or function would have made of these arguments; nothing was called.
+    /// A class or function and the arguments to which it would have been applied; nothing was called.
     Object(Box<ObjectNode>),
     /// A persistent id: in torch files, a storage.
     PersistentId(NodeId),
@@ -57,12 +57,12 @@ pub struct ObjectNode {
     pub global: Global,
     /// Its positional arguments: a tuple. See [`Pickle::args`].
     pub args: NodeId,
-    /// What `BUILD` would have set on it.
+    /// The state that `BUILD` would have set on it.
     pub state: Option<NodeId>,
 }
 
 impl Node<'_> {
-    /// What Python would call the kind of value, for messages.
+    /// Returns Python's name of the kind of value, for messages.
     #[must_use]
     pub fn kind(&self) -> &'static str {
         match self {
@@ -87,7 +87,7 @@ impl Node<'_> {
 #[derive(Debug)]
 pub struct Pickle<'a> {
     pub(super) nodes: Vec<Node<'a>>,
-    /// Where each node was made.
+    /// The place in the pickle where each node was made.
     pub(super) offsets: Vec<u32>,
     /// The items of all tuples, one tuple after the other.
     pub(super) items: Vec<NodeId>,
@@ -96,32 +96,32 @@ pub struct Pickle<'a> {
 }
 
 impl<'a> Pickle<'a> {
-    /// The value that the pickle holds.
+    /// Returns the value that the pickle holds.
     #[must_use]
     pub fn root(&self) -> NodeId {
         self.root
     }
 
-    /// The node of this number.
+    /// Returns the node of this number.
     #[must_use]
     pub fn node(&self, id: NodeId) -> &Node<'a> {
         // Ids are made by the parser only, and the arena never shrinks.
         &self.nodes[id.0 as usize]
     }
 
-    /// An error at the place where this node was made.
+    /// Makes an error at the place where this node was made.
     #[must_use]
     pub fn error(&self, id: NodeId, kind: PickleErrorKind) -> PickleError {
         kind.at(self.offsets[id.0 as usize] as usize)
     }
 
-    /// An error saying that this node is not what was expected.
+    /// Makes the error that this node is not what was expected.
     #[must_use]
     pub fn wrong(&self, id: NodeId, expected: &'static str) -> PickleError {
         self.error(id, PickleErrorKind::Kind { expected, found: self.node(id).kind() })
     }
 
-    /// The node as text.
+    /// Returns the node as text.
     pub fn str(&self, id: NodeId) -> Result<&'a str, PickleError> {
         match self.node(id) {
             Node::Str(text) => Ok(text),
@@ -129,7 +129,7 @@ impl<'a> Pickle<'a> {
         }
     }
 
-    /// The node as an integer.
+    /// Returns the node as an integer.
     pub fn int(&self, id: NodeId) -> Result<i64, PickleError> {
         match self.node(id) {
             Node::Int(value) => Ok(*value),
@@ -137,19 +137,19 @@ impl<'a> Pickle<'a> {
         }
     }
 
-    /// The node as a count or a position: an integer that is not negative.
+    /// Returns the node as a count or a position: an integer that is not negative.
     pub fn unsigned(&self, id: NodeId) -> Result<u64, PickleError> {
         u64::try_from(self.int(id)?)
             .map_err(|_| self.error(id, PickleErrorKind::Value { what: "a size or position is negative" }))
     }
 
-    /// As [`Pickle::unsigned`], for this machine's sizes.
+    /// Returns the node as a count or a position of this machine's size.
     pub fn usize(&self, id: NodeId) -> Result<usize, PickleError> {
         usize::try_from(self.unsigned(id)?)
             .map_err(|_| self.error(id, PickleErrorKind::Value { what: "a size does not fit this machine" }))
     }
 
-    /// The node as a bool.
+    /// Returns the node as a bool.
     pub fn bool(&self, id: NodeId) -> Result<bool, PickleError> {
         match self.node(id) {
             Node::Bool(value) => Ok(*value),
@@ -157,7 +157,7 @@ impl<'a> Pickle<'a> {
         }
     }
 
-    /// The entries of a dict.
+    /// Returns the entries of a dict.
     pub fn dict(&self, id: NodeId) -> Result<&[(NodeId, NodeId)], PickleError> {
         match self.node(id) {
             Node::Dict(entries) => Ok(entries),
@@ -165,7 +165,7 @@ impl<'a> Pickle<'a> {
         }
     }
 
-    /// The items of a tuple or a list.
+    /// Returns the items of a tuple or a list.
     pub fn sequence(&self, id: NodeId) -> Result<&[NodeId], PickleError> {
         match self.node(id) {
             Node::Tuple(tuple) => Ok(self.tuple(*tuple)),
@@ -174,7 +174,7 @@ impl<'a> Pickle<'a> {
         }
     }
 
-    /// The node as an object.
+    /// Returns the node as an object.
     pub fn object(&self, id: NodeId) -> Result<&ObjectNode, PickleError> {
         match self.node(id) {
             Node::Object(object) => Ok(object),
@@ -182,7 +182,7 @@ impl<'a> Pickle<'a> {
         }
     }
 
-    /// The positional arguments of an object.
+    /// Returns the positional arguments of an object.
     #[must_use]
     pub fn args(&self, object: &ObjectNode) -> &[NodeId] {
         match self.node(object.args) {
@@ -195,13 +195,13 @@ impl<'a> Pickle<'a> {
         &self.items[tuple.start as usize..(tuple.start + tuple.len) as usize]
     }
 
-    /// Whether the node is an object of this global.
+    /// Returns `true` if the node is an object of this global.
     #[must_use]
     pub fn is_object(&self, id: NodeId, global: Global) -> bool {
         matches!(self.node(id), Node::Object(object) if object.global == global)
     }
 
-    /// The attribute dict of an object of this class, as `BUILD` would have set it.
+    /// Returns the attributes of an object of this class, as `BUILD` would have set them.
     pub fn state(&self, id: NodeId, class: Global, expected: &'static str) -> Result<Fields<'_, 'a>, PickleError> {
         match self.node(id) {
             Node::Object(object) if object.global == class => {
@@ -215,7 +215,7 @@ impl<'a> Pickle<'a> {
         }
     }
 
-    /// A `torch.Size`, or a tuple or list of sizes.
+    /// Returns the node as sizes: a `torch.Size`, or a tuple or list.
     pub fn sizes(&self, id: NodeId) -> Result<Vec<usize>, PickleError> {
         let items = match self.node(id) {
             Node::Object(object) if object.global == Global::Size => match self.args(object) {
@@ -244,7 +244,7 @@ pub struct Fields<'p, 'a> {
 }
 
 impl Fields<'_, '_> {
-    /// The attribute of this name, if it is there; the last one, were it there twice.
+    /// Returns the attribute of this name, if it is there; the last one, were it there twice.
     #[must_use]
     pub fn find(&self, field: &str) -> Option<NodeId> {
         self.entries
@@ -254,13 +254,13 @@ impl Fields<'_, '_> {
             .map(|(_, value)| *value)
     }
 
-    /// The attribute of this name, if it is there and not `None`.
+    /// Returns the attribute of this name, if it is there and not `None`.
     #[must_use]
     pub fn find_some(&self, field: &str) -> Option<NodeId> {
         self.find(field).filter(|&value| *self.pickle.node(value) != Node::None)
     }
 
-    /// The attribute of this name.
+    /// Returns the attribute of this name, which must be there.
     pub fn get(&self, field: &'static str) -> Result<NodeId, PickleError> {
         self.find(field).ok_or_else(|| self.pickle.error(self.of, PickleErrorKind::Field { field }))
     }

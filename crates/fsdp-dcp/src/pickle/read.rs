@@ -3,24 +3,10 @@
 use std::borrow::Cow;
 
 use super::error::{PickleError, PickleErrorKind};
-use super::global::Global;
-use super::node::{Node, NodeId, ObjectNode, Pickle, TupleNode};
+use super::node::{Node, NodeId, Pickle, TupleNode};
 use crate::limits::{MAX_INTEGER_BYTES, MAX_MEMO_GAP, MAX_PICKLE_BYTES, MAX_PICKLE_NODES};
 
 /// Parses one pickle. Bytes after its `STOP` are ignored, as Python does.
-///
-/// ```
-/// use fsdp_dcp::pickle::{parse, Node};
-/// // [1, "a"]
-/// let pickle = parse(b"\x80\x04]\x94(K\x01\x8c\x01ae.")?;
-/// let Node::List(items) = pickle.node(pickle.root()) else { panic!() };
-/// assert_eq!(pickle.int(items[0])?, 1);
-/// assert_eq!(pickle.str(items[1])?, "a");
-///
-/// let refused = parse(b"cos\nsystem\n(S'true'\ntR.").unwrap_err();
-/// assert_eq!(refused.to_string(), "pickle refused at byte 0: global `os.system` is not allowed");
-/// # Ok::<(), fsdp_dcp::pickle::PickleError>(())
-/// ```
 pub fn parse(bytes: &[u8]) -> Result<Pickle<'_>, PickleError> {
     let limit = MAX_PICKLE_BYTES.min(u64::from(u32::MAX));
     if bytes.len() as u64 > limit {
@@ -48,19 +34,21 @@ pub fn parse(bytes: &[u8]) -> Result<Pickle<'_>, PickleError> {
 const NONE: NodeId = NodeId(0);
 const TRUE: NodeId = NodeId(1);
 const FALSE: NodeId = NodeId(2);
-/// Small integers are made once: most of a checkpoint's sizes and offsets are among them.
+/// Returns the node of a small integer. These are made once: most of a checkpoint's sizes and offsets are among them.
 const fn small_int(value: u8) -> NodeId {
     NodeId(3 + value as u32)
 }
 
-type Result1<T> = Result<T, PickleErrorKind>;
+/// The result of a step, whose error does not know its place yet.
+pub(super) type Result1<T> = Result<T, PickleErrorKind>;
 
-struct Machine<'a> {
-    bytes: &'a [u8],
+/// The interpreter: a stack machine whose values are nodes.
+pub(super) struct Machine<'a> {
+    pub(super) bytes: &'a [u8],
     at: usize,
     /// Position of the current opcode.
     op: usize,
-    nodes: Vec<Node<'a>>,
+    pub(super) nodes: Vec<Node<'a>>,
     offsets: Vec<u32>,
     /// The items of tuples.
     items: Vec<NodeId>,
@@ -69,10 +57,11 @@ struct Machine<'a> {
     marks: Vec<usize>,
     memo: Vec<Option<NodeId>>,
     /// Items and bytes copied from one node to another; at most one for each byte of the pickle, or sharing would explode.
-    copied: usize,
+    pub(super) copied: usize,
 }
 
 impl<'a> Machine<'a> {
+    /// Interprets opcodes up to `STOP`, and returns the value on top.
     fn run(&mut self) -> Result1<NodeId> {
         loop {
             self.op = self.at;
@@ -285,6 +274,7 @@ impl<'a> Machine<'a> {
         Ok(u64::from_le_bytes(self.array()?))
     }
 
+    /// Checks a claimed length against the bytes that are left, before anything is allocated for it.
     fn check_remaining(&self, length: u64) -> Result1<usize> {
         let remaining = (self.bytes.len() - self.at) as u64;
         if length > remaining {
@@ -300,6 +290,7 @@ impl<'a> Machine<'a> {
         Ok(taken)
     }
 
+    /// Reads text up to the end of the line.
     fn line(&mut self) -> Result1<&'a str> {
         let rest = &self.bytes[self.at..];
         let end = rest.iter().position(|&byte| byte == b'\n').ok_or(PickleErrorKind::Truncated)?;
@@ -318,6 +309,7 @@ impl<'a> Machine<'a> {
         self.push(Node::Bytes(Cow::Borrowed(bytes)))
     }
 
+    /// Pushes an integer of this many bytes.
     fn long(&mut self, length: u64) -> Result1<()> {
         if length > MAX_INTEGER_BYTES {
             return Err(PickleErrorKind::Limit { what: "integer length", value: length, limit: MAX_INTEGER_BYTES });
@@ -330,7 +322,8 @@ impl<'a> Machine<'a> {
         self.push(node)
     }
 
-    fn push(&mut self, node: Node<'a>) -> Result1<()> {
+    /// Adds a node to the arena, and pushes it.
+    pub(super) fn push(&mut self, node: Node<'a>) -> Result1<()> {
         if self.nodes.len() >= MAX_PICKLE_NODES {
             let limit = MAX_PICKLE_NODES as u64;
             return Err(PickleErrorKind::Limit { what: "number of values", value: limit + 1, limit });
@@ -342,7 +335,7 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    /// The lowest stack height that an opcode may pop to: what lies below an open mark is out of reach.
+    /// Returns the lowest stack height that an opcode may pop to: what lies below an open mark is out of reach.
     fn floor(&self) -> usize {
         self.marks.last().copied().unwrap_or(0)
     }
@@ -354,7 +347,7 @@ impl<'a> Machine<'a> {
         self.stack.last().copied().ok_or(PickleErrorKind::Stack)
     }
 
-    fn top_node(&mut self) -> Result1<&mut Node<'a>> {
+    pub(super) fn top_node(&mut self) -> Result1<&mut Node<'a>> {
         let top = self.top()?;
         Ok(&mut self.nodes[top.0 as usize])
     }
@@ -365,7 +358,7 @@ impl<'a> Machine<'a> {
         Ok(top)
     }
 
-    /// The stack height below the `count` values on top.
+    /// Returns the stack height below the `count` values on top.
     fn below_top(&self, count: usize) -> Result1<usize> {
         let start = self.stack.len().checked_sub(count).filter(|&start| start >= self.floor());
         start.ok_or(PickleErrorKind::Stack)
@@ -390,7 +383,7 @@ impl<'a> Machine<'a> {
         self.push(Node::Tuple(tuple))
     }
 
-    fn tuple(&self, tuple: TupleNode) -> &[NodeId] {
+    pub(super) fn tuple(&self, tuple: TupleNode) -> &[NodeId] {
         &self.items[tuple.start as usize..(tuple.start + tuple.len) as usize]
     }
 
@@ -422,124 +415,14 @@ impl<'a> Machine<'a> {
         }
     }
 
-    fn global(&mut self, module: &str, name: &str) -> Result1<()> {
-        match Global::lookup(module, name) {
-            Some(global) => self.push(Node::Global(global)),
-            None => Err(PickleErrorKind::Global { module: excerpt(module), name: excerpt(name) }),
-        }
-    }
-
-    /// Records what `global(*args)` would have been; containers and bytes become the plain nodes they stand for.
-    fn object(&mut self, global: NodeId, args: NodeId) -> Result1<()> {
-        let global = match &self.nodes[global.0 as usize] {
-            Node::Global(global) => *global,
-            other => return Err(PickleErrorKind::Kind { expected: "a global to apply", found: other.kind() }),
-        };
-        let Node::Tuple(values) = self.nodes[args.0 as usize] else {
-            let found = self.nodes[args.0 as usize].kind();
-            return Err(PickleErrorKind::Kind { expected: "a tuple of arguments", found });
-        };
-        let first = self.tuple(values).first().copied();
-        let second = self.tuple(values).get(1).copied();
-        let node = match global {
-            Global::OrderedDict | Global::DefaultDict => Node::Dict(self.dict_of(first)?),
-            Global::Set | Global::FrozenSet => Node::Set(self.items_of(first)?),
-            Global::CodecsEncode => Node::Bytes(Cow::Owned(self.encoded(first, second)?)),
-            Global::ByteArray => Node::Bytes(self.bytes_of(first)?),
-            _ => Node::Object(Box::new(ObjectNode { global, args, state: None })),
-        };
-        self.push(node)
-    }
-
-    /// Allows for `count` more items or bytes to be copied.
-    fn charge(&mut self, count: usize) -> Result1<()> {
-        self.copied = self.copied.saturating_add(count);
-        if self.copied > self.bytes.len() {
-            let limit = self.bytes.len() as u64;
-            return Err(PickleErrorKind::Limit { what: "copies of shared values", value: self.copied as u64, limit });
-        }
-        Ok(())
-    }
-
-    /// How many items or bytes the node holds.
-    fn extent(&self, id: NodeId) -> usize {
-        match &self.nodes[id.0 as usize] {
-            Node::Tuple(tuple) => tuple.len as usize,
-            Node::List(items) | Node::Set(items) => items.len(),
-            Node::Str(text) => text.len(),
-            Node::Bytes(bytes) => bytes.len(),
-            _ => 0,
-        }
-    }
-
-    /// `OrderedDict()`, `OrderedDict([[key, value], …])`, `defaultdict(factory)`.
-    fn dict_of(&mut self, pairs: Option<NodeId>) -> Result1<Vec<(NodeId, NodeId)>> {
-        let Some(id) = pairs else { return Ok(Vec::new()) };
-        self.charge(self.extent(id))?;
-        let Node::List(pairs) = &self.nodes[id.0 as usize] else { return Ok(Vec::new()) };
-        pairs
-            .iter()
-            .map(|pair| match &self.nodes[pair.0 as usize] {
-                Node::Tuple(pair) if pair.len == 2 => Ok((self.tuple(*pair)[0], self.tuple(*pair)[1])),
-                Node::List(pair) if pair.len() == 2 => Ok((pair[0], pair[1])),
-                other => Err(PickleErrorKind::Kind { expected: "a pair", found: other.kind() }),
-            })
-            .collect()
-    }
-
-    /// `set([…])`
-    fn items_of(&mut self, items: Option<NodeId>) -> Result1<Vec<NodeId>> {
-        let Some(id) = items else { return Ok(Vec::new()) };
-        self.charge(self.extent(id))?;
-        match &self.nodes[id.0 as usize] {
-            Node::Tuple(tuple) => Ok(self.tuple(*tuple).to_vec()),
-            Node::List(items) | Node::Set(items) => Ok(items.clone()),
-            other => Err(PickleErrorKind::Kind { expected: "a list", found: other.kind() }),
-        }
-    }
-
-    /// `bytearray(b'…')`
-    fn bytes_of(&mut self, bytes: Option<NodeId>) -> Result1<Cow<'a, [u8]>> {
-        let Some(id) = bytes else { return Ok(Cow::Borrowed(&[])) };
-        self.charge(self.extent(id))?;
-        match &self.nodes[id.0 as usize] {
-            Node::Bytes(bytes) => Ok(bytes.clone()),
-            other => Err(PickleErrorKind::Kind { expected: "bytes", found: other.kind() }),
-        }
-    }
-
-    /// `_codecs.encode(text, 'latin1')`
-    fn encoded(&mut self, text: Option<NodeId>, encoding: Option<NodeId>) -> Result1<Vec<u8>> {
-        let refused = PickleErrorKind::Value { what: "bytes must be spelled as latin1 text" };
-        let (Some(text), Some(encoding)) = (text, encoding) else { return Err(refused) };
-        self.charge(self.extent(text))?;
-        match (&self.nodes[text.0 as usize], &self.nodes[encoding.0 as usize]) {
-            (Node::Str(text), Node::Str("latin1")) => {
-                let bytes: Option<Vec<u8>> = text.chars().map(|c| u8::try_from(u32::from(c)).ok()).collect();
-                bytes.ok_or(PickleErrorKind::Text)
-            }
-            _ => Err(refused),
-        }
-    }
-
-    fn build(&mut self, state: NodeId) -> Result1<()> {
-        match self.top_node()? {
-            Node::Object(object) if object.state.is_none() => {
-                object.state = Some(state);
-                Ok(())
-            }
-            // An OrderedDict with Python attributes (a module's state dict has `_metadata`): the attributes are dropped.
-            Node::Dict(_) => Ok(()),
-            other => Err(PickleErrorKind::Kind { expected: "an object without state", found: other.kind() }),
-        }
-    }
-
+    /// Pushes the value of a memo entry.
     fn get(&mut self, index: u64) -> Result1<()> {
         let id = usize::try_from(index).ok().and_then(|index| *self.memo.get(index)?);
         self.stack.push(id.ok_or(PickleErrorKind::Memo { index })?);
         Ok(())
     }
 
+    /// Makes a memo entry of the value on top.
     fn put(&mut self, index: usize) -> Result1<()> {
         let top = self.top()?;
         let limit = self.memo.len() + MAX_MEMO_GAP;
@@ -554,16 +437,7 @@ impl<'a> Machine<'a> {
     }
 }
 
-/// A name as an error shows it: not longer than a line.
-fn excerpt(name: &str) -> String {
-    const LONGEST: usize = 120;
-    match name.char_indices().nth(LONGEST) {
-        Some((end, _)) => format!("{}…", &name[..end]),
-        None => name.to_owned(),
-    }
-}
-
-/// A little-endian two's-complement integer, if it fits 64 bits.
+/// Returns a little-endian two's-complement integer, if it fits 64 bits.
 fn int_from_le_bytes(bytes: &[u8]) -> Option<i64> {
     let negative = bytes.last().is_some_and(|&byte| byte >= 0x80);
     let fill = if negative { 0xff } else { 0 };

@@ -27,7 +27,16 @@ fn integers_keep_their_value_in_every_form() {
 }
 
 #[test]
+fn a_parsed_list_has_its_items() {
+    let pickle = parse(b"\x80\x04]\x94(K\x01\x8c\x01ae.").unwrap();
+    let Node::List(items) = pickle.node(pickle.root()) else { panic!("no list") };
+    assert_eq!((pickle.int(items[0]), pickle.str(items[1])), (Ok(1), Ok("a")));
+}
+
+#[test]
 fn unknown_globals_are_named_and_never_built() {
+    let system = parse(b"cos\nsystem\n(S'true'\ntR.").unwrap_err();
+    assert_eq!(system.to_string(), "pickle refused at byte 0: global `os.system` is not allowed");
     for bytes in [
         &b"cos\nsystem\n(S'true'\ntR."[..],
         b"\x80\x04\x8c\x02os\x8c\x06system\x93.",
@@ -69,7 +78,7 @@ fn deep_nesting_is_found_when_walked_and_costs_nothing_before() {
     bytes.extend(std::iter::repeat_n(0x85, 100_000));
     bytes.push(write::STOP);
     let pickle = parse(&bytes).unwrap();
-    let error = crate::item::value_of(&pickle, pickle.root()).unwrap_err();
+    let error = crate::torch::value::value_of(&pickle, pickle.root()).unwrap_err();
     assert!(error.to_string().contains("nesting"), "{error}");
 }
 
@@ -77,7 +86,7 @@ fn deep_nesting_is_found_when_walked_and_costs_nothing_before() {
 fn a_list_that_holds_itself_is_an_error() {
     // l = []; l.append(l)
     let pickle = parse(b"]q\x00h\x00a.").unwrap();
-    let error = crate::item::value_of(&pickle, pickle.root()).unwrap_err();
+    let error = crate::torch::value::value_of(&pickle, pickle.root()).unwrap_err();
     assert!(error.to_string().contains("nesting"), "{error}");
 }
 
@@ -94,7 +103,7 @@ fn billion_laughs_stay_small() {
     }
     bytes.push(b'.');
     let pickle = parse(&bytes).unwrap();
-    let error = crate::item::value_of(&pickle, pickle.root()).unwrap_err();
+    let error = crate::torch::value::value_of(&pickle, pickle.root()).unwrap_err();
     assert!(error.to_string().contains("expanded size"), "{error}");
 
     // A set made of one shared list again and again would copy it each time.

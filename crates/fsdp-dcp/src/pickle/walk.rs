@@ -6,22 +6,22 @@ use crate::limits::{EXPANSION_PER_BYTE, MAX_DEPTH, MAX_EXPANSION};
 
 /// Counts the nodes visited, and how deep.
 #[derive(Debug)]
-pub struct Walk {
+pub(crate) struct Walk {
     depth: usize,
     left: usize,
     limit: usize,
 }
 
 impl Walk {
-    /// A fresh budget for this pickle.
+    /// Makes a fresh budget for this pickle.
     #[must_use]
-    pub fn new(pickle: &Pickle<'_>) -> Self {
+    pub(crate) fn new(pickle: &Pickle<'_>) -> Self {
         let limit = MAX_EXPANSION.max(pickle.len.saturating_mul(EXPANSION_PER_BYTE));
         Walk { depth: 0, left: limit, limit }
     }
 
     /// Steps into a node. Every `enter` that succeeds must be followed by a [`Walk::leave`], unless the walk is given up.
-    pub fn enter(&mut self, pickle: &Pickle<'_>, id: NodeId) -> Result<(), PickleError> {
+    pub(crate) fn enter(&mut self, pickle: &Pickle<'_>, id: NodeId) -> Result<(), PickleError> {
         if self.depth >= MAX_DEPTH {
             let kind = PickleErrorKind::Limit { what: "nesting", value: MAX_DEPTH as u64 + 1, limit: MAX_DEPTH as u64 };
             return Err(pickle.error(id, kind));
@@ -36,7 +36,7 @@ impl Walk {
     }
 
     /// Steps out of the node entered last.
-    pub fn leave(&mut self) {
+    pub(crate) fn leave(&mut self) {
         self.depth = self.depth.saturating_sub(1);
     }
 }

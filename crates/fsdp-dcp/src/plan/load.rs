@@ -1,4 +1,4 @@
-//! Who reads what: the load plan of one rank.
+//! The load plan of one rank: which parts of which chunks it reads.
 
 use fsdp_layout::{DType, TensorBox};
 use serde::{Deserialize, Serialize};
@@ -20,12 +20,12 @@ pub struct LoadRequest {
     pub boxes: Vec<TensorBox>,
 }
 
-/// How strict to be.
+/// The strictness of a load plan.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LoadOptions {
-    /// Leave tensors alone that the checkpoint does not have (torch's `allow_partial_load`), instead of failing.
+pub struct ReadPlanOptions {
+    /// `true` to leave tensors alone that the checkpoint does not have (torch's `allow_partial_load`), instead of failing.
     pub allow_missing: bool,
-    /// Plan reads of tensors stored in another dtype; whoever reads must cast. Otherwise that is an error.
+    /// `true` to plan reads of tensors stored in another dtype, which the caller casts; otherwise that is an error.
     pub allow_cast: bool,
 }
 
@@ -42,7 +42,7 @@ pub struct ReadItem {
     pub overlap: TensorBox,
 }
 
-/// What to read: sorted by file, then by position in it.
+/// The reads of one rank, sorted by file, then by position in it.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LoadPlan {
     /// The reads.
@@ -51,7 +51,7 @@ pub struct LoadPlan {
     pub missing: Vec<usize>,
 }
 
-/// Why a load cannot be done. Nothing was read.
+/// The reason why a load cannot be done. Nothing was read.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum LoadPlanError {
@@ -66,9 +66,9 @@ pub enum LoadPlanError {
     Kind {
         /// The key.
         fqn: String,
-        /// What is saved.
+        /// The kind that is saved.
         saved: &'static str,
-        /// What is wanted.
+        /// The kind that is wanted.
         wanted: &'static str,
     },
     /// The shapes differ.
@@ -116,7 +116,7 @@ pub enum LoadPlanError {
     Chunks {
         /// The key.
         fqn: String,
-        /// How.
+        /// The defect.
         #[source]
         source: ChunkError,
     },
@@ -138,7 +138,7 @@ pub enum LoadPlanError {
 ///
 /// ```
 /// use fsdp_dcp::metadata::{Chunk, Entry, Metadata, TensorEntry, TensorProperties};
-/// use fsdp_dcp::plan::{LoadOptions, LoadRequest, plan_load};
+/// use fsdp_dcp::plan::{ReadPlanOptions, LoadRequest, plan_load};
 /// use fsdp_layout::{DType, TensorBox};
 /// // Saved in two chunks of 8, wanted: elements 4..12.
 /// let chunk = |at| Chunk { bounds: TensorBox::new(vec![at], vec![8]), stored: None };
@@ -150,7 +150,7 @@ pub enum LoadPlanError {
 /// );
 /// let wanted = TensorBox::new(vec![4], vec![8]);
 /// let request = LoadRequest { fqn: "w".into(), dtype: DType::F32, shape: vec![16], boxes: vec![wanted] };
-/// let plan = plan_load(&saved, &[request], LoadOptions::default())?;
+/// let plan = plan_load(&saved, &[request], ReadPlanOptions::default())?;
 /// assert_eq!(plan.reads.len(), 2);
 /// assert_eq!(plan.reads[1].overlap, TensorBox::new(vec![8], vec![4]));
 /// # Ok::<(), fsdp_dcp::plan::LoadPlanError>(())
@@ -158,7 +158,7 @@ pub enum LoadPlanError {
 pub fn plan_load(
     metadata: &Metadata,
     requests: &[LoadRequest],
-    options: LoadOptions,
+    options: ReadPlanOptions,
 ) -> Result<LoadPlan, LoadPlanError> {
     let mut plan = LoadPlan::default();
     for (index, request) in requests.iter().enumerate() {
@@ -180,26 +180,32 @@ pub fn plan_load(
     Ok(plan)
 }
 
+/// Plans the reads of one request, and checks it.
 fn plan_tensor(
     saved: &TensorEntry,
     index: usize,
     request: &LoadRequest,
-    options: LoadOptions,
+    options: ReadPlanOptions,
     reads: &mut Vec<ReadItem>,
 ) -> Result<(), LoadPlanError> {
-    let fqn = || request.fqn.clone();
+    let fqn = &request.fqn;
     if saved.shape != request.shape {
-        return Err(LoadPlanError::Size { fqn: fqn(), saved: saved.shape.clone(), wanted: request.shape.clone() });
+        return Err(LoadPlanError::Size {
+            fqn: fqn.clone(),
+            saved: saved.shape.clone(),
+            wanted: request.shape.clone(),
+        });
     }
     if saved.properties.dtype != request.dtype && !options.allow_cast {
-        return Err(LoadPlanError::DType { fqn: fqn(), saved: saved.properties.dtype, wanted: request.dtype });
+        return Err(LoadPlanError::DType { fqn: fqn.clone(), saved: saved.properties.dtype, wanted: request.dtype });
     }
+    // Chunks that overlap would count twice below.
     validate_chunks(&saved.shape, saved.chunks.iter().map(|chunk| &chunk.bounds))
-        .map_err(|source| LoadPlanError::Chunks { fqn: fqn(), source })?;
+        .map_err(|source| LoadPlanError::Chunks { fqn: fqn.clone(), source })?;
     for (wanted, bounds) in request.boxes.iter().enumerate() {
         if !bounds.fits(&request.shape) {
             return Err(LoadPlanError::OutOfBounds {
-                fqn: fqn(),
+                fqn: fqn.clone(),
                 bounds: bounds.clone(),
                 shape: request.shape.clone(),
             });
@@ -214,7 +220,7 @@ fn plan_tensor(
         // The chunks are disjoint, so equal counts mean that all is there.
         let numel = bounds.numel();
         if covered != numel {
-            return Err(LoadPlanError::Incomplete { fqn: fqn(), bounds: bounds.clone(), covered, numel });
+            return Err(LoadPlanError::Incomplete { fqn: fqn.clone(), bounds: bounds.clone(), covered, numel });
         }
     }
     Ok(())

@@ -1,109 +1,38 @@
-//! Who writes what: the global save plan.
+//! The global save plan: which rank writes which box.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry as Slot;
 
-use fsdp_layout::{DType, KeyPath, TensorBox};
+use fsdp_layout::TensorBox;
 use indexmap::IndexMap;
 use serde::{Deserialize, Serialize};
-use thiserror::Error;
 
-use super::validate::{ChunkError, validate_cover};
-use crate::metadata::{BytesEntry, Chunk, Entry, Metadata, TensorEntry, TensorProperties, VERSION};
+use super::error::SavePlanError;
+use super::local::{HeldBox, LocalPlan, PlanSchema, SchemaContent, SchemaItem};
+use super::validate::validate_cover;
+use crate::metadata::{BytesEntry, Chunk, Entry, Metadata, TensorEntry, VERSION};
 
-/// What one rank could write: its items, in the order of its state dict.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct LocalPlan {
-    /// The items. No flat key stands twice.
-    pub items: Vec<WriteItem>,
-}
-
-/// One flat key of a rank's state dict.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct WriteItem {
-    /// The flat key.
-    pub fqn: String,
-    /// Where it sits in the nested state dict, if that was flattened.
-    pub path: Option<KeyPath>,
-    /// What it is.
-    pub content: WriteContent,
-}
-
-/// What a [`WriteItem`] is.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub enum WriteContent {
-    /// The boxes of a tensor that this rank holds; for a replicated tensor, the whole of it, on every rank.
-    Tensor {
-        /// Element type and what else torch notes.
-        properties: TensorProperties,
-        /// Global shape.
-        shape: Vec<usize>,
-        /// The boxes; empty ones are dropped.
-        boxes: Vec<TensorBox>,
-    },
-    /// A non-tensor value; every rank that has it offers it.
-    Value {
-        /// Bytes of its item, for balancing ([`crate::item::value_item_length`]).
-        length: u64,
-    },
-}
-
-impl LocalPlan {
-    /// Adds a tensor of which this rank holds these boxes.
-    pub fn add_tensor(
-        &mut self,
-        fqn: impl Into<String>,
-        path: Option<KeyPath>,
-        dtype: DType,
-        shape: Vec<usize>,
-        boxes: Vec<TensorBox>,
-    ) {
-        let content = WriteContent::Tensor { properties: TensorProperties::of(dtype), shape, boxes };
-        self.items.push(WriteItem { fqn: fqn.into(), path, content });
-    }
-
-    /// Adds a non-tensor value.
-    pub fn add_value(&mut self, fqn: impl Into<String>, path: Option<KeyPath>, length: u64) {
-        self.items.push(WriteItem { fqn: fqn.into(), path, content: WriteContent::Value { length } });
-    }
-
-    /// A hash of everything but the lengths of values: while all ranks' are unchanged, so is the global plan (balance
-    /// apart), and it need not be made again.
-    #[must_use]
-    pub fn layout_hash(&self) -> u128 {
-        let mut hasher = twox_hash::XxHash3_128::new();
-        let mut put = |bytes: &[u8]| {
-            hasher.write(&(bytes.len() as u64).to_le_bytes());
-            hasher.write(bytes);
-        };
-        for item in &self.items {
-            put(item.fqn.as_bytes());
-            put(format!("{:?}", item.path).as_bytes());
-            match &item.content {
-                WriteContent::Value { .. } => put(b"value"),
-                WriteContent::Tensor { properties, shape, boxes } => {
-                    put(format!("{properties:?}").as_bytes());
-                    let sizes = |of: &[usize]| of.iter().flat_map(|n| (*n as u64).to_le_bytes()).collect::<Vec<u8>>();
-                    put(&sizes(shape));
-                    for bounds in boxes {
-                        put(&sizes(&bounds.offsets));
-                        put(&sizes(&bounds.sizes));
-                    }
-                }
-            }
-        }
-        hasher.finish_128()
-    }
-}
-
-/// The part of its own [`LocalPlan`] that a rank must write: `(item, box)` by position, ascending. A value's box is 0.
+/// The part of its own [`LocalPlan`] that a rank must write.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Selection {
-    /// The positions.
-    pub kept: Vec<(u32, u32)>,
+    /// The boxes and values, in the order of the plan.
+    pub kept: Vec<SelectedItem>,
 }
 
-/// Which of several ranks that hold the same chunk writes it.
+/// A box or a value that a rank must write.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct SelectedItem {
+    /// Position of the item in the rank's plan.
+    pub item: u32,
+    /// Position of the box in the item; 0 for a value.
+    pub index: u32,
+    /// Position of the entry in the metadata.
+    pub entry: u32,
+    /// Position of the chunk in the entry; 0 for a value.
+    pub chunk: u32,
+}
+
+/// The rule for which of several ranks that hold the same chunk writes it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Deduplicate {
     /// The one with the fewest bytes so far.
@@ -113,17 +42,17 @@ pub enum Deduplicate {
     LowestRank,
 }
 
-/// How to plan a save.
+/// The options of planning a save.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SaveOptions {
-    /// Who writes what several ranks hold.
+pub struct PlanOptions {
+    /// The rule for what several ranks hold.
     pub deduplicate: Deduplicate,
 }
 
 /// The plan of a save: the metadata (without storage yet), and what each rank writes.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct GlobalPlan {
-    /// What the checkpoint will hold. Chunks are in the order of their offsets.
+    /// The content that the checkpoint will have. Chunks are in the order of their offsets.
     pub metadata: Metadata,
     /// By rank.
     pub selections: Vec<Selection>,
@@ -131,67 +60,13 @@ pub struct GlobalPlan {
     pub loads: Vec<u64>,
 }
 
-/// Why ranks' items do not make one checkpoint.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[non_exhaustive]
-pub enum SavePlanError {
-    /// One rank has a flat key twice.
-    #[error("rank {rank} has the key `{fqn}` twice")]
-    DuplicateKey {
-        /// The key.
-        fqn: String,
-        /// The rank.
-        rank: usize,
-    },
-    /// Two ranks mean different things by one key.
-    #[error("`{fqn}` has {what} {first} on rank {first_rank}, but {second} on rank {second_rank}")]
-    Disagreement {
-        /// The key.
-        fqn: String,
-        /// What differs: dtype, shape, kind or path.
-        what: &'static str,
-        /// The rank that was asked first.
-        first_rank: usize,
-        /// What it has.
-        first: String,
-        /// The rank that differs.
-        second_rank: usize,
-        /// What that one has.
-        second: String,
-    },
-    /// The chunks of all ranks do not make up the tensor.
-    #[error("the chunks of `{fqn}` on ranks {ranks:?} do not make up the tensor")]
-    Chunks {
-        /// The key.
-        fqn: String,
-        /// The ranks that hold chunks of it (at most the first eight).
-        ranks: Vec<usize>,
-        /// What is wrong with them.
-        #[source]
-        source: Box<ChunkError>,
-    },
-}
-
-/// One place where a chunk (or value) could be written from.
-#[derive(Clone, Copy)]
-struct Candidate {
-    rank: u32,
-    item: u32,
-    index: u32,
-}
-
-/// All ranks' items of one flat key.
-struct Group<'p> {
-    first_rank: usize,
-    first: &'p WriteItem,
-    last_rank: usize,
-    candidates: Vec<(Option<&'p TensorBox>, Candidate)>,
-}
-
-/// A chunk that several ranks hold, to be given to one of them.
-struct Shared {
-    bytes: u64,
-    candidates: Vec<Candidate>,
+/// The offer of one rank to a global plan.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RankOffer {
+    /// Position of its schema among those of all ranks.
+    pub schema: usize,
+    /// The boxes that only this rank holds.
+    pub boxes: Vec<HeldBox>,
 }
 
 /// Makes one plan of all ranks' local ones (by rank).
@@ -199,33 +74,57 @@ struct Shared {
 /// Every chunk is written once. Duplicates (equal boxes of one key) go, the largest first, to the rank with the fewest
 /// payload bytes, so that no rank writes more than 1.1 times the mean, or the mean and the largest chunk, wherever every
 /// rank holds every duplicate. Equal plans give equal results.
-pub fn plan_save(plans: &[LocalPlan], options: SaveOptions) -> Result<GlobalPlan, SavePlanError> {
-    let groups = group(plans)?;
-    let mut loads = vec![0u64; plans.len()];
-    let mut kept: Vec<Vec<(u32, u32)>> = plans.iter().map(|plan| Vec::with_capacity(plan.items.len())).collect();
-    let mut shared: Vec<Shared> = Vec::new();
+pub fn plan_save(plans: &[LocalPlan], options: PlanOptions) -> Result<GlobalPlan, SavePlanError> {
+    let mut schemas = Vec::new();
+    let mut known = HashMap::new();
+    let offers: Vec<RankOffer> = plans
+        .iter()
+        .map(|plan| {
+            let schema = *known.entry(plan.schema_hash()).or_insert_with(|| {
+                schemas.push(plan.schema());
+                schemas.len() - 1
+            });
+            RankOffer { schema, boxes: plan.held_boxes() }
+        })
+        .collect();
+    plan_offers(&schemas, &offers, options)
+}
+
+/// Makes one plan as [`plan_save`] does, of the distinct schemas of all ranks and of the boxes that each rank (by its
+/// number) holds besides.
+pub fn plan_offers(
+    schemas: &[PlanSchema],
+    offers: &[RankOffer],
+    options: PlanOptions,
+) -> Result<GlobalPlan, SavePlanError> {
+    let mut ranks_of_schema = vec![Vec::new(); schemas.len()];
+    for (rank, offer) in offers.iter().enumerate() {
+        ranks_of_schema[offer.schema].push(rank as u32);
+    }
+    // Boxes of whole tensors are told by the schema; here they get bounds to be compared with others.
+    let wholes: Vec<Vec<Option<TensorBox>>> = schemas.iter().map(wholes).collect();
+    let groups = group(schemas, &wholes, offers)?;
+
+    let mut assigned = Assignment {
+        ranks_of_schema: &ranks_of_schema,
+        loads: vec![0; offers.len()],
+        kept: vec![Vec::new(); offers.len()],
+    };
+    let mut shared: Vec<SharedChunk> = Vec::new();
     let mut entries = IndexMap::with_capacity(groups.len());
     let mut paths = IndexMap::new();
-
-    let mut offer = |bytes: u64, candidates: &[(Option<&TensorBox>, Candidate)], kept: &mut Vec<Vec<(u32, u32)>>| {
-        match candidates {
-            [(_, only)] => {
-                loads[only.rank as usize] += bytes;
-                kept[only.rank as usize].push((only.item, only.index));
-            }
-            _ => shared.push(Shared { bytes, candidates: candidates.iter().map(|(_, at)| *at).collect() }),
-        }
-    };
-    for (fqn, group) in groups {
+    for (position, (fqn, group)) in groups.into_iter().enumerate() {
+        let entry = position as u32;
         if let Some(path) = &group.first.path {
             paths.insert(fqn.to_owned(), path.clone());
         }
-        let entry = match &group.first.content {
-            WriteContent::Value { length } => {
-                offer(*length, &group.candidates, &mut kept);
+        let content = match &group.first.content {
+            SchemaContent::Value { length } => {
+                let holders = group.candidates.iter().map(|(_, holder)| *holder).collect();
+                shared.extend(assigned.assign_or_share(SharedChunk { bytes: *length, entry, chunk: 0, holders }));
                 Entry::Bytes(BytesEntry::default())
             }
-            WriteContent::Tensor { properties, shape, .. } => {
+            SchemaContent::Tensor { properties, shape, .. } => {
                 let mut candidates = group.candidates;
                 // Stable, so that equal boxes stay in the order of their ranks.
                 candidates.sort_by_key(|(bounds, _)| *bounds);
@@ -233,34 +132,29 @@ pub fn plan_save(plans: &[LocalPlan], options: SaveOptions) -> Result<GlobalPlan
                 for equal in candidates.chunk_by(|(a, _), (b, _)| a == b) {
                     let Some((Some(bounds), _)) = equal.first() else { continue };
                     let numel = bounds.sizes.iter().fold(1u64, |n, &size| n.saturating_mul(size as u64));
-                    offer(numel.saturating_mul(properties.dtype.size_in_bytes()), equal, &mut kept);
+                    let bytes = numel.saturating_mul(properties.dtype.size_in_bytes());
+                    let holders = equal.iter().map(|(_, holder)| *holder).collect();
+                    let chunk = chunks.len() as u32;
+                    shared.extend(assigned.assign_or_share(SharedChunk { bytes, entry, chunk, holders }));
                     chunks.push(Chunk { bounds: (*bounds).clone(), stored: None });
                 }
                 validate_cover(shape, chunks.iter().map(|chunk| &chunk.bounds)).map_err(|source| {
-                    let mut ranks: Vec<usize> = candidates.iter().map(|(_, at)| at.rank as usize).collect();
-                    ranks.sort_unstable();
-                    ranks.dedup();
-                    ranks.truncate(8);
+                    let holders = candidates.iter().map(|(_, holder)| *holder);
+                    let ranks = first_ranks(holders, &ranks_of_schema);
                     SavePlanError::Chunks { fqn: fqn.to_owned(), ranks, source: Box::new(source) }
                 })?;
                 Entry::Tensor(TensorEntry { properties: properties.clone(), shape: shape.clone(), chunks })
             }
         };
-        entries.insert(fqn.to_owned(), entry);
+        entries.insert(fqn.to_owned(), content);
     }
 
-    // Stable: among equals, the one that appeared first goes first.
+    // The largest first, so that the small ones level what is left. Stable: equals keep the order of the keys.
     shared.sort_by_key(|chunk| std::cmp::Reverse(chunk.bytes));
-    for Shared { bytes, candidates } in shared {
-        let chosen = match options.deduplicate {
-            Deduplicate::LowestRank => candidates.iter().min_by_key(|at| at.rank),
-            Deduplicate::Balanced => candidates.iter().min_by_key(|at| (loads[at.rank as usize], at.rank)),
-        };
-        if let Some(at) = chosen {
-            loads[at.rank as usize] += bytes;
-            kept[at.rank as usize].push((at.item, at.index));
-        }
+    for chunk in &shared {
+        assigned.assign_shared(chunk, options.deduplicate);
     }
+    let Assignment { loads, kept, .. } = assigned;
     let selections = kept.into_iter().map(|mut kept| {
         kept.sort_unstable();
         Selection { kept }
@@ -270,71 +164,183 @@ pub fn plan_save(plans: &[LocalPlan], options: SaveOptions) -> Result<GlobalPlan
     Ok(GlobalPlan { metadata, selections: selections.collect(), loads })
 }
 
-/// Collects the items of each key, in the order of first appearance, and checks that the ranks agree on what it is.
-fn group(plans: &[LocalPlan]) -> Result<Vec<(&str, Group<'_>)>, SavePlanError> {
+/// A holder of a chunk or a value.
+#[derive(Debug, Clone, Copy)]
+enum Holder {
+    /// One rank, as a box of its own.
+    One { rank: u32, item: u32, index: u32 },
+    /// Every rank with this schema, whole.
+    Every { schema: u32, item: u32 },
+}
+
+/// All ranks' items of one flat key.
+struct Group<'p> {
+    first_rank: usize,
+    first: &'p SchemaItem,
+    last_schema: usize,
+    candidates: Vec<(Option<&'p TensorBox>, Holder)>,
+}
+
+/// A chunk or a value, and all that hold it.
+struct SharedChunk {
+    bytes: u64,
+    entry: u32,
+    chunk: u32,
+    holders: Vec<Holder>,
+}
+
+/// The boxes and values that each rank has been given to write.
+struct Assignment<'a> {
+    ranks_of_schema: &'a [Vec<u32>],
+    loads: Vec<u64>,
+    kept: Vec<Vec<SelectedItem>>,
+}
+
+impl Assignment<'_> {
+    /// Gives a chunk to its only holder, or gives it back if there are several.
+    fn assign_or_share(&mut self, chunk: SharedChunk) -> Option<SharedChunk> {
+        let is_single = match chunk.holders.as_slice() {
+            [Holder::One { .. }] => true,
+            [Holder::Every { schema, .. }] => self.ranks_of_schema[*schema as usize].len() == 1,
+            _ => false,
+        };
+        if !is_single {
+            return Some(chunk);
+        }
+        self.assign_shared(&chunk, Deduplicate::LowestRank);
+        None
+    }
+
+    /// Gives a chunk to one of its holders.
+    fn assign_shared(&mut self, chunk: &SharedChunk, rule: Deduplicate) {
+        let mut best: Option<((u64, u32), u32, u32)> = None;
+        let loads = &self.loads;
+        let mut consider = |rank: u32, item: u32, index: u32| {
+            let load = match rule {
+                Deduplicate::Balanced => loads[rank as usize],
+                Deduplicate::LowestRank => 0,
+            };
+            if best.is_none_or(|(least, ..)| (load, rank) < least) {
+                best = Some(((load, rank), item, index));
+            }
+        };
+        for holder in &chunk.holders {
+            match *holder {
+                Holder::One { rank, item, index } => consider(rank, item, index),
+                Holder::Every { schema, item } => {
+                    self.ranks_of_schema[schema as usize].iter().for_each(|&rank| consider(rank, item, 0));
+                }
+            }
+        }
+        if let Some(((_, rank), item, index)) = best {
+            self.loads[rank as usize] += chunk.bytes;
+            let selected = SelectedItem { item, index, entry: chunk.entry, chunk: chunk.chunk };
+            self.kept[rank as usize].push(selected);
+        }
+    }
+}
+
+/// Returns the box of each whole tensor of a schema; none of one without elements.
+fn wholes(schema: &PlanSchema) -> Vec<Option<TensorBox>> {
+    let whole = schema.items.iter().map(|item| match &item.content {
+        SchemaContent::Tensor { shape, is_whole: true, .. } => {
+            Some(TensorBox::whole(shape)).filter(|bounds| !bounds.is_empty())
+        }
+        _ => None,
+    });
+    whole.collect()
+}
+
+/// Returns the first eight of the ranks that are holders.
+fn first_ranks(holders: impl Iterator<Item = Holder>, ranks_of_schema: &[Vec<u32>]) -> Vec<usize> {
+    let mut ranks = Vec::new();
+    for holder in holders {
+        match holder {
+            Holder::One { rank, .. } => ranks.push(rank as usize),
+            Holder::Every { schema, .. } => {
+                ranks.extend(ranks_of_schema[schema as usize].iter().map(|&rank| rank as usize));
+            }
+        }
+    }
+    ranks.sort_unstable();
+    ranks.dedup();
+    ranks.truncate(8);
+    ranks
+}
+
+/// Collects the items of each key, in the order of first appearance by rank, and checks that the ranks agree on them.
+fn group<'p>(
+    schemas: &'p [PlanSchema],
+    wholes: &'p [Vec<Option<TensorBox>>],
+    offers: &'p [RankOffer],
+) -> Result<Vec<(&'p str, Group<'p>)>, SavePlanError> {
     let mut positions: HashMap<&str, usize> = HashMap::new();
     let mut groups: Vec<(&str, Group<'_>)> = Vec::new();
-    for (rank, plan) in plans.iter().enumerate() {
-        for (item_index, item) in plan.items.iter().enumerate() {
+    // The group of each item, for each schema that was met.
+    let mut groups_of: Vec<Vec<usize>> = vec![Vec::new(); schemas.len()];
+    for (rank, offer) in offers.iter().enumerate() {
+        let schema = &schemas[offer.schema];
+        let is_new = groups_of[offer.schema].len() != schema.items.len();
+        // Ranks with equal schemas agree with each other: only the first of them need be compared with the others.
+        for (index, item) in schema.items.iter().enumerate().filter(|_| is_new) {
             let position = match positions.entry(&item.fqn) {
                 Slot::Occupied(there) => {
                     let group = &groups[*there.get()].1;
-                    if group.last_rank == rank {
+                    if group.last_schema == offer.schema {
                         return Err(SavePlanError::DuplicateKey { fqn: item.fqn.clone(), rank });
                     }
                     check_agreement(group, rank, item)?;
                     *there.get()
                 }
                 Slot::Vacant(slot) => {
-                    groups.push((
-                        &item.fqn,
-                        Group { first_rank: rank, first: item, last_rank: rank, candidates: Vec::new() },
-                    ));
+                    let (first_rank, first, last_schema) = (rank, item, offer.schema);
+                    groups.push((&item.fqn, Group { first_rank, first, last_schema, candidates: Vec::new() }));
                     *slot.insert(groups.len() - 1)
                 }
             };
             let group = &mut groups[position].1;
-            group.last_rank = rank;
-            let at = |index: usize| Candidate { rank: rank as u32, item: item_index as u32, index: index as u32 };
-            match &item.content {
-                WriteContent::Value { .. } => group.candidates.push((None, at(0))),
-                WriteContent::Tensor { boxes, .. } => {
-                    let boxes = boxes.iter().enumerate().filter(|(_, bounds)| !bounds.is_empty());
-                    group.candidates.extend(boxes.map(|(index, bounds)| (Some(bounds), at(index))));
-                }
+            group.last_schema = offer.schema;
+            let whole = wholes[offer.schema][index].as_ref();
+            if whole.is_some() || matches!(item.content, SchemaContent::Value { .. }) {
+                let holder = Holder::Every { schema: offer.schema as u32, item: index as u32 };
+                group.candidates.push((whole, holder));
             }
+            groups_of[offer.schema].push(position);
+        }
+        for held in &offer.boxes {
+            let position = groups_of[offer.schema].get(held.item as usize);
+            let Some((_, group)) = position.and_then(|&position| groups.get_mut(position)) else { continue };
+            let holder = Holder::One { rank: rank as u32, item: held.item, index: held.index };
+            group.candidates.push((Some(&held.bounds), holder));
         }
     }
     Ok(groups)
 }
 
-fn check_agreement(group: &Group<'_>, rank: usize, item: &WriteItem) -> Result<(), SavePlanError> {
-    let differs = |what, first: String, second: String| SavePlanError::Disagreement {
-        fqn: item.fqn.clone(),
-        what,
-        first_rank: group.first_rank,
-        first,
-        second_rank: rank,
-        second,
+/// Checks that a rank means the same by a key as the first rank that has it.
+fn check_agreement(group: &Group<'_>, rank: usize, item: &SchemaItem) -> Result<(), SavePlanError> {
+    let differs = |what, first: String, second: String| {
+        let (first_rank, second_rank) = (group.first_rank, rank);
+        Err(SavePlanError::Disagreement { fqn: item.fqn.clone(), what, first_rank, first, second_rank, second })
     };
     match (&group.first.content, &item.content) {
-        (WriteContent::Value { .. }, WriteContent::Value { .. }) => {}
+        (SchemaContent::Value { .. }, SchemaContent::Value { .. }) => {}
         (
-            WriteContent::Tensor { properties: a, shape: shape_a, .. },
-            WriteContent::Tensor { properties: b, shape: shape_b, .. },
+            SchemaContent::Tensor { properties: a, shape: shape_a, .. },
+            SchemaContent::Tensor { properties: b, shape: shape_b, .. },
         ) => {
             if a.dtype != b.dtype {
-                return Err(differs("dtype", a.dtype.to_string(), b.dtype.to_string()));
+                return differs("dtype", a.dtype.to_string(), b.dtype.to_string());
             }
             if shape_a != shape_b {
-                return Err(differs("shape", format!("{shape_a:?}"), format!("{shape_b:?}")));
+                return differs("shape", format!("{shape_a:?}"), format!("{shape_b:?}"));
             }
         }
-        (WriteContent::Tensor { .. }, _) => return Err(differs("kind", "tensor".into(), "value".into())),
-        (WriteContent::Value { .. }, _) => return Err(differs("kind", "value".into(), "tensor".into())),
+        (SchemaContent::Tensor { .. }, _) => return differs("kind", "tensor".into(), "value".into()),
+        (SchemaContent::Value { .. }, _) => return differs("kind", "value".into(), "tensor".into()),
     }
     if group.first.path != item.path {
-        return Err(differs("path", format!("{:?}", group.first.path), format!("{:?}", item.path)));
+        return differs("path", format!("{:?}", group.first.path), format!("{:?}", item.path));
     }
     Ok(())
 }

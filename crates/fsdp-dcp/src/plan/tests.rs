@@ -25,11 +25,11 @@ fn request(shape: Vec<usize>, boxes: Vec<TensorBox>) -> LoadRequest {
     LoadRequest { fqn: "t".into(), dtype: DType::F32, shape, boxes }
 }
 
-/// (offset in the saved chunk, offset in the wanted box, length) of each read.
+/// Returns of each read: its offset in the saved chunk, its offset in the wanted box, and its length.
 fn reads(metadata: &Metadata, wanted: TensorBox) -> Vec<(usize, usize, usize)> {
     let tensor = metadata.tensor("t").unwrap();
-    let plan =
-        plan_load(metadata, &[request(tensor.shape.clone(), vec![wanted.clone()])], LoadOptions::default()).unwrap();
+    let plan = plan_load(metadata, &[request(tensor.shape.clone(), vec![wanted.clone()])], ReadPlanOptions::default())
+        .unwrap();
     let of = |read: &ReadItem| {
         let at = read.overlap.offsets[0];
         (at - tensor.chunks[read.chunk].bounds.offsets[0], at - wanted.offsets[0], read.overlap.sizes[0])
@@ -49,6 +49,11 @@ fn overlaps_are_those_of_torch() {
     assert_eq!(reads(&two, line(4, 7)), [(4, 0, 4), (0, 4, 3)]);
 }
 
+/// Returns the item and the box of each selection.
+fn kept(selection: &Selection) -> Vec<(u32, u32)> {
+    selection.kept.iter().map(|kept| (kept.item, kept.index)).collect()
+}
+
 #[test]
 fn a_local_plan_becomes_metadata_with_each_thing_once() {
     let plans: Vec<LocalPlan> = (0..4)
@@ -61,19 +66,19 @@ fn a_local_plan_becomes_metadata_with_each_thing_once() {
         })
         .collect();
     let before = plans.clone();
-    let global = plan_save(&plans, SaveOptions::default()).unwrap();
+    let global = plan_save(&plans, PlanOptions::default()).unwrap();
     assert_eq!(plans, before);
     assert_eq!(global.selections.iter().map(|s| s.kept.len()).sum::<usize>(), 4 + 1 + 1);
-    assert!(global.selections.iter().all(|s| s.kept.contains(&(2, 0))));
+    assert!(global.selections.iter().all(|s| kept(s).contains(&(2, 0))));
     let keys: Vec<_> = global.metadata.entries.keys().collect();
     assert_eq!(keys, ["tensor", "value", "st"]);
     assert_eq!(global.metadata.tensor("st").unwrap().chunks.len(), 4);
     assert_eq!(global.metadata.tensor("tensor").unwrap().chunks.len(), 1);
     assert_eq!(global.metadata.version.as_deref(), Some("1.0.0"));
 
-    let lowest = plan_save(&plans, SaveOptions { deduplicate: Deduplicate::LowestRank }).unwrap();
-    assert_eq!(lowest.selections[0].kept, [(0, 0), (1, 0), (2, 0)]);
-    assert_eq!(lowest.selections[3].kept, [(2, 0)]);
+    let lowest = plan_save(&plans, PlanOptions { deduplicate: Deduplicate::LowestRank }).unwrap();
+    assert_eq!(kept(&lowest.selections[0]), [(0, 0), (1, 0), (2, 0)]);
+    assert_eq!(kept(&lowest.selections[3]), [(2, 0)]);
 }
 
 #[test]
@@ -92,7 +97,7 @@ fn ranks_must_agree_and_are_named_when_they_do_not() {
     let base = plan(DType::F32, vec![2]);
     for (other, what) in [(plan(DType::BF16, vec![2]), "dtype"), (plan(DType::F32, vec![3]), "shape"), (value, "kind")]
     {
-        let error = plan_save(&[base.clone(), base.clone(), other], SaveOptions::default()).unwrap_err();
+        let error = plan_save(&[base.clone(), base.clone(), other], PlanOptions::default()).unwrap_err();
         let text = error.to_string();
         let SavePlanError::Disagreement { fqn, what: found, first_rank: 0, second_rank: 2, .. } = error else {
             panic!("{text}")
@@ -101,7 +106,7 @@ fn ranks_must_agree_and_are_named_when_they_do_not() {
     }
     let mut twice = base.clone();
     twice.items.extend(base.items.clone());
-    assert!(matches!(plan_save(&[twice], SaveOptions::default()), Err(SavePlanError::DuplicateKey { rank: 0, .. })));
+    assert!(matches!(plan_save(&[twice], PlanOptions::default()), Err(SavePlanError::DuplicateKey { rank: 0, .. })));
 }
 
 #[test]
@@ -114,7 +119,7 @@ fn holes_overlaps_and_strays_are_errors() {
         };
         boxes.iter().map(plan).collect()
     };
-    let chunks = |boxes: &[TensorBox]| match plan_save(&plans(boxes), SaveOptions::default()) {
+    let chunks = |boxes: &[TensorBox]| match plan_save(&plans(boxes), PlanOptions::default()) {
         Ok(_) => None,
         Err(SavePlanError::Chunks { source, .. }) => Some(*source),
         Err(other) => panic!("{other}"),
@@ -139,30 +144,30 @@ fn empty_shards_are_left_out() {
             plan
         })
         .collect();
-    let global = plan_save(&plans, SaveOptions::default()).unwrap();
+    let global = plan_save(&plans, PlanOptions::default()).unwrap();
     assert_eq!(global.metadata.tensor("t").unwrap().chunks.len(), 3);
     assert_eq!(global.metadata.tensor("none").unwrap().chunks.len(), 0);
     assert!(global.selections[3].kept.is_empty());
     let wanted = LoadRequest { fqn: "none".into(), ..request(vec![0, 3], vec![TensorBox::whole(&[0, 3])]) };
-    assert!(plan_load(&global.metadata, &[wanted], LoadOptions::default()).unwrap().reads.is_empty());
+    assert!(plan_load(&global.metadata, &[wanted], ReadPlanOptions::default()).unwrap().reads.is_empty());
 }
 
 #[test]
 fn what_cannot_be_loaded_is_said_before_reading() {
     let metadata = saved(vec![8], vec![line(0, 4), line(4, 3)]);
     let ask = |request: LoadRequest, options| plan_load(&metadata, &[request], options).unwrap_err();
-    let strict = LoadOptions::default();
+    let strict = ReadPlanOptions::default();
     let whole = || request(vec![8], vec![line(0, 8)]);
     assert!(matches!(ask(whole(), strict), LoadPlanError::Incomplete { covered: 7, numel: 8, .. }));
     assert!(matches!(ask(request(vec![2, 4], vec![]), strict), LoadPlanError::Size { .. }));
     assert!(matches!(ask(request(vec![8], vec![line(7, 2)]), strict), LoadPlanError::OutOfBounds { .. }));
     let bf16 = LoadRequest { dtype: DType::BF16, ..request(vec![8], vec![line(0, 4)]) };
     assert!(matches!(ask(bf16.clone(), strict), LoadPlanError::DType { .. }));
-    let cast = LoadOptions { allow_cast: true, ..strict };
+    let cast = ReadPlanOptions { allow_cast: true, ..strict };
     assert_eq!(plan_load(&metadata, &[bf16], cast).unwrap().reads.len(), 1);
     let missing = LoadRequest { fqn: "zz".into(), ..whole() };
     assert_eq!(ask(missing.clone(), strict).to_string(), "missing key in checkpoint: `zz`");
-    let partial = LoadOptions { allow_missing: true, ..strict };
+    let partial = ReadPlanOptions { allow_missing: true, ..strict };
     assert_eq!(plan_load(&metadata, &[missing], partial).unwrap().missing, [0]);
     let overlapping = saved(vec![8], vec![line(0, 5), line(4, 4)]);
     let error = plan_load(&overlapping, &[whole()], strict).unwrap_err();
@@ -236,8 +241,8 @@ proptest! {
             }
             plan
         }).collect();
-        let global = plan_save(&plans, SaveOptions::default()).unwrap();
-        prop_assert_eq!(&global, &plan_save(&plans, SaveOptions::default()).unwrap());
+        let global = plan_save(&plans, PlanOptions::default()).unwrap();
+        prop_assert_eq!(&global, &plan_save(&plans, PlanOptions::default()).unwrap());
         let total: u64 = sizes.iter().map(|&size| size as u64 * 4).sum();
         prop_assert_eq!(global.loads.iter().sum::<u64>(), total);
         let chunks: usize = global.metadata.tensors().map(|(_, tensor)| tensor.chunks.len()).sum();
@@ -265,7 +270,129 @@ fn a_thousand_tensors_on_a_thousand_ranks_are_planned() {
             plan
         })
         .collect();
-    let global = plan_save(&plans, SaveOptions::default()).unwrap();
+    let global = plan_save(&plans, PlanOptions::default()).unwrap();
     assert!(global.selections.iter().all(|selection| selection.kept.len() == 64));
     assert_eq!(global.metadata.tensor("layers.63.weight").unwrap().chunks.len(), ranks);
+}
+
+/// Plans as simply as can be: all ranks' items side by side. What it gives is what any other way must give.
+fn simple_plan(plans: &[LocalPlan]) -> (Metadata, Vec<Vec<(u32, u32)>>) {
+    type Candidates = Vec<(u32, u32, u32)>;
+    let mut metadata = Metadata { version: Some("1.0.0".to_owned()), ..Metadata::default() };
+    let paths = metadata.planner_data.get_or_insert_default();
+    // Per key: its first item, and per box (in order) or for the value all (rank, item, box) that have it.
+    let mut keys: indexmap::IndexMap<&str, (&WriteItem, std::collections::BTreeMap<Option<TensorBox>, Candidates>)> =
+        Default::default();
+    for (rank, plan) in plans.iter().enumerate() {
+        for (position, item) in plan.items.iter().enumerate() {
+            let (_, held) = keys.entry(&item.fqn).or_insert_with(|| (item, Default::default()));
+            match &item.content {
+                WriteContent::Value { .. } => {
+                    held.entry(None).or_default().push((rank as u32, position as u32, 0));
+                }
+                WriteContent::Tensor { boxes, .. } => {
+                    for (index, bounds) in boxes.iter().enumerate().filter(|(_, bounds)| !bounds.is_empty()) {
+                        let candidate = (rank as u32, position as u32, index as u32);
+                        held.entry(Some(bounds.clone())).or_default().push(candidate);
+                    }
+                }
+            }
+        }
+    }
+    let mut loads = vec![0u64; plans.len()];
+    let mut kept = vec![Vec::new(); plans.len()];
+    let mut shared: Vec<(u64, Candidates)> = Vec::new();
+    for (fqn, (first, held)) in keys {
+        paths.extend(first.path.clone().map(|path| (fqn.to_owned(), path)));
+        let mut chunks = Vec::new();
+        for (bounds, candidates) in held {
+            let bytes = match (&first.content, &bounds) {
+                (WriteContent::Value { length }, _) => *length,
+                (WriteContent::Tensor { properties, .. }, Some(bounds)) => {
+                    bounds.numel() as u64 * properties.dtype.size_in_bytes()
+                }
+                _ => unreachable!(),
+            };
+            chunks.extend(bounds.map(|bounds| Chunk { bounds, stored: None }));
+            match candidates.as_slice() {
+                [(rank, item, index)] => {
+                    loads[*rank as usize] += bytes;
+                    kept[*rank as usize].push((*item, *index));
+                }
+                _ => shared.push((bytes, candidates)),
+            }
+        }
+        let entry = match &first.content {
+            WriteContent::Value { .. } => Entry::Bytes(Default::default()),
+            WriteContent::Tensor { properties, shape, .. } => {
+                Entry::Tensor(TensorEntry { properties: properties.clone(), shape: shape.clone(), chunks })
+            }
+        };
+        metadata.entries.insert(fqn.to_owned(), entry);
+    }
+    shared.sort_by_key(|(bytes, _)| std::cmp::Reverse(*bytes));
+    for (bytes, candidates) in shared {
+        let (rank, item, index) = *candidates.iter().min_by_key(|(rank, ..)| (loads[*rank as usize], *rank)).unwrap();
+        loads[rank as usize] += bytes;
+        kept[rank as usize].push((item, index));
+    }
+    kept.iter_mut().for_each(|kept| kept.sort_unstable());
+    (metadata, kept)
+}
+
+proptest! {
+    /// Keys on some ranks only, replicated on some and sharded over others, in orders of their own: what ranks have in
+    /// common is told once, and the plan is the one of whole plans.
+    #[test]
+    fn schemas_and_boxes_make_the_plan_that_whole_plans_make(
+        ranks in 1usize..6,
+        keys in prop::collection::vec((1usize..40, 0u8..5, 0usize..6), 1..12),
+    ) {
+        let plans: Vec<LocalPlan> = (0..ranks).map(|rank| {
+            let mut plan = LocalPlan::default();
+            for (i, &(size, kind, owner)) in keys.iter().enumerate() {
+                let name = format!("k{i}");
+                let owner = owner % ranks;
+                let path = (i % 3 == 0).then(|| fsdp_layout::KeyPath(vec![fsdp_layout::PathPart::Key(name.clone())]));
+                let each = size.div_ceil(ranks);
+                let sharded = boxes_of_flat_range(&[size], (rank * each).min(size)..((rank + 1) * each).min(size));
+                let whole = vec![TensorBox::whole(&[size])];
+                match kind {
+                    // On every rank; on one rank only; on one rank, while the others know of it.
+                    0 if i % 2 == 0 => plan.add_whole_tensor(name, path, DType::F32, vec![size]),
+                    0 => plan.add_tensor(name, path, DType::F32, vec![size], whole),
+                    1 if rank == owner => plan.add_whole_tensor(name, path, DType::F32, vec![size]),
+                    1 => {}
+                    2 => {
+                        let boxes = if rank == owner { whole } else { Vec::new() };
+                        plan.add_tensor(name, path, DType::BF16, vec![size], boxes);
+                    }
+                    3 => plan.add_tensor(name, path, DType::F32, vec![size], sharded),
+                    _ => plan.add_value(name, path, size as u64 * 10 + rank as u64),
+                }
+            }
+            if rank % 2 == 1 {
+                let first = plan.items.len().min(1);
+                plan.items.rotate_left(first);
+            }
+            plan
+        }).collect();
+        let global = plan_save(&plans, PlanOptions::default()).unwrap();
+        let (metadata, selected) = simple_plan(&plans);
+        // The order of the keys too.
+        prop_assert!(metadata.entries.keys().eq(global.metadata.entries.keys()));
+        prop_assert_eq!(&metadata, &global.metadata);
+        prop_assert_eq!(selected, global.selections.iter().map(kept).collect::<Vec<_>>());
+        // Each selected box is the chunk that it says.
+        for (plan, selection) in plans.iter().zip(&global.selections) {
+            for of in &selection.kept {
+                let item = &plan.items[of.item as usize];
+                let (fqn, entry) = global.metadata.entries.get_index(of.entry as usize).unwrap();
+                prop_assert_eq!(fqn, &item.fqn);
+                if let (WriteContent::Tensor { boxes, .. }, Entry::Tensor(tensor)) = (&item.content, entry) {
+                    prop_assert_eq!(&boxes[of.index as usize], &tensor.chunks[of.chunk as usize].bounds);
+                }
+            }
+        }
+    }
 }

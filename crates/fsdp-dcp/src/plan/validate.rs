@@ -1,4 +1,4 @@
-//! Whether chunks lie inside their tensor, do not overlap, and cover it.
+//! Checks that chunks lie inside their tensor, do not overlap, and cover it.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use thiserror::Error;
 
 use crate::metadata::Metadata;
 
-/// What is wrong with the chunks of a tensor.
+/// The error of chunks that do not make up their tensor.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ChunkError {
@@ -46,7 +46,7 @@ pub enum ChunkError {
 
 /// Checks that the chunks lie inside a tensor of this shape and share no element, and returns how many they hold.
 /// Empty chunks need only lie inside. Takes `n log n` for chunks that are flat ranges or grids.
-pub fn validate_chunks<'c>(
+pub(crate) fn validate_chunks<'c>(
     shape: &[usize],
     chunks: impl IntoIterator<Item = &'c TensorBox>,
 ) -> Result<usize, ChunkError> {
@@ -67,7 +67,7 @@ pub fn validate_chunks<'c>(
     Ok(boxes.iter().map(|bounds| bounds.numel()).sum())
 }
 
-/// As [`validate_chunks`], and that every element is in a chunk.
+/// Checks the same as [`validate_chunks`], and that every element is in a chunk.
 pub(super) fn validate_cover<'c>(
     shape: &[usize],
     chunks: impl IntoIterator<Item = &'c TensorBox>,
@@ -88,7 +88,7 @@ pub fn validate_metadata(metadata: &Metadata) -> Result<(), (String, ChunkError)
     Ok(())
 }
 
-/// Two of the boxes (none empty, all inside `shape`) that share an element, if there are any.
+/// Returns two of the boxes (none empty, all inside `shape`) that share an element, if there are any.
 fn find_overlap<'c>(shape: &[usize], boxes: &[&'c TensorBox]) -> Option<(&'c TensorBox, &'c TensorBox)> {
     if boxes.len() < 2 {
         return None;
@@ -98,12 +98,14 @@ fn find_overlap<'c>(shape: &[usize], boxes: &[&'c TensorBox]) -> Option<(&'c Ten
     let Some(&first) = dims.first() else { return Some((boxes[0], boxes[1])) };
     let mut order: Vec<(usize, usize)> = boxes.iter().enumerate().map(|(i, b)| (b.offsets[first], i)).collect();
     order.sort_unstable();
+    // Cut along one dimension only: in order of their starts, only neighbours can overlap.
     if dims.len() == 1 {
         return order.windows(2).find_map(|pair| {
             let (before, after) = (boxes[pair[0].1], boxes[pair[1].1]);
             (before.offsets[first] + before.sizes[first] > after.offsets[first]).then_some((before, after))
         });
     }
+    // Boxes that are ranges of the flat tensor are compared as such; anything else takes a sweep.
     match flat_ranges(shape, boxes) {
         Some(mut ranges) => {
             ranges.sort_unstable();
@@ -113,7 +115,7 @@ fn find_overlap<'c>(shape: &[usize], boxes: &[&'c TensorBox]) -> Option<(&'c Ten
     }
 }
 
-/// The boxes as flat ranges (start, end, index), if each is one.
+/// Returns the boxes as flat ranges (start, end, index), if each is one.
 fn flat_ranges(shape: &[usize], boxes: &[&TensorBox]) -> Option<Vec<(usize, usize, usize)>> {
     let ranges = boxes.iter().enumerate().map(|(index, bounds)| {
         let range = bounds.flat_range(shape)?;
@@ -122,7 +124,13 @@ fn flat_ranges(shape: &[usize], boxes: &[&TensorBox]) -> Option<Vec<(usize, usiz
     ranges.collect()
 }
 
-/// Moves along dimension `first`; the boxes being crossed are kept in the order of the next dimension.
+/// Returns `true` if two boxes overlap in each of these dimensions.
+fn overlap_along(dimensions: &[usize], a: &TensorBox, b: &TensorBox) -> bool {
+    dimensions.iter().all(|&d| a.offsets[d] < b.offsets[d] + b.sizes[d] && b.offsets[d] < a.offsets[d] + a.sizes[d])
+}
+
+/// Finds two boxes that overlap by moving along dimension `first`, with the boxes being crossed in the order of the next
+/// dimension.
 fn sweep<'c>(
     boxes: &[&'c TensorBox],
     order: &[(usize, usize)],
@@ -130,9 +138,6 @@ fn sweep<'c>(
     rest: &[usize],
 ) -> Option<(&'c TensorBox, &'c TensorBox)> {
     let second = rest[0];
-    let overlap = |a: &TensorBox, b: &TensorBox| {
-        rest.iter().all(|&d| a.offsets[d] < b.offsets[d] + b.sizes[d] && b.offsets[d] < a.offsets[d] + a.sizes[d])
-    };
     let mut ends: Vec<(usize, usize)> =
         boxes.iter().enumerate().map(|(i, b)| (b.offsets[first] + b.sizes[first], i)).collect();
     ends.sort_unstable();
@@ -141,6 +146,7 @@ fn sweep<'c>(
     // neighbours of a newcomer can touch it; in more, all that start before its end are asked.
     let mut active: BTreeMap<(usize, usize), &TensorBox> = BTreeMap::new();
     for &(start, index) in order {
+        // Boxes that end before this one starts are behind the sweep.
         while ended < ends.len() && ends[ended].0 <= start {
             let gone = ends[ended].1;
             active.remove(&(boxes[gone].offsets[second], gone));
@@ -150,9 +156,9 @@ fn sweep<'c>(
         let end = new.offsets[second] + new.sizes[second];
         let mut candidates = active.range(..(end, 0)).rev().map(|(_, &b)| b);
         let hit = if rest.len() == 1 {
-            candidates.next().filter(|b| overlap(b, new))
+            candidates.next().filter(|b| overlap_along(rest, b, new))
         } else {
-            candidates.find(|b| overlap(b, new))
+            candidates.find(|b| overlap_along(rest, b, new))
         };
         if let Some(hit) = hit {
             return boxes.iter().find(|b| **b == hit && !std::ptr::eq(**b, new)).map(|b| (*b, new));

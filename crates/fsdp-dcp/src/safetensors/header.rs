@@ -11,16 +11,16 @@ use serde::{Deserialize, Deserializer};
 
 use crate::error::FormatError;
 use crate::limits::{MAX_SAFETENSORS_HEADER_BYTES, is_sane_shape};
-use crate::source::ReadAt;
+use crate::storage::read_at::ReadAt;
 
-/// What a file holds.
+/// The content of a file's header.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Header {
     /// `__metadata__`
     pub metadata: IndexMap<String, String>,
     /// The tensors, in the header's order.
     pub tensors: IndexMap<String, TensorInfo>,
-    /// Where the data starts in the file.
+    /// The start of the data in the file.
     pub data: u64,
 }
 
@@ -90,17 +90,20 @@ fn malformed(reason: impl ToString) -> FormatError {
 
 /// In `__metadata__`: the dtypes that safetensors has no name for, by key, as a JSON object. Such a tensor is stored as its
 /// bytes: `U8`, with one more dimension, the bytes of an element.
-pub const RAW_DTYPES: &str = "fsdp.dtypes";
+pub(crate) const RAW_DTYPES: &str = "fsdp.dtypes";
 
-/// What [`RAW_DTYPES`] says.
+/// Reads the dtypes under [`RAW_DTYPES`].
 fn raw_dtypes(metadata: &IndexMap<String, String>) -> Result<HashMap<String, DType>, FormatError> {
     let Some(text) = metadata.get(RAW_DTYPES) else { return Ok(HashMap::new()) };
     let names: HashMap<String, String> = serde_json::from_str(text).map_err(malformed)?;
-    let dtype = |(key, name): (String, String)| {
-        let unsupported = || FormatError::Unsupported { what: format!("the dtype `{name}` of `{key}`") };
-        Ok((key.clone(), DType::from_torch_name(&name).ok_or_else(unsupported)?))
-    };
-    names.into_iter().map(dtype).collect()
+    let mut dtypes = HashMap::with_capacity(names.len());
+    for (key, name) in names {
+        let Some(dtype) = DType::from_torch_name(&name) else {
+            return Err(FormatError::Unsupported { what: format!("the dtype `{name}` of `{key}`") });
+        };
+        dtypes.insert(key, dtype);
+    }
+    Ok(dtypes)
 }
 
 impl Header {
@@ -158,8 +161,8 @@ impl Header {
         Ok(Header { metadata: raw.metadata, tensors, data })
     }
 
-    /// The bytes of a header for these tensors, `(name, dtype, shape)`, whose data follows in this order; padded with
-    /// spaces so that the data starts at a multiple of 64. For dtypes that safetensors does not know, see [`RAW_DTYPES`].
+    /// Encodes a header for these tensors, `(name, dtype, shape)`, whose data follows in this order. It is padded with
+    /// spaces, so that the data starts at a multiple of 64. For dtypes that safetensors does not know, see [`RAW_DTYPES`].
     pub fn encode<'t>(
         metadata: &IndexMap<String, String>,
         tensors: impl IntoIterator<Item = (&'t str, DType, &'t [usize])>,

@@ -1,8 +1,10 @@
 //! safetensors: single files, Hugging Face's sharded layout with its index, and torch's DCP-in-safetensors.
 //!
-//! The `safetensors` crate reads a file that lies in memory; here files are read by range, so the header is read by
+//! The `safetensors` crate reads a file that lies in memory. Here files are read by range, so the header is read by
 //! itself, with the same rules: the tensors cover the data exactly, in any order, without gap or overlap.
 
-mod header;
-
-pub use header::{Header, RAW_DTYPES, TensorInfo};
+pub(crate) mod header;
+pub(crate) mod read;
+pub(crate) mod sidecar;
+pub(crate) mod values;
+pub(crate) mod write;

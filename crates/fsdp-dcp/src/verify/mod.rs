@@ -1,4 +1,4 @@
-//! Checking a checkpoint without loading it, and sealing a foreign one.
+//! Checking a checkpoint without loading it, and adding hashes to a foreign one.
 //!
 //! Levels, each with those before it:
 //!
@@ -9,107 +9,39 @@
 //! | [`Level::Hashes`] | every byte against the integrity file; without one, the zip checksums of DCP items |
 //! | [`Level::Deep`] | every element of floating-point tensors: NaN and infinities are counted; that copies of replicated tensors and values are equal |
 
+mod add_integrity;
+mod checksums;
 mod replicas;
-mod seal;
+mod report;
 
 use std::path::PathBuf;
 
 use fsdp_layout::TensorBox;
 use serde::{Deserialize, Serialize};
 
-use crate::checkpoint::{Checkpoint, Format, stream};
 use crate::elements::Census;
-use crate::error::CheckpointError;
-use crate::metadata::{Entry, StorageInfo};
-use crate::plan::validate_chunks;
+use crate::error::FileError;
+use crate::formats::checkpoint::{Checkpoint, Format};
+use crate::formats::lookup::tensor_of;
+use crate::formats::stream::stream;
+use crate::metadata::Entry;
+use crate::plan::{ChunkError, LoadPlanError, validate_chunks};
 
-pub use seal::seal;
+pub use self::add_integrity::add_integrity;
+use self::report::corrupt_at;
+pub use self::report::{Problem, Report, with_causes};
 
-/// How much to check.
+/// The depth of a verification. Each level does all that the levels before it do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Level {
-    /// Metadata only.
+    /// Checks the metadata only.
     Structure,
-    /// And the files' lengths and the items' kinds.
+    /// Checks the lengths of the files and the kinds of the items.
     Sizes,
-    /// And every byte that a hash covers.
+    /// Checks every byte that a hash covers.
     Hashes,
-    /// And what the numbers are.
+    /// Reads the elements: counts NaN and infinities, and compares copies.
     Deep,
-}
-
-/// Something that is wrong.
-#[derive(Debug)]
-pub struct Problem {
-    /// The flat key, where one is concerned.
-    pub fqn: Option<String>,
-    /// The file, relative to the checkpoint, where one is concerned.
-    pub file: Option<String>,
-    /// The first bad byte in that file, where it is known.
-    pub offset: Option<u64>,
-    /// What is wrong, with its causes.
-    pub error: String,
-}
-
-/// What a verification found.
-#[derive(Debug, Default)]
-pub struct Report {
-    /// All problems, in the order in which they were found: files in the order of their names.
-    pub problems: Vec<Problem>,
-    /// Whether hashes were there to check against.
-    pub sealed: bool,
-    /// Tensors looked at.
-    pub tensors: usize,
-    /// Values looked at.
-    pub values: usize,
-    /// Bytes read.
-    pub bytes_read: u64,
-    /// At [`Level::Deep`]: copies beyond the first of replicated tensors and values, each compared with the first.
-    pub replicas: usize,
-    /// At [`Level::Deep`]: keys of tensors with NaN or infinities, and how many of each.
-    pub not_finite: Vec<(String, Census)>,
-}
-
-impl Report {
-    /// Whether all is well. NaN and infinities are not held against a checkpoint.
-    #[must_use]
-    pub fn is_ok(&self) -> bool {
-        self.problems.is_empty()
-    }
-
-    fn add(&mut self, fqn: Option<&str>, stored: Option<&StorageInfo>, error: &(dyn std::error::Error + 'static)) {
-        self.problems.push(Problem {
-            fqn: fqn.map(str::to_owned),
-            file: stored.map(|stored| stored.relative_path.clone()),
-            offset: corrupt_at(error).or_else(|| stored.map(|stored| stored.offset)),
-            error: with_causes(error),
-        });
-    }
-}
-
-/// An error and its causes in one line.
-#[must_use]
-pub fn with_causes(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        text.push_str(": ");
-        text.push_str(&cause.to_string());
-        source = cause.source();
-    }
-    text
-}
-
-/// Where in its file a corrupt block starts.
-fn corrupt_at(error: &(dyn std::error::Error + 'static)) -> Option<u64> {
-    let mut next = Some(error);
-    while let Some(error) = next {
-        if let Some(crate::FormatError::Corrupt { offset, .. }) = error.downcast_ref() {
-            return Some(*offset);
-        }
-        next = error.source();
-    }
-    None
 }
 
 /// Verifies an open checkpoint. Problems with what it holds are in the report; an error is returned only if nothing
@@ -118,8 +50,8 @@ pub fn verify(
     checkpoint: &dyn Checkpoint,
     level: Level,
     progress: Option<&(dyn Fn(u64) + Sync)>,
-) -> Result<Report, CheckpointError> {
-    let mut report = Report { sealed: checkpoint.directory().is_sealed(), ..Report::default() };
+) -> Result<Report, FileError> {
+    let mut report = Report { has_integrity: checkpoint.directory().has_integrity(), ..Report::default() };
     structure(checkpoint, &mut report);
     if level >= Level::Sizes {
         sizes(checkpoint, &mut report);
@@ -135,13 +67,14 @@ pub fn verify(
     Ok(report)
 }
 
+/// Checks the metadata by itself.
 fn structure(checkpoint: &dyn Checkpoint, report: &mut Report) {
     for (fqn, entry) in &checkpoint.metadata().entries {
         match entry {
             Entry::Bytes(bytes) => {
                 report.values += 1;
                 if bytes.stored.is_none() {
-                    report.add(Some(fqn), None, &CheckpointError::NotStored { fqn: fqn.clone() });
+                    report.add(Some(fqn), None, &FileError::NotStored { fqn: fqn.clone() });
                 }
             }
             Entry::Tensor(tensor) => {
@@ -152,20 +85,20 @@ fn structure(checkpoint: &dyn Checkpoint, report: &mut Report) {
                     Ok(covered) => {
                         let numel = TensorBox::whole(&tensor.shape).numel();
                         if covered != numel {
-                            report.add(Some(fqn), None, &crate::plan::ChunkError::Incomplete { covered, numel });
+                            report.add(Some(fqn), None, &ChunkError::Incomplete { covered, numel });
                         }
                     }
                 }
-                let holds = |chunk: &&crate::metadata::Chunk| !chunk.bounds.is_empty() && chunk.stored.is_none();
-                if tensor.chunks.iter().any(|chunk| holds(&chunk)) {
-                    report.add(Some(fqn), None, &CheckpointError::NotStored { fqn: fqn.clone() });
+                if tensor.chunks.iter().any(|chunk| !chunk.bounds.is_empty() && chunk.stored.is_none()) {
+                    report.add(Some(fqn), None, &FileError::NotStored { fqn: fqn.clone() });
                 }
             }
         }
     }
 }
 
-/// Files are long enough for their items; each item is what the metadata says. One element of each chunk is read.
+/// Checks that files are long enough for their items, and that each item is what the metadata says. Reads one element of
+/// each chunk.
 fn sizes(checkpoint: &dyn Checkpoint, report: &mut Report) {
     for (fqn, entry) in &checkpoint.metadata().entries {
         match entry {
@@ -183,7 +116,7 @@ fn sizes(checkpoint: &dyn Checkpoint, report: &mut Report) {
                     if let Err(error) = checkpoint.read_box(fqn, &last, &mut element) {
                         report.add(Some(fqn), chunk.stored.as_ref(), &error);
                         // A plan error concerns the whole tensor: once is enough.
-                        if matches!(error, CheckpointError::LoadPlan(_)) {
+                        if matches!(error, FileError::LoadPlan(_)) {
                             break;
                         }
                     }
@@ -193,11 +126,12 @@ fn sizes(checkpoint: &dyn Checkpoint, report: &mut Report) {
     }
 }
 
+/// Checks every byte that a hash or a checksum covers.
 fn hashes(checkpoint: &dyn Checkpoint, report: &mut Report, progress: Option<&(dyn Fn(u64) + Sync)>) {
     let directory = checkpoint.directory();
-    if !directory.is_sealed() {
+    if !directory.has_integrity() {
         if checkpoint.format() == Format::Dcp {
-            seal::check_crcs(checkpoint, report, progress);
+            checksums::check(checkpoint, report, progress);
         }
         return;
     }
@@ -217,6 +151,7 @@ fn hashes(checkpoint: &dyn Checkpoint, report: &mut Report, progress: Option<&(d
     }
 }
 
+/// Counts NaN and infinities.
 fn deep(checkpoint: &dyn Checkpoint, report: &mut Report, progress: Option<&(dyn Fn(u64) + Sync)>) {
     for (fqn, tensor) in checkpoint.metadata().tensors() {
         match census(checkpoint, fqn, progress) {
@@ -232,8 +167,8 @@ pub fn census(
     checkpoint: &dyn Checkpoint,
     fqn: &str,
     progress: Option<&(dyn Fn(u64) + Sync)>,
-) -> Result<Option<Census>, CheckpointError> {
-    let tensor = crate::checkpoint::lookup::tensor_of(checkpoint.metadata(), fqn)?;
+) -> Result<Option<Census>, FileError> {
+    let tensor = tensor_of(checkpoint.metadata(), fqn)?;
     let dtype = tensor.properties.dtype;
     let mut census = Census::default();
     if !Census::counts(dtype) {
@@ -241,9 +176,9 @@ pub fn census(
     }
     let whole = TensorBox::whole(&tensor.shape);
     validate_chunks(&tensor.shape, std::iter::empty())
-        .map_err(|source| crate::plan::LoadPlanError::Chunks { fqn: fqn.to_owned(), source })?;
+        .map_err(|source| LoadPlanError::Chunks { fqn: fqn.to_owned(), source })?;
     let length = whole.numel() as u64 * dtype.size_in_bytes();
-    stream::<CheckpointError>(checkpoint, fqn, dtype, &whole, 0..length, &mut |bytes| {
+    stream::<FileError>(checkpoint, fqn, dtype, &whole, 0..length, &mut |bytes| {
         census.add(dtype, bytes);
         if let Some(progress) = progress {
             progress(bytes.len() as u64);
@@ -253,8 +188,8 @@ pub fn census(
     Ok(Some(census))
 }
 
-/// The files of a checkpoint that are neither named by its metadata nor its own bookkeeping: leftovers of other saves.
-pub fn unknown_files(checkpoint: &dyn Checkpoint) -> Result<Vec<PathBuf>, CheckpointError> {
+/// Returns the files of a checkpoint that are neither named by its metadata nor its own bookkeeping: leftovers of other saves.
+pub fn unknown_files(checkpoint: &dyn Checkpoint) -> Result<Vec<PathBuf>, FileError> {
     let directory = checkpoint.directory();
     if checkpoint.format() != Format::Dcp {
         return Ok(Vec::new());

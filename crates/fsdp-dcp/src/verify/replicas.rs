@@ -1,13 +1,14 @@
-//! Whether replicas are equal: rank-local metadata, and shards that each rank wrote for itself, have several copies of
-//! what was replicated. A load takes the first; a copy that differs means that the ranks had drifted apart.
+//! Comparing replicas: rank-local metadata, and shards that each rank wrote for itself, have several copies of what was
+//! replicated. A load takes the first; a copy that differs means that the ranks had drifted apart.
 
 use fsdp_layout::TensorBox;
 use thiserror::Error;
 
-use super::Report;
-use crate::checkpoint::lookup::tensor_of;
-use crate::checkpoint::{Checkpoint, stream_boxes};
-use crate::error::CheckpointError;
+use super::report::Report;
+use crate::error::FileError;
+use crate::formats::checkpoint::Checkpoint;
+use crate::formats::lookup::tensor_of;
+use crate::formats::stream::stream_boxes;
 use crate::metadata::Replica;
 use crate::plan::{ChunkError, validate_chunks};
 
@@ -17,7 +18,7 @@ enum ReplicaError {
     #[error("this copy of the {what} differs from the first one")]
     Differs { what: &'static str },
     #[error("this copy cannot be read")]
-    Read(#[from] CheckpointError),
+    Read(#[from] FileError),
     #[error("this copy cannot be of this tensor")]
     Chunk(#[from] ChunkError),
 }
@@ -38,10 +39,10 @@ pub(super) fn compare(checkpoint: &dyn Checkpoint, report: &mut Report, progress
 
 fn value(checkpoint: &dyn Checkpoint, replica: &Replica) -> Result<(), ReplicaError> {
     let (first, this) = (checkpoint.read_value(&replica.fqn)?, checkpoint.read_value_replica(replica)?);
-    match first.same_bits(&this) {
-        true => Ok(()),
-        false => Err(ReplicaError::Differs { what: "value" }),
+    if !first.same_bits(&this) {
+        return Err(ReplicaError::Differs { what: "value" });
     }
+    Ok(())
 }
 
 fn tensor(
@@ -63,14 +64,14 @@ fn tensor(
         same = same && first == dst;
         Ok(())
     };
-    stream_boxes::<CheckpointError>(&mut read, dtype, whole, 0..length, &mut |bytes| {
+    stream_boxes::<FileError>(&mut read, dtype, whole, 0..length, &mut |bytes| {
         if let Some(progress) = progress {
             progress(bytes.len() as u64);
         }
         Ok(())
     })?;
-    match same {
-        true => Ok(()),
-        false => Err(ReplicaError::Differs { what: "chunk" }),
+    if !same {
+        return Err(ReplicaError::Differs { what: "chunk" });
     }
+    Ok(())
 }

@@ -35,7 +35,7 @@ pub(crate) fn sample(large: [usize; 2]) -> State {
 /// Loads every rank's part on `ranks` ranks and compares; returns the bytes read and the bytes needed.
 pub(crate) fn load(state: &State, ranks: usize, from: impl Into<Location>) -> (u64, u64) {
     let checkpoint = CheckpointReader::open(from).unwrap();
-    assert!(checkpoint.is_sealed());
+    assert!(checkpoint.has_integrity());
     let mut needed = 0;
     for rank in 0..ranks {
         let mut wanted = Vec::new();

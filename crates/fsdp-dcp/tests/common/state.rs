@@ -4,11 +4,11 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use fsdp_dcp::durable::Durable;
-use fsdp_dcp::item::value_item_length;
-use fsdp_dcp::plan::{LocalPlan, SaveOptions, plan_save};
+use fsdp_dcp::plan::{LocalPlan, PlanOptions, plan_save};
+use fsdp_dcp::storage::Durable;
+use fsdp_dcp::writer::value_item_length;
 use fsdp_dcp::writer::{PayloadSource, WriteOptions, finish, write_rank};
-use fsdp_dcp::{CheckpointError, Location};
+use fsdp_dcp::{FileError, Location};
 use fsdp_layout::boxes::{boxes_of_flat_range, copy_runs};
 use fsdp_layout::{DType, PlainValue, TensorBox};
 
@@ -25,14 +25,14 @@ impl PayloadSource for State {
         fqn: &str,
         bounds: &TensorBox,
         range: Range<u64>,
-        sink: &mut dyn FnMut(&[u8]) -> Result<(), CheckpointError>,
-    ) -> Result<(), CheckpointError> {
+        sink: &mut dyn FnMut(&[u8]) -> Result<(), FileError>,
+    ) -> Result<(), FileError> {
         let bytes = self.part(fqn, bounds);
         // Odd pieces, so that the writer has to gather them.
         bytes[range.start as usize..range.end as usize].chunks(100_003).try_for_each(sink)
     }
 
-    fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, CheckpointError> {
+    fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, FileError> {
         Ok(Cow::Borrowed(&self.values[fqn]))
     }
 }
@@ -48,7 +48,7 @@ impl State {
         part
     }
 
-    /// What each of `ranks` ranks holds: flat ranges of every tensor but the scalar, which all have.
+    /// Makes the plan of what each of `ranks` ranks holds: flat ranges of every tensor but the scalar, which all have.
     pub(crate) fn plans(&self, ranks: usize) -> Vec<LocalPlan> {
         (0..ranks)
             .map(|rank| {
@@ -65,7 +65,7 @@ impl State {
     }
 }
 
-/// Rank's equal part of the flat tensor, as boxes; all of a scalar.
+/// Returns a rank's equal part of the flat tensor, as boxes; all of a scalar.
 pub(crate) fn shard(shape: &[usize], rank: usize, ranks: usize) -> Vec<TensorBox> {
     if shape.is_empty() {
         return vec![TensorBox::whole(shape)];
@@ -75,16 +75,17 @@ pub(crate) fn shard(shape: &[usize], rank: usize, ranks: usize) -> Vec<TensorBox
     boxes_of_flat_range(shape, (rank * each).min(numel)..((rank + 1) * each).min(numel))
 }
 
-/// Overwrites what is there, where that can be done: not in an object store.
+/// Saves a state on ranks that are threads. It replaces an old checkpoint in a local directory; an object store cannot
+/// replace one.
 pub(crate) fn save(
     state: &State,
     ranks: usize,
     target: impl Into<Location>,
     durable: &Durable,
-) -> Result<(), CheckpointError> {
+) -> Result<(), FileError> {
     let target = &target.into();
     let plans = state.plans(ranks);
-    let global = plan_save(&plans, SaveOptions::default())?;
+    let global = plan_save(&plans, PlanOptions::default())?;
     let staging = durable.prepare(target, target.local().is_some())?;
     let name = staging.name().to_owned();
     let written = std::thread::scope(|scope| {
@@ -101,5 +102,5 @@ pub(crate) fn save(
             .collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Result<Vec<_>, _>>()
     })?;
-    finish(staging, global.metadata, &plans, &written)
+    finish(staging, global.metadata, &written)
 }

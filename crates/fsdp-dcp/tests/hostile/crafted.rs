@@ -3,29 +3,28 @@
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use fsdp_dcp::CheckpointError;
+use fsdp_dcp::FileError;
 use fsdp_dcp::checkpoint::open;
-use fsdp_dcp::convert::{ConvertOptions, Target, convert};
-use fsdp_dcp::durable::{Durable, Step, StepHook};
-use fsdp_dcp::item::encode_value;
+use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
+use fsdp_dcp::internals::{ArchiveLayout, encode_value};
 use fsdp_dcp::metadata::{
     BytesEntry, Chunk, Entry, METADATA_FILE, Metadata, StorageInfo, TensorEntry, TensorProperties, encode,
 };
 use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::torch_zip::ArchiveLayout;
+use fsdp_dcp::storage::{Durable, Step, StepHook};
 use fsdp_dcp::verify::{Level, verify, with_causes};
 use fsdp_layout::{DType, KeyPath, PathPart, PlainValue, TensorBox};
 
 use crate::bounded;
 
-/// What reading all of it and converting it fails with; nothing but the checkpoint itself may be left.
+/// Returns the error of reading all of it and converting it; nothing but the checkpoint itself may be left.
 fn refused(path: &Path) -> String {
-    let attempt = || -> Result<Option<String>, CheckpointError> {
+    let attempt = || -> Result<Option<String>, FileError> {
         let checkpoint = open(path, OpenOptions::default())?;
         let report = verify(&*checkpoint, Level::Deep, None)?;
         let mut first = report.problems.into_iter().next().map(|problem| problem.error);
         for (number, target) in
-            [Target::Torch, Target::SafetensorsFile, Target::Dcp { ranks: 2 }].into_iter().enumerate()
+            [OutputFormat::Torch, OutputFormat::SafetensorsFile, OutputFormat::Dcp { ranks: 2 }].into_iter().enumerate()
         {
             let destination = path.with_file_name(format!("converted-{number}"));
             let converted = convert(&*checkpoint, &destination, target, ConvertOptions::default());
@@ -73,14 +72,14 @@ fn torch(pickle: &[u8], storage: usize) -> Vec<u8> {
     [layout.head(0), vec![0; storage], layout.tail(&[0])].concat()
 }
 
-/// A torch archive of one tensor; each argument is a piece of its pickle.
+/// Makes a torch archive of one tensor; each argument is a piece of its pickle.
 fn torch_tensor(numel: &[u8], offset: &[u8], shape: &[u8], strides: &[u8]) -> Vec<u8> {
     let before = b"\x80\x02}X\x01\x00\x00\x00tctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpu";
     let after = b"\x89ccollections\nOrderedDict\n)RtRs.";
     torch(&[before, numel, b"tQ", offset, shape, strides, after].concat(), 64)
 }
 
-/// An integer of eight bytes.
+/// Encodes an integer of eight bytes.
 fn long(value: i64) -> Vec<u8> {
     [b"\x8a\x08".as_slice(), &value.to_le_bytes()].concat()
 }
@@ -313,7 +312,7 @@ fn stored(path: &str, offset: u64, length: u64) -> StorageInfo {
     StorageInfo { relative_path: path.to_owned(), offset, length, transforms: Vec::new() }
 }
 
-/// A DCP directory of one tensor in these chunks, all at the start of a file of zeros.
+/// Makes a DCP directory of one tensor in these chunks, all at the start of a file of zeros.
 fn dcp(shape: &[usize], chunks: &[TensorBox], at: StorageInfo) -> Files<'static> {
     let mut metadata = Metadata::default();
     let chunks = chunks.iter().map(|bounds| Chunk { bounds: bounds.clone(), stored: Some(at.clone()) }).collect();
@@ -378,7 +377,7 @@ fn no_space_is_reserved_for_what_cannot_be_there() {
         std::fs::write(path.join(file), bytes).unwrap();
     }
     let source = open(&path, OpenOptions::default()).unwrap();
-    for target in [Target::Torch, Target::SafetensorsFile, Target::Dcp { ranks: 2 }] {
+    for target in [OutputFormat::Torch, OutputFormat::SafetensorsFile, OutputFormat::Dcp { ranks: 2 }] {
         let durable = Durable::with_hook(Arc::new(Watch(Mutex::new(0))));
         let options = ConvertOptions { durable: Some(&durable), ..ConvertOptions::default() };
         let refused = convert(&*source, parent.path().join("converted"), target, options).unwrap_err();

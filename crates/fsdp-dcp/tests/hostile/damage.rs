@@ -2,20 +2,20 @@
 
 use std::path::{Path, PathBuf};
 
-use fsdp_dcp::CheckpointError;
+use fsdp_dcp::FileError;
 use fsdp_dcp::checkpoint::open;
-use fsdp_dcp::convert::{ConvertOptions, Target, convert};
-use fsdp_dcp::durable::Durable;
-use fsdp_dcp::integrity::INTEGRITY_FILE;
+use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
+use fsdp_dcp::internals::INTEGRITY_FILE;
 use fsdp_dcp::metadata::{Entry, METADATA_FILE, decode, encode};
 use fsdp_dcp::reader::{CheckpointReader, OpenOptions};
-use fsdp_dcp::verify::{Level, seal, verify};
+use fsdp_dcp::storage::Durable;
+use fsdp_dcp::verify::{Level, add_integrity, verify};
 use fsdp_layout::{DType, PlainValue};
 
 use crate::state::{State, save};
 use crate::{bounded, fixtures};
 
-/// A small tensor and a value, saved by two ranks.
+/// Writes a small tensor and a value, saved by two ranks.
 fn small(target: &Path) {
     let mut state = State::default();
     state.tensors.insert("w".to_owned(), (DType::F32, vec![3, 2], (0..24).collect()));
@@ -24,7 +24,7 @@ fn small(target: &Path) {
 }
 
 /// Reads a checkpoint up to the first error.
-fn read_until_error(directory: &Path) -> Result<(), CheckpointError> {
+fn read_until_error(directory: &Path) -> Result<(), FileError> {
     let checkpoint = CheckpointReader::open(directory)?;
     checkpoint.metadata().entries.iter().try_for_each(|(fqn, entry)| match entry {
         Entry::Tensor(_) => checkpoint.read_tensor(fqn).map(drop),
@@ -42,7 +42,7 @@ fn flip(file: &Path, bit: usize) {
 }
 
 /// Reads everything that a checkpoint holds.
-fn read_all(directory: &Path) -> Result<usize, CheckpointError> {
+fn read_all(directory: &Path) -> Result<usize, FileError> {
     let checkpoint = CheckpointReader::open(directory)?;
     let mut bytes = 0;
     let mut outcome = Ok(());
@@ -66,7 +66,7 @@ fn files(directory: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// A copy of a directory whose one file a test changes again and again.
+/// Copies a directory, one file of which a test then changes again and again.
 fn copy(from: &Path, to: &Path) {
     std::fs::create_dir_all(to).unwrap();
     for file in files(from) {
@@ -132,16 +132,16 @@ fn flips_and_prefixes_of_a_foreign_checkpoint_never_panic() {
     }
 }
 
-/// A small state in every format that is not DCP's, unsealed.
+/// Writes a small state in every format but DCP's, without hashes.
 fn other_formats(parent: &Path) -> Vec<PathBuf> {
     let source = parent.join("source");
     small(&source);
     let source = open(&source, OpenOptions::default()).unwrap();
     let targets = [
-        ("m.safetensors", Target::SafetensorsFile),
-        ("m.pt", Target::Torch),
-        ("hf", Target::SafetensorsDirectory { max_file_bytes: 1000 }),
-        ("shards", Target::SafetensorsShards { ranks: 2 }),
+        ("m.safetensors", OutputFormat::SafetensorsFile),
+        ("m.pt", OutputFormat::Torch),
+        ("hf", OutputFormat::SafetensorsDirectory { max_file_bytes: 1000 }),
+        ("shards", OutputFormat::SafetensorsShards { ranks: 2 }),
     ];
     let made = targets.into_iter().map(|(name, target)| {
         let place = parent.join(name).join(name);
@@ -154,9 +154,9 @@ fn other_formats(parent: &Path) -> Vec<PathBuf> {
     made.collect()
 }
 
-/// Opens a checkpoint of any format, and reads and verifies all of it.
+/// Opens a checkpoint of any format, reads and verifies all of it, and returns `true` if nothing is wrong.
 fn is_whole(path: &Path) -> bool {
-    let read = || -> Result<bool, CheckpointError> {
+    let read = || -> Result<bool, FileError> {
         let checkpoint = open(path, OpenOptions::default())?;
         let report = verify(&*checkpoint, Level::Deep, None)?;
         let values: Vec<String> = checkpoint.metadata().values().map(|(key, _)| key.to_owned()).collect();
@@ -173,7 +173,7 @@ fn flips_and_prefixes_of_every_format() {
     for sealed in [false, true] {
         for place in other_formats(&parent.path().join(sealed.to_string())) {
             if sealed {
-                seal(&place, None).unwrap();
+                add_integrity(&place, None).unwrap();
             }
             assert!(is_whole(&place));
             for file in files(if place.is_dir() { &place } else { place.parent().unwrap() }) {
@@ -242,8 +242,8 @@ fn paths_that_lead_out_of_the_checkpoint_are_not_opened() {
         with_paths(&target, path);
         let checkpoint = CheckpointReader::open(&target).unwrap();
         let error = bounded(|| checkpoint.read_tensor("w")).unwrap_err();
-        assert!(matches!(error, CheckpointError::Path { .. }), "{path:?}: {error}");
-        assert!(matches!(checkpoint.read_value("n.step"), Err(CheckpointError::Path { .. })), "{path:?}");
+        assert!(matches!(error, FileError::Path { .. }), "{path:?}: {error}");
+        assert!(matches!(checkpoint.read_value("n.step"), Err(FileError::Path { .. })), "{path:?}");
     }
 }
 
@@ -269,7 +269,7 @@ fn swapped_missing_and_mixed_data_files_are_found() {
 fn what_is_no_checkpoint_says_so() {
     let parent = tempfile::tempdir().unwrap();
     for path in [parent.path().join("nothing"), parent.path().to_owned()] {
-        assert!(matches!(CheckpointReader::open(&path), Err(CheckpointError::NotCommitted { .. })));
+        assert!(matches!(CheckpointReader::open(&path), Err(FileError::NotCommitted { .. })));
     }
 }
 

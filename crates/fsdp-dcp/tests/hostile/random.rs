@@ -1,12 +1,10 @@
 //! Bytes of every kind into every parser: an error or a value, never a panic, and little memory.
 
-use fsdp_dcp::integrity::Integrity;
-use fsdp_dcp::item::{StoredTensor, decode_value, encode_value};
+use fsdp_dcp::internals::{
+    ArchiveLayout, Directory, Header, Integrity, StoredTensor, decode_value, encode_value, parse,
+};
 use fsdp_dcp::metadata::decode;
-use fsdp_dcp::pickle::parse;
 use fsdp_dcp::reader::{CheckpointReader, OpenOptions};
-use fsdp_dcp::safetensors::Header;
-use fsdp_dcp::torch_zip::{ArchiveLayout, Directory};
 use fsdp_layout::PlainValue;
 use proptest::prelude::*;
 
@@ -37,7 +35,7 @@ fn opcodes() -> impl Strategy<Value = Vec<u8>> {
     prop::collection::vec(piece, 0..60).prop_map(|pieces| [pieces.concat(), b".".to_vec()].concat())
 }
 
-/// A known file with a few bytes changed, removed or repeated.
+/// Generates a known file with a few bytes changed, removed or repeated.
 fn mutated(bytes: Vec<u8>) -> impl Strategy<Value = Vec<u8>> {
     let edits = prop::collection::vec((any::<prop::sample::Index>(), any::<u8>(), 0u8..4), 1..6);
     edits.prop_map(move |edits| {

@@ -5,14 +5,11 @@ use std::path::Path;
 use crate::targets::TARGETS;
 use crate::{bounded, fixtures};
 
-/// All files below a directory.
+/// Collects all files below a directory.
 fn files(directory: &Path, found: &mut Vec<std::path::PathBuf>) {
     for entry in std::fs::read_dir(directory).unwrap() {
         let path = entry.unwrap().path();
-        match path.is_dir() {
-            true => files(&path, found),
-            false => found.push(path),
-        }
+        if path.is_dir() { files(&path, found) } else { found.push(path) }
     }
 }
 

@@ -2,16 +2,16 @@
 
 use std::path::Path;
 
-use fsdp_dcp::CheckpointError;
+use fsdp_dcp::FileError;
 use fsdp_dcp::checkpoint::{Format, open};
-use fsdp_dcp::convert::{ConvertOptions, Rename, Target, View, convert};
+use fsdp_dcp::convert::{ConvertOptions, OutputFormat, Rename, View, convert};
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_layout::{DType, TensorBox};
 
 use crate::fixtures::{check_against_truth, dcp_fixtures};
 use crate::truth::{Truth, fixtures};
 
-fn to(source: &Path, destination: &Path, target: Target) {
+fn to(source: &Path, destination: &Path, target: OutputFormat) {
     let source = open(source, OpenOptions::default()).unwrap();
     convert(&*source, destination, target, ConvertOptions::default()).unwrap();
 }
@@ -26,7 +26,7 @@ fn resharding_keeps_every_bit() {
             let resharded = parent.path().join(format!("{name}-{ranks}"));
             let source = open(&from, OpenOptions::default()).unwrap();
             let options = ConvertOptions { overwrite: true, ..ConvertOptions::default() };
-            convert(&*source, &resharded, Target::Dcp { ranks }, options).unwrap();
+            convert(&*source, &resharded, OutputFormat::Dcp { ranks }, options).unwrap();
             check_against_truth(&resharded, &truth);
             from = resharded;
         }
@@ -37,10 +37,10 @@ fn resharding_keeps_every_bit() {
 fn every_format_leads_back() {
     let parent = tempfile::tempdir().unwrap();
     let formats = [
-        ("model.safetensors", Target::SafetensorsFile, Format::SafetensorsFile),
-        ("hf", Target::SafetensorsDirectory { max_file_bytes: 4000 }, Format::SafetensorsDirectory),
-        ("shards", Target::SafetensorsShards { ranks: 3 }, Format::SafetensorsDirectory),
-        ("full.pt", Target::Torch, Format::Torch),
+        ("model.safetensors", OutputFormat::SafetensorsFile, Format::SafetensorsFile),
+        ("hf", OutputFormat::SafetensorsDirectory { max_file_bytes: 4000 }, Format::SafetensorsDirectory),
+        ("shards", OutputFormat::SafetensorsShards { ranks: 3 }, Format::SafetensorsDirectory),
+        ("full.pt", OutputFormat::Torch, Format::Torch),
     ];
     for (index, name) in dcp_fixtures().iter().enumerate() {
         let truth = Truth::of(name);
@@ -59,7 +59,7 @@ fn every_format_leads_back() {
                 continue;
             }
             let back = parent.path().join(name).join(format!("{file}-back"));
-            to(&converted, &back, Target::Dcp { ranks: 2 });
+            to(&converted, &back, OutputFormat::Dcp { ranks: 2 });
             check_against_truth(&back, &truth);
         }
         // The safetensors crate reads the single file on its own.
@@ -77,7 +77,7 @@ fn tensors_inside_values_get_keys_by_path_in_safetensors() {
     let parent = tempfile::tempdir().unwrap();
     let converted = parent.path().join("m.safetensors");
     let source = open(fixtures().join("misc_ws2/dcp"), OpenOptions::default()).unwrap();
-    let report = convert(&*source, &converted, Target::SafetensorsFile, ConvertOptions::default()).unwrap();
+    let report = convert(&*source, &converted, OutputFormat::SafetensorsFile, ConvertOptions::default()).unwrap();
     assert!(report.aside.contains(&"py.tuple_with_tensor".to_owned()));
     assert_eq!(report.aside_file.as_deref(), Some("m.values.json"));
     let bytes = std::fs::read(&converted).unwrap();
@@ -89,7 +89,11 @@ fn tensors_inside_values_get_keys_by_path_in_safetensors() {
 fn hugging_face_files_keep_their_limit_and_their_index() {
     let parent = tempfile::tempdir().unwrap();
     let converted = parent.path().join("hf");
-    to(&fixtures().join("hf_ws2/truth.safetensors"), &converted, Target::SafetensorsDirectory { max_file_bytes: 4000 });
+    to(
+        &fixtures().join("hf_ws2/truth.safetensors"),
+        &converted,
+        OutputFormat::SafetensorsDirectory { max_file_bytes: 4000 },
+    );
     let index: serde_json::Value =
         serde_json::from_slice(&std::fs::read(converted.join("model.safetensors.index.json")).unwrap()).unwrap();
     let total: usize = Truth::of("hf_ws2").tensors.values().map(|(_, _, bytes)| bytes.len()).sum();
@@ -123,7 +127,7 @@ fn views_select_rename_and_cast() {
     };
     let view = View::new(&*source, rename, Some(DType::BF16)).unwrap();
     let converted = parent.path().join("m.safetensors");
-    convert(&view, &converted, Target::SafetensorsFile, ConvertOptions::default()).unwrap();
+    convert(&view, &converted, OutputFormat::SafetensorsFile, ConvertOptions::default()).unwrap();
     let checkpoint = open(&converted, OpenOptions::default()).unwrap();
     let keys: Vec<&String> = checkpoint.metadata().entries.keys().collect();
     assert!(keys.iter().all(|key| key.starts_with("net.")) && !keys.is_empty());
@@ -140,7 +144,7 @@ fn views_select_rename_and_cast() {
         assert!(read == wanted, "{key}");
     }
     let clash = View::new(&*source, |_| Rename::To("same".to_owned()), None);
-    assert!(matches!(clash, Err(CheckpointError::Encode { .. })));
+    assert!(matches!(clash, Err(FileError::Encode { .. })));
 }
 
 #[test]
@@ -152,11 +156,11 @@ fn a_conversion_that_fails_leaves_nothing() {
     std::fs::copy(from.join(".metadata"), broken.join(".metadata")).unwrap();
     std::fs::copy(from.join("__0_0.distcp"), broken.join("__0_0.distcp")).unwrap();
     for (index, target) in [
-        Target::Dcp { ranks: 2 },
-        Target::SafetensorsFile,
-        Target::SafetensorsDirectory { max_file_bytes: 100 },
-        Target::SafetensorsShards { ranks: 2 },
-        Target::Torch,
+        OutputFormat::Dcp { ranks: 2 },
+        OutputFormat::SafetensorsFile,
+        OutputFormat::SafetensorsDirectory { max_file_bytes: 100 },
+        OutputFormat::SafetensorsShards { ranks: 2 },
+        OutputFormat::Torch,
     ]
     .into_iter()
     .enumerate()

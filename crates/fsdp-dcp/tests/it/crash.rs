@@ -6,8 +6,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use fsdp_dcp::durable::{Durable, Step, StepHook, clean_stale, recover};
+use fsdp_dcp::internals::recover;
 use fsdp_dcp::reader::CheckpointReader;
+use fsdp_dcp::storage::{Durable, Step, StepHook, clean_stale};
 use fsdp_layout::{DType, PlainValue};
 
 use crate::state::{State, save};
@@ -17,7 +18,7 @@ pub(crate) struct At {
     step: usize,
     after: bool,
     kill: bool,
-    /// Whether the file system can exchange two directories.
+    /// `true` if the file system can exchange two directories.
     exchange: bool,
     pub(crate) count: AtomicUsize,
     pub(crate) struck: AtomicBool,
@@ -48,23 +49,22 @@ impl StepHook for At {
     fn before(&self, step: Step, _: &Path) -> io::Result<()> {
         let number = self.count.fetch_add(1, Ordering::SeqCst);
         NUMBER.set(number);
-        match number == self.step && !self.after {
-            true => self.strike(),
-            // ENOSYS
-            false if step == Step::Exchange && !self.exchange => Err(io::Error::from_raw_os_error(38)),
-            false => Ok(()),
+        if number == self.step && !self.after {
+            return self.strike();
         }
+        if step == Step::Exchange && !self.exchange {
+            // ENOSYS: a file system that cannot exchange two names.
+            return Err(io::Error::from_raw_os_error(38));
+        }
+        Ok(())
     }
 
     fn after(&self, _: Step, _: &Path) -> io::Result<()> {
-        match NUMBER.get() == self.step && self.after {
-            true => self.strike(),
-            false => Ok(()),
-        }
+        if NUMBER.get() == self.step && self.after { self.strike() } else { Ok(()) }
     }
 }
 
-/// A small state whose every value says which generation it is.
+/// Makes a small state in which every value is the number of its generation.
 fn state(generation: u8) -> State {
     let mut state = State::default();
     for name in ["a", "b"] {
@@ -74,7 +74,7 @@ fn state(generation: u8) -> State {
     state
 }
 
-/// The generation at the target, after checking that all of it is of one.
+/// Returns the generation at the target, after checking that all of its values are of one.
 fn generation(target: &Path) -> Option<u8> {
     if !target.exists() {
         return None;

@@ -6,19 +6,20 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use fsdp_dcp::CheckpointError;
+use fsdp_dcp::FileError;
 use fsdp_dcp::checkpoint::open;
-use fsdp_dcp::convert::{ConvertOptions, Target, convert};
+use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp_dcp::diff::{Tolerance, diff};
-use fsdp_dcp::durable::{Durable, clean_stale, recover};
+use fsdp_dcp::internals::recover;
 use fsdp_dcp::reader::OpenOptions;
+use fsdp_dcp::storage::{Durable, clean_stale};
 use fsdp_dcp::verify::{Level, verify};
 use fsdp_layout::{DType, PlainValue};
 
 use crate::crash::At;
 use crate::state::{State, save};
 
-/// A checkpoint whose every value says which generation it is.
+/// Writes a checkpoint in which every value is the number of its generation.
 fn source(target: &Path, generation: u8) {
     let mut state = State::default();
     for name in ["a", "b"] {
@@ -28,13 +29,13 @@ fn source(target: &Path, generation: u8) {
     save(&state, 2, target, &Durable::new()).unwrap();
 }
 
-fn run(from: &Path, to: &Path, target: Target, durable: &Durable) -> Result<(), CheckpointError> {
+fn run(from: &Path, to: &Path, target: OutputFormat, durable: &Durable) -> Result<(), FileError> {
     let source = open(from, OpenOptions::default())?;
     let options = ConvertOptions { overwrite: true, threads: 1, durable: Some(durable), ..ConvertOptions::default() };
     convert(&*source, to, target, options).map(drop)
 }
 
-/// Whether two checkpoints hold the same.
+/// Returns `true` if two checkpoints hold the same.
 fn equal(a: &Path, b: &Path) -> bool {
     let (a, b) = (open(a, OpenOptions::default()).unwrap(), open(b, OpenOptions::default()).unwrap());
     let mut differences = 0;
@@ -64,11 +65,11 @@ fn a_failure_at_any_step_leaves_the_source_and_an_old_or_new_destination() {
     source(&new, 2);
     let before = (bytes_of(&old), bytes_of(&new));
     let targets = [
-        Target::Dcp { ranks: 2 },
-        Target::SafetensorsFile,
-        Target::SafetensorsDirectory { max_file_bytes: 500 },
-        Target::SafetensorsShards { ranks: 2 },
-        Target::Torch,
+        OutputFormat::Dcp { ranks: 2 },
+        OutputFormat::SafetensorsFile,
+        OutputFormat::SafetensorsDirectory { max_file_bytes: 500 },
+        OutputFormat::SafetensorsShards { ranks: 2 },
+        OutputFormat::Torch,
     ];
     for (number, target) in targets.into_iter().enumerate() {
         for (overwrite, exchange) in [(false, true), (true, true), (true, false)] {
@@ -103,7 +104,8 @@ fn a_failure_at_any_step_leaves_the_source_and_an_old_or_new_destination() {
                 clean_stale(&destination).unwrap();
                 run(&new, &destination, target, &Durable::new()).unwrap();
                 assert!(equal(&destination, &new), "{case}");
-                let values = if target == Target::SafetensorsFile { Some("destination.values.json") } else { None };
+                let values =
+                    if target == OutputFormat::SafetensorsFile { Some("destination.values.json") } else { None };
                 assert_eq!(names(&place), ["destination"].into_iter().chain(values).collect::<Vec<_>>(), "{case}");
                 std::fs::remove_dir_all(&place).unwrap();
             }
@@ -120,8 +122,8 @@ fn a_single_file_and_its_values_stay_together() {
     source(&one, 1);
     source(&two, 2);
     let (a, b) = (parent.path().join("a.safetensors"), parent.path().join("b.safetensors"));
-    run(&one, &a, Target::SafetensorsFile, &Durable::new()).unwrap();
-    run(&two, &b, Target::SafetensorsFile, &Durable::new()).unwrap();
+    run(&one, &a, OutputFormat::SafetensorsFile, &Durable::new()).unwrap();
+    run(&two, &b, OutputFormat::SafetensorsFile, &Durable::new()).unwrap();
     // Values of another file are not taken, and missing ones are missed.
     let (values_a, values_b) = (parent.path().join("a.values.json"), parent.path().join("b.values.json"));
     let bytes = std::fs::read(&values_a).unwrap();
@@ -142,15 +144,15 @@ fn a_single_file_and_its_values_stay_together() {
     let options = ConvertOptions::default();
     let fresh = parent.path().join("fresh.safetensors");
     std::fs::copy(&values_b, parent.path().join("fresh.values.json")).unwrap();
-    convert(&*opened, &fresh, Target::SafetensorsFile, options).unwrap();
+    convert(&*opened, &fresh, OutputFormat::SafetensorsFile, options).unwrap();
     assert!(equal(&fresh, &plain));
     // Nobody's file is replaced unasked, and one that is replaced takes its values with it.
     let other = parent.path().join("other.safetensors");
     std::fs::copy(&values_b, parent.path().join("other.values.json")).unwrap();
     let opened_one = open(&one, OpenOptions::default()).unwrap();
-    let refused = convert(&*opened_one, &other, Target::SafetensorsFile, options);
-    assert!(matches!(refused, Err(CheckpointError::Exists { path }) if path.ends_with("other.values.json")));
-    convert(&*opened, &b, Target::SafetensorsFile, ConvertOptions { overwrite: true, ..options }).unwrap();
+    let refused = convert(&*opened_one, &other, OutputFormat::SafetensorsFile, options);
+    assert!(matches!(refused, Err(FileError::Exists { path }) if path.ends_with("other.values.json")));
+    convert(&*opened, &b, OutputFormat::SafetensorsFile, ConvertOptions { overwrite: true, ..options }).unwrap();
     assert!(equal(&b, &plain) && !values_b.exists());
 }
 
@@ -163,14 +165,14 @@ fn a_file_does_not_replace_a_directory_nor_the_reverse() {
     std::fs::write(&file, "mine").unwrap();
     let before = bytes_of(&directory);
     for (to, target) in [
-        (&directory, Target::SafetensorsFile),
-        (&directory, Target::Torch),
-        (&file, Target::Dcp { ranks: 2 }),
-        (&file, Target::SafetensorsDirectory { max_file_bytes: 500 }),
-        (&file, Target::SafetensorsShards { ranks: 2 }),
+        (&directory, OutputFormat::SafetensorsFile),
+        (&directory, OutputFormat::Torch),
+        (&file, OutputFormat::Dcp { ranks: 2 }),
+        (&file, OutputFormat::SafetensorsDirectory { max_file_bytes: 500 }),
+        (&file, OutputFormat::SafetensorsShards { ranks: 2 }),
     ] {
         let refused = run(&from, to, target, &Durable::new());
-        assert!(matches!(refused, Err(CheckpointError::NotReplaceable { .. })), "{target:?}: {refused:?}");
+        assert!(matches!(refused, Err(FileError::NotReplaceable { .. })), "{target:?}: {refused:?}");
     }
     assert_eq!((bytes_of(&directory), std::fs::read(&file).unwrap()), (before, b"mine".to_vec()));
     assert_eq!(names(parent.path()), ["d", "f", "from"]);

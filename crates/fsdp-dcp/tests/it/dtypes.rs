@@ -4,23 +4,23 @@
 use std::collections::BTreeMap;
 
 use fsdp_dcp::checkpoint::{Checkpoint, open};
-use fsdp_dcp::convert::{ConvertOptions, Target, convert};
+use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::verify::{Level, verify};
 use fsdp_layout::{DType, PlainValue, TensorBox};
 
 use crate::truth::{Tensor, fixtures};
 
-const TARGETS: [Target; 6] = [
-    Target::Dcp { ranks: 1 },
-    Target::Dcp { ranks: 3 },
-    Target::SafetensorsFile,
-    Target::SafetensorsDirectory { max_file_bytes: 300 },
-    Target::SafetensorsShards { ranks: 2 },
-    Target::Torch,
+const TARGETS: [OutputFormat; 6] = [
+    OutputFormat::Dcp { ranks: 1 },
+    OutputFormat::Dcp { ranks: 3 },
+    OutputFormat::SafetensorsFile,
+    OutputFormat::SafetensorsDirectory { max_file_bytes: 300 },
+    OutputFormat::SafetensorsShards { ranks: 2 },
+    OutputFormat::Torch,
 ];
 
-/// What PyTorch held.
+/// Returns the values that PyTorch held.
 fn truth() -> BTreeMap<String, Tensor> {
     let directory = fixtures().join("dtypes");
     let bytes = std::fs::read(directory.join("truth.safetensors")).unwrap();
@@ -36,7 +36,7 @@ fn truth() -> BTreeMap<String, Tensor> {
     json.into_iter().map(tensor).collect()
 }
 
-/// All tensors of a checkpoint, which verifies.
+/// Returns all tensors of a checkpoint, after verifying it.
 fn tensors(checkpoint: &dyn Checkpoint) -> BTreeMap<String, Tensor> {
     let report = verify(checkpoint, Level::Deep, None).unwrap();
     assert!(report.is_ok(), "{:?}", report.problems);
@@ -65,7 +65,7 @@ fn every_dtype_survives_every_conversion() {
             assert_eq!(tensors(&*opened), truth, "{from} to {target:?}");
             // And back.
             let back = parent.path().join(format!("{from}-{number}-back"));
-            convert(&*opened, &back, Target::Dcp { ranks: 2 }, ConvertOptions::default()).unwrap();
+            convert(&*opened, &back, OutputFormat::Dcp { ranks: 2 }, ConvertOptions::default()).unwrap();
             assert_eq!(tensors(&*open(&back, OpenOptions::default()).unwrap()), truth, "{from} to {target:?} and back");
         }
     }

@@ -9,7 +9,7 @@ use fsdp_layout::{PlainTensor, PlainValue, TensorBox};
 
 use crate::truth::{Truth, fixtures, same};
 
-/// Every fixture with a DCP directory.
+/// Returns every fixture with a DCP directory.
 pub(crate) fn dcp_fixtures() -> Vec<String> {
     let mut names: Vec<String> = std::fs::read_dir(fixtures())
         .unwrap()

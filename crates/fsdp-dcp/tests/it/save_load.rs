@@ -1,6 +1,6 @@
 //! Saving with N ranks and loading with M: whatever the layout, the bits are the same, and read once.
 
-use fsdp_dcp::durable::Durable;
+use fsdp_dcp::storage::Durable;
 
 use crate::sample::{load, sample};
 use crate::state::save;

@@ -44,8 +44,8 @@ impl Truth {
     }
 }
 
-/// Whether a value is what the truth says. Tensors inside values are known there by their shape, dtype and SHA-256 only;
-/// the first two are compared here.
+/// Returns `true` if a value is what the truth says. Tensors inside values are known there by their shape, dtype and
+/// SHA-256 only; the first two are compared here.
 pub(crate) fn same(value: &PlainValue, truth: &Value) -> bool {
     let items = |key: &str| truth[key].as_array().unwrap();
     let all = |values: &[PlainValue]| {

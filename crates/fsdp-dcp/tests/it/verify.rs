@@ -3,11 +3,11 @@
 use std::path::Path;
 
 use fsdp_dcp::checkpoint::open;
-use fsdp_dcp::convert::{ConvertOptions, Target, convert};
+use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp_dcp::diff::{Difference, Tolerance, diff};
-use fsdp_dcp::durable::Durable;
 use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::verify::{Level, Report, seal, unknown_files, verify};
+use fsdp_dcp::storage::Durable;
+use fsdp_dcp::verify::{Level, Report, add_integrity, unknown_files, verify};
 
 use crate::fixtures::{check_against_truth, dcp_fixtures};
 use crate::sample::sample;
@@ -19,7 +19,7 @@ fn verified(path: &Path, level: Level) -> Report {
     verify(&*open(path, OpenOptions::default()).unwrap(), level, None).unwrap()
 }
 
-/// A writable copy of a fixture.
+/// Makes a writable copy of a fixture.
 fn copy(from: &Path, to: &Path) {
     std::fs::create_dir_all(to).unwrap();
     for entry in std::fs::read_dir(from).unwrap() {
@@ -40,11 +40,12 @@ fn flip(file: &Path, at: usize) {
 fn fixtures_are_whole_at_every_level() {
     for name in dcp_fixtures() {
         let report = verified(&fixtures().join(&name).join("dcp"), Level::Deep);
-        assert!(report.is_ok() && !report.sealed, "{name}: {:?}", report.problems);
+        assert!(report.is_ok() && !report.has_integrity, "{name}: {:?}", report.problems);
         let not_finite: Vec<&str> = report.not_finite.iter().map(|(key, _)| key.as_str()).collect();
-        match name.starts_with("misc") {
-            true => assert_eq!(not_finite, ["plain.x_nan_inf"], "{name}"),
-            false => assert!(not_finite.is_empty(), "{name}"),
+        if name.starts_with("misc") {
+            assert_eq!(not_finite, ["plain.x_nan_inf"], "{name}");
+        } else {
+            assert!(not_finite.is_empty(), "{name}");
         }
     }
 }
@@ -62,9 +63,9 @@ fn sealing_makes_later_damage_visible() {
     ] {
         let path = parent.path().join(from);
         copy(&fixtures().join(from), &path);
-        seal(&path, None).unwrap();
+        add_integrity(&path, None).unwrap();
         let report = verified(&path, Level::Hashes);
-        assert!(report.is_ok() && report.sealed, "{from}: {:?}", report.problems);
+        assert!(report.is_ok() && report.has_integrity, "{from}: {:?}", report.problems);
         check_against_truth(&path, &Truth::of(truth));
         for entry in std::fs::read_dir(&path).unwrap() {
             let file = entry.unwrap().path();
@@ -88,13 +89,13 @@ fn sealing_makes_later_damage_visible() {
 fn single_files_are_sealed_too() {
     let parent = tempfile::tempdir().unwrap();
     let source = open(fixtures().join("misc_ws2/dcp"), OpenOptions::default()).unwrap();
-    for (name, target) in [("m.safetensors", Target::SafetensorsFile), ("m.pt", Target::Torch)] {
+    for (name, target) in [("m.safetensors", OutputFormat::SafetensorsFile), ("m.pt", OutputFormat::Torch)] {
         let file = parent.path().join(name);
         convert(&*source, &file, target, ConvertOptions::default()).unwrap();
-        assert!(!verified(&file, Level::Hashes).sealed);
-        seal(&file, None).unwrap();
+        assert!(!verified(&file, Level::Hashes).has_integrity);
+        add_integrity(&file, None).unwrap();
         let report = verified(&file, Level::Deep);
-        assert!(report.is_ok() && report.sealed, "{:?}", report.problems);
+        assert!(report.is_ok() && report.has_integrity, "{:?}", report.problems);
         let values = parent.path().join("m.values.json");
         let covered: Vec<&Path> =
             [&file].into_iter().chain(name.ends_with('s').then_some(&values)).map(|p| &**p).collect();
@@ -115,7 +116,7 @@ fn single_files_are_sealed_too() {
         let options = ConvertOptions { overwrite: true, ..ConvertOptions::default() };
         convert(&*source, &file, target, options).unwrap();
         let report = verified(&file, Level::Hashes);
-        assert!(report.is_ok() && !report.sealed);
+        assert!(report.is_ok() && !report.has_integrity);
     }
 }
 
@@ -163,7 +164,7 @@ fn what_is_missing_is_reported_at_its_level() {
     let report = verified(&path, Level::Sizes);
     assert!(report.problems.iter().all(|problem| problem.file.as_deref() == Some("__1_0.distcp")));
     assert!(report.problems.iter().any(|problem| problem.fqn.as_deref() == Some("w")));
-    assert!(seal(&path, None).is_err());
+    assert!(add_integrity(&path, None).is_err());
 }
 
 /// Rank-local metadata: each rank wrote the replicated tensors and values for itself.

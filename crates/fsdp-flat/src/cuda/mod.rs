@@ -1,4 +1,4 @@
-//! The memory behind tensors on NVIDIA GPUs: as bytes, to the host and back, freed and filled.
+//! The memory behind tensors on NVIDIA GPUs: as bytes, to the host and back, released and filled.
 
 #![expect(unsafe_code, reason = "elements as bytes, memory that is not filled yet, and pinned memory")]
 
@@ -17,19 +17,19 @@ use half::{bf16, f16};
 
 use crate::FlatError;
 use crate::storage::host::{Scalar, TensorBuffer};
-use crate::storage::lend::{StorageMut, contiguous_range, freed, unsupported, with_storage_mut};
+use crate::storage::lend::{StorageMut, contiguous_range, released, unsupported, with_storage_mut};
 
 /// Longer transfers to the host go through pinned memory.
 const STAGED_FROM_BYTES: usize = 1 << 20;
 
-/// candle's error for one of the driver's.
+/// Returns candle's error for one of the driver's.
 fn failed(error: DriverError) -> FlatError {
     FlatError::Candle(candle_core::Error::wrap(error))
 }
 
 macro_rules! slices {
     ($($type:ty => $variant:ident),*) => {
-        /// The elements as bytes; `None` for types that are not plain bytes.
+        /// Returns the elements as bytes; `None` for types that are not plain bytes.
         fn bytes_of(storage: &CudaStorage) -> Option<CudaView<'_, u8>> {
             match &storage.slice {
                 // SAFETY: plain bytes, as many as there are.
@@ -39,7 +39,7 @@ macro_rules! slices {
             }
         }
 
-        /// The elements as bytes that can be changed.
+        /// Returns the elements as bytes that can be changed.
         fn bytes_of_mut(storage: &mut CudaStorage) -> Option<CudaViewMut<'_, u8>> {
             match &mut storage.slice {
                 $(CudaStorageSlice::$variant(data) => {
@@ -52,7 +52,7 @@ macro_rules! slices {
             }
         }
 
-        /// Memory for these many elements, to be written before it is read.
+        /// Makes memory for these many elements, to be written before it is read.
         fn uninitialized(device: &CudaDevice, dtype: DType, numel: usize) -> Result<CudaStorageSlice, FlatError> {
             // No driver gives memory without bytes.
             let numel = numel.max(1);
@@ -69,8 +69,8 @@ macro_rules! slices {
 
 slices! { u8 => U8, u32 => U32, i16 => I16, i32 => I32, i64 => I64, bf16 => BF16, f16 => F16, f32 => F32, f64 => F64, F8E4M3 => F8E4M3 }
 
-/// Whether the storage has been freed.
-pub(crate) fn is_freed(tensor: &Tensor, storage: &CudaStorage) -> bool {
+/// Returns `true` if the storage has been released.
+pub(crate) fn is_released(tensor: &Tensor, storage: &CudaStorage) -> bool {
     storage.dtype() != tensor.dtype()
 }
 
@@ -81,11 +81,11 @@ pub(crate) fn read(
     range: Range<usize>,
     to: &mut [u8],
 ) -> Result<(), FlatError> {
-    if is_freed(tensor, storage) {
-        return Err(freed(tensor));
+    if is_released(tensor, storage) {
+        return Err(released(tensor));
     }
     let bytes = bytes_of(storage).ok_or_else(|| unsupported(tensor))?;
-    let bytes = bytes.try_slice(range).ok_or_else(|| freed(tensor))?;
+    let bytes = bytes.try_slice(range).ok_or_else(|| released(tensor))?;
     if to.is_empty() {
         return Ok(());
     }
@@ -96,7 +96,7 @@ pub(crate) fn read(
     stream.memcpy_dtoh(&bytes, to).and_then(|()| stream.synchronize()).map_err(failed)
 }
 
-/// A contiguous tensor, copied to the host.
+/// Copies a contiguous tensor to the host.
 pub(crate) fn to_host(tensor: &Tensor) -> Result<Tensor, FlatError> {
     let (storage, layout) = tensor.storage_and_layout();
     let range = contiguous_range(tensor, layout)?;
@@ -114,12 +114,12 @@ pub(crate) fn write(
     range: Range<usize>,
     from: &[u8],
 ) -> Result<(), FlatError> {
-    if is_freed(tensor, storage) {
-        return Err(freed(tensor));
+    if is_released(tensor, storage) {
+        return Err(released(tensor));
     }
     let stream = storage.device.cuda_stream();
     let mut bytes = bytes_of_mut(storage).ok_or_else(|| unsupported(tensor))?;
-    let mut bytes = bytes.try_slice_mut(range).ok_or_else(|| freed(tensor))?;
+    let mut bytes = bytes.try_slice_mut(range).ok_or_else(|| released(tensor))?;
     if from.is_empty() {
         return Ok(());
     }
@@ -128,13 +128,13 @@ pub(crate) fn write(
 }
 
 /// Gives the memory back to CUDA.
-pub(crate) fn free(storage: &mut CudaStorage) -> Result<(), FlatError> {
+pub(crate) fn release(storage: &mut CudaStorage) -> Result<(), FlatError> {
     // SAFETY: no op reads elements of this dummy type.
     storage.slice = CudaStorageSlice::F4(unsafe { storage.device.alloc::<u8>(1) }?);
     Ok(())
 }
 
-/// Memory of no elements, of a type that can be computed with.
+/// Makes memory of no elements, of a type that can be computed with.
 ///
 /// # Errors
 /// Dtypes whose elements are not plain bytes, and CUDA's.
@@ -142,13 +142,13 @@ pub fn empty(device: &CudaDevice, dtype: DType) -> Result<CudaStorage, FlatError
     Ok(CudaStorage { slice: uninitialized(device, dtype, 0)?, device: device.clone() })
 }
 
-/// A tensor without elements, for which CUDA need not give any memory.
+/// Makes a tensor without elements, for which CUDA need not give any memory.
 pub(crate) fn without_elements(shape: &[usize], dtype: DType, device: &CudaDevice) -> Result<Tensor, FlatError> {
     let storage = Storage::Cuda(empty(device, dtype)?);
     Ok(Tensor::from_storage(storage, shape, candle_core::op::BackpropOp::none(), false))
 }
 
-/// Fresh memory with the elements of host memory.
+/// Puts fresh memory in the place of a storage's, with the elements of host memory.
 pub(crate) fn refill(storage: &mut CudaStorage, dtype: DType, numel: usize, from: &[u8]) -> Result<(), FlatError> {
     let device = storage.device.clone();
     let mut fresh = CudaStorage { slice: uninitialized(&device, dtype, numel)?, device };
@@ -160,14 +160,14 @@ pub(crate) fn refill(storage: &mut CudaStorage, dtype: DType, numel: usize, from
     Ok(())
 }
 
-/// Fresh memory behind `tensor` with the elements of `source`, which is contiguous and of the same device.
+/// Puts fresh memory behind `tensor` with the elements of `source`, which is contiguous and of the same device.
 pub(crate) fn refill_from(tensor: &Tensor, source: &Tensor) -> Result<(), FlatError> {
     let size = source.dtype().size_in_bytes();
     let (from, layout) = source.storage_and_layout();
     let range = contiguous_range(source, layout)?;
     let Storage::Cuda(from) = &*from else { return Err(FlatError::device(source)) };
     let from = bytes_of(from).ok_or_else(|| unsupported(source))?;
-    let from = from.try_slice(range.start * size..range.end * size).ok_or_else(|| freed(source))?;
+    let from = from.try_slice(range.start * size..range.end * size).ok_or_else(|| released(source))?;
     with_storage_mut(tensor, |storage, layout| {
         let StorageMut::Cuda(storage) = storage else { return Err(FlatError::device(tensor)) };
         if contiguous_range(tensor, layout)?.start > 0 {
@@ -184,10 +184,10 @@ pub(crate) fn refill_from(tensor: &Tensor, source: &Tensor) -> Result<(), FlatEr
     })
 }
 
-/// Runs `f` on the elements of a contiguous tensor where they are, and the stream that they were written in.
+/// Runs `f` on the elements of a contiguous tensor in GPU memory, with the stream that they were written in.
 ///
 /// # Errors
-/// A tensor that is freed, not contiguous, of another dtype, or not on an NVIDIA GPU.
+/// A tensor that is released, not contiguous, of another dtype, or not on an NVIDIA GPU.
 pub fn with_device_slice<T: Scalar + CudaDType, R>(
     tensor: &Tensor,
     f: impl FnOnce(&CudaView<'_, T>, &CudaStream) -> R,
@@ -195,18 +195,18 @@ pub fn with_device_slice<T: Scalar + CudaDType, R>(
     let (storage, layout) = tensor.storage_and_layout();
     let range = contiguous_range(tensor, layout)?;
     let Storage::Cuda(storage) = &*storage else { return Err(FlatError::device(tensor)) };
-    if is_freed(tensor, storage) {
-        return Err(freed(tensor));
+    if is_released(tensor, storage) {
+        return Err(released(tensor));
     }
     let slice: &CudaSlice<T> = storage.as_cuda_slice()?;
-    let view = slice.try_slice(range).ok_or_else(|| freed(tensor))?;
+    let view = slice.try_slice(range).ok_or_else(|| released(tensor))?;
     Ok(f(&view, &storage.device.cuda_stream()))
 }
 
-/// As [`with_device_slice`], for change: under the storage's write lock.
+/// Does as [`with_device_slice`], for change: under the storage's write lock.
 ///
 /// # Errors
-/// As [`with_device_slice`].
+/// The same as [`with_device_slice`].
 pub fn with_device_slice_mut<T: Scalar + CudaDType + DeviceRepr, R>(
     tensor: &Tensor,
     f: impl FnOnce(&mut CudaViewMut<'_, T>, &CudaStream) -> R,
@@ -214,12 +214,12 @@ pub fn with_device_slice_mut<T: Scalar + CudaDType + DeviceRepr, R>(
     with_storage_mut(tensor, |storage, layout| {
         let range = contiguous_range(tensor, layout)?;
         let StorageMut::Cuda(storage) = storage else { return Err(FlatError::device(tensor)) };
-        if is_freed(tensor, storage) {
-            return Err(freed(tensor));
+        if is_released(tensor, storage) {
+            return Err(released(tensor));
         }
         let stream = storage.device.cuda_stream();
         let slice: &mut CudaSlice<T> = storage.as_cuda_slice_mut()?;
-        let mut view = slice.try_slice_mut(range).ok_or_else(|| freed(tensor))?;
+        let mut view = slice.try_slice_mut(range).ok_or_else(|| released(tensor))?;
         Ok(f(&mut view, &stream))
     })
 }

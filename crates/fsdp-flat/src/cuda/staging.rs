@@ -9,7 +9,7 @@ use candle_core::cuda_backend::cudarc::driver::{
     CudaContext, CudaEvent, CudaStream, CudaView, DriverError, PinnedHostSlice,
 };
 
-/// What is copied at a time. Each GPU that is read from takes twice as much of the host's memory, for good.
+/// The bytes that are copied at a time. Each GPU that is read from takes twice as much of the host's memory, for good.
 const PIECE_BYTES: usize = 16 << 20;
 
 struct Stage {
@@ -32,7 +32,7 @@ impl Stage {
     }
 }
 
-/// Copies `from`, which `stream` has written, to the host. It is there when this returns.
+/// Copies `from`, which `stream` has written, to the host. The copy is complete when this returns.
 pub(super) fn read(stream: &CudaStream, from: &CudaView<'_, u8>, to: &mut [u8]) -> Result<(), DriverError> {
     static STAGES: Mutex<Option<HashMap<usize, Stage>>> = Mutex::new(None);
     let ordinal = stream.context().ordinal();
@@ -42,7 +42,7 @@ pub(super) fn read(stream: &CudaStream, from: &CudaView<'_, u8>, to: &mut [u8]) 
         Some(stage) => stage,
         None => Stage::new(ordinal)?,
     };
-    // After an error it is made anew: something may still be under way into its memory.
+    // After an error the next call makes a new stage: a transfer into the memory of this one may still be under way.
     let stage = through(stage, stream, from, to)?;
     stages.insert(ordinal, stage);
     Ok(())

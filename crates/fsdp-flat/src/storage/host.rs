@@ -1,5 +1,6 @@
 //! Elements in the host's memory: candle's storages by their types.
 
+use std::collections::TryReserveError;
 use std::ops::Range;
 
 use bytemuck::allocation::try_zeroed_vec;
@@ -8,30 +9,20 @@ use float8::F8E4M3;
 use half::{bf16, f16};
 
 use crate::FlatError;
-use crate::streamed::to_vec_streamed;
+use crate::non_temporal::non_temporal_to_vec;
 
 /// An element type that tensors here are made of.
-pub trait Scalar: WithDType + bytemuck::Pod {
-    /// The storage's elements, if it holds this type.
-    fn of_storage_mut(storage: &mut CpuStorage) -> Option<&mut Vec<Self>>;
-}
+pub trait Scalar: WithDType + bytemuck::Pod {}
 
 macro_rules! scalars {
     ($($type:ty => $variant:ident),*) => {
-        $(impl Scalar for $type {
-            fn of_storage_mut(storage: &mut CpuStorage) -> Option<&mut Vec<Self>> {
-                match storage {
-                    CpuStorage::$variant(data) => Some(data),
-                    _ => None,
-                }
-            }
-        })*
+        $(impl Scalar for $type {})*
 
         /// The dtypes of candle whose elements are plain bytes, which is all that can be saved and loaded.
         pub const PLAIN_DTYPES: &[candle_core::DType] =
             &[$(candle_core::DType::$variant,)* candle_core::DType::F8E8M0];
 
-        /// The storage's elements as bytes; `None` for types that are not plain bytes.
+        /// Returns the storage's elements as bytes; `None` for types that are not plain bytes.
         pub(crate) fn bytes_of(storage: &CpuStorage) -> Option<&[u8]> {
             match storage {
                 $(CpuStorage::$variant(data) => Some(bytemuck::cast_slice(data)),)*
@@ -40,7 +31,7 @@ macro_rules! scalars {
             }
         }
 
-        /// The storage's elements as bytes that can be changed.
+        /// Returns the storage's elements as bytes that can be changed; `None` for types that are not plain bytes.
         pub(crate) fn bytes_of_mut(storage: &mut CpuStorage) -> Option<&mut [u8]> {
             match storage {
                 $(CpuStorage::$variant(data) => Some(bytemuck::cast_slice_mut(data)),)*
@@ -49,25 +40,27 @@ macro_rules! scalars {
             }
         }
 
-        /// Some of the storage's elements, in memory of their own.
-        fn copied(storage: &CpuStorage, range: Range<usize>) -> Option<CpuStorage> {
+        /// Copies a range of the storage's elements to memory of their own; `None` for types that are not plain bytes, and
+        /// for a range that is not there.
+        fn copied(storage: &CpuStorage, range: Range<usize>) -> Option<Result<CpuStorage, TryReserveError>> {
             match storage {
-                $(CpuStorage::$variant(data) => Some(CpuStorage::$variant(to_vec_streamed(data.get(range)?))),)*
-                CpuStorage::F8E8M0(data) => Some(CpuStorage::F8E8M0(to_vec_streamed(data.get(range)?))),
+                $(CpuStorage::$variant(data) => {
+                    Some(non_temporal_to_vec(data.get(range)?).map(CpuStorage::$variant))
+                })*
+                CpuStorage::F8E8M0(data) => Some(non_temporal_to_vec(data.get(range)?).map(CpuStorage::F8E8M0)),
                 _ => None,
             }
         }
 
-        /// Zeros whose memory the system has not touched yet.
+        /// Makes zeros whose memory the system has not touched yet.
         fn zeroed(dtype: candle_core::DType, shape: &[usize]) -> Result<CpuStorage, FlatError> {
-            let no_memory = || FlatError::OutOfMemory { dtype: dtype.as_str().to_owned(), shape: shape.to_vec() };
-            let numel = fsdp_layout::boxes::checked_numel(shape).ok_or_else(no_memory)?;
+            let numel = fsdp_layout::boxes::checked_numel(shape).ok_or_else(|| out_of_memory(dtype, shape))?;
             match dtype {
                 $(candle_core::DType::$variant => {
-                    try_zeroed_vec::<$type>(numel).map(CpuStorage::$variant).map_err(|()| no_memory())
+                    try_zeroed_vec::<$type>(numel).map(CpuStorage::$variant).map_err(|()| out_of_memory(dtype, shape))
                 })*
                 candle_core::DType::F8E8M0 => {
-                    try_zeroed_vec(numel).map(CpuStorage::F8E8M0).map_err(|()| no_memory())
+                    try_zeroed_vec(numel).map(CpuStorage::F8E8M0).map_err(|()| out_of_memory(dtype, shape))
                 }
                 _ => Err(FlatError::Candle(candle_core::Error::UnsupportedDTypeForOp(dtype, "zeros"))),
             }
@@ -77,6 +70,29 @@ macro_rules! scalars {
 
 scalars! { u8 => U8, u32 => U32, i16 => I16, i32 => I32, i64 => I64, bf16 => BF16, f16 => F16, f32 => F32, f64 => F64, F8E4M3 => F8E4M3 }
 
+fn out_of_memory(dtype: candle_core::DType, shape: &[usize]) -> FlatError {
+    FlatError::OutOfMemory { dtype: dtype.as_str().to_owned(), shape: shape.to_vec() }
+}
+
+/// Makes a vector of zeros, fresh from the system.
+///
+/// # Errors
+/// [`FlatError::OutOfMemory`].
+pub fn zeroed_vec<T: Scalar>(numel: usize) -> Result<Vec<T>, FlatError> {
+    try_zeroed_vec(numel).map_err(|()| out_of_memory(T::DTYPE, &[numel]))
+}
+
+/// Copies a slice, for elements that become a tensor.
+///
+/// # Errors
+/// [`FlatError::OutOfMemory`].
+pub fn copied_vec<T: Scalar>(from: &[T]) -> Result<Vec<T>, FlatError> {
+    let mut to = Vec::new();
+    to.try_reserve_exact(from.len()).map_err(|_| out_of_memory(T::DTYPE, &[from.len()]))?;
+    to.extend_from_slice(from);
+    Ok(to)
+}
+
 /// Memory that is to become a tensor: filled as bytes first, many at a time and from any thread.
 #[derive(Debug)]
 pub struct TensorBuffer {
@@ -85,7 +101,7 @@ pub struct TensorBuffer {
 }
 
 impl TensorBuffer {
-    /// Zeros, fresh from the system.
+    /// Makes zeros, fresh from the system.
     ///
     /// # Errors
     /// Dtypes whose elements are not plain bytes; [`FlatError::OutOfMemory`].
@@ -93,17 +109,29 @@ impl TensorBuffer {
         Ok(TensorBuffer { storage: zeroed(dtype, shape)?, shape: shape.to_vec() })
     }
 
-    /// A range of a storage's elements; `None` for dtypes whose elements are not plain bytes.
-    pub(super) fn copied(storage: &CpuStorage, range: Range<usize>, shape: &[usize]) -> Option<Self> {
-        Some(TensorBuffer { storage: copied(storage, range)?, shape: shape.to_vec() })
+    /// Copies a range of a storage's elements; `None` for dtypes whose elements are not plain bytes.
+    pub(super) fn copied(
+        storage: &CpuStorage,
+        range: Range<usize>,
+        tensor: &Tensor,
+    ) -> Result<Option<Self>, FlatError> {
+        let Some(storage) = copied(storage, range) else { return Ok(None) };
+        let storage = storage.map_err(|_| out_of_memory(tensor.dtype(), tensor.dims()))?;
+        Ok(Some(TensorBuffer { storage, shape: tensor.dims().to_vec() }))
     }
 
-    /// The elements' bytes, row-major.
+    /// Returns the elements' bytes, row-major.
+    #[must_use]
+    pub fn bytes(&self) -> &[u8] {
+        bytes_of(&self.storage).unwrap_or_default()
+    }
+
+    /// Returns the elements' bytes, row-major, to be filled.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         bytes_of_mut(&mut self.storage).unwrap_or_default()
     }
 
-    /// The tensor, without a copy.
+    /// Turns the memory into the tensor, without a copy.
     #[must_use]
     pub fn into_tensor(self) -> Tensor {
         Tensor::from_storage(Storage::Cpu(self.storage), self.shape, candle_core::op::BackpropOp::none(), false)

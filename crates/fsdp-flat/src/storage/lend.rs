@@ -55,7 +55,7 @@ where
 /// Runs `f` on the storage of a tensor, under its write lock. All tensors that share the storage see the change.
 ///
 /// # Errors
-/// Whatever `f` returns, and a tensor on a device that this build does not know.
+/// Those of `f`, and a tensor on a device that this build does not know.
 pub(crate) fn with_storage_mut<R>(
     tensor: &Tensor,
     f: impl FnOnce(StorageMut<'_>, &Layout) -> Result<R, FlatError>,
@@ -72,26 +72,30 @@ pub(crate) fn with_storage_mut<R>(
     lend.result.into_inner().unwrap_or_else(|| Err(FlatError::device(tensor)))
 }
 
-/// Whether this build reaches the memory of this device.
+/// Returns `true` if this build reaches the memory of this device.
 fn is_known(device: &Device) -> bool {
     device.is_cpu() || (cfg!(feature = "cuda") && device.is_cuda())
 }
 
-pub(crate) fn freed(tensor: &Tensor) -> FlatError {
+/// Returns the error of a tensor whose memory is not there.
+pub(crate) fn released(tensor: &Tensor) -> FlatError {
     FlatError::Freed { shape: tensor.dims().to_vec() }
 }
 
+/// Returns the elements of a storage that a tensor has.
 pub(crate) fn contiguous_range(tensor: &Tensor, layout: &Layout) -> Result<std::ops::Range<usize>, FlatError> {
     let (start, end) =
         layout.contiguous_offsets().ok_or_else(|| FlatError::NotContiguous { shape: tensor.dims().to_vec() })?;
     Ok(start..end)
 }
 
+/// Returns the error of a dtype whose elements are not plain bytes.
 pub(crate) fn unsupported(tensor: &Tensor) -> FlatError {
     FlatError::Candle(candle_core::Error::UnsupportedDTypeForOp(tensor.dtype(), "bytes of a tensor"))
 }
 
-pub(crate) fn is_freed_storage(tensor: &Tensor, storage: &CpuStorage) -> bool {
+/// Returns `true` if a tensor's storage is that of a released one.
+pub(crate) fn is_released_storage(tensor: &Tensor, storage: &CpuStorage) -> bool {
     use candle_core::backend::BackendStorage;
     storage.dtype() != tensor.dtype()
 }

@@ -8,7 +8,7 @@ fn params(list: &[(&str, &[usize])]) -> Vec<(String, Vec<usize>)> {
     list.iter().map(|(fqn, shape)| ((*fqn).to_owned(), shape.to_vec())).collect()
 }
 
-/// sc(7), l1 5x3 + 5, l2 2x5 + 2.
+/// Makes the layout of seven parameters: sc of 7 elements, l1 of 5x3 and 5, l2 of 2x5 and 2.
 fn mini7(aligned: Option<DType>, world_size: usize) -> FlatLayout {
     let list =
         params(&[("sc", &[7]), ("l1.weight", &[5, 3]), ("l1.bias", &[5]), ("l2.weight", &[2, 5]), ("l2.bias", &[2])]);
@@ -134,6 +134,7 @@ proptest! {
             prop_assert_eq!(shard.range.len() + shard.padding, layout.sharded_numel());
             let mut taken = vec![false; shard.range.len()];
             for (param, info) in layout.shard_param_infos(rank).into_iter().enumerate() {
+                prop_assert_eq!(layout.shard_param_info(param, rank), info);
                 let boxes = layout.param_boxes(param, rank);
                 let in_boxes: usize = boxes.iter().map(TensorBox::numel).sum();
                 prop_assert_eq!(in_boxes, info.map_or(0, |i| i.numel_in_shard));

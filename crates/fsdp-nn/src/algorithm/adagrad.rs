@@ -18,7 +18,7 @@ pub struct AdagradOptions {
     pub eps: f64,
     /// L2 penalty, added to the gradient, 0.
     pub weight_decay: f64,
-    /// What the state entry `sum` starts from, 0.
+    /// The value that the state entry `sum` starts from, 0.
     pub initial_accumulator_value: f64,
     /// Climbs instead of descending.
     pub maximize: bool,
@@ -85,7 +85,7 @@ impl AdagradOptions {
         [Some(StateEntry::STEP), Some(sum), None, None]
     }
 
-    /// One update; slices of equal length.
+    /// Updates once; slices of equal length.
     pub(super) fn update<T: Float>(&self, step: f32, params: &mut [T], grads: &[T], sums: &mut [T]) {
         let rate = self.lr / (1.0 + (f64::from(step) - 1.0) * self.lr_decay);
         let gradient = Gradient::new(self.maximize, self.weight_decay);

@@ -41,7 +41,7 @@ impl Default for AdamOptions {
 }
 
 impl AdamOptions {
-    /// torch's defaults for AdamW: a weight decay of 0.01.
+    /// Returns torch's defaults for AdamW: a weight decay of 0.01.
     #[must_use]
     pub fn adamw() -> Self {
         Self { weight_decay: 0.01, ..Self::default() }
@@ -75,7 +75,7 @@ impl AdamOptions {
         ])
     }
 
-    /// The options of a group, and whether its weight decay is decoupled.
+    /// Returns the options of a group, and whether its weight decay is decoupled.
     pub(super) fn read(&self, reader: &mut Reader<'_>, decoupled: bool) -> Result<(Self, bool), AlgorithmError> {
         let options = Self {
             lr: reader.float("lr", self.lr)?,
@@ -103,7 +103,7 @@ impl AdamOptions {
         ]
     }
 
-    /// One update; slices of equal length.
+    /// Updates once; slices of equal length.
     pub(super) fn update<T: Float>(
         &self,
         decoupled: bool,
@@ -123,7 +123,7 @@ impl AdamOptions {
         }
     }
 
-    /// One update with amsgrad; slices of equal length.
+    /// Updates once with amsgrad; slices of equal length.
     #[expect(clippy::too_many_arguments, reason = "one slice for each state entry")]
     pub(super) fn update_amsgrad<T: Float>(
         &self,
@@ -148,10 +148,10 @@ impl AdamOptions {
     }
 }
 
-/// What is the same for all elements of an update.
+/// The factors that are the same for all elements of an update.
 struct Scalars<T: Float> {
     gradient: Gradient<T>,
-    /// What the parameter is multiplied with: decoupled weight decay.
+    /// The factor that the parameter is multiplied with: decoupled weight decay.
     keep: Option<T::Real>,
     first_weight: Weight<T::Real>,
     beta2: T::Real,
@@ -161,10 +161,14 @@ struct Scalars<T: Float> {
     descent: T::Real,
 }
 
+/// Returns the part of an average's weight that the gradients of the steps so far have; the rest is that of its zero start.
+pub(crate) fn bias_correction(beta: f64, step: f32) -> f64 {
+    1.0 - beta.powf(f64::from(step))
+}
+
 impl<T: Float> Scalars<T> {
     fn new(options: &AdamOptions, decoupled: bool, step: f32) -> Self {
         let (beta1, beta2) = options.betas;
-        let bias_correction = |beta: f64| 1.0 - beta.powf(f64::from(step));
         let keep = 1.0 - options.lr * options.weight_decay;
         Self {
             gradient: Gradient::new(options.maximize, if decoupled { 0.0 } else { options.weight_decay }),
@@ -172,13 +176,13 @@ impl<T: Float> Scalars<T> {
             first_weight: Weight::new(1.0 - beta1),
             beta2: scalar::<T>(beta2),
             second_weight: scalar::<T>(1.0 - beta2),
-            bias_correction2_sqrt: scalar::<T>(bias_correction(beta2).sqrt()),
+            bias_correction2_sqrt: scalar::<T>(bias_correction(beta2, step).sqrt()),
             eps: Element::from_scalar(options.eps),
-            descent: scalar::<T>(-(options.lr / bias_correction(beta1))),
+            descent: scalar::<T>(-(options.lr / bias_correction(beta1, step))),
         }
     }
 
-    /// The decayed parameter, and the running averages of the gradient and of its square.
+    /// Returns the decayed parameter, and the running averages of the gradient and of its square.
     #[inline(always)]
     fn average(&self, param: T, grad: T, exp_avg: T, exp_avg_sq: T) -> (Element<T>, Element<T>, Element<T>) {
         let p = Element::load(param);
@@ -189,7 +193,7 @@ impl<T: Float> Scalars<T> {
         (p, m, v)
     }
 
-    /// The step against the averages.
+    /// Returns the step against the averages.
     #[inline(always)]
     fn descend(&self, param: Element<T>, exp_avg: Element<T>, squares: Element<T>) -> Element<T> {
         let denominator = squares.sqrt().div(self.bias_correction2_sqrt).add(self.eps);

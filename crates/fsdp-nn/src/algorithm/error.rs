@@ -1,4 +1,4 @@
-//! What can be wrong with hyperparameters, param groups and slices.
+//! The errors of hyperparameters, param groups and slices.
 
 use fsdp_layout::DType;
 
@@ -35,7 +35,7 @@ pub enum AlgorithmError {
         algorithm: &'static str,
         /// The param-group key.
         key: &'static str,
-        /// What belongs there.
+        /// The kind of value that belongs there.
         expected: &'static str,
         /// The Python type found.
         found: &'static str,
@@ -76,9 +76,9 @@ pub enum AlgorithmError {
     StateCount {
         /// The optimizer, by torch's name.
         algorithm: &'static str,
-        /// How many entries of [`StateKind::LikeParameter`](super::StateKind::LikeParameter) the schema has.
+        /// The number of entries of [`StateKind::LikeParameter`](super::StateKind::LikeParameter) the schema has.
         expected: usize,
-        /// How many were given.
+        /// The number that were given.
         found: usize,
     },
     /// A gradient or state slice is longer or shorter than the parameter.

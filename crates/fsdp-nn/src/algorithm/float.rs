@@ -1,9 +1,9 @@
 //! Element types that an optimizer computes in, and torch's element-wise operations on them.
 //!
-//! torch runs a step as a chain of whole-tensor operations. Each one widens its elements, computes, and rounds the result
-//! back to the tensor's dtype. The methods of [`Element`] are those operations for one element, with the same roundings,
-//! so that chaining them element by element gives what torch's chain of tensors gives.
-//! All is inlined, because a loop with a call in it is not vectorised.
+//! torch runs a step as a chain of whole-tensor operations. Each one widens its elements, computes, and rounds the
+//! result back to the tensor's dtype. The methods of [`Element`] are those operations for one element, with the same
+//! roundings, so that chaining them element by element gives what torch's chain of tensors gives. All is inlined,
+//! because a loop with a call in it is not vectorised.
 
 use std::convert::identity;
 
@@ -22,11 +22,11 @@ mod sealed {
         + std::ops::Mul<Output = Self>
         + std::ops::Div<Output = Self>
     {
-        /// The nearest value to a scalar, which Python holds in double precision.
+        /// Returns the nearest value to a scalar, which Python holds in double precision.
         fn from_scalar(value: f64) -> Self;
-        /// `self * factor + addend`, rounded once: torch's kernels use a fused multiply-add.
+        /// Computes `self * factor + addend`, rounded once: torch's kernels use a fused multiply-add.
         fn fused(self, factor: Self, addend: Self) -> Self;
-        /// The square root, correctly rounded.
+        /// Returns the square root, correctly rounded.
         fn root(self) -> Self;
     }
 }
@@ -72,26 +72,26 @@ impl Real for f64 {
 /// An element type that [`Algorithm::update`](super::Algorithm::update) works on: `f32`, `f64`, [`struct@bf16`] or
 /// [`struct@f16`]. The half types compute in `f32`. This trait is sealed.
 pub trait Float: Copy + Send + Sync + 'static {
-    /// What arithmetic is done in.
+    /// The type that arithmetic is done in.
     #[doc(hidden)]
     type Real: Real;
 
     /// The dtype with this element type.
     const DTYPE: DType;
 
-    /// Whether the product of two elements needs no rounding.
+    /// `true` if the product of two elements needs no rounding.
     #[doc(hidden)]
     const EXACT_PRODUCT: bool;
 
-    /// The value, exactly.
+    /// Returns the value, exactly.
     #[doc(hidden)]
     fn widen(self) -> Self::Real;
 
-    /// The nearest value that this type has, ties to even.
+    /// Returns the nearest value that this type has, ties to even.
     #[doc(hidden)]
     fn round(value: Self::Real) -> Self::Real;
 
-    /// The element with a value that came out of [`round`](Float::round).
+    /// Returns the element with a value that came out of [`round`](Float::round).
     #[doc(hidden)]
     fn narrow(value: Self::Real) -> Self;
 }
@@ -128,7 +128,7 @@ float! {
     f16, F16, computes in f32, exact product: true, half_bits::widen_f16, half_bits::round_f16, half_bits::narrow_f16;
 }
 
-/// A scalar in the type that arithmetic is done in.
+/// Returns a scalar in the type that arithmetic is done in.
 pub(super) fn scalar<T: Float>(value: f64) -> T::Real {
     T::Real::from_scalar(value)
 }
@@ -153,69 +153,67 @@ impl<T: Float> Element<T> {
         Self(T::round(value))
     }
 
-    /// A scalar rounded to the element type, as torch does to those of `add`, but not to those of its other operations.
+    /// Returns a scalar rounded to the element type, as torch does to those of `add`, but not to those of its other
+    /// operations.
     pub(super) fn from_scalar(value: f64) -> Self {
         Self::round(scalar::<T>(value))
     }
 
-    /// Whether this is a zero.
+    /// Returns `true` if this is a zero.
     pub(super) fn is_zero(self) -> bool {
         self.0 == scalar::<T>(0.0)
     }
 
-    /// `self + other`
+    /// Computes `self + other`.
     #[inline(always)]
     pub(super) fn add(self, other: Self) -> Self {
         Self::round(self.0 + other.0)
     }
 
-    /// `self.add(other, alpha=alpha)`
+    /// Computes `self.add(other, alpha=alpha)`.
     #[inline(always)]
     pub(super) fn add_scaled(self, other: Self, alpha: Self) -> Self {
-        Self::round(match T::EXACT_PRODUCT {
-            true => self.0 + alpha.0 * other.0,
-            false => alpha.0.fused(other.0, self.0),
-        })
+        Self::round(if T::EXACT_PRODUCT { self.0 + alpha.0 * other.0 } else { alpha.0.fused(other.0, self.0) })
     }
 
-    /// `self * factor`
+    /// Computes `self * factor`.
     #[inline(always)]
     pub(super) fn mul(self, factor: T::Real) -> Self {
         Self::round(self.0 * factor)
     }
 
-    /// `self / divisor`
+    /// Computes `self / divisor`.
     #[inline(always)]
     pub(super) fn div(self, divisor: T::Real) -> Self {
         Self::round(self.0 / divisor)
     }
 
-    /// `self.sqrt()`
+    /// Computes `self.sqrt()`.
     #[inline(always)]
     pub(super) fn sqrt(self) -> Self {
         Self::round(self.0.root())
     }
 
-    /// `self.addcmul(a, b, value=value)`: self + value * a * b
+    /// Computes `self.addcmul(a, b, value=value)`: self + value * a * b
     #[inline(always)]
     pub(super) fn addcmul(self, a: Self, b: Self, value: T::Real) -> Self {
         Self::round((value * a.0).fused(b.0, self.0))
     }
 
-    /// `self.addcdiv(a, b, value=value)`: self + value * a / b
+    /// Computes `self.addcdiv(a, b, value=value)`: self + value * a / b
     #[inline(always)]
     pub(super) fn addcdiv(self, a: Self, b: Self, value: T::Real) -> Self {
         Self::round(self.0 + value * a.0 / b.0)
     }
 
-    /// `torch.maximum(self, other)`: a NaN on either side wins.
+    /// Computes `torch.maximum(self, other)`: a NaN on either side wins.
     #[inline(always)]
     pub(super) fn maximum(self, other: Self) -> Self {
         let other_is_nan = other.0.partial_cmp(&other.0).is_none();
         if other.0 > self.0 || other_is_nan { other } else { self }
     }
 
-    /// `self.lerp(end, weight)`
+    /// Computes `self.lerp(end, weight)`.
     #[inline(always)]
     pub(super) fn lerp(self, end: Self, weight: Weight<T::Real>) -> Self {
         let base = if weight.from_start { self } else { end };
@@ -238,7 +236,7 @@ impl<R: Real> Weight<R> {
     }
 }
 
-/// How a gradient enters an update: turned round to maximize, and with the L2 penalty added.
+/// The way in which a gradient enters an update: turned round to maximize, and with the L2 penalty added.
 #[derive(Clone, Copy)]
 pub(super) struct Gradient<T: Float> {
     sign: T::Real,
@@ -251,9 +249,10 @@ impl<T: Float> Gradient<T> {
         Self { sign, penalty: (weight_decay != 0.0).then(|| Element::from_scalar(weight_decay)) }
     }
 
+    /// Returns the gradient that the step uses: negated to maximize, and with the weight decay added.
     #[inline(always)]
     pub(super) fn load(&self, grad: T, param: Element<T>) -> Element<T> {
-        // Exact, so that nothing needs rounding.
+        // A product with 1 or -1 is exact, so that nothing needs rounding.
         let grad = Element(grad.widen() * self.sign);
         self.penalty.map_or(grad, |penalty| grad.add_scaled(param, penalty))
     }

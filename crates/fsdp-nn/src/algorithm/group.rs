@@ -2,18 +2,7 @@
 
 use fsdp_layout::PlainValue;
 
-use super::{Algorithm, AlgorithmError};
-
-/// What [`Algorithm::with_group`] found in a param group.
-#[derive(Debug, Clone, PartialEq)]
-pub struct ReadGroup {
-    /// The algorithm with the group's hyperparameters.
-    pub algorithm: Algorithm,
-    /// Keys that the algorithm does not know, in the group's order, as they were.
-    pub unknown: Vec<(String, PlainValue)>,
-    /// Keys that the group lacks, and that kept their value therefore.
-    pub missing: Vec<&'static str>,
-}
+use super::error::AlgorithmError;
 
 /// Switches between torch's implementations of a step. They do nothing here, and are kept so that
 /// a checkpoint that came from torch goes back to it unchanged.
@@ -42,7 +31,7 @@ impl<'a> Reader<'a> {
         Self { algorithm, group, known: Vec::new(), missing: Vec::new() }
     }
 
-    /// The value under `key` as `convert` understands it, or `current` where there is none.
+    /// Returns the value under `key` as `convert` understands it, or `current` where there is none.
     fn read<T>(
         &mut self,
         key: &'static str,
@@ -78,7 +67,7 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// The switches of the algorithms that have no `capturable`.
+    /// Returns the switches of the algorithms that have no `capturable`.
     pub(super) fn switches(&mut self, current: Switches) -> Result<Switches, AlgorithmError> {
         Ok(Switches {
             foreach: self.optional_bool("foreach", current.foreach)?,
@@ -88,6 +77,7 @@ impl<'a> Reader<'a> {
         })
     }
 
+    /// Returns the two floats under `key`, such as Adam's `betas`: a list counts as well, as JSON has no tuples.
     pub(super) fn float_pair(&mut self, key: &'static str, current: (f64, f64)) -> Result<(f64, f64), AlgorithmError> {
         self.read(key, current, "a tuple of two floats", |value| match value {
             PlainValue::Tuple(items) | PlainValue::List(items) => match items.as_slice() {
@@ -98,19 +88,19 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// What was read, with the keys that nobody asked for.
-    pub(super) fn finish(self, algorithm: Algorithm) -> ReadGroup {
+    /// Returns the keys that nobody asked for, with their values, and those that were asked for and are missing.
+    pub(super) fn finish(self) -> (Vec<(String, PlainValue)>, Vec<&'static str>) {
         let unknown = self.group.iter().filter(|(key, _)| !self.known.contains(&key.as_str())).cloned().collect();
-        ReadGroup { algorithm, unknown, missing: self.missing }
+        (unknown, self.missing)
     }
 }
 
-/// A hyperparameter whose default in torch is the integer 0: zero is written as that.
+/// Returns a hyperparameter whose default in torch is the integer 0: zero is written as that.
 pub(super) fn float_or_zero(value: f64) -> PlainValue {
     if value == 0.0 { PlainValue::Int(0) } else { PlainValue::Float(value) }
 }
 
-/// `None`, `True` or `False`.
+/// Returns `None`, `True` or `False`.
 pub(super) fn optional_bool(value: Option<bool>) -> PlainValue {
     value.map_or(PlainValue::None, PlainValue::Bool)
 }

@@ -41,12 +41,24 @@ use fsdp_layout::{DType, PlainValue};
 
 pub use adagrad::AdagradOptions;
 pub use adam::AdamOptions;
+pub(crate) use adam::bias_correction;
 pub use error::AlgorithmError;
 
 pub use float::Float;
-pub use group::{ReadGroup, Switches};
+pub use group::Switches;
 pub use sgd::SgdOptions;
 pub use state::{Initial, StateEntry, StateKind};
+
+/// The findings of [`Algorithm::with_group`] in a param group.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ReadGroup {
+    /// The algorithm with the group's hyperparameters.
+    pub algorithm: Algorithm,
+    /// Keys that the algorithm does not know, in the group's order, as they were.
+    pub unknown: Vec<(String, PlainValue)>,
+    /// Keys that the group lacks, and that kept their value therefore.
+    pub missing: Vec<&'static str>,
+}
 
 /// An optimizer's update rule with its hyperparameters: those of one param group.
 #[derive(Debug, Clone, PartialEq)]
@@ -63,7 +75,7 @@ pub enum Algorithm {
 }
 
 impl Algorithm {
-    /// torch's class name.
+    /// Returns torch's class name.
     #[must_use]
     pub const fn name(&self) -> &'static str {
         match self {
@@ -74,7 +86,7 @@ impl Algorithm {
         }
     }
 
-    /// The learning rate.
+    /// Returns the learning rate.
     #[must_use]
     pub const fn lr(&self) -> f64 {
         match self {
@@ -137,8 +149,8 @@ impl Algorithm {
         Ok(())
     }
 
-    /// The hyperparameters as `torch.optim` keeps them in `param_groups`: the same keys, in the same order, with the same types,
-    /// without `params`. Where torch's default is the integer 0, zero is written as that.
+    /// Returns the hyperparameters as `torch.optim` keeps them in `param_groups`: the same keys, in the same order,
+    /// with the same types, without `params`. Where torch's default is the integer 0, zero is written as that.
     #[must_use]
     pub fn to_group(&self) -> Vec<(String, PlainValue)> {
         match self {
@@ -149,7 +161,7 @@ impl Algorithm {
         }
     }
 
-    /// These hyperparameters, replaced by those that a param group holds.
+    /// Returns these hyperparameters, replaced by those that a param group holds.
     ///
     /// A key that the group lacks keeps its present value and is listed in [`ReadGroup::missing`]; a key that the
     /// algorithm does not know (`initial_lr`, or those of another optimizer) goes to [`ReadGroup::unknown`] as it is.
@@ -171,10 +183,11 @@ impl Algorithm {
             Algorithm::Adagrad(options) => Algorithm::Adagrad(options.read(&mut reader)?),
         };
         algorithm.validate()?;
-        Ok(reader.finish(algorithm))
+        let (unknown, missing) = reader.finish();
+        Ok(ReadGroup { algorithm, unknown, missing })
     }
 
-    /// The state kept for each parameter, in torch's order. SGD without momentum keeps none.
+    /// Returns the state kept for each parameter, in torch's order. SGD without momentum keeps none.
     pub fn state_entries(&self) -> impl Iterator<Item = StateEntry> + use<> {
         let entries = match self {
             Algorithm::Sgd(options) => options.state_entries(),
@@ -184,7 +197,8 @@ impl Algorithm {
         entries.into_iter().flatten()
     }
 
-    /// Whether torch makes the state when the optimizer is constructed (Adagrad), rather than at a parameter's first update.
+    /// Returns `true` if torch makes the state when the optimizer is constructed (Adagrad), rather than at a
+    /// parameter's first update.
     #[must_use]
     pub const fn state_exists_from_construction(&self) -> bool {
         matches!(self, Algorithm::Adagrad(_))
@@ -218,18 +232,11 @@ impl Algorithm {
         grad: &[T],
         state: &mut [&mut [T]],
     ) -> Result<(), AlgorithmError> {
-        let fits = |name, found| match found == param.len() {
-            true => Ok(()),
-            false => Err(AlgorithmError::Length { name, expected: param.len(), found }),
-        };
-        fits("grad", grad.len())?;
+        check_length("grad", grad.len(), param.len())?;
         for (name, slice) in self.slice_names().zip(&*state) {
-            fits(name, slice.len())?;
+            check_length(name, slice.len(), param.len())?;
         }
-        let counts = matches!(self, Algorithm::Sgd(_)) || (step >= 1.0 && step.is_finite());
-        if !counts {
-            return Err(AlgorithmError::Step { algorithm: self.name(), step });
-        }
+        self.check_step(step)?;
         let found = state.len();
         match (self, state) {
             (Algorithm::Sgd(options), []) if options.momentum == 0.0 => options.update(param, grad),
@@ -257,8 +264,21 @@ impl Algorithm {
         Ok(())
     }
 
-    /// The names of the entries that an update takes slices of.
+    /// Checks the number of a step, from 1: the others than SGD compute with it.
+    pub(crate) fn check_step(&self, step: f32) -> Result<(), AlgorithmError> {
+        if matches!(self, Algorithm::Sgd(_)) || (step >= 1.0 && step.is_finite()) {
+            return Ok(());
+        }
+        Err(AlgorithmError::Step { algorithm: self.name(), step })
+    }
+
+    /// Returns the names of the entries that an update takes slices of.
     fn slice_names(&self) -> impl Iterator<Item = &'static str> {
         self.state_entries().filter(|entry| entry.kind == StateKind::LikeParameter).map(|entry| entry.name)
     }
+}
+
+/// Checks that a slice of an update is as long as the parameter.
+fn check_length(name: &'static str, found: usize, expected: usize) -> Result<(), AlgorithmError> {
+    if found == expected { Ok(()) } else { Err(AlgorithmError::Length { name, expected, found }) }
 }

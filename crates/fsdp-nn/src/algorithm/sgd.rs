@@ -12,9 +12,9 @@ use super::state::{Initial, StateEntries, StateEntry, StateKind};
 pub struct SgdOptions {
     /// Learning rate, 1e-3.
     pub lr: f64,
-    /// How much of the previous update stays, 0. Anything else makes the state entry `momentum_buffer`.
+    /// The part of the previous update that stays, 0. Anything else makes the state entry `momentum_buffer`.
     pub momentum: f64,
-    /// How much of the gradient does not enter the momentum, 0.
+    /// The part of the gradient that does not enter the momentum, 0.
     pub dampening: f64,
     /// L2 penalty, added to the gradient, 0.
     pub weight_decay: f64,
@@ -90,7 +90,7 @@ impl SgdOptions {
         [(self.momentum != 0.0).then_some(buffer), None, None, None]
     }
 
-    /// One update without momentum; slices of equal length.
+    /// Updates once without momentum; slices of equal length.
     pub(super) fn update<T: Float>(&self, params: &mut [T], grads: &[T]) {
         let gradient = Gradient::new(self.maximize, self.weight_decay);
         let descent = Element::<T>::from_scalar(-self.lr);
@@ -100,7 +100,7 @@ impl SgdOptions {
         }
     }
 
-    /// One update with momentum; slices of equal length. `first`: the buffers do not exist yet.
+    /// Updates once with momentum; slices of equal length. `first`: the buffers do not exist yet.
     pub(super) fn update_with_momentum<T: Float>(&self, first: bool, params: &mut [T], grads: &[T], buffers: &mut [T]) {
         // Four loops, because with these choices inside, one loop would not be vectorised.
         match (first, self.nesterov) {

@@ -9,7 +9,7 @@ pub struct StateEntry {
     pub name: &'static str,
     /// Its shape.
     pub kind: StateKind,
-    /// What it holds before the first update.
+    /// The value before the first update.
     pub initial: Initial,
 }
 
@@ -18,11 +18,11 @@ pub struct StateEntry {
 pub enum StateKind {
     /// 0-d, one for the whole parameter, the same on every rank that holds a piece of it.
     Scalar,
-    /// As the parameter, and sharded with it.
+    /// A tensor like the parameter, and sharded with it.
     LikeParameter,
 }
 
-/// What a state entry holds before the first update.
+/// The value of a state entry before the first update.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Initial {
     /// This value, everywhere.
@@ -43,7 +43,7 @@ impl StateEntry {
         StateEntry { name, kind: StateKind::LikeParameter, initial: Initial::Value(initial) }
     }
 
-    /// The entry's dtype: that of the parameter, but `f32` for a scalar.
+    /// Returns the entry's dtype: that of the parameter, but `f32` for a scalar.
     #[must_use]
     pub const fn dtype(&self, parameter: DType) -> DType {
         match self.kind {

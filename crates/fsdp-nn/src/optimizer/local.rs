@@ -1,4 +1,4 @@
-//! What an optimizer steps on, and the state that it keeps for that.
+//! The parameters that an optimizer steps on, and the state that it keeps for them.
 
 use std::sync::Arc;
 
@@ -24,7 +24,7 @@ pub(crate) enum LocalState {
     Plain(PlainValue),
 }
 
-/// What an optimizer keeps for one local parameter.
+/// The state that an optimizer keeps for one local parameter.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct ParamState {
     pub(crate) step: Option<f32>,
@@ -39,11 +39,11 @@ pub(crate) struct Segment {
     pub(crate) len: usize,
 }
 
-/// What the optimizer steps on: a parameter's piece, or a whole shard of a FlatParameter.
+/// A tensor that the optimizer steps on: a parameter's piece, or a whole shard of a FlatParameter.
 #[derive(Debug)]
 pub(crate) struct LocalParam {
     pub(crate) handle: Arc<FlatParamHandle>,
-    /// Whether it is a FlatParameter, of all its unit's parameters, rather than one parameter's piece.
+    /// `true` if it is a FlatParameter, of all its unit's parameters, rather than one parameter's piece.
     pub(crate) is_flat: bool,
     pub(crate) segments: Vec<Segment>,
     pub(crate) numel: usize,
@@ -52,7 +52,7 @@ pub(crate) struct LocalParam {
 }
 
 impl LocalParam {
-    /// Positions in the unit of the model's parameters that it is made of.
+    /// Returns the positions in the unit of the model's parameters that it is made of.
     pub(crate) fn params(&self) -> Vec<usize> {
         match self.is_flat {
             true => (0..self.handle.params.len()).collect(),
@@ -60,12 +60,12 @@ impl LocalParam {
         }
     }
 
-    /// Names of these.
+    /// Returns the names of the model's parameters that it is made of.
     pub(crate) fn fqns(&self) -> Vec<String> {
         self.params().into_iter().map(|param| self.handle.params[param].fqn.clone()).collect()
     }
 
-    /// torch's name of it: the parameter's, or `<unit>._flat_param`.
+    /// Returns torch's name of it: the parameter's, or `<unit>._flat_param`.
     pub(crate) fn name(&self) -> String {
         match (self.is_flat, self.fqns().pop()) {
             (false, Some(fqn)) => fqn,
@@ -73,7 +73,8 @@ impl LocalParam {
         }
     }
 
-    /// The shape of a state tensor in a local state dict: flat, but the parameter's own where every rank holds all of it.
+    /// Returns the shape of a state tensor in a local state dict. It is flat, or the parameter's own where every rank
+    /// holds all of it.
     pub(crate) fn dims(&self) -> Vec<usize> {
         match self.segments.as_slice() {
             [segment] if !self.is_flat && !self.handle.is_sharded() => {
@@ -83,7 +84,8 @@ impl LocalParam {
         }
     }
 
-    /// Whether this rank has nothing of a parameter that has elements. torch keeps no state for such a parameter.
+    /// Returns `true` if this rank has nothing of a parameter that has elements. torch keeps no state for such a
+    /// parameter.
     pub(crate) fn is_empty(&self) -> bool {
         self.numel == 0 && self.params().into_iter().any(|param| self.handle.layout().numels()[param] > 0)
     }

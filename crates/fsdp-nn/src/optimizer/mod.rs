@@ -2,29 +2,25 @@
 
 mod local;
 mod on_device;
-mod staged;
-mod state_dict;
 mod step;
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
-use fsdp_flat::storage::zeros_on;
 use fsdp_flat::with_float;
 use fsdp_layout::PlainValue;
 use fsdp_state::{StateDict, StateValue};
 use indexmap::IndexMap;
 
 use crate::algorithm::{Algorithm, StateEntry, StateKind};
-use crate::fsdp_state::OptimStateError;
+use crate::optim_state_error::OptimStateError;
 use crate::parameters::{Location, ShardedParameters};
 use crate::{NnError, Result};
 
 pub(crate) use local::{LocalParam, LocalState, ParamState, Segment, initial_state};
-pub use staged::StagedState;
-pub(crate) use state_dict::EMPTY_PIECES;
 use step::step_local;
 
-/// Which parameters share hyperparameters: one of torch's `param_groups`.
+/// Parameters that share hyperparameters: one of torch's `param_groups`.
 #[derive(Debug, Clone)]
 pub struct ParamGroup {
     /// The update rule and its hyperparameters.
@@ -37,14 +33,14 @@ pub struct ParamGroup {
 }
 
 impl ParamGroup {
-    /// A group of these parameters; it may be empty.
+    /// Makes a group of these parameters; it may be empty.
     #[must_use]
     pub fn new(algorithm: Algorithm, fqns: impl IntoIterator<Item = impl Into<String>>) -> Self {
         let fqns = fqns.into_iter().map(Into::into).collect();
         ParamGroup { algorithm, extra: Vec::new(), fqns, params: Vec::new() }
     }
 
-    /// Names of the parameters.
+    /// Returns the names of the parameters.
     #[must_use]
     pub fn fqns(&self) -> &[String] {
         &self.fqns
@@ -95,12 +91,14 @@ pub struct Optimizer {
     locals: Vec<LocalParam>,
     /// The local parameter of each of the model's parameters.
     local_of: IndexMap<String, usize>,
+    /// The group of each local parameter.
+    group_of_local: Vec<usize>,
     /// State under keys that are no parameter's, kept as it was loaded.
     user_state: StateDict,
 }
 
 impl Optimizer {
-    /// An optimizer of all parameters, in one group.
+    /// Makes an optimizer of all parameters, in one group.
     ///
     /// # Errors
     /// Hyperparameters out of range.
@@ -109,7 +107,7 @@ impl Optimizer {
         Self::with_groups(parameters, vec![group])
     }
 
-    /// An optimizer of several groups. Parameters in no group are not trained by it.
+    /// Makes an optimizer of several groups. Parameters in no group are not trained by it.
     ///
     /// # Errors
     /// Hyperparameters out of range, unknown or repeated parameters, and, without `use_orig_params`, a FlatParameter
@@ -120,9 +118,12 @@ impl Optimizer {
             groups: Vec::new(),
             locals: Vec::new(),
             local_of: IndexMap::new(),
+            group_of_local: Vec::new(),
             user_state: StateDict::new(),
         };
-        for mut group in groups {
+        // Without `use_orig_params`: the local parameter of each unit.
+        let mut flat_locals: HashMap<usize, usize> = HashMap::new();
+        for (index, mut group) in groups.into_iter().enumerate() {
             group.algorithm.validate()?;
             for fqn in &mut group.fqns {
                 *fqn = parameters.canonical_fqn(fqn).to_owned();
@@ -133,10 +134,16 @@ impl Optimizer {
                 if optimizer.local_of.contains_key(fqn) {
                     return Err(NnError::DuplicateParameter { fqn: fqn.clone() });
                 }
-                let local = optimizer.local_for(fqn, &group.params)?;
+                let local = match flat_locals.get(&handle) {
+                    Some(&existing) => optimizer.check_same_group(existing, index, fqn)?,
+                    None => {
+                        group.params.push(optimizer.add_local(fqn, index)?);
+                        optimizer.locals.len() - 1
+                    }
+                };
                 optimizer.local_of.insert(fqn.clone(), local);
-                if !group.params.contains(&local) {
-                    group.params.push(local);
+                if !parameters.use_orig_params() {
+                    flat_locals.insert(handle, local);
                 }
             }
             optimizer.groups.push(group);
@@ -153,32 +160,38 @@ impl Optimizer {
         Ok(optimizer)
     }
 
-    /// The local parameter for `fqn`: its own piece, or the FlatParameter that holds it, which may be there already.
-    fn local_for(&mut self, fqn: &str, of_group: &[usize]) -> Result<usize> {
-        let Location { handle: index, param } = self.parameters.location(fqn)?;
-        let handle = Arc::clone(&self.parameters.handles[index]);
-        let of_handle = self.locals.iter().position(|local| Arc::ptr_eq(&local.handle, &handle));
-        if let (false, Some(existing)) = (self.parameters.use_orig_params(), of_handle) {
-            if !of_group.contains(&existing) {
-                let first = handle.params.iter().find(|other| self.local_of.contains_key(&other.fqn));
-                let first = first.map_or_else(String::new, |other| other.fqn.clone());
-                return Err(NnError::SplitFlatParameter { first, second: fqn.to_owned() });
-            }
-            return Ok(existing);
+    /// Checks that the FlatParameter that holds `fqn` is of this group, and returns its local parameter.
+    fn check_same_group(&self, local: usize, group: usize, fqn: &str) -> Result<usize> {
+        if self.group_of_local[local] == group {
+            return Ok(local);
         }
-        let infos = handle.layout().shard_param_infos(handle.shard_rank());
-        let (segments, numel) = if self.parameters.use_orig_params() {
-            let len = infos[param].map_or(0, |info| info.numel_in_shard);
-            (vec![Segment { param, start: 0, len }], len)
+        let mut others = self.locals[local].handle.params.iter();
+        let first = others.find(|other| self.local_of.contains_key(&other.fqn));
+        let first = first.map_or_else(String::new, |other| other.fqn.clone());
+        Err(NnError::SplitFlatParameter { first, second: fqn.to_owned() })
+    }
+
+    /// Adds the local parameter for `fqn`, its own piece or the FlatParameter that holds it, and returns its position.
+    fn add_local(&mut self, fqn: &str, group: usize) -> Result<usize> {
+        let Location { handle, param } = self.parameters.location(fqn)?;
+        let handle = Arc::clone(&self.parameters.handles[handle]);
+        let (layout, rank) = (handle.layout(), handle.shard_rank());
+        let is_flat = !self.parameters.use_orig_params();
+        let (segments, numel) = if is_flat {
+            let mut segments = Vec::new();
+            for (param, info) in layout.shard_param_infos(rank).into_iter().enumerate() {
+                if let Some(info) = info {
+                    segments.push(Segment { param, start: info.offset_in_shard, len: info.numel_in_shard });
+                }
+            }
+            (segments, layout.sharded_numel())
         } else {
-            let of_param = |(param, info): (usize, &Option<fsdp_layout::ShardParamInfo>)| {
-                info.map(|info| Segment { param, start: info.offset_in_shard, len: info.numel_in_shard })
-            };
-            (infos.iter().enumerate().filter_map(of_param).collect(), handle.layout().sharded_numel())
+            let len = layout.shard_param_info(param, rank).map_or(0, |info| info.numel_in_shard);
+            (vec![Segment { param, start: 0, len }], len)
         };
         let requires_grad = handle.params[param].requires_grad;
-        let is_flat = !self.parameters.use_orig_params();
         self.locals.push(LocalParam { handle, is_flat, segments, numel, requires_grad, state: None });
+        self.group_of_local.push(group);
         Ok(self.locals.len() - 1)
     }
 
@@ -196,24 +209,30 @@ impl Optimizer {
         Ok(())
     }
 
-    /// The model's parameters.
+    /// Returns the model's parameters.
     #[must_use]
     pub const fn parameters(&self) -> &Arc<ShardedParameters> {
         &self.parameters
     }
 
-    /// The groups.
+    /// Returns the groups.
     #[must_use]
     pub fn groups(&self) -> &[ParamGroup] {
         &self.groups
     }
 
-    /// The groups, to change hyperparameters (a learning rate schedule): on every rank alike.
+    /// Returns the groups, to change hyperparameters (a learning rate schedule): on every rank alike.
     pub fn groups_mut(&mut self) -> &mut [ParamGroup] {
         &mut self.groups
     }
 
-    /// Whether this optimizer holds the parameter.
+    /// Returns `true` if this optimizer steps on the parameters of this very model, rather than of one like it.
+    #[must_use]
+    pub fn belongs_to(&self, parameters: &ShardedParameters) -> bool {
+        self.parameters.is_same_model(parameters)
+    }
+
+    /// Returns `true` if this optimizer holds the parameter.
     #[must_use]
     pub fn holds(&self, fqn: &str) -> bool {
         self.local_of.contains_key(self.parameters.canonical_fqn(fqn))
@@ -223,19 +242,18 @@ impl Optimizer {
         &self.locals
     }
 
-    /// The position of the local parameter that holds `fqn`: its id in a state dict.
+    /// Returns the position of the local parameter that holds `fqn`: its id in a state dict.
     pub(crate) fn local_index(&self, fqn: &str) -> Option<usize> {
         self.local_of.get(self.parameters.canonical_fqn(fqn)).copied()
     }
 
-    /// The position of the parameter's group; `None` if this optimizer does not hold it.
+    /// Returns the position of the parameter's group; `None` if this optimizer does not hold it.
     #[must_use]
     pub fn group_of(&self, fqn: &str) -> Option<usize> {
-        let local = *self.local_of.get(self.parameters.canonical_fqn(fqn))?;
-        self.groups.iter().position(|group| group.params.contains(&local))
+        Some(self.group_of_local[self.local_index(fqn)?])
     }
 
-    /// Whether no parameter has state: nothing has been stepped or loaded.
+    /// Returns `true` if no parameter has state: nothing has been stepped or loaded.
     #[must_use]
     pub fn is_fresh(&self) -> bool {
         self.locals.iter().all(|local| local.state.is_none())
@@ -244,12 +262,17 @@ impl Optimizer {
     /// Updates all trained parameters that have a gradient, in place, each in one pass over its shard: torch's
     /// `Optimizer.step`. Gradients stay. No communication.
     ///
+    /// State that lacks `step` counts from 0, and state that lacks a tensor begins with its initial value.
+    ///
     /// # Errors
-    /// candle's; hyperparameters are checked before anything is changed.
+    /// [`NnError::UnitInUse`] inside a forward; candle's. Hyperparameters are checked before anything is changed; a
+    /// parameter whose update fails keeps its state.
     pub fn step(&mut self) -> Result<()> {
         for group in &self.groups {
             group.algorithm.validate()?;
         }
+        // Gathered copies go, also those of units that have no gradient: a forward has made them all together.
+        self.parameters.reshard()?;
         for group in &self.groups {
             for &index in &group.params {
                 let local = &mut self.locals[index];
@@ -261,10 +284,10 @@ impl Optimizer {
                 });
             }
         }
-        self.parameters.reshard()
+        Ok(())
     }
 
-    /// A parameter's state as torch names it: `step` as a 0-d f32 tensor, tensors shaped like the parameter as
+    /// Returns a parameter's state as torch names it: `step` as a 0-d f32 tensor, tensors shaped like the parameter as
     /// boxes of views of the live state, other values as they are. `None` if the parameter has no state yet, or is
     /// not in this optimizer. The same keys on every rank.
     ///
@@ -277,9 +300,9 @@ impl Optimizer {
         local.state.as_ref().map(|state| local.portable(state, location.param)).transpose()
     }
 
-    /// What [`Self::state_of`] would be before the first step: the algorithm's schema with its initial values, in
-    /// fresh memory. Nothing is changed. `None` for parameters that are frozen or not in this optimizer, and where the
-    /// algorithm has no state before its first step.
+    /// Returns the state that [`Self::state_of`] would be before the first step: the algorithm's schema with its
+    /// initial values, in fresh memory. Nothing is changed. `None` for parameters that are frozen or not in this
+    /// optimizer, and where the algorithm has no state before its first step.
     ///
     /// # Errors
     /// As [`Self::state_of`].
@@ -298,47 +321,14 @@ impl Optimizer {
         local.portable(&state, location.param).map(Some)
     }
 
-    /// Gives parameters that have no state yet state of zero steps, so that there are tensors to load into: of their
-    /// algorithm's entries those that `wanted` names (parameter, entry), zeros or the algorithm's initial value. torch's
-    /// `_init_optim_state`, which takes a step for it.
-    ///
-    /// An entry that begins with the first gradient (momentum) should be wanted only if values for it follow: a step
-    /// takes it for one that is there.
-    ///
-    /// # Errors
-    /// candle's.
-    pub fn init_state(&mut self, wanted: impl Fn(&str, &StateEntry) -> bool) -> Result<()> {
-        for group in &self.groups {
-            for &index in &group.params {
-                let local = &mut self.locals[index];
-                if local.state.is_some() {
-                    continue;
-                }
-                let mut initial = initial_state(&group.algorithm, local)?;
-                let mut state = ParamState::default();
-                let fqns = local.fqns();
-                for entry in group.algorithm.state_entries() {
-                    if !fqns.iter().any(|fqn| wanted(fqn, &entry)) {
-                        continue;
-                    }
-                    match (entry.kind, initial.entries.swap_remove(entry.name)) {
-                        (StateKind::Scalar, _) => state.step = initial.step,
-                        (StateKind::LikeParameter, Some(piece)) => {
-                            state.entries.insert(entry.name.to_owned(), piece);
-                        }
-                        (StateKind::LikeParameter, None) => {
-                            let zeros = zeros_on(&[local.numel], local.handle.dtype(), local.handle.device())?;
-                            state.entries.insert(entry.name.to_owned(), LocalState::Piece(zeros));
-                        }
-                    }
-                }
-                local.state = (state.step.is_some() || !state.entries.is_empty()).then_some(state);
-            }
-        }
-        Ok(())
+    /// Returns the names of the model's parameters that this optimizer holds, over all groups in order: what ids mean in the
+    /// optimizer of the same model without sharding.
+    pub fn fqns(&self) -> impl Iterator<Item = &str> {
+        self.groups.iter().flat_map(|group| group.fqns()).map(String::as_str)
     }
 
-    /// The state entries that the parameter's algorithm keeps, in torch's order; none if this optimizer does not hold it.
+    /// Returns the state entries that the parameter's algorithm keeps, in torch's order; none if this optimizer does
+    /// not hold it.
     #[must_use]
     pub fn state_schema(&self, fqn: &str) -> Vec<StateEntry> {
         match self.group_of(fqn) {
@@ -347,16 +337,41 @@ impl Optimizer {
         }
     }
 
-    /// Whether an entry of a parameter's state is one number for all of it (`step`), whatever its parameter's shape.
+    /// Returns `true` if an entry of a parameter's state is one number for all of it (`step`), whatever its parameter's shape.
     #[must_use]
     pub fn is_scalar_state(&self, fqn: &str, name: &str) -> bool {
         self.state_schema(fqn).iter().any(|entry| entry.name == name && entry.kind == StateKind::Scalar)
     }
 
-    /// An empty replacement of all state, to be filled and then put in place by [`Self::replace_state`].
-    #[must_use]
-    pub fn stage_state(&self) -> StagedState {
-        StagedState::new(self.locals.len())
+    /// Returns `true` if an entry of a parameter's state is shaped like the parameter.
+    pub(crate) fn is_like_parameter(&self, fqn: &str, name: &str) -> bool {
+        self.state_schema(fqn).iter().any(|entry| entry.name == name && entry.kind == StateKind::LikeParameter)
+    }
+
+    /// Returns the names and kinds of a local parameter's state entries.
+    pub(crate) fn entry_kinds_of_local(&self, local: usize) -> Vec<(&'static str, StateKind)> {
+        let group = &self.groups[self.group_of_local[local]];
+        group.algorithm.state_entries().map(|entry| (entry.name, entry.kind)).collect()
+    }
+
+    /// Returns the position of a local parameter's group.
+    pub(crate) fn group_of_local(&self, local: usize) -> usize {
+        self.group_of_local[local]
+    }
+
+    /// Returns the local parameters of a group.
+    pub(crate) fn params_of_group(&self, group: usize) -> &[usize] {
+        &self.groups[group].params
+    }
+
+    /// Returns the state under keys that are no parameter's.
+    pub(crate) const fn user_state(&self) -> &StateDict {
+        &self.user_state
+    }
+
+    /// Replaces the state under keys that are no parameter's.
+    pub(crate) fn set_user_state(&mut self, user_state: StateDict) {
+        self.user_state = user_state;
     }
 
     /// Puts state in place of the present one, also where there is none, and hyperparameters into the groups (in their
@@ -364,7 +379,7 @@ impl Optimizer {
     ///
     /// # Errors
     /// The number of groups must stay, and hyperparameters must be in range.
-    pub fn replace_state(&mut self, staged: StagedState, groups: Vec<GroupUpdate>) -> Result<()> {
+    pub(crate) fn replace_state(&mut self, states: Vec<Option<ParamState>>, groups: Vec<GroupUpdate>) -> Result<()> {
         if groups.len() != self.groups.len() {
             return Err(OptimStateError::GroupCount { saved: groups.len(), current: self.groups.len() }.into());
         }
@@ -375,11 +390,9 @@ impl Optimizer {
             group.algorithm = algorithm;
             group.extra = extra;
         }
-        let (states, user_state) = staged.into_parts();
         for (local, state) in self.locals.iter_mut().zip(states) {
             local.state = state;
         }
-        self.user_state = user_state;
         Ok(())
     }
 }

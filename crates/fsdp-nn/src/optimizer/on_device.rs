@@ -5,13 +5,13 @@
 
 use candle_core::{DType, Result, Tensor};
 
-use crate::algorithm::{AdagradOptions, AdamOptions, Algorithm, SgdOptions};
+use crate::algorithm::{AdagradOptions, AdamOptions, Algorithm, SgdOptions, bias_correction};
 
 /// Elements that are updated at a time: each op makes a new tensor of them.
 const PIECE: usize = 1 << 24;
 
-/// One update of a piece of a parameter, in place: as [`Algorithm::update`]. `state` is in the order of the schema, and has
-/// as many tensors; all are one-dimensional, contiguous and equally long.
+/// Updates a piece of a parameter once, in place: as [`Algorithm::update`]. `state` is in the order of the schema, and
+/// has as many tensors; all are one-dimensional, contiguous and equally long.
 pub(super) fn update(
     algorithm: &Algorithm,
     step: f32,
@@ -23,7 +23,7 @@ pub(super) fn update(
     update_by(PIECE, |param, grad, state| update_piece(algorithm, step, first, param, grad, state), param, grad, state)
 }
 
-/// Piece by piece.
+/// Updates piece by piece.
 fn update_by(
     piece: usize,
     update: impl Fn(&Tensor, &Tensor, &[Tensor]) -> Result<()>,
@@ -33,9 +33,9 @@ fn update_by(
 ) -> Result<()> {
     let numel = param.elem_count();
     for start in (0..numel).step_by(piece) {
-        let cut = |tensor: &Tensor| tensor.narrow(0, start, piece.min(numel - start));
-        let state: Vec<Tensor> = state.iter().map(cut).collect::<Result<_>>()?;
-        update(&cut(param)?, &cut(grad)?, &state)?;
+        let len = piece.min(numel - start);
+        let state: Vec<Tensor> = state.iter().map(|tensor| tensor.narrow(0, start, len)).collect::<Result<_>>()?;
+        update(&param.narrow(0, start, len)?, &grad.narrow(0, start, len)?, &state)?;
     }
     Ok(())
 }
@@ -76,7 +76,7 @@ fn store(target: &Tensor, value: &Tensor) -> Result<()> {
     target.slice_set(&value.to_dtype(target.dtype())?.contiguous()?, 0, 0)
 }
 
-/// The gradient, turned round to maximize, and with the L2 penalty added.
+/// Returns the gradient, turned round to maximize, and with the L2 penalty added.
 fn gradient(grad: Tensor, param: &Tensor, maximize: bool, weight_decay: f64) -> Result<Tensor> {
     let grad = if maximize { grad.neg()? } else { grad };
     if weight_decay == 0.0 { Ok(grad) } else { grad + (param * weight_decay)? }
@@ -103,7 +103,6 @@ fn sgd(options: &SgdOptions, first: bool, p: Tensor, g: Tensor, state: &[Tensor]
 fn adam(options: &AdamOptions, decoupled: bool, step: f32, p: Tensor, g: Tensor, state: &[Tensor]) -> Result<Updated> {
     let [exp_avg, exp_avg_sq, rest @ ..] = state else { return Err(missing("Adam")) };
     let (beta1, beta2) = options.betas;
-    let bias_correction = |beta: f64| 1.0 - beta.powf(f64::from(step));
     let p = if decoupled && options.weight_decay != 0.0 { (p * (1.0 - options.lr * options.weight_decay))? } else { p };
     let g = gradient(g, &p, options.maximize, if decoupled { 0.0 } else { options.weight_decay })?;
     let m = ((exp_avg * beta1)? + (&g * (1.0 - beta1))?)?;
@@ -116,8 +115,8 @@ fn adam(options: &AdamOptions, decoupled: bool, step: f32, p: Tensor, g: Tensor,
         None if options.amsgrad => return Err(missing("Adam with amsgrad")),
         None => (v.clone(), None),
     };
-    let denominator = ((squares.sqrt()? / bias_correction(beta2).sqrt())? + options.eps)?;
-    let p = (p - ((&m / denominator)? * (options.lr / bias_correction(beta1)))?)?;
+    let denominator = ((squares.sqrt()? / bias_correction(beta2, step).sqrt())? + options.eps)?;
+    let p = (p - ((&m / denominator)? * (options.lr / bias_correction(beta1, step)))?)?;
     Ok((p, [Some(m), Some(v), max].into_iter().flatten().collect()))
 }
 

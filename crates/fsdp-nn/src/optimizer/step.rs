@@ -1,16 +1,20 @@
 //! One step of one local parameter, in place.
 
-use candle_core::Tensor;
-use fsdp_flat::storage::{Scalar, with_slice, with_slice_mut, zeros_on};
+use fsdp_flat::storage::{HostSlice, HostSliceMut, Scalar, zeros_on};
 
 use super::local::{LocalParam, LocalState, initial_state};
 use super::on_device;
 use crate::Result;
 use crate::algorithm::{Algorithm, Float, Initial, StateKind};
 
+/// Updates one local parameter and its state. On an error the state is what it was.
+///
+/// State that lacks entries of the algorithm, as a checkpoint of another one leaves it, begins with what there is: a missing
+/// `step` counts from 0, and missing tensors have their initial values.
 pub(super) fn step_local<T: Scalar + Float>(algorithm: &Algorithm, local: &mut LocalParam) -> Result<()> {
-    let mut state = match local.state.take() {
-        Some(state) => state,
+    // The tensors are shared: what is changed here is only which of them there are, and the step.
+    let mut state = match &local.state {
+        Some(state) => state.clone(),
         None => initial_state(algorithm, local)?,
     };
     let mut first = false;
@@ -18,8 +22,7 @@ pub(super) fn step_local<T: Scalar + Float>(algorithm: &Algorithm, local: &mut L
     for entry in algorithm.state_entries().filter(|entry| entry.kind == StateKind::LikeParameter) {
         let missing = !matches!(state.entries.get(entry.name), Some(LocalState::Piece(_)));
         if missing {
-            // `first` holds for the one entry that begins as the gradient; others that a loaded checkpoint lacked
-            // begin at their initial value.
+            // `first` holds for the one entry that begins as the gradient.
             first |= entry.initial == Initial::FirstGradient;
             let mut fresh = initial_state(algorithm, local)?;
             let piece = match fresh.entries.swap_remove(entry.name) {
@@ -32,7 +35,9 @@ pub(super) fn step_local<T: Scalar + Float>(algorithm: &Algorithm, local: &mut L
             slices.push(flat.clone());
         }
     }
-    let step = state.step.map_or(1.0, |step| step + 1.0);
+    let step = state.step.unwrap_or(0.0) + 1.0;
+    algorithm.check_step(step)?;
+    local.handle.begin_change()?;
     for segment in local.segments.iter().filter(|segment| segment.len > 0) {
         let (Some(param), Some(grad)) =
             (local.handle.local_piece(segment.param)?, local.handle.grad_piece(segment.param)?)
@@ -47,34 +52,17 @@ pub(super) fn step_local<T: Scalar + Float>(algorithm: &Algorithm, local: &mut L
             on_device::update(algorithm, step, first, &param, &grad, &pieces)?;
             continue;
         }
-        with_slice_mut::<T, _>(&param, |param| {
-            with_slice::<T, _>(&grad, |grad| {
-                let update = |state: &mut [&mut [T]]| algorithm.update(step, first, param, grad, state);
-                with_slices_mut::<T, _>(&pieces, Vec::new(), Box::new(update))
-            })
-        })????;
+        let grad = HostSlice::<T>::read(&grad)?;
+        let mut param = HostSliceMut::<T>::write(&param)?;
+        let mut pieces = pieces.iter().map(HostSliceMut::<T>::write).collect::<Result<Vec<_>, _>>()?;
+        let mut slices: Vec<&mut [T]> = pieces.iter_mut().map(|piece| &mut **piece).collect();
+        algorithm.update(step, first, &mut param, &grad, &mut slices)?;
     }
-    state.step = state.step.map(|_| step);
+    let counts_steps = algorithm.state_entries().any(|entry| entry.kind == StateKind::Scalar);
+    if counts_steps || state.step.is_some() {
+        state.step = Some(step);
+    }
     // Without momentum SGD keeps nothing, and then a state dict does not name the parameter.
     local.state = (state.step.is_some() || !state.entries.is_empty()).then_some(state);
     Ok(())
-}
-
-/// What is done with several tensors' elements.
-type OnSlices<'a, T, R> = Box<dyn FnOnce(&mut [&mut [T]]) -> R + 'a>;
-
-/// Lends all tensors' elements at once. A trait object, because the nesting is as deep as there are tensors.
-fn with_slices_mut<T: Scalar, R>(
-    tensors: &[Tensor],
-    mut lent: Vec<&mut [T]>,
-    f: OnSlices<'_, T, R>,
-) -> Result<R, fsdp_flat::FlatError> {
-    match tensors {
-        [] => Ok(f(&mut lent)),
-        [tensor, rest @ ..] => with_slice_mut::<T, _>(tensor, |data| {
-            let mut lent: Vec<&mut [T]> = lent;
-            lent.push(data);
-            with_slices_mut(rest, lent, f)
-        })?,
-    }
 }

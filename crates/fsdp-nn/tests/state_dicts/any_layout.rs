@@ -1,7 +1,7 @@
 //! Any layout to any other, through each type of state dict, is the identity: for models of random units and shapes.
 
 use candle_core::DType;
-use fsdp_nn::fsdp_state::{
+use fsdp_nn::torch::{
     FullOptimStateDictConfig, FullStateDictConfig, OptimLoadOptions, OptimStateDictConfig, StateDictConfig,
     StateDictSettings, StateDictType, full_optim_state_dict, load_state_dict, optim_state_dict,
     optim_state_dict_to_load, sharded_optim_state_dict, state_dict,
@@ -76,7 +76,7 @@ fn case() -> impl Strategy<Value = Case> {
     })
 }
 
-/// What one rank has of a run in each type.
+/// One rank's state of a run, in each type.
 struct Saved {
     full: (StateDict, StateDict),
     sharded: (StateDict, StateDict),
@@ -95,14 +95,14 @@ fn rank0_only() -> StateDictSettings {
 
 fn save(model: &Model, optimizer: &Optimizer) -> Saved {
     let parameters = model.parameters();
-    let full = (state_dict(parameters).unwrap(), full_optim_state_dict(parameters, optimizer, None, false).unwrap());
+    let full = (state_dict(parameters).unwrap(), full_optim_state_dict(None, parameters, optimizer, false).unwrap());
     let sharded = under(parameters, StateDictType::Sharded, || {
-        (state_dict(parameters).unwrap(), optim_state_dict(parameters, optimizer, None).unwrap())
+        (state_dict(parameters).unwrap(), optim_state_dict(None, parameters, optimizer).unwrap())
     });
     let local = under(parameters, StateDictType::Local, || {
         // An optimizer's state has no form of its own for this type.
-        let optim = optim_state_dict(parameters, optimizer, None).unwrap();
-        assert_same(&optim, &sharded_optim_state_dict(parameters, optimizer, None).unwrap(), "Local");
+        let optim = optim_state_dict(None, parameters, optimizer).unwrap();
+        assert_same(&optim, &sharded_optim_state_dict(None, parameters, optimizer).unwrap(), "Local");
         state_dict(parameters)
     });
     Saved { full, sharded, local }
@@ -141,8 +141,8 @@ fn check(case: &Case) {
             let (model, mut optimizer) = target();
             let parameters = model.parameters();
             parameters.state_dict_type(settings, || {
-                assert!(load_state_dict(parameters, m, true).unwrap().is_clean());
-                optim_state_dict_to_load(parameters, &mut optimizer, o, &directly).unwrap();
+                assert!(load_state_dict(m, parameters, true).unwrap().is_clean());
+                optim_state_dict_to_load(o, parameters, &mut optimizer, &directly).unwrap();
             });
             let again = save(&model, &optimizer);
             assert_same(&again.full.0, model_state, what);

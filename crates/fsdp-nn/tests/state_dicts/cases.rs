@@ -3,13 +3,15 @@
 
 use candle_core::{DType, Tensor};
 use candle_nn::Init;
+use fsdp_comm::Operation;
 use fsdp_flat::FlatError;
-use fsdp_nn::fsdp_state::{
-    OptimLoadOptions, StateDictSettings, StateDictType, optim_state_dict, optim_state_dict_to_load,
-    scatter_full_optim_state_dict, shard_full_optim_state_dict, state_dict,
+use fsdp_layout::PlainValue;
+use fsdp_nn::torch::{
+    OptimLoadOptions, StateDictSettings, StateDictType, broadcast_processed_state, optim_state_dict,
+    optim_state_dict_to_load, scatter_full_optim_state_dict, shard_full_optim_state_dict, state_dict,
 };
 use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, NnError, Optimizer, ParamGroup, Scope, Unit};
-use fsdp_state::StateDict;
+use fsdp_state::{StateDict, StateValue};
 
 use crate::common::*;
 
@@ -119,10 +121,10 @@ fn full_state_goes_into_other_units_groups_and_orders() {
                 };
                 optimizer.load_state_dict(&local).unwrap();
                 assert_same(&optimizer.state_dict().unwrap(), &local, "the optimizer has what it was given");
-                let again = optim_state_dict(parameters, &optimizer, None).unwrap();
+                let again = optim_state_dict(None, parameters, &optimizer).unwrap();
                 assert_same(again.dict("state").unwrap(), saved.dict("state").unwrap(), "and gives it again");
                 train(&model, &mut [&mut optimizer], 2..3);
-                let again = optim_state_dict(parameters, &optimizer, None).unwrap();
+                let again = optim_state_dict(None, parameters, &optimizer).unwrap();
                 assert_same(again.dict("state").unwrap(), later.dict("state").unwrap(), "one step later");
             });
         }
@@ -144,16 +146,44 @@ fn state_of_a_model_with_an_unused_unit_goes_through_every_type() {
                 for kind in [StateDictType::Full, StateDictType::Sharded] {
                     let settings = StateDictSettings::of(kind);
                     let saved =
-                        parameters.state_dict_type(settings, || optim_state_dict(parameters, &source, None)).unwrap();
+                        parameters.state_dict_type(settings, || optim_state_dict(None, parameters, &source)).unwrap();
                     let states: &StateDict = saved.dict("state").unwrap();
                     assert!(states.len() == 3 && !states.keys().any(|fqn| fqn.starts_with(unused)));
                     let mut target = optimizer(parameters, &spec, &adam(), false);
                     let directly = OptimLoadOptions { load_directly: true, ..OptimLoadOptions::default() };
-                    optim_state_dict_to_load(parameters, &mut target, &saved, &directly).unwrap();
+                    optim_state_dict_to_load(&saved, parameters, &mut target, &directly).unwrap();
                     assert_same(&target.state_dict().unwrap(), &source.state_dict().unwrap(), unused);
                     train(&model, &mut [&mut target], 2..3);
                 }
             });
         }
     }
+}
+
+#[test]
+fn rank_0_tells_the_others_what_its_state_is() {
+    let spec = with_scalar();
+    let saved = reference(&spec, &adam(), false, DType::F32, 2).1;
+    let saved = edit(&saved, &["state", "bias", "val"], Some(2.5.into()));
+    ranks(3, |group| {
+        let model = model(&group, &spec, full_shard(3, true));
+        let optimizer = optimizer(model.parameters(), &spec, &adam(), false);
+        let before = group.traffic();
+        let mine = (group.rank() == 0).then_some(&saved);
+        let processed = broadcast_processed_state(mine, &optimizer).unwrap();
+        let traffic = group.traffic().since(&before);
+        assert_eq!((traffic.tensor_bytes(), traffic.count(Operation::BroadcastObject)), (0, 1));
+        let of = |fqn: &str, name: &str| processed.dict(fqn).unwrap().get(name).unwrap().clone();
+        for (fqn, shape) in [("u.weight", &[2, 3][..]), ("u.scale", &[])] {
+            let value = of(fqn, "exp_avg");
+            let tensor = value.as_sharded().unwrap();
+            assert_eq!((tensor.dtype(), tensor.shape()), (DType::F32, shape), "shaped like its parameter");
+            assert!(tensor.shards().is_empty(), "without elements");
+        }
+        assert!(matches!(of("bias", "val"), StateValue::Plain(PlainValue::Float(2.5))));
+        let step = of("bias", "step");
+        assert_eq!(step.as_tensor().unwrap().to_scalar::<f32>().unwrap(), 2.0);
+        let message = text(broadcast_processed_state(None, &optimizer));
+        assert!(message.starts_with("`optim_state_dict` must have the keys \"state\""), "{message}");
+    });
 }

@@ -15,7 +15,7 @@ use fsdp_nn::{
 };
 use fsdp_state::{GatherOptions, StateDict, StateValue, gather_state_dict};
 
-/// What a model consists of.
+/// The parts of a model.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Spec {
     /// Unit (the root's is empty), name in the unit, shape.
@@ -321,15 +321,15 @@ pub(crate) fn reference(
         let mut optimizer = optimizer(model.parameters(), spec, algorithm, groups);
         train(&model, &mut [&mut optimizer], 0..steps);
         let parameters = model.parameters();
-        let state = fsdp_nn::fsdp_state::state_dict(parameters).unwrap();
-        (state, fsdp_nn::fsdp_state::optim_state_dict(parameters, &optimizer, None).unwrap())
+        let state = fsdp_nn::torch::state_dict(parameters).unwrap();
+        (state, fsdp_nn::torch::optim_state_dict(None, parameters, &optimizer).unwrap())
     })
     .remove(0)
 }
 
 /// Whole tensors on all ranks, whatever they were.
 pub(crate) fn whole(group: &ProcessGroup, state: &StateDict) -> StateDict {
-    gather_state_dict(group, state, &GatherOptions::default()).unwrap()
+    gather_state_dict(state, group, &GatherOptions::default()).unwrap()
 }
 
 pub(crate) fn bytes(tensor: &Tensor) -> Vec<u8> {
@@ -419,7 +419,7 @@ pub(crate) fn text(result: Result<impl std::fmt::Debug, fsdp_nn::NnError>) -> St
     result.unwrap_err().to_string()
 }
 
-/// What reader `reader` of `readers` brings of what several ranks saved: the boxes of every so-manieth rank, each once.
+/// Returns the part that one of `readers` readers brings of what several ranks saved: each box once.
 pub(crate) fn redealt(saved: &[StateDict], reader: usize, readers: usize) -> StateDict {
     fn merge(parts: &[&StateValue], mine: &dyn Fn(usize) -> bool) -> StateValue {
         match parts[0] {

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use fsdp_layout::PlainValue;
-use fsdp_nn::fsdp_state::OptimStateError;
+use fsdp_nn::torch::OptimStateError;
 use fsdp_nn::{NnError, Optimizer, ParamGroup, ShardingStrategy};
 use fsdp_state::{StateDict, StateValue};
 

@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod any_layout;
+mod any_source_any_target;
 mod cases;
 mod common;
 mod local;

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Tensor};
 use fsdp_layout::TensorBox;
-use fsdp_nn::fsdp_state::{
+use fsdp_nn::torch::{
     FullStateDictConfig, StateDictConfig, StateDictSettings, StateDictType, load_state_dict, state_dict,
     state_dict_into,
 };
@@ -89,7 +89,7 @@ fn any_layout_loads_what_any_layout_saved() {
                         _ => saved[0].clone(),
                     };
                     let before = mine.clone();
-                    let load = || load_state_dict(parameters, &mine, true).unwrap();
+                    let load = || load_state_dict(&mine, parameters, true).unwrap();
                     assert!(parameters.state_dict_type(settings, load).is_clean());
                     assert_same(&mine, &before, "the caller's dict");
                     let what = format!("{name}, {from:?} to {to:?}, {settings:?}");
@@ -156,7 +156,7 @@ fn all_names_of_a_tied_parameter_are_saved_and_either_loads() {
         ranks(3, |group| {
             let model = model_of(&group, &tied(), full_shard(3, true), DType::F32, 9);
             let saved = edit(&expected, &[missing], None);
-            let report = load_state_dict(model.parameters(), &saved, true).unwrap();
+            let report = load_state_dict(&saved, model.parameters(), true).unwrap();
             assert!(report.is_clean());
             assert_same(&state_dict(model.parameters()).unwrap(), &expected, missing);
         });
@@ -170,10 +170,10 @@ fn only_persistent_buffers_are_saved_and_they_load() {
         let parameters = model.parameters();
         let saved = state_dict(parameters).unwrap();
         assert!(saved.contains_key("mean") && saved.contains_key("u1.buffer") && !saved.contains_key("scratch"));
-        load_state_dict(parameters, &zeroed(&saved), true).unwrap();
+        load_state_dict(&zeroed(&saved), parameters, true).unwrap();
         let (mean, _) = &parameters.buffers()["mean"];
         assert_eq!(mean.to_vec1::<f32>().unwrap(), [0.; 5]);
-        load_state_dict(parameters, &saved, true).unwrap();
+        load_state_dict(&saved, parameters, true).unwrap();
         assert_eq!(mean.to_vec1::<f32>().unwrap(), [1., 2., 3., 4., 5.]);
         assert_same(&state_dict(parameters).unwrap(), &saved, "after the round trip");
     });
@@ -200,7 +200,7 @@ fn what_does_not_fit_changes_nothing_on_any_rank() {
                 let saved = edit(&zeroed(&before), &[path], value.clone());
                 let saved = if settings == rank0_only() && group.rank() > 0 { StateDict::new() } else { saved };
                 let error =
-                    parameters.state_dict_type(settings, || load_state_dict(parameters, &saved, true)).unwrap_err();
+                    parameters.state_dict_type(settings, || load_state_dict(&saved, parameters, true)).unwrap_err();
                 assert!(matches!(error, NnError::State(StateError::Incompatible { .. })), "{error}");
                 assert_same(&state_dict(parameters).unwrap(), &before, "after a failed load");
                 error.to_string()
@@ -217,7 +217,7 @@ fn missing_and_unexpected_names_are_reported_once_if_not_strict() {
         let parameters = model.parameters();
         let before = state_dict(parameters).unwrap();
         let saved = edit(&edit(&before, &["block1.bias"], None), &["extra"], Some(1.0.into()));
-        let report = load_state_dict(parameters, &saved, false).unwrap();
+        let report = load_state_dict(&saved, parameters, false).unwrap();
         assert_eq!(report.missing, ["block1.bias"]);
         assert_eq!(report.unexpected, ["extra"]);
         assert_same(&state_dict(parameters).unwrap(), &before, "values stay");
@@ -277,7 +277,7 @@ fn local_state_dicts_of_four_ranks_reload_on_two() {
                 let gathered: StateDict = state
                     .iter()
                     .map(|(name, value)| match value.as_sharded() {
-                        Some(flat) => (name.clone(), all_gather_sharded_tensor(&group, flat, None).unwrap().into()),
+                        Some(flat) => (name.clone(), all_gather_sharded_tensor(flat, &group, None).unwrap().into()),
                         None => (name.clone(), value.clone()),
                     })
                     .collect();
@@ -285,7 +285,7 @@ fn local_state_dicts_of_four_ranks_reload_on_two() {
                 let again = model_of(&group, &spec, full_shard(4, use_orig_params), DType::F32, 5);
                 let report = again
                     .parameters()
-                    .state_dict_type(local(), || load_state_dict(again.parameters(), &state, true))
+                    .state_dict_type(local(), || load_state_dict(&state, again.parameters(), true))
                     .unwrap();
                 assert!(report.is_clean());
                 assert_same(&crate::common::whole(&group, &state_dict(again.parameters()).unwrap()), &expected, name);
@@ -294,7 +294,7 @@ fn local_state_dicts_of_four_ranks_reload_on_two() {
             ranks(2, |group| {
                 let model = model_of(&group, &spec, full_shard(2, use_orig_params), DType::F32, 3);
                 let parameters = model.parameters();
-                parameters.state_dict_type(local(), || load_state_dict(parameters, &saved[0], true)).unwrap();
+                parameters.state_dict_type(local(), || load_state_dict(&saved[0], parameters, true)).unwrap();
                 assert_same(&state_dict(parameters).unwrap(), &expected, name);
             });
         }
@@ -312,7 +312,7 @@ fn local_state_dicts_need_sharded_parameters_without_a_mesh() {
             let model = model(&group, &mini7(), layout);
             let parameters = model.parameters();
             parameters.state_dict_type(local(), || {
-                let load = load_state_dict(parameters, &StateDict::new(), true).map(|_| StateDict::new());
+                let load = load_state_dict(&StateDict::new(), parameters, true).map(|_| StateDict::new());
                 for result in [state_dict(parameters), load] {
                     let message = text(result);
                     match is_mesh {
@@ -329,10 +329,10 @@ fn local_state_dicts_need_sharded_parameters_without_a_mesh() {
 fn a_plain_or_ddp_state_dict_loads_into_a_sharded_model_and_back() {
     let plain = reference(&dummy(), &adam(), false, DType::F32, 0).0;
     let ddp: StateDict = plain.iter().map(|(name, value)| (format!("module.{name}"), value.clone())).collect();
-    let stripped = fsdp_nn::fsdp_state::consume_prefix_in_state_dict_if_present(&ddp, "module.");
+    let stripped = fsdp_nn::torch::consume_prefix_in_state_dict_if_present(&ddp, "module.");
     let back = ranks(3, |group| {
         let model = model_of(&group, &dummy(), full_shard(3, true), DType::F32, 4);
-        load_state_dict(model.parameters(), &stripped, true).unwrap();
+        load_state_dict(&stripped, model.parameters(), true).unwrap();
         state_dict(model.parameters()).unwrap()
     });
     assert_same(&back[2], &plain, "through a sharded model");

@@ -1,13 +1,13 @@
-//! What a saved state cannot be: each wrong state dict is one typed error, on every rank, and changes nothing.
+//! Saved state that cannot be right: each wrong state dict is one typed error, on every rank, and changes nothing.
 
 use candle_core::{DType, Device, Tensor};
 use fsdp_layout::PlainValue;
 use fsdp_nn::NnError;
-use fsdp_nn::fsdp_state::{
-    OptimLoadOptions, OptimStateError, flatten_optim_state, optim_state_dict_to_load, scatter_full_optim_state_dict,
-    shard_orig_param_state,
+use fsdp_nn::torch::{
+    OptimLoadOptions, OptimStateError, flatten_optim_state, optim_state_dict, optim_state_dict_to_load,
+    scatter_full_optim_state_dict, shard_orig_param_state, sharded_optim_state_dict,
 };
-use fsdp_state::{StateDict, StateValue};
+use fsdp_state::{StateDict, StateError, StateValue};
 
 use crate::common::*;
 
@@ -32,7 +32,7 @@ fn error_of(saved: &StateDict, use_orig_params: bool) -> OptimStateError {
         train(&model, &mut [&mut optimizer], 0..1);
         let local = optimizer.state_dict().unwrap();
         let before = saved.clone();
-        let error = optim_state_dict_to_load(parameters, &mut optimizer, saved, &DIRECTLY).unwrap_err();
+        let error = optim_state_dict_to_load(saved, parameters, &mut optimizer, &DIRECTLY).unwrap_err();
         let of_rank0 = (group.rank() == 0).then_some(saved);
         let scattered = scatter_full_optim_state_dict(of_rank0, parameters, &optimizer).unwrap_err();
         assert_same(&optimizer.state_dict().unwrap(), &local, "the optimizer");
@@ -104,7 +104,7 @@ fn numbers_that_differ_within_a_flat_parameter_are_named() {
     ranks(2, |group| {
         let model = model(&group, &mini7(), full_shard(2, true));
         let mut optimizer = optimizer(model.parameters(), &mini7(), &adam(), false);
-        optim_state_dict_to_load(model.parameters(), &mut optimizer, &saved, &DIRECTLY).unwrap();
+        optim_state_dict_to_load(&saved, model.parameters(), &mut optimizer, &DIRECTLY).unwrap();
     });
 }
 
@@ -171,7 +171,7 @@ fn one_ranks_error_is_every_ranks() {
                 2 => edit(&full, &["state", "l2.weight", "exp_avg"], zeros(&[2, 6], DType::F32)),
                 _ => full.clone(),
             };
-            text(optim_state_dict_to_load(parameters, &mut optimizer, &saved, &DIRECTLY))
+            text(optim_state_dict_to_load(&saved, parameters, &mut optimizer, &DIRECTLY))
         });
         assert!(errors.iter().all(|error| *error == errors[0]));
         assert!(errors[0].contains("`exp_avg`") && errors[0].contains("`l2.weight`"), "{}", errors[0]);
@@ -190,25 +190,25 @@ fn one_unit_or_parameter_can_be_converted_by_itself() {
         train(&flat, &mut [&mut trained], 0..2);
         let fqns: Vec<&str> = flat.parameters().fqns().collect();
         let local = trained.state_dict().unwrap();
-        let flattened = flatten_optim_state(&trained, &fqns, states).unwrap();
+        let flattened = flatten_optim_state(states, &trained, &fqns).unwrap();
         assert_same(&flattened, local.dict("state").unwrap().dict("0").unwrap(), "the FlatParameter");
-        assert!(flatten_optim_state(&trained, &fqns, &StateDict::new()).unwrap().is_empty());
-        assert!(text(flatten_optim_state(&trained, &fqns[..2], states)).contains("FlatParameter"));
+        assert!(flatten_optim_state(&StateDict::new(), &trained, &fqns).unwrap().is_empty());
+        assert!(text(flatten_optim_state(states, &trained, &fqns[..2])).contains("FlatParameter"));
 
         let orig = model(&group, &spec, full_shard(3, true));
         let mut trained = optimizer(orig.parameters(), &spec, &adam(), false);
         train(&orig, &mut [&mut trained], 0..2);
         let local = trained.state_dict().unwrap();
         for (id, fqn) in fqns.iter().enumerate() {
-            let piece = shard_orig_param_state(&trained, fqn, states.dict(fqn).unwrap()).unwrap();
+            let piece = shard_orig_param_state(states.dict(fqn).unwrap(), &trained, fqn).unwrap();
             match local.dict("state").unwrap().dict(&id.to_string()) {
                 Some(expected) => assert_same(&piece, expected, fqn),
                 None => assert!(piece.is_empty(), "{fqn} has no elements here"),
             }
         }
-        assert!(shard_orig_param_state(&trained, "sc", &StateDict::new()).unwrap().is_empty());
+        assert!(shard_orig_param_state(&StateDict::new(), &trained, "sc").unwrap().is_empty());
         let wrong = edit(states.dict("sc").unwrap(), &["exp_avg"], zeros(&[8], DType::F32));
-        let message = text(shard_orig_param_state(&trained, "sc", &wrong));
+        let message = text(shard_orig_param_state(&wrong, &trained, "sc"));
         assert!(
             message.starts_with("tensor optimizer state does not have same shape as its parameter: [8] [7]"),
             "{message}"
@@ -224,7 +224,57 @@ fn a_parameter_without_dimensions_must_have_its_state() {
     ranks(2, |group| {
         let model = model(&group, &with_scalar(), full_shard(2, false));
         let mut optimizer = optimizer(model.parameters(), &with_scalar(), &sgd(0.9), false);
-        let message = text(optim_state_dict_to_load(model.parameters(), &mut optimizer, &saved, &DIRECTLY));
+        let message = text(optim_state_dict_to_load(&saved, model.parameters(), &mut optimizer, &DIRECTLY));
         assert!(message.starts_with("flattening a zero-dimension parameter is not supported"), "{message}");
+    });
+}
+
+/// The key of the first value that differs between ranks, the rank that differs, and its value there.
+#[track_caller]
+fn differing(error: &NnError) -> (&str, usize, &str) {
+    let NnError::State(StateError::DifferingOnRanks { key, rank, found, .. }) = error else { panic!("{error}") };
+    (key, *rank, found)
+}
+
+/// A state dict that only one rank cannot take changes no rank.
+#[test]
+fn an_error_while_loading_directly_changes_no_rank() {
+    let spec = dummy();
+    ranks(3, |group| {
+        let model = model(&group, &spec, full_shard(3, true));
+        let parameters = model.parameters();
+        let mut optimizer = optimizer(parameters, &spec, &adam(), false);
+        train(&model, &mut [&mut optimizer], 0..2);
+        let local = optimizer.state_dict().unwrap();
+        let mut saved = optim_state_dict(None, parameters, &optimizer).unwrap();
+        if group.rank() == 1 {
+            saved = edit(&saved, &["state", "net2.bias", "exp_avg"], None);
+        }
+        let error = optim_state_dict_to_load(&saved, parameters, &mut optimizer, &DIRECTLY).unwrap_err();
+        assert!(matches!(&error, NnError::OptimState { ranks, .. } if *ranks == [1]), "{error}");
+        assert_same(&optimizer.state_dict().unwrap(), &local, "unchanged");
+        // Ranks with good dicts that differ.
+        let mut saved = optim_state_dict(None, parameters, &optimizer).unwrap();
+        if group.rank() == 2 {
+            let step = StateValue::from(Tensor::new(5f32, &Device::Cpu).unwrap());
+            saved = edit(&saved, &["state", "net2.bias", "step"], Some(step));
+        }
+        let error = optim_state_dict_to_load(&saved, parameters, &mut optimizer, &DIRECTLY).unwrap_err();
+        assert_eq!(differing(&error), ("state.net2.bias.step", 2, "5.0"));
+        assert_same(&optimizer.state_dict().unwrap(), &local, "unchanged");
+        // So do ranks with other hyperparameters, and with tensors of another kind.
+        let lr = 0.25 * (1 + group.rank()) as f64;
+        optimizer.groups_mut()[0].algorithm.set_lr(lr).unwrap();
+        let saved = optim_state_dict(None, parameters, &optimizer).unwrap();
+        let error = optim_state_dict_to_load(&saved, parameters, &mut optimizer, &DIRECTLY).unwrap_err();
+        // The group's first parameter by name.
+        assert_eq!(differing(&error), ("param_groups.net1.bias.lr", 1, "Float(0.5)"));
+        assert_eq!(optimizer.groups()[0].algorithm.lr(), lr);
+        optimizer.groups_mut()[0].algorithm.set_lr(1.0).unwrap();
+        let full = optim_state_dict(None, parameters, &optimizer).unwrap();
+        let sharded = sharded_optim_state_dict(None, parameters, &optimizer).unwrap();
+        let saved = if group.rank() == 2 { &sharded } else { &full };
+        let error = optim_state_dict_to_load(saved, parameters, &mut optimizer, &DIRECTLY).unwrap_err();
+        assert!(matches!(error, NnError::State(StateError::ValueMismatch { rank: 2, reference: 0, .. })), "{error}");
     });
 }

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use fsdp_layout::PlainValue;
-use fsdp_nn::fsdp_state::{
+use fsdp_nn::torch::{
     FullOptimStateDictConfig, OptimStateDictConfig, OptimStateError, StateDictSettings, StateDictType,
     full_optim_state_dict, map_param_key_to_optim_keys, optim_state_dict, optim_state_dict_into,
     sharded_optim_state_dict, unflatten_optim_state,
@@ -30,9 +30,9 @@ fn a_full_optim_state_dict_is_the_unsharded_optimizers_in_every_layout() {
                     let mut optimizer = optimizer(parameters, &spec, algorithm, groups);
                     train(&model, &mut [&mut optimizer], 0..3);
                     let what = format!("{name}, {layout:?}, {}, groups {groups}", algorithm.name());
-                    let full = optim_state_dict(parameters, &optimizer, None).unwrap();
+                    let full = optim_state_dict(None, parameters, &optimizer).unwrap();
                     assert_same(&sorted_params(&full), &expected, &what);
-                    let sharded = sharded_optim_state_dict(parameters, &optimizer, None).unwrap();
+                    let sharded = sharded_optim_state_dict(None, parameters, &optimizer).unwrap();
                     for (fqn, state) in sharded.dict("state").unwrap() {
                         for (_, value) in state.as_dict().unwrap() {
                             if let Some(tensor) = value.as_sharded() {
@@ -41,7 +41,7 @@ fn a_full_optim_state_dict_is_the_unsharded_optimizers_in_every_layout() {
                         }
                     }
                     assert_same(&sorted_params(&whole(&group, &sharded)), &expected, &what);
-                    let rank0 = full_optim_state_dict(parameters, &optimizer, None, true).unwrap();
+                    let rank0 = full_optim_state_dict(None, parameters, &optimizer, true).unwrap();
                     match group.rank() {
                         0 => assert_same(&sorted_params(&rank0), &expected, &what),
                         _ => assert!(rank0.is_empty(), "{what}"),
@@ -66,7 +66,7 @@ fn half_precision_and_double_states_are_bit_equal() {
                 let model = model_of(&group, &spec, layout, dtype, 1);
                 let mut optimizer = optimizer(model.parameters(), &spec, &sgd(0.9), false);
                 train(&model, &mut [&mut optimizer], 0..3);
-                let full = optim_state_dict(model.parameters(), &optimizer, None).unwrap();
+                let full = optim_state_dict(None, model.parameters(), &optimizer).unwrap();
                 assert_same(&full, &expected, &format!("{dtype:?}, {layout:?}"));
             });
         }
@@ -91,11 +91,10 @@ fn optimizers_may_hold_their_parameters_in_another_order_on_each_rank() {
             let model = model(&group, &spec, layout);
             let mut optimizer = reversed_on_odd_ranks(&model, &spec, group.rank());
             train(&model, &mut [&mut optimizer], 0..2);
-            let full = optim_state_dict(model.parameters(), &optimizer, None).unwrap();
+            let full = optim_state_dict(None, model.parameters(), &optimizer).unwrap();
             assert_same(&sorted_params(&full), &expected, &format!("{layout:?}"));
             let local = optimizer.state_dict().unwrap();
-            let loaded =
-                fsdp_nn::fsdp_state::shard_full_optim_state_dict(&full, model.parameters(), &optimizer).unwrap();
+            let loaded = fsdp_nn::torch::shard_full_optim_state_dict(&full, model.parameters(), &optimizer).unwrap();
             assert_same(&loaded, &local, "and back");
         });
     }
@@ -118,7 +117,7 @@ fn state_that_a_rank_lacks_is_the_same_error_on_all_ranks() {
             let model = model(&group, &spec, full_shard(3, use_orig_params));
             let mut optimizer = lacking_on(&model, &spec, group.rank() == 1);
             train(&model, &mut [&mut optimizer], 0..1);
-            let error = optim_state_dict(model.parameters(), &optimizer, None).unwrap_err();
+            let error = optim_state_dict(None, model.parameters(), &optimizer).unwrap_err();
             match (&error, use_orig_params) {
                 (NnError::OptimState { error: OptimStateError::MissingOnRanks { missing }, .. }, false) => {
                     assert_eq!(missing[..], [(1, vec!["net2.weight".to_owned(), "net2.bias".to_owned()])]);
@@ -150,7 +149,7 @@ fn keys_follow_rank_0_or_are_merged() {
         let mut optimizer_flat = optimizer_flat;
         train(&flat, &mut [&mut optimizer_flat], 0..1);
         let local = optimizer_flat.state_dict().unwrap();
-        let (keys, mine) = map_param_key_to_optim_keys(&optimizer_flat, &local, false).unwrap();
+        let (keys, mine) = map_param_key_to_optim_keys(&local, &optimizer_flat, false).unwrap();
         let names: Vec<&str> = keys.iter().map(|key| key.unflat_param_names[0].as_str()).collect();
         assert_eq!(names, ["net1.weight", "net2.weight", "net4.weight"]);
         let id = if group.rank() == 0 { "0" } else { "2" };
@@ -158,7 +157,7 @@ fn keys_follow_rank_0_or_are_merged() {
         let orig = model(&group, &spec, full_shard(2, true));
         let mut optimizer = reversed_on_odd_ranks(&orig, &spec, group.rank());
         train(&orig, &mut [&mut optimizer], 0..1);
-        let (keys, mine) = map_param_key_to_optim_keys(&optimizer, &optimizer.state_dict().unwrap(), true).unwrap();
+        let (keys, mine) = map_param_key_to_optim_keys(&optimizer.state_dict().unwrap(), &optimizer, true).unwrap();
         assert_eq!(keys.len(), 5);
         assert!(keys.is_sorted());
         // Rank 0's shard ends before the last biases; each rank has keys for what is on it alone.
@@ -180,13 +179,13 @@ fn a_group_without_global_rank_0_works() {
             let parameters = model.parameters();
             let mut optimizer = optimizer(parameters, &spec, &adam(), false);
             train(&model, &mut [&mut optimizer], 0..2);
-            let rank0 = full_optim_state_dict(parameters, &optimizer, None, true).unwrap();
+            let rank0 = full_optim_state_dict(None, parameters, &optimizer, true).unwrap();
             match sub.rank() {
                 0 => assert_same(&rank0, &expected, "rank 0 of the group"),
                 _ => assert!(rank0.is_empty()),
             }
             let full = (sub.rank() == 0).then_some(&rank0);
-            let loaded = fsdp_nn::fsdp_state::scatter_full_optim_state_dict(full, parameters, &optimizer).unwrap();
+            let loaded = fsdp_nn::torch::scatter_full_optim_state_dict(full, parameters, &optimizer).unwrap();
             assert_same(&loaded, &optimizer.state_dict().unwrap(), "scattered");
         });
     }
@@ -201,17 +200,17 @@ fn a_given_local_state_dict_by_ids_or_names_counts_instead_of_the_live_state() {
             let parameters = model.parameters();
             let mut optimizer = optimizer(parameters, &spec, &adam(), true);
             train(&model, &mut [&mut optimizer], 0..2);
-            let full = optim_state_dict(parameters, &optimizer, None).unwrap();
+            let full = optim_state_dict(None, parameters, &optimizer).unwrap();
             let (ids, names) = (optimizer.state_dict().unwrap(), optimizer.named_state_dict().unwrap());
             let before = ids.clone();
             train(&model, &mut [&mut optimizer], 2..3);
             for local in [&ids, &names] {
-                let saved = optim_state_dict(parameters, &optimizer, Some(local)).unwrap();
+                let saved = optim_state_dict(Some(local), parameters, &optimizer).unwrap();
                 assert_same(&saved, &full, "from a local state dict");
             }
             assert_same(&ids, &before, "the caller's dict");
             let without_groups = edit(&ids, &["param_groups"], None);
-            let saved = optim_state_dict(parameters, &optimizer, Some(&without_groups)).unwrap();
+            let saved = optim_state_dict(Some(&without_groups), parameters, &optimizer).unwrap();
             assert_same(&saved, &edit(&full, &["param_groups"], None), "without groups");
         });
     }
@@ -235,8 +234,8 @@ fn every_value_has_memory_of_its_own() {
                 let mut optimizer = optimizer(parameters, &spec, &adam(), false);
                 train(&model, &mut [&mut optimizer], 0..2);
                 let get = || match sharded {
-                    true => sharded_optim_state_dict(parameters, &optimizer, None).unwrap(),
-                    false => optim_state_dict(parameters, &optimizer, None).unwrap(),
+                    true => sharded_optim_state_dict(None, parameters, &optimizer).unwrap(),
+                    false => optim_state_dict(None, parameters, &optimizer).unwrap(),
                 };
                 let (state, untouched) = (get(), get());
                 let live = optimizer.state_dict().unwrap();
@@ -279,13 +278,13 @@ fn parameters_without_state_are_left_out() {
             let model = model(&group, &spec, layout);
             let parameters = model.parameters();
             let mut optimizer = optimizer(parameters, &spec, &adam(), false);
-            let fresh = optim_state_dict(parameters, &optimizer, None).unwrap();
+            let fresh = optim_state_dict(None, parameters, &optimizer).unwrap();
             assert!(fresh.dict("state").unwrap().is_empty(), "not stepped yet");
             train(&model, &mut [&mut optimizer], 0..2);
-            let full = optim_state_dict(parameters, &optimizer, None).unwrap();
+            let full = optim_state_dict(None, parameters, &optimizer).unwrap();
             assert_same(&full, &expected, &format!("{layout:?}"));
             // An unused unit's absence is no error on the way back.
-            let loaded = fsdp_nn::fsdp_state::shard_full_optim_state_dict(&full, parameters, &optimizer).unwrap();
+            let loaded = fsdp_nn::torch::shard_full_optim_state_dict(&full, parameters, &optimizer).unwrap();
             assert_same(&loaded, &optimizer.state_dict().unwrap(), "and back");
         });
     }
@@ -300,11 +299,11 @@ fn parameters_that_no_optimizer_holds_are_no_error() {
         let biases = ["net1.bias", "net2.bias"];
         let mut optimizer = Optimizer::with_groups(parameters, vec![ParamGroup::new(adam(), biases)]).unwrap();
         train(&model, &mut [&mut optimizer], 0..2);
-        let full = optim_state_dict(parameters, &optimizer, None).unwrap();
+        let full = optim_state_dict(None, parameters, &optimizer).unwrap();
         let mut names: Vec<&str> = full.dict("state").unwrap().keys().collect();
         names.sort_unstable();
         assert_eq!(names, biases);
-        let loaded = fsdp_nn::fsdp_state::shard_full_optim_state_dict(&full, parameters, &optimizer).unwrap();
+        let loaded = fsdp_nn::torch::shard_full_optim_state_dict(&full, parameters, &optimizer).unwrap();
         assert_same(&loaded, &optimizer.state_dict().unwrap(), "and back");
     });
 }
@@ -319,11 +318,11 @@ fn frozen_parameters_in_a_unit_have_no_state() {
         let parameters = model.parameters();
         let mut optimizer = optimizer(parameters, &spec, &adam(), false);
         train(&model, &mut [&mut optimizer], 0..2);
-        let full = optim_state_dict(parameters, &optimizer, None).unwrap();
+        let full = optim_state_dict(None, parameters, &optimizer).unwrap();
         assert_same(&full, &expected, "frozen");
         assert!(!full.dict("state").unwrap().contains_key("net1.weight"));
         assert!(full.dict("state").unwrap().contains_key("net1.bias"));
-        let loaded = fsdp_nn::fsdp_state::shard_full_optim_state_dict(&full, parameters, &optimizer).unwrap();
+        let loaded = fsdp_nn::torch::shard_full_optim_state_dict(&full, parameters, &optimizer).unwrap();
         assert_same(&loaded, &optimizer.state_dict().unwrap(), "and back");
     });
 }
@@ -363,7 +362,7 @@ fn scalars_text_odd_shapes_and_user_state_are_carried() {
             let local = with_extra_entries(&optimizer.state_dict().unwrap());
             optimizer.load_state_dict(&local).unwrap();
             assert_same(&optimizer.state_dict().unwrap(), &local, "kept by the optimizer");
-            let full = optim_state_dict(parameters, &optimizer, None).unwrap();
+            let full = optim_state_dict(None, parameters, &optimizer).unwrap();
             let states = full.dict("state").unwrap();
             for fqn in parameters.fqns() {
                 let state = states.dict(fqn).unwrap();
@@ -375,14 +374,13 @@ fn scalars_text_odd_shapes_and_user_state_are_carried() {
             assert_eq!(states.plain_at(&["user", "hits"]).unwrap().as_int(), Some(3));
             assert!(states.get("table").unwrap().as_tensor().is_some());
             // All of it comes back, also from rank 0 alone and from boxes.
-            let loaded = fsdp_nn::fsdp_state::shard_full_optim_state_dict(&full, parameters, &optimizer).unwrap();
+            let loaded = fsdp_nn::torch::shard_full_optim_state_dict(&full, parameters, &optimizer).unwrap();
             assert_same(&loaded, &local, "from every rank");
             let of_rank0 = (group.rank() == 0).then_some(&full);
-            let loaded = fsdp_nn::fsdp_state::scatter_full_optim_state_dict(of_rank0, parameters, &optimizer).unwrap();
+            let loaded = fsdp_nn::torch::scatter_full_optim_state_dict(of_rank0, parameters, &optimizer).unwrap();
             assert_same(&loaded, &local, "from rank 0");
-            let sharded = sharded_optim_state_dict(parameters, &optimizer, None).unwrap();
-            let loaded =
-                fsdp_nn::fsdp_state::flatten_sharded_optim_state_dict(&sharded, parameters, &optimizer).unwrap();
+            let sharded = sharded_optim_state_dict(None, parameters, &optimizer).unwrap();
+            let loaded = fsdp_nn::torch::flatten_sharded_optim_state_dict(&sharded, parameters, &optimizer).unwrap();
             assert_same(&loaded, &local, "from boxes");
         });
     }
@@ -406,7 +404,7 @@ fn scalars_must_agree_on_the_ranks_that_have_elements_and_only_there() {
         if !has_bias && let Some(StateValue::Dict(states)) = empty_says.get_mut("state") {
             states.insert("1", [("step", step(99.0))].into_iter().collect::<StateDict>());
         }
-        let full = optim_state_dict(parameters, &optimizer, Some(&empty_says)).unwrap();
+        let full = optim_state_dict(Some(&empty_says), parameters, &optimizer).unwrap();
         let saved = full.dict("state").unwrap().dict("decoder.bias").unwrap().get("step").unwrap().clone();
         assert_eq!(saved.as_tensor().unwrap().to_scalar::<f32>().unwrap(), 2.0);
         // One that has elements may not.
@@ -414,7 +412,7 @@ fn scalars_must_agree_on_the_ranks_that_have_elements_and_only_there() {
             1 => edit(&local, &["state", "1", "step"], Some(step(3.0))),
             _ => local.clone(),
         };
-        let message = text(optim_state_dict(parameters, &optimizer, Some(&wrong)));
+        let message = text(optim_state_dict(Some(&wrong), parameters, &optimizer));
         assert!(
             message.starts_with("rank 1 has different values for `step` of parameters [\"decoder.bias\"]: 3"),
             "{message}"
@@ -434,15 +432,15 @@ fn one_flat_parameters_state_is_that_of_its_parameters() {
         let local = optimizer.state_dict().unwrap();
         let fqns: Vec<&str> = parameters.fqns().collect();
         let flat = local.dict("state").unwrap().dict("0").unwrap();
-        let states = unflatten_optim_state(parameters, &optimizer, &fqns, flat).unwrap();
+        let states = unflatten_optim_state(flat, parameters, &optimizer, &fqns).unwrap();
         for (fqn, state) in fqns.iter().zip(&states) {
             assert_same(state, expected.dict("state").unwrap().dict(fqn).unwrap(), fqn);
         }
         // And back: right padding is zero, and padding never shows.
         let by_name: StateDict = fqns.iter().zip(states).map(|(fqn, state)| (*fqn, state.into())).collect();
-        let again = fsdp_nn::fsdp_state::flatten_optim_state(&optimizer, &fqns, &by_name).unwrap();
+        let again = fsdp_nn::torch::flatten_optim_state(&by_name, &optimizer, &fqns).unwrap();
         assert_same(&again, flat, "flattened again");
-        let error = text(unflatten_optim_state(parameters, &optimizer, &fqns[1..], flat));
+        let error = text(unflatten_optim_state(flat, parameters, &optimizer, &fqns[1..]));
         assert!(error.contains("are not the parameters of one FlatParameter"), "{error}");
     });
 }
@@ -455,10 +453,10 @@ fn values_pass_a_sink_and_its_error_is_every_ranks() {
         let parameters = model.parameters();
         let mut optimizer = optimizer(parameters, &spec, &adam(), false);
         train(&model, &mut [&mut optimizer], 0..1);
-        let full = optim_state_dict(parameters, &optimizer, None).unwrap();
+        let full = optim_state_dict(None, parameters, &optimizer).unwrap();
         parameters.state_dict_type(optim_rank0_only(), || {
             let mut seen = 0;
-            let rest = optim_state_dict_into(parameters, &optimizer, None, |fqn, name, value| {
+            let rest = optim_state_dict_into(None, parameters, &optimizer, |fqn, name, value| {
                 let expected = full.dict("state").unwrap().dict(fqn).unwrap().get(name).unwrap();
                 assert!(difference(&value, expected, name).is_none());
                 seen += 1;
@@ -467,13 +465,13 @@ fn values_pass_a_sink_and_its_error_is_every_ranks() {
             .unwrap();
             assert_eq!(seen, if group.rank() == 0 { 12 * 3 } else { 0 });
             assert_eq!(rest.contains_key("param_groups"), group.rank() == 0);
-            let failed = optim_state_dict_into(parameters, &optimizer, None, |_, name, _| match name {
+            let failed = optim_state_dict_into(None, parameters, &optimizer, |_, name, _| match name {
                 "exp_avg_sq" => Err(NnError::UnknownParameter { fqn: "disk full".into() }),
                 _ => Ok(()),
             });
             assert!(text(failed).contains("disk full"));
         });
-        let again = optim_state_dict(parameters, &optimizer, None).unwrap();
+        let again = optim_state_dict(None, parameters, &optimizer).unwrap();
         assert_same(&again, &full, "after a failed sink");
     });
 }
@@ -483,6 +481,6 @@ fn an_optimizer_of_another_model_is_refused() {
     ranks(2, |group| {
         let (a, b) = (model(&group, &dummy(), full_shard(2, true)), model(&group, &dummy(), full_shard(2, true)));
         let optimizer = optimizer(a.parameters(), &dummy(), &adam(), false);
-        assert!(text(optim_state_dict(b.parameters(), &optimizer, None)).contains("another model"));
+        assert!(text(optim_state_dict(None, b.parameters(), &optimizer)).contains("another model"));
     });
 }

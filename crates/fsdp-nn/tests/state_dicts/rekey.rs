@@ -1,7 +1,7 @@
 //! Names and ids.
 
 use candle_core::DType;
-use fsdp_nn::fsdp_state::{
+use fsdp_nn::torch::{
     OptimLoadOptions, OptimStateKeyType, optim_state_dict, optim_state_dict_to_load, rekey_optim_state_dict,
 };
 use fsdp_state::{StateDict, StateValue};
@@ -49,8 +49,8 @@ fn a_plain_dict_by_ids_goes_into_a_sharded_model_and_back() {
             let mut optimizer = optimizer(parameters, &spec, &adam(), false);
             let named = rekey_optim_state_dict(&by_ids, OptimStateKeyType::ParamName, &names).unwrap();
             let options = OptimLoadOptions { load_directly: true, ..Default::default() };
-            optim_state_dict_to_load(parameters, &mut optimizer, &named, &options).unwrap();
-            let full = optim_state_dict(parameters, &optimizer, None).unwrap();
+            optim_state_dict_to_load(&named, parameters, &mut optimizer, &options).unwrap();
+            let full = optim_state_dict(None, parameters, &optimizer).unwrap();
             rekey_optim_state_dict(&full, OptimStateKeyType::ParamId, &names).unwrap()
         });
         assert_same(&back[1], &by_ids, "through a sharded model");

@@ -1,7 +1,7 @@
 //! The settings hold in their scope and nowhere else.
 
 use fsdp_nn::NnError;
-use fsdp_nn::fsdp_state::{
+use fsdp_nn::torch::{
     FullOptimStateDictConfig, FullStateDictConfig, LocalOptimStateDictConfig, LocalStateDictConfig,
     OptimStateDictConfig, ShardedStateDictConfig, StateDictConfig, StateDictSettings, StateDictType,
 };

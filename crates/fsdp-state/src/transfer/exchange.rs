@@ -1,38 +1,43 @@
 //! The collectives that carry out a [`Layout`].
 
 use fsdp_comm::{CommError, ProcessGroup};
+use fsdp_flat::storage::StorageGuard;
+use fsdp_layout::TensorBox;
+use fsdp_layout::boxes::copy_runs;
 
-use super::hand::{Hand, of_source};
-use super::packing::{Source, pack};
-use super::route::{Layout, Piece, Route};
-use crate::memory::{Buffer, ElementType};
+use super::packing::{BoxBytes, Outgoing, copy_box, pack, read_box, with_packed};
+use super::route::{Layout, Piece, Route, windows};
+use super::slots::{Part, carve};
+use crate::lend::{Lend, Memory};
+use crate::memory::{try_reserve, try_zeroed};
 use crate::{StateError, StateValue};
 
-/// Tensors that one collective carries together have at most this many bytes; larger ones go alone.
+/// Tensors that one collective carries together have at most this many bytes. A larger one goes alone, and where its
+/// parts have to be packed in windows of this size.
 const BUCKET_BYTES: usize = 32 << 20;
 
-/// And this many they may always have.
+/// A bucket may always have this many bytes, however small the largest tensor is.
 const LEAST_BUCKET_BYTES: usize = 1 << 20;
 
 /// After so many bytes of tensors ranks tell each other whether they still can go on.
 const STATUS_BYTES: usize = 256 << 20;
 
+/// Elements whose places in memory are more runs than this arrive in a buffer first.
+const MAX_RUNS: usize = 4096;
+
 /// One tensor on its way to the boxes that this rank wants.
 #[derive(Debug)]
 pub(crate) struct Item<'a> {
-    /// Where it is and where it goes.
+    /// The boxes that ranks have and want.
     pub(crate) layout: Layout,
-    /// What this rank has of it.
+    /// This rank's part of it.
     pub(crate) source: Option<&'a StateValue>,
-    /// What it becomes here.
-    pub(crate) element: ElementType,
 }
 
-/// What a rank got of one tensor, box by box; nothing after a failure on this rank.
-pub(crate) type Received = Option<Vec<Buffer>>;
-
-/// The data of one function call. A rank that meets an error of its own goes on with zeros, so that no rank waits
-/// for it, until the ranks tell each other how they are: then all return that error.
+/// The movements of one function call.
+///
+/// A rank that meets an error of its own goes on with zeros, so that no rank waits for it, until the ranks tell each other
+/// how they are. Then all return that error.
 #[derive(Debug)]
 pub(crate) struct Exchange<'g> {
     group: &'g ProcessGroup,
@@ -46,8 +51,13 @@ impl<'g> Exchange<'g> {
         Exchange { group, operation, failure: None, unreported: 0 }
     }
 
-    /// Runs something that only concerns this rank; nothing is run after a failure.
-    pub(crate) fn attempt<T>(&mut self, f: impl FnOnce() -> Result<T, StateError>) -> Option<T> {
+    /// Ends the movements, and returns this rank's own failure, which the others have not been told of.
+    pub(crate) fn finish(self) -> Result<(), StateError> {
+        self.failure.map_or(Ok(()), Err)
+    }
+
+    /// Runs something that concerns this rank alone; nothing is run after a failure.
+    fn attempt<T>(&mut self, f: impl FnOnce() -> Result<T, StateError>) -> Option<T> {
         if self.failure.is_some() {
             return None;
         }
@@ -56,20 +66,10 @@ impl<'g> Exchange<'g> {
     }
 
     fn note<T>(&mut self, outcome: Result<T, StateError>) -> Option<T> {
-        match outcome {
-            Ok(value) => Some(value),
-            Err(error) => {
-                self.failure.get_or_insert(error);
-                None
-            }
-        }
+        outcome.map_err(|error| self.failure.get_or_insert(error)).ok()
     }
 
-    /// Tells the other ranks, and returns any rank's failure.
-    pub(crate) fn finish(self) -> Result<(), StateError> {
-        Ok(self.group.agree(self.operation, self.failure.map_or(Ok(()), Err))?)
-    }
-
+    /// Tells the other ranks how this one is, once enough bytes have moved since the last time.
     fn moved(&mut self, bytes: usize) -> Result<(), CommError> {
         self.unreported = self.unreported.saturating_add(bytes);
         if self.unreported >= STATUS_BYTES {
@@ -79,26 +79,27 @@ impl<'g> Exchange<'g> {
         Ok(())
     }
 
-    /// Moves one tensor, by itself.
-    pub(crate) fn run(&mut self, item: &Item<'_>) -> Result<Received, CommError> {
-        let mut received = self.run_together(std::slice::from_ref(item), &item.layout.route())?;
-        Ok(received.pop().flatten())
+    /// Ends the operation on all ranks: this one cannot take part in its next collective.
+    fn abort(&self, error: &StateError) -> CommError {
+        self.group.abort(error.to_string());
+        // A group that has been ended answers every call with the reason.
+        let ended = self.group.barrier().err();
+        ended.unwrap_or_else(|| CommError::RankFailed { operation: self.operation.to_owned(), failures: Vec::new() })
     }
 
-    /// Moves tensors in this order, and hands each to `take`, with its position, before the next ones move. Small ones
-    /// that take the same route in succession go together.
-    pub(crate) fn run_each(
-        &mut self,
-        items: &[Item<'_>],
-        mut take: impl FnMut(usize, Vec<Buffer>) -> Result<(), StateError>,
-    ) -> Result<(), CommError> {
+    /// Moves tensors in this order, small ones that take the same route in succession together. Each one's memory is
+    /// asked for shortly before it moves and given back right after it.
+    ///
+    /// # Errors
+    /// Those of collectives, the same on every rank. A failure of this rank alone is kept for [`Self::finish`].
+    pub(crate) fn run(&mut self, items: &[Item<'_>], lender: &mut dyn Lend) -> Result<(), CommError> {
         let bucket = bucket_bytes(items);
         let mut start = 0;
         while start < items.len() {
             let route = items[start].layout.route();
             let mut bytes = items[start].layout.bytes();
             let mut end = start + 1;
-            while end < items.len() && goes_together(&route) {
+            while end < items.len() {
                 let next = &items[end].layout;
                 bytes = bytes.saturating_add(next.bytes());
                 if bytes > bucket || next.route() != route {
@@ -106,44 +107,94 @@ impl<'g> Exchange<'g> {
                 }
                 end += 1;
             }
-            for (index, received) in (start..end).zip(self.run_together(&items[start..end], &route)?) {
-                self.attempt(|| take(index, received.unwrap_or_default()));
+            self.run_bucket(items, start..end, &route, lender)?;
+            if route != Route::Local {
+                self.moved(items[start..end].iter().map(|item| item.layout.bytes()).sum())?;
             }
             start = end;
         }
         Ok(())
     }
 
-    fn run_together(&mut self, items: &[Item<'_>], route: &Route) -> Result<Vec<Received>, CommError> {
+    fn run_bucket(
+        &mut self,
+        items: &[Item<'_>],
+        range: std::ops::Range<usize>,
+        route: &Route,
+        lender: &mut dyn Lend,
+    ) -> Result<(), CommError> {
         let rank = self.group.rank();
-        let mut hands: Vec<Hand<'_>> = items.iter().map(|item| self.hand(item, rank)).collect();
-        match route {
-            Route::Local => self.copy_own(&mut hands),
-            Route::AllGather => hands.iter_mut().try_for_each(|hand| self.all_gather(hand))?,
-            Route::Gather { roots } => {
-                roots.iter().try_for_each(|&root| hands.iter_mut().try_for_each(|hand| self.gather(hand, root)))?;
+        // Lend: memory for all of the bucket, or for none of it after a failure.
+        let mut memories = Vec::with_capacity(range.len());
+        for index in range.clone() {
+            let is_wanted = !items[index].layout.want[rank].is_empty();
+            memories.push(if is_wanted { self.attempt(|| lender.lend(index)) } else { None });
+        }
+        self.move_bucket(&items[range.clone()], &mut memories, route)?;
+        // Give back, in the same order.
+        for (index, memory) in range.zip(memories) {
+            if let Some(memory) = memory {
+                self.attempt(|| lender.filled(index, memory));
             }
-            Route::Broadcast { root } => self.broadcast(&mut hands, *root)?,
-            Route::Scatter { root } => self.scatter(&mut hands, *root)?,
-            Route::AllToAll => self.all_to_all(&mut hands)?,
         }
-        if *route != Route::Local {
-            self.moved(items.iter().map(|item| item.layout.bytes()).sum())?;
-        }
-        Ok(hands.into_iter().map(|hand| hand.buffers).collect())
+        Ok(())
     }
 
-    /// This rank's memory for an item.
-    fn hand<'a>(&mut self, item: &'a Item<'_>, rank: usize) -> Hand<'a> {
-        let layout = &item.layout;
-        let buffers = self.attempt(|| {
-            layout.want[rank].iter().map(|want| Buffer::zeros(item.element, &want.sizes)).collect::<Result<_, _>>()
-        });
-        let sources = self.attempt(|| item.source.map_or_else(|| Ok(Vec::new()), Source::of)).unwrap_or_default();
-        Hand { layout, want: &layout.want[rank], sources, buffers }
+    fn move_bucket(
+        &mut self,
+        items: &[Item<'_>],
+        memories: &mut [Option<Memory>],
+        route: &Route,
+    ) -> Result<(), CommError> {
+        let rank = self.group.rank();
+        let mut hands = Vec::with_capacity(items.len());
+        for (item, memory) in items.iter().zip(&*memories) {
+            let is_there = memory.as_ref().zip(item.source).is_some_and(|(memory, source)| memory.is_same_view(source));
+            let sources = self.attempt(|| item.source.map_or_else(|| Ok(Vec::new()), BoxBytes::of)).unwrap_or_default();
+            let layout = &item.layout;
+            hands.push(Hand { layout, want: &layout.want[rank], sources, is_there, slots: Vec::new() });
+        }
+        // The storages of tensors are taken out of them while elements arrive, those of raw tensors are at hand. Values
+        // that are in their place already are left alone: others may be reading them.
+        let lent = memories.iter().zip(&hands).filter(|(_, hand)| !hand.is_there);
+        let tensors: Vec<candle_core::Tensor> =
+            lent.filter_map(|(memory, _)| memory.as_ref()).flat_map(Memory::tensors).collect();
+        let borrowed: Vec<&candle_core::Tensor> = tensors.iter().collect();
+        let taken = self.attempt(|| Ok(StorageGuard::take(&borrowed)?));
+        let Some(mut taken) = taken else { return self.route(&mut hands, route) };
+        let mut slices = taken.bytes_mut().into_iter();
+        for (memory, hand) in memories.iter_mut().zip(&mut hands).filter(|(_, hand)| !hand.is_there) {
+            match memory {
+                Some(Memory::Raw(raw)) => hand.slots.push(&mut raw.bytes),
+                Some(Memory::Tensors(tensor)) => {
+                    hand.slots.extend(slices.by_ref().take(tensor.shards().len()).map(Option::unwrap_or_default));
+                }
+                None => continue,
+            }
+            let fits = hand.slots.iter().zip(hand.want).all(|(slot, want)| slot.len() == hand.bytes_of(want));
+            if !fits || hand.slots.len() != hand.want.len() {
+                hand.slots.clear();
+                self.failure.get_or_insert(StateError::SharedMemory { shape: hand.layout.shape.clone() });
+            }
+        }
+        self.route(&mut hands, route)
     }
 
-    /// Copies what this rank has of what it wants.
+    fn route(&mut self, hands: &mut [Hand<'_>], route: &Route) -> Result<(), CommError> {
+        match route {
+            Route::Local => {
+                self.copy_own(hands);
+                Ok(())
+            }
+            Route::AllGather => self.gather(hands, None),
+            Route::Gather { roots } => roots.iter().try_for_each(|&root| self.gather(hands, Some(root))),
+            Route::Broadcast { root } => self.broadcast(hands, *root),
+            Route::Scatter { root } => self.in_windows(hands, |exchange, hands| exchange.scatter(hands, *root)),
+            Route::AllToAll => self.in_windows(hands, Exchange::all_to_all),
+        }
+    }
+
+    /// Copies the elements that this rank has of those that it wants.
     fn copy_own(&mut self, hands: &mut [Hand<'_>]) {
         let rank = self.group.rank();
         for hand in hands {
@@ -152,60 +203,94 @@ impl<'g> Exchange<'g> {
         }
     }
 
-    fn all_gather(&mut self, hand: &mut Hand<'_>) -> Result<(), CommError> {
-        let pieces = hand.layout.pieces_of_whole();
-        let group = self.group;
-        let gathered = hand.collect(group.rank(), group.world_size(), &pieces, |output, counts, input| {
-            group.all_gather_uneven_into(output.unwrap_or_default(), counts, input)
+    /// Moves a tensor that is larger than a bucket window by window, so that no rank packs more than that.
+    fn in_windows(
+        &mut self,
+        hands: &mut [Hand<'_>],
+        mut run: impl FnMut(&mut Self, &mut [Hand<'_>]) -> Result<(), CommError>,
+    ) -> Result<(), CommError> {
+        self.copy_own(hands);
+        let [hand] = hands else { return run(self, hands) };
+        if hand.layout.bytes() <= BUCKET_BYTES {
+            return run(self, hands);
+        }
+        for window in windows(&hand.layout.shape, hand.layout.element, BUCKET_BYTES) {
+            let layout = hand.layout.window(&window);
+            let slots = hand.slots.iter_mut().map(|slot| &mut **slot).collect();
+            let sources = std::mem::take(&mut hand.sources);
+            let is_there = hand.is_there;
+            let mut part = [Hand { layout: &layout, want: hand.want, sources, is_there, slots }];
+            let moved = run(self, &mut part);
+            let [part] = part;
+            hand.sources = part.sources;
+            moved?;
+        }
+        Ok(())
+    }
+
+    /// Gathers whole tensors on one rank, or on all.
+    fn gather(&mut self, hands: &mut [Hand<'_>], root: Option<usize>) -> Result<(), CommError> {
+        let (rank, ranks) = (self.group.rank(), self.group.world_size());
+        let pieces = in_sender_order(hands, |hand| match root {
+            Some(root) => hand.layout.pieces_for(root),
+            None => hand.layout.pieces_of_whole(),
         });
-        self.settle(gathered)
-    }
-
-    fn gather(&mut self, hand: &mut Hand<'_>, root: usize) -> Result<(), CommError> {
-        let mut pieces = hand.layout.pieces_for(root);
-        pieces.sort_by_key(|piece| piece.source);
+        let counts = counts(hands, &pieces, ranks);
+        // What this rank sends is read from its sources, while its slots are borrowed for what arrives.
+        let sources: Vec<(Vec<BoxBytes>, usize)> =
+            hands.iter_mut().map(|hand| (std::mem::take(&mut hand.sources), hand.layout.element)).collect();
+        let own = pieces.iter().filter(|(_, piece)| piece.source == rank);
+        let own: Vec<Outgoing<'_>> =
+            own.map(|(hand, piece)| (&sources[*hand].0[..], &piece.bounds, sources[*hand].1)).collect();
         let group = self.group;
-        let is_root = group.rank() == root;
-        let gather = |output: Option<&mut [u8]>, counts: &[usize], input: &[u8]| {
-            group.gather_uneven(output.filter(|_| is_root), counts, input, root)
-        };
-        let gathered = if is_root {
-            hand.collect(group.rank(), group.world_size(), &pieces, gather)
-        } else {
-            hand.send(group.rank(), group.world_size(), &pieces, gather)
-        };
-        self.settle(gathered)
-    }
-
-    fn settle(&mut self, (sent, read): (Result<(), CommError>, Result<(), StateError>)) -> Result<(), CommError> {
+        let receives = root.is_none_or(|root| root == rank);
+        let (moved, read) = with_packed(&own, |input| match root {
+            None => {
+                self.receive(hands, &pieces, |outputs| group.all_gather_uneven_into_slices(outputs, &counts, input))
+            }
+            Some(root) if receives => self.receive(hands, &pieces, |outputs| {
+                group.gather_uneven_into_slices(Some(outputs), &counts, input, root)
+            }),
+            Some(root) => group.gather_uneven_into_slices(None, &counts, input, root),
+        });
+        drop(own);
+        for (hand, (sources, _)) in hands.iter_mut().zip(sources) {
+            hand.sources = sources;
+        }
         self.note(read);
-        sent
+        moved
     }
 
     fn broadcast(&mut self, hands: &mut [Hand<'_>], root: usize) -> Result<(), CommError> {
-        if self.group.rank() == root {
+        let is_root = self.group.rank() == root;
+        if is_root {
             self.copy_own(hands);
         }
-        let group = self.group;
-        if let [Hand { buffers: Some(buffers), .. }] = hands
-            && let [buffer] = &mut buffers[..]
+        // One tensor goes from memory to memory. On the root its slot has just been filled.
+        if let [hand] = hands
+            && let [slot] = &mut hand.slots[..]
         {
-            return group.broadcast(buffer.bytes_mut(), root);
+            return self.group.broadcast(slot, root);
         }
-        let mut packed: Vec<u8> = Vec::with_capacity(hands.iter().map(|hand| hand.layout.bytes()).sum());
-        for hand in &mut *hands {
-            let start = packed.len();
-            packed.resize(start + hand.layout.bytes(), 0);
-            if let Some(buffer) = hand.buffers.as_mut().and_then(|buffers| buffers.first_mut()) {
-                packed[start..].copy_from_slice(buffer.bytes_mut());
+        // Several go in a row.
+        let bytes = hands.iter().map(|hand| hand.layout.bytes()).sum();
+        let mut packed = try_zeroed(bytes).map_err(|error| self.abort(&error))?;
+        if is_root {
+            let mut at = 0;
+            for hand in &*hands {
+                let (whole, len) = (TensorBox::whole(&hand.layout.shape), hand.layout.bytes());
+                let to = &mut packed[at..at + len];
+                let read = read_box(&hand.sources, &whole, &whole, hand.layout.element, to);
+                self.note(read);
+                at += len;
             }
         }
-        group.broadcast(&mut packed, root)?;
+        self.group.broadcast(&mut packed, root)?;
         let mut rest = &packed[..];
         for hand in hands {
             let (bytes, after) = rest.split_at(hand.layout.bytes());
-            if let Some(buffer) = hand.buffers.as_mut().and_then(|buffers| buffers.first_mut()) {
-                buffer.bytes_mut().copy_from_slice(bytes);
+            if let Some(slot) = hand.slots.first_mut() {
+                slot.copy_from_slice(bytes);
             }
             rest = after;
         }
@@ -216,30 +301,30 @@ impl<'g> Exchange<'g> {
     /// root from packing much more than the tensors have.
     fn scatter(&mut self, hands: &mut [Hand<'_>], root: usize) -> Result<(), CommError> {
         let (rank, ranks) = (self.group.rank(), self.group.world_size());
-        self.copy_own(hands);
-        let wanted = |to: usize| -> usize { hands.iter().map(|hand| hand.layout.bytes_wanted(to)).sum() };
-        let wanted: Vec<usize> = (0..ranks).map(|to| if to == root { 0 } else { wanted(to) }).collect();
+        let mut wanted: Vec<usize> =
+            (0..ranks).map(|to| hands.iter().map(|hand| hand.layout.bytes_wanted(to)).sum()).collect();
+        // What the root wants itself does not travel.
+        wanted[root] = 0;
         let most = hands.iter().map(|hand| hand.layout.bytes()).sum::<usize>().max(BUCKET_BYTES);
         let mut start = 0;
         while start < ranks {
-            let mut bytes = 0;
-            let fits = |&&wanted: &&usize| {
-                bytes += wanted;
-                bytes <= most
-            };
-            let end = start + wanted[start..].iter().take_while(fits).count().max(1);
-            let counts: Vec<usize> =
-                (0..ranks).map(|to| if (start..end).contains(&to) { wanted[to] } else { 0 }).collect();
+            let mut end = start + 1;
+            while end < ranks && wanted[start..=end].iter().sum::<usize>() <= most {
+                end += 1;
+            }
+            // Ranks outside this round get nothing in it.
+            let mut counts = vec![0; ranks];
+            counts[start..end].copy_from_slice(&wanted[start..end]);
             let mut send = Vec::new();
             if rank == root {
-                send.reserve_exact(counts.iter().sum());
+                try_reserve(&mut send, counts.iter().sum()).map_err(|error| self.abort(&error))?;
                 (start..end).filter(|&to| to != root).for_each(|to| self.pack_for(hands, to, &mut send));
             }
-            let mut received = vec![0u8; counts[rank]];
-            self.group.scatter_uneven(&mut received, (rank == root).then_some(&send[..]), &counts, root)?;
-            if counts[rank] > 0 {
-                place_all(hands, &incoming(hands, rank), &received);
-            }
+            let arrives = if counts[rank] > 0 { incoming(hands, rank) } else { Vec::new() };
+            let group = self.group;
+            self.receive(hands, &arrives, |outputs| {
+                group.scatter_uneven_into_slices(outputs, (rank == root).then_some(&send[..]), &counts, root)
+            })?;
             start = end;
         }
         Ok(())
@@ -248,66 +333,149 @@ impl<'g> Exchange<'g> {
     /// Exchanges all pieces at once. What a rank has itself does not travel.
     fn all_to_all(&mut self, hands: &mut [Hand<'_>]) -> Result<(), CommError> {
         let (rank, ranks) = (self.group.rank(), self.group.world_size());
-        self.copy_own(hands);
-        let mut send_counts = vec![0; ranks];
+        let (mut send, mut send_counts) = (Vec::new(), vec![0; ranks]);
         for to in (0..ranks).filter(|&to| to != rank) {
-            let pieces = hands.iter().map(|hand| hand.bytes_of(&of_source(&hand.layout.pieces_for(to), rank)));
-            send_counts[to] = pieces.sum();
+            let before = send.len();
+            self.pack_for(hands, to, &mut send);
+            send_counts[to] = send.len() - before;
         }
-        let mut send = Vec::with_capacity(send_counts.iter().sum());
-        (0..ranks).filter(|&to| to != rank).for_each(|to| self.pack_for(hands, to, &mut send));
-        let incoming = incoming(hands, rank);
-        let mut receive_counts = vec![0; ranks];
-        for (index, piece) in &incoming {
-            receive_counts[piece.source] += hands[*index].bytes_of(&[&piece.bounds]);
-        }
-        let mut received = vec![0u8; receive_counts.iter().sum()];
-        self.group.all_to_all_uneven(&mut received, &receive_counts, &send, &send_counts)?;
-        place_all(hands, &incoming, &received);
-        Ok(())
+        let arrives = incoming(hands, rank);
+        let receive_counts = counts(hands, &arrives, ranks);
+        let group = self.group;
+        self.receive(hands, &arrives, |outputs| {
+            group.all_to_all_uneven_into_slices(outputs, &receive_counts, &send, &send_counts)
+        })
     }
 
     /// Appends what this rank sends to another.
     fn pack_for(&mut self, hands: &[Hand<'_>], to: usize, send: &mut Vec<u8>) {
         let rank = self.group.rank();
         for hand in hands.iter().filter(|hand| hand.layout.concerns(rank, to)) {
-            let pieces = hand.layout.pieces_for(to);
-            let packed = pack(&hand.sources, &of_source(&pieces, rank), hand.layout.element, send);
-            self.note(packed);
+            for piece in hand.layout.pieces_for(to).iter().filter(|piece| piece.source == rank) {
+                let start = send.len();
+                let packed = pack(&(&hand.sources, &piece.bounds, hand.layout.element), send);
+                self.note(packed);
+                // The receiver counts on the bytes, also where they could not be read.
+                send.resize(start + piece.bounds.numel() * hand.layout.element, 0);
+            }
+        }
+    }
+
+    /// Lets a collective write pieces to where they belong, or into a buffer from which they are copied there.
+    fn receive(
+        &mut self,
+        hands: &mut [Hand<'_>],
+        pieces: &[(usize, Piece)],
+        run: impl FnOnce(&mut [&mut [u8]]) -> Result<(), CommError>,
+    ) -> Result<(), CommError> {
+        if let Some(parts) = parts(hands, pieces) {
+            let slots = hands.iter_mut().flat_map(|hand| hand.slots.iter_mut().map(|slot| &mut **slot));
+            return run(&mut carve(slots.collect(), &parts));
+        }
+        let bytes = pieces.iter().map(|(hand, piece)| hands[*hand].bytes_of(&piece.bounds)).sum();
+        let mut received = try_zeroed(bytes).map_err(|error| self.abort(&error))?;
+        run(&mut [&mut received])?;
+        let mut rest = &received[..];
+        for (hand, piece) in pieces {
+            let (bytes, after) = rest.split_at(hands[*hand].bytes_of(&piece.bounds));
+            hands[*hand].place(piece, bytes);
+            rest = after;
+        }
+        Ok(())
+    }
+}
+
+/// One tensor in this rank's hands.
+struct Hand<'a> {
+    layout: &'a Layout,
+    /// The boxes of the slots.
+    want: &'a [TensorBox],
+    sources: Vec<BoxBytes>,
+    /// `true` if the memory that was lent is that of the source itself, so that nothing has to be written.
+    is_there: bool,
+    /// Memory for each wanted box; none if nothing has to be written, or after a failure.
+    slots: Vec<&'a mut [u8]>,
+}
+
+impl Hand<'_> {
+    fn bytes_of(&self, bounds: &TensorBox) -> usize {
+        bounds.numel() * self.layout.element
+    }
+
+    fn copy_own(&mut self, rank: usize) -> Result<(), StateError> {
+        if self.slots.is_empty() {
+            return Ok(());
+        }
+        for piece in self.layout.pieces_for(rank).iter().filter(|piece| piece.source == rank) {
+            let (want, to) = (&self.want[piece.target], &mut *self.slots[piece.target]);
+            read_box(&self.sources, &piece.bounds, want, self.layout.element, to)?;
+        }
+        Ok(())
+    }
+
+    /// Copies the bytes of a piece to where they are wanted.
+    fn place(&mut self, piece: &Piece, bytes: &[u8]) {
+        if let Some(slot) = self.slots.get_mut(piece.target) {
+            let element = self.layout.element;
+            copy_box(bytes, &piece.bounds, slot, &self.want[piece.target], &piece.bounds, element);
         }
     }
 }
 
-/// What comes to a rank, with the tensor it belongs to, in the order in which the senders pack it.
-fn incoming(hands: &[Hand<'_>], rank: usize) -> Vec<(usize, Piece)> {
-    let pieces_of = |(index, hand): (usize, &Hand<'_>)| {
-        hand.layout.pieces_for(rank).into_iter().map(move |piece| (index, piece)).collect::<Vec<_>>()
-    };
-    let all = hands.iter().enumerate().flat_map(pieces_of);
-    let mut incoming: Vec<(usize, Piece)> = all.filter(|(_, piece)| piece.source != rank).collect();
-    incoming.sort_by_key(|(_, piece)| piece.source);
-    incoming
-}
-
-/// Puts what came where it is wanted.
-fn place_all(hands: &mut [Hand<'_>], incoming: &[(usize, Piece)], received: &[u8]) {
-    let mut rest = received;
-    for (index, piece) in incoming {
-        let (bytes, after) = rest.split_at(hands[*index].bytes_of(&[&piece.bounds]));
-        hands[*index].place(piece, bytes);
-        rest = after;
+/// Returns the pieces of several tensors in the order in which senders pack them: by rank, then by tensor.
+fn in_sender_order(hands: &[Hand<'_>], pieces_of: impl Fn(&Hand<'_>) -> Vec<Piece>) -> Vec<(usize, Piece)> {
+    let mut pieces = Vec::new();
+    for (index, hand) in hands.iter().enumerate() {
+        pieces.extend(pieces_of(hand).into_iter().map(|piece| (index, piece)));
     }
+    pieces.sort_by_key(|(_, piece)| piece.source);
+    pieces
 }
 
-/// How many bytes go together in a call that moves `items`: with the row in which they travel, these need no more
+/// Returns what comes to a rank from others.
+fn incoming(hands: &[Hand<'_>], rank: usize) -> Vec<(usize, Piece)> {
+    let mut pieces = in_sender_order(hands, |hand| hand.layout.pieces_for(rank));
+    pieces.retain(|(_, piece)| piece.source != rank);
+    pieces
+}
+
+/// Returns how many bytes these pieces bring from each rank.
+fn counts(hands: &[Hand<'_>], pieces: &[(usize, Piece)], ranks: usize) -> Vec<usize> {
+    let mut counts = vec![0; ranks];
+    for (hand, piece) in pieces {
+        counts[piece.source] += hands[*hand].bytes_of(&piece.bounds);
+    }
+    counts
+}
+
+/// Returns the parts of all slots that pieces go to, if there are slots for all of them and not too many parts.
+fn parts(hands: &[Hand<'_>], pieces: &[(usize, Piece)]) -> Option<Vec<Part>> {
+    let mut first = Vec::with_capacity(hands.len());
+    let mut slots = 0;
+    for hand in hands {
+        first.push(slots);
+        slots += hand.slots.len();
+    }
+    let mut parts = Vec::with_capacity(pieces.len());
+    for (index, piece) in pieces {
+        let hand = &hands[*index];
+        let element = hand.layout.element;
+        if piece.target >= hand.slots.len() {
+            return None;
+        }
+        for run in copy_runs(&piece.bounds, &piece.bounds, &hand.want[piece.target]) {
+            parts.push((first[*index] + piece.target, run.dst * element..(run.dst + run.len) * element));
+            if parts.len() > MAX_RUNS {
+                return None;
+            }
+        }
+    }
+    Some(parts)
+}
+
+/// Returns how many bytes go together in a call that moves `items`: with the row in which they travel, these need no more
 /// memory than the largest tensor does by itself.
 fn bucket_bytes(items: &[Item<'_>]) -> usize {
     let largest = items.iter().map(|item| item.layout.bytes()).max().unwrap_or(0);
     (largest / 2).clamp(LEAST_BUCKET_BYTES, BUCKET_BYTES)
-}
-
-/// Whether tensors that take this route may share a collective. Gathers do not: a rank that keeps nothing holds no
-/// more than its part of one tensor.
-const fn goes_together(route: &Route) -> bool {
-    matches!(route, Route::Broadcast { .. } | Route::Scatter { .. } | Route::AllToAll)
 }

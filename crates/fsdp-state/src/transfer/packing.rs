@@ -1,16 +1,17 @@
-//! Bytes of boxes: read from the tensors that have them, put in a row for sending, and into their places.
+//! Bytes of boxes: read from the tensors that have them, put in a row for sending, and copied into their places.
 
 use candle_core::{Device, Tensor};
-use fsdp_flat::storage::{to_device, with_bytes};
-use fsdp_flat::{RawTensor, copy_streamed};
+use fsdp_flat::storage::{HostBytes, to_device, with_joined_bytes};
+use fsdp_flat::{RawTensor, non_temporal_copy};
 use fsdp_layout::TensorBox;
 use fsdp_layout::boxes::copy_runs;
 
+use crate::memory::try_reserve;
 use crate::{StateError, StateValue};
 
-/// A box in host memory.
+/// A box and its elements in host memory.
 #[derive(Debug)]
-pub(crate) struct Source {
+pub(crate) struct BoxBytes {
     bounds: TensorBox,
     data: Data,
 }
@@ -22,29 +23,30 @@ enum Data {
     Raw(RawTensor),
 }
 
-impl Source {
-    /// The boxes that a value has on this rank. Those on the CPU are not copied if they are contiguous.
-    pub(crate) fn of(value: &StateValue) -> Result<Vec<Source>, StateError> {
-        let host = |bounds: TensorBox, tensor: &Tensor| -> Result<Source, StateError> {
-            let tensor = to_device(&tensor.detach(), &Device::Cpu)?.contiguous()?;
-            Ok(Source { bounds, data: Data::Tensor(tensor) })
-        };
+impl BoxBytes {
+    /// Returns the boxes that a value has on this rank. Those on the CPU are not copied if they are contiguous.
+    pub(crate) fn of(value: &StateValue) -> Result<Vec<BoxBytes>, StateError> {
         match value {
-            StateValue::Tensor(tensor) => Ok(vec![host(TensorBox::whole(tensor.dims()), tensor)?]),
+            StateValue::Tensor(tensor) => Ok(vec![Self::on_host(TensorBox::whole(tensor.dims()), tensor)?]),
             StateValue::Raw(tensor) => {
-                Ok(vec![Source { bounds: TensorBox::whole(tensor.shape()), data: Data::Raw(tensor.clone()) }])
+                Ok(vec![BoxBytes { bounds: TensorBox::whole(tensor.shape()), data: Data::Raw(tensor.clone()) }])
             }
             StateValue::Sharded(tensor) => {
                 let shards = tensor.shards().iter().filter(|shard| !shard.bounds.is_empty());
-                shards.map(|shard| host(shard.bounds.clone(), &shard.tensor)).collect()
+                shards.map(|shard| Self::on_host(shard.bounds.clone(), &shard.tensor)).collect()
             }
             _ => Ok(Vec::new()),
         }
     }
 
-    fn read<R>(&self, f: impl FnOnce(&[u8]) -> R) -> Result<R, StateError> {
+    fn on_host(bounds: TensorBox, tensor: &Tensor) -> Result<Self, StateError> {
+        let tensor = to_device(&tensor.detach(), &Device::Cpu)?.contiguous()?;
+        Ok(BoxBytes { bounds, data: Data::Tensor(tensor) })
+    }
+
+    pub(crate) fn read<R>(&self, f: impl FnOnce(&[u8]) -> R) -> Result<R, StateError> {
         match &self.data {
-            Data::Tensor(tensor) => Ok(with_bytes(tensor, f)?),
+            Data::Tensor(tensor) => Ok(f(&HostBytes::read(tensor)?)),
             Data::Raw(tensor) => Ok(f(tensor.bytes())),
         }
     }
@@ -52,7 +54,7 @@ impl Source {
 
 /// Writes the elements of `bounds`, which `sources` have, into a row-major buffer of the box `target`.
 pub(crate) fn read_box(
-    sources: &[Source],
+    sources: &[BoxBytes],
     bounds: &TensorBox,
     target: &TensorBox,
     element: usize,
@@ -77,49 +79,57 @@ pub(crate) fn copy_box(
 ) {
     for run in copy_runs(bounds, src, dst) {
         let (src, dst, len) = (run.src * element, run.dst * element, run.len * element);
-        copy_streamed(&mut to[dst..dst + len], &from[src..src + len]);
+        non_temporal_copy(&mut to[dst..dst + len], &from[src..src + len]);
     }
 }
 
-/// Hands boxes to `f` as bytes, one box after the other: without a copy if they lie so in one source.
+/// A box to be sent: the boxes of its tensor that are on this rank, the box, and the bytes of an element.
+pub(crate) type Outgoing<'a> = (&'a [BoxBytes], &'a TensorBox, usize);
+
+/// Hands boxes to `f` as bytes, one box after the other: without a copy if they lie so in one memory, as the pieces of a
+/// FlatParameter do.
+///
 /// If they cannot be read `f` gets zeros, so that the collective it calls still happens, and the reason is returned.
-pub(crate) fn with_packed<R>(
-    sources: &[Source],
-    boxes: &[&TensorBox],
-    element: usize,
-    f: impl FnOnce(&[u8]) -> R,
-) -> (R, Result<(), StateError>) {
-    if let [bounds] = boxes
-        && let Some(source) = sources.iter().find(|source| source.bounds == **bounds)
-    {
-        let mut f = Some(f);
-        let read = source.read(|bytes| f.take().map(|f| f(bytes)));
-        return match (read, f) {
-            (Ok(Some(result)), _) => (result, Ok(())),
-            (read, Some(f)) => (f(&vec![0; bounds.numel() * element]), read.map(|_| ())),
-            (_, None) => unreachable!("`read` returns what the closure that it called returned"),
-        };
+pub(crate) fn with_packed<R>(boxes: &[Outgoing<'_>], f: impl FnOnce(&[u8]) -> R) -> (R, Result<(), StateError>) {
+    let mut f = Some(f);
+    let mut call = |bytes: &[u8]| f.take().map(|f| f(bytes));
+    let direct = match boxes.iter().map(held_exactly).collect::<Option<Vec<&BoxBytes>>>().as_deref() {
+        Some([BoxBytes { data: Data::Raw(tensor), .. }]) => call(tensor.bytes()),
+        Some(held) => joined(held).and_then(|tensors| with_joined_bytes(&tensors, &mut call).ok().flatten().flatten()),
+        None => None,
+    };
+    if let Some(result) = direct {
+        return (result, Ok(()));
     }
     let mut packed = Vec::new();
-    let read = pack(sources, boxes, element, &mut packed);
-    (f(&packed), read)
+    let read = boxes.iter().try_for_each(|outgoing| pack(outgoing, &mut packed));
+    // As many bytes as the other ranks expect, also where some could not be read.
+    let bytes: usize = boxes.iter().map(|(_, bounds, element)| bounds.numel() * element).sum();
+    packed.resize(bytes, 0);
+    match f.take() {
+        Some(f) => (f(&packed), read),
+        None => unreachable!("`f` is only taken where its result is returned above"),
+    }
 }
 
-/// Appends boxes, one after the other; zeros for those that cannot be read.
-pub(crate) fn pack(
-    sources: &[Source],
-    boxes: &[&TensorBox],
-    element: usize,
-    packed: &mut Vec<u8>,
-) -> Result<(), StateError> {
-    let start = packed.len();
-    let bytes: usize = boxes.iter().map(|bounds| bounds.numel() * element).sum();
+/// Returns the source that has a box and nothing else, if there is one.
+fn held_exactly<'a>((sources, bounds, _): &Outgoing<'a>) -> Option<&'a BoxBytes> {
+    sources.iter().find(|source| source.bounds == **bounds)
+}
+
+/// Returns the tensors of boxes that are all in candle's memory.
+fn joined<'a>(held: &[&'a BoxBytes]) -> Option<Vec<&'a Tensor>> {
+    let tensors = held.iter().map(|source| match &source.data {
+        Data::Tensor(tensor) => Some(tensor),
+        Data::Raw(_) => None,
+    });
+    tensors.collect()
+}
+
+/// Appends a box; zeros if it cannot be read.
+pub(crate) fn pack((sources, bounds, element): &Outgoing<'_>, packed: &mut Vec<u8>) -> Result<(), StateError> {
+    let (start, bytes) = (packed.len(), bounds.numel() * element);
+    try_reserve(packed, bytes)?;
     packed.resize(start + bytes, 0);
-    let mut rest = &mut packed[start..];
-    for bounds in boxes {
-        let (to, after) = rest.split_at_mut(bounds.numel() * element);
-        read_box(sources, bounds, bounds, element, to)?;
-        rest = after;
-    }
-    Ok(())
+    read_box(sources, bounds, bounds, *element, &mut packed[start..])
 }

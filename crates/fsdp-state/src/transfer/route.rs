@@ -1,9 +1,9 @@
-//! Which rank sends which box to whom: interval arithmetic that every rank does alike, without communication.
+//! The routes of boxes between ranks: interval arithmetic that every rank does alike, without communication.
 
 use fsdp_layout::TensorBox;
 use fsdp_layout::cover::{subtract, uncovered};
 
-/// Where one tensor is, and where it is wanted.
+/// The boxes of one tensor that each rank has, and those that each wants.
 #[derive(Debug, Clone)]
 pub(crate) struct Layout {
     /// The global shape.
@@ -11,9 +11,59 @@ pub(crate) struct Layout {
     /// Bytes of an element.
     pub(crate) element: usize,
     /// Each rank's boxes; several ranks may have one element.
-    pub(crate) have: Vec<Vec<TensorBox>>,
+    pub(crate) have: PerRank,
     /// The boxes that each rank wants; those of one rank do not overlap.
-    pub(crate) want: Vec<Vec<TensorBox>>,
+    pub(crate) want: PerRank,
+}
+
+/// A list of boxes for each rank.
+#[derive(Debug, Clone)]
+pub(crate) struct PerRank {
+    ranks: usize,
+    /// The one rank that has a list, where the others' are empty: a tensor that does not move takes no memory for them.
+    only: Option<usize>,
+    lists: Vec<Vec<TensorBox>>,
+}
+
+/// The list of a rank that has none.
+static NO_BOXES: Vec<TensorBox> = Vec::new();
+
+impl PerRank {
+    /// Returns lists for all ranks.
+    pub(crate) const fn all(lists: Vec<Vec<TensorBox>>) -> Self {
+        PerRank { ranks: lists.len(), only: None, lists }
+    }
+
+    /// Returns a list for one of `ranks` ranks, and empty ones for the others.
+    pub(crate) fn only(rank: usize, ranks: usize, boxes: Vec<TensorBox>) -> Self {
+        PerRank { ranks, only: Some(rank), lists: vec![boxes] }
+    }
+
+    const fn len(&self) -> usize {
+        self.ranks
+    }
+
+    fn iter(&self) -> impl Iterator<Item = &Vec<TensorBox>> {
+        (0..self.ranks).map(|rank| &self[rank])
+    }
+
+    /// Returns the same lists with each box replaced, or left out.
+    fn map(&self, f: impl Fn(&TensorBox) -> Option<TensorBox>) -> Self {
+        let lists = self.lists.iter().map(|boxes| boxes.iter().filter_map(&f).collect()).collect();
+        PerRank { ranks: self.ranks, only: self.only, lists }
+    }
+}
+
+impl std::ops::Index<usize> for PerRank {
+    type Output = Vec<TensorBox>;
+
+    fn index(&self, rank: usize) -> &Vec<TensorBox> {
+        match self.only {
+            None => &self.lists[rank],
+            Some(only) if only == rank => &self.lists[0],
+            Some(_) => &NO_BOXES,
+        }
+    }
 }
 
 /// A box that goes from one rank to one wanted box.
@@ -21,7 +71,7 @@ pub(crate) struct Layout {
 pub(crate) struct Piece {
     /// The rank that sends it.
     pub(crate) source: usize,
-    /// Which of the receiver's wanted boxes it lies in.
+    /// The index of the receiver's wanted box that it lies in.
     pub(crate) target: usize,
     /// The box.
     pub(crate) bounds: TensorBox,
@@ -55,7 +105,7 @@ impl Layout {
         self.want[rank].iter().map(TensorBox::numel).sum::<usize>() * self.element
     }
 
-    /// The first rank that wants elements that no rank has, and the first box of them.
+    /// Returns the first rank that wants elements that no rank has, and the first box of them.
     pub(crate) fn hole(&self) -> Option<(usize, TensorBox)> {
         let holes = uncovered(&TensorBox::whole(&self.shape), self.have.iter().flatten());
         if holes.is_empty() {
@@ -67,15 +117,14 @@ impl Layout {
         })
     }
 
-    /// The collective for this layout.
+    fn has_all_that_it_wants(&self, rank: usize) -> bool {
+        self.want[rank].iter().all(|want| uncovered(want, &self.have[rank]).is_empty())
+    }
+
+    /// Chooses the collective for this layout.
     pub(crate) fn route(&self) -> Route {
-        let holding = |boxes: &Vec<TensorBox>| boxes.iter().any(|bounds| !bounds.is_empty());
-        let ranks_of = |lists: &[Vec<TensorBox>]| -> Vec<usize> {
-            lists.iter().enumerate().filter(|(_, boxes)| holding(boxes)).map(|(rank, _)| rank).collect()
-        };
-        let (sources, receivers) = (ranks_of(&self.have), ranks_of(&self.want));
-        let has_all = |&rank: &usize| self.want[rank].iter().all(|want| uncovered(want, &self.have[rank]).is_empty());
-        if receivers.iter().all(has_all) {
+        let (sources, receivers) = (ranks_with_elements(&self.have), ranks_with_elements(&self.want));
+        if receivers.iter().all(|&rank| self.has_all_that_it_wants(rank)) {
             return Route::Local;
         }
         let whole = [TensorBox::whole(&self.shape)];
@@ -89,21 +138,33 @@ impl Layout {
         }
     }
 
-    /// The pieces that make up what a rank wants: its own as far as they go, then those of the ranks after it, so that
-    /// copies of a tensor share the work.
+    /// Returns the pieces that make up what a rank wants: its own as far as they go, then those of the ranks after it,
+    /// so that copies of a tensor share the work.
     pub(crate) fn pieces_for(&self, receiver: usize) -> Vec<Piece> {
         let ranks = self.have.len();
         self.pieces(&self.want[receiver], (0..ranks).map(|k| (receiver + k) % ranks))
     }
 
-    /// The pieces that make up the whole, in rank order; a rank's come in the order of its boxes.
+    /// Returns the pieces that make up the whole, in rank order; a rank's come in the order of its boxes.
     pub(crate) fn pieces_of_whole(&self) -> Vec<Piece> {
         self.pieces(&[TensorBox::whole(&self.shape)], 0..self.have.len())
     }
 
-    /// Whether a rank may have something to send to another.
+    /// Returns `true` if one rank has elements that another wants.
     pub(crate) fn concerns(&self, source: usize, receiver: usize) -> bool {
         self.have[source].iter().any(|have| self.want[receiver].iter().any(|want| have.intersect(want).is_some()))
+    }
+
+    /// Returns the parts of this layout that lie in one box of the tensor. The shape stays that of the whole tensor, and
+    /// a rank's wanted boxes keep their positions: those outside the window become empty.
+    pub(crate) fn window(&self, window: &TensorBox) -> Layout {
+        let nothing = TensorBox::new(vec![0; self.shape.len()], vec![0; self.shape.len()]);
+        Layout {
+            shape: self.shape.clone(),
+            element: self.element,
+            have: self.have.map(|bounds| bounds.intersect(window)),
+            want: self.want.map(|bounds| Some(bounds.intersect(window).unwrap_or_else(|| nothing.clone()))),
+        }
     }
 
     fn pieces(&self, wanted: &[TensorBox], sources: impl Iterator<Item = usize>) -> Vec<Piece> {
@@ -132,17 +193,37 @@ impl Layout {
     }
 }
 
-/// Whether pieces, one after the other, are the whole tensor in row-major order, so that they need not be sorted.
-pub(crate) fn lie_in_order(pieces: &[Piece], shape: &[usize]) -> bool {
-    let mut at = 0;
-    let in_order = pieces.iter().all(|piece| match piece.bounds.flat_range(shape) {
-        Some(range) if range.start == at => {
-            at = range.end;
-            true
+/// Cuts a tensor into boxes of at most `limit` bytes each (or one element), row-major.
+pub(crate) fn windows(shape: &[usize], element: usize, limit: usize) -> Vec<TensorBox> {
+    let mut windows = vec![TensorBox::whole(shape)];
+    for dimension in 0..shape.len() {
+        let largest = windows.iter().map(TensorBox::numel).max().unwrap_or(0).saturating_mul(element);
+        if largest <= limit {
+            break;
         }
-        _ => false,
-    });
-    in_order && at == shape.iter().product::<usize>()
+        // As many rows of this dimension as fit, of what the dimensions before it have left.
+        let row = shape[dimension + 1..].iter().product::<usize>().saturating_mul(element).max(1);
+        let rows = (limit / row).max(1);
+        windows = windows
+            .iter()
+            .flat_map(|window| {
+                (0..shape[dimension]).step_by(rows).map(move |start| {
+                    let mut part = window.clone();
+                    part.offsets[dimension] = start;
+                    part.sizes[dimension] = rows.min(shape[dimension] - start);
+                    part
+                })
+            })
+            .collect();
+    }
+    windows
+}
+
+/// Returns the ranks that have a box with elements in it.
+fn ranks_with_elements(lists: &PerRank) -> Vec<usize> {
+    let ranks = lists.iter().enumerate();
+    let ranks = ranks.filter(|(_, boxes)| boxes.iter().any(|bounds| !bounds.is_empty()));
+    ranks.map(|(rank, _)| rank).collect()
 }
 
 #[cfg(test)]
@@ -155,7 +236,7 @@ mod tests {
 
     fn layout(have: &[&[TensorBox]], want: &[&[TensorBox]]) -> Layout {
         let lists = |lists: &[&[TensorBox]]| lists.iter().map(|boxes| boxes.to_vec()).collect();
-        Layout { shape: vec![4, 3], element: 4, have: lists(have), want: lists(want) }
+        Layout { shape: vec![4, 3], element: 4, have: PerRank::all(lists(have)), want: PerRank::all(lists(want)) }
     }
 
     #[test]
@@ -182,7 +263,8 @@ mod tests {
         let holes = layout(&[&[rows(0, 1)], &[rows(2, 1)]], &[&[rows(0, 1)], &[rows(0, 3)]]);
         assert_eq!(holes.hole(), Some((1, rows(1, 1))));
         assert_eq!(layout(&[&[rows(0, 1)], &[]], &[&[rows(0, 1)], &[]]).hole(), None);
-        let empty = Layout { shape: vec![0, 3], element: 4, have: vec![vec![]], want: vec![vec![rows(0, 0)]] };
+        let (have, want) = (PerRank::all(vec![vec![]]), PerRank::all(vec![vec![rows(0, 0)]]));
+        let empty = Layout { shape: vec![0, 3], element: 4, have, want };
         assert_eq!(empty.hole(), None);
     }
 
@@ -196,13 +278,13 @@ mod tests {
     }
 
     #[test]
-    fn chunks_and_flat_ranges_lie_in_order_and_columns_do_not() {
-        let flat = |range| fsdp_layout::boxes::boxes_of_flat_range(&[4, 3], range);
-        let whole: &[TensorBox] = &[rows(0, 4)];
-        let flat_ranges = layout(&[&flat(0..5), &flat(5..10), &flat(10..12)], &[whole, whole, whole]);
-        assert!(lie_in_order(&flat_ranges.pieces_of_whole(), &[4, 3]));
-        let column = |at| TensorBox::new(vec![0, at], vec![4, 1]);
-        let columns = layout(&[&[column(0), column(1)], &[column(2)]], &[whole, whole]);
-        assert!(!lie_in_order(&columns.pieces_of_whole(), &[4, 3]));
+    fn windows_cover_a_tensor_once_and_stay_below_the_limit() {
+        for (shape, limit) in [(vec![5, 7, 3], 24), (vec![2, 9], 8), (vec![40], 12), (vec![], 1), (vec![3, 0], 1)] {
+            let cut = windows(&shape, 4, limit);
+            let whole = TensorBox::whole(&shape);
+            assert_eq!(cut.iter().map(TensorBox::numel).sum::<usize>(), whole.numel(), "{shape:?}");
+            assert!(uncovered(&whole, &cut).is_empty(), "{shape:?}");
+            assert!(cut.iter().all(|window| window.numel() * 4 <= limit.max(4)), "{shape:?}: {cut:?}");
+        }
     }
 }

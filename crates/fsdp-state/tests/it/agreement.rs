@@ -1,8 +1,8 @@
-//! What one rank does differently is one error on all.
+//! One rank that does something different causes one error on all ranks.
 
 use candle_core::DType;
 use fsdp_comm::CommError;
-use fsdp_flat::storage::free;
+use fsdp_flat::storage::release;
 use fsdp_layout::TensorBox;
 use fsdp_state::{
     GatherOptions, KeepOn, LoadOptions, StateDict, StateError, broadcast_state_dict, distribute_state_dict,
@@ -11,7 +11,7 @@ use fsdp_state::{
 
 use crate::ranks::{chunks, cut, f32s, one_error, run, tensor};
 
-/// A dict whose tensor every rank has a chunk of.
+/// Makes a dict with a tensor of which every rank has a chunk.
 fn state(rank: usize, world_size: usize) -> StateDict {
     let mut state = StateDict::new();
     state.insert("weight", cut(&f32s(&[6, 2], 1), &chunks(&[6, 2], world_size)[rank]));
@@ -32,19 +32,19 @@ fn fails_alike(change: impl Fn(&mut StateDict) + Sync, check: impl Fn(&str, Stat
     let options = LoadOptions::default();
     type Call<'a> = &'a (dyn Fn(&fsdp_comm::ProcessGroup, &StateDict) -> Result<(), StateError> + Sync);
     let calls: [(&str, Call<'_>); 6] = [
-        ("gather_state_dict", &|group, state| gather_state_dict(group, state, &GatherOptions::default()).map(drop)),
+        ("gather_state_dict", &|group, state| gather_state_dict(state, group, &GatherOptions::default()).map(drop)),
         ("gather_state_dict_into", &|group, state| {
-            gather_state_dict_into(group, state, &GatherOptions::default(), |_, _| Ok(()))
+            gather_state_dict_into(state, group, &GatherOptions::default(), |_, _| Ok(()))
         }),
         ("broadcast_state_dict", &|group, state| {
-            broadcast_state_dict(group, Some(&StateDict::new()), state, 0, &options).map(drop)
+            broadcast_state_dict(Some(&StateDict::new()), state, 0, group, &options).map(drop)
         }),
-        ("distribute_state_dict", &|group, state| distribute_state_dict(group, state, state, &options).map(drop)),
+        ("distribute_state_dict", &|group, state| distribute_state_dict(state, state, group, &options).map(drop)),
         ("reshard_state_dict", &|group, own| {
-            reshard_state_dict(group, &state(group.rank(), 3), own, &options).map(drop)
+            reshard_state_dict(&state(group.rank(), 3), own, group, &options).map(drop)
         }),
         ("reshard_state_dict", &|group, own| {
-            reshard_state_dict(group, own, &state(group.rank(), 3), &options).map(drop)
+            reshard_state_dict(own, &state(group.rank(), 3), group, &options).map(drop)
         }),
     ];
     for (name, call) in calls {
@@ -119,7 +119,7 @@ fn a_rank_that_cannot_read_its_tensor_is_named() {
     fails_alike(
         |state| {
             let weight = state.get("weight").and_then(|weight| weight.as_sharded()).unwrap();
-            free(&weight.shards()[0].tensor).unwrap();
+            release(&weight.shards()[0].tensor).unwrap();
         },
         |name, error| match error {
             StateError::Comm(CommError::RankFailed { operation, failures }) => {
@@ -137,13 +137,13 @@ fn a_rank_that_cannot_read_its_tensor_is_named() {
 fn arguments_that_differ_are_named() {
     let error = one_error(run(3, |group| {
         let keep_on = if group.rank() == 2 { KeepOn::Ranks(vec![2]) } else { KeepOn::All };
-        gather_state_dict(&group, &state(group.rank(), 3), &GatherOptions { keep_on, device: None })
+        gather_state_dict(&state(group.rank(), 3), &group, &GatherOptions { keep_on, device: None })
     }));
     let StateError::ArgumentMismatch { rank: 2, found, expected, .. } = error else { panic!("{error}") };
     assert_eq!((found.as_str(), expected.as_str()), ("keep on ranks [2]", "keep on all ranks"));
     let error = one_error(run(2, |group| {
-        let options = LoadOptions { strict: group.rank() == 0, device: None };
-        broadcast_state_dict(&group, Some(&state(0, 1)), &state(group.rank(), 2), 0, &options)
+        let options = LoadOptions { strict: group.rank() == 0, ..LoadOptions::default() };
+        broadcast_state_dict(Some(&state(0, 1)), &state(group.rank(), 2), 0, &group, &options)
     }));
     assert!(matches!(error, StateError::ArgumentMismatch { rank: 1, .. }), "{error}");
 }
@@ -156,16 +156,16 @@ fn ranks_that_do_not_exist_and_boxes_that_are_none_are_refused_by_all() {
     };
     let keep = failures(one_error(run(2, |group| {
         let options = GatherOptions { keep_on: KeepOn::Ranks(vec![0, 2]), device: None };
-        gather_state_dict(&group, &state(group.rank(), 2), &options)
+        gather_state_dict(&state(group.rank(), 2), &group, &options)
     })));
     assert_eq!(keep.len(), 2);
     assert!(keep[0].message.contains("no rank 2"));
     let root = failures(one_error(run(2, |group| {
-        broadcast_state_dict(&group, None, &state(group.rank(), 2), 5, &LoadOptions::default())
+        broadcast_state_dict(None, &state(group.rank(), 2), 5, &group, &LoadOptions::default())
     })));
     assert!(root[1].message.contains("no rank 5"));
     let source = failures(one_error(run(2, |group| {
-        broadcast_state_dict(&group, None, &state(group.rank(), 2), 1, &LoadOptions::default())
+        broadcast_state_dict(None, &state(group.rank(), 2), 1, &group, &LoadOptions::default())
     })));
     assert_eq!(source.len(), 1);
     assert!(source[0].rank == 1 && source[0].message.contains("brought no state dict"));
@@ -177,7 +177,7 @@ fn ranks_that_do_not_exist_and_boxes_that_are_none_are_refused_by_all() {
         let wrong = failures(one_error(run(2, |group| {
             let sharded = cut(&f32s(&[6, 2], 1), &chunks(&[6, 2], 2)[group.rank()]);
             let wanted = if group.rank() == 1 { boxes.clone() } else { sharded.boxes() };
-            reshard_sharded_tensor(&group, &sharded, &wanted)
+            reshard_sharded_tensor(&sharded, &wanted, &group)
         })));
         assert_eq!(wrong.iter().map(|failure| failure.rank).collect::<Vec<_>>(), [1]);
     }

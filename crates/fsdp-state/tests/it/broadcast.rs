@@ -12,14 +12,14 @@ use proptest::prelude::*;
 use crate::ranks::{DTYPES, assert_cut, bits, bits_at, chunks, cut, cuts, f32s, flat_ranges, one_error, run, tensor};
 
 fn not_strict() -> LoadOptions {
-    LoadOptions { strict: false, device: None }
+    LoadOptions { strict: false, ..LoadOptions::default() }
 }
 
 fn mask(bytes: [u8; 2]) -> RawTensor {
     RawTensor::new(fsdp_layout::DType::Bool, vec![2], bytes.to_vec()).unwrap()
 }
 
-/// What the root has.
+/// Makes the dict of the root.
 fn full() -> StateDict {
     let mut state = StateDict::new();
     state.insert("step", f32s(&[], 1));
@@ -33,7 +33,7 @@ fn full() -> StateDict {
     state
 }
 
-/// What each rank has before, in another order: zeros, chunks of the weight, flat ranges of the bias.
+/// Makes the dict that a rank has before, in another order: zeros, chunks of the weight, flat ranges of the bias.
 fn local(rank: usize, world_size: usize) -> StateDict {
     let zeros = |shape: &[usize], dtype| Tensor::zeros(shape, dtype, &candle_core::Device::Cpu).unwrap();
     let mut state = StateDict::new();
@@ -74,7 +74,7 @@ fn every_rank_gets_its_part_of_the_roots_values_in_its_own_layout() {
             // What other ranks bring does not count.
             let brought = if group.rank() == root { Some(full()) } else { Some(StateDict::new()) };
             let options = LoadOptions::default();
-            let (loaded, report) = broadcast_state_dict(&group, brought.as_ref(), &local, root, &options).unwrap();
+            let (loaded, report) = broadcast_state_dict(brought.as_ref(), &local, root, &group, &options).unwrap();
             assert!(report.is_clean());
             assert!(loaded.keys().eq(local.keys()));
             assert_full(&loaded, group.rank(), world_size);
@@ -96,7 +96,7 @@ fn the_root_sends_each_rank_its_boxes_and_no_more() {
         let boxes = &chunks(&[8, 2], 4)[group.rank()];
         let local: StateDict =
             [("weight", ShardedTensor::zeros(DType::F32, &[8, 2], boxes).unwrap().into())].into_iter().collect();
-        broadcast_state_dict(&group, Some(&full), &local, 1, &LoadOptions::default()).unwrap();
+        broadcast_state_dict(Some(&full), &local, 1, &group, &LoadOptions::default()).unwrap();
         group.traffic().tensor_bytes_sent
     });
     assert_eq!(sent, [0, 6 * 2 * 4, 0, 0]);
@@ -117,7 +117,7 @@ fn strict_names_what_is_missing_and_unexpected_on_every_rank_before_anything_mov
     };
     let error = one_error(run(3, |group| {
         let local = local(group.rank(), 3);
-        let outcome = broadcast_state_dict(&group, brought(group.rank()).as_ref(), &local, 0, &LoadOptions::default());
+        let outcome = broadcast_state_dict(brought(group.rank()).as_ref(), &local, 0, &group, &LoadOptions::default());
         assert_eq!(group.traffic().tensor_bytes(), 0);
         group.barrier().unwrap();
         outcome
@@ -126,13 +126,13 @@ fn strict_names_what_is_missing_and_unexpected_on_every_rank_before_anything_mov
     let StateError::Incompatible { report, .. } = error else { panic!("{error}") };
     assert_eq!(report.missing, ["lr", "weight"]);
     assert_eq!(report.unexpected, ["another", "extra"]);
-    assert!(message.contains("missing [lr, weight], unexpected [another, extra]"), "{message}");
+    assert!(message.contains("missing key(s) `lr`, `weight`; unexpected key(s) `another`, `extra`"), "{message}");
 
     let loaded = run(3, |group| {
         let local = local(group.rank(), 3);
         let brought = brought(group.rank());
         let before = local.get("weight").and_then(StateValue::as_sharded).unwrap().clone();
-        let (loaded, report) = broadcast_state_dict(&group, brought.as_ref(), &local, 0, &not_strict()).unwrap();
+        let (loaded, report) = broadcast_state_dict(brought.as_ref(), &local, 0, &group, &not_strict()).unwrap();
         assert_eq!(loaded.plain_at(&["lr"]).and_then(PlainValue::as_float), Some(0.1));
         let weight = loaded.get("weight").and_then(StateValue::as_sharded).unwrap();
         assert_cut(weight, &Tensor::zeros((5, 3), DType::F32, &candle_core::Device::Cpu).unwrap(), &before.boxes());
@@ -153,7 +153,7 @@ fn shapes_and_dtypes_that_do_not_fit_are_an_error_even_if_not_strict() {
         full.insert("weight", f32s(&[3, 5], 3));
         full.insert("buffer", tensor(&[3], DType::F64, 3));
         full.insert("nested", 3i64);
-        broadcast_state_dict(&group, Some(&full), &local(group.rank(), 2), 0, &not_strict())
+        broadcast_state_dict(Some(&full), &local(group.rank(), 2), 0, &group, &not_strict())
     }));
     let StateError::Incompatible { report, .. } = error else { panic!("{error}") };
     let mismatched: Vec<_> =
@@ -172,7 +172,7 @@ fn small_tensors_share_one_broadcast_and_a_missing_key_is_everyones_error() {
             names.iter().map(|&key| (key, StateValue::Tensor(f32s(&[4, 2], seed + key.len() as u64)))).collect()
         };
         let (full, mut local) = (state(1), state(100));
-        let broadcast = |keys: &[&str]| broadcast_tensors(&group, Some(&full), &local, keys, 0, &not_strict());
+        let broadcast = |keys: &[&str]| broadcast_tensors(Some(&full), &local, keys, 0, &group, &not_strict());
         let loaded = broadcast(&names).unwrap();
         assert_eq!(group.traffic().count(Operation::Broadcast), 1);
         assert_eq!(loaded.len(), 20);
@@ -182,7 +182,7 @@ fn small_tensors_share_one_broadcast_and_a_missing_key_is_everyones_error() {
         if group.rank() == 1 {
             less.remove("p3");
         }
-        let error = broadcast_tensors(&group, Some(&full), &less, &["p3"], 0, &not_strict()).unwrap_err();
+        let error = broadcast_tensors(Some(&full), &less, &["p3"], 0, &group, &not_strict()).unwrap_err();
         assert!(
             matches!(&error, StateError::Comm(fsdp_comm::CommError::RankFailed { failures, .. })
             if failures.len() == 1 && failures[0].rank == 1 && failures[0].message.contains("`p3`")),
@@ -213,7 +213,7 @@ proptest! {
             let full: Option<StateDict> =
                 (group.rank() == root).then(|| [("x", StateValue::Tensor(values.clone()))].into_iter().collect());
             let (loaded, _) =
-                broadcast_state_dict(&group, full.as_ref(), &local, root, &LoadOptions::default()).unwrap();
+                broadcast_state_dict(full.as_ref(), &local, root, &group, &LoadOptions::default()).unwrap();
             assert_cut(loaded.get("x").unwrap().as_sharded().unwrap(), &values, &cuts[group.rank()]);
         });
     }
@@ -231,7 +231,7 @@ fn replicas_get_their_copies_in_rounds() {
         let boxes = if group.rank() == 4 { vec![half(0)] } else { vec![half(0), half(1)] };
         let zeros = ShardedTensor::zeros(DType::U32, &[rows, columns], &boxes).unwrap();
         let local: StateDict = [("p", zeros.into())].into_iter().collect();
-        let (loaded, _) = broadcast_state_dict(&group, Some(&full), &local, 1, &LoadOptions::default()).unwrap();
+        let (loaded, _) = broadcast_state_dict(Some(&full), &local, 1, &group, &LoadOptions::default()).unwrap();
         assert_cut(loaded.get("p").unwrap().as_sharded().unwrap(), &value, &boxes);
         assert_eq!(group.traffic().count(Operation::ScatterUneven), 2);
     });
@@ -245,7 +245,7 @@ fn the_root_may_itself_be_sharded() {
         let full: StateDict = [("x", parts.into())].into_iter().collect();
         let zeros = ShardedTensor::zeros(DType::F32, &[4, 2], &flat_ranges(&[4, 2], 2)[group.rank()]).unwrap();
         let local: StateDict = [("x", zeros.into())].into_iter().collect();
-        let (loaded, _) = broadcast_state_dict(&group, Some(&full), &local, 0, &LoadOptions::default()).unwrap();
+        let (loaded, _) = broadcast_state_dict(Some(&full), &local, 0, &group, &LoadOptions::default()).unwrap();
         assert_cut(loaded.get("x").unwrap().as_sharded().unwrap(), &values, &flat_ranges(&[4, 2], 2)[group.rank()]);
     });
 }

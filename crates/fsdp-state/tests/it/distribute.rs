@@ -25,7 +25,7 @@ fn even_and_uneven_tensors_are_sliced_and_keep_their_global_shape() {
             .collect();
         let options = LoadOptions::default();
         let mut live = local.clone();
-        let loaded = distribute_tensors(&group, &full, &local, &["even", "uneven"], &options).unwrap();
+        let loaded = distribute_tensors(&full, &local, &["even", "uneven"], &group, &options).unwrap();
         for (key, full) in [("even", even), ("uneven", uneven)] {
             let sharded = |state: &StateDict| state.get(key).and_then(StateValue::as_sharded).unwrap().clone();
             assert_cut(&sharded(&loaded), &full, &boxes(full.dims()));
@@ -37,9 +37,9 @@ fn even_and_uneven_tensors_are_sliced_and_keep_their_global_shape() {
 }
 
 #[test]
-fn every_rank_takes_its_own_values_and_nothing_moves() {
+fn every_rank_takes_its_part_and_its_own_scalars_and_nothing_moves() {
     run(3, |group| {
-        let weight = f32s(&[5, 2], 10 + group.rank() as u64);
+        let weight = f32s(&[5, 2], 10);
         let mut full = StateDict::new();
         full.insert("step", f32s(&[], group.rank() as u64));
         full.insert("weight", weight.clone());
@@ -51,8 +51,8 @@ fn every_rank_takes_its_own_values_and_nothing_moves() {
         local.insert("step", f32s(&[], 7));
         local.insert("rank", 0i64);
         local.insert("kept", f32s(&[3], 8));
-        let options = LoadOptions { strict: false, device: None };
-        let (loaded, report) = distribute_state_dict(&group, &full, &local, &options).unwrap();
+        let options = LoadOptions { strict: false, ..LoadOptions::default() };
+        let (loaded, report) = distribute_state_dict(&full, &local, &group, &options).unwrap();
         assert_eq!(
             (&report.missing[..], &report.unexpected[..]),
             (&["kept".to_owned()][..], &["extra".to_owned()][..])
@@ -69,6 +69,21 @@ fn every_rank_takes_its_own_values_and_nothing_moves() {
 }
 
 #[test]
+fn whole_tensors_that_differ_between_ranks_are_an_error_that_names_them() {
+    let error = one_error(run(3, |group| {
+        let full: StateDict =
+            [("a", f32s(&[3], 1).into()), ("b", f32s(&[3], if group.rank() == 2 { 9 } else { 2 }).into())]
+                .into_iter()
+                .collect();
+        let boxes = chunks(&[3], 3).swap_remove(group.rank());
+        let local: StateDict = [("a", zeros(&[3], &boxes)), ("b", zeros(&[3], &boxes))].into_iter().collect();
+        distribute_state_dict(&full, &local, &group, &LoadOptions::default())
+    }));
+    let StateError::DifferingOnRanks { rank: 2, key, reference: 0, .. } = error else { panic!("{error}") };
+    assert_eq!(key, "b");
+}
+
+#[test]
 fn what_fails_on_one_rank_changes_nothing_on_any() {
     let error = one_error(run(3, |group| {
         let full: StateDict =
@@ -77,7 +92,7 @@ fn what_fails_on_one_rank_changes_nothing_on_any() {
                 .collect();
         let boxes = chunks(&[3], 3).swap_remove(group.rank());
         let local: StateDict = [("a", zeros(&[3], &boxes)), ("b", zeros(&[3], &boxes))].into_iter().collect();
-        let outcome = distribute_state_dict(&group, &full, &local, &LoadOptions::default());
+        let outcome = distribute_state_dict(&full, &local, &group, &LoadOptions::default());
         for (_, value) in &local {
             assert_eq!(bits(&value.as_sharded().unwrap().shards()[0].tensor), [0; 4]);
         }
@@ -92,7 +107,7 @@ fn strict_refuses_names_that_only_one_side_has_on_every_rank() {
     let error = one_error(run(2, |group| {
         let full: StateDict = [("a", f32s(&[1], 1).into())].into_iter().collect();
         let local: StateDict = [("b", f32s(&[1], 1).into())].into_iter().collect();
-        distribute_state_dict(&group, &full, &local, &LoadOptions::default())
+        distribute_state_dict(&full, &local, &group, &LoadOptions::default())
     }));
     let StateError::Incompatible { report, .. } = error else { panic!("{error}") };
     assert_eq!((report.missing, report.unexpected), (vec!["b".to_owned()], vec!["a".to_owned()]));

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use candle_core::{DType, Tensor};
 use fsdp_comm::{LocalRanks, ProcessGroup};
-use fsdp_flat::storage::{TensorBuffer, with_bytes};
+use fsdp_flat::storage::{HostBytes, TensorBuffer};
 use fsdp_flat::{LocalShard, ShardedTensor};
 use fsdp_layout::boxes::boxes_of_flat_range;
 use fsdp_layout::shard::chunk_range;
@@ -26,12 +26,12 @@ pub(crate) const DTYPES: [DType; 11] = [
     DType::F8E8M0,
 ];
 
-/// What each rank returns.
+/// Runs a function on ranks that are threads, and returns the results in rank order.
 pub(crate) fn run<T: Send>(world_size: usize, f: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
     LocalRanks::new(world_size).stack_bytes(2 << 20).deadline(Duration::from_secs(30)).run(f).unwrap()
 }
 
-/// The one message that all ranks return, and that it is the same.
+/// Checks that all ranks failed with the same message, and returns it.
 pub(crate) fn one_error<T>(outcomes: Vec<Result<T, StateError>>) -> StateError {
     let mut errors: Vec<StateError> = outcomes
         .into_iter()
@@ -63,7 +63,7 @@ impl Numbers {
     }
 }
 
-/// A tensor of arbitrary bits, NaNs included.
+/// Makes a tensor of arbitrary bits, NaNs included.
 pub(crate) fn tensor(shape: &[usize], dtype: DType, seed: u64) -> Tensor {
     let mut numbers = Numbers(seed);
     let mut buffer = TensorBuffer::zeros(shape, dtype).unwrap();
@@ -75,17 +75,17 @@ pub(crate) fn f32s(shape: &[usize], seed: u64) -> Tensor {
     tensor(shape, DType::F32, seed)
 }
 
-/// A tensor's bytes.
+/// Returns a tensor's bytes.
 pub(crate) fn bits(tensor: &Tensor) -> Vec<u8> {
-    with_bytes(&tensor.contiguous().unwrap(), <[u8]>::to_vec).unwrap()
+    HostBytes::read(&tensor.contiguous().unwrap()).unwrap().to_vec()
 }
 
-/// The bytes of the whole tensor at a key.
+/// Returns the bytes of the whole tensor at a key.
 pub(crate) fn bits_at(state: &StateDict, key: &str) -> Vec<u8> {
     bits(state.get(key).and_then(StateValue::as_tensor).unwrap_or_else(|| panic!("no tensor `{key}`")))
 }
 
-/// These boxes of a tensor, in memory of their own.
+/// Copies these boxes of a tensor to memory of their own.
 pub(crate) fn cut(full: &Tensor, boxes: &[TensorBox]) -> ShardedTensor {
     let whole = ShardedTensor::from_whole(full);
     let shards =
@@ -93,7 +93,7 @@ pub(crate) fn cut(full: &Tensor, boxes: &[TensorBox]) -> ShardedTensor {
     ShardedTensor::new(full.dtype(), full.dims().to_vec(), shards.collect()).unwrap()
 }
 
-/// Whether a sharded tensor has exactly these boxes of a tensor, bit for bit.
+/// Checks that a sharded tensor has exactly these boxes of a tensor, bit for bit.
 pub(crate) fn assert_cut(sharded: &ShardedTensor, full: &Tensor, boxes: &[TensorBox]) {
     assert_eq!((sharded.shape(), sharded.dtype()), (full.dims(), full.dtype()));
     assert_eq!(sharded.boxes(), boxes);
@@ -117,7 +117,7 @@ pub(crate) fn chunks(shape: &[usize], world_size: usize) -> Cuts {
         .collect()
 }
 
-/// Flat ranges that may cut rows, as a FlatParameter's shards do.
+/// Returns flat ranges that may cut rows, as a FlatParameter's shards do.
 pub(crate) fn flat_ranges(shape: &[usize], world_size: usize) -> Cuts {
     let numel = shape.iter().product();
     (0..world_size).map(|rank| boxes_of_flat_range(shape, chunk_range(numel, world_size, rank))).collect()
@@ -154,7 +154,8 @@ pub(crate) fn random_cuts(shape: &[usize], world_size: usize, seed: u64) -> Cuts
     cuts
 }
 
-/// One of the ways to cut, by number: chunks, flat ranges, everything on one rank or on all, or anything.
+/// Cuts a tensor in one of several ways, chosen by number: chunks, flat ranges, everything on one rank or on all, or
+/// anything.
 pub(crate) fn cuts(shape: &[usize], world_size: usize, seed: u64) -> Cuts {
     let whole = vec![TensorBox::whole(shape)];
     match seed % 6 {

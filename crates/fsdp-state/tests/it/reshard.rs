@@ -25,7 +25,7 @@ proptest! {
         let (have, want) = (cuts(&shape, world_size, seed), cuts(&shape, world_size, wanted));
         run(world_size, |group| {
             let sharded = cut(&full, &have[group.rank()]);
-            let resharded = reshard_sharded_tensor(&group, &sharded, &want[group.rank()]).unwrap();
+            let resharded = reshard_sharded_tensor(&sharded, &want[group.rank()], &group).unwrap();
             assert_cut(&resharded, &full, &want[group.rank()]);
             let traffic = group.traffic();
             assert!(traffic.count(Operation::AllToAllUneven) <= 1);
@@ -57,7 +57,7 @@ proptest! {
                 .iter()
                 .map(|&k| Reshard { name: &names[k], tensor: &sharded[k], boxes: &want[k][rank] })
                 .collect();
-            let resharded = reshard_sharded_tensors(&group, &items).unwrap();
+            let resharded = reshard_sharded_tensors(&items, &group).unwrap();
             assert_eq!(resharded.len(), last);
             for (&k, resharded) in order.iter().zip(&resharded) {
                 assert_cut(resharded, &tensors[k], &want[k][rank]);
@@ -75,7 +75,7 @@ fn one_all_to_all_moves_many_tensors_and_only_overlaps() {
         let names: Vec<String> = (0..10).map(|k| k.to_string()).collect();
         let items: Vec<Reshard<'_>> =
             sharded.iter().zip(&names).map(|(tensor, name)| Reshard { name, tensor, boxes: &column }).collect();
-        let resharded = reshard_sharded_tensors(&group, &items).unwrap();
+        let resharded = reshard_sharded_tensors(&items, &group).unwrap();
         for (resharded, full) in resharded.iter().zip(&tensors) {
             assert_cut(resharded, full, &column);
         }
@@ -92,7 +92,7 @@ fn boxes_that_stay_do_not_move_and_replicas_serve_their_neighbours() {
     run(4, |group| {
         let full = f32s(&[4, 2], 1);
         let mine = &flat_ranges(&[4, 2], 4)[group.rank()];
-        let same = reshard_sharded_tensor(&group, &cut(&full, mine), mine).unwrap();
+        let same = reshard_sharded_tensor(&cut(&full, mine), mine, &group).unwrap();
         assert_cut(&same, &full, mine);
         assert_eq!(group.traffic().tensor_bytes(), 0);
     });
@@ -102,7 +102,7 @@ fn boxes_that_stay_do_not_move_and_replicas_serve_their_neighbours() {
         let whole = vec![TensorBox::whole(&[4, 2])];
         let none = Vec::new();
         let (have, want) = if group.rank() % 2 == 0 { (&whole, &none) } else { (&none, &whole) };
-        let resharded = reshard_sharded_tensor(&group, &cut(&full, have), want).unwrap();
+        let resharded = reshard_sharded_tensor(&cut(&full, have), want, &group).unwrap();
         assert_cut(&resharded, &full, want);
         group.traffic().tensor_bytes_sent
     });
@@ -116,11 +116,11 @@ fn elements_that_nobody_wants_may_be_on_no_rank() {
     run(2, |group| {
         let have = if group.rank() == 0 { &low[..] } else { &[] };
         let want = if group.rank() == 1 { &low[..] } else { &[] };
-        assert_cut(&reshard_sharded_tensor(&group, &cut(&full, have), want).unwrap(), &full, want);
+        assert_cut(&reshard_sharded_tensor(&cut(&full, have), want, &group).unwrap(), &full, want);
     });
     let error = one_error(run(2, |group| {
         let have = if group.rank() == 0 { &low[..] } else { &[] };
-        let outcome = reshard_sharded_tensor(&group, &cut(&full, have), &high);
+        let outcome = reshard_sharded_tensor(&cut(&full, have), &high, &group);
         assert_eq!(group.traffic().tensor_bytes(), 0);
         outcome
     }));
@@ -142,8 +142,8 @@ fn a_state_dict_is_resharded_into_a_template_with_more_and_fewer_names() {
         local.insert("whole", f32s(&[6, 2], 2));
         local.insert("weight", ShardedTensor::zeros(DType::F32, &[6, 2], &flat_ranges(&[6, 2], 3)[rank]).unwrap());
         local.insert("lr", 0.1);
-        let options = LoadOptions { strict: false, device: None };
-        let (loaded, report) = reshard_state_dict(&group, &state, &local, &options).unwrap();
+        let options = LoadOptions { strict: false, ..LoadOptions::default() };
+        let (loaded, report) = reshard_state_dict(&state, &local, &group, &options).unwrap();
         assert_eq!(report.unexpected, ["gone"]);
         assert!(report.missing.is_empty() && report.mismatched.is_empty());
         assert_cut(loaded.get("weight").unwrap().as_sharded().unwrap(), &full, &flat_ranges(&[6, 2], 3)[rank]);
@@ -158,7 +158,7 @@ fn two_tensors_of_one_name_are_refused() {
         let full = f32s(&[4], 1);
         let sharded = cut(&full, &chunks(&[4], 2)[group.rank()]);
         let item = Reshard { name: "x", tensor: &sharded, boxes: &[] };
-        reshard_sharded_tensors(&group, &[item, item])
+        reshard_sharded_tensors(&[item, item], &group)
     }));
     assert!(error.to_string().contains("duplicated flatten key `x`"), "{error}");
 }

@@ -20,7 +20,7 @@ fn values_come_sorted_by_path_to_the_ranks_that_keep() {
     let options = GatherOptions { keep_on: KeepOn::Ranks(vec![1]), device: None };
     let seen = run(3, |group| {
         let mut seen = Vec::new();
-        gather_state_dict_into(&group, &state(group.rank()), &options, |path, value| {
+        gather_state_dict_into(&state(group.rank()), &group, &options, |path, value| {
             seen.push((path.clone(), value));
             Ok(())
         })
@@ -40,7 +40,7 @@ fn values_come_sorted_by_path_to_the_ranks_that_keep() {
 fn a_sink_that_fails_on_one_rank_is_an_error_on_all_and_gets_nothing_more() {
     let error = one_error(run(3, |group| {
         let mut calls = 0;
-        let outcome = gather_state_dict_into(&group, &state(group.rank()), &GatherOptions::default(), |path, _| {
+        let outcome = gather_state_dict_into(&state(group.rank()), &group, &GatherOptions::default(), |path, _| {
             calls += 1;
             if group.rank() == 2 && calls == 2 {
                 let path = path.flat_key();
@@ -61,10 +61,12 @@ fn a_sink_that_fails_on_one_rank_is_an_error_on_all_and_gets_nothing_more() {
 #[test]
 fn a_tensor_that_cannot_be_read_when_its_turn_comes_is_an_error_on_all() {
     let error = one_error(run(3, |group| {
-        let state = state(group.rank());
-        let outcome = gather_state_dict_into(&group, &state, &GatherOptions::default(), |path, _| {
+        // Large enough that each tensor moves by itself.
+        let large = |seed| cut(&f32s(&[600, 512], seed), &chunks(&[600, 512], 3)[group.rank()]);
+        let state: StateDict = [("a", large(1).into()), ("b", large(2).into())].into_iter().collect();
+        let outcome = gather_state_dict_into(&state, &group, &GatherOptions::default(), |path, _| {
             if group.rank() == 1 && path.flat_key() == "a" {
-                fsdp_flat::storage::free(&state.get("b").unwrap().as_sharded().unwrap().shards()[0].tensor)?;
+                fsdp_flat::storage::release(&state.get("b").unwrap().as_sharded().unwrap().shards()[0].tensor)?;
             }
             Ok(())
         });
@@ -86,7 +88,7 @@ fn a_rank_that_comes_late_or_never_is_a_timeout_that_names_it() {
         let group = group.with_deadline(Duration::from_millis(200));
         let whole = cut(&f32s(&[6, 4], 1), &[TensorBox::whole(&[6, 4])]);
         let state: StateDict = [("a", whole.into())].into_iter().collect();
-        gather_state_dict_into(&group, &state, &GatherOptions::default(), |_, _| Ok(()))
+        gather_state_dict_into(&state, &group, &GatherOptions::default(), |_, _| Ok(()))
     });
     let error = outcomes.into_iter().next().unwrap().unwrap_err();
     assert!(

@@ -1,7 +1,7 @@
-//! What one rank does with its own state dict.
+//! Functions that one rank runs on its own state dict.
 
 use candle_core::{DType, Device, Tensor};
-use fsdp_flat::storage::with_bytes_mut;
+use fsdp_flat::storage::HostBytesMut;
 use fsdp_flat::{RawTensor, ShardedTensor};
 use fsdp_layout::{KeyPath, PlainValue};
 use fsdp_state::{
@@ -12,7 +12,7 @@ use fsdp_state::{
 
 use crate::ranks::{bits, bits_at, chunks, cut, f32s, flat_ranges, run, tensor};
 
-/// A value of every kind.
+/// Makes a dict with a value of every kind.
 fn mixed(seed: u64) -> StateDict {
     let mut state = StateDict::new();
     state.insert("tensor", f32s(&[5, 2], seed));
@@ -29,7 +29,7 @@ fn mixed(seed: u64) -> StateDict {
     state
 }
 
-/// All bytes and values, for comparison.
+/// Returns all bytes and values, for comparison.
 fn contents(state: &StateDict) -> Vec<String> {
     struct Contents(Vec<String>);
     impl StateDictCallbacks for Contents {
@@ -107,13 +107,10 @@ fn offloaded_tensors_are_copies_on_the_ranks_that_keep_them() {
             continue;
         }
         assert_eq!(contents(&offloaded), contents(&state));
-        let overwrite = |state: &StateDict| {
-            let tensor = state.get("tensor").and_then(StateValue::as_tensor).unwrap();
-            with_bytes_mut(tensor, |bytes| bytes.fill(7)).unwrap();
-            let shard = state.get("sharded").and_then(StateValue::as_sharded).unwrap().shards()[0].clone();
-            with_bytes_mut(&shard.tensor, |bytes| bytes.fill(7)).unwrap();
-        };
-        overwrite(&offloaded);
+        let tensor = offloaded.get("tensor").and_then(StateValue::as_tensor).unwrap();
+        HostBytesMut::write(tensor).unwrap().fill(7);
+        let shard = &offloaded.get("sharded").and_then(StateValue::as_sharded).unwrap().shards()[0];
+        HostBytesMut::write(&shard.tensor).unwrap().fill(7);
         assert_eq!(contents(&state), contents(&mixed(4)));
     }
 }
@@ -128,7 +125,7 @@ fn a_companion_takes_the_values_of_boxes_in_place() {
     assert_eq!(contents(&companion), contents(&state));
     assert_eq!(contents(&result), contents(&state));
     let shard = &result.get("dt").and_then(StateValue::as_sharded).unwrap().shards()[0].tensor;
-    with_bytes_mut(shard, |bytes| bytes.fill(1)).unwrap();
+    HostBytesMut::write(shard).unwrap().fill(1);
     assert_ne!(contents(&companion), contents(&state));
     // On a rank that does not keep, the companion is not even looked at.
     let nothing = StateDict::new();
@@ -190,7 +187,7 @@ fn full_and_cpu_are_chosen_apart_from_who_keeps_the_result() {
         for (full_state_dict, cpu_offload) in [(false, false), (false, true), (true, false), (true, true)] {
             for keep_on in [KeepOn::All, KeepOn::Ranks(vec![1])] {
                 let options = FullOrCpuOptions { full_state_dict, cpu_offload, keep_on: keep_on.clone() };
-                let result = maybe_full_or_cpu_state_dict(&group, &state, &options).unwrap();
+                let result = maybe_full_or_cpu_state_dict(&state, &group, &options).unwrap();
                 if !keep_on.contains(group.rank()) {
                     assert!(result.is_empty());
                 } else if full_state_dict {

@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::*;
 
-/// What torch 2.15 gives; made by `algorithm.py` beside it.
+/// Returns the results of torch 2.15, made by `algorithm.py` beside it.
 fn goldens() -> Value {
     serde_json::from_str(include_str!("../../../tests/data/algorithm.json")).unwrap()
 }

@@ -4,7 +4,7 @@ use half::{bf16, f16};
 
 use super::*;
 
-/// What the tests need of an element type.
+/// The operations that the tests need of an element type.
 trait TestFloat: Float {
     const BYTES: usize = size_of::<Self>();
     fn from_f64(value: f64) -> Self;

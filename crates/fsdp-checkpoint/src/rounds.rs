@@ -1,0 +1,81 @@
+//! Gathering what ranks have in bounded pieces, however much it is together.
+
+use fsdp_comm::{CommError, ProcessGroup};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+/// The most bytes that the root receives in one round, but for the last piece in it.
+pub(crate) const ROUND_BYTES: u64 = 64 << 20;
+
+/// Gathers every rank's pieces on the root, in the order of the ranks, in as many rounds as it takes. `None` on all other
+/// ranks. Collective: one all-gather of sizes, and a gather for each round.
+///
+/// `bytes` says about how many bytes it takes to send a piece.
+pub(crate) fn gather_in_rounds<T: Serialize + DeserializeOwned>(
+    group: &ProcessGroup,
+    pieces: Vec<T>,
+    bytes: impl Fn(&T) -> u64,
+    root: usize,
+) -> Result<Option<Vec<Vec<T>>>, CommError> {
+    gather_in_rounds_of(ROUND_BYTES, group, pieces, bytes, root)
+}
+
+fn gather_in_rounds_of<T: Serialize + DeserializeOwned>(
+    round_bytes: u64,
+    group: &ProcessGroup,
+    pieces: Vec<T>,
+    bytes: impl Fn(&T) -> u64,
+    root: usize,
+) -> Result<Option<Vec<Vec<T>>>, CommError> {
+    let sizes = group.all_gather_object(&pieces.iter().map(&bytes).sum::<u64>())?;
+    // All pieces in a row, the ranks one after the other: a piece goes in the round in which it starts.
+    let rounds = sizes.iter().sum::<u64>().div_ceil(round_bytes).max(1);
+    let mut at: u64 = sizes[..group.rank()].iter().sum();
+    let mut pieces = pieces.into_iter().peekable();
+    let mut gathered: Vec<Vec<T>> = Vec::new();
+    for round in 1..=rounds {
+        let end = if round == rounds { u64::MAX } else { round * round_bytes };
+        let mut part = Vec::new();
+        while let Some(piece) = pieces.next_if(|_| at < end) {
+            at += bytes(&piece);
+            part.push(piece);
+        }
+        let Some(parts) = group.gather_object(&part, root)? else { continue };
+        gathered.resize_with(parts.len(), Vec::new);
+        for (all, part) in gathered.iter_mut().zip(parts) {
+            all.extend(part);
+        }
+    }
+    Ok((group.rank() == root).then_some(gathered))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use fsdp_comm::{Operation, run_local};
+
+    #[test]
+    fn any_round_size_gathers_the_same_pieces_in_order() {
+        for world in [1, 3] {
+            for round_bytes in [1, 10, 33, 1000] {
+                run_local(world, |group| {
+                    // Rank 1 has none; the others' pieces are of different sizes, some larger than a round.
+                    let count = if group.rank() == 1 { 0 } else { 20 };
+                    let pieces: Vec<(usize, u64)> = (0..count).map(|piece| (group.rank(), piece)).collect();
+                    let before = group.traffic();
+                    let bytes = |piece: &(usize, u64)| piece.1;
+                    let gathered = gather_in_rounds_of(round_bytes, &group, pieces, bytes, 0).unwrap();
+                    let total = (0..20).sum::<u64>() * if world == 1 { 1 } else { 2 };
+                    let rounds = group.traffic().since(&before).count(Operation::GatherObject);
+                    assert_eq!(rounds, total.div_ceil(round_bytes));
+                    assert_eq!(gathered.is_some(), group.rank() == 0);
+                    for (rank, pieces) in gathered.iter().flatten().enumerate() {
+                        let count = if rank == 1 { 0 } else { 20 };
+                        assert_eq!(*pieces, (0..count).map(|piece| (rank, piece)).collect::<Vec<_>>());
+                    }
+                })
+                .unwrap();
+            }
+        }
+    }
+}

@@ -1,0 +1,261 @@
+//! A checkpoint of any format as the source of a load: each rank reads the bytes that it needs, and nothing else.
+
+use candle_core::Tensor;
+use fsdp_comm::ProcessGroup;
+use fsdp_dcp::checkpoint::Checkpoint;
+use fsdp_dcp::metadata::{Entry, Metadata};
+use fsdp_dcp::plan::{LoadRequest, ReadPlanOptions};
+use fsdp_dcp::reader::{Destination, ReadOptions};
+use fsdp_flat::storage::StorageGuard;
+use fsdp_layout::{ErrorKind, Failure as _, KeyPath, PathPart, TensorBox};
+use fsdp_state::engine::Wanted;
+use fsdp_state::{Leaf, Lend, LoadError as _, LoadOptions, Memory, Schema, Source, StateValue};
+use indexmap::IndexMap;
+
+use crate::CheckpointError;
+
+/// The bytes that are lent and read at once: more than threads can be busy with, and a bound for memory that values pass
+/// through on their way to a device or to another dtype.
+const WINDOW: usize = 512 << 20;
+
+/// An open checkpoint of any format, as the source of a load.
+///
+/// Every rank opens it for itself and reads for itself; the only collectives are agreements.
+pub struct CheckpointSource<'a> {
+    checkpoint: &'a dyn Checkpoint,
+    schema: Schema,
+    /// The checkpoint's keys, in the order of the schema.
+    keys: Vec<String>,
+}
+
+impl<'a> CheckpointSource<'a> {
+    /// Returns a source of everything in a checkpoint, by the paths that the saved state dict had. Formats without paths
+    /// have their keys instead.
+    #[must_use]
+    pub fn new(checkpoint: &'a dyn Checkpoint) -> Self {
+        let metadata = checkpoint.metadata();
+        Self::with_paths(checkpoint, |key| path_of(metadata, key))
+    }
+
+    /// Returns a source of everything in a checkpoint, where the keys of formats without paths get those of `paths`.
+    #[must_use]
+    pub fn with_known_paths(checkpoint: &'a dyn Checkpoint, paths: &IndexMap<String, KeyPath>) -> Self {
+        let metadata = checkpoint.metadata();
+        let has_paths = metadata.planner_data.is_some();
+        let known = |key: &str| paths.get(key).filter(|_| !has_paths).cloned();
+        Self::with_paths(checkpoint, |key| known(key).unwrap_or_else(|| path_of(metadata, key)))
+    }
+
+    /// Returns a source of everything in a checkpoint, by its flat keys.
+    pub(crate) fn by_flat_key(checkpoint: &'a dyn Checkpoint) -> Self {
+        Self::with_paths(checkpoint, flat_path)
+    }
+
+    fn with_paths(checkpoint: &'a dyn Checkpoint, path: impl Fn(&str) -> KeyPath) -> Self {
+        let entries = checkpoint.metadata().entries.iter();
+        let mut leaves: Vec<(KeyPath, Leaf, String)> =
+            entries.map(|(key, entry)| (path(key), leaf(entry), key.clone())).collect();
+        leaves.sort_by(|(a, ..), (b, ..)| a.cmp(b));
+        let (schema, keys) = leaves.into_iter().map(|(path, leaf, key)| ((path, leaf), key)).unzip();
+        CheckpointSource { checkpoint, schema: Schema::new(schema), keys }
+    }
+
+    /// Leaves out the plain values outside of `state` that hold objects of other programs, which nothing here may make; returns
+    /// their keys too.
+    ///
+    /// # Errors
+    /// Values that cannot be read for another reason.
+    pub(crate) fn without_foreign_objects(
+        self,
+        is_state: impl Fn(&KeyPath) -> bool,
+    ) -> Result<(Self, Vec<String>), CheckpointError> {
+        let (mut leaves, mut keys, mut left_out) = (Vec::new(), Vec::new(), Vec::new());
+        for ((path, leaf), key) in self.schema.iter().zip(self.keys) {
+            if matches!(leaf, Leaf::Plain)
+                && !is_state(path)
+                && let Err(error) = self.checkpoint.read_value(&key)
+            {
+                if error.kind() != ErrorKind::Unsafe {
+                    return Err(error.into());
+                }
+                left_out.push(key);
+                continue;
+            }
+            leaves.push((path.clone(), leaf.clone()));
+            keys.push(key);
+        }
+        Ok((CheckpointSource { checkpoint: self.checkpoint, schema: Schema::new(leaves), keys }, left_out))
+    }
+
+    /// Returns the checkpoint.
+    #[must_use]
+    pub fn checkpoint(&self) -> &'a dyn Checkpoint {
+        self.checkpoint
+    }
+
+    fn key(&self, position: usize) -> &str {
+        self.keys.get(position).map_or("", String::as_str)
+    }
+
+    /// Returns what to ask the checkpoint for.
+    fn request(&self, wanted: &Wanted) -> LoadRequest {
+        let (fqn, shape) = (self.key(wanted.position).to_owned(), wanted.shape.clone());
+        LoadRequest { fqn, dtype: wanted.dtype, shape, boxes: wanted.boxes.clone() }
+    }
+
+    /// Fills memory with the wanted boxes.
+    fn fill(&self, wanted: &[Wanted], memories: &mut [Memory], options: ReadOptions) -> Result<(), CheckpointError> {
+        let tensors: Vec<Vec<_>> = memories.iter().map(Memory::tensors).collect();
+        let mut guard = StorageGuard::take(&tensors.iter().flatten().collect::<Vec<_>>())?;
+        let is_again = repeated(wanted, &tensors, &guard);
+        let mut slices = guard.bytes_mut().into_iter();
+        let mut destinations = Vec::with_capacity(wanted.len());
+        let mut overlapping = Vec::new();
+        for (index, (((wanted, memory), tensors), is_again)) in
+            wanted.iter().zip(memories.iter_mut()).zip(&tensors).zip(is_again).enumerate()
+        {
+            let own: Vec<Option<&mut [u8]>> = slices.by_ref().take(tensors.len()).collect();
+            let own: Option<Vec<&mut [u8]>> = own.into_iter().collect();
+            let buffers = match (memory.raw_bytes_mut(), own) {
+                (Some(bytes), _) => vec![bytes],
+                (None, Some(own)) => own,
+                (None, None) => {
+                    overlapping.extend(Some(index).filter(|_| !is_again));
+                    continue;
+                }
+            };
+            destinations.push(Destination { request: self.request(wanted), buffers });
+        }
+        self.checkpoint.read(destinations, options)?;
+        // Tensors that share some of their elements with others cannot be lent together, so they get copies.
+        drop(guard);
+        for index in overlapping {
+            let wanted = &wanted[index];
+            let mut copy = [Memory::fresh(wanted.dtype, &wanted.shape, &wanted.boxes)?];
+            self.fill(std::slice::from_ref(wanted), &mut copy, options)?;
+            if let [Memory::Tensors(values)] = &copy {
+                memories[index].fill_from(values)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Returns for each of the wanted tensors whether it is one before it under another name, as tied parameters are: the same
+/// boxes in the same memory. The tensors of each are neighbours in the guard.
+fn repeated(wanted: &[Wanted], tensors: &[Vec<Tensor>], guard: &StorageGuard) -> Vec<bool> {
+    let owners: Vec<usize> =
+        tensors.iter().enumerate().flat_map(|(index, tensors)| std::iter::repeat_n(index, tensors.len())).collect();
+    let mut repeated = Vec::with_capacity(wanted.len());
+    let mut first = 0;
+    for (wanted_here, tensors) in wanted.iter().zip(tensors) {
+        let same: Option<Vec<usize>> = (first..first + tensors.len()).map(|at| guard.same_as(at)).collect();
+        first += tensors.len();
+        // A tensor without shards has no memory that another could have.
+        let before = same.and_then(|same| Some((*same.first()?, same)));
+        repeated.push(before.is_some_and(|(at, same)| {
+            let before = owners[at];
+            wanted[before].boxes == wanted_here.boxes && same.iter().all(|&at| owners[at] == before)
+        }));
+    }
+    repeated
+}
+
+impl Source for CheckpointSource<'_> {
+    type Error = CheckpointError;
+
+    fn schema(&self) -> &Schema {
+        &self.schema
+    }
+
+    fn values(&self, positions: &[usize]) -> Result<Vec<StateValue>, CheckpointError> {
+        // All tensors are read together.
+        let (mut wanted, mut memories) = (Vec::new(), Vec::new());
+        for &position in positions {
+            if let Some((dtype, shape)) = self.schema.get(position).and_then(|(_, leaf)| leaf.tensor()) {
+                let boxes = vec![TensorBox::whole(shape)];
+                memories.push(Memory::fresh(dtype, shape, &boxes)?);
+                wanted.extend(Wanted::of(&self.schema, position, dtype, boxes));
+            }
+        }
+        self.fill(&wanted, &mut memories, ReadOptions::default())?;
+        let mut memories = memories.into_iter();
+        let mut values = Vec::with_capacity(positions.len());
+        for &position in positions {
+            let is_tensor = self.schema.get(position).is_some_and(|(_, leaf)| leaf.tensor().is_some());
+            let memory = if is_tensor { memories.next() } else { None };
+            values.push(match memory {
+                Some(memory) => memory.into_value(true, &candle_core::Device::Cpu)?,
+                None => self.checkpoint.read_value(self.key(position))?.into(),
+            });
+        }
+        Ok(values)
+    }
+
+    fn locate(
+        &mut self,
+        group: &ProcessGroup,
+        operation: &'static str,
+        wanted: &[Wanted],
+        _: &dyn Fn(usize, usize) -> Option<Vec<TensorBox>>,
+        _: &LoadOptions,
+    ) -> Result<(), CheckpointError> {
+        let requests: Vec<LoadRequest> = wanted.iter().map(|wanted| self.request(wanted)).collect();
+        // Every box is covered by chunks, and every file is there and long enough.
+        let checked = self.checkpoint.check_read(&requests, ReadPlanOptions::default());
+        CheckpointError::agree(group, operation, None, checked.map(|_| ()).map_err(CheckpointError::from))
+    }
+
+    fn read(
+        &mut self,
+        _: &ProcessGroup,
+        _: &'static str,
+        wanted: &[Wanted],
+        lend: &mut dyn Lend,
+        options: &LoadOptions,
+    ) -> Result<(), CheckpointError> {
+        let options = ReadOptions { threads: options.threads, ..ReadOptions::default() };
+        let mut first = 0;
+        while first < wanted.len() {
+            let window = window(&wanted[first..]);
+            let positions = first..first + window;
+            // Ask for the memory of a window of tensors, fill all of it, and give it back in the same order.
+            let mut memories = positions.clone().map(|index| lend.lend(index)).collect::<Result<Vec<_>, _>>()?;
+            self.fill(&wanted[positions.clone()], &mut memories, options)?;
+            positions.zip(memories).try_for_each(|(index, memory)| lend.filled(index, memory))?;
+            first += window;
+        }
+        Ok(())
+    }
+}
+
+/// Returns how many of the wanted tensors to read at once: at least one.
+fn window(wanted: &[Wanted]) -> usize {
+    let mut bytes: usize = 0;
+    for (index, wanted) in wanted.iter().enumerate() {
+        let elements: usize = wanted.boxes.iter().map(TensorBox::numel).sum();
+        bytes = bytes.saturating_add(elements.saturating_mul(wanted.dtype.size_in_bytes() as usize));
+        // A tensor that is larger than the window is read by itself.
+        if index > 0 && bytes > WINDOW {
+            return index;
+        }
+    }
+    wanted.len()
+}
+
+fn leaf(entry: &Entry) -> Leaf {
+    match entry {
+        Entry::Bytes(_) => Leaf::Plain,
+        Entry::Tensor(tensor) => Leaf::Whole { dtype: tensor.properties.dtype, shape: tensor.shape.clone() },
+    }
+}
+
+/// Returns the path that a key had in the saved state dict.
+fn path_of(metadata: &Metadata, key: &str) -> KeyPath {
+    let path = metadata.planner_data.as_ref().and_then(|paths| paths.get(key));
+    path.cloned().unwrap_or_else(|| flat_path(key))
+}
+
+fn flat_path(key: &str) -> KeyPath {
+    KeyPath(vec![PathPart::Key(key.to_owned())])
+}

@@ -1,0 +1,187 @@
+//! State that can be saved and loaded: the trait [`Stateful`], and [`TrainState`], which most runs are.
+
+use fsdp_comm::ProcessGroup;
+use fsdp_dcp::checkpoint::Checkpoint;
+use fsdp_layout::{KeyPath, PathPart};
+use fsdp_nn::state::{LiveTarget, StatePrefixes};
+use fsdp_nn::torch::{StateDictOptions, get_model_state_dict, get_optimizer_state_dict};
+use fsdp_nn::{FullyShardedDataParallel, Optimizer};
+use fsdp_state::{
+    LoadError as _, LoadOptions, LoadReport, Schema, Source as _, StateDict, StateError, flatten_state_dict, load_state,
+};
+
+use crate::CheckpointError;
+use crate::load::fill;
+use crate::source::CheckpointSource;
+
+/// State that a [`Checkpointer`](crate::Checkpointer) saves and loads: torch's `Stateful`.
+pub trait Stateful {
+    /// Returns the state as it is to be saved. Values may be views of live tensors: they are read at once, or copied before a
+    /// save in the background begins. No communication.
+    ///
+    /// # Errors
+    /// This rank's own. A save makes it every rank's.
+    fn state_dict(&self) -> Result<StateDict, CheckpointError>;
+
+    /// Loads the state from an open checkpoint, which every rank of `group` has opened. Collective.
+    ///
+    /// # Errors
+    /// The same on every rank; nothing has changed then, but for
+    /// [`StateError::PartlyLoaded`].
+    fn load_state_dict(
+        &mut self,
+        checkpoint: &dyn Checkpoint,
+        group: &ProcessGroup,
+        options: &LoadOptions,
+    ) -> Result<LoadReport, CheckpointError>;
+}
+
+/// A state dict is saved as it is. A load fills its tensors in place and replaces its plain values, as
+/// [`load_in_place`](crate::load_in_place()).
+impl Stateful for StateDict {
+    fn state_dict(&self) -> Result<StateDict, CheckpointError> {
+        Ok(self.clone())
+    }
+
+    fn load_state_dict(
+        &mut self,
+        checkpoint: &dyn Checkpoint,
+        group: &ProcessGroup,
+        options: &LoadOptions,
+    ) -> Result<LoadReport, CheckpointError> {
+        fill("load", checkpoint, self, group, options, true)
+    }
+}
+
+/// The key of the model's state in a checkpoint.
+const MODEL: &str = "model";
+/// The key of the optimizers' state in a checkpoint.
+const OPTIM: &str = "optim";
+
+/// A run's state: the model, its optimizers, and values beside them.
+///
+/// In a checkpoint it is `{"model": …, "optim": …}` and the values, as torch programs save it. A load fills the shards of
+/// the live model and the optimizers' state where they are, with no second copy of them, and replaces plain values.
+///
+/// What a checkpoint holds and the run can hold is loaded. A strict load (the default) refuses the rest: names that only
+/// one side has, but for plain values, which are added to [`TrainState::values`]. A load that is not strict leaves out the
+/// rest, and values that hold objects of other programs. A checkpoint without a `model` key, such as
+/// a published one, is a model's; load it into a run without optimizers.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{Linear, Module, linear};
+/// use fsdp_checkpoint::{CheckpointError, Checkpointer, CheckpointerOptions, TrainState};
+/// use fsdp_comm::ProcessGroup;
+/// use fsdp_nn::algorithm::{Algorithm, SgdOptions};
+/// use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer};
+///
+/// fn build(group: &ProcessGroup) -> Result<TrainState<Linear>, CheckpointError> {
+///     let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| linear(3, 2, scope.vb()))?;
+///     let optimizer = Optimizer::new(model.parameters(), Algorithm::Sgd(SgdOptions { momentum: 0.9, ..SgdOptions::default() }))?;
+///     let mut run = TrainState::new(model, vec![optimizer]);
+///     run.values.insert("step", 0i64);
+///     Ok(run)
+/// }
+///
+/// let dir = tempfile::tempdir()?;
+/// let steps = fsdp_comm::run_local(2, |group| {
+///     let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default())?;
+///     let mut run = build(&group)?;
+///     let x = Tensor::ones((1, 3), DType::F32, &Device::Cpu)?;
+///     run.model.backward(&run.model.forward(|layer| layer.forward(&x)?.sqr()?.mean_all())?)?;
+///     run.optimizers[0].step()?;
+///     run.values.insert("step", 1i64);
+///     checkpointer.save(1, &run)?;
+///
+///     let mut resumed = build(&group)?;
+///     checkpointer.load_latest(&mut resumed)?;
+///     Ok::<_, CheckpointError>(resumed.values.plain_at(&["step"]).and_then(|step| step.as_int()))
+/// })?;
+/// assert_eq!(steps.into_iter().collect::<Result<Vec<_>, _>>()?, [Some(1), Some(1)]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[non_exhaustive]
+pub struct TrainState<M> {
+    /// The model.
+    pub model: FullyShardedDataParallel<M>,
+    /// The optimizers, all over this model.
+    pub optimizers: Vec<Optimizer>,
+    /// Values beside them, by their keys in the checkpoint: steps done, a learning-rate schedule, a random generator, the
+    /// position in the data. Plain values must be the same on every rank.
+    pub values: StateDict,
+}
+
+impl<M> TrainState<M> {
+    /// Returns the state of a run without values beside model and optimizers.
+    #[must_use]
+    pub fn new(model: FullyShardedDataParallel<M>, optimizers: Vec<Optimizer>) -> Self {
+        TrainState { model, optimizers, values: StateDict::new() }
+    }
+}
+
+impl<M> Stateful for TrainState<M> {
+    fn state_dict(&self) -> Result<StateDict, CheckpointError> {
+        let parameters = self.model.parameters();
+        let views = StateDictOptions { share_storage: true, ..StateDictOptions::default() };
+        let mut state = StateDict::new();
+        state.insert(MODEL, get_model_state_dict(parameters, &views)?);
+        if !self.optimizers.is_empty() {
+            let optimizers: Vec<&Optimizer> = self.optimizers.iter().collect();
+            state.insert(OPTIM, get_optimizer_state_dict(parameters, &optimizers, &views)?);
+        }
+        for (key, value) in &self.values {
+            if state.insert(key, value.clone()).is_some() {
+                return Err(StateError::DuplicateKey { key: key.to_owned() }.into());
+            }
+        }
+        Ok(state)
+    }
+
+    fn load_state_dict(
+        &mut self,
+        checkpoint: &dyn Checkpoint,
+        group: &ProcessGroup,
+        options: &LoadOptions,
+    ) -> Result<LoadReport, CheckpointError> {
+        let parameters = self.model.parameters();
+        let optimizers: Vec<&mut Optimizer> = self.optimizers.iter_mut().collect();
+        let prepared = flatten_state_dict(&self.values).map_err(CheckpointError::from).and_then(|values| {
+            let source = CheckpointSource::with_known_paths(checkpoint, &values.paths);
+            let (source, left_out) = if options.strict {
+                (source, Vec::new())
+            } else {
+                source.without_foreign_objects(|path| is_below(path, MODEL) || is_below(path, OPTIM))?
+            };
+            // A checkpoint without a `model` key is a model's.
+            let model = if has_key(source.schema(), MODEL) { vec![MODEL.to_owned()] } else { Vec::new() };
+            let optim = (!optimizers.is_empty()).then(|| vec![OPTIM.to_owned()]);
+            let prefixes = StatePrefixes { model: Some(model), optim };
+            Ok((source, LiveTarget::new(parameters, optimizers, prefixes)?, left_out))
+        });
+        let (mut source, target, left_out) = match prepared {
+            Ok(prepared) => prepared,
+            // The round in which the other ranks compare.
+            Err(error) => return CheckpointError::agree(group, "load", Some(0), Err(error)),
+        };
+        let mut target = target.with_values(&mut self.values);
+        let mut report: LoadReport =
+            load_state::<_, _, CheckpointError>("load", group, &mut source, &mut target, options)?;
+        report.unexpected.extend(left_out);
+        report.sort();
+        Ok(report)
+    }
+}
+
+fn has_key(schema: &Schema, key: &str) -> bool {
+    schema.iter().any(|(path, _)| is_below(path, key))
+}
+
+/// Returns `true` if a path lies below a key, in formats of flat keys also by its beginning.
+fn is_below(path: &KeyPath, key: &str) -> bool {
+    match path.0.as_slice() {
+        [PathPart::Key(flat)] => flat.strip_prefix(key).is_some_and(|rest| rest.starts_with('.')),
+        [PathPart::Key(first), ..] => first == key,
+        _ => false,
+    }
+}

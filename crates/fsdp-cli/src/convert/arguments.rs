@@ -1,0 +1,214 @@
+//! The options of `fsdp convert` and `fsdp reshard`.
+
+use anyhow::{Error, Result};
+use clap::builder::RangedU64ValueParser;
+use clap::{Args, ValueEnum};
+use fsdp_dcp::Location;
+use fsdp_dcp::convert::OutputFormat;
+use fsdp_layout::DType;
+
+use crate::failure::UsageError;
+
+/// The largest number of ranks of a checkpoint.
+const MAX_RANKS: u64 = 1 << 16;
+
+/// The default size limit of a file in Hugging Face's layout, which is that of Hugging Face's own writers.
+const MAX_SHARD_BYTES: u64 = 5_000_000_000;
+
+fn ranks() -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(1..=MAX_RANKS)
+}
+
+/// The formats that can be written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum To {
+    /// A directory of torch.distributed.checkpoint, for --world-size ranks
+    Dcp,
+    /// One safetensors file
+    Safetensors,
+    /// A directory of safetensors files with an index, each of at most --max-shard-size
+    Hf,
+    /// A directory of safetensors files, one a rank, as torch's HuggingFaceStorageWriter writes it
+    HfSharded,
+    /// One file that torch.load(weights_only=True) opens
+    Torch,
+}
+
+impl To {
+    pub(super) const fn name(self) -> &'static str {
+        match self {
+            To::Dcp => "dcp",
+            To::Safetensors => "safetensors",
+            To::Hf => "hf",
+            To::HfSharded => "hf-sharded",
+            To::Torch => "torch",
+        }
+    }
+}
+
+/// The dtypes to cast to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum CastTo {
+    #[value(alias = "f64")]
+    Float64,
+    #[value(alias = "f32")]
+    Float32,
+    #[value(alias = "f16")]
+    Float16,
+    #[value(alias = "bf16")]
+    Bfloat16,
+}
+
+pub(super) fn dtype(to: CastTo) -> DType {
+    match to {
+        CastTo::Float64 => DType::F64,
+        CastTo::Float32 => DType::F32,
+        CastTo::Float16 => DType::F16,
+        CastTo::Bfloat16 => DType::BF16,
+    }
+}
+
+/// Options of `fsdp convert`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  fsdp convert runs/demo/step-00000300 model.safetensors --to safetensors --include 'model.*' --rename model.=
+  fsdp convert runs/demo/step-00000300 model --to hf --dtype bfloat16 --max-shard-size 2GB
+  fsdp convert model.safetensors sharded --to dcp --world-size 4 --prefix model.")]
+pub(crate) struct ConvertArguments {
+    /// A checkpoint of any format
+    #[arg(value_name = "SRC")]
+    pub(super) source: Location,
+    /// Place to write to; nothing may be there, unless --overwrite is given
+    #[arg(value_name = "DST")]
+    pub(super) destination: Location,
+    /// The format to write
+    #[arg(long, value_enum, env = "FSDP_TO")]
+    pub(super) to: To,
+    /// Ranks of the destination, for dcp and hf-sharded [default: 1]
+    #[arg(long, value_name = "N", env = "FSDP_WORLD_SIZE", value_parser = ranks())]
+    world_size: Option<usize>,
+    /// Largest size of a file, for hf: 500MB, 2GiB [default: 5GB]
+    #[arg(long, value_name = "SIZE", env = "FSDP_MAX_SHARD_SIZE", value_parser = size)]
+    max_shard_size: Option<u64>,
+    /// Only keys that this glob matches; may be given more than once
+    #[arg(long, value_name = "GLOB", env = "FSDP_INCLUDE")]
+    pub(super) include: Vec<String>,
+    /// No keys that this glob matches; may be given more than once
+    #[arg(long, value_name = "GLOB", env = "FSDP_EXCLUDE")]
+    pub(super) exclude: Vec<String>,
+    /// Replace OLD by NEW in keys that are OLD or begin with OLD and a dot; `model.=` removes `model.`.
+    /// May be given more than once: the first rule that fits a key counts
+    #[arg(long, value_name = "OLD=NEW", env = "FSDP_RENAME", value_parser = rule)]
+    pub(super) rename: Vec<(String, String)>,
+    /// Put this before all keys, after --rename
+    #[arg(long, value_name = "PREFIX", env = "FSDP_PREFIX")]
+    pub(super) prefix: Option<String>,
+    /// Cast tensors of float64, float32, float16 and bfloat16
+    #[arg(long, value_enum, env = "FSDP_DTYPE")]
+    pub(super) dtype: Option<CastTo>,
+    /// Replace the checkpoint at DST, once everything is written
+    #[arg(long, env = "FSDP_OVERWRITE")]
+    pub(super) overwrite: bool,
+    /// Only show the keys, the number of bytes and the memory that writing would take
+    #[arg(long, env = "FSDP_DRY_RUN")]
+    pub(super) dry_run: bool,
+    /// One JSON object on stdout
+    #[arg(long, env = "FSDP_JSON")]
+    pub(super) json: bool,
+    /// No progress bar, also on a terminal
+    #[arg(long, env = "FSDP_NO_PROGRESS")]
+    pub(super) no_progress: bool,
+}
+
+/// Options of `fsdp reshard`.
+#[derive(Debug, Args)]
+pub(crate) struct ReshardArguments {
+    /// A checkpoint of any format
+    #[arg(value_name = "SRC")]
+    pub(super) source: Location,
+    /// The directory to write; nothing may be there, unless --overwrite is given
+    #[arg(value_name = "DST")]
+    pub(super) destination: Location,
+    /// Ranks of the destination
+    #[arg(long, value_name = "N", env = "FSDP_WORLD_SIZE", value_parser = ranks())]
+    pub(super) world_size: usize,
+    /// Replace the checkpoint at DST, once everything is written
+    #[arg(long, env = "FSDP_OVERWRITE")]
+    pub(super) overwrite: bool,
+    /// One JSON object on stdout
+    #[arg(long, env = "FSDP_JSON")]
+    pub(super) json: bool,
+    /// No progress bar, also on a terminal
+    #[arg(long, env = "FSDP_NO_PROGRESS")]
+    pub(super) no_progress: bool,
+}
+
+impl ConvertArguments {
+    /// Returns the format to write, with its options.
+    ///
+    /// # Errors
+    /// An option that the format does not have.
+    pub(super) fn target(&self) -> Result<OutputFormat> {
+        if self.world_size.is_some() && !matches!(self.to, To::Dcp | To::HfSharded) {
+            return Err(self.unused("--world-size"));
+        }
+        if self.max_shard_size.is_some() && self.to != To::Hf {
+            return Err(self.unused("--max-shard-size"));
+        }
+        let ranks = self.world_size.unwrap_or(1);
+        Ok(match self.to {
+            To::Dcp => OutputFormat::Dcp { ranks },
+            To::Safetensors => OutputFormat::SafetensorsFile,
+            To::Hf => {
+                OutputFormat::SafetensorsDirectory { max_file_bytes: self.max_shard_size.unwrap_or(MAX_SHARD_BYTES) }
+            }
+            To::HfSharded => OutputFormat::SafetensorsShards { ranks },
+            To::Torch => OutputFormat::Torch,
+        })
+    }
+
+    fn unused(&self, option: &'static str) -> Error {
+        UsageError::Unused { option, to: self.to.name() }.into()
+    }
+}
+
+/// Parses a size: `2GiB`, `500MB`, `4096`.
+fn size(text: &str) -> Result<u64, String> {
+    let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();
+    let (number, unit) = text.split_at(digits);
+    let unit = match unit.trim().to_ascii_lowercase().as_str() {
+        "" | "b" => 1,
+        "kb" => 1_000,
+        "mb" => 1_000_000,
+        "gb" => 1_000_000_000,
+        "kib" => 1 << 10,
+        "mib" => 1 << 20,
+        "gib" => 1 << 30,
+        _ => return Err("a size is a number and B, KB, MB, GB, KiB, MiB or GiB".to_owned()),
+    };
+    let bytes = number.parse::<u64>().ok().and_then(|number| number.checked_mul(unit));
+    bytes.filter(|&bytes| bytes > 0).ok_or_else(|| "a size is a positive whole number and a unit".to_owned())
+}
+
+fn rule(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((old, new)) if !old.is_empty() => Ok((old.to_owned(), new.to_owned())),
+        _ => Err("a rule is OLD=NEW".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_have_units() {
+        assert_eq!(size("4096"), Ok(4096));
+        assert_eq!(size("2GiB"), Ok(2 << 30));
+        assert_eq!(size("500 mb"), Ok(500_000_000));
+        for bad in ["", "GB", "0", "-1", "1.5GB", "5XB", "99999999999GiB"] {
+            assert!(size(bad).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,112 @@
+//! The keys that are converted, and their new names.
+
+use anyhow::Result;
+use fsdp_dcp::convert::Rename;
+use fsdp_dcp::metadata::Metadata;
+use globset::{Glob, GlobSet, GlobSetBuilder};
+
+use crate::failure::UsageError;
+
+/// `--include`, `--exclude`, `--rename` and `--prefix`.
+pub(super) struct Keys<'a> {
+    include: Option<GlobSet>,
+    exclude: GlobSet,
+    rules: &'a [(String, String)],
+    prefix: Option<&'a str>,
+}
+
+impl<'a> Keys<'a> {
+    /// Reads the options.
+    ///
+    /// # Errors
+    /// A glob that is none.
+    pub(super) fn new(
+        include: &[String],
+        exclude: &[String],
+        rules: &'a [(String, String)],
+        prefix: Option<&'a str>,
+    ) -> Result<Self> {
+        let include = if include.is_empty() { None } else { Some(globs(include)?) };
+        Ok(Keys { include, exclude: globs(exclude)?, rules, prefix })
+    }
+
+    fn selects(&self, key: &str) -> bool {
+        self.include.as_ref().is_none_or(|include| include.is_match(key)) && !self.exclude.is_match(key)
+    }
+
+    pub(super) fn rename(&self, key: &str) -> Rename {
+        if !self.selects(key) {
+            return Rename::Drop;
+        }
+        let renamed = self.rules.iter().find_map(|rule| apply(rule, key));
+        match (renamed, self.prefix) {
+            (None, None) => Rename::Keep,
+            (Some(name), None) => Rename::To(name),
+            (name, Some(prefix)) => Rename::To(format!("{prefix}{}", name.as_deref().unwrap_or(key))),
+        }
+    }
+
+    /// Checks that the options fit the keys of a checkpoint.
+    ///
+    /// # Errors
+    /// Nothing is selected, a rule fits nothing (both are likely slips), or a key would become empty.
+    pub(super) fn check(&self, metadata: &Metadata) -> Result<()> {
+        let selected: Vec<&str> = metadata.entries.keys().map(String::as_str).filter(|key| self.selects(key)).collect();
+        if selected.is_empty() && !metadata.entries.is_empty() {
+            return Err(UsageError::NothingSelected.into());
+        }
+        for rule in self.rules {
+            if !selected.iter().any(|key| apply(rule, key).is_some()) {
+                return Err(UsageError::UnusedRule { rule: format!("{}={}", rule.0, rule.1) }.into());
+            }
+        }
+        if selected.iter().any(|key| self.rename(key) == Rename::To(String::new())) {
+            return Err(UsageError::EmptyKey.into());
+        }
+        Ok(())
+    }
+}
+
+fn globs(patterns: &[String]) -> Result<GlobSet> {
+    let mut set = GlobSetBuilder::new();
+    for pattern in patterns {
+        let glob = Glob::new(pattern);
+        set.add(glob.map_err(|error| UsageError::Glob { glob: pattern.clone(), reason: error.kind().to_string() })?);
+    }
+    Ok(set.build()?)
+}
+
+/// Returns the new key, if the rule fits.
+fn apply((old, new): &(String, String), key: &str) -> Option<String> {
+    let rest = key.strip_prefix(old.as_str())?;
+    let whole = rest.is_empty() || rest.starts_with('.') || old.ends_with('.');
+    whole.then(|| format!("{new}{rest}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rule(old: &str, new: &str) -> (String, String) {
+        (old.to_owned(), new.to_owned())
+    }
+
+    #[test]
+    fn rules_fit_whole_parts_of_keys() {
+        assert_eq!(apply(&rule("model", "m"), "model.h.0"), Some("m.h.0".to_owned()));
+        assert_eq!(apply(&rule("model", "m"), "model"), Some("m".to_owned()));
+        assert_eq!(apply(&rule("model.", ""), "model.h.0"), Some("h.0".to_owned()));
+        assert_eq!(apply(&rule("model", "m"), "models.h.0"), None);
+    }
+
+    #[test]
+    fn the_first_rule_counts_and_the_prefix_comes_last() {
+        let rules = [rule("a", "x"), rule("a.b", "y")];
+        let keys = Keys::new(&["a.*".into(), "c".into()], &["*.secret".into()], &rules, Some("p.")).unwrap();
+        assert_eq!(keys.rename("a.b"), Rename::To("p.x.b".into()));
+        assert_eq!(keys.rename("c"), Rename::To("p.c".into()));
+        assert_eq!(keys.rename("a.secret"), Rename::Drop);
+        assert_eq!(keys.rename("d"), Rename::Drop);
+        assert!(Keys::new(&["[".into()], &[], &[], None).is_err());
+    }
+}

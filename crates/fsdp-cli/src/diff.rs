@@ -1,0 +1,120 @@
+//! `fsdp diff`: the differences of two checkpoints of any formats.
+
+use anyhow::Result;
+use clap::Args;
+use fsdp_dcp::Location;
+use fsdp_dcp::checkpoint;
+use fsdp_dcp::diff::{self, Difference, Tolerance};
+use fsdp_dcp::reader::OpenOptions;
+use serde::Serialize;
+
+use super::failure::Different;
+use super::output;
+use super::text::escaped;
+
+/// Options of `fsdp diff`.
+#[derive(Debug, Args)]
+pub(crate) struct DiffArguments {
+    /// A checkpoint of any format
+    #[arg(value_name = "A")]
+    first: Location,
+    /// Another one, of any format
+    #[arg(value_name = "B")]
+    second: Location,
+    /// Largest absolute difference of two numbers that counts as equal [default: bit for bit]
+    #[arg(long, value_name = "X", default_value_t = 0.0, hide_default_value = true, env = "FSDP_TOLERANCE",
+          value_parser = tolerance)]
+    tolerance: f64,
+    /// One JSON object on stdout
+    #[arg(long, env = "FSDP_JSON")]
+    json: bool,
+}
+
+fn tolerance(text: &str) -> Result<f64, String> {
+    let value: f64 = text.parse().map_err(|_| "it is not a number".to_owned())?;
+    if value.is_finite() && value >= 0.0 { Ok(value) } else { Err("a tolerance is finite and not negative".to_owned()) }
+}
+
+const SCHEMA: u32 = 1;
+
+#[derive(Debug, Serialize)]
+struct Comparison {
+    schema: u32,
+    first: String,
+    second: String,
+    tolerance: f64,
+    equal: bool,
+    /// The number of keys of either checkpoint.
+    compared: usize,
+    differences: Vec<Row>,
+}
+
+#[derive(Debug, Serialize)]
+struct Row {
+    name: String,
+    kind: &'static str,
+    /// A description for people.
+    what: String,
+    /// The number of elements that differ.
+    elements: Option<u64>,
+    /// Their largest absolute difference; `null` if it is not a number.
+    max_abs: Option<f64>,
+}
+
+/// Compares two checkpoints: `fsdp diff`.
+///
+/// # Errors
+/// They differ, or one cannot be read.
+pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
+    let first = checkpoint::open(&arguments.first, OpenOptions { verify: true })?;
+    let second = checkpoint::open(&arguments.second, OpenOptions { verify: true })?;
+    let mut differences = Vec::new();
+    let tolerance = Tolerance { absolute: arguments.tolerance, relative: 0.0 };
+    diff::diff(&*first, &*second, tolerance, &mut |name, difference| differences.push(Row::new(name, &difference)))?;
+    differences.sort_by(|a, b| natord::compare(&a.name, &b.name));
+    let (keys, others) = (&first.metadata().entries, &second.metadata().entries);
+    let compared = keys.len() + others.keys().filter(|key| !keys.contains_key(*key)).count();
+    let comparison = Comparison {
+        schema: SCHEMA,
+        first: arguments.first.to_string(),
+        second: arguments.second.to_string(),
+        tolerance: arguments.tolerance,
+        equal: differences.is_empty(),
+        compared,
+        differences,
+    };
+    let Comparison { first, second, differences, .. } = &comparison;
+    if arguments.json {
+        output::json(&comparison)?;
+    } else if !differences.is_empty() {
+        let lines: Vec<String> =
+            differences.iter().map(|row| format!("{}: {}", escaped(&row.name), escaped(&row.what))).collect();
+        output::lines(&lines)?;
+    }
+    if comparison.equal {
+        output::talk(&format!("equal: {compared} tensors and values"));
+        return Ok(());
+    }
+    Err(Different { first: first.clone(), second: second.clone(), count: differences.len(), of: compared }.into())
+}
+
+impl Row {
+    fn new(name: &str, difference: &Difference) -> Self {
+        let (mut elements, mut max_abs) = (None, None);
+        let (kind, what) = match difference {
+            Difference::OnlyInFirst => ("only_in_first", "only in the first".to_owned()),
+            Difference::OnlyInSecond => ("only_in_second", "only in the second".to_owned()),
+            Difference::Kind => ("kind", "a tensor in one, a value in the other".to_owned()),
+            Difference::DType { first, second } => ("dtype", format!("dtype {first} and {second}")),
+            Difference::Shape { first, second } => ("shape", format!("shape {first:?} and {second:?}")),
+            Difference::Elements { count, first, max_abs: max } => {
+                (elements, max_abs) = (Some(*count), *max);
+                let by = max.map_or_else(String::new, |max| format!(", by at most {max:e}"));
+                ("elements", format!("{count} elements differ{by}, the first at position {first}"))
+            }
+            Difference::Value { first, second } => ("value", format!("{first} and {second}")),
+            _ => ("other", format!("{difference:?}")),
+        };
+        Row { name: name.to_owned(), kind, what, elements, max_abs }
+    }
+}

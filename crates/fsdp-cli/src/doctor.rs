@@ -1,0 +1,259 @@
+//! `fsdp doctor`: the backends, devices and libraries that a job would find on this machine, and those that are
+//! missing.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+use clap::Args;
+use fsdp::comm::{BackendKind, CommError, Environment};
+use serde::Serialize;
+
+use super::output;
+
+#[derive(Debug, Args)]
+pub(crate) struct DoctorArguments {
+    /// One JSON object
+    #[arg(long, env = "FSDP_JSON")]
+    json: bool,
+}
+
+/// The text for a number that this system does not tell.
+const UNKNOWN: &str = "unknown";
+
+/// The version of the report's schema.
+const SCHEMA: u32 = 1;
+
+/// The variables with which launchers and networks tell ranks their place.
+const VARIABLES: [&str; 30] = [
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "FSDP_JOB_ID",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "PMIX_NAMESPACE",
+    "PMI_RANK",
+    "PMI_SIZE",
+    "MPI_LOCALRANKID",
+    "MPI_LOCALNRANKS",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_PROCID",
+    "SLURM_NTASKS",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_LOCALID",
+    "SLURM_STEP_NODELIST",
+    "JOB_COMPLETION_INDEX",
+    "JOB_NAME",
+    "CUDA_VISIBLE_DEVICES",
+    "LD_LIBRARY_PATH",
+];
+
+/// The libraries that GPU ranks need, and the packages that bring them.
+const LIBRARIES: [(&str, &str); 2] =
+    [("libcuda.so.1", "it comes with NVIDIA's driver"), ("libnccl.so.2", "it is NVIDIA's package `libnccl2`")];
+
+/// The directories in which dynamic linkers look by default.
+const LIBRARY_DIRECTORIES: [&str; 9] = [
+    "/lib",
+    "/lib64",
+    "/usr/lib",
+    "/usr/lib64",
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+    "/usr/local/lib",
+    "/usr/local/cuda/lib64",
+    "/usr/local/nvidia/lib64",
+];
+
+#[derive(Debug, Serialize)]
+struct Report {
+    schema: u32,
+    version: &'static str,
+    backends: Vec<Backend>,
+    launcher: Option<Launcher>,
+    /// The reason that there is no launcher.
+    launcher_error: Option<String>,
+    variables: BTreeMap<&'static str, String>,
+    cpu_cores: Option<usize>,
+    memory_bytes: Option<u64>,
+    shared_memory: bool,
+    /// The reason that there is no shared memory.
+    shared_memory_error: Option<String>,
+    gpus: Vec<PathBuf>,
+    libraries: BTreeMap<&'static str, Option<PathBuf>>,
+    hints: Vec<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct Backend {
+    name: String,
+    compiled_in: bool,
+}
+
+#[derive(Debug, Serialize)]
+struct Launcher {
+    name: String,
+    rank: usize,
+    world_size: usize,
+    local_rank: Option<usize>,
+    local_world_size: Option<usize>,
+    master: String,
+    job: String,
+}
+
+/// Examines this machine: `fsdp doctor`.
+///
+/// # Errors
+/// stdout is closed.
+pub(crate) fn run(arguments: &DoctorArguments) -> Result<()> {
+    let report = examine();
+    if arguments.json { output::json(&report) } else { show(&report) }
+}
+
+fn examine() -> Report {
+    let mut hints = Vec::new();
+    let (launcher, launcher_error) = match Environment::from_env() {
+        Ok(found) => (Some(Launcher::from(found)), None),
+        Err(error) => {
+            // Nobody has to have a launcher; but one whose variables make no sense is a fault.
+            if !matches!(&error, CommError::Environment { variable, .. } if std::env::var_os(variable).is_none()) {
+                hints.push(format!("{error}: `--backend tcp` cannot start like this"));
+            }
+            (None, Some(error.to_string()))
+        }
+    };
+    let shared_memory = shared_memory();
+    if let Err(error) = &shared_memory {
+        hints.push(format!("no shared memory ({error}): ranks of one host will use sockets, which is slower"));
+    }
+    let gpus = gpus();
+    let libraries: BTreeMap<_, _> = LIBRARIES.iter().map(|&(name, _)| (name, library(name))).collect();
+    if !gpus.is_empty() {
+        for (name, brings) in LIBRARIES.iter().filter(|(name, _)| libraries.get(name).is_some_and(Option::is_none)) {
+            hints.push(format!("there is a GPU, but no `{name}`: {brings}; `LD_LIBRARY_PATH` can tell where it is"));
+        }
+        let build = "`cargo build --release --features nccl` makes one, and `cargo xtask gpu` tries it";
+        if !cfg!(feature = "cuda") {
+            hints.push(format!("there is a GPU, but this build computes on CPUs only: {build}"));
+        } else if !cfg!(feature = "nccl") {
+            hints.push(format!(
+                "there is a GPU, but this build's ranks reach each other's only through the host: {build}"
+            ));
+        }
+    }
+    let backends =
+        BackendKind::ALL.map(|kind| Backend { name: kind.to_string(), compiled_in: kind.check_compiled_in().is_ok() });
+    Report {
+        schema: SCHEMA,
+        version: env!("CARGO_PKG_VERSION"),
+        backends: backends.into(),
+        launcher,
+        launcher_error,
+        variables: VARIABLES.iter().filter_map(|&name| Some((name, std::env::var(name).ok()?))).collect(),
+        cpu_cores: std::thread::available_parallelism().ok().map(usize::from),
+        memory_bytes: memory(),
+        shared_memory: shared_memory.is_ok(),
+        shared_memory_error: shared_memory.err().map(|error| error.to_string()),
+        gpus,
+        libraries,
+        hints,
+    }
+}
+
+impl From<Environment> for Launcher {
+    fn from(found: Environment) -> Self {
+        let (name, master) = (found.launcher.to_string(), found.master());
+        let Environment { rank, world_size, local_rank, local_world_size, job, .. } = found;
+        Launcher { name, rank, world_size, local_rank, local_world_size, master, job }
+    }
+}
+
+/// Returns the total memory of the machine.
+fn memory() -> Option<u64> {
+    let text = fs::read_to_string("/proc/meminfo").ok()?;
+    let kib = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+    kib.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+}
+
+/// Creates shared memory in the same way as ranks of one host do.
+#[cfg(target_os = "linux")]
+fn shared_memory() -> std::io::Result<()> {
+    use std::os::fd::AsRawFd as _;
+
+    let flags = rustix::fs::MemfdFlags::CLOEXEC | rustix::fs::MemfdFlags::ALLOW_SEALING;
+    let file = rustix::fs::memfd_create("fsdp-doctor", flags)?;
+    rustix::fs::ftruncate(&file, 4096)?;
+    let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
+    fs::File::options().read(true).write(true).open(path).map(drop)
+}
+
+#[cfg(not(target_os = "linux"))]
+fn shared_memory() -> std::io::Result<()> {
+    Err(std::io::ErrorKind::Unsupported.into())
+}
+
+/// Lists NVIDIA's devices.
+fn gpus() -> Vec<PathBuf> {
+    let Ok(list) = fs::read_dir("/dev") else { return Vec::new() };
+    let mut found: Vec<PathBuf> = list.flatten().map(|entry| entry.path()).filter(|path| is_gpu(path)).collect();
+    found.sort();
+    found
+}
+
+/// Returns `true` for the device file of a GPU, such as `/dev/nvidia0`.
+fn is_gpu(path: &Path) -> bool {
+    let number = path.file_name().and_then(|name| name.to_str()?.strip_prefix("nvidia"));
+    number.is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
+}
+
+/// Finds a library in `LD_LIBRARY_PATH`, or in the directories of linkers.
+fn library(name: &str) -> Option<PathBuf> {
+    let told = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+    let usual = LIBRARY_DIRECTORIES.iter().map(|directory| Path::new(directory).to_owned());
+    std::env::split_paths(&told).chain(usual).map(|directory| directory.join(name)).find(|path| path.exists())
+}
+
+fn show(report: &Report) -> Result<()> {
+    line("fsdp", report.version.to_owned())?;
+    for Backend { name, compiled_in } in &report.backends {
+        line("backend", format!("{name}: {}", if *compiled_in { "yes" } else { "not compiled in" }))?;
+    }
+    match (&report.launcher, &report.launcher_error) {
+        (Some(Launcher { name, rank, world_size, master, .. }), _) => {
+            line("launcher", format!("{name}: rank {rank} of {world_size}, which meet at {master}"))?;
+        }
+        (None, error) => line("launcher", format!("none: {}", error.as_deref().unwrap_or_default()))?,
+    }
+    for (name, value) in &report.variables {
+        line("variable", format!("{name}={value}"))?;
+    }
+    line("CPU cores", report.cpu_cores.map_or_else(|| UNKNOWN.to_owned(), |cores| cores.to_string()))?;
+    line("memory", report.memory_bytes.map_or_else(|| UNKNOWN.to_owned(), gib))?;
+    let lacking = report.shared_memory_error.as_ref();
+    line("shared memory", lacking.map_or_else(|| "yes".to_owned(), |error| format!("no: {error}")))?;
+    line("GPUs", if report.gpus.is_empty() { "none".to_owned() } else { report.gpus.len().to_string() })?;
+    for (name, path) in &report.libraries {
+        let path = path.as_ref().map_or_else(|| "not found".to_owned(), |path| path.display().to_string());
+        line("library", format!("{name}: {path}"))?;
+    }
+    report.hints.iter().try_for_each(|hint| line("hint", hint.clone()))
+}
+
+fn line(name: &str, text: String) -> Result<()> {
+    output::data(&format!("{name:<14}{text}"))
+}
+
+fn gib(bytes: u64) -> String {
+    format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30))
+}

@@ -1,0 +1,85 @@
+//! The errors of the command itself, each with its exit code and a hint. Libraries have errors of their own.
+
+use fsdp_layout::DType;
+
+use crate::exit_codes;
+
+/// A request that cannot be carried out. Nothing has been changed.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum UsageError {
+    #[error("`{path}` exists already")]
+    Exists { path: String },
+    #[error("`{path}` is not what `--overwrite` would put in its place: a file, or a checkpoint directory")]
+    NotReplaceable { path: String },
+    #[error("`{destination}` and `{source_path}` overlap: a checkpoint cannot be written over its source")]
+    Overlap { source_path: String, destination: String },
+    #[error("`{option}` means nothing for `--to {to}`")]
+    Unused { option: &'static str, to: &'static str },
+    #[error("`{glob}` is no glob: {reason}")]
+    Glob { glob: String, reason: String },
+    #[error("`--include` and `--exclude` leave nothing")]
+    NothingSelected,
+    #[error("`--rename {rule}` fits no key")]
+    UnusedRule { rule: String },
+    #[error("`--rename` leaves a key empty")]
+    EmptyKey,
+    #[error("`{name}` is a value, not a tensor")]
+    NoTensor { name: String },
+    #[error("elements of dtype {dtype} are no real numbers")]
+    NoNumbers { dtype: DType },
+    #[error("NumPy has no dtype for {dtype}")]
+    NoNumpy { dtype: DType },
+    #[error("{elements} elements are more than one JSON object may hold ({limit})")]
+    TooLarge { elements: u64, limit: u64 },
+    #[error("there is no command `{name}`")]
+    NoCommand { name: String },
+}
+
+impl UsageError {
+    pub(crate) const fn hint(&self) -> &'static str {
+        match self {
+            UsageError::Exists { .. } => "choose another place; a checkpoint can be replaced with `--overwrite`",
+            UsageError::NotReplaceable { .. } => "choose another place, or move it away",
+            UsageError::Overlap { .. } => "choose a place outside the source",
+            UsageError::Unused { .. } => "leave the option out, or choose another `--to`",
+            UsageError::Glob { .. } => "globs have `*`, `?`, `[a-z]` and `{a,b}`; quote them for the shell",
+            UsageError::NothingSelected | UsageError::UnusedRule { .. } | UsageError::EmptyKey => {
+                "`fsdp inspect` lists the keys"
+            }
+            UsageError::NoTensor { .. } => "leave `--stats` and `--npy` out to see the value",
+            UsageError::NoNumbers { .. } => "leave `--stats` out to see the elements' bytes",
+            UsageError::NoNumpy { .. } => {
+                "cast bfloat16 first: `fsdp convert --include NAME --dtype float32`; other types can be printed"
+            }
+            UsageError::TooLarge { .. } => "use `--npy` or `--stats`, or leave `--json` out",
+            UsageError::NoCommand { .. } => "`fsdp help` lists the commands",
+        }
+    }
+}
+
+/// A checkpoint in which `fsdp verify` found problems.
+#[derive(Debug, thiserror::Error)]
+#[error("`{path}` is damaged: {count} problems, the first: {first}")]
+pub(crate) struct Damaged {
+    pub(crate) path: String,
+    pub(crate) count: usize,
+    pub(crate) first: String,
+    /// `true` if the first problem is a file that is missing.
+    pub(crate) incomplete: bool,
+}
+
+impl Damaged {
+    pub(crate) const fn exit_code(&self) -> u8 {
+        if self.incomplete { exit_codes::INCOMPLETE } else { exit_codes::CORRUPT }
+    }
+}
+
+/// Two checkpoints that `fsdp diff` found to differ.
+#[derive(Debug, thiserror::Error)]
+#[error("`{first}` and `{second}` differ in {count} of {of} tensors and values")]
+pub(crate) struct Different {
+    pub(crate) first: String,
+    pub(crate) second: String,
+    pub(crate) count: usize,
+    pub(crate) of: usize,
+}

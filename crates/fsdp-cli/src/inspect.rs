@@ -1,0 +1,247 @@
+//! `fsdp inspect`: the contents of a checkpoint of any format, from its metadata and its `step`.
+
+use anyhow::Result;
+use clap::Args;
+use fsdp_dcp::FileError;
+use fsdp_dcp::Location;
+use fsdp_dcp::checkpoint::{self, Checkpoint, Format};
+use fsdp_dcp::metadata::{Chunk, Entry, Metadata, StorageInfo, TensorEntry};
+use fsdp_dcp::reader::OpenOptions;
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+use super::output;
+use super::text::{escaped, iec};
+use super::tree::tree;
+
+/// Options of `fsdp inspect`.
+#[derive(Debug, Args)]
+pub(crate) struct InspectArguments {
+    /// A checkpoint: a DCP directory, safetensors (file or directory), or a file of torch.save
+    #[arg(value_name = "CKPT")]
+    path: Location,
+    /// The keys as a tree, with the tensors and bytes below each
+    #[arg(long, conflicts_with_all = ["tensors", "json"], env = "FSDP_TREE")]
+    tree: bool,
+    /// Tensors only: name, dtype, shape and bytes, between tabs
+    #[arg(long, conflicts_with = "json", env = "FSDP_TENSORS")]
+    tensors: bool,
+    /// One JSON object on stdout, with every box
+    #[arg(long, env = "FSDP_JSON")]
+    json: bool,
+}
+
+/// The version of the JSON's schema.
+const SCHEMA: u32 = 1;
+
+/// The largest number of ranks for which a tensor's boxes are listed by rank.
+const RANKS_IN_A_LINE: usize = 8;
+
+#[derive(Debug, Serialize)]
+struct Summary {
+    schema: u32,
+    path: String,
+    format: &'static str,
+    committed: bool,
+    /// The reason, if it is not committed.
+    reason: Option<String>,
+    /// The value of `train.step`, if there is one.
+    step: Option<i64>,
+    /// `true` if hashes of its files lie beside it.
+    hashed: bool,
+    /// The bytes of all tensors' elements.
+    bytes: u64,
+    tensors: Vec<Tensor>,
+    /// The keys of values that are not tensors.
+    values: Vec<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct Tensor {
+    name: String,
+    dtype: String,
+    shape: Vec<usize>,
+    bytes: u64,
+    boxes: Vec<StoredBox>,
+}
+
+#[derive(Debug, Serialize)]
+struct StoredBox {
+    offsets: Vec<usize>,
+    sizes: Vec<usize>,
+    /// The rank that wrote it, from the name of its file.
+    rank: Option<u64>,
+    file: Option<String>,
+    offset: Option<u64>,
+    length: Option<u64>,
+}
+
+/// Shows a checkpoint: `fsdp inspect`.
+///
+/// # Errors
+/// There is no committed checkpoint, or its metadata is damaged.
+pub(crate) fn run(arguments: &InspectArguments) -> Result<()> {
+    let source = checkpoint::open(&arguments.path, OpenOptions::default());
+    let path = arguments.path.to_string();
+    if arguments.json {
+        if let Err(error @ FileError::NotCommitted { .. }) = &source {
+            output::json(&Summary::uncommitted(path.clone(), error.to_string()))?;
+        }
+        return output::json(&Summary::new(path, &*source?));
+    }
+    let summary = Summary::new(path, &*source?);
+    if arguments.tensors {
+        return output::lines(&summary.tensors.iter().map(Tensor::fields).collect::<Vec<_>>());
+    }
+    if arguments.tree {
+        let tensors = summary.tensors.iter().map(|tensor| (tensor.name.as_str(), Some(tensor.leaf()), tensor.bytes));
+        let values = summary.values.iter().map(|name| (name.as_str(), None, 0));
+        return output::lines(&tree(tensors.chain(values)));
+    }
+    output::lines(&summary.lines())
+}
+
+impl Summary {
+    fn uncommitted(path: String, reason: String) -> Self {
+        Summary {
+            schema: SCHEMA,
+            path,
+            format: "dcp",
+            committed: false,
+            reason: Some(reason),
+            step: None,
+            hashed: false,
+            bytes: 0,
+            tensors: Vec::new(),
+            values: Vec::new(),
+        }
+    }
+
+    fn new(path: String, source: &dyn Checkpoint) -> Self {
+        let metadata = source.metadata();
+        let tensors = tensors(metadata);
+        let mut values: Vec<String> = metadata.values().map(|(name, _)| name.to_owned()).collect();
+        values.sort_by(|a, b| natord::compare(a, b));
+        let step = matches!(metadata.entries.get("train.step"), Some(Entry::Bytes(_)));
+        // A damaged step does not keep the rest from being shown: `verify` is for damage.
+        let step = step.then(|| source.read_value("train.step").ok()?.as_int()).flatten();
+        Summary {
+            schema: SCHEMA,
+            path,
+            format: match source.format() {
+                Format::SafetensorsFile => "safetensors",
+                Format::SafetensorsDirectory => "safetensors-directory",
+                Format::Torch => "torch",
+                _ => "dcp",
+            },
+            committed: true,
+            reason: None,
+            step,
+            hashed: source.directory().has_integrity(),
+            bytes: tensors.iter().map(|tensor| tensor.bytes).sum(),
+            tensors,
+            values,
+        }
+    }
+
+    fn lines(&self) -> Vec<String> {
+        let boxes: usize = self.tensors.iter().map(|tensor| tensor.boxes.len()).sum();
+        let mut lines = vec![
+            format!("checkpoint  {} ({})", escaped(&self.path), self.format),
+            format!("committed   {}, hashes {}", yes_or_no(self.committed), yes_or_no(self.hashed)),
+            format!("step        {}", self.step.map_or_else(|| "unknown".to_owned(), |step| step.to_string())),
+            format!("tensors     {} in {boxes} boxes, {}", self.tensors.len(), iec(self.bytes)),
+            format!("values      {}", self.values.len()),
+            String::new(),
+        ];
+        let rows: Vec<[String; 5]> = std::iter::once(["tensor", "dtype", "shape", "bytes", "boxes by rank"])
+            .map(|header| header.map(str::to_owned))
+            .chain(self.tensors.iter().map(Tensor::row))
+            .collect();
+        let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+        let widths = [0, 1, 2, 3].map(width);
+        for [name, dtype, shape, bytes, boxes] in &rows {
+            let [w0, w1, w2, w3] = widths;
+            lines.push(format!("{name:w0$}  {dtype:w1$}  {shape:w2$}  {bytes:>w3$}  {boxes}"));
+        }
+        lines
+    }
+}
+
+const fn yes_or_no(yes: bool) -> &'static str {
+    if yes { "yes" } else { "no" }
+}
+
+impl Tensor {
+    fn row(&self) -> [String; 5] {
+        [
+            escaped(&self.name).into_owned(),
+            self.dtype.clone(),
+            format!("{:?}", self.shape),
+            self.bytes.to_string(),
+            self.boxes_by_rank(),
+        ]
+    }
+
+    fn leaf(&self) -> String {
+        format!("{} {:?}", self.dtype, self.shape)
+    }
+
+    /// Returns the lines of `--tensors`, for scripts.
+    fn fields(&self) -> String {
+        format!("{}\t{}\t{:?}\t{}", escaped(&self.name), self.dtype, self.shape, self.bytes)
+    }
+
+    /// Lists the number of boxes by rank: `0:1 1:2` is one box of rank 0 and two of rank 1.
+    fn boxes_by_rank(&self) -> String {
+        let mut ranks: BTreeMap<u64, usize> = BTreeMap::new();
+        for rank in self.boxes.iter().filter_map(|part| part.rank) {
+            *ranks.entry(rank).or_default() += 1;
+        }
+        let told: usize = ranks.values().sum();
+        if told < self.boxes.len() || ranks.len() > RANKS_IN_A_LINE {
+            return format!("{} on {} ranks", self.boxes.len(), ranks.len());
+        }
+        ranks.iter().map(|(rank, boxes)| format!("{rank}:{boxes}")).collect::<Vec<_>>().join(" ")
+    }
+}
+
+/// Returns the tensors of a checkpoint, numbers in their names in the order of numbers (`h.2` before `h.10`).
+fn tensors(metadata: &Metadata) -> Vec<Tensor> {
+    let mut tensors: Vec<Tensor> = metadata.tensors().map(|(name, entry)| tensor(name, entry)).collect();
+    tensors.sort_by(|a, b| natord::compare(&a.name, &b.name));
+    tensors
+}
+
+/// Returns the number of bytes of a tensor's elements.
+pub(super) fn bytes(entry: &TensorEntry) -> u64 {
+    let numel = entry.shape.iter().fold(1u64, |numel, &size| numel.saturating_mul(size as u64));
+    numel.saturating_mul(entry.properties.dtype.size_in_bytes())
+}
+
+fn tensor(name: &str, entry: &TensorEntry) -> Tensor {
+    Tensor {
+        name: name.to_owned(),
+        dtype: entry.properties.dtype.to_string(),
+        shape: entry.shape.clone(),
+        bytes: bytes(entry),
+        boxes: entry.chunks.iter().map(box_of).collect(),
+    }
+}
+
+fn box_of(Chunk { bounds, stored }: &Chunk) -> StoredBox {
+    let stored = stored.as_ref();
+    StoredBox {
+        offsets: bounds.offsets.clone(),
+        sizes: bounds.sizes.clone(),
+        rank: stored.and_then(rank),
+        file: stored.map(|stored| stored.relative_path.clone()),
+        offset: stored.map(|stored| stored.offset),
+        length: stored.map(|stored| stored.length),
+    }
+}
+
+/// Returns the rank of a file: 2 for `__2_0.distcp`.
+fn rank(stored: &StorageInfo) -> Option<u64> {
+    stored.relative_path.strip_prefix("__")?.split('_').next()?.parse().ok()
+}

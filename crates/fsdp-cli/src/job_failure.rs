@@ -1,0 +1,174 @@
+//! The errors of jobs, which is to say of `fsdp train` and `fsdp launch`, each with its exit code and a hint.
+
+use std::io;
+
+use anyhow::Error;
+use fsdp::checkpoint::CheckpointError;
+use fsdp::comm::CommError;
+use fsdp::layout::{ErrorKind, Failure};
+use fsdp::nn::NnError;
+use fsdp::state::StateError;
+
+use crate::data::DataError;
+use crate::exit_codes;
+use crate::gpt::GptConfigError;
+
+/// A job that cannot be started as asked. Nothing has been changed.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum JobError {
+    #[error("`{directory}` holds the checkpoint of step {step} already")]
+    OutIsTaken { directory: String, step: u64 },
+    #[error("`{option}` cannot change from {saved} to {asked} on resume")]
+    Changed { option: &'static str, saved: String, asked: String },
+    #[error("hybrid-shard needs a number of ranks that {replicas} replicas divide, not {ranks}")]
+    Replicas { replicas: usize, ranks: usize },
+    #[error("this is node {node_rank}, but nodes are numbered from 0, and there are {nnodes}")]
+    NodeRank { node_rank: usize, nnodes: usize },
+    #[error("{nproc} processes on each of {nnodes} nodes are more than {max} ranks")]
+    WorldSize { nproc: usize, nnodes: usize, max: usize },
+    #[error("{nnodes} nodes need the address of node 0")]
+    MasterAddr { nnodes: usize },
+    #[error("failed to start `{program}`")]
+    Program { program: String, source: io::Error },
+    #[error("`--nproc` is {nproc}, but the launcher has started {world_size} ranks")]
+    Nproc { nproc: usize, world_size: usize },
+    #[error("`--backend nccl` moves GPU memory, which `--device cpu` has none of")]
+    NcclOnCpus,
+    #[cfg(feature = "cuda")]
+    #[error("no GPU can be used: {reason}")]
+    NoGpu { reason: String },
+    #[cfg(not(feature = "cuda"))]
+    #[error("this build computes on CPUs only")]
+    NoCuda,
+}
+
+impl JobError {
+    const fn hint(&self) -> &'static str {
+        match self {
+            JobError::OutIsTaken { .. } => "go on from it with `--resume`, or choose another `--out`",
+            JobError::Changed { .. } => "leave the option out, or start anew in another `--out`",
+            JobError::Replicas { .. } => "change `--replicas` or `--nproc`",
+            JobError::NodeRank { .. } => "give each node its own `--node-rank`",
+            JobError::WorldSize { .. } => "start fewer processes with `--nproc` or `--nnodes`",
+            JobError::MasterAddr { .. } => "name it with `--master-addr`, the same on all nodes",
+            JobError::Program { .. } => "check the program after `--`",
+            JobError::Nproc { .. } => "leave out `--nproc`, or use threads with `--backend local`",
+            JobError::NcclOnCpus => "leave `--device` out, or use `--backend tcp`",
+            #[cfg(feature = "cuda")]
+            JobError::NoGpu { .. } => "`fsdp doctor` tells what is missing; `--device cpu` needs nothing",
+            #[cfg(not(feature = "cuda"))]
+            JobError::NoCuda => "leave `--device` out, or build with `--features cuda`",
+        }
+    }
+}
+
+/// A process started by `fsdp launch` that failed. Its exit code is passed on.
+#[derive(Debug, thiserror::Error)]
+#[error("rank {rank} {how}")]
+pub(crate) struct RankEnded {
+    pub(crate) rank: usize,
+    pub(crate) how: String,
+    pub(crate) code: u8,
+}
+
+/// A directory without a checkpoint to resume from.
+#[derive(Debug, thiserror::Error)]
+#[error("`{directory}` holds no committed checkpoint")]
+pub(crate) struct NoCheckpoint {
+    pub(crate) directory: String,
+}
+
+/// A checkpoint whose tensors are not those of the model.
+#[derive(Debug, thiserror::Error)]
+#[error("checkpoint `{path}` is of another model:{}", list(.differences))]
+pub(crate) struct OtherModel {
+    pub(crate) path: String,
+    pub(crate) differences: Vec<String>,
+}
+
+/// The number of differences that a message lists.
+const MAX_DIFFERENCES: usize = 50;
+
+fn list(lines: &[String]) -> String {
+    let mut list: String = lines.iter().take(MAX_DIFFERENCES).map(|line| format!("\n  {line}")).collect();
+    if lines.len() > MAX_DIFFERENCES {
+        list.push_str(&format!("\n  and {} more", lines.len() - MAX_DIFFERENCES));
+    }
+    list
+}
+
+/// Returns the exit code of an error that only jobs have.
+pub(crate) fn exit_code(cause: &(dyn std::error::Error + 'static)) -> Option<u8> {
+    if cause.is::<JobError>() || cause.is::<GptConfigError>() {
+        return Some(exit_codes::USAGE);
+    }
+    if let Some(ended) = cause.downcast_ref::<RankEnded>() {
+        return Some(ended.code);
+    }
+    if cause.is::<NoCheckpoint>() {
+        return Some(exit_codes::INCOMPLETE);
+    }
+    if cause.is::<OtherModel>() {
+        return Some(exit_codes::DIFFERENCE);
+    }
+    match cause.downcast_ref::<DataError>() {
+        // The cause, an error of the operating system, decides.
+        None | Some(DataError::Read { .. }) => None,
+        Some(_) => Some(exit_codes::USAGE),
+    }
+}
+
+/// Returns the kind of an error of a library that only jobs use.
+pub(crate) fn kind(cause: &(dyn std::error::Error + 'static)) -> Option<ErrorKind> {
+    if let Some(error) = cause.downcast_ref::<CheckpointError>() {
+        return Some(error.kind());
+    }
+    if let Some(error) = cause.downcast_ref::<NnError>() {
+        return Some(error.kind());
+    }
+    if let Some(error) = cause.downcast_ref::<StateError>() {
+        return Some(error.kind());
+    }
+    cause.downcast_ref::<CommError>().map(Failure::kind)
+}
+
+/// Returns a hint for an error that only jobs have.
+pub(crate) fn hint(cause: &(dyn std::error::Error + 'static)) -> Option<&'static str> {
+    if let Some(error) = cause.downcast_ref::<JobError>() {
+        return Some(error.hint());
+    }
+    if cause.is::<RankEnded>() {
+        return Some("see what it wrote, above");
+    }
+    let no_directory = matches!(cause.downcast_ref(), Some(CheckpointError::Directory { .. }));
+    if no_directory || cause.is::<NoCheckpoint>() {
+        return Some("check `--out`, or leave out `--resume` to start from the beginning");
+    }
+    if cause.is::<OtherModel>() {
+        return Some(
+            "leave out `--layers`, `--hidden` and `--seq` to take the checkpoint's, or choose another `--out`",
+        );
+    }
+    Some(match cause.downcast_ref::<DataError>()? {
+        DataError::TooShort { .. } => "use a longer text, or a smaller `--seq`",
+        DataError::Indivisible { .. } => "make `--batch` a multiple of `--nproc` times `--accumulate`",
+        _ => "name a text file with `--data`, or leave it out for the built-in text",
+    })
+}
+
+/// Returns `true` if an error only passes on that another rank failed or was lost.
+pub(crate) fn is_about_others(error: &Error) -> bool {
+    error.chain().any(|cause| {
+        cause.is::<CommError>()
+            || matches!(cause.downcast_ref(), Some(NnError::Comm(_) | NnError::State(StateError::Comm(_))))
+            || matches!(cause.downcast_ref(), Some(StateError::Comm(_)))
+            || matches!(
+                cause.downcast_ref(),
+                Some(
+                    CheckpointError::Comm(_)
+                        | CheckpointError::Nn(NnError::Comm(_))
+                        | CheckpointError::State(StateError::Comm(_))
+                )
+            )
+    })
+}

@@ -1,0 +1,129 @@
+//! The options of `fsdp launch`, and the variables that tell each process its place.
+
+use std::ffi::OsString;
+use std::net::{Ipv4Addr, TcpListener};
+use std::num::NonZeroUsize;
+
+use anyhow::{Context, Result};
+use clap::Args;
+use clap::builder::RangedU64ValueParser;
+use fsdp::comm::{DEFAULT_MASTER_PORT, MAX_WORLD_SIZE};
+
+use crate::job_failure::JobError;
+
+/// The largest number of processes of one node.
+const MAX_PROCESSES: u64 = 1024;
+
+/// The address at which ranks of one node meet.
+const LOCALHOST: Ipv4Addr = Ipv4Addr::LOCALHOST;
+
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Each process gets torchrun's variables: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and \
+MASTER_PORT; and FSDP_JOB_ID. SIGINT, SIGTERM and SIGHUP are passed on. When a process fails, all others are ended, and \
+its exit code (128 + N for signal N) is returned.
+
+Examples:
+  fsdp launch --nproc 4 -- fsdp train --steps 60 --out runs/demo
+  fsdp launch --nproc 8 --nnodes 2 --node-rank 0 --master-addr node0 -- fsdp train --batch 16 --out /shared/runs/demo")]
+pub(crate) struct LaunchArguments {
+    /// Number of processes on this node
+    #[arg(long, value_name = "N", env = "FSDP_NPROC",
+          value_parser = RangedU64ValueParser::<usize>::new().range(1..=MAX_PROCESSES))]
+    pub(super) nproc: usize,
+    /// Number of nodes; `fsdp launch` is started on each
+    #[arg(long, value_name = "K", default_value = "1", env = "FSDP_NNODES")]
+    nnodes: NonZeroUsize,
+    /// This node among them, from 0
+    #[arg(long, value_name = "R", default_value_t = 0, env = "FSDP_NODE_RANK")]
+    node_rank: usize,
+    /// Host of node 0 [default: 127.0.0.1 on one node]
+    #[arg(long, value_name = "HOST", env = "FSDP_MASTER_ADDR")]
+    master_addr: Option<String>,
+    /// Port on which rank 0 listens [default: a free one on one node, else 29500]
+    #[arg(long, value_name = "PORT", env = "FSDP_MASTER_PORT")]
+    master_port: Option<u16>,
+    /// Name that tells this job from others on the same port; the same on all nodes
+    /// [default: random on one node, else made of address, port and sizes]
+    #[arg(long, value_name = "ID", env = "FSDP_JOB_ID")]
+    job_id: Option<String>,
+    /// Seconds between asking processes to end and killing them
+    #[arg(long, value_name = "SECONDS", default_value_t = 30, env = "FSDP_GRACE")]
+    pub(super) grace: u64,
+    /// The program and its arguments
+    #[arg(value_name = "PROGRAM", required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    pub(super) program: Vec<OsString>,
+}
+
+/// The place at which all ranks of a job meet, and the data that all of them share.
+#[derive(Debug)]
+pub(super) struct Place {
+    world_size: usize,
+    nproc: usize,
+    node_rank: usize,
+    master_addr: String,
+    master_port: u16,
+    job: String,
+}
+
+impl LaunchArguments {
+    /// Returns the place at which the ranks of the job meet.
+    ///
+    /// # Errors
+    /// Options that do not go together; no free port.
+    pub(super) fn place(&self) -> Result<Place> {
+        let (nproc, nnodes, node_rank) = (self.nproc, self.nnodes.get(), self.node_rank);
+        let several = nnodes > 1;
+        if node_rank >= nnodes {
+            return Err(JobError::NodeRank { node_rank, nnodes }.into());
+        }
+        let world_size = nproc.checked_mul(nnodes).filter(|&size| size <= MAX_WORLD_SIZE);
+        let world_size = world_size.ok_or(JobError::WorldSize { nproc, nnodes, max: MAX_WORLD_SIZE })?;
+        let master_addr = match &self.master_addr {
+            Some(address) => address.clone(),
+            None if several => return Err(JobError::MasterAddr { nnodes }.into()),
+            None => LOCALHOST.to_string(),
+        };
+        let master_port = match self.master_port {
+            Some(port) => port,
+            None if several => DEFAULT_MASTER_PORT,
+            None => free_port()?,
+        };
+        let job = match &self.job_id {
+            Some(job) => job.clone(),
+            // All nodes must come to the same name.
+            None if several => format!("{master_addr}:{master_port}-{nnodes}x{nproc}"),
+            None => format!("{:016x}", rand::random::<u64>()),
+        };
+        Ok(Place { world_size, nproc, node_rank, master_addr, master_port, job })
+    }
+}
+
+impl Place {
+    /// Returns the rank of a process of this node.
+    pub(super) const fn rank(&self, local_rank: usize) -> usize {
+        self.node_rank * self.nproc + local_rank
+    }
+
+    /// Returns the variables of a process of this node: torchrun's, and the job's name.
+    pub(super) fn variables(&self, local_rank: usize) -> [(&'static str, String); 9] {
+        [
+            ("RANK", self.rank(local_rank).to_string()),
+            ("WORLD_SIZE", self.world_size.to_string()),
+            ("LOCAL_RANK", local_rank.to_string()),
+            ("LOCAL_WORLD_SIZE", self.nproc.to_string()),
+            ("GROUP_RANK", self.node_rank.to_string()),
+            ("MASTER_ADDR", self.master_addr.clone()),
+            ("MASTER_PORT", self.master_port.to_string()),
+            ("FSDP_JOB_ID", self.job.clone()),
+            // If this runs inside a job of torchrun, its ranks must not look for torchrun's agent.
+            ("TORCHELASTIC_USE_AGENT_STORE", "False".to_owned()),
+        ]
+    }
+}
+
+/// Finds a port that is free now. If another program takes it before rank 0 does, the ranks report that.
+fn free_port() -> Result<u16> {
+    let port = TcpListener::bind((LOCALHOST, 0)).and_then(|listener| listener.local_addr()).map(|bound| bound.port());
+    port.with_context(|| format!("no free port on {LOCALHOST}: name one with `--master-port`"))
+}

@@ -1,0 +1,84 @@
+//! The exit code and the hint of an error, found in the chain of its causes.
+
+use std::error::Error as StdError;
+use std::io;
+
+use anyhow::Error;
+use fsdp_dcp::{FileError, FormatError};
+use fsdp_layout::{ErrorKind, Failure};
+
+use crate::exit_codes;
+use crate::failure::{Damaged, Different, UsageError};
+#[cfg(feature = "train")]
+use crate::job_failure;
+use crate::output::StdoutClosed;
+
+/// Returns the exit code of the first cause that has one.
+pub(crate) fn exit_code(error: &Error) -> u8 {
+    error.chain().find_map(code_of).unwrap_or(exit_codes::INTERNAL)
+}
+
+/// Returns advice on what to do about an error, if there is any.
+pub(crate) fn hint(error: &Error) -> Option<&'static str> {
+    // The reports of `verify` and `diff` need no advice.
+    if error.chain().any(|cause| cause.is::<Damaged>() || cause.is::<Different>()) {
+        return None;
+    }
+    // Advice about one error is better than advice about all errors of its kind.
+    error.chain().find_map(hint_of).or_else(|| hint_of_code(exit_code(error)))
+}
+
+fn code_of(cause: &(dyn StdError + 'static)) -> Option<u8> {
+    if cause.is::<UsageError>() {
+        return Some(exit_codes::USAGE);
+    }
+    if cause.is::<Different>() {
+        return Some(exit_codes::DIFFERENCE);
+    }
+    if let Some(damaged) = cause.downcast_ref::<Damaged>() {
+        return Some(damaged.exit_code());
+    }
+    if cause.is::<StdoutClosed>() {
+        return Some(exit_codes::IO);
+    }
+    #[cfg(feature = "train")]
+    if let Some(code) = job_failure::exit_code(cause) {
+        return Some(code);
+    }
+    // A cause of no known kind says nothing: the next one may.
+    kind_of(cause).map(exit_codes::of).filter(|&code| code != exit_codes::INTERNAL)
+}
+
+fn kind_of(cause: &(dyn StdError + 'static)) -> Option<ErrorKind> {
+    #[cfg(feature = "train")]
+    if let Some(kind) = job_failure::kind(cause) {
+        return Some(kind);
+    }
+    if let Some(error) = cause.downcast_ref::<FileError>() {
+        return Some(error.kind());
+    }
+    if let Some(error) = cause.downcast_ref::<FormatError>() {
+        return Some(error.kind());
+    }
+    cause.downcast_ref::<io::Error>().map(Failure::kind)
+}
+
+fn hint_of(cause: &(dyn StdError + 'static)) -> Option<&'static str> {
+    if let Some(error) = cause.downcast_ref::<UsageError>() {
+        return Some(error.hint());
+    }
+    #[cfg(feature = "train")]
+    if let Some(hint) = job_failure::hint(cause) {
+        return Some(hint);
+    }
+    None
+}
+
+const fn hint_of_code(code: u8) -> Option<&'static str> {
+    match code {
+        exit_codes::INCOMPLETE => Some("name the directory of a checkpoint that was saved whole"),
+        exit_codes::CORRUPT => Some("go on from an older checkpoint: move the damaged one away"),
+        exit_codes::RANK_LOST => Some("see the first error above; a slow machine may need a longer `--timeout`"),
+        _ => None,
+    }
+}

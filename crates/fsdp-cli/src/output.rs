@@ -1,0 +1,100 @@
+//! The output of the command, which only this module prints. stdout is for data, stderr for everything else.
+
+use std::io::{self, Write as _};
+
+use anyhow::{Context, Error, Result};
+use serde::Serialize;
+
+use super::text::escaped_lines;
+
+/// The end of a pipe whose reader has closed it (`fsdp inspect … | head`), which is not a failure.
+#[derive(Debug, thiserror::Error)]
+#[error("stdout is closed")]
+pub(crate) struct StdoutClosed;
+
+fn told(written: io::Result<()>) -> Result<()> {
+    written.map_err(|error| match error.kind() {
+        io::ErrorKind::BrokenPipe => StdoutClosed.into(),
+        _ => Error::new(error).context("failed to write to stdout"),
+    })
+}
+
+/// Writes a line of data.
+///
+/// # Errors
+/// stdout is closed or full.
+pub(crate) fn data(line: &str) -> Result<()> {
+    raw(format!("{line}\n").as_bytes())
+}
+
+/// Writes bytes unchanged.
+///
+/// # Errors
+/// The same as [`data`].
+pub(crate) fn raw(bytes: &[u8]) -> Result<()> {
+    let mut stdout = io::stdout().lock();
+    told(stdout.write_all(bytes).and_then(|()| stdout.flush()))
+}
+
+/// Writes lines of data.
+///
+/// # Errors
+/// The same as [`data`].
+pub(crate) fn lines(lines: &[String]) -> Result<()> {
+    let mut text = lines.join("\n");
+    text.push('\n');
+    raw(text.as_bytes())
+}
+
+/// Writes a value as one line of JSON.
+///
+/// # Errors
+/// The same as [`data`].
+pub(crate) fn json(value: &impl Serialize) -> Result<()> {
+    data(&serde_json::to_string(value).context("failed to write JSON")?)
+}
+
+/// The stream that output goes to.
+#[cfg(feature = "train")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Stream {
+    Stdout,
+    Stderr,
+}
+
+/// Passes on bytes that another process has written.
+///
+/// # Errors
+/// The stream is closed or full.
+#[cfg(feature = "train")]
+pub(crate) fn pass_on(stream: Stream, bytes: &[u8]) -> io::Result<()> {
+    match stream {
+        Stream::Stdout => {
+            let mut stdout = io::stdout().lock();
+            stdout.write_all(bytes).and_then(|()| stdout.flush())
+        }
+        Stream::Stderr => io::stderr().lock().write_all(bytes),
+    }
+}
+
+/// Writes a line to stderr. Errors are ignored, as stderr may be closed.
+pub(crate) fn talk(line: &str) {
+    let _ = writeln!(io::stderr().lock(), "{}", escaped_lines(line));
+}
+
+/// Writes an error with its causes, one line each.
+pub(crate) fn error(error: &Error, hint: Option<&str>) {
+    talk(&format!("error: {error}"));
+    // Libraries repeat the text of a cause that they pass on.
+    let mut last = error.to_string();
+    for cause in error.chain().skip(1) {
+        let text = cause.to_string();
+        if !last.ends_with(&text) {
+            talk(&format!("  caused by: {text}"));
+        }
+        last = text;
+    }
+    if let Some(hint) = hint {
+        talk(&format!("hint: {hint}"));
+    }
+}

@@ -1,0 +1,66 @@
+//! Text for terminals. Names that a checkpoint's author chose must not move the cursor, change colours or reverse text.
+
+use std::borrow::Cow;
+
+/// Returns `true` for control characters, with which terminal commands begin, and for characters that are invisible or
+/// change the direction of text.
+fn is_unsafe(c: char) -> bool {
+    let invisible = matches!(
+        c,
+        '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}'
+            | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}'
+    );
+    c.is_control() || invisible
+}
+
+/// Escapes unsafe characters of a name like Rust does: `\n`, `\u{1b}`.
+pub(crate) fn escaped(name: &str) -> Cow<'_, str> {
+    escape(name, is_unsafe)
+}
+
+/// Escapes text of several lines, in which line breaks are safe.
+pub(crate) fn escaped_lines(text: &str) -> Cow<'_, str> {
+    escape(text, |c| c != '\n' && is_unsafe(c))
+}
+
+/// Escapes the characters that `is_unsafe` picks, and copies nothing if there are none.
+fn escape(text: &str, is_unsafe: impl Fn(char) -> bool) -> Cow<'_, str> {
+    if !text.contains(&is_unsafe) {
+        return Cow::Borrowed(text);
+    }
+    let mut escaped = String::with_capacity(text.len() + 8);
+    for c in text.chars() {
+        match c {
+            '\n' | '\r' | '\t' if is_unsafe(c) => escaped.extend(c.escape_default()),
+            c if is_unsafe(c) => escaped.extend(c.escape_unicode()),
+            c => escaped.push(c),
+        }
+    }
+    Cow::Owned(escaped)
+}
+
+/// Formats a number of bytes for people.
+pub(crate) fn iec(bytes: u64) -> String {
+    let units = [("GiB", 1u64 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
+    match units.into_iter().find(|&(_, unit)| bytes >= unit) {
+        Some((name, unit)) => format!("{:.1} {name}", bytes as f64 / unit as f64),
+        None => format!("{bytes} B"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_could_act_on_a_terminal_is_shown_instead() {
+        assert_eq!(escaped("blocks.0.wéight"), "blocks.0.wéight");
+        assert_eq!(escaped("a\u{1b}[31mb\n\u{202e}c\u{9b}"), "a\\u{1b}[31mb\\n\\u{202e}c\\u{9b}");
+        assert_eq!(escaped_lines("one\ntwo\r"), "one\ntwo\\r");
+    }
+
+    #[test]
+    fn sizes_have_the_largest_unit_that_fits() {
+        assert_eq!([iec(1023), iec(1536), iec(5 << 30)], ["1023 B", "1.5 KiB", "5.0 GiB"]);
+    }
+}

@@ -1,0 +1,205 @@
+//! The options of `fsdp train`.
+
+use std::num::{NonZeroU64, NonZeroUsize};
+use std::path::PathBuf;
+
+use clap::builder::RangedU64ValueParser;
+use clap::{Args, ValueEnum};
+use fsdp::checkpoint::Location;
+use fsdp::prelude::*;
+
+/// The largest number of ranks that are threads of one process.
+const MAX_RANKS: u64 = 1024;
+
+/// The largest size of a model or batch.
+pub(super) const MAX_SIZE: u64 = 1 << 24;
+
+fn size() -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(1..=MAX_SIZE)
+}
+
+/// The optimizers, with torch's defaults.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum OptimizerName {
+    Adamw,
+    Adam,
+    Sgd,
+    Adagrad,
+}
+
+impl OptimizerName {
+    /// Returns the name on the command line and in checkpoints.
+    pub(super) const fn name(self) -> &'static str {
+        match self {
+            OptimizerName::Adamw => "adamw",
+            OptimizerName::Adam => "adam",
+            OptimizerName::Sgd => "sgd",
+            OptimizerName::Adagrad => "adagrad",
+        }
+    }
+
+    pub(super) fn algorithm(self, lr: f64) -> Algorithm {
+        match self {
+            OptimizerName::Adamw => Algorithm::AdamW(AdamOptions { lr, ..AdamOptions::adamw() }),
+            OptimizerName::Adam => Algorithm::Adam(AdamOptions { lr, ..AdamOptions::default() }),
+            OptimizerName::Sgd => Algorithm::Sgd(SgdOptions { lr, ..SgdOptions::default() }),
+            OptimizerName::Adagrad => Algorithm::Adagrad(AdagradOptions { lr, ..AdagradOptions::default() }),
+        }
+    }
+}
+
+/// The ways in which ranks reach each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum BackendName {
+    Local,
+    Tcp,
+    Mpi,
+    Nccl,
+}
+
+/// The devices on which ranks compute.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum DeviceName {
+    Cpu,
+    Cuda,
+}
+
+#[derive(Debug, Args)]
+#[command(
+    args_override_self = true,
+    after_help = "\
+Examples:
+  fsdp train --nproc 4 --steps 60 --save-every 20 --out runs/demo
+  fsdp train --nproc 2 --steps 120 --out runs/demo --resume
+  fsdp train --nproc 4 --steps 600 --save-every 20 --async-save --keep-last 3 --out runs/long
+  fsdp train --init-from pytorch/step-00000020 --steps 40 --out runs/went-on
+  fsdp launch --nproc 4 -- fsdp train --steps 60 --out runs/processes
+  mpirun -n 4 fsdp train --backend mpi --steps 60 --out runs/mpi
+  fsdp launch --nproc 4 -- fsdp train --backend nccl --steps 60 --out runs/gpus
+  fsdp train --data book.txt --layers 6 --heads 6 --hidden 384 --seq 256 --out runs/book"
+)]
+pub(crate) struct TrainArguments {
+    /// Text to train on; its bytes are the tokens [default: a text that comes with the program]
+    #[arg(long, value_name = "FILE", env = "FSDP_DATA")]
+    pub(super) data: Option<PathBuf>,
+    /// Directory of the checkpoints and of metrics.jsonl
+    #[arg(long, value_name = "DIR", env = "FSDP_OUT")]
+    pub(super) out: PathBuf,
+    /// Place for the checkpoints instead of --out: a directory, or the URL of an object store (s3://, gs://, az://)
+    #[arg(long, value_name = "LOCATION", env = "FSDP_CHECKPOINT_DIR")]
+    pub(super) checkpoint_dir: Option<Location>,
+    /// Go on from the newest whole checkpoint of --out (or --checkpoint-dir), at whatever number of ranks is given now.
+    /// Sizes, batch, learning rate, optimizer and text are the checkpoint's unless given
+    #[arg(long, env = "FSDP_RESUME")]
+    pub(super) resume: bool,
+    /// Start from a checkpoint of the same model, PyTorch's too: model, optimizer and step, as far as it has them.
+    /// Sizes, batch, learning rate, optimizer and text are the checkpoint's unless given
+    #[arg(long, value_name = "CKPT", conflicts_with = "resume", env = "FSDP_INIT_FROM")]
+    pub(super) init_from: Option<Location>,
+    /// Number of ranks; each holds its own shard [default: as many as the launcher started, or 1]
+    #[arg(long, value_name = "N", env = "FSDP_NPROC",
+          value_parser = RangedU64ValueParser::<usize>::new().range(1..=MAX_RANKS))]
+    pub(super) nproc: Option<usize>,
+    /// How ranks reach each other: they are threads of this process (local), or the processes that a launcher (tcp;
+    /// nccl with a GPU each) or an MPI launcher (mpi) started [default: tcp if a launcher started several, else local]
+    #[arg(long, value_enum, env = "FSDP_BACKEND")]
+    pub(super) backend: Option<BackendName>,
+    /// Device of each rank; if there are several GPUs, the one with its number on this machine [default: cuda with
+    /// --backend nccl, else cpu]
+    #[arg(long, value_enum, env = "FSDP_DEVICE")]
+    pub(super) device: Option<DeviceName>,
+    /// Total number of steps, those before a resume included
+    #[arg(long, value_name = "S", default_value_t = 100, env = "FSDP_STEPS")]
+    pub(super) steps: u64,
+    /// Save a checkpoint after every K steps, and after the last [default: after the last only]
+    #[arg(long, value_name = "K", env = "FSDP_SAVE_EVERY")]
+    pub(super) save_every: Option<NonZeroU64>,
+    /// Go on training while checkpoints are written: a step waits only for a copy of the state
+    #[arg(long, env = "FSDP_ASYNC_SAVE")]
+    pub(super) async_save: bool,
+    /// Remove checkpoints but the newest K, once a new one is whole [default: keep all]
+    #[arg(long, value_name = "K", env = "FSDP_KEEP_LAST")]
+    pub(super) keep_last: Option<NonZeroUsize>,
+    /// Keep checkpoints that --keep-last would remove if their step is a multiple of N
+    #[arg(long, value_name = "N", requires = "keep_last", env = "FSDP_KEEP_EVERY")]
+    pub(super) keep_every: Option<NonZeroU64>,
+    /// Write a trace of the time spent to FILE, for Perfetto or chrome://tracing; each process its own, with its rank
+    /// in the name
+    #[arg(long, value_name = "FILE", env = "FSDP_TRACE")]
+    pub(super) trace: Option<PathBuf>,
+    /// Rows of the global batch; a multiple of --nproc times --accumulate [default: 12]
+    #[arg(long, value_name = "B", env = "FSDP_BATCH", value_parser = size())]
+    pub(super) batch: Option<usize>,
+    /// Tokens of a row, and the model's longest context [default: 64]
+    #[arg(long, value_name = "T", env = "FSDP_SEQ", value_parser = size())]
+    pub(super) seq: Option<usize>,
+    /// Blocks of the model [default: 2]
+    #[arg(long, value_name = "L", env = "FSDP_LAYERS", value_parser = size())]
+    pub(super) layers: Option<usize>,
+    /// Attention heads of a block [default: 4]
+    #[arg(long, value_name = "H", env = "FSDP_HEADS", value_parser = size())]
+    pub(super) heads: Option<usize>,
+    /// Width of the model [default: 64]
+    #[arg(long, value_name = "C", env = "FSDP_HIDDEN", value_parser = size())]
+    pub(super) hidden: Option<usize>,
+    /// Learning rate [default: 0.001]
+    #[arg(long, value_name = "X", env = "FSDP_LR", value_parser = learning_rate)]
+    pub(super) lr: Option<f64>,
+    /// Seed of the initial parameters and of the text sample [default: 0]
+    #[arg(long, value_name = "Z", env = "FSDP_SEED")]
+    pub(super) seed: Option<u64>,
+    /// Optimizer, with torch's defaults [default: adamw]
+    #[arg(long, value_enum, env = "FSDP_OPTIMIZER")]
+    pub(super) optimizer: Option<OptimizerName>,
+    /// Strategy of sharding: full-shard, shard-grad-op, no-shard or hybrid-shard
+    #[arg(long, default_value_t, env = "FSDP_STRATEGY")]
+    pub(super) strategy: ShardingStrategy,
+    /// Replicas of the model under hybrid-shard
+    #[arg(long, value_name = "R", default_value = "2", env = "FSDP_REPLICAS")]
+    pub(super) replicas: NonZeroUsize,
+    /// The optimizer sees the model's own parameters: the default
+    #[arg(long, overrides_with = "flat", env = "FSDP_USE_ORIG_PARAMS")]
+    pub(super) use_orig_params: bool,
+    /// The optimizer sees one FlatParameter per unit
+    #[arg(long, overrides_with = "use_orig_params", env = "FSDP_FLAT")]
+    pub(super) flat: bool,
+    /// Scale gradients down so that their norm over all parameters is at most this
+    #[arg(long, value_name = "NORM", env = "FSDP_CLIP_GRAD_NORM", value_parser = positive)]
+    pub(super) clip_grad_norm: Option<f64>,
+    /// Backwards of a step on each rank; only the last one communicates
+    #[arg(long, value_name = "A", default_value_t = 1, env = "FSDP_ACCUMULATE", value_parser = size())]
+    pub(super) accumulate: usize,
+    /// CPU threads of each rank [default: the machine's, shared equally by its ranks, or by all ranks if the launcher
+    /// does not tell how many ranks the machine has]
+    #[arg(long, value_name = "THREADS", env = "FSDP_THREADS")]
+    pub(super) threads: Option<NonZeroUsize>,
+    /// Seconds after which ranks stop waiting for each other
+    #[arg(long, value_name = "SECONDS", default_value = "60", env = "FSDP_TIMEOUT")]
+    pub(super) timeout: NonZeroU64,
+    /// Bytes of the text sample at the end
+    #[arg(long, value_name = "BYTES", default_value_t = 200, env = "FSDP_SAMPLE")]
+    pub(super) sample: usize,
+    /// One JSON object a line on stdout for the start, each step, each checkpoint and the end
+    #[arg(long, env = "FSDP_JSON")]
+    pub(super) json: bool,
+    /// No progress bar, also on a terminal
+    #[arg(long, env = "FSDP_NO_PROGRESS")]
+    pub(super) no_progress: bool,
+}
+
+impl TrainArguments {
+    /// Returns the place of the checkpoints.
+    pub(super) fn checkpoints(&self) -> Location {
+        self.checkpoint_dir.clone().unwrap_or_else(|| (&self.out).into())
+    }
+}
+
+fn learning_rate(text: &str) -> Result<f64, String> {
+    let lr: f64 = text.parse().map_err(|_| "it is not a number".to_owned())?;
+    if lr.is_finite() && lr >= 0.0 { Ok(lr) } else { Err("a learning rate is finite and not negative".to_owned()) }
+}
+
+fn positive(text: &str) -> Result<f64, String> {
+    let value: f64 = text.parse().map_err(|_| "it is not a number".to_owned())?;
+    if value.is_finite() && value > 0.0 { Ok(value) } else { Err("it must be finite and positive".to_owned()) }
+}

@@ -1,0 +1,122 @@
+//! The saves of a run's checkpoints, and the reports of them.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use fsdp::checkpoint::{CheckpointError, SaveReport};
+use fsdp::prelude::*;
+use tracing::info_span;
+
+use super::arguments::TrainArguments;
+use super::report::{Report, Saved};
+use crate::gpt::Gpt;
+
+/// A run's checkpoints, as one rank sees them.
+pub(super) struct Checkpoints {
+    checkpointer: Checkpointer,
+    /// `true` if training goes on during saves.
+    behind: bool,
+    started: Option<Started>,
+}
+
+/// A save in the background.
+struct Started {
+    step: u64,
+    stall: Duration,
+    /// The outcome, if this rank has asked for it already. An error is kept until all ranks ask.
+    outcome: Option<Result<Option<SaveReport>, CheckpointError>>,
+}
+
+impl Checkpoints {
+    /// Prepares the saves and the load of a run. This is a collective.
+    ///
+    /// # Errors
+    /// Those of [`Checkpointer::new`].
+    pub(super) fn new(arguments: &TrainArguments, group: &ProcessGroup) -> Result<Self> {
+        let options = CheckpointerOptions {
+            retention: Retention { keep_last: arguments.keep_last, keep_every: arguments.keep_every },
+            // A checkpoint may hold values of other programs.
+            load: LoadOptions { strict: false, ..LoadOptions::default() },
+            ..CheckpointerOptions::default()
+        };
+        let checkpointer = Checkpointer::new(arguments.checkpoints(), group, options)?;
+        Ok(Checkpoints { checkpointer, behind: arguments.async_save, started: None })
+    }
+
+    pub(super) const fn checkpointer(&self) -> &Checkpointer {
+        &self.checkpointer
+    }
+
+    /// Saves the state after a step, or starts to. Every rank calls it.
+    ///
+    /// # Errors
+    /// Those of the save; of the one before, if that ran in the background.
+    pub(super) fn save(&mut self, step: u64, run: &TrainState<Gpt>, report: Option<&Report>) -> Result<()> {
+        let clock = Instant::now();
+        self.wait(report)?;
+        if self.behind {
+            let started = self.checkpointer.save_async(step, run);
+            started.with_context(|| self.failed(step))?;
+            self.started = Some(Started { step, stall: clock.elapsed(), outcome: None });
+            return Ok(());
+        }
+        let saved = self.checkpointer.save(step, run);
+        let saved = saved.with_context(|| self.failed(step))?;
+        self.tell(step, &saved, clock.elapsed(), report)
+    }
+
+    /// Waits for the save in the background, if there is one. Every rank calls it.
+    ///
+    /// # Errors
+    /// Those of that save, the same on every rank.
+    pub(super) fn wait(&mut self, report: Option<&Report>) -> Result<()> {
+        let Some(Started { step, stall, outcome }) = self.started.take() else { return Ok(()) };
+        let outcome = match outcome {
+            Some(outcome) => outcome,
+            None => info_span!("wait for the save before").in_scope(|| self.checkpointer.wait()),
+        };
+        match outcome.with_context(|| self.failed(step))? {
+            Some(saved) => self.tell(step, &saved, stall, report),
+            None => Ok(()),
+        }
+    }
+
+    /// Reports a save in the background as soon as it is done. Only the rank that reports asks; an error is kept until
+    /// all ranks [`wait`](Checkpoints::wait).
+    ///
+    /// # Errors
+    /// stdout is closed.
+    pub(super) fn look(&mut self, report: &Report) -> Result<()> {
+        let Some(started) = &mut self.started else { return Ok(()) };
+        if started.outcome.is_some() || self.checkpointer.is_saving() {
+            return Ok(());
+        }
+        let (step, stall) = (started.step, started.stall);
+        match self.checkpointer.wait() {
+            Ok(Some(saved)) => {
+                started.outcome = Some(Ok(None));
+                self.tell(step, &saved, stall, Some(report))
+            }
+            outcome => {
+                started.outcome = Some(outcome);
+                Ok(())
+            }
+        }
+    }
+
+    fn failed(&self, step: u64) -> String {
+        format!("failed to save `{}`", self.checkpointer.location(step))
+    }
+
+    /// Reports a checkpoint that is whole.
+    fn tell(&self, step: u64, saved: &SaveReport, stall: Duration, report: Option<&Report>) -> Result<()> {
+        let Some(report) = report else { return Ok(()) };
+        report.checkpoint(&Saved {
+            step,
+            path: self.checkpointer.location(step).name(),
+            bytes: saved.total_bytes,
+            seconds: saved.duration.as_secs_f64(),
+            stall_seconds: stall.as_secs_f64(),
+        })
+    }
+}

@@ -1,0 +1,53 @@
+//! The devices on which ranks compute.
+
+use anyhow::Result;
+use candle_core::Device;
+
+use super::arguments::{BackendName, DeviceName, TrainArguments};
+use crate::job_failure::JobError;
+
+impl DeviceName {
+    /// Returns the device that was asked for, if this build and this machine have it.
+    ///
+    /// # Errors
+    /// A GPU backend with CPUs as the device; a build or a machine without GPUs.
+    pub(super) fn choose(arguments: &TrainArguments) -> Result<Self> {
+        let device = match (arguments.device, arguments.backend) {
+            (Some(DeviceName::Cpu), Some(BackendName::Nccl)) => return Err(JobError::NcclOnCpus.into()),
+            (Some(device), _) => device,
+            (None, Some(BackendName::Nccl)) => DeviceName::Cuda,
+            (None, _) => DeviceName::Cpu,
+        };
+        if device == DeviceName::Cuda {
+            devices()?;
+        }
+        Ok(device)
+    }
+
+    /// Opens the device of a rank: the GPU with its number on this machine. If there are more ranks than GPUs, they
+    /// share.
+    ///
+    /// # Errors
+    /// The GPU cannot be used.
+    pub(super) fn open(self, local_rank: usize) -> Result<Device> {
+        match self {
+            DeviceName::Cpu => Ok(Device::Cpu),
+            DeviceName::Cuda => Ok(Device::new_cuda(local_rank % devices()?)?),
+        }
+    }
+}
+
+/// Returns the number of GPUs that this process sees, which is not 0.
+#[cfg(feature = "cuda")]
+fn devices() -> Result<usize, JobError> {
+    use candle_core::cuda_backend::cudarc::driver::CudaContext;
+
+    let count = CudaContext::device_count().map_err(|error| JobError::NoGpu { reason: error.to_string() })?;
+    let count = usize::try_from(count).unwrap_or_default();
+    if count == 0 { Err(JobError::NoGpu { reason: "CUDA finds none".to_owned() }) } else { Ok(count) }
+}
+
+#[cfg(not(feature = "cuda"))]
+fn devices() -> Result<usize, JobError> {
+    Err(JobError::NoCuda)
+}

@@ -1,0 +1,103 @@
+//! A rank that is a process of its own, started by a launcher.
+
+use std::hash::{DefaultHasher, Hash, Hasher as _};
+
+use crate::ranks::Ranks;
+use anyhow::Result;
+use fsdp::comm::{BackendKind, CommError, Environment, init_process_group_within};
+
+use super::arguments::{BackendName, TrainArguments};
+use super::rank::{self, Job};
+use crate::job_failure::JobError;
+
+/// The place of this process among the ranks, and the way in which they reach each other.
+pub(super) struct Launched {
+    environment: Environment,
+    backend: BackendKind,
+}
+
+impl Launched {
+    /// Finds the launcher of this process; `None` if ranks are threads.
+    ///
+    /// # Errors
+    /// A launcher's variables that make no sense, or none where `--backend` needs one; a backend that this build has
+    /// not; another number of ranks was asked for.
+    pub(super) fn find(arguments: &TrainArguments) -> Result<Option<Self>> {
+        let backend = match arguments.backend {
+            Some(BackendName::Mpi) => BackendKind::Mpi,
+            Some(BackendName::Nccl) => BackendKind::Nccl,
+            _ => BackendKind::Tcp,
+        };
+        backend.check_compiled_in()?;
+        let environment = match (arguments.backend, Environment::from_env()) {
+            (Some(BackendName::Local), _) => return Ok(None),
+            (Some(BackendName::Tcp | BackendName::Nccl), environment) => environment?,
+            (Some(BackendName::Mpi), _) => started_by_mpi()?,
+            (None, Ok(environment)) if environment.world_size == 1 => return Ok(None),
+            (None, Ok(environment)) => environment,
+            (None, Err(CommError::Environment { variable, .. })) if is_unset(&variable) && variable == "RANK" => {
+                return Ok(None);
+            }
+            (None, Err(error)) => return Err(error.into()),
+        };
+        let world_size = environment.world_size;
+        match arguments.nproc {
+            Some(nproc) if nproc != world_size => Err(JobError::Nproc { nproc, world_size }.into()),
+            _ => Ok(Some(Launched { environment, backend })),
+        }
+    }
+
+    /// Returns the rank of this process.
+    pub(super) const fn rank(&self) -> usize {
+        self.environment.rank
+    }
+
+    pub(super) const fn world_size(&self) -> usize {
+        self.environment.world_size
+    }
+
+    /// Returns the number of this rank among those of its machine.
+    pub(super) fn local_rank(&self) -> usize {
+        self.environment.local_rank.unwrap_or(self.environment.rank)
+    }
+
+    /// Returns the number of ranks of this machine; all, if the launcher does not tell.
+    pub(super) fn local_world_size(&self) -> usize {
+        self.environment.local_world_size.unwrap_or(self.environment.world_size)
+    }
+
+    /// Returns `true` for rank 0, which reports.
+    pub(super) const fn is_first(&self) -> bool {
+        self.environment.rank == 0
+    }
+
+    /// Meets the other ranks, and trains with them.
+    ///
+    /// # Errors
+    /// The rendezvous; whatever goes wrong on this rank, or on another one.
+    pub(super) fn run(self, ranks: &Ranks, job: &Job<'_>) -> Result<()> {
+        let group = init_process_group_within(self.backend, ranks.deadline)?;
+        // Each process has read its own command line, and found its own newest checkpoint, so compare them.
+        let mut hasher = DefaultHasher::new();
+        format!("{:?} {} {:?}", job.settings, job.start(), job.batches).hash(&mut hasher);
+        let start = format!("train from step {}", job.start());
+        group.agree_on(&start, hasher.finish(), Ok::<_, CommError>(()))?;
+        let result = ranks.run_one(group.rank(), || rank::run(group.clone(), job))?;
+        // Leaving the group tells the others of the failure. That happens when this process ends, after it has reported
+        // its error.
+        result.inspect_err(|_| std::mem::forget(group))
+    }
+}
+
+/// Reads the place of a process that an MPI launcher started. No address needs to be set, as MPI connects the
+/// processes.
+fn started_by_mpi() -> Result<Environment, CommError> {
+    Environment::from_variables(|name| {
+        let value = std::env::var(name).ok();
+        if name == "MASTER_ADDR" { value.or_else(|| Some("localhost".to_owned())) } else { value }
+    })
+}
+
+fn is_unset(variable: &str) -> bool {
+    std::env::var_os(variable).is_none_or(|value| value.is_empty())
+}

@@ -1,0 +1,146 @@
+//! `fsdp train`. Everything is checked before anything is written.
+
+mod arguments;
+mod checkpoints;
+mod device;
+mod launched;
+mod rank;
+mod report;
+mod sample;
+mod settings;
+mod state;
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use crate::data::{Batches, Text};
+use crate::ranks::Ranks;
+use anyhow::{Error, Result};
+use fsdp::checkpoint::{StepCheckpoint, latest_checkpoint};
+use fsdp::prelude::*;
+
+use self::launched::Launched;
+use self::rank::Job;
+use self::settings::{Resume, Settings};
+use super::output;
+use crate::job_failure::{JobError, is_about_others};
+
+use self::arguments::DeviceName;
+pub(crate) use self::arguments::TrainArguments;
+
+/// Returns the file for this process's trace. If ranks are processes, each writes a file of its own.
+pub(crate) fn trace_file(arguments: &TrainArguments) -> Option<PathBuf> {
+    let file = arguments.trace.as_ref()?;
+    let Ok(Some(launched)) = Launched::find(arguments) else { return Some(file.clone()) };
+    Some(of_rank(file, launched.rank()))
+}
+
+/// Returns `FILE-rank0.json` for `FILE.json`.
+fn of_rank(file: &Path, rank: usize) -> PathBuf {
+    let mut name = file.file_stem().unwrap_or_default().to_owned();
+    name.push(format!("-rank{rank}"));
+    if let Some(extension) = file.extension() {
+        name.push(".");
+        name.push(extension);
+    }
+    file.with_file_name(name)
+}
+
+/// Trains: `fsdp train`.
+///
+/// # Errors
+/// Whatever cannot be done as asked. Nothing has been written if that could be known beforehand.
+pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
+    let launched = Launched::find(arguments)?;
+    let device = DeviceName::choose(arguments)?;
+    let world_size = launched.as_ref().map_or(arguments.nproc.unwrap_or(1), Launched::world_size);
+    let run = &arguments.checkpoints();
+    let resume = match &arguments.init_from {
+        Some(path) => Some(Resume::at(path)?),
+        None => arguments.resume.then(|| Resume::newest(run)).transpose()?,
+    };
+    let settings = Settings::resolve(arguments, resume.as_ref())?;
+    settings.gpt.validate()?;
+    let text = match &settings.data {
+        Some(path) => Text::open(path)?,
+        None => Text::builtin(),
+    };
+    let batches =
+        Batches { batch: settings.batch, seq: settings.gpt.seq, ranks: world_size, accumulation: arguments.accumulate };
+    batches.check(&text)?;
+    let mesh = mesh(arguments, world_size)?;
+    if let Some(Resume { step, path, .. }) = &resume
+        && *step >= arguments.steps
+    {
+        let steps = arguments.steps;
+        if launched.as_ref().is_none_or(Launched::is_first) {
+            output::talk(&format!("nothing to do: `{path}` is at step {step} of {steps}"));
+        }
+        return Ok(());
+    }
+    if !arguments.resume {
+        check_out_is_free(arguments)?;
+    }
+
+    let ranks = Ranks {
+        // Those that share this machine.
+        count: launched.as_ref().map_or(world_size, Launched::local_world_size),
+        threads: arguments.threads,
+        deadline: Duration::from_secs(arguments.timeout.get()),
+    };
+    let from = resume.as_ref().map(|Resume { step, path, .. }| StepCheckpoint { step: *step, path: path.clone() });
+    let resume = Mutex::new(resume.map(Arc::new));
+    let threads_per_rank = ranks.threads_per_rank();
+    let local_rank = launched.as_ref().map(Launched::local_rank);
+    let job = Job { arguments, settings, text, batches, from, resume, mesh, threads_per_rank, device, local_rank };
+    if let Some(launched) = launched {
+        return launched.run(&ranks, &job);
+    }
+    let results = ranks.run(|group| rank::run(group, &job))?;
+    first_cause(results.into_iter().filter_map(Result::err))
+}
+
+/// Returns the mesh of hybrid sharding: replicas x shards.
+fn mesh(arguments: &TrainArguments, ranks: usize) -> Result<Option<DeviceMesh>> {
+    if arguments.strategy != ShardingStrategy::HybridShard {
+        return Ok(None);
+    }
+    let replicas = arguments.replicas.get();
+    let mesh = DeviceMesh::new(&[replicas, ranks / replicas], &["replicate", "shard"], ranks);
+    mesh.map(Some).map_err(|_| JobError::Replicas { replicas, ranks }.into())
+}
+
+/// Checks that a run would not mix its checkpoints with those of another.
+fn check_out_is_free(arguments: &TrainArguments) -> Result<()> {
+    let run = arguments.checkpoints();
+    if !run.exists()? {
+        return Ok(());
+    }
+    match latest_checkpoint(&run)? {
+        Some(found) => Err(JobError::OutIsTaken { directory: run.to_string(), step: found.step }.into()),
+        None => Ok(()),
+    }
+}
+
+/// Returns the error that the others follow from: one that is not about other ranks, if there is one.
+fn first_cause(errors: impl Iterator<Item = Error>) -> Result<()> {
+    errors.min_by_key(is_about_others).map_or(Ok(()), Err)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_rank_has_a_trace_of_its_own() {
+        for (file, named) in [
+            ("trace.json", "trace-rank3.json"),
+            ("out/run.4ranks.json", "out/run.4ranks-rank3.json"),
+            ("trace", "trace-rank3"),
+            (".trace", ".trace-rank3"),
+        ] {
+            assert_eq!(of_rank(Path::new(file), 3), Path::new(named));
+        }
+    }
+}

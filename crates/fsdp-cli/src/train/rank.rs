@@ -1,0 +1,202 @@
+//! The work of each rank: build, restore, train, save, sample.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use crate::data::{Batches, Text};
+use crate::gpt::Gpt;
+use anyhow::Result;
+use candle_core::Device;
+use fsdp::checkpoint::StepCheckpoint;
+use fsdp::prelude::*;
+use tracing::info_span;
+
+use super::arguments::{DeviceName, TrainArguments};
+use super::checkpoints::Checkpoints;
+use super::report::{Event, Report, SCHEMA, StepMetrics};
+use super::sample::sample;
+use super::settings::{Resume, Settings};
+use super::state::restore;
+
+/// The data that all ranks of a process share.
+pub(super) struct Job<'a> {
+    pub(super) arguments: &'a TrainArguments,
+    pub(super) settings: Settings,
+    pub(super) text: Text,
+    pub(super) batches: Batches,
+    /// The checkpoint that the run goes on from.
+    pub(super) from: Option<StepCheckpoint>,
+    /// The same checkpoint, open, until all ranks have read it.
+    pub(super) resume: Mutex<Option<Arc<Resume>>>,
+    pub(super) mesh: Option<DeviceMesh>,
+    pub(super) threads_per_rank: usize,
+    pub(super) device: DeviceName,
+    /// The number of this process among those of its machine, if ranks are processes.
+    pub(super) local_rank: Option<usize>,
+}
+
+impl Job<'_> {
+    /// Returns the first step to do.
+    pub(super) fn start(&self) -> u64 {
+        self.from.as_ref().map_or(0, |from| from.step)
+    }
+
+    fn resume(&self) -> Option<Arc<Resume>> {
+        self.resume.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Closes the checkpoint that was resumed from: it may be removed from now on.
+    fn close_resume(&self) {
+        self.resume.lock().unwrap_or_else(PoisonError::into_inner).take();
+    }
+
+    fn config(&self, device: &Device) -> FsdpConfig {
+        FsdpConfig {
+            device: device.clone(),
+            strategy: self.arguments.strategy,
+            mesh: self.mesh.clone(),
+            use_orig_params: !self.arguments.flat,
+            seed: self.settings.seed,
+            ..FsdpConfig::default()
+        }
+    }
+}
+
+struct Rank<'a> {
+    job: &'a Job<'a>,
+    device: Device,
+    run: TrainState<Gpt>,
+    checkpoints: Checkpoints,
+    report: Option<Report>,
+}
+
+/// Trains on one rank.
+///
+/// # Errors
+/// Whatever goes wrong on this rank, or on another one.
+pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<()> {
+    let reports = group.rank() == 0;
+    let device = match job.device {
+        DeviceName::Cpu => Device::Cpu,
+        DeviceName::Cuda => {
+            let opened = job.device.open(job.local_rank.unwrap_or(group.rank()));
+            // A rank without a GPU must not leave the others waiting for it.
+            group.agree("open a GPU", opened.map_err(|error| format!("{error:#}")))?
+        }
+    };
+    let model = FullyShardedDataParallel::new(group, job.config(&device), |scope| Gpt::new(scope, &job.settings.gpt))?;
+    let algorithm = job.settings.optimizer.algorithm(job.settings.lr);
+    let optimizer = Optimizer::new(model.parameters(), algorithm)?;
+    let checkpoints = Checkpoints::new(job.arguments, model.group())?;
+    let mut run = TrainState::new(model, vec![optimizer]);
+    if let Some(resume) = job.resume() {
+        restore(&resume, checkpoints.checkpointer(), &mut run)?;
+        job.close_resume();
+        // The checkpoint brought the earlier run's learning rate; this run's counts.
+        for group in run.optimizers.iter_mut().flat_map(Optimizer::groups_mut) {
+            group.algorithm.set_lr(job.settings.lr)?;
+        }
+    }
+    // Only now is anything written: all that could be wrong with the checkpoint has been seen.
+    let report = reports.then(|| Report::open(job.arguments, job.start())).transpose()?;
+    Rank { job, device, run, checkpoints, report }.train()
+}
+
+impl Rank<'_> {
+    fn train(mut self) -> Result<()> {
+        let TrainArguments { steps, save_every, sample: sample_bytes, .. } = *self.job.arguments;
+        self.tell_start()?;
+        for step in self.job.start()..steps {
+            let metrics = self.step(step)?;
+            if let Some(report) = &mut self.report {
+                report.step(&metrics)?;
+                self.checkpoints.look(report)?;
+            }
+            let done = step + 1;
+            if done == steps || save_every.is_some_and(|every| done % every == 0) {
+                self.save(done)?;
+            }
+        }
+        self.checkpoints.wait(self.report.as_ref())?;
+        let text = match sample_bytes {
+            0 => None,
+            length => Some(sample(&self.run.model, &self.device, length, self.job.settings.seed)?),
+        };
+        if let Some(report) = &self.report {
+            report.end(steps, text.as_deref())?;
+        }
+        Ok(())
+    }
+
+    /// Reports the model and the ranks before the first step, on the rank that reports.
+    fn tell_start(&self) -> Result<()> {
+        let Some(report) = &self.report else { return Ok(()) };
+        let parameters = self.run.model.parameters();
+        let numel = |fqn| parameters.shape(fqn).map(|shape| shape.iter().product::<usize>() as u64);
+        let count: u64 = parameters.fqns().map(numel).sum::<Result<_, _>>()?;
+        let (ranks, threads, step) = (self.run.model.group().world_size(), self.job.threads_per_rank, self.job.start());
+        let path = self.job.from.as_ref().map(|from| from.path.name());
+        let from = path.map_or_else(String::new, |path| format!(", from `{}`", path.display()));
+        let strategy = parameters.strategy();
+        let line = format!("{count} parameters on {ranks} ranks ({strategy}, {threads} CPU threads each){from}");
+        let event = Event::Start {
+            schema: SCHEMA,
+            ranks,
+            threads_per_rank: threads,
+            parameters: count,
+            step,
+            steps: self.job.arguments.steps,
+            resumed_from: path,
+        };
+        report.start(&event, &line)
+    }
+
+    /// One step on the global batch. All ranks get the same metrics, but for the speed, which is their own.
+    fn step(&mut self, step: u64) -> Result<StepMetrics> {
+        let clock = Instant::now();
+        let _span = info_span!("step", rank = self.run.model.group().rank(), step).entered();
+        let last = self.job.batches.accumulation - 1;
+        let mut loss = 0.0;
+        for part in 0..last {
+            loss += self.run.model.no_sync(|_| self.backward(step, part))?;
+        }
+        loss += self.backward(step, last)?;
+        let parameters = self.run.model.parameters();
+        if let Some(norm) = self.job.arguments.clip_grad_norm {
+            parameters.clip_grad_norm(norm)?;
+        }
+        info_span!("optimizer").in_scope(|| self.run.optimizers.iter_mut().try_for_each(Optimizer::step))?;
+        parameters.zero_grad();
+        let group = self.run.model.group();
+        let mut mean = [loss];
+        group.all_reduce(&mut mean, ReduceOp::Avg)?;
+        let seconds = clock.elapsed().as_secs_f64();
+
+        let own = [parameters.parameter_bytes() as u64, parameters.peak_parameter_bytes() as u64];
+        let mut bytes = vec![0; own.len() * group.world_size()];
+        group.all_gather_into(&mut bytes, &own)?;
+        let Batches { batch, seq, .. } = self.job.batches;
+        Ok(StepMetrics {
+            step,
+            loss: mean[0],
+            tokens_per_s: (batch * seq) as f64 / seconds,
+            parameter_bytes: bytes.iter().step_by(2).copied().collect(),
+            peak_parameter_bytes: bytes.iter().skip(1).step_by(2).copied().collect(),
+        })
+    }
+
+    /// Forward and backward of a part of this rank's rows; returns its share of the rank's loss.
+    fn backward(&self, step: u64, part: usize) -> Result<f64> {
+        let Job { text, batches, .. } = self.job;
+        let (tokens, targets) = batches.batch(text, step, self.run.model.group().rank(), part, &self.device)?;
+        let forward = || self.run.model.forward(|gpt| gpt.loss(&tokens, &targets)? / batches.accumulation as f64);
+        let loss = info_span!("forward").in_scope(forward)?;
+        info_span!("backward").in_scope(|| self.run.model.backward(&loss))?;
+        Ok(f64::from(loss.to_scalar::<f32>()?))
+    }
+
+    fn save(&mut self, step: u64) -> Result<()> {
+        self.run.values.insert("train", self.job.settings.state(step));
+        self.checkpoints.save(step, &self.run, self.report.as_ref())
+    }
+}

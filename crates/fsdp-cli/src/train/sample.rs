@@ -1,0 +1,67 @@
+//! A text sample from a trained model.
+
+use crate::gpt::Gpt;
+use candle_core::{Device, IndexOp, Tensor};
+use fsdp::prelude::*;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
+
+/// The temperature of the sample. Below 1, likely bytes are taken more often than the model predicts.
+const TEMPERATURE: f64 = 0.8;
+
+/// The text that the model continues: the start of a paragraph.
+const PROMPT: u8 = b'\n';
+
+/// Writes `length` bytes, one by one. All ranks take part, and all get the same text.
+///
+/// # Errors
+/// Those of the forwards.
+pub(super) fn sample(
+    model: &FullyShardedDataParallel<Gpt>,
+    device: &Device,
+    length: usize,
+    seed: u64,
+) -> anyhow::Result<String> {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let mut text = vec![u32::from(PROMPT)];
+    for _ in 0..length {
+        let logits = model.forward(|gpt| {
+            let context = &text[text.len().saturating_sub(gpt.config().seq)..];
+            let tokens = Tensor::new(context, device)?.unsqueeze(0)?;
+            gpt.logits(&tokens)?.i((0, context.len() - 1))
+        })?;
+        text.push(draw(&logits.to_vec1()?, f64::from(rng.next_u32()) / f64::from(u32::MAX)));
+    }
+    model.parameters().reshard()?;
+    let bytes: Vec<u8> = text[1..].iter().map(|&byte| byte as u8).collect();
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+/// Returns the token at `quantile` of the distribution that the scores describe.
+fn draw(logits: &[f32], quantile: f64) -> u32 {
+    let highest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let weights: Vec<f64> = logits.iter().map(|&score| (f64::from(score - highest) / TEMPERATURE).exp()).collect();
+    let mut left = quantile * weights.iter().sum::<f64>();
+    for (token, weight) in weights.iter().enumerate() {
+        left -= weight;
+        if left <= 0.0 {
+            return token as u32;
+        }
+    }
+    // Rounding, or scores that are no numbers.
+    u32::from(PROMPT)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn draws_follow_the_scores() {
+        let logits = [f32::NEG_INFINITY, 1.0, f32::NEG_INFINITY, 1.0];
+        assert_eq!(draw(&logits, 0.25), 1);
+        assert_eq!(draw(&logits, 0.75), 3);
+        assert_eq!(draw(&[0.0, 100.0], 0.5), 1);
+        assert_eq!(draw(&[f32::NAN; 4], 0.5), u32::from(PROMPT));
+    }
+}

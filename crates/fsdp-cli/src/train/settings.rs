@@ -1,0 +1,226 @@
+//! The settings of a run. An option on the command line comes first, then the checkpoint's value, then the default.
+
+use std::path::PathBuf;
+
+use crate::data::VOCAB;
+use crate::gpt::GptConfig;
+use anyhow::{Context, Result, ensure};
+use fsdp::checkpoint::{Location, StepCheckpoint, latest_checkpoint};
+use fsdp::dcp::checkpoint::{self, Checkpoint};
+use fsdp::dcp::metadata::Entry;
+use fsdp::dcp::reader::{CheckpointReader, OpenOptions};
+use fsdp::prelude::*;
+
+use super::arguments::{MAX_SIZE, OptimizerName, TrainArguments};
+use crate::job_failure::{JobError, NoCheckpoint};
+use crate::output;
+
+/// The settings that are kept in checkpoints.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Settings {
+    pub(super) gpt: GptConfig,
+    pub(super) batch: usize,
+    pub(super) lr: f64,
+    pub(super) seed: u64,
+    pub(super) optimizer: OptimizerName,
+    /// The text; `None` for the built-in one.
+    pub(super) data: Option<PathBuf>,
+}
+
+/// An open checkpoint to go on from.
+pub(super) struct Resume {
+    pub(super) step: u64,
+    pub(super) path: Location,
+    pub(super) checkpoint: Box<dyn Checkpoint>,
+    /// The prefix of the model's names in its keys.
+    pub(super) model: &'static str,
+    /// `true` if it holds an optimizer's state.
+    pub(super) optimizer: bool,
+}
+
+/// The prefix of a model's keys in a checkpoint that holds more than a model.
+const MODEL: &str = "model.";
+/// The prefix of the keys of an optimizer's state.
+const OPTIMIZER: &str = "optim.";
+/// A tensor that tells whether a checkpoint has the prefix of models.
+const EMBEDDING: &str = "transformer.wte.weight";
+
+impl Resume {
+    /// Opens the newest committed checkpoint of a run.
+    ///
+    /// # Errors
+    /// There is no such checkpoint, or it is damaged.
+    pub(super) fn newest(run: &Location) -> Result<Self> {
+        let newest = latest_checkpoint(run)?;
+        let Some(StepCheckpoint { path, .. }) = newest else {
+            return Err(NoCheckpoint { directory: run.to_string() }.into());
+        };
+        let reader = CheckpointReader::open(&path)?;
+        let step = reader.read_value("train.step")?;
+        let step = step.as_int().and_then(|step| u64::try_from(step).ok());
+        let step = step.with_context(|| format!("`train.step` of `{path}` is not a step"))?;
+        Ok(Resume { step, path, checkpoint: Box::new(reader), model: MODEL, optimizer: true })
+    }
+
+    /// Opens a checkpoint of any run and any format, PyTorch's too, that may hold no more than a model.
+    ///
+    /// # Errors
+    /// The location is not a checkpoint, or a damaged one.
+    pub(super) fn at(path: &Location) -> Result<Self> {
+        let checkpoint = checkpoint::open(path, OpenOptions::default())?;
+        let metadata = checkpoint.metadata();
+        let model = if metadata.tensor(EMBEDDING).is_some() { "" } else { MODEL };
+        let has = |prefix: &str| metadata.entries.keys().any(|key| key.starts_with(prefix));
+        let by_name = has(&format!("{OPTIMIZER}state.{EMBEDDING}.")) || !has(&format!("{OPTIMIZER}state."));
+        if !by_name {
+            output::talk(&format!("`{path}`: the optimizer's state is not by parameters' names, and is left out"));
+        }
+        let optimizer = has(&format!("{OPTIMIZER}param_groups.")) && by_name;
+        let mut resume = Resume { step: 0, path: path.clone(), checkpoint, model, optimizer };
+        let step = resume.read("train.step", |step| u64::try_from(step.as_int()?).ok())?;
+        let missing = match (optimizer, step) {
+            (true, Some(_)) => "",
+            (false, Some(_)) => "no optimizer state",
+            (true, None) => "no `train.step`: steps count from 0",
+            (false, None) => "only a model: the optimizer and the steps begin anew",
+        };
+        if !missing.is_empty() {
+            output::talk(&format!("`{path}` holds {missing}"));
+        }
+        resume.step = step.unwrap_or(0);
+        Ok(resume)
+    }
+
+    /// Returns the learning rate of the optimizer's first group.
+    fn lr(&self) -> Result<Option<f64>> {
+        let entries = &self.checkpoint.metadata().entries;
+        let is_lr = |key: &str| key.starts_with("optim.param_groups.") && key.ends_with(".lr");
+        let found = entries.iter().find(|(key, entry)| is_lr(key) && matches!(entry, Entry::Bytes(_)));
+        found.map_or(Ok(None), |(key, _)| self.read(key, PlainValue::as_float))
+    }
+
+    /// Returns a size of the model from the shapes of its tensors, for checkpoints of programs that do not save their
+    /// settings.
+    fn size_of_tensors(&self, key: &str) -> Option<usize> {
+        let metadata = self.checkpoint.metadata();
+        match key {
+            "hidden" => metadata.tensor(&format!("{}{EMBEDDING}", self.model))?.shape.get(1).copied(),
+            "seq" => metadata.tensor(&format!("{}transformer.wpe.weight", self.model))?.shape.first().copied(),
+            "layers" => {
+                let prefix = format!("{}transformer.h.", self.model);
+                let layer = |key: &str| key.strip_prefix(&prefix)?.split('.').next()?.parse().ok();
+                metadata.tensors().filter_map(|(key, _)| layer(key)).max().and_then(|last: usize| last.checked_add(1))
+            }
+            _ => None,
+        }
+    }
+
+    /// Reads a value that the checkpoint may have. Other programs save other values.
+    fn value(&self, key: &str) -> Result<Option<PlainValue>> {
+        if !self.checkpoint.metadata().entries.contains_key(key) {
+            return Ok(None);
+        }
+        Ok(Some(self.checkpoint.read_value(key)?))
+    }
+
+    fn read<T>(&self, key: &str, convert: impl FnOnce(&PlainValue) -> Option<T>) -> Result<Option<T>> {
+        let Some(value) = self.value(key)? else { return Ok(None) };
+        let what = || format!("`{key}` of `{}` cannot be a {}", self.path, value.type_name());
+        convert(&value).with_context(what).map(Some)
+    }
+}
+
+impl Settings {
+    /// Determines the settings of a run.
+    ///
+    /// # Errors
+    /// A checkpoint whose settings cannot be read, or an option that contradicts a setting which cannot change.
+    pub(super) fn resolve(arguments: &TrainArguments, resume: Option<&Resume>) -> Result<Self> {
+        let saved = |key: &str| -> Result<Option<usize>> {
+            let Some(resume) = resume else { return Ok(None) };
+            let name = format!("train.config.{key}");
+            let saved = resume.read(&name, |value| usize::try_from(value.as_int()?).ok())?;
+            // What is said there is not to be trusted with memory.
+            ensure!(
+                saved.is_none_or(|saved| (1..=MAX_SIZE).contains(&(saved as u64))),
+                "`{name}` of `{}` is {}, and can be 1 to {MAX_SIZE}",
+                resume.path,
+                saved.unwrap_or_default()
+            );
+            Ok(saved.or_else(|| resume.size_of_tensors(key)))
+        };
+        let size = |asked: Option<usize>, key: &str, default: usize| -> Result<usize> {
+            Ok(asked.or(saved(key)?).unwrap_or(default))
+        };
+        let gpt = GptConfig {
+            layers: size(arguments.layers, "layers", 2)?,
+            heads: size(arguments.heads, "heads", 4)?,
+            hidden: size(arguments.hidden, "hidden", 64)?,
+            seq: size(arguments.seq, "seq", 64)?,
+            vocab: VOCAB,
+        };
+        // No tensor's shape tells the number of heads.
+        if let Some(heads) = saved("heads")?.filter(|&heads| heads != gpt.heads) {
+            let (saved, asked) = (heads.to_string(), gpt.heads.to_string());
+            return Err(JobError::Changed { option: "--heads", saved, asked }.into());
+        }
+        let text = |key: &str| match resume {
+            Some(resume) => resume.read(key, |value| value.as_str().map(str::to_owned)),
+            None => Ok(None),
+        };
+        let lr = match resume {
+            Some(resume) => {
+                resume.read("train.config.lr", PlainValue::as_float)?.map_or_else(|| resume.lr(), |lr| Ok(Some(lr)))?
+            }
+            None => None,
+        };
+        let seed = match resume {
+            Some(resume) => resume.read("train.seed", |seed| Some(seed.as_int()?.cast_unsigned()))?,
+            None => None,
+        };
+        Ok(Settings {
+            gpt,
+            batch: size(arguments.batch, "batch", 12)?,
+            lr: arguments.lr.or(lr).unwrap_or(1e-3),
+            seed: arguments.seed.or(seed).unwrap_or(0),
+            optimizer: optimizer(arguments.optimizer, text("train.config.optimizer")?)?,
+            data: arguments.data.clone().or(text("train.config.data")?.map(PathBuf::from)),
+        })
+    }
+
+    /// Returns the checkpoint's `train` part, which [`Settings::resolve`] reads.
+    pub(super) fn state(&self, step: u64) -> StateDict {
+        let mut config = StateDict::new();
+        for (key, value) in [
+            ("layers", self.gpt.layers),
+            ("heads", self.gpt.heads),
+            ("hidden", self.gpt.hidden),
+            ("seq", self.gpt.seq),
+            ("vocab", self.gpt.vocab),
+            ("batch", self.batch),
+        ] {
+            config.insert(key, i64::try_from(value).unwrap_or(i64::MAX));
+        }
+        config.insert("lr", self.lr);
+        config.insert("optimizer", self.optimizer.name());
+        if let Some(data) = &self.data {
+            config.insert("data", data.display().to_string());
+        }
+        let mut train = StateDict::new();
+        train.insert("step", step.cast_signed());
+        train.insert("seed", self.seed.cast_signed());
+        train.insert("config", config);
+        train
+    }
+}
+
+fn optimizer(asked: Option<OptimizerName>, saved: Option<String>) -> Result<OptimizerName> {
+    let Some(saved) = saved else { return Ok(asked.unwrap_or(OptimizerName::Adamw)) };
+    let known = <OptimizerName as clap::ValueEnum>::from_str(&saved, false).ok();
+    match (asked, known) {
+        (Some(asked), _) if asked.name() != saved => {
+            Err(JobError::Changed { option: "--optimizer", saved, asked: asked.name().to_owned() }.into())
+        }
+        (_, known) => known.with_context(|| format!("the checkpoint's optimizer `{saved}` is not known here")),
+    }
+}

@@ -1,0 +1,83 @@
+//! The state of a run, loaded from a checkpoint.
+
+use anyhow::Result;
+use fsdp::checkpoint::CheckpointError;
+use fsdp::dcp::metadata::Entry;
+use fsdp::prelude::*;
+use fsdp::state::StateError;
+
+use super::settings::Resume;
+use crate::gpt::Gpt;
+use crate::job_failure::OtherModel;
+
+/// Loads the model and the optimizer (if there is one) of a checkpoint: each rank reads the bytes that it needs, to where
+/// they belong. The run's other values stay as they are. This is a collective.
+///
+/// # Errors
+/// The same on every rank: [`OtherModel`], and nothing has been changed then; damaged files.
+pub(super) fn restore(resume: &Resume, checkpointer: &Checkpointer, run: &mut TrainState<Gpt>) -> Result<()> {
+    let differences = differences(resume, run.model.parameters())?;
+    if !differences.is_empty() {
+        return Err(OtherModel { path: resume.path.to_string(), differences }.into());
+    }
+    let kept = std::mem::take(&mut run.values);
+    let optimizers = if resume.optimizer { Vec::new() } else { std::mem::take(&mut run.optimizers) };
+    let loaded = checkpointer.load(&resume.path, run);
+    run.optimizers.extend(optimizers);
+    run.values = kept;
+    let report = loaded.map_err(without_advice)?;
+    // What other programs save beside model and optimizer is not needed; what is needed must be there.
+    if report.missing.is_empty() {
+        Ok(())
+    } else {
+        Err(StateError::Incompatible { operation: "resume", report }.into())
+    }
+}
+
+/// Returns the cause of a load that broke off: the run ends, so nobody goes on with what was loaded partly.
+fn without_advice(error: CheckpointError) -> CheckpointError {
+    match error {
+        CheckpointError::State(StateError::PartlyLoaded { reason, kind }) => {
+            StateError::Other { message: reason, kind }.into()
+        }
+        error => error,
+    }
+}
+
+/// Returns `true` if a key belongs to a part of a run that is not the model.
+fn is_of_run(key: &str) -> bool {
+    key.starts_with("optim.") || key.starts_with("train.")
+}
+
+/// Lists the tensors in which the checkpoint's model and this one differ, a line each.
+fn differences(resume: &Resume, parameters: &ShardedParameters) -> Result<Vec<String>> {
+    let entries = &resume.checkpoint.metadata().entries;
+    let entry = |name: &str| entries.get(&format!("{}{name}", resume.model));
+    let mut lines = Vec::new();
+    let names: Vec<&str> = parameters.fqns().chain(parameters.aliases().keys().map(String::as_str)).collect();
+    for &name in &names {
+        let shape = parameters.shape(name)?;
+        match entry(name) {
+            Some(Entry::Tensor(tensor)) if tensor.shape == shape => {}
+            Some(Entry::Tensor(tensor)) => {
+                lines.push(format!("`{name}`: checkpoint {:?}, this model {shape:?}", tensor.shape));
+            }
+            Some(Entry::Bytes(_)) => lines.push(format!("`{name}`: no tensor in the checkpoint")),
+            // A tied parameter may be there under another of its names.
+            None if parameters.aliases().iter().any(|(alias, tied)| {
+                (tied == name && entry(alias).is_some()) || (alias == name && entry(tied).is_some())
+            }) => {}
+            None => lines.push(format!("`{name}`: not in the checkpoint, this model {shape:?}")),
+        }
+    }
+    for (key, entry) in entries {
+        if let (Some(name), Entry::Tensor(tensor)) = (key.strip_prefix(resume.model), entry)
+            && !names.contains(&name)
+            && !(resume.model.is_empty() && is_of_run(name))
+        {
+            lines.push(format!("`{name}`: checkpoint {:?}, not in this model", tensor.shape));
+        }
+    }
+    lines.sort_by(|a, b| natord::compare(a, b));
+    Ok(lines)
+}

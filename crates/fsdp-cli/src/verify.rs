@@ -1,0 +1,195 @@
+//! `fsdp verify`: checks that a checkpoint is whole, without loading it.
+
+use anyhow::Result;
+use clap::{Args, ValueEnum};
+use fsdp_dcp::Location;
+use fsdp_dcp::checkpoint::{self, Checkpoint};
+use fsdp_dcp::reader::OpenOptions;
+use fsdp_dcp::verify::{self, Level, Report, with_causes};
+use serde::Serialize;
+
+use super::failure::Damaged;
+use super::output;
+use super::progress::Progress;
+use super::text::{escaped, iec};
+
+/// The depth of the check.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum LevelName {
+    /// Check the metadata: boxes are inside their tensors, disjoint and complete, and everything is stored somewhere
+    Structure,
+    /// Also check that files are long enough, and that items have the sizes in the metadata
+    Sizes,
+    /// Also check every byte against its hash; in a DCP directory without hashes, against the archives' checksums
+    Hashes,
+    /// Also read the numbers: count NaN and infinities, and compare copies of replicated tensors
+    Deep,
+}
+
+/// Options of `fsdp verify`.
+#[derive(Debug, Args)]
+pub(crate) struct VerifyArguments {
+    /// A checkpoint of any format
+    #[arg(value_name = "CKPT")]
+    path: Location,
+    /// How much to check; each level includes those before it
+    #[arg(long, value_enum, default_value = "hashes", env = "FSDP_LEVEL")]
+    level: LevelName,
+    /// Add hashes to a checkpoint that has none, if no problem is found
+    #[arg(long, env = "FSDP_SEAL")]
+    seal: bool,
+    /// One JSON object on stdout
+    #[arg(long, env = "FSDP_JSON")]
+    json: bool,
+    /// No progress bar, also on a terminal
+    #[arg(long, env = "FSDP_NO_PROGRESS")]
+    no_progress: bool,
+}
+
+const SCHEMA: u32 = 1;
+
+#[derive(Debug, Serialize)]
+struct Finding<'a> {
+    schema: u32,
+    path: String,
+    ok: bool,
+    /// `true` if hashes lie beside the files now.
+    hashed: bool,
+    tensors: usize,
+    values: usize,
+    /// The number of copies that were compared with the first one (deep only).
+    replicas: usize,
+    bytes_read: u64,
+    problems: Vec<Problem>,
+    not_finite: Vec<NotFinite<'a>>,
+    /// The data files that the metadata does not name.
+    unknown_files: Vec<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct Problem {
+    name: Option<String>,
+    file: Option<String>,
+    offset: Option<u64>,
+    error: String,
+}
+
+#[derive(Debug, Serialize)]
+struct NotFinite<'a> {
+    name: &'a str,
+    nan: u64,
+    infinite: u64,
+}
+
+/// Checks a checkpoint: `fsdp verify`.
+///
+/// # Errors
+/// The checkpoint is damaged: what was found is told all the same.
+pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
+    let path = arguments.path.to_string();
+    let opened = checkpoint::open(&arguments.path, OpenOptions { verify: true });
+    if let (Err(error), true) = (&opened, arguments.json) {
+        // Metadata that cannot be read is the finding itself.
+        let problem = Problem { name: None, file: None, offset: None, error: with_causes(error) };
+        output::json(&finding(path.clone(), &Report::default(), vec![problem], Vec::new()))?;
+    }
+    let source = opened?;
+    let level = match arguments.level {
+        LevelName::Structure => Level::Structure,
+        LevelName::Sizes => Level::Sizes,
+        LevelName::Hashes => Level::Hashes,
+        LevelName::Deep => Level::Deep,
+    };
+    let passes = if level == Level::Deep { 2 } else { 1 };
+    let bar = Progress::new(bytes(&*source).saturating_mul(passes), !arguments.no_progress);
+    let progress = |bytes| bar.add(bytes);
+    let mut report = verify::verify(&*source, level, Some(&progress))?;
+    drop(bar);
+    if arguments.seal && report.is_ok() && !report.has_integrity {
+        let bar = Progress::new(bytes(&*source), !arguments.no_progress);
+        verify::add_integrity(&arguments.path, Some(&|bytes| bar.add(bytes)))?;
+        report.has_integrity = true;
+        drop(bar);
+        output::talk(&format!("sealed `{path}`"));
+    }
+    let unknown = verify::unknown_files(&*source)?.iter().map(|file| file.display().to_string()).collect();
+    let found = finding(path.clone(), &report, report.problems.iter().map(Problem::new).collect(), unknown);
+    if arguments.json {
+        output::json(&found)?;
+    } else {
+        output::lines(&found.lines())?;
+    }
+    let Some(first) = report.problems.first() else { return Ok(()) };
+    let missing = |name: &String| source.directory().has(name).is_ok_and(|there| !there);
+    Err(Damaged {
+        path,
+        count: report.problems.len(),
+        first: Problem::new(first).to_string(),
+        incomplete: first.file.as_ref().is_some_and(missing),
+    }
+    .into())
+}
+
+/// Returns the number of bytes of all items, as stored.
+fn bytes(source: &dyn Checkpoint) -> u64 {
+    source.metadata().stored().map(|(_, _, stored)| stored.length).sum()
+}
+
+fn finding(path: String, report: &Report, problems: Vec<Problem>, unknown_files: Vec<String>) -> Finding<'_> {
+    Finding {
+        schema: SCHEMA,
+        path,
+        ok: problems.is_empty(),
+        hashed: report.has_integrity,
+        tensors: report.tensors,
+        values: report.values,
+        replicas: report.replicas,
+        bytes_read: report.bytes_read,
+        problems,
+        not_finite: report
+            .not_finite
+            .iter()
+            .map(|(name, census)| NotFinite { name, nan: census.nan, infinite: census.infinite })
+            .collect(),
+        unknown_files,
+    }
+}
+
+impl Finding<'_> {
+    fn lines(&self) -> Vec<String> {
+        let mut lines: Vec<String> = self.problems.iter().map(|problem| format!("bad       {problem}")).collect();
+        for NotFinite { name, nan, infinite } in &self.not_finite {
+            lines.push(format!("numbers   {}: {nan} NaN, {infinite} infinite", escaped(name)));
+        }
+        lines.extend(self.unknown_files.iter().map(|file| format!("unknown   {}", escaped(file))));
+        let verdict = if self.ok { "ok" } else { "damaged" };
+        let hashes = if self.hashed { "hashes" } else { "no hashes" };
+        let (tensors, values, read) = (self.tensors, self.values, iec(self.bytes_read));
+        lines.push(format!("{verdict:<9} {tensors} tensors, {values} values, {hashes}, {read} read"));
+        lines
+    }
+}
+
+impl Problem {
+    fn new(problem: &verify::Problem) -> Self {
+        let verify::Problem { fqn, file, offset, error } = problem;
+        Problem { name: fqn.clone(), file: file.clone(), offset: *offset, error: error.clone() }
+    }
+}
+
+/// Safe for terminals.
+impl std::fmt::Display for Problem {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if let Some(file) = &self.file {
+            write!(f, "`{}`", escaped(file))?;
+            match self.offset {
+                Some(offset) => write!(f, " at byte {offset}: ")?,
+                None => f.write_str(": ")?,
+            }
+        }
+        if let Some(name) = &self.name {
+            write!(f, "`{}`: ", escaped(name))?;
+        }
+        f.write_str(&escaped(&self.error))
+    }
+}

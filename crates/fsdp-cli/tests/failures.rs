@@ -1,0 +1,164 @@
+//! A rank that fails or is lost: every rank ends in time, with the exit code of what happened.
+
+#![cfg(target_os = "linux")]
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::fs;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use fsdp::checkpoint::latest_checkpoint;
+use fsdp_cli::exit_codes;
+use rustix::process::{Pid, Signal, kill_process, test_kill_process};
+use tempfile::TempDir;
+
+const FSDP: &str = env!("CARGO_BIN_EXE_fsdp");
+const RANKS: usize = 3;
+const DEADLINE: Duration = Duration::from_secs(4);
+const LATE: Duration = Duration::from_secs(2);
+
+/// Nothing else takes longer than this.
+const HANG: Duration = Duration::from_secs(60);
+
+/// `$1` is a directory for each rank's process id and exit code, `$2` what one does first, `$3` how many ranks end by
+/// themselves. The launcher, which ends all ranks when one fails, learns of a failure only when these have told theirs.
+const RANK: &str = r#"
+dir=$1; before=$2; ending=$3; shift 3
+(eval "$before"; exec "$@") & echo $! > "$dir/pid-$RANK.new"; mv "$dir/pid-$RANK.new" "$dir/pid-$RANK"
+wait $!; code=$?
+echo $code > "$dir/code-$RANK.new"; mv "$dir/code-$RANK.new" "$dir/code-$RANK"
+for rank in $(seq 0 $((ending - 1))); do
+    while ! [ -e "$dir/code-$rank" ]; do sleep 0.02; done
+done
+exit $code
+"#;
+
+/// Ranks under way; ended on drop.
+struct Job {
+    launch: Child,
+    dir: TempDir,
+}
+
+impl Job {
+    fn start(before: &str, ending: usize, steps: &str) -> Job {
+        let dir = TempDir::new().unwrap();
+        let mut command = Command::new(FSDP);
+        for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("FSDP_")) {
+            command.env_remove(name);
+        }
+        command.args(["launch", "--grace", "1", "--nproc", &RANKS.to_string(), "--", "sh", "-c", RANK, "rank"]);
+        command
+            .arg(dir.path())
+            .arg(before)
+            .arg(ending.to_string())
+            .args([FSDP, "train", "--backend", "tcp", "--out"])
+            .arg(dir.path().join("out"));
+        command.args(["--timeout", &DEADLINE.as_secs().to_string(), "--steps", steps, "--save-every", "1"]);
+        command.args(["--layers", "1", "--heads", "2", "--hidden", "16", "--seq", "16", "--sample", "0"]);
+        let said = fs::File::options().create(true).append(true).open(dir.path().join("said")).unwrap();
+        command.stdin(Stdio::null()).stdout(said.try_clone().unwrap()).stderr(said);
+        Job { launch: command.spawn().unwrap(), dir }
+    }
+
+    fn said(&self) -> String {
+        fs::read_to_string(self.dir.path().join("said")).unwrap_or_default()
+    }
+
+    /// Waits for a rank's file, and returns what is in it.
+    fn told(&self, what: &str, rank: usize, limit: Duration) -> i32 {
+        let path = self.dir.path().join(format!("{what}-{rank}"));
+        self.until(limit, &format!("the {what} of rank {rank}"), || path.exists());
+        fs::read_to_string(path).unwrap().trim().parse().unwrap()
+    }
+
+    fn until(&self, limit: Duration, what: &str, happens: impl Fn() -> bool) {
+        let until = Instant::now() + limit;
+        while !happens() {
+            assert!(Instant::now() < until, "no {what} within {limit:?}\n{}", self.said());
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    fn newest(&self) -> Option<u64> {
+        let out = self.dir.path().join("out");
+        if out.exists() { latest_checkpoint(&out).unwrap().map(|found| found.step) } else { None }
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        kill_process(Pid::from_child(&self.launch), Signal::TERM).ok();
+        self.launch.wait().ok();
+    }
+}
+
+fn is_alive(pid: Pid) -> bool {
+    let stat = fs::read_to_string(Path::new("/proc").join(pid.as_raw_nonzero().to_string()).join("stat"));
+    test_kill_process(pid).is_ok() && !stat.is_ok_and(|stat| stat.contains(") Z "))
+}
+
+/// The last rank is hit in the middle of training and saving.
+fn lost(signal: Signal) {
+    let mut job = Job::start("", RANKS - 1, "1000000");
+    let pids: Vec<Pid> = (0..RANKS).map(|rank| Pid::from_raw(job.told("pid", rank, HANG)).unwrap()).collect();
+    job.until(HANG, "checkpoint", || job.newest().is_some());
+    let hit = Instant::now();
+    kill_process(pids[RANKS - 1], signal).unwrap();
+    for rank in 0..RANKS - 1 {
+        let code = job.told("code", rank, (DEADLINE + LATE).saturating_sub(hit.elapsed()));
+        assert_eq!(code, i32::from(exit_codes::RANK_LOST), "rank {rank}\n{}", job.said());
+    }
+    job.launch.wait().unwrap();
+    job.until(LATE, "end of all processes", || !pids.iter().any(|&pid| is_alive(pid)));
+    let step = job.newest().unwrap();
+    let mut resume = Command::new(FSDP);
+    resume.args(["train", "--resume", "--nproc", "2", "--steps", &(step + 1).to_string(), "--out"]);
+    let output = resume.arg(job.dir.path().join("out")).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(job.newest(), Some(step + 1));
+}
+
+#[test]
+fn survivors_of_a_killed_rank_end_in_time_and_the_newest_checkpoint_resumes() {
+    lost(Signal::KILL);
+}
+
+#[test]
+fn survivors_of_a_stopped_rank_end_in_time_and_the_newest_checkpoint_resumes() {
+    lost(Signal::STOP);
+}
+
+/// The system lets one rank write no more than 4 KiB to a file, and says so instead of ending it.
+#[test]
+fn what_one_rank_cannot_write_is_the_exit_code_of_all() {
+    for limited in 0..RANKS - 1 {
+        let job = Job::start(&format!("if [ $RANK = {limited} ]; then trap '' XFSZ; ulimit -f 8; fi"), RANKS, "2");
+        for rank in 0..RANKS {
+            assert_eq!(job.told("code", rank, HANG), i32::from(exit_codes::IO), "rank {rank}\n{}", job.said());
+        }
+        assert_eq!(job.newest(), None);
+    }
+}
+
+/// Where a file system of 64 KiB may be mounted for it.
+#[test]
+fn a_full_disk_is_the_exit_code_of_all() {
+    let user = ["--user", "--map-root-user", "--mount"];
+    let mount = "mount -t tmpfs -o size=64k none \"$0\"";
+    let dir = TempDir::new().unwrap();
+    let tried = Command::new("unshare").args(user).args(["sh", "-c", mount]).arg(dir.path()).output();
+    if !tried.is_ok_and(|output| output.status.success()) {
+        eprintln!("skipped: this system mounts nothing for tests");
+        return;
+    }
+    let train = format!("{mount} && exec \"$@\"");
+    for nproc in ["1", "3"] {
+        let mut command = Command::new("unshare");
+        command.args(user).args(["sh", "-c", &train]).arg(dir.path()).args([FSDP, "train", "--nproc", nproc]);
+        let output = command.args(["--steps", "1", "--sample", "0", "--out"]).arg(dir.path()).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(i32::from(exit_codes::NO_SPACE)), "{nproc} ranks: {said}");
+    }
+}

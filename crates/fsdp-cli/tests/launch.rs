@@ -1,0 +1,212 @@
+//! `fsdp launch`, and `fsdp train` with ranks that are processes.
+
+#![cfg(unix)]
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod common;
+mod metrics;
+
+use std::fs;
+use std::net::TcpListener;
+use std::path::Path;
+use std::process::Stdio;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use assert_cmd::Command;
+use common::{FSDP, fsdp};
+use fsdp::checkpoint::latest_checkpoint;
+use fsdp_cli::exit_codes;
+use metrics::losses;
+use predicates::prelude::*;
+use predicates::str::contains;
+use rustix::process::{Pid, Signal, kill_process, test_kill_process};
+use serde_json::Value;
+use tempfile::TempDir;
+
+const SMALL: [&str; 12] =
+    ["--layers", "1", "--heads", "2", "--hidden", "16", "--seq", "16", "--batch", "12", "--sample", "8"];
+
+fn launch(nproc: &str, program: &[&str]) -> Command {
+    let mut command = fsdp(&["launch", "--grace", "1", "--nproc", nproc, "--"]);
+    command.args(program);
+    command
+}
+
+fn launch_train(nproc: &str, out: &Path, arguments: &[&str]) -> Command {
+    let mut command = launch(nproc, &[FSDP, "train", "--timeout", "20", "--out", out.to_str().unwrap()]);
+    command.args(arguments);
+    command
+}
+
+fn train(out: &Path, arguments: &[&str]) {
+    fsdp(&["train", "--out", out.to_str().unwrap()]).args(arguments).assert().success();
+}
+
+#[test]
+fn processes_get_the_losses_of_threads_bit_for_bit_and_checkpoints_cross() {
+    let dir = TempDir::new().unwrap();
+    let (threads, processes) = (dir.path().join("threads"), dir.path().join("processes"));
+    train(&threads, &[&SMALL[..], &["--nproc", "3", "--steps", "6"]].concat());
+    let output = launch_train("3", &processes, &SMALL).args(["--steps", "6", "--backend", "tcp"]).assert().success();
+    assert_eq!(losses(&processes), losses(&threads));
+    // Only rank 0 talks.
+    let talk = String::from_utf8_lossy(&output.get_output().stderr).into_owned();
+    assert!(talk.contains("[0] step 6/6") && !talk.contains("[1]") && !talk.contains("[2]"), "{talk}");
+
+    // To threads at another number of ranks, and back; a launched `train` needs no `--backend`.
+    for out in [&threads, &processes] {
+        train(out, &["--nproc", "2", "--steps", "9", "--resume"]);
+    }
+    launch_train("4", &processes, &["--steps", "12", "--resume"]).assert().success();
+    train(&threads, &["--nproc", "4", "--steps", "12", "--resume"]);
+    assert_eq!(losses(&processes), losses(&threads));
+    assert_eq!(losses(&processes).len(), 12);
+}
+
+#[test]
+fn output_has_its_rank_and_variables_are_torchruns() {
+    let script = "echo $RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $GROUP_RANK $MASTER_ADDR $MASTER_PORT \
+                  $FSDP_JOB_ID; printf torn >&2";
+    let several = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "h", "--master-port", "7", "--job-id", "j"];
+    fsdp(&["launch", "--nproc", "2"])
+        .args(several)
+        .args(["--", "sh", "-c", script])
+        .assert()
+        .success()
+        .stdout(contains("[2] 2 4 0 2 1 h 7 j\n").and(contains("[3] 3 4 1 2 1 h 7 j\n")))
+        .stderr(contains("[2] torn\n").and(contains("[3] torn\n")));
+}
+
+#[test]
+fn the_first_failure_ends_all_and_its_exit_code_is_returned() {
+    let dir = TempDir::new().unwrap();
+    let pids = dir.path().join("pids");
+    // Rank 0 does not hear TERM, and has a child of its own; rank 1 fails once they are there.
+    let script = format!(
+        "if [ $RANK = 0 ]; then trap '' TERM; sleep 600 & echo $$ $! > {0}.new; mv {0}.new {0}; wait; sleep 600; \
+         else while ! [ -e {0} ]; do sleep 0.05; done; exit 7; fi",
+        pids.display()
+    );
+    launch("2", &["sh", "-c", &script]).assert().code(7).stderr(contains("rank 1 failed with exit code 7"));
+    for pid in fs::read_to_string(&pids).unwrap().split_whitespace() {
+        assert_ended(pid.parse().unwrap());
+    }
+    launch("2", &["sh", "-c", "kill -9 $$"]).assert().code(137).stderr(contains("was ended by signal 9"));
+    launch("2", &["./no-such-program"]).assert().code(i32::from(exit_codes::USAGE)).stderr(contains("no-such-program"));
+}
+
+/// Its process is gone, or will be once its new parent has waited for it.
+fn assert_ended(pid: i32) {
+    let limit = Instant::now() + Duration::from_secs(20);
+    let is_zombie = || fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| stat.contains(") Z "));
+    while test_kill_process(Pid::from_raw(pid).unwrap()).is_ok() && !is_zombie() {
+        assert!(Instant::now() < limit, "process {pid} still runs");
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// A launch that is running: each rank writes its process id to a file `R` of the directory first.
+fn start(dir: &Path, nproc: usize, then: &str) -> (std::process::Child, Vec<i32>) {
+    let script = format!("echo $$ > {0}/$RANK.new; mv {0}/$RANK.new {0}/$RANK; {then}", dir.display());
+    let mut command = std::process::Command::new(FSDP);
+    command.args(["launch", "--grace", "5", "--nproc", &nproc.to_string(), "--", "sh", "-c", &script]);
+    command.env_remove("FSDP_BACKEND").stdout(Stdio::null()).stderr(Stdio::piped());
+    let child = command.spawn().unwrap();
+    let limit = Instant::now() + Duration::from_secs(60);
+    let pid = |rank: usize| loop {
+        match fs::read_to_string(dir.join(rank.to_string())) {
+            Ok(pid) => break pid.trim().parse().unwrap(),
+            Err(_) => assert!(Instant::now() < limit, "rank {rank} did not start"),
+        }
+        thread::sleep(Duration::from_millis(10));
+    };
+    (child, (0..nproc).map(pid).collect())
+}
+
+#[test]
+fn signals_are_passed_on() {
+    let dir = TempDir::new().unwrap();
+    let (mut launch, pids) = start(dir.path(), 2, "exec sleep 600");
+    kill_process(Pid::from_child(&launch), Signal::TERM).unwrap();
+    assert_eq!(launch.wait().unwrap().code(), Some(143));
+    pids.into_iter().for_each(assert_ended);
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_killed_launch_leaves_no_process() {
+    let dir = TempDir::new().unwrap();
+    let (mut launch, pids) = start(dir.path(), 2, "exec sleep 600");
+    launch.kill().unwrap();
+    launch.wait().unwrap();
+    pids.into_iter().for_each(assert_ended);
+}
+
+#[test]
+fn a_rank_killed_in_training_ends_all_and_the_newest_checkpoint_resumes() {
+    let dir = TempDir::new().unwrap();
+    let out = dir.path().join("out");
+    let train_forever = format!(
+        "exec {FSDP} train --backend tcp --timeout 10 --steps 1000000 --save-every 2 --out {} {}",
+        out.display(),
+        SMALL.join(" ")
+    );
+    let (launch, pids) = start(dir.path(), 3, &train_forever);
+    let limit = Instant::now() + Duration::from_secs(60);
+    while !out.exists() || latest_checkpoint(&out).unwrap().is_none() {
+        assert!(Instant::now() < limit, "no checkpoint within a minute");
+        thread::sleep(Duration::from_millis(10));
+    }
+    kill_process(Pid::from_raw(pids[1]).unwrap(), Signal::KILL).unwrap();
+    let output = launch.wait_with_output().unwrap();
+    let talk = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(137), "{talk}");
+    assert!(talk.contains("rank 1 was ended by signal 9"), "{talk}");
+    pids.into_iter().for_each(assert_ended);
+    let step = latest_checkpoint(&out).unwrap().unwrap().step;
+    train(&out, &["--nproc", "2", "--resume", "--steps", &(step + 1).to_string()]);
+    assert_eq!(losses(&out).len() as u64, step + 1);
+}
+
+#[test]
+fn a_rendezvous_that_fails_is_told_with_its_exit_code() {
+    let dir = TempDir::new().unwrap();
+    let out = dir.path().join("out");
+    let alone = |variables: &[(&str, &str)], arguments: &[&str]| {
+        let mut command = fsdp(&["train", "--timeout", "1", "--out", out.to_str().unwrap()]);
+        command.envs(variables.iter().copied()).args(arguments);
+        command
+    };
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port().to_string();
+    let place = [("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port.as_str())];
+    let lost = i32::from(exit_codes::RANK_LOST);
+    let usage = i32::from(exit_codes::USAGE);
+    alone(&place, &[]).assert().code(lost).stderr(contains(format!("rendezvous at `127.0.0.1:{port}` failed")));
+    alone(&place, &["--nproc", "3"]).assert().code(usage).stderr(contains("the launcher has started 2 ranks"));
+    drop(taken);
+    alone(&place, &[]).assert().code(lost).stderr(contains("came: rank 0; did not: rank 1"));
+    alone(&[("RANK", "0"), ("WORLD_SIZE", "none")], &[]).assert().code(usage).stderr(contains("`WORLD_SIZE`"));
+    alone(&[], &["--backend", "tcp"]).assert().code(usage).stderr(contains("`RANK` is not set"));
+    assert!(!out.exists());
+}
+
+#[test]
+fn doctor_tells_backends_and_launcher() {
+    let report = |variables: &[(&str, &str)]| -> Value {
+        let output = fsdp(&["doctor", "--json"]).envs(variables.iter().copied()).assert().success();
+        serde_json::from_slice(&output.get_output().stdout).unwrap()
+    };
+    let alone = report(&[]);
+    assert_eq!(alone["backends"][1]["name"], "tcp");
+    assert_eq!(alone["backends"][1]["compiled_in"], true);
+    assert_eq!((&alone["launcher"], alone["cpu_cores"].as_u64() > Some(0)), (&Value::Null, true));
+    assert!(alone["libraries"].get("libnccl.so.2").is_some());
+    let launched = report(&[("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "node0")]);
+    assert_eq!(launched["launcher"]["name"], "torchrun");
+    assert_eq!((&launched["launcher"]["rank"], &launched["variables"]["RANK"]), (&1.into(), &"1".into()));
+    let broken = report(&[("RANK", "5"), ("WORLD_SIZE", "2")]);
+    assert!(broken["hints"][0].as_str().unwrap().contains("`RANK`"), "{broken}");
+    fsdp(&["doctor"]).assert().success().stdout(contains("nccl: not compiled in"));
+}

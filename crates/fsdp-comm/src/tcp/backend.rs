@@ -1,0 +1,182 @@
+//! The backend itself: options for joining a job, and the rounds of a group.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::node::Node;
+use super::rendezvous::{self, Place};
+use super::shared::SharedMemory;
+#[cfg(any(feature = "mpi", feature = "nccl"))]
+use super::sockets::LAST_SETUP_ROUND;
+use super::sockets::{self, Member, SETUP_ROUNDS};
+use crate::backend::{Backend, Planner, Round};
+use crate::environment::Environment;
+use crate::error::CommError;
+use crate::group::{DEFAULT_DEADLINE, ProcessGroup};
+use crate::store::TcpStore;
+
+/// The options with which a process joins its job through the `tcp` backend.
+#[derive(Debug, Clone)]
+#[must_use]
+pub struct TcpOptions {
+    environment: Environment,
+    deadline: Duration,
+    shared_memory: bool,
+}
+
+impl TcpOptions {
+    /// Creates options for a place in a job, with [`DEFAULT_DEADLINE`] and shared memory.
+    pub fn new(environment: Environment) -> Self {
+        TcpOptions { environment, deadline: DEFAULT_DEADLINE, shared_memory: true }
+    }
+
+    /// Sets the deadline of the rendezvous and of the group.
+    pub fn deadline(mut self, deadline: Duration) -> Self {
+        self.deadline = deadline;
+        self
+    }
+
+    /// Chooses whether this rank shares memory with others on its host. If one rank of a group does not, none does.
+    pub fn shared_memory(mut self, shared_memory: bool) -> Self {
+        self.shared_memory = shared_memory;
+        self
+    }
+
+    /// Waits for all other ranks, and creates the group of all.
+    ///
+    /// # Errors
+    /// [`CommError::Rendezvous`] names the ranks that came and those that did not.
+    pub fn connect(&self) -> Result<ProcessGroup, CommError> {
+        let backend = self.connect_backend()?;
+        Ok(ProcessGroup::new(Arc::new(backend)).with_deadline(self.deadline))
+    }
+
+    pub(crate) fn connect_backend(&self) -> Result<TcpBackend, CommError> {
+        let until = Instant::now() + self.deadline;
+        let environment = &self.environment;
+        let store = rendezvous::open(environment, self.deadline)?;
+        let place = Place {
+            rank: environment.rank,
+            world_size: environment.world_size,
+            address: environment.master(),
+            deadline: self.deadline,
+            until,
+        };
+        TcpBackend::meet(&place, store, self.shared_memory)
+    }
+}
+
+/// One rank of one group.
+#[derive(Debug)]
+pub(crate) struct TcpBackend {
+    node: Arc<Node>,
+    id: u64,
+    global_ranks: Vec<usize>,
+    rank: usize,
+    memory: Option<SharedMemory>,
+}
+
+impl TcpBackend {
+    /// Waits for all other ranks of a job at a store.
+    pub(crate) fn meet(place: &Place, store: TcpStore, shared_memory: bool) -> Result<Self, CommError> {
+        let &Place { rank, world_size, deadline, until, .. } = place;
+        let node = rendezvous::meet(place, store, shared_memory)?;
+        let round = Round { number: 0, sequence: 0, operation: "rendezvous", deadline, until };
+        TcpBackend::new(node, 0, (0..world_size).collect(), rank, &round)
+    }
+
+    fn new(
+        node: Arc<Node>,
+        id: u64,
+        global_ranks: Vec<usize>,
+        rank: usize,
+        round: &Round<'_>,
+    ) -> Result<Self, CommError> {
+        let member = Member { node: &node, group: id, ranks: &global_ranks, rank };
+        let memory = SharedMemory::new(member, round).inspect_err(|_| node.close(id))?;
+        Ok(TcpBackend { node, id, global_ranks, rank, memory })
+    }
+
+    /// Creates a group of some of these ranks: see [`Backend::subgroup`].
+    pub(crate) fn child(&self, round: &Round<'_>, id: u64, ranks: &[usize]) -> Result<Self, CommError> {
+        let global_ranks: Vec<usize> = ranks.iter().filter_map(|&rank| self.global_ranks.get(rank).copied()).collect();
+        let rank = ranks.iter().position(|&rank| rank == self.rank).unwrap_or_default();
+        TcpBackend::new(Arc::clone(&self.node), id, global_ranks, rank, round)
+    }
+
+    fn member(&self) -> Member<'_> {
+        Member { node: &self.node, group: self.id, ranks: &self.global_ranks, rank: self.rank }
+    }
+}
+
+/// The methods for backends that move only tensors in another way.
+#[cfg(any(feature = "mpi", feature = "nccl"))]
+impl TcpBackend {
+    /// Waits for all ranks of a new group, before any of its operations.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn meet_again(&self, round: &Round<'_>) -> Result<(), CommError> {
+        self.tell_again(round, &[]).map(|_| ())
+    }
+
+    /// Waits for all ranks of a new group, before any of its operations, and exchanges a record with them.
+    pub(crate) fn tell_again(&self, round: &Round<'_>, record: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
+        let round = Round { number: LAST_SETUP_ROUND, ..*round };
+        let told = sockets::exchange(self.member(), &round, record)?;
+        self.node.inbox().lock().forget(self.id, LAST_SETUP_ROUND);
+        Ok(told)
+    }
+
+    /// Returns the reason that a round which still needs all other ranks cannot end, if there is one.
+    pub(crate) fn trouble(&self, round: &Round<'_>) -> Option<CommError> {
+        let own = self.global_ranks[self.rank];
+        let others: Vec<usize> = self.global_ranks.iter().copied().filter(|&rank| rank != own).collect();
+        self.node.trouble(self.id, &Round { number: round.number + SETUP_ROUNDS, ..*round }, &others)
+    }
+
+    /// Tells all ranks of the job that this one leaves, and waits until all others have told the same, but no longer than
+    /// `limit` (`None` waits without end). Returns `true` if all have; a rank that ends or stops without a word has not.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn say_goodbye(&self, limit: Option<Duration>) -> bool {
+        self.node.say_goodbye(limit)
+    }
+}
+
+impl Backend for TcpBackend {
+    fn name(&self) -> &'static str {
+        "tcp"
+    }
+
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn global_ranks(&self) -> &[usize] {
+        &self.global_ranks
+    }
+
+    fn round<'p>(&self, round: &Round<'_>, record: &[u8], send: &[u8], plan: Planner<'p, '_>) -> Result<(), CommError> {
+        let round = &Round { number: round.number + SETUP_ROUNDS, ..*round };
+        if let Some(failure) = self.node.trouble(self.id, round, &[]) {
+            return Err(failure);
+        }
+        let member = self.member();
+        match &self.memory {
+            Some(memory) => memory.round(member, round, record, send, plan),
+            None => sockets::round(member, round, record, send, plan),
+        }
+    }
+
+    fn subgroup(&self, round: &Round<'_>, id: u64, ranks: &[usize]) -> Result<Arc<dyn Backend>, CommError> {
+        Ok(Arc::new(self.child(round, id, ranks)?))
+    }
+
+    fn abort(&self, round: u64, error: &CommError) {
+        self.node.abort(self.id, round + SETUP_ROUNDS, &self.global_ranks, error);
+    }
+}
+
+impl Drop for TcpBackend {
+    fn drop(&mut self) {
+        self.node.close(self.id);
+    }
+}

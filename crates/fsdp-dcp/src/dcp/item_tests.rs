@@ -1,0 +1,102 @@
+//! Items: values and tensors survive, whatever their type; what torch does not write is refused.
+
+use super::*;
+use crate::FormatError;
+use crate::storage::read_at::BlockReader;
+use crate::torch::value::{decode_value, encode_value, value_item_length};
+use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
+use proptest::prelude::*;
+
+fn values() -> impl Strategy<Value = PlainValue> {
+    let leaf = prop_oneof![
+        Just(PlainValue::None),
+        any::<bool>().prop_map(PlainValue::Bool),
+        any::<i64>().prop_map(PlainValue::Int),
+        (-300i64..300).prop_map(PlainValue::Int),
+        any::<f64>().prop_map(PlainValue::Float),
+        ".{0,20}".prop_map(PlainValue::Str),
+        prop::collection::vec(any::<u8>(), 0..20).prop_map(PlainValue::Bytes),
+        prop::collection::vec(any::<u8>(), 0..6)
+            .prop_map(|data| { PlainValue::Tensor(PlainTensor { dtype: DType::U8, shape: vec![data.len()], data }) }),
+    ];
+    leaf.prop_recursive(4, 64, 6, |inner| {
+        prop_oneof![
+            prop::collection::vec(inner.clone(), 0..6).prop_map(PlainValue::List),
+            prop::collection::vec(inner.clone(), 0..6).prop_map(PlainValue::Tuple),
+            prop::collection::vec(inner.clone(), 0..3).prop_map(PlainValue::Set),
+            prop::collection::vec((inner.clone(), inner), 0..4).prop_map(PlainValue::Dict),
+        ]
+    })
+}
+
+proptest! {
+    #[test]
+    fn any_value_survives(value in values()) {
+        let item = encode_value(&value).unwrap();
+        prop_assert_eq!(item.len() as u64, value_item_length(&value).unwrap());
+        prop_assert!(decode_value(&item).unwrap().same_bits(&value));
+    }
+}
+
+#[test]
+fn tensors_of_every_dtype_survive() {
+    for &dtype in DType::ALL {
+        for shape in [&[][..], &[0], &[3, 0, 2], &[5], &[2, 3], &[1, 1, 1]] {
+            let Ok(item) = TensorItem::new(dtype, shape) else {
+                assert!(dtype.torch_name().starts_with('q'), "{dtype}");
+                continue;
+            };
+            let payload: Vec<u8> = (0..item.payload_length()).map(|i| i as u8).collect();
+            let crc = crc32fast::hash(&payload);
+            let bytes = [item.head(crc), payload.clone(), item.tail(crc)].concat();
+            assert_eq!(item.head(crc).len() as u64, item.payload_offset());
+            assert_eq!(bytes.len() as u64, item.length());
+            let stored = StoredTensor::locate(&bytes).unwrap();
+            assert_eq!((stored.tensor.dtype, &stored.tensor.shape[..]), (dtype, shape));
+            assert_eq!(stored.storage_offset, item.payload_offset());
+            let whole = TensorBox::whole(shape);
+            let mut read = vec![0xee; payload.len()];
+            stored.read(&mut BlockReader::new(&bytes), 0, &whole, &whole, &whole, &mut read).unwrap();
+            assert_eq!(read, payload);
+        }
+    }
+}
+
+#[test]
+fn lengths_need_no_data() {
+    // 5 GiB, and a tensor larger than any file.
+    let item = TensorItem::new(DType::F32, &[5 << 28]).unwrap();
+    assert_eq!(item.payload_length(), 5 << 30);
+    assert_eq!(item.head(0).len() as u64 + item.payload_length() + item.tail(0).len() as u64, item.length());
+    assert!(matches!(TensorItem::new(DType::F64, &[usize::MAX, 2]), Err(FormatError::Limit { .. })));
+}
+
+#[test]
+fn every_prefix_and_every_flip_of_an_item_is_an_error_or_harmless() {
+    let tensor = TensorItem::new(DType::I16, &[2, 2]).unwrap();
+    let payload = [1u8, 2, 3, 4, 5, 6, 7, 8];
+    let crc = crc32fast::hash(&payload);
+    let tensor = [tensor.head(crc), payload.to_vec(), tensor.tail(crc)].concat();
+    let value =
+        encode_value(&PlainValue::Tuple(vec![1.into(), "a".into(), PlainValue::List(vec![0.5.into()])])).unwrap();
+    for end in 0..tensor.len() {
+        assert!(StoredTensor::locate(&tensor[..end].to_vec()).is_err());
+    }
+    for end in 0..value.len() {
+        assert!(decode_value(&value[..end].to_vec()).is_err());
+    }
+    for bit in 0..tensor.len() * 8 {
+        let mut flipped = tensor.clone();
+        flipped[bit / 8] ^= 1 << (bit % 8);
+        if let Ok(stored) = StoredTensor::locate(&flipped) {
+            let whole = TensorBox::whole(&stored.tensor.shape);
+            let mut dst = vec![0; whole.numel() * stored.tensor.dtype.size_in_bytes() as usize];
+            let _ = stored.read(&mut BlockReader::new(&flipped), 0, &whole, &whole, &whole, &mut dst);
+        }
+    }
+    for bit in 0..value.len() * 8 {
+        let mut flipped = value.clone();
+        flipped[bit / 8] ^= 1 << (bit % 8);
+        let _ = decode_value(&flipped);
+    }
+}

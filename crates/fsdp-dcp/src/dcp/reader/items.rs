@@ -1,0 +1,200 @@
+//! Getting at items: torch archives, whole streams with a transform, tensors in a safetensors blob.
+
+use std::io::Read as _;
+use std::sync::Arc;
+
+use fsdp_layout::boxes::row_major_strides;
+use fsdp_layout::{DType, PlainValue, TensorBox};
+
+use super::CheckpointReader;
+use super::error::ReadError;
+use crate::dcp::item::StoredTensor;
+use crate::error::{FileError, FormatError};
+use crate::formats::read::byte_length;
+use crate::limits::MAX_OBJECT_BYTES;
+use crate::metadata::{Chunk, StorageInfo};
+use crate::safetensors::header::Header;
+use crate::storage::checked_file::CheckedFile;
+use crate::storage::read_at::{ReadAt, Window};
+use crate::strided::StridedLayout;
+use crate::torch::tensor_ref::TensorRef;
+use crate::torch::value::quantizer_of;
+use crate::torch::zip::Directory;
+
+/// The most bytes that an item may have around its payload.
+const ITEM_OVERHEAD: u64 = 64 << 10;
+/// The length up to which items are read whole, in one go.
+const SMALL_ITEM: u64 = 64 << 10;
+
+/// A chunk's tensor, and the bytes in which it was found.
+pub(super) struct Located {
+    pub(super) bytes: Bytes,
+    /// The start of the item in them.
+    pub(super) start: u64,
+    pub(super) tensor: StoredTensor,
+}
+
+/// The bytes in which an item was found.
+pub(super) enum Bytes {
+    /// The item itself.
+    Memory(Vec<u8>),
+    /// The file that it lies in.
+    File(Arc<CheckedFile>),
+}
+
+impl Bytes {
+    pub(super) fn source(&self) -> &dyn ReadAt {
+        match self {
+            Bytes::Memory(bytes) => bytes,
+            Bytes::File(file) => &**file,
+        }
+    }
+}
+
+impl CheckpointReader {
+    /// Finds the tensor of a chunk, of which `bounds` is the box. Small items are read whole, of others only the ends.
+    pub(super) fn locate(
+        &self,
+        fqn: &str,
+        bounds: &TensorBox,
+        stored: &StorageInfo,
+        dtype: DType,
+    ) -> Result<Located, ReadError> {
+        // One read for a small item; two, of its ends, for a large one. A transform must be undone from the start.
+        let located = if stored.length <= SMALL_ITEM || !stored.transforms.is_empty() {
+            let expected = (byte_length(bounds, dtype).unwrap_or(0) as u64).saturating_add(ITEM_OVERHEAD);
+            let bytes = self.item_bytes(stored, expected)?;
+            StoredTensor::locate(&bytes).map(|tensor| Located { bytes: Bytes::Memory(bytes), start: 0, tensor })
+        } else {
+            let file = self.directory.file(&stored.relative_path)?;
+            let found = StoredTensor::locate(&Window::new(&*file, stored.offset, stored.length)?);
+            found.map(|tensor| Located { bytes: Bytes::File(file), start: stored.offset, tensor })
+        };
+        let located = match located {
+            // Not a zip: torch's SAFETENSORS format has all tensors of a file in one blob, at the offset given for each.
+            Err(error @ FormatError::Archive { .. }) if stored.transforms.is_empty() => {
+                self.locate_in_blob(fqn, stored).ok_or(error)?
+            }
+            located => located?,
+        };
+        // What the item says must be what the metadata says of the chunk.
+        let found = &located.tensor.tensor;
+        if found.dtype != dtype || found.shape != bounds.sizes {
+            let expected = format!("a `{dtype}` tensor of shape {:?}", bounds.sizes);
+            let found = format!("a `{}` tensor of shape {:?}", found.dtype, found.shape);
+            return Err(FormatError::unexpected(expected, found).into());
+        }
+        Ok(located)
+    }
+
+    /// Finds the tensor of this key in a safetensors blob that starts at the item's offset and ends with the file.
+    fn locate_in_blob(&self, fqn: &str, stored: &StorageInfo) -> Option<Located> {
+        let file = self.directory.file(&stored.relative_path).ok()?;
+        let length = file.len().checked_sub(stored.offset)?;
+        let header = Header::read(&Window::new(&*file, stored.offset, length).ok()?).ok()?;
+        let info = header.tensors.get(fqn)?;
+        let layout =
+            StridedLayout { bounds: TensorBox::whole(&info.shape), offset: 0, strides: row_major_strides(&info.shape) };
+        let tensor = TensorRef {
+            storage: fqn.to_owned(),
+            storage_bytes: info.end - info.start,
+            dtype: info.dtype,
+            shape: info.shape.clone(),
+            layout,
+            quantizer: None,
+        };
+        let tensor = StoredTensor { tensor, storage_offset: header.data + info.start };
+        Some(Located { bytes: Bytes::File(file), start: stored.offset, tensor })
+    }
+
+    /// Reads all bytes of an item, and undoes its stream transforms, which may make at most `expected` bytes of it.
+    pub(super) fn item_bytes(&self, stored: &StorageInfo, expected: u64) -> Result<Vec<u8>, ReadError> {
+        let file = self.directory.file(&stored.relative_path)?;
+        let item = Window::new(&*file, stored.offset, stored.length)?;
+        if stored.length > MAX_OBJECT_BYTES {
+            let (value, limit) = (stored.length, MAX_OBJECT_BYTES);
+            return Err(FormatError::Limit { what: "item length", value, limit }.into());
+        }
+        let mut bytes = vec![0; stored.length as usize];
+        item.read_exact_at(0, &mut bytes)?;
+        // As they were applied one after the other, they are undone from the last to the first.
+        for transform in stored.transforms.iter().rev() {
+            bytes = match transform.split('/').next() {
+                Some("stream.zstd") => unzstd(&bytes, expected.min(MAX_OBJECT_BYTES))?,
+                _ => {
+                    return Err(FormatError::Unsupported { what: format!("the stream transform `{transform}`") }.into());
+                }
+            };
+        }
+        Ok(bytes)
+    }
+
+    /// Checks that each item lies in its file, and is long enough for its chunk (a transform may have made it shorter).
+    pub(crate) fn check_items(&self) -> Result<(), FileError> {
+        for (fqn, tensor) in self.metadata.tensors() {
+            for chunk in tensor.chunks.iter().filter(|chunk| !chunk.bounds.is_empty()) {
+                self.check_item(fqn, chunk, tensor.properties.dtype)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks one item as [`CheckpointReader::check_items`] does.
+    pub(crate) fn check_item(&self, fqn: &str, chunk: &Chunk, dtype: DType) -> Result<(), FileError> {
+        let stored = chunk.stored.as_ref();
+        let stored = stored.ok_or_else(|| FileError::NotStored { fqn: fqn.to_owned() })?;
+        let file = self.directory.file(&stored.relative_path)?;
+        let payload = byte_length(&chunk.bounds, dtype).unwrap_or(usize::MAX);
+        let error = |source| self.item_error(fqn, stored, ReadError::Format(source));
+        Window::new(&*file, stored.offset, stored.length).map_err(error)?;
+        if stored.transforms.is_empty() && payload as u64 > stored.length {
+            let expected = format!("an item of at least {payload} bytes");
+            return Err(error(FormatError::unexpected(expected, format!("one of {}", stored.length))));
+        }
+        Ok(())
+    }
+
+    /// Reads how a tensor is quantized, as the item of its first chunk says it.
+    pub(crate) fn read_quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, FileError> {
+        let chunks = self.metadata.tensor(fqn).into_iter().flat_map(|tensor| &tensor.chunks);
+        let mut stored = chunks.filter(|chunk| !chunk.bounds.is_empty()).filter_map(|chunk| chunk.stored.as_ref());
+        let Some(stored) = stored.next().filter(|stored| stored.transforms.is_empty()) else { return Ok(None) };
+        self.quantizer_in(stored).map_err(|error| self.item_error(fqn, stored, error))
+    }
+
+    /// Reads how the tensor of one item is quantized.
+    fn quantizer_in(&self, stored: &StorageInfo) -> Result<Option<PlainValue>, ReadError> {
+        let file = self.directory.file(&stored.relative_path)?;
+        let item = Window::new(&*file, stored.offset, stored.length)?;
+        // torch's SAFETENSORS format has no archives, nor quantized tensors.
+        let Ok(archive) = Directory::read(&item) else { return Ok(None) };
+        Ok(quantizer_of(&archive, &item)?)
+    }
+
+    pub(super) fn item_error(&self, fqn: &str, stored: &StorageInfo, error: ReadError) -> FileError {
+        match error {
+            ReadError::File(error) => error,
+            ReadError::Format(source) => FileError::Item {
+                fqn: fqn.to_owned(),
+                path: self.path().join(&stored.relative_path),
+                offset: stored.offset,
+                source,
+            },
+        }
+    }
+}
+
+fn bad_stream(error: impl ToString) -> FormatError {
+    FormatError::Malformed { what: "zstd stream", reason: error.to_string() }
+}
+
+/// Decompresses one zstd stream, to at most `limit` bytes.
+fn unzstd(compressed: &[u8], limit: u64) -> Result<Vec<u8>, FormatError> {
+    let decoder = ruzstd::decoding::StreamingDecoder::new(compressed).map_err(bad_stream)?;
+    let mut bytes = Vec::new();
+    decoder.take(limit + 1).read_to_end(&mut bytes).map_err(bad_stream)?;
+    if bytes.len() as u64 > limit {
+        return Err(FormatError::Limit { what: "decompressed length", value: bytes.len() as u64, limit });
+    }
+    Ok(bytes)
+}

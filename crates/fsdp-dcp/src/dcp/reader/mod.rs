@@ -1,0 +1,206 @@
+//! Reading a DCP checkpoint: by ranges, in parallel, straight into the destination.
+
+mod error;
+mod items;
+mod read;
+
+use std::path::Path;
+
+use fsdp_layout::{PlainValue, TensorBox};
+
+use crate::error::FileError;
+use crate::limits::MAX_PICKLE_BYTES;
+use crate::metadata::{Entry, METADATA_FILE, Metadata, StorageInfo, decode};
+use crate::plan::LoadPlanError;
+use crate::storage::backend::Links;
+use crate::storage::checked_directory::CheckedDirectory;
+use crate::storage::location::Location;
+use crate::torch::value::decode_value;
+
+use self::error::ReadError;
+use crate::formats::checkpoint::{Checkpoint, Format};
+use crate::formats::read::{Destination, OpenOptions, ReadOptions};
+use crate::metadata::Replica;
+use crate::plan::{LoadPlan, LoadRequest, ReadPlanOptions};
+
+/// An open DCP checkpoint. Shared by threads; nothing of it is ever written.
+///
+/// Data files are opened when they are first needed. Where the checkpoint has an integrity file, every byte read is
+/// checked against it.
+#[derive(Debug)]
+pub struct CheckpointReader {
+    directory: CheckedDirectory,
+    metadata: Metadata,
+}
+
+impl CheckpointReader {
+    /// Opens the checkpoint in this directory.
+    ///
+    /// Without `.metadata`, rank-local `__{rank}.metadata` files are taken together (torch's `use_collectives=False`).
+    /// Without those either, it is [`FileError::NotCommitted`].
+    pub fn open(location: impl Into<Location>) -> Result<Self, FileError> {
+        Self::open_with(location, OpenOptions::default())
+    }
+
+    /// Opens the checkpoint in this directory, with options.
+    pub fn open_with(location: impl Into<Location>, options: OpenOptions) -> Result<Self, FileError> {
+        let location = location.into();
+        let path = location.name();
+        let not_committed = |reason| FileError::NotCommitted { path: path.to_owned(), reason };
+        let directory = match CheckedDirectory::open(&location, options.verify, Links::Refuse) {
+            Err(FileError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
+                return Err(not_committed("there is nothing"));
+            }
+            directory => directory?,
+        };
+        let mut parts = Vec::new();
+        for name in metadata_files(&directory)? {
+            let bytes = directory.read_small(&name, MAX_PICKLE_BYTES)?;
+            parts.push(decode(&bytes).map_err(|error| directory.file_error(&name, error.into()))?);
+        }
+        let metadata = match parts.len() {
+            0 => return Err(not_committed(missing_metadata(path))),
+            1 => parts.swap_remove(0),
+            _ => Metadata::merge(parts),
+        };
+        Ok(CheckpointReader { directory, metadata })
+    }
+
+    /// Returns what the checkpoint holds.
+    #[must_use]
+    pub fn metadata(&self) -> &Metadata {
+        &self.metadata
+    }
+
+    /// Returns its place: a path, or a URL.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        self.directory.path()
+    }
+
+    /// Returns its directory, with its files.
+    #[must_use]
+    pub fn directory(&self) -> &CheckedDirectory {
+        &self.directory
+    }
+
+    /// Returns `true` if what is read is checked against an integrity file.
+    #[must_use]
+    pub fn has_integrity(&self) -> bool {
+        self.directory.has_integrity()
+    }
+
+    /// Returns the bytes of data files that were read so far.
+    #[must_use]
+    pub fn bytes_read(&self) -> u64 {
+        self.directory.bytes_read()
+    }
+
+    /// Reads boxes of many tensors into buffers; see [`Checkpoint::read`].
+    pub fn read(&self, destinations: Vec<Destination<'_>>, options: ReadOptions) -> Result<LoadPlan, FileError> {
+        Checkpoint::read(self, destinations, options)
+    }
+
+    /// Reads one box of a tensor into its row-major bytes, in the checkpoint's dtype.
+    ///
+    /// ```no_run
+    /// use fsdp_dcp::reader::CheckpointReader;
+    /// use fsdp_layout::TensorBox;
+    /// let checkpoint = CheckpointReader::open("checkpoints/step-20")?;
+    /// // Rows 2 and 3 of a [1024, 768] tensor of f32.
+    /// let mut rows = vec![0; 2 * 768 * 4];
+    /// checkpoint.read_box("model.wte.weight", &TensorBox::new(vec![2, 0], vec![2, 768]), &mut rows)?;
+    /// # Ok::<(), fsdp_dcp::FileError>(())
+    /// ```
+    pub fn read_box(&self, fqn: &str, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {
+        Checkpoint::read_box(self, fqn, bounds, dst)
+    }
+
+    /// Reads a non-tensor value.
+    pub fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
+        let stored = match self.metadata.entries.get(fqn) {
+            None => return Err(LoadPlanError::Missing { fqn: fqn.to_owned() }.into()),
+            Some(Entry::Tensor(_)) => {
+                return Err(LoadPlanError::Kind { fqn: fqn.to_owned(), saved: "tensor", wanted: "value" }.into());
+            }
+            Some(Entry::Bytes(bytes)) => bytes.stored.as_ref(),
+        };
+        let stored = stored.ok_or_else(|| FileError::NotStored { fqn: fqn.to_owned() })?;
+        self.read_stored_value(fqn, stored)
+    }
+
+    pub(crate) fn read_stored_value(&self, fqn: &str, stored: &StorageInfo) -> Result<PlainValue, FileError> {
+        // A compressed value may be a thousand times its length, as long as that is little.
+        let expected = stored.length.saturating_mul(1000).max(1 << 20);
+        let value = self.item_bytes(stored, expected).and_then(|bytes| decode_value(&bytes).map_err(ReadError::Format));
+        value.map_err(|error| self.item_error(fqn, stored, error))
+    }
+}
+
+impl Checkpoint for CheckpointReader {
+    fn format(&self) -> Format {
+        Format::Dcp
+    }
+
+    fn path(&self) -> &Path {
+        CheckpointReader::path(self)
+    }
+
+    fn metadata(&self) -> &Metadata {
+        CheckpointReader::metadata(self)
+    }
+
+    fn directory(&self) -> &CheckedDirectory {
+        CheckpointReader::directory(self)
+    }
+
+    fn read_boxes(&self, fqn: &str, boxes: &mut [(TensorBox, &mut [u8])]) -> Result<(), FileError> {
+        self.fill(fqn, boxes)
+    }
+
+    fn check_read(&self, requests: &[LoadRequest], options: ReadPlanOptions) -> Result<LoadPlan, FileError> {
+        self.check_planned(requests, options)
+    }
+
+    fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
+        CheckpointReader::read_value(self, fqn)
+    }
+
+    fn check_stored(&self) -> Result<(), FileError> {
+        self.check_items()
+    }
+
+    fn quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, FileError> {
+        self.read_quantizer(fqn)
+    }
+
+    fn read_replica(&self, replica: &Replica, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {
+        self.read_copy(replica, bounds, dst)
+    }
+
+    fn read_value_replica(&self, replica: &Replica) -> Result<PlainValue, FileError> {
+        self.read_stored_value(&replica.fqn, &replica.stored)
+    }
+}
+
+/// Says why there is no metadata, as well as can be told from outside.
+fn missing_metadata(path: &Path) -> &'static str {
+    let is_staging = path.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.contains(".tmp-"));
+    if is_staging { "it is a staging directory of a save that did not finish" } else { "it has no `.metadata`" }
+}
+
+/// Returns the names of the metadata files: `.metadata`, or those of the ranks in order.
+pub(crate) fn metadata_files(directory: &CheckedDirectory) -> Result<Vec<String>, FileError> {
+    if directory.has(METADATA_FILE)? {
+        return Ok(vec![METADATA_FILE.to_owned()]);
+    }
+    let names = directory.names()?;
+    let mut ranks: Vec<u32> = names.iter().filter_map(|name| rank_of_metadata(name)).collect();
+    ranks.sort_unstable();
+    Ok(ranks.into_iter().map(|rank| format!("__{rank}.metadata")).collect())
+}
+
+/// Returns the rank in the name of a rank's own metadata file.
+fn rank_of_metadata(name: &str) -> Option<u32> {
+    name.strip_prefix("__")?.strip_suffix(".metadata")?.parse().ok()
+}

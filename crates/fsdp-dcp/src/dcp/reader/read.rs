@@ -1,0 +1,102 @@
+//! Reading the chunks of a tensor that overlap with wanted boxes.
+
+use fsdp_layout::{DType, TensorBox};
+
+use super::CheckpointReader;
+use super::error::ReadError;
+use crate::error::FileError;
+use crate::formats::lookup::{check_length, request_of, tensor_of};
+use crate::formats::read::{Destination, ReadOptions, byte_length};
+use crate::metadata::{Chunk, Replica, StorageInfo};
+use crate::plan::{LoadPlan, LoadPlanError, LoadRequest, ReadPlanOptions, plan_load};
+use crate::storage::read_at::BlockReader;
+
+impl CheckpointReader {
+    /// Reads a whole tensor.
+    pub fn read_tensor(&self, fqn: &str) -> Result<Vec<u8>, FileError> {
+        let tensor = tensor_of(&self.metadata, fqn)?;
+        // Planned before allocating, so that an absurd shape allocates nothing.
+        let bounds = TensorBox::whole(&tensor.shape);
+        let request = request_of(&self.metadata, fqn, &bounds)?;
+        plan_load(&self.metadata, std::slice::from_ref(&request), ReadPlanOptions::default())?;
+        let length = byte_length(&bounds, tensor.properties.dtype);
+        let length = length.filter(|&length| can_hold(&tensor.chunks, length)).ok_or_else(|| LoadPlanError::Size {
+            fqn: fqn.to_owned(),
+            saved: tensor.shape.clone(),
+            wanted: Vec::new(),
+        })?;
+        let mut bytes = vec![0; length];
+        self.read(vec![Destination { request, buffers: vec![&mut bytes] }], ReadOptions::default())?;
+        Ok(bytes)
+    }
+
+    /// Plans a read, and checks that the files that it needs are there and long enough.
+    pub(super) fn check_planned(
+        &self,
+        requests: &[LoadRequest],
+        options: ReadPlanOptions,
+    ) -> Result<LoadPlan, FileError> {
+        let plan = plan_load(&self.metadata, requests, options)?;
+        for read in &plan.reads {
+            let fqn = &requests[read.request].fqn;
+            let tensor = tensor_of(&self.metadata, fqn)?;
+            self.check_item(fqn, &tensor.chunks[read.chunk], tensor.properties.dtype)?;
+        }
+        Ok(plan)
+    }
+
+    /// Fills boxes of a tensor, chunk by chunk: each item is located once for all boxes.
+    pub(super) fn fill(&self, fqn: &str, boxes: &mut [(TensorBox, &mut [u8])]) -> Result<(), FileError> {
+        let tensor = tensor_of(&self.metadata, fqn)?;
+        for chunk in &tensor.chunks {
+            if !boxes.iter().any(|(bounds, _)| chunk.bounds.intersect(bounds).is_some()) {
+                continue;
+            }
+            let stored = chunk.stored.as_ref();
+            let stored = stored.ok_or_else(|| FileError::NotStored { fqn: fqn.to_owned() })?;
+            self.fill_from(fqn, &chunk.bounds, stored, tensor.properties.dtype, boxes)
+                .map_err(|error| self.item_error(fqn, stored, error))?;
+        }
+        Ok(())
+    }
+
+    /// Reads a box of a chunk from another of its copies, in the checkpoint's dtype.
+    pub(super) fn read_copy(&self, replica: &Replica, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {
+        let Replica { fqn, bounds: Some(whole), stored } = replica else {
+            return Err(FileError::NotStored { fqn: replica.fqn.clone() });
+        };
+        let dtype = tensor_of(&self.metadata, fqn)?.properties.dtype;
+        check_length(fqn, bounds, dtype.size_in_bytes(), dst)?;
+        self.fill_from(fqn, whole, stored, dtype, &mut [(bounds.clone(), dst)])
+            .map_err(|error| self.item_error(fqn, stored, error))
+    }
+
+    /// Fills the parts of boxes that lie in one chunk.
+    fn fill_from(
+        &self,
+        fqn: &str,
+        whole: &TensorBox,
+        stored: &StorageInfo,
+        dtype: DType,
+        boxes: &mut [(TensorBox, &mut [u8])],
+    ) -> Result<(), ReadError> {
+        let located = self.locate(fqn, whole, stored, dtype)?;
+        let mut reader = BlockReader::new(located.bytes.source());
+        for (bounds, buffer) in boxes {
+            if let Some(overlap) = whole.intersect(bounds) {
+                located.tensor.read(&mut reader, located.start, whole, &overlap, bounds, buffer)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Returns `true` if items of these lengths can hold so many bytes: transforms apart, no file expands.
+fn can_hold(chunks: &[Chunk], length: usize) -> bool {
+    let stored = chunks.iter().filter_map(|chunk| chunk.stored.as_ref());
+    let total = stored.fold(0u64, |total, stored| {
+        let most = if stored.transforms.is_empty() { stored.length } else { u64::MAX };
+        total.saturating_add(most)
+    });
+    length as u64 <= total
+}

@@ -1,0 +1,65 @@
+//! Writing a DCP directory for N ranks, in one process.
+
+use super::writer::{WriteOptions, finish, write_rank};
+use crate::error::FileError;
+use crate::formats::checkpoint::Checkpoint;
+use crate::metadata::Entry;
+use crate::output::{ConvertOptions, Converted};
+use crate::output::{Streamed, rows_of_rank, summary};
+use crate::plan::{LocalPlan, PlanOptions, WriteContent, WriteItem, plan_save};
+use crate::storage::Staging;
+use crate::torch::value::value_item_length;
+
+/// Writes all of a checkpoint as a DCP directory for `ranks` ranks.
+pub(crate) fn write(
+    source: &dyn Checkpoint,
+    staging: Staging,
+    ranks: usize,
+    options: ConvertOptions<'_>,
+) -> Result<Converted, FileError> {
+    let plans = plans(source, ranks)?;
+    let mut global = plan_save(&plans, PlanOptions::default())?;
+    // Without paths, torch's offline tools take flat keys; half of them would be worse than none.
+    if source.metadata().planner_data.is_none() {
+        global.metadata.planner_data = None;
+    }
+    let streamed = Streamed { source, options, extra: Default::default() };
+    let write_options = WriteOptions { threads: options.threads };
+    let mut written = Vec::with_capacity(ranks);
+    for (rank, (plan, selection)) in plans.iter().zip(&global.selections).enumerate() {
+        written.push(write_rank(&staging, rank, plan, selection, &streamed, &write_options)?);
+    }
+    finish(staging, global.metadata, &written)?;
+    Ok(summary(source))
+}
+
+/// Makes the local plans of `ranks` ranks: tensors cut along dim 0 as torch cuts them, values on every rank.
+fn plans(source: &dyn Checkpoint, ranks: usize) -> Result<Vec<LocalPlan>, FileError> {
+    let metadata = source.metadata();
+    let mut plans = vec![LocalPlan::default(); ranks];
+    for (fqn, entry) in &metadata.entries {
+        let path = metadata.planner_data.as_ref().and_then(|paths| paths.get(fqn)).cloned();
+        let content = match entry {
+            Entry::Bytes(_) => {
+                let value = source.read_value(fqn)?;
+                let length = value_item_length(&value);
+                let length = length.map_err(|source| FileError::Encode { fqn: fqn.clone(), source })?;
+                WriteContent::Value { length }
+            }
+            Entry::Tensor(tensor) => WriteContent::Tensor {
+                properties: tensor.properties.clone(),
+                shape: tensor.shape.clone(),
+                boxes: Vec::new(),
+                is_whole: false,
+            },
+        };
+        for (rank, plan) in plans.iter_mut().enumerate() {
+            let mut content = content.clone();
+            if let WriteContent::Tensor { shape, boxes, .. } = &mut content {
+                boxes.push(rows_of_rank(shape, rank, ranks));
+            }
+            plan.items.push(WriteItem { fqn: fqn.clone(), path: path.clone(), content });
+        }
+    }
+    Ok(plans)
+}

@@ -1,0 +1,209 @@
+//! Writing a planned file of a rank, by several threads.
+
+use crc32fast::Hasher;
+use twox_hash::XxHash3_64;
+
+use super::layout::{Content, FileLayout, Placed};
+use crate::error::FileError;
+use crate::payload::source::PayloadSource;
+use crate::payload::write::{AT_ONCE, Done, PART, PlannedPayload, check_length, in_parallel, write_part};
+use crate::storage::StagedFile;
+use crate::storage::integrity::{FileIntegrity, block_length};
+
+/// A unit of work: some small items that follow each other, or a part of a large one.
+#[derive(Debug, Clone, Copy)]
+enum Task {
+    Batch { first: usize, count: usize },
+    Part { item: usize, start: u64, end: u64 },
+}
+
+impl Task {
+    /// Returns the large item that the task writes a part of.
+    const fn large_item(&self) -> Option<usize> {
+        match self {
+            Task::Batch { .. } => None,
+            Task::Part { item, .. } => Some(*item),
+        }
+    }
+}
+
+/// Writes all items, and returns the hashes of the file.
+pub(super) fn write(
+    file: &StagedFile,
+    layout: &FileLayout<'_>,
+    source: &dyn PayloadSource,
+    threads: usize,
+) -> Result<FileIntegrity, FileError> {
+    // Large payloads are cut into parts, and small items are put together, so that threads have about equal work.
+    let tasks = tasks(layout);
+    let done = in_parallel(
+        &tasks,
+        file.writers(threads),
+        Task::large_item,
+        |task, buffer| run(file, layout, source, *task, buffer),
+        |item, crc| match Frame::new(layout, item, crc) {
+            Some(frame) => frame.write(file),
+            None => Ok(()),
+        },
+    )?;
+    Ok(integrity(layout, tasks.into_iter().zip(done)))
+}
+
+/// Cuts the work of a file into tasks, in the order of their places.
+fn tasks(layout: &FileLayout<'_>) -> Vec<Task> {
+    let mut tasks = Vec::new();
+    for (index, placed) in layout.items.iter().enumerate() {
+        if let Some((_, length)) = placed.own_payload() {
+            let parts = (0..length.div_ceil(PART)).map(|part| Task::Part {
+                item: index,
+                start: part * PART,
+                end: (part * PART + PART).min(length),
+            });
+            tasks.extend(parts);
+            continue;
+        }
+        match tasks.last_mut() {
+            Some(Task::Batch { first, count })
+                if *first + *count == index && placed.end() - layout.items[*first].offset <= AT_ONCE =>
+            {
+                *count += 1;
+            }
+            _ => tasks.push(Task::Batch { first: index, count: 1 }),
+        }
+    }
+    tasks
+}
+
+/// Returns where the segment of an item starts: after the item before it, so that padding is covered too.
+fn segment_start(layout: &FileLayout<'_>, item: usize) -> u64 {
+    item.checked_sub(1).map_or(0, |before| layout.items[before].end())
+}
+
+/// Runs one task.
+fn run(
+    file: &StagedFile,
+    layout: &FileLayout<'_>,
+    source: &dyn PayloadSource,
+    task: Task,
+    buffer: &mut Vec<u8>,
+) -> Result<Done, FileError> {
+    match task {
+        Task::Batch { first, count } => {
+            let from = segment_start(layout, first);
+            let mut hashes = Vec::with_capacity(count);
+            buffer.clear();
+            for placed in &layout.items[first..first + count] {
+                let start = buffer.len();
+                buffer.resize((placed.offset - from) as usize, 0);
+                small_item(placed, source, buffer)?;
+                hashes.extend(blocks(&buffer[start..]));
+            }
+            file.write_at(from, buffer)?;
+            Ok(Done { crc: Hasher::new(), hashes })
+        }
+        Task::Part { item, start, end } => {
+            let placed = &layout.items[item];
+            let (Some((payload, length)), Content::Tensor { bounds, .. }) = (placed.own_payload(), &placed.content)
+            else {
+                return Ok(Done::default());
+            };
+            let payload = PlannedPayload { fqn: placed.fqn, bounds, offset: payload, length };
+            write_part(file, &payload, start..end, source, true, buffer)
+        }
+    }
+}
+
+/// Appends a small item to the buffer, whole.
+fn small_item(placed: &Placed<'_>, source: &dyn PayloadSource, buffer: &mut Vec<u8>) -> Result<(), FileError> {
+    let (bounds, around) = match &placed.content {
+        Content::Value(bytes) => {
+            buffer.extend_from_slice(bytes);
+            return Ok(());
+        }
+        Content::Tensor { bounds, around } => (bounds, around),
+    };
+    let start = buffer.len();
+    let head = around.payload_offset() as usize;
+    let length = around.payload_length();
+    buffer.resize(start + head, 0);
+    let mut given = 0u64;
+    source.payload(placed.fqn, bounds, 0..length, &mut |bytes| {
+        given += bytes.len() as u64;
+        check_length(placed.fqn, given, length, false)?;
+        buffer.extend_from_slice(bytes);
+        Ok(())
+    })?;
+    check_length(placed.fqn, given, length, true)?;
+    let crc = crc32fast::hash(&buffer[start + head..]);
+    buffer[start..start + head].copy_from_slice(&around.head(crc));
+    buffer.extend_from_slice(&around.tail(crc));
+    Ok(())
+}
+
+/// Hashes the blocks of a segment.
+fn blocks(segment: &[u8]) -> impl Iterator<Item = u64> {
+    segment.chunks(block_length(segment.len() as u64) as usize).map(XxHash3_64::oneshot)
+}
+
+/// The bytes around a large payload, which tell its checksum.
+struct Frame {
+    /// The start of the head: after the item before it, so that padding is part of it.
+    from: u64,
+    head: Vec<u8>,
+    /// The end of the payload.
+    end: u64,
+    tail: Vec<u8>,
+}
+
+impl Frame {
+    fn new(layout: &FileLayout<'_>, item: usize, crc: u32) -> Option<Self> {
+        let placed = &layout.items[item];
+        let (Some((payload, length)), Content::Tensor { around, .. }) = (placed.own_payload(), &placed.content) else {
+            return None;
+        };
+        let from = segment_start(layout, item);
+        let mut head = vec![0; (placed.offset - from) as usize];
+        head.extend_from_slice(&around.head(crc));
+        Some(Frame { from, head, end: payload + length, tail: around.tail(crc) })
+    }
+
+    fn write(&self, file: &StagedFile) -> Result<(), FileError> {
+        file.write_at(self.from, &self.head)?;
+        file.write_at(self.end, &self.tail)
+    }
+}
+
+/// Puts all hashes in order.
+fn integrity(layout: &FileLayout<'_>, done: impl Iterator<Item = (Task, Done)>) -> FileIntegrity {
+    let mut integrity = FileIntegrity::default();
+    // The large item whose parts are being put together.
+    let mut crc = Hasher::new();
+    let mut hashes = Vec::new();
+    for (task, done) in done {
+        match task {
+            Task::Batch { first, count } => {
+                let mut each = done.hashes.into_iter();
+                for item in first..first + count {
+                    let length = layout.items[item].end() - segment_start(layout, item);
+                    let block = block_length(length);
+                    integrity.push(length, block, each.by_ref().take(length.div_ceil(block) as usize).collect());
+                }
+            }
+            Task::Part { item, end, .. } => {
+                let length = layout.items[item].payload_length();
+                crc.combine(&done.crc);
+                hashes.extend(done.hashes);
+                if end < length {
+                    continue;
+                }
+                let crc = std::mem::take(&mut crc).finalize();
+                if let Some(frame) = Frame::new(layout, item, crc) {
+                    integrity.push_bytes(&frame.head);
+                    integrity.push(length, block_length(length), std::mem::take(&mut hashes));
+                    integrity.push_bytes(&frame.tail);
+                }
+            }
+        }
+    }
+    integrity
+}

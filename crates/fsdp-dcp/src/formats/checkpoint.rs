@@ -1,0 +1,117 @@
+//! The trait of an open checkpoint of any format.
+
+use std::fmt;
+use std::path::Path;
+
+use fsdp_layout::{PlainValue, TensorBox};
+use serde::{Deserialize, Serialize};
+
+use super::lookup::request_of;
+use super::read::{Destination, ReadOptions, read_in_parallel};
+use crate::error::FileError;
+use crate::metadata::{Metadata, Replica};
+use crate::plan::{LoadPlan, LoadRequest, ReadPlanOptions, plan_load};
+use crate::storage::checked_directory::CheckedDirectory;
+
+/// The formats that are read and written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Format {
+    /// A directory of `torch.distributed.checkpoint`.
+    Dcp,
+    /// One safetensors file.
+    SafetensorsFile,
+    /// A directory of safetensors files.
+    SafetensorsDirectory,
+    /// A file of `torch.save`.
+    Torch,
+}
+
+impl fmt::Display for Format {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Format::Dcp => "DCP directory",
+            Format::SafetensorsFile => "safetensors file",
+            Format::SafetensorsDirectory => "safetensors directory",
+            Format::Torch => "torch archive",
+        })
+    }
+}
+
+/// An open checkpoint of any format.
+pub trait Checkpoint: Send + Sync {
+    /// Returns its format.
+    fn format(&self) -> Format;
+
+    /// Returns its place: the directory or the file, or the URL.
+    fn path(&self) -> &Path;
+
+    /// Returns its metadata. `planner_data` is there where the keys came from a nested state dict.
+    fn metadata(&self) -> &Metadata;
+
+    /// Returns its files.
+    fn directory(&self) -> &CheckedDirectory;
+
+    /// Fills buffers with boxes of one tensor, in the dtype that [`Checkpoint::metadata`] says.
+    ///
+    /// This is what a format implements, and [`Checkpoint::read`] calls from several threads. The caller has planned the
+    /// read: the tensor exists, its chunks are sound and cover the boxes, and each buffer is as long as its box.
+    fn read_boxes(&self, fqn: &str, boxes: &mut [(TensorBox, &mut [u8])]) -> Result<(), FileError>;
+
+    /// Reads one box of a tensor into its row-major bytes, in the dtype that [`Checkpoint::metadata`] says.
+    fn read_box(&self, fqn: &str, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {
+        let request = request_of(self.metadata(), fqn, bounds)?;
+        self.read(vec![Destination { request, buffers: vec![dst] }], ReadOptions::default())?;
+        Ok(())
+    }
+
+    /// Reads boxes of many tensors into buffers, by several threads.
+    ///
+    /// All that can be known beforehand is checked first: on an error of the plan no buffer was touched. After an error
+    /// while reading, the content of the buffers is unspecified. Returns the plan, which lists the requests that were
+    /// missing, if that was allowed.
+    fn read(&self, destinations: Vec<Destination<'_>>, options: ReadOptions) -> Result<LoadPlan, FileError> {
+        let threads_per_reader = self.directory().threads_per_reader();
+        read_in_parallel(self.metadata(), destinations, options, threads_per_reader, &|fqn, boxes| {
+            self.read_boxes(fqn, boxes)
+        })
+    }
+
+    /// Checks all that can be known of a [`Checkpoint::read`] before the bytes of tensors are read: the plan, and that
+    /// they can be where the metadata says.
+    fn check_read(&self, requests: &[LoadRequest], options: ReadPlanOptions) -> Result<LoadPlan, FileError> {
+        self.check_stored()?;
+        Ok(plan_load(self.metadata(), requests, options)?)
+    }
+
+    /// Reads a non-tensor value.
+    fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError>;
+
+    /// Checks that every tensor's bytes can be where the metadata says: before a conversion reserves space for them.
+    fn check_stored(&self) -> Result<(), FileError> {
+        Ok(())
+    }
+
+    /// Returns how a quantized tensor's integers are meant: a tuple of `torch.per_tensor_affine`, scale and zero point,
+    /// or of `torch.per_channel_affine`, their tensors and the axis. `None` for other tensors, or where it is not known.
+    fn quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, FileError> {
+        let _ = fqn;
+        Ok(None)
+    }
+
+    /// Reads a box of another copy of a chunk; see [`Metadata::replicas`].
+    fn read_replica(&self, replica: &Replica, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {
+        let _ = (bounds, dst);
+        Err(FileError::NotStored { fqn: replica.fqn.clone() })
+    }
+
+    /// Reads another copy of a value; see [`Metadata::replicas`].
+    fn read_value_replica(&self, replica: &Replica) -> Result<PlainValue, FileError> {
+        Err(FileError::NotStored { fqn: replica.fqn.clone() })
+    }
+
+    /// Returns the bytes of data files that were read so far.
+    fn bytes_read(&self) -> u64 {
+        self.directory().bytes_read()
+    }
+}

@@ -1,0 +1,8 @@
+//! Checkpoints of any format, seen as one.
+
+pub(crate) mod checkpoint;
+pub(crate) mod lookup;
+pub(crate) mod read;
+pub(crate) mod stream;
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,181 @@
+//! Reading parts of many tensors at once, by several threads: the same for every format.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use fsdp_layout::boxes::checked_numel;
+use fsdp_layout::{DType, TensorBox};
+use tracing::{debug_span, info_span};
+
+use crate::error::FileError;
+use crate::metadata::Metadata;
+use crate::plan::{LoadPlan, LoadRequest, ReadPlanOptions, plan_load};
+use crate::threads::{default_threads, on_threads};
+
+/// The options of opening a checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct OpenOptions {
+    /// `true` to check what is read against the integrity file, where there is one.
+    pub verify: bool,
+}
+
+impl Default for OpenOptions {
+    fn default() -> Self {
+        OpenOptions { verify: true }
+    }
+}
+
+/// The boxes wanted of a tensor, and where they go.
+#[derive(Debug)]
+pub struct Destination<'d> {
+    /// Key, dtype, shape and boxes.
+    pub request: LoadRequest,
+    /// The bytes of each box, row-major, in the dtype of the *checkpoint* (which is the request's, unless casts are
+    /// allowed).
+    pub buffers: Vec<&'d mut [u8]>,
+}
+
+/// The options of a read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ReadOptions {
+    /// The strictness of the plan of the read.
+    pub plan: ReadPlanOptions,
+    /// Threads that read; four times as many from an object store, where they mostly wait.
+    pub threads: usize,
+}
+
+impl Default for ReadOptions {
+    fn default() -> Self {
+        ReadOptions { plan: ReadPlanOptions::default(), threads: default_threads() }
+    }
+}
+
+/// The size from which destinations are cut, so that threads can share them.
+const LARGE_DESTINATION: usize = 64 << 20;
+
+/// Boxes of one tensor that one thread fills.
+struct Job<'d> {
+    request: usize,
+    boxes: Vec<(TensorBox, &'d mut [u8])>,
+}
+
+/// A function that fills boxes of one tensor, which a plan has checked. Called from several threads at once.
+pub(crate) type FillBoxes<'f> = dyn Fn(&str, &mut [(TensorBox, &mut [u8])]) -> Result<(), FileError> + Sync + 'f;
+
+/// Plans and reads many tensors at once: in the order of the files, by several threads, each byte once.
+///
+/// `threads_per_reader` is the number of threads that slow storage needs in place of one that reads a disk.
+pub(crate) fn read_in_parallel(
+    metadata: &Metadata,
+    destinations: Vec<Destination<'_>>,
+    options: ReadOptions,
+    threads_per_reader: usize,
+    fill: &FillBoxes<'_>,
+) -> Result<LoadPlan, FileError> {
+    let (requests, buffers): (Vec<_>, Vec<_>) =
+        destinations.into_iter().map(|destination| (destination.request, destination.buffers)).unzip();
+    // Nothing is read before all requests and all buffers are known to be right.
+    let plan = plan_load(metadata, &requests, options.plan)?;
+    let mut jobs = jobs(metadata, &requests, buffers, &plan, options.threads)?;
+    // The jobs are taken in the order of the files: a job stands where the first read of its request does.
+    let mut position = vec![usize::MAX; requests.len()];
+    for (at, read) in plan.reads.iter().enumerate().rev() {
+        position[read.request] = at;
+    }
+    jobs.sort_by_key(|job| position[job.request]);
+    let threads = options.threads.saturating_mul(threads_per_reader).clamp(1, jobs.len().max(1));
+    let bytes: usize = jobs.iter().flat_map(|job| &job.boxes).map(|(_, buffer)| buffer.len()).sum();
+    let queue = Mutex::new(jobs.into_iter());
+    let failed = AtomicBool::new(false);
+    info_span!("read", bytes, threads).in_scope(|| {
+        on_threads(threads, || {
+            // After an error the others stop at their next job.
+            while !failed.load(Ordering::Relaxed) {
+                let job = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+                let Some(mut job) = job else { break };
+                let fqn = &requests[job.request].fqn;
+                let done = debug_span!("tensor", fqn).in_scope(|| fill(fqn, &mut job.boxes));
+                failed.fetch_or(done.is_err(), Ordering::Relaxed);
+                done?;
+            }
+            Ok(())
+        })
+    })?;
+    Ok(plan)
+}
+
+/// Checks the buffers, and makes a job of each tensor; several of a large one.
+fn jobs<'d>(
+    metadata: &Metadata,
+    requests: &[LoadRequest],
+    buffers: Vec<Vec<&'d mut [u8]>>,
+    plan: &LoadPlan,
+    threads: usize,
+) -> Result<Vec<Job<'d>>, FileError> {
+    let mut jobs = Vec::with_capacity(requests.len());
+    let mut missing = vec![false; requests.len()];
+    for &index in &plan.missing {
+        missing[index] = true;
+    }
+    for (index, (request, buffers)) in requests.iter().zip(buffers).enumerate() {
+        if missing[index] {
+            continue;
+        }
+        let dtype = metadata.tensor(&request.fqn).map_or(request.dtype, |tensor| tensor.properties.dtype);
+        check_buffers(request, dtype, &buffers)?;
+        let mut whole = Vec::with_capacity(buffers.len());
+        for (bounds, buffer) in request.boxes.iter().zip(buffers) {
+            if buffer.len() > LARGE_DESTINATION && threads > 1 {
+                let parts = split(bounds, buffer, dtype.size_in_bytes() as usize);
+                jobs.extend(parts.into_iter().map(|part| Job { request: index, boxes: vec![part] }));
+            } else if !buffer.is_empty() {
+                whole.push((bounds.clone(), buffer));
+            }
+        }
+        if !whole.is_empty() {
+            jobs.push(Job { request: index, boxes: whole });
+        }
+    }
+    Ok(jobs)
+}
+
+/// Checks that there is a buffer for each box, of its length.
+fn check_buffers(request: &LoadRequest, dtype: DType, buffers: &[&mut [u8]]) -> Result<(), FileError> {
+    let given = buffers.iter().map(|buffer| buffer.len() as u64).sum();
+    if buffers.len() != request.boxes.len() {
+        let planned = request.boxes.iter().filter_map(|bounds| byte_length(bounds, dtype)).sum::<usize>() as u64;
+        return Err(FileError::PayloadLength { fqn: request.fqn.clone(), given, planned });
+    }
+    for (bounds, buffer) in request.boxes.iter().zip(buffers) {
+        let planned = byte_length(bounds, dtype).unwrap_or(usize::MAX);
+        if buffer.len() != planned {
+            return Err(FileError::PayloadLength { fqn: request.fqn.clone(), given, planned: planned as u64 });
+        }
+    }
+    Ok(())
+}
+
+/// Returns the bytes of a box; `None` if they are more than this machine can count.
+pub(crate) fn byte_length(bounds: &TensorBox, dtype: DType) -> Option<usize> {
+    checked_numel(&bounds.sizes)?.checked_mul(dtype.size_in_bytes() as usize)
+}
+
+/// Cuts a box and its bytes along its first dimension that has an extent, into parts of about [`LARGE_DESTINATION`].
+fn split<'d>(bounds: &TensorBox, mut buffer: &'d mut [u8], element: usize) -> Vec<(TensorBox, &'d mut [u8])> {
+    let Some(dim) = bounds.sizes.iter().position(|&size| size > 1) else { return vec![(bounds.clone(), buffer)] };
+    let row = bounds.sizes[dim + 1..].iter().product::<usize>() * element;
+    let rows_at_once = (LARGE_DESTINATION / row.max(1)).max(1);
+    let mut parts = Vec::new();
+    let mut start = 0;
+    while start < bounds.sizes[dim] {
+        let rows = rows_at_once.min(bounds.sizes[dim] - start);
+        let mut part = bounds.clone();
+        part.offsets[dim] += start;
+        part.sizes[dim] = rows;
+        let (now, rest) = std::mem::take(&mut buffer).split_at_mut(rows * row);
+        parts.push((part, now));
+        buffer = rest;
+        start += rows;
+    }
+    parts
+}

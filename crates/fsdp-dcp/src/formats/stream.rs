@@ -1,0 +1,65 @@
+//! Reading a tensor as a stream of bytes, in pieces of bounded size.
+
+use std::ops::Range;
+
+use fsdp_layout::boxes::boxes_of_flat_range;
+use fsdp_layout::{DType, TensorBox};
+
+use super::checkpoint::Checkpoint;
+use crate::error::FileError;
+
+/// The bytes of a tensor that [`stream`] reads at once.
+const PIECE: usize = 16 << 20;
+
+/// Reads bytes `range` of the row-major box `bounds` of a tensor, in order, in pieces of bounded size.
+///
+/// `range` must begin and end between elements.
+pub fn stream<E: From<FileError>>(
+    checkpoint: &dyn Checkpoint,
+    fqn: &str,
+    dtype: DType,
+    bounds: &TensorBox,
+    range: Range<u64>,
+    sink: &mut dyn FnMut(&[u8]) -> Result<(), E>,
+) -> Result<(), E> {
+    let mut read = |part: &TensorBox, dst: &mut [u8]| checkpoint.read_box(fqn, part, dst);
+    stream_boxes(&mut read, dtype, bounds, range, sink)
+}
+
+/// A function that fills a buffer with the row-major bytes of a box.
+type ReadBox<'r> = dyn FnMut(&TensorBox, &mut [u8]) -> Result<(), FileError> + 'r;
+
+/// Does the same as [`stream`], with boxes from wherever `read` takes them.
+pub(crate) fn stream_boxes<E: From<FileError>>(
+    read: &mut ReadBox<'_>,
+    dtype: DType,
+    bounds: &TensorBox,
+    range: Range<u64>,
+    sink: &mut dyn FnMut(&[u8]) -> Result<(), E>,
+) -> Result<(), E> {
+    if range.is_empty() {
+        return Ok(());
+    }
+    let element = dtype.size_in_bytes() as usize;
+    let (mut at, end) = (range.start as usize / element, range.end as usize / element);
+    let row: usize = bounds.sizes.get(1..).unwrap_or_default().iter().product();
+    let most = (PIECE / element).max(1);
+    let mut buffer = vec![0; (end - at).min(most) * element];
+    while at < end {
+        let mut next = end.min(at + most);
+        // Whole rows where they fit: one box instead of three.
+        if next < end && row > 0 && next / row > at.div_ceil(row) {
+            next -= next % row;
+        }
+        let mut filled = 0;
+        for part in boxes_of_flat_range(&bounds.sizes, at..next) {
+            let offsets = part.offsets.iter().zip(&bounds.offsets).map(|(a, b)| a + b).collect();
+            let length = part.numel() * element;
+            read(&TensorBox::new(offsets, part.sizes), &mut buffer[filled..filled + length])?;
+            filled += length;
+        }
+        sink(&buffer[..filled])?;
+        at = next;
+    }
+    Ok(())
+}

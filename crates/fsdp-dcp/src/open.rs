@@ -1,0 +1,72 @@
+//! Opening a checkpoint of whatever format.
+
+use crate::dcp::reader::{CheckpointReader, metadata_files};
+use crate::error::{FileError, FormatError};
+use crate::formats::checkpoint::Checkpoint;
+use crate::formats::read::OpenOptions;
+use crate::safetensors::read::SafetensorsCheckpoint;
+use crate::storage::backend::{EntryKind, Links};
+use crate::storage::checked_directory::CheckedDirectory;
+use crate::storage::location::Location;
+use crate::storage::read_at::ReadAt as _;
+use crate::torch::read::TorchCheckpoint;
+
+/// Opens the checkpoint that is at a path, or at the URL of an object store.
+///
+/// The format is told by the content, not by names: a DCP directory, a directory of safetensors files (Hugging Face's
+/// layout, or torch's `HuggingFaceStorageWriter`), one safetensors file, or one torch archive (`.pt`, `.pth`, `.bin`).
+///
+/// # Errors
+/// [`FileError::NotCommitted`] where there is nothing, and whatever is wrong with the files.
+pub fn open(location: impl Into<Location>, options: OpenOptions) -> Result<Box<dyn Checkpoint>, FileError> {
+    let location = location.into();
+    match location.storage().kind()? {
+        None => Err(FileError::NotCommitted { path: location.name().to_owned(), reason: "there is nothing" }),
+        Some(EntryKind::Directory) => open_directory(&location, options),
+        Some(EntryKind::File | EntryKind::Special) => open_file(&location, options),
+    }
+}
+
+fn open_directory(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkpoint>, FileError> {
+    let directory = CheckedDirectory::open(location, false, Links::Refuse)?;
+    let is_dcp = !metadata_files(&directory)?.is_empty();
+    let has_safetensors = directory.names()?.iter().any(|name| name.ends_with(".safetensors"));
+    if has_safetensors && !is_dcp {
+        return Ok(Box::new(SafetensorsCheckpoint::open_directory(location, options)?));
+    }
+    // What is neither gets the error of a DCP directory without metadata.
+    Ok(Box::new(CheckpointReader::open_with(location, options)?))
+}
+
+fn open_file(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkpoint>, FileError> {
+    match first_bytes(location)?.as_slice() {
+        [b'P', b'K', 3 | 5, ..] => Ok(Box::new(TorchCheckpoint::open(location, options)?)),
+        // The pickles of torch before 1.6 begin with a magic number as their first value.
+        [0x80, 2, 0x8a, 10, ..] => Err(unsupported(
+            location,
+            "torch's file format from before 1.6 (load it and save it again with a newer torch)",
+        )),
+        // Eight bytes of length, and JSON.
+        [_, _, _, _, _, _, _, _, b'{', ..] => Ok(Box::new(SafetensorsCheckpoint::open_file(location, options)?)),
+        _ => Err(unsupported(location, "a file that is neither a torch archive nor a safetensors file")),
+    }
+}
+
+/// Reads the bytes by which a file's format is told.
+fn first_bytes(location: &Location) -> Result<Vec<u8>, FileError> {
+    let (parent, name) = location.split()?;
+    let directory = CheckedDirectory::open(&parent, false, Links::Follow)?;
+    let file = match directory.file(name) {
+        // The user named it, so it is no path inside a checkpoint.
+        Err(FileError::Path { .. }) => return Err(unsupported(location, "what is no regular file")),
+        file => file?,
+    };
+    let mut bytes = vec![0; file.len().min(16) as usize];
+    file.read_exact_at(0, &mut bytes).map_err(|source| FileError::File { path: location.name().to_owned(), source })?;
+    Ok(bytes)
+}
+
+fn unsupported(location: &Location, what: &str) -> FileError {
+    let source = FormatError::Unsupported { what: what.to_owned() };
+    FileError::File { path: location.name().to_owned(), source }
+}

@@ -1,0 +1,129 @@
+//! The parts of a conversion that several formats share: options and report, the source of payloads, a rank's rows, and
+//! committing one file.
+
+use std::borrow::Cow;
+use std::ops::Range;
+
+use fsdp_layout::shard::chunk_range;
+use fsdp_layout::{PlainTensor, PlainValue, TensorBox};
+use indexmap::IndexMap;
+
+use crate::error::FileError;
+use crate::formats::checkpoint::Checkpoint;
+use crate::formats::lookup::tensor_of;
+use crate::formats::stream::stream;
+use crate::payload::source::PayloadSource;
+use crate::storage::integrity::integrity_beside;
+use crate::storage::sidecar::Sidecar;
+use crate::storage::{Durable, Staging};
+use crate::threads::default_threads;
+
+/// The options of a conversion.
+#[derive(Clone, Copy)]
+pub struct ConvertOptions<'o> {
+    /// `true` to replace what is at the destination.
+    pub overwrite: bool,
+    /// Threads that read, hash and write.
+    pub threads: usize,
+    /// A function that is told of every piece that was read, in bytes.
+    pub progress: Option<&'o (dyn Fn(u64) + Sync)>,
+    /// The way to durable storage, where it is not [`Durable::new`]: a test watches its steps.
+    pub durable: Option<&'o Durable>,
+}
+
+impl Default for ConvertOptions<'_> {
+    fn default() -> Self {
+        ConvertOptions { overwrite: false, threads: default_threads(), progress: None, durable: None }
+    }
+}
+
+impl std::fmt::Debug for ConvertOptions<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ConvertOptions")
+            .field("overwrite", &self.overwrite)
+            .field("threads", &self.threads)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A report of what was written.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Converted {
+    /// The number of tensors.
+    pub tensors: usize,
+    /// The bytes of their elements.
+    pub bytes: u64,
+    /// The keys of values that the format itself cannot hold, and that a file beside it holds.
+    pub aside: Vec<String>,
+    /// The name of that file in the destination's directory.
+    pub aside_file: Option<String>,
+    /// The keys of quantized tensors, written as the integers that they are made of. Their scales and zero points are
+    /// values `KEY.quantizer`.
+    pub quantized: Vec<String>,
+}
+
+/// A checkpoint as the source of payloads for a writer.
+pub(crate) struct Streamed<'a> {
+    pub(crate) source: &'a dyn Checkpoint,
+    pub(crate) options: ConvertOptions<'a>,
+    /// Tensors by value, under keys of their own.
+    pub(crate) extra: IndexMap<String, &'a PlainTensor>,
+}
+
+impl PayloadSource for Streamed<'_> {
+    fn payload(
+        &self,
+        fqn: &str,
+        bounds: &TensorBox,
+        range: Range<u64>,
+        sink: &mut dyn FnMut(&[u8]) -> Result<(), FileError>,
+    ) -> Result<(), FileError> {
+        if let Some(tensor) = self.extra.get(fqn) {
+            return sink(&tensor.data[range.start as usize..range.end as usize]);
+        }
+        let dtype = tensor_of(self.source.metadata(), fqn)?.properties.dtype;
+        stream(self.source, fqn, dtype, bounds, range, &mut |bytes| {
+            if let Some(progress) = self.options.progress {
+                progress(bytes.len() as u64);
+            }
+            sink(bytes)
+        })
+    }
+
+    fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, FileError> {
+        self.source.read_value(fqn).map(Cow::Owned)
+    }
+}
+
+/// Returns a rank's rows of a tensor, by torch's chunk rule; all of a scalar.
+pub(crate) fn rows_of_rank(shape: &[usize], rank: usize, ranks: usize) -> TensorBox {
+    let mut bounds = TensorBox::whole(shape);
+    if let Some(&rows) = shape.first() {
+        let own = chunk_range(rows, ranks, rank);
+        (bounds.offsets[0], bounds.sizes[0]) = (own.start, own.len());
+    }
+    bounds
+}
+
+/// Puts a checkpoint of one file in its place. Removes the old file's hashes first, so that they never describe the new
+/// one.
+pub(crate) fn commit_file(staging: Staging, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError> {
+    let integrity = integrity_beside(staging.target_name());
+    staging.check_sidecar(&integrity)?;
+    staging.remove_sidecar(&integrity)?;
+    match sidecar {
+        Some(sidecar) => staging.commit_single_with(sidecar),
+        None => staging.commit_single(),
+    }
+}
+
+/// Counts the tensors and their bytes for the report.
+pub(crate) fn summary(source: &dyn Checkpoint) -> Converted {
+    let mut summary = Converted::default();
+    for (_, tensor) in source.metadata().tensors() {
+        summary.tensors += 1;
+        let numel = tensor.shape.iter().fold(1u64, |numel, &size| numel.saturating_mul(size as u64));
+        summary.bytes = summary.bytes.saturating_add(numel.saturating_mul(tensor.properties.dtype.size_in_bytes()));
+    }
+    summary
+}

@@ -1,0 +1,4 @@
+//! Payloads: the bytes of a tensor's box, and writing them to a file of any format.
+
+pub(crate) mod source;
+pub(crate) mod write;

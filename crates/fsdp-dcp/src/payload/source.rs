@@ -1,0 +1,25 @@
+//! The interface through which a save reads what a rank holds.
+
+use std::borrow::Cow;
+use std::ops::Range;
+
+use fsdp_layout::{PlainValue, TensorBox};
+
+use crate::error::FileError;
+
+/// A source of the bytes of a rank's items. Called from several threads at once.
+pub trait PayloadSource: Sync {
+    /// Gives bytes `range` of the row-major payload of box `bounds` of tensor `fqn`, in order, in pieces of any size.
+    ///
+    /// Large contiguous pieces are written from where they lie; small ones are gathered first.
+    fn payload(
+        &self,
+        fqn: &str,
+        bounds: &TensorBox,
+        range: Range<u64>,
+        sink: &mut dyn FnMut(&[u8]) -> Result<(), FileError>,
+    ) -> Result<(), FileError>;
+
+    /// Returns a non-tensor value.
+    fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, FileError>;
+}

@@ -1,0 +1,133 @@
+//! The opcodes that apply a class or function: nothing is called, only noted.
+
+use std::borrow::Cow;
+
+use super::error::PickleErrorKind;
+use super::global::Global;
+use super::node::{Node, NodeId, ObjectNode};
+use super::read::{Machine, Result1};
+
+impl<'a> Machine<'a> {
+    /// Pushes a class or function, if it is on the allow-list.
+    pub(super) fn global(&mut self, module: &str, name: &str) -> Result1<()> {
+        match Global::lookup(module, name) {
+            Some(global) => self.push(Node::Global(global)),
+            None => Err(PickleErrorKind::Global { module: excerpt(module), name: excerpt(name) }),
+        }
+    }
+
+    /// Records what `global(*args)` would have been; containers and bytes become the plain nodes they stand for.
+    pub(super) fn object(&mut self, global: NodeId, args: NodeId) -> Result1<()> {
+        let global = match &self.nodes[global.0 as usize] {
+            Node::Global(global) => *global,
+            other => return Err(PickleErrorKind::Kind { expected: "a global to apply", found: other.kind() }),
+        };
+        let Node::Tuple(values) = self.nodes[args.0 as usize] else {
+            let found = self.nodes[args.0 as usize].kind();
+            return Err(PickleErrorKind::Kind { expected: "a tuple of arguments", found });
+        };
+        let first = self.tuple(values).first().copied();
+        let second = self.tuple(values).get(1).copied();
+        let node = match global {
+            Global::OrderedDict | Global::DefaultDict => Node::Dict(self.dict_of(first)?),
+            Global::Set | Global::FrozenSet => Node::Set(self.items_of(first)?),
+            Global::CodecsEncode => Node::Bytes(Cow::Owned(self.encoded(first, second)?)),
+            Global::ByteArray => Node::Bytes(self.bytes_of(first)?),
+            _ => Node::Object(Box::new(ObjectNode { global, args, state: None })),
+        };
+        self.push(node)
+    }
+
+    /// Allows for `count` more items or bytes to be copied.
+    fn charge(&mut self, count: usize) -> Result1<()> {
+        self.copied = self.copied.saturating_add(count);
+        if self.copied > self.bytes.len() {
+            let limit = self.bytes.len() as u64;
+            return Err(PickleErrorKind::Limit { what: "copies of shared values", value: self.copied as u64, limit });
+        }
+        Ok(())
+    }
+
+    /// Returns how many items or bytes the node holds.
+    fn extent(&self, id: NodeId) -> usize {
+        match &self.nodes[id.0 as usize] {
+            Node::Tuple(tuple) => tuple.len as usize,
+            Node::List(items) | Node::Set(items) => items.len(),
+            Node::Str(text) => text.len(),
+            Node::Bytes(bytes) => bytes.len(),
+            _ => 0,
+        }
+    }
+
+    /// Makes the dict of `OrderedDict()`, `OrderedDict([[key, value], …])`, `defaultdict(factory)`.
+    fn dict_of(&mut self, pairs: Option<NodeId>) -> Result1<Vec<(NodeId, NodeId)>> {
+        let Some(id) = pairs else { return Ok(Vec::new()) };
+        self.charge(self.extent(id))?;
+        let Node::List(pairs) = &self.nodes[id.0 as usize] else { return Ok(Vec::new()) };
+        pairs
+            .iter()
+            .map(|pair| match &self.nodes[pair.0 as usize] {
+                Node::Tuple(pair) if pair.len == 2 => Ok((self.tuple(*pair)[0], self.tuple(*pair)[1])),
+                Node::List(pair) if pair.len() == 2 => Ok((pair[0], pair[1])),
+                other => Err(PickleErrorKind::Kind { expected: "a pair", found: other.kind() }),
+            })
+            .collect()
+    }
+
+    /// Makes the items of `set([…])`.
+    fn items_of(&mut self, items: Option<NodeId>) -> Result1<Vec<NodeId>> {
+        let Some(id) = items else { return Ok(Vec::new()) };
+        self.charge(self.extent(id))?;
+        match &self.nodes[id.0 as usize] {
+            Node::Tuple(tuple) => Ok(self.tuple(*tuple).to_vec()),
+            Node::List(items) | Node::Set(items) => Ok(items.clone()),
+            other => Err(PickleErrorKind::Kind { expected: "a list", found: other.kind() }),
+        }
+    }
+
+    /// Makes the bytes of `bytearray(b'…')`.
+    fn bytes_of(&mut self, bytes: Option<NodeId>) -> Result1<Cow<'a, [u8]>> {
+        let Some(id) = bytes else { return Ok(Cow::Borrowed(&[])) };
+        self.charge(self.extent(id))?;
+        match &self.nodes[id.0 as usize] {
+            Node::Bytes(bytes) => Ok(bytes.clone()),
+            other => Err(PickleErrorKind::Kind { expected: "bytes", found: other.kind() }),
+        }
+    }
+
+    /// Makes the bytes of `_codecs.encode(text, 'latin1')`.
+    fn encoded(&mut self, text: Option<NodeId>, encoding: Option<NodeId>) -> Result1<Vec<u8>> {
+        let refused = PickleErrorKind::Value { what: "bytes must be spelled as latin1 text" };
+        let (Some(text), Some(encoding)) = (text, encoding) else { return Err(refused) };
+        self.charge(self.extent(text))?;
+        match (&self.nodes[text.0 as usize], &self.nodes[encoding.0 as usize]) {
+            (Node::Str(text), Node::Str("latin1")) => {
+                let bytes: Option<Vec<u8>> = text.chars().map(|c| u8::try_from(u32::from(c)).ok()).collect();
+                bytes.ok_or(PickleErrorKind::Text)
+            }
+            _ => Err(refused),
+        }
+    }
+
+    /// Sets the state of the object on top.
+    pub(super) fn build(&mut self, state: NodeId) -> Result1<()> {
+        match self.top_node()? {
+            Node::Object(object) if object.state.is_none() => {
+                object.state = Some(state);
+                Ok(())
+            }
+            // An OrderedDict with Python attributes (a module's state dict has `_metadata`): the attributes are dropped.
+            Node::Dict(_) => Ok(()),
+            other => Err(PickleErrorKind::Kind { expected: "an object without state", found: other.kind() }),
+        }
+    }
+}
+
+/// Cuts a name for an error to the length of a line.
+fn excerpt(name: &str) -> String {
+    const LONGEST: usize = 120;
+    match name.char_indices().nth(LONGEST) {
+        Some((end, _)) => format!("{}…", &name[..end]),
+        None => name.to_owned(),
+    }
+}

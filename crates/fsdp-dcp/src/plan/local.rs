@@ -1,0 +1,207 @@
+//! The items that one rank could write, and the part of them that most ranks have in common.
+
+use std::hash::{Hash, Hasher};
+
+use fsdp_layout::{DType, KeyPath, TensorBox};
+use serde::{Deserialize, Serialize};
+use twox_hash::XxHash3_128;
+
+use crate::metadata::TensorProperties;
+
+/// The items that one rank could write, in the order of its state dict.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct LocalPlan {
+    /// The items. No flat key stands twice.
+    pub items: Vec<WriteItem>,
+}
+
+/// One flat key of a rank's state dict.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct WriteItem {
+    /// The flat key.
+    pub fqn: String,
+    /// The place in the nested state dict, if that was flattened.
+    pub path: Option<KeyPath>,
+    /// The tensor or the value.
+    pub content: WriteContent,
+}
+
+/// The content of a [`WriteItem`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub enum WriteContent {
+    /// The boxes of a tensor that this rank holds.
+    Tensor {
+        /// Element type and what else torch notes.
+        properties: TensorProperties,
+        /// Global shape.
+        shape: Vec<usize>,
+        /// The boxes; empty ones are dropped.
+        boxes: Vec<TensorBox>,
+        /// `true` if every rank that has the tensor holds all of it, as its one box: then it is told once for all ranks.
+        is_whole: bool,
+    },
+    /// A non-tensor value; every rank that has it offers it.
+    Value {
+        /// The bytes of its item, for balancing ([`value_item_length`](crate::writer::value_item_length)).
+        length: u64,
+    },
+}
+
+/// The keys of a rank's plan, without the boxes that only this rank holds: the same on most ranks of a job.
+///
+/// A global plan is made of the distinct schemas of all ranks, each once, and of each rank's [`HeldBox`]es. So a rank
+/// sends little more than what it holds, and yet all is compared: keys, paths, dtypes and shapes.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct PlanSchema {
+    /// The items, in the order of the plan.
+    pub items: Vec<SchemaItem>,
+}
+
+/// One flat key of a [`PlanSchema`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct SchemaItem {
+    /// The flat key.
+    pub fqn: String,
+    /// The place in the nested state dict, if that was flattened.
+    pub path: Option<KeyPath>,
+    /// The tensor or the value.
+    pub content: SchemaContent,
+}
+
+/// The content of a [`SchemaItem`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub enum SchemaContent {
+    /// A tensor.
+    Tensor {
+        /// Element type and what else torch notes.
+        properties: TensorProperties,
+        /// Global shape.
+        shape: Vec<usize>,
+        /// `true` if each rank with this schema holds the whole tensor, as box 0.
+        is_whole: bool,
+    },
+    /// A non-tensor value, which each rank with this schema has.
+    Value {
+        /// The bytes of its item.
+        length: u64,
+    },
+}
+
+/// A box that one rank holds.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HeldBox {
+    /// Position of its item in the rank's plan.
+    pub item: u32,
+    /// Position of the box in the item.
+    pub index: u32,
+    /// The box.
+    pub bounds: TensorBox,
+}
+
+impl LocalPlan {
+    /// Adds a tensor of which this rank holds these boxes.
+    pub fn add_tensor(
+        &mut self,
+        fqn: impl Into<String>,
+        path: Option<KeyPath>,
+        dtype: DType,
+        shape: Vec<usize>,
+        boxes: Vec<TensorBox>,
+    ) {
+        let properties = TensorProperties::of(dtype);
+        let content = WriteContent::Tensor { properties, shape, boxes, is_whole: false };
+        self.items.push(WriteItem { fqn: fqn.into(), path, content });
+    }
+
+    /// Adds a tensor of which this rank, and every other rank that has it in this way, holds the whole.
+    pub fn add_whole_tensor(&mut self, fqn: impl Into<String>, path: Option<KeyPath>, dtype: DType, shape: Vec<usize>) {
+        let (properties, boxes) = (TensorProperties::of(dtype), vec![TensorBox::whole(&shape)]);
+        let content = WriteContent::Tensor { properties, shape, boxes, is_whole: true };
+        self.items.push(WriteItem { fqn: fqn.into(), path, content });
+    }
+
+    /// Adds a non-tensor value.
+    pub fn add_value(&mut self, fqn: impl Into<String>, path: Option<KeyPath>, length: u64) {
+        self.items.push(WriteItem { fqn: fqn.into(), path, content: WriteContent::Value { length } });
+    }
+
+    /// Returns a hash of everything but the lengths of values: while all ranks' are unchanged, so is the global plan
+    /// (balance apart), and it need not be made again.
+    #[must_use]
+    pub fn layout_hash(&self) -> u128 {
+        let mut hasher = WideHasher::default();
+        for item in &self.items {
+            item.hash_schema(&mut hasher);
+            if let WriteContent::Tensor { boxes, .. } = &item.content {
+                boxes.hash(&mut hasher);
+            }
+        }
+        hasher.0.finish_128()
+    }
+
+    /// Returns a hash of the [`schema`](LocalPlan::schema), without the lengths of values. Of ranks with the same hash
+    /// only one has to send its schema.
+    #[must_use]
+    pub fn schema_hash(&self) -> u128 {
+        let mut hasher = WideHasher::default();
+        for item in &self.items {
+            item.hash_schema(&mut hasher);
+        }
+        hasher.0.finish_128()
+    }
+
+    /// Returns the keys of the plan, without the boxes that only this rank holds.
+    #[must_use]
+    pub fn schema(&self) -> PlanSchema {
+        let items = self.items.iter().map(|item| {
+            let content = match &item.content {
+                WriteContent::Value { length } => SchemaContent::Value { length: *length },
+                WriteContent::Tensor { properties, shape, is_whole, .. } => {
+                    SchemaContent::Tensor { properties: properties.clone(), shape: shape.clone(), is_whole: *is_whole }
+                }
+            };
+            SchemaItem { fqn: item.fqn.clone(), path: item.path.clone(), content }
+        });
+        PlanSchema { items: items.collect() }
+    }
+
+    /// Returns the boxes that the [`schema`](LocalPlan::schema) does not tell. Empty boxes are left out.
+    #[must_use]
+    pub fn held_boxes(&self) -> Vec<HeldBox> {
+        let mut held = Vec::new();
+        for (position, item) in self.items.iter().enumerate() {
+            let WriteContent::Tensor { boxes, is_whole: false, .. } = &item.content else { continue };
+            for (index, bounds) in boxes.iter().enumerate().filter(|(_, bounds)| !bounds.is_empty()) {
+                held.push(HeldBox { item: position as u32, index: index as u32, bounds: bounds.clone() });
+            }
+        }
+        held
+    }
+}
+
+impl WriteItem {
+    fn hash_schema(&self, hasher: &mut impl Hasher) {
+        self.fqn.hash(hasher);
+        self.path.hash(hasher);
+        match &self.content {
+            WriteContent::Value { .. } => false.hash(hasher),
+            WriteContent::Tensor { properties, shape, is_whole, .. } => {
+                (true, properties, shape, is_whole).hash(hasher);
+            }
+        }
+    }
+}
+
+/// A hasher whose result has 128 bits, so that equal hashes mean equal plans.
+#[derive(Default)]
+struct WideHasher(XxHash3_128);
+
+impl Hasher for WideHasher {
+    fn write(&mut self, bytes: &[u8]) {
+        self.0.write(bytes);
+    }
+
+    fn finish(&self) -> u64 {
+        self.0.finish_128() as u64
+    }
+}

@@ -1,0 +1,296 @@
+//! safetensors files as checkpoints.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use fsdp_layout::boxes::row_major_strides;
+use fsdp_layout::{DType, KeyPath, PlainTensor, PlainValue, TensorBox};
+use indexmap::IndexMap;
+use serde::Deserialize;
+
+use super::header::Header;
+use super::sidecar::{NEW_VALUES, VALUES_FILE, VALUES_HASH, values_beside, values_hash};
+use super::values;
+use crate::error::{FileError, FormatError};
+use crate::formats::checkpoint::{Checkpoint, Format};
+use crate::formats::lookup::{check_length, no_value, tensor_of};
+use crate::formats::read::OpenOptions;
+use crate::limits::{MAX_INDEX_BYTES, MAX_TENSOR_RANK, is_sane_shape};
+use crate::metadata::{BytesEntry, Chunk, Entry, Metadata, Replica, StorageInfo, TensorEntry, TensorProperties};
+use crate::storage::backend::Links;
+use crate::storage::checked_directory::CheckedDirectory;
+use crate::storage::location::Location;
+use crate::storage::read_at::BlockReader;
+use crate::strided::{StridedLayout, read_overlap};
+
+/// One safetensors file, or a directory of them.
+#[derive(Debug)]
+pub(crate) struct SafetensorsCheckpoint {
+    path: PathBuf,
+    format: Format,
+    directory: CheckedDirectory,
+    metadata: Metadata,
+    values: HashMap<String, PlainValue>,
+}
+
+/// The JSON index of a sharded model.
+#[derive(Deserialize)]
+struct Index {
+    weight_map: IndexMap<String, String>,
+}
+
+/// torch's note of where in its tensor a shard lies.
+#[derive(Deserialize)]
+struct ShardNote {
+    saved_offsets: Vec<usize>,
+}
+
+impl SafetensorsCheckpoint {
+    /// Opens one file. Values are taken from `NAME.values.json` beside it, if that is there.
+    pub(crate) fn open_file(location: impl Into<Location>, options: OpenOptions) -> Result<Self, FileError> {
+        let location = location.into();
+        let (parent, name) = location.split()?;
+        let directory = CheckedDirectory::open_beside(&parent, name, options.verify)?;
+        let mut opened = SafetensorsCheckpoint {
+            path: location.name().to_owned(),
+            format: Format::SafetensorsFile,
+            directory,
+            metadata: Metadata::default(),
+            values: HashMap::new(),
+        };
+        // The header has the hash of the values file, if there is one: a file of that name alone proves nothing.
+        let hash = opened.add_file(name, None)?.swap_remove(VALUES_HASH);
+        let Some(hash) = hash else { return Ok(opened) };
+        let values = values_beside(name);
+        // A process that was killed between two renames may have left it under its first name.
+        for name in [&values, &format!("{values}{NEW_VALUES}")] {
+            if opened.directory.has(name)? {
+                let bytes = opened.directory.read_small(name, MAX_INDEX_BYTES)?;
+                if values_hash(&bytes) == hash {
+                    opened.add_values(name, &bytes)?;
+                    return Ok(opened);
+                }
+            }
+        }
+        let reason = format!("its values are not in `{values}`: that is missing, or of another checkpoint");
+        Err(opened.directory.file_error(name, FormatError::Malformed { what: "checkpoint", reason }))
+    }
+
+    /// Opens a directory: the files that its `*.safetensors.index.json` names, or all `*.safetensors`.
+    ///
+    /// Shards that torch's `HuggingFaceStorageWriter` wrote become chunks of whole tensors. Values are taken from
+    /// [`VALUES_FILE`].
+    pub(crate) fn open_directory(location: impl Into<Location>, options: OpenOptions) -> Result<Self, FileError> {
+        let location = location.into();
+        let directory = CheckedDirectory::open(&location, options.verify, Links::Follow)?;
+        let names = directory.names()?;
+        let mut opened = SafetensorsCheckpoint {
+            path: location.name().to_owned(),
+            format: Format::SafetensorsDirectory,
+            directory,
+            metadata: Metadata::default(),
+            values: HashMap::new(),
+        };
+        match names.iter().find(|name| name.ends_with(".safetensors.index.json")) {
+            Some(index) => opened.add_indexed(index)?,
+            None => {
+                for name in names.iter().filter(|name| name.ends_with(".safetensors")) {
+                    opened.add_file(name, None)?;
+                }
+            }
+        }
+        if opened.directory.has(VALUES_FILE)? {
+            let bytes = opened.directory.read_small(VALUES_FILE, MAX_INDEX_BYTES)?;
+            opened.add_values(VALUES_FILE, &bytes)?;
+        }
+        Ok(opened)
+    }
+
+    /// Adds the tensors that an index names, each from the file that it gives.
+    fn add_indexed(&mut self, index: &str) -> Result<(), FileError> {
+        let bytes = self.directory.read_small(index, MAX_INDEX_BYTES)?;
+        let parsed: Index = serde_json::from_slice(&bytes).map_err(|error| {
+            let source = FormatError::Malformed { what: "safetensors index", reason: error.to_string() };
+            self.directory.file_error(index, source)
+        })?;
+        let mut files: IndexMap<&str, Vec<&str>> = IndexMap::new();
+        for (key, file) in &parsed.weight_map {
+            files.entry(file).or_default().push(key);
+        }
+        for (file, keys) in files {
+            if file.contains('/') {
+                let path = file.to_owned();
+                let reason = "an index names files beside it only";
+                return Err(FileError::Path { root: self.path.clone(), path, reason });
+            }
+            self.add_file(file, Some(&keys))?;
+        }
+        // In the order of the index, which is the model's.
+        let order = parsed.weight_map;
+        self.metadata.entries.sort_by_cached_key(|key, _| order.get_index_of(key).unwrap_or(usize::MAX));
+        Ok(())
+    }
+
+    /// Adds the tensors of a file: all, or those of the given keys. Returns the texts in its header.
+    fn add_file(&mut self, name: &str, keys: Option<&[&str]>) -> Result<IndexMap<String, String>, FileError> {
+        let file = self.directory.file(name)?;
+        let error = |source| self.directory.file_error(name, source);
+        let malformed = |reason: String| error(FormatError::Malformed { what: "safetensors header", reason });
+        let header = Header::read(&*file).map_err(error)?;
+        let sharding: HashMap<String, ShardNote> = match header.metadata.get("DCP_SHARDING_INFO") {
+            Some(text) => serde_json::from_str(text).map_err(|error| malformed(error.to_string()))?,
+            None => HashMap::new(),
+        };
+        if let Some(missing) = keys.iter().copied().flatten().find(|key| !header.tensors.contains_key(**key)) {
+            return Err(malformed(format!("it does not hold `{missing}`, which the index looks for here")));
+        }
+        let keys: Option<std::collections::HashSet<&str>> = keys.map(|keys| keys.iter().copied().collect());
+        for (fqn, info) in header.tensors {
+            if keys.as_ref().is_some_and(|keys| !keys.contains(fqn.as_str())) {
+                continue;
+            }
+            let offsets = match sharding.get(&fqn) {
+                Some(saved) if info.dtype.safetensors_name().is_none() => {
+                    // Noted for the bytes that it is stored as, which have a dimension more.
+                    let dimensions = saved.saved_offsets.len().saturating_sub(1);
+                    saved.saved_offsets[..dimensions].to_vec()
+                }
+                Some(saved) => saved.saved_offsets.clone(),
+                None => vec![0; info.shape.len()],
+            };
+            let is_shard = offsets.len() == info.shape.len() && offsets.len() <= MAX_TENSOR_RANK;
+            let ends = offsets.iter().zip(&info.shape).map(|(offset, size)| offset.checked_add(*size));
+            let ends = ends.collect::<Option<Vec<usize>>>().filter(|_| is_shard);
+            let ends = ends.ok_or_else(|| malformed(format!("the saved offsets of `{fqn}` make no sense")))?;
+            let stored = StorageInfo {
+                relative_path: name.to_owned(),
+                offset: header.data + info.start,
+                length: info.end - info.start,
+                transforms: Vec::new(),
+            };
+            let bounds = TensorBox::new(offsets, info.shape);
+            let entry = self.metadata.entries.entry(fqn.clone()).or_insert_with(|| {
+                let properties = TensorProperties::of(info.dtype);
+                Entry::Tensor(TensorEntry { properties, shape: ends.clone(), chunks: Vec::new() })
+            });
+            let Entry::Tensor(tensor) = entry else { continue };
+            if tensor.properties.dtype != info.dtype || tensor.shape.len() != ends.len() {
+                return Err(malformed(format!("`{fqn}` is another tensor than in the files before")));
+            }
+            // The global shape is noted nowhere: it is what the shards reach.
+            for (size, end) in tensor.shape.iter_mut().zip(ends) {
+                *size = (*size).max(end);
+            }
+            if !is_sane_shape(&tensor.shape) {
+                return Err(malformed(format!("the saved offsets of `{fqn}` make no sense")));
+            }
+            // Replicated tensors are in the file of every rank.
+            if tensor.chunks.iter().any(|first| first.bounds == bounds) {
+                self.metadata.replicas.push(Replica { fqn, bounds: Some(bounds), stored });
+            } else {
+                tensor.chunks.push(Chunk { bounds, stored: Some(stored) });
+            }
+        }
+        Ok(header.metadata)
+    }
+
+    /// Reads `overlap` of the chunk `whole` to where it lies in `dst`, which holds `bounds`.
+    #[expect(clippy::too_many_arguments, reason = "three boxes, and what they are boxes of")]
+    fn read_stored(
+        &self,
+        fqn: &str,
+        dtype: DType,
+        whole: &TensorBox,
+        stored: &StorageInfo,
+        overlap: &TensorBox,
+        bounds: &TensorBox,
+        dst: &mut [u8],
+    ) -> Result<(), FileError> {
+        let file = self.directory.file(&stored.relative_path)?;
+        let layout = StridedLayout { bounds: whole.clone(), offset: 0, strides: row_major_strides(&whole.sizes) };
+        let element = dtype.size_in_bytes() as usize;
+        let mut reader = BlockReader::new(&*file);
+        read_overlap(&mut reader, stored.offset, element, &layout, overlap, bounds, dst).map_err(|source| {
+            let path = self.directory.path().join(&stored.relative_path);
+            FileError::Item { fqn: fqn.to_owned(), path, offset: stored.offset, source }
+        })
+    }
+
+    /// Adds the values of a values file.
+    fn add_values(&mut self, name: &str, bytes: &[u8]) -> Result<(), FileError> {
+        // Tensors inside values lie among the others, under keys of their own; here they belong to their value again.
+        let mut inside = Vec::new();
+        let mut load = |key: &str| -> Result<PlainTensor, FormatError> {
+            let missing = || FormatError::Malformed { what: "values file", reason: format!("no tensor `{key}`") };
+            let tensor = self.metadata.tensor(key).ok_or_else(missing)?;
+            let stored: u64 = tensor.chunks.iter().filter_map(|chunk| Some(chunk.stored.as_ref()?.length)).sum();
+            let bounds = TensorBox::whole(&tensor.shape);
+            let mut data = vec![0; stored as usize];
+            self.read_box(key, &bounds, &mut data).map_err(|_| missing())?;
+            inside.push(key.to_owned());
+            Ok(PlainTensor { dtype: tensor.properties.dtype, shape: bounds.sizes, data })
+        };
+        let side = values::decode(bytes, &mut load).map_err(|error| self.directory.file_error(name, error))?;
+        for key in inside {
+            self.metadata.entries.shift_remove(&key);
+        }
+        for (fqn, value) in side.values {
+            let stored = StorageInfo {
+                relative_path: name.to_owned(),
+                offset: 0,
+                length: bytes.len() as u64,
+                transforms: Vec::new(),
+            };
+            self.metadata.entries.insert(fqn.clone(), Entry::Bytes(BytesEntry { stored: Some(stored) }));
+            self.values.insert(fqn, value);
+        }
+        // The paths of all keys, if the checkpoint that this came from was a nested state dict.
+        let complete =
+            |paths: &IndexMap<String, KeyPath>| self.metadata.entries.keys().all(|key| paths.contains_key(key));
+        self.metadata.planner_data = side.paths.filter(complete);
+        Ok(())
+    }
+}
+
+impl Checkpoint for SafetensorsCheckpoint {
+    fn format(&self) -> Format {
+        self.format
+    }
+
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn metadata(&self) -> &Metadata {
+        &self.metadata
+    }
+
+    fn directory(&self) -> &CheckedDirectory {
+        &self.directory
+    }
+
+    fn read_boxes(&self, fqn: &str, boxes: &mut [(TensorBox, &mut [u8])]) -> Result<(), FileError> {
+        let tensor = tensor_of(&self.metadata, fqn)?;
+        for chunk in &tensor.chunks {
+            for (bounds, dst) in boxes.iter_mut() {
+                let Some(overlap) = chunk.bounds.intersect(bounds) else { continue };
+                let stored = chunk.stored.as_ref().ok_or_else(|| FileError::NotStored { fqn: fqn.to_owned() })?;
+                self.read_stored(fqn, tensor.properties.dtype, &chunk.bounds, stored, &overlap, bounds, dst)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn read_replica(&self, replica: &Replica, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {
+        let Replica { fqn, bounds: Some(whole), stored } = replica else {
+            return Err(no_value(&self.metadata, &replica.fqn));
+        };
+        let dtype = tensor_of(&self.metadata, fqn)?.properties.dtype;
+        check_length(fqn, bounds, dtype.size_in_bytes(), dst)?;
+        self.read_stored(fqn, dtype, whole, stored, bounds, bounds, dst)
+    }
+
+    fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
+        self.values.get(fqn).cloned().ok_or_else(|| no_value(&self.metadata, fqn))
+    }
+}

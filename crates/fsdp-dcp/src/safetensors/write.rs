@@ -1,0 +1,260 @@
+//! Writing safetensors: one file, Hugging Face's layout, or torch's shards.
+
+use fsdp_layout::{DType, PlainTensor, TensorBox};
+use indexmap::IndexMap;
+
+use super::header::Header;
+use super::sidecar::{NEW_VALUES, VALUES_FILE, VALUES_HASH, values_beside, values_hash};
+use super::values::{self, Values};
+use crate::error::{FileError, FormatError};
+use crate::formats::checkpoint::Checkpoint;
+use crate::output::{ConvertOptions, Converted};
+use crate::output::{Streamed, commit_file, rows_of_rank, summary};
+use crate::payload::write::{PlannedPayload, write_payloads};
+use crate::storage::Staging;
+use crate::storage::integrity::{FileIntegrity, INTEGRITY_FILE, Integrity};
+use crate::storage::sidecar::Sidecar;
+
+/// A tensor of the file to be: its key, type, and the box of it that the file holds.
+struct Piece<'a> {
+    fqn: &'a str,
+    dtype: DType,
+    bounds: TensorBox,
+}
+
+impl Piece<'_> {
+    fn bytes(&self) -> u64 {
+        let numel = self.bounds.sizes.iter().fold(1u64, |numel, &size| numel.saturating_mul(size as u64));
+        numel.saturating_mul(self.dtype.size_in_bytes())
+    }
+}
+
+/// The tensors that were inside values, by the keys that they get.
+type Inside<'a> = IndexMap<String, &'a PlainTensor>;
+
+/// The values that safetensors cannot hold.
+struct Aside {
+    values: Values,
+}
+
+impl Aside {
+    /// Reads all values of a checkpoint.
+    fn read(source: &dyn Checkpoint) -> Result<Self, FileError> {
+        let metadata = source.metadata();
+        let mut values = Values::default();
+        for (fqn, _) in metadata.values() {
+            values.values.insert(fqn.to_owned(), source.read_value(fqn)?);
+        }
+        values.paths = metadata.planner_data.clone().map(|mut paths| {
+            paths.retain(|fqn, _| metadata.entries.contains_key(fqn));
+            paths
+        });
+        Ok(Aside { values })
+    }
+
+    /// Encodes the values file, if one is needed (for the values, or for paths that flat keys do not tell), and returns
+    /// the tensors that were inside values.
+    fn encode(&self) -> Result<(Option<Vec<u8>>, Inside<'_>), FileError> {
+        let mut inside = IndexMap::new();
+        let mut paths = self.values.paths.iter().flat_map(IndexMap::values);
+        if self.values.values.is_empty() && paths.all(|path| path.0.len() <= 1) {
+            return Ok((None, inside));
+        }
+        let bytes = values::encode(&self.values, &mut |key, tensor| {
+            inside.insert(key, tensor);
+        });
+        let bytes = bytes.map_err(|source| FileError::Encode { fqn: VALUES_FILE.to_owned(), source })?;
+        Ok((Some(bytes), inside))
+    }
+}
+
+/// Returns all tensors of the source, whole, and those that were inside values.
+fn whole_tensors<'a>(source: &'a dyn Checkpoint, inside: &'a Inside<'a>) -> Result<Vec<Piece<'a>>, FileError> {
+    let mut pieces = Vec::new();
+    for (fqn, tensor) in source.metadata().tensors() {
+        pieces.push(Piece { fqn, dtype: tensor.properties.dtype, bounds: TensorBox::whole(&tensor.shape) });
+    }
+    for (fqn, tensor) in inside {
+        if source.metadata().entries.contains_key(fqn) {
+            let what = "a key that is both a tensor's own and that of a tensor inside a value".to_owned();
+            return Err(FileError::Encode { fqn: fqn.clone(), source: FormatError::Unsupported { what } });
+        }
+        pieces.push(Piece { fqn, dtype: tensor.dtype, bounds: TensorBox::whole(&tensor.shape) });
+    }
+    Ok(pieces)
+}
+
+/// Writes one safetensors file of a checkpoint, or the one that is the checkpoint.
+fn write_one(
+    staging: &Staging,
+    name: Option<&str>,
+    metadata: &IndexMap<String, String>,
+    pieces: &[Piece<'_>],
+    streamed: &Streamed<'_>,
+) -> Result<FileIntegrity, FileError> {
+    let tensors = pieces.iter().map(|piece| (piece.fqn, piece.dtype, &piece.bounds.sizes[..]));
+    // The header tells where everything lies, so it is written before the payloads are known.
+    let header = Header::encode(metadata, tensors)
+        .map_err(|source| FileError::Encode { fqn: name.unwrap_or_default().to_owned(), source })?;
+    let mut at = header.len() as u64;
+    let mut payloads = Vec::with_capacity(pieces.len());
+    for piece in pieces {
+        let length = piece.bytes();
+        payloads.push(PlannedPayload { fqn: piece.fqn, bounds: &piece.bounds, offset: at, length });
+        at = at.saturating_add(length);
+    }
+    let file = match name {
+        Some(name) => staging.create(name, at)?,
+        None => staging.create_single(at)?,
+    };
+    file.write_at(0, &header)?;
+    let written = write_payloads(&file, &payloads, streamed, streamed.options.threads, None)?;
+    file.finish()?;
+    let mut integrity = FileIntegrity::default();
+    integrity.push_bytes(&header);
+    for (payload, written) in payloads.iter().zip(written) {
+        integrity.push(payload.length, payload.block_length(), written.hashes);
+    }
+    Ok(integrity)
+}
+
+fn format_pt() -> IndexMap<String, String> {
+    IndexMap::from([("format".to_owned(), "pt".to_owned())])
+}
+
+fn with_aside(source: &dyn Checkpoint, file: Option<String>) -> Converted {
+    let aside = source.metadata().values().map(|(fqn, _)| fqn.to_owned()).collect();
+    Converted { aside, aside_file: file, ..summary(source) }
+}
+
+/// Writes one file, and its values beside it.
+pub(crate) fn write_file(
+    source: &dyn Checkpoint,
+    staging: Staging,
+    options: ConvertOptions<'_>,
+) -> Result<Converted, FileError> {
+    let aside = Aside::read(source)?;
+    let (bytes, inside) = aside.encode()?;
+    let pieces = whole_tensors(source, &inside)?;
+    let streamed = Streamed { source, options, extra: inside.clone() };
+    let values_name = values_beside(staging.target_name());
+    if bytes.is_some() {
+        staging.check_sidecar(&values_name)?;
+    }
+    let mut metadata = format_pt();
+    metadata.extend(bytes.as_deref().map(|bytes| (VALUES_HASH.to_owned(), values_hash(bytes))));
+    write_one(&staging, None, &metadata, &pieces, &streamed)?;
+    let pending_name = format!("{values_name}{NEW_VALUES}");
+    commit_file(staging, Some(Sidecar { name: &values_name, pending_name: &pending_name, bytes: bytes.as_deref() }))?;
+    Ok(with_aside(source, bytes.map(|_| values_name)))
+}
+
+/// Ends a directory: values, integrity, commit.
+fn finish(
+    source: &dyn Checkpoint,
+    staging: Staging,
+    mut integrity: Integrity,
+    small: Vec<(String, Vec<u8>)>,
+) -> Result<Converted, FileError> {
+    let aside_file = small.iter().any(|(name, _)| name == VALUES_FILE).then(|| VALUES_FILE.to_owned());
+    for (name, bytes) in small {
+        let mut file = FileIntegrity::default();
+        file.push_bytes(&bytes);
+        staging.write(&name, &bytes)?;
+        integrity.files.insert(name, file);
+    }
+    let bytes = integrity
+        .encode()
+        .map_err(|source| FileError::File { path: staging.directory().join(INTEGRITY_FILE), source })?;
+    staging.commit(INTEGRITY_FILE, &bytes)?;
+    Ok(with_aside(source, aside_file))
+}
+
+/// Writes Hugging Face's layout: files of bounded size, and their index.
+pub(crate) fn write_directory(
+    source: &dyn Checkpoint,
+    staging: Staging,
+    max_file_bytes: u64,
+    options: ConvertOptions<'_>,
+) -> Result<Converted, FileError> {
+    staging.claim()?;
+    let aside = Aside::read(source)?;
+    let (bytes, inside) = aside.encode()?;
+    let pieces = whole_tensors(source, &inside)?;
+    let streamed = Streamed { source, options, extra: inside.clone() };
+    let mut files: Vec<Vec<Piece<'_>>> = vec![Vec::new()];
+    let (mut filled, mut total) = (0u64, 0u64);
+    for piece in pieces {
+        let length = piece.bytes();
+        if filled > 0 && filled.saturating_add(length) > max_file_bytes {
+            files.push(Vec::new());
+            filled = 0;
+        }
+        filled = filled.saturating_add(length);
+        total = total.saturating_add(length);
+        if let Some(file) = files.last_mut() {
+            file.push(piece);
+        }
+    }
+    let mut integrity = Integrity::default();
+    let mut weight_map = serde_json::Map::new();
+    for (index, file) in files.iter().enumerate() {
+        let name = format!("model-{:05}-of-{:05}.safetensors", index + 1, files.len());
+        integrity.files.insert(name.clone(), write_one(&staging, Some(&name), &format_pt(), file, &streamed)?);
+        weight_map.extend(file.iter().map(|piece| (piece.fqn.to_owned(), name.clone().into())));
+    }
+    let index = serde_json::json!({ "metadata": { "total_size": total }, "weight_map": weight_map });
+    let index = serde_json::to_vec_pretty(&index).unwrap_or_default();
+    let mut small = vec![("model.safetensors.index.json".to_owned(), index)];
+    small.extend(bytes.map(|bytes| (VALUES_FILE.to_owned(), bytes)));
+    finish(source, staging, integrity, small)
+}
+
+/// Writes what torch's `HuggingFaceStorageWriter(save_distributed=True)` does: a file for each rank, with its rows of
+/// every tensor.
+pub(crate) fn write_shards(
+    source: &dyn Checkpoint,
+    staging: Staging,
+    ranks: usize,
+    options: ConvertOptions<'_>,
+) -> Result<Converted, FileError> {
+    staging.claim()?;
+    let aside = Aside::read(source)?;
+    let (bytes, inside) = aside.encode()?;
+    let streamed = Streamed { source, options, extra: inside.clone() };
+    let mut integrity = Integrity::default();
+    for rank in 0..ranks {
+        let mut pieces = Vec::new();
+        for whole in whole_tensors(source, &inside)? {
+            let bounds = rows_of_rank(&whole.bounds.sizes, rank, ranks);
+            // What cannot be cut is in the first file: scalars, empty tensors, and those that were inside values.
+            let is_whole = bounds.sizes.is_empty() || whole.bounds.is_empty() || inside.contains_key(whole.fqn);
+            if is_whole && rank == 0 {
+                pieces.push(whole);
+            } else if !is_whole && !bounds.is_empty() {
+                pieces.push(Piece { bounds, ..whole });
+            }
+        }
+        if pieces.is_empty() && rank > 0 {
+            continue;
+        }
+        let sharding: serde_json::Map<String, serde_json::Value> = pieces
+            .iter()
+            .map(|piece| {
+                let mut offsets = piece.bounds.offsets.clone();
+                // A type that safetensors does not know is stored as bytes, in a dimension of their own.
+                offsets.extend(piece.dtype.safetensors_name().is_none().then_some(0));
+                (piece.fqn.to_owned(), serde_json::json!({ "saved_offsets": offsets }))
+            })
+            .collect();
+        let metadata = IndexMap::from([
+            ("DCP_VERSION".to_owned(), "1.0".to_owned()),
+            ("DCP_SHARDING_INFO".to_owned(), serde_json::Value::Object(sharding).to_string()),
+            ("format".to_owned(), "pt".to_owned()),
+        ]);
+        let name = format!("shard-{:05}-model-00001-of-00001.safetensors", rank + 1);
+        integrity.files.insert(name.clone(), write_one(&staging, Some(&name), &metadata, &pieces, &streamed)?);
+    }
+    let small = bytes.map(|bytes| (VALUES_FILE.to_owned(), bytes)).into_iter().collect();
+    finish(source, staging, integrity, small)
+}

@@ -1,0 +1,220 @@
+//! The traits that a kind of storage implements: a place, reading what is there, and staging what will be there.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::fs::Durable;
+use super::read_at::ReadAt;
+use super::sidecar::Sidecar;
+use crate::error::{FileError, LocationError};
+
+/// A place where a checkpoint, or a directory of checkpoints, can be.
+///
+/// Making one opens and checks nothing.
+pub(crate) trait Storage: Send + Sync {
+    /// Returns its name for messages: a path, or a URL without anything secret in it.
+    fn name(&self) -> &Path;
+
+    /// Returns the path, if this is a place in the file system.
+    fn local(&self) -> Option<&Path> {
+        None
+    }
+
+    /// Returns the place below this one that has this name.
+    fn child(&self, below: &str) -> Arc<dyn Storage>;
+
+    /// Returns the directory or prefix that this place lies in.
+    fn parent(&self) -> Arc<dyn Storage>;
+
+    /// Returns `true` if anything is here, a dangling link included.
+    fn exists(&self) -> Result<bool, FileError>;
+
+    /// Returns the kind of the entry that is here; `None` if there is nothing.
+    fn kind(&self) -> Result<Option<EntryKind>, FileError>;
+
+    /// Returns the names of the entries directly below, sorted. Names that are not UTF-8 are left out.
+    fn names(&self) -> Result<Vec<String>, FileError>;
+
+    /// Opens it as a directory of files to read.
+    fn open(&self, links: Links) -> Result<Box<dyn ReadDirectory>, FileError>;
+
+    /// Begins a checkpoint that will be committed here.
+    fn prepare(&self, durable: &Durable, overwrite: bool) -> Result<Box<dyn Stage>, FileError>;
+
+    /// Returns what another rank prepared for this place under the name that [`Stage::name`] gave it.
+    fn join(&self, durable: &Durable, name: &str) -> Result<Box<dyn Stage>, FileError>;
+
+    /// Removes the checkpoint that is here. Returns `false`, and removes nothing, if it is known to be read.
+    fn remove_checkpoint(&self, durable: &Durable) -> Result<bool, FileError>;
+
+    /// Removes the objects of a save that was never committed. Returns `true` if there were any.
+    fn remove_uncommitted(&self) -> Result<bool, FileError>;
+}
+
+/// The kind of an entry of a [`Storage`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum EntryKind {
+    /// A regular file, or an object.
+    File,
+    /// A directory, or a prefix that other objects share.
+    Directory,
+    /// Anything else: a device, a pipe, a socket.
+    Special,
+}
+
+/// The treatment of symbolic links below a directory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Links {
+    /// They are errors: the names come from a file that may be hostile.
+    Refuse,
+    /// They are followed: the names come from the user, or from the directory itself (Hugging Face's cache is made of
+    /// links).
+    Follow,
+}
+
+/// A directory or a prefix whose files are being read.
+pub(crate) trait ReadDirectory: fmt::Debug + Send + Sync {
+    /// Returns its name for messages.
+    fn name(&self) -> &Path;
+
+    /// Returns the names of the entries directly in it, sorted.
+    fn names(&self) -> Result<Vec<String>, FileError>;
+
+    /// Opens a regular file or an object. A path that leads out of the directory is an error.
+    fn file(&self, relative: &str) -> Result<Box<dyn ReadAt>, FileError>;
+
+    /// Returns how many threads should read where one would do for a disk.
+    fn threads_per_reader(&self) -> usize;
+
+    /// Returns how many bytes to read at once before they are hashed.
+    fn bytes_per_read(&self) -> u64;
+}
+
+/// A checkpoint that is being written.
+///
+/// Dropping the one that [`Storage::prepare`] made, without a commit, removes what was written.
+pub(crate) trait Stage: fmt::Debug + Send + Sync {
+    /// Returns the name by which other ranks join it.
+    fn name(&self) -> &str;
+
+    /// Returns the name of the target for messages.
+    fn target(&self) -> &Path;
+
+    /// Returns where files are written for now.
+    fn directory(&self) -> &Path;
+
+    /// Returns what distinguishes the files of this save from those of others in the same place, if they share one.
+    fn suffix(&self) -> Option<&str> {
+        None
+    }
+
+    /// Makes sure that no other save to this target writes files of the same names.
+    fn claim(&self) -> Result<(), FileError>;
+
+    /// Creates a file of this length. Subdirectories in `relative` are created.
+    fn create(&self, relative: &str, length: u64) -> Result<Box<dyn StageFile>, FileError>;
+
+    /// Creates the file of a checkpoint that is one file.
+    fn create_single(&self, length: u64) -> Result<Box<dyn StageFile>, FileError>;
+
+    /// Checks that what is at the target, if anything, is of the kind that will replace it.
+    fn check_kind(&self, wanted: EntryKind) -> Result<(), FileError>;
+
+    /// Checks that no file of this name lies beside the target, unless that may be overwritten.
+    fn check_sidecar(&self, name: &str) -> Result<(), FileError>;
+
+    /// Removes a file beside the target, if it is there.
+    fn remove_sidecar(&self, name: &str) -> Result<(), FileError>;
+
+    /// Checks that these files, some of which other ranks wrote, are all where the checkpoint will be committed.
+    fn check_files(&self, files: &mut dyn Iterator<Item = &String>) -> Result<(), FileError>;
+
+    /// Writes the commit marker and publishes the checkpoint.
+    fn commit(self: Box<Self>, marker: &str, bytes: &[u8]) -> Result<(), FileError>;
+
+    /// Publishes the file of [`Stage::create_single`], and another one beside it.
+    fn commit_single(self: Box<Self>, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError>;
+}
+
+/// A file of a [`Stage`].
+pub(crate) trait StageFile: fmt::Debug + Send + Sync {
+    /// Returns how many of `threads` threads should write it.
+    fn writers(&self, threads: usize) -> usize {
+        threads
+    }
+
+    /// Writes bytes at a position. Several threads may do so at once.
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<(), FileError>;
+
+    /// Makes the file durable.
+    fn finish(self: Box<Self>) -> Result<(), FileError>;
+}
+
+/// Refuses a write that reaches beyond the planned length of a file.
+pub(crate) fn check_write(path: &Path, length: u64, offset: u64, bytes: &[u8]) -> Result<(), FileError> {
+    if offset.checked_add(bytes.len() as u64).is_some_and(|end| end <= length) {
+        return Ok(());
+    }
+    let error = std::io::Error::other("the write reaches beyond the planned length");
+    Err(FileError::io("write", path)(error))
+}
+
+/// A URL that leads nowhere: whoever uses it gets the reason.
+pub(crate) struct UnusableUrl {
+    pub(crate) name: PathBuf,
+    pub(crate) reason: LocationError,
+}
+
+impl UnusableUrl {
+    fn refused<T>(&self) -> Result<T, FileError> {
+        Err(FileError::Location { path: self.name.clone(), source: self.reason })
+    }
+}
+
+impl Storage for UnusableUrl {
+    fn name(&self) -> &Path {
+        &self.name
+    }
+
+    fn child(&self, below: &str) -> Arc<dyn Storage> {
+        Arc::new(UnusableUrl { name: self.name.join(below), reason: self.reason })
+    }
+
+    fn parent(&self) -> Arc<dyn Storage> {
+        let name = self.name.parent().unwrap_or(Path::new("")).to_owned();
+        Arc::new(UnusableUrl { name, reason: self.reason })
+    }
+
+    fn exists(&self) -> Result<bool, FileError> {
+        self.refused()
+    }
+
+    fn kind(&self) -> Result<Option<EntryKind>, FileError> {
+        self.refused()
+    }
+
+    fn names(&self) -> Result<Vec<String>, FileError> {
+        self.refused()
+    }
+
+    fn open(&self, _: Links) -> Result<Box<dyn ReadDirectory>, FileError> {
+        self.refused()
+    }
+
+    fn prepare(&self, _: &Durable, _: bool) -> Result<Box<dyn Stage>, FileError> {
+        self.refused()
+    }
+
+    fn join(&self, _: &Durable, _: &str) -> Result<Box<dyn Stage>, FileError> {
+        self.refused()
+    }
+
+    fn remove_checkpoint(&self, _: &Durable) -> Result<bool, FileError> {
+        self.refused()
+    }
+
+    fn remove_uncommitted(&self) -> Result<bool, FileError> {
+        self.refused()
+    }
+}

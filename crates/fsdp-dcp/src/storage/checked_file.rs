@@ -1,0 +1,145 @@
+//! A checkpoint's file: read by position, counted, and checked wherever hashes are known.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use twox_hash::XxHash3_64;
+
+use super::integrity::{FileIntegrity, HashedBlock};
+use super::read_at::{ReadAt, beyond_the_end};
+use crate::error::FormatError;
+
+/// A file whose bytes are checked against its hashes, if it has any.
+pub struct CheckedFile {
+    file: Box<dyn ReadAt>,
+    /// The number of bytes that are read at once before they are hashed.
+    bytes_per_read: u64,
+    /// Its path, relative to the checkpoint.
+    name: String,
+    integrity: Option<Arc<FileIntegrity>>,
+    /// The count of all bytes read from the checkpoint.
+    bytes_read: Arc<AtomicU64>,
+}
+
+impl std::fmt::Debug for CheckedFile {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("CheckedFile").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+impl CheckedFile {
+    /// Wraps an open file. Every byte read from it raises `bytes_read`.
+    pub(super) fn new(
+        file: Box<dyn ReadAt>,
+        bytes_per_read: u64,
+        name: &str,
+        integrity: Option<Arc<FileIntegrity>>,
+        bytes_read: Arc<AtomicU64>,
+    ) -> Self {
+        CheckedFile { file, bytes_per_read, name: name.to_owned(), integrity, bytes_read }
+    }
+
+    /// Reads without checking.
+    fn read(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
+        self.file.read_exact_at(offset, dst)?;
+        self.bytes_read.fetch_add(dst.len() as u64, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn corrupt(&self, range: Range<u64>) -> FormatError {
+        FormatError::Corrupt { file: self.name.clone(), offset: range.start, end: range.end }
+    }
+
+    /// Checks the bytes of a whole block.
+    fn check(&self, block: HashedBlock, bytes: &[u8]) -> Result<(), FormatError> {
+        if XxHash3_64::oneshot(bytes) != block.hash {
+            return Err(self.corrupt(block.range));
+        }
+        Ok(())
+    }
+
+    /// Reads and checks all of it, a block at a time. The first block that differs is the error.
+    pub(crate) fn verify(&self, progress: Option<&(dyn Fn(u64) + Sync)>) -> Result<(), FormatError> {
+        let Some(integrity) = &self.integrity else { return Ok(()) };
+        let (length, expected) = (self.len(), integrity.length());
+        if expected != length {
+            return Err(self.corrupt(length.min(expected)..length.max(expected)));
+        }
+        let mut buffer = Vec::new();
+        for block in integrity.blocks() {
+            buffer.resize((block.range.end - block.range.start) as usize, 0);
+            self.read(block.range.start, &mut buffer)?;
+            self.check(block, &buffer)?;
+            if let Some(progress) = progress {
+                progress(buffer.len() as u64);
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the blocks that lie one after the other from `offset`, all of them before `end`; at least one if any does,
+    /// and no more than are to be read at once.
+    fn whole_blocks(&self, integrity: &FileIntegrity, offset: u64, end: u64) -> Vec<HashedBlock> {
+        let mut blocks: Vec<HashedBlock> = Vec::new();
+        let mut at = offset;
+        while let Some(block) = integrity.block_at(at) {
+            let is_too_much = !blocks.is_empty() && block.range.end - offset > self.bytes_per_read;
+            if block.range.start != at || block.range.end > end || is_too_much {
+                break;
+            }
+            at = block.range.end;
+            blocks.push(block);
+        }
+        blocks
+    }
+}
+
+impl ReadAt for CheckedFile {
+    fn len(&self) -> u64 {
+        self.file.len()
+    }
+
+    fn read_exact_at(&self, mut offset: u64, mut dst: &mut [u8]) -> Result<(), FormatError> {
+        let end = offset.checked_add(dst.len() as u64).ok_or_else(|| beyond_the_end(offset, dst.len()))?;
+        if end > self.len() {
+            return Err(beyond_the_end(offset, dst.len()));
+        }
+        let Some(integrity) = &self.integrity else { return self.read(offset, dst) };
+        while offset < end {
+            // Whole blocks are read together, straight into their place, and then hashed one by one.
+            let whole = self.whole_blocks(integrity, offset, end);
+            if let Some(last) = whole.last() {
+                let (now, rest) = dst.split_at_mut((last.range.end - offset) as usize);
+                let start = offset;
+                offset = last.range.end;
+                self.read(start, now)?;
+                for block in whole {
+                    let bytes = (block.range.start - start) as usize..(block.range.end - start) as usize;
+                    self.check(block, &now[bytes])?;
+                }
+                dst = rest;
+                continue;
+            }
+            // Of a block that is wanted in part, the rest must be read too to check it. A byte that no hash covers was
+            // added later.
+            let block = integrity.block_at(offset).ok_or_else(|| self.corrupt(offset..self.len()))?;
+            if block.range.end > self.len() {
+                return Err(self.corrupt(block.range));
+            }
+            let from = (offset - block.range.start) as usize;
+            let mut scratch = vec![0; (block.range.end - block.range.start) as usize];
+            self.read(block.range.start, &mut scratch)?;
+            self.check(block, &scratch)?;
+            let take = dst.len().min(scratch.len() - from);
+            let (now, rest) = dst.split_at_mut(take);
+            now.copy_from_slice(&scratch[from..from + take]);
+            (offset, dst) = (offset + take as u64, rest);
+        }
+        Ok(())
+    }
+
+    fn block_at(&self, offset: u64) -> Option<Range<u64>> {
+        self.integrity.as_ref()?.block_at(offset).map(|block| block.range)
+    }
+}

@@ -1,0 +1,251 @@
+//! The operations on the file system, each one a step that a test can make fail.
+
+use std::fmt;
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::SystemTime;
+
+use rustix::fs::{CWD, FallocateFlags, RenameFlags};
+use rustix::io::Errno;
+use tracing::debug_span;
+
+use crate::error::FileError;
+
+/// One kind of durable step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Step {
+    /// A directory is created.
+    CreateDirectory,
+    /// A file is created.
+    CreateFile,
+    /// A file gets its full length.
+    Preallocate,
+    /// Bytes are written.
+    Write,
+    /// A file is fsynced.
+    SyncFile,
+    /// A directory is fsynced.
+    SyncDirectory,
+    /// Something is renamed to where nothing was, or a file over a file.
+    Rename,
+    /// Two directories change places.
+    Exchange,
+    /// Something is removed.
+    Remove,
+}
+
+/// A watcher of every step: a test makes one fail, or ends the process there.
+pub trait StepHook: Send + Sync {
+    /// Runs before a step. An error from it stands for one of the step itself.
+    fn before(&self, step: Step, path: &Path) -> io::Result<()>;
+
+    /// Runs after a step that succeeded.
+    fn after(&self, step: Step, path: &Path) -> io::Result<()> {
+        let _ = (step, path);
+        Ok(())
+    }
+}
+
+/// The way to durable storage. Clones share the hook that watches its steps.
+#[derive(Clone, Default)]
+pub struct Durable {
+    hook: Option<Arc<dyn StepHook>>,
+}
+
+impl fmt::Debug for Durable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Durable").field("hook", &self.hook.is_some()).finish()
+    }
+}
+
+impl Durable {
+    /// Returns durable storage without a hook.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Returns durable storage whose every step the hook watches.
+    #[must_use]
+    pub fn with_hook(hook: Arc<dyn StepHook>) -> Self {
+        Durable { hook: Some(hook) }
+    }
+
+    /// Runs one step between the two calls of the hook.
+    fn step<T>(
+        &self,
+        step: Step,
+        operation: &'static str,
+        path: &Path,
+        run: impl FnOnce() -> io::Result<T>,
+    ) -> Result<T, FileError> {
+        let _span = match step {
+            Step::Write => debug_span!("write_at"),
+            Step::SyncFile | Step::SyncDirectory => debug_span!("fsync", path = %path.display()),
+            Step::Rename | Step::Exchange => debug_span!("rename", path = %path.display()),
+            _ => tracing::Span::none(),
+        }
+        .entered();
+        let outcome = match &self.hook {
+            None => run(),
+            Some(hook) => hook.before(step, path).and_then(|()| run()).and_then(|done| {
+                hook.after(step, path)?;
+                Ok(done)
+            }),
+        };
+        outcome.map_err(FileError::io(operation, path))
+    }
+
+    /// Creates one directory, whose parent must exist. Returns `false` if it existed already.
+    pub(super) fn create_directory(&self, path: &Path) -> Result<bool, FileError> {
+        self.step(Step::CreateDirectory, "create the directory", path, || match std::fs::create_dir(path) {
+            Ok(()) => Ok(true),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(false),
+            Err(error) => Err(error),
+        })
+    }
+
+    /// Creates a file that must not exist.
+    pub(super) fn create_file(&self, path: &Path) -> Result<File, FileError> {
+        self.step(Step::CreateFile, "create", path, || OpenOptions::new().write(true).create_new(true).open(path))
+    }
+
+    /// Gives a new file its full length, so that a full disk is found before the writing.
+    pub(super) fn preallocate(&self, file: &File, path: &Path, length: u64) -> Result<(), FileError> {
+        if length == 0 {
+            return Ok(());
+        }
+        self.step(Step::Preallocate, "allocate space for", path, || {
+            // Asked first, since a file system that runs out may take all its free space before it says so.
+            let free = rustix::fs::fstatvfs(file).map_or(u64::MAX, |stat| stat.f_bavail.saturating_mul(stat.f_frsize));
+            if length > free {
+                return Err(Errno::NOSPC.into());
+            }
+            match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, length) {
+                Ok(()) => Ok(()),
+                Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => file.set_len(length),
+                Err(error) => Err(error.into()),
+            }
+        })
+    }
+
+    /// Writes bytes at a position of a file.
+    pub(super) fn write_at(&self, file: &File, path: &Path, offset: u64, bytes: &[u8]) -> Result<(), FileError> {
+        self.step(Step::Write, "write", path, || file.write_all_at(bytes, offset))
+    }
+
+    /// Fsyncs a file.
+    #[expect(clippy::disallowed_methods, reason = "this is the module that decides when bytes are durable")]
+    pub(super) fn sync_file(&self, file: &File, path: &Path) -> Result<(), FileError> {
+        self.step(Step::SyncFile, "sync", path, || file.sync_all())
+    }
+
+    /// Fsyncs a directory, which makes the names in it durable.
+    #[expect(clippy::disallowed_methods, reason = "this is the module that decides when bytes are durable")]
+    pub(super) fn sync_directory(&self, path: &Path) -> Result<(), FileError> {
+        self.step(Step::SyncDirectory, "sync the directory", path, || File::open(path)?.sync_all())
+    }
+
+    /// Renames to a place where nothing is. If something is there, it stays, and the error is [`FileError::Exists`].
+    pub(super) fn rename_new(&self, from: &Path, to: &Path) -> Result<(), FileError> {
+        let renamed = self.step(Step::Rename, "rename to", to, || {
+            match rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
+                Ok(()) => Ok(()),
+                // A file system without this flag: its plain rename still refuses a directory that holds something.
+                Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) if !exists(to) => plain_rename(from, to),
+                Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => Err(io::ErrorKind::AlreadyExists.into()),
+                Err(error) => Err(error.into()),
+            }
+        });
+        match renamed {
+            Err(FileError::Io { source, .. }) if source.kind() == io::ErrorKind::AlreadyExists => {
+                Err(FileError::Exists { path: to.to_owned() })
+            }
+            other => other,
+        }
+    }
+
+    /// Renames a file over whatever file is there.
+    pub(super) fn rename_over(&self, from: &Path, to: &Path) -> Result<(), FileError> {
+        self.step(Step::Rename, "rename to", to, || plain_rename(from, to))
+    }
+
+    /// Lets two paths change places. Returns `false` if the file system cannot do that.
+    pub(super) fn exchange(&self, a: &Path, b: &Path) -> Result<bool, FileError> {
+        let exchanged = self.step(Step::Exchange, "put the new checkpoint in place of", b, || {
+            Ok(rustix::fs::renameat_with(CWD, a, CWD, b, RenameFlags::EXCHANGE)?)
+        });
+        match exchanged {
+            Ok(()) => Ok(true),
+            Err(FileError::Io { source, .. }) if is_unsupported(&source) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Removes a file.
+    pub(super) fn remove_file(&self, path: &Path) -> Result<(), FileError> {
+        self.step(Step::Remove, "remove", path, || std::fs::remove_file(path))
+    }
+
+    /// Removes a directory with all that it holds.
+    #[expect(clippy::disallowed_methods, reason = "only staging directories and replaced checkpoints come here")]
+    pub(super) fn remove_directory(&self, path: &Path) -> Result<(), FileError> {
+        self.step(Step::Remove, "remove", path, || match std::fs::remove_dir_all(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            other => other,
+        })
+    }
+}
+
+#[expect(clippy::disallowed_methods, reason = "the callers sync before and after")]
+fn plain_rename(from: &Path, to: &Path) -> io::Result<()> {
+    std::fs::rename(from, to)
+}
+
+/// Returns `true` if the file system does not know the operation.
+fn is_unsupported(error: &io::Error) -> bool {
+    let codes = [Errno::INVAL, Errno::NOSYS, Errno::OPNOTSUPP];
+    error.raw_os_error().is_some_and(|code| codes.iter().any(|errno| errno.raw_os_error() == code))
+}
+
+/// Returns `true` if anything, a dangling link included, is at this path.
+pub(super) fn exists(path: &Path) -> bool {
+    path.symlink_metadata().is_ok()
+}
+
+/// Returns the directory that a path lies in: the current one for a bare name.
+pub(super) fn parent_of(path: &Path) -> &Path {
+    match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    }
+}
+
+/// Returns the directory that `target` lies in, and the prefix of the names there that belong to it: `.NAME.`.
+pub(super) fn staging_prefix(target: &Path) -> Result<(PathBuf, String), FileError> {
+    let name = target.file_name().and_then(|name| name.to_str()).ok_or_else(|| {
+        let error = std::io::Error::new(std::io::ErrorKind::InvalidInput, "it has no name in UTF-8");
+        FileError::io("write to", target)(error)
+    })?;
+    Ok((parent_of(target).to_owned(), format!(".{name}.")))
+}
+
+/// Returns a number unlike those of other processes and times.
+pub(super) fn nonce() -> u64 {
+    static COUNT: AtomicU64 = AtomicU64::new(0);
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    let mut seed = now.as_nanos().to_le_bytes().to_vec();
+    seed.extend(std::process::id().to_le_bytes());
+    seed.extend(COUNT.fetch_add(1, Ordering::Relaxed).to_le_bytes());
+    twox_hash::XxHash3_64::oneshot(&seed)
+}
+
+/// Returns `true` if `text` has the form of a [`nonce`] in a file name: 16 hexadecimal digits.
+pub(super) fn is_nonce(text: &str) -> bool {
+    text.len() == 16 && text.bytes().all(|byte| byte.is_ascii_hexdigit())
+}

@@ -1,0 +1,289 @@
+//! Staging directories of the file system.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::FlockOperation;
+
+use super::leftovers::recover;
+use crate::error::FileError;
+use crate::storage::backend::{EntryKind, Stage, StageFile, check_write};
+use crate::storage::fs::{Durable, exists, nonce, parent_of, staging_prefix};
+use crate::storage::paths::relative_parts;
+use crate::storage::sidecar::Sidecar;
+
+/// The name, in a staging directory, of a checkpoint that is one file.
+const SINGLE: &str = "file";
+/// The name, in a staging directory, of the file that goes beside it.
+const SINGLE_SIDECAR: &str = ".beside";
+
+/// A directory beside its target.
+#[derive(Debug)]
+pub(super) struct LocalStage {
+    durable: Durable,
+    target: PathBuf,
+    directory: PathBuf,
+    name: String,
+    overwrite: bool,
+    /// The lock of the process that prepared the directory. While it is held, dropping the stage removes the directory.
+    lock: Option<File>,
+}
+
+impl LocalStage {
+    /// Makes a staging directory. Missing parents are created.
+    pub(super) fn prepare(durable: &Durable, target: &Path, overwrite: bool) -> Result<Self, FileError> {
+        let (parent, _) = staging_prefix(target)?;
+        create_parents(durable, &parent)?;
+        // A crashed overwrite may have left the old checkpoint under another name.
+        recover(durable, target)?;
+        if !overwrite && exists(target) {
+            return Err(FileError::Exists { path: target.to_owned() });
+        }
+        // `mkdir` is atomic: of two savers with the same nonce, one gets `false` and draws another.
+        loop {
+            let mut staging = Self::at(durable, target, format!("tmp-{:016x}", nonce()), overwrite)?;
+            if durable.create_directory(&staging.directory)? {
+                let lock = File::open(&staging.directory).map_err(FileError::io("open", &staging.directory))?;
+                // Where locks do not work, nobody takes the directory for stale either.
+                let _ = rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive);
+                staging.lock = Some(lock);
+                return Ok(staging);
+            }
+        }
+    }
+
+    /// Returns the staging directory that another process prepared.
+    pub(super) fn join(durable: &Durable, target: &Path, name: &str) -> Result<Self, FileError> {
+        let staging = Self::at(durable, target, name.to_owned(), true)?;
+        if name.starts_with("tmp-") && !name.contains('/') && staging.directory.is_dir() {
+            return Ok(staging);
+        }
+        Err(FileError::NotCommitted {
+            path: staging.directory.clone(),
+            reason: "the staging directory that another rank prepared is not visible here",
+        })
+    }
+
+    fn at(durable: &Durable, target: &Path, name: String, overwrite: bool) -> Result<Self, FileError> {
+        let (parent, prefix) = staging_prefix(target)?;
+        let directory = parent.join(format!("{prefix}{name}"));
+        Ok(LocalStage { durable: durable.clone(), target: target.to_owned(), directory, name, overwrite, lock: None })
+    }
+
+    /// Writes a small file whole, and fsyncs it.
+    fn write(&self, relative: &str, bytes: &[u8]) -> Result<(), FileError> {
+        let file = self.create(relative, bytes.len() as u64)?;
+        file.write_at(0, bytes)?;
+        file.finish()
+    }
+
+    /// Puts the directory in the target's place. All files must be finished.
+    fn publish(mut self) -> Result<(), FileError> {
+        // Before the rename, all names inside must be durable: it may survive a loss of power without them.
+        self.sync_directories(&self.directory)?;
+        if self.overwrite && exists(&self.target) {
+            return self.replace();
+        }
+        self.durable.rename_new(&self.directory, &self.target)?;
+        self.lock = None;
+        self.durable.sync_directory(parent_of(&self.target))
+    }
+
+    /// Puts the directory in the place of the old checkpoint, and removes that.
+    fn replace(mut self) -> Result<(), FileError> {
+        let durable = self.durable.clone();
+        let parent = parent_of(&self.target);
+        if durable.exchange(&self.directory, &self.target)? {
+            if let Err(error) = durable.sync_directory(parent) {
+                // The exchange may not be durable, so the save has failed: the old checkpoint goes back. Where that
+                // fails too, either may be at the target, and nothing may be removed.
+                if !matches!(durable.exchange(&self.directory, &self.target), Ok(true)) {
+                    self.lock = None;
+                }
+                return Err(error);
+            }
+        } else {
+            // Two renames, between which there is no target: `recover` puts the old one back after a crash there.
+            let (_, prefix) = staging_prefix(&self.target)?;
+            let old = parent.join(format!("{prefix}old-{}", self.name.trim_start_matches("tmp-")));
+            let replaced =
+                durable.rename_new(&self.target, &old).and_then(|()| durable.rename_new(&self.directory, &self.target));
+            if let Err(error) = replaced {
+                let _ = recover(&durable, &self.target);
+                return Err(error);
+            }
+            durable.sync_directory(parent)?;
+            self.directory = old;
+        }
+        // `directory` is the old checkpoint now. The new one is durable, so the old one may go.
+        self.lock = None;
+        durable.remove_directory(&self.directory)
+    }
+
+    fn sync_directories(&self, directory: &Path) -> Result<(), FileError> {
+        let list = std::fs::read_dir(directory).map_err(FileError::io("list", directory))?;
+        for entry in list {
+            let entry = entry.map_err(FileError::io("list", directory))?;
+            if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                self.sync_directories(&entry.path())?;
+            }
+        }
+        self.durable.sync_directory(directory)
+    }
+}
+
+impl Stage for LocalStage {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn target(&self) -> &Path {
+        &self.target
+    }
+
+    fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    fn claim(&self) -> Result<(), FileError> {
+        // Every save has a directory of its own.
+        Ok(())
+    }
+
+    fn create(&self, relative: &str, length: u64) -> Result<Box<dyn StageFile>, FileError> {
+        let parts = relative_parts(&self.target, relative)?;
+        let mut path = self.directory.clone();
+        for part in &parts[..parts.len() - 1] {
+            path.push(part);
+            self.durable.create_directory(&path)?;
+        }
+        path.push(parts[parts.len() - 1]);
+        let file = self.durable.create_file(&path)?;
+        self.durable.preallocate(&file, &path, length)?;
+        Ok(Box::new(LocalStageFile { durable: self.durable.clone(), file, path, length }))
+    }
+
+    fn create_single(&self, length: u64) -> Result<Box<dyn StageFile>, FileError> {
+        self.create(SINGLE, length)
+    }
+
+    fn check_kind(&self, wanted: EntryKind) -> Result<(), FileError> {
+        let wants_directory = wanted == EntryKind::Directory;
+        if exists(&self.target) && self.target.is_dir() != wants_directory {
+            let wanted = if wants_directory { "directory" } else { "file" };
+            return Err(FileError::NotReplaceable { path: self.target.clone(), wanted });
+        }
+        Ok(())
+    }
+
+    fn check_sidecar(&self, name: &str) -> Result<(), FileError> {
+        let path = parent_of(&self.target).join(name);
+        if exists(&path) && !self.overwrite {
+            return Err(FileError::Exists { path });
+        }
+        Ok(())
+    }
+
+    fn remove_sidecar(&self, name: &str) -> Result<(), FileError> {
+        let parent = parent_of(&self.target);
+        let path = parent.join(name);
+        if !exists(&path) {
+            return Ok(());
+        }
+        self.durable.remove_file(&path)?;
+        self.durable.sync_directory(parent)
+    }
+
+    fn check_files(&self, _: &mut dyn Iterator<Item = &String>) -> Result<(), FileError> {
+        // A rank that joins either finds this very directory, or fails.
+        Ok(())
+    }
+
+    fn commit(self: Box<Self>, marker: &str, bytes: &[u8]) -> Result<(), FileError> {
+        self.write(marker, bytes)?;
+        self.publish()
+    }
+
+    fn commit_single(mut self: Box<Self>, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError> {
+        let durable = self.durable.clone();
+        let parent = parent_of(&self.target).to_owned();
+        // 1. The sidecar, under its pending name: readers of the old file do not look at it.
+        let pending = sidecar.and_then(|sidecar| Some((parent.join(sidecar.pending_name), sidecar.bytes?)));
+        if let Some((path, bytes)) = &pending {
+            self.write(SINGLE_SIDECAR, bytes)?;
+            durable.rename_over(&self.directory.join(SINGLE_SIDECAR), path)?;
+            durable.sync_directory(&parent)?;
+        }
+        // 2. The file itself. This rename is the commit; readers of the new file know both names of its sidecar.
+        let from = self.directory.join(SINGLE);
+        let renamed = if self.overwrite {
+            durable.rename_over(&from, &self.target)
+        } else {
+            durable.rename_new(&from, &self.target)
+        };
+        if let Err(error) = renamed {
+            // A step may fail after it was done. The sidecar goes only if the file has stayed where it was.
+            if let Some((path, _)) = pending.as_ref().filter(|_| exists(&from)) {
+                let _ = durable.remove_file(path);
+            }
+            return Err(error);
+        }
+        durable.sync_directory(&parent)?;
+        // 3. The sidecar gets its name; or, without one, that of the old file goes.
+        if let Some(Sidecar { name, pending_name, .. }) = sidecar {
+            match &pending {
+                Some((path, _)) => {
+                    durable.rename_over(path, &parent.join(name))?;
+                    durable.sync_directory(&parent)?;
+                }
+                None => {
+                    self.remove_sidecar(name)?;
+                    self.remove_sidecar(pending_name)?;
+                }
+            }
+        }
+        self.lock = None;
+        durable.remove_directory(&self.directory)
+    }
+}
+
+impl Drop for LocalStage {
+    fn drop(&mut self) {
+        if self.lock.is_some() {
+            // Best effort: a directory that stays is listed as stale.
+            let _ = self.durable.remove_directory(&self.directory);
+        }
+    }
+}
+
+/// A file of a staging directory.
+#[derive(Debug)]
+struct LocalStageFile {
+    durable: Durable,
+    file: File,
+    path: PathBuf,
+    length: u64,
+}
+
+impl StageFile for LocalStageFile {
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<(), FileError> {
+        check_write(&self.path, self.length, offset, bytes)?;
+        self.durable.write_at(&self.file, &self.path, offset, bytes)
+    }
+
+    fn finish(self: Box<Self>) -> Result<(), FileError> {
+        self.durable.sync_file(&self.file, &self.path)
+    }
+}
+
+/// Creates a directory and its missing parents, each durably.
+fn create_parents(durable: &Durable, path: &Path) -> Result<(), FileError> {
+    if path.as_os_str().is_empty() || path.is_dir() {
+        return Ok(());
+    }
+    if let Some(parent) = path.parent() {
+        create_parents(durable, parent)?;
+    }
+    durable.create_directory(path)?;
+    durable.sync_directory(parent_of(path))
+}

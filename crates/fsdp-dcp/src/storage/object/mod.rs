@@ -1,0 +1,153 @@
+//! Object stores: their clients, and the few operations that checkpoints need, each one blocking.
+
+mod client;
+mod prefix;
+mod read;
+mod runtime;
+mod staging;
+mod upload;
+
+pub(crate) use client::Bucket;
+pub use object_store;
+pub use prefix::Store;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use self::prefix::{Prefix, join};
+use self::read::ObjectDirectory;
+use self::staging::{ObjectStage, nonce_of};
+use super::backend::{EntryKind, Links, ReadDirectory, Stage, Storage, UnusableUrl};
+use super::fs::Durable;
+use super::paths::check_relative;
+use crate::error::{FileError, LocationError};
+use crate::storage::names::METADATA_FILE;
+
+/// A prefix in an object store, or the key of one object.
+pub(crate) struct ObjectStorage {
+    bucket: Arc<Bucket>,
+    prefix: String,
+    /// The URL, for messages.
+    name: PathBuf,
+}
+
+impl ObjectStorage {
+    pub(crate) fn new(bucket: Arc<Bucket>, prefix: String, name: PathBuf) -> Self {
+        ObjectStorage { bucket, prefix, name }
+    }
+
+    /// Connects to the store, if that was not done before.
+    fn prefix(&self) -> Result<Prefix, FileError> {
+        let store = self.bucket.store().map_err(FileError::io("open", &self.name))?;
+        Ok(Prefix::new(store, self.prefix.clone(), self.name.clone()))
+    }
+
+    /// Returns the key and the name of the prefix that this one lies in.
+    fn above(&self) -> (&str, &Path) {
+        let key = self.prefix.rsplit_once('/').map_or("", |(above, _)| above);
+        (key, self.name.parent().unwrap_or(Path::new("")))
+    }
+
+    /// Returns the prefix that this one lies in; `None` for the root of a bucket.
+    fn parent_prefix(&self) -> Result<Option<Prefix>, FileError> {
+        if self.prefix.is_empty() {
+            return Ok(None);
+        }
+        let store = self.bucket.store().map_err(FileError::io("open", &self.name))?;
+        let (key, name) = self.above();
+        Ok(Some(Prefix::new(store, key.to_owned(), name.to_owned())))
+    }
+}
+
+impl Storage for ObjectStorage {
+    fn name(&self) -> &Path {
+        &self.name
+    }
+
+    fn child(&self, below: &str) -> Arc<dyn Storage> {
+        let name = self.name.join(below);
+        if !below.is_empty() && check_relative(below).is_err() {
+            return Arc::new(UnusableUrl { name, reason: LocationError::Key });
+        }
+        Arc::new(ObjectStorage { bucket: self.bucket.clone(), prefix: join(&self.prefix, below), name })
+    }
+
+    fn parent(&self) -> Arc<dyn Storage> {
+        let (key, name) = self.above();
+        Arc::new(ObjectStorage { bucket: self.bucket.clone(), prefix: key.to_owned(), name: name.to_owned() })
+    }
+
+    fn exists(&self) -> Result<bool, FileError> {
+        Ok(self.kind()?.is_some())
+    }
+
+    fn kind(&self) -> Result<Option<EntryKind>, FileError> {
+        let prefix = self.prefix()?;
+        if prefix.head("")?.is_some() {
+            return Ok(Some(EntryKind::File));
+        }
+        Ok((!prefix.is_empty()?).then_some(EntryKind::Directory))
+    }
+
+    fn names(&self) -> Result<Vec<String>, FileError> {
+        self.prefix()?.names()
+    }
+
+    fn open(&self, _: Links) -> Result<Box<dyn ReadDirectory>, FileError> {
+        Ok(Box::new(ObjectDirectory::new(self.prefix()?)))
+    }
+
+    fn prepare(&self, _: &Durable, overwrite: bool) -> Result<Box<dyn Stage>, FileError> {
+        Ok(Box::new(ObjectStage::prepare(self.prefix()?, self.parent_prefix()?, overwrite)?))
+    }
+
+    fn join(&self, _: &Durable, name: &str) -> Result<Box<dyn Stage>, FileError> {
+        Ok(Box::new(ObjectStage::join(self.prefix()?, self.parent_prefix()?, name)?))
+    }
+
+    fn remove_checkpoint(&self, _: &Durable) -> Result<bool, FileError> {
+        let prefix = self.prefix()?;
+        // Without its `.metadata` it is no checkpoint, so a crash in the middle leaves nothing that looks like one.
+        let (first, rest): (Vec<_>, Vec<_>) = prefix.all()?.into_iter().partition(|name| name.ends_with(METADATA_FILE));
+        for name in first.iter().chain(&rest) {
+            prefix.delete(name)?;
+        }
+        Ok(true)
+    }
+
+    fn remove_uncommitted(&self) -> Result<bool, FileError> {
+        let prefix = self.prefix()?;
+        let all = prefix.all()?;
+        // Only names that carry a nonce are those of a save; among them is no `.metadata`.
+        if all.is_empty() || all.iter().any(|name| nonce_of(name).is_none()) {
+            return Ok(false);
+        }
+        for name in &all {
+            prefix.delete(name)?;
+        }
+        Ok(true)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::storage::location::Location;
+
+    #[test]
+    fn prefixes_have_parents_and_children() {
+        for url in ["s3://b/a/x", "s3://b/a/x/", "gs://b/a/x"] {
+            let location = Location::from(url);
+            let (parent, name) = location.split().unwrap();
+            assert_eq!((name, parent.join("x")), ("x", location.clone()));
+            let outside = location.join("../y").exists().unwrap_err();
+            assert!(matches!(outside, FileError::Location { source: LocationError::Key, .. }), "{outside}");
+        }
+        let bucket = || Arc::new(Bucket::from_url("s3", "b", Vec::new()));
+        let storage = ObjectStorage::new(bucket(), "a/x".to_owned(), "s3://b/a/x".into());
+        assert_eq!(storage.above(), ("a", Path::new("s3://b/a")));
+        let storage = ObjectStorage::new(bucket(), String::new(), "s3://b".into());
+        assert_eq!(storage.child("x").name(), Path::new("s3://b/x"));
+        assert!(storage.parent_prefix().unwrap().is_none());
+    }
+}

@@ -1,0 +1,306 @@
+//! Checkpoints that grow in an object store, where nothing can be renamed: the last object is what commits one.
+
+use std::collections::HashSet;
+use std::io;
+use std::path::Path;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use object_store::{PutMode, PutPayload};
+
+use super::prefix::Prefix;
+use super::upload::{Slot, Upload};
+use crate::error::FileError;
+use crate::storage::backend::{EntryKind, Stage, StageFile};
+use crate::storage::fs::{is_nonce, nonce};
+use crate::storage::integrity::INTEGRITY_FILE;
+use crate::storage::names::METADATA_FILE;
+use crate::storage::paths::relative_parts;
+use crate::storage::sidecar::Sidecar;
+
+/// The object that claims a target for files whose names are not the saver's own.
+const CLAIM: &str = ".fsdp-claim";
+/// The number of times that a commit is tried while it is not known if it was done.
+const COMMIT_ATTEMPTS: u32 = 5;
+/// The pause after the first attempt; it doubles after each further one.
+const COMMIT_PAUSE: Duration = Duration::from_millis(200);
+/// The name of a stage, without the nonce.
+const NAME: &str = "tmp-";
+
+/// A checkpoint that is being written.
+#[derive(Debug)]
+pub(super) struct ObjectStage {
+    prefix: Prefix,
+    /// The prefix that the target lies in; `None` for the root of a bucket.
+    parent: Option<Prefix>,
+    name: String,
+    overwrite: bool,
+    /// `true` on the one that prepared, until the commit: dropping it removes what was written.
+    cleans: bool,
+    /// Objects of this save whose names do not say so.
+    unmarked: Mutex<Vec<Unmarked>>,
+    single: Slot,
+}
+
+/// An object of a save whose name does not say whose it is.
+#[derive(Debug)]
+enum Unmarked {
+    /// An object below the target.
+    Inside(String),
+    /// An object beside the target.
+    Beside(String),
+}
+
+impl ObjectStage {
+    /// Checks that nothing is at the target that would be in the way.
+    pub(super) fn prepare(prefix: Prefix, parent: Option<Prefix>, overwrite: bool) -> Result<Self, FileError> {
+        let path = prefix.name().to_owned();
+        if !overwrite && prefix.head("")?.is_some() {
+            return Err(FileError::Exists { path });
+        }
+        // Objects with a nonce are leftovers of crashed saves, or of saves in progress: they are in nobody's way.
+        if prefix.names()?.iter().any(|name| nonce_of(name).is_none()) {
+            return Err(if overwrite { FileError::Overwrite { path } } else { FileError::Exists { path } });
+        }
+        let mut staging = Self::join(prefix, parent, &format!("{NAME}{:016x}", nonce()))?;
+        (staging.overwrite, staging.cleans) = (overwrite, true);
+        Ok(staging)
+    }
+
+    /// Returns the stage that another rank prepared under this name.
+    pub(super) fn join(prefix: Prefix, parent: Option<Prefix>, name: &str) -> Result<Self, FileError> {
+        if !name.strip_prefix(NAME).is_some_and(is_nonce) {
+            let reason = "the name that another rank sent is that of no save to an object store";
+            return Err(FileError::NotCommitted { path: prefix.name().to_owned(), reason });
+        }
+        let (unmarked, single) = Default::default();
+        Ok(ObjectStage { prefix, parent, name: name.to_owned(), overwrite: false, cleans: false, unmarked, single })
+    }
+
+    fn nonce(&self) -> &str {
+        self.name.strip_prefix(NAME).unwrap_or_default()
+    }
+
+    fn unmarked(&self) -> MutexGuard<'_, Vec<Unmarked>> {
+        self.unmarked.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the prefix that the target lies in.
+    fn parent(&self) -> Result<&Prefix, FileError> {
+        self.parent.as_ref().ok_or_else(|| {
+            let error = io::Error::new(io::ErrorKind::InvalidInput, "it is a bucket, which cannot be a file");
+            FileError::io("write to", self.target())(error)
+        })
+    }
+
+    /// Puts an object where none may be, and finds out whether that was done if the answer is lost.
+    fn put_new(&self, name: &str, bytes: &[u8]) -> Result<(), FileError> {
+        let mut pause = COMMIT_PAUSE;
+        let mut attempt = 1;
+        loop {
+            let error = match self.prefix.put(name, PutPayload::from(bytes.to_vec()), PutMode::Create) {
+                Ok(()) => return Ok(()),
+                Err(error) => error,
+            };
+            if is_refusal(&error) {
+                return Err(error);
+            }
+            // "There is one already" may be the answer to a retry inside the client, whose first attempt succeeded. The
+            // content tells whose object it is: it holds offsets and hashes, or the nonce, of one save.
+            match self.prefix.get(name) {
+                Ok(Some(there)) if there == bytes => return Ok(()),
+                Ok(Some(_)) => return Err(FileError::Exists { path: self.target().to_owned() }),
+                Ok(None) | Err(_) if attempt < COMMIT_ATTEMPTS => {}
+                Ok(None) | Err(_) => {
+                    let path = self.prefix.name_of(name);
+                    return Err(FileError::CommitUnknown { path, source: Box::new(error) });
+                }
+            }
+            std::thread::sleep(pause);
+            attempt += 1;
+            pause *= 2;
+        }
+    }
+
+    /// Removes what was written, as far as the store lets us.
+    fn clean(&self) {
+        // An upload that waits for the commit is aborted by its drop.
+        drop(self.single.lock().unwrap_or_else(PoisonError::into_inner).take());
+        // The claim came first, so it goes last: until then no other save begins.
+        for object in self.unmarked().drain(..).rev() {
+            let _ = match (&object, &self.parent) {
+                (Unmarked::Inside(name), _) => self.prefix.delete(name),
+                (Unmarked::Beside(name), Some(parent)) => parent.delete(name),
+                (Unmarked::Beside(_), None) => Ok(()),
+            };
+        }
+        for name in self.prefix.names().unwrap_or_default() {
+            if nonce_of(&name) == Some(self.nonce()) {
+                let _ = self.prefix.delete(&name);
+            }
+        }
+    }
+}
+
+impl Stage for ObjectStage {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn target(&self) -> &Path {
+        self.prefix.name()
+    }
+
+    fn directory(&self) -> &Path {
+        self.target()
+    }
+
+    fn suffix(&self) -> Option<&str> {
+        Some(self.nonce())
+    }
+
+    fn claim(&self) -> Result<(), FileError> {
+        // Of several savers that found nothing at the target, one gets through here. The claim holds the nonce, which
+        // tells whose it is, should the answer be lost.
+        self.put_new(CLAIM, self.nonce().as_bytes())?;
+        self.unmarked().push(Unmarked::Inside(CLAIM.to_owned()));
+        Ok(())
+    }
+
+    fn create(&self, relative: &str, length: u64) -> Result<Box<dyn StageFile>, FileError> {
+        relative_parts(self.target(), relative)?;
+        let upload = Upload::new(&self.prefix, relative, length, true)?;
+        if nonce_of(relative) != Some(self.nonce()) {
+            self.unmarked().push(Unmarked::Inside(relative.to_owned()));
+        }
+        Ok(Box::new(upload))
+    }
+
+    fn create_single(&self, length: u64) -> Result<Box<dyn StageFile>, FileError> {
+        // Its last request is the commit, so finishing it only parks it.
+        Ok(Box::new(Upload::new(&self.prefix, "", length, false)?.parked_in(self.single.clone())))
+    }
+
+    fn check_kind(&self, wanted: EntryKind) -> Result<(), FileError> {
+        let (is_other_kind, wanted) = match wanted {
+            EntryKind::Directory => (self.prefix.head("")?.is_some(), "directory"),
+            EntryKind::File | EntryKind::Special => (!self.prefix.is_empty()?, "file"),
+        };
+        if is_other_kind {
+            return Err(FileError::NotReplaceable { path: self.target().to_owned(), wanted });
+        }
+        Ok(())
+    }
+
+    fn check_sidecar(&self, name: &str) -> Result<(), FileError> {
+        let parent = self.parent()?;
+        if !self.overwrite && parent.head(name)?.is_some() {
+            return Err(FileError::Exists { path: parent.name_of(name) });
+        }
+        Ok(())
+    }
+
+    fn remove_sidecar(&self, name: &str) -> Result<(), FileError> {
+        self.parent()?.delete(name)
+    }
+
+    fn check_files(&self, files: &mut dyn Iterator<Item = &String>) -> Result<(), FileError> {
+        // A rank with another URL or another endpoint has written its files to another place.
+        let here: HashSet<String> = self.prefix.all()?.into_iter().collect();
+        let path = self.target().to_owned();
+        for file in files {
+            if here.contains(file) {
+                continue;
+            }
+            // Another save to the same target was faster, and has cleaned up.
+            if here.contains(METADATA_FILE) {
+                return Err(FileError::Exists { path });
+            }
+            return Err(FileError::TargetMismatch { path, file: file.clone() });
+        }
+        Ok(())
+    }
+
+    fn commit(mut self: Box<Self>, marker: &str, bytes: &[u8]) -> Result<(), FileError> {
+        if let Err(error) = self.put_new(marker, bytes) {
+            // Where the outcome is unknown the marker may be there, or come yet: what it names must stay.
+            self.cleans &= !matches!(error, FileError::CommitUnknown { .. });
+            return Err(error);
+        }
+        self.cleans = false;
+        // Best effort from here on: leftovers disturb nobody. They are those of saves that can no longer be committed,
+        // since the marker is there.
+        let has_claim = self.unmarked().iter().any(|object| matches!(object, Unmarked::Inside(name) if name == CLAIM));
+        if has_claim {
+            let _ = self.prefix.delete(CLAIM);
+        }
+        for name in self.prefix.names().unwrap_or_default() {
+            if nonce_of(&name).is_some_and(|nonce| nonce != self.nonce()) {
+                let _ = self.prefix.delete(&name);
+            }
+        }
+        Ok(())
+    }
+
+    fn commit_single(mut self: Box<Self>, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError> {
+        let upload = self.single.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(upload) = upload else { return Ok(()) };
+        // An upload in parts takes no condition. Looking right before the commit is the closest that there is to one.
+        if !self.overwrite && self.prefix.head("")?.is_some() {
+            return Err(FileError::Exists { path: self.target().to_owned() });
+        }
+        // 1. The sidecar, under its pending name.
+        if let Some(Sidecar { pending_name, bytes: Some(bytes), .. }) = sidecar {
+            self.unmarked().push(Unmarked::Beside(pending_name.to_owned()));
+            self.parent()?.put(pending_name, PutPayload::from(bytes.to_vec()), PutMode::Overwrite)?;
+        }
+        // 2. The object itself: this is the commit.
+        let length = upload.length();
+        if let Err(error) = upload.complete(PutMode::Overwrite) {
+            // Without an object of this length in its place, the upload has certainly not been done.
+            if self.prefix.head("").is_ok_and(|there| there.is_none_or(|there| there.size != length)) {
+                return Err(error);
+            }
+            // Otherwise it may have been done, with only the answer lost. Then the sidecar must stay.
+            self.cleans = false;
+            return Err(FileError::CommitUnknown { path: self.target().to_owned(), source: Box::new(error) });
+        }
+        self.cleans = false;
+        // 3. The sidecar's name. A failure is ignored, since the commit is done: readers look for both names, and can tell
+        // if a sidecar belongs to the checkpoint.
+        let Some(Sidecar { name, pending_name, bytes }) = sidecar else { return Ok(()) };
+        let parent = self.parent()?;
+        let renamed = match bytes {
+            Some(bytes) => parent.put(name, PutPayload::from(bytes.to_vec()), PutMode::Overwrite),
+            None => parent.delete(name),
+        };
+        if renamed.is_ok() {
+            let _ = parent.delete(pending_name);
+        }
+        Ok(())
+    }
+}
+
+impl Drop for ObjectStage {
+    fn drop(&mut self) {
+        if self.cleans {
+            self.clean();
+        }
+    }
+}
+
+/// Returns `true` if a store has refused to put an object, so that it is certain that it did not.
+fn is_refusal(error: &FileError) -> bool {
+    let FileError::Io { source, .. } = error else { return true };
+    matches!(source.kind(), io::ErrorKind::PermissionDenied | io::ErrorKind::Unsupported | io::ErrorKind::InvalidInput)
+}
+
+/// Returns the nonce in the name of an object that belongs to one save: `__0_0-<nonce>.distcp`, `.integrity-<nonce>`.
+pub(super) fn nonce_of(name: &str) -> Option<&str> {
+    let data = name.strip_prefix("__").and_then(|name| name.strip_suffix(".distcp"));
+    let nonce = match data {
+        Some(data) => data.split_once('-')?.1,
+        None => name.strip_prefix(INTEGRITY_FILE)?.strip_prefix('-')?,
+    };
+    is_nonce(nonce).then_some(nonce)
+}

@@ -1,0 +1,266 @@
+//! An object that is being written: bytes that arrive in any order, from any thread, become parts, which are sent as they
+//! fill up.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use object_store::multipart::PartId;
+use object_store::path::Path as Key;
+use object_store::{Error, MultipartId, ObjectStoreExt as _, PutMode, PutPayload};
+use tokio::sync::Semaphore;
+use tokio::task::JoinHandle;
+
+use super::prefix::{Prefix, Store};
+use super::runtime::{spawn, wait};
+use crate::error::FileError;
+use crate::storage::backend::{StageFile, check_write};
+
+/// Bytes of a part, unless that would make more than [`MAX_PARTS`]. No object store takes smaller parts.
+const PART: u64 = 5 << 20;
+/// Most parts that an object may have.
+const MAX_PARTS: u64 = 10_000;
+/// Parts of an object that are under way at once.
+const IN_FLIGHT: usize = 6;
+/// Threads that write an object at once. Each holds up to three parts: with those under way 60 MiB in all.
+const WRITERS: usize = 2;
+
+/// A place where a finished upload waits for the commit.
+pub(super) type Slot = Arc<Mutex<Option<Upload>>>;
+
+/// An object that is being written.
+///
+/// It appears when it is complete, or not at all. The memory that it takes is that of the parts that are begun (about two
+/// for each of [`WRITERS`] threads, and one that waits), and of the [`IN_FLIGHT`] that are being sent.
+pub(super) struct Upload {
+    store: Arc<dyn Store>,
+    key: Key,
+    /// The URL, for messages.
+    name: PathBuf,
+    length: u64,
+    /// Bytes of a part.
+    part: u64,
+    /// The upload in parts; `None` for an object that is small enough for one request.
+    id: Option<MultipartId>,
+    state: Mutex<Parts>,
+    /// Permits for the parts under way.
+    permits: Arc<Semaphore>,
+    /// `true` once a part could not be sent.
+    failed: Arc<AtomicBool>,
+    /// The slot that it goes to when it is finished, if it is not to be published then.
+    parked_in: Option<Slot>,
+    /// `true` if no other save writes to its key: an object of the right length there is this one.
+    is_own_key: bool,
+}
+
+/// The parts of an upload.
+#[derive(Debug, Default)]
+struct Parts {
+    begun: BTreeMap<u64, BegunPart>,
+    sent: BTreeMap<u64, JoinHandle<Result<PartId, Error>>>,
+}
+
+/// A part that still has holes.
+#[derive(Debug)]
+struct BegunPart {
+    bytes: Vec<u8>,
+    filled: u64,
+}
+
+impl Upload {
+    /// Begins the upload of an object below a prefix.
+    pub(super) fn new(prefix: &Prefix, below: &str, length: u64, is_own_key: bool) -> Result<Self, FileError> {
+        let (key, name, store) = (prefix.key(below)?, prefix.name_of(below), prefix.store().clone());
+        let part = PART.max(length.div_ceil(MAX_PARTS));
+        let id = if length > part {
+            Some(wait(store.create_multipart(&key)).map_err(FileError::io("begin the upload of", &name))?)
+        } else {
+            None
+        };
+        Ok(Upload {
+            store,
+            key,
+            name,
+            length,
+            part,
+            id,
+            state: Mutex::default(),
+            permits: Arc::new(Semaphore::new(IN_FLIGHT)),
+            failed: Arc::default(),
+            parked_in: None,
+            is_own_key,
+        })
+    }
+
+    /// Returns the bytes of the whole object.
+    pub(super) fn length(&self) -> u64 {
+        self.length
+    }
+
+    /// Makes finishing it leave it in the slot, instead of publishing it.
+    pub(super) fn parked_in(mut self, slot: Slot) -> Self {
+        self.parked_in = Some(slot);
+        self
+    }
+
+    fn parts(&self) -> MutexGuard<'_, Parts> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the length of a part: the last one may be shorter.
+    fn part_length(&self, index: u64) -> u64 {
+        self.part.min(self.length - index * self.part)
+    }
+
+    /// Starts to send a part, once there is room for it.
+    fn send(&self, index: u64, bytes: Vec<u8>) -> Result<(), FileError> {
+        let Some(id) = self.id.clone() else { return Ok(()) };
+        // After a failure the rest need not be sent: the error is better known now than at the end.
+        if self.failed.load(Ordering::Relaxed) {
+            return self.wait_for_sent().map(|_| ());
+        }
+        let (has_failed, permits) = (self.failed.clone(), self.permits.clone());
+        let (store, key) = (self.store.clone(), self.key.clone());
+        // This thread waits for a permit, so that it does not fill further parts meanwhile: memory stays bounded.
+        let permit = wait(async { Ok(permits.acquire_owned().await.ok()) }).map_err(self.part_failed())?;
+        let sending = spawn(async move {
+            let sent = store.put_part(&key, &id, index as usize, PutPayload::from(bytes)).await;
+            has_failed.fetch_or(sent.is_err(), Ordering::Relaxed);
+            drop(permit);
+            sent
+        });
+        self.parts().sent.insert(index, sending.map_err(self.part_failed())?);
+        Ok(())
+    }
+
+    fn part_failed(&self) -> impl FnOnce(std::io::Error) -> FileError {
+        FileError::io("upload a part of", &self.name)
+    }
+
+    /// Sends what is left; holes are zeros. Afterwards only the last request is missing.
+    fn flush(&self) -> Result<Vec<PartId>, FileError> {
+        if self.id.is_none() {
+            return Ok(Vec::new());
+        }
+        let mut begun = std::mem::take(&mut self.parts().begun);
+        for index in 0..self.length.div_ceil(self.part) {
+            if let Some(part) = begun.remove(&index) {
+                self.send(index, part.bytes)?;
+            } else if !self.is_sent(index) {
+                self.send(index, vec![0; self.part_length(index) as usize])?;
+            }
+        }
+        self.wait_for_sent()
+    }
+
+    fn is_sent(&self, index: u64) -> bool {
+        self.parts().sent.contains_key(&index)
+    }
+
+    /// Waits for the parts that are under way.
+    fn wait_for_sent(&self) -> Result<Vec<PartId>, FileError> {
+        let sent = std::mem::take(&mut self.parts().sent);
+        let mut parts = Vec::with_capacity(sent.len());
+        let mut outcome = Ok(());
+        for (_, sending) in sent {
+            // After an error too, so that no part is under way when the upload is aborted.
+            match wait(async { sending.await.unwrap_or_else(|error| Err(Error::JoinError { source: error })) }) {
+                Ok(part) => parts.push(part),
+                Err(error) => outcome = outcome.and(Err(error)),
+            }
+        }
+        outcome.map_err(self.part_failed())?;
+        Ok(parts)
+    }
+
+    /// Publishes the object. The mode is that of an object of one request.
+    pub(super) fn complete(mut self, mode: PutMode) -> Result<(), FileError> {
+        let parts = self.flush()?;
+        let done = match &self.id {
+            Some(id) => wait(self.store.complete_multipart(&self.key, id, parts)),
+            None => {
+                let mut bytes = self.parts().begun.remove(&0).map(|part| part.bytes).unwrap_or_default();
+                bytes.resize(self.length as usize, 0);
+                wait(self.store.put_opts(&self.key, PutPayload::from(bytes), mode.into()))
+            }
+        };
+        if let Err(error) = done {
+            // The answer may have been lost, and not the request.
+            if !(self.is_own_key && self.is_there()) {
+                return Err(FileError::io("upload", &self.name)(error));
+            }
+        }
+        self.id = None;
+        Ok(())
+    }
+
+    fn is_there(&self) -> bool {
+        wait(self.store.head(&self.key)).is_ok_and(|meta| meta.size == self.length)
+    }
+}
+
+impl StageFile for Upload {
+    fn writers(&self, threads: usize) -> usize {
+        threads.min(WRITERS)
+    }
+
+    /// Takes bytes, each of which is written once.
+    fn write_at(&self, mut offset: u64, mut bytes: &[u8]) -> Result<(), FileError> {
+        check_write(&self.name, self.length, offset, bytes)?;
+        while !bytes.is_empty() {
+            let (index, from) = (offset / self.part, (offset % self.part) as usize);
+            let length = self.part_length(index);
+            let (now, rest) = bytes.split_at(bytes.len().min(length as usize - from));
+            // The lock is held for the copy only, not while a full part waits to be sent.
+            let full = {
+                let mut parts = self.parts();
+                let begun = parts.begun.entry(index);
+                let begun = begun.or_insert_with(|| BegunPart { bytes: vec![0; length as usize], filled: 0 });
+                begun.bytes[from..from + now.len()].copy_from_slice(now);
+                begun.filled += now.len() as u64;
+                let is_full = begun.filled >= length && self.id.is_some();
+                if is_full { parts.begun.remove(&index) } else { None }
+            };
+            if let Some(full) = full {
+                self.send(index, full.bytes)?;
+            }
+            (offset, bytes) = (offset + now.len() as u64, rest);
+        }
+        Ok(())
+    }
+
+    /// Publishes the object, or leaves it ready for that.
+    fn finish(mut self: Box<Self>) -> Result<(), FileError> {
+        match self.parked_in.take() {
+            None => self.complete(PutMode::Overwrite),
+            Some(slot) => {
+                *slot.lock().unwrap_or_else(PoisonError::into_inner) = Some(*self);
+                Ok(())
+            }
+        }
+    }
+}
+
+// Not derived: the debug form of a store shows credentials.
+impl fmt::Debug for Upload {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Upload").field("name", &self.name).field("length", &self.length).finish_non_exhaustive()
+    }
+}
+
+impl Drop for Upload {
+    fn drop(&mut self) {
+        let Some(id) = self.id.take() else { return };
+        let sent = std::mem::take(&mut self.parts().sent);
+        // Best effort: stores can be told to forget uploads that were never completed.
+        let _ = wait(async {
+            for (_, sending) in sent {
+                sending.abort();
+                let _ = sending.await;
+            }
+            self.store.abort_multipart(&self.key, &id).await
+        });
+    }
+}

@@ -1,0 +1,177 @@
+//! Bytes that can be read by position: files, checked or not, memory, and windows into them.
+
+use std::ops::Range;
+
+use crate::error::FormatError;
+
+/// A source of bytes that several threads read by position.
+pub trait ReadAt: Send + Sync {
+    /// Returns the number of bytes.
+    fn len(&self) -> u64;
+
+    /// Returns `true` if there are no bytes.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Fills `dst` with the bytes from `offset`, and checks them where hashes are known.
+    fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError>;
+
+    /// Returns the range around `offset` that one hash covers, if there is one: reading any of it costs reading it all.
+    fn block_at(&self, offset: u64) -> Option<Range<u64>> {
+        let _ = offset;
+        None
+    }
+}
+
+/// Returns the error of a read that goes beyond the end.
+pub(crate) fn beyond_the_end(offset: u64, length: usize) -> FormatError {
+    let source = std::io::Error::new(std::io::ErrorKind::UnexpectedEof, "the file ends before that");
+    FormatError::Read { offset, length: length as u64, source }
+}
+
+impl ReadAt for [u8] {
+    fn len(&self) -> u64 {
+        <[u8]>::len(self) as u64
+    }
+
+    fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
+        let range = usize::try_from(offset).ok().and_then(|start| Some(start..start.checked_add(dst.len())?));
+        let bytes = range.and_then(|range| self.get(range)).ok_or_else(|| beyond_the_end(offset, dst.len()))?;
+        dst.copy_from_slice(bytes);
+        Ok(())
+    }
+}
+
+impl ReadAt for Vec<u8> {
+    fn len(&self) -> u64 {
+        Vec::len(self) as u64
+    }
+
+    fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
+        self.as_slice().read_exact_at(offset, dst)
+    }
+}
+
+/// A range of another source, with positions of its own.
+#[derive(Clone, Copy)]
+pub(crate) struct Window<'a> {
+    source: &'a dyn ReadAt,
+    start: u64,
+    len: u64,
+}
+
+impl<'a> Window<'a> {
+    /// Makes a window of bytes `start .. start + len` of `source`, which must hold them.
+    pub(crate) fn new(source: &'a dyn ReadAt, start: u64, len: u64) -> Result<Self, FormatError> {
+        match start.checked_add(len) {
+            Some(end) if end <= source.len() => Ok(Window { source, start, len }),
+            _ => Err(beyond_the_end(start, usize::try_from(len).unwrap_or(usize::MAX))),
+        }
+    }
+}
+
+impl std::fmt::Debug for Window<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Window").field("start", &self.start).field("len", &self.len).finish_non_exhaustive()
+    }
+}
+
+impl ReadAt for Window<'_> {
+    fn len(&self) -> u64 {
+        self.len
+    }
+
+    fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
+        match offset.checked_add(dst.len() as u64) {
+            Some(end) if end <= self.len => self.source.read_exact_at(self.start + offset, dst),
+            _ => Err(beyond_the_end(offset, dst.len())),
+        }
+    }
+
+    fn block_at(&self, offset: u64) -> Option<Range<u64>> {
+        // Cut to the window. The source reads the rest of the block all the same, to check it.
+        let block = self.source.block_at(self.start + offset)?;
+        Some(block.start.saturating_sub(self.start)..(block.end - self.start).min(self.len))
+    }
+}
+
+/// A reader of many small pieces in ascending order, which reads each underlying byte once: it keeps the last block.
+#[derive(Debug)]
+pub struct BlockReader<'a, S: ?Sized> {
+    source: &'a S,
+    block: Vec<u8>,
+    block_start: u64,
+}
+
+/// The size from which pieces are read straight into their destination, where no hash asks for more.
+const DIRECT: usize = 32 << 10;
+/// The number of bytes that are read at once around small pieces.
+const READ_AHEAD: u64 = 256 << 10;
+
+impl<'a, S: ReadAt + ?Sized> BlockReader<'a, S> {
+    /// Makes a reader that has read nothing yet.
+    pub(crate) fn new(source: &'a S) -> Self {
+        BlockReader { source, block: Vec::new(), block_start: 0 }
+    }
+
+    /// Fills `dst` with the bytes from `offset`. Nothing at or beyond `limit` is read ahead.
+    pub(crate) fn read(&mut self, mut offset: u64, mut dst: &mut [u8], limit: u64) -> Result<(), FormatError> {
+        while !dst.is_empty() {
+            let cached = self.block_start..self.block_start + self.block.len() as u64;
+            if cached.contains(&offset) {
+                let from = (offset - cached.start) as usize;
+                let take = dst.len().min(self.block.len() - from);
+                dst[..take].copy_from_slice(&self.block[from..from + take]);
+                offset += take as u64;
+                dst = &mut dst[take..];
+                continue;
+            }
+            let end = offset + dst.len() as u64;
+            let direct = match self.source.block_at(offset) {
+                // The piece begins with a whole block: that and those after it go straight to their destination.
+                Some(block) if block.start == offset && block.end <= end => self.whole_blocks(block.end, end),
+                // A part of a block: the whole of it must be read to be checked, and is kept for the next piece.
+                Some(block) => {
+                    self.load(block)?;
+                    continue;
+                }
+                None if dst.len() >= DIRECT => end,
+                None => {
+                    let ahead = (offset + READ_AHEAD).min(limit).min(self.source.len()).max(end);
+                    self.load(offset..ahead)?;
+                    continue;
+                }
+            };
+            let take = (direct - offset) as usize;
+            self.source.read_exact_at(offset, &mut dst[..take])?;
+            offset = direct;
+            dst = &mut dst[take..];
+        }
+        Ok(())
+    }
+
+    /// Returns where the blocks end that lie one after the other from `start`, all of them before `end`.
+    fn whole_blocks(&self, start: u64, end: u64) -> u64 {
+        let mut at = start;
+        while let Some(next) = self.source.block_at(at).filter(|next| next.end <= end) {
+            if next.start != at || next.is_empty() {
+                break;
+            }
+            at = next.end;
+        }
+        at
+    }
+
+    /// Reads a range into the buffer that is kept.
+    fn load(&mut self, block: Range<u64>) -> Result<(), FormatError> {
+        self.block.clear();
+        self.block.resize((block.end - block.start) as usize, 0);
+        self.block_start = block.start;
+        let read = self.source.read_exact_at(block.start, &mut self.block);
+        if read.is_err() {
+            self.block.clear();
+        }
+        read
+    }
+}

@@ -1,0 +1,109 @@
+//! Staging directories, one step at a time. Crashes of whole saves are tested in `tests/it/crash.rs`.
+
+use super::cleanup::recover;
+use super::*;
+use crate::error::FileError;
+use std::path::Path;
+
+fn names(parent: &Path) -> Vec<String> {
+    let mut names: Vec<String> =
+        std::fs::read_dir(parent).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn what_is_committed_is_there_and_nothing_else() {
+    let parent = tempfile::tempdir().unwrap();
+    let target = parent.path().join("new/er/checkpoint");
+    for (round, content) in [b"one".as_slice(), b"two"].iter().enumerate() {
+        let staging = Durable::new().prepare(&target, true).unwrap();
+        let file = staging.create("sub/b", 8).unwrap();
+        file.write_at(4, b"data").unwrap();
+        assert!(file.write_at(5, b"data").is_err());
+        file.finish().unwrap();
+        assert_eq!(target.exists(), round > 0);
+        staging.commit("a", content).unwrap();
+        assert_eq!(std::fs::read(target.join("a")).unwrap(), *content);
+        assert_eq!(std::fs::read(target.join("sub/b")).unwrap(), b"\0\0\0\0data");
+        assert_eq!(names(target.parent().unwrap()), ["checkpoint"]);
+    }
+}
+
+#[test]
+fn overwriting_must_be_asked_for() {
+    let parent = tempfile::tempdir().unwrap();
+    let target = parent.path().join("c");
+    let slow = Durable::new().prepare(&target, false).unwrap();
+    let fast = Durable::new().prepare(&target, false).unwrap();
+    fast.commit("a", b"fast").unwrap();
+    // Two savers, one target: exactly one wins.
+    assert!(matches!(slow.commit("a", b"slow"), Err(FileError::Exists { .. })));
+    assert!(matches!(Durable::new().prepare(&target, false), Err(FileError::Exists { .. })));
+    assert_eq!(std::fs::read(target.join("a")).unwrap(), b"fast");
+    assert_eq!(names(parent.path()), ["c"]);
+}
+
+#[test]
+fn a_save_in_progress_is_not_stale_and_a_dropped_one_is_gone() {
+    let parent = tempfile::tempdir().unwrap();
+    let target = parent.path().join("c");
+    let staging = Durable::new().prepare(&target, false).unwrap();
+    assert_eq!(stale(&target).unwrap(), Vec::<std::path::PathBuf>::new());
+    assert_eq!(Durable::new().join(&target, staging.name()).unwrap().directory(), staging.directory());
+    assert!(Durable::new().join(&target, "tmp-../../x").is_err());
+    drop(staging);
+    assert_eq!(names(parent.path()), Vec::<String>::new());
+    // What a killed process leaves has nobody who holds its lock.
+    let left = parent.path().join(".c.tmp-0123456789abcdef");
+    std::fs::create_dir(&left).unwrap();
+    std::fs::create_dir(parent.path().join(".c.tmp-backup")).unwrap();
+    assert_eq!(stale(&target).unwrap(), std::slice::from_ref(&left));
+    assert_eq!(clean_stale(&target).unwrap(), [left]);
+    assert_eq!(names(parent.path()), [".c.tmp-backup"]);
+}
+
+#[test]
+fn an_old_checkpoint_without_a_new_one_is_put_back() {
+    let parent = tempfile::tempdir().unwrap();
+    let target = parent.path().join("c");
+    let old = parent.path().join(".c.old-0123456789abcdef");
+    std::fs::create_dir(&old).unwrap();
+    assert!(recover(&target).unwrap());
+    assert!(target.is_dir() && !old.exists());
+    assert!(!recover(&target).unwrap());
+}
+
+#[test]
+fn single_files_replace_files() {
+    let parent = tempfile::tempdir().unwrap();
+    let target = parent.path().join("model.safetensors");
+    for content in [b"one", b"two"] {
+        let staging = Durable::new().prepare(&target, true).unwrap();
+        let file = staging.create_single(content.len() as u64).unwrap();
+        file.write_at(0, content).unwrap();
+        file.finish().unwrap();
+        staging.commit_single().unwrap();
+        assert_eq!(std::fs::read(&target).unwrap(), content);
+        assert_eq!(names(parent.path()), ["model.safetensors"]);
+    }
+}
+
+#[test]
+fn names_in_a_staging_directory_stay_inside() {
+    let parent = tempfile::tempdir().unwrap();
+    let staging = Durable::new().prepare(parent.path().join("c"), false).unwrap();
+    for name in ["../x", "/x", "a/../x", "", "a//b", "a\\b", "."] {
+        assert!(matches!(staging.write(name, b""), Err(FileError::Path { .. })), "{name}");
+    }
+}
+
+#[test]
+fn what_does_not_fit_the_disk_takes_nothing_of_it() {
+    let parent = tempfile::tempdir().unwrap();
+    let staging = Durable::new().prepare(parent.path().join("c"), false).unwrap();
+    let refused = staging.create("file", 1 << 60).unwrap_err();
+    let FileError::Io { source, .. } = refused else { panic!("{refused}") };
+    assert_eq!(source.kind(), std::io::ErrorKind::StorageFull);
+    assert_eq!(std::fs::metadata(staging.directory().join("file")).unwrap().len(), 0);
+}

@@ -1,0 +1,273 @@
+//! Files of `torch.save` as checkpoints: nested dicts flattened as DCP does it, tensors read by range.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use fsdp_layout::{KeyPath, PathPart, PlainTensor, PlainValue, TensorBox};
+use indexmap::IndexMap;
+
+use crate::error::{FileError, FormatError};
+use crate::formats::checkpoint::{Checkpoint, Format};
+use crate::formats::lookup::no_value;
+use crate::formats::read::OpenOptions;
+use crate::limits::MAX_OBJECT_BYTES;
+use crate::metadata::{BytesEntry, Chunk, Entry, Metadata, StorageInfo, TensorEntry, TensorProperties};
+use crate::pickle::{Node, NodeId, Pickle, Walk, parse};
+use crate::storage::checked_directory::CheckedDirectory;
+use crate::storage::checked_file::CheckedFile;
+use crate::storage::location::Location;
+use crate::storage::read_at::BlockReader;
+use crate::strided::read_overlap;
+use crate::torch::tensor_ref::TensorRef;
+use crate::torch::value::{TensorLoader, convert};
+use crate::torch::zip::Directory;
+
+/// One torch archive.
+///
+/// Dicts are flattened, and lists that hold tensors or dicts, as DCP does it; a tuple only where it holds a dict with
+/// tensors.
+/// Other values are read when the file is opened, with the tensors that they hold.
+#[derive(Debug)]
+pub(crate) struct TorchCheckpoint {
+    path: PathBuf,
+    directory: CheckedDirectory,
+    file: Arc<CheckedFile>,
+    archive: Directory,
+    metadata: Metadata,
+    tensors: HashMap<String, TensorRef>,
+    values: HashMap<String, PlainValue>,
+    quantizers: HashMap<String, PlainValue>,
+}
+
+impl TorchCheckpoint {
+    /// Opens a file of `torch.save` (torch 1.6 or later).
+    pub(crate) fn open(location: impl Into<Location>, options: OpenOptions) -> Result<Self, FileError> {
+        let location = location.into();
+        let path = location.name();
+        let (parent, name) = location.split()?;
+        let directory = CheckedDirectory::open_beside(&parent, name, options.verify)?;
+        let file = directory.file(name)?;
+        let error = |source| FileError::File { path: path.to_owned(), source };
+        let archive = Directory::read(&*file).map_err(error)?;
+        archive.check_byte_order(&*file).map_err(error)?;
+        let pickle = archive.read_record(&*file, "data.pkl", MAX_OBJECT_BYTES).map_err(error)?;
+        let parsed = parse(&pickle).map_err(|source| error(source.into()))?;
+        // Values are read now, since the pickle is not kept; tensors are only found.
+        let mut flat = Flattener {
+            pickle: &parsed,
+            walk: Walk::new(&parsed),
+            loader: TensorLoader::new(&archive, &*file),
+            found: IndexMap::new(),
+            quantizers: HashMap::new(),
+        };
+        flat.flatten(parsed.root(), &KeyPath::default()).map_err(error)?;
+        let (found, quantizers) = (flat.found, flat.quantizers);
+        let mut opened = TorchCheckpoint {
+            path: path.to_owned(),
+            file: file.clone(),
+            archive,
+            directory,
+            metadata: Metadata { planner_data: Some(IndexMap::new()), ..Metadata::default() },
+            tensors: HashMap::new(),
+            values: HashMap::new(),
+            quantizers,
+        };
+        for (fqn, (path, leaf)) in found {
+            let entry = match leaf {
+                FlatValue::Value(value) => {
+                    opened.values.insert(fqn.clone(), value);
+                    Entry::Bytes(BytesEntry { stored: Some(place_in(name, 0, 0)) })
+                }
+                FlatValue::Tensor(tensor) => {
+                    let record = opened.archive.get(&record_of(&tensor)).map_err(error)?;
+                    if record.length < tensor.storage_bytes {
+                        let expected = format!("a storage of {} bytes for `{fqn}`", tensor.storage_bytes);
+                        return Err(error(FormatError::unexpected(expected, format!("one of {}", record.length))));
+                    }
+                    let bounds = TensorBox::whole(&tensor.shape);
+                    let chunks =
+                        vec![Chunk { bounds, stored: Some(place_in(name, record.header, tensor.storage_bytes)) }];
+                    let (properties, shape) = (TensorProperties::of(tensor.dtype), tensor.shape.clone());
+                    opened.tensors.insert(fqn.clone(), tensor);
+                    Entry::Tensor(TensorEntry { properties, shape, chunks })
+                }
+            };
+            opened.metadata.planner_data.get_or_insert_default().insert(fqn.clone(), path);
+            opened.metadata.entries.insert(fqn, entry);
+        }
+        Ok(opened)
+    }
+
+    /// Fills boxes of a tensor from the record of its storage.
+    fn read_from_record(&self, tensor: &TensorRef, boxes: &mut [(TensorBox, &mut [u8])]) -> Result<(), FormatError> {
+        let name = record_of(tensor);
+        let start = self.archive.data_offset(&*self.file, &name, self.archive.get(&name)?)?;
+        let element = tensor.dtype.size_in_bytes() as usize;
+        let mut reader = BlockReader::new(&*self.file);
+        for (bounds, dst) in boxes {
+            read_overlap(&mut reader, start, element, &tensor.layout, bounds, bounds, dst)?;
+        }
+        Ok(())
+    }
+}
+
+fn place_in(file: &str, offset: u64, length: u64) -> StorageInfo {
+    StorageInfo { relative_path: file.to_owned(), offset, length, transforms: Vec::new() }
+}
+
+/// Returns the name of the record of a tensor's storage.
+fn record_of(tensor: &TensorRef) -> String {
+    format!("data/{}", tensor.storage)
+}
+
+/// A value with a flat key.
+enum FlatValue {
+    Tensor(TensorRef),
+    Value(PlainValue),
+}
+
+/// Gives every value of a nested state dict its flat key.
+struct Flattener<'p, 'a> {
+    pickle: &'p Pickle<'a>,
+    walk: Walk,
+    loader: TensorLoader<'p>,
+    found: IndexMap<String, (KeyPath, FlatValue)>,
+    quantizers: HashMap<String, PlainValue>,
+}
+
+impl Flattener<'_, '_> {
+    /// Adds what lies below a node, whose place in the state dict is `path`.
+    fn flatten(&mut self, id: NodeId, path: &KeyPath) -> Result<(), FormatError> {
+        let p = self.pickle;
+        self.walk.enter(p, id)?;
+        match p.node(id) {
+            Node::Dict(entries) => {
+                for &(key, value) in entries {
+                    let key = match p.node(key) {
+                        Node::Str(text) => (*text).to_owned(),
+                        Node::Int(number) => number.to_string(),
+                        Node::Bool(true) => "True".to_owned(),
+                        Node::Bool(false) => "False".to_owned(),
+                        Node::None => "None".to_owned(),
+                        Node::Float(number) => number.to_string(),
+                        other => {
+                            return Err(FormatError::Unsupported {
+                                what: format!("{} as the key of a dict", other.kind()),
+                            });
+                        }
+                    };
+                    self.flatten(value, &path.child(PathPart::Key(key)))?;
+                }
+            }
+            Node::List(items) if self.recurses(id)? => {
+                for (index, &item) in items.iter().enumerate() {
+                    self.flatten(item, &path.child(PathPart::Index(index)))?;
+                }
+            }
+            Node::Tuple(_) if self.has_tensors_in_dicts(id, false)? => {
+                for (index, &item) in p.sequence(id)?.iter().enumerate() {
+                    self.flatten(item, &path.child(PathPart::Index(index)))?;
+                }
+            }
+            _ => {
+                let fqn = path.flat_key();
+                let loader = &mut self.loader;
+                let mut load = |tensor: &TensorRef| -> Result<PlainTensor, FormatError> { loader.load(tensor) };
+                let leaf = match TensorRef::of(p, id)? {
+                    Some(tensor) => {
+                        if let Some(quantizer) = tensor.quantizer {
+                            let quantizer = convert(p, quantizer, &mut self.walk, &mut load)?;
+                            self.quantizers.insert(fqn.clone(), quantizer);
+                        }
+                        FlatValue::Tensor(tensor)
+                    }
+                    None => FlatValue::Value(convert(p, id, &mut self.walk, &mut load)?),
+                };
+                if self.found.insert(fqn.clone(), (path.clone(), leaf)).is_some() {
+                    return Err(FormatError::Unsupported { what: format!("two values with the flat key `{fqn}`") });
+                }
+            }
+        }
+        self.walk.leave();
+        Ok(())
+    }
+
+    /// Returns `true` if a list holds a tensor or a dict, or a list that does.
+    fn recurses(&mut self, id: NodeId) -> Result<bool, FormatError> {
+        let p = self.pickle;
+        self.walk.enter(p, id)?;
+        let mut found = false;
+        for &item in p.sequence(id)? {
+            found = match p.node(item) {
+                Node::Dict(_) => true,
+                Node::List(_) => self.recurses(item)?,
+                Node::Tuple(_) => self.has_tensors_in_dicts(item, false)?,
+                _ => TensorRef::of(p, item)?.is_some(),
+            };
+            if found {
+                break;
+            }
+        }
+        self.walk.leave();
+        Ok(found)
+    }
+
+    /// Returns `true` if a tensor lies anywhere below, with a dict on the way to it.
+    fn has_tensors_in_dicts(&mut self, id: NodeId, in_dict: bool) -> Result<bool, FormatError> {
+        let p = self.pickle;
+        self.walk.enter(p, id)?;
+        let mut found = false;
+        match p.node(id) {
+            Node::Dict(entries) => {
+                for &(_, value) in entries {
+                    found = found || self.has_tensors_in_dicts(value, true)?;
+                }
+            }
+            Node::List(_) | Node::Tuple(_) => {
+                for &item in p.sequence(id)? {
+                    found = found || self.has_tensors_in_dicts(item, in_dict)?;
+                }
+            }
+            _ => found = in_dict && TensorRef::of(p, id)?.is_some(),
+        }
+        self.walk.leave();
+        Ok(found)
+    }
+}
+
+impl Checkpoint for TorchCheckpoint {
+    fn format(&self) -> Format {
+        Format::Torch
+    }
+
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn metadata(&self) -> &Metadata {
+        &self.metadata
+    }
+
+    fn directory(&self) -> &CheckedDirectory {
+        &self.directory
+    }
+
+    fn read_boxes(&self, fqn: &str, boxes: &mut [(TensorBox, &mut [u8])]) -> Result<(), FileError> {
+        let Some(tensor) = self.tensors.get(fqn) else { return Err(no_value(&self.metadata, fqn)) };
+        self.read_from_record(tensor, boxes).map_err(|source| FileError::Item {
+            fqn: fqn.to_owned(),
+            path: self.path.clone(),
+            offset: 0,
+            source,
+        })
+    }
+
+    fn quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, FileError> {
+        Ok(self.quantizers.get(fqn).cloned())
+    }
+
+    fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
+        self.values.get(fqn).cloned().ok_or_else(|| no_value(&self.metadata, fqn))
+    }
+}

@@ -1,0 +1,172 @@
+//! The description of a tensor in a pickle: a storage by key, and where the elements lie in it.
+
+use fsdp_layout::boxes::row_major_strides;
+use fsdp_layout::{DType, TensorBox};
+
+use crate::error::FormatError;
+use crate::limits::is_sane_shape;
+use crate::pickle::write;
+use crate::pickle::{Global, Node, NodeId, Pickle, PickleError, PickleErrorKind};
+use crate::strided::StridedLayout;
+
+/// A tensor whose bytes are in a storage record.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorRef {
+    /// Key of the storage: the record `data/<key>`.
+    pub storage: String,
+    /// Bytes of the storage.
+    pub storage_bytes: u64,
+    /// Element type.
+    pub dtype: DType,
+    /// Shape.
+    pub shape: Vec<usize>,
+    /// The places of the elements in the storage.
+    pub layout: StridedLayout,
+    /// The node that says how it is quantized, if it is: `(scheme, scale, zero point)`, or of `(scheme, scales, zero points, axis)`.
+    pub quantizer: Option<NodeId>,
+}
+
+impl TensorRef {
+    /// Returns the tensor that this node describes; `None` if it describes something else.
+    pub fn of(p: &Pickle<'_>, id: NodeId) -> Result<Option<TensorRef>, PickleError> {
+        // Parameters and tensors with attributes wrap a plain one; a few layers at most.
+        let mut id = id;
+        for _ in 0..4 {
+            let Node::Object(object) = p.node(id) else { return Ok(None) };
+            let args = p.args(object);
+            match (object.global, args) {
+                (Global::RebuildTensor | Global::RebuildTensorV2, [storage, offset, shape, strides, ..]) => {
+                    return tensor(p, id, [*storage, *offset, *shape, *strides], None).map(Some);
+                }
+                (Global::RebuildQTensor, [storage, offset, shape, strides, quantizer, ..]) => {
+                    let found = tensor(p, id, [*storage, *offset, *shape, *strides], None)?;
+                    return Ok(Some(TensorRef { quantizer: Some(*quantizer), ..found }));
+                }
+                (Global::RebuildTensorV3, [storage, offset, shape, strides, _grad, _hooks, dtype, ..]) => {
+                    let Node::Global(Global::DType(dtype)) = *p.node(*dtype) else {
+                        return Err(p.wrong(*dtype, "a dtype"));
+                    };
+                    return tensor(p, id, [*storage, *offset, *shape, *strides], Some(dtype)).map(Some);
+                }
+                (Global::RebuildParameter, [inner, ..]) => id = *inner,
+                // (function, class, arguments, attributes): the arguments are those of the function.
+                (Global::RebuildFromTypeV2, [function, _class, arguments, ..]) => {
+                    let arguments = p.sequence(*arguments)?;
+                    return match (p.node(*function), arguments) {
+                        (Node::Global(Global::RebuildTensor | Global::RebuildTensorV2), [a, b, c, d, ..]) => {
+                            tensor(p, id, [*a, *b, *c, *d], None).map(Some)
+                        }
+                        (Node::Global(Global::RebuildTensorV3), [a, b, c, d, _grad, _hooks, dtype, ..]) => {
+                            let Node::Global(Global::DType(dtype)) = *p.node(*dtype) else {
+                                return Err(p.wrong(*dtype, "a dtype"));
+                            };
+                            tensor(p, id, [*a, *b, *c, *d], Some(dtype)).map(Some)
+                        }
+                        (Node::Global(Global::RebuildParameter), [inner, ..]) => {
+                            id = *inner;
+                            continue;
+                        }
+                        _ => Err(p.wrong(*function, "a function that rebuilds a tensor")),
+                    };
+                }
+                _ => return Ok(None),
+            }
+        }
+        Err(p.error(id, PickleErrorKind::Value { what: "a tensor is wrapped too many times" }))
+    }
+}
+
+fn tensor(p: &Pickle<'_>, at: NodeId, args: [NodeId; 4], untyped: Option<DType>) -> Result<TensorRef, PickleError> {
+    let [storage, offset, shape, strides] = args;
+    let Node::PersistentId(persistent) = *p.node(storage) else { return Err(p.wrong(storage, "a storage")) };
+    let [kind, class, key, _location, numel, ..] = *p.sequence(persistent)? else {
+        return Err(p.wrong(persistent, "a storage's five values"));
+    };
+    if p.str(kind)? != "storage" {
+        return Err(p.wrong(kind, "the word `storage`"));
+    }
+    let absurd = |what| p.error(at, PickleErrorKind::Value { what });
+    let (dtype, storage_bytes) = match (p.node(class), untyped) {
+        (Node::Global(Global::TypedStorage(dtype)), None) => {
+            let bytes = p.unsigned(numel)?.checked_mul(dtype.size_in_bytes());
+            (*dtype, bytes.ok_or_else(|| absurd("a storage is too large"))?)
+        }
+        (Node::Global(Global::UntypedStorage), Some(dtype)) => (dtype, p.unsigned(numel)?),
+        _ => return Err(p.wrong(class, "a storage class")),
+    };
+    let shape = p.sizes(shape)?;
+    let strides = p.sizes(strides)?;
+    if shape.len() != strides.len() {
+        return Err(absurd("a tensor's shape and strides differ in length"));
+    }
+    let offset = p.unsigned(offset)?;
+    if !is_sane_shape(&shape) {
+        return Err(absurd("a tensor has too many elements"));
+    }
+    if !shape.contains(&0) {
+        let last = shape
+            .iter()
+            .zip(&strides)
+            .try_fold(offset, |at, (&size, &stride)| at.checked_add((size as u64 - 1).checked_mul(stride as u64)?));
+        let end = last.and_then(|last| last.checked_add(1)?.checked_mul(dtype.size_in_bytes()));
+        if end.is_none_or(|end| end > storage_bytes) {
+            return Err(absurd("a tensor reaches beyond its storage"));
+        }
+    }
+    let layout = StridedLayout { bounds: TensorBox::whole(&shape), offset, strides };
+    Ok(TensorRef { storage: p.str(key)?.to_owned(), storage_bytes, dtype, shape, layout, quantizer: None })
+}
+
+/// Returns the name of torch's typed storage class; `None` where torch uses an untyped one.
+fn storage_class(dtype: DType) -> Option<&'static str> {
+    crate::pickle::STORAGES.iter().find(|(_, of)| *of == dtype).map(|(class, _)| *class)
+}
+
+/// Checks that torch can rebuild a tensor of this type from its bytes alone.
+pub(crate) fn check_writable(dtype: DType) -> Result<(), FormatError> {
+    match dtype {
+        // Scale and zero point are not part of the elements.
+        DType::QInt8 | DType::QUInt8 | DType::QInt32 => {
+            Err(FormatError::Unsupported { what: format!("writing the quantized dtype `{dtype}` as a torch tensor") })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Writes the pickle of a row-major tensor whose bytes are all of storage `key`.
+pub(crate) fn write_tensor(out: &mut Vec<u8>, key: usize, dtype: DType, shape: &[usize]) {
+    let numel: u64 = shape.iter().map(|&size| size as u64).product();
+    let class = storage_class(dtype);
+    let function = if class.is_some() { "_rebuild_tensor_v2" } else { "_rebuild_tensor_v3" };
+    write::global(out, "torch._utils", function);
+    write::op(out, write::MARK);
+    // The storage, as a persistent id.
+    write::op(out, write::MARK);
+    write::text(out, "storage");
+    match class {
+        Some(class) => write::global(out, "torch", class),
+        None => write::global(out, "torch.storage", "UntypedStorage"),
+    }
+    write::text(out, &key.to_string());
+    write::text(out, "cpu");
+    write::unsigned(out, if class.is_some() { numel } else { numel * dtype.size_in_bytes() });
+    write::op(out, write::TUPLE);
+    write::op(out, write::BINPERSID);
+    write::int(out, 0);
+    write::sizes(out, shape);
+    write::sizes(out, &torch_strides(shape));
+    write::bool(out, false);
+    write::global(out, "collections", "OrderedDict");
+    write::op(out, write::EMPTY_TUPLE);
+    write::op(out, write::REDUCE);
+    if class.is_none() {
+        write::global(out, "torch", dtype.torch_name());
+    }
+    write::op(out, write::TUPLE);
+    write::op(out, write::REDUCE);
+}
+
+/// Returns row-major strides as torch has them: a dimension of 0 counts as 1.
+fn torch_strides(shape: &[usize]) -> Vec<usize> {
+    row_major_strides(&shape.iter().map(|&size| size.max(1)).collect::<Vec<_>>())
+}

@@ -1,0 +1,251 @@
+//! Non-tensor values: items of `torch.save`, from and to plain values.
+
+use fsdp_layout::{PlainTensor, PlainValue, TensorBox};
+
+use super::tensor_ref::{TensorRef, check_writable, write_tensor};
+use super::zip::{ArchiveLayout, Directory, ROOT};
+use crate::error::FormatError;
+use crate::limits::{MAX_DEPTH, MAX_OBJECT_BYTES};
+use crate::pickle::write;
+use crate::pickle::{Global, Node, NodeId, Pickle, Walk, parse};
+use crate::storage::read_at::{BlockReader, ReadAt};
+use crate::strided::read_overlap;
+
+/// Encodes the whole item of a value: what `torch.save(value)` would write, up to the order of the zip's records.
+///
+/// Fails for values nested deeper than 200 levels, and for quantized tensors in them.
+///
+/// ```
+/// use fsdp_dcp::internals::{decode_value, encode_value};
+/// use fsdp_layout::PlainValue;
+/// let betas = PlainValue::Tuple(vec![0.9.into(), 0.95.into()]);
+/// assert_eq!(decode_value(&encode_value(&betas)?)?, betas);
+/// # Ok::<(), fsdp_dcp::FormatError>(())
+/// ```
+pub fn encode_value(value: &PlainValue) -> Result<Vec<u8>, FormatError> {
+    let (layout, tensors) = layout_of(value)?;
+    let crcs: Vec<u32> = tensors.iter().map(|tensor| crc32fast::hash(&tensor.data)).collect();
+    let mut bytes = layout.head(crcs.first().copied().unwrap_or(0));
+    for (index, tensor) in tensors.iter().enumerate() {
+        if index > 0 {
+            bytes.extend_from_slice(&layout.storage_header(index, crcs[index]));
+        }
+        bytes.extend_from_slice(&tensor.data);
+    }
+    bytes.extend_from_slice(&layout.tail(&crcs));
+    Ok(bytes)
+}
+
+/// Returns the length of what [`encode_value`] gives.
+pub fn value_item_length(value: &PlainValue) -> Result<u64, FormatError> {
+    Ok(layout_of(value)?.0.length())
+}
+
+/// Lays out the item of a value, and lists the tensors inside it.
+fn layout_of(value: &PlainValue) -> Result<(ArchiveLayout, Vec<&PlainTensor>), FormatError> {
+    let mut pickle = Vec::new();
+    let mut tensors = Vec::new();
+    write::proto(&mut pickle, 2);
+    put(&mut pickle, value, &mut tensors, 0, 0)?;
+    write::op(&mut pickle, write::STOP);
+    let lengths: Vec<u64> = tensors.iter().map(|tensor| tensor.data.len() as u64).collect();
+    Ok((ArchiveLayout::new(ROOT, pickle, &lengths), tensors))
+}
+
+/// Writes a value's opcodes; tensors in it get storages from number `first` on, in the order in which they are met.
+pub(crate) fn put<'v>(
+    out: &mut Vec<u8>,
+    value: &'v PlainValue,
+    tensors: &mut Vec<&'v PlainTensor>,
+    first: usize,
+    depth: usize,
+) -> Result<(), FormatError> {
+    if depth >= MAX_DEPTH {
+        return Err(FormatError::Limit { what: "nesting", value: depth as u64 + 1, limit: MAX_DEPTH as u64 });
+    }
+    let mut each = |out: &mut _, items: &'v [PlainValue]| -> Result<(), FormatError> {
+        items.iter().try_for_each(|item| put(out, item, tensors, first, depth + 1))
+    };
+    match value {
+        PlainValue::None => write::none(out),
+        PlainValue::Bool(value) => write::bool(out, *value),
+        PlainValue::Int(value) => write::int(out, *value),
+        PlainValue::BigInt(bytes) => write::big_int(out, bytes),
+        PlainValue::Float(value) => write::float(out, *value),
+        PlainValue::Str(value) => write::text(out, value),
+        PlainValue::Bytes(value) => {
+            write::global(out, "_codecs", "encode");
+            write::text(out, &value.iter().map(|&byte| char::from(byte)).collect::<String>());
+            write::text(out, "latin1");
+            write::close_tuple(out, 2);
+            write::op(out, write::REDUCE);
+        }
+        PlainValue::List(items) => {
+            write::op(out, write::EMPTY_LIST);
+            if !items.is_empty() {
+                write::op(out, write::MARK);
+                each(out, items)?;
+                write::op(out, write::APPENDS);
+            }
+        }
+        PlainValue::Tuple(items) => {
+            write::open_tuple(out, items.len());
+            each(out, items)?;
+            write::close_tuple(out, items.len());
+        }
+        PlainValue::Set(items) => {
+            write::global(out, "__builtin__", "set");
+            write::op(out, write::EMPTY_LIST);
+            write::op(out, write::MARK);
+            each(out, items)?;
+            write::op(out, write::APPENDS);
+            write::close_tuple(out, 1);
+            write::op(out, write::REDUCE);
+        }
+        PlainValue::Dict(entries) => {
+            write::op(out, write::EMPTY_DICT);
+            if !entries.is_empty() {
+                write::op(out, write::MARK);
+                for (key, value) in entries {
+                    put(out, key, tensors, first, depth + 1)?;
+                    put(out, value, tensors, first, depth + 1)?;
+                }
+                write::op(out, write::SETITEMS);
+            }
+        }
+        PlainValue::Tensor(tensor) => {
+            check_writable(tensor.dtype)?;
+            let numel = tensor.shape.iter().try_fold(1u64, |numel, &size| numel.checked_mul(size as u64));
+            let length = numel.and_then(|numel| numel.checked_mul(tensor.dtype.size_in_bytes()));
+            if length != Some(tensor.data.len() as u64) {
+                let expected = format!("the bytes of a `{}` tensor of shape {:?}", tensor.dtype, tensor.shape);
+                return Err(FormatError::unexpected(expected, format!("{} bytes", tensor.data.len())));
+            }
+            write_tensor(out, first + tensors.len(), tensor.dtype, &tensor.shape);
+            tensors.push(tensor);
+        }
+        other => {
+            return Err(FormatError::Unsupported { what: format!("writing a value of type `{}`", other.type_name()) });
+        }
+    }
+    Ok(())
+}
+
+/// Reads the value of the item that is all of `item`. Its tensors, if any, are read too.
+///
+/// Some types that Python distinguishes are one here: an `OrderedDict` or `defaultdict` becomes a dict, a frozenset a
+/// set, `torch.Size` a tuple, a dtype, device or path its text.
+pub fn decode_value<S: ReadAt>(item: &S) -> Result<PlainValue, FormatError> {
+    let directory = Directory::read(item)?;
+    directory.check_byte_order(item)?;
+    let pickle = directory.read_record(item, "data.pkl", MAX_OBJECT_BYTES)?;
+    let parsed = parse(&pickle)?;
+    let mut loader = TensorLoader::new(&directory, item);
+    convert(&parsed, parsed.root(), &mut Walk::new(&parsed), &mut |tensor| loader.load(tensor))
+}
+
+/// Reads how the tensor is quantized that is the archive's root.
+pub(crate) fn quantizer_of(archive: &Directory, source: &dyn ReadAt) -> Result<Option<PlainValue>, FormatError> {
+    let pickle = archive.read_record(source, "data.pkl", MAX_OBJECT_BYTES)?;
+    let parsed = parse(&pickle)?;
+    let quantizer = TensorRef::of(&parsed, parsed.root())?.and_then(|tensor| tensor.quantizer);
+    let Some(quantizer) = quantizer else { return Ok(None) };
+    let mut loader = TensorLoader::new(archive, source);
+    convert(&parsed, quantizer, &mut Walk::new(&parsed), &mut |tensor| loader.load(tensor)).map(Some)
+}
+
+/// A loader of the tensors inside values, up to a limit of bytes in all.
+pub(crate) struct TensorLoader<'a> {
+    archive: &'a Directory,
+    source: &'a dyn ReadAt,
+    left: u64,
+}
+
+impl<'a> TensorLoader<'a> {
+    /// Makes a loader of tensors whose storages are in this archive.
+    pub(crate) fn new(archive: &'a Directory, source: &'a dyn ReadAt) -> Self {
+        TensorLoader { archive, source, left: MAX_OBJECT_BYTES }
+    }
+
+    pub(crate) fn load(&mut self, tensor: &TensorRef) -> Result<PlainTensor, FormatError> {
+        let element = tensor.dtype.size_in_bytes() as usize;
+        let length = tensor.shape.iter().product::<usize>() * element;
+        let name = format!("data/{}", tensor.storage);
+        let record = self.archive.get(&name)?;
+        if record.length < tensor.storage_bytes {
+            let found = format!("one of {}", record.length);
+            return Err(FormatError::unexpected(format!("a storage of {} bytes", tensor.storage_bytes), found));
+        }
+        // An expanded tensor is larger than its storage, but not absurdly so: a lie must not make us allocate.
+        let limit = tensor.storage_bytes.saturating_mul(64).saturating_add(1 << 20).min(self.left);
+        if length as u64 > limit {
+            return Err(FormatError::Limit { what: "bytes of tensors in a value", value: length as u64, limit });
+        }
+        self.left -= length as u64;
+        let start = self.archive.data_offset(self.source, &name, record)?;
+        let whole = TensorBox::whole(&tensor.shape);
+        let mut data = vec![0; length];
+        read_overlap(&mut BlockReader::new(self.source), start, element, &tensor.layout, &whole, &whole, &mut data)?;
+        Ok(PlainTensor { dtype: tensor.dtype, shape: tensor.shape.clone(), data })
+    }
+}
+
+/// Returns the plain value of a pickle's node. A tensor in it is an error: its bytes lie elsewhere.
+pub fn value_of(pickle: &Pickle<'_>, id: NodeId) -> Result<PlainValue, FormatError> {
+    convert(pickle, id, &mut Walk::new(pickle), &mut |_| {
+        Err(FormatError::Unsupported { what: "a tensor inside this value".to_owned() })
+    })
+}
+
+/// Turns a node into a value; `load` fetches the tensors in it.
+pub(crate) fn convert(
+    p: &Pickle<'_>,
+    id: NodeId,
+    walk: &mut Walk,
+    load: &mut dyn FnMut(&TensorRef) -> Result<PlainTensor, FormatError>,
+) -> Result<PlainValue, FormatError> {
+    walk.enter(p, id)?;
+    let mut all = |walk: &mut Walk, items: &[NodeId]| -> Result<Vec<PlainValue>, FormatError> {
+        items.iter().map(|&item| convert(p, item, walk, load)).collect()
+    };
+    let value = match p.node(id) {
+        Node::None => PlainValue::None,
+        Node::Bool(value) => PlainValue::Bool(*value),
+        Node::Int(value) => PlainValue::Int(*value),
+        Node::BigInt(bytes) => PlainValue::BigInt(bytes.to_vec()),
+        Node::Float(value) => PlainValue::Float(*value),
+        Node::Str(text) => PlainValue::Str((*text).to_owned()),
+        Node::Bytes(bytes) => PlainValue::Bytes(bytes.to_vec()),
+        Node::Tuple(_) => PlainValue::Tuple(all(walk, p.sequence(id)?)?),
+        Node::List(items) => PlainValue::List(all(walk, items)?),
+        Node::Set(items) => PlainValue::Set(all(walk, items)?),
+        Node::Dict(entries) => {
+            let mut dict: Vec<(PlainValue, PlainValue)> = Vec::with_capacity(entries.len());
+            for &(key, value) in entries {
+                let key = convert(p, key, walk, load)?;
+                dict.push((key, convert(p, value, walk, load)?));
+            }
+            PlainValue::Dict(dict)
+        }
+        Node::Global(Global::DType(dtype)) => PlainValue::Str(format!("torch.{dtype}")),
+        Node::Global(Global::QScheme(name)) => PlainValue::Str(format!("torch.{name}")),
+        Node::Global(_) | Node::PersistentId(_) => return Err(p.wrong(id, "a plain value").into()),
+        Node::Object(object) => match (object.global, p.args(object)) {
+            (Global::Size, _) => {
+                PlainValue::Tuple(p.sizes(id)?.into_iter().map(|size| PlainValue::Int(size as i64)).collect())
+            }
+            (Global::Path, parts) => {
+                let parts = parts.iter().map(|&part| p.str(part)).collect::<Result<Vec<_>, _>>()?;
+                PlainValue::Str(parts.join("/").replacen("//", "/", 1))
+            }
+            (Global::Device, [kind]) => PlainValue::Str(p.str(*kind)?.to_owned()),
+            (Global::Device, [kind, index]) => PlainValue::Str(format!("{}:{}", p.str(*kind)?, p.int(*index)?)),
+            _ => match TensorRef::of(p, id)? {
+                Some(tensor) => PlainValue::Tensor(load(&tensor)?),
+                None => return Err(p.wrong(id, "a plain value").into()),
+            },
+        },
+    };
+    walk.leave();
+    Ok(value)
+}

@@ -1,0 +1,37 @@
+//! The zip container of torch: stored entries only, one root directory, tensor storages aligned.
+//!
+//! ```text
+//! header  <root>/data.pkl           a pickle, protocol 2
+//! header  <root>/.format_version    "1"
+//! header  <root>/.storage_alignment "64"
+//! header  <root>/byteorder          "little"
+//! header  <root>/version            "3\n"
+//! header  <root>/data/0             raw bytes of storage 0, starting at a multiple of 64 from the archive's start
+//!         …
+//! central directory, zip64 end records where needed, end record
+//! ```
+//!
+//! [`Directory`] reads it by range; [`ArchiveLayout`] says where each byte will lie before any storage is there.
+
+mod layout;
+mod read;
+
+pub use layout::ArchiveLayout;
+#[cfg(test)]
+use layout::STORAGE_ALIGNMENT;
+pub use read::Directory;
+
+/// The root directory of the archives in `.distcp` files.
+pub(crate) const ROOT: &str = "archive";
+
+pub(crate) const LOCAL_HEADER: u32 = 0x0403_4b50;
+pub(crate) const DIRECTORY_ENTRY: u32 = 0x0201_4b50;
+pub(crate) const END: u32 = 0x0605_4b50;
+pub(crate) const ZIP64_END: u32 = 0x0606_4b50;
+pub(crate) const ZIP64_LOCATOR: u32 = 0x0706_4b50;
+pub(crate) const ZIP64_EXTRA: u16 = 1;
+/// The content of a 32-bit field whose value is in the zip64 record.
+pub(crate) const IN_ZIP64: u32 = u32::MAX;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,265 @@
+//! Reads the directory of a torch archive, without reading its storages.
+
+use indexmap::IndexMap;
+
+use super::{DIRECTORY_ENTRY, END, IN_ZIP64, LOCAL_HEADER, ZIP64_END, ZIP64_EXTRA, ZIP64_LOCATOR};
+use crate::error::FormatError;
+use crate::limits::MAX_ZIP_DIRECTORY_BYTES;
+use crate::storage::read_at::ReadAt;
+
+/// The records of an archive, by their name below its root.
+#[derive(Debug, Clone)]
+pub struct Directory {
+    /// The one root directory, e.g. `archive`.
+    pub root: String,
+    /// The records, in the order of the directory.
+    pub records: IndexMap<String, Record>,
+}
+
+/// One stored record.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Record {
+    /// The start of its local header.
+    pub header: u64,
+    /// Bytes of its data.
+    pub length: u64,
+    /// CRC-32 of its data, as the directory claims. torch does not check it, and may leave it 0.
+    pub crc: u32,
+    name_length: u16,
+}
+
+/// The end record without a comment: what all known writers leave.
+const END_LENGTH: u64 = 22;
+/// The farthest from the end that the end record may start: with the longest comment.
+const LONGEST_END: u64 = END_LENGTH + u16::MAX as u64;
+
+fn bad(offset: u64, what: &'static str) -> FormatError {
+    FormatError::Archive { offset, what }
+}
+
+fn u16_at(bytes: &[u8], at: usize) -> u16 {
+    bytes.get(at..at + 2).map_or(0, |bytes| u16::from_le_bytes([bytes[0], bytes[1]]))
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    bytes.get(at..at + 4).and_then(|bytes| bytes.try_into().ok()).map_or(0, u32::from_le_bytes)
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    bytes.get(at..at + 8).and_then(|bytes| bytes.try_into().ok()).map_or(0, u64::from_le_bytes)
+}
+
+fn read(source: &dyn ReadAt, offset: u64, length: u64) -> Result<Vec<u8>, FormatError> {
+    let mut bytes = vec![0; length as usize];
+    source.read_exact_at(offset, &mut bytes)?;
+    Ok(bytes)
+}
+
+/// Returns `true` if the size in a header is this length, or is told elsewhere.
+fn is_length(size: u32, length: u64) -> bool {
+    size == IN_ZIP64 || u64::from(size) == length
+}
+
+impl Directory {
+    /// Reads the directory of the archive that is all of `source`.
+    pub fn read(source: &dyn ReadAt) -> Result<Self, FormatError> {
+        let (start, length, count) = locate(source)?;
+        if length > MAX_ZIP_DIRECTORY_BYTES {
+            let limit = MAX_ZIP_DIRECTORY_BYTES;
+            return Err(FormatError::Limit { what: "zip directory length", value: length, limit });
+        }
+        // Every entry takes at least 46 bytes, so the count cannot make us allocate more than the directory itself.
+        if count > length / 46 {
+            return Err(bad(start, "the directory is too short for its number of entries"));
+        }
+        let bytes = read(source, start, length)?;
+        let mut root: Option<String> = None;
+        let mut records = IndexMap::with_capacity(count as usize);
+        let mut at = 0usize;
+        for _ in 0..count {
+            let (name, record, next) = entry(&bytes, at, start)?;
+            let here = start + at as u64;
+            let (top, below) =
+                name.split_once('/').ok_or_else(|| bad(here, "a record lies outside the root directory"))?;
+            if *root.get_or_insert_with(|| top.to_owned()) != top {
+                return Err(bad(here, "the archive has several root directories"));
+            }
+            let end = record
+                .header
+                .checked_add(30 + u64::from(record.name_length))
+                .and_then(|at| at.checked_add(record.length));
+            if end.is_none_or(|end| end > start) {
+                return Err(bad(here, "a record does not lie before the directory"));
+            }
+            if records.insert(below.to_owned(), record).is_some() {
+                return Err(bad(here, "a record stands twice in the directory"));
+            }
+            at = next;
+        }
+        if at as u64 != length {
+            return Err(bad(start + at as u64, "the directory's length is wrong"));
+        }
+        // After the single records have been checked, so that their ranges cannot overflow.
+        check_disjoint(records.values())?;
+        Ok(Directory { root: root.unwrap_or_default(), records })
+    }
+
+    /// Returns the record of this name.
+    pub fn get(&self, name: &str) -> Result<&Record, FormatError> {
+        self.records.get(name).ok_or_else(|| FormatError::MissingRecord { name: name.to_owned() })
+    }
+
+    /// Returns where the data of a record starts, after checking its local header.
+    pub fn data_offset(&self, source: &dyn ReadAt, name: &str, record: &Record) -> Result<u64, FormatError> {
+        let header = read(source, record.header, 30 + u64::from(record.name_length))?;
+        let wrong = |what| bad(record.header, what);
+        if u32_at(&header, 0) != LOCAL_HEADER {
+            return Err(wrong("no local header where the directory says"));
+        }
+        let full_name = header.get(30..).unwrap_or_default();
+        let same = full_name.len() == self.root.len() + 1 + name.len()
+            && full_name.starts_with(self.root.as_bytes())
+            && full_name.ends_with(name.as_bytes());
+        if u16_at(&header, 26) != record.name_length || !same {
+            return Err(wrong("the local header is another record's"));
+        }
+        if u16_at(&header, 8) != 0 {
+            return Err(wrong("the record is compressed"));
+        }
+        // With a data descriptor (bit 3) the header's own sizes are 0.
+        let (stored, full) = (u32_at(&header, 18), u32_at(&header, 22));
+        let deferred = u16_at(&header, 6) & 8 != 0 && stored == 0 && full == 0;
+        let agree = is_length(stored, record.length) && is_length(full, record.length);
+        if !deferred && !agree {
+            return Err(wrong("the local header and the directory disagree on the length"));
+        }
+        let data = record.header + 30 + u64::from(record.name_length) + u64::from(u16_at(&header, 28));
+        match data.checked_add(record.length) {
+            Some(end) if end <= source.len() => Ok(data),
+            _ => Err(wrong("the record ends beyond the archive")),
+        }
+    }
+
+    /// Refuses archives of big-endian machines. Older torch wrote no record of it, and little-endian bytes.
+    pub fn check_byte_order(&self, source: &dyn ReadAt) -> Result<(), FormatError> {
+        if self.records.contains_key("byteorder") {
+            let order = self.read_record(source, "byteorder", 16)?;
+            if order != b"little" {
+                let what = format!("the byte order `{}`", String::from_utf8_lossy(&order));
+                return Err(FormatError::Unsupported { what });
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads all bytes of a small record.
+    pub fn read_record(&self, source: &dyn ReadAt, name: &str, limit: u64) -> Result<Vec<u8>, FormatError> {
+        let record = self.get(name)?;
+        if record.length > limit {
+            return Err(FormatError::Limit { what: "record length", value: record.length, limit });
+        }
+        let data = self.data_offset(source, name, record)?;
+        read(source, data, record.length)
+    }
+}
+
+/// Finds the directory: its start, length and number of entries.
+fn locate(source: &dyn ReadAt) -> Result<(u64, u64, u64), FormatError> {
+    let total = source.len();
+    // Mostly there is no comment, and the end record is the last bytes; only otherwise more is read.
+    let mut tail_length = END_LENGTH.min(total);
+    let mut tail = read(source, total - tail_length, tail_length)?;
+    if u32_at(&tail, 0) != END || u16_at(&tail, 20) != 0 {
+        tail_length = LONGEST_END.min(total);
+        tail = read(source, total - tail_length, tail_length)?;
+    }
+    // The end record is the last one, and its comment reaches exactly to the end.
+    let found = (0..tail.len().saturating_sub(END_LENGTH as usize - 1)).rev().find(|&at| {
+        u32_at(&tail, at) == END && at + END_LENGTH as usize + usize::from(u16_at(&tail, at + 20)) == tail.len()
+    });
+    let at = found.ok_or_else(|| bad(total, "no zip end record: the archive is cut short, or is none"))?;
+    let end_at = total - tail_length + at as u64;
+    let end = &tail[at..];
+    let mut count = u64::from(u16_at(end, 10));
+    let mut length = u64::from(u32_at(end, 12));
+    let mut start = u64::from(u32_at(end, 16));
+    let mut limit = end_at;
+    // One value too large for the end record, and all are in the zip64 one, which a locator before it names.
+    if count == u64::from(u16::MAX) || length == u64::from(IN_ZIP64) || start == u64::from(IN_ZIP64) {
+        let locator_at = end_at.checked_sub(20).ok_or_else(|| bad(end_at, "no zip64 locator"))?;
+        let locator = read(source, locator_at, 20)?;
+        if u32_at(&locator, 0) != ZIP64_LOCATOR {
+            return Err(bad(locator_at, "no zip64 locator"));
+        }
+        limit = u64_at(&locator, 8);
+        if limit.checked_add(56).is_none_or(|end| end > locator_at) {
+            return Err(bad(locator_at, "the zip64 locator points nowhere"));
+        }
+        let record = read(source, limit, 56)?;
+        if u32_at(&record, 0) != ZIP64_END {
+            return Err(bad(limit, "no zip64 end record where the locator says"));
+        }
+        (count, length, start) = (u64_at(&record, 32), u64_at(&record, 40), u64_at(&record, 48));
+    }
+    if start.checked_add(length).is_none_or(|end| end > limit) {
+        return Err(bad(end_at, "the directory does not lie before its end record"));
+    }
+    Ok((start, length, count))
+}
+
+/// Reads the directory's entry at `at`: name, record, and where the next one starts.
+fn entry(bytes: &[u8], at: usize, start: u64) -> Result<(&str, Record, usize), FormatError> {
+    let here = start + at as u64;
+    let fixed = bytes.get(at..at + 46).ok_or_else(|| bad(here, "the directory is cut short"))?;
+    if u32_at(fixed, 0) != DIRECTORY_ENTRY {
+        return Err(bad(here, "not a directory entry"));
+    }
+    let name_length = u16_at(fixed, 28);
+    let name_end = at + 46 + usize::from(name_length);
+    let extra_end = name_end + usize::from(u16_at(fixed, 30));
+    let next = extra_end + usize::from(u16_at(fixed, 32));
+    let name = bytes.get(at + 46..name_end).ok_or_else(|| bad(here, "the directory is cut short"))?;
+    let mut extra = bytes.get(name_end..extra_end).ok_or_else(|| bad(here, "the directory is cut short"))?;
+    if next > bytes.len() {
+        return Err(bad(here, "the directory is cut short"));
+    }
+    let name = std::str::from_utf8(name).map_err(|_| bad(here, "a record's name is not UTF-8"))?;
+    let plain =
+        !name.contains(['\\', '\0']) && name.split('/').all(|part| !part.is_empty() && part != "." && part != "..");
+    if !plain {
+        return Err(bad(here, "a record's name is not a plain relative path"));
+    }
+    if u16_at(fixed, 10) != 0 {
+        return Err(bad(here, "the record is compressed"));
+    }
+    let (stored32, full32, header32) = (u32_at(fixed, 20), u32_at(fixed, 24), u32_at(fixed, 42));
+    // Values that do not fit 32 bits are in the zip64 field, in this order.
+    let (mut stored, mut full, mut header) = (u64::from(stored32), u64::from(full32), u64::from(header32));
+    while extra.len() >= 4 {
+        let length = usize::from(u16_at(extra, 2));
+        let Some(field) = extra.get(4..4 + length) else { break };
+        if u16_at(extra, 0) == ZIP64_EXTRA {
+            let mut values = field.chunks_exact(8).map(|value| u64_at(value, 0));
+            for (value, of) in [(&mut full, full32), (&mut stored, stored32), (&mut header, header32)] {
+                if of == IN_ZIP64 {
+                    *value = values.next().ok_or_else(|| bad(here, "a zip64 value is missing"))?;
+                }
+            }
+        }
+        extra = &extra[4 + length..];
+    }
+    if stored != full {
+        return Err(bad(here, "a stored record has two lengths"));
+    }
+    Ok((name, Record { header, length: full, crc: u32_at(fixed, 16), name_length }, next))
+}
+
+/// Refuses records that share bytes: they make an archive larger than it is, or mean two things at once.
+fn check_disjoint<'r>(records: impl Iterator<Item = &'r Record>) -> Result<(), FormatError> {
+    let mut ranges: Vec<_> = records.map(|r| (r.header, r.header + 30 + u64::from(r.name_length) + r.length)).collect();
+    ranges.sort_unstable();
+    match ranges.windows(2).find(|pair| pair[1].0 < pair[0].1) {
+        Some(pair) => Err(bad(pair[1].0, "two records overlap")),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,142 @@
+//! Archives: ours are read by an independent zip reader, and hostile ones are refused.
+
+use super::*;
+use crate::error::FormatError;
+use crate::storage::read_at::ReadAt;
+use std::io::Read as _;
+
+fn archive(storages: &[&[u8]]) -> Vec<u8> {
+    let lengths: Vec<u64> = storages.iter().map(|s| s.len() as u64).collect();
+    let crcs: Vec<u32> = storages.iter().map(|s| crc32fast::hash(s)).collect();
+    let layout = ArchiveLayout::new("archive", b"\x80\x02N.".to_vec(), &lengths);
+    let mut bytes = layout.head(crcs.first().copied().unwrap_or(0));
+    for (index, storage) in storages.iter().enumerate() {
+        if index > 0 {
+            bytes.extend(layout.storage_header(index, crcs[index]));
+        }
+        assert_eq!(bytes.len() as u64, layout.storage_offset(index));
+        assert_eq!(bytes.len() % STORAGE_ALIGNMENT as usize, 0);
+        bytes.extend_from_slice(storage);
+    }
+    assert_eq!(bytes.len() as u64, layout.tail_offset());
+    bytes.extend(layout.tail(&crcs));
+    assert_eq!(bytes.len() as u64, layout.length());
+    bytes
+}
+
+#[test]
+fn an_independent_zip_reader_reads_ours_and_checks_its_crcs() {
+    for storages in [&[][..], &[b"".as_slice()], &[b"hello"], &[b"a", b"", &[7; 1000]]] {
+        let bytes = archive(storages);
+        let mut zip = zip::ZipArchive::new(std::io::Cursor::new(&bytes)).unwrap();
+        let mut content = Vec::new();
+        zip.by_name("archive/version").unwrap().read_to_end(&mut content).unwrap();
+        assert_eq!(content, b"3\n");
+        for (index, storage) in storages.iter().enumerate() {
+            content.clear();
+            zip.by_name(&format!("archive/data/{index}")).unwrap().read_to_end(&mut content).unwrap();
+            assert_eq!(&content, storage);
+        }
+        let directory = Directory::read(&bytes).unwrap();
+        assert_eq!(directory.root, "archive");
+        assert_eq!(directory.records.len(), 5 + storages.len());
+        for (index, storage) in storages.iter().enumerate() {
+            assert_eq!(directory.read_record(&bytes, &format!("data/{index}"), 1 << 20).unwrap(), *storage);
+        }
+    }
+}
+
+/// A source of many zeros with a few known ranges, so that archives beyond 4 GiB cost nothing.
+struct Sparse {
+    parts: Vec<(u64, Vec<u8>)>,
+    len: u64,
+}
+
+impl ReadAt for Sparse {
+    fn len(&self) -> u64 {
+        self.len
+    }
+
+    fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
+        dst.fill(0);
+        for (start, bytes) in &self.parts {
+            for (i, byte) in bytes.iter().enumerate() {
+                let at = start + i as u64;
+                if at >= offset && at < offset + dst.len() as u64 {
+                    dst[(at - offset) as usize] = *byte;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn storages_beyond_4_gib_take_zip64() {
+    for lengths in [&[u64::from(u32::MAX) - 1][..], &[u64::from(u32::MAX)], &[5 << 30], &[5 << 30, 7, 6 << 30]] {
+        let layout = ArchiveLayout::new("archive", b"\x80\x02N.".to_vec(), lengths);
+        let mut parts = vec![(0, layout.head(1))];
+        for index in 1..lengths.len() {
+            let header = layout.storage_header(index, 1);
+            parts.push((layout.storage_offset(index) - header.len() as u64, header));
+        }
+        parts.push((layout.tail_offset(), layout.tail(&vec![1; lengths.len()])));
+        let source = Sparse { parts, len: layout.length() };
+        let directory = Directory::read(&source).unwrap();
+        for (index, &length) in lengths.iter().enumerate() {
+            let name = format!("data/{index}");
+            let record = directory.get(&name).unwrap();
+            assert_eq!(record.length, length);
+            assert_eq!(directory.data_offset(&source, &name, record).unwrap(), layout.storage_offset(index));
+        }
+    }
+}
+
+#[test]
+fn every_prefix_and_every_flip_is_an_error_or_harmless() {
+    let bytes = archive(&[b"hello"]);
+    for end in 0..bytes.len() {
+        assert!(Directory::read(&bytes[..end].to_vec()).is_err(), "prefix of {end} bytes");
+    }
+    for bit in 0..bytes.len() * 8 {
+        let mut flipped = bytes.clone();
+        flipped[bit / 8] ^= 1 << (bit % 8);
+        // No panic, no wrong length; which flips are noticed is the integrity file's business.
+        if let Ok(directory) = Directory::read(&flipped) {
+            for name in directory.records.keys() {
+                let _ = directory.read_record(&flipped, name, 1 << 10);
+            }
+        }
+    }
+}
+
+#[test]
+fn names_that_lead_elsewhere_overlaps_and_duplicates_are_refused() {
+    let good = archive(&[b"hello"]);
+    let patch = |from: &[u8], to: &[u8]| {
+        let mut bytes = good.clone();
+        let mut at = 0;
+        while let Some(found) = bytes[at..].windows(from.len()).position(|window| window == from) {
+            bytes[at + found..at + found + to.len()].copy_from_slice(to);
+            at += found + from.len();
+        }
+        bytes
+    };
+    for (from, to) in [
+        (&b"archive/version"[..], &b"archive/../etcp"[..]),
+        (b"archive/version", b"/rchive/version"),
+        (b"archive/version", b"archive\\version"),
+        (b"archive/version", b"archive/versi\0n"),
+        (b"archive/version", b"archivf/version"),
+        (b"archive/version", b"archive/data.pk"),
+    ] {
+        let outcome = Directory::read(&patch(from, to));
+        // The last one only renames a record, to a name that nothing else has.
+        assert_eq!(outcome.is_ok(), to == b"archive/data.pk", "{}", String::from_utf8_lossy(to));
+    }
+    // Two directory entries for one record.
+    let directory = Directory::read(&good).unwrap();
+    let duplicate = patch(b"archive/.format_version", b"archive/.format_version");
+    assert!(Directory::read(&duplicate).is_ok());
+    assert!(matches!(directory.get("nothing"), Err(FormatError::MissingRecord { .. })));
+}

@@ -1,0 +1,84 @@
+//! The report of a verification.
+
+use crate::elements::Census;
+use crate::metadata::StorageInfo;
+
+/// Something that is wrong.
+#[derive(Debug)]
+pub struct Problem {
+    /// The flat key, where one is concerned.
+    pub fqn: Option<String>,
+    /// The file, relative to the checkpoint, where one is concerned.
+    pub file: Option<String>,
+    /// The first bad byte in that file, where it is known.
+    pub offset: Option<u64>,
+    /// The error, with its causes.
+    pub error: String,
+}
+
+/// The findings of a verification.
+#[derive(Debug, Default)]
+pub struct Report {
+    /// All problems, in the order in which they were found: files in the order of their names.
+    pub problems: Vec<Problem>,
+    /// `true` if hashes were there to check against.
+    pub has_integrity: bool,
+    /// Tensors looked at.
+    pub tensors: usize,
+    /// Values looked at.
+    pub values: usize,
+    /// Bytes read.
+    pub bytes_read: u64,
+    /// At [`Level::Deep`](super::Level::Deep): copies beyond the first of replicated tensors and values, each compared with the first.
+    pub replicas: usize,
+    /// At [`Level::Deep`](super::Level::Deep): keys of tensors with NaN or infinities, and how many of each.
+    pub not_finite: Vec<(String, Census)>,
+}
+
+impl Report {
+    /// Returns `true` if all is well. NaN and infinities are not held against a checkpoint.
+    #[must_use]
+    pub fn is_ok(&self) -> bool {
+        self.problems.is_empty()
+    }
+
+    /// Adds a problem with a key, or with the item that is stored for it.
+    pub(super) fn add(
+        &mut self,
+        fqn: Option<&str>,
+        stored: Option<&StorageInfo>,
+        error: &(dyn std::error::Error + 'static),
+    ) {
+        self.problems.push(Problem {
+            fqn: fqn.map(str::to_owned),
+            file: stored.map(|stored| stored.relative_path.clone()),
+            offset: corrupt_at(error).or_else(|| stored.map(|stored| stored.offset)),
+            error: with_causes(error),
+        });
+    }
+}
+
+/// Returns an error and its causes in one line.
+#[must_use]
+pub fn with_causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text.push_str(": ");
+        text.push_str(&cause.to_string());
+        source = cause.source();
+    }
+    text
+}
+
+/// Returns where in its file a corrupt block starts.
+pub(super) fn corrupt_at(error: &(dyn std::error::Error + 'static)) -> Option<u64> {
+    let mut next = Some(error);
+    while let Some(error) = next {
+        if let Some(crate::FormatError::Corrupt { offset, .. }) = error.downcast_ref() {
+            return Some(*offset);
+        }
+        next = error.source();
+    }
+    None
+}

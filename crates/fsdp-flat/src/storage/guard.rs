@@ -1,0 +1,374 @@
+//! Guards over the elements of tensors: bytes and slices in the host's memory.
+
+use std::marker::PhantomData;
+use std::ops::{Deref, DerefMut, Range};
+
+use candle_core::{CpuStorage, Storage, StorageRef, Tensor};
+
+use super::host::{Scalar, TensorBuffer, bytes_of, bytes_of_mut};
+use super::lend::{StorageMut, contiguous_range, is_released_storage, released, unsupported, with_storage_mut};
+use crate::FlatError;
+#[cfg(feature = "cuda")]
+use crate::cuda;
+
+/// The bytes of a contiguous tensor, row-major, in the machine's byte order.
+///
+/// Holds the read lock of the tensor's storage: whoever changes the storage waits. The bytes of a tensor on a GPU are a
+/// copy of them on the host.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use fsdp_flat::storage::HostBytes;
+/// let tensor = Tensor::new(&[1u8, 2, 3, 4], &Device::Cpu)?.narrow(0, 1, 2)?;
+/// assert_eq!(*HostBytes::read(&tensor)?, [2, 3]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct HostBytes<'a>(Source<'a>);
+
+/// The place that bytes are read from.
+enum Source<'a> {
+    /// A storage in the host's memory, and the bytes of the tensor in it.
+    Lent(StorageRef<'a>, Range<usize>),
+    /// A copy of what is elsewhere.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "all memory is the host's"))]
+    Copied(TensorBuffer),
+}
+
+impl<'a> HostBytes<'a> {
+    /// Reads a tensor.
+    ///
+    /// # Errors
+    /// A tensor that is released, not contiguous, on a device that this build does not know, or of a dtype whose elements
+    /// are not plain bytes; [`FlatError::OutOfMemory`] for the copy of a GPU's.
+    pub fn read(tensor: &'a Tensor) -> Result<Self, FlatError> {
+        let (storage, layout) = tensor.storage_and_layout();
+        let range = byte_range(tensor, contiguous_range(tensor, layout)?);
+        match &*storage {
+            Storage::Cpu(data) => {
+                check_readable(tensor, data, &range)?;
+                Ok(HostBytes(Source::Lent(storage, range)))
+            }
+            #[cfg(feature = "cuda")]
+            Storage::Cuda(data) => {
+                let mut copy = TensorBuffer::zeros(&[tensor.elem_count()], tensor.dtype())?;
+                cuda::read(tensor, data, range, copy.bytes_mut())?;
+                Ok(HostBytes(Source::Copied(copy)))
+            }
+            _ => Err(FlatError::device(tensor)),
+        }
+    }
+}
+
+impl Deref for HostBytes<'_> {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match &self.0 {
+            Source::Lent(storage, range) => match &**storage {
+                // `read` has checked that there are such bytes, and the lock has been held since then.
+                Storage::Cpu(data) => bytes_of(data).and_then(|bytes| bytes.get(range.clone())).unwrap_or_default(),
+                _ => &[],
+            },
+            Source::Copied(copy) => copy.bytes(),
+        }
+    }
+}
+
+impl std::fmt::Debug for HostBytes<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("HostBytes").field("len", &self.len()).finish_non_exhaustive()
+    }
+}
+
+/// The bytes of a contiguous tensor, row-major, in the machine's byte order, to be changed in place.
+///
+/// Holds the tensor's storage itself, which candle lends to nobody for longer than a call, and gives it back on drop. Until
+/// then whoever reads the tensor, or one that shares its storage, gets the error of a released one. The bytes of a tensor
+/// on a GPU are a copy on the host, which [`Self::finish`] or the drop writes back.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use fsdp_flat::storage::HostBytesMut;
+/// let tensor = Tensor::new(&[1u8, 2, 3, 4], &Device::Cpu)?;
+/// let mut bytes = HostBytesMut::write(&tensor.narrow(0, 1, 2)?)?;
+/// bytes.fill(7);
+/// bytes.finish()?;
+/// assert_eq!(tensor.to_vec1::<u8>()?, [1, 7, 7, 4]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct HostBytesMut {
+    tensor: Tensor,
+    range: Range<usize>,
+    /// The bytes; `None` once they have been given back.
+    held: Option<Held>,
+}
+
+/// The bytes that a [`HostBytesMut`] holds.
+#[derive(Debug)]
+enum Held {
+    /// The tensor's storage.
+    Storage(CpuStorage),
+    /// A copy of what is on a GPU.
+    #[cfg(feature = "cuda")]
+    Copy(TensorBuffer),
+}
+
+impl HostBytesMut {
+    /// Takes a tensor's storage to change it.
+    ///
+    /// # Errors
+    /// The same as [`HostBytes::read`]; so does a tensor whose elements another guard holds.
+    pub fn write(tensor: &Tensor) -> Result<Self, FlatError> {
+        let (held, range) = with_storage_mut(tensor, |storage, layout| {
+            let range = byte_range(tensor, contiguous_range(tensor, layout)?);
+            match storage {
+                StorageMut::Cpu(storage) => {
+                    check_readable(tensor, storage, &range)?;
+                    Ok((Held::Storage(std::mem::replace(storage, nothing())), range))
+                }
+                #[cfg(feature = "cuda")]
+                StorageMut::Cuda(storage) => {
+                    let mut copy = TensorBuffer::zeros(&[tensor.elem_count()], tensor.dtype())?;
+                    cuda::read(tensor, storage, range.clone(), copy.bytes_mut())?;
+                    Ok((Held::Copy(copy), range))
+                }
+            }
+        })?;
+        Ok(HostBytesMut { tensor: tensor.clone(), range, held: Some(held) })
+    }
+
+    /// Gives the elements back; those of a GPU are copied to it.
+    ///
+    /// # Errors
+    /// The copy's. The drop of a guard does the same, but cannot tell.
+    pub fn finish(mut self) -> Result<(), FlatError> {
+        self.give_back()
+    }
+
+    fn give_back(&mut self) -> Result<(), FlatError> {
+        match self.held.take() {
+            Some(Held::Storage(storage)) => exchange(&self.tensor, storage).map(drop),
+            #[cfg(feature = "cuda")]
+            Some(Held::Copy(mut copy)) => with_storage_mut(&self.tensor, |storage, _| match storage {
+                StorageMut::Cuda(storage) => cuda::write(&self.tensor, storage, self.range.clone(), copy.bytes_mut()),
+                StorageMut::Cpu(_) => Err(FlatError::device(&self.tensor)),
+            }),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Drop for HostBytesMut {
+    fn drop(&mut self) {
+        // Of the host's memory it cannot fail where taking did not. A GPU that failed fails at its next use too.
+        let _ = self.give_back();
+    }
+}
+
+impl Deref for HostBytesMut {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match &self.held {
+            Some(Held::Storage(storage)) => {
+                bytes_of(storage).and_then(|bytes| bytes.get(self.range.clone())).unwrap_or_default()
+            }
+            #[cfg(feature = "cuda")]
+            Some(Held::Copy(copy)) => copy.bytes(),
+            None => &[],
+        }
+    }
+}
+
+impl DerefMut for HostBytesMut {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        match &mut self.held {
+            Some(Held::Storage(storage)) => {
+                bytes_of_mut(storage).and_then(|bytes| bytes.get_mut(self.range.clone())).unwrap_or_default()
+            }
+            #[cfg(feature = "cuda")]
+            Some(Held::Copy(copy)) => copy.bytes_mut(),
+            None => &mut [],
+        }
+    }
+}
+
+/// The elements of a contiguous tensor: [`HostBytes`] as values of its dtype.
+#[derive(Debug)]
+pub struct HostSlice<'a, T> {
+    bytes: HostBytes<'a>,
+    element: PhantomData<T>,
+}
+
+impl<'a, T: Scalar> HostSlice<'a, T> {
+    /// Reads a tensor.
+    ///
+    /// # Errors
+    /// The same as [`HostBytes::read`], and another dtype than `T`.
+    pub fn read(tensor: &'a Tensor) -> Result<Self, FlatError> {
+        check_dtype::<T>(tensor)?;
+        Ok(HostSlice { bytes: HostBytes::read(tensor)?, element: PhantomData })
+    }
+}
+
+impl<T: Scalar> Deref for HostSlice<'_, T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        // Only no bytes at all can lie where no `T` can: they were a vector of `T`.
+        bytemuck::try_cast_slice(&self.bytes).unwrap_or_default()
+    }
+}
+
+/// The elements of a contiguous tensor, to be changed in place: [`HostBytesMut`] as values of its dtype.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use fsdp_flat::storage::HostSliceMut;
+/// let tensor = Tensor::new(&[1f32, 2.], &Device::Cpu)?;
+/// HostSliceMut::<f32>::write(&tensor)?[1] = 7.0;
+/// assert_eq!(tensor.to_vec1::<f32>()?, [1., 7.]);
+/// assert!(HostSliceMut::<f64>::write(&tensor).is_err());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct HostSliceMut<T> {
+    bytes: HostBytesMut,
+    element: PhantomData<T>,
+}
+
+impl<T: Scalar> HostSliceMut<T> {
+    /// Takes a tensor's storage to change it.
+    ///
+    /// # Errors
+    /// The same as [`HostBytesMut::write`], and another dtype than `T`.
+    pub fn write(tensor: &Tensor) -> Result<Self, FlatError> {
+        check_dtype::<T>(tensor)?;
+        Ok(HostSliceMut { bytes: HostBytesMut::write(tensor)?, element: PhantomData })
+    }
+
+    /// Gives the elements back, as [`HostBytesMut::finish`] does.
+    ///
+    /// # Errors
+    /// Those of [`HostBytesMut::finish`].
+    pub fn finish(self) -> Result<(), FlatError> {
+        self.bytes.finish()
+    }
+}
+
+impl<T: Scalar> Deref for HostSliceMut<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        bytemuck::try_cast_slice(&self.bytes).unwrap_or_default()
+    }
+}
+
+impl<T: Scalar> DerefMut for HostSliceMut<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        bytemuck::try_cast_slice_mut(&mut self.bytes).unwrap_or_default()
+    }
+}
+
+/// Returns the bytes that a range of elements takes.
+fn byte_range(tensor: &Tensor, elements: Range<usize>) -> Range<usize> {
+    let size = tensor.dtype().size_in_bytes();
+    elements.start * size..elements.end * size
+}
+
+fn check_dtype<T: Scalar>(tensor: &Tensor) -> Result<(), FlatError> {
+    if tensor.dtype() == T::DTYPE {
+        return Ok(());
+    }
+    let (expected, got) = (T::DTYPE, tensor.dtype());
+    Err(candle_core::Error::UnexpectedDType { msg: "elements of a tensor", expected, got }.into())
+}
+
+/// Checks that a storage holds a tensor's elements, and that those are plain bytes.
+pub(crate) fn check_readable(tensor: &Tensor, storage: &CpuStorage, range: &Range<usize>) -> Result<(), FlatError> {
+    if is_released_storage(tensor, storage) {
+        return Err(released(tensor));
+    }
+    let bytes = bytes_of(storage).ok_or_else(|| unsupported(tensor))?;
+    bytes.get(range.clone()).map(drop).ok_or_else(|| released(tensor))
+}
+
+/// Returns the storage of a released tensor.
+pub(crate) const fn nothing() -> CpuStorage {
+    CpuStorage::F4(Vec::new())
+}
+
+/// Puts a storage behind a tensor, and returns the old one.
+pub(crate) fn exchange(tensor: &Tensor, storage: CpuStorage) -> Result<CpuStorage, FlatError> {
+    with_storage_mut(tensor, |current, _| match current {
+        StorageMut::Cpu(current) => Ok(std::mem::replace(current, storage)),
+        #[cfg(feature = "cuda")]
+        StorageMut::Cuda(_) => Err(FlatError::device(tensor)),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Device};
+
+    use super::*;
+    use crate::storage::{is_released, release, zeros};
+
+    #[test]
+    fn views_are_changed_in_place_and_come_back_also_when_the_change_panics() {
+        let flat = Tensor::zeros(6, DType::F64, &Device::Cpu).unwrap();
+        let view = flat.narrow(0, 2, 3).unwrap();
+        let mut slice = HostSliceMut::<f64>::write(&view).unwrap();
+        slice.copy_from_slice(&[1., 2., 3.]);
+        assert_eq!(slice.iter().sum::<f64>(), 6.0);
+        slice.finish().unwrap();
+        assert_eq!(flat.to_vec1::<f64>().unwrap(), [0., 0., 1., 2., 3., 0.]);
+        assert_eq!(HostBytes::read(&view).unwrap().len(), 24);
+        let failed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            let mut slice = HostSliceMut::<f64>::write(&view).unwrap();
+            slice[0] = 9.0;
+            panic!("halfway");
+        }));
+        assert!(failed.is_err());
+        assert_eq!(*HostSlice::<f64>::read(&flat).unwrap(), [0., 0., 9., 2., 3., 0.]);
+    }
+
+    #[test]
+    fn a_storage_that_is_held_for_change_cannot_be_read_or_held_again() {
+        let flat = Tensor::zeros(4, DType::F32, &Device::Cpu).unwrap();
+        let (low, high) = (flat.narrow(0, 0, 2).unwrap(), flat.narrow(0, 2, 2).unwrap());
+        let held = HostBytesMut::write(&low).unwrap();
+        assert!(is_released(&high));
+        assert!(matches!(HostBytes::read(&high), Err(FlatError::Freed { .. })));
+        assert!(matches!(HostBytesMut::write(&high), Err(FlatError::Freed { .. })));
+        drop(held);
+        let (one, two) = (HostBytes::read(&low).unwrap(), HostBytes::read(&high).unwrap());
+        assert_eq!(*one, *two);
+    }
+
+    #[test]
+    fn what_has_no_plain_bytes_in_a_row_is_refused_and_stays() {
+        let whole = Tensor::zeros((2, 3), DType::F32, &Device::Cpu).unwrap();
+        let transposed = whole.t().unwrap();
+        assert!(matches!(HostBytes::read(&transposed), Err(FlatError::NotContiguous { .. })));
+        assert!(matches!(HostBytesMut::write(&transposed), Err(FlatError::NotContiguous { .. })));
+        assert!(matches!(HostSlice::<f64>::read(&whole), Err(FlatError::Candle(_))));
+        assert!(!is_released(&whole));
+        release(&whole).unwrap();
+        assert!(matches!(HostSlice::<f32>::read(&whole), Err(FlatError::Freed { .. })));
+        assert!(matches!(HostSliceMut::<f32>::write(&whole), Err(FlatError::Freed { .. })));
+    }
+
+    #[test]
+    fn tensors_without_elements_are_empty_slices() {
+        for shape in [vec![0], vec![2, 0], vec![0, 2], vec![3, 0, 2]] {
+            let tensor = zeros(&shape, DType::F64).unwrap();
+            assert!(HostSlice::<f64>::read(&tensor).unwrap().is_empty());
+            let mut slice = HostSliceMut::<f64>::write(&tensor).unwrap();
+            assert!(slice.is_empty() && slice.iter_mut().next().is_none(), "{shape:?}");
+            slice.finish().unwrap();
+            assert!(!is_released(&tensor));
+        }
+    }
+}

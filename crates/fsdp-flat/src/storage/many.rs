@@ -1,0 +1,180 @@
+//! The memory of many tensors at once, to be filled in place.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use candle_core::{CpuStorage, Storage, Tensor};
+
+use super::guard::{check_readable, exchange, nothing};
+use super::host::bytes_of_mut;
+use super::lend::contiguous_range;
+use crate::FlatError;
+
+/// The storages of some CPU tensors, taken out of them; given back on drop.
+///
+/// candle lends one storage at a time, and only for the length of a call. Until these are back, whoever reads one of the
+/// tensors, or a tensor that shares a storage with them, gets the error of a released one.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use fsdp_flat::storage::StorageGuard;
+/// let flat = Tensor::zeros(4, candle_core::DType::U8, &Device::Cpu)?;
+/// let (first, last) = (flat.narrow(0, 0, 1)?, flat.narrow(0, 2, 2)?);
+/// let mut taken = StorageGuard::take(&[&last, &first, &last])?;
+/// let filled: Vec<bool> = taken
+///     .bytes_mut()
+///     .into_iter()
+///     .zip([7, 8, 9])
+///     .map(|(bytes, value)| bytes.map(|bytes| bytes.fill(value)).is_some())
+///     .collect();
+/// let same = taken.same_as(2);
+/// drop(taken);
+/// // The third has the elements of the first.
+/// assert_eq!(filled, [true, true, false]);
+/// assert_eq!(same, Some(0));
+/// assert_eq!(flat.to_vec1::<u8>()?, [8, 0, 7, 7]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct StorageGuard {
+    storages: Vec<Taken>,
+    /// For each tensor that was asked for, `true` if it has no elements.
+    is_empty: Vec<bool>,
+    /// For each tensor that was asked for, the one before it that has the same elements.
+    same: Vec<Option<usize>>,
+}
+
+/// A storage, and the bytes in it of the tensors that were asked for.
+#[derive(Debug)]
+struct Taken {
+    /// One of the tensors that it belongs to.
+    owner: Tensor,
+    storage: CpuStorage,
+    /// In ascending order, without overlaps: the index of the tensor, and its bytes.
+    ranges: Vec<(usize, Range<usize>)>,
+}
+
+impl StorageGuard {
+    /// Takes the storages of these tensors. Those on another device stay; so do those that have elements of one that comes
+    /// before them, since no two may be changed at once.
+    ///
+    /// # Errors
+    /// A tensor that is released, not contiguous, or of a dtype whose elements are not plain bytes. Nothing is taken then.
+    pub fn take(tensors: &[&Tensor]) -> Result<Self, FlatError> {
+        let mut by_address: HashMap<usize, usize> = HashMap::new();
+        let mut storages: Vec<Taken> = Vec::new();
+        let mut same = vec![None; tensors.len()];
+        for (index, &tensor) in tensors.iter().enumerate() {
+            let (storage, layout) = tensor.storage_and_layout();
+            let Storage::Cpu(data) = &*storage else { continue };
+            check_readable(tensor, data, &(0..0))?;
+            if tensor.elem_count() == 0 {
+                continue;
+            }
+            let size = tensor.dtype().size_in_bytes();
+            let elements = contiguous_range(tensor, layout)?;
+            let bytes = elements.start * size..elements.end * size;
+            let at = *by_address.entry(std::ptr::from_ref(data).addr()).or_insert_with(|| {
+                storages.push(Taken { owner: tensor.clone(), storage: nothing(), ranges: Vec::new() });
+                storages.len() - 1
+            });
+            let ranges = &mut storages[at].ranges;
+            let place = ranges.partition_point(|(_, other)| other.start < bytes.end);
+            match place.checked_sub(1).map(|before| &ranges[before]) {
+                Some((other, before)) if *before == bytes => same[index] = Some(*other),
+                Some((_, before)) if before.end > bytes.start => {}
+                _ => ranges.insert(place, (index, bytes)),
+            }
+        }
+        let is_empty = tensors.iter().map(|tensor| tensor.elem_count() == 0).collect();
+        let mut taken = StorageGuard { storages: Vec::with_capacity(storages.len()), is_empty, same };
+        for mut storage in storages {
+            storage.storage = exchange(&storage.owner, nothing())?;
+            taken.storages.push(storage);
+        }
+        Ok(taken)
+    }
+
+    /// Returns the tensor before this one that has the very same elements, as tied parameters do; this one stayed then.
+    #[must_use]
+    pub fn same_as(&self, index: usize) -> Option<usize> {
+        self.same.get(index).copied().flatten()
+    }
+
+    /// Returns the bytes of each tensor that was asked for, row-major; `None` for those that stayed.
+    pub fn bytes_mut(&mut self) -> Vec<Option<&mut [u8]>> {
+        let mut all: Vec<Option<&mut [u8]>> = self.is_empty.iter().map(|empty| empty.then(Default::default)).collect();
+        for taken in &mut self.storages {
+            let mut rest = bytes_of_mut(&mut taken.storage).unwrap_or_default();
+            let mut at = 0;
+            for (index, range) in &taken.ranges {
+                let Some((_, from)) = std::mem::take(&mut rest).split_at_mut_checked(range.start - at) else { break };
+                let Some((bytes, after)) = from.split_at_mut_checked(range.len()) else { break };
+                all[*index] = Some(bytes);
+                (rest, at) = (after, range.end);
+            }
+        }
+        all
+    }
+}
+
+impl Drop for StorageGuard {
+    fn drop(&mut self) {
+        for taken in &mut self.storages {
+            // Putting a storage back is the same exchange as taking it, which has succeeded.
+            let _ = exchange(&taken.owner, std::mem::replace(&mut taken.storage, nothing()));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Device};
+
+    use super::*;
+    use crate::storage::{is_released, release};
+
+    fn fill(taken: &mut StorageGuard) -> Vec<Option<usize>> {
+        let slices = taken.bytes_mut().into_iter().enumerate();
+        slices
+            .map(|(index, bytes)| {
+                bytes.map(|bytes| {
+                    bytes.fill(index as u8 + 1);
+                    bytes.len()
+                })
+            })
+            .collect()
+    }
+
+    #[test]
+    fn views_of_one_storage_and_storages_of_their_own_are_filled_where_they_are() {
+        let flat = Tensor::zeros(10, DType::U8, &Device::Cpu).unwrap();
+        let [end, overlapping, start] = [(6, 4), (3, 4), (1, 4)].map(|(at, len)| flat.narrow(0, at, len).unwrap());
+        let own = Tensor::zeros((2, 2), DType::U32, &Device::Cpu).unwrap();
+        let empty = Tensor::zeros((2, 0), DType::F32, &Device::Cpu).unwrap();
+        let mut taken = StorageGuard::take(&[&end, &overlapping, &own, &empty, &start, &end]).unwrap();
+        assert_eq!(
+            (0..6).map(|index| taken.same_as(index)).collect::<Vec<_>>(),
+            [None, None, None, None, None, Some(0)]
+        );
+        assert!([&flat, &end, &own].iter().all(|tensor| is_released(tensor)));
+        assert!(flat.to_vec1::<u8>().is_err());
+        assert_eq!(fill(&mut taken), [Some(4), None, Some(16), Some(0), Some(4), None]);
+        drop(taken);
+        assert_eq!(flat.to_vec1::<u8>().unwrap(), [0, 5, 5, 5, 5, 0, 1, 1, 1, 1]);
+        assert_eq!(own.to_vec2::<u32>().unwrap(), [[0x0303_0303; 2]; 2]);
+        assert_eq!(empty.to_vec2::<f32>().unwrap(), [[]; 2] as [[f32; 0]; 2]);
+    }
+
+    #[test]
+    fn what_cannot_be_filled_is_refused_and_nothing_is_taken() {
+        let whole = Tensor::zeros((2, 3), DType::F32, &Device::Cpu).unwrap();
+        let transposed = whole.t().unwrap();
+        let error = StorageGuard::take(&[&whole, &transposed]).unwrap_err();
+        assert!(matches!(error, FlatError::NotContiguous { .. }), "{error}");
+        assert!(!is_released(&whole));
+        release(&whole).unwrap();
+        let error = StorageGuard::take(&[&whole]).unwrap_err();
+        assert!(matches!(error, FlatError::Freed { .. }), "{error}");
+    }
+}

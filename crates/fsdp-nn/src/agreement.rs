@@ -1,0 +1,66 @@
+//! The agreement of all ranks on the model that they have built.
+
+use fsdp_comm::{CommError, ProcessGroup};
+
+use crate::{NnError, Result};
+
+const OPERATION: &str = "FullyShardedDataParallel::new";
+
+/// Makes one rank's error every rank's, and checks that all ranks describe their models by the same lines.
+/// Collectives: one agreement; where the lines differ, as many all-gathers of a number as the count of lines has bits, and
+/// one of a line.
+pub(crate) fn agree_on_model<T>(
+    group: &ProcessGroup,
+    built: Result<T>,
+    describe: impl FnOnce(&T) -> Vec<String>,
+) -> Result<T> {
+    let lines = built.as_ref().map_or_else(|_| Vec::new(), describe);
+    match group.agree_on(OPERATION, hash(&lines), built.as_ref().map(|_| ())) {
+        // This rank's own error keeps its type.
+        Err(CommError::RankFailed { .. }) if built.is_err() => built,
+        Err(CommError::SchemaMismatch { .. }) => Err(first_difference(group, &lines)?),
+        Err(error) => Err(error.into()),
+        Ok(()) => built,
+    }
+}
+
+fn hash(lines: &[String]) -> u64 {
+    twox_hash::XxHash3_64::oneshot(lines.join("\n").as_bytes())
+}
+
+/// Finds the first line that is not the same on all ranks.
+fn first_difference(group: &ProcessGroup, lines: &[String]) -> Result<NnError> {
+    // Ranks may have different numbers of lines: up to the longest, of which the last round may be the first to differ.
+    let longest = group.all_gather_object(&lines.len())?.into_iter().max().unwrap_or(0);
+    let (mut same, mut different) = (0, longest);
+    // The first `same` lines are the same on all ranks, the first `different` ones are not. All ranks see the same hashes, so
+    // they take the same turns.
+    while same + 1 < different {
+        let middle = same.midpoint(different);
+        let hashes = group.all_gather_object(&hash(&lines[..middle.min(lines.len())]))?;
+        if hashes.iter().all(|hash| *hash == hashes[0]) {
+            same = middle;
+        } else {
+            different = middle;
+        }
+    }
+    let found = group.all_gather_object(&lines.get(same).cloned())?;
+    let mut differences: Vec<(Option<String>, Vec<usize>)> = Vec::new();
+    for (line, &rank) in found.into_iter().zip(group.global_ranks()) {
+        match differences.iter_mut().find(|(other, _)| *other == line) {
+            Some((_, ranks)) => ranks.push(rank),
+            None => differences.push((line, vec![rank])),
+        }
+    }
+    let differences = differences
+        .into_iter()
+        .map(|(line, ranks)| format!("{} {}", on_ranks(&ranks), line.as_deref().unwrap_or("nothing more")));
+    Ok(NnError::DifferentModels { differences: differences.collect() })
+}
+
+fn on_ranks(ranks: &[usize]) -> String {
+    match ranks {
+        [rank] => format!("rank {rank} has"),
+        ranks => format!("ranks {ranks:?} have"),
+    }
+}

@@ -1,0 +1,169 @@
+//! From what a model has declared to the handles of its units.
+
+use std::sync::Arc;
+
+use candle_core::DType;
+use fsdp_comm::ProcessGroup;
+use fsdp_flat::storage::HostSliceMut;
+use fsdp_flat::{FlatParameter, with_float};
+use fsdp_layout::FlatLayout;
+use fsdp_layout::flat::aligned_numel;
+use indexmap::IndexMap;
+
+use crate::config::FsdpConfig;
+use crate::handle::{FlatParamHandle, Groups, Parameter, UnitSpec};
+use crate::scope::{Declared, Registry};
+use crate::shared::Shared;
+use crate::{NnError, Result, ShardingStrategy};
+
+/// The units of a model that have parameters, and what they share.
+#[derive(Debug)]
+pub(crate) struct Built {
+    pub(crate) groups: Groups,
+    pub(crate) strategy: ShardingStrategy,
+    pub(crate) handles: Vec<Arc<FlatParamHandle>>,
+    pub(crate) shared: Arc<Shared>,
+}
+
+/// Lays out what a model has declared and makes this rank's initial values.
+/// Collectives: for `HybridShard` the making of two sub-groups.
+pub(crate) fn build_units(group: &ProcessGroup, config: &FsdpConfig, registry: &Registry) -> Result<Built> {
+    let groups = spread(group, config)?;
+    // As in torch, a single rank has nothing to shard.
+    let strategy = if groups.shard.is_some() { config.strategy } else { ShardingStrategy::NoShard };
+    let mut by_unit: Vec<Vec<(&String, &Declared)>> = registry.units.iter().map(|_| Vec::new()).collect();
+    for (fqn, declared) in &registry.params {
+        by_unit[declared.unit].push((fqn, declared));
+    }
+    let mut built = Built { groups, strategy, handles: Vec::new(), shared: Arc::new(Shared::default()) };
+    for (index, (unit, declared)) in registry.units.iter().zip(&by_unit).enumerate() {
+        if declared.is_empty() {
+            continue;
+        }
+        if !config.use_orig_params && built.handles.iter().any(|other| other.name == unit.name) {
+            return Err(NnError::DuplicateUnit { unit: unit.name.clone() });
+        }
+        let handle = Arc::new(built.unit(index == 0, &unit.name, declared, config)?);
+        for (param, (_, declared)) in declared.iter().enumerate() {
+            declared.slot.set(&handle, param);
+        }
+        unit.slot.set(&handle);
+        built.handles.push(handle);
+    }
+    Ok(built)
+}
+
+impl Built {
+    /// Makes the handle of one unit.
+    fn unit(
+        &self,
+        is_root: bool,
+        name: &str,
+        declared: &[(&String, &Declared)],
+        config: &FsdpConfig,
+    ) -> Result<FlatParamHandle> {
+        let dtype = check_unit(declared, config.use_orig_params)?;
+        let align = if config.use_orig_params { aligned_numel(file_dtype(dtype)?) } else { 0 };
+        let shapes = declared.iter().map(|(fqn, p)| ((*fqn).clone(), p.tensor.dims().to_vec())).collect();
+        let layout = FlatLayout::new(shapes, align, self.groups.shards())?;
+        let params = declared
+            .iter()
+            .map(|(fqn, p)| Parameter { fqn: (*fqn).clone(), tensor: p.tensor.clone(), requires_grad: p.requires_grad })
+            .collect();
+        let spec = UnitSpec { name: name.to_owned(), is_root, params, layout, dtype };
+        FlatParamHandle::new(spec, self.strategy, &self.groups, Arc::clone(&self.shared), &|flat| {
+            initialize(flat, declared, config.seed)
+        })
+    }
+}
+
+/// Describes a model by lines that are the same on all ranks: its options, and what it has declared.
+pub(crate) fn describe(config: &FsdpConfig, registry: &Registry, aliases: &IndexMap<String, String>) -> Vec<String> {
+    let mut lines = vec![
+        format!("the strategy {}", config.strategy),
+        format!("use_orig_params {}", config.use_orig_params),
+        format!("the seed {}", config.seed),
+        match &config.mesh {
+            Some(mesh) => format!("a mesh of {:?} {:?}", mesh.names(), mesh.shape()),
+            None => "no mesh".to_owned(),
+        },
+    ];
+    lines.extend(registry.units.iter().skip(1).map(|unit| format!("the unit `{}`", unit.name)));
+    lines.extend(registry.params.iter().map(|(fqn, param)| {
+        let unit = match registry.units[param.unit].name.as_str() {
+            _ if param.unit == 0 => "no unit".to_owned(),
+            name => format!("unit `{name}`, the {}. of the model,", param.unit),
+        };
+        let trained = if param.requires_grad { "trained" } else { "frozen" };
+        let (dtype, shape) = (param.tensor.dtype().as_str(), param.tensor.dims());
+        format!("the parameter `{fqn}` in {unit} {trained}, {dtype} {shape:?}, from {:?}", param.init)
+    }));
+    lines.extend(aliases.iter().map(|(alias, fqn)| format!("`{alias}` tied to `{fqn}`")));
+    lines.extend(registry.buffers.iter().map(|(name, (value, persistent))| {
+        let saved = if *persistent { "saved" } else { "not saved" };
+        format!("the buffer `{name}`, {saved}, {} {:?}", value.dtype().as_str(), value.dims())
+    }));
+    lines
+}
+
+/// Divides the ranks into those that share shards and those that are replicas. Collectives: for `HybridShard` the making of two sub-groups.
+fn spread(group: &ProcessGroup, config: &FsdpConfig) -> Result<Groups> {
+    match (config.strategy, &config.mesh) {
+        (ShardingStrategy::NoShard, _) => Ok(Groups { shard: None, replicate: unless_alone(group.clone()) }),
+        (ShardingStrategy::HybridShard, Some(mesh)) if mesh.shape().len() == 2 && mesh.size() == group.world_size() => {
+            let replicate = unless_alone(group.mesh_group(mesh, 0)?);
+            Ok(Groups { shard: unless_alone(group.mesh_group(mesh, 1)?), replicate })
+        }
+        (ShardingStrategy::HybridShard, mesh) => Err(NnError::Mesh {
+            shape: mesh.as_ref().map_or_else(Vec::new, |mesh| mesh.shape().to_vec()),
+            world_size: group.world_size(),
+        }),
+        _ => Ok(Groups { shard: unless_alone(group.clone()), replicate: None }),
+    }
+}
+
+/// Returns a group of more than one rank.
+fn unless_alone(group: ProcessGroup) -> Option<ProcessGroup> {
+    Some(group).filter(|group| group.world_size() > 1)
+}
+
+/// Returns the dtype as files name it.
+fn file_dtype(dtype: DType) -> Result<fsdp_layout::DType> {
+    fsdp_flat::dtype::from_candle(dtype)
+        .ok_or(NnError::Candle(candle_core::Error::UnsupportedDTypeForOp(dtype, "FlatParameter")))
+}
+
+/// Checks that parameters can share a unit, and returns their dtype.
+fn check_unit(declared: &[(&String, &Declared)], use_orig_params: bool) -> Result<DType> {
+    let Some((_, first)) = declared.first() else { return Err(fsdp_layout::FlatLayoutError::Empty.into()) };
+    let dtype = first.tensor.dtype();
+    let expected = file_dtype(dtype)?;
+    for (fqn, param) in declared {
+        let found = file_dtype(param.tensor.dtype())?;
+        if !found.is_float() {
+            return Err(fsdp_flat::FlatError::IntegerDType { fqn: (*fqn).clone(), dtype: found }.into());
+        }
+        if found != expected {
+            return Err(fsdp_flat::FlatError::MixedDType { fqn: (*fqn).clone(), expected, found }.into());
+        }
+        if !use_orig_params && param.requires_grad != first.requires_grad {
+            return Err(fsdp_flat::FlatError::MixedRequiresGrad { fqn: (*fqn).clone() }.into());
+        }
+    }
+    Ok(dtype)
+}
+
+/// Writes this rank's part of each parameter's initial values.
+fn initialize(flat: &FlatParameter, declared: &[(&String, &Declared)], seed: u64) -> Result<()> {
+    let infos = flat.layout().shard_param_infos(flat.rank());
+    with_float!(flat.shard().dtype(), T => {
+        let mut data = HostSliceMut::<T>::write(flat.shard())?;
+        for (info, (fqn, param)) in infos.iter().zip(declared) {
+            if let Some(info) = info {
+                let target = &mut data[info.shard_range()];
+                crate::init::fill(&param.init, seed, fqn, param.tensor.dims(), info.param_range(), target);
+            }
+        }
+    }, else ());
+    Ok(())
+}

@@ -1,0 +1,135 @@
+//! The backward of a unit: its gradients are collected, flattened and reduced over ranks.
+
+use candle_core::Tensor;
+use fsdp_comm::{Element, ReduceOp};
+use fsdp_flat::storage::{HostSlice, HostSliceMut, Scalar, zeros_on};
+use fsdp_flat::with_float;
+use tracing::trace;
+
+use super::{FlatParamHandle, HandleState, takes_part_in_backward};
+use crate::gradient::copy_gradient;
+use crate::{Result, device};
+
+impl FlatParamHandle {
+    /// Takes the gradient of one parameter from candle's backward, which is through with the parameter then. With the
+    /// unit's last one the parameters are released and the gradients are reduced over ranks.
+    pub(crate) fn receive_grad(&self, param: usize, grad: &Tensor) -> Result<()> {
+        let mut state = self.state();
+        if self.params[param].requires_grad {
+            // Kept as it is: the first ones come before candle computes the others, and before the unit after is through.
+            // The memory for all of them is taken when that of the parameters has been given back.
+            state.received.push((param, grad.detach()));
+        }
+        if state.passed.is_empty() {
+            state.passed = (0..self.params.len()).map(|param| self.is_never_passed(param)).collect();
+            state.not_passed = state.passed.iter().filter(|passed| !**passed).count();
+        }
+        // A backward comes to each parameter once; several that nobody has ended may come to one again.
+        if !std::mem::replace(&mut state.passed[param], true) {
+            state.not_passed -= 1;
+        }
+        if state.not_passed == 0 && !self.keeps_until_the_end() {
+            self.finish_backward_locked(&mut state)?;
+        }
+        Ok(())
+    }
+
+    /// Returns `true` if candle's backward does not come to a parameter: see [`takes_part_in_backward`].
+    fn is_never_passed(&self, param: usize) -> bool {
+        !takes_part_in_backward(self.params[param].requires_grad, self.is_root, self.is_sharded())
+    }
+
+    /// Returns `true` if backward does not tell when it is through with the parameters.
+    fn keeps_until_the_end(&self) -> bool {
+        self.is_sharded() && (0..self.params.len()).any(|param| self.is_never_passed(param))
+    }
+
+    /// Puts the gradients that have been received into the unsharded one, or adds them to what is there.
+    fn flatten_received(&self, state: &mut HandleState) -> Result<()> {
+        let received = std::mem::take(&mut state.received);
+        if received.is_empty() {
+            return Ok(());
+        }
+        if state.unsharded_grad.is_none() {
+            state.unsharded_grad = Some(zeros_on(&[self.layout.padded_unsharded_numel()], self.dtype, &self.device)?);
+            state.written = vec![false; self.params.len()];
+        }
+        let Some(buffer) = &state.unsharded_grad else { return Ok(()) };
+        for (param, grad) in received {
+            let range = self.layout.param_range(param);
+            let accumulate = std::mem::replace(&mut state.written[param], true);
+            if !self.device.is_cpu() {
+                device::copy_gradient(&grad, buffer, range, accumulate)?;
+            } else {
+                with_float!(self.dtype, T => {
+                    copy_gradient::<T>(&grad, &mut HostSliceMut::write(buffer)?[range], accumulate)?;
+                }, else self.unsupported()?);
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends a backward that did not come to all of the unit's parameters, or to none of them. Parameters that it did not
+    /// come to count as having a gradient of zero, where the unit has any.
+    ///
+    /// Gradients that earlier backwards inside `no_sync` have left are reduced too, also where this one brought none.
+    pub(crate) fn finish_backward(&self) -> Result<()> {
+        self.finish_backward_locked(&mut self.state())
+    }
+
+    fn finish_backward_locked(&self, state: &mut HandleState) -> Result<()> {
+        state.passed.clear();
+        // First the memory of the parameters, so that the gradients can take it. A forward around this backward keeps it.
+        if state.users == 0 {
+            self.release_locked(state)?;
+        }
+        self.flatten_received(state)?;
+        if !self.shared.syncs() {
+            return Ok(());
+        }
+        // One reduction of all gradients since the last one, and only then the sum with what was reduced before.
+        let Some(unsharded) = state.unsharded_grad.take() else { return Ok(()) };
+        trace!(unit = %self.name, "reduce gradients");
+        let reduced = with_float!(self.dtype, T => self.reduce::<T>(unsharded)?, else {
+            self.unsupported()?;
+            unsharded
+        });
+        match &state.grad {
+            Some(grad) if !self.device.is_cpu() => {
+                let range = 0..grad.elem_count();
+                device::copy_gradient(&reduced, grad, range, true)?;
+            }
+            Some(grad) => with_float!(self.dtype, T => {
+                let from = HostSlice::<T>::read(&reduced)?;
+                HostSliceMut::<T>::write(grad)?.iter_mut().zip(from.iter()).for_each(|(to, from)| *to += *from);
+            }, else self.unsupported()?),
+            None => state.grad = Some(reduced),
+        }
+        Ok(())
+    }
+
+    /// Returns the mean of all ranks' gradients: this rank's shard of it, or all of it if nothing is sharded.
+    fn reduce<T: Scalar + Element>(&self, unsharded: Tensor) -> Result<Tensor> {
+        let mut reduced = unsharded;
+        // Each rank gets its shard of the mean over the ranks that share the parameters ...
+        if let Some(group) = &self.groups.shard {
+            let unsharded = reduced;
+            reduced = zeros_on(&[self.layout.sharded_numel()], self.dtype, &self.device)?;
+            if !device::reduce_scatter(group, &reduced, &unsharded)? {
+                let input = HostSlice::<T>::read(&unsharded)?;
+                let mut output = HostSliceMut::<T>::write(&reduced)?;
+                group.reduce_scatter(&mut output, &input, ReduceOp::Avg)?;
+                output.finish()?;
+            }
+        }
+        // ... and then the mean of that shard over the ranks that have the same one.
+        if let Some(group) = &self.groups.replicate
+            && !device::all_reduce(group, &reduced)?
+        {
+            let mut buffer = HostSliceMut::<T>::write(&reduced)?;
+            group.all_reduce(&mut buffer, ReduceOp::Avg)?;
+            buffer.finish()?;
+        }
+        Ok(reduced)
+    }
+}

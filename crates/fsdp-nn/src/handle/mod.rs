@@ -1,0 +1,397 @@
+//! The FlatParameter of one unit: its memory, whole or sharded, and who uses it.
+
+mod backward;
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use candle_core::{DType, Device, Tensor};
+use fsdp_comm::{Element, ProcessGroup};
+use fsdp_flat::storage::{HostSlice, Scalar, copied_vec, refill, refill_from, release, to_device, zeroed_vec, zeros};
+use fsdp_flat::{FlatParameter, ShardedTensor, with_float};
+use fsdp_layout::FlatLayout;
+use fsdp_layout::flat::FlatEntry;
+use tracing::trace;
+
+use crate::device;
+use crate::shared::Shared;
+use crate::{NnError, Result, ShardingStrategy};
+
+/// torch's name of a FlatParameter within its unit.
+pub(crate) const FLAT_PARAM: &str = "_flat_param";
+
+/// Returns `true` if candle's backward comes to a parameter, as it does to all that are trained.
+///
+/// It comes to frozen ones too, where they are released when backward is through with them: gradients of what lies before
+/// them pass through their values. The root's stay until the end.
+pub(crate) const fn takes_part_in_backward(requires_grad: bool, is_root: bool, is_sharded: bool) -> bool {
+    requires_grad || (is_sharded && !is_root)
+}
+
+/// One parameter of a unit.
+#[derive(Debug)]
+pub(crate) struct Parameter {
+    pub(crate) fqn: String,
+    /// The tensor that the model computes with. Its storage is released while the unit is sharded.
+    pub(crate) tensor: Tensor,
+    pub(crate) requires_grad: bool,
+}
+
+/// The ranks that a model is spread over.
+#[derive(Debug, Clone)]
+pub(crate) struct Groups {
+    /// Ranks that each hold a shard; `None` if nothing is sharded.
+    pub(crate) shard: Option<ProcessGroup>,
+    /// Ranks that hold the same values as this one; `None` if there are no others.
+    pub(crate) replicate: Option<ProcessGroup>,
+}
+
+impl Groups {
+    /// Returns the same groups, whose collectives are told apart from those of other units: ranks that come to
+    /// different units get an error rather than each other's values.
+    fn labelled(&self, unit: &str) -> Groups {
+        let label = if unit.is_empty() { "the root unit".to_owned() } else { format!("unit {unit}") };
+        Groups {
+            shard: self.shard.as_ref().map(|group| group.with_label(&label)),
+            replicate: self.replicate.as_ref().map(|group| group.with_label(&label)),
+        }
+    }
+
+    /// Ranks that share a FlatParameter.
+    pub(crate) fn shards(&self) -> usize {
+        self.shard.as_ref().map_or(1, ProcessGroup::world_size)
+    }
+}
+
+/// The parts of a unit.
+pub(crate) struct UnitSpec {
+    pub(crate) name: String,
+    pub(crate) is_root: bool,
+    pub(crate) params: Vec<Parameter>,
+    pub(crate) layout: FlatLayout,
+    pub(crate) dtype: DType,
+}
+
+/// A unit's parameters on this rank.
+///
+/// Where parameters are sharded, the truth is `flat`, this rank's shard, and the parameters' own storages are filled
+/// only between gather and reshard. With `NoShard` the parameters' storages are the truth and `flat` is `None`.
+#[derive(Debug)]
+pub(crate) struct FlatParamHandle {
+    pub(crate) name: String,
+    pub(crate) is_root: bool,
+    pub(crate) params: Vec<Parameter>,
+    layout: FlatLayout,
+    dtype: DType,
+    device: Device,
+    strategy: ShardingStrategy,
+    groups: Groups,
+    flat: Option<FlatParameter>,
+    shared: Arc<Shared>,
+    /// The number of this unit among those of the model.
+    unit: usize,
+    state: Mutex<HandleState>,
+}
+
+#[derive(Debug, Default)]
+struct HandleState {
+    /// `true` while the parameters' storages are filled.
+    whole: bool,
+    /// The forward that filled them.
+    gathered_in: u64,
+    /// Guards of those who compute with the parameters now.
+    users: usize,
+    /// The last change of the unit's values.
+    changed_at: u64,
+    /// Gradients of this rank's own batch, unsharded; there from the last gradient to the reduction.
+    unsharded_grad: Option<Tensor>,
+    /// `true` for each parameter of `unsharded_grad` that has been written.
+    written: Vec<bool>,
+    /// The gradients that this backward has brought so far, by the numbers of their parameters.
+    received: Vec<(usize, Tensor)>,
+    /// `true` for each parameter that this backward has passed, or never does; empty before it comes to the unit.
+    passed: Vec<bool>,
+    /// Parameters that this backward has yet to pass.
+    not_passed: usize,
+    /// The reduced gradient, as long as the shard.
+    grad: Option<Tensor>,
+}
+
+/// A unit's parameters, whole and in use: nobody can reshard or change them until all guards of the unit are gone. With
+/// full sharding they are released then.
+pub(crate) struct WholeParameters<'a>(&'a FlatParamHandle);
+
+impl Drop for WholeParameters<'_> {
+    fn drop(&mut self) {
+        let mut state = self.0.state();
+        state.users -= 1;
+        if state.users == 0 && self.0.reshards_after_forward() {
+            // Where it fails, which only a GPU's driver can do, the parameters are still there, and counted so.
+            let _ = self.0.release_locked(&mut state);
+        }
+    }
+}
+
+impl FlatParamHandle {
+    /// Makes a unit whose parameters' storages are released. `initialize` writes this rank's initial values into the flat
+    /// shard, which is the whole FlatParameter with `NoShard`.
+    pub(crate) fn new(
+        unit: UnitSpec,
+        strategy: ShardingStrategy,
+        groups: &Groups,
+        shared: Arc<Shared>,
+        initialize: &dyn Fn(&FlatParameter) -> Result<()>,
+    ) -> Result<Self> {
+        let UnitSpec { name, is_root, params, layout, dtype } = unit;
+        let rank = groups.shard.as_ref().map_or(0, ProcessGroup::rank);
+        let shard = zeros(&[layout.sharded_numel()], dtype)?;
+        let flat = FlatParameter::new(layout.clone(), rank, shard)?;
+        initialize(&flat)?;
+        // The values come from the host, and are the same on all devices.
+        let device = params.first().map_or(Device::Cpu, |param| param.tensor.device().clone());
+        let flat = FlatParameter::new(layout.clone(), rank, to_device(flat.shard(), &device)?)?;
+        shared.hold(layout.sharded_numel() * dtype.size_in_bytes());
+        let handle = FlatParamHandle {
+            unit: shared.add_unit(&name),
+            flat: groups.shard.is_some().then(|| flat.clone()),
+            groups: groups.labelled(&name),
+            name,
+            is_root,
+            params,
+            layout,
+            dtype,
+            device,
+            strategy,
+            shared,
+            state: Mutex::new(HandleState::default()),
+        };
+        for param in &handle.params {
+            release(&param.tensor)?;
+        }
+        if handle.flat.is_none() {
+            with_float!(dtype, T => handle.fill_from_flat::<T>(flat.shard())?, else handle.unsupported()?);
+            handle.set_whole(&mut handle.state(), true);
+        }
+        Ok(handle)
+    }
+
+    fn state(&self) -> MutexGuard<'_, HandleState> {
+        // A panic while the lock was held left plain data behind: carrying on is sound.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn unsupported(&self) -> Result<()> {
+        Err(NnError::Candle(candle_core::Error::UnsupportedDTypeForOp(self.dtype, "FlatParameter")))
+    }
+
+    pub(crate) const fn layout(&self) -> &FlatLayout {
+        &self.layout
+    }
+
+    pub(crate) const fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Returns the device on which the parameters, their gradients and their optimizer state live.
+    pub(crate) const fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Returns the rank whose part of the flat layout lives here.
+    pub(crate) fn shard_rank(&self) -> usize {
+        self.flat.as_ref().map_or(0, FlatParameter::rank)
+    }
+
+    /// Returns `true` if this rank holds only a part of the parameters.
+    pub(crate) const fn is_sharded(&self) -> bool {
+        self.flat.is_some()
+    }
+
+    /// This rank's shard, where parameters are sharded.
+    pub(crate) fn flat_shard(&self) -> Option<&Tensor> {
+        self.flat.as_ref().map(FlatParameter::shard)
+    }
+
+    /// Returns torch's name of the FlatParameter: `<unit>._flat_param`.
+    pub(crate) fn flat_param_name(&self) -> String {
+        match self.name.as_str() {
+            "" => FLAT_PARAM.to_owned(),
+            name => format!("{name}.{FLAT_PARAM}"),
+        }
+    }
+
+    /// Returns `true` if parameters are released after forward.
+    pub(crate) fn reshards_after_forward(&self) -> bool {
+        matches!(self.strategy, ShardingStrategy::FullShard | ShardingStrategy::HybridShard) && !self.is_root
+    }
+
+    fn unsharded_bytes(&self) -> usize {
+        self.layout.numels().iter().sum::<usize>() * self.dtype.size_in_bytes()
+    }
+
+    /// This rank's part of parameter `param`, flat, as a view of the live memory; `None` if it has none.
+    pub(crate) fn local_piece(&self, param: usize) -> Result<Option<Tensor>> {
+        match &self.flat {
+            Some(flat) => Ok(flat.piece(param, flat.shard())?),
+            None => Ok(Some(self.params[param].tensor.detach().flatten_all()?).filter(|flat| flat.elem_count() > 0)),
+        }
+    }
+
+    /// This rank's part of the reduced gradient of parameter `param`, flat.
+    pub(crate) fn grad_piece(&self, param: usize) -> Result<Option<Tensor>> {
+        let Some(grad) = self.grad() else { return Ok(None) };
+        match self.layout.shard_param_info(param, self.shard_rank()) {
+            Some(info) => Ok(Some(grad.narrow(0, info.offset_in_shard, info.numel_in_shard)?)),
+            None => Ok(None),
+        }
+    }
+
+    /// Returns parameter `param` as boxes of views of the live memory.
+    pub(crate) fn sharded_param(&self, param: usize) -> Result<ShardedTensor> {
+        match &self.flat {
+            Some(flat) => Ok(flat.sharded(param, flat.shard())?),
+            None => Ok(ShardedTensor::from_whole(&self.params[param].tensor.detach())),
+        }
+    }
+
+    /// Returns the reduced gradient, as long as the shard; `None` before a backward or after `zero_grad`.
+    pub(crate) fn grad(&self) -> Option<Tensor> {
+        self.state().grad.clone()
+    }
+
+    pub(crate) fn zero_grad(&self) {
+        let mut state = self.state();
+        state.grad = None;
+        state.unsharded_grad = None;
+        state.received.clear();
+        state.passed.clear();
+    }
+
+    /// Makes the parameters whole for a forward, for as long as the guard lives.
+    /// Collectives: one all-gather over the shard group, none if they are whole already.
+    pub(crate) fn use_whole(&self) -> Result<WholeParameters<'_>> {
+        let mut state = self.state();
+        // An earlier forward's copy is of no use if somebody may have written into the shards since. All ranks have lent
+        // theirs, so all of them gather again.
+        if state.users == 0 && self.shared.may_be_stale(state.gathered_in) {
+            self.release_locked(&mut state)?;
+        }
+        self.gather_locked(&mut state)?;
+        state.users += 1;
+        Ok(WholeParameters(self))
+    }
+
+    /// Makes the parameters whole for a backward.
+    /// Collectives: one all-gather over the shard group, none if they are whole already.
+    pub(crate) fn gather(&self) -> Result<()> {
+        self.gather_locked(&mut self.state())
+    }
+
+    /// Fills the parameters' storages from all ranks' shards.
+    fn gather_locked(&self, state: &mut HandleState) -> Result<()> {
+        let (Some(flat), Some(group)) = (&self.flat, &self.groups.shard) else { return Ok(()) };
+        if state.whole {
+            return Ok(());
+        }
+        trace!(unit = %self.name, "all-gather parameters");
+        match device::all_gather(group, flat.shard())? {
+            Some(whole) => self.fill_from_device(&whole)?,
+            None => with_float!(self.dtype, T => self.gather_typed::<T>(flat, group)?, else self.unsupported()?),
+        }
+        self.set_whole(state, true);
+        state.gathered_in = self.shared.forward();
+        self.shared.hold(self.unsharded_bytes());
+        Ok(())
+    }
+
+    fn set_whole(&self, state: &mut HandleState, whole: bool) {
+        state.whole = whole;
+        self.shared.set_whole(self.unit, whole);
+    }
+
+    fn gather_typed<T: Scalar + Element>(&self, flat: &FlatParameter, group: &ProcessGroup) -> Result<()> {
+        let mut values: Vec<Vec<T>> = Vec::with_capacity(self.layout.entries().len() + 1);
+        for &numel in self.layout.numels_with_padding() {
+            values.push(zeroed_vec(numel)?);
+        }
+        let right = self.layout.padded_unsharded_numel() - self.layout.unpadded_unsharded_numel();
+        values.push(zeroed_vec(right)?);
+        let mut slices: Vec<&mut [T]> = values.iter_mut().map(Vec::as_mut_slice).collect();
+        group.all_gather_into_slices(&mut slices, &HostSlice::<T>::read(flat.shard())?)?;
+        for (entry, value) in self.layout.entries().iter().zip(values) {
+            if let FlatEntry::Param(param) = *entry {
+                refill(&self.params[param].tensor, value)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Fills the parameters' storages from a whole flat parameter on their device.
+    fn fill_from_device(&self, whole: &Tensor) -> Result<()> {
+        for (index, param) in self.params.iter().enumerate() {
+            let range = self.layout.param_range(index);
+            refill_from(&param.tensor, &whole.narrow(0, range.start, range.len())?)?;
+        }
+        Ok(())
+    }
+
+    /// Fills the parameters' storages from a whole flat parameter.
+    fn fill_from_flat<T: Scalar>(&self, flat: &Tensor) -> Result<()> {
+        let data = HostSlice::<T>::read(flat)?;
+        for (index, param) in self.params.iter().enumerate() {
+            refill(&param.tensor, copied_vec(&data[self.layout.param_range(index)])?)?;
+        }
+        Ok(())
+    }
+
+    /// Releases the memory of gathered parameters. No communication.
+    pub(crate) fn reshard(&self) -> Result<()> {
+        let mut state = self.state();
+        self.check_unused(&state)?;
+        self.release_locked(&mut state)
+    }
+
+    fn release_locked(&self, state: &mut HandleState) -> Result<()> {
+        if self.flat.is_none() || !state.whole {
+            return Ok(());
+        }
+        for param in &self.params {
+            release(&param.tensor)?;
+        }
+        self.set_whole(state, false);
+        self.shared.release(self.unsharded_bytes());
+        Ok(())
+    }
+
+    /// Checks that no forward computes with the parameters now.
+    fn check_unused(&self, state: &HandleState) -> Result<()> {
+        if state.users > 0 { Err(NnError::UnitInUse { unit: self.name.clone() }) } else { Ok(()) }
+    }
+
+    /// Prepares a change of the unit's values: no copy of the old ones stays, and a backward of what was computed with them
+    /// is refused from now on. No communication.
+    pub(crate) fn begin_change(&self) -> Result<()> {
+        let mut state = self.state();
+        self.check_unused(&state)?;
+        self.release_locked(&mut state)?;
+        state.changed_at = self.shared.change();
+        Ok(())
+    }
+
+    /// Returns the number of the last change of values of any unit, for [`Self::check_unchanged`].
+    pub(crate) fn last_change(&self) -> u64 {
+        self.shared.last_change()
+    }
+
+    /// Checks that the unit's values are those that they were at a change of values of any unit.
+    pub(crate) fn check_unchanged(&self, since: u64) -> Result<()> {
+        if self.state().changed_at > since {
+            return Err(NnError::ChangedSinceForward { unit: self.name.clone() });
+        }
+        Ok(())
+    }
+
+    /// Returns the error of a computation; if it is that of released memory, as one that names the sharded units.
+    pub(crate) fn explain(&self, error: candle_core::Error) -> NnError {
+        NnError::of_computation(error, || self.shared.sharded_units())
+    }
+}

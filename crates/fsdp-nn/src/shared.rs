@@ -1,0 +1,116 @@
+//! The state that the units of one model share: which of them are whole, forwards, changes of values, counts of bytes.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+/// The state that all units of one model share.
+#[derive(Debug, Default)]
+pub(crate) struct Shared {
+    /// `true` inside `no_sync`, where a backward does not reduce gradients over ranks.
+    no_sync: AtomicBool,
+    /// `true` once views of the shards have been lent to somebody who may write into them at any time.
+    lent: AtomicBool,
+    /// Forwards of the model that are running, one inside the other.
+    running: AtomicUsize,
+    /// Forwards of the model so far.
+    forwards: AtomicU64,
+    /// Changes of values so far.
+    changes: AtomicU64,
+    /// The units in the order in which they were made: the name, and `true` while the parameters are whole.
+    units: Mutex<Vec<(String, bool)>>,
+    bytes: AtomicUsize,
+    peak_bytes: AtomicUsize,
+}
+
+/// A forward of the model, until it is dropped.
+pub(crate) struct Forward<'a>(&'a Shared);
+
+impl Drop for Forward<'_> {
+    fn drop(&mut self) {
+        self.0.running.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Shared {
+    pub(crate) fn syncs(&self) -> bool {
+        !self.no_sync.load(Ordering::Relaxed)
+    }
+
+    /// Turns the reduction of gradients off or on, and returns what was there.
+    pub(crate) fn set_no_sync(&self, no_sync: bool) -> bool {
+        self.no_sync.swap(no_sync, Ordering::Relaxed)
+    }
+
+    /// Notes that somebody has views of the shards, to write into.
+    pub(crate) fn lend(&self) {
+        self.lent.store(true, Ordering::Relaxed);
+    }
+
+    /// Begins a forward of the model.
+    pub(crate) fn begin_forward(&self) -> Forward<'_> {
+        if self.running.fetch_add(1, Ordering::Relaxed) == 0 {
+            self.forwards.fetch_add(1, Ordering::Relaxed);
+        }
+        Forward(self)
+    }
+
+    /// Returns the number of the present forward, or of the last one.
+    pub(crate) fn forward(&self) -> u64 {
+        self.forwards.load(Ordering::Relaxed)
+    }
+
+    /// Returns `true` if the shards may have been written since a forward gathered them. The same on every rank.
+    pub(crate) fn may_be_stale(&self, gathered_in: u64) -> bool {
+        let is_running = self.running.load(Ordering::Relaxed) > 0;
+        self.lent.load(Ordering::Relaxed) && !(is_running && gathered_in == self.forward())
+    }
+
+    /// Counts a change of values, and returns its number.
+    pub(crate) fn change(&self) -> u64 {
+        self.changes.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    /// Returns the number of the last change of values.
+    pub(crate) fn last_change(&self) -> u64 {
+        self.changes.load(Ordering::Relaxed)
+    }
+
+    /// Adds a unit that is not whole, and returns its number.
+    pub(crate) fn add_unit(&self, name: &str) -> usize {
+        let mut units = self.units.lock().unwrap_or_else(PoisonError::into_inner);
+        units.push((name.to_owned(), false));
+        units.len() - 1
+    }
+
+    pub(crate) fn set_whole(&self, unit: usize, whole: bool) {
+        let mut units = self.units.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, is_whole)) = units.get_mut(unit) {
+            *is_whole = whole;
+        }
+    }
+
+    /// Returns the names of the units whose parameters are not whole now.
+    pub(crate) fn sharded_units(&self) -> Vec<String> {
+        let units = self.units.lock().unwrap_or_else(PoisonError::into_inner);
+        units.iter().filter(|(_, whole)| !whole).map(|(name, _)| name.clone()).collect()
+    }
+
+    /// Counts bytes of parameters that are held from now on.
+    pub(crate) fn hold(&self, bytes: usize) {
+        let now = self.bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        self.peak_bytes.fetch_max(now, Ordering::Relaxed);
+    }
+
+    /// Counts bytes of parameters that are held no more.
+    pub(crate) fn release(&self, bytes: usize) {
+        self.bytes.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    pub(crate) fn parameter_bytes(&self) -> usize {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn peak_parameter_bytes(&self) -> usize {
+        self.peak_bytes.load(Ordering::Relaxed)
+    }
+}

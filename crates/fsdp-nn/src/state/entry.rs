@@ -1,0 +1,368 @@
+//! The only writer of an optimizer's state entries: what a parameter, or a FlatParameter, makes of its saved state, and
+//! the memory that it goes to.
+
+use std::collections::BTreeSet;
+
+use candle_core::{Device, Tensor};
+use fsdp_flat::storage::{HostBytes, to_device, zeros_on};
+use fsdp_flat::{ShardedTensor, dtype};
+use fsdp_layout::{DType, ErrorKind, Failure as _, PlainValue, TensorBox};
+use fsdp_state::{Memory, StateDict, StateError, StateValue};
+use indexmap::IndexMap;
+
+use super::OptimStateError;
+use crate::Result;
+use crate::algorithm::{Algorithm, Initial, StateKind};
+use crate::optimizer::{LocalParam, LocalState, ParamState};
+
+/// One saved state entry of one parameter.
+#[derive(Debug, Clone)]
+pub(crate) enum Saved {
+    /// A tensor that is moved by itself, by its position in the source.
+    Tensor { position: usize, dtype: DType, shape: Vec<usize> },
+    /// A tensor without dimensions, or a value that is no tensor.
+    Scalar(StateValue),
+}
+
+impl Saved {
+    /// Returns the kind of the entry, for messages.
+    fn type_name(&self) -> String {
+        match self {
+            Saved::Tensor { .. } => "tensor".to_owned(),
+            Saved::Scalar(StateValue::Tensor(_)) => "zero-dimension tensor".to_owned(),
+            Saved::Scalar(value) => value.kind().to_owned(),
+        }
+    }
+
+    /// Returns the value of the entry, or its dtype and shape, for messages.
+    pub(crate) fn describe(&self) -> String {
+        match self {
+            Saved::Tensor { dtype, shape, .. } => format!("{dtype} {shape:?}"),
+            Saved::Scalar(StateValue::Tensor(tensor)) => as_number(tensor).map_or_else(String::new, |n| n.to_string()),
+            Saved::Scalar(StateValue::Plain(value)) => format!("{value:?}"),
+            Saved::Scalar(other) => other.kind().to_owned(),
+        }
+    }
+
+    /// Returns a text that scalars share only if they are equal, dtype included; `None` for tensors.
+    fn bits(&self) -> Option<String> {
+        match self {
+            Saved::Tensor { .. } => None,
+            Saved::Scalar(value) => value.to_plain().ok().flatten().map(|value| format!("{value:?}")),
+        }
+    }
+}
+
+/// Returns the first element of a tensor as a float.
+fn as_number(tensor: &Tensor) -> Option<f64> {
+    tensor.flatten_all().ok()?.to_dtype(candle_core::DType::F64).ok()?.get(0).ok()?.to_scalar().ok()
+}
+
+/// Returns a number of steps: a number, or a tensor of one element, that is finite and not negative.
+pub(crate) fn as_step(value: &StateValue) -> Option<f32> {
+    let step = match value {
+        StateValue::Tensor(tensor) if tensor.elem_count() == 1 => as_number(tensor)?,
+        StateValue::Plain(value) => value.as_float()?,
+        _ => return None,
+    };
+    (step.is_finite() && step >= 0.0).then_some(step as f32)
+}
+
+/// A parameter's saved entries, by name.
+pub(crate) type SavedEntries = IndexMap<String, Saved>;
+
+/// A wanted tensor: its position in the source, and where it goes.
+#[derive(Debug, Clone)]
+pub(crate) struct Destination {
+    pub(crate) position: usize,
+    /// The shape and dtype of the tensor there.
+    pub(crate) shape: Vec<usize>,
+    pub(crate) dtype: DType,
+    pub(crate) name: String,
+    /// The parameter, by its position in the unit; `None` for a tensor of a shape of its own.
+    pub(crate) param: Option<usize>,
+}
+
+/// The state of one local parameter on its way in: complete once all its tensors are filled.
+#[derive(Debug)]
+pub(crate) struct EntryPlan {
+    pub(crate) state: ParamState,
+    pub(crate) destinations: Vec<Destination>,
+    /// Entries that the algorithm needs and that were not saved.
+    pub(crate) missing: Vec<&'static str>,
+}
+
+/// How strictly saved state is read.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct EntryOptions {
+    /// `true` if parameters of a FlatParameter may lack state that others of it have.
+    pub(crate) allow_missing: bool,
+    /// `true` if tensors go to the memory of the live state, where it has the same entry.
+    pub(crate) in_place: bool,
+    /// `true` if tensors of another dtype than the parameter are converted.
+    pub(crate) cast: bool,
+}
+
+impl EntryPlan {
+    /// Plans the state of a local parameter; `None` if nothing was saved for it. `saved` has an item for each of the
+    /// model's parameters that it is made of.
+    pub(crate) fn new(
+        local: &LocalParam,
+        algorithm: &Algorithm,
+        saved: &[Option<&SavedEntries>],
+        options: EntryOptions,
+    ) -> Result<Option<Self>> {
+        let Some(first) = saved.iter().flatten().next() else { return Ok(None) };
+        // One piece of memory holds an entry of all the parameters, so that all that have state must have it.
+        let names: BTreeSet<&String> = first.keys().collect();
+        if saved.iter().flatten().any(|entries| entries.keys().collect::<BTreeSet<_>>() != names) {
+            let names = saved.iter().map(|entries| entries.map_or_else(Vec::new, |e| e.keys().cloned().collect()));
+            return Err(OptimStateError::DifferingNames { fqns: local.fqns(), names: names.collect() }.into());
+        }
+        // The algorithm tells which entries are shaped like the parameter; others are kept as they are.
+        let schema: Vec<_> = algorithm.state_entries().collect();
+        let mut plan = EntryPlan { state: ParamState::default(), destinations: Vec::new(), missing: Vec::new() };
+        for name in first.keys() {
+            let values: Vec<Option<&Saved>> = saved.iter().map(|entries| entries.and_then(|e| e.get(name))).collect();
+            let kind = schema.iter().find(|entry| entry.name == name).map(|entry| entry.kind);
+            plan.add(local, name, kind, &values, options)?;
+        }
+        // Entries that begin with the first gradient are rightly absent before it.
+        let missing = schema.iter().filter(|entry| entry.initial != Initial::FirstGradient);
+        plan.missing = missing.map(|entry| entry.name).filter(|name| !first.contains_key(*name)).collect();
+        Ok(Some(plan))
+    }
+
+    /// Plans one entry, of which `values` has that of each parameter.
+    fn add(
+        &mut self,
+        local: &LocalParam,
+        name: &str,
+        kind: Option<StateKind>,
+        values: &[Option<&Saved>],
+        options: EntryOptions,
+    ) -> Result<()> {
+        let types: BTreeSet<String> = values.iter().flatten().map(|value| value.type_name()).collect();
+        let is_like = kind == Some(StateKind::LikeParameter);
+        let Some(first) = values.iter().copied().flatten().next() else { return Ok(()) };
+        let is_tensor = matches!(first, Saved::Tensor { .. });
+        if types.len() == 1 && kind == Some(StateKind::Scalar) && is_tensor {
+            return Err(OptimStateError::MalformedStep { fqn: local.name(), found: first.describe() }.into());
+        }
+        if types.len() != 1 || is_like && !is_tensor {
+            let types = values.iter().map(|value| value.map_or("None".to_owned(), Saved::type_name)).collect();
+            return Err(OptimStateError::DifferingTypes { name: name.to_owned(), types, fqns: local.fqns() }.into());
+        }
+        if is_tensor {
+            return self.add_tensors(local, name, is_like, values, options);
+        }
+        // Of a scalar the FlatParameter has one, so that its parameters must agree on it.
+        let bits = first.bits();
+        let same = |value: &Option<&Saved>| value.map_or(options.allow_missing, |value| value.bits() == bits);
+        if !values.iter().all(same) {
+            let describe = |value: &Option<&Saved>| value.map_or("None".to_owned(), Saved::describe);
+            let mut dtypes = BTreeSet::new();
+            for value in values.iter().flatten() {
+                if let Saved::Scalar(StateValue::Tensor(tensor)) = value {
+                    dtypes.insert(tensor.dtype().as_str().to_owned());
+                }
+            }
+            return Err(OptimStateError::DifferingScalars {
+                name: name.to_owned(),
+                values: values.iter().map(describe).collect(),
+                dtypes: dtypes.into_iter().collect(),
+                fqns: local.fqns(),
+            }
+            .into());
+        }
+        let Saved::Scalar(value) = first else { return Ok(()) };
+        if kind == Some(StateKind::Scalar) {
+            let malformed = || OptimStateError::MalformedStep { fqn: local.name(), found: first.describe() };
+            self.state.step = Some(as_step(value).ok_or_else(malformed)?);
+            return Ok(());
+        }
+        // An entry that the algorithm does not know is kept, and saved again.
+        let kept = match value.copy()? {
+            StateValue::Tensor(tensor) => LocalState::Whole(tensor),
+            other => LocalState::Plain(super::groups::plain(&other).unwrap_or(PlainValue::None)),
+        };
+        self.state.entries.insert(name.to_owned(), kept);
+        Ok(())
+    }
+
+    /// Plans an entry that is a tensor for every parameter that has it.
+    fn add_tensors(
+        &mut self,
+        local: &LocalParam,
+        name: &str,
+        is_like: bool,
+        values: &[Option<&Saved>],
+        options: EntryOptions,
+    ) -> Result<()> {
+        let (params, fqns) = (local.params(), local.fqns());
+        let shapes = local.handle.layout().shapes();
+        let mut dtypes: BTreeSet<DType> = BTreeSet::new();
+        // Only the first misfit is kept: which error it is depends on all values.
+        let (mut wrong, mut absent_scalar) = (None, None);
+        for ((&param, fqn), value) in params.iter().zip(&fqns).zip(values) {
+            let Some(Saved::Tensor { dtype, shape, .. }) = value else {
+                if shapes[param].is_empty() && value.is_none() && !options.allow_missing {
+                    absent_scalar = Some(fqn);
+                }
+                continue;
+            };
+            dtypes.insert(*dtype);
+            if *shape != shapes[param] && wrong.is_none() {
+                wrong = Some((fqn, shape, &shapes[param]));
+            }
+        }
+        if wrong.is_some() && !is_like && is_shared(values) {
+            return self.add_whole(name, values);
+        }
+        if dtypes.len() > 1 {
+            let dtypes = dtypes.iter().map(DType::to_string).collect();
+            return Err(OptimStateError::DifferingDTypes { name: name.to_owned(), dtypes, fqns }.into());
+        }
+        if let Some((fqn, found, expected)) = wrong {
+            let (fqn, name, found, expected) = (fqn.clone(), name.to_owned(), found.clone(), expected.clone());
+            return Err(OptimStateError::WrongShape { fqn, name, found, expected }.into());
+        }
+        if let Some(fqn) = absent_scalar {
+            return Err(OptimStateError::ZeroDimParameter { fqn: fqn.clone(), name: name.to_owned() }.into());
+        }
+        let found = dtypes.first().copied().unwrap_or(DType::F32);
+        let expected = local.handle.dtype();
+        let casts = options.cast && Memory::converts(found, expected);
+        if is_like && dtype::from_candle(expected) != Some(found) && !casts {
+            return Err(OptimStateError::WrongDType {
+                fqn: fqns.first().cloned().unwrap_or_default(),
+                name: name.to_owned(),
+                found: found.to_string(),
+                expected: dtype::from_candle(expected).map_or_else(String::new, |dtype| dtype.to_string()),
+            }
+            .into());
+        }
+        let becomes = if is_like { expected } else { dtype::to_candle(found)? };
+        // Live memory takes the values if all of it is written; else what is not must be zero.
+        let live = local.live_piece(name).filter(|live| options.in_place && live.dtype() == becomes);
+        let flat = match live.filter(|_| values.iter().all(Option::is_some)) {
+            Some(live) => live.clone(),
+            None => zeros_on(&[local.numel], becomes, local.handle.device())?,
+        };
+        self.state.entries.insert(name.to_owned(), LocalState::Piece(flat));
+        for (param, value) in params.into_iter().zip(values) {
+            if let Some(Saved::Tensor { position, dtype, shape }) = value {
+                let (position, shape, dtype) = (*position, shape.clone(), *dtype);
+                self.destinations.push(Destination {
+                    position,
+                    shape,
+                    dtype,
+                    name: name.to_owned(),
+                    param: Some(param),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Plans a tensor of a shape of its own, of which a FlatParameter has one that all its parameters bring.
+    fn add_whole(&mut self, name: &str, values: &[Option<&Saved>]) -> Result<()> {
+        for value in values.iter().flatten() {
+            if let Saved::Tensor { position, dtype, shape } = value {
+                let (position, shape, dtype) = (*position, shape.clone(), *dtype);
+                self.destinations.push(Destination { position, shape, dtype, name: name.to_owned(), param: None });
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds the scalars of parameter `fqn`, which ranks must have alike, by their keys: `state.<fqn>.<entry>`.
+    pub(crate) fn add_scalars(&self, fqn: &str, scalars: &mut Vec<(String, String)>) {
+        if let Some(step) = self.state.step {
+            scalars.push((format!("state.{fqn}.step"), format!("{step:?}")));
+        }
+        for (name, value) in &self.state.entries {
+            let value = match value {
+                LocalState::Plain(value) => format!("{value:?}"),
+                LocalState::Whole(tensor) => Saved::Scalar(tensor.clone().into()).bits().unwrap_or_default(),
+                LocalState::Piece(_) => continue,
+            };
+            scalars.push((format!("state.{fqn}.{name}"), value));
+        }
+    }
+
+    /// Returns the memory that a tensor goes to.
+    pub(crate) fn memory(&self, local: &LocalParam, destination: &Destination) -> Result<Memory, StateError> {
+        let Some(param) = destination.param else {
+            let whole = [TensorBox::whole(&destination.shape)];
+            return Memory::fresh(destination.dtype, &destination.shape, &whole);
+        };
+        match self.state.entries.get(&destination.name) {
+            Some(LocalState::Piece(flat)) => match local.sharded_piece(flat, param) {
+                Ok(piece) => Ok(Memory::Tensors(piece)),
+                Err(error) => Err(StateError::Other { message: error.to_string(), kind: error.kind() }),
+            },
+            _ => Memory::fresh(destination.dtype, &[0], &[]),
+        }
+    }
+
+    /// Takes a tensor of a shape of its own, now that it is filled. Those of one FlatParameter must be the same.
+    pub(crate) fn filled(
+        &mut self,
+        local: &LocalParam,
+        destination: &Destination,
+        memory: Memory,
+    ) -> Result<(), StateError> {
+        if destination.param.is_some() {
+            return Ok(());
+        }
+        let StateValue::Tensor(tensor) = memory.into_value(true, &Device::Cpu)? else { return Ok(()) };
+        if let Some(LocalState::Whole(first)) = self.state.entries.get(&destination.name)
+            && *HostBytes::read(first)? != *HostBytes::read(&tensor)?
+        {
+            let error = OptimStateError::DifferingScalars {
+                name: destination.name.clone(),
+                values: vec!["tensors with other elements".to_owned()],
+                dtypes: vec![tensor.dtype().as_str().to_owned()],
+                fqns: local.fqns(),
+            };
+            return Err(StateError::Other { message: error.to_string(), kind: ErrorKind::Difference });
+        }
+        self.state.entries.insert(destination.name.clone(), LocalState::Whole(to_device(&tensor, &Device::Cpu)?));
+        Ok(())
+    }
+
+    /// Fills all tensors from values that this rank has, which cover its boxes. No communication.
+    pub(crate) fn fill(&mut self, local: &LocalParam, values: &[Option<&StateDict>]) -> Result<()> {
+        let destinations = std::mem::take(&mut self.destinations);
+        for destination in destinations {
+            // A tensor of a shape of its own is the same for all parameters: the first that has it will do.
+            let of_param = local.params().iter().position(|param| Some(*param) == destination.param);
+            let value = of_param.map_or_else(
+                || values.iter().flatten().find_map(|state| state.get(&destination.name)),
+                |at| values[at].and_then(|state| state.get(&destination.name)),
+            );
+            let values = match value {
+                Some(StateValue::Sharded(values)) => values.clone(),
+                Some(StateValue::Tensor(tensor)) => ShardedTensor::from_whole(&tensor.contiguous()?),
+                _ => continue,
+            };
+            let memory = self.memory(local, &destination)?;
+            if let Memory::Tensors(target) = &memory {
+                crate::parameters::write_boxes(&values, target)?;
+            }
+            self.filled(local, &destination, memory)?;
+        }
+        Ok(())
+    }
+}
+
+/// Returns `true` if all parameters have a tensor of the same dtype and shape.
+fn is_shared(values: &[Option<&Saved>]) -> bool {
+    let kind = |value: &Option<&Saved>| match value {
+        Some(Saved::Tensor { dtype, shape, .. }) => Some((*dtype, shape.clone())),
+        _ => None,
+    };
+    let first = values.first().and_then(kind);
+    first.is_some() && values.iter().all(|value| kind(value) == first)
+}

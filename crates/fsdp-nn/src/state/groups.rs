@@ -1,0 +1,254 @@
+//! `param_groups`: read from state dicts, written, and matched with live groups.
+
+use std::collections::{HashMap, HashSet};
+
+use fsdp_layout::PlainValue;
+use fsdp_state::{StateDict, StateValue};
+
+use super::{OptimStateError, OptimStateKeyType};
+use crate::optimizer::{GroupUpdate, Optimizer, ParamGroup};
+use crate::{NnError, Result};
+
+/// A param group of a state dict.
+#[derive(Debug, Clone)]
+pub(crate) struct SavedGroup {
+    /// Hyperparameters, in order; tensors of one element have become numbers.
+    pub(crate) hyperparameters: Vec<(String, PlainValue)>,
+    /// Names of the parameters, as the state dict has them; or their ids, as text.
+    pub(crate) params: Vec<String>,
+    /// The kind of `params`; `None` without parameters.
+    pub(crate) key_type: Option<OptimStateKeyType>,
+}
+
+/// Returns a live group's hyperparameters, in torch's order, with the keys that its algorithm does not know.
+pub(crate) fn hyperparameters_of(group: &ParamGroup) -> Vec<(String, PlainValue)> {
+    group.algorithm.to_group().into_iter().chain(group.extra.iter().cloned()).collect()
+}
+
+/// Returns a group as state dicts have it: the only writer of one.
+pub(crate) fn group_dict(group: SavedGroup) -> StateValue {
+    let mut dict: StateDict =
+        group.hyperparameters.into_iter().map(|(key, value)| (key, StateValue::Plain(value))).collect();
+    let mut params = Vec::with_capacity(group.params.len());
+    for key in group.params {
+        // Ids stay ids, so that a load tells them from names.
+        params.push(match (group.key_type, key.parse()) {
+            (Some(OptimStateKeyType::ParamId), Ok(id)) => PlainValue::Int(id),
+            _ => PlainValue::Str(key),
+        });
+    }
+    dict.insert("params", PlainValue::List(params));
+    StateValue::Dict(dict)
+}
+
+/// Reads the `param_groups` of an optimizer state dict; none if it has no such key.
+///
+/// # Errors
+/// [`NnError::MalformedGroup`] for anything but a list of dicts with names or ids.
+pub(crate) fn read_param_groups(state: &StateDict) -> Result<Vec<SavedGroup>> {
+    let Some(groups) = state.get("param_groups") else { return Ok(Vec::new()) };
+    let groups: Vec<StateValue> = match groups {
+        StateValue::List(groups) | StateValue::Tuple(groups) => groups.clone(),
+        StateValue::Plain(PlainValue::List(groups) | PlainValue::Tuple(groups)) => {
+            groups.iter().cloned().map(StateValue::Plain).collect()
+        }
+        other => {
+            return Err(NnError::MalformedGroup { index: 0, problem: format!("`param_groups` is a {}", other.kind()) });
+        }
+    };
+    groups.iter().enumerate().map(|(index, group)| read_group(index, group_entries(index, group)?)).collect()
+}
+
+/// Returns the keys and values of a group, which may be a dict of either kind.
+fn group_entries(index: usize, group: &StateValue) -> Result<Vec<(String, StateValue)>> {
+    match group {
+        StateValue::Dict(dict) => Ok(dict.iter().map(|(key, value)| (key.clone(), value.clone())).collect()),
+        StateValue::Plain(PlainValue::Dict(entries)) => entries
+            .iter()
+            .map(|(key, value)| match key {
+                PlainValue::Str(key) => Ok((key.clone(), StateValue::Plain(value.clone()))),
+                other => Err(NnError::MalformedGroup { index, problem: format!("a key is a {}", other.type_name()) }),
+            })
+            .collect(),
+        other => Err(NnError::MalformedGroup { index, problem: format!("it is a {}", other.kind()) }),
+    }
+}
+
+/// Reads one group: `params` are names or ids, and all other keys are hyperparameters.
+fn read_group(index: usize, entries: Vec<(String, StateValue)>) -> Result<SavedGroup> {
+    let malformed = |problem: String| NnError::MalformedGroup { index, problem };
+    let mut group = SavedGroup { hyperparameters: Vec::new(), params: Vec::new(), key_type: None };
+    for (key, value) in entries {
+        let value = plain(&value).ok_or_else(|| malformed(format!("`{key}` is a {}", value.kind())))?;
+        if key != "params" {
+            group.hyperparameters.push((key, value));
+            continue;
+        }
+        let (PlainValue::List(params) | PlainValue::Tuple(params)) = value else {
+            return Err(malformed(format!("`params` is a {}", value.type_name())));
+        };
+        for param in params {
+            let (key, key_type) = match param {
+                PlainValue::Str(fqn) => (fqn, OptimStateKeyType::ParamName),
+                PlainValue::Int(id) => (id.to_string(), OptimStateKeyType::ParamId),
+                other => return Err(malformed(format!("`params` holds a {}, not names or ids", other.type_name()))),
+            };
+            if group.key_type.is_some_and(|before| before != key_type) {
+                return Err(malformed("`params` holds names and ids".to_owned()));
+            }
+            group.key_type = Some(key_type);
+            group.params.push(key);
+        }
+    }
+    Ok(group)
+}
+
+/// Returns a value as a plain one; tensors of one element (a learning rate may be one) become numbers.
+pub(crate) fn plain(value: &StateValue) -> Option<PlainValue> {
+    match value {
+        StateValue::Plain(value) => Some(value.clone()),
+        StateValue::Tensor(tensor) if tensor.elem_count() == 1 => {
+            let number = tensor.flatten_all().ok()?.to_dtype(candle_core::DType::F64).ok()?.to_vec1::<f64>().ok()?;
+            number.first().map(|&number| PlainValue::Float(number))
+        }
+        StateValue::List(list) => Some(PlainValue::List(list.iter().map(plain).collect::<Option<_>>()?)),
+        StateValue::Tuple(list) => Some(PlainValue::Tuple(list.iter().map(plain).collect::<Option<_>>()?)),
+        StateValue::Dict(dict) => {
+            let entry = |(key, value): (&String, &StateValue)| Some((PlainValue::Str(key.clone()), plain(value)?));
+            Some(PlainValue::Dict(dict.iter().map(entry).collect::<Option<_>>()?))
+        }
+        _ => None,
+    }
+}
+
+/// Refuses groups that give the ids of their parameters rather than the names.
+pub(crate) fn check_named(groups: &[SavedGroup]) -> Result<()> {
+    match groups.iter().find(|group| group.key_type == Some(OptimStateKeyType::ParamId)) {
+        None => Ok(()),
+        Some(group) => Err(OptimStateError::InvalidKeys {
+            keys: group.params.clone(),
+            expected: "these are ids, and names are needed: see `rekey_optim_state_dict`".to_owned(),
+        }
+        .into()),
+    }
+}
+
+/// The saved groups, by the parameters that they name.
+pub(crate) struct SavedGroups {
+    groups: Vec<SavedGroup>,
+    /// The groups that name a parameter.
+    of_parameter: HashMap<String, Vec<usize>>,
+    /// The positions of groups without parameters.
+    empty: Vec<usize>,
+    /// The number of live groups without parameters that have been matched.
+    matched_empty: usize,
+}
+
+impl SavedGroups {
+    /// Sorts groups by the model's names of their parameters.
+    pub(crate) fn new(groups: Vec<SavedGroup>, canonical: impl Fn(&str) -> String) -> Self {
+        let mut of_parameter: HashMap<String, Vec<usize>> = HashMap::new();
+        for (index, group) in groups.iter().enumerate() {
+            for name in &group.params {
+                of_parameter.entry(canonical(name)).or_default().push(index);
+            }
+        }
+        let empty = (0..groups.len()).filter(|&index| groups[index].params.is_empty()).collect();
+        SavedGroups { groups, of_parameter, empty, matched_empty: 0 }
+    }
+
+    /// Returns `true` if there is no group.
+    pub(crate) const fn is_empty(&self) -> bool {
+        self.groups.is_empty()
+    }
+
+    /// Returns `true` if some group names the parameter.
+    pub(crate) fn names(&self, fqn: &str) -> bool {
+        self.of_parameter.contains_key(fqn)
+    }
+
+    /// Returns the groups.
+    pub(crate) fn groups(&self) -> &[SavedGroup] {
+        &self.groups
+    }
+
+    /// Returns the hyperparameters that each of an optimizer's groups takes over: those of the saved groups that name
+    /// its parameters, which must agree. Groups without parameters are matched in order, over all optimizers.
+    ///
+    /// `missing` gets hyperparameters that a saved group lacks, groups none of whose trained parameters is named, and
+    /// trained parameters that no saved group names unless `is_missed` says that their state is missed already; these
+    /// share what the others of their group get.
+    pub(crate) fn match_with(
+        &mut self,
+        optimizer: &Optimizer,
+        missing: &mut Vec<String>,
+        is_missed: impl Fn(&str) -> bool,
+    ) -> Result<Vec<GroupUpdate>> {
+        let mut updates = Vec::with_capacity(optimizer.groups().len());
+        for (index, group) in optimizer.groups().iter().enumerate() {
+            // Each saved group that names a parameter of this one counts once.
+            let mut sources: Vec<usize> = Vec::new();
+            let mut seen = HashSet::new();
+            let mut unnamed = Vec::new();
+            for fqn in group.fqns() {
+                match self.of_parameter.get(fqn) {
+                    Some(groups) => sources.extend(groups.iter().filter(|&&group| seen.insert(group))),
+                    None if optimizer.parameters().requires_grad(fqn)? => unnamed.push(fqn),
+                    None => {}
+                }
+            }
+            // No name leads to a group without parameters, so that its place among such groups does.
+            if group.fqns().is_empty() {
+                sources.extend(self.empty.get(self.matched_empty));
+                self.matched_empty += 1;
+            }
+            // A group that was not saved keeps its hyperparameters.
+            let Some((&first, others)) = sources.split_first() else {
+                if !unnamed.is_empty() && !self.is_empty() {
+                    missing.push(format!("param_groups.{index}"));
+                }
+                updates.push((group.algorithm.clone(), group.extra.clone()));
+                continue;
+            };
+            // Parameters of several saved groups can share one only if the hyperparameters are the same.
+            let source = &self.groups[first];
+            for &other in others {
+                if !same_hyperparameters(source, &self.groups[other]) {
+                    return Err(NnError::ConflictingGroups {
+                        index,
+                        first: source.params.clone(),
+                        second: self.groups[other].params.clone(),
+                    });
+                }
+            }
+            let unnamed = unnamed.into_iter().filter(|fqn| !is_missed(fqn));
+            missing.extend(unnamed.map(|fqn| format!("param_groups.{index}.params.{fqn}")));
+            let read = group.algorithm.with_group(&source.hyperparameters)?;
+            read.algorithm.validate()?;
+            missing.extend(read.missing.iter().map(|key| format!("param_groups.{index}.{key}")));
+            updates.push((read.algorithm, read.unknown));
+        }
+        Ok(updates)
+    }
+}
+
+/// Adds the hyperparameters that each parameter gets to what ranks must have alike: groups may come in another order on
+/// each rank.
+pub(crate) fn agree_on_groups(optimizer: &Optimizer, groups: &[GroupUpdate], agreed: &mut Vec<(String, String)>) {
+    for (group, (algorithm, extra)) in optimizer.groups().iter().zip(groups) {
+        // The order of parameters in a group may differ too.
+        let Some(first) = group.fqns().iter().min() else { continue };
+        for (key, value) in algorithm.to_group().iter().chain(extra) {
+            agreed.push((format!("param_groups.{first}.{key}"), format!("{value:?}")));
+        }
+    }
+}
+
+/// Returns `true` if two groups have the same hyperparameters, in whatever order.
+fn same_hyperparameters(a: &SavedGroup, b: &SavedGroup) -> bool {
+    let of_b: HashMap<&str, &PlainValue> = b.hyperparameters.iter().map(|(key, value)| (key.as_str(), value)).collect();
+    a.hyperparameters.len() == b.hyperparameters.len()
+        && a.hyperparameters
+            .iter()
+            .all(|(key, value)| of_b.get(key.as_str()).is_some_and(|other| value.same_bits(other)))
+}

@@ -1,0 +1,149 @@
+//! Names of state: those of tied parameters, and the keys of model and optimizer state in a state dict.
+
+use std::collections::HashMap;
+
+use fsdp_layout::{KeyPath, PathPart};
+use fsdp_state::StateDict;
+use serde::{Deserialize, Serialize};
+
+use super::OptimStateError;
+use crate::Result;
+use crate::parameters::ShardedParameters;
+
+/// The keys by which an optimizer state dict names parameters: torch's `OptimStateKeyType`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum OptimStateKeyType {
+    /// Their names in the model.
+    ParamName,
+    /// Their positions in the optimizer, over all groups: 0, 1, …
+    ParamId,
+}
+
+/// Returns the type of keys that a state dict has; `None` if it has none. Groups know; without them, keys that are
+/// numbers are ids.
+pub(crate) fn key_type_of(
+    states: &StateDict,
+    mut of_groups: impl Iterator<Item = OptimStateKeyType>,
+) -> Result<Option<OptimStateKeyType>> {
+    let invalid = |expected: &str| {
+        let keys = states.keys().take(8).map(str::to_owned).collect();
+        Err(OptimStateError::InvalidKeys { keys, expected: expected.to_owned() }.into())
+    };
+    let numbers = states.keys().filter(|key| key.parse::<usize>().is_ok()).count();
+    let of_groups = match of_groups.next() {
+        Some(first) if of_groups.any(|other| other != first) => return invalid("some groups have names, others ids"),
+        of_groups => of_groups,
+    };
+    match of_groups {
+        Some(OptimStateKeyType::ParamId) if numbers < states.len() => invalid("the groups have ids"),
+        Some(_) => Ok(of_groups),
+        None if states.is_empty() => Ok(None),
+        None if numbers == states.len() => Ok(Some(OptimStateKeyType::ParamId)),
+        None if numbers == 0 => Ok(Some(OptimStateKeyType::ParamName)),
+        None => invalid("some are names, others ids"),
+    }
+}
+
+/// The names under which a tied parameter's state may be found: its own, and its aliases in the order of their
+/// declaration.
+///
+/// This is the one rule for tied names: state under the parameter's own name counts, else under the first of its
+/// aliases that a dict has. State under its other names is passed over.
+pub(crate) struct TiedNames<'a> {
+    parameters: &'a ShardedParameters,
+    /// The precedence of each alias among the names of its parameter; its own name has 0 and comes first.
+    precedence: HashMap<&'a str, usize>,
+}
+
+impl<'a> TiedNames<'a> {
+    /// Returns the names of a model's parameters.
+    pub(crate) fn new(parameters: &'a ShardedParameters) -> Self {
+        let aliases = parameters.aliases().keys().enumerate();
+        let precedence = aliases.map(|(position, alias)| (alias.as_str(), position + 1)).collect();
+        TiedNames { parameters, precedence }
+    }
+
+    /// Returns which of several names counts, for each parameter that some of them name: parameter to name.
+    pub(crate) fn choose<'n>(&self, names: impl Iterator<Item = &'n str>) -> HashMap<&'n str, &'n str>
+    where
+        'a: 'n,
+    {
+        let mut chosen: HashMap<&'n str, &'n str> = HashMap::new();
+        let precedence = |name: &str| self.precedence.get(name).copied().unwrap_or(0);
+        for name in names {
+            let fqn = self.parameters.canonical_fqn(name);
+            let best = chosen.entry(fqn).or_insert(name);
+            if precedence(name) < precedence(best) {
+                *best = name;
+            }
+        }
+        chosen
+    }
+}
+
+/// The place of a value in the state of optimizers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum OptimKey {
+    /// A state entry of a parameter (or under a user's key), and the path inside it. The entry is empty for a value, or
+    /// a list, where a parameter has a dict of entries.
+    State { key: String, entry: String, inside: Vec<PathPart> },
+    /// A part of `param_groups`: the path below it.
+    Group(Vec<PathPart>),
+    /// A hyperparameter of one parameter, in the flat form.
+    FlatGroup { key: String, name: String },
+}
+
+impl OptimKey {
+    /// Reads the place of a value from its path below the optimizers' state. In formats of flat keys, the parameters'
+    /// names tell where the parts of a key end. `None` if it is nothing that optimizers have.
+    pub(crate) fn read(path: &[PathPart], is_parameter: &dyn Fn(&str) -> bool) -> Option<Self> {
+        match path {
+            [PathPart::Key(state), PathPart::Key(key), PathPart::Key(entry), inside @ ..] if state == "state" => {
+                Some(OptimKey::State { key: key.clone(), entry: entry.clone(), inside: inside.to_vec() })
+            }
+            [PathPart::Key(state), PathPart::Key(key), inside @ ..] if state == "state" => {
+                Some(OptimKey::State { key: key.clone(), entry: String::new(), inside: inside.to_vec() })
+            }
+            [PathPart::Key(groups), rest @ ..] if groups == "param_groups" => Some(OptimKey::Group(rest.to_vec())),
+            [PathPart::Key(flat), inside @ ..] => {
+                if let Some(rest) = flat.strip_prefix("state.") {
+                    let (key, entry) = split(rest, is_parameter)?;
+                    return Some(OptimKey::State { key, entry, inside: inside.to_vec() });
+                }
+                let rest = flat.strip_prefix("param_groups.")?;
+                // Formats of flat keys write nested groups by number, and torch's flat form by parameter.
+                if let Some((index, name)) = rest.split_once('.')
+                    && let Ok(index) = index.parse()
+                {
+                    return Some(OptimKey::Group(vec![PathPart::Index(index), PathPart::Key(name.to_owned())]));
+                }
+                let (key, name) = split(rest, is_parameter)?;
+                Some(OptimKey::FlatGroup { key, name })
+            }
+            _ => None,
+        }
+    }
+}
+
+/// Splits `<parameter>.<name>` at the end of the longest parameter's name.
+fn split(key: &str, is_parameter: &dyn Fn(&str) -> bool) -> Option<(String, String)> {
+    // Both parts may have dots in them.
+    let mut dots = key.match_indices('.').map(|(at, _)| at).rev();
+    let at = dots.find(|&at| is_parameter(&key[..at]))?;
+    Some((key[..at].to_owned(), key[at + 1..].to_owned()))
+}
+
+/// Returns the path below a prefix of keys; `None` if it lies elsewhere. In formats of flat keys the prefix is the
+/// beginning of the key.
+pub(crate) fn below(path: &KeyPath, prefix: &[String]) -> Option<Vec<PathPart>> {
+    if prefix.is_empty() {
+        return Some(path.0.clone());
+    }
+    if let [PathPart::Key(flat)] = path.0.as_slice() {
+        let start: String = prefix.iter().map(|key| format!("{key}.")).collect();
+        return Some(vec![PathPart::Key(flat.strip_prefix(&start)?.to_owned())]);
+    }
+    let (start, rest) = path.0.split_at_checked(prefix.len())?;
+    let same = start.iter().zip(prefix).all(|(part, key)| matches!(part, PathPart::Key(part) if part == key));
+    (same && !rest.is_empty()).then(|| rest.to_vec())
+}

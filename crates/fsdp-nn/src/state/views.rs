@@ -1,0 +1,89 @@
+//! The live state of a sharded model and its optimizers, as state dicts of views.
+
+use fsdp_state::{StateDict, StateError, StateValue};
+
+use super::OptimStateKeyType;
+use super::groups::{SavedGroup, group_dict, hyperparameters_of};
+use crate::Result;
+use crate::optimizer::Optimizer;
+use crate::parameters::ShardedParameters;
+
+/// The state that a parameter without any is given in a state dict.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MissingState {
+    /// No state: the parameter is left out, as `FSDP.optim_state_dict` does.
+    Omit,
+    /// The algorithm's initial values, as `get_optimizer_state_dict` promises; the optimizer is not changed.
+    Initial,
+}
+
+/// Returns the model state dict with sharded values: every parameter under each of its names, then persistent buffers.
+/// torch's `state_dict` of type `SHARDED` before any copy.
+///
+/// Values are views of the live parameters, as torch's are: the next optimizer step changes them.
+/// The same keys on every rank; a rank that owns nothing of a parameter has a sharded tensor without boxes.
+///
+/// # Errors
+/// candle's.
+pub fn live_model_state_dict(parameters: &ShardedParameters) -> Result<StateDict> {
+    let mut state = StateDict::new();
+    for fqn in parameters.fqns() {
+        state.insert(fqn, parameters.parameter(fqn)?);
+    }
+    for (alias, fqn) in parameters.aliases() {
+        state.insert(alias.as_str(), parameters.parameter(fqn)?);
+    }
+    for (name, (value, persistent)) in parameters.buffers() {
+        if *persistent {
+            state.insert(name.as_str(), value.clone());
+        }
+    }
+    Ok(state)
+}
+
+/// Returns the state of several optimizers over one model, as torch's `get_optimizer_state_dict` has it before any
+/// copy: `{"state": {fqn: {name: value}}, "param_groups": [{…, "params": [fqn]}]}`.
+///
+/// States are joined and groups are concatenated in order. Values shaped like a parameter are sharded views of the live
+/// state, `step` is a 0-d tensor of its own for each parameter. State under keys that are no parameter's is there too.
+/// The same keys on every rank.
+///
+/// # Errors
+/// [`StateError::DuplicateKey`] for a key under which two optimizers have state; candle's.
+pub fn live_optim_state_dict(optimizers: &[&Optimizer], missing: MissingState) -> Result<StateDict> {
+    let mut state = StateDict::new();
+    let mut groups = Vec::new();
+    for optimizer in optimizers {
+        for group in optimizer.groups() {
+            for fqn in group.fqns() {
+                let entries = match optimizer.state_of(fqn)? {
+                    None if missing == MissingState::Initial => optimizer.initial_state_of(fqn)?,
+                    entries => entries,
+                };
+                if let Some(entries) = entries {
+                    insert(&mut state, fqn, entries.into_iter().collect::<StateDict>().into())?;
+                }
+            }
+            groups.push(group_dict(SavedGroup {
+                hyperparameters: hyperparameters_of(group),
+                params: group.fqns().to_vec(),
+                key_type: Some(OptimStateKeyType::ParamName),
+            }));
+        }
+        for (key, value) in optimizer.user_state() {
+            insert(&mut state, key, value.clone())?;
+        }
+    }
+    let mut dict = StateDict::new();
+    dict.insert("state", state);
+    dict.insert("param_groups", StateValue::List(groups));
+    Ok(dict)
+}
+
+/// Inserts state that nothing else may have the key of.
+fn insert(state: &mut StateDict, key: &str, value: StateValue) -> Result<()> {
+    match state.insert(key, value) {
+        None => Ok(()),
+        Some(_) => Err(StateError::DuplicateKey { key: key.to_owned() }.into()),
+    }
+}

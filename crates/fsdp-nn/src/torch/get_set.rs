@@ -1,0 +1,264 @@
+//! Getting and setting the state of a sharded model and its optimizers: torch's `get_state_dict` family.
+//!
+//! Getting changes nothing. Setting checks everything on every rank first; if anything does not fit, every rank gets
+//! the same error and nothing has been changed.
+
+use candle_core::Device;
+use fsdp_comm::ProcessGroup;
+use fsdp_state::engine::{DictSource, Source as _};
+use fsdp_state::{
+    GatherOptions, KeepOn, LoadError, LoadOptions, LoadReport, StateDict, StateError, gather_state_dict, load_state,
+    offload_state_dict_to_cpu,
+};
+
+use super::{StateDictOptions, optim_format};
+use crate::optimizer::Optimizer;
+use crate::parameters::ShardedParameters;
+use crate::state::{
+    LiveTarget, MissingState, OptimStateError, StatePrefixes, live_model_state_dict, live_optim_state_dict,
+};
+use crate::{NnError, Result};
+
+/// Returns the state dicts of a model and its optimizers: (model, optimizers). torch's `get_state_dict`.
+///
+/// Sharded (the default): no communication; each rank gets its own boxes under the same keys, and buffers and scalars
+/// whole. Full: all ranks get whole tensors, or those that [`StateDictOptions`] names, and the others empty dicts.
+///
+/// Collectives for full dicts: those of [`gather_state_dict`], for the model and for the optimizers.
+///
+/// # Errors
+/// Contradicting options ([`NnError::Options`]); names that collide under `fqn_renames`, or keys that two optimizers
+/// have state under ([`StateError::DuplicateKey`]); an optimizer of another model; with full state dicts any rank's
+/// error, on every rank.
+///
+/// ```
+/// use candle_nn::linear;
+/// use fsdp_nn::algorithm::{AdamOptions, Algorithm};
+/// use fsdp_nn::torch::{StateDictOptions, get_state_dict, set_state_dict};
+/// use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer};
+/// fsdp_comm::run_local(2, |group| {
+///     let model = FullyShardedDataParallel::new(group, FsdpConfig::default(), |scope| linear(3, 2, scope.vb()))?;
+///     let mut optimizer = Optimizer::new(model.parameters(), Algorithm::AdamW(AdamOptions::adamw()))?;
+///     let options = StateDictOptions::default();
+///     let (m, o) = get_state_dict(model.parameters(), &[&optimizer], &options)?;
+///     let report = set_state_dict(&m, &o, model.parameters(), &mut [&mut optimizer], &options)?;
+///     assert!(report.is_clean());
+///     Ok::<(), fsdp_nn::NnError>(())
+/// })?
+/// .into_iter()
+/// .collect::<Result<Vec<()>, _>>()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn get_state_dict(
+    parameters: &ShardedParameters,
+    optimizers: &[&Optimizer],
+    options: &StateDictOptions,
+) -> Result<(StateDict, StateDict)> {
+    Ok((get_model_state_dict(parameters, options)?, get_optimizer_state_dict(parameters, optimizers, options)?))
+}
+
+/// Returns the model's half of [`get_state_dict`]: parameters under all their names, and persistent buffers. torch's
+/// `get_model_state_dict`. Collectives: as [`get_state_dict`].
+///
+/// # Errors
+/// As [`get_state_dict`].
+pub fn get_model_state_dict(parameters: &ShardedParameters, options: &StateDictOptions) -> Result<StateDict> {
+    finish(parameters.group(), model_views(parameters, options), options)
+}
+
+/// Returns the live model under the names of the state dict.
+fn model_views(parameters: &ShardedParameters, options: &StateDictOptions) -> Result<StateDict> {
+    options.check()?;
+    let mut state = StateDict::new();
+    for (fqn, value) in live_model_state_dict(parameters)? {
+        if options.ignore_frozen_params && parameters.contains(&fqn) && !parameters.requires_grad(&fqn)? {
+            continue;
+        }
+        if let Some(name) = options.name_in_dict(&fqn)
+            && state.insert(name.as_str(), value).is_some()
+        {
+            return Err(StateError::DuplicateKey { key: name }.into());
+        }
+    }
+    if options.share_storage {
+        // Views may be written to: then no gathered copy of them may stay.
+        parameters.lend()?;
+    }
+    Ok(state)
+}
+
+/// Returns the optimizers' half of [`get_state_dict`]: `{"state", "param_groups"}`, states joined, groups concatenated.
+/// torch's `get_optimizer_state_dict`, which however takes a step with a fresh optimizer: here parameters that have not
+/// been stepped have their algorithm's initial state (`step` 0), and the optimizer is not touched. Collectives: as
+/// [`get_state_dict`].
+///
+/// # Errors
+/// As [`get_state_dict`].
+pub fn get_optimizer_state_dict(
+    parameters: &ShardedParameters,
+    optimizers: &[&Optimizer],
+    options: &StateDictOptions,
+) -> Result<StateDict> {
+    finish(parameters.group(), optimizer_views(parameters, optimizers, options), options)
+}
+
+/// Returns the live optimizers in the format and under the names of the state dict.
+fn optimizer_views(
+    parameters: &ShardedParameters,
+    optimizers: &[&Optimizer],
+    options: &StateDictOptions,
+) -> Result<StateDict> {
+    options.check()?;
+    if optimizers.iter().any(|optimizer| !optimizer.belongs_to(parameters)) {
+        return Err(NnError::ForeignOptimizer);
+    }
+    optim_format::to_dict(live_optim_state_dict(optimizers, MissingState::Initial)?, options)
+}
+
+/// Gathers, offloads or copies, as the options say.
+fn finish(group: &ProcessGroup, views: Result<StateDict>, options: &StateDictOptions) -> Result<StateDict> {
+    let state = match views {
+        Ok(state) => state,
+        // The round in which the other ranks compare what they gather; what is wrong everywhere needs no round.
+        Err(error) if options.full_state_dict && options.check().is_ok() => {
+            return Ok(group.agree_on("gather_state_dict", 0, Err(error))?);
+        }
+        Err(error) => return Err(error),
+    };
+    if options.full_state_dict {
+        let device = options.cpu_offload.then_some(Device::Cpu);
+        return Ok(gather_state_dict(&state, group, &GatherOptions { keep_on: options.kept_on(), device })?);
+    }
+    if options.cpu_offload {
+        return Ok(offload_state_dict_to_cpu(&state, &KeepOn::All, group.rank())?);
+    }
+    if options.share_storage {
+        return Ok(state);
+    }
+    Ok(state.copy()?)
+}
+
+/// Loads a model and its optimizers: torch's `set_state_dict`. The caller's dicts are not changed. An empty model dict
+/// means optimizers only (with `broadcast_from_rank0`, one that is empty on rank 0).
+///
+/// Every rank brings dicts of the same names, and takes its own part of whole tensors. Scalars, hyperparameters and
+/// whole tensors must be the same on all ranks; buffers are each rank's own. With `broadcast_from_rank0` everything is
+/// rank 0's.
+///
+/// Unless [`StateDictOptions::strict`], names that the dicts lack are in the report as missing: a parameter or buffer
+/// keeps its value; a parameter of an optimizer has no state then, and begins afresh; one that no saved group names
+/// (`param_groups.<index>.params.<name>`) takes the hyperparameters of the others of its group; a group of which none
+/// is named (`param_groups.<index>`) keeps its own; an optimizer for which nothing was saved at all (`param_groups`)
+/// keeps its state.
+///
+/// Values may be whole tensors or sharded in any boxes: boxes that a rank needs and does not have come from the others.
+/// Values go straight into the live memory, so that a rank needs no second copy of its state.
+///
+/// Collectives: two agreements; with `broadcast_from_rank0` one more and one object broadcast; for values whose boxes
+/// have to move one or two object all-gathers, and the moves: only what a rank needs, small tensors together.
+///
+/// # Errors
+/// The same on every rank, and nothing is changed: [`StateError::Incompatible`] for names (`strict`), shapes and dtypes
+/// that differ; ranks that bring different names, kinds or values; malformed groups; values that no rank has; an
+/// optimizer of another model. A rank that is lost while values move leaves some of them changed
+/// ([`StateError::PartlyLoaded`]).
+pub fn set_state_dict(
+    model: &StateDict,
+    optim: &StateDict,
+    parameters: &ShardedParameters,
+    optimizers: &mut [&mut Optimizer],
+    options: &StateDictOptions,
+) -> Result<LoadReport> {
+    set("set_state_dict", Some(model), Some(optim), parameters, optimizers, options)
+}
+
+/// Loads the model's half of [`set_state_dict`]: torch's `set_model_state_dict`. An empty dict changes nothing.
+/// Collectives: as [`set_state_dict`].
+///
+/// # Errors
+/// As [`set_state_dict`].
+pub fn set_model_state_dict(
+    model: &StateDict,
+    parameters: &ShardedParameters,
+    options: &StateDictOptions,
+) -> Result<LoadReport> {
+    set("set_model_state_dict", Some(model), None, parameters, &mut [], options)
+}
+
+/// Loads the optimizers' half of [`set_state_dict`]: torch's `set_optimizer_state_dict`. Groups go by the names in
+/// them; state of parameters that no optimizer holds is reported as unexpected and left out. Collectives: as
+/// [`set_state_dict`].
+///
+/// # Errors
+/// As [`set_state_dict`].
+pub fn set_optimizer_state_dict(
+    optim: &StateDict,
+    parameters: &ShardedParameters,
+    optimizers: &mut [&mut Optimizer],
+    options: &StateDictOptions,
+) -> Result<LoadReport> {
+    set("set_optimizer_state_dict", None, Some(optim), parameters, optimizers, options)
+}
+
+/// Loads the dicts that are given, for all three functions that set state.
+fn set(
+    operation: &'static str,
+    model: Option<&StateDict>,
+    optim: Option<&StateDict>,
+    parameters: &ShardedParameters,
+    optimizers: &mut [&mut Optimizer],
+    options: &StateDictOptions,
+) -> Result<LoadReport> {
+    options.check()?;
+    let group = parameters.group();
+    let mut state = StateDict::new();
+    for (key, dict) in [("model", model), ("optim", optim)] {
+        state.extend(dict.map(|dict| (key, dict.clone().into())));
+    }
+    // Dicts that are ignored cannot be wrong.
+    let is_ignored = options.broadcast_from_rank0 && group.rank() > 0;
+    let checked = if is_ignored { Ok(()) } else { check(model, optim, parameters) };
+    let mut source = if options.broadcast_from_rank0 {
+        LoadError::agree(group, operation, None, checked)?;
+        DictSource::on_rank(group, operation, 0, Some(&state))?
+    } else {
+        match checked.and_then(|()| Ok(DictSource::on_every_rank(&state)?)) {
+            Ok(source) => source,
+            // The round in which the other ranks compare their plans.
+            Err(error) => return NnError::agree(group, operation, Some(0), Err(error)),
+        }
+    };
+    // An empty model dict stands for none.
+    let has_model = source.schema().has_key("model");
+    let key = |key: &str| Some(vec![key.to_owned()]);
+    let prefixes =
+        StatePrefixes { model: key("model").filter(|_| has_model), optim: key("optim").filter(|_| optim.is_some()) };
+    let optimizers = optimizers.iter_mut().map(|optimizer| &mut **optimizer).collect();
+    let target = match LiveTarget::new(parameters, optimizers, prefixes) {
+        Ok(target) => target,
+        Err(error) => return NnError::agree(group, operation, Some(0), Err(error)),
+    };
+    let of_optimizers = options.of_optimizers();
+    let mut target = target
+        .with_names(|name| options.name_in_model(name), move |name| of_optimizers.name_in_model(name))
+        .ignore_frozen(options.ignore_frozen_params);
+    let load = LoadOptions { strict: options.strict, ..LoadOptions::default() };
+    load_state(operation, group, &mut source, &mut target, &load)
+}
+
+/// Refuses dicts that cannot be those of a model and its optimizers.
+fn check(model: Option<&StateDict>, optim: Option<&StateDict>, parameters: &ShardedParameters) -> Result<()> {
+    let is_flat_param =
+        |key: &str| (key == "_flat_param" || key.ends_with("._flat_param")) && !parameters.contains(key);
+    if let Some(key) = model.into_iter().flat_map(StateDict::keys).find(|key| is_flat_param(key)) {
+        return Err(NnError::FlatParameterKey { key: key.to_owned() });
+    }
+    let Some(optim) = optim.filter(|optim| !optim.is_empty()) else { return Ok(()) };
+    let has = |key: &str| optim.contains_key(key);
+    // The flat format has no key `state`.
+    let is_flat = optim.keys().all(|key| key.starts_with("state.") || key.starts_with("param_groups."));
+    if !has("state") && (has("param_groups") || !is_flat) {
+        return Err(OptimStateError::MissingKey { key: "state".to_owned() }.into());
+    }
+    Ok(())
+}

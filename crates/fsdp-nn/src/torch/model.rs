@@ -1,0 +1,264 @@
+//! The model state dict of the three types, and loading one.
+
+use fsdp_comm::ProcessGroup;
+use fsdp_flat::{LocalShard, ShardedTensor};
+use fsdp_layout::{Failure as _, KeyPath, PathPart, TensorBox};
+use fsdp_state::engine::{DictSource, Whole};
+use fsdp_state::{
+    KeepOn, LoadError, LoadOptions, LoadReport, StateDict, StateError, StateValue, copy_state_dict, load_state,
+    reshard_state_dict,
+};
+use indexmap::IndexMap;
+
+use crate::parameters::ShardedParameters;
+use crate::settings::StateDictType;
+use crate::state::{LiveTarget, StatePrefixes, live_model_state_dict};
+use crate::{NnError, Result};
+
+/// The ranks that get a full state dict, and where its tensors go.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Keep {
+    /// `true` if only rank 0 of the model's group keeps it, rather than all ranks.
+    pub(super) rank0_only: bool,
+    /// `true` if tensors go to the CPU.
+    pub(super) offload_to_cpu: bool,
+}
+
+impl Keep {
+    /// Returns the ranks that keep the result.
+    pub(super) fn ranks(self) -> KeepOn {
+        if self.rank0_only { KeepOn::Ranks(vec![0]) } else { KeepOn::All }
+    }
+
+    /// Returns the device that tensors go to; `None` if they stay where they are.
+    pub(super) fn device(self) -> Option<candle_core::Device> {
+        self.offload_to_cpu.then_some(candle_core::Device::Cpu)
+    }
+
+    /// Returns `true` if this rank keeps the result.
+    pub(super) fn here(self, group: &ProcessGroup) -> bool {
+        self.ranks().contains(group.rank())
+    }
+}
+
+/// Returns the model state dict, of the type that is set ([`ShardedParameters::state_dict_type`]): torch's `state_dict`
+/// of a `FullyShardedDataParallel`. Collective over the model's group. Tensors own their memory; names of one tied
+/// parameter share a tensor in the dict.
+///
+/// - **Full**: every parameter whole, in its own dtype, under each of its names, and persistent buffers. With
+///   `rank0_only` rank 0 gets all of it and the others an empty dict; these need no memory beyond their shards.
+///   Collectives: two agreements, and in the order of names one all-gather, or one gather, for each tensor or for
+///   several of together less than half of the largest (less than 1 MiB always, at most 32 MiB); none where nothing is
+///   sharded.
+/// - **Sharded**: the same names; each parameter as the boxes that this rank owns, maybe none. No communication.
+/// - **Local**: for each unit `<unit>._flat_param`, a one-dimensional [`ShardedTensor`] of the FlatParameter without
+///   the padding at its end, and persistent buffers. No communication.
+///
+/// # Errors
+/// With `Full` any rank's, on every rank. With `Local`, [`NnError::MeshWithLocal`] and
+/// [`NnError::LocalWithoutSharding`].
+pub fn state_dict(parameters: &ShardedParameters) -> Result<StateDict> {
+    let mut values: IndexMap<String, StateValue> = IndexMap::new();
+    state_dict_into(parameters, |name, value| {
+        values.insert(name.to_owned(), value);
+        Ok(())
+    })?;
+    // In the model's own order.
+    let names = parameters.fqns().chain(parameters.aliases().keys().map(String::as_str));
+    let mut state = StateDict::new();
+    for name in names {
+        if let Some(value) = values.shift_remove(name) {
+            state.insert(name, value);
+        }
+    }
+    state.extend(values);
+    Ok(state)
+}
+
+/// Makes the same values as [`state_dict`], and hands each to `sink` as soon as it is there. A rank that writes a file
+/// thus needs memory for one tensor, not for the whole model. `sink` is called on the ranks that keep the result only.
+///
+/// # Errors
+/// As [`state_dict`], and those of `sink`: on every rank, once all values have passed.
+pub fn state_dict_into(
+    parameters: &ShardedParameters,
+    mut sink: impl FnMut(&str, StateValue) -> Result<()>,
+) -> Result<()> {
+    let settings = parameters.get_state_dict_type();
+    let config = settings.state_dict_config();
+    let keep = Keep { rank0_only: config.rank0_only(), offload_to_cpu: config.offload_to_cpu() };
+    let state = match settings.state_dict_type() {
+        StateDictType::Full => return full(parameters, keep, &mut sink),
+        StateDictType::Sharded => live_model_state_dict(parameters)?,
+        StateDictType::Local => local_views(parameters)?,
+    };
+    for (name, value) in &state {
+        sink(name, placed(value.copy()?, keep)?)?;
+    }
+    Ok(())
+}
+
+/// Moves a value to the CPU, if that is asked for.
+pub(super) fn placed(value: StateValue, keep: Keep) -> Result<StateValue> {
+    let Some(device) = keep.device() else { return Ok(value) };
+    Ok(match value {
+        StateValue::Tensor(tensor) => fsdp_flat::storage::to_device(&tensor, &device)?.into(),
+        StateValue::Sharded(tensor) => tensor.to_device(&device)?.into(),
+        other => other,
+    })
+}
+
+/// Gathers the whole values, and hands each to `sink` under all its names.
+fn full(
+    parameters: &ShardedParameters,
+    keep: Keep,
+    sink: &mut dyn FnMut(&str, StateValue) -> Result<()>,
+) -> Result<()> {
+    // Each parameter moves once, under its own name.
+    let state = canonical(parameters, &live_model_state_dict(parameters)?);
+    let mut aliases: IndexMap<&str, Vec<&str>> = IndexMap::new();
+    for (alias, fqn) in parameters.aliases() {
+        aliases.entry(fqn).or_default().push(alias);
+    }
+    gather("state_dict", &state, parameters, keep, |path, value| {
+        let name = path.flat_key();
+        for alias in aliases.get(name.as_str()).into_iter().flatten() {
+            sink(alias, value.clone())?;
+        }
+        sink(&name, value)
+    })
+}
+
+/// Gathers a dict of views of live values, shaped like parameters, where arithmetic knows the boxes of all ranks. The
+/// path of a value begins with its parameter's name.
+pub(super) fn gather(
+    operation: &'static str,
+    state: &StateDict,
+    parameters: &ShardedParameters,
+    keep: Keep,
+    mut sink: impl FnMut(&KeyPath, StateValue) -> Result<()>,
+) -> Result<()> {
+    let group = parameters.group();
+    let boxes_on = |path: &KeyPath, rank: usize| match path.0.first() {
+        Some(PathPart::Key(fqn)) => parameters.boxes_on(fqn, rank).ok(),
+        _ => None,
+    };
+    let mut pass = |path: &KeyPath, value: StateValue| {
+        sink(path, value).map_err(|error| StateError::Other { message: error.to_string(), kind: error.kind() })
+    };
+    let opened = DictSource::on_every_rank(state).map_err(NnError::from).and_then(|source| {
+        let (rank, world_size) = (group.rank(), group.world_size());
+        let target = Whole::new(state, rank, world_size, &keep.ranks(), keep.device(), &mut pass)?;
+        Ok((source.with_boxes_on(boxes_on), target))
+    });
+    let (mut source, mut target) = match opened {
+        Ok(opened) => opened,
+        // The round in which the other ranks compare their plans.
+        Err(error) => return NnError::agree(group, operation, Some(0), Err(error)),
+    };
+    load_state::<_, _, NnError>(operation, group, &mut source, &mut target, &LoadOptions::default())?;
+    Ok(())
+}
+
+/// Returns the flat parameters as views of this rank's shards, and the persistent buffers.
+fn local_views(parameters: &ShardedParameters) -> Result<StateDict> {
+    if parameters.on_mesh {
+        return Err(NnError::MeshWithLocal);
+    }
+    if parameters.shard_group().is_none() {
+        return Err(NnError::LocalWithoutSharding);
+    }
+    let mut state = StateDict::new();
+    for handle in &parameters.handles {
+        let Some(shard) = handle.flat_shard() else { continue };
+        let layout = handle.layout();
+        // With `use_orig_params` the padding for the number of ranks counts as part of the FlatParameter; without it
+        // the tensor is the same for any number of ranks.
+        let end = (0..layout.fqns().len()).map(|param| layout.param_range(param).end).max().unwrap_or(0);
+        let range = layout.shard(handle.shard_rank()).range;
+        let numel = range.end.min(end).saturating_sub(range.start);
+        let mut shards = Vec::new();
+        if numel > 0 {
+            let bounds = TensorBox::new(vec![range.start], vec![numel]);
+            shards.push(LocalShard { bounds, tensor: shard.narrow(0, 0, numel)? });
+        }
+        let name = handle.flat_param_name();
+        let tensor = ShardedTensor::new(handle.dtype(), vec![end], shards)?;
+        if state.insert(name.as_str(), tensor).is_some() {
+            return Err(NnError::State(StateError::DuplicateKey { key: name }));
+        }
+    }
+    for (name, (value, persistent)) in parameters.buffers() {
+        if *persistent {
+            state.insert(name.as_str(), value.clone());
+        }
+    }
+    Ok(state)
+}
+
+/// Loads a model state dict of the type that is set: torch's `load_state_dict`. Collective over the model's group. A
+/// tied parameter loads from any of its names, and buffers from theirs; `state` is not changed.
+///
+/// - **Full**: every rank has the dict and takes its own part: no tensor moves. With `rank0_only` only rank 0 has one
+///   (what the others pass is ignored), and each rank gets just its own part, by scatters.
+/// - **Sharded**: values are whole or in any boxes, from any number of ranks; what a rank lacks comes from the
+///   others, by all-to-alls of overlaps.
+/// - **Local**: flat parameters in any boxes, saved with the same units and mode by any number of ranks.
+///
+/// The report is the same on every rank. Unless `strict`, names that are missing keep their values and unexpected ones
+/// are left out. Whole tensors must be the same on all ranks; buffers are each rank's own.
+///
+/// Collectives: two agreements; with `rank0_only` another and an object broadcast; and those of the moves.
+///
+/// # Errors
+/// The same on every rank, and nothing is changed: [`StateError::Incompatible`] for other shapes or dtypes and, if
+/// `strict`, for names that only one side has; ranks that bring different dicts; elements that no rank has.
+pub fn load_state_dict(state: &StateDict, parameters: &ShardedParameters, strict: bool) -> Result<LoadReport> {
+    let settings = parameters.get_state_dict_type();
+    let options = LoadOptions { strict, ..LoadOptions::default() };
+    if settings.state_dict_type() == StateDictType::Local {
+        // Everything is moved and checked beside the live shards, and copied into them at the end.
+        let mut live = local_views(parameters)?;
+        let (loaded, report) = reshard_state_dict(state, &live, parameters.group(), &options)?;
+        parameters.reshard()?;
+        copy_state_dict(&loaded, &mut live)?;
+        return Ok(report);
+    }
+    let root = settings.state_dict_config().rank0_only().then_some(0);
+    let prefixes = StatePrefixes { model: Some(Vec::new()), optim: None };
+    let target = LiveTarget::new(parameters, Vec::new(), prefixes)?;
+    load_live("load_state_dict", state, parameters, target, root, &options)
+}
+
+/// Loads a dict into a live target: one that `root` has, or that every rank has.
+fn load_live(
+    operation: &'static str,
+    state: &StateDict,
+    parameters: &ShardedParameters,
+    mut target: LiveTarget<'_>,
+    root: Option<usize>,
+    options: &LoadOptions,
+) -> Result<LoadReport> {
+    let group = parameters.group();
+    let opened = match root {
+        Some(root) => Ok(DictSource::on_rank(group, operation, root, Some(state))?),
+        None => DictSource::on_every_rank(state),
+    };
+    let mut source = match opened {
+        Ok(source) => source,
+        // The round in which the other ranks compare their plans.
+        Err(error) => return NnError::agree(group, operation, Some(0), Err(error.into())),
+    };
+    load_state(operation, group, &mut source, &mut target, options)
+}
+
+/// Returns the values under the parameters' own names, without their aliases.
+fn canonical(parameters: &ShardedParameters, state: &StateDict) -> StateDict {
+    let mut canonical = StateDict::new();
+    for (name, value) in state {
+        if parameters.canonical_fqn(name) == name {
+            canonical.insert(name.as_str(), value.clone());
+        }
+    }
+    canonical
+}

@@ -1,0 +1,496 @@
+//! Optimizer state between its two forms: by the model's names, and local to a rank.
+
+use fsdp_layout::{KeyPath, PathPart};
+use fsdp_state::engine::{DictSource, Source as _};
+use fsdp_state::{LoadError, LoadOptions, StateDict, StateValue, load_state};
+use indexmap::IndexMap;
+
+use super::model::{Keep, gather, placed};
+use crate::optimizer::Optimizer;
+use crate::parameters::ShardedParameters;
+use crate::settings::StateDictType;
+use crate::state::{
+    LocalStates, LocalTarget, OptimStateError, OptimStateKey, OptimStateKeyType, agree, group_dict, join, load_local,
+    resolve_keys,
+};
+use crate::{NnError, Result};
+
+/// The form in which optimizer state is given out.
+#[derive(Debug, Clone, Copy)]
+struct Form {
+    /// `true` if tensors are whole rather than boxes.
+    full: bool,
+    keep: Keep,
+}
+
+impl Form {
+    /// Returns the form that is set on a model.
+    fn of(parameters: &ShardedParameters) -> Self {
+        let settings = parameters.get_state_dict_type();
+        let config = settings.optim_state_dict_config();
+        Form {
+            full: settings.state_dict_type() == StateDictType::Full,
+            keep: Keep { rank0_only: config.rank0_only(), offload_to_cpu: config.offload_to_cpu() },
+        }
+    }
+}
+
+/// Returns the optimizer's state by the model's names: torch's `FSDP.optim_state_dict`. Collective over the model's
+/// group.
+///
+/// `state` is a local state dict, by ids or by names, as [`Optimizer::state_dict`] and
+/// [`Optimizer::named_state_dict`] give it; `None` is the live state of `optimizer`, which is not changed. The type and
+/// the config that are set on the model say what comes: whole tensors on all ranks (`Full`), on rank 0 alone while the
+/// others get an empty dict (`rank0_only`), or the boxes of each rank (`Sharded`; `Local` is the same, as in torch).
+/// `param_groups` is there if `state` has it; a FlatParameter's id becomes the names of all its parameters. State
+/// under keys that are neither ids nor names is passed on, each rank its own.
+///
+/// Each parameter has tensors of its own, `step` included. Parameters without state, or that the optimizer does not
+/// hold, are left out. Scalars must agree on all ranks that have elements of the parameter; those of others are
+/// ignored.
+///
+/// Collectives: one object all-gather and two agreements (one with `Sharded`); with `Full` in the order of names one
+/// all-gather, or with `rank0_only` one gather, for each tensor or for several of together less than half of the
+/// largest (less than 1 MiB always, at most 32 MiB). (A tensor of a shape other than the parameter's, where some rank
+/// has nothing of the parameter, is gathered.)
+///
+/// # Errors
+/// The same on every rank: [`OptimStateError`] for state that differs between ranks or that some ranks lack;
+/// [`NnError::ForeignOptimizer`].
+pub fn optim_state_dict(
+    state: Option<&StateDict>,
+    parameters: &ShardedParameters,
+    optimizer: &Optimizer,
+) -> Result<StateDict> {
+    collected(state, parameters, optimizer, Form::of(parameters))
+}
+
+/// Makes the same values as [`optim_state_dict`], and hands each to `sink` (parameter, entry, value) as soon as it is
+/// there. A rank that writes a file thus needs memory for one tensor. Returns what is left: `state` with user state
+/// alone, and `param_groups`; on ranks that keep nothing an empty dict.
+///
+/// # Errors
+/// As [`optim_state_dict`], and those of `sink`: on every rank, once all values have passed.
+pub fn optim_state_dict_into(
+    state: Option<&StateDict>,
+    parameters: &ShardedParameters,
+    optimizer: &Optimizer,
+    mut sink: impl FnMut(&str, &str, StateValue) -> Result<()>,
+) -> Result<StateDict> {
+    Ok(streamed(state, parameters, optimizer, Form::of(parameters), &mut sink)?.0)
+}
+
+/// Returns the optimizer's state by names with whole tensors on the CPU, whatever settings are in force: torch's
+/// `full_optim_state_dict`. With `rank0_only` (torch's default) the other ranks get an empty dict. For the rest see
+/// [`optim_state_dict`].
+///
+/// # Errors
+/// As [`optim_state_dict`].
+pub fn full_optim_state_dict(
+    state: Option<&StateDict>,
+    parameters: &ShardedParameters,
+    optimizer: &Optimizer,
+    rank0_only: bool,
+) -> Result<StateDict> {
+    let keep = Keep { rank0_only, offload_to_cpu: true };
+    collected(state, parameters, optimizer, Form { full: true, keep })
+}
+
+/// Returns the optimizer's state by names in each rank's boxes, whatever settings are in force: torch's
+/// `sharded_optim_state_dict`. For the rest see [`optim_state_dict`].
+///
+/// # Errors
+/// As [`optim_state_dict`].
+pub fn sharded_optim_state_dict(
+    state: Option<&StateDict>,
+    parameters: &ShardedParameters,
+    optimizer: &Optimizer,
+) -> Result<StateDict> {
+    let keep = Keep { rank0_only: false, offload_to_cpu: false };
+    collected(state, parameters, optimizer, Form { full: false, keep })
+}
+
+/// Puts the values that [`streamed`] hands out into one dict, parameters in their order.
+fn collected(
+    state: Option<&StateDict>,
+    parameters: &ShardedParameters,
+    optimizer: &Optimizer,
+    form: Form,
+) -> Result<StateDict> {
+    let mut states: IndexMap<String, StateDict> = IndexMap::new();
+    let (rest, order) = streamed(state, parameters, optimizer, form, &mut |fqn, name, value| {
+        states.entry(fqn.to_owned()).or_default().insert(name, value);
+        Ok(())
+    })?;
+    if rest.is_empty() {
+        return Ok(rest);
+    }
+    let mut merged = StateDict::new();
+    for fqn in order {
+        if let Some(state) = states.swap_remove(&fqn) {
+            merged.insert(fqn, state);
+        }
+    }
+    let mut result = StateDict::new();
+    for (key, value) in rest {
+        match value {
+            StateValue::Dict(user_state) if key == "state" => {
+                merged.extend(user_state);
+                result.insert(key, std::mem::take(&mut merged));
+            }
+            value => {
+                result.insert(key, value);
+            }
+        }
+    }
+    Ok(result)
+}
+
+/// Hands all values to `sink`, and returns user state and groups, and the parameters in their order.
+fn streamed(
+    state: Option<&StateDict>,
+    parameters: &ShardedParameters,
+    optimizer: &Optimizer,
+    form: Form,
+    sink: &mut dyn FnMut(&str, &str, StateValue) -> Result<()>,
+) -> Result<(StateDict, Vec<String>)> {
+    const OPERATION: &str = "optim_state_dict";
+    let group = parameters.group();
+    let dict = match state {
+        Some(state) => Ok(state.clone()),
+        None => optimizer.state_dict_views(OptimStateKeyType::ParamId),
+    };
+    let (dict, failure) = match check_owner(parameters, optimizer).and(dict) {
+        Ok(dict) => (dict, None),
+        Err(error) => (StateDict::new(), Some(error)),
+    };
+    let local = failure.map_or_else(|| LocalStates::read(optimizer, &dict), Err);
+    let (joined, local) = join(optimizer, group, OPERATION, local)?;
+    let order = joined.keys().map(str::to_owned).collect();
+    if form.full {
+        gather(OPERATION, &joined, parameters, form.keep, |path, value| match path.0.as_slice() {
+            [PathPart::Key(fqn), entry @ ..] => sink(fqn, &KeyPath(entry.to_vec()).flat_key(), value),
+            [PathPart::Index(_), ..] | [] => Ok(()),
+        })?;
+        return Ok((rest(&local, form.keep, parameters)?, order));
+    }
+    // Boxes need no gather, so that only an agreement tells the other ranks of an error.
+    let offered = joined.iter().try_for_each(|(fqn, entries)| {
+        let mut entries = entries.as_dict().into_iter().flatten();
+        entries.try_for_each(|(name, value)| sink(fqn, name, placed(value.copy()?, form.keep)?))
+    });
+    let rest = offered.and_then(|()| rest(&local, form.keep, parameters));
+    Ok((agree(group, OPERATION, rest)?, order))
+}
+
+/// Refuses an optimizer of another model.
+fn check_owner(parameters: &ShardedParameters, optimizer: &Optimizer) -> Result<()> {
+    if optimizer.belongs_to(parameters) { Ok(()) } else { Err(NnError::ForeignOptimizer) }
+}
+
+/// Returns user state and groups, on the ranks that keep them.
+fn rest(local: &LocalStates<'_>, keep: Keep, parameters: &ShardedParameters) -> Result<StateDict> {
+    let mut rest = StateDict::new();
+    if !keep.here(parameters.group()) {
+        return Ok(rest);
+    }
+    let mut user_state = StateDict::new();
+    for (key, value) in &local.user_state {
+        user_state.insert(*key, value.copy()?);
+    }
+    rest.insert("state", user_state);
+    if let Some(groups) = &local.groups {
+        rest.insert("param_groups", StateValue::List(groups.iter().cloned().map(group_dict).collect()));
+    }
+    Ok(rest)
+}
+
+/// Returns the states of a FlatParameter's parameters, in their order, from its local state (`{entry: value}`, as in
+/// [`Optimizer::state_dict`]): torch's `_unflatten_optim_state`. Whole tensors or boxes, and on the ranks, that the
+/// settings say; elsewhere empty dicts. Collectives: as [`optim_state_dict`], and one agreement.
+///
+/// # Errors
+/// As [`optim_state_dict`]; [`NnError::NotAFlatParameter`], as every rank's error.
+pub fn unflatten_optim_state(
+    flat_state: &StateDict,
+    parameters: &ShardedParameters,
+    optimizer: &Optimizer,
+    fqns: &[impl AsRef<str>],
+) -> Result<Vec<StateDict>> {
+    let name = local_of(optimizer, fqns).map(|local| optimizer.locals()[local].name());
+    let name = agree(parameters.group(), "unflatten_optim_state", name)?;
+    let mut local = StateDict::new();
+    local.insert("state", [(name, StateValue::Dict(flat_state.clone()))].into_iter().collect::<StateDict>());
+    let mut state = optim_state_dict(Some(&local), parameters, optimizer)?;
+    let mut states = Vec::with_capacity(fqns.len());
+    for fqn in fqns {
+        let of_all = state.get_mut("state").and_then(StateValue::as_dict_mut);
+        let entries = of_all.and_then(|states| states.remove(fqn.as_ref()));
+        states.push(entries.and_then(|entries| entries.as_dict().cloned()).unwrap_or_default());
+    }
+    Ok(states)
+}
+
+/// Returns the local parameter that is made of these parameters.
+fn local_of(optimizer: &Optimizer, fqns: &[impl AsRef<str>]) -> Result<usize> {
+    let fqns: Vec<&str> = fqns.iter().map(AsRef::as_ref).collect();
+    let local = optimizer.locals().iter().position(|local| local.fqns() == fqns);
+    local.ok_or_else(|| NnError::NotAFlatParameter { fqns: fqns.iter().map(|fqn| (*fqn).to_owned()).collect() })
+}
+
+/// Options of [`optim_state_dict_to_load`]; the same on every rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct OptimLoadOptions {
+    /// `true` if the result has names as keys, for optimizers keyed by name; ids by default.
+    pub is_named_optimizer: bool,
+    /// `true` if the state is put into the optimizer as well.
+    pub load_directly: bool,
+    /// `true` if a trained parameter may lack state that others of its unit have, and begin afresh. An error by
+    /// default: torch skips such a parameter in silence. (Never an error: a whole unit without state, which was not
+    /// used, and state that begins with the first gradient, such as momentum.)
+    pub allow_missing_state: bool,
+}
+
+/// Returns the state of this rank's optimizer, as [`Optimizer::load_state_dict`] takes it, from a state dict by the
+/// model's names: torch's `FSDP.optim_state_dict_to_load`. Collective over the model's group.
+///
+/// `state` is a dict that [`optim_state_dict`] gave on any number of ranks, with any units, strategy and mode; or the
+/// named state dict of a plain optimizer (see [`rekey_optim_state_dict`](super::rekey_optim_state_dict) for one by
+/// ids). It is not changed. Values are whole tensors or sharded in any boxes. With a `rank0_only` config set on the
+/// model only rank 0 has it, and what the others pass is ignored. A tied parameter's state loads from any of its names.
+///
+/// Groups go by the names in them: each of the optimizer's groups gets the hyperparameters that its parameters were
+/// saved with, whatever the order and number of groups. A parameter that no saved group names goes with the others of
+/// its group, and a group without any that is named keeps what it has. State under keys that are no parameter's is
+/// passed on. The algorithm that was saved decides which entries must be there.
+///
+/// The optimizer is changed only with [`OptimLoadOptions::load_directly`].
+///
+/// Memory beyond what is given: the result, which is this rank's shard of the state (twice that to load directly, as
+/// the optimizer has its own), and one tensor on its way, or 32 MiB of it.
+///
+/// Collectives: two agreements. With `rank0_only` one agreement more and one object broadcast, and scatters of what
+/// ranks need. For sharded tensors one object all-gather, and only what ranks lack moves, small tensors together.
+///
+/// # Errors
+/// The same on every rank, and nothing is changed: [`OptimStateError`] for state that the parameters cannot take;
+/// [`NnError::ConflictingGroups`]; ranks that bring different dicts
+/// ([`StateError::DifferingOnRanks`](fsdp_state::StateError::DifferingOnRanks) for scalars, hyperparameters and whole
+/// tensors).
+pub fn optim_state_dict_to_load(
+    state: &StateDict,
+    parameters: &ShardedParameters,
+    optimizer: &mut Optimizer,
+    options: &OptimLoadOptions,
+) -> Result<StateDict> {
+    let rank0_only = parameters.get_state_dict_type().optim_state_dict_config().rank0_only();
+    let key_type = if options.is_named_optimizer { OptimStateKeyType::ParamName } else { OptimStateKeyType::ParamId };
+    let target = to_local(Some(state), parameters, optimizer, rank0_only, options.allow_missing_state)?;
+    if !options.load_directly {
+        return target.into_dict(key_type);
+    }
+    let staged = target.into_staged()?;
+    optimizer.take(staged)?;
+    // The result shares no memory with the optimizer.
+    Ok(optimizer.state_dict_views(key_type)?.copy()?)
+}
+
+/// Returns the same as [`optim_state_dict_to_load`], with the optimizer's own names (`<unit>._flat_param` without
+/// `use_orig_params`) as keys and nothing loaded: torch's `_flatten_optim_state_dict`. With `rank0_only`, only rank 0's
+/// `state` counts.
+///
+/// # Errors
+/// As [`optim_state_dict_to_load`].
+pub fn flatten_optim_state_dict(
+    state: Option<&StateDict>,
+    parameters: &ShardedParameters,
+    optimizer: &Optimizer,
+    rank0_only: bool,
+) -> Result<StateDict> {
+    to_local(state, parameters, optimizer, rank0_only, false)?.into_dict(OptimStateKeyType::ParamName)
+}
+
+/// Returns the local state, by ids, from a full one that every rank has: torch's `shard_full_optim_state_dict`. No
+/// tensor moves. For the rest see [`optim_state_dict_to_load`].
+///
+/// # Errors
+/// As [`optim_state_dict_to_load`].
+pub fn shard_full_optim_state_dict(
+    full: &StateDict,
+    parameters: &ShardedParameters,
+    optimizer: &Optimizer,
+) -> Result<StateDict> {
+    to_local(Some(full), parameters, optimizer, false, false)?.into_dict(OptimStateKeyType::ParamId)
+}
+
+/// Returns the local state, by ids, from a full one that only rank 0 has: torch's `scatter_full_optim_state_dict`. The
+/// argument of other ranks is ignored. For the rest see [`optim_state_dict_to_load`].
+///
+/// # Errors
+/// As [`optim_state_dict_to_load`]; no state dict on rank 0.
+pub fn scatter_full_optim_state_dict(
+    full: Option<&StateDict>,
+    parameters: &ShardedParameters,
+    optimizer: &Optimizer,
+) -> Result<StateDict> {
+    to_local(full, parameters, optimizer, true, false)?.into_dict(OptimStateKeyType::ParamId)
+}
+
+/// Returns the local state, by ids, from one that is sharded in any boxes: torch's `flatten_sharded_optim_state_dict`.
+/// For the rest see [`optim_state_dict_to_load`].
+///
+/// # Errors
+/// As [`optim_state_dict_to_load`].
+pub fn flatten_sharded_optim_state_dict(
+    sharded: &StateDict,
+    parameters: &ShardedParameters,
+    optimizer: &Optimizer,
+) -> Result<StateDict> {
+    to_local(Some(sharded), parameters, optimizer, false, false)?.into_dict(OptimStateKeyType::ParamId)
+}
+
+/// Loads state by the model's names into a local target, for all functions that do.
+fn to_local<'a>(
+    state: Option<&StateDict>,
+    parameters: &ShardedParameters,
+    optimizer: &'a Optimizer,
+    rank0_only: bool,
+    allow_missing_state: bool,
+) -> Result<LocalTarget<'a>> {
+    const OPERATION: &str = "optim_state_dict_to_load";
+    let group = parameters.group();
+    let mine = state.filter(|_| !rank0_only || group.rank() == 0);
+    let missing = || NnError::from(OptimStateError::MissingKey { key: "state".to_owned() });
+    let is_there = mine.is_some_and(|state| state.dict("state").is_some());
+    let checked = check_owner(parameters, optimizer);
+    let checked = checked.and(if is_there || rank0_only && group.rank() > 0 { Ok(()) } else { Err(missing()) });
+    let mut target = LocalTarget::new(optimizer, allow_missing_state);
+    let options = LoadOptions { strict: false, ..LoadOptions::default() };
+    let mut source = if rank0_only {
+        agree(group, OPERATION, checked)?;
+        DictSource::on_rank(group, OPERATION, 0, mine)?
+    } else {
+        match checked.and_then(|()| Ok(DictSource::on_every_rank(mine.ok_or_else(missing)?)?)) {
+            Ok(source) => source,
+            // The round in which the other ranks compare their plans.
+            Err(error) => return NnError::agree(group, OPERATION, Some(0), Err(error)),
+        }
+    };
+    load_state::<_, _, NnError>(OPERATION, group, &mut source, &mut target, &options)?;
+    Ok(target)
+}
+
+/// Returns the state of one FlatParameter on this rank from the states of its parameters (`{name: {entry: value}}`):
+/// torch's `_flatten_optim_state`. `fqns` are the FlatParameter's parameters in order. Values are whole tensors, or
+/// sharded ones that cover this rank's boxes. An empty dict if none of the parameters has state. No communication.
+///
+/// Tensors become this rank's flat shard, right padding zero; a parameter without the tensor has zeros there, which
+/// only happens where there are no scalars: those all parameters must have, and alike.
+///
+/// # Errors
+/// [`OptimStateError`]: differing names, types, dtypes, scalars; shapes other than the parameters'; missing entries.
+/// [`NnError::NotAFlatParameter`]; boxes that are not covered.
+pub fn flatten_optim_state(state: &StateDict, optimizer: &Optimizer, fqns: &[impl AsRef<str>]) -> Result<StateDict> {
+    let local = local_of(optimizer, fqns)?;
+    let values: Vec<Option<&StateDict>> = fqns.iter().map(|fqn| state.dict(fqn.as_ref())).collect();
+    flattened(optimizer, local, &values)
+}
+
+/// Returns a local parameter's state as a dict; an empty one if no parameter has state.
+fn flattened(optimizer: &Optimizer, local: usize, values: &[Option<&StateDict>]) -> Result<StateDict> {
+    match load_local(optimizer, local, None, values)? {
+        Some(state) => Ok(optimizer.locals()[local].local_entries(&state)?.into_iter().collect()),
+        None => Ok(StateDict::new()),
+    }
+}
+
+/// Returns the state of one of the model's parameters on this rank from its whole state (`{entry: value}`): torch's
+/// `_shard_orig_param_state`, for `use_orig_params`. Tensors become this rank's flat piece (the parameter's own shape
+/// where nothing is sharded); an empty dict where this rank has nothing of the parameter, or there is no state. Values
+/// are whole tensors, or sharded ones that cover this rank's boxes. No communication.
+///
+/// # Errors
+/// [`OptimStateError`]: tensors of another shape or dtype than the parameter (torch cuts them in silence), entries that
+/// the optimizer needs and that are missing. [`NnError::UnknownParameter`] for one that the optimizer does not hold.
+pub fn shard_orig_param_state(state: &StateDict, optimizer: &Optimizer, fqn: &str) -> Result<StateDict> {
+    let local = optimizer.local_index(fqn).ok_or_else(|| NnError::UnknownParameter { fqn: fqn.to_owned() })?;
+    let param = &optimizer.locals()[local];
+    let own = |name: &String| (*name == optimizer.parameters().canonical_fqn(fqn)).then_some(state);
+    let entries = flattened(optimizer, local, &param.fqns().iter().map(own).collect::<Vec<_>>())?;
+    Ok(if param.is_empty() { StateDict::new() } else { entries })
+}
+
+/// Returns the parameters that some rank's local state dict has state for, in one order for all ranks; and for those
+/// that this rank's has, the key there. torch's `_map_param_key_to_optim_keys`.
+///
+/// Without `merge_keys` (for FlatParameters) the order is that of rank 0, whose parameters all ranks must have; the
+/// state of other ranks beyond them is left out. With it (for original parameters, which a rank may have nothing of)
+/// all ranks' parameters are joined and sorted. Optimizers may have been given their parameters in any order. Rank 0 is
+/// that of the model's group, whatever its global rank.
+///
+/// Collectives: one agreement and one object all-gather.
+///
+/// # Errors
+/// The same on every rank: [`OptimStateError::MissingOnRanks`]; state dicts of other optimizers.
+pub fn map_param_key_to_optim_keys(
+    state: &StateDict,
+    optimizer: &Optimizer,
+    merge_keys: bool,
+) -> Result<(Vec<OptimStateKey>, IndexMap<OptimStateKey, String>)> {
+    let group = optimizer.parameters().group();
+    let keyed = LocalStates::read(optimizer, state).map(|local| {
+        let mut keyed: IndexMap<OptimStateKey, String> = IndexMap::new();
+        for &index in &local.order {
+            if let Some((key, _)) = local.states[index] {
+                keyed.insert(OptimStateKey::of(optimizer, index), key.to_owned());
+            }
+        }
+        keyed
+    });
+    let keyed = agree(group, "map_param_key_to_optim_keys", keyed)?;
+    let mine: Vec<OptimStateKey> = keyed.keys().cloned().collect();
+    let all: Vec<Vec<OptimStateKey>> = group.all_gather_object(&mine)?;
+    Ok((resolve_keys(group, &all, merge_keys)?, keyed))
+}
+
+/// Returns rank 0's states on every rank, without the elements of tensors: torch's `_broadcast_processed_state`.
+/// `state` is rank 0's `{"state": {name: {entry: value}}}` and is ignored on all others; rank 0 is that of the model's
+/// group.
+///
+/// In the result, `{name: {entry: value}}`, tensors are sharded ones without boxes, which have dtype and shape alone.
+/// Plain values and tensors without dimensions are there, unless these are shaped like their parameter. State under
+/// names that are no parameter's is left out.
+///
+/// Collectives: two agreements and one object broadcast.
+///
+/// # Errors
+/// The same on every rank: no state dict on rank 0, or one that is malformed.
+pub fn broadcast_processed_state(state: Option<&StateDict>, optimizer: &Optimizer) -> Result<StateDict> {
+    const OPERATION: &str = "broadcast_processed_state";
+    let parameters = optimizer.parameters();
+    let group = parameters.group();
+    let missing = || NnError::from(OptimStateError::MissingKey { key: "state".to_owned() });
+    let states = state.filter(|_| group.rank() == 0).and_then(|state| state.dict("state"));
+    let checked = if group.rank() > 0 || states.is_some() { Ok(()) } else { Err(missing()) };
+    agree(group, OPERATION, checked)?;
+    let source = DictSource::on_rank(group, OPERATION, 0, states)?;
+    let mut processed = StateDict::new();
+    for (position, (path, leaf)) in source.schema().iter().enumerate() {
+        let [PathPart::Key(name), entry @ ..] = path.0.as_slice() else { continue };
+        if !parameters.contains(name) {
+            continue;
+        }
+        let is_like = matches!(entry, [PathPart::Key(entry)] if optimizer.is_like_parameter(name, entry));
+        let value = match leaf.tensor() {
+            Some((dtype, shape)) if !shape.is_empty() || is_like => {
+                let dtype = fsdp_flat::dtype::to_candle(dtype)?;
+                fsdp_flat::ShardedTensor::new(dtype, shape.to_vec(), Vec::new())?.into()
+            }
+            _ => source.values(&[position])?.pop().unwrap_or(StateValue::Plain(fsdp_layout::PlainValue::None)),
+        };
+        let fqn = parameters.canonical_fqn(name);
+        let path = std::iter::once(PathPart::Key(fqn.to_owned())).chain(entry.iter().cloned());
+        fsdp_state::set_element(&mut processed, &KeyPath(path.collect()), value)?;
+    }
+    Ok(processed)
+}

@@ -1,0 +1,128 @@
+//! Options of `get_state_dict` and `set_state_dict`.
+
+use fsdp_state::KeepOn;
+
+use crate::{NnError, Result};
+
+/// torch's `StateDictOptions`; the same on every rank.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StateDictOptions {
+    /// `true` if tensors are whole instead of sharded. A load takes either, and each rank its part.
+    pub full_state_dict: bool,
+    /// `true` if values go to the CPU. A load takes them from any device. With `full_state_dict` only rank 0 gets them,
+    /// as in torch, and the others an empty dict, unless `keep_on` says otherwise.
+    pub cpu_offload: bool,
+    /// The ranks that get a full state dict; the others get an empty one. `None`: all, or rank 0 with `cpu_offload`.
+    pub keep_on: Option<KeepOn>,
+    /// `true` if frozen parameters are left out of the model state dict, and may be missing on load.
+    pub ignore_frozen_params: bool,
+    /// The submodules (by FQN) whose parameters and buffers are in the model state dict; all if empty.
+    /// A load of such a dict needs `strict` off.
+    pub submodules: Vec<String>,
+    /// `true` if names keep the submodule's FQN in front. Without it only one submodule may be named.
+    pub keep_submodule_prefixes: bool,
+    /// `true` if names that differ between a state dict and the model are an error on load. Shapes always are; state of
+    /// parameters that no optimizer holds never is.
+    pub strict: bool,
+    /// `true` if the dicts of rank 0 are loaded; the others may pass empty ones. Needs `full_state_dict`.
+    pub broadcast_from_rank0: bool,
+    /// `true` if the optimizers' dict is flat: `state.<fqn>.<name>` and `param_groups.<fqn>.<hyperparameter>` are its
+    /// keys, instead of nested dicts. A load knows either. State under keys that are no parameter's has no place there,
+    /// and is an error.
+    pub flatten_optimizer_state_dict: bool,
+    /// The names that differ between the state dict and the model, as pairs: an FQN or prefix of FQNs in the model, and
+    /// the same in the dict.
+    pub fqn_renames: Vec<(String, String)>,
+    /// `true` if sharded values are views of the live model and optimizer, as torch's are. They need no copy, but the
+    /// next step changes them, which is right for a save. Values are copied by default. Setting such views leaves them
+    /// where they are, with or without this.
+    pub share_storage: bool,
+}
+
+impl Default for StateDictOptions {
+    fn default() -> Self {
+        StateDictOptions {
+            full_state_dict: false,
+            cpu_offload: false,
+            keep_on: None,
+            ignore_frozen_params: false,
+            submodules: Vec::new(),
+            keep_submodule_prefixes: true,
+            strict: true,
+            broadcast_from_rank0: false,
+            flatten_optimizer_state_dict: false,
+            fqn_renames: Vec::new(),
+            share_storage: false,
+        }
+    }
+}
+
+impl StateDictOptions {
+    /// Refuses options that contradict each other.
+    pub(super) const fn check(&self) -> Result<()> {
+        if self.broadcast_from_rank0 && !self.full_state_dict {
+            return Err(NnError::Options { problem: "full_state_dict must be true when broadcast_from_rank0 is true" });
+        }
+        if !self.keep_submodule_prefixes && self.submodules.len() != 1 {
+            return Err(NnError::Options {
+                problem: "without keep_submodule_prefixes exactly one submodule must be named",
+            });
+        }
+        Ok(())
+    }
+
+    /// Returns the ranks that keep a full state dict.
+    pub(super) fn kept_on(&self) -> KeepOn {
+        match &self.keep_on {
+            Some(keep_on) => keep_on.clone(),
+            None if self.cpu_offload => KeepOn::Ranks(vec![0]),
+            None => KeepOn::All,
+        }
+    }
+
+    /// Returns the same options without submodules, which narrow the model state dict only.
+    pub(super) fn of_optimizers(&self) -> Self {
+        StateDictOptions { submodules: Vec::new(), keep_submodule_prefixes: true, ..self.clone() }
+    }
+
+    /// Returns the name in the state dict of something in the model; `None` if the options leave it out.
+    pub(super) fn name_in_dict(&self, fqn: &str) -> Option<String> {
+        let mut name = fqn;
+        if !self.submodules.is_empty() {
+            let (_, rest) = self.submodules.iter().find_map(|module| Some((module, below(fqn, module)?)))?;
+            if !self.keep_submodule_prefixes {
+                name = rest;
+            }
+        }
+        let renamed = self.fqn_renames.iter().find_map(|(model, dict)| replace(name, model, dict));
+        Some(renamed.unwrap_or_else(|| name.to_owned()))
+    }
+
+    /// Returns the name in the model of something in a state dict.
+    pub(super) fn name_in_model(&self, name: &str) -> String {
+        let renamed = self.fqn_renames.iter().find_map(|(model, dict)| replace(name, dict, model));
+        let fqn = renamed.unwrap_or_else(|| name.to_owned());
+        match self.submodules.as_slice() {
+            [module] if !self.keep_submodule_prefixes => format!("{module}.{fqn}"),
+            _ => fqn,
+        }
+    }
+}
+
+/// Returns the part of a name that lies below a module: `b.weight` of `a.b.weight` below `a`; all of it if it is the
+/// module's.
+fn below<'a>(name: &'a str, module: &str) -> Option<&'a str> {
+    match name.strip_prefix(module)? {
+        "" => Some(name),
+        rest => rest.strip_prefix('.'),
+    }
+}
+
+/// Returns the name with a leading name replaced by another; `None` if it does not begin with that.
+fn replace(name: &str, from: &str, to: &str) -> Option<String> {
+    match name.strip_prefix(from)? {
+        "" => Some(to.to_owned()),
+        rest if from.is_empty() => Some(format!("{to}.{rest}")),
+        rest => rest.strip_prefix('.').map(|rest| if to.is_empty() { rest.to_owned() } else { format!("{to}.{rest}") }),
+    }
+}

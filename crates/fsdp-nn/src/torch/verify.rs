@@ -1,0 +1,149 @@
+//! Checks that a state dict is what it should be, for users' tests and for ours.
+
+use fsdp_comm::ProcessGroup;
+use fsdp_flat::storage::with_bytes;
+use fsdp_state::{FlatStateDict, GatherOptions, StateDict, StateValue, flatten_containers, gather_state_dict};
+
+use super::{StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict};
+use crate::optimizer::Optimizer;
+use crate::parameters::ShardedParameters;
+use crate::{NnError, Result};
+
+/// Gathers a distributed optimizer state dict, loads it into `fresh` optimizers of an unsharded model, and requires
+/// what they then hold to be, bit for bit, what the `reference` optimizers hold: torch's `_verify_osd_by_load`, with
+/// the values really compared.
+///
+/// `parameters` are those of the unsharded model (of a process group of one rank) that `fresh` and `reference` step
+/// on. Collective over `group`; every rank brings its own unsharded model. Collectives: those of [`gather_state_dict`]
+/// and one agreement.
+///
+/// # Errors
+/// [`NnError::Differs`] naming the first difference; errors of the load.
+///
+/// ```
+/// # use candle_core::{DType, Device, Tensor};
+/// # use candle_nn::Module;
+/// use fsdp_nn::torch::{StateDictOptions, get_optimizer_state_dict, verify_osd_by_load};
+/// # use fsdp_nn::algorithm::{AdamOptions, Algorithm};
+/// # use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer};
+/// fsdp_comm::run_local(2, |group| {
+/// #   let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
+/// #       candle_nn::linear(3, 2, scope.vb())
+/// #   })?;
+/// #   let mut optimizer = Optimizer::new(model.parameters(), Algorithm::Adam(AdamOptions::default()))?;
+/// #   let x = Tensor::ones((1, 3), DType::F32, &Device::Cpu)?;
+/// #   let loss = model.forward(|layer| layer.forward(&x)?.sqr()?.mean_all())?;
+/// #   model.backward(&loss)?;
+/// #   optimizer.step()?;
+///     // A linear layer 3 -> 2 on two ranks, after one step of Adam.
+///     let parameters = model.parameters();
+///     let sharded = get_optimizer_state_dict(parameters, &[&optimizer], &StateDictOptions::default())?;
+///     // The same step of the same model on one rank.
+///     let alone = fsdp_comm::run_local(1, |group| group)?.remove(0);
+///     let plain = FullyShardedDataParallel::new(alone, FsdpConfig::default(), |scope| {
+///         candle_nn::linear(3, 2, scope.vb())
+///     })?;
+///     let adam = || Optimizer::new(plain.parameters(), Algorithm::Adam(AdamOptions::default()));
+///     let (mut reference, mut fresh) = (adam()?, adam()?);
+///     let loss = plain.forward(|layer| layer.forward(&x)?.sqr()?.mean_all())?;
+///     plain.backward(&loss)?;
+///     reference.step()?;
+///     verify_osd_by_load(&sharded, plain.parameters(), &mut [&mut fresh], &[&reference], &group)?;
+///     Ok::<(), fsdp_nn::NnError>(())
+/// })?
+/// .into_iter()
+/// .collect::<Result<Vec<()>, _>>()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn verify_osd_by_load(
+    distributed: &StateDict,
+    parameters: &ShardedParameters,
+    fresh: &mut [&mut Optimizer],
+    reference: &[&Optimizer],
+    group: &ProcessGroup,
+) -> Result<()> {
+    let full = gather_state_dict(distributed, group, &GatherOptions::default())?;
+    let options = StateDictOptions::default();
+    let loaded = set_optimizer_state_dict(&full, parameters, fresh, &options).and_then(|_| {
+        let fresh: Vec<&Optimizer> = fresh.iter().map(|optimizer| &**optimizer).collect();
+        let whole = |state: StateDict, of: &ShardedParameters| {
+            Ok::<_, NnError>(gather_state_dict(&state, of.group(), &GatherOptions::default())?)
+        };
+        let found = whole(get_optimizer_state_dict(parameters, &fresh, &options)?, parameters)?;
+        let of = reference.first().map_or(parameters, |optimizer| optimizer.parameters());
+        let expected = whole(get_optimizer_state_dict(of, reference, &options)?, of)?;
+        same(&found, &expected)
+    });
+    Ok(group.agree("verify_osd_by_load", loaded)?)
+}
+
+/// Gathers a distributed model state dict and requires it to be, bit for bit, the `reference` one, which is whole:
+/// torch's `_verify_msd`, exact. Collective over `group`: those of [`gather_state_dict`] and one agreement.
+///
+/// # Errors
+/// [`NnError::Differs`] naming the first difference.
+///
+/// ```
+/// # use candle_core::{DType, Device, Tensor};
+/// # use candle_nn::Module;
+/// use fsdp_nn::torch::{StateDictOptions, get_model_state_dict, verify_msd};
+/// # use fsdp_nn::algorithm::{AdamOptions, Algorithm};
+/// # use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Optimizer};
+/// fsdp_comm::run_local(2, |group| {
+/// #   let model = FullyShardedDataParallel::new(group.clone(), FsdpConfig::default(), |scope| {
+/// #       candle_nn::linear(3, 2, scope.vb())
+/// #   })?;
+/// #   let mut optimizer = Optimizer::new(model.parameters(), Algorithm::Adam(AdamOptions::default()))?;
+/// #   let x = Tensor::ones((1, 3), DType::F32, &Device::Cpu)?;
+/// #   let loss = model.forward(|layer| layer.forward(&x)?.sqr()?.mean_all())?;
+/// #   model.backward(&loss)?;
+/// #   optimizer.step()?;
+///     // A linear layer 3 -> 2 on two ranks, after one step of Adam.
+///     let parameters = model.parameters();
+///     let sharded = get_model_state_dict(parameters, &StateDictOptions::default())?;
+///     let full = StateDictOptions { full_state_dict: true, ..StateDictOptions::default() };
+///     let mut expected = get_model_state_dict(parameters, &full)?;
+///     verify_msd(&sharded, &expected, &group)?;
+///     expected.insert("bias", Tensor::zeros(2, DType::F32, &Device::Cpu)?);
+///     assert!(verify_msd(&sharded, &expected, &group).unwrap_err().to_string().contains("bias"));
+///     Ok::<(), fsdp_nn::NnError>(())
+/// })?
+/// .into_iter()
+/// .collect::<Result<Vec<()>, _>>()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn verify_msd(distributed: &StateDict, reference: &StateDict, group: &ProcessGroup) -> Result<()> {
+    let full = gather_state_dict(distributed, group, &GatherOptions::default())?;
+    Ok(group.agree("verify_msd", same(&full, reference))?)
+}
+
+/// Makes sure that two whole state dicts hold the same keys and bits.
+fn same(found: &StateDict, expected: &StateDict) -> Result<()> {
+    let FlatStateDict { values: found, .. } = flatten_containers(found)?;
+    let FlatStateDict { values: expected, .. } = flatten_containers(expected)?;
+    let differs = |key: &str, problem: &str| NnError::Differs { key: key.to_owned(), problem: problem.to_owned() };
+    for key in expected.keys() {
+        if !found.contains_key(key) {
+            return Err(differs(key, "it is missing"));
+        }
+    }
+    for (key, found) in &found {
+        let Some(expected) = expected.get(key) else { return Err(differs(key, "it is not expected")) };
+        let equal = match (found, expected) {
+            (StateValue::Tensor(found), StateValue::Tensor(expected)) => {
+                if found.dims() != expected.dims() || found.dtype() != expected.dtype() {
+                    return Err(differs(key, "another shape or dtype"));
+                }
+                with_bytes(&found.contiguous()?, <[u8]>::to_vec)?
+                    == with_bytes(&expected.contiguous()?, <[u8]>::to_vec)?
+            }
+            (StateValue::Raw(found), StateValue::Raw(expected)) => found == expected,
+            (StateValue::Plain(found), StateValue::Plain(expected)) => found.same_bits(expected),
+            _ => return Err(differs(key, "another kind of value")),
+        };
+        if !equal {
+            return Err(differs(key, "another value"));
+        }
+    }
+    Ok(())
+}

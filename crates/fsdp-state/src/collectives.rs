@@ -1,0 +1,439 @@
+//! The collectives on state dicts: gather, broadcast, distribute, reshard. Each is a source and a target.
+
+use candle_core::{Device, Tensor};
+use fsdp_comm::ProcessGroup;
+use fsdp_flat::{FlatError, LocalShard, ShardedTensor, storage};
+use fsdp_layout::{KeyPath, TensorBox};
+use indexmap::IndexMap;
+
+use crate::engine::{DictSource, DictTarget, LoadOptions, Whole, load_state};
+use crate::keep_on::KeepOn;
+use crate::{IterateOptions, Keep, LoadReport, StateDict, StateError, StateValue, get_element_mut, iterate_state_dict};
+
+/// Options of [`gather_state_dict`].
+#[derive(Debug, Clone, Default)]
+pub struct GatherOptions {
+    /// The ranks that get the tensors: torch's `ranks_only`.
+    pub keep_on: KeepOn,
+    /// The device of the results; `None` leaves each tensor where this rank's part of it is (the CPU if it has none).
+    /// May differ between ranks. torch's `cpu_offload` is `Some(Device::Cpu)`.
+    pub device: Option<Device>,
+}
+
+/// Returns all tensors of a state dict, whole, on the ranks that keep them; an empty dict on all others.
+/// torch's `_gather_state_dict`.
+///
+/// Every rank brings a dict of the same keys, kinds, dtypes and global shapes, in any order; a rank without elements
+/// brings a [`ShardedTensor`] without boxes. Elements may be on several ranks (HybridShard). The result has the order
+/// of this rank's dict, and its tensors share memory with nothing; plain values and whole tensors are this rank's own.
+///
+/// Collectives: two agreements; if there are sharded tensors an object all-gather of boxes, and in path order one
+/// all-gather, or one gather to each rank that keeps it, for each tensor or for several of together less than half of the
+/// largest (less than 1 MiB always, at most 32 MiB); none for tensors of which every keeping rank has all boxes. A status
+/// round every 256 MiB. A rank that keeps nothing needs memory for its own part of one tensor at most.
+///
+/// # Errors
+/// The same on every rank: [`StateError::KeyMismatch`], [`StateError::ValueMismatch`],
+/// [`StateError::ArgumentMismatch`]; [`StateError::NotCovered`] if elements are on no rank; any rank's own error.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use fsdp_flat::ShardedTensor;
+/// use fsdp_layout::TensorBox;
+/// use fsdp_state::{GatherOptions, StateDict, gather_state_dict};
+/// let gathered = fsdp_comm::run_local(2, |group| {
+///     // Each rank has one row.
+///     let row = Tensor::full(group.rank() as f32, 3, &Device::Cpu).unwrap();
+///     let bounds = TensorBox::new(vec![group.rank(), 0], vec![1, 3]);
+///     let mut state = StateDict::new();
+///     state.insert("weight", ShardedTensor::from_flat(&[2, 3], vec![bounds], &row).unwrap());
+///     gather_state_dict(&state, &group, &GatherOptions::default()).unwrap()
+/// })?;
+/// let weight = gathered[1].get("weight").unwrap().as_tensor().unwrap();
+/// assert_eq!(weight.to_vec2::<f32>()?, [[0.0; 3], [1.0; 3]]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn gather_state_dict(
+    state: &StateDict,
+    group: &ProcessGroup,
+    options: &GatherOptions,
+) -> Result<StateDict, StateError> {
+    let mut values: IndexMap<KeyPath, StateValue> = IndexMap::new();
+    let mut collect = |path: &KeyPath, value: StateValue| {
+        values.insert(path.clone(), value);
+        Ok(())
+    };
+    gather("gather_state_dict", state, group, options, &mut collect)?;
+    // The structure is this rank's own, with the gathered values in their places.
+    let structure =
+        IterateOptions { keep_on: options.keep_on.clone(), rank: group.rank(), ..IterateOptions::default() };
+    let mut gathered = iterate_state_dict(state, &mut Keep, &structure)?;
+    for (path, value) in values {
+        if let Some(slot) = get_element_mut(&mut gathered, &path) {
+            *slot = value;
+        }
+    }
+    Ok(gathered)
+}
+
+/// Gathers as [`gather_state_dict`], and hands each value to `sink` as soon as it is whole and then forgets it, so that a
+/// rank that writes a file needs memory for one tensor, not for all of them.
+///
+/// Values come sorted by path. `sink` is called on the ranks that keep the result only. If it fails on one rank all
+/// ranks get that error, at the latest after the next 256 MiB of tensors.
+///
+/// # Errors
+/// The same as [`gather_state_dict`], and those of `sink`.
+pub fn gather_state_dict_into(
+    state: &StateDict,
+    group: &ProcessGroup,
+    options: &GatherOptions,
+    mut sink: impl FnMut(&KeyPath, StateValue) -> Result<(), StateError>,
+) -> Result<(), StateError> {
+    gather("gather_state_dict_into", state, group, options, &mut sink)
+}
+
+fn gather(
+    operation: &'static str,
+    state: &StateDict,
+    group: &ProcessGroup,
+    options: &GatherOptions,
+    sink: &mut dyn FnMut(&KeyPath, StateValue) -> Result<(), StateError>,
+) -> Result<(), StateError> {
+    let (rank, world_size) = (group.rank(), group.world_size());
+    let opened = DictSource::on_every_rank(state).and_then(|source| {
+        Ok((source, Whole::new(state, rank, world_size, &options.keep_on, options.device.clone(), sink)?))
+    });
+    let (mut source, mut target) = opened_everywhere(operation, group, opened)?;
+    load_state::<_, _, StateError>(operation, group, &mut source, &mut target, &LoadOptions::default())?;
+    Ok(())
+}
+
+/// Ends a call on every rank, if it cannot begin on one. Ranks that can take part in the agreement of the load instead.
+fn opened_everywhere<T>(
+    operation: &'static str,
+    group: &ProcessGroup,
+    opened: Result<T, StateError>,
+) -> Result<T, StateError> {
+    match opened {
+        Ok(opened) => Ok(opened),
+        // The round in which the other ranks compare their schemas.
+        Err(error) => Ok(group.agree_on::<T, _>(operation, 0, Err(error))?),
+    }
+}
+
+/// Returns one tensor whole on every rank, on `device` or where this rank's part of it is (the CPU if it has none).
+/// torch's `_all_gather_sharded_tensor`, for any boxes and not only for chunks of dimension 0.
+///
+/// Collectives: the same as [`gather_state_dict`].
+///
+/// # Errors
+/// The same as [`gather_state_dict`].
+pub fn all_gather_sharded_tensor(
+    tensor: &ShardedTensor,
+    group: &ProcessGroup,
+    device: Option<&Device>,
+) -> Result<Tensor, StateError> {
+    let whole = gather_one("all_gather_sharded_tensor", tensor, group, KeepOn::All, device)?;
+    whole.ok_or_else(|| StateError::NoSuchRank { rank: group.rank(), world_size: group.world_size() })
+}
+
+/// Returns one tensor whole on one rank, `root` of the group; `None` on all others, which need no memory for it. torch's
+/// `ShardedTensor.gather`, which wants the tensor allocated beforehand.
+///
+/// Collectives: the same as [`gather_state_dict`].
+///
+/// # Errors
+/// The same as [`gather_state_dict`]; [`StateError::NoSuchRank`] for a root that the group does not have.
+pub fn gather_sharded_tensor(
+    tensor: &ShardedTensor,
+    group: &ProcessGroup,
+    root: usize,
+    device: Option<&Device>,
+) -> Result<Option<Tensor>, StateError> {
+    gather_one("gather_sharded_tensor", tensor, group, KeepOn::Ranks(vec![root]), device)
+}
+
+fn gather_one(
+    operation: &'static str,
+    tensor: &ShardedTensor,
+    group: &ProcessGroup,
+    keep_on: KeepOn,
+    device: Option<&Device>,
+) -> Result<Option<Tensor>, StateError> {
+    let state: StateDict = [("tensor", StateValue::Sharded(tensor.clone()))].into_iter().collect();
+    let mut whole = None;
+    gather(operation, &state, group, &GatherOptions { keep_on, device: device.cloned() }, &mut |_, value| {
+        whole = value.as_tensor().cloned();
+        Ok(())
+    })?;
+    Ok(whole)
+}
+
+/// Returns the values of `root`'s whole state dict, on every rank in the structure, kinds and boxes of its `local` dict.
+/// torch's `_broadcast_state_dict`.
+///
+/// `full` is read on `root` only. `local` dicts have the same keys, dtypes and global shapes on all ranks; a sharded
+/// tensor has any boxes. The result is a new dict in the order of `local`, whose tensors share memory with nothing;
+/// `local` and its tensors are unchanged ([`copy_state_dict`](crate::copy_state_dict) brings the values into them).
+/// Plain values and 0-dim tensors are replaced whatever they were; other tensors must have the dtype and shape of the
+/// local ones.
+///
+/// Every rank gets the same report, or the same error, before any tensor moves. Where [`LoadOptions::strict`] is
+/// false, local values that the root lacks stay (shared with `local`), and what only the root has does not move.
+///
+/// Collectives: three agreements; one object broadcast with the root's names and small values, and one object all-gather of
+/// the ranks' boxes; in path order one broadcast for each tensor that is whole on all ranks, or one scatter of just the
+/// boxes (more where a tensor, or copies of it, exceed 32 MiB); tensors of together less than half of the largest share
+/// them (less than 1 MiB always, at most 32 MiB). A status round every 256 MiB. No rank but the root needs memory for a
+/// tensor that it does not want whole.
+///
+/// # Errors
+/// The same on every rank: [`StateError::Incompatible`] for values that do not fit, and for missing and unexpected
+/// names if strict; [`StateError::KeyMismatch`], [`StateError::ValueMismatch`] and [`StateError::ArgumentMismatch`]
+/// for ranks that differ; any rank's own error.
+pub fn broadcast_state_dict(
+    full: Option<&StateDict>,
+    local: &StateDict,
+    root: usize,
+    group: &ProcessGroup,
+    options: &LoadOptions,
+) -> Result<(StateDict, LoadReport), StateError> {
+    broadcast("broadcast_state_dict", full, local, root, group, options)
+}
+
+/// Broadcasts as [`broadcast_state_dict`] some keys of the outermost dict, which both dicts must have; the result has just
+/// these. torch's `_broadcast_tensors`. Always strict. Every rank names the same keys, in any order.
+///
+/// Collectives: the same as [`broadcast_state_dict`], and one agreement more.
+///
+/// # Errors
+/// The same as a strict [`broadcast_state_dict`]; a rank's [`StateError::MissingKey`] for a key that one of its dicts
+/// lacks.
+pub fn broadcast_tensors(
+    full: Option<&StateDict>,
+    local: &StateDict,
+    keys: &[&str],
+    root: usize,
+    group: &ProcessGroup,
+    options: &LoadOptions,
+) -> Result<StateDict, StateError> {
+    const OPERATION: &str = "broadcast_tensors";
+    let full = full.filter(|_| group.rank() == root);
+    let (full, local) = select_all(OPERATION, group, full, local, keys)?;
+    let options = LoadOptions { strict: true, ..options.clone() };
+    Ok(broadcast(OPERATION, full.as_ref(), &local, root, group, &options)?.0)
+}
+
+fn broadcast(
+    operation: &'static str,
+    full: Option<&StateDict>,
+    local: &StateDict,
+    root: usize,
+    group: &ProcessGroup,
+    options: &LoadOptions,
+) -> Result<(StateDict, LoadReport), StateError> {
+    let mut source = DictSource::on_rank(group, operation, root, full)?;
+    let target = DictTarget::new(local, options.device.clone(), format!("from rank {root}, "));
+    let mut target = opened_everywhere(operation, group, target)?;
+    let report = load_state::<_, _, StateError>(operation, group, &mut source, &mut target, options)?;
+    Ok((target.into_state(), report))
+}
+
+/// Returns the values of a whole state dict, which every rank holds, in the structure, kinds and boxes of each rank's
+/// `local` dict. torch's `_distribute_state_dict`, which however scatters the values of rank 0: here every rank takes its
+/// own part, and ranks that hold different tensors get an error. Plain values and tensors without dimensions are each
+/// rank's own.
+///
+/// As in [`broadcast_state_dict`] the result is a new dict, `local` is unchanged, and [`LoadOptions::strict`] decides about
+/// names that only one of the two has.
+///
+/// Collectives: two agreements; no tensor moves. (Sharded tensors in `full` move as in [`reshard_state_dict`].)
+///
+/// # Errors
+/// The same as [`broadcast_state_dict`]; also if ranks bring `full` dicts of different names, dtypes, shapes or
+/// elements.
+pub fn distribute_state_dict(
+    full: &StateDict,
+    local: &StateDict,
+    group: &ProcessGroup,
+    options: &LoadOptions,
+) -> Result<(StateDict, LoadReport), StateError> {
+    redistribute("distribute_state_dict", full, local, group, options)
+}
+
+/// Distributes as [`distribute_state_dict`] some keys of the outermost dict, which both dicts must have; the result has
+/// just these. torch's `_distribute_tensors`, which however changes live tensors in place, one after the other: here
+/// nothing is changed, and [`copy_state_dict`](crate::copy_state_dict) does that once all is well. Always strict.
+///
+/// Collectives: the same as [`distribute_state_dict`], and one agreement more.
+///
+/// # Errors
+/// The same as a strict [`distribute_state_dict`]; a rank's [`StateError::MissingKey`] for a key that one of its dicts
+/// lacks.
+pub fn distribute_tensors(
+    full: &StateDict,
+    local: &StateDict,
+    keys: &[&str],
+    group: &ProcessGroup,
+    options: &LoadOptions,
+) -> Result<StateDict, StateError> {
+    const OPERATION: &str = "distribute_tensors";
+    let (full, local) = select_all(OPERATION, group, Some(full), local, keys)?;
+    let options = LoadOptions { strict: true, ..options.clone() };
+    Ok(redistribute(OPERATION, &full.unwrap_or_default(), &local, group, &options)?.0)
+}
+
+/// Returns the values of a state dict that is sharded in any way, in the structure, kinds and boxes of each rank's `local`
+/// dict: only overlaps move, and no rank needs memory for a tensor that it does not want whole. torch's
+/// `DTensor.redistribute`, for all of a dict and between any boxes.
+///
+/// As in [`broadcast_state_dict`] the result is a new dict, `local` is unchanged, and [`LoadOptions::strict`] decides about
+/// names that only one of the two has. Whole tensors of `state` count as held by every rank, and must be the same there.
+///
+/// Collectives: two agreements. If `state` has sharded tensors, also an object all-gather of those of which some rank
+/// lacks parts. If there are any, also an object all-gather of their boxes, and one all-to-all of overlaps for each of
+/// them, in path order. Small tensors share an all-to-all: several of together less than half of the largest (less than
+/// 1 MiB always, at most 32 MiB). A status round every 256 MiB.
+///
+/// # Errors
+/// The same as [`distribute_state_dict`]; [`StateError::NotCovered`] if wanted elements are on no rank.
+pub fn reshard_state_dict(
+    state: &StateDict,
+    local: &StateDict,
+    group: &ProcessGroup,
+    options: &LoadOptions,
+) -> Result<(StateDict, LoadReport), StateError> {
+    redistribute("reshard_state_dict", state, local, group, options)
+}
+
+fn redistribute(
+    operation: &'static str,
+    state: &StateDict,
+    local: &StateDict,
+    group: &ProcessGroup,
+    options: &LoadOptions,
+) -> Result<(StateDict, LoadReport), StateError> {
+    let opened = DictSource::on_every_rank(state)
+        .and_then(|source| Ok((source, DictTarget::new(local, options.device.clone(), String::new())?)));
+    let (mut source, mut target) = opened_everywhere(operation, group, opened)?;
+    let report = load_state::<_, _, StateError>(operation, group, &mut source, &mut target, options)?;
+    Ok((target.into_state(), report))
+}
+
+/// One tensor of [`reshard_sharded_tensors`].
+#[derive(Debug, Clone, Copy)]
+pub struct Reshard<'a> {
+    /// Its name, the same on all ranks, and different from the other tensors' names.
+    pub name: &'a str,
+    /// This rank's part of it; possibly no box.
+    pub tensor: &'a ShardedTensor,
+    /// The boxes that this rank wants of it; possibly none.
+    pub boxes: &'a [TensorBox],
+}
+
+/// Returns the same tensor in other boxes: each rank gets `boxes`, which may be none, from the ranks that have them.
+/// torch's `DTensor.redistribute`, without a gather, for any boxes.
+///
+/// Several ranks may hold or want an element, and an element that no rank wants need not be on any. No rank holds more than
+/// its old and new boxes and the bytes that it sends. The new boxes share memory with nothing and lie where this rank's old
+/// ones do (on the CPU if it has none).
+///
+/// Collectives: the same as [`reshard_state_dict`].
+///
+/// # Errors
+/// The same on every rank: ranks that differ in dtype or shape; [`StateError::NotCovered`]; any rank's own error, such
+/// as boxes that overlap or lie outside the tensor.
+pub fn reshard_sharded_tensor(
+    tensor: &ShardedTensor,
+    boxes: &[TensorBox],
+    group: &ProcessGroup,
+) -> Result<ShardedTensor, StateError> {
+    let tensors = [Reshard { name: "tensor", tensor, boxes }];
+    let resharded = reshard("reshard_sharded_tensor", &tensors, group)?.pop();
+    resharded.ok_or(StateError::NoSource { rank: group.rank() })
+}
+
+/// Reshards as [`reshard_sharded_tensor`] many tensors together. Ranks may list them in any order; the result is in this
+/// rank's.
+///
+/// # Errors
+/// The same as [`reshard_sharded_tensor`]; ranks that bring different names; [`StateError::DuplicateKey`] for one that
+/// occurs twice.
+pub fn reshard_sharded_tensors(
+    tensors: &[Reshard<'_>],
+    group: &ProcessGroup,
+) -> Result<Vec<ShardedTensor>, StateError> {
+    reshard("reshard_sharded_tensors", tensors, group)
+}
+
+fn reshard(
+    operation: &'static str,
+    tensors: &[Reshard<'_>],
+    group: &ProcessGroup,
+) -> Result<Vec<ShardedTensor>, StateError> {
+    let (state, local) = opened_everywhere(operation, group, as_state_dicts(tensors))?;
+    let (mut loaded, _) = redistribute(operation, &state, &local, group, &LoadOptions::default())?;
+    let mut resharded = Vec::with_capacity(tensors.len());
+    for tensor in tensors {
+        let Some(StateValue::Sharded(tensor)) = loaded.remove(tensor.name) else {
+            return Err(StateError::NoSource { rank: group.rank() });
+        };
+        resharded.push(tensor);
+    }
+    Ok(resharded)
+}
+
+/// Returns the tensors by name, and a template of the wanted boxes, which takes no memory.
+fn as_state_dicts(tensors: &[Reshard<'_>]) -> Result<(StateDict, StateDict), StateError> {
+    let (mut state, mut local) = (StateDict::new(), StateDict::new());
+    for Reshard { name, tensor, boxes } in tensors {
+        // One element stands for all of a box.
+        let zero = storage::zeros(&[], tensor.dtype())?;
+        let device = tensor.shards().first().map_or(Device::Cpu, |shard| shard.tensor.device().clone());
+        let zero = storage::to_device(&zero, &device)?;
+        let mut shards = Vec::with_capacity(boxes.len());
+        for bounds in *boxes {
+            if !bounds.fits(tensor.shape()) {
+                return Err(FlatError::OutOfBounds { bounds: bounds.clone(), shape: tensor.shape().to_vec() }.into());
+            }
+            let tensor = zero.broadcast_as(bounds.sizes.as_slice())?;
+            shards.push(LocalShard { bounds: bounds.clone(), tensor });
+        }
+        local.insert(*name, ShardedTensor::new(tensor.dtype(), tensor.shape().to_vec(), shards)?);
+        if state.insert(*name, (*tensor).clone()).is_some() {
+            return Err(StateError::DuplicateKey { key: (*name).to_owned() });
+        }
+    }
+    Ok((state, local))
+}
+
+/// Returns the values of some keys of both dicts; a missing one is an error on all ranks.
+fn select_all(
+    operation: &'static str,
+    group: &ProcessGroup,
+    full: Option<&StateDict>,
+    local: &StateDict,
+    keys: &[&str],
+) -> Result<(Option<StateDict>, StateDict), StateError> {
+    let full = full.map(|full| select(operation, full, keys, "the full state dict")).transpose();
+    let local = select(operation, local, keys, "the local state dict");
+    let selected = full.and_then(|full| Ok((full, local?)));
+    Ok(group.agree(operation, selected)?)
+}
+
+fn select(
+    operation: &'static str,
+    state: &StateDict,
+    keys: &[&str],
+    holder: &'static str,
+) -> Result<StateDict, StateError> {
+    let mut selected = StateDict::new();
+    for &key in keys {
+        let Some(value) = state.get(key) else {
+            return Err(StateError::MissingKey { operation, key: key.to_owned(), holder });
+        };
+        selected.insert(key, value.clone());
+    }
+    Ok(selected)
+}

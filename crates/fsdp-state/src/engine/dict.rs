@@ -1,0 +1,291 @@
+//! State dicts as sources.
+
+use std::borrow::Cow;
+use std::collections::HashSet;
+use std::hash::Hasher as _;
+
+use fsdp_comm::ProcessGroup;
+use fsdp_flat::storage::storage_id;
+use fsdp_layout::cover::uncovered;
+use fsdp_layout::{KeyPath, PlainValue, TensorBox};
+use twox_hash::XxHash3_64;
+
+use super::options::LoadOptions;
+use super::source::Source;
+use super::target::Wanted;
+use crate::lend::{Lend, Memory};
+use crate::memory::{scalar_of, scalar_value};
+use crate::transfer::{BoxBytes, Exchange, Item, Layout, PerRank};
+use crate::{Schema, StateDict, StateError, StateValue};
+
+/// A state dict that values are loaded from: one that every rank brings, whole or sharded, or one rank's.
+pub struct DictSource<'a> {
+    schema: Schema,
+    /// This rank's values, by their positions in the schema; small ones on every rank.
+    values: Vec<Option<Cow<'a, StateValue>>>,
+    /// The rank whose values they are; `None` if each rank has its own part, or all of them.
+    root: Option<usize>,
+    boxes_on: Option<Box<BoxesOn<'a>>>,
+    /// The places of the elements that are wanted, once they have been located.
+    layouts: Vec<Layout>,
+}
+
+/// Tells the boxes that a rank has of a value, where arithmetic can tell.
+type BoxesOn<'a> = dyn Fn(&KeyPath, usize) -> Option<Vec<TensorBox>> + 'a;
+
+/// The boxes that a rank has of a tensor, and those that it wants.
+type HaveWant = (Vec<TensorBox>, Vec<TensorBox>);
+
+impl<'a> DictSource<'a> {
+    /// Returns a source that every rank brings: values are sharded over the ranks, or every rank has the whole of them.
+    /// No communication.
+    ///
+    /// # Errors
+    /// Tensors whose memory is released, or of dtypes and shapes that no file holds.
+    pub fn on_every_rank(state: &'a StateDict) -> Result<Self, StateError> {
+        let (schema, values) = Schema::with_values(state)?;
+        let values = values.into_iter().map(|value| Some(Cow::Borrowed(value))).collect();
+        Ok(DictSource { schema, values, root: None, boxes_on: None, layouts: Vec::new() })
+    }
+
+    /// Returns a source that one rank brings, `root` of the group; what others pass is ignored. Collective: one agreement
+    /// and one object broadcast, with the schema and the small values.
+    ///
+    /// # Errors
+    /// The same on every rank: no such rank, or no state dict there; as [`Self::on_every_rank`].
+    pub fn on_rank(
+        group: &ProcessGroup,
+        operation: &'static str,
+        root: usize,
+        state: Option<&'a StateDict>,
+    ) -> Result<Self, StateError> {
+        let told = group.agree(operation, Self::told(group, root, state))?;
+        let (told, mut values) = told.unzip();
+        let (schema, small): (Schema, Vec<Option<PlainValue>>) = group.broadcast_object(told.as_ref(), root)?;
+        if values.is_none() {
+            let mut received = Vec::with_capacity(small.len());
+            for ((_, leaf), small) in schema.iter().zip(small) {
+                received.push(small.map(|small| scalar_value(leaf, small)).transpose()?.map(Cow::Owned));
+            }
+            values = Some(received);
+        }
+        let values = values.unwrap_or_default();
+        Ok(DictSource { schema, values, root: Some(root), boxes_on: None, layouts: Vec::new() })
+    }
+
+    /// Returns what the root tells the others, and its values.
+    #[expect(clippy::type_complexity, reason = "each part is named where it is taken apart")]
+    fn told(
+        group: &ProcessGroup,
+        root: usize,
+        state: Option<&'a StateDict>,
+    ) -> Result<Option<((Schema, Vec<Option<PlainValue>>), Vec<Option<Cow<'a, StateValue>>>)>, StateError> {
+        if root >= group.world_size() {
+            return Err(StateError::NoSuchRank { rank: root, world_size: group.world_size() });
+        }
+        if root != group.rank() {
+            return Ok(None);
+        }
+        let state = state.ok_or_else(|| StateError::NoSource { rank: root })?;
+        let (schema, values) = Schema::with_values(state)?;
+        let small = (0..schema.len()).map(|at| if schema.is_small(at) { scalar_of(values[at]) } else { Ok(None) });
+        let small = small.collect::<Result<_, _>>()?;
+        Ok(Some(((schema, small), values.into_iter().map(|value| Some(Cow::Borrowed(value))).collect())))
+    }
+
+    /// Lets arithmetic tell where elements are, instead of the ranks. `boxes_on` must know all sharded values.
+    #[must_use]
+    pub fn with_boxes_on(mut self, boxes_on: impl Fn(&KeyPath, usize) -> Option<Vec<TensorBox>> + 'a) -> Self {
+        self.boxes_on = Some(Box::new(boxes_on));
+        self
+    }
+
+    fn value(&self, position: usize) -> Option<&StateValue> {
+        self.values.get(position).and_then(|value| value.as_deref())
+    }
+
+    fn have(&self, position: usize) -> Vec<TensorBox> {
+        self.value(position).map(boxes_of_value).unwrap_or_default()
+    }
+
+    fn is_sharded(&self, position: usize) -> bool {
+        self.schema.get(position).is_some_and(|(_, leaf)| leaf.is_sharded())
+    }
+
+    /// Returns the places of a wanted tensor that every rank finds all of in its own values.
+    fn local(&self, group: &ProcessGroup, wanted: &Wanted) -> HaveWantOfRanks {
+        let only = |boxes| PerRank::only(group.rank(), group.world_size(), boxes);
+        (only(self.have(wanted.position)), only(wanted.boxes.clone()))
+    }
+
+    /// Returns `true` if this rank's own values hold all elements of a wanted tensor.
+    fn has_all_of(&self, wanted: &Wanted) -> bool {
+        let have = self.have(wanted.position);
+        wanted.boxes.iter().all(|want| uncovered(want, &have).is_empty())
+    }
+
+    /// Returns the positions of the wanted tensors that have to move: some rank wants elements that it does not have.
+    fn moving(
+        &self,
+        group: &ProcessGroup,
+        wanted: &[Wanted],
+        wanted_on: &dyn Fn(usize, usize) -> Option<Vec<TensorBox>>,
+    ) -> Result<Vec<usize>, StateError> {
+        if self.root.is_some() {
+            // Small values came with the schema.
+            return Ok((0..wanted.len()).filter(|&index| !self.schema.is_small(wanted[index].position)).collect());
+        }
+        let sharded = (0..wanted.len()).filter(|&index| self.is_sharded(wanted[index].position));
+        let sharded: Vec<usize> = sharded.collect();
+        // Arithmetic, or the boxes that ranks will tell each other, show for each tensor whether it has to move.
+        let is_known = self.boxes_on.is_some() || sharded.iter().all(|&index| wanted_on(index, 0).is_some());
+        if is_known {
+            return Ok(sharded);
+        }
+        let mine: Vec<usize> = sharded.into_iter().filter(|&index| !self.has_all_of(&wanted[index])).collect();
+        let mut all: Vec<usize> = group.all_gather_object(&mine)?.into_iter().flatten().collect();
+        all.sort_unstable();
+        all.dedup();
+        Ok(all)
+    }
+
+    /// Returns each rank's boxes of the tensors that have to move.
+    fn boxes_of_ranks(
+        &self,
+        group: &ProcessGroup,
+        wanted: &[Wanted],
+        moving: &[usize],
+        wanted_on: &dyn Fn(usize, usize) -> Option<Vec<TensorBox>>,
+    ) -> Result<Vec<HaveWantOfRanks>, StateError> {
+        let ranks = 0..group.world_size();
+        let known = moving.iter().map(|&index| {
+            let (path, leaf) = self.schema.get(wanted[index].position)?;
+            let have = |rank| match (self.root, &self.boxes_on) {
+                (Some(root), _) if rank != root => Some(Vec::new()),
+                (Some(_), _) if !leaf.is_sharded() => Some(vec![TensorBox::whole(leaf.tensor()?.1)]),
+                (None, Some(boxes_on)) => boxes_on(path, rank),
+                _ => None,
+            };
+            let have = ranks.clone().map(have).collect::<Option<Vec<_>>>()?;
+            let want = ranks.clone().map(|rank| wanted_on(index, rank)).collect::<Option<Vec<_>>>()?;
+            Some((PerRank::all(have), PerRank::all(want)))
+        });
+        if let Some(known) = known.collect::<Option<Vec<_>>>() {
+            return Ok(known);
+        }
+        let mine: Vec<HaveWant> =
+            moving.iter().map(|&index| (self.have(wanted[index].position), wanted[index].boxes.clone())).collect();
+        let mut all: Vec<Vec<HaveWant>> = group.all_gather_object(&mine)?;
+        let mut located = Vec::with_capacity(moving.len());
+        for at in 0..moving.len() {
+            let boxes = all.iter_mut().map(|boxes| boxes.get_mut(at).map(std::mem::take).unwrap_or_default());
+            let (have, want) = boxes.unzip();
+            located.push((PerRank::all(have), PerRank::all(want)));
+        }
+        Ok(located)
+    }
+}
+
+/// Each rank's boxes of one tensor: those that it has, and those that it wants.
+type HaveWantOfRanks = (PerRank, PerRank);
+
+impl Source for DictSource<'_> {
+    type Error = StateError;
+
+    fn schema(&self) -> &Schema {
+        &self.schema
+    }
+
+    fn values(&self, positions: &[usize]) -> Result<Vec<StateValue>, StateError> {
+        Ok(positions.iter().map(|&at| self.value(at).cloned().unwrap_or(StateValue::Plain(PlainValue::None))).collect())
+    }
+
+    fn hash(&self, position: usize) -> Result<Option<u64>, StateError> {
+        if self.root.is_some() || self.is_sharded(position) {
+            return Ok(None);
+        }
+        let mut hasher = XxHash3_64::new();
+        for source in self.value(position).map_or_else(|| Ok(Vec::new()), BoxBytes::of)? {
+            source.read(|bytes| hasher.write(bytes))?;
+        }
+        Ok(Some(hasher.finish()))
+    }
+
+    fn separate(
+        &mut self,
+        wanted: &[Wanted],
+        memory: &mut dyn FnMut(usize) -> Result<Memory, StateError>,
+    ) -> Result<(), StateError> {
+        let memories = (0..wanted.len()).map(memory).collect::<Result<Vec<_>, _>>()?;
+        let live: HashSet<usize> =
+            memories.iter().flat_map(Memory::tensors).map(|tensor| storage_id(&tensor)).collect();
+        for (wanted, memory) in wanted.iter().zip(&memories) {
+            let Some(Some(value)) = self.values.get_mut(wanted.position) else { continue };
+            let tensors = match &**value {
+                StateValue::Tensor(tensor) => vec![tensor.clone()],
+                StateValue::Sharded(tensor) => tensor.shards().iter().map(|shard| shard.tensor.clone()).collect(),
+                _ => continue,
+            };
+            let shares = tensors.iter().any(|tensor| live.contains(&storage_id(tensor)));
+            if shares && !memory.is_same_view(value) {
+                *value = Cow::Owned(value.copy()?);
+            }
+        }
+        Ok(())
+    }
+
+    fn locate(
+        &mut self,
+        group: &ProcessGroup,
+        operation: &'static str,
+        wanted: &[Wanted],
+        wanted_on: &dyn Fn(usize, usize) -> Option<Vec<TensorBox>>,
+        _: &LoadOptions,
+    ) -> Result<(), StateError> {
+        let moving = self.moving(group, wanted, wanted_on)?;
+        let located =
+            if moving.is_empty() { Vec::new() } else { self.boxes_of_ranks(group, wanted, &moving, wanted_on)? };
+        let mut located = moving.into_iter().zip(located).peekable();
+        self.layouts.clear();
+        for (index, tensor) in wanted.iter().enumerate() {
+            let moves = located.next_if(|(moving, _)| *moving == index);
+            let (have, want) = moves.map_or_else(|| self.local(group, tensor), |(_, boxes)| boxes);
+            let element = tensor.dtype.size_in_bytes() as usize;
+            let layout = Layout { shape: tensor.shape.clone(), element, have, want };
+            if let Some((rank, missing)) = layout.hole() {
+                let rank = group.global_ranks().get(rank).copied().unwrap_or(rank);
+                let (key, shape) = (tensor.key.clone(), layout.shape);
+                return Err(StateError::NotCovered { operation, key, shape, rank, missing });
+            }
+            self.layouts.push(layout);
+        }
+        Ok(())
+    }
+
+    fn read(
+        &mut self,
+        group: &ProcessGroup,
+        operation: &'static str,
+        wanted: &[Wanted],
+        lend: &mut dyn Lend,
+        _: &LoadOptions,
+    ) -> Result<(), StateError> {
+        let layouts = std::mem::take(&mut self.layouts);
+        let items = wanted.iter().zip(layouts);
+        let items: Vec<Item<'_>> =
+            items.map(|(wanted, layout)| Item { layout, source: self.value(wanted.position) }).collect();
+        let mut exchange = Exchange::new(group, operation);
+        exchange.run(&items, lend)?;
+        exchange.finish()
+    }
+}
+
+/// Returns the boxes of a value that are on this rank.
+fn boxes_of_value(value: &StateValue) -> Vec<TensorBox> {
+    match value {
+        StateValue::Tensor(tensor) => vec![TensorBox::whole(tensor.dims())],
+        StateValue::Raw(tensor) => vec![TensorBox::whole(tensor.shape())],
+        StateValue::Sharded(tensor) => tensor.boxes(),
+        _ => Vec::new(),
+    }
+}

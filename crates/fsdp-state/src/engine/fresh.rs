@@ -1,0 +1,324 @@
+//! State dicts as targets: new values in the layout of a template, or whole ones.
+
+use candle_core::{Device, Tensor};
+use fsdp_flat::FlatError;
+use fsdp_layout::{DType, KeyPath, TensorBox};
+use indexmap::IndexMap;
+
+use super::options::LoadOptions;
+use super::target::{Plan, Target, Values, Wanted};
+use crate::keep_on::KeepOn;
+use crate::lend::Memory;
+use crate::memory::{device_of, own_leaf};
+use crate::schema::{Leaf, Side};
+use crate::{Mismatch, Schema, StateDict, StateError, StateValue, get_element_mut};
+
+/// A state dict in the structure, kinds and boxes of a template: of fresh tensors, or of the template's own.
+pub struct DictTarget<'a> {
+    template: &'a StateDict,
+    is_in_place: bool,
+    is_own: bool,
+    schema: Schema,
+    values: Vec<&'a StateValue>,
+    /// The template's position of each wanted tensor.
+    positions: Vec<usize>,
+    device: Option<Device>,
+    arguments: String,
+    loaded: IndexMap<KeyPath, StateValue>,
+}
+
+impl<'a> DictTarget<'a> {
+    /// Returns a target of fresh tensors in the layout of `template`. `arguments` are those of the caller that ranks must
+    /// have alike.
+    ///
+    /// # Errors
+    /// Tensors whose memory is released, or of dtypes and shapes that no file holds.
+    pub fn new(template: &'a StateDict, device: Option<Device>, arguments: String) -> Result<Self, StateError> {
+        let (schema, values) = Schema::with_values(template)?;
+        let (positions, loaded) = (Vec::new(), IndexMap::new());
+        let (is_in_place, is_own) = (false, false);
+        Ok(DictTarget { template, is_in_place, is_own, schema, values, positions, device, arguments, loaded })
+    }
+
+    /// Fills the template's own tensors instead, where they are.
+    #[must_use]
+    pub const fn in_place(mut self) -> Self {
+        self.is_in_place = true;
+        self
+    }
+
+    /// Lets each rank ask for names of its own: each has a report of its own, and names that only the source has are no
+    /// error.
+    #[must_use]
+    pub const fn with_own_names(mut self) -> Self {
+        self.is_own = true;
+        self
+    }
+
+    /// Returns the loaded dict. Values that were not loaded are those of the template.
+    #[must_use]
+    pub fn into_state(self) -> StateDict {
+        let mut state = self.template.clone();
+        for (path, value) in self.loaded {
+            if let Some(slot) = get_element_mut(&mut state, &path) {
+                *slot = value;
+            }
+        }
+        state
+    }
+
+    fn device_for(&self, position: usize) -> Device {
+        self.device.clone().unwrap_or_else(|| device_of(self.values[position]))
+    }
+
+    /// Returns `true` if a value goes by value rather than through memory of the target's.
+    fn goes_by_value(&self, saved: &Leaf, current: &Leaf) -> bool {
+        let are_tensors = saved.tensor().is_some() && current.tensor().is_some();
+        saved.is_scalar() && current.is_scalar() && !(are_tensors && (self.is_in_place || self.is_own))
+    }
+
+    /// Checks that the template's tensors can be filled where they are.
+    fn check_fillable(&self, wanted: &[Wanted]) -> Result<(), StateError> {
+        for (wanted, &position) in wanted.iter().zip(&self.positions) {
+            let tensors: Vec<&Tensor> = match self.values[position] {
+                StateValue::Tensor(tensor) => vec![tensor],
+                StateValue::Sharded(tensor) => tensor.shards().iter().map(|shard| &shard.tensor).collect(),
+                _ => Vec::new(),
+            };
+            if let Some(tensor) = tensors.iter().find(|tensor| !tensor.is_contiguous()) {
+                let problem = FlatError::NotContiguous { shape: tensor.dims().to_vec() };
+                return Err(StateError::NotFillable { key: wanted.key.clone(), problem });
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Target for DictTarget<'_> {
+    type Error = StateError;
+
+    fn select(&mut self, source: &Schema) -> Vec<usize> {
+        let mut scalars = Vec::new();
+        source.compare(&self.schema, |side| {
+            if let Side::Both { left: (position, leaf), .. } = side
+                && leaf.is_scalar()
+            {
+                scalars.push(position);
+            }
+        });
+        scalars
+    }
+
+    fn plan(&mut self, source: &Schema, values: &Values, options: &LoadOptions) -> Result<Plan, StateError> {
+        let (schema, target) = (&self.schema, &self.values);
+        let strict = if options.strict { "strict" } else { "not strict" };
+        let arguments = format!("{}{strict}", self.arguments);
+        let mut plan = Plan { refuses_unexpected: !self.is_own, is_own: self.is_own, arguments, ..Plan::default() };
+        let (mut positions, mut small, mut failed) = (Vec::new(), Vec::new(), None);
+        source.compare(schema, |side| match side {
+            Side::Left { path } => plan.report.unexpected.push(path.flat_key()),
+            Side::Right { path } => plan.report.missing.push(path.flat_key()),
+            Side::Both { path, left: (from, saved), right: (to, current) } => {
+                if self.goes_by_value(saved, current) {
+                    small.push((path.clone(), from, to));
+                } else if let Some(wanted) = wanted(source, from, saved, current, target[to], options) {
+                    positions.push(to);
+                    plan.wanted.push(wanted);
+                } else {
+                    let (saved, current) = (describe(saved), describe(current));
+                    plan.report.mismatched.push(Mismatch { fqn: path.flat_key(), saved, current });
+                }
+            }
+        });
+        for (path, from, to) in small {
+            let Some(value) = values.get(&from) else { continue };
+            match own_leaf(value, Some(&self.device_for(to))) {
+                Ok(value) => _ = self.loaded.insert(path, value),
+                Err(error) => failed = Some(error),
+            }
+        }
+        self.positions = positions;
+        if let Some(error) = failed {
+            return Err(error);
+        }
+        if self.is_in_place {
+            self.check_fillable(&plan.wanted)?;
+        }
+        plan.target = self.schema.clone();
+        Ok(plan)
+    }
+
+    fn memory(&mut self, wanted: usize, _: &Wanted) -> Result<Memory, StateError> {
+        Ok(match self.values[self.positions[wanted]] {
+            StateValue::Sharded(tensor) if self.is_in_place => Memory::Tensors(tensor.clone()),
+            StateValue::Tensor(tensor) if self.is_in_place => Memory::of_tensor(tensor),
+            StateValue::Raw(tensor) => Memory::raw(tensor.dtype(), tensor.shape())?,
+            StateValue::Sharded(tensor) => fresh(tensor.dtype(), tensor.shape(), &tensor.boxes())?,
+            StateValue::Tensor(tensor) => fresh(tensor.dtype(), tensor.dims(), &[TensorBox::whole(tensor.dims())])?,
+            _ => Memory::fresh(DType::U8, &[0], &[])?,
+        })
+    }
+
+    fn filled(&mut self, wanted: usize, memory: Memory) -> Result<(), StateError> {
+        let position = self.positions[wanted];
+        let Some((path, _)) = self.schema.get(position) else { return Ok(()) };
+        if self.is_in_place && !matches!(self.values[position], StateValue::Raw(_)) {
+            return Ok(());
+        }
+        let whole = !matches!(self.values[position], StateValue::Sharded(_));
+        let value = memory.into_value(whole, &self.device_for(position))?;
+        self.loaded.insert(path.clone(), value);
+        Ok(())
+    }
+
+    fn is_live(&self) -> bool {
+        self.is_in_place
+    }
+
+    fn commit(&mut self) -> Result<(), StateError> {
+        Ok(())
+    }
+}
+
+/// Returns fresh memory of a dtype of candle.
+fn fresh(dtype: candle_core::DType, shape: &[usize], boxes: &[TensorBox]) -> Result<Memory, StateError> {
+    Ok(Memory::Tensors(fsdp_flat::ShardedTensor::zeros(dtype, shape, boxes)?))
+}
+
+/// Returns a request for a tensor of the source in the boxes of a target's; `None` if it does not fit.
+fn wanted(
+    source: &Schema,
+    position: usize,
+    saved: &Leaf,
+    current: &Leaf,
+    target: &StateValue,
+    options: &LoadOptions,
+) -> Option<Wanted> {
+    let ((dtype, shape), (becomes, current_shape)) = (saved.tensor()?, current.tensor()?);
+    if shape != current_shape {
+        return None;
+    }
+    // A cast must be allowed, and one that candle can do.
+    if dtype != becomes && !(options.cast && candle_dtype(target).is_some_and(|to| Memory::converts(dtype, to))) {
+        return None;
+    }
+    let boxes = match target {
+        StateValue::Sharded(tensor) => tensor.boxes(),
+        _ => vec![TensorBox::whole(shape)],
+    };
+    Wanted::of(source, position, becomes, boxes)
+}
+
+/// Returns the dtype of candle's tensors.
+fn candle_dtype(value: &StateValue) -> Option<candle_core::DType> {
+    match value {
+        StateValue::Tensor(tensor) => Some(tensor.dtype()),
+        StateValue::Sharded(tensor) => Some(tensor.dtype()),
+        _ => None,
+    }
+}
+
+/// Returns dtype and shape for a report: `float32 [2, 3]`.
+fn describe(leaf: &Leaf) -> String {
+    match leaf.tensor() {
+        Some((dtype, shape)) => format!("{dtype} {shape:?}"),
+        None => leaf.to_string(),
+    }
+}
+
+/// Whole tensors on the ranks that keep them, each handed to a sink as soon as it is there and then forgotten here.
+pub struct Whole<'a> {
+    keep_on: KeepOn,
+    device: Option<Device>,
+    /// This rank's values, by their positions in the schema.
+    values: Vec<&'a StateValue>,
+    schema: Schema,
+    rank: usize,
+    positions: Vec<usize>,
+    /// The first position that the sink has not got yet.
+    next: usize,
+    sink: &'a mut Sink<'a>,
+}
+
+/// Takes values one by one.
+pub(crate) type Sink<'a> = dyn FnMut(&KeyPath, StateValue) -> Result<(), StateError> + 'a;
+
+impl<'a> Whole<'a> {
+    /// Returns a target that hands whole values to `sink`, sorted by path, on the ranks of a group that `keep_on` names.
+    ///
+    /// # Errors
+    /// Ranks that the group does not have; tensors whose memory is released.
+    pub fn new(
+        state: &'a StateDict,
+        rank: usize,
+        world_size: usize,
+        keep_on: &KeepOn,
+        device: Option<Device>,
+        sink: &'a mut Sink<'a>,
+    ) -> Result<Self, StateError> {
+        keep_on.check(world_size)?;
+        let (schema, values) = Schema::with_values(state)?;
+        Ok(Whole { keep_on: keep_on.clone(), device, values, schema, rank, positions: Vec::new(), next: 0, sink })
+    }
+
+    /// Hands on the values before a position that are whole on each rank anyway: this rank's own.
+    fn hand_on_before(&mut self, position: usize) -> Result<(), StateError> {
+        while self.next < position {
+            let at = self.next;
+            self.next += 1;
+            if let (Some((path, leaf)), Some(value)) = (self.schema.get(at), self.values.get(at))
+                && !leaf.is_sharded()
+                && self.keep_on.contains(self.rank)
+            {
+                (self.sink)(path, own_leaf(value, self.device.as_ref())?)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Target for Whole<'_> {
+    type Error = StateError;
+
+    fn select(&mut self, _: &Schema) -> Vec<usize> {
+        Vec::new()
+    }
+
+    fn plan(&mut self, source: &Schema, _: &Values, _: &LoadOptions) -> Result<Plan, StateError> {
+        let mut plan = Plan { arguments: self.keep_on.to_string(), ..Plan::default() };
+        for (position, (_, leaf)) in source.iter().enumerate() {
+            let Some((dtype, shape)) = leaf.tensor().filter(|_| leaf.is_sharded()) else { continue };
+            let boxes = if self.keep_on.contains(self.rank) { vec![TensorBox::whole(shape)] } else { Vec::new() };
+            plan.wanted.extend(Wanted::of(source, position, dtype, boxes));
+            self.positions.push(position);
+        }
+        Ok(plan)
+    }
+
+    fn memory(&mut self, wanted: usize, _: &Wanted) -> Result<Memory, StateError> {
+        match self.values[self.positions[wanted]] {
+            StateValue::Sharded(tensor) => fresh(tensor.dtype(), tensor.shape(), &[TensorBox::whole(tensor.shape())]),
+            _ => Memory::fresh(DType::U8, &[0], &[]),
+        }
+    }
+
+    fn filled(&mut self, wanted: usize, memory: Memory) -> Result<(), StateError> {
+        let position = self.positions[wanted];
+        self.hand_on_before(position)?;
+        self.next = position + 1;
+        let device = self.device.clone().unwrap_or_else(|| device_of(self.values[position]));
+        let value = memory.into_value(true, &device)?;
+        let Some((path, _)) = self.schema.get(position) else { return Ok(()) };
+        (self.sink)(path, value)
+    }
+
+    fn wanted_on(&self, wanted: usize, rank: usize) -> Option<Vec<TensorBox>> {
+        let (_, leaf) = self.schema.get(*self.positions.get(wanted)?)?;
+        let (_, shape) = leaf.tensor()?;
+        Some(if self.keep_on.contains(rank) { vec![TensorBox::whole(shape)] } else { Vec::new() })
+    }
+
+    fn commit(&mut self) -> Result<(), StateError> {
+        self.hand_on_before(self.schema.len())
+    }
+}

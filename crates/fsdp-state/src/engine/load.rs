@@ -1,0 +1,272 @@
+//! The path that every load takes: compare, agree, lend, read, commit.
+
+use std::collections::HashMap;
+use std::hash::{Hash, Hasher};
+
+use fsdp_comm::{CommError, ProcessGroup};
+use fsdp_flat::ShardedTensor;
+use fsdp_layout::Failure;
+use serde::{Deserialize, Serialize};
+use twox_hash::XxHash3_64;
+
+use super::options::LoadOptions;
+use super::source::Source;
+use super::target::{Plan, Target, Values, Wanted};
+use crate::lend::{Lend, Memory};
+use crate::{LoadReport, Schema, StateError};
+
+/// An error that [`load_state`] can return: it makes one rank's error every rank's.
+pub trait LoadError: Failure + From<StateError> + From<CommError> {
+    /// Returns the error of a collective, if it is one: every rank has it already.
+    fn comm(&self) -> Option<&CommError>;
+
+    /// Makes any rank's error every rank's. Ranks must also bring the same `hash`, if they bring one.
+    ///
+    /// # Errors
+    /// Any rank's; [`CommError::SchemaMismatch`] for hashes that differ.
+    fn agree<T>(group: &ProcessGroup, operation: &str, hash: Option<u64>, outcome: Result<T, Self>) -> Result<T, Self> {
+        let agreed = match hash {
+            Some(hash) => group.agree_on(operation, hash, outcome),
+            None => group.agree(operation, outcome),
+        };
+        Ok(agreed?)
+    }
+}
+
+impl LoadError for StateError {
+    fn comm(&self) -> Option<&CommError> {
+        match self {
+            StateError::Comm(error) => Some(error),
+            _ => None,
+        }
+    }
+}
+
+/// Loads what `source` holds into `target`: the one path of all state that moves.
+///
+/// 1. **Compare**: each rank compares the source's schema with what its target can take.
+/// 2. **Agree**: one round over the ranks. Any rank's error is everybody's, and all ranks must have found the same.
+/// 3. **Lend**: the target gives memory for the boxes that it wants, live or fresh.
+/// 4. **Read**: the source fills it, from files, from this rank's own values, or from other ranks.
+/// 5. **Commit**: the target takes small values over.
+///
+/// Collective over `group`: two agreements, and those of [`Source::locate`] and [`Source::read`]. The report is the same
+/// on every rank.
+///
+/// # Errors
+/// The same on every rank. Before the first byte is read nothing has changed: [`StateError::Incompatible`] for values that
+/// do not fit (and, if strict, names that only one side has); ranks that bring different arguments, names or values; any
+/// rank's own error. After that it is [`StateError::PartlyLoaded`] if the target is live and the load is not staged.
+pub fn load_state<S, T, E>(
+    operation: &'static str,
+    group: &ProcessGroup,
+    source: &mut S,
+    target: &mut T,
+    options: &LoadOptions,
+) -> Result<LoadReport, E>
+where
+    S: Source,
+    T: Target,
+    E: LoadError + From<S::Error> + From<T::Error>,
+{
+    // Compare. Nothing that a rank finds here is known to the others yet.
+    let compared = compare::<S, T, E>(operation, source, target, options);
+    // Agree. From here on every rank has the same plan, but for the boxes in it.
+    let plan = agree(operation, group, compared)?;
+    judge::<E>(operation, &plan, options)?;
+    source.locate(group, operation, &plan.wanted, &|wanted, rank| target.wanted_on(wanted, rank), options)?;
+
+    // Lend and read. Live memory changes from here on.
+    let is_live = target.is_live();
+    let is_staged = options.staged && is_live;
+    let mut lending = Lending { target, wanted: &plan.wanted, detours: HashMap::new(), staged: Vec::new(), is_staged };
+    let read = source.read(group, operation, &plan.wanted, &mut lending, options).map_err(E::from);
+    let mut outcome = match read {
+        // A collective has failed, on every rank.
+        Err(error) if error.comm().is_some() => return Err(partly_loaded(is_live && !is_staged, error)),
+        outcome => outcome,
+    };
+    let staged = std::mem::take(&mut lending.staged);
+    if !is_live && outcome.is_ok() {
+        outcome = target.commit().map_err(E::from);
+    }
+    // A rank that failed went on taking part in collectives. Now all hear of it.
+    E::agree(group, operation, None, outcome).map_err(|error| partly_loaded(is_live && !is_staged, error))?;
+
+    // Commit. Values that were staged take effect, and cannot fail where they fitted before.
+    for (memory, values) in staged {
+        memory.fill_from(&values)?;
+    }
+    if is_live {
+        target.commit()?;
+    }
+    Ok(plan.report)
+}
+
+fn partly_loaded<E: LoadError>(is_partly_loaded: bool, error: E) -> E {
+    if is_partly_loaded {
+        StateError::PartlyLoaded { reason: error.to_string(), kind: error.kind() }.into()
+    } else {
+        error
+    }
+}
+
+/// The contribution of a rank to the agreement.
+#[derive(Debug, Clone, PartialEq, Hash, Serialize, Deserialize)]
+struct Brought {
+    arguments: String,
+    source: Schema,
+    target: Schema,
+    /// Small values that must be the same everywhere, by their keys. As text, which floats compare in by their bits.
+    values: Vec<(String, String)>,
+    /// Hashes of whole tensors that must be the same everywhere.
+    hashes: Vec<(String, u64)>,
+    missing: Vec<String>,
+    unexpected: Vec<String>,
+}
+
+/// Compares source and target on this rank.
+fn compare<S, T, E>(
+    operation: &'static str,
+    source: &mut S,
+    target: &mut T,
+    options: &LoadOptions,
+) -> Result<(Plan, Brought), E>
+where
+    S: Source,
+    T: Target,
+    E: LoadError + From<S::Error> + From<T::Error>,
+{
+    let mut positions = target.select(source.schema());
+    positions.retain(|&position| source.schema().is_small(position));
+    let values: Values = positions.iter().copied().zip(source.values(&positions)?).collect();
+    let mut plan = target.plan(source.schema(), &values, options)?;
+    plan.report.sort();
+    if target.is_live() {
+        source.separate(&plan.wanted, &mut |index| target.memory(index, &plan.wanted[index]))?;
+    }
+    if plan.is_own {
+        // Ranks may want different names, so each judges for itself.
+        judge::<E>(operation, &plan, options)?;
+    }
+    let mut brought = Brought {
+        arguments: plan.arguments.clone(),
+        source: Schema::default(),
+        target: std::mem::take(&mut plan.target),
+        values: Vec::new(),
+        hashes: Vec::new(),
+        missing: Vec::new(),
+        unexpected: Vec::new(),
+    };
+    if plan.is_own {
+        brought.target = Schema::default();
+        return Ok((plan, brought));
+    }
+    brought.source = source.schema().clone();
+    brought.missing.clone_from(&plan.report.missing);
+    brought.unexpected.clone_from(&plan.report.unexpected);
+    plan.agreed.sort();
+    brought.values.clone_from(&plan.agreed);
+    for wanted in plan.wanted.iter().filter(|wanted| wanted.is_same_on_all) {
+        brought.hashes.extend(source.hash(wanted.position)?.map(|hash| (wanted.key.clone(), hash)));
+    }
+    Ok((plan, brought))
+}
+
+/// Makes sure that all ranks bring the same, and that none has an error. Collectives: one agreement; if ranks differ,
+/// also one object all-gather, to find the difference.
+fn agree<E: LoadError>(
+    operation: &'static str,
+    group: &ProcessGroup,
+    compared: Result<(Plan, Brought), E>,
+) -> Result<Plan, E> {
+    let (outcome, brought) = match compared {
+        Ok((plan, brought)) => (Ok(plan), Some(brought)),
+        Err(error) => (Err(error), None),
+    };
+    let mut hasher = XxHash3_64::new();
+    brought.hash(&mut hasher);
+    // A rank with an error has nothing to compare, and its error ends the round before hashes are.
+    let agreed = E::agree(group, operation, Some(hasher.finish()), outcome);
+    let Err(error) = agreed else { return agreed };
+    if !matches!(error.comm(), Some(CommError::SchemaMismatch { .. })) {
+        return Err(error);
+    }
+    let all = group.all_gather_object(&brought)?;
+    Err(difference(group, operation, &all).map_or(error, E::from))
+}
+
+/// Returns the first difference between what rank 0 and another rank bring; every rank finds the same one.
+fn difference(group: &ProcessGroup, operation: &'static str, all: &[Option<Brought>]) -> Option<StateError> {
+    let ranks = group.global_ranks();
+    let (first, others) = all.split_first()?;
+    let (first, reference) = (first.as_ref()?, *ranks.first()?);
+    others.iter().zip(ranks.iter().skip(1)).find_map(|(other, &rank)| {
+        let other = other.as_ref()?;
+        if first.arguments != other.arguments {
+            let (found, expected) = (other.arguments.clone(), first.arguments.clone());
+            return Some(StateError::ArgumentMismatch { operation, rank, found, reference, expected });
+        }
+        let schemas = [(&first.source, &other.source), (&first.target, &other.target)];
+        if let Some(error) = schemas.iter().find_map(|(a, b)| a.difference(b, operation, rank, reference)) {
+            return Some(error);
+        }
+        let values = first.values.iter().zip(&other.values).find(|(a, b)| a != b);
+        if let Some(((key, expected), (_, found))) = values {
+            let (key, found, expected) = (key.clone(), found.clone(), expected.clone());
+            return Some(StateError::DifferingOnRanks { operation, key, rank, found, reference, expected });
+        }
+        let (hash, _) = first.hashes.iter().zip(&other.hashes).find(|(a, b)| a != b)?;
+        let (found, expected) = ("tensor with other elements".to_owned(), "its own".to_owned());
+        Some(StateError::DifferingOnRanks { operation, key: hash.0.clone(), rank, found, reference, expected })
+    })
+}
+
+/// Refuses a plan that does not fit.
+fn judge<E: LoadError>(operation: &'static str, plan: &Plan, options: &LoadOptions) -> Result<(), E> {
+    let report = &plan.report;
+    let names = !report.missing.is_empty() || plan.refuses_unexpected && !report.unexpected.is_empty();
+    if report.mismatched.is_empty() && !(options.strict && names) {
+        return Ok(());
+    }
+    Err(StateError::Incompatible { operation, report: report.clone() }.into())
+}
+
+/// The target's memory on its way to the source, by way of other memory where the target's own cannot be filled.
+struct Lending<'a, T> {
+    target: &'a mut T,
+    wanted: &'a [Wanted],
+    /// The target's memory of tensors whose values take a detour.
+    detours: HashMap<usize, Memory>,
+    /// The target's memory of values that take effect once all are there.
+    staged: Vec<(Memory, ShardedTensor)>,
+    is_staged: bool,
+}
+
+impl<T: Target> Lend for Lending<'_, T> {
+    fn lend(&mut self, wanted: usize) -> Result<Memory, StateError> {
+        let memory = self.target.memory(wanted, &self.wanted[wanted])?;
+        let mut detour = memory.detour(self.wanted[wanted].dtype)?;
+        if self.is_staged
+            && self.target.lends_live(wanted)
+            && detour.is_none()
+            && let Memory::Tensors(tensor) = &memory
+        {
+            detour = Some(ShardedTensor::zeros(tensor.dtype(), tensor.shape(), &tensor.boxes())?);
+        }
+        let Some(detour) = detour else { return Ok(memory) };
+        self.detours.insert(wanted, memory);
+        Ok(Memory::Tensors(detour))
+    }
+
+    fn filled(&mut self, wanted: usize, memory: Memory) -> Result<(), StateError> {
+        let Some(home) = self.detours.remove(&wanted) else { return self.target.filled(wanted, memory) };
+        let Memory::Tensors(values) = memory else { return self.target.filled(wanted, memory) };
+        if self.is_staged && self.target.lends_live(wanted) {
+            self.staged.push((home, values));
+            return Ok(());
+        }
+        home.fill_from(&values)?;
+        self.target.filled(wanted, home)
+    }
+}

@@ -1,0 +1,23 @@
+//! The one way in which state moves: a [`Source`] and a [`Target`] meet in [`load_state`].
+//!
+//! | file | what it holds |
+//! |---|---|
+//! | `source`, `target` | the two traits |
+//! | `options` | [`LoadOptions`] |
+//! | `load` | [`load_state`]: compare, agree, lend, read, commit |
+//! | `dict` | state dicts as sources: on every rank, on one rank, or sharded over ranks |
+//! | `fresh` | state dicts as targets: in the layout of a template, fresh or in place, or whole ones |
+
+mod dict;
+mod fresh;
+mod load;
+mod options;
+mod source;
+mod target;
+
+pub use dict::DictSource;
+pub use fresh::{DictTarget, Whole};
+pub use load::{LoadError, load_state};
+pub use options::LoadOptions;
+pub use source::Source;
+pub use target::{Plan, Target, Values, Wanted};

@@ -1,0 +1,38 @@
+//! The options of every load.
+
+use std::time::Duration;
+
+use candle_core::Device;
+
+/// The options of a load; the same on every rank.
+#[derive(Debug, Clone)]
+pub struct LoadOptions {
+    /// `true` (the default) if names that only one side has are an error. If not, values that the source lacks stay as they
+    /// are, those that nothing takes are left out, and the report names both.
+    ///
+    /// Where a template says what is wanted (a load of a checkpoint into a state dict), names that only the checkpoint has
+    /// are never an error.
+    pub strict: bool,
+    /// `true` if values may be converted to the dtype of the target. torch's `dcp.load` converts without being asked.
+    pub cast: bool,
+    /// `true` if live values are changed only once all new ones are at hand, which takes memory for a second copy of them.
+    /// If not, whatever ranks can know to be wrong is found before anything changes, and only a failure while elements move
+    /// (damage inside a file, a lost rank) leaves some values changed.
+    pub staged: bool,
+    /// The device of fresh tensors; `None` puts each where the template's is. May differ between ranks.
+    pub device: Option<Device>,
+    /// `true` (the default) if bytes of a checkpoint are checked against its hashes, where it has any.
+    pub verify: bool,
+    /// Threads that read files, on each rank.
+    pub threads: usize,
+    /// The time that a rank waits for the others; `None` is 30 minutes for checkpoints, which take as long as their
+    /// storage does, and the process group's own deadline elsewhere.
+    pub deadline: Option<Duration>,
+}
+
+impl Default for LoadOptions {
+    fn default() -> Self {
+        let threads = std::thread::available_parallelism().map_or(1, |threads| threads.get().min(4));
+        LoadOptions { strict: true, cast: false, staged: false, device: None, verify: true, threads, deadline: None }
+    }
+}

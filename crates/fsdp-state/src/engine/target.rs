@@ -1,0 +1,119 @@
+//! The trait of everything that a load can put values into.
+
+use std::collections::HashMap;
+
+use fsdp_layout::{DType, TensorBox};
+
+use super::options::LoadOptions;
+use crate::lend::Memory;
+use crate::schema::Leaf;
+use crate::{LoadReport, Schema, StateError, StateValue};
+
+/// Something that takes state: fresh tensors, live ones, a model with its optimizers, an optimizer's local state.
+pub trait Target {
+    /// The target's own errors.
+    type Error;
+
+    /// Returns the positions in the source's schema of the small values that the target wants to see before ranks agree:
+    /// plain ones, and tensors of one element.
+    fn select(&mut self, schema: &Schema) -> Vec<usize>;
+
+    /// Compares the values of the source with those that the target can take, without changing anything.
+    ///
+    /// # Errors
+    /// This rank's own: values that no target could take.
+    fn plan(&mut self, schema: &Schema, values: &Values, options: &LoadOptions) -> Result<Plan, Self::Error>;
+
+    /// Returns the memory that a wanted tensor goes to: the one at position `index` of the plan.
+    ///
+    /// # Errors
+    /// This rank's own.
+    fn memory(&mut self, index: usize, wanted: &Wanted) -> Result<Memory, StateError>;
+
+    /// Takes memory back that has been filled.
+    ///
+    /// # Errors
+    /// This rank's own.
+    fn filled(&mut self, wanted: usize, memory: Memory) -> Result<(), StateError> {
+        let _ = (wanted, memory);
+        Ok(())
+    }
+
+    /// Returns `true` if memory that is lent is live: a load that breaks off leaves some values changed.
+    fn is_live(&self) -> bool {
+        false
+    }
+
+    /// Returns `true` if the memory that a wanted tensor goes to is live, so that a staged load fills it last. Other
+    /// memory is filled, and taken back, as it comes.
+    fn lends_live(&self, wanted: usize) -> bool {
+        let _ = wanted;
+        self.is_live()
+    }
+
+    /// Returns the boxes that another rank wants of a tensor, where that is known without asking it.
+    fn wanted_on(&self, wanted: usize, rank: usize) -> Option<Vec<TensorBox>> {
+        let _ = (wanted, rank);
+        None
+    }
+
+    /// Puts small values in place, once all tensors are.
+    ///
+    /// # Errors
+    /// This rank's own.
+    fn commit(&mut self) -> Result<(), Self::Error>;
+}
+
+/// Small values that a target has asked for, by their positions in the schema.
+pub type Values = HashMap<usize, StateValue>;
+
+/// The outcome of a comparison.
+#[derive(Debug, Default)]
+pub struct Plan {
+    /// The tensors to be read, in the order of the schema.
+    pub wanted: Vec<Wanted>,
+    /// All that differs.
+    pub report: LoadReport,
+    /// `true` if names that only the source has are an error of a strict load.
+    pub refuses_unexpected: bool,
+    /// `true` if ranks may want different names, so that each has a plan and a report of its own.
+    pub is_own: bool,
+    /// The layout that the target asks for, if ranks bring one each, which must be the same.
+    pub target: Schema,
+    /// Small values that must be the same on all ranks: their keys, and their values as text.
+    pub agreed: Vec<(String, String)>,
+    /// Arguments that must be the same on all ranks, for people to read.
+    pub arguments: String,
+}
+
+/// A tensor that is to be read.
+#[derive(Debug, Clone)]
+pub struct Wanted {
+    /// Its position in the source's schema.
+    pub position: usize,
+    /// Its name, for messages.
+    pub key: String,
+    /// The dtype that the source has.
+    pub dtype: DType,
+    /// The dtype that it becomes.
+    pub becomes: DType,
+    /// The global shape.
+    pub shape: Vec<usize>,
+    /// The boxes that this rank wants.
+    pub boxes: Vec<TensorBox>,
+    /// `true` if ranks that each hold the whole tensor must hold the same one.
+    pub is_same_on_all: bool,
+}
+
+impl Wanted {
+    /// Returns a request for boxes of the tensor at a position of a schema; `None` if there is no tensor.
+    #[must_use]
+    pub fn of(schema: &Schema, position: usize, becomes: DType, boxes: Vec<TensorBox>) -> Option<Self> {
+        let (path, leaf) = schema.get(position)?;
+        let (dtype, shape) = match leaf {
+            Leaf::Plain => return None,
+            Leaf::Whole { dtype, shape } | Leaf::Sharded { dtype, shape } => (*dtype, shape.clone()),
+        };
+        Some(Wanted { position, key: path.flat_key(), dtype, becomes, shape, boxes, is_same_on_all: true })
+    }
+}

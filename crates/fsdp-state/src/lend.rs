@@ -1,0 +1,154 @@
+//! Memory that a target lends to a source: [`Memory`], and who gives it ([`Lend`]).
+
+use candle_core::{Device, Tensor};
+use fsdp_flat::{FlatError, LocalShard, RawTensor, ShardedTensor, storage};
+use fsdp_layout::{DType, TensorBox};
+
+use crate::memory::try_zeroed;
+use crate::{StateError, StateValue};
+
+/// Memory for the boxes of one tensor that a rank wants.
+#[derive(Debug)]
+pub enum Memory {
+    /// candle tensors, fresh or live, one for each box.
+    Tensors(ShardedTensor),
+    /// The bytes of a whole tensor of a dtype that candle does not compute with.
+    Raw(RawMemory),
+}
+
+/// The bytes of a tensor that is to become a [`RawTensor`].
+#[derive(Debug)]
+pub struct RawMemory {
+    dtype: DType,
+    shape: Vec<usize>,
+    pub(crate) bytes: Vec<u8>,
+}
+
+impl Memory {
+    /// Returns fresh memory for boxes of a tensor of `dtype`, on the CPU. For a dtype that candle does not have it is
+    /// memory for the whole tensor: such tensors are never cut.
+    ///
+    /// # Errors
+    /// [`FlatError::OutOfMemory`]; boxes that do not fit the shape.
+    pub fn fresh(dtype: DType, shape: &[usize], boxes: &[TensorBox]) -> Result<Self, StateError> {
+        match fsdp_flat::dtype::to_candle(dtype) {
+            Ok(dtype) => Ok(Memory::Tensors(ShardedTensor::zeros(dtype, shape, boxes)?)),
+            Err(_) => Self::raw(dtype, shape),
+        }
+    }
+
+    /// Returns fresh memory for a whole raw tensor.
+    ///
+    /// # Errors
+    /// [`FlatError::OutOfMemory`].
+    pub fn raw(dtype: DType, shape: &[usize]) -> Result<Self, StateError> {
+        let numel = fsdp_layout::boxes::checked_numel(shape);
+        let bytes = numel.and_then(|numel| numel.checked_mul(dtype.size_in_bytes() as usize));
+        let bytes = bytes.and_then(|bytes| try_zeroed(bytes).ok());
+        match bytes {
+            Some(bytes) => Ok(Memory::Raw(RawMemory { dtype, shape: shape.to_vec(), bytes })),
+            None => Err(FlatError::OutOfMemory { dtype: dtype.to_string(), shape: shape.to_vec() }.into()),
+        }
+    }
+
+    /// Returns the memory of a whole tensor.
+    #[must_use]
+    pub fn of_tensor(tensor: &Tensor) -> Self {
+        Memory::Tensors(ShardedTensor::from_whole(tensor))
+    }
+
+    /// Returns the candle tensors, one for each box; none for raw memory.
+    #[must_use]
+    pub fn tensors(&self) -> Vec<Tensor> {
+        match self {
+            Memory::Tensors(tensor) => tensor.shards().iter().map(|shard| shard.tensor.clone()).collect(),
+            Memory::Raw(_) => Vec::new(),
+        }
+    }
+
+    /// Returns the bytes of raw memory.
+    pub fn raw_bytes_mut(&mut self) -> Option<&mut [u8]> {
+        match self {
+            Memory::Tensors(_) => None,
+            Memory::Raw(raw) => Some(&mut raw.bytes),
+        }
+    }
+
+    /// Returns the filled memory as a value: the whole tensor if `whole`, else a sharded one; on `device`.
+    ///
+    /// # Errors
+    /// candle's.
+    pub fn into_value(self, whole: bool, device: &Device) -> Result<StateValue, StateError> {
+        Ok(match self {
+            Memory::Raw(RawMemory { dtype, shape, bytes }) => RawTensor::new(dtype, shape, bytes)?.into(),
+            Memory::Tensors(tensor) if whole => storage::to_device(&tensor.to_whole()?, device)?.into(),
+            Memory::Tensors(tensor) => tensor.to_device(device)?.into(),
+        })
+    }
+
+    /// Returns `true` if a value is the very memory that this is.
+    pub(crate) fn is_same_view(&self, value: &StateValue) -> bool {
+        match (self, value) {
+            (Memory::Tensors(tensor), StateValue::Sharded(value)) => tensor.is_same_view(value),
+            (Memory::Tensors(tensor), StateValue::Tensor(value)) => {
+                tensor.is_same_view(&ShardedTensor::from_whole(value))
+            }
+            _ => false,
+        }
+    }
+
+    /// Returns host memory of another dtype to be filled instead, if these tensors cannot be filled as they are: a GPU's,
+    /// or those of another dtype than the values that come.
+    pub(crate) fn detour(&self, dtype: DType) -> Result<Option<ShardedTensor>, StateError> {
+        let Memory::Tensors(tensor) = self else { return Ok(None) };
+        let is_on_host = tensor.shards().iter().all(|shard| shard.tensor.device().is_cpu());
+        // candle holds dtypes that it does not convert from or to: those are filled as they are.
+        if is_on_host && tensor.file_dtype()? == dtype {
+            return Ok(None);
+        }
+        let held = if tensor.file_dtype()? == dtype { tensor.dtype() } else { fsdp_flat::dtype::to_candle(dtype)? };
+        Ok(Some(ShardedTensor::zeros(held, tensor.shape(), &tensor.boxes())?))
+    }
+
+    /// Returns `true` if values of one dtype can be converted to another.
+    #[must_use]
+    pub fn converts(from: DType, to: candle_core::DType) -> bool {
+        fn convert_one(from: DType, to: candle_core::DType) -> Result<Tensor, StateError> {
+            Ok(storage::zeros(&[1], fsdp_flat::dtype::to_candle(from)?)?.to_dtype(to)?)
+        }
+        // candle has no list of its conversions, so one element is converted to find out.
+        convert_one(from, to).is_ok()
+    }
+
+    /// Copies values that took a detour to these tensors, and converts them.
+    ///
+    /// # Errors
+    /// candle's; tensors that are not contiguous.
+    pub fn fill_from(&self, values: &ShardedTensor) -> Result<(), StateError> {
+        let Memory::Tensors(tensor) = self else { return Ok(()) };
+        for (LocalShard { tensor: from, .. }, LocalShard { tensor: to, .. }) in
+            values.shards().iter().zip(tensor.shards())
+        {
+            crate::memory::copy_into(&from.to_dtype(to.dtype())?, to)?;
+        }
+        Ok(())
+    }
+}
+
+/// Gives memory for wanted tensors, by their positions in a plan, and takes it back filled.
+///
+/// All memory that a source asks for is CPU memory of the dtype that the source has: casts and copies to devices are done
+/// behind this.
+pub trait Lend {
+    /// Returns the memory of one tensor, a box for each that is wanted. Memory of live tensors is not locked.
+    ///
+    /// # Errors
+    /// This rank's own: no memory for it.
+    fn lend(&mut self, wanted: usize) -> Result<Memory, StateError>;
+
+    /// Takes the memory back, now that it holds the values.
+    ///
+    /// # Errors
+    /// This rank's own.
+    fn filled(&mut self, wanted: usize, memory: Memory) -> Result<(), StateError>;
+}

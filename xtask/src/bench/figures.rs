@@ -1,0 +1,74 @@
+//! The figures that benches write, and that `cargo xtask bench` puts together.
+
+use anyhow::{Result, ensure};
+use serde::{Deserialize, Serialize};
+
+/// The version of the JSON.
+pub(super) const SCHEMA: u32 = 1;
+
+/// A case of `tests/examples/bench`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Case {
+    pub(super) name: String,
+    pub(super) size: String,
+    pub(super) ranks: usize,
+    pub(super) place: String,
+    pub(super) bytes: u64,
+    pub(super) seconds: f64,
+    pub(super) limit: Option<Limit>,
+    pub(super) peak_bytes: Option<u64>,
+    pub(super) read_ratio: Option<f64>,
+    /// The time that torch takes for the same work.
+    #[serde(default)]
+    pub(super) torch_seconds: Option<f64>,
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Limit {
+    pub(super) name: String,
+    pub(super) seconds: f64,
+    pub(super) ratio: f64,
+}
+
+/// All figures of a run.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Results {
+    pub(super) schema: u32,
+    pub(super) machine: String,
+    pub(super) cases: Vec<Case>,
+    /// The figures of the smaller benches, as they write them.
+    pub(super) others: Vec<Other>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Other {
+    pub(super) name: String,
+    pub(super) figures: serde_json::Value,
+}
+
+impl Case {
+    /// Returns `true` if this is the same case as an older one, measured again.
+    fn replaces(&self, old: &Case) -> bool {
+        let limits = [self, old].map(|case| case.limit.as_ref().map(|limit| &limit.name));
+        limits[0] == limits[1]
+            && (&self.name, &self.size, self.ranks, &self.place) == (&old.name, &old.size, old.ranks, &old.place)
+    }
+}
+
+impl Results {
+    /// Adds these results to those of an earlier part of the run. If both have a case, these replace it.
+    pub(super) fn after(self, mut before: Results) -> Result<Results> {
+        ensure!(before.schema == SCHEMA, "the figures to add to have schema {}, not {SCHEMA}", before.schema);
+        ensure!(
+            before.machine == self.machine,
+            "the figures to add to are of another machine: {}, this is {}",
+            before.machine,
+            self.machine
+        );
+        before.cases.retain(|old| !self.cases.iter().any(|new| new.replaces(old)));
+        before.others.retain(|old| self.others.iter().all(|new| new.name != old.name));
+        before.cases.extend(self.cases);
+        before.others.extend(self.others);
+        Ok(before)
+    }
+}

@@ -1,0 +1,28 @@
+//! Runs cargo, and reports progress on stderr.
+
+use std::ffi::OsString;
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context as _, Result, ensure};
+
+/// Runs cargo in the workspace, and fails if it does.
+pub(crate) fn cargo(root: &Path, arguments: &[&str], environment: &[(&str, &str)]) -> Result<()> {
+    say(&format!("xtask: cargo {}", arguments.join(" ")));
+    let mut command = Command::new(program());
+    command.current_dir(root).args(arguments).envs(environment.iter().copied());
+    let status = command.status().context("failed to run cargo")?;
+    ensure!(status.success(), "`cargo {}` failed with {status}", arguments.join(" "));
+    Ok(())
+}
+
+/// Returns the cargo that runs this task.
+pub(crate) fn program() -> OsString {
+    std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
+}
+
+/// Writes a line to stderr.
+#[expect(clippy::print_stderr, reason = "this is a command, and its progress is talk")]
+pub(crate) fn say(line: &str) {
+    eprintln!("{line}");
+}

@@ -1,0 +1,148 @@
+//! The rule that files of a crate, and folders of a crate, use each other in one direction only.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+/// Uses that are part of a circle and not mended yet: the first file or folder uses the second. New ones are not welcome.
+const KNOWN: [(&str, &str); 1] = [
+    // `storage` lends memory on GPUs through `cuda`, which needs its traits; only a build with the feature `cuda` can
+    // check a move.
+    ("crates/fsdp-flat/src/cuda", "crates/fsdp-flat/src/storage"),
+];
+
+/// The pairs of nodes of which the first uses the second.
+type Uses = BTreeSet<(String, String)>;
+
+/// Lists the circles among the files of one crate, and among the folders of its `src`.
+pub(super) fn check(uses: &Uses) -> Vec<String> {
+    let known = KNOWN.iter().map(|&(from, to)| (from.to_owned(), to.to_owned())).collect();
+    breaches(uses, &known)
+}
+
+/// Lists the entries of [`KNOWN`] that are mended, given the uses of all crates.
+pub(super) fn stale(uses: &Uses) -> Vec<String> {
+    let folders = folders(uses);
+    let mut stale = Vec::new();
+    for (from, to) in KNOWN {
+        let entry = (from.to_owned(), to.to_owned());
+        if !uses.contains(&entry) && !folders.contains(&entry) {
+            stale.push(format!("`{from}` does not use `{to}` any longer: remove it from xtask's list"));
+        }
+    }
+    stale
+}
+
+fn breaches(uses: &Uses, known: &Uses) -> Vec<String> {
+    let files = circles(&uses.difference(known).cloned().collect());
+    let files = files.into_iter().map(|circle| format!("files use each other in a circle: {circle}"));
+    let folders = circles(&folders(uses).difference(known).cloned().collect());
+    let folders = folders.into_iter().map(|circle| format!("folders use each other in a circle: {circle}"));
+    files.chain(folders).collect()
+}
+
+/// Returns the uses of folders by files of other folders.
+fn folders(uses: &Uses) -> Uses {
+    let folders = uses.iter().filter_map(|(from, to)| Some((folder(from, uses)?, folder(to, uses)?)));
+    folders.filter(|(from, to)| from != to).collect()
+}
+
+/// Returns the folder of a file in its crate's `src`: `crates/x/src/a` for `a/b.rs`, `a/b/c.rs`, and for `a.rs` beside a
+/// folder `a`. Other files in `src` itself are in none.
+fn folder(file: &str, uses: &Uses) -> Option<String> {
+    let (source, rest) = file.split_once("/src/")?;
+    let room = match rest.split_once('/') {
+        Some((room, _)) => format!("{source}/src/{room}"),
+        None => format!("{source}/src/{}", rest.strip_suffix(".rs")?),
+    };
+    let inside = format!("{room}/");
+    uses.iter().any(|(from, to)| from.starts_with(&inside) || to.starts_with(&inside)).then_some(room)
+}
+
+/// Returns one shortest circle through each group of nodes that reach each other.
+fn circles(uses: &Uses) -> Vec<String> {
+    let mut next: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for (from, to) in uses {
+        next.entry(from).or_default().push(to);
+    }
+    let mut told: BTreeSet<&str> = BTreeSet::new();
+    let mut circles = Vec::new();
+    for &start in next.keys() {
+        if told.contains(start) {
+            continue;
+        }
+        if let Some(circle) = circle_through(start, &next) {
+            circles.push(circle.join(" -> "));
+            told.extend(circle);
+        }
+    }
+    circles
+}
+
+/// Finds the shortest way from a node back to itself, by searching in breadth.
+fn circle_through<'a>(start: &'a str, next: &BTreeMap<&'a str, Vec<&'a str>>) -> Option<Vec<&'a str>> {
+    let mut came_from: BTreeMap<&str, &str> = BTreeMap::new();
+    let mut queue = VecDeque::from([start]);
+    while let Some(node) = queue.pop_front() {
+        for &to in next.get(node).into_iter().flatten() {
+            if to == start {
+                let mut circle = vec![start, node];
+                while let Some(&before) = circle.last().and_then(|node| came_from.get(node)) {
+                    circle.push(before);
+                }
+                circle.reverse();
+                return Some(circle);
+            }
+            if !came_from.contains_key(to) {
+                came_from.insert(to, node);
+                queue.push_back(to);
+            }
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn circles_of(uses: &[(&str, &str)]) -> Vec<String> {
+        breaches(&in_a_crate(uses), &Uses::new())
+    }
+
+    fn in_a_crate(pairs: &[(&str, &str)]) -> Uses {
+        pairs.iter().map(|&(from, to)| (format!("crates/x/src/{from}"), format!("crates/x/src/{to}"))).collect()
+    }
+
+    #[test]
+    fn files_that_use_each_other_in_one_direction_are_fine() {
+        assert!(circles_of(&[("a.rs", "b.rs"), ("a.rs", "c.rs"), ("b.rs", "c.rs")]).is_empty());
+    }
+
+    #[test]
+    fn a_circle_of_files_is_told_once_with_its_files_in_order() {
+        let found = circles_of(&[("a.rs", "b.rs"), ("b.rs", "c.rs"), ("c.rs", "a.rs"), ("d.rs", "a.rs")]);
+        let told = "crates/x/src/a.rs -> crates/x/src/b.rs -> crates/x/src/c.rs -> crates/x/src/a.rs";
+        assert_eq!(found, [format!("files use each other in a circle: {told}")]);
+        assert_eq!(circles_of(&[("a.rs", "b.rs"), ("b.rs", "a.rs")]).len(), 1);
+    }
+
+    #[test]
+    fn folders_must_not_use_each_other_even_where_no_files_do() {
+        let found = circles_of(&[("a/one.rs", "b/one.rs"), ("b/two.rs", "a/two.rs")]);
+        let told = "crates/x/src/a -> crates/x/src/b -> crates/x/src/a";
+        assert_eq!(found, [format!("folders use each other in a circle: {told}")]);
+        // The file `a.rs` is of the folder `a`; `c.rs` is of none.
+        assert_eq!(circles_of(&[("a.rs", "b/one.rs"), ("b/two.rs", "a/two.rs")]).len(), 1);
+        assert!(circles_of(&[("c.rs", "b/one.rs"), ("b/two.rs", "d.rs")]).is_empty());
+    }
+
+    #[test]
+    fn a_known_use_is_let_pass_and_all_others_are_still_checked() {
+        let uses = [("a.rs", "b.rs"), ("b.rs", "a.rs"), ("c.rs", "d.rs"), ("d.rs", "c.rs")];
+        let known = in_a_crate(&uses[1..2]);
+        let found = breaches(&in_a_crate(&uses), &known);
+        assert_eq!(found.len(), 1);
+        assert!(found[0].contains("c.rs"), "{found:?}");
+        let uses = [("a/one.rs", "b/one.rs"), ("b/two.rs", "a/two.rs")];
+        assert!(breaches(&in_a_crate(&uses), &in_a_crate(&[("b", "a")])).is_empty());
+    }
+}

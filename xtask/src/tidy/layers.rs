@@ -1,0 +1,124 @@
+//! The rule that crates use only those below them, and the check that what should not need candle does not.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use serde_json::Value;
+
+use crate::shell::program;
+
+/// Each crate with the crates of the project that it may use. Layers point down only.
+const LAYERS: [(&str, &[&str]); 9] = [
+    ("fsdp-layout", &[]),
+    ("fsdp-dcp", &["fsdp-layout"]),
+    ("fsdp-comm", &["fsdp-layout"]),
+    ("fsdp-flat", &["fsdp-layout"]),
+    ("fsdp-state", &["fsdp-layout", "fsdp-comm", "fsdp-flat"]),
+    ("fsdp-nn", &["fsdp-layout", "fsdp-comm", "fsdp-flat", "fsdp-state"]),
+    ("fsdp-checkpoint", &["fsdp-layout", "fsdp-dcp", "fsdp-comm", "fsdp-flat", "fsdp-state", "fsdp-nn"]),
+    ("fsdp", &["fsdp-layout", "fsdp-dcp", "fsdp-comm", "fsdp-flat", "fsdp-state", "fsdp-nn", "fsdp-checkpoint"]),
+    ("fsdp-cli", &["fsdp-layout", "fsdp-dcp", "fsdp"]),
+];
+
+/// The crates that know no tensor library.
+const WITHOUT_CANDLE: [&str; 3] = ["fsdp-layout", "fsdp-dcp", "fsdp-comm"];
+
+/// The packages of tensor libraries, which the command must not need without its feature `train`.
+const TENSOR_LIBRARIES: [&str; 3] = ["candle", "gemm", "tokenizers"];
+
+/// Checks the dependencies of all crates, as cargo sees them.
+pub(super) fn check(root: &Path) -> Result<Vec<String>> {
+    let mut breaches = layers(&dependencies(root)?);
+    let tree = ["tree", "--package", "fsdp-cli", "--no-default-features", "--edges", "normal", "--prefix", "none"];
+    let tree = cargo(root, &[&tree[..], &["--locked"]].concat())?;
+    breaches.extend(tensor_libraries(&String::from_utf8_lossy(&tree)));
+    Ok(breaches)
+}
+
+/// Lists the tensor libraries in the packages that the command without `train` is built of, one a line.
+fn tensor_libraries(tree: &str) -> Vec<String> {
+    let packages = tree.lines().filter_map(|line| line.split(' ').next());
+    let mut found: Vec<&str> =
+        packages.filter(|package| TENSOR_LIBRARIES.iter().any(|library| package.starts_with(library))).collect();
+    found.sort_unstable();
+    found.dedup();
+    found.iter().map(|package| format!("`fsdp-cli` without its feature `train` must not need `{package}`")).collect()
+}
+
+fn cargo(root: &Path, arguments: &[&str]) -> Result<Vec<u8>> {
+    let output = Command::new(program()).current_dir(root).args(arguments).output();
+    let output = output.context("failed to run cargo")?;
+    ensure!(output.status.success(), "`cargo {}` failed with {}", arguments.join(" "), output.status);
+    Ok(output.stdout)
+}
+
+/// Asks cargo for the direct dependencies of each package, without those of its tests.
+fn dependencies(root: &Path) -> Result<BTreeMap<String, Vec<String>>> {
+    let output = cargo(root, &["metadata", "--no-deps", "--format-version", "1"])?;
+    let metadata: Value = serde_json::from_slice(&output)?;
+    let Some(packages) = metadata["packages"].as_array() else { bail!("`cargo metadata` lists no packages") };
+    let mut found = BTreeMap::new();
+    for package in packages {
+        let all = package["dependencies"].as_array().into_iter().flatten();
+        // Dependencies of tests and build scripts have a kind.
+        let normal = all.filter(|dependency| dependency["kind"].is_null());
+        found.insert(name(package), normal.map(name).collect());
+    }
+    Ok(found)
+}
+
+fn name(package: &Value) -> String {
+    package["name"].as_str().unwrap_or_default().to_owned()
+}
+
+/// Lists the crates that use another one which is not below them, or a tensor library where they should not.
+fn layers(dependencies: &BTreeMap<String, Vec<String>>) -> Vec<String> {
+    let mut breaches = Vec::new();
+    for (package, used) in dependencies {
+        let allowed = LAYERS.iter().find(|(name, _)| name == package).map(|(_, allowed)| *allowed);
+        for used in used {
+            let ours = LAYERS.iter().any(|(name, _)| name == used);
+            if let Some(allowed) = allowed
+                && ours
+                && !allowed.contains(&used.as_str())
+            {
+                breaches.push(format!("crate `{package}` must not use `{used}`: layers point down only"));
+            }
+            if used.starts_with("candle") && WITHOUT_CANDLE.contains(&package.as_str()) {
+                breaches.push(format!("crate `{package}` must not use `{used}`: it knows no tensor library"));
+            }
+        }
+        if package.starts_with("fsdp") && allowed.is_none() && package != "fsdp-tests" {
+            breaches.push(format!("crate `{package}` has no layer: add it to the table in xtask"));
+        }
+    }
+    breaches
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn package(name: &str, used: &[&str]) -> BTreeMap<String, Vec<String>> {
+        BTreeMap::from([(name.to_owned(), used.iter().map(|&used| used.to_owned()).collect())])
+    }
+
+    #[test]
+    fn layers_point_down_only() {
+        assert!(layers(&package("fsdp-nn", &["fsdp-state", "candle-core", "serde"])).is_empty());
+        assert_eq!(layers(&package("fsdp-state", &["fsdp-nn"])).len(), 1);
+        assert_eq!(layers(&package("fsdp-dcp", &["fsdp-comm"])).len(), 1);
+        assert_eq!(layers(&package("fsdp-comm", &["candle-core"])).len(), 1);
+        assert_eq!(layers(&package("fsdp-new", &[])).len(), 1);
+    }
+
+    #[test]
+    fn tensor_libraries_are_found_among_the_packages_of_a_tree() {
+        assert!(tensor_libraries("fsdp-cli v0.1.0\nanyhow v1.0.0\n").is_empty());
+        let found =
+            tensor_libraries("fsdp-cli v0.1.0\ncandle-core v0.11.1\ngemm-f32 v0.1.0\ncandle-core v0.11.1 (*)\n");
+        assert_eq!(found.len(), 2, "{found:?}");
+    }
+}

@@ -1,0 +1,92 @@
+//! The project's own rules: those that neither the compiler nor clippy knows.
+
+mod circles;
+mod layers;
+mod modules;
+mod names;
+mod text;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result, ensure};
+
+use self::modules::Modules;
+
+/// Directories that hold no source of ours.
+const SKIPPED: [&str; 8] = ["target", ".git", "fixtures", "book", "runs", "seeds", "corpus", "artifacts"];
+
+/// The roots of crates, below a package's directory.
+const ROOTS: [&str; 2] = ["src/lib.rs", "src/main.rs"];
+
+/// Checks all rules, and lists all breaches together.
+pub(crate) fn check(root: &Path) -> Result<()> {
+    let files = read(root)?;
+    let mut breaches = layers::check(root)?;
+    for (name, text) in &files {
+        breaches.extend(text::check(name, text));
+    }
+    breaches.extend(check_modules(&files)?);
+    ensure!(breaches.is_empty(), "the tree is not tidy:\n  {}", breaches.join("\n  "));
+    Ok(())
+}
+
+/// Lists the circles within crates, and the names that several public types have.
+fn check_modules(files: &BTreeMap<String, String>) -> Result<Vec<String>> {
+    let mut breaches = Vec::new();
+    let mut all_uses = BTreeSet::new();
+    let mut types: Vec<(String, String)> = Vec::new();
+    for root in files.keys().filter(|name| ROOTS.iter().any(|root| name.ends_with(&format!("/{root}")))) {
+        let modules = Modules::read(files, root)?;
+        let uses = modules.uses();
+        breaches.extend(circles::check(&uses));
+        all_uses.extend(uses);
+        // Only the libraries have types for others to use.
+        if root.starts_with("crates/") {
+            for (file, module) in modules.iter() {
+                types.extend(module.public_types.iter().map(|name| (name.clone(), file.to_owned())));
+            }
+        }
+    }
+    breaches.extend(circles::stale(&all_uses));
+    breaches.extend(names::check(types.iter().map(|(name, file)| (name.as_str(), file.as_str()))));
+    Ok(breaches)
+}
+
+/// Reads all text files of the project, each with its name below `root`.
+fn read(root: &Path) -> Result<BTreeMap<String, String>> {
+    let mut paths = Vec::new();
+    for top in ["crates", "tests", "fuzz", "xtask", "docs", ".ci"] {
+        collect(&root.join(top), &mut paths)?;
+    }
+    for entry in fs::read_dir(root)? {
+        let path = entry?.path();
+        if path.extension().is_some_and(|extension| extension == "md" || extension == "toml") {
+            paths.push(path);
+        }
+    }
+    let mut files = BTreeMap::new();
+    for path in paths {
+        // A file that is not text is not source.
+        let Ok(text) = fs::read_to_string(&path) else { continue };
+        let name = path.strip_prefix(root).unwrap_or(&path).to_string_lossy().replace('\\', "/");
+        files.insert(name, text);
+    }
+    Ok(files)
+}
+
+fn collect(directory: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
+    for entry in fs::read_dir(directory).with_context(|| format!("failed to list `{}`", directory.display()))? {
+        let entry = entry?;
+        let path = entry.path();
+        if entry.file_type()?.is_dir() {
+            if !SKIPPED.iter().any(|skipped| entry.file_name() == *skipped) {
+                collect(&path, files)?;
+            }
+        } else {
+            files.push(path);
+        }
+    }
+    Ok(())
+}
