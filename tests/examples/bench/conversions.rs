@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, ensure};
 use fsdp::checkpoint::save;
 use fsdp::dcp::checkpoint::open;
-use fsdp::dcp::convert::{ConvertOptions, Target, convert};
+use fsdp::dcp::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp::dcp::reader::OpenOptions;
 use fsdp::dcp::verify::{Level, verify};
 use fsdp::prelude::*;
@@ -27,7 +27,7 @@ pub(crate) fn run(bench: &Bench<'_>, figures: &mut Figures) -> Result<()> {
     let safetensors = bench.directory.join("model.safetensors");
     let other = bench.directory.join("other");
     let torch = bench.directory.join("torch.pt");
-    let convert_to = |source: &Path, destination: &Path, target: Target| -> Result<()> {
+    let convert_to = |source: &Path, destination: &Path, target: OutputFormat| -> Result<()> {
         let source = open(source, OpenOptions::default())?;
         convert(&*source, destination, target, ConvertOptions::default())?;
         Ok(())
@@ -40,16 +40,16 @@ pub(crate) fn run(bench: &Bench<'_>, figures: &mut Figures) -> Result<()> {
         Ok(time)
     };
     measure(bench, figures, "DCP to safetensors", bytes, ("raw write, fsync", &write), Some(&safetensors), &|| {
-        convert_to(&dcp, &safetensors, Target::SafetensorsFile)
+        convert_to(&dcp, &safetensors, OutputFormat::SafetensorsFile)
     })?;
     measure(bench, figures, "safetensors to DCP", bytes, ("raw write, fsync", &write), Some(&other), &|| {
-        convert_to(&safetensors, &other, Target::Dcp { ranks: 2 })
+        convert_to(&safetensors, &other, OutputFormat::Dcp { ranks: 2 })
     })?;
     measure(bench, figures, "reshard 4 to 2", bytes, ("raw write, fsync", &write), Some(&other), &|| {
-        convert_to(&dcp, &other, Target::Dcp { ranks: 2 })
+        convert_to(&dcp, &other, OutputFormat::Dcp { ranks: 2 })
     })?;
     measure(bench, figures, "DCP to torch", bytes, ("raw write, fsync", &write), Some(&torch), &|| {
-        convert_to(&dcp, &torch, Target::Torch)
+        convert_to(&dcp, &torch, OutputFormat::Torch)
     })?;
     let read = || limits::read(&safetensors, bytes as usize, threads);
     measure(bench, figures, "verify hashes", bytes, ("raw read, fresh memory", &read), None, &|| {

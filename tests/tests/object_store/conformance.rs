@@ -6,7 +6,7 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor};
 use fsdp::checkpoint::{Retention, SaveOptions, prune, step_name};
 use fsdp::dcp::checkpoint::{self, Format};
-use fsdp::dcp::convert::{ConvertOptions, Target, convert};
+use fsdp::dcp::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp::dcp::diff::{Tolerance, diff};
 use fsdp::dcp::object_store::ObjectStoreExt as _;
 use fsdp::dcp::object_store::memory::InMemory;
@@ -63,11 +63,11 @@ fn suite(root: &Location, is_object_store: bool) {
 
     // Every format, there and back.
     for (name, target, format) in [
-        ("resharded", Target::Dcp { ranks: 3 }, Format::Dcp),
-        ("model.safetensors", Target::SafetensorsFile, Format::SafetensorsFile),
-        ("hf", Target::SafetensorsDirectory { max_file_bytes: 1 << 20 }, Format::SafetensorsDirectory),
-        ("shards", Target::SafetensorsShards { ranks: 2 }, Format::SafetensorsDirectory),
-        ("model.pt", Target::Torch, Format::Torch),
+        ("resharded", OutputFormat::Dcp { ranks: 3 }, Format::Dcp),
+        ("model.safetensors", OutputFormat::SafetensorsFile, Format::SafetensorsFile),
+        ("hf", OutputFormat::SafetensorsDirectory { max_file_bytes: 1 << 20 }, Format::SafetensorsDirectory),
+        ("shards", OutputFormat::SafetensorsShards { ranks: 2 }, Format::SafetensorsDirectory),
+        ("model.pt", OutputFormat::Torch, Format::Torch),
     ] {
         let destination = root.join(name);
         let opened = checkpoint::open(&source, OpenOptions { verify: true }).unwrap();
@@ -121,7 +121,8 @@ fn race(root: &Location) {
     let outcomes = std::thread::scope(|scope| {
         let convert = || {
             let opened = checkpoint::open(&source, OpenOptions::default()).unwrap();
-            convert(&*opened, target, Target::SafetensorsShards { ranks: 2 }, ConvertOptions::default()).map(|_| ())
+            convert(&*opened, target, OutputFormat::SafetensorsShards { ranks: 2 }, ConvertOptions::default())
+                .map(|_| ())
         };
         let savers: Vec<_> = (0..3).map(|_| scope.spawn(convert)).collect();
         savers.into_iter().map(|saver| saver.join().unwrap()).collect::<Vec<_>>()

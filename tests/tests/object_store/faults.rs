@@ -4,7 +4,7 @@ use std::error::Error as _;
 use std::sync::atomic::Ordering;
 
 use fsdp::dcp::checkpoint;
-use fsdp::dcp::convert::{ConvertOptions, Target, convert};
+use fsdp::dcp::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp::dcp::reader::{CheckpointReader, OpenOptions};
 use fsdp::dcp::storage::Durable;
 use fsdp::dcp::{FileError, Location};
@@ -92,7 +92,7 @@ fn a_failure_at_any_operation_of_a_conversion_leaves_nothing() {
     let path = directory.path().join("c");
     save(&state(), 2, &path, &Durable::new()).unwrap();
     let source = checkpoint::open(&path, OpenOptions::default()).unwrap();
-    for target in [Target::SafetensorsFile, Target::SafetensorsShards { ranks: 2 }, Target::Torch] {
+    for target in [OutputFormat::SafetensorsFile, OutputFormat::SafetensorsShards { ranks: 2 }, OutputFormat::Torch] {
         let run = |to: &Location| convert(&*source, to, target, ConvertOptions::default());
         for at in 0..operations(|to| drop(run(to).unwrap())) {
             for fail in [Fail::Before(at), Fail::After(at)] {

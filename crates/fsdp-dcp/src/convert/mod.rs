@@ -23,10 +23,6 @@ use crate::{safetensors, torch};
 pub use self::view::{Rename, View};
 pub use crate::output::{ConvertOptions, Converted};
 
-// The former name of `OutputFormat`, until nothing uses it.
-#[doc(hidden)]
-pub use self::options::OutputFormat as Target;
-
 /// Writes all of a checkpoint to `destination` in another format or layout.
 ///
 /// ```no_run
