@@ -80,7 +80,7 @@ impl AsyncSaver {
     /// Waits for the save in the background, then saves like [`save()`](crate::save()), and returns when that is done.
     ///
     /// # Errors
-    /// Those of [`save()`](crate::save()); the outcome of the save before, if it failed.
+    /// The same as [`save()`](crate::save()), and the error of the save before if that one failed.
     pub(crate) fn save_now(
         &mut self,
         path: impl Into<Location>,
@@ -108,7 +108,7 @@ impl AsyncSaver {
     /// the saver is dropped: dropping the saver waits too, but can only log the error.
     ///
     /// # Errors
-    /// Those of [`save()`](crate::save()).
+    /// The errors of the save in the background, as [`save()`](crate::save()) lists them.
     pub fn wait(&mut self) -> Result<Option<SaveReport>, CheckpointError> {
         let (Some(in_flight), Some(runtime)) = (self.in_flight.take(), &self.runtime) else { return Ok(None) };
         let ended = match Handle::try_current() {

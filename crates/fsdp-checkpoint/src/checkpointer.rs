@@ -170,7 +170,7 @@ impl Checkpointer {
     /// end: dropping waits too, but can only log the error. No communication.
     ///
     /// # Errors
-    /// Those of [`Checkpointer::save`].
+    /// The errors of the save in the background, as [`Checkpointer::save`] lists them.
     pub fn wait(&mut self) -> Result<Option<SaveReport>, CheckpointError> {
         let report = self.saver.wait()?;
         if report.is_some() {

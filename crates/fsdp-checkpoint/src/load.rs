@@ -81,9 +81,8 @@ pub fn load(
 /// one. Collectives: as [`load`].
 ///
 /// # Errors
-/// Those of [`load`], the same on every rank, and nothing has changed: keys, shapes, dtypes, coverage, and
-/// files that are missing or too short are found before the first byte is read. Tensors that are released, not contiguous,
-/// or that share some of their elements.
+/// The same on every rank. Keys, shapes, dtypes and boxes that do not fit, and files that are missing or too short, are
+/// found before the first byte is read: nothing has changed then. So are tensors that are released or not contiguous.
 ///
 /// Damage inside a file, which only reading shows, is [`StateError::PartlyLoaded`](fsdp_state::StateError::PartlyLoaded) on
 /// every rank: the tensors hold a mixture then. To prevent that, ask for

@@ -98,7 +98,7 @@ impl PlanCache {
         (known, values).hash(&mut hasher);
         match group.agree_on("save: plan", hasher.finish(), outcome.as_ref()) {
             Ok(_) => return Ok(known != NOTHING),
-            // What one rank holds has changed, or its values are others.
+            // Some rank's layout has changed, or ranks have different values: the next round tells which.
             Err(CommError::SchemaMismatch { .. }) => {}
             Err(error) => return Err(error.into()),
         }

@@ -63,10 +63,11 @@ const OPTIM: &str = "optim";
 /// In a checkpoint it is `{"model": …, "optim": …}` and the values, as torch programs save it. A load fills the shards of
 /// the live model and the optimizers' state where they are, with no second copy of them, and replaces plain values.
 ///
-/// What a checkpoint holds and the run can hold is loaded. A strict load (the default) refuses the rest: names that only
-/// one side has, but for plain values, which are added to [`TrainState::values`]. A load that is not strict leaves out the
-/// rest, and values that hold objects of other programs. A checkpoint without a `model` key, such as
-/// a published one, is a model's; load it into a run without optimizers.
+/// A strict load (the default) is an error if the run has a name that the checkpoint lacks, or the checkpoint a tensor that
+/// the run has no place for. Plain values that only the checkpoint has are added to [`TrainState::values`]. A load that is
+/// not strict leaves out whatever only one side has, and values that hold objects of other programs.
+///
+/// A checkpoint without a `model` key, such as a published one, holds only a model. Load it into a run without optimizers.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};

@@ -20,6 +20,7 @@ fn host() -> TcpStore {
     TcpStore::host("127.0.0.1:0", &options(0)).unwrap()
 }
 
+/// Returns a store of another rank, connected to the host's.
 fn client(host: &TcpStore, rank: usize) -> TcpStore {
     TcpStore::connect(host.address(), &options(rank)).unwrap()
 }

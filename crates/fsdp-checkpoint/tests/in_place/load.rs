@@ -276,6 +276,7 @@ fn training_goes_on_from_what_was_loaded_under_a_model_and_its_optimizer() {
     assert!(whole.dict("model").is_some());
 }
 
+/// An empty dict leaves no trace in a checkpoint, so the list that held it comes back with `None` in its place.
 #[test]
 fn a_gap_in_a_list_is_no_obstacle_to_loading_all_of_a_checkpoint() {
     let dir = tempfile::tempdir().unwrap();

@@ -27,7 +27,7 @@ fn algorithms() -> [Algorithm; 5] {
     ]
 }
 
-/// Loads a checkpoint into the live run, or by way of state dicts of its own.
+/// Loads a checkpoint straight into the live run, or into whole state dicts that are then set: both must give the same.
 fn resume(path: &Path, run: &mut Run, in_place: bool) {
     let group = run.model.group().clone();
     if in_place {

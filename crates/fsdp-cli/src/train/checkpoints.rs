@@ -31,7 +31,7 @@ impl Checkpoints {
     /// Prepares the saves and the load of a run. This is a collective.
     ///
     /// # Errors
-    /// Those of [`Checkpointer::new`].
+    /// The same as [`Checkpointer::new`].
     pub(super) fn new(arguments: &TrainArguments, group: &ProcessGroup) -> Result<Self> {
         let options = CheckpointerOptions {
             retention: Retention { keep_last: arguments.keep_last, keep_every: arguments.keep_every },

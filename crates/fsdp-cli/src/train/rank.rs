@@ -41,6 +41,7 @@ impl Job<'_> {
         self.from.as_ref().map_or(0, |from| from.step)
     }
 
+    /// Returns the open checkpoint that the run goes on from; `None` if it starts anew, or once it has been closed.
     fn resume(&self) -> Option<Arc<Resume>> {
         self.resume.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }

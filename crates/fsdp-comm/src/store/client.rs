@@ -158,6 +158,8 @@ impl TcpStore {
         }
     }
 
+    /// Sends a request and waits for the reply; `name` is the operation, for errors. A connection that broke in the middle of
+    /// a request is not used again: the next reply could be that of the one before.
     fn ask(&self, name: &str, request: Request, deadline: Duration) -> Result<Reply, CommError> {
         request.check().map_err(|message| self.error(name, message))?;
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);

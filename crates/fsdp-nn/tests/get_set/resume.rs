@@ -94,6 +94,7 @@ fn reversed(state: &mut StateDict) {
     }
 }
 
+/// torch writes the hyperparameters of each group in an order of its own; groups are matched by names, not by order.
 #[test]
 fn the_order_of_keys_in_groups_does_not_matter() {
     run_local(2, |group| {
