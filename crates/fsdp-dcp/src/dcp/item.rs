@@ -1,6 +1,6 @@
 //! The items of a `.distcp` file that are tensors: their layout before any data is there, and finding a payload.
 //!
-//! An item is what `torch.save` makes of one tensor or one value, with [`ROOT`](crate::torch::zip::ROOT) as its root
+//! An item is what `torch.save` makes of one tensor or one value, with [`ROOT`] as its root
 //! directory. Items of values are in [`value`](crate::torch::value).
 
 use fsdp_layout::boxes::checked_numel;

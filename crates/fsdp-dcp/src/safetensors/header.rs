@@ -162,7 +162,7 @@ impl Header {
     }
 
     /// Encodes a header for these tensors, `(name, dtype, shape)`, whose data follows in this order. It is padded with
-    /// spaces, so that the data starts at a multiple of 64. For dtypes that safetensors does not know, see [`RAW_DTYPES`].
+    /// spaces, so that the data starts at a multiple of 64. For dtypes that safetensors does not know, see `RAW_DTYPES`.
     pub fn encode<'t>(
         metadata: &IndexMap<String, String>,
         tensors: impl IntoIterator<Item = (&'t str, DType, &'t [usize])>,
