@@ -105,9 +105,10 @@ pub(crate) fn run(root: &Path, arguments: &BenchArguments) -> Result<()> {
             }
         }
     }
-    if arguments.wants("planning") {
+    // What depends on the number of parameters, not on their bytes.
+    for group in ["planning", "scale"].into_iter().filter(|group| arguments.wants(group)) {
         let mut command = Command::new(&bench);
-        command.args(["--json", "--only", "planning", "--size", "16m", "--place", &places]);
+        command.args(["--json", "--only", group, "--size", "16m", "--place", &places]);
         cases.extend(serde_json::from_slice::<Vec<Case>>(&output(&mut command)?)?);
     }
     let others = others(root, &target, arguments)?;

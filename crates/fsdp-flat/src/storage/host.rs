@@ -4,6 +4,7 @@ use std::collections::TryReserveError;
 use std::ops::Range;
 
 use bytemuck::allocation::try_zeroed_vec;
+use candle_core::backend::BackendStorage as _;
 use candle_core::{CpuStorage, Storage, Tensor, WithDType};
 use float8::F8E4M3;
 use half::{bf16, f16};
@@ -113,11 +114,12 @@ impl TensorBuffer {
     pub(super) fn copied(
         storage: &CpuStorage,
         range: Range<usize>,
-        tensor: &Tensor,
+        shape: &[usize],
     ) -> Result<Option<Self>, FlatError> {
+        let dtype = storage.dtype();
         let Some(storage) = copied(storage, range) else { return Ok(None) };
-        let storage = storage.map_err(|_| out_of_memory(tensor.dtype(), tensor.dims()))?;
-        Ok(Some(TensorBuffer { storage, shape: tensor.dims().to_vec() }))
+        let storage = storage.map_err(|_| out_of_memory(dtype, shape))?;
+        Ok(Some(TensorBuffer { storage, shape: shape.to_vec() }))
     }
 
     /// Returns the elements' bytes, row-major.

@@ -1,8 +1,10 @@
-//! Views that lie one after the other in one storage, read as one.
+//! Views that lie one after the other in one storage, read or copied as one.
 
-use candle_core::{Storage, Tensor};
+use std::ops::Range;
 
-use super::host::bytes_of;
+use candle_core::{CpuStorage, Storage, Tensor};
+
+use super::host::{TensorBuffer, bytes_of};
 use super::lend::{contiguous_range, is_released_storage, released};
 use crate::FlatError;
 
@@ -12,6 +14,30 @@ use crate::FlatError;
 /// # Errors
 /// Storages that have been released.
 pub fn with_joined_bytes<R>(tensors: &[&Tensor], f: impl FnOnce(&[u8]) -> R) -> Result<Option<R>, FlatError> {
+    let joined = with_joined(tensors, |storage, range, size| {
+        bytes_of(storage).and_then(|bytes| bytes.get(range.start * size..range.end * size)).map(f)
+    });
+    Ok(joined?.flatten())
+}
+
+/// Copies all `tensors` together into one new tensor of one dimension, if they lie as [`with_joined_bytes`] asks for.
+/// Returns `None` if they do not. The memory of the copy is written once: it is never zeros.
+///
+/// # Errors
+/// Storages that have been released; [`FlatError::OutOfMemory`].
+pub fn copy_joined(tensors: &[&Tensor]) -> Result<Option<Tensor>, FlatError> {
+    let copied = with_joined(tensors, |storage, range, _| {
+        let shape = [range.len()];
+        TensorBuffer::copied(storage, range, &shape)
+    });
+    Ok(copied?.transpose()?.flatten().map(TensorBuffer::into_tensor))
+}
+
+/// Runs `f` on the storage of `tensors`, the range of their elements in it, and the bytes of an element.
+fn with_joined<R>(
+    tensors: &[&Tensor],
+    f: impl FnOnce(&CpuStorage, Range<usize>, usize) -> R,
+) -> Result<Option<R>, FlatError> {
     let Some((first, rest)) = tensors.split_first() else { return Ok(None) };
     let (storage, layout) = first.storage_and_layout();
     let Storage::Cpu(data) = &*storage else { return Ok(None) };
@@ -30,9 +56,7 @@ pub fn with_joined_bytes<R>(tensors: &[&Tensor], f: impl FnOnce(&[u8]) -> R) -> 
     if is_released_storage(first, data) {
         return Err(released(first));
     }
-    let size = first.dtype().size_in_bytes();
-    let bytes = bytes_of(data).and_then(|bytes| bytes.get(range.start * size..range.end * size));
-    Ok(bytes.map(f))
+    Ok(Some(f(data, range, first.dtype().size_in_bytes())))
 }
 
 #[cfg(test)]
@@ -52,5 +76,8 @@ mod tests {
         let other = Tensor::zeros(2, DType::U32, &Device::Cpu).unwrap();
         assert_eq!(with_joined_bytes(&[&a, &other], <[u8]>::len).unwrap(), None);
         assert_eq!(with_joined_bytes(&[], <[u8]>::len).unwrap(), None);
+        let copy = copy_joined(&[&a, &b]).unwrap().unwrap();
+        assert_eq!(copy.to_vec1::<u32>().unwrap(), [1, 2, 3, 4, 5]);
+        assert!(copy_joined(&[&a, &c]).unwrap().is_none() && copy_joined(&[]).unwrap().is_none());
     }
 }

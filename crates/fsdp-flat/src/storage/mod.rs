@@ -25,7 +25,7 @@ use crate::{FlatError, with_float};
 
 pub use self::guard::{HostBytes, HostBytesMut, HostSlice, HostSliceMut};
 pub use self::host::{PLAIN_DTYPES, Scalar, TensorBuffer, copied_vec, zeroed_vec};
-pub use self::joined::with_joined_bytes;
+pub use self::joined::{copy_joined, with_joined_bytes};
 pub use self::many::StorageGuard;
 
 // Former forms of the guards, until no crate uses them.
@@ -192,7 +192,7 @@ pub fn owned_copy(tensor: &Tensor) -> Result<Tensor, FlatError> {
             return Err(released(tensor));
         }
         if let Some((start, end)) = layout.contiguous_offsets()
-            && let Some(copy) = TensorBuffer::copied(storage, start..end, tensor)?
+            && let Some(copy) = TensorBuffer::copied(storage, start..end, tensor.dims())?
         {
             return Ok(copy.into_tensor());
         }

@@ -54,9 +54,10 @@ pub(crate) struct LocalParam {
 impl LocalParam {
     /// Returns the positions in the unit of the model's parameters that it is made of.
     pub(crate) fn params(&self) -> Vec<usize> {
-        match self.is_flat {
-            true => (0..self.handle.params.len()).collect(),
-            false => self.segments.iter().map(|segment| segment.param).collect(),
+        if self.is_flat {
+            (0..self.handle.params.len()).collect()
+        } else {
+            self.segments.iter().map(|segment| segment.param).collect()
         }
     }
 
@@ -82,6 +83,11 @@ impl LocalParam {
             }
             _ => vec![self.numel],
         }
+    }
+
+    /// Returns `true` if it holds the elements of one of the model's parameters and nothing else, not even padding.
+    pub(crate) fn is_of_one_parameter(&self) -> bool {
+        matches!(self.segments[..], [Segment { len, .. }] if len == self.numel) && self.params().len() == 1
     }
 
     /// Returns `true` if this rank has nothing of a parameter that has elements. torch keeps no state for such a

@@ -1,5 +1,6 @@
 //! A local optimizer state dict, as the target of a load of state by the model's names.
 
+use candle_core::Tensor;
 use fsdp_layout::{DType, KeyPath, TensorBox};
 use fsdp_state::engine::{LoadOptions, Plan, Target, Values, Wanted};
 use fsdp_state::{Memory, Schema, StateDict, StateError, set_element};
@@ -179,8 +180,11 @@ impl Target for LocalTarget<'_> {
 
     fn memory(&mut self, index: usize, wanted: &Wanted) -> std::result::Result<Memory, StateError> {
         match &self.places[index] {
-            Place::Entry { local, destination } => match &self.plans[*local] {
-                Some(plan) => plan.memory(&self.optimizer.locals()[*local], &plan.destinations[*destination]),
+            Place::Entry { local, destination } => match &mut self.plans[*local] {
+                Some(plan) => {
+                    let destination = plan.destinations[*destination].clone();
+                    plan.memory(&self.optimizer.locals()[*local], &destination)
+                }
                 None => Memory::fresh(DType::U8, &[0], &[]),
             },
             Place::User(_) => Memory::fresh(wanted.dtype, &wanted.shape, &wanted.boxes),
@@ -201,6 +205,22 @@ impl Target for LocalTarget<'_> {
                 set_element(&mut self.user_state, path, value)
             }
         }
+    }
+
+    fn takes_copy(&self, index: usize) -> bool {
+        let Place::Entry { local, destination } = self.places[index] else { return false };
+        let plan = self.plans[local].as_ref();
+        plan.is_some_and(|plan| plan.takes_copy(&self.optimizer.locals()[local], &plan.destinations[destination]))
+    }
+
+    fn take_copy(&mut self, index: usize, copy: Tensor) -> std::result::Result<(), StateError> {
+        if let Place::Entry { local, destination } = self.places[index]
+            && let Some(plan) = &mut self.plans[local]
+        {
+            let destination = plan.destinations[destination].clone();
+            plan.take_copy(&destination, copy);
+        }
+        Ok(())
     }
 
     fn wanted_on(&self, index: usize, rank: usize) -> Option<Vec<TensorBox>> {

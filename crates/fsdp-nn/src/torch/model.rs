@@ -58,20 +58,21 @@ impl Keep {
 /// With `Full` any rank's, on every rank. With `Local`, [`NnError::MeshWithLocal`] and
 /// [`NnError::LocalWithoutSharding`].
 pub fn state_dict(parameters: &ShardedParameters) -> Result<StateDict> {
-    let mut values: IndexMap<String, StateValue> = IndexMap::new();
+    let mut values: IndexMap<String, Option<StateValue>> = IndexMap::new();
     state_dict_into(parameters, |name, value| {
-        values.insert(name.to_owned(), value);
+        values.insert(name.to_owned(), Some(value));
         Ok(())
     })?;
-    // In the model's own order.
-    let names = parameters.fqns().chain(parameters.aliases().keys().map(String::as_str));
+    // Parameters come in the model's own order; what is left are buffers, or the flat parameters of `Local`.
     let mut state = StateDict::new();
-    for name in names {
-        if let Some(value) = values.shift_remove(name) {
+    for name in parameters.fqns().chain(parameters.aliases().keys().map(String::as_str)) {
+        if let Some(value) = values.get_mut(name).and_then(Option::take) {
             state.insert(name, value);
         }
     }
-    state.extend(values);
+    for (name, value) in values {
+        state.extend(value.map(|value| (name, value)));
+    }
     Ok(state)
 }
 

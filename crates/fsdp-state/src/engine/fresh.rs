@@ -1,7 +1,7 @@
 //! State dicts as targets: new values in the layout of a template, or whole ones.
 
 use candle_core::{Device, Tensor};
-use fsdp_flat::FlatError;
+use fsdp_flat::{FlatError, LocalShard, ShardedTensor};
 use fsdp_layout::{DType, KeyPath, TensorBox};
 use indexmap::IndexMap;
 
@@ -171,6 +171,34 @@ impl Target for DictTarget<'_> {
         Ok(())
     }
 
+    fn takes_copy(&self, wanted: usize) -> bool {
+        let position = self.positions[wanted];
+        let value = self.values[position];
+        let is_one_box = match value {
+            StateValue::Tensor(_) => true,
+            StateValue::Sharded(tensor) => tensor.shards().len() == 1,
+            _ => false,
+        };
+        is_one_box && !self.is_in_place && self.device_for(position).is_cpu()
+    }
+
+    fn take_copy(&mut self, wanted: usize, copy: Tensor) -> Result<(), StateError> {
+        let position = self.positions[wanted];
+        let value = match self.values[position] {
+            StateValue::Sharded(tensor) => {
+                let bounds = tensor.boxes().into_iter();
+                let shards = bounds.map(|bounds| Ok(LocalShard { tensor: copy.reshape(&*bounds.sizes)?, bounds }));
+                let shards = shards.collect::<Result<_, StateError>>()?;
+                ShardedTensor::new(copy.dtype(), tensor.shape().to_vec(), shards)?.into()
+            }
+            StateValue::Tensor(tensor) => copy.reshape(tensor.dims())?.into(),
+            _ => return Ok(()),
+        };
+        let Some((path, _)) = self.schema.get(position) else { return Ok(()) };
+        self.loaded.insert(path.clone(), value);
+        Ok(())
+    }
+
     fn is_live(&self) -> bool {
         self.is_in_place
     }
@@ -182,7 +210,7 @@ impl Target for DictTarget<'_> {
 
 /// Returns fresh memory of a dtype of candle.
 fn fresh(dtype: candle_core::DType, shape: &[usize], boxes: &[TensorBox]) -> Result<Memory, StateError> {
-    Ok(Memory::Tensors(fsdp_flat::ShardedTensor::zeros(dtype, shape, boxes)?))
+    Ok(Memory::Tensors(ShardedTensor::zeros(dtype, shape, boxes)?))
 }
 
 /// Returns a request for a tensor of the source in the boxes of a target's; `None` if it does not fit.
@@ -261,6 +289,18 @@ impl<'a> Whole<'a> {
         Ok(Whole { keep_on: keep_on.clone(), device, values, schema, rank, positions: Vec::new(), next: 0, sink })
     }
 
+    fn device_for(&self, position: usize) -> Device {
+        self.device.clone().unwrap_or_else(|| device_of(self.values[position]))
+    }
+
+    /// Hands on a value that has been made whole, after those before it.
+    fn hand_on(&mut self, position: usize, value: StateValue) -> Result<(), StateError> {
+        self.hand_on_before(position)?;
+        self.next = position + 1;
+        let Some((path, _)) = self.schema.get(position) else { return Ok(()) };
+        (self.sink)(path, value)
+    }
+
     /// Hands on the values before a position that are whole on each rank anyway: this rank's own.
     fn hand_on_before(&mut self, position: usize) -> Result<(), StateError> {
         while self.next < position {
@@ -304,12 +344,19 @@ impl Target for Whole<'_> {
 
     fn filled(&mut self, wanted: usize, memory: Memory) -> Result<(), StateError> {
         let position = self.positions[wanted];
-        self.hand_on_before(position)?;
-        self.next = position + 1;
-        let device = self.device.clone().unwrap_or_else(|| device_of(self.values[position]));
-        let value = memory.into_value(true, &device)?;
-        let Some((path, _)) = self.schema.get(position) else { return Ok(()) };
-        (self.sink)(path, value)
+        let value = memory.into_value(true, &self.device_for(position))?;
+        self.hand_on(position, value)
+    }
+
+    fn takes_copy(&self, wanted: usize) -> bool {
+        self.device_for(self.positions[wanted]).is_cpu()
+    }
+
+    fn take_copy(&mut self, wanted: usize, copy: Tensor) -> Result<(), StateError> {
+        let position = self.positions[wanted];
+        let Some((_, shape)) = self.schema.get(position).and_then(|(_, leaf)| leaf.tensor()) else { return Ok(()) };
+        let value = copy.reshape(shape)?.into();
+        self.hand_on(position, value)
     }
 
     fn wanted_on(&self, wanted: usize, rank: usize) -> Option<Vec<TensorBox>> {

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 
+use candle_core::Tensor;
 use fsdp_layout::{DType, TensorBox};
 
 use super::options::LoadOptions;
@@ -36,6 +37,22 @@ pub trait Target {
     /// This rank's own.
     fn filled(&mut self, wanted: usize, memory: Memory) -> Result<(), StateError> {
         let _ = (wanted, memory);
+        Ok(())
+    }
+
+    /// Returns `true` if the target takes a copy that the source makes of a wanted tensor ([`Self::take_copy`]) as well as
+    /// it lends memory for one: the memory would be fresh CPU memory of the dtype that the tensor is to have.
+    fn takes_copy(&self, wanted: usize) -> bool {
+        let _ = wanted;
+        false
+    }
+
+    /// Takes a copy of a tensor that no memory was lent for: its wanted boxes one after the other, in one dimension.
+    ///
+    /// # Errors
+    /// This rank's own.
+    fn take_copy(&mut self, wanted: usize, copy: Tensor) -> Result<(), StateError> {
+        let _ = (wanted, copy);
         Ok(())
     }
 

@@ -346,9 +346,10 @@ impl Target for LiveTarget<'_> {
                 Some((value, _)) => Ok(Memory::of_tensor(value)),
                 None => Memory::fresh(DType::U8, &[0], &[]),
             },
-            Place::Entry { optimizer, local, destination } => match &self.staged[*optimizer].plans[*local] {
+            Place::Entry { optimizer, local, destination } => match &mut self.staged[*optimizer].plans[*local] {
                 Some(plan) => {
-                    plan.memory(&self.optimizers[*optimizer].locals()[*local], &plan.destinations[*destination])
+                    let destination = plan.destinations[*destination].clone();
+                    plan.memory(&self.optimizers[*optimizer].locals()[*local], &destination)
                 }
                 None => Memory::fresh(DType::U8, &[0], &[]),
             },
