@@ -1,18 +1,19 @@
 //! A local optimizer state dict, as the target of a load of state by the model's names.
 
 use candle_core::Tensor;
-use fsdp_layout::{DType, KeyPath, TensorBox};
+use fsdp_layout::{KeyPath, TensorBox};
 use fsdp_state::engine::{LoadOptions, Plan, Target, Values, Wanted};
 use fsdp_state::{Memory, Schema, StateDict, StateError, set_element};
 
-use super::entry::{EntryOptions, EntryPlan};
+use super::entry::EntryOptions;
 use super::groups::agree_on_groups;
+use super::incoming::{EntryPlace, Incoming, plan_user_state};
 use super::local::{StagedLocal, check_entries, local_dict};
 use super::names::OptimKey;
 use super::saved::{SavedOptim, sort_by_schema};
 use super::{OptimStateError, OptimStateKeyType};
 use crate::algorithm::Initial;
-use crate::optimizer::{GroupUpdate, Optimizer};
+use crate::optimizer::Optimizer;
 use crate::{NnError, Result};
 
 /// A local state dict, as the target of a load of state by the model's names.
@@ -22,10 +23,10 @@ pub(crate) struct LocalTarget<'a> {
     allow_missing_state: bool,
     /// The parts of the source that are read, with their positions in it.
     parts: Vec<(OptimKey, usize)>,
-    /// The state of each local parameter; `None` if nothing was saved for it.
-    plans: Vec<Option<EntryPlan>>,
-    /// The hyperparameters of each group; `None` if no groups were saved.
-    groups: Option<Vec<GroupUpdate>>,
+    /// The planned state; `None` before there is a plan.
+    incoming: Option<Incoming>,
+    /// `true` if groups were saved.
+    has_groups: bool,
     /// The place of each wanted tensor.
     places: Vec<Place>,
     user_state: StateDict,
@@ -33,8 +34,8 @@ pub(crate) struct LocalTarget<'a> {
 
 /// The place of a wanted tensor.
 enum Place {
-    /// An entry of a local parameter's state, by the numbers of the parameter and of the tensor there.
-    Entry { local: usize, destination: usize },
+    /// An entry of a local parameter's state.
+    Entry(EntryPlace),
     /// State under a user's key.
     User(KeyPath),
 }
@@ -46,8 +47,8 @@ impl<'a> LocalTarget<'a> {
             optimizer,
             allow_missing_state,
             parts: Vec::new(),
-            plans: Vec::new(),
-            groups: None,
+            incoming: None,
+            has_groups: false,
             places: Vec::new(),
             user_state: StateDict::new(),
         }
@@ -58,11 +59,10 @@ impl<'a> LocalTarget<'a> {
     /// # Errors
     /// candle's.
     pub(crate) fn into_dict(self, key_type: OptimStateKeyType) -> Result<StateDict> {
-        let groups = self.groups.map(|groups| {
-            let entries = |(algorithm, extra): GroupUpdate| algorithm.to_group().into_iter().chain(extra).collect();
-            groups.into_iter().map(entries).collect()
-        });
-        let state_of = |index: usize| self.plans[index].as_ref().map(|plan| &plan.state);
+        let groups = self.incoming.iter().filter(|_| self.has_groups).flat_map(|incoming| &incoming.groups);
+        let groups = groups.map(|(algorithm, extra)| algorithm.to_group().into_iter().chain(extra.clone()).collect());
+        let groups = self.has_groups.then(|| groups.collect());
+        let state_of = |index: usize| self.incoming.as_ref().and_then(|incoming| incoming.state_of(index));
         local_dict(self.optimizer, key_type, state_of, &self.user_state, groups)
     }
 
@@ -72,8 +72,7 @@ impl<'a> LocalTarget<'a> {
     /// State without groups.
     pub(crate) fn into_staged(self) -> Result<StagedLocal> {
         let missing = || OptimStateError::MissingKey { key: "param_groups".to_owned() };
-        let groups = self.groups.ok_or_else(missing)?;
-        let states = self.plans.into_iter().map(|plan| plan.map(|plan| plan.state)).collect();
+        let (states, groups) = self.incoming.filter(|_| self.has_groups).ok_or_else(missing)?.into_parts();
         Ok(StagedLocal { states, groups, user_state: self.user_state })
     }
 
@@ -143,64 +142,38 @@ impl Target for LocalTarget<'_> {
             return Err(OptimStateError::MissingKey { key }.into());
         }
         // The saved groups' algorithm decides which entries there must be, so that states come after groups.
-        for (index, local) in optimizer.locals().iter().enumerate() {
-            let fqns = local.fqns();
-            let entries: Vec<_> = fqns.iter().map(|fqn| saved.states.get(fqn).filter(|e| !e.is_empty())).collect();
-            let (algorithm, _) = &updates[optimizer.group_of_local(index)];
-            let entry_options = EntryOptions { cast: options.cast, ..EntryOptions::default() };
-            let entry_plan = EntryPlan::new(local, algorithm, &entries, entry_options)?;
-            if let Some(entry_plan) = &entry_plan {
-                check_entries(local, entry_plan)?;
-                self.want(index, entry_plan, schema, &mut plan)?;
-            }
-            self.plans.push(entry_plan);
+        let entry_options = EntryOptions { cast: options.cast, ..EntryOptions::default() };
+        let incoming = Incoming::new(optimizer, &saved, updates, entry_options, Err)?;
+        for (local, entry_plan) in incoming.planned(optimizer) {
+            check_entries(local, entry_plan)?;
         }
         // A FlatParameter's plan has compared its parameters already; original ones have a plan each.
         if !self.allow_missing_state && optimizer.parameters().use_orig_params() {
             self.check_presence(&saved)?;
         }
-        agree_on_groups(optimizer, &updates, &mut plan.agreed);
-        self.groups = has_groups.then_some(updates);
-        // State under users' keys is each rank's own, and small values of it are here already.
-        for (path, position) in saved.user_state {
-            match (values.get(&position), schema.get(position)) {
-                (Some(value), _) => set_element(&mut self.user_state, &path, value.copy()?)?,
-                (None, Some((_, leaf))) => {
-                    let Some((dtype, shape)) = leaf.tensor() else { continue };
-                    let wanted = Wanted::of(schema, position, dtype, vec![TensorBox::whole(shape)]);
-                    plan.wanted.extend(wanted.map(|wanted| Wanted { is_same_on_all: false, ..wanted }));
-                    self.places.push(Place::User(path));
-                }
-                (None, None) => {}
-            }
-        }
+        let places = &mut self.places;
+        incoming.want(optimizer, schema, &mut plan, |place| places.push(Place::Entry(place)))?;
+        agree_on_groups(optimizer, &incoming.groups, &mut plan.agreed);
+        (self.incoming, self.has_groups) = (Some(incoming), has_groups);
+        plan_user_state(saved.user_state, (schema, values), &mut self.user_state, &mut plan, |path| {
+            places.push(Place::User(path));
+        })?;
         sort_by_schema(&mut plan, &mut self.places);
         Ok(plan)
     }
 
     fn memory(&mut self, index: usize, wanted: &Wanted) -> std::result::Result<Memory, StateError> {
-        match &self.places[index] {
-            Place::Entry { local, destination } => match &mut self.plans[*local] {
-                Some(plan) => {
-                    let destination = plan.destinations[*destination].clone();
-                    plan.memory(&self.optimizer.locals()[*local], &destination)
-                }
-                None => Memory::fresh(DType::U8, &[0], &[]),
-            },
-            Place::User(_) => Memory::fresh(wanted.dtype, &wanted.shape, &wanted.boxes),
+        match (&self.places[index], &mut self.incoming) {
+            (Place::Entry(place), Some(incoming)) => incoming.memory(self.optimizer, *place),
+            _ => Memory::fresh(wanted.dtype, &wanted.shape, &wanted.boxes),
         }
     }
 
     fn filled(&mut self, index: usize, memory: Memory) -> std::result::Result<(), StateError> {
-        match &self.places[index] {
-            Place::Entry { local, destination } => {
-                if let Some(plan) = &mut self.plans[*local] {
-                    let destination = plan.destinations[*destination].clone();
-                    plan.filled(&self.optimizer.locals()[*local], &destination, memory)?;
-                }
-                Ok(())
-            }
-            Place::User(path) => {
+        match (&self.places[index], &mut self.incoming) {
+            (Place::Entry(place), Some(incoming)) => incoming.filled(self.optimizer, *place, memory),
+            (Place::Entry(_), None) => Ok(()),
+            (Place::User(path), _) => {
                 let value = memory.into_value(true, &candle_core::Device::Cpu)?;
                 set_element(&mut self.user_state, path, value)
             }
@@ -208,51 +181,25 @@ impl Target for LocalTarget<'_> {
     }
 
     fn takes_copy(&self, index: usize) -> bool {
-        let Place::Entry { local, destination } = self.places[index] else { return false };
-        let plan = self.plans[local].as_ref();
-        plan.is_some_and(|plan| plan.takes_copy(&self.optimizer.locals()[local], &plan.destinations[destination]))
+        match (&self.places[index], &self.incoming) {
+            (Place::Entry(place), Some(incoming)) => incoming.takes_copy(self.optimizer, *place),
+            _ => false,
+        }
     }
 
     fn take_copy(&mut self, index: usize, copy: Tensor) -> std::result::Result<(), StateError> {
-        if let Place::Entry { local, destination } = self.places[index]
-            && let Some(plan) = &mut self.plans[local]
-        {
-            let destination = plan.destinations[destination].clone();
-            plan.take_copy(&destination, copy);
+        if let (Place::Entry(place), Some(incoming)) = (&self.places[index], &mut self.incoming) {
+            incoming.take_copy(*place, copy);
         }
         Ok(())
     }
 
     fn wanted_on(&self, index: usize, rank: usize) -> Option<Vec<TensorBox>> {
-        let Place::Entry { local, destination } = self.places.get(index)? else { return None };
-        let local_param = &self.optimizer.locals()[*local];
-        let destination = self.plans[*local].as_ref()?.destinations.get(*destination)?;
-        match destination.param {
-            Some(param) => self.optimizer.parameters().boxes_on(&local_param.handle.params[param].fqn, rank).ok(),
-            None => Some(vec![TensorBox::whole(&destination.shape)]),
-        }
+        let Place::Entry(place) = self.places.get(index)? else { return None };
+        self.incoming.as_ref()?.wanted_on(self.optimizer, *place, rank)
     }
 
     fn commit(&mut self) -> Result<()> {
-        Ok(())
-    }
-}
-
-impl LocalTarget<'_> {
-    /// Asks for the tensors of a local parameter's state.
-    fn want(&mut self, local: usize, entry_plan: &EntryPlan, schema: &Schema, plan: &mut Plan) -> Result<()> {
-        let local_param = &self.optimizer.locals()[local];
-        let fqns = local_param.fqns();
-        let first = fqns.first().map_or("", String::as_str);
-        for (destination, tensor) in entry_plan.destinations.iter().enumerate() {
-            let boxes = match tensor.param {
-                Some(param) => self.optimizer.parameters().boxes(&local_param.handle.params[param].fqn)?,
-                None => vec![TensorBox::whole(&tensor.shape)],
-            };
-            plan.wanted.extend(Wanted::of(schema, tensor.position, tensor.dtype, boxes));
-            self.places.push(Place::Entry { local, destination });
-        }
-        entry_plan.add_scalars(first, &mut plan.agreed);
         Ok(())
     }
 }

@@ -6,6 +6,7 @@
 //! | `groups` | `param_groups`: read, written, and matched with live ones |
 //! | `saved` | the optimizer state that a source holds, sorted by parameter |
 //! | `entry` | the only writer of an optimizer's state entries |
+//! | `incoming` | the state of one optimizer on its way in |
 //! | `views` | views of the live state: [`live_model_state_dict`], [`live_optim_state_dict`] |
 //! | `live` | [`LiveTarget`]: a live model and its optimizers take state |
 //! | `local`, `local_target` | an optimizer's local state dict, by ids or by its own names, and the target that makes one |
@@ -16,6 +17,7 @@
 mod agree;
 mod entry;
 mod groups;
+mod incoming;
 mod join;
 mod live;
 mod local;

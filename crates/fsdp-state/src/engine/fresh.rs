@@ -100,8 +100,8 @@ impl Target for DictTarget<'_> {
     fn select(&mut self, source: &Schema) -> Vec<usize> {
         let mut scalars = Vec::new();
         source.compare(&self.schema, |side| {
-            if let Side::Both { left: (position, leaf), .. } = side
-                && leaf.is_scalar()
+            if let Side::Both { left: (position, saved), right: (_, current), .. } = side
+                && self.goes_by_value(saved, current)
             {
                 scalars.push(position);
             }

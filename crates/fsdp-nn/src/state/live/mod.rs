@@ -8,11 +8,11 @@ use fsdp_layout::{DType, Failure as _, KeyPath, TensorBox};
 use fsdp_state::engine::{LoadOptions, Plan, Target, Values, Wanted};
 use fsdp_state::{Memory, Mismatch, Schema, StateDict, StateError, StateValue, get_element, set_element};
 
+use super::incoming::{EntryPlace, Incoming};
 use super::names::{OptimKey, TiedNames, below};
 use super::saved::sort_by_schema;
-use crate::optimizer::{GroupUpdate, Optimizer};
+use crate::optimizer::Optimizer;
 use crate::parameters::ShardedParameters;
-use crate::state::entry::EntryPlan;
 use crate::{NnError, Result};
 
 /// The keys of a source that lead to the state of a model and of its optimizers.
@@ -38,7 +38,7 @@ pub struct LiveTarget<'a> {
     /// The place of each wanted tensor.
     places: Vec<Place>,
     /// The new state of each optimizer; empty if there is none to load.
-    staged: Vec<StagedOptimizer>,
+    incoming: Vec<Incoming>,
     /// The new state under users' keys.
     user_state: StateDict,
     /// The values that are replaced on commit, rather than filled where they are.
@@ -64,18 +64,12 @@ enum Place {
     Parameter(String),
     /// A persistent buffer, by its name.
     Buffer(String),
-    /// An entry of an optimizer's state, by the numbers of the optimizer, its parameter, and the tensor there.
-    Entry { optimizer: usize, local: usize, destination: usize },
+    /// An entry of an optimizer's state, by the optimizer's position.
+    Entry { optimizer: usize, place: EntryPlace },
     /// State under a user's key.
     User(KeyPath),
     /// A tensor among the values.
     Value(KeyPath),
-}
-
-/// The state of one optimizer on its way in.
-struct StagedOptimizer {
-    plans: Vec<Option<EntryPlan>>,
-    groups: Vec<GroupUpdate>,
 }
 
 impl<'a> LiveTarget<'a> {
@@ -101,7 +95,7 @@ impl<'a> LiveTarget<'a> {
             ignore_frozen: false,
             sorted: Sorted::default(),
             places: Vec::new(),
-            staged: Vec::new(),
+            incoming: Vec::new(),
             user_state: StateDict::new(),
             new_values: StateDict::new(),
         })
@@ -346,13 +340,7 @@ impl Target for LiveTarget<'_> {
                 Some((value, _)) => Ok(Memory::of_tensor(value)),
                 None => Memory::fresh(DType::U8, &[0], &[]),
             },
-            Place::Entry { optimizer, local, destination } => match &mut self.staged[*optimizer].plans[*local] {
-                Some(plan) => {
-                    let destination = plan.destinations[*destination].clone();
-                    plan.memory(&self.optimizers[*optimizer].locals()[*local], &destination)
-                }
-                None => Memory::fresh(DType::U8, &[0], &[]),
-            },
+            Place::Entry { optimizer, place } => self.incoming[*optimizer].memory(self.optimizers[*optimizer], *place),
             Place::User(_) => Memory::fresh(tensor.dtype, &tensor.shape, &tensor.boxes),
             Place::Value(path) => match self.values.as_ref().and_then(|values| get_element(values, path)) {
                 Some(StateValue::Tensor(tensor)) => Ok(Memory::of_tensor(tensor)),
@@ -365,12 +353,8 @@ impl Target for LiveTarget<'_> {
 
     fn filled(&mut self, wanted: usize, memory: Memory) -> std::result::Result<(), StateError> {
         match &self.places[wanted] {
-            Place::Entry { optimizer, local, destination } => {
-                if let Some(plan) = &mut self.staged[*optimizer].plans[*local] {
-                    let destination = plan.destinations[*destination].clone();
-                    plan.filled(&self.optimizers[*optimizer].locals()[*local], &destination, memory)?;
-                }
-                Ok(())
+            Place::Entry { optimizer, place } => {
+                self.incoming[*optimizer].filled(self.optimizers[*optimizer], *place, memory)
             }
             Place::User(path) => {
                 let value = memory.into_value(true, &candle_core::Device::Cpu)?;
@@ -391,10 +375,7 @@ impl Target for LiveTarget<'_> {
     fn lends_live(&self, wanted: usize) -> bool {
         match &self.places[wanted] {
             Place::Parameter(_) | Place::Buffer(_) | Place::Value(_) => true,
-            Place::Entry { optimizer, local, destination } => match &self.staged[*optimizer].plans[*local] {
-                Some(plan) => plan.destinations[*destination].param.is_some(),
-                None => false,
-            },
+            Place::Entry { optimizer, place } => self.incoming[*optimizer].may_be_live(*place),
             Place::User(_) => false,
         }
     }
@@ -406,13 +387,8 @@ impl Target for LiveTarget<'_> {
                 let (value, _) = self.parameters.buffers().get(name)?;
                 Some(vec![TensorBox::whole(value.dims())])
             }
-            Place::Entry { optimizer, local, destination } => {
-                let local_param = &self.optimizers[*optimizer].locals()[*local];
-                let destination = self.staged[*optimizer].plans[*local].as_ref()?.destinations.get(*destination)?;
-                match destination.param {
-                    Some(param) => self.parameters.boxes_on(&local_param.handle.params[param].fqn, rank).ok(),
-                    None => Some(vec![TensorBox::whole(&destination.shape)]),
-                }
+            Place::Entry { optimizer, place } => {
+                self.incoming[*optimizer].wanted_on(self.optimizers[*optimizer], *place, rank)
             }
             Place::User(_) | Place::Value(_) => None,
         }
@@ -425,10 +401,10 @@ impl Target for LiveTarget<'_> {
                 self.parameters.begin_change(fqn)?;
             }
         }
-        let is_loaded = !self.staged.is_empty();
-        for (optimizer, staged) in self.optimizers.iter_mut().zip(std::mem::take(&mut self.staged)) {
-            let states = staged.plans.into_iter().map(|plan| plan.map(|plan| plan.state)).collect();
-            optimizer.replace_state(states, staged.groups)?;
+        let is_loaded = !self.incoming.is_empty();
+        for (optimizer, incoming) in self.optimizers.iter_mut().zip(std::mem::take(&mut self.incoming)) {
+            let (states, groups) = incoming.into_parts();
+            optimizer.replace_state(states, groups)?;
         }
         if is_loaded {
             give_user_state(&mut self.optimizers, std::mem::take(&mut self.user_state));

@@ -1,16 +1,16 @@
 //! The optimizers of a live target: saved state planned for them, and what belongs to no parameter.
 
-use fsdp_layout::TensorBox;
-use fsdp_state::engine::{LoadOptions, Plan, Values, Wanted};
-use fsdp_state::{Mismatch, Schema, set_element};
+use fsdp_state::engine::{LoadOptions, Plan, Values};
+use fsdp_state::{Mismatch, Schema};
 
-use super::{LiveTarget, Place, StagedOptimizer, file_dtype};
+use super::{LiveTarget, Place, file_dtype};
 use crate::algorithm::Initial;
 use crate::optimizer::Optimizer;
 use crate::parameters::ShardedParameters;
 use crate::state::OptimStateError;
-use crate::state::entry::{EntryOptions, EntryPlan, Saved};
+use crate::state::entry::{EntryOptions, Saved};
 use crate::state::groups::agree_on_groups;
+use crate::state::incoming::{Incoming, plan_user_state};
 use crate::state::saved::SavedOptim;
 use crate::{NnError, Result};
 
@@ -41,67 +41,31 @@ impl LiveTarget<'_> {
             let groups =
                 saved.groups.match_with(optimizer, missing, |fqn| lacks_state.iter().any(|lack| lack == fqn))?;
             missing.extend(lacks_state);
-            // The hyperparameters that are to come decide which entries there must be.
-            let mut plans = Vec::with_capacity(optimizer.locals().len());
-            for (local_index, local) in optimizer.locals().iter().enumerate() {
+            // The report is to have all misfits, so that the first one does not end the plan.
+            let entry_options = EntryOptions { allow_missing: true, in_place: true, cast: options.cast };
+            let mismatched = &mut plan.report.mismatched;
+            let incoming = Incoming::new(optimizer, &saved, groups, entry_options, |error| {
+                mismatched.push(as_mismatch(error, &saved, self.parameters)?);
+                Ok(())
+            })?;
+            for (local, entry_plan) in incoming.planned(optimizer) {
                 let fqns = local.fqns();
-                let entries: Vec<_> = fqns.iter().map(|fqn| saved.states.get(fqn).filter(|e| !e.is_empty())).collect();
-                let (algorithm, _) = &groups[optimizer.group_of_local(local_index)];
-                let entry_options = EntryOptions { allow_missing: true, in_place: true, cast: options.cast };
-                let entry_plan = match EntryPlan::new(local, algorithm, &entries, entry_options) {
-                    Err(error) => {
-                        // The report is to have all misfits, so that the first one does not end the plan.
-                        plan.report.mismatched.push(as_mismatch(error, &saved, self.parameters)?);
-                        None
-                    }
-                    Ok(entry_plan) => entry_plan,
-                };
-                if let Some(entry_plan) = &entry_plan {
-                    let missing = entry_plan.missing.iter();
-                    let first = fqns.first().map_or("", String::as_str);
-                    plan.report.missing.extend(missing.map(|name| format!("{first}.{name}")));
-                    for (destination, tensor) in entry_plan.destinations.iter().enumerate() {
-                        let fqn = tensor.param.map_or(first, |param| &local.handle.params[param].fqn);
-                        let boxes = match tensor.param {
-                            Some(_) => self.parameters.boxes(fqn)?,
-                            None => vec![TensorBox::whole(&tensor.shape)],
-                        };
-                        // Entries like the parameter take its dtype; others keep the one that was saved.
-                        let becomes = match tensor.param {
-                            Some(_) if optimizer.is_like_parameter(fqn, &tensor.name) => {
-                                file_dtype(self.parameters.dtype(fqn)?).unwrap_or(tensor.dtype)
-                            }
-                            _ => tensor.dtype,
-                        };
-                        plan.wanted.extend(Wanted::of(schema, tensor.position, becomes, boxes));
-                        self.places.push(Place::Entry { optimizer: index, local: local_index, destination });
-                    }
-                    entry_plan.add_scalars(first, &mut plan.agreed);
-                }
-                plans.push(entry_plan);
+                let first = fqns.first().map_or("", String::as_str);
+                let missing = entry_plan.missing.iter().map(|name| format!("{first}.{name}"));
+                plan.report.missing.extend(missing);
             }
+            let places = &mut self.places;
+            incoming.want(optimizer, schema, plan, |place| places.push(Place::Entry { optimizer: index, place }))?;
             // Ranks that step with other hyperparameters would drift apart.
-            agree_on_groups(optimizer, &groups, &mut plan.agreed);
-            self.staged.push(StagedOptimizer { plans, groups });
+            agree_on_groups(optimizer, &incoming.groups, &mut plan.agreed);
+            self.incoming.push(incoming);
         }
         let is_held = |fqn: &str| optimizers.iter().any(|optimizer| optimizer.holds(fqn));
         plan.report.unexpected.extend(saved.states.keys().filter(|fqn| !is_held(fqn)).cloned());
         plan.report.unexpected.append(&mut saved.unexpected);
-        // State under users' keys is each rank's own, and small values of it are here already.
-        for (path, position) in std::mem::take(&mut saved.user_state) {
-            match (values.get(&position), schema.get(position)) {
-                (Some(value), _) => set_element(&mut self.user_state, &path, value.copy()?)?,
-                (None, Some((_, leaf))) => {
-                    let Some((dtype, shape)) = leaf.tensor() else { continue };
-                    let boxes = vec![TensorBox::whole(shape)];
-                    let wanted = Wanted::of(schema, position, dtype, boxes);
-                    plan.wanted.extend(wanted.map(|wanted| Wanted { is_same_on_all: false, ..wanted }));
-                    self.places.push(Place::User(path));
-                }
-                (None, None) => {}
-            }
-        }
-        Ok(())
+        let places = &mut self.places;
+        let user_state = std::mem::take(&mut saved.user_state);
+        plan_user_state(user_state, (schema, values), &mut self.user_state, plan, |path| places.push(Place::User(path)))
     }
 }
 

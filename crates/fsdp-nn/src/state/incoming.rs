@@ -1,0 +1,192 @@
+//! The state of one optimizer on its way in: planned from what was saved, lent to a source, complete once it is filled.
+
+use std::result;
+
+use candle_core::Tensor;
+use fsdp_layout::{DType, KeyPath, TensorBox};
+use fsdp_state::engine::{Plan, Values, Wanted};
+use fsdp_state::{Memory, Schema, StateDict, StateError, set_element};
+
+use super::entry::{Destination, EntryOptions, EntryPlan};
+use super::saved::SavedOptim;
+use crate::optimizer::{GroupUpdate, LocalParam, Optimizer, ParamState};
+use crate::{NnError, Result};
+
+/// The state and the groups that an optimizer is to have.
+pub(crate) struct Incoming {
+    /// The state of each local parameter; `None` if nothing was saved for it.
+    plans: Vec<Option<EntryPlan>>,
+    /// The hyperparameters of each group.
+    pub(crate) groups: Vec<GroupUpdate>,
+}
+
+/// The place of a wanted tensor in an optimizer's state.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct EntryPlace {
+    /// The position of the local parameter.
+    local: usize,
+    /// The position of the tensor in the parameter's plan.
+    destination: usize,
+}
+
+impl Incoming {
+    /// Plans the state of all local parameters. The hyperparameters that are to come decide which entries there must be.
+    /// `misfit` takes the error of a parameter that cannot take its state: it has none then, unless that is an error.
+    pub(crate) fn new(
+        optimizer: &Optimizer,
+        saved: &SavedOptim,
+        groups: Vec<GroupUpdate>,
+        options: EntryOptions,
+        mut misfit: impl FnMut(NnError) -> Result<()>,
+    ) -> Result<Self> {
+        let mut plans = Vec::with_capacity(optimizer.locals().len());
+        for (index, local) in optimizer.locals().iter().enumerate() {
+            let fqns = local.fqns();
+            let entries: Vec<_> = fqns.iter().map(|fqn| saved.states.get(fqn).filter(|e| !e.is_empty())).collect();
+            let (algorithm, _) = &groups[optimizer.group_of_local(index)];
+            plans.push(match EntryPlan::new(local, algorithm, &entries, options) {
+                Ok(plan) => plan,
+                Err(error) => {
+                    misfit(error)?;
+                    None
+                }
+            });
+        }
+        Ok(Incoming { plans, groups })
+    }
+
+    /// Returns the local parameters that have a plan, and the plans.
+    pub(crate) fn planned<'a>(
+        &'a self,
+        optimizer: &'a Optimizer,
+    ) -> impl Iterator<Item = (&'a LocalParam, &'a EntryPlan)> {
+        optimizer.locals().iter().zip(&self.plans).filter_map(|(local, plan)| Some((local, plan.as_ref()?)))
+    }
+
+    /// Asks for all tensors, whose places `place` takes, and for scalars that are the same on all ranks.
+    pub(crate) fn want(
+        &self,
+        optimizer: &Optimizer,
+        schema: &Schema,
+        plan: &mut Plan,
+        mut place: impl FnMut(EntryPlace),
+    ) -> Result<()> {
+        let parameters = optimizer.parameters();
+        for (local_index, (local, entry_plan)) in optimizer.locals().iter().zip(&self.plans).enumerate() {
+            let Some(entry_plan) = entry_plan else { continue };
+            for (destination, tensor) in entry_plan.destinations.iter().enumerate() {
+                let (boxes, becomes) = match tensor.param {
+                    Some(param) => {
+                        let fqn = &local.handle.params[param].fqn;
+                        // Entries like the parameter take its dtype; others keep the one that was saved.
+                        let of_parameter = fsdp_flat::dtype::from_candle(parameters.dtype(fqn)?);
+                        let is_like = optimizer.is_like_parameter(fqn, &tensor.name);
+                        (parameters.boxes(fqn)?, of_parameter.filter(|_| is_like).unwrap_or(tensor.dtype))
+                    }
+                    None => (vec![TensorBox::whole(&tensor.shape)], tensor.dtype),
+                };
+                if let Some(wanted) = Wanted::of(schema, tensor.position, becomes, boxes) {
+                    plan.wanted.push(wanted);
+                    place(EntryPlace { local: local_index, destination });
+                }
+            }
+            entry_plan.add_scalars(local.fqns().first().map_or("", String::as_str), &mut plan.agreed);
+        }
+        Ok(())
+    }
+
+    /// Returns the plan and the destination of a wanted tensor.
+    fn at(&mut self, place: EntryPlace) -> Option<(&mut EntryPlan, Destination)> {
+        let plan = self.plans[place.local].as_mut()?;
+        let destination = plan.destinations[place.destination].clone();
+        Some((plan, destination))
+    }
+
+    /// Returns the memory that a tensor goes to.
+    pub(crate) fn memory(&mut self, optimizer: &Optimizer, place: EntryPlace) -> result::Result<Memory, StateError> {
+        match self.at(place) {
+            Some((plan, destination)) => plan.memory(&optimizer.locals()[place.local], &destination),
+            None => Memory::fresh(DType::U8, &[0], &[]),
+        }
+    }
+
+    /// Takes back the memory of a tensor, now that it is filled.
+    pub(crate) fn filled(
+        &mut self,
+        optimizer: &Optimizer,
+        place: EntryPlace,
+        memory: Memory,
+    ) -> result::Result<(), StateError> {
+        match self.at(place) {
+            Some((plan, destination)) => plan.filled(&optimizer.locals()[place.local], &destination, memory),
+            None => Ok(()),
+        }
+    }
+
+    /// Returns `true` if a copy of a tensor can become the memory that it goes to.
+    pub(crate) fn takes_copy(&self, optimizer: &Optimizer, place: EntryPlace) -> bool {
+        let plan = self.plans[place.local].as_ref();
+        plan.is_some_and(|plan| {
+            plan.takes_copy(&optimizer.locals()[place.local], &plan.destinations[place.destination])
+        })
+    }
+
+    /// Takes a copy of a tensor's elements on this rank.
+    pub(crate) fn take_copy(&mut self, place: EntryPlace, copy: Tensor) {
+        if let Some((plan, destination)) = self.at(place) {
+            plan.take_copy(&destination, copy);
+        }
+    }
+
+    /// Returns the boxes that a rank has of a wanted tensor.
+    pub(crate) fn wanted_on(&self, optimizer: &Optimizer, place: EntryPlace, rank: usize) -> Option<Vec<TensorBox>> {
+        let destination = self.plans[place.local].as_ref()?.destinations.get(place.destination)?;
+        match destination.param {
+            Some(param) => {
+                let fqn = &optimizer.locals()[place.local].handle.params[param].fqn;
+                optimizer.parameters().boxes_on(fqn, rank).ok()
+            }
+            None => Some(vec![TensorBox::whole(&destination.shape)]),
+        }
+    }
+
+    /// Returns `true` if a tensor goes to memory that is shaped like a parameter, which may be the live state's.
+    pub(crate) fn may_be_live(&self, place: EntryPlace) -> bool {
+        let plan = self.plans[place.local].as_ref();
+        plan.is_some_and(|plan| plan.destinations[place.destination].param.is_some())
+    }
+
+    /// Returns the state of a local parameter.
+    pub(crate) fn state_of(&self, local: usize) -> Option<&ParamState> {
+        self.plans[local].as_ref().map(|plan| &plan.state)
+    }
+
+    /// Returns the states of all local parameters, and the groups.
+    pub(crate) fn into_parts(self) -> (Vec<Option<ParamState>>, Vec<GroupUpdate>) {
+        (self.plans.into_iter().map(|plan| plan.map(|plan| plan.state)).collect(), self.groups)
+    }
+}
+
+/// Plans state under users' keys, which is each rank's own. Small values of it are here already and go to `state`; tensors
+/// are asked for, and `place` takes their paths.
+pub(crate) fn plan_user_state(
+    user_state: Vec<(KeyPath, usize)>,
+    (schema, values): (&Schema, &Values),
+    state: &mut StateDict,
+    plan: &mut Plan,
+    mut place: impl FnMut(KeyPath),
+) -> Result<()> {
+    for (path, position) in user_state {
+        if let Some(value) = values.get(&position) {
+            set_element(state, &path, value.copy()?)?;
+            continue;
+        }
+        let Some((dtype, shape)) = schema.get(position).and_then(|(_, leaf)| leaf.tensor()) else { continue };
+        let boxes = vec![TensorBox::whole(shape)];
+        if let Some(wanted) = Wanted::of(schema, position, dtype, boxes) {
+            plan.wanted.push(Wanted { is_same_on_all: false, ..wanted });
+            place(path);
+        }
+    }
+    Ok(())
+}
