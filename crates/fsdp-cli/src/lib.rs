@@ -10,6 +10,7 @@ pub mod exit_codes;
 mod cat;
 mod convert;
 mod diff;
+mod digest;
 mod failure;
 mod inspect;
 mod logs;
@@ -73,6 +74,8 @@ enum Command {
     Verify(verify::VerifyArguments),
     /// Compare two checkpoints of any formats, tensor by tensor
     Diff(diff::DiffArguments),
+    /// Print the digest of a checkpoint, the same for the same state in any format and layout
+    Digest(digest::DigestArguments),
     /// Write a checkpoint for another number of ranks
     Reshard(convert::ReshardArguments),
     /// Write a checkpoint in another format, with some keys left out, renamed or cast
@@ -138,6 +141,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Inspect(arguments) => inspect::run(&arguments),
         Command::Verify(arguments) => verify::run(&arguments),
         Command::Diff(arguments) => diff::run(&arguments),
+        Command::Digest(arguments) => digest::run(&arguments),
         Command::Reshard(arguments) => convert::reshard(&arguments),
         Command::Convert(arguments) => convert::run(&arguments),
         Command::Cat(arguments) => cat::run(&arguments),

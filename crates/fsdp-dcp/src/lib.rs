@@ -11,6 +11,7 @@
 //! | [`storage`] | directories and object stores behind one trait; staging, fsync, one rename; the crash contract |
 //! | [`convert`] | from any format to any, filtered, renamed, cast, resharded, in bounded memory |
 //! | [`verify`](mod@verify), [`diff`](mod@diff), [`elements`] | whether it is whole, how two differ, what the numbers are |
+//! | [`digest`](mod@digest) | one number for the same state in any format and layout |
 //! | [`metadata`] | the content of `.metadata`, and torch's pickle of it |
 //! | [`limits`] | how much a hostile file can make us do |
 //!
@@ -31,6 +32,7 @@
 pub mod convert;
 mod dcp;
 pub mod diff;
+pub mod digest;
 pub mod elements;
 mod error;
 mod formats;

@@ -10,12 +10,13 @@ use serde_json::Value;
 use crate::shell::program;
 
 /// Each crate with the crates of the project that it may use. Layers point down only.
-const LAYERS: [(&str, &[&str]); 9] = [
+const LAYERS: [(&str, &[&str]); 10] = [
     ("fsdp-layout", &[]),
-    ("fsdp-dcp", &["fsdp-layout"]),
+    ("fsdp-digest", &["fsdp-layout"]),
+    ("fsdp-dcp", &["fsdp-layout", "fsdp-digest"]),
     ("fsdp-comm", &["fsdp-layout"]),
     ("fsdp-flat", &["fsdp-layout"]),
-    ("fsdp-state", &["fsdp-layout", "fsdp-comm", "fsdp-flat"]),
+    ("fsdp-state", &["fsdp-layout", "fsdp-digest", "fsdp-comm", "fsdp-flat"]),
     ("fsdp-nn", &["fsdp-layout", "fsdp-comm", "fsdp-flat", "fsdp-state"]),
     ("fsdp-checkpoint", &["fsdp-layout", "fsdp-dcp", "fsdp-comm", "fsdp-flat", "fsdp-state", "fsdp-nn"]),
     ("fsdp", &["fsdp-layout", "fsdp-dcp", "fsdp-comm", "fsdp-flat", "fsdp-state", "fsdp-nn", "fsdp-checkpoint"]),
@@ -23,7 +24,7 @@ const LAYERS: [(&str, &[&str]); 9] = [
 ];
 
 /// The crates that know no tensor library.
-const WITHOUT_CANDLE: [&str; 3] = ["fsdp-layout", "fsdp-dcp", "fsdp-comm"];
+const WITHOUT_CANDLE: [&str; 4] = ["fsdp-layout", "fsdp-digest", "fsdp-dcp", "fsdp-comm"];
 
 /// The packages of tensor libraries, which the command must not need without its feature `train`.
 const TENSOR_LIBRARIES: [&str; 3] = ["candle", "gemm", "tokenizers"];

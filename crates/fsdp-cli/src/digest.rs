@@ -1,0 +1,70 @@
+//! `fsdp digest`: one number that two checkpoints share if their state is the same, whatever their formats and layouts.
+
+use anyhow::Result;
+use clap::Args;
+use fsdp_dcp::Location;
+use fsdp_dcp::checkpoint;
+use fsdp_dcp::digest::digest;
+use fsdp_dcp::reader::OpenOptions;
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+use super::output;
+use super::text::escaped;
+
+/// Options of `fsdp digest`.
+#[derive(Debug, Args)]
+pub(crate) struct DigestArguments {
+    /// A checkpoint of any format
+    #[arg(value_name = "CKPT")]
+    path: Location,
+    /// The digests of all tensors and values as well
+    #[arg(long, conflicts_with = "json")]
+    each: bool,
+    /// One JSON object on stdout, with all digests
+    #[arg(long, env = "FSDP_JSON")]
+    json: bool,
+    /// Threads that read and digest [default: one for each core]
+    #[arg(long, value_name = "N")]
+    threads: Option<std::num::NonZeroUsize>,
+}
+
+/// The version of the JSON's schema.
+const SCHEMA: u32 = 1;
+
+#[derive(Debug, Serialize)]
+struct Digests {
+    schema: u32,
+    path: String,
+    /// The digest of all of it.
+    digest: String,
+    /// The digests of tensors and values, by name.
+    each: BTreeMap<String, String>,
+}
+
+/// Prints the digest of a checkpoint: `fsdp digest`.
+///
+/// # Errors
+/// There is no committed checkpoint, or it cannot be read.
+pub(crate) fn run(arguments: &DigestArguments) -> Result<()> {
+    let checkpoint = checkpoint::open(&arguments.path, OpenOptions { verify: true })?;
+    let threads = arguments.threads.map_or_else(cores, std::num::NonZeroUsize::get);
+    let state = digest(&*checkpoint, threads)?;
+    let path = arguments.path.to_string();
+    if arguments.json {
+        let each = state.iter().map(|(name, digest)| (name.to_owned(), digest.to_string())).collect();
+        return output::json(&Digests { schema: SCHEMA, path, digest: state.root().to_string(), each });
+    }
+    let mut lines = Vec::new();
+    if arguments.each {
+        let mut digests: Vec<_> = state.iter().collect();
+        digests.sort_by(|(a, _), (b, _)| natord::compare(a, b));
+        lines.extend(digests.into_iter().map(|(name, digest)| format!("{digest}  {}", escaped(name))));
+    }
+    lines.push(format!("{}  {}", state.root(), escaped(&path)));
+    output::lines(&lines)
+}
+
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get)
+}

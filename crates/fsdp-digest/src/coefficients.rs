@@ -1,0 +1,61 @@
+//! The constants of the format: pseudo-random odd factors for words and blocks.
+
+/// Words of 4 bytes in a block. The tables of one lane fill half of a small first-level cache.
+pub(crate) const BLOCK_WORDS: usize = 1024;
+
+/// Bytes of a block.
+pub(crate) const BLOCK_BYTES: usize = BLOCK_WORDS * 4;
+
+/// The seeds of the two lanes' tables: the first digits of pi and of e.
+const TABLE_SEEDS: [u64; 2] = [0x2432_f6a8_885a_308d, 0x2b7e_1516_28ae_d2a6];
+
+/// The seeds of the two lanes' block factors: further digits of both.
+const BLOCK_SEEDS: [u64; 2] = [0x3131_98a2_e037_0734, 0xabf7_1588_09cf_4f3c];
+
+/// Factors for pairs of words, as they stand in 8 bytes: the even word's in the low half, the odd word's in the high half.
+pub(crate) static TABLES: [[u64; BLOCK_WORDS / 2]; 2] = [table(TABLE_SEEDS[0]), table(TABLE_SEEDS[1])];
+
+/// Returns the factor of a block.
+pub(crate) const fn block_factor(lane: usize, block: u64) -> u64 {
+    splitmix64(BLOCK_SEEDS[lane], block) | 1
+}
+
+/// Makes the table of one lane.
+const fn table(seed: u64) -> [u64; BLOCK_WORDS / 2] {
+    let mut table = [0; BLOCK_WORDS / 2];
+    let mut pair = 0;
+    while pair < table.len() {
+        // Odd factors, so that no change of a word is lost in a product.
+        table[pair] = splitmix64(seed, pair as u64) | 0x0000_0001_0000_0001;
+        pair += 1;
+    }
+    table
+}
+
+/// Returns the `index`-th output of the generator splitmix64 from a seed, counted from 0.
+const fn splitmix64(seed: u64, index: u64) -> u64 {
+    let mut z = seed.wrapping_add((index.wrapping_add(1)).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_generator_is_splitmix64() {
+        // The published first outputs for the seed 1234567.
+        let outputs: Vec<u64> = (0..3).map(|index| splitmix64(1_234_567, index)).collect();
+        assert_eq!(outputs, [6_457_827_717_110_365_317, 3_203_168_211_198_807_973, 9_817_491_932_198_370_423]);
+    }
+
+    #[test]
+    fn all_factors_are_odd() {
+        for lane in 0..2 {
+            assert!(TABLES[lane].iter().all(|pair| pair & 1 == 1 && (pair >> 32) & 1 == 1));
+            assert!((0..1000).all(|block| block_factor(lane, block) & 1 == 1));
+        }
+    }
+}
