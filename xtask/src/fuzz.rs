@@ -10,7 +10,7 @@ const HANG: u64 = 10;
 /// The memory, in MiB, that one target may use, including the sanitizer's own.
 const MEMORY: u64 = 2048;
 
-/// Runs each target of `fuzz/fuzz_targets` for so many seconds.
+/// Runs each fuzz target for this many seconds.
 pub(crate) fn run(root: &Path, seconds: u64) -> Result<()> {
     let installed = cargo(root).args(["fuzz", "--version"]).output();
     if !installed.is_ok_and(|output| output.status.success()) {
@@ -34,14 +34,15 @@ pub(crate) fn run(root: &Path, seconds: u64) -> Result<()> {
     Ok(())
 }
 
-/// Returns a command for cargo on the current toolchain, with the sanitizer's options unlocked.
+/// Returns a command for cargo on the current toolchain. The variable lets a stable compiler accept the sanitizer's
+/// options.
 fn cargo(root: &Path) -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.current_dir(root).env("RUSTC_BOOTSTRAP", "1");
     command
 }
 
-/// Lists the fuzz targets, one for each file of `fuzz/fuzz_targets`.
+/// Returns the names of the fuzz targets, sorted. Each Rust file in `fuzz/fuzz_targets` is one.
 fn targets(root: &Path) -> Result<Vec<String>> {
     let directory = root.join("fuzz/fuzz_targets");
     let list = std::fs::read_dir(&directory).with_context(|| format!("failed to list `{}`", directory.display()))?;

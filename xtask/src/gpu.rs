@@ -32,19 +32,19 @@ pub(crate) fn run(root: &Path) -> Result<()> {
     if Command::new("nvcc").arg("--version").output().is_err() {
         say("xtask: gpu: there is no `nvcc`: without a CUDA toolkit only the collectives can be built");
     }
-    // The collectives alone build without a CUDA toolkit, and soon say whether NCCL works. Ranks share nothing but a GPU,
-    // so one test at a time.
+    // The tests of the collectives come first: they need no CUDA toolkit, and soon show if NCCL works. The tests share
+    // the GPUs, so they run one at a time.
     let one_by_one = ["--", "--test-threads=1"];
     let comm = ["test", "--package", "fsdp-comm", "--features", "nccl", "--locked", "--lib", "--test", "nccl"];
     cargo(root, &[&comm[..], &one_by_one].concat(), &[])?;
-    // One build for all, because candle's kernels take long.
+    // All other tests are built together, because candle's kernels take long to compile.
     let mut all = vec!["test", "--features", "fsdp-cli/nccl,fsdp-checkpoint/nccl,fsdp-flat/cuda", "--locked"];
     all.extend(["--package", "fsdp-flat", "--package", "fsdp-checkpoint", "--package", "fsdp-cli"]);
     all.extend(["--test", "cuda", "--test", "gpu"]);
     cargo(root, &[&all[..], &one_by_one].concat(), &[])
 }
 
-/// Asks `nvidia-smi`, which comes with the driver.
+/// Looks for GPUs with `nvidia-smi`. It comes with the driver, so without it there is no usable GPU.
 fn found() -> Found {
     match Command::new("nvidia-smi").arg("--list-gpus").output() {
         Ok(output) if output.status.success() => count(&String::from_utf8_lossy(&output.stdout)),
@@ -53,7 +53,7 @@ fn found() -> Found {
     }
 }
 
-/// Counts the lines such as `GPU 0: NVIDIA H200 (UUID: GPU-…)`.
+/// Counts the GPUs in the output of `nvidia-smi --list-gpus`: lines such as `GPU 0: NVIDIA H200 (UUID: GPU-…)`.
 fn count(list: &str) -> Found {
     match list.lines().filter(|line| line.starts_with("GPU ")).count() {
         0 => Found::Nothing("`nvidia-smi` lists none".to_owned()),

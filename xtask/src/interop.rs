@@ -34,20 +34,20 @@ pub(crate) fn run(root: &Path) -> Result<()> {
     run_in(root, &python, &[&scripts.join("torchrun.py"), &binary, &data, &work.join("torchrun")])
 }
 
-/// Makes a virtual environment in the target directory, once, and returns its Python.
+/// Makes a Python environment in `directory` if there is none, installs [`PACKAGES`] in it, and returns its Python.
 fn environment(root: &Path, directory: &Path) -> Result<PathBuf> {
     let python = directory.join("bin/python");
     if !python.exists() {
         run_in(root, Path::new("python3"), &[Path::new("-m"), Path::new("venv"), directory])?;
     }
-    // pip runs each time, so that an older environment gets packages that were added since.
+    // pip runs every time, because the list may be longer than when the environment was made.
     let mut arguments = ["-m", "pip", "install", "--quiet"].map(Path::new).to_vec();
     arguments.extend(PACKAGES.map(Path::new));
     run_in(root, &python, &arguments)?;
     Ok(python)
 }
 
-/// Runs a program in the directory of the workspace, and fails if it does.
+/// Runs a program in the directory of the workspace. Returns an error if the program fails.
 fn run_in(root: &Path, program: &Path, arguments: &[&Path]) -> Result<()> {
     let status = Command::new(program).args(arguments).current_dir(root).status();
     let status = status.with_context(|| format!("failed to start `{}`", program.display()))?;

@@ -41,7 +41,8 @@ enum Task {
     Doctest,
     /// All other tests.
     Test,
-    /// Both ways with the real PyTorch, which is installed for it: checkpoints, and losses after them.
+    /// Tests against the real PyTorch, which is installed for them: checkpoints in both directions, and losses after
+    /// them.
     Interop,
     /// Every fuzz target for a while, from its seeds; needs cargo-fuzz.
     Fuzz {
@@ -90,7 +91,7 @@ fn root() -> Result<PathBuf> {
     Ok(Path::new(&package).parent().context("xtask is in a workspace")?.to_owned())
 }
 
-/// Runs one task, and tells how long it took.
+/// Runs one task, and says how long it took if it passed.
 fn run(task: Task, root: &Path) -> Result<()> {
     let start = Instant::now();
     let name = match task {
@@ -119,12 +120,13 @@ fn run(task: Task, root: &Path) -> Result<()> {
         Task::Soak { runs, seed, program } => soak::run(root, runs, seed, program)?,
         Task::Clippy => {
             cargo(root, &["clippy", "--workspace", "--all-targets", "--locked", "--", "-D", "warnings"], &[])?;
-            // The workspace's tests turn object stores on; the command is also built without, and without candle.
+            // In the workspace the tests turn the object stores on. Check the command also without them, and once more
+            // without candle.
             let command = ["clippy", "--package", "fsdp-cli", "--locked"];
             for features in [&[][..], &["--no-default-features", "--all-targets"]] {
                 cargo(root, &[&command[..], features, &["--", "-D", "warnings"]].concat(), &[])?;
             }
-            // The only GPU code that builds without a CUDA toolkit.
+            // NCCL's is the only GPU code that can be checked without a CUDA toolkit.
             let nccl = ["clippy", "--package", "fsdp-comm", "--features", "nccl", "--all-targets", "--locked"];
             cargo(root, &[&nccl[..], &["--", "-D", "warnings"]].concat(), &[])?;
         }
@@ -140,9 +142,10 @@ fn run(task: Task, root: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Runs all tests but those in documentation: on nextest if it is installed, as it stops tests that hang.
+/// Runs all tests except those in documentation. nextest runs them if it is installed, because it stops tests that
+/// hang.
 fn test(root: &Path) -> Result<()> {
-    // The error messages of a build without object stores, which the workspace's tests turn on.
+    // In the workspace the tests turn the object stores on. These are the error messages of a build without them.
     cargo(root, &["test", "--package", "fsdp-dcp", "--lib", "--locked", "location"], &[])?;
     // The error messages about GPUs, on machines with and without them.
     cargo(root, &["test", "--package", "fsdp-comm", "--features", "nccl", "--lib", "--locked", "nccl"], &[])?;

@@ -6,7 +6,7 @@ use std::process::Command;
 
 use anyhow::{Context as _, Result, ensure};
 
-/// Runs cargo in the workspace, and fails if it does.
+/// Runs cargo in the workspace. Returns an error if it fails.
 pub(crate) fn cargo(root: &Path, arguments: &[&str], environment: &[(&str, &str)]) -> Result<()> {
     say(&format!("xtask: cargo {}", arguments.join(" ")));
     let mut command = Command::new(program());
@@ -16,7 +16,7 @@ pub(crate) fn cargo(root: &Path, arguments: &[&str], environment: &[(&str, &str)
     Ok(())
 }
 
-/// Returns the cargo that runs this task.
+/// Returns the path of the cargo that has started xtask, or `cargo` if xtask was started directly.
 pub(crate) fn program() -> OsString {
     std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
 }

@@ -45,12 +45,14 @@ impl AsyncSaver {
         Ok(AsyncSaver { group: own, runtime: Some(runtime), in_flight: None, buffers: None, saver, progress })
     }
 
-    /// Starts a save: [`save()`](crate::save()) of the values that `state` has now. Every rank of the group must call it.
-    /// Returns how long this rank was held up: by the save before, if that still ran, and by the copy. The copy takes the
-    /// memory of this rank's values, once for all saves of the same layout.
+    /// Starts a [`save()`](crate::save()) of the values that `state` has now. Every rank of the group must call it.
+    ///
+    /// Returns how long this rank was held up: first by the save before, if it was still running, then by the copy. The
+    /// copy takes as much memory as this rank's values. Later saves of the same layout use that memory again.
     ///
     /// # Errors
-    /// The outcome of the save before, if it failed: the new one is not started then. Values that cannot be copied.
+    /// The error of the save before, if that one failed; the new save is not started then. Values that cannot be
+    /// copied.
     pub fn save(
         &mut self,
         path: impl Into<Location>,
@@ -63,7 +65,7 @@ impl AsyncSaver {
             let _span = info_span!("stage", rank = self.group.rank()).entered();
             stage(state, self.buffers.take().unwrap_or_default())
         };
-        // Else some ranks would begin a save that the others know nothing of.
+        // If one rank cannot copy its values, no rank may start the save: the others would wait for it.
         let staged = self.group.agree("async_save", staged)?;
         let (path, group, options) = (path.into(), self.group.clone(), options.clone());
         self.progress = options.progress.clone();
@@ -139,11 +141,12 @@ impl Drop for AsyncSaver {
     }
 }
 
-/// Copies the values: into `buffers`, if these were made by a save of the same layout.
+/// Copies the values of `state` into `buffers`, and returns them. Buffers of another layout are replaced by new ones.
 fn stage(state: &StateDict, mut buffers: StateDict) -> Result<StateDict, StateError> {
     match copy_state_dict(state, &mut buffers) {
-        // The first save, or one of another layout.
+        // This is the first save, or the layout has changed since the last one.
         Err(StateError::CompanionMismatch { .. }) => {
+            // The old buffers are freed first, so that there is never memory for two copies.
             drop(buffers);
             buffers = create_cpu_state_dict(state)?;
             copy_state_dict(state, &mut buffers)?;

@@ -146,7 +146,8 @@ impl Checkpointer {
         self.saver.save(path, &state, &self.options.save)
     }
 
-    /// Removes what a killed run has left of this very checkpoint, and returns its place.
+    /// Removes what a killed run has left of a save to the same place, and returns the place. Collective: one
+    /// agreement.
     fn prepare(&self, name: CheckpointName) -> Result<Location, CheckpointError> {
         let path = self.location(name);
         let cleaned = if self.group.rank() == 0 { clean_stale(&path).map(|_| ()) } else { Ok(()) };
@@ -160,7 +161,7 @@ impl Checkpointer {
         self.saver.is_saving()
     }
 
-    /// Returns how far the last save is that was started.
+    /// Returns the progress of the save that was started last.
     #[must_use]
     pub const fn progress(&self) -> &SaveProgress {
         self.saver.progress()
@@ -210,18 +211,21 @@ impl Checkpointer {
         Ok(Some((latest, report)))
     }
 
-    /// Returns the newest checkpoint of the run, the same on every rank. Collective: one agreement and one object broadcast.
+    /// Returns the newest checkpoint of the run. It is the same on every rank. Collective: one agreement and one object
+    /// broadcast.
     ///
     /// # Errors
     /// The same on every rank: a directory that cannot be read.
     pub fn latest(&self) -> Result<Option<StepCheckpoint>, CheckpointError> {
-        // Rank 0 looks for all: others might see a checkpoint that came or went meanwhile.
+        // Only rank 0 lists the directory. If every rank did, a checkpoint that is saved or removed meanwhile could
+        // make their answers differ.
         let found = if self.group.rank() == 0 { self.latest_here() } else { Ok(None) };
         let found = CheckpointError::agree(&self.group, "latest checkpoint", None, found)?;
         let step: Option<u64> = self.group.broadcast_object(Some(&found.map(|found| found.step)), 0)?;
         Ok(step.map(|step| StepCheckpoint { step, path: self.location(step) }))
     }
 
+    /// Returns the newest checkpoint that this rank sees, or `None` if the run's directory does not exist yet.
     fn latest_here(&self) -> Result<Option<StepCheckpoint>, CheckpointError> {
         if self.run.exists()? { latest_checkpoint(&self.run) } else { Ok(None) }
     }
@@ -251,13 +255,14 @@ impl Checkpointer {
         let (run, retention) = (self.run.clone(), self.options.retention);
         let thread = Builder::new().name("prune".to_owned());
         self.pruning = thread.spawn(move || prune_and_log(&run, &retention)).ok();
-        // Without a thread for it, it is done at the end.
+        // If no thread can be started, old checkpoints are removed when the checkpointer is dropped.
         self.prune_again = self.pruning.is_none();
     }
 
+    /// Waits for the thread that removes old checkpoints, and removes those that have become old since it began.
     fn end_pruning(&mut self) {
         if let Some(pruning) = self.pruning.take() {
-            // It has logged all that there was to say.
+            // The thread logs its own errors.
             pruning.join().ok();
         }
         if self.prune_again {
@@ -275,6 +280,7 @@ impl Drop for Checkpointer {
     }
 }
 
+/// Removes old checkpoints, and logs a failure: it is no reason to end a run.
 fn prune_and_log(run: &Location, retention: &Retention) {
     if let Err(error) = prune(run, retention) {
         warn!(path = %run, %error, "failed to remove old checkpoints");

@@ -149,7 +149,7 @@ pub(crate) fn fill(
     });
     let (flat, paths) = match flattened {
         Ok(flattened) => flattened,
-        // The round in which the other ranks compare.
+        // Take part in the round in which the other ranks compare what they load, so that all get this error.
         Err(error) => return CheckpointError::agree(group, operation, Some(0), Err(error.into())),
     };
     let target = DictTarget::new(&flat, options.device.clone(), String::new())?.with_own_names();

@@ -18,7 +18,7 @@ use crate::rounds::gather_in_rounds;
 /// The rank that plans and commits.
 pub(crate) const PLANNER: usize = 0;
 
-/// The shared hash of a rank that has no plan cached.
+/// The value of `CachedPlan::shared` that stands for a rank without a cached plan.
 const NOTHING: u64 = 0;
 
 /// The plan of the last save.
@@ -39,11 +39,12 @@ pub(crate) struct CachedPlan {
     pub(crate) rank_bytes: u64,
     /// The bytes of tensors that all ranks write.
     pub(crate) total_bytes: u64,
-    /// The metadata of the checkpoint, on the planner. The places in files come anew with each save.
+    /// The metadata of the checkpoint; `None` on all ranks but the planner. Where the values lie in the files is not in
+    /// it: each save adds that.
     pub(crate) metadata: Option<Metadata>,
 }
 
-/// The inputs of this rank's part of a plan: while they are equal, so is the part.
+/// The inputs of this rank's part of a plan. While they stay equal, so does the part.
 #[derive(Debug, PartialEq)]
 pub(crate) struct PlanKey {
     layout: u128,
@@ -81,11 +82,16 @@ impl PlanKey {
 }
 
 impl PlanCache {
-    /// Returns `true` if the cached plan is right on all ranks for what they hold now. Collective: one agreement, which
-    /// carries the error of a rank that does not even know what it holds, and an object all-gather where ranks differ.
+    /// Returns `true` if every rank can use its cached plan for what it holds now; the answer is the same on all ranks.
+    /// Collective: one agreement, and an object all-gather if the ranks differ.
     ///
-    /// `values` are hashes of this rank's plain values. A checkpoint has one value for each key, so ranks that have the key
-    /// must have the same value.
+    /// `outcome` is an error if this rank could not list what it holds. The agreement makes it every rank's error.
+    ///
+    /// `values` are hashes of this rank's plain values. A checkpoint has one value for each key, so ranks that have the
+    /// same key must have the same value.
+    ///
+    /// # Errors
+    /// The error of any rank's `outcome`; ranks with different values for a key.
     pub(crate) fn is_planned<T>(
         &self,
         group: &ProcessGroup,
@@ -93,12 +99,15 @@ impl PlanCache {
         outcome: &Result<T, CheckpointError>,
         values: &[(String, u64)],
     ) -> Result<bool, CheckpointError> {
+        // A plan for another layout is of no use.
         let known = self.cached.as_ref().filter(|cached| cached.key == *key).map_or(NOTHING, |cached| cached.shared);
+        // Usually all ranks have the same plan and the same values. Then one round that compares a hash is enough.
         let mut hasher = DefaultHasher::new();
         (known, values).hash(&mut hasher);
         match group.agree_on("save: plan", hasher.finish(), outcome.as_ref()) {
+            // All ranks have the same plan, or none has one.
             Ok(_) => return Ok(known != NOTHING),
-            // Some rank's layout has changed, or ranks have different values: the next round tells which.
+            // Some rank's layout has changed, or ranks have different keys or values: the next round tells which.
             Err(CommError::SchemaMismatch { .. }) => {}
             Err(error) => return Err(error.into()),
         }
@@ -138,15 +147,17 @@ fn check_values(group: &ProcessGroup, brought: &[(u64, Vec<(String, u64)>)]) -> 
     Ok(())
 }
 
+/// Plans a save with all ranks. Collective: two object all-gathers, a gather for each round of pieces, one agreement
+/// and one object scatter.
 fn plan_anew(group: &ProcessGroup, local: &LocalPlan, key: PlanKey) -> Result<CachedPlan, CheckpointError> {
-    // 1. All ranks learn which of them have the same schema. Mostly all have.
+    // 1. All ranks learn which of them have the same schema (usually all), so that each schema is sent once.
     let hashes = group.all_gather_object(&PlanHashes { layout: key.layout, schema: local.schema_hash() })?;
     // 2. The planner gets each schema once, and from every rank its own boxes.
     let pieces = gather_in_rounds(group, pieces(local, is_first(&hashes, group.rank())), wire_bytes, PLANNER)?;
-    // 3. The planner plans. An error of it is one on all ranks.
+    // 3. The planner makes the plan. If it fails, all ranks get its error.
     let planned = pieces.map(|pieces| plan_pieces(&hashes, pieces, key.deduplicate)).transpose();
     let planned = group.agree("save: plan", planned.map_err(FileError::from))?;
-    // 4. Each rank gets its part; the planner keeps the metadata, and nothing else of the others.
+    // 4. Each rank gets its own part of the plan. Only the planner keeps the metadata, which it writes when it commits.
     let (mut parts, mut metadata) = (None, None);
     if let Some(GlobalPlan { metadata: made, selections, .. }) = planned {
         let total_bytes = tensor_bytes(&made);
@@ -155,6 +166,7 @@ fn plan_anew(group: &ProcessGroup, local: &LocalPlan, key: PlanKey) -> Result<Ca
         metadata = Some(made);
     }
     let RankPlan { selection, total_bytes } = group.scatter_object(parts.as_deref(), PLANNER)?;
+    // 5. Every rank computes the same hash from all layouts. It tells the next save whether all still have this plan.
     let mut hasher = DefaultHasher::new();
     hashes.iter().for_each(|rank| rank.layout.hash(&mut hasher));
     let shared = hasher.finish().max(NOTHING + 1);
@@ -174,7 +186,7 @@ fn pieces(local: &LocalPlan, with_schema: bool) -> Vec<PlanPiece> {
     items.chain(local.held_boxes().into_iter().map(PlanPiece::Box)).collect()
 }
 
-/// Estimates the bytes that it takes to send a piece. Each number and each length takes eight at most.
+/// Estimates how many bytes a piece takes when it is sent. A number or a length takes eight bytes at most.
 fn wire_bytes(piece: &PlanPiece) -> u64 {
     let bytes = match piece {
         PlanPiece::Box(held) => 28 + 16 * held.bounds.rank(),
@@ -190,7 +202,7 @@ fn wire_bytes(piece: &PlanPiece) -> u64 {
     bytes as u64
 }
 
-/// Makes the global plan of the pieces of all ranks.
+/// Makes the global plan from the pieces of all ranks.
 fn plan_pieces(
     hashes: &[PlanHashes],
     pieces: Vec<Vec<PlanPiece>>,

@@ -41,12 +41,14 @@ impl Retention {
     }
 }
 
-/// Removes the checkpoints in a run's directory that need not stay, and returns them. No communication: one rank calls
-/// it, after a save.
+/// Removes the checkpoints in a run's directory that `retention` does not keep, and returns them. No communication: one
+/// rank calls it, after a save.
 ///
-/// Leftovers of crashed saves and removals of such steps are removed too. A checkpoint that somebody reads stays until
-/// a later call. Nothing is removed unless at least one of the checkpoints that stay is whole (its structure and the
-/// sizes of its files are checked). Without `keep_last` nothing is even looked at.
+/// No checkpoint is removed unless at least one of those that stay is whole: its structure and the sizes of its files
+/// are checked. A checkpoint that somebody is reading stays until a later call.
+///
+/// Files that a crash has left, during a save or a removal, are removed too, up to the newest checkpoint's step.
+/// Without `keep_last` the directory is not even listed.
 ///
 /// # Errors
 /// A directory that cannot be read, files that cannot be removed.
@@ -58,11 +60,12 @@ pub fn prune(dir: impl Into<Location>, retention: &Retention) -> Result<Vec<Step
     let _span = info_span!("prune", path = %dir).entered();
     let (all, uncommitted) = list_steps(dir)?;
     let Some(newest) = all.last() else { return Ok(Vec::new()) };
-    // What crashed saves and broken-off removals have left: beside a directory, or in an object store where the
-    // checkpoint would be. A save that begins meanwhile is newer.
+    // A save that is in progress has a later step than the newest checkpoint, so what belongs to earlier steps was left
+    // by a crash. In a file system it lies beside the checkpoint's directory.
     for step in steps_with_leftovers(dir)?.range(..=newest.step) {
         clean_stale(dir.join(step_name(*step)))?;
     }
+    // In an object store it lies where the checkpoint would be.
     for left in uncommitted.iter().filter(|left| left.step < newest.step) {
         Durable::new().remove_uncommitted(&left.path)?;
     }
@@ -70,6 +73,7 @@ pub fn prune(dir: impl Into<Location>, retention: &Retention) -> Result<Vec<Step
     if expired.is_empty() {
         return Ok(Vec::new());
     }
+    // If a crash of the machine has damaged the newer checkpoints, the old ones are all that the run has.
     let mut staying = all.iter().rev().filter(|checkpoint| !expired.contains(checkpoint));
     if !staying.any(|checkpoint| is_whole(&checkpoint.path)) {
         warn!(path = %dir, "no newer checkpoint is whole: the old ones stay");
@@ -86,6 +90,7 @@ pub fn prune(dir: impl Into<Location>, retention: &Retention) -> Result<Vec<Step
     Ok(removed)
 }
 
+/// Returns `true` if a checkpoint can be opened, and all its files are there with the right sizes.
 fn is_whole(path: &Location) -> bool {
     let report =
         checkpoint::open(path, OpenOptions::default()).and_then(|checkpoint| verify(&*checkpoint, Level::Sizes, None));

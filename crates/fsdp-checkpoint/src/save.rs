@@ -45,7 +45,7 @@ pub struct SaveOptions {
     pub deadline: Duration,
     /// The way to durable storage; tests make its steps fail.
     pub durable: Durable,
-    /// A counter of how far this rank is. Each rank has its own; keep a clone to look at it.
+    /// The counter of the bytes that this rank has written. Each rank has its own; keep a clone to read it.
     pub progress: SaveProgress,
 }
 
@@ -62,7 +62,7 @@ impl Default for SaveOptions {
     }
 }
 
-/// The report of a save.
+/// The sizes and the duration of a save.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SaveReport {
@@ -84,8 +84,9 @@ pub struct SaveReport {
 /// and what was at `path` before is untouched.
 ///
 /// # Errors
-/// A state dict that cannot be saved, ranks that disagree on a dtype, a shape or a plain value, boxes that overlap or leave holes,
-/// a checkpoint that is there already (which cannot be overwritten in an object store), and whatever the storage says.
+/// A state dict that cannot be saved; ranks that disagree on a dtype, a shape or a plain value; boxes that overlap or
+/// leave holes; a checkpoint that is there already (in an object store it cannot be overwritten); errors of the
+/// storage.
 pub fn save(
     path: impl Into<Location>,
     state: &StateDict,
@@ -111,8 +112,9 @@ impl Saver {
         Saver::default()
     }
 
-    /// Saves as [`save`] does. Who writes what is planned by the first call, and again whenever any rank's layout (keys, shapes,
-    /// dtypes, boxes) has changed since the last one; otherwise the ranks only agree that it has not.
+    /// Saves as [`save`] does. The first call plans which rank writes what. A later call plans again only if some
+    /// rank's layout (keys, shapes, dtypes, boxes) has changed since the last one; otherwise the ranks just agree that
+    /// none has.
     ///
     /// # Errors
     /// The errors of [`save`].
@@ -174,6 +176,7 @@ impl Saver {
     }
 }
 
+/// Makes the staging area for a new checkpoint at `path`. Fails early if the commit could not put a directory there.
 fn prepare(path: &Location, options: &SaveOptions) -> Result<Staging, CheckpointError> {
     let staging = options.durable.prepare(path, options.overwrite)?;
     staging.check_replaces_directory()?;
@@ -192,7 +195,7 @@ fn write(
     Ok(write_rank(staging, rank, plan, selection, source, &options.write)?)
 }
 
-/// This rank's flat values, as the writer asks for them.
+/// This rank's values by their flat keys, as the writer asks for them.
 struct LocalState {
     tensors: IndexMap<String, Vec<(TensorBox, Payload)>>,
     values: IndexMap<String, PlainValue>,
@@ -206,6 +209,7 @@ enum Payload {
 }
 
 impl LocalState {
+    /// Flattens a state dict. Returns what this rank can write, for planning, and the values themselves.
     fn new(state: &StateDict, progress: SaveProgress) -> Result<(LocalPlan, LocalState), CheckpointError> {
         let FlatStateDict { values, mut paths } = flatten_state_dict(state)?;
         let mut plan = LocalPlan::default();
@@ -259,6 +263,8 @@ impl LocalState {
     }
 }
 
+/// Returns a hash that is the same on every rank for equal values. It is made of the value's text: floats have no
+/// `Hash`.
 fn hash_of(value: &PlainValue) -> u64 {
     let mut text = HashedText(XxHash3_64::new());
     // Writing to a hasher does not fail.
@@ -276,11 +282,12 @@ impl fmt::Write for HashedText {
     }
 }
 
+/// Converts the elements of a list or a tuple with [`object_value`]. `fqn` is for errors.
 fn object_values(fqn: &str, values: &[StateValue]) -> Result<Vec<PlainValue>, CheckpointError> {
     values.iter().map(|value| object_value(fqn, value)).collect()
 }
 
-/// Returns a value that is no tensor as one object, with the tensors inside it.
+/// Converts a value into one that is saved as a single object, including the tensors inside it. `fqn` is for errors.
 fn object_value(fqn: &str, value: &StateValue) -> Result<PlainValue, CheckpointError> {
     Ok(match value {
         StateValue::Plain(value) => value.clone(),
@@ -309,8 +316,8 @@ fn object_value(fqn: &str, value: &StateValue) -> Result<PlainValue, CheckpointE
     })
 }
 
-/// Returns a tensor that the threads that write can read again and again. Elements of a GPU are copied here, by the
-/// thread that made them.
+/// Returns the tensor in contiguous host memory, where the writer's threads can read it several times without a copy.
+/// Only tensors on a GPU, and those that are not contiguous, are copied.
 fn on_host(tensor: &Tensor) -> Result<Tensor, CheckpointError> {
     Ok(to_device(&tensor.contiguous()?, &Device::Cpu)?)
 }

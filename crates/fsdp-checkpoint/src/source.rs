@@ -14,8 +14,8 @@ use indexmap::IndexMap;
 
 use crate::CheckpointError;
 
-/// The bytes that are lent and read at once: more than threads can be busy with, and a bound for memory that values pass
-/// through on their way to a device or to another dtype.
+/// The bytes that are lent and read at once. It is more than the threads need to be busy, and it bounds the memory that
+/// values pass through on their way to a device or to another dtype.
 const WINDOW: usize = 512 << 20;
 
 /// An open checkpoint of any format, as the source of a load.
@@ -29,15 +29,16 @@ pub struct CheckpointSource<'a> {
 }
 
 impl<'a> CheckpointSource<'a> {
-    /// Returns a source of everything in a checkpoint, by the paths that the saved state dict had. Formats without paths
-    /// have their keys instead.
+    /// Returns a source of everything in a checkpoint, under the paths that the values had in the saved state dict. In
+    /// formats that do not store paths, each path is the flat key as one part.
     #[must_use]
     pub fn new(checkpoint: &'a dyn Checkpoint) -> Self {
         let metadata = checkpoint.metadata();
         Self::with_paths(checkpoint, |key| path_of(metadata, key))
     }
 
-    /// Returns a source of everything in a checkpoint, where the keys of formats without paths get those of `paths`.
+    /// Returns the same source as [`Self::new`], except that `paths` says which paths flat keys stand for in formats
+    /// that do not store them.
     #[must_use]
     pub fn with_known_paths(checkpoint: &'a dyn Checkpoint, paths: &IndexMap<String, KeyPath>) -> Self {
         let metadata = checkpoint.metadata();
@@ -46,11 +47,12 @@ impl<'a> CheckpointSource<'a> {
         Self::with_paths(checkpoint, |key| known(key).unwrap_or_else(|| path_of(metadata, key)))
     }
 
-    /// Returns a source of everything in a checkpoint, by its flat keys.
+    /// Returns a source of everything in a checkpoint, where each path is the flat key as one part: `["model.weight"]`.
     pub(crate) fn by_flat_key(checkpoint: &'a dyn Checkpoint) -> Self {
         Self::with_paths(checkpoint, flat_path)
     }
 
+    /// Returns a source in which `path` gives the path of each key. A schema is sorted by path, and keys follow it.
     fn with_paths(checkpoint: &'a dyn Checkpoint, path: impl Fn(&str) -> KeyPath) -> Self {
         let entries = checkpoint.metadata().entries.iter();
         let mut leaves: Vec<(KeyPath, Leaf, String)> =
@@ -60,8 +62,8 @@ impl<'a> CheckpointSource<'a> {
         CheckpointSource { checkpoint, schema: Schema::new(schema), keys }
     }
 
-    /// Leaves out the plain values outside of `state` that hold objects of other programs, which nothing here may make; returns
-    /// their keys too.
+    /// Leaves out plain values with objects of other programs, which cannot be loaded safely, and returns their keys.
+    /// Values for which `is_state` returns `true` stay.
     ///
     /// # Errors
     /// Values that cannot be read for another reason.
@@ -97,7 +99,7 @@ impl<'a> CheckpointSource<'a> {
         self.keys.get(position).map_or("", String::as_str)
     }
 
-    /// Returns what to ask the checkpoint for.
+    /// Returns the request to the checkpoint for what is wanted of one tensor.
     fn request(&self, wanted: &Wanted) -> LoadRequest {
         let (fqn, shape) = (self.key(wanted.position).to_owned(), wanted.shape.clone());
         LoadRequest { fqn, dtype: wanted.dtype, shape, boxes: wanted.boxes.clone() }
@@ -141,8 +143,8 @@ impl<'a> CheckpointSource<'a> {
     }
 }
 
-/// Returns for each of the wanted tensors whether it is one before it under another name, as tied parameters are: the same
-/// boxes in the same memory. The tensors of each are neighbours in the guard.
+/// Returns for each wanted tensor whether an earlier one has the same boxes in the same memory, as tied parameters
+/// have. The guard holds all the tensors of one wanted tensor next to each other.
 fn repeated(wanted: &[Wanted], tensors: &[Vec<Tensor>], guard: &StorageGuard) -> Vec<bool> {
     let owners: Vec<usize> =
         tensors.iter().enumerate().flat_map(|(index, tensors)| std::iter::repeat_n(index, tensors.len())).collect();
@@ -201,7 +203,7 @@ impl Source for CheckpointSource<'_> {
         _: &LoadOptions,
     ) -> Result<(), CheckpointError> {
         let requests: Vec<LoadRequest> = wanted.iter().map(|wanted| self.request(wanted)).collect();
-        // Every box is covered by chunks, and every file is there and long enough.
+        // This finds boxes that no chunks cover, and files that are missing or too short, before anything changes.
         let checked = self.checkpoint.check_read(&requests, ReadPlanOptions::default());
         CheckpointError::agree(group, operation, None, checked.map(|_| ()).map_err(CheckpointError::from))
     }
@@ -243,6 +245,7 @@ fn window(wanted: &[Wanted]) -> usize {
     wanted.len()
 }
 
+/// Returns the description of a checkpoint's entry in a schema.
 fn leaf(entry: &Entry) -> Leaf {
     match entry {
         Entry::Bytes(_) => Leaf::Plain,
@@ -256,6 +259,7 @@ fn path_of(metadata: &Metadata, key: &str) -> KeyPath {
     path.cloned().unwrap_or_else(|| flat_path(key))
 }
 
+/// Returns the path that has a flat key as its only part.
 fn flat_path(key: &str) -> KeyPath {
     KeyPath(vec![PathPart::Key(key.to_owned())])
 }

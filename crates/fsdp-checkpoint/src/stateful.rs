@@ -1,4 +1,4 @@
-//! State that can be saved and loaded: the trait [`Stateful`], and [`TrainState`], which most runs are.
+//! State that can be saved and loaded: the trait [`Stateful`], and [`TrainState`], which suits most runs.
 
 use fsdp_comm::ProcessGroup;
 use fsdp_dcp::checkpoint::Checkpoint;
@@ -16,18 +16,20 @@ use crate::source::CheckpointSource;
 
 /// State that a [`Checkpointer`](crate::Checkpointer) saves and loads: torch's `Stateful`.
 pub trait Stateful {
-    /// Returns the state as it is to be saved. Values may be views of live tensors: they are read at once, or copied before a
-    /// save in the background begins. No communication.
+    /// Returns the state to save. No communication.
+    ///
+    /// Values may be views of live tensors. A save reads them before it returns; a save in the background copies them
+    /// first.
     ///
     /// # Errors
-    /// This rank's own. A save makes it every rank's.
+    /// An error of this rank alone. A save passes it on to every rank.
     fn state_dict(&self) -> Result<StateDict, CheckpointError>;
 
-    /// Loads the state from an open checkpoint, which every rank of `group` has opened. Collective.
+    /// Loads the state from a checkpoint that every rank of `group` has opened. Collective.
     ///
     /// # Errors
-    /// The same on every rank; nothing has changed then, but for
-    /// [`StateError::PartlyLoaded`].
+    /// The same on every rank. The state is unchanged, unless the error is [`StateError::PartlyLoaded`]: then some
+    /// values are new.
     fn load_state_dict(
         &mut self,
         checkpoint: &dyn Checkpoint,
@@ -154,7 +156,7 @@ impl<M> Stateful for TrainState<M> {
             } else {
                 source.without_foreign_objects(|path| is_below(path, MODEL) || is_below(path, OPTIM))?
             };
-            // A checkpoint without a `model` key is a model's.
+            // A checkpoint without a `model` key holds only a model.
             let model = if has_key(source.schema(), MODEL) { vec![MODEL.to_owned()] } else { Vec::new() };
             let optim = (!optimizers.is_empty()).then(|| vec![OPTIM.to_owned()]);
             let prefixes = StatePrefixes { model: Some(model), optim };
@@ -162,7 +164,7 @@ impl<M> Stateful for TrainState<M> {
         });
         let (mut source, target, left_out) = match prepared {
             Ok(prepared) => prepared,
-            // The round in which the other ranks compare.
+            // Take part in the round in which the other ranks compare what they load, so that all get this error.
             Err(error) => return CheckpointError::agree(group, "load", Some(0), Err(error)),
         };
         let mut target = target.with_values(&mut self.values);
@@ -174,11 +176,13 @@ impl<M> Stateful for TrainState<M> {
     }
 }
 
+/// Returns `true` if anything in a schema lies below a key.
 fn has_key(schema: &Schema, key: &str) -> bool {
     schema.iter().any(|(path, _)| is_below(path, key))
 }
 
-/// Returns `true` if a path lies below a key, in formats of flat keys also by its beginning.
+/// Returns `true` if a path lies below a key. A path of one part may be a flat key: then it
+/// must begin with `key` and a dot.
 fn is_below(path: &KeyPath, key: &str) -> bool {
     match path.0.as_slice() {
         [PathPart::Key(flat)] => flat.strip_prefix(key).is_some_and(|rest| rest.starts_with('.')),

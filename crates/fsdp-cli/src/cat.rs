@@ -164,9 +164,10 @@ impl From<anyhow::Error> for CatError {
     }
 }
 
-/// Writes a line for each innermost row.
+/// Prints the elements of a tensor, with a line for each innermost row.
 fn print(source: &dyn Checkpoint, name: &str, tensor: &TensorEntry) -> Result<()> {
     let row = tensor.shape.last().copied().unwrap_or(1).max(1);
+    // A piece may end within a row, so the column is kept from one piece to the next.
     let mut column = 0;
     each_piece(source, name, tensor, &mut |bytes| {
         let mut values = Vec::new();

@@ -182,6 +182,7 @@ impl Batches {
     ) -> Result<(Tensor, Tensor), candle_core::Error> {
         self.check(text).map_err(candle_core::Error::wrap)?;
         let starts: Vec<usize> = self.starts(text.len(), step, rank, part).collect();
+        // The target of each token is the one after it.
         let rows = |shift: usize| {
             let row =
                 |&start: &usize| text.bytes[start + shift..start + shift + self.seq].iter().map(|&b| u32::from(b));

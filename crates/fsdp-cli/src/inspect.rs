@@ -241,7 +241,7 @@ fn box_of(Chunk { bounds, stored }: &Chunk) -> StoredBox {
     }
 }
 
-/// Returns the rank of a file: 2 for `__2_0.distcp`.
+/// Returns the rank that wrote a file, from the file's name: 2 for `__2_0.distcp`.
 fn rank(stored: &StorageInfo) -> Option<u64> {
     stored.relative_path.strip_prefix("__")?.split('_').next()?.parse().ok()
 }

@@ -320,8 +320,8 @@ fn compare(records: &[Record<'_>], ranks: &[usize]) -> Result<(), CommError> {
     Ok(())
 }
 
-/// Returns the error for a rank that published fewer bytes than its record promised. Only a defect of a backend leads
-/// here.
+/// Returns the error for a rank that published fewer bytes than its record promised. Only a bug in a backend can cause
+/// it. `from` is the rank's position in `ranks`.
 fn too_short(call: &Call, ranks: &[usize], from: usize, published: usize) -> CommError {
     let rank = ranks.get(from).copied().unwrap_or(from);
     let called = format!("{call}, but published only {published} bytes");

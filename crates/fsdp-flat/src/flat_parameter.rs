@@ -33,13 +33,13 @@ impl FlatParameter {
         Ok(FlatParameter { layout, rank, shard })
     }
 
-    /// Returns the layout: where everything lies.
+    /// Returns the layout, which says where each parameter lies.
     #[must_use]
     pub const fn layout(&self) -> &FlatLayout {
         &self.layout
     }
 
-    /// Returns the rank in the shard group.
+    /// Returns the rank that holds this shard, as its number in the shard group.
     #[must_use]
     pub const fn rank(&self) -> usize {
         self.rank

@@ -58,8 +58,8 @@ impl ShardedTensor {
         Ok(ShardedTensor { dtype, shape, shards })
     }
 
-    /// Makes boxes of views of consecutive elements of a flat tensor: box k holds the elements that follow
-    /// those of box k - 1, row-major. `flat` is not copied.
+    /// Makes a sharded tensor whose boxes are views of a flat tensor. The boxes lie in `flat` one after the other, in
+    /// the order of `boxes`, each row-major. Nothing is copied.
     ///
     /// # Errors
     /// `flat` must be one-dimensional and as long as all boxes together; boxes as in [`Self::new`].
@@ -93,7 +93,7 @@ impl ShardedTensor {
         Self::new(flat.dtype(), shape.to_vec(), shards)
     }
 
-    /// Makes a sharded tensor of a whole one: one box. The elements are shared.
+    /// Makes a sharded tensor with one box that is all of `tensor`. Nothing is copied.
     #[must_use]
     pub fn from_whole(tensor: &Tensor) -> Self {
         ShardedTensor {
@@ -103,7 +103,7 @@ impl ShardedTensor {
         }
     }
 
-    /// Makes zeros in these boxes, in fresh memory on the CPU.
+    /// Makes a sharded tensor with these boxes, filled with zeros, in new memory on the CPU.
     ///
     /// # Errors
     /// A dtype that has no plain bytes, or boxes as in [`Self::new`].
@@ -190,7 +190,8 @@ impl ShardedTensor {
         self.map(|tensor| crate::storage::to_device(tensor, device))
     }
 
-    /// Replaces each box's tensor: shapes must stay, and dtypes stay alike.
+    /// Returns a sharded tensor with the same boxes, where `f` has replaced the tensor of each box. `f` must keep the
+    /// shapes. It may change the dtype, but must then do so for all boxes.
     ///
     /// # Errors
     /// Those of `f` and of [`Self::new`].
@@ -200,6 +201,7 @@ impl ShardedTensor {
             .iter()
             .map(|shard| Ok(LocalShard { bounds: shard.bounds.clone(), tensor: f(&shard.tensor)? }))
             .collect::<Result<Vec<_>, FlatError>>()?;
+        // Without boxes there is no tensor to tell the new dtype, so the old one stays.
         let dtype = shards.first().map_or(self.dtype, |shard| shard.tensor.dtype());
         Self::new(dtype, self.shape.clone(), shards)
     }
@@ -216,7 +218,7 @@ impl ShardedTensor {
         }
     }
 
-    /// Copies the elements of one box to the CPU, which this rank's boxes must cover.
+    /// Copies the elements of one box to new memory on the CPU. This rank's boxes must cover that box.
     ///
     /// # Errors
     /// [`FlatError::NotCovered`] if some elements are not here.
@@ -268,11 +270,11 @@ pub fn copy_overlap(src: &Tensor, src_box: &TensorBox, dst: &Tensor, dst_box: &T
         }));
     }
     let size = src.dtype().size_in_bytes();
-    // One storage cannot be read and held for change at once.
+    // While a storage is held for change it cannot be read, so a source in the same storage is copied first.
     let src = if share_storage(src, dst) { src.force_contiguous()? } else { src.contiguous()? };
     let from = HostBytes::read(&src)?;
     let mut to = HostBytesMut::write(dst)?;
-    // The slices once: each use of a guard looks for them again.
+    // Dereference the guards once, outside the loop, because each use of a guard looks its slice up again.
     let (source, target): (&[u8], &mut [u8]) = (&from, &mut to);
     for run in copy_runs(&overlap, src_box, dst_box) {
         let (dst, src, len) = (run.dst * size, run.src * size, run.len * size);

@@ -163,7 +163,8 @@ pub fn boxes_of_flat_range(shape: &[usize], range: Range<usize>) -> Vec<TensorBo
     boxes
 }
 
-/// Covers `range`, relative to the sub-tensor at index `prefix` of the dimensions before `dim`.
+/// Appends the boxes that cover `range` of one sub-tensor: the one at index `prefix` of the dimensions before `dim`.
+/// The range is relative to that sub-tensor.
 fn split_flat_range(
     shape: &[usize],
     strides: &[usize],
@@ -235,11 +236,15 @@ pub fn copy_runs(overlap: &TensorBox, src: &TensorBox, dst: &TensorBox) -> CopyR
 /// The iterator of [`copy_runs`].
 #[derive(Debug, Clone)]
 pub struct CopyRuns {
-    /// The extents of the outer dimensions, which the iterator steps through.
+    /// The extents of the outer dimensions, those that a run does not span. The iterator steps through them.
     outer: Vec<usize>,
+    /// The number of elements in the source box from one index of each outer dimension to the next.
     src_steps: Vec<usize>,
+    /// The same for the destination box.
     dst_steps: Vec<usize>,
+    /// The indices of `next` in the outer dimensions.
     index: Vec<usize>,
+    /// The run that the next call returns; `None` at the end.
     next: Option<CopyRun>,
 }
 
@@ -282,6 +287,8 @@ impl Iterator for CopyRuns {
         let run = self.next?;
         let mut following = run;
         self.next = None;
+        // Count up the index like an odometer, the last dimension first. If every dimension wraps around, `run` was the
+        // last one.
         for d in (0..self.outer.len()).rev() {
             self.index[d] += 1;
             if self.index[d] < self.outer[d] {
@@ -290,6 +297,7 @@ impl Iterator for CopyRuns {
                 self.next = Some(following);
                 break;
             }
+            // This dimension starts again at 0, so go back over its steps and carry into the dimension before it.
             following.src -= (self.outer[d] - 1) * self.src_steps[d];
             following.dst -= (self.outer[d] - 1) * self.dst_steps[d];
             self.index[d] = 0;

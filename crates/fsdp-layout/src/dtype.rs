@@ -73,7 +73,7 @@ impl DType {
         self.bits() / 8
     }
 
-    /// Returns `true` for a real floating-point type of any width.
+    /// Returns `true` for floating-point types of any width, but not for complex types.
     #[must_use]
     pub const fn is_float(self) -> bool {
         matches!(

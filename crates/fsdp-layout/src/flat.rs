@@ -1,8 +1,9 @@
 //! The layout of many parameters in one FlatParameter: padding, shards, and where each parameter lies in a shard.
 //!
-//! With `use_orig_params` each parameter starts on a 16-byte boundary (padding goes before a parameter that would not),
-//! and a tail padding that counts as part of the unpadded size makes the total divisible by the number of ranks.
-//! Without it there is no alignment, and the last ranks' shards are padded on the right.
+//! With `use_orig_params`, padding makes each parameter start on a 16-byte boundary. More padding at the end makes the
+//! total divisible by the number of ranks. torch counts both as part of the unpadded size, and so does this module.
+//!
+//! Without `use_orig_params` parameters are not aligned, and the last ranks' shards are padded on the right.
 
 use std::ops::Range;
 
@@ -16,7 +17,7 @@ use crate::shard::{UnpaddedShard, unpadded_shard};
 /// The alignment of parameters: each starts on a multiple of this many bytes.
 pub const ALIGNMENT_BYTES: usize = 16;
 
-/// The value that torch writes into alignment padding. It must never show in a state dict.
+/// The value that torch writes into alignment padding. It must never get into a state dict.
 pub const ALIGNMENT_PADDING_VALUE: u8 = 42;
 
 /// The reason that a FlatParameter cannot be laid out.
@@ -39,8 +40,9 @@ pub enum FlatLayoutError {
     },
 }
 
-/// Returns the number of elements of `dtype` that fill one alignment unit: 4 for f32, 8 for bf16, 2 for f64.
-/// `dtype` is that of forward and backward, which mixed precision may make narrower than the parameters'.
+/// Returns the number of elements of `dtype` that fill [`ALIGNMENT_BYTES`]: 4 for f32, 8 for bf16, 2 for f64.
+///
+/// `dtype` is the dtype of forward and backward. With mixed precision it may be narrower than that of the parameters.
 #[must_use]
 pub const fn aligned_numel(dtype: DType) -> usize {
     let size = dtype.size_in_bytes() as usize;
@@ -70,13 +72,13 @@ pub struct ShardParamInfo {
 }
 
 impl ShardParamInfo {
-    /// Returns the range of the shard.
+    /// Returns the range of the shard that holds the parameter's part.
     #[must_use]
     pub const fn shard_range(&self) -> Range<usize> {
         self.offset_in_shard..self.offset_in_shard + self.numel_in_shard
     }
 
-    /// Returns the range of the flattened parameter.
+    /// Returns the range of the flattened parameter that lies in the shard.
     #[must_use]
     pub const fn param_range(&self) -> Range<usize> {
         self.intra_param_start..self.intra_param_end + 1
@@ -140,6 +142,8 @@ impl FlatLayout {
             if aligned_numel > 0 {
                 layout.pad_to_multiple_of(aligned_numel);
             }
+            // Padding adds less than one alignment and one element per rank. With room for both, no later sum
+            // overflows.
             let end = checked_numel(&shape)
                 .and_then(|numel| Some((numel, layout.unpadded_numel.checked_add(numel)?)))
                 .filter(|(_, end)| end.checked_add(world_size + ALIGNMENT_BYTES).is_some());
@@ -154,12 +158,14 @@ impl FlatLayout {
             layout.shapes.push(shape);
             layout.numels.push(numel);
         }
+        // In this mode the ranks' shards have the same size without padding on the right.
         if aligned_numel > 0 {
             layout.pad_to_multiple_of(world_size);
         }
         Ok(layout)
     }
 
+    /// Appends padding, if any is needed to make the total so far a multiple of this number of elements.
     fn pad_to_multiple_of(&mut self, multiple: usize) {
         let padding = self.unpadded_numel.next_multiple_of(multiple) - self.unpadded_numel;
         if padding > 0 {
@@ -187,13 +193,14 @@ impl FlatLayout {
         &self.numels
     }
 
-    /// Parameters and padding in flat order; lengths are in [`Self::numels_with_padding`].
+    /// Returns the parameters and the padding between them, in flat order. [`Self::numels_with_padding`] has their
+    /// lengths.
     #[must_use]
     pub fn entries(&self) -> &[FlatEntry] {
         &self.entries
     }
 
-    /// Returns the element counts of parameters and padding, in flat order.
+    /// Returns the element counts of [`Self::entries`]: of parameters and padding, in flat order.
     #[must_use]
     pub fn numels_with_padding(&self) -> &[usize] {
         &self.numels_with_padding
@@ -259,6 +266,7 @@ impl FlatLayout {
         self.param_info_of_range(param, &self.shard(rank).range)
     }
 
+    /// Returns the part of a parameter that lies in a range of the unsharded FlatParameter; `None` if it is empty.
     fn param_info_of_range(&self, param: usize, range: &Range<usize>) -> Option<ShardParamInfo> {
         let whole = self.param_range(param);
         let start = range.start.max(whole.start);
@@ -271,7 +279,11 @@ impl FlatLayout {
         })
     }
 
-    /// Returns the boxes of parameter `param` that a rank's shard holds, in the order in which they lie there.
+    /// Returns the boxes of parameter `param` that a rank's shard holds, in the order of their elements in the shard.
+    /// There are none if the shard has no element of the parameter.
+    ///
+    /// # Panics
+    /// If the layout has no such parameter.
     #[must_use]
     pub fn param_boxes(&self, param: usize, rank: usize) -> Vec<TensorBox> {
         match self.shard_param_info(param, rank) {

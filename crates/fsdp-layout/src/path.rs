@@ -14,6 +14,7 @@ pub enum PathPart {
 }
 
 impl fmt::Display for PathPart {
+    /// Writes the part as it stands in a flat key: without quotes or brackets.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             PathPart::Key(key) => f.write_str(key),
@@ -40,7 +41,7 @@ pub struct KeyPath(pub Vec<PathPart>);
 impl KeyPath {
     /// Returns the parts joined with dots: the key in a checkpoint.
     ///
-    /// Two paths may have one flat key, so code that flattens a state dict must refuse keys that occur twice.
+    /// Two different paths may have the same flat key, so code that flattens a state dict must refuse duplicates.
     #[must_use]
     pub fn flat_key(&self) -> String {
         self.0.iter().map(PathPart::to_string).collect::<Vec<_>>().join(".")

@@ -31,7 +31,7 @@ pub enum PlainValue {
     Set(Vec<PlainValue>),
     /// A dict, `{key: value}`, in insertion order. Keys may be any plain value.
     Dict(Vec<(PlainValue, PlainValue)>),
-    /// A tensor inside one of these values, such as a tuple, where it has no key of its own.
+    /// A tensor inside another plain value, such as a tuple, where it has no key of its own.
     Tensor(PlainTensor),
 }
 
@@ -83,7 +83,7 @@ impl PlainValue {
         }
     }
 
-    /// Returns the value as an integer, if it is one (a bool is not).
+    /// Returns the integer; `None` for any other value, a bool or a [`PlainValue::BigInt`] included.
     #[must_use]
     pub const fn as_int(&self) -> Option<i64> {
         match self {
@@ -92,7 +92,7 @@ impl PlainValue {
         }
     }
 
-    /// Returns the value as a float: a float, or an integer that a float holds.
+    /// Returns the float, or an integer rounded to the nearest float; `None` for any other value.
     #[must_use]
     pub const fn as_float(&self) -> Option<f64> {
         match self {
@@ -102,7 +102,7 @@ impl PlainValue {
         }
     }
 
-    /// Returns the value as a bool, if it is one.
+    /// Returns the bool; `None` for any other value.
     #[must_use]
     pub const fn as_bool(&self) -> Option<bool> {
         match self {
@@ -111,7 +111,7 @@ impl PlainValue {
         }
     }
 
-    /// Returns the value as text, if it is text.
+    /// Returns the text; `None` for any other value.
     #[must_use]
     pub fn as_str(&self) -> Option<&str> {
         match self {

@@ -54,7 +54,7 @@ pub(crate) fn build_units(group: &ProcessGroup, config: &FsdpConfig, registry: &
 }
 
 impl Built {
-    /// Makes the handle of one unit.
+    /// Lays out the parameters of one unit, and makes its handle with this rank's initial values.
     fn unit(
         &self,
         is_root: bool,

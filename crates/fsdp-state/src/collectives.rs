@@ -27,10 +27,11 @@ pub struct GatherOptions {
 /// brings a [`ShardedTensor`] without boxes. Elements may be on several ranks (HybridShard). The result has the order
 /// of this rank's dict, and its tensors share memory with nothing; plain values and whole tensors are this rank's own.
 ///
-/// Collectives: two agreements; if there are sharded tensors an object all-gather of boxes, and in path order one
-/// all-gather, or one gather to each rank that keeps it, for each tensor or for several of together less than half of the
-/// largest (less than 1 MiB always, at most 32 MiB); none for tensors of which every keeping rank has all boxes. A status
-/// round every 256 MiB. A rank that keeps nothing needs memory for its own part of one tensor at most.
+/// Collectives: two agreements. If there are sharded tensors, also an object all-gather of boxes and then, in path
+/// order, one all-gather for each tensor, or one gather to each rank that keeps it. A tensor of which every keeping
+/// rank has all boxes needs none. Small tensors share a call, up to half the size of the largest tensor (but at least
+/// 1 MiB, and at most 32 MiB). After every 256 MiB there is one more agreement. A rank that keeps nothing needs memory
+/// for its own part of one tensor at most.
 ///
 /// # Errors
 /// The same on every rank: [`StateError::KeyMismatch`], [`StateError::ValueMismatch`],
@@ -76,11 +77,11 @@ pub fn gather_state_dict(
     Ok(gathered)
 }
 
-/// Gathers as [`gather_state_dict`], and hands each value to `sink` as soon as it is whole and then forgets it, so that a
-/// rank that writes a file needs memory for one tensor, not for all of them.
+/// Gathers as [`gather_state_dict`], but hands each value to `sink` as soon as it is whole. A rank that writes a file
+/// thus needs memory for one tensor, not for all of them.
 ///
-/// Values come sorted by path. `sink` is called on the ranks that keep the result only. If it fails on one rank all
-/// ranks get that error, at the latest after the next 256 MiB of tensors.
+/// Values come sorted by path. `sink` is called only on the ranks that keep the result. If it fails on one rank, all
+/// ranks get that error after at most 256 MiB more of tensors.
 ///
 /// # Errors
 /// The same as [`gather_state_dict`], and those of `sink`.
@@ -109,7 +110,7 @@ fn gather(
     Ok(())
 }
 
-/// Ends a call on every rank, if it cannot begin on one. Ranks that can take part in the agreement of the load instead.
+/// Returns what this rank has opened. If a rank cannot open its source or target, the call fails on every rank.
 fn opened_everywhere<T>(
     operation: &'static str,
     group: &ProcessGroup,
@@ -117,13 +118,13 @@ fn opened_everywhere<T>(
 ) -> Result<T, StateError> {
     match opened {
         Ok(opened) => Ok(opened),
-        // The round in which the other ranks compare their schemas.
+        // The other ranks go on to the agreement in `load_state`. This rank takes part in it, to tell them its error.
         Err(error) => Ok(group.agree_on::<T, _>(operation, 0, Err(error))?),
     }
 }
 
-/// Returns one tensor whole on every rank, on `device` or where this rank's part of it is (the CPU if it has none).
-/// torch's `_all_gather_sharded_tensor`, for any boxes and not only for chunks of dimension 0.
+/// Returns one tensor whole on every rank. It is on `device`; without one it is where this rank's part is, or on the
+/// CPU if this rank has none. torch's `_all_gather_sharded_tensor`, but for any boxes.
 ///
 /// Collectives: the same as [`gather_state_dict`].
 ///
@@ -138,8 +139,8 @@ pub fn all_gather_sharded_tensor(
     whole.ok_or_else(|| StateError::NoSuchRank { rank: group.rank(), world_size: group.world_size() })
 }
 
-/// Returns one tensor whole on one rank, `root` of the group; `None` on all others, which need no memory for it. torch's
-/// `ShardedTensor.gather`, which wants the tensor allocated beforehand.
+/// Returns one tensor whole on rank `root` of the group, and `None` on all others, which need no memory for it. torch's
+/// `ShardedTensor.gather`, except that the caller need not allocate the tensor.
 ///
 /// Collectives: the same as [`gather_state_dict`].
 ///
@@ -182,11 +183,11 @@ fn gather_one(
 /// Every rank gets the same report, or the same error, before any tensor moves. Where [`LoadOptions::strict`] is
 /// false, local values that the root lacks stay (shared with `local`), and what only the root has does not move.
 ///
-/// Collectives: three agreements; one object broadcast with the root's names and small values, and one object all-gather of
-/// the ranks' boxes; in path order one broadcast for each tensor that is whole on all ranks, or one scatter of just the
-/// boxes (more where a tensor, or copies of it, exceed 32 MiB); tensors of together less than half of the largest share
-/// them (less than 1 MiB always, at most 32 MiB). A status round every 256 MiB. No rank but the root needs memory for a
-/// tensor that it does not want whole.
+/// Collectives: three agreements, one object broadcast of the root's names and small values, and one object all-gather
+/// of the ranks' boxes. Then, in path order, each tensor that all ranks want whole takes one broadcast, and any other
+/// tensor one scatter of just the boxes, or several if it, or copies of it, exceed 32 MiB. Small tensors share a call,
+/// up to half the size of the largest tensor (but at least 1 MiB, and at most 32 MiB). After every 256 MiB there is one
+/// more agreement. No rank but the root needs memory for a tensor that it does not want whole.
 ///
 /// # Errors
 /// The same on every rank: [`StateError::Incompatible`] for values that do not fit, and for missing and unexpected
@@ -202,14 +203,17 @@ pub fn broadcast_state_dict(
     broadcast("broadcast_state_dict", full, local, root, group, options)
 }
 
-/// Broadcasts as [`broadcast_state_dict`] some keys of the outermost dict, which both dicts must have; the result has just
-/// these. torch's `_broadcast_tensors`. Always strict. Every rank names the same keys, in any order.
+/// Broadcasts only the values of `keys`, as a strict [`broadcast_state_dict`]; the result has just these keys. torch's
+/// `_broadcast_tensors`.
 ///
-/// Collectives: the same as [`broadcast_state_dict`], and one agreement more.
+/// Keys are those of the outermost dict. Both `full` (on `root`) and `local` must have all of them. Every rank names
+/// the same keys, in any order. [`LoadOptions::strict`] is ignored.
+///
+/// Collectives: one agreement, and then those of [`broadcast_state_dict`].
 ///
 /// # Errors
-/// The same as a strict [`broadcast_state_dict`]; a rank's [`StateError::MissingKey`] for a key that one of its dicts
-/// lacks.
+/// The same as a strict [`broadcast_state_dict`]. If a dict of some rank lacks one of the keys, that rank's
+/// [`StateError::MissingKey`] is in the [`RankFailed`](fsdp_comm::CommError::RankFailed) that every rank gets.
 pub fn broadcast_tensors(
     full: Option<&StateDict>,
     local: &StateDict,
@@ -219,6 +223,7 @@ pub fn broadcast_tensors(
     options: &LoadOptions,
 ) -> Result<StateDict, StateError> {
     const OPERATION: &str = "broadcast_tensors";
+    // What other ranks pass as `full` is ignored, so it need not have the keys.
     let full = full.filter(|_| group.rank() == root);
     let (full, local) = select_all(OPERATION, group, full, local, keys)?;
     let options = LoadOptions { strict: true, ..options.clone() };
@@ -241,12 +246,13 @@ fn broadcast(
 }
 
 /// Returns the values of a whole state dict, which every rank holds, in the structure, kinds and boxes of each rank's
-/// `local` dict. torch's `_distribute_state_dict`, which however scatters the values of rank 0: here every rank takes its
-/// own part, and ranks that hold different tensors get an error. Plain values and tensors without dimensions are each
-/// rank's own.
+/// `local` dict. torch's `_distribute_state_dict`.
 ///
-/// As in [`broadcast_state_dict`] the result is a new dict, `local` is unchanged, and [`LoadOptions::strict`] decides about
-/// names that only one of the two has.
+/// torch scatters the values of rank 0. Here every rank takes its own part of its own dict, and ranks that hold
+/// different tensors get an error. Plain values and tensors without dimensions are each rank's own.
+///
+/// The result is a new dict, and `local` is unchanged. [`LoadOptions::strict`] decides about names that only one of the
+/// two has, as in [`broadcast_state_dict`].
 ///
 /// Collectives: two agreements; no tensor moves. (Sharded tensors in `full` move as in [`reshard_state_dict`].)
 ///
@@ -262,15 +268,18 @@ pub fn distribute_state_dict(
     redistribute("distribute_state_dict", full, local, group, options)
 }
 
-/// Distributes as [`distribute_state_dict`] some keys of the outermost dict, which both dicts must have; the result has
-/// just these. torch's `_distribute_tensors`, which however changes live tensors in place, one after the other: here
-/// nothing is changed, and [`copy_state_dict`](crate::copy_state_dict) does that once all is well. Always strict.
+/// Distributes only the values of `keys`, as a strict [`distribute_state_dict`]; the result has just these keys.
+/// torch's `_distribute_tensors`.
 ///
-/// Collectives: the same as [`distribute_state_dict`], and one agreement more.
+/// Keys are those of the outermost dict, and both dicts must have all of them. [`LoadOptions::strict`] is ignored.
+/// torch changes live tensors in place, one after the other. Here nothing is changed:
+/// [`copy_state_dict`](crate::copy_state_dict) can copy the result into live tensors afterwards.
+///
+/// Collectives: one agreement, and then those of [`distribute_state_dict`].
 ///
 /// # Errors
-/// The same as a strict [`distribute_state_dict`]; a rank's [`StateError::MissingKey`] for a key that one of its dicts
-/// lacks.
+/// The same as a strict [`distribute_state_dict`]. If a dict of some rank lacks one of the keys, that rank's
+/// [`StateError::MissingKey`] is in the [`RankFailed`](fsdp_comm::CommError::RankFailed) that every rank gets.
 pub fn distribute_tensors(
     full: &StateDict,
     local: &StateDict,
@@ -285,16 +294,18 @@ pub fn distribute_tensors(
 }
 
 /// Returns the values of a state dict that is sharded in any way, in the structure, kinds and boxes of each rank's `local`
-/// dict: only overlaps move, and no rank needs memory for a tensor that it does not want whole. torch's
-/// `DTensor.redistribute`, for all of a dict and between any boxes.
+/// dict. torch's `DTensor.redistribute`, for all of a dict and between any boxes.
 ///
-/// As in [`broadcast_state_dict`] the result is a new dict, `local` is unchanged, and [`LoadOptions::strict`] decides about
-/// names that only one of the two has. Whole tensors of `state` count as held by every rank, and must be the same there.
+/// Only elements that a rank wants and does not have are sent. No rank needs memory for a tensor that it does not want
+/// whole. Whole tensors of `state` count as held by every rank, and must be the same there.
 ///
-/// Collectives: two agreements. If `state` has sharded tensors, also an object all-gather of those of which some rank
-/// lacks parts. If there are any, also an object all-gather of their boxes, and one all-to-all of overlaps for each of
-/// them, in path order. Small tensors share an all-to-all: several of together less than half of the largest (less than
-/// 1 MiB always, at most 32 MiB). A status round every 256 MiB.
+/// The result is a new dict, and `local` is unchanged. [`LoadOptions::strict`] decides about names that only one of the
+/// two has, as in [`broadcast_state_dict`].
+///
+/// Collectives: two agreements. If `state` has sharded tensors, also an object all-gather of the list of those that
+/// have to move: some rank wants elements that it does not have. If there are any, also an object all-gather of their
+/// boxes, and one all-to-all for each of them, in path order. Small tensors share a call, up to half the size of the
+/// largest tensor (but at least 1 MiB, and at most 32 MiB). After every 256 MiB there is one more agreement.
 ///
 /// # Errors
 /// The same as [`distribute_state_dict`]; [`StateError::NotCovered`] if wanted elements are on no rank.
@@ -335,9 +346,9 @@ pub struct Reshard<'a> {
 /// Returns the same tensor in other boxes: each rank gets `boxes`, which may be none, from the ranks that have them.
 /// torch's `DTensor.redistribute`, without a gather, for any boxes.
 ///
-/// Several ranks may hold or want an element, and an element that no rank wants need not be on any. No rank holds more than
-/// its old and new boxes and the bytes that it sends. The new boxes share memory with nothing and lie where this rank's old
-/// ones do (on the CPU if it has none).
+/// Several ranks may hold or want an element, and an element that no rank wants need not be on any. No rank needs more
+/// memory than for its old and new boxes and the bytes that it sends. The new boxes are new tensors on the device of
+/// this rank's old boxes, or on the CPU if it has none.
 ///
 /// Collectives: the same as [`reshard_state_dict`].
 ///
@@ -354,8 +365,8 @@ pub fn reshard_sharded_tensor(
     resharded.ok_or(StateError::NoSource { rank: group.rank() })
 }
 
-/// Reshards as [`reshard_sharded_tensor`] many tensors together. Ranks may list them in any order; the result is in this
-/// rank's.
+/// Reshards many tensors together, each as [`reshard_sharded_tensor`] does. Ranks may list them in different orders;
+/// the result has the order of this rank's list.
 ///
 /// # Errors
 /// The same as [`reshard_sharded_tensor`]; ranks that bring different names; [`StateError::DuplicateKey`] for one that
@@ -384,11 +395,11 @@ fn reshard(
     Ok(resharded)
 }
 
-/// Returns the tensors by name, and a template of the wanted boxes, which takes no memory.
+/// Returns the tensors by name, and a template of the wanted boxes, which takes almost no memory.
 fn as_state_dicts(tensors: &[Reshard<'_>]) -> Result<(StateDict, StateDict), StateError> {
     let (mut state, mut local) = (StateDict::new(), StateDict::new());
     for Reshard { name, tensor, boxes } in tensors {
-        // One element stands for all of a box.
+        // One zero is broadcast to all elements of a box: of the template only dtype, boxes and device are used.
         let zero = storage::zeros(&[], tensor.dtype())?;
         let device = tensor.shards().first().map_or(Device::Cpu, |shard| shard.tensor.device().clone());
         let zero = storage::to_device(&zero, &device)?;
@@ -408,7 +419,8 @@ fn as_state_dicts(tensors: &[Reshard<'_>]) -> Result<(StateDict, StateDict), Sta
     Ok((state, local))
 }
 
-/// Returns the values of some keys of both dicts; a missing one is an error on all ranks.
+/// Returns dicts with only these keys of both dicts. A key that a dict lacks is an error on all ranks. Collective: one
+/// agreement.
 fn select_all(
     operation: &'static str,
     group: &ProcessGroup,
@@ -422,6 +434,7 @@ fn select_all(
     Ok(group.agree(operation, selected)?)
 }
 
+/// Returns a dict with only these keys of `state`. `holder` names the dict in the error of a missing key.
 fn select(
     operation: &'static str,
     state: &StateDict,

@@ -6,9 +6,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::StateError;
 
-/// The ranks of a group that keep a result; the others take part and get nothing. torch's `ranks_only`, where an
-/// empty list means all ranks, and which `cpu_offload` silently sets to rank 0 in places: here the device never
-/// decides who keeps what.
+/// The ranks of a group that keep a result; the others take part and get nothing. torch's `ranks_only`.
+///
+/// In torch an empty list means all ranks, and `cpu_offload` sets the list to rank 0 in some functions. Here an empty
+/// list means no rank, and the device has no influence.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub enum KeepOn {
     /// Every rank.
@@ -34,6 +35,7 @@ impl KeepOn {
         }
     }
 
+    /// Checks that a group of `world_size` ranks has all these ranks.
     pub(crate) fn check(&self, world_size: usize) -> Result<(), StateError> {
         match self {
             KeepOn::Ranks(ranks) => match ranks.iter().find(|&&rank| rank >= world_size) {

@@ -1,4 +1,4 @@
-//! Memory that a target lends to a source: [`Memory`], and who gives it ([`Lend`]).
+//! [`Memory`] that a target lends to a source, and the trait through which the source asks for it: [`Lend`].
 
 use candle_core::{Device, Tensor};
 use fsdp_flat::{FlatError, LocalShard, RawTensor, ShardedTensor, storage};
@@ -74,10 +74,11 @@ impl Memory {
         }
     }
 
-    /// Returns the filled memory as a value: the whole tensor if `whole`, else a sharded one; on `device`.
+    /// Turns filled memory into a value on `device`: a whole tensor if `whole` is `true`, else a sharded one. Raw
+    /// memory always becomes a raw tensor, which is on the CPU.
     ///
     /// # Errors
-    /// candle's.
+    /// [`FlatError::NotCovered`] if `whole` is `true` and the boxes are not all of the tensor; candle's.
     pub fn into_value(self, whole: bool, device: &Device) -> Result<StateValue, StateError> {
         Ok(match self {
             Memory::Raw(RawMemory { dtype, shape, bytes }) => RawTensor::new(dtype, shape, bytes)?.into(),
@@ -86,7 +87,8 @@ impl Memory {
         })
     }
 
-    /// Returns `true` if a value is the very memory that this is.
+    /// Returns `true` if a value has the same boxes in the same memory as this, so that filling it would change
+    /// nothing.
     pub(crate) fn is_same_view(&self, value: &StateValue) -> bool {
         match (self, value) {
             (Memory::Tensors(tensor), StateValue::Sharded(value)) => tensor.is_same_view(value),
@@ -97,15 +99,15 @@ impl Memory {
         }
     }
 
-    /// Returns host memory of another dtype to be filled instead, if these tensors cannot be filled as they are: a GPU's,
-    /// or those of another dtype than the values that come.
+    /// Returns host memory of `dtype`, the dtype of the values that come, to be filled in place of these tensors.
+    /// Returns `None` if they can be filled directly: if they are on the host and have that dtype.
     pub(crate) fn detour(&self, dtype: DType) -> Result<Option<ShardedTensor>, StateError> {
         let Memory::Tensors(tensor) = self else { return Ok(None) };
         let is_on_host = tensor.shards().iter().all(|shard| shard.tensor.device().is_cpu());
-        // candle holds dtypes that it does not convert from or to: those are filled as they are.
         if is_on_host && tensor.file_dtype()? == dtype {
             return Ok(None);
         }
+        // candle can hold some dtypes that it cannot convert. If the dtypes are the same, no conversion is needed.
         let held = if tensor.file_dtype()? == dtype { tensor.dtype() } else { fsdp_flat::dtype::to_candle(dtype)? };
         Ok(Some(ShardedTensor::zeros(held, tensor.shape(), &tensor.boxes())?))
     }
@@ -120,7 +122,7 @@ impl Memory {
         convert_one(from, to).is_ok()
     }
 
-    /// Copies values that took a detour to these tensors, and converts them.
+    /// Copies values to these tensors from memory that was filled in their place, and converts them to their dtype.
     ///
     /// # Errors
     /// candle's; tensors that are not contiguous.
@@ -135,12 +137,12 @@ impl Memory {
     }
 }
 
-/// Gives memory for wanted tensors, by their positions in a plan, and takes it back filled.
+/// Lends memory for wanted tensors, by their positions in a plan, and takes it back filled.
 ///
-/// All memory that a source asks for is CPU memory of the dtype that the source has: casts and copies to devices are done
-/// behind this.
+/// A source always gets CPU memory of the source's own dtype. Casts, and copies to devices, are done when the memory is
+/// given back.
 pub trait Lend {
-    /// Returns the memory of one tensor, a box for each that is wanted. Memory of live tensors is not locked.
+    /// Returns memory for the wanted boxes of one tensor, with a tensor for each box. Live tensors are not locked.
     ///
     /// # Errors
     /// This rank's own: no memory for it.
@@ -155,8 +157,8 @@ pub trait Lend {
     /// Returns `true` if [`Lend::take_copy`] may be called for a tensor, in place of the other two.
     fn takes_copy(&self, wanted: usize) -> bool;
 
-    /// Takes a copy of the values that the source has made: all wanted boxes one after the other, in one dimension. It
-    /// spares the zeros of fresh memory.
+    /// Takes a copy of the values that the source has made: all wanted boxes one after the other, in one dimension.
+    /// This saves filling new memory with zeros first.
     ///
     /// # Errors
     /// This rank's own.

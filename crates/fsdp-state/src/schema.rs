@@ -139,7 +139,8 @@ impl Schema {
         self.0.iter().any(|(path, _)| matches!(path.0.first(), Some(PathPart::Key(first)) if first == key))
     }
 
-    /// Returns `true` if the leaf at a position is a plain value or a whole tensor of one element, which travel by value.
+    /// Returns `true` if the leaf at a position is a plain value or a whole tensor of one element. Such small values
+    /// are sent with the schema.
     #[must_use]
     pub fn is_small(&self, position: usize) -> bool {
         match self.get(position) {
@@ -149,7 +150,7 @@ impl Schema {
         }
     }
 
-    /// Returns the schema of a state dict, every container of which is opened.
+    /// Returns the schema of a state dict, with a leaf for each value in its dicts, lists and tuples.
     ///
     /// # Errors
     /// Tensors whose memory is released, or of dtypes and shapes that no file holds.
@@ -157,7 +158,7 @@ impl Schema {
         Ok(Self::with_values(state)?.0)
     }
 
-    /// Returns the schema, and the values in its order.
+    /// Returns the schema of a state dict, and the dict's values in the order of the schema.
     pub(crate) fn with_values(state: &StateDict) -> Result<(Self, Vec<&StateValue>), StateError> {
         let mut leaves = leaves(state);
         leaves.sort_by(|(a, _), (b, _)| a.cmp(b));

@@ -67,7 +67,7 @@ impl StateDict {
         self.entries.get_mut(key)
     }
 
-    /// Takes a value out; the others keep their order.
+    /// Removes a key, and returns its value. The other keys keep their order.
     pub fn remove(&mut self, key: &str) -> Option<StateValue> {
         self.entries.shift_remove(key)
     }
@@ -131,12 +131,13 @@ impl StateDict {
     }
 }
 
+/// Copies each value of a list.
 fn copy_all(values: &[StateValue]) -> Result<Vec<StateValue>, StateError> {
     values.iter().map(StateValue::copy).collect()
 }
 
 impl StateValue {
-    /// Copies the value, like [`StateDict::copy`]. Raw tensors and plain values, which nobody can change, are shared.
+    /// Copies the value, as [`StateDict::copy`] does. Raw tensors and plain values never change, so they are shared.
     ///
     /// # Errors
     /// A tensor that is freed; candle's.
@@ -151,7 +152,7 @@ impl StateValue {
         })
     }
 
-    /// Returns the nested dict, if it is one.
+    /// Returns the nested dict; `None` for any other value.
     #[must_use]
     pub const fn as_dict(&self) -> Option<&StateDict> {
         match self {
@@ -160,7 +161,7 @@ impl StateValue {
         }
     }
 
-    /// Returns the nested dict, to change it, if it is one.
+    /// Returns the nested dict, to change it; `None` for any other value.
     pub const fn as_dict_mut(&mut self) -> Option<&mut StateDict> {
         match self {
             StateValue::Dict(dict) => Some(dict),
@@ -168,7 +169,7 @@ impl StateValue {
         }
     }
 
-    /// Returns the whole tensor, if it is one.
+    /// Returns the whole candle tensor; `None` for any other value, a sharded or raw tensor included.
     #[must_use]
     pub const fn as_tensor(&self) -> Option<&Tensor> {
         match self {
@@ -177,7 +178,7 @@ impl StateValue {
         }
     }
 
-    /// Returns the sharded tensor, if it is one.
+    /// Returns the sharded tensor; `None` for any other value.
     #[must_use]
     pub const fn as_sharded(&self) -> Option<&ShardedTensor> {
         match self {
@@ -186,7 +187,7 @@ impl StateValue {
         }
     }
 
-    /// Returns the plain value, if it is one.
+    /// Returns the plain value; `None` for any other value.
     #[must_use]
     pub const fn as_plain(&self) -> Option<&PlainValue> {
         match self {
@@ -195,7 +196,7 @@ impl StateValue {
         }
     }
 
-    /// Returns its kind, for messages.
+    /// Returns the name of the value's kind, for messages.
     #[must_use]
     pub const fn kind(&self) -> &'static str {
         match self {
@@ -209,7 +210,7 @@ impl StateValue {
         }
     }
 
-    /// Returns `true` if it is a tensor of any kind.
+    /// Returns `true` if the value is a tensor of any kind: whole, sharded or raw.
     #[must_use]
     pub const fn is_tensor(&self) -> bool {
         matches!(self, StateValue::Tensor(_) | StateValue::Sharded(_) | StateValue::Raw(_))
@@ -240,6 +241,7 @@ from! {
 }
 
 impl<K: Into<String>> FromIterator<(K, StateValue)> for StateDict {
+    /// Makes a dict of keys and values, in their order. If a key occurs twice, the last value counts.
     fn from_iter<I: IntoIterator<Item = (K, StateValue)>>(iter: I) -> Self {
         StateDict { entries: iter.into_iter().map(|(key, value)| (key.into(), value)).collect() }
     }

@@ -9,7 +9,9 @@ struct Target {
     case: &'static str,
     /// The name of the limit; every limit if empty.
     limit: &'static str,
+    /// The speed, as a multiple of the limit's.
     limit_ratio: Option<f64>,
+    /// The speed, as a multiple of torch's.
     torch_ratio: Option<f64>,
 }
 
@@ -29,7 +31,9 @@ const TARGETS: [Target; 9] = [
 const TARGET_SIZE: &str = "2g";
 
 impl Target {
+    /// Returns the target of a case; `None` if it has none, or is of another size.
     fn of(case: &Case) -> Option<&'static Target> {
+        // A load has the same target whatever number of ranks saved.
         let name = case.name.split(", saved on").next().unwrap_or(&case.name);
         let limit = case.limit.as_ref().map_or("", |limit| &limit.name);
         let fits = |target: &&Target| target.case == name && (target.limit.is_empty() || target.limit == limit);
@@ -37,6 +41,7 @@ impl Target {
     }
 }
 
+/// Returns the results as Markdown: a table of all cases, then a table of each of the smaller benches.
 pub(super) fn markdown(results: &Results) -> String {
     let mut text = format!("Measured on {}.\n\n", results.machine);
     text.push_str(
@@ -53,6 +58,7 @@ pub(super) fn markdown(results: &Results) -> String {
     text
 }
 
+/// Appends the row of one case to the table.
 fn line(text: &mut String, case: &Case) {
     let Case { name, size, ranks, place, seconds, .. } = case;
     let speed = case.bytes as f64 / seconds / 1e9;
@@ -80,7 +86,7 @@ fn judge(wanted: Option<f64>, found: Option<f64>, of: &str) -> Option<String> {
     Some(format!("{wanted:.2} {of}: {verdict}"))
 }
 
-/// Writes a list of flat objects as a table of its own.
+/// Appends a table with a row for each object of a list, and a column for each key of the first.
 fn objects(text: &mut String, figures: &serde_json::Value) {
     let rows = figures.as_array().map_or_else(|| std::slice::from_ref(figures), Vec::as_slice);
     let Some(keys) = rows.first().and_then(|row| row.as_object()).map(|row| row.keys().cloned().collect::<Vec<_>>())

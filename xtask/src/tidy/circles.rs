@@ -2,23 +2,24 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-/// Uses that are part of a circle and not mended yet: the first file or folder uses the second. New ones are not welcome.
+/// Known uses that make a circle: the first file or folder uses the second. Do not add to this list.
 const KNOWN: [(&str, &str); 1] = [
     // `storage` lends memory on GPUs through `cuda`, which needs its traits; only a build with the feature `cuda` can
     // check a move.
     ("crates/fsdp-flat/src/cuda", "crates/fsdp-flat/src/storage"),
 ];
 
-/// The pairs of nodes of which the first uses the second.
+/// Pairs of files, or of folders: the first uses the second.
 type Uses = BTreeSet<(String, String)>;
 
-/// Lists the circles among the files of one crate, and among the folders of its `src`.
+/// Returns a message for each circle in the uses of one crate: files, or folders of `src`, that use each other,
+/// directly or through others. Uses in [`KNOWN`] do not count.
 pub(super) fn check(uses: &Uses) -> Vec<String> {
     let known = KNOWN.iter().map(|&(from, to)| (from.to_owned(), to.to_owned())).collect();
     breaches(uses, &known)
 }
 
-/// Lists the entries of [`KNOWN`] that are mended, given the uses of all crates.
+/// Returns a message for each entry of [`KNOWN`] that is not among `uses`, the uses of all crates, any more.
 pub(super) fn stale(uses: &Uses) -> Vec<String> {
     let folders = folders(uses);
     let mut stale = Vec::new();
@@ -31,6 +32,7 @@ pub(super) fn stale(uses: &Uses) -> Vec<String> {
     stale
 }
 
+/// Returns a message for each circle that remains without the `known` uses.
 fn breaches(uses: &Uses, known: &Uses) -> Vec<String> {
     let files = circles(&uses.difference(known).cloned().collect());
     let files = files.into_iter().map(|circle| format!("files use each other in a circle: {circle}"));
@@ -45,8 +47,8 @@ fn folders(uses: &Uses) -> Uses {
     folders.filter(|(from, to)| from != to).collect()
 }
 
-/// Returns the folder of a file in its crate's `src`: `crates/x/src/a` for `a/b.rs`, `a/b/c.rs`, and for `a.rs` beside a
-/// folder `a`. Other files in `src` itself are in none.
+/// Returns the folder of `src` that a file belongs to. `a/b.rs`, `a/b/c.rs`, and `a.rs` beside a folder `a` all belong
+/// to `crates/x/src/a`. Other files directly in `src` belong to none.
 fn folder(file: &str, uses: &Uses) -> Option<String> {
     let (source, rest) = file.split_once("/src/")?;
     let room = match rest.split_once('/') {
@@ -77,7 +79,7 @@ fn circles(uses: &Uses) -> Vec<String> {
     circles
 }
 
-/// Finds the shortest way from a node back to itself, by searching in breadth.
+/// Returns the shortest circle through a node, found by a breadth-first search.
 fn circle_through<'a>(start: &'a str, next: &BTreeMap<&'a str, Vec<&'a str>>) -> Option<Vec<&'a str>> {
     let mut came_from: BTreeMap<&str, &str> = BTreeMap::new();
     let mut queue = VecDeque::from([start]);

@@ -1,4 +1,5 @@
-//! The rule that crates use only those below them, and the check that what should not need candle does not.
+//! The rule that a crate uses only crates of lower layers, and the check that the crates and builds that should not
+//! need candle do not use it.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -23,7 +24,7 @@ const LAYERS: [(&str, &[&str]); 10] = [
     ("fsdp-cli", &["fsdp-layout", "fsdp-dcp", "fsdp"]),
 ];
 
-/// The crates that know no tensor library.
+/// The crates that must not use a tensor library.
 const WITHOUT_CANDLE: [&str; 4] = ["fsdp-layout", "fsdp-digest", "fsdp-dcp", "fsdp-comm"];
 
 /// The packages of tensor libraries, which the command must not need without its feature `train`.
@@ -38,7 +39,7 @@ pub(super) fn check(root: &Path) -> Result<Vec<String>> {
     Ok(breaches)
 }
 
-/// Lists the tensor libraries in the packages that the command without `train` is built of, one a line.
+/// Returns a message for each tensor library in the output of `cargo tree` for the command without `train`.
 fn tensor_libraries(tree: &str) -> Vec<String> {
     let packages = tree.lines().filter_map(|line| line.split(' ').next());
     let mut found: Vec<&str> =
@@ -48,6 +49,7 @@ fn tensor_libraries(tree: &str) -> Vec<String> {
     found.iter().map(|package| format!("`fsdp-cli` without its feature `train` must not need `{package}`")).collect()
 }
 
+/// Runs cargo in the workspace, and returns its output.
 fn cargo(root: &Path, arguments: &[&str]) -> Result<Vec<u8>> {
     let output = Command::new(program()).current_dir(root).args(arguments).output();
     let output = output.context("failed to run cargo")?;
@@ -55,7 +57,7 @@ fn cargo(root: &Path, arguments: &[&str]) -> Result<Vec<u8>> {
     Ok(output.stdout)
 }
 
-/// Asks cargo for the direct dependencies of each package, without those of its tests.
+/// Returns the direct dependencies of each package, without those of its tests and build scripts.
 fn dependencies(root: &Path) -> Result<BTreeMap<String, Vec<String>>> {
     let output = cargo(root, &["metadata", "--no-deps", "--format-version", "1"])?;
     let metadata: Value = serde_json::from_slice(&output)?;
@@ -63,18 +65,20 @@ fn dependencies(root: &Path) -> Result<BTreeMap<String, Vec<String>>> {
     let mut found = BTreeMap::new();
     for package in packages {
         let all = package["dependencies"].as_array().into_iter().flatten();
-        // Dependencies of tests and build scripts have a kind.
+        // Only dependencies of tests and build scripts have a kind.
         let normal = all.filter(|dependency| dependency["kind"].is_null());
         found.insert(name(package), normal.map(name).collect());
     }
     Ok(found)
 }
 
+/// Returns the name of a package, or of a dependency, in cargo's metadata.
 fn name(package: &Value) -> String {
     package["name"].as_str().unwrap_or_default().to_owned()
 }
 
-/// Lists the crates that use another one which is not below them, or a tensor library where they should not.
+/// Returns a message for each use of a crate that is not in a lower layer, or of a tensor library where none is
+/// allowed.
 fn layers(dependencies: &BTreeMap<String, Vec<String>>) -> Vec<String> {
     let mut breaches = Vec::new();
     for (package, used) in dependencies {

@@ -1,4 +1,4 @@
-//! The project's own rules: those that neither the compiler nor clippy knows.
+//! The project's own rules, which neither the compiler nor clippy checks.
 
 mod circles;
 mod layers;
@@ -14,13 +14,13 @@ use anyhow::{Context as _, Result, ensure};
 
 use self::modules::Modules;
 
-/// Directories that hold no source of ours.
+/// The directories without source files of this project.
 const SKIPPED: [&str; 8] = ["target", ".git", "fixtures", "book", "runs", "seeds", "corpus", "artifacts"];
 
-/// The roots of crates, below a package's directory.
+/// The files that are the root of a crate, relative to the package's directory.
 const ROOTS: [&str; 2] = ["src/lib.rs", "src/main.rs"];
 
-/// Checks all rules, and lists all breaches together.
+/// Checks all rules. The error lists all breaches.
 pub(crate) fn check(root: &Path) -> Result<()> {
     let files = read(root)?;
     let mut breaches = layers::check(root)?;
@@ -32,23 +32,26 @@ pub(crate) fn check(root: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Lists the circles within crates, and the names that several public types have.
+/// Returns a message for each circle within a crate, and for each name that several public types have. `files` are the
+/// texts of all files, by name.
 fn check_modules(files: &BTreeMap<String, String>) -> Result<Vec<String>> {
     let mut breaches = Vec::new();
     let mut all_uses = BTreeSet::new();
     let mut types: Vec<(String, String)> = Vec::new();
+    // Each crate is read from the file that is its root.
     for root in files.keys().filter(|name| ROOTS.iter().any(|root| name.ends_with(&format!("/{root}")))) {
         let modules = Modules::read(files, root)?;
         let uses = modules.uses();
         breaches.extend(circles::check(&uses));
         all_uses.extend(uses);
-        // Only the libraries have types for others to use.
+        // The names of types matter only in the libraries: nobody else uses the types of xtask and of the tests.
         if root.starts_with("crates/") {
             for (file, module) in modules.iter() {
                 types.extend(module.public_types.iter().map(|name| (name.clone(), file.to_owned())));
             }
         }
     }
+    // These two rules need all crates together.
     breaches.extend(circles::stale(&all_uses));
     breaches.extend(names::check(types.iter().map(|(name, file)| (name.as_str(), file.as_str()))));
     Ok(breaches)
@@ -76,6 +79,7 @@ fn read(root: &Path) -> Result<BTreeMap<String, String>> {
     Ok(files)
 }
 
+/// Adds the paths of all files below a directory, without those in [`SKIPPED`].
 fn collect(directory: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
     for entry in fs::read_dir(directory).with_context(|| format!("failed to list `{}`", directory.display()))? {
         let entry = entry?;

@@ -2,14 +2,16 @@
 
 use std::collections::BTreeMap;
 
-/// Names that several public types have and that are not mended yet. New ones are not welcome.
+/// Names that several public types are known to have. Do not add to this list.
 const KNOWN: [&str; 0] = [];
 
-/// Lists the names that several types have, from pairs of a type's name and its file.
+/// Returns a message for each name that several public types have. `types` are pairs of a type's name and its file.
 pub(super) fn check<'a>(types: impl IntoIterator<Item = (&'a str, &'a str)>) -> Vec<String> {
     breaches(types, &KNOWN)
 }
 
+/// Returns a message for each name of several types that is not in `known`, and for each name in `known` that is no
+/// longer one.
 fn breaches<'a>(types: impl IntoIterator<Item = (&'a str, &'a str)>, known: &[&str]) -> Vec<String> {
     let mut files: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
     for (name, file) in types {

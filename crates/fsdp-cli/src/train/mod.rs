@@ -101,7 +101,7 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     first_cause(results.into_iter().filter_map(Result::err))
 }
 
-/// Returns the mesh of hybrid sharding: replicas x shards.
+/// Returns the mesh of hybrid sharding, replicas x shards; `None` for other strategies.
 fn mesh(arguments: &TrainArguments, ranks: usize) -> Result<Option<DeviceMesh>> {
     if arguments.strategy != ShardingStrategy::HybridShard {
         return Ok(None);

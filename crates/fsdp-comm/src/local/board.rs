@@ -130,6 +130,7 @@ impl Board {
         }
     }
 
+    /// Returns the error of a round that `missing` ranks did not reach in time.
     fn timeout(&self, round: &Round<'_>, missing: Vec<usize>) -> CommError {
         CommError::Timeout {
             operation: round.operation.to_owned(),

@@ -236,6 +236,7 @@ impl Watch {
         self.control.rank()
     }
 
+    /// Returns the number of ranks of the group.
     fn control_ranks(&self) -> usize {
         self.control.global_ranks().len()
     }

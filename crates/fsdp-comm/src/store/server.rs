@@ -199,6 +199,7 @@ impl Shared {
     }
 }
 
+/// Reads one message: four bytes for its length, then its body.
 async fn read<T: DeserializeOwned>(stream: &mut TcpStream) -> io::Result<T> {
     let mut prefix = [0; 4];
     stream.read_exact(&mut prefix).await?;

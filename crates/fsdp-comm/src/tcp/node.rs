@@ -403,6 +403,7 @@ impl Inbox {
     }
 }
 
+/// Writes a frame. After each timeout of the socket, `go_on` says whether to try again.
 fn write_frame(
     writer: &mut TcpStream,
     kind: Kind,
@@ -411,6 +412,7 @@ fn write_frame(
     go_on: impl Fn() -> bool,
 ) -> io::Result<()> {
     let header = frame::header(kind, group, round, body.len());
+    // Usually one system call sends everything. Otherwise the rest of the header and of the body follows.
     let written = match writer.write_vectored(&[IoSlice::new(&header), IoSlice::new(body)]) {
         Ok(written) => written,
         Err(error) if frame::is_patient(&error) => 0,

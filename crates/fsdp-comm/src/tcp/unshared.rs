@@ -25,7 +25,7 @@ impl SharedMemory {
     }
 }
 
-/// Returns `None`: processes of this host share no memory.
+/// Returns `None`, because processes on this system never share memory. Elsewhere equal tokens mean that they can.
 pub(super) fn host_token() -> Option<String> {
     None
 }

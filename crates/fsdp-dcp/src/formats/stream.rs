@@ -29,7 +29,7 @@ pub fn stream<E: From<FileError>>(
 /// A function that fills a buffer with the row-major bytes of a box.
 type ReadBox<'r> = dyn FnMut(&TensorBox, &mut [u8]) -> Result<(), FileError> + 'r;
 
-/// Does the same as [`stream`], with boxes from wherever `read` takes them.
+/// Streams as [`stream`] does, but calls `read` for the bytes of each box instead of reading a checkpoint.
 pub(crate) fn stream_boxes<E: From<FileError>>(
     read: &mut ReadBox<'_>,
     dtype: DType,
@@ -47,10 +47,11 @@ pub(crate) fn stream_boxes<E: From<FileError>>(
     let mut buffer = vec![0; (end - at).min(most) * element];
     while at < end {
         let mut next = end.min(at + most);
-        // Whole rows where they fit: one box instead of three.
+        // End the piece at the end of a row, if at least one whole row fits: then fewer boxes make up the piece.
         if next < end && row > 0 && next / row > at.div_ceil(row) {
             next -= next % row;
         }
+        // A flat range is several boxes, whose bytes follow each other in the buffer.
         let mut filled = 0;
         for part in boxes_of_flat_range(&bounds.sizes, at..next) {
             let offsets = part.offsets.iter().zip(&bounds.offsets).map(|(a, b)| a + b).collect();

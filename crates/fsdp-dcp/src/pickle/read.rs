@@ -24,6 +24,7 @@ pub fn parse(bytes: &[u8]) -> Result<Pickle<'_>, PickleError> {
         memo: Vec::new(),
         copied: 0,
     };
+    // All uses of these values share one node each. `NONE`, `TRUE`, `FALSE` and `small_int` give their positions.
     machine.nodes.extend([Node::None, Node::Bool(true), Node::Bool(false)]);
     machine.nodes.extend((0..=u8::MAX).map(|value| Node::Int(i64::from(value))));
     machine.offsets.resize(machine.nodes.len(), 0);

@@ -152,7 +152,7 @@ impl CheckedDirectory {
         Ok(file)
     }
 
-    /// Reads a file whole, if it is not longer than `limit`, and checks it.
+    /// Reads a whole file of at most `limit` bytes, and checks it against the integrity file, if there is one.
     pub(crate) fn read_small(&self, relative: &str, limit: u64) -> Result<Vec<u8>, FileError> {
         let path = self.path().join(relative);
         let file = self.directory.file(relative)?;

@@ -81,7 +81,7 @@ pub struct HashedBlock {
 }
 
 impl FileIntegrity {
-    /// Returns the bytes that the file must have.
+    /// Returns the number of bytes that the file must have.
     #[must_use]
     pub fn length(&self) -> u64 {
         self.length

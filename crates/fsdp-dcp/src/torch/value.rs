@@ -190,7 +190,7 @@ impl<'a> TensorLoader<'a> {
     }
 }
 
-/// Returns the plain value of a pickle's node. A tensor in it is an error: its bytes lie elsewhere.
+/// Returns the plain value of a pickle's node. A tensor in it is an error, because a pickle does not hold its bytes.
 pub fn value_of(pickle: &Pickle<'_>, id: NodeId) -> Result<PlainValue, FormatError> {
     convert(pickle, id, &mut Walk::new(pickle), &mut |_| {
         Err(FormatError::Unsupported { what: "a tensor inside this value".to_owned() })

@@ -1,5 +1,5 @@
-//! From the GPU to the host through pinned memory: one piece is copied on a stream of its own while the one before it
-//! moves on to where it belongs.
+//! Copies from the GPU to the host, through pinned memory and in pieces. While the GPU sends one piece to a pinned
+//! buffer, the CPU copies the piece before it to its destination.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -12,19 +12,23 @@ use candle_core::cuda_backend::cudarc::driver::{
 /// The bytes that are copied at a time. Each GPU that is read from takes twice as much of the host's memory, for good.
 const PIECE_BYTES: usize = 16 << 20;
 
+/// The stream and the two pinned buffers that pieces of one GPU's memory go through.
 struct Stage {
     stream: Arc<CudaStream>,
     buffers: [PinnedHostSlice<u8>; 2],
 }
 
 impl Stage {
+    /// Makes the stage of the GPU with this CUDA ordinal.
     fn new(ordinal: usize) -> Result<Stage, DriverError> {
-        // Of its own: with a second stream in candle's context, candle would look out for other streams at every op.
+        // The stage has its own context. A second stream in candle's context would make candle synchronize streams at
+        // every op.
         let context = CudaContext::new(ordinal)?;
         let buffer = || -> Result<PinnedHostSlice<u8>, DriverError> {
-            // SAFETY: bytes, which are zeroed before anything reads them. Not write-combined: the host reads it.
+            // The flags are 0, so the memory is not write-combined: the host would read such memory very slowly.
+            // SAFETY: any bytes are a valid `u8`, and these are zeroed before anything reads them.
             let mut buffer = unsafe { context.alloc_pinned_with_flags::<u8>(PIECE_BYTES, 0) }?;
-            // SAFETY: it is as long as it says, and is this function's.
+            // SAFETY: the buffer has `PIECE_BYTES` bytes, and nothing else uses it yet.
             unsafe { std::ptr::write_bytes(buffer.as_mut_ptr()?, 0, PIECE_BYTES) };
             Ok(buffer)
         };
@@ -42,12 +46,14 @@ pub(super) fn read(stream: &CudaStream, from: &CudaView<'_, u8>, to: &mut [u8]) 
         Some(stage) => stage,
         None => Stage::new(ordinal)?,
     };
-    // After an error the next call makes a new stage: a transfer into the memory of this one may still be under way.
+    // After an error the stage is dropped and the next call makes a new one: a transfer into this one's buffers may
+    // still be under way.
     let stage = through(stage, stream, from, to)?;
     stages.insert(ordinal, stage);
     Ok(())
 }
 
+/// Copies `from` to `to` through the buffers of a stage. Returns the stage, so that it is kept only after a success.
 fn through(
     mut stage: Stage,
     stream: &CudaStream,
@@ -56,14 +62,16 @@ fn through(
 ) -> Result<Stage, DriverError> {
     let len = to.len().min(from.len());
     let copied = (|| {
+        // Wait for what `stream` still writes.
         stage.stream.join(stream)?;
         let mut before: Option<(usize, Range<usize>, CudaEvent)> = None;
         for (k, start) in (0..len).step_by(PIECE_BYTES).enumerate() {
             let range = start..len.min(start + PIECE_BYTES);
             let buffer = &mut stage.buffers[k % 2].as_mut_slice()?[..range.len()];
-            // Nothing touches the buffer until the event has come.
+            // Nothing may touch the buffer before the event: only then has its piece arrived.
             stage.stream.memcpy_dtoh(&from.slice(range.clone()), buffer)?;
             let event = stage.stream.record_event(None)?;
+            // While this piece is on its way, move the one before it out of the other buffer.
             if let Some(piece) = before.replace((k % 2, range, event)) {
                 take(&stage, piece, to)?;
             }
@@ -71,12 +79,13 @@ fn through(
         before.map_or(Ok(()), |piece| take(&stage, piece, to))
     })();
     if copied.is_err() {
-        // Before the buffers go.
+        // The buffers are dropped next, so no transfer may be writing to them.
         stage.stream.synchronize().ok();
     }
     copied.map(|()| stage)
 }
 
+/// Waits for a piece to arrive in its buffer, and copies it to its range of `to`.
 fn take(
     stage: &Stage,
     (buffer, range, event): (usize, Range<usize>, CudaEvent),

@@ -13,8 +13,8 @@ use crate::cuda;
 
 /// The bytes of a contiguous tensor, row-major, in the machine's byte order.
 ///
-/// Holds the read lock of the tensor's storage: whoever changes the storage waits. The bytes of a tensor on a GPU are a
-/// copy of them on the host.
+/// Holds the read lock of the tensor's storage: whoever wants to change the storage waits. If the tensor is on a GPU,
+/// the bytes are a copy on the host.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -29,17 +29,17 @@ pub struct HostBytes<'a>(Source<'a>);
 enum Source<'a> {
     /// A storage in the host's memory, and the bytes of the tensor in it.
     Lent(StorageRef<'a>, Range<usize>),
-    /// A copy of what is elsewhere.
+    /// A copy on the host of bytes that lie on a GPU.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "all memory is the host's"))]
     Copied(TensorBuffer),
 }
 
 impl<'a> HostBytes<'a> {
-    /// Reads a tensor.
+    /// Locks a tensor's storage for reading and returns a guard over its bytes. Bytes on a GPU are copied to the host.
     ///
     /// # Errors
-    /// A tensor that is released, not contiguous, on a device that this build does not know, or of a dtype whose elements
-    /// are not plain bytes; [`FlatError::OutOfMemory`] for the copy of a GPU's.
+    /// A tensor that is released, not contiguous, on a device that this build does not support, or of a dtype whose
+    /// elements are not plain bytes; [`FlatError::OutOfMemory`] if there is no host memory for the copy from a GPU.
     pub fn read(tensor: &'a Tensor) -> Result<Self, FlatError> {
         let (storage, layout) = tensor.storage_and_layout();
         let range = byte_range(tensor, contiguous_range(tensor, layout)?);
@@ -82,9 +82,9 @@ impl std::fmt::Debug for HostBytes<'_> {
 
 /// The bytes of a contiguous tensor, row-major, in the machine's byte order, to be changed in place.
 ///
-/// Holds the tensor's storage itself, which candle lends to nobody for longer than a call, and gives it back on drop. Until
-/// then whoever reads the tensor, or one that shares its storage, gets the error of a released one. The bytes of a tensor
-/// on a GPU are a copy on the host, which [`Self::finish`] or the drop writes back.
+/// candle lends a storage for change only during a call, so this guard takes the storage out of the tensor and gives it
+/// back on drop. Until then whoever reads the tensor, or one that shares its storage, gets the error of a released
+/// tensor. If the tensor is on a GPU, the bytes are a copy on the host, which [`Self::finish`] or the drop writes back.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -118,7 +118,7 @@ impl HostBytesMut {
     /// Takes a tensor's storage to change it.
     ///
     /// # Errors
-    /// The same as [`HostBytes::read`]; so does a tensor whose elements another guard holds.
+    /// The same as [`HostBytes::read`]. A tensor whose elements another guard holds for change counts as released.
     pub fn write(tensor: &Tensor) -> Result<Self, FlatError> {
         let (held, range) = with_storage_mut(tensor, |storage, layout| {
             let range = byte_range(tensor, contiguous_range(tensor, layout)?);
@@ -138,10 +138,11 @@ impl HostBytesMut {
         Ok(HostBytesMut { tensor: tensor.clone(), range, held: Some(held) })
     }
 
-    /// Gives the elements back; those of a GPU are copied to it.
+    /// Gives the elements back to the tensor; if it is on a GPU, they are copied there. Dropping the guard does the
+    /// same, but cannot report an error.
     ///
     /// # Errors
-    /// The copy's. The drop of a guard does the same, but cannot tell.
+    /// The errors of the copy.
     pub fn finish(mut self) -> Result<(), FlatError> {
         self.give_back()
     }
@@ -161,7 +162,7 @@ impl HostBytesMut {
 
 impl Drop for HostBytesMut {
     fn drop(&mut self) {
-        // Of the host's memory it cannot fail where taking did not. A GPU that failed fails at its next use too.
+        // Host memory could be taken, so it can be given back. If the copy to a GPU fails, so will the GPU's next use.
         let _ = self.give_back();
     }
 }
@@ -202,7 +203,7 @@ pub struct HostSlice<'a, T> {
 }
 
 impl<'a, T: Scalar> HostSlice<'a, T> {
-    /// Reads a tensor.
+    /// Returns a guard over a tensor's elements, as [`HostBytes::read`] does over its bytes.
     ///
     /// # Errors
     /// The same as [`HostBytes::read`], and another dtype than `T`.
@@ -216,7 +217,7 @@ impl<T: Scalar> Deref for HostSlice<'_, T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // Only no bytes at all can lie where no `T` can: they were a vector of `T`.
+        // The bytes come from a vector of `T`, so the cast can fail only if there are none: then the slice is empty.
         bytemuck::try_cast_slice(&self.bytes).unwrap_or_default()
     }
 }
@@ -271,12 +272,13 @@ impl<T: Scalar> DerefMut for HostSliceMut<T> {
     }
 }
 
-/// Returns the bytes that a range of elements takes.
+/// Returns the range of a storage's bytes that a range of its elements takes.
 fn byte_range(tensor: &Tensor, elements: Range<usize>) -> Range<usize> {
     let size = tensor.dtype().size_in_bytes();
     elements.start * size..elements.end * size
 }
 
+/// Checks that a tensor's elements are of type `T`.
 fn check_dtype<T: Scalar>(tensor: &Tensor) -> Result<(), FlatError> {
     if tensor.dtype() == T::DTYPE {
         return Ok(());
@@ -285,16 +287,17 @@ fn check_dtype<T: Scalar>(tensor: &Tensor) -> Result<(), FlatError> {
     Err(candle_core::Error::UnexpectedDType { msg: "elements of a tensor", expected, got }.into())
 }
 
-/// Checks that a storage holds a tensor's elements, and that those are plain bytes.
+/// Checks that a storage holds the bytes `range` of a tensor, and that its elements are plain bytes.
 pub(crate) fn check_readable(tensor: &Tensor, storage: &CpuStorage, range: &Range<usize>) -> Result<(), FlatError> {
     if is_released_storage(tensor, storage) {
         return Err(released(tensor));
     }
     let bytes = bytes_of(storage).ok_or_else(|| unsupported(tensor))?;
+    // A storage that is too short counts as released: its elements are not there.
     bytes.get(range.clone()).map(drop).ok_or_else(|| released(tensor))
 }
 
-/// Returns the storage of a released tensor.
+/// Returns an empty storage of the kind that marks a tensor as released.
 pub(crate) const fn nothing() -> CpuStorage {
     CpuStorage::F4(Vec::new())
 }

@@ -1,4 +1,4 @@
-//! Views that lie one after the other in one storage, read or copied as one.
+//! Views that lie one after the other in one storage, read or copied together.
 
 use std::ops::Range;
 
@@ -8,11 +8,13 @@ use super::host::{TensorBuffer, bytes_of};
 use super::lend::{contiguous_range, is_released_storage, released};
 use crate::FlatError;
 
-/// Runs `f` on the bytes of all `tensors` together, if they are contiguous views of one CPU storage and each begins where
-/// the one before it ends, as the pieces of a FlatParameter do. Returns `None`, without calling `f`, if they are not.
+/// Runs `f` on the bytes of all `tensors` as one slice, without a copy.
+///
+/// The tensors must be contiguous views of one CPU storage, and each must begin where the one before it ends, as the
+/// pieces of a FlatParameter do. If not, this returns `None` and does not call `f`.
 ///
 /// # Errors
-/// Storages that have been released.
+/// A storage that has been released.
 pub fn with_joined_bytes<R>(tensors: &[&Tensor], f: impl FnOnce(&[u8]) -> R) -> Result<Option<R>, FlatError> {
     let joined = with_joined(tensors, |storage, range, size| {
         bytes_of(storage).and_then(|bytes| bytes.get(range.start * size..range.end * size)).map(f)
@@ -20,11 +22,11 @@ pub fn with_joined_bytes<R>(tensors: &[&Tensor], f: impl FnOnce(&[u8]) -> R) -> 
     Ok(joined?.flatten())
 }
 
-/// Copies all `tensors` together into one new tensor of one dimension, if they lie as [`with_joined_bytes`] asks for.
-/// Returns `None` if they do not. The memory of the copy is written once: it is never zeros.
+/// Copies all `tensors` into one new tensor of one dimension. Returns `None` unless they lie one after the other as
+/// [`with_joined_bytes`] requires. The new memory is not filled with zeros first.
 ///
 /// # Errors
-/// Storages that have been released; [`FlatError::OutOfMemory`].
+/// A storage that has been released; [`FlatError::OutOfMemory`].
 pub fn copy_joined(tensors: &[&Tensor]) -> Result<Option<Tensor>, FlatError> {
     let copied = with_joined(tensors, |storage, range, _| {
         let shape = [range.len()];
@@ -33,7 +35,8 @@ pub fn copy_joined(tensors: &[&Tensor]) -> Result<Option<Tensor>, FlatError> {
     Ok(copied?.transpose()?.flatten().map(TensorBuffer::into_tensor))
 }
 
-/// Runs `f` on the storage of `tensors`, the range of their elements in it, and the bytes of an element.
+/// Runs `f` with the storage of `tensors`, the range of their elements in it, and the size of an element in bytes.
+/// Returns `None` unless they lie one after the other as [`with_joined_bytes`] requires.
 fn with_joined<R>(
     tensors: &[&Tensor],
     f: impl FnOnce(&CpuStorage, Range<usize>, usize) -> R,
@@ -43,8 +46,8 @@ fn with_joined<R>(
     let Storage::Cpu(data) = &*storage else { return Ok(None) };
     let Ok(mut range) = contiguous_range(first, layout) else { return Ok(None) };
     for tensor in rest {
-        // A storage is one lock: a view of the same one has the same address behind it. Another's lock is held only for
-        // this comparison.
+        // Each storage is behind one lock, so views of one storage find it at the same address. If this is another
+        // storage, its lock is held only for the comparison.
         let is_next = {
             let (other, layout) = tensor.storage_and_layout();
             let next = contiguous_range(tensor, layout).ok().filter(|next| next.start == range.end);

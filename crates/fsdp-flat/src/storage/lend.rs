@@ -1,4 +1,4 @@
-//! A tensor's storage, lent for change; and what can be wrong with it.
+//! Lending a tensor's storage for change, and the errors of storages that cannot be lent.
 
 use std::cell::RefCell;
 
@@ -15,7 +15,7 @@ pub(crate) enum StorageMut<'a> {
     Cuda(&'a mut candle_core::CudaStorage),
 }
 
-/// Lends a closure the storage of a tensor for change.
+/// An in-place op that lends the storage of a tensor to a closure: candle gives no other way to change a storage.
 struct Lend<F, R> {
     closure: RefCell<Option<F>>,
     result: RefCell<Option<R>>,
@@ -65,36 +65,37 @@ pub(crate) fn with_storage_mut<R>(
     }
     let lend = Lend { closure: RefCell::new(Some(f)), result: RefCell::new(None) };
     match tensor.elem_count() {
-        // Shape [2, 0] has the strides [0, 1], which candle takes for repeated elements.
+        // A shape such as [2, 0] has the strides [0, 1]. candle would take them for repeated elements, and refuse.
         0 => tensor.detach().flatten_all()?.inplace_op1(&lend)?,
         _ => tensor.inplace_op1(&lend)?,
     }
     lend.result.into_inner().unwrap_or_else(|| Err(FlatError::device(tensor)))
 }
 
-/// Returns `true` if this build reaches the memory of this device.
+/// Returns `true` if this build can access the memory of this device.
 fn is_known(device: &Device) -> bool {
     device.is_cpu() || (cfg!(feature = "cuda") && device.is_cuda())
 }
 
-/// Returns the error of a tensor whose memory is not there.
+/// Returns the error for a tensor whose memory has been released.
 pub(crate) fn released(tensor: &Tensor) -> FlatError {
     FlatError::Freed { shape: tensor.dims().to_vec() }
 }
 
-/// Returns the elements of a storage that a tensor has.
+/// Returns the range of its storage's elements that a tensor has, which must be contiguous.
 pub(crate) fn contiguous_range(tensor: &Tensor, layout: &Layout) -> Result<std::ops::Range<usize>, FlatError> {
     let (start, end) =
         layout.contiguous_offsets().ok_or_else(|| FlatError::NotContiguous { shape: tensor.dims().to_vec() })?;
     Ok(start..end)
 }
 
-/// Returns the error of a dtype whose elements are not plain bytes.
+/// Returns the error for a tensor of a dtype whose elements are not plain bytes.
 pub(crate) fn unsupported(tensor: &Tensor) -> FlatError {
     FlatError::Candle(candle_core::Error::UnsupportedDTypeForOp(tensor.dtype(), "bytes of a tensor"))
 }
 
-/// Returns `true` if a tensor's storage is that of a released one.
+/// Returns `true` if `tensor`, whose storage this is, has been released. A released storage has a dummy dtype, which is
+/// not the tensor's.
 pub(crate) fn is_released_storage(tensor: &Tensor, storage: &CpuStorage) -> bool {
     use candle_core::backend::BackendStorage;
     storage.dtype() != tensor.dtype()

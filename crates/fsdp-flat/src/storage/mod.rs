@@ -60,7 +60,7 @@ pub fn with_bytes_mut<R>(tensor: &Tensor, f: impl FnOnce(&mut [u8]) -> R) -> Res
     Ok(result)
 }
 
-/// Returns `true` if the tensor's memory has been given back by [`release`], or a guard holds it for change.
+/// Returns `true` if [`release`] has given the tensor's memory back, or a guard holds it for change.
 #[must_use]
 pub fn is_released(tensor: &Tensor) -> bool {
     match &*tensor.storage_and_layout().0 {
@@ -71,31 +71,34 @@ pub fn is_released(tensor: &Tensor) -> bool {
     }
 }
 
-/// Returns `true` if two tensors are views of one storage: one cannot be read while the other is changed.
+/// Returns `true` if two tensors are views of one storage. Then one cannot be read while the other is changed.
 #[must_use]
 pub fn share_storage(a: &Tensor, b: &Tensor) -> bool {
     place(a).0 == place(b).0
 }
 
-/// Returns a number that tensors have in common which are views of one storage, as long as one of them lives.
+/// Returns a number that is the same for all views of one storage, and different for other storages. It may be used
+/// again for a new storage once the last view is dropped.
 #[must_use]
 pub fn storage_id(tensor: &Tensor) -> usize {
     place(tensor).0
 }
 
-/// Returns `true` if two tensors are the very same elements of one storage.
+/// Returns `true` if two tensors are views of the same elements of one storage, with the same shape and strides.
 pub(crate) fn is_same_view(a: &Tensor, b: &Tensor) -> bool {
     place(a) == place(b) && a.dtype() == b.dtype() && a.layout() == b.layout()
 }
 
-/// Returns the address of what a storage's lock guards, and where the tensor begins in it. One lock at a time is held.
+/// Returns the address of a tensor's storage, and the offset at which the tensor begins in it.
+///
+/// The storage's lock is held only inside this function. Callers that compare two tensors thus never hold two locks.
 fn place(tensor: &Tensor) -> (usize, usize) {
     let (storage, layout) = tensor.storage_and_layout();
     (std::ptr::from_ref::<Storage>(&*storage).addr(), layout.start_offset())
 }
 
-/// Gives the memory behind a tensor back to the system. The tensor, and all that share its storage, stay usable
-/// once [`refill`] has been called; until then reading them is an error.
+/// Gives the memory behind a tensor back to the system. Reading the tensor, or one that shares its storage, is an error
+/// until [`refill`] is called.
 ///
 /// # Errors
 /// A tensor on a device that this build does not know.
@@ -110,8 +113,9 @@ pub fn release(tensor: &Tensor) -> Result<(), FlatError> {
     })
 }
 
-/// Puts these elements, row-major, behind a tensor and all that share its storage, in place of its old elements.
-/// The tensor must cover its whole storage: the other elements of a partial view's storage would be lost.
+/// Replaces the storage of a tensor by these elements, row-major. All tensors that share the storage see the change.
+///
+/// The tensor must cover its whole storage, or else the other elements of the storage are lost.
 ///
 /// # Errors
 /// The number of elements and the dtype must be the tensor's; a tensor that is not contiguous, or begins further on in
@@ -162,8 +166,10 @@ pub fn refill_from(tensor: &Tensor, source: &Tensor) -> Result<(), FlatError> {
     }, else Err(unsupported(tensor)))
 }
 
-/// Copies a tensor to another device: as candle's, but of a view only its own elements are moved, and they come from a GPU
-/// through pinned memory.
+/// Copies a tensor to another device, or clones it if it is there already.
+///
+/// Unlike candle's `to_device`, this copies only the elements of a view, not its whole storage, and copies from a GPU
+/// go through pinned memory.
 ///
 /// # Errors
 /// candle's.
@@ -186,7 +192,7 @@ pub fn to_device(tensor: &Tensor, device: &Device) -> Result<Tensor, FlatError> 
 /// # Errors
 /// A tensor that is released; [`FlatError::OutOfMemory`]; candle's.
 pub fn owned_copy(tensor: &Tensor) -> Result<Tensor, FlatError> {
-    // By hand, because candle does not know all dtypes, and copies through the caches.
+    // Not candle's copy: it does not support all dtypes, and its copies go through the CPU's caches.
     if let (Storage::Cpu(storage), layout) = (&*tensor.storage_and_layout().0, tensor.layout()) {
         if is_released_storage(tensor, storage) {
             return Err(released(tensor));

@@ -19,10 +19,11 @@ use crate::{NnError, Result, ShardingStrategy};
 /// torch's name of a FlatParameter within its unit.
 pub(crate) const FLAT_PARAM: &str = "_flat_param";
 
-/// Returns `true` if candle's backward comes to a parameter, as it does to all that are trained.
+/// Returns `true` if candle's backward must visit a parameter. It must visit trained parameters, for their gradients.
 ///
-/// It comes to frozen ones too, where they are released when backward is through with them: gradients of what lies before
-/// them pass through their values. The root's stay until the end.
+/// In sharded units it must visit frozen ones too: the visit tells that backward has used the parameter's values, so
+/// that they can be released. The frozen parameters of the root unit need no visit, because they stay until backward
+/// ends.
 pub(crate) const fn takes_part_in_backward(requires_grad: bool, is_root: bool, is_sharded: bool) -> bool {
     requires_grad || (is_sharded && !is_root)
 }

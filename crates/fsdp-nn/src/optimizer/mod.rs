@@ -348,7 +348,7 @@ impl Optimizer {
         self.state_schema(fqn).iter().any(|entry| entry.name == name && entry.kind == StateKind::LikeParameter)
     }
 
-    /// Returns the names and kinds of a local parameter's state entries.
+    /// Returns the names and kinds of the state entries that a local parameter's algorithm keeps.
     pub(crate) fn entry_kinds_of_local(&self, local: usize) -> Vec<(&'static str, StateKind)> {
         let group = &self.groups[self.group_of_local[local]];
         group.algorithm.state_entries().map(|entry| (entry.name, entry.kind)).collect()

@@ -1,4 +1,4 @@
-//! One rank's error on every rank, as the type that it is.
+//! Agreements that return one rank's error on every rank with its own type, not only as text.
 
 use fsdp_comm::{CommError, ProcessGroup};
 use fsdp_state::{LoadError, StateError};
@@ -6,15 +6,16 @@ use fsdp_state::{LoadError, StateError};
 use super::OptimStateError;
 use crate::{NnError, Result};
 
-/// Makes any rank's error every rank's. An [`OptimStateError`] stays one, and tells which ranks met it if not all did;
-/// others come as [`CommError::RankFailed`]. One agreement; on failure one object all-gather more.
+/// Makes any rank's error every rank's. An [`OptimStateError`] keeps its type, and names the ranks that met it unless
+/// all did. Other errors become a [`CommError::RankFailed`]. Collective: one agreement, and after a failure an object
+/// all-gather.
 pub(crate) fn agree<T>(group: &ProcessGroup, operation: &str, outcome: Result<T>) -> Result<T> {
     agree_with(group, operation, None, outcome)
 }
 
-/// Agrees as [`agree`]; all ranks must also bring the same hash, if they bring one.
+/// Agrees as [`agree`] does. If ranks bring a `hash`, it must also be the same on all of them.
 fn agree_with<T>(group: &ProcessGroup, operation: &str, hash: Option<u64>, outcome: Result<T>) -> Result<T> {
-    // An agreement carries text only, so that the error itself is kept for a second round.
+    // An agreement sends errors as text only. So keep this rank's error, for the round that follows a failure.
     let typed = match &outcome {
         Err(NnError::OptimState { error, .. }) => Some(error.clone()),
         _ => None,
@@ -25,6 +26,7 @@ fn agree_with<T>(group: &ProcessGroup, operation: &str, hash: Option<u64>, outco
     };
     match agreed {
         Ok(value) => Ok(value),
+        // Every rank has this error, so every rank takes part in the second round.
         Err(error @ CommError::RankFailed { .. }) => {
             let errors: Vec<Option<OptimStateError>> = group.all_gather_object(&typed)?;
             Err(first_of(group, &errors, &error).unwrap_or(NnError::Comm(error)))
@@ -33,7 +35,8 @@ fn agree_with<T>(group: &ProcessGroup, operation: &str, hash: Option<u64>, outco
     }
 }
 
-/// Returns the first failed rank's error, with the ranks that met the same; `None` if it is no [`OptimStateError`].
+/// Returns the error of the first rank that failed, and the ranks that met the same error. Returns `None` if that error
+/// is not an [`OptimStateError`].
 fn first_of(group: &ProcessGroup, errors: &[Option<OptimStateError>], failure: &CommError) -> Option<NnError> {
     let CommError::RankFailed { failures, .. } = failure else { return None };
     let first = failures.first()?.rank;

@@ -1,5 +1,5 @@
-//! The only writer of an optimizer's state entries: what a parameter, or a FlatParameter, makes of its saved state, and
-//! the memory that it goes to.
+//! Plans how the saved state of a parameter, or of a FlatParameter, becomes an optimizer's state entries, and lends the
+//! memory for them. Nothing else writes state entries.
 
 use std::collections::BTreeSet;
 
@@ -18,7 +18,7 @@ use crate::optimizer::{LocalParam, LocalState, ParamState};
 /// One saved state entry of one parameter.
 #[derive(Debug, Clone)]
 pub(crate) enum Saved {
-    /// A tensor that is moved by itself, by its position in the source.
+    /// A tensor that a load still has to move: its position in the source, its dtype and its shape.
     Tensor { position: usize, dtype: DType, shape: Vec<usize> },
     /// A tensor without dimensions, or a value that is no tensor.
     Scalar(StateValue),
@@ -44,7 +44,7 @@ impl Saved {
         }
     }
 
-    /// Returns a text that scalars share only if they are equal, dtype included; `None` for tensors.
+    /// Returns a text that is the same for two scalars only if they are equal and of one dtype; `None` for tensors.
     fn bits(&self) -> Option<String> {
         match self {
             Saved::Tensor { .. } => None,
@@ -58,7 +58,8 @@ fn as_number(tensor: &Tensor) -> Option<f64> {
     tensor.flatten_all().ok()?.to_dtype(candle_core::DType::F64).ok()?.get(0).ok()?.to_scalar().ok()
 }
 
-/// Returns a number of steps: a number, or a tensor of one element, that is finite and not negative.
+/// Returns the number of steps that a value holds, as a number or as a tensor of one element. Returns `None` if it is
+/// negative, not finite, or not a number.
 pub(crate) fn as_step(value: &StateValue) -> Option<f32> {
     let step = match value {
         StateValue::Tensor(tensor) if tensor.elem_count() == 1 => as_number(tensor)?,
@@ -79,7 +80,7 @@ pub(crate) struct Destination {
     pub(crate) shape: Vec<usize>,
     pub(crate) dtype: DType,
     pub(crate) name: String,
-    /// The parameter, by its position in the unit; `None` for a tensor of a shape of its own.
+    /// The parameter, by its position in the unit; `None` for a tensor whose shape is not its parameter's.
     pub(crate) param: Option<usize>,
 }
 
@@ -105,7 +106,7 @@ pub(crate) struct EntryOptions {
 
 impl EntryPlan {
     /// Plans the state of a local parameter; `None` if nothing was saved for it. `saved` has an item for each of the
-    /// model's parameters that it is made of.
+    /// model's parameters that the local parameter is made of.
     pub(crate) fn new(
         local: &LocalParam,
         algorithm: &Algorithm,
@@ -113,7 +114,8 @@ impl EntryPlan {
         options: EntryOptions,
     ) -> Result<Option<Self>> {
         let Some(first) = saved.iter().flatten().next() else { return Ok(None) };
-        // One piece of memory holds an entry of all the parameters, so that all that have state must have it.
+        // One flat tensor holds an entry of all these parameters. So if one of them has the entry, all others with
+        // state must have it too.
         let names: BTreeSet<&String> = first.keys().collect();
         if saved.iter().flatten().any(|entries| entries.keys().collect::<BTreeSet<_>>() != names) {
             let names = saved.iter().map(|entries| entries.map_or_else(Vec::new, |e| e.keys().cloned().collect()));
@@ -127,13 +129,13 @@ impl EntryPlan {
             let kind = schema.iter().find(|entry| entry.name == name).map(|entry| entry.kind);
             plan.add(local, name, kind, &values, options)?;
         }
-        // Entries that begin with the first gradient are rightly absent before it.
+        // Entries that are made with the first gradient may be absent: there may have been no gradient yet.
         let missing = schema.iter().filter(|entry| entry.initial != Initial::FirstGradient);
         plan.missing = missing.map(|entry| entry.name).filter(|name| !first.contains_key(*name)).collect();
         Ok(Some(plan))
     }
 
-    /// Plans one entry, of which `values` has that of each parameter.
+    /// Plans one entry. `values` has the saved value of each of the model's parameters.
     fn add(
         &mut self,
         local: &LocalParam,
@@ -156,7 +158,7 @@ impl EntryPlan {
         if is_tensor {
             return self.add_tensors(local, name, is_like, values, options);
         }
-        // Of a scalar the FlatParameter has one, so that its parameters must agree on it.
+        // A FlatParameter has one scalar for all its parameters, so their scalars must be the same.
         let bits = first.bits();
         let same = |value: &Option<&Saved>| value.map_or(options.allow_missing, |value| value.bits() == bits);
         if !values.iter().all(same) {
@@ -202,7 +204,7 @@ impl EntryPlan {
         let (params, fqns) = (local.params(), local.fqns());
         let shapes = local.handle.layout().shapes();
         let mut dtypes: BTreeSet<DType> = BTreeSet::new();
-        // Only the first misfit is kept: which error it is depends on all values.
+        // Look at all values before deciding which error it is. The first value that does not fit is named in it.
         let (mut wrong, mut absent_scalar) = (None, None);
         for ((&param, fqn), value) in params.iter().zip(&fqns).zip(values) {
             let Some(Saved::Tensor { dtype, shape, .. }) = value else {
@@ -243,11 +245,12 @@ impl EntryPlan {
             .into());
         }
         let becomes = if is_like { expected } else { dtype::to_candle(found)? };
-        // Live memory takes the values if all of it is written; else what is not must be zero.
+        // Fill the live memory only if the values cover all of it. What is not covered must become zero, so it needs
+        // new memory.
         let live = local.live_piece(name).filter(|live| options.in_place && live.dtype() == becomes);
         let flat = match live.filter(|_| values.iter().all(Option::is_some)) {
             Some(live) => live.clone(),
-            // Values that fill all of a piece may come as a copy that becomes it, so that it is made when they come.
+            // The values may come as a copy, which then is the piece. So memory is made only when it is asked for.
             None if local.is_of_one_parameter() => zeros_on(&[0], becomes, local.handle.device())?,
             None => zeros_on(&[local.numel], becomes, local.handle.device())?,
         };
@@ -267,7 +270,8 @@ impl EntryPlan {
         Ok(())
     }
 
-    /// Plans a tensor of a shape of its own, of which a FlatParameter has one that all its parameters bring.
+    /// Plans a tensor whose shape is not its parameter's. A FlatParameter has one such tensor, and all its parameters
+    /// must have saved the same.
     fn add_whole(&mut self, name: &str, values: &[Option<&Saved>]) -> Result<()> {
         for value in values.iter().flatten() {
             if let Saved::Tensor { position, dtype, shape } = value {
@@ -278,7 +282,7 @@ impl EntryPlan {
         Ok(())
     }
 
-    /// Adds the scalars of parameter `fqn`, which ranks must have alike, by their keys: `state.<fqn>.<entry>`.
+    /// Adds the scalars of parameter `fqn`, which must be the same on all ranks, as text under `state.<fqn>.<entry>`.
     pub(crate) fn add_scalars(&self, fqn: &str, scalars: &mut Vec<(String, String)>) {
         if let Some(step) = self.state.step {
             scalars.push((format!("state.{fqn}.step"), format!("{step:?}")));
@@ -313,7 +317,8 @@ impl EntryPlan {
         }
     }
 
-    /// Returns `true` if a tensor goes to a piece that is yet to be made, on the CPU, so that a copy can become it.
+    /// Returns `true` if a tensor goes to a piece on the CPU that has no memory yet, so that a copy can become the
+    /// piece.
     pub(crate) fn takes_copy(&self, local: &LocalParam, destination: &Destination) -> bool {
         match self.state.entries.get(&destination.name) {
             Some(LocalState::Piece(flat)) => {
@@ -326,12 +331,13 @@ impl EntryPlan {
         }
     }
 
-    /// Makes a copy of a tensor's elements on this rank the piece that they go to.
+    /// Makes `copy` the piece of a tensor. It holds all elements of the tensor that this rank has.
     pub(crate) fn take_copy(&mut self, destination: &Destination, copy: Tensor) {
         self.state.entries.insert(destination.name.clone(), LocalState::Piece(copy));
     }
 
-    /// Takes a tensor of a shape of its own, now that it is filled. Those of one FlatParameter must be the same.
+    /// Takes filled memory back. A tensor whose shape is not its parameter's becomes an entry here; all parameters of a
+    /// FlatParameter must bring the same. Other tensors are in their place already.
     pub(crate) fn filled(
         &mut self,
         local: &LocalParam,
@@ -357,11 +363,14 @@ impl EntryPlan {
         Ok(())
     }
 
-    /// Fills all tensors from values that this rank has, which cover its boxes. No communication.
+    /// Fills all destinations from values that are on this rank. No communication.
+    ///
+    /// `values` has the saved entries of each of the model's parameters that `local` is made of. They must cover this
+    /// rank's boxes.
     pub(crate) fn fill(&mut self, local: &LocalParam, values: &[Option<&StateDict>]) -> Result<()> {
         let destinations = std::mem::take(&mut self.destinations);
         for destination in destinations {
-            // A tensor of a shape of its own is the same for all parameters: the first that has it will do.
+            // A destination without a parameter is one tensor for all of them, so take it from the first that has it.
             let of_param = local.params().iter().position(|param| Some(*param) == destination.param);
             let value = of_param.map_or_else(
                 || values.iter().flatten().find_map(|state| state.get(&destination.name)),
@@ -387,7 +396,7 @@ fn is_unmade(flat: &Tensor, local: &LocalParam) -> bool {
     flat.elem_count() < local.numel
 }
 
-/// Returns `true` if all parameters have a tensor of the same dtype and shape.
+/// Returns `true` if all values are tensors of the same dtype and shape.
 fn is_shared(values: &[Option<&Saved>]) -> bool {
     let kind = |value: &Option<&Saved>| match value {
         Some(Saved::Tensor { dtype, shape, .. }) => Some((*dtype, shape.clone())),

@@ -1,4 +1,5 @@
-//! The state of one optimizer on its way in: planned from what was saved, lent to a source, complete once it is filled.
+//! The state that one optimizer is about to get. It is planned from saved state, its memory is lent to a source, and it
+//! is complete once all memory is filled.
 
 use std::result;
 
@@ -30,8 +31,11 @@ pub(crate) struct EntryPlace {
 }
 
 impl Incoming {
-    /// Plans the state of all local parameters. The hyperparameters that are to come decide which entries there must be.
-    /// `misfit` takes the error of a parameter that cannot take its state: it has none then, unless that is an error.
+    /// Plans the state of all local parameters. The new hyperparameters, in `groups`, decide which entries there must
+    /// be.
+    ///
+    /// `misfit` gets the error of a parameter that cannot take its saved state. If it returns `Ok`, the parameter gets
+    /// no state; if it returns an error, so does this function.
     pub(crate) fn new(
         optimizer: &Optimizer,
         saved: &SavedOptim,
@@ -63,7 +67,8 @@ impl Incoming {
         optimizer.locals().iter().zip(&self.plans).filter_map(|(local, plan)| Some((local, plan.as_ref()?)))
     }
 
-    /// Asks for all tensors, whose places `place` takes, and for scalars that are the same on all ranks.
+    /// Adds all tensors of the state to what `plan` asks a source for, and all scalars to what must be the same on all
+    /// ranks. `place` gets the place of each tensor, in the same order.
     pub(crate) fn want(
         &self,
         optimizer: &Optimizer,
@@ -102,7 +107,7 @@ impl Incoming {
         Some((plan, destination))
     }
 
-    /// Returns the memory that a tensor goes to.
+    /// Returns the memory that a wanted tensor goes to.
     pub(crate) fn memory(&mut self, optimizer: &Optimizer, place: EntryPlace) -> result::Result<Memory, StateError> {
         match self.at(place) {
             Some((plan, destination)) => plan.memory(&optimizer.locals()[place.local], &destination),
@@ -110,7 +115,7 @@ impl Incoming {
         }
     }
 
-    /// Takes back the memory of a tensor, now that it is filled.
+    /// Takes back the filled memory of a wanted tensor.
     pub(crate) fn filled(
         &mut self,
         optimizer: &Optimizer,
@@ -123,7 +128,7 @@ impl Incoming {
         }
     }
 
-    /// Returns `true` if a copy of a tensor can become the memory that it goes to.
+    /// Returns `true` if [`Self::take_copy`] may be called for a wanted tensor, instead of [`Self::memory`].
     pub(crate) fn takes_copy(&self, optimizer: &Optimizer, place: EntryPlace) -> bool {
         let plan = self.plans[place.local].as_ref();
         plan.is_some_and(|plan| {
@@ -131,14 +136,15 @@ impl Incoming {
         })
     }
 
-    /// Takes a copy of a tensor's elements on this rank.
+    /// Takes ownership of a copy of a wanted tensor, with all elements that this rank wants of it. The copy itself
+    /// becomes part of the optimizer's state.
     pub(crate) fn take_copy(&mut self, place: EntryPlace, copy: Tensor) {
         if let Some((plan, destination)) = self.at(place) {
             plan.take_copy(&destination, copy);
         }
     }
 
-    /// Returns the boxes that a rank has of a wanted tensor.
+    /// Returns the boxes of a wanted tensor that a rank wants.
     pub(crate) fn wanted_on(&self, optimizer: &Optimizer, place: EntryPlace, rank: usize) -> Option<Vec<TensorBox>> {
         let destination = self.plans[place.local].as_ref()?.destinations.get(place.destination)?;
         match destination.param {
@@ -150,13 +156,14 @@ impl Incoming {
         }
     }
 
-    /// Returns `true` if a tensor goes to memory that is shaped like a parameter, which may be the live state's.
+    /// Returns `true` if a wanted tensor is shaped like its parameter. Only such tensors may go to the live state's
+    /// memory.
     pub(crate) fn may_be_live(&self, place: EntryPlace) -> bool {
         let plan = self.plans[place.local].as_ref();
         plan.is_some_and(|plan| plan.destinations[place.destination].param.is_some())
     }
 
-    /// Returns the state of a local parameter.
+    /// Returns the new state of a local parameter; `None` if nothing was saved for it.
     pub(crate) fn state_of(&self, local: usize) -> Option<&ParamState> {
         self.plans[local].as_ref().map(|plan| &plan.state)
     }
@@ -167,8 +174,8 @@ impl Incoming {
     }
 }
 
-/// Plans state under users' keys, which is each rank's own. Small values of it are here already and go to `state`; tensors
-/// are asked for, and `place` takes their paths.
+/// Plans state under keys of the user's own, which may differ between ranks. Small values are here already and go to
+/// `state`. Tensors are added to what `plan` asks a source for, and `place` gets their paths.
 pub(crate) fn plan_user_state(
     user_state: Vec<(KeyPath, usize)>,
     (schema, values): (&Schema, &Values),

@@ -1,4 +1,6 @@
-//! All ranks' local optimizer states as one state dict by the model's names, by arithmetic that every rank does alike.
+//! Joins the local optimizer states of all ranks to one state dict, by the model's names.
+//!
+//! Every rank learns what all ranks have, and then computes the same result from it, or the same error.
 
 use std::collections::HashMap;
 
@@ -14,36 +16,38 @@ use super::local::{LocalStates, portable_state};
 use crate::optimizer::Optimizer;
 use crate::{NnError, Result};
 
-/// A local parameter on all ranks, whatever its ids there: torch's `_OptimStateKey`.
+/// The key of a local parameter that is the same on all ranks, whatever its id is there: torch's `_OptimStateKey`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct OptimStateKey {
     /// Names of the model's parameters: one with `use_orig_params`, all of a FlatParameter without.
     pub unflat_param_names: Vec<String>,
-    /// `true` if it belongs to a sharded unit; always so here, where a model is sharded as a whole.
+    /// `true` if it belongs to a sharded unit. It is always `true` here, because a model is sharded as a whole.
     pub is_fsdp_managed: bool,
 }
 
 impl OptimStateKey {
-    /// Returns the key of a local parameter.
+    /// Returns the key of the local parameter at position `local` of an optimizer.
     pub(crate) fn of(optimizer: &Optimizer, local: usize) -> Self {
         OptimStateKey { unflat_param_names: optimizer.locals()[local].fqns(), is_fsdp_managed: true }
     }
 }
 
-/// Returns the order of keys that all ranks follow, from those that each has.
+/// Returns the keys in the order that all ranks follow. `all` has the keys of each rank. With `merge_keys` the result
+/// is the union of them; without, all ranks must have the same keys.
 pub(crate) fn resolve_keys(
     group: &ProcessGroup,
     all: &[Vec<OptimStateKey>],
     merge_keys: bool,
 ) -> Result<Vec<OptimStateKey>> {
     if merge_keys {
-        // A rank may have nothing of a parameter, so that all ranks' keys count; sorting gives all ranks one order.
+        // A rank may have nothing of a parameter, so the keys of all ranks count. Sorted, they have one order
+        // everywhere.
         let mut keys: Vec<OptimStateKey> = all.iter().flatten().cloned().collect();
         keys.sort();
         keys.dedup();
         return Ok(keys);
     }
-    // Every rank has a piece of each FlatParameter, so that all must have rank 0's keys.
+    // Every rank has a piece of each FlatParameter, so every rank must have the keys of rank 0.
     let Some(keys) = all.first() else { return Ok(Vec::new()) };
     let mut missing = Vec::new();
     for (rank, has) in group.global_ranks().iter().zip(all) {
@@ -89,7 +93,7 @@ pub(crate) fn join<'a>(
         let (brought, own) = bring(optimizer, &local)?;
         Ok((brought, (own, local)))
     });
-    // Ranks with an error bring nothing, which tells the others to ask for it.
+    // A rank with an error brings `None`. The others then take part in an agreement, which gives all ranks the error.
     let (brought, own) = match brought {
         Ok((brought, own)) => (Some(brought), Ok(own)),
         Err(error) => (None, Err(error)),
@@ -100,7 +104,7 @@ pub(crate) fn join<'a>(
     }
     let (own, local) = own?;
     let all: Vec<Brought> = all.into_iter().flatten().collect();
-    // From here on every rank computes from what all ranks brought, so that all meet the same errors.
+    // From here on every rank computes from what all ranks brought, so all meet the same errors.
     let merge_keys = parameters.use_orig_params();
     let keys: Vec<Vec<OptimStateKey>> =
         all.iter().map(|brought| brought.keys.iter().map(|(key, _)| key.clone()).collect()).collect();
@@ -108,7 +112,7 @@ pub(crate) fn join<'a>(
     if merge_keys {
         check_elements(optimizer, &keys, &all)?;
     }
-    // What a rank lacks comes from the schemas and small values of the others; only larger tensors need a gather.
+    // A rank takes what it lacks from the schemas and small values of the others. Only larger tensors need a gather.
     let mut known = Known::new(&all);
     let mut joined = StateDict::new();
     let mut lacking = StateDict::new();
@@ -121,7 +125,7 @@ pub(crate) fn join<'a>(
     if lacking.is_empty() {
         return Ok((joined, local));
     }
-    // Tensors of a shape of their own come from the ranks that have them.
+    // Tensors that are not shaped like their parameter, and that some ranks lack, come from the ranks that have them.
     let whole = gather_state_dict(&lacking, group, &GatherOptions::default())?;
     for (fqn, entries) in whole {
         for (name, value) in entries.as_dict().into_iter().flatten() {
@@ -133,7 +137,8 @@ pub(crate) fn join<'a>(
     Ok((joined, local))
 }
 
-/// Returns this rank's part, and its states by the model's names. Parameters that it has nothing of are left out.
+/// Returns what this rank tells the others, and its states by the model's names. Parameters of which it has no element
+/// are left out.
 fn bring(optimizer: &Optimizer, local: &LocalStates<'_>) -> Result<(Brought, StateDict)> {
     let mut keys = Vec::new();
     let mut own = StateDict::new();
@@ -157,7 +162,7 @@ fn bring(optimizer: &Optimizer, local: &LocalStates<'_>) -> Result<(Brought, Sta
     Ok((Brought { keys, schema, small }, own))
 }
 
-/// Refuses state for only some of the elements of a parameter.
+/// Checks that the ranks together have state for all elements of each parameter, or for none.
 fn check_elements(optimizer: &Optimizer, keys: &[OptimStateKey], all: &[Brought]) -> Result<()> {
     let parameters = optimizer.parameters();
     let replicas = parameters.group().world_size() / parameters.shard_group().map_or(1, ProcessGroup::world_size);
@@ -266,7 +271,7 @@ impl<'a> Known<'a> {
     }
 }
 
-/// Refuses an entry that differs between the ranks that have state of its parameter, or that some of them lack.
+/// Checks that all ranks with state of a parameter have an entry, and that it is the same on all of them.
 fn check_same(group: &ProcessGroup, fqn: &str, name: &str, ranks: &[usize], holders: &Holders<'_>) -> Result<()> {
     let global = |rank: usize| group.global_ranks().get(rank).copied().unwrap_or(rank);
     let find = |rank: usize| holders.iter().find(|(holder, ..)| *holder == rank);

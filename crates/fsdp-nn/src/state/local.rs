@@ -270,7 +270,8 @@ impl Optimizer {
             };
             staged.states[index] = self.local_state(index, entries, &staged.groups)?;
         }
-        // torch saves nothing for pieces without elements, but their steps are needed to save alike on all ranks.
+        // torch saves nothing for pieces without elements. But their steps are needed, so that all ranks save the same
+        // entries.
         let of_empty = state.dict(EMPTY_PIECES);
         for (index, local) in self.locals().iter().enumerate().filter(|(_, local)| local.is_empty()) {
             match of_empty {
@@ -286,12 +287,12 @@ impl Optimizer {
         Ok(staged)
     }
 
-    /// Returns the state of a local parameter from its entries in a local state dict, for the groups that are to come.
+    /// Returns the state of a local parameter from its entries in a local state dict, for the new `groups`.
     fn local_state(&self, index: usize, entries: &StateDict, groups: &[GroupUpdate]) -> Result<Option<ParamState>> {
         let values = portable_state(self, index, entries)?;
         let values: Vec<Option<&StateDict>> = values.iter().map(Some).collect();
         load_local(self, index, Some(groups), &values).map_err(|error| match error {
-            // The dict has one tensor for all of a FlatParameter.
+            // The dict has one tensor for all of a FlatParameter, so name that and not one of its parameters.
             NnError::OptimState { error: OptimStateError::WrongDType { name, found, expected, .. }, ranks } => {
                 let fqn = self.locals()[index].name();
                 NnError::OptimState { error: OptimStateError::WrongDType { fqn, name, found, expected }, ranks }
@@ -300,7 +301,8 @@ impl Optimizer {
         })
     }
 
-    /// Returns the key of each local parameter in the state dict, by its place in the groups.
+    /// Returns the key in the state dict of each local parameter. As in torch, a saved parameter belongs to the local
+    /// one at the same position of the same group, so the groups must have the same sizes.
     fn match_positions(&self, saved: &[SavedGroup]) -> Result<Vec<String>> {
         if saved.len() != self.groups().len() {
             return Err(OptimStateError::GroupCount { saved: saved.len(), current: self.groups().len() }.into());
@@ -319,7 +321,8 @@ impl Optimizer {
         Ok(keys)
     }
 
-    /// Makes up the state of a parameter that this rank has nothing of, from that of the others of its group.
+    /// Sets the state of a parameter of which this rank has no element, from the states of the other parameters of its
+    /// group.
     fn deduce_empty(&self, index: usize, local: &LocalParam, staged: &mut StagedLocal) -> Result<()> {
         let group = self.group_of_local(index);
         let mut steps = self

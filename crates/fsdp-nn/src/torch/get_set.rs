@@ -66,7 +66,7 @@ pub fn get_model_state_dict(parameters: &ShardedParameters, options: &StateDictO
     finish(parameters.group(), model_views(parameters, options), options)
 }
 
-/// Returns the live model under the names of the state dict.
+/// Returns views of the live model's values, under the names that they have in the state dict.
 fn model_views(parameters: &ShardedParameters, options: &StateDictOptions) -> Result<StateDict> {
     options.check()?;
     let mut state = StateDict::new();
@@ -81,7 +81,7 @@ fn model_views(parameters: &ShardedParameters, options: &StateDictOptions) -> Re
         }
     }
     if options.share_storage {
-        // Views may be written to: then no gathered copy of them may stay.
+        // The caller may write to the views, so gathered copies of the parameters must not be used again.
         parameters.lend()?;
     }
     Ok(state)
@@ -102,7 +102,7 @@ pub fn get_optimizer_state_dict(
     finish(parameters.group(), optimizer_views(parameters, optimizers, options), options)
 }
 
-/// Returns the live optimizers in the format and under the names of the state dict.
+/// Returns views of the live optimizers' state, in the format and under the names of the state dict.
 fn optimizer_views(
     parameters: &ShardedParameters,
     optimizers: &[&Optimizer],
@@ -115,11 +115,13 @@ fn optimizer_views(
     optim_format::to_dict(live_optim_state_dict(optimizers, MissingState::Initial)?, options)
 }
 
-/// Gathers, offloads or copies, as the options say.
+/// Turns views of live values into the state dict that the options ask for: gathered whole, on the CPU, as views, or
+/// copied. Collective only for a full state dict.
 fn finish(group: &ProcessGroup, views: Result<StateDict>, options: &StateDictOptions) -> Result<StateDict> {
     let state = match views {
         Ok(state) => state,
-        // The round in which the other ranks compare what they gather; what is wrong everywhere needs no round.
+        // The other ranks go on to gather, which begins with an agreement. This rank takes part in it, to tell them its
+        // error. Wrong options are an error on every rank, so then nobody gets that far.
         Err(error) if options.full_state_dict && options.check().is_ok() => {
             return Ok(group.agree_on("gather_state_dict", 0, Err(error))?);
         }
@@ -200,7 +202,7 @@ pub fn set_optimizer_state_dict(
     set("set_optimizer_state_dict", None, Some(optim), parameters, optimizers, options)
 }
 
-/// Loads the dicts that are given, for all three functions that set state.
+/// Loads the dicts that are given. All three functions that set state call this.
 fn set(
     operation: &'static str,
     model: Option<&StateDict>,
@@ -215,7 +217,7 @@ fn set(
     for (key, dict) in [("model", model), ("optim", optim)] {
         state.extend(dict.map(|dict| (key, dict.clone().into())));
     }
-    // Dicts that are ignored cannot be wrong.
+    // With `broadcast_from_rank0` the dicts of the other ranks are ignored, so they are not checked.
     let is_ignored = options.broadcast_from_rank0 && group.rank() > 0;
     let checked = if is_ignored { Ok(()) } else { check(model, optim, parameters) };
     let mut source = if options.broadcast_from_rank0 {
@@ -224,7 +226,7 @@ fn set(
     } else {
         match checked.and_then(|()| Ok(DictSource::on_every_rank(&state)?)) {
             Ok(source) => source,
-            // The round in which the other ranks compare their plans.
+            // Take part in the round in which the other ranks compare their plans, so that all get this error.
             Err(error) => return NnError::agree(group, operation, Some(0), Err(error)),
         }
     };
@@ -246,7 +248,7 @@ fn set(
     load_state(operation, group, &mut source, &mut target, &load)
 }
 
-/// Refuses dicts that cannot be those of a model and its optimizers.
+/// Checks that dicts can be those of a model and its optimizers.
 fn check(model: Option<&StateDict>, optim: Option<&StateDict>, parameters: &ShardedParameters) -> Result<()> {
     let is_flat_param =
         |key: &str| (key == "_flat_param" || key.ends_with("._flat_param")) && !parameters.contains(key);

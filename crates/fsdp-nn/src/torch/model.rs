@@ -30,12 +30,12 @@ impl Keep {
         if self.rank0_only { KeepOn::Ranks(vec![0]) } else { KeepOn::All }
     }
 
-    /// Returns the device that tensors go to; `None` if they stay where they are.
+    /// Returns the device that tensors are moved to; `None` if they stay where they are.
     pub(super) fn device(self) -> Option<candle_core::Device> {
         self.offload_to_cpu.then_some(candle_core::Device::Cpu)
     }
 
-    /// Returns `true` if this rank keeps the result.
+    /// Returns `true` if this rank of the model's `group` keeps the result.
     pub(super) fn here(self, group: &ProcessGroup) -> bool {
         self.ranks().contains(group.rank())
     }
@@ -99,7 +99,7 @@ pub fn state_dict_into(
     Ok(())
 }
 
-/// Moves a value to the CPU, if that is asked for.
+/// Moves a tensor to the CPU, if `keep` says so.
 pub(super) fn placed(value: StateValue, keep: Keep) -> Result<StateValue> {
     let Some(device) = keep.device() else { return Ok(value) };
     Ok(match value {

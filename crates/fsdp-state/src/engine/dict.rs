@@ -18,10 +18,10 @@ use crate::memory::{scalar_of, scalar_value};
 use crate::transfer::{BoxBytes, Exchange, Item, Layout, PerRank};
 use crate::{Schema, StateDict, StateError, StateValue};
 
-/// A state dict that values are loaded from: one that every rank brings, whole or sharded, or one rank's.
+/// A state dict that values are loaded from. Either every rank has one, whole or sharded, or one rank has it.
 pub struct DictSource<'a> {
     schema: Schema,
-    /// This rank's values, by their positions in the schema; small ones on every rank.
+    /// This rank's values, by their positions in the schema. Small values are there on every rank.
     values: Vec<Option<Cow<'a, StateValue>>>,
     /// The rank whose values they are; `None` if each rank has its own part, or all of them.
     root: Option<usize>,
@@ -30,7 +30,7 @@ pub struct DictSource<'a> {
     layouts: Vec<Layout>,
 }
 
-/// Tells the boxes that a rank has of a value, where arithmetic can tell.
+/// A function that computes the boxes of a value that a rank has; `None` if it cannot.
 type BoxesOn<'a> = dyn Fn(&KeyPath, usize) -> Option<Vec<TensorBox>> + 'a;
 
 /// The boxes that a rank has of a tensor, and those that it wants.
@@ -48,8 +48,8 @@ impl<'a> DictSource<'a> {
         Ok(DictSource { schema, values, root: None, boxes_on: None, layouts: Vec::new() })
     }
 
-    /// Returns a source that one rank brings, `root` of the group; what others pass is ignored. Collective: one agreement
-    /// and one object broadcast, with the schema and the small values.
+    /// Returns a source of the values of rank `root` of the group; what others pass is ignored. Collective: one
+    /// agreement, and one object broadcast of the schema and the small values.
     ///
     /// # Errors
     /// The same on every rank: no such rank, or no state dict there; as [`Self::on_every_rank`].
@@ -73,7 +73,8 @@ impl<'a> DictSource<'a> {
         Ok(DictSource { schema, values, root: Some(root), boxes_on: None, layouts: Vec::new() })
     }
 
-    /// Returns what the root tells the others, and its values.
+    /// Returns, on the root, what it tells the others (the schema and the small values), and its values; `None`
+    /// elsewhere.
     #[expect(clippy::type_complexity, reason = "each part is named where it is taken apart")]
     fn told(
         group: &ProcessGroup,
@@ -93,7 +94,8 @@ impl<'a> DictSource<'a> {
         Ok(Some(((schema, small), values.into_iter().map(|value| Some(Cow::Borrowed(value))).collect())))
     }
 
-    /// Lets arithmetic tell where elements are, instead of the ranks. `boxes_on` must know all sharded values.
+    /// Sets a function that computes which boxes of a value a rank has, so that ranks need not tell each other.
+    /// `boxes_on` must know all sharded values.
     #[must_use]
     pub fn with_boxes_on(mut self, boxes_on: impl Fn(&KeyPath, usize) -> Option<Vec<TensorBox>> + 'a) -> Self {
         self.boxes_on = Some(Box::new(boxes_on));
@@ -112,7 +114,7 @@ impl<'a> DictSource<'a> {
         self.schema.get(position).is_some_and(|(_, leaf)| leaf.is_sharded())
     }
 
-    /// Returns the places of a wanted tensor that every rank finds all of in its own values.
+    /// Returns the boxes of a wanted tensor that no rank has to send: this rank's own, and none of the others.
     fn local(&self, group: &ProcessGroup, wanted: &Wanted) -> HaveWantOfRanks {
         let only = |boxes| PerRank::only(group.rank(), group.world_size(), boxes);
         (only(self.have(wanted.position)), only(wanted.boxes.clone()))
@@ -137,7 +139,8 @@ impl<'a> DictSource<'a> {
         }
         let sharded = (0..wanted.len()).filter(|&index| self.is_sharded(wanted[index].position));
         let sharded: Vec<usize> = sharded.collect();
-        // Arithmetic, or the boxes that ranks will tell each other, show for each tensor whether it has to move.
+        // Then `boxes_of_ranks` gets the boxes of all sharded tensors, by arithmetic or in one round. They show which
+        // of the tensors really move, so no round is needed here to find that out.
         let is_known = self.boxes_on.is_some() || sharded.iter().all(|&index| wanted_on(index, 0).is_some());
         if is_known {
             return Ok(sharded);
@@ -149,7 +152,8 @@ impl<'a> DictSource<'a> {
         Ok(all)
     }
 
-    /// Returns each rank's boxes of the tensors that have to move.
+    /// Returns each rank's boxes of the tensors that have to move. Collective, if they are not known: an object
+    /// all-gather.
     fn boxes_of_ranks(
         &self,
         group: &ProcessGroup,
@@ -216,6 +220,7 @@ impl Source for DictSource<'_> {
         wanted: &[Wanted],
         memory: &mut dyn FnMut(usize) -> Result<Memory, StateError>,
     ) -> Result<(), StateError> {
+        // Find the storages that the load is about to fill.
         let memories = (0..wanted.len()).map(memory).collect::<Result<Vec<_>, _>>()?;
         let live: HashSet<usize> =
             memories.iter().flat_map(Memory::tensors).map(|tensor| storage_id(&tensor)).collect();
@@ -226,6 +231,8 @@ impl Source for DictSource<'_> {
                 StateValue::Sharded(tensor) => tensor.shards().iter().map(|shard| shard.tensor.clone()).collect(),
                 _ => continue,
             };
+            // A value in one of these storages may be overwritten before it is read, so it is copied first. One that is
+            // its own destination stays: nothing is written there.
             let shares = tensors.iter().any(|tensor| live.contains(&storage_id(tensor)));
             if shares && !memory.is_same_view(value) {
                 *value = Cow::Owned(value.copy()?);

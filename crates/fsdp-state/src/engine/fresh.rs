@@ -28,8 +28,8 @@ pub struct DictTarget<'a> {
 }
 
 impl<'a> DictTarget<'a> {
-    /// Returns a target of fresh tensors in the layout of `template`. `arguments` are those of the caller that ranks must
-    /// have alike.
+    /// Returns a target of new tensors in the layout of `template`. `arguments` describes the arguments of the caller
+    /// that must be the same on all ranks.
     ///
     /// # Errors
     /// Tensors whose memory is released, or of dtypes and shapes that no file holds.
@@ -40,15 +40,15 @@ impl<'a> DictTarget<'a> {
         Ok(DictTarget { template, is_in_place, is_own, schema, values, positions, device, arguments, loaded })
     }
 
-    /// Fills the template's own tensors instead, where they are.
+    /// Makes the load fill the template's own tensors, instead of new ones.
     #[must_use]
     pub const fn in_place(mut self) -> Self {
         self.is_in_place = true;
         self
     }
 
-    /// Lets each rank ask for names of its own: each has a report of its own, and names that only the source has are no
-    /// error.
+    /// Lets ranks ask for different names. Each rank then gets its own report, and names that only the source has are
+    /// not an error.
     #[must_use]
     pub const fn with_own_names(mut self) -> Self {
         self.is_own = true;
@@ -71,7 +71,7 @@ impl<'a> DictTarget<'a> {
         self.device.clone().unwrap_or_else(|| device_of(self.values[position]))
     }
 
-    /// Returns `true` if a value goes by value rather than through memory of the target's.
+    /// Returns `true` if a value is small enough to be taken from the source by value, before any memory is lent.
     fn goes_by_value(&self, saved: &Leaf, current: &Leaf) -> bool {
         let are_tensors = saved.tensor().is_some() && current.tensor().is_some();
         saved.is_scalar() && current.is_scalar() && !(are_tensors && (self.is_in_place || self.is_own))
@@ -213,7 +213,7 @@ fn fresh(dtype: candle_core::DType, shape: &[usize], boxes: &[TensorBox]) -> Res
     Ok(Memory::Tensors(ShardedTensor::zeros(dtype, shape, boxes)?))
 }
 
-/// Returns a request for a tensor of the source in the boxes of a target's; `None` if it does not fit.
+/// Returns a request for a tensor of the source, in the boxes of the target's value; `None` if the two do not fit.
 fn wanted(
     source: &Schema,
     position: usize,
@@ -226,7 +226,7 @@ fn wanted(
     if shape != current_shape {
         return None;
     }
-    // A cast must be allowed, and one that candle can do.
+    // A cast must be allowed, and candle must support it.
     if dtype != becomes && !(options.cast && candle_dtype(target).is_some_and(|to| Memory::converts(dtype, to))) {
         return None;
     }
@@ -237,7 +237,7 @@ fn wanted(
     Wanted::of(source, position, becomes, boxes)
 }
 
-/// Returns the dtype of candle's tensors.
+/// Returns the dtype of a value that is a candle tensor; `None` for other values.
 fn candle_dtype(value: &StateValue) -> Option<candle_core::DType> {
     match value {
         StateValue::Tensor(tensor) => Some(tensor.dtype()),
@@ -254,7 +254,7 @@ fn describe(leaf: &Leaf) -> String {
     }
 }
 
-/// Whole tensors on the ranks that keep them, each handed to a sink as soon as it is there and then forgotten here.
+/// A target of whole tensors on some ranks. Each tensor goes to a sink as soon as it is complete, and is not kept here.
 pub struct Whole<'a> {
     keep_on: KeepOn,
     device: Option<Device>,
@@ -268,14 +268,17 @@ pub struct Whole<'a> {
     sink: &'a mut Sink<'a>,
 }
 
-/// Takes values one by one.
+/// A function that takes the values one by one, with their paths.
 pub(crate) type Sink<'a> = dyn FnMut(&KeyPath, StateValue) -> Result<(), StateError> + 'a;
 
 impl<'a> Whole<'a> {
-    /// Returns a target that hands whole values to `sink`, sorted by path, on the ranks of a group that `keep_on` names.
+    /// Returns a target that gathers the values of `state` and hands each of them, whole, to `sink`, sorted by path.
+    ///
+    /// `sink` is called only on the ranks that `keep_on` names. `rank` and `world_size` are those of this rank in its
+    /// group. Tensors go to `device`; without one, each goes where this rank's part of it is.
     ///
     /// # Errors
-    /// Ranks that the group does not have; tensors whose memory is released.
+    /// Ranks in `keep_on` that the group does not have; tensors whose memory is released.
     pub fn new(
         state: &'a StateDict,
         rank: usize,
@@ -293,7 +296,7 @@ impl<'a> Whole<'a> {
         self.device.clone().unwrap_or_else(|| device_of(self.values[position]))
     }
 
-    /// Hands on a value that has been made whole, after those before it.
+    /// Gives the sink a value that is complete now, after all values before it that the sink has not got yet.
     fn hand_on(&mut self, position: usize, value: StateValue) -> Result<(), StateError> {
         self.hand_on_before(position)?;
         self.next = position + 1;
@@ -301,7 +304,7 @@ impl<'a> Whole<'a> {
         (self.sink)(path, value)
     }
 
-    /// Hands on the values before a position that are whole on each rank anyway: this rank's own.
+    /// Gives the sink this rank's own values before a position, those that are not sharded and thus do not move.
     fn hand_on_before(&mut self, position: usize) -> Result<(), StateError> {
         while self.next < position {
             let at = self.next;
@@ -366,6 +369,7 @@ impl Target for Whole<'_> {
     }
 
     fn commit(&mut self) -> Result<(), StateError> {
+        // All tensors that move are handed on by now. What is left are this rank's own values after the last of them.
         self.hand_on_before(self.schema.len())
     }
 }

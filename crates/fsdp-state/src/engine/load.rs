@@ -43,10 +43,10 @@ impl LoadError for StateError {
     }
 }
 
-/// Loads what `source` holds into `target`: the one path of all state that moves.
+/// Loads what `source` holds into `target`. All loads and collectives on state take this path.
 ///
 /// 1. **Compare**: each rank compares the source's schema with what its target can take.
-/// 2. **Agree**: one round over the ranks. Any rank's error is everybody's, and all ranks must have found the same.
+/// 2. **Agree**: one round over the ranks. Any rank's error becomes every rank's, and all must have found the same.
 /// 3. **Lend**: the target gives memory for the boxes that it wants, live or fresh.
 /// 4. **Read**: the source fills it, from files, from this rank's own values, or from other ranks.
 /// 5. **Commit**: the target takes small values over.
@@ -70,9 +70,9 @@ where
     T: Target,
     E: LoadError + From<S::Error> + From<T::Error>,
 {
-    // Compare. Nothing that a rank finds here is known to the others yet.
+    // Compare. The other ranks do not know yet what this rank finds here, not even an error.
     let compared = compare::<S, T, E>(operation, source, target, options);
-    // Agree. From here on every rank has the same plan, but for the boxes in it.
+    // Agree. From here on every rank has the same plan, except for the boxes in it.
     let plan = agree(operation, group, compared)?;
     judge::<E>(operation, &plan, options)?;
     source.locate(group, operation, &plan.wanted, &|wanted, rank| target.wanted_on(wanted, rank), options)?;
@@ -83,7 +83,7 @@ where
     let mut lending = Lending { target, wanted: &plan.wanted, detours: HashMap::new(), staged: Vec::new(), is_staged };
     let read = source.read(group, operation, &plan.wanted, &mut lending, options).map_err(E::from);
     let mut outcome = match read {
-        // A collective has failed, on every rank.
+        // A collective has failed, so every rank has this error already.
         Err(error) if error.comm().is_some() => return Err(partly_loaded(is_live && !is_staged, error)),
         outcome => outcome,
     };
@@ -91,10 +91,10 @@ where
     if !is_live && outcome.is_ok() {
         outcome = target.commit().map_err(E::from);
     }
-    // A rank that failed went on taking part in collectives. Now all hear of it.
+    // A rank that failed has still taken part in the collectives. Only now do the others get its error.
     E::agree(group, operation, None, outcome).map_err(|error| partly_loaded(is_live && !is_staged, error))?;
 
-    // Commit. Values that were staged take effect, and cannot fail where they fitted before.
+    // Commit. The staged values are copied to the live memory, which cannot fail: they were made to fit it.
     for (memory, values) in staged {
         memory.fill_from(&values)?;
     }
@@ -104,6 +104,7 @@ where
     Ok(plan.report)
 }
 
+/// Wraps an error to say that some live values are new and others are old, if that is so.
 fn partly_loaded<E: LoadError>(is_partly_loaded: bool, error: E) -> E {
     if is_partly_loaded {
         StateError::PartlyLoaded { reason: error.to_string(), kind: error.kind() }.into()
@@ -147,7 +148,7 @@ where
         source.separate(&plan.wanted, &mut |index| target.memory(index, &plan.wanted[index]))?;
     }
     if plan.is_own {
-        // Ranks may want different names, so each judges for itself.
+        // Ranks may want different names, so each rank checks its own report.
         judge::<E>(operation, &plan, options)?;
     }
     let mut brought = Brought {
@@ -174,7 +175,7 @@ where
     Ok((plan, brought))
 }
 
-/// Makes sure that all ranks bring the same, and that none has an error. Collectives: one agreement; if ranks differ,
+/// Checks that no rank has an error and that all ranks bring the same. Collectives: one agreement; if ranks differ,
 /// also one object all-gather, to find the difference.
 fn agree<E: LoadError>(
     operation: &'static str,
@@ -187,7 +188,7 @@ fn agree<E: LoadError>(
     };
     let mut hasher = XxHash3_64::new();
     brought.hash(&mut hasher);
-    // A rank with an error has nothing to compare, and its error ends the round before hashes are.
+    // A rank with an error has nothing to compare. Its error ends the round before any hashes are compared.
     let agreed = E::agree(group, operation, Some(hasher.finish()), outcome);
     let Err(error) = agreed else { return agreed };
     if !matches!(error.comm(), Some(CommError::SchemaMismatch { .. })) {
@@ -223,7 +224,7 @@ fn difference(group: &ProcessGroup, operation: &'static str, all: &[Option<Broug
     })
 }
 
-/// Refuses a plan that does not fit.
+/// Returns an error if a report has mismatches, or, in a strict load, names that only one side has.
 fn judge<E: LoadError>(operation: &'static str, plan: &Plan, options: &LoadOptions) -> Result<(), E> {
     let report = &plan.report;
     let names = !report.missing.is_empty() || plan.refuses_unexpected && !report.unexpected.is_empty();
@@ -233,13 +234,14 @@ fn judge<E: LoadError>(operation: &'static str, plan: &Plan, options: &LoadOptio
     Err(StateError::Incompatible { operation, report: report.clone() }.into())
 }
 
-/// The target's memory on its way to the source, by way of other memory where the target's own cannot be filled.
+/// Lends the target's memory to the source. Where the target's own memory cannot be filled directly, the source gets
+/// other memory, and the values are copied afterwards: a detour.
 struct Lending<'a, T> {
     target: &'a mut T,
     wanted: &'a [Wanted],
     /// The target's memory of tensors whose values take a detour.
     detours: HashMap<usize, Memory>,
-    /// The target's memory of values that take effect once all are there.
+    /// The target's live memory, and the new values for it, in a staged load.
     staged: Vec<(Memory, ShardedTensor)>,
     is_staged: bool,
 }

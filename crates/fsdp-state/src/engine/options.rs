@@ -7,17 +7,18 @@ use candle_core::Device;
 /// The options of a load; the same on every rank.
 #[derive(Debug, Clone)]
 pub struct LoadOptions {
-    /// `true` (the default) if names that only one side has are an error. If not, values that the source lacks stay as they
-    /// are, those that nothing takes are left out, and the report names both.
+    /// `true` (the default) if names that only one side has are an error. If `false`, values that the source lacks stay
+    /// as they are, values that the target has no place for are left out, and the report names both.
     ///
-    /// Where a template says what is wanted (a load of a checkpoint into a state dict), names that only the checkpoint has
-    /// are never an error.
+    /// In a load of a checkpoint into a state dict, names that only the checkpoint has are never an error.
     pub strict: bool,
     /// `true` if values may be converted to the dtype of the target. torch's `dcp.load` converts without being asked.
     pub cast: bool,
-    /// `true` if live values are changed only once all new ones are at hand, which takes memory for a second copy of them.
-    /// If not, whatever ranks can know to be wrong is found before anything changes, and only a failure while elements move
-    /// (damage inside a file, a lost rank) leaves some values changed.
+    /// `true` if live values are changed only when all new values are there. This takes memory for a second copy of
+    /// them.
+    ///
+    /// If `false`, most errors are still found before anything changes. But a failure while elements move (damage
+    /// inside a file, a lost rank) leaves some values changed.
     pub staged: bool,
     /// The device of fresh tensors; `None` puts each where the template's is. May differ between ranks.
     pub device: Option<Device>,

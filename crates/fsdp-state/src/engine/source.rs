@@ -18,15 +18,15 @@ pub trait Source {
     /// Returns the names, kinds, dtypes and shapes of everything that it holds.
     fn schema(&self) -> &Schema;
 
-    /// Returns small values, which ranks look at before they agree: plain ones and tensors of one element, by their
-    /// positions in the schema. No communication.
+    /// Returns the small values at these positions of the schema: plain values, and tensors of one element. A target
+    /// sees them before the ranks agree. No communication.
     ///
     /// # Errors
     /// This rank's own.
     fn values(&self, positions: &[usize]) -> Result<Vec<StateValue>, Self::Error>;
 
-    /// Returns a hash of the elements of a tensor that every rank holds whole for itself, so that ranks can make sure that
-    /// they hold the same; `None` for tensors that come from one place.
+    /// Returns a hash of the elements of a tensor of which every rank holds a copy of its own. Ranks compare these
+    /// hashes, to make sure that their copies are equal. Returns `None` for tensors that come from one place.
     ///
     /// # Errors
     /// This rank's own.
@@ -35,8 +35,10 @@ pub trait Source {
         Ok(None)
     }
 
-    /// Makes copies of values that share memory with the live tensors that a load is about to fill, without being these very
-    /// tensors: they would be overwritten before they are read. `memory` gives the target's memory of a wanted tensor.
+    /// Copies the values that share a storage with the live tensors that a load is about to fill. The load could
+    /// otherwise overwrite them before it reads them. A value that is the very tensor it would fill is not copied.
+    ///
+    /// `memory` returns the target's memory of the wanted tensor at a position of `wanted`.
     ///
     /// # Errors
     /// This rank's own.
@@ -49,10 +51,10 @@ pub trait Source {
         Ok(())
     }
 
-    /// Finds out where the wanted elements are, and that there is each of them. After it nothing is left that ranks could
-    /// know to be wrong, so that targets may be changed. Collective where elements are spread over ranks.
+    /// Finds out where the wanted elements are, and checks that none is missing. This is the last check before a load
+    /// changes its target. Collective if elements are spread over ranks.
     ///
-    /// `wanted_on` tells the boxes that a rank wants of a wanted tensor, where that is known without asking it.
+    /// `wanted_on` returns the boxes of a wanted tensor that a rank wants, if that is known without asking the rank.
     ///
     /// # Errors
     /// The same on every rank.

@@ -15,8 +15,8 @@ pub trait Target {
     /// The target's own errors.
     type Error;
 
-    /// Returns the positions in the source's schema of the small values that the target wants to see before ranks agree:
-    /// plain ones, and tensors of one element.
+    /// Returns the positions of the small values that the target wants to see before the ranks agree, in the source's
+    /// schema. Small values are plain values, and tensors of one element.
     fn select(&mut self, schema: &Schema) -> Vec<usize>;
 
     /// Compares the values of the source with those that the target can take, without changing anything.
@@ -40,14 +40,16 @@ pub trait Target {
         Ok(())
     }
 
-    /// Returns `true` if the target takes a copy that the source makes of a wanted tensor ([`Self::take_copy`]) as well as
-    /// it lends memory for one: the memory would be fresh CPU memory of the dtype that the tensor is to have.
+    /// Returns `true` if the source may call [`Self::take_copy`] for a wanted tensor, instead of asking for memory.
+    /// This saves filling new memory with zeros first. A target that would lend new CPU memory of the right dtype
+    /// allows it.
     fn takes_copy(&self, wanted: usize) -> bool {
         let _ = wanted;
         false
     }
 
-    /// Takes a copy of a tensor that no memory was lent for: its wanted boxes one after the other, in one dimension.
+    /// Takes ownership of a copy that holds the values of a wanted tensor, for which no memory was lent. Called only if
+    /// [`Self::takes_copy`] allows it. `copy` has one dimension: the wanted boxes one after the other, each row-major.
     ///
     /// # Errors
     /// This rank's own.
@@ -56,25 +58,25 @@ pub trait Target {
         Ok(())
     }
 
-    /// Returns `true` if memory that is lent is live: a load that breaks off leaves some values changed.
+    /// Returns `true` if the target lends live memory. A load that breaks off then leaves some values changed.
     fn is_live(&self) -> bool {
         false
     }
 
-    /// Returns `true` if the memory that a wanted tensor goes to is live, so that a staged load fills it last. Other
-    /// memory is filled, and taken back, as it comes.
+    /// Returns `true` if the memory that a wanted tensor goes to is live. A staged load fills live memory only when all
+    /// new values are there; it fills other memory at once.
     fn lends_live(&self, wanted: usize) -> bool {
         let _ = wanted;
         self.is_live()
     }
 
-    /// Returns the boxes that another rank wants of a tensor, where that is known without asking it.
+    /// Returns the boxes of a tensor that another rank wants; `None` if only that rank knows.
     fn wanted_on(&self, wanted: usize, rank: usize) -> Option<Vec<TensorBox>> {
         let _ = (wanted, rank);
         None
     }
 
-    /// Puts small values in place, once all tensors are.
+    /// Puts small values in place. Called once all tensors are in place.
     ///
     /// # Errors
     /// This rank's own.
@@ -95,7 +97,7 @@ pub struct Plan {
     pub refuses_unexpected: bool,
     /// `true` if ranks may want different names, so that each has a plan and a report of its own.
     pub is_own: bool,
-    /// The layout that the target asks for, if ranks bring one each, which must be the same.
+    /// The layout that the target asks for, if each rank has one. All ranks must have the same.
     pub target: Schema,
     /// Small values that must be the same on all ranks: their keys, and their values as text.
     pub agreed: Vec<(String, String)>,

@@ -12,17 +12,18 @@ use crate::lend::{Lend, Memory};
 use crate::memory::{try_reserve, try_zeroed};
 use crate::{StateError, StateValue};
 
-/// Tensors that one collective carries together have at most this many bytes. A larger one goes alone, and where its
-/// parts have to be packed in windows of this size.
+/// The most bytes of several tensors that one collective carries together: a bucket. A larger tensor goes alone. If its
+/// parts have to be packed, it goes in windows of this size.
 const BUCKET_BYTES: usize = 32 << 20;
 
-/// A bucket may always have this many bytes, however small the largest tensor is.
+/// The bytes that a bucket may have even if the largest tensor is small.
 const LEAST_BUCKET_BYTES: usize = 1 << 20;
 
-/// After so many bytes of tensors ranks tell each other whether they still can go on.
+/// The bytes of tensors after which the ranks tell each other whether one of them has failed.
 const STATUS_BYTES: usize = 256 << 20;
 
-/// Elements whose places in memory are more runs than this arrive in a buffer first.
+/// The most contiguous runs of memory that elements are received into directly. If there are more, the elements arrive
+/// in a buffer first.
 const MAX_RUNS: usize = 4096;
 
 /// One tensor on its way to the boxes that this rank wants.
@@ -34,10 +35,10 @@ pub(crate) struct Item<'a> {
     pub(crate) source: Option<&'a StateValue>,
 }
 
-/// The movements of one function call.
+/// The transfers of one function call.
 ///
-/// A rank that meets an error of its own goes on with zeros, so that no rank waits for it, until the ranks tell each other
-/// how they are. Then all return that error.
+/// A rank that fails sends zeros from then on, so that no other rank waits for it. Now and then the ranks tell each
+/// other whether one of them has failed. Then all return its error.
 #[derive(Debug)]
 pub(crate) struct Exchange<'g> {
     group: &'g ProcessGroup,
@@ -51,12 +52,12 @@ impl<'g> Exchange<'g> {
         Exchange { group, operation, failure: None, unreported: 0 }
     }
 
-    /// Ends the movements, and returns this rank's own failure, which the others have not been told of.
+    /// Ends the transfers, and returns this rank's failure, if it has one that the others do not know of yet.
     pub(crate) fn finish(self) -> Result<(), StateError> {
         self.failure.map_or(Ok(()), Err)
     }
 
-    /// Runs something that concerns this rank alone; nothing is run after a failure.
+    /// Runs a step that only this rank takes, and keeps its error. After a failure such steps are skipped.
     fn attempt<T>(&mut self, f: impl FnOnce() -> Result<T, StateError>) -> Option<T> {
         if self.failure.is_some() {
             return None;
@@ -65,11 +66,13 @@ impl<'g> Exchange<'g> {
         self.note(outcome)
     }
 
+    /// Returns the value, or keeps the error as this rank's failure if it is the first.
     fn note<T>(&mut self, outcome: Result<T, StateError>) -> Option<T> {
         outcome.map_err(|error| self.failure.get_or_insert(error)).ok()
     }
 
-    /// Tells the other ranks how this one is, once enough bytes have moved since the last time.
+    /// Counts bytes that have moved. After [`STATUS_BYTES`] of them, all ranks agree that none has failed. Every rank
+    /// counts the same bytes, so all agree at the same time.
     fn moved(&mut self, bytes: usize) -> Result<(), CommError> {
         self.unreported = self.unreported.saturating_add(bytes);
         if self.unreported >= STATUS_BYTES {
@@ -79,23 +82,25 @@ impl<'g> Exchange<'g> {
         Ok(())
     }
 
-    /// Ends the operation on all ranks: this one cannot take part in its next collective.
+    /// Ends the operation on all ranks, because this rank cannot take part in the next collective.
     fn abort(&self, error: &StateError) -> CommError {
         self.group.abort(error.to_string());
-        // A group that has been ended answers every call with the reason.
+        // Every call on a group that has been aborted returns the reason.
         let ended = self.group.barrier().err();
         ended.unwrap_or_else(|| CommError::RankFailed { operation: self.operation.to_owned(), failures: Vec::new() })
     }
 
-    /// Moves tensors in this order, small ones that take the same route in succession together. Each one's memory is
-    /// asked for shortly before it moves and given back right after it.
+    /// Moves the tensors in the order of `items`, in buckets: small neighbours that take the same route go together.
+    /// The memory of a bucket is borrowed from `lender` just before it moves, and given back right after.
     ///
     /// # Errors
-    /// Those of collectives, the same on every rank. A failure of this rank alone is kept for [`Self::finish`].
+    /// Errors of collectives, the same on every rank. A failure of this rank alone is kept for [`Self::finish`].
     pub(crate) fn run(&mut self, items: &[Item<'_>], lender: &mut dyn Lend) -> Result<(), CommError> {
         let bucket = bucket_bytes(items);
         let mut start = 0;
         while start < items.len() {
+            // Fill a bucket, beginning with one tensor of any size. A tensor has the same size and route on all ranks,
+            // so all ranks make the same buckets.
             let route = items[start].layout.route();
             let mut bytes = items[start].layout.bytes();
             let mut end = start + 1;
@@ -108,6 +113,7 @@ impl<'g> Exchange<'g> {
                 end += 1;
             }
             self.run_bucket(items, start..end, &route, lender)?;
+            // A local route has no collective in which another rank could wait for this one, so its bytes do not count.
             if route != Route::Local {
                 self.moved(items[start..end].iter().map(|item| item.layout.bytes()).sum())?;
             }
@@ -116,6 +122,7 @@ impl<'g> Exchange<'g> {
         Ok(())
     }
 
+    /// Moves one bucket: borrows its memory, runs the collective of its route, and gives the memory back.
     fn run_bucket(
         &mut self,
         items: &[Item<'_>],
@@ -124,7 +131,7 @@ impl<'g> Exchange<'g> {
         lender: &mut dyn Lend,
     ) -> Result<(), CommError> {
         let rank = self.group.rank();
-        // Lend: memory for all of the bucket, or for none of it after a failure.
+        // Borrow memory for the whole bucket. After a failure nothing more is borrowed.
         let mut memories = Vec::with_capacity(range.len());
         for index in range.clone() {
             let is_wanted = !items[index].layout.want[rank].is_empty();
@@ -132,7 +139,7 @@ impl<'g> Exchange<'g> {
             memories.push(if is_wanted && !is_done { self.attempt(|| lender.lend(index)) } else { None });
         }
         self.move_bucket(&items[range.clone()], &mut memories, route)?;
-        // Give back, in the same order.
+        // Give the memory back, in the same order.
         for (index, memory) in range.zip(memories) {
             if let Some(memory) = memory {
                 self.attempt(|| lender.filled(index, memory));
@@ -141,8 +148,8 @@ impl<'g> Exchange<'g> {
         Ok(())
     }
 
-    /// Gives a copy of what this rank has of a tensor, where one copy of one piece of memory makes all that it wants.
-    /// Returns `false` if nothing was given.
+    /// Gives the lender a copy of this rank's own values in place of filled memory. This works only if the wanted boxes
+    /// lie one after the other in one piece of memory. Returns `false` if nothing was given.
     fn give_copy(&mut self, item: &Item<'_>, index: usize, lender: &mut dyn Lend) -> bool {
         if !lender.takes_copy(index) {
             return false;
@@ -168,8 +175,8 @@ impl<'g> Exchange<'g> {
             let layout = &item.layout;
             hands.push(Hand { layout, want: &layout.want[rank], sources, is_there, slots: Vec::new() });
         }
-        // The storages of tensors are taken out of them while elements arrive, those of raw tensors are at hand. Values
-        // that are in their place already are left alone: others may be reading them.
+        // While elements arrive, the storages are taken out of the tensors; the bytes of raw memory are here anyway.
+        // Values that are already in place are left alone, because others may be reading them.
         let lent = memories.iter().zip(&hands).filter(|(_, hand)| !hand.is_there);
         let tensors: Vec<candle_core::Tensor> =
             lent.filter_map(|(memory, _)| memory.as_ref()).flat_map(Memory::tensors).collect();
@@ -208,7 +215,7 @@ impl<'g> Exchange<'g> {
         }
     }
 
-    /// Copies the elements that this rank has of those that it wants.
+    /// Copies those of the wanted elements that this rank has itself.
     fn copy_own(&mut self, hands: &mut [Hand<'_>]) {
         let rank = self.group.rank();
         for hand in hands {
@@ -217,7 +224,8 @@ impl<'g> Exchange<'g> {
         }
     }
 
-    /// Moves a tensor that is larger than a bucket window by window, so that no rank packs more than that.
+    /// Moves a tensor that is larger than a bucket in windows of a bucket's size, so that no rank packs more than that
+    /// at once.
     fn in_windows(
         &mut self,
         hands: &mut [Hand<'_>],
@@ -487,8 +495,8 @@ fn parts(hands: &[Hand<'_>], pieces: &[(usize, Piece)]) -> Option<Vec<Part>> {
     Some(parts)
 }
 
-/// Returns how many bytes go together in a call that moves `items`: with the row in which they travel, these need no more
-/// memory than the largest tensor does by itself.
+/// Returns the most bytes of a bucket. A bucket and the buffer that it travels in together take no more memory than the
+/// largest tensor does alone.
 fn bucket_bytes(items: &[Item<'_>]) -> usize {
     let largest = items.iter().map(|item| item.layout.bytes()).max().unwrap_or(0);
     (largest / 2).clamp(LEAST_BUCKET_BYTES, BUCKET_BYTES)

@@ -110,10 +110,11 @@ pub(crate) fn copy_of_boxes(value: Option<&StateValue>, boxes: &[TensorBox]) -> 
 /// A box to be sent: the boxes of its tensor that are on this rank, the box, and the bytes of an element.
 pub(crate) type Outgoing<'a> = (&'a [BoxBytes], &'a TensorBox, usize);
 
-/// Hands boxes to `f` as bytes, one box after the other: without a copy if they lie so in one memory, as the pieces of a
-/// FlatParameter do.
+/// Runs `f` on the bytes of boxes, one box after the other. They are not copied if they lie that way in one storage, as
+/// the pieces of a FlatParameter do.
 ///
-/// If they cannot be read `f` gets zeros, so that the collective it calls still happens, and the reason is returned.
+/// `f` calls a collective, for which other ranks wait. So it also runs if boxes cannot be read: then it gets zeros, and
+/// the error is returned beside its result.
 pub(crate) fn with_packed<R>(boxes: &[Outgoing<'_>], f: impl FnOnce(&[u8]) -> R) -> (R, Result<(), StateError>) {
     let mut f = Some(f);
     let mut call = |bytes: &[u8]| f.take().map(|f| f(bytes));
@@ -127,7 +128,7 @@ pub(crate) fn with_packed<R>(boxes: &[Outgoing<'_>], f: impl FnOnce(&[u8]) -> R)
     }
     let mut packed = Vec::new();
     let read = boxes.iter().try_for_each(|outgoing| pack(outgoing, &mut packed));
-    // As many bytes as the other ranks expect, also where some could not be read.
+    // The other ranks expect this many bytes, also if some could not be read.
     let bytes: usize = boxes.iter().map(|(_, bounds, element)| bounds.numel() * element).sum();
     packed.resize(bytes, 0);
     match f.take() {

@@ -295,7 +295,8 @@ fn is_refusal(error: &FileError) -> bool {
     matches!(source.kind(), io::ErrorKind::PermissionDenied | io::ErrorKind::Unsupported | io::ErrorKind::InvalidInput)
 }
 
-/// Returns the nonce in the name of an object that belongs to one save: `__0_0-<nonce>.distcp`, `.integrity-<nonce>`.
+/// Returns the nonce of a save from the name of an object that it wrote: `__0_0-<nonce>.distcp` or
+/// `.integrity-<nonce>`. Returns `None` for other names, `.metadata` among them.
 pub(super) fn nonce_of(name: &str) -> Option<&str> {
     let data = name.strip_prefix("__").and_then(|name| name.strip_suffix(".distcp"));
     let nonce = match data {

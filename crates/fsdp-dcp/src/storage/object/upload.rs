@@ -135,6 +135,7 @@ impl Upload {
         Ok(())
     }
 
+    /// Returns a function that makes the error of a part that could not be sent.
     fn part_failed(&self) -> impl FnOnce(std::io::Error) -> FileError {
         FileError::io("upload a part of", &self.name)
     }
