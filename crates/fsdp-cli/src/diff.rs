@@ -112,6 +112,7 @@ impl Row {
                 let by = max.map_or_else(String::new, |max| format!(", by at most {max:e}"));
                 ("elements", format!("{count} elements differ{by}, the first at position {first}"))
             }
+            Difference::Container { first, second } => ("container", format!("{first} and {second}")),
             Difference::Value { first, second } => ("value", format!("{first} and {second}")),
             _ => ("other", format!("{difference:?}")),
         };

@@ -1,5 +1,7 @@
 //! Comparing two checkpoints, tensor by tensor, streaming.
 
+use std::collections::HashMap;
+
 use fsdp_layout::{DType, TensorBox};
 use serde::{Deserialize, Serialize};
 
@@ -7,6 +9,7 @@ use crate::elements::for_each;
 use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint;
 use crate::formats::stream::stream;
+use crate::formats::structure::{Place, Structure, key_text};
 use crate::metadata::Entry;
 
 /// A difference between two checkpoints at one key.
@@ -41,6 +44,13 @@ pub enum Difference {
         first: u64,
         /// The largest absolute difference; `None` if the elements are no real numbers, NaN if one is NaN on one side.
         max_abs: Option<f64>,
+    },
+    /// The nested containers differ there, though flat keys and values may be equal.
+    Container {
+        /// In the first one.
+        first: String,
+        /// In the second one.
+        second: String,
     },
     /// The values differ.
     Value {
@@ -93,7 +103,40 @@ pub fn diff(
     for fqn in second.metadata().entries.keys().filter(|fqn| !first.metadata().entries.contains_key(*fqn)) {
         found(fqn, Difference::OnlyInSecond);
     }
+    if let (Some(first), Some(second)) = (first.structure(), second.structure()) {
+        containers(first, second, found);
+    }
     Ok(())
+}
+
+/// Compares the nested containers that the keys came from, where both checkpoints tell them.
+fn containers(first: &Structure, second: &Structure, found: &mut dyn FnMut(&str, Difference)) {
+    let (first, second) = (first.places(), second.places());
+    for (key, place) in &first {
+        match second.get(key) {
+            // Keys are compared elsewhere.
+            None if *place == Place::Leaf => {}
+            None => found(key, Difference::OnlyInFirst),
+            Some(other) if same_container(place, other) => {}
+            Some(other) => found(key, Difference::Container { first: place.to_string(), second: other.to_string() }),
+        }
+    }
+    let more = second.iter().filter(|(key, place)| !first.contains_key(*key) && **place != Place::Leaf);
+    more.for_each(|(key, _)| found(key, Difference::OnlyInSecond));
+}
+
+/// Returns `true` if two places are containers of one kind, whose keys, where both have them, are of one type. What only
+/// one of them holds is a difference at its own place.
+fn same_container(first: &Place<'_>, second: &Place<'_>) -> bool {
+    match (first, second) {
+        (Place::Leaf, Place::Leaf) | (Place::List(_), Place::List(_)) => true,
+        (Place::Tuple(a), Place::Tuple(b)) => a == b,
+        (Place::Dict(a), Place::Dict(b)) => {
+            let types: HashMap<_, _> = a.iter().map(|key| (key_text(key), key.type_name())).collect();
+            b.iter().all(|key| types.get(&key_text(key)).is_none_or(|of| *of == key.type_name()))
+        }
+        _ => false,
+    }
 }
 
 /// Compares the elements of a tensor that both have, in the same dtype and shape.

@@ -62,6 +62,7 @@ pub use storage::object::{Store, object_store};
 pub mod checkpoint {
     pub use crate::formats::checkpoint::{Checkpoint, Format};
     pub use crate::formats::stream::stream;
+    pub use crate::formats::structure::Structure;
     pub use crate::open::open;
     pub use crate::safetensors::sidecar::{VALUES_FILE, values_beside};
 }

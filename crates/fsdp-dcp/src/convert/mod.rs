@@ -17,6 +17,7 @@ pub use self::options::OutputFormat;
 use crate::dcp::reshard;
 use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint;
+use crate::formats::structure::Structure;
 use crate::storage::location::Location;
 use crate::{safetensors, torch};
 
@@ -54,7 +55,11 @@ pub fn convert(
             staging.check_replaces_directory()?;
         }
     }
-    match target {
+    let containers = match target {
+        OutputFormat::Torch => Vec::new(),
+        _ => source.structure().map(Structure::untold).unwrap_or_default(),
+    };
+    let converted = match target {
         OutputFormat::Dcp { ranks } => reshard::write(source, staging, ranks.max(1), options),
         OutputFormat::SafetensorsFile => safetensors::write::write_file(source, staging, options),
         OutputFormat::SafetensorsDirectory { max_file_bytes } => {
@@ -64,5 +69,6 @@ pub fn convert(
             safetensors::write::write_shards(source, staging, ranks.max(1), options)
         }
         OutputFormat::Torch => torch::write::write(source, staging, options),
-    }
+    };
+    Ok(Converted { containers, ..converted? })
 }

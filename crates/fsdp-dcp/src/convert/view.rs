@@ -1,5 +1,6 @@
 //! A checkpoint seen through a filter, a renaming and a cast.
 
+use std::collections::HashSet;
 use std::path::Path;
 
 use fsdp_layout::{DType, KeyPath, PathPart, PlainValue, TensorBox};
@@ -10,6 +11,7 @@ use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::{Checkpoint, Format};
 use crate::formats::lookup::{no_value, tensor_of};
 use crate::formats::stream::stream;
+use crate::formats::structure::Structure;
 use crate::metadata::{Entry, Metadata};
 use crate::storage::checked_directory::CheckedDirectory;
 
@@ -30,6 +32,7 @@ pub struct View<'a> {
     metadata: Metadata,
     /// The source's key for each new one.
     names: IndexMap<String, String>,
+    structure: Option<Structure>,
 }
 
 impl std::fmt::Debug for View<'_> {
@@ -85,13 +88,37 @@ impl<'a> View<'a> {
                 return Err(unsupported(&name, format!("one name for both `{other}` and `{fqn}`")));
             }
         }
-        Ok(View { source, metadata, names })
+        let structure =
+            source.structure().map(|structure| structure_of_view(structure.clone(), &rename)).transpose()?;
+        Ok(View { source, metadata, names, structure })
     }
 
     /// Returns the source's name of a key.
     fn source_name<'n>(&'n self, fqn: &'n str) -> &'n str {
         self.names.get(fqn).map_or(fqn, String::as_str)
     }
+}
+
+/// Returns what a view leaves of a structure: keys that get another name move to the dict at the root.
+fn structure_of_view(structure: Structure, rename: &dyn Fn(&str) -> Rename) -> Result<Structure, FileError> {
+    let mut moved = Vec::new();
+    let leaves: HashSet<String> = structure.leaves().into_iter().map(str::to_owned).collect();
+    let kept = structure.retain(&mut |key| match rename(key) {
+        Rename::Keep => true,
+        Rename::Drop => false,
+        Rename::To(name) => {
+            // An empty container that gets another name is not moved: only keys with something in them are.
+            moved.extend(leaves.contains(key).then_some(name));
+            false
+        }
+    });
+    let mut kept = kept.unwrap_or_else(|| Structure::Dict(Vec::new()));
+    for name in moved {
+        if !kept.add_at_root(&name) {
+            return Err(unsupported(&name, "a new name in a state dict that is a list".to_owned()));
+        }
+    }
+    Ok(kept)
 }
 
 impl Checkpoint for View<'_> {
@@ -105,6 +132,10 @@ impl Checkpoint for View<'_> {
 
     fn metadata(&self) -> &Metadata {
         &self.metadata
+    }
+
+    fn structure(&self) -> Option<&Structure> {
+        self.structure.as_ref()
     }
 
     fn directory(&self) -> &CheckedDirectory {

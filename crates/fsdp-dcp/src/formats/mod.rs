@@ -4,5 +4,6 @@ pub(crate) mod checkpoint;
 pub(crate) mod lookup;
 pub(crate) mod read;
 pub(crate) mod stream;
+pub(crate) mod structure;
 #[cfg(test)]
 mod tests;
