@@ -9,7 +9,7 @@ use indexmap::IndexMap;
 use serde::Deserialize;
 
 use super::header::Header;
-use super::sidecar::{NEW_VALUES, VALUES_FILE, VALUES_HASH, values_beside, values_hash};
+use super::sidecar::{NEW_VALUES, SHARDS, VALUES_FILE, VALUES_HASH, shard_name, values_beside, values_hash};
 use super::values;
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::{Checkpoint, Format};
@@ -32,6 +32,9 @@ pub(crate) struct SafetensorsCheckpoint {
     metadata: Metadata,
     values: HashMap<String, PlainValue>,
 }
+
+/// The number of missing shards that an error names at most.
+const MAX_LISTED: usize = 1000;
 
 /// The JSON index of a sharded model.
 #[derive(Deserialize)]
@@ -83,6 +86,7 @@ impl SafetensorsCheckpoint {
     pub(crate) fn open_directory(location: impl Into<Location>, options: OpenOptions) -> Result<Self, FileError> {
         let location = location.into();
         let directory = CheckedDirectory::open(&location, options.verify, Links::Follow)?;
+        directory.check_covered()?;
         let names = directory.names()?;
         let mut opened = SafetensorsCheckpoint {
             path: location.name().to_owned(),
@@ -94,9 +98,13 @@ impl SafetensorsCheckpoint {
         match names.iter().find(|name| name.ends_with(".safetensors.index.json")) {
             Some(index) => opened.add_indexed(index)?,
             None => {
+                let mut shards = 0;
                 for name in names.iter().filter(|name| name.ends_with(".safetensors")) {
-                    opened.add_file(name, None)?;
+                    let texts = opened.add_file(name, None)?;
+                    let noted = texts.get(SHARDS).and_then(|count| count.parse().ok()).unwrap_or(0);
+                    shards = shards.max(noted);
                 }
+                opened.check_shards(&names, shards)?;
             }
         }
         if opened.directory.has(VALUES_FILE)? {
@@ -104,6 +112,17 @@ impl SafetensorsCheckpoint {
             opened.add_values(VALUES_FILE, &bytes)?;
         }
         Ok(opened)
+    }
+
+    /// Checks that all of the shards are there that were written.
+    fn check_shards(&self, names: &[String], shards: usize) -> Result<(), FileError> {
+        let there = names.iter().filter(|name| name.ends_with(".safetensors")).count();
+        if there >= shards {
+            return Ok(());
+        }
+        // The number comes from a file: only the first few names are made.
+        let missing = (0..shards).map(shard_name).filter(|name| names.binary_search(name).is_err());
+        self.directory.check_missing(missing.take(MAX_LISTED).collect())
     }
 
     /// Adds the tensors that an index names, each from the file that it gives.

@@ -1,4 +1,4 @@
-//! The file of the values that safetensors cannot hold: its names, and how a single file knows its own.
+//! The files of a checkpoint in safetensors: the values that safetensors cannot hold, and how each knows the others.
 
 use twox_hash::XxHash3_128;
 
@@ -14,6 +14,15 @@ pub fn values_beside(name: &str) -> String {
 /// The key in the `__metadata__` of a single file whose text is the hash of its values file. Without it, the file has no
 /// values: a values file that lies there is of another checkpoint.
 pub(crate) const VALUES_HASH: &str = "fsdp.values";
+
+/// The key in the `__metadata__` of a rank's shard whose text is the number of shards: without it, a shard that is missing
+/// would leave smaller tensors. The names count from 1.
+pub(crate) const SHARDS: &str = "fsdp.shards";
+
+/// Returns the name of a shard, as torch's `HuggingFaceStorageWriter` has it.
+pub(crate) fn shard_name(index: usize) -> String {
+    format!("shard-{:05}-model-00001-of-00001.safetensors", index + 1)
+}
 
 /// The end of the values file's name until the file that it belongs to is in its place.
 pub(crate) const NEW_VALUES: &str = ".new";

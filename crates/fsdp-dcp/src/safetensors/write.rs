@@ -4,7 +4,7 @@ use fsdp_layout::{DType, PlainTensor, TensorBox};
 use indexmap::IndexMap;
 
 use super::header::Header;
-use super::sidecar::{NEW_VALUES, VALUES_FILE, VALUES_HASH, values_beside, values_hash};
+use super::sidecar::{NEW_VALUES, SHARDS, VALUES_FILE, VALUES_HASH, shard_name, values_beside, values_hash};
 use super::values::{self, Values};
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::Checkpoint;
@@ -223,21 +223,21 @@ pub(crate) fn write_shards(
     let (bytes, inside) = aside.encode()?;
     let streamed = Streamed { source, options, extra: inside.clone() };
     let mut integrity = Integrity::default();
-    for rank in 0..ranks {
-        let mut pieces = Vec::new();
-        for whole in whole_tensors(source, &inside)? {
-            let bounds = rows_of_rank(&whole.bounds.sizes, rank, ranks);
-            // What cannot be cut is in the first file: scalars, empty tensors, and those that were inside values.
-            let is_whole = bounds.sizes.is_empty() || whole.bounds.is_empty() || inside.contains_key(whole.fqn);
-            if is_whole && rank == 0 {
-                pieces.push(whole);
-            } else if !is_whole && !bounds.is_empty() {
-                pieces.push(Piece { bounds, ..whole });
-            }
-        }
-        if pieces.is_empty() && rank > 0 {
-            continue;
-        }
+    let whole = whole_tensors(source, &inside)?;
+    // What cannot be cut is in the first file: scalars, empty tensors, and those that were inside values.
+    let is_cut = |of: &Piece<'_>| !of.bounds.sizes.is_empty() && !of.bounds.is_empty() && !inside.contains_key(of.fqn);
+    let pieces_of = |rank: usize| -> Vec<Piece<'_>> {
+        let pieces = whole.iter().filter_map(|of| {
+            let bounds = if is_cut(of) { rows_of_rank(&of.bounds.sizes, rank, ranks) } else { of.bounds.clone() };
+            let is_here = if is_cut(of) { !bounds.is_empty() } else { rank == 0 };
+            is_here.then_some(Piece { bounds, ..*of })
+        });
+        pieces.collect()
+    };
+    // torch's rule gives rows to the first ranks: the others have no file.
+    let shards = (1..ranks).take_while(|&rank| !pieces_of(rank).is_empty()).count() + 1;
+    for rank in 0..shards {
+        let pieces = pieces_of(rank);
         let sharding: serde_json::Map<String, serde_json::Value> = pieces
             .iter()
             .map(|piece| {
@@ -251,8 +251,9 @@ pub(crate) fn write_shards(
             ("DCP_VERSION".to_owned(), "1.0".to_owned()),
             ("DCP_SHARDING_INFO".to_owned(), serde_json::Value::Object(sharding).to_string()),
             ("format".to_owned(), "pt".to_owned()),
+            (SHARDS.to_owned(), shards.to_string()),
         ]);
-        let name = format!("shard-{:05}-model-00001-of-00001.safetensors", rank + 1);
+        let name = shard_name(rank);
         integrity.files.insert(name.clone(), write_one(&staging, Some(&name), &metadata, &pieces, &streamed)?);
     }
     let small = bytes.map(|bytes| (VALUES_FILE.to_owned(), bytes)).into_iter().collect();

@@ -115,6 +115,26 @@ impl CheckedDirectory {
         names
     }
 
+    /// Checks that the files that the integrity file covers are all there: where a directory's content is told by which
+    /// files it has, one that is missing would go unnoticed.
+    pub(crate) fn check_covered(&self) -> Result<(), FileError> {
+        let mut missing = Vec::new();
+        for name in self.covered() {
+            if !self.has(&name)? {
+                missing.push(name);
+            }
+        }
+        self.check_missing(missing)
+    }
+
+    /// Makes an error of files that are missing, if there are any.
+    pub(crate) fn check_missing(&self, files: Vec<String>) -> Result<(), FileError> {
+        if files.is_empty() {
+            return Ok(());
+        }
+        Err(FileError::MissingFiles { path: self.path().to_owned(), files })
+    }
+
     /// Returns the bytes that were read from its files so far.
     #[must_use]
     pub fn bytes_read(&self) -> u64 {

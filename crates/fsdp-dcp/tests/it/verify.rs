@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use fsdp_dcp::FileError;
 use fsdp_dcp::checkpoint::open;
 use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp_dcp::diff::{Difference, Tolerance, diff};
@@ -165,6 +166,34 @@ fn what_is_missing_is_reported_at_its_level() {
     assert!(report.problems.iter().all(|problem| problem.file.as_deref() == Some("__1_0.distcp")));
     assert!(report.problems.iter().any(|problem| problem.fqn.as_deref() == Some("w")));
     assert!(add_integrity(&path, None).is_err());
+}
+
+/// A directory of shards has no list of them: a missing one would leave tensors cut in half.
+#[test]
+fn a_missing_shard_is_an_error_on_open() {
+    let parent = tempfile::tempdir().unwrap();
+    let source = open(fixtures().join("fsdp2_adamw_ws2/dcp"), OpenOptions::default()).unwrap();
+    let missing = |path: &Path| match open(path, OpenOptions::default()).map(drop) {
+        Err(FileError::MissingFiles { files, .. }) => files,
+        other => panic!("{other:?}"),
+    };
+    for shard in ["shard-00001-model-00001-of-00001.safetensors", "shard-00002-model-00001-of-00001.safetensors"] {
+        let path = parent.path().join(shard);
+        convert(&*source, &path, OutputFormat::SafetensorsShards { ranks: 2 }, ConvertOptions::default()).unwrap();
+        std::fs::remove_file(path.join(shard)).unwrap();
+        assert_eq!(missing(&path), [shard]);
+        // Without the hashes too.
+        std::fs::remove_file(path.join(".integrity")).unwrap();
+        assert_eq!(missing(&path), [shard]);
+    }
+    // torch notes no number: hashes that were added later tell.
+    let foreign = parent.path().join("foreign");
+    copy(&fixtures().join("hf_ws2/hf_sharded"), &foreign);
+    add_integrity(&foreign, None).unwrap();
+    let names = std::fs::read_dir(&foreign).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let last = names.filter(|name| name.ends_with(".safetensors")).max().unwrap();
+    std::fs::remove_file(foreign.join(&last)).unwrap();
+    assert_eq!(missing(&foreign), [last]);
 }
 
 /// Rank-local metadata: each rank wrote the replicated tensors and values for itself.
