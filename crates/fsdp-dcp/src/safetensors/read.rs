@@ -9,7 +9,7 @@ use indexmap::IndexMap;
 use serde::Deserialize;
 
 use super::header::Header;
-use super::sidecar::{NEW_VALUES, SHARDS, VALUES_FILE, VALUES_HASH, shard_name, values_beside, values_hash};
+use super::sidecar::{SHARDS, VALUES_FILE, VALUES_HASH, shard_name, values_beside, values_hash, values_names};
 use super::values;
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::{Checkpoint, Format};
@@ -66,7 +66,7 @@ impl SafetensorsCheckpoint {
         let Some(hash) = hash else { return Ok(opened) };
         let values = values_beside(name);
         // A process that was killed between two renames may have left it under its first name.
-        for name in [&values, &format!("{values}{NEW_VALUES}")] {
+        for name in &values_names(&values, &hash) {
             if opened.directory.has(name)? {
                 let bytes = opened.directory.read_small(name, MAX_INDEX_BYTES)?;
                 if values_hash(&bytes) == hash {

@@ -24,8 +24,14 @@ pub(crate) fn shard_name(index: usize) -> String {
     format!("shard-{:05}-model-00001-of-00001.safetensors", index + 1)
 }
 
-/// The end of the values file's name until the file that it belongs to is in its place.
-pub(crate) const NEW_VALUES: &str = ".new";
+/// The end of the values file's name until the file that it belongs to is in its place; its hash follows.
+const NEW_VALUES: &str = ".new";
+
+/// Returns the names under which the values file of this hash may lie, given its name: that one; until the file that it
+/// belongs to is in its place another, which no other conversion uses; and the one that earlier versions gave it.
+pub(crate) fn values_names(name: &str, hash: &str) -> [String; 3] {
+    [name.to_owned(), format!("{name}{NEW_VALUES}-{hash}"), format!("{name}{NEW_VALUES}")]
+}
 
 /// Returns the text of [`VALUES_HASH`] for a values file.
 pub(crate) fn values_hash(bytes: &[u8]) -> String {

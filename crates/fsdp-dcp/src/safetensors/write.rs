@@ -4,7 +4,7 @@ use fsdp_layout::{DType, PlainTensor, TensorBox};
 use indexmap::IndexMap;
 
 use super::header::Header;
-use super::sidecar::{NEW_VALUES, SHARDS, VALUES_FILE, VALUES_HASH, shard_name, values_beside, values_hash};
+use super::sidecar::{SHARDS, VALUES_FILE, VALUES_HASH, shard_name, values_beside, values_hash, values_names};
 use super::values::{self, Values};
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::Checkpoint;
@@ -142,9 +142,10 @@ pub(crate) fn write_file(
         staging.check_sidecar(&values_name)?;
     }
     let mut metadata = format_pt();
-    metadata.extend(bytes.as_deref().map(|bytes| (VALUES_HASH.to_owned(), values_hash(bytes))));
+    let hash = bytes.as_deref().map(values_hash);
+    let [_, pending_name, _] = values_names(&values_name, hash.as_deref().unwrap_or_default());
+    metadata.extend(hash.map(|hash| (VALUES_HASH.to_owned(), hash)));
     write_one(&staging, None, &metadata, &pieces, &streamed)?;
-    let pending_name = format!("{values_name}{NEW_VALUES}");
     commit_file(staging, Some(Sidecar { name: &values_name, pending_name: &pending_name, bytes: bytes.as_deref() }))?;
     Ok(with_aside(source, bytes.map(|_| values_name)))
 }
