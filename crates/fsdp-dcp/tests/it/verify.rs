@@ -6,6 +6,7 @@ use fsdp_dcp::FileError;
 use fsdp_dcp::checkpoint::open;
 use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp_dcp::diff::{Difference, Tolerance, diff};
+use fsdp_dcp::metadata::StorageInfo;
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::storage::Durable;
 use fsdp_dcp::verify::{Level, Report, add_integrity, unknown_files, verify};
@@ -153,6 +154,38 @@ fn checksums_find_damage_in_foreign_checkpoints() {
     std::fs::write(path.join("__7_0.distcp"), b"left by an earlier save").unwrap();
     let unknown = unknown_files(&*open(&path, OpenOptions::default()).unwrap()).unwrap();
     assert_eq!(unknown, [Path::new("__7_0.distcp")]);
+}
+
+#[test]
+fn checksums_find_damage_in_torch_files() {
+    let parent = tempfile::tempdir().unwrap();
+    let source = open(fixtures().join("misc_ws2/dcp"), OpenOptions::default()).unwrap();
+    let ours = parent.path().join("ours.pt");
+    convert(&*source, &ours, OutputFormat::Torch, ConvertOptions::default()).unwrap();
+    let theirs = parent.path().join("theirs.pt");
+    std::fs::copy(fixtures().join("fsdp2_adamw_ws2/full.pt"), &theirs).unwrap();
+    for file in [ours, theirs] {
+        assert!(verified(&file, Level::Deep).is_ok());
+        let checkpoint = open(&file, OpenOptions::default()).unwrap();
+        let places: Vec<StorageInfo> = checkpoint.metadata().stored().map(|(_, _, stored)| stored.clone()).collect();
+        let mut tried = 0;
+        for stored in places.iter().filter(|stored| stored.length > 0) {
+            // The record's header comes first, and less than two kilobytes of padding.
+            let bytes = std::fs::read(&file).unwrap();
+            let header = stored.offset as usize;
+            let field = |at: usize| usize::from(u16::from_le_bytes([bytes[header + at], bytes[header + at + 1]]));
+            let data = header + 30 + field(26) + field(28);
+            for at in [data, data + stored.length as usize / 2, data + stored.length as usize - 1] {
+                flip(&file, at);
+                let report = verified(&file, Level::Hashes);
+                assert_eq!(report.problems.len(), 1, "byte {at} of {}", file.display());
+                assert_eq!(report.problems[0].offset, Some(data as u64));
+                flip(&file, at);
+                tried += 1;
+            }
+        }
+        assert!(tried > 10);
+    }
 }
 
 #[test]
