@@ -4,7 +4,7 @@ use anyhow::{Error, Result};
 use clap::builder::RangedU64ValueParser;
 use clap::{Args, ValueEnum};
 use fsdp_dcp::Location;
-use fsdp_dcp::convert::OutputFormat;
+use fsdp_dcp::convert::{Cast, OutputFormat};
 use fsdp_layout::DType;
 
 use crate::failure::UsageError;
@@ -59,12 +59,14 @@ pub(crate) enum CastTo {
     Bfloat16,
 }
 
-pub(super) fn dtype(to: CastTo) -> DType {
-    match to {
-        CastTo::Float64 => DType::F64,
-        CastTo::Float32 => DType::F32,
-        CastTo::Float16 => DType::F16,
-        CastTo::Bfloat16 => DType::BF16,
+impl CastTo {
+    const fn dtype(self) -> DType {
+        match self {
+            CastTo::Float64 => DType::F64,
+            CastTo::Float32 => DType::F32,
+            CastTo::Float16 => DType::F16,
+            CastTo::Bfloat16 => DType::BF16,
+        }
     }
 }
 
@@ -104,9 +106,12 @@ pub(crate) struct ConvertArguments {
     /// Put this before all keys, after --rename
     #[arg(long, value_name = "PREFIX")]
     pub(super) prefix: Option<String>,
-    /// Cast tensors of float64, float32, float16 and bfloat16
+    /// Cast tensors of float64, float32, float16 and bfloat16, but for the state of optimizers and counts of steps
     #[arg(long, value_enum)]
-    pub(super) dtype: Option<CastTo>,
+    dtype: Option<CastTo>,
+    /// Cast the state of optimizers too
+    #[arg(long, requires = "dtype")]
+    cast_optimizer: bool,
     /// Replace the checkpoint at DST, once everything is written
     #[arg(long)]
     pub(super) overwrite: bool,
@@ -166,6 +171,11 @@ impl ConvertArguments {
             To::HfSharded => OutputFormat::SafetensorsShards { ranks },
             To::Torch => OutputFormat::Torch,
         })
+    }
+
+    /// Returns the cast, if one is asked for.
+    pub(super) fn cast(&self) -> Option<Cast> {
+        self.dtype.map(|to| Cast { dtype: to.dtype(), with_optimizer: self.cast_optimizer })
     }
 
     fn unused(&self, option: &'static str) -> Error {

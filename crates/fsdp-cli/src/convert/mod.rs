@@ -80,7 +80,7 @@ pub(crate) fn run(arguments: &ConvertArguments) -> Result<()> {
     let keys = Keys::new(&arguments.include, &arguments.exclude, &arguments.rename, arguments.prefix.as_deref())?;
     let source = open(&arguments.source, &destination)?;
     keys.check(source.metadata())?;
-    let view = View::new(&*source, |key| keys.rename(key), arguments.dtype.map(arguments::dtype))?;
+    let view = View::new(&*source, |key| keys.rename(key), arguments.cast())?;
     write(&view, &destination)
 }
 

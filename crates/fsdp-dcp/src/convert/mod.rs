@@ -8,6 +8,7 @@
 //! Each thread holds one piece of at most 16 MiB of a tensor; nothing holds a whole one (a value that is no tensor, and
 //! an item with a stream transform, excepted).
 
+mod cast;
 mod integers;
 mod options;
 mod view;
@@ -21,6 +22,7 @@ use crate::formats::structure::Structure;
 use crate::storage::location::Location;
 use crate::{safetensors, torch};
 
+pub use self::cast::Cast;
 pub use self::view::{Rename, View};
 pub use crate::output::{ConvertOptions, Converted};
 
