@@ -61,6 +61,7 @@ pub use storage::object::{Store, object_store};
 /// All formats speak [`Metadata`](metadata::Metadata); whatever handles one handles all.
 pub mod checkpoint {
     pub use crate::formats::checkpoint::{Checkpoint, Format};
+    pub use crate::formats::extra::ExtraFiles;
     pub use crate::formats::stream::stream;
     pub use crate::formats::structure::Structure;
     pub use crate::open::open;

@@ -63,6 +63,10 @@ pub struct Converted {
     /// The containers that the format cannot tell: dict keys that are not text become text, tuples become lists, and
     /// empty dicts go. Each with its place.
     pub containers: Vec<String>,
+    /// The files beside the source's own that were copied.
+    pub copied: Vec<String>,
+    /// The files and directories beside the source's own that were not.
+    pub left_behind: Vec<String>,
 }
 
 /// A checkpoint as the source of payloads for a writer.

@@ -61,6 +61,10 @@ struct Written {
     quantized: Vec<String>,
     /// The containers that the format cannot tell: keys that are not text, tuples, empty dicts.
     containers: Vec<String>,
+    /// The files beside the source's own that come along.
+    copied: Vec<String>,
+    /// The files and directories beside the source's own that do not.
+    left_behind: Vec<String>,
 }
 
 /// Converts a checkpoint: `fsdp convert`.
@@ -166,11 +170,11 @@ fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> Result<()> {
             ConvertOptions { overwrite: destination.overwrite, progress: Some(&progress), ..ConvertOptions::default() };
         let done = convert(source, destination.path, destination.target, options);
         drop(bar);
-        let Converted { tensors, bytes, mut aside, aside_file, mut quantized, containers, .. } =
+        let Converted { tensors, bytes, mut aside, aside_file, mut quantized, containers, copied, left_behind, .. } =
             done.with_context(|| format!("failed to write `{}`", destination.path))?;
         aside.sort_by(|a, b| natord::compare(a, b));
         quantized.sort_by(|a, b| natord::compare(a, b));
-        written = Written { tensors, bytes, aside, aside_file, quantized, containers, ..written };
+        written = Written { tensors, bytes, aside, aside_file, quantized, containers, copied, left_behind, ..written };
     }
     if let Some(file) = &written.aside_file {
         let (count, name) = (written.aside.len(), destination.name);
@@ -191,6 +195,14 @@ fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> Result<()> {
             "{count} places of the state dict that `{name}` cannot tell (keys become text, tuples lists, empty dicts go):"
         ));
         written.containers.iter().for_each(|place| output::talk(&format!("  {}", escaped(place))));
+    }
+    let names =
+        |files: &[String]| files.iter().map(|file| format!("`{}`", escaped(file))).collect::<Vec<_>>().join(", ");
+    if !written.copied.is_empty() {
+        output::talk(&format!("copied {}", names(&written.copied)));
+    }
+    if !written.left_behind.is_empty() {
+        output::talk(&format!("left behind: {}", names(&written.left_behind)));
     }
     if destination.json {
         return output::json(&written);
@@ -241,6 +253,8 @@ impl Written {
             aside_file,
             quantized: Vec::new(),
             containers: Vec::new(),
+            copied: Vec::new(),
+            left_behind: Vec::new(),
         }
     }
 }

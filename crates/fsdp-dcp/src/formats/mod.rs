@@ -1,6 +1,7 @@
 //! Checkpoints of any format, seen as one.
 
 pub(crate) mod checkpoint;
+pub(crate) mod extra;
 pub(crate) mod lookup;
 pub(crate) mod read;
 pub(crate) mod stream;

@@ -2,8 +2,7 @@
 
 use twox_hash::XxHash3_128;
 
-/// The name of the values file in a directory of safetensors files.
-pub const VALUES_FILE: &str = "values.json";
+pub use crate::storage::names::VALUES_FILE;
 
 /// Returns the name of the values file of a single file: `NAME.values.json` for `NAME.safetensors`.
 #[must_use]

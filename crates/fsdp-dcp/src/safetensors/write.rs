@@ -8,6 +8,7 @@ use super::sidecar::{SHARDS, VALUES_FILE, VALUES_HASH, shard_name, values_beside
 use super::values::{self, Values};
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::Checkpoint;
+use crate::formats::extra::ExtraFiles;
 use crate::output::{ConvertOptions, Converted};
 use crate::output::{Streamed, commit_file, rows_of_rank, summary};
 use crate::payload::write::{PlannedPayload, write_payloads};
@@ -176,6 +177,7 @@ pub(crate) fn write_directory(
     source: &dyn Checkpoint,
     staging: Staging,
     max_file_bytes: u64,
+    extra: &ExtraFiles,
     options: ConvertOptions<'_>,
 ) -> Result<Converted, FileError> {
     staging.claim()?;
@@ -197,7 +199,7 @@ pub(crate) fn write_directory(
             file.push(piece);
         }
     }
-    let mut integrity = Integrity::default();
+    let mut integrity = Integrity { files: extra.copy(source.directory(), &staging)? };
     let mut weight_map = serde_json::Map::new();
     for (index, file) in files.iter().enumerate() {
         let name = format!("model-{:05}-of-{:05}.safetensors", index + 1, files.len());
@@ -217,13 +219,14 @@ pub(crate) fn write_shards(
     source: &dyn Checkpoint,
     staging: Staging,
     ranks: usize,
+    extra: &ExtraFiles,
     options: ConvertOptions<'_>,
 ) -> Result<Converted, FileError> {
     staging.claim()?;
     let aside = Aside::read(source)?;
     let (bytes, inside) = aside.encode()?;
     let streamed = Streamed { source, options, extra: inside.clone() };
-    let mut integrity = Integrity::default();
+    let mut integrity = Integrity { files: extra.copy(source.directory(), &staging)? };
     let whole = whole_tensors(source, &inside)?;
     // What cannot be cut is in the first file: scalars, empty tensors, and those that were inside values.
     let is_cut = |of: &Piece<'_>| !of.bounds.sizes.is_empty() && !of.bounds.is_empty() && !inside.contains_key(of.fqn);

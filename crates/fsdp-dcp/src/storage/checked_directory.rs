@@ -172,6 +172,14 @@ impl CheckedDirectory {
         Ok(file)
     }
 
+    /// Opens a file that another program may have put beside the checkpoint's own: it is checked if it is covered.
+    pub(crate) fn extra_file(&self, relative: &str) -> Result<CheckedFile, FileError> {
+        let opened = self.directory.file(relative)?;
+        let integrity = self.integrity.as_ref().and_then(|covered| covered.get(relative)).cloned();
+        let at_once = self.directory.bytes_per_read();
+        Ok(CheckedFile::new(opened, at_once, relative, integrity, self.bytes_read.clone()))
+    }
+
     /// Reads a file whole, if it is not longer than `limit`, and checks it.
     pub(crate) fn read_small(&self, relative: &str, limit: u64) -> Result<Vec<u8>, FileError> {
         let path = self.path().join(relative);

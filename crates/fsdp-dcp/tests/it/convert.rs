@@ -7,6 +7,7 @@ use fsdp_dcp::checkpoint::{Checkpoint as _, Format, open};
 use fsdp_dcp::convert::{Cast, ConvertOptions, OutputFormat, Rename, View, convert};
 use fsdp_dcp::internals::encode_value;
 use fsdp_dcp::reader::OpenOptions;
+use fsdp_dcp::verify::{Level, verify};
 use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 
 use crate::fixtures::{check_against_truth, dcp_fixtures};
@@ -190,6 +191,56 @@ fn a_cast_leaves_the_optimizer_unless_asked_and_steps_always() {
 fn tensor(dtype: DType, shape: &[usize]) -> PlainValue {
     let length = shape.iter().product::<usize>() * dtype.size_in_bytes() as usize;
     PlainValue::Tensor(PlainTensor { dtype, shape: shape.to_vec(), data: vec![0; length] })
+}
+
+/// Lightning's `meta.pt`, Megatron's `common.pt`, a model's `config.json`: without them the framework opens nothing.
+#[test]
+fn files_beside_a_checkpoint_come_along_or_are_named() {
+    let parent = tempfile::tempdir().unwrap();
+    let (from, hf) = (parent.path().join("from"), parent.path().join("hf"));
+    let source = open(fixtures().join("fsdp2_adamw_ws2/dcp"), OpenOptions::default()).unwrap();
+    let directory = OutputFormat::SafetensorsDirectory { max_file_bytes: 10_000 };
+    convert(&*source, &from, OutputFormat::Dcp { ranks: 2 }, ConvertOptions::default()).unwrap();
+    convert(&*source, &hf, directory, ConvertOptions::default()).unwrap();
+    let extra = ["common.pt", "config.json", "meta.pt", "tokenizer.json"];
+    for path in [&from, &hf] {
+        for name in extra {
+            std::fs::write(path.join(name), name).unwrap();
+        }
+        std::fs::write(path.join("pytorch_model.bin"), "other weights").unwrap();
+        std::fs::create_dir(path.join("below")).unwrap();
+    }
+    for (number, (from, target, comes)) in [
+        (&from, OutputFormat::Dcp { ranks: 3 }, true),
+        (&from, directory, false),
+        (&from, OutputFormat::Torch, false),
+        (&hf, directory, true),
+        (&hf, OutputFormat::SafetensorsShards { ranks: 2 }, true),
+        (&hf, OutputFormat::Dcp { ranks: 1 }, false),
+        (&hf, OutputFormat::SafetensorsFile, false),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let to = parent.path().join(format!("to-{number}"));
+        let source = open(from, OpenOptions::default()).unwrap();
+        let done = convert(&*source, &to, target, ConvertOptions::default()).unwrap();
+        assert_eq!(done.copied, if comes { extra.to_vec() } else { Vec::new() }, "{target:?}");
+        let mut all = [&["below", "pytorch_model.bin"][..], if comes { &[] } else { &extra[..] }].concat();
+        let mut left = done.left_behind.clone();
+        (all.sort_unstable(), left.sort());
+        assert_eq!(left, all, "{target:?}");
+        for name in done.copied {
+            assert_eq!(std::fs::read_to_string(to.join(&name)).unwrap(), name);
+        }
+        // They are covered by the hashes of the copy.
+        let copy = open(&to, OpenOptions::default()).unwrap();
+        assert!(verify(&*copy, Level::Deep, None).unwrap().is_ok());
+        if comes {
+            std::fs::write(to.join("config.json"), "config.jsoN").unwrap();
+            assert!(!verify(&*copy, Level::Hashes, None).unwrap().is_ok());
+        }
+    }
 }
 
 #[test]
