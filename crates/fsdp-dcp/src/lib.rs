@@ -37,6 +37,7 @@ mod formats;
 mod kind;
 pub mod limits;
 pub mod metadata;
+mod nested;
 mod open;
 mod output;
 mod payload;

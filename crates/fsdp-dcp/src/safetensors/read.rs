@@ -9,6 +9,7 @@ use indexmap::IndexMap;
 use serde::Deserialize;
 
 use super::header::Header;
+use super::paths::{self, PATHS};
 use super::sidecar::{SHARDS, VALUES_FILE, VALUES_HASH, shard_name, values_beside, values_hash, values_names};
 use super::values;
 use crate::error::{FileError, FormatError};
@@ -31,6 +32,8 @@ pub(crate) struct SafetensorsCheckpoint {
     directory: CheckedDirectory,
     metadata: Metadata,
     values: HashMap<String, PlainValue>,
+    /// The places of all keys, where a header or a values file has them.
+    paths: Option<IndexMap<String, KeyPath>>,
 }
 
 /// The number of missing shards that an error names at most.
@@ -60,10 +63,11 @@ impl SafetensorsCheckpoint {
             directory,
             metadata: Metadata::default(),
             values: HashMap::new(),
+            paths: None,
         };
         // The header has the hash of the values file, if there is one: a file of that name alone proves nothing.
         let hash = opened.add_file(name, None)?.swap_remove(VALUES_HASH);
-        let Some(hash) = hash else { return Ok(opened) };
+        let Some(hash) = hash else { return Ok(opened.with_paths()) };
         let values = values_beside(name);
         // A process that was killed between two renames may have left it under its first name.
         for name in &values_names(&values, &hash) {
@@ -71,7 +75,7 @@ impl SafetensorsCheckpoint {
                 let bytes = opened.directory.read_small(name, MAX_INDEX_BYTES)?;
                 if values_hash(&bytes) == hash {
                     opened.add_values(name, &bytes)?;
-                    return Ok(opened);
+                    return Ok(opened.with_paths());
                 }
             }
         }
@@ -94,6 +98,7 @@ impl SafetensorsCheckpoint {
             directory,
             metadata: Metadata::default(),
             values: HashMap::new(),
+            paths: None,
         };
         match names.iter().find(|name| name.ends_with(".safetensors.index.json")) {
             Some(index) => opened.add_indexed(index)?,
@@ -111,7 +116,15 @@ impl SafetensorsCheckpoint {
             let bytes = opened.directory.read_small(VALUES_FILE, MAX_INDEX_BYTES)?;
             opened.add_values(VALUES_FILE, &bytes)?;
         }
-        Ok(opened)
+        Ok(opened.with_paths())
+    }
+
+    /// Takes over the paths, if the checkpoint that this came from was a nested state dict: then all keys have one.
+    fn with_paths(mut self) -> Self {
+        let entries = &self.metadata.entries;
+        let paths = self.paths.take();
+        self.metadata.planner_data = paths.filter(|paths| entries.keys().all(|key| paths.contains_key(key)));
+        self
     }
 
     /// Checks that all of the shards are there that were written.
@@ -156,6 +169,9 @@ impl SafetensorsCheckpoint {
         let error = |source| self.directory.file_error(name, source);
         let malformed = |reason: String| error(FormatError::Malformed { what: "safetensors header", reason });
         let header = Header::read(&*file).map_err(error)?;
+        if let Some(text) = header.metadata.get(PATHS) {
+            self.paths = Some(paths::decode(text).map_err(error)?);
+        }
         let sharding: HashMap<String, ShardNote> = match header.metadata.get("DCP_SHARDING_INFO") {
             Some(text) => serde_json::from_str(text).map_err(|error| malformed(error.to_string()))?,
             None => HashMap::new(),
@@ -263,10 +279,7 @@ impl SafetensorsCheckpoint {
             self.metadata.entries.insert(fqn.clone(), Entry::Bytes(BytesEntry { stored: Some(stored) }));
             self.values.insert(fqn, value);
         }
-        // The paths of all keys, if the checkpoint that this came from was a nested state dict.
-        let complete =
-            |paths: &IndexMap<String, KeyPath>| self.metadata.entries.keys().all(|key| paths.contains_key(key));
-        self.metadata.planner_data = side.paths.filter(complete);
+        self.paths = self.paths.take().or(side.paths);
         Ok(())
     }
 }

@@ -3,20 +3,22 @@
 //! ```text
 //! {
 //!   "format": "fsdp-values", "version": 1,
-//!   "values": { "step": 20, "optim.betas": {"$tuple": [0.9, 0.95]}, "rng": {"$bytes": "00ff"} },
-//!   "paths": { "optim.betas": ["optim", "betas"], "list.0": ["list", 0], … }
+//!   "values": { "step": 20, "optim.betas": {"$tuple": [0.9, 0.95]}, "rng": {"$bytes": "00ff"} }
 //! }
 //! ```
+//!
+//! Earlier files have the paths of all keys too, which are in the header now: `"paths": {"list.0": ["list", 0], …}`.
 //!
 //! None, bools, integers, floats, text, lists, and dicts with text keys are plain JSON. What JSON has no form for is an
 //! object of one key that starts with `$`: `$tuple`, `$set`, `$bytes` (hexadecimal), `$float` (bits, hexadecimal, for
 //! NaN and infinities), `$int` (little-endian two's complement, hexadecimal), `$dict` (pairs), `$tensor` (the key of a
 //! tensor among the others).
 
-use fsdp_layout::{KeyPath, PathPart, PlainTensor, PlainValue};
+use fsdp_layout::{KeyPath, PlainTensor, PlainValue};
 use indexmap::IndexMap;
 use serde_json::{Map, Value, json};
 
+use super::paths;
 use crate::error::FormatError;
 
 const FORMAT: &str = "fsdp-values";
@@ -27,7 +29,7 @@ const VERSION: u64 = 1;
 pub(crate) struct Values {
     /// The values, by flat key.
     pub(crate) values: IndexMap<String, PlainValue>,
-    /// The places of all keys, those of tensors too, in the nested state dict.
+    /// The places of all keys, those of tensors too, in the nested state dict, in earlier files.
     pub(crate) paths: Option<IndexMap<String, KeyPath>>,
 }
 
@@ -38,24 +40,14 @@ fn malformed(reason: impl ToString) -> FormatError {
 /// Encodes a values file. A tensor inside a value is given to `tensor` with a key by its path (`py.tuple.0`), under
 /// which it must be stored among the other tensors.
 pub(crate) fn encode<'v>(
-    values: &'v Values,
+    values: &'v IndexMap<String, PlainValue>,
     tensor: &mut dyn FnMut(String, &'v PlainTensor),
 ) -> Result<Vec<u8>, FormatError> {
     let mut object = Map::new();
-    for (fqn, value) in &values.values {
+    for (fqn, value) in values {
         object.insert(fqn.clone(), to_json(value, fqn, 0, tensor)?);
     }
-    let mut file = json!({ "format": FORMAT, "version": VERSION, "values": object });
-    if let Some(paths) = &values.paths {
-        let paths = paths.iter().map(|(fqn, path)| {
-            let parts = path.0.iter().map(|part| match part {
-                PathPart::Key(key) => json!(key),
-                PathPart::Index(index) => json!(index),
-            });
-            (fqn.clone(), Value::Array(parts.collect()))
-        });
-        file["paths"] = Value::Object(paths.collect());
-    }
+    let file = json!({ "format": FORMAT, "version": VERSION, "values": object });
     let mut bytes = serde_json::to_vec_pretty(&file).map_err(malformed)?;
     bytes.push(b'\n');
     Ok(bytes)
@@ -75,22 +67,8 @@ pub(crate) fn decode(
     for (fqn, value) in object {
         values.values.insert(fqn.clone(), from_json(value, tensor)?);
     }
-    if let Some(paths) = file["paths"].as_object() {
-        let paths = paths.iter().map(|(fqn, path)| Ok::<_, FormatError>((fqn.clone(), path_of(path)?)));
-        values.paths = Some(paths.collect::<Result<_, _>>()?);
-    }
+    values.paths = file.get("paths").map(paths::of_json).transpose()?;
     Ok(values)
-}
-
-/// Reads a path: a list of texts and positions.
-fn path_of(path: &Value) -> Result<KeyPath, FormatError> {
-    let parts = path.as_array().ok_or_else(|| malformed("a path is no list"))?;
-    let parts = parts.iter().map(|part| match (part, part.as_u64()) {
-        (Value::String(key), _) => Ok(PathPart::Key(key.clone())),
-        (_, Some(index)) => Ok(PathPart::Index(index as usize)),
-        _ => Err(malformed("a path's part is neither text nor a position")),
-    });
-    Ok(KeyPath(parts.collect::<Result<_, FormatError>>()?))
 }
 
 fn hex(bytes: &[u8]) -> String {
@@ -254,9 +232,7 @@ mod tests {
             PlainValue::Dict(vec![(PlainValue::Int(1), PlainValue::None), ("x".into(), 2.5.into())]),
             PlainValue::Tuple(vec![PlainValue::Tensor(tensor.clone())]),
         ]);
-        let mut values = Values::default();
-        values.values.insert("a.0".into(), value.clone());
-        values.paths = Some([("a.0".to_owned(), KeyPath(vec![PathPart::Key("a".into()), PathPart::Index(0)]))].into());
+        let values = IndexMap::from([("a.0".to_owned(), value.clone())]);
         let mut keys = Vec::new();
         let bytes = encode(&values, &mut |key, _| keys.push(key)).unwrap();
         assert_eq!(keys, ["a.0.17.0"]);
@@ -266,13 +242,11 @@ mod tests {
         };
         let read = decode(&bytes, &mut load).unwrap();
         assert!(read.values["a.0"].same_bits(&value), "{:?}", read.values["a.0"]);
-        assert_eq!(read.paths, values.paths);
     }
 
     #[test]
     fn broken_files_are_errors() {
-        let mut values = Values::default();
-        values.values.insert("a".into(), PlainValue::Tuple(vec![1.5.into()]));
+        let values = IndexMap::from([("a".to_owned(), PlainValue::Tuple(vec![1.5.into()]))]);
         let bytes = encode(&values, &mut |_, _| {}).unwrap();
         for end in 0..bytes.len() - 2 {
             assert!(decode(&bytes[..end], &mut no_tensor).is_err());

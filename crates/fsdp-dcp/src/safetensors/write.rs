@@ -1,11 +1,12 @@
 //! Writing safetensors: one file, Hugging Face's layout, or torch's shards.
 
-use fsdp_layout::{DType, PlainTensor, TensorBox};
+use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
 use super::header::Header;
+use super::paths::{self, PATHS};
 use super::sidecar::{SHARDS, VALUES_FILE, VALUES_HASH, shard_name, values_beside, values_hash, values_names};
-use super::values::{self, Values};
+use super::values;
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::Checkpoint;
 use crate::formats::extra::ExtraFiles;
@@ -33,32 +34,27 @@ impl Piece<'_> {
 /// The tensors that were inside values, by the keys that they get.
 type Inside<'a> = IndexMap<String, &'a PlainTensor>;
 
-/// The values that safetensors cannot hold.
+/// The values that safetensors cannot hold, and the places of keys that these do not tell.
 struct Aside {
-    values: Values,
+    values: IndexMap<String, PlainValue>,
+    paths: Option<String>,
 }
 
 impl Aside {
     /// Reads all values of a checkpoint.
     fn read(source: &dyn Checkpoint) -> Result<Self, FileError> {
         let metadata = source.metadata();
-        let mut values = Values::default();
+        let mut values = IndexMap::new();
         for (fqn, _) in metadata.values() {
-            values.values.insert(fqn.to_owned(), source.read_value(fqn)?);
+            values.insert(fqn.to_owned(), source.read_value(fqn)?);
         }
-        values.paths = metadata.planner_data.clone().map(|mut paths| {
-            paths.retain(|fqn, _| metadata.entries.contains_key(fqn));
-            paths
-        });
-        Ok(Aside { values })
+        Ok(Aside { values, paths: paths::encode(metadata) })
     }
 
-    /// Encodes the values file, if one is needed (for the values, or for paths that flat keys do not tell), and returns
-    /// the tensors that were inside values.
+    /// Encodes the values file, if there are values, and returns the tensors that were inside values.
     fn encode(&self) -> Result<(Option<Vec<u8>>, Inside<'_>), FileError> {
         let mut inside = IndexMap::new();
-        let mut paths = self.values.paths.iter().flat_map(IndexMap::values);
-        if self.values.values.is_empty() && paths.all(|path| path.0.len() <= 1) {
+        if self.values.is_empty() {
             return Ok((None, inside));
         }
         let bytes = values::encode(&self.values, &mut |key, tensor| {
@@ -66,6 +62,15 @@ impl Aside {
         });
         let bytes = bytes.map_err(|source| FileError::Encode { fqn: VALUES_FILE.to_owned(), source })?;
         Ok((Some(bytes), inside))
+    }
+
+    /// Returns the texts for the header of a file; the first one has the paths.
+    fn texts(&self, is_first: bool) -> IndexMap<String, String> {
+        let mut texts = IndexMap::from([("format".to_owned(), "pt".to_owned())]);
+        if let (Some(paths), true) = (&self.paths, is_first) {
+            texts.insert(PATHS.to_owned(), paths.clone());
+        }
+        texts
     }
 }
 
@@ -119,10 +124,6 @@ fn write_one(
     Ok(integrity)
 }
 
-fn format_pt() -> IndexMap<String, String> {
-    IndexMap::from([("format".to_owned(), "pt".to_owned())])
-}
-
 fn with_aside(source: &dyn Checkpoint, file: Option<String>) -> Converted {
     let aside = source.metadata().values().map(|(fqn, _)| fqn.to_owned()).collect();
     Converted { aside, aside_file: file, ..summary(source) }
@@ -142,7 +143,7 @@ pub(crate) fn write_file(
     if bytes.is_some() {
         staging.check_sidecar(&values_name)?;
     }
-    let mut metadata = format_pt();
+    let mut metadata = aside.texts(true);
     let hash = bytes.as_deref().map(values_hash);
     let [_, pending_name, _] = values_names(&values_name, hash.as_deref().unwrap_or_default());
     metadata.extend(hash.map(|hash| (VALUES_HASH.to_owned(), hash)));
@@ -203,7 +204,9 @@ pub(crate) fn write_directory(
     let mut weight_map = serde_json::Map::new();
     for (index, file) in files.iter().enumerate() {
         let name = format!("model-{:05}-of-{:05}.safetensors", index + 1, files.len());
-        integrity.files.insert(name.clone(), write_one(&staging, Some(&name), &format_pt(), file, &streamed)?);
+        integrity
+            .files
+            .insert(name.clone(), write_one(&staging, Some(&name), &aside.texts(index == 0), file, &streamed)?);
         weight_map.extend(file.iter().map(|piece| (piece.fqn.to_owned(), name.clone().into())));
     }
     let index = serde_json::json!({ "metadata": { "total_size": total }, "weight_map": weight_map });
@@ -251,10 +254,10 @@ pub(crate) fn write_shards(
                 (piece.fqn.to_owned(), serde_json::json!({ "saved_offsets": offsets }))
             })
             .collect();
-        let metadata = IndexMap::from([
+        let mut metadata = aside.texts(rank == 0);
+        metadata.extend([
             ("DCP_VERSION".to_owned(), "1.0".to_owned()),
             ("DCP_SHARDING_INFO".to_owned(), serde_json::Value::Object(sharding).to_string()),
-            ("format".to_owned(), "pt".to_owned()),
             (SHARDS.to_owned(), shards.to_string()),
         ]);
         let name = shard_name(rank);

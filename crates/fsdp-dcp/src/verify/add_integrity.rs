@@ -44,7 +44,7 @@ pub fn add_integrity(location: impl Into<Location>, progress: Option<&(dyn Fn(u6
         Format::SafetensorsFile | Format::Torch => vec![own_name.to_owned(), values_beside(own_name)],
     };
     let metadata = checkpoint.metadata();
-    let has_values = metadata.planner_data.is_some() || metadata.values().next().is_some();
+    let has_values = metadata.values().next().is_some();
     let extra = ExtraFiles::of(&*checkpoint)?.files;
     for name in names {
         let is_part = match checkpoint.format() {

@@ -7,7 +7,10 @@ use fsdp_dcp::convert::{ConvertOptions, OutputFormat, Rename, View, convert};
 use fsdp_dcp::diff::{Difference, Tolerance, diff};
 use fsdp_dcp::internals::{decode_value, encode_value};
 use fsdp_dcp::reader::OpenOptions;
+use fsdp_dcp::storage::Durable;
 use fsdp_layout::{DType, PlainTensor, PlainValue};
+
+use crate::state::{State, save};
 
 fn tensor(value: u8) -> PlainValue {
     PlainValue::Tensor(PlainTensor { dtype: DType::U8, shape: vec![2], data: vec![value; 2] })
@@ -139,5 +142,88 @@ fn a_difference_of_containers_is_a_difference() {
         diff(&*a, &*b, Tolerance::default(), &mut |key, difference| found.push((key.to_owned(), difference))).unwrap();
         assert!(found.iter().any(|(at, _)| at == key), "{name}: {found:?}");
         assert!(found.iter().all(|(_, what)| !matches!(what, Difference::Elements { .. })), "{name}: {found:?}");
+    }
+}
+
+#[test]
+fn a_checkpoint_equals_its_own_conversion() {
+    let parent = tempfile::tempdir().unwrap();
+    let groups = PlainValue::List(vec![dict([
+        ("lr".into(), 0.1.into()),
+        ("none".into(), empty()),
+        ("betas".into(), PlainValue::Tuple(vec![0.9.into(), 0.95.into()])),
+        ("params".into(), PlainValue::List(vec![PlainValue::Int(0)])),
+    ])]);
+    let mut state = State::default();
+    state.tensors.insert("w".to_owned(), (DType::U8, vec![4], vec![7; 4]));
+    // A dict and a list of dicts as one value, as torch 2.2 and Megatron-core write them.
+    state.values.insert("optim.param_groups".to_owned(), groups.clone());
+    state.values.insert(
+        "rng".to_owned(),
+        PlainValue::List(vec![dict([("cpu".into(), tensor(1)), ("n".into(), PlainValue::Int(2))])]),
+    );
+    let whole = parent.path().join("whole");
+    save(&state, 2, &whole, &Durable::new()).unwrap();
+    let nested = parent.path().join("nested.pt");
+    let value = dict([("m".into(), dict([("w".into(), tensor(2))])), ("groups".into(), groups)]);
+    std::fs::write(&nested, encode_value(&value).unwrap()).unwrap();
+    for from in [&whole, &nested] {
+        let source = open(from, OpenOptions::default()).unwrap();
+        for (number, target) in [
+            OutputFormat::Torch,
+            OutputFormat::Dcp { ranks: 2 },
+            OutputFormat::SafetensorsFile,
+            OutputFormat::SafetensorsDirectory { max_file_bytes: 10 },
+            OutputFormat::SafetensorsShards { ranks: 2 },
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            let to = parent.path().join(format!("{}-{number}", from.file_name().unwrap().display()));
+            convert(&*source, &to, target, ConvertOptions::default()).unwrap();
+            let converted = open(&to, OpenOptions::default()).unwrap();
+            for (a, b) in [(&source, &converted), (&converted, &source)] {
+                let mut found = Vec::new();
+                let mut add = |key: &str, difference| found.push((key.to_owned(), difference));
+                diff(&**a, &**b, Tolerance::default(), &mut add).unwrap();
+                assert_eq!(found, [], "{} as {target:?}", from.display());
+            }
+        }
+    }
+    // What differs in a part is still found.
+    state.values.insert(
+        "rng".to_owned(),
+        PlainValue::List(vec![dict([("cpu".into(), tensor(9)), ("n".into(), PlainValue::Int(3))])]),
+    );
+    let other = parent.path().join("other");
+    save(&state, 1, &other, &Durable::new()).unwrap();
+    let source = open(&other, OpenOptions::default()).unwrap();
+    let converted = open(parent.path().join("whole-0"), OpenOptions::default()).unwrap();
+    let mut found = Vec::new();
+    diff(&*source, &*converted, Tolerance::default(), &mut |key, _| found.push(key.to_owned())).unwrap();
+    assert_eq!(found, ["rng.0.cpu", "rng.0.n"]);
+}
+
+/// The paths of keys are in the header: without values there is no file of values.
+#[test]
+fn nested_keys_without_values_need_no_values_file() {
+    let parent = tempfile::tempdir().unwrap();
+    let from = parent.path().join("from.pt");
+    let value = dict([("model".into(), dict([("a.w".into(), tensor(1)), ("b".into(), tensor(2))]))]);
+    std::fs::write(&from, encode_value(&value).unwrap()).unwrap();
+    let source = open(&from, OpenOptions::default()).unwrap();
+    for (name, target) in [
+        ("one.safetensors", OutputFormat::SafetensorsFile),
+        ("hf", OutputFormat::SafetensorsDirectory { max_file_bytes: 2 }),
+        ("shards", OutputFormat::SafetensorsShards { ranks: 2 }),
+    ] {
+        let to = parent.path().join(name);
+        let done = convert(&*source, &to, target, ConvertOptions::default()).unwrap();
+        assert_eq!((done.aside, done.aside_file), (Vec::new(), None));
+        assert!(!to.join("values.json").exists() && !parent.path().join("one.values.json").exists());
+        let back = parent.path().join(format!("{name}.pt"));
+        convert(&*open(&to, OpenOptions::default()).unwrap(), &back, OutputFormat::Torch, ConvertOptions::default())
+            .unwrap();
+        assert_eq!(decode_value(&std::fs::read(&back).unwrap()).unwrap(), value, "{name}");
     }
 }
