@@ -28,6 +28,7 @@
 //! .step-21.tmp-53f1a09be6c02d77/    a save in progress
 //! ```
 
+mod budget;
 pub mod convert;
 mod dcp;
 pub mod diff;

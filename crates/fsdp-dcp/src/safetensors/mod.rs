@@ -7,5 +7,6 @@ pub(crate) mod header;
 mod paths;
 pub(crate) mod read;
 pub(crate) mod sidecar;
-pub(crate) mod values;
+mod values;
+mod values_read;
 pub(crate) mod write;

@@ -4,6 +4,7 @@ use fsdp_layout::{KeyPath, PathPart};
 use indexmap::IndexMap;
 use serde_json::{Map, Value, json};
 
+use crate::budget::Budget;
 use crate::error::FormatError;
 use crate::metadata::Metadata;
 
@@ -32,12 +33,8 @@ pub(super) fn encode(metadata: &Metadata) -> Option<String> {
 
 /// Reads the text.
 pub(super) fn decode(text: &str) -> Result<IndexMap<String, KeyPath>, FormatError> {
-    of_json(&serde_json::from_str(text).map_err(malformed)?)
-}
-
-/// Reads an object of paths, each a list of texts and positions.
-pub(super) fn of_json(paths: &Value) -> Result<IndexMap<String, KeyPath>, FormatError> {
-    let paths = paths.as_object().ok_or_else(|| malformed("they are no object"))?;
+    Budget::new(text.len() as u64, 1).charge_json("memory for paths", text.as_bytes())?;
+    let paths: Map<String, Value> = serde_json::from_str(text).map_err(malformed)?;
     paths.iter().map(|(fqn, path)| Ok((fqn.clone(), path_of(path)?))).collect()
 }
 

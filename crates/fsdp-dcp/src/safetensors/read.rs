@@ -11,7 +11,8 @@ use serde::Deserialize;
 use super::header::Header;
 use super::paths::{self, PATHS};
 use super::sidecar::{SHARDS, VALUES_FILE, VALUES_HASH, shard_name, values_beside, values_hash, values_names};
-use super::values;
+use super::values_read;
+use crate::budget::Budget;
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::{Checkpoint, Format};
 use crate::formats::lookup::{check_length, no_value, tensor_of};
@@ -141,6 +142,8 @@ impl SafetensorsCheckpoint {
     /// Adds the tensors that an index names, each from the file that it gives.
     fn add_indexed(&mut self, index: &str) -> Result<(), FileError> {
         let bytes = self.directory.read_small(index, MAX_INDEX_BYTES)?;
+        let charged = Budget::new(bytes.len() as u64, 1).charge_json("memory for the index", &bytes);
+        charged.map_err(|over| self.directory.file_error(index, over.into()))?;
         let parsed: Index = serde_json::from_slice(&bytes).map_err(|error| {
             let source = FormatError::Malformed { what: "safetensors index", reason: error.to_string() };
             self.directory.file_error(index, source)
@@ -173,7 +176,11 @@ impl SafetensorsCheckpoint {
             self.paths = Some(paths::decode(text).map_err(error)?);
         }
         let sharding: HashMap<String, ShardNote> = match header.metadata.get("DCP_SHARDING_INFO") {
-            Some(text) => serde_json::from_str(text).map_err(|error| malformed(error.to_string()))?,
+            Some(text) => {
+                let charged = Budget::new(text.len() as u64, 1).charge_json("memory for shards", text.as_bytes());
+                charged.map_err(|over| error(over.into()))?;
+                serde_json::from_str(text).map_err(|error| malformed(error.to_string()))?
+            }
             None => HashMap::new(),
         };
         if let Some(missing) = keys.iter().copied().flatten().find(|key| !header.tensors.contains_key(**key)) {
@@ -255,17 +262,20 @@ impl SafetensorsCheckpoint {
     fn add_values(&mut self, name: &str, bytes: &[u8]) -> Result<(), FileError> {
         // Tensors inside values lie among the others, under keys of their own; here they belong to their value again.
         let mut inside = Vec::new();
+        // Several values may name one tensor.
+        let mut budget = Budget::new(self.metadata.stored().map(|(_, _, stored)| stored.length).sum(), 1);
         let mut load = |key: &str| -> Result<PlainTensor, FormatError> {
             let missing = || FormatError::Malformed { what: "values file", reason: format!("no tensor `{key}`") };
             let tensor = self.metadata.tensor(key).ok_or_else(missing)?;
             let stored: u64 = tensor.chunks.iter().filter_map(|chunk| Some(chunk.stored.as_ref()?.length)).sum();
             let bounds = TensorBox::whole(&tensor.shape);
+            budget.charge("bytes of tensors in values", stored)?;
             let mut data = vec![0; stored as usize];
             self.read_box(key, &bounds, &mut data).map_err(|_| missing())?;
             inside.push(key.to_owned());
             Ok(PlainTensor { dtype: tensor.properties.dtype, shape: bounds.sizes, data })
         };
-        let side = values::decode(bytes, &mut load).map_err(|error| self.directory.file_error(name, error))?;
+        let side = values_read::decode(bytes, &mut load).map_err(|error| self.directory.file_error(name, error))?;
         for key in inside {
             self.metadata.entries.shift_remove(&key);
         }

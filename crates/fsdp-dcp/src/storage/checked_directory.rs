@@ -12,6 +12,7 @@ use super::backend::{Links, ReadDirectory};
 use super::checked_file::CheckedFile;
 use super::integrity::{FileIntegrity, INTEGRITY_FILE, Integrity, integrity_beside};
 use super::location::Location;
+use super::read_at::read_whole;
 use crate::error::{FileError, FormatError};
 use crate::limits::{MAX_INTEGRITY_BYTES, MAX_PICKLE_BYTES};
 use crate::storage::names::METADATA_FILE;
@@ -189,8 +190,7 @@ impl CheckedDirectory {
             let source = FormatError::Limit { what: "file length", value: length, limit };
             return Err(FileError::File { path, source });
         }
-        let mut bytes = vec![0; length as usize];
-        file.read_exact_at(0, &mut bytes).map_err(|source| FileError::File { path, source })?;
+        let bytes = read_whole(&*file, 0, length).map_err(|source| FileError::File { path, source })?;
         if let Some(integrity) = self.integrity_of(relative)? {
             check(integrity, relative, &bytes).map_err(|source| self.file_error(relative, source))?;
         }

@@ -119,6 +119,14 @@ fn place_in(file: &str, offset: u64, length: u64) -> StorageInfo {
     StorageInfo { relative_path: file.to_owned(), offset, length, transforms: Vec::new() }
 }
 
+/// Returns about how many bytes a part of a path takes.
+fn part_length(part: &PathPart) -> usize {
+    match part {
+        PathPart::Key(key) => key.len() + size_of::<PathPart>(),
+        PathPart::Index(_) => size_of::<PathPart>(),
+    }
+}
+
 /// Returns the name of the record of a tensor's storage.
 fn record_of(tensor: &TensorRef) -> String {
     format!("data/{}", tensor.storage)
@@ -152,6 +160,9 @@ impl Flattener<'_, '_> {
                     let unsupported = || FormatError::Unsupported { what: format!("{kind} as the key of a dict") };
                     let key = convert(p, key, &mut self.walk, &mut |_| Err(unsupported()))?;
                     let text = key_text(&key).ok_or_else(unsupported)?;
+                    // All of the path is copied for each key.
+                    let length: usize = path.0.iter().map(part_length).sum::<usize>() + text.len();
+                    self.walk.charge(p, id, "memory for keys", length as u64)?;
                     items.push((key, self.flatten(value, &path.child(PathPart::Key(text)))?));
                 }
                 Structure::Dict(items)
@@ -161,6 +172,9 @@ impl Flattener<'_, '_> {
                 Structure::Tuple(self.flatten_all(p.sequence(id)?, path)?)
             }
             _ => {
+                // The path and the flat key are kept in several places.
+                let length: usize = path.0.iter().map(part_length).sum();
+                self.walk.charge(p, id, "memory for keys", 8 * length as u64)?;
                 let fqn = path.flat_key();
                 let loader = &mut self.loader;
                 let mut load = |tensor: &TensorRef| -> Result<PlainTensor, FormatError> { loader.load(tensor) };
