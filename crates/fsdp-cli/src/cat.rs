@@ -30,10 +30,10 @@ pub(crate) struct CatArguments {
     #[arg(value_name = "TENSOR")]
     name: String,
     /// Counts, extremes, mean and deviation instead of the elements
-    #[arg(long, conflicts_with = "npy", env = "FSDP_STATS")]
+    #[arg(long, conflicts_with = "npy")]
     stats: bool,
     /// Write the tensor to this new file, for NumPy
-    #[arg(long, value_name = "FILE", env = "FSDP_NPY")]
+    #[arg(long, value_name = "FILE")]
     npy: Option<PathBuf>,
     /// One JSON object on stdout
     #[arg(long, env = "FSDP_JSON")]

@@ -22,7 +22,7 @@ pub(crate) struct DiffArguments {
     #[arg(value_name = "B")]
     second: Location,
     /// Largest absolute difference of two numbers that counts as equal [default: bit for bit]
-    #[arg(long, value_name = "X", default_value_t = 0.0, hide_default_value = true, env = "FSDP_TOLERANCE",
+    #[arg(long, value_name = "X", default_value_t = 0.0, hide_default_value = true,
           value_parser = tolerance)]
     tolerance: f64,
     /// One JSON object on stdout
@@ -112,6 +112,7 @@ impl Row {
                 let by = max.map_or_else(String::new, |max| format!(", by at most {max:e}"));
                 ("elements", format!("{count} elements differ{by}, the first at position {first}"))
             }
+            Difference::Container { first, second } => ("container", format!("{first} and {second}")),
             Difference::Value { first, second } => ("value", format!("{first} and {second}")),
             _ => ("other", format!("{difference:?}")),
         };

@@ -21,10 +21,10 @@ pub(crate) struct InspectArguments {
     #[arg(value_name = "CKPT")]
     path: Location,
     /// The keys as a tree, with the tensors and bytes below each
-    #[arg(long, conflicts_with_all = ["tensors", "json"], env = "FSDP_TREE")]
+    #[arg(long, conflicts_with_all = ["tensors", "json"])]
     tree: bool,
     /// Tensors only: name, dtype, shape and bytes, between tabs
-    #[arg(long, conflicts_with = "json", env = "FSDP_TENSORS")]
+    #[arg(long, conflicts_with = "json")]
     tensors: bool,
     /// One JSON object on stdout, with every box
     #[arg(long, env = "FSDP_JSON")]

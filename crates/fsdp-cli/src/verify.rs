@@ -36,7 +36,7 @@ pub(crate) struct VerifyArguments {
     #[arg(long, value_enum, default_value = "hashes", env = "FSDP_LEVEL")]
     level: LevelName,
     /// Add hashes to a checkpoint that has none, if no problem is found
-    #[arg(long, env = "FSDP_SEAL")]
+    #[arg(long)]
     seal: bool,
     /// One JSON object on stdout
     #[arg(long, env = "FSDP_JSON")]

@@ -1,13 +1,17 @@
 //! Comparing two checkpoints, tensor by tensor, streaming.
 
-use fsdp_layout::{DType, TensorBox};
+use std::collections::HashMap;
+
+use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 use serde::{Deserialize, Serialize};
 
 use crate::elements::for_each;
 use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint;
 use crate::formats::stream::stream;
+use crate::formats::structure::{Place, Structure, key_text};
 use crate::metadata::Entry;
+use crate::nested::Nested;
 
 /// A difference between two checkpoints at one key.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -42,6 +46,13 @@ pub enum Difference {
         /// The largest absolute difference; `None` if the elements are no real numbers, NaN if one is NaN on one side.
         max_abs: Option<f64>,
     },
+    /// The nested containers differ there, though flat keys and values may be equal.
+    Container {
+        /// In the first one.
+        first: String,
+        /// In the second one.
+        second: String,
+    },
     /// The values differ.
     Value {
         /// In the first one, as Rust shows it.
@@ -67,7 +78,18 @@ pub fn diff(
     tolerance: Tolerance,
     found: &mut dyn FnMut(&str, Difference),
 ) -> Result<(), FileError> {
+    // What one holds whole and the other in parts is compared part by part.
+    let (nested, in_parts) = (Nested::of(first, second)?, Nested::of(second, first)?);
     for (fqn, entry) in &first.metadata().entries {
+        if let Some(parts) = nested.parts.get(fqn) {
+            for (key, value) in parts {
+                part(value, second, key, false)?.into_iter().for_each(|difference| found(key, difference));
+            }
+            continue;
+        }
+        if in_parts.in_other.contains(fqn) {
+            continue;
+        }
         let difference = match (entry, second.metadata().entries.get(fqn)) {
             (_, None) => Some(Difference::OnlyInFirst),
             (Entry::Bytes(_), Some(Entry::Bytes(_))) => {
@@ -91,9 +113,79 @@ pub fn diff(
         }
     }
     for fqn in second.metadata().entries.keys().filter(|fqn| !first.metadata().entries.contains_key(*fqn)) {
-        found(fqn, Difference::OnlyInSecond);
+        match in_parts.parts.get(fqn) {
+            Some(parts) => {
+                for (key, value) in parts {
+                    part(value, first, key, true)?.into_iter().for_each(|difference| found(key, difference));
+                }
+            }
+            None if nested.in_other.contains(fqn) => {}
+            None => found(fqn, Difference::OnlyInSecond),
+        }
+    }
+    if let (Some(first), Some(second)) = (first.structure(), second.structure()) {
+        containers(first, second, found);
     }
     Ok(())
+}
+
+/// Compares a part of a value that one checkpoint holds whole with what the other one has at its key. `is_second` tells
+/// that the whole is in the second one.
+fn part(
+    value: &PlainValue,
+    other: &dyn Checkpoint,
+    fqn: &str,
+    is_second: bool,
+) -> Result<Option<Difference>, FileError> {
+    let theirs = match other.metadata().entries.get(fqn) {
+        None if is_second => return Ok(Some(Difference::OnlyInSecond)),
+        None => return Ok(Some(Difference::OnlyInFirst)),
+        Some(Entry::Bytes(_)) => other.read_value(fqn)?,
+        Some(Entry::Tensor(tensor)) => {
+            let PlainValue::Tensor(own) = value else { return Ok(Some(Difference::Kind)) };
+            if own.shape != tensor.shape || own.dtype != tensor.properties.dtype {
+                return Ok(Some(Difference::Kind));
+            }
+            let mut data = vec![0; own.data.len()];
+            other.read_box(fqn, &TensorBox::whole(&tensor.shape), &mut data)?;
+            PlainValue::Tensor(PlainTensor { data, ..own.clone() })
+        }
+    };
+    if value.same_bits(&theirs) {
+        return Ok(None);
+    }
+    let (first, second) = if is_second { (&theirs, value) } else { (value, &theirs) };
+    Ok(Some(Difference::Value { first: format!("{first:?}"), second: format!("{second:?}") }))
+}
+
+/// Compares the nested containers that the keys came from, where both checkpoints tell them.
+fn containers(first: &Structure, second: &Structure, found: &mut dyn FnMut(&str, Difference)) {
+    let (first, second) = (first.places(), second.places());
+    for (key, place) in &first {
+        match second.get(key) {
+            // Keys are compared elsewhere.
+            None if *place == Place::Leaf => {}
+            None => found(key, Difference::OnlyInFirst),
+            Some(other) if same_container(place, other) => {}
+            Some(other) => found(key, Difference::Container { first: place.to_string(), second: other.to_string() }),
+        }
+    }
+    let more = second.iter().filter(|(key, place)| !first.contains_key(*key) && **place != Place::Leaf);
+    more.for_each(|(key, _)| found(key, Difference::OnlyInSecond));
+}
+
+/// Returns `true` if two places are containers of one kind, whose keys, where both have them, are of one type. What only
+/// one of them holds is a difference at its own place.
+fn same_container(first: &Place<'_>, second: &Place<'_>) -> bool {
+    match (first, second) {
+        (Place::Leaf, Place::Leaf) | (Place::List(_), Place::List(_)) => true,
+        (Place::Tuple(a), Place::Tuple(b)) => a == b,
+        (Place::Dict(a), Place::Dict(b)) => {
+            let types: HashMap<_, _> = a.iter().map(|key| (key_text(key), key.type_name())).collect();
+            b.iter().all(|key| types.get(&key_text(key)).is_none_or(|of| *of == key.type_name()))
+        }
+        _ => false,
+    }
 }
 
 /// Compares the elements of a tensor that both have, in the same dtype and shape.

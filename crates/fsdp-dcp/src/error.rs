@@ -124,6 +124,14 @@ pub enum FileError {
         /// The reason why it is none.
         reason: &'static str,
     },
+    /// Files of the checkpoint are missing.
+    #[error("`{}` lacks {}", path.display(), listed(files))]
+    MissingFiles {
+        /// The checkpoint.
+        path: PathBuf,
+        /// The files, relative to it; at least one.
+        files: Vec<String>,
+    },
     /// There is one already, and overwriting was not asked for.
     #[error("`{}` exists already; ask for overwriting, or choose another place", path.display())]
     Exists {
@@ -234,6 +242,15 @@ pub enum FileError {
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+}
+
+/// Lists the first few files for a message.
+fn listed(files: &[String]) -> String {
+    const LISTED: usize = 4;
+    let names: Vec<String> = files.iter().take(LISTED).map(|file| format!("`{file}`")).collect();
+    let more = files.len().saturating_sub(LISTED);
+    let names = names.join(", ");
+    if more > 0 { format!("{names} and {more} more files") } else { names }
 }
 
 impl FileError {

@@ -12,7 +12,7 @@ use crate::plan::{LoadPlanError, SavePlanError};
 impl Failure for FileError {
     fn kind(&self) -> ErrorKind {
         match self {
-            FileError::NotCommitted { .. } => ErrorKind::Incomplete,
+            FileError::NotCommitted { .. } | FileError::MissingFiles { .. } => ErrorKind::Incomplete,
             // Most often the file is one that the checkpoint says it has.
             FileError::Io { source, .. } if source.kind() == io::ErrorKind::NotFound => ErrorKind::Incomplete,
             FileError::Exists { .. }

@@ -29,6 +29,7 @@
 //! .step-21.tmp-53f1a09be6c02d77/    a save in progress
 //! ```
 
+mod budget;
 pub mod convert;
 mod dcp;
 pub mod diff;
@@ -39,6 +40,7 @@ mod formats;
 mod kind;
 pub mod limits;
 pub mod metadata;
+mod nested;
 mod open;
 mod output;
 mod payload;
@@ -63,7 +65,9 @@ pub use storage::object::{Store, object_store};
 /// All formats speak [`Metadata`](metadata::Metadata); whatever handles one handles all.
 pub mod checkpoint {
     pub use crate::formats::checkpoint::{Checkpoint, Format};
+    pub use crate::formats::extra::ExtraFiles;
     pub use crate::formats::stream::stream;
+    pub use crate::formats::structure::Structure;
     pub use crate::open::open;
     pub use crate::safetensors::sidecar::{VALUES_FILE, values_beside};
 }

@@ -4,7 +4,9 @@
 //!
 //! | of | at most |
 //! |---|---|
-//! | a pickle | 2 GiB, 2^28 values, nested 200 deep; shared values expand to 2^20 values, or 16 for each byte |
+//! | a pickle | 2 GiB, nested 200 deep |
+//! | what is built from an input | 64 MiB, and [`PICKLE_FACTOR`] bytes for each byte of a pickle |
+//! | attributes of an object in `.metadata` | 256 |
 //! | an integer in it | 1024 bytes |
 //! | a tensor | 64 dimensions, 2^58 elements |
 //! | a key | 1 MiB |
@@ -15,15 +17,12 @@
 
 /// Bytes of one pickle (a `.metadata` of a million chunks is about 150 MiB).
 pub(crate) const MAX_PICKLE_BYTES: u64 = 2 << 30;
-/// Nodes that one pickle may build; memory is at most about 48 bytes for each.
-pub(crate) const MAX_PICKLE_NODES: usize = 1 << 28;
+/// The bytes that may be built from a byte of a pickle: a list of small numbers, two bytes each, takes most.
+pub(crate) const PICKLE_FACTOR: u64 = 40;
+/// Attributes of an object: each is looked up in all of them.
+pub(crate) const MAX_ATTRIBUTES: usize = 256;
 /// Nesting of values inside one pickle.
 pub(crate) const MAX_DEPTH: usize = 200;
-/// The number of values that one pickle may expand to, where it refers to shared ones many times (`billion laughs`):
-/// this many, or [`EXPANSION_PER_BYTE`] for each of its bytes, whichever is more.
-pub(crate) const MAX_EXPANSION: usize = 1 << 20;
-/// See [`MAX_EXPANSION`].
-pub(crate) const EXPANSION_PER_BYTE: usize = 16;
 /// The distance that a memo index may have from the last one used (picklers number them one by one).
 pub(crate) const MAX_MEMO_GAP: usize = 1024;
 /// Bytes of one integer.

@@ -60,6 +60,13 @@ pub struct Converted {
     /// The keys of quantized tensors, written as the integers that they are made of. Their scales and zero points are
     /// values `KEY.quantizer`.
     pub quantized: Vec<String>,
+    /// The containers that the format cannot tell: dict keys that are not text become text, tuples become lists, and
+    /// empty dicts go. Each with its place.
+    pub containers: Vec<String>,
+    /// The files beside the source's own that were copied.
+    pub copied: Vec<String>,
+    /// The files and directories beside the source's own that were not.
+    pub left_behind: Vec<String>,
 }
 
 /// A checkpoint as the source of payloads for a writer.

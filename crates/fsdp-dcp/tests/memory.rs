@@ -11,7 +11,7 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 use fsdp_dcp::checkpoint::open;
-use fsdp_dcp::convert::{ConvertOptions, OutputFormat, Rename, View, convert};
+use fsdp_dcp::convert::{Cast, ConvertOptions, OutputFormat, Rename, View, convert};
 use fsdp_dcp::internals::TensorItem;
 use fsdp_dcp::metadata::{Chunk, Entry, METADATA_FILE, Metadata, StorageInfo, TensorEntry, TensorProperties, encode};
 use fsdp_dcp::reader::OpenOptions;
@@ -92,7 +92,7 @@ fn measure(source: &Path, destination: &Path, target: OutputFormat, cast: Option
     let live = live_bytes();
     reset_peak();
     let opened = open(source, OpenOptions::default()).unwrap();
-    let view = View::new(&*opened, |_| Rename::Keep, cast).unwrap();
+    let view = View::new(&*opened, |_| Rename::Keep, cast.map(|dtype| Cast { dtype, with_optimizer: true })).unwrap();
     let options = ConvertOptions { threads: 4, ..ConvertOptions::default() };
     convert(&view, destination, target, options).unwrap();
     let peak = peak_bytes() - live;

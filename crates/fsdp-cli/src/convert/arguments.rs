@@ -4,7 +4,7 @@ use anyhow::{Error, Result};
 use clap::builder::RangedU64ValueParser;
 use clap::{Args, ValueEnum};
 use fsdp_dcp::Location;
-use fsdp_dcp::convert::OutputFormat;
+use fsdp_dcp::convert::{Cast, OutputFormat};
 use fsdp_layout::DType;
 
 use crate::failure::UsageError;
@@ -59,12 +59,14 @@ pub(crate) enum CastTo {
     Bfloat16,
 }
 
-pub(super) fn dtype(to: CastTo) -> DType {
-    match to {
-        CastTo::Float64 => DType::F64,
-        CastTo::Float32 => DType::F32,
-        CastTo::Float16 => DType::F16,
-        CastTo::Bfloat16 => DType::BF16,
+impl CastTo {
+    const fn dtype(self) -> DType {
+        match self {
+            CastTo::Float64 => DType::F64,
+            CastTo::Float32 => DType::F32,
+            CastTo::Float16 => DType::F16,
+            CastTo::Bfloat16 => DType::BF16,
+        }
     }
 }
 
@@ -83,35 +85,38 @@ pub(crate) struct ConvertArguments {
     #[arg(value_name = "DST")]
     pub(super) destination: Location,
     /// The format to write
-    #[arg(long, value_enum, env = "FSDP_TO")]
+    #[arg(long, value_enum)]
     pub(super) to: To,
     /// Ranks of the destination, for dcp and hf-sharded [default: 1]
-    #[arg(long, value_name = "N", env = "FSDP_WORLD_SIZE", value_parser = ranks())]
+    #[arg(long, value_name = "N", value_parser = ranks())]
     world_size: Option<usize>,
     /// Largest size of a file, for hf: 500MB, 2GiB [default: 5GB]
-    #[arg(long, value_name = "SIZE", env = "FSDP_MAX_SHARD_SIZE", value_parser = size)]
+    #[arg(long, value_name = "SIZE", value_parser = size)]
     max_shard_size: Option<u64>,
     /// Only keys that this glob matches; may be given more than once
-    #[arg(long, value_name = "GLOB", env = "FSDP_INCLUDE")]
+    #[arg(long, value_name = "GLOB")]
     pub(super) include: Vec<String>,
     /// No keys that this glob matches; may be given more than once
-    #[arg(long, value_name = "GLOB", env = "FSDP_EXCLUDE")]
+    #[arg(long, value_name = "GLOB")]
     pub(super) exclude: Vec<String>,
     /// Replace OLD by NEW in keys that are OLD or begin with OLD and a dot; `model.=` removes `model.`.
     /// May be given more than once: the first rule that fits a key counts
-    #[arg(long, value_name = "OLD=NEW", env = "FSDP_RENAME", value_parser = rule)]
+    #[arg(long, value_name = "OLD=NEW", value_parser = rule)]
     pub(super) rename: Vec<(String, String)>,
     /// Put this before all keys, after --rename
-    #[arg(long, value_name = "PREFIX", env = "FSDP_PREFIX")]
+    #[arg(long, value_name = "PREFIX")]
     pub(super) prefix: Option<String>,
-    /// Cast tensors of float64, float32, float16 and bfloat16
-    #[arg(long, value_enum, env = "FSDP_DTYPE")]
-    pub(super) dtype: Option<CastTo>,
+    /// Cast tensors of float64, float32, float16 and bfloat16, but for the state of optimizers and counts of steps
+    #[arg(long, value_enum)]
+    dtype: Option<CastTo>,
+    /// Cast the state of optimizers too
+    #[arg(long, requires = "dtype")]
+    cast_optimizer: bool,
     /// Replace the checkpoint at DST, once everything is written
-    #[arg(long, env = "FSDP_OVERWRITE")]
+    #[arg(long)]
     pub(super) overwrite: bool,
     /// Only show the keys, the number of bytes and the memory that writing would take
-    #[arg(long, env = "FSDP_DRY_RUN")]
+    #[arg(long)]
     pub(super) dry_run: bool,
     /// One JSON object on stdout
     #[arg(long, env = "FSDP_JSON")]
@@ -131,10 +136,10 @@ pub(crate) struct ReshardArguments {
     #[arg(value_name = "DST")]
     pub(super) destination: Location,
     /// Ranks of the destination
-    #[arg(long, value_name = "N", env = "FSDP_WORLD_SIZE", value_parser = ranks())]
+    #[arg(long, value_name = "N", value_parser = ranks())]
     pub(super) world_size: usize,
     /// Replace the checkpoint at DST, once everything is written
-    #[arg(long, env = "FSDP_OVERWRITE")]
+    #[arg(long)]
     pub(super) overwrite: bool,
     /// One JSON object on stdout
     #[arg(long, env = "FSDP_JSON")]
@@ -166,6 +171,11 @@ impl ConvertArguments {
             To::HfSharded => OutputFormat::SafetensorsShards { ranks },
             To::Torch => OutputFormat::Torch,
         })
+    }
+
+    /// Returns the cast, if one is asked for.
+    pub(super) fn cast(&self) -> Option<Cast> {
+        self.dtype.map(|to| Cast { dtype: to.dtype(), with_optimizer: self.cast_optimizer })
     }
 
     fn unused(&self, option: &'static str) -> Error {

@@ -59,6 +59,12 @@ struct Written {
     aside_file: Option<String>,
     /// The keys of quantized tensors, which are written as integers. `KEY.quantizer` describes their meaning.
     quantized: Vec<String>,
+    /// The containers that the format cannot tell: keys that are not text, tuples, empty dicts.
+    containers: Vec<String>,
+    /// The files beside the source's own that come along.
+    copied: Vec<String>,
+    /// The files and directories beside the source's own that do not.
+    left_behind: Vec<String>,
 }
 
 /// Converts a checkpoint: `fsdp convert`.
@@ -78,12 +84,14 @@ pub(crate) fn run(arguments: &ConvertArguments) -> Result<()> {
     let keys = Keys::new(&arguments.include, &arguments.exclude, &arguments.rename, arguments.prefix.as_deref())?;
     let source = open(&arguments.source, &destination)?;
     keys.check(source.metadata())?;
-    let view = View::new(&*source, |key| keys.rename(key), arguments.dtype.map(arguments::dtype))?;
+    let view = View::new(&*source, |key| keys.rename(key), arguments.cast())?;
     write(&view, &destination)
 }
 
+/// Writes a checkpoint for another number of ranks: `fsdp reshard`.
+///
+/// # Errors
 /// The same as [`run`].
-/// As [`run`].
 pub(crate) fn reshard(arguments: &ReshardArguments) -> Result<()> {
     let destination = Destination {
         path: &arguments.destination,
@@ -162,11 +170,11 @@ fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> Result<()> {
             ConvertOptions { overwrite: destination.overwrite, progress: Some(&progress), ..ConvertOptions::default() };
         let done = convert(source, destination.path, destination.target, options);
         drop(bar);
-        let Converted { tensors, bytes, mut aside, aside_file, mut quantized, .. } =
+        let Converted { tensors, bytes, mut aside, aside_file, mut quantized, containers, copied, left_behind, .. } =
             done.with_context(|| format!("failed to write `{}`", destination.path))?;
         aside.sort_by(|a, b| natord::compare(a, b));
         quantized.sort_by(|a, b| natord::compare(a, b));
-        written = Written { tensors, bytes, aside, aside_file, quantized, ..written };
+        written = Written { tensors, bytes, aside, aside_file, quantized, containers, copied, left_behind, ..written };
     }
     if let Some(file) = &written.aside_file {
         let (count, name) = (written.aside.len(), destination.name);
@@ -180,6 +188,21 @@ fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> Result<()> {
             "{count} quantized tensors were written as integers, with a value `KEY.quantizer` for each:"
         ));
         written.quantized.iter().for_each(|key| output::talk(&format!("  {}", escaped(key))));
+    }
+    if !written.containers.is_empty() {
+        let (count, name) = (written.containers.len(), destination.name);
+        output::talk(&format!(
+            "{count} places of the state dict that `{name}` cannot tell (keys become text, tuples lists, empty dicts go):"
+        ));
+        written.containers.iter().for_each(|place| output::talk(&format!("  {}", escaped(place))));
+    }
+    let names =
+        |files: &[String]| files.iter().map(|file| format!("`{}`", escaped(file))).collect::<Vec<_>>().join(", ");
+    if !written.copied.is_empty() {
+        output::talk(&format!("copied {}", names(&written.copied)));
+    }
+    if !written.left_behind.is_empty() {
+        output::talk(&format!("left behind: {}", names(&written.left_behind)));
     }
     if destination.json {
         return output::json(&written);
@@ -229,6 +252,9 @@ impl Written {
             aside,
             aside_file,
             quantized: Vec::new(),
+            containers: Vec::new(),
+            copied: Vec::new(),
+            left_behind: Vec::new(),
         }
     }
 }

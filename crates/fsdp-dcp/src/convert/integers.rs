@@ -9,6 +9,7 @@ use indexmap::IndexMap;
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::{Checkpoint, Format};
 use crate::formats::lookup::no_value;
+use crate::formats::structure::Structure;
 use crate::metadata::{BytesEntry, Entry, Metadata};
 use crate::storage::checked_directory::CheckedDirectory;
 
@@ -17,6 +18,7 @@ pub(super) struct Integers<'a> {
     source: &'a dyn Checkpoint,
     metadata: Metadata,
     quantizers: IndexMap<String, PlainValue>,
+    structure: Option<Structure>,
 }
 
 /// Returns the integers of a quantized type.
@@ -38,6 +40,7 @@ impl<'a> Integers<'a> {
         }
         let mut metadata = from.clone();
         let mut quantizers = IndexMap::new();
+        let mut structure = source.structure().cloned();
         for (fqn, tensor) in from.tensors() {
             let Some(dtype) = integer(tensor.properties.dtype) else { continue };
             if let Some(Entry::Tensor(tensor)) = metadata.entries.get_mut(fqn) {
@@ -58,9 +61,13 @@ impl<'a> Integers<'a> {
                 }
                 paths.insert(key.clone(), path);
             }
+            if structure.as_mut().is_some_and(|structure| !structure.add_beside(fqn, ".quantizer", &key)) {
+                let what = "a quantized tensor in a state dict that is a list".to_owned();
+                return Err(FileError::Encode { fqn: fqn.to_owned(), source: FormatError::Unsupported { what } });
+            }
             quantizers.insert(key, quantizer);
         }
-        Ok(Some(Integers { source, metadata, quantizers }))
+        Ok(Some(Integers { source, metadata, quantizers, structure }))
     }
 
     /// Returns the keys of the quantized tensors.
@@ -81,6 +88,10 @@ impl Checkpoint for Integers<'_> {
 
     fn metadata(&self) -> &Metadata {
         &self.metadata
+    }
+
+    fn structure(&self) -> Option<&Structure> {
+        self.structure.as_ref()
     }
 
     fn directory(&self) -> &CheckedDirectory {

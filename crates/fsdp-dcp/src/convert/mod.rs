@@ -8,6 +8,7 @@
 //! Each thread holds one piece of at most 16 MiB of a tensor; nothing holds a whole one (a value that is no tensor, and
 //! an item with a stream transform, excepted).
 
+mod cast;
 mod integers;
 mod options;
 mod view;
@@ -17,9 +18,12 @@ pub use self::options::OutputFormat;
 use crate::dcp::reshard;
 use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint;
+use crate::formats::extra::ExtraFiles;
+use crate::formats::structure::Structure;
 use crate::storage::location::Location;
 use crate::{safetensors, torch};
 
+pub use self::cast::Cast;
 pub use self::view::{Rename, View};
 pub use crate::output::{ConvertOptions, Converted};
 
@@ -54,15 +58,27 @@ pub fn convert(
             staging.check_replaces_directory()?;
         }
     }
-    match target {
-        OutputFormat::Dcp { ranks } => reshard::write(source, staging, ranks.max(1), options),
+    let containers = match target {
+        OutputFormat::Torch => Vec::new(),
+        _ => source.structure().map(Structure::untold).unwrap_or_default(),
+    };
+    let extra = ExtraFiles::of(source)?;
+    let (extra, left_behind) = if target.keeps_framework(source.format()) {
+        let ExtraFiles { files, others } = extra;
+        (ExtraFiles { files, others: Vec::new() }, others)
+    } else {
+        (ExtraFiles::default(), [extra.files, extra.others].concat())
+    };
+    let converted = match target {
+        OutputFormat::Dcp { ranks } => reshard::write(source, staging, ranks.max(1), &extra, options),
         OutputFormat::SafetensorsFile => safetensors::write::write_file(source, staging, options),
         OutputFormat::SafetensorsDirectory { max_file_bytes } => {
-            safetensors::write::write_directory(source, staging, max_file_bytes, options)
+            safetensors::write::write_directory(source, staging, max_file_bytes, &extra, options)
         }
         OutputFormat::SafetensorsShards { ranks } => {
-            safetensors::write::write_shards(source, staging, ranks.max(1), options)
+            safetensors::write::write_shards(source, staging, ranks.max(1), &extra, options)
         }
         OutputFormat::Torch => torch::write::write(source, staging, options),
-    }
+    };
+    Ok(Converted { containers, copied: extra.files, left_behind, ..converted? })
 }

@@ -1,5 +1,7 @@
 //! The formats that a conversion can write.
 
+use crate::formats::checkpoint::Format;
+
 /// The format to write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
@@ -23,4 +25,20 @@ pub enum OutputFormat {
     },
     /// One file that `torch.load(weights_only=True)` opens: nested dicts and lists, as the keys' paths say.
     Torch,
+}
+
+impl OutputFormat {
+    /// Returns `true` if what is written is for the framework that wrote the source: files beside the source's own, such
+    /// as a trainer's loop state or a model's configuration, go with it.
+    #[must_use]
+    pub const fn keeps_framework(&self, source: Format) -> bool {
+        matches!(
+            (source, self),
+            (Format::Dcp, OutputFormat::Dcp { .. })
+                | (
+                    Format::SafetensorsDirectory,
+                    OutputFormat::SafetensorsDirectory { .. } | OutputFormat::SafetensorsShards { .. }
+                )
+        )
+    }
 }

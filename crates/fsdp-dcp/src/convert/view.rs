@@ -1,15 +1,17 @@
 //! A checkpoint seen through a filter, a renaming and a cast.
 
+use std::collections::HashSet;
 use std::path::Path;
 
-use fsdp_layout::{DType, KeyPath, PathPart, PlainValue, TensorBox};
-use half::{bf16, f16};
+use fsdp_layout::{KeyPath, PathPart, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
+use super::cast::{CASTABLE, Cast, Optimizers, cast_elements};
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::{Checkpoint, Format};
 use crate::formats::lookup::{no_value, tensor_of};
 use crate::formats::stream::stream;
+use crate::formats::structure::Structure;
 use crate::metadata::{Entry, Metadata};
 use crate::storage::checked_directory::CheckedDirectory;
 
@@ -30,6 +32,7 @@ pub struct View<'a> {
     metadata: Metadata,
     /// The source's key for each new one.
     names: IndexMap<String, String>,
+    structure: Option<Structure>,
 }
 
 impl std::fmt::Debug for View<'_> {
@@ -43,21 +46,19 @@ fn unsupported(fqn: &str, what: String) -> FileError {
     FileError::Encode { fqn: fqn.to_owned(), source: FormatError::Unsupported { what } }
 }
 
-/// The types between which a [`View`] casts.
-const CASTABLE: [DType; 4] = [DType::F64, DType::F32, DType::F16, DType::BF16];
-
 impl<'a> View<'a> {
-    /// Makes a view in which `rename` decides over each key, and `cast` is the dtype of all tensors of `f64`, `f32`,
-    /// `f16` and `bf16`.
+    /// Makes a view in which `rename` decides over each key, and `cast` over the dtype of tensors of `f64`, `f32`, `f16`
+    /// and `bf16`.
     pub fn new(
         source: &'a dyn Checkpoint,
         rename: impl Fn(&str) -> Rename,
-        cast: Option<DType>,
+        cast: Option<Cast>,
     ) -> Result<Self, FileError> {
-        if let Some(dtype) = cast.filter(|dtype| !CASTABLE.contains(dtype)) {
-            return Err(unsupported("", format!("casting to `{dtype}`")));
+        if let Some(cast) = cast.filter(|cast| !CASTABLE.contains(&cast.dtype)) {
+            return Err(unsupported("", format!("casting to `{}`", cast.dtype)));
         }
         let from = source.metadata();
+        let optimizers = Optimizers::of(from);
         let mut names = IndexMap::new();
         let mut metadata = Metadata {
             planner_data: from.planner_data.as_ref().map(|_| IndexMap::new()),
@@ -72,10 +73,10 @@ impl<'a> View<'a> {
                 Rename::To(name) => (name.clone(), path.map(|_| KeyPath(vec![PathPart::Key(name)]))),
             };
             let mut entry = entry.clone();
-            if let (Entry::Tensor(tensor), Some(dtype)) = (&mut entry, cast)
-                && CASTABLE.contains(&tensor.properties.dtype)
+            if let (Entry::Tensor(tensor), Some(cast)) = (&mut entry, cast)
+                && cast.changes(fqn, tensor, &optimizers)
             {
-                tensor.properties.dtype = dtype;
+                tensor.properties.dtype = cast.dtype;
             }
             if let (Some(paths), Some(path)) = (&mut metadata.planner_data, path) {
                 paths.insert(name.clone(), path);
@@ -85,13 +86,37 @@ impl<'a> View<'a> {
                 return Err(unsupported(&name, format!("one name for both `{other}` and `{fqn}`")));
             }
         }
-        Ok(View { source, metadata, names })
+        let structure =
+            source.structure().map(|structure| structure_of_view(structure.clone(), &rename)).transpose()?;
+        Ok(View { source, metadata, names, structure })
     }
 
     /// Returns the source's name of a key.
     fn source_name<'n>(&'n self, fqn: &'n str) -> &'n str {
         self.names.get(fqn).map_or(fqn, String::as_str)
     }
+}
+
+/// Returns what a view leaves of a structure: keys that get another name move to the dict at the root.
+fn structure_of_view(structure: Structure, rename: &dyn Fn(&str) -> Rename) -> Result<Structure, FileError> {
+    let mut moved = Vec::new();
+    let leaves: HashSet<String> = structure.leaves().into_iter().map(str::to_owned).collect();
+    let kept = structure.retain(&mut |key| match rename(key) {
+        Rename::Keep => true,
+        Rename::Drop => false,
+        Rename::To(name) => {
+            // An empty container that gets another name is not moved: only keys with something in them are.
+            moved.extend(leaves.contains(key).then_some(name));
+            false
+        }
+    });
+    let mut kept = kept.unwrap_or_else(|| Structure::Dict(Vec::new()));
+    for name in moved {
+        if !kept.add_at_root(&name) {
+            return Err(unsupported(&name, "a new name in a state dict that is a list".to_owned()));
+        }
+    }
+    Ok(kept)
 }
 
 impl Checkpoint for View<'_> {
@@ -105,6 +130,10 @@ impl Checkpoint for View<'_> {
 
     fn metadata(&self) -> &Metadata {
         &self.metadata
+    }
+
+    fn structure(&self) -> Option<&Structure> {
+        self.structure.as_ref()
     }
 
     fn directory(&self) -> &CheckedDirectory {
@@ -125,7 +154,7 @@ impl Checkpoint for View<'_> {
             stream(self.source, name, from, bounds, 0..length, &mut |bytes| {
                 let elements = bytes.len() / from.size_in_bytes() as usize;
                 let (now, later) = std::mem::take(&mut rest).split_at_mut(elements * to.size_in_bytes() as usize);
-                cast(bytes, from, now, to);
+                cast_elements(bytes, from, now, to);
                 rest = later;
                 Ok::<(), FileError>(())
             })?;
@@ -146,32 +175,5 @@ impl Checkpoint for View<'_> {
             return Err(no_value(&self.metadata, fqn));
         }
         self.source.read_value(self.source_name(fqn))
-    }
-}
-
-/// Casts between the types of [`CASTABLE`], rounding to nearest, ties to even, as torch does.
-fn cast(src: &[u8], from: DType, dst: &mut [u8], to: DType) {
-    fn each<const A: usize, const B: usize>(src: &[u8], dst: &mut [u8], of: impl Fn([u8; A]) -> [u8; B]) {
-        let (src, _) = src.as_chunks::<A>();
-        let (dst, _) = dst.as_chunks_mut::<B>();
-        for (from, to) in src.iter().zip(dst) {
-            *to = of(*from);
-        }
-    }
-    match (from, to) {
-        (DType::F64, DType::F32) => each(src, dst, |b| (f64::from_le_bytes(b) as f32).to_le_bytes()),
-        (DType::F64, DType::F16) => each(src, dst, |b| f16::from_f32(f64::from_le_bytes(b) as f32).to_le_bytes()),
-        (DType::F64, DType::BF16) => each(src, dst, |b| bf16::from_f32(f64::from_le_bytes(b) as f32).to_le_bytes()),
-        (DType::F32, DType::F64) => each(src, dst, |b| f64::from(f32::from_le_bytes(b)).to_le_bytes()),
-        (DType::F32, DType::F16) => each(src, dst, |b| f16::from_f32(f32::from_le_bytes(b)).to_le_bytes()),
-        (DType::F32, DType::BF16) => each(src, dst, |b| bf16::from_f32(f32::from_le_bytes(b)).to_le_bytes()),
-        (DType::F16, DType::F64) => each(src, dst, |b| f16::from_le_bytes(b).to_f64().to_le_bytes()),
-        (DType::F16, DType::F32) => each(src, dst, |b| f16::from_le_bytes(b).to_f32().to_le_bytes()),
-        (DType::F16, DType::BF16) => each(src, dst, |b| bf16::from_f32(f16::from_le_bytes(b).to_f32()).to_le_bytes()),
-        (DType::BF16, DType::F64) => each(src, dst, |b| bf16::from_le_bytes(b).to_f64().to_le_bytes()),
-        (DType::BF16, DType::F32) => each(src, dst, |b| bf16::from_le_bytes(b).to_f32().to_le_bytes()),
-        (DType::BF16, DType::F16) => each(src, dst, |b| f16::from_f32(bf16::from_le_bytes(b).to_f32()).to_le_bytes()),
-        // Equal types are read directly; others are refused when the view is made.
-        _ => dst.copy_from_slice(&src[..dst.len().min(src.len())]),
     }
 }

@@ -3,6 +3,8 @@
 //! An item is what `torch.save` makes of one tensor or one value, with [`ROOT`] as its root
 //! directory. Items of values are in [`value`](crate::torch::value).
 
+use std::ops::Range;
+
 use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::{DType, TensorBox};
 
@@ -165,6 +167,10 @@ impl<'a> Ends<'a> {
 impl ReadAt for Ends<'_> {
     fn len(&self) -> u64 {
         self.item.len()
+    }
+
+    fn has_hole(&self, range: Range<u64>) -> bool {
+        self.item.has_hole(range)
     }
 
     fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {

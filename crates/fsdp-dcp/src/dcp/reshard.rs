@@ -1,8 +1,9 @@
 //! Writing a DCP directory for N ranks, in one process.
 
-use super::writer::{WriteOptions, finish, write_rank};
+use super::writer::{RankWritten, WriteOptions, finish, write_rank};
 use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint;
+use crate::formats::extra::ExtraFiles;
 use crate::metadata::Entry;
 use crate::output::{ConvertOptions, Converted};
 use crate::output::{Streamed, rows_of_rank, summary};
@@ -15,6 +16,7 @@ pub(crate) fn write(
     source: &dyn Checkpoint,
     staging: Staging,
     ranks: usize,
+    extra: &ExtraFiles,
     options: ConvertOptions<'_>,
 ) -> Result<Converted, FileError> {
     let plans = plans(source, ranks)?;
@@ -28,6 +30,13 @@ pub(crate) fn write(
     let mut written = Vec::with_capacity(ranks);
     for (rank, (plan, selection)) in plans.iter().zip(&global.selections).enumerate() {
         written.push(write_rank(&staging, rank, plan, selection, &streamed, &write_options)?);
+    }
+    if !extra.files.is_empty() {
+        // Their names are not this save's own.
+        staging.claim()?;
+        let copied = extra.copy(source.directory(), &staging)?;
+        let as_written = |(file, integrity)| RankWritten { file: Some(file), integrity, ..RankWritten::default() };
+        written.extend(copied.into_iter().map(as_written));
     }
     finish(staging, global.metadata, &written)?;
     Ok(summary(source))

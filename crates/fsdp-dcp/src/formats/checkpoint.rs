@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::lookup::request_of;
 use super::read::{Destination, ReadOptions, read_in_parallel};
+use super::structure::Structure;
 use crate::error::FileError;
 use crate::metadata::{Metadata, Replica};
 use crate::plan::{LoadPlan, LoadRequest, ReadPlanOptions, plan_load};
@@ -48,6 +49,12 @@ pub trait Checkpoint: Send + Sync {
 
     /// Returns its metadata. `planner_data` is there where the keys came from a nested state dict.
     fn metadata(&self) -> &Metadata;
+
+    /// Returns the nested containers that its keys came from, where the format tells more of them than the paths in
+    /// [`Checkpoint::metadata`].
+    fn structure(&self) -> Option<&Structure> {
+        None
+    }
 
     /// Returns its files.
     fn directory(&self) -> &CheckedDirectory;

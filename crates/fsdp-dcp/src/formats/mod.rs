@@ -1,8 +1,10 @@
 //! Checkpoints of any format, seen as one.
 
 pub(crate) mod checkpoint;
+pub(crate) mod extra;
 pub(crate) mod lookup;
 pub(crate) mod read;
 pub(crate) mod stream;
+pub(crate) mod structure;
 #[cfg(test)]
 mod tests;

@@ -6,6 +6,7 @@ use fsdp_layout::boxes::boxes_of_flat_range;
 use fsdp_layout::{DType, TensorBox};
 
 use super::checkpoint::Checkpoint;
+use crate::budget::{Budget, FREE};
 use crate::error::FileError;
 
 /// The bytes of a tensor that [`stream`] reads at once.
@@ -22,8 +23,30 @@ pub fn stream<E: From<FileError>>(
     range: Range<u64>,
     sink: &mut dyn FnMut(&[u8]) -> Result<(), E>,
 ) -> Result<(), E> {
+    check_expansion(checkpoint, fqn, range.end)?;
     let mut read = |part: &TensorBox, dst: &mut [u8]| checkpoint.read_box(fqn, part, dst);
     stream_boxes(&mut read, dtype, bounds, range, sink)
+}
+
+/// The bytes of a tensor that a stored byte may be, where elements are repeated by strides of 0.
+const EXPANSION: u64 = 16;
+
+/// Refuses a tensor whose elements are absurdly more than what is stored of them: the work must not be.
+fn check_expansion(checkpoint: &dyn Checkpoint, fqn: &str, length: u64) -> Result<(), FileError> {
+    if length <= FREE {
+        return Ok(());
+    }
+    let chunks = checkpoint.metadata().tensor(fqn).into_iter().flat_map(|tensor| &tensor.chunks);
+    let stored = chunks.filter_map(|chunk| chunk.stored.as_ref());
+    // What a transform makes of an item is bounded elsewhere.
+    let bytes = stored.map(|stored| if stored.transforms.is_empty() { stored.length } else { u64::MAX / EXPANSION });
+    let bytes = bytes.fold(0, u64::saturating_add);
+    Budget::new(bytes, EXPANSION).charge("bytes of repeated elements", length).map_err(|over| FileError::Item {
+        fqn: fqn.to_owned(),
+        path: checkpoint.path().to_owned(),
+        offset: 0,
+        source: over.into(),
+    })
 }
 
 /// A function that fills a buffer with the row-major bytes of a box.

@@ -9,7 +9,10 @@ use super::{
     BytesEntry, Chunk, Entry, MemoryFormat, Metadata, StorageInfo, StorageMeta, TensorEntry, TensorProperties,
 };
 use crate::limits::{MAX_KEY_BYTES, is_sane_shape};
-use crate::pickle::{Global, Node, NodeId, Pickle, PickleError, PickleErrorKind, parse};
+use crate::pickle::{Global, Node, NodeId, Pickle, PickleError, PickleErrorKind, Walk, parse};
+
+/// The name of what is charged, for errors.
+const MEMORY: &str = "memory for metadata";
 
 type Result<T> = std::result::Result<T, PickleError>;
 
@@ -17,17 +20,19 @@ type Result<T> = std::result::Result<T, PickleError>;
 pub fn decode(bytes: &[u8]) -> Result<Metadata> {
     let pickle = parse(bytes)?;
     let p = &pickle;
+    let budget = &mut Walk::new(p);
     let fields = p.state(p.root(), Global::Metadata, "torch.distributed.checkpoint's Metadata")?;
     // The places come first, so that each chunk can take its own.
-    let mut storage = storage_data(p, fields.find_some("storage_data"))?;
+    let mut storage = storage_data(p, budget, fields.find_some("storage_data"))?;
 
     let mut entries = IndexMap::new();
     for &(key, value) in p.dict(fields.get("state_dict_metadata")?)? {
         let fqn = fqn(p, key)?;
+        budget.charge(p, key, MEMORY, (fqn.len() + size_of::<Entry>()) as u64)?;
         let entry = if p.is_object(value, Global::BytesStorageMetadata) {
             Entry::Bytes(BytesEntry { stored: storage.remove(&(fqn, None)) })
         } else {
-            Entry::Tensor(tensor(p, value, fqn, &mut storage)?)
+            Entry::Tensor(tensor(p, budget, value, fqn, &mut storage)?)
         };
         if entries.insert(fqn.to_owned(), entry).is_some() {
             return Err(p.error(key, PickleErrorKind::Value { what: "the same key stands twice in the metadata" }));
@@ -35,7 +40,7 @@ pub fn decode(bytes: &[u8]) -> Result<Metadata> {
     }
     Ok(Metadata {
         entries,
-        planner_data: fields.find_some("planner_data").map(|id| planner_data(p, id)).transpose()?,
+        planner_data: fields.find_some("planner_data").map(|id| planner_data(p, budget, id)).transpose()?,
         storage_meta: fields.find_some("storage_meta").map(|id| storage_meta(p, id)).transpose()?,
         version: fields.find_some("version").map(|id| p.str(id).map(str::to_owned)).transpose()?,
         replicas: Vec::new(),
@@ -55,7 +60,7 @@ fn fqn<'a>(p: &Pickle<'a>, id: NodeId) -> Result<&'a str> {
 type StorageData<'a> = HashMap<(&'a str, Option<Vec<usize>>), StorageInfo>;
 
 /// Reads the places of all items, by key and offsets.
-fn storage_data<'a>(p: &Pickle<'a>, id: Option<NodeId>) -> Result<StorageData<'a>> {
+fn storage_data<'a>(p: &Pickle<'a>, budget: &mut Walk, id: Option<NodeId>) -> Result<StorageData<'a>> {
     let Some(id) = id else { return Ok(HashMap::new()) };
     let entries = p.dict(id)?;
     let mut storage = HashMap::with_capacity(entries.len());
@@ -63,16 +68,22 @@ fn storage_data<'a>(p: &Pickle<'a>, id: Option<NodeId>) -> Result<StorageData<'a
         let index = p.state(key, Global::MetadataIndex, "a MetadataIndex")?;
         let offsets = index.find_some("offset").map(|id| p.sizes(id)).transpose()?;
         let info = p.state(value, Global::StorageInfo, "a _StorageInfo")?;
-        let transforms = match info.find_some("transform_descriptors") {
-            None => Vec::new(),
-            Some(id) => p.sequence(id)?.iter().map(|&id| p.str(id).map(str::to_owned)).collect::<Result<_>>()?,
-        };
+        let mut transforms = Vec::new();
+        if let Some(id) = info.find_some("transform_descriptors") {
+            for &transform in p.sequence(id)? {
+                let text = p.str(transform)?;
+                budget.charge(p, transform, MEMORY, (text.len() + size_of::<String>()) as u64)?;
+                transforms.push(text.to_owned());
+            }
+        }
         let stored = StorageInfo {
             relative_path: p.str(info.get("relative_path")?)?.to_owned(),
             offset: p.unsigned(info.get("offset")?)?,
             length: p.unsigned(info.get("length")?)?,
             transforms,
         };
+        let length = size_of::<StorageInfo>() + stored.relative_path.len();
+        budget.charge(p, value, MEMORY, length as u64)?;
         if stored.offset.checked_add(stored.length).is_none() {
             return Err(p.error(value, PickleErrorKind::Value { what: "an item ends beyond any file" }));
         }
@@ -82,7 +93,13 @@ fn storage_data<'a>(p: &Pickle<'a>, id: Option<NodeId>) -> Result<StorageData<'a
 }
 
 /// Reads the entry of a tensor, whose chunks get their places.
-fn tensor<'a>(p: &Pickle<'a>, id: NodeId, fqn: &'a str, storage: &mut StorageData<'a>) -> Result<TensorEntry> {
+fn tensor<'a>(
+    p: &Pickle<'a>,
+    budget: &mut Walk,
+    id: NodeId,
+    fqn: &'a str,
+    storage: &mut StorageData<'a>,
+) -> Result<TensorEntry> {
     let fields = p.state(id, Global::TensorStorageMetadata, "a TensorStorageMetadata or BytesStorageMetadata")?;
     let shape = p.sizes(fields.get("size")?)?;
     if !is_sane_shape(&shape) {
@@ -98,6 +115,8 @@ fn tensor<'a>(p: &Pickle<'a>, id: NodeId, fqn: &'a str, storage: &mut StorageDat
         let key = (fqn, Some(offsets));
         // Copied, not taken: an empty chunk may share its offsets with another one.
         let stored = storage.get(&key).cloned();
+        let path = stored.as_ref().map_or(0, |stored| stored.relative_path.len());
+        budget.charge(p, id, MEMORY, (size_of::<Chunk>() + path + sizes.len() * 2 * size_of::<usize>()) as u64)?;
         Ok(Chunk { bounds: TensorBox::new(key.1.unwrap_or_default(), sizes), stored })
     });
     let chunks = chunks.collect::<Result<_>>()?;
@@ -144,17 +163,26 @@ fn format_of(p: &Pickle<'_>, id: NodeId) -> Result<MemoryFormat> {
 }
 
 /// Reads the paths of flat keys in the nested state dict.
-fn planner_data(p: &Pickle<'_>, id: NodeId) -> Result<IndexMap<String, KeyPath>> {
-    p.dict(id)?
-        .iter()
-        .map(|&(key, path)| {
-            let parts = p.sequence(path)?.iter().map(|&part| match p.node(part) {
-                Node::Int(_) => Ok(PathPart::Index(p.usize(part)?)),
-                _ => Ok(PathPart::Key(p.str(part)?.to_owned())),
+fn planner_data(p: &Pickle<'_>, budget: &mut Walk, id: NodeId) -> Result<IndexMap<String, KeyPath>> {
+    let mut paths = IndexMap::new();
+    for &(key, path) in p.dict(id)? {
+        let fqn = fqn(p, key)?;
+        budget.charge(p, key, MEMORY, fqn.len() as u64)?;
+        let mut parts = Vec::new();
+        for &part in p.sequence(path)? {
+            let text = match p.node(part) {
+                Node::Str(text) => text.len(),
+                _ => 0,
+            };
+            budget.charge(p, part, MEMORY, (text + size_of::<PathPart>()) as u64)?;
+            parts.push(match p.node(part) {
+                Node::Int(_) => PathPart::Index(p.usize(part)?),
+                _ => PathPart::Key(p.str(part)?.to_owned()),
             });
-            Ok((fqn(p, key)?.to_owned(), KeyPath(parts.collect::<Result<_>>()?)))
-        })
-        .collect()
+        }
+        paths.insert(fqn.to_owned(), KeyPath(parts));
+    }
+    Ok(paths)
 }
 
 fn storage_meta(p: &Pickle<'_>, id: NodeId) -> Result<StorageMeta> {

@@ -21,6 +21,7 @@ pub(crate) use global::Global;
 pub(crate) use global::STORAGES;
 pub(crate) use node::{Node, NodeId, Pickle};
 pub use read::parse;
+pub(crate) use read::parse_within;
 pub(crate) use walk::Walk;
 
 #[cfg(test)]

@@ -4,6 +4,8 @@ use std::borrow::Cow;
 
 use super::error::{PickleError, PickleErrorKind};
 use super::global::Global;
+use crate::budget::Budget;
+use crate::limits::MAX_ATTRIBUTES;
 
 /// The number of a node in its [`Pickle`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -92,7 +94,8 @@ pub struct Pickle<'a> {
     /// The items of all tuples, one tuple after the other.
     pub(super) items: Vec<NodeId>,
     pub(super) root: NodeId,
-    pub(super) len: usize,
+    /// What is left for the values that are made of the nodes.
+    pub(super) budget: Budget,
 }
 
 impl<'a> Pickle<'a> {
@@ -209,6 +212,9 @@ impl<'a> Pickle<'a> {
                     Some(state) => self.dict(state)?,
                     None => &[],
                 };
+                if let Some(state) = object.state {
+                    check_attributes(self.node(state)).map_err(|kind| self.error(id, kind))?;
+                }
                 Ok(Fields { pickle: self, of: id, entries })
             }
             _ => Err(self.wrong(id, expected)),
@@ -232,6 +238,17 @@ impl<'a> Pickle<'a> {
             return Err(self.error(id, kind));
         }
         items.iter().map(|&item| self.usize(item)).collect()
+    }
+}
+
+/// Checks that an object has no absurd number of attributes: each is looked up in all of them.
+pub(super) fn check_attributes(state: &Node<'_>) -> Result<(), PickleErrorKind> {
+    match state {
+        Node::Dict(entries) if entries.len() > MAX_ATTRIBUTES => {
+            let (value, limit) = (entries.len() as u64, MAX_ATTRIBUTES as u64);
+            Err(PickleErrorKind::Limit { what: "number of attributes", value, limit })
+        }
+        _ => Ok(()),
     }
 }
 

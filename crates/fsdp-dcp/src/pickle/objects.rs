@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use super::error::PickleErrorKind;
 use super::global::Global;
-use super::node::{Node, NodeId, ObjectNode};
+use super::node::{Node, NodeId, ObjectNode, check_attributes};
 use super::read::{Machine, Result1};
 
 impl<'a> Machine<'a> {
@@ -114,7 +114,8 @@ impl<'a> Machine<'a> {
         match self.top_node()? {
             Node::Object(object) if object.state.is_none() => {
                 object.state = Some(state);
-                Ok(())
+                // Found here, a large state is refused before more is built.
+                check_attributes(&self.nodes[state.0 as usize])
             }
             // An OrderedDict with Python attributes (a module's state dict has `_metadata`): the attributes are dropped.
             Node::Dict(_) => Ok(()),

@@ -3,11 +3,17 @@
 use std::borrow::Cow;
 
 use super::error::{PickleError, PickleErrorKind};
-use super::node::{Node, NodeId, Pickle, TupleNode};
-use crate::limits::{MAX_INTEGER_BYTES, MAX_MEMO_GAP, MAX_PICKLE_BYTES, MAX_PICKLE_NODES};
+use super::node::{Node, NodeId, ObjectNode, Pickle, TupleNode};
+use crate::budget::Budget;
+use crate::limits::{MAX_INTEGER_BYTES, MAX_MEMO_GAP, MAX_PICKLE_BYTES, PICKLE_FACTOR};
 
 /// Parses one pickle. Bytes after its `STOP` are ignored, as Python does.
 pub fn parse(bytes: &[u8]) -> Result<Pickle<'_>, PickleError> {
+    parse_within(bytes, Budget::new(bytes.len() as u64, PICKLE_FACTOR))
+}
+
+/// Parses one pickle, whose nodes and values may take so much.
+pub(crate) fn parse_within(bytes: &[u8], budget: Budget) -> Result<Pickle<'_>, PickleError> {
     let limit = MAX_PICKLE_BYTES.min(u64::from(u32::MAX));
     if bytes.len() as u64 > limit {
         return Err(PickleErrorKind::Limit { what: "pickle length", value: bytes.len() as u64, limit }.at(0));
@@ -23,13 +29,14 @@ pub fn parse(bytes: &[u8]) -> Result<Pickle<'_>, PickleError> {
         marks: Vec::new(),
         memo: Vec::new(),
         copied: 0,
+        budget,
     };
     // All uses of these values share one node each. `NONE`, `TRUE`, `FALSE` and `small_int` give their positions.
     machine.nodes.extend([Node::None, Node::Bool(true), Node::Bool(false)]);
     machine.nodes.extend((0..=u8::MAX).map(|value| Node::Int(i64::from(value))));
     machine.offsets.resize(machine.nodes.len(), 0);
     let root = machine.run().map_err(|kind| kind.at(machine.op))?;
-    Ok(Pickle { nodes: machine.nodes, offsets: machine.offsets, items: machine.items, root, len: bytes.len() })
+    Ok(Pickle { nodes: machine.nodes, offsets: machine.offsets, items: machine.items, root, budget: machine.budget })
 }
 
 const NONE: NodeId = NodeId(0);
@@ -59,7 +66,13 @@ pub(super) struct Machine<'a> {
     memo: Vec<Option<NodeId>>,
     /// Items and bytes copied from one node to another; at most one for each byte of the pickle, or sharing would explode.
     pub(super) copied: usize,
+    budget: Budget,
 }
+
+/// The bytes that a node is charged: its own, and its place in the pickle, twice, as an arena that grows takes them.
+const NODE: u64 = 2 * (size_of::<Node<'_>>() + size_of::<u32>()) as u64;
+/// The bytes that a reference to a node is charged: in a list, a tuple, on the stack, in the memo.
+const REFERENCE: u64 = size_of::<Option<NodeId>>() as u64;
 
 impl<'a> Machine<'a> {
     /// Interprets opcodes up to `STOP`, and returns the value on top.
@@ -325,10 +338,8 @@ impl<'a> Machine<'a> {
 
     /// Adds a node to the arena, and pushes it.
     pub(super) fn push(&mut self, node: Node<'a>) -> Result1<()> {
-        if self.nodes.len() >= MAX_PICKLE_NODES {
-            let limit = MAX_PICKLE_NODES as u64;
-            return Err(PickleErrorKind::Limit { what: "number of values", value: limit + 1, limit });
-        }
+        let object = if matches!(node, Node::Object(_)) { size_of::<ObjectNode>() as u64 } else { 0 };
+        self.budget.charge("memory for values", NODE + object)?;
         let id = NodeId(self.nodes.len() as u32);
         self.nodes.push(node);
         self.offsets.push(self.op as u32);
@@ -375,10 +386,7 @@ impl<'a> Machine<'a> {
     /// Makes a tuple of what lies above a stack height.
     fn push_tuple(&mut self, start: usize) -> Result1<()> {
         let tuple = TupleNode { start: self.items.len() as u32, len: (self.stack.len() - start) as u32 };
-        if self.items.len() + self.stack.len() - start > MAX_PICKLE_NODES {
-            let limit = MAX_PICKLE_NODES as u64;
-            return Err(PickleErrorKind::Limit { what: "number of values", value: limit + 1, limit });
-        }
+        self.budget.charge("memory for values", (self.stack.len() - start) as u64 * REFERENCE)?;
         self.items.extend_from_slice(&self.stack[start..]);
         self.stack.truncate(start);
         self.push(Node::Tuple(tuple))
@@ -394,6 +402,7 @@ impl<'a> Machine<'a> {
     }
 
     fn extend_list(&mut self, items: &[NodeId]) -> Result1<()> {
+        self.budget.charge("memory for values", items.len() as u64 * REFERENCE)?;
         match self.top_node()? {
             Node::List(list) => {
                 list.extend(items);
@@ -404,6 +413,7 @@ impl<'a> Machine<'a> {
     }
 
     fn extend_dict(&mut self, items: &[NodeId]) -> Result1<()> {
+        self.budget.charge("memory for values", items.len() as u64 * REFERENCE)?;
         if !items.len().is_multiple_of(2) {
             return Err(PickleErrorKind::Stack);
         }
@@ -431,6 +441,7 @@ impl<'a> Machine<'a> {
             return Err(PickleErrorKind::Limit { what: "memo index", value: index as u64, limit: limit as u64 });
         }
         if index >= self.memo.len() {
+            self.budget.charge("memory for values", (index + 1 - self.memo.len()) as u64 * REFERENCE)?;
             self.memo.resize(index + 1, None);
         }
         self.memo[index] = Some(top);

@@ -1,23 +1,27 @@
 //! The budget of whoever turns nodes into values: depth, and how much sharing may expand.
 
+use fsdp_layout::PlainValue;
+
 use super::error::{PickleError, PickleErrorKind};
 use super::node::{NodeId, Pickle};
-use crate::limits::{EXPANSION_PER_BYTE, MAX_DEPTH, MAX_EXPANSION};
+use crate::budget::Budget;
+use crate::limits::MAX_DEPTH;
 
-/// Counts the nodes visited, and how deep.
+/// The bytes that a node is charged when it is visited: those of the value that may be made of it.
+const VISIT: u64 = size_of::<PlainValue>() as u64;
+
+/// Counts what is made of a pickle's nodes, and how deep.
 #[derive(Debug)]
 pub(crate) struct Walk {
     depth: usize,
-    left: usize,
-    limit: usize,
+    budget: Budget,
 }
 
 impl Walk {
-    /// Makes a fresh budget for this pickle.
+    /// Makes a walk with what is left of this pickle's budget.
     #[must_use]
     pub(crate) fn new(pickle: &Pickle<'_>) -> Self {
-        let limit = MAX_EXPANSION.max(pickle.len.saturating_mul(EXPANSION_PER_BYTE));
-        Walk { depth: 0, left: limit, limit }
+        Walk { depth: 0, budget: pickle.budget.clone() }
     }
 
     /// Steps into a node. Every `enter` that succeeds must be followed by a [`Walk::leave`], unless the walk is given up.
@@ -26,13 +30,20 @@ impl Walk {
             let kind = PickleErrorKind::Limit { what: "nesting", value: MAX_DEPTH as u64 + 1, limit: MAX_DEPTH as u64 };
             return Err(pickle.error(id, kind));
         }
-        let Some(left) = self.left.checked_sub(1) else {
-            let limit = self.limit as u64;
-            return Err(pickle.error(id, PickleErrorKind::Limit { what: "expanded size", value: limit + 1, limit }));
-        };
-        self.left = left;
+        self.charge(pickle, id, "expanded size", VISIT)?;
         self.depth += 1;
         Ok(())
+    }
+
+    /// Takes the bytes that are copied from a node.
+    pub(crate) fn charge(
+        &mut self,
+        pickle: &Pickle<'_>,
+        id: NodeId,
+        what: &'static str,
+        bytes: u64,
+    ) -> Result<(), PickleError> {
+        self.budget.charge(what, bytes).map_err(|over| pickle.error(id, over.into()))
     }
 
     /// Steps out of the node entered last.

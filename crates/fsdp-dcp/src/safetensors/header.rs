@@ -9,9 +9,10 @@ use indexmap::IndexMap;
 use serde::de::{Error as _, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
+use crate::budget::{Budget, FREE};
 use crate::error::FormatError;
 use crate::limits::{MAX_SAFETENSORS_HEADER_BYTES, is_sane_shape};
-use crate::storage::read_at::ReadAt;
+use crate::storage::read_at::{ReadAt, read_whole};
 
 /// The content of a file's header.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -119,8 +120,9 @@ impl Header {
         if length > source.len().saturating_sub(8) {
             return Err(malformed("the file is cut short: it ends inside it"));
         }
-        let mut json = vec![0; length as usize];
-        source.read_exact_at(8, &mut json)?;
+        let json = read_whole(source, 8, length)?;
+        // What is charged here is all that is taken: a hundred thousand tensors in one file are honest.
+        Budget::new(length + FREE, 1).charge_json("memory for the header", &json)?;
         if json.first() != Some(&b'{') {
             return Err(malformed("it does not start with `{`"));
         }

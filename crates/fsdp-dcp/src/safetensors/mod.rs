@@ -4,7 +4,9 @@
 //! itself, with the same rules: the tensors cover the data exactly, in any order, without gap or overlap.
 
 pub(crate) mod header;
+mod paths;
 pub(crate) mod read;
 pub(crate) mod sidecar;
-pub(crate) mod values;
+mod values;
+mod values_read;
 pub(crate) mod write;

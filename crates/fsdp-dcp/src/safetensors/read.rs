@@ -9,8 +9,10 @@ use indexmap::IndexMap;
 use serde::Deserialize;
 
 use super::header::Header;
-use super::sidecar::{NEW_VALUES, VALUES_FILE, VALUES_HASH, values_beside, values_hash};
-use super::values;
+use super::paths::{self, PATHS};
+use super::sidecar::{SHARDS, VALUES_FILE, VALUES_HASH, shard_name, values_beside, values_hash, values_names};
+use super::values_read;
+use crate::budget::Budget;
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::{Checkpoint, Format};
 use crate::formats::lookup::{check_length, no_value, tensor_of};
@@ -31,7 +33,12 @@ pub(crate) struct SafetensorsCheckpoint {
     directory: CheckedDirectory,
     metadata: Metadata,
     values: HashMap<String, PlainValue>,
+    /// The places of all keys, where a header or a values file has them.
+    paths: Option<IndexMap<String, KeyPath>>,
 }
+
+/// The number of missing shards that an error names at most.
+const MAX_LISTED: usize = 1000;
 
 /// The JSON index of a sharded model.
 #[derive(Deserialize)]
@@ -57,18 +64,19 @@ impl SafetensorsCheckpoint {
             directory,
             metadata: Metadata::default(),
             values: HashMap::new(),
+            paths: None,
         };
         // The header has the hash of the values file, if there is one: a file of that name alone proves nothing.
         let hash = opened.add_file(name, None)?.swap_remove(VALUES_HASH);
-        let Some(hash) = hash else { return Ok(opened) };
+        let Some(hash) = hash else { return Ok(opened.with_paths()) };
         let values = values_beside(name);
         // A process that was killed between two renames may have left it under its first name.
-        for name in [&values, &format!("{values}{NEW_VALUES}")] {
+        for name in &values_names(&values, &hash) {
             if opened.directory.has(name)? {
                 let bytes = opened.directory.read_small(name, MAX_INDEX_BYTES)?;
                 if values_hash(&bytes) == hash {
                     opened.add_values(name, &bytes)?;
-                    return Ok(opened);
+                    return Ok(opened.with_paths());
                 }
             }
         }
@@ -83,6 +91,7 @@ impl SafetensorsCheckpoint {
     pub(crate) fn open_directory(location: impl Into<Location>, options: OpenOptions) -> Result<Self, FileError> {
         let location = location.into();
         let directory = CheckedDirectory::open(&location, options.verify, Links::Follow)?;
+        directory.check_covered()?;
         let names = directory.names()?;
         let mut opened = SafetensorsCheckpoint {
             path: location.name().to_owned(),
@@ -90,25 +99,51 @@ impl SafetensorsCheckpoint {
             directory,
             metadata: Metadata::default(),
             values: HashMap::new(),
+            paths: None,
         };
         match names.iter().find(|name| name.ends_with(".safetensors.index.json")) {
             Some(index) => opened.add_indexed(index)?,
             None => {
+                let mut shards = 0;
                 for name in names.iter().filter(|name| name.ends_with(".safetensors")) {
-                    opened.add_file(name, None)?;
+                    let texts = opened.add_file(name, None)?;
+                    let noted = texts.get(SHARDS).and_then(|count| count.parse().ok()).unwrap_or(0);
+                    shards = shards.max(noted);
                 }
+                opened.check_shards(&names, shards)?;
             }
         }
         if opened.directory.has(VALUES_FILE)? {
             let bytes = opened.directory.read_small(VALUES_FILE, MAX_INDEX_BYTES)?;
             opened.add_values(VALUES_FILE, &bytes)?;
         }
-        Ok(opened)
+        Ok(opened.with_paths())
+    }
+
+    /// Takes over the paths, if the checkpoint that this came from was a nested state dict: then all keys have one.
+    fn with_paths(mut self) -> Self {
+        let entries = &self.metadata.entries;
+        let paths = self.paths.take();
+        self.metadata.planner_data = paths.filter(|paths| entries.keys().all(|key| paths.contains_key(key)));
+        self
+    }
+
+    /// Checks that all of the shards are there that were written.
+    fn check_shards(&self, names: &[String], shards: usize) -> Result<(), FileError> {
+        let there = names.iter().filter(|name| name.ends_with(".safetensors")).count();
+        if there >= shards {
+            return Ok(());
+        }
+        // The number comes from a file: only the first few names are made.
+        let missing = (0..shards).map(shard_name).filter(|name| names.binary_search(name).is_err());
+        self.directory.check_missing(missing.take(MAX_LISTED).collect())
     }
 
     /// Adds the tensors that an index names, each from the file that it gives.
     fn add_indexed(&mut self, index: &str) -> Result<(), FileError> {
         let bytes = self.directory.read_small(index, MAX_INDEX_BYTES)?;
+        let charged = Budget::new(bytes.len() as u64, 1).charge_json("memory for the index", &bytes);
+        charged.map_err(|over| self.directory.file_error(index, over.into()))?;
         let parsed: Index = serde_json::from_slice(&bytes).map_err(|error| {
             let source = FormatError::Malformed { what: "safetensors index", reason: error.to_string() };
             self.directory.file_error(index, source)
@@ -137,8 +172,15 @@ impl SafetensorsCheckpoint {
         let error = |source| self.directory.file_error(name, source);
         let malformed = |reason: String| error(FormatError::Malformed { what: "safetensors header", reason });
         let header = Header::read(&*file).map_err(error)?;
+        if let Some(text) = header.metadata.get(PATHS) {
+            self.paths = Some(paths::decode(text).map_err(error)?);
+        }
         let sharding: HashMap<String, ShardNote> = match header.metadata.get("DCP_SHARDING_INFO") {
-            Some(text) => serde_json::from_str(text).map_err(|error| malformed(error.to_string()))?,
+            Some(text) => {
+                let charged = Budget::new(text.len() as u64, 1).charge_json("memory for shards", text.as_bytes());
+                charged.map_err(|over| error(over.into()))?;
+                serde_json::from_str(text).map_err(|error| malformed(error.to_string()))?
+            }
             None => HashMap::new(),
         };
         if let Some(missing) = keys.iter().copied().flatten().find(|key| !header.tensors.contains_key(**key)) {
@@ -220,17 +262,20 @@ impl SafetensorsCheckpoint {
     fn add_values(&mut self, name: &str, bytes: &[u8]) -> Result<(), FileError> {
         // Tensors inside values lie among the others, under keys of their own; here they belong to their value again.
         let mut inside = Vec::new();
+        // Several values may name one tensor.
+        let mut budget = Budget::new(self.metadata.stored().map(|(_, _, stored)| stored.length).sum(), 1);
         let mut load = |key: &str| -> Result<PlainTensor, FormatError> {
             let missing = || FormatError::Malformed { what: "values file", reason: format!("no tensor `{key}`") };
             let tensor = self.metadata.tensor(key).ok_or_else(missing)?;
             let stored: u64 = tensor.chunks.iter().filter_map(|chunk| Some(chunk.stored.as_ref()?.length)).sum();
             let bounds = TensorBox::whole(&tensor.shape);
+            budget.charge("bytes of tensors in values", stored)?;
             let mut data = vec![0; stored as usize];
             self.read_box(key, &bounds, &mut data).map_err(|_| missing())?;
             inside.push(key.to_owned());
             Ok(PlainTensor { dtype: tensor.properties.dtype, shape: bounds.sizes, data })
         };
-        let side = values::decode(bytes, &mut load).map_err(|error| self.directory.file_error(name, error))?;
+        let side = values_read::decode(bytes, &mut load).map_err(|error| self.directory.file_error(name, error))?;
         for key in inside {
             self.metadata.entries.shift_remove(&key);
         }
@@ -244,10 +289,7 @@ impl SafetensorsCheckpoint {
             self.metadata.entries.insert(fqn.clone(), Entry::Bytes(BytesEntry { stored: Some(stored) }));
             self.values.insert(fqn, value);
         }
-        // The paths of all keys, if the checkpoint that this came from was a nested state dict.
-        let complete =
-            |paths: &IndexMap<String, KeyPath>| self.metadata.entries.keys().all(|key| paths.contains_key(key));
-        self.metadata.planner_data = side.paths.filter(complete);
+        self.paths = self.paths.take().or(side.paths);
         Ok(())
     }
 }

@@ -1,9 +1,8 @@
-//! The file of the values that safetensors cannot hold: its names, and how a single file knows its own.
+//! The files of a checkpoint in safetensors: the values that safetensors cannot hold, and how each knows the others.
 
 use twox_hash::XxHash3_128;
 
-/// The name of the values file in a directory of safetensors files.
-pub const VALUES_FILE: &str = "values.json";
+pub use crate::storage::names::VALUES_FILE;
 
 /// Returns the name of the values file of a single file: `NAME.values.json` for `NAME.safetensors`.
 #[must_use]
@@ -15,8 +14,23 @@ pub fn values_beside(name: &str) -> String {
 /// values: a values file that lies there is of another checkpoint.
 pub(crate) const VALUES_HASH: &str = "fsdp.values";
 
-/// The end of the values file's name until the file that it belongs to is in its place.
-pub(crate) const NEW_VALUES: &str = ".new";
+/// The key in the `__metadata__` of a rank's shard whose text is the number of shards: without it, a shard that is missing
+/// would leave smaller tensors. The names count from 1.
+pub(crate) const SHARDS: &str = "fsdp.shards";
+
+/// Returns the name of a shard, as torch's `HuggingFaceStorageWriter` has it.
+pub(crate) fn shard_name(index: usize) -> String {
+    format!("shard-{:05}-model-00001-of-00001.safetensors", index + 1)
+}
+
+/// The end of the values file's name until the file that it belongs to is in its place; its hash follows.
+const NEW_VALUES: &str = ".new";
+
+/// Returns the names under which the values file of this hash may lie, given its name: that one; until the file that it
+/// belongs to is in its place another, which no other conversion uses; and the one that earlier versions gave it.
+pub(crate) fn values_names(name: &str, hash: &str) -> [String; 3] {
+    [name.to_owned(), format!("{name}{NEW_VALUES}-{hash}"), format!("{name}{NEW_VALUES}")]
+}
 
 /// Returns the text of [`VALUES_HASH`] for a values file.
 pub(crate) fn values_hash(bytes: &[u8]) -> String {

@@ -1,13 +1,15 @@
 //! Writing safetensors: one file, Hugging Face's layout, or torch's shards.
 
-use fsdp_layout::{DType, PlainTensor, TensorBox};
+use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
 use super::header::Header;
-use super::sidecar::{NEW_VALUES, VALUES_FILE, VALUES_HASH, values_beside, values_hash};
-use super::values::{self, Values};
+use super::paths::{self, PATHS};
+use super::sidecar::{SHARDS, VALUES_FILE, VALUES_HASH, shard_name, values_beside, values_hash, values_names};
+use super::values;
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::Checkpoint;
+use crate::formats::extra::ExtraFiles;
 use crate::output::{ConvertOptions, Converted};
 use crate::output::{Streamed, commit_file, rows_of_rank, summary};
 use crate::payload::write::{PlannedPayload, write_payloads};
@@ -32,32 +34,27 @@ impl Piece<'_> {
 /// The tensors that were inside values, by the keys that they get.
 type Inside<'a> = IndexMap<String, &'a PlainTensor>;
 
-/// The values that safetensors cannot hold.
+/// The values that safetensors cannot hold, and the places of keys that these do not tell.
 struct Aside {
-    values: Values,
+    values: IndexMap<String, PlainValue>,
+    paths: Option<String>,
 }
 
 impl Aside {
     /// Reads all values of a checkpoint.
     fn read(source: &dyn Checkpoint) -> Result<Self, FileError> {
         let metadata = source.metadata();
-        let mut values = Values::default();
+        let mut values = IndexMap::new();
         for (fqn, _) in metadata.values() {
-            values.values.insert(fqn.to_owned(), source.read_value(fqn)?);
+            values.insert(fqn.to_owned(), source.read_value(fqn)?);
         }
-        values.paths = metadata.planner_data.clone().map(|mut paths| {
-            paths.retain(|fqn, _| metadata.entries.contains_key(fqn));
-            paths
-        });
-        Ok(Aside { values })
+        Ok(Aside { values, paths: paths::encode(metadata) })
     }
 
-    /// Encodes the values file, if one is needed (for the values, or for paths that flat keys do not tell), and returns
-    /// the tensors that were inside values.
+    /// Encodes the values file, if there are values, and returns the tensors that were inside values.
     fn encode(&self) -> Result<(Option<Vec<u8>>, Inside<'_>), FileError> {
         let mut inside = IndexMap::new();
-        let mut paths = self.values.paths.iter().flat_map(IndexMap::values);
-        if self.values.values.is_empty() && paths.all(|path| path.0.len() <= 1) {
+        if self.values.is_empty() {
             return Ok((None, inside));
         }
         let bytes = values::encode(&self.values, &mut |key, tensor| {
@@ -65,6 +62,15 @@ impl Aside {
         });
         let bytes = bytes.map_err(|source| FileError::Encode { fqn: VALUES_FILE.to_owned(), source })?;
         Ok((Some(bytes), inside))
+    }
+
+    /// Returns the texts for the header of a file; the first one has the paths.
+    fn texts(&self, is_first: bool) -> IndexMap<String, String> {
+        let mut texts = IndexMap::from([("format".to_owned(), "pt".to_owned())]);
+        if let (Some(paths), true) = (&self.paths, is_first) {
+            texts.insert(PATHS.to_owned(), paths.clone());
+        }
+        texts
     }
 }
 
@@ -118,10 +124,6 @@ fn write_one(
     Ok(integrity)
 }
 
-fn format_pt() -> IndexMap<String, String> {
-    IndexMap::from([("format".to_owned(), "pt".to_owned())])
-}
-
 fn with_aside(source: &dyn Checkpoint, file: Option<String>) -> Converted {
     let aside = source.metadata().values().map(|(fqn, _)| fqn.to_owned()).collect();
     Converted { aside, aside_file: file, ..summary(source) }
@@ -141,10 +143,11 @@ pub(crate) fn write_file(
     if bytes.is_some() {
         staging.check_sidecar(&values_name)?;
     }
-    let mut metadata = format_pt();
-    metadata.extend(bytes.as_deref().map(|bytes| (VALUES_HASH.to_owned(), values_hash(bytes))));
+    let mut metadata = aside.texts(true);
+    let hash = bytes.as_deref().map(values_hash);
+    let [_, pending_name, _] = values_names(&values_name, hash.as_deref().unwrap_or_default());
+    metadata.extend(hash.map(|hash| (VALUES_HASH.to_owned(), hash)));
     write_one(&staging, None, &metadata, &pieces, &streamed)?;
-    let pending_name = format!("{values_name}{NEW_VALUES}");
     commit_file(staging, Some(Sidecar { name: &values_name, pending_name: &pending_name, bytes: bytes.as_deref() }))?;
     Ok(with_aside(source, bytes.map(|_| values_name)))
 }
@@ -175,6 +178,7 @@ pub(crate) fn write_directory(
     source: &dyn Checkpoint,
     staging: Staging,
     max_file_bytes: u64,
+    extra: &ExtraFiles,
     options: ConvertOptions<'_>,
 ) -> Result<Converted, FileError> {
     staging.claim()?;
@@ -196,11 +200,13 @@ pub(crate) fn write_directory(
             file.push(piece);
         }
     }
-    let mut integrity = Integrity::default();
+    let mut integrity = Integrity { files: extra.copy(source.directory(), &staging)? };
     let mut weight_map = serde_json::Map::new();
     for (index, file) in files.iter().enumerate() {
         let name = format!("model-{:05}-of-{:05}.safetensors", index + 1, files.len());
-        integrity.files.insert(name.clone(), write_one(&staging, Some(&name), &format_pt(), file, &streamed)?);
+        integrity
+            .files
+            .insert(name.clone(), write_one(&staging, Some(&name), &aside.texts(index == 0), file, &streamed)?);
         weight_map.extend(file.iter().map(|piece| (piece.fqn.to_owned(), name.clone().into())));
     }
     let index = serde_json::json!({ "metadata": { "total_size": total }, "weight_map": weight_map });
@@ -216,28 +222,29 @@ pub(crate) fn write_shards(
     source: &dyn Checkpoint,
     staging: Staging,
     ranks: usize,
+    extra: &ExtraFiles,
     options: ConvertOptions<'_>,
 ) -> Result<Converted, FileError> {
     staging.claim()?;
     let aside = Aside::read(source)?;
     let (bytes, inside) = aside.encode()?;
     let streamed = Streamed { source, options, extra: inside.clone() };
-    let mut integrity = Integrity::default();
-    for rank in 0..ranks {
-        let mut pieces = Vec::new();
-        for whole in whole_tensors(source, &inside)? {
-            let bounds = rows_of_rank(&whole.bounds.sizes, rank, ranks);
-            // What cannot be cut is in the first file: scalars, empty tensors, and those that were inside values.
-            let is_whole = bounds.sizes.is_empty() || whole.bounds.is_empty() || inside.contains_key(whole.fqn);
-            if is_whole && rank == 0 {
-                pieces.push(whole);
-            } else if !is_whole && !bounds.is_empty() {
-                pieces.push(Piece { bounds, ..whole });
-            }
-        }
-        if pieces.is_empty() && rank > 0 {
-            continue;
-        }
+    let mut integrity = Integrity { files: extra.copy(source.directory(), &staging)? };
+    let whole = whole_tensors(source, &inside)?;
+    // What cannot be cut is in the first file: scalars, empty tensors, and those that were inside values.
+    let is_cut = |of: &Piece<'_>| !of.bounds.sizes.is_empty() && !of.bounds.is_empty() && !inside.contains_key(of.fqn);
+    let pieces_of = |rank: usize| -> Vec<Piece<'_>> {
+        let pieces = whole.iter().filter_map(|of| {
+            let bounds = if is_cut(of) { rows_of_rank(&of.bounds.sizes, rank, ranks) } else { of.bounds.clone() };
+            let is_here = if is_cut(of) { !bounds.is_empty() } else { rank == 0 };
+            is_here.then_some(Piece { bounds, ..*of })
+        });
+        pieces.collect()
+    };
+    // torch's rule gives rows to the first ranks: the others have no file.
+    let shards = (1..ranks).take_while(|&rank| !pieces_of(rank).is_empty()).count() + 1;
+    for rank in 0..shards {
+        let pieces = pieces_of(rank);
         let sharding: serde_json::Map<String, serde_json::Value> = pieces
             .iter()
             .map(|piece| {
@@ -247,12 +254,13 @@ pub(crate) fn write_shards(
                 (piece.fqn.to_owned(), serde_json::json!({ "saved_offsets": offsets }))
             })
             .collect();
-        let metadata = IndexMap::from([
+        let mut metadata = aside.texts(rank == 0);
+        metadata.extend([
             ("DCP_VERSION".to_owned(), "1.0".to_owned()),
             ("DCP_SHARDING_INFO".to_owned(), serde_json::Value::Object(sharding).to_string()),
-            ("format".to_owned(), "pt".to_owned()),
+            (SHARDS.to_owned(), shards.to_string()),
         ]);
-        let name = format!("shard-{:05}-model-00001-of-00001.safetensors", rank + 1);
+        let name = shard_name(rank);
         integrity.files.insert(name.clone(), write_one(&staging, Some(&name), &metadata, &pieces, &streamed)?);
     }
     let small = bytes.map(|bytes| (VALUES_FILE.to_owned(), bytes)).into_iter().collect();

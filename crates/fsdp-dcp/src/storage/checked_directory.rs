@@ -12,6 +12,7 @@ use super::backend::{Links, ReadDirectory};
 use super::checked_file::CheckedFile;
 use super::integrity::{FileIntegrity, INTEGRITY_FILE, Integrity, integrity_beside};
 use super::location::Location;
+use super::read_at::read_whole;
 use crate::error::{FileError, FormatError};
 use crate::limits::{MAX_INTEGRITY_BYTES, MAX_PICKLE_BYTES};
 use crate::storage::names::METADATA_FILE;
@@ -115,6 +116,26 @@ impl CheckedDirectory {
         names
     }
 
+    /// Checks that the files that the integrity file covers are all there: where a directory's content is told by which
+    /// files it has, one that is missing would go unnoticed.
+    pub(crate) fn check_covered(&self) -> Result<(), FileError> {
+        let mut missing = Vec::new();
+        for name in self.covered() {
+            if !self.has(&name)? {
+                missing.push(name);
+            }
+        }
+        self.check_missing(missing)
+    }
+
+    /// Makes an error of files that are missing, if there are any.
+    pub(crate) fn check_missing(&self, files: Vec<String>) -> Result<(), FileError> {
+        if files.is_empty() {
+            return Ok(());
+        }
+        Err(FileError::MissingFiles { path: self.path().to_owned(), files })
+    }
+
     /// Returns the bytes that were read from its files so far.
     #[must_use]
     pub fn bytes_read(&self) -> u64 {
@@ -152,6 +173,14 @@ impl CheckedDirectory {
         Ok(file)
     }
 
+    /// Opens a file that another program may have put beside the checkpoint's own: it is checked if it is covered.
+    pub(crate) fn extra_file(&self, relative: &str) -> Result<CheckedFile, FileError> {
+        let opened = self.directory.file(relative)?;
+        let integrity = self.integrity.as_ref().and_then(|covered| covered.get(relative)).cloned();
+        let at_once = self.directory.bytes_per_read();
+        Ok(CheckedFile::new(opened, at_once, relative, integrity, self.bytes_read.clone()))
+    }
+
     /// Reads a whole file of at most `limit` bytes, and checks it against the integrity file, if there is one.
     pub(crate) fn read_small(&self, relative: &str, limit: u64) -> Result<Vec<u8>, FileError> {
         let path = self.path().join(relative);
@@ -161,8 +190,7 @@ impl CheckedDirectory {
             let source = FormatError::Limit { what: "file length", value: length, limit };
             return Err(FileError::File { path, source });
         }
-        let mut bytes = vec![0; length as usize];
-        file.read_exact_at(0, &mut bytes).map_err(|source| FileError::File { path, source })?;
+        let bytes = read_whole(&*file, 0, length).map_err(|source| FileError::File { path, source })?;
         if let Some(integrity) = self.integrity_of(relative)? {
             check(integrity, relative, &bytes).map_err(|source| self.file_error(relative, source))?;
         }

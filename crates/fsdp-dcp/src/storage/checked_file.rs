@@ -139,6 +139,10 @@ impl ReadAt for CheckedFile {
         Ok(())
     }
 
+    fn has_hole(&self, range: Range<u64>) -> bool {
+        self.file.has_hole(range)
+    }
+
     fn block_at(&self, offset: u64) -> Option<Range<u64>> {
         self.integrity.as_ref()?.block_at(offset).map(|block| block.range)
     }

@@ -1,4 +1,7 @@
-//! Names of the files that make a directory a checkpoint.
+//! Names of the files that make a directory a checkpoint, and of those that formats put beside them.
 
 /// The name of the metadata file in a checkpoint's directory: its presence is what makes the directory a checkpoint.
 pub const METADATA_FILE: &str = ".metadata";
+
+/// The name of the values file in a directory of safetensors files.
+pub const VALUES_FILE: &str = "values.json";

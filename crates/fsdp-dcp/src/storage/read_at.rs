@@ -17,11 +17,37 @@ pub trait ReadAt: Send + Sync {
     /// Fills `dst` with the bytes from `offset`, and checks them where hashes are known.
     fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError>;
 
+    /// Returns `true` if it is known that nothing was ever written to some of a range: the file is larger than what it
+    /// takes on the disk.
+    fn has_hole(&self, range: Range<u64>) -> bool {
+        let _ = range;
+        false
+    }
+
     /// Returns the range around `offset` that one hash covers, if there is one: reading any of it costs reading it all.
     fn block_at(&self, offset: u64) -> Option<Range<u64>> {
         let _ = offset;
         None
     }
+}
+
+/// The length from which bytes that are read whole are looked at for holes.
+const LARGE: u64 = 1 << 20;
+
+/// Reads a range whole into memory: metadata, headers, directories, values, but no elements of tensors.
+///
+/// A file with holes costs whoever made it nothing, and would take all memory: no program writes such metadata.
+pub(crate) fn read_whole<S: ReadAt + ?Sized>(source: &S, offset: u64, length: u64) -> Result<Vec<u8>, FormatError> {
+    let end = offset.checked_add(length).filter(|&end| end <= source.len());
+    let end = end.ok_or_else(|| beyond_the_end(offset, usize::try_from(length).unwrap_or(usize::MAX)))?;
+    if length >= LARGE && source.has_hole(offset..end) {
+        let reason =
+            format!("{length} bytes at byte {offset} are to be read, and nothing was ever written to some of them");
+        return Err(FormatError::Malformed { what: "file", reason });
+    }
+    let mut bytes = vec![0; length as usize];
+    source.read_exact_at(offset, &mut bytes)?;
+    Ok(bytes)
 }
 
 /// Returns the error of a read that goes beyond the end.
@@ -87,6 +113,10 @@ impl ReadAt for Window<'_> {
             Some(end) if end <= self.len => self.source.read_exact_at(self.start + offset, dst),
             _ => Err(beyond_the_end(offset, dst.len())),
         }
+    }
+
+    fn has_hole(&self, range: Range<u64>) -> bool {
+        self.source.has_hole(self.start.saturating_add(range.start)..self.start.saturating_add(range.end))
     }
 
     fn block_at(&self, offset: u64) -> Option<Range<u64>> {

@@ -11,6 +11,7 @@ use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::{Checkpoint, Format};
 use crate::formats::lookup::no_value;
 use crate::formats::read::OpenOptions;
+use crate::formats::structure::{Structure, key_text};
 use crate::limits::MAX_OBJECT_BYTES;
 use crate::metadata::{BytesEntry, Chunk, Entry, Metadata, StorageInfo, TensorEntry, TensorProperties};
 use crate::pickle::{Node, NodeId, Pickle, Walk, parse};
@@ -38,6 +39,7 @@ pub(crate) struct TorchCheckpoint {
     tensors: HashMap<String, TensorRef>,
     values: HashMap<String, PlainValue>,
     quantizers: HashMap<String, PlainValue>,
+    structure: Structure,
 }
 
 impl TorchCheckpoint {
@@ -61,7 +63,7 @@ impl TorchCheckpoint {
             found: IndexMap::new(),
             quantizers: HashMap::new(),
         };
-        flat.flatten(parsed.root(), &KeyPath::default()).map_err(error)?;
+        let structure = flat.flatten(parsed.root(), &KeyPath::default()).map_err(error)?;
         let (found, quantizers) = (flat.found, flat.quantizers);
         let mut opened = TorchCheckpoint {
             path: path.to_owned(),
@@ -72,6 +74,7 @@ impl TorchCheckpoint {
             tensors: HashMap::new(),
             values: HashMap::new(),
             quantizers,
+            structure,
         };
         for (fqn, (path, leaf)) in found {
             let entry = match leaf {
@@ -116,6 +119,14 @@ fn place_in(file: &str, offset: u64, length: u64) -> StorageInfo {
     StorageInfo { relative_path: file.to_owned(), offset, length, transforms: Vec::new() }
 }
 
+/// Returns about how many bytes a part of a path takes.
+fn part_length(part: &PathPart) -> usize {
+    match part {
+        PathPart::Key(key) => key.len() + size_of::<PathPart>(),
+        PathPart::Index(_) => size_of::<PathPart>(),
+    }
+}
+
 /// Returns the name of the record of a tensor's storage.
 fn record_of(tensor: &TensorRef) -> String {
     format!("data/{}", tensor.storage)
@@ -138,39 +149,32 @@ struct Flattener<'p, 'a> {
 
 impl Flattener<'_, '_> {
     /// Adds what lies below a node, whose place in the state dict is `path`.
-    fn flatten(&mut self, id: NodeId, path: &KeyPath) -> Result<(), FormatError> {
+    fn flatten(&mut self, id: NodeId, path: &KeyPath) -> Result<Structure, FormatError> {
         let p = self.pickle;
         self.walk.enter(p, id)?;
-        match p.node(id) {
+        let structure = match p.node(id) {
             Node::Dict(entries) => {
+                let mut items: Vec<(PlainValue, Structure)> = Vec::with_capacity(entries.len());
                 for &(key, value) in entries {
-                    let key = match p.node(key) {
-                        Node::Str(text) => (*text).to_owned(),
-                        Node::Int(number) => number.to_string(),
-                        Node::Bool(true) => "True".to_owned(),
-                        Node::Bool(false) => "False".to_owned(),
-                        Node::None => "None".to_owned(),
-                        Node::Float(number) => number.to_string(),
-                        other => {
-                            return Err(FormatError::Unsupported {
-                                what: format!("{} as the key of a dict", other.kind()),
-                            });
-                        }
-                    };
-                    self.flatten(value, &path.child(PathPart::Key(key)))?;
+                    let kind = p.node(key).kind();
+                    let unsupported = || FormatError::Unsupported { what: format!("{kind} as the key of a dict") };
+                    let key = convert(p, key, &mut self.walk, &mut |_| Err(unsupported()))?;
+                    let text = key_text(&key).ok_or_else(unsupported)?;
+                    // All of the path is copied for each key.
+                    let length: usize = path.0.iter().map(part_length).sum::<usize>() + text.len();
+                    self.walk.charge(p, id, "memory for keys", length as u64)?;
+                    items.push((key, self.flatten(value, &path.child(PathPart::Key(text)))?));
                 }
+                Structure::Dict(items)
             }
-            Node::List(items) if self.recurses(id)? => {
-                for (index, &item) in items.iter().enumerate() {
-                    self.flatten(item, &path.child(PathPart::Index(index)))?;
-                }
-            }
+            Node::List(items) if self.recurses(id)? => Structure::List(self.flatten_all(items, path)?),
             Node::Tuple(_) if self.has_tensors_in_dicts(id, false)? => {
-                for (index, &item) in p.sequence(id)?.iter().enumerate() {
-                    self.flatten(item, &path.child(PathPart::Index(index)))?;
-                }
+                Structure::Tuple(self.flatten_all(p.sequence(id)?, path)?)
             }
             _ => {
+                // The path and the flat key are kept in several places.
+                let length: usize = path.0.iter().map(part_length).sum();
+                self.walk.charge(p, id, "memory for keys", 8 * length as u64)?;
                 let fqn = path.flat_key();
                 let loader = &mut self.loader;
                 let mut load = |tensor: &TensorRef| -> Result<PlainTensor, FormatError> { loader.load(tensor) };
@@ -187,10 +191,17 @@ impl Flattener<'_, '_> {
                 if self.found.insert(fqn.clone(), (path.clone(), leaf)).is_some() {
                     return Err(FormatError::Unsupported { what: format!("two values with the flat key `{fqn}`") });
                 }
+                Structure::Leaf(fqn)
             }
-        }
+        };
         self.walk.leave();
-        Ok(())
+        Ok(structure)
+    }
+
+    /// Adds what lies below the items of a list or tuple.
+    fn flatten_all(&mut self, items: &[NodeId], path: &KeyPath) -> Result<Vec<Structure>, FormatError> {
+        let items = items.iter().enumerate();
+        items.map(|(index, &item)| self.flatten(item, &path.child(PathPart::Index(index)))).collect()
     }
 
     /// Returns `true` if a list holds a tensor or a dict, or a list that does.
@@ -247,6 +258,10 @@ impl Checkpoint for TorchCheckpoint {
 
     fn metadata(&self) -> &Metadata {
         &self.metadata
+    }
+
+    fn structure(&self) -> Option<&Structure> {
+        Some(&self.structure)
     }
 
     fn directory(&self) -> &CheckedDirectory {

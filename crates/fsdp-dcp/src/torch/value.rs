@@ -4,10 +4,11 @@ use fsdp_layout::{PlainTensor, PlainValue, TensorBox};
 
 use super::tensor_ref::{TensorRef, check_writable, write_tensor};
 use super::zip::{ArchiveLayout, Directory, ROOT};
+use crate::budget::Budget;
 use crate::error::FormatError;
-use crate::limits::{MAX_DEPTH, MAX_OBJECT_BYTES};
+use crate::limits::{MAX_DEPTH, MAX_OBJECT_BYTES, PICKLE_FACTOR};
 use crate::pickle::write;
-use crate::pickle::{Global, Node, NodeId, Pickle, Walk, parse};
+use crate::pickle::{Global, Node, NodeId, Pickle, Walk, parse, parse_within};
 use crate::storage::read_at::{BlockReader, ReadAt};
 use crate::strided::read_overlap;
 
@@ -136,10 +137,15 @@ pub(crate) fn put<'v>(
 /// Some types that Python distinguishes are one here: an `OrderedDict` or `defaultdict` becomes a dict, a frozenset a
 /// set, `torch.Size` a tuple, a dtype, device or path its text.
 pub fn decode_value<S: ReadAt>(item: &S) -> Result<PlainValue, FormatError> {
+    decode_value_within(item, Budget::new(item.len(), PICKLE_FACTOR))
+}
+
+/// Does the same as [`decode_value`], where the values may take so much.
+pub(crate) fn decode_value_within(item: &dyn ReadAt, budget: Budget) -> Result<PlainValue, FormatError> {
     let directory = Directory::read(item)?;
     directory.check_byte_order(item)?;
     let pickle = directory.read_record(item, "data.pkl", MAX_OBJECT_BYTES)?;
-    let parsed = parse(&pickle)?;
+    let parsed = parse_within(&pickle, budget)?;
     let mut loader = TensorLoader::new(&directory, item);
     convert(&parsed, parsed.root(), &mut Walk::new(&parsed), &mut |tensor| loader.load(tensor))
 }
@@ -158,13 +164,13 @@ pub(crate) fn quantizer_of(archive: &Directory, source: &dyn ReadAt) -> Result<O
 pub(crate) struct TensorLoader<'a> {
     archive: &'a Directory,
     source: &'a dyn ReadAt,
-    left: u64,
+    budget: Budget,
 }
 
 impl<'a> TensorLoader<'a> {
     /// Makes a loader of tensors whose storages are in this archive.
     pub(crate) fn new(archive: &'a Directory, source: &'a dyn ReadAt) -> Self {
-        TensorLoader { archive, source, left: MAX_OBJECT_BYTES }
+        TensorLoader { archive, source, budget: Budget::new(source.len(), 1) }
     }
 
     pub(crate) fn load(&mut self, tensor: &TensorRef) -> Result<PlainTensor, FormatError> {
@@ -176,12 +182,8 @@ impl<'a> TensorLoader<'a> {
             let found = format!("one of {}", record.length);
             return Err(FormatError::unexpected(format!("a storage of {} bytes", tensor.storage_bytes), found));
         }
-        // An expanded tensor is larger than its storage, but not absurdly so: a lie must not make us allocate.
-        let limit = tensor.storage_bytes.saturating_mul(64).saturating_add(1 << 20).min(self.left);
-        if length as u64 > limit {
-            return Err(FormatError::Limit { what: "bytes of tensors in a value", value: length as u64, limit });
-        }
-        self.left -= length as u64;
+        // An expanded tensor is larger than its storage, and several tensors may share one.
+        self.budget.charge("bytes of tensors in values", length as u64)?;
         let start = self.archive.data_offset(self.source, &name, record)?;
         let whole = TensorBox::whole(&tensor.shape);
         let mut data = vec![0; length];
@@ -205,6 +207,13 @@ pub(crate) fn convert(
     load: &mut dyn FnMut(&TensorRef) -> Result<PlainTensor, FormatError>,
 ) -> Result<PlainValue, FormatError> {
     walk.enter(p, id)?;
+    let copied = match p.node(id) {
+        Node::Str(text) => text.len(),
+        Node::Bytes(bytes) => bytes.len(),
+        Node::BigInt(bytes) => bytes.len(),
+        _ => 0,
+    };
+    walk.charge(p, id, "copies of text and bytes", copied as u64)?;
     let mut all = |walk: &mut Walk, items: &[NodeId]| -> Result<Vec<PlainValue>, FormatError> {
         items.iter().map(|&item| convert(p, item, walk, load)).collect()
     };

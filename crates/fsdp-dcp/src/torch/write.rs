@@ -1,8 +1,8 @@
 //! Writing one file of `torch.save`.
 
-use std::collections::BTreeMap;
+use std::collections::HashMap;
 
-use fsdp_layout::{KeyPath, PathPart, PlainTensor, PlainValue, TensorBox};
+use fsdp_layout::{PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
 use super::tensor_ref::{check_writable, write_tensor};
@@ -10,67 +10,17 @@ use super::value::put;
 use super::zip::ArchiveLayout;
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::Checkpoint;
+use crate::formats::structure::Structure;
 use crate::limits::MAX_DEPTH;
-use crate::metadata::{Entry, TensorEntry};
+use crate::metadata::{Metadata, TensorEntry};
 use crate::output::{ConvertOptions, Converted};
 use crate::output::{Streamed, commit_file, summary};
 use crate::payload::write::{PlannedPayload, write_payloads};
 use crate::pickle::write;
 use crate::storage::{StagedFile, Staging};
 
-/// The nested state dict that the flat keys came from.
-enum Tree<'a> {
-    Dict(IndexMap<String, Tree<'a>>),
-    /// By position; positions without a value are empty dicts, which vanished when the list was flattened.
-    List(BTreeMap<usize, Tree<'a>>),
-    Tensor(&'a str, &'a TensorEntry),
-    Value(PlainValue),
-}
-
-/// The number of positions without a value that the lists of a checkpoint may have: positions come from files.
-const MAX_GAPS: usize = 1 << 16;
-
 fn unsupported(fqn: &str, what: &str) -> FileError {
     FileError::Encode { fqn: fqn.to_owned(), source: FormatError::Unsupported { what: what.to_owned() } }
-}
-
-impl<'a> Tree<'a> {
-    /// Makes the empty container that the first part of a path leads into.
-    fn container_for(path: &[PathPart]) -> Self {
-        match path.first() {
-            Some(PathPart::Index(_)) => Tree::List(BTreeMap::new()),
-            _ => Tree::Dict(IndexMap::new()),
-        }
-    }
-
-    /// Puts a leaf at its place, and makes the dicts and lists on the way.
-    fn insert(&mut self, fqn: &str, path: &[PathPart], leaf: Tree<'a>) -> Result<(), FileError> {
-        let Some((part, rest)) = path.split_first() else {
-            return Err(unsupported(fqn, "a value where others lie below"));
-        };
-        let slot = match (self, part) {
-            (Tree::Dict(dict), PathPart::Key(key)) => {
-                if rest.is_empty() {
-                    return match dict.insert(key.clone(), leaf) {
-                        None => Ok(()),
-                        Some(_) => Err(unsupported(fqn, "two values at one place")),
-                    };
-                }
-                dict.entry(key.clone()).or_insert_with(|| Tree::container_for(rest))
-            }
-            (Tree::List(list), PathPart::Index(index)) => {
-                if rest.is_empty() {
-                    return match list.insert(*index, leaf) {
-                        None => Ok(()),
-                        Some(_) => Err(unsupported(fqn, "two values at one place")),
-                    };
-                }
-                list.entry(*index).or_insert_with(|| Tree::container_for(rest))
-            }
-            _ => return Err(unsupported(fqn, "a place that is a dict to one key and a list to another")),
-        };
-        slot.insert(fqn, rest, leaf)
-    }
 }
 
 /// A storage of the file to be.
@@ -79,71 +29,83 @@ enum PlannedStorage<'a> {
     Inside(&'a PlainTensor),
 }
 
-/// The pickle of a tree, and the storages that it speaks of.
-#[derive(Default)]
+/// The pickle of a state dict, and the storages that it speaks of.
 struct Pickled<'a> {
     bytes: Vec<u8>,
     storages: Vec<PlannedStorage<'a>>,
-    /// Positions without a value so far.
-    gaps: usize,
+    metadata: &'a Metadata,
+    /// The values, by flat key.
+    values: &'a HashMap<String, PlainValue>,
 }
 
 impl<'a> Pickled<'a> {
-    /// Writes the opcodes of a tree.
-    fn put(&mut self, tree: &'a Tree<'a>, depth: usize) -> Result<(), FormatError> {
+    /// Writes the opcodes of a structure and of all that it holds.
+    fn put(&mut self, structure: &'a Structure, depth: usize) -> Result<(), FormatError> {
         check_depth(depth)?;
-        match tree {
-            Tree::Dict(dict) => {
+        match structure {
+            Structure::Dict(items) => {
                 write::op(&mut self.bytes, write::EMPTY_DICT);
                 write::op(&mut self.bytes, write::MARK);
-                for (key, value) in dict {
-                    write::text(&mut self.bytes, key);
-                    self.put(value, depth + 1)?;
+                for (key, item) in items {
+                    // Keys hold no tensors.
+                    put(&mut self.bytes, key, &mut Vec::new(), 0, depth + 1)?;
+                    self.put(item, depth + 1)?;
                 }
                 write::op(&mut self.bytes, write::SETITEMS);
             }
-            Tree::List(list) => {
+            Structure::List(items) => {
                 write::op(&mut self.bytes, write::EMPTY_LIST);
                 write::op(&mut self.bytes, write::MARK);
-                let mut next = 0;
-                for (&index, value) in list {
-                    self.gaps = self.gaps.saturating_add(index - next);
-                    if self.gaps > MAX_GAPS {
-                        let (value, limit) = (self.gaps as u64, MAX_GAPS as u64);
-                        return Err(FormatError::Limit {
-                            what: "number of list positions without a value",
-                            value,
-                            limit,
-                        });
-                    }
-                    // A list has no holes: an empty dict, which flattening leaves out, stands for a missing position.
-                    (next..index).for_each(|_| write::op(&mut self.bytes, write::EMPTY_DICT));
-                    self.put(value, depth + 1)?;
-                    next = index.saturating_add(1);
-                }
+                self.put_all(items, depth)?;
                 write::op(&mut self.bytes, write::APPENDS);
             }
-            Tree::Tensor(fqn, tensor) => {
-                check_writable(tensor.properties.dtype)?;
-                write_tensor(&mut self.bytes, self.storages.len(), tensor.properties.dtype, &tensor.shape);
-                self.storages.push(PlannedStorage::Tensor(fqn, tensor));
+            Structure::Tuple(items) => {
+                write::open_tuple(&mut self.bytes, items.len());
+                self.put_all(items, depth)?;
+                write::close_tuple(&mut self.bytes, items.len());
             }
-            Tree::Value(value) => {
-                let mut inside: Vec<&PlainTensor> = Vec::new();
-                put(&mut self.bytes, value, &mut inside, self.storages.len(), depth)?;
-                self.storages.extend(inside.into_iter().map(PlannedStorage::Inside));
-            }
+            Structure::Leaf(fqn) => match (self.metadata.tensor(fqn), self.values.get(fqn)) {
+                (Some(tensor), _) => {
+                    check_writable(tensor.properties.dtype)?;
+                    write_tensor(&mut self.bytes, self.storages.len(), tensor.properties.dtype, &tensor.shape);
+                    self.storages.push(PlannedStorage::Tensor(fqn, tensor));
+                }
+                (None, Some(value)) => {
+                    let mut inside: Vec<&PlainTensor> = Vec::new();
+                    put(&mut self.bytes, value, &mut inside, self.storages.len(), depth)?;
+                    self.storages.extend(inside.into_iter().map(PlannedStorage::Inside));
+                }
+                (None, None) => return Err(FormatError::unexpected(format!("a key `{fqn}`"), "none")),
+            },
         }
         Ok(())
     }
+
+    fn put_all(&mut self, items: &'a [Structure], depth: usize) -> Result<(), FormatError> {
+        items.iter().try_for_each(|item| self.put(item, depth + 1))
+    }
 }
 
-/// Checks that a tree is not too deep: paths come from files, and the functions that walk trees call themselves.
+/// Checks that a structure is not too deep: paths come from files, and the functions that walk them call themselves.
 fn check_depth(depth: usize) -> Result<(), FormatError> {
     if depth >= MAX_DEPTH {
         return Err(FormatError::Limit { what: "nesting", value: depth as u64, limit: MAX_DEPTH as u64 });
     }
     Ok(())
+}
+
+/// Returns the structure to write: the source's own, or else that of its keys' paths. All keys have a place in it.
+fn structure_of(source: &dyn Checkpoint) -> Result<Structure, FileError> {
+    let metadata = source.metadata();
+    let structure = match source.structure() {
+        Some(structure) => structure.clone(),
+        None => Structure::of_paths(metadata)?,
+    };
+    let leaves = structure.leaves();
+    match metadata.entries.keys().find(|fqn| !leaves.contains(fqn.as_str())) {
+        Some(fqn) => Err(unsupported(fqn, "a key that has no place in the state dict")),
+        None => Ok(structure),
+    }
 }
 
 /// Writes all of a checkpoint as one file of `torch.save`.
@@ -152,31 +114,15 @@ pub(crate) fn write(
     staging: Staging,
     options: ConvertOptions<'_>,
 ) -> Result<Converted, FileError> {
-    let metadata = source.metadata();
-    let paths = metadata.planner_data.as_ref();
-    let mut tree = match paths.and_then(|paths| paths.first()?.1.0.first()) {
-        Some(PathPart::Index(_)) => Tree::List(BTreeMap::new()),
-        _ => Tree::Dict(IndexMap::new()),
-    };
-    for (fqn, entry) in &metadata.entries {
-        let path = paths.and_then(|paths| paths.get(fqn)).cloned();
-        let path = path.unwrap_or_else(|| KeyPath(vec![PathPart::Key(fqn.clone())]));
-        check_depth(path.0.len()).map_err(|source| FileError::Encode { fqn: fqn.clone(), source })?;
-        let leaf = match entry {
-            Entry::Tensor(tensor) => Tree::Tensor(fqn, tensor),
-            Entry::Bytes(_) => Tree::Value(source.read_value(fqn)?),
-        };
-        if path.0.is_empty() && metadata.entries.len() == 1 {
-            // The root itself is a tensor, or one value.
-            tree = leaf;
-        } else {
-            tree.insert(fqn, &path.0, leaf)?;
-        }
+    let structure = structure_of(source)?;
+    let mut values = HashMap::new();
+    for (fqn, _) in source.metadata().values() {
+        values.insert(fqn.to_owned(), source.read_value(fqn)?);
     }
     // The pickle is made first: it numbers the storages, whose lengths and places follow from it.
-    let mut pickled = Pickled::default();
+    let mut pickled = Pickled { bytes: Vec::new(), storages: Vec::new(), metadata: source.metadata(), values: &values };
     write::proto(&mut pickled.bytes, 2);
-    pickled.put(&tree, 0).map_err(|source| FileError::Encode { fqn: "data.pkl".to_owned(), source })?;
+    pickled.put(&structure, 0).map_err(|source| FileError::Encode { fqn: "data.pkl".to_owned(), source })?;
     write::op(&mut pickled.bytes, write::STOP);
     let Pickled { bytes, storages, .. } = pickled;
 

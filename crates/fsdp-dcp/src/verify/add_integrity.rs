@@ -7,6 +7,7 @@ use twox_hash::XxHash3_64;
 use super::{Level, verify};
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::Format;
+use crate::formats::extra::ExtraFiles;
 use crate::formats::read::OpenOptions;
 use crate::open::open;
 use crate::safetensors::sidecar::values_beside;
@@ -43,9 +44,11 @@ pub fn add_integrity(location: impl Into<Location>, progress: Option<&(dyn Fn(u6
         Format::SafetensorsFile | Format::Torch => vec![own_name.to_owned(), values_beside(own_name)],
     };
     let metadata = checkpoint.metadata();
-    let has_values = metadata.planner_data.is_some() || metadata.values().next().is_some();
+    let has_values = metadata.values().next().is_some();
+    let extra = ExtraFiles::of(&*checkpoint)?.files;
     for name in names {
         let is_part = match checkpoint.format() {
+            Format::Dcp | Format::SafetensorsDirectory if extra.contains(&name) => true,
             Format::Dcp => name.ends_with(".metadata"),
             Format::SafetensorsDirectory => name.ends_with(".json"),
             // A values file of another checkpoint may lie there.

@@ -1,6 +1,6 @@
-//! Checking the zip checksums of DCP items, for checkpoints without an integrity file.
+//! Checking the zip checksums of DCP items and torch archives, for checkpoints without an integrity file.
 
-use super::report::Report;
+use super::report::{Problem, Report, corrupt_at, with_causes};
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::Checkpoint;
 use crate::metadata::StorageInfo;
@@ -9,12 +9,30 @@ use crate::storage::read_at::{ReadAt, Window};
 use crate::torch::zip::Directory;
 
 /// Checks the zip checksums of all DCP items.
-pub(super) fn check(checkpoint: &dyn Checkpoint, report: &mut Report, progress: Option<&(dyn Fn(u64) + Sync)>) {
+pub(super) fn check_items(checkpoint: &dyn Checkpoint, report: &mut Report, progress: Option<&(dyn Fn(u64) + Sync)>) {
     let directory = checkpoint.directory();
     for (fqn, _, stored) in checkpoint.metadata().stored().filter(|(_, _, stored)| stored.transforms.is_empty()) {
         if let Err(error) = check_item(directory, fqn, stored, progress) {
             report.add(Some(fqn), Some(stored), &error);
         }
+    }
+}
+
+/// Checks the zip checksums of a torch archive: of its pickle and all of its storages.
+pub(super) fn check_file(checkpoint: &dyn Checkpoint, report: &mut Report, progress: Option<&(dyn Fn(u64) + Sync)>) {
+    let directory = checkpoint.directory();
+    let Some(name) = checkpoint.path().file_name().and_then(|name| name.to_str()) else { return };
+    let checked = directory.file(name).and_then(|file| {
+        let all = StorageInfo { relative_path: name.to_owned(), offset: 0, length: file.len(), transforms: Vec::new() };
+        check_records(&*file, &all, progress).map_err(|source| directory.file_error(name, source))
+    });
+    if let Err(error) = checked {
+        report.problems.push(Problem {
+            fqn: None,
+            file: Some(name.to_owned()),
+            offset: corrupt_at(&error),
+            error: with_causes(&error),
+        });
     }
 }
 

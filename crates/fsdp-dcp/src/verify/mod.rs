@@ -6,7 +6,7 @@
 //! |---|---|
 //! | [`Level::Structure`] | metadata, chunks (inside, disjoint, complete), every path, every key stored |
 //! | [`Level::Sizes`] | every file is there and long enough; every item is the tensor or value that the metadata says |
-//! | [`Level::Hashes`] | every byte against the integrity file; without one, the zip checksums of DCP items |
+//! | [`Level::Hashes`] | every byte against the integrity file; without one, the zip checksums of DCP items and torch archives |
 //! | [`Level::Deep`] | every element of floating-point tensors: NaN and infinities are counted; that copies of replicated tensors and values are equal |
 
 mod add_integrity;
@@ -130,8 +130,11 @@ fn sizes(checkpoint: &dyn Checkpoint, report: &mut Report) {
 fn hashes(checkpoint: &dyn Checkpoint, report: &mut Report, progress: Option<&(dyn Fn(u64) + Sync)>) {
     let directory = checkpoint.directory();
     if !directory.has_integrity() {
-        if checkpoint.format() == Format::Dcp {
-            checksums::check(checkpoint, report, progress);
+        match checkpoint.format() {
+            Format::Dcp => checksums::check_items(checkpoint, report, progress),
+            Format::Torch => checksums::check_file(checkpoint, report, progress),
+            // These have no checksums of their own.
+            Format::SafetensorsFile | Format::SafetensorsDirectory => {}
         }
         return;
     }

@@ -3,10 +3,12 @@
 use std::path::Path;
 
 use fsdp_dcp::FileError;
-use fsdp_dcp::checkpoint::{Format, open};
-use fsdp_dcp::convert::{ConvertOptions, OutputFormat, Rename, View, convert};
+use fsdp_dcp::checkpoint::{Checkpoint as _, Format, open};
+use fsdp_dcp::convert::{Cast, ConvertOptions, OutputFormat, Rename, View, convert};
+use fsdp_dcp::internals::encode_value;
 use fsdp_dcp::reader::OpenOptions;
-use fsdp_layout::{DType, TensorBox};
+use fsdp_dcp::verify::{Level, verify};
+use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 
 use crate::fixtures::{check_against_truth, dcp_fixtures};
 use crate::truth::{Truth, fixtures};
@@ -125,7 +127,7 @@ fn views_select_rename_and_cast() {
         Some(rest) => Rename::To(format!("net.{rest}")),
         None => Rename::Drop,
     };
-    let view = View::new(&*source, rename, Some(DType::BF16)).unwrap();
+    let view = View::new(&*source, rename, Some(Cast::parameters(DType::BF16))).unwrap();
     let converted = parent.path().join("m.safetensors");
     convert(&view, &converted, OutputFormat::SafetensorsFile, ConvertOptions::default()).unwrap();
     let checkpoint = open(&converted, OpenOptions::default()).unwrap();
@@ -145,6 +147,100 @@ fn views_select_rename_and_cast() {
     }
     let clash = View::new(&*source, |_| Rename::To("same".to_owned()), None);
     assert!(matches!(clash, Err(FileError::Encode { .. })));
+}
+
+/// 1001 steps are 1000 in bfloat16, and moments lose most of what they are.
+#[test]
+fn a_cast_leaves_the_optimizer_unless_asked_and_steps_always() {
+    let step = |key: &str| key.ends_with("step");
+    for (name, is_optimizer) in [
+        ("fsdp2_adamw_ws2/dcp", &|key: &str| key.starts_with("optim.")),
+        ("fsdp1_orig_adamw_ws2/full.pt", &|key: &str| !key.starts_with("model.")),
+    ] as [(&str, &dyn Fn(&str) -> bool); 2]
+    {
+        let source = open(fixtures().join(name), OpenOptions::default()).unwrap();
+        for with_optimizer in [false, true] {
+            let cast = Cast { dtype: DType::BF16, with_optimizer };
+            let view = View::new(&*source, |_| Rename::Keep, Some(cast)).unwrap();
+            let (mut cast, mut kept) = (0, 0);
+            for (key, tensor) in view.metadata().tensors() {
+                let before = source.metadata().tensor(key).unwrap().properties.dtype;
+                let is_cast = before == DType::F32 && !step(key) && (with_optimizer || !is_optimizer(key));
+                assert_eq!(tensor.properties.dtype, if is_cast { DType::BF16 } else { before }, "{key}");
+                *(if is_cast { &mut cast } else { &mut kept }) += 1;
+            }
+            assert!(cast > 0 && kept > 0, "{name}: {cast} {kept}");
+        }
+    }
+    // The file of an optimizer alone.
+    let state = |key: &str| {
+        PlainValue::Dict(vec![(key.into(), tensor(DType::F32, &[2])), ("step".into(), tensor(DType::F32, &[]))])
+    };
+    let optimizer = PlainValue::Dict(vec![
+        ("state".into(), PlainValue::Dict(vec![(PlainValue::Int(0), state("exp_avg"))])),
+        ("param_groups".into(), PlainValue::List(Vec::new())),
+    ]);
+    let parent = tempfile::tempdir().unwrap();
+    let file = parent.path().join("optimizer.pt");
+    std::fs::write(&file, encode_value(&optimizer).unwrap()).unwrap();
+    let source = open(&file, OpenOptions::default()).unwrap();
+    let view = View::new(&*source, |_| Rename::Keep, Some(Cast::parameters(DType::BF16))).unwrap();
+    assert!(view.metadata().tensors().all(|(_, tensor)| tensor.properties.dtype == DType::F32));
+}
+
+fn tensor(dtype: DType, shape: &[usize]) -> PlainValue {
+    let length = shape.iter().product::<usize>() * dtype.size_in_bytes() as usize;
+    PlainValue::Tensor(PlainTensor { dtype, shape: shape.to_vec(), data: vec![0; length] })
+}
+
+/// Lightning's `meta.pt`, Megatron's `common.pt`, a model's `config.json`: without them the framework opens nothing.
+#[test]
+fn files_beside_a_checkpoint_come_along_or_are_named() {
+    let parent = tempfile::tempdir().unwrap();
+    let (from, hf) = (parent.path().join("from"), parent.path().join("hf"));
+    let source = open(fixtures().join("fsdp2_adamw_ws2/dcp"), OpenOptions::default()).unwrap();
+    let directory = OutputFormat::SafetensorsDirectory { max_file_bytes: 10_000 };
+    convert(&*source, &from, OutputFormat::Dcp { ranks: 2 }, ConvertOptions::default()).unwrap();
+    convert(&*source, &hf, directory, ConvertOptions::default()).unwrap();
+    let extra = ["common.pt", "config.json", "meta.pt", "tokenizer.json"];
+    for path in [&from, &hf] {
+        for name in extra {
+            std::fs::write(path.join(name), name).unwrap();
+        }
+        std::fs::write(path.join("pytorch_model.bin"), "other weights").unwrap();
+        std::fs::create_dir(path.join("below")).unwrap();
+    }
+    for (number, (from, target, comes)) in [
+        (&from, OutputFormat::Dcp { ranks: 3 }, true),
+        (&from, directory, false),
+        (&from, OutputFormat::Torch, false),
+        (&hf, directory, true),
+        (&hf, OutputFormat::SafetensorsShards { ranks: 2 }, true),
+        (&hf, OutputFormat::Dcp { ranks: 1 }, false),
+        (&hf, OutputFormat::SafetensorsFile, false),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let to = parent.path().join(format!("to-{number}"));
+        let source = open(from, OpenOptions::default()).unwrap();
+        let done = convert(&*source, &to, target, ConvertOptions::default()).unwrap();
+        assert_eq!(done.copied, if comes { extra.to_vec() } else { Vec::new() }, "{target:?}");
+        let mut all = [&["below", "pytorch_model.bin"][..], if comes { &[] } else { &extra[..] }].concat();
+        let mut left = done.left_behind.clone();
+        (all.sort_unstable(), left.sort());
+        assert_eq!(left, all, "{target:?}");
+        for name in done.copied {
+            assert_eq!(std::fs::read_to_string(to.join(&name)).unwrap(), name);
+        }
+        // They are covered by the hashes of the copy.
+        let copy = open(&to, OpenOptions::default()).unwrap();
+        assert!(verify(&*copy, Level::Deep, None).unwrap().is_ok());
+        if comes {
+            std::fs::write(to.join("config.json"), "config.jsoN").unwrap();
+            assert!(!verify(&*copy, Level::Hashes, None).unwrap().is_ok());
+        }
+    }
 }
 
 #[test]

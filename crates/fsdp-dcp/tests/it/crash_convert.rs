@@ -3,8 +3,10 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use fsdp_dcp::FileError;
 use fsdp_dcp::checkpoint::open;
@@ -12,7 +14,7 @@ use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp_dcp::diff::{Tolerance, diff};
 use fsdp_dcp::internals::recover;
 use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::storage::{Durable, clean_stale};
+use fsdp_dcp::storage::{Durable, Step, StepHook, clean_stale};
 use fsdp_dcp::verify::{Level, verify};
 use fsdp_layout::{DType, PlainValue};
 
@@ -154,6 +156,49 @@ fn a_single_file_and_its_values_stay_together() {
     assert!(matches!(refused, Err(FileError::Exists { path }) if path.ends_with("other.values.json")));
     convert(&*opened, &b, OutputFormat::SafetensorsFile, ConvertOptions { overwrite: true, ..options }).unwrap();
     assert!(equal(&b, &plain) && !values_b.exists());
+}
+
+/// Lets another conversion to the same target run, as far as it can, before each rename.
+struct Meanwhile<F>(Mutex<Option<F>>);
+
+impl<F: FnOnce() -> JoinHandle<()> + Send> StepHook for Meanwhile<F> {
+    fn before(&self, step: Step, path: &Path) -> std::io::Result<()> {
+        if step == Step::Rename && path.ends_with("target") {
+            let start = self.0.lock().unwrap().take();
+            if let Some(other) = start.map(|start| start()) {
+                // It ends soon, or waits for this conversion.
+                let end = Instant::now() + Duration::from_millis(500);
+                while !other.is_finished() && Instant::now() < end {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn of_two_conversions_to_one_target_one_wins_whole() {
+    let parent = tempfile::tempdir().unwrap();
+    let (old, one, two) = (parent.path().join("old"), parent.path().join("one"), parent.path().join("two"));
+    let target = parent.path().join("target");
+    for (generation, path) in [(0, &old), (1, &one), (2, &two)] {
+        source(path, generation);
+    }
+    run(&old, &target, OutputFormat::SafetensorsFile, &Durable::new()).unwrap();
+    let other = (two.clone(), target.clone());
+    let (done, end) = std::sync::mpsc::channel();
+    let start = move || {
+        std::thread::spawn(move || {
+            run(&other.0, &other.1, OutputFormat::SafetensorsFile, &Durable::new()).unwrap();
+            done.send(()).unwrap();
+        })
+    };
+    let hook = Arc::new(Meanwhile(Mutex::new(Some(start))));
+    run(&one, &target, OutputFormat::SafetensorsFile, &Durable::with_hook(hook)).unwrap();
+    end.recv().unwrap();
+    assert!(equal(&target, &one) || equal(&target, &two));
+    assert_eq!(names(parent.path()), ["old", "one", "target", "target.values.json", "two"]);
 }
 
 #[test]

@@ -13,5 +13,6 @@ mod sample;
 mod save_load;
 #[path = "../common/state.rs"]
 mod state;
+mod structure;
 mod truth;
 mod verify;

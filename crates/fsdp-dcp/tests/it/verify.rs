@@ -2,9 +2,11 @@
 
 use std::path::Path;
 
+use fsdp_dcp::FileError;
 use fsdp_dcp::checkpoint::open;
 use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp_dcp::diff::{Difference, Tolerance, diff};
+use fsdp_dcp::metadata::StorageInfo;
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::storage::Durable;
 use fsdp_dcp::verify::{Level, Report, add_integrity, unknown_files, verify};
@@ -155,6 +157,38 @@ fn checksums_find_damage_in_foreign_checkpoints() {
 }
 
 #[test]
+fn checksums_find_damage_in_torch_files() {
+    let parent = tempfile::tempdir().unwrap();
+    let source = open(fixtures().join("misc_ws2/dcp"), OpenOptions::default()).unwrap();
+    let ours = parent.path().join("ours.pt");
+    convert(&*source, &ours, OutputFormat::Torch, ConvertOptions::default()).unwrap();
+    let theirs = parent.path().join("theirs.pt");
+    std::fs::copy(fixtures().join("fsdp2_adamw_ws2/full.pt"), &theirs).unwrap();
+    for file in [ours, theirs] {
+        assert!(verified(&file, Level::Deep).is_ok());
+        let checkpoint = open(&file, OpenOptions::default()).unwrap();
+        let places: Vec<StorageInfo> = checkpoint.metadata().stored().map(|(_, _, stored)| stored.clone()).collect();
+        let mut tried = 0;
+        for stored in places.iter().filter(|stored| stored.length > 0) {
+            // The record's header comes first, and less than two kilobytes of padding.
+            let bytes = std::fs::read(&file).unwrap();
+            let header = stored.offset as usize;
+            let field = |at: usize| usize::from(u16::from_le_bytes([bytes[header + at], bytes[header + at + 1]]));
+            let data = header + 30 + field(26) + field(28);
+            for at in [data, data + stored.length as usize / 2, data + stored.length as usize - 1] {
+                flip(&file, at);
+                let report = verified(&file, Level::Hashes);
+                assert_eq!(report.problems.len(), 1, "byte {at} of {}", file.display());
+                assert_eq!(report.problems[0].offset, Some(data as u64));
+                flip(&file, at);
+                tried += 1;
+            }
+        }
+        assert!(tried > 10);
+    }
+}
+
+#[test]
 fn what_is_missing_is_reported_at_its_level() {
     let parent = tempfile::tempdir().unwrap();
     let path = parent.path().join("c");
@@ -165,6 +199,34 @@ fn what_is_missing_is_reported_at_its_level() {
     assert!(report.problems.iter().all(|problem| problem.file.as_deref() == Some("__1_0.distcp")));
     assert!(report.problems.iter().any(|problem| problem.fqn.as_deref() == Some("w")));
     assert!(add_integrity(&path, None).is_err());
+}
+
+/// A directory of shards has no list of them: a missing one would leave tensors cut in half.
+#[test]
+fn a_missing_shard_is_an_error_on_open() {
+    let parent = tempfile::tempdir().unwrap();
+    let source = open(fixtures().join("fsdp2_adamw_ws2/dcp"), OpenOptions::default()).unwrap();
+    let missing = |path: &Path| match open(path, OpenOptions::default()).map(drop) {
+        Err(FileError::MissingFiles { files, .. }) => files,
+        other => panic!("{other:?}"),
+    };
+    for shard in ["shard-00001-model-00001-of-00001.safetensors", "shard-00002-model-00001-of-00001.safetensors"] {
+        let path = parent.path().join(shard);
+        convert(&*source, &path, OutputFormat::SafetensorsShards { ranks: 2 }, ConvertOptions::default()).unwrap();
+        std::fs::remove_file(path.join(shard)).unwrap();
+        assert_eq!(missing(&path), [shard]);
+        // Without the hashes too.
+        std::fs::remove_file(path.join(".integrity")).unwrap();
+        assert_eq!(missing(&path), [shard]);
+    }
+    // torch notes no number: hashes that were added later tell.
+    let foreign = parent.path().join("foreign");
+    copy(&fixtures().join("hf_ws2/hf_sharded"), &foreign);
+    add_integrity(&foreign, None).unwrap();
+    let names = std::fs::read_dir(&foreign).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let last = names.filter(|name| name.ends_with(".safetensors")).max().unwrap();
+    std::fs::remove_file(foreign.join(&last)).unwrap();
+    assert_eq!(missing(&foreign), [last]);
 }
 
 /// Rank-local metadata: each rank wrote the replicated tensors and values for itself.

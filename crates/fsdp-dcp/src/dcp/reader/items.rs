@@ -15,7 +15,7 @@ use crate::limits::MAX_OBJECT_BYTES;
 use crate::metadata::{Chunk, StorageInfo};
 use crate::safetensors::header::Header;
 use crate::storage::checked_file::CheckedFile;
-use crate::storage::read_at::{ReadAt, Window};
+use crate::storage::read_at::{ReadAt, Window, read_whole};
 use crate::strided::StridedLayout;
 use crate::torch::tensor_ref::TensorRef;
 use crate::torch::value::quantizer_of;
@@ -115,8 +115,7 @@ impl CheckpointReader {
             let (value, limit) = (stored.length, MAX_OBJECT_BYTES);
             return Err(FormatError::Limit { what: "item length", value, limit }.into());
         }
-        let mut bytes = vec![0; stored.length as usize];
-        item.read_exact_at(0, &mut bytes)?;
+        let mut bytes = read_whole(&item, 0, stored.length)?;
         // As they were applied one after the other, they are undone from the last to the first.
         for transform in stored.transforms.iter().rev() {
             bytes = match transform.split('/').next() {

@@ -8,14 +8,15 @@ use std::path::Path;
 
 use fsdp_layout::{PlainValue, TensorBox};
 
-use crate::error::FileError;
-use crate::limits::MAX_PICKLE_BYTES;
+use crate::budget::Budget;
+use crate::error::{FileError, FormatError};
+use crate::limits::{MAX_PICKLE_BYTES, PICKLE_FACTOR};
 use crate::metadata::{Entry, METADATA_FILE, Metadata, StorageInfo, decode};
 use crate::plan::LoadPlanError;
 use crate::storage::backend::Links;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
-use crate::torch::value::decode_value;
+use crate::torch::value::decode_value_within;
 
 use self::error::ReadError;
 use crate::formats::checkpoint::{Checkpoint, Format};
@@ -130,10 +131,18 @@ impl CheckpointReader {
     }
 
     pub(crate) fn read_stored_value(&self, fqn: &str, stored: &StorageInfo) -> Result<PlainValue, FileError> {
-        // A compressed value may be a thousand times its length, as long as that is little.
-        let expected = stored.length.saturating_mul(1000).max(1 << 20);
-        let value = self.item_bytes(stored, expected).and_then(|bytes| decode_value(&bytes).map_err(ReadError::Format));
-        value.map_err(|error| self.item_error(fqn, stored, error))
+        self.stored_value(stored).map_err(|error| self.item_error(fqn, stored, error))
+    }
+
+    fn stored_value(&self, stored: &StorageInfo) -> Result<PlainValue, ReadError> {
+        // What is stored counts, not what a compressed value becomes.
+        let mut budget = Budget::new(stored.length, PICKLE_FACTOR);
+        // A buffer that grows takes up to three times what is in it.
+        let bytes = self.item_bytes(stored, budget.left() / 2)?;
+        budget
+            .charge("decompressed length", (bytes.len() as u64).saturating_sub(stored.length))
+            .map_err(FormatError::from)?;
+        Ok(decode_value_within(&bytes, budget)?)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Checkpoints in the file system.
 
 pub(crate) mod leftovers;
+mod lock;
 mod read;
 mod staging;
 

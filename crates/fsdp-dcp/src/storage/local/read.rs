@@ -1,11 +1,12 @@
 //! Reading local files: none outside the directory, none that is not regular.
 
 use std::fs::File;
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FileType, FlockOperation, Mode, OFlags};
+use rustix::fs::{FileType, FlockOperation, Mode, OFlags, SeekFrom};
 use rustix::io::Errno;
 
 use crate::error::{FileError, FormatError};
@@ -115,6 +116,11 @@ impl ReadAt for LocalFile {
     fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
         let length = dst.len() as u64;
         self.file.read_exact_at(dst, offset).map_err(|source| FormatError::Read { offset, length, source })
+    }
+
+    fn has_hole(&self, range: Range<u64>) -> bool {
+        // The position of the file, which this moves, is not used otherwise. There is a hole at the end of every file.
+        rustix::fs::seek(&self.file, SeekFrom::Hole(range.start)).is_ok_and(|hole| hole < range.end)
     }
 }
 

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::FlockOperation;
 
 use super::leftovers::recover;
+use super::lock::TargetLock;
 use crate::error::FileError;
 use crate::storage::backend::{EntryKind, Stage, StageFile, check_write};
 use crate::storage::fs::{Durable, exists, nonce, parent_of, staging_prefix};
@@ -207,6 +208,9 @@ impl Stage for LocalStage {
     fn commit_single(mut self: Box<Self>, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError> {
         let durable = self.durable.clone();
         let parent = parent_of(&self.target).to_owned();
+        // 0. Two files cannot be replaced in one step. A lock keeps apart those who replace them at the same time: the
+        //    values that are removed below would be another's.
+        let _lock = sidecar.map(|_| TargetLock::wait(&self.target)).transpose()?;
         // 1. The sidecar, under its pending name: readers of the old file do not look at it.
         let pending = sidecar.and_then(|sidecar| Some((parent.join(sidecar.pending_name), sidecar.bytes?)));
         if let Some((path, bytes)) = &pending {
@@ -230,21 +234,27 @@ impl Stage for LocalStage {
         }
         durable.sync_directory(&parent)?;
         // 3. The sidecar gets its name; or, without one, that of the old file goes.
-        if let Some(Sidecar { name, pending_name, .. }) = sidecar {
+        if let Some(Sidecar { name, .. }) = sidecar {
             match &pending {
                 Some((path, _)) => {
                     durable.rename_over(path, &parent.join(name))?;
                     durable.sync_directory(&parent)?;
                 }
-                None => {
-                    self.remove_sidecar(name)?;
-                    self.remove_sidecar(pending_name)?;
-                }
+                None => self.remove_sidecar(name)?,
+            }
+            // What a killed process left under a pending name belongs to no file any more.
+            for left in super::read::names(&parent)?.iter().filter(|left| is_pending(name, left)) {
+                self.remove_sidecar(left)?;
             }
         }
         self.lock = None;
         durable.remove_directory(&self.directory)
     }
+}
+
+/// Returns `true` if this is a pending name of the sidecar called `name`.
+fn is_pending(name: &str, left: &str) -> bool {
+    left.strip_prefix(name).is_some_and(|rest| rest == ".new" || rest.starts_with(".new-"))
 }
 
 impl Drop for LocalStage {

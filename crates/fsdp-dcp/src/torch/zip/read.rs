@@ -3,9 +3,10 @@
 use indexmap::IndexMap;
 
 use super::{DIRECTORY_ENTRY, END, IN_ZIP64, LOCAL_HEADER, ZIP64_END, ZIP64_EXTRA, ZIP64_LOCATOR};
+use crate::budget::Budget;
 use crate::error::FormatError;
 use crate::limits::MAX_ZIP_DIRECTORY_BYTES;
-use crate::storage::read_at::ReadAt;
+use crate::storage::read_at::{ReadAt, read_whole};
 
 /// The records of an archive, by their name below its root.
 #[derive(Debug, Clone)]
@@ -49,12 +50,6 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
     bytes.get(at..at + 8).and_then(|bytes| bytes.try_into().ok()).map_or(0, u64::from_le_bytes)
 }
 
-fn read(source: &dyn ReadAt, offset: u64, length: u64) -> Result<Vec<u8>, FormatError> {
-    let mut bytes = vec![0; length as usize];
-    source.read_exact_at(offset, &mut bytes)?;
-    Ok(bytes)
-}
-
 /// Returns `true` if the size in a header is this length, or is told elsewhere.
 fn is_length(size: u32, length: u64) -> bool {
     size == IN_ZIP64 || u64::from(size) == length
@@ -72,7 +67,10 @@ impl Directory {
         if count > length / 46 {
             return Err(bad(start, "the directory is too short for its number of entries"));
         }
-        let bytes = read(source, start, length)?;
+        // A record takes about so much, besides its name.
+        const RECORD: u64 = 128;
+        Budget::new(length, 1).charge("memory for records", count * RECORD + length)?;
+        let bytes = read_whole(source, start, length)?;
         let mut root: Option<String> = None;
         let mut records = IndexMap::with_capacity(count as usize);
         let mut at = 0usize;
@@ -111,7 +109,7 @@ impl Directory {
 
     /// Returns where the data of a record starts, after checking its local header.
     pub fn data_offset(&self, source: &dyn ReadAt, name: &str, record: &Record) -> Result<u64, FormatError> {
-        let header = read(source, record.header, 30 + u64::from(record.name_length))?;
+        let header = read_whole(source, record.header, 30 + u64::from(record.name_length))?;
         let wrong = |what| bad(record.header, what);
         if u32_at(&header, 0) != LOCAL_HEADER {
             return Err(wrong("no local header where the directory says"));
@@ -159,7 +157,7 @@ impl Directory {
             return Err(FormatError::Limit { what: "record length", value: record.length, limit });
         }
         let data = self.data_offset(source, name, record)?;
-        read(source, data, record.length)
+        read_whole(source, data, record.length)
     }
 }
 
@@ -168,10 +166,10 @@ fn locate(source: &dyn ReadAt) -> Result<(u64, u64, u64), FormatError> {
     let total = source.len();
     // Mostly there is no comment, and the end record is the last bytes; only otherwise more is read.
     let mut tail_length = END_LENGTH.min(total);
-    let mut tail = read(source, total - tail_length, tail_length)?;
+    let mut tail = read_whole(source, total - tail_length, tail_length)?;
     if u32_at(&tail, 0) != END || u16_at(&tail, 20) != 0 {
         tail_length = LONGEST_END.min(total);
-        tail = read(source, total - tail_length, tail_length)?;
+        tail = read_whole(source, total - tail_length, tail_length)?;
     }
     // The end record is the last one, and its comment reaches exactly to the end.
     let found = (0..tail.len().saturating_sub(END_LENGTH as usize - 1)).rev().find(|&at| {
@@ -187,7 +185,7 @@ fn locate(source: &dyn ReadAt) -> Result<(u64, u64, u64), FormatError> {
     // One value too large for the end record, and all are in the zip64 one, which a locator before it names.
     if count == u64::from(u16::MAX) || length == u64::from(IN_ZIP64) || start == u64::from(IN_ZIP64) {
         let locator_at = end_at.checked_sub(20).ok_or_else(|| bad(end_at, "no zip64 locator"))?;
-        let locator = read(source, locator_at, 20)?;
+        let locator = read_whole(source, locator_at, 20)?;
         if u32_at(&locator, 0) != ZIP64_LOCATOR {
             return Err(bad(locator_at, "no zip64 locator"));
         }
@@ -195,7 +193,7 @@ fn locate(source: &dyn ReadAt) -> Result<(u64, u64, u64), FormatError> {
         if limit.checked_add(56).is_none_or(|end| end > locator_at) {
             return Err(bad(locator_at, "the zip64 locator points nowhere"));
         }
-        let record = read(source, limit, 56)?;
+        let record = read_whole(source, limit, 56)?;
         if u32_at(&record, 0) != ZIP64_END {
             return Err(bad(limit, "no zip64 end record where the locator says"));
         }

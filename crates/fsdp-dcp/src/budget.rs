@@ -1,0 +1,81 @@
+//! The budget of memory and work for what is built from an input.
+//!
+//! Whatever turns bytes of a file into something larger charges it here, before it is built: nodes of a pickle, values,
+//! keys, copies of shared text, elements of JSON. So a small file cannot eat the machine, and the work is linear.
+
+use crate::error::FormatError;
+use crate::pickle::PickleErrorKind;
+
+/// The bytes that may be built from any input, however small. Twice as much may be taken for a moment, while it grows, so
+/// that 64 MiB are not exceeded.
+pub(crate) const FREE: u64 = 32 << 20;
+
+/// The bytes of memory and work that are left for what is built from one input.
+#[derive(Debug, Clone)]
+pub(crate) struct Budget {
+    left: u64,
+    limit: u64,
+}
+
+/// A charge that the budget does not cover.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct OverBudget {
+    what: &'static str,
+    value: u64,
+    limit: u64,
+}
+
+impl Budget {
+    /// Makes the budget of an input of `length` bytes, of which each may become `factor` bytes.
+    pub(crate) fn new(length: u64, factor: u64) -> Self {
+        let limit = FREE.saturating_add(length.saturating_mul(factor));
+        Budget { left: limit, limit }
+    }
+
+    /// Returns what is left of it.
+    pub(crate) fn left(&self) -> u64 {
+        self.left
+    }
+
+    /// Takes `bytes` for `what`.
+    pub(crate) fn charge(&mut self, what: &'static str, bytes: u64) -> Result<(), OverBudget> {
+        match self.left.checked_sub(bytes) {
+            Some(left) => {
+                self.left = left;
+                Ok(())
+            }
+            None => {
+                let value = (self.limit - self.left).saturating_add(bytes);
+                Err(OverBudget { what, value, limit: self.limit })
+            }
+        }
+    }
+
+    /// Takes what JSON may become, whatever it is: so much for each element, besides its text.
+    pub(crate) fn charge_json(&mut self, what: &'static str, json: &[u8]) -> Result<(), OverBudget> {
+        const ELEMENT: u64 = 48;
+        let (mut elements, mut is_text, mut is_escaped) = (0u64, false, false);
+        for &byte in json {
+            match byte {
+                _ if is_escaped => is_escaped = false,
+                b'\\' if is_text => is_escaped = true,
+                b'"' => is_text = !is_text,
+                b',' | b':' | b'[' | b'{' if !is_text => elements += 1,
+                _ => {}
+            }
+        }
+        self.charge(what, elements.saturating_mul(ELEMENT).saturating_add(json.len() as u64))
+    }
+}
+
+impl From<OverBudget> for PickleErrorKind {
+    fn from(OverBudget { what, value, limit }: OverBudget) -> Self {
+        PickleErrorKind::Limit { what, value, limit }
+    }
+}
+
+impl From<OverBudget> for FormatError {
+    fn from(OverBudget { what, value, limit }: OverBudget) -> Self {
+        FormatError::Limit { what, value, limit }
+    }
+}

@@ -1,0 +1,60 @@
+//! Values that one checkpoint holds whole and another one in parts, under keys of their own: torch's DCP keeps a list of
+//! dicts as one value, or takes it apart, and so does each format.
+
+use std::collections::HashSet;
+
+use fsdp_layout::PlainValue;
+use indexmap::IndexMap;
+
+use crate::error::FileError;
+use crate::formats::checkpoint::Checkpoint;
+use crate::formats::structure::key_text;
+
+/// The values of one checkpoint that another one holds in parts.
+#[derive(Debug, Default)]
+pub(crate) struct Nested {
+    /// By the key of the whole: its parts, by the keys that they have in the other checkpoint, or would have there.
+    pub(crate) parts: IndexMap<String, Vec<(String, PlainValue)>>,
+    /// The keys in the other checkpoint that belong to a whole.
+    pub(crate) in_other: HashSet<String>,
+}
+
+impl Nested {
+    /// Finds the values of `from` that `other` holds in parts.
+    pub(crate) fn of(from: &dyn Checkpoint, other: &dyn Checkpoint) -> Result<Self, FileError> {
+        let there = &other.metadata().entries;
+        let mut nested = Nested::default();
+        for (fqn, _) in from.metadata().values().filter(|(fqn, _)| !there.contains_key(*fqn)) {
+            let mut parts = Vec::new();
+            unfold(from.read_value(fqn)?, fqn.to_owned(), &|key| there.contains_key(key), &mut parts);
+            let found = parts.iter().map(|(key, _)| key).filter(|key| there.contains_key(*key));
+            let before = nested.in_other.len();
+            nested.in_other.extend(found.cloned());
+            if nested.in_other.len() > before {
+                nested.parts.insert(fqn.to_owned(), parts);
+            }
+        }
+        Ok(nested)
+    }
+}
+
+/// Takes a value apart down to what the other checkpoint has, or to what holds nothing more.
+fn unfold(value: PlainValue, key: String, is_there: &dyn Fn(&str) -> bool, parts: &mut Vec<(String, PlainValue)>) {
+    if is_there(&key) {
+        parts.push((key, value));
+        return;
+    }
+    match value {
+        PlainValue::Dict(items) if items.iter().all(|(key, _)| key_text(key).is_some()) => {
+            for (name, item) in items {
+                unfold(item, format!("{key}.{}", key_text(&name).unwrap_or_default()), is_there, parts);
+            }
+        }
+        PlainValue::List(items) | PlainValue::Tuple(items) if !items.is_empty() => {
+            for (index, item) in items.into_iter().enumerate() {
+                unfold(item, format!("{key}.{index}"), is_there, parts);
+            }
+        }
+        value => parts.push((key, value)),
+    }
+}

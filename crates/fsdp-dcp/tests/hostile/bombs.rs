@@ -1,0 +1,272 @@
+//! Small files that would become large: what is built from a file takes at most 64 MiB beyond it, and linear time.
+
+use std::path::Path;
+
+use fsdp_dcp::checkpoint::open;
+use fsdp_dcp::diff::{Tolerance, diff};
+use fsdp_dcp::internals::{ArchiveLayout, decode_value};
+use fsdp_dcp::metadata::{
+    BytesEntry, Chunk, Entry, METADATA_FILE, Metadata, StorageInfo, TensorEntry, TensorProperties, decode, encode,
+};
+use fsdp_dcp::reader::OpenOptions;
+use fsdp_dcp::verify::{Level, census, verify, with_causes};
+use fsdp_layout::{DType, KeyPath, PathPart, PlainValue, TensorBox};
+
+use crate::bounded_beyond;
+
+/// Encodes text, and notes it as this entry of the memo.
+fn text(value: &str, memo: u8) -> Vec<u8> {
+    [b"X".as_slice(), &(value.len() as u32).to_le_bytes(), value.as_bytes(), &[b'q', memo]].concat()
+}
+
+fn torch(pickle: Vec<u8>) -> Vec<u8> {
+    let layout = ArchiveLayout::new("archive", pickle, &[]);
+    [layout.head(0), layout.tail(&[])].concat()
+}
+
+/// Makes a `.metadata` of these attributes, each a name and the opcodes of its value.
+fn metadata(attributes: &[(&str, Vec<u8>)]) -> Vec<u8> {
+    let mut pickle = b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}(".to_vec();
+    for (name, value) in attributes {
+        pickle.extend_from_slice(&[b"\x8c".as_slice(), &[name.len() as u8], name.as_bytes(), value].concat());
+    }
+    pickle.extend_from_slice(b"ub.");
+    pickle
+}
+
+/// Writes the files of a checkpoint (a single one is the checkpoint itself), and returns the error of opening it, or the
+/// first problem that is found in it.
+fn error_of(files: &[(&str, Vec<u8>)]) -> String {
+    let parent = tempfile::tempdir().unwrap();
+    let path = parent.path().join("checkpoint");
+    if let [(name, bytes)] = files
+        && !name.starts_with('.')
+    {
+        std::fs::write(&path, bytes).unwrap();
+    } else {
+        std::fs::create_dir(&path).unwrap();
+        for (name, bytes) in files {
+            std::fs::write(path.join(name), bytes).unwrap();
+        }
+    }
+    let size = files.iter().map(|(_, bytes)| bytes.len()).sum();
+    checked(&path, size)
+}
+
+/// Opens and verifies a checkpoint whose files have so many bytes.
+fn checked(path: &Path, size: usize) -> String {
+    bounded_beyond(size, || match open(path, OpenOptions::default()) {
+        Err(error) => with_causes(&error),
+        Ok(checkpoint) => {
+            let report = verify(&*checkpoint, Level::Deep, None).unwrap();
+            report.problems.into_iter().next().map_or_else(|| "none".to_owned(), |problem| problem.error)
+        }
+    })
+}
+
+#[test]
+fn text_that_is_referenced_many_times_is_not_copied_each_time() {
+    let long = "x".repeat(100_000);
+    let many = b"h\x00".repeat(100_000);
+    let list = [b"\x80\x02}X\x01\x00\x00\x00t](".as_slice(), &text(&long, 0), &many, b"es."].concat();
+    let error = error_of(&[("file.pt", torch(list))]);
+    assert!(error.contains("copies of text and bytes"), "{error}");
+
+    let paths = [b"}\x8c\x01k(".as_slice(), &text(&long, 0), &many, b"ts"].concat();
+    let error =
+        error_of(&[(METADATA_FILE, metadata(&[("state_dict_metadata", b"}".to_vec()), ("planner_data", paths)]))]);
+    assert!(error.contains("memory for metadata"), "{error}");
+}
+
+#[test]
+fn long_keys_that_are_nested_deep_are_not_copied_for_each_leaf() {
+    let mut pickle = [b"\x80\x02}".as_slice(), &text(&"k".repeat(50_000), 0)].concat();
+    for _ in 0..149 {
+        pickle.extend_from_slice(b"}h\x00");
+    }
+    pickle.extend_from_slice(b"}(");
+    for leaf in 0..2000u16 {
+        pickle.extend_from_slice(&[b"M".as_slice(), &leaf.to_le_bytes(), b"K\x01"].concat());
+    }
+    pickle.push(b'u');
+    pickle.extend(b"s".repeat(150));
+    pickle.push(b'.');
+    let error = error_of(&[("file.pt", torch(pickle))]);
+    assert!(error.contains("memory for keys"), "{error}");
+}
+
+/// Makes a zstd stream of these bytes, in which runs of one byte take four bytes for 128 KiB.
+fn zstd(bytes: &[u8]) -> Vec<u8> {
+    const BLOCK: usize = 128 << 10;
+    let mut out = b"\x28\xb5\x2f\xfd\x00\x58".to_vec();
+    let blocks: Vec<&[u8]> = bytes.chunks(BLOCK).collect();
+    for (index, block) in blocks.iter().enumerate() {
+        let is_run = block.iter().all(|byte| byte == &block[0]);
+        let header = (block.len() as u32) << 3 | u32::from(is_run) << 1 | u32::from(index + 1 == blocks.len());
+        out.extend_from_slice(&header.to_le_bytes()[..3]);
+        out.extend_from_slice(if is_run { &block[..1] } else { block });
+    }
+    out
+}
+
+#[test]
+fn a_compressed_value_of_empty_lists_stays_small() {
+    for (length, words) in [(190 << 20, "decompressed length"), (8 << 20, "memory for values")] {
+        let mut pickle = b"\x80\x02(".to_vec();
+        pickle.resize(length, b']');
+        pickle.extend_from_slice(b"l.");
+        let item = zstd(&torch(pickle));
+        assert!(item.len() < 400 << 10);
+        let stored = StorageInfo {
+            relative_path: "__0_0.distcp".to_owned(),
+            offset: 0,
+            length: item.len() as u64,
+            transforms: vec!["stream.zstd/1".to_owned()],
+        };
+        let mut metadata = Metadata::default();
+        metadata.entries.insert("v".to_owned(), Entry::Bytes(BytesEntry { stored: Some(stored) }));
+        let error = error_of(&[(METADATA_FILE, encode(&metadata)), ("__0_0.distcp", item)]);
+        assert!(error.contains(words), "{error}");
+    }
+}
+
+fn safetensors(bytes: usize) -> Vec<u8> {
+    let header = format!(r#"{{"b":{{"dtype":"U8","shape":[{bytes}],"data_offsets":[0,{bytes}]}}}}"#);
+    [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &vec![0; bytes]].concat()
+}
+
+fn values(of: &str) -> Vec<u8> {
+    format!(r#"{{"format":"fsdp-values","version":1,"values":{{"v":{of}}}}}"#).into_bytes()
+}
+
+#[test]
+fn a_tensor_that_many_values_name_is_not_read_for_each() {
+    let named = format!("[{}]", vec![r#"{"$tensor":"b"}"#; 20_000].join(","));
+    let files = [("m.safetensors", safetensors(1 << 20)), ("values.json", values(&named))];
+    let error = error_of(&files);
+    assert!(error.contains("bytes of tensors in values"), "{error}");
+}
+
+#[test]
+fn json_of_numbers_takes_no_more_than_its_file_and_a_little() {
+    let numbers = format!("[{}1]", "1,".repeat(49 << 20));
+    let error = error_of(&[("m.safetensors", safetensors(1)), ("values.json", values(&numbers))]);
+    assert!(error.contains("memory for values"), "{error}");
+    // In a header, an index, and the notes of shards.
+    let numbers = format!("[{}1]", "1,".repeat(16 << 20));
+    let header = format!(r#"{{"b":{{"dtype":"U8","shape":{numbers},"data_offsets":[0,1]}}}}"#);
+    let header = [&(header.len() as u64).to_le_bytes(), header.as_bytes(), b"0"].concat();
+    let error = error_of(&[("m.safetensors", header)]);
+    assert!(error.contains("memory for the header"), "{error}");
+    let index = format!(r#"{{"weight_map":{{{}"b":"m.safetensors"}}}}"#, r#""b":"m","#.repeat(2 << 20)).into_bytes();
+    let error = error_of(&[("model.safetensors.index.json", index), ("m.safetensors", safetensors(1))]);
+    assert!(error.contains("memory for the index"), "{error}");
+}
+
+/// A file that takes no space on the disk must not take its length in memory.
+#[test]
+fn files_with_holes_are_not_read_into_memory() {
+    let parent = tempfile::tempdir().unwrap();
+    // As much as a pickle may have, with the right bytes at both ends.
+    let sparse = |path: &Path, start: &[u8], length: u64| {
+        std::fs::write(path, start).unwrap();
+        let file = std::fs::OpenOptions::new().write(true).open(path).unwrap();
+        file.set_len(length).unwrap();
+        std::os::unix::fs::FileExt::write_all_at(&file, b"ub.", length - 3).unwrap();
+    };
+    for (name, file, start, length) in [
+        ("metadata", METADATA_FILE, b"\x80\x04\x8d\xf0\xff\xff\x7f\x00\x00\x00\x00".as_slice(), 2 << 30),
+        ("integrity", ".integrity", b"{}\n", 4 << 30),
+        ("index", "model.safetensors.index.json", b"{\"weight_map\":{", 256 << 20),
+    ] {
+        let path = parent.path().join(name);
+        std::fs::create_dir(&path).unwrap();
+        let other = metadata(&[("state_dict_metadata", b"}".to_vec())]);
+        std::fs::write(path.join(METADATA_FILE), other).unwrap();
+        if name == "index" {
+            std::fs::remove_file(path.join(METADATA_FILE)).unwrap();
+            std::fs::write(path.join("m.safetensors"), safetensors(1)).unwrap();
+        }
+        sparse(&path.join(file), start, length);
+        let error = checked(&path, 0);
+        assert!(error.contains("nothing was ever written"), "{name}: {error}");
+    }
+    // The header of a safetensors file.
+    let path = parent.path().join("m.safetensors");
+    sparse(&path, &[&99_000_000u64.to_le_bytes()[..], b"{\""].concat(), 99_000_100);
+    let error = checked(&path, 0);
+    assert!(error.contains("nothing was ever written"), "{error}");
+}
+
+#[test]
+fn attributes_that_many_objects_share_are_not_searched_for_each() {
+    let mut shared = b"}q\x00(".to_vec();
+    for attribute in 0..200_000u32 {
+        shared.extend_from_slice(&[b"\x8c\x08".as_slice(), format!("{attribute:08}").as_bytes(), b"N"].concat());
+    }
+    shared.push(b'u');
+    let mut storage = b"}(".to_vec();
+    for item in 0..100_000u32 {
+        let index = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n)\x81}\x8c\x03fqn\x8c\x08".as_slice();
+        storage.extend_from_slice(&[index, format!("{item:08}").as_bytes(), b"sb"].concat());
+        storage.extend_from_slice(b"ctorch.distributed.checkpoint.filesystem\n_StorageInfo\n)\x81");
+        storage.extend_from_slice(if item == 0 { &shared } else { b"h\x00" });
+        storage.push(b'b');
+    }
+    storage.push(b'u');
+    let error =
+        error_of(&[(METADATA_FILE, metadata(&[("state_dict_metadata", b"}".to_vec()), ("storage_data", storage)]))]);
+    assert!(error.contains("number of attributes"), "{error}");
+}
+
+/// One element that strides of 0 repeat 2^40 times.
+#[test]
+fn repeated_elements_are_not_all_counted() {
+    let before = b"\x80\x02}X\x01\x00\x00\x00tctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x01tQK\x00\x8a\x06\x00\x00\x00\x00\x00\x01\x85K\x00\x85\x89ccollections\nOrderedDict\n)RtRs.";
+    let layout = ArchiveLayout::new("archive", before.to_vec(), &[4]);
+    let parent = tempfile::tempdir().unwrap();
+    let path = parent.path().join("file.pt");
+    std::fs::write(&path, [layout.head(0), vec![0; 4], layout.tail(&[0])].concat()).unwrap();
+    let error = checked(&path, 0);
+    assert!(error.contains("bytes of repeated elements"), "{error}");
+    let checkpoint = open(&path, OpenOptions::default()).unwrap();
+    assert_eq!(checkpoint.metadata().tensor("t").unwrap().shape, [1 << 40]);
+    for refused in [
+        census(&*checkpoint, "t", None).map(drop),
+        diff(&*checkpoint, &*checkpoint, Tolerance::default(), &mut |_, _| {}),
+    ] {
+        let error = with_causes(&refused.unwrap_err());
+        assert!(error.contains("bytes of repeated elements"), "{error}");
+    }
+}
+
+/// The budget is for what nobody writes: a `.metadata` of many small chunks, and a long list of small numbers, pass.
+#[test]
+fn large_honest_files_are_within_the_budget() {
+    let mut metadata = Metadata::default();
+    let (rows, tensors) = (64, 2000);
+    for tensor in 0..tensors {
+        let chunks = (0..rows).map(|row| Chunk {
+            bounds: TensorBox::new(vec![row, 0], vec![1, 1]),
+            stored: Some(StorageInfo {
+                relative_path: format!("__{row}_0.distcp"),
+                offset: 100 * tensor,
+                length: 100,
+                transforms: Vec::new(),
+            }),
+        });
+        let properties = TensorProperties::of(DType::F32);
+        let entry = TensorEntry { properties, shape: vec![rows, 1], chunks: chunks.collect() };
+        let fqn = format!("w.{tensor}");
+        let path = KeyPath(vec![PathPart::Key("w".to_owned()), PathPart::Key(tensor.to_string())]);
+        metadata.planner_data.get_or_insert_default().insert(fqn.clone(), path);
+        metadata.entries.insert(fqn, Entry::Tensor(entry));
+    }
+    let bytes = encode(&metadata);
+    assert!(bytes.len() > 8 << 20);
+    assert_eq!(decode(&bytes).unwrap().entries.len(), tensors as usize);
+    // Two bytes for each number.
+    let list = [b"\x80\x02](".as_slice(), &b"K\x07".repeat(4 << 20), b"e."].concat();
+    let PlainValue::List(items) = decode_value(&torch(list)).unwrap() else { panic!("no list") };
+    assert_eq!(items.len(), 4 << 20);
+}

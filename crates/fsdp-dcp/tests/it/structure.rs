@@ -1,0 +1,229 @@
+//! Conversions keep the nested containers of a state dict: the types of keys, tuples, and what is empty.
+
+use std::path::Path;
+
+use fsdp_dcp::checkpoint::open;
+use fsdp_dcp::convert::{ConvertOptions, OutputFormat, Rename, View, convert};
+use fsdp_dcp::diff::{Difference, Tolerance, diff};
+use fsdp_dcp::internals::{decode_value, encode_value};
+use fsdp_dcp::reader::OpenOptions;
+use fsdp_dcp::storage::Durable;
+use fsdp_layout::{DType, PlainTensor, PlainValue};
+
+use crate::state::{State, save};
+
+fn tensor(value: u8) -> PlainValue {
+    PlainValue::Tensor(PlainTensor { dtype: DType::U8, shape: vec![2], data: vec![value; 2] })
+}
+
+fn dict<const N: usize>(entries: [(PlainValue, PlainValue); N]) -> PlainValue {
+    PlainValue::Dict(entries.into())
+}
+
+fn empty() -> PlainValue {
+    PlainValue::Dict(Vec::new())
+}
+
+/// Writes a value as `torch.save` does, and returns what a conversion to the same format makes of it.
+fn converted(value: &PlainValue, parent: &Path) -> PlainValue {
+    let (from, to) = (parent.join("from.pt"), parent.join("to.pt"));
+    std::fs::write(&from, encode_value(value).unwrap()).unwrap();
+    let source = open(&from, OpenOptions::default()).unwrap();
+    let options = ConvertOptions { overwrite: true, ..ConvertOptions::default() };
+    convert(&*source, &to, OutputFormat::Torch, options).unwrap();
+    decode_value(&std::fs::read(&to).unwrap()).unwrap()
+}
+
+/// The state of an optimizer, whose keys are numbers.
+fn optimizer() -> PlainValue {
+    dict([
+        (
+            "state".into(),
+            dict([(PlainValue::Int(0), dict([("exp_avg".into(), tensor(1)), ("step".into(), 3.0.into())]))]),
+        ),
+        (
+            "param_groups".into(),
+            PlainValue::List(vec![dict([
+                ("lr".into(), 0.1.into()),
+                ("params".into(), PlainValue::List(vec![PlainValue::Int(0)])),
+            ])]),
+        ),
+    ])
+}
+
+#[test]
+fn torch_files_keep_their_containers() {
+    let parent = tempfile::tempdir().unwrap();
+    let cases = [
+        ("an optimizer", optimizer()),
+        ("keys of every type", {
+            let keys = [
+                PlainValue::Int(-1),
+                PlainValue::Bool(true),
+                PlainValue::None,
+                PlainValue::Float(0.5),
+                PlainValue::Tuple(vec!["a".into(), PlainValue::Int(1)]),
+                PlainValue::Bytes(vec![1]),
+            ];
+            PlainValue::Dict(keys.into_iter().map(|key| (key, tensor(2))).collect())
+        }),
+        ("an optimizer without state", dict([("state".into(), empty()), ("t".into(), tensor(3))])),
+        ("nothing but an empty dict", dict([("sched".into(), empty())])),
+        ("nothing", empty()),
+        ("a list of nothing", PlainValue::List(Vec::new())),
+        ("an empty dict in a list", PlainValue::List(vec![empty(), tensor(4), empty(), empty()])),
+        (
+            "an empty list in a list",
+            dict([("l".into(), PlainValue::List(vec![tensor(5), PlainValue::List(Vec::new())]))]),
+        ),
+        (
+            "a tuple of dicts",
+            dict([("t".into(), PlainValue::Tuple(vec![dict([("w".into(), tensor(6))]), 1.5.into()]))]),
+        ),
+        ("a tuple at the root", PlainValue::Tuple(vec![dict([("w".into(), tensor(7))]), empty()])),
+        ("one tensor", tensor(8)),
+    ];
+    for (name, value) in cases {
+        let found = converted(&value, parent.path());
+        assert!(found.same_bits(&value), "{name}: {found:?}");
+    }
+}
+
+#[test]
+fn a_view_keeps_the_containers_of_what_it_selects() {
+    let parent = tempfile::tempdir().unwrap();
+    let value = dict([
+        ("model".into(), dict([("w".into(), tensor(1)), ("none".into(), empty())])),
+        ("optimizer".into(), optimizer()),
+        ("scheduler".into(), empty()),
+    ]);
+    let (from, to) = (parent.path().join("from.pt"), parent.path().join("to.pt"));
+    std::fs::write(&from, encode_value(&value).unwrap()).unwrap();
+    let source = open(&from, OpenOptions::default()).unwrap();
+    let selected = |select: &dyn Fn(&str) -> Rename| {
+        let view = View::new(&*source, select, None).unwrap();
+        let options = ConvertOptions { overwrite: true, ..ConvertOptions::default() };
+        convert(&view, &to, OutputFormat::Torch, options).unwrap();
+        decode_value(&std::fs::read(&to).unwrap()).unwrap()
+    };
+    let only_optimizer = |key: &str| if key.starts_with("optimizer") { Rename::Keep } else { Rename::Drop };
+    assert_eq!(selected(&only_optimizer), dict([("optimizer".into(), optimizer())]));
+    let renamed = |key: &str| match key {
+        "model.w" => Rename::To("weight".to_owned()),
+        "model.none" => Rename::Keep,
+        _ => Rename::Drop,
+    };
+    let expected = dict([("model".into(), dict([("none".into(), empty())])), ("weight".into(), tensor(1))]);
+    assert_eq!(selected(&renamed), expected);
+}
+
+#[test]
+fn a_difference_of_containers_is_a_difference() {
+    let parent = tempfile::tempdir().unwrap();
+    let written = |name: &str, value: &PlainValue| {
+        let path = parent.path().join(name);
+        std::fs::write(&path, encode_value(value).unwrap()).unwrap();
+        open(&path, OpenOptions::default()).unwrap()
+    };
+    let of = |key: PlainValue| dict([("state".into(), dict([(key, tensor(1))]))]);
+    for (name, first, second, key) in [
+        ("a key's type", of(PlainValue::Int(0)), of("0".into()), "state"),
+        (
+            "a tuple",
+            dict([("t".into(), PlainValue::Tuple(vec![of("w".into())]))]),
+            dict([("t".into(), PlainValue::List(vec![of("w".into())]))]),
+            "t",
+        ),
+        ("an empty dict", dict([("a".into(), tensor(1)), ("b".into(), empty())]), dict([("a".into(), tensor(1))]), "b"),
+        ("an empty dict in a list", PlainValue::List(vec![tensor(1), empty()]), PlainValue::List(vec![tensor(1)]), "1"),
+    ] {
+        let (a, b) = (written("a.pt", &first), written("b.pt", &second));
+        let mut found = Vec::new();
+        diff(&*a, &*b, Tolerance::default(), &mut |key, difference| found.push((key.to_owned(), difference))).unwrap();
+        assert!(found.iter().any(|(at, _)| at == key), "{name}: {found:?}");
+        assert!(found.iter().all(|(_, what)| !matches!(what, Difference::Elements { .. })), "{name}: {found:?}");
+    }
+}
+
+#[test]
+fn a_checkpoint_equals_its_own_conversion() {
+    let parent = tempfile::tempdir().unwrap();
+    let groups = PlainValue::List(vec![dict([
+        ("lr".into(), 0.1.into()),
+        ("none".into(), empty()),
+        ("betas".into(), PlainValue::Tuple(vec![0.9.into(), 0.95.into()])),
+        ("params".into(), PlainValue::List(vec![PlainValue::Int(0)])),
+    ])]);
+    let mut state = State::default();
+    state.tensors.insert("w".to_owned(), (DType::U8, vec![4], vec![7; 4]));
+    // A dict and a list of dicts as one value, as torch 2.2 and Megatron-core write them.
+    state.values.insert("optim.param_groups".to_owned(), groups.clone());
+    state.values.insert(
+        "rng".to_owned(),
+        PlainValue::List(vec![dict([("cpu".into(), tensor(1)), ("n".into(), PlainValue::Int(2))])]),
+    );
+    let whole = parent.path().join("whole");
+    save(&state, 2, &whole, &Durable::new()).unwrap();
+    let nested = parent.path().join("nested.pt");
+    let value = dict([("m".into(), dict([("w".into(), tensor(2))])), ("groups".into(), groups)]);
+    std::fs::write(&nested, encode_value(&value).unwrap()).unwrap();
+    for from in [&whole, &nested] {
+        let source = open(from, OpenOptions::default()).unwrap();
+        for (number, target) in [
+            OutputFormat::Torch,
+            OutputFormat::Dcp { ranks: 2 },
+            OutputFormat::SafetensorsFile,
+            OutputFormat::SafetensorsDirectory { max_file_bytes: 10 },
+            OutputFormat::SafetensorsShards { ranks: 2 },
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            let to = parent.path().join(format!("{}-{number}", from.file_name().unwrap().display()));
+            convert(&*source, &to, target, ConvertOptions::default()).unwrap();
+            let converted = open(&to, OpenOptions::default()).unwrap();
+            for (a, b) in [(&source, &converted), (&converted, &source)] {
+                let mut found = Vec::new();
+                let mut add = |key: &str, difference| found.push((key.to_owned(), difference));
+                diff(&**a, &**b, Tolerance::default(), &mut add).unwrap();
+                assert_eq!(found, [], "{} as {target:?}", from.display());
+            }
+        }
+    }
+    // What differs in a part is still found.
+    state.values.insert(
+        "rng".to_owned(),
+        PlainValue::List(vec![dict([("cpu".into(), tensor(9)), ("n".into(), PlainValue::Int(3))])]),
+    );
+    let other = parent.path().join("other");
+    save(&state, 1, &other, &Durable::new()).unwrap();
+    let source = open(&other, OpenOptions::default()).unwrap();
+    let converted = open(parent.path().join("whole-0"), OpenOptions::default()).unwrap();
+    let mut found = Vec::new();
+    diff(&*source, &*converted, Tolerance::default(), &mut |key, _| found.push(key.to_owned())).unwrap();
+    assert_eq!(found, ["rng.0.cpu", "rng.0.n"]);
+}
+
+/// The paths of keys are in the header: without values there is no file of values.
+#[test]
+fn nested_keys_without_values_need_no_values_file() {
+    let parent = tempfile::tempdir().unwrap();
+    let from = parent.path().join("from.pt");
+    let value = dict([("model".into(), dict([("a.w".into(), tensor(1)), ("b".into(), tensor(2))]))]);
+    std::fs::write(&from, encode_value(&value).unwrap()).unwrap();
+    let source = open(&from, OpenOptions::default()).unwrap();
+    for (name, target) in [
+        ("one.safetensors", OutputFormat::SafetensorsFile),
+        ("hf", OutputFormat::SafetensorsDirectory { max_file_bytes: 2 }),
+        ("shards", OutputFormat::SafetensorsShards { ranks: 2 }),
+    ] {
+        let to = parent.path().join(name);
+        let done = convert(&*source, &to, target, ConvertOptions::default()).unwrap();
+        assert_eq!((done.aside, done.aside_file), (Vec::new(), None));
+        assert!(!to.join("values.json").exists() && !parent.path().join("one.values.json").exists());
+        let back = parent.path().join(format!("{name}.pt"));
+        convert(&*open(&to, OpenOptions::default()).unwrap(), &back, OutputFormat::Torch, ConvertOptions::default())
+            .unwrap();
+        assert_eq!(decode_value(&std::fs::read(&back).unwrap()).unwrap(), value, "{name}");
+    }
+}
