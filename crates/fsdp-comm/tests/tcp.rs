@@ -208,7 +208,7 @@ fn two_jobs_on_one_port_never_pair() {
     let port = free_port();
     std::thread::scope(|scope| {
         let first = scope.spawn(|| meet(environment(0, 2, port, "one"), 5000).map(|group| group.barrier()));
-        let refused = [("two", 1, 2, "job `one`'s"), ("one", 1, 3, "world size is 3"), ("one", 0, 2, "MASTER_PORT")];
+        let refused = [("two", 1, 2, "another job"), ("one", 1, 3, "world size is 3"), ("one", 0, 2, "MASTER_PORT")];
         for (job, rank, world_size, reason) in refused {
             // The port must be open by then.
             while std::net::TcpStream::connect(("127.0.0.1", port)).is_err() {}

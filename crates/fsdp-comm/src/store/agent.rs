@@ -10,8 +10,9 @@ use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::client::{TcpStore, connect_once, connect_until, no_store, rendezvous};
-use super::protocol::{StoreOptions, invalid, read_exact, write_all};
+use super::client::{NotJoined, TcpStore, connect_once, connect_until, rendezvous};
+use super::protocol::{StoreOptions, invalid};
+use crate::blocking::{read_exact, write_all};
 use crate::error::CommError;
 
 /// The first request. Without it the agent's store closes the connection.
@@ -98,15 +99,16 @@ impl Agent {
                     let until = self.until.min(Instant::now() + deadline / ADDRESSES);
                     TcpStore::join(stream, &name, options, until)
                 }
-                Err(error) => Err(no_store(options, &error)),
+                Err(error) => Err(NotJoined::Lost(error)),
             };
             match joined {
                 // Another attempt would not end in time.
-                Err(message) if Instant::now() + 2 * ASK_AGAIN >= self.until => {
-                    return Err(format!("rank 0 should be at {name}, but {message}{}", hint(address.ip())));
+                Err(reason) if Instant::now() + 2 * ASK_AGAIN >= self.until => {
+                    let (reason, hint) = (reason.message(options), hint(address.ip()));
+                    return Err(format!("rank 0 should be at {name}, but {reason}{hint}"));
                 }
-                Err(message) => {
-                    tracing::debug!(%name, %message, "not let in; rank 0 may have a new address soon");
+                Err(reason) => {
+                    tracing::debug!(%name, ?reason, "not let in; rank 0 may have a new address soon");
                     thread::sleep(ASK_AGAIN);
                 }
                 Ok(store) => return Ok(store),
