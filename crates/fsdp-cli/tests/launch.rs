@@ -70,12 +70,35 @@ fn output_has_its_rank_and_variables_are_torchruns() {
                   $FSDP_JOB_ID; printf torn >&2";
     let several = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "h", "--master-port", "7", "--job-id", "j"];
     fsdp(&["launch", "--nproc", "2"])
+        .env("FSDP_SECRET", "a secret of this test")
         .args(several)
         .args(["--", "sh", "-c", script])
         .assert()
         .success()
         .stdout(contains("[2] 2 4 0 2 1 h 7 j\n").and(contains("[3] 3 4 1 2 1 h 7 j\n")))
         .stderr(contains("[2] torn\n").and(contains("[3] torn\n")));
+}
+
+#[test]
+fn each_job_has_a_secret_and_several_nodes_must_be_given_one() {
+    let one_node = || {
+        let output = launch("2", &["sh", "-c", "echo $FSDP_SECRET"]).assert().success();
+        let lines = String::from_utf8_lossy(&output.get_output().stdout).into_owned();
+        let secrets: Vec<String> = lines.lines().map(|line| line.split(' ').nth(1).unwrap().to_owned()).collect();
+        assert!(secrets.len() == 2 && secrets[0] == secrets[1] && secrets[0].len() >= 32, "{lines}");
+        secrets[0].clone()
+    };
+    assert_ne!(one_node(), one_node());
+
+    let nodes = |options: &[&str]| {
+        let mut command = fsdp(&["launch", "--nproc", "1", "--nnodes", "2", "--master-addr", "node0"]);
+        command.args(options).args(["--", "sh", "-c", "echo ${FSDP_SECRET:-none} $FSDP_INSECURE"]);
+        command
+    };
+    nodes(&[]).assert().code(i32::from(exit_codes::USAGE)).stderr(contains("FSDP_SECRET"));
+    nodes(&["--insecure"]).assert().success().stdout("[0] none true\n");
+    let secret = "a secret of this test";
+    nodes(&[]).env("FSDP_SECRET", secret).assert().success().stdout(format!("[0] {secret} false\n"));
 }
 
 #[test]
@@ -180,7 +203,13 @@ fn a_rendezvous_that_fails_is_told_with_its_exit_code() {
     };
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port().to_string();
-    let place = [("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port.as_str())];
+    let place = [
+        ("RANK", "0"),
+        ("WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", port.as_str()),
+        ("FSDP_JOB_ID", "test"),
+    ];
     let lost = i32::from(exit_codes::RANK_LOST);
     let usage = i32::from(exit_codes::USAGE);
     alone(&place, &[]).assert().code(lost).stderr(contains(format!("rendezvous at `127.0.0.1:{port}` failed")));

@@ -61,6 +61,8 @@ impl fmt::Display for Launcher {
 ///
 /// `FSDP_SECRET` is a text that only the ranks of the job know, the same on all of them. `fsdp launch` makes one. Every
 /// connection between ranks begins with a proof that both sides know it; what is sent after that is not encrypted.
+/// Without a secret, ranks meet at a loopback address only, unless `FSDP_INSECURE` is `true`, and only if the job has a
+/// name: they could not tell jobs apart otherwise.
 ///
 /// If torchrun sets `TORCHELASTIC_USE_AGENT_STORE=True`, its agent listens at `MASTER_ADDR:MASTER_PORT` itself, with
 /// torch's key-value store. Then rank 0 listens on a free port of its own host, and the others read its address from the
@@ -86,6 +88,8 @@ pub struct Environment {
     pub job: String,
     /// The secret of the job: `FSDP_SECRET`.
     pub secret: Option<Secret>,
+    /// `true` if the ranks may meet at an address that other hosts reach, although there is no secret: `FSDP_INSECURE`.
+    pub insecure: bool,
     /// The key of rank 0's address in the store of torchrun's agent, if the agent keeps one.
     pub agent_store: Option<String>,
 }
@@ -95,6 +99,9 @@ const USE_AGENT_STORE: (&str, &str) = ("TORCHELASTIC_USE_AGENT_STORE", "True");
 
 /// The variable of the job's secret. It has no command line option, because command lines can be seen by everybody.
 const SECRET: &str = "FSDP_SECRET";
+
+/// The variable that allows ranks of several hosts to meet without a secret.
+const INSECURE: &str = "FSDP_INSECURE";
 
 impl Environment {
     /// Reads the place of this process from its environment variables.
@@ -178,6 +185,17 @@ impl Environment {
         format!("{open}{}{close}:{}", self.master_addr, self.master_port)
     }
 
+    /// Checks that the ranks of this job can tell it from others at the same port. torchrun's agent does that for its
+    /// ranks.
+    pub(crate) fn check_identity(&self) -> Result<(), CommError> {
+        // torchrun's name for a job without a name.
+        let has_name = !self.job.is_empty() && self.job != "none";
+        if has_name || self.secret.is_some() || self.agent_store.is_some() || self.world_size == 1 {
+            return Ok(());
+        }
+        Err(error("FSDP_JOB_ID", "is not set, nor is FSDP_SECRET: two jobs at one port could not be told apart"))
+    }
+
     fn default_master(&self, variables: &Variables<'_>) -> Result<String, CommError> {
         if self.world_size == 1 || self.local_world_size == Some(self.world_size) {
             return Ok("127.0.0.1".to_owned());
@@ -231,6 +249,7 @@ impl Variables<'_> {
             master_port: self.number("MASTER_PORT")?.unwrap_or(DEFAULT_MASTER_PORT),
             job: String::new(),
             secret: self.secret()?,
+            insecure: self.insecure()?,
             agent_store: None,
         })
     }
@@ -246,6 +265,14 @@ impl Variables<'_> {
 
     fn secret(&self) -> Result<Option<Secret>, CommError> {
         self.get(SECRET).map(|text| Secret::new(text).map_err(|reason| error(SECRET, reason))).transpose()
+    }
+
+    fn insecure(&self) -> Result<bool, CommError> {
+        match self.get(INSECURE).as_deref() {
+            None | Some("false" | "0") => Ok(false),
+            Some("true" | "1") => Ok(true),
+            Some(other) => Err(error(INSECURE, format!("is `{other}`, neither `true` nor `false`"))),
+        }
     }
 
     fn job(&self, names: &[&str]) -> String {

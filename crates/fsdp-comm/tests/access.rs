@@ -13,7 +13,14 @@ const DEADLINE: Duration = Duration::from_secs(10);
 const WORLD_SIZE: usize = 4;
 
 fn options(job: &str, rank: usize) -> StoreOptions {
-    StoreOptions { job: job.to_owned(), secret: None, rank, world_size: WORLD_SIZE, deadline: DEADLINE }
+    StoreOptions {
+        job: job.to_owned(),
+        secret: None,
+        insecure: false,
+        rank,
+        world_size: WORLD_SIZE,
+        deadline: DEADLINE,
+    }
 }
 
 fn host() -> TcpStore {
@@ -56,6 +63,17 @@ fn a_seat_is_for_those_who_know_the_secret() {
         assert!(!reason.contains("a secret"), "{reason}");
     }
     TcpStore::connect(store.address(), &with_secret(secret, 1)).unwrap();
+}
+
+#[test]
+fn without_a_secret_only_this_host_reaches_the_store() {
+    let everywhere = "0.0.0.0:0";
+    let reason = refusal(TcpStore::host(everywhere, &options("job", 0)));
+    assert!(reason.contains("FSDP_SECRET") && reason.contains("FSDP_INSECURE"), "{reason}");
+    let insecure = StoreOptions { insecure: true, ..options("job", 0) };
+    TcpStore::host(everywhere, &insecure).unwrap();
+    let secret = Some(Secret::random().unwrap());
+    TcpStore::host(everywhere, &StoreOptions { secret, ..options("job", 0) }).unwrap();
 }
 
 #[test]

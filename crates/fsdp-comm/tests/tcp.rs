@@ -184,6 +184,7 @@ fn nobody_at_the_address_is_an_error() {
     let elsewhere = Environment::from_variables(|name| match name {
         "RANK" => Some("0".to_owned()),
         "WORLD_SIZE" => Some("2".to_owned()),
+        "FSDP_SECRET" => Some("a secret of this test".to_owned()),
         // An address for documentation, which no host has.
         "MASTER_ADDR" => Some("192.0.2.1".to_owned()),
         _ => None,
@@ -201,6 +202,19 @@ fn a_taken_port_is_an_error() {
     // Whoever has taken it says nothing.
     let error = meet(environment(1, 2, port, "job"), 500).unwrap_err();
     assert!(matches!(&error, CommError::Rendezvous { .. }), "{error:?}");
+}
+
+#[test]
+fn jobs_without_a_name_or_a_secret_do_not_meet() {
+    for job in ["", "none"] {
+        for rank in [0, 1] {
+            let error = meet(environment(rank, 2, free_port(), job), 300).unwrap_err();
+            assert!(
+                matches!(&error, CommError::Environment { variable, .. } if variable == "FSDP_JOB_ID"),
+                "{error:?}"
+            );
+        }
+    }
 }
 
 #[test]

@@ -14,7 +14,8 @@ use std::time::Instant;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-use super::key::{KEY_BYTES, Key, Nonce, nonce};
+use super::key::{KEY_BYTES, Key};
+use super::nonce::{Nonce, nonce};
 use crate::blocking::{read_exact, write_all};
 
 /// The first bytes of a connection, which no other protocol begins with. The last one is the version.
@@ -77,7 +78,7 @@ pub(crate) fn knock(stream: &mut TcpStream, key: &Key, hello: Hello, until: Inst
     let client = nonce()?;
     write_all(stream, &[&MAGIC[..], &client].concat(), until)?;
     // Step 2: check the server's proof first, so that this process sends nothing about itself to a stranger.
-    let mut server: Nonce = [0; KEY_BYTES];
+    let mut server = Nonce::default();
     read_exact(stream, &mut server, until)?;
     let mut proof = [0; KEY_BYTES];
     read_exact(stream, &mut proof, until)?;
@@ -107,7 +108,7 @@ pub(super) async fn answer(stream: &mut tokio::net::TcpStream, key: &Key) -> io:
     if magic != MAGIC {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "it is no rank, or one of another version"));
     }
-    let mut client: Nonce = [0; KEY_BYTES];
+    let mut client = Nonce::default();
     stream.read_exact(&mut client).await?;
     // Step 2: answer the client's challenge, with one for the client.
     let server = nonce()?;

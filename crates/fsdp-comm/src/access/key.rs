@@ -1,17 +1,14 @@
 //! The key of a job, and the proofs that are made with it.
 
-use std::{fmt, io};
+use std::fmt;
 
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::{Digest, Sha256};
 
 use super::secret::Secret;
 
-/// The length of keys, of proofs and of nonces.
+/// The length of keys and of proofs.
 pub(super) const KEY_BYTES: usize = 32;
-
-/// A number that is used once.
-pub(crate) type Nonce = [u8; KEY_BYTES];
 
 /// The key with which the two sides of a connection show each other that they belong to the same job.
 ///
@@ -19,13 +16,6 @@ pub(crate) type Nonce = [u8; KEY_BYTES];
 /// it tells jobs apart, but keeps nobody out who knows the name.
 #[derive(Clone)]
 pub(crate) struct Key([u8; KEY_BYTES]);
-
-/// Returns a new nonce.
-pub(crate) fn nonce() -> io::Result<Nonce> {
-    let mut nonce = [0; KEY_BYTES];
-    getrandom::fill(&mut nonce)?;
-    Ok(nonce)
-}
 
 impl fmt::Debug for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -7,9 +7,11 @@
 mod door;
 mod handshake;
 mod key;
+mod nonce;
 mod secret;
 
 pub(crate) use self::door::let_in;
 pub(crate) use self::handshake::{Hello, Refusal, knock};
-pub(crate) use self::key::{Key, nonce};
+pub(crate) use self::key::Key;
+pub(crate) use self::nonce::{nonce, nonce_text};
 pub use self::secret::Secret;

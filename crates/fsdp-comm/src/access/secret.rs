@@ -1,13 +1,11 @@
 //! The secret of a job.
 
-use std::fmt::{self, Write as _};
-use std::io;
+use std::{fmt, io};
+
+use super::nonce::nonce_text;
 
 /// The fewest bytes of a secret. Whoever listens to a handshake can try guesses for as long as they like.
 const MIN_BYTES: usize = 16;
-
-/// The number of random bytes in a secret made here.
-const RANDOM_BYTES: usize = 32;
 
 /// A text that all ranks of a job know, and no other process.
 ///
@@ -34,14 +32,7 @@ impl Secret {
     /// # Errors
     /// The operating system has no random numbers.
     pub fn random() -> io::Result<Secret> {
-        let mut bytes = [0; RANDOM_BYTES];
-        getrandom::fill(&mut bytes)?;
-        let mut text = String::with_capacity(2 * RANDOM_BYTES);
-        for byte in bytes {
-            // Writing to a string cannot fail.
-            write!(text, "{byte:02x}").ok();
-        }
-        Ok(Secret(text))
+        nonce_text().map(Secret)
     }
 
     /// Returns the text, for the environment of a process that is to be a rank.

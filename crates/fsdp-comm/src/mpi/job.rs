@@ -160,7 +160,7 @@ fn open_store(world: &Communicator, deadline: Duration, until: Instant) -> Resul
     let buffers = Buffers { send: own.clone(), ..Buffers::default() };
     let gathered = world.all_gather(buffers, &vec![NAME_BYTES; world_size]);
     let names = wait(gathered.map_err(|error| failed("MPI_Iallgatherv", error))?, until)?.receive;
-    let options = StoreOptions { job: "mpi".to_owned(), secret: None, rank, world_size, deadline };
+    let options = StoreOptions { job: "mpi".to_owned(), secret: None, insecure: false, rank, world_size, deadline };
     let mut hosted = None;
     let mut told = Buffers::default();
     if rank == 0 {

@@ -34,8 +34,13 @@ impl TcpStore {
     /// Opens the store at `address` (`host:port`, port 0 for any) and connects to it.
     ///
     /// # Errors
-    /// [`CommError::Rendezvous`] if the address is not this host's or the port is taken.
+    /// [`CommError::Rendezvous`] if the address is not this host's, or the port is taken, or other hosts reach the address
+    /// and there is no secret.
     pub fn host(address: &str, options: &StoreOptions) -> Result<TcpStore, CommError> {
+        for found in address.to_socket_addrs().into_iter().flatten() {
+            let allowed = options.check_address(found.ip());
+            allowed.map_err(|message| rendezvous(address, format!("rank {}: {message}", options.rank)))?;
+        }
         let server = Server::start(address, options).map_err(|error| {
             let hint = match error.kind() {
                 ErrorKind::AddrInUse => "; is another job using this port? choose another MASTER_PORT",
@@ -81,6 +86,7 @@ impl TcpStore {
         options: &StoreOptions,
         until: Instant,
     ) -> Result<TcpStore, NotJoined> {
+        options.check_address(stream.peer_addr()?.ip()).map_err(NotJoined::Refused)?;
         // Step 1: both sides show that they belong to the same job.
         let hello = Hello::new(options.rank, options.world_size);
         let key = options.key();

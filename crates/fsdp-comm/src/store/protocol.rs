@@ -1,7 +1,7 @@
 //! The messages between clients and the store, each after its length.
 
 use std::io;
-use std::net::TcpStream;
+use std::net::{IpAddr, TcpStream};
 use std::time::{Duration, Instant};
 
 use serde::de::DeserializeOwned;
@@ -30,6 +30,8 @@ pub struct StoreOptions {
     pub job: String,
     /// The secret of the job. Without one, the store lets in everybody who knows the job's name.
     pub secret: Option<Secret>,
+    /// `true` if the ranks may meet at an address that other hosts reach, although there is no secret.
+    pub insecure: bool,
     /// This rank.
     pub rank: usize,
     /// The number of ranks of the job.
@@ -39,6 +41,17 @@ pub struct StoreOptions {
 }
 
 impl StoreOptions {
+    /// Checks that a rank may listen at this address, or trust it.
+    pub(super) fn check_address(&self, ip: IpAddr) -> Result<(), String> {
+        if self.secret.is_some() || self.insecure || ip.is_loopback() {
+            return Ok(());
+        }
+        Err(format!(
+            "without a secret, ranks meet at addresses of their own host only, and {ip} is none: set FSDP_SECRET to the \
+             same random text on all ranks, or FSDP_INSECURE to `true` to trust everybody in the network"
+        ))
+    }
+
     /// Returns the key that all ranks of the job have.
     pub(super) fn key(&self) -> Key {
         Key::of_job(self.secret.as_ref(), &self.job)

@@ -51,11 +51,19 @@ pub(crate) struct Place {
 /// Opens the store of a job. Rank 0 hosts it at the job's address or, if torchrun's agent listens there, at a free port.
 pub(super) fn open(environment: &Environment, deadline: Duration) -> Result<TcpStore, CommError> {
     let &Environment { rank, world_size, .. } = environment;
-    let options =
-        StoreOptions { job: environment.job.clone(), secret: environment.secret.clone(), rank, world_size, deadline };
+    let options = StoreOptions {
+        job: environment.job.clone(),
+        secret: environment.secret.clone(),
+        insecure: environment.insecure,
+        rank,
+        world_size,
+        deadline,
+    };
     let master = environment.master();
+    environment.check_identity()?;
+    let one_host = environment.local_world_size == Some(world_size);
     match &environment.agent_store {
-        Some(key) => TcpStore::through_agent(&master, key, &options),
+        Some(key) => TcpStore::through_agent(&master, key, one_host, &options),
         None if rank == 0 => TcpStore::host(&master, &options),
         None => TcpStore::connect(&master, &options),
     }
