@@ -64,6 +64,10 @@ enum Command {
     /// Start the processes of a job on this node, and end them together
     #[cfg(feature = "train")]
     Launch(launch::LaunchArguments),
+    /// End the processes of a job whose `fsdp launch` was killed
+    #[cfg(feature = "train")]
+    #[command(name = launch::guard::COMMAND, hide = true)]
+    LaunchGuard,
     /// Tell what a job would find here: backends, launcher, cores, memory, GPUs, libraries
     #[cfg(feature = "train")]
     Doctor(doctor::DoctorArguments),
@@ -133,6 +137,11 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Train(arguments) => train::run(&arguments),
         #[cfg(feature = "train")]
         Command::Launch(arguments) => launch::run(&arguments),
+        #[cfg(feature = "train")]
+        Command::LaunchGuard => {
+            launch::guard::run();
+            Ok(())
+        }
         #[cfg(feature = "train")]
         Command::Doctor(arguments) => doctor::run(&arguments),
         Command::Inspect(arguments) => inspect::run(&arguments),

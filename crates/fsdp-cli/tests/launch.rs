@@ -119,6 +119,22 @@ fn the_first_failure_ends_all_and_its_exit_code_is_returned() {
     launch("2", &["./no-such-program"]).assert().code(i32::from(exit_codes::USAGE)).stderr(contains("no-such-program"));
 }
 
+#[test]
+fn the_rank_that_failed_first_is_blamed_although_others_end_before_it() {
+    // Ranks 0 and 2 fail because of rank 1, which takes longer to say why it failed.
+    let script = "if [ $RANK = 1 ]; then sleep 0.5; echo the reason >&2; exit 7; fi; \
+                  printf 1 > $FSDP_BLAME_DIR/$RANK; echo lost rank 1 >&2; exit 16";
+    let blamed =
+        contains("error: rank 1 failed with exit code 7").and(contains("the last lines of rank 1:\n  the reason\n"));
+    let listed = contains("all exits: ranks 0, 2 failed with exit code 16; rank 1 failed with exit code 7");
+    launch("3", &["sh", "-c", script]).assert().code(7).stderr(blamed.and(listed));
+    // A rank that does not end by itself is not the one that is reported, but it is named.
+    let script = "if [ $RANK = 1 ]; then exec sleep 600; fi; printf 1 > $FSDP_BLAME_DIR/$RANK; exit 16";
+    let listed = contains("rank 1 was ended by signal 15 after it was told to end");
+    let blamed = contains("error: rank 0 failed with exit code 16 because of rank 1");
+    launch("2", &["sh", "-c", script]).assert().code(16).stderr(blamed.and(listed));
+}
+
 /// Its process is gone, or will be once its new parent has waited for it.
 fn assert_ended(pid: i32) {
     let limit = Instant::now() + Duration::from_secs(20);
@@ -136,15 +152,19 @@ fn start(dir: &Path, nproc: usize, then: &str) -> (std::process::Child, Vec<i32>
     command.args(["launch", "--grace", "5", "--nproc", &nproc.to_string(), "--", "sh", "-c", &script]);
     command.env_remove("FSDP_BACKEND").stdout(Stdio::null()).stderr(Stdio::piped());
     let child = command.spawn().unwrap();
+    (child, (0..nproc).map(|rank| wait_for_pid(&dir.join(rank.to_string()))).collect())
+}
+
+/// Waits until a process has written its id to this file.
+fn wait_for_pid(file: &Path) -> i32 {
     let limit = Instant::now() + Duration::from_secs(60);
-    let pid = |rank: usize| loop {
-        match fs::read_to_string(dir.join(rank.to_string())) {
-            Ok(pid) => break pid.trim().parse().unwrap(),
-            Err(_) => assert!(Instant::now() < limit, "rank {rank} did not start"),
+    loop {
+        match fs::read_to_string(file) {
+            Ok(pid) => return pid.trim().parse().unwrap(),
+            Err(_) => assert!(Instant::now() < limit, "{} was not written", file.display()),
         }
         thread::sleep(Duration::from_millis(10));
-    };
-    (child, (0..nproc).map(pid).collect())
+    }
 }
 
 #[test]
@@ -164,6 +184,21 @@ fn a_killed_launch_leaves_no_process() {
     launch.kill().unwrap();
     launch.wait().unwrap();
     pids.into_iter().for_each(assert_ended);
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_killed_launch_leaves_nothing_that_its_processes_started() {
+    let dir = TempDir::new().unwrap();
+    let then = format!(
+        "sleep 600 & echo $! > {0}/child-$RANK.new; mv {0}/child-$RANK.new {0}/child-$RANK; wait",
+        dir.path().display()
+    );
+    let (mut launch, pids) = start(dir.path(), 2, &then);
+    let children: Vec<i32> = (0..2).map(|rank| wait_for_pid(&dir.path().join(format!("child-{rank}")))).collect();
+    launch.kill().unwrap();
+    launch.wait().unwrap();
+    pids.into_iter().chain(children).for_each(assert_ended);
 }
 
 #[test]

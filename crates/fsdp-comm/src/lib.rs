@@ -34,6 +34,7 @@
 mod access;
 mod backend;
 mod backend_kind;
+mod blame;
 mod blocking;
 mod buffer;
 mod collectives;
@@ -61,6 +62,7 @@ mod wire;
 
 pub use access::Secret;
 pub use backend_kind::BackendKind;
+pub use blame::BLAME_DIR;
 pub use element::Element;
 pub use environment::{DEFAULT_MASTER_PORT, Environment, Launcher, MAX_WORLD_SIZE};
 pub use error::{CommError, MAX_MESSAGE_BYTES, RankCall, RankFailure};

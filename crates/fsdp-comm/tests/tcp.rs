@@ -10,7 +10,7 @@ mod processes;
 use std::time::Duration;
 
 use conformance::{Case, DEADLINE, cases};
-use fsdp_comm::{CommError, Environment, ReduceOp, TcpOptions};
+use fsdp_comm::{BLAME_DIR, CommError, Environment, ReduceOp, TcpOptions};
 use processes::{Ranks, SHORT_DEADLINE, free_port};
 use rustix::process::Signal;
 
@@ -104,8 +104,10 @@ conformance_tests! {
 fn hit(signal: Signal, victim: usize, len: usize, memory: &str, reason: &str) {
     let log = tempfile::NamedTempFile::new().unwrap();
     let victim_variable = victim.to_string();
+    let blame = tempfile::tempdir().unwrap();
     let variables = [
         ("FSDP_TEST_MEMORY", memory),
+        (BLAME_DIR, blame.path().to_str().unwrap()),
         ("FSDP_TEST_VICTIM", &victim_variable),
         ("FSDP_TEST_LOG", log.path().to_str().unwrap()),
     ];
@@ -118,6 +120,8 @@ fn hit(signal: Signal, victim: usize, len: usize, memory: &str, reason: &str) {
     let survivors: Vec<usize> = (0..3).filter(|&rank| rank != victim).collect();
     for (rank, output) in ranks.wait_for(&survivors, SHORT_DEADLINE + Duration::from_secs(2)) {
         assert!(output.contains(reason) && output.contains(&format!("rank {victim}")), "rank {rank}: {output}");
+        let blamed = std::fs::read_to_string(blame.path().join(rank.to_string())).unwrap();
+        assert_eq!(blamed, victim.to_string(), "rank {rank}");
     }
 }
 

@@ -1,31 +1,37 @@
 //! `fsdp launch`: starts the processes of a job on this node, and ends them together.
 
 mod arguments;
+mod exits;
+pub(crate) mod guard;
 mod lines;
 #[cfg(target_os = "linux")]
 #[expect(unsafe_code, reason = "a system call between fork and exec")]
 mod parent;
 mod ranks;
 
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use fsdp::comm::BLAME_DIR;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 pub(crate) use self::arguments::LaunchArguments;
-use self::lines::Lines;
-use self::ranks::{Event, Ranks};
-use crate::job_failure::JobError;
+use self::exits::Cause;
+use self::guard::Guard;
+use self::lines::{LastLines, Lines};
+use self::ranks::{Ended, Event, Ranks};
+use crate::job_failure::{JobError, RankEnded};
+use crate::output;
 
 /// Starts the processes of a job on this node, and waits for them: `fsdp launch`.
 ///
 /// # Errors
-/// Processes that cannot be started; [`RankEnded`](crate::job_failure::RankEnded) for the first that failed. None is left
-/// running on return.
+/// Processes that cannot be started; [`RankEnded`] for the first that failed. None is left running on return.
 pub(crate) fn run(arguments: &LaunchArguments) -> Result<()> {
     let place = arguments.place()?;
     let (events, happened) = mpsc::channel();
@@ -36,12 +42,14 @@ pub(crate) fn run(arguments: &LaunchArguments) -> Result<()> {
     thread::Builder::new().name("signals".to_owned()).spawn(forward).context("failed to start a thread")?;
 
     // Step 2: start the processes. Each is watched before anything else can fail, so that a failure ends it.
-    let mut ranks = Ranks::new(events, happened, Duration::from_secs(arguments.grace));
+    let mut ranks = Ranks::new(events, happened, Duration::from_secs(arguments.grace), Guard::start()?);
+    let notes = tempfile::tempdir().context("failed to make a directory for the ranks' notes")?;
     let lines = Lines::new();
     for local_rank in 0..arguments.nproc {
         let rank = place.rank(local_rank);
         let mut child = command(arguments)?
             .envs(place.variables(local_rank))
+            .env(BLAME_DIR, notes.path())
             .spawn()
             .map_err(|source| JobError::Program { program: program(arguments), source })?;
         let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
@@ -49,9 +57,36 @@ pub(crate) fn run(arguments: &LaunchArguments) -> Result<()> {
         lines.copy(rank, stdout, stderr)?;
     }
     // Step 3: wait for all processes, then for the rest of their output.
-    let result = ranks.wait();
-    lines.finish();
-    result
+    let ended = ranks.wait();
+    let last_lines = lines.finish();
+    report(ended?, &last_lines, notes.path())
+}
+
+/// Reports the exits of all processes, unless all went well.
+///
+/// # Errors
+/// [`RankEnded`] for the process that the others failed because of.
+fn report(ended: Ended, last_lines: &LastLines, notes: &Path) -> Result<()> {
+    let Ended { exits, signal } = ended;
+    let Some(Cause { exit, because_of }) = exits::cause(&exits, notes) else { return Ok(()) };
+    let rank = exit.rank;
+    if exits.len() > 1 {
+        output::talk(&format!("all exits: {}", exits::list(&exits)));
+    }
+    let mut how = exit.describe();
+    if let Some(signal) = signal {
+        how.push_str(&format!(", after signal {signal} to `fsdp launch`"));
+    } else if !because_of.is_empty() {
+        how.push_str(&format!(" because of {}", exits::ranges(because_of)));
+    }
+    if signal.is_none() {
+        let lines = last_lines.get(&rank).into_iter().flatten();
+        let lines: String = lines.map(|line| format!("\n  {line}")).collect();
+        if !lines.is_empty() {
+            output::talk(&format!("the last lines of rank {rank}:{lines}"));
+        }
+    }
+    Err(RankEnded { rank, how, code: exit.code() }.into())
 }
 
 fn command(arguments: &LaunchArguments) -> Result<Command> {

@@ -11,7 +11,7 @@ pub(crate) type Nonce = [u8; NONCE_BYTES];
 /// Returns a new nonce.
 pub(crate) fn nonce() -> io::Result<Nonce> {
     let mut nonce = [0; NONCE_BYTES];
-    getrandom::fill(&mut nonce)?;
+    getrandom::fill(&mut nonce).map_err(|error| io::Error::other(error.to_string()))?;
     Ok(nonce)
 }
 
