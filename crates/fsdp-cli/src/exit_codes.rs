@@ -24,6 +24,8 @@ pub const NO_SPACE: u8 = 15;
 pub const RANK_LOST: u8 = 16;
 /// Two things that should match do not: two checkpoints, or a checkpoint of another model.
 pub const DIFFERENCE: u8 = 17;
+/// A signal stopped the run, which saved a checkpoint first: it can be resumed.
+pub const STOPPED: u8 = 18;
 
 /// Returns the exit code of a kind of failure.
 #[must_use]

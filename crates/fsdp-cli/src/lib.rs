@@ -17,6 +17,7 @@ mod manual;
 mod outcome;
 mod output;
 mod progress;
+mod stop;
 mod text;
 mod tree;
 mod verify;
@@ -53,7 +54,7 @@ struct Arguments {
 const AFTER_HELP: &str = "\
 Exit codes: 0 done, 1 internal error, 2 usage, 10 corrupt checkpoint, 11 incomplete or no checkpoint, \
 12 unsupported version, 13 unsafe input refused, 14 input/output, 15 no space, 16 rank lost or timeout, \
-17 difference (two checkpoints, or a checkpoint of another model).
+17 difference (two checkpoints, or a checkpoint of another model), 18 stopped by a signal, and saved.
 Every option can also be set by an environment variable, which its help names. RUST_LOG=info turns logs on.";
 
 #[derive(Debug, Subcommand)]
@@ -103,6 +104,8 @@ pub fn main() -> ExitCode {
     });
     match result {
         Ok(()) => ExitCode::from(exit_codes::OK),
+        // It has told so where it stopped.
+        Err(error) if error.is::<failure::Stopped>() => ExitCode::from(exit_codes::STOPPED),
         Err(error) if may_end_early && error.is::<output::StdoutClosed>() => ExitCode::from(exit_codes::OK),
         Err(error) => {
             output::error(&error, outcome::hint(&error));

@@ -8,7 +8,7 @@ use fsdp_dcp::{FileError, FormatError};
 use fsdp_layout::{ErrorKind, Failure};
 
 use crate::exit_codes;
-use crate::failure::{Damaged, Different, UsageError};
+use crate::failure::{ConversionStopped, Damaged, Different, Stopped, UsageError};
 #[cfg(feature = "train")]
 use crate::job_failure;
 use crate::output::StdoutClosed;
@@ -37,6 +37,13 @@ fn code_of(cause: &(dyn StdError + 'static)) -> Option<u8> {
     }
     if let Some(damaged) = cause.downcast_ref::<Damaged>() {
         return Some(damaged.exit_code());
+    }
+    if cause.is::<Stopped>() {
+        return Some(exit_codes::STOPPED);
+    }
+    if let Some(ConversionStopped { signal, .. }) = cause.downcast_ref() {
+        // As shells do for a process that a signal has ended.
+        return Some(128 + signal);
     }
     if cause.is::<StdoutClosed>() {
         return Some(exit_codes::IO);

@@ -24,7 +24,7 @@ impl Exit {
 
     /// Returns `true` if the other processes cannot go on after this.
     pub(super) fn is_failure(self) -> bool {
-        !self.status.success()
+        !self.status.success() && self.code() != exit_codes::STOPPED
     }
 
     /// Returns the exit code, as shells do for signals.
@@ -36,6 +36,7 @@ impl Exit {
     pub(super) fn describe(self) -> String {
         match (self.status.code(), self.status.signal()) {
             (Some(0), _) => "succeeded".to_owned(),
+            (Some(code), _) if code == i32::from(exit_codes::STOPPED) => "stopped and saved, as it was told".to_owned(),
             (Some(code), _) => format!("failed with exit code {code}"),
             (None, Some(signal)) => format!("was ended by signal {signal}"),
             (None, None) => format!("failed: {}", self.status),

@@ -25,6 +25,7 @@ use self::exits::Cause;
 use self::guard::Guard;
 use self::lines::{LastLines, Lines};
 use self::ranks::{Ended, Event, Ranks};
+use crate::failure::Stopped;
 use crate::job_failure::{JobError, RankEnded};
 use crate::output;
 
@@ -72,6 +73,10 @@ fn report(ended: Ended, last_lines: &LastLines, notes: &Path) -> Result<()> {
     let rank = exit.rank;
     if exits.len() > 1 {
         output::talk(&format!("all exits: {}", exits::list(&exits)));
+    }
+    if !exit.is_failure() {
+        output::talk("all processes stopped and saved, as they were told");
+        return Err(Stopped.into());
     }
     let mut how = exit.describe();
     if let Some(signal) = signal {

@@ -7,7 +7,7 @@ use anyhow::Result;
 use fsdp::comm::{BackendKind, CommError, Environment, init_process_group_within};
 
 use super::arguments::{BackendName, TrainArguments};
-use super::rank::{self, Job};
+use super::rank::{self, Ended, Job};
 use crate::job_failure::JobError;
 
 /// The place of this process among the ranks, and the way in which they reach each other.
@@ -75,13 +75,15 @@ impl Launched {
     ///
     /// # Errors
     /// The rendezvous; whatever goes wrong on this rank, or on another one.
-    pub(super) fn run(self, ranks: &Ranks, job: &Job<'_>) -> Result<()> {
+    pub(super) fn run(self, ranks: &Ranks, job: &Job<'_>) -> Result<Ended> {
         let group = init_process_group_within(self.backend, ranks.deadline)?;
         // Each process has read its own command line, and found its own newest checkpoint, so compare them.
         let mut hasher = DefaultHasher::new();
         format!("{:?} {} {:?}", job.settings, job.start(), job.batches).hash(&mut hasher);
         let start = format!("train from step {}", job.start());
         group.agree_on(&start, hasher.finish(), Ok::<_, CommError>(()))?;
+        // Until here a signal may end this process at once: nothing would be lost.
+        job.stop.watch()?;
         let result = ranks.run_one(group.rank(), || rank::run(group.clone(), job))?;
         // Leaving the group tells the others of the failure. That happens when this process ends, after it has reported
         // its error.

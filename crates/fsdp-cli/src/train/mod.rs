@@ -21,10 +21,12 @@ use fsdp::checkpoint::{StepCheckpoint, latest_checkpoint};
 use fsdp::prelude::*;
 
 use self::launched::Launched;
-use self::rank::Job;
+use self::rank::{Ended, Job};
 use self::settings::{Resume, Settings};
 use super::output;
+use crate::failure::Stopped;
 use crate::job_failure::{JobError, is_about_others};
+use crate::stop::StopRequest;
 
 use self::arguments::DeviceName;
 pub(crate) use self::arguments::TrainArguments;
@@ -93,12 +95,30 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     let resume = Mutex::new(resume.map(Arc::new));
     let threads_per_rank = ranks.threads_per_rank();
     let local_rank = launched.as_ref().map(Launched::local_rank);
-    let job = Job { arguments, settings, text, batches, from, resume, mesh, threads_per_rank, device, local_rank };
-    if let Some(launched) = launched {
-        return launched.run(&ranks, &job);
+    let stop = StopRequest::default();
+    let job =
+        Job { arguments, settings, text, batches, from, resume, mesh, threads_per_rank, device, local_rank, stop };
+    let ended = match launched {
+        Some(launched) => launched.run(&ranks, &job)?,
+        None => run_threads(&ranks, &job)?,
+    };
+    match ended {
+        Ended::Done => Ok(()),
+        Ended::Stopped => Err(Stopped.into()),
     }
-    let results = ranks.run(|group| rank::run(group, &job))?;
-    first_cause(results.into_iter().filter_map(Result::err))
+}
+
+/// Trains with ranks that are threads of this process.
+///
+/// # Errors
+/// Whatever goes wrong on a rank.
+fn run_threads(ranks: &Ranks, job: &Job<'_>) -> Result<Ended> {
+    job.stop.watch()?;
+    let results = ranks.run(|group| rank::run(group, job))?;
+    let (ended, errors): (Vec<_>, Vec<_>) = results.into_iter().partition(Result::is_ok);
+    first_cause(errors.into_iter().filter_map(Result::err))?;
+    // All ranks end alike.
+    Ok(ended.into_iter().flatten().next().unwrap_or(Ended::Done))
 }
 
 /// Returns the mesh of hybrid sharding: replicas x shards.

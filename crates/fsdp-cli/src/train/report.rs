@@ -52,6 +52,9 @@ pub(super) enum Event<'a> {
     },
     Step(&'a StepMetrics),
     Checkpoint(&'a Saved<'a>),
+    Stopped {
+        step: u64,
+    },
     End {
         step: u64,
         sample: Option<&'a str>,
@@ -146,6 +149,20 @@ impl Report {
             "saved `{path}`: {mib:.1} MiB in {seconds:.2} s ({speed:.2} GB/s), training waited {stall_seconds:.2} s"
         ));
         self.event(&Event::Checkpoint(saved))
+    }
+
+    /// Reports that a signal stopped the run after this many steps.
+    ///
+    /// # Errors
+    /// stdout is closed.
+    pub(super) fn stopped(&self, step: u64) -> Result<()> {
+        if let Some(bar) = &self.bar {
+            bar.abandon();
+            output::talk("");
+        }
+        let steps = self.steps;
+        self.tell(&format!("stopped by a signal after step {step}/{steps}, which is saved: go on with `--resume`"));
+        self.event(&Event::Stopped { step })
     }
 
     /// Reports the end of the run.
