@@ -19,6 +19,29 @@ const RANKS: usize = 3;
 const DEADLINE: Duration = Duration::from_secs(4);
 const LATE: Duration = Duration::from_secs(2);
 
+#[test]
+fn gradients_that_are_not_finite_end_the_run_or_skip_the_step_but_are_never_applied() {
+    let dir = TempDir::new().unwrap();
+    // The first update makes the parameters so large that the next gradients are not finite.
+    let run = |out: &Path, nonfinite: &str| {
+        let mut command = Command::new(FSDP);
+        command.args(["train", "--nproc", "2", "--steps", "4", "--save-every", "1", "--sample", "0", "--lr", "1e38"]);
+        command.args(["--optimizer", "sgd", "--nonfinite", nonfinite, "--out"]).arg(out).output().unwrap()
+    };
+    let (ends, skips) = (dir.path().join("ends"), dir.path().join("skips"));
+    let ended = run(&ends, "error");
+    let talk = String::from_utf8_lossy(&ended.stderr);
+    assert_eq!(ended.status.code(), Some(i32::from(exit_codes::INTERNAL)), "{talk}");
+    assert!(talk.contains("step 2 was not done") && talk.contains("gradients of some rank are not finite"), "{talk}");
+    assert_eq!(latest_checkpoint(&ends).unwrap().unwrap().step, 1);
+    let skipped = run(&skips, "skip");
+    let talk = String::from_utf8_lossy(&skipped.stderr);
+    assert!(skipped.status.success() && talk.contains("step 4/4: the gradients are not finite"), "{talk}");
+    let metrics = fs::read_to_string(skips.join("metrics.jsonl")).unwrap();
+    let skipped: Vec<bool> = metrics.lines().map(|line| line.contains(r#""skipped":true"#)).collect();
+    assert_eq!(skipped, [false, true, true, true]);
+}
+
 /// Nothing else takes longer than this.
 const HANG: Duration = Duration::from_secs(60);
 

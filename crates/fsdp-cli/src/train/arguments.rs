@@ -48,6 +48,14 @@ impl OptimizerName {
     }
 }
 
+/// The reaction to gradients that are not finite.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub(super) enum NonFinite {
+    #[default]
+    Error,
+    Skip,
+}
+
 /// The ways in which ranks reach each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(super) enum BackendName {
@@ -166,6 +174,9 @@ pub(crate) struct TrainArguments {
     /// Scale gradients down so that their norm over all parameters is at most this
     #[arg(long, value_name = "NORM", env = "FSDP_CLIP_GRAD_NORM", value_parser = positive)]
     pub(super) clip_grad_norm: Option<f64>,
+    /// When gradients of some rank are NaN or infinite: end the run with an error, or skip the update of that step
+    #[arg(long, value_enum, default_value_t, env = "FSDP_NONFINITE")]
+    pub(super) nonfinite: NonFinite,
     /// Backwards of a step on each rank; only the last one communicates
     #[arg(long, value_name = "A", default_value_t = 1, env = "FSDP_ACCUMULATE", value_parser = size())]
     pub(super) accumulate: usize,

@@ -5,13 +5,14 @@ use std::time::Instant;
 
 use crate::data::{Batches, Text};
 use crate::gpt::Gpt;
-use anyhow::Result;
+use anyhow::{Error, Result};
 use candle_core::Device;
 use fsdp::checkpoint::StepCheckpoint;
+use fsdp::nn::NnError;
 use fsdp::prelude::*;
 use tracing::info_span;
 
-use super::arguments::{DeviceName, TrainArguments};
+use super::arguments::{DeviceName, NonFinite, TrainArguments};
 use super::checkpoints::Checkpoints;
 use super::report::{Event, Report, SCHEMA, StepMetrics};
 use super::sample::sample;
@@ -187,11 +188,8 @@ impl Rank<'_> {
             loss += self.run.model.no_sync(|_| self.backward(step, part))?;
         }
         loss += self.backward(step, last)?;
+        let updated = self.update(step)?;
         let parameters = self.run.model.parameters();
-        if let Some(norm) = self.job.arguments.clip_grad_norm {
-            parameters.clip_grad_norm(norm)?;
-        }
-        info_span!("optimizer").in_scope(|| self.run.optimizers.iter_mut().try_for_each(Optimizer::step))?;
         parameters.zero_grad();
         let group = self.run.model.group();
         // A signal may have come to some ranks only, or to one later than to another: so they agree, with the loss.
@@ -206,11 +204,30 @@ impl Rank<'_> {
         let metrics = StepMetrics {
             step,
             loss: mean[0],
+            skipped: !updated,
             tokens_per_s: (batch * seq) as f64 / seconds,
             parameter_bytes: bytes.iter().step_by(2).copied().collect(),
             peak_parameter_bytes: bytes.iter().skip(1).step_by(2).copied().collect(),
         };
         Ok(Outcome { metrics, stops: mean[1] > 0.0 })
+    }
+
+    /// Updates the parameters. Returns `false` if the gradients are not finite, and such steps are skipped.
+    fn update(&mut self, step: u64) -> Result<bool> {
+        let TrainArguments { clip_grad_norm, nonfinite, .. } = *self.job.arguments;
+        let parameters = self.run.model.parameters();
+        let norm = match clip_grad_norm {
+            Some(limit) => parameters.clip_grad_norm(limit),
+            None => parameters.finite_grad_norm(),
+        };
+        match norm {
+            Ok(_) => {}
+            // The norm is that of all ranks' gradients, so all ranks skip the step, or none does.
+            Err(NnError::NonFiniteGradients { .. }) if nonfinite == NonFinite::Skip => return Ok(false),
+            Err(error) => return Err(Error::new(error).context(format!("step {} was not done", step + 1))),
+        }
+        info_span!("optimizer").in_scope(|| self.run.optimizers.iter_mut().try_for_each(Optimizer::step))?;
+        Ok(true)
     }
 
     /// Forward and backward of a part of this rank's rows; returns its share of the rank's loss.

@@ -27,6 +27,9 @@ pub(super) struct StepMetrics {
     pub(super) step: u64,
     /// The mean over the global batch, before the step's update.
     pub(super) loss: f64,
+    /// `true` if gradients were not finite, so that the parameters were not updated.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(super) skipped: bool,
     pub(super) tokens_per_s: f64,
     /// The bytes of parameters that live on each rank between steps.
     pub(super) parameter_bytes: Vec<u64>,
@@ -123,6 +126,9 @@ impl Report {
         self.metrics.write_all(line.as_bytes()).with_context(failed)?;
         let done = metrics.step + 1;
         let StepMetrics { loss, tokens_per_s, .. } = metrics;
+        if metrics.skipped {
+            self.tell(&format!("step {done}/{}: the gradients are not finite, and the update is skipped", self.steps));
+        }
         match &self.bar {
             Some(bar) => {
                 bar.set_message(format!("loss {loss:.4}, {tokens_per_s:.0} tokens/s"));
