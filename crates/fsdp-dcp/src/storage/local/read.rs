@@ -69,7 +69,7 @@ impl LocalDirectory {
 
     fn failed(&self, relative: &str, errno: Errno) -> FileError {
         if errno == Errno::LOOP && self.links == Links::Refuse {
-            return self.refused(relative, "it is, or leads through, a symbolic link");
+            return self.refused(relative, "a symbolic link is on the way; `cp -rL` makes a copy without links");
         }
         FileError::io("open", self.path.join(relative))(errno.into())
     }
