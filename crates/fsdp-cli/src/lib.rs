@@ -96,7 +96,8 @@ pub fn main() -> ExitCode {
     let command = Arguments::parse().command;
     // A reader of stdout that has seen enough is no error, but a training run that stopped halfway must not look done.
     let may_end_early = !command.trains();
-    let result = logs::start(command.trace_file().as_deref()).and_then(|guard| {
+    let result = stop::survive_file_size_limit().and_then(|()| logs::start(command.trace_file().as_deref()));
+    let result = result.and_then(|guard| {
         let result = run(command);
         // Completes the trace file.
         drop(guard);

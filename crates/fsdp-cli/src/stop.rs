@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use anyhow::{Context as _, Result};
 use fsdp_dcp::storage::{Step, StepHook};
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::flag;
 
 /// The request to stop, if there was one. Clones share it.
@@ -38,6 +38,17 @@ impl StopRequest {
     pub(crate) fn signal(&self) -> Option<u8> {
         u8::try_from(self.signal.load(Ordering::Relaxed)).ok().filter(|&signal| signal != 0)
     }
+}
+
+/// Keeps a limit on the size of files (`ulimit -f`) from ending the process: writing beyond it is an error instead, which
+/// says what was written and cleans up.
+///
+/// # Errors
+/// The system does not allow it.
+pub(crate) fn survive_file_size_limit() -> Result<()> {
+    // Any handler keeps the process alive, and nothing needs to know that the signal came.
+    let registered = flag::register(SIGXFSZ, Arc::default());
+    registered.map(drop).context("failed to handle the signal of too large files")
 }
 
 /// Writing goes no further after a request to stop. Steps that publish or remove something are done whole.

@@ -20,6 +20,20 @@ const DEADLINE: Duration = Duration::from_secs(4);
 const LATE: Duration = Duration::from_secs(2);
 
 #[test]
+fn a_limit_on_the_size_of_files_is_an_error_and_no_death() {
+    let dir = TempDir::new().unwrap();
+    let out = dir.path().join("out");
+    let script = format!("ulimit -f 64; exec {FSDP} train --nproc 2 --steps 1 --sample 0 --out {}", out.display());
+    let output = Command::new("sh").args(["-c", &script]).stdin(Stdio::null()).output().unwrap();
+    let talk = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(i32::from(exit_codes::IO)), "{talk}");
+    assert!(talk.contains("File too large") && talk.contains(".distcp"), "{talk}");
+    // Nothing of the checkpoint is left.
+    let left: Vec<_> = fs::read_dir(&out).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(left, ["metrics.jsonl"]);
+}
+
+#[test]
 fn gradients_that_are_not_finite_end_the_run_or_skip_the_step_but_are_never_applied() {
     let dir = TempDir::new().unwrap();
     // The first update makes the parameters so large that the next gradients are not finite.
