@@ -1,6 +1,6 @@
 //! The reports of a run: a line of JSON per step in `metrics.jsonl`, a progress bar or lines on stderr, JSON on stdout.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, IsTerminal as _, Write as _};
 use std::path::{Path, PathBuf};
 
@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::arguments::TrainArguments;
 use crate::output;
+use fsdp::dcp::storage::Durable;
 
 /// The file of all steps' metrics, in a run's directory.
 pub(super) const METRICS_FILE: &str = "metrics.jsonl";
@@ -95,7 +96,8 @@ impl Report {
     pub(super) fn open(arguments: &TrainArguments, start: u64) -> Result<Self> {
         let TrainArguments { out, steps, json, no_progress, .. } = arguments;
         let (steps, json) = (*steps, *json);
-        fs::create_dir_all(out).with_context(|| format!("failed to create `{}`", out.display()))?;
+        // Checkpoints are saved in it, which must not vanish with it when power fails.
+        Durable::new().create_directories(out)?;
         let path = out.join(METRICS_FILE);
         let failed = || format!("failed to open `{}`", path.display());
         let metrics = OpenOptions::new().read(true).append(true).create(true).open(&path).with_context(failed)?;

@@ -30,6 +30,35 @@ fn what_is_committed_is_there_and_nothing_else() {
     }
 }
 
+/// A hook that writes down the steps.
+#[derive(Default)]
+struct Recorder(std::sync::Mutex<Vec<(Step, std::path::PathBuf)>>);
+
+impl StepHook for Recorder {
+    fn before(&self, step: Step, path: &Path) -> std::io::Result<()> {
+        self.0.lock().unwrap().push((step, path.to_owned()));
+        Ok(())
+    }
+}
+
+#[test]
+fn new_directories_are_durable_in_their_parents() {
+    let parent = tempfile::tempdir().unwrap();
+    let recorder = std::sync::Arc::new(Recorder::default());
+    let durable = Durable::with_hook(recorder.clone());
+    let (outer, inner) = (parent.path().join("runs"), parent.path().join("runs/demo"));
+    durable.create_directories(&inner).unwrap();
+    // What is there already takes no steps.
+    durable.create_directories(&inner).unwrap();
+    let expected = [
+        (Step::CreateDirectory, outer.clone()),
+        (Step::SyncDirectory, parent.path().to_owned()),
+        (Step::CreateDirectory, inner),
+        (Step::SyncDirectory, outer),
+    ];
+    assert_eq!(*recorder.0.lock().unwrap(), expected);
+}
+
 #[test]
 fn overwriting_must_be_asked_for() {
     let parent = tempfile::tempdir().unwrap();

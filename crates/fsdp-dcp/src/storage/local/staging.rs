@@ -33,7 +33,7 @@ impl LocalStage {
     /// Makes a staging directory. Missing parents are created.
     pub(super) fn prepare(durable: &Durable, target: &Path, overwrite: bool) -> Result<Self, FileError> {
         let (parent, _) = staging_prefix(target)?;
-        create_parents(durable, &parent)?;
+        durable.create_directories(&parent)?;
         // A crashed overwrite may have left the old checkpoint under another name.
         recover(durable, target)?;
         if !overwrite && exists(target) {
@@ -274,16 +274,4 @@ impl StageFile for LocalStageFile {
     fn finish(self: Box<Self>) -> Result<(), FileError> {
         self.durable.sync_file(&self.file, &self.path)
     }
-}
-
-/// Creates a directory and its missing parents, each durably.
-fn create_parents(durable: &Durable, path: &Path) -> Result<(), FileError> {
-    if path.as_os_str().is_empty() || path.is_dir() {
-        return Ok(());
-    }
-    if let Some(parent) = path.parent() {
-        create_parents(durable, parent)?;
-    }
-    durable.create_directory(path)?;
-    durable.sync_directory(parent_of(path))
 }
