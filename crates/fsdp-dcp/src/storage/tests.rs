@@ -119,6 +119,23 @@ fn single_files_replace_files() {
 }
 
 #[test]
+fn what_replaces_something_private_is_private() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let parent = tempfile::tempdir().unwrap();
+    let (file, directory) = (parent.path().join("file"), parent.path().join("directory"));
+    std::fs::write(&file, b"old").unwrap();
+    std::fs::create_dir(&directory).unwrap();
+    for (path, mode) in [(&file, 0o600), (&directory, 0o700)] {
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
+    }
+    Durable::new().replace_file(&file, b"new").unwrap();
+    Durable::new().prepare(&directory, true).unwrap().commit("a", b"new").unwrap();
+    for (path, mode) in [(&file, 0o600), (&directory, 0o700)] {
+        assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, mode, "{}", path.display());
+    }
+}
+
+#[test]
 fn names_in_a_staging_directory_stay_inside() {
     let parent = tempfile::tempdir().unwrap();
     let staging = Durable::new().prepare(parent.path().join("c"), false).unwrap();

@@ -77,6 +77,15 @@ impl LocalStage {
         file.finish()
     }
 
+    /// Gives a new file or directory the permissions of the one that it replaces: what was private stays private.
+    fn take_mode(&self, path: &Path) -> Result<(), FileError> {
+        let Ok(replaced) = self.target.metadata() else { return Ok(()) };
+        if !self.overwrite || replaced.is_dir() != path.is_dir() {
+            return Ok(());
+        }
+        std::fs::set_permissions(path, replaced.permissions()).map_err(FileError::io("set the permissions of", path))
+    }
+
     /// Puts the directory in the target's place. All files must be finished.
     fn publish(mut self) -> Result<(), FileError> {
         // Before the rename, all names inside must be durable: it may survive a loss of power without them.
@@ -93,6 +102,7 @@ impl LocalStage {
     fn replace(mut self) -> Result<(), FileError> {
         let durable = self.durable.clone();
         let parent = parent_of(&self.target);
+        self.take_mode(&self.directory)?;
         if durable.exchange(&self.directory, &self.target)? {
             if let Err(error) = durable.sync_directory(parent) {
                 // The exchange may not be durable, so the save has failed: the old checkpoint goes back. Where that
@@ -164,7 +174,9 @@ impl Stage for LocalStage {
     }
 
     fn create_single(&self, length: u64) -> Result<Box<dyn StageFile>, FileError> {
-        self.create(SINGLE, length)
+        let file = self.create(SINGLE, length)?;
+        self.take_mode(&self.directory.join(SINGLE))?;
+        Ok(file)
     }
 
     fn check_kind(&self, wanted: EntryKind) -> Result<(), FileError> {
@@ -211,6 +223,7 @@ impl Stage for LocalStage {
         let pending = sidecar.and_then(|sidecar| Some((parent.join(sidecar.pending_name), sidecar.bytes?)));
         if let Some((path, bytes)) = &pending {
             self.write(SINGLE_SIDECAR, bytes)?;
+            self.take_mode(&self.directory.join(SINGLE_SIDECAR))?;
             durable.rename_over(&self.directory.join(SINGLE_SIDECAR), path)?;
             durable.sync_directory(&parent)?;
         }
