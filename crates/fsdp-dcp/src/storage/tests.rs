@@ -1,5 +1,7 @@
 //! Staging directories, one step at a time. Crashes of whole saves are tested in `tests/it/crash.rs`.
 
+use super::backend::Links;
+use super::checked_directory::CheckedDirectory;
 use super::cleanup::recover;
 use super::*;
 use crate::error::FileError;
@@ -71,6 +73,47 @@ fn overwriting_must_be_asked_for() {
     assert!(matches!(Durable::new().prepare(&target, false), Err(FileError::Exists { .. })));
     assert_eq!(std::fs::read(target.join("a")).unwrap(), b"fast");
     assert_eq!(names(parent.path()), ["c"]);
+}
+
+fn open(target: &Path) -> Result<CheckedDirectory, FileError> {
+    CheckedDirectory::open(&target.into(), false, Links::Refuse)
+}
+
+#[test]
+fn what_is_being_read_stays_when_it_is_replaced() {
+    let parent = tempfile::tempdir().unwrap();
+    let target = parent.path().join("c");
+    Durable::new().prepare(&target, false).unwrap().commit("a", b"old").unwrap();
+    let reader = open(&target).unwrap();
+    Durable::new().prepare(&target, true).unwrap().commit("a", b"new").unwrap();
+    assert_eq!(std::fs::read(target.join("a")).unwrap(), b"new");
+    // The reader opens its files only now.
+    assert_eq!(reader.read_small("a", 3).unwrap(), b"old");
+    assert_eq!(stale(&target).unwrap().len(), 0);
+    drop(reader);
+    assert_eq!(clean_stale(&target).unwrap().len(), 1);
+    assert_eq!(names(parent.path()), ["c"]);
+}
+
+#[test]
+fn a_reader_finds_the_old_or_the_new_whenever_it_comes() {
+    let parent = tempfile::tempdir().unwrap();
+    let target = parent.path().join("c");
+    Durable::new().prepare(&target, false).unwrap().commit("a", b"x").unwrap();
+    let done = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                    assert_eq!(open(&target).unwrap().read_small("a", 1).unwrap(), b"x");
+                }
+            });
+        }
+        for _ in 0..200 {
+            Durable::new().prepare(&target, true).unwrap().commit("a", b"x").unwrap();
+        }
+        done.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
 }
 
 #[test]

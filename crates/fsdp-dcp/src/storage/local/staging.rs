@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::FlockOperation;
 
-use super::leftovers::recover;
+use super::leftovers::{is_being_read, recover};
 use crate::error::FileError;
 use crate::storage::backend::{EntryKind, Stage, StageFile, check_write};
 use crate::storage::fs::{Durable, exists, nonce, parent_of, staging_prefix};
@@ -127,6 +127,11 @@ impl LocalStage {
         }
         // `directory` is the old checkpoint now. The new one is durable, so the old one may go.
         self.lock = None;
+        let old = File::open(&self.directory);
+        if old.as_ref().is_ok_and(is_being_read) {
+            // The reader goes on with it. It is listed as stale once the reader has finished.
+            return Ok(());
+        }
         durable.remove_directory(&self.directory)
     }
 
