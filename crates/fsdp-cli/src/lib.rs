@@ -54,7 +54,8 @@ struct Arguments {
 const AFTER_HELP: &str = "\
 Exit codes: 0 done, 1 internal error, 2 usage, 10 corrupt checkpoint, 11 incomplete or no checkpoint, \
 12 unsupported version, 13 unsafe input refused, 14 input/output, 15 no space, 16 rank lost or timeout, \
-17 difference (two checkpoints, or a checkpoint of another model), 18 stopped by a signal, and saved.
+17 difference (two checkpoints, or a checkpoint of another model), 18 stopped by a signal, and saved, \
+19 failure after a commit.
 Every option can also be set by an environment variable, which its help names. RUST_LOG=info turns logs on.";
 
 #[derive(Debug, Subcommand)]

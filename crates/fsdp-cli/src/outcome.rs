@@ -85,6 +85,9 @@ const fn hint_of_code(code: u8) -> Option<&'static str> {
     match code {
         exit_codes::INCOMPLETE => Some("name the directory of a checkpoint that was saved whole"),
         exit_codes::CORRUPT => Some("go on from an older checkpoint: move the damaged one away"),
+        exit_codes::AFTER_COMMIT => {
+            Some("the checkpoint is whole, and replaces the old one; what is left beside it goes with the next save")
+        }
         exit_codes::RANK_LOST => Some("see the first error above; a slow machine may need a longer `--timeout`"),
         _ => None,
     }

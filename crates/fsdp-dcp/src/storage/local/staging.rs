@@ -1,6 +1,7 @@
 //! Staging directories of the file system.
 
 use std::fs::File;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::FlockOperation;
@@ -145,6 +146,50 @@ impl LocalStage {
         }
         self.durable.sync_directory(directory)
     }
+
+    /// Puts the file of a checkpoint that is one file, and its sidecar, in their places.
+    fn publish_single(mut self, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError> {
+        let durable = self.durable.clone();
+        let parent = parent_of(&self.target).to_owned();
+        // 1. The sidecar, under its pending name: readers of the old file do not look at it.
+        let pending = sidecar.and_then(|sidecar| Some((parent.join(sidecar.pending_name), sidecar.bytes?)));
+        if let Some((path, bytes)) = &pending {
+            self.write(SINGLE_SIDECAR, bytes)?;
+            self.take_mode(&self.directory.join(SINGLE_SIDECAR))?;
+            durable.rename_over(&self.directory.join(SINGLE_SIDECAR), path)?;
+            durable.sync_directory(&parent)?;
+        }
+        // 2. The file itself. This rename is the commit; readers of the new file know both names of its sidecar.
+        let from = self.directory.join(SINGLE);
+        let renamed = if self.overwrite {
+            durable.rename_over(&from, &self.target)
+        } else {
+            durable.rename_new(&from, &self.target)
+        };
+        if let Err(error) = renamed {
+            // A step may fail after it was done. The sidecar goes only if the file has stayed where it was.
+            if let Some((path, _)) = pending.as_ref().filter(|_| exists(&from)) {
+                let _ = durable.remove_file(path);
+            }
+            return Err(error);
+        }
+        durable.sync_directory(&parent)?;
+        // 3. The sidecar gets its name; or, without one, that of the old file goes.
+        if let Some(Sidecar { name, pending_name, .. }) = sidecar {
+            match &pending {
+                Some((path, _)) => {
+                    durable.rename_over(path, &parent.join(name))?;
+                    durable.sync_directory(&parent)?;
+                }
+                None => {
+                    self.remove_sidecar(name)?;
+                    self.remove_sidecar(pending_name)?;
+                }
+            }
+        }
+        self.lock = None;
+        durable.remove_directory(&self.directory)
+    }
 }
 
 impl Stage for LocalStage {
@@ -218,51 +263,27 @@ impl Stage for LocalStage {
 
     fn commit(self: Box<Self>, marker: &str, bytes: &[u8]) -> Result<(), FileError> {
         self.write(marker, bytes)?;
-        self.publish()
+        let (target, own) = (self.target.clone(), identity(&self.directory));
+        self.publish().map_err(|error| told_if_committed(error, &target, own))
     }
 
-    fn commit_single(mut self: Box<Self>, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError> {
-        let durable = self.durable.clone();
-        let parent = parent_of(&self.target).to_owned();
-        // 1. The sidecar, under its pending name: readers of the old file do not look at it.
-        let pending = sidecar.and_then(|sidecar| Some((parent.join(sidecar.pending_name), sidecar.bytes?)));
-        if let Some((path, bytes)) = &pending {
-            self.write(SINGLE_SIDECAR, bytes)?;
-            self.take_mode(&self.directory.join(SINGLE_SIDECAR))?;
-            durable.rename_over(&self.directory.join(SINGLE_SIDECAR), path)?;
-            durable.sync_directory(&parent)?;
-        }
-        // 2. The file itself. This rename is the commit; readers of the new file know both names of its sidecar.
-        let from = self.directory.join(SINGLE);
-        let renamed = if self.overwrite {
-            durable.rename_over(&from, &self.target)
-        } else {
-            durable.rename_new(&from, &self.target)
-        };
-        if let Err(error) = renamed {
-            // A step may fail after it was done. The sidecar goes only if the file has stayed where it was.
-            if let Some((path, _)) = pending.as_ref().filter(|_| exists(&from)) {
-                let _ = durable.remove_file(path);
-            }
-            return Err(error);
-        }
-        durable.sync_directory(&parent)?;
-        // 3. The sidecar gets its name; or, without one, that of the old file goes.
-        if let Some(Sidecar { name, pending_name, .. }) = sidecar {
-            match &pending {
-                Some((path, _)) => {
-                    durable.rename_over(path, &parent.join(name))?;
-                    durable.sync_directory(&parent)?;
-                }
-                None => {
-                    self.remove_sidecar(name)?;
-                    self.remove_sidecar(pending_name)?;
-                }
-            }
-        }
-        self.lock = None;
-        durable.remove_directory(&self.directory)
+    fn commit_single(self: Box<Self>, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError> {
+        let (target, own) = (self.target.clone(), identity(&self.directory.join(SINGLE)));
+        self.publish_single(sidecar).map_err(|error| told_if_committed(error, &target, own))
     }
+}
+
+/// Returns the numbers by which the system knows a file or directory, under whatever name; `None` if it is not there.
+fn identity(path: &Path) -> Option<(u64, u64)> {
+    path.symlink_metadata().map(|metadata| (metadata.dev(), metadata.ino())).ok()
+}
+
+/// Says of an error if the checkpoint is in its place all the same.
+fn told_if_committed(error: FileError, target: &Path, own: Option<(u64, u64)>) -> FileError {
+    if own.is_none() || identity(target) != own {
+        return error;
+    }
+    FileError::AfterCommit { path: target.to_owned(), source: Box::new(error) }
 }
 
 impl Drop for LocalStage {
