@@ -3,7 +3,7 @@
 use std::io;
 
 use anyhow::Error;
-use fsdp::checkpoint::CheckpointError;
+use fsdp::checkpoint::{CheckpointError, Location};
 use fsdp::comm::CommError;
 use fsdp::layout::{ErrorKind, Failure};
 use fsdp::nn::NnError;
@@ -82,6 +82,13 @@ pub(crate) struct RankEnded {
 #[error("`{directory}` holds no committed checkpoint")]
 pub(crate) struct NoCheckpoint {
     pub(crate) directory: String,
+}
+
+/// A checkpoint that turned out to be damaged while it was loaded.
+#[derive(Debug, thiserror::Error)]
+#[error("failed to load `{path}`")]
+pub(crate) struct UnreadableCheckpoint {
+    pub(crate) path: Location,
 }
 
 /// A checkpoint whose tensors are not those of the model.

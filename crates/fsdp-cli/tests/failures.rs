@@ -3,6 +3,8 @@
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+mod metrics;
+
 use std::fs;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -11,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use fsdp::checkpoint::latest_checkpoint;
 use fsdp_cli::exit_codes;
+use metrics::losses;
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use tempfile::TempDir;
 
@@ -18,6 +21,55 @@ const FSDP: &str = env!("CARGO_BIN_EXE_fsdp");
 const RANKS: usize = 3;
 const DEADLINE: Duration = Duration::from_secs(4);
 const LATE: Duration = Duration::from_secs(2);
+
+#[test]
+fn a_damaged_newest_checkpoint_is_passed_over_unless_resuming_is_strict() {
+    let train = |out: &Path, steps: &str, more: &[&str]| {
+        let mut command = Command::new(FSDP);
+        command.args(["train", "--steps", steps, "--save-every", "2", "--sample", "0", "--out"]).arg(out).args(more);
+        command.args(["--layers", "1", "--heads", "2", "--hidden", "16", "--seq", "16"]).output().unwrap()
+    };
+    let launched = |out: &Path, steps: &str, more: &[&str]| {
+        let mut command = Command::new(FSDP);
+        command.args(["launch", "--nproc", "2", "--", FSDP, "train", "--steps", steps, "--save-every", "2", "--out"]);
+        command.arg(out).args(["--sample", "0", "--timeout", "20"]).args(more).output().unwrap()
+    };
+    // Damage that opening shows, and damage that only loading shows.
+    let cut = |file: &Path| fs::write(file, &fs::read(file).unwrap()[..100]).unwrap();
+    let flip = |file: &Path| {
+        let mut bytes = fs::read(file).unwrap();
+        let middle = bytes.len() / 2;
+        bytes[middle] ^= 1;
+        fs::write(file, bytes).unwrap();
+    };
+    let damages: [(&str, &dyn Fn(&Path)); 2] = [(".metadata", &cut), ("__0_0.distcp", &flip)];
+    for (file, damage) in damages {
+        let dir = TempDir::new().unwrap();
+        let out = dir.path().join("out");
+        assert!(train(&out, "8", &["--nproc", "2"]).status.success());
+        let straight = losses(&out);
+        fs::remove_dir_all(out.join("step-00000008")).unwrap();
+        damage(&out.join("step-00000006").join(file));
+        let strict = train(&out, "8", &["--resume=strict"]);
+        assert_eq!(strict.status.code(), Some(i32::from(exit_codes::CORRUPT)));
+        for (train, more) in [
+            (&train as &dyn Fn(&Path, &str, &[&str]) -> _, &["--resume", "--nproc", "2"][..]),
+            (&launched, &["--resume"]),
+        ] {
+            let output = train(&out, "8", more);
+            let talk = String::from_utf8_lossy(&output.stderr);
+            assert!(output.status.success(), "{talk}");
+            assert_eq!(talk.matches("warning: ").count(), 1, "{talk}");
+            assert!(talk.contains("step-00000006` is damaged") && talk.contains("step-00000004`\n"), "{talk}");
+            assert_eq!(losses(&out), straight, "{file}");
+            // It was replaced by a whole one; the next round damages it again.
+            fs::remove_dir_all(out.join("step-00000008")).unwrap();
+            assert!(train(&out, "7", &["--resume=strict"]).status.success());
+            fs::remove_dir_all(out.join("step-00000007")).unwrap();
+            damage(&out.join("step-00000006").join(file));
+        }
+    }
+}
 
 #[test]
 fn a_limit_on_the_size_of_files_is_an_error_and_no_death() {

@@ -48,6 +48,20 @@ impl OptimizerName {
     }
 }
 
+/// The checkpoint that `--resume` goes on from.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub(super) enum ResumeMode {
+    /// Start from the beginning
+    #[default]
+    #[value(alias = "false")]
+    No,
+    /// The newest one that is not damaged
+    #[value(alias = "true")]
+    Newest,
+    /// The newest one, or an error if it is damaged
+    Strict,
+}
+
 /// The reaction to gradients that are not finite.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(super) enum NonFinite {
@@ -96,10 +110,12 @@ pub(crate) struct TrainArguments {
     /// Place for the checkpoints instead of --out: a directory, or the URL of an object store (s3://, gs://, az://)
     #[arg(long, value_name = "LOCATION", env = "FSDP_CHECKPOINT_DIR")]
     pub(super) checkpoint_dir: Option<Location>,
-    /// Go on from the newest whole checkpoint of --out (or --checkpoint-dir), at whatever number of ranks is given now.
-    /// Sizes, batch, learning rate, optimizer and text are the checkpoint's unless given
-    #[arg(long, env = "FSDP_RESUME")]
-    pub(super) resume: bool,
+    /// Go on from the newest checkpoint of --out (or --checkpoint-dir), at whatever number of ranks is given now, or from
+    /// the one before if it is damaged; with --resume=strict a damaged one is an error. Sizes, batch, learning rate,
+    /// optimizer and text are the checkpoint's unless given
+    #[arg(long, value_name = "MODE", value_enum, num_args = 0..=1, require_equals = true, default_value_t,
+          default_missing_value = "newest", env = "FSDP_RESUME")]
+    pub(super) resume: ResumeMode,
     /// Start from a checkpoint of the same model, PyTorch's too: model, optimizer and step, as far as it has them.
     /// Sizes, batch, learning rate, optimizer and text are the checkpoint's unless given
     #[arg(long, value_name = "CKPT", conflicts_with = "resume", env = "FSDP_INIT_FROM")]

@@ -14,6 +14,7 @@ use tracing::info_span;
 
 use super::arguments::{DeviceName, NonFinite, TrainArguments};
 use super::checkpoints::Checkpoints;
+use super::fallback::named_if_damaged;
 use super::report::{Event, Report, SCHEMA, StepMetrics};
 use super::sample::sample;
 use super::settings::{Resume, Settings};
@@ -30,6 +31,8 @@ pub(super) struct Job<'a> {
     pub(super) from: Option<StepCheckpoint>,
     /// The same checkpoint, open, until all ranks have read it.
     pub(super) resume: Mutex<Option<Arc<Resume>>>,
+    /// `true` if newer checkpoints than that one are damaged, so that saves replace them.
+    pub(super) replaces: bool,
     pub(super) mesh: Option<DeviceMesh>,
     pub(super) threads_per_rank: usize,
     pub(super) device: DeviceName,
@@ -107,10 +110,11 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<Ended> {
     let model = FullyShardedDataParallel::new(group, job.config(&device), |scope| Gpt::new(scope, &job.settings.gpt))?;
     let algorithm = job.settings.optimizer.algorithm(job.settings.lr);
     let optimizer = Optimizer::new(model.parameters(), algorithm)?;
-    let checkpoints = Checkpoints::new(job.arguments, model.group())?;
+    let checkpoints = Checkpoints::new(job.arguments, model.group(), job.replaces)?;
     let mut run = TrainState::new(model, vec![optimizer]);
     if let Some(resume) = job.resume() {
-        restore(&resume, checkpoints.checkpointer(), &mut run)?;
+        let restored = restore(&resume, checkpoints.checkpointer(), &mut run);
+        restored.map_err(|error| named_if_damaged(error, &resume.path))?;
         job.close_resume();
         // The checkpoint brought the earlier run's learning rate; this run's counts.
         for group in run.optimizers.iter_mut().flat_map(Optimizer::groups_mut) {
