@@ -60,7 +60,7 @@ impl Hello {
 /// The reason that a client was not let in.
 #[derive(Debug)]
 pub(crate) enum Refusal {
-    /// What listens there has another key: it belongs to another job.
+    /// The other side has another key: it belongs to another job.
     OtherJob,
     /// The connection broke off, or nothing came in time.
     Io(io::Error),

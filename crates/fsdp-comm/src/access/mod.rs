@@ -1,4 +1,4 @@
-//! Who may connect to a job: every connection begins with a handshake that only ranks of the job can complete.
+//! Access to a job: every connection begins with a handshake that only ranks of the job can complete.
 //!
 //! Both ports of a job, that of the store and those of the ranks, are open to every process that can reach them. A
 //! [`Door`](door) therefore knows nothing about a connection, and keeps nothing for it but a few bytes, until the
