@@ -34,6 +34,7 @@ pub(crate) fn note(rank: usize, outcome: &Result<(), CommError>) {
 }
 
 /// Writes the note, or removes it if there is nobody to name. Returns `true` if there is one now.
+#[expect(clippy::disallowed_methods, reason = "a note is no checkpoint, and need not be durable")]
 fn write(dir: &OsStr, rank: usize, blamed: &[usize]) -> bool {
     let file = Path::new(dir).join(rank.to_string());
     if blamed.is_empty() {

@@ -94,6 +94,7 @@ pub(super) fn ranges(mut ranks: Vec<usize>) -> String {
 }
 
 #[cfg(test)]
+#[expect(clippy::disallowed_methods, reason = "notes are no checkpoints")]
 mod tests {
     use super::*;
 
