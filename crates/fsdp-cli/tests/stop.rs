@@ -1,6 +1,7 @@
 //! SIGINT and SIGTERM: a run stops after its step and loses nothing; a conversion leaves nothing.
 
 #![cfg(unix)]
+#![expect(clippy::disallowed_methods, reason = "the tests make and damage files on purpose")]
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod common;
