@@ -162,6 +162,7 @@ fn single_files_replace_files() {
 }
 
 #[test]
+#[expect(clippy::disallowed_methods, reason = "the test makes a file to be replaced")]
 fn what_replaces_something_private_is_private() {
     use std::os::unix::fs::PermissionsExt as _;
     let parent = tempfile::tempdir().unwrap();
