@@ -1,6 +1,7 @@
 //! A rank that fails or is lost: every rank ends in time, with the exit code of what happened.
 
 #![cfg(target_os = "linux")]
+#![expect(clippy::disallowed_methods, reason = "the tests make and damage files on purpose")]
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod metrics;

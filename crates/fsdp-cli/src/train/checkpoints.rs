@@ -38,7 +38,6 @@ impl Checkpoints {
             // A checkpoint may hold values of other programs.
             save: SaveOptions { overwrite: replaces, ..SaveOptions::default() },
             load: LoadOptions { strict: false, ..LoadOptions::default() },
-            ..CheckpointerOptions::default()
         };
         let checkpointer = Checkpointer::new(arguments.checkpoints(), group, options)?;
         Ok(Checkpoints { checkpointer, behind: arguments.async_save, started: None })
