@@ -23,41 +23,40 @@ const RANKS: usize = 3;
 const DEADLINE: Duration = Duration::from_secs(4);
 const LATE: Duration = Duration::from_secs(2);
 
+/// Trains up to a step, with a save every other step. `before` is what starts the command.
+fn train_to(steps: &str, before: &[&str], out: &Path, more: &[&str]) -> std::process::Output {
+    let mut command = Command::new(FSDP);
+    command.args(before).args(["train", "--steps", steps, "--save-every", "2", "--sample", "0", "--out"]).arg(out);
+    command.args(["--layers", "1", "--heads", "2", "--hidden", "16", "--seq", "16"]).args(more).output().unwrap()
+}
+
+/// Damages a file: metadata so that opening shows it, all else so that only reading shows it.
+fn damage(file: &Path) {
+    let mut bytes = fs::read(file).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    if file.ends_with(".metadata") {
+        bytes.truncate(middle);
+    }
+    fs::write(file, bytes).unwrap();
+}
+
 #[test]
 fn a_damaged_newest_checkpoint_is_passed_over_unless_resuming_is_strict() {
-    let train = |out: &Path, steps: &str, more: &[&str]| {
-        let mut command = Command::new(FSDP);
-        command.args(["train", "--steps", steps, "--save-every", "2", "--sample", "0", "--out"]).arg(out).args(more);
-        command.args(["--layers", "1", "--heads", "2", "--hidden", "16", "--seq", "16"]).output().unwrap()
-    };
-    let launched = |out: &Path, steps: &str, more: &[&str]| {
-        let mut command = Command::new(FSDP);
-        command.args(["launch", "--nproc", "2", "--", FSDP, "train", "--steps", steps, "--save-every", "2", "--out"]);
-        command.arg(out).args(["--sample", "0", "--timeout", "20"]).args(more).output().unwrap()
-    };
-    // Damage that opening shows, and damage that only loading shows.
-    let cut = |file: &Path| fs::write(file, &fs::read(file).unwrap()[..100]).unwrap();
-    let flip = |file: &Path| {
-        let mut bytes = fs::read(file).unwrap();
-        let middle = bytes.len() / 2;
-        bytes[middle] ^= 1;
-        fs::write(file, bytes).unwrap();
-    };
-    let damages: [(&str, &dyn Fn(&Path)); 2] = [(".metadata", &cut), ("__0_0.distcp", &flip)];
-    for (file, damage) in damages {
+    for file in [".metadata", "__0_0.distcp"] {
         let dir = TempDir::new().unwrap();
         let out = dir.path().join("out");
-        assert!(train(&out, "8", &["--nproc", "2"]).status.success());
+        assert!(train_to("8", &[], &out, &["--nproc", "2"]).status.success());
         let straight = losses(&out);
         fs::remove_dir_all(out.join("step-00000008")).unwrap();
         damage(&out.join("step-00000006").join(file));
-        let strict = train(&out, "8", &["--resume=strict"]);
+        let strict = train_to("8", &[], &out, &["--resume=strict"]);
         assert_eq!(strict.status.code(), Some(i32::from(exit_codes::CORRUPT)));
-        for (train, more) in [
-            (&train as &dyn Fn(&Path, &str, &[&str]) -> _, &["--resume", "--nproc", "2"][..]),
-            (&launched, &["--resume"]),
+        for (before, more) in [
+            (&[][..], &["--resume", "--nproc", "2"][..]),
+            (&["launch", "--nproc", "2", "--", FSDP], &["--resume", "--timeout", "20"]),
         ] {
-            let output = train(&out, "8", more);
+            let output = train_to("8", before, &out, more);
             let talk = String::from_utf8_lossy(&output.stderr);
             assert!(output.status.success(), "{talk}");
             assert_eq!(talk.matches("warning: ").count(), 1, "{talk}");
@@ -65,7 +64,7 @@ fn a_damaged_newest_checkpoint_is_passed_over_unless_resuming_is_strict() {
             assert_eq!(losses(&out), straight, "{file}");
             // It was replaced by a whole one; the next round damages it again.
             fs::remove_dir_all(out.join("step-00000008")).unwrap();
-            assert!(train(&out, "7", &["--resume=strict"]).status.success());
+            assert!(train_to("7", &[], &out, &["--resume=strict"]).status.success());
             fs::remove_dir_all(out.join("step-00000007")).unwrap();
             damage(&out.join("step-00000006").join(file));
         }
