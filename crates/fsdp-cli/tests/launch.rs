@@ -228,6 +228,37 @@ fn a_rank_killed_in_training_ends_all_and_the_newest_checkpoint_resumes() {
 }
 
 #[test]
+fn a_restarted_job_goes_on_from_its_newest_checkpoint_as_if_nothing_had_happened() {
+    let dir = TempDir::new().unwrap();
+    let (out, straight, failed) = (dir.path().join("out"), dir.path().join("straight"), dir.path().join("failed"));
+    // Rank 1 is killed once, as soon as there is a checkpoint; then again before there is anything to save.
+    let script = format!(
+        "{FSDP} train --backend tcp --timeout 20 --steps 200 --save-every 10 --out {out} {small} & train=$!\n\
+         if [ $RANK = 1 ] && [ $TORCHELASTIC_RESTART_COUNT -lt 2 ]; then\n\
+         while [ $TORCHELASTIC_RESTART_COUNT = 0 ] && ! [ -e {out}/step-00000010 ]; do sleep 0.01; done\n\
+         echo $TORCHELASTIC_RESTART_COUNT >> {failed}; kill -9 $train; fi\n\
+         wait $train",
+        out = out.display(),
+        failed = failed.display(),
+        small = SMALL.join(" "),
+    );
+    let mut command =
+        fsdp(&["launch", "--grace", "1", "--nproc", "3", "--max-restarts", "2", "--", "sh", "-c", &script]);
+    let told = contains("rank 1 failed with exit code 137").and(contains("(restart 2 of 2)"));
+    command.assert().success().stderr(told);
+    assert_eq!(fs::read_to_string(failed).unwrap(), "0\n1\n");
+    train(&straight, &[&SMALL[..], &["--nproc", "3", "--steps", "200"]].concat());
+    assert_eq!(losses(&out), losses(&straight));
+
+    // There is no restart without need: after the last one, a mistake on the command line, or a signal.
+    launch("1", &["false"]).assert().code(1).stderr(contains("restart").not());
+    let restarting = |script: &str| fsdp(&["launch", "--nproc", "1", "--max-restarts", "3", "--", "sh", "-c", script]);
+    restarting("exit 2").assert().code(2).stderr(contains("restart").not());
+    restarting("kill -TERM $PPID; sleep 600").assert().code(143).stderr(contains("restart").not());
+    restarting("exit 5").assert().code(5).stderr(contains("(restart 3 of 3)"));
+}
+
+#[test]
 fn a_rendezvous_that_fails_is_told_with_its_exit_code() {
     let dir = TempDir::new().unwrap();
     let out = dir.path().join("out");

@@ -20,7 +20,7 @@ const LOCALHOST: Ipv4Addr = Ipv4Addr::LOCALHOST;
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Each process gets torchrun's variables: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and \
-MASTER_PORT; FSDP_JOB_ID and FSDP_SECRET. SIGINT, SIGTERM and SIGHUP are passed on. When a process fails, all others are ended, and \
+MASTER_PORT, TORCHELASTIC_RESTART_COUNT and TORCHELASTIC_MAX_RESTARTS; FSDP_JOB_ID and FSDP_SECRET. SIGINT, SIGTERM and SIGHUP are passed on. When a process fails, all others are ended, and \
 its exit code (128 + N for signal N) is returned.
 
 Examples:
@@ -53,6 +53,10 @@ pub(crate) struct LaunchArguments {
     /// Seconds between asking processes to end and killing them
     #[arg(long, value_name = "SECONDS", default_value_t = 30, env = "FSDP_GRACE")]
     pub(super) grace: u64,
+    /// Times that all processes are started again after one has failed. `fsdp train` goes on from its newest checkpoint
+    /// then
+    #[arg(long, value_name = "R", default_value_t = 0, env = "FSDP_MAX_RESTARTS")]
+    pub(super) max_restarts: u32,
     /// The program and its arguments
     #[arg(value_name = "PROGRAM", required = true, trailing_var_arg = true, allow_hyphen_values = true)]
     pub(super) program: Vec<OsString>,
@@ -73,14 +77,16 @@ pub(super) struct Place {
     /// `None` where the ranks inherit what this process has: the secret of all nodes, or none.
     secret: Option<Secret>,
     insecure: bool,
+    /// The number of restarts before this attempt, and of those that are allowed.
+    restarts: (u32, u32),
 }
 
 impl LaunchArguments {
-    /// Returns the place at which the ranks of the job meet.
+    /// Returns the place at which the ranks of the job meet after some restarts.
     ///
     /// # Errors
     /// Options that do not go together; no free port.
-    pub(super) fn place(&self) -> Result<Place> {
+    pub(super) fn place(&self, restarts: u32) -> Result<Place> {
         let (nproc, nnodes, node_rank) = (self.nproc, self.nnodes.get(), self.node_rank);
         let several = nnodes > 1;
         if node_rank >= nnodes {
@@ -111,7 +117,8 @@ impl LaunchArguments {
         } else {
             Some(Secret::random().context("failed to make a secret")?)
         };
-        Ok(Place { world_size, nproc, node_rank, master_addr, master_port, job, secret, insecure: self.insecure })
+        let (insecure, restarts) = (self.insecure, (restarts, self.max_restarts));
+        Ok(Place { world_size, nproc, node_rank, master_addr, master_port, job, secret, insecure, restarts })
     }
 
     /// Checks that ranks of several nodes will let each other in.
@@ -145,6 +152,8 @@ impl Place {
             // If this runs inside a job of torchrun, its ranks must not look for torchrun's agent.
             ("TORCHELASTIC_USE_AGENT_STORE", "False".to_owned()),
             ("FSDP_INSECURE", self.insecure.to_string()),
+            ("TORCHELASTIC_RESTART_COUNT", self.restarts.0.to_string()),
+            ("TORCHELASTIC_MAX_RESTARTS", self.restarts.1.to_string()),
         ];
         variables.extend(self.secret.as_ref().map(|secret| (SECRET, secret.text().to_owned())));
         variables

@@ -30,10 +30,10 @@ const STACK_BYTES: usize = 256 << 10;
 
 /// The processes of this node. A process whose status has not been read keeps its id, so no signal can reach another
 /// process.
-pub(super) struct Ranks {
+pub(super) struct Ranks<'e> {
     running: BTreeMap<usize, Child>,
     events: Sender<Event>,
-    happened: Receiver<Event>,
+    happened: &'e Receiver<Event>,
     grace: Duration,
     guard: Guard,
     /// The processes that have ended, in the order of time.
@@ -72,8 +72,8 @@ pub(super) struct Ended {
     pub(super) signal: Option<i32>,
 }
 
-impl Ranks {
-    pub(super) fn new(events: Sender<Event>, happened: Receiver<Event>, grace: Duration, guard: Guard) -> Self {
+impl<'e> Ranks<'e> {
+    pub(super) fn new(events: Sender<Event>, happened: &'e Receiver<Event>, grace: Duration, guard: Guard) -> Self {
         let (running, exits, stage) = (BTreeMap::new(), Vec::new(), Stage::Running);
         Ranks { running, events, happened, grace, guard, exits, stage }
     }
@@ -175,7 +175,7 @@ impl Ranks {
     }
 }
 
-impl Drop for Ranks {
+impl Drop for Ranks<'_> {
     /// Kills all processes that still run, so that none is left after an error.
     fn drop(&mut self) {
         self.signal(Signal::KILL);

@@ -51,10 +51,12 @@ impl OptimizerName {
 /// The checkpoint that `--resume` goes on from.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(super) enum ResumeMode {
-    /// Start from the beginning
+    /// None: start from the beginning
     #[default]
     #[value(alias = "false")]
     No,
+    /// The newest one that is not damaged; start from the beginning if there is none yet
+    Auto,
     /// The newest one that is not damaged
     #[value(alias = "true")]
     Newest,
@@ -111,7 +113,8 @@ pub(crate) struct TrainArguments {
     #[arg(long, value_name = "LOCATION", env = "FSDP_CHECKPOINT_DIR")]
     pub(super) checkpoint_dir: Option<Location>,
     /// Go on from the newest checkpoint of --out (or --checkpoint-dir), at whatever number of ranks is given now, or from
-    /// the one before if it is damaged; with --resume=strict a damaged one is an error. Sizes, batch, learning rate,
+    /// the one before if it is damaged. With --resume=strict a damaged one is an error; with --resume=auto a run without
+    /// checkpoints begins. Sizes, batch, learning rate,
     /// optimizer and text are the checkpoint's unless given
     #[arg(long, value_name = "MODE", value_enum, num_args = 0..=1, require_equals = true, default_value_t,
           default_missing_value = "newest", env = "FSDP_RESUME")]
@@ -215,6 +218,17 @@ pub(crate) struct TrainArguments {
 }
 
 impl TrainArguments {
+    /// Returns which checkpoint to go on from. A process that a launcher has started again goes on, whatever it did the
+    /// first time.
+    pub(super) fn resume_mode(&self) -> ResumeMode {
+        let restarts =
+            std::env::var("TORCHELASTIC_RESTART_COUNT").ok().and_then(|count| count.trim().parse::<u64>().ok());
+        match self.resume {
+            ResumeMode::No if restarts.is_some_and(|restarts| restarts > 0) => ResumeMode::Auto,
+            mode => mode,
+        }
+    }
+
     /// Returns the place of the checkpoints.
     pub(super) fn checkpoints(&self) -> Location {
         self.checkpoint_dir.clone().unwrap_or_else(|| (&self.out).into())

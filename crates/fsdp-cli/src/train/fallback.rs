@@ -29,6 +29,14 @@ impl<'a> Candidates<'a> {
         !self.damaged.is_empty()
     }
 
+    /// Returns `true` if the run has no checkpoint yet.
+    ///
+    /// # Errors
+    /// The storage cannot be read.
+    pub(super) fn is_empty(&self) -> Result<bool> {
+        Ok(!self.run.exists()? || list_checkpoints(self.run)?.is_empty())
+    }
+
     /// Opens the newest checkpoint that is not known to be damaged.
     ///
     /// # Errors
@@ -51,7 +59,7 @@ impl<'a> Candidates<'a> {
     /// The damage, if there is none before it, or with `--resume=strict`.
     pub(super) fn fall_back(&mut self, path: Location, error: Error) -> Result<()> {
         let has_older = self.left()?.iter().any(|other| *other != path);
-        if self.mode != ResumeMode::Newest || !has_older {
+        if self.mode == ResumeMode::Strict || !has_older {
             return Err(error);
         }
         if self.reports {

@@ -67,7 +67,7 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
         deadline: Duration::from_secs(arguments.timeout.get()),
     };
     let stop = StopRequest::default();
-    let mut candidates = Candidates::new(run, arguments.resume, reports);
+    let mut candidates = Candidates::new(run, arguments.resume_mode(), reports);
     let mut group = None;
     let ended = loop {
         // Step 1: check all that can be checked without the other ranks.
@@ -117,10 +117,16 @@ fn prepare<'a>(
 ) -> Result<Option<Job<'a>>> {
     let &Place { launched, device, threads_per_rank } = place;
     let world_size = launched.map_or(arguments.nproc.unwrap_or(1), Launched::world_size);
+    let mode = arguments.resume_mode();
+    let begins = match mode {
+        ResumeMode::No => true,
+        ResumeMode::Auto => candidates.is_empty()?,
+        ResumeMode::Newest | ResumeMode::Strict => false,
+    };
     let resume = match &arguments.init_from {
+        _ if !begins => Some(candidates.open_newest()?),
         Some(path) => Some(Resume::at(path)?),
-        None if arguments.resume == ResumeMode::No => None,
-        None => Some(candidates.open_newest()?),
+        None => None,
     };
     let settings = Settings::resolve(arguments, resume.as_ref())?;
     settings.gpt.validate()?;
@@ -141,7 +147,7 @@ fn prepare<'a>(
         }
         return Ok(None);
     }
-    if arguments.resume == ResumeMode::No {
+    if mode == ResumeMode::No {
         check_out_is_free(arguments)?;
     }
     let from = resume.as_ref().map(|Resume { step, path, .. }| StepCheckpoint { step: *step, path: path.clone() });
