@@ -12,11 +12,12 @@ use fsdp_dcp::Location;
 use fsdp_dcp::limits::MAX_OBJECT_BYTES;
 use fsdp_dcp::plan::{Deduplicate, LocalPlan, Selection};
 use fsdp_dcp::storage::{Durable, Staging};
+use fsdp_dcp::verify::with_causes;
 use fsdp_dcp::writer::value_item_length;
 use fsdp_dcp::writer::{PayloadSource, RankWritten, WriteOptions, finish, write_rank};
 use fsdp_flat::storage::{HostBytes, to_device};
 use fsdp_layout::value::PlainTensor;
-use fsdp_layout::{PlainValue, TensorBox};
+use fsdp_layout::{ErrorKind, Failure, PlainValue, TensorBox};
 use fsdp_state::{FlatStateDict, StateDict, StateValue, flatten_state_dict};
 use indexmap::IndexMap;
 use tracing::{debug, info_span};
@@ -145,7 +146,7 @@ impl Saver {
         options.progress.expect(cached.rank_bytes);
         // 2. The planner prepares the staging directory, and the others join it.
         let staging = cached.metadata.as_ref().map(|_| prepare(path, options)).transpose();
-        let staging = group.agree("save: prepare", staging)?;
+        let staging = group.agree("save: prepare", staging.map_err(WithCauses))?;
         let name =
             group.broadcast_object(staging.as_ref().map(|staging| staging.name().to_owned()).as_ref(), PLANNER)?;
         // 3. Every rank writes its own file.
@@ -156,7 +157,7 @@ impl Saver {
                 Err(error) => Err(error.into()),
             },
         };
-        let written = group.agree("save: write", written)?;
+        let written = group.agree("save: write", written.map_err(WithCauses))?;
         let all_written = gather_in_rounds(group, vec![written], RankWritten::wire_bytes, PLANNER)?;
 
         // 4. The planner notes where everything is, and commits.
@@ -168,11 +169,26 @@ impl Saver {
             }
             _ => Ok(()),
         };
-        group.agree("save: commit", committed)?;
+        group.agree("save: commit", committed.map_err(WithCauses))?;
         let CachedPlan { rank_bytes, total_bytes, .. } = *cached;
         let report = SaveReport { rank_bytes, total_bytes, duration: start.elapsed() };
         debug!(rank_bytes, total_bytes, seconds = report.duration.as_secs_f64(), "saved");
         Ok(report)
+    }
+}
+
+/// An error that is sent to other ranks: its text has its causes, such as the system's reason, as only text arrives there.
+struct WithCauses(CheckpointError);
+
+impl fmt::Display for WithCauses {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&with_causes(&self.0))
+    }
+}
+
+impl Failure for WithCauses {
+    fn kind(&self) -> ErrorKind {
+        self.0.kind()
     }
 }
 

@@ -26,7 +26,7 @@ const UNKNOWN: &str = "unknown";
 const SCHEMA: u32 = 1;
 
 /// The variables with which launchers and networks tell ranks their place.
-const VARIABLES: [&str; 30] = [
+const VARIABLES: [&str; 31] = [
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
@@ -35,6 +35,7 @@ const VARIABLES: [&str; 30] = [
     "MASTER_ADDR",
     "MASTER_PORT",
     "FSDP_JOB_ID",
+    "FSDP_INSECURE",
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_USE_AGENT_STORE",
     "OMPI_COMM_WORLD_RANK",

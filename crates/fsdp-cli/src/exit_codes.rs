@@ -24,6 +24,10 @@ pub const NO_SPACE: u8 = 15;
 pub const RANK_LOST: u8 = 16;
 /// Two things that should match do not: two checkpoints, or a checkpoint of another model.
 pub const DIFFERENCE: u8 = 17;
+/// A signal stopped the run, which saved a checkpoint first: it can be resumed.
+pub const STOPPED: u8 = 18;
+/// A checkpoint is in its place, but something failed after that.
+pub const AFTER_COMMIT: u8 = 19;
 
 /// Returns the exit code of a kind of failure.
 #[must_use]
@@ -38,6 +42,7 @@ pub const fn of(kind: ErrorKind) -> u8 {
         ErrorKind::NoSpace => NO_SPACE,
         ErrorKind::RankLost => RANK_LOST,
         ErrorKind::Difference => DIFFERENCE,
+        ErrorKind::AfterCommit => AFTER_COMMIT,
         _ => INTERNAL,
     }
 }

@@ -57,6 +57,19 @@ impl UsageError {
     }
 }
 
+/// A run that a signal has stopped. It has told so itself.
+#[derive(Debug, thiserror::Error)]
+#[error("the run was stopped, and saved")]
+pub(crate) struct Stopped;
+
+/// A conversion that a signal has stopped.
+#[derive(Debug, thiserror::Error)]
+#[error("stopped by signal {signal}: nothing was written to `{destination}`, and no unfinished files are left")]
+pub(crate) struct ConversionStopped {
+    pub(crate) signal: u8,
+    pub(crate) destination: String,
+}
+
 /// A checkpoint in which `fsdp verify` found problems.
 #[derive(Debug, thiserror::Error)]
 #[error("`{path}` is damaged: {count} problems, the first: {first}")]

@@ -3,7 +3,7 @@
 use std::io;
 
 use anyhow::Error;
-use fsdp::checkpoint::CheckpointError;
+use fsdp::checkpoint::{CheckpointError, Location};
 use fsdp::comm::CommError;
 use fsdp::layout::{ErrorKind, Failure};
 use fsdp::nn::NnError;
@@ -28,6 +28,8 @@ pub(crate) enum JobError {
     WorldSize { nproc: usize, nnodes: usize, max: usize },
     #[error("{nnodes} nodes need the address of node 0")]
     MasterAddr { nnodes: usize },
+    #[error("the ranks of {nnodes} nodes need a secret, by which they know each other")]
+    Secret { nnodes: usize },
     #[error("failed to start `{program}`")]
     Program { program: String, source: io::Error },
     #[error("`--nproc` is {nproc}, but the launcher has started {world_size} ranks")]
@@ -51,6 +53,10 @@ impl JobError {
             JobError::NodeRank { .. } => "give each node its own `--node-rank`",
             JobError::WorldSize { .. } => "start fewer processes with `--nproc` or `--nnodes`",
             JobError::MasterAddr { .. } => "name it with `--master-addr`, the same on all nodes",
+            JobError::Secret { .. } => {
+                "set FSDP_SECRET to the same random text on all nodes (`openssl rand -hex 32` makes one), or trust \
+                 everybody in the network with `--insecure`"
+            }
             JobError::Program { .. } => "check the program after `--`",
             JobError::Nproc { .. } => "leave out `--nproc`, or use threads with `--backend local`",
             JobError::NcclOnCpus => "leave `--device` out, or use `--backend tcp`",
@@ -76,6 +82,13 @@ pub(crate) struct RankEnded {
 #[error("`{directory}` holds no committed checkpoint")]
 pub(crate) struct NoCheckpoint {
     pub(crate) directory: String,
+}
+
+/// A checkpoint that turned out to be damaged while it was loaded.
+#[derive(Debug, thiserror::Error)]
+#[error("failed to load `{path}`")]
+pub(crate) struct UnreadableCheckpoint {
+    pub(crate) path: Location,
 }
 
 /// A checkpoint whose tensors are not those of the model.

@@ -18,6 +18,7 @@ mod manual;
 mod outcome;
 mod output;
 mod progress;
+mod stop;
 mod text;
 mod tree;
 mod verify;
@@ -55,7 +56,8 @@ struct Arguments {
 const AFTER_HELP: &str = "\
 Exit codes: 0 done, 1 internal error, 2 usage, 10 corrupt checkpoint, 11 incomplete or no checkpoint, \
 12 unsupported version, 13 unsafe input refused, 14 input/output, 15 no space, 16 rank lost or timeout, \
-17 difference (two checkpoints, or a checkpoint of another model).
+17 difference (two checkpoints, or a checkpoint of another model), 18 stopped by a signal, and saved, \
+19 failure after a commit.
 Options whose help names an environment variable can be set by that too; the command line beats it. RUST_LOG=info turns \
 logs on.";
 
@@ -67,6 +69,10 @@ enum Command {
     /// Start the processes of a job on this node, and end them together
     #[cfg(feature = "train")]
     Launch(launch::LaunchArguments),
+    /// End the processes of a job whose `fsdp launch` was killed
+    #[cfg(feature = "train")]
+    #[command(name = launch::guard::COMMAND, hide = true)]
+    LaunchGuard,
     /// Tell what a job would find here: backends, launcher, cores, memory, GPUs, libraries
     #[cfg(feature = "train")]
     Doctor(doctor::DoctorArguments),
@@ -96,7 +102,8 @@ pub fn main() -> ExitCode {
     let command = parse().command;
     // A reader of stdout that has seen enough is no error, but a training run that stopped halfway must not look done.
     let may_end_early = !command.trains();
-    let result = logs::start(command.trace_file().as_deref()).and_then(|guard| {
+    let result = stop::survive_file_size_limit().and_then(|()| logs::start(command.trace_file().as_deref()));
+    let result = result.and_then(|guard| {
         let result = run(command);
         // Completes the trace file.
         drop(guard);
@@ -104,6 +111,8 @@ pub fn main() -> ExitCode {
     });
     match result {
         Ok(()) => ExitCode::from(exit_codes::OK),
+        // It has told so where it stopped.
+        Err(error) if error.is::<failure::Stopped>() => ExitCode::from(exit_codes::STOPPED),
         Err(error) if may_end_early && error.is::<output::StdoutClosed>() => ExitCode::from(exit_codes::OK),
         Err(error) => {
             output::error(&error, outcome::hint(&error));
@@ -160,6 +169,11 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Train(arguments) => train::run(&arguments),
         #[cfg(feature = "train")]
         Command::Launch(arguments) => launch::run(&arguments),
+        #[cfg(feature = "train")]
+        Command::LaunchGuard => {
+            launch::guard::run();
+            Ok(())
+        }
         #[cfg(feature = "train")]
         Command::Doctor(arguments) => doctor::run(&arguments),
         Command::Inspect(arguments) => inspect::run(&arguments),

@@ -8,7 +8,7 @@ use fsdp_dcp::{FileError, FormatError};
 use fsdp_layout::{ErrorKind, Failure};
 
 use crate::exit_codes;
-use crate::failure::{Damaged, Different, UsageError};
+use crate::failure::{ConversionStopped, Damaged, Different, Stopped, UsageError};
 #[cfg(feature = "train")]
 use crate::job_failure;
 use crate::output::StdoutClosed;
@@ -37,6 +37,13 @@ fn code_of(cause: &(dyn StdError + 'static)) -> Option<u8> {
     }
     if let Some(damaged) = cause.downcast_ref::<Damaged>() {
         return Some(damaged.exit_code());
+    }
+    if cause.is::<Stopped>() {
+        return Some(exit_codes::STOPPED);
+    }
+    if let Some(ConversionStopped { signal, .. }) = cause.downcast_ref() {
+        // As shells do for a process that a signal has ended.
+        return Some(128 + signal);
     }
     if cause.is::<StdoutClosed>() {
         return Some(exit_codes::IO);
@@ -78,6 +85,9 @@ const fn hint_of_code(code: u8) -> Option<&'static str> {
     match code {
         exit_codes::INCOMPLETE => Some("name the directory of a checkpoint that was saved whole"),
         exit_codes::CORRUPT => Some("go on from an older checkpoint: move the damaged one away"),
+        exit_codes::AFTER_COMMIT => {
+            Some("the checkpoint is whole, and replaces the old one; what is left beside it goes with the next save")
+        }
         exit_codes::RANK_LOST => Some("see the first error above; a slow machine may need a longer `--timeout`"),
         _ => None,
     }

@@ -1,7 +1,10 @@
 //! A rank that fails or is lost: every rank ends in time, with the exit code of what happened.
 
 #![cfg(target_os = "linux")]
+#![expect(clippy::disallowed_methods, reason = "the tests make and damage files on purpose")]
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod metrics;
 
 use std::fs;
 use std::path::Path;
@@ -11,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use fsdp::checkpoint::latest_checkpoint;
 use fsdp_cli::exit_codes;
+use metrics::losses;
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use tempfile::TempDir;
 
@@ -18,6 +22,91 @@ const FSDP: &str = env!("CARGO_BIN_EXE_fsdp");
 const RANKS: usize = 3;
 const DEADLINE: Duration = Duration::from_secs(4);
 const LATE: Duration = Duration::from_secs(2);
+
+/// Trains up to a step, with a save every other step. `before` is what starts the command.
+fn train_to(steps: &str, before: &[&str], out: &Path, more: &[&str]) -> std::process::Output {
+    let mut command = Command::new(FSDP);
+    command.args(before).args(["train", "--steps", steps, "--save-every", "2", "--sample", "0", "--out"]).arg(out);
+    command.args(["--layers", "1", "--heads", "2", "--hidden", "16", "--seq", "16"]).args(more).output().unwrap()
+}
+
+/// Damages a file: metadata so that opening shows it, all else so that only reading shows it.
+fn damage(file: &Path) {
+    let mut bytes = fs::read(file).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    if file.ends_with(".metadata") {
+        bytes.truncate(middle);
+    }
+    fs::write(file, bytes).unwrap();
+}
+
+#[test]
+fn a_damaged_newest_checkpoint_is_passed_over_unless_resuming_is_strict() {
+    for file in [".metadata", "__0_0.distcp"] {
+        let dir = TempDir::new().unwrap();
+        let out = dir.path().join("out");
+        assert!(train_to("8", &[], &out, &["--nproc", "2"]).status.success());
+        let straight = losses(&out);
+        fs::remove_dir_all(out.join("step-00000008")).unwrap();
+        damage(&out.join("step-00000006").join(file));
+        let strict = train_to("8", &[], &out, &["--resume=strict"]);
+        assert_eq!(strict.status.code(), Some(i32::from(exit_codes::CORRUPT)));
+        for (before, more) in [
+            (&[][..], &["--resume", "--nproc", "2"][..]),
+            (&["launch", "--nproc", "2", "--", FSDP], &["--resume", "--timeout", "20"]),
+        ] {
+            let output = train_to("8", before, &out, more);
+            let talk = String::from_utf8_lossy(&output.stderr);
+            assert!(output.status.success(), "{talk}");
+            assert_eq!(talk.matches("warning: ").count(), 1, "{talk}");
+            assert!(talk.contains("step-00000006` is damaged") && talk.contains("step-00000004`\n"), "{talk}");
+            assert_eq!(losses(&out), straight, "{file}");
+            // It was replaced by a whole one; the next round damages it again.
+            fs::remove_dir_all(out.join("step-00000008")).unwrap();
+            assert!(train_to("7", &[], &out, &["--resume=strict"]).status.success());
+            fs::remove_dir_all(out.join("step-00000007")).unwrap();
+            damage(&out.join("step-00000006").join(file));
+        }
+    }
+}
+
+#[test]
+fn a_limit_on_the_size_of_files_is_an_error_and_no_death() {
+    let dir = TempDir::new().unwrap();
+    let out = dir.path().join("out");
+    let script = format!("ulimit -f 64; exec {FSDP} train --nproc 2 --steps 1 --sample 0 --out {}", out.display());
+    let output = Command::new("sh").args(["-c", &script]).stdin(Stdio::null()).output().unwrap();
+    let talk = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(i32::from(exit_codes::IO)), "{talk}");
+    assert!(talk.contains("File too large") && talk.contains(".distcp"), "{talk}");
+    // Nothing of the checkpoint is left.
+    let left: Vec<_> = fs::read_dir(&out).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(left, ["metrics.jsonl"]);
+}
+
+#[test]
+fn gradients_that_are_not_finite_end_the_run_or_skip_the_step_but_are_never_applied() {
+    let dir = TempDir::new().unwrap();
+    // The first update makes the parameters so large that the next gradients are not finite.
+    let run = |out: &Path, nonfinite: &str| {
+        let mut command = Command::new(FSDP);
+        command.args(["train", "--nproc", "2", "--steps", "4", "--save-every", "1", "--sample", "0", "--lr", "1e38"]);
+        command.args(["--optimizer", "sgd", "--nonfinite", nonfinite, "--out"]).arg(out).output().unwrap()
+    };
+    let (ends, skips) = (dir.path().join("ends"), dir.path().join("skips"));
+    let ended = run(&ends, "error");
+    let talk = String::from_utf8_lossy(&ended.stderr);
+    assert_eq!(ended.status.code(), Some(i32::from(exit_codes::INTERNAL)), "{talk}");
+    assert!(talk.contains("step 2 was not done") && talk.contains("gradients of some rank are not finite"), "{talk}");
+    assert_eq!(latest_checkpoint(&ends).unwrap().unwrap().step, 1);
+    let skipped = run(&skips, "skip");
+    let talk = String::from_utf8_lossy(&skipped.stderr);
+    assert!(skipped.status.success() && talk.contains("step 4/4: the gradients are not finite"), "{talk}");
+    let metrics = fs::read_to_string(skips.join("metrics.jsonl")).unwrap();
+    let skipped: Vec<bool> = metrics.lines().map(|line| line.contains(r#""skipped":true"#)).collect();
+    assert_eq!(skipped, [false, true, true, true]);
+}
 
 /// Nothing else takes longer than this.
 const HANG: Duration = Duration::from_secs(60);

@@ -70,12 +70,35 @@ fn output_has_its_rank_and_variables_are_torchruns() {
                   $FSDP_JOB_ID; printf torn >&2";
     let several = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "h", "--master-port", "7", "--job-id", "j"];
     fsdp(&["launch", "--nproc", "2"])
+        .env("FSDP_SECRET", "a secret of this test")
         .args(several)
         .args(["--", "sh", "-c", script])
         .assert()
         .success()
         .stdout(contains("[2] 2 4 0 2 1 h 7 j\n").and(contains("[3] 3 4 1 2 1 h 7 j\n")))
         .stderr(contains("[2] torn\n").and(contains("[3] torn\n")));
+}
+
+#[test]
+fn each_job_has_a_secret_and_several_nodes_must_be_given_one() {
+    let one_node = || {
+        let output = launch("2", &["sh", "-c", "echo $FSDP_SECRET"]).assert().success();
+        let lines = String::from_utf8_lossy(&output.get_output().stdout).into_owned();
+        let secrets: Vec<String> = lines.lines().map(|line| line.split(' ').nth(1).unwrap().to_owned()).collect();
+        assert!(secrets.len() == 2 && secrets[0] == secrets[1] && secrets[0].len() >= 32, "{lines}");
+        secrets[0].clone()
+    };
+    assert_ne!(one_node(), one_node());
+
+    let nodes = |options: &[&str]| {
+        let mut command = fsdp(&["launch", "--nproc", "1", "--nnodes", "2", "--master-addr", "node0"]);
+        command.args(options).args(["--", "sh", "-c", "echo ${FSDP_SECRET:-none} $FSDP_INSECURE"]);
+        command
+    };
+    nodes(&[]).assert().code(i32::from(exit_codes::USAGE)).stderr(contains("FSDP_SECRET"));
+    nodes(&["--insecure"]).assert().success().stdout("[0] none true\n");
+    let secret = "a secret of this test";
+    nodes(&[]).env("FSDP_SECRET", secret).assert().success().stdout(format!("[0] {secret} false\n"));
 }
 
 #[test]
@@ -96,6 +119,22 @@ fn the_first_failure_ends_all_and_its_exit_code_is_returned() {
     launch("2", &["./no-such-program"]).assert().code(i32::from(exit_codes::USAGE)).stderr(contains("no-such-program"));
 }
 
+#[test]
+fn the_rank_that_failed_first_is_blamed_although_others_end_before_it() {
+    // Ranks 0 and 2 fail because of rank 1, which takes longer to say why it failed.
+    let script = "if [ $RANK = 1 ]; then sleep 0.5; echo the reason >&2; exit 7; fi; \
+                  printf 1 > $FSDP_BLAME_DIR/$RANK; echo lost rank 1 >&2; exit 16";
+    let blamed =
+        contains("error: rank 1 failed with exit code 7").and(contains("the last lines of rank 1:\n  the reason\n"));
+    let listed = contains("all exits: ranks 0, 2 failed with exit code 16; rank 1 failed with exit code 7");
+    launch("3", &["sh", "-c", script]).assert().code(7).stderr(blamed.and(listed));
+    // A rank that does not end by itself is not the one that is reported, but it is named.
+    let script = "if [ $RANK = 1 ]; then exec sleep 600; fi; printf 1 > $FSDP_BLAME_DIR/$RANK; exit 16";
+    let listed = contains("rank 1 was ended by signal 15 after it was told to end");
+    let blamed = contains("error: rank 0 failed with exit code 16 because of rank 1");
+    launch("2", &["sh", "-c", script]).assert().code(16).stderr(blamed.and(listed));
+}
+
 /// Its process is gone, or will be once its new parent has waited for it.
 fn assert_ended(pid: i32) {
     let limit = Instant::now() + Duration::from_secs(20);
@@ -113,15 +152,19 @@ fn start(dir: &Path, nproc: usize, then: &str) -> (std::process::Child, Vec<i32>
     command.args(["launch", "--grace", "5", "--nproc", &nproc.to_string(), "--", "sh", "-c", &script]);
     command.env_remove("FSDP_BACKEND").stdout(Stdio::null()).stderr(Stdio::piped());
     let child = command.spawn().unwrap();
+    (child, (0..nproc).map(|rank| wait_for_pid(&dir.join(rank.to_string()))).collect())
+}
+
+/// Waits until a process has written its id to this file.
+fn wait_for_pid(file: &Path) -> i32 {
     let limit = Instant::now() + Duration::from_secs(60);
-    let pid = |rank: usize| loop {
-        match fs::read_to_string(dir.join(rank.to_string())) {
-            Ok(pid) => break pid.trim().parse().unwrap(),
-            Err(_) => assert!(Instant::now() < limit, "rank {rank} did not start"),
+    loop {
+        match fs::read_to_string(file) {
+            Ok(pid) => return pid.trim().parse().unwrap(),
+            Err(_) => assert!(Instant::now() < limit, "{} was not written", file.display()),
         }
         thread::sleep(Duration::from_millis(10));
-    };
-    (child, (0..nproc).map(pid).collect())
+    }
 }
 
 #[test]
@@ -141,6 +184,21 @@ fn a_killed_launch_leaves_no_process() {
     launch.kill().unwrap();
     launch.wait().unwrap();
     pids.into_iter().for_each(assert_ended);
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_killed_launch_leaves_nothing_that_its_processes_started() {
+    let dir = TempDir::new().unwrap();
+    let then = format!(
+        "sleep 600 & echo $! > {0}/child-$RANK.new; mv {0}/child-$RANK.new {0}/child-$RANK; wait",
+        dir.path().display()
+    );
+    let (mut launch, pids) = start(dir.path(), 2, &then);
+    let children: Vec<i32> = (0..2).map(|rank| wait_for_pid(&dir.path().join(format!("child-{rank}")))).collect();
+    launch.kill().unwrap();
+    launch.wait().unwrap();
+    pids.into_iter().chain(children).for_each(assert_ended);
 }
 
 #[test]
@@ -170,6 +228,37 @@ fn a_rank_killed_in_training_ends_all_and_the_newest_checkpoint_resumes() {
 }
 
 #[test]
+fn a_restarted_job_goes_on_from_its_newest_checkpoint_as_if_nothing_had_happened() {
+    let dir = TempDir::new().unwrap();
+    let (out, straight, failed) = (dir.path().join("out"), dir.path().join("straight"), dir.path().join("failed"));
+    // Rank 1 is killed once, as soon as there is a checkpoint; then again before there is anything to save.
+    let script = format!(
+        "{FSDP} train --backend tcp --timeout 20 --steps 200 --save-every 10 --out {out} {small} & train=$!\n\
+         if [ $RANK = 1 ] && [ $TORCHELASTIC_RESTART_COUNT -lt 2 ]; then\n\
+         while [ $TORCHELASTIC_RESTART_COUNT = 0 ] && ! [ -e {out}/step-00000010 ]; do sleep 0.01; done\n\
+         echo $TORCHELASTIC_RESTART_COUNT >> {failed}; kill -9 $train; fi\n\
+         wait $train",
+        out = out.display(),
+        failed = failed.display(),
+        small = SMALL.join(" "),
+    );
+    let mut command =
+        fsdp(&["launch", "--grace", "1", "--nproc", "3", "--max-restarts", "2", "--", "sh", "-c", &script]);
+    let told = contains("rank 1 failed with exit code 137").and(contains("(restart 2 of 2)"));
+    command.assert().success().stderr(told);
+    assert_eq!(fs::read_to_string(failed).unwrap(), "0\n1\n");
+    train(&straight, &[&SMALL[..], &["--nproc", "3", "--steps", "200"]].concat());
+    assert_eq!(losses(&out), losses(&straight));
+
+    // There is no restart without need: after the last one, a mistake on the command line, or a signal.
+    launch("1", &["false"]).assert().code(1).stderr(contains("restart").not());
+    let restarting = |script: &str| fsdp(&["launch", "--nproc", "1", "--max-restarts", "3", "--", "sh", "-c", script]);
+    restarting("exit 2").assert().code(2).stderr(contains("restart").not());
+    restarting("kill -TERM $PPID; sleep 600").assert().code(143).stderr(contains("restart").not());
+    restarting("exit 5").assert().code(5).stderr(contains("(restart 3 of 3)"));
+}
+
+#[test]
 fn a_rendezvous_that_fails_is_told_with_its_exit_code() {
     let dir = TempDir::new().unwrap();
     let out = dir.path().join("out");
@@ -180,7 +269,13 @@ fn a_rendezvous_that_fails_is_told_with_its_exit_code() {
     };
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port().to_string();
-    let place = [("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port.as_str())];
+    let place = [
+        ("RANK", "0"),
+        ("WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", port.as_str()),
+        ("FSDP_JOB_ID", "test"),
+    ];
     let lost = i32::from(exit_codes::RANK_LOST);
     let usage = i32::from(exit_codes::USAGE);
     alone(&place, &[]).assert().code(lost).stderr(contains(format!("rendezvous at `127.0.0.1:{port}` failed")));

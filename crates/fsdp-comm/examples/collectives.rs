@@ -85,6 +85,7 @@ fn launch(backend: &str, ranks: usize, json: bool) -> Result<(), CommError> {
             .args(json.then_some("--json"))
             .env("RANK", rank.to_string())
             .env("WORLD_SIZE", ranks.to_string());
+        command.env("FSDP_JOB_ID", format!("collectives-{port}"));
         command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
         command.spawn().map_err(|error| failed(rank, error.to_string()))
     };

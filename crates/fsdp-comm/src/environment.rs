@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use crate::access::Secret;
 use crate::error::CommError;
 
 /// The port of rank 0 unless `MASTER_PORT` is set. It is torch's.
@@ -58,6 +59,11 @@ impl fmt::Display for Launcher {
 /// Jobs that use the same port are told apart by `FSDP_JOB_ID`, or if it is not set by the launcher's own name for the job
 /// (`TORCHELASTIC_RUN_ID`; `PMIX_NAMESPACE`; `SLURM_JOB_ID` and `SLURM_STEP_ID`; `JOB_NAME`).
 ///
+/// `FSDP_SECRET` is a text that only the ranks of the job know, the same on all of them. `fsdp launch` makes one. Every
+/// connection between ranks begins with a proof that both sides know it; what is sent after that is not encrypted.
+/// Without a secret, ranks meet at a loopback address only, unless `FSDP_INSECURE` is `true`, and only if the job has a
+/// name: they could not tell jobs apart otherwise.
+///
 /// If torchrun sets `TORCHELASTIC_USE_AGENT_STORE=True`, its agent listens at `MASTER_ADDR:MASTER_PORT` itself, with
 /// torch's key-value store. Then rank 0 listens on a free port of its own host, and the others read its address from the
 /// agent's store.
@@ -80,12 +86,22 @@ pub struct Environment {
     pub master_port: u16,
     /// The name that tells this job from others on the same port.
     pub job: String,
+    /// The secret of the job: `FSDP_SECRET`.
+    pub secret: Option<Secret>,
+    /// `true` if the ranks may meet at an address that other hosts reach, although there is no secret: `FSDP_INSECURE`.
+    pub insecure: bool,
     /// The key of rank 0's address in the store of torchrun's agent, if the agent keeps one.
     pub agent_store: Option<String>,
 }
 
 /// The variable of torchrun, and its value, if its agent keeps a store for the ranks.
 const USE_AGENT_STORE: (&str, &str) = ("TORCHELASTIC_USE_AGENT_STORE", "True");
+
+/// The variable of the job's secret. It has no command line option, because command lines can be seen by everybody.
+const SECRET: &str = "FSDP_SECRET";
+
+/// The variable that allows ranks of several hosts to meet without a secret.
+const INSECURE: &str = "FSDP_INSECURE";
 
 impl Environment {
     /// Reads the place of this process from its environment variables.
@@ -169,6 +185,17 @@ impl Environment {
         format!("{open}{}{close}:{}", self.master_addr, self.master_port)
     }
 
+    /// Checks that the ranks of this job can tell it from others at the same port. torchrun's agent does that for its
+    /// ranks.
+    pub(crate) fn check_identity(&self) -> Result<(), CommError> {
+        // torchrun's name for a job without a name.
+        let has_name = !self.job.is_empty() && self.job != "none";
+        if has_name || self.secret.is_some() || self.agent_store.is_some() || self.world_size == 1 {
+            return Ok(());
+        }
+        Err(error("FSDP_JOB_ID", "is not set, nor is FSDP_SECRET: two jobs at one port could not be told apart"))
+    }
+
     fn default_master(&self, variables: &Variables<'_>) -> Result<String, CommError> {
         if self.world_size == 1 || self.local_world_size == Some(self.world_size) {
             return Ok("127.0.0.1".to_owned());
@@ -221,6 +248,8 @@ impl Variables<'_> {
             master_addr: String::new(),
             master_port: self.number("MASTER_PORT")?.unwrap_or(DEFAULT_MASTER_PORT),
             job: String::new(),
+            secret: self.secret()?,
+            insecure: self.insecure()?,
             agent_store: None,
         })
     }
@@ -232,6 +261,18 @@ impl Variables<'_> {
     fn agent_store(&self, job: &str) -> Option<String> {
         let (name, value) = USE_AGENT_STORE;
         self.get(name).filter(|kept| kept == value).map(|_| format!("fsdp/{job}/address"))
+    }
+
+    fn secret(&self) -> Result<Option<Secret>, CommError> {
+        self.get(SECRET).map(|text| Secret::new(text).map_err(|reason| error(SECRET, reason))).transpose()
+    }
+
+    fn insecure(&self) -> Result<bool, CommError> {
+        match self.get(INSECURE).as_deref() {
+            None | Some("false" | "0") => Ok(false),
+            Some("true" | "1") => Ok(true),
+            Some(other) => Err(error(INSECURE, format!("is `{other}`, neither `true` nor `false`"))),
+        }
     }
 
     fn job(&self, names: &[&str]) -> String {

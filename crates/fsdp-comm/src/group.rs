@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::backend::{Backend, Plan, Round};
+use crate::blame;
 use crate::error::{CommError, RankCall, RankFailure, bounded};
 use crate::record::{Call, Fault, Header, Operation, Record};
 use crate::traffic::{Counters, Traffic};
@@ -261,7 +262,9 @@ impl Turn<'_> {
             plan.deliver(&payloads, rank).map_err(|(from, published)| too_short(call, ranks, from, published))?;
             Ok(None)
         };
-        backend.round(&round, &record, send, Box::new(planner)).inspect_err(|error| {
+        let outcome = backend.round(&round, &record, send, Box::new(planner));
+        blame::note(ranks[rank], &outcome);
+        outcome.inspect_err(|error| {
             if error.ends_group() {
                 state.failure = Some(error.clone());
                 backend.abort(round.number, error);

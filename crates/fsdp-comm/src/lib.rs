@@ -29,10 +29,13 @@
 //!   result depends on the number of ranks, but not on the backend, the timing or the way that the work is split.
 //!
 //! Safety limits, checked before anything is allocated: [`MAX_OBJECT_BYTES`], [`MAX_MESSAGE_BYTES`],
-//! [`MAX_WORLD_SIZE`], [`MAX_KEY_BYTES`], [`MAX_VALUE_BYTES`].
+//! [`MAX_WORLD_SIZE`], [`MAX_KEY_BYTES`], [`MAX_VALUE_BYTES`], [`MAX_STORE_BYTES`].
 
+mod access;
 mod backend;
 mod backend_kind;
+mod blame;
+mod blocking;
 mod buffer;
 mod collectives;
 #[cfg(feature = "nccl")]
@@ -57,7 +60,9 @@ mod tcp;
 mod traffic;
 mod wire;
 
+pub use access::Secret;
 pub use backend_kind::BackendKind;
+pub use blame::BLAME_DIR;
 pub use element::Element;
 pub use environment::{DEFAULT_MASTER_PORT, Environment, Launcher, MAX_WORLD_SIZE};
 pub use error::{CommError, MAX_MESSAGE_BYTES, RankCall, RankFailure};
@@ -67,6 +72,6 @@ pub use init::{init_process_group, init_process_group_within};
 pub use local::{LocalRanks, RANK_STACK_BYTES, run_local};
 pub use record::Operation;
 pub use reduce::ReduceOp;
-pub use store::{MAX_KEY_BYTES, MAX_VALUE_BYTES, StoreOptions, TcpStore};
+pub use store::{MAX_KEY_BYTES, MAX_STORE_BYTES, MAX_VALUE_BYTES, StoreOptions, TcpStore};
 pub use tcp::TcpOptions;
 pub use traffic::Traffic;

@@ -13,7 +13,7 @@ use fsdp_comm::{MAX_KEY_BYTES, MAX_VALUE_BYTES};
 const DEADLINE: Duration = Duration::from_secs(10);
 
 fn options(rank: usize) -> StoreOptions {
-    StoreOptions { job: "job".to_owned(), rank, world_size: 4, deadline: DEADLINE }
+    StoreOptions { job: "job".to_owned(), secret: None, insecure: false, rank, world_size: 4, deadline: DEADLINE }
 }
 
 fn host() -> TcpStore {

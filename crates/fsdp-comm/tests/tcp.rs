@@ -10,7 +10,7 @@ mod processes;
 use std::time::Duration;
 
 use conformance::{Case, DEADLINE, cases};
-use fsdp_comm::{CommError, Environment, ReduceOp, TcpOptions};
+use fsdp_comm::{BLAME_DIR, CommError, Environment, ReduceOp, TcpOptions};
 use processes::{Ranks, SHORT_DEADLINE, free_port};
 use rustix::process::Signal;
 
@@ -104,8 +104,10 @@ conformance_tests! {
 fn hit(signal: Signal, victim: usize, len: usize, memory: &str, reason: &str) {
     let log = tempfile::NamedTempFile::new().unwrap();
     let victim_variable = victim.to_string();
+    let blame = tempfile::tempdir().unwrap();
     let variables = [
         ("FSDP_TEST_MEMORY", memory),
+        (BLAME_DIR, blame.path().to_str().unwrap()),
         ("FSDP_TEST_VICTIM", &victim_variable),
         ("FSDP_TEST_LOG", log.path().to_str().unwrap()),
     ];
@@ -118,6 +120,8 @@ fn hit(signal: Signal, victim: usize, len: usize, memory: &str, reason: &str) {
     let survivors: Vec<usize> = (0..3).filter(|&rank| rank != victim).collect();
     for (rank, output) in ranks.wait_for(&survivors, SHORT_DEADLINE + Duration::from_secs(2)) {
         assert!(output.contains(reason) && output.contains(&format!("rank {victim}")), "rank {rank}: {output}");
+        let blamed = std::fs::read_to_string(blame.path().join(rank.to_string())).unwrap();
+        assert_eq!(blamed, victim.to_string(), "rank {rank}");
     }
 }
 
@@ -184,6 +188,7 @@ fn nobody_at_the_address_is_an_error() {
     let elsewhere = Environment::from_variables(|name| match name {
         "RANK" => Some("0".to_owned()),
         "WORLD_SIZE" => Some("2".to_owned()),
+        "FSDP_SECRET" => Some("a secret of this test".to_owned()),
         // An address for documentation, which no host has.
         "MASTER_ADDR" => Some("192.0.2.1".to_owned()),
         _ => None,
@@ -204,11 +209,24 @@ fn a_taken_port_is_an_error() {
 }
 
 #[test]
+fn jobs_without_a_name_or_a_secret_do_not_meet() {
+    for job in ["", "none"] {
+        for rank in [0, 1] {
+            let error = meet(environment(rank, 2, free_port(), job), 300).unwrap_err();
+            assert!(
+                matches!(&error, CommError::Environment { variable, .. } if variable == "FSDP_JOB_ID"),
+                "{error:?}"
+            );
+        }
+    }
+}
+
+#[test]
 fn two_jobs_on_one_port_never_pair() {
     let port = free_port();
     std::thread::scope(|scope| {
         let first = scope.spawn(|| meet(environment(0, 2, port, "one"), 5000).map(|group| group.barrier()));
-        let refused = [("two", 1, 2, "job `one`'s"), ("one", 1, 3, "world size is 3"), ("one", 0, 2, "MASTER_PORT")];
+        let refused = [("two", 1, 2, "another job"), ("one", 1, 3, "world size is 3"), ("one", 0, 2, "MASTER_PORT")];
         for (job, rank, world_size, reason) in refused {
             // The port must be open by then.
             while std::net::TcpStream::connect(("127.0.0.1", port)).is_err() {}

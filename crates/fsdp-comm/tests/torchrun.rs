@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use fsdp_comm::{CommError, Environment, ProcessGroup, ReduceOp, TcpOptions};
+use fsdp_comm::{CommError, Environment, ProcessGroup, ReduceOp, StoreOptions, TcpOptions, TcpStore};
 
 /// Longer than anything takes that succeeds.
 const LONG: Duration = Duration::from_secs(10);
@@ -66,7 +66,8 @@ impl Agent {
     }
 
     fn address(&self) -> Option<SocketAddr> {
-        self.values.lock().unwrap().get(KEY).map(|address| address.parse().unwrap())
+        // A nonce follows it.
+        self.values.lock().unwrap().get(KEY).map(|value| value.split(' ').next().unwrap().parse().unwrap())
     }
 }
 
@@ -187,6 +188,16 @@ fn an_address_that_a_stranger_has_now_is_asked_for_again() {
 }
 
 #[test]
+fn an_address_that_another_job_of_the_same_name_has_now_is_asked_for_again() {
+    let job = "job".to_owned();
+    let options = StoreOptions { job, secret: None, insecure: false, rank: 0, world_size: 2, deadline: LONG };
+    let other_job = TcpStore::host("127.0.0.1:0", &options).unwrap();
+    let (agent, port) = Agent::start();
+    agent.values.lock().unwrap().insert(KEY.to_owned(), other_job.address().to_owned());
+    attempt(2, port);
+}
+
+#[test]
 fn an_agent_that_is_not_there_is_an_error() {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     for rank in [0, 1] {
@@ -222,7 +233,7 @@ fn an_agent_that_answers_nonsense_is_an_error() {
         (b"HTTP/1.1 400 Bad Request\r\n\r\n".to_vec(), "another protocol"),
         (vec![1; 64], "another protocol"),
         (len(u64::MAX), "18446744073709551615 bytes"),
-        (len(129), "129 bytes"),
+        (len(161), "161 bytes"),
         (value(""), "no address"),
         (value("127.0.0.1"), "no address"),
         (value("\u{7}node0:1\n"), "no address"),

@@ -162,6 +162,16 @@ pub enum FileError {
         #[source]
         source: Box<FileError>,
     },
+    /// A checkpoint is in its place, but something failed after that: it may not survive a loss of power, or files that
+    /// are not needed any more are left.
+    #[error("`{}` is in its place, but what comes after the commit failed", path.display())]
+    AfterCommit {
+        /// The checkpoint.
+        path: PathBuf,
+        /// The failure.
+        #[source]
+        source: Box<FileError>,
+    },
     /// A file that a rank has written is not where the checkpoint is committed.
     #[error("`{file}` is not in `{}` as a rank has written it: all ranks must save to the same place", path.display())]
     TargetMismatch {

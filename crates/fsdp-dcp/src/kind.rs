@@ -20,6 +20,7 @@ impl Failure for FileError {
             | FileError::Overwrite { .. }
             | FileError::Location { .. }
             | FileError::Encode { .. } => ErrorKind::Usage,
+            FileError::AfterCommit { .. } => ErrorKind::AfterCommit,
             FileError::Path { .. } => ErrorKind::Unsafe,
             FileError::NotStored { .. } | FileError::LoadPlan(LoadPlanError::Chunks { .. }) => ErrorKind::Corrupt,
             FileError::LoadPlan(_) => ErrorKind::Difference,

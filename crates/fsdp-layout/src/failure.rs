@@ -30,6 +30,8 @@ pub enum ErrorKind {
     RankLost,
     /// Two things that should match do not.
     Difference,
+    /// A checkpoint is in its place, but something failed after that.
+    AfterCommit,
 }
 
 /// An error that knows its kind. When an error is sent to other ranks as a message, its kind goes with it.

@@ -33,6 +33,12 @@ pub enum NnError {
     /// An optimizer was asked for something impossible.
     #[error(transparent)]
     Algorithm(#[from] AlgorithmError),
+    /// Gradients of some rank hold NaN or infinities, which an update would spread to the parameters of all.
+    #[error("the norm of the gradients is {norm}: gradients of some rank are not finite")]
+    NonFiniteGradients {
+        /// The norm of the gradients of all ranks.
+        norm: f64,
+    },
     /// One name, two shapes or dtypes.
     #[error("parameter `{fqn}` is asked for as {asked}, but it exists as {existing}")]
     Conflict {

@@ -338,13 +338,24 @@ impl ShardedParameters {
         Ok(squares.sqrt())
     }
 
-    /// Scales all gradients so that their 2-norm over the sharded whole is at most `max_norm`, and returns the norm
-    /// before: torch's `clip_grad_norm_`. The same on every rank. Collectives: as [`Self::grad_norm`].
+    /// Returns the norm of the gradients, like [`Self::grad_norm`], if all gradients of all ranks are finite. Where they
+    /// are not, a step can be skipped: every rank gets the same error, and nothing has been changed.
     ///
     /// # Errors
-    /// As [`Self::grad_norm`].
-    pub fn clip_grad_norm(&self, max_norm: f64) -> Result<f64> {
+    /// [`NnError::NonFiniteGradients`]; those of [`Self::grad_norm`].
+    pub fn finite_grad_norm(&self) -> Result<f64> {
         let norm = self.grad_norm()?;
+        if norm.is_finite() { Ok(norm) } else { Err(NnError::NonFiniteGradients { norm }) }
+    }
+
+    /// Scales all gradients so that their 2-norm over the sharded whole is at most `max_norm`, and returns the norm
+    /// before: torch's `clip_grad_norm_` with `error_if_nonfinite`. The same on every rank. Collectives: as
+    /// [`Self::grad_norm`].
+    ///
+    /// # Errors
+    /// As [`Self::finite_grad_norm`]. The gradients are as they were then.
+    pub fn clip_grad_norm(&self, max_norm: f64) -> Result<f64> {
+        let norm = self.finite_grad_norm()?;
         let scale = max_norm / (norm + 1e-6);
         if scale < 1.0 {
             for grad in self.handles.iter().filter_map(|handle| handle.grad()) {

@@ -8,7 +8,7 @@ use fsdp_comm::{ProcessGroup, run_local};
 use fsdp_flat::storage::{refill, release};
 use fsdp_nn::algorithm::AdamOptions;
 use fsdp_nn::torch::{StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict};
-use fsdp_nn::{Algorithm, FsdpConfig, FullyShardedDataParallel, Optimizer};
+use fsdp_nn::{Algorithm, FsdpConfig, FullyShardedDataParallel, NnError, Optimizer, ShardingStrategy};
 use fsdp_state::StateValue;
 
 fn options() -> StateDictOptions {
@@ -87,4 +87,40 @@ fn a_step_that_fails_keeps_the_state() {
         assert_eq!(step_of(&optimizer, "weight"), Some(2.0));
     })
     .unwrap();
+}
+
+#[test]
+fn gradients_that_are_not_finite_on_one_rank_are_an_error_on_all_and_change_nothing() {
+    for strategy in [ShardingStrategy::FullShard, ShardingStrategy::NoShard] {
+        for bad in [f64::NAN, f64::INFINITY] {
+            run_local(3, |group| {
+                let config = FsdpConfig { strategy, ..FsdpConfig::default() };
+                let model = FullyShardedDataParallel::new(group.clone(), config, |scope| linear(4, 1, scope.vb()));
+                let model = model.unwrap();
+                let mut optimizer = Optimizer::new(model.parameters(), adamw()).unwrap();
+                let before = weights(&model);
+                let x = Tensor::ones((2, 4), DType::F32, &Device::Cpu).unwrap();
+                let scale = if group.rank() == 1 { bad } else { 1.0 };
+                let loss = model.forward(|layer| layer.forward(&x)?.sqr()?.sum_all()? * scale).unwrap();
+                model.backward(&loss).unwrap();
+                for refused in [model.parameters().clip_grad_norm(1.0), model.parameters().finite_grad_norm()] {
+                    let norm = match refused {
+                        Err(NnError::NonFiniteGradients { norm }) => norm,
+                        other => panic!("{other:?}"),
+                    };
+                    assert!(!norm.is_finite());
+                }
+                // Every rank has learned it, and can leave the step out.
+                model.parameters().zero_grad();
+                assert_eq!(weights(&model), before);
+                backward(&model);
+                model.parameters().clip_grad_norm(1.0).unwrap();
+                optimizer.step().unwrap();
+                assert!(weights(&model).iter().all(|weight| weight.is_finite()));
+                // The last rank has no row of its own.
+                assert!(before.is_empty() || weights(&model) != before);
+            })
+            .unwrap();
+        }
+    }
 }

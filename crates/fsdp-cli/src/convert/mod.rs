@@ -4,19 +4,21 @@ mod arguments;
 mod keys;
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::{Context as _, Result};
 use fsdp_dcp::checkpoint::{self, Checkpoint};
 use fsdp_dcp::convert::{ConvertOptions, Converted, OutputFormat, View, convert};
 use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::storage;
+use fsdp_dcp::storage::{self, Durable};
 use fsdp_dcp::{FileError, Location};
 use serde::Serialize;
 
 use self::keys::Keys;
-use super::failure::UsageError;
+use super::failure::{ConversionStopped, UsageError};
 use super::output;
 use super::progress::Progress;
+use super::stop::StopRequest;
 use super::text::{escaped, iec};
 
 pub(crate) use self::arguments::{ConvertArguments, ReshardArguments};
@@ -162,14 +164,27 @@ fn overlap(source: &Location, destination: &Location) -> bool {
 fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> Result<()> {
     let mut written = Written::planned(source, destination);
     if !destination.dry_run {
+        let stop = StopRequest::default();
+        // Uploads cannot be stopped between two steps, so signals end the process as they always do.
+        if destination.path.local().is_some() {
+            stop.watch()?;
+        }
+        let durable = Durable::with_hook(Arc::new(stop.clone()));
         // Remove what a killed command has left of this destination.
         storage::clean_stale(destination.path)?;
         let bar = Progress::new(written.bytes, destination.progress && !destination.json);
         let progress = |bytes| bar.add(bytes);
-        let options =
-            ConvertOptions { overwrite: destination.overwrite, progress: Some(&progress), ..ConvertOptions::default() };
+        let options = ConvertOptions {
+            overwrite: destination.overwrite,
+            progress: Some(&progress),
+            durable: Some(&durable),
+            ..ConvertOptions::default()
+        };
         let done = convert(source, destination.path, destination.target, options);
         drop(bar);
+        if let (Err(_), Some(signal)) = (&done, stop.signal()) {
+            return Err(ConversionStopped { signal, destination: destination.path.to_string() }.into());
+        }
         let Converted { tensors, bytes, mut aside, aside_file, mut quantized, containers, copied, left_behind, .. } =
             done.with_context(|| format!("failed to write `{}`", destination.path))?;
         aside.sort_by(|a, b| natord::compare(a, b));

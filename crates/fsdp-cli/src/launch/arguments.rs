@@ -1,13 +1,13 @@
 //! The options of `fsdp launch`, and the variables that tell each process its place.
 
 use std::ffi::OsString;
-use std::net::{Ipv4Addr, TcpListener};
+use std::net::{IpAddr, Ipv4Addr, TcpListener};
 use std::num::NonZeroUsize;
 
 use anyhow::{Context, Result};
 use clap::Args;
-use clap::builder::RangedU64ValueParser;
-use fsdp::comm::{DEFAULT_MASTER_PORT, MAX_WORLD_SIZE};
+use clap::builder::{BoolishValueParser, RangedU64ValueParser};
+use fsdp::comm::{DEFAULT_MASTER_PORT, MAX_WORLD_SIZE, Secret};
 
 use crate::job_failure::JobError;
 
@@ -20,7 +20,7 @@ const LOCALHOST: Ipv4Addr = Ipv4Addr::LOCALHOST;
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Each process gets torchrun's variables: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and \
-MASTER_PORT; and FSDP_JOB_ID. SIGINT, SIGTERM and SIGHUP are passed on. When a process fails, all others are ended, and \
+MASTER_PORT, TORCHELASTIC_RESTART_COUNT and TORCHELASTIC_MAX_RESTARTS; FSDP_JOB_ID and FSDP_SECRET. SIGINT, SIGTERM and SIGHUP are passed on. When a process fails, all others are ended, and \
 its exit code (128 + N for signal N) is returned.
 
 Examples:
@@ -47,13 +47,23 @@ pub(crate) struct LaunchArguments {
     /// [default: random on one node, else made of address, port and sizes]
     #[arg(long, value_name = "ID", env = "FSDP_JOB_ID")]
     job_id: Option<String>,
+    /// Let the ranks of several nodes meet without a secret, although anybody in the network could join them then
+    #[arg(long, env = "FSDP_INSECURE", value_parser = BoolishValueParser::new())]
+    insecure: bool,
     /// Seconds between asking processes to end and killing them
     #[arg(long, value_name = "SECONDS", default_value_t = 30, env = "FSDP_GRACE")]
     pub(super) grace: u64,
+    /// Times that all processes are started again after one has failed. `fsdp train` goes on from its newest checkpoint
+    /// then
+    #[arg(long, value_name = "R", default_value_t = 0, env = "FSDP_MAX_RESTARTS")]
+    pub(super) max_restarts: u32,
     /// The program and its arguments
     #[arg(value_name = "PROGRAM", required = true, trailing_var_arg = true, allow_hyphen_values = true)]
     pub(super) program: Vec<OsString>,
 }
+
+/// The variable of the job's secret. It is no option, because everybody on a host can see command lines.
+const SECRET: &str = "FSDP_SECRET";
 
 /// The place at which all ranks of a job meet, and the data that all of them share.
 #[derive(Debug)]
@@ -64,14 +74,19 @@ pub(super) struct Place {
     master_addr: String,
     master_port: u16,
     job: String,
+    /// `None` where the ranks inherit what this process has: the secret of all nodes, or none.
+    secret: Option<Secret>,
+    insecure: bool,
+    /// The number of restarts before this attempt, and of those that are allowed.
+    restarts: (u32, u32),
 }
 
 impl LaunchArguments {
-    /// Returns the place at which the ranks of the job meet.
+    /// Returns the place at which the ranks of the job meet after some restarts.
     ///
     /// # Errors
     /// Options that do not go together; no free port.
-    pub(super) fn place(&self) -> Result<Place> {
+    pub(super) fn place(&self, restarts: u32) -> Result<Place> {
         let (nproc, nnodes, node_rank) = (self.nproc, self.nnodes.get(), self.node_rank);
         let several = nnodes > 1;
         if node_rank >= nnodes {
@@ -95,7 +110,25 @@ impl LaunchArguments {
             None if several => format!("{master_addr}:{master_port}-{nnodes}x{nproc}"),
             None => format!("{:016x}", rand::random::<u64>()),
         };
-        Ok(Place { world_size, nproc, node_rank, master_addr, master_port, job })
+        let secret = if several {
+            // All nodes must have the same one, so the user has to give it to each.
+            self.check_secret(&master_addr)?;
+            None
+        } else {
+            Some(Secret::random().context("failed to make a secret")?)
+        };
+        let (insecure, restarts) = (self.insecure, (restarts, self.max_restarts));
+        Ok(Place { world_size, nproc, node_rank, master_addr, master_port, job, secret, insecure, restarts })
+    }
+
+    /// Checks that ranks of several nodes will let each other in.
+    fn check_secret(&self, master_addr: &str) -> Result<()> {
+        let has_secret = std::env::var_os(SECRET).is_some_and(|secret| !secret.is_empty());
+        let is_loopback = master_addr.parse().is_ok_and(|ip: IpAddr| ip.is_loopback());
+        if has_secret || self.insecure || is_loopback {
+            return Ok(());
+        }
+        Err(JobError::Secret { nnodes: self.nnodes.get() }.into())
     }
 }
 
@@ -105,9 +138,9 @@ impl Place {
         self.node_rank * self.nproc + local_rank
     }
 
-    /// Returns the variables of a process of this node: torchrun's, and the job's name.
-    pub(super) fn variables(&self, local_rank: usize) -> [(&'static str, String); 9] {
-        [
+    /// Returns the variables of a process of this node: torchrun's, and the job's name and secret.
+    pub(super) fn variables(&self, local_rank: usize) -> Vec<(&'static str, String)> {
+        let mut variables = vec![
             ("RANK", self.rank(local_rank).to_string()),
             ("WORLD_SIZE", self.world_size.to_string()),
             ("LOCAL_RANK", local_rank.to_string()),
@@ -118,7 +151,12 @@ impl Place {
             ("FSDP_JOB_ID", self.job.clone()),
             // If this runs inside a job of torchrun, its ranks must not look for torchrun's agent.
             ("TORCHELASTIC_USE_AGENT_STORE", "False".to_owned()),
-        ]
+            ("FSDP_INSECURE", self.insecure.to_string()),
+            ("TORCHELASTIC_RESTART_COUNT", self.restarts.0.to_string()),
+            ("TORCHELASTIC_MAX_RESTARTS", self.restarts.1.to_string()),
+        ];
+        variables.extend(self.secret.as_ref().map(|secret| (SECRET, secret.text().to_owned())));
+        variables
     }
 }
 

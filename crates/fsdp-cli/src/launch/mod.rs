@@ -1,57 +1,139 @@
 //! `fsdp launch`: starts the processes of a job on this node, and ends them together.
 
 mod arguments;
+mod exits;
+pub(crate) mod guard;
 mod lines;
 #[cfg(target_os = "linux")]
 #[expect(unsafe_code, reason = "a system call between fork and exec")]
 mod parent;
 mod ranks;
 
+use std::path::Path;
 use std::process::{Command, Stdio};
-use std::sync::mpsc;
+use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use fsdp::comm::BLAME_DIR;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 pub(crate) use self::arguments::LaunchArguments;
-use self::lines::Lines;
-use self::ranks::{Event, Ranks};
-use crate::job_failure::JobError;
+use self::exits::Cause;
+use self::guard::Guard;
+use self::lines::{LastLines, Lines};
+use self::ranks::{Ended, Event, Ranks};
+use crate::exit_codes;
+use crate::failure::Stopped;
+use crate::job_failure::{JobError, RankEnded};
+use crate::output;
 
-/// Starts the processes of a job on this node, and waits for them: `fsdp launch`.
+/// Starts the processes of a job on this node, and waits for them: `fsdp launch`. If one fails, all are started again, as
+/// often as was asked for.
 ///
 /// # Errors
-/// Processes that cannot be started; [`RankEnded`](crate::job_failure::RankEnded) for the first that failed. None is left
-/// running on return.
+/// Processes that cannot be started; [`RankEnded`] for the first that failed. None is left running on return.
 pub(crate) fn run(arguments: &LaunchArguments) -> Result<()> {
-    let place = arguments.place()?;
+    // Mistakes in the options are found before anything is started.
+    arguments.place(0)?;
     let (events, happened) = mpsc::channel();
-    // Step 1: listen for signals, before there is a process that a signal to this one would leave behind.
+    // Listen for signals, before there is a process that a signal to this one would leave behind.
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("failed to listen for signals")?;
     let to = events.clone();
     let forward = move || signals.forever().try_for_each(|signal| to.send(Event::Signal(signal)));
     thread::Builder::new().name("signals".to_owned()).spawn(forward).context("failed to start a thread")?;
 
-    // Step 2: start the processes. Each is watched before anything else can fail, so that a failure ends it.
-    let mut ranks = Ranks::new(events, happened, Duration::from_secs(arguments.grace));
+    let mut restarts = 0;
+    loop {
+        let ended = attempt(arguments, restarts, &events, &happened)?;
+        let failure = match ended {
+            Outcome::Done => return Ok(()),
+            Outcome::Stopped => return Err(Stopped.into()),
+            Outcome::Failed { failure, may_restart } if may_restart && restarts < arguments.max_restarts => failure,
+            Outcome::Failed { failure, .. } => return Err(failure.into()),
+        };
+        restarts += 1;
+        let of = arguments.max_restarts;
+        output::talk(&format!("{failure}: all processes are started again (restart {restarts} of {of})"));
+    }
+}
+
+/// The outcome of one attempt at a job.
+enum Outcome {
+    Done,
+    /// A signal stopped the processes, and they have saved.
+    Stopped,
+    /// A process has failed. With `may_restart`, another attempt may do better.
+    Failed {
+        failure: RankEnded,
+        may_restart: bool,
+    },
+}
+
+/// Starts the processes, and waits until all have ended.
+///
+/// # Errors
+/// Processes that cannot be started.
+fn attempt(
+    arguments: &LaunchArguments,
+    restarts: u32,
+    events: &Sender<Event>,
+    happened: &Receiver<Event>,
+) -> Result<Outcome> {
+    // Each attempt has its own secret, and on one node its own port: no process of another attempt can join it.
+    let place = arguments.place(restarts)?;
+    // Step 1: start the processes. Each is watched before anything else can fail, so that a failure ends it.
+    let mut ranks = Ranks::new(events.clone(), happened, Duration::from_secs(arguments.grace), Guard::start()?);
+    let notes = tempfile::tempdir().context("failed to make a directory for the ranks' notes")?;
     let lines = Lines::new();
     for local_rank in 0..arguments.nproc {
         let rank = place.rank(local_rank);
         let mut child = command(arguments)?
             .envs(place.variables(local_rank))
+            .env(BLAME_DIR, notes.path())
             .spawn()
             .map_err(|source| JobError::Program { program: program(arguments), source })?;
         let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
         ranks.watch(rank, child)?;
         lines.copy(rank, stdout, stderr)?;
     }
-    // Step 3: wait for all processes, then for the rest of their output.
-    let result = ranks.wait();
-    lines.finish();
-    result
+    // Step 2: wait for all processes, then for the rest of their output.
+    let ended = ranks.wait();
+    let last_lines = lines.finish();
+    Ok(report(ended?, &last_lines, notes.path()))
+}
+
+/// Reports the exits of all processes, unless all went well.
+fn report(ended: Ended, last_lines: &LastLines, notes: &Path) -> Outcome {
+    let Ended { exits, signal } = ended;
+    let Some(Cause { exit, because_of }) = exits::cause(&exits, notes) else { return Outcome::Done };
+    let rank = exit.rank;
+    if exits.len() > 1 {
+        output::talk(&format!("all exits: {}", exits::list(&exits)));
+    }
+    if !exit.is_failure() {
+        output::talk("all processes stopped and saved, as they were told");
+        return Outcome::Stopped;
+    }
+    let mut how = exit.describe();
+    if let Some(signal) = signal {
+        how.push_str(&format!(", after signal {signal} to `fsdp launch`"));
+    } else if !because_of.is_empty() {
+        how.push_str(&format!(" because of {}", exits::ranges(because_of)));
+    }
+    if signal.is_none() {
+        let lines = last_lines.get(&rank).into_iter().flatten();
+        let lines: String = lines.map(|line| format!("\n  {line}")).collect();
+        if !lines.is_empty() {
+            output::talk(&format!("the last lines of rank {rank}:{lines}"));
+        }
+    }
+    let code = exit.code();
+    // Whoever told the launcher to end wants no restart, and a mistake on the command line stays one.
+    let may_restart = signal.is_none() && code != exit_codes::USAGE;
+    Outcome::Failed { failure: RankEnded { rank, how, code }, may_restart }
 }
 
 fn command(arguments: &LaunchArguments) -> Result<Command> {

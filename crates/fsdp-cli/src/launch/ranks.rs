@@ -1,17 +1,16 @@
 //! The running processes of a node: watched, signalled, and ended together.
 
 use std::collections::BTreeMap;
-use std::os::unix::process::ExitStatusExt as _;
-use std::process::{Child, ExitStatus};
+use std::process::Child;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::exit_codes;
 use anyhow::{Context, Result};
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 
-use crate::job_failure::RankEnded;
+use super::exits::{Exit, ranges};
+use super::guard::Guard;
 use crate::output;
 
 /// An event while processes run.
@@ -23,20 +22,60 @@ pub(super) enum Event {
     Signal(i32),
 }
 
+/// The time that the other processes have to end by themselves after one has failed. They fail because of it, and their
+/// own words say more than a signal. The one that failed first may be among them.
+const SETTLE: Duration = Duration::from_secs(2);
+
 const STACK_BYTES: usize = 256 << 10;
 
 /// The processes of this node. A process whose status has not been read keeps its id, so no signal can reach another
 /// process.
-pub(super) struct Ranks {
+pub(super) struct Ranks<'e> {
     running: BTreeMap<usize, Child>,
     events: Sender<Event>,
-    happened: Receiver<Event>,
+    happened: &'e Receiver<Event>,
     grace: Duration,
+    guard: Guard,
+    /// The processes that have ended, in the order of time.
+    exits: Vec<Exit>,
+    stage: Stage,
 }
 
-impl Ranks {
-    pub(super) fn new(events: Sender<Event>, happened: Receiver<Event>, grace: Duration) -> Self {
-        Ranks { running: BTreeMap::new(), events, happened, grace }
+/// The way in which the processes end.
+#[derive(Debug, Clone, Copy)]
+enum Stage {
+    /// Nothing has failed.
+    Running,
+    /// A process has failed. The others are told to end at this time, if they still run then.
+    Settling(Instant),
+    /// The processes were told to end, because one failed or because the launcher was told to end, and are killed at this
+    /// time.
+    Ending(Instant),
+    /// The processes were killed.
+    Killed,
+}
+
+impl Stage {
+    /// Returns the time at which the next stage begins.
+    const fn until(self) -> Option<Instant> {
+        match self {
+            Stage::Running | Stage::Killed => None,
+            Stage::Settling(until) | Stage::Ending(until) => Some(until),
+        }
+    }
+}
+
+/// The exits of all processes, in the order of time, and the signal that the launcher passed on before any of them failed.
+#[derive(Debug)]
+pub(super) struct Ended {
+    pub(super) exits: Vec<Exit>,
+    pub(super) signal: Option<i32>,
+}
+
+impl<'e> Ranks<'e> {
+    pub(super) fn new(events: Sender<Event>, happened: &'e Receiver<Event>, grace: Duration, guard: Guard) -> Self {
+        let (running, exits, stage) = (BTreeMap::new(), Vec::new(), Stage::Running);
+        Ranks { running, events, happened, grace, guard, exits, stage }
     }
 
     /// Takes over a process, and starts a thread that waits for its end.
@@ -46,6 +85,7 @@ impl Ranks {
     pub(super) fn watch(&mut self, rank: usize, child: Child) -> Result<()> {
         let process = Pid::from_child(&child);
         self.running.insert(rank, child);
+        self.guard.watch(process)?;
         let events = self.events.clone();
         let watch = move || {
             let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
@@ -60,56 +100,72 @@ impl Ranks {
     /// Waits until all processes have ended.
     ///
     /// # Errors
-    /// The first process that failed.
-    pub(super) fn wait(mut self) -> Result<()> {
-        let mut first = None;
-        let mut kill_at = None;
+    /// The system does not tell the status of a process.
+    pub(super) fn wait(mut self) -> Result<Ended> {
+        let mut passed_on = None;
         while !self.running.is_empty() {
-            let left = kill_at.map(|at: Instant| at.saturating_duration_since(Instant::now()));
-            let event = match left {
-                Some(left) => self.happened.recv_timeout(left),
+            let event = match self.stage.until() {
+                Some(until) => self.happened.recv_timeout(until.saturating_duration_since(Instant::now())),
                 None => self.happened.recv().map_err(RecvTimeoutError::from),
             };
             match event {
-                // The first failure ends all other processes.
-                Ok(Event::Ended(rank)) => {
-                    let failure = self.reap(rank)?;
-                    if let (Some(failure), None) = (failure, &first) {
-                        if !self.running.is_empty() {
-                            output::talk(&format!("{failure}; the other processes are told to end"));
-                        }
-                        first = Some(failure);
-                        self.signal(Signal::TERM);
-                        kill_at.get_or_insert_with(|| Instant::now() + self.grace);
-                    }
-                }
+                Ok(Event::Ended(rank)) => self.reap(rank)?,
                 // A signal to the launcher is for all processes.
                 Ok(Event::Signal(number)) => {
                     if let Some(signal) = Signal::from_named_raw(number) {
                         self.signal(signal);
                     }
-                    kill_at.get_or_insert_with(|| Instant::now() + self.grace);
+                    match self.stage {
+                        Stage::Running => {
+                            passed_on.get_or_insert(number);
+                            self.stage = Stage::Ending(Instant::now() + self.grace);
+                        }
+                        Stage::Settling(_) => self.stage = Stage::Ending(Instant::now() + self.grace),
+                        Stage::Ending(_) | Stage::Killed => {}
+                    }
                 }
-                // The grace period is over.
-                Err(RecvTimeoutError::Timeout) => {
-                    let ranks: Vec<String> = self.running.keys().map(usize::to_string).collect();
-                    let grace = self.grace;
-                    output::talk(&format!("still running {grace:?} later, and killed: rank {}", ranks.join(", ")));
-                    self.signal(Signal::KILL);
-                    kill_at = None;
-                }
+                Err(RecvTimeoutError::Timeout) => self.next_stage(),
                 Err(RecvTimeoutError::Disconnected) => break,
             }
         }
-        first.map_or(Ok(()), |failure| Err(failure.into()))
+        Ok(Ended { exits: std::mem::take(&mut self.exits), signal: passed_on })
     }
 
-    /// Reads the status of a process, and ends the processes that it has left running.
-    fn reap(&mut self, rank: usize) -> Result<Option<RankEnded>> {
-        let Some(mut child) = self.running.remove(&rank) else { return Ok(None) };
-        kill_process_group(Pid::from_child(&child), Signal::KILL).ok();
+    /// Goes on to the next stage, because the time of this one is over.
+    fn next_stage(&mut self) {
+        let still_running = ranges(self.running.keys().copied().collect());
+        match self.stage {
+            Stage::Settling(_) => {
+                output::talk(&format!("still running, and told to end: {still_running}"));
+                self.signal(Signal::TERM);
+                self.stage = Stage::Ending(Instant::now() + self.grace);
+            }
+            Stage::Ending(_) => {
+                let grace = self.grace;
+                output::talk(&format!("still running {grace:?} later, and killed: {still_running}"));
+                self.signal(Signal::KILL);
+                self.stage = Stage::Killed;
+            }
+            Stage::Running | Stage::Killed => {}
+        }
+    }
+
+    /// Reads the status of a process, and ends the processes that it has left running. A failure ends all other processes.
+    fn reap(&mut self, rank: usize) -> Result<()> {
+        let Some(mut child) = self.running.remove(&rank) else { return Ok(()) };
+        let process = Pid::from_child(&child);
+        kill_process_group(process, Signal::KILL).ok();
         let status = child.wait().with_context(|| format!("failed to wait for rank {rank}"))?;
-        Ok((!status.success()).then(|| RankEnded { rank, how: describe(status), code: code(status) }))
+        self.guard.forget(process);
+        let exit = Exit::new(rank, status, matches!(self.stage, Stage::Ending(_) | Stage::Killed));
+        self.exits.push(exit);
+        if exit.is_failure() && matches!(self.stage, Stage::Running) {
+            if !self.running.is_empty() {
+                output::talk(&format!("rank {rank} {}; the other processes end too", exit.describe()));
+            }
+            self.stage = Stage::Settling(Instant::now() + SETTLE);
+        }
+        Ok(())
     }
 
     fn signal(&self, signal: Signal) {
@@ -119,26 +175,13 @@ impl Ranks {
     }
 }
 
-impl Drop for Ranks {
+impl Drop for Ranks<'_> {
     /// Kills all processes that still run, so that none is left after an error.
     fn drop(&mut self) {
         self.signal(Signal::KILL);
         for child in self.running.values_mut() {
             child.wait().ok();
+            self.guard.forget(Pid::from_child(child));
         }
-    }
-}
-
-/// Returns the exit code of a status, as shells do.
-fn code(status: ExitStatus) -> u8 {
-    let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal));
-    code.and_then(|code| u8::try_from(code).ok()).unwrap_or(exit_codes::INTERNAL)
-}
-
-fn describe(status: ExitStatus) -> String {
-    match (status.code(), status.signal()) {
-        (Some(code), _) => format!("failed with exit code {code}"),
-        (None, Some(signal)) => format!("was ended by signal {signal}"),
-        (None, None) => format!("failed: {status}"),
     }
 }

@@ -48,6 +48,30 @@ impl OptimizerName {
     }
 }
 
+/// The checkpoint that `--resume` goes on from.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub(super) enum ResumeMode {
+    /// None: start from the beginning
+    #[default]
+    #[value(alias = "false")]
+    No,
+    /// The newest one that is not damaged; start from the beginning if there is none yet
+    Auto,
+    /// The newest one that is not damaged
+    #[value(alias = "true")]
+    Newest,
+    /// The newest one, or an error if it is damaged
+    Strict,
+}
+
+/// The reaction to gradients that are not finite.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub(super) enum NonFinite {
+    #[default]
+    Error,
+    Skip,
+}
+
 /// The ways in which ranks reach each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(super) enum BackendName {
@@ -88,10 +112,13 @@ pub(crate) struct TrainArguments {
     /// Place for the checkpoints instead of --out: a directory, or the URL of an object store (s3://, gs://, az://)
     #[arg(long, value_name = "LOCATION", env = "FSDP_CHECKPOINT_DIR")]
     pub(super) checkpoint_dir: Option<Location>,
-    /// Go on from the newest whole checkpoint of --out (or --checkpoint-dir), at whatever number of ranks is given now.
-    /// Sizes, batch, learning rate, optimizer and text are the checkpoint's unless given
-    #[arg(long, env = "FSDP_RESUME")]
-    pub(super) resume: bool,
+    /// Go on from the newest checkpoint of --out (or --checkpoint-dir), at whatever number of ranks is given now, or from
+    /// the one before if it is damaged. With --resume=strict a damaged one is an error; with --resume=auto a run without
+    /// checkpoints begins. Sizes, batch, learning rate,
+    /// optimizer and text are the checkpoint's unless given
+    #[arg(long, value_name = "MODE", value_enum, num_args = 0..=1, require_equals = true, default_value_t,
+          default_missing_value = "newest", env = "FSDP_RESUME")]
+    pub(super) resume: ResumeMode,
     /// Start from a checkpoint of the same model, PyTorch's too: model, optimizer and step, as far as it has them.
     /// Sizes, batch, learning rate, optimizer and text are the checkpoint's unless given
     #[arg(long, value_name = "CKPT", conflicts_with = "resume", env = "FSDP_INIT_FROM")]
@@ -166,6 +193,9 @@ pub(crate) struct TrainArguments {
     /// Scale gradients down so that their norm over all parameters is at most this
     #[arg(long, value_name = "NORM", env = "FSDP_CLIP_GRAD_NORM", value_parser = positive)]
     pub(super) clip_grad_norm: Option<f64>,
+    /// When gradients of some rank are NaN or infinite: end the run with an error, or skip the update of that step
+    #[arg(long, value_enum, default_value_t, env = "FSDP_NONFINITE")]
+    pub(super) nonfinite: NonFinite,
     /// Backwards of a step on each rank; only the last one communicates
     #[arg(long, value_name = "A", default_value_t = 1, env = "FSDP_ACCUMULATE", value_parser = size())]
     pub(super) accumulate: usize,
@@ -188,6 +218,17 @@ pub(crate) struct TrainArguments {
 }
 
 impl TrainArguments {
+    /// Returns which checkpoint to go on from. A process that a launcher has started again goes on, whatever it did the
+    /// first time.
+    pub(super) fn resume_mode(&self) -> ResumeMode {
+        let restarts =
+            std::env::var("TORCHELASTIC_RESTART_COUNT").ok().and_then(|count| count.trim().parse::<u64>().ok());
+        match self.resume {
+            ResumeMode::No if restarts.is_some_and(|restarts| restarts > 0) => ResumeMode::Auto,
+            mode => mode,
+        }
+    }
+
     /// Returns the place of the checkpoints.
     pub(super) fn checkpoints(&self) -> Location {
         self.checkpoint_dir.clone().unwrap_or_else(|| (&self.out).into())

@@ -28,16 +28,16 @@ struct Started {
 }
 
 impl Checkpoints {
-    /// Prepares the saves and the load of a run. This is a collective.
+    /// Prepares the saves and the load of a run. With `replaces`, saves may replace checkpoints. This is a collective.
     ///
     /// # Errors
     /// The same as [`Checkpointer::new`].
-    pub(super) fn new(arguments: &TrainArguments, group: &ProcessGroup) -> Result<Self> {
+    pub(super) fn new(arguments: &TrainArguments, group: &ProcessGroup, replaces: bool) -> Result<Self> {
         let options = CheckpointerOptions {
             retention: Retention { keep_last: arguments.keep_last, keep_every: arguments.keep_every },
             // A checkpoint may hold values of other programs.
+            save: SaveOptions { overwrite: replaces, ..SaveOptions::default() },
             load: LoadOptions { strict: false, ..LoadOptions::default() },
-            ..CheckpointerOptions::default()
         };
         let checkpointer = Checkpointer::new(arguments.checkpoints(), group, options)?;
         Ok(Checkpoints { checkpointer, behind: arguments.async_save, started: None })

@@ -4,11 +4,11 @@ use std::hash::{DefaultHasher, Hash, Hasher as _};
 
 use crate::ranks::Ranks;
 use anyhow::Result;
-use fsdp::comm::{BackendKind, CommError, Environment, init_process_group_within};
+use fsdp::comm::{BackendKind, CommError, Environment, ProcessGroup, init_process_group_within};
 
 use super::arguments::{BackendName, TrainArguments};
-use super::rank::{self, Job};
-use crate::job_failure::JobError;
+use super::rank::{self, Ended, Job};
+use crate::job_failure::{JobError, UnreadableCheckpoint};
 
 /// The place of this process among the ranks, and the way in which they reach each other.
 pub(super) struct Launched {
@@ -71,22 +71,33 @@ impl Launched {
         self.environment.rank == 0
     }
 
-    /// Meets the other ranks, and trains with them.
+    /// Meets the other ranks.
     ///
     /// # Errors
-    /// The rendezvous; whatever goes wrong on this rank, or on another one.
-    pub(super) fn run(self, ranks: &Ranks, job: &Job<'_>) -> Result<()> {
-        let group = init_process_group_within(self.backend, ranks.deadline)?;
-        // Each process has read its own command line, and found its own newest checkpoint, so compare them.
-        let mut hasher = DefaultHasher::new();
-        format!("{:?} {} {:?}", job.settings, job.start(), job.batches).hash(&mut hasher);
-        let start = format!("train from step {}", job.start());
-        group.agree_on(&start, hasher.finish(), Ok::<_, CommError>(()))?;
-        let result = ranks.run_one(group.rank(), || rank::run(group.clone(), job))?;
-        // Leaving the group tells the others of the failure. That happens when this process ends, after it has reported
-        // its error.
-        result.inspect_err(|_| std::mem::forget(group))
+    /// The rendezvous.
+    pub(super) fn meet(&self, ranks: &Ranks) -> Result<ProcessGroup> {
+        Ok(init_process_group_within(self.backend, ranks.deadline)?)
     }
+}
+
+/// Trains with the ranks that this one has met.
+///
+/// # Errors
+/// Whatever goes wrong on this rank, or on another one.
+pub(super) fn run(group: &ProcessGroup, ranks: &Ranks, job: &Job<'_>) -> Result<Ended> {
+    // Each process has read its own command line, and found its own newest checkpoint, so compare them.
+    let mut hasher = DefaultHasher::new();
+    format!("{:?} {} {:?}", job.settings, job.start(), job.batches).hash(&mut hasher);
+    let start = format!("train from step {}", job.start());
+    group.agree_on(&start, hasher.finish(), Ok::<_, CommError>(()))?;
+    let result = ranks.run_one(group.rank(), || rank::run(group.clone(), job))?;
+    result.inspect_err(|error| {
+        // Leaving the group tells the others of the failure. That happens when this process ends, after it has reported
+        // its error. All ranks have the error of a damaged checkpoint, and may go on with another one.
+        if error.downcast_ref::<UnreadableCheckpoint>().is_none() {
+            std::mem::forget(group.clone());
+        }
+    })
 }
 
 /// Reads the place of a process that an MPI launcher started. No address needs to be set, as MPI connects the

@@ -3,6 +3,7 @@
 mod arguments;
 mod checkpoints;
 mod device;
+mod fallback;
 mod launched;
 mod rank;
 mod report;
@@ -20,14 +21,17 @@ use anyhow::{Error, Result};
 use fsdp::checkpoint::{StepCheckpoint, latest_checkpoint};
 use fsdp::prelude::*;
 
+use self::fallback::Candidates;
 use self::launched::Launched;
-use self::rank::Job;
+use self::rank::{Ended, Job};
 use self::settings::{Resume, Settings};
 use super::output;
-use crate::job_failure::{JobError, is_about_others};
+use crate::failure::Stopped;
+use crate::job_failure::{JobError, UnreadableCheckpoint, is_about_others};
+use crate::stop::StopRequest;
 
-use self::arguments::DeviceName;
 pub(crate) use self::arguments::TrainArguments;
+use self::arguments::{DeviceName, ResumeMode};
 
 /// Returns the file for this process's trace. If ranks are processes, each writes a file of its own.
 pub(crate) fn trace_file(arguments: &TrainArguments) -> Option<PathBuf> {
@@ -54,11 +58,75 @@ fn of_rank(file: &Path, rank: usize) -> PathBuf {
 pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     let launched = Launched::find(arguments)?;
     let device = DeviceName::choose(arguments)?;
-    let world_size = launched.as_ref().map_or(arguments.nproc.unwrap_or(1), Launched::world_size);
     let run = &arguments.checkpoints();
+    let reports = launched.as_ref().is_none_or(Launched::is_first);
+    let ranks = Ranks {
+        // Those that share this machine.
+        count: launched.as_ref().map_or(arguments.nproc.unwrap_or(1), Launched::local_world_size),
+        threads: arguments.threads,
+        deadline: Duration::from_secs(arguments.timeout.get()),
+    };
+    let stop = StopRequest::default();
+    let mut candidates = Candidates::new(run, arguments.resume_mode(), reports);
+    let mut group = None;
+    let ended = loop {
+        // Step 1: check all that can be checked without the other ranks.
+        let place = Place { launched: launched.as_ref(), device, threads_per_rank: ranks.threads_per_rank() };
+        let Some(job) = prepare(arguments, &place, &mut candidates, stop.clone())? else { return Ok(()) };
+        // Step 2: meet the other ranks, once. Until here a signal may end this process: nothing would be lost.
+        if let (Some(launched), None) = (&launched, &group) {
+            group = Some(launched.meet(&ranks)?);
+        }
+        stop.watch()?;
+        // Step 3: load, and train. Damage that only reading shows is the same error on all ranks, so all of them go on with
+        // the checkpoint before.
+        let ended = match &group {
+            Some(group) => launched::run(group, &ranks, &job),
+            None => run_threads(&ranks, &job),
+        };
+        match ended {
+            Err(error) => match error.downcast_ref::<UnreadableCheckpoint>() {
+                Some(UnreadableCheckpoint { path }) => candidates.fall_back(path.clone(), error)?,
+                None => return Err(error),
+            },
+            Ok(ended) => break ended,
+        }
+    };
+    match ended {
+        Ended::Done => Ok(()),
+        Ended::Stopped => Err(Stopped.into()),
+    }
+}
+
+/// The place of this process, and what it has.
+struct Place<'a> {
+    launched: Option<&'a Launched>,
+    device: DeviceName,
+    threads_per_rank: usize,
+}
+
+/// Opens what the run goes on from, and checks that it can be done as asked; `None` if it is done already.
+///
+/// # Errors
+/// Whatever cannot be done as asked.
+fn prepare<'a>(
+    arguments: &'a TrainArguments,
+    place: &Place<'_>,
+    candidates: &mut Candidates<'_>,
+    stop: StopRequest,
+) -> Result<Option<Job<'a>>> {
+    let &Place { launched, device, threads_per_rank } = place;
+    let world_size = launched.map_or(arguments.nproc.unwrap_or(1), Launched::world_size);
+    let mode = arguments.resume_mode();
+    let begins = match mode {
+        ResumeMode::No => true,
+        ResumeMode::Auto => candidates.is_empty()?,
+        ResumeMode::Newest | ResumeMode::Strict => false,
+    };
     let resume = match &arguments.init_from {
+        _ if !begins => Some(candidates.open_newest()?),
         Some(path) => Some(Resume::at(path)?),
-        None => arguments.resume.then(|| Resume::newest(run)).transpose()?,
+        None => None,
     };
     let settings = Settings::resolve(arguments, resume.as_ref())?;
     settings.gpt.validate()?;
@@ -74,31 +142,45 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
         && *step >= arguments.steps
     {
         let steps = arguments.steps;
-        if launched.as_ref().is_none_or(Launched::is_first) {
+        if launched.is_none_or(Launched::is_first) {
             output::talk(&format!("nothing to do: `{path}` is at step {step} of {steps}"));
         }
-        return Ok(());
+        return Ok(None);
     }
-    if !arguments.resume {
+    if mode == ResumeMode::No {
         check_out_is_free(arguments)?;
     }
-
-    let ranks = Ranks {
-        // Those that share this machine.
-        count: launched.as_ref().map_or(world_size, Launched::local_world_size),
-        threads: arguments.threads,
-        deadline: Duration::from_secs(arguments.timeout.get()),
-    };
     let from = resume.as_ref().map(|Resume { step, path, .. }| StepCheckpoint { step: *step, path: path.clone() });
     let resume = Mutex::new(resume.map(Arc::new));
-    let threads_per_rank = ranks.threads_per_rank();
-    let local_rank = launched.as_ref().map(Launched::local_rank);
-    let job = Job { arguments, settings, text, batches, from, resume, mesh, threads_per_rank, device, local_rank };
-    if let Some(launched) = launched {
-        return launched.run(&ranks, &job);
-    }
-    let results = ranks.run(|group| rank::run(group, &job))?;
-    first_cause(results.into_iter().filter_map(Result::err))
+    let local_rank = launched.map(Launched::local_rank);
+    let replaces = candidates.are_damaged();
+    let job = Job {
+        arguments,
+        settings,
+        text,
+        batches,
+        from,
+        resume,
+        replaces,
+        mesh,
+        threads_per_rank,
+        device,
+        local_rank,
+        stop,
+    };
+    Ok(Some(job))
+}
+
+/// Trains with ranks that are threads of this process.
+///
+/// # Errors
+/// Whatever goes wrong on a rank.
+fn run_threads(ranks: &Ranks, job: &Job<'_>) -> Result<Ended> {
+    let results = ranks.run(|group| rank::run(group, job))?;
+    let (ended, errors): (Vec<_>, Vec<_>) = results.into_iter().partition(Result::is_ok);
+    first_cause(errors.into_iter().filter_map(Result::err))?;
+    // All ranks end alike.
+    Ok(ended.into_iter().flatten().next().unwrap_or(Ended::Done))
 }
 
 /// Returns the mesh of hybrid sharding, replicas x shards; `None` for other strategies.

@@ -5,18 +5,21 @@ use std::time::Instant;
 
 use crate::data::{Batches, Text};
 use crate::gpt::Gpt;
-use anyhow::Result;
+use anyhow::{Error, Result};
 use candle_core::Device;
 use fsdp::checkpoint::StepCheckpoint;
+use fsdp::nn::NnError;
 use fsdp::prelude::*;
 use tracing::info_span;
 
-use super::arguments::{DeviceName, TrainArguments};
+use super::arguments::{DeviceName, NonFinite, TrainArguments};
 use super::checkpoints::Checkpoints;
+use super::fallback::named_if_damaged;
 use super::report::{Event, Report, SCHEMA, StepMetrics};
 use super::sample::sample;
 use super::settings::{Resume, Settings};
 use super::state::restore;
+use crate::stop::StopRequest;
 
 /// The data that all ranks of a process share.
 pub(super) struct Job<'a> {
@@ -28,11 +31,23 @@ pub(super) struct Job<'a> {
     pub(super) from: Option<StepCheckpoint>,
     /// The same checkpoint, open, until all ranks have read it.
     pub(super) resume: Mutex<Option<Arc<Resume>>>,
+    /// `true` if newer checkpoints than that one are damaged, so that saves replace them.
+    pub(super) replaces: bool,
     pub(super) mesh: Option<DeviceMesh>,
     pub(super) threads_per_rank: usize,
     pub(super) device: DeviceName,
     /// The number of this process among those of its machine, if ranks are processes.
     pub(super) local_rank: Option<usize>,
+    pub(super) stop: StopRequest,
+}
+
+/// The way in which a run ends that has not failed. It is the same on all ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Ended {
+    /// All steps are done.
+    Done,
+    /// A signal stopped the run after a step, which is saved.
+    Stopped,
 }
 
 impl Job<'_> {
@@ -63,6 +78,13 @@ impl Job<'_> {
     }
 }
 
+/// The outcome of a step.
+struct Outcome {
+    metrics: StepMetrics,
+    /// `true` if a rank was told to stop.
+    stops: bool,
+}
+
 struct Rank<'a> {
     job: &'a Job<'a>,
     device: Device,
@@ -75,7 +97,7 @@ struct Rank<'a> {
 ///
 /// # Errors
 /// Whatever goes wrong on this rank, or on another one.
-pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<()> {
+pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<Ended> {
     let reports = group.rank() == 0;
     let device = match job.device {
         DeviceName::Cpu => Device::Cpu,
@@ -88,10 +110,11 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<()> {
     let model = FullyShardedDataParallel::new(group, job.config(&device), |scope| Gpt::new(scope, &job.settings.gpt))?;
     let algorithm = job.settings.optimizer.algorithm(job.settings.lr);
     let optimizer = Optimizer::new(model.parameters(), algorithm)?;
-    let checkpoints = Checkpoints::new(job.arguments, model.group())?;
+    let checkpoints = Checkpoints::new(job.arguments, model.group(), job.replaces)?;
     let mut run = TrainState::new(model, vec![optimizer]);
     if let Some(resume) = job.resume() {
-        restore(&resume, checkpoints.checkpointer(), &mut run)?;
+        let restored = restore(&resume, checkpoints.checkpointer(), &mut run);
+        restored.map_err(|error| named_if_damaged(error, &resume.path))?;
         job.close_resume();
         // The checkpoint brought the earlier run's learning rate; this run's counts.
         for group in run.optimizers.iter_mut().flat_map(Optimizer::groups_mut) {
@@ -104,18 +127,25 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<()> {
 }
 
 impl Rank<'_> {
-    fn train(mut self) -> Result<()> {
+    fn train(mut self) -> Result<Ended> {
         let TrainArguments { steps, save_every, sample: sample_bytes, .. } = *self.job.arguments;
         self.tell_start()?;
         for step in self.job.start()..steps {
-            let metrics = self.step(step)?;
+            let Outcome { metrics, stops } = self.step(step)?;
             if let Some(report) = &mut self.report {
                 report.step(&metrics)?;
                 self.checkpoints.look(report)?;
             }
             let done = step + 1;
-            if done == steps || save_every.is_some_and(|every| done % every == 0) {
+            if stops || done == steps || save_every.is_some_and(|every| done % every == 0) {
                 self.save(done)?;
+            }
+            if stops && done < steps {
+                self.checkpoints.wait(self.report.as_ref())?;
+                if let Some(report) = &self.report {
+                    report.stopped(done)?;
+                }
+                return Ok(Ended::Stopped);
             }
         }
         self.checkpoints.wait(self.report.as_ref())?;
@@ -126,7 +156,7 @@ impl Rank<'_> {
         if let Some(report) = &self.report {
             report.end(steps, text.as_deref())?;
         }
-        Ok(())
+        Ok(Ended::Done)
     }
 
     /// Reports the model and the ranks before the first step, on the rank that reports.
@@ -152,8 +182,8 @@ impl Rank<'_> {
         report.start(&event, &line)
     }
 
-    /// One step on the global batch. All ranks get the same metrics, but for the speed, which is their own.
-    fn step(&mut self, step: u64) -> Result<StepMetrics> {
+    /// One step on the global batch. All ranks get the same outcome, but for the speed, which is their own.
+    fn step(&mut self, step: u64) -> Result<Outcome> {
         let clock = Instant::now();
         let _span = info_span!("step", rank = self.run.model.group().rank(), step).entered();
         let last = self.job.batches.accumulation - 1;
@@ -162,14 +192,12 @@ impl Rank<'_> {
             loss += self.run.model.no_sync(|_| self.backward(step, part))?;
         }
         loss += self.backward(step, last)?;
+        let updated = self.update(step)?;
         let parameters = self.run.model.parameters();
-        if let Some(norm) = self.job.arguments.clip_grad_norm {
-            parameters.clip_grad_norm(norm)?;
-        }
-        info_span!("optimizer").in_scope(|| self.run.optimizers.iter_mut().try_for_each(Optimizer::step))?;
         parameters.zero_grad();
         let group = self.run.model.group();
-        let mut mean = [loss];
+        // A signal may have come to some ranks only, or to one later than to another: so they agree, with the loss.
+        let mut mean = [loss, f64::from(u8::from(self.job.stop.signal().is_some()))];
         group.all_reduce(&mut mean, ReduceOp::Avg)?;
         let seconds = clock.elapsed().as_secs_f64();
 
@@ -177,13 +205,33 @@ impl Rank<'_> {
         let mut bytes = vec![0; own.len() * group.world_size()];
         group.all_gather_into(&mut bytes, &own)?;
         let Batches { batch, seq, .. } = self.job.batches;
-        Ok(StepMetrics {
+        let metrics = StepMetrics {
             step,
             loss: mean[0],
+            skipped: !updated,
             tokens_per_s: (batch * seq) as f64 / seconds,
             parameter_bytes: bytes.iter().step_by(2).copied().collect(),
             peak_parameter_bytes: bytes.iter().skip(1).step_by(2).copied().collect(),
-        })
+        };
+        Ok(Outcome { metrics, stops: mean[1] > 0.0 })
+    }
+
+    /// Updates the parameters. Returns `false` if the gradients are not finite, and such steps are skipped.
+    fn update(&mut self, step: u64) -> Result<bool> {
+        let TrainArguments { clip_grad_norm, nonfinite, .. } = *self.job.arguments;
+        let parameters = self.run.model.parameters();
+        let norm = match clip_grad_norm {
+            Some(limit) => parameters.clip_grad_norm(limit),
+            None => parameters.finite_grad_norm(),
+        };
+        match norm {
+            Ok(_) => {}
+            // The norm is that of all ranks' gradients, so all ranks skip the step, or none does.
+            Err(NnError::NonFiniteGradients { .. }) if nonfinite == NonFinite::Skip => return Ok(false),
+            Err(error) => return Err(Error::new(error).context(format!("step {} was not done", step + 1))),
+        }
+        info_span!("optimizer").in_scope(|| self.run.optimizers.iter_mut().try_for_each(Optimizer::step))?;
+        Ok(true)
     }
 
     /// Forward and backward of a part of this rank's rows; returns its share of the rank's loss.

@@ -1,6 +1,6 @@
 //! The reports of a run: a line of JSON per step in `metrics.jsonl`, a progress bar or lines on stderr, JSON on stdout.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, IsTerminal as _, Write as _};
 use std::path::{Path, PathBuf};
 
@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::arguments::TrainArguments;
 use crate::output;
+use fsdp::dcp::storage::Durable;
 
 /// The file of all steps' metrics, in a run's directory.
 pub(super) const METRICS_FILE: &str = "metrics.jsonl";
@@ -27,6 +28,9 @@ pub(super) struct StepMetrics {
     pub(super) step: u64,
     /// The mean over the global batch, before the step's update.
     pub(super) loss: f64,
+    /// `true` if gradients were not finite, so that the parameters were not updated.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(super) skipped: bool,
     pub(super) tokens_per_s: f64,
     /// The bytes of parameters that live on each rank between steps.
     pub(super) parameter_bytes: Vec<u64>,
@@ -52,6 +56,9 @@ pub(super) enum Event<'a> {
     },
     Step(&'a StepMetrics),
     Checkpoint(&'a Saved<'a>),
+    Stopped {
+        step: u64,
+    },
     End {
         step: u64,
         sample: Option<&'a str>,
@@ -89,7 +96,8 @@ impl Report {
     pub(super) fn open(arguments: &TrainArguments, start: u64) -> Result<Self> {
         let TrainArguments { out, steps, json, no_progress, .. } = arguments;
         let (steps, json) = (*steps, *json);
-        fs::create_dir_all(out).with_context(|| format!("failed to create `{}`", out.display()))?;
+        // Checkpoints are saved in it, which must not vanish with it when power fails.
+        Durable::new().create_directories(out)?;
         let path = out.join(METRICS_FILE);
         let failed = || format!("failed to open `{}`", path.display());
         let metrics = OpenOptions::new().read(true).append(true).create(true).open(&path).with_context(failed)?;
@@ -120,6 +128,9 @@ impl Report {
         self.metrics.write_all(line.as_bytes()).with_context(failed)?;
         let done = metrics.step + 1;
         let StepMetrics { loss, tokens_per_s, .. } = metrics;
+        if metrics.skipped {
+            self.tell(&format!("step {done}/{}: the gradients are not finite, and the update is skipped", self.steps));
+        }
         match &self.bar {
             Some(bar) => {
                 bar.set_message(format!("loss {loss:.4}, {tokens_per_s:.0} tokens/s"));
@@ -146,6 +157,20 @@ impl Report {
             "saved `{path}`: {mib:.1} MiB in {seconds:.2} s ({speed:.2} GB/s), training waited {stall_seconds:.2} s"
         ));
         self.event(&Event::Checkpoint(saved))
+    }
+
+    /// Reports that a signal stopped the run after this many steps.
+    ///
+    /// # Errors
+    /// stdout is closed.
+    pub(super) fn stopped(&self, step: u64) -> Result<()> {
+        if let Some(bar) = &self.bar {
+            bar.abandon();
+            output::talk("");
+        }
+        let steps = self.steps;
+        self.tell(&format!("stopped by a signal after step {step}/{steps}, which is saved: go on with `--resume`"));
+        self.event(&Event::Stopped { step })
     }
 
     /// Reports the end of the run.

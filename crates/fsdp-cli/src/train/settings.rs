@@ -5,14 +5,14 @@ use std::path::PathBuf;
 use crate::data::VOCAB;
 use crate::gpt::GptConfig;
 use anyhow::{Context, Result, ensure};
-use fsdp::checkpoint::{Location, StepCheckpoint, latest_checkpoint};
+use fsdp::checkpoint::Location;
 use fsdp::dcp::checkpoint::{self, Checkpoint};
 use fsdp::dcp::metadata::Entry;
 use fsdp::dcp::reader::{CheckpointReader, OpenOptions};
 use fsdp::prelude::*;
 
 use super::arguments::{MAX_SIZE, OptimizerName, TrainArguments};
-use crate::job_failure::{JobError, NoCheckpoint};
+use crate::job_failure::JobError;
 use crate::output;
 
 /// The settings that are kept in checkpoints.
@@ -46,15 +46,11 @@ const OPTIMIZER: &str = "optim.";
 const EMBEDDING: &str = "transformer.wte.weight";
 
 impl Resume {
-    /// Opens the newest committed checkpoint of a run.
+    /// Opens the committed checkpoint of a run.
     ///
     /// # Errors
-    /// There is no such checkpoint, or it is damaged.
-    pub(super) fn newest(run: &Location) -> Result<Self> {
-        let newest = latest_checkpoint(run)?;
-        let Some(StepCheckpoint { path, .. }) = newest else {
-            return Err(NoCheckpoint { directory: run.to_string() }.into());
-        };
+    /// It is damaged.
+    pub(super) fn open(path: Location) -> Result<Self> {
         let reader = CheckpointReader::open(&path)?;
         let step = reader.read_value("train.step")?;
         let step = step.as_int().and_then(|step| u64::try_from(step).ok());

@@ -7,6 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::library::{self, Buffers, Communicator, Pending};
+use crate::access::Secret;
 use crate::backend_kind::BackendKind;
 use crate::error::CommError;
 use crate::store::{StoreOptions, TcpStore};
@@ -116,7 +117,8 @@ impl Job {
         let world = Communicator::world().map_err(|error| failed("MPI_Comm_size", error))?;
         let (rank, world_size) = (world.rank(), world.ranks());
         let store = open_store(&world, deadline, until)?;
-        let place = Place { rank, world_size, address: store.address().to_owned(), deadline, until };
+        let place =
+            Place { rank, world_size, address: store.address().to_owned(), key: store.key().clone(), deadline, until };
         let control = Arc::new(TcpBackend::meet(&place, store, true)?);
         Ok(Arc::new(Job { owner, control, failed: AtomicBool::new(false), stuck: AtomicBool::new(false) }))
     }
@@ -158,25 +160,36 @@ fn open_store(world: &Communicator, deadline: Duration, until: Instant) -> Resul
     let buffers = Buffers { send: own.clone(), ..Buffers::default() };
     let gathered = world.all_gather(buffers, &vec![NAME_BYTES; world_size]);
     let names = wait(gathered.map_err(|error| failed("MPI_Iallgatherv", error))?, until)?.receive;
-    let options = StoreOptions { job: "mpi".to_owned(), rank, world_size, deadline };
+    let options = StoreOptions { job: "mpi".to_owned(), secret: None, insecure: false, rank, world_size, deadline };
     let mut hosted = None;
     let mut told = Buffers::default();
     if rank == 0 {
         let one_host = names.chunks(NAME_BYTES).all(|name| *name == own[..]);
         let master = std::env::var("MASTER_ADDR").ok().filter(|address| !address.is_empty());
         let host = master.unwrap_or(if one_host { "127.0.0.1".to_owned() } else { name });
-        let store = TcpStore::host(&format!("{host}:0"), &options);
-        let address = store.as_ref().map(|store| store.address().to_owned()).map_err(ToString::to_string);
-        told.receive = wire::encode(&address).unwrap_or_default();
-        hosted = Some(store);
+        // MPI has connected the processes already, so it is a safe way to tell them a secret.
+        let store = host_store(&format!("{host}:0"), &options);
+        let place = store.as_ref().map(|(store, secret)| (store.address().to_owned(), secret.text().to_owned()));
+        told.receive = wire::encode(&place.map_err(ToString::to_string)).unwrap_or_default();
+        hosted = Some(store.map(|(store, _)| store));
     }
     let telling = world.broadcast(told, ADDRESS_BYTES, 0).map_err(|error| failed("MPI_Ibcast", error))?;
     let told = wait(telling, until)?.receive;
-    match (hosted, wire::decode_prefix::<Result<String, String>>(&told)) {
+    match (hosted, wire::decode_prefix::<Result<(String, String), String>>(&told)) {
         (Some(store), _) => store,
-        (None, Ok((Ok(address), _))) => TcpStore::connect(&address, &options),
+        (None, Ok((Ok((address, secret)), _))) => {
+            let secret = Some(Secret::new(secret).map_err(rendezvous)?);
+            TcpStore::connect(&address, &StoreOptions { secret, ..options })
+        }
         (None, Ok((Err(message), _)) | Err(message)) => Err(rendezvous(message)),
     }
+}
+
+/// Opens a store with a secret of its own.
+fn host_store(address: &str, options: &StoreOptions) -> Result<(TcpStore, Secret), CommError> {
+    let secret = Secret::random().map_err(|error| rendezvous(format!("there is no random number: {error}")))?;
+    let options = StoreOptions { secret: Some(secret.clone()), ..options.clone() };
+    TcpStore::host(address, &options).map(|store| (store, secret))
 }
 
 /// Waits for a call while the ranks are not connected yet, so that only the deadline can end the wait.

@@ -4,14 +4,20 @@
 //! on a free port and publishes its address under a key of the agent's store. That key outlives the ranks: if torchrun
 //! starts them again, it holds the old address until the new rank 0 has set it. A rank whose connection is refused
 //! therefore reads the key again and retries.
+//!
+//! A nonce follows the address. It is part of the job's name for as long as this rank 0 lives, so no rank mistakes
+//! another job at an old address for its own.
 
+use std::fmt;
 use std::io;
-use std::net::{IpAddr, SocketAddr, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::client::{TcpStore, connect_once, connect_until, no_store, rendezvous};
-use super::protocol::{StoreOptions, invalid, read_exact, write_all};
+use super::client::{NotJoined, TcpStore, connect_once, connect_until, rendezvous};
+use super::protocol::{StoreOptions, invalid};
+use crate::access::nonce_text;
+use crate::blocking::{read_exact, write_all};
 use crate::error::CommError;
 
 /// The first request. Without it the agent's store closes the connection.
@@ -26,8 +32,8 @@ const MAGIC: u32 = 0x3C85_F7CE;
 /// The answer to `WAIT`: all keys are set.
 const STOP_WAITING: u8 = 0;
 
-/// The longest value that is read: longer than any address.
-const MAX_ADDRESS_BYTES: usize = 128;
+/// The longest value that is read: longer than any address with a nonce.
+const MAX_ADDRESS_BYTES: usize = 160;
 
 /// The time that a refused rank waits before it reads the key again. It is long because all ranks ask one agent.
 const ASK_AGAIN: Duration = Duration::from_millis(100);
@@ -38,8 +44,13 @@ const ADDRESSES: u32 = 4;
 
 impl TcpStore {
     /// Joins the job's store through the store of torchrun's agent at `agent` (`host:port`), in which `key` holds the
-    /// address of rank 0.
-    pub(crate) fn through_agent(agent: &str, key: &str, options: &StoreOptions) -> Result<TcpStore, CommError> {
+    /// address of rank 0. With `one_host`, all ranks are on this one.
+    pub(crate) fn through_agent(
+        agent: &str,
+        key: &str,
+        one_host: bool,
+        options: &StoreOptions,
+    ) -> Result<TcpStore, CommError> {
         let (rank, deadline) = (options.rank, options.deadline);
         let until = Instant::now() + deadline;
         let failed = |message| rendezvous(agent, message);
@@ -53,8 +64,12 @@ impl TcpStore {
         if rank != 0 {
             return connection.join(key, options).map_err(failed);
         }
-        let store = TcpStore::host(&SocketAddr::new(connection.local_ip, 0).to_string(), options)?;
-        connection.publish(key, store.address()).map_err(|error| {
+        // No other host needs to reach rank 0 if no other host has ranks.
+        let ip = if one_host { Ipv4Addr::LOCALHOST.into() } else { connection.local_ip };
+        let nonce = nonce_text().map_err(|error| failed(format!("rank 0 found no random number: {error}")))?;
+        let store = TcpStore::host(&SocketAddr::new(ip, 0).to_string(), &named(options, &nonce))?;
+        let address = store.address().parse().map_err(|_| failed(format!("`{}` is no address", store.address())))?;
+        connection.publish(key, &Published { address, nonce }).map_err(|error| {
             failed(format!(
                 "rank 0 could not tell its address to the store of torchrun's agent within {deadline:?}: {}; \
                  is what listens there torchrun's agent? if it keeps no store, unset TORCHELASTIC_USE_AGENT_STORE",
@@ -63,6 +78,24 @@ impl TcpStore {
         })?;
         Ok(store)
     }
+}
+
+/// The value under the key of rank 0's address.
+#[derive(Debug, PartialEq, Eq)]
+struct Published {
+    address: SocketAddr,
+    nonce: String,
+}
+
+impl fmt::Display for Published {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.address, self.nonce)
+    }
+}
+
+/// Returns options for the job while its rank 0 has this nonce.
+fn named(options: &StoreOptions, nonce: &str) -> StoreOptions {
+    StoreOptions { job: format!("{}/{nonce}", options.job), ..options.clone() }
 }
 
 /// A client of the agent's store. In its protocol integers are little-endian, and strings follow their length.
@@ -85,7 +118,7 @@ impl Agent {
     fn join(&mut self, key: &str, options: &StoreOptions) -> Result<TcpStore, String> {
         let (rank, deadline) = (options.rank, options.deadline);
         loop {
-            let address = self.wait_and_get(key).map_err(|error| {
+            let Published { address, nonce } = self.wait_and_get(key).map_err(|error| {
                 format!(
                     "rank {rank} did not learn from the store of torchrun's agent within {deadline:?} where rank 0 is: \
                      {}; see what rank 0 says",
@@ -96,17 +129,18 @@ impl Agent {
             let joined = match connect_once(&name, self.until) {
                 Ok(stream) => {
                     let until = self.until.min(Instant::now() + deadline / ADDRESSES);
-                    TcpStore::join(stream, &name, options, until)
+                    TcpStore::join(stream, &name, &named(options, &nonce), until)
                 }
-                Err(error) => Err(no_store(options, &error)),
+                Err(error) => Err(NotJoined::Lost(error)),
             };
             match joined {
                 // Another attempt would not end in time.
-                Err(message) if Instant::now() + 2 * ASK_AGAIN >= self.until => {
-                    return Err(format!("rank 0 should be at {name}, but {message}{}", hint(address.ip())));
+                Err(reason) if Instant::now() + 2 * ASK_AGAIN >= self.until => {
+                    let (reason, hint) = (reason.message(options), hint(address.ip()));
+                    return Err(format!("rank 0 should be at {name}, but {reason}{hint}"));
                 }
-                Err(message) => {
-                    tracing::debug!(%name, %message, "not let in; rank 0 may have a new address soon");
+                Err(reason) => {
+                    tracing::debug!(%name, ?reason, "not let in; rank 0 may have a new address soon");
                     thread::sleep(ASK_AGAIN);
                 }
                 Ok(store) => return Ok(store),
@@ -115,19 +149,19 @@ impl Agent {
     }
 
     /// Sets the key to an address, and reads it back.
-    fn publish(&mut self, key: &str, address: &str) -> io::Result<()> {
-        self.send(&[&[SET], &string(key)[..], &string(address)])?;
-        match self.wait_and_get(key)?.to_string() {
-            found if found == address => Ok(()),
-            found => {
-                Err(invalid(format!("`{key}` is {found} after it was set to {address}: is there another rank 0?")))
-            }
+    fn publish(&mut self, key: &str, own: &Published) -> io::Result<()> {
+        self.send(&[&[SET], &string(key)[..], &string(&own.to_string())])?;
+        let found = self.wait_and_get(key)?;
+        if found == *own {
+            return Ok(());
         }
+        let (found, own) = (found.address, own.address);
+        Err(invalid(format!("`{key}` is {found} after it was set to {own}: is there another rank 0?")))
     }
 
     /// Waits until the key is set, and returns the address under it. Reading a key that is not set is an error of the
     /// agent's store, so waiting comes first.
-    fn wait_and_get(&mut self, key: &str) -> io::Result<SocketAddr> {
+    fn wait_and_get(&mut self, key: &str) -> io::Result<Published> {
         self.send(&[&[WAIT], &1_u64.to_le_bytes()[..], &string(key)])?;
         let [answer] = self.read()?;
         if answer != STOP_WAITING {
@@ -141,7 +175,11 @@ impl Agent {
         let mut value = vec![0; len];
         read_exact(&mut self.stream, &mut value, self.until)?;
         let value = String::from_utf8_lossy(&value);
-        value.parse().map_err(|_| invalid(format!("`{key}` is `{}`, no address", value.escape_debug())))
+        // An address without a nonce is not of a rank 0 of this version, which its store will show.
+        let (address, nonce) = value.split_once(' ').unwrap_or((&value, ""));
+        let address = address.parse();
+        let address = address.map_err(|_| invalid(format!("`{key}` is `{}`, no address", value.escape_debug())))?;
+        Ok(Published { address, nonce: nonce.to_owned() })
     }
 
     fn send(&mut self, parts: &[&[u8]]) -> io::Result<()> {

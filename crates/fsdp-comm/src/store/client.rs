@@ -6,8 +6,9 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::protocol::{Hello, Reply, Request, StoreOptions, read_blocking, write_blocking};
+use super::protocol::{Reply, Request, StoreOptions, read_blocking, write_blocking};
 use super::server::Server;
+use crate::access::{Hello, Key, Refusal, knock};
 use crate::error::CommError;
 
 /// A connection to the store. On the rank that hosts the store it owns the store too, which ends when this is dropped.
@@ -16,6 +17,7 @@ use crate::error::CommError;
 #[derive(Debug)]
 pub struct TcpStore {
     address: String,
+    key: Key,
     /// The connection; `None` after a request that failed in the middle.
     connection: Mutex<Option<TcpStream>>,
     local_ip: IpAddr,
@@ -32,8 +34,13 @@ impl TcpStore {
     /// Opens the store at `address` (`host:port`, port 0 for any) and connects to it.
     ///
     /// # Errors
-    /// [`CommError::Rendezvous`] if the address is not this host's or the port is taken.
+    /// [`CommError::Rendezvous`] if the address is not this host's, or the port is taken, or other hosts reach the address
+    /// and there is no secret.
     pub fn host(address: &str, options: &StoreOptions) -> Result<TcpStore, CommError> {
+        for found in address.to_socket_addrs().into_iter().flatten() {
+            let allowed = options.check_address(found.ip());
+            allowed.map_err(|message| rendezvous(address, format!("rank {}: {message}", options.rank)))?;
+        }
         let server = Server::start(address, options).map_err(|error| {
             let hint = match error.kind() {
                 ErrorKind::AddrInUse => "; is another job using this port? choose another MASTER_PORT",
@@ -57,31 +64,43 @@ impl TcpStore {
 
     fn open(address: &str, options: &StoreOptions, server: Option<Server>) -> Result<TcpStore, CommError> {
         let until = Instant::now() + options.deadline;
-        let joined = match connect_until(address, until) {
-            Ok(stream) => Self::join(stream, address, options, until),
-            Err(error) => Err(no_store(options, &error)),
-        };
-        let store = joined.map_err(|message| rendezvous(address, message))?;
-        Ok(TcpStore { _server: server, ..store })
+        loop {
+            let stream = connect_until(address, until)
+                .map_err(|error| rendezvous(address, NotJoined::Lost(error).message(options)))?;
+            match Self::join(stream, address, options, until) {
+                Ok(store) => return Ok(TcpStore { _server: server, ..store }),
+                // The store drops connections when too many come at once.
+                Err(NotJoined::Lost(error)) if Instant::now() + RETRY < until => {
+                    tracing::debug!(address, %error, "the store hung up; trying again");
+                    thread::sleep(RETRY);
+                }
+                Err(reason) => return Err(rendezvous(address, reason.message(options))),
+            }
+        }
     }
 
-    /// Greets the store at the other end of a connection. Returns the reason if this rank is refused.
+    /// Joins the store at the other end of a connection.
     pub(super) fn join(
         mut stream: TcpStream,
         address: &str,
         options: &StoreOptions,
         until: Instant,
-    ) -> Result<TcpStore, String> {
-        let hello = Hello::new(options);
-        let greeting = write_blocking(&mut stream, &hello, until).and_then(|()| read_blocking(&mut stream, until));
-        match greeting.map_err(|error| no_store(options, &error))? {
+    ) -> Result<TcpStore, NotJoined> {
+        options.check_address(stream.peer_addr()?.ip()).map_err(NotJoined::Refused)?;
+        // Step 1: both sides show that they belong to the same job.
+        let hello = Hello::new(options.rank, options.world_size);
+        let key = options.key();
+        knock(&mut stream, &key, hello, until)?;
+        // Step 2: the store, which is this job's, says if it has a seat for this rank.
+        match read_blocking(&mut stream, until)? {
             Reply::Welcome => {}
-            Reply::Refused(reason) => return Err(format!("rank {}: {reason}", options.rank)),
-            _ => return Err("what answers there is no store".to_owned()),
+            Reply::Refused(reason) => return Err(NotJoined::Refused(reason)),
+            _ => return Err(NotJoined::Refused("what answers there is no store".to_owned())),
         }
         Ok(TcpStore {
             address: address.to_owned(),
-            local_ip: stream.local_addr().map_err(|error| no_store(options, &error))?.ip(),
+            key,
+            local_ip: stream.local_addr()?.ip(),
             connection: Mutex::new(Some(stream)),
             deadline: options.deadline,
             _server: None,
@@ -92,6 +111,11 @@ impl TcpStore {
     #[must_use]
     pub fn address(&self) -> &str {
         &self.address
+    }
+
+    /// Returns the key of the job.
+    pub(crate) fn key(&self) -> &Key {
+        &self.key
     }
 
     /// Returns the address of this host in the connection to the store. Other ranks may reach this host there.
@@ -193,8 +217,44 @@ pub(super) fn rendezvous(address: &str, message: String) -> CommError {
     CommError::Rendezvous { address: address.to_owned(), joined: Vec::new(), missing: Vec::new(), message }
 }
 
-pub(super) fn no_store(options: &StoreOptions, error: &io::Error) -> String {
-    format!("rank {} found no store within {:?}: {error}", options.rank, options.deadline)
+/// The reason that a rank could not join a store.
+#[derive(Debug)]
+pub(super) enum NotJoined {
+    /// The store is of another job.
+    OtherJob,
+    /// The store of this job has no seat for this rank.
+    Refused(String),
+    /// There is no store, or the connection to it was lost.
+    Lost(io::Error),
+}
+
+impl From<io::Error> for NotJoined {
+    fn from(error: io::Error) -> Self {
+        NotJoined::Lost(error)
+    }
+}
+
+impl From<Refusal> for NotJoined {
+    fn from(refusal: Refusal) -> Self {
+        match refusal {
+            Refusal::OtherJob => NotJoined::OtherJob,
+            Refusal::Io(error) => NotJoined::Lost(error),
+        }
+    }
+}
+
+impl NotJoined {
+    pub(super) fn message(&self, options: &StoreOptions) -> String {
+        let StoreOptions { job, rank, deadline, .. } = options;
+        match self {
+            NotJoined::OtherJob => format!(
+                "rank {rank} of job `{job}` found the store of another job, or of one with another secret: choose another \
+                 MASTER_PORT, or see that FSDP_JOB_ID and FSDP_SECRET are the same on all ranks"
+            ),
+            NotJoined::Refused(reason) => format!("rank {rank}: {reason}"),
+            NotJoined::Lost(error) => format!("rank {rank} found no store within {deadline:?}: {error}"),
+        }
+    }
 }
 
 /// Connects to an address, and retries until `until`.

@@ -1,7 +1,7 @@
 //! A key-value store over TCP, through which the ranks of a job find each other: torch's `TCPStore`.
 //!
-//! Rank 0 [hosts](TcpStore::host) it, all others [connect](TcpStore::connect). A connection is greeted with the job and the
-//! number of its ranks, so that processes of two jobs that use one port never meet. Where torchrun's agent has the
+//! Rank 0 [hosts](TcpStore::host) it, all others [connect](TcpStore::connect). A connection begins with the handshake of
+//! [`access`](crate::access), so that processes of two jobs that use one port never meet. Where torchrun's agent has the
 //! job's port, its store tells where rank 0's is.
 
 mod agent;
@@ -10,4 +10,4 @@ mod protocol;
 mod server;
 
 pub use self::client::TcpStore;
-pub use self::protocol::{MAX_KEY_BYTES, MAX_VALUE_BYTES, StoreOptions};
+pub use self::protocol::{MAX_KEY_BYTES, MAX_STORE_BYTES, MAX_VALUE_BYTES, StoreOptions};

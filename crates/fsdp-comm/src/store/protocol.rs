@@ -1,12 +1,14 @@
 //! The messages between clients and the store, each after its length.
 
-use std::io::{self, Read, Write};
-use std::net::TcpStream;
+use std::io;
+use std::net::{IpAddr, TcpStream};
 use std::time::{Duration, Instant};
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::access::{Key, Secret};
+use crate::blocking::{read_exact, write_all};
 use crate::buffer::zeroed;
 use crate::wire;
 
@@ -16,15 +18,20 @@ pub const MAX_KEY_BYTES: usize = 4096;
 pub const MAX_VALUE_BYTES: usize = 16 << 20;
 /// The longest message: a request to wait for one key of each of very many ranks, or the values of these keys.
 pub(super) const MAX_MESSAGE_BYTES: usize = 64 << 20;
-
-/// The first bytes of a client, which no other protocol begins with.
-const MAGIC: [u8; 8] = *b"fsdp\0kv\x01";
+/// The most bytes of all keys and values together, beside [`MAX_STORE_BYTES_PER_RANK`] for each rank.
+pub const MAX_STORE_BYTES: usize = 64 << 20;
+/// The bytes of keys and values that each rank adds to [`MAX_STORE_BYTES`]: more than its address takes.
+pub(super) const MAX_STORE_BYTES_PER_RANK: usize = 1 << 10;
 
 /// The description of a rank, with which it connects to the store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StoreOptions {
     /// The name that tells this job from others on the same port.
     pub job: String,
+    /// The secret of the job. Without one, the store lets in everybody who knows the job's name.
+    pub secret: Option<Secret>,
+    /// `true` if the ranks may meet at an address that other hosts reach, although there is no secret.
+    pub insecure: bool,
     /// This rank.
     pub rank: usize,
     /// The number of ranks of the job.
@@ -33,22 +40,21 @@ pub struct StoreOptions {
     pub deadline: Duration,
 }
 
-/// The first message of a client.
-#[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Hello {
-    magic: [u8; 8],
-    pub(super) job: String,
-    pub(super) rank: usize,
-    pub(super) world_size: usize,
-}
-
-impl Hello {
-    pub(super) fn new(options: &StoreOptions) -> Self {
-        Hello { magic: MAGIC, job: options.job.clone(), rank: options.rank, world_size: options.world_size }
+impl StoreOptions {
+    /// Checks that a rank may listen at this address, or trust it.
+    pub(super) fn check_address(&self, ip: IpAddr) -> Result<(), String> {
+        if self.secret.is_some() || self.insecure || ip.is_loopback() {
+            return Ok(());
+        }
+        Err(format!(
+            "without a secret, ranks meet at addresses of their own host only, and {ip} is none: set FSDP_SECRET to the \
+             same random text on all ranks, or FSDP_INSECURE to `true` to trust everybody in the network"
+        ))
     }
 
-    pub(super) fn is_genuine(&self) -> bool {
-        self.magic == MAGIC
+    /// Returns the key that all ranks of the job have.
+    pub(super) fn key(&self) -> Key {
+        Key::of_job(self.secret.as_ref(), &self.job)
     }
 }
 
@@ -126,34 +132,10 @@ pub(super) fn write_blocking<T: Serialize>(stream: &mut TcpStream, message: &T, 
     write_all(stream, &to_bytes(message)?, until)
 }
 
-pub(super) fn write_all(stream: &mut TcpStream, bytes: &[u8], until: Instant) -> io::Result<()> {
-    stream.set_write_timeout(Some(left(until)))?;
-    stream.write_all(bytes)
-}
-
 pub(super) fn read_blocking<T: DeserializeOwned>(stream: &mut TcpStream, until: Instant) -> io::Result<T> {
     let mut prefix = [0; 4];
     read_exact(stream, &mut prefix, until)?;
     let mut body = zeroed(message_len(prefix)?, "a message of the store").map_err(out_of_memory)?;
     read_exact(stream, &mut body, until)?;
     wire::decode(&body).map_err(invalid)
-}
-
-pub(super) fn read_exact(stream: &mut TcpStream, mut buffer: &mut [u8], until: Instant) -> io::Result<()> {
-    while !buffer.is_empty() {
-        stream.set_read_timeout(Some(left(until)))?;
-        match stream.read(buffer) {
-            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(read) => buffer = &mut buffer[read..],
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(_) if Instant::now() >= until => return Err(io::ErrorKind::TimedOut.into()),
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(())
-}
-
-/// Returns the time left, and at least a little, because zero would mean no timeout.
-fn left(until: Instant) -> Duration {
-    until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1))
 }

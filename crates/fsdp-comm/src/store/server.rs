@@ -12,12 +12,16 @@ use serde::de::DeserializeOwned;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Notify, oneshot};
+use tokio::time::timeout;
 
-use super::protocol::{Hello, Reply, Request, StoreOptions, invalid, message_len, to_bytes};
+use super::protocol::{
+    MAX_STORE_BYTES, MAX_STORE_BYTES_PER_RANK, Reply, Request, StoreOptions, invalid, message_len, to_bytes,
+};
+use crate::access::{Hello, let_in};
 use crate::wire;
 
-/// The time that a new connection has for its greeting.
-const HELLO_DEADLINE: Duration = Duration::from_secs(10);
+/// The time that the bytes of one message may take, once it has begun.
+const MESSAGE_DEADLINE: Duration = Duration::from_secs(30);
 
 /// A running store. It ends when this is dropped.
 #[derive(Debug)]
@@ -29,7 +33,6 @@ pub(super) struct Server {
 
 #[derive(Debug)]
 struct Shared {
-    job: String,
     world_size: usize,
     state: Mutex<State>,
     changed: Notify,
@@ -37,8 +40,10 @@ struct Shared {
 
 #[derive(Debug, Default)]
 struct State {
-    joined: HashSet<usize>,
+    joined: HashSet<u64>,
     values: HashMap<String, Vec<u8>>,
+    /// The bytes of all keys and values.
+    bytes: usize,
 }
 
 impl Server {
@@ -48,12 +53,12 @@ impl Server {
         let listener = runtime.block_on(TcpListener::bind(&addresses[..]))?;
         let address = listener.local_addr()?;
         let (stop, stopped) = oneshot::channel();
-        let (job, world_size) = (options.job.clone(), options.world_size);
-        let shared = Arc::new(Shared { job, world_size, state: Mutex::default(), changed: Notify::new() });
+        let (key, world_size) = (options.key(), options.world_size);
+        let shared = Arc::new(Shared { world_size, state: Mutex::default(), changed: Notify::new() });
         let serve = move || {
             runtime.block_on(async {
                 tokio::select! {
-                    () = accept(&listener, shared) => {}
+                    () = let_in(&listener, &key, |stream, hello| shared.admit(stream, hello)) => {}
                     _ = stopped => {}
                 }
             });
@@ -76,30 +81,8 @@ impl Drop for Server {
     }
 }
 
-async fn accept(listener: &TcpListener, shared: Arc<Shared>) {
-    loop {
-        match listener.accept().await {
-            Ok((stream, peer)) => {
-                let shared = Arc::clone(&shared);
-                tokio::spawn(async move {
-                    if let Err(error) = serve(stream, &shared).await {
-                        tracing::debug!(%peer, %error, "a store connection ended");
-                    }
-                });
-            }
-            // There may be no file descriptor left until another connection closes.
-            Err(error) => {
-                tracing::warn!(%error, "the store could not accept a connection");
-                tokio::time::sleep(Duration::from_millis(50)).await;
-            }
-        }
-    }
-}
-
-async fn serve(mut stream: TcpStream, shared: &Shared) -> io::Result<()> {
-    stream.set_nodelay(true)?;
-    let hello = tokio::time::timeout(HELLO_DEADLINE, read::<Hello>(&mut stream)).await??;
-    let reply = shared.greet(&hello);
+async fn serve(mut stream: TcpStream, hello: Hello, shared: &Shared) -> io::Result<()> {
+    let reply = shared.seat(hello);
     write(&mut stream, &reply).await?;
     if !matches!(reply, Reply::Welcome) {
         return Ok(());
@@ -122,32 +105,39 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn greet(&self, hello: &Hello) -> Reply {
-        if !hello.is_genuine() {
-            return Reply::Refused("this is the store of an `fsdp` job, of another version".to_owned());
-        }
-        if hello.job != self.job {
-            return Reply::Refused(format!("this port is job `{}`'s, not job `{}`'s", self.job, hello.job));
-        }
-        if hello.world_size != self.world_size {
-            let (here, there) = (self.world_size, hello.world_size);
+    /// Serves a connection that has shown that it belongs to the job.
+    fn admit(self: &Arc<Self>, stream: TcpStream, hello: Hello) {
+        let shared = Arc::clone(self);
+        tokio::spawn(async move {
+            if let Err(error) = serve(stream, hello, &shared).await {
+                tracing::debug!(rank = hello.rank, %error, "a store connection ended");
+            }
+        });
+    }
+
+    /// Gives a rank its seat. Each can have one connection only, so there are no more than ranks.
+    fn seat(&self, Hello { rank, world_size }: Hello) -> Reply {
+        let here = self.world_size as u64;
+        if world_size != here {
             return Reply::Refused(format!(
-                "the world size is {there} here, but {here} on the rank that hosts the store"
+                "the world size is {world_size} here, but {here} on the rank that hosts the store"
             ));
         }
-        if !self.lock().joined.insert(hello.rank) {
-            return Reply::Refused(format!("a rank {} has already joined this job", hello.rank));
+        if rank >= here {
+            return Reply::Refused(format!("there is no rank {rank} in a job of {here} ranks"));
+        }
+        if !self.lock().joined.insert(rank) {
+            return Reply::Refused(format!("a rank {rank} has already joined this job"));
         }
         Reply::Welcome
     }
 
     async fn answer(&self, request: Request) -> Reply {
         match request {
-            Request::Set { key, value } => {
-                self.lock().values.insert(key, value);
-                self.changed.notify_waiters();
-                Reply::Value(None)
-            }
+            Request::Set { key, value } => match self.put(&mut self.lock(), key, value) {
+                Ok(()) => Reply::Value(None),
+                Err(message) => Reply::Refused(message),
+            },
             Request::Get { key } => Reply::Value(self.lock().values.get(&key).cloned()),
             Request::Wait { keys, milliseconds } => {
                 let wait = self.wait(&keys);
@@ -167,20 +157,36 @@ impl Shared {
                     Some(Err(_)) => return Reply::Refused(format!("the value of `{key}` is no number")),
                 };
                 let sum = before.wrapping_add(amount);
-                state.values.insert(key, sum.to_le_bytes().to_vec());
-                self.changed.notify_waiters();
-                Reply::Number(sum)
+                match self.put(&mut state, key, sum.to_le_bytes().to_vec()) {
+                    Ok(()) => Reply::Number(sum),
+                    Err(message) => Reply::Refused(message),
+                }
             }
             Request::CompareAndSet { key, expected, value } => {
                 let mut state = self.lock();
-                if state.values.get(&key) == expected.as_ref() {
-                    state.values.insert(key, value.clone());
-                    self.changed.notify_waiters();
-                    return Reply::Value(Some(value));
+                if state.values.get(&key) != expected.as_ref() {
+                    return Reply::Value(state.values.get(&key).cloned());
                 }
-                Reply::Value(state.values.get(&key).cloned())
+                match self.put(&mut state, key, value.clone()) {
+                    Ok(()) => Reply::Value(Some(value)),
+                    Err(message) => Reply::Refused(message),
+                }
             }
         }
+    }
+
+    /// Sets a key, unless the store would then hold more than its share of memory.
+    fn put(&self, state: &mut State, key: String, value: Vec<u8>) -> Result<(), String> {
+        let before = state.values.get(&key).map_or(0, |before| key.len() + before.len());
+        let bytes = state.bytes - before + key.len() + value.len();
+        let limit = MAX_STORE_BYTES + self.world_size.saturating_mul(MAX_STORE_BYTES_PER_RANK);
+        if bytes > limit {
+            return Err(format!("the store is full: its keys and values may have {limit} bytes together"));
+        }
+        state.bytes = bytes;
+        state.values.insert(key, value);
+        self.changed.notify_waiters();
+        Ok(())
     }
 
     async fn wait(&self, keys: &[String]) -> Vec<Vec<u8>> {
@@ -199,17 +205,19 @@ impl Shared {
     }
 }
 
-/// Reads one message: four bytes for its length, then its body.
+/// Reads one message: four bytes for its length, then its body. A client may keep silent between messages for as long as it
+/// likes, but not within one.
 async fn read<T: DeserializeOwned>(stream: &mut TcpStream) -> io::Result<T> {
     let mut prefix = [0; 4];
     stream.read_exact(&mut prefix).await?;
     let len = message_len(prefix)?;
     // The buffer grows with the bytes that arrive, so a wrong length takes no memory.
     let mut body = Vec::new();
-    stream.take(len as u64).read_to_end(&mut body).await?;
+    timeout(MESSAGE_DEADLINE, stream.take(len as u64).read_to_end(&mut body)).await??;
     wire::decode(&body).map_err(invalid)
 }
 
+/// Writes a message. A client that does not read is dropped, as its messages would pile up.
 async fn write<T: Serialize>(stream: &mut TcpStream, message: &T) -> io::Result<()> {
-    stream.write_all(&to_bytes(message)?).await
+    timeout(MESSAGE_DEADLINE, stream.write_all(&to_bytes(message)?)).await?
 }

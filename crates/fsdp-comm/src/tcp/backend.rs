@@ -59,6 +59,7 @@ impl TcpOptions {
             rank: environment.rank,
             world_size: environment.world_size,
             address: environment.master(),
+            key: store.key().clone(),
             deadline: self.deadline,
             until,
         };

@@ -6,6 +6,7 @@
 mod backend;
 #[cfg(target_os = "linux")]
 mod chunks;
+mod door;
 mod frame;
 mod node;
 mod rendezvous;

@@ -1,7 +1,6 @@
 //! The rendezvous: the processes of a job publish their addresses in the store, and then every two connect.
 
-use std::hash::{BuildHasher, RandomState};
-use std::io::{self, Read, Write};
+use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::thread;
@@ -9,8 +8,10 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
+use super::door::Door;
 use super::node::Node;
 use super::shared::host_token;
+use crate::access::{Hello, Key, Refusal, knock, nonce};
 use crate::environment::Environment;
 use crate::error::CommError;
 use crate::store::{StoreOptions, TcpStore};
@@ -25,17 +26,14 @@ struct Address {
     host: Option<String>,
 }
 
-/// The first bytes of a rank on a new socket: the job's nonce and its rank.
-type Greeting = [u8; 16];
-
 /// The value in place of the address of a rank that has not come in time.
 const GIVEN_UP: &[u8] = &[];
 
 /// The time for which rank 0 keeps the store after a failed rendezvous, so that the others can read the outcome.
 const LINGER: Duration = Duration::from_millis(200);
 
-/// The time between two attempts to accept a connection.
-const POLL: Duration = Duration::from_millis(2);
+/// The time between two attempts to connect to a rank.
+const RETRY: Duration = Duration::from_millis(20);
 
 /// A process's place in a rendezvous.
 #[derive(Debug)]
@@ -44,6 +42,8 @@ pub(crate) struct Place {
     pub(crate) world_size: usize,
     /// The address of the store, for messages.
     pub(crate) address: String,
+    /// The key of the job.
+    pub(crate) key: Key,
     pub(crate) deadline: Duration,
     pub(crate) until: Instant,
 }
@@ -51,10 +51,19 @@ pub(crate) struct Place {
 /// Opens the store of a job. Rank 0 hosts it at the job's address or, if torchrun's agent listens there, at a free port.
 pub(super) fn open(environment: &Environment, deadline: Duration) -> Result<TcpStore, CommError> {
     let &Environment { rank, world_size, .. } = environment;
-    let options = StoreOptions { job: environment.job.clone(), rank, world_size, deadline };
+    let options = StoreOptions {
+        job: environment.job.clone(),
+        secret: environment.secret.clone(),
+        insecure: environment.insecure,
+        rank,
+        world_size,
+        deadline,
+    };
     let master = environment.master();
+    environment.check_identity()?;
+    let one_host = environment.local_world_size == Some(world_size);
     match &environment.agent_store {
-        Some(key) => TcpStore::through_agent(&master, key, &options),
+        Some(key) => TcpStore::through_agent(&master, key, one_host, &options),
         None if rank == 0 => TcpStore::host(&master, &options),
         None => TcpStore::connect(&master, &options),
     }
@@ -68,24 +77,24 @@ pub(super) fn meet(place: &Place, store: TcpStore, shared_memory: bool) -> Resul
     let port = listener.local_addr().map_err(|error| place.io("listen", &error))?.port();
     let host = shared_memory.then(host_token).flatten();
     let address = Address { ip: store.local_ip(), port, host };
-    // Step 2: agree on a nonce, which the first rank to come chooses. A connection must begin with it, so processes of
-    // other jobs are refused.
-    let nonce = RandomState::new().hash_one(rank).to_le_bytes();
+    // Step 2: agree on a nonce, which the first rank to come chooses. The key of the connections between ranks is made
+    // of it, so only a process that the store has let in can complete their handshake.
+    let nonce = nonce().map_err(|error| place.io("get a random number", &error))?;
     let nonce = store.compare_and_set("tcp/nonce", None, &nonce).map_err(|error| place.lost(&error))?;
-    // Step 3: exchange addresses through the store.
+    let key = place.key.derive("ranks", &nonce);
+    // Step 3: let others in from now on, in the background. So no rank waits for another one to reach this point.
+    let mut door = Door::open(listener, key.clone()).map_err(|error| place.io("open its port", &error))?;
+    // Step 4: exchange addresses through the store.
     let addresses = exchange_addresses(place, &store, &address)?;
-    // Step 4: connect to all lower ranks, then accept the connections of all higher ones. The system completes connections
-    // before they are accepted, so no rank waits for another one to reach that point.
+    // Step 5: connect to all lower ranks, then take the connections of all higher ones.
     let mut streams: Vec<Option<TcpStream>> = (0..place.world_size).map(|_| None).collect();
     for (other, address) in addresses.iter().enumerate().take(rank) {
-        let connected = connect(address, place.until).and_then(|mut stream| {
-            stream.write_all(&greeting(&nonce, rank))?;
-            Ok(stream)
-        });
+        let connected = connect(place, &key, address);
         let what = format!("connect to rank {other} at {}:{}", address.ip, address.port);
         streams[other] = Some(connected.map_err(|error| place.io(&what, &error))?);
     }
-    accept_all(place, &listener, &nonce, &mut streams)?;
+    accept_all(place, &mut door, &mut streams)?;
+    drop(door);
     let hosts = addresses.into_iter().map(|address| address.host).collect();
     Node::start(rank, hosts, streams, store, place.deadline).map_err(|error| place.io("start its threads", &error))
 }
@@ -147,60 +156,46 @@ fn exchange_addresses(place: &Place, store: &TcpStore, own: &Address) -> Result<
     decoded.map_err(|message| place.failed(|_| true, message))
 }
 
-/// Accepts the connections of all higher ranks.
-fn accept_all(
-    place: &Place,
-    listener: &TcpListener,
-    nonce: &[u8],
-    streams: &mut [Option<TcpStream>],
-) -> Result<(), CommError> {
+/// Takes the connections of all higher ranks.
+fn accept_all(place: &Place, door: &mut Door, streams: &mut [Option<TcpStream>]) -> Result<(), CommError> {
     let &Place { rank, world_size, deadline, until, .. } = place;
     while streams[rank + 1..].iter().any(Option::is_none) {
-        match accept(listener, until) {
-            Ok((stream, said)) => {
-                let other = (rank + 1..world_size).find(|&other| said == greeting(nonce, other));
-                match other.map(|other| &mut streams[other]) {
-                    Some(empty @ None) => *empty = Some(stream),
-                    _ => tracing::warn!("a connection that was not greeted by a rank of this job was refused"),
-                }
-            }
-            Err(error) if Instant::now() >= until => {
-                let message = format!("rank {rank} had not all connections within {deadline:?}: {error}");
-                return Err(place.failed(|other| other <= rank || streams[other].is_some(), message));
-            }
-            Err(error) => tracing::debug!(%error, "a connection broke off"),
+        let Some((stream, hello)) = door.next(until) else {
+            let message = format!("rank {rank} had not all connections within {deadline:?}");
+            return Err(place.failed(|other| other <= rank || streams[other].is_some(), message));
+        };
+        let other = (rank + 1..world_size).find(|&other| hello == Hello::new(other, world_size));
+        match other.map(|other| &mut streams[other]) {
+            Some(empty @ None) => *empty = Some(stream),
+            _ => tracing::warn!(rank = hello.rank, "a connection that no rank of this job should make was refused"),
         }
     }
     Ok(())
 }
 
-fn greeting(nonce: &[u8], rank: usize) -> Greeting {
-    let mut greeting = [0; 16];
-    greeting[..8].iter_mut().zip(nonce).for_each(|(to, from)| *to = *from);
-    greeting[8..].copy_from_slice(&(rank as u64).to_le_bytes());
-    greeting
-}
-
-fn connect(address: &Address, until: Instant) -> io::Result<TcpStream> {
-    let left = until.saturating_duration_since(Instant::now()).max(POLL);
-    TcpStream::connect_timeout(&SocketAddr::new(address.ip, address.port), left)
-}
-
-/// Accepts the next connection, and reads its greeting.
-fn accept(listener: &TcpListener, until: Instant) -> io::Result<(TcpStream, Greeting)> {
-    listener.set_nonblocking(true)?;
-    let mut stream = loop {
-        match listener.accept() {
-            Ok((stream, _)) => break stream,
-            Err(error) if error.kind() != io::ErrorKind::WouldBlock => return Err(error),
-            Err(_) if Instant::now() >= until => return Err(io::ErrorKind::TimedOut.into()),
-            Err(_) => thread::sleep(POLL),
+/// Connects to a rank. That rank drops connections when too many come at once, so this tries again.
+fn connect(place: &Place, key: &Key, address: &Address) -> io::Result<TcpStream> {
+    let hello = Hello::new(place.rank, place.world_size);
+    loop {
+        let left = place.until.saturating_duration_since(Instant::now()).max(RETRY);
+        let connected = TcpStream::connect_timeout(&SocketAddr::new(address.ip, address.port), left);
+        let greeted = connected.map_err(Refusal::Io).and_then(|mut stream| {
+            stream.set_nodelay(true)?;
+            knock(&mut stream, key, hello, place.until)?;
+            Ok(stream)
+        });
+        match greeted {
+            // It listened before it told its address, so it is gone.
+            Err(Refusal::Io(error)) if error.kind() == io::ErrorKind::ConnectionRefused => return Err(error),
+            Err(Refusal::Io(error)) if Instant::now() + RETRY < place.until => {
+                tracing::debug!(%error, ip = %address.ip, port = address.port, "not connected; trying again");
+                thread::sleep(RETRY);
+            }
+            Err(Refusal::Io(error)) => return Err(error),
+            Err(Refusal::OtherJob) => {
+                return Err(io::Error::new(io::ErrorKind::PermissionDenied, "a process of another job is there"));
+            }
+            Ok(stream) => return Ok(stream),
         }
-    };
-    stream.set_nonblocking(false)?;
-    let left = until.saturating_duration_since(Instant::now());
-    stream.set_read_timeout(Some(left.clamp(POLL, Duration::from_secs(5))))?;
-    let mut greeting = [0; 16];
-    stream.read_exact(&mut greeting)?;
-    Ok((stream, greeting))
+    }
 }

@@ -72,8 +72,8 @@ pub struct RankOffer {
 /// Makes one plan of all ranks' local ones (by rank).
 ///
 /// Every chunk is written once. Duplicates (equal boxes of one key) go, the largest first, to the rank with the fewest
-/// payload bytes, so that no rank writes more than 1.1 times the mean, or the mean and the largest chunk, wherever every
-/// rank holds every duplicate. Equal plans give equal results.
+/// payload bytes, so that no rank writes more tensors than 1.1 times the mean, or the mean and the largest chunk, wherever
+/// every rank holds every duplicate. Equal plans give equal results, and the lengths of values do not change them.
 pub fn plan_save(plans: &[LocalPlan], options: PlanOptions) -> Result<GlobalPlan, SavePlanError> {
     let mut schemas = Vec::new();
     let mut known = HashMap::new();
@@ -107,6 +107,7 @@ pub fn plan_offers(
 
     let mut assigned = Assignment {
         ranks_of_schema: &ranks_of_schema,
+        weights: vec![0; offers.len()],
         loads: vec![0; offers.len()],
         kept: vec![Vec::new(); offers.len()],
     };
@@ -121,7 +122,8 @@ pub fn plan_offers(
         let content = match &group.first.content {
             SchemaContent::Value { length } => {
                 let holders = group.candidates.iter().map(|(_, holder)| *holder).collect();
-                shared.extend(assigned.assign_or_share(SharedChunk { bytes: *length, entry, chunk: 0, holders }));
+                let value = SharedChunk { weight: VALUE_BYTES, bytes: *length, entry, chunk: 0, holders };
+                shared.extend(assigned.assign_or_share(value));
                 Entry::Bytes(BytesEntry::default())
             }
             SchemaContent::Tensor { properties, shape, .. } => {
@@ -135,7 +137,8 @@ pub fn plan_offers(
                     let bytes = numel.saturating_mul(properties.dtype.size_in_bytes());
                     let holders = equal.iter().map(|(_, holder)| *holder).collect();
                     let chunk = chunks.len() as u32;
-                    shared.extend(assigned.assign_or_share(SharedChunk { bytes, entry, chunk, holders }));
+                    let tensor = SharedChunk { weight: bytes, bytes, entry, chunk, holders };
+                    shared.extend(assigned.assign_or_share(tensor));
                     chunks.push(Chunk { bounds: (*bounds).clone(), stored: None });
                 }
                 validate_cover(shape, chunks.iter().map(|chunk| &chunk.bounds)).map_err(|source| {
@@ -150,7 +153,7 @@ pub fn plan_offers(
     }
 
     // The largest first, so that the small ones level what is left. Stable: equals keep the order of the keys.
-    shared.sort_by_key(|chunk| std::cmp::Reverse(chunk.bytes));
+    shared.sort_by_key(|chunk| std::cmp::Reverse(chunk.weight));
     for chunk in &shared {
         assigned.assign_shared(chunk, options.deduplicate);
     }
@@ -181,8 +184,17 @@ struct Group<'p> {
     candidates: Vec<(Option<&'p TensorBox>, Holder)>,
 }
 
+/// The bytes that a value counts for when ranks get equal shares: about what a small one takes.
+///
+/// It is not the length, since that changes from save to save, as a count of steps gets another digit. The plan must not:
+/// equal state makes equal bytes, whatever was saved before.
+pub(super) const VALUE_BYTES: u64 = 64;
+
 /// A chunk or a value, and all that hold it.
 struct SharedChunk {
+    /// The bytes by which chunks and values are shared out.
+    weight: u64,
+    /// The bytes of the payload.
     bytes: u64,
     entry: u32,
     chunk: u32,
@@ -192,6 +204,9 @@ struct SharedChunk {
 /// The boxes and values that each rank has been given to write.
 struct Assignment<'a> {
     ranks_of_schema: &'a [Vec<u32>],
+    /// The weights of what each rank has been given.
+    weights: Vec<u64>,
+    /// The bytes of what each rank has been given.
     loads: Vec<u64>,
     kept: Vec<Vec<SelectedItem>>,
 }
@@ -214,10 +229,10 @@ impl Assignment<'_> {
     /// Gives a chunk to one of its holders.
     fn assign_shared(&mut self, chunk: &SharedChunk, rule: Deduplicate) {
         let mut best: Option<((u64, u32), u32, u32)> = None;
-        let loads = &self.loads;
+        let weights = &self.weights;
         let mut consider = |rank: u32, item: u32, index: u32| {
             let load = match rule {
-                Deduplicate::Balanced => loads[rank as usize],
+                Deduplicate::Balanced => weights[rank as usize],
                 Deduplicate::LowestRank => 0,
             };
             if best.is_none_or(|(least, ..)| (load, rank) < least) {
@@ -233,6 +248,7 @@ impl Assignment<'_> {
             }
         }
         if let Some(((_, rank), item, index)) = best {
+            self.weights[rank as usize] += chunk.weight;
             self.loads[rank as usize] += chunk.bytes;
             let selected = SelectedItem { item, index, entry: chunk.entry, chunk: chunk.chunk };
             self.kept[rank as usize].push(selected);

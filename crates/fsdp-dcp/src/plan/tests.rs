@@ -1,5 +1,6 @@
 //! Plans: torch's golden vectors, balance, disagreements, and broken chunk lists.
 
+use super::save::VALUE_BYTES;
 use super::*;
 use crate::metadata::{Chunk, Entry, Metadata, StorageInfo, TensorEntry, TensorProperties};
 use fsdp_layout::boxes::boxes_of_flat_range;
@@ -79,6 +80,26 @@ fn a_local_plan_becomes_metadata_with_each_thing_once() {
     let lowest = plan_save(&plans, PlanOptions { deduplicate: Deduplicate::LowestRank }).unwrap();
     assert_eq!(kept(&lowest.selections[0]), [(0, 0), (1, 0), (2, 0)]);
     assert_eq!(kept(&lowest.selections[3]), [(2, 0)]);
+}
+
+#[test]
+fn the_lengths_of_values_do_not_change_a_plan() {
+    let plans = |length: u64| -> Vec<LocalPlan> {
+        let plan = |_| {
+            let mut plan = LocalPlan::default();
+            plan.add_value("step", None, length);
+            plan.add_tensor("a", None, DType::F32, vec![3], vec![line(0, 3)]);
+            plan.add_tensor("b", None, DType::F32, vec![5], vec![line(0, 5)]);
+            plan.add_value("name", None, 20);
+            plan
+        };
+        (0..3).map(plan).collect()
+    };
+    let first = plan_save(&plans(1), PlanOptions::default()).unwrap();
+    for length in [2, 15, 100, 10_000] {
+        let other = plan_save(&plans(length), PlanOptions::default()).unwrap();
+        assert_eq!(other.selections, first.selections, "{length}");
+    }
 }
 
 #[test]
@@ -307,7 +328,7 @@ fn simple_plan(plans: &[LocalPlan]) -> (Metadata, Vec<Vec<(u32, u32)>>) {
         let mut chunks = Vec::new();
         for (bounds, candidates) in held {
             let bytes = match (&first.content, &bounds) {
-                (WriteContent::Value { length }, _) => *length,
+                (WriteContent::Value { .. }, _) => VALUE_BYTES,
                 (WriteContent::Tensor { properties, .. }, Some(bounds)) => {
                     bounds.numel() as u64 * properties.dtype.size_in_bytes()
                 }

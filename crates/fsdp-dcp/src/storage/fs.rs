@@ -110,6 +110,21 @@ impl Durable {
         })
     }
 
+    /// Creates a directory and its missing parents, each durably: what is saved in it later is not lost with its name.
+    ///
+    /// # Errors
+    /// [`FileError::Io`].
+    pub fn create_directories(&self, path: &Path) -> Result<(), FileError> {
+        if path.as_os_str().is_empty() || path.is_dir() {
+            return Ok(());
+        }
+        if let Some(parent) = path.parent() {
+            self.create_directories(parent)?;
+        }
+        self.create_directory(path)?;
+        self.sync_directory(parent_of(path))
+    }
+
     /// Creates a file that must not exist.
     pub(super) fn create_file(&self, path: &Path) -> Result<File, FileError> {
         self.step(Step::CreateFile, "create", path, || OpenOptions::new().write(true).create_new(true).open(path))

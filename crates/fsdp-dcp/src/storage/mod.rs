@@ -15,10 +15,11 @@
 //! * After [`Staging::commit`] has returned, the new checkpoint survives a loss of power, as far as the file system
 //!   honours fsync. Before that, the old one does: nothing of it is touched until the rename.
 //! * Overwriting exchanges the two directories in one step (`renameat2` with `RENAME_EXCHANGE`) and removes the old one
-//!   afterwards. Where the file system cannot exchange, the old one is first renamed to `.NAME.old-<nonce>`. A crash
+//!   afterwards, unless somebody reads it: then [`stale()`] lists it as soon as nobody does. Where the file system cannot exchange, the old one is first renamed to `.NAME.old-<nonce>`. A crash
 //!   between the two renames leaves no target, but both checkpoints whole; the next [`Durable::prepare`] puts the old
 //!   one back.
-//! * A failed fsync fails the save. It is never tried again: the kernel may have dropped the pages.
+//! * A failed fsync fails the save. It is never tried again: the kernel may have dropped the pages. The error is
+//!   [`FileError::AfterCommit`](crate::FileError) if the new checkpoint is at the target all the same.
 //!
 //! The process that prepared a staging directory holds a lock on it (`flock`) for as long as it lives, so that no other
 //! process takes the directory for stale.

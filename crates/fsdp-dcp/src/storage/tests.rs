@@ -1,5 +1,7 @@
 //! Staging directories, one step at a time. Crashes of whole saves are tested in `tests/it/crash.rs`.
 
+use super::backend::Links;
+use super::checked_directory::CheckedDirectory;
 use super::cleanup::recover;
 use super::*;
 use crate::error::FileError;
@@ -30,6 +32,35 @@ fn what_is_committed_is_there_and_nothing_else() {
     }
 }
 
+/// A hook that writes down the steps.
+#[derive(Default)]
+struct Recorder(std::sync::Mutex<Vec<(Step, std::path::PathBuf)>>);
+
+impl StepHook for Recorder {
+    fn before(&self, step: Step, path: &Path) -> std::io::Result<()> {
+        self.0.lock().unwrap().push((step, path.to_owned()));
+        Ok(())
+    }
+}
+
+#[test]
+fn new_directories_are_durable_in_their_parents() {
+    let parent = tempfile::tempdir().unwrap();
+    let recorder = std::sync::Arc::new(Recorder::default());
+    let durable = Durable::with_hook(recorder.clone());
+    let (outer, inner) = (parent.path().join("runs"), parent.path().join("runs/demo"));
+    durable.create_directories(&inner).unwrap();
+    // What is there already takes no steps.
+    durable.create_directories(&inner).unwrap();
+    let expected = [
+        (Step::CreateDirectory, outer.clone()),
+        (Step::SyncDirectory, parent.path().to_owned()),
+        (Step::CreateDirectory, inner),
+        (Step::SyncDirectory, outer),
+    ];
+    assert_eq!(*recorder.0.lock().unwrap(), expected);
+}
+
 #[test]
 fn overwriting_must_be_asked_for() {
     let parent = tempfile::tempdir().unwrap();
@@ -42,6 +73,47 @@ fn overwriting_must_be_asked_for() {
     assert!(matches!(Durable::new().prepare(&target, false), Err(FileError::Exists { .. })));
     assert_eq!(std::fs::read(target.join("a")).unwrap(), b"fast");
     assert_eq!(names(parent.path()), ["c"]);
+}
+
+fn open(target: &Path) -> Result<CheckedDirectory, FileError> {
+    CheckedDirectory::open(&target.into(), false, Links::Refuse)
+}
+
+#[test]
+fn what_is_being_read_stays_when_it_is_replaced() {
+    let parent = tempfile::tempdir().unwrap();
+    let target = parent.path().join("c");
+    Durable::new().prepare(&target, false).unwrap().commit("a", b"old").unwrap();
+    let reader = open(&target).unwrap();
+    Durable::new().prepare(&target, true).unwrap().commit("a", b"new").unwrap();
+    assert_eq!(std::fs::read(target.join("a")).unwrap(), b"new");
+    // The reader opens its files only now.
+    assert_eq!(reader.read_small("a", 3).unwrap(), b"old");
+    assert_eq!(stale(&target).unwrap().len(), 0);
+    drop(reader);
+    assert_eq!(clean_stale(&target).unwrap().len(), 1);
+    assert_eq!(names(parent.path()), ["c"]);
+}
+
+#[test]
+fn a_reader_finds_the_old_or_the_new_whenever_it_comes() {
+    let parent = tempfile::tempdir().unwrap();
+    let target = parent.path().join("c");
+    Durable::new().prepare(&target, false).unwrap().commit("a", b"x").unwrap();
+    let done = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                    assert_eq!(open(&target).unwrap().read_small("a", 1).unwrap(), b"x");
+                }
+            });
+        }
+        for _ in 0..200 {
+            Durable::new().prepare(&target, true).unwrap().commit("a", b"x").unwrap();
+        }
+        done.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
 }
 
 #[test]
@@ -86,6 +158,24 @@ fn single_files_replace_files() {
         staging.commit_single().unwrap();
         assert_eq!(std::fs::read(&target).unwrap(), content);
         assert_eq!(names(parent.path()), ["model.safetensors"]);
+    }
+}
+
+#[test]
+#[expect(clippy::disallowed_methods, reason = "the test makes a file to be replaced")]
+fn what_replaces_something_private_is_private() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let parent = tempfile::tempdir().unwrap();
+    let (file, directory) = (parent.path().join("file"), parent.path().join("directory"));
+    std::fs::write(&file, b"old").unwrap();
+    std::fs::create_dir(&directory).unwrap();
+    for (path, mode) in [(&file, 0o600), (&directory, 0o700)] {
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
+    }
+    Durable::new().replace_file(&file, b"new").unwrap();
+    Durable::new().prepare(&directory, true).unwrap().commit("a", b"new").unwrap();
+    for (path, mode) in [(&file, 0o600), (&directory, 0o700)] {
+        assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, mode, "{}", path.display());
     }
 }
 

@@ -45,7 +45,7 @@ pub enum Level {
 }
 
 /// Verifies an open checkpoint. Problems with what it holds are in the report; an error is returned only if nothing
-/// could be checked. `progress` is told of every piece that was read, in bytes.
+/// could be checked, or if the checkpoint names files that no command opens ([`FileError::Path`]). `progress` is told of every piece that was read, in bytes.
 pub fn verify(
     checkpoint: &dyn Checkpoint,
     level: Level,
@@ -54,7 +54,7 @@ pub fn verify(
     let mut report = Report { has_integrity: checkpoint.directory().has_integrity(), ..Report::default() };
     structure(checkpoint, &mut report);
     if level >= Level::Sizes {
-        sizes(checkpoint, &mut report);
+        sizes(checkpoint, &mut report)?;
     }
     if level >= Level::Hashes {
         hashes(checkpoint, &mut report, progress);
@@ -99,11 +99,11 @@ fn structure(checkpoint: &dyn Checkpoint, report: &mut Report) {
 
 /// Checks that files are long enough for their items, and that each item is what the metadata says. Reads one element of
 /// each chunk.
-fn sizes(checkpoint: &dyn Checkpoint, report: &mut Report) {
+fn sizes(checkpoint: &dyn Checkpoint, report: &mut Report) -> Result<(), FileError> {
     for (fqn, entry) in &checkpoint.metadata().entries {
         match entry {
             Entry::Bytes(bytes) => {
-                if let Err(error) = checkpoint.read_value(fqn) {
+                if let Err(error) = refuse_paths(checkpoint.read_value(fqn))? {
                     report.add(Some(fqn), bytes.stored.as_ref(), &error);
                 }
             }
@@ -113,7 +113,7 @@ fn sizes(checkpoint: &dyn Checkpoint, report: &mut Report) {
                     let at = chunk.bounds.offsets.iter().zip(&chunk.bounds.sizes).map(|(o, s)| o.saturating_add(s - 1));
                     let last = TensorBox::new(at.collect(), vec![1; chunk.bounds.rank()]);
                     let mut element = vec![0; tensor.properties.dtype.size_in_bytes() as usize];
-                    if let Err(error) = checkpoint.read_box(fqn, &last, &mut element) {
+                    if let Err(error) = refuse_paths(checkpoint.read_box(fqn, &last, &mut element))? {
                         report.add(Some(fqn), chunk.stored.as_ref(), &error);
                         // A plan error concerns the whole tensor: once is enough.
                         if matches!(error, FileError::LoadPlan(_)) {
@@ -123,6 +123,16 @@ fn sizes(checkpoint: &dyn Checkpoint, report: &mut Report) {
                 }
             }
         }
+    }
+    Ok(())
+}
+
+/// Takes a path that leads out of the checkpoint, or through a link, for an error of the whole checkpoint, as every other
+/// command does.
+fn refuse_paths<T>(read: Result<T, FileError>) -> Result<Result<T, FileError>, FileError> {
+    match read {
+        Err(error @ FileError::Path { .. }) => Err(error),
+        read => Ok(read),
     }
 }
 

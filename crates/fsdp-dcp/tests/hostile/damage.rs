@@ -244,6 +244,9 @@ fn paths_that_lead_out_of_the_checkpoint_are_not_opened() {
         let error = bounded(|| checkpoint.read_tensor("w")).unwrap_err();
         assert!(matches!(error, FileError::Path { .. }), "{path:?}: {error}");
         assert!(matches!(checkpoint.read_value("n.step"), Err(FileError::Path { .. })), "{path:?}");
+        // Verifying says the same, and does not call the checkpoint damaged.
+        let verified = bounded(|| verify(&checkpoint, Level::Sizes, None));
+        assert!(matches!(verified, Err(FileError::Path { .. })), "{path:?}");
     }
 }
 

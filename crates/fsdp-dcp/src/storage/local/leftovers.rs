@@ -5,6 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::FlockOperation;
+use rustix::io::Errno;
 
 use crate::error::FileError;
 use crate::storage::fs::{Durable, exists, is_nonce, parent_of, staging_prefix};
@@ -13,9 +14,10 @@ use crate::storage::fs::{Durable, exists, is_nonce, parent_of, staging_prefix};
 pub(crate) fn stale(target: &Path) -> Result<Vec<PathBuf>, FileError> {
     let mut found = leftovers(target, "tmp")?;
     found.retain(|directory| is_unlocked(directory));
-    // Without a target the old version is the only one: it is to be put back, not to be removed.
+    // Without a target the old version is the only one: it is to be put back, not to be removed. A reader may still have
+    // it open.
     if exists(target) {
-        found.extend(leftovers(target, "old")?);
+        found.extend(leftovers(target, "old")?.into_iter().filter(|directory| is_unlocked(directory)));
     }
     Ok(found)
 }
@@ -52,6 +54,12 @@ fn leftovers(target: &Path, kind: &str) -> Result<Vec<PathBuf>, FileError> {
     }
     found.sort();
     Ok(found)
+}
+
+/// Returns `true` if somebody reads a checkpoint, and locks it against new readers otherwise, for as long as `directory` is
+/// open. Where locks do not work, nobody is known to read.
+pub(super) fn is_being_read(directory: &File) -> bool {
+    rustix::fs::flock(directory, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK)
 }
 
 /// Returns `true` if nobody holds the lock of a staging directory. Where locks do not work this is not known, so the

@@ -10,9 +10,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rustix::fs::FlockOperation;
-use rustix::io::Errno;
-
+use self::leftovers::is_being_read;
 use self::read::LocalDirectory;
 use self::staging::LocalStage;
 use super::backend::{EntryKind, Links, ReadDirectory, Stage, Storage};
@@ -81,7 +79,7 @@ impl Storage for LocalStorage {
     fn remove_checkpoint(&self, durable: &Durable) -> Result<bool, FileError> {
         let directory = File::open(&self.path).map_err(FileError::io("open", &self.path))?;
         // Readers hold a shared lock for as long as they have the checkpoint open.
-        if rustix::fs::flock(&directory, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK) {
+        if is_being_read(&directory) {
             return Ok(false);
         }
         // Removing takes many steps. One rename takes the checkpoint away first, to a name that `stale` lists, so that a

@@ -5,6 +5,8 @@ use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Duration;
 
 use rustix::fs::{FileType, FlockOperation, Mode, OFlags, SeekFrom};
 use rustix::io::Errno;
@@ -13,6 +15,11 @@ use crate::error::{FileError, FormatError};
 use crate::storage::backend::{Links, ReadDirectory};
 use crate::storage::paths::relative_parts;
 use crate::storage::read_at::ReadAt;
+
+/// The number of attempts to lock a directory, and the time between two of them. A directory is locked against readers
+/// for as long as it takes to publish it or to remove it.
+const LOCK_ATTEMPTS: u32 = 40;
+const LOCK_PAUSE: Duration = Duration::from_millis(5);
 
 /// A directory that is held open: files are opened below it, wherever it is moved meanwhile.
 #[derive(Debug)]
@@ -23,14 +30,28 @@ pub(super) struct LocalDirectory {
 }
 
 impl LocalDirectory {
+    /// Opens a directory, and locks it: whoever removes or replaces checkpoints leaves alone those that are being read.
     pub(super) fn open(path: &Path, links: Links) -> Result<Self, FileError> {
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let directory = rustix::fs::open(path, flags, Mode::empty())
-            .map_err(|errno| FileError::io("open the directory", path)(errno.into()))?;
-        // The lock tells `Durable::remove_checkpoint` that the checkpoint is being read. Where locks do not work, or the
-        // checkpoint is just being removed, reading goes on as far as it can.
-        let _ = rustix::fs::flock(&directory, FlockOperation::NonBlockingLockShared);
-        Ok(LocalDirectory { path: path.to_owned(), directory, links })
+        for _ in 0..LOCK_ATTEMPTS {
+            let directory = open_directory(path)?;
+            let locked = rustix::fs::flock(&directory, FlockOperation::NonBlockingLockShared);
+            match locked {
+                // It was locked before it could be replaced.
+                Ok(()) if is_at(&directory, path) => {
+                    return Ok(LocalDirectory { path: path.to_owned(), directory, links });
+                }
+                // It was replaced between opening and locking, or somebody is just publishing or removing it. What is at
+                // the path a moment later is a checkpoint that stays, or nothing.
+                Ok(()) | Err(Errno::WOULDBLOCK) => {
+                    drop(directory);
+                    thread::sleep(LOCK_PAUSE);
+                }
+                // Locks do not work here.
+                Err(_) => break,
+            }
+        }
+        // Reading without a lock goes on as far as it can.
+        Ok(LocalDirectory { path: path.to_owned(), directory: open_directory(path)?, links })
     }
 
     /// Opens a regular file below the directory. Unless links are followed, no part of the path may be one.
@@ -70,9 +91,23 @@ impl LocalDirectory {
 
     fn failed(&self, relative: &str, errno: Errno) -> FileError {
         if errno == Errno::LOOP && self.links == Links::Refuse {
-            return self.refused(relative, "it is, or leads through, a symbolic link");
+            return self.refused(relative, "a symbolic link is on the way; `cp -rL` makes a copy without links");
         }
         FileError::io("open", self.path.join(relative))(errno.into())
+    }
+}
+
+fn open_directory(path: &Path) -> Result<OwnedFd, FileError> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    rustix::fs::open(path, flags, Mode::empty())
+        .map_err(|errno| FileError::io("open the directory", path)(errno.into()))
+}
+
+/// Returns `true` if an open directory is the one that is at this path.
+fn is_at(directory: &OwnedFd, path: &Path) -> bool {
+    match (rustix::fs::fstat(directory), rustix::fs::stat(path)) {
+        (Ok(open), Ok(there)) => (open.st_dev, open.st_ino) == (there.st_dev, there.st_ino),
+        _ => false,
     }
 }
 

@@ -1,11 +1,12 @@
 //! Staging directories of the file system.
 
 use std::fs::File;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::FlockOperation;
 
-use super::leftovers::recover;
+use super::leftovers::{is_being_read, recover};
 use super::lock::TargetLock;
 use crate::error::FileError;
 use crate::storage::backend::{EntryKind, Stage, StageFile, check_write};
@@ -34,7 +35,7 @@ impl LocalStage {
     /// Makes a staging directory. Missing parents are created.
     pub(super) fn prepare(durable: &Durable, target: &Path, overwrite: bool) -> Result<Self, FileError> {
         let (parent, _) = staging_prefix(target)?;
-        create_parents(durable, &parent)?;
+        durable.create_directories(&parent)?;
         // A crashed overwrite may have left the old checkpoint under another name.
         recover(durable, target)?;
         if !overwrite && exists(target) {
@@ -78,6 +79,15 @@ impl LocalStage {
         file.finish()
     }
 
+    /// Gives a new file or directory the permissions of the one that it replaces: what was private stays private.
+    fn take_mode(&self, path: &Path) -> Result<(), FileError> {
+        let Ok(replaced) = self.target.metadata() else { return Ok(()) };
+        if !self.overwrite || replaced.is_dir() != path.is_dir() {
+            return Ok(());
+        }
+        std::fs::set_permissions(path, replaced.permissions()).map_err(FileError::io("set the permissions of", path))
+    }
+
     /// Puts the directory in the target's place. All files must be finished.
     fn publish(mut self) -> Result<(), FileError> {
         // Before the rename, all names inside must be durable: it may survive a loss of power without them.
@@ -94,6 +104,7 @@ impl LocalStage {
     fn replace(mut self) -> Result<(), FileError> {
         let durable = self.durable.clone();
         let parent = parent_of(&self.target);
+        self.take_mode(&self.directory)?;
         if durable.exchange(&self.directory, &self.target)? {
             if let Err(error) = durable.sync_directory(parent) {
                 // The exchange may not be durable, so the save has failed: the old checkpoint goes back. Where that
@@ -118,6 +129,11 @@ impl LocalStage {
         }
         // `directory` is the old checkpoint now. The new one is durable, so the old one may go.
         self.lock = None;
+        let old = File::open(&self.directory);
+        if old.as_ref().is_ok_and(is_being_read) {
+            // The reader goes on with it. It is listed as stale once the reader has finished.
+            return Ok(());
+        }
         durable.remove_directory(&self.directory)
     }
 
@@ -131,81 +147,9 @@ impl LocalStage {
         }
         self.durable.sync_directory(directory)
     }
-}
 
-impl Stage for LocalStage {
-    fn name(&self) -> &str {
-        &self.name
-    }
-
-    fn target(&self) -> &Path {
-        &self.target
-    }
-
-    fn directory(&self) -> &Path {
-        &self.directory
-    }
-
-    fn claim(&self) -> Result<(), FileError> {
-        // Every save has a directory of its own.
-        Ok(())
-    }
-
-    fn create(&self, relative: &str, length: u64) -> Result<Box<dyn StageFile>, FileError> {
-        let parts = relative_parts(&self.target, relative)?;
-        let mut path = self.directory.clone();
-        for part in &parts[..parts.len() - 1] {
-            path.push(part);
-            self.durable.create_directory(&path)?;
-        }
-        path.push(parts[parts.len() - 1]);
-        let file = self.durable.create_file(&path)?;
-        self.durable.preallocate(&file, &path, length)?;
-        Ok(Box::new(LocalStageFile { durable: self.durable.clone(), file, path, length }))
-    }
-
-    fn create_single(&self, length: u64) -> Result<Box<dyn StageFile>, FileError> {
-        self.create(SINGLE, length)
-    }
-
-    fn check_kind(&self, wanted: EntryKind) -> Result<(), FileError> {
-        let wants_directory = wanted == EntryKind::Directory;
-        if exists(&self.target) && self.target.is_dir() != wants_directory {
-            let wanted = if wants_directory { "directory" } else { "file" };
-            return Err(FileError::NotReplaceable { path: self.target.clone(), wanted });
-        }
-        Ok(())
-    }
-
-    fn check_sidecar(&self, name: &str) -> Result<(), FileError> {
-        let path = parent_of(&self.target).join(name);
-        if exists(&path) && !self.overwrite {
-            return Err(FileError::Exists { path });
-        }
-        Ok(())
-    }
-
-    fn remove_sidecar(&self, name: &str) -> Result<(), FileError> {
-        let parent = parent_of(&self.target);
-        let path = parent.join(name);
-        if !exists(&path) {
-            return Ok(());
-        }
-        self.durable.remove_file(&path)?;
-        self.durable.sync_directory(parent)
-    }
-
-    fn check_files(&self, _: &mut dyn Iterator<Item = &String>) -> Result<(), FileError> {
-        // A rank that joins either finds this very directory, or fails.
-        Ok(())
-    }
-
-    fn commit(self: Box<Self>, marker: &str, bytes: &[u8]) -> Result<(), FileError> {
-        self.write(marker, bytes)?;
-        self.publish()
-    }
-
-    fn commit_single(mut self: Box<Self>, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError> {
+    /// Puts the file of a checkpoint that is one file, and its sidecar, in their places.
+    fn publish_single(mut self, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError> {
         let durable = self.durable.clone();
         let parent = parent_of(&self.target).to_owned();
         // 0. Two files cannot be replaced in one step. A lock keeps apart those who replace them at the same time: the
@@ -215,6 +159,7 @@ impl Stage for LocalStage {
         let pending = sidecar.and_then(|sidecar| Some((parent.join(sidecar.pending_name), sidecar.bytes?)));
         if let Some((path, bytes)) = &pending {
             self.write(SINGLE_SIDECAR, bytes)?;
+            self.take_mode(&self.directory.join(SINGLE_SIDECAR))?;
             durable.rename_over(&self.directory.join(SINGLE_SIDECAR), path)?;
             durable.sync_directory(&parent)?;
         }
@@ -257,6 +202,100 @@ fn is_pending(name: &str, left: &str) -> bool {
     left.strip_prefix(name).is_some_and(|rest| rest == ".new" || rest.starts_with(".new-"))
 }
 
+impl Stage for LocalStage {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn target(&self) -> &Path {
+        &self.target
+    }
+
+    fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    fn claim(&self) -> Result<(), FileError> {
+        // Every save has a directory of its own.
+        Ok(())
+    }
+
+    fn create(&self, relative: &str, length: u64) -> Result<Box<dyn StageFile>, FileError> {
+        let parts = relative_parts(&self.target, relative)?;
+        let mut path = self.directory.clone();
+        for part in &parts[..parts.len() - 1] {
+            path.push(part);
+            self.durable.create_directory(&path)?;
+        }
+        path.push(parts[parts.len() - 1]);
+        let file = self.durable.create_file(&path)?;
+        self.durable.preallocate(&file, &path, length)?;
+        Ok(Box::new(LocalStageFile { durable: self.durable.clone(), file, path, length }))
+    }
+
+    fn create_single(&self, length: u64) -> Result<Box<dyn StageFile>, FileError> {
+        let file = self.create(SINGLE, length)?;
+        self.take_mode(&self.directory.join(SINGLE))?;
+        Ok(file)
+    }
+
+    fn check_kind(&self, wanted: EntryKind) -> Result<(), FileError> {
+        let wants_directory = wanted == EntryKind::Directory;
+        if exists(&self.target) && self.target.is_dir() != wants_directory {
+            let wanted = if wants_directory { "directory" } else { "file" };
+            return Err(FileError::NotReplaceable { path: self.target.clone(), wanted });
+        }
+        Ok(())
+    }
+
+    fn check_sidecar(&self, name: &str) -> Result<(), FileError> {
+        let path = parent_of(&self.target).join(name);
+        if exists(&path) && !self.overwrite {
+            return Err(FileError::Exists { path });
+        }
+        Ok(())
+    }
+
+    fn remove_sidecar(&self, name: &str) -> Result<(), FileError> {
+        let parent = parent_of(&self.target);
+        let path = parent.join(name);
+        if !exists(&path) {
+            return Ok(());
+        }
+        self.durable.remove_file(&path)?;
+        self.durable.sync_directory(parent)
+    }
+
+    fn check_files(&self, _: &mut dyn Iterator<Item = &String>) -> Result<(), FileError> {
+        // A rank that joins either finds this very directory, or fails.
+        Ok(())
+    }
+
+    fn commit(self: Box<Self>, marker: &str, bytes: &[u8]) -> Result<(), FileError> {
+        self.write(marker, bytes)?;
+        let (target, own) = (self.target.clone(), identity(&self.directory));
+        self.publish().map_err(|error| told_if_committed(error, &target, own))
+    }
+
+    fn commit_single(self: Box<Self>, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError> {
+        let (target, own) = (self.target.clone(), identity(&self.directory.join(SINGLE)));
+        self.publish_single(sidecar).map_err(|error| told_if_committed(error, &target, own))
+    }
+}
+
+/// Returns the numbers by which the system knows a file or directory, under whatever name; `None` if it is not there.
+fn identity(path: &Path) -> Option<(u64, u64)> {
+    path.symlink_metadata().map(|metadata| (metadata.dev(), metadata.ino())).ok()
+}
+
+/// Says of an error if the checkpoint is in its place all the same.
+fn told_if_committed(error: FileError, target: &Path, own: Option<(u64, u64)>) -> FileError {
+    if own.is_none() || identity(target) != own {
+        return error;
+    }
+    FileError::AfterCommit { path: target.to_owned(), source: Box::new(error) }
+}
+
 impl Drop for LocalStage {
     fn drop(&mut self) {
         if self.lock.is_some() {
@@ -284,16 +323,4 @@ impl StageFile for LocalStageFile {
     fn finish(self: Box<Self>) -> Result<(), FileError> {
         self.durable.sync_file(&self.file, &self.path)
     }
-}
-
-/// Creates a directory and its missing parents, each durably.
-fn create_parents(durable: &Durable, path: &Path) -> Result<(), FileError> {
-    if path.as_os_str().is_empty() || path.is_dir() {
-        return Ok(());
-    }
-    if let Some(parent) = path.parent() {
-        create_parents(durable, parent)?;
-    }
-    durable.create_directory(path)?;
-    durable.sync_directory(parent_of(path))
 }

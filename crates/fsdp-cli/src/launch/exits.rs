@@ -1,0 +1,125 @@
+//! The exits of a node's processes, and which of them the others follow from.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::process::ExitStatusExt as _;
+use std::path::Path;
+use std::process::ExitStatus;
+
+use crate::exit_codes;
+
+/// The end of a process.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Exit {
+    pub(super) rank: usize,
+    status: ExitStatus,
+    /// `true` if the launcher had told the process to end, after another had failed.
+    was_told: bool,
+}
+
+impl Exit {
+    pub(super) const fn new(rank: usize, status: ExitStatus, was_told: bool) -> Self {
+        Exit { rank, status, was_told }
+    }
+
+    /// Returns `true` if the other processes cannot go on after this.
+    pub(super) fn is_failure(self) -> bool {
+        !self.status.success() && self.code() != exit_codes::STOPPED
+    }
+
+    /// Returns the exit code, as shells do for signals.
+    pub(super) fn code(self) -> u8 {
+        let code = self.status.code().or_else(|| self.status.signal().map(|signal| 128 + signal));
+        code.and_then(|code| u8::try_from(code).ok()).unwrap_or(exit_codes::INTERNAL)
+    }
+
+    pub(super) fn describe(self) -> String {
+        match (self.status.code(), self.status.signal()) {
+            (Some(0), _) => "succeeded".to_owned(),
+            (Some(code), _) if code == i32::from(exit_codes::STOPPED) => "stopped and saved, as it was told".to_owned(),
+            (Some(code), _) => format!("failed with exit code {code}"),
+            (None, Some(signal)) => format!("was ended by signal {signal}"),
+            (None, None) => format!("failed: {}", self.status),
+        }
+    }
+}
+
+/// The exit that the job's own is taken from, and the ranks that this rank named as its reason.
+#[derive(Debug)]
+pub(super) struct Cause {
+    pub(super) exit: Exit,
+    pub(super) because_of: Vec<usize>,
+}
+
+/// Finds the exit that the others follow from, among exits in the order of time; `None` if all went well. `blame_dir` has
+/// the ranks' notes.
+pub(super) fn cause(exits: &[Exit], blame_dir: &Path) -> Option<Cause> {
+    let bad = exits.iter().filter(|exit| !exit.status.success());
+    let causes = bad.map(|&exit| Cause { exit, because_of: blamed(exit.rank, blame_dir) });
+    // A rank that ended by itself, and named nobody, failed first: even if others noticed it and ended before it did.
+    causes.min_by_key(|cause| (!cause.exit.is_failure(), cause.exit.was_told, !cause.because_of.is_empty()))
+}
+
+/// Returns the ranks that a rank has named.
+fn blamed(rank: usize, blame_dir: &Path) -> Vec<usize> {
+    let note = fs::read_to_string(blame_dir.join(rank.to_string())).unwrap_or_default();
+    note.split_whitespace().filter_map(|rank| rank.parse().ok()).collect()
+}
+
+/// Lists all exits, those that are alike together: `rank 1 failed with exit code 7; ranks 0, 2-3 succeeded`.
+pub(super) fn list(exits: &[Exit]) -> String {
+    let mut alike: BTreeMap<String, Vec<usize>> = BTreeMap::new();
+    for exit in exits {
+        let told = if exit.was_told && !exit.status.success() { " after it was told to end" } else { "" };
+        alike.entry(format!("{}{told}", exit.describe())).or_default().push(exit.rank);
+    }
+    let lines = alike.into_iter().map(|(how, ranks)| format!("{} {how}", ranges(ranks)));
+    lines.collect::<Vec<_>>().join("; ")
+}
+
+/// Returns the text of some ranks: `rank 3`, or `ranks 0, 2-5`.
+pub(super) fn ranges(mut ranks: Vec<usize>) -> String {
+    ranks.sort_unstable();
+    let mut ranges: Vec<(usize, usize)> = Vec::new();
+    for rank in &ranks {
+        match ranges.last_mut() {
+            Some((_, last)) if *last + 1 == *rank => *last = *rank,
+            _ => ranges.push((*rank, *rank)),
+        }
+    }
+    let text =
+        ranges.iter().map(|(first, last)| if first == last { first.to_string() } else { format!("{first}-{last}") });
+    let plural = if ranks.len() == 1 { "" } else { "s" };
+    format!("rank{plural} {}", text.collect::<Vec<_>>().join(", "))
+}
+
+#[cfg(test)]
+#[expect(clippy::disallowed_methods, reason = "notes are no checkpoints")]
+mod tests {
+    use super::*;
+
+    fn exit(rank: usize, code: i32) -> Exit {
+        Exit::new(rank, ExitStatus::from_raw(code << 8), false)
+    }
+
+    #[test]
+    fn the_rank_that_names_nobody_is_the_cause_whatever_the_order_of_exits() {
+        let notes = tempfile::tempdir().unwrap();
+        fs::write(notes.path().join("0"), "1").unwrap();
+        fs::write(notes.path().join("2"), "0 1").unwrap();
+        let killed = Exit::new(3, ExitStatus::from_raw(9), true);
+        for exits in [[exit(0, 16), exit(2, 16), exit(1, 7), killed], [killed, exit(1, 7), exit(2, 16), exit(0, 16)]] {
+            let cause = cause(&exits, notes.path()).unwrap();
+            assert_eq!((cause.exit.rank, cause.exit.code(), cause.because_of), (1, 7, vec![]));
+        }
+        // The culprit is of another node, or hangs.
+        let cause = cause(&[exit(4, 0), exit(0, 16), killed], notes.path()).unwrap();
+        assert_eq!((cause.exit.rank, cause.because_of), (0, vec![1]));
+    }
+
+    #[test]
+    fn exits_are_listed_by_their_likeness() {
+        let exits = [exit(2, 16), exit(0, 16), exit(1, 0), exit(3, 16)];
+        assert_eq!(list(&exits), "ranks 0, 2-3 failed with exit code 16; rank 1 succeeded");
+    }
+}

@@ -1,0 +1,88 @@
+//! A listener that lets in connections which complete the handshake. What strangers can take is bounded.
+
+use std::collections::VecDeque;
+use std::io;
+use std::time::Duration;
+
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::{AbortHandle, JoinSet};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
+
+use super::handshake::{Hello, answer};
+use super::key::Key;
+
+/// The largest number of connections in the middle of the handshake. More wait in the system's queue, where they take
+/// no file descriptors.
+const MAX_STRANGERS: usize = 64;
+
+/// The time that the handshake may take.
+const DEADLINE: Duration = Duration::from_secs(5);
+
+/// The time that the handshake may take while others wait for the place.
+const DEADLINE_WHEN_FULL: Duration = Duration::from_millis(250);
+
+/// The pause after the system could not accept a connection. There may be no file descriptor left until another
+/// connection closes.
+const PAUSE: Duration = Duration::from_millis(50);
+
+/// Accepts connections for ever, and calls `admit` with each that has completed the handshake.
+pub(crate) async fn let_in(listener: &TcpListener, key: &Key, mut admit: impl FnMut(TcpStream, Hello)) {
+    let mut strangers = Strangers { handshakes: JoinSet::new(), oldest_first: VecDeque::new() };
+    loop {
+        let is_full = strangers.handshakes.len() >= MAX_STRANGERS;
+        let oldest_is_slow = until_slow(strangers.oldest_first.front().map(|&(began, _)| began));
+        tokio::select! {
+            Some(finished) = strangers.handshakes.join_next() => {
+                strangers.oldest_first.retain(|(_, handshake)| !handshake.is_finished());
+                match finished {
+                    Ok(Ok((stream, hello))) => admit(stream, hello),
+                    Ok(Err(error)) => tracing::debug!(%error, "a connection was not let in"),
+                    // It was dropped to make room.
+                    Err(_) => {}
+                }
+            }
+            accepted = listener.accept(), if !is_full => match accepted {
+                Ok((stream, _)) => strangers.start(stream, key.clone()),
+                Err(error) => {
+                    tracing::warn!(%error, "a connection could not be accepted");
+                    sleep(PAUSE).await;
+                }
+            },
+            () = oldest_is_slow, if is_full => strangers.drop_oldest(),
+        }
+    }
+}
+
+/// The connections in the middle of the handshake.
+struct Strangers {
+    handshakes: JoinSet<io::Result<(TcpStream, Hello)>>,
+    /// Each handshake with the time at which it began.
+    oldest_first: VecDeque<(Instant, AbortHandle)>,
+}
+
+impl Strangers {
+    fn start(&mut self, stream: TcpStream, key: Key) {
+        let handshake = self.handshakes.spawn(greet(stream, key));
+        self.oldest_first.push_back((Instant::now(), handshake));
+    }
+
+    fn drop_oldest(&mut self) {
+        if let Some((_, handshake)) = self.oldest_first.pop_front() {
+            handshake.abort();
+        }
+    }
+}
+
+/// Waits until a handshake that began then has taken so long that it may be dropped for another.
+async fn until_slow(began: Option<Instant>) {
+    match began {
+        Some(began) => sleep_until(began + DEADLINE_WHEN_FULL).await,
+        None => std::future::pending().await,
+    }
+}
+
+async fn greet(mut stream: TcpStream, key: Key) -> io::Result<(TcpStream, Hello)> {
+    stream.set_nodelay(true)?;
+    let hello = timeout(DEADLINE, answer(&mut stream, &key)).await??;
+    Ok((stream, hello))
+}

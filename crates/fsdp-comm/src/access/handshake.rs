@@ -1,0 +1,128 @@
+//! The handshake at the start of every connection. All of its messages have a fixed size.
+//!
+//! ```text
+//! client                                                       server
+//!        ── magic, client nonce ─────────────────────────────▶
+//!        ◀─ server nonce, proof of (nonces) ──────────────────
+//!        ── hello, proof of (nonces, hello) ──────────────────▶
+//!        ◀─ welcome ──────────────────────────────────────────
+//! ```
+
+use std::io;
+use std::net::TcpStream;
+use std::time::Instant;
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+use super::key::{KEY_BYTES, Key};
+use super::nonce::{Nonce, nonce};
+use crate::blocking::{read_exact, write_all};
+
+/// The first bytes of a connection, which no other protocol begins with. The last one is the version.
+const MAGIC: [u8; 8] = *b"fsdp\0kv\x02";
+
+/// The answer to a client that has shown that it has the key.
+const WELCOME: u8 = 1;
+
+/// The purposes of proofs. They differ, so that no side can send a proof back to the side that made it.
+const SERVER: &str = "server";
+const CLIENT: &str = "client";
+
+/// A rank's description of itself, with which it asks to be let in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Hello {
+    pub(crate) rank: u64,
+    pub(crate) world_size: u64,
+}
+
+const HELLO_BYTES: usize = 16;
+
+impl Hello {
+    pub(crate) fn new(rank: usize, world_size: usize) -> Hello {
+        Hello { rank: rank as u64, world_size: world_size as u64 }
+    }
+
+    fn to_bytes(self) -> [u8; HELLO_BYTES] {
+        let mut bytes = [0; HELLO_BYTES];
+        bytes[..8].copy_from_slice(&self.rank.to_le_bytes());
+        bytes[8..].copy_from_slice(&self.world_size.to_le_bytes());
+        bytes
+    }
+
+    fn from_bytes(bytes: &[u8; HELLO_BYTES]) -> Hello {
+        fn word(bytes: &[u8; HELLO_BYTES], at: usize) -> u64 {
+            u64::from_le_bytes(std::array::from_fn(|byte| bytes[at + byte]))
+        }
+        Hello { rank: word(bytes, 0), world_size: word(bytes, 8) }
+    }
+}
+
+/// The reason that a client was not let in.
+#[derive(Debug)]
+pub(crate) enum Refusal {
+    /// The other side has another key: it belongs to another job.
+    OtherJob,
+    /// The connection broke off, or nothing came in time.
+    Io(io::Error),
+}
+
+impl From<io::Error> for Refusal {
+    fn from(error: io::Error) -> Self {
+        Refusal::Io(error)
+    }
+}
+
+/// The client's side: shows that this process has the key, and checks that the server has it.
+pub(crate) fn knock(stream: &mut TcpStream, key: &Key, hello: Hello, until: Instant) -> Result<(), Refusal> {
+    // Step 1: challenge the server. A nonce of its own keeps each side from accepting what was recorded earlier.
+    let client = nonce()?;
+    write_all(stream, &[&MAGIC[..], &client].concat(), until)?;
+    // Step 2: check the server's proof first, so that this process sends nothing about itself to a stranger.
+    let mut server = Nonce::default();
+    read_exact(stream, &mut server, until)?;
+    let mut proof = [0; KEY_BYTES];
+    read_exact(stream, &mut proof, until)?;
+    if !key.accepts(SERVER, &[&client, &server], &proof) {
+        return Err(Refusal::OtherJob);
+    }
+    // Step 3: say who this is. The proof covers it, so that nobody in between can change it.
+    let hello = hello.to_bytes();
+    let proof = key.prove(CLIENT, &[&client, &server, &hello]);
+    write_all(stream, &[&hello[..], &proof].concat(), until)?;
+    // Step 4: wait for the server's word, as it may drop a connection that came with too many others.
+    let mut answer = [0];
+    read_exact(stream, &mut answer, until)?;
+    if answer != [WELCOME] {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "it sent what no rank sends").into());
+    }
+    Ok(())
+}
+
+/// The server's side: returns the client's hello once it has shown that it has the key.
+///
+/// A client without the key learns only that a job listens here.
+pub(super) async fn answer(stream: &mut tokio::net::TcpStream, key: &Key) -> io::Result<Hello> {
+    // Step 1: hang up on other protocols before anything is computed for them.
+    let mut magic = [0; MAGIC.len()];
+    stream.read_exact(&mut magic).await?;
+    if magic != MAGIC {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "it is no rank, or one of another version"));
+    }
+    let mut client = Nonce::default();
+    stream.read_exact(&mut client).await?;
+    // Step 2: answer the client's challenge, with one for the client.
+    let server = nonce()?;
+    let proof = key.prove(SERVER, &[&client, &server]);
+    stream.write_all(&[&server[..], &proof].concat()).await?;
+    // Step 3: check the client's answer before a word of its hello is believed.
+    let mut hello = [0; HELLO_BYTES];
+    stream.read_exact(&mut hello).await?;
+    let mut proof = [0; KEY_BYTES];
+    stream.read_exact(&mut proof).await?;
+    if !key.accepts(CLIENT, &[&client, &server, &hello], &proof) {
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, "it does not have the job's key"));
+    }
+    // Step 4: tell the client that it is in.
+    stream.write_all(&[WELCOME]).await?;
+    Ok(Hello::from_bytes(&hello))
+}

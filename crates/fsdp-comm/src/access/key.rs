@@ -1,0 +1,79 @@
+//! The key of a job, and the proofs that are made with it.
+
+use std::fmt;
+
+use hmac::{Hmac, KeyInit, Mac};
+use sha2::{Digest, Sha256};
+
+use super::secret::Secret;
+
+/// The length of keys and of proofs.
+pub(super) const KEY_BYTES: usize = 32;
+
+/// The key with which the two sides of a connection show each other that they belong to the same job.
+///
+/// It is made of the job's secret and of its name, so that jobs of one secret are told apart as well. Without a secret,
+/// it tells jobs apart, but keeps nobody out who knows the name.
+#[derive(Clone)]
+pub(crate) struct Key([u8; KEY_BYTES]);
+
+impl fmt::Debug for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Key(..)")
+    }
+}
+
+impl Key {
+    /// Makes the key of a job.
+    pub(crate) fn of_job(secret: Option<&Secret>, job: &str) -> Key {
+        let secret = secret.map_or("", Secret::text);
+        Key(Sha256::digest(secret).into()).derive("job", job.as_bytes())
+    }
+
+    /// Makes another key of this one, for another use.
+    pub(crate) fn derive(&self, purpose: &str, data: &[u8]) -> Key {
+        Key(self.mac(purpose, &[data]).finalize().into_bytes().into())
+    }
+
+    /// Returns the proof that whoever sends these parts has the key.
+    pub(super) fn prove(&self, purpose: &str, parts: &[&[u8]]) -> [u8; KEY_BYTES] {
+        self.mac(purpose, parts).finalize().into_bytes().into()
+    }
+
+    /// Returns `true` if the proof was made with this key, for this purpose and these parts. The time that this takes
+    /// does not depend on the proof.
+    pub(super) fn accepts(&self, purpose: &str, parts: &[&[u8]], proof: &[u8; KEY_BYTES]) -> bool {
+        self.mac(purpose, parts).verify(&(*proof).into()).is_ok()
+    }
+
+    fn mac(&self, purpose: &str, parts: &[&[u8]]) -> Hmac<Sha256> {
+        // HMAC fills up a key that is shorter than a block of the hash with zeros.
+        let mut block = hmac::digest::Key::<Hmac<Sha256>>::default();
+        block[..KEY_BYTES].copy_from_slice(&self.0);
+        let mut mac = <Hmac<Sha256> as KeyInit>::new(&block);
+        // Each part follows its length, so that no two lists of parts are the same bytes.
+        for part in [&[purpose.as_bytes()], parts].concat() {
+            mac.update(&(part.len() as u64).to_le_bytes());
+            mac.update(part);
+        }
+        mac
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_proof_holds_for_its_key_purpose_and_parts_only() {
+        let secret = Secret::new("0123456789abcdef").unwrap();
+        let key = Key::of_job(Some(&secret), "job");
+        let proof = key.prove("client", &[b"ab", b"c"]);
+        assert!(key.accepts("client", &[b"ab", b"c"], &proof));
+        assert!(!key.accepts("server", &[b"ab", b"c"], &proof));
+        assert!(!key.accepts("client", &[b"a", b"bc"], &proof));
+        for other in [Key::of_job(None, "job"), Key::of_job(Some(&secret), "other"), key.derive("ranks", b"")] {
+            assert!(!other.accepts("client", &[b"ab", b"c"], &proof));
+        }
+    }
+}

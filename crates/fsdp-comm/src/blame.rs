@@ -1,0 +1,69 @@
+//! Notes for the launcher about the ranks that this process fails because of.
+//!
+//! All ranks of a job fail when one does, and the first to end need not be the one that failed first. So a rank that
+//! fails because of others names them in a file. `fsdp launch` then reports a rank that named nobody.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::path::Path;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::error::CommError;
+
+/// The environment variable of the directory in which a rank names the ranks that it fails because of: in a file that is
+/// named by its own number, separated by spaces. There are no notes if it is not set.
+pub const BLAME_DIR: &str = "FSDP_BLAME_DIR";
+
+/// `true` while there is a note.
+static NOTED: AtomicBool = AtomicBool::new(false);
+
+/// Held while the note is changed.
+static CHANGING: Mutex<()> = Mutex::new(());
+
+/// Notes the outcome of an operation of this rank. Whatever goes wrong here is not worth another error.
+pub(crate) fn note(rank: usize, outcome: &Result<(), CommError>) {
+    let blamed = outcome.as_ref().err().map(|error| blamed(rank, error)).unwrap_or_default();
+    // Nearly all operations succeed, and must not pay for this.
+    if blamed.is_empty() && !NOTED.load(Ordering::Relaxed) {
+        return;
+    }
+    let Some(dir) = std::env::var_os(BLAME_DIR).filter(|dir| !dir.is_empty()) else { return };
+    let Ok(_changing) = CHANGING.lock() else { return };
+    NOTED.store(write(&dir, rank, &blamed), Ordering::Relaxed);
+}
+
+/// Writes the note, or removes it if there is nobody to name. Returns `true` if there is one now.
+#[expect(clippy::disallowed_methods, reason = "a note is no checkpoint, and need not be durable")]
+fn write(dir: &OsStr, rank: usize, blamed: &[usize]) -> bool {
+    let file = Path::new(dir).join(rank.to_string());
+    if blamed.is_empty() {
+        // The program went on after that error, so it is not what ends it.
+        return fs::remove_file(file).is_err();
+    }
+    let text: Vec<String> = blamed.iter().map(usize::to_string).collect();
+    fs::write(file, text.join(" ")).is_ok()
+}
+
+/// Returns the ranks that brought an error about, if `rank` is not one of them.
+fn blamed(rank: usize, error: &CommError) -> Vec<usize> {
+    let blamed = match error {
+        CommError::RankLeft { rank, .. } | CommError::Aborted { rank, .. } => vec![*rank],
+        CommError::Timeout { missing, .. } => missing.clone(),
+        CommError::RankFailed { failures, .. } => failures.iter().map(|failure| failure.rank).collect(),
+        _ => Vec::new(),
+    };
+    if blamed.contains(&rank) { Vec::new() } else { blamed }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_never_blames_itself() {
+        let aborted = CommError::Aborted { rank: 1, message: String::new() };
+        assert_eq!(blamed(0, &aborted), [1]);
+        assert_eq!(blamed(1, &aborted), []);
+    }
+}

@@ -1,0 +1,46 @@
+//! Reads and writes of blocking sockets, with a deadline for the whole and not for each call.
+
+use std::io::{self, Read, Write};
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
+
+/// Writes all bytes.
+pub(crate) fn write_all(stream: &mut TcpStream, mut bytes: &[u8], until: Instant) -> io::Result<()> {
+    while !bytes.is_empty() {
+        stream.set_write_timeout(Some(left(until)))?;
+        match stream.write(bytes) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(written) => bytes = &bytes[written..],
+            Err(error) => check(error, until)?,
+        }
+    }
+    Ok(())
+}
+
+/// Fills the buffer.
+pub(crate) fn read_exact(stream: &mut TcpStream, mut buffer: &mut [u8], until: Instant) -> io::Result<()> {
+    while !buffer.is_empty() {
+        stream.set_read_timeout(Some(left(until)))?;
+        match stream.read(buffer) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(read) => buffer = &mut buffer[read..],
+            Err(error) => check(error, until)?,
+        }
+    }
+    Ok(())
+}
+
+/// Fails unless the call may be made again.
+fn check(error: io::Error, until: Instant) -> io::Result<()> {
+    match error.kind() {
+        io::ErrorKind::Interrupted => Ok(()),
+        _ if Instant::now() >= until => Err(io::ErrorKind::TimedOut.into()),
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Ok(()),
+        _ => Err(error),
+    }
+}
+
+/// Returns the time left, and at least a little, because zero would mean no timeout.
+fn left(until: Instant) -> Duration {
+    until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1))
+}
