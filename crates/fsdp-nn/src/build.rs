@@ -66,10 +66,8 @@ impl Built {
         let align = if config.use_orig_params { aligned_numel(file_dtype(dtype)?) } else { 0 };
         let shapes = declared.iter().map(|(fqn, p)| ((*fqn).clone(), p.tensor.dims().to_vec())).collect();
         let layout = FlatLayout::new(shapes, align, self.groups.shards())?;
-        let params = declared
-            .iter()
-            .map(|(fqn, p)| Parameter { fqn: (*fqn).clone(), tensor: p.tensor.clone(), requires_grad: p.requires_grad })
-            .collect();
+        let params =
+            declared.iter().map(|(fqn, p)| Parameter::new((*fqn).clone(), p.tensor.clone(), p.requires_grad)).collect();
         let spec = UnitSpec { name: name.to_owned(), is_root, params, layout, dtype };
         FlatParamHandle::new(spec, self.strategy, &self.groups, Arc::clone(&self.shared), &|flat| {
             initialize(flat, declared, config.seed)

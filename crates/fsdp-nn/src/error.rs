@@ -134,8 +134,17 @@ pub enum NnError {
         /// The scope.
         unit: String,
     },
-    /// The ranks have built different models, or been given different options.
-    #[error("the ranks do not build the same model: {}", differences.join("; "))]
+    /// A parameter that candle's backward never comes to is to be trained.
+    #[error(
+        "parameter `{fqn}` was built frozen, so no gradient comes to it: name it in `FsdpConfig::requires_grad`, and freeze it \
+         with `set_requires_grad` until it is to be trained"
+    )]
+    BuiltFrozen {
+        /// The parameter.
+        fqn: String,
+    },
+    /// The ranks have built different models, been given different options, or chosen different parameters to train.
+    #[error("the ranks do not have the same model: {}", differences.join("; "))]
     DifferentModels {
         /// The first difference, by groups of ranks that have the same there.
         differences: Vec<String>,

@@ -11,7 +11,7 @@ use fsdp_flat::{ShardedTensor, with_float};
 use fsdp_layout::TensorBox;
 use indexmap::IndexMap;
 
-use crate::agreement::agree_on_model;
+use crate::agreement::{NEW, agree_on_model};
 use crate::build::{Built, build_units, describe};
 use crate::config::FsdpConfig;
 use crate::handle::{FlatParamHandle, Groups};
@@ -60,8 +60,9 @@ impl ShardedParameters {
         let mut registry = lock(registry);
         // Before anything is laid out: all ranks lay out the same.
         let declared = build.and_then(|module| Ok((module, registry.complete()?)));
-        let (module, aliases) = agree_on_model(&group, declared, |(_, aliases)| describe(config, &registry, aliases))?;
-        let built = agree_on_model(&group, build_units(&group, config, &registry), |_| Vec::new())?;
+        let (module, aliases) =
+            agree_on_model(&group, NEW, declared, |(_, aliases)| describe(config, &registry, aliases))?;
+        let built = agree_on_model(&group, NEW, build_units(&group, config, &registry), |_| Vec::new())?;
         let Built { groups, strategy, handles, shared } = built;
         let mut places: HashMap<&str, Location> = HashMap::with_capacity(registry.params.len());
         for (handle, unit) in handles.iter().enumerate() {
@@ -187,13 +188,13 @@ impl ShardedParameters {
         Ok(self.handles[self.location(fqn)?.handle].dtype())
     }
 
-    /// Returns `true` if the parameter is trained.
+    /// Returns `true` if the parameter is trained now: see [`Self::set_requires_grad`].
     ///
     /// # Errors
     /// [`NnError::UnknownParameter`].
     pub fn requires_grad(&self, fqn: &str) -> Result<bool> {
         let Location { handle, param } = self.location(fqn)?;
-        Ok(self.handles[handle].params[param].requires_grad)
+        Ok(self.handles[handle].params[param].requires_grad())
     }
 
     /// Returns the boxes of the parameter that this rank owns.

@@ -15,7 +15,7 @@ impl FlatParamHandle {
     /// unit's last one the parameters are released and the gradients are reduced over ranks.
     pub(crate) fn receive_grad(&self, param: usize, grad: &Tensor) -> Result<()> {
         let mut state = self.state();
-        if self.params[param].requires_grad {
+        if self.params[param].requires_grad() {
             // Kept as it is: the first ones come before candle computes the others, and before the unit after is through.
             // The memory for all of them is taken when that of the parameters has been given back.
             state.received.push((param, grad.detach()));
@@ -36,7 +36,7 @@ impl FlatParamHandle {
 
     /// Returns `true` if candle's backward does not come to a parameter: see [`takes_part_in_backward`].
     fn is_never_passed(&self, param: usize) -> bool {
-        !takes_part_in_backward(self.params[param].requires_grad, self.is_root, self.is_sharded())
+        !takes_part_in_backward(self.params[param].is_trainable, self.is_root, self.is_sharded())
     }
 
     /// Returns `true` if backward does not tell when it is through with the parameters.

@@ -1,6 +1,7 @@
 //! The FlatParameter of one unit: its memory, whole or sharded, and who uses it.
 
 mod backward;
+mod parameter;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -16,25 +17,10 @@ use crate::device;
 use crate::shared::Shared;
 use crate::{NnError, Result, ShardingStrategy};
 
+pub(crate) use parameter::{Parameter, takes_part_in_backward};
+
 /// torch's name of a FlatParameter within its unit.
 pub(crate) const FLAT_PARAM: &str = "_flat_param";
-
-/// Returns `true` if candle's backward comes to a parameter, as it does to all that are trained.
-///
-/// It comes to frozen ones too, where they are released when backward is through with them: gradients of what lies before
-/// them pass through their values. The root's stay until the end.
-pub(crate) const fn takes_part_in_backward(requires_grad: bool, is_root: bool, is_sharded: bool) -> bool {
-    requires_grad || (is_sharded && !is_root)
-}
-
-/// One parameter of a unit.
-#[derive(Debug)]
-pub(crate) struct Parameter {
-    pub(crate) fqn: String,
-    /// The tensor that the model computes with. Its storage is released while the unit is sharded.
-    pub(crate) tensor: Tensor,
-    pub(crate) requires_grad: bool,
-}
 
 /// The ranks that a model is spread over.
 #[derive(Debug, Clone)]

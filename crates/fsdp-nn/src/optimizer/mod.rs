@@ -189,8 +189,7 @@ impl Optimizer {
             let len = layout.shard_param_info(param, rank).map_or(0, |info| info.numel_in_shard);
             (vec![Segment { param, start: 0, len }], len)
         };
-        let requires_grad = handle.params[param].requires_grad;
-        self.locals.push(LocalParam { handle, is_flat, segments, numel, requires_grad, state: None });
+        self.locals.push(LocalParam { handle, is_flat, segments, numel, state: None });
         self.group_of_local.push(group);
         Ok(self.locals.len() - 1)
     }
@@ -276,7 +275,7 @@ impl Optimizer {
         for group in &self.groups {
             for &index in &group.params {
                 let local = &mut self.locals[index];
-                if !local.requires_grad || local.handle.grad().is_none() {
+                if !local.requires_grad() || local.handle.grad().is_none() {
                     continue;
                 }
                 with_float!(local.handle.dtype(), T => step_local::<T>(&group.algorithm, local)?, else {
@@ -311,7 +310,7 @@ impl Optimizer {
         let fqn = self.parameters.canonical_fqn(fqn);
         let (Some(&local), Some(group)) = (self.local_of.get(fqn), self.group_of(fqn)) else { return Ok(None) };
         let local = &self.locals[local];
-        if !local.requires_grad {
+        if !local.requires_grad() {
             return Ok(None);
         }
         let state = initial_state(&self.groups[group].algorithm, local)?;
