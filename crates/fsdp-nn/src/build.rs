@@ -12,7 +12,7 @@ use indexmap::IndexMap;
 
 use crate::config::FsdpConfig;
 use crate::handle::{FlatParamHandle, Groups, Parameter, UnitSpec};
-use crate::scope::{Declared, Registry};
+use crate::registry::{Declared, Registry};
 use crate::shared::Shared;
 use crate::{NnError, Result, ShardingStrategy};
 

@@ -70,13 +70,11 @@ pub enum NnError {
         unit: String,
     },
     /// A computation read a parameter whose values are not there.
-    #[error(
-        "the parameter that is computed with is sharded here: use parameters of {} only inside the forward of their unit \
-         ({error})",
-        unit_names(units)
-    )]
+    #[error("parameter {} is sharded here; {} ({error})", one_of(parameters), where_to_compute(units))]
     ParametersSharded {
-        /// The units that were sharded then; the root's name is empty.
+        /// The parameters that were sharded then, one of which it is; the likeliest first.
+        parameters: Vec<String>,
+        /// Their units; the root's name is empty. None if the model was being built.
         units: Vec<String>,
         /// candle's error.
         error: String,
@@ -268,14 +266,34 @@ fn unit_name(unit: &str) -> String {
     if unit.is_empty() { "the root unit".to_owned() } else { format!("unit `{unit}`") }
 }
 
-/// Returns some units for messages: not all of a large model.
-fn unit_names(units: &[String]) -> String {
-    const NAMED: usize = 4;
+/// The most names of a large model that a message has.
+const NAMED: usize = 4;
+
+/// Returns some names for messages, one of which is meant.
+fn one_of(names: &[String]) -> String {
+    let mut named: Vec<String> = names.iter().take(NAMED).map(|name| format!("`{name}`")).collect();
+    if names.len() > NAMED {
+        named.push(format!("one of {} more", names.len() - NAMED));
+    }
+    match named.pop() {
+        Some(last) if named.is_empty() => last,
+        Some(last) => format!("{} or {last}", named.join(", ")),
+        None => String::new(),
+    }
+}
+
+/// Returns the advice for a computation with a parameter that is sharded.
+fn where_to_compute(units: &[String]) -> String {
+    if units.is_empty() {
+        return "a model that is being built can take views of its parameters (`t`, `reshape`), but neither compute with them \
+                nor copy them"
+            .to_owned();
+    }
     let mut names: Vec<String> = units.iter().take(NAMED).map(|unit| unit_name(unit)).collect();
     if units.len() > NAMED {
         names.push(format!("{} more", units.len() - NAMED));
     }
-    names.join(", ")
+    format!("compute with parameters of {} only inside the forward of their unit", names.join(", "))
 }
 
 fn quoted(names: &[String]) -> String {
@@ -301,16 +319,19 @@ pub type Result<T, E = NnError> = std::result::Result<T, E>;
 
 impl NnError {
     /// Returns the error of a computation, which is [`NnError::ParametersSharded`] if candle read released memory.
-    /// `sharded_units` are those whose parameters are not there.
-    pub(crate) fn of_computation(error: candle_core::Error, sharded_units: impl FnOnce() -> Vec<String>) -> Self {
+    /// `sharded` returns the parameters that are not there, and their units.
+    pub(crate) fn of_computation(
+        error: candle_core::Error,
+        sharded: impl FnOnce() -> (Vec<String>, Vec<String>),
+    ) -> Self {
         if !reads_released(&error) {
             return error.into();
         }
-        let units = sharded_units();
-        if units.is_empty() {
+        let (parameters, units) = sharded();
+        if parameters.is_empty() {
             return error.into();
         }
-        NnError::ParametersSharded { units, error: operation(&error) }
+        NnError::ParametersSharded { parameters, units, error: operation(&error) }
     }
 
     /// Turns this into candle's error, to pass through code that candle calls. It comes out as what it is: see `From`.

@@ -11,7 +11,8 @@ use fsdp_comm::ProcessGroup;
 use crate::config::FsdpConfig;
 use crate::hooks::PreBackwardOp;
 use crate::parameters::ShardedParameters;
-use crate::scope::{Backend, Registry, Scope, lock};
+use crate::registry::{Backend, Registry, lock};
+use crate::scope::Scope;
 use crate::unit::UnitOutput;
 use crate::{NnError, Result};
 
@@ -71,11 +72,11 @@ impl<M> FullyShardedDataParallel<M> {
         build: impl FnOnce(&Scope) -> candle_core::Result<M>,
     ) -> Result<Self> {
         let is_sharded = config.strategy.is_sharded() && group.world_size() > 1;
-        let registry = Arc::new(Mutex::new(Registry::new(is_sharded, Arc::clone(&config.requires_grad))));
+        let registry = Arc::new(Mutex::new(Registry::new(is_sharded, &config)));
         let backend: Box<dyn SimpleBackend> = Box::new(Backend(Arc::clone(&registry)));
         let vb = VarBuilder::from_backend(backend, config.dtype, config.device.clone());
         let scope = Scope::sharded(vb, Arc::clone(&registry));
-        let built = build(&scope).map_err(|error| NnError::of_computation(error, || lock(&registry).unit_names()));
+        let built = build(&scope).map_err(|error| lock(&registry).explain(error));
         let (parameters, module) = ShardedParameters::new(group, &config, &registry, built)?;
         Ok(FullyShardedDataParallel { module, parameters: Arc::new(parameters) })
     }

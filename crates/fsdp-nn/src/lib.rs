@@ -29,6 +29,7 @@ mod init;
 mod optim_state_error;
 pub mod optimizer;
 pub mod parameters;
+mod registry;
 mod requires_grad;
 pub mod scope;
 mod settings;

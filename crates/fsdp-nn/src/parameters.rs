@@ -15,7 +15,7 @@ use crate::agreement::{NEW, agree_on_model};
 use crate::build::{Built, build_units, describe};
 use crate::config::FsdpConfig;
 use crate::handle::{FlatParamHandle, Groups};
-use crate::scope::{SharedRegistry, lock};
+use crate::registry::{SharedRegistry, lock};
 use crate::settings::CurrentSettings;
 use crate::shared::Shared;
 use crate::{NnError, Result, ShardingStrategy};
@@ -96,7 +96,7 @@ impl ShardedParameters {
 
     /// Returns the error of a computation with the parameters.
     pub(crate) fn explain(&self, error: candle_core::Error) -> NnError {
-        NnError::of_computation(error, || self.shared.sharded_units())
+        NnError::of_computation(error, || self.shared.sharded())
     }
 
     /// Returns `true` if the other is this model on this rank, rather than one like it.

@@ -16,10 +16,19 @@ pub(crate) struct Shared {
     forwards: AtomicU64,
     /// Changes of values so far.
     changes: AtomicU64,
-    /// The units in the order in which they were made: the name, and `true` while the parameters are whole.
-    units: Mutex<Vec<(String, bool)>>,
+    /// The units in the order in which they were made.
+    units: Mutex<Vec<UnitState>>,
     bytes: AtomicUsize,
     peak_bytes: AtomicUsize,
+}
+
+/// A unit, for messages.
+#[derive(Debug)]
+struct UnitState {
+    name: String,
+    parameters: Vec<String>,
+    /// `true` while the parameters are whole.
+    is_whole: bool,
 }
 
 /// A forward of the model, until it is dropped.
@@ -76,23 +85,25 @@ impl Shared {
     }
 
     /// Adds a unit that is not whole, and returns its number.
-    pub(crate) fn add_unit(&self, name: &str) -> usize {
+    pub(crate) fn add_unit(&self, name: &str, parameters: Vec<String>) -> usize {
         let mut units = self.units.lock().unwrap_or_else(PoisonError::into_inner);
-        units.push((name.to_owned(), false));
+        units.push(UnitState { name: name.to_owned(), parameters, is_whole: false });
         units.len() - 1
     }
 
     pub(crate) fn set_whole(&self, unit: usize, whole: bool) {
         let mut units = self.units.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, is_whole)) = units.get_mut(unit) {
-            *is_whole = whole;
+        if let Some(unit) = units.get_mut(unit) {
+            unit.is_whole = whole;
         }
     }
 
-    /// Returns the names of the units whose parameters are not whole now.
-    pub(crate) fn sharded_units(&self) -> Vec<String> {
+    /// Returns the parameters that are not whole now, and their units.
+    pub(crate) fn sharded(&self) -> (Vec<String>, Vec<String>) {
         let units = self.units.lock().unwrap_or_else(PoisonError::into_inner);
-        units.iter().filter(|(_, whole)| !whole).map(|(name, _)| name.clone()).collect()
+        let sharded = units.iter().filter(|unit| !unit.is_whole);
+        let parameters = sharded.clone().flat_map(|unit| unit.parameters.clone()).collect();
+        (parameters, sharded.map(|unit| unit.name.clone()).collect())
     }
 
     /// Counts bytes of parameters that are held from now on.

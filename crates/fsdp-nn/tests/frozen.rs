@@ -149,7 +149,7 @@ fn values(model: &Model) -> Vec<(String, Vec<f32>)> {
     parameters.fqns().map(whole).collect()
 }
 
-/// What `run` makes of the parameters, on one rank and then on some, under every strategy.
+/// The parameters that `run` ends with on one rank, which those on several ranks are compared with, under every strategy.
 fn check_equal_to_one_rank(
     what: &str,
     run: impl Fn(&ProcessGroup, ShardingStrategy) -> Vec<(String, Vec<f32>)> + Sync,

@@ -137,7 +137,7 @@ impl FlatParamHandle {
         let flat = FlatParameter::new(layout.clone(), rank, to_device(flat.shard(), &device)?)?;
         shared.hold(layout.sharded_numel() * dtype.size_in_bytes());
         let handle = FlatParamHandle {
-            unit: shared.add_unit(&name),
+            unit: shared.add_unit(&name, params.iter().map(|param| param.fqn.clone()).collect()),
             flat: groups.shard.is_some().then(|| flat.clone()),
             groups: groups.labelled(&name),
             name,
@@ -378,6 +378,6 @@ impl FlatParamHandle {
 
     /// Returns the error of a computation; if it is that of released memory, as one that names the sharded units.
     pub(crate) fn explain(&self, error: candle_core::Error) -> NnError {
-        NnError::of_computation(error, || self.shared.sharded_units())
+        NnError::of_computation(error, || self.shared.sharded())
     }
 }

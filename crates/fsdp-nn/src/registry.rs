@@ -1,0 +1,259 @@
+//! The declarations of a model: parameters, units, ties and buffers, in the order in which the model asks for them.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use candle_core::{DType, Device, Shape, Tensor, Var};
+use candle_nn::Init;
+use candle_nn::var_builder::SimpleBackend;
+use fsdp_flat::storage::{release, zeroed_vec};
+use fsdp_flat::with_float;
+use indexmap::{IndexMap, IndexSet};
+
+use crate::config::FsdpConfig;
+use crate::handle::takes_part_in_backward;
+use crate::hooks::{ParameterOp, ParameterSlot};
+use crate::unit::UnitSlot;
+use crate::{NnError, Result};
+
+/// A parameter that the model has asked for.
+pub(crate) struct Declared {
+    pub(crate) tensor: Tensor,
+    pub(crate) init: Init,
+    pub(crate) slot: Arc<ParameterSlot>,
+    pub(crate) unit: usize,
+    pub(crate) requires_grad: bool,
+}
+
+/// The declarations of a model so far, in order.
+pub(crate) struct Registry {
+    pub(crate) params: IndexMap<String, Declared>,
+    /// The units; the first is the root.
+    pub(crate) units: Vec<DeclaredUnit>,
+    /// The units that are being built, innermost last.
+    open: Vec<usize>,
+    /// Other names of parameters: alias to parameter or to another alias.
+    aliases: IndexMap<String, String>,
+    /// Names that the model is going to ask for.
+    announced: IndexSet<String>,
+    /// Tensors that are saved but not trained: name to value, and `true` if it is saved.
+    pub(crate) buffers: IndexMap<String, (Tensor, bool)>,
+    /// The first tie that cannot be, which no method could report when it was made.
+    wrong_tie: Option<NnError>,
+    /// `true` once the model has been sharded.
+    is_complete: bool,
+    /// `true` if parameters are going to be sharded.
+    is_sharded: bool,
+    requires_grad: Arc<dyn Fn(&str) -> bool + Send + Sync>,
+    /// The seed of initial values.
+    seed: u64,
+}
+
+/// A unit that the model has declared.
+pub(crate) struct DeclaredUnit {
+    pub(crate) name: String,
+    /// The place where the unit's wrapper looks for its handle once the model is complete.
+    pub(crate) slot: Arc<UnitSlot>,
+}
+
+impl Registry {
+    /// Makes a registry of nothing but the root unit.
+    pub(crate) fn new(is_sharded: bool, config: &FsdpConfig) -> Self {
+        Registry {
+            params: IndexMap::new(),
+            units: vec![DeclaredUnit { name: String::new(), slot: Arc::default() }],
+            open: Vec::new(),
+            aliases: IndexMap::new(),
+            announced: IndexSet::new(),
+            buffers: IndexMap::new(),
+            wrong_tie: None,
+            is_complete: false,
+            is_sharded,
+            requires_grad: Arc::clone(&config.requires_grad),
+            seed: config.seed,
+        }
+    }
+
+    /// Ends the declarations, and returns the other names of parameters: alias to parameter.
+    pub(crate) fn complete(&mut self) -> Result<IndexMap<String, String>> {
+        self.is_complete = true;
+        if let Some(error) = self.wrong_tie.take() {
+            return Err(error);
+        }
+        let mut resolved = IndexMap::new();
+        for alias in self.aliases.keys() {
+            let fqn = self.resolve(alias)?;
+            if self.params.contains_key(alias) {
+                return Err(NnError::LateTie { alias: alias.clone(), fqn: fqn.to_owned() });
+            }
+            resolved.insert(alias.clone(), fqn.to_owned());
+        }
+        for fqn in resolved.values().chain(&self.announced) {
+            if !self.params.contains_key(fqn) {
+                return Err(NnError::UnknownParameter { fqn: fqn.clone() });
+            }
+        }
+        Ok(resolved)
+    }
+
+    /// Returns the name at the end of a chain of ties.
+    fn resolve<'a>(&'a self, name: &'a str) -> Result<&'a str> {
+        let mut chain = vec![name];
+        let mut current = name;
+        while let Some(next) = self.aliases.get(current) {
+            if chain.contains(&next.as_str()) {
+                return Err(NnError::TieCircle { names: chain.into_iter().map(str::to_owned).collect() });
+            }
+            chain.push(next);
+            current = next;
+        }
+        Ok(current)
+    }
+
+    /// Begins a unit: it owns the parameters that the model asks for first until it is closed.
+    pub(crate) fn open_unit(&mut self, unit: DeclaredUnit) {
+        self.open.push(self.units.len());
+        self.units.push(unit);
+    }
+
+    /// Ends the innermost unit that is being built.
+    pub(crate) fn close_unit(&mut self) {
+        self.open.pop();
+    }
+
+    /// Notes a tie.
+    pub(crate) fn tie(&mut self, alias: String, fqn: &str) {
+        if alias == fqn {
+            self.announced.insert(alias);
+            return;
+        }
+        match self.aliases.get(&alias) {
+            Some(first) if first != fqn => {
+                let error = NnError::TiedTwice { alias, first: first.clone(), second: fqn.to_owned() };
+                self.wrong_tie.get_or_insert(error);
+            }
+            _ => {
+                self.aliases.insert(alias, fqn.to_owned());
+            }
+        }
+    }
+
+    /// Checks that a parameter is whole wherever the unit that is being built computes: it is the unit's own, the root's,
+    /// or that of a unit around it.
+    fn check_reach(&self, fqn: &str, owner: usize) -> Result<()> {
+        let here = self.open.last().copied().unwrap_or(0);
+        if self.is_complete || owner == 0 || self.open.contains(&owner) {
+            return Ok(());
+        }
+        let [first, second] = [owner, here].map(|unit| self.units[unit].name.clone());
+        Err(NnError::SharedBetweenUnits { fqn: fqn.to_owned(), first, second })
+    }
+
+    /// Returns the tensor of a parameter, which is declared if the model asks for it for the first time.
+    fn parameter(&mut self, shape: Shape, name: &str, init: Init, dtype: DType, device: &Device) -> Result<Tensor> {
+        let name = self.resolve(name)?.to_owned();
+        if is_running_statistic(&name) || self.buffers.contains_key(&name) {
+            return self.buffer(&shape, &name, &init, dtype, device);
+        }
+        if let Some(existing) = self.params.get(&name) {
+            check_same(&name, &existing.tensor, &shape, dtype)?;
+            self.check_reach(&name, existing.unit)?;
+            return Ok(existing.tensor.clone());
+        }
+        if self.is_complete {
+            return Err(NnError::LateParameter { fqn: name });
+        }
+        let unit = self.open.last().copied().unwrap_or(0);
+        let requires_grad = (self.requires_grad)(&name);
+        let slot = Arc::new(ParameterSlot::default());
+        let op = ParameterOp { shape, dtype, slot: Arc::clone(&slot) };
+        let anchor = Var::zeros(1, DType::F32, device)?;
+        let tensor = if takes_part_in_backward(requires_grad, unit == 0, self.is_sharded) {
+            anchor.as_tensor().apply_op1(op)?
+        } else {
+            anchor.as_tensor().apply_op1_no_bwd(&op)?
+        };
+        release(&tensor)?;
+        self.params.insert(name, Declared { tensor: tensor.clone(), init, slot, unit, requires_grad });
+        Ok(tensor)
+    }
+
+    /// Returns a buffer, which is registered and saved from now on if the model asks for it for the first time.
+    fn buffer(&mut self, shape: &Shape, name: &str, init: &Init, dtype: DType, device: &Device) -> Result<Tensor> {
+        if let Some((existing, _)) = self.buffers.get(name) {
+            check_same(name, existing, shape, dtype)?;
+            return Ok(existing.clone());
+        }
+        if self.is_complete {
+            return Err(NnError::LateParameter { fqn: name.to_owned() });
+        }
+        let value = with_float!(dtype, T => {
+            let mut values = zeroed_vec::<T>(shape.elem_count())?;
+            let all = 0..values.len();
+            crate::init::fill(init, self.seed, name, shape.dims(), all, &mut values);
+            Tensor::from_vec(values, shape, device)?
+        }, else return Err(candle_core::Error::UnsupportedDTypeForOp(dtype, "buffer").into()));
+        // A variable, which candle's batch norm updates in place; of another tensor it would update a copy.
+        let value = Var::from_tensor(&value)?.into_inner();
+        self.buffers.insert(name.to_owned(), (value.clone(), true));
+        Ok(value)
+    }
+
+    /// Returns the error of the model's own code, which may have computed with a parameter. The last parameter that it has
+    /// asked for comes first, because that is the likeliest.
+    pub(crate) fn explain(&self, error: candle_core::Error) -> NnError {
+        NnError::of_computation(error, || (self.params.keys().rev().cloned().collect(), Vec::new()))
+    }
+}
+
+/// Checks that a tensor that is there is the one that the model asks for.
+fn check_same(fqn: &str, existing: &Tensor, shape: &Shape, dtype: DType) -> Result<()> {
+    if existing.shape() == shape && existing.dtype() == dtype {
+        return Ok(());
+    }
+    Err(NnError::Conflict {
+        fqn: fqn.to_owned(),
+        asked: format!("{:?} {dtype:?}", shape.dims()),
+        existing: format!("{:?} {:?}", existing.dims(), existing.dtype()),
+    })
+}
+
+/// Returns `true` if candle's batch norm asks for a running statistic by this name.
+fn is_running_statistic(name: &str) -> bool {
+    matches!(name.rsplit('.').next(), Some("running_mean" | "running_var"))
+}
+
+pub(crate) type SharedRegistry = Arc<Mutex<Registry>>;
+
+pub(crate) fn lock(registry: &SharedRegistry) -> MutexGuard<'_, Registry> {
+    registry.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The registry as candle's builder asks it.
+pub(crate) struct Backend(pub(crate) SharedRegistry);
+
+impl SimpleBackend for Backend {
+    fn get(&self, shape: Shape, name: &str, init: Init, dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
+        lock(&self.0).parameter(shape, name, init, dtype, device).map_err(NnError::into_candle)
+    }
+
+    fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
+        let registry = lock(&self.0);
+        let name = registry.resolve(name).map_err(NnError::into_candle)?;
+        if let Some((buffer, _)) = registry.buffers.get(name) {
+            return Ok(buffer.clone());
+        }
+        let Some(declared) = registry.params.get(name) else {
+            return Err(NnError::UnknownParameter { fqn: name.to_owned() }.into_candle());
+        };
+        registry.check_reach(name, declared.unit).map_err(NnError::into_candle)?;
+        Ok(declared.tensor.clone())
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        let registry = lock(&self.0);
+        registry.params.contains_key(name)
+            || registry.buffers.contains_key(name)
+            || registry.aliases.contains_key(name)
+            || registry.announced.contains(name)
+    }
+}
