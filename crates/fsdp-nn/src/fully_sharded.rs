@@ -116,7 +116,11 @@ impl<M> FullyShardedDataParallel<M> {
     /// Runs the backward of a loss: gradients, averaged over all ranks, are added to those that are there, sharded as
     /// the parameters are. Collectives for each unit that backward reaches: one all-gather (full sharding), one
     /// reduce-scatter over the shard group, and one all-reduce over the replicas (without sharding, all ranks). The same
-    /// for units that it does not reach, if earlier backwards inside [`Self::no_sync`] have left gradients.
+    /// for units that it does not reach, if earlier backwards inside [`Self::no_sync`] have left gradients. In the end one
+    /// all-reduce of a byte for each parameter, which tells all ranks to which of them a gradient has come on any rank.
+    ///
+    /// After the first backward a warning (`tracing`) names the trained parameters that no gradient has come to. candle has
+    /// operations without a backward, and says nothing where they cut gradients off.
     ///
     /// Returns candle's store, which has the gradients of variables that are no parameters of this model.
     ///
@@ -140,6 +144,9 @@ impl<M> FullyShardedDataParallel<M> {
         // On all ranks in the same order, since each unit may have gradients to reduce.
         for handle in self.parameters.handles.iter().rev() {
             handle.finish_backward()?;
+        }
+        if self.parameters.shared.syncs() {
+            self.parameters.agree_on_gradients()?;
         }
         Ok(grads)
     }

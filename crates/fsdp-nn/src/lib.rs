@@ -38,6 +38,7 @@ pub mod state;
 mod strategy;
 pub mod torch;
 pub mod unit;
+mod unreached;
 
 pub use algorithm::Algorithm;
 pub use config::FsdpConfig;

@@ -10,6 +10,8 @@ pub(crate) struct Shared {
     no_sync: AtomicBool,
     /// `true` once views of the shards have been lent to somebody who may write into them at any time.
     lent: AtomicBool,
+    /// `true` once parameters that no gradient comes to have been looked for.
+    looked_for_unreached: AtomicBool,
     /// Forwards of the model that are running, one inside the other.
     running: AtomicUsize,
     /// Forwards of the model so far.
@@ -53,6 +55,11 @@ impl Shared {
     /// Notes that somebody has views of the shards, to write into.
     pub(crate) fn lend(&self) {
         self.lent.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns `true` the first time.
+    pub(crate) fn looks_for_unreached(&self) -> bool {
+        !self.looked_for_unreached.swap(true, Ordering::Relaxed)
     }
 
     /// Begins a forward of the model.

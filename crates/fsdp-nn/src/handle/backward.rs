@@ -54,10 +54,12 @@ impl FlatParamHandle {
             state.unsharded_grad = Some(zeros_on(&[self.layout.padded_unsharded_numel()], self.dtype, &self.device)?);
             state.written = vec![false; self.params.len()];
         }
+        state.touched.resize(self.params.len(), false);
         let Some(buffer) = &state.unsharded_grad else { return Ok(()) };
         for (param, grad) in received {
             let range = self.layout.param_range(param);
             let accumulate = std::mem::replace(&mut state.written[param], true);
+            state.touched[param] = true;
             if !self.device.is_cpu() {
                 device::copy_gradient(&grad, buffer, range, accumulate)?;
             } else {
@@ -90,6 +92,8 @@ impl FlatParamHandle {
         // One reduction of all gradients since the last one, and only then the sum with what was reduced before.
         let Some(unsharded) = state.unsharded_grad.take() else { return Ok(()) };
         trace!(unit = %self.name, "reduce gradients");
+        // What the ranks have agreed on before does not know of these.
+        state.has_gradient.clear();
         let reduced = with_float!(self.dtype, T => self.reduce::<T>(unsharded)?, else {
             self.unsupported()?;
             unsharded

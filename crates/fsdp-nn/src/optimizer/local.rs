@@ -64,6 +64,11 @@ impl LocalParam {
         }
     }
 
+    /// Returns `true` if a gradient has come to any of its parameters.
+    pub(crate) fn has_gradient(&self) -> bool {
+        self.params().into_iter().any(|param| self.handle.has_gradient(param))
+    }
+
     /// Returns the names of the model's parameters that it is made of.
     pub(crate) fn fqns(&self) -> Vec<String> {
         self.params().into_iter().map(|param| self.handle.params[param].fqn.clone()).collect()

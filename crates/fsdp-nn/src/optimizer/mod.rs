@@ -18,7 +18,7 @@ use crate::parameters::{Location, ShardedParameters};
 use crate::{NnError, Result};
 
 pub(crate) use local::{LocalParam, LocalState, ParamState, Segment, initial_state};
-use step::step_local;
+use step::{begin_state, step_local};
 
 /// Parameters that share hyperparameters: one of torch's `param_groups`.
 #[derive(Debug, Clone)]
@@ -261,6 +261,9 @@ impl Optimizer {
     /// Updates all trained parameters that have a gradient, in place, each in one pass over its shard: torch's
     /// `Optimizer.step`. Gradients stay. No communication.
     ///
+    /// Parameters that no gradient has come to are left as they are, without weight decay
+    /// ([`ShardedParameters::has_gradient`]).
+    ///
     /// State that lacks `step` counts from 0, and state that lacks a tensor begins with its initial value.
     ///
     /// # Errors
@@ -276,6 +279,11 @@ impl Optimizer {
             for &index in &group.params {
                 let local = &mut self.locals[index];
                 if !local.requires_grad() || local.handle.grad().is_none() {
+                    continue;
+                }
+                if !local.has_gradient() {
+                    // A checkpoint has state of all trained parameters of a unit, or of none.
+                    begin_state(&group.algorithm, local)?;
                     continue;
                 }
                 with_float!(local.handle.dtype(), T => step_local::<T>(&group.algorithm, local)?, else {
