@@ -35,6 +35,7 @@ pub(crate) fn build_units(group: &ProcessGroup, config: &FsdpConfig, registry: &
     for (fqn, declared) in &registry.params {
         by_unit[declared.unit].push((fqn, declared));
     }
+    let (by_pattern, mut wrapped) = (registry.units_by_pattern(), Vec::new());
     let mut built = Built { groups, strategy, handles: Vec::new(), shared: Arc::new(Shared::default()) };
     for (index, (unit, declared)) in registry.units.iter().zip(&by_unit).enumerate() {
         if declared.is_empty() {
@@ -44,12 +45,17 @@ pub(crate) fn build_units(group: &ProcessGroup, config: &FsdpConfig, registry: &
             return Err(NnError::DuplicateUnit { unit: unit.name.clone() });
         }
         let handle = Arc::new(built.unit(index == 0, &unit.name, declared, config)?);
+        let is_wrapped = by_pattern.contains(&index);
         for (param, (_, declared)) in declared.iter().enumerate() {
-            declared.slot.set(&handle, param);
+            declared.slot.set(&handle, param, is_wrapped.then_some((&registry.wrapped, index)));
         }
         unit.slot.set(&handle);
+        if is_wrapped {
+            wrapped.push((index, Arc::clone(&handle)));
+        }
         built.handles.push(handle);
     }
+    registry.wrapped.complete(&built.shared, &wrapped)?;
     Ok(built)
 }
 

@@ -93,6 +93,23 @@ pub enum NnError {
         /// The other unit.
         second: String,
     },
+    /// A pattern of `FsdpConfig::wrap` matches no parameter.
+    #[error(
+        "no parameter's name begins with `{pattern}`, so there is nothing to wrap: `*` stands for one part of a name"
+    )]
+    NothingToWrap {
+        /// The pattern.
+        pattern: String,
+    },
+    /// Nothing tells when a forward comes to a unit of `FsdpConfig::wrap`.
+    #[error(
+        "nothing tells when a forward comes to the wrapped unit `{unit}`: its layers make no `tracing` spans, or spans are \
+         compiled out (a feature `max_level_*` of tracing); leave it out of `FsdpConfig::wrap`, or use `Scope::unit`"
+    )]
+    UnseenUnit {
+        /// The unit's name.
+        unit: String,
+    },
     /// A model is complete once it has been sharded.
     #[error("parameter `{fqn}` is asked for after the model has been built")]
     LateParameter {

@@ -14,6 +14,7 @@ use crate::parameters::ShardedParameters;
 use crate::registry::{Backend, Registry, lock};
 use crate::scope::Scope;
 use crate::unit::UnitOutput;
+use crate::wrap::Watcher;
 use crate::{NnError, Result};
 
 /// A candle model whose parameters, gradients and optimizer state are sharded over the ranks of a process group:
@@ -76,7 +77,12 @@ impl<M> FullyShardedDataParallel<M> {
         let backend: Box<dyn SimpleBackend> = Box::new(Backend(Arc::clone(&registry)));
         let vb = VarBuilder::from_backend(backend, config.dtype, config.device.clone());
         let scope = Scope::sharded(vb, Arc::clone(&registry));
-        let built = build(&scope).map_err(|error| lock(&registry).explain(error));
+        let wrapped = Arc::clone(&lock(&registry).wrapped);
+        let built = match config.wrapped.as_slice() {
+            [] => build(&scope),
+            _ => Watcher::watch(&wrapped, || build(&scope)),
+        };
+        let built = built.map_err(|error| lock(&registry).explain(error));
         let (parameters, module) = ShardedParameters::new(group, &config, &registry, built)?;
         Ok(FullyShardedDataParallel { module, parameters: Arc::new(parameters) })
     }
@@ -103,12 +109,19 @@ impl<M> FullyShardedDataParallel<M> {
         let _forward = self.parameters.shared.begin_forward();
         let root = self.parameters.root();
         let whole = root.map(|root| root.use_whole()).transpose()?;
-        let output = f(&self.module).map_err(|error| self.parameters.explain(error))?;
+        let output = f(&self.module);
+        if self.parameters.shared.is_outermost() {
+            self.parameters.wrapped.end_forward()?;
+        }
+        let output = output.map_err(|error| self.parameters.explain(error))?;
         drop(whole);
-        let Some(root) = root else { return Ok(output) };
+        let wrapped = self.parameters.wrapped.handles();
+        if root.is_none() && wrapped.is_empty() {
+            return Ok(output);
+        }
         // The hook copies what it is attached to: a loss, which has one element, but not all that a model computes.
         Ok(output.map_tensors(&mut |tensor| match tensor.elem_count() {
-            1 => tensor.apply_op1(PreBackwardOp::new(root)),
+            1 => tensor.apply_op1(PreBackwardOp::of_model(root, &wrapped, self.parameters.shared.last_change())),
             _ => Ok(tensor),
         })?)
     }
@@ -132,10 +145,10 @@ impl<M> FullyShardedDataParallel<M> {
         if let Some(root) = self.parameters.root() {
             root.gather()?;
         }
-        let grads = match loss.backward() {
+        let begun = self.parameters.begin_backward(loss);
+        let grads = match begun.and_then(|()| loss.backward().map_err(|error| self.parameters.explain(error))) {
             Ok(grads) => grads,
             Err(error) => {
-                let error = self.parameters.explain(error);
                 self.parameters.reshard()?;
                 self.parameters.zero_grad();
                 return Err(error);

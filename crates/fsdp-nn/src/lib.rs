@@ -39,6 +39,7 @@ mod strategy;
 pub mod torch;
 pub mod unit;
 mod unreached;
+mod wrap;
 
 pub use algorithm::Algorithm;
 pub use config::FsdpConfig;

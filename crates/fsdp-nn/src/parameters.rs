@@ -1,9 +1,9 @@
 //! The parameters of a sharded model as one rank sees them: names, units, live values.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Tensor, TensorId};
 use fsdp_comm::ProcessGroup;
 use fsdp_flat::sharded::copy_overlap;
 use fsdp_flat::storage::{HostSlice, HostSliceMut};
@@ -18,6 +18,7 @@ use crate::handle::{FlatParamHandle, Groups};
 use crate::registry::{SharedRegistry, lock};
 use crate::settings::CurrentSettings;
 use crate::shared::Shared;
+use crate::wrap::WrappedUnits;
 use crate::{NnError, Result, ShardingStrategy};
 
 /// The place of a parameter: its unit's handle, and its number there.
@@ -41,6 +42,7 @@ pub struct ShardedParameters {
     aliases: IndexMap<String, String>,
     buffers: IndexMap<String, (Tensor, bool)>,
     pub(crate) shared: Arc<Shared>,
+    pub(crate) wrapped: Arc<WrappedUnits>,
     pub(crate) settings: CurrentSettings,
     /// `true` if a mesh was given.
     pub(crate) on_mesh: bool,
@@ -82,11 +84,23 @@ impl ShardedParameters {
             aliases,
             buffers: std::mem::take(&mut registry.buffers),
             shared,
+            wrapped: Arc::clone(&registry.wrapped),
             settings: CurrentSettings::default(),
             on_mesh: config.mesh.is_some(),
             shard_ranks,
         };
         Ok((parameters, module))
+    }
+
+    /// Prepares the backward of a loss: units learn which parameters it comes to.
+    pub(crate) fn begin_backward(&self, loss: &Tensor) -> Result<()> {
+        let nodes: Vec<TensorId> = loss.sorted_nodes().into_iter().map(Tensor::id).collect();
+        let reached: HashSet<TensorId> = nodes.iter().copied().collect();
+        // The root ends last on all ranks, whatever parameters each of them comes to.
+        for handle in self.handles.iter().filter(|handle| !handle.is_root) {
+            handle.begin_backward(&reached);
+        }
+        self.wrapped.begin_backward(&nodes)
     }
 
     /// Returns the root unit, if it has parameters.

@@ -13,6 +13,7 @@ use crate::config::FsdpConfig;
 use crate::handle::takes_part_in_backward;
 use crate::hooks::{ParameterOp, ParameterSlot};
 use crate::unit::UnitSlot;
+use crate::wrap::{WrappedUnits, unit_of};
 use crate::{NnError, Result};
 
 /// A parameter that the model has asked for.
@@ -46,6 +47,11 @@ pub(crate) struct Registry {
     requires_grad: Arc<dyn Fn(&str) -> bool + Send + Sync>,
     /// The seed of initial values.
     seed: u64,
+    /// Patterns of names whose parameters form units.
+    patterns: Vec<String>,
+    /// The units that patterns have made, by name.
+    by_pattern: IndexMap<String, usize>,
+    pub(crate) wrapped: Arc<WrappedUnits>,
 }
 
 /// A unit that the model has declared.
@@ -70,6 +76,37 @@ impl Registry {
             is_sharded,
             requires_grad: Arc::clone(&config.requires_grad),
             seed: config.seed,
+            patterns: config.wrapped.clone(),
+            by_pattern: IndexMap::new(),
+            wrapped: Arc::default(),
+        }
+    }
+
+    /// Returns the unit in which something asks for a name: the one that is being built, or else that of a pattern.
+    fn asking_unit(&mut self, name: &str) -> usize {
+        if let Some(&open) = self.open.last() {
+            return open;
+        }
+        let Some(unit) = self.patterns.iter().find_map(|pattern| unit_of(pattern, name)) else { return 0 };
+        if let Some(&unit) = self.by_pattern.get(unit) {
+            return unit;
+        }
+        self.by_pattern.insert(unit.to_owned(), self.units.len());
+        self.units.push(DeclaredUnit { name: unit.to_owned(), slot: Arc::default() });
+        self.units.len() - 1
+    }
+
+    /// Returns the units that patterns have made.
+    pub(crate) fn units_by_pattern(&self) -> Vec<usize> {
+        self.by_pattern.values().copied().collect()
+    }
+
+    /// Checks that each pattern has made a unit, or would have, but for an earlier one.
+    fn check_patterns(&self) -> Result<()> {
+        let matches = |pattern: &String| self.params.keys().any(|fqn| unit_of(pattern, fqn).is_some());
+        match self.patterns.iter().find(|pattern| !matches(pattern)) {
+            Some(pattern) => Err(NnError::NothingToWrap { pattern: pattern.clone() }),
+            None => Ok(()),
         }
     }
 
@@ -79,6 +116,7 @@ impl Registry {
         if let Some(error) = self.wrong_tie.take() {
             return Err(error);
         }
+        self.check_patterns()?;
         let mut resolved = IndexMap::new();
         for alias in self.aliases.keys() {
             let fqn = self.resolve(alias)?;
@@ -137,11 +175,10 @@ impl Registry {
         }
     }
 
-    /// Checks that a parameter is whole wherever the unit that is being built computes: it is the unit's own, the root's,
-    /// or that of a unit around it.
-    fn check_reach(&self, fqn: &str, owner: usize) -> Result<()> {
-        let here = self.open.last().copied().unwrap_or(0);
-        if self.is_complete || owner == 0 || self.open.contains(&owner) {
+    /// Checks that a parameter is whole wherever the unit that asks for it (`here`) computes: it is the unit's own, the
+    /// root's, or that of a unit around it.
+    fn check_reach(&self, fqn: &str, owner: usize, here: usize) -> Result<()> {
+        if self.is_complete || owner == 0 || owner == here || self.open.contains(&owner) {
             return Ok(());
         }
         let [first, second] = [owner, here].map(|unit| self.units[unit].name.clone());
@@ -150,19 +187,22 @@ impl Registry {
 
     /// Returns the tensor of a parameter, which is declared if the model asks for it for the first time.
     fn parameter(&mut self, shape: Shape, name: &str, init: Init, dtype: DType, device: &Device) -> Result<Tensor> {
+        let asked = name;
         let name = self.resolve(name)?.to_owned();
         if is_running_statistic(&name) || self.buffers.contains_key(&name) {
             return self.buffer(&shape, &name, &init, dtype, device);
         }
         if let Some(existing) = self.params.get(&name) {
             check_same(&name, &existing.tensor, &shape, dtype)?;
-            self.check_reach(&name, existing.unit)?;
-            return Ok(existing.tensor.clone());
+            return self.again(asked, &name);
         }
         if self.is_complete {
             return Err(NnError::LateParameter { fqn: name });
         }
-        let unit = self.open.last().copied().unwrap_or(0);
+        let unit = self.asking_unit(&name);
+        let here = self.asking_unit(asked);
+        self.check_reach(&name, unit, here)?;
+        self.wrapped.ask(unit);
         let requires_grad = (self.requires_grad)(&name);
         let slot = Arc::new(ParameterSlot::default());
         let op = ParameterOp { shape, dtype, slot: Arc::clone(&slot) };
@@ -175,6 +215,19 @@ impl Registry {
         release(&tensor)?;
         self.params.insert(name, Declared { tensor: tensor.clone(), init, slot, unit, requires_grad });
         Ok(tensor)
+    }
+
+    /// Returns the tensor of a parameter that is there, for another use by the name `asked`.
+    fn again(&mut self, asked: &str, fqn: &str) -> Result<Tensor> {
+        let here = self.asking_unit(asked);
+        let Some(existing) = self.params.get(fqn) else {
+            return Err(NnError::UnknownParameter { fqn: fqn.to_owned() });
+        };
+        self.check_reach(fqn, existing.unit, here)?;
+        if !self.is_complete {
+            self.wrapped.ask(here);
+        }
+        Ok(existing.tensor.clone())
     }
 
     /// Returns a buffer, which is registered and saved from now on if the model asks for it for the first time.
@@ -237,16 +290,12 @@ impl SimpleBackend for Backend {
     }
 
     fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
-        let registry = lock(&self.0);
-        let name = registry.resolve(name).map_err(NnError::into_candle)?;
-        if let Some((buffer, _)) = registry.buffers.get(name) {
+        let mut registry = lock(&self.0);
+        let fqn = registry.resolve(name).map_err(NnError::into_candle)?.to_owned();
+        if let Some((buffer, _)) = registry.buffers.get(&fqn) {
             return Ok(buffer.clone());
         }
-        let Some(declared) = registry.params.get(name) else {
-            return Err(NnError::UnknownParameter { fqn: name.to_owned() }.into_candle());
-        };
-        registry.check_reach(name, declared.unit).map_err(NnError::into_candle)?;
-        Ok(declared.tensor.clone())
+        registry.again(name, &fqn).map_err(NnError::into_candle)
     }
 
     fn contains_tensor(&self, name: &str) -> bool {

@@ -62,6 +62,16 @@ impl Shared {
         !self.looked_for_unreached.swap(true, Ordering::Relaxed)
     }
 
+    /// Returns `true` while a forward of the model runs.
+    pub(crate) fn is_running(&self) -> bool {
+        self.running.load(Ordering::Relaxed) > 0
+    }
+
+    /// Returns `true` while a forward of the model runs that is inside no other one.
+    pub(crate) fn is_outermost(&self) -> bool {
+        self.running.load(Ordering::Relaxed) == 1
+    }
+
     /// Begins a forward of the model.
     pub(crate) fn begin_forward(&self) -> Forward<'_> {
         if self.running.fetch_add(1, Ordering::Relaxed) == 0 {

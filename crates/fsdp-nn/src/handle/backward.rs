@@ -1,6 +1,8 @@
 //! The backward of a unit: its gradients are collected, flattened and reduced over ranks.
 
-use candle_core::Tensor;
+use std::collections::HashSet;
+
+use candle_core::{Tensor, TensorId};
 use fsdp_comm::{Element, ReduceOp};
 use fsdp_flat::storage::{HostSlice, HostSliceMut, Scalar, zeros_on};
 use fsdp_flat::with_float;
@@ -10,7 +12,23 @@ use super::{FlatParamHandle, HandleState, takes_part_in_backward};
 use crate::gradient::copy_gradient;
 use crate::{Result, device};
 
+impl HandleState {
+    /// Begins a backward that is yet to pass some of the parameters.
+    fn await_passing(&mut self, passed: Vec<bool>) {
+        self.not_passed = passed.iter().filter(|passed| !**passed).count();
+        self.passed = passed;
+    }
+}
+
 impl FlatParamHandle {
+    /// Prepares a backward that comes to these tensors: the unit ends when it has come to those of its parameters that are
+    /// among them.
+    pub(crate) fn begin_backward(&self, reached: &HashSet<TensorId>) {
+        let tensors = self.params.iter().map(|param| param.tensor.id()).enumerate();
+        let passed = tensors.map(|(param, id)| self.is_never_passed(param) || !reached.contains(&id)).collect();
+        self.state().await_passing(passed);
+    }
+
     /// Takes the gradient of one parameter from candle's backward, which is through with the parameter then. With the
     /// unit's last one the parameters are released and the gradients are reduced over ranks.
     pub(crate) fn receive_grad(&self, param: usize, grad: &Tensor) -> Result<()> {
@@ -21,8 +39,7 @@ impl FlatParamHandle {
             state.received.push((param, grad.detach()));
         }
         if state.passed.is_empty() {
-            state.passed = (0..self.params.len()).map(|param| self.is_never_passed(param)).collect();
-            state.not_passed = state.passed.iter().filter(|passed| !**passed).count();
+            state.await_passing((0..self.params.len()).map(|param| self.is_never_passed(param)).collect());
         }
         // A backward comes to each parameter once; several that nobody has ended may come to one again.
         if !std::mem::replace(&mut state.passed[param], true) {

@@ -281,14 +281,24 @@ impl FlatParamHandle {
     /// Collectives: one all-gather over the shard group, none if they are whole already.
     pub(crate) fn use_whole(&self) -> Result<WholeParameters<'_>> {
         let mut state = self.state();
+        self.gather_for_forward_locked(&mut state)?;
+        state.users += 1;
+        Ok(WholeParameters(self))
+    }
+
+    /// Makes the parameters whole for a forward, until somebody reshards them.
+    /// Collectives: one all-gather over the shard group, none if they are whole already.
+    pub(crate) fn gather_for_forward(&self) -> Result<()> {
+        self.gather_for_forward_locked(&mut self.state())
+    }
+
+    fn gather_for_forward_locked(&self, state: &mut HandleState) -> Result<()> {
         // An earlier forward's copy is of no use if somebody may have written into the shards since. All ranks have lent
         // theirs, so all of them gather again.
         if state.users == 0 && self.shared.may_be_stale(state.gathered_in) {
-            self.release_locked(&mut state)?;
+            self.release_locked(state)?;
         }
-        self.gather_locked(&mut state)?;
-        state.users += 1;
-        Ok(WholeParameters(self))
+        self.gather_locked(state)
     }
 
     /// Makes the parameters whole for a backward.
