@@ -44,7 +44,7 @@ pub(crate) fn build_units(group: &ProcessGroup, config: &FsdpConfig, registry: &
         if !config.use_orig_params && built.handles.iter().any(|other| other.name == unit.name) {
             return Err(NnError::DuplicateUnit { unit: unit.name.clone() });
         }
-        let handle = Arc::new(built.unit(index == 0, &unit.name, declared, config)?);
+        let handle = Arc::new(built.unit(index == 0, &unit.name, declared, config, registry.makes_values())?);
         let is_wrapped = by_pattern.contains(&index);
         for (param, (_, declared)) in declared.iter().enumerate() {
             declared.slot.set(&handle, param, is_wrapped.then_some((&registry.wrapped, index)));
@@ -67,6 +67,7 @@ impl Built {
         name: &str,
         declared: &[(&String, &Declared)],
         config: &FsdpConfig,
+        makes_values: bool,
     ) -> Result<FlatParamHandle> {
         let dtype = check_unit(declared, config.use_orig_params)?;
         let align = if config.use_orig_params { aligned_numel(file_dtype(dtype)?) } else { 0 };
@@ -76,7 +77,7 @@ impl Built {
             declared.iter().map(|(fqn, p)| Parameter::new((*fqn).clone(), p.tensor.clone(), p.requires_grad)).collect();
         let spec = UnitSpec { name: name.to_owned(), is_root, params, layout, dtype };
         FlatParamHandle::new(spec, self.strategy, &self.groups, Arc::clone(&self.shared), &|flat| {
-            initialize(flat, declared, config.seed)
+            if makes_values { initialize(flat, declared, config.seed) } else { Ok(()) }
         })
     }
 }

@@ -110,6 +110,22 @@ pub enum NnError {
         /// The unit's name.
         unit: String,
     },
+    /// A model that is built from a checkpoint asks for a parameter that is not in it.
+    #[error("the checkpoint has no `{fqn}`")]
+    NotInCheckpoint {
+        /// The parameter.
+        fqn: String,
+    },
+    /// A model that is built from a checkpoint asks for another shape than is in it.
+    #[error("parameter `{fqn}` is asked for with shape {asked:?}, but the checkpoint has {found:?}")]
+    OtherShape {
+        /// The parameter.
+        fqn: String,
+        /// The shape asked for.
+        asked: Vec<usize>,
+        /// The shape in the checkpoint.
+        found: Vec<usize>,
+    },
     /// A model is complete once it has been sharded.
     #[error("parameter `{fqn}` is asked for after the model has been built")]
     LateParameter {

@@ -1,5 +1,6 @@
 //! The sharded model.
 
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
 use candle_core::Tensor;
@@ -72,8 +73,33 @@ impl<M> FullyShardedDataParallel<M> {
         config: FsdpConfig,
         build: impl FnOnce(&Scope) -> candle_core::Result<M>,
     ) -> Result<Self> {
+        Self::build(group, &config, None, build)
+    }
+
+    /// Builds a model that is going to be loaded, whose parameters are zero until then. `shapes` has the shape of each
+    /// parameter that will be there, by name. While the model is built they answer which parameters there are, also before
+    /// the model has asked for them (`contains_tensor`, `get_unchecked`). Collectives: as [`Self::new`].
+    ///
+    /// # Errors
+    /// [`NnError::NotInCheckpoint`] for a parameter that is not in `shapes`, and [`NnError::OtherShape`] for one that has
+    /// another shape there: errors of the builder, which `build` may catch. Those of [`Self::new`].
+    pub fn empty(
+        group: ProcessGroup,
+        config: FsdpConfig,
+        shapes: HashMap<String, Vec<usize>>,
+        build: impl FnOnce(&Scope) -> candle_core::Result<M>,
+    ) -> Result<Self> {
+        Self::build(group, &config, Some(shapes), build)
+    }
+
+    fn build(
+        group: ProcessGroup,
+        config: &FsdpConfig,
+        shapes: Option<HashMap<String, Vec<usize>>>,
+        build: impl FnOnce(&Scope) -> candle_core::Result<M>,
+    ) -> Result<Self> {
         let is_sharded = config.strategy.is_sharded() && group.world_size() > 1;
-        let registry = Arc::new(Mutex::new(Registry::new(is_sharded, &config)));
+        let registry = Arc::new(Mutex::new(Registry::new(is_sharded, config, shapes)));
         let backend: Box<dyn SimpleBackend> = Box::new(Backend(Arc::clone(&registry)));
         let vb = VarBuilder::from_backend(backend, config.dtype, config.device.clone());
         let scope = Scope::sharded(vb, Arc::clone(&registry));
@@ -83,7 +109,7 @@ impl<M> FullyShardedDataParallel<M> {
             _ => Watcher::watch(&wrapped, || build(&scope)),
         };
         let built = built.map_err(|error| lock(&registry).explain(error));
-        let (parameters, module) = ShardedParameters::new(group, &config, &registry, built)?;
+        let (parameters, module) = ShardedParameters::new(group, config, &registry, built)?;
         Ok(FullyShardedDataParallel { module, parameters: Arc::new(parameters) })
     }
 

@@ -1,5 +1,6 @@
 //! The declarations of a model: parameters, units, ties and buffers, in the order in which the model asks for them.
 
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Shape, Tensor, Var};
@@ -52,6 +53,8 @@ pub(crate) struct Registry {
     /// The units that patterns have made, by name.
     by_pattern: IndexMap<String, usize>,
     pub(crate) wrapped: Arc<WrappedUnits>,
+    /// The shapes of a checkpoint's parameters, if the model is going to be loaded from one.
+    shapes: Option<HashMap<String, Vec<usize>>>,
 }
 
 /// A unit that the model has declared.
@@ -63,7 +66,7 @@ pub(crate) struct DeclaredUnit {
 
 impl Registry {
     /// Makes a registry of nothing but the root unit.
-    pub(crate) fn new(is_sharded: bool, config: &FsdpConfig) -> Self {
+    pub(crate) fn new(is_sharded: bool, config: &FsdpConfig, shapes: Option<HashMap<String, Vec<usize>>>) -> Self {
         Registry {
             params: IndexMap::new(),
             units: vec![DeclaredUnit { name: String::new(), slot: Arc::default() }],
@@ -79,6 +82,7 @@ impl Registry {
             patterns: config.wrapped.clone(),
             by_pattern: IndexMap::new(),
             wrapped: Arc::default(),
+            shapes,
         }
     }
 
@@ -199,6 +203,7 @@ impl Registry {
         if self.is_complete {
             return Err(NnError::LateParameter { fqn: name });
         }
+        self.check_saved(&name, &shape)?;
         let unit = self.asking_unit(&name);
         let here = self.asking_unit(asked);
         self.check_reach(&name, unit, here)?;
@@ -217,6 +222,31 @@ impl Registry {
         Ok(tensor)
     }
 
+    /// Returns `true` if initial values are to be made.
+    pub(crate) const fn makes_values(&self) -> bool {
+        self.shapes.is_none()
+    }
+
+    /// Returns the shape that a parameter has in the checkpoint, by its own name or one that is tied to it.
+    fn saved_shape(&self, fqn: &str) -> Option<&Vec<usize>> {
+        let shapes = self.shapes.as_ref()?;
+        let is_alias = |alias: &&String| self.resolve(alias).is_ok_and(|name| name == fqn);
+        let aliases = || self.aliases.keys().filter(is_alias).find_map(|alias| shapes.get(alias));
+        shapes.get(fqn).or_else(aliases)
+    }
+
+    /// Checks that the checkpoint that the model is built from has a parameter of this shape.
+    fn check_saved(&self, fqn: &str, shape: &Shape) -> Result<()> {
+        match self.saved_shape(fqn) {
+            _ if self.shapes.is_none() => Ok(()),
+            None => Err(NnError::NotInCheckpoint { fqn: fqn.to_owned() }),
+            Some(found) if found != shape.dims() => {
+                Err(NnError::OtherShape { fqn: fqn.to_owned(), asked: shape.dims().to_vec(), found: found.clone() })
+            }
+            Some(_) => Ok(()),
+        }
+    }
+
     /// Returns the tensor of a parameter that is there, for another use by the name `asked`.
     fn again(&mut self, asked: &str, fqn: &str) -> Result<Tensor> {
         let here = self.asking_unit(asked);
@@ -230,6 +260,20 @@ impl Registry {
         Ok(existing.tensor.clone())
     }
 
+    /// Returns the tensor of a name without a shape: what is there, or else what the checkpoint has.
+    fn unchecked(&mut self, asked: &str, dtype: DType, device: &Device) -> Result<Tensor> {
+        let fqn = self.resolve(asked)?.to_owned();
+        if let Some((buffer, _)) = self.buffers.get(&fqn) {
+            return Ok(buffer.clone());
+        }
+        match self.saved_shape(&fqn).cloned() {
+            Some(shape) if !self.params.contains_key(&fqn) => {
+                self.parameter(shape.into(), asked, Init::Const(0.0), dtype, device)
+            }
+            _ => self.again(asked, &fqn),
+        }
+    }
+
     /// Returns a buffer, which is registered and saved from now on if the model asks for it for the first time.
     fn buffer(&mut self, shape: &Shape, name: &str, init: &Init, dtype: DType, device: &Device) -> Result<Tensor> {
         if let Some((existing, _)) = self.buffers.get(name) {
@@ -239,6 +283,7 @@ impl Registry {
         if self.is_complete {
             return Err(NnError::LateParameter { fqn: name.to_owned() });
         }
+        self.check_saved(name, shape)?;
         let value = with_float!(dtype, T => {
             let mut values = zeroed_vec::<T>(shape.elem_count())?;
             let all = 0..values.len();
@@ -289,18 +334,15 @@ impl SimpleBackend for Backend {
         lock(&self.0).parameter(shape, name, init, dtype, device).map_err(NnError::into_candle)
     }
 
-    fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
-        let mut registry = lock(&self.0);
-        let fqn = registry.resolve(name).map_err(NnError::into_candle)?.to_owned();
-        if let Some((buffer, _)) = registry.buffers.get(&fqn) {
-            return Ok(buffer.clone());
-        }
-        registry.again(name, &fqn).map_err(NnError::into_candle)
+    fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
+        lock(&self.0).unchecked(name, dtype, device).map_err(NnError::into_candle)
     }
 
     fn contains_tensor(&self, name: &str) -> bool {
         let registry = lock(&self.0);
-        registry.params.contains_key(name)
+        let is_saved = registry.resolve(name).is_ok_and(|fqn| registry.saved_shape(fqn).is_some());
+        is_saved
+            || registry.params.contains_key(name)
             || registry.buffers.contains_key(name)
             || registry.aliases.contains_key(name)
             || registry.announced.contains(name)
