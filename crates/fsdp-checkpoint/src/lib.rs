@@ -5,6 +5,7 @@
 //! | `checkpointer` | [`Checkpointer`]: everything that a run does with its checkpoints |
 //! | `stateful` | what it saves and loads: [`Stateful`], and [`TrainState`] |
 //! | [`mod@save`], [`mod@load`] | one state dict to a checkpoint directory and back, at any number of ranks |
+//! | `from_checkpoint` | [`from_checkpoint()`]: a model built from a checkpoint of any format |
 //! | `source` | [`CheckpointSource`]: a checkpoint of any format as the source of a load |
 //! | [`async_save`] | saves in the background |
 //! | [`catalog`], `retention` | the checkpoints of a run, and which of them stay |
@@ -16,6 +17,7 @@ pub mod async_save;
 pub mod catalog;
 mod checkpointer;
 mod error;
+mod from_checkpoint;
 pub mod load;
 mod plan;
 mod progress;
@@ -29,6 +31,7 @@ pub use async_save::AsyncSaver;
 pub use catalog::{StepCheckpoint, latest_checkpoint, list_checkpoints, step_name, step_path};
 pub use checkpointer::{CheckpointName, Checkpointer, CheckpointerOptions};
 pub use error::CheckpointError;
+pub use from_checkpoint::{FromCheckpointOptions, from_checkpoint};
 pub use fsdp_dcp::Location;
 pub use fsdp_nn::torch::{
     StateDictOptions, get_model_state_dict, get_optimizer_state_dict, get_state_dict, set_model_state_dict,

@@ -56,7 +56,7 @@ impl Stateful for StateDict {
 }
 
 /// The key of the model's state in a checkpoint.
-const MODEL: &str = "model";
+pub(crate) const MODEL: &str = "model";
 /// The key of the optimizers' state in a checkpoint.
 const OPTIM: &str = "optim";
 

@@ -4,18 +4,20 @@ use fsdp_comm::{CommError, ProcessGroup};
 
 use crate::{NnError, Result};
 
-const OPERATION: &str = "FullyShardedDataParallel::new";
+/// The operation that makes a model.
+pub(crate) const NEW: &str = "FullyShardedDataParallel::new";
 
 /// Makes one rank's error every rank's, and checks that all ranks describe their models by the same lines.
 /// Collectives: one agreement; where the lines differ, as many all-gathers of a number as the count of lines has bits, and
 /// one of a line.
 pub(crate) fn agree_on_model<T>(
     group: &ProcessGroup,
+    operation: &str,
     built: Result<T>,
     describe: impl FnOnce(&T) -> Vec<String>,
 ) -> Result<T> {
     let lines = built.as_ref().map_or_else(|_| Vec::new(), describe);
-    match group.agree_on(OPERATION, hash(&lines), built.as_ref().map(|_| ())) {
+    match group.agree_on(operation, hash(&lines), built.as_ref().map(|_| ())) {
         // This rank's own error keeps its type.
         Err(CommError::RankFailed { .. }) if built.is_err() => built,
         Err(CommError::SchemaMismatch { .. }) => Err(first_difference(group, &lines)?),

@@ -12,7 +12,7 @@ use indexmap::IndexMap;
 
 use crate::config::FsdpConfig;
 use crate::handle::{FlatParamHandle, Groups, Parameter, UnitSpec};
-use crate::scope::{Declared, Registry};
+use crate::registry::{Declared, Registry};
 use crate::shared::Shared;
 use crate::{NnError, Result, ShardingStrategy};
 
@@ -35,6 +35,7 @@ pub(crate) fn build_units(group: &ProcessGroup, config: &FsdpConfig, registry: &
     for (fqn, declared) in &registry.params {
         by_unit[declared.unit].push((fqn, declared));
     }
+    let (by_pattern, mut wrapped) = (registry.units_by_pattern(), Vec::new());
     let mut built = Built { groups, strategy, handles: Vec::new(), shared: Arc::new(Shared::default()) };
     for (index, (unit, declared)) in registry.units.iter().zip(&by_unit).enumerate() {
         if declared.is_empty() {
@@ -43,13 +44,18 @@ pub(crate) fn build_units(group: &ProcessGroup, config: &FsdpConfig, registry: &
         if !config.use_orig_params && built.handles.iter().any(|other| other.name == unit.name) {
             return Err(NnError::DuplicateUnit { unit: unit.name.clone() });
         }
-        let handle = Arc::new(built.unit(index == 0, &unit.name, declared, config)?);
+        let handle = Arc::new(built.unit(index == 0, &unit.name, declared, config, registry.makes_values())?);
+        let is_wrapped = by_pattern.contains(&index);
         for (param, (_, declared)) in declared.iter().enumerate() {
-            declared.slot.set(&handle, param);
+            declared.slot.set(&handle, param, is_wrapped.then_some((&registry.wrapped, index)));
         }
         unit.slot.set(&handle);
+        if is_wrapped {
+            wrapped.push((index, Arc::clone(&handle)));
+        }
         built.handles.push(handle);
     }
+    registry.wrapped.complete(&built.shared, &wrapped)?;
     Ok(built)
 }
 
@@ -61,18 +67,17 @@ impl Built {
         name: &str,
         declared: &[(&String, &Declared)],
         config: &FsdpConfig,
+        makes_values: bool,
     ) -> Result<FlatParamHandle> {
         let dtype = check_unit(declared, config.use_orig_params)?;
         let align = if config.use_orig_params { aligned_numel(file_dtype(dtype)?) } else { 0 };
         let shapes = declared.iter().map(|(fqn, p)| ((*fqn).clone(), p.tensor.dims().to_vec())).collect();
         let layout = FlatLayout::new(shapes, align, self.groups.shards())?;
-        let params = declared
-            .iter()
-            .map(|(fqn, p)| Parameter { fqn: (*fqn).clone(), tensor: p.tensor.clone(), requires_grad: p.requires_grad })
-            .collect();
+        let params =
+            declared.iter().map(|(fqn, p)| Parameter::new((*fqn).clone(), p.tensor.clone(), p.requires_grad)).collect();
         let spec = UnitSpec { name: name.to_owned(), is_root, params, layout, dtype };
         FlatParamHandle::new(spec, self.strategy, &self.groups, Arc::clone(&self.shared), &|flat| {
-            initialize(flat, declared, config.seed)
+            if makes_values { initialize(flat, declared, config.seed) } else { Ok(()) }
         })
     }
 }

@@ -26,6 +26,8 @@ pub struct FsdpConfig {
     pub device: Device,
     /// Seed of the initial values, which depend on it and on the parameters' names alone.
     pub seed: u64,
+    /// Patterns of names whose parameters form units: see [`Self::wrap`].
+    pub wrapped: Vec<String>,
     /// A function that tells by name which parameters are trained; all by default. The others are frozen: torch's
     /// `requires_grad` of false.
     pub requires_grad: Arc<dyn Fn(&str) -> bool + Send + Sync>,
@@ -40,8 +42,31 @@ impl Default for FsdpConfig {
             dtype: DType::F32,
             device: Device::Cpu,
             seed: 0,
+            wrapped: Vec::new(),
             requires_grad: Arc::new(|_| true),
         }
+    }
+}
+
+impl FsdpConfig {
+    /// Makes units of a model whose code has none ([`Scope::unit`](crate::Scope::unit)): torch's `auto_wrap_policy`. The
+    /// parameters below each name that matches `pattern` are a unit, `*` standing for one part of a name: `model.layers.*`
+    /// makes a unit of each layer. Where several patterns match, the first counts. Parameters of explicit units stay there.
+    ///
+    /// A unit is gathered when the forward comes to the first of its layers and released when it comes to another unit's,
+    /// with the next unit at times gathered ahead. That is seen by the `tracing` spans that layers make with their parameters
+    /// and enter in their forward, as those of candle-transformers do. Its backward needs
+    /// [`FullyShardedDataParallel::backward`](crate::FullyShardedDataParallel::backward).
+    ///
+    /// ```
+    /// use fsdp_nn::FsdpConfig;
+    /// let config = FsdpConfig::default().wrap("model.layers.*").wrap("lm_head");
+    /// assert_eq!(config.wrapped, ["model.layers.*", "lm_head"]);
+    /// ```
+    #[must_use]
+    pub fn wrap(mut self, pattern: impl Into<String>) -> Self {
+        self.wrapped.push(pattern.into());
+        self
     }
 }
 
@@ -53,6 +78,7 @@ impl fmt::Debug for FsdpConfig {
             .field("use_orig_params", &self.use_orig_params)
             .field("dtype", &self.dtype)
             .field("seed", &self.seed)
+            .field("wrapped", &self.wrapped)
             .finish_non_exhaustive()
     }
 }

@@ -76,13 +76,11 @@ pub enum NnError {
         unit: String,
     },
     /// A computation read a parameter whose values are not there.
-    #[error(
-        "the parameter that is computed with is sharded here: use parameters of {} only inside the forward of their unit \
-         ({error})",
-        unit_names(units)
-    )]
+    #[error("parameter {} is sharded here; {} ({error})", one_of(parameters), where_to_compute(units))]
     ParametersSharded {
-        /// The units that were sharded then; the root's name is empty.
+        /// The parameters that were sharded then, one of which it is; the likeliest first.
+        parameters: Vec<String>,
+        /// Their units; the root's name is empty. None if the model was being built.
         units: Vec<String>,
         /// candle's error.
         error: String,
@@ -100,6 +98,39 @@ pub enum NnError {
         first: String,
         /// The other unit.
         second: String,
+    },
+    /// A pattern of `FsdpConfig::wrap` matches no parameter.
+    #[error(
+        "no parameter's name begins with `{pattern}`, so there is nothing to wrap: `*` stands for one part of a name"
+    )]
+    NothingToWrap {
+        /// The pattern.
+        pattern: String,
+    },
+    /// Nothing tells when a forward comes to a unit of `FsdpConfig::wrap`.
+    #[error(
+        "nothing tells when a forward comes to the wrapped unit `{unit}`: its layers make no `tracing` spans, or spans are \
+         compiled out (a feature `max_level_*` of tracing); leave it out of `FsdpConfig::wrap`, or use `Scope::unit`"
+    )]
+    UnseenUnit {
+        /// The unit's name.
+        unit: String,
+    },
+    /// A model that is built from a checkpoint asks for a parameter that is not in it.
+    #[error("the checkpoint has no `{fqn}`")]
+    NotInCheckpoint {
+        /// The parameter.
+        fqn: String,
+    },
+    /// A model that is built from a checkpoint asks for another shape than is in it.
+    #[error("parameter `{fqn}` is asked for with shape {asked:?}, but the checkpoint has {found:?}")]
+    OtherShape {
+        /// The parameter.
+        fqn: String,
+        /// The shape asked for.
+        asked: Vec<usize>,
+        /// The shape in the checkpoint.
+        found: Vec<usize>,
     },
     /// A model is complete once it has been sharded.
     #[error("parameter `{fqn}` is asked for after the model has been built")]
@@ -140,8 +171,17 @@ pub enum NnError {
         /// The scope.
         unit: String,
     },
-    /// The ranks have built different models, or been given different options.
-    #[error("the ranks do not build the same model: {}", differences.join("; "))]
+    /// A parameter that candle's backward never comes to is to be trained.
+    #[error(
+        "parameter `{fqn}` was built frozen, so no gradient comes to it: name it in `FsdpConfig::requires_grad`, and freeze it \
+         with `set_requires_grad` until it is to be trained"
+    )]
+    BuiltFrozen {
+        /// The parameter.
+        fqn: String,
+    },
+    /// The ranks have built different models, been given different options, or chosen different parameters to train.
+    #[error("the ranks do not have the same model: {}", differences.join("; "))]
     DifferentModels {
         /// The first difference, by groups of ranks that have the same there.
         differences: Vec<String>,
@@ -265,14 +305,34 @@ fn unit_name(unit: &str) -> String {
     if unit.is_empty() { "the root unit".to_owned() } else { format!("unit `{unit}`") }
 }
 
-/// Returns some units for messages: not all of a large model.
-fn unit_names(units: &[String]) -> String {
-    const NAMED: usize = 4;
+/// The most names of a large model that a message has.
+const NAMED: usize = 4;
+
+/// Returns some names for messages, one of which is meant.
+fn one_of(names: &[String]) -> String {
+    let mut named: Vec<String> = names.iter().take(NAMED).map(|name| format!("`{name}`")).collect();
+    if names.len() > NAMED {
+        named.push(format!("one of {} more", names.len() - NAMED));
+    }
+    match named.pop() {
+        Some(last) if named.is_empty() => last,
+        Some(last) => format!("{} or {last}", named.join(", ")),
+        None => String::new(),
+    }
+}
+
+/// Returns the advice for a computation with a parameter that is sharded.
+fn where_to_compute(units: &[String]) -> String {
+    if units.is_empty() {
+        return "a model that is being built can take views of its parameters (`t`, `reshape`), but neither compute with them \
+                nor copy them"
+            .to_owned();
+    }
     let mut names: Vec<String> = units.iter().take(NAMED).map(|unit| unit_name(unit)).collect();
     if units.len() > NAMED {
         names.push(format!("{} more", units.len() - NAMED));
     }
-    names.join(", ")
+    format!("compute with parameters of {} only inside the forward of their unit", names.join(", "))
 }
 
 fn quoted(names: &[String]) -> String {
@@ -298,16 +358,19 @@ pub type Result<T, E = NnError> = std::result::Result<T, E>;
 
 impl NnError {
     /// Returns the error of a computation, which is [`NnError::ParametersSharded`] if candle read released memory.
-    /// `sharded_units` are those whose parameters are not there.
-    pub(crate) fn of_computation(error: candle_core::Error, sharded_units: impl FnOnce() -> Vec<String>) -> Self {
+    /// `sharded` returns the parameters that are not there, and their units.
+    pub(crate) fn of_computation(
+        error: candle_core::Error,
+        sharded: impl FnOnce() -> (Vec<String>, Vec<String>),
+    ) -> Self {
         if !reads_released(&error) {
             return error.into();
         }
-        let units = sharded_units();
-        if units.is_empty() {
+        let (parameters, units) = sharded();
+        if parameters.is_empty() {
             return error.into();
         }
-        NnError::ParametersSharded { units, error: operation(&error) }
+        NnError::ParametersSharded { parameters, units, error: operation(&error) }
     }
 
     /// Turns this into candle's error, to pass through code that candle calls. It comes out as what it is: see `From`.

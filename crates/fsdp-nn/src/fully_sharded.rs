@@ -1,5 +1,6 @@
 //! The sharded model.
 
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
 use candle_core::Tensor;
@@ -11,8 +12,10 @@ use fsdp_comm::ProcessGroup;
 use crate::config::FsdpConfig;
 use crate::hooks::PreBackwardOp;
 use crate::parameters::ShardedParameters;
-use crate::scope::{Backend, Registry, Scope, lock};
+use crate::registry::{Backend, Registry, lock};
+use crate::scope::Scope;
 use crate::unit::UnitOutput;
+use crate::wrap::Watcher;
 use crate::{NnError, Result};
 
 /// A candle model whose parameters, gradients and optimizer state are sharded over the ranks of a process group:
@@ -70,13 +73,43 @@ impl<M> FullyShardedDataParallel<M> {
         config: FsdpConfig,
         build: impl FnOnce(&Scope) -> candle_core::Result<M>,
     ) -> Result<Self> {
+        Self::build(group, &config, None, build)
+    }
+
+    /// Builds a model that is going to be loaded, whose parameters are zero until then. `shapes` has the shape of each
+    /// parameter that will be there, by name. While the model is built they answer which parameters there are, also before
+    /// the model has asked for them (`contains_tensor`, `get_unchecked`). Collectives: as [`Self::new`].
+    ///
+    /// # Errors
+    /// [`NnError::NotInCheckpoint`] for a parameter that is not in `shapes`, and [`NnError::OtherShape`] for one that has
+    /// another shape there: errors of the builder, which `build` may catch. Those of [`Self::new`].
+    pub fn empty(
+        group: ProcessGroup,
+        config: FsdpConfig,
+        shapes: HashMap<String, Vec<usize>>,
+        build: impl FnOnce(&Scope) -> candle_core::Result<M>,
+    ) -> Result<Self> {
+        Self::build(group, &config, Some(shapes), build)
+    }
+
+    fn build(
+        group: ProcessGroup,
+        config: &FsdpConfig,
+        shapes: Option<HashMap<String, Vec<usize>>>,
+        build: impl FnOnce(&Scope) -> candle_core::Result<M>,
+    ) -> Result<Self> {
         let is_sharded = config.strategy.is_sharded() && group.world_size() > 1;
-        let registry = Arc::new(Mutex::new(Registry::new(is_sharded, Arc::clone(&config.requires_grad))));
+        let registry = Arc::new(Mutex::new(Registry::new(is_sharded, config, shapes)));
         let backend: Box<dyn SimpleBackend> = Box::new(Backend(Arc::clone(&registry)));
         let vb = VarBuilder::from_backend(backend, config.dtype, config.device.clone());
         let scope = Scope::sharded(vb, Arc::clone(&registry));
-        let built = build(&scope).map_err(|error| NnError::of_computation(error, || lock(&registry).unit_names()));
-        let (parameters, module) = ShardedParameters::new(group, &config, &registry, built)?;
+        let wrapped = Arc::clone(&lock(&registry).wrapped);
+        let built = match config.wrapped.as_slice() {
+            [] => build(&scope),
+            _ => Watcher::watch(&wrapped, || build(&scope)),
+        };
+        let built = built.map_err(|error| lock(&registry).explain(error));
+        let (parameters, module) = ShardedParameters::new(group, config, &registry, built)?;
         Ok(FullyShardedDataParallel { module, parameters: Arc::new(parameters) })
     }
 
@@ -102,12 +135,19 @@ impl<M> FullyShardedDataParallel<M> {
         let _forward = self.parameters.shared.begin_forward();
         let root = self.parameters.root();
         let whole = root.map(|root| root.use_whole()).transpose()?;
-        let output = f(&self.module).map_err(|error| self.parameters.explain(error))?;
+        let output = f(&self.module);
+        if self.parameters.shared.is_outermost() {
+            self.parameters.wrapped.end_forward()?;
+        }
+        let output = output.map_err(|error| self.parameters.explain(error))?;
         drop(whole);
-        let Some(root) = root else { return Ok(output) };
+        let wrapped = self.parameters.wrapped.handles();
+        if root.is_none() && wrapped.is_empty() {
+            return Ok(output);
+        }
         // The hook copies what it is attached to: a loss, which has one element, but not all that a model computes.
         Ok(output.map_tensors(&mut |tensor| match tensor.elem_count() {
-            1 => tensor.apply_op1(PreBackwardOp::new(root)),
+            1 => tensor.apply_op1(PreBackwardOp::of_model(root, &wrapped, self.parameters.shared.last_change())),
             _ => Ok(tensor),
         })?)
     }
@@ -115,7 +155,11 @@ impl<M> FullyShardedDataParallel<M> {
     /// Runs the backward of a loss: gradients, averaged over all ranks, are added to those that are there, sharded as
     /// the parameters are. Collectives for each unit that backward reaches: one all-gather (full sharding), one
     /// reduce-scatter over the shard group, and one all-reduce over the replicas (without sharding, all ranks). The same
-    /// for units that it does not reach, if earlier backwards inside [`Self::no_sync`] have left gradients.
+    /// for units that it does not reach, if earlier backwards inside [`Self::no_sync`] have left gradients. In the end one
+    /// all-reduce of a byte for each parameter, which tells all ranks to which of them a gradient has come on any rank.
+    ///
+    /// After the first backward a warning (`tracing`) names the trained parameters that no gradient has come to. candle has
+    /// operations without a backward, and says nothing where they cut gradients off.
     ///
     /// Returns candle's store, which has the gradients of variables that are no parameters of this model.
     ///
@@ -127,10 +171,10 @@ impl<M> FullyShardedDataParallel<M> {
         if let Some(root) = self.parameters.root() {
             root.gather()?;
         }
-        let grads = match loss.backward() {
+        let begun = self.parameters.begin_backward(loss);
+        let grads = match begun.and_then(|()| loss.backward().map_err(|error| self.parameters.explain(error))) {
             Ok(grads) => grads,
             Err(error) => {
-                let error = self.parameters.explain(error);
                 self.parameters.reshard()?;
                 self.parameters.zero_grad();
                 return Err(error);
@@ -139,6 +183,9 @@ impl<M> FullyShardedDataParallel<M> {
         // On all ranks in the same order, since each unit may have gradients to reduce.
         for handle in self.parameters.handles.iter().rev() {
             handle.finish_backward()?;
+        }
+        if self.parameters.shared.syncs() {
+            self.parameters.agree_on_gradients()?;
         }
         Ok(grads)
     }

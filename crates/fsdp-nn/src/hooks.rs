@@ -9,17 +9,40 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
 
-use crate::NnError;
 use crate::handle::FlatParamHandle;
+use crate::wrap::WrappedUnits;
+use crate::{NnError, Result};
 
-/// The unit and the number of a parameter, which its gradient goes to; set once the unit that owns the parameter is complete.
+/// The owner of a parameter, which its gradient goes to; set once the unit that owns the parameter is complete.
 #[derive(Default)]
-pub(crate) struct ParameterSlot(OnceLock<(Weak<FlatParamHandle>, usize)>);
+pub(crate) struct ParameterSlot(OnceLock<Owner>);
+
+struct Owner {
+    unit: Weak<FlatParamHandle>,
+    /// The number of the parameter in the unit.
+    param: usize,
+    /// The units that are wrapped, and the number of this one among them, if it is one.
+    wrapped: Option<(Weak<WrappedUnits>, usize)>,
+}
+
+impl Owner {
+    fn receive_grad(&self, grad: &Tensor) -> Result<()> {
+        // Backward tells of wrapped units only by their gradients, so the next one is gathered when this one's begin to come.
+        if let Some((units, unit)) = &self.wrapped
+            && let Some(units) = units.upgrade()
+        {
+            units.pass(*unit)?;
+        }
+        self.unit.upgrade().map_or(Ok(()), |unit| unit.receive_grad(self.param, grad))
+    }
+}
 
 impl ParameterSlot {
-    pub(crate) fn set(&self, handle: &Arc<FlatParamHandle>, param: usize) {
+    /// Sets the owner: the unit, the number of the parameter there, and, of a wrapped unit, its number among those.
+    pub(crate) fn set(&self, unit: &Arc<FlatParamHandle>, param: usize, wrapped: Option<(&Arc<WrappedUnits>, usize)>) {
+        let wrapped = wrapped.map(|(units, number)| (Arc::downgrade(units), number));
         // A second call cannot happen: each parameter belongs to one unit.
-        let _ = self.0.set((Arc::downgrade(handle), param));
+        let _ = self.0.set(Owner { unit: Arc::downgrade(unit), param, wrapped });
     }
 }
 
@@ -58,10 +81,8 @@ impl CustomOp1 for ParameterOp {
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        if let Some((handle, param)) = self.slot.0.get()
-            && let Some(handle) = handle.upgrade()
-        {
-            handle.receive_grad(*param, grad).map_err(NnError::into_candle)?;
+        if let Some(owner) = self.slot.0.get() {
+            owner.receive_grad(grad).map_err(NnError::into_candle)?;
         }
         Ok(None)
     }
@@ -69,7 +90,10 @@ impl CustomOp1 for ParameterOp {
 
 /// The identity, whose backward makes sure of a unit's parameters.
 pub(crate) struct PreBackwardOp {
-    handle: Weak<FlatParamHandle>,
+    /// The unit that is gathered, and checked; `None` for a model without a root unit.
+    handle: Option<Weak<FlatParamHandle>>,
+    /// The units that are only checked, since they are gathered one by one.
+    checked: Vec<Weak<FlatParamHandle>>,
     /// The last change of values before the forward.
     changes: u64,
 }
@@ -77,7 +101,13 @@ pub(crate) struct PreBackwardOp {
 impl PreBackwardOp {
     /// Makes the op for the output of a forward that has just been computed.
     pub(crate) fn new(handle: &Arc<FlatParamHandle>) -> Self {
-        PreBackwardOp { handle: Arc::downgrade(handle), changes: handle.last_change() }
+        PreBackwardOp { handle: Some(Arc::downgrade(handle)), checked: Vec::new(), changes: handle.last_change() }
+    }
+
+    /// Makes the op for the output of the model: its root is gathered, and other units are checked.
+    pub(crate) fn of_model(root: Option<&Arc<FlatParamHandle>>, units: &[Arc<FlatParamHandle>], changes: u64) -> Self {
+        let checked = units.iter().map(Arc::downgrade).collect();
+        PreBackwardOp { handle: root.map(Arc::downgrade), checked, changes }
     }
 }
 
@@ -103,7 +133,10 @@ impl CustomOp1 for PreBackwardOp {
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        if let Some(handle) = self.handle.upgrade() {
+        for handle in self.checked.iter().filter_map(Weak::upgrade) {
+            handle.check_unchanged(self.changes).map_err(NnError::into_candle)?;
+        }
+        if let Some(handle) = self.handle.as_ref().and_then(Weak::upgrade) {
             // What the graph has kept of the forward does not go with other values.
             handle.check_unchanged(self.changes).map_err(NnError::into_candle)?;
             handle.gather().map_err(NnError::into_candle)?;

@@ -29,6 +29,8 @@ mod init;
 mod optim_state_error;
 pub mod optimizer;
 pub mod parameters;
+mod registry;
+mod requires_grad;
 pub mod scope;
 mod settings;
 mod shared;
@@ -36,6 +38,8 @@ pub mod state;
 mod strategy;
 pub mod torch;
 pub mod unit;
+mod unreached;
+mod wrap;
 
 pub use algorithm::Algorithm;
 pub use config::FsdpConfig;

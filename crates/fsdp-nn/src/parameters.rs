@@ -1,9 +1,9 @@
 //! The parameters of a sharded model as one rank sees them: names, units, live values.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Tensor, TensorId};
 use fsdp_comm::ProcessGroup;
 use fsdp_flat::sharded::copy_overlap;
 use fsdp_flat::storage::{HostSlice, HostSliceMut};
@@ -11,13 +11,14 @@ use fsdp_flat::{ShardedTensor, with_float};
 use fsdp_layout::TensorBox;
 use indexmap::IndexMap;
 
-use crate::agreement::agree_on_model;
+use crate::agreement::{NEW, agree_on_model};
 use crate::build::{Built, build_units, describe};
 use crate::config::FsdpConfig;
 use crate::handle::{FlatParamHandle, Groups};
-use crate::scope::{SharedRegistry, lock};
+use crate::registry::{SharedRegistry, lock};
 use crate::settings::CurrentSettings;
 use crate::shared::Shared;
+use crate::wrap::WrappedUnits;
 use crate::{NnError, Result, ShardingStrategy};
 
 /// The place of a parameter: its unit's handle, and its number there.
@@ -41,6 +42,7 @@ pub struct ShardedParameters {
     aliases: IndexMap<String, String>,
     buffers: IndexMap<String, (Tensor, bool)>,
     pub(crate) shared: Arc<Shared>,
+    pub(crate) wrapped: Arc<WrappedUnits>,
     pub(crate) settings: CurrentSettings,
     /// `true` if a mesh was given.
     pub(crate) on_mesh: bool,
@@ -60,8 +62,9 @@ impl ShardedParameters {
         let mut registry = lock(registry);
         // Before anything is laid out: all ranks lay out the same.
         let declared = build.and_then(|module| Ok((module, registry.complete()?)));
-        let (module, aliases) = agree_on_model(&group, declared, |(_, aliases)| describe(config, &registry, aliases))?;
-        let built = agree_on_model(&group, build_units(&group, config, &registry), |_| Vec::new())?;
+        let (module, aliases) =
+            agree_on_model(&group, NEW, declared, |(_, aliases)| describe(config, &registry, aliases))?;
+        let built = agree_on_model(&group, NEW, build_units(&group, config, &registry), |_| Vec::new())?;
         let Built { groups, strategy, handles, shared } = built;
         let mut places: HashMap<&str, Location> = HashMap::with_capacity(registry.params.len());
         for (handle, unit) in handles.iter().enumerate() {
@@ -81,11 +84,23 @@ impl ShardedParameters {
             aliases,
             buffers: std::mem::take(&mut registry.buffers),
             shared,
+            wrapped: Arc::clone(&registry.wrapped),
             settings: CurrentSettings::default(),
             on_mesh: config.mesh.is_some(),
             shard_ranks,
         };
         Ok((parameters, module))
+    }
+
+    /// Prepares the backward of a loss: units learn which parameters it comes to.
+    pub(crate) fn begin_backward(&self, loss: &Tensor) -> Result<()> {
+        let nodes: Vec<TensorId> = loss.sorted_nodes().into_iter().map(Tensor::id).collect();
+        let reached: HashSet<TensorId> = nodes.iter().copied().collect();
+        // The root ends last on all ranks, whatever parameters each of them comes to.
+        for handle in self.handles.iter().filter(|handle| !handle.is_root) {
+            handle.begin_backward(&reached);
+        }
+        self.wrapped.begin_backward(&nodes)
     }
 
     /// Returns the root unit, if it has parameters.
@@ -95,7 +110,7 @@ impl ShardedParameters {
 
     /// Returns the error of a computation with the parameters.
     pub(crate) fn explain(&self, error: candle_core::Error) -> NnError {
-        NnError::of_computation(error, || self.shared.sharded_units())
+        NnError::of_computation(error, || self.shared.sharded())
     }
 
     /// Returns `true` if the other is this model on this rank, rather than one like it.
@@ -187,13 +202,13 @@ impl ShardedParameters {
         Ok(self.handles[self.location(fqn)?.handle].dtype())
     }
 
-    /// Returns `true` if the parameter is trained.
+    /// Returns `true` if the parameter is trained now: see [`Self::set_requires_grad`].
     ///
     /// # Errors
     /// [`NnError::UnknownParameter`].
     pub fn requires_grad(&self, fqn: &str) -> Result<bool> {
         let Location { handle, param } = self.location(fqn)?;
-        Ok(self.handles[handle].params[param].requires_grad)
+        Ok(self.handles[handle].params[param].requires_grad())
     }
 
     /// Returns the boxes of the parameter that this rank owns.

@@ -10,16 +10,27 @@ pub(crate) struct Shared {
     no_sync: AtomicBool,
     /// `true` once views of the shards have been lent to somebody who may write into them at any time.
     lent: AtomicBool,
+    /// `true` once parameters that no gradient comes to have been looked for.
+    looked_for_unreached: AtomicBool,
     /// Forwards of the model that are running, one inside the other.
     running: AtomicUsize,
     /// Forwards of the model so far.
     forwards: AtomicU64,
     /// Changes of values so far.
     changes: AtomicU64,
-    /// The units in the order in which they were made: the name, and `true` while the parameters are whole.
-    units: Mutex<Vec<(String, bool)>>,
+    /// The units in the order in which they were made.
+    units: Mutex<Vec<UnitState>>,
     bytes: AtomicUsize,
     peak_bytes: AtomicUsize,
+}
+
+/// A unit, for messages.
+#[derive(Debug)]
+struct UnitState {
+    name: String,
+    parameters: Vec<String>,
+    /// `true` while the parameters are whole.
+    is_whole: bool,
 }
 
 /// A forward of the model, until it is dropped.
@@ -44,6 +55,21 @@ impl Shared {
     /// Notes that somebody has views of the shards, to write into.
     pub(crate) fn lend(&self) {
         self.lent.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns `true` the first time.
+    pub(crate) fn looks_for_unreached(&self) -> bool {
+        !self.looked_for_unreached.swap(true, Ordering::Relaxed)
+    }
+
+    /// Returns `true` while a forward of the model runs.
+    pub(crate) fn is_running(&self) -> bool {
+        self.running.load(Ordering::Relaxed) > 0
+    }
+
+    /// Returns `true` while a forward of the model runs that is inside no other one.
+    pub(crate) fn is_outermost(&self) -> bool {
+        self.running.load(Ordering::Relaxed) == 1
     }
 
     /// Begins a forward of the model.
@@ -76,23 +102,25 @@ impl Shared {
     }
 
     /// Adds a unit that is not whole, and returns its number.
-    pub(crate) fn add_unit(&self, name: &str) -> usize {
+    pub(crate) fn add_unit(&self, name: &str, parameters: Vec<String>) -> usize {
         let mut units = self.units.lock().unwrap_or_else(PoisonError::into_inner);
-        units.push((name.to_owned(), false));
+        units.push(UnitState { name: name.to_owned(), parameters, is_whole: false });
         units.len() - 1
     }
 
     pub(crate) fn set_whole(&self, unit: usize, whole: bool) {
         let mut units = self.units.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, is_whole)) = units.get_mut(unit) {
-            *is_whole = whole;
+        if let Some(unit) = units.get_mut(unit) {
+            unit.is_whole = whole;
         }
     }
 
-    /// Returns the names of the units whose parameters are not whole now.
-    pub(crate) fn sharded_units(&self) -> Vec<String> {
+    /// Returns the parameters that are not whole now, and their units.
+    pub(crate) fn sharded(&self) -> (Vec<String>, Vec<String>) {
         let units = self.units.lock().unwrap_or_else(PoisonError::into_inner);
-        units.iter().filter(|(_, whole)| !whole).map(|(name, _)| name.clone()).collect()
+        let sharded = units.iter().filter(|unit| !unit.is_whole);
+        let parameters = sharded.clone().flat_map(|unit| unit.parameters.clone()).collect();
+        (parameters, sharded.map(|unit| unit.name.clone()).collect())
     }
 
     /// Counts bytes of parameters that are held from now on.

@@ -123,6 +123,19 @@ fn ranks_that_build_different_models_are_told_the_first_difference() {
     }) {
         assert!(error.contains("`x.weight`") && error.contains("`y.weight`") && error.contains('1'), "{error}");
     }
+    // Another shape, and another dtype.
+    for error in errors(3, |scope, rank| {
+        get(scope, "same")?;
+        scope.vb().get(if rank == 2 { 5 } else { 4 }, "other")
+    }) {
+        assert!(error.contains("`other`") && error.contains("rank 2 has") && !error.contains("`same`"), "{error}");
+    }
+    for error in errors(2, |scope, rank| {
+        let dtype = if rank == 1 { DType::F64 } else { DType::F32 };
+        scope.vb().set_dtype(dtype).get(4, "weight")
+    }) {
+        assert!(error.contains("`weight`") && error.contains("rank 1 has") && error.contains("f64"), "{error}");
+    }
     // Another unit structure, with the same names and shapes.
     for error in errors(2, |scope, rank| {
         let x = scope.pp("x");
@@ -235,7 +248,17 @@ fn a_parameter_that_is_asked_for_too_late_is_refused() {
 #[test]
 fn weights_that_are_computed_with_while_the_model_is_built_are_named_as_sharded() {
     for error in errors(2, |scope, _| get(scope, "weight")?.sqr()) {
-        assert!(error.contains("sharded") && !error.contains("F4"), "{error}");
+        assert!(error.contains("parameter `weight` is sharded here; ") && !error.contains("F4"), "{error}");
+    }
+    for error in errors(2, |scope, _| scope.vb().get((4, 2), "weight")?.t()?.contiguous()) {
+        assert!(error.contains("parameter `weight` is sharded here; ") && !error.contains("F4"), "{error}");
+    }
+    // As weight norm does: one of the two.
+    for error in errors(2, |scope, _| {
+        let (g, v) = (get(scope, "weight_g")?, get(scope, "weight_v")?);
+        v.sqr()?.broadcast_mul(&g)
+    }) {
+        assert!(error.contains("parameter `weight_v` or `weight_g` is sharded here; "), "{error}");
     }
 }
 
@@ -254,6 +277,7 @@ fn a_weight_of_another_unit_is_named_as_sharded() {
         })
         .unwrap();
         let error = model.forward(|(_, second, kept)| second.run(|weight| weight + kept)).unwrap_err().to_string();
+        assert!(error.contains("parameter `first.weight` is sharded here; "), "{error}");
         assert!(error.contains("`first`") && error.contains("sharded") && !error.contains("F4"), "{error}");
         let error = model.forward(|(_, _, kept)| kept.sqr()).unwrap_err().to_string();
         assert!(error.contains("`first`") && error.contains("sharded") && !error.contains("F4"), "{error}");

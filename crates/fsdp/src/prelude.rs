@@ -1,7 +1,8 @@
 //! The names that a training program needs: `use fsdp::prelude::*`.
 
 pub use fsdp_checkpoint::{
-    Checkpointer, CheckpointerOptions, LoadOptions, Retention, SaveOptions, Stateful, TrainState,
+    Checkpointer, CheckpointerOptions, FromCheckpointOptions, LoadOptions, Retention, SaveOptions, Stateful,
+    TrainState, from_checkpoint,
 };
 pub use fsdp_comm::{ProcessGroup, ReduceOp, run_local};
 pub use fsdp_flat::ShardedTensor;

@@ -1,6 +1,8 @@
 //! The backward of a unit: its gradients are collected, flattened and reduced over ranks.
 
-use candle_core::Tensor;
+use std::collections::HashSet;
+
+use candle_core::{Tensor, TensorId};
 use fsdp_comm::{Element, ReduceOp};
 use fsdp_flat::storage::{HostSlice, HostSliceMut, Scalar, zeros_on};
 use fsdp_flat::with_float;
@@ -10,19 +12,34 @@ use super::{FlatParamHandle, HandleState, takes_part_in_backward};
 use crate::gradient::copy_gradient;
 use crate::{Result, device};
 
+impl HandleState {
+    /// Begins a backward that is yet to pass some of the parameters.
+    fn await_passing(&mut self, passed: Vec<bool>) {
+        self.not_passed = passed.iter().filter(|passed| !**passed).count();
+        self.passed = passed;
+    }
+}
+
 impl FlatParamHandle {
+    /// Prepares a backward that comes to these tensors: the unit ends when it has come to those of its parameters that are
+    /// among them.
+    pub(crate) fn begin_backward(&self, reached: &HashSet<TensorId>) {
+        let tensors = self.params.iter().map(|param| param.tensor.id()).enumerate();
+        let passed = tensors.map(|(param, id)| self.is_never_passed(param) || !reached.contains(&id)).collect();
+        self.state().await_passing(passed);
+    }
+
     /// Takes the gradient of one parameter from candle's backward, which is through with the parameter then. With the
     /// unit's last one the parameters are released and the gradients are reduced over ranks.
     pub(crate) fn receive_grad(&self, param: usize, grad: &Tensor) -> Result<()> {
         let mut state = self.state();
-        if self.params[param].requires_grad {
+        if self.params[param].requires_grad() {
             // Kept as it is: the first ones come before candle computes the others, and before the unit after is through.
             // The memory for all of them is taken when that of the parameters has been given back.
             state.received.push((param, grad.detach()));
         }
         if state.passed.is_empty() {
-            state.passed = (0..self.params.len()).map(|param| self.is_never_passed(param)).collect();
-            state.not_passed = state.passed.iter().filter(|passed| !**passed).count();
+            state.await_passing((0..self.params.len()).map(|param| self.is_never_passed(param)).collect());
         }
         // A backward comes to each parameter once; several that nobody has ended may come to one again.
         if !std::mem::replace(&mut state.passed[param], true) {
@@ -36,7 +53,7 @@ impl FlatParamHandle {
 
     /// Returns `true` if candle's backward does not come to a parameter: see [`takes_part_in_backward`].
     fn is_never_passed(&self, param: usize) -> bool {
-        !takes_part_in_backward(self.params[param].requires_grad, self.is_root, self.is_sharded())
+        !takes_part_in_backward(self.params[param].is_trainable, self.is_root, self.is_sharded())
     }
 
     /// Returns `true` if backward does not tell when it is through with the parameters.
@@ -54,10 +71,12 @@ impl FlatParamHandle {
             state.unsharded_grad = Some(zeros_on(&[self.layout.padded_unsharded_numel()], self.dtype, &self.device)?);
             state.written = vec![false; self.params.len()];
         }
+        state.touched.resize(self.params.len(), false);
         let Some(buffer) = &state.unsharded_grad else { return Ok(()) };
         for (param, grad) in received {
             let range = self.layout.param_range(param);
             let accumulate = std::mem::replace(&mut state.written[param], true);
+            state.touched[param] = true;
             if !self.device.is_cpu() {
                 device::copy_gradient(&grad, buffer, range, accumulate)?;
             } else {
@@ -90,6 +109,8 @@ impl FlatParamHandle {
         // One reduction of all gradients since the last one, and only then the sum with what was reduced before.
         let Some(unsharded) = state.unsharded_grad.take() else { return Ok(()) };
         trace!(unit = %self.name, "reduce gradients");
+        // What the ranks have agreed on before does not know of these.
+        state.has_gradient.clear();
         let reduced = with_float!(self.dtype, T => self.reduce::<T>(unsharded)?, else {
             self.unsupported()?;
             unsharded

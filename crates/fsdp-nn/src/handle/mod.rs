@@ -1,6 +1,7 @@
 //! The FlatParameter of one unit: its memory, whole or sharded, and who uses it.
 
 mod backward;
+mod parameter;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -16,26 +17,10 @@ use crate::device;
 use crate::shared::Shared;
 use crate::{NnError, Result, ShardingStrategy};
 
+pub(crate) use parameter::{Parameter, takes_part_in_backward};
+
 /// torch's name of a FlatParameter within its unit.
 pub(crate) const FLAT_PARAM: &str = "_flat_param";
-
-/// Returns `true` if candle's backward must visit a parameter. It must visit trained parameters, for their gradients.
-///
-/// In sharded units it must visit frozen ones too: the visit tells that backward has used the parameter's values, so
-/// that they can be released. The frozen parameters of the root unit need no visit, because they stay until backward
-/// ends.
-pub(crate) const fn takes_part_in_backward(requires_grad: bool, is_root: bool, is_sharded: bool) -> bool {
-    requires_grad || (is_sharded && !is_root)
-}
-
-/// One parameter of a unit.
-#[derive(Debug)]
-pub(crate) struct Parameter {
-    pub(crate) fqn: String,
-    /// The tensor that the model computes with. Its storage is released while the unit is sharded.
-    pub(crate) tensor: Tensor,
-    pub(crate) requires_grad: bool,
-}
 
 /// The ranks that a model is spread over.
 #[derive(Debug, Clone)]
@@ -107,6 +92,10 @@ struct HandleState {
     unsharded_grad: Option<Tensor>,
     /// `true` for each parameter of `unsharded_grad` that has been written.
     written: Vec<bool>,
+    /// `true` for each parameter that a gradient has come to on this rank since gradients were last forgotten.
+    touched: Vec<bool>,
+    /// `true` for each parameter that a gradient has come to on any rank; empty where the ranks have not agreed on it.
+    has_gradient: Vec<bool>,
     /// The gradients that this backward has brought so far, by the numbers of their parameters.
     received: Vec<(usize, Tensor)>,
     /// `true` for each parameter that this backward has passed, or never does; empty before it comes to the unit.
@@ -152,7 +141,7 @@ impl FlatParamHandle {
         let flat = FlatParameter::new(layout.clone(), rank, to_device(flat.shard(), &device)?)?;
         shared.hold(layout.sharded_numel() * dtype.size_in_bytes());
         let handle = FlatParamHandle {
-            unit: shared.add_unit(&name),
+            unit: shared.add_unit(&name, params.iter().map(|param| param.fqn.clone()).collect()),
             flat: groups.shard.is_some().then(|| flat.clone()),
             groups: groups.labelled(&name),
             name,
@@ -263,22 +252,53 @@ impl FlatParamHandle {
         let mut state = self.state();
         state.grad = None;
         state.unsharded_grad = None;
+        state.touched.clear();
+        state.has_gradient.clear();
         state.received.clear();
         state.passed.clear();
+    }
+
+    /// Returns `true` for each parameter that a gradient has come to on this rank.
+    pub(crate) fn touched(&self) -> Vec<bool> {
+        let mut touched = self.state().touched.clone();
+        touched.resize(self.params.len(), false);
+        touched
+    }
+
+    /// Takes what the ranks have agreed on: `true` for each parameter that a gradient has come to on any of them.
+    pub(crate) fn set_has_gradient(&self, has_gradient: Vec<bool>) {
+        self.state().has_gradient = has_gradient;
+    }
+
+    /// Returns `true` if a gradient has come to a parameter. Where the ranks have not agreed on that, all parameters of a
+    /// unit that has gradients count as having one.
+    pub(crate) fn has_gradient(&self, param: usize) -> bool {
+        let state = self.state();
+        state.grad.is_some() && state.has_gradient.get(param).copied().unwrap_or(true)
     }
 
     /// Makes the parameters whole for a forward, for as long as the guard lives.
     /// Collectives: one all-gather over the shard group, none if they are whole already.
     pub(crate) fn use_whole(&self) -> Result<WholeParameters<'_>> {
         let mut state = self.state();
+        self.gather_for_forward_locked(&mut state)?;
+        state.users += 1;
+        Ok(WholeParameters(self))
+    }
+
+    /// Makes the parameters whole for a forward, until somebody reshards them.
+    /// Collectives: one all-gather over the shard group, none if they are whole already.
+    pub(crate) fn gather_for_forward(&self) -> Result<()> {
+        self.gather_for_forward_locked(&mut self.state())
+    }
+
+    fn gather_for_forward_locked(&self, state: &mut HandleState) -> Result<()> {
         // An earlier forward's copy is of no use if somebody may have written into the shards since. All ranks have lent
         // theirs, so all of them gather again.
         if state.users == 0 && self.shared.may_be_stale(state.gathered_in) {
-            self.release_locked(&mut state)?;
+            self.release_locked(state)?;
         }
-        self.gather_locked(&mut state)?;
-        state.users += 1;
-        Ok(WholeParameters(self))
+        self.gather_locked(state)
     }
 
     /// Makes the parameters whole for a backward.
@@ -393,6 +413,6 @@ impl FlatParamHandle {
 
     /// Returns the error of a computation; if it is that of released memory, as one that names the sharded units.
     pub(crate) fn explain(&self, error: candle_core::Error) -> NnError {
-        NnError::of_computation(error, || self.shared.sharded_units())
+        NnError::of_computation(error, || self.shared.sharded())
     }
 }

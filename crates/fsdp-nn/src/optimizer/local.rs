@@ -47,11 +47,15 @@ pub(crate) struct LocalParam {
     pub(crate) is_flat: bool,
     pub(crate) segments: Vec<Segment>,
     pub(crate) numel: usize,
-    pub(crate) requires_grad: bool,
     pub(crate) state: Option<ParamState>,
 }
 
 impl LocalParam {
+    /// Returns `true` if it is trained now. A FlatParameter's parameters are trained together or not at all.
+    pub(crate) fn requires_grad(&self) -> bool {
+        self.params().first().is_some_and(|&param| self.handle.params[param].requires_grad())
+    }
+
     /// Returns the positions in the unit of the model's parameters that it is made of.
     pub(crate) fn params(&self) -> Vec<usize> {
         if self.is_flat {
@@ -59,6 +63,11 @@ impl LocalParam {
         } else {
             self.segments.iter().map(|segment| segment.param).collect()
         }
+    }
+
+    /// Returns `true` if a gradient has come to any of its parameters.
+    pub(crate) fn has_gradient(&self) -> bool {
+        self.params().into_iter().any(|param| self.handle.has_gradient(param))
     }
 
     /// Returns the names of the model's parameters that it is made of.

@@ -18,7 +18,7 @@ use crate::parameters::{Location, ShardedParameters};
 use crate::{NnError, Result};
 
 pub(crate) use local::{LocalParam, LocalState, ParamState, Segment, initial_state};
-use step::step_local;
+use step::{begin_state, step_local};
 
 /// Parameters that share hyperparameters: one of torch's `param_groups`.
 #[derive(Debug, Clone)]
@@ -189,8 +189,7 @@ impl Optimizer {
             let len = layout.shard_param_info(param, rank).map_or(0, |info| info.numel_in_shard);
             (vec![Segment { param, start: 0, len }], len)
         };
-        let requires_grad = handle.params[param].requires_grad;
-        self.locals.push(LocalParam { handle, is_flat, segments, numel, requires_grad, state: None });
+        self.locals.push(LocalParam { handle, is_flat, segments, numel, state: None });
         self.group_of_local.push(group);
         Ok(self.locals.len() - 1)
     }
@@ -262,6 +261,9 @@ impl Optimizer {
     /// Updates all trained parameters that have a gradient, in place, each in one pass over its shard: torch's
     /// `Optimizer.step`. Gradients stay. No communication.
     ///
+    /// Parameters that no gradient has come to are left as they are, without weight decay
+    /// ([`ShardedParameters::has_gradient`]).
+    ///
     /// State that lacks `step` counts from 0, and state that lacks a tensor begins with its initial value.
     ///
     /// # Errors
@@ -276,7 +278,12 @@ impl Optimizer {
         for group in &self.groups {
             for &index in &group.params {
                 let local = &mut self.locals[index];
-                if !local.requires_grad || local.handle.grad().is_none() {
+                if !local.requires_grad() || local.handle.grad().is_none() {
+                    continue;
+                }
+                if !local.has_gradient() {
+                    // A checkpoint has state of all trained parameters of a unit, or of none.
+                    begin_state(&group.algorithm, local)?;
                     continue;
                 }
                 with_float!(local.handle.dtype(), T => step_local::<T>(&group.algorithm, local)?, else {
@@ -311,7 +318,7 @@ impl Optimizer {
         let fqn = self.parameters.canonical_fqn(fqn);
         let (Some(&local), Some(group)) = (self.local_of.get(fqn), self.group_of(fqn)) else { return Ok(None) };
         let local = &self.locals[local];
-        if !local.requires_grad {
+        if !local.requires_grad() {
             return Ok(None);
         }
         let state = initial_state(&self.groups[group].algorithm, local)?;

@@ -7,6 +7,15 @@ use super::on_device;
 use crate::Result;
 use crate::algorithm::{Algorithm, Float, Initial, StateKind};
 
+/// Gives a local parameter its initial state, if it has none and its algorithm knows one before the first gradient.
+pub(super) fn begin_state(algorithm: &Algorithm, local: &mut LocalParam) -> Result<()> {
+    if local.state.is_none() {
+        let state = initial_state(algorithm, local)?;
+        local.state = (state.step.is_some() || !state.entries.is_empty()).then_some(state);
+    }
+    Ok(())
+}
+
 /// Updates one local parameter and its state. On an error the state is what it was.
 ///
 /// State that lacks entries of the algorithm, as a checkpoint of another one leaves it, begins with what there is: a missing
@@ -38,7 +47,8 @@ pub(super) fn step_local<T: Scalar + Float>(algorithm: &Algorithm, local: &mut L
     let step = state.step.unwrap_or(0.0) + 1.0;
     algorithm.check_step(step)?;
     local.handle.begin_change()?;
-    for segment in local.segments.iter().filter(|segment| segment.len > 0) {
+    let handle = &local.handle;
+    for segment in local.segments.iter().filter(|segment| segment.len > 0 && handle.has_gradient(segment.param)) {
         let (Some(param), Some(grad)) =
             (local.handle.local_piece(segment.param)?, local.handle.grad_piece(segment.param)?)
         else {

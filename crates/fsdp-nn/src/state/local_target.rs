@@ -82,7 +82,7 @@ impl<'a> LocalTarget<'a> {
         for handle in &self.optimizer.parameters().handles {
             let Some(other) = handle.params.iter().find(|param| has_state(&param.fqn)) else { continue };
             for (param, numel) in handle.params.iter().zip(handle.layout().numels()) {
-                if !param.requires_grad || *numel == 0 || has_state(&param.fqn) {
+                if !param.requires_grad() || *numel == 0 || has_state(&param.fqn) {
                     continue;
                 }
                 // State that begins with the first gradient is rightly missing where there was none.

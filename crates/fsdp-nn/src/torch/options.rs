@@ -99,7 +99,8 @@ impl StateDictOptions {
     }
 
     /// Returns the name in the model of something in a state dict.
-    pub(super) fn name_in_model(&self, name: &str) -> String {
+    #[must_use]
+    pub fn name_in_model(&self, name: &str) -> String {
         let renamed = self.fqn_renames.iter().find_map(|(model, dict)| replace(name, dict, model));
         let fqn = renamed.unwrap_or_else(|| name.to_owned());
         match self.submodules.as_slice() {

@@ -1,0 +1,176 @@
+//! A model built from a checkpoint: the file says which parameters there are, and each rank reads its part of them.
+
+use std::collections::HashMap;
+
+use candle_core::Result as CandleResult;
+use fsdp_comm::ProcessGroup;
+use fsdp_dcp::Location;
+use fsdp_dcp::checkpoint::Checkpoint;
+use fsdp_layout::{KeyPath, PathPart};
+use fsdp_nn::state::{LiveTarget, StatePrefixes};
+use fsdp_nn::torch::StateDictOptions;
+use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Scope};
+use fsdp_state::{LoadError as _, LoadOptions, Schema, Source as _, StateError, load_state};
+
+use crate::CheckpointError;
+use crate::load::open;
+use crate::source::CheckpointSource;
+use crate::stateful::MODEL;
+
+const OPERATION: &str = "from_checkpoint";
+
+/// Options of [`from_checkpoint`]; the same on every rank.
+#[derive(Debug, Clone)]
+pub struct FromCheckpointOptions {
+    /// The names that differ between the checkpoint and the model, as pairs: a name or prefix of names in the model, and
+    /// the same in the checkpoint. `("", "bert")` drops a leading `bert`.
+    pub fqn_renames: Vec<(String, String)>,
+    /// Options of the load. Values are converted to the model's dtype unless `cast` is turned off; tensors that the model
+    /// never asks for are an error unless `strict` is.
+    pub load: LoadOptions,
+}
+
+impl Default for FromCheckpointOptions {
+    fn default() -> Self {
+        let load = LoadOptions { cast: true, ..LoadOptions::default() };
+        FromCheckpointOptions { fqn_renames: Vec::new(), load }
+    }
+}
+
+/// Builds a sharded model from a checkpoint of any format at `path`, a path or a URL. While the model is built, the
+/// checkpoint answers which parameters there are (`contains_tensor`) and which shapes they have (`get_unchecked`), as
+/// candle's own builders do for a file. No initial values are made, and each rank reads only its part of the parameters.
+///
+/// In a checkpoint of a run the model is below the key `model`, and what lies beside it is left. All other names are the
+/// model's, but for [`fqn_renames`](FromCheckpointOptions::fqn_renames). Collective: agreements on the checkpoint, the model
+/// and the load.
+///
+/// # Errors
+/// The same on every rank: a parameter that the checkpoint lacks, or has in another shape, which the model's code may catch
+/// while it builds; those of [`FullyShardedDataParallel::new`] and of [`load`](crate::load()).
+///
+/// ```
+/// use std::collections::HashMap;
+///
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{Linear, Module, linear_no_bias};
+/// use fsdp_checkpoint::{CheckpointError, FromCheckpointOptions, from_checkpoint};
+/// use fsdp_nn::FsdpConfig;
+///
+/// let dir = tempfile::tempdir()?;
+/// let path = dir.path().join("model.safetensors");
+/// let weight = Tensor::arange(0f32, 6f32, &Device::Cpu)?.reshape((2, 3))?;
+/// candle_core::safetensors::save(&HashMap::from([("head.weight", weight)]), &path)?;
+///
+/// let outputs = fsdp_comm::run_local(2, |group| {
+///     let options = FromCheckpointOptions::default();
+///     let model = from_checkpoint(group, FsdpConfig::default(), path.as_path(), &options, |scope| {
+///         linear_no_bias(3, 2, scope.vb().pp("head"))
+///     })?;
+///     let x = Tensor::ones((1, 3), DType::F32, &Device::Cpu)?;
+///     Ok::<_, CheckpointError>(model.forward(|head| head.forward(&x))?.to_vec2::<f32>()?)
+/// })?;
+/// assert_eq!(*outputs[1].as_ref().unwrap(), [[3., 12.]]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn from_checkpoint<M>(
+    group: ProcessGroup,
+    config: FsdpConfig,
+    path: impl Into<Location>,
+    options: &FromCheckpointOptions,
+    build: impl FnOnce(&Scope) -> CandleResult<M>,
+) -> Result<FullyShardedDataParallel<M>, CheckpointError> {
+    let (with_deadline, checkpoint) = open(OPERATION, &path.into(), &group, &options.load)?;
+    from_open(group, &with_deadline, config, &*checkpoint, options, build)
+}
+
+/// Builds a model from a checkpoint that every rank has opened.
+fn from_open<M>(
+    group: ProcessGroup,
+    with_deadline: &ProcessGroup,
+    config: FsdpConfig,
+    checkpoint: &dyn Checkpoint,
+    options: &FromCheckpointOptions,
+    build: impl FnOnce(&Scope) -> CandleResult<M>,
+) -> Result<FullyShardedDataParallel<M>, CheckpointError> {
+    let mut source = CheckpointSource::new(checkpoint);
+    let names = StateDictOptions { fqn_renames: options.fqn_renames.clone(), ..StateDictOptions::default() };
+    let is_run = source.schema().iter().any(|(path, _)| is_nested(path));
+    let shapes = shapes(source.schema(), is_run, &names);
+    let shapes = CheckpointError::agree(with_deadline, OPERATION, None, shapes)?;
+    let model = FullyShardedDataParallel::empty(group, config, shapes, build)?;
+    let prefix = if is_run { vec![MODEL.to_owned()] } else { Vec::new() };
+    let prefixes = StatePrefixes { model: Some(prefix), optim: None };
+    let mut target = LiveTarget::new(model.parameters(), Vec::new(), prefixes)?
+        .with_names(|name| names.name_in_model(name), str::to_owned);
+    load_state::<_, _, CheckpointError>(OPERATION, with_deadline, &mut source, &mut target, &options.load)?;
+    drop(target);
+    Ok(model)
+}
+
+/// Returns the shapes of a checkpoint's tensors by the names that they have in the model.
+fn shapes(
+    schema: &Schema,
+    is_run: bool,
+    names: &StateDictOptions,
+) -> Result<HashMap<String, Vec<usize>>, CheckpointError> {
+    let mut shapes = HashMap::new();
+    for (path, leaf) in schema.iter() {
+        let name = if !is_run { Some(path.flat_key()) } else { is_nested(path).then(|| below_model(path)) };
+        let (Some(name), Some((_, shape))) = (name, leaf.tensor()) else { continue };
+        let fqn = names.name_in_model(&name);
+        if shapes.insert(fqn.clone(), shape.to_vec()).is_some() {
+            return Err(StateError::DuplicateKey { key: fqn }.into());
+        }
+    }
+    Ok(shapes)
+}
+
+/// Returns `true` for a path below the key `model` of a nested state dict. A flat name that begins with `model.` is the
+/// model's own.
+fn is_nested(path: &KeyPath) -> bool {
+    matches!(path.0.as_slice(), [PathPart::Key(first), _, ..] if first == MODEL)
+}
+
+fn below_model(path: &KeyPath) -> String {
+    KeyPath(path.0[1..].to_vec()).flat_key()
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use candle_core::{DType, Device, Tensor};
+    use fsdp_comm::run_local;
+    use fsdp_dcp::reader::CheckpointReader;
+    use fsdp_state::StateDict;
+
+    use super::*;
+    use crate::{SaveOptions, save};
+
+    #[test]
+    fn each_rank_reads_only_its_part() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("model");
+        const BYTES: u64 = 4 * 512 * 1024;
+        run_local(1, |group| {
+            let mut state = StateDict::new();
+            state.insert("weight", Tensor::ones((512, 1024), DType::F32, &Device::Cpu).unwrap());
+            save(path.as_path(), &state, &group, &SaveOptions::default()).unwrap();
+        })
+        .unwrap();
+        let read = run_local(4, |group| {
+            let reader = CheckpointReader::open(&path).unwrap();
+            let options = FromCheckpointOptions::default();
+            let model = from_open(group.clone(), &group, FsdpConfig::default(), &reader, &options, |scope| {
+                scope.vb().get((512, 1024), "weight")
+            });
+            drop(model.unwrap());
+            reader.bytes_read()
+        })
+        .unwrap();
+        for read in read {
+            assert!(read <= BYTES / 4 + BYTES / 80, "{read} of {BYTES}");
+        }
+    }
+}

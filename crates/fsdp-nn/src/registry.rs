@@ -1,0 +1,350 @@
+//! The declarations of a model: parameters, units, ties and buffers, in the order in which the model asks for them.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use candle_core::{DType, Device, Shape, Tensor, Var};
+use candle_nn::Init;
+use candle_nn::var_builder::SimpleBackend;
+use fsdp_flat::storage::{release, zeroed_vec};
+use fsdp_flat::with_float;
+use indexmap::{IndexMap, IndexSet};
+
+use crate::config::FsdpConfig;
+use crate::handle::takes_part_in_backward;
+use crate::hooks::{ParameterOp, ParameterSlot};
+use crate::unit::UnitSlot;
+use crate::wrap::{WrappedUnits, unit_of};
+use crate::{NnError, Result};
+
+/// A parameter that the model has asked for.
+pub(crate) struct Declared {
+    pub(crate) tensor: Tensor,
+    pub(crate) init: Init,
+    pub(crate) slot: Arc<ParameterSlot>,
+    pub(crate) unit: usize,
+    pub(crate) requires_grad: bool,
+}
+
+/// The declarations of a model so far, in order.
+pub(crate) struct Registry {
+    pub(crate) params: IndexMap<String, Declared>,
+    /// The units; the first is the root.
+    pub(crate) units: Vec<DeclaredUnit>,
+    /// The units that are being built, innermost last.
+    open: Vec<usize>,
+    /// Other names of parameters: alias to parameter or to another alias.
+    aliases: IndexMap<String, String>,
+    /// Names that the model is going to ask for.
+    announced: IndexSet<String>,
+    /// Tensors that are saved but not trained: name to value, and `true` if it is saved.
+    pub(crate) buffers: IndexMap<String, (Tensor, bool)>,
+    /// The first tie that cannot be, which no method could report when it was made.
+    wrong_tie: Option<NnError>,
+    /// `true` once the model has been sharded.
+    is_complete: bool,
+    /// `true` if parameters are going to be sharded.
+    is_sharded: bool,
+    requires_grad: Arc<dyn Fn(&str) -> bool + Send + Sync>,
+    /// The seed of initial values.
+    seed: u64,
+    /// Patterns of names whose parameters form units.
+    patterns: Vec<String>,
+    /// The units that patterns have made, by name.
+    by_pattern: IndexMap<String, usize>,
+    pub(crate) wrapped: Arc<WrappedUnits>,
+    /// The shapes of a checkpoint's parameters, if the model is going to be loaded from one.
+    shapes: Option<HashMap<String, Vec<usize>>>,
+}
+
+/// A unit that the model has declared.
+pub(crate) struct DeclaredUnit {
+    pub(crate) name: String,
+    /// The place where the unit's wrapper looks for its handle once the model is complete.
+    pub(crate) slot: Arc<UnitSlot>,
+}
+
+impl Registry {
+    /// Makes a registry of nothing but the root unit.
+    pub(crate) fn new(is_sharded: bool, config: &FsdpConfig, shapes: Option<HashMap<String, Vec<usize>>>) -> Self {
+        Registry {
+            params: IndexMap::new(),
+            units: vec![DeclaredUnit { name: String::new(), slot: Arc::default() }],
+            open: Vec::new(),
+            aliases: IndexMap::new(),
+            announced: IndexSet::new(),
+            buffers: IndexMap::new(),
+            wrong_tie: None,
+            is_complete: false,
+            is_sharded,
+            requires_grad: Arc::clone(&config.requires_grad),
+            seed: config.seed,
+            patterns: config.wrapped.clone(),
+            by_pattern: IndexMap::new(),
+            wrapped: Arc::default(),
+            shapes,
+        }
+    }
+
+    /// Returns the unit in which something asks for a name: the one that is being built, or else that of a pattern.
+    fn asking_unit(&mut self, name: &str) -> usize {
+        if let Some(&open) = self.open.last() {
+            return open;
+        }
+        let Some(unit) = self.patterns.iter().find_map(|pattern| unit_of(pattern, name)) else { return 0 };
+        if let Some(&unit) = self.by_pattern.get(unit) {
+            return unit;
+        }
+        self.by_pattern.insert(unit.to_owned(), self.units.len());
+        self.units.push(DeclaredUnit { name: unit.to_owned(), slot: Arc::default() });
+        self.units.len() - 1
+    }
+
+    /// Returns the units that patterns have made.
+    pub(crate) fn units_by_pattern(&self) -> Vec<usize> {
+        self.by_pattern.values().copied().collect()
+    }
+
+    /// Checks that each pattern has made a unit, or would have, but for an earlier one.
+    fn check_patterns(&self) -> Result<()> {
+        let matches = |pattern: &String| self.params.keys().any(|fqn| unit_of(pattern, fqn).is_some());
+        match self.patterns.iter().find(|pattern| !matches(pattern)) {
+            Some(pattern) => Err(NnError::NothingToWrap { pattern: pattern.clone() }),
+            None => Ok(()),
+        }
+    }
+
+    /// Ends the declarations, and returns the other names of parameters: alias to parameter.
+    pub(crate) fn complete(&mut self) -> Result<IndexMap<String, String>> {
+        self.is_complete = true;
+        if let Some(error) = self.wrong_tie.take() {
+            return Err(error);
+        }
+        self.check_patterns()?;
+        let mut resolved = IndexMap::new();
+        for alias in self.aliases.keys() {
+            let fqn = self.resolve(alias)?;
+            if self.params.contains_key(alias) {
+                return Err(NnError::LateTie { alias: alias.clone(), fqn: fqn.to_owned() });
+            }
+            resolved.insert(alias.clone(), fqn.to_owned());
+        }
+        for fqn in resolved.values().chain(&self.announced) {
+            if !self.params.contains_key(fqn) {
+                return Err(NnError::UnknownParameter { fqn: fqn.clone() });
+            }
+        }
+        Ok(resolved)
+    }
+
+    /// Returns the name at the end of a chain of ties.
+    fn resolve<'a>(&'a self, name: &'a str) -> Result<&'a str> {
+        let mut chain = vec![name];
+        let mut current = name;
+        while let Some(next) = self.aliases.get(current) {
+            if chain.contains(&next.as_str()) {
+                return Err(NnError::TieCircle { names: chain.into_iter().map(str::to_owned).collect() });
+            }
+            chain.push(next);
+            current = next;
+        }
+        Ok(current)
+    }
+
+    /// Begins a unit: it owns the parameters that the model asks for first until it is closed.
+    pub(crate) fn open_unit(&mut self, unit: DeclaredUnit) {
+        self.open.push(self.units.len());
+        self.units.push(unit);
+    }
+
+    /// Ends the innermost unit that is being built.
+    pub(crate) fn close_unit(&mut self) {
+        self.open.pop();
+    }
+
+    /// Notes a tie.
+    pub(crate) fn tie(&mut self, alias: String, fqn: &str) {
+        if alias == fqn {
+            self.announced.insert(alias);
+            return;
+        }
+        match self.aliases.get(&alias) {
+            Some(first) if first != fqn => {
+                let error = NnError::TiedTwice { alias, first: first.clone(), second: fqn.to_owned() };
+                self.wrong_tie.get_or_insert(error);
+            }
+            _ => {
+                self.aliases.insert(alias, fqn.to_owned());
+            }
+        }
+    }
+
+    /// Checks that a parameter is whole wherever the unit that asks for it (`here`) computes: it is the unit's own, the
+    /// root's, or that of a unit around it.
+    fn check_reach(&self, fqn: &str, owner: usize, here: usize) -> Result<()> {
+        if self.is_complete || owner == 0 || owner == here || self.open.contains(&owner) {
+            return Ok(());
+        }
+        let [first, second] = [owner, here].map(|unit| self.units[unit].name.clone());
+        Err(NnError::SharedBetweenUnits { fqn: fqn.to_owned(), first, second })
+    }
+
+    /// Returns the tensor of a parameter, which is declared if the model asks for it for the first time.
+    fn parameter(&mut self, shape: Shape, name: &str, init: Init, dtype: DType, device: &Device) -> Result<Tensor> {
+        let asked = name;
+        let name = self.resolve(name)?.to_owned();
+        if is_running_statistic(&name) || self.buffers.contains_key(&name) {
+            return self.buffer(&shape, &name, &init, dtype, device);
+        }
+        if let Some(existing) = self.params.get(&name) {
+            check_same(&name, &existing.tensor, &shape, dtype)?;
+            return self.again(asked, &name);
+        }
+        if self.is_complete {
+            return Err(NnError::LateParameter { fqn: name });
+        }
+        self.check_saved(&name, &shape)?;
+        let unit = self.asking_unit(&name);
+        let here = self.asking_unit(asked);
+        self.check_reach(&name, unit, here)?;
+        self.wrapped.ask(unit);
+        let requires_grad = (self.requires_grad)(&name);
+        let slot = Arc::new(ParameterSlot::default());
+        let op = ParameterOp { shape, dtype, slot: Arc::clone(&slot) };
+        let anchor = Var::zeros(1, DType::F32, device)?;
+        let tensor = if takes_part_in_backward(requires_grad, unit == 0, self.is_sharded) {
+            anchor.as_tensor().apply_op1(op)?
+        } else {
+            anchor.as_tensor().apply_op1_no_bwd(&op)?
+        };
+        release(&tensor)?;
+        self.params.insert(name, Declared { tensor: tensor.clone(), init, slot, unit, requires_grad });
+        Ok(tensor)
+    }
+
+    /// Returns `true` if initial values are to be made.
+    pub(crate) const fn makes_values(&self) -> bool {
+        self.shapes.is_none()
+    }
+
+    /// Returns the shape that a parameter has in the checkpoint, by its own name or one that is tied to it.
+    fn saved_shape(&self, fqn: &str) -> Option<&Vec<usize>> {
+        let shapes = self.shapes.as_ref()?;
+        let is_alias = |alias: &&String| self.resolve(alias).is_ok_and(|name| name == fqn);
+        let aliases = || self.aliases.keys().filter(is_alias).find_map(|alias| shapes.get(alias));
+        shapes.get(fqn).or_else(aliases)
+    }
+
+    /// Checks that the checkpoint that the model is built from has a parameter of this shape.
+    fn check_saved(&self, fqn: &str, shape: &Shape) -> Result<()> {
+        match self.saved_shape(fqn) {
+            _ if self.shapes.is_none() => Ok(()),
+            None => Err(NnError::NotInCheckpoint { fqn: fqn.to_owned() }),
+            Some(found) if found != shape.dims() => {
+                Err(NnError::OtherShape { fqn: fqn.to_owned(), asked: shape.dims().to_vec(), found: found.clone() })
+            }
+            Some(_) => Ok(()),
+        }
+    }
+
+    /// Returns the tensor of a parameter that is there, for another use by the name `asked`.
+    fn again(&mut self, asked: &str, fqn: &str) -> Result<Tensor> {
+        let here = self.asking_unit(asked);
+        let Some(existing) = self.params.get(fqn) else {
+            return Err(NnError::UnknownParameter { fqn: fqn.to_owned() });
+        };
+        self.check_reach(fqn, existing.unit, here)?;
+        if !self.is_complete {
+            self.wrapped.ask(here);
+        }
+        Ok(existing.tensor.clone())
+    }
+
+    /// Returns the tensor of a name without a shape: what is there, or else what the checkpoint has.
+    fn unchecked(&mut self, asked: &str, dtype: DType, device: &Device) -> Result<Tensor> {
+        let fqn = self.resolve(asked)?.to_owned();
+        if let Some((buffer, _)) = self.buffers.get(&fqn) {
+            return Ok(buffer.clone());
+        }
+        match self.saved_shape(&fqn).cloned() {
+            Some(shape) if !self.params.contains_key(&fqn) => {
+                self.parameter(shape.into(), asked, Init::Const(0.0), dtype, device)
+            }
+            _ => self.again(asked, &fqn),
+        }
+    }
+
+    /// Returns a buffer, which is registered and saved from now on if the model asks for it for the first time.
+    fn buffer(&mut self, shape: &Shape, name: &str, init: &Init, dtype: DType, device: &Device) -> Result<Tensor> {
+        if let Some((existing, _)) = self.buffers.get(name) {
+            check_same(name, existing, shape, dtype)?;
+            return Ok(existing.clone());
+        }
+        if self.is_complete {
+            return Err(NnError::LateParameter { fqn: name.to_owned() });
+        }
+        self.check_saved(name, shape)?;
+        let value = with_float!(dtype, T => {
+            let mut values = zeroed_vec::<T>(shape.elem_count())?;
+            let all = 0..values.len();
+            crate::init::fill(init, self.seed, name, shape.dims(), all, &mut values);
+            Tensor::from_vec(values, shape, device)?
+        }, else return Err(candle_core::Error::UnsupportedDTypeForOp(dtype, "buffer").into()));
+        // A variable, which candle's batch norm updates in place; of another tensor it would update a copy.
+        let value = Var::from_tensor(&value)?.into_inner();
+        self.buffers.insert(name.to_owned(), (value.clone(), true));
+        Ok(value)
+    }
+
+    /// Returns the error of the model's own code, which may have computed with a parameter. The last parameter that it has
+    /// asked for comes first, because that is the likeliest.
+    pub(crate) fn explain(&self, error: candle_core::Error) -> NnError {
+        NnError::of_computation(error, || (self.params.keys().rev().cloned().collect(), Vec::new()))
+    }
+}
+
+/// Checks that a tensor that is there is the one that the model asks for.
+fn check_same(fqn: &str, existing: &Tensor, shape: &Shape, dtype: DType) -> Result<()> {
+    if existing.shape() == shape && existing.dtype() == dtype {
+        return Ok(());
+    }
+    Err(NnError::Conflict {
+        fqn: fqn.to_owned(),
+        asked: format!("{:?} {dtype:?}", shape.dims()),
+        existing: format!("{:?} {:?}", existing.dims(), existing.dtype()),
+    })
+}
+
+/// Returns `true` if candle's batch norm asks for a running statistic by this name.
+fn is_running_statistic(name: &str) -> bool {
+    matches!(name.rsplit('.').next(), Some("running_mean" | "running_var"))
+}
+
+pub(crate) type SharedRegistry = Arc<Mutex<Registry>>;
+
+pub(crate) fn lock(registry: &SharedRegistry) -> MutexGuard<'_, Registry> {
+    registry.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The registry as candle's builder asks it.
+pub(crate) struct Backend(pub(crate) SharedRegistry);
+
+impl SimpleBackend for Backend {
+    fn get(&self, shape: Shape, name: &str, init: Init, dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
+        lock(&self.0).parameter(shape, name, init, dtype, device).map_err(NnError::into_candle)
+    }
+
+    fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
+        lock(&self.0).unchecked(name, dtype, device).map_err(NnError::into_candle)
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        let registry = lock(&self.0);
+        let is_saved = registry.resolve(name).is_ok_and(|fqn| registry.saved_shape(fqn).is_some());
+        is_saved
+            || registry.params.contains_key(name)
+            || registry.buffers.contains_key(name)
+            || registry.aliases.contains_key(name)
+            || registry.announced.contains(name)
+    }
+}
