@@ -29,6 +29,8 @@ pub mod gpt;
 pub mod ranks;
 
 #[cfg(feature = "train")]
+mod cpu_threads;
+#[cfg(feature = "train")]
 mod doctor;
 #[cfg(feature = "train")]
 mod job_failure;
@@ -89,6 +91,8 @@ enum Command {
 #[must_use]
 pub fn main() -> ExitCode {
     let command = Arguments::parse().command;
+    #[cfg(feature = "train")]
+    size_pools(&command);
     // A reader of stdout that has seen enough is no error, but a training run that stopped halfway must not look done.
     let may_end_early = !command.trains();
     let result = logs::start(command.trace_file().as_deref()).and_then(|guard| {
@@ -104,6 +108,17 @@ pub fn main() -> ExitCode {
             output::error(&error, outcome::hint(&error));
             ExitCode::from(outcome::exit_code(&error))
         }
+    }
+}
+
+/// Gives candle's pools in this process the threads of one rank. Only for the start of [`main`].
+#[cfg(feature = "train")]
+#[expect(unsafe_code, reason = "candle reads the number of threads from the environment only")]
+fn size_pools(command: &Command) {
+    if let Command::Train(arguments) = command {
+        let threads = train::threads_per_rank(arguments).to_string();
+        // SAFETY: this process has no other thread yet that could read the environment meanwhile.
+        unsafe { std::env::set_var(cpu_threads::VARIABLE, threads) };
     }
 }
 

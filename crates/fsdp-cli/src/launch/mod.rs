@@ -19,6 +19,7 @@ use signal_hook::iterator::Signals;
 pub(crate) use self::arguments::LaunchArguments;
 use self::lines::Lines;
 use self::ranks::{Event, Ranks};
+use crate::cpu_threads;
 use crate::job_failure::JobError;
 
 /// Starts the processes of a job on this node, and waits for them: `fsdp launch`.
@@ -64,6 +65,10 @@ fn command(arguments: &LaunchArguments) -> Result<Command> {
     command.env_remove("FSDP_NPROC");
     // A group of its own, so that signals reach the processes that it starts too.
     command.process_group(0);
+    if cpu_threads::asked().is_none() {
+        // Programs that use candle get their share of the cores too.
+        command.env(cpu_threads::VARIABLE, cpu_threads::share(arguments.nproc).to_string());
+    }
     #[cfg(target_os = "linux")]
     parent::end_with_this_process(&mut command);
     Ok(command)

@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use crate::cpu_threads;
 use crate::data::{Batches, Text};
 use crate::ranks::Ranks;
 use anyhow::{Error, Result};
@@ -45,6 +46,23 @@ fn of_rank(file: &Path, rank: usize) -> PathBuf {
         name.push(extension);
     }
     file.with_file_name(name)
+}
+
+/// Returns the number of CPU threads of each rank of this process: `--threads`, or else the number that the user has set
+/// for candle, or else the rank's share of the machine.
+pub(crate) fn threads_per_rank(arguments: &TrainArguments) -> usize {
+    // A launcher's variables that make no sense are an error of the run, which comes next.
+    let launched = Launched::find(arguments).ok().flatten();
+    ranks(arguments, launched.as_ref()).threads_per_rank()
+}
+
+/// Returns the ranks that share this machine, and the resources of each.
+fn ranks(arguments: &TrainArguments, launched: Option<&Launched>) -> Ranks {
+    Ranks {
+        count: launched.map_or(arguments.nproc.unwrap_or(1), Launched::local_world_size),
+        threads: arguments.threads.or_else(cpu_threads::asked),
+        deadline: Duration::from_secs(arguments.timeout.get()),
+    }
 }
 
 /// Trains: `fsdp train`.
@@ -83,12 +101,7 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
         check_out_is_free(arguments)?;
     }
 
-    let ranks = Ranks {
-        // Those that share this machine.
-        count: launched.as_ref().map_or(world_size, Launched::local_world_size),
-        threads: arguments.threads,
-        deadline: Duration::from_secs(arguments.timeout.get()),
-    };
+    let ranks = ranks(arguments, launched.as_ref());
     let from = resume.as_ref().map(|Resume { step, path, .. }| StepCheckpoint { step: *step, path: path.clone() });
     let resume = Mutex::new(resume.map(Arc::new));
     let threads_per_rank = ranks.threads_per_rank();
