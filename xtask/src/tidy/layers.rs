@@ -10,7 +10,8 @@ use serde_json::Value;
 use crate::shell::program;
 
 /// Each crate with the crates of the project that it may use. Layers point down only.
-const LAYERS: [(&str, &[&str]); 9] = [
+const LAYERS: [(&str, &[&str]); 10] = [
+    ("fsdp-ops", &[]),
     ("fsdp-layout", &[]),
     ("fsdp-dcp", &["fsdp-layout"]),
     ("fsdp-comm", &["fsdp-layout"]),
@@ -18,7 +19,10 @@ const LAYERS: [(&str, &[&str]); 9] = [
     ("fsdp-state", &["fsdp-layout", "fsdp-comm", "fsdp-flat"]),
     ("fsdp-nn", &["fsdp-layout", "fsdp-comm", "fsdp-flat", "fsdp-state"]),
     ("fsdp-checkpoint", &["fsdp-layout", "fsdp-dcp", "fsdp-comm", "fsdp-flat", "fsdp-state", "fsdp-nn"]),
-    ("fsdp", &["fsdp-layout", "fsdp-dcp", "fsdp-comm", "fsdp-flat", "fsdp-state", "fsdp-nn", "fsdp-checkpoint"]),
+    (
+        "fsdp",
+        &["fsdp-ops", "fsdp-layout", "fsdp-dcp", "fsdp-comm", "fsdp-flat", "fsdp-state", "fsdp-nn", "fsdp-checkpoint"],
+    ),
     ("fsdp-cli", &["fsdp-layout", "fsdp-dcp", "fsdp"]),
 ];
 
