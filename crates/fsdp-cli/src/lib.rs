@@ -31,6 +31,8 @@ pub mod gpt;
 pub mod ranks;
 
 #[cfg(feature = "train")]
+mod cpu_threads;
+#[cfg(feature = "train")]
 mod doctor;
 #[cfg(feature = "train")]
 mod job_failure;
@@ -100,6 +102,8 @@ enum Command {
 #[must_use]
 pub fn main() -> ExitCode {
     let command = parse().command;
+    #[cfg(feature = "train")]
+    size_pools(&command);
     // A reader of stdout that has seen enough is no error, but a training run that stopped halfway must not look done.
     let may_end_early = !command.trains();
     let result = stop::survive_file_size_limit().and_then(|()| logs::start(command.trace_file().as_deref()));
@@ -141,6 +145,17 @@ fn without_json_twin(command: clap::Command) -> clap::Command {
         let has_json = command.get_arguments().any(|option| option.get_id() == "json");
         if has_json { command.mut_arg("json", |json| json.env(None::<&str>)) } else { command }
     })
+}
+
+/// Gives candle's pools in this process the threads of one rank. Only for the start of [`main`].
+#[cfg(feature = "train")]
+#[expect(unsafe_code, reason = "candle reads the number of threads from the environment only")]
+fn size_pools(command: &Command) {
+    if let Command::Train(arguments) = command {
+        let threads = train::threads_per_rank(arguments).to_string();
+        // SAFETY: this process has no other thread yet that could read the environment meanwhile.
+        unsafe { std::env::set_var(cpu_threads::VARIABLE, threads) };
+    }
 }
 
 impl Command {

@@ -6,6 +6,8 @@ use std::time::Duration;
 use fsdp::comm::{CommError, DEFAULT_DEADLINE, LocalRanks, ProcessGroup, RANK_STACK_BYTES};
 use rayon::ThreadPoolBuilder;
 
+use crate::cpu_threads;
+
 /// The number of ranks, and the resources of each.
 ///
 /// candle computes matrix products on the thread pool of the thread that calls it. On one pool for all, ranks would
@@ -38,8 +40,7 @@ impl Ranks {
     /// Returns the number of CPU threads of each rank.
     #[must_use]
     pub fn threads_per_rank(&self) -> usize {
-        let share = || std::thread::available_parallelism().map_or(1, NonZeroUsize::get) / self.count.max(1);
-        self.threads.map_or_else(|| share().max(1), NonZeroUsize::get)
+        self.threads.map_or_else(|| cpu_threads::share(self.count), NonZeroUsize::get)
     }
 
     /// Runs `f` on every rank, and returns the results in rank order.

@@ -65,6 +65,19 @@ fn processes_get_the_losses_of_threads_bit_for_bit_and_checkpoints_cross() {
 }
 
 #[test]
+fn programs_get_their_share_of_the_cores_unless_the_user_has_set_it() {
+    let script = ["sh", "-c", "echo $RAYON_NUM_THREADS"];
+    let cores = thread::available_parallelism().unwrap().get();
+    launch("1", &script).assert().success().stdout(format!("[0] {cores}\n"));
+    let many = launch("64", &script).assert().success();
+    let share = (cores / 64).max(1);
+    assert!(
+        String::from_utf8_lossy(&many.get_output().stdout).lines().all(|line| line.ends_with(&format!("] {share}")))
+    );
+    launch("1", &script).env("RAYON_NUM_THREADS", "7").assert().success().stdout("[0] 7\n");
+}
+
+#[test]
 fn output_has_its_rank_and_variables_are_torchruns() {
     let script = "echo $RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $GROUP_RANK $MASTER_ADDR $MASTER_PORT \
                   $FSDP_JOB_ID; printf torn >&2";

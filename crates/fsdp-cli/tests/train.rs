@@ -481,3 +481,31 @@ fn gpus_that_cannot_be_used_are_a_usage_error() {
         refused(&["--device", "cuda"], "--features cuda");
     }
 }
+
+/// candle sizes its pool by the machine unless it is told before first use, so it is counted from outside.
+#[cfg(target_os = "linux")]
+#[test]
+fn candles_pool_has_the_threads_of_one_rank() {
+    // Large enough for candle to use its pool.
+    let large = ["--layers", "1", "--hidden", "256", "--steps", "2", "--nproc", "2", "--sample", "0"];
+    let dir = TempDir::new().unwrap();
+    for (threads, expected) in [("1", 0), ("3", 2)] {
+        let mut command = std::process::Command::new(common::FSDP);
+        command.args(["train", "--out"]).arg(dir.path().join(threads)).args(large).args(["--threads", threads]);
+        let mut run = command.stderr(std::process::Stdio::null()).spawn().unwrap();
+        let mut most = 0;
+        while run.try_wait().unwrap().is_none() {
+            most = most.max(threads_named(run.id(), "candle-bp-"));
+        }
+        assert!(run.wait().unwrap().success());
+        assert_eq!(most, expected, "--threads {threads}");
+    }
+}
+
+/// Counts the threads of a process whose names start like this.
+#[cfg(target_os = "linux")]
+fn threads_named(process: u32, prefix: &str) -> usize {
+    let Ok(tasks) = fs::read_dir(format!("/proc/{process}/task")) else { return 0 };
+    let name = |task: fs::DirEntry| fs::read_to_string(task.path().join("comm")).unwrap_or_default();
+    tasks.flatten().map(name).filter(|name| name.starts_with(prefix)).count()
+}

@@ -9,6 +9,7 @@
 //! | [`prelude`] | the names that a training program needs |
 //! | [`nn`] | [`FullyShardedDataParallel`](nn::FullyShardedDataParallel), optimizers on shards, torch's names for their state |
 //! | [`checkpoint`] | [`Checkpointer`](checkpoint::Checkpointer) and [`TrainState`](checkpoint::TrainState): runs saved and resumed; state dicts saved and loaded |
+//! | [`ops`] | softmax, norms, attention and other operations of candle models, fast and with gradients |
 //! | [`comm`] | process groups and collectives |
 //! | [`state`], [`flat`], [`layout`] | state dicts, sharded tensors, and the arithmetic of both |
 //! | [`dcp`] | checkpoint files, without any tensor library |
@@ -23,4 +24,5 @@ pub use fsdp_dcp as dcp;
 pub use fsdp_flat as flat;
 pub use fsdp_layout as layout;
 pub use fsdp_nn as nn;
+pub use fsdp_ops as ops;
 pub use fsdp_state as state;

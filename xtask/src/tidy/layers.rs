@@ -11,7 +11,8 @@ use serde_json::Value;
 use crate::shell::program;
 
 /// Each crate with the crates of the project that it may use. Layers point down only.
-const LAYERS: [(&str, &[&str]); 10] = [
+const LAYERS: [(&str, &[&str]); 11] = [
+    ("fsdp-ops", &[]),
     ("fsdp-layout", &[]),
     ("fsdp-digest", &["fsdp-layout"]),
     ("fsdp-dcp", &["fsdp-layout", "fsdp-digest"]),
@@ -20,7 +21,10 @@ const LAYERS: [(&str, &[&str]); 10] = [
     ("fsdp-state", &["fsdp-layout", "fsdp-digest", "fsdp-comm", "fsdp-flat"]),
     ("fsdp-nn", &["fsdp-layout", "fsdp-comm", "fsdp-flat", "fsdp-state"]),
     ("fsdp-checkpoint", &["fsdp-layout", "fsdp-dcp", "fsdp-comm", "fsdp-flat", "fsdp-state", "fsdp-nn"]),
-    ("fsdp", &["fsdp-layout", "fsdp-dcp", "fsdp-comm", "fsdp-flat", "fsdp-state", "fsdp-nn", "fsdp-checkpoint"]),
+    (
+        "fsdp",
+        &["fsdp-ops", "fsdp-layout", "fsdp-dcp", "fsdp-comm", "fsdp-flat", "fsdp-state", "fsdp-nn", "fsdp-checkpoint"],
+    ),
     ("fsdp-cli", &["fsdp-layout", "fsdp-dcp", "fsdp"]),
 ];
 

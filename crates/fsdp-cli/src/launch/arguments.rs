@@ -20,7 +20,9 @@ const LOCALHOST: Ipv4Addr = Ipv4Addr::LOCALHOST;
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Each process gets torchrun's variables: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and \
-MASTER_PORT, TORCHELASTIC_RESTART_COUNT and TORCHELASTIC_MAX_RESTARTS; FSDP_JOB_ID and FSDP_SECRET. SIGINT, SIGTERM and SIGHUP are passed on. When a process fails, all others are ended, and \
+MASTER_PORT, TORCHELASTIC_RESTART_COUNT and TORCHELASTIC_MAX_RESTARTS; FSDP_JOB_ID and FSDP_SECRET; and \
+RAYON_NUM_THREADS, its share of the cores, unless that is set. SIGINT, SIGTERM and SIGHUP are passed on. \
+When a process fails, all others are ended, and \
 its exit code (128 + N for signal N) is returned.
 
 Examples:

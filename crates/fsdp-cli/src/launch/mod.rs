@@ -25,6 +25,7 @@ use self::exits::Cause;
 use self::guard::Guard;
 use self::lines::{LastLines, Lines};
 use self::ranks::{Ended, Event, Ranks};
+use crate::cpu_threads;
 use crate::exit_codes;
 use crate::failure::Stopped;
 use crate::job_failure::{JobError, RankEnded};
@@ -146,6 +147,10 @@ fn command(arguments: &LaunchArguments) -> Result<Command> {
     command.env_remove("FSDP_NPROC");
     // A group of its own, so that signals reach the processes that it starts too.
     command.process_group(0);
+    if cpu_threads::asked().is_none() {
+        // Programs that use candle get their share of the cores too.
+        command.env(cpu_threads::VARIABLE, cpu_threads::share(arguments.nproc).to_string());
+    }
     #[cfg(target_os = "linux")]
     parent::end_with_this_process(&mut command);
     Ok(command)

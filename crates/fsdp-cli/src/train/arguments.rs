@@ -199,8 +199,8 @@ pub(crate) struct TrainArguments {
     /// Backwards of a step on each rank; only the last one communicates
     #[arg(long, value_name = "A", default_value_t = 1, env = "FSDP_ACCUMULATE", value_parser = size())]
     pub(super) accumulate: usize,
-    /// CPU threads of each rank [default: the machine's, shared equally by its ranks, or by all ranks if the launcher
-    /// does not tell how many ranks the machine has]
+    /// CPU threads of each rank, candle's included [default: RAYON_NUM_THREADS, or the machine's, shared equally by its
+    /// ranks, or by all ranks if the launcher does not tell how many ranks the machine has]
     #[arg(long, value_name = "THREADS", env = "FSDP_THREADS")]
     pub(super) threads: Option<NonZeroUsize>,
     /// Seconds after which ranks stop waiting for each other

@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use crate::cpu_threads;
 use crate::data::{Batches, Text};
 use crate::ranks::Ranks;
 use anyhow::{Error, Result};
@@ -51,6 +52,23 @@ fn of_rank(file: &Path, rank: usize) -> PathBuf {
     file.with_file_name(name)
 }
 
+/// Returns the number of CPU threads of each rank of this process: `--threads`, or else the number that the user has set
+/// for candle, or else the rank's share of the machine.
+pub(crate) fn threads_per_rank(arguments: &TrainArguments) -> usize {
+    // A launcher's variables that make no sense are an error of the run, which comes next.
+    let launched = Launched::find(arguments).ok().flatten();
+    ranks(arguments, launched.as_ref()).threads_per_rank()
+}
+
+/// Returns the ranks that share this machine, and the resources of each.
+fn ranks(arguments: &TrainArguments, launched: Option<&Launched>) -> Ranks {
+    Ranks {
+        count: launched.map_or(arguments.nproc.unwrap_or(1), Launched::local_world_size),
+        threads: arguments.threads.or_else(cpu_threads::asked),
+        deadline: Duration::from_secs(arguments.timeout.get()),
+    }
+}
+
 /// Trains: `fsdp train`.
 ///
 /// # Errors
@@ -60,12 +78,7 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     let device = DeviceName::choose(arguments)?;
     let run = &arguments.checkpoints();
     let reports = launched.as_ref().is_none_or(Launched::is_first);
-    let ranks = Ranks {
-        // Those that share this machine.
-        count: launched.as_ref().map_or(arguments.nproc.unwrap_or(1), Launched::local_world_size),
-        threads: arguments.threads,
-        deadline: Duration::from_secs(arguments.timeout.get()),
-    };
+    let ranks = ranks(arguments, launched.as_ref());
     let stop = StopRequest::default();
     let mut candidates = Candidates::new(run, arguments.resume_mode(), reports);
     let mut group = None;

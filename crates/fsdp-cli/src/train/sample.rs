@@ -1,7 +1,7 @@
 //! A text sample from a trained model.
 
 use crate::gpt::Gpt;
-use candle_core::{Device, IndexOp, Tensor};
+use candle_core::{Device, Tensor};
 use fsdp::prelude::*;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -23,17 +23,13 @@ pub(super) fn sample(
     seed: u64,
 ) -> anyhow::Result<String> {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    let mut text = vec![u32::from(PROMPT)];
-    for _ in 0..length {
-        let logits = model.forward(|gpt| {
-            let context = &text[text.len().saturating_sub(gpt.config().seq)..];
-            let tokens = Tensor::new(context, device)?.unsqueeze(0)?;
-            gpt.logits(&tokens)?.i((0, context.len() - 1))
-        })?;
-        text.push(draw(&logits.to_vec1()?, f64::from(rng.next_u32()) / f64::from(u32::MAX)));
-    }
+    let mut next = |scores: &Tensor| {
+        let quantile = f64::from(rng.next_u32()) / f64::from(u32::MAX);
+        Ok(draw(&scores.to_vec1()?, quantile))
+    };
+    let text = model.forward(|gpt| gpt.generate(&[u32::from(PROMPT)], length, device, &mut next))?;
     model.parameters().reshard()?;
-    let bytes: Vec<u8> = text[1..].iter().map(|&byte| byte as u8).collect();
+    let bytes: Vec<u8> = text.to_vec1::<u32>()?.iter().map(|&byte| byte as u8).collect();
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 

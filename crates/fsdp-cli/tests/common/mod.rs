@@ -9,7 +9,9 @@ pub(crate) fn fsdp(arguments: &[&str]) -> Command {
     let mut command = Command::new(FSDP);
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
-        if ["FSDP_", "OMPI_", "SLURM_"].iter().any(|prefix| text.starts_with(prefix)) || text == "RANK" {
+        if ["FSDP_", "OMPI_", "SLURM_"].iter().any(|prefix| text.starts_with(prefix))
+            || ["RANK", "RAYON_NUM_THREADS"].contains(&&*text)
+        {
             command.env_remove(&name);
         }
     }

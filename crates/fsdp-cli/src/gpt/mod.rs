@@ -1,14 +1,14 @@
 //! nanoGPT's GPT-2 on a [`Scope`]: the model that `fsdp train` trains, in plain candle or sharded.
 
-use candle_core::{D, DType, Device, IndexOp, Result, Tensor};
-use candle_nn::{Init, VarBuilder};
+mod block;
+mod generate;
+
+use candle_core::{Result, Tensor};
 use fsdp::nn::{Scope, Unit};
+use fsdp::ops::{cross_entropy, linear};
 use serde::{Deserialize, Serialize};
 
-/// The initial values of matrices and embeddings.
-const NORMAL: Init = Init::Randn { mean: 0.0, stdev: 0.02 };
-
-const LAYER_NORM_EPS: f64 = 1e-5;
+use self::block::{Block, LayerNorm, NORMAL};
 
 /// The sizes of a [`Gpt`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -126,18 +126,24 @@ impl Gpt {
     /// # Errors
     /// Tokens of another rank or dtype, longer than `seq`, or outside the vocabulary.
     pub fn logits(&self, tokens: &Tensor) -> Result<Tensor> {
-        let (batch, time) = tokens.dims2()?;
-        let hidden = self.config.hidden;
-        let mask = causal_mask(time, self.wte.dtype(), tokens.device())?;
-        // Activations are `[batch * time, hidden]`, so that each matrix product is one 2-D product.
-        let positions = self.wpe.narrow(0, 0, time)?.unsqueeze(0)?;
-        let embedded = self.wte.index_select(&tokens.flatten_all()?, 0)?.reshape((batch, time, hidden))?;
-        let mut x = embedded.broadcast_add(&positions)?.reshape((batch * time, hidden))?;
+        let mut x = self.embed(tokens, 0)?;
         for block in &self.blocks {
-            x = block.run(|block| block.forward(&x, &mask))?;
+            x = block.run(|block| block.forward(&x, None))?;
         }
-        let logits = self.ln_f.forward(&x)?.matmul(&self.wte.t()?)?;
-        logits.reshape((batch, time, self.config.vocab))
+        self.scores(&x)
+    }
+
+    /// Embeds tokens `[batch, time]` whose first position is `start`.
+    fn embed(&self, tokens: &Tensor, start: usize) -> Result<Tensor> {
+        let (batch, time) = tokens.dims2()?;
+        let positions = self.wpe.narrow(0, start, time)?.unsqueeze(0)?;
+        let embedded = self.wte.index_select(&tokens.flatten_all()?, 0)?.reshape((batch, time, self.config.hidden))?;
+        embedded.broadcast_add(&positions)
+    }
+
+    /// Returns the scores of what the blocks have made of each position.
+    fn scores(&self, x: &Tensor) -> Result<Tensor> {
+        linear(&self.ln_f.forward(x)?, &self.wte, None)
     }
 
     /// Computes the mean cross-entropy of the scores against `targets` `[batch, time]` (u32), which is a scalar.
@@ -145,148 +151,15 @@ impl Gpt {
     /// # Errors
     /// The same as [`Self::logits`].
     pub fn loss(&self, tokens: &Tensor, targets: &Tensor) -> Result<Tensor> {
-        let logits = self.logits(tokens)?.flatten_to(1)?;
-        let targets = targets.flatten_all()?.unsqueeze(1)?;
-        // The largest score is subtracted only to keep `exp` in range: no gradient needs to go through it.
-        let shifted = logits.broadcast_sub(&logits.detach().max_keepdim(1)?)?;
-        let log_sum = shifted.exp()?.sum_keepdim(1)?.log()?;
-        (log_sum - shifted.gather(&targets, 1)?)?.mean_all()
-    }
-}
-
-/// Returns 0 for a position (column) that another one (row) may see, and minus infinity for later positions.
-fn causal_mask(time: usize, dtype: DType, device: &Device) -> Result<Tensor> {
-    let mask: Vec<f32> = (0..time)
-        .flat_map(|row| (0..time).map(move |column| if column <= row { 0.0 } else { f32::NEG_INFINITY }))
-        .collect();
-    Tensor::from_vec(mask, (time, time), device)?.to_dtype(dtype)
-}
-
-/// A block: attention and MLP, each on a normalised input and added to the residual stream.
-struct Block {
-    ln_1: LayerNorm,
-    attn: Attention,
-    ln_2: LayerNorm,
-    mlp: Mlp,
-}
-
-impl Block {
-    fn new(vb: &VarBuilder<'_>, config: &GptConfig) -> Result<Self> {
-        Ok(Block {
-            ln_1: LayerNorm::new(&vb.pp("ln_1"), config.hidden)?,
-            attn: Attention::new(&vb.pp("attn"), config)?,
-            ln_2: LayerNorm::new(&vb.pp("ln_2"), config.hidden)?,
-            mlp: Mlp::new(&vb.pp("mlp"), config.hidden)?,
-        })
-    }
-
-    fn forward(&self, x: &Tensor, mask: &Tensor) -> Result<Tensor> {
-        let x = (x + self.attn.forward(&self.ln_1.forward(x)?, mask)?)?;
-        let mlp = self.mlp.forward(&self.ln_2.forward(&x)?)?;
-        x + mlp
-    }
-}
-
-struct Attention {
-    heads: usize,
-    c_attn: Linear,
-    c_proj: Linear,
-}
-
-impl Attention {
-    fn new(vb: &VarBuilder<'_>, config: &GptConfig) -> Result<Self> {
-        let hidden = config.hidden;
-        Ok(Attention {
-            heads: config.heads,
-            c_attn: Linear::new(&vb.pp("c_attn"), hidden, 3 * hidden)?,
-            c_proj: Linear::new(&vb.pp("c_proj"), hidden, hidden)?,
-        })
-    }
-
-    fn forward(&self, x: &Tensor, mask: &Tensor) -> Result<Tensor> {
-        let (rows, hidden) = x.dims2()?;
-        let time = mask.dim(0)?;
-        let (batch, width) = (rows / time, hidden / self.heads);
-        // [3, batch, heads, time, width]
-        let qkv = self.c_attn.forward(x)?.reshape((batch, time, 3, self.heads, width))?;
-        let qkv = qkv.permute((2, 0, 3, 1, 4))?.contiguous()?.reshape((3, batch * self.heads, time, width))?;
-        let (query, key, value) = (qkv.i(0)?, qkv.i(1)?, qkv.i(2)?);
-        let scores = (query * (width as f64).powf(-0.5))?.matmul(&key.t()?)?.broadcast_add(mask)?;
-        let mixed = softmax(&scores)?.matmul(&value)?;
-        let mixed = mixed.reshape((batch, self.heads, time, width))?.transpose(1, 2)?;
-        self.c_proj.forward(&mixed.reshape((rows, hidden))?)
-    }
-}
-
-/// Computes softmax over the last dimension. candle's fused one has no backward.
-fn softmax(x: &Tensor) -> Result<Tensor> {
-    // The maximum is taken off so that no exponential overflows. It changes no result, so it needs no gradient.
-    let exp = x.broadcast_sub(&x.detach().max_keepdim(D::Minus1)?)?.exp()?;
-    exp.broadcast_div(&exp.sum_keepdim(D::Minus1)?)
-}
-
-struct Mlp {
-    c_fc: Linear,
-    c_proj: Linear,
-}
-
-impl Mlp {
-    fn new(vb: &VarBuilder<'_>, hidden: usize) -> Result<Self> {
-        Ok(Mlp {
-            c_fc: Linear::new(&vb.pp("c_fc"), hidden, 4 * hidden)?,
-            c_proj: Linear::new(&vb.pp("c_proj"), 4 * hidden, hidden)?,
-        })
-    }
-
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.c_proj.forward(&self.c_fc.forward(x)?.gelu_erf()?)
-    }
-}
-
-struct Linear {
-    weight: Tensor,
-    bias: Tensor,
-}
-
-impl Linear {
-    fn new(vb: &VarBuilder<'_>, input: usize, output: usize) -> Result<Self> {
-        let bound = (input as f64).powf(-0.5);
-        let weight = vb.get_with_hints((output, input), "weight", NORMAL)?;
-        let bias = vb.get_with_hints(output, "bias", Init::Uniform { lo: -bound, up: bound })?;
-        Ok(Linear { weight, bias })
-    }
-
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        // The transpose is a view: a copy would stay in the graph until backward, and the weight would not be freed.
-        x.matmul(&self.weight.t()?)?.broadcast_add(&self.bias)
-    }
-}
-
-/// A layer norm. candle's fused one has no backward.
-struct LayerNorm {
-    weight: Tensor,
-    bias: Tensor,
-}
-
-impl LayerNorm {
-    fn new(vb: &VarBuilder<'_>, hidden: usize) -> Result<Self> {
-        let weight = vb.get_with_hints(hidden, "weight", Init::Const(1.0))?;
-        let bias = vb.get_with_hints(hidden, "bias", Init::Const(0.0))?;
-        Ok(LayerNorm { weight, bias })
-    }
-
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let centered = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
-        let variance = centered.sqr()?.mean_keepdim(D::Minus1)?;
-        let normal = centered.broadcast_div(&(variance + LAYER_NORM_EPS)?.sqrt()?)?;
-        normal.broadcast_mul(&self.weight)?.broadcast_add(&self.bias)
+        cross_entropy(&self.logits(tokens)?.flatten_to(1)?, &targets.flatten_all()?)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle_nn::VarMap;
+    use candle_core::{DType, Device, IndexOp as _};
+    use candle_nn::{VarBuilder, VarMap};
 
     const CONFIG: GptConfig = GptConfig { layers: 2, heads: 2, hidden: 8, seq: 5, vocab: 11 };
 
@@ -378,10 +251,41 @@ mod tests {
             };
             let quotient = (at(1e-5) - at(-1e-5)) / 2e-5;
             at(0.0);
-            // candle's GELU derivative has six digits of 1/sqrt(2 pi).
             let error = (along - quotient).abs() / quotient.abs().max(1e-2);
-            assert!(error < 1e-5, "{name}: {along} is not {quotient}");
+            assert!(error < 1e-7, "{name}: {along} is not {quotient}");
         }
+    }
+
+    #[test]
+    fn a_text_continues_as_the_scores_of_all_that_is_before_say() {
+        let (_variables, model) = plain(&GptConfig { seq: 12, ..CONFIG });
+        let most_likely = |scores: &Tensor| scores.argmax(0)?.to_scalar::<u32>();
+        let mut expected = vec![3u32, 7];
+        for _ in 0..10 {
+            let tokens = Tensor::new(expected.as_slice(), &Device::Cpu).unwrap().unsqueeze(0).unwrap();
+            let scores = model.logits(&tokens).unwrap().i((0, expected.len() - 1)).unwrap();
+            expected.push(most_likely(&scores).unwrap());
+        }
+        let text = model.generate(&[3, 7], 10, &Device::Cpu, &mut |scores| most_likely(scores)).unwrap();
+        assert_eq!(text.to_vec1::<u32>().unwrap(), expected[2..]);
+    }
+
+    #[test]
+    fn a_text_longer_than_the_context_continues_after_its_last_half() {
+        let (_variables, model) = plain(&CONFIG);
+        let mut seen = Vec::new();
+        let text = model.generate(&[1], 9, &Device::Cpu, &mut |scores| {
+            seen.push(scores.to_vec1::<f64>()?);
+            Ok(seen.len() as u32)
+        });
+        assert_eq!(text.unwrap().to_vec1::<u32>().unwrap(), [1, 2, 3, 4, 5, 6, 7, 8, 9]);
+        // The sixth position does not fit any more: the context begins anew with the last three.
+        let tokens = Tensor::new(&[[3u32, 4, 5]], &Device::Cpu).unwrap();
+        let expected = model.logits(&tokens).unwrap().i((0, 2)).unwrap().to_vec1::<f64>().unwrap();
+        for (found, expected) in seen[5].iter().zip(expected) {
+            assert!((found - expected).abs() < 1e-12, "{found} is not {expected}");
+        }
+        assert!(model.generate(&[], 1, &Device::Cpu, &mut |_| Ok(0)).is_err());
     }
 
     #[test]

@@ -1,0 +1,33 @@
+//! The number of CPU threads of a rank, and the pools that candle keeps for a whole process.
+//!
+//! candle sizes its pools by the machine when they are first used. Several ranks would then have as many threads each as
+//! the machine has cores, and threads that wait for work spin on cores that other ranks need.
+
+use std::num::NonZeroUsize;
+
+/// The variable that sizes candle's pools. candle cuts matrix products into as many parts, and its pool for element-wise
+/// operations has as many threads unless `CANDLE_NUM_THREADS` says otherwise.
+pub(crate) const VARIABLE: &str = "RAYON_NUM_THREADS";
+
+/// Returns the number of threads that the variables of this process ask for.
+pub(crate) fn asked() -> Option<NonZeroUsize> {
+    std::env::var(VARIABLE).ok()?.parse().ok()
+}
+
+/// Returns the part of this machine's threads that one of `ranks` gets, which is one at least.
+pub(crate) fn share(ranks: usize) -> usize {
+    (std::thread::available_parallelism().map_or(1, NonZeroUsize::get) / ranks.max(1)).max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_share_the_threads_of_the_machine_and_each_has_one_at_least() {
+        let all = share(1);
+        assert_eq!(all, share(0));
+        assert_eq!(share(2), (all / 2).max(1));
+        assert_eq!(share(usize::MAX), 1);
+    }
+}

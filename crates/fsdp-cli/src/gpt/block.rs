@@ -1,0 +1,130 @@
+//! A block of the model, and the layers that it is made of.
+
+use candle_core::{Result, Tensor};
+use candle_nn::kv_cache::KvCache;
+use candle_nn::{Init, VarBuilder};
+use fsdp::ops::{gelu_erf, layer_norm, linear, packed_attention, scaled_dot_product_attention};
+
+use super::GptConfig;
+
+/// The initial values of matrices and embeddings.
+pub(super) const NORMAL: Init = Init::Randn { mean: 0.0, stdev: 0.02 };
+
+const LAYER_NORM_EPS: f64 = 1e-5;
+
+/// A block: attention and MLP, each on a normalised input and added to the residual stream.
+pub(super) struct Block {
+    ln_1: LayerNorm,
+    attn: Attention,
+    ln_2: LayerNorm,
+    mlp: Mlp,
+}
+
+impl Block {
+    pub(super) fn new(vb: &VarBuilder<'_>, config: &GptConfig) -> Result<Self> {
+        Ok(Block {
+            ln_1: LayerNorm::new(&vb.pp("ln_1"), config.hidden)?,
+            attn: Attention::new(&vb.pp("attn"), config)?,
+            ln_2: LayerNorm::new(&vb.pp("ln_2"), config.hidden)?,
+            mlp: Mlp::new(&vb.pp("mlp"), config.hidden)?,
+        })
+    }
+
+    /// Computes `[batch, time, hidden]` from the same. With a cache, the positions go on after those that it holds.
+    pub(super) fn forward(&self, x: &Tensor, cache: Option<&mut KvCache>) -> Result<Tensor> {
+        let x = (x + self.attn.forward(&self.ln_1.forward(x)?, cache)?)?;
+        let mlp = self.mlp.forward(&self.ln_2.forward(&x)?)?;
+        x + mlp
+    }
+}
+
+struct Attention {
+    heads: usize,
+    c_attn: Linear,
+    c_proj: Linear,
+}
+
+impl Attention {
+    fn new(vb: &VarBuilder<'_>, config: &GptConfig) -> Result<Self> {
+        let hidden = config.hidden;
+        Ok(Attention {
+            heads: config.heads,
+            c_attn: Linear::new(&vb.pp("c_attn"), hidden, 3 * hidden)?,
+            c_proj: Linear::new(&vb.pp("c_proj"), hidden, hidden)?,
+        })
+    }
+
+    fn forward(&self, x: &Tensor, cache: Option<&mut KvCache>) -> Result<Tensor> {
+        let qkv = self.c_attn.forward(x)?;
+        let mixed = match cache {
+            None => packed_attention(&qkv, self.heads, true)?,
+            Some(cache) => self.after(&qkv, cache)?,
+        };
+        self.c_proj.forward(&mixed)
+    }
+
+    /// Mixes new positions with those in the cache, and adds them to it. Only an empty cache can take several at once.
+    fn after(&self, qkv: &Tensor, cache: &mut KvCache) -> Result<Tensor> {
+        let (batch, time, packed) = qkv.dims3()?;
+        let width = packed / 3 / self.heads;
+        let parts = qkv.reshape((batch, time, 3, self.heads, width))?.permute((2, 0, 3, 1, 4))?.contiguous()?;
+        let (key, value) = cache.append(&parts.get(1)?, &parts.get(2)?)?;
+        let scale = (width as f64).powf(-0.5);
+        let mixed = scaled_dot_product_attention(&parts.get(0)?, &key, &value, time > 1, scale)?;
+        mixed.transpose(1, 2)?.reshape((batch, time, packed / 3))
+    }
+}
+
+struct Mlp {
+    c_fc: Linear,
+    c_proj: Linear,
+}
+
+impl Mlp {
+    fn new(vb: &VarBuilder<'_>, hidden: usize) -> Result<Self> {
+        Ok(Mlp {
+            c_fc: Linear::new(&vb.pp("c_fc"), hidden, 4 * hidden)?,
+            c_proj: Linear::new(&vb.pp("c_proj"), 4 * hidden, hidden)?,
+        })
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.c_proj.forward(&gelu_erf(&self.c_fc.forward(x)?)?)
+    }
+}
+
+struct Linear {
+    weight: Tensor,
+    bias: Tensor,
+}
+
+impl Linear {
+    fn new(vb: &VarBuilder<'_>, input: usize, output: usize) -> Result<Self> {
+        let bound = (input as f64).powf(-0.5);
+        let weight = vb.get_with_hints((output, input), "weight", NORMAL)?;
+        let bias = vb.get_with_hints(output, "bias", Init::Uniform { lo: -bound, up: bound })?;
+        Ok(Linear { weight, bias })
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        linear(x, &self.weight, Some(&self.bias))
+    }
+}
+
+/// A layer norm with a weight and a bias.
+pub(super) struct LayerNorm {
+    weight: Tensor,
+    bias: Tensor,
+}
+
+impl LayerNorm {
+    pub(super) fn new(vb: &VarBuilder<'_>, hidden: usize) -> Result<Self> {
+        let weight = vb.get_with_hints(hidden, "weight", Init::Const(1.0))?;
+        let bias = vb.get_with_hints(hidden, "bias", Init::Const(0.0))?;
+        Ok(LayerNorm { weight, bias })
+    }
+
+    pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        layer_norm(x, &self.weight, &self.bias, LAYER_NORM_EPS)
+    }
+}

@@ -1,0 +1,82 @@
+//! Text from a model, token by token.
+
+use candle_core::{Device, IndexOp as _, Result, Tensor};
+use candle_nn::kv_cache::KvCache;
+use fsdp::nn::Unit;
+
+use super::Gpt;
+use super::block::Block;
+
+/// The dimension of positions in keys and values.
+const POSITIONS: usize = 2;
+
+impl Gpt {
+    /// Continues `prompt` by `length` tokens, and returns those (u32). `draw` chooses each one by the scores `[vocab]` of
+    /// all tokens.
+    ///
+    /// All units are gathered once, and are whole until the end. Keys and values of earlier positions are kept, so a token
+    /// costs one position. Where the text is longer than the model's context, the context begins anew with the last half of
+    /// it.
+    ///
+    /// # Errors
+    /// No prompt; those of `draw`; those of [`Self::logits`].
+    pub fn generate(
+        &self,
+        prompt: &[u32],
+        length: usize,
+        device: &Device,
+        draw: &mut dyn FnMut(&Tensor) -> Result<u32>,
+    ) -> Result<Tensor> {
+        if prompt.is_empty() {
+            candle_core::bail!("a text has to begin with a token");
+        }
+        with_whole(&self.blocks, &[], &mut |blocks| {
+            let text = self.generate_with(blocks, prompt, length, device, draw)?;
+            Tensor::new(&text[prompt.len()..], device)
+        })
+    }
+
+    /// Returns the prompt and what follows it.
+    fn generate_with(
+        &self,
+        blocks: &[&Block],
+        prompt: &[u32],
+        length: usize,
+        device: &Device,
+        draw: &mut dyn FnMut(&Tensor) -> Result<u32>,
+    ) -> Result<Vec<u32>> {
+        let seq = self.config.seq;
+        let mut caches = vec![KvCache::new(POSITIONS, seq); blocks.len()];
+        let mut text = prompt.to_vec();
+        // The token at position 0, and the number of positions that the caches hold.
+        let (mut start, mut cached) = (0, 0);
+        for _ in 0..length {
+            if text.len() - start > seq {
+                start = text.len() - seq.div_ceil(2);
+                cached = 0;
+                caches.iter_mut().for_each(KvCache::reset);
+            }
+            let new = Tensor::new(&text[start + cached..], device)?.unsqueeze(0)?;
+            let mut x = self.embed(&new, cached)?;
+            for (block, cache) in blocks.iter().zip(&mut caches) {
+                x = block.forward(&x, Some(cache))?;
+            }
+            let last = x.narrow(1, x.dim(1)? - 1, 1)?;
+            cached = text.len() - start;
+            text.push(draw(&self.scores(&last)?.i((0, 0))?.detach())?);
+        }
+        Ok(text)
+    }
+}
+
+/// Runs `f` with the parameters of all units in place. `blocks` are those of the units before.
+fn with_whole(
+    units: &[Unit<Block>],
+    blocks: &[&Block],
+    f: &mut dyn FnMut(&[&Block]) -> Result<Tensor>,
+) -> Result<Tensor> {
+    match units.split_first() {
+        None => f(blocks),
+        Some((unit, rest)) => unit.run(|block| with_whole(rest, &[blocks, &[block]].concat(), f)),
+    }
+}

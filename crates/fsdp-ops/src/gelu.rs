@@ -1,0 +1,95 @@
+//! GELU, exact and by its approximation with tanh.
+
+use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, WithDType as _};
+
+use crate::element::{tensor, with_element};
+use crate::real::Real;
+use crate::rows::{ANY_WIDTH, map_rows};
+use crate::values::{Values, contiguous, elements};
+
+/// Computes `x * Φ(x)` with the normal distribution function Φ: torch's `gelu`.
+///
+/// # Errors
+/// A dtype that is no float.
+pub fn gelu_erf(x: &Tensor) -> Result<Tensor> {
+    apply(x, Gelu::Erf, Tensor::gelu_erf)
+}
+
+/// Computes GELU with the approximation of Φ by tanh: torch's `gelu(approximate="tanh")`.
+///
+/// # Errors
+/// A dtype that is no float.
+pub fn gelu(x: &Tensor) -> Result<Tensor> {
+    apply(x, Gelu::Tanh, Tensor::gelu)
+}
+
+fn apply(x: &Tensor, op: Gelu, composed: fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
+    if x.device().is_cpu() { x.contiguous()?.apply_op1(op) } else { composed(x) }
+}
+
+#[derive(Clone, Copy)]
+enum Gelu {
+    Erf,
+    Tanh,
+}
+
+impl CustomOp1 for Gelu {
+    fn name(&self) -> &'static str {
+        match self {
+            Gelu::Erf => "gelu-erf",
+            Gelu::Tanh => "gelu",
+        }
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        use candle_core::backend::BackendStorage as _;
+        let range = contiguous(layout, self.name())?;
+        with_element!(x.dtype(), self.name(), T => {
+            let x = [elements::<T>(x, range, self.name())?];
+            let y = match self {
+                Gelu::Erf => map_rows(x, ANY_WIDTH, |_, [x]| x.iter_mut().for_each(|x| *x = *x * x.normal().0)),
+                Gelu::Tanh => map_rows(x, ANY_WIDTH, |_, [x]| x.iter_mut().for_each(|x| *x = *x * by_tanh(*x).0)),
+            };
+            Ok((T::to_cpu_storage_owned(y), layout.shape().clone()))
+        })
+    }
+
+    fn bwd(&self, x: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        let grad = grad.contiguous()?;
+        let (values, grads) = (Values::of(x, self.name())?, Values::of(&grad, self.name())?);
+        with_element!(x.dtype(), self.name(), T => {
+            let inputs = [grads.slice::<T>()?, values.slice::<T>()?];
+            // The derivative of x * f(x).
+            let dx = match self {
+                Gelu::Erf => map_rows(inputs, ANY_WIDTH, |_, [grad, x]| multiply(grad, x, Real::normal)),
+                Gelu::Tanh => map_rows(inputs, ANY_WIDTH, |_, [grad, x]| multiply(grad, x, by_tanh)),
+            };
+            tensor(dx, x.dims()).map(Some)
+        })
+    }
+}
+
+/// Multiplies each gradient with the derivative of `x * f(x)`, where `f` returns its value and its derivative.
+#[inline(always)]
+fn multiply<R: Real>(grads: &mut [R], x: &[R], f: impl Fn(R) -> (R, R)) {
+    for (grad, &x) in grads.iter_mut().zip(x) {
+        let (value, slope) = f(x);
+        *grad = *grad * (value + x * slope);
+    }
+}
+
+/// Returns `(1 + tanh(z)) / 2` for the polynomial `z` of GELU's approximation, and its derivative by x.
+#[inline(always)]
+fn by_tanh<R: Real>(x: R) -> (R, R) {
+    let scale = R::of(0.5 * std::f64::consts::FRAC_2_SQRT_PI * std::f64::consts::SQRT_2);
+    let cubic = R::of(0.044715);
+    let square = x * x;
+    let z = scale * x * (R::ONE + cubic * square);
+    let slope = scale * (R::ONE + R::of(3.0) * cubic * square);
+    // Without the difference of numbers that are almost equal: (1 + tanh z) / 2 = 1 / (1 + e^-2z).
+    let exp = (R::of(-2.0) * z).exponential();
+    let value = R::ONE / (R::ONE + exp);
+    // Far out, where e^-2z or the slope runs out of the type, the value is 0 or 1, and the derivative 0.
+    let rest = if value > R::ZERO { value * exp * value } else { R::ZERO };
+    (value, if rest > R::ZERO { R::of(2.0) * rest * slope } else { R::ZERO })
+}

@@ -1,0 +1,47 @@
+//! Fast operations with gradients for candle models.
+//!
+//! candle's fused operations have no backward, or cut the gradient without a word: `candle_nn::ops::softmax_last_dim`,
+//! `rms_norm`, `layer_norm`, `rotary_emb::rope`, `ops::sdpa`. Composed of candle's small operations they have one, but
+//! each of those reads and writes all elements, in the forward and again in the backward. The functions here compute in
+//! one pass over rows that stay in cache, have a backward that does the same, and work in any candle model.
+//!
+//! | function | computes | stands for |
+//! |---|---|---|
+//! | [`softmax_last_dim`] | softmax over the last dimension | `candle_nn::ops::softmax_last_dim` |
+//! | [`rms_norm`] | root-mean-square norm over the last dimension | `candle_nn::ops::rms_norm` |
+//! | [`layer_norm`] | layer norm over the last dimension | `candle_nn::ops::layer_norm` |
+//! | [`rope`], [`rope_i`] | rotary embeddings, of halves and of neighbours | `candle_nn::rotary_emb::{rope, rope_i}` |
+//! | [`scaled_dot_product_attention`] | attention, causal or not | `candle_nn::ops::sdpa` |
+//! | [`packed_attention`] | the same on the output of one projection to queries, keys and values | |
+//! | [`gelu_erf`], [`gelu`] | GELU, exact and by tanh | `Tensor::{gelu_erf, gelu}` |
+//! | [`cross_entropy`] | mean cross-entropy of scores and targets | `candle_nn::loss::cross_entropy` |
+//! | [`linear`] | a product with a weight, and a bias | `candle_nn::Linear` |
+//!
+//! On CPUs they take f32, f64, bf16 and f16. The half types are computed in f32 and rounded once, at the end. On other
+//! devices each function is composed of candle's operations, and has the same gradients.
+//!
+//! Results depend neither on the number of threads nor on the machine's vector instructions, but for matrix products,
+//! which are candle's. Work is shared by the threads of the rayon pool that the caller is in.
+
+mod attention;
+mod composed;
+mod cross_entropy;
+mod element;
+mod gelu;
+mod linear;
+mod norm;
+mod real;
+mod rope;
+mod rows;
+mod softmax;
+#[cfg(test)]
+mod tests;
+mod values;
+
+pub use attention::{packed_attention, scaled_dot_product_attention};
+pub use cross_entropy::cross_entropy;
+pub use gelu::{gelu, gelu_erf};
+pub use linear::linear;
+pub use norm::{layer_norm, rms_norm};
+pub use rope::{rope, rope_i};
+pub use softmax::softmax_last_dim;

@@ -1,0 +1,83 @@
+//! Rows of equal width, computed in parallel by kernels that the compiler vectorises.
+
+use rayon::iter::{IndexedParallelIterator as _, ParallelIterator as _};
+use rayon::slice::ParallelSliceMut as _;
+
+use crate::element::Element;
+
+/// The elements that one task computes, about: enough to be worth a task, and few enough to stay in cache.
+const TASK: usize = 16 << 10;
+
+/// The width of rows for operations to which rows mean nothing.
+pub(crate) const ANY_WIDTH: usize = 4 << 10;
+
+/// Returns the number of rows of a task, which depends on nothing but their width.
+fn rows_of_task(width: usize) -> usize {
+    (TASK / width.max(1)).max(1)
+}
+
+/// Runs a kernel with the widest vector instructions of this machine.
+#[inline(always)]
+pub(crate) fn vectorized<R>(kernel: impl FnOnce() -> R) -> R {
+    struct Kernel<K>(K);
+    impl<R, K: FnOnce() -> R> pulp::WithSimd for Kernel<K> {
+        type Output = R;
+
+        #[inline(always)]
+        fn with_simd<S: pulp::Simd>(self, _: S) -> R {
+            (self.0)()
+        }
+    }
+    pulp::Arch::new().dispatch(Kernel(kernel))
+}
+
+/// Computes an output as long as each of the inputs, row by row. The kernel gets the number of a row and the row of each
+/// input, widened, and leaves its result in the first. The last row may be shorter.
+pub(crate) fn map_rows<T: Element, const N: usize>(
+    inputs: [&[T]; N],
+    width: usize,
+    kernel: impl Fn(usize, [&mut [T::Real]; N]) + Sync,
+) -> Vec<T> {
+    reduce_rows(inputs, width, 0, |row, values, _| kernel(row, values)).0
+}
+
+/// Computes an output like [`map_rows`], and sums over all rows: the kernel adds to `sums` numbers that start at zero.
+pub(crate) fn reduce_rows<T: Element, const N: usize>(
+    inputs: [&[T]; N],
+    width: usize,
+    sums: usize,
+    kernel: impl Fn(usize, [&mut [T::Real]; N], &mut [T::Real]) + Sync,
+) -> (Vec<T>, Vec<T::Real>) {
+    let zero = T::narrow(<T::Real as crate::real::Real>::ZERO);
+    let zero_sum = <T::Real as crate::real::Real>::ZERO;
+    let len = inputs.first().map_or(0, |input| input.len());
+    let mut output = vec![zero; len];
+    let (width, rows) = (width.max(1), rows_of_task(width));
+    let parts = output.par_chunks_mut(width * rows).enumerate().map(|(task, output)| {
+        let mut part = vec![zero_sum; sums];
+        let mut scratch: [Vec<T::Real>; N] = std::array::from_fn(|_| vec![zero_sum; width.min(output.len())]);
+        vectorized(|| {
+            for (index, output) in output.chunks_mut(width).enumerate() {
+                let row = task * rows + index;
+                let range = row * width..row * width + output.len();
+                for (scratch, input) in scratch.iter_mut().zip(inputs) {
+                    for (wide, value) in scratch.iter_mut().zip(&input[range.clone()]) {
+                        *wide = value.widen();
+                    }
+                }
+                kernel(row, scratch.each_mut().map(|values| &mut values[..output.len()]), &mut part);
+                for (value, &wide) in output.iter_mut().zip(&scratch[0]) {
+                    *value = T::narrow(wide);
+                }
+            }
+        });
+        part
+    });
+    // In order of the tasks, however the threads came to them.
+    let parts: Vec<Vec<T::Real>> = parts.collect();
+    let mut total = vec![zero_sum; sums];
+    for part in parts {
+        total.iter_mut().zip(part).for_each(|(total, part)| *total += part);
+    }
+    (output, total)
+}
