@@ -16,6 +16,7 @@
 pub mod async_save;
 pub mod catalog;
 mod checkpointer;
+mod digest;
 mod error;
 mod from_checkpoint;
 pub mod load;
@@ -30,6 +31,7 @@ mod stateful;
 pub use async_save::AsyncSaver;
 pub use catalog::{StepCheckpoint, latest_checkpoint, list_checkpoints, step_name, step_path};
 pub use checkpointer::{CheckpointName, Checkpointer, CheckpointerOptions};
+pub use digest::state_digest;
 pub use error::CheckpointError;
 pub use from_checkpoint::{FromCheckpointOptions, from_checkpoint};
 pub use fsdp_dcp::Location;

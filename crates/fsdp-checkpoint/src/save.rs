@@ -16,7 +16,6 @@ use fsdp_dcp::verify::with_causes;
 use fsdp_dcp::writer::value_item_length;
 use fsdp_dcp::writer::{PayloadSource, RankWritten, WriteOptions, finish, write_rank};
 use fsdp_flat::storage::{HostBytes, to_device};
-use fsdp_layout::value::PlainTensor;
 use fsdp_layout::{ErrorKind, Failure, PlainValue, TensorBox};
 use fsdp_state::{FlatStateDict, StateDict, StateValue, flatten_state_dict};
 use indexmap::IndexMap;
@@ -253,7 +252,10 @@ impl LocalState {
                     source.tensors.insert(fqn, vec![(whole, Payload::Raw(tensor))]);
                 }
                 object => {
-                    let value = object_value(&fqn, &object)?;
+                    let value = object.to_object()?.ok_or_else(|| CheckpointError::Unsavable {
+                        fqn: fqn.clone(),
+                        problem: "a sharded tensor inside a tuple has no key of its own".to_owned(),
+                    })?;
                     let length = value_item_length(&value).map_err(|problem| CheckpointError::Unsavable {
                         fqn: fqn.clone(),
                         problem: problem.to_string(),
@@ -296,40 +298,6 @@ impl fmt::Write for HashedText {
         self.0.write(text.as_bytes());
         Ok(())
     }
-}
-
-/// Converts the elements of a list or a tuple with [`object_value`]. `fqn` is for errors.
-fn object_values(fqn: &str, values: &[StateValue]) -> Result<Vec<PlainValue>, CheckpointError> {
-    values.iter().map(|value| object_value(fqn, value)).collect()
-}
-
-/// Converts a value into one that is saved as a single object, including the tensors inside it. `fqn` is for errors.
-fn object_value(fqn: &str, value: &StateValue) -> Result<PlainValue, CheckpointError> {
-    Ok(match value {
-        StateValue::Plain(value) => value.clone(),
-        StateValue::List(values) => PlainValue::List(object_values(fqn, values)?),
-        StateValue::Tuple(values) => PlainValue::Tuple(object_values(fqn, values)?),
-        StateValue::Dict(dict) => {
-            let entries = dict.iter().map(|(key, value)| Ok((PlainValue::Str(key.clone()), object_value(fqn, value)?)));
-            PlainValue::Dict(entries.collect::<Result<_, CheckpointError>>()?)
-        }
-        StateValue::Tensor(tensor) => {
-            let data = HostBytes::read(&tensor.contiguous()?)?.to_vec();
-            let dtype = fsdp_flat::dtype::of(tensor)?;
-            PlainValue::Tensor(PlainTensor { dtype, shape: tensor.dims().to_vec(), data })
-        }
-        StateValue::Raw(tensor) => PlainValue::Tensor(PlainTensor {
-            dtype: tensor.dtype(),
-            shape: tensor.shape().to_vec(),
-            data: tensor.bytes().to_vec(),
-        }),
-        other => {
-            return Err(CheckpointError::Unsavable {
-                fqn: fqn.to_owned(),
-                problem: format!("a {} inside a tuple has no key of its own", other.kind()),
-            });
-        }
-    })
 }
 
 /// Returns the tensor in contiguous host memory, where the writer's threads can read it several times without a copy.

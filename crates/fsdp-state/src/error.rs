@@ -1,6 +1,7 @@
 //! The errors of state dicts.
 
 use fsdp_comm::CommError;
+use fsdp_digest::DigestError;
 use fsdp_flat::FlatError;
 use fsdp_layout::{ErrorKind, Failure, TensorBox};
 use thiserror::Error;
@@ -23,6 +24,9 @@ pub enum StateError {
     /// A collective failed, or another rank did.
     #[error(transparent)]
     Comm(#[from] CommError),
+    /// A digest of something that is no part of its tensor.
+    #[error(transparent)]
+    Digest(#[from] DigestError),
     /// Two places of a nested state dict have one flat key.
     #[error("duplicated flatten key `{key}`: two values of the state dict would share it")]
     DuplicateKey {

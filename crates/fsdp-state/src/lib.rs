@@ -27,6 +27,7 @@
 pub mod collectives;
 mod companion;
 pub mod copy;
+mod digest;
 pub mod engine;
 mod error;
 pub mod flatten;
@@ -47,6 +48,7 @@ pub use collectives::{
     reshard_sharded_tensors, reshard_state_dict,
 };
 pub use copy::{check_state_dict_similarity, copy_state_dict, create_cpu_state_dict};
+pub use digest::digest_state_dict;
 pub use engine::{LoadError, LoadOptions, Source, Target, load_state};
 pub use error::StateError;
 pub use flatten::{FlatStateDict, flatten_containers, flatten_state_dict, unflatten_state_dict};

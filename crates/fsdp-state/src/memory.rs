@@ -77,6 +77,38 @@ impl StateValue {
     }
 }
 
+impl StateValue {
+    /// Returns a value with all that it contains, tensors included, by value, as formats hold a list in one piece. `None` if
+    /// a sharded tensor is in it.
+    ///
+    /// # Errors
+    /// A tensor whose memory is released, or of a dtype that no file holds.
+    pub fn to_object(&self) -> Result<Option<PlainValue>, StateError> {
+        Ok(match self {
+            StateValue::Plain(value) => Some(value.clone()),
+            StateValue::List(values) => objects(values)?.map(PlainValue::List),
+            StateValue::Tuple(values) => objects(values)?.map(PlainValue::Tuple),
+            StateValue::Dict(dict) => {
+                let keys = dict.keys().map(|key| PlainValue::Str(key.to_owned()));
+                let values = dict.iter().map(|(_, value)| value.to_object()).collect::<Result<Option<Vec<_>>, _>>()?;
+                values.map(|values| PlainValue::Dict(keys.zip(values).collect()))
+            }
+            StateValue::Tensor(tensor) => {
+                let host = to_device(&tensor.detach(), &Device::Cpu)?.contiguous()?;
+                let data = HostBytes::read(&host)?.to_vec();
+                Some(tensor_value(dtype::of(tensor)?, tensor.dims(), data))
+            }
+            StateValue::Raw(tensor) => Some(tensor_value(tensor.dtype(), tensor.shape(), tensor.bytes().to_vec())),
+            StateValue::Sharded(_) => None,
+        })
+    }
+}
+
+/// Returns the elements of a list or a tuple by value; `None` if a sharded tensor is among them.
+fn objects(values: &[StateValue]) -> Result<Option<Vec<PlainValue>>, StateError> {
+    values.iter().map(StateValue::to_object).collect()
+}
+
 /// Returns a plain value, or a tensor of at most one element, by value; `None` for larger tensors and containers.
 pub(crate) fn scalar_of(value: &StateValue) -> Result<Option<PlainValue>, StateError> {
     Ok(match value {

@@ -38,7 +38,7 @@ fn freed(shape: &[usize]) -> StateError {
 }
 
 impl Leaf {
-    fn of(key: &KeyPath, value: &StateValue) -> Result<Leaf, StateError> {
+    pub(crate) fn of(key: &KeyPath, value: &StateValue) -> Result<Leaf, StateError> {
         let leaf = match value {
             StateValue::Tensor(tensor) if is_released(tensor) => return Err(freed(tensor.dims())),
             StateValue::Tensor(tensor) => Leaf::Whole { dtype: dtype::of(tensor)?, shape: tensor.dims().to_vec() },

@@ -20,7 +20,7 @@ const LAYERS: [(&str, &[&str]); 11] = [
     ("fsdp-flat", &["fsdp-layout"]),
     ("fsdp-state", &["fsdp-layout", "fsdp-digest", "fsdp-comm", "fsdp-flat"]),
     ("fsdp-nn", &["fsdp-layout", "fsdp-comm", "fsdp-flat", "fsdp-state"]),
-    ("fsdp-checkpoint", &["fsdp-layout", "fsdp-dcp", "fsdp-comm", "fsdp-flat", "fsdp-state", "fsdp-nn"]),
+    ("fsdp-checkpoint", &["fsdp-layout", "fsdp-digest", "fsdp-dcp", "fsdp-comm", "fsdp-flat", "fsdp-state", "fsdp-nn"]),
     (
         "fsdp",
         &["fsdp-ops", "fsdp-layout", "fsdp-dcp", "fsdp-comm", "fsdp-flat", "fsdp-state", "fsdp-nn", "fsdp-checkpoint"],

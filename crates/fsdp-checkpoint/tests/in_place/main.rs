@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![expect(clippy::disallowed_methods, reason = "the tests damage files on purpose")]
 
+mod digests;
 mod load;
 mod resume;
 mod training;

@@ -9,5 +9,5 @@ mod route;
 mod slots;
 
 pub(crate) use exchange::{Exchange, Item};
-pub(crate) use packing::BoxBytes;
+pub(crate) use packing::{BoxBytes, read_box};
 pub(crate) use route::{Layout, PerRank};

@@ -39,6 +39,11 @@ impl BoxBytes {
         }
     }
 
+    /// Returns the box.
+    pub(crate) const fn bounds(&self) -> &TensorBox {
+        &self.bounds
+    }
+
     fn on_host(bounds: TensorBox, tensor: &Tensor) -> Result<Self, StateError> {
         let tensor = to_device(&tensor.detach(), &Device::Cpu)?.contiguous()?;
         Ok(BoxBytes { bounds, data: Data::Tensor(tensor) })

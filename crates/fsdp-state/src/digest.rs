@@ -1,0 +1,156 @@
+//! The digest of a state dict that is spread over ranks.
+
+use std::hash::{Hash as _, Hasher as _};
+
+use fsdp_comm::ProcessGroup;
+use fsdp_digest::{Digest, StateDigest, Sum};
+use fsdp_layout::{KeyPath, PathPart, TensorBox};
+use serde::{Deserialize, Serialize};
+use twox_hash::XxHash3_64;
+
+use crate::engine::LoadError as _;
+use crate::memory::try_zeroed;
+use crate::transfer::{BoxBytes, Layout, PerRank, read_box};
+use crate::{Leaf, StateDict, StateError, StateValue, flatten_state_dict};
+
+/// Returns the digests of a state dict, by its flat keys: those that a checkpoint of it has, whatever its format and the
+/// number of ranks (`fsdp digest`). The same on every rank.
+///
+/// Every rank brings a dict of the same names. An element that several ranks have counts once, as the first of them has it;
+/// whole tensors and plain values are rank 0's. Nothing is copied that is contiguous in host memory.
+///
+/// Collectives: one agreement, and two object all-gathers, of boxes and of sums.
+///
+/// # Errors
+/// The same on every rank: ranks that bring different names, kinds, dtypes or shapes; elements that no rank has; any rank's
+/// own error.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use fsdp_flat::{LocalShard, ShardedTensor};
+/// use fsdp_layout::TensorBox;
+/// use fsdp_state::{StateDict, StateError, digest_state_dict};
+/// let digests = |ranks: usize| -> Result<String, Box<dyn std::error::Error>> {
+///     let digests = fsdp_comm::run_local(ranks, |group| {
+///         let (rank, rows) = (group.rank(), 4 / ranks);
+///         let whole = Tensor::arange(0f32, 8., &Device::Cpu)?.reshape((4, 2))?;
+///         let bounds = TensorBox::new(vec![rank * rows, 0], vec![rows, 2]);
+///         let shards = vec![LocalShard { bounds, tensor: whole.narrow(0, rank * rows, rows)? }];
+///         let mut state = StateDict::new();
+///         state.insert("weight", ShardedTensor::new(DType::F32, vec![4, 2], shards)?);
+///         Ok::<_, StateError>(digest_state_dict(&state, &group)?.root().to_string())
+///     })?;
+///     Ok(digests.into_iter().collect::<Result<Vec<_>, _>>()?.swap_remove(0))
+/// };
+/// assert_eq!(digests(1)?, digests(4)?);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn digest_state_dict(state: &StateDict, group: &ProcessGroup) -> Result<StateDigest, StateError> {
+    const OPERATION: &str = "digest_state_dict";
+    // Ranks agree on what there is before they compare the parts that each has.
+    let flat = flat_with_leaves(state);
+    let hash = flat.as_ref().map_or(0, |flat| {
+        let mut hasher = XxHash3_64::new();
+        flat.iter().for_each(|(key, _, leaf)| (key, leaf).hash(&mut hasher));
+        hasher.finish()
+    });
+    let flat = StateError::agree(group, OPERATION, Some(hash), flat)?;
+    // Each rank tells its boxes of sharded tensors, so that an element on several ranks is counted by one of them.
+    let mine: Vec<Vec<TensorBox>> = flat.iter().map(|(_, value, _)| boxes_of(value)).collect();
+    let mut boxes: Vec<Vec<Vec<TensorBox>>> = group.all_gather_object(&mine)?;
+    let mut parts = Ok(Vec::with_capacity(flat.len()));
+    for (index, (key, value, leaf)) in flat.iter().enumerate() {
+        let take = |of_rank: &mut Vec<Vec<TensorBox>>| of_rank.get_mut(index).map(std::mem::take).unwrap_or_default();
+        let have = PerRank::all(boxes.iter_mut().map(take).collect());
+        parts = parts.and_then(|mut parts: Vec<Part>| {
+            parts.push(part_of(group, OPERATION, key, value, leaf, have)?);
+            Ok(parts)
+        });
+    }
+    let parts = StateError::agree(group, OPERATION, None, parts)?;
+    // The parts of all ranks add up.
+    let all: Vec<Vec<Part>> = group.all_gather_object(&parts)?;
+    let mut digests = StateDigest::default();
+    for (index, (key, _, leaf)) in flat.iter().enumerate() {
+        let mut sum = Sum::default();
+        for part in all.iter().filter_map(|parts| parts.get(index)) {
+            match part {
+                Part::Elements(part) => sum.add(*part),
+                Part::Value(digest) => _ = digests.insert(key.as_str(), *digest),
+            }
+        }
+        if let Some((dtype, shape)) = leaf.tensor() {
+            digests.insert(key.as_str(), sum.finish(dtype, shape));
+        }
+    }
+    Ok(digests)
+}
+
+/// The part of one rank in the digest of a tensor or a value.
+#[derive(Debug, Serialize, Deserialize)]
+enum Part {
+    /// The sum over the elements that this rank counts.
+    Elements(Sum),
+    /// A plain value, of rank 0.
+    Value(Digest),
+}
+
+/// Returns a state dict's values by their flat keys, sorted, each with its description.
+fn flat_with_leaves(state: &StateDict) -> Result<Vec<(String, StateValue, Leaf)>, StateError> {
+    let mut flat = Vec::new();
+    for (key, value) in flatten_state_dict(state)?.values {
+        let leaf = Leaf::of(&KeyPath(vec![PathPart::Key(key.clone())]), &value)?;
+        flat.push((key, value, leaf));
+    }
+    flat.sort_by(|(a, ..), (b, ..)| a.cmp(b));
+    Ok(flat)
+}
+
+/// Returns the boxes of a sharded tensor on this rank.
+fn boxes_of(value: &StateValue) -> Vec<TensorBox> {
+    match value {
+        StateValue::Sharded(tensor) => tensor.boxes(),
+        _ => Vec::new(),
+    }
+}
+
+/// Returns this rank's part in the digest of a value. `have` are the boxes of all ranks, if it is sharded.
+fn part_of(
+    group: &ProcessGroup,
+    operation: &'static str,
+    key: &str,
+    value: &StateValue,
+    leaf: &Leaf,
+    have: PerRank,
+) -> Result<Part, StateError> {
+    let mut sum = Sum::default();
+    let Some((dtype, shape)) = leaf.tensor() else {
+        let object = value.to_object()?.filter(|_| group.rank() == 0);
+        return Ok(object.map_or(Part::Elements(sum), |object| Part::Value(Digest::of_value(&object))));
+    };
+    let element = dtype.size_in_bytes() as usize;
+    if !leaf.is_sharded() {
+        for source in if group.rank() == 0 { BoxBytes::of(value)? } else { Vec::new() } {
+            source.read(|bytes| sum.add_bytes(0, bytes))?;
+        }
+        return Ok(Part::Elements(sum));
+    }
+    let whole = TensorBox::whole(shape);
+    let layout = Layout { shape: shape.to_vec(), element, have, want: PerRank::all(vec![vec![whole.clone()]]) };
+    if let Some((_, missing)) = layout.hole() {
+        let (key, shape, rank) = (key.to_owned(), shape.to_vec(), 0);
+        return Err(StateError::NotCovered { operation, key, shape, rank, missing });
+    }
+    let sources = BoxBytes::of(value)?;
+    for piece in layout.pieces_of_whole().into_iter().filter(|piece| piece.source == group.rank()) {
+        if let Some(source) = sources.iter().find(|source| source.bounds() == &piece.bounds) {
+            source.read(|bytes| sum.add_box(shape, &piece.bounds, element, bytes))??;
+            continue;
+        }
+        // Other ranks count the rest of the box.
+        let mut bytes = try_zeroed(piece.bounds.numel() * element)?;
+        read_box(&sources, &piece.bounds, &piece.bounds, element, &mut bytes)?;
+        sum.add_box(shape, &piece.bounds, element, &bytes)?;
+    }
+    Ok(Part::Elements(sum))
+}
