@@ -61,6 +61,8 @@ struct Finding<'a> {
     replicas: usize,
     bytes_read: u64,
     problems: Vec<Problem>,
+    /// The values that hold objects of types that are never built.
+    opaque: Vec<Opaque<'a>>,
     not_finite: Vec<NotFinite<'a>>,
     /// The data files that the metadata does not name.
     unknown_files: Vec<String>,
@@ -72,6 +74,13 @@ struct Problem {
     file: Option<String>,
     offset: Option<u64>,
     error: String,
+}
+
+#[derive(Debug, Serialize)]
+struct Opaque<'a> {
+    name: &'a str,
+    #[serde(rename = "type")]
+    of: &'a str,
 }
 
 #[derive(Debug, Serialize)]
@@ -146,6 +155,7 @@ fn finding(path: String, report: &Report, problems: Vec<Problem>, unknown_files:
         replicas: report.replicas,
         bytes_read: report.bytes_read,
         problems,
+        opaque: report.opaque.iter().map(|(name, of)| Opaque { name, of }).collect(),
         not_finite: report
             .not_finite
             .iter()
@@ -158,6 +168,9 @@ fn finding(path: String, report: &Report, problems: Vec<Problem>, unknown_files:
 impl Finding<'_> {
     fn lines(&self) -> Vec<String> {
         let mut lines: Vec<String> = self.problems.iter().map(|problem| format!("bad       {problem}")).collect();
+        for Opaque { name, of } in &self.opaque {
+            lines.push(format!("opaque    {}: {}", escaped(name), escaped(of)));
+        }
         for NotFinite { name, nan, infinite } in &self.not_finite {
             lines.push(format!("numbers   {}: {nan} NaN, {infinite} infinite", escaped(name)));
         }

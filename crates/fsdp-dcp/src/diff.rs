@@ -93,7 +93,7 @@ pub fn diff(
         let difference = match (entry, second.metadata().entries.get(fqn)) {
             (_, None) => Some(Difference::OnlyInFirst),
             (Entry::Bytes(_), Some(Entry::Bytes(_))) => {
-                let (a, b) = (first.read_value(fqn)?, second.read_value(fqn)?);
+                let (a, b) = (first.describe_value(fqn)?, second.describe_value(fqn)?);
                 (!a.same_bits(&b)).then(|| Difference::Value { first: format!("{a:?}"), second: format!("{b:?}") })
             }
             (Entry::Tensor(a), Some(Entry::Tensor(b))) => {
@@ -140,7 +140,7 @@ fn part(
     let theirs = match other.metadata().entries.get(fqn) {
         None if is_second => return Ok(Some(Difference::OnlyInSecond)),
         None => return Ok(Some(Difference::OnlyInFirst)),
-        Some(Entry::Bytes(_)) => other.read_value(fqn)?,
+        Some(Entry::Bytes(_)) => other.describe_value(fqn)?,
         Some(Entry::Tensor(tensor)) => {
             let PlainValue::Tensor(own) = value else { return Ok(Some(Difference::Kind)) };
             if own.shape != tensor.shape || own.dtype != tensor.properties.dtype {

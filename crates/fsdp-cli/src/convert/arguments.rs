@@ -112,6 +112,9 @@ pub(crate) struct ConvertArguments {
     /// Cast the state of optimizers too
     #[arg(long, requires = "dtype")]
     cast_optimizer: bool,
+    /// Leave out values that hold objects of types that are never built, where the format cannot keep them
+    #[arg(long)]
+    pub(super) drop_opaque: bool,
     /// Replace the checkpoint at DST, once everything is written
     #[arg(long)]
     pub(super) overwrite: bool,

@@ -38,6 +38,7 @@ struct Destination<'a> {
     name: &'static str,
     overwrite: bool,
     dry_run: bool,
+    drop_opaque: bool,
     json: bool,
     progress: bool,
 }
@@ -67,6 +68,8 @@ struct Written {
     copied: Vec<String>,
     /// The files and directories beside the source's own that do not.
     left_behind: Vec<String>,
+    /// The keys of opaque values that are left out.
+    dropped: Vec<String>,
 }
 
 /// Converts a checkpoint: `fsdp convert`.
@@ -80,6 +83,7 @@ pub(crate) fn run(arguments: &ConvertArguments) -> Result<()> {
         name: arguments.to.name(),
         overwrite: arguments.overwrite,
         dry_run: arguments.dry_run,
+        drop_opaque: arguments.drop_opaque,
         json: arguments.json,
         progress: !arguments.no_progress,
     };
@@ -101,6 +105,7 @@ pub(crate) fn reshard(arguments: &ReshardArguments) -> Result<()> {
         name: "dcp",
         overwrite: arguments.overwrite,
         dry_run: false,
+        drop_opaque: false,
         json: arguments.json,
         progress: !arguments.no_progress,
     };
@@ -176,6 +181,7 @@ fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> Result<()> {
         let progress = |bytes| bar.add(bytes);
         let options = ConvertOptions {
             overwrite: destination.overwrite,
+            drop_opaque: destination.drop_opaque,
             progress: Some(&progress),
             durable: Some(&durable),
             ..ConvertOptions::default()
@@ -185,11 +191,32 @@ fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> Result<()> {
         if let (Err(_), Some(signal)) = (&done, stop.signal()) {
             return Err(ConversionStopped { signal, destination: destination.path.to_string() }.into());
         }
-        let Converted { tensors, bytes, mut aside, aside_file, mut quantized, containers, copied, left_behind, .. } =
-            done.with_context(|| format!("failed to write `{}`", destination.path))?;
+        let Converted {
+            tensors,
+            bytes,
+            mut aside,
+            aside_file,
+            mut quantized,
+            containers,
+            copied,
+            left_behind,
+            dropped,
+            ..
+        } = done.with_context(|| format!("failed to write `{}`", destination.path))?;
         aside.sort_by(|a, b| natord::compare(a, b));
         quantized.sort_by(|a, b| natord::compare(a, b));
-        written = Written { tensors, bytes, aside, aside_file, quantized, containers, copied, left_behind, ..written };
+        written = Written {
+            tensors,
+            bytes,
+            aside,
+            aside_file,
+            quantized,
+            containers,
+            copied,
+            left_behind,
+            dropped: dropped.into_iter().map(|(key, of)| format!("{key} ({of})")).collect(),
+            ..written
+        };
     }
     if let Some(file) = &written.aside_file {
         let (count, name) = (written.aside.len(), destination.name);
@@ -210,6 +237,12 @@ fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> Result<()> {
             "{count} places of the state dict that `{name}` cannot tell (keys become text, tuples lists, empty dicts go):"
         ));
         written.containers.iter().for_each(|place| output::talk(&format!("  {}", escaped(place))));
+    }
+    if !written.dropped.is_empty() {
+        let count = written.dropped.len();
+        let were = if count == 1 { "value was" } else { "values were" };
+        output::talk(&format!("{count} opaque {were} left out:"));
+        written.dropped.iter().for_each(|key| output::talk(&format!("  {}", escaped(key))));
     }
     let names =
         |files: &[String]| files.iter().map(|file| format!("`{}`", escaped(file))).collect::<Vec<_>>().join(", ");
@@ -270,6 +303,7 @@ impl Written {
             containers: Vec::new(),
             copied: Vec::new(),
             left_behind: Vec::new(),
+            dropped: Vec::new(),
         }
     }
 }

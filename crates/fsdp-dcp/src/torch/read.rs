@@ -14,14 +14,14 @@ use crate::formats::read::OpenOptions;
 use crate::formats::structure::{Structure, key_text};
 use crate::limits::MAX_OBJECT_BYTES;
 use crate::metadata::{BytesEntry, Chunk, Entry, Metadata, StorageInfo, TensorEntry, TensorProperties};
-use crate::pickle::{Node, NodeId, Pickle, Walk, parse};
+use crate::pickle::{Node, NodeId, OpaqueNode, Pickle, PickleError, Walk, parse};
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::checked_file::CheckedFile;
 use crate::storage::location::Location;
 use crate::storage::read_at::BlockReader;
 use crate::strided::read_overlap;
 use crate::torch::tensor_ref::TensorRef;
-use crate::torch::value::{TensorLoader, convert};
+use crate::torch::value::{TensorLoader, convert, is_opaque};
 use crate::torch::zip::Directory;
 
 /// One torch archive.
@@ -38,6 +38,8 @@ pub(crate) struct TorchCheckpoint {
     metadata: Metadata,
     tensors: HashMap<String, TensorRef>,
     values: HashMap<String, PlainValue>,
+    /// The errors and the descriptions of values that hold objects of unknown types.
+    opaque: HashMap<String, (PickleError, PlainValue)>,
     quantizers: HashMap<String, PlainValue>,
     structure: Structure,
 }
@@ -73,6 +75,7 @@ impl TorchCheckpoint {
             metadata: Metadata { planner_data: Some(IndexMap::new()), ..Metadata::default() },
             tensors: HashMap::new(),
             values: HashMap::new(),
+            opaque: HashMap::new(),
             quantizers,
             structure,
         };
@@ -80,6 +83,10 @@ impl TorchCheckpoint {
             let entry = match leaf {
                 FlatValue::Value(value) => {
                     opened.values.insert(fqn.clone(), value);
+                    Entry::Bytes(BytesEntry { stored: Some(place_in(name, 0, 0)) })
+                }
+                FlatValue::Opaque(error, description) => {
+                    opened.opaque.insert(fqn.clone(), (error, description));
                     Entry::Bytes(BytesEntry { stored: Some(place_in(name, 0, 0)) })
                 }
                 FlatValue::Tensor(tensor) => {
@@ -136,6 +143,8 @@ fn record_of(tensor: &TensorRef) -> String {
 enum FlatValue {
     Tensor(TensorRef),
     Value(PlainValue),
+    /// A value with an object of an unknown type in it: the error of whoever needs it, and its description.
+    Opaque(PickleError, PlainValue),
 }
 
 /// Gives every value of a nested state dict its flat key.
@@ -153,6 +162,14 @@ impl Flattener<'_, '_> {
         let p = self.pickle;
         self.walk.enter(p, id)?;
         let structure = match p.node(id) {
+            Node::Opaque(object) if is_module(p, object) => {
+                let mut items: Vec<(PlainValue, Structure)> = Vec::new();
+                for (key, part) in module_parts(p, object) {
+                    let text = p.str(key)?;
+                    items.push((text.into(), self.flatten(part, &path.child(PathPart::Key(text.to_owned())))?));
+                }
+                Structure::Module(format!("{}.{}", object.module, object.name), items)
+            }
             Node::Dict(entries) => {
                 let mut items: Vec<(PlainValue, Structure)> = Vec::with_capacity(entries.len());
                 for &(key, value) in entries {
@@ -176,18 +193,7 @@ impl Flattener<'_, '_> {
                 let length: usize = path.0.iter().map(part_length).sum();
                 self.walk.charge(p, id, "memory for keys", 8 * length as u64)?;
                 let fqn = path.flat_key();
-                let loader = &mut self.loader;
-                let mut load = |tensor: &TensorRef| -> Result<PlainTensor, FormatError> { loader.load(tensor) };
-                let leaf = match TensorRef::of(p, id)? {
-                    Some(tensor) => {
-                        if let Some(quantizer) = tensor.quantizer {
-                            let quantizer = convert(p, quantizer, &mut self.walk, &mut load)?;
-                            self.quantizers.insert(fqn.clone(), quantizer);
-                        }
-                        FlatValue::Tensor(tensor)
-                    }
-                    None => FlatValue::Value(convert(p, id, &mut self.walk, &mut load)?),
-                };
+                let leaf = self.leaf(id, &fqn)?;
                 if self.found.insert(fqn.clone(), (path.clone(), leaf)).is_some() {
                     return Err(FormatError::Unsupported { what: format!("two values with the flat key `{fqn}`") });
                 }
@@ -196,6 +202,35 @@ impl Flattener<'_, '_> {
         };
         self.walk.leave();
         Ok(structure)
+    }
+
+    /// Makes what lies at a flat key.
+    fn leaf(&mut self, id: NodeId, fqn: &str) -> Result<FlatValue, FormatError> {
+        let p = self.pickle;
+        let loader = &mut self.loader;
+        let mut load = |tensor: &TensorRef| -> Result<PlainTensor, FormatError> { loader.load(tensor) };
+        let mut aside = self.walk.aside();
+        let found = match TensorRef::of(p, id) {
+            Ok(Some(tensor)) => {
+                if let Some(quantizer) = tensor.quantizer {
+                    let quantizer = convert(p, quantizer, &mut self.walk, &mut load)?;
+                    self.quantizers.insert(fqn.to_owned(), quantizer);
+                }
+                return Ok(FlatValue::Tensor(tensor));
+            }
+            Ok(None) => convert(p, id, &mut self.walk, &mut load),
+            Err(error) => Err(error.into()),
+        };
+        match found {
+            Ok(value) => Ok(FlatValue::Value(value)),
+            // It is described now, since the pickle is not kept.
+            Err(FormatError::Pickle(error)) if is_opaque(&error) => {
+                let description = convert(p, id, &mut aside, &mut load)?;
+                self.walk.resume(aside);
+                Ok(FlatValue::Opaque(error, description))
+            }
+            Err(error) => Err(error),
+        }
     }
 
     /// Adds what lies below the items of a list or tuple.
@@ -214,7 +249,7 @@ impl Flattener<'_, '_> {
                 Node::Dict(_) => true,
                 Node::List(_) => self.recurses(item)?,
                 Node::Tuple(_) => self.has_tensors_in_dicts(item, false)?,
-                _ => TensorRef::of(p, item)?.is_some(),
+                _ => is_tensor(p, item),
             };
             if found {
                 break;
@@ -240,11 +275,34 @@ impl Flattener<'_, '_> {
                     found = found || self.has_tensors_in_dicts(item, in_dict)?;
                 }
             }
-            _ => found = in_dict && TensorRef::of(p, id)?.is_some(),
+            _ => found = in_dict && is_tensor(p, id),
         }
         self.walk.leave();
         Ok(found)
     }
+}
+
+/// Returns `true` if a node describes a tensor. One that is malformed is found when it is read.
+fn is_tensor(p: &Pickle<'_>, id: NodeId) -> bool {
+    matches!(TensorRef::of(p, id), Ok(Some(_)))
+}
+
+/// The attributes of a module that hold its tensors and the modules below it.
+const MODULE_PARTS: [&str; 3] = ["_parameters", "_buffers", "_modules"];
+
+/// Returns `true` for an `nn.Module` that was saved whole.
+fn is_module(p: &Pickle<'_>, object: &OpaqueNode<'_>) -> bool {
+    let attributes = object.state.and_then(|state| p.dict(state).ok()).unwrap_or_default();
+    let has = |part: &str| attributes.iter().any(|(key, _)| p.str(*key).is_ok_and(|key| key == part));
+    MODULE_PARTS.iter().all(|part| has(part))
+}
+
+/// Returns the parameters, buffers and modules of a module, by their names; those that are `None` are left out.
+fn module_parts(p: &Pickle<'_>, object: &OpaqueNode<'_>) -> Vec<(NodeId, NodeId)> {
+    let attributes = object.state.and_then(|state| p.dict(state).ok()).unwrap_or_default();
+    let is_part = |key: &NodeId| p.str(*key).is_ok_and(|key| MODULE_PARTS.contains(&key));
+    let parts = attributes.iter().filter(|(key, _)| is_part(key)).filter_map(|(_, part)| p.dict(*part).ok()).flatten();
+    parts.copied().filter(|(_, part)| *p.node(*part) != Node::None).collect()
 }
 
 impl Checkpoint for TorchCheckpoint {
@@ -282,7 +340,18 @@ impl Checkpoint for TorchCheckpoint {
         Ok(self.quantizers.get(fqn).cloned())
     }
 
+    fn describe_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
+        match self.opaque.get(fqn) {
+            Some((_, description)) => Ok(description.clone()),
+            None => self.read_value(fqn),
+        }
+    }
+
     fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
+        if let Some((error, _)) = self.opaque.get(fqn) {
+            let source = error.clone().into();
+            return Err(FileError::Item { fqn: fqn.to_owned(), path: self.path.clone(), offset: 0, source });
+        }
         self.values.get(fqn).cloned().ok_or_else(|| no_value(&self.metadata, fqn))
     }
 }

@@ -104,7 +104,10 @@ fn sizes(checkpoint: &dyn Checkpoint, report: &mut Report) -> Result<(), FileErr
         match entry {
             Entry::Bytes(bytes) => {
                 if let Err(error) = refuse_paths(checkpoint.read_value(fqn))? {
-                    report.add(Some(fqn), bytes.stored.as_ref(), &error);
+                    match error.opaque_type() {
+                        Some(of) => report.opaque.push((fqn.clone(), of)),
+                        None => report.add(Some(fqn), bytes.stored.as_ref(), &error),
+                    }
                 }
             }
             Entry::Tensor(tensor) => {

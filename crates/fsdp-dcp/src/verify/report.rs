@@ -23,6 +23,9 @@ pub struct Report {
     pub problems: Vec<Problem>,
     /// `true` if hashes were there to check against.
     pub has_integrity: bool,
+    /// At [`Level::Sizes`](super::Level::Sizes) and above: keys of values that hold objects of unknown types, which are
+    /// never built, and the type of each. They are no problems.
+    pub opaque: Vec<(String, String)>,
     /// Tensors looked at.
     pub tensors: usize,
     /// Values looked at.
