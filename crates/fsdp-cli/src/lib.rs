@@ -20,6 +20,7 @@ mod output;
 mod progress;
 mod stop;
 mod text;
+mod threads;
 mod tree;
 mod verify;
 

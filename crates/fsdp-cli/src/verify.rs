@@ -12,6 +12,7 @@ use super::failure::Damaged;
 use super::output;
 use super::progress::Progress;
 use super::text::{escaped, iec};
+use super::threads::{count, or_all_cores};
 
 /// The depth of the check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -38,6 +39,9 @@ pub(crate) struct VerifyArguments {
     /// Add hashes to a checkpoint that has none, if no problem is found
     #[arg(long)]
     seal: bool,
+    /// Threads that read and check [default: one for each core]
+    #[arg(long, value_name = "N", env = "FSDP_THREADS", value_parser = count())]
+    threads: Option<usize>,
     /// One JSON object on stdout
     #[arg(long, env = "FSDP_JSON")]
     json: bool,
@@ -112,7 +116,7 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
     let passes = if level == Level::Deep { 2 } else { 1 };
     let bar = Progress::new(bytes(&*source).saturating_mul(passes), !arguments.no_progress);
     let progress = |bytes| bar.add(bytes);
-    let mut report = verify::verify(&*source, level, Some(&progress))?;
+    let mut report = verify::verify_on_threads(&*source, level, or_all_cores(arguments.threads), Some(&progress))?;
     drop(bar);
     if arguments.seal && report.is_ok() && !report.has_integrity {
         let bar = Progress::new(bytes(&*source), !arguments.no_progress);

@@ -20,6 +20,7 @@ use super::output;
 use super::progress::Progress;
 use super::stop::StopRequest;
 use super::text::{escaped, iec};
+use super::threads::or_all_cores;
 
 pub(crate) use self::arguments::{ConvertArguments, ReshardArguments};
 
@@ -39,6 +40,7 @@ struct Destination<'a> {
     overwrite: bool,
     dry_run: bool,
     drop_opaque: bool,
+    threads: usize,
     json: bool,
     progress: bool,
 }
@@ -84,6 +86,7 @@ pub(crate) fn run(arguments: &ConvertArguments) -> Result<()> {
         overwrite: arguments.overwrite,
         dry_run: arguments.dry_run,
         drop_opaque: arguments.drop_opaque,
+        threads: or_all_cores(arguments.threads),
         json: arguments.json,
         progress: !arguments.no_progress,
     };
@@ -106,6 +109,7 @@ pub(crate) fn reshard(arguments: &ReshardArguments) -> Result<()> {
         overwrite: arguments.overwrite,
         dry_run: false,
         drop_opaque: false,
+        threads: or_all_cores(arguments.threads),
         json: arguments.json,
         progress: !arguments.no_progress,
     };
@@ -182,6 +186,7 @@ fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> Result<()> {
         let options = ConvertOptions {
             overwrite: destination.overwrite,
             drop_opaque: destination.drop_opaque,
+            threads: destination.threads,
             progress: Some(&progress),
             durable: Some(&durable),
             ..ConvertOptions::default()
@@ -271,7 +276,7 @@ impl Written {
     fn planned(source: &dyn Checkpoint, destination: &Destination<'_>) -> Self {
         let sizes = || source.metadata().tensors().map(|(_, tensor)| super::inspect::bytes(tensor));
         let largest = sizes().max().unwrap_or(0);
-        let threads = ConvertOptions::default().threads as u64;
+        let threads = destination.threads as u64;
         let mut aside: Vec<String> = source.metadata().values().map(|(key, _)| key.to_owned()).collect();
         let aside_file = match destination.target {
             OutputFormat::SafetensorsFile => {

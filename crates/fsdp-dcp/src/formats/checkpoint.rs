@@ -119,10 +119,10 @@ pub trait Checkpoint: Send + Sync {
         Ok(None)
     }
 
-    /// Reads a box of another copy of a chunk; see [`Metadata::replicas`].
+    /// Reads a box of one copy of a chunk, from where that is stored: another copy than the first, see
+    /// [`Metadata::replicas`], or a chunk that is known to be sound.
     fn read_replica(&self, replica: &Replica, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {
-        let _ = (bounds, dst);
-        Err(FileError::NotStored { fqn: replica.fqn.clone() })
+        self.read_boxes(&replica.fqn, &mut [(bounds.clone(), dst)])
     }
 
     /// Reads another copy of a value; see [`Metadata::replicas`].

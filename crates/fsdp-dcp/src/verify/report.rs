@@ -45,6 +45,12 @@ impl Report {
         self.problems.is_empty()
     }
 
+    /// Adds the findings about a part of the checkpoint.
+    pub(super) fn absorb(&mut self, part: Report) {
+        self.problems.extend(part.problems);
+        self.opaque.extend(part.opaque);
+    }
+
     /// Adds a problem with a key, or with the item that is stored for it.
     pub(super) fn add(
         &mut self,
