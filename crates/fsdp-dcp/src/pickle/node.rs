@@ -117,6 +117,8 @@ pub struct Pickle<'a> {
     /// The items of all tuples, one tuple after the other.
     pub(super) items: Vec<NodeId>,
     pub(super) root: NodeId,
+    /// The position after its `STOP`.
+    pub(super) end: usize,
     /// The budget that is left for the values that are made of the nodes.
     pub(super) budget: Budget,
 }
@@ -126,6 +128,20 @@ impl<'a> Pickle<'a> {
     #[must_use]
     pub fn root(&self) -> NodeId {
         self.root
+    }
+
+    /// Returns how many bytes it takes: others may follow.
+    #[must_use]
+    pub fn end(&self) -> usize {
+        self.end
+    }
+
+    /// Returns the persistent ids, in the order in which they were made.
+    pub fn persistent_ids(&self) -> impl Iterator<Item = NodeId> {
+        self.nodes.iter().filter_map(|node| match node {
+            Node::PersistentId(id) => Some(*id),
+            _ => None,
+        })
     }
 
     /// Returns the node of this number.

@@ -36,7 +36,8 @@ pub(crate) fn parse_within(bytes: &[u8], budget: Budget) -> Result<Pickle<'_>, P
     machine.nodes.extend((0..=u8::MAX).map(|value| Node::Int(i64::from(value))));
     machine.offsets.resize(machine.nodes.len(), 0);
     let root = machine.run().map_err(|kind| kind.at(machine.op))?;
-    Ok(Pickle { nodes: machine.nodes, offsets: machine.offsets, items: machine.items, root, budget: machine.budget })
+    let Machine { nodes, offsets, items, budget, at: end, .. } = machine;
+    Ok(Pickle { nodes, offsets, items, root, end, budget })
 }
 
 const NONE: NodeId = NodeId(0);

@@ -18,8 +18,10 @@ use crate::pickle::{Node, NodeId, OpaqueNode, Pickle, PickleError, Walk, parse};
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::checked_file::CheckedFile;
 use crate::storage::location::Location;
-use crate::storage::read_at::BlockReader;
+use crate::storage::read_at::{BlockReader, ReadAt};
 use crate::strided::read_overlap;
+use crate::torch::legacy;
+use crate::torch::storages::Storages;
 use crate::torch::tensor_ref::TensorRef;
 use crate::torch::value::{TensorLoader, convert, is_opaque};
 use crate::torch::zip::Directory;
@@ -34,7 +36,7 @@ pub(crate) struct TorchCheckpoint {
     path: PathBuf,
     directory: CheckedDirectory,
     file: Arc<CheckedFile>,
-    archive: Directory,
+    storages: Storages,
     metadata: Metadata,
     tensors: HashMap<String, TensorRef>,
     values: HashMap<String, PlainValue>,
@@ -45,7 +47,7 @@ pub(crate) struct TorchCheckpoint {
 }
 
 impl TorchCheckpoint {
-    /// Opens a file of `torch.save` (torch 1.6 or later).
+    /// Opens a file of `torch.save`, of any torch.
     pub(crate) fn open(location: impl Into<Location>, options: OpenOptions) -> Result<Self, FileError> {
         let location = location.into();
         let path = location.name();
@@ -53,15 +55,13 @@ impl TorchCheckpoint {
         let directory = CheckedDirectory::open_beside(&parent, name, options.verify)?;
         let file = directory.file(name)?;
         let error = |source| FileError::File { path: path.to_owned(), source };
-        let archive = Directory::read(&*file).map_err(error)?;
-        archive.check_byte_order(&*file).map_err(error)?;
-        let pickle = archive.read_record(&*file, "data.pkl", MAX_OBJECT_BYTES).map_err(error)?;
+        let (pickle, storages) = read_pickle(&*file).map_err(error)?;
         let parsed = parse(&pickle).map_err(|source| error(source.into()))?;
         // Values are read now, since the pickle is not kept; tensors are only found.
         let mut flat = Flattener {
             pickle: &parsed,
             walk: Walk::new(&parsed),
-            loader: TensorLoader::new(&archive, &*file),
+            loader: TensorLoader::new(&storages, &*file),
             found: IndexMap::new(),
             quantizers: HashMap::new(),
         };
@@ -70,7 +70,7 @@ impl TorchCheckpoint {
         let mut opened = TorchCheckpoint {
             path: path.to_owned(),
             file: file.clone(),
-            archive,
+            storages,
             directory,
             metadata: Metadata { planner_data: Some(IndexMap::new()), ..Metadata::default() },
             tensors: HashMap::new(),
@@ -90,14 +90,9 @@ impl TorchCheckpoint {
                     Entry::Bytes(BytesEntry { stored: Some(place_in(name, 0, 0)) })
                 }
                 FlatValue::Tensor(tensor) => {
-                    let record = opened.archive.get(&record_of(&tensor)).map_err(error)?;
-                    if record.length < tensor.storage_bytes {
-                        let expected = format!("a storage of {} bytes for `{fqn}`", tensor.storage_bytes);
-                        return Err(error(FormatError::unexpected(expected, format!("one of {}", record.length))));
-                    }
+                    let start = opened.storages.start(&tensor).map_err(error)?;
                     let bounds = TensorBox::whole(&tensor.shape);
-                    let chunks =
-                        vec![Chunk { bounds, stored: Some(place_in(name, record.header, tensor.storage_bytes)) }];
+                    let chunks = vec![Chunk { bounds, stored: Some(place_in(name, start, tensor.storage_bytes)) }];
                     let (properties, shape) = (TensorProperties::of(tensor.dtype), tensor.shape.clone());
                     opened.tensors.insert(fqn.clone(), tensor);
                     Entry::Tensor(TensorEntry { properties, shape, chunks })
@@ -111,8 +106,7 @@ impl TorchCheckpoint {
 
     /// Fills boxes of a tensor from the record of its storage.
     fn read_from_record(&self, tensor: &TensorRef, boxes: &mut [(TensorBox, &mut [u8])]) -> Result<(), FormatError> {
-        let name = record_of(tensor);
-        let start = self.archive.data_offset(&*self.file, &name, self.archive.get(&name)?)?;
+        let start = self.storages.data_offset(&*self.file, tensor)?;
         let element = tensor.dtype.size_in_bytes() as usize;
         let mut reader = BlockReader::new(&*self.file);
         for (bounds, dst) in boxes {
@@ -134,9 +128,19 @@ fn part_length(part: &PathPart) -> usize {
     }
 }
 
-/// Returns the name of the record of a tensor's storage.
-fn record_of(tensor: &TensorRef) -> String {
-    format!("data/{}", tensor.storage)
+/// Reads the pickle of a file, and finds its storages.
+fn read_pickle(file: &dyn ReadAt) -> Result<(Vec<u8>, Storages), FormatError> {
+    let mut start = [0; 4];
+    if file.len() >= start.len() as u64 {
+        file.read_exact_at(0, &mut start)?;
+    }
+    if start == legacy::START {
+        return legacy::read(file);
+    }
+    let archive = Directory::read(file)?;
+    archive.check_byte_order(file)?;
+    let pickle = archive.read_record(file, "data.pkl", MAX_OBJECT_BYTES)?;
+    Ok((pickle, Storages::Archive(archive)))
 }
 
 /// A value with a flat key.

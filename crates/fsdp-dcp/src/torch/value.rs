@@ -2,6 +2,7 @@
 
 use fsdp_layout::{PlainTensor, PlainValue, TensorBox};
 
+use super::storages::Storages;
 use super::tensor_ref::{TensorRef, check_writable, write_tensor};
 use super::zip::{ArchiveLayout, Directory, ROOT};
 use crate::budget::Budget;
@@ -153,7 +154,8 @@ pub(crate) fn decode_value_within(
     directory.check_byte_order(item)?;
     let pickle = directory.read_record(item, "data.pkl", MAX_OBJECT_BYTES)?;
     let parsed = parse_within(&pickle, budget)?;
-    let mut loader = TensorLoader::new(&directory, item);
+    let storages = Storages::Archive(directory);
+    let mut loader = TensorLoader::new(&storages, item);
     let mut walk = if describes { Walk::describing(&parsed) } else { Walk::new(&parsed) };
     convert(&parsed, parsed.root(), &mut walk, &mut |tensor| loader.load(tensor))
 }
@@ -164,35 +166,30 @@ pub(crate) fn quantizer_of(archive: &Directory, source: &dyn ReadAt) -> Result<O
     let parsed = parse(&pickle)?;
     let quantizer = TensorRef::of(&parsed, parsed.root())?.and_then(|tensor| tensor.quantizer);
     let Some(quantizer) = quantizer else { return Ok(None) };
-    let mut loader = TensorLoader::new(archive, source);
+    let storages = Storages::Archive(archive.clone());
+    let mut loader = TensorLoader::new(&storages, source);
     convert(&parsed, quantizer, &mut Walk::new(&parsed), &mut |tensor| loader.load(tensor)).map(Some)
 }
 
 /// A loader of the tensors inside values, up to a limit of bytes in all.
 pub(crate) struct TensorLoader<'a> {
-    archive: &'a Directory,
+    storages: &'a Storages,
     source: &'a dyn ReadAt,
     budget: Budget,
 }
 
 impl<'a> TensorLoader<'a> {
-    /// Makes a loader of tensors whose storages are in this archive.
-    pub(crate) fn new(archive: &'a Directory, source: &'a dyn ReadAt) -> Self {
-        TensorLoader { archive, source, budget: Budget::new(source.len(), 1) }
+    /// Makes a loader of tensors whose storages are in this file.
+    pub(crate) fn new(storages: &'a Storages, source: &'a dyn ReadAt) -> Self {
+        TensorLoader { storages, source, budget: Budget::new(source.len(), 1) }
     }
 
     pub(crate) fn load(&mut self, tensor: &TensorRef) -> Result<PlainTensor, FormatError> {
         let element = tensor.dtype.size_in_bytes() as usize;
         let length = tensor.shape.iter().product::<usize>() * element;
-        let name = format!("data/{}", tensor.storage);
-        let record = self.archive.get(&name)?;
-        if record.length < tensor.storage_bytes {
-            let found = format!("one of {}", record.length);
-            return Err(FormatError::unexpected(format!("a storage of {} bytes", tensor.storage_bytes), found));
-        }
+        let start = self.storages.data_offset(self.source, tensor)?;
         // An expanded tensor is larger than its storage, and several tensors may share one.
         self.budget.charge("bytes of tensors in values", length as u64)?;
-        let start = self.archive.data_offset(self.source, &name, record)?;
         let whole = TensorBox::whole(&tensor.shape);
         let mut data = vec![0; length];
         read_overlap(&mut BlockReader::new(self.source), start, element, &tensor.layout, &whole, &whole, &mut data)?;
