@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 
 use super::failure::UsageError;
 use super::output;
-use super::text::escaped;
+use super::text::{escaped, escaped_lines};
 
 /// Options of `fsdp cat`.
 #[derive(Debug, Args)]
@@ -101,10 +101,15 @@ pub(crate) fn run(arguments: &CatArguments) -> Result<()> {
         if arguments.stats || arguments.npy.is_some() {
             return Err(UsageError::NoTensor { name: name.clone() }.into());
         }
-        let value = value_json(&source.read_value(name)?);
+        let is_opaque = source.read_value(name).is_err_and(|error| error.opaque_type().is_some());
+        let value = value_json(&source.describe_value(name)?);
         if arguments.json {
             shown.value = Some(value);
             return output::json(&shown);
+        }
+        if is_opaque {
+            // An object and what lies below it: a tree.
+            return output::data(&escaped_lines(&format!("{value:#}")));
         }
         return output::data(&escaped(&value.to_string()));
     };

@@ -11,6 +11,7 @@ use serde::Serialize;
 use super::failure::Different;
 use super::output;
 use super::text::escaped;
+use super::threads::{count, or_all_cores};
 
 /// Options of `fsdp diff`.
 #[derive(Debug, Args)]
@@ -25,6 +26,9 @@ pub(crate) struct DiffArguments {
     #[arg(long, value_name = "X", default_value_t = 0.0, hide_default_value = true,
           value_parser = tolerance)]
     tolerance: f64,
+    /// Threads that read and compare [default: one for each core]
+    #[arg(long, value_name = "N", env = "FSDP_THREADS", value_parser = count())]
+    threads: Option<usize>,
     /// One JSON object on stdout
     #[arg(long, env = "FSDP_JSON")]
     json: bool,
@@ -70,7 +74,9 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
     let second = checkpoint::open(&arguments.second, OpenOptions { verify: true })?;
     let mut differences = Vec::new();
     let tolerance = Tolerance { absolute: arguments.tolerance, relative: 0.0 };
-    diff::diff(&*first, &*second, tolerance, &mut |name, difference| differences.push(Row::new(name, &difference)))?;
+    let threads = or_all_cores(arguments.threads);
+    let mut add = |name: &str, difference| differences.push(Row::new(name, &difference));
+    diff::diff_on_threads(&*first, &*second, tolerance, threads, &mut add)?;
     differences.sort_by(|a, b| natord::compare(&a.name, &b.name));
     let (keys, others) = (&first.metadata().entries, &second.metadata().entries);
     let compared = keys.len() + others.keys().filter(|key| !keys.contains_key(*key)).count();

@@ -28,6 +28,8 @@ pub const DIFFERENCE: u8 = 17;
 pub const STOPPED: u8 = 18;
 /// A checkpoint is in its place, but something failed after that.
 pub const AFTER_COMMIT: u8 = 19;
+/// Values of opaque types would have to be left out of what is written.
+pub const OPAQUE: u8 = 20;
 
 /// Returns the exit code of a kind of failure.
 #[must_use]

@@ -54,6 +54,15 @@ struct Summary {
     tensors: Vec<Tensor>,
     /// The keys of values that are not tensors.
     values: Vec<String>,
+    /// The ones that hold objects of types that are never built.
+    opaque: Vec<Opaque>,
+}
+
+#[derive(Debug, Serialize)]
+struct Opaque {
+    name: String,
+    #[serde(rename = "type")]
+    of: String,
 }
 
 #[derive(Debug, Serialize)]
@@ -114,6 +123,7 @@ impl Summary {
             bytes: 0,
             tensors: Vec::new(),
             values: Vec::new(),
+            opaque: Vec::new(),
         }
     }
 
@@ -122,6 +132,9 @@ impl Summary {
         let tensors = tensors(metadata);
         let mut values: Vec<String> = metadata.values().map(|(name, _)| name.to_owned()).collect();
         values.sort_by(|a, b| natord::compare(a, b));
+        let opaque_type = |name: &String| source.read_value(name).err()?.opaque_type();
+        let opaque =
+            values.iter().filter_map(|name| Some(Opaque { name: name.clone(), of: opaque_type(name)? })).collect();
         let step = matches!(metadata.entries.get("train.step"), Some(Entry::Bytes(_)));
         // A damaged step does not keep the rest from being shown: `verify` is for damage.
         let step = step.then(|| source.read_value("train.step").ok()?.as_int()).flatten();
@@ -141,6 +154,7 @@ impl Summary {
             bytes: tensors.iter().map(|tensor| tensor.bytes).sum(),
             tensors,
             values,
+            opaque,
         }
     }
 
@@ -152,8 +166,11 @@ impl Summary {
             format!("step        {}", self.step.map_or_else(|| "unknown".to_owned(), |step| step.to_string())),
             format!("tensors     {} in {boxes} boxes, {}", self.tensors.len(), iec(self.bytes)),
             format!("values      {}", self.values.len()),
-            String::new(),
         ];
+        lines.extend(
+            self.opaque.iter().map(|Opaque { name, of }| format!("opaque      {}: {}", escaped(name), escaped(of))),
+        );
+        lines.push(String::new());
         let rows: Vec<[String; 5]> = std::iter::once(["tensor", "dtype", "shape", "bytes", "boxes by rank"])
             .map(|header| header.map(str::to_owned))
             .chain(self.tensors.iter().map(Tensor::row))

@@ -20,6 +20,7 @@ mod output;
 mod progress;
 mod stop;
 mod text;
+mod threads;
 mod tree;
 mod verify;
 
@@ -59,7 +60,7 @@ const AFTER_HELP: &str = "\
 Exit codes: 0 done, 1 internal error, 2 usage, 10 corrupt checkpoint, 11 incomplete or no checkpoint, \
 12 unsupported version, 13 unsafe input refused, 14 input/output, 15 no space, 16 rank lost or timeout, \
 17 difference (two checkpoints, or a checkpoint of another model), 18 stopped by a signal, and saved, \
-19 failure after a commit.
+19 failure after a commit, 20 values of opaque types that would be left out.
 Options whose help names an environment variable can be set by that too; the command line beats it. RUST_LOG=info turns \
 logs on.";
 

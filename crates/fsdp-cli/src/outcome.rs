@@ -35,6 +35,9 @@ fn code_of(cause: &(dyn StdError + 'static)) -> Option<u8> {
     if cause.is::<Different>() {
         return Some(exit_codes::DIFFERENCE);
     }
+    if let Some(FileError::Opaque { .. }) = cause.downcast_ref() {
+        return Some(exit_codes::OPAQUE);
+    }
     if let Some(damaged) = cause.downcast_ref::<Damaged>() {
         return Some(damaged.exit_code());
     }
@@ -87,6 +90,9 @@ const fn hint_of_code(code: u8) -> Option<&'static str> {
         exit_codes::CORRUPT => Some("go on from an older checkpoint: move the damaged one away"),
         exit_codes::AFTER_COMMIT => {
             Some("the checkpoint is whole, and replaces the old one; what is left beside it goes with the next save")
+        }
+        exit_codes::OPAQUE => {
+            Some("`--drop-opaque` leaves them out; `fsdp cat` shows them; `--to dcp` keeps those of a DCP directory")
         }
         exit_codes::RANK_LOST => Some("see the first error above; a slow machine may need a longer `--timeout`"),
         _ => None,

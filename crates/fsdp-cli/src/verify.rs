@@ -12,6 +12,7 @@ use super::failure::Damaged;
 use super::output;
 use super::progress::Progress;
 use super::text::{escaped, iec};
+use super::threads::{count, or_all_cores};
 
 /// The depth of the check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -38,6 +39,9 @@ pub(crate) struct VerifyArguments {
     /// Add hashes to a checkpoint that has none, if no problem is found
     #[arg(long)]
     seal: bool,
+    /// Threads that read and check [default: one for each core]
+    #[arg(long, value_name = "N", env = "FSDP_THREADS", value_parser = count())]
+    threads: Option<usize>,
     /// One JSON object on stdout
     #[arg(long, env = "FSDP_JSON")]
     json: bool,
@@ -61,6 +65,8 @@ struct Finding<'a> {
     replicas: usize,
     bytes_read: u64,
     problems: Vec<Problem>,
+    /// The values that hold objects of types that are never built.
+    opaque: Vec<Opaque<'a>>,
     not_finite: Vec<NotFinite<'a>>,
     /// The data files that the metadata does not name.
     unknown_files: Vec<String>,
@@ -72,6 +78,13 @@ struct Problem {
     file: Option<String>,
     offset: Option<u64>,
     error: String,
+}
+
+#[derive(Debug, Serialize)]
+struct Opaque<'a> {
+    name: &'a str,
+    #[serde(rename = "type")]
+    of: &'a str,
 }
 
 #[derive(Debug, Serialize)]
@@ -103,7 +116,7 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
     let passes = if level == Level::Deep { 2 } else { 1 };
     let bar = Progress::new(bytes(&*source).saturating_mul(passes), !arguments.no_progress);
     let progress = |bytes| bar.add(bytes);
-    let mut report = verify::verify(&*source, level, Some(&progress))?;
+    let mut report = verify::verify_on_threads(&*source, level, or_all_cores(arguments.threads), Some(&progress))?;
     drop(bar);
     if arguments.seal && report.is_ok() && !report.has_integrity {
         let bar = Progress::new(bytes(&*source), !arguments.no_progress);
@@ -146,6 +159,7 @@ fn finding(path: String, report: &Report, problems: Vec<Problem>, unknown_files:
         replicas: report.replicas,
         bytes_read: report.bytes_read,
         problems,
+        opaque: report.opaque.iter().map(|(name, of)| Opaque { name, of }).collect(),
         not_finite: report
             .not_finite
             .iter()
@@ -158,6 +172,9 @@ fn finding(path: String, report: &Report, problems: Vec<Problem>, unknown_files:
 impl Finding<'_> {
     fn lines(&self) -> Vec<String> {
         let mut lines: Vec<String> = self.problems.iter().map(|problem| format!("bad       {problem}")).collect();
+        for Opaque { name, of } in &self.opaque {
+            lines.push(format!("opaque    {}: {}", escaped(name), escaped(of)));
+        }
         for NotFinite { name, nan, infinite } in &self.not_finite {
             lines.push(format!("numbers   {}: {nan} NaN, {infinite} infinite", escaped(name)));
         }

@@ -12,6 +12,7 @@ use crate::formats::stream::stream;
 use crate::formats::structure::{Place, Structure, key_text};
 use crate::metadata::Entry;
 use crate::nested::Nested;
+use crate::threads::{default_threads, on_each};
 
 /// A difference between two checkpoints at one key.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -78,37 +79,30 @@ pub fn diff(
     tolerance: Tolerance,
     found: &mut dyn FnMut(&str, Difference),
 ) -> Result<(), FileError> {
+    diff_on_threads(first, second, tolerance, default_threads(), found)
+}
+
+/// Does the same as [`diff()`], on so many threads. The order does not depend on how many they are.
+pub fn diff_on_threads(
+    first: &dyn Checkpoint,
+    second: &dyn Checkpoint,
+    tolerance: Tolerance,
+    threads: usize,
+    found: &mut dyn FnMut(&str, Difference),
+) -> Result<(), FileError> {
     // What one holds whole and the other in parts is compared part by part.
     let (nested, in_parts) = (Nested::of(first, second)?, Nested::of(second, first)?);
-    for (fqn, entry) in &first.metadata().entries {
-        if let Some(parts) = nested.parts.get(fqn) {
-            for (key, value) in parts {
-                part(value, second, key, false)?.into_iter().for_each(|difference| found(key, difference));
-            }
-            continue;
+    let entries: Vec<(&String, &Entry)> = first.metadata().entries.iter().collect();
+    let compared = on_each(&entries, threads, |(fqn, entry)| match nested.parts.get(*fqn) {
+        Some(_) => Ok(None),
+        None if in_parts.in_other.contains(*fqn) => Ok(None),
+        None => key(first, second, fqn, entry, tolerance),
+    });
+    for ((fqn, _), compared) in entries.into_iter().zip(compared) {
+        for (key, value) in nested.parts.get(fqn).into_iter().flatten() {
+            part(value, second, key, false)?.into_iter().for_each(|difference| found(key, difference));
         }
-        if in_parts.in_other.contains(fqn) {
-            continue;
-        }
-        let difference = match (entry, second.metadata().entries.get(fqn)) {
-            (_, None) => Some(Difference::OnlyInFirst),
-            (Entry::Bytes(_), Some(Entry::Bytes(_))) => {
-                let (a, b) = (first.read_value(fqn)?, second.read_value(fqn)?);
-                (!a.same_bits(&b)).then(|| Difference::Value { first: format!("{a:?}"), second: format!("{b:?}") })
-            }
-            (Entry::Tensor(a), Some(Entry::Tensor(b))) => {
-                let (dtype_a, dtype_b) = (a.properties.dtype, b.properties.dtype);
-                if a.shape != b.shape {
-                    Some(Difference::Shape { first: a.shape.clone(), second: b.shape.clone() })
-                } else if dtype_a != dtype_b {
-                    Some(Difference::DType { first: dtype_a, second: dtype_b })
-                } else {
-                    tensors(first, second, fqn, dtype_a, &a.shape, tolerance)?
-                }
-            }
-            _ => Some(Difference::Kind),
-        };
-        if let Some(difference) = difference {
+        if let Some(difference) = compared? {
             found(fqn, difference);
         }
     }
@@ -129,6 +123,34 @@ pub fn diff(
     Ok(())
 }
 
+/// Compares what both checkpoints have at a key of the first one.
+fn key(
+    first: &dyn Checkpoint,
+    second: &dyn Checkpoint,
+    fqn: &str,
+    entry: &Entry,
+    tolerance: Tolerance,
+) -> Result<Option<Difference>, FileError> {
+    Ok(match (entry, second.metadata().entries.get(fqn)) {
+        (_, None) => Some(Difference::OnlyInFirst),
+        (Entry::Bytes(_), Some(Entry::Bytes(_))) => {
+            let (a, b) = (first.describe_value(fqn)?, second.describe_value(fqn)?);
+            (!a.same_bits(&b)).then(|| Difference::Value { first: format!("{a:?}"), second: format!("{b:?}") })
+        }
+        (Entry::Tensor(a), Some(Entry::Tensor(b))) => {
+            let (dtype_a, dtype_b) = (a.properties.dtype, b.properties.dtype);
+            if a.shape != b.shape {
+                Some(Difference::Shape { first: a.shape.clone(), second: b.shape.clone() })
+            } else if dtype_a != dtype_b {
+                Some(Difference::DType { first: dtype_a, second: dtype_b })
+            } else {
+                tensors(first, second, fqn, dtype_a, &a.shape, tolerance)?
+            }
+        }
+        _ => Some(Difference::Kind),
+    })
+}
+
 /// Compares a part of a value that one checkpoint holds whole with what the other one has at its key. `is_second` tells
 /// that the whole is in the second one.
 fn part(
@@ -140,7 +162,7 @@ fn part(
     let theirs = match other.metadata().entries.get(fqn) {
         None if is_second => return Ok(Some(Difference::OnlyInSecond)),
         None => return Ok(Some(Difference::OnlyInFirst)),
-        Some(Entry::Bytes(_)) => other.read_value(fqn)?,
+        Some(Entry::Bytes(_)) => other.describe_value(fqn)?,
         Some(Entry::Tensor(tensor)) => {
             let PlainValue::Tensor(own) = value else { return Ok(Some(Difference::Kind)) };
             if own.shape != tensor.shape || own.dtype != tensor.properties.dtype {

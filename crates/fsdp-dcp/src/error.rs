@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use thiserror::Error;
 
-use crate::pickle::PickleError;
+use crate::pickle::{PickleError, PickleErrorKind};
 use crate::plan::{LoadPlanError, SavePlanError};
 
 /// Bytes that could not be read, or are not what they should be. Offsets count from the start of the item or file that
@@ -233,6 +233,12 @@ pub enum FileError {
         #[source]
         source: FormatError,
     },
+    /// Values hold objects of types that are never built, and cannot be written in another format.
+    #[error("cannot write values that only code would build, which is not allowed: {}", listed_opaque(values))]
+    Opaque {
+        /// Their flat keys, and the type of each.
+        values: Vec<(String, String)>,
+    },
     /// The provider of a tensor's bytes gave another number of them than the plan says.
     #[error("`{fqn}` gave {given} bytes where the plan has {planned}")]
     PayloadLength {
@@ -263,7 +269,29 @@ fn listed(files: &[String]) -> String {
     if more > 0 { format!("{names} and {more} more files") } else { names }
 }
 
+/// Lists the first few opaque values for a message.
+fn listed_opaque(values: &[(String, String)]) -> String {
+    const LISTED: usize = 4;
+    let names: Vec<String> = values.iter().take(LISTED).map(|(key, of)| format!("`{key}` ({of})")).collect();
+    let more = values.len().saturating_sub(LISTED);
+    let names = names.join(", ");
+    if more > 0 { format!("{names} and {more} more values") } else { names }
+}
+
 impl FileError {
+    /// Returns the type that makes a value opaque, if that is the error: the value is sound, but holds an object that is
+    /// never built.
+    #[must_use]
+    pub fn opaque_type(&self) -> Option<String> {
+        let (FileError::Item { source, .. } | FileError::File { source, .. }) = self else { return None };
+        match source {
+            FormatError::Pickle(PickleError { kind: PickleErrorKind::Global { module, name }, .. }) => {
+                Some(format!("{module}.{name}"))
+            }
+            _ => None,
+        }
+    }
+
     /// Returns a function that makes an error of this operation on this path.
     pub(crate) fn io(operation: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
         let path = path.into();

@@ -19,6 +19,7 @@ impl Failure for FileError {
             | FileError::NotReplaceable { .. }
             | FileError::Overwrite { .. }
             | FileError::Location { .. }
+            | FileError::Opaque { .. }
             | FileError::Encode { .. } => ErrorKind::Usage,
             FileError::AfterCommit { .. } => ErrorKind::AfterCommit,
             FileError::Path { .. } => ErrorKind::Unsafe,

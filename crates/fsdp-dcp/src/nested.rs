@@ -26,7 +26,7 @@ impl Nested {
         let mut nested = Nested::default();
         for (fqn, _) in from.metadata().values().filter(|(fqn, _)| !there.contains_key(*fqn)) {
             let mut parts = Vec::new();
-            unfold(from.read_value(fqn)?, fqn.to_owned(), &|key| there.contains_key(key), &mut parts);
+            unfold(from.describe_value(fqn)?, fqn.to_owned(), &|key| there.contains_key(key), &mut parts);
             let found = parts.iter().map(|(key, _)| key).filter(|key| there.contains_key(*key));
             let before = nested.in_other.len();
             nested.in_other.extend(found.cloned());

@@ -9,6 +9,7 @@ use crate::storage::backend::{EntryKind, Links};
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 use crate::storage::read_at::ReadAt as _;
+use crate::torch::legacy;
 use crate::torch::read::TorchCheckpoint;
 
 /// Opens the checkpoint that is at a path, or at the URL of an object store.
@@ -41,11 +42,7 @@ fn open_directory(location: &Location, options: OpenOptions) -> Result<Box<dyn C
 fn open_file(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkpoint>, FileError> {
     match first_bytes(location)?.as_slice() {
         [b'P', b'K', 3 | 5, ..] => Ok(Box::new(TorchCheckpoint::open(location, options)?)),
-        // The pickles of torch before 1.6 begin with a magic number as their first value.
-        [0x80, 2, 0x8a, 10, ..] => Err(unsupported(
-            location,
-            "torch's file format from before 1.6 (load it and save it again with a newer torch)",
-        )),
+        bytes if bytes.starts_with(&legacy::START) => Ok(Box::new(TorchCheckpoint::open(location, options)?)),
         // Eight bytes of length, and JSON.
         [_, _, _, _, _, _, _, _, b'{', ..] => Ok(Box::new(SafetensorsCheckpoint::open_file(location, options)?)),
         _ => Err(unsupported(location, "a file that is neither a torch archive nor a safetensors file")),

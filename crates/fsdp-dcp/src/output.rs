@@ -12,6 +12,7 @@ use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint;
 use crate::formats::lookup::tensor_of;
 use crate::formats::stream::stream;
+use crate::metadata::{BytesEntry, Entry};
 use crate::payload::source::PayloadSource;
 use crate::storage::integrity::integrity_beside;
 use crate::storage::sidecar::Sidecar;
@@ -29,11 +30,19 @@ pub struct ConvertOptions<'o> {
     pub progress: Option<&'o (dyn Fn(u64) + Sync)>,
     /// The way to durable storage, where it is not [`Durable::new`]: a test watches its steps.
     pub durable: Option<&'o Durable>,
+    /// `true` to leave out values that hold objects of unknown types, where the format cannot hold them.
+    pub drop_opaque: bool,
 }
 
 impl Default for ConvertOptions<'_> {
     fn default() -> Self {
-        ConvertOptions { overwrite: false, threads: default_threads(), progress: None, durable: None }
+        ConvertOptions {
+            overwrite: false,
+            threads: default_threads(),
+            progress: None,
+            durable: None,
+            drop_opaque: false,
+        }
     }
 }
 
@@ -67,6 +76,8 @@ pub struct Converted {
     pub copied: Vec<String>,
     /// The files and directories beside the source's own that were not.
     pub left_behind: Vec<String>,
+    /// The opaque values that were left out, and the type of each.
+    pub dropped: Vec<(String, String)>,
 }
 
 /// A checkpoint as the source of payloads for a writer.
@@ -97,8 +108,24 @@ impl PayloadSource for Streamed<'_> {
         })
     }
 
+    fn stored_item(&self, fqn: &str) -> Result<Option<Vec<u8>>, FileError> {
+        opaque_item(self.source, fqn)
+    }
+
     fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, FileError> {
         self.source.read_value(fqn).map(Cow::Owned)
+    }
+}
+
+/// Returns the bytes of a value as they are stored, if it is opaque: what cannot be read can be copied.
+pub(crate) fn opaque_item(source: &dyn Checkpoint, fqn: &str) -> Result<Option<Vec<u8>>, FileError> {
+    match source.read_value(fqn) {
+        Err(error) if error.opaque_type().is_some() => {}
+        _ => return Ok(None),
+    }
+    match source.metadata().entries.get(fqn) {
+        Some(Entry::Bytes(BytesEntry { stored: Some(stored) })) => source.read_item(fqn, stored).map(Some),
+        _ => Ok(None),
     }
 }
 

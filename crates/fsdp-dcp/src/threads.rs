@@ -1,5 +1,8 @@
 //! The same work on several threads.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
 use tracing::Span;
 
 use crate::error::FileError;
@@ -7,6 +10,24 @@ use crate::error::FileError;
 /// Returns how many threads to use unless told: one for each core, up to four. More do not make a disk faster.
 pub(crate) fn default_threads() -> usize {
     std::thread::available_parallelism().map_or(1, |cores| cores.get().min(4))
+}
+
+/// Runs `work` on each item by several threads, and returns the outcomes in the order of the items.
+pub(crate) fn on_each<T: Sync, R: Send>(items: &[T], threads: usize, work: impl Fn(&T) -> R + Sync) -> Vec<R> {
+    let next = AtomicUsize::new(0);
+    let outcomes: Vec<Mutex<Option<R>>> = items.iter().map(|_| Mutex::new(None)).collect();
+    let take = || {
+        while let Some((item, outcome)) = {
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            items.get(index).zip(outcomes.get(index))
+        } {
+            *outcome.lock().unwrap_or_else(PoisonError::into_inner) = Some(work(item));
+        }
+        Ok(())
+    };
+    // The work itself cannot fail here: its outcomes are results.
+    let _ = on_threads(threads.clamp(1, items.len().max(1)), take);
+    outcomes.into_iter().filter_map(|outcome| outcome.into_inner().unwrap_or_else(PoisonError::into_inner)).collect()
 }
 
 /// Runs `work` on `threads` threads, of which this one is the first; all of them count as the current span.

@@ -8,6 +8,7 @@ use fsdp_dcp::convert::{Cast, OutputFormat};
 use fsdp_layout::DType;
 
 use crate::failure::UsageError;
+use crate::threads::count;
 
 /// The largest number of ranks of a checkpoint.
 const MAX_RANKS: u64 = 1 << 16;
@@ -112,12 +113,18 @@ pub(crate) struct ConvertArguments {
     /// Cast the state of optimizers too
     #[arg(long, requires = "dtype")]
     cast_optimizer: bool,
+    /// Leave out values that hold objects of types that are never built, where the format cannot keep them
+    #[arg(long)]
+    pub(super) drop_opaque: bool,
     /// Replace the checkpoint at DST, once everything is written
     #[arg(long)]
     pub(super) overwrite: bool,
     /// Only show the keys, the number of bytes and the memory that writing would take
     #[arg(long)]
     pub(super) dry_run: bool,
+    /// Threads that read, hash and write [default: one for each core]
+    #[arg(long, value_name = "N", env = "FSDP_THREADS", value_parser = count())]
+    pub(super) threads: Option<usize>,
     /// One JSON object on stdout
     #[arg(long, env = "FSDP_JSON")]
     pub(super) json: bool,
@@ -141,6 +148,9 @@ pub(crate) struct ReshardArguments {
     /// Replace the checkpoint at DST, once everything is written
     #[arg(long)]
     pub(super) overwrite: bool,
+    /// Threads that read, hash and write [default: one for each core]
+    #[arg(long, value_name = "N", env = "FSDP_THREADS", value_parser = count())]
+    pub(super) threads: Option<usize>,
     /// One JSON object on stdout
     #[arg(long, env = "FSDP_JSON")]
     pub(super) json: bool,

@@ -20,6 +20,7 @@ use super::output;
 use super::progress::Progress;
 use super::stop::StopRequest;
 use super::text::{escaped, iec};
+use super::threads::or_all_cores;
 
 pub(crate) use self::arguments::{ConvertArguments, ReshardArguments};
 
@@ -38,6 +39,8 @@ struct Destination<'a> {
     name: &'static str,
     overwrite: bool,
     dry_run: bool,
+    drop_opaque: bool,
+    threads: usize,
     json: bool,
     progress: bool,
 }
@@ -67,6 +70,8 @@ struct Written {
     copied: Vec<String>,
     /// The files and directories beside the source's own that do not.
     left_behind: Vec<String>,
+    /// The keys of opaque values that are left out.
+    dropped: Vec<String>,
 }
 
 /// Converts a checkpoint: `fsdp convert`.
@@ -80,6 +85,8 @@ pub(crate) fn run(arguments: &ConvertArguments) -> Result<()> {
         name: arguments.to.name(),
         overwrite: arguments.overwrite,
         dry_run: arguments.dry_run,
+        drop_opaque: arguments.drop_opaque,
+        threads: or_all_cores(arguments.threads),
         json: arguments.json,
         progress: !arguments.no_progress,
     };
@@ -101,6 +108,8 @@ pub(crate) fn reshard(arguments: &ReshardArguments) -> Result<()> {
         name: "dcp",
         overwrite: arguments.overwrite,
         dry_run: false,
+        drop_opaque: false,
+        threads: or_all_cores(arguments.threads),
         json: arguments.json,
         progress: !arguments.no_progress,
     };
@@ -176,6 +185,8 @@ fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> Result<()> {
         let progress = |bytes| bar.add(bytes);
         let options = ConvertOptions {
             overwrite: destination.overwrite,
+            drop_opaque: destination.drop_opaque,
+            threads: destination.threads,
             progress: Some(&progress),
             durable: Some(&durable),
             ..ConvertOptions::default()
@@ -185,11 +196,32 @@ fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> Result<()> {
         if let (Err(_), Some(signal)) = (&done, stop.signal()) {
             return Err(ConversionStopped { signal, destination: destination.path.to_string() }.into());
         }
-        let Converted { tensors, bytes, mut aside, aside_file, mut quantized, containers, copied, left_behind, .. } =
-            done.with_context(|| format!("failed to write `{}`", destination.path))?;
+        let Converted {
+            tensors,
+            bytes,
+            mut aside,
+            aside_file,
+            mut quantized,
+            containers,
+            copied,
+            left_behind,
+            dropped,
+            ..
+        } = done.with_context(|| format!("failed to write `{}`", destination.path))?;
         aside.sort_by(|a, b| natord::compare(a, b));
         quantized.sort_by(|a, b| natord::compare(a, b));
-        written = Written { tensors, bytes, aside, aside_file, quantized, containers, copied, left_behind, ..written };
+        written = Written {
+            tensors,
+            bytes,
+            aside,
+            aside_file,
+            quantized,
+            containers,
+            copied,
+            left_behind,
+            dropped: dropped.into_iter().map(|(key, of)| format!("{key} ({of})")).collect(),
+            ..written
+        };
     }
     if let Some(file) = &written.aside_file {
         let (count, name) = (written.aside.len(), destination.name);
@@ -210,6 +242,12 @@ fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> Result<()> {
             "{count} places of the state dict that `{name}` cannot tell (keys become text, tuples lists, empty dicts go):"
         ));
         written.containers.iter().for_each(|place| output::talk(&format!("  {}", escaped(place))));
+    }
+    if !written.dropped.is_empty() {
+        let count = written.dropped.len();
+        let were = if count == 1 { "value was" } else { "values were" };
+        output::talk(&format!("{count} opaque {were} left out:"));
+        written.dropped.iter().for_each(|key| output::talk(&format!("  {}", escaped(key))));
     }
     let names =
         |files: &[String]| files.iter().map(|file| format!("`{}`", escaped(file))).collect::<Vec<_>>().join(", ");
@@ -238,7 +276,7 @@ impl Written {
     fn planned(source: &dyn Checkpoint, destination: &Destination<'_>) -> Self {
         let sizes = || source.metadata().tensors().map(|(_, tensor)| super::inspect::bytes(tensor));
         let largest = sizes().max().unwrap_or(0);
-        let threads = ConvertOptions::default().threads as u64;
+        let threads = destination.threads as u64;
         let mut aside: Vec<String> = source.metadata().values().map(|(key, _)| key.to_owned()).collect();
         let aside_file = match destination.target {
             OutputFormat::SafetensorsFile => {
@@ -270,6 +308,7 @@ impl Written {
             containers: Vec::new(),
             copied: Vec::new(),
             left_behind: Vec::new(),
+            dropped: Vec::new(),
         }
     }
 }

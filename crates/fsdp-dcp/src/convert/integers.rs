@@ -10,7 +10,7 @@ use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::{Checkpoint, Format};
 use crate::formats::lookup::no_value;
 use crate::formats::structure::Structure;
-use crate::metadata::{BytesEntry, Entry, Metadata};
+use crate::metadata::{BytesEntry, Entry, Metadata, StorageInfo};
 use crate::storage::checked_directory::CheckedDirectory;
 
 /// A checkpoint whose quantized tensors are integers.
@@ -100,6 +100,14 @@ impl Checkpoint for Integers<'_> {
 
     fn read_boxes(&self, fqn: &str, boxes: &mut [(TensorBox, &mut [u8])]) -> Result<(), FileError> {
         self.source.read_boxes(fqn, boxes)
+    }
+
+    fn describe_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
+        if self.quantizers.contains_key(fqn) { self.read_value(fqn) } else { self.source.describe_value(fqn) }
+    }
+
+    fn read_item(&self, fqn: &str, stored: &StorageInfo) -> Result<Vec<u8>, FileError> {
+        self.source.read_item(fqn, stored)
     }
 
     fn check_stored(&self) -> Result<(), FileError> {

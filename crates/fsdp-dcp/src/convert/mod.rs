@@ -13,11 +13,13 @@ mod integers;
 mod options;
 mod view;
 
+use std::collections::HashSet;
+
 use self::integers::Integers;
 pub use self::options::OutputFormat;
 use crate::dcp::reshard;
 use crate::error::FileError;
-use crate::formats::checkpoint::Checkpoint;
+use crate::formats::checkpoint::{Checkpoint, Format};
 use crate::formats::extra::ExtraFiles;
 use crate::formats::structure::Structure;
 use crate::storage::location::Location;
@@ -46,6 +48,18 @@ pub fn convert(
         let quantized = integers.keys().map(str::to_owned).collect();
         return Ok(Converted { quantized, ..convert(&integers, destination, target, options)? });
     }
+    let opaque = opaque_values(source)?;
+    let copies = matches!((source.format(), target), (Format::Dcp, OutputFormat::Dcp { .. }));
+    if !(copies || opaque.is_empty()) {
+        if !options.drop_opaque {
+            return Err(FileError::Opaque { values: opaque });
+        }
+        let dropped: HashSet<&str> = opaque.iter().map(|(fqn, _)| fqn.as_str()).collect();
+        let keep = |fqn: &str| if dropped.contains(fqn) { Rename::Drop } else { Rename::Keep };
+        let view = View::new(source, keep, None)?;
+        let converted = convert(&view, destination, target, options)?;
+        return Ok(Converted { dropped: opaque, ..converted });
+    }
     // All that can be found wrong with the source is found before anything is written.
     source.check_stored()?;
     let durable = options.durable.cloned().unwrap_or_default();
@@ -58,10 +72,10 @@ pub fn convert(
             staging.check_replaces_directory()?;
         }
     }
-    let containers = match target {
-        OutputFormat::Torch => Vec::new(),
-        _ => source.structure().map(Structure::untold).unwrap_or_default(),
-    };
+    let mut containers = source.structure().map(Structure::modules).unwrap_or_default();
+    if target != OutputFormat::Torch {
+        containers.extend(source.structure().map(Structure::untold).unwrap_or_default());
+    }
     let extra = ExtraFiles::of(source)?;
     let (extra, left_behind) = if target.keeps_framework(source.format()) {
         let ExtraFiles { files, others } = extra;
@@ -81,4 +95,19 @@ pub fn convert(
         OutputFormat::Torch => torch::write::write(source, staging, options),
     };
     Ok(Converted { containers, copied: extra.files, left_behind, ..converted? })
+}
+
+/// Returns the keys of values that hold objects of unknown types, and the type of each.
+pub fn opaque_values(source: &dyn Checkpoint) -> Result<Vec<(String, String)>, FileError> {
+    let mut opaque = Vec::new();
+    for (fqn, _) in source.metadata().values() {
+        match source.read_value(fqn) {
+            Ok(_) => {}
+            Err(error) => match error.opaque_type() {
+                Some(of) => opaque.push((fqn.to_owned(), of)),
+                None => return Err(error),
+            },
+        }
+    }
+    Ok(opaque)
 }

@@ -12,7 +12,7 @@ use crate::formats::checkpoint::{Checkpoint, Format};
 use crate::formats::lookup::{no_value, tensor_of};
 use crate::formats::stream::stream;
 use crate::formats::structure::Structure;
-use crate::metadata::{Entry, Metadata};
+use crate::metadata::{Entry, Metadata, StorageInfo};
 use crate::storage::checked_directory::CheckedDirectory;
 
 /// A decision over a key.
@@ -164,6 +164,14 @@ impl Checkpoint for View<'_> {
 
     fn quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, FileError> {
         self.source.quantizer(self.source_name(fqn))
+    }
+
+    fn describe_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
+        self.source.describe_value(self.source_name(fqn))
+    }
+
+    fn read_item(&self, fqn: &str, stored: &StorageInfo) -> Result<Vec<u8>, FileError> {
+        self.source.read_item(self.source_name(fqn), stored)
     }
 
     fn check_stored(&self) -> Result<(), FileError> {

@@ -6,7 +6,7 @@ use crate::formats::checkpoint::Checkpoint;
 use crate::formats::extra::ExtraFiles;
 use crate::metadata::Entry;
 use crate::output::{ConvertOptions, Converted};
-use crate::output::{Streamed, rows_of_rank, summary};
+use crate::output::{Streamed, opaque_item, rows_of_rank, summary};
 use crate::plan::{LocalPlan, PlanOptions, WriteContent, WriteItem, plan_save};
 use crate::storage::Staging;
 use crate::torch::value::value_item_length;
@@ -50,8 +50,10 @@ fn plans(source: &dyn Checkpoint, ranks: usize) -> Result<Vec<LocalPlan>, FileEr
         let path = metadata.planner_data.as_ref().and_then(|paths| paths.get(fqn)).cloned();
         let content = match entry {
             Entry::Bytes(_) => {
-                let value = source.read_value(fqn)?;
-                let length = value_item_length(&value);
+                let length = match opaque_item(source, fqn)? {
+                    Some(item) => Ok(item.len() as u64),
+                    None => value_item_length(&source.read_value(fqn)?),
+                };
                 let length = length.map_err(|source| FileError::Encode { fqn: fqn.clone(), source })?;
                 WriteContent::Value { length }
             }

@@ -10,7 +10,7 @@ use super::lookup::request_of;
 use super::read::{Destination, ReadOptions, read_in_parallel};
 use super::structure::Structure;
 use crate::error::FileError;
-use crate::metadata::{Metadata, Replica};
+use crate::metadata::{Metadata, Replica, StorageInfo};
 use crate::plan::{LoadPlan, LoadRequest, ReadPlanOptions, plan_load};
 use crate::storage::checked_directory::CheckedDirectory;
 
@@ -91,8 +91,21 @@ pub trait Checkpoint: Send + Sync {
         Ok(plan_load(self.metadata(), requests, options)?)
     }
 
-    /// Reads a non-tensor value.
+    /// Reads a non-tensor value. One that holds an object of an unknown type is an error; see
+    /// [`FileError::opaque_type`].
     fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError>;
+
+    /// Reads a non-tensor value to be shown: objects of unknown types in it become dicts of their type (`$type`),
+    /// arguments and state.
+    fn describe_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
+        self.read_value(fqn)
+    }
+
+    /// Reads the bytes of a value as they are stored at a place, to be copied: what `torch.save` made of it.
+    fn read_item(&self, fqn: &str, stored: &StorageInfo) -> Result<Vec<u8>, FileError> {
+        let _ = stored;
+        Err(FileError::NotStored { fqn: fqn.to_owned() })
+    }
 
     /// Checks that every tensor's bytes can be where the metadata says: before a conversion reserves space for them.
     fn check_stored(&self) -> Result<(), FileError> {
@@ -106,10 +119,10 @@ pub trait Checkpoint: Send + Sync {
         Ok(None)
     }
 
-    /// Reads a box of another copy of a chunk; see [`Metadata::replicas`].
+    /// Reads a box of one copy of a chunk, from where that is stored: another copy than the first, see
+    /// [`Metadata::replicas`], or a chunk that is known to be sound.
     fn read_replica(&self, replica: &Replica, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {
-        let _ = (bounds, dst);
-        Err(FileError::NotStored { fqn: replica.fqn.clone() })
+        self.read_boxes(&replica.fqn, &mut [(bounds.clone(), dst)])
     }
 
     /// Reads another copy of a value; see [`Metadata::replicas`].

@@ -22,6 +22,8 @@ pub enum Structure {
     List(Vec<Structure>),
     /// A tuple.
     Tuple(Vec<Structure>),
+    /// An `nn.Module` of this type that was saved whole: its tensors and modules by their names.
+    Module(String, Vec<(PlainValue, Structure)>),
 }
 
 /// The number of positions without a value that the lists of a checkpoint may have: positions come from files.
@@ -89,7 +91,9 @@ impl Structure {
     fn collect<'s>(&'s self, path: &mut KeyPath, places: &mut IndexMap<String, Place<'s>>) {
         let place = match self {
             Structure::Leaf(_) => Place::Leaf,
-            Structure::Dict(items) => Place::Dict(items.iter().map(|(key, _)| key).collect()),
+            Structure::Dict(items) | Structure::Module(_, items) => {
+                Place::Dict(items.iter().map(|(key, _)| key).collect())
+            }
             Structure::List(items) => Place::List(items.len()),
             Structure::Tuple(items) => Place::Tuple(items.len()),
         };
@@ -105,7 +109,7 @@ impl Structure {
     fn children(&self) -> Vec<(PathPart, &Structure)> {
         match self {
             Structure::Leaf(_) => Vec::new(),
-            Structure::Dict(items) => {
+            Structure::Dict(items) | Structure::Module(_, items) => {
                 items.iter().map(|(key, child)| (PathPart::Key(key_text(key).unwrap_or_default()), child)).collect()
             }
             Structure::List(items) | Structure::Tuple(items) => {
@@ -121,11 +125,30 @@ impl Structure {
         while let Some(structure) = stack.pop() {
             match structure {
                 Structure::Leaf(fqn) => drop(leaves.insert(fqn.as_str())),
-                Structure::Dict(items) => stack.extend(items.iter().map(|(_, child)| child)),
+                Structure::Dict(items) | Structure::Module(_, items) => {
+                    stack.extend(items.iter().map(|(_, child)| child));
+                }
                 Structure::List(items) | Structure::Tuple(items) => stack.extend(items),
             }
         }
         leaves
+    }
+
+    /// Describes the modules that were saved whole, and become dicts of their tensors.
+    pub(crate) fn modules(&self) -> Vec<String> {
+        let mut modules = Vec::new();
+        let mut stack = vec![(KeyPath::default(), self)];
+        while let Some((path, structure)) = stack.pop() {
+            if let Structure::Module(name, _) = structure {
+                // What lies below it goes with it.
+                let key = path.flat_key();
+                let place = if key.is_empty() { "the root" } else { key.as_str() };
+                modules.push(format!("{place}: a module of type {name}, of which only the tensors stay"));
+                continue;
+            }
+            stack.extend(structure.children().into_iter().map(|(part, child)| (path.child(part), child)));
+        }
+        modules
     }
 
     /// Describes what the flat keys and paths of a checkpoint cannot tell of this structure, each place in a line.
@@ -175,10 +198,10 @@ impl Structure {
             Structure::Leaf(fqn) => keep(&fqn).then_some(Structure::Leaf(fqn)),
             Structure::List(items) => list(items, path).map(Structure::List),
             Structure::Tuple(items) => list(items, path).map(Structure::Tuple),
-            Structure::Dict(items) if items.is_empty() => {
+            Structure::Dict(items) | Structure::Module(_, items) if items.is_empty() => {
                 (path.0.is_empty() || keep(&path.flat_key())).then_some(Structure::Dict(items))
             }
-            Structure::Dict(items) => {
+            Structure::Dict(items) | Structure::Module(_, items) => {
                 let mut kept = Vec::with_capacity(items.len());
                 for (key, item) in items {
                     path.0.push(PathPart::Key(key_text(&key).unwrap_or_default()));
@@ -196,7 +219,7 @@ impl Structure {
         let mut stack = vec![&mut *self];
         while let Some(structure) = stack.pop() {
             match structure {
-                Structure::Dict(items) => {
+                Structure::Dict(items) | Structure::Module(_, items) => {
                     let found =
                         items.iter().position(|(_, child)| matches!(child, Structure::Leaf(leaf) if leaf == neighbour));
                     if let Some(found) = found {
@@ -215,7 +238,7 @@ impl Structure {
 
     /// Adds a leaf to the dict at the root, under its flat key. Returns `false` if the root is no dict.
     pub(crate) fn add_at_root(&mut self, fqn: &str) -> bool {
-        let Structure::Dict(items) = self else { return false };
+        let (Structure::Dict(items) | Structure::Module(_, items)) = self else { return false };
         items.push((fqn.into(), Structure::Leaf(fqn.to_owned())));
         true
     }

@@ -7,6 +7,8 @@
 mod decode;
 mod encode;
 
+use std::collections::{HashMap, HashSet};
+
 use fsdp_layout::{DType, KeyPath, TensorBox};
 use indexmap::IndexMap;
 use serde::{Deserialize, Serialize};
@@ -192,15 +194,23 @@ impl Metadata {
     #[must_use]
     pub fn merge(parts: impl IntoIterator<Item = Metadata>) -> Metadata {
         let mut merged = Metadata::default();
+        // The boxes of each tensor that are there already.
+        let mut known: HashMap<String, HashSet<TensorBox>> = HashMap::new();
         for part in parts {
             for (fqn, entry) in part.entries {
                 match (merged.entries.get_mut(&fqn), entry) {
                     (Some(Entry::Tensor(there)), Entry::Tensor(more)) => {
-                        let known: std::collections::HashSet<TensorBox> =
-                            there.chunks.iter().map(|chunk| chunk.bounds.clone()).collect();
+                        let known = known.entry(fqn.clone()).or_default();
+                        if known.is_empty() {
+                            known.extend(there.chunks.iter().map(|chunk| chunk.bounds.clone()));
+                        }
+                        let mut added = Vec::new();
                         for chunk in more.chunks {
                             match (known.contains(&chunk.bounds), chunk.stored) {
-                                (false, stored) => there.chunks.push(Chunk { bounds: chunk.bounds, stored }),
+                                (false, stored) => {
+                                    added.push(chunk.bounds.clone());
+                                    there.chunks.push(Chunk { bounds: chunk.bounds, stored });
+                                }
                                 (true, Some(stored)) => {
                                     let bounds = Some(chunk.bounds);
                                     merged.replicas.push(Replica { fqn: fqn.clone(), bounds, stored });
@@ -208,6 +218,8 @@ impl Metadata {
                                 (true, None) => {}
                             }
                         }
+                        // After all of this part: it may hold a box twice itself, which is an error that is found later.
+                        known.extend(added);
                     }
                     (Some(Entry::Bytes(_)), Entry::Bytes(BytesEntry { stored: Some(stored) })) => {
                         merged.replicas.push(Replica { fqn, bounds: None, stored });

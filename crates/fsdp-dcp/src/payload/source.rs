@@ -20,6 +20,12 @@ pub trait PayloadSource: Sync {
         sink: &mut dyn FnMut(&[u8]) -> Result<(), FileError>,
     ) -> Result<(), FileError>;
 
+    /// Returns the bytes of a value that is copied as it is stored; `None` for one that [`PayloadSource::value`] returns.
+    fn stored_item(&self, fqn: &str) -> Result<Option<Vec<u8>>, FileError> {
+        let _ = fqn;
+        Ok(None)
+    }
+
     /// Returns a non-tensor value.
     fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, FileError>;
 }

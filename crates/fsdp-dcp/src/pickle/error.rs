@@ -32,7 +32,8 @@ pub enum PickleErrorKind {
         /// The protocol number.
         protocol: u8,
     },
-    /// A class or function that is not on the allow-list. It was not imported, nor called.
+    /// A value is needed that only a class or function makes that is not on the list of known ones. It was not imported,
+    /// nor called.
     #[error("global `{module}.{name}` is not allowed")]
     Global {
         /// Its module.

@@ -1,4 +1,4 @@
-//! The allow-list: every class and function that a checkpoint may name.
+//! The classes and functions that are known. Others are opaque.
 
 use fsdp_layout::DType;
 
@@ -115,6 +115,8 @@ impl Global {
                     _ => return None,
                 }
             }
+            // The same fields, under a name of Megatron-core's.
+            "megatron.core.dist_checkpointing.strategies.torch" if name == "MCoreMetadata" => Metadata,
             "torch" => match name {
                 "Size" => Size,
                 "device" => Device,
@@ -150,7 +152,7 @@ impl Global {
                 "set" => Set,
                 "frozenset" => FrozenSet,
                 "bytearray" => ByteArray,
-                "dict" | "list" | "int" | "float" => Builtin,
+                "dict" | "list" | "int" | "long" | "float" => Builtin,
                 _ => return None,
             },
             "_codecs" if name == "encode" => CodecsEncode,

@@ -1,8 +1,9 @@
 //! A pickle that cannot run.
 //!
 //! [`parse`] interprets the opcodes that CPython and torch write (protocols 2 to 5) and builds plain nodes. There is no
-//! call mechanism: `REDUCE` and `NEWOBJ` only record *which* known global was applied to *which* arguments
-//! ([`Node::Object`]), and a global that is not on the allow-list ([`Global`]) is an error naming it.
+//! call mechanism: `REDUCE` and `NEWOBJ` only record *which* global was applied to *which* arguments ([`Node::Object`]). One
+//! that is not on the list of known ones ([`Global`]) is opaque ([`Node::Opaque`]): its names and arguments are kept, and
+//! whoever needs its value gets an error that names it.
 //!
 //! Nodes live in one arena and refer to each other by number, so that memo tricks cost nothing:
 //! sharing is a number, cycles are caught when a value is walked, dropping never recurses.
@@ -19,7 +20,7 @@ pub(crate) mod write;
 pub use error::{PickleError, PickleErrorKind};
 pub(crate) use global::Global;
 pub(crate) use global::STORAGES;
-pub(crate) use node::{Node, NodeId, Pickle};
+pub(crate) use node::{Node, NodeId, OpaqueNode, Pickle};
 pub use read::parse;
 pub(crate) use read::parse_within;
 pub(crate) use walk::Walk;

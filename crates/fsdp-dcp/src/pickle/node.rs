@@ -43,6 +43,27 @@ pub enum Node<'a> {
     Object(Box<ObjectNode>),
     /// A persistent id: in torch files, a storage.
     PersistentId(NodeId),
+    /// A class or function that is not on the list of known ones, by itself: its module and its name.
+    Foreign(&'a str, &'a str),
+    /// An object of such a class, or the result of such a function: kept as it is written, and never built.
+    Opaque(Box<OpaqueNode<'a>>),
+}
+
+/// See [`Node::Opaque`].
+#[derive(Debug, Clone, PartialEq)]
+pub struct OpaqueNode<'a> {
+    /// The module of the class or function.
+    pub module: &'a str,
+    /// Its qualified name.
+    pub name: &'a str,
+    /// Its positional arguments: a tuple.
+    pub args: NodeId,
+    /// The state that `BUILD` would have set on it.
+    pub state: Option<NodeId>,
+    /// The items that would have been appended to it.
+    pub items: Vec<NodeId>,
+    /// The entries that would have been set in it.
+    pub entries: Vec<(NodeId, NodeId)>,
 }
 
 /// See [`Node::Tuple`]: a range of all tuples' items, as there are very many small ones.
@@ -81,6 +102,8 @@ impl Node<'_> {
             Node::Global(_) => "a global",
             Node::Object(_) => "an object",
             Node::PersistentId(_) => "a persistent id",
+            Node::Foreign(..) => "an unknown global",
+            Node::Opaque(_) => "an object of an unknown type",
         }
     }
 }
@@ -94,7 +117,9 @@ pub struct Pickle<'a> {
     /// The items of all tuples, one tuple after the other.
     pub(super) items: Vec<NodeId>,
     pub(super) root: NodeId,
-    /// What is left for the values that are made of the nodes.
+    /// The position after its `STOP`.
+    pub(super) end: usize,
+    /// The budget that is left for the values that are made of the nodes.
     pub(super) budget: Budget,
 }
 
@@ -103,6 +128,20 @@ impl<'a> Pickle<'a> {
     #[must_use]
     pub fn root(&self) -> NodeId {
         self.root
+    }
+
+    /// Returns how many bytes it takes: others may follow.
+    #[must_use]
+    pub fn end(&self) -> usize {
+        self.end
+    }
+
+    /// Returns the persistent ids, in the order in which they were made.
+    pub fn persistent_ids(&self) -> impl Iterator<Item = NodeId> {
+        self.nodes.iter().filter_map(|node| match node {
+            Node::PersistentId(id) => Some(*id),
+            _ => None,
+        })
     }
 
     /// Returns the node of this number.
@@ -121,7 +160,12 @@ impl<'a> Pickle<'a> {
     /// Makes the error that this node is not what was expected.
     #[must_use]
     pub fn wrong(&self, id: NodeId, expected: &'static str) -> PickleError {
-        self.error(id, PickleErrorKind::Kind { expected, found: self.node(id).kind() })
+        let kind = match self.node(id) {
+            Node::Foreign(module, name) => foreign(module, name),
+            Node::Opaque(object) => foreign(object.module, object.name),
+            other => PickleErrorKind::Kind { expected, found: other.kind() },
+        };
+        self.error(id, kind)
     }
 
     /// Returns the node as text.
@@ -188,10 +232,7 @@ impl<'a> Pickle<'a> {
     /// Returns the positional arguments of an object.
     #[must_use]
     pub fn args(&self, object: &ObjectNode) -> &[NodeId] {
-        match self.node(object.args) {
-            Node::Tuple(args) => self.tuple(*args),
-            _ => &[],
-        }
+        self.sequence(object.args).unwrap_or_default()
     }
 
     fn tuple(&self, tuple: TupleNode) -> &[NodeId] {
@@ -238,6 +279,20 @@ impl<'a> Pickle<'a> {
             return Err(self.error(id, kind));
         }
         items.iter().map(|&item| self.usize(item)).collect()
+    }
+}
+
+/// Returns the error of a place that cannot do with an object of this class, or with what this function returns.
+fn foreign(module: &str, name: &str) -> PickleErrorKind {
+    PickleErrorKind::Global { module: excerpt(module), name: excerpt(name) }
+}
+
+/// Cuts a name for an error to the length of a line.
+fn excerpt(name: &str) -> String {
+    const LONGEST: usize = 120;
+    match name.char_indices().nth(LONGEST) {
+        Some((end, _)) => format!("{}…", &name[..end]),
+        None => name.to_owned(),
     }
 }
 

@@ -4,15 +4,15 @@ use std::borrow::Cow;
 
 use super::error::PickleErrorKind;
 use super::global::Global;
-use super::node::{Node, NodeId, ObjectNode, check_attributes};
+use super::node::{Node, NodeId, ObjectNode, OpaqueNode, check_attributes};
 use super::read::{Machine, Result1};
 
 impl<'a> Machine<'a> {
-    /// Pushes a class or function, if it is on the allow-list.
-    pub(super) fn global(&mut self, module: &str, name: &str) -> Result1<()> {
+    /// Pushes a class or function: a known one, or the names of another.
+    pub(super) fn global(&mut self, module: &'a str, name: &'a str) -> Result1<()> {
         match Global::lookup(module, name) {
             Some(global) => self.push(Node::Global(global)),
-            None => Err(PickleErrorKind::Global { module: excerpt(module), name: excerpt(name) }),
+            None => self.push(Node::Foreign(module, name)),
         }
     }
 
@@ -20,6 +20,8 @@ impl<'a> Machine<'a> {
     pub(super) fn object(&mut self, global: NodeId, args: NodeId) -> Result1<()> {
         let global = match &self.nodes[global.0 as usize] {
             Node::Global(global) => *global,
+            Node::Foreign(module, name) => return self.opaque(module, name, args),
+            Node::Opaque(object) => return self.opaque(object.module, object.name, args),
             other => return Err(PickleErrorKind::Kind { expected: "a global to apply", found: other.kind() }),
         };
         let Node::Tuple(values) = self.nodes[args.0 as usize] else {
@@ -36,6 +38,12 @@ impl<'a> Machine<'a> {
             _ => Node::Object(Box::new(ObjectNode { global, args, state: None })),
         };
         self.push(node)
+    }
+
+    /// Pushes an object of a class that is not known, or what a function that is not known would have returned.
+    fn opaque(&mut self, module: &'a str, name: &'a str, args: NodeId) -> Result1<()> {
+        let node = OpaqueNode { module, name, args, state: None, items: Vec::new(), entries: Vec::new() };
+        self.push(Node::Opaque(Box::new(node)))
     }
 
     /// Allows for `count` more items or bytes to be copied.
@@ -117,18 +125,13 @@ impl<'a> Machine<'a> {
                 // Found here, a large state is refused before more is built.
                 check_attributes(&self.nodes[state.0 as usize])
             }
+            Node::Opaque(object) if object.state.is_none() => {
+                object.state = Some(state);
+                Ok(())
+            }
             // An OrderedDict with Python attributes (a module's state dict has `_metadata`): the attributes are dropped.
             Node::Dict(_) => Ok(()),
             other => Err(PickleErrorKind::Kind { expected: "an object without state", found: other.kind() }),
         }
-    }
-}
-
-/// Cuts a name for an error to the length of a line.
-fn excerpt(name: &str) -> String {
-    const LONGEST: usize = 120;
-    match name.char_indices().nth(LONGEST) {
-        Some((end, _)) => format!("{}…", &name[..end]),
-        None => name.to_owned(),
     }
 }

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 
 use super::error::{PickleError, PickleErrorKind};
-use super::node::{Node, NodeId, ObjectNode, Pickle, TupleNode};
+use super::node::{Node, NodeId, ObjectNode, OpaqueNode, Pickle, TupleNode};
 use crate::budget::Budget;
 use crate::limits::{MAX_INTEGER_BYTES, MAX_MEMO_GAP, MAX_PICKLE_BYTES, PICKLE_FACTOR};
 
@@ -36,7 +36,8 @@ pub(crate) fn parse_within(bytes: &[u8], budget: Budget) -> Result<Pickle<'_>, P
     machine.nodes.extend((0..=u8::MAX).map(|value| Node::Int(i64::from(value))));
     machine.offsets.resize(machine.nodes.len(), 0);
     let root = machine.run().map_err(|kind| kind.at(machine.op))?;
-    Ok(Pickle { nodes: machine.nodes, offsets: machine.offsets, items: machine.items, root, budget: machine.budget })
+    let Machine { nodes, offsets, items, budget, at: end, .. } = machine;
+    Ok(Pickle { nodes, offsets, items, root, end, budget })
 }
 
 const NONE: NodeId = NodeId(0);
@@ -220,7 +221,7 @@ impl<'a> Machine<'a> {
                 0x93 => {
                     let names = self.pop_many::<2>()?;
                     match (&self.nodes[names[0].0 as usize], &self.nodes[names[1].0 as usize]) {
-                        (Node::Str(module), Node::Str(name)) => self.global(module, name)?,
+                        (&Node::Str(module), &Node::Str(name)) => self.global(module, name)?,
                         _ => {
                             return Err(PickleErrorKind::Kind {
                                 expected: "a module and a name",
@@ -234,11 +235,17 @@ impl<'a> Machine<'a> {
                     let operands = self.pop_many::<2>()?;
                     self.object(operands[0], operands[1])?;
                 }
-                // NEWOBJ_EX: keyword arguments must be absent.
+                // NEWOBJ_EX: keyword arguments must be absent, unless the class is not known anyway.
                 0x92 => {
                     let operands = self.pop_many::<3>()?;
+                    let is_foreign = matches!(self.nodes[operands[0].0 as usize], Node::Foreign(..));
                     match &self.nodes[operands[2].0 as usize] {
-                        Node::Dict(keywords) if keywords.is_empty() => self.object(operands[0], operands[1])?,
+                        Node::Dict(keywords) if keywords.is_empty() || is_foreign => {
+                            self.object(operands[0], operands[1])?;
+                            if is_foreign {
+                                self.build(operands[2])?;
+                            }
+                        }
                         other => {
                             return Err(PickleErrorKind::Kind {
                                 expected: "no keyword arguments",
@@ -338,8 +345,12 @@ impl<'a> Machine<'a> {
 
     /// Adds a node to the arena, and pushes it.
     pub(super) fn push(&mut self, node: Node<'a>) -> Result1<()> {
-        let object = if matches!(node, Node::Object(_)) { size_of::<ObjectNode>() as u64 } else { 0 };
-        self.budget.charge("memory for values", NODE + object)?;
+        let object = match node {
+            Node::Object(_) => size_of::<ObjectNode>(),
+            Node::Opaque(_) => size_of::<OpaqueNode<'_>>(),
+            _ => 0,
+        };
+        self.budget.charge("memory for values", NODE + object as u64)?;
         let id = NodeId(self.nodes.len() as u32);
         self.nodes.push(node);
         self.offsets.push(self.op as u32);
@@ -408,6 +419,10 @@ impl<'a> Machine<'a> {
                 list.extend(items);
                 Ok(())
             }
+            Node::Opaque(object) => {
+                object.items.extend(items);
+                Ok(())
+            }
             other => Err(PickleErrorKind::Kind { expected: "a list", found: other.kind() }),
         }
     }
@@ -420,6 +435,10 @@ impl<'a> Machine<'a> {
         match self.top_node()? {
             Node::Dict(dict) => {
                 dict.extend(items.chunks_exact(2).map(|pair| (pair[0], pair[1])));
+                Ok(())
+            }
+            Node::Opaque(object) => {
+                object.entries.extend(items.chunks_exact(2).map(|pair| (pair[0], pair[1])));
                 Ok(())
             }
             other => Err(PickleErrorKind::Kind { expected: "a dict", found: other.kind() }),

@@ -15,13 +15,31 @@ const VISIT: u64 = size_of::<PlainValue>() as u64;
 pub(crate) struct Walk {
     depth: usize,
     budget: Budget,
+    /// `true` if opaque objects become dicts that describe them, and are no errors.
+    describes: bool,
 }
 
 impl Walk {
     /// Makes a walk with what is left of this pickle's budget.
     #[must_use]
     pub(crate) fn new(pickle: &Pickle<'_>) -> Self {
-        Walk { depth: 0, budget: pickle.budget.clone() }
+        Walk { depth: 0, budget: pickle.budget.clone(), describes: false }
+    }
+
+    /// Makes a walk that describes opaque objects.
+    #[must_use]
+    pub(crate) fn describing(pickle: &Pickle<'_>) -> Self {
+        Walk { describes: true, ..Self::new(pickle) }
+    }
+
+    /// Returns `true` if opaque objects become dicts that describe them.
+    pub(crate) fn describes(&self) -> bool {
+        self.describes
+    }
+
+    /// Makes a walk with what is left of this one's budget that goes on from the same depth and describes opaque objects.
+    pub(crate) fn aside(&self) -> Self {
+        Walk { depth: self.depth, budget: self.budget.clone(), describes: true }
     }
 
     /// Steps into a node. Every `enter` that succeeds must be followed by a [`Walk::leave`], unless the walk is given up.
@@ -33,6 +51,11 @@ impl Walk {
         self.charge(pickle, id, "expanded size", VISIT)?;
         self.depth += 1;
         Ok(())
+    }
+
+    /// Goes on with what is left of the budget of a walk that was made [`aside`](Walk::aside), and from where that began.
+    pub(crate) fn resume(&mut self, aside: Walk) {
+        *self = Walk { describes: self.describes, ..aside };
     }
 
     /// Takes the bytes that are copied from a node.

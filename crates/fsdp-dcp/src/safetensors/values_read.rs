@@ -37,7 +37,7 @@ pub(crate) fn decode(
     }
 }
 
-/// What the readers of the parts share.
+/// The state that the readers of the parts share.
 struct Context<'c> {
     elements: Budget,
     text: Budget,

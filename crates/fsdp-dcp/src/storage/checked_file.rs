@@ -59,15 +59,32 @@ impl CheckedFile {
         Ok(())
     }
 
-    /// Reads and checks all of it, a block at a time. The first block that differs is the error.
-    pub(crate) fn verify(&self, progress: Option<&(dyn Fn(u64) + Sync)>) -> Result<(), FormatError> {
-        let Some(integrity) = &self.integrity else { return Ok(()) };
+    /// Cuts it into parts of whole blocks, to be checked one by one. Another length than was written is an error.
+    pub(crate) fn parts(&self) -> Result<Vec<Range<u64>>, FormatError> {
+        const PART: u64 = 64 << 20;
+        let Some(integrity) = &self.integrity else { return Ok(Vec::new()) };
         let (length, expected) = (self.len(), integrity.length());
         if expected != length {
             return Err(self.corrupt(length.min(expected)..length.max(expected)));
         }
-        let mut buffer = Vec::new();
+        let mut parts = Vec::new();
+        let mut start = 0;
         for block in integrity.blocks() {
+            if block.range.end - start >= PART || block.range.end == length {
+                parts.push(start..block.range.end);
+                start = block.range.end;
+            }
+        }
+        Ok(parts)
+    }
+
+    /// Reads and checks one of its [`parts`](Self::parts), a block at a time. The first block that differs is the error.
+    pub(crate) fn verify(&self, part: Range<u64>, progress: Option<&(dyn Fn(u64) + Sync)>) -> Result<(), FormatError> {
+        let Some(integrity) = &self.integrity else { return Ok(()) };
+        let mut buffer = Vec::new();
+        let mut at = part.start;
+        while let Some(block) = integrity.block_at(at).filter(|block| block.range.start < part.end) {
+            at = block.range.end;
             buffer.resize((block.range.end - block.range.start) as usize, 0);
             self.read(block.range.start, &mut buffer)?;
             self.check(block, &buffer)?;

@@ -1,6 +1,9 @@
-//! Files of `torch.save`: a zip archive with a pickle, and the storages that it names.
+//! Files of `torch.save`: a zip archive with a pickle, and the storages that it names; before torch 1.6, pickles and
+//! storages one after the other.
 
+pub(crate) mod legacy;
 pub(crate) mod read;
+mod storages;
 pub(crate) mod tensor_ref;
 pub(crate) mod value;
 pub(crate) mod write;

@@ -50,7 +50,7 @@ impl TensorRef {
                 }
                 (Global::RebuildParameter, [inner, ..]) => id = *inner,
                 // (function, class, arguments, attributes): the arguments are those of the function.
-                (Global::RebuildFromTypeV2, [function, _class, arguments, ..]) => {
+                (Global::RebuildFromTypeV2, [function, class, arguments, ..]) => {
                     let arguments = p.sequence(*arguments)?;
                     return match (p.node(*function), arguments) {
                         (Node::Global(Global::RebuildTensor | Global::RebuildTensorV2), [a, b, c, d, ..]) => {
@@ -65,6 +65,10 @@ impl TensorRef {
                         (Node::Global(Global::RebuildParameter), [inner, ..]) => {
                             id = *inner;
                             continue;
+                        }
+                        // The class says more about what it is.
+                        (Node::Foreign(..), _) if matches!(p.node(*class), Node::Foreign(..)) => {
+                            Err(p.wrong(*class, "a class of plain tensors"))
                         }
                         _ => Err(p.wrong(*function, "a function that rebuilds a tensor")),
                     };

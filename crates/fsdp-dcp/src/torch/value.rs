@@ -2,13 +2,16 @@
 
 use fsdp_layout::{PlainTensor, PlainValue, TensorBox};
 
+use super::storages::Storages;
 use super::tensor_ref::{TensorRef, check_writable, write_tensor};
 use super::zip::{ArchiveLayout, Directory, ROOT};
 use crate::budget::Budget;
 use crate::error::FormatError;
 use crate::limits::{MAX_DEPTH, MAX_OBJECT_BYTES, PICKLE_FACTOR};
 use crate::pickle::write;
-use crate::pickle::{Global, Node, NodeId, Pickle, Walk, parse, parse_within};
+use crate::pickle::{
+    Global, Node, NodeId, OpaqueNode, Pickle, PickleError, PickleErrorKind, Walk, parse, parse_within,
+};
 use crate::storage::read_at::{BlockReader, ReadAt};
 use crate::strided::read_overlap;
 
@@ -137,17 +140,24 @@ pub(crate) fn put<'v>(
 /// Some types that Python distinguishes are one here: an `OrderedDict` or `defaultdict` becomes a dict, a frozenset a
 /// set, `torch.Size` a tuple, a dtype, device or path its text.
 pub fn decode_value<S: ReadAt>(item: &S) -> Result<PlainValue, FormatError> {
-    decode_value_within(item, Budget::new(item.len(), PICKLE_FACTOR))
+    decode_value_within(item, Budget::new(item.len(), PICKLE_FACTOR), false)
 }
 
-/// Does the same as [`decode_value`], where the values may take so much.
-pub(crate) fn decode_value_within(item: &dyn ReadAt, budget: Budget) -> Result<PlainValue, FormatError> {
+/// Does the same as [`decode_value`], where the values may take so much. With `describes`, opaque objects in it become
+/// dicts that describe them.
+pub(crate) fn decode_value_within(
+    item: &dyn ReadAt,
+    budget: Budget,
+    describes: bool,
+) -> Result<PlainValue, FormatError> {
     let directory = Directory::read(item)?;
     directory.check_byte_order(item)?;
     let pickle = directory.read_record(item, "data.pkl", MAX_OBJECT_BYTES)?;
     let parsed = parse_within(&pickle, budget)?;
-    let mut loader = TensorLoader::new(&directory, item);
-    convert(&parsed, parsed.root(), &mut Walk::new(&parsed), &mut |tensor| loader.load(tensor))
+    let storages = Storages::Archive(directory);
+    let mut loader = TensorLoader::new(&storages, item);
+    let mut walk = if describes { Walk::describing(&parsed) } else { Walk::new(&parsed) };
+    convert(&parsed, parsed.root(), &mut walk, &mut |tensor| loader.load(tensor))
 }
 
 /// Reads how the tensor is quantized that is the archive's root.
@@ -156,35 +166,30 @@ pub(crate) fn quantizer_of(archive: &Directory, source: &dyn ReadAt) -> Result<O
     let parsed = parse(&pickle)?;
     let quantizer = TensorRef::of(&parsed, parsed.root())?.and_then(|tensor| tensor.quantizer);
     let Some(quantizer) = quantizer else { return Ok(None) };
-    let mut loader = TensorLoader::new(archive, source);
+    let storages = Storages::Archive(archive.clone());
+    let mut loader = TensorLoader::new(&storages, source);
     convert(&parsed, quantizer, &mut Walk::new(&parsed), &mut |tensor| loader.load(tensor)).map(Some)
 }
 
 /// A loader of the tensors inside values, up to a limit of bytes in all.
 pub(crate) struct TensorLoader<'a> {
-    archive: &'a Directory,
+    storages: &'a Storages,
     source: &'a dyn ReadAt,
     budget: Budget,
 }
 
 impl<'a> TensorLoader<'a> {
-    /// Makes a loader of tensors whose storages are in this archive.
-    pub(crate) fn new(archive: &'a Directory, source: &'a dyn ReadAt) -> Self {
-        TensorLoader { archive, source, budget: Budget::new(source.len(), 1) }
+    /// Makes a loader of tensors whose storages are in this file.
+    pub(crate) fn new(storages: &'a Storages, source: &'a dyn ReadAt) -> Self {
+        TensorLoader { storages, source, budget: Budget::new(source.len(), 1) }
     }
 
     pub(crate) fn load(&mut self, tensor: &TensorRef) -> Result<PlainTensor, FormatError> {
         let element = tensor.dtype.size_in_bytes() as usize;
         let length = tensor.shape.iter().product::<usize>() * element;
-        let name = format!("data/{}", tensor.storage);
-        let record = self.archive.get(&name)?;
-        if record.length < tensor.storage_bytes {
-            let found = format!("one of {}", record.length);
-            return Err(FormatError::unexpected(format!("a storage of {} bytes", tensor.storage_bytes), found));
-        }
+        let start = self.storages.data_offset(self.source, tensor)?;
         // An expanded tensor is larger than its storage, and several tensors may share one.
         self.budget.charge("bytes of tensors in values", length as u64)?;
-        let start = self.archive.data_offset(self.source, &name, record)?;
         let whole = TensorBox::whole(&tensor.shape);
         let mut data = vec![0; length];
         read_overlap(&mut BlockReader::new(self.source), start, element, &tensor.layout, &whole, &whole, &mut data)?;
@@ -197,6 +202,49 @@ pub fn value_of(pickle: &Pickle<'_>, id: NodeId) -> Result<PlainValue, FormatErr
     convert(pickle, id, &mut Walk::new(pickle), &mut |_| {
         Err(FormatError::Unsupported { what: "a tensor inside this value".to_owned() })
     })
+}
+
+/// Returns the error of a value that is of a known class, but is no plain value.
+fn unnamed(p: &Pickle<'_>, id: NodeId) -> PickleError {
+    let name = match p.node(id) {
+        Node::Global(global) => format!("{global:?}"),
+        Node::Object(object) => format!("{:?}", object.global),
+        other => other.kind().to_owned(),
+    };
+    p.error(id, PickleErrorKind::Global { module: "torch".to_owned(), name })
+}
+
+/// Returns `true` if the error is that of an opaque object.
+pub(crate) fn is_opaque(error: &PickleError) -> bool {
+    matches!(error.kind, PickleErrorKind::Global { .. })
+}
+
+/// Describes an opaque object as a dict: its type, its arguments, its state, and what was added to it.
+fn described(
+    p: &Pickle<'_>,
+    object: &OpaqueNode<'_>,
+    walk: &mut Walk,
+    load: &mut dyn FnMut(&TensorRef) -> Result<PlainTensor, FormatError>,
+) -> Result<PlainValue, FormatError> {
+    let mut parts = vec![("$type".into(), format!("{}.{}", object.module, object.name).into())];
+    if !p.sequence(object.args).is_ok_and(<[NodeId]>::is_empty) {
+        parts.push(("args".into(), convert(p, object.args, walk, load)?));
+    }
+    if let Some(state) = object.state {
+        parts.push(("state".into(), convert(p, state, walk, load)?));
+    }
+    if !object.items.is_empty() {
+        let items = object.items.iter().map(|&item| convert(p, item, walk, load));
+        parts.push(("items".into(), PlainValue::List(items.collect::<Result<_, _>>()?)));
+    }
+    if !object.entries.is_empty() {
+        let mut entries = Vec::new();
+        for &(key, value) in &object.entries {
+            entries.push((convert(p, key, walk, load)?, convert(p, value, walk, load)?));
+        }
+        parts.push(("entries".into(), PlainValue::Dict(entries)));
+    }
+    Ok(PlainValue::Dict(parts))
 }
 
 /// Turns a node into a value; `load` fetches the tensors in it.
@@ -238,7 +286,12 @@ pub(crate) fn convert(
         }
         Node::Global(Global::DType(dtype)) => PlainValue::Str(format!("torch.{dtype}")),
         Node::Global(Global::QScheme(name)) => PlainValue::Str(format!("torch.{name}")),
-        Node::Global(_) | Node::PersistentId(_) => return Err(p.wrong(id, "a plain value").into()),
+        Node::Opaque(object) if walk.describes() => described(p, object, walk, load)?,
+        Node::Foreign(module, name) if walk.describes() => PlainValue::Str(format!("{module}.{name}")),
+        Node::Global(global) if walk.describes() => PlainValue::Str(format!("{global:?}")),
+        Node::PersistentId(inner) if walk.describes() => convert(p, *inner, walk, load)?,
+        Node::Foreign(..) | Node::Opaque(_) => return Err(p.wrong(id, "a plain value").into()),
+        Node::Global(_) | Node::PersistentId(_) => return Err(unnamed(p, id).into()),
         Node::Object(object) => match (object.global, p.args(object)) {
             (Global::Size, _) => {
                 PlainValue::Tuple(p.sizes(id)?.into_iter().map(|size| PlainValue::Int(size as i64)).collect())
@@ -249,9 +302,19 @@ pub(crate) fn convert(
             }
             (Global::Device, [kind]) => PlainValue::Str(p.str(*kind)?.to_owned()),
             (Global::Device, [kind, index]) => PlainValue::Str(format!("{}:{}", p.str(*kind)?, p.int(*index)?)),
-            _ => match TensorRef::of(p, id)? {
-                Some(tensor) => PlainValue::Tensor(load(&tensor)?),
-                None => return Err(p.wrong(id, "a plain value").into()),
+            _ => match TensorRef::of(p, id) {
+                Ok(Some(tensor)) => PlainValue::Tensor(load(&tensor)?),
+                Err(error) if !(walk.describes() && is_opaque(&error)) => return Err(error.into()),
+                _ if walk.describes() => {
+                    let mut parts = vec![("$type".into(), format!("{:?}", object.global).into())];
+                    for (name, part) in [("args", Some(object.args)), ("state", object.state)] {
+                        if let Some(part) = part {
+                            parts.push((name.into(), convert(p, part, walk, load)?));
+                        }
+                    }
+                    PlainValue::Dict(parts)
+                }
+                _ => return Err(unnamed(p, id).into()),
             },
         },
     };

@@ -43,7 +43,7 @@ impl<'a> Pickled<'a> {
     fn put(&mut self, structure: &'a Structure, depth: usize) -> Result<(), FormatError> {
         check_depth(depth)?;
         match structure {
-            Structure::Dict(items) => {
+            Structure::Dict(items) | Structure::Module(_, items) => {
                 write::op(&mut self.bytes, write::EMPTY_DICT);
                 write::op(&mut self.bytes, write::MARK);
                 for (key, item) in items {

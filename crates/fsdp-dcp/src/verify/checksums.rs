@@ -6,25 +6,39 @@ use crate::formats::checkpoint::Checkpoint;
 use crate::metadata::StorageInfo;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::read_at::{ReadAt, Window};
-use crate::torch::zip::Directory;
+use crate::threads::on_each;
+use crate::torch::zip::{Directory, Record};
 
 /// Checks the zip checksums of all DCP items.
-pub(super) fn check_items(checkpoint: &dyn Checkpoint, report: &mut Report, progress: Option<&(dyn Fn(u64) + Sync)>) {
+pub(super) fn check_items(
+    checkpoint: &dyn Checkpoint,
+    report: &mut Report,
+    threads: usize,
+    progress: Option<&(dyn Fn(u64) + Sync)>,
+) {
     let directory = checkpoint.directory();
-    for (fqn, _, stored) in checkpoint.metadata().stored().filter(|(_, _, stored)| stored.transforms.is_empty()) {
-        if let Err(error) = check_item(directory, fqn, stored, progress) {
+    let items = checkpoint.metadata().stored().filter(|(_, _, stored)| stored.transforms.is_empty());
+    let items: Vec<(&str, &StorageInfo)> = items.map(|(fqn, _, stored)| (fqn, stored)).collect();
+    let checked = on_each(&items, threads, |(fqn, stored)| check_item(directory, fqn, stored, progress));
+    for ((fqn, stored), checked) in items.into_iter().zip(checked) {
+        if let Err(error) = checked {
             report.add(Some(fqn), Some(stored), &error);
         }
     }
 }
 
 /// Checks the zip checksums of a torch archive: of its pickle and all of its storages.
-pub(super) fn check_file(checkpoint: &dyn Checkpoint, report: &mut Report, progress: Option<&(dyn Fn(u64) + Sync)>) {
+pub(super) fn check_file(
+    checkpoint: &dyn Checkpoint,
+    report: &mut Report,
+    threads: usize,
+    progress: Option<&(dyn Fn(u64) + Sync)>,
+) {
     let directory = checkpoint.directory();
     let Some(name) = checkpoint.path().file_name().and_then(|name| name.to_str()) else { return };
     let checked = directory.file(name).and_then(|file| {
         let all = StorageInfo { relative_path: name.to_owned(), offset: 0, length: file.len(), transforms: Vec::new() };
-        check_records(&*file, &all, progress).map_err(|source| directory.file_error(name, source))
+        check_records(&*file, &all, threads, progress).map_err(|source| directory.file_error(name, source))
     });
     if let Err(error) = checked {
         report.problems.push(Problem {
@@ -44,7 +58,7 @@ fn check_item(
     progress: Option<&(dyn Fn(u64) + Sync)>,
 ) -> Result<(), FileError> {
     let file = directory.file(&stored.relative_path)?;
-    check_records(&*file, stored, progress).map_err(|source| FileError::Item {
+    check_records(&*file, stored, 1, progress).map_err(|source| FileError::Item {
         fqn: fqn.to_owned(),
         path: directory.path().join(&stored.relative_path),
         offset: stored.offset,
@@ -52,16 +66,19 @@ fn check_item(
     })
 }
 
-/// Checks the checksum of each record of the item that lies at `stored` in a file.
+/// Checks the checksum of each record of the item that lies at `stored` in a file. The first one that differs is the
+/// error.
 fn check_records(
     file: &dyn ReadAt,
     stored: &StorageInfo,
+    threads: usize,
     progress: Option<&(dyn Fn(u64) + Sync)>,
 ) -> Result<(), FormatError> {
     let item = Window::new(file, stored.offset, stored.length)?;
     // Items of the SAFETENSORS format are no archives, and have no checksums.
     let Ok(archive) = Directory::read(&item) else { return Ok(()) };
-    for (name, record) in &archive.records {
+    let records: Vec<(&String, &Record)> = archive.records.iter().collect();
+    let checked = on_each(&records, threads, |(name, record)| {
         let start = archive.data_offset(&item, name, record)?;
         // The range is read even where there is no checksum, so that a range that cannot be read is found.
         let crc = crc(&item, start, record.length, progress)?;
@@ -73,8 +90,9 @@ fn check_records(
                 end: stored.offset + start + record.length,
             });
         }
-    }
-    Ok(())
+        Ok(())
+    });
+    checked.into_iter().collect()
 }
 
 /// Computes the checksum of a range.

@@ -14,6 +14,7 @@ mod checksums;
 mod replicas;
 mod report;
 
+use std::ops::Range;
 use std::path::PathBuf;
 
 use fsdp_layout::TensorBox;
@@ -24,8 +25,9 @@ use crate::error::FileError;
 use crate::formats::checkpoint::{Checkpoint, Format};
 use crate::formats::lookup::tensor_of;
 use crate::formats::stream::stream;
-use crate::metadata::Entry;
+use crate::metadata::{Entry, Replica, TensorEntry};
 use crate::plan::{ChunkError, LoadPlanError, validate_chunks};
+use crate::threads::{default_threads, on_each};
 
 pub use self::add_integrity::add_integrity;
 use self::report::corrupt_at;
@@ -51,16 +53,26 @@ pub fn verify(
     level: Level,
     progress: Option<&(dyn Fn(u64) + Sync)>,
 ) -> Result<Report, FileError> {
+    verify_on_threads(checkpoint, level, default_threads(), progress)
+}
+
+/// Does the same as [`verify`], on so many threads. The report does not depend on how many they are.
+pub fn verify_on_threads(
+    checkpoint: &dyn Checkpoint,
+    level: Level,
+    threads: usize,
+    progress: Option<&(dyn Fn(u64) + Sync)>,
+) -> Result<Report, FileError> {
     let mut report = Report { has_integrity: checkpoint.directory().has_integrity(), ..Report::default() };
     structure(checkpoint, &mut report);
     if level >= Level::Sizes {
-        sizes(checkpoint, &mut report)?;
+        sizes(checkpoint, &mut report, threads)?;
     }
     if level >= Level::Hashes {
-        hashes(checkpoint, &mut report, progress);
+        hashes(checkpoint, &mut report, threads, progress);
     }
     if level >= Level::Deep {
-        deep(checkpoint, &mut report, progress);
+        deep(checkpoint, &mut report, threads, progress);
         replicas::compare(checkpoint, &mut report, progress);
     }
     report.bytes_read = checkpoint.bytes_read();
@@ -98,30 +110,50 @@ fn structure(checkpoint: &dyn Checkpoint, report: &mut Report) {
 }
 
 /// Checks that files are long enough for their items, and that each item is what the metadata says. Reads one element of
-/// each chunk.
-fn sizes(checkpoint: &dyn Checkpoint, report: &mut Report) -> Result<(), FileError> {
-    for (fqn, entry) in &checkpoint.metadata().entries {
+/// each chunk, in linear time.
+fn sizes(checkpoint: &dyn Checkpoint, report: &mut Report, threads: usize) -> Result<(), FileError> {
+    let entries: Vec<(&String, &Entry)> = checkpoint.metadata().entries.iter().collect();
+    let parts = on_each(&entries, threads, |(fqn, entry)| -> Result<Report, FileError> {
+        let mut part = Report::default();
         match entry {
             Entry::Bytes(bytes) => {
                 if let Err(error) = refuse_paths(checkpoint.read_value(fqn))? {
-                    report.add(Some(fqn), bytes.stored.as_ref(), &error);
-                }
-            }
-            Entry::Tensor(tensor) => {
-                for chunk in tensor.chunks.iter().filter(|chunk| !chunk.bounds.is_empty()) {
-                    // The last element: if it is there, so is all before it.
-                    let at = chunk.bounds.offsets.iter().zip(&chunk.bounds.sizes).map(|(o, s)| o.saturating_add(s - 1));
-                    let last = TensorBox::new(at.collect(), vec![1; chunk.bounds.rank()]);
-                    let mut element = vec![0; tensor.properties.dtype.size_in_bytes() as usize];
-                    if let Err(error) = refuse_paths(checkpoint.read_box(fqn, &last, &mut element))? {
-                        report.add(Some(fqn), chunk.stored.as_ref(), &error);
-                        // A plan error concerns the whole tensor: once is enough.
-                        if matches!(error, FileError::LoadPlan(_)) {
-                            break;
-                        }
+                    match error.opaque_type() {
+                        Some(of) => part.opaque.push(((*fqn).clone(), of)),
+                        None => part.add(Some(fqn), bytes.stored.as_ref(), &error),
                     }
                 }
             }
+            Entry::Tensor(tensor) => chunk_ends(checkpoint, fqn, tensor, &mut part)?,
+        }
+        Ok(part)
+    });
+    for part in parts {
+        report.absorb(part?);
+    }
+    Ok(())
+}
+
+/// Reads the last element of each chunk of a tensor: if it is there, so is all before it.
+fn chunk_ends(
+    checkpoint: &dyn Checkpoint,
+    fqn: &str,
+    tensor: &TensorEntry,
+    report: &mut Report,
+) -> Result<(), FileError> {
+    // Chunks that do not make up their tensor have been reported, and cannot be read.
+    if validate_chunks(&tensor.shape, tensor.chunks.iter().map(|chunk| &chunk.bounds)).is_err() {
+        return Ok(());
+    }
+    let mut element = vec![0; tensor.properties.dtype.size_in_bytes() as usize];
+    for chunk in tensor.chunks.iter().filter(|chunk| !chunk.bounds.is_empty()) {
+        let Some(stored) = &chunk.stored else { continue };
+        let at = chunk.bounds.offsets.iter().zip(&chunk.bounds.sizes).map(|(offset, size)| offset + size - 1);
+        let last = TensorBox::new(at.collect(), vec![1; chunk.bounds.rank()]);
+        // Not by a plan of a read, which would look at all chunks for each.
+        let this = Replica { fqn: fqn.to_owned(), bounds: Some(chunk.bounds.clone()), stored: stored.clone() };
+        if let Err(error) = refuse_paths(checkpoint.read_replica(&this, &last, &mut element))? {
+            report.add(Some(fqn), Some(stored), &error);
         }
     }
     Ok(())
@@ -137,37 +169,54 @@ fn refuse_paths<T>(read: Result<T, FileError>) -> Result<Result<T, FileError>, F
 }
 
 /// Checks every byte that a hash or a checksum covers.
-fn hashes(checkpoint: &dyn Checkpoint, report: &mut Report, progress: Option<&(dyn Fn(u64) + Sync)>) {
+fn hashes(checkpoint: &dyn Checkpoint, report: &mut Report, threads: usize, progress: Option<&(dyn Fn(u64) + Sync)>) {
     let directory = checkpoint.directory();
     if !directory.has_integrity() {
         match checkpoint.format() {
-            Format::Dcp => checksums::check_items(checkpoint, report, progress),
-            Format::Torch => checksums::check_file(checkpoint, report, progress),
+            Format::Dcp => checksums::check_items(checkpoint, report, threads, progress),
+            Format::Torch => checksums::check_file(checkpoint, report, threads, progress),
             // These have no checksums of their own.
             Format::SafetensorsFile | Format::SafetensorsDirectory => {}
         }
         return;
     }
+    // Large files are cut, so that threads can share them.
+    let mut parts: Vec<(String, Result<Range<u64>, FileError>)> = Vec::new();
     for name in directory.covered() {
-        let verified = directory.file(&name).and_then(|file| {
-            let verified = file.verify(progress);
-            verified.map_err(|source| directory.file_error(&name, source))
-        });
-        if let Err(error) = verified {
-            report.problems.push(Problem {
-                fqn: None,
-                file: Some(name),
-                offset: corrupt_at(&error),
-                error: with_causes(&error),
-            });
+        let file = directory.file(&name);
+        match file.and_then(|file| file.parts().map_err(|source| directory.file_error(&name, source))) {
+            Ok(of) => parts.extend(of.into_iter().map(|part| (name.clone(), Ok(part)))),
+            Err(error) => parts.push((name, Err(error))),
         }
+    }
+    let found = on_each(&parts, threads, |(name, part)| {
+        let Ok(part) = part else { return Ok(()) };
+        let verified = directory.file(name)?.verify(part.clone(), progress);
+        verified.map_err(|source| directory.file_error(name, source))
+    });
+    // Of each file, the first error is told.
+    let mut last = None;
+    for ((name, part), found) in parts.into_iter().zip(found) {
+        let Err(error) = part.map(drop).and(found) else { continue };
+        if last.as_ref() == Some(&name) {
+            continue;
+        }
+        last = Some(name.clone());
+        report.problems.push(Problem {
+            fqn: None,
+            file: Some(name),
+            offset: corrupt_at(&error),
+            error: with_causes(&error),
+        });
     }
 }
 
 /// Counts NaN and infinities.
-fn deep(checkpoint: &dyn Checkpoint, report: &mut Report, progress: Option<&(dyn Fn(u64) + Sync)>) {
-    for (fqn, tensor) in checkpoint.metadata().tensors() {
-        match census(checkpoint, fqn, progress) {
+fn deep(checkpoint: &dyn Checkpoint, report: &mut Report, threads: usize, progress: Option<&(dyn Fn(u64) + Sync)>) {
+    let tensors: Vec<(&str, &TensorEntry)> = checkpoint.metadata().tensors().collect();
+    let found = on_each(&tensors, threads, |(fqn, _)| census(checkpoint, fqn, progress));
+    for ((fqn, tensor), census) in tensors.into_iter().zip(found) {
+        match census {
             Ok(Some(census)) if census.nan + census.infinite > 0 => report.not_finite.push((fqn.to_owned(), census)),
             Ok(_) => {}
             Err(error) => report.add(Some(fqn), tensor.chunks.first().and_then(|chunk| chunk.stored.as_ref()), &error),

@@ -9,7 +9,7 @@ use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint;
 use crate::formats::lookup::tensor_of;
 use crate::formats::stream::stream_boxes;
-use crate::metadata::Replica;
+use crate::metadata::{BytesEntry, Entry, Replica};
 use crate::plan::{ChunkError, validate_chunks};
 
 /// Two copies that should be one.
@@ -38,8 +38,21 @@ pub(super) fn compare(checkpoint: &dyn Checkpoint, report: &mut Report, progress
 }
 
 fn value(checkpoint: &dyn Checkpoint, replica: &Replica) -> Result<(), ReplicaError> {
-    let (first, this) = (checkpoint.read_value(&replica.fqn)?, checkpoint.read_value_replica(replica)?);
-    if !first.same_bits(&this) {
+    let is_same = match checkpoint.read_value(&replica.fqn) {
+        // What cannot be read is compared as it is stored.
+        Err(error) if error.opaque_type().is_some() => {
+            let Some(Entry::Bytes(BytesEntry { stored: Some(stored) })) =
+                checkpoint.metadata().entries.get(&replica.fqn)
+            else {
+                return Err(error.into());
+            };
+            let (first, this) =
+                (checkpoint.read_item(&replica.fqn, stored)?, checkpoint.read_item(&replica.fqn, &replica.stored)?);
+            first == this
+        }
+        first => first?.same_bits(&checkpoint.read_value_replica(replica)?),
+    };
+    if !is_same {
         return Err(ReplicaError::Differs { what: "value" });
     }
     Ok(())

@@ -23,6 +23,9 @@ pub struct Report {
     pub problems: Vec<Problem>,
     /// `true` if hashes were there to check against.
     pub has_integrity: bool,
+    /// At [`Level::Sizes`](super::Level::Sizes) and above: keys of values that hold objects of unknown types, which are
+    /// never built, and the type of each. They are no problems.
+    pub opaque: Vec<(String, String)>,
     /// Tensors looked at.
     pub tensors: usize,
     /// Values looked at.
@@ -40,6 +43,12 @@ impl Report {
     #[must_use]
     pub fn is_ok(&self) -> bool {
         self.problems.is_empty()
+    }
+
+    /// Adds the findings about a part of the checkpoint.
+    pub(super) fn absorb(&mut self, part: Report) {
+        self.problems.extend(part.problems);
+        self.opaque.extend(part.opaque);
     }
 
     /// Adds a problem with a key, or with the item that is stored for it.

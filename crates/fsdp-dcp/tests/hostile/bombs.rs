@@ -4,12 +4,12 @@ use std::path::Path;
 
 use fsdp_dcp::checkpoint::open;
 use fsdp_dcp::diff::{Tolerance, diff};
-use fsdp_dcp::internals::{ArchiveLayout, decode_value};
+use fsdp_dcp::internals::{ArchiveLayout, TensorItem, decode_value};
 use fsdp_dcp::metadata::{
     BytesEntry, Chunk, Entry, METADATA_FILE, Metadata, StorageInfo, TensorEntry, TensorProperties, decode, encode,
 };
 use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::verify::{Level, census, verify, with_causes};
+use fsdp_dcp::verify::{Level, census, verify, verify_on_threads, with_causes};
 use fsdp_layout::{DType, KeyPath, PathPart, PlainValue, TensorBox};
 
 use crate::bounded_beyond;
@@ -237,6 +237,32 @@ fn repeated_elements_are_not_all_counted() {
     ] {
         let error = with_causes(&refused.unwrap_err());
         assert!(error.contains("bytes of repeated elements"), "{error}");
+    }
+}
+
+/// Chunks of one tensor are checked in linear time: the first step of each load and of each removal of old checkpoints.
+#[test]
+fn a_tensor_of_many_chunks_is_verified_in_linear_time() {
+    let (chunks, item) = (60_000, TensorItem::new(DType::U8, &[1]).unwrap());
+    let bytes = [item.head(0), vec![0], item.tail(0)].concat();
+    let stored = StorageInfo {
+        relative_path: "__0_0.distcp".to_owned(),
+        offset: 0,
+        length: bytes.len() as u64,
+        transforms: Vec::new(),
+    };
+    let chunk = |at| Chunk { bounds: TensorBox::new(vec![at], vec![1]), stored: Some(stored.clone()) };
+    let properties = TensorProperties::of(DType::U8);
+    let tensor = TensorEntry { properties, shape: vec![chunks], chunks: (0..chunks).map(chunk).collect() };
+    let mut metadata = Metadata::default();
+    metadata.entries.insert("t".to_owned(), Entry::Tensor(tensor));
+    let parent = tempfile::tempdir().unwrap();
+    std::fs::write(parent.path().join(METADATA_FILE), encode(&metadata)).unwrap();
+    std::fs::write(parent.path().join("__0_0.distcp"), bytes).unwrap();
+    let checkpoint = open(parent.path(), OpenOptions::default()).unwrap();
+    for threads in [1, 3] {
+        let report = verify_on_threads(&*checkpoint, Level::Hashes, threads, None).unwrap();
+        assert!(report.is_ok(), "{:?}", report.problems);
     }
 }
 

@@ -228,7 +228,8 @@ fn files_beside_a_checkpoint_come_along_or_are_named() {
         assert_eq!(done.copied, if comes { extra.to_vec() } else { Vec::new() }, "{target:?}");
         let mut all = [&["below", "pytorch_model.bin"][..], if comes { &[] } else { &extra[..] }].concat();
         let mut left = done.left_behind.clone();
-        (all.sort_unstable(), left.sort());
+        all.sort_unstable();
+        left.sort();
         assert_eq!(left, all, "{target:?}");
         for name in done.copied {
             assert_eq!(std::fs::read_to_string(to.join(&name)).unwrap(), name);

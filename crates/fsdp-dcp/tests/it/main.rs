@@ -8,6 +8,8 @@ mod crash;
 mod crash_convert;
 mod dtypes;
 mod fixtures;
+mod legacy;
+mod opaque;
 #[path = "../common/sample.rs"]
 mod sample;
 mod save_load;

@@ -119,6 +119,15 @@ impl CheckpointReader {
 
     /// Reads a non-tensor value.
     pub fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
+        self.read_stored_value(fqn, self.place_of_value(fqn)?)
+    }
+
+    pub(crate) fn read_stored_value(&self, fqn: &str, stored: &StorageInfo) -> Result<PlainValue, FileError> {
+        self.stored_value(stored, false).map_err(|error| self.item_error(fqn, stored, error))
+    }
+
+    /// Returns the place of a value.
+    fn place_of_value(&self, fqn: &str) -> Result<&StorageInfo, FileError> {
         let stored = match self.metadata.entries.get(fqn) {
             None => return Err(LoadPlanError::Missing { fqn: fqn.to_owned() }.into()),
             Some(Entry::Tensor(_)) => {
@@ -126,15 +135,10 @@ impl CheckpointReader {
             }
             Some(Entry::Bytes(bytes)) => bytes.stored.as_ref(),
         };
-        let stored = stored.ok_or_else(|| FileError::NotStored { fqn: fqn.to_owned() })?;
-        self.read_stored_value(fqn, stored)
+        stored.ok_or_else(|| FileError::NotStored { fqn: fqn.to_owned() })
     }
 
-    pub(crate) fn read_stored_value(&self, fqn: &str, stored: &StorageInfo) -> Result<PlainValue, FileError> {
-        self.stored_value(stored).map_err(|error| self.item_error(fqn, stored, error))
-    }
-
-    fn stored_value(&self, stored: &StorageInfo) -> Result<PlainValue, ReadError> {
+    fn stored_value(&self, stored: &StorageInfo, describes: bool) -> Result<PlainValue, ReadError> {
         // What is stored counts, not what a compressed value becomes.
         let mut budget = Budget::new(stored.length, PICKLE_FACTOR);
         // A buffer that grows takes up to three times what is in it.
@@ -142,7 +146,7 @@ impl CheckpointReader {
         budget
             .charge("decompressed length", (bytes.len() as u64).saturating_sub(stored.length))
             .map_err(FormatError::from)?;
-        Ok(decode_value_within(&bytes, budget)?)
+        Ok(decode_value_within(&bytes, budget, describes)?)
     }
 }
 
@@ -173,6 +177,16 @@ impl Checkpoint for CheckpointReader {
 
     fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
         CheckpointReader::read_value(self, fqn)
+    }
+
+    fn describe_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
+        let stored = self.place_of_value(fqn)?;
+        self.stored_value(stored, true).map_err(|error| self.item_error(fqn, stored, error))
+    }
+
+    fn read_item(&self, fqn: &str, stored: &StorageInfo) -> Result<Vec<u8>, FileError> {
+        let most = Budget::new(stored.length, PICKLE_FACTOR).left() / 2;
+        self.item_bytes(stored, most).map_err(|error| self.item_error(fqn, stored, error))
     }
 
     fn check_stored(&self) -> Result<(), FileError> {

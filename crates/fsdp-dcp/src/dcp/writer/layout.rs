@@ -80,7 +80,10 @@ impl<'p> FileLayout<'p> {
             let placed = |length, content| Placed { fqn: &of.fqn, selected, offset: 0, length, content };
             match &of.content {
                 WriteContent::Value { .. } => {
-                    let bytes = encode_value(&*source.value(&of.fqn)?).map_err(encode)?;
+                    let bytes = match source.stored_item(&of.fqn)? {
+                        Some(bytes) => bytes,
+                        None => encode_value(&*source.value(&of.fqn)?).map_err(encode)?,
+                    };
                     values.push(placed(bytes.len() as u64, Content::Value(bytes)));
                 }
                 WriteContent::Tensor { properties, boxes, .. } => {

@@ -20,6 +20,7 @@ pub use layout::ArchiveLayout;
 #[cfg(test)]
 use layout::STORAGE_ALIGNMENT;
 pub use read::Directory;
+pub(crate) use read::Record;
 
 /// The root directory of the archives in `.distcp` files.
 pub(crate) const ROOT: &str = "archive";

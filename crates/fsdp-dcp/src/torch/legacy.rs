@@ -1,0 +1,101 @@
+//! The file format of torch before 1.6: pickles one after the other, then the storages.
+//!
+//! ```text
+//! pickle   a magic number
+//! pickle   the version of the format
+//! pickle   the byte order and the sizes of C's types
+//! pickle   the object; its storages are persistent ids
+//! pickle   the keys of the storages, in the order in which they follow
+//! for each: eight bytes, the number of its elements; its elements
+//! ```
+
+use std::collections::HashMap;
+
+use super::storages::{LegacyStorage, Storages};
+use crate::error::FormatError;
+use crate::limits::MAX_OBJECT_BYTES;
+use crate::pickle::{Global, Node, Pickle, PickleErrorKind, parse};
+use crate::storage::read_at::{ReadAt, read_whole};
+
+/// The bytes with which such a file begins: a pickle of protocol 2, of an integer of ten bytes.
+pub(crate) const START: [u8; 4] = [0x80, 2, 0x8a, 10];
+
+/// Reads the pickle of the object, and finds the storages.
+pub(crate) fn read(source: &dyn ReadAt) -> Result<(Vec<u8>, Storages), FormatError> {
+    let mut at = 0;
+    let _magic = pickle_at(source, &mut at)?;
+    let _version = pickle_at(source, &mut at)?;
+    check_byte_order(&parse(&pickle_at(source, &mut at)?)?)?;
+    let object = pickle_at(source, &mut at)?;
+    let keys = pickle_at(source, &mut at)?;
+    let keys = parse(&keys)?;
+    let sizes = element_sizes(&parse(&object)?)?;
+    let mut storages = HashMap::new();
+    for &key in keys.sequence(keys.root())? {
+        let key = keys.str(key)?;
+        let mut elements = [0; 8];
+        source.read_exact_at(at, &mut elements)?;
+        let data = at + 8;
+        let size = sizes.get(key).ok_or_else(|| FormatError::MissingRecord { name: key.to_owned() })?;
+        let length = u64::from_le_bytes(elements).checked_mul(*size);
+        let end = length.and_then(|length| data.checked_add(length)).filter(|&end| end <= source.len());
+        let end = end.ok_or_else(|| FormatError::unexpected(format!("the storage `{key}`"), "the end of the file"))?;
+        storages.insert(key.to_owned(), LegacyStorage { data, length: end - data });
+        at = end;
+    }
+    Ok((object, Storages::Legacy(storages)))
+}
+
+/// Reads the pickle that starts here, and moves to what follows it.
+fn pickle_at(source: &dyn ReadAt, at: &mut u64) -> Result<Vec<u8>, FormatError> {
+    /// The bytes that are tried first: nothing tells the length but the pickle itself.
+    const FIRST: u64 = 64 << 10;
+    let rest = source.len().saturating_sub(*at).min(MAX_OBJECT_BYTES);
+    let mut length = FIRST.min(rest);
+    loop {
+        let mut bytes = read_whole(source, *at, length)?;
+        let end = match parse(&bytes) {
+            Ok(pickle) => pickle.end(),
+            Err(error) if length < rest && is_cut(&error.kind) => {
+                length = length.saturating_mul(4).min(rest);
+                continue;
+            }
+            Err(error) => return Err(error.into()),
+        };
+        bytes.truncate(end);
+        *at += end as u64;
+        return Ok(bytes);
+    }
+}
+
+/// Returns `true` if more bytes may mend the error.
+fn is_cut(error: &PickleErrorKind) -> bool {
+    matches!(error, PickleErrorKind::Truncated | PickleErrorKind::Limit { what: "length", .. })
+}
+
+fn check_byte_order(system: &Pickle<'_>) -> Result<(), FormatError> {
+    for &(key, value) in system.dict(system.root())? {
+        if system.str(key)? == "little_endian" && !system.bool(value)? {
+            return Err(FormatError::Unsupported { what: "the byte order `big`".to_owned() });
+        }
+    }
+    Ok(())
+}
+
+/// Returns the bytes of an element of each storage, by key.
+fn element_sizes(p: &Pickle<'_>) -> Result<HashMap<String, u64>, FormatError> {
+    let mut sizes = HashMap::new();
+    for id in p.persistent_ids() {
+        let [_storage, class, key, _location, _elements, ref view @ ..] = *p.sequence(id)? else { continue };
+        if view.iter().any(|&view| *p.node(view) != Node::None) {
+            return Err(FormatError::Unsupported { what: "a storage that is a view of another one".to_owned() });
+        }
+        let size = match p.node(class) {
+            Node::Global(Global::TypedStorage(dtype)) => dtype.size_in_bytes(),
+            Node::Global(Global::UntypedStorage) => 1,
+            _ => return Err(p.wrong(class, "a storage class").into()),
+        };
+        sizes.insert(p.str(key)?.to_owned(), size);
+    }
+    Ok(sizes)
+}
