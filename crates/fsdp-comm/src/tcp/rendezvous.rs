@@ -61,7 +61,7 @@ pub(super) fn open(environment: &Environment, deadline: Duration) -> Result<TcpS
     };
     let master = environment.master();
     environment.check_identity()?;
-    let one_host = environment.local_world_size == Some(world_size);
+    let one_host = environment.is_on_one_host();
     match &environment.agent_store {
         Some(key) => TcpStore::through_agent(&master, key, one_host, &options),
         None if rank == 0 => TcpStore::host(&master, &options),
