@@ -165,9 +165,10 @@ fn accept_all(place: &Place, door: &mut Door, streams: &mut [Option<TcpStream>])
             return Err(place.failed(|other| other <= rank || streams[other].is_some(), message));
         };
         let other = (rank + 1..world_size).find(|&other| hello == Hello::new(other, world_size));
-        match other.map(|other| &mut streams[other]) {
-            Some(empty @ None) => *empty = Some(stream),
-            _ => tracing::warn!(rank = hello.rank, "a connection that no rank of this job should make was refused"),
+        match other {
+            // A rank connects again only if it has lost the connection before.
+            Some(other) => streams[other] = Some(stream),
+            None => tracing::warn!(rank = hello.rank, "a connection that no rank of this job should make was refused"),
         }
     }
     Ok(())
