@@ -176,13 +176,22 @@ impl Environment {
         Ok(Environment { master_addr, ..environment })
     }
 
-    /// Returns the address at which all ranks meet, with its port.
+    /// Returns the address at which all ranks meet, with its port. Ranks that have no secret and are all on one host meet
+    /// at its loopback address, whatever `MASTER_ADDR` is.
     #[must_use]
     pub fn master(&self) -> String {
+        if self.is_on_one_host() && self.secret.is_none() && !self.insecure && self.agent_store.is_none() {
+            return format!("127.0.0.1:{}", self.master_port);
+        }
         // An IPv6 address needs brackets before a port.
         let bare_v6 = self.master_addr.contains(':') && !self.master_addr.starts_with('[');
         let (open, close) = if bare_v6 { ("[", "]") } else { ("", "") };
         format!("{open}{}{close}:{}", self.master_addr, self.master_port)
+    }
+
+    /// Returns `true` if the launcher says that all ranks are on one host.
+    pub(crate) fn is_on_one_host(&self) -> bool {
+        self.local_world_size == Some(self.world_size)
     }
 
     /// Checks that the ranks of this job can tell it from others at the same port. torchrun's agent does that for its
@@ -197,7 +206,7 @@ impl Environment {
     }
 
     fn default_master(&self, variables: &Variables<'_>) -> Result<String, CommError> {
-        if self.world_size == 1 || self.local_world_size == Some(self.world_size) {
+        if self.world_size == 1 || self.is_on_one_host() {
             return Ok("127.0.0.1".to_owned());
         }
         let hosts = variables.get("SLURM_STEP_NODELIST").filter(|_| self.launcher == Launcher::Slurm);
@@ -379,6 +388,19 @@ mod tests {
         // Ranks of one attempt may have different counts.
         let restarted = [&TORCHRUN[..], &[("TORCHELASTIC_RESTART_COUNT", "2")]].concat();
         assert_eq!(with(&restarted, "True").unwrap(), kept);
+    }
+
+    #[test]
+    fn ranks_of_one_host_need_no_secret_whatever_its_name_is() {
+        let one_host = [("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2"), ("MASTER_ADDR", "node7")];
+        let with = |more: (&'static str, &'static str)| from(&[&one_host[..], &[more]].concat()).unwrap().master();
+        assert_eq!(from(&one_host).unwrap().master(), "127.0.0.1:29500");
+        // There may be other hosts, or others may join.
+        assert_eq!(with(("FSDP_SECRET", "a secret of this test")), "node7:29500");
+        assert_eq!(with(("FSDP_INSECURE", "true")), "node7:29500");
+        assert_eq!(from(&[one_host[0], one_host[1], one_host[3]]).unwrap().master(), "node7:29500");
+        assert_eq!(wrong(&[one_host[0], one_host[1], one_host[3], ("FSDP_SECRET", "short")]), "FSDP_SECRET");
+        assert_eq!(wrong(&[one_host[0], one_host[1], one_host[3], ("FSDP_INSECURE", "maybe")]), "FSDP_INSECURE");
     }
 
     #[test]

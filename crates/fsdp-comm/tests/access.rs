@@ -4,6 +4,7 @@
 
 use std::io::Write;
 use std::net::TcpStream;
+use std::thread;
 use std::time::Duration;
 
 use fsdp_comm::{CommError, Secret, StoreOptions, TcpStore};
@@ -108,6 +109,20 @@ fn silent_connections_are_dropped_and_keep_no_rank_out() {
     // The store is in this process, and so are its ends of the connections that it holds.
     let open = std::fs::read_dir("/proc/self/fd").unwrap().count();
     assert!(open < silent.len() + 100, "{open} open files");
+}
+
+#[test]
+fn ranks_that_come_all_at_once_are_all_let_in() {
+    const RANKS: usize = 300;
+    let place = |rank: usize| StoreOptions { world_size: RANKS, ..options("job", rank) };
+    let store = TcpStore::host("127.0.0.1:0", &place(0)).unwrap();
+    thread::scope(|scope| {
+        for rank in 1..RANKS {
+            let (store, place) = (&store, place(rank));
+            scope.spawn(move || TcpStore::connect(store.address(), &place).unwrap().add("came", 1).unwrap());
+        }
+    });
+    assert_eq!(store.add("came", 0).unwrap(), RANKS as i64 - 1);
 }
 
 #[test]

@@ -36,7 +36,7 @@ impl Exit {
     pub(super) fn describe(self) -> String {
         match (self.status.code(), self.status.signal()) {
             (Some(0), _) => "succeeded".to_owned(),
-            (Some(code), _) if code == i32::from(exit_codes::STOPPED) => "stopped and saved, as it was told".to_owned(),
+            (Some(code), _) if code == i32::from(exit_codes::STOPPED) => "stopped and saved".to_owned(),
             (Some(code), _) => format!("failed with exit code {code}"),
             (None, Some(signal)) => format!("was ended by signal {signal}"),
             (None, None) => format!("failed: {}", self.status),
@@ -70,7 +70,7 @@ fn blamed(rank: usize, blame_dir: &Path) -> Vec<usize> {
 pub(super) fn list(exits: &[Exit]) -> String {
     let mut alike: BTreeMap<String, Vec<usize>> = BTreeMap::new();
     for exit in exits {
-        let told = if exit.was_told && !exit.status.success() { " after it was told to end" } else { "" };
+        let told = if exit.was_told && exit.is_failure() { " after it was told to end" } else { "" };
         alike.entry(format!("{}{told}", exit.describe())).or_default().push(exit.rank);
     }
     let lines = alike.into_iter().map(|(how, ranks)| format!("{} {how}", ranges(ranks)));

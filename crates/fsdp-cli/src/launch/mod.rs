@@ -111,12 +111,12 @@ fn report(ended: Ended, last_lines: &LastLines, notes: &Path) -> Outcome {
     let Ended { exits, signal } = ended;
     let Some(Cause { exit, because_of }) = exits::cause(&exits, notes) else { return Outcome::Done };
     let rank = exit.rank;
-    if exits.len() > 1 {
-        output::talk(&format!("all exits: {}", exits::list(&exits)));
-    }
     if !exit.is_failure() {
         output::talk("all processes stopped and saved, as they were told");
         return Outcome::Stopped;
+    }
+    if exits.len() > 1 {
+        output::talk(&format!("all exits: {}", exits::list(&exits)));
     }
     let mut how = exit.describe();
     if let Some(signal) = signal {

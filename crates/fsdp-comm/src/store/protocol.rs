@@ -18,7 +18,7 @@ pub const MAX_KEY_BYTES: usize = 4096;
 pub const MAX_VALUE_BYTES: usize = 16 << 20;
 /// The longest message: a request to wait for one key of each of very many ranks, or the values of these keys.
 pub(super) const MAX_MESSAGE_BYTES: usize = 64 << 20;
-/// The most bytes of all keys and values together, beside [`MAX_STORE_BYTES_PER_RANK`] for each rank.
+/// The most bytes of all keys and values together, beside 1 KiB for each rank.
 pub const MAX_STORE_BYTES: usize = 64 << 20;
 /// The bytes of keys and values that each rank adds to [`MAX_STORE_BYTES`]: more than its address takes.
 pub(super) const MAX_STORE_BYTES_PER_RANK: usize = 1 << 10;

@@ -83,9 +83,14 @@ impl Drop for Server {
 
 async fn serve(mut stream: TcpStream, hello: Hello, shared: &Shared) -> io::Result<()> {
     let reply = shared.seat(hello);
-    write(&mut stream, &reply).await?;
+    let told = write(&mut stream, &reply).await;
     if !matches!(reply, Reply::Welcome) {
-        return Ok(());
+        return told;
+    }
+    if told.is_err() {
+        // The rank does not know of its seat, and will come again.
+        shared.lock().joined.remove(&hello.rank);
+        return told;
     }
     loop {
         let request: Request = match read(&mut stream).await {

@@ -61,7 +61,7 @@ pub(super) fn open(environment: &Environment, deadline: Duration) -> Result<TcpS
     };
     let master = environment.master();
     environment.check_identity()?;
-    let one_host = environment.local_world_size == Some(world_size);
+    let one_host = environment.is_on_one_host();
     match &environment.agent_store {
         Some(key) => TcpStore::through_agent(&master, key, one_host, &options),
         None if rank == 0 => TcpStore::host(&master, &options),
@@ -165,9 +165,10 @@ fn accept_all(place: &Place, door: &mut Door, streams: &mut [Option<TcpStream>])
             return Err(place.failed(|other| other <= rank || streams[other].is_some(), message));
         };
         let other = (rank + 1..world_size).find(|&other| hello == Hello::new(other, world_size));
-        match other.map(|other| &mut streams[other]) {
-            Some(empty @ None) => *empty = Some(stream),
-            _ => tracing::warn!(rank = hello.rank, "a connection that no rank of this job should make was refused"),
+        match other {
+            // A rank connects again only if it has lost the connection before.
+            Some(other) => streams[other] = Some(stream),
+            None => tracing::warn!(rank = hello.rank, "a connection that no rank of this job should make was refused"),
         }
     }
     Ok(())
