@@ -18,6 +18,7 @@
 mod agreement;
 pub mod algorithm;
 mod build;
+mod clip;
 mod config;
 mod device;
 mod error;
@@ -43,6 +44,7 @@ mod unreached;
 mod wrap;
 
 pub use algorithm::Algorithm;
+pub use clip::GradNorm;
 pub use config::FsdpConfig;
 pub use error::{NnError, Result};
 pub use fully_sharded::FullyShardedDataParallel;
