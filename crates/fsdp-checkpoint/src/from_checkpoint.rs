@@ -138,8 +138,6 @@ fn below_model(path: &KeyPath) -> String {
 
 #[cfg(test)]
 mod tests {
-    #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
-
     use candle_core::{DType, Device, Tensor};
     use fsdp_comm::run_local;
     use fsdp_dcp::reader::CheckpointReader;

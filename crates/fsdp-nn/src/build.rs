@@ -12,7 +12,7 @@ use indexmap::IndexMap;
 
 use crate::config::FsdpConfig;
 use crate::handle::{FlatParamHandle, Groups, Parameter, UnitSpec};
-use crate::registry::{Declared, Registry};
+use crate::registry::{Declared, DeclaredUnit, Registry};
 use crate::shared::Shared;
 use crate::{NnError, Result, ShardingStrategy};
 
@@ -44,7 +44,7 @@ pub(crate) fn build_units(group: &ProcessGroup, config: &FsdpConfig, registry: &
         if !config.use_orig_params && built.handles.iter().any(|other| other.name == unit.name) {
             return Err(NnError::DuplicateUnit { unit: unit.name.clone() });
         }
-        let handle = Arc::new(built.unit(index == 0, &unit.name, declared, config, registry.makes_values())?);
+        let handle = Arc::new(built.unit(index == 0, unit, declared, config, registry.makes_values())?);
         let is_wrapped = by_pattern.contains(&index);
         for (param, (_, declared)) in declared.iter().enumerate() {
             declared.slot.set(&handle, param, is_wrapped.then_some((&registry.wrapped, index)));
@@ -64,7 +64,7 @@ impl Built {
     fn unit(
         &self,
         is_root: bool,
-        name: &str,
+        unit: &DeclaredUnit,
         declared: &[(&String, &Declared)],
         config: &FsdpConfig,
         makes_values: bool,
@@ -75,7 +75,12 @@ impl Built {
         let layout = FlatLayout::new(shapes, align, self.groups.shards())?;
         let params =
             declared.iter().map(|(fqn, p)| Parameter::new((*fqn).clone(), p.tensor.clone(), p.requires_grad)).collect();
-        let spec = UnitSpec { name: name.to_owned(), is_root, params, layout, dtype };
+        let precision = unit.precision;
+        if let Some(reduce) = precision.reduce.filter(|reduce| !file_dtype(*reduce).is_ok_and(|dtype| dtype.is_float()))
+        {
+            return Err(candle_core::Error::UnsupportedDTypeForOp(reduce, "reduction of gradients").into());
+        }
+        let spec = UnitSpec { name: unit.name.clone(), is_root, params, layout, dtype, precision };
         FlatParamHandle::new(spec, self.strategy, &self.groups, Arc::clone(&self.shared), &|flat| {
             if makes_values { initialize(flat, declared, config.seed) } else { Ok(()) }
         })
@@ -93,7 +98,11 @@ pub(crate) fn describe(config: &FsdpConfig, registry: &Registry, aliases: &Index
             None => "no mesh".to_owned(),
         },
     ];
-    lines.extend(registry.units.iter().skip(1).map(|unit| format!("the unit `{}`", unit.name)));
+    lines.push(format!("{:?}", config.mixed_precision));
+    lines.extend(registry.units.iter().skip(1).map(|unit| match unit.precision {
+        precision if precision == config.mixed_precision.inside() => format!("the unit `{}`", unit.name),
+        precision => format!("the unit `{}` with {precision:?}", unit.name),
+    }));
     lines.extend(registry.params.iter().map(|(fqn, param)| {
         let unit = match registry.units[param.unit].name.as_str() {
             _ if param.unit == 0 => "no unit".to_owned(),
@@ -101,7 +110,8 @@ pub(crate) fn describe(config: &FsdpConfig, registry: &Registry, aliases: &Index
         };
         let trained = if param.requires_grad { "trained" } else { "frozen" };
         let (dtype, shape) = (param.tensor.dtype().as_str(), param.tensor.dims());
-        format!("the parameter `{fqn}` in {unit} {trained}, {dtype} {shape:?}, from {:?}", param.init)
+        let shards = param.dtype.as_str();
+        format!("the parameter `{fqn}` in {unit} {trained}, {dtype} {shape:?} of {shards}, from {:?}", param.init)
     }));
     lines.extend(aliases.iter().map(|(alias, fqn)| format!("`{alias}` tied to `{fqn}`")));
     lines.extend(registry.buffers.iter().map(|(name, (value, persistent))| {
@@ -141,15 +151,19 @@ fn file_dtype(dtype: DType) -> Result<fsdp_layout::DType> {
 /// Checks that parameters can share a unit, and returns their dtype.
 fn check_unit(declared: &[(&String, &Declared)], use_orig_params: bool) -> Result<DType> {
     let Some((_, first)) = declared.first() else { return Err(fsdp_layout::FlatLayoutError::Empty.into()) };
-    let dtype = first.tensor.dtype();
+    let (dtype, computed) = (first.dtype, file_dtype(first.tensor.dtype())?);
     let expected = file_dtype(dtype)?;
     for (fqn, param) in declared {
-        let found = file_dtype(param.tensor.dtype())?;
+        let found = file_dtype(param.dtype)?;
         if !found.is_float() {
             return Err(fsdp_flat::FlatError::IntegerDType { fqn: (*fqn).clone(), dtype: found }.into());
         }
         if found != expected {
             return Err(fsdp_flat::FlatError::MixedDType { fqn: (*fqn).clone(), expected, found }.into());
+        }
+        let found = file_dtype(param.tensor.dtype())?;
+        if found != computed {
+            return Err(fsdp_flat::FlatError::MixedDType { fqn: (*fqn).clone(), expected: computed, found }.into());
         }
         if !use_orig_params && param.requires_grad != first.requires_grad {
             return Err(fsdp_flat::FlatError::MixedRequiresGrad { fqn: (*fqn).clone() }.into());

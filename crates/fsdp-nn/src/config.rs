@@ -7,7 +7,7 @@ use candle_core::{DType, Device};
 
 use fsdp_layout::DeviceMesh;
 
-use crate::ShardingStrategy;
+use crate::{MixedPrecision, ShardingStrategy};
 
 /// Options of [`FullyShardedDataParallel`](crate::FullyShardedDataParallel), like the arguments of torch's; the same on
 /// every rank.
@@ -22,6 +22,9 @@ pub struct FsdpConfig {
     pub use_orig_params: bool,
     /// The dtype of parameters that the model asks for without naming one: `F32`, `F64`, `BF16` or `F16`.
     pub dtype: DType,
+    /// The dtypes of gathers, computation and reduction, where they are not `dtype`; for all units but those of
+    /// [`Scope::unit_with`](crate::Scope::unit_with).
+    pub mixed_precision: MixedPrecision,
     /// The device on which parameters live on this rank: the CPU, or an NVIDIA GPU (feature `cuda`).
     pub device: Device,
     /// Seed of the initial values, which depend on it and on the parameters' names alone.
@@ -40,6 +43,7 @@ impl Default for FsdpConfig {
             mesh: None,
             use_orig_params: true,
             dtype: DType::F32,
+            mixed_precision: MixedPrecision::default(),
             device: Device::Cpu,
             seed: 0,
             wrapped: Vec::new(),
@@ -77,6 +81,7 @@ impl fmt::Debug for FsdpConfig {
             .field("mesh", &self.mesh)
             .field("use_orig_params", &self.use_orig_params)
             .field("dtype", &self.dtype)
+            .field("mixed_precision", &self.mixed_precision)
             .field("seed", &self.seed)
             .field("wrapped", &self.wrapped)
             .finish_non_exhaustive()

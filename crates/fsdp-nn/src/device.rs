@@ -37,14 +37,18 @@ fn pieces(numel: usize) -> impl Iterator<Item = Range<usize>> {
     (0..numel).step_by(PIECE).map(move |start| start..numel.min(start + PIECE))
 }
 
-/// Returns the sum of the squares of all elements.
-pub(crate) fn sum_of_squares(flat: &Tensor) -> Result<f64> {
-    let mut squares = 0.0;
+/// Returns the sum of the squares of all elements, or their largest absolute value; not a number if any element is none.
+pub(crate) fn norm_part(flat: &Tensor, is_infinity: bool) -> Result<f64> {
+    let (mut squares, mut largest) = (0f64, 0f64);
     for piece in pieces(flat.elem_count()) {
-        let piece = flat.narrow(0, piece.start, piece.len())?;
-        squares += piece.to_dtype(candle_core::DType::F64)?.sqr()?.sum_all()?.to_scalar::<f64>()?;
+        let piece = flat.narrow(0, piece.start, piece.len())?.to_dtype(candle_core::DType::F64)?;
+        // Kernels may pass over elements that are not a number, but no sum does.
+        squares += piece.sqr()?.sum_all()?.to_scalar::<f64>()?;
+        if is_infinity {
+            largest = largest.max(piece.abs()?.max_all()?.to_scalar::<f64>()?);
+        }
     }
-    Ok(squares)
+    Ok(if is_infinity && !squares.is_nan() { largest } else { squares })
 }
 
 /// Multiplies all elements.
@@ -163,6 +167,7 @@ mod tests {
         assert_eq!(flat.to_vec1::<f32>().unwrap(), [0., 0., 0., 2., 6., 4., 8., 0.]);
         copy_gradient(&Tensor::zeros(0, DType::F32, &Device::Cpu).unwrap(), &flat, 8..8, false).unwrap();
         scale(&flat, 0.5).unwrap();
-        assert_eq!(sum_of_squares(&flat).unwrap(), 30.0);
+        assert_eq!(norm_part(&flat, false).unwrap(), 30.0);
+        assert_eq!(norm_part(&flat, true).unwrap(), 4.0);
     }
 }

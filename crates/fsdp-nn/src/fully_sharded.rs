@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
-use candle_core::Tensor;
 use candle_core::backprop::GradStore;
+use candle_core::{DType, Tensor};
 use candle_nn::VarBuilder;
 use candle_nn::var_builder::SimpleBackend;
 use fsdp_comm::ProcessGroup;
@@ -12,6 +12,7 @@ use fsdp_comm::ProcessGroup;
 use crate::config::FsdpConfig;
 use crate::hooks::PreBackwardOp;
 use crate::parameters::ShardedParameters;
+use crate::precision::cast;
 use crate::registry::{Backend, Registry, lock};
 use crate::scope::Scope;
 use crate::unit::UnitOutput;
@@ -56,6 +57,8 @@ use crate::{NnError, Result};
 pub struct FullyShardedDataParallel<M> {
     module: M,
     parameters: Arc<ShardedParameters>,
+    /// The dtype to which the model's output is converted.
+    output_dtype: Option<DType>,
 }
 
 impl<M> FullyShardedDataParallel<M> {
@@ -101,7 +104,8 @@ impl<M> FullyShardedDataParallel<M> {
         let is_sharded = config.strategy.is_sharded() && group.world_size() > 1;
         let registry = Arc::new(Mutex::new(Registry::new(is_sharded, config, shapes)));
         let backend: Box<dyn SimpleBackend> = Box::new(Backend(Arc::clone(&registry)));
-        let vb = VarBuilder::from_backend(backend, config.dtype, config.device.clone());
+        let dtype = config.mixed_precision.param.unwrap_or(config.dtype);
+        let vb = VarBuilder::from_backend(backend, dtype, config.device.clone());
         let scope = Scope::sharded(vb, Arc::clone(&registry));
         let wrapped = Arc::clone(&lock(&registry).wrapped);
         let built = match config.wrapped.as_slice() {
@@ -110,7 +114,11 @@ impl<M> FullyShardedDataParallel<M> {
         };
         let built = built.map_err(|error| lock(&registry).explain(error));
         let (parameters, module) = ShardedParameters::new(group, config, &registry, built)?;
-        Ok(FullyShardedDataParallel { module, parameters: Arc::new(parameters) })
+        Ok(FullyShardedDataParallel {
+            module,
+            parameters: Arc::new(parameters),
+            output_dtype: config.mixed_precision.output,
+        })
     }
 
     /// Returns the parameters, for optimizers and state dicts.
@@ -141,6 +149,7 @@ impl<M> FullyShardedDataParallel<M> {
         }
         let output = output.map_err(|error| self.parameters.explain(error))?;
         drop(whole);
+        let output = output.map_tensors(&mut |tensor| cast(tensor, self.output_dtype))?;
         let wrapped = self.parameters.wrapped.handles();
         if root.is_none() && wrapped.is_empty() {
             return Ok(output);

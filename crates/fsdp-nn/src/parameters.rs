@@ -5,9 +5,8 @@ use std::sync::Arc;
 
 use candle_core::{DType, Tensor, TensorId};
 use fsdp_comm::ProcessGroup;
+use fsdp_flat::ShardedTensor;
 use fsdp_flat::sharded::copy_overlap;
-use fsdp_flat::storage::{HostSlice, HostSliceMut};
-use fsdp_flat::{ShardedTensor, with_float};
 use fsdp_layout::TensorBox;
 use indexmap::IndexMap;
 
@@ -327,64 +326,6 @@ impl ShardedParameters {
     /// Forgets all gradients, so that the next backward starts from none: torch's `zero_grad(set_to_none=True)`.
     pub fn zero_grad(&self) {
         self.handles.iter().for_each(|handle| handle.zero_grad());
-    }
-
-    /// Returns the 2-norm of all gradients together, the same on every rank; 0 without gradients. Collectives: one
-    /// all-reduce of one number over the shard group, none where nothing is sharded.
-    ///
-    /// # Errors
-    /// The all-reduce's.
-    pub fn grad_norm(&self) -> Result<f64> {
-        let mut squares = 0f64;
-        for grad in self.handles.iter().filter_map(|handle| handle.grad()) {
-            if !grad.device().is_cpu() {
-                squares += crate::device::sum_of_squares(&grad)?;
-                continue;
-            }
-            squares += with_float!(grad.dtype(), T => {
-                HostSlice::<T>::read(&grad)?.iter().map(|x| candle_core::WithDType::to_f64(*x).powi(2)).sum::<f64>()
-            }, else 0.0);
-        }
-        if let Some(group) = &self.groups.shard {
-            let mut total = [squares];
-            group.all_reduce(&mut total, fsdp_comm::ReduceOp::Sum)?;
-            squares = total[0];
-        }
-        Ok(squares.sqrt())
-    }
-
-    /// Returns the norm of the gradients, like [`Self::grad_norm`], if all gradients of all ranks are finite. Where they
-    /// are not, a step can be skipped: every rank gets the same error, and nothing has been changed.
-    ///
-    /// # Errors
-    /// [`NnError::NonFiniteGradients`]; those of [`Self::grad_norm`].
-    pub fn finite_grad_norm(&self) -> Result<f64> {
-        let norm = self.grad_norm()?;
-        if norm.is_finite() { Ok(norm) } else { Err(NnError::NonFiniteGradients { norm }) }
-    }
-
-    /// Scales all gradients so that their 2-norm over the sharded whole is at most `max_norm`, and returns the norm
-    /// before: torch's `clip_grad_norm_` with `error_if_nonfinite`. The same on every rank. Collectives: as
-    /// [`Self::grad_norm`].
-    ///
-    /// # Errors
-    /// As [`Self::finite_grad_norm`]. The gradients are as they were then.
-    pub fn clip_grad_norm(&self, max_norm: f64) -> Result<f64> {
-        let norm = self.finite_grad_norm()?;
-        let scale = max_norm / (norm + 1e-6);
-        if scale < 1.0 {
-            for grad in self.handles.iter().filter_map(|handle| handle.grad()) {
-                if !grad.device().is_cpu() {
-                    crate::device::scale(&grad, scale)?;
-                    continue;
-                }
-                with_float!(grad.dtype(), T => {
-                    let scale = <T as candle_core::WithDType>::from_f64(scale);
-                    HostSliceMut::<T>::write(&grad)?.iter_mut().for_each(|x| *x *= scale);
-                }, else ());
-            }
-        }
-        Ok(norm)
     }
 }
 

@@ -15,11 +15,14 @@ use crate::handle::takes_part_in_backward;
 use crate::hooks::{ParameterOp, ParameterSlot};
 use crate::unit::UnitSlot;
 use crate::wrap::{WrappedUnits, unit_of};
-use crate::{NnError, Result};
+use crate::{MixedPrecision, NnError, Result};
 
 /// A parameter that the model has asked for.
 pub(crate) struct Declared {
+    /// The tensor that the model computes with, in the dtype that it has asked for.
     pub(crate) tensor: Tensor,
+    /// The dtype of the shards.
+    pub(crate) dtype: DType,
     pub(crate) init: Init,
     pub(crate) slot: Arc<ParameterSlot>,
     pub(crate) unit: usize,
@@ -46,6 +49,8 @@ pub(crate) struct Registry {
     /// `true` if parameters are going to be sharded.
     is_sharded: bool,
     requires_grad: Arc<dyn Fn(&str) -> bool + Send + Sync>,
+    /// The dtype of shards.
+    dtype: DType,
     /// The seed of initial values.
     seed: u64,
     /// Patterns of names whose parameters form units.
@@ -60,6 +65,7 @@ pub(crate) struct Registry {
 /// A unit that the model has declared.
 pub(crate) struct DeclaredUnit {
     pub(crate) name: String,
+    pub(crate) precision: MixedPrecision,
     /// The place where the unit's wrapper looks for its handle once the model is complete.
     pub(crate) slot: Arc<UnitSlot>,
 }
@@ -69,7 +75,7 @@ impl Registry {
     pub(crate) fn new(is_sharded: bool, config: &FsdpConfig, shapes: Option<HashMap<String, Vec<usize>>>) -> Self {
         Registry {
             params: IndexMap::new(),
-            units: vec![DeclaredUnit { name: String::new(), slot: Arc::default() }],
+            units: vec![DeclaredUnit { name: String::new(), precision: config.mixed_precision, slot: Arc::default() }],
             open: Vec::new(),
             aliases: IndexMap::new(),
             announced: IndexSet::new(),
@@ -78,6 +84,7 @@ impl Registry {
             is_complete: false,
             is_sharded,
             requires_grad: Arc::clone(&config.requires_grad),
+            dtype: config.dtype,
             seed: config.seed,
             patterns: config.wrapped.clone(),
             by_pattern: IndexMap::new(),
@@ -96,7 +103,11 @@ impl Registry {
             return unit;
         }
         self.by_pattern.insert(unit.to_owned(), self.units.len());
-        self.units.push(DeclaredUnit { name: unit.to_owned(), slot: Arc::default() });
+        self.units.push(DeclaredUnit {
+            name: unit.to_owned(),
+            precision: self.units[0].precision.inside(),
+            slot: Arc::default(),
+        });
         self.units.len() - 1
     }
 
@@ -152,9 +163,18 @@ impl Registry {
     }
 
     /// Begins a unit: it owns the parameters that the model asks for first until it is closed.
-    pub(crate) fn open_unit(&mut self, unit: DeclaredUnit) {
+    ///
+    /// Returns the dtype in which it asks for parameters. Without a precision of its own it has that of the unit around it.
+    pub(crate) fn open_unit(
+        &mut self,
+        name: String,
+        precision: Option<MixedPrecision>,
+        slot: Arc<UnitSlot>,
+    ) -> Option<DType> {
+        let around = self.units[self.open.last().copied().unwrap_or(0)].precision;
         self.open.push(self.units.len());
-        self.units.push(unit);
+        self.units.push(DeclaredUnit { name, precision: precision.unwrap_or(around.inside()), slot });
+        precision.map(|precision| precision.param.unwrap_or(self.dtype))
     }
 
     /// Ends the innermost unit that is being built.
@@ -209,16 +229,20 @@ impl Registry {
         self.check_reach(&name, unit, here)?;
         self.wrapped.ask(unit);
         let requires_grad = (self.requires_grad)(&name);
+        let precision = self.units[unit].precision;
+        let shard_dtype = if precision.param == Some(dtype) { self.dtype } else { dtype };
+        let is_gathered = self.is_sharded || shard_dtype != dtype;
         let slot = Arc::new(ParameterSlot::default());
         let op = ParameterOp { shape, dtype, slot: Arc::clone(&slot) };
         let anchor = Var::zeros(1, DType::F32, device)?;
-        let tensor = if takes_part_in_backward(requires_grad, unit == 0, self.is_sharded) {
+        let tensor = if takes_part_in_backward(requires_grad, unit == 0, is_gathered) {
             anchor.as_tensor().apply_op1(op)?
         } else {
             anchor.as_tensor().apply_op1_no_bwd(&op)?
         };
         release(&tensor)?;
-        self.params.insert(name, Declared { tensor: tensor.clone(), init, slot, unit, requires_grad });
+        self.params
+            .insert(name, Declared { tensor: tensor.clone(), dtype: shard_dtype, init, slot, unit, requires_grad });
         Ok(tensor)
     }
 
@@ -277,13 +301,18 @@ impl Registry {
     /// Returns a buffer, which is registered and saved from now on if the model asks for it for the first time.
     fn buffer(&mut self, shape: &Shape, name: &str, init: &Init, dtype: DType, device: &Device) -> Result<Tensor> {
         if let Some((existing, _)) = self.buffers.get(name) {
-            check_same(name, existing, shape, dtype)?;
+            // Its dtype may be that of buffers.
+            check_same(name, existing, shape, existing.dtype())?;
             return Ok(existing.clone());
         }
         if self.is_complete {
             return Err(NnError::LateParameter { fqn: name.to_owned() });
         }
         self.check_saved(name, shape)?;
+        let here = self.asking_unit(name);
+        let precision = self.units[here].precision;
+        let full = if precision.param == Some(dtype) { self.dtype } else { dtype };
+        let dtype = precision.buffer.unwrap_or(full);
         let value = with_float!(dtype, T => {
             let mut values = zeroed_vec::<T>(shape.elem_count())?;
             let all = 0..values.len();

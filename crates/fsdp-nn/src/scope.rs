@@ -5,7 +5,8 @@ use std::sync::Arc;
 use candle_core::Tensor;
 use candle_nn::VarBuilder;
 
-use crate::registry::{DeclaredUnit, SharedRegistry, lock};
+use crate::MixedPrecision;
+use crate::registry::{SharedRegistry, lock};
 use crate::unit::{Unit, UnitSlot};
 
 /// Builds a model: candle's [`VarBuilder`] plus the boundaries of FSDP units.
@@ -52,12 +53,37 @@ impl Scope {
     /// # Errors
     /// Those of `build`.
     pub fn unit<M>(&self, build: impl FnOnce(&Scope) -> candle_core::Result<M>) -> candle_core::Result<Unit<M>> {
+        self.build_unit(None, build)
+    }
+
+    /// Builds a unit like [`Self::unit`], which has dtypes of its own in place of those of
+    /// [`FsdpConfig::mixed_precision`](crate::FsdpConfig::mixed_precision). Its parameters are asked for in its `param` dtype,
+    /// or in that of shards.
+    ///
+    /// # Errors
+    /// Those of `build`.
+    pub fn unit_with<M>(
+        &self,
+        precision: MixedPrecision,
+        build: impl FnOnce(&Scope) -> candle_core::Result<M>,
+    ) -> candle_core::Result<Unit<M>> {
+        self.build_unit(Some(precision), build)
+    }
+
+    fn build_unit<M>(
+        &self,
+        precision: Option<MixedPrecision>,
+        build: impl FnOnce(&Scope) -> candle_core::Result<M>,
+    ) -> candle_core::Result<Unit<M>> {
         let Some(registry) = &self.registry else {
             return Ok(Unit::plain(build(self)?));
         };
         let slot = Arc::new(UnitSlot::default());
-        lock(registry).open_unit(DeclaredUnit { name: self.vb.prefix(), slot: Arc::clone(&slot) });
-        let built = build(self);
+        let dtype = lock(registry).open_unit(self.vb.prefix(), precision, Arc::clone(&slot));
+        let built = match dtype {
+            Some(dtype) => build(&Scope { vb: self.vb.clone().set_dtype(dtype), registry: self.registry.clone() }),
+            None => build(self),
+        };
         lock(registry).close_unit();
         Ok(Unit::sharded(built?, slot))
     }

@@ -83,7 +83,8 @@ impl<M> Unit<M> {
         let whole = handle.use_whole().map_err(NnError::into_candle)?;
         let output = f(&self.module).map_err(|error| handle.explain(error).into_candle())?;
         drop(whole);
-        if !handle.is_sharded() || handle.is_root {
+        let output = output.map_tensors(&mut |tensor| handle.cast_output(tensor))?;
+        if !handle.is_gathered() || handle.is_root {
             return Ok(output);
         }
         // Also where the parameters stay: by the time of the backward they may have been released, by another backward or
@@ -94,6 +95,12 @@ impl<M> Unit<M> {
 
 impl<M: Module> Module for Unit<M> {
     fn forward(&self, xs: &Tensor) -> candle_core::Result<Tensor> {
-        self.run(|module| module.forward(xs))
+        match self.slot.as_ref().and_then(|slot| slot.get()) {
+            Some(handle) => {
+                let xs = handle.cast_input(xs)?;
+                self.run(|module| module.forward(&xs))
+            }
+            None => self.run(|module| module.forward(xs)),
+        }
     }
 }

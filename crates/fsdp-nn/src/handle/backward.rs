@@ -10,6 +10,7 @@ use tracing::trace;
 
 use super::{FlatParamHandle, HandleState, takes_part_in_backward};
 use crate::gradient::copy_gradient;
+use crate::precision::cast;
 use crate::{Result, device};
 
 impl HandleState {
@@ -53,12 +54,12 @@ impl FlatParamHandle {
 
     /// Returns `true` if candle's backward does not come to a parameter: see [`takes_part_in_backward`].
     fn is_never_passed(&self, param: usize) -> bool {
-        !takes_part_in_backward(self.params[param].is_trainable, self.is_root, self.is_sharded())
+        !takes_part_in_backward(self.params[param].is_trainable, self.is_root, self.is_gathered())
     }
 
     /// Returns `true` if backward does not tell when it is through with the parameters.
     fn keeps_until_the_end(&self) -> bool {
-        self.is_sharded() && (0..self.params.len()).any(|param| self.is_never_passed(param))
+        self.is_gathered() && (0..self.params.len()).any(|param| self.is_never_passed(param))
     }
 
     /// Puts the gradients that have been received into the unsharded one, or adds them to what is there.
@@ -68,19 +69,21 @@ impl FlatParamHandle {
             return Ok(());
         }
         if state.unsharded_grad.is_none() {
-            state.unsharded_grad = Some(zeros_on(&[self.layout.padded_unsharded_numel()], self.dtype, &self.device)?);
+            state.unsharded_grad =
+                Some(zeros_on(&[self.layout.padded_unsharded_numel()], self.reduce_dtype, &self.device)?);
             state.written = vec![false; self.params.len()];
         }
         state.touched.resize(self.params.len(), false);
         let Some(buffer) = &state.unsharded_grad else { return Ok(()) };
         for (param, grad) in received {
+            let grad = cast(grad, Some(self.reduce_dtype))?;
             let range = self.layout.param_range(param);
             let accumulate = std::mem::replace(&mut state.written[param], true);
             state.touched[param] = true;
             if !self.device.is_cpu() {
                 device::copy_gradient(&grad, buffer, range, accumulate)?;
             } else {
-                with_float!(self.dtype, T => {
+                with_float!(self.reduce_dtype, T => {
                     copy_gradient::<T>(&grad, &mut HostSliceMut::write(buffer)?[range], accumulate)?;
                 }, else self.unsupported()?);
             }
@@ -111,10 +114,11 @@ impl FlatParamHandle {
         trace!(unit = %self.name, "reduce gradients");
         // What the ranks have agreed on before does not know of these.
         state.has_gradient.clear();
-        let reduced = with_float!(self.dtype, T => self.reduce::<T>(unsharded)?, else {
+        let reduced = with_float!(self.reduce_dtype, T => self.reduce::<T>(unsharded)?, else {
             self.unsupported()?;
             unsharded
         });
+        let reduced = cast(reduced, Some(self.dtype))?;
         match &state.grad {
             Some(grad) if !self.device.is_cpu() => {
                 let range = 0..grad.elem_count();
@@ -135,7 +139,7 @@ impl FlatParamHandle {
         // Each rank gets its shard of the mean over the ranks that share the parameters ...
         if let Some(group) = &self.groups.shard {
             let unsharded = reduced;
-            reduced = zeros_on(&[self.layout.sharded_numel()], self.dtype, &self.device)?;
+            reduced = zeros_on(&[self.layout.sharded_numel()], self.reduce_dtype, &self.device)?;
             if !device::reduce_scatter(group, &reduced, &unsharded)? {
                 let input = HostSlice::<T>::read(&unsharded)?;
                 let mut output = HostSliceMut::<T>::write(&reduced)?;

@@ -14,8 +14,9 @@ use fsdp_layout::flat::FlatEntry;
 use tracing::trace;
 
 use crate::device;
+use crate::precision::cast;
 use crate::shared::Shared;
-use crate::{NnError, Result, ShardingStrategy};
+use crate::{MixedPrecision, NnError, Result, ShardingStrategy};
 
 pub(crate) use parameter::{Parameter, takes_part_in_backward};
 
@@ -54,20 +55,29 @@ pub(crate) struct UnitSpec {
     pub(crate) is_root: bool,
     pub(crate) params: Vec<Parameter>,
     pub(crate) layout: FlatLayout,
+    /// The dtype of the shards.
     pub(crate) dtype: DType,
+    pub(crate) precision: MixedPrecision,
 }
 
 /// A unit's parameters on this rank.
 ///
 /// Where parameters are sharded, the truth is `flat`, this rank's shard, and the parameters' own storages are filled
-/// only between gather and reshard. With `NoShard` the parameters' storages are the truth and `flat` is `None`.
+/// only between gather and reshard. With `NoShard` the parameters' storages are the truth and `flat` is `None`, unless the
+/// model computes in another dtype: then `flat` is all of it.
 #[derive(Debug)]
 pub(crate) struct FlatParamHandle {
     pub(crate) name: String,
     pub(crate) is_root: bool,
     pub(crate) params: Vec<Parameter>,
     layout: FlatLayout,
+    /// The dtype of shards, reduced gradients and optimizer state.
     dtype: DType,
+    /// The dtype in which the parameters are gathered and computed with.
+    compute_dtype: DType,
+    /// The dtype in which gradients are reduced.
+    reduce_dtype: DType,
+    precision: MixedPrecision,
     device: Device,
     strategy: ShardingStrategy,
     groups: Groups,
@@ -131,7 +141,8 @@ impl FlatParamHandle {
         shared: Arc<Shared>,
         initialize: &dyn Fn(&FlatParameter) -> Result<()>,
     ) -> Result<Self> {
-        let UnitSpec { name, is_root, params, layout, dtype } = unit;
+        let UnitSpec { name, is_root, params, layout, dtype, precision } = unit;
+        let compute_dtype = params.first().map_or(dtype, |param| param.tensor.dtype());
         let rank = groups.shard.as_ref().map_or(0, ProcessGroup::rank);
         let shard = zeros(&[layout.sharded_numel()], dtype)?;
         let flat = FlatParameter::new(layout.clone(), rank, shard)?;
@@ -142,13 +153,16 @@ impl FlatParamHandle {
         shared.hold(layout.sharded_numel() * dtype.size_in_bytes());
         let handle = FlatParamHandle {
             unit: shared.add_unit(&name, params.iter().map(|param| param.fqn.clone()).collect()),
-            flat: groups.shard.is_some().then(|| flat.clone()),
+            flat: (groups.shard.is_some() || compute_dtype != dtype).then(|| flat.clone()),
             groups: groups.labelled(&name),
             name,
             is_root,
             params,
             layout,
             dtype,
+            compute_dtype,
+            reduce_dtype: precision.reduce.unwrap_or(compute_dtype),
+            precision,
             device,
             strategy,
             shared,
@@ -193,7 +207,24 @@ impl FlatParamHandle {
 
     /// Returns `true` if this rank holds only a part of the parameters.
     pub(crate) const fn is_sharded(&self) -> bool {
+        self.groups.shard.is_some()
+    }
+
+    /// Returns `true` if the parameters' storages are filled only between gather and reshard: with what other ranks hold, or
+    /// with values of another dtype than this rank's own.
+    pub(crate) const fn is_gathered(&self) -> bool {
         self.flat.is_some()
+    }
+
+    /// Converts the input of a forward to the dtype of the parameters, if that is asked for.
+    pub(crate) fn cast_input(&self, input: &Tensor) -> candle_core::Result<Tensor> {
+        let is_cast = self.precision.cast_inputs && self.precision.param.is_some();
+        cast(input.clone(), is_cast.then_some(self.compute_dtype))
+    }
+
+    /// Converts the output of a forward.
+    pub(crate) fn cast_output(&self, output: Tensor) -> candle_core::Result<Tensor> {
+        cast(output, self.precision.output)
     }
 
     /// This rank's shard, where parameters are sharded.
@@ -215,7 +246,7 @@ impl FlatParamHandle {
     }
 
     fn unsharded_bytes(&self) -> usize {
-        self.layout.numels().iter().sum::<usize>() * self.dtype.size_in_bytes()
+        self.layout.numels().iter().sum::<usize>() * self.compute_dtype.size_in_bytes()
     }
 
     /// This rank's part of parameter `param`, flat, as a view of the live memory; `None` if it has none.
@@ -309,14 +340,16 @@ impl FlatParamHandle {
 
     /// Fills the parameters' storages from all ranks' shards.
     fn gather_locked(&self, state: &mut HandleState) -> Result<()> {
-        let (Some(flat), Some(group)) = (&self.flat, &self.groups.shard) else { return Ok(()) };
+        let Some(flat) = &self.flat else { return Ok(()) };
         if state.whole {
             return Ok(());
         }
-        trace!(unit = %self.name, "all-gather parameters");
-        match device::all_gather(group, flat.shard())? {
-            Some(whole) => self.fill_from_device(&whole)?,
-            None => with_float!(self.dtype, T => self.gather_typed::<T>(flat, group)?, else self.unsupported()?),
+        // Before anything moves, so that less does.
+        let shard = cast(flat.shard().clone(), Some(self.compute_dtype))?;
+        match &self.groups.shard {
+            Some(group) => self.gather_from(group, &shard)?,
+            None if !shard.device().is_cpu() => self.fill_from_device(&shard)?,
+            None => with_float!(self.compute_dtype, T => self.fill_from_flat::<T>(&shard)?, else self.unsupported()?),
         }
         self.set_whole(state, true);
         state.gathered_in = self.shared.forward();
@@ -324,12 +357,21 @@ impl FlatParamHandle {
         Ok(())
     }
 
+    /// Fills the parameters' storages from the shards of a group.
+    fn gather_from(&self, group: &ProcessGroup, shard: &Tensor) -> Result<()> {
+        trace!(unit = %self.name, "all-gather parameters");
+        match device::all_gather(group, shard)? {
+            Some(whole) => self.fill_from_device(&whole),
+            None => with_float!(self.compute_dtype, T => self.gather_typed::<T>(shard, group), else self.unsupported()),
+        }
+    }
+
     fn set_whole(&self, state: &mut HandleState, whole: bool) {
         state.whole = whole;
         self.shared.set_whole(self.unit, whole);
     }
 
-    fn gather_typed<T: Scalar + Element>(&self, flat: &FlatParameter, group: &ProcessGroup) -> Result<()> {
+    fn gather_typed<T: Scalar + Element>(&self, shard: &Tensor, group: &ProcessGroup) -> Result<()> {
         let mut values: Vec<Vec<T>> = Vec::with_capacity(self.layout.entries().len() + 1);
         for &numel in self.layout.numels_with_padding() {
             values.push(zeroed_vec(numel)?);
@@ -337,7 +379,7 @@ impl FlatParamHandle {
         let right = self.layout.padded_unsharded_numel() - self.layout.unpadded_unsharded_numel();
         values.push(zeroed_vec(right)?);
         let mut slices: Vec<&mut [T]> = values.iter_mut().map(Vec::as_mut_slice).collect();
-        group.all_gather_into_slices(&mut slices, &HostSlice::<T>::read(flat.shard())?)?;
+        group.all_gather_into_slices(&mut slices, &HostSlice::<T>::read(shard)?)?;
         for (entry, value) in self.layout.entries().iter().zip(values) {
             if let FlatEntry::Param(param) = *entry {
                 refill(&self.params[param].tensor, value)?;

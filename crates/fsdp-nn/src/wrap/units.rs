@@ -65,7 +65,7 @@ impl WrappedUnits {
         state.units = units.iter().map(|(unit, handle)| (*unit, Arc::downgrade(handle))).collect();
         let neighbours: Vec<_> = state.spans.iter().map(|&asked| state.neighbours(asked)).collect();
         for (unit, handle) in units {
-            if handle.is_sharded() && !neighbours.iter().any(|(a, b)| [*a, *b].contains(&Some(*unit))) {
+            if handle.is_gathered() && !neighbours.iter().any(|(a, b)| [*a, *b].contains(&Some(*unit))) {
                 return Err(NnError::UnseenUnit { unit: handle.name.clone() });
             }
         }
