@@ -10,7 +10,7 @@ const BYTES: usize = 256 << 20;
 const RUNS: usize = 7;
 
 fn main() {
-    let bytes: Vec<u8> = (0..BYTES).map(|index| (index * 31 >> 3) as u8).collect();
+    let bytes: Vec<u8> = (0..BYTES).map(|index| ((index * 31) >> 3) as u8).collect();
     let mut copy = vec![0u8; BYTES];
     let (mut digests, mut copies) = (Vec::new(), Vec::new());
     for _ in 0..RUNS {

@@ -53,8 +53,8 @@ mod tests {
 
     #[test]
     fn all_factors_are_odd() {
-        for lane in 0..2 {
-            assert!(TABLES[lane].iter().all(|pair| pair & 1 == 1 && (pair >> 32) & 1 == 1));
+        for (lane, table) in TABLES.iter().enumerate() {
+            assert!(table.iter().all(|pair| pair & 1 == 1 && (pair >> 32) & 1 == 1));
             assert!((0..1000).all(|block| block_factor(lane, block) & 1 == 1));
         }
     }

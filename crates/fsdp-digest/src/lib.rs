@@ -18,7 +18,7 @@
 //! ```
 //!
 //! `table(lane, w)` is an odd number of 32 bits and `block(lane, b)` an odd one of 64 bits; both come from splitmix64
-//! ([`coefficients`]). A word is a sum of its bytes, so that a box may begin and end inside of a word.
+//! (the file `coefficients.rs`). A word is a sum of its bytes, so that a box may begin and end inside of a word.
 //!
 //! The digest is XXH3 (128 bits) of `fsdp-digest-1`, a zero byte, the dtype's name, a zero byte, the number of dimensions,
 //! their sizes, and both sums, all numbers as 8 bytes little-endian. That of a plain value ([`Digest::of_value`]) has `value`

@@ -1,5 +1,7 @@
 //! Properties of digests.
 
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 use fsdp_digest::{Digest, DigestError, StateDigest, Sum};
 use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 use proptest::prelude::*;
