@@ -11,6 +11,7 @@ use std::collections::BTreeMap;
 
 use super::output;
 use super::text::escaped;
+use super::threads::{count, or_all_cores};
 
 /// Options of `fsdp digest`.
 #[derive(Debug, Args)]
@@ -25,8 +26,8 @@ pub(crate) struct DigestArguments {
     #[arg(long, env = "FSDP_JSON")]
     json: bool,
     /// Threads that read and digest [default: one for each core]
-    #[arg(long, value_name = "N")]
-    threads: Option<std::num::NonZeroUsize>,
+    #[arg(long, value_name = "N", env = "FSDP_THREADS", value_parser = count())]
+    threads: Option<usize>,
 }
 
 /// The version of the JSON's schema.
@@ -48,8 +49,7 @@ struct Digests {
 /// There is no committed checkpoint, or it cannot be read.
 pub(crate) fn run(arguments: &DigestArguments) -> Result<()> {
     let checkpoint = checkpoint::open(&arguments.path, OpenOptions { verify: true })?;
-    let threads = arguments.threads.map_or_else(cores, std::num::NonZeroUsize::get);
-    let state = digest(&*checkpoint, threads)?;
+    let state = digest(&*checkpoint, or_all_cores(arguments.threads))?;
     let path = arguments.path.to_string();
     if arguments.json {
         let each = state.iter().map(|(name, digest)| (name.to_owned(), digest.to_string())).collect();
@@ -63,8 +63,4 @@ pub(crate) fn run(arguments: &DigestArguments) -> Result<()> {
     }
     lines.push(format!("{}  {}", state.root(), escaped(&path)));
     output::lines(&lines)
-}
-
-fn cores() -> usize {
-    std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get)
 }

@@ -1,7 +1,6 @@
 //! The offline commands lose nothing, or say what they lose.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
-#![expect(clippy::disallowed_methods, reason = "the tests make checkpoints by hand")]
 
 mod common;
 

@@ -39,7 +39,7 @@ pub fn digest(checkpoint: &dyn Checkpoint, threads: usize) -> Result<StateDigest
     let mut jobs = Vec::new();
     for (fqn, entry) in entries {
         match entry {
-            Entry::Bytes(_) => _ = digests.insert(fqn, Digest::of_value(&checkpoint.read_value(fqn)?)),
+            Entry::Bytes(_) => _ = digests.insert(fqn, Digest::of_value(&checkpoint.describe_value(fqn)?)),
             Entry::Tensor(tensor) => {
                 let (dtype, shape) = (tensor.properties.dtype, tensor.shape.as_slice());
                 let bytes = TensorBox::whole(shape).numel() as u64 * dtype.size_in_bytes();

@@ -5,7 +5,7 @@
 //! | of | at most |
 //! |---|---|
 //! | a pickle | 2 GiB, nested 200 deep |
-//! | what is built from an input | 64 MiB, and [`PICKLE_FACTOR`] bytes for each byte of a pickle |
+//! | what is built from an input | 64 MiB, and 40 bytes for each byte of a pickle |
 //! | attributes of an object in `.metadata` | 256 |
 //! | an integer in it | 1024 bytes |
 //! | a tensor | 64 dimensions, 2^58 elements |

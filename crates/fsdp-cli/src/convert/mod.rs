@@ -189,7 +189,6 @@ fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> Result<()> {
             threads: destination.threads,
             progress: Some(&progress),
             durable: Some(&durable),
-            ..ConvertOptions::default()
         };
         let done = convert(source, destination.path, destination.target, options);
         drop(bar);

@@ -10,7 +10,7 @@ use crate::error::FileError;
 use crate::storage::Staging;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::integrity::{FileIntegrity, INTEGRITY_FILE, block_length};
-use crate::storage::names::{METADATA_FILE, VALUES_FILE};
+use crate::storage::names::{CLAIM_FILE, METADATA_FILE, VALUES_FILE};
 use crate::storage::read_at::ReadAt as _;
 
 /// The files beside a checkpoint's own.
@@ -35,7 +35,7 @@ impl ExtraFiles {
             checkpoint.metadata().stored().map(|(_, _, stored)| stored.relative_path.as_str()).collect();
         let mut found = ExtraFiles::default();
         for name in directory.names()? {
-            if is_own(&name) || stored.contains(name.as_str()) {
+            if is_own(&name) || name == CLAIM_FILE || stored.contains(name.as_str()) {
                 continue;
             }
             let is_file = match directory.has(&name) {

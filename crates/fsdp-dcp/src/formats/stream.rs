@@ -41,11 +41,8 @@ fn check_expansion(checkpoint: &dyn Checkpoint, fqn: &str, length: u64) -> Resul
     // What a transform makes of an item is bounded elsewhere.
     let bytes = stored.map(|stored| if stored.transforms.is_empty() { stored.length } else { u64::MAX / EXPANSION });
     let bytes = bytes.fold(0, u64::saturating_add);
-    Budget::new(bytes, EXPANSION).charge("bytes of repeated elements", length).map_err(|over| FileError::Item {
-        fqn: fqn.to_owned(),
-        path: checkpoint.path().to_owned(),
-        offset: 0,
-        source: over.into(),
+    Budget::new(bytes, EXPANSION).charge("bytes of elements that are not stored", length).map_err(|over| {
+        FileError::Item { fqn: fqn.to_owned(), path: checkpoint.path().to_owned(), offset: 0, source: over.into() }
     })
 }
 

@@ -14,12 +14,10 @@ use crate::error::FileError;
 use crate::storage::backend::{EntryKind, Stage, StageFile};
 use crate::storage::fs::{is_nonce, nonce};
 use crate::storage::integrity::INTEGRITY_FILE;
-use crate::storage::names::METADATA_FILE;
+use crate::storage::names::{CLAIM_FILE, METADATA_FILE};
 use crate::storage::paths::relative_parts;
 use crate::storage::sidecar::Sidecar;
 
-/// The object that claims a target for files whose names are not the saver's own.
-const CLAIM: &str = ".fsdp-claim";
 /// The number of times that a commit is tried while it is not known if it was done.
 const COMMIT_ATTEMPTS: u32 = 5;
 /// The pause after the first attempt; it doubles after each further one.
@@ -162,8 +160,8 @@ impl Stage for ObjectStage {
     fn claim(&self) -> Result<(), FileError> {
         // Of several savers that found nothing at the target, one gets through here. The claim holds the nonce, which
         // tells whose it is, should the answer be lost.
-        self.put_new(CLAIM, self.nonce().as_bytes())?;
-        self.unmarked().push(Unmarked::Inside(CLAIM.to_owned()));
+        self.put_new(CLAIM_FILE, self.nonce().as_bytes())?;
+        self.unmarked().push(Unmarked::Inside(CLAIM_FILE.to_owned()));
         Ok(())
     }
 
@@ -230,9 +228,10 @@ impl Stage for ObjectStage {
         self.cleans = false;
         // Best effort from here on: leftovers disturb nobody. They are those of saves that can no longer be committed,
         // since the marker is there.
-        let has_claim = self.unmarked().iter().any(|object| matches!(object, Unmarked::Inside(name) if name == CLAIM));
+        let has_claim =
+            self.unmarked().iter().any(|object| matches!(object, Unmarked::Inside(name) if name == CLAIM_FILE));
         if has_claim {
-            let _ = self.prefix.delete(CLAIM);
+            let _ = self.prefix.delete(CLAIM_FILE);
         }
         for name in self.prefix.names().unwrap_or_default() {
             if nonce_of(&name).is_some_and(|nonce| nonce != self.nonce()) {
