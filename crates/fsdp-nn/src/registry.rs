@@ -162,9 +162,8 @@ impl Registry {
         Ok(current)
     }
 
-    /// Begins a unit: it owns the parameters that the model asks for first until it is closed.
-    ///
-    /// Returns the dtype in which it asks for parameters. Without a precision of its own it has that of the unit around it.
+    /// Begins a unit: it owns the parameters that the model asks for first until it is closed. Without a precision of its own
+    /// it has that of the unit around it; with one, returns the dtype in which its parameters are to be asked for.
     pub(crate) fn open_unit(
         &mut self,
         name: String,

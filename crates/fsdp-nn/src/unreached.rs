@@ -59,7 +59,7 @@ impl ShardedParameters {
         warn!(
             "no gradient comes to {} of the trained parameters, which stay as they are: {names}. Either the loss does not \
              depend on them, or an operation without a backward cuts their gradients off: candle's fused ones \
-             (softmax_last_dim, RmsNorm, LayerNorm, rope, sdpa) have none",
+             (softmax_last_dim, RmsNorm, LayerNorm, rope, sdpa) have none, those of `fsdp_ops` do",
             unreached.len()
         );
     }

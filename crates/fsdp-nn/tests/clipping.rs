@@ -5,7 +5,7 @@
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{Linear, Module, linear};
 use fsdp_comm::{ProcessGroup, run_local};
-use fsdp_nn::{ClipOptions, FsdpConfig, FullyShardedDataParallel, GradNorm, NnError, ShardingStrategy, Unit};
+use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, GradNorm, NnError, ShardingStrategy, Unit};
 
 type Model = FullyShardedDataParallel<Vec<Unit<Linear>>>;
 

@@ -3,11 +3,16 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use candle_core::{Device, Module, Tensor};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::VarBuilder;
 use fsdp_comm::{Operation, ProcessGroup, run_local};
 use fsdp_nn::algorithm::AdamOptions;
-use fsdp_nn::{Algorithm, FsdpConfig, FullyShardedDataParallel, Optimizer, ShardingStrategy};
+use fsdp_nn::{Algorithm, FsdpConfig, FullyShardedDataParallel, MixedPrecision, Optimizer, ShardingStrategy};
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Metadata, Subscriber};
 
 use self::models::{Bert, Llama};
 
@@ -291,6 +296,59 @@ fn check_memory<M: Module>(load: Load<M>, pattern: &str) {
 fn a_wrapped_model_holds_at_most_two_units_beside_the_root() {
     check_memory(Llama::load, "model.layers.*");
     check_memory(Bert::load, "encoder.layer.*");
+}
+
+#[test]
+fn wrapped_adapters_train_in_mixed_precision() {
+    run_local(2, |group| {
+        let mixed_precision =
+            MixedPrecision { param: Some(DType::BF16), output: Some(DType::F32), ..MixedPrecision::default() };
+        let requires_grad = Arc::new(|fqn: &str| fqn.contains("mlp"));
+        let config = FsdpConfig { mixed_precision, requires_grad, ..config(ShardingStrategy::FullShard) };
+        let model = model(&group, config.wrap("model.layers.*"), Llama::load);
+        let between = model.parameters().parameter_bytes();
+        let (losses, _) = train(&model);
+        assert!(losses[2] < losses[0], "{losses:?}");
+        assert_eq!(model.parameters().parameter_bytes(), between);
+    })
+    .unwrap();
+}
+
+/// Counts the spans of a model that are entered.
+#[derive(Default)]
+struct Entered(AtomicUsize);
+
+impl Subscriber for Entered {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        metadata.name() == "block"
+    }
+
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(7)
+    }
+
+    fn enter(&self, span: &Id) {
+        assert_eq!(span.into_u64(), 7);
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+    fn event(&self, _: &Event<'_>) {}
+    fn exit(&self, _: &Id) {}
+}
+
+#[test]
+fn the_programs_own_subscriber_still_sees_the_spans() {
+    run_local(2, |group| {
+        let entered = Arc::new(Entered::default());
+        tracing::subscriber::with_default(Arc::clone(&entered), || {
+            let model = model(&group, config(ShardingStrategy::FullShard).wrap("model.layers.*"), Llama::load);
+            model.forward(|module| module.forward(&tokens(0, 0))).unwrap();
+        });
+        assert_eq!(entered.0.load(Ordering::Relaxed), LAYERS);
+    })
+    .unwrap();
 }
 
 #[test]
