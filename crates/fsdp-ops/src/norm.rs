@@ -3,7 +3,7 @@
 use candle_core::{CpuStorage, CustomOp2, CustomOp3, D, Layout, Result, Shape, Tensor, WithDType as _};
 
 use crate::composed;
-use crate::element::{Element, tensor, widened, with_element};
+use crate::element::{Element, tensor, tensor_of_sums, widened, with_element};
 use crate::real::{Real, sum};
 use crate::rows::{map_rows, reduce_rows};
 use crate::values::{Values, contiguous, elements};
@@ -92,7 +92,7 @@ impl CustomOp3 for LayerNorm {
         with_element!(x.dtype(), self.name(), T => {
             let (dx, sums) = backward::<T, true>(self.name(), x, weight, &grad, self.eps)?;
             let (dweight, dbias) = sums.split_at(weight.elem_count());
-            Ok((Some(tensor(dx, x.dims())?), Some(narrowed::<T>(dweight)?), Some(narrowed::<T>(dbias)?)))
+            Ok((Some(tensor(dx, x.dims())?), Some(tensor_of_sums::<T>(dweight)?), Some(tensor_of_sums::<T>(dbias)?)))
         })
     }
 }
@@ -126,14 +126,9 @@ impl CustomOp2 for RmsNorm {
         let grad = grad.contiguous()?;
         with_element!(x.dtype(), self.name(), T => {
             let (dx, dweight) = backward::<T, false>(self.name(), x, weight, &grad, self.eps)?;
-            Ok((Some(tensor(dx, x.dims())?), Some(narrowed::<T>(&dweight)?)))
+            Ok((Some(tensor(dx, x.dims())?), Some(tensor_of_sums::<T>(&dweight)?)))
         })
     }
-}
-
-/// Makes a tensor of sums, rounded to the element type.
-fn narrowed<T: Element>(sums: &[T::Real]) -> Result<Tensor> {
-    tensor(sums.iter().map(|&sum| T::narrow(sum)).collect(), &[sums.len()])
 }
 
 /// Normalizes a row in place, with the mean taken off if `CENTER`. Returns the factor.
