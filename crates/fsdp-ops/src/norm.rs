@@ -116,7 +116,7 @@ impl CustomOp2 for RmsNorm {
             let weight = widened(elements::<T>(weight, contiguous(weight_layout, name)?, name)?);
             let y = map_rows([x], weight.len(), |_, [row]| {
                 normalize::<_, false>(row, self.eps);
-                row.iter_mut().zip(&weight).for_each(|(x, &weight)| *x = *x * weight);
+                row.iter_mut().zip(&weight).for_each(|(x, &weight)| *x *= weight);
             });
             Ok((T::to_cpu_storage_owned(y), x_layout.shape().clone()))
         })
@@ -137,11 +137,11 @@ fn normalize<R: Real, const CENTER: bool>(row: &mut [R], eps: f64) -> R {
     let len = R::of(row.len() as f64);
     if CENTER {
         let mean = sum(row.len(), |index| row[index]) / len;
-        row.iter_mut().for_each(|x| *x = *x - mean);
+        row.iter_mut().for_each(|x| *x -= mean);
     }
     let squares = sum(row.len(), |index| row[index] * row[index]) / len;
     let factor = R::ONE / (squares + R::of(eps)).root();
-    row.iter_mut().for_each(|x| *x = *x * factor);
+    row.iter_mut().for_each(|x| *x *= factor);
     factor
 }
 
@@ -162,7 +162,7 @@ fn backward<T: Element, const CENTER: bool>(
         let (dweight, dbias) = sums.split_at_mut(width);
         dweight.iter_mut().zip(&*grad).zip(&*x).for_each(|((sum, &grad), &x)| *sum += grad * x);
         dbias.iter_mut().zip(&*grad).for_each(|(sum, &grad)| *sum += grad);
-        grad.iter_mut().zip(&weight).for_each(|(grad, &weight)| *grad = *grad * weight);
+        grad.iter_mut().zip(&weight).for_each(|(grad, &weight)| *grad *= weight);
         // What a change of all values together, or along the row itself, would not change in the output.
         let len = T::Real::of(width as f64);
         let mean = if CENTER { sum(width, |index| grad[index]) / len } else { T::Real::ZERO };
