@@ -17,10 +17,10 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     rotate(x, cos, sin, Pairs::Halves)
 }
 
-/// Rotates like [`rope`], but pairs element `2 * i` with element `2 * i + 1`.
+/// Rotates like [`rope()`], but pairs element `2 * i` with element `2 * i + 1`.
 ///
 /// # Errors
-/// Those of [`rope`].
+/// Those of [`rope()`].
 pub fn rope_i(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     rotate(x, cos, sin, Pairs::Neighbours)
 }
