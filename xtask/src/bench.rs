@@ -2,6 +2,7 @@
 
 mod figures;
 mod table;
+mod train;
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -16,7 +17,9 @@ use crate::shell::{cargo, say};
 
 /// The numbers of ranks on which torch loads besides those of the bench, because resharding loads lead there.
 const MORE_RANKS: [usize; 1] = [5];
-/// The groups of cases that torch has too.
+/// The groups of cases of `tests/examples/bench`.
+const GROUPS: [&str; 6] = ["save", "load", "full", "background", "conversions", "planning"];
+/// The groups among them that torch has too.
 const TORCH_GROUPS: [&str; 4] = ["save", "full", "load", "conversions"];
 
 #[derive(Debug, Clone, Args)]
@@ -28,7 +31,7 @@ pub(crate) struct BenchArguments {
     #[arg(long, value_delimiter = ',', default_value = "1,2,4")]
     ranks: Vec<usize>,
     /// Groups of cases: save, load, full, background, conversions, planning, offline, optim-state-dict, overhead,
-    /// collectives [default: all]
+    /// collectives, train [default: all]
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
     /// Directories to write to, as NAME=DIRECTORY: one in memory, one on a disk [default: tmpfs=/dev/shm, disk=the
@@ -78,14 +81,14 @@ pub(crate) fn run(root: &Path, arguments: &BenchArguments) -> Result<()> {
     } else {
         arguments.place.join(",")
     };
-    build(root, "fsdp-tests", "bench")?;
     let bench = target.join("release/examples/bench");
+    if GROUPS.iter().any(|group| arguments.wants(group)) {
+        build(root, "fsdp-tests", "bench")?;
+    }
     let mut cases: Vec<Case> = Vec::new();
     for size in &arguments.size {
-        let groups: Vec<&str> = ["save", "load", "full", "background", "conversions"]
-            .into_iter()
-            .filter(|group| arguments.wants(group))
-            .collect();
+        let sized = GROUPS.into_iter().filter(|&group| group != "planning");
+        let groups: Vec<&str> = sized.filter(|group| arguments.wants(group)).collect();
         if groups.is_empty() {
             break;
         }
@@ -149,7 +152,7 @@ fn others(root: &Path, target: &Path, arguments: &BenchArguments) -> Result<Vec<
         let mut command = Command::new(target.join("release/examples").join(example));
         command.arg("--json");
         if group == "offline" {
-            cargo(root, &["build", "--release", "--locked", "--package", "fsdp-cli"], &[])?;
+            build_command(root)?;
             command.arg("--binary").arg(target.join("release/fsdp"));
         }
         if let Some(python) = arguments.torch.as_ref().filter(|_| group == "collectives") {
@@ -157,6 +160,11 @@ fn others(root: &Path, target: &Path, arguments: &BenchArguments) -> Result<Vec<
         }
         let figures = serde_json::from_slice(&output(&mut command)?)?;
         others.push(Other { name: name.to_owned(), figures });
+    }
+    if arguments.wants("train") {
+        build_command(root)?;
+        let figures = train::run(root, target, &arguments.ranks, arguments.runs, arguments.torch.as_deref())?;
+        others.push(Other { name: "Training steps".to_owned(), figures: serde_json::to_value(figures)? });
     }
     Ok(others)
 }
@@ -213,6 +221,11 @@ fn field(file: &str, name: &str) -> String {
     let text = std::fs::read_to_string(file).unwrap_or_default();
     let line = text.lines().find(|line| line.starts_with(name)).unwrap_or_default();
     line.split_once(':').map_or_else(String::new, |(_, value)| value.trim().to_owned())
+}
+
+/// Builds the command for release.
+fn build_command(root: &Path) -> Result<()> {
+    cargo(root, &["build", "--release", "--locked", "--package", "fsdp-cli"], &[])
 }
 
 /// Builds an example for release.

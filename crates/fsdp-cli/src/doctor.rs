@@ -10,7 +10,7 @@ use clap::Args;
 use fsdp::comm::{BackendKind, CommError, Environment};
 use serde::Serialize;
 
-use super::output;
+use super::{memory, output};
 
 #[derive(Debug, Args)]
 pub(crate) struct DoctorArguments {
@@ -163,7 +163,7 @@ fn examine() -> Report {
         launcher_error,
         variables: VARIABLES.iter().filter_map(|&name| Some((name, std::env::var(name).ok()?))).collect(),
         cpu_cores: std::thread::available_parallelism().ok().map(usize::from),
-        memory_bytes: memory(),
+        memory_bytes: memory::of_machine(),
         shared_memory: shared_memory.is_ok(),
         shared_memory_error: shared_memory.err().map(|error| error.to_string()),
         gpus,
@@ -178,13 +178,6 @@ impl From<Environment> for Launcher {
         let Environment { rank, world_size, local_rank, local_world_size, job, .. } = found;
         Launcher { name, rank, world_size, local_rank, local_world_size, master, job }
     }
-}
-
-/// Returns the total memory of the machine.
-fn memory() -> Option<u64> {
-    let text = fs::read_to_string("/proc/meminfo").ok()?;
-    let kib = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
-    kib.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
 /// Creates shared memory in the same way as ranks of one host do.

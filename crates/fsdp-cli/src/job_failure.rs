@@ -20,6 +20,10 @@ pub(crate) enum JobError {
     OutIsTaken { directory: String, step: u64 },
     #[error("`{option}` cannot change from {saved} to {asked} on resume")]
     Changed { option: &'static str, saved: String, asked: String },
+    #[error(
+        "the learning rate has fallen to 0 after {schedule} steps, so {steps} steps would train nothing at the end"
+    )]
+    AfterSchedule { steps: u64, schedule: u64 },
     #[error("hybrid-shard needs a number of ranks that {replicas} replicas divide, not {ranks}")]
     Replicas { replicas: usize, ranks: usize },
     #[error("this is node {node_rank}, but nodes are numbered from 0, and there are {nnodes}")]
@@ -49,6 +53,9 @@ impl JobError {
         match self {
             JobError::OutIsTaken { .. } => "go on from it with `--resume`, or choose another `--out`",
             JobError::Changed { .. } => "leave the option out, or start anew in another `--out`",
+            JobError::AfterSchedule { .. } => {
+                "make the schedule longer with `--schedule-steps`, or leave it with `--schedule constant`"
+            }
             JobError::Replicas { .. } => "change `--replicas` or `--nproc`",
             JobError::NodeRank { .. } => "give each node its own `--node-rank`",
             JobError::WorldSize { .. } => "start fewer processes with `--nproc` or `--nnodes`",

@@ -40,6 +40,8 @@ mod job_failure;
 #[cfg(feature = "train")]
 mod launch;
 #[cfg(feature = "train")]
+mod memory;
+#[cfg(feature = "train")]
 mod train;
 
 use std::path::PathBuf;

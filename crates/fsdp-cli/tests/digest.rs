@@ -36,10 +36,10 @@ fn one_state_has_one_digest_in_every_format_layout_and_number_of_ranks() {
         assert_eq!(digests(&source, &["--threads", "7"])["digest"], expected["digest"]);
         let resharded = directory.path().join(format!("{}-5", name.replace('/', "-")));
         let resharded = resharded.to_str().unwrap();
-        fsdp(&["reshard", &source, "--ranks", "5", "--out", resharded]).assert().success();
+        fsdp(&["reshard", &source, resharded, "--world-size", "5"]).assert().success();
         assert_eq!(digests(resharded, &[]), replaced_path(&expected, resharded), "{name} on 5 ranks");
         let converted = format!("{resharded}.safetensors");
-        fsdp(&["convert", &source, "--to", "safetensors", "--out", &converted]).assert().success();
+        fsdp(&["convert", &source, &converted, "--to", "safetensors"]).assert().success();
         let converted = digests(&converted, &[]);
         for (key, digest) in expected["each"].as_object().unwrap() {
             // Formats that hold lists whole have other keys for values in them, but the same for tensors.
@@ -63,7 +63,7 @@ fn one_flipped_bit_changes_the_digest_of_its_tensor_alone() {
     let directory = TempDir::new().unwrap();
     let first = directory.path().join("first.safetensors");
     let first = first.to_str().unwrap();
-    fsdp(&["convert", &fixture("fsdp2_adamw_ws2/dcp"), "--to", "safetensors", "--out", first]).assert().success();
+    fsdp(&["convert", &fixture("fsdp2_adamw_ws2/dcp"), first, "--to", "safetensors"]).assert().success();
     let before = digests(first, &[]);
     let mut bytes = fs::read(first).unwrap();
     // The last byte of the file is one of the last tensor's.

@@ -9,6 +9,7 @@
 //! | [`optimizer`] | the optimizer over a sharded model's parameters |
 //! | [`parameters`] | the parameters as one rank sees them |
 //! | [`scope`] | the builder of a model |
+//! | [`schedule`] | learning rates over the steps of a run |
 //! | [`mod@unit`] | a module that is gathered and released as one |
 //!
 //! How it works: a parameter tensor is the output of a custom op on a tiny anchor variable, so candle gives its
@@ -33,6 +34,7 @@ pub mod parameters;
 mod precision;
 mod registry;
 mod requires_grad;
+pub mod schedule;
 pub mod scope;
 mod settings;
 mod shared;
@@ -51,6 +53,7 @@ pub use fully_sharded::FullyShardedDataParallel;
 pub use optimizer::{Optimizer, ParamGroup};
 pub use parameters::ShardedParameters;
 pub use precision::MixedPrecision;
+pub use schedule::{Decay, Schedule};
 pub use scope::Scope;
 pub use strategy::ShardingStrategy;
 pub use unit::{Unit, UnitOutput};

@@ -68,8 +68,8 @@ impl CustomOp1 for CrossEntropy {
             let dscores = map_rows([values.slice::<T>()?], width, |row, [scores]| {
                 softmax_row(scores);
                 let target = self.targets[row];
-                scores[target] = scores[target] - <T as Element>::Real::ONE;
-                scores.iter_mut().for_each(|score| *score = *score * grad);
+                scores[target] -= <T as Element>::Real::ONE;
+                scores.iter_mut().for_each(|score| *score *= grad);
             });
             tensor(dscores, scores.dims()).map(Some)
         })

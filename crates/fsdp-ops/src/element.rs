@@ -51,6 +51,11 @@ pub(crate) fn tensor<T: Element>(values: Vec<T>, dims: &[usize]) -> Result<Tenso
     Tensor::from_vec(values, dims, &Device::Cpu)
 }
 
+/// Makes a tensor of sums, rounded to the element type.
+pub(crate) fn tensor_of_sums<T: Element>(sums: &[T::Real]) -> Result<Tensor> {
+    tensor(sums.iter().map(|&sum| T::narrow(sum)).collect(), &[sums.len()])
+}
+
 /// Returns the error of a dtype that an operation does not take.
 pub(crate) fn unsupported<T>(dtype: DType, operation: &'static str) -> Result<T> {
     Err(candle_core::Error::UnsupportedDTypeForOp(dtype, operation).bt())

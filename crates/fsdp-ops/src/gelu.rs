@@ -47,8 +47,8 @@ impl CustomOp1 for Gelu {
         with_element!(x.dtype(), self.name(), T => {
             let x = [elements::<T>(x, range, self.name())?];
             let y = match self {
-                Gelu::Erf => map_rows(x, ANY_WIDTH, |_, [x]| x.iter_mut().for_each(|x| *x = *x * x.normal().0)),
-                Gelu::Tanh => map_rows(x, ANY_WIDTH, |_, [x]| x.iter_mut().for_each(|x| *x = *x * by_tanh(*x).0)),
+                Gelu::Erf => map_rows(x, ANY_WIDTH, |_, [x]| x.iter_mut().for_each(|x| *x *= x.normal().0)),
+                Gelu::Tanh => map_rows(x, ANY_WIDTH, |_, [x]| x.iter_mut().for_each(|x| *x *= by_tanh(*x).0)),
             };
             Ok((T::to_cpu_storage_owned(y), layout.shape().clone()))
         })
@@ -74,7 +74,7 @@ impl CustomOp1 for Gelu {
 fn multiply<R: Real>(grads: &mut [R], x: &[R], f: impl Fn(R) -> (R, R)) {
     for (grad, &x) in grads.iter_mut().zip(x) {
         let (value, slope) = f(x);
-        *grad = *grad * (value + x * slope);
+        *grad *= value + x * slope;
     }
 }
 

@@ -10,12 +10,12 @@
 //! | [`softmax_last_dim`] | softmax over the last dimension | `candle_nn::ops::softmax_last_dim` |
 //! | [`rms_norm`] | root-mean-square norm over the last dimension | `candle_nn::ops::rms_norm` |
 //! | [`layer_norm`] | layer norm over the last dimension | `candle_nn::ops::layer_norm` |
-//! | [`rope`], [`rope_i`] | rotary embeddings, of halves and of neighbours | `candle_nn::rotary_emb::{rope, rope_i}` |
+//! | [`rope()`], [`rope_i`] | rotary embeddings, of halves and of neighbours | `candle_nn::rotary_emb::{rope, rope_i}` |
 //! | [`scaled_dot_product_attention`] | attention, causal or not | `candle_nn::ops::sdpa` |
 //! | [`packed_attention`] | the same on the output of one projection to queries, keys and values | |
-//! | [`gelu_erf`], [`gelu`] | GELU, exact and by tanh | `Tensor::{gelu_erf, gelu}` |
-//! | [`cross_entropy`] | mean cross-entropy of scores and targets | `candle_nn::loss::cross_entropy` |
-//! | [`linear`] | a product with a weight, and a bias | `candle_nn::Linear` |
+//! | [`gelu_erf`], [`gelu()`] | GELU, exact and by tanh | `Tensor::{gelu_erf, gelu}` |
+//! | [`cross_entropy()`] | mean cross-entropy of scores and targets | `candle_nn::loss::cross_entropy` |
+//! | [`linear()`] | a product with a weight, and a bias | `candle_nn::Linear` |
 //!
 //! On CPUs they take f32, f64, bf16 and f16. The half types are computed in f32 and rounded once, at the end. On other
 //! devices each function is composed of candle's operations, and has the same gradients.

@@ -4,8 +4,9 @@ use candle_core::{CpuStorage, CustomOp2, CustomOp3, D, Layout, Result, Shape, Te
 use rayon::iter::{IndexedParallelIterator as _, ParallelIterator as _};
 use rayon::slice::ParallelSliceMut as _;
 
-use crate::element::{Element, widened, with_element};
-use crate::values::{contiguous, elements};
+use crate::element::{Element, tensor_of_sums, widened, with_element};
+use crate::rows::sum_of_rows;
+use crate::values::{Values, contiguous, elements};
 
 const NAME: &str = "linear";
 
@@ -110,7 +111,12 @@ impl CustomOp3 for Linear {
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         let (dx, dweight) = Linear::backward(x, weight, grad)?;
-        Ok((Some(dx), Some(dweight), Some(grad.sum(0)?)))
+        let grad = grad.contiguous()?;
+        let values = Values::of(&grad, NAME)?;
+        let dbias = with_element!(grad.dtype(), NAME, T => {
+            tensor_of_sums::<T>(&sum_of_rows(values.slice::<T>()?, weight.dim(0)?))
+        })?;
+        Ok((Some(dx), Some(dweight), Some(dbias)))
     }
 }
 

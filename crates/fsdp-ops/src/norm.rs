@@ -3,7 +3,7 @@
 use candle_core::{CpuStorage, CustomOp2, CustomOp3, D, Layout, Result, Shape, Tensor, WithDType as _};
 
 use crate::composed;
-use crate::element::{Element, tensor, widened, with_element};
+use crate::element::{Element, tensor, tensor_of_sums, widened, with_element};
 use crate::real::{Real, sum};
 use crate::rows::{map_rows, reduce_rows};
 use crate::values::{Values, contiguous, elements};
@@ -92,7 +92,7 @@ impl CustomOp3 for LayerNorm {
         with_element!(x.dtype(), self.name(), T => {
             let (dx, sums) = backward::<T, true>(self.name(), x, weight, &grad, self.eps)?;
             let (dweight, dbias) = sums.split_at(weight.elem_count());
-            Ok((Some(tensor(dx, x.dims())?), Some(narrowed::<T>(dweight)?), Some(narrowed::<T>(dbias)?)))
+            Ok((Some(tensor(dx, x.dims())?), Some(tensor_of_sums::<T>(dweight)?), Some(tensor_of_sums::<T>(dbias)?)))
         })
     }
 }
@@ -116,7 +116,7 @@ impl CustomOp2 for RmsNorm {
             let weight = widened(elements::<T>(weight, contiguous(weight_layout, name)?, name)?);
             let y = map_rows([x], weight.len(), |_, [row]| {
                 normalize::<_, false>(row, self.eps);
-                row.iter_mut().zip(&weight).for_each(|(x, &weight)| *x = *x * weight);
+                row.iter_mut().zip(&weight).for_each(|(x, &weight)| *x *= weight);
             });
             Ok((T::to_cpu_storage_owned(y), x_layout.shape().clone()))
         })
@@ -126,14 +126,9 @@ impl CustomOp2 for RmsNorm {
         let grad = grad.contiguous()?;
         with_element!(x.dtype(), self.name(), T => {
             let (dx, dweight) = backward::<T, false>(self.name(), x, weight, &grad, self.eps)?;
-            Ok((Some(tensor(dx, x.dims())?), Some(narrowed::<T>(&dweight)?)))
+            Ok((Some(tensor(dx, x.dims())?), Some(tensor_of_sums::<T>(&dweight)?)))
         })
     }
-}
-
-/// Makes a tensor of sums, rounded to the element type.
-fn narrowed<T: Element>(sums: &[T::Real]) -> Result<Tensor> {
-    tensor(sums.iter().map(|&sum| T::narrow(sum)).collect(), &[sums.len()])
 }
 
 /// Normalizes a row in place, with the mean taken off if `CENTER`. Returns the factor.
@@ -142,11 +137,11 @@ fn normalize<R: Real, const CENTER: bool>(row: &mut [R], eps: f64) -> R {
     let len = R::of(row.len() as f64);
     if CENTER {
         let mean = sum(row.len(), |index| row[index]) / len;
-        row.iter_mut().for_each(|x| *x = *x - mean);
+        row.iter_mut().for_each(|x| *x -= mean);
     }
     let squares = sum(row.len(), |index| row[index] * row[index]) / len;
     let factor = R::ONE / (squares + R::of(eps)).root();
-    row.iter_mut().for_each(|x| *x = *x * factor);
+    row.iter_mut().for_each(|x| *x *= factor);
     factor
 }
 
@@ -167,7 +162,7 @@ fn backward<T: Element, const CENTER: bool>(
         let (dweight, dbias) = sums.split_at_mut(width);
         dweight.iter_mut().zip(&*grad).zip(&*x).for_each(|((sum, &grad), &x)| *sum += grad * x);
         dbias.iter_mut().zip(&*grad).for_each(|(sum, &grad)| *sum += grad);
-        grad.iter_mut().zip(&weight).for_each(|(grad, &weight)| *grad = *grad * weight);
+        grad.iter_mut().zip(&weight).for_each(|(grad, &weight)| *grad *= weight);
         // What a change of all values together, or along the row itself, would not change in the output.
         let len = T::Real::of(width as f64);
         let mean = if CENTER { sum(width, |index| grad[index]) / len } else { T::Real::ZERO };

@@ -16,6 +16,8 @@ pub(crate) trait Real:
     + std::ops::Mul<Output = Self>
     + std::ops::Div<Output = Self>
     + std::ops::AddAssign
+    + std::ops::SubAssign
+    + std::ops::MulAssign
 {
     /// Zero.
     const ZERO: Self;
@@ -46,7 +48,7 @@ const ERFC: [f32; 9] = [
     0.077_984_4,
     0.090_208_71,
     0.082_278_06,
-    -0.139_601_69,
+    -0.139_601_7,
     0.041_125_62,
 ];
 const ERFC_SCALE: f32 = 0.4;

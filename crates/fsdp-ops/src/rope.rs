@@ -17,10 +17,10 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     rotate(x, cos, sin, Pairs::Halves)
 }
 
-/// Rotates like [`rope`], but pairs element `2 * i` with element `2 * i + 1`.
+/// Rotates like [`rope()`], but pairs element `2 * i` with element `2 * i + 1`.
 ///
 /// # Errors
-/// Those of [`rope`].
+/// Those of [`rope()`].
 pub fn rope_i(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     rotate(x, cos, sin, Pairs::Neighbours)
 }
@@ -49,9 +49,9 @@ fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: Pairs) -> Result<Tensor
             Pairs::Neighbours => composed::rope_i(x, &cos, &sin),
         };
     }
-    let rows_of_angles = if cos.rank() == 3 { heads } else { 0 };
+    let heads = (cos.rank() == 3).then_some(heads);
     let (cos, sin) = (cos.contiguous()?, sin.contiguous()?);
-    x.contiguous()?.apply_op1(Rope { cos, sin, time, rows_of_angles, pairs })
+    x.contiguous()?.apply_op1(Rope { cos, sin, time, heads, pairs })
 }
 
 #[derive(Clone, Copy)]
@@ -73,8 +73,8 @@ struct Rope {
     cos: Tensor,
     sin: Tensor,
     time: usize,
-    /// The number of heads that share the angles of a batch; 0 if all batches share them.
-    rows_of_angles: usize,
+    /// The number of heads of a batch, if each batch has angles of its own.
+    heads: Option<usize>,
     pairs: Pairs,
 }
 
@@ -87,7 +87,7 @@ impl Rope {
         let half = self.cos.dims().last().copied().unwrap_or(0);
         let direction = T::Real::of(if back { -1.0 } else { 1.0 });
         Ok(map_rows([x], 2 * half, |row, [x]| {
-            let batch = if self.rows_of_angles == 0 { 0 } else { row / self.time / self.rows_of_angles };
+            let batch = self.heads.map_or(0, |heads| row / self.time / heads);
             let start = (batch * self.time + row % self.time) * half;
             let angles = cos[start..start + half].iter().zip(&sin[start..start + half]);
             match self.pairs {

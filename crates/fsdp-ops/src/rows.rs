@@ -1,9 +1,10 @@
 //! Rows of equal width, computed in parallel by kernels that the compiler vectorises.
 
 use rayon::iter::{IndexedParallelIterator as _, ParallelIterator as _};
-use rayon::slice::ParallelSliceMut as _;
+use rayon::slice::{ParallelSlice as _, ParallelSliceMut as _};
 
 use crate::element::Element;
+use crate::real::Real;
 
 /// The elements that one task computes, about: enough to be worth a task, and few enough to stay in cache.
 const TASK: usize = 16 << 10;
@@ -48,8 +49,8 @@ pub(crate) fn reduce_rows<T: Element, const N: usize>(
     sums: usize,
     kernel: impl Fn(usize, [&mut [T::Real]; N], &mut [T::Real]) + Sync,
 ) -> (Vec<T>, Vec<T::Real>) {
-    let zero = T::narrow(<T::Real as crate::real::Real>::ZERO);
-    let zero_sum = <T::Real as crate::real::Real>::ZERO;
+    let zero = T::narrow(<T::Real as Real>::ZERO);
+    let zero_sum = <T::Real as Real>::ZERO;
     let len = inputs.first().map_or(0, |input| input.len());
     let mut output = vec![zero; len];
     let (width, rows) = (width.max(1), rows_of_task(width));
@@ -73,11 +74,32 @@ pub(crate) fn reduce_rows<T: Element, const N: usize>(
         });
         part
     });
-    // In order of the tasks, however the threads came to them.
     let parts: Vec<Vec<T::Real>> = parts.collect();
-    let mut total = vec![zero_sum; sums];
+    (output, sum_of_parts(&parts, sums))
+}
+
+/// Sums all rows of `values`, element by element.
+pub(crate) fn sum_of_rows<T: Element>(values: &[T], width: usize) -> Vec<T::Real> {
+    let zero = <T::Real as Real>::ZERO;
+    let width = width.max(1);
+    let parts = values.par_chunks(width * rows_of_task(width)).map(|rows| {
+        let mut part = vec![zero; width];
+        vectorized(|| {
+            for row in rows.chunks_exact(width) {
+                part.iter_mut().zip(row).for_each(|(sum, &value)| *sum += value.widen());
+            }
+        });
+        part
+    });
+    let parts: Vec<Vec<T::Real>> = parts.collect();
+    sum_of_parts(&parts, width)
+}
+
+/// Sums the parts of all tasks, in their order, however threads came to them.
+fn sum_of_parts<R: Real>(parts: &[Vec<R>], width: usize) -> Vec<R> {
+    let mut total = vec![R::ZERO; width];
     for part in parts {
-        total.iter_mut().zip(part).for_each(|(total, part)| *total += part);
+        total.iter_mut().zip(part).for_each(|(total, &part)| *total += part);
     }
-    (output, total)
+    total
 }

@@ -69,5 +69,5 @@ pub(crate) fn softmax_row<R: Real>(row: &mut [R]) {
     let highest = largest(row);
     row.iter_mut().for_each(|x| *x = (*x - highest).exponential());
     let scale = R::ONE / sum(row.len(), |index| row[index]);
-    row.iter_mut().for_each(|x| *x = *x * scale);
+    row.iter_mut().for_each(|x| *x *= scale);
 }

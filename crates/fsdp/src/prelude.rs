@@ -9,6 +9,7 @@ pub use fsdp_flat::ShardedTensor;
 pub use fsdp_layout::{DeviceMesh, PlainValue};
 pub use fsdp_nn::algorithm::{AdagradOptions, AdamOptions, Algorithm, SgdOptions};
 pub use fsdp_nn::{
-    FsdpConfig, FullyShardedDataParallel, Optimizer, Scope, ShardedParameters, ShardingStrategy, Unit, UnitOutput,
+    Decay, FsdpConfig, FullyShardedDataParallel, Optimizer, Schedule, Scope, ShardedParameters, ShardingStrategy, Unit,
+    UnitOutput,
 };
 pub use fsdp_state::{StateDict, StateValue};

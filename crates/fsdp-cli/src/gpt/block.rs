@@ -5,7 +5,7 @@ use candle_nn::kv_cache::KvCache;
 use candle_nn::{Init, VarBuilder};
 use fsdp::ops::{gelu_erf, layer_norm, linear, packed_attention, scaled_dot_product_attention};
 
-use super::GptConfig;
+use super::config::GptConfig;
 
 /// The initial values of matrices and embeddings.
 pub(super) const NORMAL: Init = Init::Randn { mean: 0.0, stdev: 0.02 };

@@ -18,6 +18,11 @@ fn size() -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(1..=MAX_SIZE)
 }
 
+/// Numbers of steps that a checkpoint can keep.
+fn steps() -> RangedU64ValueParser<u64> {
+    RangedU64ValueParser::new().range(..=i64::MAX.unsigned_abs())
+}
+
 /// The optimizers, with torch's defaults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(super) enum OptimizerName {
@@ -72,6 +77,33 @@ pub(super) enum NonFinite {
     Skip,
 }
 
+/// The ways in which the learning rate falls.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum ScheduleName {
+    Constant,
+    Cosine,
+    Linear,
+}
+
+impl ScheduleName {
+    /// Returns the name on the command line and in checkpoints.
+    pub(super) const fn name(self) -> &'static str {
+        match self {
+            ScheduleName::Constant => "constant",
+            ScheduleName::Cosine => "cosine",
+            ScheduleName::Linear => "linear",
+        }
+    }
+
+    pub(super) const fn decay(self) -> Decay {
+        match self {
+            ScheduleName::Constant => Decay::Constant,
+            ScheduleName::Cosine => Decay::Cosine,
+            ScheduleName::Linear => Decay::Linear,
+        }
+    }
+}
+
 /// The ways in which ranks reach each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(super) enum BackendName {
@@ -114,7 +146,7 @@ pub(crate) struct TrainArguments {
     pub(super) checkpoint_dir: Option<Location>,
     /// Go on from the newest checkpoint of --out (or --checkpoint-dir), at whatever number of ranks is given now, or from
     /// the one before if it is damaged. With --resume=strict a damaged one is an error; with --resume=auto a run without
-    /// checkpoints begins. Sizes, batch, learning rate,
+    /// checkpoints begins. Sizes, batch, learning rate, its schedule,
     /// optimizer and text are the checkpoint's unless given
     #[arg(long, value_name = "MODE", value_enum, num_args = 0..=1, require_equals = true, default_value_t,
           default_missing_value = "newest", env = "FSDP_RESUME")]
@@ -172,6 +204,15 @@ pub(crate) struct TrainArguments {
     /// Learning rate [default: 0.001]
     #[arg(long, value_name = "X", env = "FSDP_LR", value_parser = learning_rate)]
     pub(super) lr: Option<f64>,
+    /// The way in which the learning rate falls to 0, or not at all [default: constant]
+    #[arg(long, value_enum, env = "FSDP_SCHEDULE")]
+    pub(super) schedule: Option<ScheduleName>,
+    /// Steps in which the learning rate rises from 0 [default: 0]
+    #[arg(long, value_name = "N", env = "FSDP_WARMUP", value_parser = steps())]
+    pub(super) warmup: Option<u64>,
+    /// Steps after which the learning rate has fallen [default: --steps of the first run]
+    #[arg(long, value_name = "S", env = "FSDP_SCHEDULE_STEPS", value_parser = steps())]
+    pub(super) schedule_steps: Option<u64>,
     /// Seed of the initial parameters and of the text sample [default: 0]
     #[arg(long, value_name = "Z", env = "FSDP_SEED")]
     pub(super) seed: Option<u64>,

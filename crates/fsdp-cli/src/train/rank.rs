@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use crate::data::{Batches, Text};
 use crate::gpt::Gpt;
+use crate::memory;
 use anyhow::{Error, Result};
 use candle_core::Device;
 use fsdp::checkpoint::StepCheckpoint;
@@ -116,14 +117,17 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<Ended> {
         let restored = restore(&resume, checkpoints.checkpointer(), &mut run);
         restored.map_err(|error| named_if_damaged(error, &resume.path))?;
         job.close_resume();
-        // The checkpoint brought the earlier run's learning rate; this run's counts.
-        for group in run.optimizers.iter_mut().flat_map(Optimizer::groups_mut) {
-            group.algorithm.set_lr(job.settings.lr)?;
-        }
     }
     // Only now is anything written: all that could be wrong with the checkpoint has been seen.
     let report = reports.then(|| Report::open(job.arguments, job.start())).transpose()?;
     Rank { job, device, run, checkpoints, report }.train()
+}
+
+/// The update of a step.
+struct Update {
+    lr: f64,
+    /// The norm of all gradients before they were clipped; `None` if they were not finite, and the step was skipped.
+    grad_norm: Option<f64>,
 }
 
 impl Rank<'_> {
@@ -192,7 +196,7 @@ impl Rank<'_> {
             loss += self.run.model.no_sync(|_| self.backward(step, part))?;
         }
         loss += self.backward(step, last)?;
-        let updated = self.update(step)?;
+        let Update { lr, grad_norm } = self.update(step)?;
         let parameters = self.run.model.parameters();
         parameters.zero_grad();
         let group = self.run.model.group();
@@ -208,30 +212,40 @@ impl Rank<'_> {
         let metrics = StepMetrics {
             step,
             loss: mean[0],
-            skipped: !updated,
+            lr,
+            grad_norm,
+            skipped: grad_norm.is_none(),
             tokens_per_s: (batch * seq) as f64 / seconds,
             parameter_bytes: bytes.iter().step_by(2).copied().collect(),
             peak_parameter_bytes: bytes.iter().skip(1).step_by(2).copied().collect(),
+            peak_memory_bytes: memory::peak_of_process(),
         };
         Ok(Outcome { metrics, stops: mean[1] > 0.0 })
     }
 
-    /// Updates the parameters. Returns `false` if the gradients are not finite, and such steps are skipped.
-    fn update(&mut self, step: u64) -> Result<bool> {
+    /// Updates the parameters, at the learning rate of the step.
+    fn update(&mut self, step: u64) -> Result<Update> {
+        let Settings { schedule, lr: base, .. } = self.job.settings;
+        let mut lr = base;
+        for optimizer in &mut self.run.optimizers {
+            lr = schedule.apply(optimizer, base, step)?;
+        }
         let TrainArguments { clip_grad_norm, nonfinite, .. } = *self.job.arguments;
         let parameters = self.run.model.parameters();
         let norm = match clip_grad_norm {
             Some(limit) => parameters.clip_grad_norm(limit),
             None => parameters.finite_grad_norm(),
         };
-        match norm {
-            Ok(_) => {}
+        let grad_norm = match norm {
+            Ok(norm) => norm,
             // The norm is that of all ranks' gradients, so all ranks skip the step, or none does.
-            Err(NnError::NonFiniteGradients { .. }) if nonfinite == NonFinite::Skip => return Ok(false),
+            Err(NnError::NonFiniteGradients { .. }) if nonfinite == NonFinite::Skip => {
+                return Ok(Update { lr, grad_norm: None });
+            }
             Err(error) => return Err(Error::new(error).context(format!("step {} was not done", step + 1))),
-        }
+        };
         info_span!("optimizer").in_scope(|| self.run.optimizers.iter_mut().try_for_each(Optimizer::step))?;
-        Ok(true)
+        Ok(Update { lr, grad_norm: Some(grad_norm) })
     }
 
     /// Forward and backward of a part of this rank's rows; returns its share of the rank's loss.

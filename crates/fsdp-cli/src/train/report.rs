@@ -28,6 +28,10 @@ pub(super) struct StepMetrics {
     pub(super) step: u64,
     /// The mean over the global batch, before the step's update.
     pub(super) loss: f64,
+    /// The learning rate of the step.
+    pub(super) lr: f64,
+    /// The norm of all gradients before they were clipped; `null` if they were not finite.
+    pub(super) grad_norm: Option<f64>,
     /// `true` if gradients were not finite, so that the parameters were not updated.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(super) skipped: bool,
@@ -36,6 +40,8 @@ pub(super) struct StepMetrics {
     pub(super) parameter_bytes: Vec<u64>,
     /// The largest number of such bytes at any time, on each rank.
     pub(super) peak_parameter_bytes: Vec<u64>,
+    /// The most memory that the first rank's process ever had, if the system tells.
+    pub(super) peak_memory_bytes: Option<u64>,
 }
 
 /// The version of the events' schema.

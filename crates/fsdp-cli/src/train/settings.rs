@@ -11,7 +11,7 @@ use fsdp::dcp::metadata::Entry;
 use fsdp::dcp::reader::{CheckpointReader, OpenOptions};
 use fsdp::prelude::*;
 
-use super::arguments::{MAX_SIZE, OptimizerName, TrainArguments};
+use super::arguments::{MAX_SIZE, OptimizerName, ScheduleName, TrainArguments};
 use crate::job_failure::JobError;
 use crate::output;
 
@@ -23,6 +23,7 @@ pub(super) struct Settings {
     pub(super) lr: f64,
     pub(super) seed: u64,
     pub(super) optimizer: OptimizerName,
+    pub(super) schedule: Schedule,
     /// The text; `None` for the built-in one.
     pub(super) data: Option<PathBuf>,
 }
@@ -170,6 +171,18 @@ impl Settings {
             }
             None => None,
         };
+        let steps = |key: &str| match resume {
+            Some(resume) => resume.read(key, |steps| u64::try_from(steps.as_int()?).ok()),
+            None => Ok(None),
+        };
+        let schedule = Schedule {
+            decay: decay(arguments.schedule, text("train.config.schedule")?)?,
+            warmup: arguments.warmup.or(steps("train.config.warmup")?).unwrap_or(0),
+            steps: arguments.schedule_steps.or(steps("train.config.schedule_steps")?).unwrap_or(arguments.steps),
+        };
+        if schedule.decay != Decay::Constant && arguments.steps > schedule.steps {
+            return Err(JobError::AfterSchedule { steps: arguments.steps, schedule: schedule.steps }.into());
+        }
         let seed = match resume {
             Some(resume) => resume.read("train.seed", |seed| Some(seed.as_int()?.cast_unsigned()))?,
             None => None,
@@ -180,6 +193,7 @@ impl Settings {
             lr: arguments.lr.or(lr).unwrap_or(1e-3),
             seed: arguments.seed.or(seed).unwrap_or(0),
             optimizer: optimizer(arguments.optimizer, text("train.config.optimizer")?)?,
+            schedule,
             data: arguments.data.clone().or(text("train.config.data")?.map(PathBuf::from)),
         })
     }
@@ -199,6 +213,11 @@ impl Settings {
         }
         config.insert("lr", self.lr);
         config.insert("optimizer", self.optimizer.name());
+        config.insert("schedule", name(self.schedule.decay));
+        config.insert("warmup", self.schedule.warmup.cast_signed());
+        if self.schedule.decay != Decay::Constant {
+            config.insert("schedule_steps", self.schedule.steps.cast_signed());
+        }
         if let Some(data) = &self.data {
             config.insert("data", data.display().to_string());
         }
@@ -219,4 +238,20 @@ fn optimizer(asked: Option<OptimizerName>, saved: Option<String>) -> Result<Opti
         }
         (_, known) => known.with_context(|| format!("the checkpoint's optimizer `{saved}` is not known here")),
     }
+}
+
+/// Returns the decay that was asked for, or else the checkpoint's.
+fn decay(asked: Option<ScheduleName>, saved: Option<String>) -> Result<Decay> {
+    let saved = saved.map(|saved| {
+        <ScheduleName as clap::ValueEnum>::from_str(&saved, false)
+            .map_err(|_| anyhow::anyhow!("the checkpoint's schedule `{saved}` is not known here"))
+    });
+    let name = asked.map(Ok).or(saved).transpose()?;
+    Ok(name.map_or(Decay::Constant, ScheduleName::decay))
+}
+
+/// Returns the name of a decay in checkpoints.
+fn name(decay: Decay) -> &'static str {
+    let names = <ScheduleName as clap::ValueEnum>::value_variants();
+    names.iter().find(|name| name.decay() == decay).map_or("", |name| name.name())
 }

@@ -152,7 +152,7 @@ impl Heads<'_> {
             for (row, weights) in weights.chunks_mut(block.columns).enumerate() {
                 let seen = if self.causal { block.columns.min(block.start + row + 1) } else { block.columns };
                 let (seen, hidden) = weights.split_at_mut(seen);
-                seen.iter_mut().for_each(|score| *score = *score * scale);
+                seen.iter_mut().for_each(|score| *score *= scale);
                 softmax_row(seen);
                 hidden.fill(<R as Real>::ZERO);
             }
