@@ -68,9 +68,8 @@ fn one_flipped_bit_changes_the_digest_of_its_tensor_alone() {
     let mut bytes = fs::read(first).unwrap();
     // The last byte of the file is one of the last tensor's.
     *bytes.last_mut().unwrap() ^= 1;
-    let second = format!("{first}.damaged.safetensors");
-    fs::write(&second, bytes).unwrap();
-    let after = digests(&second, &[]);
+    fs::write(first, bytes).unwrap();
+    let after = digests(first, &[]);
     assert_ne!(before["digest"], after["digest"]);
     let before = before["each"].as_object().unwrap();
     let differing: Vec<_> = before.iter().filter(|(key, digest)| after["each"][key.as_str()] != **digest).collect();
