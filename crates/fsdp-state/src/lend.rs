@@ -153,14 +153,4 @@ pub trait Lend {
     /// # Errors
     /// This rank's own.
     fn filled(&mut self, wanted: usize, memory: Memory) -> Result<(), StateError>;
-
-    /// Returns `true` if [`Lend::take_copy`] may be called for a tensor, in place of the other two.
-    fn takes_copy(&self, wanted: usize) -> bool;
-
-    /// Takes a copy of the values that the source has made: all wanted boxes one after the other, in one dimension.
-    /// This saves filling new memory with zeros first.
-    ///
-    /// # Errors
-    /// This rank's own.
-    fn take_copy(&mut self, wanted: usize, copy: Tensor) -> Result<(), StateError>;
 }

@@ -1,10 +1,8 @@
-//! Views that lie one after the other in one storage, read or copied together.
+//! Views that lie one after the other in one storage, read as one.
 
-use std::ops::Range;
+use candle_core::{Storage, Tensor};
 
-use candle_core::{CpuStorage, Storage, Tensor};
-
-use super::host::{TensorBuffer, bytes_of};
+use super::host::bytes_of;
 use super::lend::{contiguous_range, is_released_storage, released};
 use crate::FlatError;
 
@@ -16,31 +14,6 @@ use crate::FlatError;
 /// # Errors
 /// A storage that has been released.
 pub fn with_joined_bytes<R>(tensors: &[&Tensor], f: impl FnOnce(&[u8]) -> R) -> Result<Option<R>, FlatError> {
-    let joined = with_joined(tensors, |storage, range, size| {
-        bytes_of(storage).and_then(|bytes| bytes.get(range.start * size..range.end * size)).map(f)
-    });
-    Ok(joined?.flatten())
-}
-
-/// Copies all `tensors` into one new tensor of one dimension. Returns `None` unless they lie one after the other as
-/// [`with_joined_bytes`] requires. The new memory is not filled with zeros first.
-///
-/// # Errors
-/// A storage that has been released; [`FlatError::OutOfMemory`].
-pub fn copy_joined(tensors: &[&Tensor]) -> Result<Option<Tensor>, FlatError> {
-    let copied = with_joined(tensors, |storage, range, _| {
-        let shape = [range.len()];
-        TensorBuffer::copied(storage, range, &shape)
-    });
-    Ok(copied?.transpose()?.flatten().map(TensorBuffer::into_tensor))
-}
-
-/// Runs `f` with the storage of `tensors`, the range of their elements in it, and the size of an element in bytes.
-/// Returns `None` unless they lie one after the other as [`with_joined_bytes`] requires.
-fn with_joined<R>(
-    tensors: &[&Tensor],
-    f: impl FnOnce(&CpuStorage, Range<usize>, usize) -> R,
-) -> Result<Option<R>, FlatError> {
     let Some((first, rest)) = tensors.split_first() else { return Ok(None) };
     let (storage, layout) = first.storage_and_layout();
     let Storage::Cpu(data) = &*storage else { return Ok(None) };
@@ -59,7 +32,9 @@ fn with_joined<R>(
     if is_released_storage(first, data) {
         return Err(released(first));
     }
-    Ok(Some(f(data, range, first.dtype().size_in_bytes())))
+    let size = first.dtype().size_in_bytes();
+    let bytes = bytes_of(data).and_then(|bytes| bytes.get(range.start * size..range.end * size));
+    Ok(bytes.map(f))
 }
 
 #[cfg(test)]
@@ -79,8 +54,5 @@ mod tests {
         let other = Tensor::zeros(2, DType::U32, &Device::Cpu).unwrap();
         assert_eq!(with_joined_bytes(&[&a, &other], <[u8]>::len).unwrap(), None);
         assert_eq!(with_joined_bytes(&[], <[u8]>::len).unwrap(), None);
-        let copy = copy_joined(&[&a, &b]).unwrap().unwrap();
-        assert_eq!(copy.to_vec1::<u32>().unwrap(), [1, 2, 3, 4, 5]);
-        assert!(copy_joined(&[&a, &c]).unwrap().is_none() && copy_joined(&[]).unwrap().is_none());
     }
 }

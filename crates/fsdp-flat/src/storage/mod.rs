@@ -25,7 +25,7 @@ use crate::{FlatError, with_float};
 
 pub use self::guard::{HostBytes, HostBytesMut, HostSlice, HostSliceMut};
 pub use self::host::{PLAIN_DTYPES, Scalar, TensorBuffer, copied_vec, zeroed_vec};
-pub use self::joined::{copy_joined, with_joined_bytes};
+pub use self::joined::with_joined_bytes;
 pub use self::many::StorageGuard;
 
 // Former forms of the guards, until no crate uses them.

@@ -94,11 +94,6 @@ impl LocalParam {
         }
     }
 
-    /// Returns `true` if it holds the elements of one of the model's parameters and nothing else, not even padding.
-    pub(crate) fn is_of_one_parameter(&self) -> bool {
-        matches!(self.segments[..], [Segment { len, .. }] if len == self.numel) && self.params().len() == 1
-    }
-
     /// Returns `true` if this rank has nothing of a parameter that has elements. torch keeps no state for such a
     /// parameter.
     pub(crate) fn is_empty(&self) -> bool {

@@ -250,8 +250,6 @@ impl EntryPlan {
         let live = local.live_piece(name).filter(|live| options.in_place && live.dtype() == becomes);
         let flat = match live.filter(|_| values.iter().all(Option::is_some)) {
             Some(live) => live.clone(),
-            // The values may come as a copy, which then is the piece. So memory is made only when it is asked for.
-            None if local.is_of_one_parameter() => zeros_on(&[0], becomes, local.handle.device())?,
             None => zeros_on(&[local.numel], becomes, local.handle.device())?,
         };
         self.state.entries.insert(name.to_owned(), LocalState::Piece(flat));
@@ -298,42 +296,18 @@ impl EntryPlan {
     }
 
     /// Returns the memory that a tensor goes to.
-    pub(crate) fn memory(&mut self, local: &LocalParam, destination: &Destination) -> Result<Memory, StateError> {
+    pub(crate) fn memory(&self, local: &LocalParam, destination: &Destination) -> Result<Memory, StateError> {
         let Some(param) = destination.param else {
             let whole = [TensorBox::whole(&destination.shape)];
             return Memory::fresh(destination.dtype, &destination.shape, &whole);
         };
-        match self.state.entries.get_mut(&destination.name) {
-            Some(LocalState::Piece(flat)) => {
-                if is_unmade(flat, local) {
-                    *flat = zeros_on(&[local.numel], flat.dtype(), flat.device())?;
-                }
-                match local.sharded_piece(flat, param) {
-                    Ok(piece) => Ok(Memory::Tensors(piece)),
-                    Err(error) => Err(StateError::Other { message: error.to_string(), kind: error.kind() }),
-                }
-            }
+        match self.state.entries.get(&destination.name) {
+            Some(LocalState::Piece(flat)) => match local.sharded_piece(flat, param) {
+                Ok(piece) => Ok(Memory::Tensors(piece)),
+                Err(error) => Err(StateError::Other { message: error.to_string(), kind: error.kind() }),
+            },
             _ => Memory::fresh(destination.dtype, &[0], &[]),
         }
-    }
-
-    /// Returns `true` if a tensor goes to a piece on the CPU that has no memory yet, so that a copy can become the
-    /// piece.
-    pub(crate) fn takes_copy(&self, local: &LocalParam, destination: &Destination) -> bool {
-        match self.state.entries.get(&destination.name) {
-            Some(LocalState::Piece(flat)) => {
-                destination.param.is_some()
-                    && is_unmade(flat, local)
-                    && flat.device().is_cpu()
-                    && dtype::from_candle(flat.dtype()) == Some(destination.dtype)
-            }
-            _ => false,
-        }
-    }
-
-    /// Makes `copy` the piece of a tensor. It holds all elements of the tensor that this rank has.
-    pub(crate) fn take_copy(&mut self, destination: &Destination, copy: Tensor) {
-        self.state.entries.insert(destination.name.clone(), LocalState::Piece(copy));
     }
 
     /// Takes filled memory back. A tensor whose shape is not its parameter's becomes an entry here; all parameters of a
@@ -389,11 +363,6 @@ impl EntryPlan {
         }
         Ok(())
     }
-}
-
-/// Returns `true` for a piece that has no memory yet.
-fn is_unmade(flat: &Tensor, local: &LocalParam) -> bool {
-    flat.elem_count() < local.numel
 }
 
 /// Returns `true` if all values are tensors of the same dtype and shape.

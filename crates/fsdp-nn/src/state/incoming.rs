@@ -3,7 +3,6 @@
 
 use std::result;
 
-use candle_core::Tensor;
 use fsdp_layout::{DType, KeyPath, TensorBox};
 use fsdp_state::engine::{Plan, Values, Wanted};
 use fsdp_state::{Memory, Schema, StateDict, StateError, set_element};
@@ -125,22 +124,6 @@ impl Incoming {
         match self.at(place) {
             Some((plan, destination)) => plan.filled(&optimizer.locals()[place.local], &destination, memory),
             None => Ok(()),
-        }
-    }
-
-    /// Returns `true` if [`Self::take_copy`] may be called for a wanted tensor, instead of [`Self::memory`].
-    pub(crate) fn takes_copy(&self, optimizer: &Optimizer, place: EntryPlace) -> bool {
-        let plan = self.plans[place.local].as_ref();
-        plan.is_some_and(|plan| {
-            plan.takes_copy(&optimizer.locals()[place.local], &plan.destinations[place.destination])
-        })
-    }
-
-    /// Takes ownership of a copy of a wanted tensor, with all elements that this rank wants of it. The copy itself
-    /// becomes part of the optimizer's state.
-    pub(crate) fn take_copy(&mut self, place: EntryPlace, copy: Tensor) {
-        if let Some((plan, destination)) = self.at(place) {
-            plan.take_copy(&destination, copy);
         }
     }
 

@@ -1,6 +1,5 @@
 //! A local optimizer state dict, as the target of a load of state by the model's names.
 
-use candle_core::Tensor;
 use fsdp_layout::{KeyPath, TensorBox};
 use fsdp_state::engine::{LoadOptions, Plan, Target, Values, Wanted};
 use fsdp_state::{Memory, Schema, StateDict, StateError, set_element};
@@ -178,20 +177,6 @@ impl Target for LocalTarget<'_> {
                 set_element(&mut self.user_state, path, value)
             }
         }
-    }
-
-    fn takes_copy(&self, index: usize) -> bool {
-        match (&self.places[index], &self.incoming) {
-            (Place::Entry(place), Some(incoming)) => incoming.takes_copy(self.optimizer, *place),
-            _ => false,
-        }
-    }
-
-    fn take_copy(&mut self, index: usize, copy: Tensor) -> std::result::Result<(), StateError> {
-        if let (Place::Entry(place), Some(incoming)) = (&self.places[index], &mut self.incoming) {
-            incoming.take_copy(*place, copy);
-        }
-        Ok(())
     }
 
     fn wanted_on(&self, index: usize, rank: usize) -> Option<Vec<TensorBox>> {

@@ -1,7 +1,7 @@
 //! State dicts as targets: new values in the layout of a template, or whole ones.
 
 use candle_core::{Device, Tensor};
-use fsdp_flat::{FlatError, LocalShard, ShardedTensor};
+use fsdp_flat::{FlatError, ShardedTensor};
 use fsdp_layout::{DType, KeyPath, TensorBox};
 use indexmap::IndexMap;
 
@@ -171,34 +171,6 @@ impl Target for DictTarget<'_> {
         Ok(())
     }
 
-    fn takes_copy(&self, wanted: usize) -> bool {
-        let position = self.positions[wanted];
-        let value = self.values[position];
-        let is_one_box = match value {
-            StateValue::Tensor(_) => true,
-            StateValue::Sharded(tensor) => tensor.shards().len() == 1,
-            _ => false,
-        };
-        is_one_box && !self.is_in_place && self.device_for(position).is_cpu()
-    }
-
-    fn take_copy(&mut self, wanted: usize, copy: Tensor) -> Result<(), StateError> {
-        let position = self.positions[wanted];
-        let value = match self.values[position] {
-            StateValue::Sharded(tensor) => {
-                let bounds = tensor.boxes().into_iter();
-                let shards = bounds.map(|bounds| Ok(LocalShard { tensor: copy.reshape(&*bounds.sizes)?, bounds }));
-                let shards = shards.collect::<Result<_, StateError>>()?;
-                ShardedTensor::new(copy.dtype(), tensor.shape().to_vec(), shards)?.into()
-            }
-            StateValue::Tensor(tensor) => copy.reshape(tensor.dims())?.into(),
-            _ => return Ok(()),
-        };
-        let Some((path, _)) = self.schema.get(position) else { return Ok(()) };
-        self.loaded.insert(path.clone(), value);
-        Ok(())
-    }
-
     fn is_live(&self) -> bool {
         self.is_in_place
     }
@@ -348,17 +320,6 @@ impl Target for Whole<'_> {
     fn filled(&mut self, wanted: usize, memory: Memory) -> Result<(), StateError> {
         let position = self.positions[wanted];
         let value = memory.into_value(true, &self.device_for(position))?;
-        self.hand_on(position, value)
-    }
-
-    fn takes_copy(&self, wanted: usize) -> bool {
-        self.device_for(self.positions[wanted]).is_cpu()
-    }
-
-    fn take_copy(&mut self, wanted: usize, copy: Tensor) -> Result<(), StateError> {
-        let position = self.positions[wanted];
-        let Some((_, shape)) = self.schema.get(position).and_then(|(_, leaf)| leaf.tensor()) else { return Ok(()) };
-        let value = copy.reshape(shape)?.into();
         self.hand_on(position, value)
     }
 

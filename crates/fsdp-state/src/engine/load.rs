@@ -3,7 +3,6 @@
 use std::collections::HashMap;
 use std::hash::{Hash, Hasher};
 
-use candle_core::Tensor;
 use fsdp_comm::{CommError, ProcessGroup};
 use fsdp_flat::ShardedTensor;
 use fsdp_layout::Failure;
@@ -271,14 +270,5 @@ impl<T: Target> Lend for Lending<'_, T> {
         }
         home.fill_from(&values)?;
         self.target.filled(wanted, home)
-    }
-
-    fn takes_copy(&self, wanted: usize) -> bool {
-        let tensor = &self.wanted[wanted];
-        tensor.becomes == tensor.dtype && self.target.takes_copy(wanted)
-    }
-
-    fn take_copy(&mut self, wanted: usize, copy: Tensor) -> Result<(), StateError> {
-        self.target.take_copy(wanted, copy)
     }
 }

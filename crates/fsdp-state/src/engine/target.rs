@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 
-use candle_core::Tensor;
 use fsdp_layout::{DType, TensorBox};
 
 use super::options::LoadOptions;
@@ -37,24 +36,6 @@ pub trait Target {
     /// This rank's own.
     fn filled(&mut self, wanted: usize, memory: Memory) -> Result<(), StateError> {
         let _ = (wanted, memory);
-        Ok(())
-    }
-
-    /// Returns `true` if the source may call [`Self::take_copy`] for a wanted tensor, instead of asking for memory.
-    /// This saves filling new memory with zeros first. A target that would lend new CPU memory of the right dtype
-    /// allows it.
-    fn takes_copy(&self, wanted: usize) -> bool {
-        let _ = wanted;
-        false
-    }
-
-    /// Takes ownership of a copy that holds the values of a wanted tensor, for which no memory was lent. Called only if
-    /// [`Self::takes_copy`] allows it. `copy` has one dimension: the wanted boxes one after the other, each row-major.
-    ///
-    /// # Errors
-    /// This rank's own.
-    fn take_copy(&mut self, wanted: usize, copy: Tensor) -> Result<(), StateError> {
-        let _ = (wanted, copy);
         Ok(())
     }
 

@@ -5,7 +5,7 @@ use fsdp_flat::storage::StorageGuard;
 use fsdp_layout::TensorBox;
 use fsdp_layout::boxes::copy_runs;
 
-use super::packing::{BoxBytes, Outgoing, copy_box, copy_of_boxes, pack, read_box, with_packed};
+use super::packing::{BoxBytes, Outgoing, copy_box, pack, read_box, with_packed};
 use super::route::{Layout, Piece, Route, windows};
 use super::slots::{Part, carve};
 use crate::lend::{Lend, Memory};
@@ -135,8 +135,7 @@ impl<'g> Exchange<'g> {
         let mut memories = Vec::with_capacity(range.len());
         for index in range.clone() {
             let is_wanted = !items[index].layout.want[rank].is_empty();
-            let is_done = is_wanted && *route == Route::Local && self.give_copy(&items[index], index, lender);
-            memories.push(if is_wanted && !is_done { self.attempt(|| lender.lend(index)) } else { None });
+            memories.push(if is_wanted { self.attempt(|| lender.lend(index)) } else { None });
         }
         self.move_bucket(&items[range.clone()], &mut memories, route)?;
         // Give the memory back, in the same order.
@@ -146,19 +145,6 @@ impl<'g> Exchange<'g> {
             }
         }
         Ok(())
-    }
-
-    /// Gives the lender a copy of this rank's own values in place of filled memory. This works only if the wanted boxes
-    /// lie one after the other in one piece of memory. Returns `false` if nothing was given.
-    fn give_copy(&mut self, item: &Item<'_>, index: usize, lender: &mut dyn Lend) -> bool {
-        if !lender.takes_copy(index) {
-            return false;
-        }
-        let want = &item.layout.want[self.group.rank()];
-        let copy = self.attempt(|| copy_of_boxes(item.source, want)).flatten();
-        let Some(copy) = copy else { return false };
-        self.attempt(|| lender.take_copy(index, copy));
-        true
     }
 
     fn move_bucket(

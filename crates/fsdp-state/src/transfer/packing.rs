@@ -1,7 +1,7 @@
 //! Bytes of boxes: read from the tensors that have them, put in a row for sending, and copied into their places.
 
 use candle_core::{Device, Tensor};
-use fsdp_flat::storage::{HostBytes, copy_joined, to_device, with_joined_bytes};
+use fsdp_flat::storage::{HostBytes, to_device, with_joined_bytes};
 use fsdp_flat::{RawTensor, non_temporal_copy};
 use fsdp_layout::TensorBox;
 use fsdp_layout::boxes::copy_runs;
@@ -86,30 +86,6 @@ pub(crate) fn copy_box(
         let (src, dst, len) = (run.src * element, run.dst * element, run.len * element);
         non_temporal_copy(&mut to[dst..dst + len], &from[src..src + len]);
     }
-}
-
-/// Copies boxes of a value into one new tensor of one dimension, one after the other, where they lie so in one memory.
-/// Returns `None` where they do not.
-pub(crate) fn copy_of_boxes(value: Option<&StateValue>, boxes: &[TensorBox]) -> Result<Option<Tensor>, StateError> {
-    let held: Vec<(TensorBox, &Tensor)> = match value {
-        Some(StateValue::Tensor(tensor)) => vec![(TensorBox::whole(tensor.dims()), tensor)],
-        Some(StateValue::Sharded(tensor)) => {
-            tensor.shards().iter().map(|shard| (shard.bounds.clone(), &shard.tensor)).collect()
-        }
-        _ => return Ok(None),
-    };
-    let mut views = Vec::with_capacity(boxes.len());
-    for wanted in boxes {
-        let holder = held.iter().find(|(bounds, _)| bounds.intersect(wanted).as_ref() == Some(wanted));
-        let Some((bounds, tensor)) = holder.filter(|(_, tensor)| tensor.device().is_cpu() && tensor.is_contiguous())
-        else {
-            return Ok(None);
-        };
-        let mut runs = copy_runs(wanted, bounds, wanted);
-        let (Some(run), None) = (runs.next(), runs.next()) else { return Ok(None) };
-        views.push(tensor.detach().flatten_all()?.narrow(0, run.src, run.len)?);
-    }
-    Ok(copy_joined(&views.iter().collect::<Vec<_>>())?)
 }
 
 /// A box to be sent: the boxes of its tensor that are on this rank, the box, and the bytes of an element.
