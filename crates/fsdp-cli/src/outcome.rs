@@ -45,7 +45,7 @@ fn code_of(cause: &(dyn StdError + 'static)) -> Option<u8> {
         return Some(exit_codes::STOPPED);
     }
     if let Some(ConversionStopped { signal, .. }) = cause.downcast_ref() {
-        // As shells do for a process that a signal has ended.
+        // Shells report a process that a signal has ended as 128 plus the signal's number.
         return Some(128 + signal);
     }
     if cause.is::<StdoutClosed>() {

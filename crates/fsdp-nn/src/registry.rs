@@ -343,7 +343,7 @@ fn check_same(fqn: &str, existing: &Tensor, shape: &Shape, dtype: DType) -> Resu
     })
 }
 
-/// Returns `true` if candle's batch norm asks for a running statistic by this name.
+/// Returns `true` for the names by which candle's batch norm asks for its running statistics, which are buffers.
 fn is_running_statistic(name: &str) -> bool {
     matches!(name.rsplit('.').next(), Some("running_mean" | "running_var"))
 }

@@ -67,6 +67,7 @@ impl Net {
 type Model = FullyShardedDataParallel<Net>;
 type RequiresGrad = fn(&str) -> bool;
 
+/// Trains the adapters only, as LoRA does.
 fn lora(fqn: &str) -> bool {
     fqn.contains("lora_")
 }

@@ -50,7 +50,7 @@ impl Checkpoints {
     /// Saves the state after a step, or starts to. Every rank calls it.
     ///
     /// # Errors
-    /// Those of the save; of the one before, if that ran in the background.
+    /// The errors of this save. In the background, those of the save before it.
     pub(super) fn save(&mut self, step: u64, run: &TrainState<Gpt>, report: Option<&Report>) -> Result<()> {
         let clock = Instant::now();
         self.wait(report)?;
@@ -68,7 +68,7 @@ impl Checkpoints {
     /// Waits for the save in the background, if there is one. Every rank calls it.
     ///
     /// # Errors
-    /// Those of that save, the same on every rank.
+    /// The errors of that save, the same on every rank.
     pub(super) fn wait(&mut self, report: Option<&Report>) -> Result<()> {
         let Some(Started { step, stall, outcome }) = self.started.take() else { return Ok(()) };
         let outcome = match outcome {

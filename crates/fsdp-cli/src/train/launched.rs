@@ -83,7 +83,7 @@ impl Launched {
 /// Trains with the ranks that this one has met.
 ///
 /// # Errors
-/// Whatever goes wrong on this rank, or on another one.
+/// The error of this rank, or that of another rank.
 pub(super) fn run(group: &ProcessGroup, ranks: &Ranks, job: &Job<'_>) -> Result<Ended> {
     // Each process has read its own command line, and found its own newest checkpoint, so compare them.
     let mut hasher = DefaultHasher::new();

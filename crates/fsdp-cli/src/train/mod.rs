@@ -72,7 +72,8 @@ fn ranks(arguments: &TrainArguments, launched: Option<&Launched>) -> Ranks {
 /// Trains: `fsdp train`.
 ///
 /// # Errors
-/// Whatever cannot be done as asked. Nothing has been written if that could be known beforehand.
+/// Options that cannot be met, and any failure of training. Errors that can be known in advance come before anything is
+/// written.
 pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     let launched = Launched::find(arguments)?;
     let device = DeviceName::choose(arguments)?;
@@ -121,7 +122,7 @@ struct Place<'a> {
 /// Opens what the run goes on from, and checks that it can be done as asked; `None` if it is done already.
 ///
 /// # Errors
-/// Whatever cannot be done as asked.
+/// Options that contradict each other, the checkpoint or the text; files that cannot be read.
 fn prepare<'a>(
     arguments: &'a TrainArguments,
     place: &Place<'_>,
@@ -187,7 +188,7 @@ fn prepare<'a>(
 /// Trains with ranks that are threads of this process.
 ///
 /// # Errors
-/// Whatever goes wrong on a rank.
+/// The first error of any rank.
 fn run_threads(ranks: &Ranks, job: &Job<'_>) -> Result<Ended> {
     let results = ranks.run(|group| rank::run(group, job))?;
     let (ended, errors): (Vec<_>, Vec<_>) = results.into_iter().partition(Result::is_ok);

@@ -97,7 +97,7 @@ struct Rank<'a> {
 /// Trains on one rank.
 ///
 /// # Errors
-/// Whatever goes wrong on this rank, or on another one.
+/// The error of this rank, or that of another rank.
 pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<Ended> {
     let reports = group.rank() == 0;
     let device = match job.device {

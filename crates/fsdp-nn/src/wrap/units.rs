@@ -43,7 +43,8 @@ impl WrappedUnits {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes that the model has asked for a parameter of a unit.
+    /// Records that the model, while it is built, asks for a parameter of this unit. The order tells which layers a span
+    /// lies between.
     pub(crate) fn ask(&self, unit: usize) {
         self.state().asked.push(unit);
     }
