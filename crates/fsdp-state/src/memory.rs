@@ -1,7 +1,7 @@
 //! Memory of tensors: copies that share nothing, copies in place, and bytes that become tensors.
 
 use candle_core::{Device, Tensor};
-use fsdp_flat::storage::{HostBytes, HostBytesMut, owned_copy, share_storage, to_device};
+use fsdp_flat::storage::{HostBytes, HostBytesMut, owned_copy, share_storage, to_device, zeroed_vec};
 use fsdp_flat::{FlatError, LocalShard, RawTensor, ShardedTensor, dtype, non_temporal_copy};
 use fsdp_layout::{DType, PlainTensor, PlainValue};
 
@@ -151,8 +151,5 @@ pub(crate) fn try_reserve(buffer: &mut Vec<u8>, bytes: usize) -> Result<(), Stat
 
 /// Returns a buffer of zeros, under the rule of [`try_reserve`].
 pub(crate) fn try_zeroed(bytes: usize) -> Result<Vec<u8>, StateError> {
-    let mut buffer = Vec::new();
-    try_reserve(&mut buffer, bytes)?;
-    buffer.resize(bytes, 0);
-    Ok(buffer)
+    Ok(zeroed_vec(bytes)?)
 }

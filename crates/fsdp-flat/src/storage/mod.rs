@@ -28,38 +28,6 @@ pub use self::host::{PLAIN_DTYPES, Scalar, TensorBuffer, copied_vec, zeroed_vec}
 pub use self::joined::with_joined_bytes;
 pub use self::many::StorageGuard;
 
-// Former forms of the guards, until no crate uses them.
-
-/// Runs `f` on the elements of a tensor, to change them: a former form of [`HostSliceMut`].
-///
-/// # Errors
-/// The same as [`HostSliceMut::write`] and [`HostSliceMut::finish`].
-pub fn with_slice_mut<T: Scalar, R>(tensor: &Tensor, f: impl FnOnce(&mut [T]) -> R) -> Result<R, FlatError> {
-    let mut slice = HostSliceMut::write(tensor)?;
-    let result = f(&mut slice);
-    slice.finish()?;
-    Ok(result)
-}
-
-/// Runs `f` on the bytes of a tensor: a former form of [`HostBytes`].
-///
-/// # Errors
-/// The same as [`HostBytes::read`].
-pub fn with_bytes<R>(tensor: &Tensor, f: impl FnOnce(&[u8]) -> R) -> Result<R, FlatError> {
-    Ok(f(&HostBytes::read(tensor)?))
-}
-
-/// Runs `f` on the bytes of a tensor, to change them: a former form of [`HostBytesMut`].
-///
-/// # Errors
-/// The same as [`HostBytesMut::write`] and [`HostBytesMut::finish`].
-pub fn with_bytes_mut<R>(tensor: &Tensor, f: impl FnOnce(&mut [u8]) -> R) -> Result<R, FlatError> {
-    let mut bytes = HostBytesMut::write(tensor)?;
-    let result = f(&mut bytes);
-    bytes.finish()?;
-    Ok(result)
-}
-
 /// Returns `true` if [`release`] has given the tensor's memory back, or a guard holds it for change.
 #[must_use]
 pub fn is_released(tensor: &Tensor) -> bool {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use candle_core::Tensor;
-use fsdp_flat::storage::{to_device, with_slice_mut, zeros};
+use fsdp_flat::storage::{HostSliceMut, to_device, zeros};
 use fsdp_flat::{ShardedTensor, with_float};
 use fsdp_layout::PlainValue;
 use fsdp_state::StateValue;
@@ -172,9 +172,9 @@ pub(crate) fn initial_state(algorithm: &Algorithm, local: &LocalParam) -> Result
                 let flat = zeros(&[local.numel], local.handle.dtype())?;
                 if value != 0.0 {
                     with_float!(local.handle.dtype(), T => {
-                        with_slice_mut::<T, _>(&flat, |data| {
-                            data.fill(<T as candle_core::WithDType>::from_f64(value));
-                        })?;
+                        let mut data = HostSliceMut::<T>::write(&flat)?;
+                        data.fill(<T as candle_core::WithDType>::from_f64(value));
+                        data.finish()?;
                     }, else ());
                 }
                 let flat = to_device(&flat, local.handle.device())?;

@@ -1,7 +1,7 @@
 //! Checks that a state dict is what it should be, for users' tests and for ours.
 
 use fsdp_comm::ProcessGroup;
-use fsdp_flat::storage::with_bytes;
+use fsdp_flat::storage::HostBytes;
 use fsdp_state::{FlatStateDict, GatherOptions, StateDict, StateValue, flatten_containers, gather_state_dict};
 
 use super::{StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict};
@@ -134,8 +134,7 @@ fn same(found: &StateDict, expected: &StateDict) -> Result<()> {
                 if found.dims() != expected.dims() || found.dtype() != expected.dtype() {
                     return Err(differs(key, "another shape or dtype"));
                 }
-                with_bytes(&found.contiguous()?, <[u8]>::to_vec)?
-                    == with_bytes(&expected.contiguous()?, <[u8]>::to_vec)?
+                *HostBytes::read(&found.contiguous()?)? == *HostBytes::read(&expected.contiguous()?)?
             }
             (StateValue::Raw(found), StateValue::Raw(expected)) => found == expected,
             (StateValue::Plain(found), StateValue::Plain(expected)) => found.same_bits(expected),

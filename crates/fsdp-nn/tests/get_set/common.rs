@@ -89,7 +89,7 @@ pub(crate) fn bits(state: &StateDict) -> Vec<(String, String)> {
         .map(|(key, value)| {
             let text = match value {
                 StateValue::Tensor(t) => {
-                    let bytes = fsdp_flat::storage::with_bytes(&t.contiguous().unwrap(), <[u8]>::to_vec).unwrap();
+                    let bytes = fsdp_flat::storage::HostBytes::read(&t.contiguous().unwrap()).unwrap().to_vec();
                     format!("{:?} {bytes:?}", t.dims())
                 }
                 StateValue::Plain(value) => format!("{value:?}"),

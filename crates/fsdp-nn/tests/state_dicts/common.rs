@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use fsdp_comm::{LocalRanks, ProcessGroup};
-use fsdp_flat::storage::with_bytes;
+use fsdp_flat::storage::HostBytes;
 use fsdp_flat::{LocalShard, ShardedTensor};
 use fsdp_layout::{DeviceMesh, PlainValue};
 use fsdp_nn::algorithm::{AdagradOptions, AdamOptions, SgdOptions};
@@ -333,7 +333,7 @@ pub(crate) fn whole(group: &ProcessGroup, state: &StateDict) -> StateDict {
 }
 
 pub(crate) fn bytes(tensor: &Tensor) -> Vec<u8> {
-    with_bytes(&tensor.force_contiguous().unwrap(), <[u8]>::to_vec).unwrap()
+    HostBytes::read(&tensor.force_contiguous().unwrap()).unwrap().to_vec()
 }
 
 /// The first place where two state dicts differ, by keys, kinds, shapes, dtypes or bits.

@@ -241,7 +241,9 @@ fn every_value_has_memory_of_its_own() {
                 let live = optimizer.state_dict().unwrap();
                 // Overwrite all of one parameter's state; nothing else changes, nor does the optimizer.
                 let overwrite = |tensor: &Tensor| {
-                    fsdp_flat::storage::with_bytes_mut(&tensor.clone(), |bytes| bytes.fill(0x55)).unwrap();
+                    let mut bytes = fsdp_flat::storage::HostBytesMut::write(&tensor.clone()).unwrap();
+                    bytes.fill(0x55);
+                    bytes.finish().unwrap();
                 };
                 let mut overwritten = 0;
                 for (_, value) in state.dict("state").unwrap().dict("net1.weight").unwrap() {
