@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 use std::fs::File;
 use std::io::Read;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
@@ -53,11 +54,9 @@ pub enum DataError {
         /// The file.
         name: String,
     },
-    /// The ranks cannot have equal parts of the batch.
-    #[error(
-        "a batch of {batch} rows cannot be shared by {parts} equal parts ({ranks} ranks x {accumulation} backwards)"
-    )]
-    Indivisible {
+    /// Not every rank can have a row of the batch in each backward.
+    #[error("a batch of {batch} rows has too few for {parts} parts ({ranks} ranks x {accumulation} backwards)")]
+    TooFewRows {
         /// The number of rows of the global batch.
         batch: usize,
         /// The number of parts.
@@ -124,8 +123,9 @@ impl Text {
 /// The way in which the global batch of each step is cut from a text and shared by the ranks.
 ///
 /// Row `b` of step `s` starts at byte `((s * batch + b) * seq) mod (len - seq - 1)`; targets are the bytes one
-/// further on. Rank `r` of `ranks` has the rows with `b * ranks / batch == r`, in order, cut into `accumulation` equal
-/// parts, one for each backward.
+/// further on. The rows are cut in order into `ranks * accumulation` parts, one for each backward of each rank, whose
+/// numbers of rows differ by at most one. A step is the same at any number of ranks, as each part counts in the loss by
+/// its rows ([`Self::weight`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Batches {
     /// The number of rows of the global batch.
@@ -142,12 +142,12 @@ impl Batches {
     /// Checks that each step has rows of this text for every rank.
     ///
     /// # Errors
-    /// [`DataError::TooShort`] and [`DataError::Indivisible`].
+    /// [`DataError::TooShort`] and [`DataError::TooFewRows`].
     pub fn check(&self, text: &Text) -> Result<(), DataError> {
         let Batches { batch, seq, ranks, accumulation } = *self;
         let parts = ranks.saturating_mul(accumulation);
-        if batch == 0 || parts == 0 || !batch.is_multiple_of(parts) {
-            return Err(DataError::Indivisible { batch, parts, ranks, accumulation });
+        if parts == 0 || batch < parts {
+            return Err(DataError::TooFewRows { batch, parts, ranks, accumulation });
         }
         // One more for the targets, and one more so that the start has somewhere to be.
         let needed = seq.saturating_add(2);
@@ -157,12 +157,26 @@ impl Batches {
         Ok(())
     }
 
+    /// Returns the rows of the global batch that one backward of a rank has.
+    fn rows(&self, rank: usize, part: usize) -> Range<usize> {
+        let parts = self.ranks * self.accumulation;
+        let part = rank * self.accumulation + part;
+        // In 128 bits no product is too large.
+        let first = |part: usize| (part as u128 * self.batch as u128 / parts as u128) as usize;
+        first(part)..first(part + 1)
+    }
+
+    /// Returns the factor by which the mean loss of one backward counts in the rank's loss. The mean of all ranks' losses
+    /// is then the mean over the rows of the global batch.
+    #[must_use]
+    pub fn weight(&self, rank: usize, part: usize) -> f64 {
+        (self.rows(rank, part).len() * self.ranks) as f64 / self.batch as f64
+    }
+
     /// Returns the positions at which the rows of one backward start, in a text of `len` bytes.
     fn starts(&self, len: usize, step: u64, rank: usize, part: usize) -> impl Iterator<Item = usize> {
-        let Batches { batch, seq, ranks, accumulation } = *self;
-        let rows = batch / ranks / accumulation;
-        let first = rank * (batch / ranks) + part * rows;
-        (first..first + rows).map(move |row| {
+        let Batches { batch, seq, .. } = *self;
+        self.rows(rank, part).map(move |row| {
             let start = (u128::from(step) * batch as u128 + row as u128) * seq as u128;
             (start % (len - seq - 1) as u128) as usize
         })
@@ -206,14 +220,27 @@ mod tests {
             let expected: Vec<usize> =
                 (0..12).map(|b| ((u128::from(step) * 12 + b) * 10 % (256 - 10 - 1)) as usize).collect();
             assert_eq!(all, expected);
-            for (ranks, accumulation) in [(2, 1), (3, 2), (4, 3), (12, 1)] {
+            for (ranks, accumulation) in [(2, 1), (3, 2), (4, 3), (12, 1), (5, 1), (7, 1), (5, 2)] {
                 let cut = Batches { ranks, accumulation, ..whole };
                 let parts = (0..ranks).flat_map(|rank| (0..accumulation).map(move |part| (rank, part)));
                 let joined: Vec<usize> = parts.flat_map(|(r, p)| cut.starts(text.len(), step, r, p)).collect();
                 assert_eq!(joined, all);
-                for (row, _) in all.iter().enumerate() {
-                    assert_eq!(row * ranks / 12, row / (12 / ranks), "the rule of the documentation");
-                }
+            }
+        }
+    }
+
+    #[test]
+    fn parts_differ_by_at_most_a_row_and_count_by_their_rows() {
+        for (batch, ranks, accumulation) in [(12, 4, 3), (12, 5, 1), (12, 5, 2), (7, 7, 1), (100, 8, 3)] {
+            let batches = Batches { batch, seq: 1, ranks, accumulation };
+            let parts = || (0..ranks).flat_map(|rank| (0..accumulation).map(move |part| (rank, part)));
+            let rows: Vec<usize> = parts().map(|(rank, part)| batches.rows(rank, part).len()).collect();
+            assert!(rows.iter().min().unwrap() + 1 >= *rows.iter().max().unwrap(), "{rows:?}");
+            assert_eq!(rows.iter().sum::<usize>(), batch);
+            let weights: f64 = parts().map(|(rank, part)| batches.weight(rank, part)).sum();
+            assert!((weights / ranks as f64 - 1.0).abs() < 1e-12, "{weights}");
+            if batch % (ranks * accumulation) == 0 {
+                assert!(parts().all(|(rank, part)| batches.weight(rank, part) == 1.0 / accumulation as f64));
             }
         }
     }
@@ -228,16 +255,16 @@ mod tests {
     }
 
     #[test]
-    fn texts_without_a_row_and_batches_that_do_not_divide_are_refused() {
+    fn texts_without_a_row_and_batches_with_fewer_rows_than_parts_are_refused() {
         assert!(matches!(Text::new("t", b"".to_vec()), Err(DataError::Empty { .. })));
         let batches = Batches { batch: 4, seq: 8, ranks: 2, accumulation: 1 };
         let short = Text::new("t", vec![0; 9]).unwrap();
         assert!(matches!(batches.check(&short), Err(DataError::TooShort { needed: 10, .. })));
         let enough = Text::new("t", vec![0; 10]).unwrap();
         batches.check(&enough).unwrap();
-        for (batch, ranks, accumulation) in [(4, 3, 1), (4, 0, 1), (0, 1, 1), (4, 2, 3), (4, usize::MAX, 2)] {
-            let odd = Batches { batch, ranks, accumulation, ..batches };
-            assert!(matches!(odd.check(&enough), Err(DataError::Indivisible { .. })), "{odd:?}");
+        for (batch, ranks, accumulation) in [(4, 5, 1), (4, 0, 1), (0, 1, 1), (4, 2, 3), (4, usize::MAX, 2)] {
+            let few = Batches { batch, ranks, accumulation, ..batches };
+            assert!(matches!(few.check(&enough), Err(DataError::TooFewRows { .. })), "{few:?}");
         }
     }
 

@@ -30,6 +30,8 @@ pub(crate) enum JobError {
     NodeRank { node_rank: usize, nnodes: usize },
     #[error("{nproc} processes on each of {nnodes} nodes are more than {max} ranks")]
     WorldSize { nproc: usize, nnodes: usize, max: usize },
+    #[error("the number of processes can change only on one node, and there are {nnodes}")]
+    ElasticNodes { nnodes: usize },
     #[error("{nnodes} nodes need the address of node 0")]
     MasterAddr { nnodes: usize },
     #[error("the ranks of {nnodes} nodes need a secret, by which they know each other")]
@@ -59,6 +61,7 @@ impl JobError {
             JobError::Replicas { .. } => "change `--replicas` or `--nproc`",
             JobError::NodeRank { .. } => "give each node its own `--node-rank`",
             JobError::WorldSize { .. } => "start fewer processes with `--nproc` or `--nnodes`",
+            JobError::ElasticNodes { .. } => "give `--nproc` one number",
             JobError::MasterAddr { .. } => "name it with `--master-addr`, the same on all nodes",
             JobError::Secret { .. } => {
                 "set FSDP_SECRET to the same random text on all nodes (`openssl rand -hex 32` makes one), or trust \
@@ -171,7 +174,7 @@ pub(crate) fn hint(cause: &(dyn std::error::Error + 'static)) -> Option<&'static
     }
     Some(match cause.downcast_ref::<DataError>()? {
         DataError::TooShort { .. } => "use a longer text, or a smaller `--seq`",
-        DataError::Indivisible { .. } => "make `--batch` a multiple of `--nproc` times `--accumulate`",
+        DataError::TooFewRows { .. } => "make `--batch` at least `--nproc` times `--accumulate`",
         _ => "name a text file with `--data`, or leave it out for the built-in text",
     })
 }

@@ -272,6 +272,61 @@ fn a_restarted_job_goes_on_from_its_newest_checkpoint_as_if_nothing_had_happened
 }
 
 #[test]
+fn an_elastic_job_goes_on_with_the_processes_that_are_left_and_takes_them_back() {
+    let dir = TempDir::new().unwrap();
+    let worlds = dir.path().join("worlds");
+    // Rank 1 of 3 fails once. The 2 that are left work until they are told to stop; the 3 after that succeed.
+    let script = format!(
+        "[ $RANK = 0 ] && echo $WORLD_SIZE >> {worlds}\n\
+         case $TORCHELASTIC_RESTART_COUNT$RANK in 01) exit 7;; 0*) sleep 600;; esac\n\
+         [ $WORLD_SIZE = 3 ] && exit 0\n\
+         trap 'exit {stopped}' TERM; sleep 600 & wait",
+        worlds = worlds.display(),
+        stopped = exit_codes::STOPPED,
+    );
+    let options = ["launch", "--grace", "20", "--nproc", "2:3", "--max-restarts", "1", "--regrow-after", "1"];
+    let mut command = fsdp(&[&options[..], &["--", "sh", "-c", &script]].concat());
+    let told = contains("2 processes are started again").and(contains("saved: 3 processes are started again"));
+    command.assert().success().stderr(told);
+    assert_eq!(fs::read_to_string(worlds).unwrap(), "3\n2\n3\n");
+
+    // There are never fewer than the least, and nothing changes on several nodes.
+    let script = "echo $WORLD_SIZE >> $0; exit 5";
+    let least = dir.path().join("least");
+    let options = ["launch", "--nproc", "1:2", "--max-restarts", "3", "--", "sh", "-c", script];
+    fsdp(&[&options[..], &[least.to_str().unwrap()]].concat()).assert().code(5).stderr(contains("(restart 3 of 3)"));
+    assert!(fs::read_to_string(least).unwrap().ends_with("1\n1\n1\n"));
+    let nodes = ["launch", "--nproc", "1:2", "--nnodes", "2", "--master-addr", "127.0.0.1", "--", "true"];
+    fsdp(&nodes).assert().code(2).stderr(contains("can change only on one node"));
+    for wrong in ["0", "3:2", "1:2:3", "2:", "2000"] {
+        launch(wrong, &["true"]).assert().code(2).stderr(contains("or two as MIN:MAX"));
+    }
+}
+
+#[test]
+fn a_job_that_has_lost_a_rank_trains_on_with_the_others() {
+    let dir = TempDir::new().unwrap();
+    let (out, straight) = (dir.path().join("out"), dir.path().join("straight"));
+    let script = format!(
+        "{FSDP} train --backend tcp --timeout 20 --steps 60 --save-every 10 --out {out} {small} & train=$!\n\
+         if [ $RANK = 1 ] && [ $TORCHELASTIC_RESTART_COUNT = 0 ]; then\n\
+         while ! [ -e {out}/step-00000010 ]; do sleep 0.01; done; kill -9 $train; fi\n\
+         wait $train",
+        out = out.display(),
+        small = SMALL.join(" "),
+    );
+    // 12 rows are shared by 8 ranks at first, and by 7 then.
+    let options = ["launch", "--grace", "1", "--nproc", "6:8", "--max-restarts", "1", "--", "sh", "-c", &script];
+    fsdp(&options).assert().success().stderr(contains("7 processes are started again"));
+    train(&straight, &[&SMALL[..], &["--nproc", "1", "--steps", "60"]].concat());
+    let (losses, expected) = (losses(&out), losses(&straight));
+    assert_eq!(losses.len(), expected.len());
+    for (step, (loss, expected)) in losses.iter().zip(&expected).enumerate() {
+        assert!((loss - expected).abs() < 1e-3 * expected, "step {step}: loss {loss} is not {expected}");
+    }
+}
+
+#[test]
 fn a_rendezvous_that_fails_is_told_with_its_exit_code() {
     let dir = TempDir::new().unwrap();
     let out = dir.path().join("out");

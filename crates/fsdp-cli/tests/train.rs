@@ -171,7 +171,7 @@ fn what_cannot_be_done_is_said_before_anything_is_written() {
         (&["--data", empty], exit_codes::USAGE, "is empty"),
         (&["--data", short], exit_codes::USAGE, "has 9 bytes, but rows of 64 tokens need at least 66"),
         (&["--data", "no-such-file"], exit_codes::IO, "failed to read training text `no-such-file`"),
-        (&["--nproc", "5"], exit_codes::USAGE, "a batch of 12 rows cannot be shared by 5 equal parts"),
+        (&["--nproc", "13"], exit_codes::USAGE, "a batch of 12 rows has too few for 13 parts"),
         (&["--heads", "3"], exit_codes::USAGE, "hidden width 64 cannot be shared by 3 heads"),
         (&["--strategy", "half-shard"], exit_codes::USAGE, "unknown strategy `half-shard`"),
         (&["--strategy", "hybrid-shard", "--nproc", "3"], exit_codes::USAGE, "2 replicas divide, not 3"),

@@ -2,17 +2,18 @@
 
 use std::ffi::OsString;
 use std::net::{IpAddr, Ipv4Addr, TcpListener};
-use std::num::NonZeroUsize;
+use std::num::{NonZeroU64, NonZeroUsize};
+use std::str::FromStr;
 
 use anyhow::{Context, Result};
 use clap::Args;
-use clap::builder::{BoolishValueParser, RangedU64ValueParser};
+use clap::builder::BoolishValueParser;
 use fsdp::comm::{DEFAULT_MASTER_PORT, MAX_WORLD_SIZE, Secret};
 
 use crate::job_failure::JobError;
 
 /// The largest number of processes of one node.
-const MAX_PROCESSES: u64 = 1024;
+const MAX_PROCESSES: usize = 1024;
 
 /// The address at which ranks of one node meet.
 const LOCALHOST: Ipv4Addr = Ipv4Addr::LOCALHOST;
@@ -29,10 +30,14 @@ Examples:
   fsdp launch --nproc 4 -- fsdp train --steps 60 --out runs/demo
   fsdp launch --nproc 8 --nnodes 2 --node-rank 0 --master-addr node0 -- fsdp train --batch 16 --out /shared/runs/demo")]
 pub(crate) struct LaunchArguments {
-    /// Number of processes on this node
-    #[arg(long, value_name = "N", env = "FSDP_NPROC",
-          value_parser = RangedU64ValueParser::<usize>::new().range(1..=MAX_PROCESSES))]
-    pub(super) nproc: usize,
+    /// Number of processes on this node. With MIN:MAX a job on one node begins with MAX, and each restart leaves out the
+    /// processes that failed, down to MIN
+    #[arg(long, value_name = "N|MIN:MAX", env = "FSDP_NPROC")]
+    pub(super) nproc: Processes,
+    /// Seconds after which a job that has fewer than MAX processes is told to stop, so that it saves, and is started again
+    /// with MAX [default: never]
+    #[arg(long, value_name = "SECONDS", env = "FSDP_REGROW_AFTER")]
+    pub(super) regrow_after: Option<NonZeroU64>,
     /// Number of nodes; `fsdp launch` is started on each
     #[arg(long, value_name = "K", default_value = "1", env = "FSDP_NNODES")]
     nnodes: NonZeroUsize,
@@ -64,6 +69,27 @@ pub(crate) struct LaunchArguments {
     pub(super) program: Vec<OsString>,
 }
 
+/// The number of processes of a node, which may shrink from `most` to `least`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Processes {
+    pub(super) least: usize,
+    pub(super) most: usize,
+}
+
+impl FromStr for Processes {
+    type Err = String;
+
+    /// Reads `N` or `MIN:MAX`.
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (least, most) = text.split_once(':').unwrap_or((text, text));
+        let number = |text: &str| text.parse().ok().filter(|count| (1..=MAX_PROCESSES).contains(count));
+        match (number(least), number(most)) {
+            (Some(least), Some(most)) if least <= most => Ok(Processes { least, most }),
+            _ => Err(format!("it must be a number from 1 to {MAX_PROCESSES}, or two as MIN:MAX")),
+        }
+    }
+}
+
 /// The variable of the job's secret. It is no option, because everybody on a host can see command lines.
 const SECRET: &str = "FSDP_SECRET";
 
@@ -84,13 +110,17 @@ pub(super) struct Place {
 }
 
 impl LaunchArguments {
-    /// Returns the place at which the ranks of the job meet after some restarts.
+    /// Returns the place at which the ranks of the job meet, `nproc` on each node, after some restarts.
     ///
     /// # Errors
     /// Options that do not go together; no free port.
-    pub(super) fn place(&self, restarts: u32) -> Result<Place> {
-        let (nproc, nnodes, node_rank) = (self.nproc, self.nnodes.get(), self.node_rank);
+    pub(super) fn place(&self, nproc: usize, restarts: u32) -> Result<Place> {
+        let (nnodes, node_rank) = (self.nnodes.get(), self.node_rank);
         let several = nnodes > 1;
+        // The launchers of several nodes do not talk to each other, so none knows what another has left.
+        if several && self.nproc.least < self.nproc.most {
+            return Err(JobError::ElasticNodes { nnodes }.into());
+        }
         if node_rank >= nnodes {
             return Err(JobError::NodeRank { node_rank, nnodes }.into());
         }

@@ -60,6 +60,14 @@ pub(super) fn cause(exits: &[Exit], blame_dir: &Path) -> Option<Cause> {
     causes.min_by_key(|cause| (!cause.exit.is_failure(), cause.exit.was_told, !cause.because_of.is_empty()))
 }
 
+/// Returns how many ranks a job has lost: those that failed by themselves and named nobody. If there are none, such as
+/// after a rank has stopped to answer, those that `cause` names.
+pub(super) fn lost(exits: &[Exit], cause: &Cause, blame_dir: &Path) -> usize {
+    let failed = exits.iter().filter(|exit| exit.is_failure() && !exit.was_told);
+    let by_themselves = failed.filter(|exit| blamed(exit.rank, blame_dir).is_empty()).count();
+    if by_themselves > 0 { by_themselves } else { cause.because_of.len().max(1) }
+}
+
 /// Returns the ranks that a rank has named.
 fn blamed(rank: usize, blame_dir: &Path) -> Vec<usize> {
     let note = fs::read_to_string(blame_dir.join(rank.to_string())).unwrap_or_default();
@@ -110,10 +118,15 @@ mod tests {
         let killed = Exit::new(3, ExitStatus::from_raw(9), true);
         for exits in [[exit(0, 16), exit(2, 16), exit(1, 7), killed], [killed, exit(1, 7), exit(2, 16), exit(0, 16)]] {
             let cause = cause(&exits, notes.path()).unwrap();
+            assert_eq!(lost(&exits, &cause, notes.path()), 1);
             assert_eq!((cause.exit.rank, cause.exit.code(), cause.because_of), (1, 7, vec![]));
         }
+        let two = [exit(1, 7), exit(3, 9), exit(0, 16), exit(2, 16)];
+        assert_eq!(lost(&two, &cause(&two, notes.path()).unwrap(), notes.path()), 2);
         // The culprit is of another node, or hangs.
-        let cause = cause(&[exit(4, 0), exit(0, 16), killed], notes.path()).unwrap();
+        let exits = [exit(4, 0), exit(0, 16), killed];
+        let cause = cause(&exits, notes.path()).unwrap();
+        assert_eq!(lost(&exits, &cause, notes.path()), 1);
         assert_eq!((cause.exit.rank, cause.because_of), (0, vec![1]));
     }
 

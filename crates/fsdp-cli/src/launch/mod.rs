@@ -13,7 +13,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use fsdp::comm::BLAME_DIR;
@@ -32,13 +32,14 @@ use crate::job_failure::{JobError, RankEnded};
 use crate::output;
 
 /// Starts the processes of a job on this node, and waits for them: `fsdp launch`. If one fails, all are started again, as
-/// often as was asked for.
+/// often as was asked for, or those that are left if that was asked for.
 ///
 /// # Errors
 /// Processes that cannot be started; [`RankEnded`] for the first that failed. None is left running on return.
 pub(crate) fn run(arguments: &LaunchArguments) -> Result<()> {
     // Mistakes in the options are found before anything is started.
-    arguments.place(0)?;
+    let processes = arguments.nproc;
+    arguments.place(processes.most, 0)?;
     let (events, happened) = mpsc::channel();
     // Listen for signals, before there is a process that a signal to this one would leave behind.
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("failed to listen for signals")?;
@@ -46,18 +47,30 @@ pub(crate) fn run(arguments: &LaunchArguments) -> Result<()> {
     let forward = move || signals.forever().try_for_each(|signal| to.send(Event::Signal(signal)));
     thread::Builder::new().name("signals".to_owned()).spawn(forward).context("failed to start a thread")?;
 
-    let mut restarts = 0;
+    let (mut nproc, mut restarts) = (processes.most, 0);
     loop {
-        let ended = attempt(arguments, restarts, &events, &happened)?;
-        let failure = match ended {
+        let regrow_after = arguments.regrow_after.filter(|_| nproc < processes.most);
+        let stop_at = regrow_after.map(|seconds| Instant::now() + Duration::from_secs(seconds.get()));
+        let before = nproc;
+        let why = match attempt(arguments, nproc, restarts, stop_at, &events, &happened)? {
             Outcome::Done => return Ok(()),
             Outcome::Stopped => return Err(Stopped.into()),
-            Outcome::Failed { failure, may_restart } if may_restart && restarts < arguments.max_restarts => failure,
-            Outcome::Failed { failure, .. } => return Err(failure.into()),
+            Outcome::Regrows => {
+                nproc = processes.most;
+                "all processes stopped and saved".to_owned()
+            }
+            Outcome::Failed { failure, may_restart, lost } => {
+                if !may_restart || restarts == arguments.max_restarts {
+                    return Err(failure.into());
+                }
+                nproc = nproc.saturating_sub(lost).max(processes.least);
+                restarts += 1;
+                failure.to_string()
+            }
         };
-        restarts += 1;
         let of = arguments.max_restarts;
-        output::talk(&format!("{failure}: all processes are started again (restart {restarts} of {of})"));
+        let again = if nproc == before { "all processes are".to_owned() } else { format!("{nproc} processes are") };
+        output::talk(&format!("{why}: {again} started again (restart {restarts} of {of})"));
     }
 }
 
@@ -66,32 +79,38 @@ enum Outcome {
     Done,
     /// A signal stopped the processes, and they have saved.
     Stopped,
-    /// A process has failed. With `may_restart`, another attempt may do better.
+    /// The processes have saved, and can be started again in their full number.
+    Regrows,
+    /// A process has failed. With `may_restart`, another attempt may do better, without the processes that were lost.
     Failed {
         failure: RankEnded,
         may_restart: bool,
+        lost: usize,
     },
 }
 
-/// Starts the processes, and waits until all have ended.
+/// Starts `nproc` processes, and waits until all have ended. At `stop_at` they are told to stop.
 ///
 /// # Errors
 /// Processes that cannot be started.
 fn attempt(
     arguments: &LaunchArguments,
+    nproc: usize,
     restarts: u32,
+    stop_at: Option<Instant>,
     events: &Sender<Event>,
     happened: &Receiver<Event>,
 ) -> Result<Outcome> {
     // Each attempt has its own secret, and on one node its own port: no process of another attempt can join it.
-    let place = arguments.place(restarts)?;
+    let place = arguments.place(nproc, restarts)?;
     // Step 1: start the processes. Each is watched before anything else can fail, so that a failure ends it.
-    let mut ranks = Ranks::new(events.clone(), happened, Duration::from_secs(arguments.grace), Guard::start()?);
+    let grace = Duration::from_secs(arguments.grace);
+    let mut ranks = Ranks::new(events.clone(), happened, grace, stop_at, Guard::start()?);
     let notes = tempfile::tempdir().context("failed to make a directory for the ranks' notes")?;
     let lines = Lines::new();
-    for local_rank in 0..arguments.nproc {
+    for local_rank in 0..nproc {
         let rank = place.rank(local_rank);
-        let mut child = command(arguments)?
+        let mut child = command(arguments, nproc)?
             .envs(place.variables(local_rank))
             .env(BLAME_DIR, notes.path())
             .spawn()
@@ -108,10 +127,15 @@ fn attempt(
 
 /// Reports the exits of all processes, unless all went well.
 fn report(ended: Ended, last_lines: &LastLines, notes: &Path) -> Outcome {
-    let Ended { exits, signal } = ended;
-    let Some(Cause { exit, because_of }) = exits::cause(&exits, notes) else { return Outcome::Done };
+    let Ended { exits, signal, was_stopped } = ended;
+    let Some(cause) = exits::cause(&exits, notes) else { return Outcome::Done };
+    let lost = exits::lost(&exits, &cause, notes);
+    let Cause { exit, because_of } = cause;
     let rank = exit.rank;
     if !exit.is_failure() {
+        if was_stopped && signal.is_none() {
+            return Outcome::Regrows;
+        }
         output::talk("all processes stopped and saved, as they were told");
         return Outcome::Stopped;
     }
@@ -134,10 +158,11 @@ fn report(ended: Ended, last_lines: &LastLines, notes: &Path) -> Outcome {
     let code = exit.code();
     // Whoever told the launcher to end wants no restart, and a mistake on the command line stays one.
     let may_restart = signal.is_none() && code != exit_codes::USAGE;
-    Outcome::Failed { failure: RankEnded { rank, how, code }, may_restart }
+    Outcome::Failed { failure: RankEnded { rank, how, code }, may_restart, lost }
 }
 
-fn command(arguments: &LaunchArguments) -> Result<Command> {
+/// Returns the command of one of `nproc` processes.
+fn command(arguments: &LaunchArguments, nproc: usize) -> Result<Command> {
     use std::os::unix::process::CommandExt as _;
 
     let (program, rest) = arguments.program.split_first().context("no program was named")?;
@@ -149,7 +174,7 @@ fn command(arguments: &LaunchArguments) -> Result<Command> {
     command.process_group(0);
     if cpu_threads::asked().is_none() {
         // Programs that use candle get their share of the cores too.
-        command.env(cpu_threads::VARIABLE, cpu_threads::share(arguments.nproc).to_string());
+        command.env(cpu_threads::VARIABLE, cpu_threads::share(nproc).to_string());
     }
     #[cfg(target_os = "linux")]
     parent::end_with_this_process(&mut command);

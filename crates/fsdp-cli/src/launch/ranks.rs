@@ -39,6 +39,9 @@ pub(super) struct Ranks<'e> {
     /// The processes that have ended, in the order of time.
     exits: Vec<Exit>,
     stage: Stage,
+    /// The time at which the processes are told to stop, to be started again in another number.
+    stop_at: Option<Instant>,
+    was_stopped: bool,
 }
 
 /// The way in which the processes end.
@@ -65,17 +68,28 @@ impl Stage {
     }
 }
 
-/// The exits of all processes, in the order of time, and the signal that the launcher passed on before any of them failed.
+/// The end of all processes.
 #[derive(Debug)]
 pub(super) struct Ended {
+    /// The exits, in the order of time.
     pub(super) exits: Vec<Exit>,
+    /// The signal that the launcher passed on before any process failed.
     pub(super) signal: Option<i32>,
+    /// `true` if the launcher told the processes to stop because it was time to.
+    pub(super) was_stopped: bool,
 }
 
 impl<'e> Ranks<'e> {
-    pub(super) fn new(events: Sender<Event>, happened: &'e Receiver<Event>, grace: Duration, guard: Guard) -> Self {
-        let (running, exits, stage) = (BTreeMap::new(), Vec::new(), Stage::Running);
-        Ranks { running, events, happened, grace, guard, exits, stage }
+    /// Returns a node without processes. At `stop_at` they are told to stop, with `grace` to do so.
+    pub(super) fn new(
+        events: Sender<Event>,
+        happened: &'e Receiver<Event>,
+        grace: Duration,
+        stop_at: Option<Instant>,
+        guard: Guard,
+    ) -> Self {
+        let (running, exits, stage, was_stopped) = (BTreeMap::new(), Vec::new(), Stage::Running, false);
+        Ranks { running, events, happened, grace, guard, exits, stage, stop_at, was_stopped }
     }
 
     /// Takes over a process, and starts a thread that waits for its end.
@@ -104,7 +118,8 @@ impl<'e> Ranks<'e> {
     pub(super) fn wait(mut self) -> Result<Ended> {
         let mut passed_on = None;
         while !self.running.is_empty() {
-            let event = match self.stage.until() {
+            let until = if matches!(self.stage, Stage::Running) { self.stop_at } else { self.stage.until() };
+            let event = match until {
                 Some(until) => self.happened.recv_timeout(until.saturating_duration_since(Instant::now())),
                 None => self.happened.recv().map_err(RecvTimeoutError::from),
             };
@@ -128,7 +143,7 @@ impl<'e> Ranks<'e> {
                 Err(RecvTimeoutError::Disconnected) => break,
             }
         }
-        Ok(Ended { exits: std::mem::take(&mut self.exits), signal: passed_on })
+        Ok(Ended { exits: std::mem::take(&mut self.exits), signal: passed_on, was_stopped: self.was_stopped })
     }
 
     /// Goes on to the next stage, because the time of this one is over.
@@ -146,7 +161,12 @@ impl<'e> Ranks<'e> {
                 self.signal(Signal::KILL);
                 self.stage = Stage::Killed;
             }
-            Stage::Running | Stage::Killed => {}
+            Stage::Running => {
+                self.was_stopped = true;
+                self.signal(Signal::TERM);
+                self.stage = Stage::Ending(Instant::now() + self.grace);
+            }
+            Stage::Killed => {}
         }
     }
 

@@ -186,7 +186,7 @@ pub(crate) struct TrainArguments {
     /// in the name
     #[arg(long, value_name = "FILE", env = "FSDP_TRACE")]
     pub(super) trace: Option<PathBuf>,
-    /// Rows of the global batch; a multiple of --nproc times --accumulate [default: 12]
+    /// Rows of the global batch; at least --nproc times --accumulate [default: 12]
     #[arg(long, value_name = "B", env = "FSDP_BATCH", value_parser = size())]
     pub(super) batch: Option<usize>,
     /// Tokens of a row, and the model's longest context [default: 64]

@@ -251,8 +251,10 @@ impl Rank<'_> {
     /// Forward and backward of a part of this rank's rows; returns its share of the rank's loss.
     fn backward(&self, step: u64, part: usize) -> Result<f64> {
         let Job { text, batches, .. } = self.job;
-        let (tokens, targets) = batches.batch(text, step, self.run.model.group().rank(), part, &self.device)?;
-        let forward = || self.run.model.forward(|gpt| gpt.loss(&tokens, &targets)? / batches.accumulation as f64);
+        let rank = self.run.model.group().rank();
+        let (tokens, targets) = batches.batch(text, step, rank, part, &self.device)?;
+        let weight = batches.weight(rank, part);
+        let forward = || self.run.model.forward(|gpt| gpt.loss(&tokens, &targets)? * weight);
         let loss = info_span!("forward").in_scope(forward)?;
         info_span!("backward").in_scope(|| self.run.model.backward(&loss))?;
         Ok(f64::from(loss.to_scalar::<f32>()?))
