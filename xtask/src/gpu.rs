@@ -1,4 +1,5 @@
-//! `cargo xtask gpu`: the tests that need a GPU, on the GPUs of this machine.
+//! `cargo xtask gpu`: the tests that need a GPU, on the GPUs of this machine; with `--check`, the checks of GPU code that
+//! need neither a GPU nor a CUDA toolkit.
 
 use std::path::Path;
 use std::process::Command;
@@ -13,6 +14,9 @@ enum Found {
     Gpus(usize),
     Nothing(String),
 }
+
+/// The features of all code for GPUs.
+const FEATURES: &str = "fsdp-cli/nccl,fsdp-checkpoint/nccl,fsdp-flat/cuda";
 
 /// Runs the tests of the feature `nccl`. Tests that this machine cannot run are reported, and are no failure.
 pub(crate) fn run(root: &Path) -> Result<()> {
@@ -38,10 +42,26 @@ pub(crate) fn run(root: &Path) -> Result<()> {
     let comm = ["test", "--package", "fsdp-comm", "--features", "nccl", "--locked", "--lib", "--test", "nccl"];
     cargo(root, &[&comm[..], &one_by_one].concat(), &[])?;
     // All other tests are built together, because candle's kernels take long to compile.
-    let mut all = vec!["test", "--features", "fsdp-cli/nccl,fsdp-checkpoint/nccl,fsdp-flat/cuda", "--locked"];
+    let mut all = vec!["test", "--features", FEATURES, "--locked"];
     all.extend(["--package", "fsdp-flat", "--package", "fsdp-checkpoint", "--package", "fsdp-cli"]);
     all.extend(["--test", "cuda", "--test", "gpu"]);
     cargo(root, &[&all[..], &one_by_one].concat(), &[])
+}
+
+/// Runs clippy on all code of the features `cuda` and `nccl`, with a stand-in for CUDA's compiler: it gives empty files for
+/// kernels, as nothing runs that is only checked.
+pub(crate) fn check(root: &Path) -> Result<()> {
+    // Other features and another compiler than elsewhere: in a directory of its own, neither build undoes the other.
+    let target = root.join("target/gpu-check");
+    let toolkit = root.join("xtask/cuda-stand-in");
+    let (compiler, toolkit) = (toolkit.join("bin/nvcc"), toolkit.to_string_lossy().into_owned());
+    let compiler = compiler.to_string_lossy();
+    let environment = [("CUDA_HOME", &*toolkit), ("NVCC", &*compiler), ("CUDA_COMPUTE_CAP", "90")];
+    let path = format!("{toolkit}/bin:{}", std::env::var("PATH").unwrap_or_default());
+    let environment = [&environment[..], &[("PATH", &*path)]].concat();
+    let target = target.to_string_lossy();
+    let arguments = ["clippy", "--workspace", "--all-targets", "--locked", "--features", FEATURES];
+    cargo(root, &[&arguments[..], &["--target-dir", &*target, "--", "-D", "warnings"]].concat(), &environment)
 }
 
 /// Looks for GPUs with `nvidia-smi`. It comes with the driver, so without it there is no usable GPU.

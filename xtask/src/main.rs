@@ -51,7 +51,11 @@ enum Task {
         seconds: u64,
     },
     /// The tests that need GPUs, on the GPUs of this machine; without one they are skipped.
-    Gpu,
+    Gpu {
+        /// Run clippy on the code for GPUs instead; this needs neither a GPU nor a CUDA toolkit
+        #[arg(long)]
+        check: bool,
+    },
     /// All benches, beside the limits of the machine and, if asked for, beside PyTorch.
     Bench(Box<bench::BenchArguments>),
     /// The conformance suite under `mpirun`, where an MPI is installed.
@@ -74,8 +78,16 @@ enum Task {
 }
 
 /// The tasks of `ci`, in order: quick ones and those that fail most often come first; the tests' summary comes last.
-const CI: [Task; 7] =
-    [Task::Fmt, Task::Tidy, Task::Clippy, Task::Doc, Task::Doctest, Task::Mpi { train: false }, Task::Test];
+const CI: [Task; 8] = [
+    Task::Fmt,
+    Task::Tidy,
+    Task::Clippy,
+    Task::Gpu { check: true },
+    Task::Doc,
+    Task::Doctest,
+    Task::Mpi { train: false },
+    Task::Test,
+];
 
 fn main() -> Result<()> {
     let root = root()?;
@@ -104,7 +116,7 @@ fn run(task: Task, root: &Path) -> Result<()> {
         Task::Test => "test",
         Task::Interop => "interop",
         Task::Fuzz { .. } => "fuzz",
-        Task::Gpu => "gpu",
+        Task::Gpu { .. } => "gpu",
         Task::Bench(_) => "bench",
         Task::Mpi { .. } => "mpi",
         Task::Soak { .. } => "soak",
@@ -115,7 +127,8 @@ fn run(task: Task, root: &Path) -> Result<()> {
         Task::Tidy => tidy::check(root)?,
         Task::Interop => interop::run(root)?,
         Task::Fuzz { seconds } => fuzz::run(root, seconds)?,
-        Task::Gpu => gpu::run(root)?,
+        Task::Gpu { check } if check => gpu::check(root)?,
+        Task::Gpu { .. } => gpu::run(root)?,
         Task::Mpi { train } => mpi::run(root, train)?,
         Task::Soak { runs, seed, program } => soak::run(root, runs, seed, program)?,
         Task::Clippy => {
@@ -126,9 +139,6 @@ fn run(task: Task, root: &Path) -> Result<()> {
             for features in [&[][..], &["--no-default-features", "--all-targets"]] {
                 cargo(root, &[&command[..], features, &["--", "-D", "warnings"]].concat(), &[])?;
             }
-            // NCCL's is the only GPU code that can be checked without a CUDA toolkit.
-            let nccl = ["clippy", "--package", "fsdp-comm", "--features", "nccl", "--all-targets", "--locked"];
-            cargo(root, &[&nccl[..], &["--", "-D", "warnings"]].concat(), &[])?;
         }
         Task::Doc => {
             let arguments = ["doc", "--workspace", "--no-deps", "--document-private-items", "--locked"];

@@ -5,7 +5,6 @@
 mod common;
 mod metrics;
 
-use std::fs;
 use std::path::Path;
 
 use candle_core::cuda_backend::cudarc::driver::CudaContext;
