@@ -34,6 +34,8 @@ fn a_live_run_has_the_digest_of_its_checkpoint_at_any_number_of_ranks() {
             .unwrap();
             let saved = checkpoint::open(path.join("saved"), OpenOptions { verify: true }).unwrap();
             let expected = digest(&*saved, 2).unwrap();
+            // The save has recorded them.
+            assert_eq!(saved.digests(), Some(&expected), "{strategy:?} on {ranks} ranks");
             for digests in &live {
                 assert_eq!(digests.differing(&expected), Vec::<String>::new(), "{strategy:?} on {ranks} ranks");
             }

@@ -1,6 +1,6 @@
 //! Writing a DCP directory for N ranks, in one process.
 
-use super::writer::{RankWritten, WriteOptions, finish, write_rank};
+use super::writer::{RankWritten, WriteOptions, finish_copy, write_rank};
 use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint;
 use crate::formats::extra::ExtraFiles;
@@ -38,7 +38,7 @@ pub(crate) fn write(
         let as_written = |(file, integrity)| RankWritten { file: Some(file), integrity, ..RankWritten::default() };
         written.extend(copied.into_iter().map(as_written));
     }
-    finish(staging, global.metadata, &written)?;
+    finish_copy(staging, global.metadata, &written, source.digests())?;
     Ok(summary(source))
 }
 

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::path::Path;
 
+use fsdp_digest::StateDigest;
 use fsdp_layout::{PlainValue, TensorBox};
 use serde::{Deserialize, Serialize};
 
@@ -58,6 +59,12 @@ pub trait Checkpoint: Send + Sync {
 
     /// Returns its files.
     fn directory(&self) -> &CheckedDirectory;
+
+    /// Returns the digests of its tensors and values that were recorded when it was saved, by key; `None` if there are none,
+    /// or if it was opened without verification. [`digest`](crate::digest::digest) computes them.
+    fn digests(&self) -> Option<&StateDigest> {
+        None
+    }
 
     /// Fills buffers with boxes of one tensor, in the dtype that [`Checkpoint::metadata`] says.
     ///

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
+use fsdp_digest::StateDigest;
 use fsdp_layout::boxes::row_major_strides;
 use fsdp_layout::{DType, KeyPath, PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
@@ -10,7 +11,9 @@ use serde::Deserialize;
 
 use super::header::Header;
 use super::paths::{self, PATHS};
-use super::sidecar::{SHARDS, VALUES_FILE, VALUES_HASH, shard_name, values_beside, values_hash, values_names};
+use super::sidecar::{
+    DIGESTS, SHARDS, VALUES_FILE, VALUES_HASH, digests_of_text, shard_name, values_beside, values_hash, values_names,
+};
 use super::values_read;
 use crate::budget::Budget;
 use crate::error::{FileError, FormatError};
@@ -35,6 +38,8 @@ pub(crate) struct SafetensorsCheckpoint {
     values: HashMap<String, PlainValue>,
     /// The places of all keys, where a header or a values file has them.
     paths: Option<IndexMap<String, KeyPath>>,
+    /// The digests in the header of a single file.
+    digests: Option<StateDigest>,
 }
 
 /// The number of missing shards that an error names at most.
@@ -65,9 +70,14 @@ impl SafetensorsCheckpoint {
             metadata: Metadata::default(),
             values: HashMap::new(),
             paths: None,
+            digests: None,
         };
         // The header has the hash of the values file, if there is one: a file of that name alone proves nothing.
-        let hash = opened.add_file(name, None)?.swap_remove(VALUES_HASH);
+        let mut texts = opened.add_file(name, None)?;
+        if let Some(text) = texts.get(DIGESTS).filter(|_| options.verify) {
+            opened.digests = Some(digests_of_text(text).map_err(|error| opened.directory.file_error(name, error))?);
+        }
+        let hash = texts.swap_remove(VALUES_HASH);
         let Some(hash) = hash else { return Ok(opened.with_paths()) };
         let values = values_beside(name);
         // A process that was killed between two renames may have left it under its first name.
@@ -100,6 +110,7 @@ impl SafetensorsCheckpoint {
             metadata: Metadata::default(),
             values: HashMap::new(),
             paths: None,
+            digests: None,
         };
         match names.iter().find(|name| name.ends_with(".safetensors.index.json")) {
             Some(index) => opened.add_indexed(index)?,
@@ -309,6 +320,10 @@ impl Checkpoint for SafetensorsCheckpoint {
 
     fn directory(&self) -> &CheckedDirectory {
         &self.directory
+    }
+
+    fn digests(&self) -> Option<&StateDigest> {
+        self.directory.digests().or(self.digests.as_ref())
     }
 
     fn read_boxes(&self, fqn: &str, boxes: &mut [(TensorBox, &mut [u8])]) -> Result<(), FileError> {

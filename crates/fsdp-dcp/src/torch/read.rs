@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use fsdp_digest::StateDigest;
 use fsdp_layout::{KeyPath, PathPart, PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
@@ -328,6 +329,10 @@ impl Checkpoint for TorchCheckpoint {
 
     fn directory(&self) -> &CheckedDirectory {
         &self.directory
+    }
+
+    fn digests(&self) -> Option<&StateDigest> {
+        self.directory.digests()
     }
 
     fn read_boxes(&self, fqn: &str, boxes: &mut [(TensorBox, &mut [u8])]) -> Result<(), FileError> {

@@ -6,6 +6,7 @@ mod read;
 
 use std::path::Path;
 
+use fsdp_digest::StateDigest;
 use fsdp_layout::{PlainValue, TensorBox};
 
 use crate::budget::Budget;
@@ -165,6 +166,10 @@ impl Checkpoint for CheckpointReader {
 
     fn directory(&self) -> &CheckedDirectory {
         CheckpointReader::directory(self)
+    }
+
+    fn digests(&self) -> Option<&StateDigest> {
+        self.directory.digests()
     }
 
     fn read_boxes(&self, fqn: &str, boxes: &mut [(TensorBox, &mut [u8])]) -> Result<(), FileError> {

@@ -68,8 +68,10 @@ mod payload;
 pub use crate::payload::source::PayloadSource;
 pub use crate::torch::value::value_item_length;
 
+use fsdp_digest::{Part, StateDigest};
 use serde::{Deserialize, Serialize};
 
+use crate::digest::check_copy;
 use crate::error::FileError;
 use crate::metadata::{Entry, METADATA_FILE, Metadata, StorageInfo, encode};
 use crate::plan::{LocalPlan, Selection};
@@ -107,7 +109,7 @@ impl RankWritten {
     /// Returns about how many bytes it takes to send this.
     #[must_use]
     pub fn wire_bytes(&self) -> u64 {
-        64 + self.items.len() as u64 * 24 + self.integrity.wire_bytes()
+        64 + self.items.len() as u64 * 48 + self.integrity.wire_bytes()
     }
 }
 
@@ -122,9 +124,11 @@ pub struct WrittenItem {
     pub offset: u64,
     /// Bytes.
     pub length: u64,
+    /// Its part in the digest of its tensor or value.
+    pub part: Part,
 }
 
-/// Writes the selected items of one rank to its file, hashes them on the way, and fsyncs it. No communication.
+/// Writes the selected items of one rank to its file, hashes and digests them on the way, and fsyncs it. No communication.
 pub fn write_rank(
     staging: &Staging,
     rank: usize,
@@ -139,13 +143,14 @@ pub fn write_rank(
     let name = staging.data_file(rank);
     let layout = layout::FileLayout::new(plan, selection, source)?;
     let file = staging.create(&name, layout.length)?;
-    let integrity = payload::write(&file, &layout, source, options.threads)?;
+    let (integrity, parts) = payload::write(&file, &layout, source, options.threads)?;
     file.finish()?;
-    let items = layout.items.iter().map(|placed| WrittenItem {
+    let items = layout.items.iter().zip(parts).map(|(placed, part)| WrittenItem {
         entry: placed.selected.entry,
         chunk: placed.selected.chunk,
         offset: placed.offset,
         length: placed.length,
+        part,
     });
     Ok(RankWritten {
         file: Some(name),
@@ -188,14 +193,45 @@ fn place_items(metadata: &mut Metadata, written: &[RankWritten]) -> Result<(), F
     }
 }
 
-/// Ends a save, on the rank that prepared it: writes `.integrity` and `.metadata`, and commits.
+/// Returns the digests of all that was written, from the parts of all ranks.
+fn digests(metadata: &Metadata, written: &[RankWritten]) -> StateDigest {
+    let mut parts = vec![Part::default(); metadata.entries.len()];
+    for item in written.iter().flat_map(|rank| &rank.items) {
+        if let Some(part) = parts.get_mut(item.entry as usize) {
+            part.add(item.part);
+        }
+    }
+    let digests = metadata.entries.iter().zip(parts).filter_map(|((fqn, entry), part)| match (entry, part) {
+        (Entry::Tensor(tensor), part) => Some((fqn.clone(), part.finish(tensor.properties.dtype, &tensor.shape))),
+        (Entry::Bytes(_), Part::Value(digest)) => Some((fqn.clone(), digest)),
+        // A value that no rank wrote is an error elsewhere.
+        (Entry::Bytes(_), Part::Elements(_)) => None,
+    });
+    digests.collect()
+}
+
+/// Ends a save, on the rank that prepared it: writes `.integrity` and `.metadata`, and commits. Returns the digests of what
+/// was saved, which are in `.integrity` too.
 ///
 /// `metadata` is that of the global plan; `written` is by rank. If any item was written by no rank, nothing is committed.
-pub fn finish(staging: Staging, mut metadata: Metadata, written: &[RankWritten]) -> Result<(), FileError> {
+pub fn finish(staging: Staging, metadata: Metadata, written: &[RankWritten]) -> Result<StateDigest, FileError> {
+    finish_copy(staging, metadata, written, None)
+}
+
+/// Ends a save as [`finish`] does. If it is the copy of a checkpoint with digests, `original`, and its own are others,
+/// nothing is committed.
+pub(crate) fn finish_copy(
+    staging: Staging,
+    mut metadata: Metadata,
+    written: &[RankWritten],
+    original: Option<&StateDigest>,
+) -> Result<StateDigest, FileError> {
     place_items(&mut metadata, written)?;
+    let digests = digests(&metadata, written);
+    check_copy(staging.target(), original, &digests)?;
     let metadata = encode(&metadata);
     let files = written.iter().filter_map(|rank| Some((rank.file.clone()?, rank.integrity.clone())));
-    let mut integrity = Integrity { files: files.collect() };
+    let mut integrity = Integrity { files: files.collect(), digests: Some(digests.clone()) };
     staging.check_files(integrity.files.keys())?;
     let mut own = FileIntegrity::default();
     own.push_bytes(&metadata);
@@ -205,5 +241,6 @@ pub fn finish(staging: Staging, mut metadata: Metadata, written: &[RankWritten])
         integrity.encode().map_err(|source| FileError::File { path: staging.directory().join(&name), source })?;
     // The hashes come first: once the `.metadata` is there, the checkpoint is, and must be whole.
     staging.write(&name, &integrity)?;
-    staging.commit(METADATA_FILE, &metadata)
+    staging.commit(METADATA_FILE, &metadata)?;
+    Ok(digests)
 }
