@@ -84,7 +84,7 @@ pub fn digest_state_dict(state: &StateDict, group: &ProcessGroup) -> Result<Stat
 }
 
 /// Returns a state dict's values by their flat keys, sorted, each with its description.
-fn flat_with_leaves(state: &StateDict) -> Result<Vec<(String, StateValue, Leaf)>, StateError> {
+pub(crate) fn flat_with_leaves(state: &StateDict) -> Result<Vec<(String, StateValue, Leaf)>, StateError> {
     let mut flat = Vec::new();
     for (key, value) in flatten_state_dict(state)?.values {
         let leaf = Leaf::of(&KeyPath(vec![PathPart::Key(key.clone())]), &value)?;

@@ -22,6 +22,7 @@ use crate::formats::lookup::{check_length, no_value, tensor_of};
 use crate::formats::read::OpenOptions;
 use crate::limits::{MAX_INDEX_BYTES, MAX_TENSOR_RANK, is_sane_shape};
 use crate::metadata::{BytesEntry, Chunk, Entry, Metadata, Replica, StorageInfo, TensorEntry, TensorProperties};
+use crate::payload::slot::Slot;
 use crate::storage::backend::Links;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
@@ -247,23 +248,21 @@ impl SafetensorsCheckpoint {
         Ok(header.metadata)
     }
 
-    /// Reads `overlap` of the chunk `whole` to where it lies in `dst`, which holds `bounds`.
-    #[expect(clippy::too_many_arguments, reason = "three boxes, and what they are boxes of")]
+    /// Reads what a slot wants of the chunk `whole`.
     fn read_stored(
         &self,
         fqn: &str,
         dtype: DType,
         whole: &TensorBox,
         stored: &StorageInfo,
-        overlap: &TensorBox,
-        bounds: &TensorBox,
-        dst: &mut [u8],
+        slot: &mut Slot<'_>,
     ) -> Result<(), FileError> {
+        let Some(overlap) = whole.intersect(&slot.bounds) else { return Ok(()) };
         let file = self.directory.file(&stored.relative_path)?;
         let layout = StridedLayout { bounds: whole.clone(), offset: 0, strides: row_major_strides(&whole.sizes) };
         let element = dtype.size_in_bytes() as usize;
         let mut reader = BlockReader::new(&*file);
-        read_overlap(&mut reader, stored.offset, element, &layout, overlap, bounds, dst).map_err(|source| {
+        read_overlap(&mut reader, stored.offset, element, &layout, &overlap, slot).map_err(|source| {
             let path = self.directory.path().join(&stored.relative_path);
             FileError::Item { fqn: fqn.to_owned(), path, offset: stored.offset, source }
         })
@@ -326,13 +325,12 @@ impl Checkpoint for SafetensorsCheckpoint {
         self.directory.digests().or(self.digests.as_ref())
     }
 
-    fn read_boxes(&self, fqn: &str, boxes: &mut [(TensorBox, &mut [u8])]) -> Result<(), FileError> {
+    fn read_boxes(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
         let tensor = tensor_of(&self.metadata, fqn)?;
         for chunk in &tensor.chunks {
-            for (bounds, dst) in boxes.iter_mut() {
-                let Some(overlap) = chunk.bounds.intersect(bounds) else { continue };
+            for slot in slots.iter_mut().filter(|slot| chunk.bounds.intersect(&slot.bounds).is_some()) {
                 let stored = chunk.stored.as_ref().ok_or_else(|| FileError::NotStored { fqn: fqn.to_owned() })?;
-                self.read_stored(fqn, tensor.properties.dtype, &chunk.bounds, stored, &overlap, bounds, dst)?;
+                self.read_stored(fqn, tensor.properties.dtype, &chunk.bounds, stored, slot)?;
             }
         }
         Ok(())
@@ -344,7 +342,7 @@ impl Checkpoint for SafetensorsCheckpoint {
         };
         let dtype = tensor_of(&self.metadata, fqn)?.properties.dtype;
         check_length(fqn, bounds, dtype.size_in_bytes(), dst)?;
-        self.read_stored(fqn, dtype, whole, stored, bounds, bounds, dst)
+        self.read_stored(fqn, dtype, whole, stored, &mut Slot::new(bounds.clone(), dst))
     }
 
     fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {

@@ -96,7 +96,14 @@ pub(crate) fn save(
                 let (selection, name) = (&global.selections[rank], &name);
                 scope.spawn(move || {
                     let joined = durable.join(target, name)?;
-                    write_rank(&joined, rank, plan, selection, state, &WriteOptions { threads: 2 })
+                    write_rank(
+                        &joined,
+                        rank,
+                        plan,
+                        selection,
+                        state,
+                        &WriteOptions { threads: 2, ..WriteOptions::default() },
+                    )
                 })
             })
             .collect();

@@ -21,8 +21,9 @@ use crate::torch::value::decode_value_within;
 
 use self::error::ReadError;
 use crate::formats::checkpoint::{Checkpoint, Format};
-use crate::formats::read::{Destination, OpenOptions, ReadOptions};
+use crate::formats::read::{Destination, OpenOptions, ReadDone, ReadOptions};
 use crate::metadata::Replica;
+use crate::payload::slot::Slot;
 use crate::plan::{LoadPlan, LoadRequest, ReadPlanOptions};
 
 /// An open DCP checkpoint. Shared by threads; nothing of it is ever written.
@@ -99,7 +100,7 @@ impl CheckpointReader {
     }
 
     /// Reads boxes of many tensors into buffers; see [`Checkpoint::read`].
-    pub fn read(&self, destinations: Vec<Destination<'_>>, options: ReadOptions) -> Result<LoadPlan, FileError> {
+    pub fn read(&self, destinations: Vec<Destination<'_>>, options: ReadOptions) -> Result<ReadDone, FileError> {
         Checkpoint::read(self, destinations, options)
     }
 
@@ -172,8 +173,8 @@ impl Checkpoint for CheckpointReader {
         self.directory.digests()
     }
 
-    fn read_boxes(&self, fqn: &str, boxes: &mut [(TensorBox, &mut [u8])]) -> Result<(), FileError> {
-        self.fill(fqn, boxes)
+    fn read_boxes(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
+        self.fill(fqn, slots)
     }
 
     fn check_read(&self, requests: &[LoadRequest], options: ReadPlanOptions) -> Result<LoadPlan, FileError> {

@@ -39,7 +39,8 @@ pub(super) enum Content<'p> {
     Value(Vec<u8>, Digest),
     Tensor {
         bounds: &'p TensorBox,
-        place: BoxPlace,
+        /// The place of the box in its tensor, for its digest.
+        place: Option<BoxPlace>,
         around: TensorItem,
     },
 }
@@ -73,6 +74,7 @@ impl<'p> FileLayout<'p> {
         plan: &'p LocalPlan,
         selection: &Selection,
         source: &dyn PayloadSource,
+        digests: bool,
     ) -> Result<Self, FileError> {
         let mut values = Vec::new();
         let mut tensors = Vec::new();
@@ -92,9 +94,11 @@ impl<'p> FileLayout<'p> {
                 WriteContent::Tensor { properties, shape, boxes, .. } => {
                     let Some(bounds) = boxes.get(selected.index as usize) else { continue };
                     let around = TensorItem::new(properties.dtype, &bounds.sizes).map_err(encode)?;
-                    let place = BoxPlace::new(shape, bounds, properties.dtype.size_in_bytes() as usize);
-                    let place = place
-                        .map_err(|error| encode(FormatError::unexpected("a box of the tensor", error.to_string())))?;
+                    let place = digests.then(|| {
+                        let place = BoxPlace::new(shape, bounds, properties.dtype.size_in_bytes() as usize);
+                        place.map_err(|error| FormatError::unexpected("a box of the tensor", error.to_string()))
+                    });
+                    let place = place.transpose().map_err(encode)?;
                     tensors.push(placed(around.length(), Content::Tensor { bounds, place, around }));
                 }
             }

@@ -84,11 +84,13 @@ use crate::threads::default_threads;
 pub struct WriteOptions {
     /// Threads that hash and write. Each needs about 1 MiB.
     pub threads: usize,
+    /// `true` (the default) if the digests of what is written are recorded.
+    pub digests: bool,
 }
 
 impl Default for WriteOptions {
     fn default() -> Self {
-        WriteOptions { threads: default_threads() }
+        WriteOptions { threads: default_threads(), digests: true }
     }
 }
 
@@ -124,8 +126,8 @@ pub struct WrittenItem {
     pub offset: u64,
     /// Bytes.
     pub length: u64,
-    /// Its part in the digest of its tensor or value.
-    pub part: Part,
+    /// Its part in the digest of its tensor or value; `None` if no digests are recorded.
+    pub part: Option<Part>,
 }
 
 /// Writes the selected items of one rank to its file, hashes and digests them on the way, and fsyncs it. No communication.
@@ -141,7 +143,7 @@ pub fn write_rank(
         return Ok(RankWritten::default());
     }
     let name = staging.data_file(rank);
-    let layout = layout::FileLayout::new(plan, selection, source)?;
+    let layout = layout::FileLayout::new(plan, selection, source, options.digests)?;
     let file = staging.create(&name, layout.length)?;
     let (integrity, parts) = payload::write(&file, &layout, source, options.threads)?;
     file.finish()?;
@@ -150,7 +152,7 @@ pub fn write_rank(
         chunk: placed.selected.chunk,
         offset: placed.offset,
         length: placed.length,
-        part,
+        part: options.digests.then_some(part),
     });
     Ok(RankWritten {
         file: Some(name),
@@ -193,12 +195,12 @@ fn place_items(metadata: &mut Metadata, written: &[RankWritten]) -> Result<(), F
     }
 }
 
-/// Returns the digests of all that was written, from the parts of all ranks.
-fn digests(metadata: &Metadata, written: &[RankWritten]) -> StateDigest {
+/// Returns the digests of all that was written, from the parts of all ranks; `None` if some rank has made none.
+fn digests(metadata: &Metadata, written: &[RankWritten]) -> Option<StateDigest> {
     let mut parts = vec![Part::default(); metadata.entries.len()];
     for item in written.iter().flat_map(|rank| &rank.items) {
         if let Some(part) = parts.get_mut(item.entry as usize) {
-            part.add(item.part);
+            part.add(item.part?);
         }
     }
     let digests = metadata.entries.iter().zip(parts).filter_map(|((fqn, entry), part)| match (entry, part) {
@@ -207,14 +209,14 @@ fn digests(metadata: &Metadata, written: &[RankWritten]) -> StateDigest {
         // A value that no rank wrote is an error elsewhere.
         (Entry::Bytes(_), Part::Elements(_)) => None,
     });
-    digests.collect()
+    Some(digests.collect())
 }
 
 /// Ends a save, on the rank that prepared it: writes `.integrity` and `.metadata`, and commits. Returns the digests of what
-/// was saved, which are in `.integrity` too.
+/// was saved, which are in `.integrity` too, unless [`WriteOptions::digests`] was off.
 ///
 /// `metadata` is that of the global plan; `written` is by rank. If any item was written by no rank, nothing is committed.
-pub fn finish(staging: Staging, metadata: Metadata, written: &[RankWritten]) -> Result<StateDigest, FileError> {
+pub fn finish(staging: Staging, metadata: Metadata, written: &[RankWritten]) -> Result<Option<StateDigest>, FileError> {
     finish_copy(staging, metadata, written, None)
 }
 
@@ -225,13 +227,15 @@ pub(crate) fn finish_copy(
     mut metadata: Metadata,
     written: &[RankWritten],
     original: Option<&StateDigest>,
-) -> Result<StateDigest, FileError> {
+) -> Result<Option<StateDigest>, FileError> {
     place_items(&mut metadata, written)?;
     let digests = digests(&metadata, written);
-    check_copy(staging.target(), original, &digests)?;
+    if let Some(digests) = &digests {
+        check_copy(staging.target(), original, digests)?;
+    }
     let metadata = encode(&metadata);
     let files = written.iter().filter_map(|rank| Some((rank.file.clone()?, rank.integrity.clone())));
-    let mut integrity = Integrity { files: files.collect(), digests: Some(digests.clone()) };
+    let mut integrity = Integrity { files: files.collect(), digests: digests.clone() };
     staging.check_files(integrity.files.keys())?;
     let mut own = FileIntegrity::default();
     own.push_bytes(&metadata);

@@ -110,7 +110,7 @@ fn run(
             else {
                 return Ok(Done::default());
             };
-            let payload = PlannedPayload { fqn: placed.fqn, bounds, offset: payload, length, place: Some(place) };
+            let payload = PlannedPayload { fqn: placed.fqn, bounds, offset: payload, length, place: place.as_ref() };
             write_part(file, &payload, start..end, source, true, buffer)
         }
     }
@@ -140,7 +140,9 @@ fn small_item(placed: &Placed<'_>, source: &dyn PayloadSource, buffer: &mut Vec<
     let crc = crc32fast::hash(&buffer[start + head..]);
     buffer[start..start + head].copy_from_slice(&around.head(crc));
     let mut sum = Sum::default();
-    sum.add_piece(place, 0, &buffer[start + head..]);
+    if let Some(place) = place {
+        sum.add_piece(place, 0, &buffer[start + head..]);
+    }
     buffer.extend_from_slice(&around.tail(crc));
     Ok(sum)
 }
