@@ -30,7 +30,7 @@ pub(crate) struct BenchArguments {
     /// Numbers of ranks
     #[arg(long, value_delimiter = ',', default_value = "1,2,4")]
     ranks: Vec<usize>,
-    /// Groups of cases: save, load, full, background, conversions, planning, offline, optim-state-dict, overhead,
+    /// Groups of cases: save, load, full, background, conversions, planning, offline, digests, optim-state-dict, overhead,
     /// collectives, train [default: all]
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
@@ -141,6 +141,7 @@ fn others(root: &Path, target: &Path, arguments: &BenchArguments) -> Result<Vec<
     let mut others = Vec::new();
     for (group, name, package, example) in [
         ("offline", "Offline commands", "fsdp-dcp", "offline"),
+        ("digests", "Digests in a save and a load of one rank", "fsdp-dcp", "digest_cost"),
         ("optim-state-dict", "Optimizer state, 4 ranks", "fsdp-nn", "optim_state_dict"),
         ("overhead", "A step on one rank beside plain candle", "fsdp-cli", "overhead"),
         ("collectives", "Collectives", "fsdp-comm", "collectives"),

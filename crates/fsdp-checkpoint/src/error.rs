@@ -10,6 +10,8 @@ use fsdp_nn::NnError;
 use fsdp_state::{LoadError, StateError};
 use thiserror::Error;
 
+use crate::compare::WrongTensor;
+
 /// An error of this crate. Errors that concern all ranks are the same on every rank.
 #[derive(Debug, Error)]
 #[non_exhaustive]
@@ -62,12 +64,33 @@ pub enum CheckpointError {
         /// The global rank that it differs from.
         reference: usize,
     },
+    /// Tensors were loaded, but not as they were saved: they do not have the digests that the checkpoint has of them.
+    #[error("`{}` was not loaded as it was saved: {}", path.display(), listed(tensors))]
+    NotAsSaved {
+        /// The checkpoint.
+        path: std::path::PathBuf,
+        /// The tensors, and the ranks on which they are wrong; at least one.
+        tensors: Vec<WrongTensor>,
+    },
     /// A save in the background ended without an outcome.
     #[error("the save in the background broke off: {problem}")]
     Background {
         /// How.
         problem: String,
     },
+}
+
+/// Lists the first few tensors for a message.
+fn listed(tensors: &[WrongTensor]) -> String {
+    const LISTED: usize = 8;
+    let of = |tensor: &WrongTensor| {
+        let ranks: Vec<String> = tensor.ranks.iter().take(LISTED).map(usize::to_string).collect();
+        let more = if tensor.ranks.len() > LISTED { " and others" } else { "" };
+        format!("`{}` on rank {}{more}", tensor.fqn, ranks.join(", "))
+    };
+    let names: Vec<String> = tensors.iter().take(LISTED).map(of).collect();
+    let (names, more) = (names.join("; "), tensors.len().saturating_sub(LISTED));
+    if more > 0 { format!("{names}; and {more} more tensors") } else { names }
 }
 
 impl Failure for CheckpointError {
@@ -77,6 +100,7 @@ impl Failure for CheckpointError {
             CheckpointError::Nn(error) => error.kind(),
             CheckpointError::State(error) => error.kind(),
             CheckpointError::Files(error) => error.kind(),
+            CheckpointError::NotAsSaved { .. } => ErrorKind::Corrupt,
             CheckpointError::Directory { source, .. } if source.kind() == io::ErrorKind::NotFound => {
                 ErrorKind::Incomplete
             }

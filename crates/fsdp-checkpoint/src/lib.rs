@@ -16,6 +16,7 @@
 pub mod async_save;
 pub mod catalog;
 mod checkpointer;
+mod compare;
 mod digest;
 mod error;
 mod from_checkpoint;
@@ -31,7 +32,8 @@ mod stateful;
 pub use async_save::AsyncSaver;
 pub use catalog::{StepCheckpoint, latest_checkpoint, list_checkpoints, step_name, step_path};
 pub use checkpointer::{CheckpointName, Checkpointer, CheckpointerOptions};
-pub use digest::state_digest;
+pub use compare::WrongTensor;
+pub use digest::{check_replicas, state_digest};
 pub use error::CheckpointError;
 pub use from_checkpoint::{FromCheckpointOptions, from_checkpoint};
 pub use fsdp_dcp::Location;

@@ -79,8 +79,8 @@ pub struct SaveReport {
 /// planning. [`load`](crate::load()) has an example.
 ///
 /// Collective: every rank of `group` brings its own values under the same keys; values that several ranks hold are
-/// written once. Plain values must be the same on all ranks that have the key. Only plans, statuses and hashes move between
-/// ranks, no tensor bytes. When it returns, the checkpoint is durable; when it fails, every rank gets the error,
+/// written once. Plain values must be the same on all ranks that have the key. Only plans, statuses, hashes and sums for
+/// digests move between ranks, no tensor bytes. When it returns, the checkpoint is durable; when it fails, every rank gets the error,
 /// and what was at `path` before is untouched.
 ///
 /// # Errors
@@ -164,7 +164,7 @@ impl Saver {
             (Some(staging), Some(metadata), Some(written)) => {
                 let _span = info_span!("commit", rank = group.rank()).entered();
                 let written: Vec<RankWritten> = written.into_iter().flatten().collect();
-                finish(staging, metadata.clone(), &written).map_err(CheckpointError::from)
+                finish(staging, metadata.clone(), &written).map(|_| ()).map_err(CheckpointError::from)
             }
             _ => Ok(()),
         };

@@ -1,5 +1,7 @@
 //! A checkpoint of any format as the source of a load: each rank reads the bytes that it needs, and nothing else.
 
+use std::hash::{Hash as _, Hasher as _};
+
 use candle_core::Tensor;
 use fsdp_comm::ProcessGroup;
 use fsdp_dcp::checkpoint::Checkpoint;
@@ -11,8 +13,10 @@ use fsdp_layout::{ErrorKind, Failure as _, KeyPath, PathPart, TensorBox};
 use fsdp_state::engine::Wanted;
 use fsdp_state::{Leaf, Lend, LoadError as _, LoadOptions, Memory, Schema, Source, StateValue};
 use indexmap::IndexMap;
+use twox_hash::XxHash3_64;
 
 use crate::CheckpointError;
+use crate::compare::{Comparison, check_value};
 
 /// The bytes that are lent and read at once. It is more than the threads need to be busy, and it bounds the memory that
 /// values pass through on their way to a device or to another dtype.
@@ -20,7 +24,8 @@ const WINDOW: usize = 512 << 20;
 
 /// An open checkpoint of any format, as the source of a load.
 ///
-/// Every rank opens it for itself and reads for itself; the only collectives are agreements.
+/// Every rank opens it for itself and reads for itself. The only collectives are agreements, and, if the checkpoint has
+/// digests, a gather of sums: what all ranks have loaded together must be what was saved.
 pub struct CheckpointSource<'a> {
     checkpoint: &'a dyn Checkpoint,
     schema: Schema,
@@ -105,14 +110,22 @@ impl<'a> CheckpointSource<'a> {
         LoadRequest { fqn, dtype: wanted.dtype, shape, boxes: wanted.boxes.clone() }
     }
 
-    /// Fills memory with the wanted boxes.
-    fn fill(&self, wanted: &[Wanted], memories: &mut [Memory], options: ReadOptions) -> Result<(), CheckpointError> {
+    /// Fills memory with the wanted boxes, and adds what was read to the comparison with digests.
+    fn fill(
+        &self,
+        wanted: &[Wanted],
+        memories: &mut [Memory],
+        options: ReadOptions,
+        comparison: &mut Option<Comparison<'_>>,
+    ) -> Result<(), CheckpointError> {
+        let options = ReadOptions { digest: comparison.is_some(), ..options };
         let tensors: Vec<Vec<_>> = memories.iter().map(Memory::tensors).collect();
         let mut guard = StorageGuard::take(&tensors.iter().flatten().collect::<Vec<_>>())?;
         let is_again = repeated(wanted, &tensors, &guard);
         let mut slices = guard.bytes_mut().into_iter();
         let mut destinations = Vec::with_capacity(wanted.len());
         let mut overlapping = Vec::new();
+        let mut read = Vec::with_capacity(wanted.len());
         for (index, (((wanted, memory), tensors), is_again)) in
             wanted.iter().zip(memories.iter_mut()).zip(&tensors).zip(is_again).enumerate()
         {
@@ -126,15 +139,21 @@ impl<'a> CheckpointSource<'a> {
                     continue;
                 }
             };
+            read.push(wanted);
             destinations.push(Destination { request: self.request(wanted), buffers });
         }
-        self.checkpoint.read(destinations, options)?;
+        let done = self.checkpoint.read(destinations, options)?;
+        if let Some(comparison) = comparison {
+            for (wanted, sums) in read.into_iter().zip(&done.sums) {
+                comparison.add(self.key(wanted.position), &wanted.boxes, sums);
+            }
+        }
         // Tensors that share some of their elements with others cannot be lent together, so they get copies.
         drop(guard);
         for index in overlapping {
             let wanted = &wanted[index];
             let mut copy = [Memory::fresh(wanted.dtype, &wanted.shape, &wanted.boxes)?];
-            self.fill(std::slice::from_ref(wanted), &mut copy, options)?;
+            self.fill(std::slice::from_ref(wanted), &mut copy, options, comparison)?;
             if let [Memory::Tensors(values)] = &copy {
                 memories[index].fill_from(values)?;
             }
@@ -180,7 +199,9 @@ impl Source for CheckpointSource<'_> {
                 wanted.extend(Wanted::of(&self.schema, position, dtype, boxes));
             }
         }
-        self.fill(&wanted, &mut memories, ReadOptions::default())?;
+        let mut comparison = Comparison::with(self.checkpoint);
+        self.fill(&wanted, &mut memories, ReadOptions::default(), &mut comparison)?;
+        comparison.map_or(Ok(()), |comparison| comparison.check_here())?;
         let mut memories = memories.into_iter();
         let mut values = Vec::with_capacity(positions.len());
         for &position in positions {
@@ -188,7 +209,11 @@ impl Source for CheckpointSource<'_> {
             let memory = if is_tensor { memories.next() } else { None };
             values.push(match memory {
                 Some(memory) => memory.into_value(true, &candle_core::Device::Cpu)?,
-                None => self.checkpoint.read_value(self.key(position))?.into(),
+                None => {
+                    let value = self.checkpoint.read_value(self.key(position))?;
+                    check_value(self.checkpoint, self.key(position), &value)?;
+                    value.into()
+                }
             });
         }
         Ok(values)
@@ -205,16 +230,41 @@ impl Source for CheckpointSource<'_> {
         let requests: Vec<LoadRequest> = wanted.iter().map(|wanted| self.request(wanted)).collect();
         // This finds boxes that no chunks cover, and files that are missing or too short, before anything changes.
         let checked = self.checkpoint.check_read(&requests, ReadPlanOptions::default());
-        CheckpointError::agree(group, operation, None, checked.map(|_| ()).map_err(CheckpointError::from))
+        // Ranks must have the same digests, since all or none compare what they load with them.
+        let digests = self.checkpoint.digests().map(|digests| digests.root().to_string());
+        let mut hasher = XxHash3_64::new();
+        digests.hash(&mut hasher);
+        let checked = checked.map(|_| ()).map_err(CheckpointError::from);
+        CheckpointError::agree(group, operation, Some(hasher.finish()), checked)
     }
 
     fn read(
         &mut self,
-        _: &ProcessGroup,
+        group: &ProcessGroup,
         _: &'static str,
         wanted: &[Wanted],
         lend: &mut dyn Lend,
         options: &LoadOptions,
+    ) -> Result<(), CheckpointError> {
+        let mut comparison = Comparison::with(self.checkpoint);
+        let read = self.read_windows(wanted, lend, options, &mut comparison);
+        // A rank that failed takes part all the same: the others compare what they have.
+        let compared = comparison.map_or(Ok(()), |comparison| comparison.check(group));
+        match compared {
+            Err(error @ CheckpointError::Comm(_)) => Err(error),
+            compared => read.and(compared),
+        }
+    }
+}
+
+impl CheckpointSource<'_> {
+    /// Reads all that is wanted, some of it at a time.
+    fn read_windows(
+        &self,
+        wanted: &[Wanted],
+        lend: &mut dyn Lend,
+        options: &LoadOptions,
+        comparison: &mut Option<Comparison<'_>>,
     ) -> Result<(), CheckpointError> {
         let options = ReadOptions { threads: options.threads, ..ReadOptions::default() };
         let mut first = 0;
@@ -223,7 +273,7 @@ impl Source for CheckpointSource<'_> {
             let positions = first..first + window;
             // Ask for the memory of a window of tensors, fill all of it, and give it back in the same order.
             let mut memories = positions.clone().map(|index| lend.lend(index)).collect::<Result<Vec<_>, _>>()?;
-            self.fill(&wanted[positions.clone()], &mut memories, options)?;
+            self.fill(&wanted[positions.clone()], &mut memories, options, comparison)?;
             positions.zip(memories).try_for_each(|(index, memory)| lend.filled(index, memory))?;
             first += window;
         }

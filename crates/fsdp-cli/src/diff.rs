@@ -26,6 +26,9 @@ pub(crate) struct DiffArguments {
     #[arg(long, value_name = "X", default_value_t = 0.0, hide_default_value = true,
           value_parser = tolerance)]
     tolerance: f64,
+    /// Read all data, also where both checkpoints have recorded digests; a tolerance does that too
+    #[arg(long)]
+    full: bool,
     /// Threads that read and compare [default: one for each core]
     #[arg(long, value_name = "N", env = "FSDP_THREADS", value_parser = count())]
     threads: Option<usize>,
@@ -47,6 +50,8 @@ struct Comparison {
     first: String,
     second: String,
     tolerance: f64,
+    /// `digests`, if they told all and no data was read; `elements` otherwise.
+    by: &'static str,
     equal: bool,
     /// The number of keys of either checkpoint.
     compared: usize,
@@ -76,7 +81,11 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
     let tolerance = Tolerance { absolute: arguments.tolerance, relative: 0.0 };
     let threads = or_all_cores(arguments.threads);
     let mut add = |name: &str, difference| differences.push(Row::new(name, &difference));
-    diff::diff_on_threads(&*first, &*second, tolerance, threads, &mut add)?;
+    let reads = arguments.full || tolerance != Tolerance::default();
+    let by_digests = !reads && diff::diff_digests(&*first, &*second, &mut add)?;
+    if !by_digests {
+        diff::diff_on_threads(&*first, &*second, tolerance, threads, &mut add)?;
+    }
     differences.sort_by(|a, b| natord::compare(&a.name, &b.name));
     let (keys, others) = (&first.metadata().entries, &second.metadata().entries);
     let compared = keys.len() + others.keys().filter(|key| !keys.contains_key(*key)).count();
@@ -85,6 +94,7 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
         first: arguments.first.to_string(),
         second: arguments.second.to_string(),
         tolerance: arguments.tolerance,
+        by: if by_digests { "digests" } else { "elements" },
         equal: differences.is_empty(),
         compared,
         differences,
@@ -96,6 +106,9 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
         let lines: Vec<String> =
             differences.iter().map(|row| format!("{}: {}", escaped(&row.name), escaped(&row.what))).collect();
         output::lines(&lines)?;
+    }
+    if by_digests {
+        output::talk("compared by the digests that both have recorded, no data was read; `--full` reads it");
     }
     if comparison.equal {
         output::talk(&format!("equal: {compared} tensors and values"));
@@ -113,6 +126,7 @@ impl Row {
             Difference::Kind => ("kind", "a tensor in one, a value in the other".to_owned()),
             Difference::DType { first, second } => ("dtype", format!("dtype {first} and {second}")),
             Difference::Shape { first, second } => ("shape", format!("shape {first:?} and {second:?}")),
+            Difference::Digest => ("digest", "other digests".to_owned()),
             Difference::Elements { count, first, max_abs: max } => {
                 (elements, max_abs) = (Some(*count), *max);
                 let by = max.map_or_else(String::new, |max| format!(", by at most {max:e}"));

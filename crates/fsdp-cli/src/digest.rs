@@ -1,6 +1,6 @@
 //! `fsdp digest`: one number that two checkpoints share if their state is the same, whatever their formats and layouts.
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use clap::Args;
 use fsdp_dcp::Location;
 use fsdp_dcp::checkpoint;
@@ -22,6 +22,9 @@ pub(crate) struct DigestArguments {
     /// The digests of all tensors and values as well
     #[arg(long, conflicts_with = "json")]
     each: bool,
+    /// The digests that were recorded when it was saved, without reading its data
+    #[arg(long)]
+    recorded: bool,
     /// One JSON object on stdout, with all digests
     #[arg(long, env = "FSDP_JSON")]
     json: bool,
@@ -37,6 +40,8 @@ const SCHEMA: u32 = 1;
 struct Digests {
     schema: u32,
     path: String,
+    /// `recorded` or `computed`.
+    from: &'static str,
     /// The digest of all of it.
     digest: String,
     /// The digests of tensors and values, by name.
@@ -46,14 +51,20 @@ struct Digests {
 /// Prints the digest of a checkpoint: `fsdp digest`.
 ///
 /// # Errors
-/// There is no committed checkpoint, or it cannot be read.
+/// There is no committed checkpoint, or it cannot be read; with `--recorded`, it has no digests.
 pub(crate) fn run(arguments: &DigestArguments) -> Result<()> {
     let checkpoint = checkpoint::open(&arguments.path, OpenOptions { verify: true })?;
-    let state = digest(&*checkpoint, or_all_cores(arguments.threads))?;
     let path = arguments.path.to_string();
+    let state = if arguments.recorded {
+        let recorded = checkpoint.digests();
+        recorded.with_context(|| format!("`{path}` has no recorded digests: leave out `--recorded`"))?.clone()
+    } else {
+        digest(&*checkpoint, or_all_cores(arguments.threads))?
+    };
+    let from = if arguments.recorded { "recorded" } else { "computed" };
     if arguments.json {
         let each = state.iter().map(|(name, digest)| (name.to_owned(), digest.to_string())).collect();
-        return output::json(&Digests { schema: SCHEMA, path, digest: state.root().to_string(), each });
+        return output::json(&Digests { schema: SCHEMA, path, from, digest: state.root().to_string(), each });
     }
     let mut lines = Vec::new();
     if arguments.each {

@@ -23,7 +23,7 @@ enum LevelName {
     Sizes,
     /// Also check every byte against its hash; in a DCP directory without hashes, against the archives' checksums
     Hashes,
-    /// Also read the numbers: count NaN and infinities, and compare copies of replicated tensors
+    /// Also read the numbers: count NaN and infinities, and compare digests and copies of replicated tensors
     Deep,
 }
 
@@ -63,6 +63,8 @@ struct Finding<'a> {
     values: usize,
     /// The number of copies that were compared with the first one (deep only).
     replicas: usize,
+    /// Tensors and values whose digests were compared with the recorded ones.
+    digests: usize,
     bytes_read: u64,
     problems: Vec<Problem>,
     /// The values that hold objects of types that are never built.
@@ -157,6 +159,7 @@ fn finding(path: String, report: &Report, problems: Vec<Problem>, unknown_files:
         tensors: report.tensors,
         values: report.values,
         replicas: report.replicas,
+        digests: report.digests,
         bytes_read: report.bytes_read,
         problems,
         opaque: report.opaque.iter().map(|(name, of)| Opaque { name, of }).collect(),
@@ -182,7 +185,8 @@ impl Finding<'_> {
         let verdict = if self.ok { "ok" } else { "damaged" };
         let hashes = if self.hashed { "hashes" } else { "no hashes" };
         let (tensors, values, read) = (self.tensors, self.values, iec(self.bytes_read));
-        lines.push(format!("{verdict:<9} {tensors} tensors, {values} values, {hashes}, {read} read"));
+        let digests = if self.digests > 0 { format!(", {} digests", self.digests) } else { String::new() };
+        lines.push(format!("{verdict:<9} {tensors} tensors, {values} values, {hashes}{digests}, {read} read"));
         lines
     }
 }

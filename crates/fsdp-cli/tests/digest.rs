@@ -90,3 +90,56 @@ fn people_see_the_digest_and_the_path_and_if_asked_for_each_tensor() {
     assert_eq!(lines, each.len() + 1);
     fsdp(&["digest", "nothing-here"]).assert().failure().stderr(contains("nothing-here"));
 }
+
+#[test]
+fn diff_names_what_differs_by_digests_alone_where_both_have_them() {
+    let directory = TempDir::new().unwrap();
+    let place = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
+    let source = fixture("fsdp2_adamw_ws2/dcp");
+    let (first, second) = (place("first"), place("second.safetensors"));
+    fsdp(&["reshard", &source, &first, "--world-size", "3"]).assert().success();
+    fsdp(&["convert", &source, &second, "--to", "safetensors"]).assert().success();
+    assert_eq!(digests(&first, &["--recorded"])["digest"], digests(&first, &[])["digest"]);
+    // The files of both hold no elements any more: none is read.
+    let lost = place("first/__0_0.distcp");
+    let bytes = fs::read(&lost).unwrap();
+    fs::write(&lost, vec![0; bytes.len()]).unwrap();
+    fsdp(&["diff", &first, &second]).assert().success().stderr(contains("no data was read"));
+    fsdp(&["diff", &first, &second, "--full"]).assert().failure();
+    fsdp(&["diff", &first, &second, "--tolerance", "1"]).assert().failure();
+    fs::write(&lost, bytes).unwrap();
+    fsdp(&["diff", &first, &second, "--full"]).assert().success();
+    // One with other weights.
+    let third = place("third");
+    let name =
+        digests(&first, &[])["each"].as_object().unwrap().keys().find(|key| key.ends_with("weight")).unwrap().clone();
+    fsdp(&["convert", &first, &third, "--to", "dcp", "--dtype", "bf16", "--include", &name]).assert().success();
+    let found = fsdp(&["diff", &first, &third, "--json"]).assert().failure().get_output().stdout.clone();
+    let found: Value = serde_json::from_slice(&found).unwrap();
+    assert_eq!(found["by"], "digests");
+    let of_weight = found["differences"].as_array().unwrap().iter().find(|row| row["name"] == name.as_str()).unwrap();
+    assert_eq!(of_weight["kind"], "dtype");
+    // Checkpoints of other programs have no digests.
+    fsdp(&["digest", &source, "--recorded"]).assert().failure().stderr(contains("has no recorded digests"));
+    let found = fsdp(&["diff", &first, &source, "--json"]).assert().success().get_output().stdout.clone();
+    assert_eq!(serde_json::from_slice::<Value>(&found).unwrap()["by"], "elements");
+}
+
+#[test]
+fn other_elements_have_other_digests() {
+    let directory = TempDir::new().unwrap();
+    let place = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
+    let (plain, changed) = (place("a.safetensors"), place("b.safetensors"));
+    fsdp(&["convert", &fixture("fsdp2_adamw_ws2/dcp"), &plain, "--to", "safetensors"]).assert().success();
+    let mut bytes = fs::read(&plain).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    fs::write(&changed, bytes).unwrap();
+    // The header still has the digests of before: only data tells.
+    fsdp(&["diff", &plain, &changed]).assert().success();
+    fsdp(&["diff", &plain, &changed, "--full"]).assert().code(17).stdout(contains("1 elements differ"));
+    fsdp(&["verify", &changed, "--level", "deep"]).assert().code(10).stdout(contains("not the recorded digest"));
+    // What would pass it on under a new digest refuses to.
+    let error = fsdp(&["convert", &changed, &place("c"), "--to", "dcp"]).assert().code(10);
+    error.stderr(contains("not what was saved"));
+    assert!(!Path::new(&place("c")).exists());
+}

@@ -1,4 +1,4 @@
-//! Comparing two checkpoints, tensor by tensor, streaming.
+//! Comparing two checkpoints, tensor by tensor: by the digests that both have recorded, or streaming.
 
 use std::collections::HashMap;
 
@@ -38,6 +38,8 @@ pub enum Difference {
         /// In the second one.
         second: Vec<usize>,
     },
+    /// The recorded digests of a tensor or a value differ.
+    Digest,
     /// Some elements differ by more than the tolerance.
     Elements {
         /// The number of such elements.
@@ -90,13 +92,43 @@ pub fn diff_on_threads(
     threads: usize,
     found: &mut dyn FnMut(&str, Difference),
 ) -> Result<(), FileError> {
+    walk(first, second, threads, &|fqn, entry| key(first, second, fqn, entry, tolerance), found)
+}
+
+/// Compares two checkpoints by the digests that both have recorded, without reading their tensors. Returns `false`, and has
+/// compared nothing, if one has none. Equal digests stand for equal bits; of those that differ, no more is known.
+pub fn diff_digests(
+    first: &dyn Checkpoint,
+    second: &dyn Checkpoint,
+    found: &mut dyn FnMut(&str, Difference),
+) -> Result<bool, FileError> {
+    let (Some(a), Some(b)) = (first.digests(), second.digests()) else { return Ok(false) };
+    let by_digest = |fqn: &str, entry: &Entry| {
+        let other = second.metadata().entries.get(fqn);
+        Ok(shallow(entry, other).or_else(|| (a.get(fqn) != b.get(fqn)).then_some(Difference::Digest)))
+    };
+    walk(first, second, 1, &by_digest, found)?;
+    Ok(true)
+}
+
+/// Compares what one checkpoint has at a key with the other.
+type CompareKey<'c> = dyn Fn(&str, &Entry) -> Result<Option<Difference>, FileError> + Sync + 'c;
+
+/// Compares all keys of two checkpoints by `compare`, and what only one has, or has in parts.
+fn walk(
+    first: &dyn Checkpoint,
+    second: &dyn Checkpoint,
+    threads: usize,
+    compare: &CompareKey<'_>,
+    found: &mut dyn FnMut(&str, Difference),
+) -> Result<(), FileError> {
     // What one holds whole and the other in parts is compared part by part.
     let (nested, in_parts) = (Nested::of(first, second)?, Nested::of(second, first)?);
     let entries: Vec<(&String, &Entry)> = first.metadata().entries.iter().collect();
     let compared = on_each(&entries, threads, |(fqn, entry)| match nested.parts.get(*fqn) {
         Some(_) => Ok(None),
         None if in_parts.in_other.contains(*fqn) => Ok(None),
-        None => key(first, second, fqn, entry, tolerance),
+        None => compare(fqn, entry),
     });
     for ((fqn, _), compared) in entries.into_iter().zip(compared) {
         for (key, value) in nested.parts.get(fqn).into_iter().flatten() {
@@ -131,24 +163,33 @@ fn key(
     entry: &Entry,
     tolerance: Tolerance,
 ) -> Result<Option<Difference>, FileError> {
-    Ok(match (entry, second.metadata().entries.get(fqn)) {
-        (_, None) => Some(Difference::OnlyInFirst),
-        (Entry::Bytes(_), Some(Entry::Bytes(_))) => {
+    if let Some(difference) = shallow(entry, second.metadata().entries.get(fqn)) {
+        return Ok(Some(difference));
+    }
+    match entry {
+        Entry::Bytes(_) => {
             let (a, b) = (first.describe_value(fqn)?, second.describe_value(fqn)?);
-            (!a.same_bits(&b)).then(|| Difference::Value { first: format!("{a:?}"), second: format!("{b:?}") })
+            let differ = !a.same_bits(&b);
+            Ok(differ.then(|| Difference::Value { first: format!("{a:?}"), second: format!("{b:?}") }))
+        }
+        Entry::Tensor(tensor) => tensors(first, second, fqn, tensor.properties.dtype, &tensor.shape, tolerance),
+    }
+}
+
+/// Returns the difference that the metadata of a key tell, if they tell one.
+fn shallow(first: &Entry, second: Option<&Entry>) -> Option<Difference> {
+    match (first, second) {
+        (_, None) => Some(Difference::OnlyInFirst),
+        (Entry::Bytes(_), Some(Entry::Bytes(_))) => None,
+        (Entry::Tensor(a), Some(Entry::Tensor(b))) if a.shape != b.shape => {
+            Some(Difference::Shape { first: a.shape.clone(), second: b.shape.clone() })
         }
         (Entry::Tensor(a), Some(Entry::Tensor(b))) => {
-            let (dtype_a, dtype_b) = (a.properties.dtype, b.properties.dtype);
-            if a.shape != b.shape {
-                Some(Difference::Shape { first: a.shape.clone(), second: b.shape.clone() })
-            } else if dtype_a != dtype_b {
-                Some(Difference::DType { first: dtype_a, second: dtype_b })
-            } else {
-                tensors(first, second, fqn, dtype_a, &a.shape, tolerance)?
-            }
+            let (first, second) = (a.properties.dtype, b.properties.dtype);
+            (first != second).then_some(Difference::DType { first, second })
         }
         _ => Some(Difference::Kind),
-    })
+    }
 }
 
 /// Compares a part of a value that one checkpoint holds whole with what the other one has at its key. `is_second` tells

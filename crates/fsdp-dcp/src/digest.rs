@@ -1,6 +1,7 @@
 //! The digest of a checkpoint: the same for the same state, in whatever format, layout and number of files.
 
 use std::ops::Range;
+use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -64,6 +65,15 @@ pub fn digest(checkpoint: &dyn Checkpoint, threads: usize) -> Result<StateDigest
         digests.insert(fqn, sum.finish(dtype, shape));
     }
     Ok(digests)
+}
+
+/// Checks that a copy that was written to `path` has the digests of its original, if that has any.
+pub(crate) fn check_copy(path: &Path, original: Option<&StateDigest>, copy: &StateDigest) -> Result<(), FileError> {
+    let names = original.map_or_else(Vec::new, |original| original.differing(copy));
+    if names.is_empty() {
+        return Ok(());
+    }
+    Err(FileError::Digests { path: path.to_owned(), names })
 }
 
 impl Job<'_> {

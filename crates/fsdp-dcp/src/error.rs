@@ -221,6 +221,14 @@ pub enum FileError {
     /// The checkpoint does not have what is asked for.
     #[error(transparent)]
     LoadPlan(#[from] LoadPlanError),
+    /// Tensors or values do not have the digests that the checkpoint has of them.
+    #[error("what `{}` holds is not what was saved: {} not the recorded digest", path.display(), have(names))]
+    Digests {
+        /// The checkpoint.
+        path: PathBuf,
+        /// Their flat keys; at least one.
+        names: Vec<String>,
+    },
     /// The ranks' items do not make one checkpoint.
     #[error(transparent)]
     SavePlan(#[from] SavePlanError),
@@ -267,6 +275,15 @@ fn listed(files: &[String]) -> String {
     let more = files.len().saturating_sub(LISTED);
     let names = names.join(", ");
     if more > 0 { format!("{names} and {more} more files") } else { names }
+}
+
+/// Lists the first few keys for a message, and the verb for what they have.
+fn have(names: &[String]) -> String {
+    const LISTED: usize = 4;
+    let listed: Vec<String> = names.iter().take(LISTED).map(|name| format!("`{name}`")).collect();
+    let (listed, more) = (listed.join(", "), names.len().saturating_sub(LISTED));
+    let verb = if names.len() == 1 { "has" } else { "have" };
+    if more > 0 { format!("{listed} and {more} more {verb}") } else { format!("{listed} {verb}") }
 }
 
 /// Lists the first few opaque values for a message.

@@ -23,7 +23,9 @@ impl Failure for FileError {
             | FileError::Encode { .. } => ErrorKind::Usage,
             FileError::AfterCommit { .. } => ErrorKind::AfterCommit,
             FileError::Path { .. } => ErrorKind::Unsafe,
-            FileError::NotStored { .. } | FileError::LoadPlan(LoadPlanError::Chunks { .. }) => ErrorKind::Corrupt,
+            FileError::NotStored { .. }
+            | FileError::Digests { .. }
+            | FileError::LoadPlan(LoadPlanError::Chunks { .. }) => ErrorKind::Corrupt,
             FileError::LoadPlan(_) => ErrorKind::Difference,
             _ => kind_of_cause(self),
         }

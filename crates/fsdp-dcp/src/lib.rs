@@ -75,7 +75,8 @@ pub mod checkpoint {
 /// Reading a DCP directory, and the options of reading in any format.
 pub mod reader {
     pub use crate::dcp::reader::CheckpointReader;
-    pub use crate::formats::read::{Destination, OpenOptions, ReadOptions};
+    pub use crate::formats::read::{Destination, OpenOptions, ReadDone, ReadOptions};
+    pub use crate::payload::slot::Slot;
 }
 
 /// The parts that tests and fuzz targets reach, and nobody else should.

@@ -113,7 +113,8 @@ impl PayloadSource for Streamed<'_> {
     }
 
     fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, FileError> {
-        self.source.read_value(fqn).map(Cow::Owned)
+        // Of an opaque value, whose stored item is copied, it is the description.
+        self.source.describe_value(fqn).map(Cow::Owned)
     }
 }
 

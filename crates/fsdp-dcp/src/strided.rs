@@ -3,9 +3,10 @@
 //! Elements are visited in the order of their position in the storage, so that a file is read forwards.
 
 use fsdp_layout::TensorBox;
-use fsdp_layout::boxes::row_major_strides;
+use fsdp_layout::boxes::{copy_runs, row_major_strides};
 
 use crate::error::FormatError;
+use crate::payload::slot::Slot;
 use crate::storage::read_at::{BlockReader, ReadAt};
 
 /// The places of a tensor's (or chunk's) elements in a storage, counted in elements.
@@ -106,20 +107,21 @@ impl Iterator for StridedRuns {
 /// A gap between runs up to which it is cheaper to read on than to read again.
 const NEAR: u64 = 16 << 10;
 
-/// Reads `overlap` into `dst`, the row-major bytes of the box `to`. The storage starts at byte `storage` of the source.
+/// Reads `overlap` into a slot. The storage starts at byte `storage` of the source.
 pub(crate) fn read_overlap<S: ReadAt + ?Sized>(
     reader: &mut BlockReader<'_, S>,
     storage: u64,
     element: usize,
     from: &StridedLayout,
     overlap: &TensorBox,
-    to: &TensorBox,
-    dst: &mut [u8],
+    slot: &mut Slot<'_>,
 ) -> Result<(), FormatError> {
+    let Slot { bounds: to, bytes: dst, digest } = slot;
     let runs = StridedRuns::new(overlap, from, to);
     let bytes = element as u64;
     let limit = storage + runs.end() * bytes;
     let mut scratch = Vec::new();
+    let mut is_scattered = false;
     let mut runs = runs.peekable();
     while let Some(run) = runs.next() {
         let start = storage + run.src * bytes;
@@ -129,9 +131,15 @@ pub(crate) fn read_overlap<S: ReadAt + ?Sized>(
         let limit = if near { limit } else { end };
         if run.dst_step == 1 && (run.src_step == 1 || run.len == 1) {
             let at = run.dst * element;
-            reader.read(start, &mut dst[at..at + run.len * element], limit)?;
+            let mut seen = |from: usize, bytes: &[u8]| {
+                if let Some(digest) = digest.as_mut() {
+                    digest.add(at + from, bytes);
+                }
+            };
+            reader.read(start, &mut dst[at..at + run.len * element], limit, &mut seen)?;
             continue;
         }
+        is_scattered = true;
         // Elements lie apart, here or there: read what spans some of them, then pick.
         const SPAN: usize = 64 << 10;
         let step = run.src_step * element;
@@ -141,7 +149,7 @@ pub(crate) fn read_overlap<S: ReadAt + ?Sized>(
             let count = at_once.min(run.len - done);
             let span = (count - 1) * step + element;
             scratch.resize(span, 0);
-            reader.read(start + (done * step) as u64, &mut scratch[..span], limit)?;
+            reader.read(start + (done * step) as u64, &mut scratch[..span], limit, &mut |_, _| ())?;
             for k in 0..count {
                 let at = (run.dst + (done + k) * run.dst_step) * element;
                 dst[at..at + element].copy_from_slice(&scratch[k * step..k * step + element]);
@@ -149,13 +157,22 @@ pub(crate) fn read_overlap<S: ReadAt + ?Sized>(
             done += count;
         }
     }
+    // Elements that came one by one are digested in rows, once all are there.
+    if let (true, Some(digest)) = (is_scattered, digest) {
+        for run in copy_runs(overlap, to, overlap) {
+            digest.add(run.src * element, &dst[run.src * element..(run.src + run.len) * element]);
+        }
+    }
     Ok(())
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use fsdp_digest::{BoxPlace, Sum};
     use proptest::prelude::*;
+
+    use super::*;
+    use crate::payload::slot::SlotDigest;
 
     /// Generates a shape, the order of its dimensions in memory, and a box in it.
     fn case() -> impl Strategy<Value = (Vec<usize>, Vec<usize>, Vec<usize>, Vec<usize>)> {
@@ -184,7 +201,13 @@ mod tests {
             let from = StridedLayout { bounds: TensorBox::whole(&shape), offset: 0, strides: strides.clone() };
             let mut dst = vec![0xee; wanted.numel() * 2];
             let mut reader = BlockReader::new(storage.as_slice());
-            read_overlap(&mut reader, 0, 2, &from, &wanted, &wanted, &mut dst).unwrap();
+            let mut slot = Slot::new(wanted.clone(), &mut dst);
+            slot.digest = Some(SlotDigest::new(BoxPlace::new(&shape, &wanted, 2).unwrap()));
+            read_overlap(&mut reader, 0, 2, &from, &wanted, &mut slot).unwrap();
+            let sum = slot.digest.unwrap().sum();
+            let mut expected = Sum::default();
+            expected.add_box(&shape, &wanted, 2, &dst).unwrap();
+            prop_assert_eq!(sum, expected);
             let local = row_major_strides(&wanted.sizes);
             for i in 0..wanted.numel() {
                 let at: usize =
@@ -200,7 +223,8 @@ mod tests {
         let storage = [9u8, 1, 2];
         let mut dst = [0; 6];
         let whole = TensorBox::whole(&[3, 2]);
-        read_overlap(&mut BlockReader::new(&storage[..]), 0, 1, &from, &whole, &whole, &mut dst).unwrap();
+        let mut slot = Slot::new(whole.clone(), &mut dst);
+        read_overlap(&mut BlockReader::new(&storage[..]), 0, 1, &from, &whole, &mut slot).unwrap();
         assert_eq!(dst, [1, 2, 1, 2, 1, 2]);
     }
 }

@@ -43,9 +43,14 @@
 //! first factor is below 2^32. Any other change goes unnoticed with a chance of about 2^-66 for the worst pattern known
 //! (only top bits of words change) and 2^-128 for random ones.
 
+mod blocks;
 mod coefficients;
+mod part;
+mod place;
 mod state;
 mod sum;
 
+pub use self::part::Part;
+pub use self::place::BoxPlace;
 pub use self::state::StateDigest;
 pub use self::sum::{Digest, DigestError, Sum};

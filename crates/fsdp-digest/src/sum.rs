@@ -3,15 +3,12 @@
 use std::fmt;
 use std::str::FromStr;
 
-use fsdp_layout::boxes::{checked_numel, copy_runs};
 use fsdp_layout::{DType, PlainValue, TensorBox};
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_128;
 
-use crate::coefficients::{BLOCK_BYTES, TABLES, block_factor};
-
-/// The low half of a pair of words.
-const LOW: u64 = 0xffff_ffff;
+use crate::blocks;
+use crate::place::BoxPlace;
 
 /// The sum over some elements of a tensor. Sums of boxes that do not overlap add up, in any order.
 ///
@@ -70,35 +67,29 @@ impl Sum {
         element: usize,
         bytes: &[u8],
     ) -> Result<(), DigestError> {
-        if !bounds.fits(shape) || checked_numel(shape).and_then(|numel| numel.checked_mul(element)).is_none() {
-            return Err(DigestError::OutsideOfTensor { bounds: bounds.clone(), shape: shape.to_vec() });
+        let place = BoxPlace::new(shape, bounds, element)?;
+        if bytes.len() as u64 != place.length() {
+            let (expected, found) = (place.length() as usize, bytes.len());
+            return Err(DigestError::WrongLength { bounds: bounds.clone(), element, expected, found });
         }
-        let expected = bounds.numel() * element;
-        if bytes.len() != expected {
-            return Err(DigestError::WrongLength { bounds: bounds.clone(), element, expected, found: bytes.len() });
-        }
-        // The box's elements in runs that are contiguous in the whole tensor.
-        for run in copy_runs(bounds, &TensorBox::whole(shape), bounds) {
-            let (start, end) = (run.dst * element, (run.dst + run.len) * element);
-            self.add_bytes((run.src * element) as u64, &bytes[start..end]);
-        }
+        self.add_piece(&place, 0, bytes);
         Ok(())
+    }
+
+    /// Adds bytes that begin at an offset in the row-major bytes of a box. Bytes beyond the end of the box are not
+    /// counted.
+    pub fn add_piece(&mut self, place: &BoxPlace, offset: u64, bytes: &[u8]) {
+        let mut rest = &bytes[..bytes.len().min(place.length().saturating_sub(offset) as usize)];
+        for (start, length) in place.pieces(offset, rest.len() as u64) {
+            let (piece, after) = rest.split_at(length as usize);
+            self.add_bytes(start, piece);
+            rest = after;
+        }
     }
 
     /// Adds bytes that begin at an offset in the string of the whole tensor's bytes.
     pub fn add_bytes(&mut self, offset: u64, bytes: &[u8]) {
-        let (mut offset, mut rest) = (offset, bytes);
-        while !rest.is_empty() {
-            let start = (offset % BLOCK_BYTES as u64) as usize;
-            let (part, after) = rest.split_at(rest.len().min(BLOCK_BYTES - start));
-            let sums = block_sums(start, part);
-            for (lane, sum) in sums.into_iter().enumerate() {
-                let weighted = block_factor(lane, offset / BLOCK_BYTES as u64).wrapping_mul(sum);
-                self.lanes[lane] = self.lanes[lane].wrapping_add(weighted);
-            }
-            offset += part.len() as u64;
-            rest = after;
-        }
+        self.add(Sum { lanes: blocks::sums(offset, bytes) });
     }
 
     /// Adds the sum of other elements of the same tensor.
@@ -122,41 +113,6 @@ impl Sum {
 /// Returns the first bytes of what a digest is a hash of.
 fn beginning(kind: &str) -> Vec<u8> {
     [b"fsdp-digest-1\0", kind.as_bytes(), b"\0"].concat()
-}
-
-/// Returns both lanes' sums over bytes of one block that begin at `start` in it.
-fn block_sums(start: usize, bytes: &[u8]) -> [u64; 2] {
-    // Pairs of words are read at once. Bytes before the first whole pair, and after the last, come with zeros around them.
-    let head = bytes.len().min((8 - start % 8) % 8);
-    let (head, rest) = bytes.split_at(head);
-    let pairs = rest.chunks_exact(8);
-    let tail = pairs.remainder();
-    let first = (start + head.len()) / 8;
-    let count = rest.len() / 8;
-    let mut sums = pair_sums(&rest[..count * 8], [&TABLES[0][first..first + count], &TABLES[1][first..first + count]]);
-    for (edge, at, pair) in [(head, start % 8, start / 8), (tail, 0, first + count)] {
-        if !edge.is_empty() {
-            let mut bytes = [0; 8];
-            bytes[at..at + edge.len()].copy_from_slice(edge);
-            let of_edge = pair_sums(&bytes, [&TABLES[0][pair..=pair], &TABLES[1][pair..=pair]]);
-            sums = [sums[0].wrapping_add(of_edge[0]), sums[1].wrapping_add(of_edge[1])];
-        }
-    }
-    sums
-}
-
-/// Returns both lanes' sums over whole pairs of words. Written so that compilers use vector instructions for it.
-fn pair_sums(bytes: &[u8], tables: [&[u64]; 2]) -> [u64; 2] {
-    let (mut first, mut second) = ([0u64; 2], [0u64; 2]);
-    for ((pair, a), b) in bytes.chunks_exact(8).zip(tables[0]).zip(tables[1]) {
-        let pair = pair.try_into().map_or(0, u64::from_le_bytes);
-        let (even, odd) = (pair & LOW, pair >> 32);
-        first[0] = first[0].wrapping_add(even.wrapping_mul(a & LOW));
-        first[1] = first[1].wrapping_add(odd.wrapping_mul(a >> 32));
-        second[0] = second[0].wrapping_add(even.wrapping_mul(b & LOW));
-        second[1] = second[1].wrapping_add(odd.wrapping_mul(b >> 32));
-    }
-    [first[0].wrapping_add(first[1]), second[0].wrapping_add(second[1])]
 }
 
 /// The digest of a tensor, a plain value or a state dict: 128 bits, written as 32 hexadecimal digits.

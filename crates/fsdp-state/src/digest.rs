@@ -3,9 +3,8 @@
 use std::hash::{Hash as _, Hasher as _};
 
 use fsdp_comm::ProcessGroup;
-use fsdp_digest::{Digest, StateDigest, Sum};
+use fsdp_digest::{Digest, Part, StateDigest, Sum};
 use fsdp_layout::{KeyPath, PathPart, TensorBox};
-use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_64;
 
 use crate::engine::LoadError as _;
@@ -72,31 +71,20 @@ pub fn digest_state_dict(state: &StateDict, group: &ProcessGroup) -> Result<Stat
     let all: Vec<Vec<Part>> = group.all_gather_object(&parts)?;
     let mut digests = StateDigest::default();
     for (index, (key, _, leaf)) in flat.iter().enumerate() {
-        let mut sum = Sum::default();
-        for part in all.iter().filter_map(|parts| parts.get(index)) {
-            match part {
-                Part::Elements(part) => sum.add(*part),
-                Part::Value(digest) => _ = digests.insert(key.as_str(), *digest),
-            }
-        }
-        if let Some((dtype, shape)) = leaf.tensor() {
-            digests.insert(key.as_str(), sum.finish(dtype, shape));
+        let mut whole = Part::default();
+        all.iter().filter_map(|parts| parts.get(index)).for_each(|part| whole.add(*part));
+        match (leaf.tensor(), whole) {
+            (Some((dtype, shape)), whole) => _ = digests.insert(key.as_str(), whole.finish(dtype, shape)),
+            (None, Part::Value(digest)) => _ = digests.insert(key.as_str(), digest),
+            // A plain value always comes from rank 0.
+            (None, Part::Elements(_)) => {}
         }
     }
     Ok(digests)
 }
 
-/// The part of one rank in the digest of a tensor or a value.
-#[derive(Debug, Serialize, Deserialize)]
-enum Part {
-    /// The sum over the elements that this rank counts.
-    Elements(Sum),
-    /// A plain value, of rank 0.
-    Value(Digest),
-}
-
 /// Returns a state dict's values by their flat keys, sorted, each with its description.
-fn flat_with_leaves(state: &StateDict) -> Result<Vec<(String, StateValue, Leaf)>, StateError> {
+pub(crate) fn flat_with_leaves(state: &StateDict) -> Result<Vec<(String, StateValue, Leaf)>, StateError> {
     let mut flat = Vec::new();
     for (key, value) in flatten_state_dict(state)?.values {
         let leaf = Leaf::of(&KeyPath(vec![PathPart::Key(key.clone())]), &value)?;

@@ -110,6 +110,13 @@ pub enum StateError {
         /// The value there.
         expected: String,
     },
+    /// Ranks that should hold the same elements hold others.
+    #[error("replicas differ: {}", listed(tensors))]
+    ReplicasDiffer {
+        /// The flat keys, and the ranks that hold something else than most; if there is no majority, all that should hold
+        /// the same.
+        tensors: Vec<(String, Vec<usize>)>,
+    },
     /// A target or a sink outside this crate failed.
     #[error("{message}")]
     Other {
@@ -213,7 +220,7 @@ impl Failure for StateError {
     fn kind(&self) -> ErrorKind {
         match self {
             StateError::Comm(error) => error.kind(),
-            StateError::Incompatible { .. } => ErrorKind::Difference,
+            StateError::Incompatible { .. } | StateError::ReplicasDiffer { .. } => ErrorKind::Difference,
             StateError::PartlyLoaded { kind, .. } | StateError::Other { kind, .. } => *kind,
             _ => ErrorKind::Other,
         }
@@ -222,6 +229,18 @@ impl Failure for StateError {
 
 /// Most names of each list of a report that a message shows.
 const SHOWN: usize = 8;
+
+/// Lists the first few tensors, and the ranks of each, for a message.
+fn listed(tensors: &[(String, Vec<usize>)]) -> String {
+    let of = |(name, ranks): &(String, Vec<usize>)| {
+        let shown: Vec<String> = ranks.iter().take(SHOWN).map(usize::to_string).collect();
+        let more = if ranks.len() > SHOWN { " and others" } else { "" };
+        format!("`{name}` on rank {}{more}", shown.join(", "))
+    };
+    let names: Vec<String> = tensors.iter().take(SHOWN).map(of).collect();
+    let (names, more) = (names.join("; "), tensors.len().saturating_sub(SHOWN));
+    if more > 0 { format!("{names}; and {more} more") } else { names }
+}
 
 /// A report in one sentence, long lists cut: ``missing key(s) `a`, `b`; unexpected key(s) `c` ``.
 struct Summary<'a>(&'a LoadReport);

@@ -1,10 +1,15 @@
 //! A live run, its checkpoints, and the runs that load them have one digest, at any number of ranks.
 
+use std::path::Path;
+
 use candle_core::{DType, Device, Tensor};
-use fsdp_checkpoint::{CheckpointError, Checkpointer, CheckpointerOptions, state_digest};
+use fsdp_checkpoint::{
+    CheckpointError, Checkpointer, CheckpointerOptions, LoadOptions, load, load_in_place, state_digest,
+};
 use fsdp_comm::run_local;
 use fsdp_dcp::checkpoint;
 use fsdp_dcp::digest::digest;
+use fsdp_dcp::internals::{INTEGRITY_FILE, Integrity};
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_flat::{LocalShard, ShardedTensor};
 use fsdp_layout::{PlainValue, TensorBox};
@@ -34,6 +39,8 @@ fn a_live_run_has_the_digest_of_its_checkpoint_at_any_number_of_ranks() {
             .unwrap();
             let saved = checkpoint::open(path.join("saved"), OpenOptions { verify: true }).unwrap();
             let expected = digest(&*saved, 2).unwrap();
+            // The save has recorded them.
+            assert_eq!(saved.digests(), Some(&expected), "{strategy:?} on {ranks} ranks");
             for digests in &live {
                 assert_eq!(digests.differing(&expected), Vec::<String>::new(), "{strategy:?} on {ranks} ranks");
             }
@@ -97,4 +104,101 @@ fn ranks_with_other_names_get_the_same_error() {
         run_local(1, |group| digest_state_dict(&rows(0, 3), &group)).unwrap().swap_remove(0),
         Err(StateError::NotCovered { .. } | StateError::Comm(_))
     ));
+}
+
+/// Exchanges the recorded digests of two names, as if their state had been saved under each other's: all hashes stay right.
+fn exchange_digests(checkpoint: &Path, a: &str, b: &str) {
+    let file = checkpoint.join(INTEGRITY_FILE);
+    let mut integrity = Integrity::decode(&std::fs::read(&file).unwrap()).unwrap();
+    let digests = integrity.digests.as_mut().unwrap();
+    let (of_a, of_b) = (digests.get(a).unwrap(), digests.get(b).unwrap());
+    digests.insert(a, of_b);
+    digests.insert(b, of_a);
+    std::fs::write(&file, integrity.encode().unwrap()).unwrap();
+}
+
+#[test]
+fn a_load_that_is_not_what_was_saved_is_the_same_error_on_every_rank() {
+    let dir = tempfile::tempdir().unwrap();
+    let (weight, moment) = ("optim.state.a.weight.exp_avg", "optim.state.a.weight.exp_avg_sq");
+    for (index, strategy) in STRATEGIES.into_iter().enumerate() {
+        for ranks in 1..=3 {
+            let run_dir = dir.path().join(format!("{index}-{ranks}"));
+            let path = &*run_dir.join("saved");
+            let outcomes = run_local(ranks, |group| {
+                let mut run = new_run_with(&group, strategy, &adamw(), 3);
+                step(&mut run, 1);
+                let mut checkpointer = Checkpointer::new(&*run_dir, &group, CheckpointerOptions::default()).unwrap();
+                checkpointer.save(path, &run).unwrap();
+                group.barrier().unwrap();
+                if group.rank() == 0 {
+                    exchange_digests(path, weight, moment);
+                }
+                group.barrier().unwrap();
+                let mut options = CheckpointerOptions::default();
+                options.load.staged = true;
+                let staged = Checkpointer::new(&*run_dir, &group, options.clone()).unwrap();
+                let mut resumed = new_run_with(&group, strategy, &adamw(), 4);
+                let before = state_digest(&resumed, &group).unwrap();
+                let error = staged.load(path, &mut resumed).unwrap_err().to_string();
+                assert_eq!(state_digest(&resumed, &group).unwrap(), before);
+                let in_place = checkpointer.load(path, &mut resumed).unwrap_err();
+                assert!(matches!(in_place, CheckpointError::State(StateError::PartlyLoaded { .. })), "{in_place}");
+                // Without verification nothing is compared.
+                options.load.verify = false;
+                let unchecked = Checkpointer::new(&*run_dir, &group, options).unwrap();
+                unchecked.load(path, &mut resumed).unwrap();
+                error
+            })
+            .unwrap();
+            for error in &outcomes {
+                assert_eq!(*error, outcomes[0]);
+                let named = [weight, moment].iter().all(|name| error.contains(&format!("`{name}`")));
+                assert!(named && error.contains("on rank 0"), "{error}");
+                // Each rank has read a part of them, or all.
+                assert_eq!(error.contains("on rank 0, 1"), ranks > 1, "{error}");
+            }
+        }
+    }
+}
+
+/// The whole of a tensor on some ranks, parts of it on others, and too little of it to tell.
+#[test]
+fn any_layout_of_a_state_dict_is_compared_as_far_as_its_ranks_have_all_of_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = &*dir.path().join("saved");
+    run_local(1, |group| {
+        let mut state = rows(0, 4);
+        state.insert("other", Tensor::zeros((4, 2), DType::F32, &Device::Cpu).unwrap());
+        fsdp_checkpoint::save(path, &state, &group, &Default::default()).unwrap();
+    })
+    .unwrap();
+    let loads = |first: (usize, usize), second: (usize, usize)| {
+        let outcomes = run_local(2, |group| {
+            let (start, count) = if group.rank() == 0 { first } else { second };
+            let mut state = rows(start, count);
+            let fresh = load(path, &mut state, &group, &LoadOptions::default()).map_err(|error| error.to_string());
+            let mut live = rows(start, count);
+            let in_place = load_in_place(path, &mut live, &group, &LoadOptions::default()).is_ok();
+            assert_eq!(fresh.is_ok(), in_place);
+            fresh.map(|_| ())
+        });
+        let outcomes = outcomes.unwrap();
+        assert_eq!(outcomes[0], outcomes[1]);
+        outcomes[0].clone()
+    };
+    let layouts =
+        [((0, 2), (2, 2)), ((0, 4), (0, 4)), ((0, 4), (1, 2)), ((0, 0), (0, 4)), ((0, 3), (1, 3)), ((0, 1), (2, 1))];
+    for (first, second) in layouts {
+        assert_eq!(loads(first, second), Ok(()));
+    }
+    exchange_digests(path, "weight", "other");
+    for (first, second) in &layouts[..4] {
+        let error = loads(*first, *second).unwrap_err();
+        assert!(error.contains("`weight`"), "{error}");
+    }
+    // No element is loaded by one rank alone, or not all are.
+    for (first, second) in &layouts[4..] {
+        assert_eq!(loads(*first, *second), Ok(()));
+    }
 }

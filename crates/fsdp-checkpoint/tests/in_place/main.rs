@@ -5,5 +5,6 @@
 
 mod digests;
 mod load;
+mod replicas;
 mod resume;
 mod training;

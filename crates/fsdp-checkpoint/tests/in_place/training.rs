@@ -21,7 +21,7 @@ pub(crate) fn new_run_with(group: &ProcessGroup, strategy: ShardingStrategy, alg
     build(group, FsdpConfig { strategy, seed, ..FsdpConfig::default() }, algorithm)
 }
 
-fn build(group: &ProcessGroup, config: FsdpConfig, algorithm: &Algorithm) -> Run {
+pub(crate) fn build(group: &ProcessGroup, config: FsdpConfig, algorithm: &Algorithm) -> Run {
     let model = FullyShardedDataParallel::new(group.clone(), config, |scope| {
         let scale = scope.vb().get_with_hints((), "scale", Init::Const(1.5))?;
         Ok((scope.pp("a").unit(|scope| linear(5, 7, scope.vb()))?, linear(7, 2, scope.vb().pp("head"))?, scale))

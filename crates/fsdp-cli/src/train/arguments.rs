@@ -173,6 +173,9 @@ pub(crate) struct TrainArguments {
     /// Save a checkpoint after every K steps, and after the last [default: after the last only]
     #[arg(long, value_name = "K", env = "FSDP_SAVE_EVERY")]
     pub(super) save_every: Option<NonZeroU64>,
+    /// Check after every K steps that ranks which hold the same weights, optimizer state or values hold the same bits
+    #[arg(long, value_name = "K", env = "FSDP_CHECK_REPLICAS")]
+    pub(super) check_replicas: Option<NonZeroU64>,
     /// Go on training while checkpoints are written: a step waits only for a copy of the state
     #[arg(long, env = "FSDP_ASYNC_SAVE")]
     pub(super) async_save: bool,

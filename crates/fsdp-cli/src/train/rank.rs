@@ -6,9 +6,9 @@ use std::time::Instant;
 use crate::data::{Batches, Text};
 use crate::gpt::Gpt;
 use crate::memory;
-use anyhow::{Error, Result};
+use anyhow::{Context as _, Error, Result};
 use candle_core::Device;
-use fsdp::checkpoint::StepCheckpoint;
+use fsdp::checkpoint::{StepCheckpoint, check_replicas};
 use fsdp::nn::NnError;
 use fsdp::prelude::*;
 use tracing::info_span;
@@ -132,7 +132,8 @@ struct Update {
 
 impl Rank<'_> {
     fn train(mut self) -> Result<Ended> {
-        let TrainArguments { steps, save_every, sample: sample_bytes, .. } = *self.job.arguments;
+        let TrainArguments { steps, save_every, check_replicas: check_every, sample: sample_bytes, .. } =
+            *self.job.arguments;
         self.tell_start()?;
         for step in self.job.start()..steps {
             let Outcome { metrics, stops } = self.step(step)?;
@@ -141,6 +142,11 @@ impl Rank<'_> {
                 self.checkpoints.look(report)?;
             }
             let done = step + 1;
+            // Before a save, so that replicas that have drifted apart are not saved as one.
+            if check_every.is_some_and(|every| done % every == 0) {
+                let same = check_replicas(&self.run, self.run.model.group());
+                same.with_context(|| format!("after step {done}"))?;
+            }
             if stops || done == steps || save_every.is_some_and(|every| done % every == 0) {
                 self.save(done)?;
             }

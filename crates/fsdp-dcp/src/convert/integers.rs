@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use fsdp_layout::{DType, KeyPath, PathPart, PlainValue, TensorBox};
+use fsdp_layout::{DType, KeyPath, PathPart, PlainValue};
 use indexmap::IndexMap;
 
 use crate::error::{FileError, FormatError};
@@ -11,6 +11,7 @@ use crate::formats::checkpoint::{Checkpoint, Format};
 use crate::formats::lookup::no_value;
 use crate::formats::structure::Structure;
 use crate::metadata::{BytesEntry, Entry, Metadata, StorageInfo};
+use crate::payload::slot::Slot;
 use crate::storage::checked_directory::CheckedDirectory;
 
 /// A checkpoint whose quantized tensors are integers.
@@ -98,8 +99,8 @@ impl Checkpoint for Integers<'_> {
         self.source.directory()
     }
 
-    fn read_boxes(&self, fqn: &str, boxes: &mut [(TensorBox, &mut [u8])]) -> Result<(), FileError> {
-        self.source.read_boxes(fqn, boxes)
+    fn read_boxes(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
+        self.source.read_boxes(fqn, slots)
     }
 
     fn describe_value(&self, fqn: &str) -> Result<PlainValue, FileError> {

@@ -3,7 +3,8 @@
 use std::collections::HashSet;
 use std::path::Path;
 
-use fsdp_layout::{KeyPath, PathPart, PlainValue, TensorBox};
+use fsdp_digest::StateDigest;
+use fsdp_layout::{KeyPath, PathPart, PlainValue};
 use indexmap::IndexMap;
 
 use super::cast::{CASTABLE, Cast, Optimizers, cast_elements};
@@ -13,6 +14,7 @@ use crate::formats::lookup::{no_value, tensor_of};
 use crate::formats::stream::stream;
 use crate::formats::structure::Structure;
 use crate::metadata::{Entry, Metadata, StorageInfo};
+use crate::payload::slot::Slot;
 use crate::storage::checked_directory::CheckedDirectory;
 
 /// A decision over a key.
@@ -33,6 +35,8 @@ pub struct View<'a> {
     /// The source's key for each new one.
     names: IndexMap<String, String>,
     structure: Option<Structure>,
+    /// The source's digests under the new keys; `None` if something is cast.
+    digests: Option<StateDigest>,
 }
 
 impl std::fmt::Debug for View<'_> {
@@ -60,6 +64,7 @@ impl<'a> View<'a> {
         let from = source.metadata();
         let optimizers = Optimizers::of(from);
         let mut names = IndexMap::new();
+        let mut digests = source.digests().map(|_| StateDigest::default());
         let mut metadata = Metadata {
             planner_data: from.planner_data.as_ref().map(|_| IndexMap::new()),
             version: from.version.clone(),
@@ -77,9 +82,13 @@ impl<'a> View<'a> {
                 && cast.changes(fqn, tensor, &optimizers)
             {
                 tensor.properties.dtype = cast.dtype;
+                digests = None;
             }
             if let (Some(paths), Some(path)) = (&mut metadata.planner_data, path) {
                 paths.insert(name.clone(), path);
+            }
+            if let (Some(digests), Some(digest)) = (&mut digests, source.digests().and_then(|all| all.get(fqn))) {
+                digests.insert(&name, digest);
             }
             metadata.entries.insert(name.clone(), entry);
             if let Some(other) = names.insert(name.clone(), fqn.clone()) {
@@ -88,7 +97,7 @@ impl<'a> View<'a> {
         }
         let structure =
             source.structure().map(|structure| structure_of_view(structure.clone(), &rename)).transpose()?;
-        Ok(View { source, metadata, names, structure })
+        Ok(View { source, metadata, names, structure, digests })
     }
 
     /// Returns the source's name of a key.
@@ -140,24 +149,31 @@ impl Checkpoint for View<'_> {
         self.source.directory()
     }
 
-    fn read_boxes(&self, fqn: &str, boxes: &mut [(TensorBox, &mut [u8])]) -> Result<(), FileError> {
+    fn digests(&self) -> Option<&StateDigest> {
+        self.digests.as_ref()
+    }
+
+    fn read_boxes(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
         let to = tensor_of(&self.metadata, fqn)?.properties.dtype;
         let name = self.source_name(fqn);
         let from = tensor_of(self.source.metadata(), name)?.properties.dtype;
         if from == to {
-            return self.source.read_boxes(name, boxes);
+            return self.source.read_boxes(name, slots);
         }
-        for (bounds, dst) in boxes {
+        for slot in slots {
             // In pieces: the source's elements may be larger than those of `dst`.
-            let mut rest: &mut [u8] = dst;
-            let length = bounds.numel() as u64 * from.size_in_bytes();
-            stream(self.source, name, from, bounds, 0..length, &mut |bytes| {
+            let mut rest: &mut [u8] = slot.bytes;
+            let length = slot.bounds.numel() as u64 * from.size_in_bytes();
+            stream(self.source, name, from, &slot.bounds, 0..length, &mut |bytes| {
                 let elements = bytes.len() / from.size_in_bytes() as usize;
                 let (now, later) = std::mem::take(&mut rest).split_at_mut(elements * to.size_in_bytes() as usize);
                 cast_elements(bytes, from, now, to);
                 rest = later;
                 Ok::<(), FileError>(())
             })?;
+            if let Some(digest) = &mut slot.digest {
+                digest.add(0, slot.bytes);
+            }
         }
         Ok(())
     }

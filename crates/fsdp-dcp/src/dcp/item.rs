@@ -10,6 +10,7 @@ use fsdp_layout::{DType, TensorBox};
 
 use crate::error::FormatError;
 use crate::limits::MAX_OBJECT_BYTES;
+use crate::payload::slot::Slot;
 use crate::pickle::{parse, write};
 use crate::storage::read_at::{BlockReader, ReadAt, Window};
 use crate::strided::read_overlap;
@@ -115,20 +116,19 @@ impl StoredTensor {
         Ok(StoredTensor { tensor, storage_offset })
     }
 
-    /// Reads a part of the tensor: `overlap` of the box `bounds` that the item holds, into the row-major bytes of `to`.
+    /// Reads a part of the tensor: `overlap` of the box `bounds` that the item holds, into a slot.
     pub fn read<S: ReadAt + ?Sized>(
         &self,
         reader: &mut BlockReader<'_, S>,
         item_offset: u64,
         bounds: &TensorBox,
         overlap: &TensorBox,
-        to: &TensorBox,
-        dst: &mut [u8],
+        slot: &mut Slot<'_>,
     ) -> Result<(), FormatError> {
         let mut layout = self.tensor.layout.clone();
         layout.bounds = bounds.clone();
         let element = self.tensor.dtype.size_in_bytes() as usize;
-        read_overlap(reader, item_offset + self.storage_offset, element, &layout, overlap, to, dst)
+        read_overlap(reader, item_offset + self.storage_offset, element, &layout, overlap, slot)
     }
 }
 

@@ -56,7 +56,8 @@ fn tensors_of_every_dtype_survive() {
             assert_eq!(stored.storage_offset, item.payload_offset());
             let whole = TensorBox::whole(shape);
             let mut read = vec![0xee; payload.len()];
-            stored.read(&mut BlockReader::new(&bytes), 0, &whole, &whole, &whole, &mut read).unwrap();
+            let mut slot = Slot::new(whole.clone(), &mut read);
+            stored.read(&mut BlockReader::new(&bytes), 0, &whole, &whole, &mut slot).unwrap();
             assert_eq!(read, payload);
         }
     }
@@ -91,7 +92,8 @@ fn every_prefix_and_every_flip_of_an_item_is_an_error_or_harmless() {
         if let Ok(stored) = StoredTensor::locate(&flipped) {
             let whole = TensorBox::whole(&stored.tensor.shape);
             let mut dst = vec![0; whole.numel() * stored.tensor.dtype.size_in_bytes() as usize];
-            let _ = stored.read(&mut BlockReader::new(&flipped), 0, &whole, &whole, &whole, &mut dst);
+            let mut slot = Slot::new(whole.clone(), &mut dst);
+            let _ = stored.read(&mut BlockReader::new(&flipped), 0, &whole, &whole, &mut slot);
         }
     }
     for bit in 0..value.len() * 8 {

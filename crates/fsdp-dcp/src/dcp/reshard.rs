@@ -1,6 +1,6 @@
 //! Writing a DCP directory for N ranks, in one process.
 
-use super::writer::{RankWritten, WriteOptions, finish, write_rank};
+use super::writer::{RankWritten, WriteOptions, finish_copy, write_rank};
 use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint;
 use crate::formats::extra::ExtraFiles;
@@ -26,7 +26,7 @@ pub(crate) fn write(
         global.metadata.planner_data = None;
     }
     let streamed = Streamed { source, options, extra: Default::default() };
-    let write_options = WriteOptions { threads: options.threads };
+    let write_options = WriteOptions { threads: options.threads, ..WriteOptions::default() };
     let mut written = Vec::with_capacity(ranks);
     for (rank, (plan, selection)) in plans.iter().zip(&global.selections).enumerate() {
         written.push(write_rank(&staging, rank, plan, selection, &streamed, &write_options)?);
@@ -38,7 +38,7 @@ pub(crate) fn write(
         let as_written = |(file, integrity)| RankWritten { file: Some(file), integrity, ..RankWritten::default() };
         written.extend(copied.into_iter().map(as_written));
     }
-    finish(staging, global.metadata, &written)?;
+    finish_copy(staging, global.metadata, &written, source.digests())?;
     Ok(summary(source))
 }
 

@@ -3,14 +3,16 @@
 use std::fmt;
 use std::path::Path;
 
+use fsdp_digest::StateDigest;
 use fsdp_layout::{PlainValue, TensorBox};
 use serde::{Deserialize, Serialize};
 
 use super::lookup::request_of;
-use super::read::{Destination, ReadOptions, read_in_parallel};
+use super::read::{Destination, ReadDone, ReadOptions, read_in_parallel};
 use super::structure::Structure;
 use crate::error::FileError;
 use crate::metadata::{Metadata, Replica, StorageInfo};
+use crate::payload::slot::Slot;
 use crate::plan::{LoadPlan, LoadRequest, ReadPlanOptions, plan_load};
 use crate::storage::checked_directory::CheckedDirectory;
 
@@ -59,11 +61,17 @@ pub trait Checkpoint: Send + Sync {
     /// Returns its files.
     fn directory(&self) -> &CheckedDirectory;
 
-    /// Fills buffers with boxes of one tensor, in the dtype that [`Checkpoint::metadata`] says.
+    /// Returns the digests of its tensors and values that were recorded when it was saved, by key; `None` if there are none,
+    /// or if it was opened without verification. [`digest`](crate::digest::digest) computes them.
+    fn digests(&self) -> Option<&StateDigest> {
+        None
+    }
+
+    /// Fills slots with boxes of one tensor, in the dtype that [`Checkpoint::metadata`] says.
     ///
     /// This is what a format implements, and [`Checkpoint::read`] calls from several threads. The caller has planned the
-    /// read: the tensor exists, its chunks are sound and cover the boxes, and each buffer is as long as its box.
-    fn read_boxes(&self, fqn: &str, boxes: &mut [(TensorBox, &mut [u8])]) -> Result<(), FileError>;
+    /// read: the tensor exists, its chunks are sound and cover the boxes, and each slot is as long as its box.
+    fn read_boxes(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError>;
 
     /// Reads one box of a tensor into its row-major bytes, in the dtype that [`Checkpoint::metadata`] says.
     fn read_box(&self, fqn: &str, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {
@@ -75,12 +83,11 @@ pub trait Checkpoint: Send + Sync {
     /// Reads boxes of many tensors into buffers, by several threads.
     ///
     /// All that can be known beforehand is checked first: on an error of the plan no buffer was touched. After an error
-    /// while reading, the content of the buffers is unspecified. Returns the plan, which lists the requests that were
-    /// missing, if that was allowed.
-    fn read(&self, destinations: Vec<Destination<'_>>, options: ReadOptions) -> Result<LoadPlan, FileError> {
+    /// while reading, the content of the buffers is unspecified.
+    fn read(&self, destinations: Vec<Destination<'_>>, options: ReadOptions) -> Result<ReadDone, FileError> {
         let threads_per_reader = self.directory().threads_per_reader();
-        read_in_parallel(self.metadata(), destinations, options, threads_per_reader, &|fqn, boxes| {
-            self.read_boxes(fqn, boxes)
+        read_in_parallel(self.metadata(), destinations, options, threads_per_reader, &|fqn, slots| {
+            self.read_boxes(fqn, slots)
         })
     }
 
@@ -122,7 +129,7 @@ pub trait Checkpoint: Send + Sync {
     /// Reads a box of one copy of a chunk, from where that is stored: another copy than the first, see
     /// [`Metadata::replicas`], or a chunk that is known to be sound.
     fn read_replica(&self, replica: &Replica, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {
-        self.read_boxes(&replica.fqn, &mut [(bounds.clone(), dst)])
+        self.read_boxes(&replica.fqn, &mut [Slot::new(bounds.clone(), dst)])
     }
 
     /// Reads another copy of a value; see [`Metadata::replicas`].

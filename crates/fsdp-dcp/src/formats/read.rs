@@ -3,12 +3,14 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
+use fsdp_digest::{BoxPlace, Sum};
 use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::{DType, TensorBox};
 use tracing::{debug_span, info_span};
 
-use crate::error::FileError;
+use crate::error::{FileError, FormatError};
 use crate::metadata::Metadata;
+use crate::payload::slot::{Slot, SlotDigest};
 use crate::plan::{LoadPlan, LoadRequest, ReadPlanOptions, plan_load};
 use crate::threads::{default_threads, on_threads};
 
@@ -42,11 +44,22 @@ pub struct ReadOptions {
     pub plan: ReadPlanOptions,
     /// Threads that read; four times as many from an object store, where they mostly wait.
     pub threads: usize,
+    /// `true` to sum over what is read, for digests.
+    pub digest: bool,
+}
+
+/// The outcome of a read.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ReadDone {
+    /// The plan, which lists the requests that were missing, if that was allowed.
+    pub plan: LoadPlan,
+    /// The sum over the elements of each box, by request, if it was asked for.
+    pub sums: Vec<Vec<Sum>>,
 }
 
 impl Default for ReadOptions {
     fn default() -> Self {
-        ReadOptions { plan: ReadPlanOptions::default(), threads: default_threads() }
+        ReadOptions { plan: ReadPlanOptions::default(), threads: default_threads(), digest: false }
     }
 }
 
@@ -56,11 +69,13 @@ const LARGE_DESTINATION: usize = 64 << 20;
 /// Boxes of one tensor that one thread fills.
 struct Job<'d> {
     request: usize,
-    boxes: Vec<(TensorBox, &'d mut [u8])>,
+    /// The position in the request of the box that each slot is of.
+    boxes: Vec<usize>,
+    slots: Vec<Slot<'d>>,
 }
 
 /// A function that fills boxes of one tensor, which a plan has checked. Called from several threads at once.
-pub(crate) type FillBoxes<'f> = dyn Fn(&str, &mut [(TensorBox, &mut [u8])]) -> Result<(), FileError> + Sync + 'f;
+pub(crate) type FillBoxes<'f> = dyn Fn(&str, &mut [Slot<'_>]) -> Result<(), FileError> + Sync + 'f;
 
 /// Plans and reads many tensors at once: in the order of the files, by several threads, each byte once.
 ///
@@ -71,7 +86,7 @@ pub(crate) fn read_in_parallel(
     options: ReadOptions,
     threads_per_reader: usize,
     fill: &FillBoxes<'_>,
-) -> Result<LoadPlan, FileError> {
+) -> Result<ReadDone, FileError> {
     let (requests, buffers): (Vec<_>, Vec<_>) =
         destinations.into_iter().map(|destination| (destination.request, destination.buffers)).unzip();
     // Nothing is read before all requests and all buffers are known to be right.
@@ -83,8 +98,13 @@ pub(crate) fn read_in_parallel(
         position[read.request] = at;
     }
     jobs.sort_by_key(|job| position[job.request]);
+    if options.digest {
+        jobs.iter_mut().try_for_each(|job| sum_over(job, metadata, &requests[job.request]))?;
+    }
+    let sums = requests.iter().map(|request| vec![Sum::default(); request.boxes.len()]).collect();
+    let sums: Mutex<Vec<Vec<Sum>>> = Mutex::new(sums);
     let threads = options.threads.saturating_mul(threads_per_reader).clamp(1, jobs.len().max(1));
-    let bytes: usize = jobs.iter().flat_map(|job| &job.boxes).map(|(_, buffer)| buffer.len()).sum();
+    let bytes: usize = jobs.iter().flat_map(|job| &job.slots).map(|slot| slot.bytes.len()).sum();
     let queue = Mutex::new(jobs.into_iter());
     let failed = AtomicBool::new(false);
     info_span!("read", bytes, threads).in_scope(|| {
@@ -94,14 +114,34 @@ pub(crate) fn read_in_parallel(
                 let job = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
                 let Some(mut job) = job else { break };
                 let fqn = &requests[job.request].fqn;
-                let done = debug_span!("tensor", fqn).in_scope(|| fill(fqn, &mut job.boxes));
+                let done = debug_span!("tensor", fqn).in_scope(|| fill(fqn, &mut job.slots));
                 failed.fetch_or(done.is_err(), Ordering::Relaxed);
                 done?;
+                let mut sums = sums.lock().unwrap_or_else(PoisonError::into_inner);
+                for (&index, slot) in job.boxes.iter().zip(&job.slots) {
+                    let sum = slot.digest.as_ref().map(SlotDigest::sum);
+                    sums[job.request][index].add(sum.unwrap_or_default());
+                }
             }
             Ok(())
         })
     })?;
-    Ok(plan)
+    let sums = if options.digest { sums.into_inner().unwrap_or_else(PoisonError::into_inner) } else { Vec::new() };
+    Ok(ReadDone { plan, sums })
+}
+
+/// Asks for sums over what the slots of a job are filled with.
+fn sum_over(job: &mut Job<'_>, metadata: &Metadata, request: &LoadRequest) -> Result<(), FileError> {
+    let Some(tensor) = metadata.tensor(&request.fqn) else { return Ok(()) };
+    for slot in &mut job.slots {
+        let element = tensor.properties.dtype.size_in_bytes() as usize;
+        let place = BoxPlace::new(&tensor.shape, &slot.bounds, element).map_err(|error| {
+            let source = FormatError::unexpected("a box of the tensor", error.to_string());
+            FileError::Encode { fqn: request.fqn.clone(), source }
+        })?;
+        slot.digest = Some(SlotDigest::new(place));
+    }
+    Ok(())
 }
 
 /// Checks the buffers, and makes a job of each tensor; several of a large one.
@@ -123,17 +163,22 @@ fn jobs<'d>(
         }
         let dtype = metadata.tensor(&request.fqn).map_or(request.dtype, |tensor| tensor.properties.dtype);
         check_buffers(request, dtype, &buffers)?;
-        let mut whole = Vec::with_capacity(buffers.len());
-        for (bounds, buffer) in request.boxes.iter().zip(buffers) {
+        let mut whole = Job { request: index, boxes: Vec::new(), slots: Vec::with_capacity(buffers.len()) };
+        for (number, (bounds, buffer)) in request.boxes.iter().zip(buffers).enumerate() {
             if buffer.len() > LARGE_DESTINATION && threads > 1 {
                 let parts = split(bounds, buffer, dtype.size_in_bytes() as usize);
-                jobs.extend(parts.into_iter().map(|part| Job { request: index, boxes: vec![part] }));
+                jobs.extend(parts.into_iter().map(|part| Job {
+                    request: index,
+                    boxes: vec![number],
+                    slots: vec![part],
+                }));
             } else if !buffer.is_empty() {
-                whole.push((bounds.clone(), buffer));
+                whole.boxes.push(number);
+                whole.slots.push(Slot::new(bounds.clone(), buffer));
             }
         }
-        if !whole.is_empty() {
-            jobs.push(Job { request: index, boxes: whole });
+        if !whole.slots.is_empty() {
+            jobs.push(whole);
         }
     }
     Ok(jobs)
@@ -161,8 +206,10 @@ pub(crate) fn byte_length(bounds: &TensorBox, dtype: DType) -> Option<usize> {
 }
 
 /// Cuts a box and its bytes along its first dimension that has an extent, into parts of about [`LARGE_DESTINATION`].
-fn split<'d>(bounds: &TensorBox, mut buffer: &'d mut [u8], element: usize) -> Vec<(TensorBox, &'d mut [u8])> {
-    let Some(dim) = bounds.sizes.iter().position(|&size| size > 1) else { return vec![(bounds.clone(), buffer)] };
+fn split<'d>(bounds: &TensorBox, mut buffer: &'d mut [u8], element: usize) -> Vec<Slot<'d>> {
+    let Some(dim) = bounds.sizes.iter().position(|&size| size > 1) else {
+        return vec![Slot::new(bounds.clone(), buffer)];
+    };
     let row = bounds.sizes[dim + 1..].iter().product::<usize>() * element;
     let rows_at_once = (LARGE_DESTINATION / row.max(1)).max(1);
     let mut parts = Vec::new();
@@ -173,7 +220,7 @@ fn split<'d>(bounds: &TensorBox, mut buffer: &'d mut [u8], element: usize) -> Ve
         part.offsets[dim] += start;
         part.sizes[dim] = rows;
         let (now, rest) = std::mem::take(&mut buffer).split_at_mut(rows * row);
-        parts.push((part, now));
+        parts.push(Slot::new(part, now));
         buffer = rest;
         start += rows;
     }

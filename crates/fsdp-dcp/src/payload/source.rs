@@ -26,6 +26,6 @@ pub trait PayloadSource: Sync {
         Ok(None)
     }
 
-    /// Returns a non-tensor value.
+    /// Returns a non-tensor value; its description, if [`PayloadSource::stored_item`] gives its bytes.
     fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, FileError>;
 }

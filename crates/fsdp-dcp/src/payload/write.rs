@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use crc32fast::Hasher;
+use fsdp_digest::{BoxPlace, Sum};
 use fsdp_layout::TensorBox;
 use tracing::debug_span;
 use twox_hash::XxHash3_64;
@@ -28,6 +29,10 @@ pub(crate) struct Done {
     pub(crate) crc: Hasher,
     /// The hashes of the blocks: of a part, or of the items of a batch one after the other.
     pub(crate) hashes: Vec<u64>,
+    /// The sum over a part, for the digest of its tensor.
+    pub(crate) sum: Sum,
+    /// The sums over the items of a batch.
+    pub(crate) sums: Vec<Sum>,
 }
 
 /// A payload at a place of its own in a file.
@@ -37,6 +42,8 @@ pub(crate) struct PlannedPayload<'p> {
     pub(crate) bounds: &'p TensorBox,
     pub(crate) offset: u64,
     pub(crate) length: u64,
+    /// The place of the box in its tensor; without one, no sum for a digest is made.
+    pub(crate) place: Option<&'p BoxPlace>,
 }
 
 impl PlannedPayload<'_> {
@@ -46,11 +53,12 @@ impl PlannedPayload<'_> {
     }
 }
 
-/// The checksum and the hashes of a payload.
+/// The checksum, the hashes and the sum of a payload.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct WrittenPayload {
     pub(crate) crc: u32,
     pub(crate) hashes: Vec<u64>,
+    pub(crate) sum: Sum,
 }
 
 /// Writes payloads to their places in a file, and returns their checksums and hashes. `whole` is told of each one as soon
@@ -85,6 +93,7 @@ pub(crate) fn write_payloads(
     for ((index, ..), done) in parts.into_iter().zip(done) {
         crcs[index].combine(&done.crc);
         written[index].hashes.extend(done.hashes);
+        written[index].sum.add(done.sum);
     }
     for (written, crc) in written.iter_mut().zip(crcs) {
         written.crc = crc.finalize();
@@ -105,6 +114,7 @@ pub(crate) fn write_part(
     let planned = range.end - range.start;
     let mut sink = PartSink {
         file,
+        payload,
         at: payload.offset + range.start,
         end: payload.offset + range.end,
         block: payload.block_length(),
@@ -183,6 +193,7 @@ pub(crate) fn check_length(fqn: &str, given: u64, planned: u64, whole: bool) -> 
 /// large enough.
 struct PartSink<'a> {
     file: &'a StagedFile,
+    payload: &'a PlannedPayload<'a>,
     at: u64,
     end: u64,
     block: u64,
@@ -221,11 +232,17 @@ impl PartSink<'_> {
 
     fn write(&mut self, bytes: &[u8]) -> Result<(), FileError> {
         debug_span!("hash", bytes = bytes.len()).in_scope(|| {
+            let mut at = self.at - self.payload.offset;
             for block in bytes.chunks(self.block as usize) {
                 self.done.hashes.push(XxHash3_64::oneshot(block));
                 if self.with_checksum {
                     self.done.crc.update(block);
                 }
+                // The block is in the processor's cache now.
+                if let Some(place) = self.payload.place {
+                    self.done.sum.add_piece(place, at, block);
+                }
+                at += block.len() as u64;
             }
         });
         self.file.write_at(self.at, bytes)?;

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
+use fsdp_digest::StateDigest;
 use fsdp_layout::boxes::row_major_strides;
 use fsdp_layout::{DType, KeyPath, PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
@@ -10,7 +11,9 @@ use serde::Deserialize;
 
 use super::header::Header;
 use super::paths::{self, PATHS};
-use super::sidecar::{SHARDS, VALUES_FILE, VALUES_HASH, shard_name, values_beside, values_hash, values_names};
+use super::sidecar::{
+    DIGESTS, SHARDS, VALUES_FILE, VALUES_HASH, digests_of_text, shard_name, values_beside, values_hash, values_names,
+};
 use super::values_read;
 use crate::budget::Budget;
 use crate::error::{FileError, FormatError};
@@ -19,6 +22,7 @@ use crate::formats::lookup::{check_length, no_value, tensor_of};
 use crate::formats::read::OpenOptions;
 use crate::limits::{MAX_INDEX_BYTES, MAX_TENSOR_RANK, is_sane_shape};
 use crate::metadata::{BytesEntry, Chunk, Entry, Metadata, Replica, StorageInfo, TensorEntry, TensorProperties};
+use crate::payload::slot::Slot;
 use crate::storage::backend::Links;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
@@ -35,6 +39,8 @@ pub(crate) struct SafetensorsCheckpoint {
     values: HashMap<String, PlainValue>,
     /// The places of all keys, where a header or a values file has them.
     paths: Option<IndexMap<String, KeyPath>>,
+    /// The digests in the header of a single file.
+    digests: Option<StateDigest>,
 }
 
 /// The number of missing shards that an error names at most.
@@ -65,9 +71,14 @@ impl SafetensorsCheckpoint {
             metadata: Metadata::default(),
             values: HashMap::new(),
             paths: None,
+            digests: None,
         };
         // The header has the hash of the values file, if there is one: a file of that name alone proves nothing.
-        let hash = opened.add_file(name, None)?.swap_remove(VALUES_HASH);
+        let mut texts = opened.add_file(name, None)?;
+        if let Some(text) = texts.get(DIGESTS).filter(|_| options.verify) {
+            opened.digests = Some(digests_of_text(text).map_err(|error| opened.directory.file_error(name, error))?);
+        }
+        let hash = texts.swap_remove(VALUES_HASH);
         let Some(hash) = hash else { return Ok(opened.with_paths()) };
         let values = values_beside(name);
         // A process that was killed between two renames may have left it under its first name.
@@ -100,6 +111,7 @@ impl SafetensorsCheckpoint {
             metadata: Metadata::default(),
             values: HashMap::new(),
             paths: None,
+            digests: None,
         };
         match names.iter().find(|name| name.ends_with(".safetensors.index.json")) {
             Some(index) => opened.add_indexed(index)?,
@@ -236,23 +248,21 @@ impl SafetensorsCheckpoint {
         Ok(header.metadata)
     }
 
-    /// Reads `overlap` of the chunk `whole` to where it lies in `dst`, which holds `bounds`.
-    #[expect(clippy::too_many_arguments, reason = "three boxes, and what they are boxes of")]
+    /// Reads what a slot wants of the chunk `whole`.
     fn read_stored(
         &self,
         fqn: &str,
         dtype: DType,
         whole: &TensorBox,
         stored: &StorageInfo,
-        overlap: &TensorBox,
-        bounds: &TensorBox,
-        dst: &mut [u8],
+        slot: &mut Slot<'_>,
     ) -> Result<(), FileError> {
+        let Some(overlap) = whole.intersect(&slot.bounds) else { return Ok(()) };
         let file = self.directory.file(&stored.relative_path)?;
         let layout = StridedLayout { bounds: whole.clone(), offset: 0, strides: row_major_strides(&whole.sizes) };
         let element = dtype.size_in_bytes() as usize;
         let mut reader = BlockReader::new(&*file);
-        read_overlap(&mut reader, stored.offset, element, &layout, overlap, bounds, dst).map_err(|source| {
+        read_overlap(&mut reader, stored.offset, element, &layout, &overlap, slot).map_err(|source| {
             let path = self.directory.path().join(&stored.relative_path);
             FileError::Item { fqn: fqn.to_owned(), path, offset: stored.offset, source }
         })
@@ -311,13 +321,16 @@ impl Checkpoint for SafetensorsCheckpoint {
         &self.directory
     }
 
-    fn read_boxes(&self, fqn: &str, boxes: &mut [(TensorBox, &mut [u8])]) -> Result<(), FileError> {
+    fn digests(&self) -> Option<&StateDigest> {
+        self.directory.digests().or(self.digests.as_ref())
+    }
+
+    fn read_boxes(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
         let tensor = tensor_of(&self.metadata, fqn)?;
         for chunk in &tensor.chunks {
-            for (bounds, dst) in boxes.iter_mut() {
-                let Some(overlap) = chunk.bounds.intersect(bounds) else { continue };
+            for slot in slots.iter_mut().filter(|slot| chunk.bounds.intersect(&slot.bounds).is_some()) {
                 let stored = chunk.stored.as_ref().ok_or_else(|| FileError::NotStored { fqn: fqn.to_owned() })?;
-                self.read_stored(fqn, tensor.properties.dtype, &chunk.bounds, stored, &overlap, bounds, dst)?;
+                self.read_stored(fqn, tensor.properties.dtype, &chunk.bounds, stored, slot)?;
             }
         }
         Ok(())
@@ -329,7 +342,7 @@ impl Checkpoint for SafetensorsCheckpoint {
         };
         let dtype = tensor_of(&self.metadata, fqn)?.properties.dtype;
         check_length(fqn, bounds, dtype.size_in_bytes(), dst)?;
-        self.read_stored(fqn, dtype, whole, stored, bounds, bounds, dst)
+        self.read_stored(fqn, dtype, whole, stored, &mut Slot::new(bounds.clone(), dst))
     }
 
     fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {

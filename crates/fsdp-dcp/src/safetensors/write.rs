@@ -1,12 +1,16 @@
 //! Writing safetensors: one file, Hugging Face's layout, or torch's shards.
 
+use fsdp_digest::{BoxPlace, Digest, StateDigest, Sum};
 use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
 use super::header::Header;
 use super::paths::{self, PATHS};
-use super::sidecar::{SHARDS, VALUES_FILE, VALUES_HASH, shard_name, values_beside, values_hash, values_names};
+use super::sidecar::{
+    DIGESTS, SHARDS, VALUES_FILE, VALUES_HASH, digests_text, shard_name, values_beside, values_hash, values_names,
+};
 use super::values;
+use crate::digest::check_copy;
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::Checkpoint;
 use crate::formats::extra::ExtraFiles;
@@ -90,31 +94,67 @@ fn whole_tensors<'a>(source: &'a dyn Checkpoint, inside: &'a Inside<'a>) -> Resu
     Ok(pieces)
 }
 
-/// Writes one safetensors file of a checkpoint, or the one that is the checkpoint.
-fn write_one(
+/// The sums over the elements of tensors that files of a checkpoint have, by key.
+type Sums<'a> = IndexMap<&'a str, Sum>;
+
+/// Encodes the header of a file, which tells where everything lies.
+fn header(texts: &IndexMap<String, String>, pieces: &[Piece<'_>]) -> Result<Vec<u8>, FileError> {
+    let tensors = pieces.iter().map(|piece| (piece.fqn, piece.dtype, &piece.bounds.sizes[..]));
+    Header::encode(texts, tensors).map_err(|source| FileError::Encode { fqn: String::new(), source })
+}
+
+/// Returns the digests of all that the files have: of tensors from the sums over their elements, of values from themselves.
+fn digests(streamed: &Streamed<'_>, aside: &Aside, sums: &Sums<'_>) -> StateDigest {
+    let tensors = streamed.source.metadata().tensors().map(|(fqn, tensor)| {
+        let sum = sums.get(fqn).copied().unwrap_or_default();
+        (fqn.to_owned(), sum.finish(tensor.properties.dtype, &tensor.shape))
+    });
+    let values = aside.values.iter().map(|(fqn, value)| (fqn.clone(), Digest::of_value(value)));
+    tensors.chain(values).collect()
+}
+
+/// Returns the place of each piece in its tensor.
+fn places(streamed: &Streamed<'_>, pieces: &[Piece<'_>]) -> Result<Vec<Option<BoxPlace>>, FileError> {
+    let place = |piece: &Piece<'_>| {
+        // Tensors that were inside values are digested with them.
+        let Some(tensor) = streamed.source.metadata().tensor(piece.fqn) else { return Ok(None) };
+        let place = BoxPlace::new(&tensor.shape, &piece.bounds, piece.dtype.size_in_bytes() as usize);
+        place.map(Some).map_err(|error| {
+            let source = FormatError::unexpected("a box of the tensor", error.to_string());
+            FileError::Encode { fqn: piece.fqn.to_owned(), source }
+        })
+    };
+    pieces.iter().map(place).collect()
+}
+
+/// Writes one safetensors file of a checkpoint, or the one that is the checkpoint, and adds to the sums over its tensors.
+/// `texts` makes the texts of its header, once the sums are known: they must have the lengths that they have without.
+fn write_one<'a>(
     staging: &Staging,
     name: Option<&str>,
-    metadata: &IndexMap<String, String>,
-    pieces: &[Piece<'_>],
+    texts: &dyn Fn(&Sums<'a>) -> Result<IndexMap<String, String>, FileError>,
+    pieces: &[Piece<'a>],
     streamed: &Streamed<'_>,
+    sums: &mut Sums<'a>,
 ) -> Result<FileIntegrity, FileError> {
-    let tensors = pieces.iter().map(|piece| (piece.fqn, piece.dtype, &piece.bounds.sizes[..]));
-    // The header tells where everything lies, so it is written before the payloads are known.
-    let header = Header::encode(metadata, tensors)
-        .map_err(|source| FileError::Encode { fqn: name.unwrap_or_default().to_owned(), source })?;
-    let mut at = header.len() as u64;
+    let places = places(streamed, pieces)?;
+    let mut at = header(&texts(sums)?, pieces)?.len() as u64;
     let mut payloads = Vec::with_capacity(pieces.len());
-    for piece in pieces {
-        let length = piece.bytes();
-        payloads.push(PlannedPayload { fqn: piece.fqn, bounds: &piece.bounds, offset: at, length });
+    for (piece, place) in pieces.iter().zip(&places) {
+        let (fqn, bounds, length) = (piece.fqn, &piece.bounds, piece.bytes());
+        payloads.push(PlannedPayload { fqn, bounds, offset: at, length, place: place.as_ref() });
         at = at.saturating_add(length);
     }
     let file = match name {
         Some(name) => staging.create(name, at)?,
         None => staging.create_single(at)?,
     };
-    file.write_at(0, &header)?;
     let written = write_payloads(&file, &payloads, streamed, streamed.options.threads, None)?;
+    for (piece, written) in pieces.iter().zip(&written) {
+        sums.entry(piece.fqn).or_default().add(written.sum);
+    }
+    let header = header(&texts(sums)?, pieces)?;
+    file.write_at(0, &header)?;
     file.finish()?;
     let mut integrity = FileIntegrity::default();
     integrity.push_bytes(&header);
@@ -143,11 +183,19 @@ pub(crate) fn write_file(
     if bytes.is_some() {
         staging.check_sidecar(&values_name)?;
     }
-    let mut metadata = aside.texts(true);
     let hash = bytes.as_deref().map(values_hash);
     let [_, pending_name, _] = values_names(&values_name, hash.as_deref().unwrap_or_default());
-    metadata.extend(hash.map(|hash| (VALUES_HASH.to_owned(), hash)));
-    write_one(&staging, None, &metadata, &pieces, &streamed)?;
+    let texts = |sums: &Sums<'_>| {
+        let digests = digests_text(&digests(&streamed, &aside, sums));
+        let digests = digests.map_err(|source| FileError::Encode { fqn: DIGESTS.to_owned(), source })?;
+        let mut texts = aside.texts(true);
+        texts.extend(hash.clone().map(|hash| (VALUES_HASH.to_owned(), hash)));
+        texts.insert(DIGESTS.to_owned(), digests);
+        Ok(texts)
+    };
+    let mut sums = Sums::new();
+    write_one(&staging, None, &texts, &pieces, &streamed, &mut sums)?;
+    check_copy(staging.target(), source.digests(), &digests(&streamed, &aside, &sums))?;
     commit_file(staging, Some(Sidecar { name: &values_name, pending_name: &pending_name, bytes: bytes.as_deref() }))?;
     Ok(with_aside(source, bytes.map(|_| values_name)))
 }
@@ -157,8 +205,11 @@ fn finish(
     source: &dyn Checkpoint,
     staging: Staging,
     mut integrity: Integrity,
+    digests: StateDigest,
     small: Vec<(String, Vec<u8>)>,
 ) -> Result<Converted, FileError> {
+    check_copy(staging.target(), source.digests(), &digests)?;
+    integrity.digests = Some(digests);
     let aside_file = small.iter().any(|(name, _)| name == VALUES_FILE).then(|| VALUES_FILE.to_owned());
     for (name, bytes) in small {
         let mut file = FileIntegrity::default();
@@ -200,20 +251,21 @@ pub(crate) fn write_directory(
             file.push(piece);
         }
     }
-    let mut integrity = Integrity { files: extra.copy(source.directory(), &staging)? };
+    let mut integrity = Integrity { files: extra.copy(source.directory(), &staging)?, digests: None };
+    let mut sums = Sums::new();
     let mut weight_map = serde_json::Map::new();
     for (index, file) in files.iter().enumerate() {
         let name = format!("model-{:05}-of-{:05}.safetensors", index + 1, files.len());
-        integrity
-            .files
-            .insert(name.clone(), write_one(&staging, Some(&name), &aside.texts(index == 0), file, &streamed)?);
+        let texts = |_: &Sums<'_>| Ok(aside.texts(index == 0));
+        let written = write_one(&staging, Some(&name), &texts, file, &streamed, &mut sums)?;
+        integrity.files.insert(name.clone(), written);
         weight_map.extend(file.iter().map(|piece| (piece.fqn.to_owned(), name.clone().into())));
     }
     let index = serde_json::json!({ "metadata": { "total_size": total }, "weight_map": weight_map });
     let index = serde_json::to_vec_pretty(&index).unwrap_or_default();
     let mut small = vec![("model.safetensors.index.json".to_owned(), index)];
     small.extend(bytes.map(|bytes| (VALUES_FILE.to_owned(), bytes)));
-    finish(source, staging, integrity, small)
+    finish(source, staging, integrity, digests(&streamed, &aside, &sums), small)
 }
 
 /// Writes what torch's `HuggingFaceStorageWriter(save_distributed=True)` does: a file for each rank, with its rows of
@@ -229,7 +281,8 @@ pub(crate) fn write_shards(
     let aside = Aside::read(source)?;
     let (bytes, inside) = aside.encode()?;
     let streamed = Streamed { source, options, extra: inside.clone() };
-    let mut integrity = Integrity { files: extra.copy(source.directory(), &staging)? };
+    let mut integrity = Integrity { files: extra.copy(source.directory(), &staging)?, digests: None };
+    let mut sums = Sums::new();
     let whole = whole_tensors(source, &inside)?;
     // What cannot be cut is in the first file: scalars, empty tensors, and those that were inside values.
     let is_cut = |of: &Piece<'_>| !of.bounds.sizes.is_empty() && !of.bounds.is_empty() && !inside.contains_key(of.fqn);
@@ -261,8 +314,10 @@ pub(crate) fn write_shards(
             (SHARDS.to_owned(), shards.to_string()),
         ]);
         let name = shard_name(rank);
-        integrity.files.insert(name.clone(), write_one(&staging, Some(&name), &metadata, &pieces, &streamed)?);
+        let texts = |_: &Sums<'_>| Ok(metadata.clone());
+        let written = write_one(&staging, Some(&name), &texts, &pieces, &streamed, &mut sums)?;
+        integrity.files.insert(name.clone(), written);
     }
     let small = bytes.map(|bytes| (VALUES_FILE.to_owned(), bytes)).into_iter().collect();
-    finish(source, staging, integrity, small)
+    finish(source, staging, integrity, digests(&streamed, &aside, &sums), small)
 }

@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use fsdp_digest::StateDigest;
 use twox_hash::XxHash3_64;
 
 use super::backend::{Links, ReadDirectory};
@@ -20,14 +21,19 @@ use crate::storage::names::METADATA_FILE;
 /// The number of files that are kept open; a load that needs more opens them again.
 const OPEN_FILES: usize = 200;
 
-/// The hashes of files, by their paths.
-type Hashes = HashMap<String, Arc<FileIntegrity>>;
+/// The content of an integrity file.
+#[derive(Debug)]
+struct Known {
+    /// The hashes of files, by their paths.
+    hashes: HashMap<String, Arc<FileIntegrity>>,
+    digests: Option<StateDigest>,
+}
 
 /// The directory, or the prefix in an object store, of a checkpoint.
 #[derive(Debug)]
 pub struct CheckedDirectory {
     directory: Box<dyn ReadDirectory>,
-    integrity: Option<Hashes>,
+    integrity: Option<Known>,
     files: Mutex<HashMap<String, Arc<CheckedFile>>>,
     bytes_read: Arc<AtomicU64>,
 }
@@ -47,7 +53,7 @@ impl CheckedDirectory {
         let mut directory = Self::open_unchecked(location, Links::Follow)?;
         let integrity = integrity_beside(name);
         if verify && directory.has(&integrity)? {
-            directory.integrity = Some(hashes(directory.read_integrity(&integrity)?));
+            directory.integrity = Some(known(directory.read_integrity(&integrity)?));
         }
         Ok(directory)
     }
@@ -61,9 +67,9 @@ impl CheckedDirectory {
     ///
     /// In an object store several saves to one target may have left theirs, each under a name of its own. The right one
     /// has the hash of the `.metadata` that was committed.
-    fn read_directory_integrity(&self) -> Result<Option<Hashes>, FileError> {
+    fn read_directory_integrity(&self) -> Result<Option<Known>, FileError> {
         if self.has(INTEGRITY_FILE)? {
-            return Ok(Some(hashes(self.read_integrity(INTEGRITY_FILE)?)));
+            return Ok(Some(known(self.read_integrity(INTEGRITY_FILE)?)));
         }
         let mut names = self.names()?;
         names.retain(|name| name.strip_prefix(INTEGRITY_FILE).is_some_and(|rest| rest.starts_with('-')));
@@ -77,7 +83,7 @@ impl CheckedDirectory {
                 break;
             }
         }
-        Ok(found.map(hashes))
+        Ok(found.map(known))
     }
 
     fn read_integrity(&self, name: &str) -> Result<Integrity, FileError> {
@@ -109,9 +115,14 @@ impl CheckedDirectory {
         self.integrity.is_some()
     }
 
+    /// Returns the digests of tensors and values that the integrity file has.
+    pub(crate) fn digests(&self) -> Option<&StateDigest> {
+        self.integrity.as_ref()?.digests.as_ref()
+    }
+
     /// Returns the files that the integrity file covers, sorted.
     pub(crate) fn covered(&self) -> Vec<String> {
-        let mut names: Vec<String> = self.integrity.iter().flat_map(|files| files.keys().cloned()).collect();
+        let mut names: Vec<String> = self.integrity.iter().flat_map(|known| known.hashes.keys().cloned()).collect();
         names.sort();
         names
     }
@@ -176,7 +187,7 @@ impl CheckedDirectory {
     /// Opens a file that another program may have put beside the checkpoint's own: it is checked if it is covered.
     pub(crate) fn extra_file(&self, relative: &str) -> Result<CheckedFile, FileError> {
         let opened = self.directory.file(relative)?;
-        let integrity = self.integrity.as_ref().and_then(|covered| covered.get(relative)).cloned();
+        let integrity = self.integrity.as_ref().and_then(|known| known.hashes.get(relative)).cloned();
         let at_once = self.directory.bytes_per_read();
         Ok(CheckedFile::new(opened, at_once, relative, integrity, self.bytes_read.clone()))
     }
@@ -204,8 +215,8 @@ impl CheckedDirectory {
 
     /// Returns the hashes of a file. Where there is an integrity file, a file that it does not list is an error.
     fn integrity_of(&self, relative: &str) -> Result<Option<&Arc<FileIntegrity>>, FileError> {
-        let Some(covered) = &self.integrity else { return Ok(None) };
-        if let Some(integrity) = covered.get(relative) {
+        let Some(known) = &self.integrity else { return Ok(None) };
+        if let Some(integrity) = known.hashes.get(relative) {
             return Ok(Some(integrity));
         }
         let reason = "the integrity file does not list it".to_owned();
@@ -214,8 +225,9 @@ impl CheckedDirectory {
 }
 
 /// Shares the hashes of each file among its readers.
-fn hashes(integrity: Integrity) -> Hashes {
-    integrity.files.into_iter().map(|(path, file)| (path, Arc::new(file))).collect()
+fn known(integrity: Integrity) -> Known {
+    let hashes = integrity.files.into_iter().map(|(path, file)| (path, Arc::new(file))).collect();
+    Known { hashes, digests: integrity.digests }
 }
 
 /// Checks a file that is in memory.

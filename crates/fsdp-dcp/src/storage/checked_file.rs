@@ -117,12 +117,34 @@ impl ReadAt for CheckedFile {
         self.file.len()
     }
 
-    fn read_exact_at(&self, mut offset: u64, mut dst: &mut [u8]) -> Result<(), FormatError> {
+    fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
+        if self.integrity.is_some() {
+            return self.read_in_pieces(offset, dst, &mut |_, _| ());
+        }
+        let end = offset.checked_add(dst.len() as u64).filter(|&end| end <= self.len());
+        end.ok_or_else(|| beyond_the_end(offset, dst.len()))?;
+        self.read(offset, dst)
+    }
+
+    fn read_in_pieces(
+        &self,
+        mut offset: u64,
+        mut dst: &mut [u8],
+        seen: &mut dyn FnMut(usize, &[u8]),
+    ) -> Result<(), FormatError> {
         let end = offset.checked_add(dst.len() as u64).ok_or_else(|| beyond_the_end(offset, dst.len()))?;
         if end > self.len() {
             return Err(beyond_the_end(offset, dst.len()));
         }
-        let Some(integrity) = &self.integrity else { return self.read(offset, dst) };
+        let mut done = 0;
+        let Some(integrity) = &self.integrity else {
+            for piece in dst.chunks_mut(self.bytes_per_read as usize) {
+                self.read(offset + done as u64, piece)?;
+                seen(done, piece);
+                done += piece.len();
+            }
+            return Ok(());
+        };
         while offset < end {
             // Whole blocks are read together, straight into their place, and then hashed one by one.
             let whole = self.whole_blocks(integrity, offset, end);
@@ -133,8 +155,10 @@ impl ReadAt for CheckedFile {
                 self.read(start, now)?;
                 for block in whole {
                     let bytes = (block.range.start - start) as usize..(block.range.end - start) as usize;
-                    self.check(block, &now[bytes])?;
+                    self.check(block, &now[bytes.clone()])?;
+                    seen(done + bytes.start, &now[bytes]);
                 }
+                done += now.len();
                 dst = rest;
                 continue;
             }
@@ -151,6 +175,8 @@ impl ReadAt for CheckedFile {
             let take = dst.len().min(scratch.len() - from);
             let (now, rest) = dst.split_at_mut(take);
             now.copy_from_slice(&scratch[from..from + take]);
+            seen(done, now);
+            done += take;
             (offset, dst) = (offset + take as u64, rest);
         }
         Ok(())

@@ -1,23 +1,29 @@
-//! The integrity file: hashes of every byte of a checkpoint, in blocks small enough to check partial reads.
+//! The integrity file: hashes of every byte of a checkpoint, in blocks small enough to check partial reads; and the digests
+//! of the tensors and values that the bytes are, however they are cut.
 //!
 //! It lies beside `.metadata`, torch ignores it, and foreign checkpoints have none. It is text, one JSON value per line:
 //!
 //! ```text
-//! {"format":"fsdp-integrity","version":1,"hash":"xxh3-64","files":2}
+//! {"format":"fsdp-integrity","version":2,"hash":"xxh3-64","files":2}
 //! {"path":".metadata","length":1807,"segments":[[1807,16384,"93a1…"]]}
 //! {"path":"__0_0.distcp","length":8388608,"segments":[[1088,16384,"…"],[8387072,65536,"…128 hashes of 16 digits…"],…]}
+//! {"root":"85e8…","digests":{"model.weight":"cb1c…","step":"b2d2…"}}
 //! {"xxh3_128":"…"}
 //! ```
 //!
 //! Each file is cut into *segments* that follow each other without a gap: around each large tensor payload one, so that
 //! its blocks start with it. A segment `[length, block, hashes]` has one xxh3-64 for each `block` bytes of it (the last
 //! block may be shorter). Blocks are about a 128th of a payload, at least 16 KiB and at most 1 MiB, so that reading a part
-//! of a chunk costs little more than that part. The last line is a hash of all bytes before it.
+//! of a chunk costs little more than that part.
+//!
+//! The line of digests ([`StateDigest`]) came with version 2; a file without it has version 1. The last line is a hash of all
+//! bytes before it.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::ops::Range;
 
+use fsdp_digest::{Digest, StateDigest};
 use serde::{Deserialize, Serialize};
 use twox_hash::{XxHash3_64, XxHash3_128};
 
@@ -35,7 +41,9 @@ pub(crate) fn integrity_beside(name: &str) -> String {
 }
 
 /// The version of the format. Later ones are refused.
-pub(crate) const INTEGRITY_VERSION: u32 = 1;
+pub(crate) const INTEGRITY_VERSION: u32 = 2;
+/// The version of a file without digests.
+const WITHOUT_DIGESTS: u32 = 1;
 
 /// Bytes of the smallest block.
 const SMALLEST_BLOCK: u64 = 16 << 10;
@@ -53,6 +61,8 @@ pub(crate) fn block_length(segment: u64) -> u64 {
 pub struct Integrity {
     /// The files.
     pub files: BTreeMap<String, FileIntegrity>,
+    /// The digests of the tensors and values, where they are known.
+    pub digests: Option<StateDigest>,
 }
 
 /// The hashes of one file.
@@ -153,6 +163,14 @@ struct FileLine {
 
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+struct DigestLine {
+    /// The digest of all of them, for people and for other programs.
+    root: Digest,
+    digests: StateDigest,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 struct Footer {
     xxh3_128: String,
 }
@@ -174,7 +192,7 @@ impl Integrity {
         let mut out = Vec::new();
         let header = Header {
             format: "fsdp-integrity".into(),
-            version: INTEGRITY_VERSION,
+            version: if self.digests.is_some() { INTEGRITY_VERSION } else { WITHOUT_DIGESTS },
             hash: "xxh3-64".into(),
             files: self.files.len(),
         };
@@ -189,6 +207,9 @@ impl Integrity {
             });
             let file = FileLine { path: path.clone(), length: file.length, segments: segments.collect() };
             put_line(&mut out, &file)?;
+        }
+        if let Some(digests) = &self.digests {
+            put_line(&mut out, &DigestLine { root: digests.root(), digests: digests.clone() })?;
         }
         let footer = Footer { xxh3_128: format!("{:032x}", XxHash3_128::oneshot(&out)) };
         put_line(&mut out, &footer)?;
@@ -215,8 +236,9 @@ impl Integrity {
             let what = format!("integrity file version {} with hash `{}`", header.version, header.hash);
             return Err(FormatError::Unsupported { what });
         }
+        let mut lines = lines.filter(|line| !line.is_empty());
         let mut files = BTreeMap::new();
-        for line in lines.filter(|line| !line.is_empty()) {
+        for line in lines.by_ref().take(header.files) {
             let line: FileLine = serde_json::from_slice(line).map_err(malformed)?;
             let mut file = FileIntegrity::default();
             for (length, block, digits) in line.segments {
@@ -240,12 +262,25 @@ impl Integrity {
         if files.len() != header.files {
             return Err(malformed("the number of files is wrong"));
         }
-        Ok(Integrity { files })
+        let mut digests = None;
+        if header.version > WITHOUT_DIGESTS {
+            let line: DigestLine = serde_json::from_slice(lines.next().unwrap_or_default()).map_err(malformed)?;
+            if line.root != line.digests.root() {
+                return Err(malformed("the digest of all is not that of the digests"));
+            }
+            digests = Some(line.digests);
+        }
+        if lines.next().is_some() {
+            return Err(malformed("the number of files is wrong"));
+        }
+        Ok(Integrity { files, digests })
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use fsdp_layout::PlainValue;
+
     use super::*;
 
     fn sample() -> Integrity {
@@ -255,7 +290,12 @@ mod tests {
         data.push_bytes(b"tail");
         let mut metadata = FileIntegrity::default();
         metadata.push_bytes(b"metadata");
-        Integrity { files: [(".metadata".to_owned(), metadata), ("__0_0.distcp".to_owned(), data)].into() }
+        let files = [(".metadata".to_owned(), metadata), ("__0_0.distcp".to_owned(), data)].into();
+        Integrity { files, digests: Some(digests()) }
+    }
+
+    fn digests() -> StateDigest {
+        [("step".to_owned(), Digest::of_value(&PlainValue::Int(1)))].into_iter().collect()
     }
 
     #[test]
@@ -282,6 +322,7 @@ mod tests {
         let mut file = FileIntegrity::default();
         file.push_bytes(b"bytes");
         small.files.insert("a".to_owned(), file);
+        small.digests = Some(digests());
         let bytes = small.encode().unwrap();
         for bit in 0..bytes.len() * 8 {
             let mut flipped = bytes.clone();
@@ -293,5 +334,21 @@ mod tests {
         for end in 0..bytes.len() {
             assert!(Integrity::decode(&bytes[..end]).is_err(), "prefix of {end} bytes");
         }
+    }
+
+    #[test]
+    fn files_of_version_1_are_read_and_later_ones_refused() {
+        // As it was written before there were digests.
+        let before = |version: u32| {
+            let header =
+                format!("{{\"format\":\"fsdp-integrity\",\"version\":{version},\"hash\":\"xxh3-64\",\"files\":1}}\n");
+            let body = format!("{header}{{\"path\":\"a\",\"length\":5,\"segments\":[[5,16384,\"{:016x}\"]]}}\n", 7);
+            format!("{body}{{\"xxh3_128\":\"{:032x}\"}}\n", XxHash3_128::oneshot(body.as_bytes()))
+        };
+        let read = Integrity::decode(before(1).as_bytes()).unwrap();
+        assert_eq!((read.digests.clone(), read.files["a"].length()), (None, 5));
+        assert_eq!(read.encode().unwrap(), before(1).into_bytes());
+        assert!(Integrity::decode(before(2).as_bytes()).is_err());
+        assert!(matches!(Integrity::decode(before(3).as_bytes()), Err(FormatError::Unsupported { .. })));
     }
 }

@@ -17,6 +17,19 @@ pub trait ReadAt: Send + Sync {
     /// Fills `dst` with the bytes from `offset`, and checks them where hashes are known.
     fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError>;
 
+    /// Does the same as [`ReadAt::read_exact_at`], and shows `seen` each piece, in order, while it is in the processor's
+    /// cache: where it begins in `dst`, and its bytes.
+    fn read_in_pieces(
+        &self,
+        offset: u64,
+        dst: &mut [u8],
+        seen: &mut dyn FnMut(usize, &[u8]),
+    ) -> Result<(), FormatError> {
+        self.read_exact_at(offset, dst)?;
+        seen(0, dst);
+        Ok(())
+    }
+
     /// Returns `true` if it is known that nothing was ever written to some of a range: the file is larger than what it
     /// takes on the disk.
     fn has_hole(&self, range: Range<u64>) -> bool {
@@ -145,14 +158,24 @@ impl<'a, S: ReadAt + ?Sized> BlockReader<'a, S> {
         BlockReader { source, block: Vec::new(), block_start: 0 }
     }
 
-    /// Fills `dst` with the bytes from `offset`. Nothing at or beyond `limit` is read ahead.
-    pub(crate) fn read(&mut self, mut offset: u64, mut dst: &mut [u8], limit: u64) -> Result<(), FormatError> {
+    /// Fills `dst` with the bytes from `offset`. Nothing at or beyond `limit` is read ahead. `seen` is shown each piece, as
+    /// [`ReadAt::read_in_pieces`] does.
+    pub(crate) fn read(
+        &mut self,
+        mut offset: u64,
+        mut dst: &mut [u8],
+        limit: u64,
+        seen: &mut dyn FnMut(usize, &[u8]),
+    ) -> Result<(), FormatError> {
+        let mut done = 0;
         while !dst.is_empty() {
             let cached = self.block_start..self.block_start + self.block.len() as u64;
             if cached.contains(&offset) {
                 let from = (offset - cached.start) as usize;
                 let take = dst.len().min(self.block.len() - from);
                 dst[..take].copy_from_slice(&self.block[from..from + take]);
+                seen(done, &dst[..take]);
+                done += take;
                 offset += take as u64;
                 dst = &mut dst[take..];
                 continue;
@@ -174,7 +197,8 @@ impl<'a, S: ReadAt + ?Sized> BlockReader<'a, S> {
                 }
             };
             let take = (direct - offset) as usize;
-            self.source.read_exact_at(offset, &mut dst[..take])?;
+            self.source.read_in_pieces(offset, &mut dst[..take], &mut |at, piece| seen(done + at, piece))?;
+            done += take;
             offset = direct;
             dst = &mut dst[take..];
         }

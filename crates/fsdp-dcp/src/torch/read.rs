@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use fsdp_digest::StateDigest;
 use fsdp_layout::{KeyPath, PathPart, PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
@@ -14,6 +15,7 @@ use crate::formats::read::OpenOptions;
 use crate::formats::structure::{Structure, key_text};
 use crate::limits::MAX_OBJECT_BYTES;
 use crate::metadata::{BytesEntry, Chunk, Entry, Metadata, StorageInfo, TensorEntry, TensorProperties};
+use crate::payload::slot::Slot;
 use crate::pickle::{Node, NodeId, OpaqueNode, Pickle, PickleError, Walk, parse};
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::checked_file::CheckedFile;
@@ -105,12 +107,13 @@ impl TorchCheckpoint {
     }
 
     /// Fills boxes of a tensor from the record of its storage.
-    fn read_from_record(&self, tensor: &TensorRef, boxes: &mut [(TensorBox, &mut [u8])]) -> Result<(), FormatError> {
+    fn read_from_record(&self, tensor: &TensorRef, slots: &mut [Slot<'_>]) -> Result<(), FormatError> {
         let start = self.storages.data_offset(&*self.file, tensor)?;
         let element = tensor.dtype.size_in_bytes() as usize;
         let mut reader = BlockReader::new(&*self.file);
-        for (bounds, dst) in boxes {
-            read_overlap(&mut reader, start, element, &tensor.layout, bounds, bounds, dst)?;
+        for slot in slots {
+            let bounds = slot.bounds.clone();
+            read_overlap(&mut reader, start, element, &tensor.layout, &bounds, slot)?;
         }
         Ok(())
     }
@@ -330,9 +333,13 @@ impl Checkpoint for TorchCheckpoint {
         &self.directory
     }
 
-    fn read_boxes(&self, fqn: &str, boxes: &mut [(TensorBox, &mut [u8])]) -> Result<(), FileError> {
+    fn digests(&self) -> Option<&StateDigest> {
+        self.directory.digests()
+    }
+
+    fn read_boxes(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
         let Some(tensor) = self.tensors.get(fqn) else { return Err(no_value(&self.metadata, fqn)) };
-        self.read_from_record(tensor, boxes).map_err(|source| FileError::Item {
+        self.read_from_record(tensor, slots).map_err(|source| FileError::Item {
             fqn: fqn.to_owned(),
             path: self.path.clone(),
             offset: 0,

@@ -8,6 +8,7 @@ use super::zip::{ArchiveLayout, Directory, ROOT};
 use crate::budget::Budget;
 use crate::error::FormatError;
 use crate::limits::{MAX_DEPTH, MAX_OBJECT_BYTES, PICKLE_FACTOR};
+use crate::payload::slot::Slot;
 use crate::pickle::write;
 use crate::pickle::{
     Global, Node, NodeId, OpaqueNode, Pickle, PickleError, PickleErrorKind, Walk, parse, parse_within,
@@ -192,7 +193,8 @@ impl<'a> TensorLoader<'a> {
         self.budget.charge("bytes of tensors in values", length as u64)?;
         let whole = TensorBox::whole(&tensor.shape);
         let mut data = vec![0; length];
-        read_overlap(&mut BlockReader::new(self.source), start, element, &tensor.layout, &whole, &whole, &mut data)?;
+        let mut slot = Slot::new(whole.clone(), &mut data);
+        read_overlap(&mut BlockReader::new(self.source), start, element, &tensor.layout, &whole, &mut slot)?;
         Ok(PlainTensor { dtype: tensor.dtype, shape: tensor.shape.clone(), data })
     }
 }

@@ -162,6 +162,8 @@ pub(crate) fn write(
             bounds: &boxes[index],
             offset: layout.storage_offset(index),
             length: lengths[index],
+            // The format has no place for digests.
+            place: None,
         })
         .collect();
     let file = staging.create_single(layout.length())?;

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use twox_hash::XxHash3_64;
 
 use super::{Level, verify};
+use crate::digest::digest;
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::Format;
 use crate::formats::extra::ExtraFiles;
@@ -15,6 +16,7 @@ use crate::storage::Durable;
 use crate::storage::integrity::{FileIntegrity, INTEGRITY_FILE, Integrity, block_length, integrity_beside};
 use crate::storage::location::Location;
 use crate::storage::read_at::{ReadAt, Window};
+use crate::threads::default_threads;
 use crate::torch::zip::Directory;
 
 /// Adds an integrity file to a checkpoint, replacing one that is there: to a directory inside it, to a file
@@ -70,7 +72,7 @@ pub fn add_integrity(location: impl Into<Location>, progress: Option<&(dyn Fn(u6
             cuts.extend(payload_of(&*file, stored.offset, stored.length).into_iter().flatten());
         }
     }
-    let mut integrity = Integrity::default();
+    let mut integrity = Integrity { digests: Some(digest(&*checkpoint, default_threads())?), ..Integrity::default() };
     for (name, cuts) in cuts {
         let file = directory.file(&name)?;
         let hashed = hash(&*file, &cuts, progress).map_err(|source| directory.file_error(&name, source))?;

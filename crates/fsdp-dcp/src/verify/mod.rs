@@ -7,7 +7,7 @@
 //! | [`Level::Structure`] | metadata, chunks (inside, disjoint, complete), every path, every key stored |
 //! | [`Level::Sizes`] | every file is there and long enough; every item is the tensor or value that the metadata says |
 //! | [`Level::Hashes`] | every byte against the integrity file; without one, the zip checksums of DCP items and torch archives |
-//! | [`Level::Deep`] | every element of floating-point tensors: NaN and infinities are counted; that copies of replicated tensors and values are equal |
+//! | [`Level::Deep`] | every element: NaN and infinities are counted, and digests compared with the recorded ones; that copies of replicated tensors and values are equal |
 
 mod add_integrity;
 mod checksums;
@@ -17,6 +17,7 @@ mod report;
 use std::ops::Range;
 use std::path::PathBuf;
 
+use fsdp_digest::{Digest, Sum};
 use fsdp_layout::TensorBox;
 use serde::{Deserialize, Serialize};
 
@@ -42,7 +43,7 @@ pub enum Level {
     Sizes,
     /// Checks every byte that a hash covers.
     Hashes,
-    /// Reads the elements: counts NaN and infinities, and compares copies.
+    /// Reads the elements: counts NaN and infinities, and compares digests and copies.
     Deep,
 }
 
@@ -211,17 +212,43 @@ fn hashes(checkpoint: &dyn Checkpoint, report: &mut Report, threads: usize, prog
     }
 }
 
-/// Counts NaN and infinities.
+/// Reads every element and value: counts NaN and infinities, and compares digests with the recorded ones.
 fn deep(checkpoint: &dyn Checkpoint, report: &mut Report, threads: usize, progress: Option<&(dyn Fn(u64) + Sync)>) {
-    let tensors: Vec<(&str, &TensorEntry)> = checkpoint.metadata().tensors().collect();
-    let found = on_each(&tensors, threads, |(fqn, _)| census(checkpoint, fqn, progress));
-    for ((fqn, tensor), census) in tensors.into_iter().zip(found) {
-        match census {
-            Ok(Some(census)) if census.nan + census.infinite > 0 => report.not_finite.push((fqn.to_owned(), census)),
-            Ok(_) => {}
-            Err(error) => report.add(Some(fqn), tensor.chunks.first().and_then(|chunk| chunk.stored.as_ref()), &error),
+    let entries: Vec<(&String, &Entry)> = checkpoint.metadata().entries.iter().collect();
+    let found = on_each(&entries, threads, |(fqn, entry)| match entry {
+        Entry::Tensor(_) => elements(checkpoint, fqn, progress),
+        // A value that cannot be read has been reported.
+        Entry::Bytes(_) => Ok((None, checkpoint.describe_value(fqn).ok().as_ref().map(Digest::of_value))),
+    });
+    for ((fqn, entry), found) in entries.into_iter().zip(found) {
+        let stored = match entry {
+            Entry::Tensor(tensor) => tensor.chunks.first().and_then(|chunk| chunk.stored.as_ref()),
+            Entry::Bytes(bytes) => bytes.stored.as_ref(),
+        };
+        let (census, digest) = match found {
+            Ok(found) => found,
+            Err(error) => {
+                report.add(Some(fqn), stored, &error);
+                continue;
+            }
+        };
+        if let Some(census) = census.filter(|census| census.nan + census.infinite > 0) {
+            report.not_finite.push((fqn.clone(), census));
+        }
+        let (Some(recorded), Some(digest)) = (checkpoint.digests(), digest) else { continue };
+        report.digests += 1;
+        if recorded.get(fqn) != Some(digest) {
+            report.add(Some(fqn), stored, &wrong_digest(checkpoint, fqn));
         }
     }
+    let recorded = checkpoint.digests().into_iter().flat_map(|recorded| recorded.iter());
+    for (fqn, _) in recorded.filter(|(fqn, _)| !checkpoint.metadata().entries.contains_key(*fqn)) {
+        report.add(Some(fqn), None, &wrong_digest(checkpoint, fqn));
+    }
+}
+
+fn wrong_digest(checkpoint: &dyn Checkpoint, fqn: &str) -> FileError {
+    FileError::Digests { path: checkpoint.path().to_owned(), names: vec![fqn.to_owned()] }
 }
 
 /// Counts and sums over a whole tensor; `None` where its elements are no real numbers.
@@ -230,24 +257,38 @@ pub fn census(
     fqn: &str,
     progress: Option<&(dyn Fn(u64) + Sync)>,
 ) -> Result<Option<Census>, FileError> {
+    Ok(elements(checkpoint, fqn, progress)?.0)
+}
+
+/// Reads a whole tensor once. Returns the count of its elements, if they are real numbers, and its digest.
+fn elements(
+    checkpoint: &dyn Checkpoint,
+    fqn: &str,
+    progress: Option<&(dyn Fn(u64) + Sync)>,
+) -> Result<(Option<Census>, Option<Digest>), FileError> {
     let tensor = tensor_of(checkpoint.metadata(), fqn)?;
     let dtype = tensor.properties.dtype;
-    let mut census = Census::default();
-    if !Census::counts(dtype) {
-        return Ok(None);
+    let counts = Census::counts(dtype);
+    if !counts && checkpoint.digests().is_none() {
+        return Ok((None, None));
     }
+    let (mut census, mut sum, mut at) = (Census::default(), Sum::default(), 0);
     let whole = TensorBox::whole(&tensor.shape);
     validate_chunks(&tensor.shape, std::iter::empty())
         .map_err(|source| LoadPlanError::Chunks { fqn: fqn.to_owned(), source })?;
     let length = whole.numel() as u64 * dtype.size_in_bytes();
     stream::<FileError>(checkpoint, fqn, dtype, &whole, 0..length, &mut |bytes| {
-        census.add(dtype, bytes);
+        if counts {
+            census.add(dtype, bytes);
+        }
+        sum.add_bytes(at, bytes);
+        at += bytes.len() as u64;
         if let Some(progress) = progress {
             progress(bytes.len() as u64);
         }
         Ok(())
     })?;
-    Ok(Some(census))
+    Ok((counts.then_some(census), Some(sum.finish(dtype, &tensor.shape))))
 }
 
 /// Returns the files of a checkpoint that are neither named by its metadata nor its own bookkeeping: leftovers of other saves.

@@ -34,6 +34,8 @@ pub struct Report {
     pub bytes_read: u64,
     /// At [`Level::Deep`](super::Level::Deep): copies beyond the first of replicated tensors and values, each compared with the first.
     pub replicas: usize,
+    /// At [`Level::Deep`](super::Level::Deep): tensors and values whose digests were compared with the recorded ones.
+    pub digests: usize,
     /// At [`Level::Deep`](super::Level::Deep): keys of tensors with NaN or infinities, and how many of each.
     pub not_finite: Vec<(String, Census)>,
 }

@@ -96,11 +96,18 @@ pub(crate) fn save(
                 let (selection, name) = (&global.selections[rank], &name);
                 scope.spawn(move || {
                     let joined = durable.join(target, name)?;
-                    write_rank(&joined, rank, plan, selection, state, &WriteOptions { threads: 2 })
+                    write_rank(
+                        &joined,
+                        rank,
+                        plan,
+                        selection,
+                        state,
+                        &WriteOptions { threads: 2, ..WriteOptions::default() },
+                    )
                 })
             })
             .collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Result<Vec<_>, _>>()
     })?;
-    finish(staging, global.metadata, &written)
+    finish(staging, global.metadata, &written).map(|_| ())
 }

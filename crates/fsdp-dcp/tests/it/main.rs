@@ -6,6 +6,7 @@
 mod convert;
 mod crash;
 mod crash_convert;
+mod digests;
 mod dtypes;
 mod fixtures;
 mod legacy;

@@ -22,7 +22,8 @@ pub struct LoadOptions {
     pub staged: bool,
     /// The device of fresh tensors; `None` puts each where the template's is. May differ between ranks.
     pub device: Option<Device>,
-    /// `true` (the default) if bytes of a checkpoint are checked against its hashes, where it has any.
+    /// `true` (the default) if bytes of a checkpoint are checked against its hashes, and what was loaded against its digests,
+    /// where it has any.
     pub verify: bool,
     /// Threads that read files, on each rank.
     pub threads: usize,

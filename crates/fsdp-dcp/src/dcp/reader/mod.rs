@@ -6,6 +6,7 @@ mod read;
 
 use std::path::Path;
 
+use fsdp_digest::StateDigest;
 use fsdp_layout::{PlainValue, TensorBox};
 
 use crate::budget::Budget;
@@ -20,8 +21,9 @@ use crate::torch::value::decode_value_within;
 
 use self::error::ReadError;
 use crate::formats::checkpoint::{Checkpoint, Format};
-use crate::formats::read::{Destination, OpenOptions, ReadOptions};
+use crate::formats::read::{Destination, OpenOptions, ReadDone, ReadOptions};
 use crate::metadata::Replica;
+use crate::payload::slot::Slot;
 use crate::plan::{LoadPlan, LoadRequest, ReadPlanOptions};
 
 /// An open DCP checkpoint. Shared by threads; nothing of it is ever written.
@@ -98,7 +100,7 @@ impl CheckpointReader {
     }
 
     /// Reads boxes of many tensors into buffers; see [`Checkpoint::read`].
-    pub fn read(&self, destinations: Vec<Destination<'_>>, options: ReadOptions) -> Result<LoadPlan, FileError> {
+    pub fn read(&self, destinations: Vec<Destination<'_>>, options: ReadOptions) -> Result<ReadDone, FileError> {
         Checkpoint::read(self, destinations, options)
     }
 
@@ -167,8 +169,12 @@ impl Checkpoint for CheckpointReader {
         CheckpointReader::directory(self)
     }
 
-    fn read_boxes(&self, fqn: &str, boxes: &mut [(TensorBox, &mut [u8])]) -> Result<(), FileError> {
-        self.fill(fqn, boxes)
+    fn digests(&self) -> Option<&StateDigest> {
+        self.directory.digests()
+    }
+
+    fn read_boxes(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
+        self.fill(fqn, slots)
     }
 
     fn check_read(&self, requests: &[LoadRequest], options: ReadPlanOptions) -> Result<LoadPlan, FileError> {

@@ -8,6 +8,7 @@ use crate::error::FileError;
 use crate::formats::lookup::{check_length, request_of, tensor_of};
 use crate::formats::read::{Destination, ReadOptions, byte_length};
 use crate::metadata::{Chunk, Replica, StorageInfo};
+use crate::payload::slot::Slot;
 use crate::plan::{LoadPlan, LoadPlanError, LoadRequest, ReadPlanOptions, plan_load};
 use crate::storage::read_at::BlockReader;
 
@@ -46,15 +47,15 @@ impl CheckpointReader {
     }
 
     /// Fills boxes of a tensor, chunk by chunk: each item is located once for all boxes.
-    pub(super) fn fill(&self, fqn: &str, boxes: &mut [(TensorBox, &mut [u8])]) -> Result<(), FileError> {
+    pub(super) fn fill(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
         let tensor = tensor_of(&self.metadata, fqn)?;
         for chunk in &tensor.chunks {
-            if !boxes.iter().any(|(bounds, _)| chunk.bounds.intersect(bounds).is_some()) {
+            if !slots.iter().any(|slot| chunk.bounds.intersect(&slot.bounds).is_some()) {
                 continue;
             }
             let stored = chunk.stored.as_ref();
             let stored = stored.ok_or_else(|| FileError::NotStored { fqn: fqn.to_owned() })?;
-            self.fill_from(fqn, &chunk.bounds, stored, tensor.properties.dtype, boxes)
+            self.fill_from(fqn, &chunk.bounds, stored, tensor.properties.dtype, slots)
                 .map_err(|error| self.item_error(fqn, stored, error))?;
         }
         Ok(())
@@ -67,7 +68,7 @@ impl CheckpointReader {
         };
         let dtype = tensor_of(&self.metadata, fqn)?.properties.dtype;
         check_length(fqn, bounds, dtype.size_in_bytes(), dst)?;
-        self.fill_from(fqn, whole, stored, dtype, &mut [(bounds.clone(), dst)])
+        self.fill_from(fqn, whole, stored, dtype, &mut [Slot::new(bounds.clone(), dst)])
             .map_err(|error| self.item_error(fqn, stored, error))
     }
 
@@ -78,13 +79,13 @@ impl CheckpointReader {
         whole: &TensorBox,
         stored: &StorageInfo,
         dtype: DType,
-        boxes: &mut [(TensorBox, &mut [u8])],
+        slots: &mut [Slot<'_>],
     ) -> Result<(), ReadError> {
         let located = self.locate(fqn, whole, stored, dtype)?;
         let mut reader = BlockReader::new(located.bytes.source());
-        for (bounds, buffer) in boxes {
-            if let Some(overlap) = whole.intersect(bounds) {
-                located.tensor.read(&mut reader, located.start, whole, &overlap, bounds, buffer)?;
+        for slot in slots {
+            if let Some(overlap) = whole.intersect(&slot.bounds) {
+                located.tensor.read(&mut reader, located.start, whole, &overlap, slot)?;
             }
         }
         Ok(())

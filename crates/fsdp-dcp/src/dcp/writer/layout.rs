@@ -1,9 +1,10 @@
 //! The layout of a rank's file: the place of each item, computed before any data is read.
 
+use fsdp_digest::{BoxPlace, Digest};
 use fsdp_layout::TensorBox;
 
 use crate::dcp::item::TensorItem;
-use crate::error::FileError;
+use crate::error::{FileError, FormatError};
 use crate::payload::source::PayloadSource;
 use crate::plan::{LocalPlan, SelectedItem, Selection, WriteContent};
 use crate::torch::value::encode_value;
@@ -34,10 +35,12 @@ pub(super) struct Placed<'p> {
 
 #[derive(Debug)]
 pub(super) enum Content<'p> {
-    /// The whole item.
-    Value(Vec<u8>),
+    /// The whole item, and the digest of its value.
+    Value(Vec<u8>, Digest),
     Tensor {
         bounds: &'p TensorBox,
+        /// The place of the box in its tensor, for its digest.
+        place: Option<BoxPlace>,
         around: TensorItem,
     },
 }
@@ -45,7 +48,7 @@ pub(super) enum Content<'p> {
 impl Placed<'_> {
     pub(super) fn payload_length(&self) -> u64 {
         match &self.content {
-            Content::Value(_) => 0,
+            Content::Value(..) => 0,
             Content::Tensor { around, .. } => around.payload_length(),
         }
     }
@@ -71,6 +74,7 @@ impl<'p> FileLayout<'p> {
         plan: &'p LocalPlan,
         selection: &Selection,
         source: &dyn PayloadSource,
+        digests: bool,
     ) -> Result<Self, FileError> {
         let mut values = Vec::new();
         let mut tensors = Vec::new();
@@ -80,16 +84,22 @@ impl<'p> FileLayout<'p> {
             let placed = |length, content| Placed { fqn: &of.fqn, selected, offset: 0, length, content };
             match &of.content {
                 WriteContent::Value { .. } => {
+                    let value = source.value(&of.fqn)?;
                     let bytes = match source.stored_item(&of.fqn)? {
                         Some(bytes) => bytes,
-                        None => encode_value(&*source.value(&of.fqn)?).map_err(encode)?,
+                        None => encode_value(&value).map_err(encode)?,
                     };
-                    values.push(placed(bytes.len() as u64, Content::Value(bytes)));
+                    values.push(placed(bytes.len() as u64, Content::Value(bytes, Digest::of_value(&value))));
                 }
-                WriteContent::Tensor { properties, boxes, .. } => {
+                WriteContent::Tensor { properties, shape, boxes, .. } => {
                     let Some(bounds) = boxes.get(selected.index as usize) else { continue };
                     let around = TensorItem::new(properties.dtype, &bounds.sizes).map_err(encode)?;
-                    tensors.push(placed(around.length(), Content::Tensor { bounds, around }));
+                    let place = digests.then(|| {
+                        let place = BoxPlace::new(shape, bounds, properties.dtype.size_in_bytes() as usize);
+                        place.map_err(|error| FormatError::unexpected("a box of the tensor", error.to_string()))
+                    });
+                    let place = place.transpose().map_err(encode)?;
+                    tensors.push(placed(around.length(), Content::Tensor { bounds, place, around }));
                 }
             }
         }

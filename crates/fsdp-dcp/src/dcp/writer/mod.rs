@@ -68,8 +68,10 @@ mod payload;
 pub use crate::payload::source::PayloadSource;
 pub use crate::torch::value::value_item_length;
 
+use fsdp_digest::{Part, StateDigest};
 use serde::{Deserialize, Serialize};
 
+use crate::digest::check_copy;
 use crate::error::FileError;
 use crate::metadata::{Entry, METADATA_FILE, Metadata, StorageInfo, encode};
 use crate::plan::{LocalPlan, Selection};
@@ -82,11 +84,13 @@ use crate::threads::default_threads;
 pub struct WriteOptions {
     /// Threads that hash and write. Each needs about 1 MiB.
     pub threads: usize,
+    /// `true` (the default) if the digests of what is written are recorded.
+    pub digests: bool,
 }
 
 impl Default for WriteOptions {
     fn default() -> Self {
-        WriteOptions { threads: default_threads() }
+        WriteOptions { threads: default_threads(), digests: true }
     }
 }
 
@@ -107,7 +111,7 @@ impl RankWritten {
     /// Returns about how many bytes it takes to send this.
     #[must_use]
     pub fn wire_bytes(&self) -> u64 {
-        64 + self.items.len() as u64 * 24 + self.integrity.wire_bytes()
+        64 + self.items.len() as u64 * 48 + self.integrity.wire_bytes()
     }
 }
 
@@ -122,9 +126,11 @@ pub struct WrittenItem {
     pub offset: u64,
     /// Bytes.
     pub length: u64,
+    /// Its part in the digest of its tensor or value; `None` if no digests are recorded.
+    pub part: Option<Part>,
 }
 
-/// Writes the selected items of one rank to its file, hashes them on the way, and fsyncs it. No communication.
+/// Writes the selected items of one rank to its file, hashes and digests them on the way, and fsyncs it. No communication.
 pub fn write_rank(
     staging: &Staging,
     rank: usize,
@@ -137,15 +143,16 @@ pub fn write_rank(
         return Ok(RankWritten::default());
     }
     let name = staging.data_file(rank);
-    let layout = layout::FileLayout::new(plan, selection, source)?;
+    let layout = layout::FileLayout::new(plan, selection, source, options.digests)?;
     let file = staging.create(&name, layout.length)?;
-    let integrity = payload::write(&file, &layout, source, options.threads)?;
+    let (integrity, parts) = payload::write(&file, &layout, source, options.threads)?;
     file.finish()?;
-    let items = layout.items.iter().map(|placed| WrittenItem {
+    let items = layout.items.iter().zip(parts).map(|(placed, part)| WrittenItem {
         entry: placed.selected.entry,
         chunk: placed.selected.chunk,
         offset: placed.offset,
         length: placed.length,
+        part: options.digests.then_some(part),
     });
     Ok(RankWritten {
         file: Some(name),
@@ -188,14 +195,47 @@ fn place_items(metadata: &mut Metadata, written: &[RankWritten]) -> Result<(), F
     }
 }
 
-/// Ends a save, on the rank that prepared it: writes `.integrity` and `.metadata`, and commits.
+/// Returns the digests of all that was written, from the parts of all ranks; `None` if some rank has made none.
+fn digests(metadata: &Metadata, written: &[RankWritten]) -> Option<StateDigest> {
+    let mut parts = vec![Part::default(); metadata.entries.len()];
+    for item in written.iter().flat_map(|rank| &rank.items) {
+        if let Some(part) = parts.get_mut(item.entry as usize) {
+            part.add(item.part?);
+        }
+    }
+    let digests = metadata.entries.iter().zip(parts).filter_map(|((fqn, entry), part)| match (entry, part) {
+        (Entry::Tensor(tensor), part) => Some((fqn.clone(), part.finish(tensor.properties.dtype, &tensor.shape))),
+        (Entry::Bytes(_), Part::Value(digest)) => Some((fqn.clone(), digest)),
+        // A value that no rank wrote is an error elsewhere.
+        (Entry::Bytes(_), Part::Elements(_)) => None,
+    });
+    Some(digests.collect())
+}
+
+/// Ends a save, on the rank that prepared it: writes `.integrity` and `.metadata`, and commits. Returns the digests of what
+/// was saved, which are in `.integrity` too, unless [`WriteOptions::digests`] was off.
 ///
 /// `metadata` is that of the global plan; `written` is by rank. If any item was written by no rank, nothing is committed.
-pub fn finish(staging: Staging, mut metadata: Metadata, written: &[RankWritten]) -> Result<(), FileError> {
+pub fn finish(staging: Staging, metadata: Metadata, written: &[RankWritten]) -> Result<Option<StateDigest>, FileError> {
+    finish_copy(staging, metadata, written, None)
+}
+
+/// Ends a save as [`finish`] does. If it is the copy of a checkpoint with digests, `original`, and its own are others,
+/// nothing is committed.
+pub(crate) fn finish_copy(
+    staging: Staging,
+    mut metadata: Metadata,
+    written: &[RankWritten],
+    original: Option<&StateDigest>,
+) -> Result<Option<StateDigest>, FileError> {
     place_items(&mut metadata, written)?;
+    let digests = digests(&metadata, written);
+    if let Some(digests) = &digests {
+        check_copy(staging.target(), original, digests)?;
+    }
     let metadata = encode(&metadata);
     let files = written.iter().filter_map(|rank| Some((rank.file.clone()?, rank.integrity.clone())));
-    let mut integrity = Integrity { files: files.collect() };
+    let mut integrity = Integrity { files: files.collect(), digests: digests.clone() };
     staging.check_files(integrity.files.keys())?;
     let mut own = FileIntegrity::default();
     own.push_bytes(&metadata);
@@ -205,5 +245,6 @@ pub fn finish(staging: Staging, mut metadata: Metadata, written: &[RankWritten])
         integrity.encode().map_err(|source| FileError::File { path: staging.directory().join(&name), source })?;
     // The hashes come first: once the `.metadata` is there, the checkpoint is, and must be whole.
     staging.write(&name, &integrity)?;
-    staging.commit(METADATA_FILE, &metadata)
+    staging.commit(METADATA_FILE, &metadata)?;
+    Ok(digests)
 }

@@ -1,6 +1,7 @@
 //! Writing a planned file of a rank, by several threads.
 
 use crc32fast::Hasher;
+use fsdp_digest::{Part, Sum};
 use twox_hash::XxHash3_64;
 
 use super::layout::{Content, FileLayout, Placed};
@@ -27,13 +28,13 @@ impl Task {
     }
 }
 
-/// Writes all items, and returns the hashes of the file.
+/// Writes all items, and returns the hashes of the file and each item's part in a digest.
 pub(super) fn write(
     file: &StagedFile,
     layout: &FileLayout<'_>,
     source: &dyn PayloadSource,
     threads: usize,
-) -> Result<FileIntegrity, FileError> {
+) -> Result<(FileIntegrity, Vec<Part>), FileError> {
     // Large payloads are cut into parts, and small items are put together, so that threads have about equal work.
     let tasks = tasks(layout);
     let done = in_parallel(
@@ -46,7 +47,7 @@ pub(super) fn write(
             None => Ok(()),
         },
     )?;
-    Ok(integrity(layout, tasks.into_iter().zip(done)))
+    Ok((integrity(layout, tasks.iter().zip(&done)), parts(layout, tasks.iter().zip(&done))))
 }
 
 /// Cuts the work of a file into tasks, in the order of their places.
@@ -91,36 +92,38 @@ fn run(
         Task::Batch { first, count } => {
             let from = segment_start(layout, first);
             let mut hashes = Vec::with_capacity(count);
+            let mut sums = Vec::with_capacity(count);
             buffer.clear();
             for placed in &layout.items[first..first + count] {
                 let start = buffer.len();
                 buffer.resize((placed.offset - from) as usize, 0);
-                small_item(placed, source, buffer)?;
+                sums.push(small_item(placed, source, buffer)?);
                 hashes.extend(blocks(&buffer[start..]));
             }
             file.write_at(from, buffer)?;
-            Ok(Done { crc: Hasher::new(), hashes })
+            Ok(Done { hashes, sums, ..Done::default() })
         }
         Task::Part { item, start, end } => {
             let placed = &layout.items[item];
-            let (Some((payload, length)), Content::Tensor { bounds, .. }) = (placed.own_payload(), &placed.content)
+            let (Some((payload, length)), Content::Tensor { bounds, place, .. }) =
+                (placed.own_payload(), &placed.content)
             else {
                 return Ok(Done::default());
             };
-            let payload = PlannedPayload { fqn: placed.fqn, bounds, offset: payload, length };
+            let payload = PlannedPayload { fqn: placed.fqn, bounds, offset: payload, length, place: place.as_ref() };
             write_part(file, &payload, start..end, source, true, buffer)
         }
     }
 }
 
-/// Appends a small item to the buffer, whole.
-fn small_item(placed: &Placed<'_>, source: &dyn PayloadSource, buffer: &mut Vec<u8>) -> Result<(), FileError> {
-    let (bounds, around) = match &placed.content {
-        Content::Value(bytes) => {
+/// Appends a small item to the buffer, whole, and returns the sum over its elements.
+fn small_item(placed: &Placed<'_>, source: &dyn PayloadSource, buffer: &mut Vec<u8>) -> Result<Sum, FileError> {
+    let (bounds, place, around) = match &placed.content {
+        Content::Value(bytes, _) => {
             buffer.extend_from_slice(bytes);
-            return Ok(());
+            return Ok(Sum::default());
         }
-        Content::Tensor { bounds, around } => (bounds, around),
+        Content::Tensor { bounds, place, around } => (bounds, place, around),
     };
     let start = buffer.len();
     let head = around.payload_offset() as usize;
@@ -136,8 +139,12 @@ fn small_item(placed: &Placed<'_>, source: &dyn PayloadSource, buffer: &mut Vec<
     check_length(placed.fqn, given, length, true)?;
     let crc = crc32fast::hash(&buffer[start + head..]);
     buffer[start..start + head].copy_from_slice(&around.head(crc));
+    let mut sum = Sum::default();
+    if let Some(place) = place {
+        sum.add_piece(place, 0, &buffer[start + head..]);
+    }
     buffer.extend_from_slice(&around.tail(crc));
-    Ok(())
+    Ok(sum)
 }
 
 /// Hashes the blocks of a segment.
@@ -174,15 +181,15 @@ impl Frame {
 }
 
 /// Puts all hashes in order.
-fn integrity(layout: &FileLayout<'_>, done: impl Iterator<Item = (Task, Done)>) -> FileIntegrity {
+fn integrity<'t>(layout: &FileLayout<'_>, done: impl Iterator<Item = (&'t Task, &'t Done)>) -> FileIntegrity {
     let mut integrity = FileIntegrity::default();
     // The large item whose parts are being put together.
     let mut crc = Hasher::new();
     let mut hashes = Vec::new();
     for (task, done) in done {
-        match task {
+        match *task {
             Task::Batch { first, count } => {
-                let mut each = done.hashes.into_iter();
+                let mut each = done.hashes.iter().copied();
                 for item in first..first + count {
                     let length = layout.items[item].end() - segment_start(layout, item);
                     let block = block_length(length);
@@ -192,7 +199,7 @@ fn integrity(layout: &FileLayout<'_>, done: impl Iterator<Item = (Task, Done)>) 
             Task::Part { item, end, .. } => {
                 let length = layout.items[item].payload_length();
                 crc.combine(&done.crc);
-                hashes.extend(done.hashes);
+                hashes.extend_from_slice(&done.hashes);
                 if end < length {
                     continue;
                 }
@@ -206,4 +213,26 @@ fn integrity(layout: &FileLayout<'_>, done: impl Iterator<Item = (Task, Done)>) 
         }
     }
     integrity
+}
+
+/// Returns each item's part in the digest of its tensor or value.
+fn parts<'t>(layout: &FileLayout<'_>, done: impl Iterator<Item = (&'t Task, &'t Done)>) -> Vec<Part> {
+    let mut parts: Vec<Part> = layout.items.iter().map(part_of_value).collect();
+    for (task, done) in done {
+        match *task {
+            Task::Batch { first, .. } => {
+                parts[first..].iter_mut().zip(&done.sums).for_each(|(part, sum)| part.add(Part::Elements(*sum)));
+            }
+            Task::Part { item, .. } => parts[item].add(Part::Elements(done.sum)),
+        }
+    }
+    parts
+}
+
+/// Returns the digest of an item that is a value; nothing yet of a tensor's.
+fn part_of_value(placed: &Placed<'_>) -> Part {
+    match placed.content {
+        Content::Value(_, digest) => Part::Value(digest),
+        Content::Tensor { .. } => Part::default(),
+    }
 }

@@ -1,0 +1,222 @@
+//! The comparison of what was loaded with the digests that were recorded when it was saved.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use fsdp_comm::ProcessGroup;
+use fsdp_dcp::FileError;
+use fsdp_dcp::checkpoint::Checkpoint;
+use fsdp_dcp::metadata::{Metadata, TensorEntry};
+use fsdp_digest::{Digest, StateDigest, Sum};
+use fsdp_layout::cover::uncovered;
+use fsdp_layout::{PlainValue, TensorBox};
+use serde::{Deserialize, Serialize};
+
+use crate::CheckpointError;
+use crate::rounds::gather_in_rounds;
+
+/// The rank that compares.
+const JUDGE: usize = 0;
+
+/// A tensor whose loaded elements are not those that were saved.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WrongTensor {
+    /// The flat key.
+    pub fqn: String,
+    /// The global ranks whose elements are wrong, as far as can be told: where ranks have the digest only together, all that
+    /// hold a part.
+    pub ranks: Vec<usize>,
+}
+
+/// The sum over a box that a rank has read.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct BoxSum {
+    /// The position of the tensor among the checkpoint's entries.
+    entry: usize,
+    bounds: TensorBox,
+    sum: Sum,
+}
+
+/// The sums over the boxes of one tensor, by box: the rank that has read it, and the sum.
+type BoxSums = BTreeMap<TensorBox, Vec<(usize, Sum)>>;
+
+/// The comparison of a load with the digests of its checkpoint. Every rank adds what it reads.
+pub(crate) struct Comparison<'a> {
+    path: &'a Path,
+    metadata: &'a Metadata,
+    recorded: &'a StateDigest,
+    parts: Vec<BoxSum>,
+}
+
+impl<'a> Comparison<'a> {
+    /// Begins the comparison with a checkpoint; `None` if it has no digests.
+    pub(crate) fn with(checkpoint: &'a dyn Checkpoint) -> Option<Self> {
+        let recorded = checkpoint.digests()?;
+        Some(Comparison { path: checkpoint.path(), metadata: checkpoint.metadata(), recorded, parts: Vec::new() })
+    }
+
+    /// Adds what this rank has read of a tensor: the sum over each box.
+    pub(crate) fn add(&mut self, fqn: &str, boxes: &[TensorBox], sums: &[Sum]) {
+        let (Some(entry), Some(recorded)) = (self.metadata.entries.get_index_of(fqn), self.recorded.get(fqn)) else {
+            return;
+        };
+        let Some(tensor) = self.metadata.tensor(fqn) else { return };
+        for (bounds, &sum) in boxes.iter().zip(sums) {
+            // A whole tensor that is right needs no other rank. One that is wrong is told of with the others.
+            let is_settled = is_whole(bounds, tensor) && digest(sum, tensor) == recorded;
+            if !bounds.is_empty() && !is_settled {
+                self.parts.push(BoxSum { entry, bounds: bounds.clone(), sum });
+            }
+        }
+    }
+
+    /// Checks the whole tensors that this rank has read. No communication.
+    ///
+    /// # Errors
+    /// [`FileError::Digests`].
+    pub(crate) fn check_here(&self) -> Result<(), CheckpointError> {
+        let wrong = self.parts.iter().filter_map(|part| {
+            let (fqn, _) = self.metadata.entries.get_index(part.entry)?;
+            is_whole(&part.bounds, self.metadata.tensor(fqn)?).then(|| fqn.clone())
+        });
+        let names: Vec<String> = wrong.collect();
+        if names.is_empty() { Ok(()) } else { Err(FileError::Digests { path: self.path.to_owned(), names }.into()) }
+    }
+
+    /// Checks all that the ranks have read together. Tensors of which they have not read every element are not compared.
+    /// Collectives: an object all-gather of sizes, a gather for each 64 MiB of boxes, and an object broadcast.
+    ///
+    /// # Errors
+    /// The same on every rank: [`CheckpointError::NotAsSaved`].
+    pub(crate) fn check(self, group: &ProcessGroup) -> Result<(), CheckpointError> {
+        let gathered = gather_in_rounds(group, self.parts, |part| 48 + 16 * part.bounds.rank() as u64, JUDGE)?;
+        let wrong = gathered.map(|parts| judge(self.metadata, self.recorded, parts));
+        let mut wrong: Vec<WrongTensor> = group.broadcast_object(wrong.as_ref(), JUDGE)?;
+        if wrong.is_empty() {
+            return Ok(());
+        }
+        let ranks = group.global_ranks();
+        for tensor in &mut wrong {
+            tensor.ranks.iter_mut().for_each(|rank| *rank = ranks.get(*rank).copied().unwrap_or(*rank));
+        }
+        Err(CheckpointError::NotAsSaved { path: self.path.to_owned(), tensors: wrong })
+    }
+}
+
+/// Checks a value that was read against the digest that was recorded of it, if there is one.
+///
+/// # Errors
+/// [`FileError::Digests`].
+pub(crate) fn check_value(checkpoint: &dyn Checkpoint, fqn: &str, value: &PlainValue) -> Result<(), CheckpointError> {
+    let recorded = checkpoint.digests().and_then(|recorded| recorded.get(fqn));
+    if recorded.is_some_and(|recorded| recorded != Digest::of_value(value)) {
+        let (path, names) = (checkpoint.path().to_owned(), vec![fqn.to_owned()]);
+        return Err(FileError::Digests { path, names }.into());
+    }
+    Ok(())
+}
+
+fn is_whole(bounds: &TensorBox, tensor: &TensorEntry) -> bool {
+    bounds.sizes == tensor.shape
+}
+
+fn digest(sum: Sum, tensor: &TensorEntry) -> Digest {
+    sum.finish(tensor.properties.dtype, &tensor.shape)
+}
+
+/// Returns the tensors whose elements are not those that were saved. `parts` are by rank of the group.
+fn judge(metadata: &Metadata, recorded: &StateDigest, parts: Vec<Vec<BoxSum>>) -> Vec<WrongTensor> {
+    let mut tensors: BTreeMap<usize, BoxSums> = BTreeMap::new();
+    for (rank, part) in
+        parts.into_iter().enumerate().flat_map(|(rank, parts)| parts.into_iter().map(move |part| (rank, part)))
+    {
+        tensors.entry(part.entry).or_default().entry(part.bounds).or_default().push((rank, part.sum));
+    }
+    let mut wrong = Vec::new();
+    for (entry, boxes) in tensors {
+        let Some((fqn, _)) = metadata.entries.get_index(entry) else { continue };
+        let (Some(tensor), Some(recorded)) = (metadata.tensor(fqn), recorded.get(fqn)) else { continue };
+        let ranks = wrong_ranks(tensor, recorded, boxes);
+        if !ranks.is_empty() {
+            wrong.push(WrongTensor { fqn: fqn.clone(), ranks });
+        }
+    }
+    wrong
+}
+
+/// Returns the ranks whose elements of a tensor are wrong, sorted.
+fn wrong_ranks(tensor: &TensorEntry, recorded: Digest, mut boxes: BoxSums) -> Vec<usize> {
+    // Ranks that were right with the whole tensor have not told of it.
+    let whole = boxes.remove(&TensorBox::whole(&tensor.shape)).unwrap_or_default();
+    let mut ranks: Vec<usize> = whole.into_iter().map(|(rank, _)| rank).collect();
+    // Of a box that several ranks have read, each must have the same.
+    let mut all = Sum::default();
+    for sums in boxes.values() {
+        let Some(usual) = most_frequent(sums) else { continue };
+        ranks.extend(sums.iter().filter(|(_, sum)| *sum != usual).map(|(rank, _)| *rank));
+        all.add(usual);
+    }
+    // Boxes that make up the tensor, each element once, add up to its digest.
+    let elements: usize = boxes.keys().map(TensorBox::numel).sum();
+    let bounds = TensorBox::whole(&tensor.shape);
+    let is_complete = elements == bounds.numel() && uncovered(&bounds, boxes.keys()).is_empty();
+    if is_complete && !boxes.is_empty() && digest(all, tensor) != recorded {
+        ranks.extend(boxes.values().flatten().map(|(rank, _)| *rank));
+    }
+    ranks.sort_unstable();
+    ranks.dedup();
+    ranks
+}
+
+/// Returns the sum that most ranks have; of several, the first.
+fn most_frequent(sums: &[(usize, Sum)]) -> Option<Sum> {
+    let count = |sum: &Sum| sums.iter().filter(|(_, other)| other == sum).count();
+    // The last of several largest is the first of the ranks.
+    sums.iter().rev().map(|(_, sum)| *sum).max_by_key(count)
+}
+
+#[cfg(test)]
+mod tests {
+    use fsdp_dcp::metadata::TensorProperties;
+    use fsdp_layout::DType;
+
+    use super::*;
+
+    fn tensor() -> TensorEntry {
+        TensorEntry { properties: TensorProperties::of(DType::U8), shape: vec![4], chunks: Vec::new() }
+    }
+
+    fn sum_of(start: usize, bytes: &[u8]) -> (TensorBox, Sum) {
+        let mut sum = Sum::default();
+        sum.add_bytes(start as u64, bytes);
+        (TensorBox::new(vec![start], vec![bytes.len()]), sum)
+    }
+
+    /// Returns the ranks that are found wrong, where each rank has read some bytes of the tensor 1, 2, 3, 4.
+    fn found(reads: &[(usize, usize, &[u8])]) -> Vec<usize> {
+        let mut boxes = BoxSums::new();
+        for &(rank, start, bytes) in reads {
+            let (bounds, sum) = sum_of(start, bytes);
+            boxes.entry(bounds).or_default().push((rank, sum));
+        }
+        wrong_ranks(&tensor(), digest(sum_of(0, &[1, 2, 3, 4]).1, &tensor()), boxes)
+    }
+
+    #[test]
+    fn parts_are_right_or_wrong_together() {
+        assert!(found(&[(0, 0, &[1, 2]), (1, 2, &[3, 4])]).is_empty());
+        assert_eq!(found(&[(0, 0, &[1, 2]), (1, 2, &[3, 5])]), [0, 1]);
+        // Nobody knows what an element is that nobody has read, or that several have read in other boxes.
+        assert!(found(&[(0, 0, &[9, 9])]).is_empty());
+        assert!(found(&[(0, 0, &[1, 2, 3]), (1, 2, &[3, 4])]).is_empty());
+    }
+
+    #[test]
+    fn of_replicas_the_one_that_differs_is_named() {
+        let right = [(0, 0, &[1u8, 2][..]), (1, 2, &[3, 4]), (2, 0, &[1, 2]), (3, 2, &[3, 4])];
+        assert!(found(&right).is_empty());
+        let other = [&right[..], &[(4, 0, &[1, 3])]].concat();
+        assert_eq!(found(&other), [4]);
+        assert_eq!(found(&[(0, 0, &[1, 2, 3, 5])]), [0]);
+    }
+}

@@ -1,0 +1,47 @@
+//! The place that a read fills.
+
+use fsdp_digest::{BoxPlace, Sum};
+use fsdp_layout::TensorBox;
+
+/// A box of a tensor that is to be read, and the memory that it goes to.
+#[derive(Debug)]
+pub struct Slot<'d> {
+    /// The box.
+    pub bounds: TensorBox,
+    /// Its row-major bytes.
+    pub bytes: &'d mut [u8],
+    /// The sum over what has come so far, if it is asked for.
+    pub(crate) digest: Option<SlotDigest>,
+}
+
+/// The sum over the elements that a slot was filled with.
+#[derive(Debug)]
+pub(crate) struct SlotDigest {
+    place: BoxPlace,
+    sum: Sum,
+}
+
+impl<'d> Slot<'d> {
+    /// Makes a slot of a box and its memory, which must be as long as the box.
+    #[must_use]
+    pub fn new(bounds: TensorBox, bytes: &'d mut [u8]) -> Self {
+        Slot { bounds, bytes, digest: None }
+    }
+}
+
+impl SlotDigest {
+    /// Makes the sum of a box, to which nothing has come yet.
+    pub(crate) fn new(place: BoxPlace) -> Self {
+        SlotDigest { place, sum: Sum::default() }
+    }
+
+    /// Adds bytes that came to this position of the slot.
+    pub(crate) fn add(&mut self, at: usize, bytes: &[u8]) {
+        self.sum.add_piece(&self.place, at as u64, bytes);
+    }
+
+    /// Returns the sum over all that has come.
+    pub(crate) fn sum(&self) -> Sum {
+        self.sum
+    }
+}

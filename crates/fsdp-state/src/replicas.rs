@@ -1,0 +1,178 @@
+//! The comparison of replicas: elements that several ranks hold, and must hold alike.
+
+use std::collections::BTreeMap;
+use std::hash::{Hash as _, Hasher as _};
+
+use fsdp_comm::ProcessGroup;
+use fsdp_digest::{Digest, StateDigest, Sum};
+use twox_hash::XxHash3_64;
+
+use crate::digest::flat_with_leaves;
+use crate::engine::LoadError as _;
+use crate::transfer::BoxBytes;
+use crate::{StateDict, StateError};
+
+const OPERATION: &str = "check_replicas";
+
+/// Checks that ranks which hold the same elements hold the same bits: whole tensors and plain values on all ranks, and
+/// shards on ranks with the same boxes. Nothing is copied that is contiguous in host memory.
+///
+/// Collectives: one agreement and one object all-gather of a few bytes. Two more if replicas differ.
+///
+/// # Errors
+/// The same on every rank: [`StateError::ReplicasDiffer`]; any rank's own error.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use fsdp_state::{StateDict, StateError, check_replicas};
+/// let errors = fsdp_comm::run_local(3, |group| {
+///     let weight = if group.rank() == 1 { [1f32, 2.5] } else { [1., 2.] };
+///     let mut state = StateDict::new();
+///     state.insert("weight", Tensor::new(&weight, &Device::Cpu)?);
+///     Ok::<_, StateError>(check_replicas(&state, &group).unwrap_err().to_string())
+/// })?;
+/// assert_eq!(errors[0].as_ref().unwrap(), "replicas differ: `weight` on rank 1");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn check_replicas(state: &StateDict, group: &ProcessGroup) -> Result<(), StateError> {
+    // Each rank digests what it holds. Usually one number from each is enough.
+    let held = StateError::agree(group, OPERATION, None, Held::of(state))?;
+    let all: Vec<[Summary; 2]> = group.all_gather_object(&held.summaries())?;
+    if (0..2).all(|part| classes(&all, part).values().all(|ranks| same(&all, part, ranks))) {
+        return Ok(());
+    }
+    // Ranks of one class hold the same names in the same order, so that their digests are enough to find the names.
+    let digests: Vec<[Vec<u64>; 2]> = group.all_gather_object(&held.short_digests())?;
+    let mut found: BTreeMap<String, Vec<usize>> = BTreeMap::new();
+    for (part, names) in held.parts.iter().enumerate() {
+        let Some(ranks) = classes(&all, part).remove(&all[group.rank()][part].layout) else { continue };
+        for (index, (name, _)) in names.iter().enumerate() {
+            let of_rank = |rank: usize| digests.get(rank).and_then(|digests| digests[part].get(index)).copied();
+            let differing = differing(&ranks.iter().map(|&rank| (rank, of_rank(rank))).collect::<Vec<_>>());
+            if !differing.is_empty() {
+                found.entry(key_of(name).to_owned()).or_default().extend(differing);
+            }
+        }
+    }
+    // Only ranks of a class know its names.
+    let mut tensors: BTreeMap<String, Vec<usize>> = BTreeMap::new();
+    for (name, ranks) in group.all_gather_object(&found)?.into_iter().flatten() {
+        tensors.entry(name).or_default().extend(ranks);
+    }
+    let global = group.global_ranks();
+    let tensors = tensors.into_iter().map(|(name, mut ranks)| {
+        ranks.sort_unstable();
+        ranks.dedup();
+        (name, ranks.into_iter().filter_map(|rank| global.get(rank).copied()).collect())
+    });
+    Err(StateError::ReplicasDiffer { tensors: tensors.collect() })
+}
+
+/// The digests of what a rank holds: of whole tensors and values, and of boxes of sharded tensors.
+struct Held {
+    parts: [StateDigest; 2],
+}
+
+/// A summary of one part of what a rank holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+struct Summary {
+    /// A hash of the names, and of the boxes.
+    layout: u64,
+    root: Digest,
+}
+
+impl Held {
+    /// Digests a state dict.
+    fn of(state: &StateDict) -> Result<Self, StateError> {
+        let (mut whole, mut shards) = (StateDigest::default(), StateDigest::default());
+        for (key, value, leaf) in flat_with_leaves(state)? {
+            let Some((dtype, shape)) = leaf.tensor() else {
+                if let Some(object) = value.to_object()? {
+                    whole.insert(name_of(&key, ""), Digest::of_value(&object));
+                }
+                continue;
+            };
+            let element = dtype.size_in_bytes() as usize;
+            for source in BoxBytes::of(&value)? {
+                let mut sum = Sum::default();
+                source.read(|bytes| sum.add_box(shape, source.bounds(), element, bytes))??;
+                let (part, place) = if leaf.is_sharded() {
+                    (&mut shards, source.bounds().to_string())
+                } else {
+                    (&mut whole, String::new())
+                };
+                part.insert(name_of(&key, &place), sum.finish(dtype, shape));
+            }
+        }
+        Ok(Held { parts: [whole, shards] })
+    }
+
+    fn summaries(&self) -> [Summary; 2] {
+        self.parts.each_ref().map(|digests| {
+            let mut hasher = XxHash3_64::new();
+            digests.iter().for_each(|(name, _)| name.hash(&mut hasher));
+            Summary { layout: hasher.finish(), root: digests.root() }
+        })
+    }
+
+    /// Returns a hash of each digest, in the order of the names.
+    fn short_digests(&self) -> [Vec<u64>; 2] {
+        self.parts.each_ref().map(|digests| {
+            let short = digests.iter().map(|(_, digest)| XxHash3_64::oneshot(digest.to_string().as_bytes()));
+            short.collect()
+        })
+    }
+}
+
+/// Between a key and a box in a name. It sorts before all that keys are made of.
+const SEPARATOR: char = '\0';
+
+fn name_of(key: &str, place: &str) -> String {
+    format!("{key}{SEPARATOR}{place}")
+}
+
+fn key_of(name: &str) -> &str {
+    name.rsplit_once(SEPARATOR).map_or(name, |(key, _)| key)
+}
+
+/// Returns the ranks with the same layout, by layout.
+fn classes(all: &[[Summary; 2]], part: usize) -> BTreeMap<u64, Vec<usize>> {
+    let mut classes: BTreeMap<u64, Vec<usize>> = BTreeMap::new();
+    for (rank, summaries) in all.iter().enumerate() {
+        classes.entry(summaries[part].layout).or_default().push(rank);
+    }
+    classes
+}
+
+/// Returns `true` if these ranks hold the same.
+fn same(all: &[[Summary; 2]], part: usize, ranks: &[usize]) -> bool {
+    ranks.windows(2).all(|pair| all[pair[0]][part].root == all[pair[1]][part].root)
+}
+
+/// Returns the ranks that hold something else than most do; all of them, if no value is held by more ranks than any other.
+fn differing(held: &[(usize, Option<u64>)]) -> Vec<usize> {
+    let mut counts: BTreeMap<Option<u64>, usize> = BTreeMap::new();
+    held.iter().for_each(|(_, digest)| *counts.entry(*digest).or_default() += 1);
+    if counts.len() < 2 {
+        return Vec::new();
+    }
+    let most = counts.values().copied().max().unwrap_or_default();
+    let is_clear = counts.values().filter(|&&count| count == most).count() == 1;
+    let differs = |digest: &Option<u64>| !is_clear || counts.get(digest) != Some(&most);
+    held.iter().filter(|(_, digest)| differs(digest)).map(|(rank, _)| *rank).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_minority_is_named_and_of_two_both() {
+        let held = |values: &[u64]| values.iter().map(|&value| Some(value)).enumerate().collect::<Vec<_>>();
+        assert!(differing(&held(&[5, 5, 5])).is_empty());
+        assert_eq!(differing(&held(&[5, 6, 5])), [1]);
+        assert_eq!(differing(&held(&[5, 6])), [0, 1]);
+        assert_eq!(differing(&held(&[5, 5, 6, 6])), [0, 1, 2, 3]);
+        assert_eq!(differing(&held(&[5, 5, 6, 7])), [2, 3]);
+    }
+}
