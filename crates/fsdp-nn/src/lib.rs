@@ -46,7 +46,7 @@ mod unreached;
 mod wrap;
 
 pub use algorithm::Algorithm;
-pub use clip::GradNorm;
+pub use clip::{ClipOptions, GradNorm, OnNonFinite};
 pub use config::FsdpConfig;
 pub use error::{NnError, Result};
 pub use fully_sharded::FullyShardedDataParallel;
