@@ -240,6 +240,7 @@ impl Registry {
             anchor.as_tensor().apply_op1_no_bwd(&op)?
         };
         release(&tensor)?;
+        slot.set_tensors(&tensor, anchor.as_tensor());
         self.params
             .insert(name, Declared { tensor: tensor.clone(), dtype: shard_dtype, init, slot, unit, requires_grad });
         Ok(tensor)
