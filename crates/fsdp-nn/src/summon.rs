@@ -1,7 +1,7 @@
 //! The whole parameters on every rank, to look at or to change.
 
 use fsdp_flat::ShardedTensor;
-use fsdp_flat::storage::with_bytes;
+use fsdp_flat::storage::HostBytes;
 
 use candle_core::Tensor;
 use indexmap::{IndexMap, IndexSet};
@@ -123,5 +123,6 @@ impl FullParameters<'_> {
 }
 
 fn hash(value: &Tensor) -> Result<u64> {
-    Ok(with_bytes(&value.contiguous()?, twox_hash::XxHash3_64::oneshot)?)
+    let value = value.contiguous()?;
+    Ok(twox_hash::XxHash3_64::oneshot(&HostBytes::read(&value)?))
 }
