@@ -6,7 +6,7 @@ use candle_core::Result as CandleResult;
 use fsdp_comm::ProcessGroup;
 use fsdp_dcp::Location;
 use fsdp_dcp::checkpoint::Checkpoint;
-use fsdp_layout::{KeyPath, PathPart};
+use fsdp_layout::KeyPath;
 use fsdp_nn::state::{LiveTarget, StatePrefixes};
 use fsdp_nn::torch::StateDictOptions;
 use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Scope};
@@ -15,7 +15,7 @@ use fsdp_state::{LoadError as _, LoadOptions, Schema, Source as _, StateError, l
 use crate::CheckpointError;
 use crate::load::open;
 use crate::source::CheckpointSource;
-use crate::stateful::MODEL;
+use crate::stateful::{MODEL, is_nested_model};
 
 const OPERATION: &str = "from_checkpoint";
 
@@ -95,7 +95,7 @@ fn from_open<M>(
 ) -> Result<FullyShardedDataParallel<M>, CheckpointError> {
     let mut source = CheckpointSource::new(checkpoint);
     let names = StateDictOptions { fqn_renames: options.fqn_renames.clone(), ..StateDictOptions::default() };
-    let is_run = source.schema().iter().any(|(path, _)| is_nested(path));
+    let is_run = source.schema().iter().any(|(path, _)| is_nested_model(path));
     let shapes = shapes(source.schema(), is_run, &names);
     let shapes = CheckpointError::agree(with_deadline, OPERATION, None, shapes)?;
     let model = FullyShardedDataParallel::empty(group, config, shapes, build)?;
@@ -116,7 +116,7 @@ fn shapes(
 ) -> Result<HashMap<String, Vec<usize>>, CheckpointError> {
     let mut shapes = HashMap::new();
     for (path, leaf) in schema.iter() {
-        let name = if !is_run { Some(path.flat_key()) } else { is_nested(path).then(|| below_model(path)) };
+        let name = if !is_run { Some(path.flat_key()) } else { is_nested_model(path).then(|| below_model(path)) };
         let (Some(name), Some((_, shape))) = (name, leaf.tensor()) else { continue };
         let fqn = names.name_in_model(&name);
         if shapes.insert(fqn.clone(), shape.to_vec()).is_some() {
@@ -124,12 +124,6 @@ fn shapes(
         }
     }
     Ok(shapes)
-}
-
-/// Returns `true` for a path below the key `model` of a nested state dict. A flat name that begins with `model.` is the
-/// model's own.
-fn is_nested(path: &KeyPath) -> bool {
-    matches!(path.0.as_slice(), [PathPart::Key(first), _, ..] if first == MODEL)
 }
 
 fn below_model(path: &KeyPath) -> String {

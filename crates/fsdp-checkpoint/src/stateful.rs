@@ -7,7 +7,7 @@ use fsdp_nn::state::{LiveTarget, StatePrefixes};
 use fsdp_nn::torch::{StateDictOptions, get_model_state_dict, get_optimizer_state_dict};
 use fsdp_nn::{FullyShardedDataParallel, Optimizer};
 use fsdp_state::{
-    LoadError as _, LoadOptions, LoadReport, Schema, Source as _, StateDict, StateError, flatten_state_dict, load_state,
+    LoadError as _, LoadOptions, LoadReport, Source as _, StateDict, StateError, flatten_state_dict, load_state,
 };
 
 use crate::CheckpointError;
@@ -70,6 +70,7 @@ const OPTIM: &str = "optim";
 /// not strict leaves out whatever only one side has, and values that hold objects of other programs.
 ///
 /// A checkpoint without a `model` key, such as a published one, holds only a model. Load it into a run without optimizers.
+/// Names that begin with `model.` in a format of flat keys are the model's own, as in Hugging Face's files.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -157,7 +158,8 @@ impl<M> Stateful for TrainState<M> {
                 source.without_foreign_objects(|path| is_below(path, MODEL) || is_below(path, OPTIM))?
             };
             // A checkpoint without a `model` key holds only a model.
-            let model = if has_key(source.schema(), MODEL) { vec![MODEL.to_owned()] } else { Vec::new() };
+            let is_run = source.schema().iter().any(|(path, _)| is_nested_model(path));
+            let model = if is_run { vec![MODEL.to_owned()] } else { Vec::new() };
             let optim = (!optimizers.is_empty()).then(|| vec![OPTIM.to_owned()]);
             let prefixes = StatePrefixes { model: Some(model), optim };
             Ok((source, LiveTarget::new(parameters, optimizers, prefixes)?, left_out))
@@ -176,9 +178,10 @@ impl<M> Stateful for TrainState<M> {
     }
 }
 
-/// Returns `true` if anything in a schema lies below a key.
-fn has_key(schema: &Schema, key: &str) -> bool {
-    schema.iter().any(|(path, _)| is_below(path, key))
+/// Returns `true` for a path below the key `model` of a nested state dict. A flat name that begins with `model.` is the
+/// model's own.
+pub(crate) fn is_nested_model(path: &KeyPath) -> bool {
+    matches!(path.0.as_slice(), [PathPart::Key(first), _, ..] if first == MODEL)
 }
 
 /// Returns `true` if a path lies below a key. A path of one part may be a flat key: then it

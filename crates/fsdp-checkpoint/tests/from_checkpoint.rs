@@ -105,6 +105,29 @@ fn saved(dir: &Path, name: &str, tensors: &HashMap<String, Tensor>) -> [std::pat
 }
 
 #[test]
+fn names_that_begin_with_model_are_the_models_own_in_a_format_of_flat_keys() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.safetensors");
+    candle_core::safetensors::save(&tensors(true, ["weight", "bias"]), &path).unwrap();
+    run_local(2, |group| {
+        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let model = FullyShardedDataParallel::new(group, FsdpConfig::default(), |scope| {
+            let model = Lm::new(scope.vb())?;
+            let head = linear_no_bias(4, 5, scope.vb().pp("lm_head"))?;
+            Ok(Lm { head, ..model })
+        });
+        let mut run = TrainState::new(model.unwrap(), Vec::new());
+        checkpointer.load(path.as_path(), &mut run).unwrap();
+        let tokens = Tensor::new(&[[0u32, 3]], &Device::Cpu).unwrap();
+        let found = run.model.forward(|lm| lm.forward(&tokens)).unwrap();
+        let expected = VarBuilder::from_tensors(tensors(true, ["weight", "bias"]), DType::F32, &Device::Cpu);
+        let expected = Lm::new(expected).unwrap().forward(&tokens).unwrap();
+        assert_eq!(found.to_vec3::<f32>().unwrap(), expected.to_vec3::<f32>().unwrap());
+    })
+    .unwrap();
+}
+
+#[test]
 fn the_file_tells_a_tied_head_from_one_of_its_own_and_old_names_from_new_ones() {
     let dir = tempfile::tempdir().unwrap();
     for untied in [false, true] {

@@ -80,7 +80,8 @@ impl Built {
         {
             return Err(candle_core::Error::UnsupportedDTypeForOp(reduce, "reduction of gradients").into());
         }
-        let spec = UnitSpec { name: unit.name.clone(), is_root, params, layout, dtype, precision };
+        let (name, cpu_offload) = (unit.name.clone(), config.cpu_offload);
+        let spec = UnitSpec { name, is_root, params, layout, dtype, precision, cpu_offload };
         FlatParamHandle::new(spec, self.strategy, &self.groups, Arc::clone(&self.shared), &|flat| {
             if makes_values { initialize(flat, declared, config.seed) } else { Ok(()) }
         })
@@ -93,6 +94,7 @@ pub(crate) fn describe(config: &FsdpConfig, registry: &Registry, aliases: &Index
         format!("the strategy {}", config.strategy),
         format!("use_orig_params {}", config.use_orig_params),
         format!("the seed {}", config.seed),
+        format!("cpu_offload {}", config.cpu_offload),
         match &config.mesh {
             Some(mesh) => format!("a mesh of {:?} {:?}", mesh.names(), mesh.shape()),
             None => "no mesh".to_owned(),

@@ -17,6 +17,28 @@ pub enum GradNorm {
     Infinity,
 }
 
+/// The reaction to gradients of some rank that are NaN or infinite.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum OnNonFinite {
+    /// Every rank gets the same error, and the gradients stay as they are: torch's `error_if_nonfinite=True`.
+    #[default]
+    Error,
+    /// Every rank forgets its gradients, so that the next optimizer step changes nothing and counts for nothing.
+    Skip,
+    /// The gradients are scaled all the same, by zero or by NaN, and a step would spread that to all parameters: torch's
+    /// default, `error_if_nonfinite=False`. For those who look at the norm before they step.
+    Scale,
+}
+
+/// Options of [`ShardedParameters::clip_grad_norm_with`]; the same on every rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ClipOptions {
+    /// The norm by which gradients are clipped: torch's `norm_type`.
+    pub norm: GradNorm,
+    /// The reaction to gradients that are not finite.
+    pub on_non_finite: OnNonFinite,
+}
+
 impl ShardedParameters {
     /// Returns the 2-norm of all gradients together, the same on every rank; 0 without gradients. Collectives: one
     /// all-reduce of one number over the shard group, none where nothing is sharded.
@@ -59,11 +81,7 @@ impl ShardedParameters {
     /// # Errors
     /// [`NnError::NonFiniteGradients`]; those of [`Self::grad_norm`].
     pub fn finite_grad_norm(&self) -> Result<f64> {
-        self.finite_grad_norm_of(GradNorm::L2)
-    }
-
-    fn finite_grad_norm_of(&self, norm: GradNorm) -> Result<f64> {
-        let norm = self.grad_norm_of(norm)?;
+        let norm = self.grad_norm()?;
         if norm.is_finite() { Ok(norm) } else { Err(NnError::NonFiniteGradients { norm }) }
     }
 
@@ -74,29 +92,45 @@ impl ShardedParameters {
     /// # Errors
     /// As [`Self::finite_grad_norm`]. The gradients are as they were then.
     pub fn clip_grad_norm(&self, max_norm: f64) -> Result<f64> {
-        self.clip_grad_norm_by(GradNorm::L2, max_norm)
+        self.clip_grad_norm_with(max_norm, ClipOptions::default())
     }
 
-    /// Clips as [`Self::clip_grad_norm`], by a norm of choice: torch's `norm_type`.
+    /// Clips as [`Self::clip_grad_norm`], by a norm of choice, and with a choice of what happens where gradients are not
+    /// finite. The norm that is returned tells every rank of that: it is infinite or NaN on all of them, or on none.
     ///
     /// # Errors
-    /// As [`Self::clip_grad_norm`].
-    pub fn clip_grad_norm_by(&self, norm: GradNorm, max_norm: f64) -> Result<f64> {
-        let norm = self.finite_grad_norm_of(norm)?;
-        let scale = max_norm / (norm + 1e-6);
-        if scale < 1.0 {
-            for grad in self.handles.iter().filter_map(|handle| handle.grad()) {
-                if !grad.device().is_cpu() {
-                    device::scale(&grad, scale)?;
-                    continue;
-                }
-                with_float!(grad.dtype(), T => {
-                    let scale = <T as candle_core::WithDType>::from_f64(scale);
-                    HostSliceMut::<T>::write(&grad)?.iter_mut().for_each(|x| *x *= scale);
-                }, else ());
+    /// The all-reduce's; with [`OnNonFinite::Error`] also [`NnError::NonFiniteGradients`].
+    pub fn clip_grad_norm_with(&self, max_norm: f64, options: ClipOptions) -> Result<f64> {
+        let norm = self.grad_norm_of(options.norm)?;
+        match options.on_non_finite {
+            _ if norm.is_finite() => {}
+            OnNonFinite::Error => return Err(NnError::NonFiniteGradients { norm }),
+            OnNonFinite::Skip => {
+                self.zero_grad();
+                return Ok(norm);
             }
+            OnNonFinite::Scale => {}
+        }
+        let scale = max_norm / (norm + 1e-6);
+        if scale < 1.0 || scale.is_nan() {
+            self.scale_gradients(scale)?;
         }
         Ok(norm)
+    }
+
+    /// Multiplies all gradients of this rank. No communication.
+    pub(crate) fn scale_gradients(&self, scale: f64) -> Result<()> {
+        for grad in self.handles.iter().filter_map(|handle| handle.grad()) {
+            if !grad.device().is_cpu() {
+                device::scale(&grad, scale)?;
+                continue;
+            }
+            with_float!(grad.dtype(), T => {
+                let scale = <T as candle_core::WithDType>::from_f64(scale);
+                HostSliceMut::<T>::write(&grad)?.iter_mut().for_each(|x| *x *= scale);
+            }, else ());
+        }
+        Ok(())
     }
 }
 

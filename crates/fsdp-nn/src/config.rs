@@ -27,6 +27,10 @@ pub struct FsdpConfig {
     pub mixed_precision: MixedPrecision,
     /// The device on which parameters live on this rank: the CPU, or an NVIDIA GPU (feature `cuda`).
     pub device: Device,
+    /// `true` if shards, reduced gradients and optimizer state live in the host's memory, and only gathered parameters on
+    /// `device`: torch's `CPUOffloadPolicy`. Each gather copies this rank's shard to the device, each reduction copies its part
+    /// of the gradient back, and optimizers step on the host. Without an effect where `device` is the CPU.
+    pub cpu_offload: bool,
     /// Seed of the initial values, which depend on it and on the parameters' names alone.
     pub seed: u64,
     /// Patterns of names whose parameters form units: see [`Self::wrap`].
@@ -34,6 +38,12 @@ pub struct FsdpConfig {
     /// A function that tells by name which parameters are trained; all by default. The others are frozen: torch's
     /// `requires_grad` of false.
     pub requires_grad: Arc<dyn Fn(&str) -> bool + Send + Sync>,
+    /// A function that tells by name which parameters are left alone; none by default. They are candle's own variables, whole
+    /// on every rank and the same at the beginning: torch's `ignored_states`. They are in model state dicts as buffers are, but
+    /// nobody reduces their gradients, which [`FullyShardedDataParallel::backward`](crate::FullyShardedDataParallel::backward)
+    /// returns, and no [`Optimizer`](crate::Optimizer) knows them: see
+    /// [`ShardedParameters::ignored_states`](crate::ShardedParameters::ignored_states).
+    pub ignored_states: Arc<dyn Fn(&str) -> bool + Send + Sync>,
 }
 
 impl Default for FsdpConfig {
@@ -45,9 +55,11 @@ impl Default for FsdpConfig {
             dtype: DType::F32,
             mixed_precision: MixedPrecision::default(),
             device: Device::Cpu,
+            cpu_offload: false,
             seed: 0,
             wrapped: Vec::new(),
             requires_grad: Arc::new(|_| true),
+            ignored_states: Arc::new(|_| false),
         }
     }
 }
@@ -82,6 +94,7 @@ impl fmt::Debug for FsdpConfig {
             .field("use_orig_params", &self.use_orig_params)
             .field("dtype", &self.dtype)
             .field("mixed_precision", &self.mixed_precision)
+            .field("cpu_offload", &self.cpu_offload)
             .field("seed", &self.seed)
             .field("wrapped", &self.wrapped)
             .finish_non_exhaustive()

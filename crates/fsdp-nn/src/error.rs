@@ -10,6 +10,7 @@ use thiserror::Error;
 
 use crate::algorithm::AlgorithmError;
 use crate::optim_state_error::OptimStateError;
+use crate::scaler_error::ScalerError;
 
 /// An error of this crate.
 #[derive(Debug, Error)]
@@ -33,6 +34,21 @@ pub enum NnError {
     /// An optimizer was asked for something impossible.
     #[error(transparent)]
     Algorithm(#[from] AlgorithmError),
+    /// A gradient scaler was asked for something impossible.
+    #[error(transparent)]
+    Scaler(#[from] ScalerError),
+    /// A model is given a second communication hook.
+    #[error("the model has a communication hook already, and can have one only")]
+    SecondHook,
+    /// The decay of an average of weights is outside its range.
+    #[error("the decay of an average of weights is {decay}, but must be between 0 and 1")]
+    EmaDecay {
+        /// The decay.
+        decay: f64,
+    },
+    /// The model computes with the average of its weights.
+    #[error("the model has the average of its weights now: call `AveragedModel::swap` again first")]
+    Swapped,
     /// Gradients of some rank hold NaN or infinities, which an update would spread to the parameters of all.
     #[error("the norm of the gradients is {norm}: gradients of some rank are not finite")]
     NonFiniteGradients {

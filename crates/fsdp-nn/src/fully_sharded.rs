@@ -193,14 +193,51 @@ impl<M> FullyShardedDataParallel<M> {
         for handle in self.parameters.handles.iter().rev() {
             handle.finish_backward()?;
         }
-        if self.parameters.shared.syncs() {
+        let shared = &self.parameters.shared;
+        if shared.syncs() && (shared.all_reduces() || self.parameters.replicate_group().is_none()) {
             self.parameters.agree_on_gradients()?;
         }
         Ok(grads)
     }
 
+    /// Turns the reduction of gradients off, or on again, for the backwards to come: torch's `set_requires_gradient_sync`.
+    /// While it is off, gradients stay whole on each rank, and no [`ShardedParameters::gradient`] changes; the next backward
+    /// after it is on again reduces them together with its own. On every rank alike; no communication.
+    ///
+    /// [`Self::no_sync`] does the same for the length of a closure.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Device, Tensor};
+    /// # use candle_nn::{Module, linear};
+    /// # use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, NnError};
+    /// # fsdp_comm::run_local(2, |group| {
+    /// # let model = FullyShardedDataParallel::new(group, FsdpConfig::default(), |scope| linear(3, 1, scope.vb()))?;
+    /// let x = Tensor::ones((1, 3), DType::F32, &Device::Cpu)?;
+    /// for micro_batch in 0..4 {
+    ///     model.set_requires_gradient_sync(micro_batch == 3);
+    ///     model.backward(&model.forward(|layer| layer.forward(&x)?.mean_all())?)?;
+    ///     assert_eq!(model.parameters().gradient("weight")?.is_some(), micro_batch == 3);
+    /// }
+    /// # Ok::<(), NnError>(())
+    /// # })?.into_iter().collect::<Result<Vec<()>, _>>()?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn set_requires_gradient_sync(&self, requires_gradient_sync: bool) {
+        self.parameters.shared.set_no_sync(!requires_gradient_sync);
+    }
+
+    /// Turns the reduction of gradients over replicas off, or on again, for the backwards to come: torch's
+    /// `set_requires_all_reduce`. While it is off, the backwards of [`HybridShard`](crate::ShardingStrategy::HybridShard) reduce
+    /// and scatter gradients inside of each replica, and add them up there as shards; the next backward after it is on again
+    /// reduces the sum over replicas. It takes less memory than [`Self::set_requires_gradient_sync`], and as little of the
+    /// network between replicas. Strategies without replicas ignore it. On every rank alike; no communication.
+    pub fn set_requires_all_reduce(&self, requires_all_reduce: bool) {
+        self.parameters.shared.set_no_all_reduce(!requires_all_reduce);
+    }
+
     /// Runs `f` with backwards that do not communicate: their gradients stay whole on each rank and are reduced
-    /// together with those of the next backward outside: torch's `no_sync`. Restored on every exit path.
+    /// together with those of the next backward outside: torch's `no_sync`. Restored on every exit path. The same switch as
+    /// [`Self::set_requires_gradient_sync`].
     ///
     /// # Errors
     /// Those of `f`.

@@ -5,17 +5,97 @@
 //! - A unit's output passes through [`PreBackwardOp`], which gathers the unit's parameters again when backward
 //!   reaches it, and checks that they still are those of the forward.
 
-use std::sync::{Arc, OnceLock, Weak};
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
-use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
+use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor, TensorId};
 
 use crate::handle::FlatParamHandle;
 use crate::wrap::WrappedUnits;
 use crate::{NnError, Result};
 
+/// A tensor of a sharded model that is at the end of candle's graph.
+enum Leaf {
+    Parameter(Weak<ParameterSlot>),
+    /// The variable below a parameter.
+    Anchor,
+}
+
+/// These tensors of all models of this process. A tensor does not tell which operation it comes from.
+static LEAVES: LazyLock<Mutex<HashMap<TensorId, Leaf>>> = LazyLock::new(Mutex::default);
+
+fn leaves() -> MutexGuard<'static, HashMap<TensorId, Leaf>> {
+    LEAVES.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Returns the slot of a tensor that is a parameter.
+pub(crate) fn parameter_of(tensor: &Tensor) -> Option<Arc<ParameterSlot>> {
+    match leaves().get(&tensor.id())? {
+        Leaf::Parameter(slot) => slot.upgrade(),
+        Leaf::Anchor => None,
+    }
+}
+
+/// Returns `true` if a variable is the one below a parameter.
+pub(crate) fn is_anchor(tensor: &Tensor) -> bool {
+    matches!(leaves().get(&tensor.id()), Some(Leaf::Anchor))
+}
+
+thread_local! {
+    /// The gradients of parameters that the backwards inside others have brought, innermost last.
+    static INNER: RefCell<Vec<HashMap<TensorId, Tensor>>> = const { RefCell::new(Vec::new()) };
+}
+
+/// A backward inside another one: until it ends, gradients of parameters are kept for the backward around it, rather than
+/// handed to their units.
+pub(crate) struct InnerBackward(());
+
+impl InnerBackward {
+    pub(crate) fn begin() -> Self {
+        INNER.with_borrow_mut(|inner| inner.push(HashMap::new()));
+        InnerBackward(())
+    }
+
+    /// Ends the backward, and returns the gradients by their parameters' tensors.
+    pub(crate) fn end(self) -> HashMap<TensorId, Tensor> {
+        INNER.with_borrow_mut(|inner| inner.last_mut().map(std::mem::take)).unwrap_or_default()
+    }
+
+    /// Keeps a gradient, and returns `true`, if such a backward runs.
+    fn keep(parameter: &Tensor, grad: &Tensor) -> bool {
+        INNER.with_borrow_mut(|inner| match inner.last_mut() {
+            Some(kept) => {
+                kept.insert(parameter.id(), grad.detach());
+                true
+            }
+            None => false,
+        })
+    }
+}
+
+impl Drop for InnerBackward {
+    fn drop(&mut self) {
+        INNER.with_borrow_mut(|inner| inner.pop());
+    }
+}
+
 /// The owner of a parameter, which its gradient goes to; set once the unit that owns the parameter is complete.
 #[derive(Default)]
-pub(crate) struct ParameterSlot(OnceLock<Owner>);
+pub(crate) struct ParameterSlot {
+    owner: OnceLock<Owner>,
+    /// The parameter's tensor and its anchor.
+    tensors: OnceLock<[TensorId; 2]>,
+}
+
+impl Drop for ParameterSlot {
+    fn drop(&mut self) {
+        let mut leaves = leaves();
+        for id in self.tensors.get().into_iter().flatten() {
+            leaves.remove(id);
+        }
+    }
+}
 
 struct Owner {
     unit: Weak<FlatParamHandle>,
@@ -42,11 +122,40 @@ impl ParameterSlot {
     pub(crate) fn set(&self, unit: &Arc<FlatParamHandle>, param: usize, wrapped: Option<(&Arc<WrappedUnits>, usize)>) {
         let wrapped = wrapped.map(|(units, number)| (Arc::downgrade(units), number));
         // A second call cannot happen: each parameter belongs to one unit.
-        let _ = self.0.set(Owner { unit: Arc::downgrade(unit), param, wrapped });
+        let _ = self.owner.set(Owner { unit: Arc::downgrade(unit), param, wrapped });
+    }
+
+    /// Notes which tensor the parameter is, and the variable below it.
+    pub(crate) fn set_tensors(self: &Arc<Self>, parameter: &Tensor, anchor: &Tensor) {
+        let ids = [parameter.id(), anchor.id()];
+        let mut leaves = leaves();
+        leaves.insert(ids[0], Leaf::Parameter(Arc::downgrade(self)));
+        leaves.insert(ids[1], Leaf::Anchor);
+        let _ = self.tensors.set(ids);
+    }
+
+    fn unit(&self) -> Option<Arc<FlatParamHandle>> {
+        self.owner.get().and_then(|owner| owner.unit.upgrade())
+    }
+
+    /// Returns the number of the last change of values.
+    pub(crate) fn last_change(&self) -> u64 {
+        self.unit().map_or(0, |unit| unit.last_change())
+    }
+
+    /// Prepares another forward with the parameter, inside a backward: checks that its unit has the values that it had after
+    /// this change, and makes a wrapped unit whole, as no span is going to do that. Other units gather themselves.
+    pub(crate) fn prepare_recompute(&self, changes: u64) -> Result<()> {
+        let Some(unit) = self.unit() else { return Ok(()) };
+        unit.check_unchanged(changes)?;
+        match self.owner.get().and_then(|owner| owner.wrapped.as_ref()) {
+            Some(_) => unit.gather(),
+            None => Ok(()),
+        }
     }
 }
 
-/// The op whose output is a parameter.
+/// The op whose output is a parameter, and whose argument is its anchor.
 pub(crate) struct ParameterOp {
     pub(crate) shape: Shape,
     pub(crate) dtype: candle_core::DType,
@@ -80,8 +189,11 @@ impl CustomOp1 for ParameterOp {
         Ok((empty.map_err(|error| NnError::from(error).into_candle())?, self.shape.clone()))
     }
 
-    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        if let Some(owner) = self.slot.0.get() {
+    fn bwd(&self, _: &Tensor, parameter: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        if InnerBackward::keep(parameter, grad) {
+            return Ok(None);
+        }
+        if let Some(owner) = self.slot.owner.get() {
             owner.receive_grad(grad).map_err(NnError::into_candle)?;
         }
         Ok(None)

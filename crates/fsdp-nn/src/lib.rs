@@ -8,6 +8,7 @@
 //! | [`fully_sharded`] | the sharded model: forward, backward, `no_sync` |
 //! | [`optimizer`] | the optimizer over a sharded model's parameters |
 //! | [`parameters`] | the parameters as one rank sees them |
+//! | [`sampler`] | the samples that each rank sees |
 //! | [`scope`] | the builder of a model |
 //! | [`schedule`] | learning rates over the steps of a run |
 //! | [`mod@unit`] | a module that is gathered and released as one |
@@ -20,6 +21,7 @@ mod agreement;
 pub mod algorithm;
 mod build;
 mod clip;
+mod comm_hook;
 mod config;
 mod device;
 mod error;
@@ -32,28 +34,39 @@ mod optim_state_error;
 pub mod optimizer;
 pub mod parameters;
 mod precision;
+mod recompute;
 mod registry;
 mod requires_grad;
+pub mod sampler;
+mod scaler;
+mod scaler_error;
 pub mod schedule;
 pub mod scope;
 mod settings;
 mod shared;
 pub mod state;
 mod strategy;
+mod summon;
 pub mod torch;
 pub mod unit;
 mod unreached;
 mod wrap;
 
 pub use algorithm::Algorithm;
-pub use clip::GradNorm;
+pub use clip::{ClipOptions, GradNorm, OnNonFinite};
+pub use comm_hook::CommHook;
 pub use config::FsdpConfig;
 pub use error::{NnError, Result};
 pub use fully_sharded::FullyShardedDataParallel;
 pub use optimizer::{Optimizer, ParamGroup};
 pub use parameters::ShardedParameters;
 pub use precision::MixedPrecision;
+pub use recompute::{Recomputed, recompute};
+pub use sampler::ShardedSampler;
+pub use scaler::{GradScaler, GradScalerOptions};
+pub use scaler_error::ScalerError;
 pub use schedule::{Decay, Schedule};
 pub use scope::Scope;
 pub use strategy::ShardingStrategy;
+pub use summon::FullParameters;
 pub use unit::{Unit, UnitOutput};

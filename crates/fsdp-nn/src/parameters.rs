@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use candle_core::{DType, Tensor, TensorId};
+use candle_core::{DType, Tensor, TensorId, Var};
 use fsdp_comm::ProcessGroup;
 use fsdp_flat::ShardedTensor;
 use fsdp_flat::sharded::copy_overlap;
@@ -40,6 +40,7 @@ pub struct ShardedParameters {
     locations: IndexMap<String, Location>,
     aliases: IndexMap<String, String>,
     buffers: IndexMap<String, (Tensor, bool)>,
+    ignored: Vec<(String, Var)>,
     pub(crate) shared: Arc<Shared>,
     pub(crate) wrapped: Arc<WrappedUnits>,
     pub(crate) settings: CurrentSettings,
@@ -73,6 +74,9 @@ impl ShardedParameters {
         // Names in the order in which the model declared them, whatever unit they are in.
         let locations = registry.params.keys().map(|fqn| (fqn.clone(), places[fqn.as_str()])).collect();
         let shard_ranks = shard_ranks(&group, &groups, config);
+        let ignored = registry.ignored.iter().filter_map(|name| Some((name, &registry.buffers.get(name)?.0)));
+        let ignored = ignored.map(|(name, tensor)| Ok((name.clone(), Var::from_tensor(tensor)?)));
+        let ignored = ignored.collect::<Result<_>>()?;
         let parameters = ShardedParameters {
             group,
             groups,
@@ -82,6 +86,7 @@ impl ShardedParameters {
             handles,
             aliases,
             buffers: std::mem::take(&mut registry.buffers),
+            ignored,
             shared,
             wrapped: Arc::clone(&registry.wrapped),
             settings: CurrentSettings::default(),
@@ -167,6 +172,14 @@ impl ShardedParameters {
         &self.buffers
     }
 
+    /// Returns the parameters that [`FsdpConfig::ignored_states`] leaves alone, by name: candle's variables, for an optimizer
+    /// of candle's. They are among the [`Self::buffers`] too. To keep them the same on all ranks, reduce their gradients
+    /// before each step.
+    #[must_use]
+    pub fn ignored_states(&self) -> &[(String, Var)] {
+        &self.ignored
+    }
+
     /// Returns the parameter's name for a name or an alias.
     #[must_use]
     pub fn canonical_fqn<'a>(&'a self, fqn: &'a str) -> &'a str {
@@ -242,6 +255,12 @@ impl ShardedParameters {
         self.handles[handle].sharded_param(param)
     }
 
+    /// Returns this rank's part of the parameter's live values, flat, as a view; `None` if it has none. No communication.
+    pub(crate) fn local_piece(&self, fqn: &str) -> Result<Option<Tensor>> {
+        let Location { handle, param } = self.location(fqn)?;
+        self.handles[handle].local_piece(param)
+    }
+
     /// Returns the parameter's reduced gradient on this rank, in its boxes, as views; `None` before a backward that
     /// communicates, or after `zero_grad`. No communication.
     ///
@@ -272,14 +291,7 @@ impl ShardedParameters {
         let Location { handle, param } = self.location(fqn)?;
         let handle = &self.handles[handle];
         let target = handle.sharded_param(param)?;
-        if values.shape() != target.shape() {
-            return Err(NnError::Flat(fsdp_flat::FlatError::ShapeMismatch {
-                name: fqn.to_owned(),
-                expected: target.shape().to_vec(),
-                found: values.shape().to_vec(),
-            }));
-        }
-        check_boxes(values, &target)?;
+        check_values(fqn, values, &target)?;
         handle.begin_change()?;
         write_boxes(values, &target)
     }
@@ -327,6 +339,18 @@ impl ShardedParameters {
     pub fn zero_grad(&self) {
         self.handles.iter().for_each(|handle| handle.zero_grad());
     }
+}
+
+/// Checks that values can be written to the place of a parameter.
+pub(crate) fn check_values(fqn: &str, values: &ShardedTensor, target: &ShardedTensor) -> Result<()> {
+    if values.shape() != target.shape() {
+        return Err(NnError::Flat(fsdp_flat::FlatError::ShapeMismatch {
+            name: fqn.to_owned(),
+            expected: target.shape().to_vec(),
+            found: values.shape().to_vec(),
+        }));
+    }
+    check_boxes(values, target)
 }
 
 /// Checks that `values` can be copied into `target`'s boxes.

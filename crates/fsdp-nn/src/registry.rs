@@ -42,6 +42,8 @@ pub(crate) struct Registry {
     announced: IndexSet<String>,
     /// Tensors that are saved but not trained: name to value, and `true` if it is saved.
     pub(crate) buffers: IndexMap<String, (Tensor, bool)>,
+    /// The names of those buffers that the configuration leaves alone as parameters.
+    pub(crate) ignored: IndexSet<String>,
     /// The first tie that cannot be, which no method could report when it was made.
     wrong_tie: Option<NnError>,
     /// `true` once the model has been sharded.
@@ -49,10 +51,12 @@ pub(crate) struct Registry {
     /// `true` if parameters are going to be sharded.
     is_sharded: bool,
     requires_grad: Arc<dyn Fn(&str) -> bool + Send + Sync>,
+    ignored_states: Arc<dyn Fn(&str) -> bool + Send + Sync>,
     /// The dtype of shards.
     dtype: DType,
     /// The seed of initial values.
     seed: u64,
+    cpu_offload: bool,
     /// Patterns of names whose parameters form units.
     patterns: Vec<String>,
     /// The units that patterns have made, by name.
@@ -80,12 +84,15 @@ impl Registry {
             aliases: IndexMap::new(),
             announced: IndexSet::new(),
             buffers: IndexMap::new(),
+            ignored: IndexSet::new(),
             wrong_tie: None,
             is_complete: false,
             is_sharded,
             requires_grad: Arc::clone(&config.requires_grad),
+            ignored_states: Arc::clone(&config.ignored_states),
             dtype: config.dtype,
             seed: config.seed,
+            cpu_offload: config.cpu_offload,
             patterns: config.wrapped.clone(),
             by_pattern: IndexMap::new(),
             wrapped: Arc::default(),
@@ -212,7 +219,11 @@ impl Registry {
     fn parameter(&mut self, shape: Shape, name: &str, init: Init, dtype: DType, device: &Device) -> Result<Tensor> {
         let asked = name;
         let name = self.resolve(name)?.to_owned();
-        if is_running_statistic(&name) || self.buffers.contains_key(&name) {
+        let is_ignored = (self.ignored_states)(&name);
+        if is_ignored || is_running_statistic(&name) || self.buffers.contains_key(&name) {
+            if is_ignored {
+                self.ignored.insert(name.clone());
+            }
             return self.buffer(&shape, &name, &init, dtype, device);
         }
         if let Some(existing) = self.params.get(&name) {
@@ -230,7 +241,7 @@ impl Registry {
         let requires_grad = (self.requires_grad)(&name);
         let precision = self.units[unit].precision;
         let shard_dtype = if precision.param == Some(dtype) { self.dtype } else { dtype };
-        let is_gathered = self.is_sharded || shard_dtype != dtype;
+        let is_gathered = self.is_sharded || shard_dtype != dtype || (self.cpu_offload && !device.is_cpu());
         let slot = Arc::new(ParameterSlot::default());
         let op = ParameterOp { shape, dtype, slot: Arc::clone(&slot) };
         let anchor = Var::zeros(1, DType::F32, device)?;
@@ -240,6 +251,7 @@ impl Registry {
             anchor.as_tensor().apply_op1_no_bwd(&op)?
         };
         release(&tensor)?;
+        slot.set_tensors(&tensor, anchor.as_tensor());
         self.params
             .insert(name, Declared { tensor: tensor.clone(), dtype: shard_dtype, init, slot, unit, requires_grad });
         Ok(tensor)
@@ -311,7 +323,7 @@ impl Registry {
         let here = self.asking_unit(name);
         let precision = self.units[here].precision;
         let full = if precision.param == Some(dtype) { self.dtype } else { dtype };
-        let dtype = precision.buffer.unwrap_or(full);
+        let dtype = if self.ignored.contains(name) { dtype } else { precision.buffer.unwrap_or(full) };
         let value = with_float!(dtype, T => {
             let mut values = zeroed_vec::<T>(shape.elem_count())?;
             let all = 0..values.len();

@@ -1,13 +1,19 @@
 //! The state that the units of one model share: which of them are whole, forwards, changes of values, counts of bytes.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+use candle_core::DType;
 
 /// The state that all units of one model share.
 #[derive(Debug, Default)]
 pub(crate) struct Shared {
-    /// `true` inside `no_sync`, where a backward does not reduce gradients over ranks.
+    /// `true` while backwards do not reduce gradients over ranks.
     no_sync: AtomicBool,
+    /// `true` while backwards do not reduce gradients over replicas.
+    no_all_reduce: AtomicBool,
+    /// The dtype in which gradients are sent, if it is another than that of the reduction.
+    sent_dtype: OnceLock<DType>,
     /// `true` once views of the shards have been lent to somebody who may write into them at any time.
     lent: AtomicBool,
     /// `true` once parameters that no gradient comes to have been looked for.
@@ -50,6 +56,26 @@ impl Shared {
     /// Turns the reduction of gradients off or on, and returns what was there.
     pub(crate) fn set_no_sync(&self, no_sync: bool) -> bool {
         self.no_sync.swap(no_sync, Ordering::Relaxed)
+    }
+
+    /// Returns `true` if a backward reduces gradients over replicas too.
+    pub(crate) fn all_reduces(&self) -> bool {
+        !self.no_all_reduce.load(Ordering::Relaxed)
+    }
+
+    /// Turns the reduction of gradients over replicas off or on.
+    pub(crate) fn set_no_all_reduce(&self, no_all_reduce: bool) {
+        self.no_all_reduce.store(no_all_reduce, Ordering::Relaxed);
+    }
+
+    /// Returns the dtype in which gradients are sent, if it is another than that of the reduction.
+    pub(crate) fn sent_dtype(&self) -> Option<DType> {
+        self.sent_dtype.get().copied()
+    }
+
+    /// Sets the dtype in which gradients are sent. Returns `false` if one has been set already, which stays.
+    pub(crate) fn set_sent_dtype(&self, dtype: DType) -> bool {
+        self.sent_dtype.set(dtype).is_ok()
     }
 
     /// Notes that somebody has views of the shards, to write into.

@@ -5,7 +5,13 @@
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{Linear, Module, linear};
 use fsdp_comm::{ProcessGroup, run_local};
-use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, GradNorm, NnError, ShardingStrategy, Unit};
+use fsdp_nn::algorithm::{AdamOptions, Algorithm};
+use fsdp_nn::{
+    ClipOptions, FsdpConfig, FullyShardedDataParallel, GradNorm, NnError, OnNonFinite, Optimizer, ShardingStrategy,
+    Unit,
+};
+
+const BY_LARGEST: ClipOptions = ClipOptions { norm: GradNorm::Infinity, on_non_finite: OnNonFinite::Error };
 
 type Model = FullyShardedDataParallel<Vec<Unit<Linear>>>;
 
@@ -46,12 +52,12 @@ fn the_infinity_norm_is_the_largest_gradient_on_any_rank() {
                 let model = model(&group, strategy, 2.0);
                 let expected = largest(&gradients(&model));
                 assert_eq!(model.parameters().grad_norm_of(GradNorm::Infinity).unwrap(), expected);
-                let before = model.parameters().clip_grad_norm_by(GradNorm::Infinity, expected / 2.0).unwrap();
+                let before = model.parameters().clip_grad_norm_with(expected / 2.0, BY_LARGEST).unwrap();
                 assert_eq!(before, expected);
                 let clipped = largest(&gradients(&model));
                 assert!((clipped * 2.0 / expected - 1.0).abs() < 1e-5, "{clipped} of {expected}");
                 // Small ones are left.
-                model.parameters().clip_grad_norm_by(GradNorm::Infinity, expected).unwrap();
+                model.parameters().clip_grad_norm_with(expected, BY_LARGEST).unwrap();
                 assert_eq!(largest(&gradients(&model)), clipped);
             })
             .unwrap();
@@ -67,10 +73,63 @@ fn gradients_that_are_not_finite_on_one_rank_are_every_ranks_error_and_stay_as_t
             let model = model(&group, ShardingStrategy::FullShard, scale);
             let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect::<Vec<_>>();
             let before = bits(gradients(&model));
-            let error = model.parameters().clip_grad_norm_by(norm, 1.0).unwrap_err();
+            let options = ClipOptions { norm, ..ClipOptions::default() };
+            let error = model.parameters().clip_grad_norm_with(1.0, options).unwrap_err();
             assert_eq!(bits(gradients(&model)), before);
             assert!(matches!(error, NnError::NonFiniteGradients { .. }), "{error}");
         })
         .unwrap();
     }
+}
+
+#[test]
+fn torchs_default_scales_gradients_that_are_not_finite_and_tells_the_norm() {
+    // `clip_grad_norm_` with a norm of inf multiplies by 0, with NaN by NaN: finite gradients become 0 or NaN.
+    for scale in [f32::NAN, 1e30] {
+        run_local(3, |group| {
+            let scale = if group.rank() == 1 { scale } else { 1.0 };
+            let model = model(&group, ShardingStrategy::FullShard, scale);
+            let was_finite: Vec<bool> = gradients(&model).into_iter().map(f32::is_finite).collect();
+            let options = ClipOptions { on_non_finite: OnNonFinite::Scale, ..ClipOptions::default() };
+            let norm = model.parameters().clip_grad_norm_with(1.0, options).unwrap();
+            assert!(!norm.is_finite(), "{norm}");
+            for (found, was_finite) in gradients(&model).into_iter().zip(was_finite) {
+                let expected = if was_finite && norm.is_infinite() { 0.0 } else { f32::NAN };
+                assert!(found == expected || (found.is_nan() && expected.is_nan()), "{found} is not {expected}");
+            }
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn a_skipped_step_changes_nothing_on_any_rank_and_the_next_one_goes_on() {
+    run_local(3, |group| {
+        let bad = if group.rank() == 1 { f32::NAN } else { 1.0 };
+        let model = model(&group, ShardingStrategy::FullShard, bad);
+        let parameters = model.parameters();
+        let adamw = Algorithm::AdamW(AdamOptions::adamw());
+        let mut optimizer = Optimizer::new(parameters, adamw).unwrap();
+        let values = || {
+            let pieces = parameters.fqns().map(|fqn| parameters.parameter(fqn).unwrap());
+            let shards: Vec<_> = pieces.flat_map(|piece| piece.shards().to_vec()).collect();
+            shards
+                .iter()
+                .map(|shard| format!("{:?}", shard.tensor.flatten_all().unwrap().to_vec1::<f32>()))
+                .collect::<Vec<_>>()
+        };
+        let before = values();
+        let options = ClipOptions { on_non_finite: OnNonFinite::Skip, ..ClipOptions::default() };
+        assert!(!parameters.clip_grad_norm_with(1.0, options).unwrap().is_finite());
+        optimizer.step().unwrap();
+        assert_eq!(values(), before);
+        assert!(optimizer.is_fresh(), "the step counted");
+        let x = Tensor::ones((2, 3), DType::F32, &Device::Cpu).unwrap();
+        let loss = model.forward(|units| units[1].forward(&units[0].forward(&x)?)?.sqr()?.sum_all()).unwrap();
+        model.backward(&loss).unwrap();
+        assert!(parameters.clip_grad_norm_with(1.0, options).unwrap().is_finite());
+        optimizer.step().unwrap();
+        assert_ne!(values(), before);
+    })
+    .unwrap();
 }

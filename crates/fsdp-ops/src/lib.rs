@@ -15,6 +15,7 @@
 //! | [`packed_attention`] | the same on the output of one projection to queries, keys and values | |
 //! | [`gelu_erf`], [`gelu()`] | GELU, exact and by tanh | `Tensor::{gelu_erf, gelu}` |
 //! | [`cross_entropy()`] | mean cross-entropy of scores and targets | `candle_nn::loss::cross_entropy` |
+//! | [`dropout()`] | dropout whose masks do not depend on ranks | `candle_nn::ops::dropout` |
 //! | [`linear()`] | a product with a weight, and a bias | `candle_nn::Linear` |
 //!
 //! On CPUs they take f32, f64, bf16 and f16. The half types are computed in f32 and rounded once, at the end. On other
@@ -26,6 +27,7 @@
 mod attention;
 mod composed;
 mod cross_entropy;
+mod dropout;
 mod element;
 mod gelu;
 mod linear;
@@ -40,6 +42,7 @@ mod values;
 
 pub use attention::{packed_attention, scaled_dot_product_attention};
 pub use cross_entropy::cross_entropy;
+pub use dropout::{DropoutMasks, dropout};
 pub use gelu::{gelu, gelu_erf};
 pub use linear::linear;
 pub use norm::{layer_norm, rms_norm};

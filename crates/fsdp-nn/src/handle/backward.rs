@@ -4,7 +4,7 @@ use std::collections::HashSet;
 
 use candle_core::{Tensor, TensorId};
 use fsdp_comm::{Element, ReduceOp};
-use fsdp_flat::storage::{HostSlice, HostSliceMut, Scalar, zeros_on};
+use fsdp_flat::storage::{HostSlice, HostSliceMut, Scalar, to_device, zeros_on};
 use fsdp_flat::with_float;
 use tracing::trace;
 
@@ -110,44 +110,60 @@ impl FlatParamHandle {
             return Ok(());
         }
         // One reduction of all gradients since the last one, and only then the sum with what was reduced before.
-        let Some(unsharded) = state.unsharded_grad.take() else { return Ok(()) };
-        trace!(unit = %self.name, "reduce gradients");
+        if let Some(unsharded) = state.unsharded_grad.take() {
+            trace!(unit = %self.name, "reduce gradients");
+            let sent = cast(unsharded, self.shared.sent_dtype())?;
+            let scattered = with_float!(sent.dtype(), T => self.reduce_scatter::<T>(sent)?, else {
+                return self.unsupported();
+            });
+            self.add_to(&mut state.partial, cast(scattered, Some(self.reduce_dtype))?)?;
+        }
+        if self.groups.replicate.is_some() && !self.shared.all_reduces() {
+            return Ok(());
+        }
+        let Some(partial) = state.partial.take() else { return Ok(()) };
         // What the ranks have agreed on before does not know of these.
         state.has_gradient.clear();
-        let reduced = with_float!(self.reduce_dtype, T => self.reduce::<T>(unsharded)?, else {
-            self.unsupported()?;
-            unsharded
+        let sent = if self.groups.replicate.is_some() { cast(partial, self.shared.sent_dtype())? } else { partial };
+        let reduced = with_float!(sent.dtype(), T => self.all_reduce::<T>(sent)?, else {
+            return self.unsupported();
         });
-        let reduced = cast(reduced, Some(self.dtype))?;
-        match &state.grad {
-            Some(grad) if !self.device.is_cpu() => {
-                let range = 0..grad.elem_count();
-                device::copy_gradient(&reduced, grad, range, true)?;
+        let reduced = to_device(&cast(reduced, Some(self.dtype))?, self.device())?;
+        self.add_to(&mut state.grad, reduced)
+    }
+
+    /// Adds a gradient to the sum of those before it, in place; without one it is the sum.
+    fn add_to(&self, sum: &mut Option<Tensor>, grad: Tensor) -> Result<()> {
+        match sum {
+            Some(sum) if !sum.device().is_cpu() => {
+                let range = 0..sum.elem_count();
+                device::copy_gradient(&grad, sum, range, true)?;
             }
-            Some(grad) => with_float!(self.dtype, T => {
-                let from = HostSlice::<T>::read(&reduced)?;
-                HostSliceMut::<T>::write(grad)?.iter_mut().zip(from.iter()).for_each(|(to, from)| *to += *from);
+            Some(sum) => with_float!(sum.dtype(), T => {
+                let from = HostSlice::<T>::read(&grad)?;
+                HostSliceMut::<T>::write(sum)?.iter_mut().zip(from.iter()).for_each(|(to, from)| *to += *from);
             }, else self.unsupported()?),
-            None => state.grad = Some(reduced),
+            None => *sum = Some(grad),
         }
         Ok(())
     }
 
-    /// Returns the mean of all ranks' gradients: this rank's shard of it, or all of it if nothing is sharded.
-    fn reduce<T: Scalar + Element>(&self, unsharded: Tensor) -> Result<Tensor> {
-        let mut reduced = unsharded;
-        // Each rank gets its shard of the mean over the ranks that share the parameters ...
-        if let Some(group) = &self.groups.shard {
-            let unsharded = reduced;
-            reduced = zeros_on(&[self.layout.sharded_numel()], self.reduce_dtype, &self.device)?;
-            if !device::reduce_scatter(group, &reduced, &unsharded)? {
-                let input = HostSlice::<T>::read(&unsharded)?;
-                let mut output = HostSliceMut::<T>::write(&reduced)?;
-                group.reduce_scatter(&mut output, &input, ReduceOp::Avg)?;
-                output.finish()?;
-            }
+    /// Returns this rank's shard of the mean over the ranks that share the parameters; all of the gradient if nothing is
+    /// sharded.
+    fn reduce_scatter<T: Scalar + Element>(&self, unsharded: Tensor) -> Result<Tensor> {
+        let Some(group) = &self.groups.shard else { return Ok(unsharded) };
+        let reduced = zeros_on(&[self.layout.sharded_numel()], unsharded.dtype(), &self.device)?;
+        if !device::reduce_scatter(group, &reduced, &unsharded)? {
+            let input = HostSlice::<T>::read(&unsharded)?;
+            let mut output = HostSliceMut::<T>::write(&reduced)?;
+            group.reduce_scatter(&mut output, &input, ReduceOp::Avg)?;
+            output.finish()?;
         }
-        // ... and then the mean of that shard over the ranks that have the same one.
+        Ok(reduced)
+    }
+
+    /// Returns the mean of a shard over the ranks that have the same one.
+    fn all_reduce<T: Scalar + Element>(&self, reduced: Tensor) -> Result<Tensor> {
         if let Some(group) = &self.groups.replicate
             && !device::all_reduce(group, &reduced)?
         {

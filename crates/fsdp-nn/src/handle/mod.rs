@@ -2,6 +2,7 @@
 
 mod backward;
 mod parameter;
+mod whole;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -19,6 +20,7 @@ use crate::shared::Shared;
 use crate::{MixedPrecision, NnError, Result, ShardingStrategy};
 
 pub(crate) use parameter::{Parameter, takes_part_in_backward};
+pub(crate) use whole::InUse;
 
 /// torch's name of a FlatParameter within its unit.
 pub(crate) const FLAT_PARAM: &str = "_flat_param";
@@ -58,6 +60,8 @@ pub(crate) struct UnitSpec {
     /// The dtype of the shards.
     pub(crate) dtype: DType,
     pub(crate) precision: MixedPrecision,
+    /// `true` if shards live in the host's memory, wherever the parameters are computed with.
+    pub(crate) cpu_offload: bool,
 }
 
 /// A unit's parameters on this rank.
@@ -78,7 +82,10 @@ pub(crate) struct FlatParamHandle {
     /// The dtype in which gradients are reduced.
     reduce_dtype: DType,
     precision: MixedPrecision,
+    /// The device on which the parameters are computed with.
     device: Device,
+    /// The device on which shards, reduced gradients and optimizer state live.
+    shard_device: Device,
     strategy: ShardingStrategy,
     groups: Groups,
     flat: Option<FlatParameter>,
@@ -112,6 +119,8 @@ struct HandleState {
     passed: Vec<bool>,
     /// Parameters that this backward has yet to pass.
     not_passed: usize,
+    /// The gradient that has been reduced over the shard group, and not yet over replicas; as long as the shard.
+    partial: Option<Tensor>,
     /// The reduced gradient, as long as the shard.
     grad: Option<Tensor>,
 }
@@ -122,12 +131,7 @@ pub(crate) struct WholeParameters<'a>(&'a FlatParamHandle);
 
 impl Drop for WholeParameters<'_> {
     fn drop(&mut self) {
-        let mut state = self.0.state();
-        state.users -= 1;
-        if state.users == 0 && self.0.reshards_after_forward() {
-            // Where it fails, which only a GPU's driver can do, the parameters are still there, and counted so.
-            let _ = self.0.release_locked(&mut state);
-        }
+        self.0.end_use();
     }
 }
 
@@ -141,7 +145,7 @@ impl FlatParamHandle {
         shared: Arc<Shared>,
         initialize: &dyn Fn(&FlatParameter) -> Result<()>,
     ) -> Result<Self> {
-        let UnitSpec { name, is_root, params, layout, dtype, precision } = unit;
+        let UnitSpec { name, is_root, params, layout, dtype, precision, cpu_offload } = unit;
         let compute_dtype = params.first().map_or(dtype, |param| param.tensor.dtype());
         let rank = groups.shard.as_ref().map_or(0, ProcessGroup::rank);
         let shard = zeros(&[layout.sharded_numel()], dtype)?;
@@ -149,11 +153,13 @@ impl FlatParamHandle {
         initialize(&flat)?;
         // The values come from the host, and are the same on all devices.
         let device = params.first().map_or(Device::Cpu, |param| param.tensor.device().clone());
-        let flat = FlatParameter::new(layout.clone(), rank, to_device(flat.shard(), &device)?)?;
+        let shard_device = if cpu_offload { Device::Cpu } else { device.clone() };
+        let is_offloaded = cpu_offload && !device.is_cpu();
+        let flat = FlatParameter::new(layout.clone(), rank, to_device(flat.shard(), &shard_device)?)?;
         shared.hold(layout.sharded_numel() * dtype.size_in_bytes());
         let handle = FlatParamHandle {
             unit: shared.add_unit(&name, params.iter().map(|param| param.fqn.clone()).collect()),
-            flat: (groups.shard.is_some() || compute_dtype != dtype).then(|| flat.clone()),
+            flat: (groups.shard.is_some() || compute_dtype != dtype || is_offloaded).then(|| flat.clone()),
             groups: groups.labelled(&name),
             name,
             is_root,
@@ -164,6 +170,7 @@ impl FlatParamHandle {
             reduce_dtype: precision.reduce.unwrap_or(compute_dtype),
             precision,
             device,
+            shard_device,
             strategy,
             shared,
             state: Mutex::new(HandleState::default()),
@@ -195,9 +202,9 @@ impl FlatParamHandle {
         self.dtype
     }
 
-    /// Returns the device on which the parameters, their gradients and their optimizer state live.
+    /// Returns the device on which shards, reduced gradients and optimizer state live.
     pub(crate) const fn device(&self) -> &Device {
-        &self.device
+        &self.shard_device
     }
 
     /// Returns the rank whose part of the flat layout lives here.
@@ -282,6 +289,7 @@ impl FlatParamHandle {
     pub(crate) fn zero_grad(&self) {
         let mut state = self.state();
         state.grad = None;
+        state.partial = None;
         state.unsharded_grad = None;
         state.touched.clear();
         state.has_gradient.clear();
@@ -317,6 +325,16 @@ impl FlatParamHandle {
         Ok(WholeParameters(self))
     }
 
+    /// Ends what [`Self::use_whole`] or an [`InUse`] has begun.
+    fn end_use(&self) {
+        let mut state = self.state();
+        state.users -= 1;
+        if state.users == 0 && self.reshards_after_forward() {
+            // Where it fails, which only a GPU's driver can do, the parameters are still there, and counted so.
+            let _ = self.release_locked(&mut state);
+        }
+    }
+
     /// Makes the parameters whole for a forward, until somebody reshards them.
     /// Collectives: one all-gather over the shard group, none if they are whole already.
     pub(crate) fn gather_for_forward(&self) -> Result<()> {
@@ -346,6 +364,7 @@ impl FlatParamHandle {
         }
         // Before anything moves, so that less does.
         let shard = cast(flat.shard().clone(), Some(self.compute_dtype))?;
+        let shard = to_device(&shard, &self.device)?;
         match &self.groups.shard {
             Some(group) => self.gather_from(group, &shard)?,
             None if !shard.device().is_cpu() => self.fill_from_device(&shard)?,

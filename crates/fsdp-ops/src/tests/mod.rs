@@ -2,6 +2,7 @@
 
 mod against_composed;
 mod against_torch;
+mod dropout;
 mod refusals;
 
 use candle_core::{DType, Result, Tensor, Var};

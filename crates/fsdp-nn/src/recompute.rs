@@ -1,0 +1,337 @@
+//! Parts of a model whose activations are not kept: their forward is computed again in the backward.
+//!
+//! A [`recompute`]d part is one node of candle's graph, whose backward runs the forward again, with a graph this time, and
+//! a backward inside the backward. The tensors that gradients go to, which are its inputs and the parameters it uses, hang
+//! below it as arguments of [`Link`]s, one below the other. So candle knows what the part depends on, and adds up gradients
+//! and passes parameters in the order in which it would without.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use candle_core::{CpuStorage, CustomOp1, CustomOp2, DType, Layout, Module, Result, Shape, Tensor, Var};
+
+use crate::NnError;
+use crate::hooks::{InnerBackward, ParameterSlot, is_anchor, parameter_of};
+
+/// A module whose activations are not kept: torch's `checkpoint_wrapper`. Its forward is computed again in the backward, from
+/// the same input, so between the two only the input takes memory.
+///
+/// As in torch, put it inside of a unit: then the unit is gathered once for a backward. Around a unit it works too, and the
+/// unit is gathered twice. Gradients are bit for bit those of the module itself. No communication of its own.
+///
+/// The module must compute the same again: a dropout must take the same mask in both. State that a forward changes, such
+/// as batch norm's running statistics, is changed twice.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{Linear, Module, linear};
+/// use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, NnError, Recomputed, Unit};
+///
+/// fsdp_comm::run_local(2, |group| {
+///     let model = FullyShardedDataParallel::new(group, FsdpConfig::default(), |scope| {
+///         let layer = |i: usize| scope.pp(i).unit(|scope| Ok(Recomputed::new(linear(4, 4, scope.vb())?)));
+///         (0..3).map(layer).collect::<candle_core::Result<Vec<Unit<Recomputed<Linear>>>>>()
+///     })?;
+///     let x = Tensor::ones((2, 4), DType::F32, &Device::Cpu)?;
+///     let loss = model.forward(|layers| {
+///         layers.iter().try_fold(x.clone(), |x, layer| layer.forward(&x)?.tanh())?.mean_all()
+///     })?;
+///     model.backward(&loss)?;
+///     assert!(model.parameters().has_gradient("0.weight")?);
+///     Ok::<(), NnError>(())
+/// })?
+/// .into_iter()
+/// .collect::<Result<Vec<()>, _>>()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct Recomputed<M> {
+    module: Arc<M>,
+    is_recomputed: bool,
+}
+
+impl<M> Recomputed<M> {
+    /// Makes a module whose activations are not kept.
+    #[must_use]
+    pub fn new(module: M) -> Self {
+        Self::when(true, module)
+    }
+
+    /// Makes a module whose activations are kept unless `is_recomputed`: for a model with an option.
+    #[must_use]
+    pub fn when(is_recomputed: bool, module: M) -> Self {
+        Recomputed { module: Arc::new(module), is_recomputed }
+    }
+
+    /// Returns the module itself, whose activations are kept.
+    #[must_use]
+    pub fn module(&self) -> &M {
+        &self.module
+    }
+}
+
+impl<M: Send + Sync + 'static> Recomputed<M> {
+    /// Runs a forward of the module, as [`recompute`] does.
+    ///
+    /// # Errors
+    /// Those of [`recompute`].
+    pub fn run(
+        &self,
+        inputs: &[&Tensor],
+        f: impl Fn(&M, &[Tensor]) -> Result<Tensor> + Send + Sync + 'static,
+    ) -> Result<Tensor> {
+        if !self.is_recomputed {
+            let inputs: Vec<Tensor> = inputs.iter().map(|&input| input.clone()).collect();
+            return f(&self.module, &inputs);
+        }
+        let module = Arc::clone(&self.module);
+        recompute(inputs, move |inputs| f(&module, inputs))
+    }
+}
+
+impl<M: Module + Send + Sync + 'static> Module for Recomputed<M> {
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        self.run(&[xs], |module, inputs| module.forward(&inputs[0]))
+    }
+}
+
+/// Computes `f` of some tensors without keeping its activations, which the backward computes again: torch's `checkpoint`,
+/// without re-entrance. Gradients go to the inputs, to the parameters of sharded models that `f` uses, and to candle's
+/// variables, and are bit for bit those of a call of `f`.
+///
+/// `f` must compute the same both times. Tensors with gradients that depend on earlier parts of the model should be among
+/// `inputs`: if `f` holds one itself, the backward of what it comes from is computed twice. `f` may recompute parts of its own.
+/// No communication but that of `f`; in the backward, one all-gather for each wrapped unit that `f` uses, where it is not
+/// whole.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor, Var};
+/// let weight = Var::from_tensor(&Tensor::ones((2, 2), DType::F32, &Device::Cpu)?)?;
+/// let x = Tensor::new(&[[1f32, 2.]], &Device::Cpu)?;
+/// let held = weight.as_tensor().clone();
+/// let y = fsdp_nn::recompute(&[&x], move |inputs| inputs[0].matmul(&held)?.sqr())?;
+/// let gradients = y.sum_all()?.backward()?;
+/// assert_eq!(gradients.get(&weight).unwrap().to_vec2::<f32>()?, [[6., 6.], [12., 12.]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
+/// # Errors
+/// Those of `f`, and an output that holds no floats. In the backward, those of `f` again; [`NnError::ChangedSinceForward`]; an
+/// `f` that computes something else the second time.
+pub fn recompute(
+    inputs: &[&Tensor],
+    f: impl Fn(&[Tensor]) -> Result<Tensor> + Send + Sync + 'static,
+) -> Result<Tensor> {
+    // Step 1: compute the output. The inputs are variables, which have nothing before them, so that the graph ends there.
+    let kept: Vec<Input> = inputs.iter().map(|input| Input::new(input)).collect();
+    let stand_ins = stand_ins(&kept)?;
+    let output = f(&stand_ins)?;
+    // Step 2: find what gradients go to.
+    let mut targets = targets(&output, &stand_ins);
+    if targets.is_empty() {
+        return Ok(output.detach());
+    }
+    if !output.dtype().is_float() {
+        return Err(candle_core::Error::UnsupportedDTypeForOp(output.dtype(), "recompute"));
+    }
+    // Step 3: link it, the inputs first, as the first links end the backward: parameters come before what lies before.
+    targets.sort_by_key(|target| !matches!(target, Target::Input(_)));
+    let tensors: Vec<Tensor> = targets.iter().map(|target| target.tensor(inputs)).collect();
+    let part = Arc::new(Part { f: Box::new(f), inputs: kept, targets, gradients: Mutex::default() });
+    let mut token = Tensor::zeros(1, DType::F32, output.device())?;
+    for (index, tensor) in tensors.iter().enumerate() {
+        token = token.apply_op2(tensor, Link { part: Arc::clone(&part), index })?;
+    }
+    // Step 4: hand the output over, without the graph behind it.
+    token.apply_op1(Node { part, output: Mutex::new(Some(output.detach())) })
+}
+
+/// An input of a part.
+struct Input {
+    /// The value, without what lies before it.
+    value: Tensor,
+    /// `true` if a gradient may go to it.
+    is_tracked: bool,
+}
+
+impl Input {
+    fn new(input: &Tensor) -> Self {
+        Input { value: input.detach(), is_tracked: input.track_op() && input.dtype().is_float() }
+    }
+
+    fn stand_in(&self) -> Result<Tensor> {
+        if self.is_tracked { Ok(Var::from_tensor(&self.value)?.into_inner()) } else { Ok(self.value.clone()) }
+    }
+}
+
+/// Returns the inputs as a part computes with them: variables where gradients may go to them.
+fn stand_ins(inputs: &[Input]) -> Result<Vec<Tensor>> {
+    inputs.iter().map(Input::stand_in).collect()
+}
+
+/// A tensor that a gradient goes to.
+enum Target {
+    /// An input, by its number.
+    Input(usize),
+    /// A parameter of a sharded model, and the last change of values before the forward.
+    Parameter { tensor: Tensor, slot: Arc<ParameterSlot>, changes: u64 },
+    /// A variable of candle's.
+    Variable(Tensor),
+}
+
+impl Target {
+    /// Returns the tensor in the graph around the part.
+    fn tensor(&self, inputs: &[&Tensor]) -> Tensor {
+        match self {
+            Target::Input(index) => inputs[*index].clone(),
+            Target::Parameter { tensor, .. } | Target::Variable(tensor) => tensor.clone(),
+        }
+    }
+}
+
+/// Lists what the output of a part depends on: last what a backward comes to first.
+fn targets(output: &Tensor, stand_ins: &[Tensor]) -> Vec<Target> {
+    let target = |node: &Tensor| {
+        if let Some(input) = stand_ins.iter().position(|stand_in| stand_in.id() == node.id()) {
+            return Some(Target::Input(input));
+        }
+        if let Some(slot) = parameter_of(node) {
+            let changes = slot.last_change();
+            return Some(Target::Parameter { tensor: node.clone(), slot, changes });
+        }
+        (node.is_variable() && !is_anchor(node)).then(|| Target::Variable(node.clone()))
+    };
+    output.sorted_nodes().into_iter().rev().filter_map(target).collect()
+}
+
+/// A part of a model that is computed twice.
+struct Part {
+    f: Box<dyn Fn(&[Tensor]) -> Result<Tensor> + Send + Sync>,
+    inputs: Vec<Input>,
+    targets: Vec<Target>,
+    /// The gradients that the backward has computed and not yet passed on, in the order of `targets`.
+    gradients: Mutex<Vec<Option<Tensor>>>,
+}
+
+impl Part {
+    fn gradients(&self) -> MutexGuard<'_, Vec<Option<Tensor>>> {
+        self.gradients.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Computes the part again, and the gradients of all that it depends on from that of its output.
+    fn compute_gradients(&self, node: &Tensor, grad: &Tensor) -> Result<()> {
+        for target in &self.targets {
+            if let Target::Parameter { slot, changes, .. } = target {
+                slot.prepare_recompute(*changes).map_err(NnError::into_candle)?;
+            }
+        }
+        let stand_ins = stand_ins(&self.inputs)?;
+        let inner = InnerBackward::begin();
+        let output = (self.f)(&stand_ins)?;
+        if output.shape() != node.shape() || output.dtype() != node.dtype() {
+            return Err(not_the_same());
+        }
+        // The gradient of this sum is `grad`, exactly.
+        let mut found = (output * grad)?.sum_all()?.backward()?;
+        let mut parameters = inner.end();
+        let gradients = self.targets.iter().map(|target| match target {
+            Target::Input(index) => found.remove(&stand_ins[*index]),
+            Target::Parameter { tensor, .. } => parameters.remove(&tensor.id()),
+            Target::Variable(tensor) => found.remove(tensor),
+        });
+        *self.gradients() = gradients.collect();
+        if parameters.is_empty() { Ok(()) } else { Err(not_the_same()) }
+    }
+}
+
+/// Returns the error of a part that computes something else the second time.
+fn not_the_same() -> candle_core::Error {
+    candle_core::Error::Msg(
+        "a recomputed part of the model computes something else in the backward than in the forward".to_owned(),
+    )
+}
+
+/// The op whose output is that of a part. Its argument is the last link.
+struct Node {
+    part: Arc<Part>,
+    /// The output, until it is handed over.
+    output: Mutex<Option<Tensor>>,
+}
+
+impl Node {
+    fn take_output(&self) -> Result<Tensor> {
+        let output = self.output.lock().unwrap_or_else(PoisonError::into_inner).take();
+        output.ok_or_else(|| candle_core::Error::Msg("the output of a recomputed part is taken twice".to_owned()))
+    }
+}
+
+impl CustomOp1 for Node {
+    fn name(&self) -> &'static str {
+        "fsdp-recompute"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        use candle_core::backend::BackendStorage;
+        let output = self.take_output()?;
+        let (storage, layout) = output.storage_and_layout();
+        match &*storage {
+            // A cast to the same dtype is candle's way to copy any layout to a contiguous one.
+            candle_core::Storage::Cpu(storage) => {
+                Ok((storage.to_dtype(layout, output.dtype())?, layout.shape().clone()))
+            }
+            _ => Err(not_the_same()),
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(&self, _: &candle_core::CudaStorage, _: &Layout) -> Result<(candle_core::CudaStorage, Shape)> {
+        use candle_core::backend::BackendStorage;
+        let output = self.take_output()?;
+        let (storage, layout) = output.storage_and_layout();
+        match &*storage {
+            candle_core::Storage::Cuda(storage) => {
+                Ok((storage.to_dtype(layout, output.dtype())?, layout.shape().clone()))
+            }
+            _ => Err(not_the_same()),
+        }
+    }
+
+    fn bwd(&self, token: &Tensor, node: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        self.part.compute_gradients(node, grad)?;
+        Ok(Some(token.detach()))
+    }
+}
+
+/// The op by which a part depends on a tensor. Its first argument is the link below, or a constant.
+struct Link {
+    part: Arc<Part>,
+    /// The number of the tensor among the targets.
+    index: usize,
+}
+
+impl CustomOp2 for Link {
+    fn name(&self) -> &'static str {
+        "fsdp-recompute-link"
+    }
+
+    fn cpu_fwd(&self, token: &CpuStorage, layout: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        use candle_core::backend::BackendStorage;
+        Ok((token.to_dtype(layout, DType::F32)?, layout.shape().clone()))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        token: &candle_core::CudaStorage,
+        layout: &Layout,
+        _: &candle_core::CudaStorage,
+        _: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        use candle_core::backend::BackendStorage;
+        Ok((token.to_dtype(layout, DType::F32)?, layout.shape().clone()))
+    }
+
+    fn bwd(&self, token: &Tensor, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        // Backward needs a gradient of whatever it is going to pass.
+        let gradient = self.part.gradients().get_mut(self.index).and_then(Option::take).ok_or_else(not_the_same)?;
+        Ok((token.track_op().then(|| grad.clone()), Some(gradient)))
+    }
+}

@@ -1,0 +1,262 @@
+//! Loss scaling, for gradients that `f16` cannot hold as they are.
+
+use candle_core::{Tensor, WithDType};
+use fsdp_comm::ReduceOp;
+use fsdp_flat::storage::HostSliceMut;
+use fsdp_flat::with_float;
+use fsdp_layout::PlainValue;
+use fsdp_state::StateDict;
+
+use crate::optimizer::Optimizer;
+use crate::parameters::ShardedParameters;
+use crate::scaler_error::ScalerError;
+use crate::{NnError, Result, device};
+
+/// Options of a [`GradScaler`], with torch's defaults; the same on every rank.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct GradScalerOptions {
+    /// The scale at the beginning, 65536.
+    pub init_scale: f64,
+    /// The factor by which the scale grows, 2.
+    pub growth_factor: f64,
+    /// The factor by which it falls after gradients that were not finite, 0.5.
+    pub backoff_factor: f64,
+    /// The number of steps in a row with finite gradients after which it grows, 2000.
+    pub growth_interval: u32,
+    /// `true` (the default) if losses are scaled at all. If not, every method does what it would without a scaler.
+    pub enabled: bool,
+}
+
+impl Default for GradScalerOptions {
+    fn default() -> Self {
+        GradScalerOptions {
+            init_scale: 65536.0,
+            growth_factor: 2.0,
+            backoff_factor: 0.5,
+            growth_interval: 2000,
+            enabled: true,
+        }
+    }
+}
+
+/// Scales losses, so that small gradients are not lost in `f16`, and skips steps whose gradients the scale has made too large:
+/// torch's `GradScaler` and `ShardedGradScaler`. All ranks skip the same steps and have the same scale.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{Module, linear};
+/// use fsdp_nn::algorithm::{AdamOptions, Algorithm};
+/// use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, GradScaler, GradScalerOptions, MixedPrecision, NnError, Optimizer};
+///
+/// fsdp_comm::run_local(2, |group| {
+///     let mixed_precision = MixedPrecision { param: Some(DType::F16), ..MixedPrecision::default() };
+///     let config = FsdpConfig { mixed_precision, ..FsdpConfig::default() };
+///     let model = FullyShardedDataParallel::new(group, config, |scope| linear(3, 1, scope.vb()))?;
+///     let mut optimizer = Optimizer::new(model.parameters(), Algorithm::AdamW(AdamOptions::adamw()))?;
+///     let mut scaler = GradScaler::new(GradScalerOptions { init_scale: 256.0, ..GradScalerOptions::default() })?;
+///     let x = Tensor::ones((2, 3), DType::F16, &Device::Cpu)?;
+///     for _ in 0..3 {
+///         let loss = model.forward(|layer| layer.forward(&x)?.to_dtype(DType::F32)?.sqr()?.mean_all())?;
+///         model.backward(&scaler.scale(&loss)?)?;
+///         scaler.unscale(model.parameters())?; // Only for what looks at gradients, such as clipping.
+///         scaler.step(&mut optimizer)?;
+///         scaler.update()?;
+///         model.parameters().zero_grad();
+///     }
+///     Ok::<(), NnError>(())
+/// })?
+/// .into_iter()
+/// .collect::<Result<Vec<()>, _>>()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// In a checkpoint its state is a value beside model and optimizer: put [`Self::state_dict`] into the values of a
+/// `TrainState` before a save, and give them to [`Self::load_state_dict`] after a load.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GradScaler {
+    options: GradScalerOptions,
+    /// A number of `f32`, as in torch.
+    scale: f32,
+    growth_tracker: u32,
+    /// `true` if gradients of this step were not finite on some rank; `None` before they have been unscaled.
+    found_non_finite: Option<bool>,
+}
+
+impl GradScaler {
+    /// Makes a scaler.
+    ///
+    /// # Errors
+    /// [`ScalerError::OutOfRange`].
+    pub fn new(options: GradScalerOptions) -> Result<Self> {
+        let GradScalerOptions { init_scale, growth_factor, backoff_factor, growth_interval, enabled } = options;
+        let scale = init_scale as f32;
+        for (key, value, is_fine, range) in [
+            ("init_scale", init_scale, scale.is_finite() && scale > 0.0, "finite and positive in f32"),
+            ("growth_factor", growth_factor, growth_factor.is_finite() && growth_factor > 1.0, "finite and above 1"),
+            ("backoff_factor", backoff_factor, backoff_factor > 0.0 && backoff_factor < 1.0, "between 0 and 1"),
+            ("growth_interval", growth_interval.into(), growth_interval > 0, "at least 1"),
+        ] {
+            if enabled && !is_fine {
+                return Err(ScalerError::OutOfRange { key, value, range }.into());
+            }
+        }
+        Ok(GradScaler { options, scale, growth_tracker: 0, found_non_finite: None })
+    }
+
+    /// Returns the scale; 1 if the scaler is not enabled.
+    #[must_use]
+    pub fn get_scale(&self) -> f64 {
+        if self.options.enabled { self.scale.into() } else { 1.0 }
+    }
+
+    /// Returns a loss times the scale, to run the backward of. No communication.
+    ///
+    /// # Errors
+    /// candle's.
+    pub fn scale(&self, loss: &Tensor) -> Result<Tensor> {
+        if self.options.enabled { Ok((loss * self.get_scale())?) } else { Ok(loss.clone()) }
+    }
+
+    /// Divides all gradients of a model by the scale, and returns `true` if those of all ranks are finite. After it, clipping
+    /// sees gradients as they are without a scaler. [`Self::step`] does it where it has not been done. Collectives: one
+    /// all-reduce of a number over all ranks.
+    ///
+    /// # Errors
+    /// [`ScalerError::UnscaledTwice`]; the all-reduce's.
+    pub fn unscale(&mut self, parameters: &ShardedParameters) -> Result<bool> {
+        if !self.options.enabled {
+            return Ok(true);
+        }
+        if self.found_non_finite.is_some() {
+            return Err(ScalerError::UnscaledTwice.into());
+        }
+        let is_finite = parameters.unscale_gradients((1.0 / f64::from(self.scale)) as f32);
+        // An error of this rank must not leave the others waiting.
+        let mut found = [f32::from(u8::from(!*is_finite.as_ref().unwrap_or(&false)))];
+        parameters.group().all_reduce(&mut found, ReduceOp::Max)?;
+        is_finite?;
+        self.found_non_finite = Some(found[0] > 0.0);
+        Ok(found[0] == 0.0)
+    }
+
+    /// Steps an optimizer if all gradients of all ranks are finite, and returns `true` if it did. Gradients are unscaled first
+    /// where that has not been done. Several optimizers over one model may step one after the other. Collectives: as
+    /// [`Self::unscale`], and the optimizer's.
+    ///
+    /// # Errors
+    /// Those of the optimizer and of [`Self::unscale`].
+    pub fn step(&mut self, optimizer: &mut Optimizer) -> Result<bool> {
+        if self.options.enabled && self.found_non_finite.is_none() {
+            self.unscale(&std::sync::Arc::clone(optimizer.parameters()))?;
+        }
+        if self.found_non_finite == Some(true) {
+            return Ok(false);
+        }
+        optimizer.step()?;
+        Ok(true)
+    }
+
+    /// Updates the scale after a step: it falls if the step was skipped, and grows after enough steps that were not. No
+    /// communication.
+    ///
+    /// # Errors
+    /// [`ScalerError::NothingToUpdate`].
+    pub fn update(&mut self) -> Result<()> {
+        if !self.options.enabled {
+            return Ok(());
+        }
+        match self.found_non_finite.take() {
+            None => return Err(ScalerError::NothingToUpdate.into()),
+            Some(true) => {
+                self.scale *= self.options.backoff_factor as f32;
+                self.growth_tracker = 0;
+            }
+            Some(false) if self.growth_tracker + 1 < self.options.growth_interval => self.growth_tracker += 1,
+            Some(false) => {
+                let grown = self.scale * self.options.growth_factor as f32;
+                self.scale = if grown.is_finite() { grown } else { self.scale };
+                self.growth_tracker = 0;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the state under torch's keys: `scale`, `growth_factor`, `backoff_factor`, `growth_interval` and
+    /// `_growth_tracker`; nothing if the scaler is not enabled. Take it after [`Self::update`].
+    #[must_use]
+    pub fn state_dict(&self) -> StateDict {
+        let mut state = StateDict::new();
+        if self.options.enabled {
+            state.insert("scale", f64::from(self.scale));
+            state.insert("growth_factor", self.options.growth_factor);
+            state.insert("backoff_factor", self.options.backoff_factor);
+            state.insert("growth_interval", i64::from(self.options.growth_interval));
+            state.insert("_growth_tracker", i64::from(self.growth_tracker));
+        }
+        state
+    }
+
+    /// Takes the state of a scaler, torch's too. A scaler that is not enabled ignores it, as in torch. No communication.
+    ///
+    /// # Errors
+    /// [`ScalerError::State`] and [`ScalerError::OutOfRange`], and nothing has been changed.
+    pub fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
+        if !self.options.enabled {
+            return Ok(());
+        }
+        let float = |key| value(state, key, "a float", PlainValue::as_float);
+        let count = |key| value(state, key, "a count", |value| u32::try_from(value.as_int()?).ok());
+        let options = GradScalerOptions {
+            init_scale: float("scale")?,
+            growth_factor: float("growth_factor")?,
+            backoff_factor: float("backoff_factor")?,
+            growth_interval: count("growth_interval")?,
+            enabled: true,
+        };
+        let growth_tracker = count("_growth_tracker")?;
+        let loaded = GradScaler { growth_tracker, ..GradScaler::new(options)? };
+        // What the scale was at the beginning of this run stays what it was.
+        let init_scale = self.options.init_scale;
+        *self = GradScaler { options: GradScalerOptions { init_scale, ..options }, ..loaded };
+        Ok(())
+    }
+}
+
+/// Returns the plain value under a key of a state dict.
+fn value<T>(
+    state: &StateDict,
+    key: &'static str,
+    expected: &'static str,
+    convert: impl FnOnce(&PlainValue) -> Option<T>,
+) -> Result<T> {
+    let found = state.get(key).map(|value| value.as_plain());
+    let wrong = |found| NnError::from(ScalerError::State { key, found, expected });
+    match found {
+        None => Err(wrong("nothing")),
+        Some(None) => Err(wrong("a tensor or dict")),
+        Some(Some(plain)) => convert(plain).ok_or_else(|| wrong(plain.type_name())),
+    }
+}
+
+impl ShardedParameters {
+    /// Multiplies the gradients of this rank, and returns `true` if all of them were finite. No communication.
+    fn unscale_gradients(&self, factor: f32) -> Result<bool> {
+        let factor = f64::from(factor);
+        let mut is_finite = true;
+        for grad in self.handles.iter().filter_map(|handle| handle.grad()) {
+            if !grad.device().is_cpu() {
+                is_finite &= device::norm_part(&grad, false)?.is_finite();
+                device::scale(&grad, factor)?;
+                continue;
+            }
+            with_float!(grad.dtype(), T => {
+                for x in HostSliceMut::<T>::write(&grad)?.iter_mut() {
+                    let value = WithDType::to_f64(*x);
+                    is_finite &= value.is_finite();
+                    *x = <T as WithDType>::from_f64(value * factor);
+                }
+            }, else ());
+        }
+        Ok(is_finite)
+    }
+}

@@ -1,0 +1,35 @@
+//! The errors of gradient scalers.
+
+use thiserror::Error;
+
+/// A [`GradScaler`](crate::GradScaler) that is used in the wrong order, or given options or state that cannot be.
+#[derive(Debug, Clone, PartialEq, Error)]
+#[non_exhaustive]
+pub enum ScalerError {
+    /// An option is outside its range.
+    #[error("a gradient scaler cannot work with `{key}` = {value}: it must be {range}")]
+    OutOfRange {
+        /// The option, by torch's name.
+        key: &'static str,
+        /// The value found.
+        value: f64,
+        /// The values allowed.
+        range: &'static str,
+    },
+    /// Gradients would be divided by the scale twice.
+    #[error("the gradients of this step have been unscaled already: call `update` after each step")]
+    UnscaledTwice,
+    /// An update without a step.
+    #[error("the scale cannot be updated before `unscale` or `step` has looked at gradients")]
+    NothingToUpdate,
+    /// A state dict lacks a key, or has another kind of value there.
+    #[error("the state of a gradient scaler has {found} under `{key}`, where {expected} belongs")]
+    State {
+        /// The key.
+        key: &'static str,
+        /// The kind of value found, or `nothing`.
+        found: &'static str,
+        /// The kind of value that belongs there.
+        expected: &'static str,
+    },
+}
