@@ -23,7 +23,9 @@ impl Failure for FileError {
             | FileError::Encode { .. } => ErrorKind::Usage,
             FileError::AfterCommit { .. } => ErrorKind::AfterCommit,
             FileError::Path { .. } => ErrorKind::Unsafe,
-            FileError::NotStored { .. } | FileError::LoadPlan(LoadPlanError::Chunks { .. }) => ErrorKind::Corrupt,
+            FileError::NotStored { .. }
+            | FileError::Differing { .. }
+            | FileError::LoadPlan(LoadPlanError::Chunks { .. }) => ErrorKind::Corrupt,
             FileError::LoadPlan(_) => ErrorKind::Difference,
             _ => kind_of_cause(self),
         }
@@ -34,6 +36,7 @@ impl Failure for FormatError {
     fn kind(&self) -> ErrorKind {
         match self {
             FormatError::Read { source, .. } if source.kind() != io::ErrorKind::UnexpectedEof => Failure::kind(source),
+            FormatError::Opaque { .. } => ErrorKind::Unsafe,
             FormatError::Unsupported { .. } => ErrorKind::UnsupportedVersion,
             FormatError::Pickle(error) if matches!(error.kind, PickleErrorKind::Global { .. }) => ErrorKind::Unsafe,
             _ => ErrorKind::Corrupt,

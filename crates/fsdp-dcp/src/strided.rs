@@ -19,6 +19,20 @@ pub struct StridedLayout {
     pub strides: Vec<usize>,
 }
 
+impl StridedLayout {
+    /// Returns the position of the box's last element in the storage; `None` if it has none, or lies absurdly far.
+    pub(crate) fn last(&self) -> Option<u64> {
+        if self.bounds.is_empty() {
+            return None;
+        }
+        let mut at = self.offset;
+        for (&size, &stride) in self.bounds.sizes.iter().zip(&self.strides) {
+            at = at.checked_add((size as u64 - 1).checked_mul(stride as u64)?)?;
+        }
+        Some(at)
+    }
+}
+
 /// `len` elements at `src`, `src + src_step`, … of the storage, that belong at `dst`, `dst + dst_step`, … .
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct StridedRun {
