@@ -4,20 +4,20 @@ use anyhow::Result;
 use clap::Args;
 use fsdp_dcp::FileError;
 use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint::{self, Checkpoint, Format};
+use fsdp_dcp::checkpoint::{self, Checkpoint};
 use fsdp_dcp::metadata::{Chunk, Entry, Metadata, StorageInfo, TensorEntry};
 use fsdp_dcp::reader::OpenOptions;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
 use super::output;
-use super::text::{escaped, iec};
+use super::text::{count, escaped, iec};
 use super::tree::tree;
 
 /// Options of `fsdp inspect`.
 #[derive(Debug, Args)]
 pub(crate) struct InspectArguments {
-    /// A checkpoint: a DCP directory, safetensors (file or directory), or a file of torch.save
+    /// A checkpoint of any format
     #[arg(value_name = "CKPT")]
     path: Location,
     /// The keys as a tree, with the tensors and bytes below each
@@ -45,7 +45,7 @@ struct Summary {
     committed: bool,
     /// The reason, if it is not committed.
     reason: Option<String>,
-    /// The value of `train.step`, if there is one.
+    /// The step at which it was saved, where it is in one of the usual places.
     step: Option<i64>,
     /// `true` if hashes of its files lie beside it.
     hashed: bool,
@@ -132,21 +132,14 @@ impl Summary {
         let tensors = tensors(metadata);
         let mut values: Vec<String> = metadata.values().map(|(name, _)| name.to_owned()).collect();
         values.sort_by(|a, b| natord::compare(a, b));
-        let opaque_type = |name: &String| source.read_value(name).err()?.opaque_type();
+        let opaque_type = |name: &String| source.opaque_type(name).ok()?;
         let opaque =
             values.iter().filter_map(|name| Some(Opaque { name: name.clone(), of: opaque_type(name)? })).collect();
-        let step = matches!(metadata.entries.get("train.step"), Some(Entry::Bytes(_)));
-        // A damaged step does not keep the rest from being shown: `verify` is for damage.
-        let step = step.then(|| source.read_value("train.step").ok()?.as_int()).flatten();
+        let step = step(source);
         Summary {
             schema: SCHEMA,
             path,
-            format: match source.format() {
-                Format::SafetensorsFile => "safetensors",
-                Format::SafetensorsDirectory => "safetensors-directory",
-                Format::Torch => "torch",
-                _ => "dcp",
-            },
+            format: source.format().name(),
             committed: true,
             reason: None,
             step,
@@ -164,7 +157,7 @@ impl Summary {
             format!("checkpoint  {} ({})", escaped(&self.path), self.format),
             format!("committed   {}, hashes {}", yes_or_no(self.committed), yes_or_no(self.hashed)),
             format!("step        {}", self.step.map_or_else(|| "unknown".to_owned(), |step| step.to_string())),
-            format!("tensors     {} in {boxes} boxes, {}", self.tensors.len(), iec(self.bytes)),
+            format!("tensors     {} in {}, {}", self.tensors.len(), count(boxes, "box", "boxes"), iec(self.bytes)),
             format!("values      {}", self.values.len()),
         ];
         lines.extend(
@@ -183,6 +176,19 @@ impl Summary {
         }
         lines
     }
+}
+
+/// The keys under which trainers keep the count of their steps, the most specific first.
+const STEPS: [&str; 6] = ["train.step", "train_state.step", "trainer.step", "global_step", "global_steps", "step"];
+
+/// Returns the step at which a checkpoint was saved. One that is damaged does not keep the rest from being shown: `verify`
+/// is for damage.
+fn step(source: &dyn Checkpoint) -> Option<i64> {
+    let entries = &source.metadata().entries;
+    STEPS.iter().find_map(|key| match entries.get(*key)? {
+        Entry::Bytes(_) => source.read_value(key).ok()?.as_int(),
+        Entry::Tensor(_) => None,
+    })
 }
 
 const fn yes_or_no(yes: bool) -> &'static str {
@@ -216,6 +222,9 @@ impl Tensor {
             *ranks.entry(rank).or_default() += 1;
         }
         let told: usize = ranks.values().sum();
+        if ranks.is_empty() {
+            return self.boxes.len().to_string();
+        }
         if told < self.boxes.len() || ranks.len() > RANKS_IN_A_LINE {
             return format!("{} on {} ranks", self.boxes.len(), ranks.len());
         }
@@ -258,7 +267,12 @@ fn box_of(Chunk { bounds, stored }: &Chunk) -> StoredBox {
     }
 }
 
-/// Returns the rank that wrote a file, from the file's name: 2 for `__2_0.distcp`.
+/// Returns the rank that wrote a file, from the file's name: 2 for `__2_0.distcp` and for `model_world_size_4_rank_2.pt`.
 fn rank(stored: &StorageInfo) -> Option<u64> {
-    stored.relative_path.strip_prefix("__")?.split('_').next()?.parse().ok()
+    let name = &stored.relative_path;
+    let rest = match name.strip_prefix("__") {
+        Some(rest) => rest,
+        None => name.split_once("_rank")?.1.trim_start_matches('_'),
+    };
+    rest.split(['_', '.']).next()?.parse().ok()
 }

@@ -48,6 +48,11 @@ pub(crate) fn iec(bytes: u64) -> String {
     }
 }
 
+/// Formats a count with the word for what is counted.
+pub(crate) fn count(number: usize, one: &str, many: &str) -> String {
+    format!("{number} {}", if number == 1 { one } else { many })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

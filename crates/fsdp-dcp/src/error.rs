@@ -75,6 +75,12 @@ pub enum FormatError {
         /// The thing that is not supported.
         what: String,
     },
+    /// A value that is kept as it is stored, and never built.
+    #[error("it holds a `{of}`, which is kept as it is and never built")]
+    Opaque {
+        /// Its type.
+        of: String,
+    },
     /// JSON or text that is not what it should be.
     #[error("malformed {what}: {reason}")]
     Malformed {
@@ -212,6 +218,18 @@ pub enum FileError {
         #[source]
         source: FormatError,
     },
+    /// Two files hold the same tensor or value, but not with the same content.
+    #[error("`{fqn}` {what}: `{first}` and `{second}` should agree")]
+    Differing {
+        /// The flat key.
+        fqn: String,
+        /// The difference.
+        what: String,
+        /// The file that was read first.
+        first: String,
+        /// The other one.
+        second: String,
+    },
     /// The metadata says there is an item, but not where.
     #[error("the metadata does not say where the bytes of `{fqn}` are stored")]
     NotStored {
@@ -305,6 +323,7 @@ impl FileError {
             FormatError::Pickle(PickleError { kind: PickleErrorKind::Global { module, name }, .. }) => {
                 Some(format!("{module}.{name}"))
             }
+            FormatError::Opaque { of } => Some(of.clone()),
             _ => None,
         }
     }

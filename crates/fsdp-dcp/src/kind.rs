@@ -25,6 +25,7 @@ impl Failure for FileError {
             FileError::Path { .. } => ErrorKind::Unsafe,
             FileError::NotStored { .. }
             | FileError::Digests { .. }
+            | FileError::Differing { .. }
             | FileError::LoadPlan(LoadPlanError::Chunks { .. }) => ErrorKind::Corrupt,
             FileError::LoadPlan(_) => ErrorKind::Difference,
             _ => kind_of_cause(self),
@@ -36,6 +37,7 @@ impl Failure for FormatError {
     fn kind(&self) -> ErrorKind {
         match self {
             FormatError::Read { source, .. } if source.kind() != io::ErrorKind::UnexpectedEof => Failure::kind(source),
+            FormatError::Opaque { .. } => ErrorKind::Unsafe,
             FormatError::Unsupported { .. } => ErrorKind::UnsupportedVersion,
             FormatError::Pickle(error) if matches!(error.kind, PickleErrorKind::Global { .. }) => ErrorKind::Unsafe,
             _ => ErrorKind::Corrupt,

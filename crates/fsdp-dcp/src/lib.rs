@@ -15,7 +15,8 @@
 //! | [`metadata`] | the content of `.metadata`, and torch's pickle of it |
 //! | [`limits`] | how much a hostile file can make us do |
 //!
-//! Inside, each format has a folder (`dcp`, `safetensors`, `torch`). They share `formats` (reading) and `payload`
+//! Inside, each format has a folder (`dcp`, `safetensors`, `torch`, `rank_files`, `deepspeed`, `numpy`,
+//! `gguf`). They share `formats` (reading) and `payload`
 //! (writing). `open` knows all formats, and `convert` writes each of them.
 //!
 //! A checkpoint on disk:
@@ -32,20 +33,24 @@
 mod budget;
 pub mod convert;
 mod dcp;
+mod deepspeed;
 pub mod diff;
 pub mod digest;
 pub mod elements;
 mod error;
 mod formats;
+mod gguf;
 mod kind;
 pub mod limits;
 pub mod metadata;
 mod nested;
+mod numpy;
 mod open;
 mod output;
 mod payload;
 mod pickle;
 pub mod plan;
+mod rank_files;
 mod safetensors;
 pub mod storage;
 mod strided;

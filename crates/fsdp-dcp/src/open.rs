@@ -1,16 +1,20 @@
 //! Opening a checkpoint of whatever format.
 
 use crate::dcp::reader::{CheckpointReader, metadata_files};
+use crate::deepspeed;
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::Checkpoint;
 use crate::formats::read::OpenOptions;
+use crate::gguf;
+use crate::numpy;
+use crate::rank_files;
 use crate::safetensors::read::SafetensorsCheckpoint;
 use crate::storage::backend::{EntryKind, Links};
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 use crate::storage::read_at::ReadAt as _;
-use crate::torch::legacy;
-use crate::torch::read::TorchCheckpoint;
+use crate::torch::index::INDEX_END;
+use crate::torch::{self, legacy};
 
 /// Opens the checkpoint that is at a path, or at the URL of an object store.
 ///
@@ -30,10 +34,27 @@ pub fn open(location: impl Into<Location>, options: OpenOptions) -> Result<Box<d
 
 fn open_directory(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkpoint>, FileError> {
     let directory = CheckedDirectory::open(location, false, Links::Refuse)?;
-    let is_dcp = !metadata_files(&directory)?.is_empty();
-    let has_safetensors = directory.names()?.iter().any(|name| name.ends_with(".safetensors"));
-    if has_safetensors && !is_dcp {
+    if !metadata_files(&directory)?.is_empty() {
+        return Ok(Box::new(CheckpointReader::open_with(location, options)?));
+    }
+    let names = directory.names()?;
+    if deepspeed::universal::is_there(location, &names)? {
+        return Ok(Box::new(deepspeed::universal::open(location, options)?));
+    }
+    if deepspeed::is_there(&names) {
+        return Ok(Box::new(deepspeed::zero::open(location, options)?));
+    }
+    if rank_files::is_checkpointing(&names) {
+        return Ok(Box::new(rank_files::open_checkpointing(location, options)?));
+    }
+    if rank_files::is_there(&names) {
+        return Ok(Box::new(rank_files::open(location, options)?));
+    }
+    if names.iter().any(|name| name.ends_with(".safetensors")) {
         return Ok(Box::new(SafetensorsCheckpoint::open_directory(location, options)?));
+    }
+    if let Some(index) = names.iter().find(|name| name.ends_with(INDEX_END)) {
+        return Ok(Box::new(torch::index::open(location, index, options)?));
     }
     // What is neither gets the error of a DCP directory without metadata.
     Ok(Box::new(CheckpointReader::open_with(location, options)?))
@@ -41,11 +62,14 @@ fn open_directory(location: &Location, options: OpenOptions) -> Result<Box<dyn C
 
 fn open_file(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkpoint>, FileError> {
     match first_bytes(location)?.as_slice() {
-        [b'P', b'K', 3 | 5, ..] => Ok(Box::new(TorchCheckpoint::open(location, options)?)),
-        bytes if bytes.starts_with(&legacy::START) => Ok(Box::new(TorchCheckpoint::open(location, options)?)),
+        [b'P', b'K', 3 | 5, ..] if is_numpy_archive(location)? => Ok(Box::new(numpy::open(location, options)?)),
+        [b'P', b'K', 3 | 5, ..] => Ok(Box::new(torch::read::open(location, options)?)),
+        bytes if bytes.starts_with(&legacy::START) => Ok(Box::new(torch::read::open(location, options)?)),
+        bytes if bytes.starts_with(numpy::START) => Ok(Box::new(numpy::open(location, options)?)),
+        bytes if bytes.starts_with(gguf::START) => Ok(Box::new(gguf::open(location, options)?)),
         // Eight bytes of length, and JSON.
         [_, _, _, _, _, _, _, _, b'{', ..] => Ok(Box::new(SafetensorsCheckpoint::open_file(location, options)?)),
-        _ => Err(unsupported(location, "a file that is neither a torch archive nor a safetensors file")),
+        _ => Err(unsupported(location, "a file that is of none of the formats of checkpoints")),
     }
 }
 
@@ -61,6 +85,13 @@ fn first_bytes(location: &Location) -> Result<Vec<u8>, FileError> {
     let mut bytes = vec![0; file.len().min(16) as usize];
     file.read_exact_at(0, &mut bytes).map_err(|source| FileError::File { path: location.name().to_owned(), source })?;
     Ok(bytes)
+}
+
+/// Returns `true` if a zip archive is NumPy's, and not torch's.
+fn is_numpy_archive(location: &Location) -> Result<bool, FileError> {
+    let (parent, name) = location.split()?;
+    let directory = CheckedDirectory::open(&parent, false, Links::Follow)?;
+    Ok(numpy::is_archive(&*directory.file(name)?))
 }
 
 fn unsupported(location: &Location, what: &str) -> FileError {

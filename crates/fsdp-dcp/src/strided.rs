@@ -3,7 +3,7 @@
 //! Elements are visited in the order of their position in the storage, so that a file is read forwards.
 
 use fsdp_layout::TensorBox;
-use fsdp_layout::boxes::{copy_runs, row_major_strides};
+use fsdp_layout::boxes::row_major_strides;
 
 use crate::error::FormatError;
 use crate::payload::slot::Slot;
@@ -18,6 +18,20 @@ pub struct StridedLayout {
     pub offset: u64,
     /// Elements from one index to the next, in each dimension.
     pub strides: Vec<usize>,
+}
+
+impl StridedLayout {
+    /// Returns the position of the box's last element in the storage; `None` if it has none, or lies absurdly far.
+    pub(crate) fn last(&self) -> Option<u64> {
+        if self.bounds.is_empty() {
+            return None;
+        }
+        let mut at = self.offset;
+        for (&size, &stride) in self.bounds.sizes.iter().zip(&self.strides) {
+            at = at.checked_add((size as u64 - 1).checked_mul(stride as u64)?)?;
+        }
+        Some(at)
+    }
 }
 
 /// `len` elements at `src`, `src + src_step`, … of the storage, that belong at `dst`, `dst + dst_step`, … .
@@ -158,10 +172,8 @@ pub(crate) fn read_overlap<S: ReadAt + ?Sized>(
         }
     }
     // Elements that came one by one are digested in rows, once all are there.
-    if let (true, Some(digest)) = (is_scattered, digest) {
-        for run in copy_runs(overlap, to, overlap) {
-            digest.add(run.src * element, &dst[run.src * element..(run.src + run.len) * element]);
-        }
+    if is_scattered {
+        slot.add_to_digest(overlap, element);
     }
     Ok(())
 }

@@ -19,7 +19,7 @@ use super::failure::{ConversionStopped, UsageError};
 use super::output;
 use super::progress::Progress;
 use super::stop::StopRequest;
-use super::text::{escaped, iec};
+use super::text::{count, escaped, iec};
 use super::threads::or_all_cores;
 
 pub(crate) use self::arguments::{ConvertArguments, ReshardArguments};
@@ -261,13 +261,14 @@ fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> Result<()> {
     }
     let Written { tensors, values, bytes, memory, destination: path, .. } = &written;
     let (bytes, memory) = (iec(*bytes), iec(*memory));
+    let (tensors, values) = (count(*tensors, "tensor", "tensors"), count(*values, "value", "values"));
     if written.dry_run {
         return output::data(&format!(
-            "would write {tensors} tensors and {values} values, {bytes}, to `{}` with at most about {memory} of memory",
+            "would write {tensors} and {values}, {bytes}, to `{}` with at most about {memory} of memory",
             escaped(path)
         ));
     }
-    output::talk(&format!("wrote {tensors} tensors and {values} values, {bytes}, to `{path}`"));
+    output::talk(&format!("wrote {tensors} and {values}, {bytes}, to `{path}`"));
     Ok(())
 }
 

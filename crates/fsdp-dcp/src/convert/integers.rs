@@ -103,6 +103,10 @@ impl Checkpoint for Integers<'_> {
         self.source.read_boxes(fqn, slots)
     }
 
+    fn opaque_type(&self, fqn: &str) -> Result<Option<String>, FileError> {
+        if self.quantizers.contains_key(fqn) { Ok(None) } else { self.source.opaque_type(fqn) }
+    }
+
     fn describe_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
         if self.quantizers.contains_key(fqn) { self.read_value(fqn) } else { self.source.describe_value(fqn) }
     }
@@ -113,6 +117,10 @@ impl Checkpoint for Integers<'_> {
 
     fn check_stored(&self) -> Result<(), FileError> {
         self.source.check_stored()
+    }
+
+    fn check_copies(&self) -> Result<(), FileError> {
+        self.source.check_copies()
     }
 
     fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {

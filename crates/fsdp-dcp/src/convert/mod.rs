@@ -62,6 +62,7 @@ pub fn convert(
     }
     // All that can be found wrong with the source is found before anything is written.
     source.check_stored()?;
+    source.check_copies()?;
     let durable = options.durable.cloned().unwrap_or_default();
     let staging = durable.prepare(destination, options.overwrite)?;
     match target {
@@ -101,13 +102,7 @@ pub fn convert(
 pub fn opaque_values(source: &dyn Checkpoint) -> Result<Vec<(String, String)>, FileError> {
     let mut opaque = Vec::new();
     for (fqn, _) in source.metadata().values() {
-        match source.read_value(fqn) {
-            Ok(_) => {}
-            Err(error) => match error.opaque_type() {
-                Some(of) => opaque.push((fqn.to_owned(), of)),
-                None => return Err(error),
-            },
-        }
+        opaque.extend(source.opaque_type(fqn)?.map(|of| (fqn.to_owned(), of)));
     }
     Ok(opaque)
 }

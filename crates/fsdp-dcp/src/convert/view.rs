@@ -182,6 +182,10 @@ impl Checkpoint for View<'_> {
         self.source.quantizer(self.source_name(fqn))
     }
 
+    fn opaque_type(&self, fqn: &str) -> Result<Option<String>, FileError> {
+        self.source.opaque_type(self.source_name(fqn))
+    }
+
     fn describe_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
         self.source.describe_value(self.source_name(fqn))
     }
@@ -192,6 +196,10 @@ impl Checkpoint for View<'_> {
 
     fn check_stored(&self) -> Result<(), FileError> {
         self.source.check_stored()
+    }
+
+    fn check_copies(&self) -> Result<(), FileError> {
+        self.source.check_copies()
     }
 
     fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {

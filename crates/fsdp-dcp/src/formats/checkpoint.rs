@@ -28,6 +28,49 @@ pub enum Format {
     SafetensorsDirectory,
     /// A file of `torch.save`.
     Torch,
+    /// A directory of files of `torch.save` with a JSON index, as Hugging Face's sharded `pytorch_model.bin`.
+    TorchDirectory,
+    /// A directory with a file of `torch.save` for each rank, which hold the ranks' parts of the tensors.
+    RankFiles,
+    /// A directory of DeepSpeed's ZeRO, of stage 1 to 3.
+    DeepSpeed,
+    /// A directory of DeepSpeed's Universal Checkpoint.
+    DeepSpeedUniversal,
+    /// A directory of `torch_checkpointing`: a file for each item and rank, and `metadata.pkl`.
+    TorchCheckpointing,
+    /// A file of NumPy: one array, or several.
+    Numpy,
+    /// A file of llama.cpp.
+    Gguf,
+    /// A directory that holds a model, and beside it the state of its training, in files and directories of their own.
+    Folder,
+}
+
+impl Format {
+    /// Returns the name of the format in the output of the command.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Format::Dcp => "dcp",
+            Format::SafetensorsFile => "safetensors",
+            Format::SafetensorsDirectory => "safetensors-directory",
+            Format::Torch => "torch",
+            Format::TorchDirectory => "torch-directory",
+            Format::RankFiles => "rank-files",
+            Format::DeepSpeed => "deepspeed",
+            Format::DeepSpeedUniversal => "deepspeed-universal",
+            Format::TorchCheckpointing => "torch-checkpointing",
+            Format::Numpy => "numpy",
+            Format::Gguf => "gguf",
+            Format::Folder => "folder",
+        }
+    }
+
+    /// Returns `true` if a checkpoint of this format is one file.
+    #[must_use]
+    pub const fn is_file(self) -> bool {
+        matches!(self, Format::SafetensorsFile | Format::Torch | Format::Numpy | Format::Gguf)
+    }
 }
 
 impl fmt::Display for Format {
@@ -37,6 +80,14 @@ impl fmt::Display for Format {
             Format::SafetensorsFile => "safetensors file",
             Format::SafetensorsDirectory => "safetensors directory",
             Format::Torch => "torch archive",
+            Format::TorchDirectory => "directory of torch archives",
+            Format::RankFiles => "directory of rank files",
+            Format::DeepSpeed => "DeepSpeed directory",
+            Format::DeepSpeedUniversal => "DeepSpeed universal checkpoint",
+            Format::TorchCheckpointing => "torch_checkpointing directory",
+            Format::Numpy => "NumPy file",
+            Format::Gguf => "GGUF file",
+            Format::Folder => "folder of checkpoints",
         })
     }
 }
@@ -102,6 +153,14 @@ pub trait Checkpoint: Send + Sync {
     /// [`FileError::opaque_type`].
     fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError>;
 
+    /// Returns the type of what makes a value opaque; `None` for a plain value.
+    fn opaque_type(&self, fqn: &str) -> Result<Option<String>, FileError> {
+        match self.read_value(fqn) {
+            Ok(_) => Ok(None),
+            Err(error) => error.opaque_type().map(Some).ok_or(error),
+        }
+    }
+
     /// Reads a non-tensor value to be shown: objects of unknown types in it become dicts of their type (`$type`),
     /// arguments and state.
     fn describe_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
@@ -116,6 +175,12 @@ pub trait Checkpoint: Send + Sync {
 
     /// Checks that every tensor's bytes can be where the metadata says: before a conversion reserves space for them.
     fn check_stored(&self) -> Result<(), FileError> {
+        Ok(())
+    }
+
+    /// Compares what several files hold of one tensor, in formats where nothing else keeps the copies equal. A copy that
+    /// differs is an error that names the tensor: a conversion would keep one of them, and nobody knows which is right.
+    fn check_copies(&self) -> Result<(), FileError> {
         Ok(())
     }
 

@@ -27,9 +27,10 @@ impl ExtraFiles {
     pub fn of(checkpoint: &dyn Checkpoint) -> Result<Self, FileError> {
         let directory = checkpoint.directory();
         let is_own: &dyn Fn(&str) -> bool = match checkpoint.format() {
-            Format::SafetensorsFile | Format::Torch => return Ok(ExtraFiles::default()),
+            format if format.is_file() => return Ok(ExtraFiles::default()),
             Format::SafetensorsDirectory => &is_own_of_safetensors,
             Format::Dcp => &is_own_of_dcp,
+            _ => &is_own_of_torch,
         };
         let stored: HashSet<&str> =
             checkpoint.metadata().stored().map(|(_, _, stored)| stored.relative_path.as_str()).collect();
@@ -67,6 +68,10 @@ fn is_own_of_dcp(name: &str) -> bool {
 
 fn is_own_of_safetensors(name: &str) -> bool {
     name.starts_with(INTEGRITY_FILE) || name == VALUES_FILE || name.ends_with(".safetensors.index.json")
+}
+
+fn is_own_of_torch(name: &str) -> bool {
+    name.starts_with(INTEGRITY_FILE) || name.ends_with(".bin.index.json") || name == "metadata.pkl"
 }
 
 /// Returns `true` for data files of another save, and for weights in another format, which a copy would make stale.

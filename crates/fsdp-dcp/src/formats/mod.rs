@@ -1,9 +1,13 @@
 //! Checkpoints of any format, seen as one.
 
+pub(crate) mod assembled;
+pub(crate) mod blocks;
 pub(crate) mod checkpoint;
 pub(crate) mod extra;
+pub(crate) mod index;
 pub(crate) mod lookup;
 pub(crate) mod read;
+pub(crate) mod replicas;
 pub(crate) mod stream;
 pub(crate) mod structure;
 #[cfg(test)]

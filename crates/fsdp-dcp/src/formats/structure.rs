@@ -118,6 +118,29 @@ impl Structure {
         }
     }
 
+    /// Returns the same containers with a prefix before the keys of all leaves.
+    pub(crate) fn below(self, prefix: &[PathPart]) -> Self {
+        if prefix.is_empty() {
+            return self;
+        }
+        let prefix = KeyPath(prefix.to_vec()).flat_key();
+        self.map_leaves(&|fqn| if fqn.is_empty() { prefix.clone() } else { format!("{prefix}.{fqn}") })
+    }
+
+    fn map_leaves(self, name: &dyn Fn(&str) -> String) -> Self {
+        let items = |items: Vec<(PlainValue, Structure)>| {
+            items.into_iter().map(|(key, child)| (key, child.map_leaves(name))).collect()
+        };
+        let list = |items: Vec<Structure>| items.into_iter().map(|child| child.map_leaves(name)).collect();
+        match self {
+            Structure::Leaf(fqn) => Structure::Leaf(name(&fqn)),
+            Structure::Dict(entries) => Structure::Dict(items(entries)),
+            Structure::Module(of, entries) => Structure::Module(of, items(entries)),
+            Structure::List(entries) => Structure::List(list(entries)),
+            Structure::Tuple(entries) => Structure::Tuple(list(entries)),
+        }
+    }
+
     /// Returns the flat keys of the leaves.
     pub(crate) fn leaves(&self) -> HashSet<&str> {
         let mut leaves = HashSet::new();

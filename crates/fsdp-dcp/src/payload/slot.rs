@@ -2,6 +2,7 @@
 
 use fsdp_digest::{BoxPlace, Sum};
 use fsdp_layout::TensorBox;
+use fsdp_layout::boxes::copy_runs;
 
 /// A box of a tensor that is to be read, and the memory that it goes to.
 #[derive(Debug)]
@@ -26,6 +27,15 @@ impl<'d> Slot<'d> {
     #[must_use]
     pub fn new(bounds: TensorBox, bytes: &'d mut [u8]) -> Self {
         Slot { bounds, bytes, digest: None }
+    }
+
+    /// Adds a part of the box, which has been filled, to the sum, if that is asked for.
+    pub(crate) fn add_to_digest(&mut self, part: &TensorBox, element: usize) {
+        let Some(digest) = &mut self.digest else { return };
+        for run in copy_runs(part, &self.bounds, part) {
+            let bytes = run.src * element..(run.src + run.len) * element;
+            digest.add(bytes.start, &self.bytes[bytes]);
+        }
     }
 }
 

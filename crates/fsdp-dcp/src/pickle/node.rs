@@ -11,6 +11,13 @@ use crate::limits::MAX_ATTRIBUTES;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct NodeId(pub(super) u32);
 
+impl NodeId {
+    /// Returns `true` if this node was made before another one: a chain of such nodes has an end.
+    pub(crate) fn is_before(self, other: NodeId) -> bool {
+        self.0 < other.0
+    }
+}
+
 /// One value of a pickle.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]

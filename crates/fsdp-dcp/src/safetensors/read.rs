@@ -1,6 +1,6 @@
 //! safetensors files as checkpoints.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 
 use fsdp_digest::StateDigest;
@@ -18,6 +18,7 @@ use super::values_read;
 use crate::budget::Budget;
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::{Checkpoint, Format};
+use crate::formats::index::Index;
 use crate::formats::lookup::{check_length, no_value, tensor_of};
 use crate::formats::read::OpenOptions;
 use crate::limits::{MAX_INDEX_BYTES, MAX_TENSOR_RANK, is_sane_shape};
@@ -37,6 +38,8 @@ pub(crate) struct SafetensorsCheckpoint {
     directory: CheckedDirectory,
     metadata: Metadata,
     values: HashMap<String, PlainValue>,
+    /// The boxes of each tensor that are there already.
+    boxes: HashMap<String, HashSet<TensorBox>>,
     /// The places of all keys, where a header or a values file has them.
     paths: Option<IndexMap<String, KeyPath>>,
     /// The digests in the header of a single file.
@@ -45,12 +48,6 @@ pub(crate) struct SafetensorsCheckpoint {
 
 /// The number of missing shards that an error names at most.
 const MAX_LISTED: usize = 1000;
-
-/// The JSON index of a sharded model.
-#[derive(Deserialize)]
-struct Index {
-    weight_map: IndexMap<String, String>,
-}
 
 /// torch's note of where in its tensor a shard lies.
 #[derive(Deserialize)]
@@ -70,6 +67,7 @@ impl SafetensorsCheckpoint {
             directory,
             metadata: Metadata::default(),
             values: HashMap::new(),
+            boxes: HashMap::new(),
             paths: None,
             digests: None,
         };
@@ -110,6 +108,7 @@ impl SafetensorsCheckpoint {
             directory,
             metadata: Metadata::default(),
             values: HashMap::new(),
+            boxes: HashMap::new(),
             paths: None,
             digests: None,
         };
@@ -153,27 +152,12 @@ impl SafetensorsCheckpoint {
 
     /// Adds the tensors that an index names, each from the file that it gives.
     fn add_indexed(&mut self, index: &str) -> Result<(), FileError> {
-        let bytes = self.directory.read_small(index, MAX_INDEX_BYTES)?;
-        let charged = Budget::new(bytes.len() as u64, 1).charge_json("memory for the index", &bytes);
-        charged.map_err(|over| self.directory.file_error(index, over.into()))?;
-        let parsed: Index = serde_json::from_slice(&bytes).map_err(|error| {
-            let source = FormatError::Malformed { what: "safetensors index", reason: error.to_string() };
-            self.directory.file_error(index, source)
-        })?;
-        let mut files: IndexMap<&str, Vec<&str>> = IndexMap::new();
-        for (key, file) in &parsed.weight_map {
-            files.entry(file).or_default().push(key);
-        }
-        for (file, keys) in files {
-            if file.contains('/') {
-                let path = file.to_owned();
-                let reason = "an index names files beside it only";
-                return Err(FileError::Path { root: self.path.clone(), path, reason });
-            }
+        let index = Index::read(&self.directory, index)?;
+        for (file, keys) in index.files(&self.directory)? {
             self.add_file(file, Some(&keys))?;
         }
         // In the order of the index, which is the model's.
-        let order = parsed.weight_map;
+        let order = index.weight_map;
         self.metadata.entries.sort_by_cached_key(|key, _| order.get_index_of(key).unwrap_or(usize::MAX));
         Ok(())
     }
@@ -198,7 +182,7 @@ impl SafetensorsCheckpoint {
         if let Some(missing) = keys.iter().copied().flatten().find(|key| !header.tensors.contains_key(**key)) {
             return Err(malformed(format!("it does not hold `{missing}`, which the index looks for here")));
         }
-        let keys: Option<std::collections::HashSet<&str>> = keys.map(|keys| keys.iter().copied().collect());
+        let keys: Option<HashSet<&str>> = keys.map(|keys| keys.iter().copied().collect());
         for (fqn, info) in header.tensors {
             if keys.as_ref().is_some_and(|keys| !keys.contains(fqn.as_str())) {
                 continue;
@@ -239,7 +223,7 @@ impl SafetensorsCheckpoint {
                 return Err(malformed(format!("the saved offsets of `{fqn}` make no sense")));
             }
             // Replicated tensors are in the file of every rank.
-            if tensor.chunks.iter().any(|first| first.bounds == bounds) {
+            if !self.boxes.entry(fqn.clone()).or_default().insert(bounds.clone()) {
                 self.metadata.replicas.push(Replica { fqn, bounds: Some(bounds), stored });
             } else {
                 tensor.chunks.push(Chunk { bounds, stored: Some(stored) });

@@ -1,10 +1,12 @@
 //! The places of storages in a file of `torch.save`, of either kind.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use super::tensor_ref::TensorRef;
 use super::zip::Directory;
 use crate::error::FormatError;
+use crate::formats::assembled::FindStart;
 use crate::storage::read_at::ReadAt;
 
 /// The storages of a file.
@@ -25,41 +27,70 @@ pub(crate) struct LegacyStorage {
     pub(crate) length: u64,
 }
 
-/// Returns the name of the record of a tensor's storage.
-fn record_of(tensor: &TensorRef) -> String {
-    format!("data/{}", tensor.storage)
+/// Returns the name of the record of a storage.
+fn record_of(key: &str) -> String {
+    format!("data/{key}")
 }
 
 impl Storages {
     /// Returns where the storage of a tensor begins, with its header if it has one. One that is too short is an error.
     pub(crate) fn start(&self, tensor: &TensorRef) -> Result<u64, FormatError> {
+        self.start_of(&tensor.storage, tensor.storage_bytes)
+    }
+
+    fn start_of(&self, key: &str, bytes: u64) -> Result<u64, FormatError> {
         let (start, length) = match self {
             Storages::Archive(archive) => {
-                let record = archive.get(&record_of(tensor))?;
+                let record = archive.get(&record_of(key))?;
                 (record.header, record.length)
             }
             Storages::Legacy(storages) => {
-                let missing = || FormatError::MissingRecord { name: tensor.storage.clone() };
-                let storage = storages.get(&tensor.storage).ok_or_else(missing)?;
+                let missing = || FormatError::MissingRecord { name: key.to_owned() };
+                let storage = storages.get(key).ok_or_else(missing)?;
                 (storage.data, storage.length)
             }
         };
-        if length < tensor.storage_bytes {
-            let expected = format!("a storage of {} bytes", tensor.storage_bytes);
+        if length < bytes {
+            let expected = format!("a storage of {bytes} bytes");
             return Err(FormatError::unexpected(expected, format!("one of {length}")));
         }
         Ok(start)
     }
 
-    /// Returns where the data of a tensor's storage begins.
+    /// Returns where the data of a tensor's storage begins, after a look at its header.
     pub(crate) fn data_offset(&self, source: &dyn ReadAt, tensor: &TensorRef) -> Result<u64, FormatError> {
-        let start = self.start(tensor)?;
+        self.data_offset_of(source, &tensor.storage, tensor.storage_bytes)
+    }
+
+    fn data_offset_of(&self, source: &dyn ReadAt, key: &str, bytes: u64) -> Result<u64, FormatError> {
+        let start = self.start_of(key, bytes)?;
         match self {
             Storages::Archive(archive) => {
-                let name = record_of(tensor);
+                let name = record_of(key);
                 archive.data_offset(source, &name, archive.get(&name)?)
             }
             Storages::Legacy(_) => Ok(start),
         }
+    }
+}
+
+/// The storage of one tensor, in a file whose storages are known.
+#[derive(Debug)]
+pub(crate) struct InStorage {
+    storages: Arc<Storages>,
+    key: String,
+    bytes: u64,
+}
+
+impl InStorage {
+    /// Returns the storage of a tensor.
+    pub(crate) fn of(storages: &Arc<Storages>, tensor: &TensorRef) -> Self {
+        InStorage { storages: storages.clone(), key: tensor.storage.clone(), bytes: tensor.storage_bytes }
+    }
+}
+
+impl FindStart for InStorage {
+    fn find(&self, file: &dyn ReadAt) -> Result<u64, FormatError> {
+        self.storages.data_offset_of(file, &self.key, self.bytes)
     }
 }

@@ -216,9 +216,12 @@ fn unnamed(p: &Pickle<'_>, id: NodeId) -> PickleError {
     p.error(id, PickleErrorKind::Global { module: "torch".to_owned(), name })
 }
 
-/// Returns `true` if the error is that of an opaque object.
-pub(crate) fn is_opaque(error: &PickleError) -> bool {
-    matches!(error.kind, PickleErrorKind::Global { .. })
+/// Returns the type of an opaque object, if the error is that of one.
+pub(crate) fn opaque_type(error: &PickleError) -> Option<String> {
+    match &error.kind {
+        PickleErrorKind::Global { module, name } => Some(format!("{module}.{name}")),
+        _ => None,
+    }
 }
 
 /// Describes an opaque object as a dict: its type, its arguments, its state, and what was added to it.
@@ -306,7 +309,7 @@ pub(crate) fn convert(
             (Global::Device, [kind, index]) => PlainValue::Str(format!("{}:{}", p.str(*kind)?, p.int(*index)?)),
             _ => match TensorRef::of(p, id) {
                 Ok(Some(tensor)) => PlainValue::Tensor(load(&tensor)?),
-                Err(error) if !(walk.describes() && is_opaque(&error)) => return Err(error.into()),
+                Err(error) if !(walk.describes() && opaque_type(&error).is_some()) => return Err(error.into()),
                 _ if walk.describes() => {
                     let mut parts = vec![("$type".into(), format!("{:?}", object.global).into())];
                     for (name, part) in [("args", Some(object.args)), ("state", object.state)] {

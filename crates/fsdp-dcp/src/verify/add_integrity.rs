@@ -37,25 +37,24 @@ pub fn add_integrity(location: impl Into<Location>, progress: Option<&(dyn Fn(u6
     // Segments start and end with items, so that reading one item checks little else.
     let mut cuts: BTreeMap<String, BTreeSet<u64>> = BTreeMap::new();
     let own_name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-    let integrity_at = match checkpoint.format() {
-        Format::Dcp | Format::SafetensorsDirectory => location.join(INTEGRITY_FILE),
-        Format::SafetensorsFile | Format::Torch => location.split()?.0.join(integrity_beside(own_name)),
-    };
-    let names = match checkpoint.format() {
-        Format::Dcp | Format::SafetensorsDirectory => directory.names()?,
-        Format::SafetensorsFile | Format::Torch => vec![own_name.to_owned(), values_beside(own_name)],
+    let is_file = checkpoint.format().is_file();
+    let (integrity_at, names) = if is_file {
+        let beside = location.split()?.0.join(integrity_beside(own_name));
+        (beside, vec![own_name.to_owned(), values_beside(own_name)])
+    } else {
+        (location.join(INTEGRITY_FILE), directory.names()?)
     };
     let metadata = checkpoint.metadata();
     let has_values = metadata.values().next().is_some();
     let extra = ExtraFiles::of(&*checkpoint)?.files;
     for name in names {
         let is_part = match checkpoint.format() {
-            Format::Dcp | Format::SafetensorsDirectory if extra.contains(&name) => true,
+            _ if !is_file && extra.contains(&name) => true,
             Format::Dcp => name.ends_with(".metadata"),
-            Format::SafetensorsDirectory => name.ends_with(".json"),
             // A values file of another checkpoint may lie there.
             Format::SafetensorsFile => name == own_name || (has_values && directory.has(&name)?),
-            Format::Torch => name == own_name,
+            _ if is_file => name == own_name,
+            _ => name.ends_with(".json") || name == "metadata.pkl",
         };
         if is_part {
             cuts.entry(name).or_default();

@@ -1,5 +1,7 @@
 //! Checking the zip checksums of DCP items and torch archives, for checkpoints without an integrity file.
 
+use std::collections::BTreeSet;
+
 use super::report::{Problem, Report, corrupt_at, with_causes};
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::Checkpoint;
@@ -27,27 +29,49 @@ pub(super) fn check_items(
     }
 }
 
-/// Checks the zip checksums of a torch archive: of its pickle and all of its storages.
-pub(super) fn check_file(
+/// Checks the zip checksums of all files that are archives: of pickles, storages and arrays.
+pub(super) fn check_files(
     checkpoint: &dyn Checkpoint,
     report: &mut Report,
     threads: usize,
     progress: Option<&(dyn Fn(u64) + Sync)>,
 ) {
     let directory = checkpoint.directory();
-    let Some(name) = checkpoint.path().file_name().and_then(|name| name.to_str()) else { return };
-    let checked = directory.file(name).and_then(|file| {
-        let all = StorageInfo { relative_path: name.to_owned(), offset: 0, length: file.len(), transforms: Vec::new() };
-        check_records(&*file, &all, threads, progress).map_err(|source| directory.file_error(name, source))
-    });
-    if let Err(error) = checked {
-        report.problems.push(Problem {
-            fqn: None,
-            file: Some(name.to_owned()),
-            offset: corrupt_at(&error),
-            error: with_causes(&error),
-        });
+    let mut names: BTreeSet<&str> =
+        checkpoint.metadata().stored().map(|(_, _, stored)| stored.relative_path.as_str()).collect();
+    if checkpoint.format().is_file() {
+        names.extend(checkpoint.path().file_name().and_then(|name| name.to_str()));
     }
+    for name in names {
+        let checked = directory.file(name).and_then(|file| {
+            let all =
+                StorageInfo { relative_path: name.to_owned(), offset: 0, length: file.len(), transforms: Vec::new() };
+            match is_archive(&*file) {
+                Ok(true) => check_records(&*file, &all, threads, progress),
+                Ok(false) => Ok(()),
+                Err(error) => Err(error),
+            }
+            .map_err(|source| directory.file_error(name, source))
+        });
+        if let Err(error) = checked {
+            report.problems.push(Problem {
+                fqn: None,
+                file: Some(name.to_owned()),
+                offset: corrupt_at(&error),
+                error: with_causes(&error),
+            });
+        }
+    }
+}
+
+/// Returns `true` if a file begins as an archive does.
+fn is_archive(file: &dyn ReadAt) -> Result<bool, FormatError> {
+    let mut start = [0; 2];
+    if file.len() < start.len() as u64 {
+        return Ok(false);
+    }
+    file.read_exact_at(0, &mut start)?;
+    Ok(start == *b"PK")
 }
 
 /// Checks the checksum of each record of one item.
@@ -76,7 +100,7 @@ fn check_records(
 ) -> Result<(), FormatError> {
     let item = Window::new(file, stored.offset, stored.length)?;
     // Items of the SAFETENSORS format are no archives, and have no checksums.
-    let Ok(archive) = Directory::read(&item) else { return Ok(()) };
+    let Ok(archive) = Directory::read(&item).or_else(|_| Directory::read_rootless(&item)) else { return Ok(()) };
     let records: Vec<(&String, &Record)> = archive.records.iter().collect();
     let checked = on_each(&records, threads, |(name, record)| {
         let start = archive.data_offset(&item, name, record)?;

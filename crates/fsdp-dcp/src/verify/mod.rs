@@ -11,7 +11,6 @@
 
 mod add_integrity;
 mod checksums;
-mod replicas;
 mod report;
 
 use std::ops::Range;
@@ -25,6 +24,7 @@ use crate::elements::Census;
 use crate::error::FileError;
 use crate::formats::checkpoint::{Checkpoint, Format};
 use crate::formats::lookup::tensor_of;
+use crate::formats::replicas::compare;
 use crate::formats::stream::stream;
 use crate::metadata::{Entry, Replica, TensorEntry};
 use crate::plan::{ChunkError, LoadPlanError, validate_chunks};
@@ -74,7 +74,7 @@ pub fn verify_on_threads(
     }
     if level >= Level::Deep {
         deep(checkpoint, &mut report, threads, progress);
-        replicas::compare(checkpoint, &mut report, progress);
+        copies(checkpoint, &mut report, progress);
     }
     report.bytes_read = checkpoint.bytes_read();
     Ok(report)
@@ -117,14 +117,11 @@ fn sizes(checkpoint: &dyn Checkpoint, report: &mut Report, threads: usize) -> Re
     let parts = on_each(&entries, threads, |(fqn, entry)| -> Result<Report, FileError> {
         let mut part = Report::default();
         match entry {
-            Entry::Bytes(bytes) => {
-                if let Err(error) = refuse_paths(checkpoint.read_value(fqn))? {
-                    match error.opaque_type() {
-                        Some(of) => part.opaque.push(((*fqn).clone(), of)),
-                        None => part.add(Some(fqn), bytes.stored.as_ref(), &error),
-                    }
-                }
-            }
+            Entry::Bytes(bytes) => match refuse_paths(checkpoint.opaque_type(fqn))? {
+                Ok(None) => {}
+                Ok(Some(of)) => part.opaque.push(((*fqn).clone(), of)),
+                Err(error) => part.add(Some(fqn), bytes.stored.as_ref(), &error),
+            },
             Entry::Tensor(tensor) => chunk_ends(checkpoint, fqn, tensor, &mut part)?,
         }
         Ok(part)
@@ -175,9 +172,8 @@ fn hashes(checkpoint: &dyn Checkpoint, report: &mut Report, threads: usize, prog
     if !directory.has_integrity() {
         match checkpoint.format() {
             Format::Dcp => checksums::check_items(checkpoint, report, threads, progress),
-            Format::Torch => checksums::check_file(checkpoint, report, threads, progress),
-            // These have no checksums of their own.
-            Format::SafetensorsFile | Format::SafetensorsDirectory => {}
+            // Archives have checksums; other files have none of their own.
+            _ => checksums::check_files(checkpoint, report, threads, progress),
         }
         return;
     }
@@ -209,6 +205,16 @@ fn hashes(checkpoint: &dyn Checkpoint, report: &mut Report, threads: usize, prog
             offset: corrupt_at(&error),
             error: with_causes(&error),
         });
+    }
+}
+
+/// Compares each copy of what was replicated with the one that a load takes.
+fn copies(checkpoint: &dyn Checkpoint, report: &mut Report, progress: Option<&(dyn Fn(u64) + Sync)>) {
+    for replica in &checkpoint.metadata().replicas {
+        report.replicas += 1;
+        if let Err(error) = compare(checkpoint, replica, progress) {
+            report.add(Some(&replica.fqn), Some(&replica.stored), &error);
+        }
     }
 }
 

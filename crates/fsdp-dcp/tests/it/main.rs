@@ -6,11 +6,15 @@
 mod convert;
 mod crash;
 mod crash_convert;
+mod deepspeed;
 mod digests;
 mod dtypes;
 mod fixtures;
+mod foreign;
 mod legacy;
+mod numpy_gguf;
 mod opaque;
+mod rank_files;
 #[path = "../common/sample.rs"]
 mod sample;
 mod save_load;

@@ -11,7 +11,7 @@ use crate::storage::read_at::{ReadAt, read_whole};
 /// The records of an archive, by their name below its root.
 #[derive(Debug, Clone)]
 pub struct Directory {
-    /// The one root directory, e.g. `archive`.
+    /// The one root directory, e.g. `archive`; empty if there is none.
     pub root: String,
     /// The records, in the order of the directory.
     pub records: IndexMap<String, Record>,
@@ -56,50 +56,24 @@ fn is_length(size: u32, length: u64) -> bool {
 }
 
 impl Directory {
-    /// Reads the directory of the archive that is all of `source`.
+    /// Reads the directory of the archive that is all of `source`: all records lie below one root.
     pub fn read(source: &dyn ReadAt) -> Result<Self, FormatError> {
-        let (start, length, count) = locate(source)?;
-        if length > MAX_ZIP_DIRECTORY_BYTES {
-            let limit = MAX_ZIP_DIRECTORY_BYTES;
-            return Err(FormatError::Limit { what: "zip directory length", value: length, limit });
-        }
-        // Every entry takes at least 46 bytes, so the count cannot make us allocate more than the directory itself.
-        if count > length / 46 {
-            return Err(bad(start, "the directory is too short for its number of entries"));
-        }
-        // A record takes about so much, besides its name.
-        const RECORD: u64 = 128;
-        Budget::new(length, 1).charge("memory for records", count * RECORD + length)?;
-        let bytes = read_whole(source, start, length)?;
         let mut root: Option<String> = None;
-        let mut records = IndexMap::with_capacity(count as usize);
-        let mut at = 0usize;
-        for _ in 0..count {
-            let (name, record, next) = entry(&bytes, at, start)?;
-            let here = start + at as u64;
+        let records = read_records(source, &mut |name, here| {
             let (top, below) =
                 name.split_once('/').ok_or_else(|| bad(here, "a record lies outside the root directory"))?;
             if *root.get_or_insert_with(|| top.to_owned()) != top {
                 return Err(bad(here, "the archive has several root directories"));
             }
-            let end = record
-                .header
-                .checked_add(30 + u64::from(record.name_length))
-                .and_then(|at| at.checked_add(record.length));
-            if end.is_none_or(|end| end > start) {
-                return Err(bad(here, "a record does not lie before the directory"));
-            }
-            if records.insert(below.to_owned(), record).is_some() {
-                return Err(bad(here, "a record stands twice in the directory"));
-            }
-            at = next;
-        }
-        if at as u64 != length {
-            return Err(bad(start + at as u64, "the directory's length is wrong"));
-        }
-        // After the single records have been checked, so that their ranges cannot overflow.
-        check_disjoint(records.values())?;
+            Ok(below.to_owned())
+        })?;
         Ok(Directory { root: root.unwrap_or_default(), records })
+    }
+
+    /// Reads the directory of an archive whose records need no root, as NumPy's have none.
+    pub(crate) fn read_rootless(source: &dyn ReadAt) -> Result<Self, FormatError> {
+        let records = read_records(source, &mut |name, _| Ok(name.to_owned()))?;
+        Ok(Directory { root: String::new(), records })
     }
 
     /// Returns the record of this name.
@@ -115,7 +89,8 @@ impl Directory {
             return Err(wrong("no local header where the directory says"));
         }
         let full_name = header.get(30..).unwrap_or_default();
-        let same = full_name.len() == self.root.len() + 1 + name.len()
+        let root = if self.root.is_empty() { 0 } else { self.root.len() + 1 };
+        let same = full_name.len() == root + name.len()
             && full_name.starts_with(self.root.as_bytes())
             && full_name.ends_with(name.as_bytes());
         if u16_at(&header, 26) != record.name_length || !same {
@@ -159,6 +134,48 @@ impl Directory {
         let data = self.data_offset(source, name, record)?;
         read_whole(source, data, record.length)
     }
+}
+
+/// Reads all entries of a directory; `name` gives each record its name.
+fn read_records(
+    source: &dyn ReadAt,
+    name_of: &mut dyn FnMut(&str, u64) -> Result<String, FormatError>,
+) -> Result<IndexMap<String, Record>, FormatError> {
+    let (start, length, count) = locate(source)?;
+    if length > MAX_ZIP_DIRECTORY_BYTES {
+        let limit = MAX_ZIP_DIRECTORY_BYTES;
+        return Err(FormatError::Limit { what: "zip directory length", value: length, limit });
+    }
+    // Every entry takes at least 46 bytes, so the count cannot make us allocate more than the directory itself.
+    if count > length / 46 {
+        return Err(bad(start, "the directory is too short for its number of entries"));
+    }
+    // A record takes about so much, besides its name.
+    const RECORD: u64 = 128;
+    Budget::new(length, 1).charge("memory for records", count * RECORD + length)?;
+    let bytes = read_whole(source, start, length)?;
+    let mut records = IndexMap::with_capacity(count as usize);
+    let mut at = 0usize;
+    for _ in 0..count {
+        let (name, record, next) = entry(&bytes, at, start)?;
+        let here = start + at as u64;
+        let name = name_of(name, here)?;
+        let end =
+            record.header.checked_add(30 + u64::from(record.name_length)).and_then(|at| at.checked_add(record.length));
+        if end.is_none_or(|end| end > start) {
+            return Err(bad(here, "a record does not lie before the directory"));
+        }
+        if records.insert(name, record).is_some() {
+            return Err(bad(here, "a record stands twice in the directory"));
+        }
+        at = next;
+    }
+    if at as u64 != length {
+        return Err(bad(start + at as u64, "the directory's length is wrong"));
+    }
+    // After the single records have been checked, so that their ranges cannot overflow.
+    check_disjoint(records.values())?;
+    Ok(records)
 }
 
 /// Finds the directory: its start, length and number of entries.

@@ -1,40 +1,69 @@
-//! Comparing replicas: rank-local metadata, and shards that each rank wrote for itself, have several copies of what was
+//! Comparing copies: rank-local metadata, and shards that each rank wrote for itself, have several copies of what was
 //! replicated. A load takes the first; a copy that differs means that the ranks had drifted apart.
 
 use fsdp_layout::TensorBox;
 use thiserror::Error;
 
-use super::report::Report;
+use super::checkpoint::Checkpoint;
+use super::lookup::tensor_of;
+use super::stream::stream_boxes;
 use crate::error::FileError;
-use crate::formats::checkpoint::Checkpoint;
-use crate::formats::lookup::tensor_of;
-use crate::formats::stream::stream_boxes;
 use crate::metadata::{BytesEntry, Entry, Replica};
 use crate::plan::{ChunkError, validate_chunks};
 
 /// Two copies that should be one.
 #[derive(Debug, Error)]
-enum ReplicaError {
+pub(crate) enum ReplicaError {
     #[error("this copy of the {what} differs from the first one")]
-    Differs { what: &'static str },
+    /// Its bits are others.
+    Differs {
+        /// The kind of what was compared.
+        what: &'static str,
+    },
+    /// It cannot be read.
     #[error("this copy cannot be read")]
     Read(#[from] FileError),
+    /// Its box does not lie in the tensor.
     #[error("this copy cannot be of this tensor")]
     Chunk(#[from] ChunkError),
 }
 
-/// Compares each replica with the copy that a load takes, bit for bit.
-pub(super) fn compare(checkpoint: &dyn Checkpoint, report: &mut Report, progress: Option<&(dyn Fn(u64) + Sync)>) {
+/// Compares a replica with the copy that a load takes, bit for bit.
+pub(crate) fn compare(
+    checkpoint: &dyn Checkpoint,
+    replica: &Replica,
+    progress: Option<&(dyn Fn(u64) + Sync)>,
+) -> Result<(), ReplicaError> {
+    match &replica.bounds {
+        Some(bounds) => tensor(checkpoint, replica, bounds, progress),
+        None => value(checkpoint, replica),
+    }
+}
+
+/// Compares all replicas of a checkpoint; the first one that differs is the error.
+pub(crate) fn check_replicas(checkpoint: &dyn Checkpoint) -> Result<(), FileError> {
     for replica in &checkpoint.metadata().replicas {
-        report.replicas += 1;
-        let compared = match &replica.bounds {
-            Some(bounds) => tensor(checkpoint, replica, bounds, progress),
-            None => value(checkpoint, replica),
+        let differs = |what: String| FileError::Differing {
+            fqn: replica.fqn.clone(),
+            what,
+            first: first_file(checkpoint, replica).to_owned(),
+            second: replica.stored.relative_path.clone(),
         };
-        if let Err(error) = compared {
-            report.add(Some(&replica.fqn), Some(&replica.stored), &error);
+        match compare(checkpoint, replica, None) {
+            Ok(()) => {}
+            Err(ReplicaError::Read(error)) => return Err(error),
+            Err(ReplicaError::Differs { .. }) => return Err(differs("is not the same in both".to_owned())),
+            Err(error @ ReplicaError::Chunk(_)) => return Err(differs(format!("cannot be read ({error})"))),
         }
     }
+    Ok(())
+}
+
+/// Returns the file of the copy that a load takes.
+fn first_file<'c>(checkpoint: &'c dyn Checkpoint, replica: &Replica) -> &'c str {
+    let chunks = checkpoint.metadata().tensor(&replica.fqn).into_iter().flat_map(|tensor| &tensor.chunks);
+    let first = chunks.into_iter().find(|chunk| Some(&chunk.bounds) == replica.bounds.as_ref());
+    first.and_then(|chunk| chunk.stored.as_ref()).map_or("", |stored| &stored.relative_path)
 }
 
 fn value(checkpoint: &dyn Checkpoint, replica: &Replica) -> Result<(), ReplicaError> {

@@ -1,0 +1,33 @@
+//! The names of DeepSpeed's files.
+
+use crate::error::FormatError;
+
+/// The end of the name of a file of model states.
+pub(super) const MODEL_END: &str = "_model_states.pt";
+/// The end of the name of a file of a rank's optimizer states.
+pub(super) const OPTIM_END: &str = "_optim_states.pt";
+
+/// Returns `true` if a directory with entries of these names is one of DeepSpeed's.
+pub(crate) fn is_there(names: &[String]) -> bool {
+    names.iter().any(|name| name.ends_with(MODEL_END) || name.ends_with(OPTIM_END))
+}
+
+/// Reads the ranks in a file's name: the data parallel one, if the file is one of ZeRO's shards.
+pub(super) fn data_rank(name: &str) -> Result<Option<usize>, FormatError> {
+    let stem = name.strip_suffix(MODEL_END).or_else(|| name.strip_suffix(OPTIM_END)).unwrap_or(name);
+    let stem = stem.strip_prefix("bf16_").or_else(|| stem.strip_prefix("fp16_")).unwrap_or(stem);
+    let (data_rank, model_rank) = match stem.strip_prefix("zero_pp_rank_").and_then(|rest| rest.split_once("_mp_rank_"))
+    {
+        Some((data, model)) => (data.parse().ok().map(Some), model.parse::<usize>().ok()),
+        None => (Some(None), stem.strip_prefix("mp_rank_").and_then(|model| model.parse().ok())),
+    };
+    match (data_rank, model_rank) {
+        (Some(data_rank), Some(0)) => Ok(data_rank),
+        (Some(_), Some(_)) => {
+            Err(FormatError::Unsupported { what: "a checkpoint of DeepSpeed with tensor parallelism".to_owned() })
+        }
+        _ => Err(FormatError::Unsupported {
+            what: "a checkpoint of DeepSpeed with pipeline stages or experts".to_owned(),
+        }),
+    }
+}

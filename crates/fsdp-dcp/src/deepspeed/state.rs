@@ -1,0 +1,128 @@
+//! The file of model states: names and shapes of parameters, buffers, and the trainer's values.
+
+use std::collections::HashSet;
+
+use fsdp_layout::boxes::checked_numel;
+use fsdp_layout::{KeyPath, PathPart, PlainValue};
+use indexmap::IndexMap;
+
+use super::flat::Named;
+use crate::error::FileError;
+use crate::formats::assembled::{Assembler, Held};
+use crate::limits::is_sane_shape;
+use crate::storage::checked_directory::CheckedDirectory;
+use crate::torch::flat::Leaf;
+use crate::torch::read::add_leaf;
+
+/// The keys of a file of model states that tell how parameters lie, or are parameters.
+const OF_PARAMETERS: [&str; 7] = [
+    "module",
+    "param_shapes",
+    "buffer_names",
+    "frozen_param_shapes",
+    "frozen_param_fragments",
+    "shared_params",
+    "universal_checkpoint_info",
+];
+
+/// The shapes of parameters, by name.
+pub(super) type Shapes = IndexMap<String, Vec<usize>>;
+
+/// Returns the path `model.NAME`.
+pub(super) fn model_path(name: &str) -> KeyPath {
+    KeyPath(vec![PathPart::Key("model".to_owned()), PathPart::Key(name.to_owned())])
+}
+
+/// Returns the path `optim.state.NAME.ENTRY`.
+pub(super) fn state_path(name: &str, entry: &str) -> KeyPath {
+    KeyPath(["optim", "state", name, entry].iter().map(|part| PathPart::Key((*part).to_owned())).collect())
+}
+
+fn key(part: Option<&PathPart>) -> Option<&str> {
+    match part {
+        Some(PathPart::Key(key)) => Some(key),
+        _ => None,
+    }
+}
+
+/// Reads the shapes of the groups of parameters.
+pub(super) fn param_shapes(directory: &CheckedDirectory, model: &Named) -> Result<Vec<Shapes>, FileError> {
+    let mut groups: Vec<Shapes> = Vec::new();
+    for (path, leaf) in model.flat.found.values() {
+        if let [PathPart::Key(first), PathPart::Index(group), PathPart::Key(name)] = &path.0[..]
+            && first == "param_shapes"
+        {
+            if *group > groups.len() {
+                return Err(model.error(directory, "its groups of parameters are not in order".to_owned()));
+            }
+            if *group == groups.len() {
+                groups.push(Shapes::new());
+            }
+            groups[*group].insert(name.clone(), shape(directory, model, name, leaf)?);
+        }
+    }
+    Ok(groups)
+}
+
+/// Reads the shapes under one key: of frozen parameters.
+pub(super) fn shapes_below(directory: &CheckedDirectory, model: &Named, below: &str) -> Result<Shapes, FileError> {
+    let mut shapes = Shapes::new();
+    for (path, leaf) in model.flat.found.values() {
+        if let [PathPart::Key(first), PathPart::Key(name)] = &path.0[..]
+            && first == below
+        {
+            shapes.insert(name.clone(), shape(directory, model, name, leaf)?);
+        }
+    }
+    Ok(shapes)
+}
+
+fn shape(directory: &CheckedDirectory, model: &Named, name: &str, leaf: &Leaf) -> Result<Vec<usize>, FileError> {
+    let sizes = match leaf {
+        Leaf::Value(Held::Plain(PlainValue::Tuple(sizes) | PlainValue::List(sizes))) => Some(sizes),
+        _ => None,
+    };
+    let sizes = sizes.and_then(|sizes| sizes.iter().map(|size| usize::try_from(size.as_int()?).ok()).collect());
+    let sizes: Option<Vec<usize>> = sizes;
+    let sane = sizes.filter(|sizes| is_sane_shape(sizes) && checked_numel(sizes).is_some());
+    sane.ok_or_else(|| model.error(directory, format!("the shape of `{name}` makes no sense")))
+}
+
+/// Adds the buffers, and the values that are not about parameters.
+pub(super) fn add_rest(assembler: &mut Assembler, model: &Named) -> Result<(), FileError> {
+    let buffers: HashSet<&str> = match model.flat.found.get("buffer_names") {
+        Some((_, Leaf::Value(Held::Plain(PlainValue::List(names))))) => {
+            names.iter().filter_map(PlainValue::as_str).collect()
+        }
+        _ => HashSet::new(),
+    };
+    for (path, leaf) in model.flat.found.values() {
+        match key(path.0.first()) {
+            Some("module") => {
+                let name = KeyPath(path.0[1..].to_vec()).flat_key();
+                if buffers.contains(name.as_str()) {
+                    add_leaf(assembler, &model.name, &model.flat, &model_path(&name), leaf)?;
+                }
+            }
+            Some(first) if OF_PARAMETERS.contains(&first) => {}
+            // With ZeRO the optimizer's state is in other files.
+            Some("optimizer") if matches!(leaf, Leaf::Value(Held::Plain(PlainValue::None))) => {}
+            _ => add_leaf(assembler, &model.name, &model.flat, path, leaf)?,
+        }
+    }
+    Ok(())
+}
+
+/// Returns the names of parameters that are another one, and of which.
+pub(super) fn shared(model: &Named) -> Vec<(&str, &str)> {
+    let mut pairs = Vec::new();
+    for (path, leaf) in model.flat.found.values() {
+        if let ([PathPart::Key(first), PathPart::Key(name)], Leaf::Value(Held::Plain(PlainValue::Str(of)))) =
+            (&path.0[..], leaf)
+            && first == "shared_params"
+        {
+            pairs.push((name.as_str(), of.as_str()));
+        }
+    }
+    pairs
+}

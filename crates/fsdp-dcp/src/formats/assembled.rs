@@ -1,0 +1,385 @@
+//! A checkpoint that is put together from pieces of files: boxes of tensors that lie in any layout, and values that are
+//! held in memory.
+//!
+//! Formats that have no metadata of their own are read into it: files of `torch.save`, one or many, NumPy's, GGUF,
+//! DeepSpeed's shards. They say where each box lies; reading, comparing copies and naming what is wrong is the same for
+//! all.
+
+use std::collections::{HashMap, HashSet};
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use fsdp_digest::StateDigest;
+use fsdp_layout::{DType, KeyPath, PlainValue, TensorBox};
+use indexmap::IndexMap;
+
+use super::blocks::{self, BlockFormat};
+use super::checkpoint::{Checkpoint, Format};
+use super::lookup::{check_length, no_value, tensor_of};
+use super::replicas::check_replicas;
+use super::structure::Structure;
+use crate::budget::Budget;
+use crate::error::{FileError, FormatError};
+use crate::limits::PICKLE_FACTOR;
+use crate::metadata::{BytesEntry, Chunk, Entry, Metadata, Replica, StorageInfo, TensorEntry, TensorProperties};
+use crate::payload::slot::Slot;
+use crate::storage::checked_directory::CheckedDirectory;
+use crate::storage::read_at::{BlockReader, ReadAt};
+use crate::strided::{StridedLayout, read_overlap};
+
+/// A way to find where the bytes of a piece begin, where that takes a read.
+pub(crate) trait FindStart: fmt::Debug + Send + Sync {
+    /// Returns the first byte of the storage in its file.
+    fn find(&self, file: &dyn ReadAt) -> Result<u64, FormatError>;
+}
+
+/// The place in its file where the storage of a piece begins.
+#[derive(Debug, Clone)]
+pub(crate) enum Start {
+    /// It is known.
+    At(u64),
+    /// It is found when it is read; about here.
+    Near(u64, Arc<dyn FindStart>),
+}
+
+/// The way in which the elements of a piece are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Elements {
+    /// Each by itself, little-endian.
+    Plain,
+    /// Quantized in blocks along the last dimension; they are read as `f32`.
+    Blocks(BlockFormat),
+}
+
+/// One box of a tensor, and where it lies.
+#[derive(Debug, Clone)]
+pub(crate) struct Piece {
+    /// The file, relative to the checkpoint.
+    pub(crate) file: Arc<str>,
+    /// The beginning of its storage.
+    pub(crate) start: Start,
+    /// The places of its elements in the storage; its bounds are the box in the whole tensor.
+    pub(crate) layout: StridedLayout,
+    /// The kind of its elements.
+    pub(crate) elements: Elements,
+}
+
+/// A value that was read when the checkpoint was opened.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Held {
+    /// A plain value.
+    Plain(PlainValue),
+    /// A value that holds something of this type, which is never built, and its description.
+    Opaque(String, PlainValue),
+}
+
+impl Held {
+    /// Returns `true` if two files hold the same.
+    pub(crate) fn is_same(&self, other: &Held) -> bool {
+        match (self, other) {
+            (Held::Plain(a), Held::Plain(b)) => a.same_bits(b),
+            (Held::Opaque(of, a), Held::Opaque(other, b)) => of == other && a.same_bits(b),
+            _ => false,
+        }
+    }
+}
+
+/// A checkpoint that was put together.
+#[derive(Debug)]
+pub(crate) struct Assembled {
+    path: PathBuf,
+    format: Format,
+    directory: CheckedDirectory,
+    metadata: Metadata,
+    pieces: HashMap<String, HashMap<StorageInfo, Piece>>,
+    values: HashMap<String, Held>,
+    quantizers: HashMap<String, PlainValue>,
+    structure: Option<Structure>,
+}
+
+/// About the bytes that the description of a piece takes.
+const PIECE_BYTES: usize = 512;
+
+/// The parts of a checkpoint that are known so far.
+#[derive(Debug)]
+pub(crate) struct Assembler {
+    opened: Assembled,
+    /// The boxes of each tensor that are there already.
+    boxes: HashMap<String, HashSet<TensorBox>>,
+    /// The file in which each tensor and value was found first.
+    first: HashMap<String, Arc<str>>,
+    /// The files so far.
+    files: HashSet<Arc<str>>,
+    /// The memory that descriptions of pieces may still take; each file adds to it.
+    budget: Budget,
+}
+
+impl Assembler {
+    /// Begins a checkpoint without any tensors. Its keys have paths in a nested state dict.
+    pub(crate) fn new(format: Format, path: &Path, directory: CheckedDirectory) -> Self {
+        let opened = Assembled {
+            path: path.to_owned(),
+            format,
+            directory,
+            metadata: Metadata { planner_data: Some(IndexMap::new()), ..Metadata::default() },
+            pieces: HashMap::new(),
+            values: HashMap::new(),
+            quantizers: HashMap::new(),
+            structure: None,
+        };
+        let budget = Budget::new(0, 1);
+        Assembler { opened, boxes: HashMap::new(), first: HashMap::new(), files: HashSet::new(), budget }
+    }
+
+    /// Returns the files that are read.
+    pub(crate) fn directory(&self) -> &CheckedDirectory {
+        &self.opened.directory
+    }
+
+    /// Adds pieces of a tensor. A box that is there already is a copy, and compared before the tensor is converted.
+    pub(crate) fn add_tensor(
+        &mut self,
+        path: &KeyPath,
+        file: &Arc<str>,
+        dtype: DType,
+        shape: &[usize],
+        pieces: Vec<Piece>,
+    ) -> Result<(), FileError> {
+        let fqn = path.flat_key();
+        self.charge(file, fqn.len() + pieces.len() * (PIECE_BYTES + 64 * shape.len()))?;
+        let properties = TensorProperties::of(dtype);
+        let fresh = || Entry::Tensor(TensorEntry { properties, shape: shape.to_vec(), chunks: Vec::new() });
+        let differs = |first: &HashMap<String, Arc<str>>, what: String| FileError::Differing {
+            fqn: fqn.clone(),
+            what,
+            first: first.get(&fqn).map_or_else(String::new, ToString::to_string),
+            second: file.to_string(),
+        };
+        let first = self.first.entry(fqn.clone()).or_insert_with(|| file.clone()).clone();
+        let metadata = &mut self.opened.metadata;
+        metadata.planner_data.get_or_insert_default().entry(fqn.clone()).or_insert_with(|| path.clone());
+        let Entry::Tensor(tensor) = metadata.entries.entry(fqn.clone()).or_insert_with(fresh) else {
+            return Err(differs(&self.first, "is a value in one and a tensor in the other".to_owned()));
+        };
+        if tensor.properties.dtype != dtype || tensor.shape != shape {
+            let there = format!("a `{}` tensor of shape {:?}", tensor.properties.dtype, tensor.shape);
+            let what = format!("is {there} in one, and a `{dtype}` tensor of shape {shape:?} in the other");
+            return Err(differs(&self.first, what));
+        }
+        let boxes = self.boxes.entry(fqn.clone()).or_default();
+        let of_tensor = self.opened.pieces.entry(fqn.clone()).or_default();
+        for piece in pieces {
+            let bounds = piece.layout.bounds.clone();
+            let stored = piece.stored(dtype);
+            let is_copy = !boxes.insert(bounds.clone());
+            if is_copy && *first == **file && of_tensor.contains_key(&stored) {
+                let source = FormatError::Malformed { what: "checkpoint", reason: format!("`{fqn}` stands twice") };
+                return Err(self.opened.directory.file_error(file, source));
+            }
+            of_tensor.insert(stored.clone(), piece);
+            if is_copy {
+                metadata.replicas.push(Replica { fqn: fqn.clone(), bounds: Some(bounds), stored });
+            } else {
+                tensor.chunks.push(Chunk { bounds, stored: Some(stored) });
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes memory for what is described.
+    fn charge(&mut self, file: &Arc<str>, bytes: usize) -> Result<(), FileError> {
+        if self.files.insert(file.clone()) {
+            let length = self.opened.directory.file(file)?.len();
+            self.budget.allow(length.saturating_mul(PICKLE_FACTOR));
+        }
+        let charged = self.budget.charge("memory for pieces of tensors", bytes as u64);
+        charged.map_err(|over| self.opened.directory.file_error(file, over.into()))
+    }
+
+    /// Adds a value. Another file may hold it too, but must hold the same.
+    pub(crate) fn add_value(&mut self, path: &KeyPath, file: &Arc<str>, value: Held) -> Result<(), FileError> {
+        let fqn = path.flat_key();
+        let metadata = &mut self.opened.metadata;
+        if metadata.entries.contains_key(&fqn) {
+            if self.opened.values.get(&fqn).is_some_and(|first| first.is_same(&value)) {
+                return Ok(());
+            }
+            return Err(FileError::Differing {
+                first: self.first.get(&fqn).map_or_else(String::new, ToString::to_string),
+                second: file.to_string(),
+                what: "is not the same in both".to_owned(),
+                fqn,
+            });
+        }
+        let stored = StorageInfo { relative_path: file.to_string(), offset: 0, length: 0, transforms: Vec::new() };
+        metadata.planner_data.get_or_insert_default().insert(fqn.clone(), path.clone());
+        metadata.entries.insert(fqn.clone(), Entry::Bytes(BytesEntry { stored: Some(stored) }));
+        self.first.insert(fqn.clone(), file.clone());
+        self.opened.values.insert(fqn, value);
+        Ok(())
+    }
+
+    /// Adds how a tensor is quantized.
+    pub(crate) fn add_quantizer(&mut self, fqn: String, quantizer: PlainValue) {
+        self.opened.quantizers.insert(fqn, quantizer);
+    }
+
+    /// Ends the checkpoint; `structure` tells the containers of its keys, where it is known.
+    pub(crate) fn finish(self, structure: Option<Structure>) -> Assembled {
+        // Containers are told only if they hold just these keys.
+        let keys = &self.opened.metadata.entries;
+        let fits = |structure: &Structure| {
+            let leaves = structure.leaves();
+            leaves.len() == keys.len() && keys.keys().all(|key| leaves.contains(key.as_str()))
+        };
+        let structure = structure.filter(fits);
+        Assembled { structure, ..self.opened }
+    }
+
+    /// Puts the keys in this order.
+    pub(crate) fn sort_by_order(&mut self, order: &IndexMap<String, String>) {
+        self.opened.metadata.entries.sort_by_cached_key(|key, _| order.get_index_of(key).unwrap_or(usize::MAX));
+    }
+}
+
+impl Piece {
+    /// Returns what the metadata says of the place: it is another one for each piece of a tensor.
+    fn stored(&self, dtype: DType) -> StorageInfo {
+        let (Start::At(start) | Start::Near(start, _)) = self.start;
+        let (offset, length) = match self.elements {
+            Elements::Plain => {
+                let (first, last) = (self.layout.offset, self.layout.last().unwrap_or(self.layout.offset));
+                let element = dtype.size_in_bytes();
+                let count = if self.layout.bounds.is_empty() { 0 } else { last.saturating_sub(first) + 1 };
+                (start.saturating_add(first.saturating_mul(element)), count.saturating_mul(element))
+            }
+            Elements::Blocks(format) => (start, format.bytes(self.layout.bounds.numel() as u64)),
+        };
+        StorageInfo { relative_path: self.file.to_string(), offset, length, transforms: Vec::new() }
+    }
+
+    /// Reads `overlap` to where it lies in a slot.
+    fn read(
+        &self,
+        file: &dyn ReadAt,
+        element: usize,
+        overlap: &TensorBox,
+        slot: &mut Slot<'_>,
+    ) -> Result<(), FormatError> {
+        let start = match &self.start {
+            Start::At(start) => *start,
+            Start::Near(_, find) => find.find(file)?,
+        };
+        match self.elements {
+            Elements::Plain => read_overlap(&mut BlockReader::new(file), start, element, &self.layout, overlap, slot),
+            Elements::Blocks(format) => {
+                blocks::read(file, start, format, &self.layout.bounds, overlap, &slot.bounds, slot.bytes)?;
+                slot.add_to_digest(overlap, element);
+                Ok(())
+            }
+        }
+    }
+}
+
+impl Assembled {
+    fn piece(&self, fqn: &str, stored: &StorageInfo) -> Result<&Piece, FileError> {
+        let piece = self.pieces.get(fqn).and_then(|pieces| pieces.get(stored));
+        piece.ok_or_else(|| FileError::NotStored { fqn: fqn.to_owned() })
+    }
+
+    /// Reads the part of a box that lies in one piece.
+    fn fill(&self, fqn: &str, dtype: DType, stored: &StorageInfo, slot: &mut Slot<'_>) -> Result<(), FileError> {
+        let piece = self.piece(fqn, stored)?;
+        let Some(overlap) = piece.layout.bounds.intersect(&slot.bounds) else { return Ok(()) };
+        let file = self.directory.file(&piece.file)?;
+        let element = dtype.size_in_bytes() as usize;
+        piece.read(&*file, element, &overlap, slot).map_err(|source| FileError::Item {
+            fqn: fqn.to_owned(),
+            path: self.directory.path().join(&*piece.file),
+            offset: stored.offset,
+            source,
+        })
+    }
+}
+
+impl Checkpoint for Assembled {
+    fn format(&self) -> Format {
+        self.format
+    }
+
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn metadata(&self) -> &Metadata {
+        &self.metadata
+    }
+
+    fn structure(&self) -> Option<&Structure> {
+        self.structure.as_ref()
+    }
+
+    fn directory(&self) -> &CheckedDirectory {
+        &self.directory
+    }
+
+    fn digests(&self) -> Option<&StateDigest> {
+        self.directory.digests()
+    }
+
+    fn read_boxes(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
+        let Some(tensor) = self.metadata.tensor(fqn) else { return Err(no_value(&self.metadata, fqn)) };
+        for chunk in &tensor.chunks {
+            let Some(stored) = &chunk.stored else { continue };
+            for slot in slots.iter_mut().filter(|slot| chunk.bounds.intersect(&slot.bounds).is_some()) {
+                self.fill(fqn, tensor.properties.dtype, stored, slot)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, FileError> {
+        Ok(self.quantizers.get(fqn).cloned())
+    }
+
+    fn read_replica(&self, replica: &Replica, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {
+        let dtype = tensor_of(&self.metadata, &replica.fqn)?.properties.dtype;
+        check_length(&replica.fqn, bounds, dtype.size_in_bytes(), dst)?;
+        self.fill(&replica.fqn, dtype, &replica.stored, &mut Slot::new(bounds.clone(), dst))
+    }
+
+    fn check_copies(&self) -> Result<(), FileError> {
+        check_replicas(self)
+    }
+
+    fn opaque_type(&self, fqn: &str) -> Result<Option<String>, FileError> {
+        match self.values.get(fqn) {
+            Some(Held::Opaque(of, _)) => Ok(Some(of.clone())),
+            _ => Ok(None),
+        }
+    }
+
+    fn describe_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
+        match self.values.get(fqn) {
+            Some(Held::Plain(value) | Held::Opaque(_, value)) => Ok(value.clone()),
+            None => Err(no_value(&self.metadata, fqn)),
+        }
+    }
+
+    fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
+        match self.values.get(fqn) {
+            Some(Held::Plain(value)) => Ok(value.clone()),
+            Some(Held::Opaque(of, _)) => {
+                let file = match self.metadata.entries.get(fqn) {
+                    Some(Entry::Bytes(BytesEntry { stored: Some(stored) })) => &stored.relative_path,
+                    _ => "",
+                };
+                let path = self.directory.path().join(file);
+                let source = FormatError::Opaque { of: of.clone() };
+                Err(FileError::Item { fqn: fqn.to_owned(), path, offset: 0, source })
+            }
+            None => Err(no_value(&self.metadata, fqn)),
+        }
+    }
+}

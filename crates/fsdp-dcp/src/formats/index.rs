@@ -1,0 +1,45 @@
+//! The JSON index of a model in several files: `model.safetensors.index.json`, `pytorch_model.bin.index.json`.
+
+use indexmap::IndexMap;
+use serde::Deserialize;
+
+use crate::budget::Budget;
+use crate::error::{FileError, FormatError};
+use crate::limits::MAX_INDEX_BYTES;
+use crate::storage::checked_directory::CheckedDirectory;
+
+/// The content of an index.
+#[derive(Debug, Deserialize)]
+pub(crate) struct Index {
+    /// The file of each key, in the model's order.
+    pub(crate) weight_map: IndexMap<String, String>,
+}
+
+impl Index {
+    /// Reads an index.
+    pub(crate) fn read(directory: &CheckedDirectory, name: &str) -> Result<Self, FileError> {
+        let bytes = directory.read_small(name, MAX_INDEX_BYTES)?;
+        let charged = Budget::new(bytes.len() as u64, 1).charge_json("memory for the index", &bytes);
+        charged.map_err(|over| directory.file_error(name, over.into()))?;
+        serde_json::from_slice(&bytes).map_err(|error| {
+            let source = FormatError::Malformed { what: "index", reason: error.to_string() };
+            directory.file_error(name, source)
+        })
+    }
+
+    /// Returns the keys of each file. A file that does not lie beside the index is an error.
+    pub(crate) fn files(&self, directory: &CheckedDirectory) -> Result<IndexMap<&str, Vec<&str>>, FileError> {
+        let mut files: IndexMap<&str, Vec<&str>> = IndexMap::new();
+        for (key, file) in &self.weight_map {
+            files.entry(file).or_default().push(key);
+        }
+        match files.keys().find(|file| file.contains('/')) {
+            Some(file) => Err(FileError::Path {
+                root: directory.path().to_owned(),
+                path: (*file).to_owned(),
+                reason: "an index names files beside it only",
+            }),
+            None => Ok(files),
+        }
+    }
+}

@@ -1,0 +1,71 @@
+//! NumPy's files: `.npy`, one array, and `.npz`, a zip archive of several.
+//!
+//! An array in a `.npz` has the key that its record's name is without `.npy`; that of a `.npy` is the name of the file
+//! without its ending. Records that are compressed, arrays of objects and of structures, and big-endian numbers are refused.
+
+mod header;
+
+use std::sync::Arc;
+
+use fsdp_layout::{KeyPath, PathPart};
+
+use self::header::Header;
+pub(crate) use self::header::START;
+use crate::error::{FileError, FormatError};
+use crate::formats::assembled::{Assembled, Assembler, Elements, Piece, Start};
+use crate::formats::checkpoint::Format;
+use crate::formats::read::OpenOptions;
+use crate::storage::checked_directory::CheckedDirectory;
+use crate::storage::location::Location;
+use crate::storage::read_at::{ReadAt, Window};
+use crate::torch::zip::Directory;
+
+/// The ending of the names of records.
+const RECORD_END: &str = ".npy";
+
+/// Returns `true` if an archive is NumPy's: each of its records is an array.
+pub(crate) fn is_archive(file: &dyn ReadAt) -> bool {
+    Directory::read_rootless(file).is_ok_and(|archive| {
+        !archive.records.is_empty() && archive.records.keys().all(|name| name.ends_with(RECORD_END))
+    })
+}
+
+/// Opens an archive of arrays, or one array.
+pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assembled, FileError> {
+    let (parent, name) = location.split()?;
+    let directory = CheckedDirectory::open_beside(&parent, name, options.verify)?;
+    let mut assembler = Assembler::new(Format::Numpy, location.name(), directory);
+    let file = assembler.directory().file(name)?;
+    let error = |source| FileError::File { path: location.name().to_owned(), source };
+    let arrays = arrays(&*file, name).map_err(error)?;
+    let name: Arc<str> = Arc::from(name);
+    for (key, start, header) in arrays {
+        let path = KeyPath(vec![PathPart::Key(key)]);
+        let layout = header.layout();
+        let piece = Piece { file: name.clone(), start: Start::At(start), layout, elements: Elements::Plain };
+        assembler.add_tensor(&path, &name, header.dtype, &header.shape, vec![piece])?;
+    }
+    Ok(assembler.finish(None))
+}
+
+/// Finds the arrays of a file: key, start of the elements, header.
+fn arrays(file: &dyn ReadAt, name: &str) -> Result<Vec<(String, u64, Header)>, FormatError> {
+    let mut start = [0; START.len()];
+    if file.len() >= start.len() as u64 {
+        file.read_exact_at(0, &mut start)?;
+    }
+    if start == *START {
+        let header = Header::read(file)?;
+        let key = name.strip_suffix(RECORD_END).unwrap_or(name).to_owned();
+        return Ok(vec![(key, header.length, header)]);
+    }
+    let archive = Directory::read_rootless(file)?;
+    let mut arrays = Vec::with_capacity(archive.records.len());
+    for (name, record) in &archive.records {
+        let data = archive.data_offset(file, name, record)?;
+        let header = Header::read(&Window::new(file, data, record.length)?)?;
+        let key = name.strip_suffix(RECORD_END).unwrap_or(name).to_owned();
+        arrays.push((key, data + header.length, header));
+    }
+    Ok(arrays)
+}

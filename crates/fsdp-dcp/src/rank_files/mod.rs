@@ -1,0 +1,173 @@
+//! Directories with a file of `torch.save` for each rank, which holds the rank's parts of the tensors (DTensors, or FSDP1's
+//! ShardedTensors) and copies of what every rank has.
+//!
+//! ```text
+//! model_world_size_4_rank_0.pt        verl, SkyRL; with optim_… and extra_state_…
+//! pytorch_model_fsdp_0_rank0.bin      accelerate without DCP; optimizer_0_rank0.bin
+//! pytorch_model_fsdp_rank0.bin        FSDP1's local and sharded state dicts
+//! model_0.pt                          torch_checkpointing, beside `metadata.pkl`; with optimizer_0.pt and others
+//! ```
+//!
+//! The boxes of all ranks are chunks of one tensor. What several ranks hold must be the same: values are compared when the
+//! checkpoint is opened, tensors before they are converted, and by `verify` at its deepest level.
+//!
+//! Where there are several items, their keys begin with the item's name (`model.`, `optim.`). An item other than a model or
+//! an optimizer (random numbers, a data loader's place) may be another one on each rank: then each rank's is kept, below
+//! `ITEM.rank_R`. That of verl's `extra_state` always is.
+
+mod checkpointing;
+mod names;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use fsdp_layout::PathPart;
+
+use self::names::RankFile;
+use crate::error::{FileError, FormatError};
+use crate::formats::assembled::{Assembled, Assembler};
+use crate::formats::checkpoint::Format;
+use crate::formats::read::OpenOptions;
+use crate::formats::structure::Structure;
+use crate::storage::backend::Links;
+use crate::storage::checked_directory::CheckedDirectory;
+use crate::storage::location::Location;
+use crate::torch::flat::{FlatFile, Leaf};
+use crate::torch::read::{add, read_flat};
+
+pub(crate) use self::checkpointing::{is_there as is_checkpointing, open as open_checkpointing};
+
+/// The files of each item, by rank.
+type Items = BTreeMap<String, BTreeMap<usize, RankFile>>;
+
+/// Returns `true` if a directory with entries of these names holds files of ranks.
+pub(crate) fn is_there(names: &[String]) -> bool {
+    names.iter().any(|name| RankFile::parse(name).is_some())
+}
+
+/// Opens a directory of such files.
+pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assembled, FileError> {
+    let directory = CheckedDirectory::open(location, options.verify, Links::Follow)?;
+    directory.check_covered()?;
+    let items = items(&directory, &RankFile::parse)?;
+    for files in items.values() {
+        check_ranks(&directory, files, None)?;
+    }
+    let is_one = items.len() == 1;
+    assemble(Assembler::new(Format::RankFiles, location.name(), directory), &items, is_one)
+}
+
+/// Finds the files of all items.
+fn items(directory: &CheckedDirectory, parse: &dyn Fn(&str) -> Option<RankFile>) -> Result<Items, FileError> {
+    let mut items = Items::new();
+    for name in directory.names()? {
+        let Some(file) = parse(&name) else { continue };
+        let of_item = items.entry(file.item.clone()).or_default();
+        if let Some(other) = of_item.insert(file.rank, file) {
+            return Err(two_saves(directory, &other, &name));
+        }
+    }
+    Ok(items)
+}
+
+/// Puts the items together: at the top, if there is only one and it needs no name.
+fn assemble(mut assembler: Assembler, items: &Items, is_one: bool) -> Result<Assembled, FileError> {
+    let mut root = Vec::new();
+    for (item, files) in items {
+        let item = if is_one { None } else { Some(item.as_str()) };
+        let structure = add_item(&mut assembler, item, files)?;
+        match item {
+            Some(item) => root.push((item.into(), structure)),
+            None => return Ok(assembler.finish(Some(structure))),
+        }
+    }
+    Ok(assembler.finish(Some(Structure::Dict(root))))
+}
+
+/// Adds the files of one item, and returns its containers.
+fn add_item(
+    assembler: &mut Assembler,
+    item: Option<&str>,
+    files: &BTreeMap<usize, RankFile>,
+) -> Result<Structure, FileError> {
+    let of_each_rank = match item {
+        Some(names::EXTRA_STATE) => true,
+        Some(item) if !item.starts_with("model") && !item.starts_with("optim") => {
+            differs_by_rank(assembler.directory(), files)?
+        }
+        _ => false,
+    };
+    let mut structures = Vec::new();
+    let mut ranks = 0;
+    for (rank, file) in files {
+        let name: Arc<str> = Arc::from(file.name.as_str());
+        let flat = read_flat(assembler.directory(), &name)?;
+        let mut prefix: Vec<PathPart> = item.iter().map(|item| PathPart::Key((*item).to_owned())).collect();
+        if of_each_rank {
+            prefix.push(PathPart::Key(format!("rank_{rank}")));
+        }
+        add(assembler, &name, &flat, &mut |_| Some(prefix.clone()))?;
+        let sharded = flat.found.values().filter_map(|(_, leaf)| match leaf {
+            Leaf::Sharded(sharded) => Some(sharded.ranks),
+            _ => None,
+        });
+        ranks = sharded.max().unwrap_or(0).max(ranks);
+        // The containers of what all ranks have are those of the first one.
+        if of_each_rank || structures.is_empty() {
+            structures.push((format!("rank_{rank}").into(), flat.structure.below(&prefix)));
+        }
+    }
+    // A mesh tells how many ranks there were, where the names do not.
+    let missing = (0..ranks).filter(|rank| !files.contains_key(rank)).take(names::MAX_LISTED);
+    let missing = missing.filter_map(|rank| Some(files.values().next()?.of_rank(rank)));
+    assembler.directory().check_missing(missing.collect())?;
+    if of_each_rank {
+        return Ok(Structure::Dict(structures));
+    }
+    Ok(structures.pop().map_or_else(|| Structure::Dict(Vec::new()), |(_, structure)| structure))
+}
+
+/// Returns `true` if an item without parts of tensors holds other keys or values on some rank.
+fn differs_by_rank(directory: &CheckedDirectory, files: &BTreeMap<usize, RankFile>) -> Result<bool, FileError> {
+    let mut first: Option<FlatFile> = None;
+    let mut differs = false;
+    for file in files.values() {
+        let flat = read_flat(directory, &file.name)?;
+        if flat.found.values().any(|(_, leaf)| matches!(leaf, Leaf::Sharded(_))) {
+            return Ok(false);
+        }
+        let first = first.get_or_insert(flat.clone());
+        differs |= flat.found.len() != first.found.len()
+            || flat.found.iter().any(|(key, (_, leaf))| match (leaf, first.found.get(key)) {
+                (Leaf::Value(value), Some((_, Leaf::Value(first)))) => !value.is_same(first),
+                (Leaf::Tensor(..), Some((_, Leaf::Tensor(..)))) => false,
+                _ => true,
+            });
+    }
+    Ok(differs)
+}
+
+/// Checks that all ranks of an item are there, and that no file is of another number of ranks.
+fn check_ranks(
+    directory: &CheckedDirectory,
+    files: &BTreeMap<usize, RankFile>,
+    world_size: Option<usize>,
+) -> Result<(), FileError> {
+    let Some(first) = files.values().next() else { return Ok(()) };
+    if let Some(other) = files.values().find(|file| file.world_size != first.world_size) {
+        return Err(two_saves(directory, first, &other.name));
+    }
+    let last = files.keys().next_back().map_or(0, |last| last + 1);
+    let world_size = world_size.or(first.world_size).unwrap_or(last);
+    if last > world_size {
+        return Err(two_saves(directory, first, &first.of_rank(last - 1)));
+    }
+    let missing = (0..world_size).filter(|rank| !files.contains_key(rank)).take(names::MAX_LISTED);
+    directory.check_missing(missing.map(|rank| first.of_rank(rank)).collect())
+}
+
+/// Returns the error of two files that are not of one save.
+fn two_saves(directory: &CheckedDirectory, first: &RankFile, second: &str) -> FileError {
+    let reason = format!("it is of another save than `{}`", first.name);
+    directory.file_error(second, FormatError::Malformed { what: "checkpoint", reason })
+}

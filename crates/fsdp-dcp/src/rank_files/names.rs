@@ -1,0 +1,110 @@
+//! The names of files that one rank has written.
+
+/// The item that is a state of its own on each rank.
+pub(super) const EXTRA_STATE: &str = "extra_state";
+
+/// The number of missing files that an error names at most.
+pub(super) const MAX_LISTED: usize = 1000;
+
+/// The most ranks that are believed.
+const MAX_RANKS: usize = 1 << 20;
+
+/// A file that one rank has written, by its name.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct RankFile {
+    /// The whole name.
+    pub(super) name: String,
+    /// The state that it is a part of: `model`, `optim`.
+    pub(super) item: String,
+    /// The rank.
+    pub(super) rank: usize,
+    /// The number of ranks, if the name tells it.
+    pub(super) world_size: Option<usize>,
+    /// The name up to the digits of the rank.
+    before: String,
+    /// The extension, with its dot.
+    end: &'static str,
+}
+
+impl RankFile {
+    /// Reads `ITEM_world_size_N_rank_R.pt`, or `ITEM_rankR.bin`; `None` for any other name.
+    pub(super) fn parse(name: &str) -> Option<Self> {
+        let (stem, end) = [".pt", ".bin", ".pth"].iter().find_map(|end| Some((name.strip_suffix(end)?, *end)))?;
+        let (before, rank) = split_number(stem)?;
+        let item = before.strip_suffix("_rank_").or_else(|| before.strip_suffix("_rank"))?;
+        let world_size = split_number(item).and_then(|(item, count)| Some((item.strip_suffix("_world_size_")?, count)));
+        let (item, world_size) = match world_size {
+            Some((item, count)) => (item, Some(count)),
+            None => (item, None),
+        };
+        // accelerate's names of the first model and the first optimizer.
+        let item = match item {
+            "pytorch_model_fsdp" | "pytorch_model_fsdp_0" => "model",
+            "optimizer_0" => "optimizer",
+            item => item,
+        };
+        let is_sane = !item.is_empty() && rank < MAX_RANKS && world_size.is_none_or(|count| count <= MAX_RANKS);
+        is_sane.then(|| RankFile {
+            name: name.to_owned(),
+            item: item.to_owned(),
+            rank,
+            world_size,
+            before: before.to_owned(),
+            end,
+        })
+    }
+
+    /// Reads `ITEM_R.pt`; `None` for any other name.
+    pub(super) fn parse_bare(name: &str) -> Option<Self> {
+        let (before, rank) = split_number(name.strip_suffix(".pt")?)?;
+        let item = before.strip_suffix('_')?;
+        let is_sane = !item.is_empty() && rank < MAX_RANKS;
+        is_sane.then(|| RankFile {
+            name: name.to_owned(),
+            item: item.to_owned(),
+            rank,
+            world_size: None,
+            before: before.to_owned(),
+            end: ".pt",
+        })
+    }
+
+    /// Returns the name of another rank's file.
+    pub(super) fn of_rank(&self, rank: usize) -> String {
+        format!("{}{rank}{}", self.before, self.end)
+    }
+}
+
+/// Splits the digits from the end of a text.
+fn split_number(text: &str) -> Option<(&str, usize)> {
+    let before = text.trim_end_matches(|c: char| c.is_ascii_digit());
+    let number = text[before.len()..].parse().ok()?;
+    Some((before, number))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_frameworks_are_known_and_others_are_not() {
+        let file = RankFile::parse("model_world_size_4_rank_3.pt").unwrap();
+        assert_eq!((file.item.as_str(), file.rank, file.world_size), ("model", 3, Some(4)));
+        assert_eq!(file.of_rank(0), "model_world_size_4_rank_0.pt");
+        let file = RankFile::parse("pytorch_model_fsdp_0_rank12.bin").unwrap();
+        assert_eq!((file.item.as_str(), file.rank, file.world_size), ("model", 12, None));
+        assert_eq!(file.of_rank(1), "pytorch_model_fsdp_0_rank1.bin");
+        for name in [
+            "mp_rank_00_model_states.pt",
+            "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+            "model_rank.pt",
+            "_rank_0.pt",
+            "model_0.pt",
+            "rank0.bin",
+            "model_rank_99999999999999999999999.pt",
+            "model_rank_1.safetensors",
+        ] {
+            assert_eq!(RankFile::parse(name), None, "{name}");
+        }
+    }
+}

@@ -1,0 +1,262 @@
+//! The content of a file of `torch.save`: a nested state dict, flattened as DCP does it.
+//!
+//! Dicts are flattened, and lists that hold tensors or dicts; a tuple only where it holds a dict with tensors. Other values
+//! are read when the file is opened, with the tensors that they hold.
+
+use std::sync::Arc;
+
+use fsdp_layout::{KeyPath, PathPart, PlainTensor, PlainValue};
+use indexmap::IndexMap;
+
+use super::legacy;
+use super::sharded::{ShardedRef, is_sharded};
+use super::storages::{InStorage, Storages};
+use super::tensor_ref::TensorRef;
+use super::value::{TensorLoader, convert, opaque_type};
+use super::zip::Directory;
+use crate::error::FormatError;
+use crate::formats::assembled::{Elements, Held, Piece, Start};
+use crate::formats::structure::{Structure, key_text};
+use crate::limits::MAX_OBJECT_BYTES;
+use crate::pickle::{Node, NodeId, OpaqueNode, Pickle, Walk, parse};
+use crate::storage::read_at::ReadAt;
+
+/// The content of a file.
+#[derive(Debug, Clone)]
+pub(crate) struct FlatFile {
+    /// All tensors and values, by flat key.
+    pub(crate) found: IndexMap<String, (KeyPath, Leaf)>,
+    /// The containers that they came from.
+    pub(crate) structure: Structure,
+    /// The names of the archive's storages, or where a legacy file has them.
+    storages: Arc<Storages>,
+}
+
+/// A tensor or value of a file.
+#[derive(Debug, Clone)]
+pub(crate) enum Leaf {
+    /// A whole tensor, and how it is quantized, if it is.
+    Tensor(TensorRef, Option<PlainValue>),
+    /// A rank's part of a tensor.
+    Sharded(ShardedRef),
+    /// A value.
+    Value(Held),
+}
+
+impl FlatFile {
+    /// Reads a file: its pickle and the values in it. Tensors are only found.
+    pub(crate) fn read(file: &dyn ReadAt) -> Result<Self, FormatError> {
+        let (pickle, storages) = read_pickle(file)?;
+        let parsed = parse(&pickle)?;
+        let mut flat = Flattener {
+            pickle: &parsed,
+            walk: Walk::new(&parsed),
+            loader: TensorLoader::new(&storages, file),
+            found: IndexMap::new(),
+        };
+        let structure = flat.flatten(parsed.root(), &KeyPath::default())?;
+        let found = flat.found;
+        Ok(FlatFile { found, structure, storages: Arc::new(storages) })
+    }
+
+    /// Returns where a tensor of this file, whose name is `file`, lies. A storage that is missing or too short is an error.
+    pub(crate) fn piece(&self, file: &Arc<str>, tensor: &TensorRef) -> Result<Piece, FormatError> {
+        let about = self.storages.start(tensor)?;
+        let start = Start::Near(about, Arc::new(InStorage::of(&self.storages, tensor)));
+        Ok(Piece { file: file.clone(), start, layout: tensor.layout.clone(), elements: Elements::Plain })
+    }
+}
+
+/// Reads the pickle of a file, and finds its storages.
+fn read_pickle(file: &dyn ReadAt) -> Result<(Vec<u8>, Storages), FormatError> {
+    let mut start = [0; 4];
+    if file.len() >= start.len() as u64 {
+        file.read_exact_at(0, &mut start)?;
+    }
+    if start == legacy::START {
+        return legacy::read(file);
+    }
+    let archive = Directory::read(file)?;
+    archive.check_byte_order(file)?;
+    let pickle = archive.read_record(file, "data.pkl", MAX_OBJECT_BYTES)?;
+    Ok((pickle, Storages::Archive(archive)))
+}
+
+/// Returns about how many bytes a part of a path takes.
+fn part_length(part: &PathPart) -> usize {
+    match part {
+        PathPart::Key(key) => key.len() + size_of::<PathPart>(),
+        PathPart::Index(_) => size_of::<PathPart>(),
+    }
+}
+
+/// Gives every value of a nested state dict its flat key.
+struct Flattener<'p, 'a> {
+    pickle: &'p Pickle<'a>,
+    walk: Walk,
+    loader: TensorLoader<'p>,
+    found: IndexMap<String, (KeyPath, Leaf)>,
+}
+
+impl Flattener<'_, '_> {
+    /// Adds what lies below a node, whose place in the state dict is `path`.
+    fn flatten(&mut self, id: NodeId, path: &KeyPath) -> Result<Structure, FormatError> {
+        let p = self.pickle;
+        self.walk.enter(p, id)?;
+        let structure = match p.node(id) {
+            Node::Opaque(object) if is_module(p, object) => {
+                let mut items: Vec<(PlainValue, Structure)> = Vec::new();
+                for (key, part) in module_parts(p, object) {
+                    let text = p.str(key)?;
+                    items.push((text.into(), self.flatten(part, &path.child(PathPart::Key(text.to_owned())))?));
+                }
+                Structure::Module(format!("{}.{}", object.module, object.name), items)
+            }
+            Node::Dict(entries) => {
+                let mut items: Vec<(PlainValue, Structure)> = Vec::with_capacity(entries.len());
+                for &(key, value) in entries {
+                    let kind = p.node(key).kind();
+                    let unsupported = || FormatError::Unsupported { what: format!("{kind} as the key of a dict") };
+                    let key = convert(p, key, &mut self.walk, &mut |_| Err(unsupported()))?;
+                    let text = key_text(&key).ok_or_else(unsupported)?;
+                    // All of the path is copied for each key.
+                    let length: usize = path.0.iter().map(part_length).sum::<usize>() + text.len();
+                    self.walk.charge(p, id, "memory for keys", length as u64)?;
+                    items.push((key, self.flatten(value, &path.child(PathPart::Key(text)))?));
+                }
+                Structure::Dict(items)
+            }
+            Node::List(items) if self.recurses(id)? => Structure::List(self.flatten_all(items, path)?),
+            Node::Tuple(_) if self.has_tensors_in_dicts(id, false)? => {
+                Structure::Tuple(self.flatten_all(p.sequence(id)?, path)?)
+            }
+            _ => {
+                // The path and the flat key are kept in several places.
+                let length: usize = path.0.iter().map(part_length).sum();
+                self.walk.charge(p, id, "memory for keys", 8 * length as u64)?;
+                let fqn = path.flat_key();
+                let leaf = self.leaf(id)?;
+                if self.found.insert(fqn.clone(), (path.clone(), leaf)).is_some() {
+                    return Err(FormatError::Unsupported { what: format!("two values with the flat key `{fqn}`") });
+                }
+                Structure::Leaf(fqn)
+            }
+        };
+        self.walk.leave();
+        Ok(structure)
+    }
+
+    /// Makes what lies at a flat key.
+    fn leaf(&mut self, id: NodeId) -> Result<Leaf, FormatError> {
+        let p = self.pickle;
+        match ShardedRef::of(p, id) {
+            Ok(Some(sharded)) => {
+                self.walk.charge(p, id, "memory for shards", sharded.description_bytes())?;
+                return Ok(Leaf::Sharded(sharded));
+            }
+            Ok(None) => {}
+            // It is sound, but nothing here can read it.
+            Err(FormatError::Unsupported { what }) => {
+                let description = PlainValue::Str(what.clone());
+                return Ok(Leaf::Value(Held::Opaque(what, description)));
+            }
+            Err(error) => return Err(error),
+        }
+        let loader = &mut self.loader;
+        let mut load = |tensor: &TensorRef| -> Result<PlainTensor, FormatError> { loader.load(tensor) };
+        let mut aside = self.walk.aside();
+        let found = match TensorRef::of(p, id) {
+            Ok(Some(tensor)) => {
+                let quantizer = match tensor.quantizer {
+                    Some(quantizer) => Some(convert(p, quantizer, &mut self.walk, &mut load)?),
+                    None => None,
+                };
+                return Ok(Leaf::Tensor(tensor, quantizer));
+            }
+            Ok(None) => convert(p, id, &mut self.walk, &mut load),
+            Err(error) => Err(error.into()),
+        };
+        match found {
+            Ok(value) => Ok(Leaf::Value(Held::Plain(value))),
+            Err(FormatError::Pickle(error)) => {
+                let Some(of) = opaque_type(&error) else { return Err(error.into()) };
+                // It is described now, since the pickle is not kept.
+                let description = convert(p, id, &mut aside, &mut load)?;
+                self.walk.resume(aside);
+                Ok(Leaf::Value(Held::Opaque(of, description)))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Adds what lies below the items of a list or tuple.
+    fn flatten_all(&mut self, items: &[NodeId], path: &KeyPath) -> Result<Vec<Structure>, FormatError> {
+        let items = items.iter().enumerate();
+        items.map(|(index, &item)| self.flatten(item, &path.child(PathPart::Index(index)))).collect()
+    }
+
+    /// Returns `true` if a list holds a tensor or a dict, or a list that does.
+    fn recurses(&mut self, id: NodeId) -> Result<bool, FormatError> {
+        let p = self.pickle;
+        self.walk.enter(p, id)?;
+        let mut found = false;
+        for &item in p.sequence(id)? {
+            found = match p.node(item) {
+                Node::Dict(_) => true,
+                Node::List(_) => self.recurses(item)?,
+                Node::Tuple(_) => self.has_tensors_in_dicts(item, false)?,
+                _ => is_tensor(p, item),
+            };
+            if found {
+                break;
+            }
+        }
+        self.walk.leave();
+        Ok(found)
+    }
+
+    /// Returns `true` if a tensor lies anywhere below, with a dict on the way to it.
+    fn has_tensors_in_dicts(&mut self, id: NodeId, in_dict: bool) -> Result<bool, FormatError> {
+        let p = self.pickle;
+        self.walk.enter(p, id)?;
+        let mut found = false;
+        match p.node(id) {
+            Node::Dict(entries) => {
+                for &(_, value) in entries {
+                    found = found || self.has_tensors_in_dicts(value, true)?;
+                }
+            }
+            Node::List(_) | Node::Tuple(_) => {
+                for &item in p.sequence(id)? {
+                    found = found || self.has_tensors_in_dicts(item, in_dict)?;
+                }
+            }
+            _ => found = in_dict && is_tensor(p, id),
+        }
+        self.walk.leave();
+        Ok(found)
+    }
+}
+
+/// Returns `true` if a node describes a tensor. One that is malformed is found when it is read.
+fn is_tensor(p: &Pickle<'_>, id: NodeId) -> bool {
+    matches!(TensorRef::of(p, id), Ok(Some(_))) || is_sharded(p, id)
+}
+
+/// The attributes of a module that hold its tensors and the modules below it.
+const MODULE_PARTS: [&str; 3] = ["_parameters", "_buffers", "_modules"];
+
+/// Returns `true` for an `nn.Module` that was saved whole.
+fn is_module(p: &Pickle<'_>, object: &OpaqueNode<'_>) -> bool {
+    let attributes = object.state.and_then(|state| p.dict(state).ok()).unwrap_or_default();
+    let has = |part: &str| attributes.iter().any(|(key, _)| p.str(*key).is_ok_and(|key| key == part));
+    MODULE_PARTS.iter().all(|part| has(part))
+}
+
+/// Returns the parameters, buffers and modules of a module, by their names; those that are `None` are left out.
+fn module_parts(p: &Pickle<'_>, object: &OpaqueNode<'_>) -> Vec<(NodeId, NodeId)> {
+    let attributes = object.state.and_then(|state| p.dict(state).ok()).unwrap_or_default();
+    let is_part = |key: &NodeId| p.str(*key).is_ok_and(|key| MODULE_PARTS.contains(&key));
+    let parts = attributes.iter().filter(|(key, _)| is_part(key)).filter_map(|(_, part)| p.dict(*part).ok()).flatten();
+    parts.copied().filter(|(_, part)| *p.node(*part) != Node::None).collect()
+}

@@ -1,0 +1,298 @@
+//! The description of a rank's part of a tensor in a pickle: a DTensor with its mesh and placements, or FSDP1's
+//! ShardedTensor with its shards.
+//!
+//! Both are tensor subclasses: `_rebuild_from_type_v2(_rebuild_wrapper_subclass, class, arguments, state)`, where the
+//! arguments are those of the whole tensor and the state holds the local parts.
+
+use fsdp_layout::placement::boxes_of_placements;
+use fsdp_layout::{DType, Placement, TensorBox};
+
+use super::tensor_ref::TensorRef;
+use crate::error::FormatError;
+use crate::limits::is_sane_shape;
+use crate::pickle::{Global, Node, NodeId, Pickle};
+use crate::strided::StridedLayout;
+
+/// The part of a tensor that one rank has saved.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct ShardedRef {
+    /// Element type.
+    pub(crate) dtype: DType,
+    /// The shape of the whole tensor.
+    pub(crate) shape: Vec<usize>,
+    /// The boxes that are here; the bounds of each one's layout are its box in the whole tensor.
+    pub(crate) parts: Vec<TensorRef>,
+    /// The number of ranks that have saved parts, or copies of parts.
+    pub(crate) ranks: usize,
+}
+
+/// The attributes of an object, as `BUILD` would have set them.
+type Attributes<'p> = &'p [(NodeId, NodeId)];
+
+/// The parts of one tensor that a rank may have: strided shards are a part for each block.
+const MAX_PARTS: usize = 1024;
+
+/// Returns the class, the arguments and the state of a sharded tensor, if this node is one.
+fn subclass<'p>(p: &'p Pickle<'_>, mut id: NodeId) -> Option<(&'p str, NodeId, NodeId)> {
+    while let Node::Object(object) = p.node(id) {
+        match (object.global, p.args(object)) {
+            // A parameter wraps its tensor.
+            (Global::RebuildParameter, [inner, ..]) if inner.is_before(id) => id = *inner,
+            (Global::RebuildFromTypeV2, [function, class, arguments, state]) => {
+                return match (p.node(*function), p.node(*class)) {
+                    (Node::Foreign(_, "_rebuild_wrapper_subclass"), Node::Foreign(_, class))
+                        if ["DTensor", "ShardedTensor"].contains(class) =>
+                    {
+                        Some((class, *arguments, *state))
+                    }
+                    _ => None,
+                };
+            }
+            _ => return None,
+        }
+    }
+    None
+}
+
+/// Returns `true` if a node describes a rank's part of a tensor. One that is malformed is found when it is read.
+pub(crate) fn is_sharded(p: &Pickle<'_>, id: NodeId) -> bool {
+    subclass(p, id).is_some()
+}
+
+impl ShardedRef {
+    /// Returns the part of a tensor that this node describes; `None` if it describes something else.
+    pub(crate) fn of(p: &Pickle<'_>, id: NodeId) -> Result<Option<Self>, FormatError> {
+        match subclass(p, id) {
+            Some(("DTensor", arguments, state)) => dtensor(p, arguments, state).map(Some),
+            Some((_, arguments, state)) => sharded_tensor(p, arguments, state).map(Some),
+            None => Ok(None),
+        }
+    }
+
+    /// Returns about how many bytes its description takes.
+    pub(crate) fn description_bytes(&self) -> u64 {
+        let part = size_of::<TensorRef>() + 32 * self.shape.len() + 64;
+        (self.parts.len() * part) as u64
+    }
+}
+
+fn malformed(reason: impl Into<String>) -> FormatError {
+    FormatError::Malformed { what: "sharded tensor", reason: reason.into() }
+}
+
+/// Returns dtype and shape of the whole tensor from the arguments `(class, dtype, size, …)`.
+fn whole(p: &Pickle<'_>, arguments: NodeId) -> Result<(DType, Vec<usize>), FormatError> {
+    let [_class, dtype, size, ..] = *p.sequence(arguments)? else {
+        return Err(p.wrong(arguments, "the arguments of a tensor subclass").into());
+    };
+    let Node::Global(Global::DType(dtype)) = *p.node(dtype) else { return Err(p.wrong(dtype, "a dtype").into()) };
+    let shape = p.sizes(size)?;
+    if !is_sane_shape(&shape) {
+        return Err(malformed("the whole tensor has too many elements"));
+    }
+    Ok((dtype, shape))
+}
+
+/// Returns the attributes in a state: a dict, or a tuple of a dict (or `None`) and a dict of slots.
+fn attributes_in<'p>(p: &'p Pickle<'_>, state: NodeId) -> Result<Attributes<'p>, FormatError> {
+    match p.node(state) {
+        Node::Tuple(_) => match *p.sequence(state)? {
+            [first, slots] if *p.node(first) == Node::None => Ok(p.dict(slots)?),
+            [first, slots] if *p.node(slots) == Node::None => Ok(p.dict(first)?),
+            [first, slots] if p.dict(first).is_ok_and(<[_]>::is_empty) => Ok(p.dict(slots)?),
+            _ => Err(p.wrong(state, "the attributes of an object").into()),
+        },
+        _ => Ok(p.dict(state)?),
+    }
+}
+
+/// Returns the attributes of an object.
+fn attributes_of<'p>(p: &'p Pickle<'_>, id: NodeId) -> Result<Attributes<'p>, FormatError> {
+    match p.node(id) {
+        Node::Opaque(object) => object.state.map_or(Ok(&[][..]), |state| attributes_in(p, state)),
+        _ => Err(p.wrong(id, "an object").into()),
+    }
+}
+
+fn find(p: &Pickle<'_>, attributes: Attributes<'_>, name: &str) -> Option<NodeId> {
+    let found = attributes.iter().rev().find(|(key, _)| p.str(*key).is_ok_and(|key| key == name));
+    found.map(|(_, value)| *value)
+}
+
+fn get(p: &Pickle<'_>, attributes: Attributes<'_>, name: &str) -> Result<NodeId, FormatError> {
+    find(p, attributes, name).ok_or_else(|| malformed(format!("it has no `{name}`")))
+}
+
+/// Returns the product of nested tuples of sizes.
+fn product(p: &Pickle<'_>, id: NodeId) -> Result<usize, FormatError> {
+    if let Ok(size) = p.usize(id) {
+        return Ok(size);
+    }
+    let mut total = 1usize;
+    for &item in p.sequence(id)? {
+        // Two levels are all that a mesh has.
+        total = total.checked_mul(p.usize(item)?).ok_or_else(|| malformed("its mesh is too large"))?;
+    }
+    Ok(total)
+}
+
+/// Returns the shape of a mesh. torch has kept it in three ways: a tensor of ranks, a layout of shape and strides, and a
+/// layout of axes that have those.
+fn mesh_shape(p: &Pickle<'_>, mesh: Attributes<'_>) -> Result<Vec<usize>, FormatError> {
+    let Some(layout) = find(p, mesh, "_layout") else {
+        let ranks = get(p, mesh, "mesh")?;
+        let ranks = TensorRef::of(p, ranks)?.ok_or_else(|| malformed("its mesh is no tensor"))?;
+        return Ok(ranks.shape);
+    };
+    let attributes = attributes_of(p, layout)?;
+    if let Some(axes) = find(p, attributes, "axes") {
+        let axes = p.sequence(axes)?.iter();
+        return axes.map(|&axis| product(p, get(p, attributes_of(p, axis)?, "shape")?)).collect();
+    }
+    let shape = match (find(p, attributes, "shape"), p.node(layout)) {
+        (Some(shape), _) => shape,
+        (None, Node::Opaque(object)) => match p.sequence(object.args)? {
+            [shape, ..] => *shape,
+            [] => return Err(malformed("the layout of its mesh has no shape")),
+        },
+        _ => return Err(malformed("the layout of its mesh has no shape")),
+    };
+    match p.usize(shape) {
+        Ok(size) => Ok(vec![size]),
+        Err(_) => p.sequence(shape)?.iter().map(|&size| product(p, size)).collect(),
+    }
+}
+
+fn placement(p: &Pickle<'_>, id: NodeId) -> Result<Placement, FormatError> {
+    let Node::Opaque(object) = p.node(id) else { return Err(p.wrong(id, "a placement").into()) };
+    let attributes = attributes_of(p, id)?;
+    let number = |name: &str| -> Result<usize, FormatError> { Ok(p.usize(get(p, attributes, name)?)?) };
+    match object.name.rsplit('.').next().unwrap_or_default() {
+        "Shard" => Ok(Placement::Shard(number("dim")?)),
+        "Replicate" => Ok(Placement::Replicate),
+        "_StridedShard" => Ok(Placement::StridedShard { dim: number("dim")?, split_factor: number("split_factor")? }),
+        name => Err(FormatError::Unsupported { what: format!("the placement `{name}`") }),
+    }
+}
+
+/// Refuses shards whose mesh dimensions were applied in another order than they stand in.
+fn check_order(p: &Pickle<'_>, spec: Attributes<'_>, placements: &[Placement]) -> Result<(), FormatError> {
+    let Some(order) = find(p, spec, "shard_order").filter(|&order| *p.node(order) != Node::None) else {
+        return Ok(());
+    };
+    for &entry in p.sequence(order)? {
+        let items = match p.node(entry) {
+            Node::Opaque(object) => p.sequence(object.args)?,
+            _ => p.sequence(entry)?,
+        };
+        let [dim, mesh_dims] = *items else { continue };
+        let dim = p.usize(dim)?;
+        let is_strided =
+            placements.iter().any(|of| matches!(of, Placement::StridedShard { dim: of, .. } if *of == dim));
+        let mesh_dims = p.sequence(mesh_dims)?.iter().map(|&dim| p.usize(dim)).collect::<Result<Vec<_>, _>>()?;
+        if !is_strided && !mesh_dims.is_sorted() {
+            let what = format!("dimension {dim} sharded by mesh dimensions {mesh_dims:?} in that order");
+            return Err(FormatError::Unsupported { what });
+        }
+    }
+    Ok(())
+}
+
+fn dtensor(p: &Pickle<'_>, arguments: NodeId, state: NodeId) -> Result<ShardedRef, FormatError> {
+    let (dtype, shape) = whole(p, arguments)?;
+    let state = attributes_in(p, state)?;
+    let local = get(p, state, "_local_tensor")?;
+    let local = TensorRef::of(p, local)?.ok_or_else(|| malformed("its local part is no tensor"))?;
+    let spec = attributes_of(p, get(p, state, "_spec")?)?;
+    let placements = p.sequence(get(p, spec, "placements")?)?.iter().map(|&id| placement(p, id));
+    let placements = placements.collect::<Result<Vec<_>, _>>()?;
+    check_order(p, spec, &placements)?;
+    let blocks = placements.iter().try_fold(1usize, |blocks, placement| match placement {
+        Placement::StridedShard { split_factor, .. } => blocks.checked_mul(*split_factor),
+        _ => Some(blocks),
+    });
+    if blocks.is_none_or(|blocks| blocks > MAX_PARTS) {
+        return Err(FormatError::Unsupported { what: format!("a strided shard of more than {MAX_PARTS} blocks") });
+    }
+    let mesh = attributes_of(p, get(p, spec, "mesh")?)?;
+    let mesh_shape = mesh_shape(p, mesh)?;
+    let coordinate = p.sequence(get(p, mesh, "_coordinate_on_dim")?)?.iter().map(|&at| p.usize(at));
+    let coordinate = coordinate.collect::<Result<Vec<_>, _>>()?;
+    if coordinate.iter().zip(&mesh_shape).any(|(at, size)| at >= size) {
+        return Err(malformed("its rank lies outside its mesh"));
+    }
+    let ranks = mesh_shape.iter().try_fold(1usize, |ranks, &size| ranks.checked_mul(size));
+    let ranks = ranks.ok_or_else(|| malformed("its mesh is too large"))?;
+    let boxes = boxes_of_placements(&shape, &placements, &mesh_shape, &coordinate)
+        .map_err(|error| malformed(error.to_string()))?;
+    let parts = parts_of(&local, &boxes, &shape)?;
+    if local.dtype != dtype {
+        return Err(malformed("its local part has another dtype"));
+    }
+    Ok(ShardedRef { dtype, shape, parts, ranks })
+}
+
+/// Cuts a local tensor into the boxes of the whole tensor that it holds, one after the other along each dimension.
+fn parts_of(local: &TensorRef, boxes: &[TensorBox], shape: &[usize]) -> Result<Vec<TensorRef>, FormatError> {
+    // The boxes are all combinations of ranges in each dimension.
+    let mut starts: Vec<Vec<(usize, usize)>> = vec![Vec::new(); shape.len()];
+    for bounds in boxes {
+        for (dim, starts) in starts.iter_mut().enumerate() {
+            let range = (bounds.offsets[dim], bounds.sizes[dim]);
+            if !starts.contains(&range) {
+                starts.push(range);
+            }
+        }
+    }
+    for (dim, starts) in starts.iter_mut().enumerate() {
+        let mut at = 0;
+        for (_, size) in starts.iter_mut() {
+            // The size is not needed any more; where the range starts in the local tensor is.
+            at += std::mem::replace(size, at);
+        }
+        let found = local.shape.get(dim).copied();
+        if !boxes.is_empty() && (found != Some(at) || local.shape.len() != shape.len()) {
+            let reason = format!("its local part has shape {:?}, which does not fit its placements", local.shape);
+            return Err(malformed(reason));
+        }
+    }
+    if boxes.is_empty() && !local.shape.contains(&0) {
+        return Err(malformed("its local part has elements where its placements have none"));
+    }
+    let part = |bounds: &TensorBox| {
+        let mut offset = local.layout.offset;
+        for (dim, starts) in starts.iter().enumerate() {
+            let start = starts.iter().find(|(global, _)| *global == bounds.offsets[dim]).map_or(0, |(_, at)| *at);
+            offset += (start * local.layout.strides[dim]) as u64;
+        }
+        let layout = StridedLayout { bounds: bounds.clone(), offset, strides: local.layout.strides.clone() };
+        TensorRef { shape: bounds.sizes.clone(), layout, ..local.clone() }
+    };
+    Ok(boxes.iter().map(part).collect())
+}
+
+/// Reads FSDP1's state `(local shards, metadata, process group, sharding specification, …)`.
+fn sharded_tensor(p: &Pickle<'_>, arguments: NodeId, state: NodeId) -> Result<ShardedRef, FormatError> {
+    let (dtype, shape) = whole(p, arguments)?;
+    let [shards, metadata, ..] = *p.sequence(state)? else {
+        return Err(p.wrong(state, "the state of a ShardedTensor").into());
+    };
+    let all = p.sequence(get(p, attributes_of(p, metadata)?, "shards_metadata")?)?;
+    let mut parts = Vec::new();
+    for &shard in p.sequence(shards)? {
+        let shard = attributes_of(p, shard)?;
+        let local = TensorRef::of(p, get(p, shard, "tensor")?)?;
+        let local = local.ok_or_else(|| malformed("a shard is no tensor"))?;
+        let place = attributes_of(p, get(p, shard, "metadata")?)?;
+        let offsets = p.sizes(get(p, place, "shard_offsets")?)?;
+        let bounds = TensorBox { offsets, sizes: p.sizes(get(p, place, "shard_sizes")?)? };
+        if !bounds.fits(&shape) || bounds.sizes != local.shape || local.dtype != dtype {
+            return Err(malformed(format!("a shard of shape {:?} does not fit its place", local.shape)));
+        }
+        if !bounds.is_empty() {
+            let layout = StridedLayout { bounds, ..local.layout };
+            parts.push(TensorRef { layout, ..local });
+        }
+    }
+    Ok(ShardedRef { dtype, shape, parts, ranks: all.len() })
+}

@@ -1,0 +1,90 @@
+//! DeepSpeed's ZeRO 1 to 3, and its Universal Checkpoint.
+
+use fsdp_dcp::FileError;
+use fsdp_dcp::checkpoint::{Checkpoint, Format};
+use fsdp_dcp::convert::{Rename, View};
+use fsdp_layout::PlainValue;
+use tempfile::TempDir;
+
+use crate::foreign::{assert_converts, copy, differences, fixture, opened, refused};
+
+fn deepspeed(name: &str) -> Box<dyn Checkpoint> {
+    opened(&fixture("deepspeed").join(name))
+}
+
+/// Lists how the parameters, buffers and moments differ from those that were cut.
+fn differences_from_whole(checkpoint: &dyn Checkpoint) -> Vec<String> {
+    let of_tensors = |key: &str| {
+        let is_moment = key.starts_with("optim.state.") && !key.ends_with(".step");
+        if key.starts_with("model.") || is_moment { Rename::Keep } else { Rename::Drop }
+    };
+    differences(&View::new(checkpoint, of_tensors, None).unwrap(), &*deepspeed("whole.pt"))
+}
+
+#[test]
+fn shards_of_every_stage_make_the_fp32_parameters_and_moments() {
+    for (name, format) in [
+        ("zero2", Format::DeepSpeed),
+        ("zero1_elastic", Format::DeepSpeed),
+        ("zero3", Format::DeepSpeed),
+        ("universal", Format::DeepSpeedUniversal),
+    ] {
+        let checkpoint = deepspeed(name);
+        assert_eq!(checkpoint.format(), format);
+        assert_eq!(differences_from_whole(&*checkpoint), [""; 0], "{name}");
+        assert_eq!(checkpoint.read_value("global_steps").unwrap(), PlainValue::Int(20));
+        assert_converts(&*checkpoint);
+    }
+}
+
+#[test]
+fn steps_and_hyperparameters_come_along() {
+    for name in ["zero2", "zero3", "universal"] {
+        let checkpoint = deepspeed(name);
+        let mut step = [0; 4];
+        let whole = fsdp_layout::TensorBox::whole(&[]);
+        checkpoint.read_box("optim.state.layers.1.attn.bias.step", &whole, &mut step).unwrap();
+        assert_eq!(f32::from_le_bytes(step), 20.0);
+        let group = if name == "universal" { "optim.optimizer_state_dict" } else { "optim" };
+        let decay = checkpoint.read_value(&format!("{group}.param_groups.0.weight_decay")).unwrap();
+        assert_eq!(decay, PlainValue::Float(0.1));
+    }
+    assert_eq!(deepspeed("zero1_elastic").read_value("optim.base_optimizer_state_step").unwrap(), PlainValue::Int(20));
+}
+
+#[test]
+fn missing_shards_are_named() {
+    for (name, file) in [
+        ("zero2", "zero_pp_rank_2_mp_rank_00_optim_states.pt"),
+        ("zero2", "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+        ("zero2", "mp_rank_00_model_states.pt"),
+        ("zero3", "zero_pp_rank_1_mp_rank_00_model_states.pt"),
+        ("zero3", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        ("universal", "zero/norm.weight/fp32.pt"),
+    ] {
+        let parent = TempDir::new().unwrap();
+        let path = parent.path().join("copy");
+        copy(&fixture("deepspeed").join(name), &path);
+        std::fs::remove_file(path.join(file)).unwrap();
+        match refused(&path) {
+            FileError::MissingFiles { files, .. } => assert_eq!(files, [file]),
+            other => panic!("{name} {file}: {other}"),
+        }
+    }
+}
+
+#[test]
+fn shards_that_do_not_fit_are_refused() {
+    let parent = TempDir::new().unwrap();
+    let zero3 = parent.path().join("zero3");
+    copy(&fixture("deepspeed/zero3"), &zero3);
+    // A shard of another stage in the place of one.
+    let name = "zero_pp_rank_1_mp_rank_00_optim_states.pt";
+    std::fs::copy(fixture("deepspeed/zero2").join(name), zero3.join(name)).unwrap();
+    assert!(matches!(refused(&zero3), FileError::File { .. }));
+    // Tensor parallelism would be taken for one model.
+    let zero2 = parent.path().join("zero2");
+    copy(&fixture("deepspeed/zero2"), &zero2);
+    std::fs::copy(zero2.join("mp_rank_00_model_states.pt"), zero2.join("mp_rank_01_model_states.pt")).unwrap();
+    assert!(format!("{:#?}", refused(&zero2)).contains("tensor parallelism"));
+}

@@ -1,0 +1,81 @@
+//! Files of NumPy and of llama.cpp.
+
+use fsdp_dcp::checkpoint::{Checkpoint, Format};
+use fsdp_dcp::convert::{Rename, View};
+use fsdp_dcp::{FileError, FormatError};
+use fsdp_layout::{DType, PlainValue, TensorBox};
+
+use crate::foreign::{assert_converts, differences, fixture, opened, refused};
+
+fn numpy_gguf(name: &str) -> Box<dyn Checkpoint> {
+    opened(&fixture("numpy_gguf").join(name))
+}
+
+#[test]
+fn arrays_of_numpy_are_tensors() {
+    let arrays = numpy_gguf("arrays.npz");
+    assert_eq!(arrays.format(), Format::Numpy);
+    assert_eq!(differences(&*arrays, &*numpy_gguf("arrays.pt")), [""; 0]);
+    assert_converts(&*arrays);
+    // One array has the name of its file, and the layout of Fortran reads as that of C.
+    let one = numpy_gguf("one.npy");
+    let whole = TensorBox::whole(&[2, 3, 5]);
+    let (mut a, mut b) = (vec![0; 240], vec![1; 240]);
+    one.read_box("one", &whole, &mut a).unwrap();
+    arrays.read_box("fortran", &whole, &mut b).unwrap();
+    assert_eq!(a, b);
+}
+
+#[test]
+fn what_numpy_only_pickles_is_refused_by_name() {
+    for (name, what) in [("objects.npy", "|O"), ("big_endian.npy", ">f4"), ("compressed.npz", "compressed")] {
+        match refused(&fixture("numpy_gguf").join(name)) {
+            FileError::File { source, .. } => assert!(source.to_string().contains(what), "{source}"),
+            other => panic!("{other}"),
+        }
+    }
+}
+
+#[test]
+fn tensors_of_gguf_are_read_and_blocks_become_numbers() {
+    let model = numpy_gguf("model.gguf");
+    assert_eq!(model.format(), Format::Gguf);
+    let tensors = View::new(&*model, |key| if key.ends_with("weight") { Rename::Keep } else { Rename::Drop }, None);
+    let without_k = View::new(
+        tensors.as_ref().unwrap(),
+        |key| if key.contains("ffn_gate") { Rename::Drop } else { Rename::Keep },
+        None,
+    );
+    assert_eq!(differences(&without_k.unwrap(), &*numpy_gguf("gguf.pt")), [""; 0]);
+    assert_eq!(model.read_value("general.name").unwrap(), PlainValue::Str("a model".to_owned()));
+    let tokens = ["<s>", "a", "b"].map(PlainValue::from).to_vec();
+    assert_eq!(model.read_value("tokenizer.ggml.tokens").unwrap(), PlainValue::List(tokens));
+    // Kinds of blocks that are not read are named.
+    let of = model.opaque_type("blk.0.ffn_gate.weight").unwrap().unwrap();
+    assert!(of.contains("Q4_K") && of.contains("[2, 256]"), "{of}");
+    assert!(matches!(
+        model.read_value("blk.0.ffn_gate.weight"),
+        Err(FileError::Item { source: FormatError::Opaque { .. }, .. })
+    ));
+    let known = View::new(&*model, |key| if key.contains("ffn_gate") { Rename::Drop } else { Rename::Keep }, None);
+    assert_converts(&known.unwrap());
+}
+
+#[test]
+fn any_part_of_a_quantized_tensor_is_read() {
+    let model = numpy_gguf("model.gguf");
+    for (name, shape) in [("blk.0.attn_q.weight", [32, 64]), ("blk.0.ffn_up.weight", [4, 96])] {
+        assert_eq!(model.metadata().tensor(name).unwrap().properties.dtype, DType::F32);
+        let mut whole = vec![0; shape[0] * shape[1] * 4];
+        model.read_box(name, &TensorBox::whole(&shape), &mut whole).unwrap();
+        for (offsets, sizes) in [([1, 0], [2, shape[1]]), ([0, 5], [4, 40]), ([3, 31], [1, 2]), ([2, 63], [1, 1])] {
+            let mut part = vec![0; sizes[0] * sizes[1] * 4];
+            model.read_box(name, &TensorBox::new(offsets.to_vec(), sizes.to_vec()), &mut part).unwrap();
+            let rows = (0..sizes[0]).flat_map(|row| {
+                let start = ((offsets[0] + row) * shape[1] + offsets[1]) * 4;
+                whole[start..start + sizes[1] * 4].to_vec()
+            });
+            assert_eq!(part, rows.collect::<Vec<u8>>(), "{name} {offsets:?}");
+        }
+    }
+}
