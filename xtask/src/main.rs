@@ -8,6 +8,7 @@ mod mpi;
 mod shell;
 mod soak;
 mod tidy;
+mod wheel;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -44,6 +45,8 @@ enum Task {
     /// Tests against the real PyTorch, which is installed for them: checkpoints in both directions, and losses after
     /// them.
     Interop,
+    /// The Python wheel: built, installed in a fresh environment, and tested there with PyTorch.
+    Wheel(wheel::WheelArguments),
     /// Every fuzz target for a while, from its seeds; needs cargo-fuzz.
     Fuzz {
         /// The time for each target
@@ -103,6 +106,7 @@ fn run(task: Task, root: &Path) -> Result<()> {
         Task::Doctest => "doctest",
         Task::Test => "test",
         Task::Interop => "interop",
+        Task::Wheel(_) => "wheel",
         Task::Fuzz { .. } => "fuzz",
         Task::Gpu => "gpu",
         Task::Bench(_) => "bench",
@@ -114,6 +118,7 @@ fn run(task: Task, root: &Path) -> Result<()> {
         Task::Fmt => cargo(root, &["fmt", "--all", "--check"], &[])?,
         Task::Tidy => tidy::check(root)?,
         Task::Interop => interop::run(root)?,
+        Task::Wheel(arguments) => wheel::run(root, &arguments)?,
         Task::Fuzz { seconds } => fuzz::run(root, seconds)?,
         Task::Gpu => gpu::run(root)?,
         Task::Mpi { train } => mpi::run(root, train)?,
