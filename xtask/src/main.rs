@@ -5,6 +5,7 @@ mod fuzz;
 mod gpu;
 mod interop;
 mod mpi;
+mod package;
 mod shell;
 mod soak;
 mod tidy;
@@ -45,6 +46,8 @@ enum Task {
     /// Tests against the real PyTorch, which is installed for them: checkpoints in both directions, and losses after
     /// them.
     Interop,
+    /// What `cargo package` would publish of every crate: manifests, files, licences.
+    Package(package::PackageArguments),
     /// The Python wheel: built, installed in a fresh environment, and tested there with PyTorch.
     Wheel(wheel::WheelArguments),
     /// Every fuzz target for a while, from its seeds; needs cargo-fuzz.
@@ -77,8 +80,16 @@ enum Task {
 }
 
 /// The tasks of `ci`, in order: quick ones and those that fail most often come first; the tests' summary comes last.
-const CI: [Task; 7] =
-    [Task::Fmt, Task::Tidy, Task::Clippy, Task::Doc, Task::Doctest, Task::Mpi { train: false }, Task::Test];
+const CI: [Task; 8] = [
+    Task::Fmt,
+    Task::Tidy,
+    Task::Package(package::PackageArguments { publish: false }),
+    Task::Clippy,
+    Task::Doc,
+    Task::Doctest,
+    Task::Mpi { train: false },
+    Task::Test,
+];
 
 fn main() -> Result<()> {
     let root = root()?;
@@ -106,6 +117,7 @@ fn run(task: Task, root: &Path) -> Result<()> {
         Task::Doctest => "doctest",
         Task::Test => "test",
         Task::Interop => "interop",
+        Task::Package(_) => "package",
         Task::Wheel(_) => "wheel",
         Task::Fuzz { .. } => "fuzz",
         Task::Gpu => "gpu",
@@ -118,6 +130,7 @@ fn run(task: Task, root: &Path) -> Result<()> {
         Task::Fmt => cargo(root, &["fmt", "--all", "--check"], &[])?,
         Task::Tidy => tidy::check(root)?,
         Task::Interop => interop::run(root)?,
+        Task::Package(arguments) => package::run(root, &arguments)?,
         Task::Wheel(arguments) => wheel::run(root, &arguments)?,
         Task::Fuzz { seconds } => fuzz::run(root, seconds)?,
         Task::Gpu => gpu::run(root)?,
