@@ -5,9 +5,11 @@ mod fuzz;
 mod gpu;
 mod interop;
 mod mpi;
+mod package;
 mod shell;
 mod soak;
 mod tidy;
+mod wheel;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -44,6 +46,10 @@ enum Task {
     /// Tests against the real PyTorch, which is installed for them: checkpoints in both directions, and losses after
     /// them.
     Interop,
+    /// What `cargo package` would publish of every crate: manifests, files, licences.
+    Package(package::PackageArguments),
+    /// The Python wheel: built, installed in a fresh environment, and tested there with PyTorch.
+    Wheel(wheel::WheelArguments),
     /// Every fuzz target for a while, from its seeds; needs cargo-fuzz.
     Fuzz {
         /// The time for each target
@@ -78,9 +84,10 @@ enum Task {
 }
 
 /// The tasks of `ci`, in order: quick ones and those that fail most often come first; the tests' summary comes last.
-const CI: [Task; 8] = [
+const CI: [Task; 9] = [
     Task::Fmt,
     Task::Tidy,
+    Task::Package(package::PackageArguments { publish: false }),
     Task::Clippy,
     Task::Gpu { check: true },
     Task::Doc,
@@ -115,6 +122,8 @@ fn run(task: Task, root: &Path) -> Result<()> {
         Task::Doctest => "doctest",
         Task::Test => "test",
         Task::Interop => "interop",
+        Task::Package(_) => "package",
+        Task::Wheel(_) => "wheel",
         Task::Fuzz { .. } => "fuzz",
         Task::Gpu { .. } => "gpu",
         Task::Bench(_) => "bench",
@@ -126,6 +135,8 @@ fn run(task: Task, root: &Path) -> Result<()> {
         Task::Fmt => cargo(root, &["fmt", "--all", "--check"], &[])?,
         Task::Tidy => tidy::check(root)?,
         Task::Interop => interop::run(root)?,
+        Task::Package(arguments) => package::run(root, &arguments)?,
+        Task::Wheel(arguments) => wheel::run(root, &arguments)?,
         Task::Fuzz { seconds } => fuzz::run(root, seconds)?,
         Task::Gpu { check } if check => gpu::check(root)?,
         Task::Gpu { .. } => gpu::run(root)?,

@@ -5,8 +5,10 @@
 //! model that `train` trains ([`gpt`]), its text ([`data`]) and the way its ranks are run ([`ranks`]), which tests and
 //! benches use too.
 
+pub mod embed;
 pub mod exit_codes;
 
+mod capture;
 mod cat;
 mod convert;
 mod diff;
@@ -44,6 +46,7 @@ mod memory;
 #[cfg(feature = "train")]
 mod train;
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -104,42 +107,50 @@ enum Command {
 /// Runs the command line of this process, and returns its exit code.
 #[must_use]
 pub fn main() -> ExitCode {
-    let command = parse().command;
+    ExitCode::from(run(std::env::args_os()))
+}
+
+/// Runs a command line, whose first argument is the name of the program, as this process, and returns its exit code.
+///
+/// A wrong command line ends the process.
+#[must_use]
+pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
+    let arguments: Vec<OsString> = arguments.into_iter().collect();
+    let command = parse(&arguments).unwrap_or_else(|error| error.exit());
     #[cfg(feature = "train")]
     size_pools(&command);
     // A reader of stdout that has seen enough is no error, but a training run that stopped halfway must not look done.
     let may_end_early = !command.trains();
     let result = stop::survive_file_size_limit().and_then(|()| logs::start(command.trace_file().as_deref()));
     let result = result.and_then(|guard| {
-        let result = run(command);
+        let result = execute(command);
         // Completes the trace file.
         drop(guard);
         result
     });
     match result {
-        Ok(()) => ExitCode::from(exit_codes::OK),
+        Ok(()) => exit_codes::OK,
         // It has told so where it stopped.
-        Err(error) if error.is::<failure::Stopped>() => ExitCode::from(exit_codes::STOPPED),
-        Err(error) if may_end_early && error.is::<output::StdoutClosed>() => ExitCode::from(exit_codes::OK),
+        Err(error) if error.is::<failure::Stopped>() => exit_codes::STOPPED,
+        Err(error) if may_end_early && error.is::<output::StdoutClosed>() => exit_codes::OK,
         Err(error) => {
             output::error(&error, outcome::hint(&error));
-            ExitCode::from(outcome::exit_code(&error))
+            outcome::exit_code(&error)
         }
     }
 }
 
-/// Parses the command line and the environment, or ends the process with what is wrong.
+/// Parses a command line and the environment.
 ///
 /// A flag beats the environment: where only `FSDP_JSON` makes options conflict, it does not count.
-fn parse() -> Arguments {
-    let matches = match Arguments::command().try_get_matches() {
+fn parse(arguments: &[OsString]) -> Result<Command, clap::Error> {
+    let matches = match Arguments::command().try_get_matches_from(arguments) {
         Err(error) if error.kind() == ErrorKind::ArgumentConflict => {
-            without_json_twin(Arguments::command()).get_matches()
+            without_json_twin(Arguments::command()).try_get_matches_from(arguments)
         }
-        Err(error) => error.exit(),
-        Ok(matches) => matches,
+        parsed => parsed,
     };
-    Arguments::from_arg_matches(&matches).unwrap_or_else(|error| error.exit())
+    Ok(Arguments::from_arg_matches(&matches?)?.command)
 }
 
 /// Returns the command without the environment variable of `--json`.
@@ -181,7 +192,7 @@ impl Command {
     }
 }
 
-fn run(command: Command) -> anyhow::Result<()> {
+fn execute(command: Command) -> anyhow::Result<()> {
     match command {
         #[cfg(feature = "train")]
         Command::Train(arguments) => train::run(&arguments),

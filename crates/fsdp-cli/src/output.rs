@@ -5,6 +5,7 @@ use std::io::{self, Write as _};
 use anyhow::{Context, Error, Result};
 use serde::Serialize;
 
+use super::capture;
 use super::text::escaped_lines;
 
 /// The end of a pipe whose reader has closed it (`fsdp inspect … | head`), which is not a failure.
@@ -32,6 +33,9 @@ pub(crate) fn data(line: &str) -> Result<()> {
 /// # Errors
 /// The same as [`data`].
 pub(crate) fn raw(bytes: &[u8]) -> Result<()> {
+    if capture::keep(bytes) {
+        return Ok(());
+    }
     let mut stdout = io::stdout().lock();
     told(stdout.write_all(bytes).and_then(|()| stdout.flush()))
 }
@@ -79,6 +83,9 @@ pub(crate) fn pass_on(stream: Stream, bytes: &[u8]) -> io::Result<()> {
 
 /// Writes a line to stderr. Errors are ignored, as stderr may be closed.
 pub(crate) fn talk(line: &str) {
+    if capture::is_on() {
+        return;
+    }
     let _ = writeln!(io::stderr().lock(), "{}", escaped_lines(line));
 }
 

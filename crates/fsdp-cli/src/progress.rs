@@ -4,6 +4,8 @@ use std::io::IsTerminal as _;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
+use super::capture;
+
 /// The number of times per second that the bar is drawn.
 const HZ: u8 = 10;
 
@@ -13,7 +15,7 @@ pub(crate) struct Progress(ProgressBar);
 impl Progress {
     pub(crate) fn new(bytes: u64, wanted: bool) -> Self {
         let terminal = std::io::stderr().is_terminal() && std::env::var_os("TERM").is_none_or(|term| term != "dumb");
-        if !(wanted && terminal) {
+        if !(wanted && terminal) || capture::is_on() {
             return Progress(ProgressBar::hidden());
         }
         let bar = ProgressBar::with_draw_target(Some(bytes), ProgressDrawTarget::stderr_with_hz(HZ));

@@ -10,19 +10,30 @@ use fsdp_dcp::storage::{Step, StepHook};
 use signal_hook::consts::{SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::flag;
 
+use super::capture;
+
 /// The request to stop, if there was one. Clones share it.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub(crate) struct StopRequest {
     /// The signal that came first; 0 for none.
     signal: Arc<AtomicUsize>,
 }
 
 impl StopRequest {
+    /// Returns the request that whoever embeds this command may make, or one that only signals make.
+    pub(crate) fn new() -> Self {
+        StopRequest { signal: capture::stop().unwrap_or_default() }
+    }
+
     /// Notes the first signal from now on, instead of ending the process. A second one ends the process at once.
     ///
     /// # Errors
     /// The system does not allow it.
     pub(crate) fn watch(&self) -> Result<()> {
+        // A process that this command is only a guest of has handlers of its own.
+        if capture::is_on() {
+            return Ok(());
+        }
         let is_second = Arc::new(AtomicBool::new(false));
         for signal in [SIGINT, SIGTERM] {
             // The order counts: what is registered first runs first, so the first signal finds `is_second` unset.

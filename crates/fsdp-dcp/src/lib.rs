@@ -73,7 +73,7 @@ pub mod checkpoint {
     pub use crate::formats::extra::ExtraFiles;
     pub use crate::formats::stream::stream;
     pub use crate::formats::structure::Structure;
-    pub use crate::open::open;
+    pub use crate::open::{check_replaceable, open};
     pub use crate::safetensors::sidecar::{VALUES_FILE, values_beside};
 }
 

@@ -4,6 +4,7 @@ use crate::dcp::reader::{CheckpointReader, metadata_files};
 use crate::deepspeed;
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::Checkpoint;
+use crate::formats::extra::ExtraFiles;
 use crate::formats::read::OpenOptions;
 use crate::gguf;
 use crate::numpy;
@@ -29,6 +30,31 @@ pub fn open(location: impl Into<Location>, options: OpenOptions) -> Result<Box<d
         None => Err(FileError::NotCommitted { path: location.name().to_owned(), reason: "there is nothing" }),
         Some(EntryKind::Directory) => open_directory(&location, options),
         Some(EntryKind::File | EntryKind::Special) => open_file(&location, options),
+    }
+}
+
+/// Checks that a checkpoint directory may be replaced by another one: nothing is there, or an empty directory, or a
+/// checkpoint, damaged or not, without files of others beside its own, which would go with it.
+///
+/// # Errors
+/// [`FileError::NotReplaceable`].
+pub fn check_replaceable(location: &Location) -> Result<(), FileError> {
+    let refused = |wanted| Err(FileError::NotReplaceable { path: location.name().to_owned(), wanted });
+    match location.storage().kind()? {
+        None => return Ok(()),
+        Some(EntryKind::Directory) if location.names()?.is_empty() => return Ok(()),
+        Some(EntryKind::Directory) => {}
+        Some(EntryKind::File | EntryKind::Special) => return refused("checkpoint directory"),
+    }
+    match open_directory(location, OpenOptions { verify: false }) {
+        Ok(checkpoint) => {
+            let ExtraFiles { files, others } = ExtraFiles::of(&*checkpoint)?;
+            let is_alone = files.is_empty() && others.iter().all(|name| name.ends_with(".distcp"));
+            if is_alone { Ok(()) } else { refused("checkpoint directory without files of others") }
+        }
+        Err(FileError::NotCommitted { .. }) => refused("checkpoint directory"),
+        // Damaged, but a checkpoint.
+        Err(_) => Ok(()),
     }
 }
 

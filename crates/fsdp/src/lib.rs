@@ -1,6 +1,6 @@
 //! Shard candle models over many ranks; save and load their state at any number of ranks.
 //!
-#![doc = include_str!("../../../README.md")]
+#![doc = include_str!("../README.md")]
 //!
 //! # Modules
 //!

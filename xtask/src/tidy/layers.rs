@@ -11,7 +11,7 @@ use serde_json::Value;
 use crate::shell::program;
 
 /// Each crate with the crates of the project that it may use. Layers point down only.
-const LAYERS: [(&str, &[&str]); 11] = [
+const LAYERS: [(&str, &[&str]); 12] = [
     ("fsdp-ops", &[]),
     ("fsdp-layout", &[]),
     ("fsdp-digest", &["fsdp-layout"]),
@@ -26,6 +26,7 @@ const LAYERS: [(&str, &[&str]); 11] = [
         &["fsdp-ops", "fsdp-layout", "fsdp-dcp", "fsdp-comm", "fsdp-flat", "fsdp-state", "fsdp-nn", "fsdp-checkpoint"],
     ),
     ("fsdp-cli", &["fsdp-layout", "fsdp-dcp", "fsdp"]),
+    ("fsdp-python", &["fsdp-layout", "fsdp-dcp", "fsdp-cli"]),
 ];
 
 /// The crates that must not use a tensor library.

@@ -29,6 +29,8 @@ const UNSAFE: [&str; 17] = [
     // What runs between fork and exec, so that no process of a launch is left behind.
     "crates/fsdp-cli/src/launch/mod.rs",
     "crates/fsdp-cli/src/launch/parent.rs",
+    // Memory that a Python object lends.
+    "crates/fsdp-python/src/memory.rs",
     // Global allocators that count.
     "crates/fsdp-state/tests/memory.rs",
     "tests/src/counting_allocator.rs",

@@ -173,7 +173,7 @@ fn overlap(source: &Location, destination: &Location) -> bool {
 fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> Result<()> {
     let mut written = Written::planned(source, destination);
     if !destination.dry_run {
-        let stop = StopRequest::default();
+        let stop = StopRequest::new();
         // Uploads cannot be stopped between two steps, so signals end the process as they always do.
         if destination.path.local().is_some() {
             stop.watch()?;

@@ -80,7 +80,7 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     let run = &arguments.checkpoints();
     let reports = launched.as_ref().is_none_or(Launched::is_first);
     let ranks = ranks(arguments, launched.as_ref());
-    let stop = StopRequest::default();
+    let stop = StopRequest::new();
     let mut candidates = Candidates::new(run, arguments.resume_mode(), reports);
     let mut group = None;
     let ended = loop {

@@ -66,14 +66,16 @@ mod layout;
 mod payload;
 
 pub use crate::payload::source::PayloadSource;
-pub use crate::torch::value::value_item_length;
+pub use crate::torch::value::{encode_value, value_item_length};
+
+use std::collections::HashSet;
 
 use fsdp_digest::{Part, StateDigest};
 use serde::{Deserialize, Serialize};
 
 use crate::digest::check_copy;
 use crate::error::FileError;
-use crate::metadata::{Entry, METADATA_FILE, Metadata, StorageInfo, encode};
+use crate::metadata::{Entry, METADATA_FILE, Metadata, StorageInfo, decode, encode};
 use crate::plan::{LocalPlan, Selection};
 use crate::storage::Staging;
 use crate::storage::integrity::{FileIntegrity, Integrity};
@@ -184,7 +186,11 @@ fn place_items(metadata: &mut Metadata, written: &[RankWritten]) -> Result<(), F
             }
         }
     }
-    // A chunk that no rank wrote would be missing from the checkpoint without a word.
+    check_placed(metadata)
+}
+
+/// Checks that everything is stored somewhere: a chunk that no rank wrote would be missing without a word.
+fn check_placed(metadata: &Metadata) -> Result<(), FileError> {
     let unplaced = metadata.entries.iter().find(|(_, entry)| match entry {
         Entry::Bytes(bytes) => bytes.stored.is_none(),
         Entry::Tensor(tensor) => tensor.chunks.iter().any(|chunk| chunk.stored.is_none()),
@@ -233,18 +239,46 @@ pub(crate) fn finish_copy(
     if let Some(digests) = &digests {
         check_copy(staging.target(), original, digests)?;
     }
-    let metadata = encode(&metadata);
+    commit(staging, &encode(&metadata), written, digests)
+}
+
+/// Ends a save whose `.metadata` the caller has encoded, as torch does: otherwise the same as [`finish`].
+///
+/// # Errors
+/// Besides those of [`finish`]: metadata that this crate cannot decode, or that names files which no rank has written.
+/// Then nothing is committed.
+pub fn finish_encoded(staging: Staging, metadata: &[u8], written: &[RankWritten]) -> Result<(), FileError> {
+    let path = staging.directory().join(METADATA_FILE);
+    let decoded = decode(metadata).map_err(|error| FileError::File { path, source: error.into() })?;
+    check_placed(&decoded)?;
+    let files: HashSet<&str> = written.iter().filter_map(|rank| rank.file.as_deref()).collect();
+    for (fqn, _, stored) in decoded.stored() {
+        if !files.contains(stored.relative_path.as_str()) {
+            return Err(FileError::NotStored { fqn: fqn.to_owned() });
+        }
+    }
+    // The digests of its tensors are not known here: what torch writes is not cut as a plan of ours.
+    commit(staging, metadata, written, None).map(drop)
+}
+
+/// Writes the hashes and digests, and commits with this `.metadata`. Returns the digests.
+fn commit(
+    staging: Staging,
+    metadata: &[u8],
+    written: &[RankWritten],
+    digests: Option<StateDigest>,
+) -> Result<Option<StateDigest>, FileError> {
     let files = written.iter().filter_map(|rank| Some((rank.file.clone()?, rank.integrity.clone())));
     let mut integrity = Integrity { files: files.collect(), digests: digests.clone() };
     staging.check_files(integrity.files.keys())?;
     let mut own = FileIntegrity::default();
-    own.push_bytes(&metadata);
+    own.push_bytes(metadata);
     integrity.files.insert(METADATA_FILE.to_owned(), own);
     let name = staging.integrity_file();
     let integrity =
         integrity.encode().map_err(|source| FileError::File { path: staging.directory().join(&name), source })?;
     // The hashes come first: once the `.metadata` is there, the checkpoint is, and must be whole.
     staging.write(&name, &integrity)?;
-    staging.commit(METADATA_FILE, &metadata)?;
+    staging.commit(METADATA_FILE, metadata)?;
     Ok(digests)
 }

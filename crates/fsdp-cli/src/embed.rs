@@ -1,0 +1,102 @@
+//! The commands on checkpoints inside another program, such as the Python package: what they would write to stdout, and
+//! errors as the command explains them.
+
+use std::ffi::OsString;
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+
+use anyhow::{Error, anyhow};
+
+use super::{Command, capture, execute, outcome, parse};
+use crate::exit_codes;
+
+/// An error as the command tells it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Explained {
+    /// The exit code that it has; see [`exit_codes`].
+    pub exit_code: u8,
+    /// The error and its causes.
+    pub message: String,
+    /// Advice on what to do, if there is any.
+    pub hint: Option<&'static str>,
+}
+
+impl Explained {
+    /// Explains an error of this crate, or of those below it.
+    #[must_use]
+    pub fn new(error: &Error) -> Self {
+        // A command line that clap refuses.
+        if let Some(error) = error.downcast_ref::<clap::Error>() {
+            let message = error.to_string().trim_start_matches("error: ").trim_end().to_owned();
+            return Explained { exit_code: exit_codes::USAGE, message, hint: None };
+        }
+        let mut message = error.to_string();
+        for cause in error.chain().skip(1).map(ToString::to_string) {
+            // Libraries repeat the text of a cause that they pass on.
+            if !message.ends_with(&cause) {
+                message.push_str(": ");
+                message.push_str(&cause);
+            }
+        }
+        Explained { exit_code: outcome::exit_code(error), message, hint: outcome::hint(error) }
+    }
+}
+
+/// A command that failed.
+#[derive(Debug)]
+pub struct Failed {
+    /// The text that it would have written to stdout all the same: the report of a damaged checkpoint, for instance.
+    pub output: String,
+    /// The error.
+    pub error: Error,
+}
+
+impl From<Error> for Failed {
+    fn from(error: Error) -> Self {
+        Failed { output: String::new(), error }
+    }
+}
+
+/// Runs one of the commands on checkpoints, and returns what it would write to stdout. `arguments` are those of the command
+/// line, without the name of the program.
+///
+/// Signals are left to the caller: a conversion stops, and leaves nothing behind, once `stop` holds the number of one.
+///
+/// ```
+/// let failed = fsdp_cli::embed::report(["inspect", "no/such/checkpoint"].map(Into::into), Default::default());
+/// let explained = fsdp_cli::embed::Explained::new(&failed.unwrap_err().error);
+/// assert_eq!(explained.exit_code, fsdp_cli::exit_codes::INCOMPLETE);
+/// ```
+///
+/// # Errors
+/// Those of the command.
+pub fn report(arguments: impl IntoIterator<Item = OsString>, stop: Arc<AtomicUsize>) -> Result<String, Failed> {
+    let program = std::iter::once(OsString::from("fsdp"));
+    let arguments: Vec<OsString> = program.chain(arguments).collect();
+    let command = parse(&arguments).map_err(Error::from)?;
+    if !command.is_on_checkpoints() {
+        return Err(anyhow!("only the commands on checkpoints run inside another program").into());
+    }
+    let (outcome, output) = capture::run(stop, || execute(command));
+    let output = String::from_utf8_lossy(&output).into_owned();
+    match outcome {
+        Ok(()) => Ok(output),
+        Err(error) => Err(Failed { output, error }),
+    }
+}
+
+impl Command {
+    /// Returns `true` if the command only reads or writes checkpoints.
+    const fn is_on_checkpoints(&self) -> bool {
+        matches!(
+            self,
+            Command::Inspect(_)
+                | Command::Verify(_)
+                | Command::Diff(_)
+                | Command::Digest(_)
+                | Command::Reshard(_)
+                | Command::Convert(_)
+                | Command::Cat(_)
+        )
+    }
+}

@@ -1,0 +1,223 @@
+"""Look into, verify, compare, convert, reshard and load sharded checkpoints, without running a pickle.
+
+A checkpoint is a directory of ``torch.distributed.checkpoint`` (DCP), a safetensors file or directory, or a file of
+``torch.save``; its format is found by its content. With the feature built in, a place may also be an ``s3://``, ``gs://`` or
+``az://`` URL.
+
+    >>> import fsdp_checkpoint as fc
+    >>> fc.inspect("step-20")["bytes"]
+    >>> fc.verify("step-20")
+    >>> fc.convert("step-20", "model.safetensors", to="safetensors", include=["model.*"], rename={"model.": ""})
+    >>> state = fc.load("step-20", framework="torch")
+
+What ``inspect``, ``verify``, ``diff``, ``digest``, ``convert`` and ``reshard`` return is the JSON object that the command
+``fsdp`` of the same name writes with ``--json``. Errors are subclasses of :class:`CheckpointError`.
+
+``fsdp_checkpoint.torch`` has a ``StorageWriter`` and a ``StorageReader`` for ``torch.distributed.checkpoint``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from . import _native
+from ._load import Framework, load
+from .errors import (
+    AfterCommitError,
+    CheckpointError,
+    CorruptError,
+    DifferenceError,
+    IncompleteError,
+    NoSpaceError,
+    OpaqueError,
+    StorageError,
+    UnsafeError,
+    UnsupportedError,
+    UsageError,
+)
+
+__all__ = [
+    "AfterCommitError",
+    "CheckpointError",
+    "CorruptError",
+    "DifferenceError",
+    "Framework",
+    "IncompleteError",
+    "NoSpaceError",
+    "OpaqueError",
+    "StorageError",
+    "UnsafeError",
+    "UnsupportedError",
+    "UsageError",
+    "convert",
+    "diff",
+    "digest",
+    "inspect",
+    "load",
+    "reshard",
+    "verify",
+]
+
+Place = str | os.PathLike[str]
+"""A path, or the URL of an object store."""
+
+Report = dict[str, Any]
+"""A JSON object, as the command writes it with ``--json``."""
+
+
+def inspect(path: Place) -> Report:
+    """Return what a checkpoint holds: its format, step, tensors with dtypes, shapes and boxes, and values.
+
+    Only metadata is read. ``report["tensors"]`` has for each tensor its ``name``, ``dtype``, ``shape``, ``bytes`` and
+    ``boxes``, and for each box its ``offsets``, ``sizes``, ``rank`` and ``file``.
+
+    Raises:
+        IncompleteError: There is no committed checkpoint.
+        CorruptError: Its metadata is damaged.
+    """
+    return _report(["inspect"], [path])
+
+
+def verify(
+    path: Place,
+    level: Literal["structure", "sizes", "hashes", "deep"] = "hashes",
+    *,
+    threads: int | None = None,
+) -> Report:
+    """Check a checkpoint without loading it, and return what was found.
+
+    A damaged checkpoint is no exception here: ``report["ok"]`` is ``False`` then, and ``report["problems"]`` lists what is
+    wrong, with the ``file`` and ``offset`` of each problem. NaN and infinities, which ``level="deep"`` counts, are no problems.
+
+    Args:
+        path: A checkpoint of any format.
+        level: How much to check. Each level includes those before it.
+        threads: Threads that read and check; one for each core unless given.
+
+    Raises:
+        IncompleteError: There is no committed checkpoint.
+        UnsafeError: The checkpoint names files outside of itself.
+    """
+    return _report(["verify", "--level", level, *_option("--threads", threads)], [path], finding="ok")
+
+
+def diff(first: Place, second: Place, *, tolerance: float = 0.0, threads: int | None = None) -> Report:
+    """Compare two checkpoints of any formats, tensor by tensor.
+
+    ``report["equal"]`` is ``True`` if they hold the same; else ``report["differences"]`` lists them by name and kind.
+
+    Args:
+        first: A checkpoint of any format.
+        second: Another one, of any format.
+        tolerance: Largest absolute difference of two numbers that counts as equal. With 0 they are equal bit for bit.
+        threads: Threads that read and compare; one for each core unless given.
+    """
+    options = ["diff", "--tolerance", repr(float(tolerance)), *_option("--threads", threads)]
+    return _report(options, [first, second], finding="equal")
+
+
+def digest(path: Place, *, threads: int | None = None) -> Report:
+    """Return the digest of a checkpoint, which is the same for the same state in any format and layout."""
+    return _report(["digest", *_option("--threads", threads)], [path])
+
+
+def reshard(
+    source: Place,
+    destination: Place,
+    world_size: int,
+    *,
+    overwrite: bool = False,
+    threads: int | None = None,
+) -> Report:
+    """Write a checkpoint as a DCP directory for another number of ranks, in bounded memory.
+
+    The destination is committed as a whole, or is absent. Ctrl-C leaves nothing behind.
+    """
+    options = ["reshard", "--world-size", str(world_size), *_flag("--overwrite", overwrite)]
+    return _report([*options, *_option("--threads", threads)], [source, destination])
+
+
+def convert(
+    source: Place,
+    destination: Place,
+    to: Literal["dcp", "safetensors", "hf", "hf-sharded", "torch"],
+    *,
+    world_size: int | None = None,
+    max_shard_size: str | int | None = None,
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    rename: Mapping[str, str] | None = None,
+    prefix: str | None = None,
+    dtype: Literal["float64", "float32", "float16", "bfloat16"] | None = None,
+    cast_optimizer: bool = False,
+    drop_opaque: bool = False,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    threads: int | None = None,
+) -> Report:
+    """Write a checkpoint in another format, in bounded memory, and return what was written.
+
+    The destination is committed as a whole, or is absent. Ctrl-C leaves nothing behind.
+
+    Args:
+        source: A checkpoint of any format.
+        destination: The place to write to. Nothing may be there, unless ``overwrite`` is set.
+        to: The format to write.
+        world_size: Ranks of the destination, for ``dcp`` and ``hf-sharded``.
+        max_shard_size: Largest size of a file, for ``hf``: ``"2GiB"``, or bytes.
+        include: Globs of keys. Only keys that one of them matches are written.
+        exclude: Globs of keys that are not written.
+        rename: Beginnings of keys and what to put in their place; the first that fits a key counts.
+        prefix: Text to put before all keys, after ``rename``.
+        dtype: The dtype to which floating-point tensors are cast, but for the state of optimizers.
+        cast_optimizer: Cast the state of optimizers too.
+        drop_opaque: Leave out values of types that are never built, where the format cannot keep them.
+        overwrite: Replace the checkpoint at the destination once everything is written.
+        dry_run: Write nothing; only return what would be written.
+        threads: Threads that read, hash and write; one for each core unless given.
+
+    Raises:
+        UsageError: The request cannot work as given. Nothing was written.
+        OpaqueError: Values would be left out, and ``drop_opaque`` is not set.
+    """
+    options = ["convert", "--to", to, *_option("--world-size", world_size), *_option("--prefix", prefix)]
+    options += _option("--max-shard-size", max_shard_size)
+    options += [option for glob in include for option in _option("--include", glob)]
+    options += [option for glob in exclude for option in _option("--exclude", glob)]
+    options += [option for old, new in (rename or {}).items() for option in _option("--rename", f"{old}={new}")]
+    options += [*_option("--dtype", dtype), *_option("--threads", threads)]
+    flags = {
+        "--cast-optimizer": cast_optimizer,
+        "--drop-opaque": drop_opaque,
+        "--overwrite": overwrite,
+        "--dry-run": dry_run,
+    }
+    options += [option for name, wanted in flags.items() for option in _flag(name, wanted)]
+    return _report(options, [source, destination])
+
+
+def _option(name: str, value: object) -> list[str]:
+    """Return an option of the command line, in one piece, so that a value may begin with a dash."""
+    return [] if value is None else [f"{name}={value}"]
+
+
+def _flag(name: str, wanted: bool) -> list[str]:
+    return [name] if wanted else []
+
+
+def _report(options: list[str], places: list[Place], finding: str | None = None) -> Report:
+    """Run a command on checkpoints, and return its JSON.
+
+    ``finding`` is the field that is false where the command has found what it looks for, and ends with an error.
+    """
+    output, error = _native.report([*options, "--json", "--", *(os.fspath(place) for place in places)])
+    report: Report | None = json.loads(output) if output else None
+    is_finding = report is not None and finding is not None and not report[finding]
+    if error is not None and not is_finding:
+        raise error
+    if report is None:
+        raise CheckpointError(f"`fsdp {options[0]}` returned nothing")
+    return report

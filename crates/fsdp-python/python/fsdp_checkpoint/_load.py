@@ -1,0 +1,129 @@
+"""Loading whole tensors, to NumPy or torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from . import _native
+from .errors import DifferenceError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+Framework = Literal["numpy", "torch"]
+
+_NUMPY_NAMES = {"bool": "bool_"}
+"""dtypes that NumPy knows by another name than torch."""
+
+_ML_DTYPES = frozenset({"bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"})
+"""dtypes that the package ``ml_dtypes`` adds to NumPy."""
+
+_UNKNOWN_TO_NUMPY = frozenset({"complex32", "float4_e2m1fn_x2", "qint8", "quint8", "qint32"})
+
+
+def load(
+    path: str | os.PathLike[str],
+    keys: Iterable[str] | None = None,
+    *,
+    framework: Framework = "numpy",
+) -> dict[str, Any]:
+    """Return the tensors and values of a checkpoint of any format by their flat keys (``model.layers.0.weight``).
+
+    Whole tensors are returned, whatever number of ranks saved them, on the CPU. They are read by several threads, straight
+    into their memory, and checked against the checkpoint's hashes, if it has them. No pickle is executed.
+
+    Args:
+        path: A checkpoint of any format.
+        keys: The keys to load; all unless given.
+        framework: ``"numpy"`` for arrays, ``"torch"`` for tensors. NumPy has no bfloat16 and no 8-bit floats by itself: such
+            tensors need the package ``ml_dtypes``.
+
+    Raises:
+        DifferenceError: The checkpoint has no such key.
+        UnsafeError: A value is of a type that only code could build. Leave it out of ``keys``.
+        UsageError: NumPy has no such dtype.
+    """
+    checkpoint = _native.Checkpoint(os.fspath(path))
+    tensors = {name: (dtype, shape) for name, dtype, shape in checkpoint.tensors()}
+    values = set(checkpoint.values())
+    if keys is None:
+        wanted = [*tensors, *sorted(values)]
+    else:
+        wanted = list(dict.fromkeys([keys] if isinstance(keys, str) else keys))
+        for name in wanted:
+            if name not in tensors and name not in values:
+                raise DifferenceError(f"missing key in checkpoint: `{name}`")
+    checkpoint.check()
+    make = _maker(framework)
+    loaded: dict[str, Any] = {}
+    reads = []
+    for name in wanted:
+        if name in values:
+            loaded[name] = checkpoint.value(name, lambda dtype, shape, data: _of_bytes(make, dtype, shape, data))
+            continue
+        dtype, shape = tensors[name]
+        loaded[name], buffer = make(name, dtype, shape)
+        reads.append((name, [0] * len(shape), shape, buffer))
+    checkpoint.read(reads)
+    return loaded
+
+
+Maker = Callable[[str, str, tuple[int, ...]], tuple[Any, "np.ndarray[Any, Any]"]]
+"""A function that makes an empty tensor, and returns it and its memory as bytes."""
+
+
+def _maker(framework: str) -> Maker:
+    if framework == "numpy":
+        return _empty_array
+    if framework == "torch":
+        return _empty_tensor
+    raise UsageError(f"there is no framework `{framework}`: it is `numpy` or `torch`")
+
+
+def _empty_array(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[Any, np.ndarray[Any, Any]]:
+    array = np.empty(shape, numpy_dtype(name, dtype))
+    return array, array.reshape(-1).view(np.uint8)
+
+
+def numpy_dtype(name: str, dtype: str) -> np.dtype[Any]:
+    """Return NumPy's dtype for the tensor ``name`` of torch's dtype ``dtype``."""
+    if dtype in _ML_DTYPES:
+        try:
+            import ml_dtypes
+        except ModuleNotFoundError:
+            message = f"NumPy has no dtype for `{name}` ({dtype}): install `ml_dtypes`, or load it with framework='torch'"
+            raise UsageError(message) from None
+        return np.dtype(getattr(ml_dtypes, dtype))
+    if dtype in _UNKNOWN_TO_NUMPY:
+        raise UsageError(f"NumPy has no dtype for `{name}` ({dtype})")
+    return np.dtype(getattr(np, _NUMPY_NAMES.get(dtype, dtype)))
+
+
+def _empty_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[Any, np.ndarray[Any, Any]]:
+    import torch
+
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype) or dtype.startswith(("qint", "quint")):
+        raise UsageError(f"torch cannot make a tensor of the dtype of `{name}` ({dtype}) from its elements")
+    # Made of bytes, as not every dtype can be made in every shape, and seen as what it is.
+    memory = torch.empty(prod(shape) * found.itemsize, dtype=torch.uint8)
+    return memory.view(found).reshape(shape), memory.numpy()
+
+
+def _of_bytes(make: Maker, dtype: str, shape: tuple[int, ...], data: bytes) -> Any:
+    """Return a tensor that is part of a value."""
+    tensor, memory = make("a tensor in a value", dtype, shape)
+    memory[:] = np.frombuffer(data, np.uint8)
+    return tensor
+
+
+def bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return the memory of a contiguous tensor on the CPU as bytes."""
+    import torch
+
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()

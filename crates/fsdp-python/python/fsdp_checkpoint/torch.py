@@ -1,0 +1,269 @@
+"""A ``StorageWriter`` and a ``StorageReader`` for ``torch.distributed.checkpoint``.
+
+One changed line makes a program save with them:
+
+    >>> import torch.distributed.checkpoint as dcp
+    >>> from fsdp_checkpoint.torch import StorageReader, StorageWriter
+    >>> dcp.save(state, storage_writer=StorageWriter("step-20"))
+    >>> dcp.load(state, storage_reader=StorageReader("step-20"))
+
+What is written is a DCP directory that ``dcp.load(state, checkpoint_id="step-20")`` reads as well. It has hashes beside it
+(``.integrity``), which ``StorageReader`` and ``fsdp verify`` check. It grows in a directory beside its place, is made durable,
+and takes its place with one rename: a crash leaves the old checkpoint or the new one, never a mixture.
+
+``StorageReader`` reads checkpoints of any format, safetensors and files of ``torch.save`` too, and runs no pickle of theirs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import pickle
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import storage
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from . import _native
+from ._load import bytes_of
+from .errors import UsageError
+
+__all__ = ["StorageReader", "StorageWriter"]
+
+_VERSION = "1.0.0"
+
+
+@dataclasses.dataclass(frozen=True)
+class _RankPlan:
+    """What the coordinator tells a rank: its number, and the name of what it prepared."""
+
+    rank: int
+    staging: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _RankReport(WriteResult):
+    """The hashes of a rank's file, which travel to the coordinator as one more result."""
+
+    report: bytes = b""
+
+
+class StorageWriter(storage.StorageWriter):
+    """Writes DCP checkpoints that are committed in one step, with hashes.
+
+    Every rank writes one file, straight from the memory of its tensors, by several threads; tensors on GPUs are copied to the
+    host first. An error of one rank is an error of all, as torch has it, and leaves the old checkpoint as it was.
+
+    Args:
+        path: The directory of the checkpoint: a path, or the URL of an object store. Every rank must see the same place.
+        overwrite: Replace the checkpoint that is there, in one step. Only a checkpoint that holds no files of others, or an
+            empty directory, is replaced.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, overwrite: bool = True) -> None:
+        self.path = os.fspath(path)
+        self.overwrite = overwrite
+        self._staging: _native.Staging | None = None
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The place of the checkpoint."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return ``True`` for what can be a place."""
+        return bool(os.fspath(checkpoint_id))
+
+    def storage_meta(self) -> StorageMeta:
+        """Return what the metadata tells of this save."""
+        return StorageMeta(checkpoint_id=self.path)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new save, to another place if one is given."""
+        self._discard()
+        if checkpoint_id:
+            self.path = os.fspath(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Prepare the place, on the coordinator."""
+        if not kwargs.get("use_collectives", True):
+            raise UsageError("a checkpoint that all ranks commit together needs collectives: use_collectives=True")
+        self._discard()
+        if is_coordinator:
+            self._staging = _native.Staging.prepare(self.path, self.overwrite)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Tell each rank its number and where to write."""
+        if self._staging is None:
+            raise UsageError("`prepare_global_plan` is for the coordinator, after `set_up_storage_writer`")
+        name = self._staging.name
+        return [
+            dataclasses.replace(plan, storage_data=_RankPlan(rank, name)) for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file, durably."""
+        told: _RankPlan = plan.storage_data
+        staging = self._staging or _native.Staging.join(self.path, told.staging)
+        tensors, values, indices = [], [], []
+        # Tensors first: the places that come back count in this order.
+        by_kind = sorted(plan.items, key=lambda item: item.type == WriteItemType.BYTE_IO)
+        for item in by_kind:
+            data = planner.resolve_data(item)
+            indices.append(item.index)
+            if item.type == WriteItemType.BYTE_IO:
+                values.append((item.index.fqn, data.getvalue()))
+                continue
+            if item.tensor_data is None:
+                raise UsageError(f"the plan does not say where `{item.index.fqn}` goes")
+            chunk, size = item.tensor_data.chunk, item.tensor_data.size
+            if data.layout is not torch.strided or data.is_quantized:
+                raise UsageError(f"`{item.index.fqn}` is sparse or quantized, which this writer cannot save")
+            if data.size() != chunk.sizes:
+                raise UsageError(f"`{item.index.fqn}` has shape {tuple(data.size())}, planned was {tuple(chunk.sizes)}")
+            data = data.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            dtype = str(data.dtype).removeprefix("torch.")
+            tensors.append((item.index.fqn, dtype, [*size], [*chunk.offsets], [*chunk.sizes], bytes_of(data)))
+        placed, report = staging.write_rank(told.rank, tensors, values)
+        results: list[WriteResult] = [
+            WriteResult(indices[at], length, _StorageInfo(file, offset, length)) for at, file, offset, length in placed
+        ]
+        results.append(_RankReport(MetadataIndex(""), 0, None, report))
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the metadata and the hashes, and commit."""
+        staging, self._staging = self._staging, None
+        if staging is None:
+            raise UsageError("`finish` is for the coordinator, after `set_up_storage_writer`")
+        everything = [result for of_rank in results for result in of_rank]
+        reports = [result.report for result in everything if isinstance(result, _RankReport)]
+        metadata.version = _VERSION
+        metadata.storage_data = {
+            result.index: result.storage_data for result in everything if not isinstance(result, _RankReport)
+        }
+        metadata.storage_meta = self.storage_meta()
+        staging.finish(pickle.dumps(metadata), reports)
+
+    def _discard(self) -> None:
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.discard()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A save in a process of its own gets a copy of this, before it begins.
+        return {**self.__dict__, "_staging": None}
+
+
+class StorageReader(storage.StorageReader):
+    """Reads checkpoints of any format: DCP directories, safetensors, files of ``torch.save``.
+
+    What is read is checked against the checkpoint's hashes, if it has them. Only the boxes that a rank wants are read, straight
+    into its tensors where these are contiguous, on the CPU and of the saved dtype.
+
+    Values that are not tensors are rebuilt from what is safe in their pickles. A value of any other type is an
+    :class:`~fsdp_checkpoint.UnsafeError`, unless ``run_pickles`` is set.
+
+    Args:
+        path: The checkpoint: a path, or the URL of an object store.
+        run_pickles: Hand values to torch as they are stored, which executes their pickles: only for files that you trust.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, run_pickles: bool = False) -> None:
+        self.path = os.fspath(path)
+        self.run_pickles = run_pickles
+        self._checkpoint: _native.Checkpoint | None = None
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The place of the checkpoint."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return ``True`` for what can be a place."""
+        return bool(os.fspath(checkpoint_id))
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new load, from another place if one is given."""
+        self._checkpoint = None
+        if checkpoint_id:
+            self.path = os.fspath(checkpoint_id)
+
+    def read_metadata(self) -> Metadata:
+        """Return the metadata of the checkpoint, made from what is safe in it."""
+        metadata: Metadata = pickle.loads(self._opened().metadata())
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        """Remember the boxes that are saved."""
+        self._metadata = metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read all that the plan asks for, by several threads."""
+        checkpoint = self._opened()
+        reads, targets = [], []
+        for item in plan.items:
+            name = item.storage_index.fqn
+            if item.type == LoadItemType.BYTE_IO:
+                stored = checkpoint.stored_item(name) if self.run_pickles else checkpoint.item(name)
+                planner.load_bytes(item, io.BytesIO(stored))
+                continue
+            saved = self._metadata.state_dict_metadata[name]
+            start = item.storage_index.offset or [0] * len(item.lengths)
+            offsets = [at + within for at, within in zip(start, item.storage_offsets, strict=True)]
+            target = planner.resolve_tensor(item).detach()
+            if target.size() != item.lengths:
+                raise UsageError(f"`{name}`: {tuple(target.size())} elements wanted, {tuple(item.lengths)} planned")
+            dtype = saved.properties.dtype
+            direct = target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
+            direct = direct and not (target.is_conj() or target.is_neg())
+            memory = target if direct else torch.empty(tuple(item.lengths), dtype=dtype)
+            reads.append((name, offsets, [*item.lengths], bytes_of(memory)))
+            targets.append((item, target, memory))
+        checkpoint.read(reads)
+        for item, target, memory in targets:
+            if memory is not target:
+                target.copy_(memory)
+            planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _opened(self) -> _native.Checkpoint:
+        if self._checkpoint is None:
+            self._checkpoint = _native.Checkpoint(self.path)
+        return self._checkpoint
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_checkpoint": None}

@@ -1,0 +1,123 @@
+//! An open checkpoint of any format.
+
+use fsdp_dcp::checkpoint;
+use fsdp_dcp::metadata::{Entry, encode};
+use fsdp_dcp::plan::LoadRequest;
+use fsdp_dcp::reader::{Destination, OpenOptions, ReadOptions};
+use fsdp_dcp::{FileError, FormatError, writer};
+use fsdp_layout::TensorBox;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyTuple};
+
+use crate::error::{exception, sizes};
+use crate::memory::Memory;
+use crate::value::to_python;
+
+/// An open checkpoint of any format.
+#[pyclass(frozen)]
+pub(crate) struct Checkpoint {
+    opened: Box<dyn checkpoint::Checkpoint>,
+}
+
+/// A tensor in a list: name, dtype, shape.
+type Listed<'py> = (String, &'static str, Bound<'py, PyTuple>);
+
+/// A box of a tensor, and the buffer that it goes to: name, offsets, sizes, buffer.
+type Wanted<'py> = (String, Vec<usize>, Vec<usize>, Bound<'py, PyAny>);
+
+#[pymethods]
+impl Checkpoint {
+    /// Opens the checkpoint at a path or a URL.
+    #[new]
+    fn new(py: Python<'_>, path: String) -> PyResult<Self> {
+        let opened = py.detach(|| checkpoint::open(path, OpenOptions { verify: true }));
+        opened.map(|opened| Checkpoint { opened }).map_err(|error| exception(py, error))
+    }
+
+    /// Lists the tensors, in the order of the checkpoint.
+    fn tensors<'py>(&self, py: Python<'py>) -> PyResult<Vec<Listed<'py>>> {
+        let tensors = self.opened.metadata().tensors();
+        tensors
+            .map(|(name, tensor)| {
+                Ok((name.to_owned(), tensor.properties.dtype.torch_name(), sizes(py, &tensor.shape)?))
+            })
+            .collect()
+    }
+
+    /// Lists the names of the values that are not tensors.
+    fn values(&self) -> Vec<String> {
+        self.opened.metadata().values().map(|(name, _)| name.to_owned()).collect()
+    }
+
+    /// Returns the metadata as torch pickles it. The bytes are made here: nothing of a foreign pickle is in them.
+    fn metadata<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &encode(self.opened.metadata()))
+    }
+
+    /// Checks that the bytes of all tensors can be where the metadata says: before memory is made for them.
+    fn check(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.opened.check_stored()).map_err(|error| exception(py, error))
+    }
+
+    /// Returns a value; `tensor` makes the tensors in it, from dtype, shape and bytes.
+    fn value<'py>(&self, py: Python<'py>, name: &str, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let value = py.detach(|| self.opened.read_value(name)).map_err(|error| exception(py, error))?;
+        to_python(py, &value, tensor)
+    }
+
+    /// Returns a value as `torch.save` would write it. The bytes are made here, of plain values.
+    fn item<'py>(&self, py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyBytes>> {
+        let encoded = py.detach(|| {
+            let value = self.opened.read_value(name)?;
+            writer::encode_value(&value).map_err(|source| encode_error(name, source))
+        });
+        encoded.map(|bytes| PyBytes::new(py, &bytes)).map_err(|error| exception(py, error))
+    }
+
+    /// Returns a value as it is stored: bytes that run code when torch loads them.
+    fn stored_item<'py>(&self, py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyBytes>> {
+        let Some(Entry::Bytes(entry)) = self.opened.metadata().entries.get(name) else {
+            return self.item(py, name);
+        };
+        let Some(stored) = &entry.stored else { return self.item(py, name) };
+        let bytes = py.detach(|| self.opened.read_item(name, stored));
+        bytes.map(|bytes| PyBytes::new(py, &bytes)).map_err(|error| exception(py, error))
+    }
+
+    /// Fills buffers with boxes of tensors, in the dtypes of the checkpoint, by several threads.
+    fn read(&self, py: Python<'_>, wanted: Vec<Wanted<'_>>) -> PyResult<()> {
+        let mut requests = Vec::with_capacity(wanted.len());
+        let mut memory = Vec::with_capacity(wanted.len());
+        for (name, offsets, lengths, buffer) in wanted {
+            let found = self.opened.metadata().tensor(&name);
+            let tensor = found.ok_or_else(|| exception(py, missing(&name)))?;
+            let bounds = TensorBox { offsets, sizes: lengths };
+            if !bounds.fits(&tensor.shape) {
+                let shape = tensor.shape.clone();
+                let error = fsdp_dcp::plan::LoadPlanError::OutOfBounds { fqn: name, bounds, shape };
+                return Err(exception(py, FileError::from(error)));
+            }
+            let dtype = tensor.properties.dtype;
+            let buffer = Memory::of(&buffer, bounds.numel() * dtype.size_in_bytes() as usize)?;
+            buffer.check_writable()?;
+            memory.push(buffer);
+            requests.push(LoadRequest { fqn: name, dtype, shape: tensor.shape.clone(), boxes: vec![bounds] });
+        }
+        let buffers = memory.iter_mut().map(Memory::bytes_mut);
+        let destinations: Vec<Destination<'_>> = requests
+            .into_iter()
+            .zip(buffers)
+            .map(|(request, buffer)| Destination { request, buffers: vec![buffer] })
+            .collect();
+        let read = py.detach(|| self.opened.read(destinations, ReadOptions::default()));
+        read.map(drop).map_err(|error| exception(py, error))
+    }
+}
+
+fn missing(name: &str) -> FileError {
+    FileError::from(fsdp_dcp::plan::LoadPlanError::Missing { fqn: name.to_owned() })
+}
+
+fn encode_error(name: &str, source: FormatError) -> FileError {
+    FileError::Encode { fqn: name.to_owned(), source }
+}

@@ -1,0 +1,65 @@
+//! The `fsdp` command inside a Python process.
+
+use std::ffi::OsString;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use anyhow::anyhow;
+use fsdp_cli::embed;
+use pyo3::prelude::*;
+
+use crate::error::exception;
+
+/// The number of SIGINT, which Python turns into `KeyboardInterrupt`.
+const SIGINT: usize = 2;
+
+/// The time between two looks for signals.
+const SIGNAL_CHECK: Duration = Duration::from_millis(20);
+
+/// Runs the command line `arguments`, whose first is the program's name, and returns its exit code.
+#[pyfunction]
+pub(crate) fn run(py: Python<'_>, arguments: Vec<OsString>) -> u8 {
+    py.detach(|| fsdp_cli::run(arguments))
+}
+
+/// Runs one command on checkpoints, and returns what it would write to stdout, and its error as an exception or `None`.
+///
+/// On Ctrl-C a conversion stops and leaves nothing behind.
+#[pyfunction]
+pub(crate) fn report(py: Python<'_>, arguments: Vec<OsString>) -> PyResult<(String, Option<PyErr>)> {
+    let stop = Arc::new(AtomicUsize::new(0));
+    let (done, finished) = sync_channel::<()>(1);
+    let finished = Mutex::new(finished);
+    let worker = std::thread::spawn({
+        let stop = Arc::clone(&stop);
+        move || {
+            let reported = embed::report(arguments, stop);
+            // The other end waits for as long as this thread runs.
+            let _ = done.send(());
+            reported
+        }
+    });
+    // Python handles signals on this thread only, and only while it asks.
+    let mut interrupted = None;
+    loop {
+        let wait = || finished.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(SIGNAL_CHECK);
+        match py.detach(wait) {
+            Ok(()) | Err(RecvTimeoutError::Disconnected) => break,
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+        if let Err(signal) = py.check_signals() {
+            stop.store(SIGINT, Ordering::Relaxed);
+            interrupted.get_or_insert(signal);
+        }
+    }
+    let reported = worker.join().unwrap_or_else(|_| Err(anyhow!("a bug: the command panicked").into()));
+    if let Some(signal) = interrupted {
+        return Err(signal);
+    }
+    Ok(match reported {
+        Ok(output) => (output, None),
+        Err(failed) => (failed.output, Some(exception(py, failed.error))),
+    })
+}

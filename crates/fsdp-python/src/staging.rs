@@ -1,0 +1,160 @@
+//! A checkpoint that torch's ranks write together: each its own file, then one commit.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+
+use fsdp_dcp::checkpoint::check_replaceable;
+use fsdp_dcp::plan::{LocalPlan, SelectedItem, Selection};
+use fsdp_dcp::storage::{self, Durable};
+use fsdp_dcp::writer::{PayloadSource, RankWritten, WriteOptions, finish_encoded, write_rank};
+use fsdp_dcp::{FileError, Location};
+use fsdp_layout::{DType, PlainValue, TensorBox};
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use crate::error::{exception, wrong_argument};
+use crate::memory::Memory;
+
+/// A checkpoint that is being written. Without [`Staging::finish`] nothing of it is left once it is dropped by the rank that
+/// prepared it.
+#[pyclass(frozen)]
+pub(crate) struct Staging {
+    /// `None` once it is finished or given up.
+    staging: Mutex<Option<storage::Staging>>,
+    name: String,
+}
+
+/// A tensor to write: name, dtype, shape of the whole, offsets and sizes of the box, its bytes.
+type TensorItem<'py> = (String, String, Vec<usize>, Vec<usize>, Vec<usize>, Bound<'py, PyAny>);
+
+/// A written item: its position in the list of items, its file, offset and length.
+type Placed = (u32, String, u64, u64);
+
+#[pymethods]
+impl Staging {
+    /// Prepares to write a checkpoint at a path or a URL: the coordinator does.
+    #[staticmethod]
+    fn prepare(py: Python<'_>, path: String, overwrite: bool) -> PyResult<Self> {
+        let prepared = py.detach(|| {
+            let target = Location::from(path);
+            if overwrite {
+                check_replaceable(&target)?;
+            }
+            storage::clean_stale(target.clone())?;
+            let staging = Durable::new().prepare(target, overwrite)?;
+            staging.check_replaces_directory()?;
+            Ok::<_, FileError>(staging)
+        });
+        prepared.map(Staging::new).map_err(|error| exception(py, error))
+    }
+
+    /// Joins what the coordinator has prepared for the same path, by its name.
+    #[staticmethod]
+    fn join(py: Python<'_>, path: String, name: &str) -> PyResult<Self> {
+        let joined = py.detach(|| Durable::new().join(path, name));
+        joined.map(Staging::new).map_err(|error| exception(py, error))
+    }
+
+    /// The name by which other ranks join.
+    #[getter]
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Writes the file of a rank, durably, from the tensors' own memory. Returns the place of each item, and a report for
+    /// [`Staging::finish`].
+    fn write_rank<'py>(
+        &self,
+        py: Python<'py>,
+        rank: usize,
+        tensors: Vec<TensorItem<'py>>,
+        values: Vec<(String, Vec<u8>)>,
+    ) -> PyResult<(Vec<Placed>, Bound<'py, PyBytes>)> {
+        let mut plan = LocalPlan::default();
+        let mut state = State::default();
+        for (fqn, dtype, shape, offsets, lengths, buffer) in tensors {
+            let dtype = DType::from_torch_name(&dtype)
+                .ok_or_else(|| wrong_argument(format!("`{fqn}` is of dtype {dtype}, which no checkpoint can hold")))?;
+            let bounds = TensorBox { offsets, sizes: lengths };
+            if !bounds.fits(&shape) {
+                return Err(wrong_argument(format!("box {bounds} of `{fqn}` does not lie in its shape {shape:?}")));
+            }
+            let buffer = Memory::of(&buffer, bounds.numel() * dtype.size_in_bytes() as usize)?;
+            plan.add_tensor(&fqn, None, dtype, shape, vec![bounds.clone()]);
+            state.tensors.entry(fqn).or_default().push((bounds, buffer));
+        }
+        for (fqn, item) in values {
+            plan.add_value(&fqn, None, item.len() as u64);
+            state.values.insert(fqn, item);
+        }
+        let kept = (0..plan.items.len() as u32).map(|item| SelectedItem { item, index: 0, entry: item, chunk: 0 });
+        let selection = Selection { kept: kept.collect() };
+        let written = py.detach(|| {
+            let staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
+            let Some(staging) = &*staging else { return Ok(None) };
+            write_rank(staging, rank, &plan, &selection, &state, &WriteOptions::default()).map(Some)
+        });
+        let written = written.map_err(|error| exception(py, error))?.ok_or_else(finished)?;
+        let file = written.file.clone().unwrap_or_default();
+        let placed = written.items.iter().map(|item| (item.entry, file.clone(), item.offset, item.length)).collect();
+        let report = serde_json::to_vec(&written).map_err(|error| exception(py, error))?;
+        Ok((placed, PyBytes::new(py, &report)))
+    }
+
+    /// Writes the hashes and torch's pickle of the metadata, and commits: the checkpoint takes its place in one step.
+    fn finish(&self, py: Python<'_>, metadata: Vec<u8>, reports: Vec<Vec<u8>>) -> PyResult<()> {
+        let written: Result<Vec<RankWritten>, _> =
+            reports.iter().map(|report| serde_json::from_slice(report)).collect();
+        let written = written.map_err(|error| exception(py, error))?;
+        let staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner).take().ok_or_else(finished)?;
+        py.detach(|| finish_encoded(staging, &metadata, &written)).map_err(|error| exception(py, error))
+    }
+
+    /// Gives up: what was written is removed, if this rank prepared it.
+    fn discard(&self, py: Python<'_>) {
+        py.detach(|| drop(self.staging.lock().unwrap_or_else(PoisonError::into_inner).take()));
+    }
+}
+
+impl Staging {
+    fn new(staging: storage::Staging) -> Self {
+        let name = staging.name().to_owned();
+        Staging { staging: Mutex::new(Some(staging)), name }
+    }
+}
+
+fn finished() -> PyErr {
+    wrong_argument("the checkpoint is finished, or given up")
+}
+
+/// The items of a rank, in Python's memory.
+#[derive(Default)]
+struct State {
+    tensors: HashMap<String, Vec<(TensorBox, Memory)>>,
+    values: HashMap<String, Vec<u8>>,
+}
+
+impl PayloadSource for State {
+    fn payload(
+        &self,
+        fqn: &str,
+        bounds: &TensorBox,
+        range: Range<u64>,
+        sink: &mut dyn FnMut(&[u8]) -> Result<(), FileError>,
+    ) -> Result<(), FileError> {
+        let boxes = self.tensors.get(fqn).into_iter().flatten();
+        let memory = boxes.filter(|(held, _)| held == bounds).map(|(_, memory)| memory).next();
+        let bytes = memory.and_then(|memory| memory.bytes().get(range.start as usize..range.end as usize));
+        sink(bytes.ok_or_else(|| FileError::NotStored { fqn: fqn.to_owned() })?)
+    }
+
+    fn stored_item(&self, fqn: &str) -> Result<Option<Vec<u8>>, FileError> {
+        Ok(self.values.get(fqn).cloned())
+    }
+
+    fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, FileError> {
+        Err(FileError::NotStored { fqn: fqn.to_owned() })
+    }
+}

@@ -1,0 +1,51 @@
+//! Plain values as Python objects.
+
+use fsdp_layout::PlainValue;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyList, PySet, PyTuple};
+
+use crate::error::sizes;
+
+/// Returns a plain value as a Python object. `tensor` makes a tensor of its dtype's name, its shape and its bytes.
+pub(crate) fn to_python<'py>(
+    py: Python<'py>,
+    value: &PlainValue,
+    tensor: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let all = |items: &[PlainValue]| -> PyResult<Vec<Bound<'py, PyAny>>> {
+        items.iter().map(|item| to_python(py, item, tensor)).collect()
+    };
+    Ok(match value {
+        PlainValue::None => py.None().into_bound(py),
+        PlainValue::Bool(value) => value.into_pyobject(py)?.to_owned().into_any(),
+        PlainValue::Int(value) => value.into_pyobject(py)?.into_any(),
+        PlainValue::BigInt(bytes) => {
+            let signed = PyDict::new(py);
+            signed.set_item("signed", true)?;
+            let int = py.get_type::<pyo3::types::PyInt>();
+            int.call_method("from_bytes", (PyBytes::new(py, bytes), "little"), Some(&signed))?
+        }
+        PlainValue::Float(value) => value.into_pyobject(py)?.into_any(),
+        PlainValue::Str(value) => value.into_pyobject(py)?.into_any(),
+        PlainValue::Bytes(value) => PyBytes::new(py, value).into_any(),
+        PlainValue::List(items) => PyList::new(py, all(items)?)?.into_any(),
+        PlainValue::Tuple(items) => PyTuple::new(py, all(items)?)?.into_any(),
+        PlainValue::Set(items) => PySet::new(py, all(items)?)?.into_any(),
+        PlainValue::Dict(items) => {
+            let dict = PyDict::new(py);
+            for (key, value) in items {
+                dict.set_item(to_python(py, key, tensor)?, to_python(py, value, tensor)?)?;
+            }
+            dict.into_any()
+        }
+        PlainValue::Tensor(plain) => {
+            let shape = sizes(py, &plain.shape)?;
+            tensor.call1((plain.dtype.torch_name(), shape, PyBytes::new(py, &plain.data)))?
+        }
+        // A kind of value that this crate does not know yet.
+        other => {
+            let message = format!("a value of type `{}` has no counterpart in Python", other.type_name());
+            return Err(PyErr::new::<pyo3::exceptions::PyNotImplementedError, _>(message));
+        }
+    })
+}

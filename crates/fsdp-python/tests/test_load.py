@@ -1,0 +1,142 @@
+"""Loading to NumPy and torch, bit for bit what torch itself loads."""
+
+import json
+import os
+import struct
+import sys
+
+import fsdp_checkpoint as fc
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+
+def saved_by_torch(path):
+    """Return the tensors of a DCP directory as torch loads them."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    target = os.path.join(os.environ["PYTEST_TMP"], f"{abs(hash(str(path)))}.pt")
+    dcp_to_torch_save(path, target)
+    return torch.load(target, weights_only=True)
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTEST_TMP", str(tmp_path))
+
+
+def flat(state, prefix=""):
+    """Return the tensors of nested dicts by their flat keys."""
+    if isinstance(state, torch.Tensor):
+        return {prefix: state}
+    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
+    found = {}
+    for key, value in items:
+        found |= flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return found
+
+
+@pytest.mark.parametrize("checkpoint", ["dcp_checkpoint", "bf16_checkpoint"])
+def test_tensors_are_those_that_torch_loads(checkpoint, request):
+    path = request.getfixturevalue(checkpoint)
+    loaded = fc.load(path, framework="torch")
+    expected = flat(saved_by_torch(path))
+    assert {name for name, value in loaded.items() if isinstance(value, torch.Tensor)} == set(expected)
+    for name, tensor in expected.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name], tensor), name
+
+
+def test_arrays_are_the_same_numbers(dcp_checkpoint):
+    arrays, tensors = fc.load(dcp_checkpoint), fc.load(dcp_checkpoint, framework="torch")
+    assert list(arrays) == list(tensors)
+    for name, array in arrays.items():
+        if isinstance(array, np.ndarray):
+            assert np.array_equal(array, tensors[name].numpy()), name
+
+
+def test_only_the_keys_that_are_asked_for(dcp_checkpoint):
+    name = fc.inspect(dcp_checkpoint)["tensors"][0]["name"]
+    assert list(fc.load(dcp_checkpoint, [name])) == [name]
+    assert list(fc.load(dcp_checkpoint, name)) == [name]
+    with pytest.raises(fc.DifferenceError, match="missing key in checkpoint: `none`"):
+        fc.load(dcp_checkpoint, ["none"])
+
+
+DTYPES = [
+    "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "bfloat16", "float16", "float32", "float64",
+    "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
+]  # fmt: skip
+
+
+def test_every_dtype_of_torch(tmp_path):
+    state = {name: torch.arange(48, dtype=torch.uint8).view(getattr(torch, name)) for name in DTYPES if name != "bool"}
+    state |= {"bool": torch.tensor([True, False]), "scalar": torch.tensor(1.5), "empty": torch.empty(0, 3)}
+    torch.save(state, tmp_path / "all.pt")
+    loaded = fc.load(tmp_path / "all.pt", framework="torch")
+    assert set(loaded) == set(state)
+    for name, tensor in state.items():
+        assert loaded[name].dtype == tensor.dtype and loaded[name].shape == tensor.shape
+        same = loaded[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)
+        assert torch.equal(*same), name
+
+
+def test_values_keep_their_types(tmp_path):
+    values = {
+        "none": None,
+        "flag": True,
+        "step": 7,
+        "large": -(10**30),
+        "lr": 0.1,
+        "text": "täxt",
+        "bytes": b"\x00\xff",
+        "pair": (1, [2.0, "three"], {"four": (5,)}),
+        "set": {1, 2},
+        "tensor_in_tuple": (torch.tensor([1.5, 2.5], dtype=torch.bfloat16),),
+    }
+    torch.save({"values": values["pair"], **{k: v for k, v in values.items()}}, tmp_path / "values.pt")
+    loaded = fc.load(tmp_path / "values.pt", framework="torch")
+    for name in ("none", "flag", "step", "large", "lr", "text", "bytes", "set"):
+        assert loaded[name] == values[name] and type(loaded[name]) is type(values[name]), name
+    assert loaded["pair"] == values["pair"]
+    assert torch.equal(loaded["tensor_in_tuple"][0], values["tensor_in_tuple"][0])
+
+
+class Attack:
+    def __reduce__(self):
+        return os.system, ("echo executed > executed",)
+
+
+def test_no_pickle_is_executed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"w": torch.ones(2), "bad": Attack()}, "bad.pt")
+    with pytest.raises(fc.UnsafeError, match="bad"):
+        fc.load("bad.pt", framework="torch")
+    assert torch.equal(fc.load("bad.pt", ["w"], framework="torch")["w"], torch.ones(2))
+    assert not (tmp_path / "executed").exists()
+
+
+def test_bfloat16_without_ml_dtypes_is_an_error_that_names_the_tensor(bf16_checkpoint, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    with pytest.raises(fc.UsageError, match=r"`.*` \(bfloat16\): install `ml_dtypes`"):
+        fc.load(bf16_checkpoint)
+    with pytest.raises(fc.UsageError, match="no framework `jax`"):
+        fc.load(bf16_checkpoint, framework="jax")
+
+
+def test_damaged_bytes_are_not_returned(dcp_checkpoint, tmp_path):
+    fc.reshard(dcp_checkpoint, tmp_path / "sealed", 1)
+    data = tmp_path / "sealed" / "__0_0.distcp"
+    bytes_ = bytearray(data.read_bytes())
+    bytes_[len(bytes_) // 2] ^= 1
+    data.write_bytes(bytes_)
+    with pytest.raises(fc.CorruptError, match="__0_0.distcp"):
+        fc.load(tmp_path / "sealed")
+
+
+def test_a_header_that_asks_for_all_memory_is_an_error(tmp_path):
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}).encode()
+    (tmp_path / "huge.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(fc.CheckpointError):
+        fc.load(tmp_path / "huge.safetensors")

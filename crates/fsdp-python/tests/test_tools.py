@@ -1,0 +1,144 @@
+"""inspect, verify, diff, digest, convert and reshard, and the command."""
+
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import fsdp_checkpoint as fc
+import numpy as np
+import pytest
+
+
+def test_inspect_returns_the_commands_json(dcp_checkpoint):
+    report = fc.inspect(dcp_checkpoint)
+    assert (report["schema"], report["format"], report["committed"]) == (1, "dcp", True)
+    assert report["bytes"] == sum(tensor["bytes"] for tensor in report["tensors"])
+    assert {box["rank"] for tensor in report["tensors"] for box in tensor["boxes"]} == {0, 1}
+
+
+def test_a_place_may_begin_with_a_dash(dcp_checkpoint, tmp_path, monkeypatch):
+    shutil.copytree(dcp_checkpoint, tmp_path / "--json")
+    monkeypatch.chdir(tmp_path)
+    assert fc.inspect("--json")["format"] == "dcp"
+
+
+def test_nothing_at_a_place_is_incomplete_and_file_not_found(tmp_path):
+    with pytest.raises(fc.IncompleteError, match="is not a committed checkpoint") as raised:
+        fc.inspect(tmp_path / "none")
+    assert isinstance(raised.value, FileNotFoundError)
+    assert raised.value.exit_code == 11
+    assert raised.value.hint
+    copy = pickle.loads(pickle.dumps(raised.value))
+    assert (type(copy), str(copy), copy.hint) == (type(raised.value), str(raised.value), raised.value.hint)
+
+
+def test_verify_reports_damage_and_does_not_raise(dcp_checkpoint, tmp_path):
+    fc.reshard(dcp_checkpoint, tmp_path / "sealed", 2)
+    assert fc.verify(tmp_path / "sealed")["ok"]
+    data = tmp_path / "sealed" / "__1_0.distcp"
+    damaged = bytearray(data.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    data.write_bytes(damaged)
+    report = fc.verify(tmp_path / "sealed", threads=1)
+    assert not report["ok"]
+    assert report["problems"][0]["file"] == "__1_0.distcp"
+    assert fc.verify(tmp_path / "sealed", "structure")["ok"]
+
+
+def test_diff_lists_what_differs(dcp_checkpoint, bf16_checkpoint, tmp_path):
+    fc.convert(dcp_checkpoint, tmp_path / "copy", to="dcp", world_size=3)
+    assert fc.diff(dcp_checkpoint, tmp_path / "copy") == fc.diff(dcp_checkpoint, tmp_path / "copy") | {"equal": True}
+    report = fc.diff(dcp_checkpoint, bf16_checkpoint)
+    assert not report["equal"]
+    assert "dtype" in {difference["kind"] for difference in report["differences"]}
+
+
+def test_the_digest_does_not_depend_on_the_layout(dcp_checkpoint, tmp_path):
+    fc.reshard(dcp_checkpoint, tmp_path / "three", 3)
+    assert fc.digest(dcp_checkpoint)["digest"] == fc.digest(tmp_path / "three")["digest"]
+
+
+def test_convert_selects_renames_and_casts(dcp_checkpoint, tmp_path):
+    report = fc.convert(
+        dcp_checkpoint,
+        tmp_path / "model.safetensors",
+        to="safetensors",
+        include=["model.*"],
+        rename={"model.": ""},
+        dtype="bfloat16",
+    )
+    inspected = fc.inspect(tmp_path / "model.safetensors")
+    assert report["tensors"] == len(inspected["tensors"]) > 0
+    assert {tensor["dtype"] for tensor in inspected["tensors"]} == {"bfloat16"}
+    assert not any(tensor["name"].startswith("model.") for tensor in inspected["tensors"])
+
+
+def test_what_cannot_be_done_changes_nothing(dcp_checkpoint, tmp_path):
+    (tmp_path / "there").write_text("mine")
+    with pytest.raises(fc.UsageError, match="exists already"):
+        fc.convert(dcp_checkpoint, tmp_path / "there", to="torch")
+    with pytest.raises(ValueError, match="means nothing"):
+        fc.convert(dcp_checkpoint, tmp_path / "new", to="torch", world_size=2)
+    with pytest.raises(fc.UsageError, match="invalid value"):
+        fc.convert(dcp_checkpoint, tmp_path / "new", to="pickle")
+    with pytest.raises(fc.UsageError, match="leave nothing"):
+        fc.convert(dcp_checkpoint, tmp_path / "new", to="torch", include=["none.*"])
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    assert (tmp_path / "there").read_text() == "mine"
+
+
+def test_a_dry_run_writes_nothing(dcp_checkpoint, tmp_path):
+    assert fc.convert(dcp_checkpoint, tmp_path / "new", to="hf", max_shard_size="1MB", dry_run=True)["dry_run"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_variable_of_the_command_changes_no_report(dcp_checkpoint, monkeypatch):
+    monkeypatch.setenv("FSDP_LEVEL", "structure")
+    assert fc.verify(dcp_checkpoint)["bytes_read"] > 0
+
+
+def command(*arguments: object, **options: object) -> subprocess.CompletedProcess:
+    fsdp = "import sys; from fsdp_checkpoint._command import main; sys.argv[0] = 'fsdp'; main()"
+    line = [sys.executable, "-c", fsdp, *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, check=False, **options)
+
+
+def test_the_command_has_its_exit_codes(dcp_checkpoint, tmp_path):
+    done = command("inspect", dcp_checkpoint, "--tensors")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "model." in done.stdout
+    assert command("inspect", tmp_path / "none").returncode == 11
+    assert command("inspect").returncode == 2
+    assert command("diff", dcp_checkpoint, dcp_checkpoint).returncode == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a file with a hole")
+def test_ctrl_c_stops_a_conversion_and_leaves_nothing(tmp_path):
+    source, target = tmp_path / "large.npz.safetensors", tmp_path / "copy.safetensors"
+    size = 3 << 30
+    header = b'{"w":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}' % (size, size)
+    with source.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)
+    code = f"import fsdp_checkpoint as fc; print('begin', flush=True); fc.convert({str(source)!r}, {str(target)!r}, to='safetensors')"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.readline()
+    while process.poll() is None and not any(".tmp-" in name for name in os.listdir(tmp_path)):
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert "KeyboardInterrupt" in errors
+    assert [path.name for path in tmp_path.iterdir()] == [source.name]
+
+
+def test_every_function_says_what_it_does():
+    for name in fc.__all__:
+        if name != "Framework":
+            assert getattr(fc, name).__doc__, name
+    assert Path(fc.__file__).with_name("py.typed").exists()
+    assert np.__version__

@@ -1,0 +1,230 @@
+"""The storage of torch.distributed.checkpoint, in one process."""
+
+import copy
+import gc
+import json
+import os
+import pickle
+
+import fsdp_checkpoint as fc
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from fsdp_checkpoint.torch import StorageReader, StorageWriter  # noqa: E402
+from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
+
+
+def state():
+    """Return a state dict with all that a trainer keeps."""
+    torch.manual_seed(0)
+    return {
+        "model": {
+            "weight": torch.randn(33, 17),
+            "half": torch.randn(1000).bfloat16(),
+            "flags": torch.tensor([True, False]),
+            "scalar": torch.tensor(3.5),
+            "empty": torch.empty(0, 4),
+            "transposed": torch.randn(5, 7).t(),
+            "complex": torch.randn(3, dtype=torch.complex64),
+        },
+        "optim": {"lr": 0.1, "betas": (0.9, 0.95), "names": ["a", "b"], "none": None},
+        "step": 7,
+    }
+
+
+def zeroed(value):
+    """Return the same nest, with tensors of zeros."""
+    if isinstance(value, torch.Tensor):
+        return torch.zeros_like(value)
+    if isinstance(value, dict):
+        return {key: zeroed(item) for key, item in value.items()}
+    return None
+
+
+def assert_same(found, expected, at="state"):
+    if isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype and torch.equal(found, expected), at
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_same(found[key], value, f"{at}.{key}")
+    else:
+        assert found == expected and type(found) is type(expected), at
+
+
+@pytest.mark.parametrize("reader", ["ours", "torch"])
+@pytest.mark.parametrize("writer", ["ours", "torch"])
+def test_either_reads_what_either_wrote(tmp_path, writer, reader):
+    saved, path = state(), tmp_path / "step-1"
+    dcp.save(saved, storage_writer=StorageWriter(path) if writer == "ours" else dcp.FileSystemWriter(path))
+    loaded = zeroed(saved)
+    dcp.load(loaded, storage_reader=StorageReader(path) if reader == "ours" else dcp.FileSystemReader(path))
+    assert_same(loaded, saved)
+
+
+def test_what_is_written_has_hashes_and_is_verified(tmp_path):
+    dcp.save(state(), storage_writer=StorageWriter(tmp_path / "step-1"))
+    report = fc.verify(tmp_path / "step-1", "deep")
+    assert report["ok"] and report["hashed"] and report["tensors"] == 7
+    assert sorted(os.listdir(tmp_path)) == ["step-1"]
+
+
+def test_it_holds_the_same_as_torchs_own(tmp_path):
+    dcp.save(state(), storage_writer=StorageWriter(tmp_path / "ours"))
+    dcp.save(state(), checkpoint_id=tmp_path / "torchs")
+    assert fc.diff(tmp_path / "ours", tmp_path / "torchs")["equal"]
+    ours = dcp.FileSystemReader(tmp_path / "ours").read_metadata()
+    torchs = dcp.FileSystemReader(tmp_path / "torchs").read_metadata()
+    assert ours.state_dict_metadata == torchs.state_dict_metadata
+    assert ours.planner_data == torchs.planner_data
+    assert ours.storage_data.keys() == torchs.storage_data.keys()
+
+
+def test_a_reader_refuses_damage_and_names_the_file(tmp_path):
+    dcp.save(state(), storage_writer=StorageWriter(tmp_path / "step-1"))
+    data = tmp_path / "step-1" / "__0_0.distcp"
+    damaged = bytearray(data.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    data.write_bytes(damaged)
+    with pytest.raises(CheckpointException, match="__0_0.distcp"):
+        dcp.load(zeroed(state()), storage_reader=StorageReader(tmp_path / "step-1"))
+
+
+def test_an_overwrite_replaces_whole(tmp_path):
+    first, second = state(), state()
+    second["step"], second["model"]["weight"] = 8, torch.ones(33, 17)
+    dcp.save(first, storage_writer=StorageWriter(tmp_path / "last"))
+    dcp.save(second, storage_writer=StorageWriter(tmp_path / "last"))
+    loaded = zeroed(second)
+    dcp.load(loaded, storage_reader=StorageReader(tmp_path / "last"))
+    assert_same(loaded, second)
+    with pytest.raises(CheckpointException, match="exists already"):
+        dcp.save(first, storage_writer=StorageWriter(tmp_path / "last", overwrite=False))
+
+
+def test_only_a_checkpoint_is_replaced(tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").write_text("mine")
+    with pytest.raises(CheckpointException, match="no checkpoint directory"):
+        dcp.save(state(), storage_writer=StorageWriter(tmp_path / "notes"))
+    dcp.save(state(), storage_writer=StorageWriter(tmp_path / "step-1"))
+    (tmp_path / "step-1" / "config.json").write_text("mine")
+    with pytest.raises(CheckpointException, match="without files of others"):
+        dcp.save(state(), storage_writer=StorageWriter(tmp_path / "step-1"))
+    assert (tmp_path / "notes" / "mine.txt").read_text() == "mine"
+    assert (tmp_path / "step-1" / "config.json").read_text() == "mine"
+    (tmp_path / "empty").mkdir()
+    dcp.save(state(), storage_writer=StorageWriter(tmp_path / "empty"))
+
+
+class FailingPlanner(dcp.DefaultSavePlanner):
+    """A planner that fails in the middle of writing."""
+
+    def resolve_data(self, write_item):
+        if write_item.index.fqn == "step":
+            raise RuntimeError("no data today")
+        return super().resolve_data(write_item)
+
+
+def test_a_save_that_fails_leaves_the_old_one_and_nothing_else(tmp_path):
+    first = state()
+    dcp.save(first, storage_writer=StorageWriter(tmp_path / "last"))
+    writer = StorageWriter(tmp_path / "last")
+    with pytest.raises(CheckpointException, match="no data today"):
+        dcp.save(state() | {"step": 8}, storage_writer=writer, planner=FailingPlanner())
+    del writer
+    gc.collect()
+    loaded = zeroed(first)
+    dcp.load(loaded, storage_reader=StorageReader(tmp_path / "last"))
+    assert_same(loaded, first)
+    assert os.listdir(tmp_path) == ["last"]
+
+
+def test_one_writer_saves_again_and_again(tmp_path):
+    writer = StorageWriter(tmp_path / "step-1")
+    for step in (1, 2, 3):
+        dcp.save(state() | {"step": step}, storage_writer=writer, checkpoint_id=tmp_path / f"step-{step}")
+    assert sorted(os.listdir(tmp_path)) == ["step-1", "step-2", "step-3"]
+    assert fc.load(tmp_path / "step-3", ["step"]) == {"step": 3}
+    assert pickle.loads(pickle.dumps(writer)).path == writer.path
+    assert copy.copy(writer).path == writer.path
+
+
+def test_an_async_save_is_committed_when_its_future_is_done(tmp_path, monkeypatch):
+    # torch wants a process group for it.
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        saved = state()
+        dcp.async_save(saved, storage_writer=StorageWriter(tmp_path / "step-1")).result()
+        loaded = zeroed(saved)
+        dcp.load(loaded, storage_reader=StorageReader(tmp_path / "step-1"))
+        assert_same(loaded, saved)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_conjugate_that_is_not_computed_yet_is_saved_as_what_it_is(tmp_path):
+    lazy = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    assert lazy.is_conj()
+    dcp.save({"z": lazy}, storage_writer=StorageWriter(tmp_path / "c"))
+    loaded = {"z": torch.zeros(2, dtype=torch.complex64)}
+    dcp.load(loaded, storage_reader=StorageReader(tmp_path / "c"))
+    assert loaded["z"].tolist() == [1 - 2j, 3 + 4j]
+
+
+def test_a_reader_casts_as_torchs_does(tmp_path):
+    dcp.save({"w": torch.tensor([1.5, 2.5])}, storage_writer=StorageWriter(tmp_path / "c"))
+    loaded = {"w": torch.zeros(2, dtype=torch.bfloat16)}
+    dcp.load(loaded, storage_reader=StorageReader(tmp_path / "c"))
+    assert loaded["w"].tolist() == [1.5, 2.5]
+
+
+def test_a_reader_reads_safetensors(tmp_path):
+    dcp.save(state()["model"], storage_writer=StorageWriter(tmp_path / "c"))
+    fc.convert(tmp_path / "c", tmp_path / "c.safetensors", to="safetensors")
+    loaded = zeroed(state()["model"])
+    dcp.load(loaded, storage_reader=StorageReader(tmp_path / "c.safetensors"))
+    assert_same(loaded, state()["model"])
+
+
+def test_a_missing_key_is_an_error_that_names_it(tmp_path):
+    dcp.save({"w": torch.ones(2)}, storage_writer=StorageWriter(tmp_path / "c"))
+    with pytest.raises(CheckpointException, match="other"):
+        dcp.load({"other": torch.ones(2)}, storage_reader=StorageReader(tmp_path / "c"))
+
+
+class Attack:
+    def __reduce__(self):
+        return os.system, ("echo executed > executed",)
+
+
+class Plain:
+    """A harmless object that only its class can build."""
+
+    def __init__(self):
+        self.count = 3
+
+
+def test_values_are_rebuilt_without_their_pickles(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    dcp.save({"w": torch.ones(2), "bad": Attack()}, checkpoint_id=tmp_path / "bad")
+    loaded = {"w": torch.zeros(2)}
+    dcp.load(loaded, storage_reader=StorageReader(tmp_path / "bad"))
+    assert loaded["w"].tolist() == [1, 1]
+    with pytest.raises(CheckpointException, match="bad"):
+        dcp.load({"w": torch.zeros(2), "bad": None}, storage_reader=StorageReader(tmp_path / "bad"))
+    assert not (tmp_path / "executed").exists()
+
+    dcp.save({"plain": Plain()}, storage_writer=StorageWriter(tmp_path / "plain"))
+    trusted = {"plain": None}
+    dcp.load(trusted, storage_reader=StorageReader(tmp_path / "plain", run_pickles=True))
+    assert trusted["plain"].count == 3
+
+
+def test_a_checkpoint_without_collectives_is_refused(tmp_path):
+    with pytest.raises(fc.UsageError, match="use_collectives"):
+        StorageWriter(tmp_path / "c").set_up_storage_writer(True, rank=0, use_collectives=False)
+    assert json.dumps(os.listdir(tmp_path)) == "[]"

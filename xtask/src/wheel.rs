@@ -1,0 +1,112 @@
+//! `cargo xtask wheel`: builds the Python wheel, installs it in a fresh environment, and runs its tests there.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, Result, ensure};
+use clap::Args;
+
+use crate::shell::say;
+
+/// The package that builds wheels.
+const MATURIN: &str = "maturin>=1.9,<2";
+
+/// The packages that the tests import, besides torch.
+const PACKAGES: [&str; 2] = ["numpy", "pytest"];
+
+/// The variable that names a Python with torch, so that it need not be installed.
+const PYTHON_VARIABLE: &str = "FSDP_INTEROP_PYTHON";
+
+/// Options of `cargo xtask wheel`.
+#[derive(Args, Clone)]
+pub(crate) struct WheelArguments {
+    /// Build with the dev profile, which is quicker
+    #[arg(long)]
+    dev: bool,
+    /// Only build
+    #[arg(long)]
+    no_test: bool,
+}
+
+/// Builds the wheel in `target/wheels`, and tests it.
+pub(crate) fn run(root: &Path, arguments: &WheelArguments) -> Result<()> {
+    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from);
+    let tools = environment(&target.join("wheel-tools"), false)?;
+    pip(&tools, &[MATURIN])?;
+    let wheels = target.join("wheels");
+    if wheels.exists() {
+        // Only this task writes there.
+        remove(&wheels)?;
+    }
+    let package = root.join("crates/fsdp-python");
+    let mut build = Command::new(&tools);
+    build.args(["-m", "maturin", "build", "--locked", "--out"]).arg(&wheels).current_dir(&package);
+    if !arguments.dev {
+        build.arg("--release");
+    }
+    succeed(&mut build)?;
+    let wheel = fs::read_dir(&wheels)?.next().context("maturin built no wheel")??.path();
+    say(&format!("xtask: {} is {} KiB", wheel.display(), wheel.metadata()?.len() / 1024));
+    if arguments.no_test {
+        return Ok(());
+    }
+    // A fresh environment, so that what the wheel needs and does not name is missed.
+    let python = environment(&target.join("wheel-python"), true)?;
+    let wheel = wheel.display().to_string();
+    pip(&python, &[&[wheel.as_str()], &PACKAGES[..]].concat())?;
+    let tests = package.join("tests");
+    // First without torch: the tests that need it are skipped, and everything else has to work.
+    succeed(Command::new(&python).args(["-m", "pytest", "-q", "-p", "no:cacheprovider"]).arg(&tests))?;
+    match std::env::var_os(PYTHON_VARIABLE) {
+        Some(with_torch) => borrow(Path::new(&with_torch), &python)?,
+        None => pip(&python, &["torch>=2.6"])?,
+    }
+    succeed(Command::new(&python).args(["-m", "pytest", "-q", "-p", "no:cacheprovider"]).arg(&tests))
+}
+
+/// Makes a Python environment in `directory`, and returns its Python. An old one is kept unless a fresh one is wanted.
+fn environment(directory: &Path, fresh: bool) -> Result<PathBuf> {
+    let python = directory.join("bin/python");
+    if fresh && directory.exists() {
+        remove(directory)?;
+    }
+    if !python.exists() {
+        succeed(Command::new("python3").args(["-m", "venv"]).arg(directory))?;
+    }
+    Ok(python)
+}
+
+/// Removes a directory that only this task writes to.
+fn remove(directory: &Path) -> Result<()> {
+    succeed(Command::new("rm").arg("-r").arg(directory))
+}
+
+/// Lets `python` import the packages that another Python has.
+#[expect(clippy::disallowed_methods, reason = "a file of a test's environment, not of a checkpoint")]
+fn borrow(from: &Path, python: &Path) -> Result<()> {
+    let packages = site_packages(from)?;
+    let file = PathBuf::from(site_packages(python)?).join("borrowed.pth");
+    fs::write(&file, format!("{packages}\n")).with_context(|| format!("failed to write `{}`", file.display()))
+}
+
+/// Returns the directory in which a Python keeps its packages.
+fn site_packages(python: &Path) -> Result<String> {
+    let code = "import sysconfig; print(sysconfig.get_paths()['purelib'])";
+    let output = Command::new(python).args(["-c", code]).output();
+    let output = output.with_context(|| format!("failed to start `{}`", python.display()))?;
+    ensure!(output.status.success(), "`{}` failed with {}", python.display(), output.status);
+    Ok(String::from_utf8(output.stdout)?.trim().to_owned())
+}
+
+fn pip(python: &Path, packages: &[&str]) -> Result<()> {
+    succeed(Command::new(python).args(["-m", "pip", "install", "--quiet"]).args(packages))
+}
+
+/// Runs a program. Returns an error if it fails.
+fn succeed(command: &mut Command) -> Result<()> {
+    let program = command.get_program().to_string_lossy().into_owned();
+    let status = command.status().with_context(|| format!("failed to start `{program}`"))?;
+    ensure!(status.success(), "`{program}` failed with {status}");
+    Ok(())
+}
