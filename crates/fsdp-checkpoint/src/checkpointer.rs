@@ -2,12 +2,15 @@
 
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
 use fsdp_comm::ProcessGroup;
 use fsdp_dcp::Location;
+use fsdp_dcp::lineage::{DataPosition, Lineage, Parent};
 use fsdp_dcp::storage::clean_stale;
+use fsdp_digest::StateDigest;
 use fsdp_state::{LoadError as _, LoadOptions, LoadReport};
 use tracing::warn;
 
@@ -23,6 +26,25 @@ pub enum CheckpointName {
     Step(u64),
     /// A path or a URL.
     At(Location),
+}
+
+/// The facts about a run that its checkpoints record beside their state; see [`Lineage`].
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct RunFacts {
+    /// A text that stands for the configuration: the same for the same configuration.
+    pub config: Option<String>,
+    /// How far the run has read its data.
+    pub data: Option<DataPosition>,
+}
+
+impl CheckpointName {
+    /// Returns the step of a checkpoint of the run.
+    fn step(&self) -> Option<u64> {
+        match self {
+            CheckpointName::Step(step) => Some(*step),
+            CheckpointName::At(_) => None,
+        }
+    }
 }
 
 impl From<u64> for CheckpointName {
@@ -75,6 +97,12 @@ pub struct Checkpointer {
     saver: AsyncSaver,
     /// Removes old checkpoints, on rank 0.
     pruning: Option<JoinHandle<()>>,
+    /// The parent of the next checkpoint: the one that was saved or loaded last.
+    parent: Mutex<Option<Parent>>,
+    /// The step of the save in the background, if it is of the run.
+    saving: Option<u64>,
+    /// The rest of what is recorded with the next checkpoints.
+    facts: RunFacts,
     /// `true` if a save ended while old checkpoints were still being removed, so that there may be more to remove.
     prune_again: bool,
 }
@@ -97,7 +125,38 @@ impl Checkpointer {
         options: CheckpointerOptions,
     ) -> Result<Self, CheckpointError> {
         let saver = AsyncSaver::new(group)?;
-        Ok(Checkpointer { run: run.into(), group: group.clone(), options, saver, pruning: None, prune_again: false })
+        Ok(Checkpointer {
+            run: run.into(),
+            group: group.clone(),
+            options,
+            saver,
+            pruning: None,
+            parent: Mutex::default(),
+            saving: None,
+            facts: RunFacts::default(),
+            prune_again: false,
+        })
+    }
+
+    /// Sets what the next checkpoints record of the run, beside their steps and the digest of the checkpoint that they grew out
+    /// of. No communication; rank 0's counts.
+    pub fn set_facts(&mut self, facts: RunFacts) {
+        self.facts = facts;
+    }
+
+    /// Returns the options of a save; one of a step of the run records its lineage.
+    fn save_options(&self, step: Option<u64>) -> SaveOptions {
+        let RunFacts { config, data } = self.facts.clone();
+        let parent = *self.parent.lock().unwrap_or_else(PoisonError::into_inner);
+        let lineage = step.map(|step| Lineage { step, parent, config, data });
+        SaveOptions { lineage, ..self.options.save.clone() }
+    }
+
+    /// Notes the checkpoint that the next one grows out of.
+    fn set_parent(&self, parent: Option<Parent>) {
+        if let Some(parent) = parent {
+            *self.parent.lock().unwrap_or_else(PoisonError::into_inner) = Some(parent);
+        }
     }
 
     /// Returns the place of a checkpoint.
@@ -122,9 +181,12 @@ impl Checkpointer {
         run: &impl Stateful,
     ) -> Result<SaveReport, CheckpointError> {
         self.wait()?;
-        let path = self.prepare(name.into())?;
+        let name = name.into();
+        let step = name.step();
+        let path = self.prepare(name)?;
         let state = CheckpointError::agree(&self.group, "save", None, run.state_dict())?;
-        let report = self.saver.save_now(path, &state, &self.options.save)?;
+        let report = self.saver.save_now(path, &state, &self.save_options(step))?;
+        self.set_parent(Parent::of(step, report.digest));
         self.start_pruning();
         Ok(report)
     }
@@ -141,9 +203,14 @@ impl Checkpointer {
         run: &impl Stateful,
     ) -> Result<Duration, CheckpointError> {
         self.wait()?;
-        let path = self.prepare(name.into())?;
+        let name = name.into();
+        let step = name.step();
+        let path = self.prepare(name)?;
         let state = CheckpointError::agree(&self.group, "save", None, run.state_dict())?;
-        self.saver.save(path, &state, &self.options.save)
+        let options = self.save_options(step);
+        let stall = self.saver.save(path, &state, &options)?;
+        self.saving = step;
+        Ok(stall)
     }
 
     /// Removes what a killed run has left of a save to the same place, and returns the place. Collective: one
@@ -173,8 +240,10 @@ impl Checkpointer {
     /// # Errors
     /// The errors of the save in the background, as [`Checkpointer::save`] lists them.
     pub fn wait(&mut self) -> Result<Option<SaveReport>, CheckpointError> {
+        let step = self.saving.take();
         let report = self.saver.wait()?;
-        if report.is_some() {
+        if let Some(report) = &report {
+            self.set_parent(Parent::of(step, report.digest));
             self.start_pruning();
         }
         Ok(report)
@@ -194,7 +263,10 @@ impl Checkpointer {
         run: &mut impl Stateful,
     ) -> Result<LoadReport, CheckpointError> {
         let (group, checkpoint) = open("load", &self.location(name), &self.group, &self.options.load)?;
-        run.load_state_dict(&*checkpoint, &group, &self.options.load)
+        let report = run.load_state_dict(&*checkpoint, &group, &self.options.load)?;
+        let step = checkpoint.lineage().map(|lineage| lineage.step);
+        self.set_parent(Parent::of(step, checkpoint.digests().map(StateDigest::root)));
+        Ok(report)
     }
 
     /// Loads the newest checkpoint of the run; returns it and the report, or `None` if there is none yet. Collectives: one

@@ -31,7 +31,7 @@ mod stateful;
 
 pub use async_save::AsyncSaver;
 pub use catalog::{StepCheckpoint, latest_checkpoint, list_checkpoints, step_name, step_path};
-pub use checkpointer::{CheckpointName, Checkpointer, CheckpointerOptions};
+pub use checkpointer::{CheckpointName, Checkpointer, CheckpointerOptions, RunFacts};
 pub use compare::WrongTensor;
 pub use digest::{check_replicas, state_digest};
 pub use error::CheckpointError;

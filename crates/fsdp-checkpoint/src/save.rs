@@ -10,11 +10,13 @@ use candle_core::{Device, Tensor};
 use fsdp_comm::ProcessGroup;
 use fsdp_dcp::Location;
 use fsdp_dcp::limits::MAX_OBJECT_BYTES;
+use fsdp_dcp::lineage::Lineage;
 use fsdp_dcp::plan::{Deduplicate, LocalPlan, Selection};
 use fsdp_dcp::storage::{Durable, Staging};
 use fsdp_dcp::verify::with_causes;
 use fsdp_dcp::writer::value_item_length;
 use fsdp_dcp::writer::{PayloadSource, RankWritten, WriteOptions, finish, write_rank};
+use fsdp_digest::Digest;
 use fsdp_flat::storage::{HostBytes, to_device};
 use fsdp_layout::{ErrorKind, Failure, PlainValue, TensorBox};
 use fsdp_state::{FlatStateDict, StateDict, StateValue, flatten_state_dict};
@@ -45,6 +47,8 @@ pub struct SaveOptions {
     pub deadline: Duration,
     /// The way to durable storage; tests make its steps fail.
     pub durable: Durable,
+    /// The place of the checkpoint in its run, to be recorded with it. [`Checkpointer`](crate::Checkpointer) fills it in.
+    pub lineage: Option<Lineage>,
     /// The counter of the bytes that this rank has written. Each rank has its own; keep a clone to read it.
     pub progress: SaveProgress,
 }
@@ -57,6 +61,7 @@ impl Default for SaveOptions {
             write: WriteOptions::default(),
             deadline: DEFAULT_DEADLINE,
             durable: Durable::default(),
+            lineage: None,
             progress: SaveProgress::default(),
         }
     }
@@ -70,6 +75,8 @@ pub struct SaveReport {
     pub rank_bytes: u64,
     /// The same for all ranks together.
     pub total_bytes: u64,
+    /// The digest of all that was saved; `None` if none was recorded.
+    pub digest: Option<Digest>,
     /// The time on this rank, from the call to the commit.
     pub duration: Duration,
 }
@@ -164,13 +171,15 @@ impl Saver {
             (Some(staging), Some(metadata), Some(written)) => {
                 let _span = info_span!("commit", rank = group.rank()).entered();
                 let written: Vec<RankWritten> = written.into_iter().flatten().collect();
-                finish(staging, metadata.clone(), &written).map(|_| ()).map_err(CheckpointError::from)
+                let saved = finish(staging, metadata.clone(), &written, options.lineage.clone());
+                saved.map(|digests| digests.map(|digests| digests.root())).map_err(CheckpointError::from)
             }
-            _ => Ok(()),
+            _ => Ok(None),
         };
-        group.agree("save: commit", committed.map_err(WithCauses))?;
+        let digest = group.agree("save: commit", committed.map_err(WithCauses))?;
+        let digest: Option<Digest> = group.broadcast_object(Some(&digest), PLANNER)?;
         let CachedPlan { rank_bytes, total_bytes, .. } = *cached;
-        let report = SaveReport { rank_bytes, total_bytes, duration: start.elapsed() };
+        let report = SaveReport { rank_bytes, total_bytes, digest, duration: start.elapsed() };
         debug!(rank_bytes, total_bytes, seconds = report.duration.as_secs_f64(), "saved");
         Ok(report)
     }

@@ -7,6 +7,8 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
+use fsdp_dcp::digest::{Digest, Sum};
+use fsdp_layout::DType;
 use thiserror::Error;
 
 /// The number of different tokens: a token is a byte.
@@ -105,6 +107,14 @@ impl Text {
     pub fn new(name: impl Into<String>, bytes: impl Into<Cow<'static, [u8]>>) -> Result<Self, DataError> {
         let (name, bytes) = (name.into(), bytes.into());
         if bytes.is_empty() { Err(DataError::Empty { name }) } else { Ok(Text { name, bytes }) }
+    }
+
+    /// Returns a digest of the text, which tells it from others.
+    #[must_use]
+    pub fn digest(&self) -> Digest {
+        let mut sum = Sum::default();
+        sum.add_bytes(0, &self.bytes);
+        sum.finish(DType::U8, &[self.bytes.len()])
     }
 
     /// Returns the number of bytes.

@@ -87,6 +87,14 @@ impl Damaged {
     }
 }
 
+/// A run whose chain of checkpoints `fsdp log` found to be broken.
+#[derive(Debug, thiserror::Error)]
+#[error("the chain of `{run}` is broken at {count} of its checkpoints")]
+pub(crate) struct Broken {
+    pub(crate) run: String,
+    pub(crate) count: usize,
+}
+
 /// Two checkpoints that `fsdp diff` found to differ.
 #[derive(Debug, thiserror::Error)]
 #[error("`{first}` and `{second}` differ in {count} of {of} tensors and values")]

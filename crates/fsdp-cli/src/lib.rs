@@ -15,6 +15,7 @@ mod diff;
 mod digest;
 mod failure;
 mod inspect;
+mod log;
 mod logs;
 mod manual;
 mod outcome;
@@ -92,6 +93,8 @@ enum Command {
     Diff(diff::DiffArguments),
     /// Print the digest of a checkpoint, the same for the same state in any format and layout
     Digest(digest::DigestArguments),
+    /// Show the chain of a run's checkpoints, and where it is broken or forked
+    Log(log::LogArguments),
     /// Write a checkpoint for another number of ranks
     Reshard(convert::ReshardArguments),
     /// Write a checkpoint in another format, with some keys left out, renamed or cast
@@ -209,6 +212,7 @@ fn execute(command: Command) -> anyhow::Result<()> {
         Command::Verify(arguments) => verify::run(&arguments),
         Command::Diff(arguments) => diff::run(&arguments),
         Command::Digest(arguments) => digest::run(&arguments),
+        Command::Log(arguments) => log::run(&arguments),
         Command::Reshard(arguments) => convert::reshard(&arguments),
         Command::Convert(arguments) => convert::run(&arguments),
         Command::Cat(arguments) => cat::run(&arguments),

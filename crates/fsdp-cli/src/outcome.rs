@@ -8,7 +8,7 @@ use fsdp_dcp::{FileError, FormatError};
 use fsdp_layout::{ErrorKind, Failure};
 
 use crate::exit_codes;
-use crate::failure::{ConversionStopped, Damaged, Different, Stopped, UsageError};
+use crate::failure::{Broken, ConversionStopped, Damaged, Different, Stopped, UsageError};
 #[cfg(feature = "train")]
 use crate::job_failure;
 use crate::output::StdoutClosed;
@@ -20,8 +20,8 @@ pub(crate) fn exit_code(error: &Error) -> u8 {
 
 /// Returns advice on what to do about an error, if there is any.
 pub(crate) fn hint(error: &Error) -> Option<&'static str> {
-    // The reports of `verify` and `diff` need no advice.
-    if error.chain().any(|cause| cause.is::<Damaged>() || cause.is::<Different>()) {
+    // The reports of `verify`, `diff` and `log` need no advice.
+    if error.chain().any(|cause| cause.is::<Damaged>() || cause.is::<Different>() || cause.is::<Broken>()) {
         return None;
     }
     // Advice about one error is better than advice about all errors of its kind.
@@ -32,7 +32,7 @@ fn code_of(cause: &(dyn StdError + 'static)) -> Option<u8> {
     if cause.is::<UsageError>() {
         return Some(exit_codes::USAGE);
     }
-    if cause.is::<Different>() {
+    if cause.is::<Different>() || cause.is::<Broken>() {
         return Some(exit_codes::DIFFERENCE);
     }
     if let Some(FileError::Opaque { .. }) = cause.downcast_ref() {

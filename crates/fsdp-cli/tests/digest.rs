@@ -143,3 +143,56 @@ fn other_elements_have_other_digests() {
     error.stderr(contains("not what was saved"));
     assert!(!Path::new(&place("c")).exists());
 }
+
+/// Trains a small model, and returns the lines of `fsdp log --json`.
+fn train_and_log(out: &str, more: &[&str]) -> Vec<Value> {
+    let small = ["--layers", "1", "--hidden", "16", "--heads", "2", "--seq", "16", "--batch", "4", "--sample", "0"];
+    let arguments = [&["train", "--nproc", "2", "--save-every", "2", "--out", out][..], &small, more].concat();
+    fsdp(&arguments).assert().success();
+    log(out)
+}
+
+fn log(out: &str) -> Vec<Value> {
+    let output = fsdp(&["log", out, "--json"]).output().unwrap();
+    let log: Value = serde_json::from_slice(&output.stdout).unwrap();
+    log["checkpoints"].as_array().unwrap().clone()
+}
+
+#[test]
+fn every_checkpoint_of_a_run_names_its_parent_and_a_broken_chain_is_seen() {
+    let directory = TempDir::new().unwrap();
+    let out = directory.path().join("run").to_str().unwrap().to_owned();
+    let rows = train_and_log(&out, &["--steps", "6", "--check-replicas", "2"]);
+    let steps: Vec<_> = rows.iter().map(|row| row["lineage"]["step"].as_u64().unwrap()).collect();
+    assert_eq!(steps, [6, 4, 2]);
+    for (child, parent) in rows.iter().zip(&rows[1..]) {
+        assert_eq!(child["lineage"]["parent"]["digest"], parent["digest"]);
+        assert_eq!(child["lineage"]["config"], parent["lineage"]["config"]);
+    }
+    assert_eq!(rows[2]["lineage"].get("parent"), None);
+    assert_eq!(rows[0]["lineage"]["data"]["position"], 24);
+    assert!(rows.iter().all(|row| row["notes"] == Value::Array(Vec::new())), "{rows:?}");
+    // A resume goes on with the chain; saves in the background are part of it.
+    let rows = train_and_log(&out, &["--steps", "10", "--resume", "--async-save"]);
+    assert_eq!(rows.len(), 5);
+    assert!(rows.iter().all(|row| row["notes"] == Value::Array(Vec::new())), "{rows:?}");
+    fsdp(&["log", &out]).assert().success().stdout(contains("begins the run"));
+    // Another state takes the place of step 4.
+    let steps = |step: u64| format!("{out}/step-{step:08}");
+    fs::remove_dir_all(steps(4)).unwrap();
+    fsdp(&["log", &out]).assert().success().stdout(contains("its parent is not here"));
+    let other = directory.path().join("other").to_str().unwrap().to_owned();
+    train_and_log(&other, &["--steps", "4", "--seed", "9"]);
+    fs::rename(format!("{other}/step-00000004"), steps(4)).unwrap();
+    fsdp(&["log", &out])
+        .assert()
+        .code(17)
+        .stdout(contains("broken: the checkpoint with its parent's step has other state"));
+    // A copy that is resharded keeps its place.
+    let copy = directory.path().join("copy").to_str().unwrap().to_owned();
+    fsdp(&["reshard", &steps(6), &copy, "--world-size", "3"]).assert().success();
+    fs::remove_dir_all(steps(6)).unwrap();
+    fs::rename(&copy, steps(6)).unwrap();
+    let row = log(&out).into_iter().find(|row| row["lineage"]["step"] == 8).unwrap();
+    assert_eq!(row["notes"], Value::Array(Vec::new()));
+}

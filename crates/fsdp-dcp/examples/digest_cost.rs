@@ -47,7 +47,7 @@ fn save(path: &Path, state: &State, plan: &LocalPlan, digests: bool) -> Result<(
     let staging = Durable::new().prepare(path, true)?;
     let options = WriteOptions { digests, ..WriteOptions::default() };
     let written = write_rank(&staging, 0, plan, &global.selections[0], state, &options)?;
-    finish(staging, global.metadata, &[written])?;
+    finish(staging, global.metadata, &[written], None)?;
     Ok(())
 }
 

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use fsdp_digest::{Digest, StateDigest, Sum};
+pub use fsdp_digest::{Digest, StateDigest, Sum};
 use fsdp_layout::{DType, TensorBox};
 
 use crate::error::FileError;

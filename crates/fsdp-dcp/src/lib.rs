@@ -42,6 +42,7 @@ mod formats;
 mod gguf;
 mod kind;
 pub mod limits;
+pub mod lineage;
 pub mod metadata;
 mod nested;
 mod numpy;

@@ -7,4 +7,5 @@ mod digests;
 mod load;
 mod replicas;
 mod resume;
+mod silent;
 mod training;

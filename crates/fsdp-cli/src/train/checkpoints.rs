@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use fsdp::checkpoint::{CheckpointError, SaveReport};
+use fsdp::checkpoint::{CheckpointError, RunFacts, SaveReport};
 use fsdp::prelude::*;
 use tracing::info_span;
 
@@ -41,6 +41,11 @@ impl Checkpoints {
         };
         let checkpointer = Checkpointer::new(arguments.checkpoints(), group, options)?;
         Ok(Checkpoints { checkpointer, behind: arguments.async_save, started: None })
+    }
+
+    /// Sets what the next checkpoints record of the run.
+    pub(super) fn set_facts(&mut self, facts: RunFacts) {
+        self.checkpointer.set_facts(facts);
     }
 
     pub(super) const fn checkpointer(&self) -> &Checkpointer {

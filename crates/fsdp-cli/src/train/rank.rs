@@ -8,7 +8,9 @@ use crate::gpt::Gpt;
 use crate::memory;
 use anyhow::{Context as _, Error, Result};
 use candle_core::Device;
-use fsdp::checkpoint::{StepCheckpoint, check_replicas};
+use fsdp::checkpoint::{RunFacts, StepCheckpoint, check_replicas};
+use fsdp::dcp::digest::Digest;
+use fsdp::dcp::lineage::DataPosition;
 use fsdp::nn::NnError;
 use fsdp::prelude::*;
 use tracing::info_span;
@@ -92,6 +94,8 @@ struct Rank<'a> {
     run: TrainState<Gpt>,
     checkpoints: Checkpoints,
     report: Option<Report>,
+    /// The digest of the text, on the rank that reports.
+    data: Option<Digest>,
 }
 
 /// Trains on one rank.
@@ -120,7 +124,8 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<Ended> {
     }
     // Only now is anything written: all that could be wrong with the checkpoint has been seen.
     let report = reports.then(|| Report::open(job.arguments, job.start())).transpose()?;
-    Rank { job, device, run, checkpoints, report }.train()
+    let data = reports.then(|| job.text.digest());
+    Rank { job, device, run, checkpoints, report, data }.train()
 }
 
 /// The update of a step.
@@ -268,6 +273,10 @@ impl Rank<'_> {
 
     fn save(&mut self, step: u64) -> Result<()> {
         self.run.values.insert("train", self.job.settings.state(step));
+        // Each step reads a batch of rows.
+        let position = step.saturating_mul(self.job.batches.batch as u64);
+        let data = self.data.map(|digest| DataPosition { hash: digest.to_string(), position });
+        self.checkpoints.set_facts(RunFacts { config: self.job.settings.config_digest()?, data });
         self.checkpoints.save(step, &self.run, self.report.as_ref())
     }
 }

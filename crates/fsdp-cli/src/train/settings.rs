@@ -7,6 +7,7 @@ use crate::gpt::GptConfig;
 use anyhow::{Context, Result, ensure};
 use fsdp::checkpoint::Location;
 use fsdp::dcp::checkpoint::{self, Checkpoint};
+use fsdp::dcp::digest::Digest;
 use fsdp::dcp::metadata::Entry;
 use fsdp::dcp::reader::{CheckpointReader, OpenOptions};
 use fsdp::prelude::*;
@@ -196,6 +197,17 @@ impl Settings {
             schedule,
             data: arguments.data.clone().or(text("train.config.data")?.map(PathBuf::from)),
         })
+    }
+
+    /// Returns a digest of all settings that decide what a step computes, as a text.
+    ///
+    /// # Errors
+    /// None that is known: settings are plain values.
+    pub(super) fn config_digest(&self) -> Result<Option<String>> {
+        let mut state = self.state(0);
+        state.remove("step");
+        let config = StateValue::Dict(state).to_object()?;
+        Ok(config.map(|config| Digest::of_value(&config).to_string()))
     }
 
     /// Returns the checkpoint's `train` part, which [`Settings::resolve`] reads.

@@ -171,9 +171,7 @@ impl Checkpoint for View<'_> {
                 rest = later;
                 Ok::<(), FileError>(())
             })?;
-            if let Some(digest) = &mut slot.digest {
-                digest.add(0, slot.bytes);
-            }
+            slot.filled(0..slot.bytes.len());
         }
         Ok(())
     }

@@ -38,7 +38,7 @@ pub(crate) fn write(
         let as_written = |(file, integrity)| RankWritten { file: Some(file), integrity, ..RankWritten::default() };
         written.extend(copied.into_iter().map(as_written));
     }
-    finish_copy(staging, global.metadata, &written, source.digests())?;
+    finish_copy(staging, global.metadata, &written, source)?;
     Ok(summary(source))
 }
 

@@ -15,6 +15,7 @@ use crate::metadata::{Metadata, Replica, StorageInfo};
 use crate::payload::slot::Slot;
 use crate::plan::{LoadPlan, LoadRequest, ReadPlanOptions, plan_load};
 use crate::storage::checked_directory::CheckedDirectory;
+use crate::storage::lineage::Lineage;
 
 /// The formats that are read and written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -118,10 +119,16 @@ pub trait Checkpoint: Send + Sync {
         None
     }
 
+    /// Returns its place in the run that it is of, where that was recorded.
+    fn lineage(&self) -> Option<&Lineage> {
+        None
+    }
+
     /// Fills slots with boxes of one tensor, in the dtype that [`Checkpoint::metadata`] says.
     ///
     /// This is what a format implements, and [`Checkpoint::read`] calls from several threads. The caller has planned the
-    /// read: the tensor exists, its chunks are sound and cover the boxes, and each slot is as long as its box.
+    /// read: the tensor exists, its chunks are sound and cover the boxes, and each slot is as long as its box. What does not read its
+    /// bytes from a file of this crate says what came, with [`Slot::filled`].
     fn read_boxes(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError>;
 
     /// Reads one box of a tensor into its row-major bytes, in the dtype that [`Checkpoint::metadata`] says.

@@ -1,5 +1,7 @@
 //! The place that a read fills.
 
+use std::ops::Range;
+
 use fsdp_digest::{BoxPlace, Sum};
 use fsdp_layout::TensorBox;
 use fsdp_layout::boxes::copy_runs;
@@ -35,6 +37,14 @@ impl<'d> Slot<'d> {
         for run in copy_runs(part, &self.bounds, part) {
             let bytes = run.src * element..(run.src + run.len) * element;
             digest.add(bytes.start, &self.bytes[bytes]);
+        }
+    }
+
+    /// Adds these of the slot's bytes to the sum over what has come, if that is asked for. Whatever fills the bytes by itself
+    /// calls it once for each byte.
+    pub fn filled(&mut self, range: Range<usize>) {
+        if let (Some(digest), Some(bytes)) = (&mut self.digest, self.bytes.get(range.clone())) {
+            digest.add(range.start, bytes);
         }
     }
 }

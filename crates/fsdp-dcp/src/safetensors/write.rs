@@ -251,7 +251,7 @@ pub(crate) fn write_directory(
             file.push(piece);
         }
     }
-    let mut integrity = Integrity { files: extra.copy(source.directory(), &staging)?, digests: None };
+    let mut integrity = Integrity { files: extra.copy(source.directory(), &staging)?, ..Integrity::default() };
     let mut sums = Sums::new();
     let mut weight_map = serde_json::Map::new();
     for (index, file) in files.iter().enumerate() {
@@ -281,7 +281,7 @@ pub(crate) fn write_shards(
     let aside = Aside::read(source)?;
     let (bytes, inside) = aside.encode()?;
     let streamed = Streamed { source, options, extra: inside.clone() };
-    let mut integrity = Integrity { files: extra.copy(source.directory(), &staging)?, digests: None };
+    let mut integrity = Integrity { files: extra.copy(source.directory(), &staging)?, ..Integrity::default() };
     let mut sums = Sums::new();
     let whole = whole_tensors(source, &inside)?;
     // What cannot be cut is in the first file: scalars, empty tensors, and those that were inside values.

@@ -12,6 +12,7 @@ use twox_hash::XxHash3_64;
 use super::backend::{Links, ReadDirectory};
 use super::checked_file::CheckedFile;
 use super::integrity::{FileIntegrity, INTEGRITY_FILE, Integrity, integrity_beside};
+use super::lineage::Lineage;
 use super::location::Location;
 use super::read_at::read_whole;
 use crate::error::{FileError, FormatError};
@@ -27,6 +28,7 @@ struct Known {
     /// The hashes of files, by their paths.
     hashes: HashMap<String, Arc<FileIntegrity>>,
     digests: Option<StateDigest>,
+    lineage: Option<Lineage>,
 }
 
 /// The directory, or the prefix in an object store, of a checkpoint.
@@ -118,6 +120,11 @@ impl CheckedDirectory {
     /// Returns the digests of tensors and values that the integrity file has.
     pub(crate) fn digests(&self) -> Option<&StateDigest> {
         self.integrity.as_ref()?.digests.as_ref()
+    }
+
+    /// Returns the lineage that the integrity file has.
+    pub(crate) fn lineage(&self) -> Option<&Lineage> {
+        self.integrity.as_ref()?.lineage.as_ref()
     }
 
     /// Returns the files that the integrity file covers, sorted.
@@ -227,7 +234,7 @@ impl CheckedDirectory {
 /// Shares the hashes of each file among its readers.
 fn known(integrity: Integrity) -> Known {
     let hashes = integrity.files.into_iter().map(|(path, file)| (path, Arc::new(file))).collect();
-    Known { hashes, digests: integrity.digests }
+    Known { hashes, digests: integrity.digests, lineage: integrity.lineage }
 }
 
 /// Checks a file that is in memory.

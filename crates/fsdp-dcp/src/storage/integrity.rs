@@ -16,7 +16,8 @@
 //! block may be shorter). Blocks are about a 128th of a payload, at least 16 KiB and at most 1 MiB, so that reading a part
 //! of a chunk costs little more than that part.
 //!
-//! The line of digests ([`StateDigest`]) came with version 2; a file without it has version 1. The last line is a hash of all
+//! The line of digests ([`StateDigest`]) came with version 2; a file without it has version 1. Before the digests it may have
+//! the place of the checkpoint in its run ([`Lineage`]). The last line is a hash of all
 //! bytes before it.
 
 use std::collections::BTreeMap;
@@ -29,6 +30,7 @@ use twox_hash::{XxHash3_64, XxHash3_128};
 
 use crate::error::FormatError;
 use crate::limits::{MAX_BLOCK_BYTES, MAX_INTEGRITY_BYTES};
+use crate::storage::lineage::Lineage;
 
 /// The name of the integrity file in a checkpoint's directory.
 pub const INTEGRITY_FILE: &str = ".integrity";
@@ -63,6 +65,8 @@ pub struct Integrity {
     pub files: BTreeMap<String, FileIntegrity>,
     /// The digests of the tensors and values, where they are known.
     pub digests: Option<StateDigest>,
+    /// The place of the checkpoint in its run; only beside digests.
+    pub lineage: Option<Lineage>,
 }
 
 /// The hashes of one file.
@@ -166,6 +170,8 @@ struct FileLine {
 struct DigestLine {
     /// The digest of all of them, for people and for other programs.
     root: Digest,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    lineage: Option<Lineage>,
     digests: StateDigest,
 }
 
@@ -209,7 +215,8 @@ impl Integrity {
             put_line(&mut out, &file)?;
         }
         if let Some(digests) = &self.digests {
-            put_line(&mut out, &DigestLine { root: digests.root(), digests: digests.clone() })?;
+            let (root, lineage) = (digests.root(), self.lineage.clone());
+            put_line(&mut out, &DigestLine { root, lineage, digests: digests.clone() })?;
         }
         let footer = Footer { xxh3_128: format!("{:032x}", XxHash3_128::oneshot(&out)) };
         put_line(&mut out, &footer)?;
@@ -262,18 +269,18 @@ impl Integrity {
         if files.len() != header.files {
             return Err(malformed("the number of files is wrong"));
         }
-        let mut digests = None;
+        let (mut digests, mut lineage) = (None, None);
         if header.version > WITHOUT_DIGESTS {
             let line: DigestLine = serde_json::from_slice(lines.next().unwrap_or_default()).map_err(malformed)?;
             if line.root != line.digests.root() {
                 return Err(malformed("the digest of all is not that of the digests"));
             }
-            digests = Some(line.digests);
+            (digests, lineage) = (Some(line.digests), line.lineage);
         }
         if lines.next().is_some() {
             return Err(malformed("the number of files is wrong"));
         }
-        Ok(Integrity { files, digests })
+        Ok(Integrity { files, digests, lineage })
     }
 }
 
@@ -282,6 +289,7 @@ mod tests {
     use fsdp_layout::PlainValue;
 
     use super::*;
+    use crate::storage::lineage::Parent;
 
     fn sample() -> Integrity {
         let mut data = FileIntegrity::default();
@@ -291,7 +299,9 @@ mod tests {
         let mut metadata = FileIntegrity::default();
         metadata.push_bytes(b"metadata");
         let files = [(".metadata".to_owned(), metadata), ("__0_0.distcp".to_owned(), data)].into();
-        Integrity { files, digests: Some(digests()) }
+        let parent = Some(Parent { step: 7, digest: digests().root() });
+        let lineage = Lineage { step: 8, parent, config: Some("c".to_owned()), data: None };
+        Integrity { files, digests: Some(digests()), lineage: Some(lineage) }
     }
 
     fn digests() -> StateDigest {

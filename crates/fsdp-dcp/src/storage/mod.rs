@@ -48,6 +48,7 @@ pub(crate) mod checked_file;
 pub(crate) mod cleanup;
 pub(crate) mod fs;
 pub(crate) mod integrity;
+pub(crate) mod lineage;
 pub(crate) mod local;
 pub(crate) mod location;
 pub(crate) mod names;

@@ -109,5 +109,5 @@ pub(crate) fn save(
             .collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Result<Vec<_>, _>>()
     })?;
-    finish(staging, global.metadata, &written).map(|_| ())
+    finish(staging, global.metadata, &written, None).map(|_| ())
 }

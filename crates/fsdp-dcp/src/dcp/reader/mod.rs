@@ -16,6 +16,7 @@ use crate::metadata::{Entry, METADATA_FILE, Metadata, StorageInfo, decode};
 use crate::plan::LoadPlanError;
 use crate::storage::backend::Links;
 use crate::storage::checked_directory::CheckedDirectory;
+use crate::storage::lineage::Lineage;
 use crate::storage::location::Location;
 use crate::torch::value::decode_value_within;
 
@@ -171,6 +172,10 @@ impl Checkpoint for CheckpointReader {
 
     fn digests(&self) -> Option<&StateDigest> {
         self.directory.digests()
+    }
+
+    fn lineage(&self) -> Option<&Lineage> {
+        self.directory.lineage()
     }
 
     fn read_boxes(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {

@@ -50,7 +50,7 @@
 //! let global = plan_save(&plans, PlanOptions::default())?;
 //! let staging = Durable::new().prepare(&target, false)?;
 //! let written = write_rank(&staging, 0, &plans[0], &global.selections[0], &state, &WriteOptions::default())?;
-//! finish(staging, global.metadata, &[written])?;
+//! finish(staging, global.metadata, &[written], None)?;
 //!
 //! let checkpoint = CheckpointReader::open(&target)?;
 //! assert_eq!(checkpoint.read_tensor("w")?, state.0);
@@ -75,10 +75,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::digest::check_copy;
 use crate::error::FileError;
+use crate::formats::checkpoint::Checkpoint;
 use crate::metadata::{Entry, METADATA_FILE, Metadata, StorageInfo, decode, encode};
 use crate::plan::{LocalPlan, Selection};
 use crate::storage::Staging;
 use crate::storage::integrity::{FileIntegrity, Integrity};
+use crate::storage::lineage::Lineage;
 use crate::threads::default_threads;
 
 /// The options of a rank that writes.
@@ -221,17 +223,33 @@ fn digests(metadata: &Metadata, written: &[RankWritten]) -> Option<StateDigest> 
 /// Ends a save, on the rank that prepared it: writes `.integrity` and `.metadata`, and commits. Returns the digests of what
 /// was saved, which are in `.integrity` too, unless [`WriteOptions::digests`] was off.
 ///
-/// `metadata` is that of the global plan; `written` is by rank. If any item was written by no rank, nothing is committed.
-pub fn finish(staging: Staging, metadata: Metadata, written: &[RankWritten]) -> Result<Option<StateDigest>, FileError> {
-    finish_copy(staging, metadata, written, None)
+/// `metadata` is that of the global plan; `written` is by rank; `lineage` is recorded with it. If any item was written by no
+/// rank, nothing is committed.
+pub fn finish(
+    staging: Staging,
+    metadata: Metadata,
+    written: &[RankWritten],
+    lineage: Option<Lineage>,
+) -> Result<Option<StateDigest>, FileError> {
+    finish_with(staging, metadata, written, lineage, None)
 }
 
-/// Ends a save as [`finish`] does. If it is the copy of a checkpoint with digests, `original`, and its own are others,
-/// nothing is committed.
+/// Ends the copy of a checkpoint as [`finish`] does, with the lineage of the original. If that has digests, and the copy has
+/// others, nothing is committed.
 pub(crate) fn finish_copy(
+    staging: Staging,
+    metadata: Metadata,
+    written: &[RankWritten],
+    original: &dyn Checkpoint,
+) -> Result<Option<StateDigest>, FileError> {
+    finish_with(staging, metadata, written, original.lineage().cloned(), original.digests())
+}
+
+fn finish_with(
     staging: Staging,
     mut metadata: Metadata,
     written: &[RankWritten],
+    lineage: Option<Lineage>,
     original: Option<&StateDigest>,
 ) -> Result<Option<StateDigest>, FileError> {
     place_items(&mut metadata, written)?;
@@ -239,7 +257,7 @@ pub(crate) fn finish_copy(
     if let Some(digests) = &digests {
         check_copy(staging.target(), original, digests)?;
     }
-    commit(staging, &encode(&metadata), written, digests)
+    commit(staging, &encode(&metadata), written, digests, lineage)
 }
 
 /// Ends a save whose `.metadata` the caller has encoded, as torch does: otherwise the same as [`finish`].
@@ -258,18 +276,19 @@ pub fn finish_encoded(staging: Staging, metadata: &[u8], written: &[RankWritten]
         }
     }
     // The digests of its tensors are not known here: what torch writes is not cut as a plan of ours.
-    commit(staging, metadata, written, None).map(drop)
+    commit(staging, metadata, written, None, None).map(drop)
 }
 
-/// Writes the hashes and digests, and commits with this `.metadata`. Returns the digests.
+/// Writes the hashes, the digests and the lineage, and commits with this `.metadata`. Returns the digests.
 fn commit(
     staging: Staging,
     metadata: &[u8],
     written: &[RankWritten],
     digests: Option<StateDigest>,
+    lineage: Option<Lineage>,
 ) -> Result<Option<StateDigest>, FileError> {
     let files = written.iter().filter_map(|rank| Some((rank.file.clone()?, rank.integrity.clone())));
-    let mut integrity = Integrity { files: files.collect(), digests: digests.clone() };
+    let mut integrity = Integrity { files: files.collect(), digests: digests.clone(), lineage };
     staging.check_files(integrity.files.keys())?;
     let mut own = FileIntegrity::default();
     own.push_bytes(metadata);

@@ -1,0 +1,183 @@
+//! The place of a checkpoint in its run: the state that it grew out of, and what it grew by.
+
+use std::collections::BTreeMap;
+
+use fsdp_digest::Digest;
+
+use crate::error::FileError;
+use crate::formats::read::OpenOptions;
+use crate::open::open;
+pub use crate::storage::lineage::{DataPosition, Lineage, Parent};
+use crate::storage::location::Location;
+use crate::storage::names::METADATA_FILE;
+
+/// A checkpoint of a run, as [`chain`] found it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Link {
+    /// Its name in the run's directory.
+    pub name: String,
+    /// The digest of all its state; `None` if none was recorded.
+    pub digest: Option<Digest>,
+    /// Its lineage; `None` if none was recorded.
+    pub lineage: Option<Lineage>,
+    /// Everything that is noteworthy about its place in the chain.
+    pub notes: Vec<Note>,
+}
+
+/// Something noteworthy about the place of a checkpoint in the chain of its run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Note {
+    /// Nothing was recorded of it, so that nothing is known of its place.
+    NoLineage,
+    /// Its parent is not among the run's checkpoints: removed, or of another run.
+    ParentIsElsewhere,
+    /// The run has a checkpoint with the steps of its parent, but other state: one of both was replaced.
+    ParentIsAnother,
+    /// Another checkpoint grew out of the same parent.
+    Fork {
+        /// That one's name.
+        other: String,
+    },
+    /// The configuration is not that of its parent.
+    OtherConfig,
+    /// The data is not that of its parent.
+    OtherData,
+    /// The position in the data is before that of its parent.
+    DataAgain,
+}
+
+impl Note {
+    /// Returns `true` if the chain is broken there: the state did not grow out of what the run has.
+    #[must_use]
+    pub fn is_break(&self) -> bool {
+        matches!(self, Note::ParentIsAnother)
+    }
+}
+
+impl std::fmt::Display for Note {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Note::NoLineage => f.write_str("no lineage recorded"),
+            Note::ParentIsElsewhere => f.write_str("its parent is not here"),
+            Note::ParentIsAnother => f.write_str("broken: the checkpoint with its parent's step has other state"),
+            Note::Fork { other } => write!(f, "fork: `{other}` has the same parent"),
+            Note::OtherConfig => f.write_str("another configuration than its parent"),
+            Note::OtherData => f.write_str("other data than its parent"),
+            Note::DataAgain => f.write_str("an earlier position in the data than its parent"),
+        }
+    }
+}
+
+/// Lists the checkpoints in a run's directory, or below its prefix, by step, each with its place in the chain. Only metadata
+/// and integrity files are read.
+///
+/// # Errors
+/// A directory that cannot be listed, checkpoints that cannot be opened.
+pub fn chain(run: impl Into<Location>) -> Result<Vec<Link>, FileError> {
+    let run = run.into();
+    let mut links = Vec::new();
+    for name in run.names()? {
+        let path = run.join(&name);
+        // What is no committed checkpoint is no part of the chain.
+        if name.starts_with('.') || !path.join(METADATA_FILE).is_file()? {
+            continue;
+        }
+        let checkpoint = open(&path, OpenOptions::default())?;
+        let digest = checkpoint.digests().map(|digests| digests.root());
+        links.push(Link { name, digest, lineage: checkpoint.lineage().cloned(), notes: Vec::new() });
+    }
+    links.sort_by_key(|link| link.lineage.as_ref().map(|lineage| lineage.step));
+    note(&mut links);
+    Ok(links)
+}
+
+/// Notes where the chain is broken or forked, and what has changed from one checkpoint to the next.
+fn note(links: &mut [Link]) {
+    let by_digest: BTreeMap<Digest, usize> =
+        links.iter().enumerate().filter_map(|(index, link)| Some((link.digest?, index))).collect();
+    let steps: Vec<Option<u64>> = links.iter().map(|link| Some(link.lineage.as_ref()?.step)).collect();
+    let mut first_child: BTreeMap<Digest, String> = BTreeMap::new();
+    for index in 0..links.len() {
+        let Some(lineage) = links[index].lineage.clone() else {
+            links[index].notes.push(Note::NoLineage);
+            continue;
+        };
+        let Some(parent) = lineage.parent else { continue };
+        if let Some(other) = first_child.get(&parent.digest) {
+            let other = other.clone();
+            links[index].notes.push(Note::Fork { other });
+        } else {
+            first_child.insert(parent.digest, links[index].name.clone());
+        }
+        let Some(&found) = by_digest.get(&parent.digest) else {
+            let is_another = steps.contains(&Some(parent.step));
+            links[index].notes.push(if is_another { Note::ParentIsAnother } else { Note::ParentIsElsewhere });
+            continue;
+        };
+        let Some(before) = links[found].lineage.clone() else { continue };
+        links[index].notes.extend(changes(&before, &lineage));
+    }
+}
+
+/// Returns what has changed from a checkpoint to its child.
+fn changes(parent: &Lineage, child: &Lineage) -> Vec<Note> {
+    let mut notes = Vec::new();
+    if parent.config != child.config {
+        notes.push(Note::OtherConfig);
+    }
+    if let (Some(before), Some(after)) = (&parent.data, &child.data) {
+        if before.hash != after.hash {
+            notes.push(Note::OtherData);
+        } else if after.position < before.position {
+            notes.push(Note::DataAgain);
+        }
+    }
+    notes
+}
+
+#[cfg(test)]
+mod tests {
+    use fsdp_layout::PlainValue;
+
+    use super::*;
+
+    fn digest(of: i64) -> Digest {
+        Digest::of_value(&PlainValue::Int(of))
+    }
+
+    fn link(step: u64, state: i64, parent: Option<(u64, i64)>) -> Link {
+        let parent = parent.map(|(step, state)| Parent { step, digest: digest(state) });
+        let data = Some(DataPosition { hash: "d".to_owned(), position: step * 10 });
+        let lineage = Lineage { step, parent, config: Some("c".to_owned()), data };
+        Link { name: format!("step-{step}"), digest: Some(digest(state)), lineage: Some(lineage), notes: Vec::new() }
+    }
+
+    fn notes(mut links: Vec<Link>) -> Vec<Vec<Note>> {
+        note(&mut links);
+        links.into_iter().map(|link| link.notes).collect()
+    }
+
+    #[test]
+    fn a_chain_that_is_whole_has_no_notes() {
+        let links = vec![link(1, 1, None), link(2, 2, Some((1, 1))), link(3, 3, Some((2, 2)))];
+        assert!(notes(links).concat().is_empty());
+    }
+
+    #[test]
+    fn breaks_forks_and_changes_are_noted() {
+        let fork = Note::Fork { other: "step-2".to_owned() };
+        let of_two = vec![link(1, 1, None), link(2, 2, Some((1, 1))), link(3, 3, Some((1, 1)))];
+        assert_eq!(notes(of_two), [vec![], vec![], vec![fork]]);
+        // The state of step 2 was replaced after step 3 had grown out of it; the parent of step 1 was removed.
+        let broken = vec![link(1, 1, Some((0, 0))), link(2, 7, Some((1, 1))), link(3, 3, Some((2, 2)))];
+        assert_eq!(notes(broken), [vec![Note::ParentIsElsewhere], vec![], vec![Note::ParentIsAnother]]);
+        let mut changed = vec![link(1, 1, None), link(2, 2, Some((1, 1)))];
+        changed[1].lineage.as_mut().unwrap().config = None;
+        changed[1].lineage.as_mut().unwrap().data.as_mut().unwrap().position = 3;
+        assert_eq!(notes(changed), [vec![], vec![Note::OtherConfig, Note::DataAgain]]);
+        let mut unknown = vec![link(1, 1, None)];
+        unknown[0].lineage = None;
+        assert_eq!(notes(unknown), [[Note::NoLineage]]);
+    }
+}
