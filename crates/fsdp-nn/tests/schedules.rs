@@ -1,7 +1,5 @@
 //! A schedule multiplies the base of each group, which stays in the group as torch's schedulers keep it.
 
-#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
-
 use candle_nn::linear;
 use fsdp_comm::run_local;
 use fsdp_nn::algorithm::{AdamOptions, Algorithm};

@@ -157,7 +157,7 @@ fn write(one: &Owned, rank: usize, local: &mut LocalParam, param: &[f64], square
         let values = if is_sharded { &values[one.parts[rank].clone()] } else { values };
         let shape = if is_sharded { vec![values.len()] } else { shape };
         let values = Tensor::from_slice(values, shape, &Device::Cpu)?.to_dtype(local.handle.dtype())?;
-        let values = to_device(&values, local.handle.device())?;
+        let values = to_device(&values, local.handle.shard_device())?;
         let entry = if is_sharded { LocalState::Piece(values) } else { LocalState::Whole(values) };
         state.entries.insert(name.to_owned(), entry);
     }

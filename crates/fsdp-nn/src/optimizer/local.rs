@@ -180,7 +180,7 @@ pub(crate) fn initial_state(algorithm: &Algorithm, local: &LocalParam) -> Result
                         data.finish()?;
                     }, else ());
                 }
-                let flat = to_device(&flat, local.handle.device())?;
+                let flat = to_device(&flat, local.handle.shard_device())?;
                 state.entries.insert(entry.name.to_owned(), LocalState::Piece(flat));
             }
         }
@@ -201,5 +201,5 @@ fn copy_of_parameter(local: &LocalParam) -> Result<Tensor> {
             target.finish()?;
         }, else ());
     }
-    Ok(to_device(&flat, local.handle.device())?)
+    Ok(to_device(&flat, local.handle.shard_device())?)
 }

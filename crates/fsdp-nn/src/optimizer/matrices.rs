@@ -58,7 +58,7 @@ fn direction(options: &MuonOptions, matrix: &Owned, local: &mut LocalParam) -> R
     local.handle.begin_change()?;
     let mut state = local.state.clone().unwrap_or_default();
     if !matches!(state.entries.get(MOMENTUM), Some(LocalState::Piece(_))) {
-        let fresh = zeros_on(&[local.numel], local.handle.dtype(), local.handle.device())?;
+        let fresh = zeros_on(&[local.numel], local.handle.dtype(), local.handle.shard_device())?;
         state.entries.insert(MOMENTUM.to_owned(), LocalState::Piece(fresh));
     }
     let segment = local.segment(matrix.param);

@@ -253,7 +253,7 @@ impl EntryPlan {
         let live = local.live_piece(name).filter(|live| options.in_place && live.dtype() == becomes);
         let flat = match live.filter(|_| values.iter().all(Option::is_some)) {
             Some(live) => live.clone(),
-            None => zeros_on(&[local.numel], becomes, local.handle.device())?,
+            None => zeros_on(&[local.numel], becomes, local.handle.shard_device())?,
         };
         self.state.entries.insert(name.to_owned(), LocalState::Piece(flat));
         for (param, value) in params.into_iter().zip(values) {
