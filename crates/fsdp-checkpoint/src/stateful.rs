@@ -111,8 +111,11 @@ pub struct TrainState<M> {
     pub model: FullyShardedDataParallel<M>,
     /// The optimizers, all over this model.
     pub optimizers: Vec<Optimizer>,
-    /// Values beside them, by their keys in the checkpoint: steps done, a learning-rate schedule, a random generator, the
-    /// position in the data. Plain values must be the same on every rank.
+    /// Values beside them, by their keys in the checkpoint: steps done, and the `state_dict` of a sampler
+    /// ([`ShardedSampler`](fsdp_nn::ShardedSampler)), of a [`GradScaler`](fsdp_nn::GradScaler), of an average of the weights
+    /// ([`AveragedModel`](fsdp_nn::AveragedModel)). Put them in before a save and before a load, and give them back to their
+    /// `load_state_dict` after it. A [`Schedule`](fsdp_nn::Schedule) needs the step only: the optimizers keep its base. Plain
+    /// values must be the same on every rank.
     pub values: StateDict,
 }
 

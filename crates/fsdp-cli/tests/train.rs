@@ -533,3 +533,49 @@ fn threads_named(process: u32, prefix: &str) -> usize {
     let name = |task: fs::DirEntry| fs::read_to_string(task.path().join("comm")).unwrap_or_default();
     tasks.flatten().map(name).filter(|name| name.starts_with(prefix)).count()
 }
+
+#[test]
+fn activations_that_are_computed_again_change_no_bit_of_the_losses() {
+    let dir = TempDir::new().unwrap();
+    let (kept, again) = (dir.path().join("kept"), dir.path().join("again"));
+    train_small(&kept, &["--nproc", "2", "--steps", "6"]);
+    train_small(&again, &["--nproc", "2", "--steps", "6", "--activation-checkpointing"]);
+    assert_eq!(losses(&again), losses(&kept));
+}
+
+#[test]
+fn half_precision_trains_as_far_and_its_scale_goes_on() {
+    let dir = TempDir::new().unwrap();
+    let out = |name: &str| dir.path().join(name);
+    train_small(&out("f32"), &["--nproc", "2", "--steps", "20"]);
+    let expected = losses(&out("f32"))[19];
+    for half in ["bf16", "f16"] {
+        let half_out = out(half);
+        train_small(&half_out, &["--nproc", "2", "--steps", "10", "--mixed-precision", half, "--cpu-offload"]);
+        let resumed = ["--nproc", "3", "--steps", "20", "--mixed-precision", half, "--resume"];
+        train(&half_out, &resumed).assert().success();
+        let found = *losses(&half_out).last().unwrap();
+        assert!((found - expected).abs() < 0.02 * expected, "{half}: {found} is not {expected}");
+        let inspected =
+            fsdp(&["cat", half_out.join("step-00000020").to_str().unwrap(), "scaler.scale"]).output().unwrap();
+        assert_eq!(inspected.status.success(), half == "f16", "{half}: the scale is in the checkpoint");
+    }
+}
+
+#[test]
+fn muon_and_schedule_free_runs_go_on_at_other_numbers_of_ranks() {
+    let dir = TempDir::new().unwrap();
+    for optimizer in ["muon", "adafactor", "schedule-free"] {
+        let (whole, parts) = (dir.path().join(format!("{optimizer}-whole")), dir.path().join(optimizer));
+        let saved = ["--save-every", "8", "--optimizer", optimizer, "--lr", "0.02"];
+        train(&whole, &SMALL).args(["--nproc", "1", "--steps", "24"]).args(saved).assert().success();
+        train(&parts, &SMALL).args(["--nproc", "4", "--steps", "8"]).args(saved).assert().success();
+        train(&parts, &["--nproc", "2", "--steps", "16", "--resume"]).assert().success();
+        train(&parts, &["--nproc", "3", "--steps", "24", "--resume"]).assert().success();
+        let (found, expected) = (losses(&parts), losses(&whole));
+        for (step, (found, expected)) in found.iter().zip(&expected).enumerate() {
+            assert!((found - expected).abs() < 1e-2 * expected, "{optimizer}, step {step}: {found} is not {expected}");
+        }
+        assert!(expected[23] < 0.95 * expected[0], "{optimizer}: {expected:?}");
+    }
+}

@@ -9,9 +9,9 @@ use crate::{NnError, Result};
 /// The way in which gradients travel between ranks: torch's communication hooks of the same names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CommHook {
-    /// As `bf16`: torch's `bf16_compress_hook`.
+    /// Rounded to `bf16`: torch's `bf16_compress_hook`.
     Bf16Compress,
-    /// As `f16`: torch's `fp16_compress_hook`. What `f16` cannot hold becomes infinite: scale the loss
+    /// Rounded to `f16`: torch's `fp16_compress_hook`. What `f16` cannot hold becomes infinite: scale the loss
     /// ([`GradScaler`](crate::GradScaler)).
     Fp16Compress,
 }

@@ -2,7 +2,7 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | [`algorithm`] | the arithmetic of SGD, Adam, AdamW and Adagrad: pure functions on slices |
+//! | [`algorithm`] | the arithmetic of SGD, Adam, AdamW, Adagrad, Adafactor, Muon and schedule-free AdamW: pure functions on slices |
 //! | [`state`] | the live state of models and optimizers: views of it, and a target that takes it |
 //! | [`mod@torch`] | torch's names for what is done with state dicts |
 //! | [`fully_sharded`] | the sharded model: forward, backward, `no_sync` |
@@ -19,6 +19,7 @@
 
 mod agreement;
 pub mod algorithm;
+mod averaged;
 mod build;
 mod clip;
 mod comm_hook;
@@ -53,6 +54,7 @@ mod unreached;
 mod wrap;
 
 pub use algorithm::Algorithm;
+pub use averaged::AveragedModel;
 pub use clip::{ClipOptions, GradNorm, OnNonFinite};
 pub use comm_hook::CommHook;
 pub use config::FsdpConfig;

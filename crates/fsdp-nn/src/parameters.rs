@@ -255,6 +255,13 @@ impl ShardedParameters {
         self.handles[handle].sharded_param(param)
     }
 
+    /// Returns the dtype of a unit's shards, as files name it.
+    pub(crate) fn file_dtype(&self, handle: &FlatParamHandle) -> Result<fsdp_layout::DType> {
+        let dtype = handle.dtype();
+        fsdp_flat::dtype::from_candle(dtype)
+            .ok_or_else(|| candle_core::Error::UnsupportedDTypeForOp(dtype, "FlatParameter").into())
+    }
+
     /// Returns this rank's part of the parameter's live values, flat, as a view; `None` if it has none. No communication.
     pub(crate) fn local_piece(&self, fqn: &str) -> Result<Option<Tensor>> {
         let Location { handle, param } = self.location(fqn)?;

@@ -202,9 +202,12 @@ fn targets(output: &Tensor, stand_ins: &[Tensor]) -> Vec<Target> {
     output.sorted_nodes().into_iter().rev().filter_map(target).collect()
 }
 
+/// The computation of a part from its inputs.
+type Compute = dyn Fn(&[Tensor]) -> Result<Tensor> + Send + Sync;
+
 /// A part of a model that is computed twice.
 struct Part {
-    f: Box<dyn Fn(&[Tensor]) -> Result<Tensor> + Send + Sync>,
+    f: Box<Compute>,
     inputs: Vec<Input>,
     targets: Vec<Target>,
     /// The gradients that the backward has computed and not yet passed on, in the order of `targets`.

@@ -56,17 +56,20 @@ impl Schedule {
         }
     }
 
-    /// Sets the learning rate of all groups of an optimizer for a step, and returns it. Every group has the same base. On
-    /// every rank alike; no communication.
+    /// Sets the learning rate of each group of an optimizer for a step, counted from 0: its base times the factor. The base is
+    /// the group's [`initial_lr`](crate::ParamGroup::initial_lr), which is its learning rate when a schedule is first applied,
+    /// and is kept in checkpoints as torch's schedulers keep it. On every rank alike; no communication.
     ///
     /// # Errors
     /// A base that is negative or not finite.
-    pub fn apply(&self, optimizer: &mut Optimizer, base: f64, step: u64) -> Result<f64, AlgorithmError> {
-        let lr = base * self.factor(step);
+    pub fn apply(&self, optimizer: &mut Optimizer, step: u64) -> Result<(), AlgorithmError> {
+        let factor = self.factor(step);
         for group in optimizer.groups_mut() {
-            group.algorithm.set_lr(lr)?;
+            let base = group.initial_lr().unwrap_or_else(|| group.algorithm.lr());
+            group.algorithm.set_lr(base * factor)?;
+            group.set_initial_lr(base);
         }
-        Ok(lr)
+        Ok(())
     }
 }
 

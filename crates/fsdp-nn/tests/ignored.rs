@@ -1,7 +1,5 @@
 //! Parameters that the configuration leaves alone are candle's own, whole on every rank, and saved with the model.
 
-#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
-
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};

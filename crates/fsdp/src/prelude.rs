@@ -7,9 +7,9 @@ pub use fsdp_checkpoint::{
 pub use fsdp_comm::{ProcessGroup, ReduceOp, run_local};
 pub use fsdp_flat::ShardedTensor;
 pub use fsdp_layout::{DeviceMesh, PlainValue};
-pub use fsdp_nn::algorithm::{AdagradOptions, AdamOptions, Algorithm, SgdOptions};
+pub use fsdp_nn::algorithm::{AdagradOptions, AdamOptions, Algorithm, MuonOptions, ScheduleFreeOptions, SgdOptions};
 pub use fsdp_nn::{
-    Decay, FsdpConfig, FullyShardedDataParallel, Optimizer, Schedule, Scope, ShardedParameters, ShardingStrategy, Unit,
-    UnitOutput,
+    AveragedModel, Decay, FsdpConfig, FullyShardedDataParallel, GradScaler, Optimizer, Recomputed, Schedule, Scope,
+    ShardedParameters, ShardedSampler, ShardingStrategy, Unit, UnitOutput,
 };
 pub use fsdp_state::{StateDict, StateValue};

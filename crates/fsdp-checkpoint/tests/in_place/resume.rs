@@ -1,5 +1,6 @@
 //! Resuming into the memory of a model and a fresh optimizer gives what resuming through fresh tensors gives.
 
+use std::ops::Range;
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
@@ -10,14 +11,17 @@ use fsdp_checkpoint::{
 use fsdp_comm::run_local;
 use fsdp_flat::storage::HostBytes;
 use fsdp_layout::PlainValue;
-use fsdp_nn::algorithm::{AdagradOptions, AdamOptions, Algorithm, SgdOptions};
-use fsdp_nn::{Optimizer, ShardingStrategy};
+use fsdp_nn::algorithm::{AdagradOptions, AdamOptions, Algorithm, ScheduleFreeOptions, SgdOptions};
+use fsdp_nn::sampler::{SamplerOptions, ShardedSampler};
+use fsdp_nn::{AveragedModel, Decay, GradScaler, GradScalerOptions, Optimizer, Schedule, ShardingStrategy};
 use fsdp_state::{GatherOptions, StateDict, StateError, StateValue, flatten_containers, gather_state_dict};
 
 use crate::training::{Run, adamw, evaluate, new_run, new_run_with, step};
 
-fn algorithms() -> [Algorithm; 5] {
+fn algorithms() -> [Algorithm; 6] {
+    let training = ScheduleFreeOptions { lr: 0.01, train_mode: true, ..ScheduleFreeOptions::default() };
     [
+        Algorithm::ScheduleFreeAdamW(training),
         Algorithm::AdamW(AdamOptions { lr: 0.01, amsgrad: true, ..AdamOptions::adamw() }),
         Algorithm::Adam(AdamOptions { lr: 0.01, ..AdamOptions::default() }),
         // With dampening a first step and a later one with a buffer of zeros differ.
@@ -170,4 +174,103 @@ fn values_beside_model_and_optimizer_come_back_and_what_differs_is_an_error_that
         }
     })
     .unwrap();
+}
+
+/// Steps of a run whose batches a sampler deals, at the rates of a schedule, with a scaler. Returns the samples of all
+/// ranks in each step.
+fn train_on(run: &mut Run, sampler: &mut ShardedSampler, scaler: &mut GradScaler, steps: Range<u64>) -> Vec<Vec<u64>> {
+    let group = run.model.group().clone();
+    let schedule = Schedule { decay: Decay::Cosine, warmup: 3, steps: 12 };
+    let mut seen = Vec::new();
+    for number in steps {
+        let mine = sampler.next_batch(group.rank(), group.world_size());
+        schedule.apply(&mut run.optimizers[0], number).unwrap();
+        step(run, number as usize);
+        scaler.unscale(run.model.parameters()).unwrap();
+        scaler.update().unwrap();
+        seen.push(group.all_gather_object(&mine).unwrap().concat());
+    }
+    seen
+}
+
+/// Keeps what lies beside model and optimizer in the values of the run.
+fn keep(run: &mut Run, sampler: &ShardedSampler, scaler: &GradScaler) {
+    run.values.insert("sampler", sampler.state_dict());
+    run.values.insert("scaler", scaler.state_dict());
+}
+
+#[test]
+fn sampler_scaler_and_schedule_go_on_at_another_number_of_ranks() {
+    let dir = tempfile::tempdir().unwrap();
+    let beside = || {
+        let options = SamplerOptions { samples: 17, batch: 6, seed: 3, ..SamplerOptions::default() };
+        let growing = GradScalerOptions { growth_interval: 4, ..GradScalerOptions::default() };
+        (ShardedSampler::new(options).unwrap(), GradScaler::new(growing).unwrap())
+    };
+    let run_on = |world: usize, steps: Range<u64>| {
+        let outcomes = run_local(world, |group| {
+            let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+            let mut run = new_run(&group, true, &adamw(), 1);
+            let (mut sampler, mut scaler) = beside();
+            keep(&mut run, &sampler, &scaler);
+            if steps.start > 0 {
+                checkpointer.load(steps.start, &mut run).unwrap();
+                let part = |run: &Run, key: &str| run.values.get(key).and_then(StateValue::as_dict).unwrap().clone();
+                sampler.load_state_dict(&part(&run, "sampler")).unwrap();
+                scaler.load_state_dict(&part(&run, "scaler")).unwrap();
+            }
+            let seen = train_on(&mut run, &mut sampler, &mut scaler, steps.clone());
+            keep(&mut run, &sampler, &scaler);
+            if steps.start > 0 || steps.end < 9 {
+                checkpointer.save(steps.end, &run).unwrap();
+            }
+            (seen, scaler.get_scale(), run.optimizers[0].groups()[0].algorithm.lr())
+        });
+        outcomes.unwrap().remove(0)
+    };
+    let whole = run_on(1, 0..9);
+    let mut seen = run_on(3, 0..2).0;
+    seen.extend(run_on(2, 2..5).0);
+    let (last, scale, lr) = run_on(4, 5..9);
+    seen.extend(last);
+    assert_eq!((seen, scale, lr), whole);
+}
+
+#[test]
+fn an_average_of_weights_goes_on_at_another_number_of_ranks() {
+    let dir = tempfile::tempdir().unwrap();
+    let of_average = |run: &mut Run, average: &mut AveragedModel| {
+        average.swap().unwrap();
+        let found = evaluate(run);
+        average.swap().unwrap();
+        found
+    };
+    let expected = run_local(2, |group| {
+        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut run = new_run(&group, true, &adamw(), 1);
+        let mut average = AveragedModel::new(run.model.parameters(), 0.5).unwrap();
+        for number in 0..4 {
+            step(&mut run, number);
+            average.update().unwrap();
+        }
+        run.values.insert("average", average.state_dict().unwrap());
+        checkpointer.save(4, &run).unwrap();
+        (evaluate(&run), of_average(&mut run, &mut average))
+    });
+    let (weights, average) = expected.unwrap().remove(0);
+    assert_ne!(weights, average);
+    for world in [1, 3] {
+        run_local(world, |group| {
+            let checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+            let mut run = new_run(&group, true, &adamw(), 2);
+            let mut resumed = AveragedModel::new(run.model.parameters(), 0.5).unwrap();
+            run.values.insert("average", resumed.state_dict().unwrap());
+            checkpointer.load(4, &mut run).unwrap();
+            let state = run.values.get("average").and_then(StateValue::as_dict).unwrap().clone();
+            resumed.load_state_dict(&state).unwrap();
+            assert_eq!(resumed.n_averaged(), 4);
+            assert_eq!((evaluate(&run), of_average(&mut run, &mut resumed)), (weights, average));
+        })
+        .unwrap();
+    }
 }

@@ -2,7 +2,7 @@
 
 use candle_core::{Device, IndexOp as _, Result, Tensor};
 use candle_nn::kv_cache::KvCache;
-use fsdp::nn::Unit;
+use fsdp::nn::{Recomputed, Unit};
 
 use super::Gpt;
 use super::block::Block;
@@ -71,12 +71,12 @@ impl Gpt {
 
 /// Runs `f` with the parameters of all units in place. `blocks` are those of the units before.
 fn with_whole(
-    units: &[Unit<Block>],
+    units: &[Unit<Recomputed<Block>>],
     blocks: &[&Block],
     f: &mut dyn FnMut(&[&Block]) -> Result<Tensor>,
 ) -> Result<Tensor> {
     match units.split_first() {
         None => f(blocks),
-        Some((unit, rest)) => unit.run(|block| with_whole(rest, &[blocks, &[block]].concat(), f)),
+        Some((unit, rest)) => unit.run(|block| with_whole(rest, &[blocks, &[block.module()]].concat(), f)),
     }
 }

@@ -4,8 +4,8 @@ mod block;
 mod config;
 mod generate;
 
-use candle_core::{Result, Tensor};
-use fsdp::nn::{Scope, Unit};
+use candle_core::{DType, Result, Tensor};
+use fsdp::nn::{Recomputed, Scope, Unit};
 use fsdp::ops::{cross_entropy, linear};
 
 use self::block::{Block, LayerNorm, NORMAL};
@@ -33,7 +33,7 @@ pub struct Gpt {
     config: GptConfig,
     wte: Tensor,
     wpe: Tensor,
-    blocks: Vec<Unit<Block>>,
+    blocks: Vec<Unit<Recomputed<Block>>>,
     ln_f: LayerNorm,
 }
 
@@ -43,6 +43,18 @@ impl Gpt {
     /// # Errors
     /// Sizes that make no model, and those of the scope.
     pub fn new(scope: &Scope, config: &GptConfig) -> Result<Self> {
+        Self::build(scope, config, false)
+    }
+
+    /// Declares the same model, whose blocks are computed again in the backward instead of keeping their activations.
+    ///
+    /// # Errors
+    /// The same as [`Self::new`].
+    pub fn recomputed(scope: &Scope, config: &GptConfig) -> Result<Self> {
+        Self::build(scope, config, true)
+    }
+
+    fn build(scope: &Scope, config: &GptConfig, is_recomputed: bool) -> Result<Self> {
         config.validate().map_err(candle_core::Error::wrap)?;
         let transformer = scope.pp("transformer");
         let vb = transformer.vb();
@@ -50,7 +62,9 @@ impl Gpt {
         let wpe = vb.get_with_hints((config.seq, config.hidden), "wpe.weight", NORMAL)?;
         let layers = transformer.pp("h");
         let blocks = (0..config.layers)
-            .map(|layer| layers.pp(layer).unit(|scope| Block::new(&scope.vb(), config)))
+            .map(|layer| {
+                layers.pp(layer).unit(|scope| Ok(Recomputed::when(is_recomputed, Block::new(&scope.vb(), config)?)))
+            })
             .collect::<Result<_>>()?;
         let ln_f = LayerNorm::new(&vb.pp("ln_f"), config.hidden)?;
         scope.tie("lm_head.weight", "transformer.wte.weight");
@@ -71,7 +85,7 @@ impl Gpt {
     pub fn logits(&self, tokens: &Tensor) -> Result<Tensor> {
         let mut x = self.embed(tokens, 0)?;
         for block in &self.blocks {
-            x = block.run(|block| block.forward(&x, None))?;
+            x = block.run(|block| block.run(&[&x], |block, x| block.forward(&x[0], None)))?;
         }
         self.scores(&x)
     }
@@ -94,14 +108,17 @@ impl Gpt {
     /// # Errors
     /// The same as [`Self::logits`].
     pub fn loss(&self, tokens: &Tensor, targets: &Tensor) -> Result<Tensor> {
-        cross_entropy(&self.logits(tokens)?.flatten_to(1)?, &targets.flatten_all()?)
+        let logits = self.logits(tokens)?.flatten_to(1)?;
+        // A mean over many tokens has more digits than the half types.
+        let logits = if logits.dtype() == DType::F64 { logits } else { logits.to_dtype(DType::F32)? };
+        cross_entropy(&logits, &targets.flatten_all()?)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle_core::{DType, Device, IndexOp as _};
+    use candle_core::{Device, IndexOp as _};
     use candle_nn::{VarBuilder, VarMap};
 
     const CONFIG: GptConfig = GptConfig { layers: 2, heads: 2, hidden: 8, seq: 5, vocab: 11 };

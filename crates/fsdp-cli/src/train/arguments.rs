@@ -8,6 +8,8 @@ use clap::{Args, ValueEnum};
 use fsdp::checkpoint::Location;
 use fsdp::prelude::*;
 
+use super::optimizers::OptimizerName;
+
 /// The largest number of ranks that are threads of one process.
 const MAX_RANKS: u64 = 1024;
 
@@ -21,36 +23,6 @@ fn size() -> RangedU64ValueParser<usize> {
 /// Numbers of steps that a checkpoint can keep.
 fn steps() -> RangedU64ValueParser<u64> {
     RangedU64ValueParser::new().range(..=i64::MAX.unsigned_abs())
-}
-
-/// The optimizers, with torch's defaults.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(super) enum OptimizerName {
-    Adamw,
-    Adam,
-    Sgd,
-    Adagrad,
-}
-
-impl OptimizerName {
-    /// Returns the name on the command line and in checkpoints.
-    pub(super) const fn name(self) -> &'static str {
-        match self {
-            OptimizerName::Adamw => "adamw",
-            OptimizerName::Adam => "adam",
-            OptimizerName::Sgd => "sgd",
-            OptimizerName::Adagrad => "adagrad",
-        }
-    }
-
-    pub(super) fn algorithm(self, lr: f64) -> Algorithm {
-        match self {
-            OptimizerName::Adamw => Algorithm::AdamW(AdamOptions { lr, ..AdamOptions::adamw() }),
-            OptimizerName::Adam => Algorithm::Adam(AdamOptions { lr, ..AdamOptions::default() }),
-            OptimizerName::Sgd => Algorithm::Sgd(SgdOptions { lr, ..SgdOptions::default() }),
-            OptimizerName::Adagrad => Algorithm::Adagrad(AdagradOptions { lr, ..AdagradOptions::default() }),
-        }
-    }
 }
 
 /// The checkpoint that `--resume` goes on from.
@@ -67,6 +39,13 @@ pub(super) enum ResumeMode {
     Newest,
     /// The newest one, or an error if it is damaged
     Strict,
+}
+
+/// The half types in which a model can be computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum HalfPrecision {
+    Bf16,
+    F16,
 }
 
 /// The reaction to gradients that are not finite.
@@ -219,7 +198,8 @@ pub(crate) struct TrainArguments {
     /// Seed of the initial parameters and of the text sample [default: 0]
     #[arg(long, value_name = "Z", env = "FSDP_SEED")]
     pub(super) seed: Option<u64>,
-    /// Optimizer, with torch's defaults [default: adamw]
+    /// Optimizer, with torch's defaults. muon takes the matrices of the blocks, and leaves the rest to adamw
+    /// [default: adamw]
     #[arg(long, value_enum, env = "FSDP_OPTIMIZER")]
     pub(super) optimizer: Option<OptimizerName>,
     /// Strategy of sharding: full-shard, shard-grad-op, no-shard or hybrid-shard
@@ -234,6 +214,12 @@ pub(crate) struct TrainArguments {
     /// The optimizer sees one FlatParameter per unit
     #[arg(long, overrides_with = "use_orig_params", env = "FSDP_FLAT")]
     pub(super) flat: bool,
+    /// Compute in this type, with parameters, reductions and optimizer state in f32. With f16 the loss is scaled
+    #[arg(long, value_enum, env = "FSDP_MIXED_PRECISION")]
+    pub(super) mixed_precision: Option<HalfPrecision>,
+    /// Keep shards and optimizer state in the host's memory, also where the device is a GPU
+    #[arg(long, env = "FSDP_CPU_OFFLOAD")]
+    pub(super) cpu_offload: bool,
     /// Scale gradients down so that their norm over all parameters is at most this
     #[arg(long, value_name = "NORM", env = "FSDP_CLIP_GRAD_NORM", value_parser = positive)]
     pub(super) clip_grad_norm: Option<f64>,
@@ -243,6 +229,9 @@ pub(crate) struct TrainArguments {
     /// Backwards of a step on each rank; only the last one communicates
     #[arg(long, value_name = "A", default_value_t = 1, env = "FSDP_ACCUMULATE", value_parser = size())]
     pub(super) accumulate: usize,
+    /// Compute the activations of each block again in the backward, instead of keeping them: less memory, more time
+    #[arg(long, env = "FSDP_ACTIVATION_CHECKPOINTING")]
+    pub(super) activation_checkpointing: bool,
     /// CPU threads of each rank, candle's included [default: RAYON_NUM_THREADS, or the machine's, shared equally by its
     /// ranks, or by all ranks if the launcher does not tell how many ranks the machine has]
     #[arg(long, value_name = "THREADS", env = "FSDP_THREADS")]

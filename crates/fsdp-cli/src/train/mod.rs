@@ -5,9 +5,11 @@ mod checkpoints;
 mod device;
 mod fallback;
 mod launched;
+mod optimizers;
 mod rank;
 mod report;
 mod sample;
+mod scaling;
 mod settings;
 mod state;
 

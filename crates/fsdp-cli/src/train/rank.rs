@@ -11,7 +11,7 @@ use candle_core::Device;
 use fsdp::checkpoint::{RunFacts, StepCheckpoint, check_replicas};
 use fsdp::dcp::digest::Digest;
 use fsdp::dcp::lineage::DataPosition;
-use fsdp::nn::NnError;
+use fsdp::nn::{GradScaler, NnError};
 use fsdp::prelude::*;
 use tracing::info_span;
 
@@ -20,6 +20,7 @@ use super::checkpoints::Checkpoints;
 use super::fallback::named_if_damaged;
 use super::report::{Event, Report, SCHEMA, StepMetrics};
 use super::sample::sample;
+use super::scaling::{SCALER, precision, scaler};
 use super::settings::{Resume, Settings};
 use super::state::restore;
 use crate::stop::StopRequest;
@@ -69,12 +70,22 @@ impl Job<'_> {
         self.resume.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
 
+    fn gpt(&self, scope: &Scope) -> candle_core::Result<Gpt> {
+        if self.arguments.activation_checkpointing {
+            Gpt::recomputed(scope, &self.settings.gpt)
+        } else {
+            Gpt::new(scope, &self.settings.gpt)
+        }
+    }
+
     fn config(&self, device: &Device) -> FsdpConfig {
         FsdpConfig {
             device: device.clone(),
             strategy: self.arguments.strategy,
             mesh: self.mesh.clone(),
             use_orig_params: !self.arguments.flat,
+            mixed_precision: precision(self.arguments.mixed_precision),
+            cpu_offload: self.arguments.cpu_offload,
             seed: self.settings.seed,
             ..FsdpConfig::default()
         }
@@ -92,6 +103,7 @@ struct Rank<'a> {
     job: &'a Job<'a>,
     device: Device,
     run: TrainState<Gpt>,
+    scaler: GradScaler,
     checkpoints: Checkpoints,
     report: Option<Report>,
     /// The digest of the text, on the rank that reports.
@@ -112,9 +124,9 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<Ended> {
             group.agree("open a GPU", opened.map_err(|error| format!("{error:#}")))?
         }
     };
-    let model = FullyShardedDataParallel::new(group, job.config(&device), |scope| Gpt::new(scope, &job.settings.gpt))?;
-    let algorithm = job.settings.optimizer.algorithm(job.settings.lr);
-    let optimizer = Optimizer::new(model.parameters(), algorithm)?;
+    let model = FullyShardedDataParallel::new(group, job.config(&device), |scope| job.gpt(scope))?;
+    let optimizer = job.settings.optimizer.make(job.settings.lr, model.parameters())?;
+    let scaler = scaler(job.arguments.mixed_precision, job.resume().as_deref())?;
     let checkpoints = Checkpoints::new(job.arguments, model.group(), job.replaces)?;
     let mut run = TrainState::new(model, vec![optimizer]);
     if let Some(resume) = job.resume() {
@@ -122,10 +134,15 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<Ended> {
         restored.map_err(|error| named_if_damaged(error, &resume.path))?;
         job.close_resume();
     }
+    // The settings say what the base is, whatever the checkpoint's optimizer has.
+    for group in run.optimizers.iter_mut().flat_map(Optimizer::groups_mut) {
+        group.set_initial_lr(job.settings.lr);
+    }
+    run.optimizers.iter_mut().try_for_each(Optimizer::train)?;
     // Only now is anything written: all that could be wrong with the checkpoint has been seen.
     let report = reports.then(|| Report::open(job.arguments, job.start())).transpose()?;
     let data = reports.then(|| job.text.digest());
-    Rank { job, device, run, checkpoints, report, data }.train()
+    Rank { job, device, run, scaler, checkpoints, report, data }.train()
 }
 
 /// The update of a step.
@@ -164,6 +181,7 @@ impl Rank<'_> {
             }
         }
         self.checkpoints.wait(self.report.as_ref())?;
+        self.run.optimizers.iter_mut().try_for_each(Optimizer::eval)?;
         let text = match sample_bytes {
             0 => None,
             length => Some(sample(&self.run.model, &self.device, length, self.job.settings.seed)?),
@@ -237,12 +255,17 @@ impl Rank<'_> {
     /// Updates the parameters, at the learning rate of the step.
     fn update(&mut self, step: u64) -> Result<Update> {
         let Settings { schedule, lr: base, .. } = self.job.settings;
-        let mut lr = base;
         for optimizer in &mut self.run.optimizers {
-            lr = schedule.apply(optimizer, base, step)?;
+            schedule.apply(optimizer, step)?;
         }
+        let lr = base * schedule.factor(step);
         let TrainArguments { clip_grad_norm, nonfinite, .. } = *self.job.arguments;
         let parameters = self.run.model.parameters();
+        if !self.scaler.unscale(parameters)? {
+            // The scale was too large. All ranks know it, and skip the step.
+            self.scaler.update()?;
+            return Ok(Update { lr, grad_norm: None });
+        }
         let norm = match clip_grad_norm {
             Some(limit) => parameters.clip_grad_norm(limit),
             None => parameters.finite_grad_norm(),
@@ -256,6 +279,7 @@ impl Rank<'_> {
             Err(error) => return Err(Error::new(error).context(format!("step {} was not done", step + 1))),
         };
         info_span!("optimizer").in_scope(|| self.run.optimizers.iter_mut().try_for_each(Optimizer::step))?;
+        self.scaler.update()?;
         Ok(Update { lr, grad_norm: Some(grad_norm) })
     }
 
@@ -267,7 +291,7 @@ impl Rank<'_> {
         let weight = batches.weight(rank, part);
         let forward = || self.run.model.forward(|gpt| gpt.loss(&tokens, &targets)? * weight);
         let loss = info_span!("forward").in_scope(forward)?;
-        info_span!("backward").in_scope(|| self.run.model.backward(&loss))?;
+        info_span!("backward").in_scope(|| self.run.model.backward(&self.scaler.scale(&loss)?))?;
         Ok(f64::from(loss.to_scalar::<f32>()?))
     }
 
@@ -277,6 +301,13 @@ impl Rank<'_> {
         let position = step.saturating_mul(self.job.batches.batch as u64);
         let data = self.data.map(|digest| DataPosition { hash: digest.to_string(), position });
         self.checkpoints.set_facts(RunFacts { config: self.job.settings.config_digest()?, data });
-        self.checkpoints.save(step, &self.run, self.report.as_ref())
+        let scaler = self.scaler.state_dict();
+        if !scaler.is_empty() {
+            self.run.values.insert(SCALER, scaler);
+        }
+        // A schedule-free optimizer trains other parameters than those that are to be used.
+        self.run.optimizers.iter_mut().try_for_each(Optimizer::eval)?;
+        self.checkpoints.save(step, &self.run, self.report.as_ref())?;
+        Ok(self.run.optimizers.iter_mut().try_for_each(Optimizer::train)?)
     }
 }

@@ -1,7 +1,7 @@
 //! A text sample from a trained model.
 
 use crate::gpt::Gpt;
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use fsdp::prelude::*;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -25,7 +25,7 @@ pub(super) fn sample(
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let mut next = |scores: &Tensor| {
         let quantile = f64::from(rng.next_u32()) / f64::from(u32::MAX);
-        Ok(draw(&scores.to_vec1()?, quantile))
+        Ok(draw(&scores.to_dtype(DType::F32)?.to_vec1()?, quantile))
     };
     let text = model.forward(|gpt| gpt.generate(&[u32::from(PROMPT)], length, device, &mut next))?;
     model.parameters().reshard()?;

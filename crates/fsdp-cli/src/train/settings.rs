@@ -12,7 +12,8 @@ use fsdp::dcp::metadata::Entry;
 use fsdp::dcp::reader::{CheckpointReader, OpenOptions};
 use fsdp::prelude::*;
 
-use super::arguments::{MAX_SIZE, OptimizerName, ScheduleName, TrainArguments};
+use super::arguments::{MAX_SIZE, ScheduleName, TrainArguments};
+use super::optimizers::OptimizerName;
 use crate::job_failure::JobError;
 use crate::output;
 
@@ -121,7 +122,7 @@ impl Resume {
         Ok(Some(self.checkpoint.read_value(key)?))
     }
 
-    fn read<T>(&self, key: &str, convert: impl FnOnce(&PlainValue) -> Option<T>) -> Result<Option<T>> {
+    pub(super) fn read<T>(&self, key: &str, convert: impl FnOnce(&PlainValue) -> Option<T>) -> Result<Option<T>> {
         let Some(value) = self.value(key)? else { return Ok(None) };
         let what = || format!("`{key}` of `{}` cannot be a {}", self.path, value.type_name());
         convert(&value).with_context(what).map(Some)

@@ -46,7 +46,7 @@ fn without_advice(error: CheckpointError) -> CheckpointError {
 
 /// Returns `true` if a key belongs to a part of a run that is not the model.
 fn is_of_run(key: &str) -> bool {
-    key.starts_with("optim.") || key.starts_with("train.")
+    key.starts_with("optim.") || key.starts_with("train.") || key.starts_with("scaler.")
 }
 
 /// Lists the tensors in which the checkpoint's model and this one differ, a line each.

@@ -61,6 +61,36 @@ pub enum AlgorithmError {
         /// The parameter's dtype.
         dtype: DType,
     },
+    /// An optimizer steps while its parameters are those of an evaluation.
+    #[error(
+        "{algorithm} cannot step in `eval` mode: call `Optimizer::train` before training, and `eval` before evaluations"
+    )]
+    NotTraining {
+        /// The optimizer, by its class name.
+        algorithm: &'static str,
+    },
+    /// A parameter is no matrix.
+    #[error(
+        "{algorithm} updates matrices only, but a parameter of its group has the shape {shape:?}: give it another optimizer"
+    )]
+    NotAMatrix {
+        /// The optimizer, by torch's name.
+        algorithm: &'static str,
+        /// The parameter's shape.
+        shape: Vec<usize>,
+    },
+    /// An optimizer that keeps state for each parameter is given FlatParameters.
+    #[error("{algorithm} needs `use_orig_params`: its state belongs to rows and columns of the model's own parameters")]
+    FlatParameters {
+        /// The optimizer, by torch's name.
+        algorithm: &'static str,
+    },
+    /// An update that needs the whole parameter was asked to work on a slice.
+    #[error("{algorithm} updates whole matrices, which `Optimizer::step` does, and no slices of them")]
+    NotElementwise {
+        /// The optimizer, by torch's name.
+        algorithm: &'static str,
+    },
     /// The step number is not one that an update can have.
     #[error(
         "{algorithm} cannot make update number `{step}`: the first one is 1, and `step` is incremented before the update"

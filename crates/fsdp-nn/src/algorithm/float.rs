@@ -188,6 +188,12 @@ impl<T: Float> Element<T> {
         Self::round(self.0 / divisor)
     }
 
+    /// Computes `self / other`.
+    #[inline(always)]
+    pub(super) fn div_by(self, other: Self) -> Self {
+        Self::round(self.0 / other.0)
+    }
+
     /// Computes `self.sqrt()`.
     #[inline(always)]
     pub(super) fn sqrt(self) -> Self {
@@ -233,6 +239,14 @@ impl<R: Real> Weight<R> {
         let (weight, one) = (R::from_scalar(weight), R::from_scalar(1.0));
         let from_start = weight < R::from_scalar(0.5);
         Self { factor: if from_start { weight } else { weight - one }, from_start }
+    }
+}
+
+/// Computes torch's `start.lerp_(end, weight)`; slices of equal length.
+pub(crate) fn lerp<T: Float>(start: &mut [T], end: &[T], weight: f64) {
+    let weight = Weight::new(weight);
+    for (start, &end) in start.iter_mut().zip(end) {
+        *start = Element::load(*start).lerp(Element::load(end), weight).store();
     }
 }
 

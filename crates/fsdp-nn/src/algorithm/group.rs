@@ -32,7 +32,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Returns the value under `key` as `convert` understands it, or `current` where there is none.
-    fn read<T>(
+    pub(super) fn read<T>(
         &mut self,
         key: &'static str,
         current: T,
@@ -54,6 +54,10 @@ impl<'a> Reader<'a> {
 
     pub(super) fn bool(&mut self, key: &'static str, current: bool) -> Result<bool, AlgorithmError> {
         self.read(key, current, "a bool", PlainValue::as_bool)
+    }
+
+    pub(super) fn count(&mut self, key: &'static str, current: u64) -> Result<u64, AlgorithmError> {
+        self.read(key, current, "a count", |value| u64::try_from(value.as_int()?).ok())
     }
 
     pub(super) fn optional_bool(

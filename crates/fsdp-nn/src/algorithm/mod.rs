@@ -1,8 +1,8 @@
-//! The arithmetic of `torch.optim`'s SGD, Adam, AdamW and Adagrad: options, param-group keys, state schema, and the
+//! The arithmetic of `torch.optim`'s SGD, Adam, AdamW, Adagrad, Adafactor and Muon, and of schedule-free AdamW: options, param-group keys, state schema, and the
 //! update itself.
 //!
 //! Nothing here knows a tensor or a rank. [`Algorithm::update`] goes once over the slices of one parameter, its gradient and
-//! its state, in place and without allocating. All four update rules are element-wise, so a rank may run them on whatever
+//! its state, in place and without allocating. All update rules but Adafactor's and Muon's are element-wise, so a rank may run them on whatever
 //! pieces of a parameter it holds, and gets the bits that the whole parameter would have got.
 //!
 //! # Arithmetic
@@ -25,12 +25,15 @@
 //! `fma` unless the build may use the instruction (`-C target-cpu=x86-64-v3`), which also doubles the speed of the half types.
 //! The example `algorithm_bandwidth` measures.
 
+mod adafactor;
 mod adagrad;
 mod adam;
 mod error;
 mod float;
 mod group;
 mod half_bits;
+mod muon;
+mod schedule_free;
 mod sgd;
 mod state;
 #[cfg(test)]
@@ -39,13 +42,18 @@ mod tests;
 use error::at_least_zero;
 use fsdp_layout::{DType, PlainValue};
 
+pub use adafactor::AdafactorOptions;
+pub(crate) use adafactor::Squares;
 pub use adagrad::AdagradOptions;
 pub use adam::AdamOptions;
 pub(crate) use adam::bias_correction;
 pub use error::AlgorithmError;
 
 pub use float::Float;
+pub(crate) use float::lerp;
 pub use group::Switches;
+pub use muon::{MuonAdjust, MuonOptions};
+pub use schedule_free::ScheduleFreeOptions;
 pub use sgd::SgdOptions;
 pub use state::{Initial, StateEntry, StateKind};
 
@@ -72,6 +80,12 @@ pub enum Algorithm {
     AdamW(AdamOptions),
     /// `torch.optim.Adagrad`
     Adagrad(AdagradOptions),
+    /// `torch.optim.Adafactor`. Its steps communicate: see [`Optimizer::step`](crate::Optimizer::step).
+    Adafactor(AdafactorOptions),
+    /// `torch.optim.Muon`, for parameters that are matrices. Its steps communicate: see [`Optimizer::step`](crate::Optimizer::step).
+    Muon(MuonOptions),
+    /// `schedulefree.AdamWScheduleFree`: see [`ScheduleFreeOptions`].
+    ScheduleFreeAdamW(ScheduleFreeOptions),
 }
 
 impl Algorithm {
@@ -83,6 +97,9 @@ impl Algorithm {
             Algorithm::Adam(_) => "Adam",
             Algorithm::AdamW(_) => "AdamW",
             Algorithm::Adagrad(_) => "Adagrad",
+            Algorithm::Adafactor(_) => "Adafactor",
+            Algorithm::Muon(_) => "Muon",
+            Algorithm::ScheduleFreeAdamW(_) => schedule_free::NAME,
         }
     }
 
@@ -93,6 +110,9 @@ impl Algorithm {
             Algorithm::Sgd(options) => options.lr,
             Algorithm::Adam(options) | Algorithm::AdamW(options) => options.lr,
             Algorithm::Adagrad(options) => options.lr,
+            Algorithm::Adafactor(options) => options.lr,
+            Algorithm::Muon(options) => options.lr,
+            Algorithm::ScheduleFreeAdamW(options) => options.lr,
         }
     }
 
@@ -106,6 +126,9 @@ impl Algorithm {
             Algorithm::Sgd(options) => options.lr = lr,
             Algorithm::Adam(options) | Algorithm::AdamW(options) => options.lr = lr,
             Algorithm::Adagrad(options) => options.lr = lr,
+            Algorithm::Adafactor(options) => options.lr = lr,
+            Algorithm::Muon(options) => options.lr = lr,
+            Algorithm::ScheduleFreeAdamW(options) => options.lr = lr,
         }
         Ok(())
     }
@@ -119,6 +142,9 @@ impl Algorithm {
             Algorithm::Sgd(options) => options.validate(),
             Algorithm::Adam(options) | Algorithm::AdamW(options) => options.validate(self.name()),
             Algorithm::Adagrad(options) => options.validate(),
+            Algorithm::Adafactor(options) => options.validate(),
+            Algorithm::Muon(options) => options.validate(),
+            Algorithm::ScheduleFreeAdamW(options) => options.validate(),
         }
     }
 
@@ -132,9 +158,10 @@ impl Algorithm {
             float::Element::<T>::from_scalar(eps).is_zero()
         }
         let eps = match self {
-            Algorithm::Sgd(_) => 0.0,
+            Algorithm::Sgd(_) | Algorithm::Adafactor(_) | Algorithm::Muon(_) => 0.0,
             Algorithm::Adam(options) | Algorithm::AdamW(options) => options.eps,
             Algorithm::Adagrad(options) => options.eps,
+            Algorithm::ScheduleFreeAdamW(options) => options.eps,
         };
         let vanishes = match dtype {
             DType::F64 => false,
@@ -158,6 +185,9 @@ impl Algorithm {
             Algorithm::Adam(options) => options.to_group(false),
             Algorithm::AdamW(options) => options.to_group(true),
             Algorithm::Adagrad(options) => options.to_group(),
+            Algorithm::Adafactor(options) => options.to_group(),
+            Algorithm::Muon(options) => options.to_group(),
+            Algorithm::ScheduleFreeAdamW(options) => options.to_group(),
         }
     }
 
@@ -181,6 +211,9 @@ impl Algorithm {
             },
             Algorithm::AdamW(options) => Algorithm::AdamW(options.read(&mut reader, true)?.0),
             Algorithm::Adagrad(options) => Algorithm::Adagrad(options.read(&mut reader)?),
+            Algorithm::Adafactor(options) => Algorithm::Adafactor(options.read(&mut reader)?),
+            Algorithm::Muon(options) => Algorithm::Muon(options.read(&mut reader)?),
+            Algorithm::ScheduleFreeAdamW(options) => Algorithm::ScheduleFreeAdamW(options.read(&mut reader)?),
         };
         algorithm.validate()?;
         let (unknown, missing) = reader.finish();
@@ -193,6 +226,9 @@ impl Algorithm {
             Algorithm::Sgd(options) => options.state_entries(),
             Algorithm::Adam(options) | Algorithm::AdamW(options) => options.state_entries(),
             Algorithm::Adagrad(options) => options.state_entries(),
+            Algorithm::Adafactor(_) => AdafactorOptions::state_entries(),
+            Algorithm::Muon(_) => MuonOptions::state_entries(),
+            Algorithm::ScheduleFreeAdamW(_) => ScheduleFreeOptions::state_entries(),
         };
         entries.into_iter().flatten()
     }
@@ -256,6 +292,10 @@ impl Algorithm {
                 options.update_amsgrad(true, step, param, grad, exp_avg, exp_avg_sq, max);
             }
             (Algorithm::Adagrad(options), [sum]) => options.update(step, param, grad, sum),
+            (Algorithm::ScheduleFreeAdamW(options), [z, exp_avg_sq]) => options.update(param, grad, z, exp_avg_sq),
+            (Algorithm::Adafactor(_) | Algorithm::Muon(_), _) => {
+                return Err(AlgorithmError::NotElementwise { algorithm: self.name() });
+            }
             _ => {
                 let expected = self.slice_names().count();
                 return Err(AlgorithmError::StateCount { algorithm: self.name(), expected, found });
@@ -264,9 +304,42 @@ impl Algorithm {
         Ok(())
     }
 
-    /// Checks the number of a step, from 1: the others than SGD compute with it.
+    /// Begins a step of all parameters of a group: what the group itself keeps becomes that of the step.
+    pub(crate) fn begin_step(&mut self) -> Result<(), AlgorithmError> {
+        match self {
+            Algorithm::ScheduleFreeAdamW(options) => options.begin_step(),
+            _ => Ok(()),
+        }
+    }
+
+    /// Ends a step of all parameters of a group.
+    pub(crate) const fn end_step(&mut self) {
+        if let Algorithm::ScheduleFreeAdamW(options) = self {
+            options.k += 1;
+        }
+    }
+
+    /// Checks that a parameter of this shape can be updated.
+    pub(crate) fn check_shape(&self, shape: &[usize]) -> Result<(), AlgorithmError> {
+        if matches!(self, Algorithm::Muon(_)) && shape.len() != 2 {
+            return Err(AlgorithmError::NotAMatrix { algorithm: self.name(), shape: shape.to_vec() });
+        }
+        Ok(())
+    }
+
+    /// Checks that the optimizer can step on the parameters that it sees: the model's own, or FlatParameters.
+    pub(crate) const fn check_parameters(&self, use_orig_params: bool) -> Result<(), AlgorithmError> {
+        match self {
+            Algorithm::Adafactor(_) if !use_orig_params => {
+                Err(AlgorithmError::FlatParameters { algorithm: self.name() })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Checks the number of a step, from 1: those compute with it that have it in their state, and Adagrad.
     pub(crate) fn check_step(&self, step: f32) -> Result<(), AlgorithmError> {
-        if matches!(self, Algorithm::Sgd(_)) || (step >= 1.0 && step.is_finite()) {
+        if !self.state_entries().any(|entry| entry.kind == StateKind::Scalar) || (step >= 1.0 && step.is_finite()) {
             return Ok(());
         }
         Err(AlgorithmError::Step { algorithm: self.name(), step })

@@ -27,6 +27,8 @@ pub enum StateKind {
 pub enum Initial {
     /// This value, everywhere.
     Value(f64),
+    /// The parameter's own value at its first update.
+    Parameter,
     /// Nothing: the entry comes into being with the first update, which stores the gradient (after maximize and weight
     /// decay) in it. Until then a torch state dict does not have the parameter.
     FirstGradient,

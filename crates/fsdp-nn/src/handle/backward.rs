@@ -128,7 +128,7 @@ impl FlatParamHandle {
         let reduced = with_float!(sent.dtype(), T => self.all_reduce::<T>(sent)?, else {
             return self.unsupported();
         });
-        let reduced = to_device(&cast(reduced, Some(self.dtype))?, self.device())?;
+        let reduced = to_device(&cast(reduced, Some(self.dtype))?, &self.shard_device)?;
         self.add_to(&mut state.grad, reduced)
     }
 

@@ -203,7 +203,7 @@ impl FlatParamHandle {
     }
 
     /// Returns the device on which shards, reduced gradients and optimizer state live.
-    pub(crate) const fn device(&self) -> &Device {
+    pub(crate) const fn shard_device(&self) -> &Device {
         &self.shard_device
     }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use candle_core::Tensor;
-use fsdp_flat::storage::{HostSliceMut, to_device, zeros};
+use fsdp_flat::storage::{HostSlice, HostSliceMut, to_device, zeros};
 use fsdp_flat::{ShardedTensor, with_float};
 use fsdp_layout::PlainValue;
 use fsdp_state::StateValue;
@@ -168,6 +168,9 @@ pub(crate) fn initial_state(algorithm: &Algorithm, local: &LocalParam) -> Result
         match (entry.kind, entry.initial) {
             (StateKind::Scalar, _) => state.step = Some(0.0),
             (StateKind::LikeParameter, Initial::FirstGradient) => {}
+            (StateKind::LikeParameter, Initial::Parameter) => {
+                state.entries.insert(entry.name.to_owned(), LocalState::Piece(copy_of_parameter(local)?));
+            }
             (StateKind::LikeParameter, Initial::Value(value)) => {
                 let flat = zeros(&[local.numel], local.handle.dtype())?;
                 if value != 0.0 {
@@ -177,10 +180,26 @@ pub(crate) fn initial_state(algorithm: &Algorithm, local: &LocalParam) -> Result
                         data.finish()?;
                     }, else ());
                 }
-                let flat = to_device(&flat, local.handle.device())?;
+                let flat = to_device(&flat, local.handle.shard_device())?;
                 state.entries.insert(entry.name.to_owned(), LocalState::Piece(flat));
             }
         }
     }
     Ok(state)
+}
+
+/// Returns a copy of this rank's piece of a local parameter.
+fn copy_of_parameter(local: &LocalParam) -> Result<Tensor> {
+    let flat = zeros(&[local.numel], local.handle.dtype())?;
+    for segment in local.segments.iter().filter(|segment| segment.len > 0) {
+        let Some(piece) = local.handle.local_piece(segment.param)? else { continue };
+        with_float!(local.handle.dtype(), T => {
+            let from = HostSlice::<T>::read(&piece)?;
+            let target = flat.narrow(0, segment.start, segment.len)?;
+            let mut target = HostSliceMut::<T>::write(&target)?;
+            target.copy_from_slice(&from);
+            target.finish()?;
+        }, else ());
+    }
+    Ok(to_device(&flat, local.handle.shard_device())?)
 }

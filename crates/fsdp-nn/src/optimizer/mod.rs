@@ -1,7 +1,12 @@
 //! Optimizers over the parameters of a sharded model: each rank steps on its own shard, in place.
 
+mod factored;
 mod local;
+mod matrices;
+mod modes;
+mod newton_schulz;
 mod on_device;
+mod owners;
 mod step;
 
 use std::collections::HashMap;
@@ -17,8 +22,13 @@ use crate::optim_state_error::OptimStateError;
 use crate::parameters::{Location, ShardedParameters};
 use crate::{NnError, Result};
 
+use factored::step_factored;
 pub(crate) use local::{LocalParam, LocalState, ParamState, Segment, initial_state};
+use matrices::step_matrices;
 use step::{begin_state, step_local};
+
+/// The key of the learning rate that a schedule multiplies.
+const INITIAL_LR: &str = "initial_lr";
 
 /// Parameters that share hyperparameters: one of torch's `param_groups`.
 #[derive(Debug, Clone)]
@@ -45,16 +55,30 @@ impl ParamGroup {
     pub fn fqns(&self) -> &[String] {
         &self.fqns
     }
+
+    /// Returns the learning rate that a [`Schedule`](crate::Schedule) multiplies: `initial_lr`, as torch's schedulers keep it in
+    /// the group. `None` before a schedule has been applied.
+    #[must_use]
+    pub fn initial_lr(&self) -> Option<f64> {
+        let (_, value) = self.extra.iter().rev().find(|(key, _)| key == INITIAL_LR)?;
+        value.as_float()
+    }
+
+    /// Changes the learning rate that a schedule multiplies: on every rank alike.
+    pub fn set_initial_lr(&mut self, lr: f64) {
+        self.extra.retain(|(key, _)| key != INITIAL_LR);
+        self.extra.push((INITIAL_LR.to_owned(), lr.into()));
+    }
 }
 
 /// The hyperparameters that a group is to have, and the keys that its algorithm does not know.
 pub type GroupUpdate = (Algorithm, Vec<(String, PlainValue)>);
 
-/// torch's optimizers over a sharded model: SGD, Adam, AdamW, Adagrad ([`Algorithm`]).
+/// torch's optimizers over a sharded model: SGD, Adam, AdamW, Adagrad, Adafactor, Muon, and schedule-free AdamW ([`Algorithm`]).
 ///
 /// State is sharded as the parameters are, exists from a parameter's first step on (torch's rule), and is
 /// described before that by the algorithm's schema, so that reading or loading it never takes a fake step.
-/// No method communicates.
+/// No method communicates, but for the steps of Adafactor and Muon.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -128,6 +152,8 @@ impl Optimizer {
             for fqn in &mut group.fqns {
                 *fqn = parameters.canonical_fqn(fqn).to_owned();
                 let Location { handle, .. } = parameters.location(fqn)?;
+                group.algorithm.check_shape(parameters.shape(fqn)?)?;
+                group.algorithm.check_parameters(parameters.use_orig_params())?;
                 if let Some(dtype) = fsdp_flat::dtype::from_candle(parameters.handles[handle].dtype()) {
                     group.algorithm.check_dtype(dtype)?;
                 }
@@ -259,7 +285,12 @@ impl Optimizer {
     }
 
     /// Updates all trained parameters that have a gradient, in place, each in one pass over its shard: torch's
-    /// `Optimizer.step`. Gradients stay. No communication.
+    /// `Optimizer.step`. Gradients stay.
+    ///
+    /// Collectives: none, but for groups of [`Algorithm::Muon`] and [`Algorithm::Adafactor`] where parameters are sharded. There
+    /// each parameter is put together on one rank, which computes its update and gives it back: for each such group two or three
+    /// exchanges between all ranks of the shard group, Adafactor's all-gather of its averages, and two agreements. The results
+    /// are those of one rank, bit for bit.
     ///
     /// Parameters that no gradient has come to are left as they are, without weight decay
     /// ([`ShardedParameters::has_gradient`]).
@@ -267,15 +298,34 @@ impl Optimizer {
     /// State that lacks `step` counts from 0, and state that lacks a tensor begins with its initial value.
     ///
     /// # Errors
-    /// [`NnError::UnitInUse`] inside a forward; candle's. Hyperparameters are checked before anything is changed; a
-    /// parameter whose update fails keeps its state.
+    /// [`NnError::UnitInUse`] inside a forward; schedule-free AdamW in its `eval` mode; candle's. Hyperparameters are checked
+    /// before anything is changed; a parameter whose update fails keeps its state. Those of the collectives.
     pub fn step(&mut self) -> Result<()> {
+        let mut begun = Vec::with_capacity(self.groups.len());
         for group in &self.groups {
             group.algorithm.validate()?;
+            let mut algorithm = group.algorithm.clone();
+            algorithm.begin_step()?;
+            begun.push(algorithm);
         }
         // Gathered copies go, also those of units that have no gradient: a forward has made them all together.
         self.parameters.reshard()?;
-        for group in &self.groups {
+        for (group, algorithm) in self.groups.iter_mut().zip(begun) {
+            group.algorithm = algorithm;
+        }
+        for group in &mut self.groups {
+            let (parameters, locals) = (&self.parameters, &mut self.locals);
+            match &group.algorithm {
+                Algorithm::Muon(options) => {
+                    step_matrices(options, &group.algorithm, parameters, locals, &group.params)?;
+                    continue;
+                }
+                Algorithm::Adafactor(options) => {
+                    step_factored(options, &group.algorithm, parameters, locals, &group.params)?;
+                    continue;
+                }
+                _ => {}
+            }
             for &index in &group.params {
                 let local = &mut self.locals[index];
                 if !local.requires_grad() || local.handle.grad().is_none() {
@@ -290,6 +340,7 @@ impl Optimizer {
                     return Err(candle_core::Error::UnsupportedDTypeForOp(local.handle.dtype(), "optimizer step").into());
                 });
             }
+            group.algorithm.end_step();
         }
         Ok(())
     }

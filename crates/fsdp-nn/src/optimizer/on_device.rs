@@ -5,7 +5,7 @@
 
 use candle_core::{DType, Result, Tensor};
 
-use crate::algorithm::{AdagradOptions, AdamOptions, Algorithm, SgdOptions, bias_correction};
+use crate::algorithm::{AdagradOptions, AdamOptions, Algorithm, ScheduleFreeOptions, SgdOptions, bias_correction};
 
 /// Elements that are updated at a time: each op makes a new tensor of them.
 const PIECE: usize = 1 << 24;
@@ -55,6 +55,9 @@ fn update_piece(
         Algorithm::Adam(options) => adam(options, false, step, p, g, &widened)?,
         Algorithm::AdamW(options) => adam(options, true, step, p, g, &widened)?,
         Algorithm::Adagrad(options) => adagrad(options, step, p, g, &widened)?,
+        Algorithm::ScheduleFreeAdamW(options) => schedule_free(options, &p, g, &widened)?,
+        // They update whole parameters, and are not asked for here.
+        Algorithm::Adafactor(_) | Algorithm::Muon(_) => return Err(missing(algorithm.name())),
     };
     // Only now, so that an error has changed nothing.
     for (target, value) in state.iter().zip(&new_state) {
@@ -98,6 +101,17 @@ fn sgd(options: &SgdOptions, first: bool, p: Tensor, g: Tensor, state: &[Tensor]
     };
     let direction = if options.nesterov { (g + (&buffer * options.momentum)?)? } else { buffer.clone() };
     Ok(((p - (direction * options.lr)?)?, vec![buffer]))
+}
+
+fn schedule_free(options: &ScheduleFreeOptions, y: &Tensor, g: Tensor, state: &[Tensor]) -> Result<Updated> {
+    let [z, exp_avg_sq] = state else { return Err(missing("AdamWScheduleFree")) };
+    let (factors, beta2) = (options.factors(), options.betas.1);
+    let v = ((exp_avg_sq * beta2)? + (g.sqr()? * (1.0 - beta2))?)?;
+    let normalized = (g / ((&v / factors.bias_correction)?.sqrt()? + options.eps)?)?;
+    let normalized = (normalized + (y * options.weight_decay)?)?;
+    let p = (((y * (1.0 - factors.average))? + (z * factors.average)?)? + (&normalized * factors.along)?)?;
+    let z = (z - (normalized * options.scheduled_lr)?)?;
+    Ok((p, vec![z, v]))
 }
 
 fn adam(options: &AdamOptions, decoupled: bool, step: f32, p: Tensor, g: Tensor, state: &[Tensor]) -> Result<Updated> {
@@ -155,6 +169,15 @@ mod tests {
                 weight_decay: 0.1,
                 initial_accumulator_value: 0.5,
                 ..AdagradOptions::default()
+            }),
+            Algorithm::ScheduleFreeAdamW(ScheduleFreeOptions {
+                weight_decay: 0.1,
+                k: 3,
+                train_mode: true,
+                lr_max: 0.02,
+                scheduled_lr: 0.01,
+                weight_sum: 0.004,
+                ..ScheduleFreeOptions::default()
             }),
         ]
     }

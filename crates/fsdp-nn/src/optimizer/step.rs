@@ -36,7 +36,7 @@ pub(super) fn step_local<T: Scalar + Float>(algorithm: &Algorithm, local: &mut L
             let mut fresh = initial_state(algorithm, local)?;
             let piece = match fresh.entries.swap_remove(entry.name) {
                 Some(piece) => piece,
-                None => LocalState::Piece(zeros_on(&[local.numel], local.handle.dtype(), local.handle.device())?),
+                None => LocalState::Piece(zeros_on(&[local.numel], local.handle.dtype(), local.handle.shard_device())?),
             };
             state.entries.insert(entry.name.to_owned(), piece);
         }
@@ -58,7 +58,7 @@ pub(super) fn step_local<T: Scalar + Float>(algorithm: &Algorithm, local: &mut L
             .iter()
             .map(|flat| flat.narrow(0, segment.start, segment.len))
             .collect::<candle_core::Result<Vec<_>>>()?;
-        if !local.handle.device().is_cpu() {
+        if !local.handle.shard_device().is_cpu() {
             on_device::update(algorithm, step, first, &param, &grad, &pieces)?;
             continue;
         }

@@ -129,6 +129,9 @@ impl EntryPlan {
             let kind = schema.iter().find(|entry| entry.name == name).map(|entry| entry.kind);
             plan.add(local, name, kind, &values, options)?;
         }
+        // In the algorithm's order, whatever order they were saved in: equal state is saved as equal bytes again.
+        let place = |name: &String| schema.iter().position(|entry| entry.name == name).unwrap_or(schema.len());
+        plan.state.entries.sort_by(|one, _, other, _| place(one).cmp(&place(other)));
         // Entries that are made with the first gradient may be absent: there may have been no gradient yet.
         let missing = schema.iter().filter(|entry| entry.initial != Initial::FirstGradient);
         plan.missing = missing.map(|entry| entry.name).filter(|name| !first.contains_key(*name)).collect();
@@ -250,7 +253,7 @@ impl EntryPlan {
         let live = local.live_piece(name).filter(|live| options.in_place && live.dtype() == becomes);
         let flat = match live.filter(|_| values.iter().all(Option::is_some)) {
             Some(live) => live.clone(),
-            None => zeros_on(&[local.numel], becomes, local.handle.device())?,
+            None => zeros_on(&[local.numel], becomes, local.handle.shard_device())?,
         };
         self.state.entries.insert(name.to_owned(), LocalState::Piece(flat));
         for (param, value) in params.into_iter().zip(values) {

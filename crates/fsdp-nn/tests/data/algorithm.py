@@ -1,6 +1,6 @@
 """Writes algorithm.json: what torch's optimizers make of given parameters and gradients, bit for bit.
 
-Run `python3 algorithm.py > algorithm.json` with torch 2.15 on a CPU that has fused multiply-add.
+Run `python3 algorithm.py > algorithm.json` with torch 2.15 and schedulefree 1.4.1 on a CPU that has fused multiply-add.
 
 torch built with MKL takes square roots of float32 and float64 from it, and MKL does not round them correctly.
 `param` and `state` come from torch's own steps with a correctly rounded square root in that place; `mkl` is
@@ -10,6 +10,7 @@ the parameter that torch gives as it is.
 import json
 
 import numpy
+import schedulefree
 import torch
 
 torch.set_num_threads(1)
@@ -34,9 +35,16 @@ def bits(tensor):
     return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes().hex()
 
 
+def make(optimizer, params, options):
+    package = torch.optim if hasattr(torch.optim, optimizer) else schedulefree
+    return getattr(package, optimizer)(params, **options)
+
+
 def run(optimizer, options, dtype, steps):
     param = torch.nn.Parameter(values(1, dtype))
-    optim = getattr(torch.optim, optimizer)([param], foreach=False, **options)
+    optim = make(optimizer, [param], {"foreach": False, **options})
+    if optimizer == "AdamWScheduleFree":
+        optim.train()
     for step in range(steps):
         param.grad = values(100 + step, dtype)
         optim.step()
@@ -44,14 +52,15 @@ def run(optimizer, options, dtype, steps):
 
 
 def update(optimizer, options, dtype, steps):
-    mkl_sqrt = torch.Tensor.sqrt
+    mkl_sqrt, mkl_sqrt_ = torch.Tensor.sqrt, torch.Tensor.sqrt_
     exact = lambda tensor: torch.from_numpy(numpy.sqrt(tensor.numpy()))
     wide = dtype in (torch.float32, torch.float64)
     mkl, _ = run(optimizer, options, dtype, steps)
     if wide:
         torch.Tensor.sqrt = exact
+        torch.Tensor.sqrt_ = lambda tensor: tensor.copy_(exact(tensor))
     param, state = run(optimizer, options, dtype, steps)
-    torch.Tensor.sqrt = mkl_sqrt
+    torch.Tensor.sqrt, torch.Tensor.sqrt_ = mkl_sqrt, mkl_sqrt_
     step = state.get("step")
     assert step is None or step.item() == steps
     assert not param.isnan().any()
@@ -74,7 +83,8 @@ def plain(value):
 
 
 def group(optimizer, options):
-    optim = getattr(torch.optim, optimizer)([torch.nn.Parameter(torch.ones(1))], **options)
+    options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    optim = make(optimizer, [torch.nn.Parameter(torch.ones(1, 1))], options)
     entries = optim.state_dict()["param_groups"][0]
     del entries["params"]
     return {
@@ -105,6 +115,9 @@ UPDATES = [
     ("Adagrad", {}, 1),
     ("Adagrad", {"lr": 0.1, "lr_decay": 0.2, "weight_decay": 0.1}, 5),
     ("Adagrad", {"lr": 0.1, "initial_accumulator_value": 0.5, "eps": 0.001, "maximize": True}, 4),
+    ("AdamWScheduleFree", {}, 2),
+    ("AdamWScheduleFree", {"lr": 0.1, "weight_decay": 0.3, "warmup_steps": 3, "r": 1.0}, 5),
+    ("AdamWScheduleFree", {"lr": 0.05, "betas": [0.8, 0.95], "weight_lr_power": 0.0}, 4),
 ]
 
 GROUPS = [
@@ -117,6 +130,12 @@ GROUPS = [
     ("AdamW", {"lr": 0.5, "betas": [0.8, 0.9], "maximize": True, "foreach": False, "capturable": True}),
     ("Adagrad", {}),
     ("Adagrad", {"lr_decay": 0.1, "weight_decay": 0.2, "initial_accumulator_value": 0.3, "eps": 0.4}),
+    ("Adafactor", {}),
+    ("Adafactor", {"lr": 0.1, "eps": [1e-9, 0.01], "d": 2.0, "weight_decay": 0.1, "foreach": False, "maximize": True}),
+    ("Muon", {}),
+    ("Muon", {"lr": 0.1, "momentum": 0.8, "nesterov": False, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}),
+    ("AdamWScheduleFree", {}),
+    ("AdamWScheduleFree", {"lr": 0.1, "weight_decay": 0.3, "warmup_steps": 3, "r": 1.0, "foreach": False}),
 ]
 
 updates = []

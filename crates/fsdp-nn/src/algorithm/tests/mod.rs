@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::*;
 
-/// Returns the results of torch 2.15, made by `algorithm.py` beside it.
+/// Returns the results of torch 2.15, and of schedulefree 1.4.1, made by `algorithm.py` beside it.
 fn goldens() -> Value {
     serde_json::from_str(include_str!("../../../tests/data/algorithm.json")).unwrap()
 }
@@ -19,6 +19,9 @@ fn default(class: &str) -> Algorithm {
         "Adam" => Algorithm::Adam(AdamOptions::default()),
         "AdamW" => Algorithm::AdamW(AdamOptions::adamw()),
         "Adagrad" => Algorithm::Adagrad(AdagradOptions::default()),
+        "Adafactor" => Algorithm::Adafactor(AdafactorOptions::default()),
+        "Muon" => Algorithm::Muon(MuonOptions::default()),
+        "AdamWScheduleFree" => Algorithm::ScheduleFreeAdamW(ScheduleFreeOptions::default()),
         class => panic!("no optimizer {class}"),
     }
 }
@@ -35,6 +38,7 @@ fn plain(value: &Value) -> PlainValue {
     match value {
         Value::Null => PlainValue::None,
         Value::Bool(value) => PlainValue::Bool(*value),
+        Value::String(value) => PlainValue::from(value.clone()),
         Value::Array(items) => PlainValue::List(items.iter().map(plain).collect()),
         value => value.as_i64().map_or_else(|| PlainValue::Float(value.as_f64().unwrap()), PlainValue::Int),
     }

@@ -14,6 +14,7 @@ fn typed(value: &Value) -> PlainValue {
         "bool" => PlainValue::Bool(value.as_bool().unwrap()),
         "int" => PlainValue::Int(value.as_i64().unwrap()),
         "float" => PlainValue::Float(value.as_f64().unwrap()),
+        "str" => PlainValue::from(value.as_str().unwrap().to_owned()),
         "tuple" => PlainValue::Tuple(value.as_array().unwrap().iter().map(typed).collect()),
         kind => panic!("{kind}"),
     }

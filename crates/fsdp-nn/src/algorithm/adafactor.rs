@@ -1,0 +1,245 @@
+//! `torch.optim.Adafactor`: an Adam without momentum, whose averages of squares are kept by row and by column.
+
+use fsdp_layout::{DType, PlainValue};
+
+use super::error::{AlgorithmError, at_least_zero};
+use super::group::{Reader, group, optional_bool};
+use super::state::{StateEntries, StateEntry};
+
+/// Hyperparameters of Adafactor; the defaults are torch's.
+///
+/// Its averages are as small as a row and a column of the parameter, and then whole on every rank: `row_var` and `col_var`, or
+/// `variance` of a parameter of one dimension. Its optimizer must see the model's own parameters (`use_orig_params`).
+#[derive(Debug, Clone, PartialEq)]
+pub struct AdafactorOptions {
+    /// Largest relative learning rate, 0.01.
+    pub lr: f64,
+    /// The power of the step in the weight of new squares, -0.8.
+    pub beta2_decay: f64,
+    /// The least average of squares, by its root, and the least scale of a parameter: (`None`, 1e-3). `None` is the
+    /// smallest number that makes a difference to 1 in the parameter's dtype.
+    pub eps: (Option<f64>, f64),
+    /// The norm of an update above which it is clipped, relative to its size, 1.
+    pub d: f64,
+    /// The parameter shrinks by `lr` times this at each step, 0.
+    pub weight_decay: f64,
+    /// Kept, not acted on.
+    pub foreach: Option<bool>,
+    /// Climbs instead of descending.
+    pub maximize: bool,
+}
+
+impl Default for AdafactorOptions {
+    fn default() -> Self {
+        Self {
+            lr: 1e-2,
+            beta2_decay: -0.8,
+            eps: (None, 1e-3),
+            d: 1.0,
+            weight_decay: 0.0,
+            foreach: None,
+            maximize: false,
+        }
+    }
+}
+
+/// The averages of squares of one parameter.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Squares {
+    /// `row_var` and `col_var`: each matrix of the parameter has a mean for each row and each column.
+    Factored { rows: Vec<f64>, columns: Vec<f64> },
+    /// `variance`: each element has its own.
+    Whole(Vec<f64>),
+}
+
+impl Squares {
+    /// Returns the averages of a parameter of this shape before its first step.
+    pub(crate) fn zeros(shape: &[usize]) -> Self {
+        match shape {
+            [batch @ .., rows, columns] => {
+                let batch: usize = batch.iter().product();
+                Squares::Factored { rows: vec![0.0; batch * rows], columns: vec![0.0; batch * columns] }
+            }
+            _ => Squares::Whole(vec![0.0; shape.iter().product()]),
+        }
+    }
+
+    /// Returns torch's keys of the averages, each with its values and shape.
+    pub(crate) fn entries(&self, shape: &[usize]) -> Vec<(&'static str, &[f64], Vec<usize>)> {
+        let with_one = |from_end: usize| {
+            let mut shape = shape.to_vec();
+            let at = shape.len() - from_end;
+            shape[at] = 1;
+            shape
+        };
+        match self {
+            Squares::Factored { rows, columns } => {
+                vec![("row_var", rows, with_one(1)), ("col_var", columns, with_one(2))]
+            }
+            Squares::Whole(values) => vec![("variance", values, shape.to_vec())],
+        }
+    }
+
+    /// Returns all values, to be sent to other ranks.
+    pub(crate) fn values(&self) -> Vec<f64> {
+        match self {
+            Squares::Factored { rows, columns } => [rows.as_slice(), columns].concat(),
+            Squares::Whole(values) => values.clone(),
+        }
+    }
+
+    /// Takes the values of [`Self::values`].
+    pub(crate) fn set(&mut self, from: &[f64]) {
+        match self {
+            Squares::Factored { rows, columns } => {
+                let (of_rows, of_columns) = from.split_at(rows.len());
+                rows.copy_from_slice(of_rows);
+                columns.copy_from_slice(of_columns);
+            }
+            Squares::Whole(values) => values.copy_from_slice(from),
+        }
+    }
+
+    /// Takes the values of one entry, by its position among [`Self::entries`].
+    pub(crate) fn set_entry(&mut self, entry: usize, from: &[f64]) {
+        match self {
+            Squares::Factored { rows, .. } if entry == 0 => rows.copy_from_slice(from),
+            Squares::Factored { columns, .. } => columns.copy_from_slice(from),
+            Squares::Whole(values) => values.copy_from_slice(from),
+        }
+    }
+
+    /// Takes the squares of a gradient in, with this weight.
+    fn average(&mut self, grad: &[f64], shape: &[usize], weight: f64) {
+        match (self, shape) {
+            (Squares::Factored { rows, columns }, [.., height, width]) if height * width > 0 => {
+                for (index, matrix) in grad.chunks_exact(height * width).enumerate() {
+                    let mut of_columns = vec![0.0; *width];
+                    for (row, values) in matrix.chunks_exact(*width).enumerate() {
+                        let sum: f64 = values.iter().map(|g| g * g).sum();
+                        of_columns.iter_mut().zip(values).for_each(|(sum, g)| *sum += g * g);
+                        move_to(&mut rows[index * height + row], sum / *width as f64, weight);
+                    }
+                    for (column, sum) in of_columns.into_iter().enumerate() {
+                        move_to(&mut columns[index * width + column], sum / *height as f64, weight);
+                    }
+                }
+            }
+            (Squares::Whole(values), _) => {
+                values.iter_mut().zip(grad).for_each(|(value, g)| move_to(value, g * g, weight));
+            }
+            _ => {}
+        }
+    }
+
+    /// Returns the average of squares of each element.
+    fn estimate(&self, shape: &[usize], eps: f64) -> Vec<f64> {
+        match (self, shape) {
+            (Squares::Factored { rows, columns }, [.., height, width]) if height * width > 0 => {
+                let matrices = rows.chunks_exact(*height).zip(columns.chunks_exact(*width));
+                let estimate = matrices.flat_map(|(rows, columns)| {
+                    let mean = (rows.iter().sum::<f64>() / rows.len() as f64).max(eps);
+                    rows.iter().flat_map(move |row| columns.iter().map(move |column| row * column / mean))
+                });
+                estimate.collect()
+            }
+            (Squares::Whole(values), _) => values.clone(),
+            _ => Vec::new(),
+        }
+    }
+}
+
+fn move_to(value: &mut f64, end: f64, weight: f64) {
+    *value += weight * (end - *value);
+}
+
+fn root_mean_square(values: &[f64]) -> f64 {
+    (values.iter().map(|x| x * x).sum::<f64>() / values.len().max(1) as f64).sqrt()
+}
+
+impl AdafactorOptions {
+    pub(super) fn validate(&self) -> Result<(), AlgorithmError> {
+        let eps1 = self.eps.0.unwrap_or(0.0);
+        let values = [("lr", self.lr), ("eps[0]", eps1), ("eps[1]", self.eps.1), ("weight_decay", self.weight_decay)];
+        at_least_zero("Adafactor", &values)?;
+        for (key, value, is_fine, range) in [
+            ("beta2_decay", self.beta2_decay, self.beta2_decay <= 0.0, "finite and at most 0"),
+            ("d", self.d, self.d >= 1.0, "finite and at least 1"),
+        ] {
+            if !is_fine || !value.is_finite() {
+                return Err(AlgorithmError::OutOfRange { algorithm: "Adafactor", key, value, range });
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn to_group(&self) -> Vec<(String, PlainValue)> {
+        let eps1 = self.eps.0.map_or(PlainValue::None, PlainValue::from);
+        group([
+            ("lr", self.lr.into()),
+            ("beta2_decay", self.beta2_decay.into()),
+            ("eps", PlainValue::Tuple(vec![eps1, self.eps.1.into()])),
+            ("d", self.d.into()),
+            ("weight_decay", self.weight_decay.into()),
+            ("foreach", optional_bool(self.foreach)),
+            ("maximize", self.maximize.into()),
+        ])
+    }
+
+    pub(super) fn read(&self, reader: &mut Reader<'_>) -> Result<Self, AlgorithmError> {
+        Ok(Self {
+            lr: reader.float("lr", self.lr)?,
+            beta2_decay: reader.float("beta2_decay", self.beta2_decay)?,
+            eps: reader.read("eps", self.eps, "a tuple of None or a float, and a float", eps)?,
+            d: reader.float("d", self.d)?,
+            weight_decay: reader.float("weight_decay", self.weight_decay)?,
+            foreach: reader.optional_bool("foreach", self.foreach)?,
+            maximize: reader.bool("maximize", self.maximize)?,
+        })
+    }
+
+    /// Returns the entries that all parameters have; the averages depend on the shape, and are whole on every rank.
+    pub(super) const fn state_entries() -> StateEntries {
+        [Some(StateEntry::STEP), None, None, None]
+    }
+
+    /// Updates a whole parameter and its averages once. `step` is the number of this update, from 1.
+    pub(crate) fn update(
+        &self,
+        step: f32,
+        dtype: DType,
+        shape: &[usize],
+        param: &mut [f64],
+        grad: &[f64],
+        squares: &mut Squares,
+    ) {
+        let step = f64::from(step);
+        let eps1 = self.eps.0.unwrap_or(match dtype {
+            DType::F64 => f64::EPSILON,
+            DType::BF16 => half::bf16::EPSILON.to_f64(),
+            DType::F16 => half::f16::EPSILON.to_f64(),
+            _ => f64::from(f32::EPSILON),
+        });
+        let rate = self.lr.min(step.powf(-0.5));
+        let alpha = root_mean_square(param).max(self.eps.1) * rate;
+        if self.weight_decay != 0.0 {
+            param.iter_mut().for_each(|p| *p *= 1.0 - self.lr * self.weight_decay);
+        }
+        squares.average(grad, shape, step.powf(self.beta2_decay));
+        let sign = if self.maximize { -1.0 } else { 1.0 };
+        let estimate = squares.estimate(shape, eps1);
+        let update = estimate.into_iter().zip(grad).map(|(v, g)| sign * g / v.max(eps1 * eps1).sqrt());
+        let update: Vec<f64> = update.collect();
+        let factor = alpha / (root_mean_square(&update) / self.d).max(1.0);
+        param.iter_mut().zip(update).for_each(|(p, u)| *p -= factor * u);
+    }
+}
+
+fn eps(value: &PlainValue) -> Option<(Option<f64>, f64)> {
+    let (PlainValue::Tuple(items) | PlainValue::List(items)) = value else { return None };
+    match items.as_slice() {
+        [PlainValue::None, second] => Some((None, second.as_float()?)),
+        [first, second] => Some((Some(first.as_float()?), second.as_float()?)),
+        _ => None,
+    }
+}

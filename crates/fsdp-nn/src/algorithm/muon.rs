@@ -1,0 +1,170 @@
+//! `torch.optim.Muon`: momentum whose direction is made orthogonal, for weights that are matrices.
+
+use fsdp_layout::PlainValue;
+
+use super::error::{AlgorithmError, at_least_zero};
+use super::float::{Element, Float, Weight, scalar};
+use super::group::{Reader, group};
+use super::state::{StateEntries, StateEntry};
+
+/// The way in which Muon fits the learning rate to the shape of a matrix of A rows and B columns: torch's `adjust_lr_fn`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MuonAdjust {
+    /// `original`, the default: times the root of A / B, if that is more than 1.
+    Original,
+    /// `match_rms_adamw`: times 0.2 roots of the larger of A and B, so that learning rates of AdamW fit.
+    MatchRmsAdamw,
+    /// `spectral_unclamped`: times the root of A / B.
+    SpectralUnclamped,
+}
+
+impl MuonAdjust {
+    const ALL: [MuonAdjust; 3] = [MuonAdjust::Original, MuonAdjust::MatchRmsAdamw, MuonAdjust::SpectralUnclamped];
+
+    /// Returns torch's name.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            MuonAdjust::Original => "original",
+            MuonAdjust::MatchRmsAdamw => "match_rms_adamw",
+            MuonAdjust::SpectralUnclamped => "spectral_unclamped",
+        }
+    }
+}
+
+/// Hyperparameters of Muon; the defaults are torch's. Its parameters must be matrices. Others, and embeddings, are usually left
+/// to AdamW.
+#[derive(Debug, Clone, PartialEq)]
+pub struct MuonOptions {
+    /// Learning rate, 1e-3.
+    pub lr: f64,
+    /// The parameter shrinks by `lr` times this at each step, 0.1.
+    pub weight_decay: f64,
+    /// The part of the momentum that stays, 0.95.
+    pub momentum: f64,
+    /// Looks one momentum step ahead; `true`.
+    pub nesterov: bool,
+    /// The coefficients of the polynomial that makes a matrix orthogonal, (3.4445, -4.775, 2.0315).
+    pub ns_coefficients: (f64, f64, f64),
+    /// The least norm by which a matrix is divided, 1e-7.
+    pub eps: f64,
+    /// The number of times the polynomial is applied, 5.
+    pub ns_steps: u64,
+    /// The fit of the learning rate to the matrix; `None` is [`MuonAdjust::Original`].
+    pub adjust_lr_fn: Option<MuonAdjust>,
+}
+
+impl Default for MuonOptions {
+    fn default() -> Self {
+        Self {
+            lr: 1e-3,
+            weight_decay: 0.1,
+            momentum: 0.95,
+            nesterov: true,
+            ns_coefficients: (3.4445, -4.7750, 2.0315),
+            eps: 1e-7,
+            ns_steps: 5,
+            adjust_lr_fn: None,
+        }
+    }
+}
+
+/// The most times that the polynomial is applied.
+const MAX_STEPS: u64 = 99;
+
+impl MuonOptions {
+    pub(super) fn validate(&self) -> Result<(), AlgorithmError> {
+        let Self { lr, weight_decay, momentum, eps, ns_coefficients: (a, b, c), ns_steps, .. } = *self;
+        at_least_zero("Muon", &[("lr", lr), ("weight_decay", weight_decay), ("momentum", momentum), ("eps", eps)])?;
+        for (key, value, is_fine, range) in [
+            ("ns_coefficients", a + b + c, (a + b + c).is_finite(), "finite"),
+            ("ns_steps", ns_steps as f64, ns_steps <= MAX_STEPS, "less than 100"),
+        ] {
+            if !is_fine {
+                return Err(AlgorithmError::OutOfRange { algorithm: "Muon", key, value, range });
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn to_group(&self) -> Vec<(String, PlainValue)> {
+        let (a, b, c) = self.ns_coefficients;
+        let adjust = self.adjust_lr_fn.map_or(PlainValue::None, |adjust| adjust.name().to_owned().into());
+        group([
+            ("lr", self.lr.into()),
+            ("weight_decay", self.weight_decay.into()),
+            ("momentum", self.momentum.into()),
+            ("nesterov", self.nesterov.into()),
+            ("ns_coefficients", PlainValue::Tuple(vec![a.into(), b.into(), c.into()])),
+            ("eps", self.eps.into()),
+            ("ns_steps", self.ns_steps.cast_signed().into()),
+            ("adjust_lr_fn", adjust),
+        ])
+    }
+
+    pub(super) fn read(&self, reader: &mut Reader<'_>) -> Result<Self, AlgorithmError> {
+        Ok(Self {
+            lr: reader.float("lr", self.lr)?,
+            weight_decay: reader.float("weight_decay", self.weight_decay)?,
+            momentum: reader.float("momentum", self.momentum)?,
+            nesterov: reader.bool("nesterov", self.nesterov)?,
+            ns_coefficients: reader.read("ns_coefficients", self.ns_coefficients, "a tuple of three floats", triple)?,
+            eps: reader.float("eps", self.eps)?,
+            ns_steps: reader.count("ns_steps", self.ns_steps)?,
+            adjust_lr_fn: reader.read("adjust_lr_fn", self.adjust_lr_fn, "None or the name of a function", adjust)?,
+        })
+    }
+
+    pub(super) fn state_entries() -> StateEntries {
+        [Some(StateEntry::like_parameter("momentum_buffer", 0.0)), None, None, None]
+    }
+
+    /// Updates the momentum of a piece of a parameter, and returns the direction that is to be made orthogonal; slices of equal
+    /// length.
+    pub(crate) fn direction<T: Float>(&self, grads: &[T], buffers: &mut [T]) -> Vec<T> {
+        let (fresh, ahead) = (Weight::new(1.0 - self.momentum), Weight::new(self.momentum));
+        let elements = grads.iter().zip(buffers).map(|(&grad, buffer)| {
+            let g = Element::load(grad);
+            let b = Element::load(*buffer).lerp(g, fresh);
+            *buffer = b.store();
+            if self.nesterov { g.lerp(b, ahead).store() } else { b.store() }
+        });
+        elements.collect()
+    }
+
+    /// Steps a piece of a parameter of this shape along an orthogonal direction; slices of equal length.
+    pub(crate) fn descend<T: Float>(&self, shape: [usize; 2], params: &mut [T], direction: &[half::bf16]) {
+        let keep = scalar::<T>(1.0 - self.lr * self.weight_decay);
+        let descent = Element::<T>::from_scalar(-self.adjusted_lr(shape));
+        for (param, &direction) in params.iter_mut().zip(direction) {
+            let direction = Element::from_scalar(direction.to_f64());
+            *param = Element::load(*param).mul(keep).add_scaled(direction, descent).store();
+        }
+    }
+
+    fn adjusted_lr(&self, [rows, columns]: [usize; 2]) -> f64 {
+        let (rows, columns) = (rows as f64, columns as f64);
+        self.lr
+            * match self.adjust_lr_fn.unwrap_or(MuonAdjust::Original) {
+                MuonAdjust::Original => (rows / columns).max(1.0).sqrt(),
+                MuonAdjust::MatchRmsAdamw => 0.2 * rows.max(columns).sqrt(),
+                MuonAdjust::SpectralUnclamped => (rows / columns).sqrt(),
+            }
+    }
+}
+
+fn triple(value: &PlainValue) -> Option<(f64, f64, f64)> {
+    let (PlainValue::Tuple(items) | PlainValue::List(items)) = value else { return None };
+    match items.as_slice() {
+        [a, b, c] => Some((a.as_float()?, b.as_float()?, c.as_float()?)),
+        _ => None,
+    }
+}
+
+fn adjust(value: &PlainValue) -> Option<Option<MuonAdjust>> {
+    if matches!(value, PlainValue::None) {
+        return Some(None);
+    }
+    let name = value.as_str()?;
+    MuonAdjust::ALL.into_iter().find(|adjust| adjust.name() == name).map(Some)
+}

@@ -1,0 +1,195 @@
+//! Schedule-free AdamW: an AdamW that needs no schedule of its learning rate, because it averages its iterates.
+
+use fsdp_layout::PlainValue;
+
+use super::error::{AlgorithmError, at_least_zero};
+use super::float::{Element, Float, Weight, scalar};
+use super::group::{Reader, float_or_zero, group, optional_bool};
+use super::state::{Initial, StateEntries, StateEntry, StateKind};
+
+/// Hyperparameters of schedule-free AdamW, with the defaults of the package `schedulefree`, and what its groups keep from step
+/// to step.
+///
+/// While it trains, the parameters are the points at which gradients are taken; before an evaluation, or for a checkpoint that
+/// others are going to use, [`Optimizer::eval`](crate::Optimizer::eval) makes them the average, and
+/// [`Optimizer::train`](crate::Optimizer::train) back. An optimizer begins in `eval`, as there.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ScheduleFreeOptions {
+    /// Learning rate, 0.0025.
+    pub lr: f64,
+    /// The weight of the average in the point at which gradients are taken, and the decay rate of the running average of
+    /// their squares, (0.9, 0.999).
+    pub betas: (f64, f64),
+    /// Added to the denominator, 1e-8.
+    pub eps: f64,
+    /// The power of the step in the weight of an iterate, 0.
+    pub r: f64,
+    /// Steps in which the learning rate rises from 0, 0.
+    pub warmup_steps: u64,
+    /// The power of the learning rate in the weight of an iterate, 2.
+    pub weight_lr_power: f64,
+    /// L2 penalty, taken where gradients are, 0.
+    pub weight_decay: f64,
+    /// Kept, not acted on.
+    pub foreach: Option<bool>,
+    /// Steps so far.
+    pub k: u64,
+    /// `true` while parameters are the points at which gradients are taken.
+    pub train_mode: bool,
+    /// The weights of all iterates so far.
+    pub weight_sum: f64,
+    /// The largest learning rate so far; -1 before the first step.
+    pub lr_max: f64,
+    /// The learning rate of the last step.
+    pub scheduled_lr: f64,
+}
+
+impl Default for ScheduleFreeOptions {
+    fn default() -> Self {
+        Self {
+            lr: 0.0025,
+            betas: (0.9, 0.999),
+            eps: 1e-8,
+            r: 0.0,
+            warmup_steps: 0,
+            weight_lr_power: 2.0,
+            weight_decay: 0.0,
+            foreach: Some(true),
+            k: 0,
+            train_mode: false,
+            weight_sum: 0.0,
+            lr_max: -1.0,
+            scheduled_lr: 0.0,
+        }
+    }
+}
+
+/// The optimizer's name in messages: that of its class.
+pub(super) const NAME: &str = "AdamWScheduleFree";
+
+impl ScheduleFreeOptions {
+    pub(super) fn validate(&self) -> Result<(), AlgorithmError> {
+        let values = [
+            ("lr", self.lr),
+            ("eps", self.eps),
+            ("weight_decay", self.weight_decay),
+            ("r", self.r),
+            ("weight_lr_power", self.weight_lr_power),
+            ("weight_sum", self.weight_sum),
+        ];
+        at_least_zero(NAME, &values)?;
+        // The first one is divided by.
+        for (key, value, least) in [("betas[0]", self.betas.0, f64::MIN_POSITIVE), ("betas[1]", self.betas.1, 0.0)] {
+            if !(least..1.0).contains(&value) {
+                let range = "less than 1, and above 0 or, for the second, at least 0";
+                return Err(AlgorithmError::OutOfRange { algorithm: NAME, key, value, range });
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn to_group(&self) -> Vec<(String, PlainValue)> {
+        group([
+            ("lr", self.lr.into()),
+            ("betas", PlainValue::Tuple(vec![self.betas.0.into(), self.betas.1.into()])),
+            ("eps", self.eps.into()),
+            ("r", self.r.into()),
+            ("k", self.k.cast_signed().into()),
+            ("warmup_steps", self.warmup_steps.cast_signed().into()),
+            ("train_mode", self.train_mode.into()),
+            ("weight_sum", self.weight_sum.into()),
+            ("lr_max", self.lr_max.into()),
+            ("scheduled_lr", self.scheduled_lr.into()),
+            ("weight_lr_power", self.weight_lr_power.into()),
+            ("weight_decay", float_or_zero(self.weight_decay)),
+            ("foreach", optional_bool(self.foreach)),
+        ])
+    }
+
+    pub(super) fn read(&self, reader: &mut Reader<'_>) -> Result<Self, AlgorithmError> {
+        Ok(Self {
+            lr: reader.float("lr", self.lr)?,
+            betas: reader.float_pair("betas", self.betas)?,
+            eps: reader.float("eps", self.eps)?,
+            r: reader.float("r", self.r)?,
+            k: reader.count("k", self.k)?,
+            warmup_steps: reader.count("warmup_steps", self.warmup_steps)?,
+            train_mode: reader.bool("train_mode", self.train_mode)?,
+            weight_sum: reader.float("weight_sum", self.weight_sum)?,
+            lr_max: reader.float("lr_max", self.lr_max)?,
+            scheduled_lr: reader.float("scheduled_lr", self.scheduled_lr)?,
+            weight_lr_power: reader.float("weight_lr_power", self.weight_lr_power)?,
+            weight_decay: reader.float("weight_decay", self.weight_decay)?,
+            foreach: reader.optional_bool("foreach", self.foreach)?,
+        })
+    }
+
+    pub(super) fn state_entries() -> StateEntries {
+        let z = StateEntry { name: "z", kind: StateKind::LikeParameter, initial: Initial::Parameter };
+        [Some(z), Some(StateEntry::like_parameter("exp_avg_sq", 0.0)), None, None]
+    }
+
+    /// Returns the weight of the iterate of the present step.
+    fn weight(&self) -> f64 {
+        ((self.k + 1) as f64).powf(self.r) * self.lr_max.powf(self.weight_lr_power)
+    }
+
+    /// Begins a step: what a group keeps becomes that of the step, but for the number of steps.
+    pub(super) fn begin_step(&mut self) -> Result<(), AlgorithmError> {
+        if !self.train_mode {
+            return Err(AlgorithmError::NotTraining { algorithm: NAME });
+        }
+        let warm = if self.k < self.warmup_steps { (self.k + 1) as f64 / self.warmup_steps as f64 } else { 1.0 };
+        self.scheduled_lr = self.lr * warm;
+        self.lr_max = self.lr_max.max(self.scheduled_lr);
+        self.weight_sum += self.weight();
+        Ok(())
+    }
+
+    /// Returns the factors of the present step.
+    pub(crate) fn factors(&self) -> Factors {
+        let weight = self.weight();
+        let average = if self.weight_sum == 0.0 { 0.0 } else { weight / self.weight_sum };
+        Factors {
+            bias_correction: 1.0 - self.betas.1.powf((self.k + 1) as f64),
+            average,
+            along: self.scheduled_lr * (self.betas.0 * (1.0 - average) - 1.0),
+        }
+    }
+
+    /// Updates once; slices of equal length.
+    pub(super) fn update<T: Float>(&self, params: &mut [T], grads: &[T], zs: &mut [T], exp_avg_sqs: &mut [T]) {
+        let factors = self.factors();
+        let (beta2, second_weight) = (scalar::<T>(self.betas.1), scalar::<T>(1.0 - self.betas.1));
+        let bias_correction = scalar::<T>(factors.bias_correction);
+        let eps = Element::from_scalar(self.eps);
+        let decay = (self.weight_decay != 0.0).then(|| Element::from_scalar(self.weight_decay));
+        let average = Weight::new(factors.average);
+        let (along, descent) = (Element::from_scalar(factors.along), Element::from_scalar(-self.scheduled_lr));
+        for (((param, &grad), z), exp_avg_sq) in params.iter_mut().zip(grads).zip(zs).zip(exp_avg_sqs) {
+            let (y, g) = (Element::load(*param), Element::load(grad));
+            let v = Element::load(*exp_avg_sq).mul(beta2).addcmul(g, g, second_weight);
+            let normalized = g.div_by(v.div(bias_correction).sqrt().add(eps));
+            let normalized = decay.map_or(normalized, |decay| normalized.add_scaled(y, decay));
+            let before = Element::load(*z);
+            *exp_avg_sq = v.store();
+            *param = y.lerp(before, average).add_scaled(normalized, along).store();
+            *z = before.add_scaled(normalized, descent).store();
+        }
+    }
+
+    /// Returns the weight of `z` in a parameter that is turned into the average, or back.
+    pub(crate) fn switch_weight(&self, to_train: bool) -> f64 {
+        if to_train { 1.0 - self.betas.0 } else { 1.0 - 1.0 / self.betas.0 }
+    }
+}
+
+/// The factors of one step.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Factors {
+    pub(crate) bias_correction: f64,
+    /// The weight of `z` in the new average.
+    pub(crate) average: f64,
+    /// The multiple of the normalized gradient that is added to the parameter.
+    pub(crate) along: f64,
+}

@@ -1,0 +1,218 @@
+//! A running average of the weights of a model.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+use fsdp_flat::ShardedTensor;
+use fsdp_flat::storage::{HostSlice, HostSliceMut, owned_copy};
+use fsdp_flat::with_float;
+use fsdp_state::{StateDict, StateError, StateValue};
+use indexmap::IndexMap;
+
+use crate::algorithm::lerp;
+use crate::parameters::{ShardedParameters, check_values, write_boxes};
+use crate::{NnError, Result};
+
+/// The key of the number of updates.
+const N_AVERAGED: &str = "n_averaged";
+/// The prefix of the parameters' names.
+const MODULE: &str = "module.";
+
+/// An exponential moving average of a sharded model's weights: torch's `AveragedModel` with
+/// `get_ema_multi_avg_fn(decay)`. Each rank averages its shard; no method communicates.
+///
+/// The first [`Self::update`] copies the weights, and each later one moves the average towards them by `1 - decay`. For an
+/// evaluation [`Self::swap`] exchanges weights and average, and does it again after it.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{Module, linear};
+/// use fsdp_nn::algorithm::{Algorithm, SgdOptions};
+/// use fsdp_nn::{AveragedModel, FsdpConfig, FullyShardedDataParallel, NnError, Optimizer};
+///
+/// fsdp_comm::run_local(2, |group| {
+///     let model = FullyShardedDataParallel::new(group, FsdpConfig::default(), |scope| linear(3, 1, scope.vb()))?;
+///     let mut optimizer = Optimizer::new(model.parameters(), Algorithm::Sgd(SgdOptions::default()))?;
+///     let mut average = AveragedModel::new(model.parameters(), 0.999)?;
+///     let x = Tensor::ones((2, 3), DType::F32, &Device::Cpu)?;
+///     let loss = || model.forward(|layer| layer.forward(&x)?.sqr()?.mean_all());
+///     for _ in 0..3 {
+///         model.backward(&loss()?)?;
+///         optimizer.step()?;
+///         model.parameters().zero_grad();
+///         average.update()?;
+///     }
+///     average.swap()?;
+///     let _of_the_average = loss()?;
+///     average.swap()?;
+///     Ok::<(), NnError>(())
+/// })?
+/// .into_iter()
+/// .collect::<Result<Vec<()>, _>>()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// In a checkpoint it is a value beside model and optimizer: put [`Self::state_dict`] into the values of a `TrainState`
+/// before a save and before a load, and give them to [`Self::load_state_dict`] after a load.
+#[derive(Debug)]
+pub struct AveragedModel {
+    parameters: Arc<ShardedParameters>,
+    decay: f64,
+    n_averaged: i64,
+    /// This rank's part of the average of each parameter, flat; `None` where it has none.
+    average: IndexMap<String, Option<Tensor>>,
+    /// `true` while the model has the average, and this the weights.
+    is_swapped: bool,
+}
+
+impl AveragedModel {
+    /// Makes an average that begins as a copy of the weights. It takes as much memory as the shards.
+    ///
+    /// # Errors
+    /// [`NnError::EmaDecay`] for a decay that is not between 0 and 1; candle's.
+    pub fn new(parameters: &Arc<ShardedParameters>, decay: f64) -> Result<Self> {
+        if !(0.0..=1.0).contains(&decay) {
+            return Err(NnError::EmaDecay { decay });
+        }
+        let copy = |fqn: &str| {
+            let piece = parameters.local_piece(fqn)?;
+            Ok((fqn.to_owned(), piece.map(|piece| owned_copy(&piece)).transpose()?))
+        };
+        let average = parameters.fqns().map(copy).collect::<Result<_>>()?;
+        Ok(AveragedModel { parameters: Arc::clone(parameters), decay, n_averaged: 0, average, is_swapped: false })
+    }
+
+    /// Returns the number of updates so far.
+    #[must_use]
+    pub const fn n_averaged(&self) -> i64 {
+        self.n_averaged
+    }
+
+    /// Takes the weights into the average, after an optimizer's step. On every rank alike.
+    ///
+    /// # Errors
+    /// [`NnError::Swapped`] while the model has the average; candle's.
+    pub fn update(&mut self) -> Result<()> {
+        if self.is_swapped {
+            return Err(NnError::Swapped);
+        }
+        let weight = if self.n_averaged == 0 { 1.0 } else { 1.0 - self.decay };
+        for (fqn, average) in &self.average {
+            let (Some(average), Some(param)) = (average, self.parameters.local_piece(fqn)?) else { continue };
+            if !average.device().is_cpu() {
+                let moved = ((average * (1.0 - weight))? + (param * weight)?)?;
+                average.slice_set(&moved.contiguous()?, 0, 0)?;
+                continue;
+            }
+            with_float!(average.dtype(), T => {
+                lerp(&mut HostSliceMut::<T>::write(average)?, &HostSlice::<T>::read(&param)?, weight);
+            }, else ());
+        }
+        self.n_averaged += 1;
+        Ok(())
+    }
+
+    /// Exchanges the weights of the model with the average. Until it is called again, the model computes with the average,
+    /// and its optimizers must not step. On every rank alike.
+    ///
+    /// # Errors
+    /// [`NnError::UnitInUse`] inside a forward; candle's.
+    pub fn swap(&mut self) -> Result<()> {
+        self.parameters.reshard()?;
+        for (fqn, average) in &self.average {
+            self.parameters.begin_change(fqn)?;
+            let (Some(average), Some(param)) = (average, self.parameters.local_piece(fqn)?) else { continue };
+            if !average.device().is_cpu() {
+                let before = param.copy()?;
+                param.slice_set(average, 0, 0)?;
+                average.slice_set(&before, 0, 0)?;
+                continue;
+            }
+            with_float!(average.dtype(), T => {
+                let mut average = HostSliceMut::<T>::write(average)?;
+                let mut param = HostSliceMut::<T>::write(&param)?;
+                average.swap_with_slice(&mut param);
+            }, else ());
+        }
+        self.is_swapped = !self.is_swapped;
+        Ok(())
+    }
+
+    /// Returns the average under torch's keys: `n_averaged`, and `module.` before the name of each parameter, sharded as the
+    /// model is and as views of the average, and of each persistent buffer, as the model has it.
+    ///
+    /// # Errors
+    /// [`NnError::Swapped`] while the model has the average.
+    pub fn state_dict(&self) -> Result<StateDict> {
+        if self.is_swapped {
+            return Err(NnError::Swapped);
+        }
+        let mut state = StateDict::new();
+        state.insert(N_AVERAGED, Tensor::new(self.n_averaged, &Device::Cpu)?);
+        for fqn in self.average.keys() {
+            state.insert(format!("{MODULE}{fqn}"), self.sharded(fqn)?);
+        }
+        let persistent = self.parameters.buffers().iter().filter(|(_, (_, persistent))| *persistent);
+        for (name, (buffer, _)) in persistent {
+            state.insert(format!("{MODULE}{name}"), buffer.clone());
+        }
+        Ok(state)
+    }
+
+    /// Takes a state, whose parameters must cover this rank's shards. Views of the average itself, as a load in place leaves
+    /// them in the values of a run, are left as they are; buffers are the model's, and are not read.
+    ///
+    /// # Errors
+    /// [`StateError::Incompatible`] names keys that are missing or have another kind of value; those of a
+    /// [`ShardedParameters::set_parameter`]; [`NnError::Swapped`]. Nothing has been changed then.
+    pub fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
+        if self.is_swapped {
+            return Err(NnError::Swapped);
+        }
+        let mut report = fsdp_state::LoadReport::default();
+        let count = state.get(N_AVERAGED).and_then(count_of);
+        report.missing.extend(count.is_none().then(|| N_AVERAGED.to_owned()));
+        let mut taken = Vec::with_capacity(self.average.len());
+        for fqn in self.average.keys() {
+            let key = format!("{MODULE}{fqn}");
+            match state.get(&key) {
+                Some(StateValue::Sharded(sharded)) => taken.push((fqn, self.sharded(fqn)?, sharded.clone())),
+                Some(StateValue::Tensor(whole)) => {
+                    taken.push((fqn, self.sharded(fqn)?, ShardedTensor::from_whole(whole)));
+                }
+                _ => report.missing.push(key),
+            }
+        }
+        let Some(count) = count.filter(|_| report.missing.is_empty()) else {
+            return Err(StateError::Incompatible { operation: "AveragedModel::load_state_dict", report }.into());
+        };
+        for (fqn, target, values) in &taken {
+            check_values(fqn, values, target)?;
+        }
+        for (_, target, values) in &taken {
+            write_boxes(values, target)?;
+        }
+        self.n_averaged = count;
+        Ok(())
+    }
+
+    /// Returns the average of a parameter as this rank's boxes of it.
+    fn sharded(&self, fqn: &str) -> Result<ShardedTensor> {
+        let shape = self.parameters.shape(fqn)?;
+        match self.average.get(fqn) {
+            Some(Some(flat)) => Ok(ShardedTensor::from_flat(shape, self.parameters.boxes(fqn)?, flat)?),
+            _ => Ok(ShardedTensor::new(self.parameters.dtype(fqn)?, shape.to_vec(), Vec::new())?),
+        }
+    }
+}
+
+/// Returns the number that a value holds.
+fn count_of(value: &StateValue) -> Option<i64> {
+    match value {
+        StateValue::Tensor(tensor) if tensor.elem_count() == 1 => {
+            tensor.flatten_all().ok()?.to_dtype(DType::I64).ok()?.get(0).ok()?.to_scalar().ok()
+        }
+        StateValue::Plain(value) => value.as_int(),
+        _ => None,
+    }
+}

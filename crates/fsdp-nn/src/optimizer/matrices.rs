@@ -1,0 +1,105 @@
+//! Steps of Muon, which needs each matrix whole.
+
+use fsdp_comm::ProcessGroup;
+use fsdp_flat::storage::{HostSlice, HostSliceMut, Scalar, zeros_on};
+use fsdp_flat::with_float;
+use half::bf16;
+
+use super::local::{LocalParam, LocalState};
+use super::newton_schulz::orthogonal;
+use super::owners::{Owned, agree, from_owners, owned_of, to_owners};
+use crate::Result;
+use crate::algorithm::{Algorithm, MuonOptions};
+use crate::parameters::ShardedParameters;
+
+/// The key of the momentum in the state.
+const MOMENTUM: &str = "momentum_buffer";
+
+/// Updates the matrices of a group.
+/// Collectives: where parameters are sharded, two agreements and two exchanges over the shard group.
+pub(super) fn step_matrices(
+    options: &MuonOptions,
+    algorithm: &Algorithm,
+    parameters: &ShardedParameters,
+    locals: &mut [LocalParam],
+    indices: &[usize],
+) -> Result<()> {
+    let group = parameters.shard_group();
+    let cost = |shape: &[usize]| {
+        let smaller = shape.iter().min().copied().unwrap_or(0) as u128;
+        shape.iter().map(|&size| size as u128).product::<u128>() * smaller
+    };
+    let matrices = owned_of(algorithm, group, locals, indices, cost)?;
+    // Step 1: the momentum of each part, and the direction that it has.
+    let prepared = matrices.iter().map(|matrix| direction(options, matrix, &mut locals[matrix.local]));
+    let directions = agree(group, prepared.collect::<Result<Vec<Vec<bf16>>>>())?;
+    // Step 2: each owner gets the parts of its matrices, makes them orthogonal, and gives the parts back.
+    let all: Vec<&Owned> = matrices.iter().collect();
+    let owned = to_owners(group, &all, directions)?;
+    let owned = agree(group, orthogonal_of(options, &matrices, owned, group.map_or(0, ProcessGroup::rank)))?;
+    let directions = from_owners(group, &all, owned)?;
+    // Step 3: each rank steps its part.
+    for (matrix, direction) in matrices.iter().zip(&directions) {
+        descend(options, matrix, &locals[matrix.local], direction)?;
+    }
+    Ok(())
+}
+
+/// Returns the rows and columns of a matrix. Nothing else gets into a group of Muon's.
+fn sizes(matrix: &Owned) -> [usize; 2] {
+    match matrix.shape[..] {
+        [rows, columns] => [rows, columns],
+        _ => [1, matrix.numel()],
+    }
+}
+
+/// Updates the momentum of this rank's part of a matrix, and returns the part's direction.
+fn direction(options: &MuonOptions, matrix: &Owned, local: &mut LocalParam) -> Result<Vec<bf16>> {
+    local.handle.begin_change()?;
+    let mut state = local.state.clone().unwrap_or_default();
+    if !matches!(state.entries.get(MOMENTUM), Some(LocalState::Piece(_))) {
+        let fresh = zeros_on(&[local.numel], local.handle.dtype(), local.handle.shard_device())?;
+        state.entries.insert(MOMENTUM.to_owned(), LocalState::Piece(fresh));
+    }
+    let segment = local.segment(matrix.param);
+    let momentum = match state.entries.get(MOMENTUM) {
+        Some(LocalState::Piece(flat)) if segment.len > 0 => flat.narrow(0, segment.start, segment.len)?,
+        _ => return Ok(Vec::new()),
+    };
+    local.state = Some(state);
+    let Some(grad) = local.handle.grad_piece(matrix.param)? else { return Ok(Vec::new()) };
+    with_float!(grad.dtype(), T => {
+        let grad = HostSlice::<T>::read(&grad)?;
+        let mut momentum = HostSliceMut::<T>::write(&momentum)?;
+        let direction = options.direction(&grad, &mut momentum);
+        momentum.finish()?;
+        Ok(direction.into_iter().map(to_bf16::<T>).collect())
+    }, else Err(candle_core::Error::UnsupportedDTypeForOp(grad.dtype(), "Muon").into()))
+}
+
+fn to_bf16<T: Scalar>(value: T) -> bf16 {
+    bf16::from_f64(candle_core::WithDType::to_f64(value))
+}
+
+/// Steps this rank's part of a matrix.
+fn descend(options: &MuonOptions, matrix: &Owned, local: &LocalParam, direction: &[bf16]) -> Result<()> {
+    let Some(param) = local.handle.local_piece(matrix.param)?.filter(|_| !direction.is_empty()) else { return Ok(()) };
+    with_float!(param.dtype(), T => {
+        let mut param = HostSliceMut::<T>::write(&param)?;
+        options.descend(sizes(matrix), &mut param, direction);
+        Ok(param.finish()?)
+    }, else Err(candle_core::Error::UnsupportedDTypeForOp(param.dtype(), "Muon").into()))
+}
+
+/// Makes the matrices orthogonal that a rank owns; those of others stay as they are.
+fn orthogonal_of(
+    options: &MuonOptions,
+    matrices: &[Owned],
+    whole: Vec<Vec<bf16>>,
+    rank: usize,
+) -> Result<Vec<Vec<bf16>>> {
+    let directions = matrices.iter().zip(whole).map(|(matrix, whole)| {
+        if matrix.owner == rank { Ok(orthogonal(options, &whole, sizes(matrix))?) } else { Ok(whole) }
+    });
+    directions.collect()
+}

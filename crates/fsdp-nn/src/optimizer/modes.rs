@@ -1,0 +1,71 @@
+//! The two modes of schedule-free optimizers: parameters for training, and for evaluation.
+
+use candle_core::Tensor;
+use fsdp_flat::storage::{HostSlice, HostSliceMut};
+use fsdp_flat::with_float;
+
+use super::Optimizer;
+use super::local::{LocalParam, LocalState};
+use crate::Result;
+use crate::algorithm::{Algorithm, ScheduleFreeOptions, lerp};
+
+impl Optimizer {
+    /// Makes the parameters of schedule-free groups those that gradients are taken at, for training. Call it before the first
+    /// step, and after each [`Self::eval`]. Other groups, and those that are in this mode already, stay as they are. On every
+    /// rank alike; no communication.
+    ///
+    /// # Errors
+    /// [`NnError::UnitInUse`](crate::NnError::UnitInUse) inside a forward; candle's.
+    pub fn train(&mut self) -> Result<()> {
+        self.switch(true)
+    }
+
+    /// Makes the parameters of schedule-free groups the average, for evaluations and for checkpoints that others are going to
+    /// use. Other groups, and those that are in this mode already, stay as they are. On every rank alike; no communication.
+    ///
+    /// # Errors
+    /// As [`Self::train`].
+    pub fn eval(&mut self) -> Result<()> {
+        self.switch(false)
+    }
+
+    fn switch(&mut self, to_train: bool) -> Result<()> {
+        self.parameters.reshard()?;
+        for group in &mut self.groups {
+            let Algorithm::ScheduleFreeAdamW(options) = &mut group.algorithm else { continue };
+            if options.train_mode == to_train {
+                continue;
+            }
+            for &index in &group.params {
+                switch_local(options, to_train, &self.locals[index])?;
+            }
+            options.train_mode = to_train;
+        }
+        Ok(())
+    }
+}
+
+fn switch_local(options: &ScheduleFreeOptions, to_train: bool, local: &LocalParam) -> Result<()> {
+    let Some(LocalState::Piece(z)) = local.state.as_ref().and_then(|state| state.entries.get("z")) else {
+        return Ok(());
+    };
+    local.handle.begin_change()?;
+    for segment in local.segments.iter().filter(|segment| segment.len > 0) {
+        let Some(param) = local.handle.local_piece(segment.param)? else { continue };
+        let z = z.narrow(0, segment.start, segment.len)?;
+        if !param.device().is_cpu() {
+            switch_on_device(options.switch_weight(to_train), &param, &z)?;
+            continue;
+        }
+        with_float!(param.dtype(), T => {
+            let z = HostSlice::<T>::read(&z)?;
+            lerp(&mut HostSliceMut::<T>::write(&param)?, &z, options.switch_weight(to_train));
+        }, else ());
+    }
+    Ok(())
+}
+
+fn switch_on_device(weight: f64, param: &Tensor, z: &Tensor) -> Result<()> {
+    let switched = ((param * (1.0 - weight))? + (z * weight)?)?;
+    Ok(param.slice_set(&switched.contiguous()?, 0, 0)?)
+}
