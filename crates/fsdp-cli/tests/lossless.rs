@@ -1,5 +1,6 @@
 //! The offline commands lose nothing, or say what they lose.
 
+#![expect(clippy::disallowed_methods, reason = "a test writes a map and a configuration by hand")]
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod common;
