@@ -3,12 +3,16 @@
 use anyhow::Result;
 use clap::Args;
 use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint;
+use fsdp_dcp::checkpoint::{self, Checkpoint};
+use fsdp_dcp::convert::View;
 use fsdp_dcp::diff::{self, Difference, Tolerance};
+use fsdp_dcp::map::Mapped;
 use fsdp_dcp::reader::OpenOptions;
 use serde::Serialize;
 
-use super::failure::Different;
+use super::failure::{Different, UsageError};
+use super::keys::Keys;
+use super::map::MapArguments;
 use super::output;
 use super::text::escaped;
 use super::threads::{count, or_all_cores};
@@ -29,6 +33,14 @@ pub(crate) struct DiffArguments {
     /// Read all data, also where both checkpoints have recorded digests; a tolerance does that too
     #[arg(long)]
     full: bool,
+    /// Only keys that this glob matches, after --map; may be given more than once
+    #[arg(long, value_name = "GLOB")]
+    include: Vec<String>,
+    /// No keys that this glob matches, after --map; may be given more than once
+    #[arg(long, value_name = "GLOB")]
+    exclude: Vec<String>,
+    #[command(flatten)]
+    map: MapArguments,
     /// Threads that read and compare [default: one for each core]
     #[arg(long, value_name = "N", env = "FSDP_THREADS", value_parser = count())]
     threads: Option<usize>,
@@ -77,14 +89,27 @@ struct Row {
 pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
     let first = checkpoint::open(&arguments.first, OpenOptions { verify: true })?;
     let second = checkpoint::open(&arguments.second, OpenOptions { verify: true })?;
+    // The map is for the first: its keys become those of the second.
+    let map = arguments.map.read(&arguments.first)?;
+    let mapped = map.map(|map| Mapped::new(&*first, &map)).transpose()?;
+    let first: &dyn Checkpoint = mapped.as_ref().map_or(&*first, |mapped| mapped);
+    let keys = Keys::new(&arguments.include, &arguments.exclude, &[], None)?;
+    let is_whole = arguments.include.is_empty() && arguments.exclude.is_empty();
+    let select = |of| if is_whole { Ok(None) } else { View::new(of, |key| keys.rename(key), None).map(Some) };
+    let (first_view, second_view) = (select(first)?, select(&*second)?);
+    let first: &dyn Checkpoint = first_view.as_ref().map_or(first, |view| view);
+    let second: &dyn Checkpoint = second_view.as_ref().map_or(&*second, |view| view);
+    if first.metadata().entries.is_empty() && second.metadata().entries.is_empty() && !is_whole {
+        return Err(UsageError::NothingSelected.into());
+    }
     let mut differences = Vec::new();
     let tolerance = Tolerance { absolute: arguments.tolerance, relative: 0.0 };
     let threads = or_all_cores(arguments.threads);
     let mut add = |name: &str, difference| differences.push(Row::new(name, &difference));
     let reads = arguments.full || tolerance != Tolerance::default();
-    let by_digests = !reads && diff::diff_digests(&*first, &*second, &mut add)?;
+    let by_digests = !reads && diff::diff_digests(first, second, &mut add)?;
     if !by_digests {
-        diff::diff_on_threads(&*first, &*second, tolerance, threads, &mut add)?;
+        diff::diff_on_threads(first, second, tolerance, threads, &mut add)?;
     }
     differences.sort_by(|a, b| natord::compare(&a.name, &b.name));
     let (keys, others) = (&first.metadata().entries, &second.metadata().entries);

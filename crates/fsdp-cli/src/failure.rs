@@ -31,6 +31,8 @@ pub(crate) enum UsageError {
     NoNumpy { dtype: DType },
     #[error("{elements} elements are more than one JSON object may hold ({limit})")]
     TooLarge { elements: u64, limit: u64 },
+    #[error("cannot read the map `{name}`: {reason}")]
+    NoMap { name: String, reason: String },
     #[error("there is no command `{name}`")]
     NoCommand { name: String },
 }
@@ -52,6 +54,7 @@ impl UsageError {
                 "cast bfloat16 first: `fsdp convert --include NAME --dtype float32`; other types can be printed"
             }
             UsageError::TooLarge { .. } => "use `--npy` or `--stats`, or leave `--json` out",
+            UsageError::NoMap { .. } => "name a file of rules, or a map that is built in",
             UsageError::NoCommand { .. } => "`fsdp help` lists the commands",
         }
     }

@@ -4,6 +4,7 @@ use std::error::Error as StdError;
 use std::io;
 
 use anyhow::Error;
+use fsdp_dcp::map::MapError;
 use fsdp_dcp::{FileError, FormatError};
 use fsdp_layout::{ErrorKind, Failure};
 
@@ -29,7 +30,7 @@ pub(crate) fn hint(error: &Error) -> Option<&'static str> {
 }
 
 fn code_of(cause: &(dyn StdError + 'static)) -> Option<u8> {
-    if cause.is::<UsageError>() {
+    if cause.is::<UsageError>() || cause.is::<MapError>() {
         return Some(exit_codes::USAGE);
     }
     if cause.is::<Different>() || cause.is::<Broken>() {
@@ -76,6 +77,9 @@ fn kind_of(cause: &(dyn StdError + 'static)) -> Option<ErrorKind> {
 fn hint_of(cause: &(dyn StdError + 'static)) -> Option<&'static str> {
     if let Some(error) = cause.downcast_ref::<UsageError>() {
         return Some(error.hint());
+    }
+    if cause.is::<MapError>() {
+        return Some("`fsdp inspect` lists the keys; the book's page on `convert` has the rules of maps");
     }
     #[cfg(feature = "train")]
     if let Some(hint) = job_failure::hint(cause) {

@@ -1,5 +1,6 @@
 //! The offline commands lose nothing, or say what they lose.
 
+#![expect(clippy::disallowed_methods, reason = "a test writes a map and a configuration by hand")]
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod common;
@@ -66,4 +67,71 @@ fn opaque_values_are_named_shown_and_never_lost_without_a_word() {
     fsdp(&dropped).assert().success().stderr(contains("1 opaque value was left out").and(contains("objs.TrainState")));
     fsdp(&["reshard", &checkpoint, &copy, "--world-size", "2"]).assert().success();
     fsdp(&["diff", &checkpoint, &copy]).assert().success();
+}
+
+#[test]
+fn checkpoints_of_other_frameworks_pass_through_every_command() {
+    let directory = tempfile::tempdir().unwrap();
+    for (number, (name, format, key)) in [
+        ("per_rank/verl", "rank-files", "model.up.weight"),
+        ("per_rank/tp", "rank-files", "up.weight"),
+        ("torch_checkpointing/tc", "torch-checkpointing", "model.0.weight"),
+        ("deepspeed/zero3", "deepspeed", "model.embed.weight"),
+        ("deepspeed/universal", "deepspeed-universal", "optim.state.norm.weight.exp_avg"),
+        ("hfbin", "torch-directory", ""),
+        ("numpy_gguf/arrays.npz", "numpy", "fortran"),
+        ("numpy_gguf/model.gguf", "gguf", "blk.0.attn_q.weight"),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let source = foreign(name);
+        let found = fsdp(&["inspect", &source, "--json"]).assert().success().get_output().stdout.clone();
+        let found: serde_json::Value = serde_json::from_slice(&found).unwrap();
+        assert_eq!(found["format"], format, "{name}");
+        fsdp(&["verify", &source, "--level", "deep"]).assert().success();
+        if !key.is_empty() {
+            fsdp(&["cat", &source, key, "--stats"]).assert().success();
+        }
+        let copy = place(&directory, &format!("{number}"));
+        if format == "gguf" {
+            fsdp(&["reshard", &source, &copy, "--world-size", "3"]).assert().code(20).stderr(contains("Q4_K"));
+            fsdp(&["convert", &source, &copy, "--to", "dcp", "--drop-opaque"]).assert().success();
+            continue;
+        }
+        fsdp(&["reshard", &source, &copy, "--world-size", "3", "--dry-run"]).assert().success();
+        assert!(!Path::new(&copy).exists());
+        fsdp(&["reshard", &source, &copy, "--world-size", "3"]).assert().success();
+        let tensors = ["diff", &source, &copy, "--exclude", "*param_groups*", "--exclude", "optimizer.state.*"];
+        fsdp(&tensors).assert().success();
+    }
+}
+
+#[test]
+fn a_map_renames_and_cuts_and_diff_follows_it() {
+    let directory = tempfile::tempdir().unwrap();
+    let (source, map, to) = (foreign("per_rank/accelerate"), place(&directory, "map"), place(&directory, "to"));
+    let rules = "# two halves\nup.weight -> wide.{}.weight";
+    fs::write(&map, rules).unwrap();
+    fsdp(&["convert", &source, &to, "--to", "hf", "--map", &map]).assert().code(2).stderr(contains("line 2"));
+    let rules = "up.weight -> q.weight, k.weight | permute(heads) | split(0)\ndown.{what} -> out.{what}\n";
+    fs::write(&map, rules).unwrap();
+    let convert = ["convert", &source, &to, "--to", "hf", "--map", &map];
+    fsdp(&convert).assert().code(2).stderr(contains("--set heads=N"));
+    let convert = [&convert[..], &["--set", "heads=2"]].concat();
+    fsdp(&convert).assert().success().stderr(contains("2 keys fit no rule").and(contains("up.bias")));
+    fsdp(&["diff", &source, &to]).assert().code(17);
+    let diff = ["diff", &source, &to, "--map", &map, "--set", "heads=2"];
+    fsdp(&diff).assert().success().stderr(contains("equal: 6"));
+    fsdp(&[&diff[..], &["--include", "q.*"]].concat()).assert().success().stderr(contains("equal: 1"));
+    // And back.
+    let back = place(&directory, "back");
+    let reverse = ["convert", &to, &back, "--to", "dcp", "--map", &map, "--map-reverse", "--set", "heads=2"];
+    fsdp(&reverse).assert().success();
+    fsdp(&["diff", &source, &back]).assert().success();
+    // A configuration beside the checkpoint tells the number of heads.
+    fs::write(Path::new(&to).join("config.json"), r#"{"num_attention_heads": 2}"#).unwrap();
+    let again = place(&directory, "again");
+    fsdp(&["convert", &to, &again, "--to", "dcp", "--map", &map, "--map-reverse"]).assert().success();
+    fsdp(&["diff", &back, &again]).assert().success();
 }

@@ -10,6 +10,7 @@
 //! | [`plan`] | who writes what, who reads what: pure functions, all errors before any byte moves |
 //! | [`storage`] | directories and object stores behind one trait; staging, fsync, one rename; the crash contract |
 //! | [`convert`] | from any format to any, filtered, renamed, cast, resharded, in bounded memory |
+//! | [`map`] | from the keys and shapes of one framework to those of another |
 //! | [`verify`](mod@verify), [`diff`](mod@diff), [`elements`] | whether it is whole, how two differ, what the numbers are |
 //! | [`digest`](mod@digest) | one number for the same state in any format and layout |
 //! | [`metadata`] | the content of `.metadata`, and torch's pickle of it |
@@ -43,6 +44,7 @@ mod gguf;
 mod kind;
 pub mod limits;
 pub mod lineage;
+pub mod map;
 pub mod metadata;
 mod nested;
 mod numpy;

@@ -8,6 +8,7 @@ use fsdp_dcp::convert::{Cast, OutputFormat};
 use fsdp_layout::DType;
 
 use crate::failure::UsageError;
+use crate::map::MapArguments;
 use crate::threads::count;
 
 /// The largest number of ranks of a checkpoint.
@@ -71,13 +72,35 @@ impl CastTo {
     }
 }
 
+/// The options of both commands.
+#[derive(Debug, Args)]
+pub(super) struct WriteArguments {
+    /// Replace the checkpoint at DST, once everything is written
+    #[arg(long)]
+    pub(super) overwrite: bool,
+    /// Only show the keys, the number of bytes and the memory that writing would take
+    #[arg(long)]
+    pub(super) dry_run: bool,
+    /// Threads that read, hash and write [default: one for each core]
+    #[arg(long, value_name = "N", env = "FSDP_THREADS", value_parser = count())]
+    pub(super) threads: Option<usize>,
+    /// One JSON object on stdout
+    #[arg(long, env = "FSDP_JSON")]
+    pub(super) json: bool,
+    /// No progress, neither a bar nor lines
+    #[arg(long, env = "FSDP_NO_PROGRESS")]
+    pub(super) no_progress: bool,
+}
+
 /// Options of `fsdp convert`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   fsdp convert runs/demo/step-00000300 model.safetensors --to safetensors --include 'model.*' --rename model.=
   fsdp convert runs/demo/step-00000300 model --to hf --dtype bfloat16 --max-shard-size 2GB
-  fsdp convert model.safetensors sharded --to dcp --world-size 4 --prefix model.")]
+  fsdp convert model.safetensors sharded --to dcp --world-size 4 --prefix model.
+  fsdp convert checkpoint/step-1000 hf --to hf --include 'model.*' --rename model.= \\
+    --map llama-to-hf --set heads=32 --set kv_heads=8")]
 pub(crate) struct ConvertArguments {
     /// A checkpoint of any format
     #[arg(value_name = "SRC")]
@@ -116,21 +139,10 @@ pub(crate) struct ConvertArguments {
     /// Leave out values that hold objects of types that are never built, where the format cannot keep them
     #[arg(long)]
     pub(super) drop_opaque: bool,
-    /// Replace the checkpoint at DST, once everything is written
-    #[arg(long)]
-    pub(super) overwrite: bool,
-    /// Only show the keys, the number of bytes and the memory that writing would take
-    #[arg(long)]
-    pub(super) dry_run: bool,
-    /// Threads that read, hash and write [default: one for each core]
-    #[arg(long, value_name = "N", env = "FSDP_THREADS", value_parser = count())]
-    pub(super) threads: Option<usize>,
-    /// One JSON object on stdout
-    #[arg(long, env = "FSDP_JSON")]
-    pub(super) json: bool,
-    /// No progress bar, also on a terminal
-    #[arg(long, env = "FSDP_NO_PROGRESS")]
-    pub(super) no_progress: bool,
+    #[command(flatten)]
+    pub(super) map: MapArguments,
+    #[command(flatten)]
+    pub(super) writing: WriteArguments,
 }
 
 /// Options of `fsdp reshard`.
@@ -145,18 +157,8 @@ pub(crate) struct ReshardArguments {
     /// Ranks of the destination
     #[arg(long, value_name = "N", value_parser = ranks())]
     pub(super) world_size: usize,
-    /// Replace the checkpoint at DST, once everything is written
-    #[arg(long)]
-    pub(super) overwrite: bool,
-    /// Threads that read, hash and write [default: one for each core]
-    #[arg(long, value_name = "N", env = "FSDP_THREADS", value_parser = count())]
-    pub(super) threads: Option<usize>,
-    /// One JSON object on stdout
-    #[arg(long, env = "FSDP_JSON")]
-    pub(super) json: bool,
-    /// No progress bar, also on a terminal
-    #[arg(long, env = "FSDP_NO_PROGRESS")]
-    pub(super) no_progress: bool,
+    #[command(flatten)]
+    pub(super) writing: WriteArguments,
 }
 
 impl ConvertArguments {

@@ -1,7 +1,6 @@
 //! `fsdp convert` and `fsdp reshard`: from any format to any, in bounded memory.
 
 mod arguments;
-mod keys;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -9,13 +8,15 @@ use std::sync::Arc;
 use anyhow::{Context as _, Result};
 use fsdp_dcp::checkpoint::{self, Checkpoint};
 use fsdp_dcp::convert::{ConvertOptions, Converted, OutputFormat, View, convert};
+use fsdp_dcp::map::Mapped;
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::storage::{self, Durable};
 use fsdp_dcp::{FileError, Location};
 use serde::Serialize;
 
-use self::keys::Keys;
+use self::arguments::WriteArguments;
 use super::failure::{ConversionStopped, UsageError};
+use super::keys::Keys;
 use super::output;
 use super::progress::Progress;
 use super::stop::StopRequest;
@@ -80,21 +81,22 @@ struct Written {
 /// The source cannot be read, or the destination not be written: then there is none.
 pub(crate) fn run(arguments: &ConvertArguments) -> Result<()> {
     let destination = Destination {
-        path: &arguments.destination,
-        target: arguments.target()?,
-        name: arguments.to.name(),
-        overwrite: arguments.overwrite,
-        dry_run: arguments.dry_run,
         drop_opaque: arguments.drop_opaque,
-        threads: or_all_cores(arguments.threads),
-        json: arguments.json,
-        progress: !arguments.no_progress,
+        ..Destination::new(&arguments.destination, arguments.target()?, arguments.to.name(), &arguments.writing)
     };
     let keys = Keys::new(&arguments.include, &arguments.exclude, &arguments.rename, arguments.prefix.as_deref())?;
     let source = open(&arguments.source, &destination)?;
     keys.check(source.metadata())?;
     let view = View::new(&*source, |key| keys.rename(key), arguments.cast())?;
-    write(&view, &destination)
+    let Some(map) = arguments.map.read(&arguments.source)? else { return write(&view, &destination) };
+    let mapped = Mapped::new(&view, &map)?;
+    let unmatched = mapped.unmatched();
+    if !unmatched.is_empty() {
+        let keys = count(unmatched.len(), "key fits", "keys fit");
+        output::talk(&format!("{keys} no rule of the map, and stay as they are:"));
+        unmatched.iter().for_each(|key| output::talk(&format!("  {}", escaped(key))));
+    }
+    write(&mapped, &destination)
 }
 
 /// Writes a checkpoint for another number of ranks: `fsdp reshard`.
@@ -102,19 +104,26 @@ pub(crate) fn run(arguments: &ConvertArguments) -> Result<()> {
 /// # Errors
 /// The same as [`run`].
 pub(crate) fn reshard(arguments: &ReshardArguments) -> Result<()> {
-    let destination = Destination {
-        path: &arguments.destination,
-        target: OutputFormat::Dcp { ranks: arguments.world_size },
-        name: "dcp",
-        overwrite: arguments.overwrite,
-        dry_run: false,
-        drop_opaque: false,
-        threads: or_all_cores(arguments.threads),
-        json: arguments.json,
-        progress: !arguments.no_progress,
-    };
+    let target = OutputFormat::Dcp { ranks: arguments.world_size };
+    let destination = Destination::new(&arguments.destination, target, "dcp", &arguments.writing);
     let source = open(&arguments.source, &destination)?;
     write(&*source, &destination)
+}
+
+impl<'a> Destination<'a> {
+    fn new(path: &'a Location, target: OutputFormat, name: &'static str, writing: &WriteArguments) -> Self {
+        Destination {
+            path,
+            target,
+            name,
+            overwrite: writing.overwrite,
+            dry_run: writing.dry_run,
+            drop_opaque: false,
+            threads: or_all_cores(writing.threads),
+            json: writing.json,
+            progress: !writing.no_progress,
+        }
+    }
 }
 
 /// Opens the source, and checks that the destination is another place and free.

@@ -5,6 +5,7 @@
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod bombs;
+mod campaign;
 mod crafted;
 mod damage;
 mod random;

@@ -12,6 +12,7 @@ mod dtypes;
 mod fixtures;
 mod foreign;
 mod legacy;
+mod map;
 mod numpy_gguf;
 mod opaque;
 mod rank_files;

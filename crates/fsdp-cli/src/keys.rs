@@ -1,4 +1,4 @@
-//! The keys that are converted, and their new names.
+//! The keys that are converted or compared, and their new names.
 
 use anyhow::Result;
 use fsdp_dcp::convert::Rename;
@@ -8,7 +8,7 @@ use globset::{Glob, GlobSet, GlobSetBuilder};
 use crate::failure::UsageError;
 
 /// `--include`, `--exclude`, `--rename` and `--prefix`.
-pub(super) struct Keys<'a> {
+pub(crate) struct Keys<'a> {
     include: Option<GlobSet>,
     exclude: GlobSet,
     rules: &'a [(String, String)],
@@ -20,7 +20,7 @@ impl<'a> Keys<'a> {
     ///
     /// # Errors
     /// A glob that is none.
-    pub(super) fn new(
+    pub(crate) fn new(
         include: &[String],
         exclude: &[String],
         rules: &'a [(String, String)],
@@ -34,7 +34,7 @@ impl<'a> Keys<'a> {
         self.include.as_ref().is_none_or(|include| include.is_match(key)) && !self.exclude.is_match(key)
     }
 
-    pub(super) fn rename(&self, key: &str) -> Rename {
+    pub(crate) fn rename(&self, key: &str) -> Rename {
         if !self.selects(key) {
             return Rename::Drop;
         }
@@ -50,7 +50,7 @@ impl<'a> Keys<'a> {
     ///
     /// # Errors
     /// Nothing is selected, a rule fits nothing (both are likely slips), or a key would become empty.
-    pub(super) fn check(&self, metadata: &Metadata) -> Result<()> {
+    pub(crate) fn check(&self, metadata: &Metadata) -> Result<()> {
         let selected: Vec<&str> = metadata.entries.keys().map(String::as_str).filter(|key| self.selects(key)).collect();
         if selected.is_empty() && !metadata.entries.is_empty() {
             return Err(UsageError::NothingSelected.into());

@@ -1,0 +1,90 @@
+//! The options `--map`, `--map-reverse` and `--set` of the commands that change or compare keys.
+
+use std::fs;
+
+use anyhow::{Context as _, Result};
+use clap::Args;
+use fsdp_dcp::Location;
+use fsdp_dcp::map::{BUILTIN, Map, Values};
+
+use crate::failure::UsageError;
+
+/// The most bytes of a map, and of a model's configuration.
+const MAX_BYTES: u64 = 16 << 20;
+
+/// The names in a model's `config.json` from which a map's values are taken, unless they are given.
+const OF_CONFIG: [(&str, &str); 4] = [
+    ("heads", "num_attention_heads"),
+    ("heads", "n_head"),
+    ("kv_heads", "num_key_value_heads"),
+    ("kv_heads", "num_attention_heads"),
+];
+
+/// The map of a command.
+#[derive(Debug, Args)]
+pub(crate) struct MapArguments {
+    /// Change keys and shapes by the rules in this file, or by those built in: llama-to-hf, nanogpt-to-hf, megatron-to-hf,
+    /// and hf-to-llama, hf-to-nanogpt, hf-to-megatron
+    #[arg(long, value_name = "FILE")]
+    map: Option<String>,
+    /// Apply the rules of --map from right to left
+    #[arg(long, requires = "map")]
+    map_reverse: bool,
+    /// The value of a name in the map, such as heads=32; may be given more than once [default: from config.json beside
+    /// the checkpoint]
+    #[arg(long, value_name = "NAME=N", value_parser = setting, requires = "map")]
+    set: Vec<(String, usize)>,
+}
+
+fn setting(text: &str) -> Result<(String, usize), String> {
+    let (name, number) = text.split_once('=').ok_or("a setting is NAME=N")?;
+    Ok((name.to_owned(), number.parse().map_err(|_| format!("`{number}` is no number"))?))
+}
+
+impl MapArguments {
+    /// Reads the map, if one is asked for, for this checkpoint.
+    ///
+    /// # Errors
+    /// The file cannot be read, or is no map.
+    pub(crate) fn read(&self, source: &Location) -> Result<Option<Map>> {
+        let Some(name) = &self.map else { return Ok(None) };
+        let mut values = of_config(source);
+        values.extend(self.set.iter().cloned());
+        let map = match Map::builtin(name, &values) {
+            Some(map) => map,
+            None => {
+                let text = read_small(name).map_err(|reason| UsageError::NoMap { name: name.clone(), reason })?;
+                Map::parse(&text, &values)
+            }
+        };
+        let map = map.with_context(|| format!("cannot use the map `{name}`"))?;
+        Ok(Some(if self.map_reverse { map.reversed() } else { map }))
+    }
+}
+
+/// Reads a text of moderate size.
+fn read_small(path: &str) -> Result<String, String> {
+    let length = fs::metadata(path).map_err(|error| {
+        let names: Vec<&str> = BUILTIN.iter().map(|(name, _)| *name).collect();
+        format!("{error}, and it is none of those that are built in: {}", names.join(", "))
+    })?;
+    if length.len() > MAX_BYTES {
+        return Err("it is too large".to_owned());
+    }
+    fs::read_to_string(path).map_err(|error| error.to_string())
+}
+
+/// Takes the values of names from a model's configuration, if one lies in the checkpoint's directory.
+fn of_config(source: &Location) -> Values {
+    let config = source.local().map(|path| path.join("config.json"));
+    let text = config.and_then(|path| read_small(path.to_str()?).ok());
+    let config: Option<serde_json::Value> = text.and_then(|text| serde_json::from_str(&text).ok());
+    let number = |key: &str| usize::try_from(config.as_ref()?.get(key)?.as_u64()?).ok();
+    let mut values = Values::new();
+    for (name, key) in OF_CONFIG {
+        if let Some(number) = number(key) {
+            values.entry(name.to_owned()).or_insert(number);
+        }
+    }
+    values
+}

@@ -1,0 +1,72 @@
+//! The maps that are built in.
+
+/// The names of the maps that are built in, and what each is for.
+pub const NAMES: [(&str, &str); 6] = [
+    ("llama-to-hf", "Llama of Meta and torchtitan to that of Hugging Face; needs `heads` and `kv_heads`"),
+    ("hf-to-llama", "the other way"),
+    ("nanogpt-to-hf", "nanoGPT to Hugging Face's GPT-2"),
+    ("hf-to-nanogpt", "the other way"),
+    ("megatron-to-hf", "Megatron-core's Llama to that of Hugging Face; needs `heads` and `kv_heads`"),
+    ("hf-to-megatron", "the other way, with the layers stacked"),
+];
+
+/// Returns the text of a map, and `true` if it is to be reversed.
+pub(super) fn text(name: &str) -> Option<(&'static str, bool)> {
+    Some(match name {
+        "llama-to-hf" => (LLAMA, false),
+        "hf-to-llama" => (LLAMA, true),
+        "nanogpt-to-hf" => (NANOGPT, false),
+        "hf-to-nanogpt" => (NANOGPT, true),
+        "megatron-to-hf" => (MEGATRON, false),
+        "hf-to-megatron" => (MEGATRON, true),
+        _ => return None,
+    })
+}
+
+/// Meta's rows of queries and keys have the rotary halves of a head interleaved.
+const LLAMA: &str = "\
+tok_embeddings.weight -> model.embed_tokens.weight
+layers.{i}.attention.wq.weight -> model.layers.{i}.self_attn.q_proj.weight | permute(heads)
+layers.{i}.attention.wk.weight -> model.layers.{i}.self_attn.k_proj.weight | permute(kv_heads)
+layers.{i}.attention.wv.weight -> model.layers.{i}.self_attn.v_proj.weight
+layers.{i}.attention.wo.weight -> model.layers.{i}.self_attn.o_proj.weight
+layers.{i}.feed_forward.w1.weight -> model.layers.{i}.mlp.gate_proj.weight
+layers.{i}.feed_forward.w2.weight -> model.layers.{i}.mlp.down_proj.weight
+layers.{i}.feed_forward.w3.weight -> model.layers.{i}.mlp.up_proj.weight
+layers.{i}.attention_norm.weight -> model.layers.{i}.input_layernorm.weight
+layers.{i}.ffn_norm.weight -> model.layers.{i}.post_attention_layernorm.weight
+norm.weight -> model.norm.weight
+output.weight -> lm_head.weight
+drop freqs_cis
+drop rope.freqs
+";
+
+/// Hugging Face's GPT-2 has the matrices of its `Conv1D` transposed.
+const NANOGPT: &str = "\
+transformer.h.{i}.attn.c_attn.weight -> transformer.h.{i}.attn.c_attn.weight | transpose
+transformer.h.{i}.attn.c_proj.weight -> transformer.h.{i}.attn.c_proj.weight | transpose
+transformer.h.{i}.mlp.c_fc.weight -> transformer.h.{i}.mlp.c_fc.weight | transpose
+transformer.h.{i}.mlp.c_proj.weight -> transformer.h.{i}.mlp.c_proj.weight | transpose
+drop transformer.h.{i}.attn.bias
+";
+
+/// Layers are stacked along a first dimension (`torch_dist`), or have keys of their own.
+const MEGATRON: &str = "\
+embedding.word_embeddings.weight -> model.embed_tokens.weight
+decoder.layers.self_attention.linear_qkv.weight -> model.layers.{i}.self_attn.q_proj.weight, model.layers.{i}.self_attn.k_proj.weight, model.layers.{i}.self_attn.v_proj.weight | unstack(i) | split_qkv(heads, kv_heads)
+decoder.layers.self_attention.linear_qkv.bias -> model.layers.{i}.self_attn.q_proj.bias, model.layers.{i}.self_attn.k_proj.bias, model.layers.{i}.self_attn.v_proj.bias | unstack(i) | split_qkv(heads, kv_heads)
+decoder.layers.self_attention.linear_proj.weight -> model.layers.{i}.self_attn.o_proj.weight | unstack(i)
+decoder.layers.mlp.linear_fc1.weight -> model.layers.{i}.mlp.gate_proj.weight, model.layers.{i}.mlp.up_proj.weight | unstack(i) | split(0)
+decoder.layers.mlp.linear_fc2.weight -> model.layers.{i}.mlp.down_proj.weight | unstack(i)
+decoder.layers.self_attention.linear_qkv.layer_norm_weight -> model.layers.{i}.input_layernorm.weight | unstack(i)
+decoder.layers.mlp.linear_fc1.layer_norm_weight -> model.layers.{i}.post_attention_layernorm.weight | unstack(i)
+decoder.layers.{i}.self_attention.linear_qkv.weight -> model.layers.{i}.self_attn.q_proj.weight, model.layers.{i}.self_attn.k_proj.weight, model.layers.{i}.self_attn.v_proj.weight | split_qkv(heads, kv_heads)
+decoder.layers.{i}.self_attention.linear_qkv.bias -> model.layers.{i}.self_attn.q_proj.bias, model.layers.{i}.self_attn.k_proj.bias, model.layers.{i}.self_attn.v_proj.bias | split_qkv(heads, kv_heads)
+decoder.layers.{i}.self_attention.linear_proj.weight -> model.layers.{i}.self_attn.o_proj.weight
+decoder.layers.{i}.mlp.linear_fc1.weight -> model.layers.{i}.mlp.gate_proj.weight, model.layers.{i}.mlp.up_proj.weight | split(0)
+decoder.layers.{i}.mlp.linear_fc2.weight -> model.layers.{i}.mlp.down_proj.weight
+decoder.layers.{i}.self_attention.linear_qkv.layer_norm_weight -> model.layers.{i}.input_layernorm.weight
+decoder.layers.{i}.mlp.linear_fc1.layer_norm_weight -> model.layers.{i}.post_attention_layernorm.weight
+decoder.final_layernorm.weight -> model.norm.weight
+output_layer.weight -> lm_head.weight
+";

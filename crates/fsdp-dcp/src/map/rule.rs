@@ -1,0 +1,71 @@
+//! The parts of a parsed map.
+
+use std::collections::BTreeMap;
+
+use thiserror::Error;
+
+use super::operation::Operation;
+use super::template::Template;
+
+/// A map that cannot be used.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum MapError {
+    /// A line that is no rule.
+    #[error("line {line} of the map: {reason}")]
+    Line {
+        /// Its number, from 1.
+        line: usize,
+        /// The reason.
+        reason: String,
+    },
+    /// A rule that fits no key, which is likely a slip.
+    #[error("line {line} of the map fits no key")]
+    Unused {
+        /// Its number.
+        line: usize,
+    },
+    /// A map of this name that is built in fits no key at all.
+    #[error("no rule of the map fits a key")]
+    UnusedMap,
+    /// A rule fits a key, but not the tensors.
+    #[error("line {line} of the map, for `{fqn}`: {reason}")]
+    Tensor {
+        /// The rule's line.
+        line: usize,
+        /// The key.
+        fqn: String,
+        /// The reason.
+        reason: String,
+    },
+    /// Two rules give one key.
+    #[error("the map gives `{fqn}` twice")]
+    Twice {
+        /// The key.
+        fqn: String,
+    },
+}
+
+/// The values of the names in a map: `heads`, `kv_heads`.
+pub type Values = BTreeMap<String, usize>;
+
+/// A parsed map.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Map {
+    pub(super) rules: Vec<Rule>,
+    /// `true` if a rule may fit no key: the map is for several variants of a model.
+    pub(super) is_builtin: bool,
+}
+
+/// One line of a map.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Rule {
+    /// Its number, from 1.
+    pub(super) line: usize,
+    /// The old keys.
+    pub(super) sources: Vec<Template>,
+    /// The new keys; none for a rule that drops what it fits.
+    pub(super) targets: Vec<Template>,
+    /// The operations, in order.
+    pub(super) operations: Vec<Operation>,
+}

@@ -1,0 +1,148 @@
+//! A checkpoint seen through a map.
+
+use std::path::Path;
+
+use fsdp_layout::{DType, KeyPath, PathPart, PlainValue, TensorBox};
+use indexmap::IndexMap;
+
+use super::match_keys::{Matched, matched};
+use super::node::Node;
+use super::rule::{Map, MapError};
+use crate::error::FileError;
+use crate::formats::checkpoint::{Checkpoint, Format};
+use crate::formats::lookup::no_value;
+use crate::metadata::{Chunk, Entry, Metadata, StorageInfo, TensorEntry, TensorProperties};
+use crate::payload::slot::Slot;
+use crate::storage::checked_directory::CheckedDirectory;
+
+/// A checkpoint with the keys and shapes that a map gives it.
+pub struct Mapped<'a> {
+    source: &'a dyn Checkpoint,
+    metadata: Metadata,
+    tensors: IndexMap<String, (Node, DType)>,
+    renamed: IndexMap<String, String>,
+    unmatched: Vec<String>,
+}
+
+impl std::fmt::Debug for Mapped<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Mapped").field("tensors", &self.tensors.len()).finish_non_exhaustive()
+    }
+}
+
+impl<'a> Mapped<'a> {
+    /// Makes the view of a checkpoint.
+    ///
+    /// # Errors
+    /// A rule fits no key, or not the tensors.
+    pub fn new(source: &'a dyn Checkpoint, map: &Map) -> Result<Self, MapError> {
+        let from = source.metadata();
+        let Matched { tensors: nodes, renamed, unmatched } = matched(map, from)?;
+        let paths = from.planner_data.as_ref().map(|_| IndexMap::new());
+        let mut metadata = Metadata { planner_data: paths, version: from.version.clone(), ..Metadata::default() };
+        let mut tensors = IndexMap::new();
+        for (fqn, node) in nodes {
+            let mut sources = Vec::new();
+            node.sources(&mut sources);
+            let tensor = sources.first().and_then(|first| from.tensor(first));
+            let dtype = tensor.map_or(DType::F32, |tensor| tensor.properties.dtype);
+            let chunks = vec![Chunk { bounds: TensorBox::whole(&node.shape), stored: stored(from, &sources) }];
+            let entry = TensorEntry { properties: TensorProperties::of(dtype), shape: node.shape.clone(), chunks };
+            metadata.entries.insert(fqn.clone(), Entry::Tensor(entry));
+            tensors.insert(fqn, (node, dtype));
+        }
+        for (fqn, old) in &renamed {
+            if let Some(entry) = from.entries.get(old) {
+                metadata.entries.insert(fqn.clone(), entry.clone());
+            }
+        }
+        if let (Some(paths), Some(old_paths)) = (&mut metadata.planner_data, &from.planner_data) {
+            for fqn in metadata.entries.keys() {
+                let kept = renamed.get(fqn).filter(|old| *old == fqn).and_then(|old| old_paths.get(old));
+                let path = kept.cloned().unwrap_or_else(|| KeyPath(vec![PathPart::Key(fqn.clone())]));
+                paths.insert(fqn.clone(), path);
+            }
+        }
+        Ok(Mapped { source, metadata, tensors, renamed, unmatched })
+    }
+
+    /// Returns the keys that no rule fits, and that stay as they are.
+    #[must_use]
+    pub fn unmatched(&self) -> &[String] {
+        &self.unmatched
+    }
+
+    /// Returns the source's name of a key that keeps its content.
+    fn old<'n>(&'n self, fqn: &'n str) -> &'n str {
+        self.renamed.get(fqn).map_or(fqn, String::as_str)
+    }
+}
+
+/// Returns the place of the first tensor that one is made of, with the bytes of all.
+fn stored(from: &Metadata, sources: &[&str]) -> Option<StorageInfo> {
+    let chunks = || sources.iter().filter_map(|fqn| from.tensor(fqn)).flat_map(|tensor| &tensor.chunks);
+    let mut stored = chunks().find_map(|chunk| chunk.stored.clone())?;
+    stored.length =
+        chunks().filter_map(|chunk| chunk.stored.as_ref()).fold(0, |sum, stored| stored.length.saturating_add(sum));
+    Some(stored)
+}
+
+impl Checkpoint for Mapped<'_> {
+    fn format(&self) -> Format {
+        self.source.format()
+    }
+
+    fn path(&self) -> &Path {
+        self.source.path()
+    }
+
+    fn metadata(&self) -> &Metadata {
+        &self.metadata
+    }
+
+    fn directory(&self) -> &CheckedDirectory {
+        self.source.directory()
+    }
+
+    fn read_boxes(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
+        let Some((node, dtype)) = self.tensors.get(fqn) else { return self.source.read_boxes(self.old(fqn), slots) };
+        for slot in slots {
+            node.read(self.source, dtype.size_in_bytes() as usize, &slot.bounds, slot.bytes)?;
+            if let Some(digest) = &mut slot.digest {
+                digest.add(0, slot.bytes);
+            }
+        }
+        Ok(())
+    }
+
+    fn opaque_type(&self, fqn: &str) -> Result<Option<String>, FileError> {
+        self.source.opaque_type(self.old(fqn))
+    }
+
+    fn describe_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
+        self.source.describe_value(self.old(fqn))
+    }
+
+    fn read_item(&self, fqn: &str, stored: &StorageInfo) -> Result<Vec<u8>, FileError> {
+        self.source.read_item(self.old(fqn), stored)
+    }
+
+    fn check_stored(&self) -> Result<(), FileError> {
+        self.source.check_stored()
+    }
+
+    fn check_copies(&self) -> Result<(), FileError> {
+        self.source.check_copies()
+    }
+
+    fn quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, FileError> {
+        if self.tensors.contains_key(fqn) { Ok(None) } else { self.source.quantizer(self.old(fqn)) }
+    }
+
+    fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
+        if !self.metadata.entries.contains_key(fqn) {
+            return Err(no_value(&self.metadata, fqn));
+        }
+        self.source.read_value(self.old(fqn))
+    }
+}
