@@ -1,6 +1,7 @@
 //! The project's own tasks, for CI and for people before they push. `cargo xtask ci` runs all checks.
 
 mod bench;
+mod docs;
 mod fuzz;
 mod gpu;
 mod interop;
@@ -46,8 +47,10 @@ enum Task {
     /// Tests against the real PyTorch, which is installed for them: checkpoints in both directions, and losses after
     /// them.
     Interop,
-    /// What `cargo package` would publish of every crate: manifests, files, licences.
+    /// The packages that would be published: their manifests, files and licences.
     Package(package::PackageArguments),
+    /// The book: built, its links checked, and its console samples run again and compared.
+    Docs(docs::DocsArguments),
     /// The Python wheel: built, installed in a fresh environment, and tested there with PyTorch.
     Wheel(wheel::WheelArguments),
     /// Every fuzz target for a while, from its seeds; needs cargo-fuzz.
@@ -123,6 +126,7 @@ fn run(task: Task, root: &Path) -> Result<()> {
         Task::Test => "test",
         Task::Interop => "interop",
         Task::Package(_) => "package",
+        Task::Docs(_) => "docs",
         Task::Wheel(_) => "wheel",
         Task::Fuzz { .. } => "fuzz",
         Task::Gpu { .. } => "gpu",
@@ -136,6 +140,7 @@ fn run(task: Task, root: &Path) -> Result<()> {
         Task::Tidy => tidy::check(root)?,
         Task::Interop => interop::run(root)?,
         Task::Package(arguments) => package::run(root, &arguments)?,
+        Task::Docs(arguments) => docs::run(root, &arguments)?,
         Task::Wheel(arguments) => wheel::run(root, &arguments)?,
         Task::Fuzz { seconds } => fuzz::run(root, seconds)?,
         Task::Gpu { check } if check => gpu::check(root)?,

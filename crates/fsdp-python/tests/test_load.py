@@ -135,6 +135,15 @@ def test_damaged_bytes_are_not_returned(dcp_checkpoint, tmp_path):
         fc.load(tmp_path / "sealed")
 
 
+def test_keys_that_are_whole_come_out_of_a_damaged_checkpoint(dcp_checkpoint, tmp_path):
+    fc.reshard(dcp_checkpoint, tmp_path / "cut", 2)
+    with (tmp_path / "cut" / "__1_0.distcp").open("r+b") as file:
+        file.truncate(20_000)
+    with pytest.raises(fc.CheckpointError, match="__1_0.distcp"):
+        fc.load(tmp_path / "cut")
+    assert fc.load(tmp_path / "cut", ["epoch"]) == fc.load(dcp_checkpoint, ["epoch"])
+
+
 def test_a_header_that_asks_for_all_memory_is_an_error(tmp_path):
     header = json.dumps({"w": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}).encode()
     (tmp_path / "huge.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)

@@ -52,13 +52,14 @@ def load(
     tensors = {name: (dtype, shape) for name, dtype, shape in checkpoint.tensors()}
     values = set(checkpoint.values())
     if keys is None:
+        # Before memory is made for all of it.
+        checkpoint.check()
         wanted = [*tensors, *sorted(values)]
     else:
         wanted = list(dict.fromkeys([keys] if isinstance(keys, str) else keys))
         for name in wanted:
             if name not in tensors and name not in values:
                 raise DifferenceError(f"missing key in checkpoint: `{name}`")
-    checkpoint.check()
     make = _maker(framework)
     loaded: dict[str, Any] = {}
     reads = []
