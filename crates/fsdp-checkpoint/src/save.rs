@@ -15,7 +15,7 @@ use fsdp_dcp::plan::{Deduplicate, LocalPlan, Selection};
 use fsdp_dcp::storage::{Durable, Staging};
 use fsdp_dcp::verify::with_causes;
 use fsdp_dcp::writer::value_item_length;
-use fsdp_dcp::writer::{PayloadSource, RankWritten, WriteOptions, finish, write_rank};
+use fsdp_dcp::writer::{Before, PayloadSource, RankWritten, WriteOptions, finish, write_changed};
 use fsdp_digest::Digest;
 use fsdp_flat::storage::{HostBytes, to_device};
 use fsdp_layout::{ErrorKind, Failure, PlainValue, TensorBox};
@@ -47,6 +47,10 @@ pub struct SaveOptions {
     pub deadline: Duration,
     /// The way to durable storage; tests make its steps fail.
     pub durable: Durable,
+    /// `true` to write only what has changed since the last save of the same [`Saver`]: data files that are mostly what they
+    /// were are linked, so that frozen weights take no time to write and no space. Each rank digests its values first. Only
+    /// in a file system, and only while the layout stays what it was; elsewhere all is written.
+    pub incremental: bool,
     /// The place of the checkpoint in its run, to be recorded with it. [`Checkpointer`](crate::Checkpointer) fills it in.
     pub lineage: Option<Lineage>,
     /// The counter of the bytes that this rank has written. Each rank has its own; keep a clone to read it.
@@ -61,6 +65,7 @@ impl Default for SaveOptions {
             write: WriteOptions::default(),
             deadline: DEFAULT_DEADLINE,
             durable: Durable::default(),
+            incremental: false,
             lineage: None,
             progress: SaveProgress::default(),
         }
@@ -75,6 +80,8 @@ pub struct SaveReport {
     pub rank_bytes: u64,
     /// The same for all ranks together.
     pub total_bytes: u64,
+    /// Of the bytes of this rank, those that were not written but linked; see [`SaveOptions::incremental`].
+    pub linked_bytes: u64,
     /// The digest of all that was saved; `None` if none was recorded.
     pub digest: Option<Digest>,
     /// The time on this rank, from the call to the commit.
@@ -110,6 +117,14 @@ pub fn save(
 #[derive(Debug, Default)]
 pub struct Saver {
     plans: PlanCache,
+    last: Option<LastSave>,
+}
+
+/// The last save, of which files may be linked.
+#[derive(Debug)]
+struct LastSave {
+    path: Location,
+    written: RankWritten,
 }
 
 impl Saver {
@@ -138,16 +153,17 @@ impl Saver {
         let _span = info_span!("save", rank = group.rank(), %path).entered();
 
         // 1. All ranks know who writes what: from the last save, or by planning anew.
-        let (plan, cached, source) = {
+        let Saver { plans, last } = self;
+        let (plan, cached, source, is_planned) = {
             let _span = info_span!("plan", rank = group.rank()).entered();
             let source = LocalState::new(state, options.progress.clone());
             let layout = source.as_ref().map_or(0, |(plan, _)| plan.layout_hash());
             let key = PlanKey::new(group, layout, options.deduplicate);
             let values = source.as_ref().map_or_else(|_| Vec::new(), |(_, source)| source.hashes_of_values());
-            let is_planned = self.plans.is_planned(group, &key, &source, &values)?;
+            let is_planned = plans.is_planned(group, &key, &source, &values)?;
             let (plan, source) = source?;
-            let cached = self.plans.plan(group, key, &plan, is_planned)?;
-            (plan, cached, source)
+            let cached = plans.plan(group, key, &plan, is_planned)?;
+            (plan, cached, source, is_planned)
         };
         options.progress.expect(cached.rank_bytes);
         // 2. The planner prepares the staging directory, and the others join it.
@@ -155,15 +171,19 @@ impl Saver {
         let staging = group.agree("save: prepare", staging.map_err(WithCauses))?;
         let name =
             group.broadcast_object(staging.as_ref().map(|staging| staging.name().to_owned()).as_ref(), PLANNER)?;
-        // 3. Every rank writes its own file.
+        // 3. Every rank writes its own file. What it has written for the same plan before need not be written again.
+        let last = last.take().filter(|_| options.incremental && is_planned);
+        let before = last.as_ref().map(|last| Before { path: &last.path, written: &last.written });
         let written = match &staging {
-            Some(staging) => write(staging, group.rank(), &plan, &cached.selection, &source, options),
+            Some(staging) => write(staging, group.rank(), &plan, &cached.selection, &source, options, before),
             None => match options.durable.join(path, &name) {
-                Ok(staging) => write(&staging, group.rank(), &plan, &cached.selection, &source, options),
+                Ok(staging) => write(&staging, group.rank(), &plan, &cached.selection, &source, options, before),
                 Err(error) => Err(error.into()),
             },
         };
         let written = group.agree("save: write", written.map_err(WithCauses))?;
+        let linked_bytes = written.linked_bytes;
+        let this = options.incremental.then(|| LastSave { path: path.clone(), written: written.clone() });
         let all_written = gather_in_rounds(group, vec![written], RankWritten::wire_bytes, PLANNER)?;
 
         // 4. The planner notes where everything is, and commits.
@@ -179,7 +199,8 @@ impl Saver {
         let digest = group.agree("save: commit", committed.map_err(WithCauses))?;
         let digest: Option<Digest> = group.broadcast_object(Some(&digest), PLANNER)?;
         let CachedPlan { rank_bytes, total_bytes, .. } = *cached;
-        let report = SaveReport { rank_bytes, total_bytes, digest, duration: start.elapsed() };
+        self.last = this;
+        let report = SaveReport { rank_bytes, total_bytes, linked_bytes, digest, duration: start.elapsed() };
         debug!(rank_bytes, total_bytes, seconds = report.duration.as_secs_f64(), "saved");
         Ok(report)
     }
@@ -214,9 +235,13 @@ fn write(
     selection: &Selection,
     source: &LocalState,
     options: &SaveOptions,
+    before: Option<Before<'_>>,
 ) -> Result<RankWritten, CheckpointError> {
     let _span = info_span!("write", rank, bytes = source.progress.total()).entered();
-    Ok(write_rank(staging, rank, plan, selection, source, &options.write)?)
+    let written = write_changed(staging, rank, plan, selection, source, &options.write, before)?;
+    // What is linked is done too.
+    options.progress.add(written.linked_bytes);
+    Ok(written)
 }
 
 /// This rank's values by their flat keys, as the writer asks for them.
@@ -323,11 +348,23 @@ impl PayloadSource for LocalState {
         range: Range<u64>,
         sink: &mut dyn FnMut(&[u8]) -> Result<(), fsdp_dcp::FileError>,
     ) -> Result<(), fsdp_dcp::FileError> {
+        let length = range.end - range.start;
+        self.look(fqn, bounds, range, sink)?;
+        self.progress.add(length);
+        Ok(())
+    }
+
+    fn look(
+        &self,
+        fqn: &str,
+        bounds: &TensorBox,
+        range: Range<u64>,
+        sink: &mut dyn FnMut(&[u8]) -> Result<(), fsdp_dcp::FileError>,
+    ) -> Result<(), fsdp_dcp::FileError> {
         let not_stored = || fsdp_dcp::FileError::NotStored { fqn: fqn.to_owned() };
         let boxes = self.tensors.get(fqn).ok_or_else(not_stored)?;
         let (_, payload) = boxes.iter().find(|(held, _)| held == bounds).ok_or_else(not_stored)?;
         let range = range.start as usize..range.end as usize;
-        let length = range.len() as u64;
         match payload {
             Payload::Raw(tensor) => sink(tensor.bytes().get(range).ok_or_else(not_stored)?)?,
             Payload::Tensor(tensor) => {
@@ -335,7 +372,6 @@ impl PayloadSource for LocalState {
                 sink(bytes.get(range).ok_or_else(not_stored)?)?;
             }
         }
-        self.progress.add(length);
         Ok(())
     }
 

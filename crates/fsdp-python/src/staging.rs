@@ -8,7 +8,7 @@ use std::sync::{Mutex, PoisonError};
 use fsdp_dcp::checkpoint::check_replaceable;
 use fsdp_dcp::plan::{LocalPlan, SelectedItem, Selection};
 use fsdp_dcp::storage::{self, Durable};
-use fsdp_dcp::writer::{PayloadSource, RankWritten, WriteOptions, finish_encoded, write_rank};
+use fsdp_dcp::writer::{PayloadSource, RankWritten, WriteOptions, WrittenItem, finish_encoded, write_rank};
 use fsdp_dcp::{FileError, Location};
 use fsdp_layout::{DType, PlainValue, TensorBox};
 use pyo3::prelude::*;
@@ -97,8 +97,8 @@ impl Staging {
             write_rank(staging, rank, &plan, &selection, &state, &WriteOptions::default()).map(Some)
         });
         let written = written.map_err(|error| exception(py, error))?.ok_or_else(finished)?;
-        let file = written.file.clone().unwrap_or_default();
-        let placed = written.items.iter().map(|item| (item.entry, file.clone(), item.offset, item.length)).collect();
+        let file = |item: &WrittenItem| written.files.get(item.file as usize).map_or("", |file| &file.name).to_owned();
+        let placed = written.items.iter().map(|item| (item.entry, file(item), item.offset, item.length)).collect();
         let report = serde_json::to_vec(&written).map_err(|error| exception(py, error))?;
         Ok((placed, PyBytes::new(py, &report)))
     }

@@ -152,6 +152,9 @@ pub(crate) struct TrainArguments {
     /// Save a checkpoint after every K steps, and after the last [default: after the last only]
     #[arg(long, value_name = "K", env = "FSDP_SAVE_EVERY")]
     pub(super) save_every: Option<NonZeroU64>,
+    /// Write only what has changed since the last checkpoint; data files that are mostly the same are hard links
+    #[arg(long, env = "FSDP_INCREMENTAL")]
+    pub(super) incremental: bool,
     /// Check after every K steps that ranks which hold the same weights, optimizer state or values hold the same bits
     #[arg(long, value_name = "K", env = "FSDP_CHECK_REPLICAS")]
     pub(super) check_replicas: Option<NonZeroU64>,

@@ -36,7 +36,7 @@ impl Checkpoints {
         let options = CheckpointerOptions {
             retention: Retention { keep_last: arguments.keep_last, keep_every: arguments.keep_every },
             // A checkpoint may hold values of other programs.
-            save: SaveOptions { overwrite: replaces, ..SaveOptions::default() },
+            save: SaveOptions { overwrite: replaces, incremental: arguments.incremental, ..SaveOptions::default() },
             load: LoadOptions { strict: false, ..LoadOptions::default() },
         };
         let checkpointer = Checkpointer::new(arguments.checkpoints(), group, options)?;

@@ -1,6 +1,6 @@
 //! Writing a DCP directory for N ranks, in one process.
 
-use super::writer::{RankWritten, WriteOptions, finish_copy, write_rank};
+use super::writer::{RankWritten, WriteOptions, WrittenFile, finish_copy, write_rank};
 use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint;
 use crate::formats::extra::ExtraFiles;
@@ -35,8 +35,8 @@ pub(crate) fn write(
         // Their names are not this save's own.
         staging.claim()?;
         let copied = extra.copy(source.directory(), &staging)?;
-        let as_written = |(file, integrity)| RankWritten { file: Some(file), integrity, ..RankWritten::default() };
-        written.extend(copied.into_iter().map(as_written));
+        let files = copied.into_iter().map(|(name, integrity)| WrittenFile { name, integrity });
+        written.push(RankWritten { files: files.collect(), ..RankWritten::default() });
     }
     finish_copy(staging, global.metadata, &written, source)?;
     Ok(summary(source))

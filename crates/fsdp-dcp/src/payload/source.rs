@@ -20,6 +20,17 @@ pub trait PayloadSource: Sync {
         sink: &mut dyn FnMut(&[u8]) -> Result<(), FileError>,
     ) -> Result<(), FileError>;
 
+    /// Gives the same bytes as [`PayloadSource::payload`], to be looked at and not to be written.
+    fn look(
+        &self,
+        fqn: &str,
+        bounds: &TensorBox,
+        range: Range<u64>,
+        sink: &mut dyn FnMut(&[u8]) -> Result<(), FileError>,
+    ) -> Result<(), FileError> {
+        self.payload(fqn, bounds, range, sink)
+    }
+
     /// Returns the bytes of a value that is copied as it is stored; `None` for one that [`PayloadSource::value`] returns.
     fn stored_item(&self, fqn: &str) -> Result<Option<Vec<u8>>, FileError> {
         let _ = fqn;

@@ -97,6 +97,9 @@ fn whole_tensors<'a>(source: &'a dyn Checkpoint, inside: &'a Inside<'a>) -> Resu
 /// The sums over the elements of tensors that files of a checkpoint have, by key.
 type Sums<'a> = IndexMap<&'a str, Sum>;
 
+/// The texts of a file's header, made from the sums over its tensors.
+type Texts<'t, 'a> = dyn Fn(&Sums<'a>) -> Result<IndexMap<String, String>, FileError> + 't;
+
 /// Encodes the header of a file, which tells where everything lies.
 fn header(texts: &IndexMap<String, String>, pieces: &[Piece<'_>]) -> Result<Vec<u8>, FileError> {
     let tensors = pieces.iter().map(|piece| (piece.fqn, piece.dtype, &piece.bounds.sizes[..]));

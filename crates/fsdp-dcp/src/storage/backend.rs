@@ -115,6 +115,13 @@ pub(crate) trait Stage: fmt::Debug + Send + Sync {
     /// Creates a file of this length. Subdirectories in `relative` are created.
     fn create(&self, relative: &str, length: u64) -> Result<Box<dyn StageFile>, FileError>;
 
+    /// Makes a finished file of another checkpoint a file of this one too, without copying it. Returns `false` where that
+    /// cannot be done.
+    fn link(&self, from: &Path, relative: &str) -> Result<bool, FileError> {
+        let _ = (from, relative);
+        Ok(false)
+    }
+
     /// Creates the file of a checkpoint that is one file.
     fn create_single(&self, length: u64) -> Result<Box<dyn StageFile>, FileError>;
 

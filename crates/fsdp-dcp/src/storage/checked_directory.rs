@@ -122,6 +122,11 @@ impl CheckedDirectory {
         self.integrity.as_ref()?.digests.as_ref()
     }
 
+    /// Returns the hashes that the integrity file has of a file.
+    pub(crate) fn hashes(&self, relative: &str) -> Option<&FileIntegrity> {
+        Some(self.integrity.as_ref()?.hashes.get(relative)?)
+    }
+
     /// Returns the lineage that the integrity file has.
     pub(crate) fn lineage(&self) -> Option<&Lineage> {
         self.integrity.as_ref()?.lineage.as_ref()

@@ -72,14 +72,28 @@ impl Staging {
         self.0.directory()
     }
 
-    /// Returns the name of a rank's data file: `__0_0.distcp`. In an object store it is `__0_0-<nonce>.distcp`, since
+    /// Returns the name of a rank's first data file: `__0_0.distcp`. In an object store it is `__0_0-<nonce>.distcp`, since
     /// savers of the same target work side by side there.
     #[must_use]
     pub fn data_file(&self, rank: usize) -> String {
+        self.data_file_of(rank, 0)
+    }
+
+    /// Returns the name of a rank's data file of this number.
+    pub(crate) fn data_file_of(&self, rank: usize, number: usize) -> String {
         match self.0.suffix() {
-            None => format!("__{rank}_0.distcp"),
-            Some(nonce) => format!("__{rank}_0-{nonce}.distcp"),
+            None => format!("__{rank}_{number}.distcp"),
+            Some(nonce) => format!("__{rank}_{number}-{nonce}.distcp"),
         }
+    }
+
+    /// Makes a finished file of another checkpoint a file of this one too, by a hard link. Returns `false` where that cannot
+    /// be done: the caller writes it.
+    ///
+    /// # Errors
+    /// A path that leads out of the checkpoint.
+    pub(crate) fn link(&self, checkpoint: &Location, name: &str) -> Result<bool, FileError> {
+        checkpoint.local().map_or(Ok(false), |directory| self.0.link(directory, name))
     }
 
     /// Returns the name of a DCP checkpoint's integrity file: `.integrity`; in an object store `.integrity-<nonce>`.

@@ -64,9 +64,11 @@
 
 mod layout;
 mod payload;
+mod unchanged;
 
 pub use crate::payload::source::PayloadSource;
 pub use crate::torch::value::{encode_value, value_item_length};
+pub use unchanged::Before;
 
 use std::collections::HashSet;
 
@@ -101,27 +103,39 @@ impl Default for WriteOptions {
 /// A report of what a rank has written, to be gathered for [`finish`].
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct RankWritten {
-    /// Its file, relative to the checkpoint; none if it had nothing to write.
-    pub file: Option<String>,
+    /// Its files; none if it had nothing to write.
+    pub files: Vec<WrittenFile>,
     /// The places of its items.
     pub items: Vec<WrittenItem>,
-    /// The hashes of its file.
-    pub integrity: FileIntegrity,
-    /// Payload bytes.
+    /// Payload bytes, those that were linked included.
     pub payload_bytes: u64,
+    /// Payload bytes that were not written: their files are those of the checkpoint before.
+    pub linked_bytes: u64,
+}
+
+/// A file of a [`RankWritten`].
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WrittenFile {
+    /// Its name, relative to the checkpoint.
+    pub name: String,
+    /// Its hashes.
+    pub integrity: FileIntegrity,
 }
 
 impl RankWritten {
     /// Returns about how many bytes it takes to send this.
     #[must_use]
     pub fn wire_bytes(&self) -> u64 {
-        64 + self.items.len() as u64 * 48 + self.integrity.wire_bytes()
+        let files: u64 = self.files.iter().map(|file| 32 + file.integrity.wire_bytes()).sum();
+        64 + self.items.len() as u64 * 52 + files
     }
 }
 
 /// One item of a [`RankWritten`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WrittenItem {
+    /// Position of its file in those of the rank.
+    pub file: u32,
     /// Position of its entry in the metadata of the global plan.
     pub entry: u32,
     /// Position of the chunk in the entry; 0 for a value.
@@ -143,36 +157,64 @@ pub fn write_rank(
     source: &dyn PayloadSource,
     options: &WriteOptions,
 ) -> Result<RankWritten, FileError> {
-    if selection.kept.is_empty() {
-        return Ok(RankWritten::default());
+    write_changed(staging, rank, plan, selection, source, options, None)
+}
+
+/// Writes as [`write_rank`], except for items that are what they were in the checkpoint `before`: where most of a file has not
+/// changed, it is linked, and only the rest is written, to another file. No communication.
+pub fn write_changed(
+    staging: &Staging,
+    rank: usize,
+    plan: &LocalPlan,
+    selection: &Selection,
+    source: &dyn PayloadSource,
+    options: &WriteOptions,
+    before: Option<Before<'_>>,
+) -> Result<RankWritten, FileError> {
+    let linked = match before.filter(|_| options.digests) {
+        Some(before) => unchanged::link(staging, plan, selection, source, before, options.threads)?,
+        None => unchanged::Linked::default(),
+    };
+    let is_linked: HashSet<(u32, u32)> = linked.items.iter().map(|item| (item.entry, item.chunk)).collect();
+    let rest = selection.kept.iter().filter(|item| !is_linked.contains(&(item.entry, item.chunk)));
+    let rest = Selection { kept: rest.copied().collect() };
+    let mut written = RankWritten {
+        files: linked.files,
+        items: linked.items,
+        payload_bytes: linked.payload_bytes,
+        linked_bytes: linked.payload_bytes,
+    };
+    if rest.kept.is_empty() {
+        return Ok(written);
     }
-    let name = staging.data_file(rank);
-    let layout = layout::FileLayout::new(plan, selection, source, options.digests)?;
+    // The first name that no linked file has.
+    let is_free = |name: &String| written.files.iter().all(|file| file.name != *name);
+    let name = (0..).map(|number| staging.data_file_of(rank, number)).find(is_free).unwrap_or_default();
+    let layout = layout::FileLayout::new(plan, &rest, source, options.digests)?;
     let file = staging.create(&name, layout.length)?;
     let (integrity, parts) = payload::write(&file, &layout, source, options.threads)?;
     file.finish()?;
-    let items = layout.items.iter().zip(parts).map(|(placed, part)| WrittenItem {
+    let number = written.files.len() as u32;
+    written.items.extend(layout.items.iter().zip(parts).map(|(placed, part)| WrittenItem {
+        file: number,
         entry: placed.selected.entry,
         chunk: placed.selected.chunk,
         offset: placed.offset,
         length: placed.length,
         part: options.digests.then_some(part),
-    });
-    Ok(RankWritten {
-        file: Some(name),
-        items: items.collect(),
-        integrity,
-        payload_bytes: layout.items.iter().map(|placed| placed.payload_length()).sum(),
-    })
+    }));
+    written.files.push(WrittenFile { name, integrity });
+    written.payload_bytes += layout.items.iter().map(|placed| placed.payload_length()).sum::<u64>();
+    Ok(written)
 }
 
 /// Notes in the metadata where all ranks' items are.
 fn place_items(metadata: &mut Metadata, written: &[RankWritten]) -> Result<(), FileError> {
     for rank in written {
-        let Some(file) = &rank.file else { continue };
         for item in &rank.items {
+            let Some(file) = rank.files.get(item.file as usize) else { continue };
             let stored = StorageInfo {
-                relative_path: file.clone(),
+                relative_path: file.name.clone(),
                 offset: item.offset,
                 length: item.length,
                 transforms: Vec::new(),
@@ -269,7 +311,7 @@ pub fn finish_encoded(staging: Staging, metadata: &[u8], written: &[RankWritten]
     let path = staging.directory().join(METADATA_FILE);
     let decoded = decode(metadata).map_err(|error| FileError::File { path, source: error.into() })?;
     check_placed(&decoded)?;
-    let files: HashSet<&str> = written.iter().filter_map(|rank| rank.file.as_deref()).collect();
+    let files: HashSet<&str> = written.iter().flat_map(|rank| &rank.files).map(|file| file.name.as_str()).collect();
     for (fqn, _, stored) in decoded.stored() {
         if !files.contains(stored.relative_path.as_str()) {
             return Err(FileError::NotStored { fqn: fqn.to_owned() });
@@ -287,7 +329,7 @@ fn commit(
     digests: Option<StateDigest>,
     lineage: Option<Lineage>,
 ) -> Result<Option<StateDigest>, FileError> {
-    let files = written.iter().filter_map(|rank| Some((rank.file.clone()?, rank.integrity.clone())));
+    let files = written.iter().flat_map(|rank| &rank.files).map(|file| (file.name.clone(), file.integrity.clone()));
     let mut integrity = Integrity { files: files.collect(), digests: digests.clone(), lineage };
     staging.check_files(integrity.files.keys())?;
     let mut own = FileIntegrity::default();

@@ -233,6 +233,12 @@ impl Stage for LocalStage {
         Ok(Box::new(LocalStageFile { durable: self.durable.clone(), file, path, length }))
     }
 
+    fn link(&self, from: &Path, relative: &str) -> Result<bool, FileError> {
+        let [name] = relative_parts(&self.target, relative)?[..] else { return Ok(false) };
+        // Another file system, one without links, a file that is gone: then it is written.
+        Ok(std::fs::hard_link(from.join(name), self.directory.join(name)).is_ok())
+    }
+
     fn create_single(&self, length: u64) -> Result<Box<dyn StageFile>, FileError> {
         let file = self.create(SINGLE, length)?;
         self.take_mode(&self.directory.join(SINGLE))?;
