@@ -1,6 +1,8 @@
 //! How much memory a step takes whose activations are not kept, measured by a counting allocator: this binary has no other
 //! test.
 
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{Linear, Module, linear};
 use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Recomputed, Scope, Unit};
