@@ -95,7 +95,10 @@ fn open_file(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkp
         bytes if bytes.starts_with(gguf::START) => Ok(Box::new(gguf::open(location, options)?)),
         // Eight bytes of length, and JSON.
         [_, _, _, _, _, _, _, _, b'{', ..] => Ok(Box::new(SafetensorsCheckpoint::open_file(location, options)?)),
-        _ => Err(unsupported(location, "a file that is of none of the formats of checkpoints")),
+        _ => Err(unsupported(
+            location,
+            "a file that is neither an archive of torch or NumPy, nor safetensors, nor GGUF,",
+        )),
     }
 }
 
