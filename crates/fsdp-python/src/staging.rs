@@ -91,10 +91,12 @@ impl Staging {
         }
         let kept = (0..plan.items.len() as u32).map(|item| SelectedItem { item, index: 0, entry: item, chunk: 0 });
         let selection = Selection { kept: kept.collect() };
+        // The values are known as torch's bytes only, and without their digests there is none of the whole.
+        let options = WriteOptions { digests: false, ..WriteOptions::default() };
         let written = py.detach(|| {
             let staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
             let Some(staging) = &*staging else { return Ok(None) };
-            write_rank(staging, rank, &plan, &selection, &state, &WriteOptions::default()).map(Some)
+            write_rank(staging, rank, &plan, &selection, &state, &options).map(Some)
         });
         let written = written.map_err(|error| exception(py, error))?.ok_or_else(finished)?;
         let file = |item: &WrittenItem| written.files.get(item.file as usize).map_or("", |file| &file.name).to_owned();
@@ -154,7 +156,8 @@ impl PayloadSource for State {
         Ok(self.values.get(fqn).cloned())
     }
 
-    fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, FileError> {
-        Err(FileError::NotStored { fqn: fqn.to_owned() })
+    /// Returns no value: `stored_item` has the bytes, and what this is for, the digest of a value, is not recorded.
+    fn value(&self, _fqn: &str) -> Result<Cow<'_, PlainValue>, FileError> {
+        Ok(Cow::Owned(PlainValue::None))
     }
 }
