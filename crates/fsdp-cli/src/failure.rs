@@ -31,6 +31,12 @@ pub(crate) enum UsageError {
     NoNumpy { dtype: DType },
     #[error("{elements} elements are more than one JSON object may hold ({limit})")]
     TooLarge { elements: u64, limit: u64 },
+    #[error("{ranks} ranks do not make {replicas} equal replicas")]
+    UnequalReplicas { ranks: usize, replicas: usize },
+    #[error("the plan would have more than {limit} boxes")]
+    TooManyBoxes { limit: usize },
+    #[error("there is no model `{name}`")]
+    NoModel { name: String },
     #[error("there is no command `{name}`")]
     NoCommand { name: String },
 }
@@ -52,6 +58,9 @@ impl UsageError {
                 "cast bfloat16 first: `fsdp convert --include NAME --dtype float32`; other types can be printed"
             }
             UsageError::TooLarge { .. } => "use `--npy` or `--stats`, or leave `--json` out",
+            UsageError::UnequalReplicas { .. } => "`--ranks` must be a multiple of `--replicas`",
+            UsageError::TooManyBoxes { .. } => "plan fewer ranks, more `--replicas`, or `--layout flat`",
+            UsageError::NoModel { .. } => "`fsdp plan --help` lists the models",
             UsageError::NoCommand { .. } => "`fsdp help` lists the commands",
         }
     }
