@@ -62,12 +62,14 @@
 //! [`Durable::prepare`]: crate::storage::Durable::prepare
 //! [`Durable::join`]: crate::storage::Durable::join
 
+mod foresee;
 mod layout;
 mod payload;
 mod unchanged;
 
 pub use crate::payload::source::PayloadSource;
 pub use crate::torch::value::{encode_value, value_item_length};
+pub use foresee::foresee;
 pub use unchanged::Before;
 
 use std::collections::HashSet;
