@@ -130,9 +130,6 @@ fn places(streamed: &Streamed<'_>, pieces: &[Piece<'_>]) -> Result<Vec<Option<Bo
     pieces.iter().map(place).collect()
 }
 
-/// A function that makes the texts of a header from the sums over the tensors.
-type Texts<'t, 'a> = dyn Fn(&Sums<'a>) -> Result<IndexMap<String, String>, FileError> + 't;
-
 /// Writes one safetensors file of a checkpoint, or the one that is the checkpoint, and adds to the sums over its tensors.
 /// `texts` makes the texts of its header, once the sums are known: they must have the lengths that they have without.
 fn write_one<'a>(
