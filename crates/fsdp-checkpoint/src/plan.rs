@@ -7,8 +7,8 @@ use fsdp_comm::{CommError, ProcessGroup};
 use fsdp_dcp::FileError;
 use fsdp_dcp::metadata::Metadata;
 use fsdp_dcp::plan::{
-    Deduplicate, GlobalPlan, HeldBox, LocalPlan, PlanOptions, PlanSchema, RankOffer, SchemaContent, SchemaItem,
-    SelectedItem, Selection, WriteContent, plan_offers,
+    Deduplicate, GlobalPlan, HeldBox, LocalPlan, Offer, PlanOptions, PlanSchema, SchemaItem, SelectedItem, Selection,
+    WriteContent, plan_offers,
 };
 use serde::{Deserialize, Serialize};
 
@@ -150,10 +150,10 @@ fn check_values(group: &ProcessGroup, brought: &[(u64, Vec<(String, u64)>)]) -> 
 /// Plans a save with all ranks. Collective: two object all-gathers, a gather for each round of pieces, one agreement
 /// and one object scatter.
 fn plan_anew(group: &ProcessGroup, local: &LocalPlan, key: PlanKey) -> Result<CachedPlan, CheckpointError> {
-    // 1. All ranks learn which of them have the same schema (usually all), so that each schema is sent once.
+    // 1. All ranks learn which of them have the same schema (usually all) and which hold the same, so that each is sent once.
     let hashes = group.all_gather_object(&PlanHashes { layout: key.layout, schema: local.schema_hash() })?;
-    // 2. The planner gets each schema once, and from every rank its own boxes.
-    let pieces = gather_in_rounds(group, pieces(local, is_first(&hashes, group.rank())), wire_bytes, PLANNER)?;
+    // 2. The planner gets each schema once, and the boxes of each rank; those of replicas, which hold the same, once.
+    let pieces = gather_in_rounds(group, pieces(local, &hashes, group.rank()), wire_bytes, PLANNER)?;
     // 3. The planner makes the plan. If it fails, all ranks get its error.
     let planned = pieces.map(|pieces| plan_pieces(&hashes, pieces, key.deduplicate)).transpose();
     let planned = group.agree("save: plan", planned.map_err(FileError::from))?;
@@ -174,32 +174,23 @@ fn plan_anew(group: &ProcessGroup, local: &LocalPlan, key: PlanKey) -> Result<Ca
     Ok(CachedPlan { key, shared, selection, rank_bytes, total_bytes, metadata })
 }
 
-/// Returns `true` if no rank before this one has its schema.
-fn is_first(hashes: &[PlanHashes], rank: usize) -> bool {
-    hashes[..rank].iter().all(|other| other.schema != hashes[rank].schema)
+/// Cuts what a rank sends to the planner into pieces: its schema if no rank before it has the same, and its boxes if no
+/// rank before it holds the same.
+fn pieces(local: &LocalPlan, hashes: &[PlanHashes], rank: usize) -> Vec<PlanPiece> {
+    let (before, own) = (&hashes[..rank], &hashes[rank]);
+    let is_first_schema = before.iter().all(|other| other.schema != own.schema);
+    let is_first_layout = before.iter().all(|other| other.layout != own.layout);
+    let schema = if is_first_schema { local.schema() } else { PlanSchema::default() };
+    let boxes = if is_first_layout { local.held_boxes() } else { Vec::new() };
+    schema.items.into_iter().map(PlanPiece::Item).chain(boxes.into_iter().map(PlanPiece::Box)).collect()
 }
 
-/// Cuts what a rank sends to the planner into pieces.
-fn pieces(local: &LocalPlan, with_schema: bool) -> Vec<PlanPiece> {
-    let schema = if with_schema { local.schema() } else { PlanSchema::default() };
-    let items = schema.items.into_iter().map(PlanPiece::Item);
-    items.chain(local.held_boxes().into_iter().map(PlanPiece::Box)).collect()
-}
-
-/// Estimates how many bytes a piece takes when it is sent. A number or a length takes eight bytes at most.
+/// Returns about how many bytes it takes to send a piece.
 fn wire_bytes(piece: &PlanPiece) -> u64 {
-    let bytes = match piece {
-        PlanPiece::Box(held) => 28 + 16 * held.bounds.rank(),
-        PlanPiece::Item(item) => {
-            let path = item.path.as_ref().map_or(0, |path| path.flat_key().len() + 12 * path.0.len());
-            let shape = match &item.content {
-                SchemaContent::Tensor { shape, .. } => 8 * shape.len(),
-                SchemaContent::Value { .. } => 0,
-            };
-            64 + item.fqn.len() + path + shape
-        }
-    };
-    bytes as u64
+    match piece {
+        PlanPiece::Box(held) => held.wire_bytes(),
+        PlanPiece::Item(item) => item.wire_bytes(),
+    }
 }
 
 /// Makes the global plan from the pieces of all ranks.
@@ -210,7 +201,9 @@ fn plan_pieces(
 ) -> Result<GlobalPlan, fsdp_dcp::plan::SavePlanError> {
     let mut schemas: Vec<PlanSchema> = Vec::new();
     let mut known: HashMap<u128, usize> = HashMap::new();
-    let mut offers = Vec::with_capacity(hashes.len());
+    let mut offers: Vec<Offer> = Vec::new();
+    let mut known_offers: HashMap<u128, usize> = HashMap::new();
+    let mut of_ranks = Vec::with_capacity(hashes.len());
     for (rank, pieces) in hashes.iter().zip(pieces) {
         let mut items = Vec::new();
         let mut boxes = Vec::new();
@@ -225,9 +218,13 @@ fn plan_pieces(
             schemas.push(PlanSchema { items });
             schemas.len() - 1
         });
-        offers.push(RankOffer { schema, boxes });
+        // The same holds for the boxes. Ranks with the same layout have the same schema.
+        of_ranks.push(*known_offers.entry(rank.layout).or_insert_with(|| {
+            offers.push(Offer { schema, boxes });
+            offers.len() - 1
+        }));
     }
-    plan_offers(&schemas, &offers, PlanOptions { deduplicate })
+    plan_offers(&schemas, offers, &of_ranks, PlanOptions { deduplicate })
 }
 
 /// Returns the bytes of all tensors of a checkpoint.

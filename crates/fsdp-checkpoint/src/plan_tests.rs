@@ -74,8 +74,9 @@ fn plan(model: &Model, ranks: usize) -> (GlobalPlan, Vec<u64>) {
         model.shard(&mut local, &units, rank, ranks);
         // Equal on all ranks, whatever they hold; hashing takes the longest, so many ranks have it from another.
         let known = hashes.first().filter(|_| rank % 64 != 63).map(|first| first.schema);
-        hashes.push(PlanHashes { layout: 0, schema: known.unwrap_or_else(|| local.schema_hash()) });
-        let own = pieces(&local, is_first(&hashes, rank));
+        // No two ranks hold the same.
+        hashes.push(PlanHashes { layout: rank as u128, schema: known.unwrap_or_else(|| local.schema_hash()) });
+        let own = pieces(&local, &hashes, rank);
         sent.push(own.iter().map(wire_bytes).sum());
         all.push(own);
     }
@@ -135,9 +136,32 @@ fn a_tensor_that_no_rank_holds_a_box_of_is_an_error_that_names_it() {
     let mut local = LocalPlan::default();
     local.add_tensor("held", None, DType::F32, vec![2], vec![TensorBox::whole(&[2])]);
     local.add_tensor("lost", None, DType::F32, vec![2], Vec::new());
-    let hash = || PlanHashes { layout: 0, schema: local.schema_hash() };
+    let hash = || PlanHashes { layout: local.layout_hash(), schema: local.schema_hash() };
     let hashes = [hash(), hash()];
-    let all = (0..2).map(|rank| pieces(&local, is_first(&hashes, rank))).collect();
+    let all = (0..2).map(|rank| pieces(&local, &hashes, rank)).collect();
     let error = plan_pieces(&hashes, all, Deduplicate::Balanced).unwrap_err();
     assert!(error.to_string().contains("`lost`"), "{error}");
+}
+
+/// Replicas of a shard cost the planner nothing, and share its bytes.
+#[test]
+fn a_replica_sends_nothing_and_the_plan_is_that_of_whole_plans() {
+    const SHARDS: usize = 3;
+    let model = Model { layers: 2, experts: 3 };
+    let units = model.units();
+    let plans: Vec<LocalPlan> = (0..3 * SHARDS)
+        .map(|rank| {
+            let mut plan = model.replicated();
+            model.shard(&mut plan, &units, rank % SHARDS, SHARDS);
+            plan
+        })
+        .collect();
+    let hash = |plan: &LocalPlan| PlanHashes { layout: plan.layout_hash(), schema: plan.schema_hash() };
+    let hashes: Vec<PlanHashes> = plans.iter().map(hash).collect();
+    let sent: Vec<_> = plans.iter().enumerate().map(|(rank, plan)| pieces(plan, &hashes, rank)).collect();
+    assert!(sent[..SHARDS].iter().all(|pieces| !pieces.is_empty()));
+    assert!(sent[SHARDS..].iter().all(Vec::is_empty));
+    let planned = plan_pieces(&hashes, sent, Deduplicate::Balanced).unwrap();
+    assert_eq!(planned, plan_save(&plans, PlanOptions::default()).unwrap());
+    assert!(planned.selections.iter().all(|selection| !selection.kept.is_empty()));
 }

@@ -19,7 +19,15 @@ const METADATA: &str = "torch.distributed.checkpoint.metadata";
 /// ```
 #[must_use]
 pub fn encode(metadata: &Metadata) -> Vec<u8> {
-    let mut e = Encoder { out: Vec::new(), memo: HashMap::new(), memoized: 0 };
+    let mut bytes = Vec::new();
+    encode_in_pieces(metadata, &mut |piece| bytes.extend_from_slice(piece));
+    bytes
+}
+
+/// Encodes metadata as [`encode`] does, and hands over the bytes in order in pieces of about a mebibyte. So the whole,
+/// which is gigabytes for many thousand ranks, need never be in memory.
+pub fn encode_in_pieces(metadata: &Metadata, sink: &mut dyn FnMut(&[u8])) {
+    let mut e = Encoder { out: Vec::new(), sink, memo: HashMap::new(), memoized: 0 };
     write::proto(&mut e.out, 4);
     e.object(METADATA, "Metadata", |e| {
         e.field("state_dict_metadata", |e| {
@@ -53,17 +61,30 @@ pub fn encode(metadata: &Metadata) -> Vec<u8> {
         e.field("version", |e| e.optional_text(metadata.version.as_deref()));
     });
     write::op(&mut e.out, write::STOP);
-    e.out
+    (e.sink)(&e.out);
 }
 
-struct Encoder<'m> {
+/// The length from which what is encoded is handed over.
+const PIECE: usize = 1 << 20;
+
+struct Encoder<'m, 's> {
+    /// The bytes that are not handed over yet.
     out: Vec<u8>,
+    sink: &'s mut dyn FnMut(&[u8]),
     /// Memo index of what was written before: texts, globals and a few objects, by a key of its own.
     memo: HashMap<(&'static str, &'m str), u32>,
     memoized: u32,
 }
 
-impl<'m> Encoder<'m> {
+impl<'m> Encoder<'m, '_> {
+    /// Hands over what is encoded so far, if it is long enough.
+    fn spill(&mut self) {
+        if self.out.len() >= PIECE {
+            (self.sink)(&self.out);
+            self.out.clear();
+        }
+    }
+
     /// Writes a value once, and afterwards only refers to it.
     fn shared(&mut self, kind: &'static str, key: &'m str, value: impl FnOnce(&mut Self)) {
         match self.memo.get(&(kind, key)) {
@@ -128,6 +149,7 @@ impl<'m> Encoder<'m> {
         write::op(&mut self.out, write::MARK);
         for value in items {
             item(self, value);
+            self.spill();
         }
         write::op(&mut self.out, write::SETITEMS);
     }
@@ -151,6 +173,7 @@ impl<'m> Encoder<'m> {
                         e.field("offsets", |e| e.size(&chunk.bounds.offsets));
                         e.field("sizes", |e| e.size(&chunk.bounds.sizes));
                     });
+                    e.spill();
                 }
                 write::op(&mut e.out, write::APPENDS);
             });
@@ -204,6 +227,7 @@ impl<'m> Encoder<'m> {
                         if let Some(stored) = &chunk.stored {
                             self.index(fqn, Some((index, &chunk.bounds.offsets)));
                             self.storage_info(stored);
+                            self.spill();
                         }
                     }
                 }

@@ -14,7 +14,7 @@ use indexmap::IndexMap;
 use serde::{Deserialize, Serialize};
 
 pub use decode::decode;
-pub use encode::encode;
+pub use encode::{encode, encode_in_pieces};
 
 pub use crate::storage::names::METADATA_FILE;
 

@@ -179,6 +179,27 @@ impl LocalPlan {
     }
 }
 
+impl HeldBox {
+    /// Returns about how many bytes it takes to send this. A number takes eight bytes at most.
+    #[must_use]
+    pub fn wire_bytes(&self) -> u64 {
+        (28 + 16 * self.bounds.rank()) as u64
+    }
+}
+
+impl SchemaItem {
+    /// Returns about how many bytes it takes to send this. A number or a length takes eight bytes at most.
+    #[must_use]
+    pub fn wire_bytes(&self) -> u64 {
+        let path = self.path.as_ref().map_or(0, |path| path.flat_key().len() + 12 * path.0.len());
+        let shape = match &self.content {
+            SchemaContent::Tensor { shape, .. } => 8 * shape.len(),
+            SchemaContent::Value { .. } => 0,
+        };
+        (64 + self.fqn.len() + path + shape) as u64
+    }
+}
+
 impl WriteItem {
     fn hash_schema(&self, hasher: &mut impl Hasher) {
         self.fqn.hash(hasher);

@@ -60,12 +60,12 @@ pub struct GlobalPlan {
     pub loads: Vec<u64>,
 }
 
-/// The offer of one rank to a global plan.
+/// The offer to a global plan of one rank, or of several ranks that hold the same.
 #[derive(Debug, Clone, PartialEq)]
-pub struct RankOffer {
+pub struct Offer {
     /// Position of its schema among those of all ranks.
     pub schema: usize,
-    /// The boxes that only this rank holds.
+    /// The boxes that the schema does not tell.
     pub boxes: Vec<HeldBox>,
 }
 
@@ -77,39 +77,43 @@ pub struct RankOffer {
 pub fn plan_save(plans: &[LocalPlan], options: PlanOptions) -> Result<GlobalPlan, SavePlanError> {
     let mut schemas = Vec::new();
     let mut known = HashMap::new();
-    let offers: Vec<RankOffer> = plans
+    let offers: Vec<Offer> = plans
         .iter()
         .map(|plan| {
             let schema = *known.entry(plan.schema_hash()).or_insert_with(|| {
                 schemas.push(plan.schema());
                 schemas.len() - 1
             });
-            RankOffer { schema, boxes: plan.held_boxes() }
+            Offer { schema, boxes: plan.held_boxes() }
         })
         .collect();
-    plan_offers(&schemas, &offers, options)
+    let of_ranks: Vec<usize> = (0..plans.len()).collect();
+    plan_offers(&schemas, offers, &of_ranks, options)
 }
 
-/// Makes one plan as [`plan_save`] does, of the distinct schemas of all ranks and of the boxes that each rank (by its
-/// number) holds besides.
+/// Makes one plan as [`plan_save`] does, of the distinct schemas of all ranks and of the distinct offers of boxes that
+/// ranks hold besides.
+///
+/// `of_ranks` is the position of each rank's offer, by rank. Ranks that hold the same (the replicas of a shard) share one,
+/// so that their boxes are there once. The boxes move into the plan's metadata, and are not copied.
 pub fn plan_offers(
     schemas: &[PlanSchema],
-    offers: &[RankOffer],
+    offers: Vec<Offer>,
+    of_ranks: &[usize],
     options: PlanOptions,
 ) -> Result<GlobalPlan, SavePlanError> {
-    let mut ranks_of_schema = vec![Vec::new(); schemas.len()];
-    for (rank, offer) in offers.iter().enumerate() {
-        ranks_of_schema[offer.schema].push(rank as u32);
+    let mut holders = Holders { of_schema: vec![Vec::new(); schemas.len()], of_offer: vec![Vec::new(); offers.len()] };
+    for (rank, &offer) in of_ranks.iter().enumerate() {
+        holders.of_offer[offer].push(rank as u32);
+        holders.of_schema[offers[offer].schema].push(rank as u32);
     }
-    // Boxes of whole tensors are told by the schema; here they get bounds to be compared with others.
-    let wholes: Vec<Vec<Option<TensorBox>>> = schemas.iter().map(wholes).collect();
-    let groups = group(schemas, &wholes, offers)?;
+    let groups = group(schemas, offers, of_ranks)?;
 
     let mut assigned = Assignment {
-        ranks_of_schema: &ranks_of_schema,
-        weights: vec![0; offers.len()],
-        loads: vec![0; offers.len()],
-        kept: vec![Vec::new(); offers.len()],
+        holders: &holders,
+        weights: vec![0; of_ranks.len()],
+        loads: vec![0; of_ranks.len()],
+        kept: vec![Vec::new(); of_ranks.len()],
     };
     let mut shared: Vec<SharedChunk> = Vec::new();
     let mut entries = IndexMap::with_capacity(groups.len());
@@ -129,23 +133,29 @@ pub fn plan_offers(
             SchemaContent::Tensor { properties, shape, .. } => {
                 let mut candidates = group.candidates;
                 // Stable, so that equal boxes stay in the order of their ranks.
-                candidates.sort_by_key(|(bounds, _)| *bounds);
-                let mut chunks = Vec::new();
-                for equal in candidates.chunk_by(|(a, _), (b, _)| a == b) {
-                    let Some((Some(bounds), _)) = equal.first() else { continue };
+                candidates.sort_by(|(a, _), (b, _)| a.cmp(b));
+                let all_holders: Vec<Holder> = candidates.iter().map(|(_, holder)| *holder).collect();
+                let mut candidates = candidates.into_iter().peekable();
+                let mut chunks = Vec::with_capacity(candidates.len());
+                while let Some((bounds, first)) = candidates.next() {
+                    let Some(bounds) = bounds else { continue };
+                    let mut holders = vec![first];
+                    while let Some((_, equal)) = candidates.next_if(|(next, _)| next.as_ref() == Some(&bounds)) {
+                        holders.push(equal);
+                    }
                     let numel = bounds.sizes.iter().fold(1u64, |n, &size| n.saturating_mul(size as u64));
                     let bytes = numel.saturating_mul(properties.dtype.size_in_bytes());
-                    let holders = equal.iter().map(|(_, holder)| *holder).collect();
                     let chunk = chunks.len() as u32;
                     let tensor = SharedChunk { weight: bytes, bytes, entry, chunk, holders };
                     shared.extend(assigned.assign_or_share(tensor));
-                    chunks.push(Chunk { bounds: (*bounds).clone(), stored: None });
+                    chunks.push(Chunk { bounds, stored: None });
                 }
                 validate_cover(shape, chunks.iter().map(|chunk| &chunk.bounds)).map_err(|source| {
-                    let holders = candidates.iter().map(|(_, holder)| *holder);
-                    let ranks = first_ranks(holders, &ranks_of_schema);
+                    let ranks = holders.first_ranks(&all_holders);
                     SavePlanError::Chunks { fqn: fqn.to_owned(), ranks, source: Box::new(source) }
                 })?;
+                // Replicas share chunks, so there are fewer than candidates.
+                chunks.shrink_to_fit();
                 Entry::Tensor(TensorEntry { properties: properties.clone(), shape: shape.clone(), chunks })
             }
         };
@@ -170,10 +180,36 @@ pub fn plan_offers(
 /// A holder of a chunk or a value.
 #[derive(Debug, Clone, Copy)]
 enum Holder {
-    /// One rank, as a box of its own.
-    One { rank: u32, item: u32, index: u32 },
+    /// Every rank with this offer, as a box of the offer.
+    Offer { offer: u32, item: u32, index: u32 },
     /// Every rank with this schema, whole.
-    Every { schema: u32, item: u32 },
+    Schema { schema: u32, item: u32 },
+}
+
+/// The ranks that each [`Holder`] stands for.
+struct Holders {
+    of_schema: Vec<Vec<u32>>,
+    of_offer: Vec<Vec<u32>>,
+}
+
+impl Holders {
+    /// Returns the ranks of a holder, in order.
+    fn ranks(&self, holder: Holder) -> &[u32] {
+        match holder {
+            Holder::Offer { offer, .. } => &self.of_offer[offer as usize],
+            Holder::Schema { schema, .. } => &self.of_schema[schema as usize],
+        }
+    }
+
+    /// Returns the first eight of the ranks that these holders stand for.
+    fn first_ranks(&self, holders: &[Holder]) -> Vec<usize> {
+        let ranks = holders.iter().flat_map(|&holder| self.ranks(holder));
+        let mut ranks: Vec<usize> = ranks.map(|&rank| rank as usize).collect();
+        ranks.sort_unstable();
+        ranks.dedup();
+        ranks.truncate(8);
+        ranks
+    }
 }
 
 /// All ranks' items of one flat key.
@@ -181,7 +217,8 @@ struct Group<'p> {
     first_rank: usize,
     first: &'p SchemaItem,
     last_schema: usize,
-    candidates: Vec<(Option<&'p TensorBox>, Holder)>,
+    /// The boxes of a tensor, or `None` for a value, with those that hold them.
+    candidates: Vec<(Option<TensorBox>, Holder)>,
 }
 
 /// The bytes that a value counts for when ranks get equal shares: about what a small one takes.
@@ -203,7 +240,7 @@ struct SharedChunk {
 
 /// The boxes and values that each rank has been given to write.
 struct Assignment<'a> {
-    ranks_of_schema: &'a [Vec<u32>],
+    holders: &'a Holders,
     /// The weights of what each rank has been given.
     weights: Vec<u64>,
     /// The bytes of what each rank has been given.
@@ -214,11 +251,7 @@ struct Assignment<'a> {
 impl Assignment<'_> {
     /// Gives a chunk to its only holder, or gives it back if there are several.
     fn assign_or_share(&mut self, chunk: SharedChunk) -> Option<SharedChunk> {
-        let is_single = match chunk.holders.as_slice() {
-            [Holder::One { .. }] => true,
-            [Holder::Every { schema, .. }] => self.ranks_of_schema[*schema as usize].len() == 1,
-            _ => false,
-        };
+        let is_single = matches!(chunk.holders[..], [holder] if self.holders.ranks(holder).len() == 1);
         if !is_single {
             return Some(chunk);
         }
@@ -229,21 +262,18 @@ impl Assignment<'_> {
     /// Gives a chunk to one of its holders.
     fn assign_shared(&mut self, chunk: &SharedChunk, rule: Deduplicate) {
         let mut best: Option<((u64, u32), u32, u32)> = None;
-        let weights = &self.weights;
-        let mut consider = |rank: u32, item: u32, index: u32| {
-            let load = match rule {
-                Deduplicate::Balanced => weights[rank as usize],
-                Deduplicate::LowestRank => 0,
+        for &holder in &chunk.holders {
+            let (item, index) = match holder {
+                Holder::Offer { item, index, .. } => (item, index),
+                Holder::Schema { item, .. } => (item, 0),
             };
-            if best.is_none_or(|(least, ..)| (load, rank) < least) {
-                best = Some(((load, rank), item, index));
-            }
-        };
-        for holder in &chunk.holders {
-            match *holder {
-                Holder::One { rank, item, index } => consider(rank, item, index),
-                Holder::Every { schema, item } => {
-                    self.ranks_of_schema[schema as usize].iter().for_each(|&rank| consider(rank, item, 0));
+            for &rank in self.holders.ranks(holder) {
+                let load = match rule {
+                    Deduplicate::Balanced => self.weights[rank as usize],
+                    Deduplicate::LowestRank => 0,
+                };
+                if best.is_none_or(|(least, ..)| (load, rank) < least) {
+                    best = Some(((load, rank), item, index));
                 }
             }
         }
@@ -256,78 +286,57 @@ impl Assignment<'_> {
     }
 }
 
-/// Returns the box of each whole tensor of a schema; none of one without elements.
-fn wholes(schema: &PlanSchema) -> Vec<Option<TensorBox>> {
-    let whole = schema.items.iter().map(|item| match &item.content {
-        SchemaContent::Tensor { shape, is_whole: true, .. } => {
-            Some(TensorBox::whole(shape)).filter(|bounds| !bounds.is_empty())
-        }
-        _ => None,
-    });
-    whole.collect()
-}
-
-/// Returns the first eight of the ranks that are holders.
-fn first_ranks(holders: impl Iterator<Item = Holder>, ranks_of_schema: &[Vec<u32>]) -> Vec<usize> {
-    let mut ranks = Vec::new();
-    for holder in holders {
-        match holder {
-            Holder::One { rank, .. } => ranks.push(rank as usize),
-            Holder::Every { schema, .. } => {
-                ranks.extend(ranks_of_schema[schema as usize].iter().map(|&rank| rank as usize));
-            }
-        }
-    }
-    ranks.sort_unstable();
-    ranks.dedup();
-    ranks.truncate(8);
-    ranks
-}
-
 /// Collects the items of each key, in the order of first appearance by rank, and checks that the ranks agree on them.
 fn group<'p>(
     schemas: &'p [PlanSchema],
-    wholes: &'p [Vec<Option<TensorBox>>],
-    offers: &'p [RankOffer],
+    mut offers: Vec<Offer>,
+    of_ranks: &[usize],
 ) -> Result<Vec<(&'p str, Group<'p>)>, SavePlanError> {
     let mut positions: HashMap<&str, usize> = HashMap::new();
     let mut groups: Vec<(&str, Group<'_>)> = Vec::new();
     // The group of each item, for each schema that was met.
     let mut groups_of: Vec<Vec<usize>> = vec![Vec::new(); schemas.len()];
-    for (rank, offer) in offers.iter().enumerate() {
-        let schema = &schemas[offer.schema];
-        let is_new = groups_of[offer.schema].len() != schema.items.len();
+    for (rank, &position) in of_ranks.iter().enumerate() {
+        let schema = offers[position].schema;
+        let items = &schemas[schema].items;
+        let is_new = groups_of[schema].len() != items.len();
         // Ranks with equal schemas agree with each other: only the first of them need be compared with the others.
-        for (index, item) in schema.items.iter().enumerate().filter(|_| is_new) {
+        for (index, item) in items.iter().enumerate().filter(|_| is_new) {
             let position = match positions.entry(&item.fqn) {
                 Slot::Occupied(there) => {
                     let group = &groups[*there.get()].1;
-                    if group.last_schema == offer.schema {
+                    if group.last_schema == schema {
                         return Err(SavePlanError::DuplicateKey { fqn: item.fqn.clone(), rank });
                     }
                     check_agreement(group, rank, item)?;
                     *there.get()
                 }
                 Slot::Vacant(slot) => {
-                    let (first_rank, first, last_schema) = (rank, item, offer.schema);
+                    let (first_rank, first, last_schema) = (rank, item, schema);
                     groups.push((&item.fqn, Group { first_rank, first, last_schema, candidates: Vec::new() }));
                     *slot.insert(groups.len() - 1)
                 }
             };
             let group = &mut groups[position].1;
-            group.last_schema = offer.schema;
-            let whole = wholes[offer.schema][index].as_ref();
-            if whole.is_some() || matches!(item.content, SchemaContent::Value { .. }) {
-                let holder = Holder::Every { schema: offer.schema as u32, item: index as u32 };
-                group.candidates.push((whole, holder));
+            group.last_schema = schema;
+            let holder = Holder::Schema { schema: schema as u32, item: index as u32 };
+            match &item.content {
+                SchemaContent::Value { .. } => group.candidates.push((None, holder)),
+                // Boxes of whole tensors are told by the schema; here they get bounds to be compared with others.
+                SchemaContent::Tensor { shape, is_whole: true, .. } => {
+                    let whole = Some(TensorBox::whole(shape)).filter(|bounds| !bounds.is_empty());
+                    group.candidates.extend(whole.map(|bounds| (Some(bounds), holder)));
+                }
+                SchemaContent::Tensor { .. } => {}
             }
-            groups_of[offer.schema].push(position);
+            groups_of[schema].push(position);
         }
-        for held in &offer.boxes {
-            let position = groups_of[offer.schema].get(held.item as usize);
-            let Some((_, group)) = position.and_then(|&position| groups.get_mut(position)) else { continue };
-            let holder = Holder::One { rank: rank as u32, item: held.item, index: held.index };
-            group.candidates.push((Some(&held.bounds), holder));
+        // Ranks that share an offer bring its boxes once: after the first of them it is empty.
+        for held in std::mem::take(&mut offers[position].boxes) {
+            let group = groups_of[schema].get(held.item as usize);
+            let Some((_, group)) = group.and_then(|&group| groups.get_mut(group)) else { continue };
+            let holder = Holder::Offer { offer: position as u32, item: held.item, index: held.index };
+            group.candidates.push((Some(held.bounds), holder));
         }
     }
     Ok(groups)

@@ -83,6 +83,30 @@ fn a_local_plan_becomes_metadata_with_each_thing_once() {
 }
 
 #[test]
+fn ranks_that_share_an_offer_get_the_plan_of_ranks_that_each_bring_it() {
+    let plan = |shard: usize| {
+        let mut plan = LocalPlan::default();
+        plan.add_tensor("sharded", None, DType::F32, vec![6, 4], vec![TensorBox::new(vec![shard * 2, 0], vec![2, 4])]);
+        plan.add_whole_tensor("whole", None, DType::F32, vec![5]);
+        plan.add_value("step", None, 20);
+        plan
+    };
+    let plans: Vec<LocalPlan> = (0..9).map(|rank| plan(rank % 3)).collect();
+    for deduplicate in [Deduplicate::Balanced, Deduplicate::LowestRank] {
+        let options = PlanOptions { deduplicate };
+        let offers = (0..3).map(|shard| Offer { schema: 0, boxes: plans[shard].held_boxes() }).collect();
+        let of_ranks: Vec<usize> = (0..9).map(|rank| rank % 3).collect();
+        let shared = plan_offers(&[plans[0].schema()], offers, &of_ranks, options).unwrap();
+        assert_eq!(shared, plan_save(&plans, options).unwrap());
+    }
+    let lost = Offer { schema: 0, boxes: Vec::new() };
+    let offers = vec![Offer { schema: 0, boxes: plans[1].held_boxes() }, lost];
+    let error = plan_offers(&[plans[0].schema()], offers, &[0, 1, 0], PlanOptions::default()).unwrap_err();
+    let SavePlanError::Chunks { ranks, .. } = error else { panic!("{error}") };
+    assert_eq!(ranks, [0, 2]);
+}
+
+#[test]
 fn the_lengths_of_values_do_not_change_a_plan() {
     let plans = |length: u64| -> Vec<LocalPlan> {
         let plan = |_| {

@@ -1,6 +1,9 @@
 //! Saving with N ranks and loading with M: whatever the layout, the bits are the same, and read once.
 
+use fsdp_dcp::metadata::{encode, encode_in_pieces};
+use fsdp_dcp::plan::{PlanOptions, plan_save};
 use fsdp_dcp::storage::Durable;
+use fsdp_dcp::writer::{foresee, value_item_length};
 
 use crate::sample::{load, sample};
 use crate::state::save;
@@ -34,5 +37,26 @@ fn equal_states_give_equal_files() {
     assert_eq!(names, [".integrity", ".metadata", "__0_0.distcp", "__1_0.distcp"]);
     for name in names {
         assert!(std::fs::read(a.join(&name)).unwrap() == std::fs::read(b.join(&name)).unwrap(), "{name:?}");
+    }
+}
+
+#[test]
+fn a_plan_foresees_the_metadata_and_the_files_that_a_save_makes() {
+    let state = sample(LARGE);
+    let parent = tempfile::tempdir().unwrap();
+    for ranks in [1, 3, 5] {
+        let target = parent.path().join(format!("ranks-{ranks}"));
+        save(&state, ranks, &target, &Durable::new()).unwrap();
+        let mut global = plan_save(&state.plans(ranks), PlanOptions::default()).unwrap();
+        let lengths = foresee(&mut global, |fqn| value_item_length(&state.values[fqn]).unwrap()).unwrap();
+        let written = std::fs::read(target.join(".metadata")).unwrap();
+        assert!(encode(&global.metadata) == written, "{ranks} ranks");
+        let mut pieces = Vec::new();
+        encode_in_pieces(&global.metadata, &mut |piece| pieces.extend_from_slice(piece));
+        assert!(pieces == written);
+        for (rank, length) in lengths.into_iter().enumerate() {
+            let file = std::fs::metadata(target.join(format!("__{rank}_0.distcp")));
+            assert_eq!(file.map_or(0, |file| file.len()), length, "rank {rank} of {ranks}");
+        }
     }
 }

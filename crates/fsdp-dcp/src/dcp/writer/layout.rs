@@ -109,13 +109,17 @@ impl<'p> FileLayout<'p> {
         let mut at = 0u64;
         for placed in &mut items {
             if let Content::Tensor { around, .. } = &placed.content {
-                let align = if around.payload_length() >= PAGE_ALIGNED { PAGE } else { 64 };
-                let payload = (at + around.payload_offset()).next_multiple_of(align);
-                at = payload - around.payload_offset();
+                at = tensor_offset(at, around);
             }
             placed.offset = at;
             at += placed.length;
         }
         Ok(FileLayout { items, length: at })
     }
+}
+
+/// Returns where a tensor's item starts in the file, if the item before it ends at `at`.
+pub(super) fn tensor_offset(at: u64, around: &TensorItem) -> u64 {
+    let align = if around.payload_length() >= PAGE_ALIGNED { PAGE } else { 64 };
+    (at + around.payload_offset()).next_multiple_of(align) - around.payload_offset()
 }

@@ -62,11 +62,13 @@
 //! [`Durable::prepare`]: crate::storage::Durable::prepare
 //! [`Durable::join`]: crate::storage::Durable::join
 
+mod foresee;
 mod layout;
 mod payload;
 
 pub use crate::payload::source::PayloadSource;
 pub use crate::torch::value::{encode_value, value_item_length};
+pub use foresee::foresee;
 
 use std::collections::HashSet;
 
