@@ -33,6 +33,12 @@ pub(crate) enum UsageError {
     TooLarge { elements: u64, limit: u64 },
     #[error("cannot read the map `{name}`: {reason}")]
     NoMap { name: String, reason: String },
+    #[error("{ranks} ranks do not make {replicas} equal replicas")]
+    UnequalReplicas { ranks: usize, replicas: usize },
+    #[error("the plan would have more than {limit} boxes")]
+    TooManyBoxes { limit: usize },
+    #[error("there is no model `{name}`")]
+    NoModel { name: String },
     #[error("there is no command `{name}`")]
     NoCommand { name: String },
 }
@@ -55,6 +61,9 @@ impl UsageError {
             }
             UsageError::TooLarge { .. } => "use `--npy` or `--stats`, or leave `--json` out",
             UsageError::NoMap { .. } => "name a file of rules, or a map that is built in",
+            UsageError::UnequalReplicas { .. } => "`--ranks` must be a multiple of `--replicas`",
+            UsageError::TooManyBoxes { .. } => "plan fewer ranks, more `--replicas`, or `--layout flat`",
+            UsageError::NoModel { .. } => "`fsdp plan --help` lists the models",
             UsageError::NoCommand { .. } => "`fsdp help` lists the commands",
         }
     }

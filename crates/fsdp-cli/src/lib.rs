@@ -1,7 +1,7 @@
 //! The `fsdp` command: the command line, and the code behind each of its commands.
 //!
-//! The commands that read and rewrite checkpoints (`inspect`, `verify`, `diff`, `reshard`, `convert`, `cat`) need no
-//! tensor library. `train`, `launch` and `doctor` come with the feature `train`, which is on by default; so does the
+//! The commands that read and rewrite checkpoints (`inspect`, `verify`, `diff`, `reshard`, `convert`, `cat`, `plan`) need
+//! no tensor library. `train`, `launch` and `doctor` come with the feature `train`, which is on by default; so does the
 //! model that `train` trains ([`gpt`]), its text ([`data`]) and the way its ranks are run ([`ranks`]), which tests and
 //! benches use too.
 
@@ -20,8 +20,10 @@ mod log;
 mod logs;
 mod manual;
 mod map;
+mod memory;
 mod outcome;
 mod output;
+mod plan;
 mod progress;
 mod stop;
 mod text;
@@ -44,8 +46,6 @@ mod doctor;
 mod job_failure;
 #[cfg(feature = "train")]
 mod launch;
-#[cfg(feature = "train")]
-mod memory;
 #[cfg(feature = "train")]
 mod train;
 
@@ -103,6 +103,8 @@ enum Command {
     Convert(Box<convert::ConvertArguments>),
     /// Show one tensor or value: its elements, statistics, or a NumPy file
     Cat(cat::CatArguments),
+    /// Tell what the checkpoints of a large job would be, and how often it should save
+    Plan(Box<plan::PlanArguments>),
     /// Print a script that completes fsdp's commands and options in a shell
     Completions(manual::CompletionsArguments),
     /// Print fsdp's manual page, or that of one command
@@ -218,6 +220,7 @@ fn execute(command: Command) -> anyhow::Result<()> {
         Command::Reshard(arguments) => convert::reshard(&arguments),
         Command::Convert(arguments) => convert::run(&arguments),
         Command::Cat(arguments) => cat::run(&arguments),
+        Command::Plan(arguments) => plan::run(&arguments),
         Command::Completions(arguments) => manual::completions(&arguments, Arguments::command()),
         Command::Man(arguments) => manual::man(&arguments, Arguments::command()),
     }

@@ -1,6 +1,7 @@
 //! The memory of this machine and of this process, as Linux tells it.
 
 /// Returns the memory of the machine, if the system tells.
+#[cfg(any(test, feature = "train"))]
 pub(crate) fn of_machine() -> Option<u64> {
     field("/proc/meminfo", "MemTotal:")
 }

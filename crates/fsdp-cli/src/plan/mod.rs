@@ -1,0 +1,187 @@
+//! `fsdp plan`: the checkpoints of a job that is larger than any machine at hand, from the planner that saves use.
+
+mod cost;
+mod interval;
+mod models;
+mod plot;
+mod report;
+mod state;
+mod twin;
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+use clap::builder::{PossibleValuesParser, RangedU64ValueParser};
+use clap::{ArgGroup, Args};
+use fsdp_dcp::Location;
+use fsdp_dcp::storage::Durable;
+use serde::Serialize;
+
+use self::cost::Links;
+use self::report::{Machines, Report, SCHEMA};
+use self::state::{OptimizerState, ParameterType, State};
+use self::twin::{Layout, Shape};
+use super::failure::UsageError;
+use super::output;
+
+/// The largest number of ranks.
+const MAX_RANKS: u64 = 131_072;
+/// The mean time between failures of a host in hours: that of the hosts that trained Llama 3.
+const DEFAULT_MTBF_HOURS: f64 = 5700.0;
+
+/// Options of `fsdp plan`.
+#[derive(Debug, Args)]
+#[command(
+    group(ArgGroup::new("of").required(true).args(["model", "like"])),
+    group(ArgGroup::new("world").required(true).args(["ranks", "sweep"])),
+    after_help = "\
+Examples:
+  fsdp plan --model llama-405b --ranks 16384 --replicas 8 --storage 2000
+  fsdp plan --like runs/demo/step-00000300 --ranks 64 --plot interval.svg
+  fsdp plan --model llama-8b --sweep 8,64,512 --dtype bfloat16 --optimizer adamw-master"
+)]
+pub(crate) struct PlanArguments {
+    /// A published model
+    #[arg(long, value_name = "MODEL", value_parser = models())]
+    model: Option<String>,
+    /// The tensors of a checkpoint of any format; only its metadata is read
+    #[arg(long, value_name = "CKPT", conflicts_with_all = ["dtype", "optimizer"])]
+    like: Option<Location>,
+    /// Ranks of the job
+    #[arg(long, value_name = "N", value_parser = ranks())]
+    ranks: Option<usize>,
+    /// Several numbers of ranks, one line for each
+    #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = ranks(), conflicts_with = "plot")]
+    sweep: Vec<usize>,
+    /// Ranks that hold the same shard (hybrid sharding)
+    #[arg(long, value_name = "R", default_value_t = 1, value_parser = ranks())]
+    replicas: usize,
+    /// Ranks of one host
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = ranks())]
+    ranks_per_host: usize,
+    /// Type of the model's parameters
+    #[arg(long, value_enum, default_value_t = ParameterType::Float32)]
+    dtype: ParameterType,
+    /// State of the optimizer
+    #[arg(long, value_enum, default_value_t = OptimizerState::Adamw)]
+    optimizer: OptimizerState,
+    /// The way in which tensors are cut
+    #[arg(long, value_enum, default_value_t = Layout::Flat)]
+    layout: Layout,
+    /// GB/s at which one rank copies its state to its host's memory
+    #[arg(long, value_name = "GB/S", default_value_t = 20.0, value_parser = positive)]
+    staging: f64,
+    /// GB/s between one host and the storage
+    #[arg(long, value_name = "GB/S", default_value_t = 25.0, value_parser = positive)]
+    host_link: f64,
+    /// GB/s of the storage, for all hosts together
+    #[arg(long, value_name = "GB/S", default_value_t = 200.0, value_parser = positive)]
+    storage: f64,
+    /// Mean hours between two failures of one host
+    #[arg(long, value_name = "HOURS", default_value_t = DEFAULT_MTBF_HOURS, value_parser = positive)]
+    mtbf: f64,
+    /// Minutes from a failure until a new start can load
+    #[arg(long, value_name = "MINUTES", default_value_t = 10.0, value_parser = positive)]
+    restart: f64,
+    /// One JSON object on stdout
+    #[arg(long, env = "FSDP_JSON")]
+    json: bool,
+    /// A picture of the effective time against the interval between saves
+    #[arg(long, value_name = "FILE.svg")]
+    plot: Option<PathBuf>,
+}
+
+/// The JSON of several plans.
+#[derive(Debug, Serialize)]
+struct Sweep {
+    schema: u32,
+    plans: Vec<Report>,
+}
+
+fn models() -> PossibleValuesParser {
+    PossibleValuesParser::new(models::PRESETS.iter().map(|preset| preset.name))
+}
+
+fn ranks() -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(1..=MAX_RANKS)
+}
+
+/// Parses a finite number above 0.
+fn positive(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(number) if number.is_finite() && number > 0.0 => Ok(number),
+        _ => Err("must be a number above 0".to_owned()),
+    }
+}
+
+/// Plans the checkpoints of a job: `fsdp plan`.
+///
+/// # Errors
+/// There is no such checkpoint, the ranks do not make equal replicas, the plan is too large, or the plot exists already.
+pub(crate) fn run(arguments: &PlanArguments) -> Result<()> {
+    let (name, state) = arguments.state()?;
+    if let Some(plot) = &arguments.plot {
+        check_absent(plot)?;
+    }
+    if let Some(ranks) = arguments.ranks {
+        let report = arguments.report(&name, &state, ranks)?;
+        if let Some(plot) = &arguments.plot {
+            write(plot, plot::svg(&report).as_bytes())?;
+        }
+        return if arguments.json { output::json(&report) } else { output::lines(&report.lines()) };
+    }
+    let plans = arguments.sweep.iter().map(|&ranks| arguments.report(&name, &state, ranks));
+    let plans = plans.collect::<Result<Vec<_>>>()?;
+    if arguments.json {
+        return output::json(&Sweep { schema: SCHEMA, plans });
+    }
+    let mut lines = vec![Report::header()];
+    lines.extend(plans.iter().map(Report::row));
+    output::lines(&lines)
+}
+
+impl PlanArguments {
+    /// Returns the name and the state of what is planned.
+    fn state(&self) -> Result<(String, State)> {
+        if let Some(location) = &self.like {
+            return Ok((location.to_string(), State::of_checkpoint(location)?));
+        }
+        let name = self.model.as_deref().unwrap_or_default();
+        let preset = models::preset(name).ok_or_else(|| UsageError::NoModel { name: name.to_owned() })?;
+        Ok((name.to_owned(), State::of_model(preset, self.dtype, self.optimizer)?))
+    }
+
+    /// Plans for one number of ranks.
+    fn report(&self, name: &str, state: &State, ranks: usize) -> Result<Report> {
+        let gigabytes = |per_second: f64| per_second * 1e9;
+        let machines = Machines {
+            ranks_per_host: self.ranks_per_host,
+            links: Links {
+                staging: gigabytes(self.staging),
+                host_link: gigabytes(self.host_link),
+                storage: gigabytes(self.storage),
+            },
+            host_mtbf: self.mtbf * 3600.0,
+            restart: self.restart * 60.0,
+        };
+        let shape = Shape { ranks, replicas: self.replicas, layout: self.layout };
+        let planned = twin::plan(state, &shape)?;
+        Ok(Report::new(name.to_owned(), state, &shape, &machines, &planned))
+    }
+}
+
+fn check_absent(path: &Path) -> Result<(), UsageError> {
+    if path.symlink_metadata().is_ok() {
+        return Err(UsageError::Exists { path: path.display().to_string() });
+    }
+    Ok(())
+}
+
+/// Writes a new file.
+fn write(path: &Path, bytes: &[u8]) -> Result<()> {
+    let staging = Durable::new().prepare(path, false)?;
+    let file = staging.create_single(bytes.len() as u64)?;
+    file.write_at(0, bytes)?;
+    file.finish()?;
+    Ok(staging.commit_single()?)
+}

@@ -1,0 +1,199 @@
+//! The names and shapes of published models.
+
+/// A parameter: its name and its shape.
+pub(super) type Parameter = (String, Vec<usize>);
+
+/// A published model.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Preset {
+    /// The name on the command line.
+    pub(super) name: &'static str,
+    family: Family,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Family {
+    Llama(Llama),
+    Gpt2 { layers: usize, hidden: usize },
+}
+
+/// The sizes of a model of Llama's architecture.
+#[derive(Debug, Clone, Copy)]
+struct Llama {
+    layers: usize,
+    hidden: usize,
+    intermediate: usize,
+    heads: usize,
+    kv_heads: usize,
+    head: usize,
+    vocab: usize,
+    /// `true` if the output layer is the embedding.
+    tied: bool,
+    /// The number of experts of a layer; 0 for one dense layer.
+    experts: usize,
+}
+
+/// Llama 3.1 8B; the other dense models differ from it in some sizes.
+const LLAMA_8B: Llama = Llama {
+    layers: 32,
+    hidden: 4096,
+    intermediate: 14_336,
+    heads: 32,
+    kv_heads: 8,
+    head: 128,
+    vocab: 128_256,
+    tied: false,
+    experts: 0,
+};
+
+/// The vocabulary and the longest text of GPT-2.
+const GPT2_VOCAB: usize = 50_257;
+const GPT2_POSITIONS: usize = 1024;
+
+/// All models that `--model` takes.
+pub(super) const PRESETS: &[Preset] = &[
+    gpt2("gpt2-124m", 12, 768),
+    gpt2("gpt2-355m", 24, 1024),
+    gpt2("gpt2-774m", 36, 1280),
+    gpt2("gpt2-1.5b", 48, 1600),
+    llama("llama-1b", Llama { layers: 16, hidden: 2048, intermediate: 8192, head: 64, tied: true, ..LLAMA_8B }),
+    llama("llama-3b", Llama { layers: 28, hidden: 3072, intermediate: 8192, heads: 24, tied: true, ..LLAMA_8B }),
+    llama("llama-8b", LLAMA_8B),
+    llama("llama-70b", Llama { layers: 80, hidden: 8192, intermediate: 28_672, heads: 64, ..LLAMA_8B }),
+    llama("llama-405b", Llama { layers: 126, hidden: 16_384, intermediate: 53_248, heads: 128, ..LLAMA_8B }),
+    llama("mistral-7b", Llama { vocab: 32_000, ..LLAMA_8B }),
+    llama("mixtral-8x7b", Llama { vocab: 32_000, experts: 8, ..LLAMA_8B }),
+];
+
+const fn llama(name: &'static str, sizes: Llama) -> Preset {
+    Preset { name, family: Family::Llama(sizes) }
+}
+
+const fn gpt2(name: &'static str, layers: usize, hidden: usize) -> Preset {
+    Preset { name, family: Family::Gpt2 { layers, hidden } }
+}
+
+/// Returns the preset of this name.
+pub(super) fn preset(name: &str) -> Option<&'static Preset> {
+    PRESETS.iter().find(|preset| preset.name == name)
+}
+
+impl Preset {
+    /// Lists the parameters by unit: one for each layer, and one for all that is in none.
+    pub(super) fn units(&self) -> Vec<Vec<Parameter>> {
+        match self.family {
+            Family::Llama(sizes) => sizes.units(),
+            Family::Gpt2 { layers, hidden } => gpt2_units(layers, hidden),
+        }
+    }
+}
+
+impl Llama {
+    fn units(&self) -> Vec<Vec<Parameter>> {
+        let mut root = vec![
+            ("model.embed_tokens.weight".to_owned(), vec![self.vocab, self.hidden]),
+            ("model.norm.weight".to_owned(), vec![self.hidden]),
+        ];
+        if !self.tied {
+            root.push(("lm_head.weight".to_owned(), vec![self.vocab, self.hidden]));
+        }
+        std::iter::once(root).chain((0..self.layers).map(|layer| self.layer(layer))).collect()
+    }
+
+    fn layer(&self, layer: usize) -> Vec<Parameter> {
+        let (hidden, inner) = (self.hidden, self.intermediate);
+        let (queries, keys) = (self.heads * self.head, self.kv_heads * self.head);
+        let mut all = vec![
+            ("self_attn.q_proj".to_owned(), vec![queries, hidden]),
+            ("self_attn.k_proj".to_owned(), vec![keys, hidden]),
+            ("self_attn.v_proj".to_owned(), vec![keys, hidden]),
+            ("self_attn.o_proj".to_owned(), vec![hidden, queries]),
+        ];
+        if self.experts == 0 {
+            all.push(("mlp.gate_proj".to_owned(), vec![inner, hidden]));
+            all.push(("mlp.up_proj".to_owned(), vec![inner, hidden]));
+            all.push(("mlp.down_proj".to_owned(), vec![hidden, inner]));
+        } else {
+            all.push(("block_sparse_moe.gate".to_owned(), vec![self.experts, hidden]));
+        }
+        for expert in 0..self.experts {
+            for (name, shape) in [("w1", [inner, hidden]), ("w2", [hidden, inner]), ("w3", [inner, hidden])] {
+                all.push((format!("block_sparse_moe.experts.{expert}.{name}"), shape.to_vec()));
+            }
+        }
+        all.push(("input_layernorm".to_owned(), vec![hidden]));
+        all.push(("post_attention_layernorm".to_owned(), vec![hidden]));
+        all.into_iter().map(|(name, shape)| (format!("model.layers.{layer}.{name}.weight"), shape)).collect()
+    }
+}
+
+fn gpt2_units(layers: usize, hidden: usize) -> Vec<Vec<Parameter>> {
+    let root = vec![
+        ("transformer.wte.weight".to_owned(), vec![GPT2_VOCAB, hidden]),
+        ("transformer.wpe.weight".to_owned(), vec![GPT2_POSITIONS, hidden]),
+        ("transformer.ln_f.weight".to_owned(), vec![hidden]),
+        ("transformer.ln_f.bias".to_owned(), vec![hidden]),
+    ];
+    let layer = |layer: usize| {
+        // Linear layers of GPT-2 have their weights the other way round: inputs, then outputs.
+        let parts = [
+            ("ln_1", vec![hidden], hidden),
+            ("attn.c_attn", vec![hidden, 3 * hidden], 3 * hidden),
+            ("attn.c_proj", vec![hidden, hidden], hidden),
+            ("ln_2", vec![hidden], hidden),
+            ("mlp.c_fc", vec![hidden, 4 * hidden], 4 * hidden),
+            ("mlp.c_proj", vec![4 * hidden, hidden], hidden),
+        ];
+        let named = parts.into_iter().flat_map(move |(name, weight, bias)| {
+            let name = format!("transformer.h.{layer}.{name}");
+            [(format!("{name}.weight"), weight), (format!("{name}.bias"), vec![bias])]
+        });
+        named.collect()
+    };
+    std::iter::once(root).chain((0..layers).map(layer)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The counts are those that the models' pages on the Hugging Face hub give for their files.
+    #[test]
+    fn presets_have_as_many_parameters_as_the_published_models() {
+        let published: [(&str, u64); 11] = [
+            ("gpt2-124m", 124_439_808),
+            ("gpt2-355m", 354_823_168),
+            ("gpt2-774m", 774_030_080),
+            ("gpt2-1.5b", 1_557_611_200),
+            ("llama-1b", 1_235_814_400),
+            ("llama-3b", 3_212_749_824),
+            ("llama-8b", 8_030_261_248),
+            ("llama-70b", 70_553_706_496),
+            ("llama-405b", 405_853_388_800),
+            ("mistral-7b", 7_241_732_096),
+            ("mixtral-8x7b", 46_702_792_704),
+        ];
+        let ours: Vec<(&str, u64)> = PRESETS
+            .iter()
+            .map(|preset| {
+                let parameters = preset.units().into_iter().flatten();
+                (preset.name, parameters.map(|(_, shape)| shape.iter().product::<usize>() as u64).sum())
+            })
+            .collect();
+        assert_eq!(ours, published);
+    }
+
+    #[test]
+    fn names_are_unique_and_each_layer_is_a_unit() {
+        for preset in PRESETS {
+            let units = preset.units();
+            let mut names: Vec<String> = units.iter().flatten().map(|(name, _)| name.clone()).collect();
+            let all = names.len();
+            names.sort();
+            names.dedup();
+            assert_eq!(names.len(), all, "{}", preset.name);
+            assert!(units.len() > 12);
+        }
+        assert!(preset("llama-9b").is_none());
+    }
+}

@@ -1,0 +1,231 @@
+//! A save of many ranks in one process: the layouts, the planner and the metadata are those of real saves.
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use clap::ValueEnum;
+use fsdp_dcp::metadata::encode_in_pieces;
+use fsdp_dcp::plan::{LocalPlan, Offer, PlanOptions, WriteContent, plan_offers};
+use fsdp_dcp::writer::foresee;
+use fsdp_layout::flat::aligned_numel;
+use fsdp_layout::shard::chunk_range;
+use fsdp_layout::{FlatLayout, TensorBox};
+use serde::Serialize;
+
+use super::state::{State, Unit};
+use crate::failure::UsageError;
+
+/// The most boxes that are planned: about 20 GiB of memory.
+const MAX_BOXES: usize = 100_000_000;
+
+/// The way in which tensors are cut.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Layout {
+    /// Each unit flattened, and cut in equal pieces, as FSDP1 does
+    Flat,
+    /// Each tensor cut along its rows, as FSDP2 does
+    Rows,
+}
+
+/// The ranks of a job and how they hold its state.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Shape {
+    pub(super) ranks: usize,
+    /// The number of ranks that hold the same shard.
+    pub(super) replicas: usize,
+    pub(super) layout: Layout,
+}
+
+/// The least and the most of all ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub(super) struct LeastMost {
+    pub(super) least: u64,
+    pub(super) most: u64,
+}
+
+/// The checkpoint that the ranks would write.
+#[derive(Debug)]
+pub(super) struct Planned {
+    /// The boxes in the metadata.
+    pub(super) boxes: u64,
+    /// The boxes and values that each rank writes.
+    pub(super) items: LeastMost,
+    /// The bytes of tensors and values that each rank writes.
+    pub(super) payload: LeastMost,
+    /// The length of each rank's file; 0 for none.
+    pub(super) files: Vec<u64>,
+    /// The bytes that each rank holds and loads.
+    pub(super) held: Vec<u64>,
+    /// The length of `.metadata`.
+    pub(super) metadata: u64,
+    /// The bytes that ranks send to the planner.
+    pub(super) received: u64,
+    /// The time that the planner takes.
+    pub(super) planning: Duration,
+    /// The time that it takes to place all items and to encode `.metadata`.
+    pub(super) encoding: Duration,
+}
+
+impl LeastMost {
+    fn of(values: impl Iterator<Item = u64>) -> Self {
+        values.fold(LeastMost { least: u64::MAX, most: 0 }, |so_far, value| LeastMost {
+            least: so_far.least.min(value),
+            most: so_far.most.max(value),
+        })
+    }
+}
+
+/// Plans a save of the state.
+///
+/// # Errors
+/// The ranks do not make equal replicas; the plan would not fit this machine; what the planner refuses.
+pub(super) fn plan(state: &State, shape: &Shape) -> Result<Planned> {
+    let Shape { ranks, replicas, layout } = *shape;
+    if !ranks.is_multiple_of(replicas) {
+        return Err(UsageError::UnequalReplicas { ranks, replicas }.into());
+    }
+    let shards = ranks / replicas;
+    let mut local = LocalPlan::default();
+    let mut units = Sharded::all(state, shards, layout, &mut local)?;
+    for (key, dtype, shape) in &state.whole {
+        local.add_whole_tensor(&key.fqn, key.path.clone(), *dtype, shape.clone());
+    }
+    for (key, length) in &state.values {
+        local.add_value(&key.fqn, key.path.clone(), *length);
+    }
+    if !state.order.is_empty() {
+        sort(&mut local, &mut units, &state.order);
+    }
+
+    // 1. Each shard's ranks offer its boxes. Replicas hold the same, so their boxes are made and sent once, as in a save.
+    let schema = local.schema();
+    let schema_bytes: u64 = schema.items.iter().map(|item| item.wire_bytes()).sum();
+    let whole_bytes: u64 = state.whole.iter().map(|(_, dtype, _)| dtype.size_in_bytes()).sum();
+    let (mut offers, mut held) = (Vec::with_capacity(shards), Vec::with_capacity(shards));
+    let (mut boxes, mut received) = (0, schema_bytes);
+    for shard in 0..shards {
+        let bytes: u64 = units.iter().map(|unit| unit.hold(shard, shards, &mut local)).sum();
+        held.push(bytes + whole_bytes);
+        let offer = Offer { schema: 0, boxes: local.held_boxes() };
+        received += offer.boxes.iter().map(|held| held.wire_bytes()).sum::<u64>();
+        boxes += offer.boxes.len();
+        if boxes > MAX_BOXES {
+            return Err(UsageError::TooManyBoxes { limit: MAX_BOXES }.into());
+        }
+        offers.push(offer);
+    }
+    let of_ranks: Vec<usize> = (0..ranks).map(|rank| rank % shards).collect();
+
+    // 2. The planner decides who writes what, and checks that every element is written once.
+    let start = Instant::now();
+    let mut global = plan_offers(std::slice::from_ref(&schema), offers, &of_ranks, PlanOptions::default())?;
+    let planning = start.elapsed();
+
+    // 3. The metadata gets the places that the items would have, and is encoded.
+    let start = Instant::now();
+    let lengths: HashMap<&str, u64> = state.values.iter().map(|(key, length)| (key.fqn.as_str(), *length)).collect();
+    let files = foresee(&mut global, |fqn| lengths.get(fqn).copied().unwrap_or(0))?;
+    let mut metadata = 0;
+    encode_in_pieces(&global.metadata, &mut |piece| metadata += piece.len() as u64);
+    let encoding = start.elapsed();
+
+    Ok(Planned {
+        boxes: global.metadata.tensors().map(|(_, tensor)| tensor.chunks.len() as u64).sum(),
+        items: LeastMost::of(global.selections.iter().map(|selection| selection.kept.len() as u64)),
+        payload: LeastMost::of(global.loads.iter().copied()),
+        files,
+        held: of_ranks.iter().map(|&shard| held[shard]).collect(),
+        metadata,
+        received,
+        planning,
+        encoding,
+    })
+}
+
+/// A unit, with the items of the local plan that are its tensors.
+struct Sharded<'s> {
+    unit: &'s Unit,
+    /// The unit as a FlatParameter; none if tensors are cut by rows.
+    flat: Option<FlatLayout>,
+    /// The items of each kind, one for each parameter.
+    items: Vec<Vec<usize>>,
+}
+
+impl<'s> Sharded<'s> {
+    /// Adds all units to the local plan, kind by kind, as state dicts have them.
+    fn all(state: &'s State, shards: usize, layout: Layout, local: &mut LocalPlan) -> Result<Vec<Self>> {
+        let units = state.units.iter().map(|unit| -> Result<Self> {
+            let flat = match (layout, unit.kinds.first()) {
+                (Layout::Flat, Some((dtype, _))) => {
+                    Some(FlatLayout::new(unit.parameters.clone(), aligned_numel(*dtype), shards)?)
+                }
+                _ => None,
+            };
+            Ok(Sharded { unit, flat, items: Vec::new() })
+        });
+        let mut units = units.collect::<Result<Vec<_>>>()?;
+        let kinds = state.units.iter().map(|unit| unit.kinds.len()).max().unwrap_or(0);
+        for kind in 0..kinds {
+            for sharded in &mut units {
+                let Some((dtype, keys)) = sharded.unit.kinds.get(kind) else { continue };
+                let first = local.items.len();
+                sharded.items.push((first..first + keys.len()).collect());
+                for (key, (_, shape)) in keys.iter().zip(&sharded.unit.parameters) {
+                    local.add_tensor(&key.fqn, key.path.clone(), *dtype, shape.clone(), Vec::new());
+                }
+            }
+        }
+        Ok(units)
+    }
+
+    /// Gives the local plan the boxes that the ranks of a shard hold, and returns their bytes.
+    fn hold(&self, shard: usize, shards: usize, local: &mut LocalPlan) -> u64 {
+        let mut bytes = 0;
+        for (parameter, (_, shape)) in self.unit.parameters.iter().enumerate() {
+            let own = match &self.flat {
+                Some(flat) => flat.param_boxes(parameter, shard),
+                None => rows(shape, shard, shards),
+            };
+            let elements: u64 = own.iter().map(|bounds| bounds.numel() as u64).sum();
+            for (items, (dtype, _)) in self.items.iter().zip(&self.unit.kinds) {
+                bytes += elements * dtype.size_in_bytes();
+                let item = local.items.get_mut(items[parameter]);
+                if let Some(WriteContent::Tensor { boxes, .. }) = item.map(|item| &mut item.content) {
+                    boxes.clone_from(&own);
+                }
+            }
+        }
+        bytes
+    }
+}
+
+/// Brings the items of the local plan in the order of these keys.
+fn sort(local: &mut LocalPlan, units: &mut [Sharded<'_>], order: &[String]) {
+    let positions: HashMap<&str, usize> = order.iter().enumerate().map(|(at, fqn)| (fqn.as_str(), at)).collect();
+    let mut items: Vec<_> = std::mem::take(&mut local.items).into_iter().enumerate().collect();
+    items.sort_by_key(|(_, item)| positions.get(item.fqn.as_str()).copied());
+    let mut moved = vec![0; items.len()];
+    for (to, (from, item)) in items.into_iter().enumerate() {
+        moved[from] = to;
+        local.items.push(item);
+    }
+    for item in units.iter_mut().flat_map(|unit| unit.items.iter_mut().flatten()) {
+        *item = moved[*item];
+    }
+}
+
+/// Returns the rows of a tensor that the ranks of a shard hold.
+fn rows(shape: &[usize], shard: usize, shards: usize) -> Vec<TensorBox> {
+    let mut bounds = TensorBox::whole(shape);
+    if let Some(&dim) = shape.first() {
+        let own = chunk_range(dim, shards, shard);
+        (bounds.offsets[0], bounds.sizes[0]) = (own.start, own.len());
+    }
+    if bounds.is_empty() { Vec::new() } else { vec![bounds] }
+}
+
+#[cfg(test)]
+#[path = "twin_tests.rs"]
+mod tests;
