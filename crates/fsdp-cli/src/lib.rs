@@ -1,8 +1,8 @@
 //! The `fsdp` command: the command line, and the code behind each of its commands.
 //!
 //! The commands that read and rewrite checkpoints (`inspect`, `verify`, `diff`, `digest`, `log`, `reshard`, `convert`, `cat`,
-//! `plan`) need no tensor library. `train`, `launch` and `doctor` come with the feature `train`, which is on by default; so does the
-//! model that `train` trains ([`gpt`]), its text ([`data`]) and the way its ranks are run ([`ranks`]), which tests and
+//! `plan`) need no tensor library. `train`, `launch` and `doctor` come with the feature `train`, which is on by default; so
+//! does the model that `train` trains ([`gpt`]), its text ([`data`]) and the way its ranks are run ([`ranks`]), which tests and
 //! benches use too.
 
 pub mod embed;
