@@ -12,21 +12,11 @@ use fsdp_layout::cover::uncovered;
 use fsdp_layout::{PlainValue, TensorBox};
 use serde::{Deserialize, Serialize};
 
-use crate::CheckpointError;
+use crate::error::{CheckpointError, WrongTensor};
 use crate::rounds::gather_in_rounds;
 
 /// The rank that compares.
 const JUDGE: usize = 0;
-
-/// A tensor whose loaded elements are not those that were saved.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct WrongTensor {
-    /// The flat key.
-    pub fqn: String,
-    /// The global ranks whose elements are wrong, as far as can be told: where ranks have the digest only together, all that
-    /// hold a part.
-    pub ranks: Vec<usize>,
-}
 
 /// The sum over a box that a rank has read.
 #[derive(Debug, Clone, Serialize, Deserialize)]

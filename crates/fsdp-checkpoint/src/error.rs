@@ -8,9 +8,8 @@ use fsdp_flat::FlatError;
 use fsdp_layout::{ErrorKind, Failure};
 use fsdp_nn::NnError;
 use fsdp_state::{LoadError, StateError};
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
-
-use crate::compare::WrongTensor;
 
 /// An error of this crate. Errors that concern all ranks are the same on every rank.
 #[derive(Debug, Error)]
@@ -78,6 +77,16 @@ pub enum CheckpointError {
         /// How.
         problem: String,
     },
+}
+
+/// A tensor whose loaded elements are not those that were saved.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WrongTensor {
+    /// The flat key.
+    pub fqn: String,
+    /// The global ranks whose elements are wrong, as far as can be told: where ranks have the digest only together, all that
+    /// hold a part.
+    pub ranks: Vec<usize>,
 }
 
 /// Lists the first few tensors for a message.

@@ -32,9 +32,8 @@ mod stateful;
 pub use async_save::AsyncSaver;
 pub use catalog::{StepCheckpoint, latest_checkpoint, list_checkpoints, step_name, step_path};
 pub use checkpointer::{CheckpointName, Checkpointer, CheckpointerOptions, RunFacts};
-pub use compare::WrongTensor;
 pub use digest::{check_replicas, state_digest};
-pub use error::CheckpointError;
+pub use error::{CheckpointError, WrongTensor};
 pub use from_checkpoint::{FromCheckpointOptions, from_checkpoint};
 pub use fsdp_dcp::Location;
 pub use fsdp_nn::torch::{

@@ -80,7 +80,7 @@ pub struct SaveReport {
     pub rank_bytes: u64,
     /// The same for all ranks together.
     pub total_bytes: u64,
-    /// Of the bytes of this rank, those that were not written but linked; see [`SaveOptions::incremental`].
+    /// The bytes of tensors of this rank that were not written but linked; see [`SaveOptions::incremental`].
     pub linked_bytes: u64,
     /// The digest of all that was saved; `None` if none was recorded.
     pub digest: Option<Digest>,

@@ -36,7 +36,7 @@ pub enum Note {
     ParentIsAnother,
     /// Another checkpoint grew out of the same parent.
     Fork {
-        /// That one's name.
+        /// The name of the other one.
         other: String,
     },
     /// The configuration is not that of its parent.

@@ -45,12 +45,14 @@
 
 mod blocks;
 mod coefficients;
+mod error;
 mod part;
 mod place;
 mod state;
 mod sum;
 
+pub use self::error::DigestError;
 pub use self::part::Part;
 pub use self::place::BoxPlace;
 pub use self::state::StateDigest;
-pub use self::sum::{Digest, DigestError, Sum};
+pub use self::sum::{Digest, Sum};

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_128;
 
 use crate::blocks;
+use crate::error::DigestError;
 use crate::place::BoxPlace;
 
 /// The sum over some elements of a tensor. Sums of boxes that do not overlap add up, in any order.
@@ -28,31 +29,6 @@ use crate::place::BoxPlace;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Sum {
     lanes: [u64; 2],
-}
-
-/// An error of [`Sum::add_box`].
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum DigestError {
-    /// A box that is not inside of the tensor.
-    #[error("box {bounds} is not inside of a tensor of shape {shape:?}")]
-    OutsideOfTensor {
-        /// The box.
-        bounds: TensorBox,
-        /// The tensor's shape.
-        shape: Vec<usize>,
-    },
-    /// Another number of bytes than the box has.
-    #[error("box {bounds} of elements of {element} bytes has {expected} bytes, not {found}")]
-    WrongLength {
-        /// The box.
-        bounds: TensorBox,
-        /// Bytes of an element.
-        element: usize,
-        /// The bytes that it has.
-        expected: usize,
-        /// The bytes that were given.
-        found: usize,
-    },
 }
 
 impl Sum {

@@ -25,7 +25,7 @@ use fsdp_state::{StateDict, StateError, StateValue, digest_state_dict, flatten_s
 
 use crate::training::{Run, adamw, new_run_with, step};
 
-/// What a load does wrong with the tensors and values that it concerns.
+/// A fault of a load, and the names that it concerns.
 enum Fault {
     /// It takes what belongs to another name.
     Swapped(&'static str, &'static str),

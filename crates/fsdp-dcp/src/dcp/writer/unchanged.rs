@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use fsdp_digest::{BoxPlace, Part, Sum};
 
-use super::{RankWritten, WrittenFile, WrittenItem};
+use super::written::{RankWritten, WrittenFile, WrittenItem};
 use crate::error::FileError;
 use crate::payload::source::PayloadSource;
 use crate::plan::{LocalPlan, SelectedItem, Selection, WriteContent};
