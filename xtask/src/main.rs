@@ -90,9 +90,9 @@ enum Task {
 const CI: [Task; 9] = [
     Task::Fmt,
     Task::Tidy,
-    Task::Package(package::PackageArguments { publish: false }),
     Task::Clippy,
     Task::Gpu { check: true },
+    Task::Package(package::PackageArguments { publish: false }),
     Task::Doc,
     Task::Doctest,
     Task::Mpi { train: false },

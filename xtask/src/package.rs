@@ -39,7 +39,11 @@ pub(crate) fn run(root: &Path, arguments: &PackageArguments) -> Result<()> {
     let names: Vec<&str> = packages.iter().map(name).collect();
     let selected: Vec<&str> = names.iter().flat_map(|name| ["--package", name]).collect();
     // Together, because none of them is in a registry before the first release.
-    cargo(root, &[&["package", "--no-verify", "--allow-dirty", "--locked"], &selected[..]].concat(), &[])?;
+    let pack = [&["package", "--no-verify", "--allow-dirty", "--locked"], &selected[..]].concat();
+    // What a build has downloaded says all about dependencies. The registry is asked only where nothing has been built.
+    if cargo(root, &[&pack[..], &["--offline"]].concat(), &[]).is_err() {
+        cargo(root, &pack, &[])?;
+    }
     say(&format!("xtask: {} crates can be packed", names.len()));
     if arguments.publish {
         cargo(root, &[&["publish", "--locked"], &selected[..]].concat(), &[])?;

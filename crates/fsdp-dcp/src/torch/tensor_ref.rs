@@ -35,49 +35,67 @@ impl TensorRef {
             let Node::Object(object) = p.node(id) else { return Ok(None) };
             let args = p.args(object);
             match (object.global, args) {
-                (Global::RebuildTensor | Global::RebuildTensorV2, [storage, offset, shape, strides, ..]) => {
-                    return tensor(p, id, [*storage, *offset, *shape, *strides], None).map(Some);
-                }
                 (Global::RebuildQTensor, [storage, offset, shape, strides, quantizer, ..]) => {
                     let found = tensor(p, id, [*storage, *offset, *shape, *strides], None)?;
                     return Ok(Some(TensorRef { quantizer: Some(*quantizer), ..found }));
-                }
-                (Global::RebuildTensorV3, [storage, offset, shape, strides, _grad, _hooks, dtype, ..]) => {
-                    let Node::Global(Global::DType(dtype)) = *p.node(*dtype) else {
-                        return Err(p.wrong(*dtype, "a dtype"));
-                    };
-                    return tensor(p, id, [*storage, *offset, *shape, *strides], Some(dtype)).map(Some);
                 }
                 (Global::RebuildParameter, [inner, ..]) => id = *inner,
                 // (function, class, arguments, attributes): the arguments are those of the function.
                 (Global::RebuildFromTypeV2, [function, class, arguments, ..]) => {
                     let arguments = p.sequence(*arguments)?;
-                    return match (p.node(*function), arguments) {
-                        (Node::Global(Global::RebuildTensor | Global::RebuildTensorV2), [a, b, c, d, ..]) => {
-                            tensor(p, id, [*a, *b, *c, *d], None).map(Some)
-                        }
-                        (Node::Global(Global::RebuildTensorV3), [a, b, c, d, _grad, _hooks, dtype, ..]) => {
-                            let Node::Global(Global::DType(dtype)) = *p.node(*dtype) else {
-                                return Err(p.wrong(*dtype, "a dtype"));
-                            };
-                            tensor(p, id, [*a, *b, *c, *d], Some(dtype)).map(Some)
-                        }
-                        (Node::Global(Global::RebuildParameter), [inner, ..]) => {
-                            id = *inner;
-                            continue;
+                    match (p.node(*function), arguments) {
+                        (Node::Global(Global::RebuildParameter), [inner, ..]) => id = *inner,
+                        (Node::Global(global), arguments) => {
+                            let found = rebuilt(p, id, *global, arguments)?;
+                            return found
+                                .map(Some)
+                                .ok_or_else(|| p.wrong(*function, "a function that rebuilds a tensor"));
                         }
                         // The class says more about what it is.
                         (Node::Foreign(..), _) if matches!(p.node(*class), Node::Foreign(..)) => {
-                            Err(p.wrong(*class, "a class of plain tensors"))
+                            return Err(p.wrong(*class, "a class of plain tensors"));
                         }
-                        _ => Err(p.wrong(*function, "a function that rebuilds a tensor")),
-                    };
+                        _ => return Err(p.wrong(*function, "a function that rebuilds a tensor")),
+                    }
                 }
-                _ => return Ok(None),
+                (global, args) => return rebuilt(p, id, global, args),
             }
         }
         Err(p.error(id, PickleErrorKind::Value { what: "a tensor is wrapped too many times" }))
     }
+}
+
+/// Returns the tensor that one of torch's functions rebuilds from these arguments; `None` for other functions.
+fn rebuilt(p: &Pickle<'_>, at: NodeId, function: Global, args: &[NodeId]) -> Result<Option<TensorRef>, PickleError> {
+    let (args, dtype, metadata) = match (function, args) {
+        (Global::RebuildTensor | Global::RebuildTensorV2, [a, b, c, d, rest @ ..]) => {
+            ([*a, *b, *c, *d], None, rest.get(2))
+        }
+        (Global::RebuildTensorV3, [a, b, c, d, _grad, _hooks, dtype, rest @ ..]) => {
+            let Node::Global(Global::DType(of)) = *p.node(*dtype) else { return Err(p.wrong(*dtype, "a dtype")) };
+            ([*a, *b, *c, *d], Some(of), rest.first())
+        }
+        _ => return Ok(None),
+    };
+    if let Some(&metadata) = metadata {
+        check_resolved(p, metadata)?;
+    }
+    tensor(p, at, args, dtype).map(Some)
+}
+
+/// Refuses a tensor whose elements are not those of its storage: torch puts conjugation and negation off until they are
+/// needed, and saves only that they are pending.
+fn check_resolved(p: &Pickle<'_>, metadata: NodeId) -> Result<(), PickleError> {
+    let Node::Dict(metadata) = p.node(metadata) else { return Ok(()) };
+    for &(key, value) in metadata {
+        let what = match (p.str(key), p.node(value)) {
+            (Ok("conj"), Node::Bool(true)) => "its conjugation is pending: save `tensor.resolve_conj()`",
+            (Ok("neg"), Node::Bool(true)) => "its negation is pending: save `tensor.resolve_neg()`",
+            _ => continue,
+        };
+        return Err(p.error(value, PickleErrorKind::Value { what }));
+    }
+    Ok(())
 }
 
 fn tensor(p: &Pickle<'_>, at: NodeId, args: [NodeId; 4], untyped: Option<DType>) -> Result<TensorRef, PickleError> {

@@ -47,3 +47,17 @@ fn every_prefix_of_a_legacy_file_is_an_error() {
         assert!(open(&path, OpenOptions::default()).is_err(), "prefix of {end} bytes");
     }
 }
+
+#[test]
+fn tensors_whose_conjugation_or_negation_is_pending_are_not_read_as_what_their_storage_holds() {
+    for (name, advice) in [("conjugated.pt", "resolve_conj"), ("negated.pt", "resolve_neg")] {
+        let error = open(fixture(name), OpenOptions::default()).err().expect("bits of another tensor");
+        let mut text = error.to_string();
+        let mut cause: Option<&dyn std::error::Error> = std::error::Error::source(&error);
+        while let Some(error) = cause {
+            text.push_str(&error.to_string());
+            cause = error.source();
+        }
+        assert!(text.contains(name) && text.contains(advice), "{text}");
+    }
+}
