@@ -83,17 +83,17 @@ fn rebuilt(p: &Pickle<'_>, at: NodeId, function: Global, args: &[NodeId]) -> Res
     tensor(p, at, args, dtype).map(Some)
 }
 
-/// Refuses a tensor whose elements are not those of its storage: torch puts conjugation and negation off until they are
-/// needed, and saves only that they are pending.
+/// Refuses, as opaque, a tensor whose elements are not those of its storage: torch puts conjugation and negation off until
+/// they are needed, and saves only that they are pending.
 fn check_resolved(p: &Pickle<'_>, metadata: NodeId) -> Result<(), PickleError> {
     let Node::Dict(metadata) = p.node(metadata) else { return Ok(()) };
     for &(key, value) in metadata {
-        let what = match (p.str(key), p.node(value)) {
-            (Ok("conj"), Node::Bool(true)) => "its conjugation is pending: save `tensor.resolve_conj()`",
-            (Ok("neg"), Node::Bool(true)) => "its negation is pending: save `tensor.resolve_neg()`",
+        let name = match (p.str(key), p.node(value)) {
+            (Ok("conj"), Node::Bool(true)) => "Tensor (its conjugation is pending: `resolve_conj`)",
+            (Ok("neg"), Node::Bool(true)) => "Tensor (its negation is pending: `resolve_neg`)",
             _ => continue,
         };
-        return Err(p.error(value, PickleErrorKind::Value { what }));
+        return Err(p.error(value, PickleErrorKind::Global { module: "torch".to_owned(), name: name.to_owned() }));
     }
     Ok(())
 }
