@@ -139,7 +139,7 @@ fn wrong_ranks(tensor: &TensorEntry, recorded: Digest, mut boxes: BoxSums) -> Ve
     // Ranks that were right with the whole tensor have not told of it.
     let whole = boxes.remove(&TensorBox::whole(&tensor.shape)).unwrap_or_default();
     let mut ranks: Vec<usize> = whole.into_iter().map(|(rank, _)| rank).collect();
-    // Of a box that several ranks have read, each must have the same.
+    // Ranks that have read the same box must have read the same elements.
     let mut all = Sum::default();
     for sums in boxes.values() {
         let Some(usual) = most_frequent(sums) else { continue };

@@ -239,7 +239,7 @@ fn write(
 ) -> Result<RankWritten, CheckpointError> {
     let _span = info_span!("write", rank, bytes = source.progress.total()).entered();
     let written = write_changed(staging, rank, plan, selection, source, &options.write, before)?;
-    // What is linked is done too.
+    // Linked bytes need no writing, so they count as done.
     options.progress.add(written.linked_bytes);
     Ok(written)
 }

@@ -69,7 +69,7 @@ impl From<Error> for Failed {
 /// ```
 ///
 /// # Errors
-/// Those of the command.
+/// The errors of the command.
 pub fn report(arguments: impl IntoIterator<Item = OsString>, stop: Arc<AtomicUsize>) -> Result<String, Failed> {
     let program = std::iter::once(OsString::from("fsdp"));
     let arguments: Vec<OsString> = program.chain(arguments).collect();

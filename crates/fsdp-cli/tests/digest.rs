@@ -139,7 +139,7 @@ fn other_elements_have_other_digests() {
     fsdp(&["diff", &plain, &changed]).assert().success();
     fsdp(&["diff", &plain, &changed, "--full"]).assert().code(17).stdout(contains("1 elements differ"));
     fsdp(&["verify", &changed, "--level", "deep"]).assert().code(10).stdout(contains("not the recorded digest"));
-    // What would pass it on under a new digest refuses to.
+    // A command that would write it again, under a new digest, refuses.
     let error = fsdp(&["convert", &changed, &place("c"), "--to", "dcp"]).assert().code(10);
     error.stderr(contains("not what was saved"));
     assert!(!Path::new(&place("c")).exists());

@@ -79,7 +79,7 @@ pub fn chain(run: impl Into<Location>) -> Result<Vec<Link>, FileError> {
     let mut links = Vec::new();
     for name in run.names()? {
         let path = run.join(&name);
-        // What is no committed checkpoint is no part of the chain.
+        // Only committed checkpoints are part of the chain.
         if name.starts_with('.') || !path.join(METADATA_FILE).is_file()? {
             continue;
         }

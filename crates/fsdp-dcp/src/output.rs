@@ -113,7 +113,7 @@ impl PayloadSource for Streamed<'_> {
     }
 
     fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, FileError> {
-        // Of an opaque value, whose stored item is copied, it is the description.
+        // The stored item of an opaque value is copied, so its description will do here.
         self.source.describe_value(fqn).map(Cow::Owned)
     }
 }

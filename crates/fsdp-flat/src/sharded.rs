@@ -194,7 +194,7 @@ impl ShardedTensor {
     /// shapes. It may change the dtype, but must then do so for all boxes.
     ///
     /// # Errors
-    /// Those of `f` and of [`Self::new`].
+    /// The errors of `f` and of [`Self::new`].
     pub fn map(&self, mut f: impl FnMut(&Tensor) -> Result<Tensor, FlatError>) -> Result<Self, FlatError> {
         let shards = self
             .shards

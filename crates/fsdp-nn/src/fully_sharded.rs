@@ -67,7 +67,7 @@ impl<M> FullyShardedDataParallel<M> {
     /// `HybridShard` the making of two sub-groups.
     ///
     /// # Errors
-    /// Those of `build`; [`NnError::DifferentModels`] if the ranks do not build the same; parameters that cannot share a
+    /// The errors of `build`; [`NnError::DifferentModels`] if the ranks do not build the same; parameters that cannot share a
     /// unit (mixed dtypes, integers, and without `use_orig_params` frozen and trained ones, or two units of one name);
     /// [`NnError::Mesh`]; ties that lead nowhere ([`Scope::tie`]); [`NnError::ParametersSharded`] for a `build` that computes
     /// with parameters. One rank's error is every rank's.
@@ -137,7 +137,7 @@ impl<M> FullyShardedDataParallel<M> {
     /// through the units' forwards, one for each unit, where they are not whole already; none where nothing is sharded.
     ///
     /// # Errors
-    /// Those of `f` and of the all-gathers; [`NnError::ParametersSharded`] where `f` computes with a parameter of a unit
+    /// The errors of `f` and of the all-gathers; [`NnError::ParametersSharded`] where `f` computes with a parameter of a unit
     /// outside that unit's forward.
     pub fn forward<O: UnitOutput>(&self, f: impl FnOnce(&M) -> candle_core::Result<O>) -> Result<O> {
         let _forward = self.parameters.shared.begin_forward();
@@ -240,7 +240,7 @@ impl<M> FullyShardedDataParallel<M> {
     /// [`Self::set_requires_gradient_sync`].
     ///
     /// # Errors
-    /// Those of `f`.
+    /// The errors of `f`.
     pub fn no_sync<T, E>(&self, f: impl FnOnce(&Self) -> Result<T, E>) -> Result<T, E> {
         struct Restore<'a>(&'a ShardedParameters, bool);
         impl Drop for Restore<'_> {

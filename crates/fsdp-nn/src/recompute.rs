@@ -15,7 +15,7 @@ use crate::hooks::{InnerBackward, ParameterSlot, is_anchor, parameter_of};
 /// A module whose activations are not kept: torch's `checkpoint_wrapper`. Its forward is computed again in the backward, from
 /// the same input, so between the two only the input takes memory.
 ///
-/// As in torch, put it inside of a unit: then the unit is gathered once for a backward. Around a unit it works too, and the
+/// Put it inside of a unit, as in torch: then the unit is gathered once for a backward. Around a unit it works too, and the
 /// unit is gathered twice. Gradients are bit for bit those of the module itself. No communication of its own.
 ///
 /// The module must compute the same again: a dropout must take the same mask in both. State that a forward changes, such
@@ -72,7 +72,7 @@ impl<M: Send + Sync + 'static> Recomputed<M> {
     /// Runs a forward of the module, as [`recompute`] does.
     ///
     /// # Errors
-    /// Those of [`recompute`].
+    /// The errors of [`recompute`].
     pub fn run(
         &self,
         inputs: &[&Tensor],
@@ -114,7 +114,7 @@ impl<M: Module + Send + Sync + 'static> Module for Recomputed<M> {
 /// ```
 ///
 /// # Errors
-/// Those of `f`, and an output that holds no floats. In the backward, those of `f` again; [`NnError::ChangedSinceForward`]; an
+/// The errors of `f`, and an output that holds no floats. In the backward, those of `f` again; [`NnError::ChangedSinceForward`]; an
 /// `f` that computes something else the second time.
 pub fn recompute(
     inputs: &[&Tensor],

@@ -144,7 +144,7 @@ impl GradScaler {
     /// [`Self::unscale`], and the optimizer's.
     ///
     /// # Errors
-    /// Those of the optimizer and of [`Self::unscale`].
+    /// The errors of the optimizer and of [`Self::unscale`].
     pub fn step(&mut self, optimizer: &mut Optimizer) -> Result<bool> {
         if self.options.enabled && self.found_non_finite.is_none() {
             self.unscale(&std::sync::Arc::clone(optimizer.parameters()))?;
@@ -215,7 +215,7 @@ impl GradScaler {
         };
         let growth_tracker = count("_growth_tracker")?;
         let loaded = GradScaler { growth_tracker, ..GradScaler::new(options)? };
-        // What the scale was at the beginning of this run stays what it was.
+        // The scale at the beginning of this run stays the same.
         let init_scale = self.options.init_scale;
         *self = GradScaler { options: GradScalerOptions { init_scale, ..options }, ..loaded };
         Ok(())

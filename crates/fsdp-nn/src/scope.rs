@@ -51,7 +51,7 @@ impl Scope {
     /// Parameters of units inside it belong to those. In torch: a submodule that is wrapped in `FullyShardedDataParallel`.
     ///
     /// # Errors
-    /// Those of `build`.
+    /// The errors of `build`.
     pub fn unit<M>(&self, build: impl FnOnce(&Scope) -> candle_core::Result<M>) -> candle_core::Result<Unit<M>> {
         self.build_unit(None, build)
     }
@@ -61,7 +61,7 @@ impl Scope {
     /// or in that of shards.
     ///
     /// # Errors
-    /// Those of `build`.
+    /// The errors of `build`.
     pub fn unit_with<M>(
         &self,
         precision: MixedPrecision,

@@ -49,7 +49,7 @@ impl ShardedParameters {
     /// ```
     ///
     /// # Errors
-    /// Those of the all-gathers.
+    /// The errors of the all-gathers.
     pub fn summon_full_params(&self) -> Result<FullParameters<'_>> {
         let in_use = self.handles.iter().map(InUse::new).collect();
         let mut units: Vec<Vec<Tensor>> = Vec::with_capacity(self.handles.len());

@@ -27,7 +27,7 @@ pub trait UnitOutput: Sized {
     /// Replaces each tensor of the value.
     ///
     /// # Errors
-    /// Those of `f`.
+    /// The errors of `f`.
     fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> candle_core::Result<Tensor>) -> candle_core::Result<Self>;
 }
 
@@ -75,7 +75,7 @@ impl<M> Unit<M> {
     /// Collectives: one all-gather over the shard group if the unit is not whole already.
     ///
     /// # Errors
-    /// Those of `f`, and of the all-gather.
+    /// The errors of `f`, and of the all-gather.
     pub fn run<O: UnitOutput>(&self, f: impl FnOnce(&M) -> candle_core::Result<O>) -> candle_core::Result<O> {
         let Some(handle) = self.slot.as_ref().and_then(|slot| slot.get()) else {
             return f(&self.module);

@@ -20,7 +20,7 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 /// Rotates like [`rope()`], but pairs element `2 * i` with element `2 * i + 1`.
 ///
 /// # Errors
-/// Those of [`rope()`].
+/// The errors of [`rope()`].
 pub fn rope_i(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     rotate(x, cos, sin, Pairs::Neighbours)
 }

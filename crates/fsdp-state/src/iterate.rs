@@ -81,7 +81,7 @@ pub struct IterateOptions<'a> {
 /// This function itself communicates nothing.
 ///
 /// # Errors
-/// Those of the callbacks; [`StateError::CompanionMismatch`]: the structure is checked before any callback runs, a
+/// The errors of the callbacks; [`StateError::CompanionMismatch`]: the structure is checked before any callback runs, a
 /// mapped tensor when it is copied. Errors are this rank's own.
 ///
 /// ```

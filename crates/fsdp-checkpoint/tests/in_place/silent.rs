@@ -1,7 +1,7 @@
 //! Faults that other programs had without a word, each with the thread in which it was reported: a load that is not what was
 //! saved is an error here, a save that is not what the run holds has another digest, replicas that differ are named.
 //!
-//! What is reproduced is the effect of each fault on the state, not the code that had it.
+//! Each test makes the effect of a fault on the state; the code that had the fault is not here.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -209,7 +209,7 @@ fn saves_that_other_programs_had_wrong_have_another_digest_than_the_run() {
         ("NVIDIA/nvidia-resiliency-ext#376", |_, saved, later| take(".step", later, saved), ".step"),
         // A plan of the first save was used again with its values.
         ("NVIDIA-NeMo/RL#3312", |earlier, saved, _| take("", earlier, saved), ""),
-        // What had been loaded was saved again, in place of what it had become.
+        // The loaded state was saved again, although training had changed it.
         ("pytorch/torchtitan#647", |earlier, saved, _| take("optim.", earlier, saved), "optim."),
         // Averaged weights were in the model while it was saved.
         ("atomistic-machine-learning/schnetpack#785", |earlier, saved, _| take("model.a.", earlier, saved), "model.a."),

@@ -22,7 +22,7 @@ fn eight_billion_parameters_on_256_ranks_are_planned_in_both_layouts() {
             assert!(planned.payload.most < bytes / 256 * 11 / 10, "{:?}", planned.payload);
             assert!(planned.payload.least > 0, "{:?}", planned.payload);
             assert!(planned.boxes >= state.tensors() as u64);
-            // What replicas hold is sent once, so replicas make the planner's work smaller.
+            // Replicas send their boxes once, so they make the planner's work smaller.
             assert!(planned.received < if replicas == 1 { 32 << 20 } else { 8 << 20 }, "{}", planned.received);
             assert!(planned.metadata > planned.boxes * 64);
         }

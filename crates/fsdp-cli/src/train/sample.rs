@@ -15,7 +15,7 @@ const PROMPT: u8 = b'\n';
 /// Writes `length` bytes, one by one. All ranks take part, and all get the same text.
 ///
 /// # Errors
-/// Those of the forwards.
+/// The errors of the forwards.
 pub(super) fn sample(
     model: &FullyShardedDataParallel<Gpt>,
     device: &Device,

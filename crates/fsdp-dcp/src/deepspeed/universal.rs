@@ -50,7 +50,7 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
         let place = zero.join(&parameter);
         match place.storage().kind()? {
             Some(EntryKind::Directory) => {
-                // Of a shared parameter, the others have the same elements.
+                // The others that share the parameter have the same elements.
                 let others = aliases.iter().filter(|(_, of)| *of == parameter).map(|(name, _)| name.as_str());
                 add_parameter(&mut assembler, &place, &parameter, others.collect())?;
             }

@@ -169,7 +169,7 @@ impl Shards {
                 }
                 parts.insert(name.clone(), of);
             }
-            // What is left over is padding, of which there is less than this.
+            // The rest is padding, of which there is less than this.
             let left: usize = lengths.iter().skip(rank).filter_map(|lengths| lengths.get(group)).sum::<usize>() - at;
             if left >= 2 * self.ranks.len().max(1) * ALIGNMENT {
                 let reason = format!("group {group} has {left} elements more than its parameters");

@@ -348,7 +348,7 @@ mod tests {
 
     #[test]
     fn files_of_version_1_are_read_and_later_ones_refused() {
-        // As it was written before there were digests.
+        // A file of before there were digests.
         let before = |version: u32| {
             let header =
                 format!("{{\"format\":\"fsdp-integrity\",\"version\":{version},\"hash\":\"xxh3-64\",\"files\":1}}\n");

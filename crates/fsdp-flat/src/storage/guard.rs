@@ -252,7 +252,7 @@ impl<T: Scalar> HostSliceMut<T> {
     /// Gives the elements back, as [`HostBytesMut::finish`] does.
     ///
     /// # Errors
-    /// Those of [`HostBytesMut::finish`].
+    /// The errors of [`HostBytesMut::finish`].
     pub fn finish(self) -> Result<(), FlatError> {
         self.bytes.finish()
     }

@@ -55,7 +55,7 @@ where
 /// Runs `f` on the storage of a tensor, under its write lock. All tensors that share the storage see the change.
 ///
 /// # Errors
-/// Those of `f`, and a tensor on a device that this build does not know.
+/// The errors of `f`, and a tensor on a device that this build does not know.
 pub(crate) fn with_storage_mut<R>(
     tensor: &Tensor,
     f: impl FnOnce(StorageMut<'_>, &Layout) -> Result<R, FlatError>,

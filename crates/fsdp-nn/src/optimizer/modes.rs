@@ -24,7 +24,7 @@ impl Optimizer {
     /// use. Other groups, and those that are in this mode already, stay as they are. On every rank alike; no communication.
     ///
     /// # Errors
-    /// As [`Self::train`].
+    /// The errors of [`Self::train`].
     pub fn eval(&mut self) -> Result<()> {
         self.switch(false)
     }

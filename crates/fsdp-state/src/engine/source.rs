@@ -71,7 +71,7 @@ pub trait Source {
     /// rank's own failure is returned when all collectives are done.
     ///
     /// # Errors
-    /// Those of collectives, the same on every rank, and this rank's own.
+    /// The errors of collectives, the same on every rank, and this rank's own.
     fn read(
         &mut self,
         group: &ProcessGroup,

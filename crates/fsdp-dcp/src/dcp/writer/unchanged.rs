@@ -48,7 +48,7 @@ pub(super) fn link(
     before: Before<'_>,
     threads: usize,
 ) -> Result<Linked, FileError> {
-    // What lies there must still be what this rank has written.
+    // The file there must still be the one that this rank has written.
     let Ok(directory) = CheckedDirectory::open(before.path, true, Links::Refuse) else { return Ok(Linked::default()) };
     let known: HashMap<(u32, u32), WrittenItem> =
         before.written.items.iter().map(|item| ((item.entry, item.chunk), *item)).collect();
