@@ -40,7 +40,7 @@ pub(crate) fn run(root: &Path, arguments: &PackageArguments) -> Result<()> {
     let selected: Vec<&str> = names.iter().flat_map(|name| ["--package", name]).collect();
     // Together, because none of them is in a registry before the first release.
     let pack = [&["package", "--no-verify", "--allow-dirty", "--locked"], &selected[..]].concat();
-    // What a build has downloaded says all about dependencies. The registry is asked only where nothing has been built.
+    // A build has downloaded the descriptions of all dependencies. Ask the registry only if there has been none.
     if cargo(root, &[&pack[..], &["--offline"]].concat(), &[]).is_err() {
         cargo(root, &pack, &[])?;
     }

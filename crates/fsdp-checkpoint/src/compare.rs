@@ -136,7 +136,7 @@ fn judge(metadata: &Metadata, recorded: &StateDigest, parts: Vec<Vec<BoxSum>>) -
 
 /// Returns the ranks whose elements of a tensor are wrong, sorted.
 fn wrong_ranks(tensor: &TensorEntry, recorded: Digest, mut boxes: BoxSums) -> Vec<usize> {
-    // Ranks that were right with the whole tensor have not told of it.
+    // A rank that has read the whole tensor sends its sum only if it is wrong.
     let whole = boxes.remove(&TensorBox::whole(&tensor.shape)).unwrap_or_default();
     let mut ranks: Vec<usize> = whole.into_iter().map(|(rank, _)| rank).collect();
     // Ranks that have read the same box must have read the same elements.

@@ -114,7 +114,7 @@ impl Staging {
         py.detach(|| finish_encoded(staging, &metadata, &written)).map_err(|error| exception(py, error))
     }
 
-    /// Gives up: what was written is removed, if this rank prepared it.
+    /// Ends the save without a checkpoint. The rank that prepared it removes the files that were written.
     fn discard(&self, py: Python<'_>) {
         py.detach(|| drop(self.staging.lock().unwrap_or_else(PoisonError::into_inner).take()));
     }

@@ -109,7 +109,7 @@ impl Squares {
         }
     }
 
-    /// Takes the squares of a gradient in, with this weight.
+    /// Moves the running averages towards the squares of a gradient, by `weight` of the way.
     fn average(&mut self, grad: &[f64], shape: &[usize], weight: f64) {
         match (self, shape) {
             (Squares::Factored { rows, columns }, [.., height, width]) if height * width > 0 => {
