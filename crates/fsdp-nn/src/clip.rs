@@ -5,7 +5,7 @@ use fsdp_flat::storage::{HostSlice, HostSliceMut};
 use fsdp_flat::with_float;
 
 use crate::parameters::ShardedParameters;
-use crate::{NnError, Result, device};
+use crate::{NnError, Result, device, tasks};
 
 /// A norm of all gradients together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -60,7 +60,7 @@ impl ShardedParameters {
             let local = match norm {
                 _ if !grad.device().is_cpu() => device::norm_part(&grad, norm == GradNorm::Infinity)?,
                 GradNorm::L2 => with_float!(grad.dtype(), T => {
-                    HostSlice::<T>::read(&grad)?.iter().map(|x| candle_core::WithDType::to_f64(*x).powi(2)).sum::<f64>()
+                    tasks::sum(&HostSlice::<T>::read(&grad)?, |x| candle_core::WithDType::to_f64(x).powi(2))
                 }, else 0.0),
                 GradNorm::Infinity => with_float!(grad.dtype(), T => {
                     HostSlice::<T>::read(&grad)?.iter().map(|x| candle_core::WithDType::to_f64(*x).abs()).fold(0.0, larger)

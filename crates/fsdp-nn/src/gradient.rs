@@ -3,7 +3,7 @@
 use candle_core::Tensor;
 use fsdp_flat::storage::{HostSlice, Scalar};
 
-use crate::Result;
+use crate::{Result, tasks};
 
 /// Rows and columns that are transposed at a time, so that both sides stay in cache.
 const TILE: usize = 32;
@@ -23,11 +23,16 @@ pub(crate) fn copy_gradient<T: Scalar>(grad: &Tensor, to: &mut [T], accumulate: 
     let grad = grad.contiguous()?;
     let from = HostSlice::<T>::read(&grad)?;
     if accumulate {
-        to.iter_mut().zip(from.iter()).for_each(|(to, from)| *to += *from);
+        tasks::for_each_pair(to, &from, add);
     } else {
-        to.copy_from_slice(&from);
+        tasks::for_each_pair(to, &from, <[T]>::copy_from_slice);
     }
     Ok(())
+}
+
+/// Adds values to those before, element by element.
+pub(crate) fn add<T: Scalar>(to: &mut [T], from: &[T]) {
+    to.iter_mut().zip(from).for_each(|(to, from)| *to += *from);
 }
 
 /// Computes `to[row][column] = from[column][row]`, or `+=`.

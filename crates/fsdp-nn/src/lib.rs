@@ -48,6 +48,7 @@ mod shared;
 pub mod state;
 mod strategy;
 mod summon;
+mod tasks;
 pub mod torch;
 pub mod unit;
 mod unreached;

@@ -1,7 +1,10 @@
 //! The element types of tensors, each with the type that its arithmetic is done in.
 
+use std::borrow::Cow;
+
 use candle_core::{DType, Device, Result, Tensor, WithDType};
 use half::{bf16, f16};
+use rayon::iter::{IndexedParallelIterator as _, IntoParallelRefIterator as _, ParallelIterator as _};
 
 use crate::real::Real;
 
@@ -14,32 +17,69 @@ pub(crate) trait Element: WithDType {
     fn widen(self) -> Self::Real;
     /// Returns the nearest value that this type has.
     fn narrow(value: Self::Real) -> Self;
+    /// Returns the values in the type that arithmetic is done in: copies only where that is another one.
+    fn reals(values: &[Self]) -> Cow<'_, [Self::Real]>;
+    /// Returns the nearest values that this type has: copies only where arithmetic is done in another one.
+    fn of_reals(values: Vec<Self::Real>) -> Vec<Self>;
 }
 
-macro_rules! element {
-    ($($type:ty, $real:ty, $widen:expr, $narrow:expr;)*) => {
+macro_rules! real_element {
+    ($($type:ty)*) => {
         $(impl Element for $type {
-            type Real = $real;
+            type Real = $type;
 
             #[inline(always)]
-            fn widen(self) -> $real {
-                $widen(self)
+            fn widen(self) -> $type {
+                self
             }
 
             #[inline(always)]
-            fn narrow(value: $real) -> Self {
-                $narrow(value)
+            fn narrow(value: $type) -> Self {
+                value
+            }
+
+            fn reals(values: &[Self]) -> Cow<'_, [$type]> {
+                Cow::Borrowed(values)
+            }
+
+            fn of_reals(values: Vec<$type>) -> Vec<Self> {
+                values
             }
         })*
     };
 }
 
-element! {
-    f32, f32, std::convert::identity, std::convert::identity;
-    f64, f64, std::convert::identity, std::convert::identity;
-    bf16, f32, bf16::to_f32, bf16::from_f32;
-    f16, f32, f16::to_f32, f16::from_f32;
+macro_rules! half_element {
+    ($($type:ty)*) => {
+        $(impl Element for $type {
+            type Real = f32;
+
+            #[inline(always)]
+            fn widen(self) -> f32 {
+                self.to_f32()
+            }
+
+            #[inline(always)]
+            fn narrow(value: f32) -> Self {
+                Self::from_f32(value)
+            }
+
+            fn reals(values: &[Self]) -> Cow<'_, [f32]> {
+                Cow::Owned(values.par_iter().with_min_len(CONVERTED).map(|value| value.to_f32()).collect())
+            }
+
+            fn of_reals(values: Vec<f32>) -> Vec<Self> {
+                values.par_iter().with_min_len(CONVERTED).map(|&value| Self::from_f32(value)).collect()
+            }
+        })*
+    };
 }
+
+real_element!(f32 f64);
+half_element!(bf16 f16);
+
+/// The least number of values that are worth a task to convert them.
+const CONVERTED: usize = 16 << 10;
 
 /// Widens all values.
 pub(crate) fn widened<T: Element>(values: &[T]) -> Vec<T::Real> {

@@ -22,7 +22,8 @@
 //! devices each function is composed of candle's operations, and has the same gradients.
 //!
 //! Results depend neither on the number of threads nor on the machine's vector instructions, but for matrix products,
-//! which are candle's. Work is shared by the threads of the rayon pool that the caller is in.
+//! which are those of the crate `gemm`, as candle's are. Work is shared by the threads of the rayon pool that the caller is
+//! in.
 
 mod attention;
 mod composed;
@@ -32,6 +33,8 @@ mod element;
 mod gelu;
 mod linear;
 mod norm;
+mod parts;
+mod product;
 mod real;
 mod rope;
 mod rows;

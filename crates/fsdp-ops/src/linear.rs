@@ -1,12 +1,11 @@
 //! A product with a weight, and a bias.
 
 use candle_core::{CpuStorage, CustomOp2, CustomOp3, D, Layout, Result, Shape, Tensor, WithDType as _};
-use rayon::iter::{IndexedParallelIterator as _, ParallelIterator as _};
-use rayon::slice::ParallelSliceMut as _;
 
-use crate::element::{Element, tensor_of_sums, widened, with_element};
+use crate::element::{Element as _, tensor, tensor_of_sums, with_element};
+use crate::product::{Matrix, product};
 use crate::rows::sum_of_rows;
-use crate::values::{Values, contiguous, elements};
+use crate::values::{Values, contiguous, cpu, elements, span};
 
 const NAME: &str = "linear";
 
@@ -23,38 +22,79 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
         let (lhs, rhs) = (x.shape().clone(), weight.shape().clone());
         return Err(candle_core::Error::ShapeMismatchBinaryOp { lhs, rhs, op: NAME }.bt());
     }
-    let mut dims = x.dims().to_vec();
-    let rows = dims[..dims.len() - 1].iter().product::<usize>();
-    let x = x.reshape((rows, inputs))?;
-    let y = match bias {
-        _ if !x.device().is_cpu() => {
-            let y = x.matmul(&weight.t()?)?;
-            bias.map_or_else(|| Ok(y.clone()), |bias| y.broadcast_add(bias))?
-        }
-        Some(bias) => x.apply_op3(weight, &bias.contiguous()?, Linear)?,
-        None => x.apply_op2(weight, Linear)?,
-    };
-    if let Some(last) = dims.last_mut() {
-        *last = outputs;
+    if !x.device().is_cpu() {
+        return on_device(x, weight, bias);
     }
+    let x = x.contiguous()?;
+    match bias {
+        Some(bias) => x.apply_op3(weight, &bias.contiguous()?, Linear),
+        None => x.apply_op2(weight, Linear),
+    }
+}
+
+/// Computes the same with candle's product, for devices that have no fast one here.
+fn on_device(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    let (outputs, inputs) = weight.dims2()?;
+    let y = x.reshape(((), inputs))?.matmul(&weight.t()?)?;
+    let y = bias.map_or_else(|| Ok(y.clone()), |bias| y.broadcast_add(bias))?;
+    let mut dims = x.dims().to_vec();
+    dims[x.rank() - 1] = outputs;
     y.reshape(dims)
 }
 
+// The operation takes an input of any rank: a reshape would be a node of candle's graph, whose backward reads and writes all
+// gradients once more.
 struct Linear;
 
 impl Linear {
-    /// Returns the gradients of the input and of the weight.
-    fn backward(x: &Tensor, weight: &Tensor, grad: &Tensor) -> Result<(Tensor, Tensor)> {
-        Ok((grad.matmul(weight)?, grad.t()?.matmul(x)?))
+    /// Multiplies with the transpose of a weight, and adds a bias.
+    fn forward(
+        x: &CpuStorage,
+        x_layout: &Layout,
+        weight: &CpuStorage,
+        layout: &Layout,
+        bias: Option<(&CpuStorage, &Layout)>,
+    ) -> Result<(CpuStorage, Shape)> {
+        use candle_core::backend::BackendStorage as _;
+        let (outputs, inputs) = layout.shape().dims2()?;
+        let mut dims = x_layout.dims().to_vec();
+        dims[x_layout.dims().len() - 1] = outputs;
+        with_element!(x.dtype(), NAME, T => {
+            let x = T::reals(elements::<T>(x, contiguous(x_layout, NAME)?, NAME)?);
+            let weight = T::reals(elements::<T>(weight, span(layout), NAME)?);
+            let bias = match bias {
+                Some((bias, layout)) => Some(T::reals(elements::<T>(bias, contiguous(layout, NAME)?, NAME)?)),
+                None => None,
+            };
+            let (x, weight) = (Matrix::row_major(&x, inputs), Matrix::of_layout(&weight, layout)?.transposed());
+            let y = product(x, weight, bias.as_deref(), rayon::current_num_threads())?;
+            Ok((T::to_cpu_storage_owned(T::of_reals(y)), dims.into()))
+        })
     }
-}
 
-/// Multiplies with the transpose of a weight.
-fn product(x: &CpuStorage, x_layout: &Layout, weight: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-    use candle_core::backend::BackendStorage as _;
-    let ((rows, inputs), outputs) = (x_layout.shape().dims2()?, layout.dims()[0]);
-    let y = x.matmul(weight, (1, rows, outputs, inputs), x_layout, &layout.transpose(0, 1)?)?;
-    Ok((y, (rows, outputs).into()))
+    /// Returns the gradients of the input and of the weight, and that of the bias if it `has_bias`.
+    fn backward(x: &Tensor, weight: &Tensor, grad: &Tensor, has_bias: bool) -> Result<[Option<Tensor>; 3]> {
+        let (outputs, inputs) = weight.dims2()?;
+        let grad = grad.contiguous()?;
+        let (of_x, of_grad) = (Values::of(x, NAME)?, Values::of(&grad, NAME)?);
+        let (of_weight, layout) = weight.storage_and_layout();
+        with_element!(x.dtype(), NAME, T => {
+            let of_grad = of_grad.slice::<T>()?;
+            let (of_x, reals) = (T::reals(of_x.slice::<T>()?), T::reals(of_grad));
+            let of_weight = T::reals(elements::<T>(cpu(&of_weight, NAME)?, span(layout), NAME)?);
+            let (of_x, by_row) = (Matrix::row_major(&of_x, inputs), Matrix::row_major(&reals, outputs));
+            let of_weight = Matrix::of_layout(&of_weight, layout)?;
+            // Both are as much work, and threads that share one product wait for each other more often.
+            let threads = rayon::current_num_threads().div_ceil(2);
+            let (dx, dweight) = rayon::join(
+                || product(by_row, of_weight, None, threads),
+                || product(by_row.transposed(), of_x, None, threads),
+            );
+            let dbias = if has_bias { Some(tensor_of_sums::<T>(&sum_of_rows(of_grad, outputs))?) } else { None };
+            let dx = tensor(T::of_reals(dx?), x.dims())?;
+            Ok([Some(dx), Some(tensor(T::of_reals(dweight?), weight.dims())?), dbias])
+        })
+    }
 }
 
 impl CustomOp2 for Linear {
@@ -69,12 +109,12 @@ impl CustomOp2 for Linear {
         weight: &CpuStorage,
         layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        product(x, x_layout, weight, layout)
+        Linear::forward(x, x_layout, weight, layout, None)
     }
 
     fn bwd(&self, x: &Tensor, weight: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let (dx, dweight) = Linear::backward(x, weight, grad)?;
-        Ok((Some(dx), Some(dweight)))
+        let [dx, dweight, _] = Linear::backward(x, weight, grad, false)?;
+        Ok((dx, dweight))
     }
 }
 
@@ -92,14 +132,7 @@ impl CustomOp3 for Linear {
         bias: &CpuStorage,
         bias_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        use candle_core::backend::BackendStorage as _;
-        let (y, shape) = product(x, x_layout, weight, layout)?;
-        with_element!(x.dtype(), NAME, T => {
-            let bias = elements::<T>(bias, contiguous(bias_layout, NAME)?, NAME)?;
-            let mut y = T::cpu_storage_data(y)?;
-            add_to_rows(&mut y, bias);
-            Ok((T::to_cpu_storage_owned(y), shape))
-        })
+        Linear::forward(x, x_layout, weight, layout, Some((bias, bias_layout)))
     }
 
     fn bwd(
@@ -110,21 +143,7 @@ impl CustomOp3 for Linear {
         _: &Tensor,
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let (dx, dweight) = Linear::backward(x, weight, grad)?;
-        let grad = grad.contiguous()?;
-        let values = Values::of(&grad, NAME)?;
-        let dbias = with_element!(grad.dtype(), NAME, T => {
-            tensor_of_sums::<T>(&sum_of_rows(values.slice::<T>()?, weight.dim(0)?))
-        })?;
-        Ok((Some(dx), Some(dweight), Some(dbias)))
+        let [dx, dweight, dbias] = Linear::backward(x, weight, grad, true)?;
+        Ok((dx, dweight, dbias))
     }
-}
-
-/// Adds a bias to each row.
-fn add_to_rows<T: Element>(rows: &mut [T], bias: &[T]) {
-    let bias = widened(bias);
-    let add = |row: &mut [T]| {
-        row.iter_mut().zip(&bias).for_each(|(value, &bias)| *value = T::narrow(value.widen() + bias));
-    };
-    rows.par_chunks_mut(bias.len().max(1)).with_min_len(16).for_each(add);
 }

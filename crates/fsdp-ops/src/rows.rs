@@ -1,9 +1,10 @@
 //! Rows of equal width, computed in parallel by kernels that the compiler vectorises.
 
-use rayon::iter::{IndexedParallelIterator as _, ParallelIterator as _};
-use rayon::slice::{ParallelSlice as _, ParallelSliceMut as _};
+use rayon::iter::ParallelIterator as _;
+use rayon::slice::ParallelSlice as _;
 
 use crate::element::Element;
+use crate::parts::in_parts;
 use crate::real::Real;
 
 /// The elements that one task computes, about: enough to be worth a task, and few enough to stay in cache.
@@ -52,9 +53,8 @@ pub(crate) fn reduce_rows<T: Element, const N: usize>(
     let zero = T::narrow(<T::Real as Real>::ZERO);
     let zero_sum = <T::Real as Real>::ZERO;
     let len = inputs.first().map_or(0, |input| input.len());
-    let mut output = vec![zero; len];
     let (width, rows) = (width.max(1), rows_of_task(width));
-    let parts = output.par_chunks_mut(width * rows).enumerate().map(|(task, output)| {
+    let (output, parts) = in_parts(len, width * rows, zero, |task, output| {
         let mut part = vec![zero_sum; sums];
         let mut scratch: [Vec<T::Real>; N] = std::array::from_fn(|_| vec![zero_sum; width.min(output.len())]);
         vectorized(|| {
@@ -74,7 +74,6 @@ pub(crate) fn reduce_rows<T: Element, const N: usize>(
         });
         part
     });
-    let parts: Vec<Vec<T::Real>> = parts.collect();
     (output, sum_of_parts(&parts, sums))
 }
 

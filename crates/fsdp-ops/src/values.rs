@@ -29,10 +29,7 @@ impl<'a> Values<'a> {
     /// # Errors
     /// Another dtype; a tensor of another device.
     pub(crate) fn slice<T: Element>(&self) -> Result<&[T]> {
-        match &*self.storage {
-            Storage::Cpu(storage) => elements(storage, self.range.clone(), self.operation),
-            _ => candle_core::bail!("{}: a tensor on another device than the others", self.operation),
-        }
+        elements(cpu(&self.storage, self.operation)?, self.range.clone(), self.operation)
     }
 }
 
@@ -44,6 +41,28 @@ pub(crate) fn contiguous(layout: &Layout, operation: &'static str) -> Result<Ran
     match layout.contiguous_offsets() {
         Some((start, end)) => Ok(start..end),
         None => Err(candle_core::Error::RequiresContiguous { op: operation }.bt()),
+    }
+}
+
+/// Returns the range from the first element of a layout to its last one, in its storage.
+pub(crate) fn span(layout: &Layout) -> Range<usize> {
+    let start = layout.start_offset();
+    if layout.shape().elem_count() == 0 {
+        return start..start;
+    }
+    let steps = layout.dims().iter().zip(layout.stride());
+    let last: usize = steps.map(|(&dim, &stride)| (dim - 1) * stride).sum();
+    start..start + last + 1
+}
+
+/// Returns the storage of a CPU tensor.
+///
+/// # Errors
+/// A tensor of another device.
+pub(crate) fn cpu<'a>(storage: &'a StorageRef<'_>, operation: &'static str) -> Result<&'a CpuStorage> {
+    match &**storage {
+        Storage::Cpu(storage) => Ok(storage),
+        _ => candle_core::bail!("{operation}: a tensor on another device than the others"),
     }
 }
 

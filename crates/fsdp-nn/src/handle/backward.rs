@@ -9,9 +9,9 @@ use fsdp_flat::with_float;
 use tracing::trace;
 
 use super::{FlatParamHandle, HandleState, takes_part_in_backward};
-use crate::gradient::copy_gradient;
+use crate::gradient::{add, copy_gradient};
 use crate::precision::cast;
-use crate::{Result, device};
+use crate::{Result, device, tasks};
 
 impl HandleState {
     /// Begins a backward that is yet to pass some of the parameters.
@@ -141,7 +141,7 @@ impl FlatParamHandle {
             }
             Some(sum) => with_float!(sum.dtype(), T => {
                 let from = HostSlice::<T>::read(&grad)?;
-                HostSliceMut::<T>::write(sum)?.iter_mut().zip(from.iter()).for_each(|(to, from)| *to += *from);
+                tasks::for_each_pair(&mut HostSliceMut::<T>::write(sum)?, &from, add);
             }, else self.unsupported()?),
             None => *sum = Some(grad),
         }

@@ -4,8 +4,8 @@ use fsdp_flat::storage::{HostSlice, HostSliceMut, Scalar, zeros_on};
 
 use super::local::{LocalParam, LocalState, initial_state};
 use super::on_device;
-use crate::Result;
 use crate::algorithm::{Algorithm, Float, Initial, StateKind};
+use crate::{Result, tasks};
 
 /// Gives a local parameter its initial state, if it has none and its algorithm knows one before the first gradient.
 pub(super) fn begin_state(algorithm: &Algorithm, local: &mut LocalParam) -> Result<()> {
@@ -66,7 +66,9 @@ pub(super) fn step_local<T: Scalar + Float>(algorithm: &Algorithm, local: &mut L
         let mut param = HostSliceMut::<T>::write(&param)?;
         let mut pieces = pieces.iter().map(HostSliceMut::<T>::write).collect::<Result<Vec<_>, _>>()?;
         let mut slices: Vec<&mut [T]> = pieces.iter_mut().map(|piece| &mut **piece).collect();
-        algorithm.update(step, first, &mut param, &grad, &mut slices)?;
+        tasks::update(&mut param, &grad, &mut slices, |param, grad, slices| {
+            algorithm.update(step, first, param, grad, slices)
+        })?;
     }
     let counts_steps = algorithm.state_entries().any(|entry| entry.kind == StateKind::Scalar);
     if counts_steps || state.step.is_some() {

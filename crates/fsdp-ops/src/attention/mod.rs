@@ -5,14 +5,14 @@
 
 mod head;
 
-use candle_core::{
-    CpuStorage, CustomOp1, CustomOp3, Layout, Result, Shape, Storage, StorageRef, Tensor, WithDType as _,
-};
+use candle_core::{CpuStorage, CustomOp1, CustomOp3, Layout, Result, Shape, Tensor, WithDType as _};
 
 use self::head::{Heads, View, wide};
 use crate::composed;
 use crate::element::{Element, tensor, with_element};
-use crate::values::contiguous;
+use crate::parts::in_parts;
+use crate::real::Real;
+use crate::values::{contiguous, cpu};
 
 /// Computes `softmax(query * key^T * scale) * value` for each batch and head: torch's `scaled_dot_product_attention`.
 ///
@@ -135,8 +135,8 @@ impl CustomOp3 for Attention {
         let (of_value, value_layout) = value.storage_and_layout();
         let (of_grad, grad_layout) = grad.storage_and_layout();
         with_element!(query.dtype(), NAME, T => {
-            let (of_query, of_key) = (wide::<T>(cpu(&of_query)?, NAME)?, wide::<T>(cpu(&of_key)?, NAME)?);
-            let (of_value, of_grad) = (wide::<T>(cpu(&of_value)?, NAME)?, wide::<T>(cpu(&of_grad)?, NAME)?);
+            let (of_query, of_key) = (wide::<T>(cpu(&of_query, NAME)?, NAME)?, wide::<T>(cpu(&of_key, NAME)?, NAME)?);
+            let (of_value, of_grad) = (wide::<T>(cpu(&of_value, NAME)?, NAME)?, wide::<T>(cpu(&of_grad, NAME)?, NAME)?);
             let heads = Heads {
                 query: View::new(&of_query, query_layout),
                 key: View::new(&of_key, key_layout),
@@ -194,17 +194,10 @@ impl CustomOp1 for PackedAttention {
         let grad = grad.reshape((batch, time, self.heads, width))?.transpose(1, 2)?;
         let ((of_qkv, layout), (of_grad, grad_layout)) = (qkv.storage_and_layout(), grad.storage_and_layout());
         with_element!(qkv.dtype(), NAME, T => {
-            let (of_qkv, of_grad) = (wide::<T>(cpu(&of_qkv)?, NAME)?, wide::<T>(cpu(&of_grad)?, NAME)?);
+            let (of_qkv, of_grad) = (wide::<T>(cpu(&of_qkv, NAME)?, NAME)?, wide::<T>(cpu(&of_grad, NAME)?, NAME)?);
             let parts = self.heads(&of_qkv, layout)?.backward(&View::new(&of_grad, grad_layout))?;
             tensor(interleaved::<T>(&parts, self.heads, time, width), qkv.dims()).map(Some)
         })
-    }
-}
-
-fn cpu<'a>(storage: &'a StorageRef<'_>) -> Result<&'a CpuStorage> {
-    match &**storage {
-        Storage::Cpu(storage) => Ok(storage),
-        _ => candle_core::bail!("{NAME}: a tensor on another device than the others"),
     }
 }
 
@@ -216,16 +209,15 @@ fn joined<T: Element>(heads: &[Vec<T::Real>]) -> Vec<T> {
 /// Joins the heads of several parts position by position: `[batch, time, parts, heads, width]`.
 fn interleaved<T: Element>(parts: &[Vec<Vec<T::Real>>], heads: usize, time: usize, width: usize) -> Vec<T> {
     let batches = parts.first().map_or(0, |part| part.len() / heads);
-    let mut output = Vec::with_capacity(batches * time * parts.len() * heads * width);
-    for batch in 0..batches {
-        for position in 0..time {
-            for part in parts {
-                for head in &part[batch * heads..(batch + 1) * heads] {
-                    let values = &head[position * width..(position + 1) * width];
-                    output.extend(values.iter().map(|&value| T::narrow(value)));
-                }
-            }
+    let of_position = parts.len() * heads * width;
+    let zero = T::narrow(<T::Real as Real>::ZERO);
+    in_parts(batches * time * of_position, of_position, zero, |number, output| {
+        let (batch, position) = (number / time, number % time);
+        let heads = parts.iter().flat_map(|part| &part[batch * heads..(batch + 1) * heads]);
+        for (output, head) in output.chunks_mut(width).zip(heads) {
+            let values = &head[position * width..(position + 1) * width];
+            output.iter_mut().zip(values).for_each(|(output, &value)| *output = T::narrow(value));
         }
-    }
-    output
+    })
+    .0
 }

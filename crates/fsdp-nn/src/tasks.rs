@@ -1,0 +1,104 @@
+//! Element-wise work on long slices, shared by the threads of the rayon pool that the caller is in.
+//!
+//! Slices are cut into tasks of a fixed length, so that results do not depend on the number of threads.
+
+use rayon::iter::{IndexedParallelIterator as _, IntoParallelIterator as _, ParallelIterator as _};
+use rayon::slice::{ParallelSlice as _, ParallelSliceMut as _};
+
+/// The elements of a task: enough that handing it to a thread costs little beside it.
+const TASK: usize = 32 << 10;
+
+/// The partial sums of a task, so that the compiler can add several numbers at once.
+const LANES: usize = 8;
+
+/// Calls `f` with each task of two slices of equal length.
+pub(crate) fn for_each_pair<T: Send, U: Sync>(to: &mut [T], from: &[U], f: impl Fn(&mut [T], &[U]) + Sync) {
+    // Another thread would only add its latency.
+    if to.len() <= TASK {
+        return f(to, from);
+    }
+    to.par_chunks_mut(TASK).zip(from.par_chunks(TASK)).for_each(|(to, from)| f(to, from));
+}
+
+/// Returns the sum of `term` of all values.
+pub(crate) fn sum<T: Copy + Sync>(values: &[T], term: impl Fn(T) -> f64 + Sync) -> f64 {
+    if values.len() <= TASK {
+        return sum_of_task(values, &term);
+    }
+    let sums: Vec<f64> = values.par_chunks(TASK).map(|task| sum_of_task(task, &term)).collect();
+    sums.into_iter().sum()
+}
+
+fn sum_of_task<T: Copy>(values: &[T], term: &impl Fn(T) -> f64) -> f64 {
+    let mut lanes = [0f64; LANES];
+    let mut chunks = values.chunks_exact(LANES);
+    for chunk in &mut chunks {
+        for (sum, &value) in lanes.iter_mut().zip(chunk) {
+            *sum += term(value);
+        }
+    }
+    let rest: f64 = chunks.remainder().iter().map(|&value| term(value)).sum();
+    lanes.iter().sum::<f64>() + rest
+}
+
+/// One task of an update: a part of the parameter, of its gradient and of each of its states.
+type Update<'a, T> = (&'a mut [T], &'a [T], Vec<&'a mut [T]>);
+
+/// Calls `update` with each task of a parameter, its gradient and its states, all of equal length. An error of any task is
+/// returned.
+pub(crate) fn update<T: Send + Sync, E: Send>(
+    param: &mut [T],
+    grad: &[T],
+    states: &mut [&mut [T]],
+    update: impl Fn(&mut [T], &[T], &mut [&mut [T]]) -> Result<(), E> + Sync,
+) -> Result<(), E> {
+    if param.len() <= TASK {
+        return update(param, grad, states);
+    }
+    let mut states: Vec<_> = states.iter_mut().map(|state| state.chunks_mut(TASK)).collect();
+    let tasks: Vec<Update<'_, T>> = param
+        .chunks_mut(TASK)
+        .zip(grad.chunks(TASK))
+        .map(|(param, grad)| (param, grad, states.iter_mut().filter_map(Iterator::next).collect()))
+        .collect();
+    tasks.into_par_iter().try_for_each(|(param, grad, mut states)| update(param, grad, &mut states))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_element_of_short_and_long_slices_is_in_one_task() {
+        for len in [0, 1, TASK, TASK + 1, 3 * TASK + 5] {
+            let from: Vec<f64> = (0..len).map(|index| index as f64).collect();
+            let mut to = vec![1f64; len];
+            for_each_pair(&mut to, &from, |to, from| to.iter_mut().zip(from).for_each(|(to, from)| *to += from));
+            assert!(to.iter().zip(&from).all(|(to, from)| *to == from + 1.0), "{len}");
+            assert_eq!(sum(&from, |value| value), (len * len.saturating_sub(1) / 2) as f64);
+
+            let (mut first, mut second) = (vec![0f64; len], vec![0f64; len]);
+            let updated = update(&mut to, &from, &mut [&mut first, &mut second], |to, from, states| {
+                let [first, second] = states else { return Err("two states") };
+                for (index, &from) in from.iter().enumerate() {
+                    to[index] -= from;
+                    first[index] += from;
+                    second[index] += 2.0 * from;
+                }
+                Ok(())
+            });
+            assert_eq!(updated, Ok(()));
+            assert!(to.iter().all(|&to| to == 1.0), "{len}");
+            assert_eq!(first, from);
+            assert!(second.iter().zip(&from).all(|(second, from)| *second == 2.0 * from));
+        }
+    }
+
+    #[test]
+    fn an_error_of_a_task_is_returned() {
+        let (mut param, grad) = (vec![0f64; 4 * TASK], vec![0f64; 4 * TASK]);
+        param[3 * TASK] = 1.0;
+        let updated = update(&mut param, &grad, &mut [], |param, _, _| if param[0] == 1.0 { Err(7) } else { Ok(()) });
+        assert_eq!(updated, Err(7));
+    }
+}
