@@ -5,9 +5,10 @@ use fsdp_dcp::checkpoint::Checkpoint;
 use fsdp_layout::{KeyPath, PathPart};
 use fsdp_nn::state::{LiveTarget, StatePrefixes};
 use fsdp_nn::torch::{StateDictOptions, get_model_state_dict, get_optimizer_state_dict};
-use fsdp_nn::{FullyShardedDataParallel, Optimizer};
+use fsdp_nn::{AveragedModel, FullyShardedDataParallel, GradScaler, NnError, Optimizer, ShardedSampler};
 use fsdp_state::{
-    LoadError as _, LoadOptions, LoadReport, Source as _, StateDict, StateError, flatten_state_dict, load_state,
+    Leaf, LoadError as _, LoadOptions, LoadReport, Source as _, StateDict, StateError, StateValue, flatten_state_dict,
+    load_state, set_element,
 };
 
 use crate::CheckpointError;
@@ -59,15 +60,23 @@ impl Stateful for StateDict {
 pub(crate) const MODEL: &str = "model";
 /// The key of the optimizers' state in a checkpoint.
 const OPTIM: &str = "optim";
+/// The key of the sampler's state in a checkpoint.
+const SAMPLER: &str = "sampler";
+/// The key of the gradient scaler's state in a checkpoint.
+const SCALER: &str = "scaler";
+/// The key of the averaged weights in a checkpoint.
+const AVERAGE: &str = "average";
 
-/// A run's state: the model, its optimizers, and values beside them.
+/// A run's state: the model, its optimizers, what else the run is made of, and values beside them.
 ///
-/// In a checkpoint it is `{"model": …, "optim": …}` and the values, as torch programs save it. A load fills the shards of
-/// the live model and the optimizers' state where they are, with no second copy of them, and replaces plain values.
+/// In a checkpoint it is `{"model": …, "optim": …}` and the values, as torch programs save it, and `sampler`, `scaler` and
+/// `average` if the run has them. A load fills the shards of the live model and the optimizers' state where they are, with no
+/// second copy of them, and replaces plain values.
 ///
-/// A strict load (the default) is an error if the run has a name that the checkpoint lacks, or the checkpoint a tensor that
-/// the run has no place for. Plain values that only the checkpoint has are added to [`TrainState::values`]. A load that is
-/// not strict leaves out whatever only one side has, and values that hold objects of other programs.
+/// A strict load (the default) is an error if the run has a name that the checkpoint lacks, or the checkpoint a tensor, or
+/// anything of optimizers, that the run has no place for. Other plain values that only the checkpoint has are added to
+/// [`TrainState::values`]. A load that is not strict leaves out whatever only one side has, and values that hold objects of
+/// other programs.
 ///
 /// A checkpoint without a `model` key, such as a published one, holds only a model. Load it into a run without optimizers.
 /// Names that begin with `model.` in a format of flat keys are the model's own, as in Hugging Face's files.
@@ -111,19 +120,124 @@ pub struct TrainState<M> {
     pub model: FullyShardedDataParallel<M>,
     /// The optimizers, all over this model.
     pub optimizers: Vec<Optimizer>,
-    /// Values beside them, by their keys in the checkpoint: steps done, and the `state_dict` of a sampler
-    /// ([`ShardedSampler`](fsdp_nn::ShardedSampler)), of a [`GradScaler`](fsdp_nn::GradScaler), of an average of the weights
-    /// ([`AveragedModel`](fsdp_nn::AveragedModel)). Put them in before a save and before a load, and give them back to their
-    /// `load_state_dict` after it. A [`Schedule`](fsdp_nn::Schedule) needs the step only: the optimizers keep its base. Plain
-    /// values must be the same on every rank.
+    /// The sampler that deals the run's samples; `None` at first.
+    pub sampler: Option<ShardedSampler>,
+    /// The scaler of the run's losses; `None` at first.
+    pub scaler: Option<GradScaler>,
+    /// The average of the model's weights; `None` at first.
+    pub average: Option<AveragedModel>,
+    /// Values beside them, by their keys in the checkpoint: the steps done, say. A [`Schedule`](fsdp_nn::Schedule) needs the
+    /// step only: the optimizers keep its base. Plain values must be the same on every rank.
     pub values: StateDict,
 }
 
 impl<M> TrainState<M> {
-    /// Returns the state of a run without values beside model and optimizers.
+    /// Returns the state of a run of a model and optimizers only.
     #[must_use]
     pub fn new(model: FullyShardedDataParallel<M>, optimizers: Vec<Optimizer>) -> Self {
-        TrainState { model, optimizers, values: StateDict::new() }
+        TrainState { model, optimizers, sampler: None, scaler: None, average: None, values: StateDict::new() }
+    }
+
+    /// Returns the values, and under keys of their own the states of sampler, scaler and average. Tensors share memory with
+    /// the live ones.
+    fn beside(&self) -> Result<StateDict, CheckpointError> {
+        let mut beside = self.values.clone();
+        let average = self.average.as_ref().map(AveragedModel::state_dict).transpose()?;
+        for (key, part) in [
+            (SAMPLER, self.sampler.as_ref().map(ShardedSampler::state_dict)),
+            (SCALER, self.scaler.as_ref().map(GradScaler::state_dict)),
+            (AVERAGE, average),
+        ] {
+            if let Some(part) = part
+                && beside.insert(key, part).is_some()
+            {
+                return Err(StateError::DuplicateKey { key: key.to_owned() }.into());
+            }
+        }
+        Ok(beside)
+    }
+
+    /// Checks that the sampler and the scaler can go on with what a checkpoint has of them, before anything changes.
+    fn check_parts(&self, source: &CheckpointSource<'_>, beside: &StateDict) -> Result<(), CheckpointError> {
+        if let Some(mut sampler) = self.sampler.clone() {
+            sampler.load_state_dict(&saved_part(source, beside, SAMPLER)?).map_err(NnError::from)?;
+        }
+        if let Some(mut scaler) = self.scaler.clone() {
+            scaler.load_state_dict(&saved_part(source, beside, SCALER)?)?;
+        }
+        Ok(())
+    }
+
+    /// Loads the model and the optimizers, and returns what there is beside them, with what the checkpoint has of it.
+    fn load_live(
+        &mut self,
+        checkpoint: &dyn Checkpoint,
+        group: &ProcessGroup,
+        options: &LoadOptions,
+    ) -> Result<(LoadReport, StateDict), CheckpointError> {
+        let prepared = self.beside().and_then(|beside| {
+            let values = flatten_state_dict(&beside)?;
+            let source = CheckpointSource::with_known_paths(checkpoint, &values.paths);
+            let (source, left_out) = if options.strict {
+                (source, Vec::new())
+            } else {
+                source.without_foreign_objects(|path| is_below(path, MODEL) || is_below(path, OPTIM))?
+            };
+            self.check_parts(&source, &beside)?;
+            // A checkpoint without a `model` key holds only a model.
+            let is_run = source.schema().iter().any(|(path, _)| is_nested_model(path));
+            let model = if is_run { vec![MODEL.to_owned()] } else { Vec::new() };
+            let prefixes = StatePrefixes { model: Some(model), optim: Some(vec![OPTIM.to_owned()]) };
+            let optimizers = self.optimizers.iter_mut().collect();
+            Ok((source, LiveTarget::new(self.model.parameters(), optimizers, prefixes)?, left_out, beside))
+        });
+        let (mut source, target, left_out, mut beside) = match prepared {
+            Ok(prepared) => prepared,
+            // Take part in the round in which the other ranks compare what they load, so that all get this error.
+            Err(error) => return CheckpointError::agree(group, "load", Some(0), Err(error)),
+        };
+        let mut report: LoadReport = {
+            let mut target = target.with_values(&mut beside);
+            load_state::<_, _, CheckpointError>("load", group, &mut source, &mut target, options)?
+        };
+        report.unexpected.extend(left_out);
+        report.sort();
+        Ok((report, beside))
+    }
+
+    /// Takes what a load has brought.
+    fn set_beside(&mut self, mut beside: StateDict) -> Result<(), CheckpointError> {
+        let mut part = |key: &str| match beside.remove(key) {
+            Some(StateValue::Dict(part)) => part,
+            _ => StateDict::new(),
+        };
+        if let Some(sampler) = &mut self.sampler {
+            sampler.load_state_dict(&part(SAMPLER)).map_err(NnError::from)?;
+        }
+        if let Some(scaler) = &mut self.scaler {
+            scaler.load_state_dict(&part(SCALER))?;
+        }
+        if let Some(average) = &mut self.average {
+            average.load_state_dict(&part(AVERAGE))?;
+        }
+        self.values = beside;
+        Ok(())
+    }
+}
+
+/// Returns a part of the values beside model and optimizers, with the plain values that a checkpoint has of it.
+fn saved_part(source: &CheckpointSource<'_>, beside: &StateDict, key: &str) -> Result<StateDict, CheckpointError> {
+    let mut part = StateDict::new();
+    part.extend(beside.get(key).map(|here| (key.to_owned(), here.clone())));
+    let leaves = source.schema().iter().enumerate();
+    let saved = leaves.filter(|(_, (path, leaf))| matches!(leaf, Leaf::Plain) && is_below(path, key));
+    let (positions, paths): (Vec<usize>, Vec<&KeyPath>) = saved.map(|(position, (path, _))| (position, path)).unzip();
+    for (path, value) in paths.into_iter().zip(source.values(&positions)?) {
+        set_element(&mut part, path, value)?;
+    }
+    match part.remove(key) {
+        Some(StateValue::Dict(part)) => Ok(part),
+        _ => Ok(StateDict::new()),
     }
 }
 
@@ -137,7 +251,7 @@ impl<M> Stateful for TrainState<M> {
             let optimizers: Vec<&Optimizer> = self.optimizers.iter().collect();
             state.insert(OPTIM, get_optimizer_state_dict(parameters, &optimizers, &views)?);
         }
-        for (key, value) in &self.values {
+        for (key, value) in &self.beside()? {
             if state.insert(key, value.clone()).is_some() {
                 return Err(StateError::DuplicateKey { key: key.to_owned() }.into());
             }
@@ -151,32 +265,8 @@ impl<M> Stateful for TrainState<M> {
         group: &ProcessGroup,
         options: &LoadOptions,
     ) -> Result<LoadReport, CheckpointError> {
-        let parameters = self.model.parameters();
-        let optimizers: Vec<&mut Optimizer> = self.optimizers.iter_mut().collect();
-        let prepared = flatten_state_dict(&self.values).map_err(CheckpointError::from).and_then(|values| {
-            let source = CheckpointSource::with_known_paths(checkpoint, &values.paths);
-            let (source, left_out) = if options.strict {
-                (source, Vec::new())
-            } else {
-                source.without_foreign_objects(|path| is_below(path, MODEL) || is_below(path, OPTIM))?
-            };
-            // A checkpoint without a `model` key holds only a model.
-            let is_run = source.schema().iter().any(|(path, _)| is_nested_model(path));
-            let model = if is_run { vec![MODEL.to_owned()] } else { Vec::new() };
-            let optim = (!optimizers.is_empty()).then(|| vec![OPTIM.to_owned()]);
-            let prefixes = StatePrefixes { model: Some(model), optim };
-            Ok((source, LiveTarget::new(parameters, optimizers, prefixes)?, left_out))
-        });
-        let (mut source, target, left_out) = match prepared {
-            Ok(prepared) => prepared,
-            // Take part in the round in which the other ranks compare what they load, so that all get this error.
-            Err(error) => return CheckpointError::agree(group, "load", Some(0), Err(error)),
-        };
-        let mut target = target.with_values(&mut self.values);
-        let mut report: LoadReport =
-            load_state::<_, _, CheckpointError>("load", group, &mut source, &mut target, options)?;
-        report.unexpected.extend(left_out);
-        report.sort();
+        let (report, beside) = self.load_live(checkpoint, group, options)?;
+        self.set_beside(beside)?;
         Ok(report)
     }
 }

@@ -46,6 +46,7 @@ mod error;
 mod exchange;
 mod group;
 mod init;
+mod link;
 mod local;
 #[cfg(feature = "mpi")]
 mod mpi;
@@ -69,6 +70,7 @@ pub use error::{CommError, MAX_MESSAGE_BYTES, RankCall, RankFailure};
 pub use exchange::MAX_OBJECT_BYTES;
 pub use group::{DEFAULT_DEADLINE, ProcessGroup};
 pub use init::{init_process_group, init_process_group_within};
+pub use link::SimulatedLink;
 pub use local::{LocalRanks, RANK_STACK_BYTES, run_local};
 pub use record::Operation;
 pub use reduce::ReduceOp;

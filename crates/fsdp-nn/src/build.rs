@@ -11,7 +11,8 @@ use fsdp_layout::flat::aligned_numel;
 use indexmap::IndexMap;
 
 use crate::config::FsdpConfig;
-use crate::handle::{FlatParamHandle, Groups, Parameter, UnitSpec};
+use crate::exchange::{Ahead, Groups};
+use crate::handle::{FlatParamHandle, Parameter, UnitSpec};
 use crate::registry::{Declared, DeclaredUnit, Registry};
 use crate::shared::Shared;
 use crate::{NnError, Result, ShardingStrategy};
@@ -23,10 +24,13 @@ pub(crate) struct Built {
     pub(crate) strategy: ShardingStrategy,
     pub(crate) handles: Vec<Arc<FlatParamHandle>>,
     pub(crate) shared: Arc<Shared>,
+    pub(crate) ahead: Option<Arc<Ahead>>,
+    /// The groups of the units' collectives.
+    unit_groups: Groups,
 }
 
 /// Lays out what a model has declared and makes this rank's initial values.
-/// Collectives: for `HybridShard` the making of two sub-groups.
+/// Collectives: for `HybridShard` the making of two sub-groups, and as many for collectives beside the computation.
 pub(crate) fn build_units(group: &ProcessGroup, config: &FsdpConfig, registry: &Registry) -> Result<Built> {
     let groups = spread(group, config)?;
     // As in torch, a single rank has nothing to shard.
@@ -36,7 +40,16 @@ pub(crate) fn build_units(group: &ProcessGroup, config: &FsdpConfig, registry: &
         by_unit[declared.unit].push((fqn, declared));
     }
     let (by_pattern, mut wrapped) = (registry.units_by_pattern(), Vec::new());
-    let mut built = Built { groups, strategy, handles: Vec::new(), shared: Arc::new(Shared::default()) };
+    let shared = Arc::new(Shared::default());
+    let (unit_groups, ahead) = if config.prefetches() && !groups.are_empty() {
+        // Groups of their own: what somebody does in the model's groups meanwhile must not come between.
+        let twins = groups.twins()?;
+        let ahead = Ahead::start(config, twins.shard.clone(), Arc::clone(&shared))?;
+        (twins, Some(Arc::new(ahead)))
+    } else {
+        (groups.clone(), None)
+    };
+    let mut built = Built { groups, strategy, handles: Vec::new(), shared, ahead, unit_groups };
     for (index, (unit, declared)) in registry.units.iter().zip(&by_unit).enumerate() {
         if declared.is_empty() {
             continue;
@@ -54,6 +67,9 @@ pub(crate) fn build_units(group: &ProcessGroup, config: &FsdpConfig, registry: &
             wrapped.push((index, Arc::clone(&handle)));
         }
         built.handles.push(handle);
+    }
+    if let Some(ahead) = &built.ahead {
+        ahead.complete(built.handles.iter().map(|handle| Arc::clone(handle.exchange())).collect());
     }
     registry.wrapped.complete(&built.shared, &wrapped)?;
     Ok(built)
@@ -82,7 +98,8 @@ impl Built {
         }
         let (name, cpu_offload) = (unit.name.clone(), config.cpu_offload);
         let spec = UnitSpec { name, is_root, params, layout, dtype, precision, cpu_offload };
-        FlatParamHandle::new(spec, self.strategy, &self.groups, Arc::clone(&self.shared), &|flat| {
+        let (shared, ahead) = (Arc::clone(&self.shared), self.ahead.clone());
+        FlatParamHandle::new(spec, self.strategy, &self.unit_groups, shared, ahead, &|flat| {
             if makes_values { initialize(flat, declared, config.seed) } else { Ok(()) }
         })
     }
@@ -95,6 +112,10 @@ pub(crate) fn describe(config: &FsdpConfig, registry: &Registry, aliases: &Index
         format!("use_orig_params {}", config.use_orig_params),
         format!("the seed {}", config.seed),
         format!("cpu_offload {}", config.cpu_offload),
+        format!(
+            "backward_prefetch {:?}, forward_prefetch {}, limit_all_gathers {}",
+            config.backward_prefetch, config.forward_prefetch, config.limit_all_gathers
+        ),
         match &config.mesh {
             Some(mesh) => format!("a mesh of {:?} {:?}", mesh.names(), mesh.shape()),
             None => "no mesh".to_owned(),

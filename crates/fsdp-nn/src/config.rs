@@ -9,6 +9,17 @@ use fsdp_layout::DeviceMesh;
 
 use crate::{MixedPrecision, ShardingStrategy};
 
+/// The moment at which a backward begins to gather its next unit: torch's `BackwardPrefetch`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum BackwardPrefetch {
+    /// Before the gradients of the present unit are computed: torch's `BACKWARD_PRE`. The gather has most time, and one more
+    /// unit is in memory.
+    Pre,
+    /// After the gradients of the present unit have been computed, and before they are reduced: torch's `BACKWARD_POST`. The
+    /// gather runs beside what is computed between units only.
+    Post,
+}
+
 /// Options of [`FullyShardedDataParallel`](crate::FullyShardedDataParallel), like the arguments of torch's; the same on
 /// every rank.
 #[derive(Clone)]
@@ -31,6 +42,20 @@ pub struct FsdpConfig {
     /// `device`: torch's `CPUOffloadPolicy`. Each gather copies this rank's shard to the device, each reduction copies its part
     /// of the gradient back, and optimizers step on the host. Without an effect where `device` is the CPU.
     pub cpu_offload: bool,
+    /// The moment at which a backward begins to gather its next unit; `None` (the default) if each unit is gathered when backward
+    /// comes to it. With it, gradients of a unit are also reduced while backward goes on, so those of one more unit are in
+    /// memory. Values are the same bits.
+    ///
+    /// Units are gathered ahead in the order of the step before, which the ranks compare first. A step that comes to units in
+    /// another order gathers those on demand. It pays where ranks wait for the network: the collectives run on a thread of
+    /// their own, which needs a core now and then. Without an effect on GPUs.
+    pub backward_prefetch: Option<BackwardPrefetch>,
+    /// `true` if a forward begins to gather its next unit before it computes the present one: torch's option of the same name.
+    /// As for [`Self::backward_prefetch`], it takes the memory of one more unit.
+    pub forward_prefetch: bool,
+    /// `true` (the default) if one unit at most is gathered ahead; three otherwise, for small units and a network of high
+    /// latency. torch's option of the same name.
+    pub limit_all_gathers: bool,
     /// Seed of the initial values, which depend on it and on the parameters' names alone.
     pub seed: u64,
     /// Patterns of names whose parameters form units: see [`Self::wrap`].
@@ -56,6 +81,9 @@ impl Default for FsdpConfig {
             mixed_precision: MixedPrecision::default(),
             device: Device::Cpu,
             cpu_offload: false,
+            backward_prefetch: None,
+            forward_prefetch: false,
+            limit_all_gathers: true,
             seed: 0,
             wrapped: Vec::new(),
             requires_grad: Arc::new(|_| true),
@@ -65,6 +93,11 @@ impl Default for FsdpConfig {
 }
 
 impl FsdpConfig {
+    /// Returns `true` if collectives run beside the computation.
+    pub(crate) fn prefetches(&self) -> bool {
+        (self.backward_prefetch.is_some() || self.forward_prefetch) && self.device.is_cpu()
+    }
+
     /// Makes units of a model whose code has none ([`Scope::unit`](crate::Scope::unit)): torch's `auto_wrap_policy`. The
     /// parameters below each name that matches `pattern` are a unit, `*` standing for one part of a name: `model.layers.*`
     /// makes a unit of each layer. Where several patterns match, the first counts. Parameters of explicit units stay there.
@@ -95,6 +128,9 @@ impl fmt::Debug for FsdpConfig {
             .field("dtype", &self.dtype)
             .field("mixed_precision", &self.mixed_precision)
             .field("cpu_offload", &self.cpu_offload)
+            .field("backward_prefetch", &self.backward_prefetch)
+            .field("forward_prefetch", &self.forward_prefetch)
+            .field("limit_all_gathers", &self.limit_all_gathers)
             .field("seed", &self.seed)
             .field("wrapped", &self.wrapped)
             .finish_non_exhaustive()

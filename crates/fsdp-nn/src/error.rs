@@ -10,6 +10,7 @@ use thiserror::Error;
 
 use crate::algorithm::AlgorithmError;
 use crate::optim_state_error::OptimStateError;
+use crate::sampler::SamplerError;
 use crate::scaler_error::ScalerError;
 
 /// An error of this crate.
@@ -37,6 +38,9 @@ pub enum NnError {
     /// A gradient scaler was asked for something impossible.
     #[error(transparent)]
     Scaler(#[from] ScalerError),
+    /// A sampler cannot go on with a state.
+    #[error(transparent)]
+    Sampler(#[from] SamplerError),
     /// A model is given a second communication hook.
     #[error("the model has a communication hook already, and can have one only")]
     SecondHook,
@@ -80,6 +84,17 @@ pub enum NnError {
     UnitInUse {
         /// The unit's name; empty for the root.
         unit: String,
+    },
+    /// A collective of a unit failed that ran beside the computation: see `FsdpConfig::backward_prefetch`.
+    #[error("the {operation} of {} failed beside the computation: {error}", unit_name(unit))]
+    Beside {
+        /// The unit's name; empty for the root.
+        unit: String,
+        /// The collective.
+        operation: &'static str,
+        /// The error.
+        #[source]
+        error: Box<NnError>,
     },
     /// A backward came to a unit whose values are not those that its forward computed with.
     #[error(
@@ -455,6 +470,7 @@ impl Failure for NnError {
     fn kind(&self) -> ErrorKind {
         match self {
             NnError::Comm(error) => error.kind(),
+            NnError::Beside { error, .. } => error.kind(),
             NnError::State(error) => error.kind(),
             NnError::OptimState { .. } => ErrorKind::Difference,
             _ => ErrorKind::Other,

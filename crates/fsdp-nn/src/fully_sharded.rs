@@ -10,6 +10,7 @@ use candle_nn::var_builder::SimpleBackend;
 use fsdp_comm::ProcessGroup;
 
 use crate::config::FsdpConfig;
+use crate::exchange::Phase;
 use crate::hooks::PreBackwardOp;
 use crate::parameters::ShardedParameters;
 use crate::precision::cast;
@@ -141,13 +142,17 @@ impl<M> FullyShardedDataParallel<M> {
     /// outside that unit's forward.
     pub fn forward<O: UnitOutput>(&self, f: impl FnOnce(&M) -> candle_core::Result<O>) -> Result<O> {
         let _forward = self.parameters.shared.begin_forward();
+        let is_outermost = self.parameters.shared.is_outermost();
+        let ahead = self.parameters.ahead.as_ref().filter(|_| is_outermost);
+        let phase = ahead.map(|ahead| ahead.begin(Phase::Forward)).transpose()?;
         let root = self.parameters.root();
         let whole = root.map(|root| root.use_whole()).transpose()?;
         let output = f(&self.module);
-        if self.parameters.shared.is_outermost() {
+        if is_outermost {
             self.parameters.wrapped.end_forward()?;
         }
         let output = output.map_err(|error| self.parameters.explain(error))?;
+        phase.map_or(Ok(()), |phase| phase.complete())?;
         drop(whole);
         let output = output.map_tensors(&mut |tensor| cast(tensor, self.output_dtype))?;
         let wrapped = self.parameters.wrapped.handles();
@@ -176,12 +181,7 @@ impl<M> FullyShardedDataParallel<M> {
     /// candle's, and those of the collectives; [`NnError::ChangedSinceForward`] where the values of a unit are not those of
     /// the forward any more. Then all gradients are gone.
     pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
-        // The root stays whole until backward is through with all units.
-        if let Some(root) = self.parameters.root() {
-            root.gather()?;
-        }
-        let begun = self.parameters.begin_backward(loss);
-        let grads = match begun.and_then(|()| loss.backward().map_err(|error| self.parameters.explain(error))) {
+        let grads = match self.compute_gradients(loss) {
             Ok(grads) => grads,
             Err(error) => {
                 self.parameters.reshard()?;
@@ -189,14 +189,30 @@ impl<M> FullyShardedDataParallel<M> {
                 return Err(error);
             }
         };
-        // On all ranks in the same order, since each unit may have gradients to reduce.
-        for handle in self.parameters.handles.iter().rev() {
-            handle.finish_backward()?;
-        }
         let shared = &self.parameters.shared;
         if shared.syncs() && (shared.all_reduces() || self.parameters.replicate_group().is_none()) {
             self.parameters.agree_on_gradients()?;
         }
+        Ok(grads)
+    }
+
+    /// Runs the backward of a loss, to the last reduction.
+    fn compute_gradients(&self, loss: &Tensor) -> Result<GradStore> {
+        let phase = self.parameters.ahead.as_ref().map(|ahead| ahead.begin(Phase::Backward)).transpose()?;
+        // The root stays whole until backward is through with all units.
+        if let Some(root) = self.parameters.root() {
+            root.gather()?;
+        }
+        self.parameters.begin_backward(loss)?;
+        let grads = loss.backward().map_err(|error| self.parameters.explain(error))?;
+        if let Some(phase) = &phase {
+            phase.complete()?;
+        }
+        // On all ranks in the same order, since each unit may have gradients to reduce.
+        for handle in self.parameters.handles.iter().rev() {
+            handle.finish_backward()?;
+        }
+        self.parameters.handles.iter().try_for_each(|handle| handle.take_reduced())?;
         Ok(grads)
     }
 

@@ -13,7 +13,8 @@ use indexmap::IndexMap;
 use crate::agreement::{NEW, agree_on_model};
 use crate::build::{Built, build_units, describe};
 use crate::config::FsdpConfig;
-use crate::handle::{FlatParamHandle, Groups};
+use crate::exchange::{Ahead, Groups};
+use crate::handle::FlatParamHandle;
 use crate::registry::{SharedRegistry, lock};
 use crate::settings::CurrentSettings;
 use crate::shared::Shared;
@@ -42,6 +43,7 @@ pub struct ShardedParameters {
     buffers: IndexMap<String, (Tensor, bool)>,
     ignored: Vec<(String, Var)>,
     pub(crate) shared: Arc<Shared>,
+    pub(crate) ahead: Option<Arc<Ahead>>,
     pub(crate) wrapped: Arc<WrappedUnits>,
     pub(crate) settings: CurrentSettings,
     /// `true` if a mesh was given.
@@ -65,7 +67,7 @@ impl ShardedParameters {
         let (module, aliases) =
             agree_on_model(&group, NEW, declared, |(_, aliases)| describe(config, &registry, aliases))?;
         let built = agree_on_model(&group, NEW, build_units(&group, config, &registry), |_| Vec::new())?;
-        let Built { groups, strategy, handles, shared } = built;
+        let Built { groups, strategy, handles, shared, ahead, .. } = built;
         let mut places: HashMap<&str, Location> = HashMap::with_capacity(registry.params.len());
         for (handle, unit) in handles.iter().enumerate() {
             let params = unit.params.iter().enumerate();
@@ -88,6 +90,7 @@ impl ShardedParameters {
             buffers: std::mem::take(&mut registry.buffers),
             ignored,
             shared,
+            ahead,
             wrapped: Arc::clone(&registry.wrapped),
             settings: CurrentSettings::default(),
             on_mesh: config.mesh.is_some(),

@@ -141,6 +141,12 @@ impl Shared {
         }
     }
 
+    /// Returns `true` if a unit's parameters are whole.
+    pub(crate) fn is_whole(&self, unit: usize) -> bool {
+        let units = self.units.lock().unwrap_or_else(PoisonError::into_inner);
+        units.get(unit).is_some_and(|unit| unit.is_whole)
+    }
+
     /// Returns the parameters that are not whole now, and their units.
     pub(crate) fn sharded(&self) -> (Vec<String>, Vec<String>) {
         let units = self.units.lock().unwrap_or_else(PoisonError::into_inner);

@@ -251,10 +251,18 @@ fn state_goes_on_at_another_number_of_ranks_with_the_bits_of_a_run_that_never_st
             let mut saved = run_local(first, |group| {
                 let (model, mut optimizer) = begin(&group);
                 (0..2).for_each(|number| step(&model, &mut optimizer, number));
-                (values(&model), get_optimizer_state_dict(model.parameters(), &[&optimizer], &options).unwrap())
+                let entries: Vec<(String, Vec<String>)> = names()
+                    .into_iter()
+                    .filter_map(|fqn| {
+                        let entries = optimizer.state_of(&fqn).unwrap()?.keys().cloned().collect();
+                        Some((fqn, entries))
+                    })
+                    .collect();
+                let state = get_optimizer_state_dict(model.parameters(), &[&optimizer], &options).unwrap();
+                (values(&model), state, entries)
             })
             .unwrap();
-            let (weights, state) = saved.remove(0);
+            let (weights, state, entries) = saved.remove(0);
             let found = run_local(then, |group| {
                 let (model, mut optimizer) = begin(&group);
                 let mut target = model.parameters().summon_full_params().unwrap();
@@ -264,6 +272,10 @@ fn state_goes_on_at_another_number_of_ranks_with_the_bits_of_a_run_that_never_st
                 }
                 target.write_back().unwrap();
                 set_optimizer_state_dict(&state, model.parameters(), &mut [&mut optimizer], &options).unwrap();
+                for (fqn, names) in &entries {
+                    let found = optimizer.state_of(fqn).unwrap().unwrap();
+                    assert!(found.keys().eq(names), "{} has {:?}, not {names:?}", algorithm.name(), found.keys());
+                }
                 (2..5).for_each(|number| step(&model, &mut optimizer, number));
                 values(&model)
             });

@@ -178,14 +178,15 @@ fn values_beside_model_and_optimizer_come_back_and_what_differs_is_an_error_that
 
 /// Steps of a run whose batches a sampler deals, at the rates of a schedule, with a scaler. Returns the samples of all
 /// ranks in each step.
-fn train_on(run: &mut Run, sampler: &mut ShardedSampler, scaler: &mut GradScaler, steps: Range<u64>) -> Vec<Vec<u64>> {
+fn train_on(run: &mut Run, steps: Range<u64>) -> Vec<Vec<u64>> {
     let group = run.model.group().clone();
     let schedule = Schedule { decay: Decay::Cosine, warmup: 3, steps: 12 };
     let mut seen = Vec::new();
     for number in steps {
-        let mine = sampler.next_batch(group.rank(), group.world_size());
+        let mine = run.sampler.as_mut().unwrap().next_batch(group.rank(), group.world_size());
         schedule.apply(&mut run.optimizers[0], number).unwrap();
         step(run, number as usize);
+        let scaler = run.scaler.as_mut().unwrap();
         scaler.unscale(run.model.parameters()).unwrap();
         scaler.update().unwrap();
         seen.push(group.all_gather_object(&mine).unwrap().concat());
@@ -193,38 +194,31 @@ fn train_on(run: &mut Run, sampler: &mut ShardedSampler, scaler: &mut GradScaler
     seen
 }
 
-/// Keeps what lies beside model and optimizer in the values of the run.
-fn keep(run: &mut Run, sampler: &ShardedSampler, scaler: &GradScaler) {
-    run.values.insert("sampler", sampler.state_dict());
-    run.values.insert("scaler", scaler.state_dict());
+/// Gives a run a sampler and a scaler.
+fn with_parts(mut run: Run, samples: u64) -> Run {
+    let options = SamplerOptions { samples, batch: 6, seed: 3, ..SamplerOptions::default() };
+    run.sampler = Some(ShardedSampler::new(options).unwrap());
+    let growing = GradScalerOptions { growth_interval: 4, ..GradScalerOptions::default() };
+    run.scaler = Some(GradScaler::new(growing).unwrap());
+    run
 }
 
 #[test]
 fn sampler_scaler_and_schedule_go_on_at_another_number_of_ranks() {
     let dir = tempfile::tempdir().unwrap();
-    let beside = || {
-        let options = SamplerOptions { samples: 17, batch: 6, seed: 3, ..SamplerOptions::default() };
-        let growing = GradScalerOptions { growth_interval: 4, ..GradScalerOptions::default() };
-        (ShardedSampler::new(options).unwrap(), GradScaler::new(growing).unwrap())
-    };
     let run_on = |world: usize, steps: Range<u64>| {
         let outcomes = run_local(world, |group| {
             let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
-            let mut run = new_run(&group, true, &adamw(), 1);
-            let (mut sampler, mut scaler) = beside();
-            keep(&mut run, &sampler, &scaler);
+            let mut run = with_parts(new_run(&group, true, &adamw(), 1), 17);
             if steps.start > 0 {
-                checkpointer.load(steps.start, &mut run).unwrap();
-                let part = |run: &Run, key: &str| run.values.get(key).and_then(StateValue::as_dict).unwrap().clone();
-                sampler.load_state_dict(&part(&run, "sampler")).unwrap();
-                scaler.load_state_dict(&part(&run, "scaler")).unwrap();
+                let report = checkpointer.load(steps.start, &mut run).unwrap();
+                assert!(report.is_clean() && run.values.is_empty(), "{report:?}");
             }
-            let seen = train_on(&mut run, &mut sampler, &mut scaler, steps.clone());
-            keep(&mut run, &sampler, &scaler);
+            let seen = train_on(&mut run, steps.clone());
             if steps.start > 0 || steps.end < 9 {
                 checkpointer.save(steps.end, &run).unwrap();
             }
-            (seen, scaler.get_scale(), run.optimizers[0].groups()[0].algorithm.lr())
+            (seen, run.scaler.unwrap().get_scale(), run.optimizers[0].groups()[0].algorithm.lr())
         });
         outcomes.unwrap().remove(0)
     };
@@ -239,10 +233,10 @@ fn sampler_scaler_and_schedule_go_on_at_another_number_of_ranks() {
 #[test]
 fn an_average_of_weights_goes_on_at_another_number_of_ranks() {
     let dir = tempfile::tempdir().unwrap();
-    let of_average = |run: &mut Run, average: &mut AveragedModel| {
-        average.swap().unwrap();
+    let of_average = |run: &mut Run| {
+        run.average.as_mut().unwrap().swap().unwrap();
         let found = evaluate(run);
-        average.swap().unwrap();
+        run.average.as_mut().unwrap().swap().unwrap();
         found
     };
     let expected = run_local(2, |group| {
@@ -253,9 +247,9 @@ fn an_average_of_weights_goes_on_at_another_number_of_ranks() {
             step(&mut run, number);
             average.update().unwrap();
         }
-        run.values.insert("average", average.state_dict().unwrap());
+        run.average = Some(average);
         checkpointer.save(4, &run).unwrap();
-        (evaluate(&run), of_average(&mut run, &mut average))
+        (evaluate(&run), of_average(&mut run))
     });
     let (weights, average) = expected.unwrap().remove(0);
     assert_ne!(weights, average);
@@ -263,14 +257,58 @@ fn an_average_of_weights_goes_on_at_another_number_of_ranks() {
         run_local(world, |group| {
             let checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
             let mut run = new_run(&group, true, &adamw(), 2);
-            let mut resumed = AveragedModel::new(run.model.parameters(), 0.5).unwrap();
-            run.values.insert("average", resumed.state_dict().unwrap());
+            run.average = Some(AveragedModel::new(run.model.parameters(), 0.5).unwrap());
             checkpointer.load(4, &mut run).unwrap();
-            let state = run.values.get("average").and_then(StateValue::as_dict).unwrap().clone();
-            resumed.load_state_dict(&state).unwrap();
-            assert_eq!(resumed.n_averaged(), 4);
-            assert_eq!((evaluate(&run), of_average(&mut run, &mut resumed)), (weights, average));
+            assert_eq!(run.average.as_ref().unwrap().n_averaged(), 4);
+            assert_eq!((evaluate(&run), of_average(&mut run)), (weights, average));
         })
         .unwrap();
     }
+}
+
+#[test]
+fn the_sampler_of_another_data_set_refuses_a_load_that_changes_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    run_local(2, |group| {
+        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut run = with_parts(new_run(&group, true, &adamw(), 1), 17);
+        train_on(&mut run, 0..2);
+        checkpointer.save(2, &run).unwrap();
+        // One rank has another data set than the run that was saved.
+        let mut other = with_parts(new_run(&group, true, &adamw(), 2), if group.rank() == 1 { 18 } else { 17 });
+        let before = (bits(&other), other.sampler.clone(), other.scaler.clone());
+        let error = checkpointer.load(2, &mut other).unwrap_err().to_string();
+        assert!(error.contains("`samples` = 17") && error.contains("18"), "{error}");
+        assert!((bits(&other), other.sampler.clone(), other.scaler.clone()) == before);
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_load_without_optimizers_keeps_nothing_of_theirs() {
+    let dir = tempfile::tempdir().unwrap();
+    run_local(2, |group| {
+        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        for (number, algorithm) in algorithms().iter().enumerate() {
+            let mut run = new_run(&group, true, algorithm, 1);
+            step(&mut run, 0);
+            checkpointer.save(number as u64, &run).unwrap();
+            let mut evaluated = new_run(&group, true, algorithm, 2);
+            let optimizers = std::mem::take(&mut evaluated.optimizers);
+            // A run without optimizers has no place for their state.
+            let error = checkpointer.load(number as u64, &mut evaluated).unwrap_err();
+            assert!(matches!(error, CheckpointError::State(StateError::Incompatible { .. })), "{error:?}");
+            let load = LoadOptions { strict: false, ..LoadOptions::default() };
+            let options = CheckpointerOptions { load, ..CheckpointerOptions::default() };
+            let not_strict = Checkpointer::new(dir.path(), &group, options).unwrap();
+            let report = not_strict.load(number as u64, &mut evaluated).unwrap();
+            assert!(report.unexpected.iter().any(|key| key.contains("param_groups")), "{report:?}");
+            assert!(evaluated.values.is_empty(), "{:?}", evaluated.values);
+            assert_eq!(evaluate(&evaluated), evaluate(&run));
+            // With an optimizer again it can be saved.
+            evaluated.optimizers = optimizers;
+            checkpointer.save(100 + number as u64, &evaluated).unwrap();
+        }
+    })
+    .unwrap();
 }

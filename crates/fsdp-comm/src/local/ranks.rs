@@ -9,8 +9,10 @@ use std::time::Duration;
 use fsdp_layout::ErrorKind;
 
 use super::{Hub, LocalBackend, Membership};
+use crate::backend::Backend;
 use crate::error::{CommError, RankFailure, bounded};
 use crate::group::{DEFAULT_DEADLINE, ProcessGroup};
+use crate::link::{LinkedBackend, SimulatedLink};
 
 /// The stack size of each rank's thread. It is this large because candle's backward pass recurses once for each node of
 /// the graph. It is address space: only the used part becomes memory.
@@ -46,12 +48,13 @@ pub struct LocalRanks {
     world_size: usize,
     deadline: Duration,
     stack_bytes: usize,
+    link: Option<SimulatedLink>,
 }
 
 impl LocalRanks {
     /// Creates options for this many ranks, with [`DEFAULT_DEADLINE`] and [`RANK_STACK_BYTES`].
     pub fn new(world_size: usize) -> Self {
-        LocalRanks { world_size, deadline: DEFAULT_DEADLINE, stack_bytes: RANK_STACK_BYTES }
+        LocalRanks { world_size, deadline: DEFAULT_DEADLINE, stack_bytes: RANK_STACK_BYTES, link: None }
     }
 
     /// Sets the deadline of the group that each rank gets.
@@ -63,6 +66,12 @@ impl LocalRanks {
     /// Sets the stack size of each rank's thread.
     pub fn stack_bytes(mut self, stack_bytes: usize) -> Self {
         self.stack_bytes = stack_bytes;
+        self
+    }
+
+    /// Puts a network link that is not there before each rank: all bytes from other ranks cross it. For tests and benches.
+    pub fn link(mut self, link: SimulatedLink) -> Self {
+        self.link = Some(link);
         self
     }
 
@@ -89,7 +98,11 @@ impl LocalRanks {
         let panics: Mutex<Vec<RankFailure>> = Mutex::default();
         let run_rank = |rank: usize, membership: Arc<Membership>| {
             let backend = LocalBackend { membership: Arc::clone(&membership), group: Arc::clone(&world), rank };
-            let backend = Arc::new(backend);
+            let backend: Arc<dyn Backend> = Arc::new(backend);
+            let backend = match self.link {
+                Some(link) => Arc::new(LinkedBackend::new(backend, link)),
+                None => backend,
+            };
             let group = ProcessGroup::new(backend).with_deadline(self.deadline);
             // `membership` outlives the unwinding, so that the others are told of the panic before they see the rank leave.
             catch_unwind(AssertUnwindSafe(|| f(group))).map_err(|panic| {

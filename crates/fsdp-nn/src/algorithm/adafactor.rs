@@ -53,6 +53,9 @@ pub(crate) enum Squares {
 }
 
 impl Squares {
+    /// torch's keys of all averages, in torch's order.
+    pub(crate) const NAMES: [&'static str; 3] = ["row_var", "col_var", "variance"];
+
     /// Returns the averages of a parameter of this shape before its first step.
     pub(crate) fn zeros(shape: &[usize]) -> Self {
         match shape {
@@ -72,11 +75,12 @@ impl Squares {
             shape[at] = 1;
             shape
         };
+        let [row_var, col_var, variance] = Self::NAMES;
         match self {
             Squares::Factored { rows, columns } => {
-                vec![("row_var", rows, with_one(1)), ("col_var", columns, with_one(2))]
+                vec![(row_var, rows, with_one(1)), (col_var, columns, with_one(2))]
             }
-            Squares::Whole(values) => vec![("variance", values, shape.to_vec())],
+            Squares::Whole(values) => vec![(variance, values, shape.to_vec())],
         }
     }
 

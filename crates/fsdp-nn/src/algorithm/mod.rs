@@ -233,6 +233,13 @@ impl Algorithm {
         entries.into_iter().flatten()
     }
 
+    /// Returns the names of all entries of a parameter's state, in torch's order: also of those whose shape is not the
+    /// parameter's.
+    pub(crate) fn entry_names(&self) -> Vec<&'static str> {
+        let averages: &[&str] = if matches!(self, Algorithm::Adafactor(_)) { &Squares::NAMES } else { &[] };
+        self.state_entries().map(|entry| entry.name).chain(averages.iter().copied()).collect()
+    }
+
     /// Returns `true` if torch makes the state when the optimizer is constructed (Adagrad), rather than at a
     /// parameter's first update.
     #[must_use]

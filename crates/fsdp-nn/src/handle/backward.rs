@@ -3,15 +3,14 @@
 use std::collections::HashSet;
 
 use candle_core::{Tensor, TensorId};
-use fsdp_comm::{Element, ReduceOp};
-use fsdp_flat::storage::{HostSlice, HostSliceMut, Scalar, to_device, zeros_on};
+use fsdp_flat::storage::{HostSliceMut, zeros_on};
 use fsdp_flat::with_float;
-use tracing::trace;
 
 use super::{FlatParamHandle, HandleState, takes_part_in_backward};
-use crate::gradient::{add, copy_gradient};
+use crate::exchange::{Moment, Reduction};
+use crate::gradient::copy_gradient;
 use crate::precision::cast;
-use crate::{Result, device, tasks};
+use crate::{Result, device};
 
 impl HandleState {
     /// Begins a backward that is yet to pass some of the parameters.
@@ -68,24 +67,25 @@ impl FlatParamHandle {
         if received.is_empty() {
             return Ok(());
         }
+        let exchange = &self.exchange;
         if state.unsharded_grad.is_none() {
             state.unsharded_grad =
-                Some(zeros_on(&[self.layout.padded_unsharded_numel()], self.reduce_dtype, &self.device)?);
+                Some(zeros_on(&[exchange.layout.padded_unsharded_numel()], exchange.reduce_dtype, &exchange.device)?);
             state.written = vec![false; self.params.len()];
         }
         state.touched.resize(self.params.len(), false);
         let Some(buffer) = &state.unsharded_grad else { return Ok(()) };
         for (param, grad) in received {
-            let grad = cast(grad, Some(self.reduce_dtype))?;
-            let range = self.layout.param_range(param);
+            let grad = cast(grad, Some(exchange.reduce_dtype))?;
+            let range = exchange.layout.param_range(param);
             let accumulate = std::mem::replace(&mut state.written[param], true);
             state.touched[param] = true;
-            if !self.device.is_cpu() {
+            if !exchange.device.is_cpu() {
                 device::copy_gradient(&grad, buffer, range, accumulate)?;
             } else {
-                with_float!(self.reduce_dtype, T => {
+                with_float!(exchange.reduce_dtype, T => {
                     copy_gradient::<T>(&grad, &mut HostSliceMut::write(buffer)?[range], accumulate)?;
-                }, else self.unsupported()?);
+                }, else exchange.unsupported()?);
             }
         }
         Ok(())
@@ -109,68 +109,52 @@ impl FlatParamHandle {
         if !self.shared.syncs() {
             return Ok(());
         }
-        // One reduction of all gradients since the last one, and only then the sum with what was reduced before.
-        if let Some(unsharded) = state.unsharded_grad.take() {
-            trace!(unit = %self.name, "reduce gradients");
-            let sent = cast(unsharded, self.shared.sent_dtype())?;
-            let scattered = with_float!(sent.dtype(), T => self.reduce_scatter::<T>(sent)?, else {
-                return self.unsupported();
-            });
-            self.add_to(&mut state.partial, cast(scattered, Some(self.reduce_dtype))?)?;
+        // The next unit first: backward waits for that, but not for this one's gradients.
+        if let Some(ahead) = &self.ahead {
+            ahead.gather_next(Moment::AfterComputation);
         }
-        if self.groups.replicate.is_some() && !self.shared.all_reduces() {
+        self.reduce_locked(state)
+    }
+
+    /// Reduces the gradients over ranks, or begins to.
+    fn reduce_locked(&self, state: &mut HandleState) -> Result<()> {
+        self.take_reduced_locked(state)?;
+        let reduction = Reduction {
+            unsharded: state.unsharded_grad.take(),
+            partial: state.partial.take(),
+            reduced: None,
+            all_reduces: self.shared.all_reduces(),
+            sent_dtype: self.shared.sent_dtype(),
+        };
+        if reduction.unsharded.is_none() && reduction.partial.is_none() {
             return Ok(());
         }
-        let Some(partial) = state.partial.take() else { return Ok(()) };
+        let reduced = match &self.ahead {
+            Some(ahead) => ahead.reduce(&self.exchange, reduction)?,
+            None => Some(self.exchange.reduce(reduction)?),
+        };
+        reduced.map_or(Ok(()), |reduced| self.add_reduced(state, reduced))
+    }
+
+    /// Waits for the reduction that has been begun, if there is one.
+    pub(crate) fn take_reduced(&self) -> Result<()> {
+        self.take_reduced_locked(&mut self.state())
+    }
+
+    fn take_reduced_locked(&self, state: &mut HandleState) -> Result<()> {
+        let Some(ahead) = &self.ahead else { return Ok(()) };
+        match ahead.take_reduced(&self.exchange)? {
+            Some(reduced) => self.add_reduced(state, reduced),
+            None => Ok(()),
+        }
+    }
+
+    /// Adds gradients that have been reduced to those of earlier backwards.
+    fn add_reduced(&self, state: &mut HandleState, reduction: Reduction) -> Result<()> {
+        state.partial = reduction.partial;
+        let Some(reduced) = reduction.reduced else { return Ok(()) };
         // What the ranks have agreed on before does not know of these.
         state.has_gradient.clear();
-        let sent = if self.groups.replicate.is_some() { cast(partial, self.shared.sent_dtype())? } else { partial };
-        let reduced = with_float!(sent.dtype(), T => self.all_reduce::<T>(sent)?, else {
-            return self.unsupported();
-        });
-        let reduced = to_device(&cast(reduced, Some(self.dtype))?, &self.shard_device)?;
-        self.add_to(&mut state.grad, reduced)
-    }
-
-    /// Adds a gradient to the sum of those before it, in place; without one it is the sum.
-    fn add_to(&self, sum: &mut Option<Tensor>, grad: Tensor) -> Result<()> {
-        match sum {
-            Some(sum) if !sum.device().is_cpu() => {
-                let range = 0..sum.elem_count();
-                device::copy_gradient(&grad, sum, range, true)?;
-            }
-            Some(sum) => with_float!(sum.dtype(), T => {
-                let from = HostSlice::<T>::read(&grad)?;
-                tasks::for_each_pair(&mut HostSliceMut::<T>::write(sum)?, &from, add);
-            }, else self.unsupported()?),
-            None => *sum = Some(grad),
-        }
-        Ok(())
-    }
-
-    /// Returns this rank's shard of the mean over the ranks that share the parameters; all of the gradient if nothing is
-    /// sharded.
-    fn reduce_scatter<T: Scalar + Element>(&self, unsharded: Tensor) -> Result<Tensor> {
-        let Some(group) = &self.groups.shard else { return Ok(unsharded) };
-        let reduced = zeros_on(&[self.layout.sharded_numel()], unsharded.dtype(), &self.device)?;
-        if !device::reduce_scatter(group, &reduced, &unsharded)? {
-            let input = HostSlice::<T>::read(&unsharded)?;
-            let mut output = HostSliceMut::<T>::write(&reduced)?;
-            group.reduce_scatter(&mut output, &input, ReduceOp::Avg)?;
-            output.finish()?;
-        }
-        Ok(reduced)
-    }
-
-    /// Returns the mean of a shard over the ranks that have the same one.
-    fn all_reduce<T: Scalar + Element>(&self, reduced: Tensor) -> Result<Tensor> {
-        if let Some(group) = &self.groups.replicate
-            && !device::all_reduce(group, &reduced)?
-        {
-            let mut buffer = HostSliceMut::<T>::write(&reduced)?;
-            group.all_reduce(&mut buffer, ReduceOp::Avg)?;
-            buffer.finish()?;
-        }
-        Ok(reduced)
+        self.exchange.add_to(&mut state.grad, reduced)
     }
 }

@@ -7,14 +7,12 @@ mod whole;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Tensor};
-use fsdp_comm::{Element, ProcessGroup};
-use fsdp_flat::storage::{HostSlice, Scalar, copied_vec, refill, refill_from, release, to_device, zeroed_vec, zeros};
+use fsdp_comm::ProcessGroup;
+use fsdp_flat::storage::{release, to_device, zeros};
 use fsdp_flat::{FlatParameter, ShardedTensor, with_float};
 use fsdp_layout::FlatLayout;
-use fsdp_layout::flat::FlatEntry;
-use tracing::trace;
 
-use crate::device;
+use crate::exchange::{Ahead, Groups, Moment, UnitExchange};
 use crate::precision::cast;
 use crate::shared::Shared;
 use crate::{MixedPrecision, NnError, Result, ShardingStrategy};
@@ -24,32 +22,6 @@ pub(crate) use whole::InUse;
 
 /// torch's name of a FlatParameter within its unit.
 pub(crate) const FLAT_PARAM: &str = "_flat_param";
-
-/// The ranks that a model is spread over.
-#[derive(Debug, Clone)]
-pub(crate) struct Groups {
-    /// Ranks that each hold a shard; `None` if nothing is sharded.
-    pub(crate) shard: Option<ProcessGroup>,
-    /// Ranks that hold the same values as this one; `None` if there are no others.
-    pub(crate) replicate: Option<ProcessGroup>,
-}
-
-impl Groups {
-    /// Returns the same groups, whose collectives are told apart from those of other units: ranks that come to
-    /// different units get an error rather than each other's values.
-    fn labelled(&self, unit: &str) -> Groups {
-        let label = if unit.is_empty() { "the root unit".to_owned() } else { format!("unit {unit}") };
-        Groups {
-            shard: self.shard.as_ref().map(|group| group.with_label(&label)),
-            replicate: self.replicate.as_ref().map(|group| group.with_label(&label)),
-        }
-    }
-
-    /// Ranks that share a FlatParameter.
-    pub(crate) fn shards(&self) -> usize {
-        self.shard.as_ref().map_or(1, ProcessGroup::world_size)
-    }
-}
 
 /// The parts of a unit.
 pub(crate) struct UnitSpec {
@@ -74,24 +46,12 @@ pub(crate) struct FlatParamHandle {
     pub(crate) name: String,
     pub(crate) is_root: bool,
     pub(crate) params: Vec<Parameter>,
-    layout: FlatLayout,
-    /// The dtype of shards, reduced gradients and optimizer state.
-    dtype: DType,
-    /// The dtype in which the parameters are gathered and computed with.
-    compute_dtype: DType,
-    /// The dtype in which gradients are reduced.
-    reduce_dtype: DType,
     precision: MixedPrecision,
-    /// The device on which the parameters are computed with.
-    device: Device,
-    /// The device on which shards, reduced gradients and optimizer state live.
-    shard_device: Device,
     strategy: ShardingStrategy,
-    groups: Groups,
-    flat: Option<FlatParameter>,
+    exchange: Arc<UnitExchange>,
+    /// The collectives beside the computation; `None` where all wait for them.
+    ahead: Option<Arc<Ahead>>,
     shared: Arc<Shared>,
-    /// The number of this unit among those of the model.
-    unit: usize,
     state: Mutex<HandleState>,
 }
 
@@ -143,6 +103,7 @@ impl FlatParamHandle {
         strategy: ShardingStrategy,
         groups: &Groups,
         shared: Arc<Shared>,
+        ahead: Option<Arc<Ahead>>,
         initialize: &dyn Fn(&FlatParameter) -> Result<()>,
     ) -> Result<Self> {
         let UnitSpec { name, is_root, params, layout, dtype, precision, cpu_offload } = unit;
@@ -157,29 +118,27 @@ impl FlatParamHandle {
         let is_offloaded = cpu_offload && !device.is_cpu();
         let flat = FlatParameter::new(layout.clone(), rank, to_device(flat.shard(), &shard_device)?)?;
         shared.hold(layout.sharded_numel() * dtype.size_in_bytes());
-        let handle = FlatParamHandle {
-            unit: shared.add_unit(&name, params.iter().map(|param| param.fqn.clone()).collect()),
-            flat: (groups.shard.is_some() || compute_dtype != dtype || is_offloaded).then(|| flat.clone()),
-            groups: groups.labelled(&name),
-            name,
-            is_root,
-            params,
+        let exchange = UnitExchange {
+            number: shared.add_unit(&name, params.iter().map(|param| param.fqn.clone()).collect()),
+            name: name.clone(),
             layout,
             dtype,
             compute_dtype,
             reduce_dtype: precision.reduce.unwrap_or(compute_dtype),
-            precision,
             device,
             shard_device,
-            strategy,
-            shared,
-            state: Mutex::new(HandleState::default()),
+            groups: groups.labelled(&name),
+            flat: (groups.shard.is_some() || compute_dtype != dtype || is_offloaded).then(|| flat.clone()),
+            tensors: params.iter().map(|param| param.tensor.clone()).collect(),
         };
+        let (exchange, state) = (Arc::new(exchange), Mutex::default());
+        let handle = FlatParamHandle { name, is_root, params, precision, strategy, exchange, ahead, shared, state };
         for param in &handle.params {
             release(&param.tensor)?;
         }
-        if handle.flat.is_none() {
-            with_float!(dtype, T => handle.fill_from_flat::<T>(flat.shard())?, else handle.unsupported()?);
+        if handle.exchange.flat.is_none() {
+            let exchange = &handle.exchange;
+            with_float!(dtype, T => exchange.fill_from_flat::<T>(flat.shard())?, else exchange.unsupported()?);
             handle.set_whole(&mut handle.state(), true);
         }
         Ok(handle)
@@ -190,43 +149,39 @@ impl FlatParamHandle {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn unsupported(&self) -> Result<()> {
-        Err(NnError::Candle(candle_core::Error::UnsupportedDTypeForOp(self.dtype, "FlatParameter")))
+    pub(crate) fn layout(&self) -> &FlatLayout {
+        &self.exchange.layout
     }
 
-    pub(crate) const fn layout(&self) -> &FlatLayout {
-        &self.layout
-    }
-
-    pub(crate) const fn dtype(&self) -> DType {
-        self.dtype
+    pub(crate) fn dtype(&self) -> DType {
+        self.exchange.dtype
     }
 
     /// Returns the device on which shards, reduced gradients and optimizer state live.
-    pub(crate) const fn shard_device(&self) -> &Device {
-        &self.shard_device
+    pub(crate) fn shard_device(&self) -> &Device {
+        &self.exchange.shard_device
     }
 
     /// Returns the rank whose part of the flat layout lives here.
     pub(crate) fn shard_rank(&self) -> usize {
-        self.flat.as_ref().map_or(0, FlatParameter::rank)
+        self.exchange.flat.as_ref().map_or(0, FlatParameter::rank)
     }
 
     /// Returns `true` if this rank holds only a part of the parameters.
-    pub(crate) const fn is_sharded(&self) -> bool {
-        self.groups.shard.is_some()
+    pub(crate) fn is_sharded(&self) -> bool {
+        self.exchange.groups.shard.is_some()
     }
 
     /// Returns `true` if the parameters' storages are filled only between gather and reshard: with what other ranks hold, or
     /// with values of another dtype than this rank's own.
-    pub(crate) const fn is_gathered(&self) -> bool {
-        self.flat.is_some()
+    pub(crate) fn is_gathered(&self) -> bool {
+        self.exchange.flat.is_some()
     }
 
     /// Converts the input of a forward to the dtype of the parameters, if that is asked for.
     pub(crate) fn cast_input(&self, input: &Tensor) -> candle_core::Result<Tensor> {
         let is_cast = self.precision.cast_inputs && self.precision.param.is_some();
-        cast(input.clone(), is_cast.then_some(self.compute_dtype))
+        cast(input.clone(), is_cast.then_some(self.exchange.compute_dtype))
     }
 
     /// Converts the output of a forward.
@@ -236,7 +191,7 @@ impl FlatParamHandle {
 
     /// This rank's shard, where parameters are sharded.
     pub(crate) fn flat_shard(&self) -> Option<&Tensor> {
-        self.flat.as_ref().map(FlatParameter::shard)
+        self.exchange.flat.as_ref().map(FlatParameter::shard)
     }
 
     /// Returns torch's name of the FlatParameter: `<unit>._flat_param`.
@@ -252,13 +207,14 @@ impl FlatParamHandle {
         matches!(self.strategy, ShardingStrategy::FullShard | ShardingStrategy::HybridShard) && !self.is_root
     }
 
-    fn unsharded_bytes(&self) -> usize {
-        self.layout.numels().iter().sum::<usize>() * self.compute_dtype.size_in_bytes()
+    /// Returns what the unit's collectives need.
+    pub(crate) const fn exchange(&self) -> &Arc<UnitExchange> {
+        &self.exchange
     }
 
     /// This rank's part of parameter `param`, flat, as a view of the live memory; `None` if it has none.
     pub(crate) fn local_piece(&self, param: usize) -> Result<Option<Tensor>> {
-        match &self.flat {
+        match &self.exchange.flat {
             Some(flat) => Ok(flat.piece(param, flat.shard())?),
             None => Ok(Some(self.params[param].tensor.detach().flatten_all()?).filter(|flat| flat.elem_count() > 0)),
         }
@@ -267,7 +223,7 @@ impl FlatParamHandle {
     /// This rank's part of the reduced gradient of parameter `param`, flat.
     pub(crate) fn grad_piece(&self, param: usize) -> Result<Option<Tensor>> {
         let Some(grad) = self.grad() else { return Ok(None) };
-        match self.layout.shard_param_info(param, self.shard_rank()) {
+        match self.exchange.layout.shard_param_info(param, self.shard_rank()) {
             Some(info) => Ok(Some(grad.narrow(0, info.offset_in_shard, info.numel_in_shard)?)),
             None => Ok(None),
         }
@@ -275,7 +231,7 @@ impl FlatParamHandle {
 
     /// Returns parameter `param` as boxes of views of the live memory.
     pub(crate) fn sharded_param(&self, param: usize) -> Result<ShardedTensor> {
-        match &self.flat {
+        match &self.exchange.flat {
             Some(flat) => Ok(flat.sharded(param, flat.shard())?),
             None => Ok(ShardedTensor::from_whole(&self.params[param].tensor.detach())),
         }
@@ -358,89 +314,50 @@ impl FlatParamHandle {
 
     /// Fills the parameters' storages from all ranks' shards.
     fn gather_locked(&self, state: &mut HandleState) -> Result<()> {
-        let Some(flat) = &self.flat else { return Ok(()) };
-        if state.whole {
+        if !self.is_gathered() || state.whole {
             return Ok(());
         }
-        // Before anything moves, so that less does.
-        let shard = cast(flat.shard().clone(), Some(self.compute_dtype))?;
-        let shard = to_device(&shard, &self.device)?;
-        match &self.groups.shard {
-            Some(group) => self.gather_from(group, &shard)?,
-            None if !shard.device().is_cpu() => self.fill_from_device(&shard)?,
-            None => with_float!(self.compute_dtype, T => self.fill_from_flat::<T>(&shard)?, else self.unsupported()?),
-        }
+        let gathered = match &self.ahead {
+            Some(ahead) => ahead.gather(&self.exchange)?,
+            None => self.exchange.gather()?,
+        };
+        self.exchange.fill(gathered)?;
         self.set_whole(state, true);
         state.gathered_in = self.shared.forward();
-        self.shared.hold(self.unsharded_bytes());
-        Ok(())
-    }
-
-    /// Fills the parameters' storages from the shards of a group.
-    fn gather_from(&self, group: &ProcessGroup, shard: &Tensor) -> Result<()> {
-        trace!(unit = %self.name, "all-gather parameters");
-        match device::all_gather(group, shard)? {
-            Some(whole) => self.fill_from_device(&whole),
-            None => with_float!(self.compute_dtype, T => self.gather_typed::<T>(shard, group), else self.unsupported()),
+        self.shared.hold(self.exchange.unsharded_bytes());
+        if let Some(ahead) = &self.ahead {
+            ahead.gather_next(Moment::BeforeComputation);
         }
+        Ok(())
     }
 
     fn set_whole(&self, state: &mut HandleState, whole: bool) {
         state.whole = whole;
-        self.shared.set_whole(self.unit, whole);
-    }
-
-    fn gather_typed<T: Scalar + Element>(&self, shard: &Tensor, group: &ProcessGroup) -> Result<()> {
-        let mut values: Vec<Vec<T>> = Vec::with_capacity(self.layout.entries().len() + 1);
-        for &numel in self.layout.numels_with_padding() {
-            values.push(zeroed_vec(numel)?);
-        }
-        let right = self.layout.padded_unsharded_numel() - self.layout.unpadded_unsharded_numel();
-        values.push(zeroed_vec(right)?);
-        let mut slices: Vec<&mut [T]> = values.iter_mut().map(Vec::as_mut_slice).collect();
-        group.all_gather_into_slices(&mut slices, &HostSlice::<T>::read(shard)?)?;
-        for (entry, value) in self.layout.entries().iter().zip(values) {
-            if let FlatEntry::Param(param) = *entry {
-                refill(&self.params[param].tensor, value)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Fills the parameters' storages from a whole flat parameter on their device.
-    fn fill_from_device(&self, whole: &Tensor) -> Result<()> {
-        for (index, param) in self.params.iter().enumerate() {
-            let range = self.layout.param_range(index);
-            refill_from(&param.tensor, &whole.narrow(0, range.start, range.len())?)?;
-        }
-        Ok(())
-    }
-
-    /// Fills the parameters' storages from a whole flat parameter.
-    fn fill_from_flat<T: Scalar>(&self, flat: &Tensor) -> Result<()> {
-        let data = HostSlice::<T>::read(flat)?;
-        for (index, param) in self.params.iter().enumerate() {
-            refill(&param.tensor, copied_vec(&data[self.layout.param_range(index)])?)?;
-        }
-        Ok(())
+        self.shared.set_whole(self.exchange.number, whole);
     }
 
     /// Releases the memory of gathered parameters. No communication.
     pub(crate) fn reshard(&self) -> Result<()> {
         let mut state = self.state();
         self.check_unused(&state)?;
+        self.discard_ahead()?;
         self.release_locked(&mut state)
     }
 
+    /// Forgets what has been gathered ahead, of this unit or another.
+    fn discard_ahead(&self) -> Result<()> {
+        self.ahead.as_ref().map_or(Ok(()), |ahead| ahead.discard())
+    }
+
     fn release_locked(&self, state: &mut HandleState) -> Result<()> {
-        if self.flat.is_none() || !state.whole {
+        if !self.is_gathered() || !state.whole {
             return Ok(());
         }
         for param in &self.params {
             release(&param.tensor)?;
         }
         self.set_whole(state, false);
-        self.shared.release(self.unsharded_bytes());
+        self.shared.release(self.exchange.unsharded_bytes());
         Ok(())
     }
 
@@ -454,6 +371,7 @@ impl FlatParamHandle {
     pub(crate) fn begin_change(&self) -> Result<()> {
         let mut state = self.state();
         self.check_unused(&state)?;
+        self.discard_ahead()?;
         self.release_locked(&mut state)?;
         state.changed_at = self.shared.change();
         Ok(())

@@ -31,24 +31,25 @@ impl FlatParamHandle {
     /// Returns copies of the parameters, whole, in the dtype of the shards.
     /// Collectives: one all-gather over the shard group, none if nothing is sharded.
     pub(crate) fn gather_whole(&self) -> Result<Vec<Tensor>> {
-        let Some(flat) = &self.flat else {
+        let exchange = &self.exchange;
+        let Some(flat) = &exchange.flat else {
             return self.params.iter().map(|param| Ok(owned_copy(&param.tensor.detach())?)).collect();
         };
-        let whole = match &self.groups.shard {
+        let whole = match &exchange.groups.shard {
             None => flat.shard().clone(),
             Some(group) => match device::all_gather(group, flat.shard())? {
                 Some(whole) => whole,
-                None => with_float!(self.dtype, T => {
-                    let mut whole = zeroed_vec::<T>(self.layout.padded_unsharded_numel())?;
+                None => with_float!(exchange.dtype, T => {
+                    let mut whole = zeroed_vec::<T>(exchange.layout.padded_unsharded_numel())?;
                     group.all_gather_into(&mut whole, &HostSlice::<T>::read(flat.shard())?)?;
-                    Tensor::from_vec(whole, self.layout.padded_unsharded_numel(), &self.device)?
-                }, else return Err(candle_core::Error::UnsupportedDTypeForOp(self.dtype, "FlatParameter").into())),
+                    Tensor::from_vec(whole, exchange.layout.padded_unsharded_numel(), &exchange.device)?
+                }, else exchange.unsupported()?),
             },
         };
         let param = |(index, shape): (usize, &Vec<usize>)| {
-            let range = self.layout.param_range(index);
+            let range = exchange.layout.param_range(index);
             Ok(owned_copy(&whole.narrow(0, range.start, range.len())?.reshape(shape.as_slice())?)?)
         };
-        self.layout.shapes().iter().enumerate().map(param).collect()
+        exchange.layout.shapes().iter().enumerate().map(param).collect()
     }
 }

@@ -91,6 +91,8 @@ pub(crate) struct EntryPlan {
     pub(crate) destinations: Vec<Destination>,
     /// Entries that the algorithm needs and that were not saved.
     pub(crate) missing: Vec<&'static str>,
+    /// The names of the entries in the algorithm's order, and then of those that it does not know.
+    order: Vec<String>,
 }
 
 /// How strictly saved state is read.
@@ -123,19 +125,29 @@ impl EntryPlan {
         }
         // The algorithm tells which entries are shaped like the parameter; others are kept as they are.
         let schema: Vec<_> = algorithm.state_entries().collect();
-        let mut plan = EntryPlan { state: ParamState::default(), destinations: Vec::new(), missing: Vec::new() };
+        // In the algorithm's order, whatever order they were saved in: equal state is saved as equal bytes again.
+        let known = algorithm.entry_names();
+        let mut order: Vec<String> = first.keys().cloned().collect();
+        order.sort_by_key(|name| known.iter().position(|entry| entry == name).unwrap_or(known.len()));
+        let state = ParamState::default();
+        let mut plan = EntryPlan { state, destinations: Vec::new(), missing: Vec::new(), order };
         for name in first.keys() {
             let values: Vec<Option<&Saved>> = saved.iter().map(|entries| entries.and_then(|e| e.get(name))).collect();
             let kind = schema.iter().find(|entry| entry.name == name).map(|entry| entry.kind);
             plan.add(local, name, kind, &values, options)?;
         }
-        // In the algorithm's order, whatever order they were saved in: equal state is saved as equal bytes again.
-        let place = |name: &String| schema.iter().position(|entry| entry.name == name).unwrap_or(schema.len());
-        plan.state.entries.sort_by(|one, _, other, _| place(one).cmp(&place(other)));
+        plan.sort();
         // Entries that are made with the first gradient may be absent: there may have been no gradient yet.
         let missing = schema.iter().filter(|entry| entry.initial != Initial::FirstGradient);
         plan.missing = missing.map(|entry| entry.name).filter(|name| !first.contains_key(*name)).collect();
         Ok(Some(plan))
+    }
+
+    /// Puts the entries that are there in order.
+    fn sort(&mut self) {
+        let order = &self.order;
+        let place = |name: &String| order.iter().position(|entry| entry == name).unwrap_or(order.len());
+        self.state.entries.sort_by(|one, _, other, _| place(one).cmp(&place(other)));
     }
 
     /// Plans one entry. `values` has the saved value of each of the model's parameters.
@@ -337,6 +349,7 @@ impl EntryPlan {
             return Err(StateError::Other { message: error.to_string(), kind: ErrorKind::Difference });
         }
         self.state.entries.insert(destination.name.clone(), LocalState::Whole(to_device(&tensor, &Device::Cpu)?));
+        self.sort();
         Ok(())
     }
 

@@ -53,7 +53,7 @@ type Rename<'a> = dyn Fn(&str) -> String + 'a;
 struct Sorted {
     model: Vec<(String, usize)>,
     optim: Vec<(OptimKey, usize)>,
-    /// Keys among the optimizers' that are nothing that optimizers have.
+    /// Keys among the optimizers' that are nothing that these optimizers can take.
     unreadable: Vec<String>,
     values: Vec<usize>,
 }
@@ -290,7 +290,9 @@ impl Target for LiveTarget<'_> {
         for (position, (path, _)) in schema.iter().enumerate() {
             if let Some(inside) = self.prefixes.optim.as_ref().and_then(|prefix| below(path, prefix)) {
                 let is_parameter = |name: &str| self.parameters.contains(&(self.rename_in_optimizers)(name));
-                if let Some(key) = OptimKey::read(&inside, &is_parameter) {
+                // Without an optimizer nothing can.
+                let key = OptimKey::read(&inside, &is_parameter).filter(|_| !self.optimizers.is_empty());
+                if let Some(key) = key {
                     self.sorted.optim.push((key, position));
                     selected.push(position);
                 } else {

@@ -1,0 +1,126 @@
+//! A backend whose bytes take as long as on a network: for tests and benches of what runs beside communication.
+
+use std::cell::Cell;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::CommError;
+use crate::backend::{Backend, Plan, Planner, Round};
+
+/// A network link that is not there: what a rank gets from others comes later, as if it had crossed it. Waiting takes no
+/// processor time. See [`LocalRanks::link`](crate::LocalRanks::link).
+///
+/// ```
+/// use std::time::{Duration, Instant};
+/// use fsdp_comm::{LocalRanks, SimulatedLink};
+/// let link = SimulatedLink { latency: Duration::from_millis(2), bytes_per_second: 1_000_000 };
+/// let begun = Instant::now();
+/// LocalRanks::new(2).link(link).run(|group| {
+///     let mut both = [0u8; 20_000];
+///     group.all_gather_into(&mut both, &[1; 10_000])
+/// })?.into_iter().collect::<Result<Vec<()>, _>>()?;
+/// // 10,000 bytes from the other rank.
+/// assert!(begun.elapsed() >= Duration::from_millis(12));
+/// # Ok::<(), fsdp_comm::CommError>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SimulatedLink {
+    /// The time until the first byte arrives.
+    pub latency: Duration,
+    /// The bytes that arrive in a second after that; 0 stands for no limit.
+    pub bytes_per_second: u64,
+}
+
+impl SimulatedLink {
+    /// Returns the time that the link is taken by some bytes.
+    fn taken_by(&self, bytes: usize) -> Duration {
+        match self.bytes_per_second {
+            0 => Duration::ZERO,
+            // No overflow: the product of two numbers of 64 bits has 128.
+            rate => {
+                let nanoseconds = bytes as u128 * 1_000_000_000 / u128::from(rate);
+                Duration::from_nanos(u64::try_from(nanoseconds).unwrap_or(u64::MAX))
+            }
+        }
+    }
+}
+
+/// The link of one rank, which all its groups share.
+#[derive(Debug)]
+struct Link {
+    options: SimulatedLink,
+    /// The time at which the bytes so far have crossed it.
+    free_at: Mutex<Instant>,
+}
+
+impl Link {
+    /// Waits until some bytes have crossed the link, after those that others are sending over it.
+    fn cross(&self, bytes: usize) {
+        let arrival = {
+            let mut free_at = self.free_at.lock().unwrap_or_else(PoisonError::into_inner);
+            *free_at = (*free_at).max(Instant::now()) + self.options.taken_by(bytes);
+            *free_at + self.options.latency
+        };
+        thread::sleep(arrival.saturating_duration_since(Instant::now()));
+    }
+}
+
+/// A backend behind a simulated link.
+#[derive(Debug)]
+pub(crate) struct LinkedBackend {
+    inner: Arc<dyn Backend>,
+    link: Arc<Link>,
+}
+
+impl LinkedBackend {
+    pub(crate) fn new(inner: Arc<dyn Backend>, options: SimulatedLink) -> Self {
+        LinkedBackend { inner, link: Arc::new(Link { options, free_at: Mutex::new(Instant::now()) }) }
+    }
+
+    /// Returns the bytes that a plan reads from other ranks.
+    fn received(&self, plan: &Plan<'_>) -> usize {
+        let others = plan.from.iter().enumerate().filter(|(rank, _)| *rank != self.inner.rank());
+        others.map(|(_, range)| range.len()).sum()
+    }
+}
+
+impl Backend for LinkedBackend {
+    fn name(&self) -> &'static str {
+        self.inner.name()
+    }
+
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+
+    fn global_ranks(&self) -> &[usize] {
+        self.inner.global_ranks()
+    }
+
+    fn round<'p>(&self, round: &Round<'_>, record: &[u8], send: &[u8], plan: Planner<'p, '_>) -> Result<(), CommError> {
+        let received = Cell::new(0);
+        let planned = |records: &[&[u8]]| {
+            let plan = plan(records)?;
+            received.set(plan.as_ref().map_or(0, |plan| self.received(plan)));
+            Ok(plan)
+        };
+        self.inner.round(round, record, send, Box::new(planned))?;
+        self.link.cross(received.get());
+        Ok(())
+    }
+
+    fn subgroup(&self, round: &Round<'_>, id: u64, ranks: &[usize]) -> Result<Arc<dyn Backend>, CommError> {
+        let inner = self.inner.subgroup(round, id, ranks)?;
+        Ok(Arc::new(LinkedBackend { inner, link: Arc::clone(&self.link) }))
+    }
+
+    fn abort(&self, round: u64, error: &CommError) {
+        self.inner.abort(round, error);
+    }
+
+    #[cfg(feature = "nccl")]
+    fn device(&self) -> Option<&dyn crate::backend::DeviceTransfer> {
+        self.inner.device()
+    }
+}

@@ -1,0 +1,271 @@
+//! Collectives beside the computation: the next units are gathered before the model comes to them, and gradients of the last
+//! unit are reduced while backward goes on.
+//!
+//! All collectives of the units run on one thread, in groups of their own. They are given to it by the computation, which
+//! does the same on all ranks, so all ranks run them in the same order, however far one rank is ahead of another.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use fsdp_comm::ProcessGroup;
+use tracing::{trace, warn};
+
+use super::order::Order;
+use super::unit::{Gathered, Reduction, UnitExchange};
+use super::worker::{Ticket, Worker};
+use crate::config::{BackwardPrefetch, FsdpConfig};
+use crate::shared::Shared;
+use crate::{NnError, Result};
+
+/// The most units that are gathered ahead where [`FsdpConfig::limit_all_gathers`] does not limit them to one.
+const UNITS_AHEAD: usize = 3;
+
+/// A phase of a step, in which units come in an order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Phase {
+    Forward,
+    Backward,
+}
+
+/// The moment in the computation of a unit at which the next ones can be gathered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Moment {
+    /// The unit is whole, and is going to be computed with.
+    BeforeComputation,
+    /// The gradients of the unit have been computed, and are going to be reduced.
+    AfterComputation,
+}
+
+/// The collectives of a model that run beside its computation.
+pub(crate) struct Ahead {
+    forward_prefetch: bool,
+    backward_prefetch: Option<BackwardPrefetch>,
+    /// The most units that are gathered ahead.
+    limit: usize,
+    worker: Worker,
+    /// The ranks that gather together.
+    shard: Option<ProcessGroup>,
+    shared: Arc<Shared>,
+    /// The units by their numbers; set once all of them are made.
+    units: OnceLock<Vec<Arc<UnitExchange>>>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    phase: Option<Phase>,
+    forward: Order,
+    backward: Order,
+    /// The units that are being gathered ahead: the next ones of the order, in that order.
+    gathers: VecDeque<(usize, Ticket<Gathered>)>,
+    /// The reductions whose results nobody has taken yet. All but the last are done.
+    reductions: Vec<(usize, Ticket<Reduction>)>,
+}
+
+impl State {
+    /// Returns the order of the present phase.
+    const fn order(&mut self) -> Option<&mut Order> {
+        match self.phase {
+            Some(phase) => Some(self.order_of(phase)),
+            None => None,
+        }
+    }
+
+    const fn order_of(&mut self, phase: Phase) -> &mut Order {
+        match phase {
+            Phase::Forward => &mut self.forward,
+            Phase::Backward => &mut self.backward,
+        }
+    }
+}
+
+impl fmt::Debug for Ahead {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Ahead")
+            .field("forward_prefetch", &self.forward_prefetch)
+            .field("backward_prefetch", &self.backward_prefetch)
+            .field("limit", &self.limit)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Ahead {
+    /// Starts the thread of a model whose units are exchanged in these groups, which nobody else may use.
+    pub(crate) fn start(config: &FsdpConfig, shard: Option<ProcessGroup>, shared: Arc<Shared>) -> Result<Self> {
+        let worker = Worker::start("fsdp-collectives").map_err(candle_core::Error::Io)?;
+        Ok(Ahead {
+            forward_prefetch: config.forward_prefetch,
+            backward_prefetch: config.backward_prefetch,
+            limit: if config.limit_all_gathers { 1 } else { UNITS_AHEAD },
+            worker,
+            shard,
+            shared,
+            units: OnceLock::new(),
+            state: Mutex::default(),
+        })
+    }
+
+    /// Takes the units of the complete model, by their numbers.
+    pub(crate) fn complete(&self, units: Vec<Arc<UnitExchange>>) {
+        // A second call cannot happen: a model is completed once.
+        let _ = self.units.set(units);
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Begins a phase, which ends when the guard is dropped.
+    /// Collectives: one all-gather of a number, if the order of units has changed since the last one.
+    pub(crate) fn begin(&self, phase: Phase) -> Result<PhaseGuard<'_>> {
+        let mut state = self.state();
+        self.discard_gathers(&mut state)?;
+        // The ranks compare an order before they follow it: gathers in different orders would end the run.
+        if let Some(order) = state.order_of(phase).to_compare() {
+            let is_same = self.compare(order)?;
+            state.order_of(phase).set_compared(is_same);
+            if !is_same {
+                warn!(?phase, "ranks come to their units in different orders: units are not gathered ahead");
+            }
+        }
+        state.phase = Some(phase);
+        state.order_of(phase).begin();
+        Ok(PhaseGuard(self))
+    }
+
+    /// Returns `true` if all ranks know the same order.
+    fn compare(&self, order: &[usize]) -> Result<bool> {
+        let Some(group) = &self.shard else { return Ok(true) };
+        let group = group.with_label("the order of units");
+        let bytes: Vec<u8> = order.iter().flat_map(|unit| unit.to_le_bytes()).collect();
+        let hash = twox_hash::XxHash3_64::oneshot(&bytes);
+        let hashes = self.worker.submit(move || Ok(group.all_gather_object(&hash)?)).wait()?;
+        Ok(hashes.iter().all(|other| *other == hash))
+    }
+
+    /// Gathers a unit, or takes what has been gathered ahead.
+    /// Collectives: one all-gather over the shard group, if it has not been begun ahead.
+    pub(crate) fn gather(&self, unit: &Arc<UnitExchange>) -> Result<Gathered> {
+        let mut state = self.state();
+        if let Some(order) = state.order() {
+            order.come_to(unit.number);
+        }
+        if state.gathers.front().is_some_and(|(number, _)| *number == unit.number)
+            && let Some((_, ticket)) = state.gathers.pop_front()
+        {
+            return self.take_gathered(unit, ticket);
+        }
+        // The phase has left the known order. What was gathered ahead is of no use, on all ranks alike.
+        self.discard_gathers(&mut state)?;
+        let unit = Arc::clone(unit);
+        self.worker.submit(move || unit.gather()).wait()
+    }
+
+    fn take_gathered(&self, unit: &UnitExchange, ticket: Ticket<Gathered>) -> Result<Gathered> {
+        let gathered = ticket.wait();
+        self.shared.release(unit.unsharded_bytes());
+        gathered.map_err(|error| beside(unit, "all-gather", error))
+    }
+
+    /// Begins to gather the units that the model comes to next, as far as the options say so at this moment.
+    pub(crate) fn gather_next(&self, moment: Moment) {
+        let mut state = self.state();
+        let is_wanted = match (state.phase, moment) {
+            (Some(Phase::Forward), Moment::BeforeComputation) => self.forward_prefetch,
+            (Some(Phase::Backward), Moment::BeforeComputation) => self.backward_prefetch == Some(BackwardPrefetch::Pre),
+            (Some(Phase::Backward), Moment::AfterComputation) => self.backward_prefetch == Some(BackwardPrefetch::Post),
+            _ => false,
+        };
+        if !is_wanted {
+            return;
+        }
+        let begun = state.gathers.len();
+        let next = state.order().map_or(&[][..], |order| order.next());
+        let next: Vec<usize> = next.iter().take(self.limit).skip(begun).copied().collect();
+        for number in next {
+            let Some(unit) = self.units.get().and_then(|units| units.get(number)) else { return };
+            // It is going to be released first, and gathered again.
+            if self.shared.is_whole(number) {
+                return;
+            }
+            trace!(unit = %unit.name, "gather ahead");
+            self.shared.hold(unit.unsharded_bytes());
+            let unit = Arc::clone(unit);
+            state.gathers.push_back((number, self.worker.submit(move || unit.gather())));
+        }
+    }
+
+    /// Waits for the units that are being gathered ahead, and forgets them: their values are going to change, or the model
+    /// does not come to them.
+    pub(crate) fn discard(&self) -> Result<()> {
+        self.discard_gathers(&mut self.state())
+    }
+
+    fn discard_gathers(&self, state: &mut State) -> Result<()> {
+        let mut discarded = Ok(());
+        while let Some((number, ticket)) = state.gathers.pop_front() {
+            if let Some(unit) = self.units.get().and_then(|units| units.get(number)) {
+                discarded = discarded.and(self.take_gathered(unit, ticket).map(drop));
+            }
+        }
+        discarded
+    }
+
+    /// Reduces the gradients of a unit. In a backward that is to go on meanwhile this returns `None`, and
+    /// [`Self::take_reduced`] has the result.
+    /// Collectives: those of [`UnitExchange::reduce`].
+    pub(crate) fn reduce(&self, unit: &Arc<UnitExchange>, reduction: Reduction) -> Result<Option<Reduction>> {
+        let mut state = self.state();
+        let goes_on = state.phase == Some(Phase::Backward) && self.backward_prefetch.is_some();
+        // Gradients of two units at most are in memory: of this one, and of the one before it.
+        state.reductions.iter_mut().for_each(|(_, ticket)| ticket.finish());
+        let reduced = Arc::clone(unit);
+        let ticket = self.worker.submit(move || reduced.reduce(reduction));
+        if !goes_on {
+            return ticket.wait().map(Some);
+        }
+        state.reductions.push((unit.number, ticket));
+        Ok(None)
+    }
+
+    /// Waits for the reduction of a unit's gradients, if there is one.
+    pub(crate) fn take_reduced(&self, unit: &UnitExchange) -> Result<Option<Reduction>> {
+        let mut state = self.state();
+        let Some(at) = state.reductions.iter().position(|(number, _)| *number == unit.number) else { return Ok(None) };
+        let (_, ticket) = state.reductions.remove(at);
+        ticket.wait().map(Some).map_err(|error| beside(unit, "reduction of gradients", error))
+    }
+}
+
+/// Returns the error of a collective that ran beside the computation, which has come to something else meanwhile.
+fn beside(unit: &UnitExchange, operation: &'static str, error: NnError) -> NnError {
+    NnError::Beside { unit: unit.name.clone(), operation, error: Box::new(error) }
+}
+
+/// A phase, until this is dropped. Then nothing runs beside the computation any more.
+pub(crate) struct PhaseGuard<'a>(&'a Ahead);
+
+impl PhaseGuard<'_> {
+    /// Ends the phase after all of its units, and learns their order. Reductions may still run.
+    pub(crate) fn complete(&self) -> Result<()> {
+        let mut state = self.0.state();
+        if let Some(order) = state.order() {
+            order.learn();
+        }
+        state.phase = None;
+        self.0.discard_gathers(&mut state)
+    }
+}
+
+impl Drop for PhaseGuard<'_> {
+    fn drop(&mut self) {
+        let mut state = self.0.state();
+        state.phase = None;
+        // What is left here is of a phase that has failed, whose error is on its way already.
+        let _ = self.0.discard_gathers(&mut state);
+        for (_, ticket) in state.reductions.drain(..) {
+            let _ = ticket.wait();
+        }
+    }
+}

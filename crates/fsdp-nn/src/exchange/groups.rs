@@ -1,0 +1,46 @@
+//! The ranks that a model is spread over.
+
+use fsdp_comm::ProcessGroup;
+
+use crate::Result;
+
+/// The ranks that a model is spread over.
+#[derive(Debug, Clone)]
+pub(crate) struct Groups {
+    /// Ranks that each hold a shard; `None` if nothing is sharded.
+    pub(crate) shard: Option<ProcessGroup>,
+    /// Ranks that hold the same values as this one; `None` if there are no others.
+    pub(crate) replicate: Option<ProcessGroup>,
+}
+
+impl Groups {
+    /// Makes groups of the same ranks, whose operations cannot get mixed up with those of these groups.
+    /// Collectives: the making of as many sub-groups as there are groups.
+    pub(crate) fn twins(&self) -> Result<Groups> {
+        let twin = |group: &ProcessGroup| group.subgroup(&(0..group.world_size()).collect::<Vec<usize>>());
+        Ok(Groups {
+            shard: self.shard.as_ref().map(twin).transpose()?.flatten(),
+            replicate: self.replicate.as_ref().map(twin).transpose()?.flatten(),
+        })
+    }
+
+    /// Returns the same groups, whose collectives are told apart from those of other units: ranks that come to
+    /// different units get an error rather than each other's values.
+    pub(crate) fn labelled(&self, unit: &str) -> Groups {
+        let label = if unit.is_empty() { "the root unit".to_owned() } else { format!("unit {unit}") };
+        Groups {
+            shard: self.shard.as_ref().map(|group| group.with_label(&label)),
+            replicate: self.replicate.as_ref().map(|group| group.with_label(&label)),
+        }
+    }
+
+    /// Returns `true` if nothing is shared with other ranks.
+    pub(crate) const fn are_empty(&self) -> bool {
+        self.shard.is_none() && self.replicate.is_none()
+    }
+
+    /// Returns the number of ranks that share a FlatParameter.
+    pub(crate) fn shards(&self) -> usize {
+        self.shard.as_ref().map_or(1, ProcessGroup::world_size)
+    }
+}

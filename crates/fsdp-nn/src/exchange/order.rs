@@ -1,0 +1,107 @@
+//! The order in which a model comes to its units.
+
+/// The order of units in one phase of a step, forward or backward: learned in one step, followed in the next.
+#[derive(Debug, Default)]
+pub(super) struct Order {
+    /// The units in the order of the last complete phase.
+    known: Vec<usize>,
+    agreement: Agreement,
+    /// The units that the present phase has come to so far.
+    current: Vec<usize>,
+    /// `true` while the present phase has come to units in the known order.
+    follows: bool,
+}
+
+/// What is known of the order on other ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+enum Agreement {
+    /// The ranks have not compared their orders yet.
+    #[default]
+    Unknown,
+    Same,
+    Different,
+}
+
+impl Order {
+    /// Begins a phase.
+    pub(super) fn begin(&mut self) {
+        self.current.clear();
+        self.follows = self.agreement == Agreement::Same;
+    }
+
+    /// Returns the known order if the ranks have to compare it, before the next phase begins.
+    pub(super) fn to_compare(&self) -> Option<&[usize]> {
+        (self.agreement == Agreement::Unknown && !self.known.is_empty()).then_some(&self.known)
+    }
+
+    /// Takes the result of a comparison: `true` if all ranks know the same order.
+    pub(super) const fn set_compared(&mut self, is_same: bool) {
+        self.agreement = if is_same { Agreement::Same } else { Agreement::Different };
+    }
+
+    /// Notes that the phase comes to a unit.
+    pub(super) fn come_to(&mut self, unit: usize) {
+        self.follows &= self.known.get(self.current.len()) == Some(&unit);
+        self.current.push(unit);
+    }
+
+    /// Returns the units that the phase comes to next; none if it has left the known order.
+    pub(super) fn next(&self) -> &[usize] {
+        if self.follows { self.known.get(self.current.len()..).unwrap_or_default() } else { &[] }
+    }
+
+    /// Ends a phase that has come to its end, and learns its order. One that came to no unit says nothing.
+    pub(super) fn learn(&mut self) {
+        if !self.current.is_empty() && self.current != self.known {
+            self.known = std::mem::take(&mut self.current);
+            self.agreement = Agreement::Unknown;
+        }
+        self.current.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pass(order: &mut Order, units: &[usize]) -> Vec<Vec<usize>> {
+        order.begin();
+        let nexts = units.iter().map(|&unit| {
+            order.come_to(unit);
+            order.next().to_vec()
+        });
+        let nexts = nexts.collect();
+        order.learn();
+        nexts
+    }
+
+    #[test]
+    fn an_order_is_followed_once_all_ranks_have_the_same() {
+        let mut order = Order::default();
+        assert_eq!(order.to_compare(), None);
+        assert!(pass(&mut order, &[0, 2, 1]).concat().is_empty());
+        assert_eq!(order.to_compare(), Some(&[0, 2, 1][..]));
+        // Before the comparison nobody follows it.
+        assert!(pass(&mut order, &[0, 2, 1]).concat().is_empty());
+        order.set_compared(true);
+        assert_eq!(order.to_compare(), None);
+        assert_eq!(pass(&mut order, &[0, 2, 1]), [vec![2, 1], vec![1], vec![]]);
+    }
+
+    #[test]
+    fn a_phase_that_leaves_the_order_gets_nothing_more_and_is_learned() {
+        let mut order = Order::default();
+        pass(&mut order, &[0, 1, 2, 3]);
+        order.set_compared(true);
+        assert_eq!(pass(&mut order, &[0, 2, 3]), [vec![1, 2, 3], vec![], vec![]]);
+        assert_eq!(order.to_compare(), Some(&[0, 2, 3][..]));
+        order.set_compared(false);
+        assert!(pass(&mut order, &[0, 2, 3]).concat().is_empty());
+        assert_eq!(order.to_compare(), None, "it has been compared");
+        pass(&mut order, &[]);
+        assert_eq!(order.known, [0, 2, 3], "a phase without units says nothing");
+        // Longer than known.
+        pass(&mut order, &[0, 2, 3, 1]);
+        assert_eq!(order.known, [0, 2, 3, 1]);
+    }
+}

@@ -1,0 +1,200 @@
+//! The collectives of one unit: its parameters are gathered, and its gradients reduced.
+
+use candle_core::{DType, Device, Tensor};
+use fsdp_comm::{Element, ProcessGroup, ReduceOp};
+use fsdp_flat::storage::{
+    HostSlice, HostSliceMut, Scalar, copied_vec, refill, refill_from, to_device, zeroed_vec, zeros_on,
+};
+use fsdp_flat::{FlatParameter, with_float};
+use fsdp_layout::FlatLayout;
+use fsdp_layout::flat::FlatEntry;
+use tracing::trace;
+
+use super::groups::Groups;
+use crate::gradient::add;
+use crate::precision::cast;
+use crate::{Result, device, tasks};
+
+/// What the collectives of one unit need. None of it ever changes, so that another thread can run them.
+#[derive(Debug)]
+pub(crate) struct UnitExchange {
+    /// The number of the unit among those of the model.
+    pub(crate) number: usize,
+    pub(crate) name: String,
+    pub(crate) layout: FlatLayout,
+    /// The dtype of shards, reduced gradients and optimizer state.
+    pub(crate) dtype: DType,
+    /// The dtype in which the parameters are gathered and computed with.
+    pub(crate) compute_dtype: DType,
+    /// The dtype in which gradients are reduced.
+    pub(crate) reduce_dtype: DType,
+    /// The device on which the parameters are computed with.
+    pub(crate) device: Device,
+    /// The device on which shards, reduced gradients and optimizer state live.
+    pub(crate) shard_device: Device,
+    pub(crate) groups: Groups,
+    /// This rank's shard; `None` if the parameters' own storages are the truth.
+    pub(crate) flat: Option<FlatParameter>,
+    /// The tensors that the model computes with.
+    pub(crate) tensors: Vec<Tensor>,
+}
+
+/// Whole parameters, to be put behind the tensors of their unit.
+pub(crate) type Gathered = Box<dyn FnOnce(&UnitExchange) -> Result<()> + Send>;
+
+/// Gradients of a unit on their way to the shards.
+#[derive(Debug, Default)]
+pub(crate) struct Reduction {
+    /// Gradients of this rank's own batch, unsharded.
+    pub(crate) unsharded: Option<Tensor>,
+    /// The gradient that has been reduced over the shard group, and not yet over replicas; as long as the shard.
+    pub(crate) partial: Option<Tensor>,
+    /// The gradient that has been reduced over all ranks, in the dtype and on the device of the shards.
+    pub(crate) reduced: Option<Tensor>,
+    /// `true` if replicas reduce now.
+    pub(crate) all_reduces: bool,
+    /// The dtype in which gradients are sent, if it is another than that of the reduction.
+    pub(crate) sent_dtype: Option<DType>,
+}
+
+impl UnitExchange {
+    /// Returns the bytes of the whole parameters.
+    pub(crate) fn unsharded_bytes(&self) -> usize {
+        self.layout.numels().iter().sum::<usize>() * self.compute_dtype.size_in_bytes()
+    }
+
+    /// Returns the error of a dtype that no parameter can have.
+    pub(crate) fn unsupported<T>(&self) -> Result<T> {
+        Err(candle_core::Error::UnsupportedDTypeForOp(self.dtype, "FlatParameter").into())
+    }
+
+    /// Gathers the parameters from all ranks' shards. They reach the model's tensors with [`Self::fill`].
+    /// Collectives: one all-gather over the shard group, none if nothing is sharded.
+    pub(crate) fn gather(&self) -> Result<Gathered> {
+        let Some(flat) = &self.flat else { return Ok(Box::new(|_| Ok(()))) };
+        // Before anything moves, so that less does.
+        let shard = cast(flat.shard().clone(), Some(self.compute_dtype))?;
+        let shard = to_device(&shard, &self.device)?;
+        let Some(group) = &self.groups.shard else {
+            if !shard.device().is_cpu() {
+                return Ok(Box::new(move |unit| unit.fill_from_device(&shard)));
+            }
+            return with_float!(self.compute_dtype, T => {
+                Ok(Box::new(move |unit: &UnitExchange| unit.fill_from_flat::<T>(&shard)))
+            }, else self.unsupported());
+        };
+        trace!(unit = %self.name, "all-gather parameters");
+        match device::all_gather(group, &shard)? {
+            Some(whole) => Ok(Box::new(move |unit| unit.fill_from_device(&whole))),
+            None => {
+                with_float!(self.compute_dtype, T => self.gather_typed::<T>(&shard, group), else self.unsupported())
+            }
+        }
+    }
+
+    fn gather_typed<T: Scalar + Element>(&self, shard: &Tensor, group: &ProcessGroup) -> Result<Gathered> {
+        let mut values: Vec<Vec<T>> = Vec::with_capacity(self.layout.entries().len() + 1);
+        for &numel in self.layout.numels_with_padding() {
+            values.push(zeroed_vec(numel)?);
+        }
+        let right = self.layout.padded_unsharded_numel() - self.layout.unpadded_unsharded_numel();
+        values.push(zeroed_vec(right)?);
+        let mut slices: Vec<&mut [T]> = values.iter_mut().map(Vec::as_mut_slice).collect();
+        group.all_gather_into_slices(&mut slices, &HostSlice::<T>::read(shard)?)?;
+        Ok(Box::new(move |unit| {
+            for (entry, value) in unit.layout.entries().iter().zip(values) {
+                if let FlatEntry::Param(param) = *entry {
+                    refill(&unit.tensors[param], value)?;
+                }
+            }
+            Ok(())
+        }))
+    }
+
+    /// Puts gathered parameters behind the model's tensors. No communication.
+    pub(crate) fn fill(&self, gathered: Gathered) -> Result<()> {
+        gathered(self)
+    }
+
+    /// Fills the tensors from a whole flat parameter on their device.
+    fn fill_from_device(&self, whole: &Tensor) -> Result<()> {
+        for (index, tensor) in self.tensors.iter().enumerate() {
+            let range = self.layout.param_range(index);
+            refill_from(tensor, &whole.narrow(0, range.start, range.len())?)?;
+        }
+        Ok(())
+    }
+
+    /// Fills the tensors from a whole flat parameter.
+    pub(crate) fn fill_from_flat<T: Scalar>(&self, flat: &Tensor) -> Result<()> {
+        let data = HostSlice::<T>::read(flat)?;
+        for (index, tensor) in self.tensors.iter().enumerate() {
+            refill(tensor, copied_vec(&data[self.layout.param_range(index)])?)?;
+        }
+        Ok(())
+    }
+
+    /// Reduces gradients: those of this rank's batch over the shard group, and the sum of what that gives over replicas, if
+    /// they reduce now.
+    /// Collectives: at most one reduce-scatter and one all-reduce.
+    pub(crate) fn reduce(&self, mut reduction: Reduction) -> Result<Reduction> {
+        // One reduction of all gradients since the last one, and only then the sum with what was reduced before.
+        if let Some(unsharded) = reduction.unsharded.take() {
+            trace!(unit = %self.name, "reduce gradients");
+            let sent = cast(unsharded, reduction.sent_dtype)?;
+            let scattered =
+                with_float!(sent.dtype(), T => self.reduce_scatter::<T>(sent)?, else return self.unsupported());
+            self.add_to(&mut reduction.partial, cast(scattered, Some(self.reduce_dtype))?)?;
+        }
+        if self.groups.replicate.is_some() && !reduction.all_reduces {
+            return Ok(reduction);
+        }
+        let Some(partial) = reduction.partial.take() else { return Ok(reduction) };
+        let sent = if self.groups.replicate.is_some() { cast(partial, reduction.sent_dtype)? } else { partial };
+        let reduced = with_float!(sent.dtype(), T => self.all_reduce::<T>(sent)?, else return self.unsupported());
+        reduction.reduced = Some(to_device(&cast(reduced, Some(self.dtype))?, &self.shard_device)?);
+        Ok(reduction)
+    }
+
+    /// Adds a gradient to the sum of those before it, in place; without one it is the sum.
+    pub(crate) fn add_to(&self, sum: &mut Option<Tensor>, grad: Tensor) -> Result<()> {
+        match sum {
+            Some(sum) if !sum.device().is_cpu() => {
+                let range = 0..sum.elem_count();
+                device::copy_gradient(&grad, sum, range, true)?;
+            }
+            Some(sum) => with_float!(sum.dtype(), T => {
+                let from = HostSlice::<T>::read(&grad)?;
+                tasks::for_each_pair(&mut HostSliceMut::<T>::write(sum)?, &from, add);
+            }, else self.unsupported()?),
+            None => *sum = Some(grad),
+        }
+        Ok(())
+    }
+
+    /// Returns this rank's shard of the mean over the ranks that share the parameters; all of the gradient if nothing is
+    /// sharded.
+    fn reduce_scatter<T: Scalar + Element>(&self, unsharded: Tensor) -> Result<Tensor> {
+        let Some(group) = &self.groups.shard else { return Ok(unsharded) };
+        let reduced = zeros_on(&[self.layout.sharded_numel()], unsharded.dtype(), &self.device)?;
+        if !device::reduce_scatter(group, &reduced, &unsharded)? {
+            let input = HostSlice::<T>::read(&unsharded)?;
+            let mut output = HostSliceMut::<T>::write(&reduced)?;
+            group.reduce_scatter(&mut output, &input, ReduceOp::Avg)?;
+            output.finish()?;
+        }
+        Ok(reduced)
+    }
+
+    /// Returns the mean of a shard over the ranks that have the same one.
+    fn all_reduce<T: Scalar + Element>(&self, reduced: Tensor) -> Result<Tensor> {
+        if let Some(group) = &self.groups.replicate
+            && !device::all_reduce(group, &reduced)?
+        {
+            let mut buffer = HostSliceMut::<T>::write(&reduced)?;
+            group.all_reduce(&mut buffer, ReduceOp::Avg)?;
+            buffer.finish()?;
+        }
+        Ok(reduced)
+    }
+}

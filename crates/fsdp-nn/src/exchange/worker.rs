@@ -1,0 +1,111 @@
+//! A thread that runs the collectives of a model beside its computation.
+
+use std::io;
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::thread::{self, JoinHandle};
+
+use crate::{NnError, Result};
+
+type Job = Box<dyn FnOnce() + Send>;
+
+/// A thread that runs jobs one after the other, in the order in which they are given. It ends when this is dropped, after the
+/// jobs that it has.
+#[derive(Debug)]
+pub(super) struct Worker {
+    jobs: Option<Sender<Job>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Worker {
+    /// Starts the thread.
+    pub(super) fn start(name: &str) -> io::Result<Self> {
+        let (jobs, queue) = mpsc::channel::<Job>();
+        let run = move || queue.into_iter().for_each(|job| job());
+        let thread = thread::Builder::new().name(name.to_owned()).spawn(run)?;
+        Ok(Worker { jobs: Some(jobs), thread: Some(thread) })
+    }
+
+    /// Gives the thread a job to do after all others.
+    pub(super) fn submit<T: Send + 'static>(&self, job: impl FnOnce() -> Result<T> + Send + 'static) -> Ticket<T> {
+        let (result, receiver) = mpsc::channel();
+        // Nobody may be waiting for the result any more.
+        let job = Box::new(move || drop(result.send(job())));
+        if let Some(jobs) = &self.jobs {
+            // If the thread has ended, so has the sender of the result, which the ticket reports.
+            let _ = jobs.send(job);
+        }
+        Ticket { receiver, result: None }
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        drop(self.jobs.take());
+        if let Some(thread) = self.thread.take() {
+            // A job that has panicked has been reported by its ticket.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// The result of a job, once it is done.
+#[derive(Debug)]
+pub(super) struct Ticket<T> {
+    receiver: Receiver<Result<T>>,
+    result: Option<Result<T>>,
+}
+
+impl<T> Ticket<T> {
+    /// Waits until the job is done.
+    pub(super) fn finish(&mut self) {
+        if self.result.is_none() {
+            self.result = Some(self.receiver.recv().unwrap_or_else(|_| Err(ended())));
+        }
+    }
+
+    /// Waits for the result.
+    pub(super) fn wait(mut self) -> Result<T> {
+        self.finish();
+        self.result.unwrap_or_else(|| Err(ended()))
+    }
+}
+
+/// Returns the error of a job that will never be done, since one before it has panicked.
+fn ended() -> NnError {
+    candle_core::Error::Io(io::Error::other("the thread of the model's collectives has ended")).into()
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn jobs_run_in_order_and_their_errors_come_back() {
+        let worker = Worker::start("jobs").unwrap();
+        let (seen, order) = mpsc::channel();
+        let tickets: Vec<Ticket<usize>> = (0..4)
+            .map(|k| {
+                let seen = seen.clone();
+                worker.submit(move || {
+                    seen.send(k).unwrap();
+                    if k == 2 { Err(NnError::Swapped) } else { Ok(k) }
+                })
+            })
+            .collect();
+        let results: Vec<Result<usize>> = tickets.into_iter().map(Ticket::wait).collect();
+        assert!(matches!(results.as_slice(), [Ok(0), Ok(1), Err(NnError::Swapped), Ok(3)]));
+        drop(seen);
+        assert_eq!(order.into_iter().collect::<Vec<usize>>(), [0, 1, 2, 3]);
+    }
+
+    #[test]
+    fn nobody_waits_for_a_thread_that_has_panicked() {
+        let worker = Worker::start("jobs").unwrap();
+        let panics: Ticket<()> = worker.submit(|| panic!("a job panics"));
+        let error = panics.wait().unwrap_err();
+        assert!(error.to_string().contains("has ended"), "{error}");
+        let after = worker.submit(|| Ok(1));
+        assert!(after.wait().is_err());
+    }
+}
