@@ -384,6 +384,16 @@ impl From<OptimStateError> for NnError {
     }
 }
 
+impl From<NnError> for StateError {
+    /// Passes an error through the traits of sources and targets, which know only the errors of state dicts.
+    fn from(error: NnError) -> Self {
+        match error {
+            NnError::State(error) => error,
+            error => StateError::Other { message: error.to_string(), kind: error.kind() },
+        }
+    }
+}
+
 /// The result of this crate's functions.
 pub type Result<T, E = NnError> = std::result::Result<T, E>;
 

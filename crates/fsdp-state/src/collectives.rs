@@ -6,7 +6,7 @@ use fsdp_flat::{FlatError, LocalShard, ShardedTensor, storage};
 use fsdp_layout::{KeyPath, TensorBox};
 use indexmap::IndexMap;
 
-use crate::engine::{DictSource, DictTarget, LoadOptions, Whole, load_state};
+use crate::engine::{BoxesOn, DictSource, DictTarget, LoadError as _, LoadOptions, Whole, load_state};
 use crate::keep_on::KeepOn;
 use crate::{IterateOptions, Keep, LoadReport, StateDict, StateError, StateValue, get_element_mut, iterate_state_dict};
 
@@ -64,7 +64,7 @@ pub fn gather_state_dict(
         values.insert(path.clone(), value);
         Ok(())
     };
-    gather("gather_state_dict", state, group, options, &mut collect)?;
+    gather("gather_state_dict", state, group, options, None, &mut collect)?;
     // The structure is this rank's own, with the gathered values in their places.
     let structure =
         IterateOptions { keep_on: options.keep_on.clone(), rank: group.rank(), ..IterateOptions::default() };
@@ -91,36 +91,30 @@ pub fn gather_state_dict_into(
     options: &GatherOptions,
     mut sink: impl FnMut(&KeyPath, StateValue) -> Result<(), StateError>,
 ) -> Result<(), StateError> {
-    gather("gather_state_dict_into", state, group, options, &mut sink)
+    gather("gather_state_dict_into", state, group, options, None, &mut sink)
 }
 
-fn gather(
+/// Gathers as [`gather_state_dict_into`], for other functions: `operation` is their name in errors. Ranks need not tell
+/// each other their boxes if `boxes_on` computes which boxes of a value a rank has.
+///
+/// # Errors
+/// The same as [`gather_state_dict_into`].
+pub fn gather(
     operation: &'static str,
     state: &StateDict,
     group: &ProcessGroup,
     options: &GatherOptions,
+    boxes_on: Option<&BoxesOn<'_>>,
     sink: &mut dyn FnMut(&KeyPath, StateValue) -> Result<(), StateError>,
 ) -> Result<(), StateError> {
     let (rank, world_size) = (group.rank(), group.world_size());
     let opened = DictSource::on_every_rank(state).and_then(|source| {
         Ok((source, Whole::new(state, rank, world_size, &options.keep_on, options.device.clone(), sink)?))
     });
-    let (mut source, mut target) = opened_everywhere(operation, group, opened)?;
+    let (source, mut target) = opened.or_else(|error| StateError::refuse(group, operation, error))?;
+    let mut source = source.with_boxes_on(boxes_on);
     load_state::<_, _, StateError>(operation, group, &mut source, &mut target, &LoadOptions::default())?;
     Ok(())
-}
-
-/// Returns what this rank has opened. If a rank cannot open its source or target, the call fails on every rank.
-fn opened_everywhere<T>(
-    operation: &'static str,
-    group: &ProcessGroup,
-    opened: Result<T, StateError>,
-) -> Result<T, StateError> {
-    match opened {
-        Ok(opened) => Ok(opened),
-        // The other ranks go on to the agreement in `load_state`. This rank takes part in it, to tell them its error.
-        Err(error) => Ok(group.agree_on::<T, _>(operation, 0, Err(error))?),
-    }
 }
 
 /// Returns one tensor whole on every rank. It is on `device`; without one it is where this rank's part is, or on the
@@ -164,7 +158,7 @@ fn gather_one(
 ) -> Result<Option<Tensor>, StateError> {
     let state: StateDict = [("tensor", StateValue::Sharded(tensor.clone()))].into_iter().collect();
     let mut whole = None;
-    gather(operation, &state, group, &GatherOptions { keep_on, device: device.cloned() }, &mut |_, value| {
+    gather(operation, &state, group, &GatherOptions { keep_on, device: device.cloned() }, None, &mut |_, value| {
         whole = value.as_tensor().cloned();
         Ok(())
     })?;
@@ -240,7 +234,7 @@ fn broadcast(
 ) -> Result<(StateDict, LoadReport), StateError> {
     let mut source = DictSource::on_rank(group, operation, root, full)?;
     let target = DictTarget::new(local, options.device.clone(), format!("from rank {root}, "));
-    let mut target = opened_everywhere(operation, group, target)?;
+    let mut target = target.or_else(|error| StateError::refuse(group, operation, error))?;
     let report = load_state::<_, _, StateError>(operation, group, &mut source, &mut target, options)?;
     Ok((target.into_state(), report))
 }
@@ -327,7 +321,7 @@ fn redistribute(
 ) -> Result<(StateDict, LoadReport), StateError> {
     let opened = DictSource::on_every_rank(state)
         .and_then(|source| Ok((source, DictTarget::new(local, options.device.clone(), String::new())?)));
-    let (mut source, mut target) = opened_everywhere(operation, group, opened)?;
+    let (mut source, mut target) = opened.or_else(|error| StateError::refuse(group, operation, error))?;
     let report = load_state::<_, _, StateError>(operation, group, &mut source, &mut target, options)?;
     Ok((target.into_state(), report))
 }
@@ -383,7 +377,7 @@ fn reshard(
     tensors: &[Reshard<'_>],
     group: &ProcessGroup,
 ) -> Result<Vec<ShardedTensor>, StateError> {
-    let (state, local) = opened_everywhere(operation, group, as_state_dicts(tensors))?;
+    let (state, local) = as_state_dicts(tensors).or_else(|error| StateError::refuse(group, operation, error))?;
     let (mut loaded, _) = redistribute(operation, &state, &local, group, &LoadOptions::default())?;
     let mut resharded = Vec::with_capacity(tensors.len());
     for tensor in tensors {

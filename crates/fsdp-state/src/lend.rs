@@ -57,6 +57,20 @@ impl Memory {
         Memory::Tensors(ShardedTensor::from_whole(tensor))
     }
 
+    /// Returns the memory of a live value, to be filled where it is. A raw tensor cannot be changed, and gets fresh memory;
+    /// a value that is no tensor has none.
+    ///
+    /// # Errors
+    /// [`FlatError::OutOfMemory`].
+    pub fn live(value: &StateValue) -> Result<Self, StateError> {
+        match value {
+            StateValue::Tensor(tensor) => Ok(Self::of_tensor(tensor)),
+            StateValue::Sharded(tensor) => Ok(Memory::Tensors(tensor.clone())),
+            StateValue::Raw(tensor) => Self::raw(tensor.dtype(), tensor.shape()),
+            _ => Self::raw(DType::U8, &[0]),
+        }
+    }
+
     /// Returns the candle tensors, one for each box; none for raw memory.
     #[must_use]
     pub fn tensors(&self) -> Vec<Tensor> {

@@ -45,8 +45,8 @@ pub mod traverse;
 
 pub use collectives::{
     GatherOptions, Reshard, all_gather_sharded_tensor, broadcast_state_dict, broadcast_tensors, distribute_state_dict,
-    distribute_tensors, gather_sharded_tensor, gather_state_dict, gather_state_dict_into, reshard_sharded_tensor,
-    reshard_sharded_tensors, reshard_state_dict,
+    distribute_tensors, gather, gather_sharded_tensor, gather_state_dict, gather_state_dict_into,
+    reshard_sharded_tensor, reshard_sharded_tensors, reshard_state_dict,
 };
 pub use copy::{check_state_dict_similarity, copy_state_dict, create_cpu_state_dict};
 pub use digest::digest_state_dict;

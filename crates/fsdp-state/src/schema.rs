@@ -3,8 +3,8 @@
 use std::cmp::Ordering;
 use std::fmt;
 
-use fsdp_flat::dtype;
 use fsdp_flat::storage::is_released;
+use fsdp_flat::{FlatError, dtype};
 use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::{DType, KeyPath, PathPart};
 use serde::{Deserialize, Serialize};
@@ -33,19 +33,17 @@ pub enum Leaf {
     },
 }
 
-fn freed(shape: &[usize]) -> StateError {
-    fsdp_flat::FlatError::Freed { shape: shape.to_vec() }.into()
-}
-
 impl Leaf {
     pub(crate) fn of(key: &KeyPath, value: &StateValue) -> Result<Leaf, StateError> {
         let leaf = match value {
-            StateValue::Tensor(tensor) if is_released(tensor) => return Err(freed(tensor.dims())),
+            StateValue::Tensor(tensor) if is_released(tensor) => {
+                return Err(FlatError::Freed { shape: tensor.dims().to_vec() }.into());
+            }
             StateValue::Tensor(tensor) => Leaf::Whole { dtype: dtype::of(tensor)?, shape: tensor.dims().to_vec() },
             StateValue::Raw(tensor) => Leaf::Whole { dtype: tensor.dtype(), shape: tensor.shape().to_vec() },
             StateValue::Sharded(tensor) => {
                 if tensor.shards().iter().any(|shard| is_released(&shard.tensor)) {
-                    return Err(freed(tensor.shape()));
+                    return Err(FlatError::Freed { shape: tensor.shape().to_vec() }.into());
                 }
                 Leaf::Sharded { dtype: tensor.file_dtype()?, shape: tensor.shape().to_vec() }
             }
@@ -66,6 +64,11 @@ impl Leaf {
             Leaf::Plain => None,
             Leaf::Whole { dtype, shape } | Leaf::Sharded { dtype, shape } => Some((*dtype, shape)),
         }
+    }
+
+    /// Returns dtype and shape for a report: `float32 [2, 3]`.
+    pub(crate) fn describe(&self) -> String {
+        self.tensor().map_or_else(|| self.to_string(), |(dtype, shape)| format!("{dtype} {shape:?}"))
     }
 
     /// Returns `true` for a sharded tensor.

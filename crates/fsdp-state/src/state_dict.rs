@@ -196,6 +196,15 @@ impl StateValue {
         }
     }
 
+    /// Returns the dtype of a candle tensor, whole or sharded; `None` for other values.
+    pub(crate) fn candle_dtype(&self) -> Option<candle_core::DType> {
+        match self {
+            StateValue::Tensor(tensor) => Some(tensor.dtype()),
+            StateValue::Sharded(tensor) => Some(tensor.dtype()),
+            _ => None,
+        }
+    }
+
     /// Returns the name of the value's kind, for messages.
     #[must_use]
     pub const fn kind(&self) -> &'static str {

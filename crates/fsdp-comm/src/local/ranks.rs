@@ -31,6 +31,26 @@ where
     LocalRanks::new(world_size).run(f)
 }
 
+impl ProcessGroup {
+    /// Returns a group of the calling rank alone. Its collectives wait for nobody. With it a rank runs a collective
+    /// function on what it has itself.
+    ///
+    /// ```
+    /// use fsdp_comm::{CommError, ProcessGroup};
+    /// let group = ProcessGroup::alone();
+    /// assert_eq!((group.rank(), group.world_size()), (0, 1));
+    /// assert_eq!(group.all_gather_object(&7)?, [7]);
+    /// # Ok::<(), CommError>(())
+    /// ```
+    #[must_use]
+    pub fn alone() -> Self {
+        let hub = Arc::new(Hub::default());
+        let group = hub.group(0, &[0]);
+        let membership = Arc::new(Membership { hub, rank: 0 });
+        ProcessGroup::new(Arc::new(LocalBackend { membership, group, rank: 0 }))
+    }
+}
+
 /// The options of [`run_local`].
 ///
 /// ```

@@ -6,7 +6,7 @@ use candle_core::Tensor;
 use fsdp_flat::storage::{HostSlice, HostSliceMut, to_device, zeros};
 use fsdp_flat::{ShardedTensor, with_float};
 use fsdp_layout::PlainValue;
-use fsdp_state::StateValue;
+use fsdp_state::{StateDict, StateValue};
 use indexmap::IndexMap;
 
 use crate::Result;
@@ -100,6 +100,12 @@ impl LocalParam {
         self.numel == 0 && self.params().into_iter().any(|param| self.handle.layout().numels()[param] > 0)
     }
 
+    /// Returns the same parameter without any state.
+    pub(crate) fn without_state(&self) -> Self {
+        let (handle, segments) = (Arc::clone(&self.handle), self.segments.clone());
+        LocalParam { handle, is_flat: self.is_flat, segments, numel: self.numel, state: None }
+    }
+
     /// This rank's piece of an entry of the live state, if there is one.
     pub(crate) fn live_piece(&self, name: &str) -> Option<&Tensor> {
         match self.state.as_ref()?.entries.get(name)? {
@@ -108,11 +114,12 @@ impl LocalParam {
         }
     }
 
-    /// The state as a local state dict has it, as views.
-    pub(crate) fn local_entries(&self, state: &ParamState) -> Result<Vec<(String, StateValue)>> {
-        let mut entries = Vec::new();
+    /// Returns the state as a local state dict has it, as views; `None` if there is none.
+    pub(crate) fn local_entries(&self) -> Result<Option<StateDict>> {
+        let Some(state) = &self.state else { return Ok(None) };
+        let mut entries = StateDict::new();
         if let Some(step) = state.step {
-            entries.push(("step".to_owned(), Tensor::new(step, &candle_core::Device::Cpu)?.into()));
+            entries.insert("step", Tensor::new(step, &candle_core::Device::Cpu)?);
         }
         for (name, value) in &state.entries {
             let value = match value {
@@ -120,9 +127,9 @@ impl LocalParam {
                 LocalState::Whole(tensor) => StateValue::Tensor(tensor.clone()),
                 LocalState::Plain(value) => StateValue::Plain(value.clone()),
             };
-            entries.push((name.clone(), value));
+            entries.insert(name.as_str(), value);
         }
-        Ok(entries)
+        Ok(Some(entries))
     }
 
     pub(crate) fn segment(&self, param: usize) -> Segment {

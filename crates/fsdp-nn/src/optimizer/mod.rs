@@ -267,6 +267,10 @@ impl Optimizer {
         &self.locals
     }
 
+    pub(crate) fn locals_mut(&mut self) -> &mut [LocalParam] {
+        &mut self.locals
+    }
+
     /// Returns the position of the local parameter that holds `fqn`: its id in a state dict.
     pub(crate) fn local_index(&self, fqn: &str) -> Option<usize> {
         self.local_of.get(self.parameters.canonical_fqn(fqn)).copied()
@@ -420,6 +424,33 @@ impl Optimizer {
     /// Returns the local parameters of a group.
     pub(crate) fn params_of_group(&self, group: usize) -> &[usize] {
         &self.groups[group].params
+    }
+
+    /// Returns an optimizer of the same parameters and groups without any state. A load fills it, and it then takes the place
+    /// of this one or becomes a state dict.
+    pub(crate) fn without_state(&self) -> Self {
+        Optimizer {
+            parameters: Arc::clone(&self.parameters),
+            groups: self.groups.clone(),
+            locals: self.locals.iter().map(LocalParam::without_state).collect(),
+            local_of: self.local_of.clone(),
+            group_of_local: self.group_of_local.clone(),
+            user_state: StateDict::new(),
+        }
+    }
+
+    /// Returns an optimizer of one of the local parameters alone, without any state.
+    pub(crate) fn of_local(&self, local: usize) -> Self {
+        let group = &self.groups[self.group_of_local[local]];
+        let fqns = self.locals[local].fqns();
+        Optimizer {
+            parameters: Arc::clone(&self.parameters),
+            local_of: fqns.iter().map(|fqn| (fqn.clone(), 0)).collect(),
+            groups: vec![ParamGroup { fqns, params: vec![0], ..group.clone() }],
+            locals: vec![self.locals[local].without_state()],
+            group_of_local: vec![0],
+            user_state: StateDict::new(),
+        }
     }
 
     /// Returns the state under keys that are no parameter's.

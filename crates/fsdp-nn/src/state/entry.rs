@@ -1,19 +1,21 @@
 //! Plans how the saved state of a parameter, or of a FlatParameter, becomes an optimizer's state entries, and lends the
-//! memory for them. Nothing else writes state entries.
+//! memory for them. Nothing else reads saved entries.
 
 use std::collections::BTreeSet;
 
 use candle_core::{Device, Tensor};
-use fsdp_flat::storage::{HostBytes, to_device, zeros_on};
-use fsdp_flat::{ShardedTensor, dtype};
-use fsdp_layout::{DType, ErrorKind, Failure as _, PlainValue, TensorBox};
-use fsdp_state::{Memory, StateDict, StateError, StateValue};
+use fsdp_flat::dtype;
+use fsdp_flat::storage::{HostBytes, zeros_on};
+use fsdp_layout::{DType, PlainValue, TensorBox};
+use fsdp_state::engine::Wanted;
+use fsdp_state::{Memory, StateError, StateValue};
 use indexmap::IndexMap;
 
 use super::OptimStateError;
-use crate::Result;
 use crate::algorithm::{Algorithm, Initial, StateKind};
 use crate::optimizer::{LocalParam, LocalState, ParamState};
+use crate::parameters::ShardedParameters;
+use crate::{NnError, Result};
 
 /// One saved state entry of one parameter.
 #[derive(Debug, Clone)]
@@ -76,12 +78,33 @@ pub(crate) type SavedEntries = IndexMap<String, Saved>;
 #[derive(Debug, Clone)]
 pub(crate) struct Destination {
     pub(crate) position: usize,
-    /// The shape and dtype of the tensor there.
-    pub(crate) shape: Vec<usize>,
-    pub(crate) dtype: DType,
-    pub(crate) name: String,
+    /// The shape of the tensor in the source.
+    shape: Vec<usize>,
+    /// The dtype that it becomes.
+    pub(crate) becomes: DType,
+    name: String,
     /// The parameter, by its position in the unit; `None` for a tensor whose shape is not its parameter's.
-    pub(crate) param: Option<usize>,
+    param: Option<usize>,
+}
+
+impl Destination {
+    /// Returns `true` if the tensor is shaped like its parameter. Only such tensors may go to the live state's memory.
+    pub(crate) const fn may_be_live(&self) -> bool {
+        self.param.is_some()
+    }
+
+    /// Returns the boxes that a rank of the model's group wants of the tensor.
+    pub(crate) fn boxes_on(
+        &self,
+        local: &LocalParam,
+        parameters: &ShardedParameters,
+        rank: usize,
+    ) -> Result<Vec<TensorBox>> {
+        match self.param {
+            Some(param) => parameters.boxes_on(&local.handle.params[param].fqn, rank),
+            None => Ok(vec![TensorBox::whole(&self.shape)]),
+        }
+    }
 }
 
 /// The state of one local parameter on its way in: complete once all its tensors are filled.
@@ -100,8 +123,6 @@ pub(crate) struct EntryPlan {
 pub(crate) struct EntryOptions {
     /// `true` if parameters of a FlatParameter may lack state that others of it have.
     pub(crate) allow_missing: bool,
-    /// `true` if tensors go to the memory of the live state, where it has the same entry.
-    pub(crate) in_place: bool,
     /// `true` if tensors of another dtype than the parameter are converted.
     pub(crate) cast: bool,
 }
@@ -234,7 +255,8 @@ impl EntryPlan {
             }
         }
         if wrong.is_some() && !is_like && is_shared(values) {
-            return self.add_whole(name, values);
+            self.add_whole(name, values);
+            return Ok(());
         }
         if dtypes.len() > 1 {
             let dtypes = dtypes.iter().map(DType::to_string).collect();
@@ -259,25 +281,21 @@ impl EntryPlan {
             }
             .into());
         }
+        // Entries like the parameter take its dtype; others keep the one that was saved.
         let becomes = if is_like { expected } else { dtype::to_candle(found)? };
         // Fill the live memory only if the values cover all of it. What is not covered must become zero, so it needs
         // new memory.
-        let live = local.live_piece(name).filter(|live| options.in_place && live.dtype() == becomes);
+        let live = local.live_piece(name).filter(|live| live.dtype() == becomes);
         let flat = match live.filter(|_| values.iter().all(Option::is_some)) {
             Some(live) => live.clone(),
             None => zeros_on(&[local.numel], becomes, local.handle.shard_device())?,
         };
         self.state.entries.insert(name.to_owned(), LocalState::Piece(flat));
+        let becomes = dtype::from_candle(becomes).unwrap_or(found);
         for (param, value) in params.into_iter().zip(values) {
-            if let Some(Saved::Tensor { position, dtype, shape }) = value {
-                let (position, shape, dtype) = (*position, shape.clone(), *dtype);
-                self.destinations.push(Destination {
-                    position,
-                    shape,
-                    dtype,
-                    name: name.to_owned(),
-                    param: Some(param),
-                });
+            if let Some(Saved::Tensor { position, shape, .. }) = value {
+                let (position, shape, param, name) = (*position, shape.clone(), Some(param), name.to_owned());
+                self.destinations.push(Destination { position, shape, becomes, name, param });
             }
         }
         Ok(())
@@ -285,14 +303,13 @@ impl EntryPlan {
 
     /// Plans a tensor whose shape is not its parameter's. A FlatParameter has one such tensor, and all its parameters
     /// must have saved the same.
-    fn add_whole(&mut self, name: &str, values: &[Option<&Saved>]) -> Result<()> {
+    fn add_whole(&mut self, name: &str, values: &[Option<&Saved>]) {
         for value in values.iter().flatten() {
             if let Saved::Tensor { position, dtype, shape } = value {
-                let (position, shape, dtype) = (*position, shape.clone(), *dtype);
-                self.destinations.push(Destination { position, shape, dtype, name: name.to_owned(), param: None });
+                let (position, shape, becomes, name) = (*position, shape.clone(), *dtype, name.to_owned());
+                self.destinations.push(Destination { position, shape, becomes, name, param: None });
             }
         }
-        Ok(())
     }
 
     /// Adds the scalars of parameter `fqn`, which must be the same on all ranks, as text under `state.<fqn>.<entry>`.
@@ -310,73 +327,36 @@ impl EntryPlan {
         }
     }
 
-    /// Returns the memory that a tensor goes to.
-    pub(crate) fn memory(&self, local: &LocalParam, destination: &Destination) -> Result<Memory, StateError> {
-        let Some(param) = destination.param else {
-            let whole = [TensorBox::whole(&destination.shape)];
-            return Memory::fresh(destination.dtype, &destination.shape, &whole);
-        };
-        match self.state.entries.get(&destination.name) {
-            Some(LocalState::Piece(flat)) => match local.sharded_piece(flat, param) {
-                Ok(piece) => Ok(Memory::Tensors(piece)),
-                Err(error) => Err(StateError::Other { message: error.to_string(), kind: error.kind() }),
-            },
-            _ => Memory::fresh(destination.dtype, &[0], &[]),
+    /// Returns the memory that the tensor of a destination goes to.
+    pub(crate) fn memory(&self, local: &LocalParam, at: usize, wanted: &Wanted) -> Result<Memory, StateError> {
+        let Destination { name, param, .. } = &self.destinations[at];
+        match (param, self.state.entries.get(name)) {
+            (Some(param), Some(LocalState::Piece(flat))) => Ok(Memory::Tensors(local.sharded_piece(flat, *param)?)),
+            _ => Memory::fresh(wanted.dtype, &wanted.shape, &wanted.boxes),
         }
     }
 
     /// Takes filled memory back. A tensor whose shape is not its parameter's becomes an entry here; all parameters of a
     /// FlatParameter must bring the same. Other tensors are in their place already.
-    pub(crate) fn filled(
-        &mut self,
-        local: &LocalParam,
-        destination: &Destination,
-        memory: Memory,
-    ) -> Result<(), StateError> {
-        if destination.param.is_some() {
+    pub(crate) fn filled(&mut self, local: &LocalParam, at: usize, memory: Memory) -> Result<(), StateError> {
+        let Destination { name, param, .. } = &self.destinations[at];
+        if param.is_some() {
             return Ok(());
         }
         let StateValue::Tensor(tensor) = memory.into_value(true, &Device::Cpu)? else { return Ok(()) };
-        if let Some(LocalState::Whole(first)) = self.state.entries.get(&destination.name)
+        if let Some(LocalState::Whole(first)) = self.state.entries.get(name)
             && *HostBytes::read(first)? != *HostBytes::read(&tensor)?
         {
             let error = OptimStateError::DifferingScalars {
-                name: destination.name.clone(),
+                name: name.clone(),
                 values: vec!["tensors with other elements".to_owned()],
                 dtypes: vec![tensor.dtype().as_str().to_owned()],
                 fqns: local.fqns(),
             };
-            return Err(StateError::Other { message: error.to_string(), kind: ErrorKind::Difference });
+            return Err(NnError::from(error).into());
         }
-        self.state.entries.insert(destination.name.clone(), LocalState::Whole(to_device(&tensor, &Device::Cpu)?));
+        self.state.entries.insert(name.clone(), LocalState::Whole(tensor));
         self.sort();
-        Ok(())
-    }
-
-    /// Fills all destinations from values that are on this rank. No communication.
-    ///
-    /// `values` has the saved entries of each of the model's parameters that `local` is made of. They must cover this
-    /// rank's boxes.
-    pub(crate) fn fill(&mut self, local: &LocalParam, values: &[Option<&StateDict>]) -> Result<()> {
-        let destinations = std::mem::take(&mut self.destinations);
-        for destination in destinations {
-            // A destination without a parameter is one tensor for all of them, so take it from the first that has it.
-            let of_param = local.params().iter().position(|param| Some(*param) == destination.param);
-            let value = of_param.map_or_else(
-                || values.iter().flatten().find_map(|state| state.get(&destination.name)),
-                |at| values[at].and_then(|state| state.get(&destination.name)),
-            );
-            let values = match value {
-                Some(StateValue::Sharded(values)) => values.clone(),
-                Some(StateValue::Tensor(tensor)) => ShardedTensor::from_whole(&tensor.contiguous()?),
-                _ => continue,
-            };
-            let memory = self.memory(local, &destination)?;
-            if let Memory::Tensors(target) = &memory {
-                crate::parameters::write_boxes(&values, target)?;
-            }
-            self.filled(local, &destination, memory)?;
-        }
         Ok(())
     }
 }

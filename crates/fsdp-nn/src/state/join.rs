@@ -2,16 +2,18 @@
 //!
 //! Every rank learns what all ranks have, and then computes the same result from it, or the same error.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
+use candle_core::{Device, Tensor};
 use fsdp_comm::ProcessGroup;
 use fsdp_flat::ShardedTensor;
-use fsdp_layout::{KeyPath, PathPart, PlainValue};
-use fsdp_state::{GatherOptions, Leaf, Schema, StateDict, StateValue, gather_state_dict};
+use fsdp_layout::{DType, PlainValue};
+use fsdp_state::{GatherOptions, StateDict, StateValue, gather_state_dict};
 use serde::{Deserialize, Serialize};
 
 use super::OptimStateError;
 use super::agree::agree;
+use super::entry::Saved;
 use super::local::{LocalStates, portable_state};
 use crate::optimizer::Optimizer;
 use crate::{NnError, Result};
@@ -68,11 +70,64 @@ pub(crate) fn resolve_keys(
 struct Brought {
     /// The local parameters of which it has state, and how many elements of each it has.
     keys: Vec<(OptimStateKey, usize)>,
-    /// Their states by the model's names.
-    schema: Schema,
-    /// The small values among them.
-    small: Vec<Option<PlainValue>>,
+    /// The states of the model's parameters that they are made of, entries by name.
+    states: Vec<(String, BTreeMap<String, Entry>)>,
 }
+
+/// An entry of a state, without its elements.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+enum Entry {
+    /// A small value, as it is.
+    Small(PlainValue),
+    /// A tensor of a shape of its own, which each rank has whole.
+    Whole(DType, Vec<usize>),
+    /// The boxes of a tensor that is shaped like its parameter.
+    Boxes(DType, Vec<usize>),
+}
+
+impl Entry {
+    fn of(value: &StateValue) -> Result<Self> {
+        Ok(match value {
+            StateValue::Sharded(tensor) => Entry::Boxes(tensor.file_dtype()?, tensor.shape().to_vec()),
+            StateValue::Tensor(tensor) if tensor.elem_count() != 1 => {
+                Entry::Whole(fsdp_flat::dtype::of(tensor)?, tensor.dims().to_vec())
+            }
+            value => Entry::Small(value.to_object()?.unwrap_or(PlainValue::None)),
+        })
+    }
+
+    fn is_same(&self, other: &Entry) -> bool {
+        match (self, other) {
+            (Entry::Small(a), Entry::Small(b)) => a.same_bits(b),
+            (a, b) => a == b,
+        }
+    }
+
+    /// Returns the value of a rank that lacks the entry: the small one, or a tensor without boxes.
+    fn value_without_elements(&self) -> Result<StateValue> {
+        Ok(match self {
+            Entry::Small(PlainValue::Tensor(tensor)) => {
+                let dtype = fsdp_flat::dtype::to_candle(tensor.dtype)?;
+                Tensor::from_raw_buffer(&tensor.data, dtype, &tensor.shape, &Device::Cpu)?.into()
+            }
+            Entry::Small(value) => value.clone().into(),
+            Entry::Whole(dtype, shape) | Entry::Boxes(dtype, shape) => {
+                ShardedTensor::new(fsdp_flat::dtype::to_candle(*dtype)?, shape.clone(), Vec::new())?.into()
+            }
+        })
+    }
+
+    /// Returns the value, or its dtype and shape, for messages.
+    fn describe(&self) -> Result<String> {
+        Ok(match self {
+            Entry::Small(_) => Saved::Scalar(self.value_without_elements()?).describe(),
+            Entry::Whole(dtype, shape) | Entry::Boxes(dtype, shape) => format!("{dtype} {shape:?}"),
+        })
+    }
+}
+
+/// The entries of one parameter on the ranks that have state of it: their positions in the group, and the entries.
+type Holders<'a> = Vec<(usize, &'a BTreeMap<String, Entry>)>;
 
 /// Returns the states of all parameters that some rank has state for, with the same keys on every rank:
 /// `{fqn: {entry: value}}`. Tensors like parameters are this rank's boxes, as views.
@@ -88,14 +143,10 @@ pub(crate) fn join<'a>(
     operation: &'static str,
     local: Result<LocalStates<'a>>,
 ) -> Result<(StateDict, LocalStates<'a>)> {
-    let parameters = optimizer.parameters();
-    let brought = local.and_then(|local| {
-        let (brought, own) = bring(optimizer, &local)?;
-        Ok((brought, (own, local)))
-    });
+    let brought = local.and_then(|local| Ok((bring(optimizer, &local)?, local)));
     // A rank with an error brings `None`. The others then take part in an agreement, which gives all ranks the error.
     let (brought, own) = match brought {
-        Ok((brought, own)) => (Some(brought), Ok(own)),
+        Ok(((brought, own), local)) => (Some(brought), Ok((own, local))),
         Err(error) => (None, Err(error)),
     };
     let all: Vec<Option<Brought>> = group.all_gather_object(&brought)?;
@@ -105,33 +156,46 @@ pub(crate) fn join<'a>(
     let (own, local) = own?;
     let all: Vec<Brought> = all.into_iter().flatten().collect();
     // From here on every rank computes from what all ranks brought, so all meet the same errors.
-    let merge_keys = parameters.use_orig_params();
+    let merge_keys = optimizer.parameters().use_orig_params();
     let keys: Vec<Vec<OptimStateKey>> =
         all.iter().map(|brought| brought.keys.iter().map(|(key, _)| key.clone()).collect()).collect();
     let keys = resolve_keys(group, &keys, merge_keys)?;
     if merge_keys {
         check_elements(optimizer, &keys, &all)?;
     }
-    // A rank takes what it lacks from the schemas and small values of the others. Only larger tensors need a gather.
-    let mut known = Known::new(&all);
-    let mut joined = StateDict::new();
-    let mut lacking = StateDict::new();
+    let mut known: HashMap<&str, Holders<'_>> = HashMap::new();
+    for (rank, brought) in all.iter().enumerate() {
+        for (fqn, entries) in &brought.states {
+            known.entry(fqn).or_default().push((rank, entries));
+        }
+    }
+    let (mut joined, mut lacking) = (StateDict::new(), StateDict::new());
     for fqn in keys.iter().flat_map(|key| &key.unflat_param_names) {
-        let state = known.entries_of(optimizer, fqn, &own, &mut lacking)?;
-        if !state.is_empty() {
-            joined.insert(fqn.as_str(), state);
+        let Some(holders) = known.remove(fqn.as_str()) else { continue };
+        check_same(group, fqn, &holders)?;
+        let Some((_, entries)) = holders.first() else { continue };
+        let (own, mut state, mut lacking_here) = (own.dict(fqn), StateDict::new(), StateDict::new());
+        for (name, entry) in *entries {
+            let value =
+                own.and_then(|own| own.get(name)).cloned().map_or_else(|| entry.value_without_elements(), Ok)?;
+            // A whole tensor that is not on every rank is gathered from those that have it.
+            if matches!(entry, Entry::Whole(..)) && holders.len() < all.len() {
+                let boxes = value.as_tensor().map(|tensor| ShardedTensor::from_whole(tensor).into());
+                lacking_here.insert(name.as_str(), boxes.unwrap_or_else(|| value.clone()));
+            }
+            state.insert(name.as_str(), value);
+        }
+        joined.insert(fqn.as_str(), state);
+        if !lacking_here.is_empty() {
+            lacking.insert(fqn.as_str(), lacking_here);
         }
     }
     if lacking.is_empty() {
         return Ok((joined, local));
     }
-    // Tensors that are not shaped like their parameter, and that some ranks lack, come from the ranks that have them.
-    let whole = gather_state_dict(&lacking, group, &GatherOptions::default())?;
-    for (fqn, entries) in whole {
-        for (name, value) in entries.as_dict().into_iter().flatten() {
-            if let Some(StateValue::Dict(state)) = joined.get_mut(&fqn) {
-                state.insert(name.as_str(), value.clone());
-            }
+    for (fqn, entries) in gather_state_dict(&lacking, group, &GatherOptions::default())? {
+        if let (Some(StateValue::Dict(state)), StateValue::Dict(entries)) = (joined.get_mut(&fqn), entries) {
+            state.extend(entries);
         }
     }
     Ok((joined, local))
@@ -140,7 +204,7 @@ pub(crate) fn join<'a>(
 /// Returns what this rank tells the others, and its states by the model's names. Parameters of which it has no element
 /// are left out.
 fn bring(optimizer: &Optimizer, local: &LocalStates<'_>) -> Result<(Brought, StateDict)> {
-    let mut keys = Vec::new();
+    let mut brought = Brought { keys: Vec::new(), states: Vec::new() };
     let mut own = StateDict::new();
     for &index in &local.order {
         let param = &optimizer.locals()[index];
@@ -148,18 +212,14 @@ fn bring(optimizer: &Optimizer, local: &LocalStates<'_>) -> Result<(Brought, Sta
         if param.is_empty() {
             continue;
         }
-        for (fqn, state) in param.fqns().into_iter().zip(portable_state(optimizer, index, entries)?) {
+        for (fqn, state) in portable_state(optimizer, index, entries)? {
+            let entries = state.iter().map(|(name, value)| Ok((name.clone(), Entry::of(value)?)));
+            brought.states.push((fqn.clone(), entries.collect::<Result<_>>()?));
             own.insert(fqn, state);
         }
-        keys.push((OptimStateKey::of(optimizer, index), param.numel));
+        brought.keys.push((OptimStateKey::of(optimizer, index), param.numel));
     }
-    let schema = Schema::of(&own)?;
-    let mut small = Vec::with_capacity(schema.len());
-    for (position, (path, _)) in schema.iter().enumerate() {
-        let value = fsdp_state::get_element(&own, path).filter(|_| schema.is_small(position));
-        small.push(value.map_or(Ok(None), StateValue::to_plain)?);
-    }
-    Ok((Brought { keys, schema, small }, own))
+    Ok((brought, own))
 }
 
 /// Checks that the ranks together have state for all elements of each parameter, or for none.
@@ -182,137 +242,27 @@ fn check_elements(optimizer: &Optimizer, keys: &[OptimStateKey], all: &[Brought]
     Ok(())
 }
 
-/// An entry that some ranks have: their positions in the group, and its leaf and small value on each.
-type Holders<'a> = Vec<(usize, &'a Leaf, Option<&'a PlainValue>)>;
-
-/// The entries of all ranks, by parameter and name.
-struct Known<'a> {
-    entries: HashMap<&'a str, Vec<(KeyPath, Holders<'a>)>>,
-    /// The ranks that have any state of a parameter.
-    ranks: HashMap<&'a str, Vec<usize>>,
-    world_size: usize,
-}
-
-impl<'a> Known<'a> {
-    /// Sorts the entries that ranks brought by parameter, in the order in which they first appear.
-    fn new(all: &'a [Brought]) -> Self {
-        let mut positions: HashMap<&'a KeyPath, usize> = HashMap::new();
-        let mut known = Known { entries: HashMap::new(), ranks: HashMap::new(), world_size: all.len() };
-        for (rank, brought) in all.iter().enumerate() {
-            for ((path, leaf), small) in brought.schema.iter().zip(&brought.small) {
-                let Some(PathPart::Key(fqn)) = path.0.first() else { continue };
-                let entries = known.entries.entry(fqn).or_default();
-                let at = *positions.entry(path).or_insert_with(|| {
-                    entries.push((path.clone(), Holders::new()));
-                    entries.len() - 1
-                });
-                entries[at].1.push((rank, leaf, small.as_ref()));
-                let ranks = known.ranks.entry(fqn).or_default();
-                if ranks.last() != Some(&rank) {
-                    ranks.push(rank);
-                }
+/// Checks that all ranks with state of a parameter have the same entries.
+fn check_same(group: &ProcessGroup, fqn: &str, holders: &Holders<'_>) -> Result<()> {
+    let Some(((reference, expected), others)) = holders.split_first() else { return Ok(()) };
+    for (rank, found) in others {
+        let names: BTreeSet<&String> = expected.keys().chain(found.keys()).collect();
+        for name in names {
+            let (a, b) = (expected.get(name), found.get(name));
+            if a.zip(b).is_some_and(|(a, b)| a.is_same(b)) {
+                continue;
             }
-        }
-        known
-    }
-
-    /// Returns one parameter's state on this rank. `lacking` gets tensors that some ranks have whole and others lack.
-    fn entries_of(
-        &mut self,
-        optimizer: &Optimizer,
-        fqn: &str,
-        own: &StateDict,
-        lacking: &mut StateDict,
-    ) -> Result<StateDict> {
-        let group = optimizer.parameters().group();
-        let holders_of_state = self.ranks.get(fqn).cloned().unwrap_or_default();
-        let own = own.dict(fqn);
-        let mut state = StateDict::new();
-        let mut lacking_here = StateDict::new();
-        for (path, holders) in self.entries.remove(fqn).unwrap_or_default() {
-            let name = KeyPath(path.0[1..].to_vec()).flat_key();
-            check_same(group, fqn, &name, &holders_of_state, &holders)?;
-            let Some((_, leaf, small)) = holders.first() else { continue };
-            let own = own.and_then(|own| own.get(&name));
-            let value = match (own, leaf, small) {
-                // A whole tensor that is not on every rank is gathered: this rank brings it.
-                (Some(value), Leaf::Whole { shape, .. }, None)
-                    if !shape.is_empty() && holders.len() < self.world_size =>
-                {
-                    if let StateValue::Tensor(tensor) = value {
-                        lacking_here.insert(name.as_str(), ShardedTensor::from_whole(tensor));
-                    }
-                    value.clone()
-                }
-                (Some(value), ..) => value.clone(),
-                // A small value travelled with the schema.
-                (None, _, Some(PlainValue::Tensor(tensor))) => {
-                    let dtype = fsdp_flat::dtype::to_candle(tensor.dtype)?;
-                    let device = candle_core::Device::Cpu;
-                    candle_core::Tensor::from_raw_buffer(&tensor.data, dtype, &tensor.shape, &device)?.into()
-                }
-                (None, _, Some(value)) => StateValue::Plain((*value).clone()),
-                // This rank has no box of a tensor that others have.
-                (None, Leaf::Whole { dtype, shape } | Leaf::Sharded { dtype, shape }, None) => {
-                    let nothing = ShardedTensor::new(fsdp_flat::dtype::to_candle(*dtype)?, shape.clone(), Vec::new())?;
-                    if matches!(leaf, Leaf::Whole { .. }) {
-                        lacking_here.insert(name.as_str(), nothing.clone());
-                    }
-                    nothing.into()
-                }
-                (None, Leaf::Plain, None) => continue,
-            };
-            state.insert(name, value);
-        }
-        if !lacking_here.is_empty() {
-            lacking.insert(fqn, lacking_here);
-        }
-        Ok(state)
-    }
-}
-
-/// Checks that all ranks with state of a parameter have an entry, and that it is the same on all of them.
-fn check_same(group: &ProcessGroup, fqn: &str, name: &str, ranks: &[usize], holders: &Holders<'_>) -> Result<()> {
-    let global = |rank: usize| group.global_ranks().get(rank).copied().unwrap_or(rank);
-    let find = |rank: usize| holders.iter().find(|(holder, ..)| *holder == rank);
-    let Some(&reference) = ranks.first() else { return Ok(()) };
-    let expected = find(reference);
-    for &rank in ranks {
-        let found = find(rank);
-        let same = match (expected, found) {
-            (Some((_, a, x)), Some((_, b, y))) => {
-                a == b && x.zip(*y).map_or(x.is_none() == y.is_none(), |(x, y)| x.same_bits(y))
-            }
-            _ => false,
-        };
-        if !same {
+            let describe = |entry: Option<&Entry>| entry.map_or_else(|| Ok("none".to_owned()), Entry::describe);
+            let global = |rank: usize| group.global_ranks().get(rank).copied().unwrap_or(rank);
             return Err(NnError::from(OptimStateError::DifferingOnRanks {
                 fqns: vec![fqn.to_owned()],
-                name: name.to_owned(),
-                rank: global(rank),
-                found: describe(found),
-                reference: global(reference),
-                expected: describe(expected),
+                name: name.clone(),
+                rank: global(*rank),
+                found: describe(b)?,
+                reference: global(*reference),
+                expected: describe(a)?,
             }));
         }
     }
     Ok(())
-}
-
-/// Returns the value of an entry, or its dtype and shape, for messages.
-fn describe(entry: Option<&(usize, &Leaf, Option<&PlainValue>)>) -> String {
-    match entry {
-        None => "none".to_owned(),
-        Some((_, _, Some(PlainValue::Tensor(tensor)))) => {
-            let dtype = fsdp_flat::dtype::to_candle(tensor.dtype);
-            let number = dtype.ok().and_then(|dtype| {
-                let device = candle_core::Device::Cpu;
-                let tensor = candle_core::Tensor::from_raw_buffer(&tensor.data, dtype, &[], &device).ok()?;
-                tensor.to_dtype(candle_core::DType::F64).ok()?.to_scalar::<f64>().ok()
-            });
-            number.map_or_else(|| tensor.dtype.to_string(), |number| number.to_string())
-        }
-        Some((_, _, Some(value))) => format!("{value:?}"),
-        Some((_, leaf, None)) => leaf.tensor().map_or_else(String::new, |(dtype, shape)| format!("{dtype} {shape:?}")),
-    }
 }

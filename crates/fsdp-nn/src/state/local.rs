@@ -1,15 +1,18 @@
-//! An optimizer's local state dict: by ids or by its own names, with flat pieces of this rank.
+//! An optimizer's local state dict: by ids or by its own names, with flat pieces of this rank. torch's
+//! `Optimizer.state_dict` and `load_state_dict`.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
-use fsdp_state::{StateDict, StateError, StateValue};
+use fsdp_comm::ProcessGroup;
+use fsdp_state::engine::{DictSource, LoadOptions};
+use fsdp_state::{StateDict, StateError, StateValue, load_state};
 
-use super::entry::{EntryOptions, EntryPlan, Saved, SavedEntries};
-use super::groups::{SavedGroup, group_dict, read_param_groups};
+use super::groups::{SavedGroup, group_dict, hyperparameters_of, plain, read_param_groups};
 use super::names::key_type_of;
-use super::{OptimStateError, OptimStateKeyType};
+use super::{LiveTarget, OptimStateError, OptimStateKeyType, StatePrefixes};
 use crate::algorithm::StateKind;
-use crate::optimizer::{GroupUpdate, LocalParam, Optimizer, ParamState};
+use crate::optimizer::{LocalParam, Optimizer, initial_state};
 use crate::{NnError, Result};
 
 /// The key in a local state dict of the state of parameters that a rank has nothing of, by the keys of `state`.
@@ -17,56 +20,11 @@ use crate::{NnError, Result};
 /// torch has no such thing: its ranks forget how often these parameters have been stepped.
 const EMPTY_PIECES: &str = "state_of_empty_pieces";
 
-/// Writes a local state dict: states by local parameter, and hyperparameters of each group. Tensors are shared.
-///
-/// # Errors
-/// candle's.
-pub(crate) fn local_dict<'a>(
-    optimizer: &Optimizer,
-    key_type: OptimStateKeyType,
-    state_of: impl Fn(usize) -> Option<&'a ParamState>,
-    user_state: &StateDict,
-    groups: Option<Vec<Vec<(String, fsdp_layout::PlainValue)>>>,
-) -> Result<StateDict> {
-    let key = |index: usize| match key_type {
-        OptimStateKeyType::ParamId => index.to_string(),
-        OptimStateKeyType::ParamName => optimizer.locals()[index].name(),
-    };
-    let (mut state, mut of_empty) = (StateDict::new(), StateDict::new());
-    for (index, local) in optimizer.locals().iter().enumerate() {
-        if let Some(entries) = state_of(index) {
-            let entries: StateDict = local.local_entries(entries)?.into_iter().collect();
-            // torch's dicts have no state of pieces without elements, so that it is kept apart.
-            let state = if local.is_empty() { &mut of_empty } else { &mut state };
-            if state.insert(key(index), entries).is_some() {
-                return Err(StateError::DuplicateKey { key: key(index) }.into());
-            }
-        }
-    }
-    for (key, value) in user_state {
-        state.insert(key.as_str(), value.clone());
-    }
-    let mut dict = StateDict::new();
-    dict.insert("state", state);
-    if let Some(groups) = groups {
-        let mut dicts = Vec::with_capacity(groups.len());
-        for (index, hyperparameters) in groups.into_iter().enumerate() {
-            let params = optimizer.params_of_group(index).iter().map(|&local| key(local)).collect();
-            dicts.push(group_dict(SavedGroup { hyperparameters, params, key_type: Some(key_type) }));
-        }
-        dict.insert("param_groups", StateValue::List(dicts));
-    }
-    if optimizer.locals().iter().any(LocalParam::is_empty) {
-        dict.insert(EMPTY_PIECES, of_empty);
-    }
-    Ok(dict)
-}
-
 /// A local optimizer state dict, taken apart. Tensors are shared with it.
 pub(crate) struct LocalStates<'a> {
     /// The state of each local parameter, and its key in the dict.
     pub(crate) states: Vec<Option<(&'a str, &'a StateDict)>>,
-    /// The local parameters that have state, in the dict's order.
+    /// The local parameters that have state, in the dict's order; those that a rank has nothing of are left out.
     pub(crate) order: Vec<usize>,
     /// State under other keys.
     pub(crate) user_state: Vec<(&'a str, &'a StateValue)>,
@@ -80,23 +38,54 @@ impl<'a> LocalStates<'a> {
     /// # Errors
     /// [`OptimStateError`]: keys of parameters that the optimizer does not have; a dict without `state`.
     pub(crate) fn read(optimizer: &Optimizer, state: &'a StateDict) -> Result<Self> {
+        let count = optimizer.locals().len();
+        let names: HashMap<String, usize> =
+            optimizer.locals().iter().enumerate().map(|(index, local)| (local.name(), index)).collect();
+        Self::sorted(optimizer, state, read_param_groups(state)?, |key, by_name| match key.parse::<usize>() {
+            Ok(id) if !by_name => (id < count).then_some(id),
+            _ => names.get(key).copied(),
+        })
+    }
+
+    /// Takes apart a dict whose groups have the sizes of this optimizer's. As in torch, a saved parameter belongs to the
+    /// local one at the same position of the same group, whatever its key.
+    fn read_by_position(optimizer: &Optimizer, state: &'a StateDict) -> Result<Self> {
+        if let Some(key) = ["state", "param_groups"].into_iter().find(|key| !state.contains_key(key)) {
+            return Err(OptimStateError::MissingKey { key: key.to_owned() }.into());
+        }
+        let groups = read_param_groups(state)?;
+        let (saved, current) = (groups.len(), optimizer.groups().len());
+        if saved != current {
+            return Err(OptimStateError::GroupCount { saved, current }.into());
+        }
+        let mut positions: HashMap<String, usize> = HashMap::new();
+        for (index, group) in groups.iter().enumerate() {
+            let params = optimizer.params_of_group(index);
+            let (saved, current) = (group.params.len(), params.len());
+            if saved != current {
+                return Err(OptimStateError::GroupSize { index, saved, current }.into());
+            }
+            positions.extend(group.params.iter().cloned().zip(params.iter().copied()));
+        }
+        Self::sorted(optimizer, state, groups, |key, _| positions.get(key).copied())
+    }
+
+    /// Sorts the parts of a dict. `find` returns the local parameter of a key; it is told whether keys are names.
+    fn sorted(
+        optimizer: &Optimizer,
+        state: &'a StateDict,
+        mut groups: Vec<SavedGroup>,
+        find: impl Fn(&str, bool) -> Option<usize>,
+    ) -> Result<Self> {
         let states = state.dict("state").ok_or_else(|| OptimStateError::MissingKey { key: "state".to_owned() })?;
         let locals = optimizer.locals();
-        let mut groups = read_param_groups(state)?;
-        let of_groups = groups.iter().filter_map(|group| group.key_type);
         // Without groups to tell, numbers are ids and all else is names.
-        let by_name =
-            !groups.is_empty() && key_type_of(&StateDict::new(), of_groups)? == Some(OptimStateKeyType::ParamName);
-        let by_names: HashMap<String, usize> =
-            locals.iter().enumerate().map(|(index, local)| (local.name(), index)).collect();
-        let find = |key: &str| match key.parse::<usize>() {
-            Ok(id) if !by_name => (id < locals.len()).then_some(id),
-            _ => by_names.get(key).copied(),
-        };
+        let of_groups = groups.iter().filter_map(|group| group.key_type);
+        let by_name = key_type_of(&StateDict::new(), of_groups)? == Some(OptimStateKeyType::ParamName);
         let mut read =
             LocalStates { states: vec![None; locals.len()], order: Vec::new(), user_state: Vec::new(), groups: None };
         for (key, value) in states {
-            match (find(key), value.as_dict()) {
+            match (find(key, by_name), value.as_dict()) {
                 (Some(index), Some(entries)) => {
                     read.states[index] = Some((key, entries));
                     read.order.push(index);
@@ -111,15 +100,20 @@ impl<'a> LocalStates<'a> {
                 (None, _) => read.user_state.push((key, value)),
             }
         }
-        // Groups name local parameters; the joined form needs the model's.
+        for (key, value) in state.dict(EMPTY_PIECES).into_iter().flatten() {
+            if let (Some(index), Some(entries)) =
+                (find(key, by_name).filter(|&at| locals[at].is_empty()), value.as_dict())
+            {
+                read.states[index] = Some((key, entries));
+            }
+        }
+        // Groups name local parameters; everything else goes by the model's.
         if state.contains_key("param_groups") {
             for (index, group) in groups.iter_mut().enumerate() {
                 let mut names = Vec::new();
                 for key in &group.params {
-                    let Some(local) = find(key) else {
-                        return Err(OptimStateError::UnknownParam { index, key: key.clone() }.into());
-                    };
-                    names.extend(locals[local].fqns());
+                    let unknown = || OptimStateError::UnknownParam { index, key: key.clone() };
+                    names.extend(locals[find(key, by_name).ok_or_else(unknown)?].fqns());
                 }
                 group.params = names;
                 group.key_type = Some(OptimStateKeyType::ParamName);
@@ -134,216 +128,191 @@ impl<'a> LocalStates<'a> {
 /// become boxes of views.
 ///
 /// # Errors
-/// [`OptimStateError::WrongShape`] for pieces of another length than this rank's; containers where tensors should be.
-pub(crate) fn portable_state(optimizer: &Optimizer, index: usize, entries: &StateDict) -> Result<Vec<StateDict>> {
+/// [`OptimStateError::WrongShape`] for pieces of another length than this rank's; containers of tensors.
+pub(crate) fn portable_state(
+    optimizer: &Optimizer,
+    index: usize,
+    entries: &StateDict,
+) -> Result<Vec<(String, StateDict)>> {
     let local = &optimizer.locals()[index];
     let params = local.params();
-    let mut states: Vec<StateDict> = params.iter().map(|_| StateDict::new()).collect();
+    let mut states: Vec<(String, StateDict)> = local.fqns().into_iter().map(|fqn| (fqn, StateDict::new())).collect();
     let kinds = optimizer.entry_kinds_of_local(index);
     for (name, value) in entries {
         let is_like = kinds.iter().any(|(known, kind)| known == name && *kind == StateKind::LikeParameter);
-        match value {
+        let value = match value {
             StateValue::Tensor(tensor) if tensor.dims() == local.dims() && (is_like || tensor.rank() > 0) => {
                 let flat = tensor.flatten_all()?;
-                for (state, &param) in states.iter_mut().zip(&params) {
+                for ((_, state), &param) in states.iter_mut().zip(&params) {
                     state.insert(name.as_str(), local.sharded_piece(&flat, param)?);
                 }
+                continue;
             }
             StateValue::Tensor(tensor) if is_like => {
-                return Err(OptimStateError::WrongShape {
-                    fqn: local.name(),
-                    name: name.clone(),
-                    found: tensor.dims().to_vec(),
-                    expected: local.dims(),
-                }
-                .into());
+                let (fqn, name, found, expected) = (local.name(), name.clone(), tensor.dims().to_vec(), local.dims());
+                return Err(OptimStateError::WrongShape { fqn, name, found, expected }.into());
             }
-            StateValue::Sharded(_) => {
-                let (fqn, name, kind) = (local.name(), name.clone(), value.kind());
-                return Err(NnError::UnexpectedState { fqn, name, kind });
+            StateValue::Tensor(_) | StateValue::Raw(_) => value.clone(),
+            other => {
+                let (fqn, name, kind) = (local.name(), name.clone(), other.kind());
+                plain(other).ok_or(NnError::UnexpectedState { fqn, name, kind })?.into()
             }
-            value => states.iter_mut().for_each(|state| _ = state.insert(name.as_str(), value.clone())),
-        }
+        };
+        states.iter_mut().for_each(|(_, state)| _ = state.insert(name.as_str(), value.clone()));
     }
     Ok(states)
 }
 
-/// Returns the entries of one parameter's state that this rank has.
-fn own_entries(entries: &StateDict, is_like: impl Fn(&str) -> bool, fqn: &str) -> Result<SavedEntries> {
-    let mut saved = SavedEntries::new();
-    for (name, value) in entries {
-        let entry = match value {
-            StateValue::Tensor(tensor) if tensor.rank() > 0 || is_like(name) => {
-                let dtype = fsdp_flat::dtype::of(tensor)?;
-                Saved::Tensor { position: 0, dtype, shape: tensor.dims().to_vec() }
-            }
-            StateValue::Sharded(tensor) => {
-                Saved::Tensor { position: 0, dtype: tensor.file_dtype()?, shape: tensor.shape().to_vec() }
-            }
-            StateValue::Tensor(_) => Saved::Scalar(value.clone()),
-            other => {
-                let (fqn, name, kind) = (fqn.to_owned(), name.clone(), other.kind());
-                let value = super::groups::plain(other).ok_or(NnError::UnexpectedState { fqn, name, kind })?;
-                Saved::Scalar(value.into())
-            }
-        };
-        saved.insert(name.clone(), entry);
-    }
-    saved.sort_keys();
-    Ok(saved)
+/// Loads state by the model's names into an optimizer that nobody uses yet. The first thing that does not fit is an error of
+/// its own. A trained parameter may lack state that others of its unit have, if `allow_missing_state`.
+pub(crate) fn load_exactly(
+    operation: &'static str,
+    group: &ProcessGroup,
+    source: &mut DictSource<'_>,
+    optimizer: &mut Optimizer,
+    allow_missing_state: bool,
+) -> Result<()> {
+    let parameters = Arc::clone(optimizer.parameters());
+    let prefixes = StatePrefixes { model: None, optim: Some(Vec::new()) };
+    let mut target = LiveTarget::new(&parameters, vec![optimizer], prefixes)?.exact(allow_missing_state);
+    let options = LoadOptions { strict: false, ..LoadOptions::default() };
+    load_state::<_, _, NnError>(operation, group, source, &mut target, &options)?;
+    Ok(())
 }
 
-/// Returns the state of a local parameter from that of its parameters, whose values this rank has: whole tensors, or
-/// boxes that cover its own. `None` if none of them has state. No communication.
-///
-/// # Errors
-/// [`OptimStateError`] for state that the parameters cannot take.
-pub(crate) fn load_local(
-    optimizer: &Optimizer,
-    index: usize,
-    groups: Option<&[GroupUpdate]>,
-    values: &[Option<&StateDict>],
-) -> Result<Option<ParamState>> {
-    let local = &optimizer.locals()[index];
-    let group = optimizer.group_of_local(index);
-    let algorithm = groups.map_or(&optimizer.groups()[group].algorithm, |groups| &groups[group].0);
-    let fqns = local.fqns();
-    let mut saved = Vec::with_capacity(values.len());
-    for (fqn, value) in fqns.iter().zip(values) {
-        let is_scalar = optimizer.parameters().shape(fqn)?.is_empty();
-        let is_like = |name: &str| is_scalar && optimizer.is_like_parameter(fqn, name);
-        saved.push(match value.filter(|entries| !entries.is_empty()) {
-            Some(entries) => Some(own_entries(entries, is_like, fqn)?),
-            None => None,
-        });
-    }
-    let saved: Vec<Option<&SavedEntries>> = saved.iter().map(Option::as_ref).collect();
-    let Some(mut plan) = EntryPlan::new(local, algorithm, &saved, EntryOptions::default())? else { return Ok(None) };
-    check_entries(local, &plan)?;
-    plan.fill(local, values)?;
-    Ok(Some(plan.state))
-}
-
-/// Refuses state that lacks an entry that the algorithm needs.
-pub(crate) fn check_entries(local: &LocalParam, plan: &EntryPlan) -> Result<()> {
-    match (plan.missing.first(), local.fqns().first()) {
-        (Some(name), Some(fqn)) => {
-            let fqn = if local.is_flat { local.name() } else { fqn.clone() };
-            Err(OptimStateError::MissingEntry { fqn, name: (*name).to_owned() }.into())
-        }
-        _ => Ok(()),
-    }
+/// Loads states by the model's names, of which this rank has all that it needs, as [`load_exactly`] does. No
+/// communication.
+pub(crate) fn load_here(states: StateDict, optimizer: &mut Optimizer) -> Result<()> {
+    let state: StateDict = [("state", states.into())].into_iter().collect();
+    load_exactly("load_state_dict", &ProcessGroup::alone(), &mut DictSource::on_every_rank(&state)?, optimizer, true)
 }
 
 impl Optimizer {
-    /// Returns the state and the groups that a local state dict makes of this optimizer.
-    pub(crate) fn stage_state_dict(&self, state: &StateDict) -> Result<StagedLocal> {
-        let missing = |key: &str| OptimStateError::MissingKey { key: key.to_owned() };
-        if state.dict("state").is_none() {
-            return Err(missing("state").into());
+    /// Returns the state of this rank: `{"state": {"0": {…}}, "param_groups": [{…, "params": [0, 1]}]}`, as torch's
+    /// `Optimizer.state_dict` gives it. Ids are positions over all groups, and are text as keys of `state`.
+    ///
+    /// A parameter is what this rank steps on. With `use_orig_params` it is the flat piece of one of the model's
+    /// parameters, of shape `[elements on this rank]`, or the whole parameter in its own shape where nothing is
+    /// sharded; a piece without elements has an id but no state there: its scalars, which this rank must know to save
+    /// the same as others, are under a key of their own, `state_of_empty_pieces`. Without, it is a rank's whole shard
+    /// of a FlatParameter, right padding (zeros) included. Parameters that have not been stepped have no state. Tensors
+    /// are copies.
+    ///
+    /// # Errors
+    /// candle's.
+    pub fn state_dict(&self) -> Result<StateDict> {
+        Ok(self.state_dict_views(OptimStateKeyType::ParamId)?.copy()?)
+    }
+
+    /// Returns the same as [`Self::state_dict`], with names instead of ids, as torch's named optimizers give it. The
+    /// names are those of the model's parameters with `use_orig_params`, and `<unit>._flat_param` without.
+    ///
+    /// # Errors
+    /// candle's.
+    pub fn named_state_dict(&self) -> Result<StateDict> {
+        Ok(self.state_dict_views(OptimStateKeyType::ParamName)?.copy()?)
+    }
+
+    /// Returns the local state dict, its tensors views of the live state: the only writer of one.
+    pub(crate) fn state_dict_views(&self, key_type: OptimStateKeyType) -> Result<StateDict> {
+        let key = |index: usize| match key_type {
+            OptimStateKeyType::ParamId => index.to_string(),
+            OptimStateKeyType::ParamName => self.locals()[index].name(),
+        };
+        let (mut state, mut of_empty) = (StateDict::new(), StateDict::new());
+        for (index, local) in self.locals().iter().enumerate() {
+            let Some(entries) = local.local_entries()? else { continue };
+            // torch's dicts have no state of pieces without elements, so that it is kept apart.
+            let state = if local.is_empty() { &mut of_empty } else { &mut state };
+            if state.insert(key(index), entries).is_some() {
+                return Err(StateError::DuplicateKey { key: key(index) }.into());
+            }
         }
-        if !state.contains_key("param_groups") {
-            return Err(missing("param_groups").into());
+        state.extend(self.user_state().clone());
+        let mut groups = Vec::with_capacity(self.groups().len());
+        for (index, group) in self.groups().iter().enumerate() {
+            let params = self.params_of_group(index).iter().map(|&local| key(local)).collect();
+            let hyperparameters = hyperparameters_of(group);
+            groups.push(group_dict(SavedGroup { hyperparameters, params, key_type: Some(key_type) }));
         }
-        // Positions in the groups tell which parameter a key means, as in torch.
-        let saved = read_param_groups(state)?;
-        let keys = self.match_positions(&saved)?;
-        let mut groups: Vec<GroupUpdate> = Vec::with_capacity(saved.len());
-        for (group, saved) in self.groups().iter().zip(&saved) {
+        let mut dict = StateDict::new();
+        dict.insert("state", state);
+        dict.insert("param_groups", StateValue::List(groups));
+        if self.locals().iter().any(LocalParam::is_empty) {
+            dict.insert(EMPTY_PIECES, of_empty);
+        }
+        Ok(dict)
+    }
+
+    /// Takes over a state dict as [`Self::state_dict`] or [`Self::named_state_dict`] gives it: torch's
+    /// `Optimizer.load_state_dict`. All or nothing; tensors are copied, and nothing is cast. State under keys that are
+    /// neither ids nor names is kept, and given out again.
+    ///
+    /// Groups and their parameters are matched by position, as in torch. Parameters that the dict has no state for get
+    /// none. Where this rank has nothing of a parameter and the dict (one of torch's) has no `state_of_empty_pieces`,
+    /// the parameter counts as having been stepped as often as the others of its group, if those agree.
+    ///
+    /// # Errors
+    /// [`OptimStateError`](super::OptimStateError): another number of groups or parameters, tensors of another shape or
+    /// dtype than this rank's piece, entries that the algorithm needs and that are missing; malformed groups and
+    /// hyperparameters.
+    pub fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
+        let read = LocalStates::read_by_position(self, state)?;
+        let mut groups = Vec::with_capacity(self.groups().len());
+        for (group, saved) in self.groups().iter().zip(read.groups.iter().flatten()) {
             let read = group.algorithm.with_group(&saved.hyperparameters)?;
             groups.push((read.algorithm, read.unknown));
         }
-        let positions: HashMap<&str, usize> = keys.iter().enumerate().map(|(at, key)| (key.as_str(), at)).collect();
-        let mut staged = StagedLocal { states: Vec::new(), groups, user_state: StateDict::new() };
-        staged.states.resize_with(self.locals().len(), || None);
-        for (key, value) in state.dict("state").into_iter().flatten() {
-            let Some(&index) = positions.get(key.as_str()) else {
-                if key.parse::<usize>().is_ok() {
-                    return Err(OptimStateError::UnknownState { key: key.clone(), count: self.locals().len() }.into());
+        // The new hyperparameters decide which entries there must be, so that states come after groups.
+        let mut loaded = self.without_state();
+        loaded.replace_state(Vec::new(), groups)?;
+        let mut states = StateDict::new();
+        for (index, state) in read.states.iter().enumerate() {
+            let Some((_, entries)) = state else { continue };
+            let portable = portable_state(&loaded, index, entries)?;
+            states.extend(portable.into_iter().map(|(fqn, state)| (fqn, state.into())));
+        }
+        load_here(states, &mut loaded).map_err(|error| self.name_flat_parameter(error))?;
+        if state.dict(EMPTY_PIECES).is_none() {
+            loaded.deduce_empty()?;
+        }
+        let mut user_state = StateDict::new();
+        for (key, value) in read.user_state {
+            user_state.insert(key, value.copy()?);
+        }
+        loaded.set_user_state(user_state);
+        *self = loaded;
+        Ok(())
+    }
+
+    /// Names the FlatParameter in an error of a local state dict, which has one tensor for all of its parameters.
+    fn name_flat_parameter(&self, mut error: NnError) -> NnError {
+        if let NnError::OptimState { error: OptimStateError::WrongDType { fqn, .. }, .. } = &mut error
+            && let Some(local) = self.local_index(fqn)
+        {
+            *fqn = self.locals()[local].name();
+        }
+        error
+    }
+
+    /// Sets the state of parameters of which this rank has no element, and of which nothing is known, from the states of the
+    /// other parameters of their groups.
+    fn deduce_empty(&mut self) -> Result<()> {
+        for group in 0..self.groups().len() {
+            let params = self.params_of_group(group).to_vec();
+            let mut steps =
+                params.iter().filter_map(|&local| self.locals()[local].state.as_ref()).map(|state| state.step);
+            // Where the others differ, nothing tells how often this one has been stepped.
+            let Some(first) = steps.next().filter(|&first| steps.all(|step| step == first)) else { continue };
+            for index in params {
+                let local = &self.locals()[index];
+                if local.is_empty() && local.state.is_none() {
+                    let mut state = initial_state(&self.groups()[group].algorithm, local)?;
+                    state.step = first;
+                    self.locals_mut()[index].state = Some(state);
                 }
-                staged.user_state.insert(key.as_str(), value.copy()?);
-                continue;
-            };
-            let Some(entries) = value.as_dict() else {
-                let expected = format!("the state of parameter `{key}` is a {}", value.kind());
-                return Err(OptimStateError::InvalidKeys { keys: vec![key.clone()], expected }.into());
-            };
-            staged.states[index] = self.local_state(index, entries, &staged.groups)?;
-        }
-        // torch saves nothing for pieces without elements. But their steps are needed, so that all ranks save the same
-        // entries.
-        let of_empty = state.dict(EMPTY_PIECES);
-        for (index, local) in self.locals().iter().enumerate().filter(|(_, local)| local.is_empty()) {
-            match of_empty {
-                Some(of_empty) => {
-                    if let Some(entries) = of_empty.dict(&keys[index]) {
-                        staged.states[index] = self.local_state(index, entries, &staged.groups)?;
-                    }
-                }
-                None if staged.states[index].is_some() => {}
-                None => self.deduce_empty(index, local, &mut staged)?,
             }
-        }
-        Ok(staged)
-    }
-
-    /// Returns the state of a local parameter from its entries in a local state dict, for the new `groups`.
-    fn local_state(&self, index: usize, entries: &StateDict, groups: &[GroupUpdate]) -> Result<Option<ParamState>> {
-        let values = portable_state(self, index, entries)?;
-        let values: Vec<Option<&StateDict>> = values.iter().map(Some).collect();
-        load_local(self, index, Some(groups), &values).map_err(|error| match error {
-            // The dict has one tensor for all of a FlatParameter, so name that and not one of its parameters.
-            NnError::OptimState { error: OptimStateError::WrongDType { name, found, expected, .. }, ranks } => {
-                let fqn = self.locals()[index].name();
-                NnError::OptimState { error: OptimStateError::WrongDType { fqn, name, found, expected }, ranks }
-            }
-            error => error,
-        })
-    }
-
-    /// Returns the key in the state dict of each local parameter. As in torch, a saved parameter belongs to the local
-    /// one at the same position of the same group, so the groups must have the same sizes.
-    fn match_positions(&self, saved: &[SavedGroup]) -> Result<Vec<String>> {
-        if saved.len() != self.groups().len() {
-            return Err(OptimStateError::GroupCount { saved: saved.len(), current: self.groups().len() }.into());
-        }
-        let mut keys = vec![String::new(); self.locals().len()];
-        for (index, saved) in saved.iter().enumerate() {
-            let params = self.params_of_group(index);
-            if saved.params.len() != params.len() {
-                let (saved, current) = (saved.params.len(), params.len());
-                return Err(OptimStateError::GroupSize { index, saved, current }.into());
-            }
-            for (&local, key) in params.iter().zip(&saved.params) {
-                keys[local].clone_from(key);
-            }
-        }
-        Ok(keys)
-    }
-
-    /// Sets the state of a parameter of which this rank has no element, from the states of the other parameters of its
-    /// group.
-    fn deduce_empty(&self, index: usize, local: &LocalParam, staged: &mut StagedLocal) -> Result<()> {
-        let group = self.group_of_local(index);
-        let mut steps = self
-            .params_of_group(group)
-            .iter()
-            .filter_map(|&other| staged.states[other].as_ref())
-            .map(|state| state.step);
-        let Some(first) = steps.next() else { return Ok(()) };
-        // Where the others differ, nothing tells how often this one has been stepped.
-        if steps.all(|step| step == first) {
-            let mut state = crate::optimizer::initial_state(&staged.groups[group].0, local)?;
-            state.step = first;
-            staged.states[index] = Some(state);
         }
         Ok(())
     }
-}
-
-/// State that is to be put into an optimizer: complete and checked.
-pub(crate) struct StagedLocal {
-    pub(crate) states: Vec<Option<ParamState>>,
-    pub(crate) groups: Vec<GroupUpdate>,
-    pub(crate) user_state: StateDict,
 }

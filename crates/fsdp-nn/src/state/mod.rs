@@ -5,36 +5,30 @@
 //! | `names` | the one rule for names of tied parameters, and the keys of state in a dict |
 //! | `groups` | `param_groups`: read, written, and matched with live ones |
 //! | `saved` | the optimizer state that a source holds, sorted by parameter |
-//! | `entry` | the only writer of an optimizer's state entries |
-//! | `incoming` | the state of one optimizer on its way in |
+//! | `entry` | saved entries on their way to an optimizer's state: the only reader of them |
 //! | `views` | views of the live state: [`live_model_state_dict`], [`live_optim_state_dict`] |
 //! | `live` | [`LiveTarget`]: a live model and its optimizers take state |
-//! | `local`, `local_target` | an optimizer's local state dict, by ids or by its own names, and the target that makes one |
-//! | `optimizer_dict` | torch's `Optimizer.state_dict` and `load_state_dict` |
+//! | `local` | an optimizer's local state dict, by ids or by its own names: torch's `Optimizer.state_dict` and `load_state_dict` |
 //! | `join` | all ranks' local optimizer states as one state dict by the model's names |
 //! | `agree`, `error` | errors that travel between ranks as the types that they are |
 
 mod agree;
 mod entry;
 mod groups;
-mod incoming;
 mod join;
 mod live;
 mod local;
-mod local_target;
 mod names;
-mod optimizer_dict;
 mod saved;
 mod views;
 
 pub use crate::optim_state_error::OptimStateError;
 pub(crate) use agree::agree;
-pub(crate) use groups::{SavedGroup, group_dict, hyperparameters_of, read_param_groups};
+pub(crate) use groups::{SavedGroup, group_dict, read_param_groups};
 pub use join::OptimStateKey;
 pub(crate) use join::{join, resolve_keys};
 pub use live::{LiveTarget, StatePrefixes};
-pub(crate) use local::{LocalStates, StagedLocal, load_local, local_dict};
-pub(crate) use local_target::LocalTarget;
+pub(crate) use local::{LocalStates, load_exactly, load_here};
 pub use names::OptimStateKeyType;
 pub(crate) use names::key_type_of;
 pub use views::{MissingState, live_model_state_dict, live_optim_state_dict};

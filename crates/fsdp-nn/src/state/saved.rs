@@ -1,10 +1,11 @@
 //! The optimizer state that a source holds, sorted by the parameters that it belongs to.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use fsdp_layout::{KeyPath, PathPart};
 use fsdp_state::engine::{Plan, Values, Wanted};
 use fsdp_state::{Leaf, Schema, StateDict, StateError, StateValue, set_element};
+use indexmap::IndexMap;
 
 use super::entry::{Saved, SavedEntries};
 use super::groups::{SavedGroup, SavedGroups, check_named, plain, read_param_groups};
@@ -43,11 +44,9 @@ impl SavedOptim {
         parts: &[(OptimKey, usize)],
         rename: &dyn Fn(&str) -> String,
     ) -> Result<Self> {
-        let mut by_key: HashMap<String, Parts> = HashMap::new();
-        let mut order: Vec<String> = Vec::new();
+        let mut by_key: IndexMap<String, Parts> = IndexMap::new();
         let mut groups = StateDict::new();
-        let mut flat_groups: HashMap<String, SavedGroup> = HashMap::new();
-        let mut flat_order = Vec::new();
+        let mut flat_groups: IndexMap<String, SavedGroup> = IndexMap::new();
         // Two names of the source must not become one, neither in the state nor in the groups.
         let mut names = Names { rename, of: HashMap::new() };
         let mut names_of_groups = Names { rename, of: HashMap::new() };
@@ -56,12 +55,7 @@ impl SavedOptim {
             let value = || values.get(position).cloned().unwrap_or_else(|| describe(schema, *position));
             match key {
                 OptimKey::State { key, entry, inside } => {
-                    let name = names.rename(key)?;
-                    let parts = by_key.entry(name.clone()).or_insert_with(|| {
-                        order.push(name);
-                        Parts::new()
-                    });
-                    parts.push((entry.clone(), inside.clone(), *position));
+                    by_key.entry(names.rename(key)?).or_default().push((entry.clone(), inside.clone(), *position));
                 }
                 OptimKey::Group(inside) => {
                     let mut path = vec![PathPart::Key("param_groups".to_owned())];
@@ -70,48 +64,46 @@ impl SavedOptim {
                 }
                 OptimKey::FlatGroup { key, name } => {
                     let fqn = names_of_groups.rename(key)?;
-                    let group = flat_groups.entry(fqn.clone()).or_insert_with(|| {
-                        flat_order.push(fqn.clone());
-                        let key_type = Some(OptimStateKeyType::ParamName);
-                        SavedGroup { hyperparameters: Vec::new(), params: vec![fqn], key_type }
-                    });
+                    let key_type = Some(OptimStateKeyType::ParamName);
+                    let empty = SavedGroup { hyperparameters: Vec::new(), params: vec![fqn.clone()], key_type };
                     let value = value();
                     let unexpected =
                         || NnError::UnexpectedState { fqn: key.clone(), name: name.clone(), kind: value.kind() };
-                    group.hyperparameters.push((name.clone(), plain(&value).ok_or_else(unexpected)?));
+                    let hyperparameter = (name.clone(), plain(&value).ok_or_else(unexpected)?);
+                    flat_groups.entry(fqn).or_insert(empty).hyperparameters.push(hyperparameter);
                 }
             }
         }
         // Nested groups are read as a whole; the flat form has a group for each parameter instead.
         let mut groups = read_param_groups(&groups)?;
         check_named(&groups)?;
-        for group in &mut groups {
-            for name in &mut group.params {
-                *name = names_of_groups.rename(name)?;
-            }
+        for name in groups.iter_mut().flat_map(|group| &mut group.params) {
+            *name = names_of_groups.rename(name)?;
         }
-        groups.extend(flat_order.iter().filter_map(|fqn| flat_groups.remove(fqn)));
-        let canonical = |name: &str| parameters.canonical_fqn(name).to_owned();
-        let groups = SavedGroups::new(groups, canonical);
+        groups.extend(flat_groups.into_values());
+        let groups = SavedGroups::new(groups, |name| parameters.canonical_fqn(name).to_owned());
         let mut saved = SavedOptim { states: HashMap::new(), groups, user_state: Vec::new(), unexpected: Vec::new() };
         // A tied parameter may be there under several names, of which one counts.
         let tied = TiedNames::new(parameters);
         let chosen = tied.choose(by_key.keys().map(String::as_str).filter(|name| parameters.contains(name)));
-        let chosen: HashMap<String, String> =
-            chosen.into_iter().map(|(fqn, name)| (fqn.to_owned(), name.to_owned())).collect();
+        let is_chosen: HashSet<String> = chosen.into_values().map(str::to_owned).collect();
         // The order of the source keeps what is reported the same on every rank.
-        for name in order {
-            let Some(parts) = by_key.remove(&name) else { continue };
-            let fqn = parameters.canonical_fqn(&name).to_owned();
-            if !parameters.contains(&fqn) {
+        for (name, parts) in by_key {
+            if !parameters.contains(&name) {
                 saved.add_unknown(&name, parts);
-            } else if chosen.get(&fqn) == Some(&name) {
+            } else if is_chosen.contains(&name) {
+                let fqn = parameters.canonical_fqn(&name).to_owned();
                 let optimizer = optimizers.iter().find(|optimizer| optimizer.holds(&fqn));
                 let entries = entries(parameters, optimizer.copied(), &fqn, &name, schema, values, parts)?;
                 saved.states.insert(fqn, entries);
             }
         }
         Ok(saved)
+    }
+
+    /// Returns `true` if some state of a parameter was saved.
+    pub(crate) fn has_state(&self, fqn: &str) -> bool {
+        self.states.get(fqn).is_some_and(|entries| !entries.is_empty())
     }
 
     /// Takes state under a key that is no parameter's of this model: a user's, or that of another model's parameter,

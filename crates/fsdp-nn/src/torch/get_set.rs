@@ -7,7 +7,7 @@ use candle_core::Device;
 use fsdp_comm::ProcessGroup;
 use fsdp_state::engine::{DictSource, Source as _};
 use fsdp_state::{
-    GatherOptions, KeepOn, LoadError, LoadOptions, LoadReport, StateDict, StateError, gather_state_dict, load_state,
+    GatherOptions, KeepOn, LoadOptions, LoadReport, StateDict, StateError, gather_state_dict, load_state,
     offload_state_dict_to_cpu,
 };
 
@@ -217,31 +217,22 @@ fn set(
     for (key, dict) in [("model", model), ("optim", optim)] {
         state.extend(dict.map(|dict| (key, dict.clone().into())));
     }
+    let is_owned = optimizers.iter().all(|optimizer| optimizer.belongs_to(parameters));
+    let mut checked = if is_owned { Ok(()) } else { Err(NnError::ForeignOptimizer) };
     // With `broadcast_from_rank0` the dicts of the other ranks are ignored, so they are not checked.
-    let is_ignored = options.broadcast_from_rank0 && group.rank() > 0;
-    let checked = if is_ignored { Ok(()) } else { check(model, optim, parameters) };
-    let mut source = if options.broadcast_from_rank0 {
-        LoadError::agree(group, operation, None, checked)?;
-        DictSource::on_rank(group, operation, 0, Some(&state))?
-    } else {
-        match checked.and_then(|()| Ok(DictSource::on_every_rank(&state)?)) {
-            Ok(source) => source,
-            // Take part in the round in which the other ranks compare their plans, so that all get this error.
-            Err(error) => return NnError::agree(group, operation, Some(0), Err(error)),
-        }
-    };
+    if !options.broadcast_from_rank0 || group.rank() == 0 {
+        checked = checked.and_then(|()| check(model, optim, parameters));
+    }
+    let root = options.broadcast_from_rank0.then_some(0);
+    let mut source = DictSource::open(group, operation, root, checked.map(|()| Some(&state)))?;
     // An empty model dict stands for none.
     let has_model = source.schema().has_key("model");
     let key = |key: &str| Some(vec![key.to_owned()]);
     let prefixes =
         StatePrefixes { model: key("model").filter(|_| has_model), optim: key("optim").filter(|_| optim.is_some()) };
     let optimizers = optimizers.iter_mut().map(|optimizer| &mut **optimizer).collect();
-    let target = match LiveTarget::new(parameters, optimizers, prefixes) {
-        Ok(target) => target,
-        Err(error) => return NnError::agree(group, operation, Some(0), Err(error)),
-    };
     let of_optimizers = options.of_optimizers();
-    let mut target = target
+    let mut target = LiveTarget::new(parameters, optimizers, prefixes)?
         .with_names(|name| options.name_in_model(name), move |name| of_optimizers.name_in_model(name))
         .ignore_frozen(options.ignore_frozen_params);
     let load = LoadOptions { strict: options.strict, ..LoadOptions::default() };

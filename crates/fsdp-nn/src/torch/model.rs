@@ -1,11 +1,11 @@
 //! The model state dict of the three types, and loading one.
 
-use fsdp_comm::ProcessGroup;
+use candle_core::Device;
 use fsdp_flat::{LocalShard, ShardedTensor};
-use fsdp_layout::{Failure as _, KeyPath, PathPart, TensorBox};
-use fsdp_state::engine::{DictSource, Whole};
+use fsdp_layout::{KeyPath, PathPart, TensorBox};
+use fsdp_state::engine::DictSource;
 use fsdp_state::{
-    KeepOn, LoadError, LoadOptions, LoadReport, StateDict, StateError, StateValue, copy_state_dict, load_state,
+    GatherOptions, KeepOn, LoadOptions, LoadReport, StateDict, StateError, StateValue, copy_state_dict, load_state,
     reshard_state_dict,
 };
 use indexmap::IndexMap;
@@ -15,30 +15,11 @@ use crate::settings::StateDictType;
 use crate::state::{LiveTarget, StatePrefixes, live_model_state_dict};
 use crate::{NnError, Result};
 
-/// The ranks that get a full state dict, and where its tensors go.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Keep {
-    /// `true` if only rank 0 of the model's group keeps it, rather than all ranks.
-    pub(super) rank0_only: bool,
-    /// `true` if tensors go to the CPU.
-    pub(super) offload_to_cpu: bool,
-}
-
-impl Keep {
-    /// Returns the ranks that keep the result.
-    pub(super) fn ranks(self) -> KeepOn {
-        if self.rank0_only { KeepOn::Ranks(vec![0]) } else { KeepOn::All }
-    }
-
-    /// Returns the device that tensors are moved to; `None` if they stay where they are.
-    pub(super) fn device(self) -> Option<candle_core::Device> {
-        self.offload_to_cpu.then_some(candle_core::Device::Cpu)
-    }
-
-    /// Returns `true` if this rank of the model's `group` keeps the result.
-    pub(super) fn here(self, group: &ProcessGroup) -> bool {
-        self.ranks().contains(group.rank())
-    }
+/// Returns which ranks of the model's group get a state dict (rank 0 alone, or all), and where its tensors go: to the CPU,
+/// or nowhere else.
+pub(super) fn keep(rank0_only: bool, offload_to_cpu: bool) -> GatherOptions {
+    let keep_on = if rank0_only { KeepOn::Ranks(vec![0]) } else { KeepOn::All };
+    GatherOptions { keep_on, device: offload_to_cpu.then_some(Device::Cpu) }
 }
 
 /// Returns the model state dict, of the type that is set ([`ShardedParameters::state_dict_type`]): torch's `state_dict`
@@ -87,24 +68,24 @@ pub fn state_dict_into(
 ) -> Result<()> {
     let settings = parameters.get_state_dict_type();
     let config = settings.state_dict_config();
-    let keep = Keep { rank0_only: config.rank0_only(), offload_to_cpu: config.offload_to_cpu() };
+    let keep = keep(config.rank0_only(), config.offload_to_cpu());
     let state = match settings.state_dict_type() {
-        StateDictType::Full => return full(parameters, keep, &mut sink),
+        StateDictType::Full => return full(parameters, &keep, sink),
         StateDictType::Sharded => live_model_state_dict(parameters)?,
         StateDictType::Local => local_views(parameters)?,
     };
     for (name, value) in &state {
-        sink(name, placed(value.copy()?, keep)?)?;
+        sink(name, placed(value.copy()?, &keep)?)?;
     }
     Ok(())
 }
 
-/// Moves a tensor to the CPU, if `keep` says so.
-pub(super) fn placed(value: StateValue, keep: Keep) -> Result<StateValue> {
-    let Some(device) = keep.device() else { return Ok(value) };
+/// Moves a tensor to the device that `keep` names, if any.
+pub(super) fn placed(value: StateValue, keep: &GatherOptions) -> Result<StateValue> {
+    let Some(device) = &keep.device else { return Ok(value) };
     Ok(match value {
-        StateValue::Tensor(tensor) => fsdp_flat::storage::to_device(&tensor, &device)?.into(),
-        StateValue::Sharded(tensor) => tensor.to_device(&device)?.into(),
+        StateValue::Tensor(tensor) => fsdp_flat::storage::to_device(&tensor, device)?.into(),
+        StateValue::Sharded(tensor) => tensor.to_device(device)?.into(),
         other => other,
     })
 }
@@ -112,11 +93,16 @@ pub(super) fn placed(value: StateValue, keep: Keep) -> Result<StateValue> {
 /// Gathers the whole values, and hands each to `sink` under all its names.
 fn full(
     parameters: &ShardedParameters,
-    keep: Keep,
-    sink: &mut dyn FnMut(&str, StateValue) -> Result<()>,
+    keep: &GatherOptions,
+    mut sink: impl FnMut(&str, StateValue) -> Result<()>,
 ) -> Result<()> {
     // Each parameter moves once, under its own name.
-    let state = canonical(parameters, &live_model_state_dict(parameters)?);
+    let mut state = StateDict::new();
+    for (name, value) in live_model_state_dict(parameters)? {
+        if parameters.canonical_fqn(&name) == name {
+            state.insert(name, value);
+        }
+    }
     let mut aliases: IndexMap<&str, Vec<&str>> = IndexMap::new();
     for (alias, fqn) in parameters.aliases() {
         aliases.entry(fqn).or_default().push(alias);
@@ -136,29 +122,15 @@ pub(super) fn gather(
     operation: &'static str,
     state: &StateDict,
     parameters: &ShardedParameters,
-    keep: Keep,
+    keep: &GatherOptions,
     mut sink: impl FnMut(&KeyPath, StateValue) -> Result<()>,
 ) -> Result<()> {
-    let group = parameters.group();
     let boxes_on = |path: &KeyPath, rank: usize| match path.0.first() {
         Some(PathPart::Key(fqn)) => parameters.boxes_on(fqn, rank).ok(),
         _ => None,
     };
-    let mut pass = |path: &KeyPath, value: StateValue| {
-        sink(path, value).map_err(|error| StateError::Other { message: error.to_string(), kind: error.kind() })
-    };
-    let opened = DictSource::on_every_rank(state).map_err(NnError::from).and_then(|source| {
-        let (rank, world_size) = (group.rank(), group.world_size());
-        let target = Whole::new(state, rank, world_size, &keep.ranks(), keep.device(), &mut pass)?;
-        Ok((source.with_boxes_on(boxes_on), target))
-    });
-    let (mut source, mut target) = match opened {
-        Ok(opened) => opened,
-        // The round in which the other ranks compare their plans.
-        Err(error) => return NnError::agree(group, operation, Some(0), Err(error)),
-    };
-    load_state::<_, _, NnError>(operation, group, &mut source, &mut target, &LoadOptions::default())?;
-    Ok(())
+    let mut pass = |path: &KeyPath, value: StateValue| Ok(sink(path, value)?);
+    Ok(fsdp_state::gather(operation, state, parameters.group(), keep, Some(&boxes_on), &mut pass)?)
 }
 
 /// Returns the flat parameters as views of this rank's shards, and the persistent buffers.
@@ -225,41 +197,9 @@ pub fn load_state_dict(state: &StateDict, parameters: &ShardedParameters, strict
         copy_state_dict(&loaded, &mut live)?;
         return Ok(report);
     }
-    let root = settings.state_dict_config().rank0_only().then_some(0);
+    let (group, root) = (parameters.group(), settings.state_dict_config().rank0_only().then_some(0));
+    let mut source = DictSource::open::<NnError>(group, "load_state_dict", root, Ok(Some(state)))?;
     let prefixes = StatePrefixes { model: Some(Vec::new()), optim: None };
-    let target = LiveTarget::new(parameters, Vec::new(), prefixes)?;
-    load_live("load_state_dict", state, parameters, target, root, &options)
-}
-
-/// Loads a dict into a live target: one that `root` has, or that every rank has.
-fn load_live(
-    operation: &'static str,
-    state: &StateDict,
-    parameters: &ShardedParameters,
-    mut target: LiveTarget<'_>,
-    root: Option<usize>,
-    options: &LoadOptions,
-) -> Result<LoadReport> {
-    let group = parameters.group();
-    let opened = match root {
-        Some(root) => Ok(DictSource::on_rank(group, operation, root, Some(state))?),
-        None => DictSource::on_every_rank(state),
-    };
-    let mut source = match opened {
-        Ok(source) => source,
-        // The round in which the other ranks compare their plans.
-        Err(error) => return NnError::agree(group, operation, Some(0), Err(error.into())),
-    };
-    load_state(operation, group, &mut source, &mut target, options)
-}
-
-/// Returns the values under the parameters' own names, without their aliases.
-fn canonical(parameters: &ShardedParameters, state: &StateDict) -> StateDict {
-    let mut canonical = StateDict::new();
-    for (name, value) in state {
-        if parameters.canonical_fqn(name) == name {
-            canonical.insert(name.as_str(), value.clone());
-        }
-    }
-    canonical
+    let mut target = LiveTarget::new(parameters, Vec::new(), prefixes)?;
+    load_state("load_state_dict", group, &mut source, &mut target, &options)
 }

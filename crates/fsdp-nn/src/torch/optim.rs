@@ -1,26 +1,26 @@
 //! Optimizer state between its two forms: by the model's names, and local to a rank.
 
+use fsdp_comm::ProcessGroup;
 use fsdp_layout::{KeyPath, PathPart};
 use fsdp_state::engine::{DictSource, Source as _};
-use fsdp_state::{LoadError, LoadOptions, StateDict, StateValue, load_state};
+use fsdp_state::{GatherOptions, StateDict, StateValue};
 use indexmap::IndexMap;
 
-use super::model::{Keep, gather, placed};
+use super::model::{gather, keep, placed};
 use crate::optimizer::Optimizer;
 use crate::parameters::ShardedParameters;
 use crate::settings::StateDictType;
 use crate::state::{
-    LocalStates, LocalTarget, OptimStateError, OptimStateKey, OptimStateKeyType, agree, group_dict, join, load_local,
+    LocalStates, OptimStateError, OptimStateKey, OptimStateKeyType, agree, group_dict, join, load_exactly, load_here,
     resolve_keys,
 };
 use crate::{NnError, Result};
 
 /// The form in which optimizer state is given out.
-#[derive(Debug, Clone, Copy)]
 struct Form {
     /// `true` if tensors are whole rather than boxes.
     full: bool,
-    keep: Keep,
+    keep: GatherOptions,
 }
 
 impl Form {
@@ -28,10 +28,8 @@ impl Form {
     fn of(parameters: &ShardedParameters) -> Self {
         let settings = parameters.get_state_dict_type();
         let config = settings.optim_state_dict_config();
-        Form {
-            full: settings.state_dict_type() == StateDictType::Full,
-            keep: Keep { rank0_only: config.rank0_only(), offload_to_cpu: config.offload_to_cpu() },
-        }
+        let full = settings.state_dict_type() == StateDictType::Full;
+        Form { full, keep: keep(config.rank0_only(), config.offload_to_cpu()) }
     }
 }
 
@@ -62,7 +60,7 @@ pub fn optim_state_dict(
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
 ) -> Result<StateDict> {
-    collected(state, parameters, optimizer, Form::of(parameters))
+    collected(state, parameters, optimizer, &Form::of(parameters))
 }
 
 /// Makes the same values as [`optim_state_dict`], and hands each to `sink` (parameter, entry, value) as soon as it is
@@ -77,7 +75,7 @@ pub fn optim_state_dict_into(
     optimizer: &Optimizer,
     mut sink: impl FnMut(&str, &str, StateValue) -> Result<()>,
 ) -> Result<StateDict> {
-    Ok(streamed(state, parameters, optimizer, Form::of(parameters), &mut sink)?.0)
+    Ok(streamed(state, parameters, optimizer, &Form::of(parameters), &mut sink)?.0)
 }
 
 /// Returns the optimizer's state by names with whole tensors on the CPU, whatever settings are in force: torch's
@@ -92,8 +90,7 @@ pub fn full_optim_state_dict(
     optimizer: &Optimizer,
     rank0_only: bool,
 ) -> Result<StateDict> {
-    let keep = Keep { rank0_only, offload_to_cpu: true };
-    collected(state, parameters, optimizer, Form { full: true, keep })
+    collected(state, parameters, optimizer, &Form { full: true, keep: keep(rank0_only, true) })
 }
 
 /// Returns the optimizer's state by names in each rank's boxes, whatever settings are in force: torch's
@@ -106,8 +103,7 @@ pub fn sharded_optim_state_dict(
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
 ) -> Result<StateDict> {
-    let keep = Keep { rank0_only: false, offload_to_cpu: false };
-    collected(state, parameters, optimizer, Form { full: false, keep })
+    collected(state, parameters, optimizer, &Form { full: false, keep: keep(false, false) })
 }
 
 /// Puts the values that [`streamed`] hands out into one dict, parameters in their order.
@@ -115,33 +111,22 @@ fn collected(
     state: Option<&StateDict>,
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
-    form: Form,
+    form: &Form,
 ) -> Result<StateDict> {
     let mut states: IndexMap<String, StateDict> = IndexMap::new();
-    let (rest, order) = streamed(state, parameters, optimizer, form, &mut |fqn, name, value| {
+    let (mut result, order) = streamed(state, parameters, optimizer, form, &mut |fqn, name, value| {
         states.entry(fqn.to_owned()).or_default().insert(name, value);
         Ok(())
     })?;
-    if rest.is_empty() {
-        return Ok(rest);
-    }
-    let mut merged = StateDict::new();
-    for fqn in order {
-        if let Some(state) = states.swap_remove(&fqn) {
-            merged.insert(fqn, state);
-        }
-    }
-    let mut result = StateDict::new();
-    for (key, value) in rest {
-        match value {
-            StateValue::Dict(user_state) if key == "state" => {
-                merged.extend(user_state);
-                result.insert(key, std::mem::take(&mut merged));
-            }
-            value => {
-                result.insert(key, value);
+    // A rank that keeps nothing has no `state`. Elsewhere it holds user state, which comes last.
+    if let Some(StateValue::Dict(merged)) = result.get_mut("state") {
+        let user_state = std::mem::take(merged);
+        for fqn in order {
+            if let Some(state) = states.swap_remove(&fqn) {
+                merged.insert(fqn, state);
             }
         }
+        merged.extend(user_state);
     }
     Ok(result)
 }
@@ -151,16 +136,16 @@ fn streamed(
     state: Option<&StateDict>,
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
-    form: Form,
+    form: &Form,
     sink: &mut dyn FnMut(&str, &str, StateValue) -> Result<()>,
 ) -> Result<(StateDict, Vec<String>)> {
     const OPERATION: &str = "optim_state_dict";
     let group = parameters.group();
-    let dict = match state {
+    let dict = check_owner(parameters, optimizer).and_then(|()| match state {
         Some(state) => Ok(state.clone()),
         None => optimizer.state_dict_views(OptimStateKeyType::ParamId),
-    };
-    let (dict, failure) = match check_owner(parameters, optimizer).and(dict) {
+    });
+    let (dict, failure) = match dict {
         Ok(dict) => (dict, None),
         Err(error) => (StateDict::new(), Some(error)),
     };
@@ -168,18 +153,18 @@ fn streamed(
     let (joined, local) = join(optimizer, group, OPERATION, local)?;
     let order = joined.keys().map(str::to_owned).collect();
     if form.full {
-        gather(OPERATION, &joined, parameters, form.keep, |path, value| match path.0.as_slice() {
+        gather(OPERATION, &joined, parameters, &form.keep, |path, value| match path.0.as_slice() {
             [PathPart::Key(fqn), entry @ ..] => sink(fqn, &KeyPath(entry.to_vec()).flat_key(), value),
             [PathPart::Index(_), ..] | [] => Ok(()),
         })?;
-        return Ok((rest(&local, form.keep, parameters)?, order));
+        return Ok((rest(&local, &form.keep, group)?, order));
     }
     // Boxes need no gather, so that only an agreement tells the other ranks of an error.
     let offered = joined.iter().try_for_each(|(fqn, entries)| {
         let mut entries = entries.as_dict().into_iter().flatten();
-        entries.try_for_each(|(name, value)| sink(fqn, name, placed(value.copy()?, form.keep)?))
+        entries.try_for_each(|(name, value)| sink(fqn, name, placed(value.copy()?, &form.keep)?))
     });
-    let rest = offered.and_then(|()| rest(&local, form.keep, parameters));
+    let rest = offered.and_then(|()| rest(&local, &form.keep, group));
     Ok((agree(group, OPERATION, rest)?, order))
 }
 
@@ -189,9 +174,9 @@ fn check_owner(parameters: &ShardedParameters, optimizer: &Optimizer) -> Result<
 }
 
 /// Returns user state and groups, on the ranks that keep them.
-fn rest(local: &LocalStates<'_>, keep: Keep, parameters: &ShardedParameters) -> Result<StateDict> {
+fn rest(local: &LocalStates<'_>, keep: &GatherOptions, group: &ProcessGroup) -> Result<StateDict> {
     let mut rest = StateDict::new();
-    if !keep.here(parameters.group()) {
+    if !keep.keep_on.contains(group.rank()) {
         return Ok(rest);
     }
     let mut user_state = StateDict::new();
@@ -285,12 +270,14 @@ pub fn optim_state_dict_to_load(
 ) -> Result<StateDict> {
     let rank0_only = parameters.get_state_dict_type().optim_state_dict_config().rank0_only();
     let key_type = if options.is_named_optimizer { OptimStateKeyType::ParamName } else { OptimStateKeyType::ParamId };
-    let target = to_local(Some(state), parameters, optimizer, rank0_only, options.allow_missing_state)?;
+    let loaded = Loaded::new(Some(state), parameters, optimizer, rank0_only, options.allow_missing_state)?;
     if !options.load_directly {
-        return target.into_dict(key_type);
+        return loaded.into_dict(key_type);
     }
-    let staged = target.into_staged()?;
-    optimizer.take(staged)?;
+    if !loaded.has_groups {
+        return Err(OptimStateError::MissingKey { key: "param_groups".to_owned() }.into());
+    }
+    *optimizer = loaded.optimizer;
     // The result shares no memory with the optimizer.
     Ok(optimizer.state_dict_views(key_type)?.copy()?)
 }
@@ -307,7 +294,7 @@ pub fn flatten_optim_state_dict(
     optimizer: &Optimizer,
     rank0_only: bool,
 ) -> Result<StateDict> {
-    to_local(state, parameters, optimizer, rank0_only, false)?.into_dict(OptimStateKeyType::ParamName)
+    Loaded::new(state, parameters, optimizer, rank0_only, false)?.into_dict(OptimStateKeyType::ParamName)
 }
 
 /// Returns the local state, by ids, from a full one that every rank has: torch's `shard_full_optim_state_dict`. No
@@ -320,7 +307,7 @@ pub fn shard_full_optim_state_dict(
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
 ) -> Result<StateDict> {
-    to_local(Some(full), parameters, optimizer, false, false)?.into_dict(OptimStateKeyType::ParamId)
+    Loaded::new(Some(full), parameters, optimizer, false, false)?.into_dict(OptimStateKeyType::ParamId)
 }
 
 /// Returns the local state, by ids, from a full one that only rank 0 has: torch's `scatter_full_optim_state_dict`. The
@@ -333,7 +320,7 @@ pub fn scatter_full_optim_state_dict(
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
 ) -> Result<StateDict> {
-    to_local(full, parameters, optimizer, true, false)?.into_dict(OptimStateKeyType::ParamId)
+    Loaded::new(full, parameters, optimizer, true, false)?.into_dict(OptimStateKeyType::ParamId)
 }
 
 /// Returns the local state, by ids, from one that is sharded in any boxes: torch's `flatten_sharded_optim_state_dict`.
@@ -346,38 +333,47 @@ pub fn flatten_sharded_optim_state_dict(
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
 ) -> Result<StateDict> {
-    to_local(Some(sharded), parameters, optimizer, false, false)?.into_dict(OptimStateKeyType::ParamId)
+    Loaded::new(Some(sharded), parameters, optimizer, false, false)?.into_dict(OptimStateKeyType::ParamId)
 }
 
-/// Loads state by the model's names into a local target, for all functions that do.
-fn to_local<'a>(
-    state: Option<&StateDict>,
-    parameters: &ShardedParameters,
-    optimizer: &'a Optimizer,
-    rank0_only: bool,
-    allow_missing_state: bool,
-) -> Result<LocalTarget<'a>> {
-    const OPERATION: &str = "optim_state_dict_to_load";
-    let group = parameters.group();
-    let mine = state.filter(|_| !rank0_only || group.rank() == 0);
-    let missing = || NnError::from(OptimStateError::MissingKey { key: "state".to_owned() });
-    let is_there = mine.is_some_and(|state| state.dict("state").is_some());
-    let checked = check_owner(parameters, optimizer);
-    let checked = checked.and(if is_there || rank0_only && group.rank() > 0 { Ok(()) } else { Err(missing()) });
-    let mut target = LocalTarget::new(optimizer, allow_missing_state);
-    let options = LoadOptions { strict: false, ..LoadOptions::default() };
-    let mut source = if rank0_only {
-        agree(group, OPERATION, checked)?;
-        DictSource::on_rank(group, OPERATION, 0, mine)?
-    } else {
-        match checked.and_then(|()| Ok(DictSource::on_every_rank(mine.ok_or_else(missing)?)?)) {
-            Ok(source) => source,
-            // The round in which the other ranks compare their plans.
-            Err(error) => return NnError::agree(group, OPERATION, Some(0), Err(error)),
+/// State by the model's names that has been loaded into an optimizer of its own, for all functions that do.
+struct Loaded {
+    optimizer: Optimizer,
+    /// `true` if groups were saved.
+    has_groups: bool,
+}
+
+impl Loaded {
+    fn new(
+        state: Option<&StateDict>,
+        parameters: &ShardedParameters,
+        optimizer: &Optimizer,
+        rank0_only: bool,
+        allow_missing_state: bool,
+    ) -> Result<Self> {
+        const OPERATION: &str = "optim_state_dict_to_load";
+        let group = parameters.group();
+        let missing = || OptimStateError::MissingKey { key: "state".to_owned() };
+        let mine = match check_owner(parameters, optimizer) {
+            // With `rank0_only` the other ranks bring nothing.
+            Ok(()) if rank0_only && group.rank() > 0 => Ok(None),
+            Ok(()) => state.filter(|state| state.dict("state").is_some()).ok_or_else(|| missing().into()).map(Some),
+            Err(error) => Err(error),
+        };
+        let mut source = DictSource::open(group, OPERATION, rank0_only.then_some(0), mine)?;
+        let mut loaded = optimizer.without_state();
+        load_exactly(OPERATION, group, &mut source, &mut loaded, allow_missing_state)?;
+        Ok(Loaded { optimizer: loaded, has_groups: source.schema().has_key("param_groups") })
+    }
+
+    /// Returns the loaded state as a local state dict.
+    fn into_dict(self, key_type: OptimStateKeyType) -> Result<StateDict> {
+        let mut state = self.optimizer.state_dict_views(key_type)?;
+        if !self.has_groups {
+            state.remove("param_groups");
         }
-    };
-    load_state::<_, _, NnError>(OPERATION, group, &mut source, &mut target, &options)?;
-    Ok(target)
+        Ok(state)
+    }
 }
 
 /// Returns the state of one FlatParameter on this rank from the states of its parameters (`{name: {entry: value}}`):
@@ -392,16 +388,15 @@ fn to_local<'a>(
 /// [`NnError::NotAFlatParameter`]; boxes that are not covered.
 pub fn flatten_optim_state(state: &StateDict, optimizer: &Optimizer, fqns: &[impl AsRef<str>]) -> Result<StateDict> {
     let local = local_of(optimizer, fqns)?;
-    let values: Vec<Option<&StateDict>> = fqns.iter().map(|fqn| state.dict(fqn.as_ref())).collect();
-    flattened(optimizer, local, &values)
+    let states = fqns.iter().filter_map(|fqn| Some((fqn.as_ref(), state.dict(fqn.as_ref())?.clone().into())));
+    flattened(optimizer, local, states.collect())
 }
 
-/// Returns a local parameter's state as a dict; an empty one if no parameter has state.
-fn flattened(optimizer: &Optimizer, local: usize, values: &[Option<&StateDict>]) -> Result<StateDict> {
-    match load_local(optimizer, local, None, values)? {
-        Some(state) => Ok(optimizer.locals()[local].local_entries(&state)?.into_iter().collect()),
-        None => Ok(StateDict::new()),
-    }
+/// Returns a local parameter's state as a dict, from the states of its parameters; an empty one if none has state.
+fn flattened(optimizer: &Optimizer, local: usize, states: StateDict) -> Result<StateDict> {
+    let mut loaded = optimizer.of_local(local);
+    load_here(states, &mut loaded)?;
+    Ok(loaded.locals()[0].local_entries()?.unwrap_or_default())
 }
 
 /// Returns the state of one of the model's parameters on this rank from its whole state (`{entry: value}`): torch's
@@ -414,10 +409,8 @@ fn flattened(optimizer: &Optimizer, local: usize, values: &[Option<&StateDict>])
 /// the optimizer needs and that are missing. [`NnError::UnknownParameter`] for one that the optimizer does not hold.
 pub fn shard_orig_param_state(state: &StateDict, optimizer: &Optimizer, fqn: &str) -> Result<StateDict> {
     let local = optimizer.local_index(fqn).ok_or_else(|| NnError::UnknownParameter { fqn: fqn.to_owned() })?;
-    let param = &optimizer.locals()[local];
-    let own = |name: &String| (*name == optimizer.parameters().canonical_fqn(fqn)).then_some(state);
-    let entries = flattened(optimizer, local, &param.fqns().iter().map(own).collect::<Vec<_>>())?;
-    Ok(if param.is_empty() { StateDict::new() } else { entries })
+    let entries = flattened(optimizer, local, [(fqn, state.clone().into())].into_iter().collect())?;
+    Ok(if optimizer.locals()[local].is_empty() { StateDict::new() } else { entries })
 }
 
 /// Returns the parameters that some rank's local state dict has state for, in one order for all ranks; and for those
@@ -461,19 +454,18 @@ pub fn map_param_key_to_optim_keys(
 /// Plain values and tensors without dimensions are there, unless these are shaped like their parameter. State under
 /// names that are no parameter's is left out.
 ///
-/// Collectives: two agreements and one object broadcast.
+/// Collectives: one agreement and one object broadcast.
 ///
 /// # Errors
 /// The same on every rank: no state dict on rank 0, or one that is malformed.
 pub fn broadcast_processed_state(state: Option<&StateDict>, optimizer: &Optimizer) -> Result<StateDict> {
-    const OPERATION: &str = "broadcast_processed_state";
     let parameters = optimizer.parameters();
     let group = parameters.group();
-    let missing = || NnError::from(OptimStateError::MissingKey { key: "state".to_owned() });
-    let states = state.filter(|_| group.rank() == 0).and_then(|state| state.dict("state"));
-    let checked = if group.rank() > 0 || states.is_some() { Ok(()) } else { Err(missing()) };
-    agree(group, OPERATION, checked)?;
-    let source = DictSource::on_rank(group, OPERATION, 0, states)?;
+    let states = match state.and_then(|state| state.dict("state")) {
+        None if group.rank() == 0 => Err(NnError::from(OptimStateError::MissingKey { key: "state".to_owned() })),
+        states => Ok(states),
+    };
+    let source = DictSource::open(group, "broadcast_processed_state", Some(0), states)?;
     let mut processed = StateDict::new();
     for (position, (path, leaf)) in source.schema().iter().enumerate() {
         let [PathPart::Key(name), entry @ ..] = path.0.as_slice() else { continue };
@@ -486,7 +478,7 @@ pub fn broadcast_processed_state(state: Option<&StateDict>, optimizer: &Optimize
                 let dtype = fsdp_flat::dtype::to_candle(dtype)?;
                 fsdp_flat::ShardedTensor::new(dtype, shape.to_vec(), Vec::new())?.into()
             }
-            _ => source.values(&[position])?.pop().unwrap_or(StateValue::Plain(fsdp_layout::PlainValue::None)),
+            _ => source.values(&[position])?.remove(0),
         };
         let fqn = parameters.canonical_fqn(name);
         let path = std::iter::once(PathPart::Key(fqn.to_owned())).chain(entry.iter().cloned());

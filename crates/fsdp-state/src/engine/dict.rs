@@ -10,6 +10,7 @@ use fsdp_layout::cover::uncovered;
 use fsdp_layout::{KeyPath, PlainValue, TensorBox};
 use twox_hash::XxHash3_64;
 
+use super::load::LoadError;
 use super::options::LoadOptions;
 use super::source::Source;
 use super::target::Wanted;
@@ -25,16 +26,13 @@ pub struct DictSource<'a> {
     values: Vec<Option<Cow<'a, StateValue>>>,
     /// The rank whose values they are; `None` if each rank has its own part, or all of them.
     root: Option<usize>,
-    boxes_on: Option<Box<BoxesOn<'a>>>,
+    boxes_on: Option<&'a BoxesOn<'a>>,
     /// The places of the elements that are wanted, once they have been located.
     layouts: Vec<Layout>,
 }
 
 /// A function that computes the boxes of a value that a rank has; `None` if it cannot.
-type BoxesOn<'a> = dyn Fn(&KeyPath, usize) -> Option<Vec<TensorBox>> + 'a;
-
-/// The boxes that a rank has of a tensor, and those that it wants.
-type HaveWant = (Vec<TensorBox>, Vec<TensorBox>);
+pub type BoxesOn<'a> = dyn Fn(&KeyPath, usize) -> Option<Vec<TensorBox>> + 'a;
 
 impl<'a> DictSource<'a> {
     /// Returns a source that every rank brings: values are sharded over the ranks, or every rank has the whole of them.
@@ -59,15 +57,36 @@ impl<'a> DictSource<'a> {
         root: usize,
         state: Option<&'a StateDict>,
     ) -> Result<Self, StateError> {
-        let told = group.agree(operation, Self::told(group, root, state))?;
+        Self::open(group, operation, Some(root), Ok(state))
+    }
+
+    /// Opens the state dict of rank `root`, as [`Self::on_rank`], or the one that every rank brings, as
+    /// [`Self::on_every_rank`]. A rank may bring an error instead: of its arguments, say. Collective: as those two, and
+    /// after an error the agreement of [`load_state`](super::load_state), in which the other ranks are.
+    ///
+    /// # Errors
+    /// Any rank's own; the errors of those two.
+    pub fn open<E: LoadError>(
+        group: &ProcessGroup,
+        operation: &'static str,
+        root: Option<usize>,
+        state: Result<Option<&'a StateDict>, E>,
+    ) -> Result<Self, E> {
+        let Some(root) = root else {
+            let missing = StateError::NoSource { rank: group.rank() };
+            let opened = state.and_then(|state| Ok(Self::on_every_rank(state.ok_or(missing)?)?));
+            return opened.or_else(|error| E::refuse(group, operation, error));
+        };
+        let told = state.and_then(|state| Ok(Self::told(group, root, state)?));
+        let told = E::agree(group, operation, None, told)?;
         let (told, mut values) = told.unzip();
         let (schema, small): (Schema, Vec<Option<PlainValue>>) = group.broadcast_object(told.as_ref(), root)?;
         if values.is_none() {
-            let mut received = Vec::with_capacity(small.len());
-            for ((_, leaf), small) in schema.iter().zip(small) {
-                received.push(small.map(|small| scalar_value(leaf, small)).transpose()?.map(Cow::Owned));
-            }
-            values = Some(received);
+            let received = schema
+                .iter()
+                .zip(small)
+                .map(|((_, leaf), small)| small.map(|small| scalar_value(leaf, small).map(Cow::Owned)).transpose());
+            values = Some(received.collect::<Result<_, _>>()?);
         }
         let values = values.unwrap_or_default();
         Ok(DictSource { schema, values, root: Some(root), boxes_on: None, layouts: Vec::new() })
@@ -87,18 +106,20 @@ impl<'a> DictSource<'a> {
         if root != group.rank() {
             return Ok(None);
         }
-        let state = state.ok_or_else(|| StateError::NoSource { rank: root })?;
-        let (schema, values) = Schema::with_values(state)?;
-        let small = (0..schema.len()).map(|at| if schema.is_small(at) { scalar_of(values[at]) } else { Ok(None) });
-        let small = small.collect::<Result<_, _>>()?;
-        Ok(Some(((schema, small), values.into_iter().map(|value| Some(Cow::Borrowed(value))).collect())))
+        let DictSource { schema, values, .. } =
+            Self::on_every_rank(state.ok_or_else(|| StateError::NoSource { rank: root })?)?;
+        let mut small = Vec::with_capacity(values.len());
+        for (position, value) in values.iter().enumerate() {
+            let value = value.as_deref().filter(|_| schema.is_small(position));
+            small.push(value.map_or(Ok(None), scalar_of)?);
+        }
+        Ok(Some(((schema, small), values)))
     }
 
-    /// Sets a function that computes which boxes of a value a rank has, so that ranks need not tell each other.
-    /// `boxes_on` must know all sharded values.
-    #[must_use]
-    pub fn with_boxes_on(mut self, boxes_on: impl Fn(&KeyPath, usize) -> Option<Vec<TensorBox>> + 'a) -> Self {
-        self.boxes_on = Some(Box::new(boxes_on));
+    /// Sets a function that computes which boxes of a value a rank has, so that ranks need not tell each other. It must
+    /// know all sharded values.
+    pub(crate) const fn with_boxes_on(mut self, boxes_on: Option<&'a BoxesOn<'a>>) -> Self {
+        self.boxes_on = boxes_on;
         self
     }
 
@@ -136,6 +157,10 @@ impl<'a> DictSource<'a> {
         if self.root.is_some() {
             // Small values came with the schema.
             return Ok((0..wanted.len()).filter(|&index| !self.schema.is_small(wanted[index].position)).collect());
+        }
+        // A rank that is alone has all that there is.
+        if group.world_size() == 1 {
+            return Ok(Vec::new());
         }
         let sharded = (0..wanted.len()).filter(|&index| self.is_sharded(wanted[index].position));
         let sharded: Vec<usize> = sharded.collect();
@@ -177,9 +202,9 @@ impl<'a> DictSource<'a> {
         if let Some(known) = known.collect::<Option<Vec<_>>>() {
             return Ok(known);
         }
-        let mine: Vec<HaveWant> =
+        let mine: Vec<(Vec<TensorBox>, Vec<TensorBox>)> =
             moving.iter().map(|&index| (self.have(wanted[index].position), wanted[index].boxes.clone())).collect();
-        let mut all: Vec<Vec<HaveWant>> = group.all_gather_object(&mine)?;
+        let mut all = group.all_gather_object(&mine)?;
         let mut located = Vec::with_capacity(moving.len());
         for at in 0..moving.len() {
             let boxes = all.iter_mut().map(|boxes| boxes.get_mut(at).map(std::mem::take).unwrap_or_default());

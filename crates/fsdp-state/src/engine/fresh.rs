@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Tensor};
 use fsdp_flat::{FlatError, ShardedTensor};
-use fsdp_layout::{DType, KeyPath, TensorBox};
+use fsdp_layout::{KeyPath, TensorBox};
 use indexmap::IndexMap;
 
 use super::options::LoadOptions;
@@ -11,7 +11,7 @@ use crate::keep_on::KeepOn;
 use crate::lend::Memory;
 use crate::memory::{device_of, own_leaf};
 use crate::schema::{Leaf, Side};
-use crate::{Mismatch, Schema, StateDict, StateError, StateValue, get_element_mut};
+use crate::{Schema, StateDict, StateError, StateValue, get_element_mut};
 
 /// A state dict in the structure, kinds and boxes of a template: of fresh tensors, or of the template's own.
 pub struct DictTarget<'a> {
@@ -121,12 +121,14 @@ impl Target for DictTarget<'_> {
             Side::Both { path, left: (from, saved), right: (to, current) } => {
                 if self.goes_by_value(saved, current) {
                     small.push((path.clone(), from, to));
-                } else if let Some(wanted) = wanted(source, from, saved, current, target[to], options) {
-                    positions.push(to);
-                    plan.wanted.push(wanted);
-                } else {
-                    let (saved, current) = (describe(saved), describe(current));
-                    plan.report.mismatched.push(Mismatch { fqn: path.flat_key(), saved, current });
+                    return;
+                }
+                match Wanted::fit(source, from, &path.flat_key(), target[to], options) {
+                    Ok(wanted) => {
+                        positions.push(to);
+                        plan.wanted.push(wanted);
+                    }
+                    Err(mismatch) => plan.report.mismatched.push(mismatch),
                 }
             }
         });
@@ -149,14 +151,13 @@ impl Target for DictTarget<'_> {
     }
 
     fn memory(&mut self, wanted: usize, _: &Wanted) -> Result<Memory, StateError> {
-        Ok(match self.values[self.positions[wanted]] {
-            StateValue::Sharded(tensor) if self.is_in_place => Memory::Tensors(tensor.clone()),
-            StateValue::Tensor(tensor) if self.is_in_place => Memory::of_tensor(tensor),
-            StateValue::Raw(tensor) => Memory::raw(tensor.dtype(), tensor.shape())?,
-            StateValue::Sharded(tensor) => fresh(tensor.dtype(), tensor.shape(), &tensor.boxes())?,
-            StateValue::Tensor(tensor) => fresh(tensor.dtype(), tensor.dims(), &[TensorBox::whole(tensor.dims())])?,
-            _ => Memory::fresh(DType::U8, &[0], &[])?,
-        })
+        match self.values[self.positions[wanted]] {
+            StateValue::Sharded(tensor) if !self.is_in_place => fresh(tensor.dtype(), tensor.shape(), &tensor.boxes()),
+            StateValue::Tensor(tensor) if !self.is_in_place => {
+                fresh(tensor.dtype(), tensor.dims(), &[TensorBox::whole(tensor.dims())])
+            }
+            value => Memory::live(value),
+        }
     }
 
     fn filled(&mut self, wanted: usize, memory: Memory) -> Result<(), StateError> {
@@ -183,47 +184,6 @@ impl Target for DictTarget<'_> {
 /// Returns fresh memory of a dtype of candle.
 fn fresh(dtype: candle_core::DType, shape: &[usize], boxes: &[TensorBox]) -> Result<Memory, StateError> {
     Ok(Memory::Tensors(ShardedTensor::zeros(dtype, shape, boxes)?))
-}
-
-/// Returns a request for a tensor of the source, in the boxes of the target's value; `None` if the two do not fit.
-fn wanted(
-    source: &Schema,
-    position: usize,
-    saved: &Leaf,
-    current: &Leaf,
-    target: &StateValue,
-    options: &LoadOptions,
-) -> Option<Wanted> {
-    let ((dtype, shape), (becomes, current_shape)) = (saved.tensor()?, current.tensor()?);
-    if shape != current_shape {
-        return None;
-    }
-    // A cast must be allowed, and candle must support it.
-    if dtype != becomes && !(options.cast && candle_dtype(target).is_some_and(|to| Memory::converts(dtype, to))) {
-        return None;
-    }
-    let boxes = match target {
-        StateValue::Sharded(tensor) => tensor.boxes(),
-        _ => vec![TensorBox::whole(shape)],
-    };
-    Wanted::of(source, position, becomes, boxes)
-}
-
-/// Returns the dtype of a value that is a candle tensor; `None` for other values.
-fn candle_dtype(value: &StateValue) -> Option<candle_core::DType> {
-    match value {
-        StateValue::Tensor(tensor) => Some(tensor.dtype()),
-        StateValue::Sharded(tensor) => Some(tensor.dtype()),
-        _ => None,
-    }
-}
-
-/// Returns dtype and shape for a report: `float32 [2, 3]`.
-fn describe(leaf: &Leaf) -> String {
-    match leaf.tensor() {
-        Some((dtype, shape)) => format!("{dtype} {shape:?}"),
-        None => leaf.to_string(),
-    }
 }
 
 /// A target of whole tensors on some ranks. Each tensor goes to a sink as soon as it is complete, and is not kept here.
@@ -313,7 +273,7 @@ impl Target for Whole<'_> {
     fn memory(&mut self, wanted: usize, _: &Wanted) -> Result<Memory, StateError> {
         match self.values[self.positions[wanted]] {
             StateValue::Sharded(tensor) => fresh(tensor.dtype(), tensor.shape(), &[TensorBox::whole(tensor.shape())]),
-            _ => Memory::fresh(DType::U8, &[0], &[]),
+            value => Memory::live(value),
         }
     }
 

@@ -31,6 +31,15 @@ pub trait LoadError: Failure + From<StateError> + From<CommError> {
         };
         Ok(agreed?)
     }
+
+    /// Returns this rank's error on every rank, in the agreement of [`load_state`], to which the other ranks go on. For a
+    /// rank that cannot open its source or its target.
+    ///
+    /// # Errors
+    /// Always.
+    fn refuse<T>(group: &ProcessGroup, operation: &str, error: Self) -> Result<T, Self> {
+        Self::agree(group, operation, Some(0), Err(error))
+    }
 }
 
 impl LoadError for StateError {
@@ -70,7 +79,7 @@ where
     E: LoadError + From<S::Error> + From<T::Error>,
 {
     // Compare. The other ranks do not know yet what this rank finds here, not even an error.
-    let compared = compare::<S, T, E>(operation, source, target, options);
+    let compared = compare::<S, T, E>(operation, group, source, target, options);
     // Agree. From here on every rank has the same plan, except for the boxes in it.
     let plan = agree(operation, group, compared)?;
     judge::<E>(operation, &plan, options)?;
@@ -113,7 +122,7 @@ fn partly_loaded<E: LoadError>(is_partly_loaded: bool, error: E) -> E {
 }
 
 /// The contribution of a rank to the agreement.
-#[derive(Debug, Clone, PartialEq, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Hash, Serialize, Deserialize)]
 struct Brought {
     arguments: String,
     source: Schema,
@@ -129,6 +138,7 @@ struct Brought {
 /// Compares source and target on this rank.
 fn compare<S, T, E>(
     operation: &'static str,
+    group: &ProcessGroup,
     source: &mut S,
     target: &mut T,
     options: &LoadOptions,
@@ -150,24 +160,17 @@ where
         // Ranks may want different names, so each rank checks its own report.
         judge::<E>(operation, &plan, options)?;
     }
-    let mut brought = Brought {
-        arguments: plan.arguments.clone(),
-        source: Schema::default(),
-        target: std::mem::take(&mut plan.target),
-        values: Vec::new(),
-        hashes: Vec::new(),
-        missing: Vec::new(),
-        unexpected: Vec::new(),
-    };
-    if plan.is_own {
-        brought.target = Schema::default();
+    let mut brought = Brought { arguments: plan.arguments.clone(), ..Brought::default() };
+    // A rank that is alone, or that may want other names than the others, has nothing to compare with them.
+    if plan.is_own || group.world_size() == 1 {
         return Ok((plan, brought));
     }
+    plan.agreed.sort();
     brought.source = source.schema().clone();
+    brought.target = std::mem::take(&mut plan.target);
+    brought.values = std::mem::take(&mut plan.agreed);
     brought.missing.clone_from(&plan.report.missing);
     brought.unexpected.clone_from(&plan.report.unexpected);
-    plan.agreed.sort();
-    brought.values.clone_from(&plan.agreed);
     for wanted in plan.wanted.iter().filter(|wanted| wanted.is_same_on_all) {
         brought.hashes.extend(source.hash(wanted.position)?.map(|hash| (wanted.key.clone(), hash)));
     }

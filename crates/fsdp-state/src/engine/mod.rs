@@ -15,7 +15,7 @@ mod options;
 mod source;
 mod target;
 
-pub use dict::DictSource;
+pub use dict::{BoxesOn, DictSource};
 pub use fresh::{DictTarget, Whole};
 pub use load::{LoadError, load_state};
 pub use options::LoadOptions;

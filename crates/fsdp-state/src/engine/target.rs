@@ -2,12 +2,12 @@
 
 use std::collections::HashMap;
 
-use fsdp_layout::{DType, TensorBox};
+use fsdp_layout::{DType, KeyPath, TensorBox};
 
 use super::options::LoadOptions;
 use crate::lend::Memory;
 use crate::schema::Leaf;
-use crate::{LoadReport, Schema, StateError, StateValue};
+use crate::{LoadReport, Mismatch, Schema, StateError, StateValue};
 
 /// Something that takes state: fresh tensors, live ones, a model with its optimizers, an optimizer's local state.
 pub trait Target {
@@ -110,10 +110,45 @@ impl Wanted {
     #[must_use]
     pub fn of(schema: &Schema, position: usize, becomes: DType, boxes: Vec<TensorBox>) -> Option<Self> {
         let (path, leaf) = schema.get(position)?;
-        let (dtype, shape) = match leaf {
-            Leaf::Plain => return None,
-            Leaf::Whole { dtype, shape } | Leaf::Sharded { dtype, shape } => (*dtype, shape.clone()),
-        };
+        let (dtype, shape) = leaf.tensor().map(|(dtype, shape)| (dtype, shape.to_vec()))?;
         Some(Wanted { position, key: path.flat_key(), dtype, becomes, shape, boxes, is_same_on_all: true })
+    }
+
+    /// Returns a request for all of the tensor at a position of a schema, as it is; `None` if there is no tensor.
+    #[must_use]
+    pub fn whole(schema: &Schema, position: usize) -> Option<Self> {
+        let (dtype, shape) = schema.get(position).and_then(|(_, leaf)| leaf.tensor())?;
+        Self::of(schema, position, dtype, vec![TensorBox::whole(shape)])
+    }
+
+    /// Returns a request for the tensor at a position of `source`, in the boxes of a tensor of the target. Kinds and
+    /// shapes must be the same, and so must dtypes, unless the options allow casts and candle can do it.
+    ///
+    /// # Errors
+    /// A line of the report about `name`, if the two do not fit.
+    pub fn fit(
+        source: &Schema,
+        position: usize,
+        name: &str,
+        target: &StateValue,
+        options: &LoadOptions,
+    ) -> Result<Self, Mismatch> {
+        let saved = source.get(position).map(|(_, leaf)| leaf);
+        let current = Leaf::of(&KeyPath::default(), target);
+        if let (Some((dtype, shape)), Some((becomes, current))) =
+            (saved.and_then(Leaf::tensor), current.as_ref().ok().and_then(Leaf::tensor))
+            && shape == current
+            && (dtype == becomes || options.cast && target.candle_dtype().is_some_and(|to| Memory::converts(dtype, to)))
+        {
+            let boxes = match target {
+                StateValue::Sharded(tensor) => tensor.boxes(),
+                _ => vec![TensorBox::whole(shape)],
+            };
+            if let Some(wanted) = Wanted::of(source, position, becomes, boxes) {
+                return Ok(wanted);
+            }
+        }
+        let current = current.map_or_else(|error| error.to_string(), |leaf| leaf.describe());
+        Err(Mismatch { fqn: name.to_owned(), saved: saved.map_or_else(String::new, Leaf::describe), current })
     }
 }

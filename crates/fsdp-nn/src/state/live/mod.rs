@@ -4,11 +4,12 @@ mod optim;
 
 use std::collections::{HashMap, HashSet};
 
-use fsdp_layout::{DType, Failure as _, KeyPath, TensorBox};
+use candle_core::Device;
+use fsdp_layout::{KeyPath, PlainValue, TensorBox};
 use fsdp_state::engine::{LoadOptions, Plan, Target, Values, Wanted};
 use fsdp_state::{Memory, Mismatch, Schema, StateDict, StateError, StateValue, get_element, set_element};
 
-use super::incoming::{EntryPlace, Incoming};
+use self::optim::Incoming;
 use super::names::{OptimKey, TiedNames, below};
 use super::saved::sort_by_schema;
 use crate::optimizer::Optimizer;
@@ -25,6 +26,7 @@ pub struct StatePrefixes {
 }
 
 /// A live model, its optimizers, and values beside them, as the target of a load. Tensors are filled where they are.
+/// Optimizers without state, which nobody uses yet, get fresh ones.
 pub struct LiveTarget<'a> {
     parameters: &'a ShardedParameters,
     optimizers: Vec<&'a mut Optimizer>,
@@ -34,6 +36,7 @@ pub struct LiveTarget<'a> {
     rename: Box<Rename<'a>>,
     rename_in_optimizers: Box<Rename<'a>>,
     ignore_frozen: bool,
+    exact: Option<Exact>,
     sorted: Sorted,
     /// The place of each wanted tensor.
     places: Vec<Place>,
@@ -58,17 +61,31 @@ struct Sorted {
     values: Vec<usize>,
 }
 
+/// A load of optimizers in which the first thing that does not fit is an error of its own, rather than a line of the report.
+#[derive(Clone, Copy)]
+struct Exact {
+    /// `true` if a trained parameter may lack state that others of its unit have.
+    allow_missing_state: bool,
+}
+
 /// The place of a wanted tensor.
 enum Place {
-    /// A parameter, by its own name.
-    Parameter(String),
-    /// A persistent buffer, by its name.
-    Buffer(String),
-    /// An entry of an optimizer's state, by the optimizer's position.
-    Entry { optimizer: usize, place: EntryPlace },
+    /// Live memory.
+    Live { value: StateValue, of: Live },
+    /// An entry of an optimizer's state: the positions of the optimizer, of the local parameter, and of the entry in its
+    /// plan.
+    Entry { optimizer: usize, local: usize, destination: usize },
     /// State under a user's key.
     User(KeyPath),
-    /// A tensor among the values.
+}
+
+/// A live value.
+enum Live {
+    /// A parameter, by its own name.
+    Parameter(String),
+    /// A persistent buffer.
+    Buffer,
+    /// One among the values beside the model and the optimizers.
     Value(KeyPath),
 }
 
@@ -93,6 +110,7 @@ impl<'a> LiveTarget<'a> {
             rename: Box::new(str::to_owned),
             rename_in_optimizers: Box::new(str::to_owned),
             ignore_frozen: false,
+            exact: None,
             sorted: Sorted::default(),
             places: Vec::new(),
             incoming: Vec::new(),
@@ -128,6 +146,13 @@ impl<'a> LiveTarget<'a> {
         self
     }
 
+    /// Makes the first thing that does not fit the optimizers an error of its own. They are optimizers that nobody uses
+    /// yet.
+    pub(crate) const fn exact(mut self, allow_missing_state: bool) -> Self {
+        self.exact = Some(Exact { allow_missing_state });
+        self
+    }
+
     /// Plans the parameters, each under one of its names, and the persistent buffers.
     fn plan_model(&mut self, schema: &Schema, options: &LoadOptions, plan: &mut Plan) -> Result<()> {
         let model = std::mem::take(&mut self.sorted.model);
@@ -148,23 +173,23 @@ impl<'a> LiveTarget<'a> {
                 }
                 continue;
             };
-            let (shape, dtype) = (parameters.shape(fqn)?, parameters.dtype(fqn)?);
-            let fitting = fit(schema, named[name], dtype, shape, parameters.boxes(fqn)?, options);
-            self.add(fitting, Place::Parameter(fqn.to_owned()), name, plan);
+            let value = parameters.parameter(fqn)?.into();
+            let wanted = Wanted::fit(schema, named[name], name, &value, options);
+            self.add(wanted, value, Live::Parameter(fqn.to_owned()), plan);
         }
         for (name, (value, persistent)) in parameters.buffers() {
             match named.get(name.as_str()) {
                 _ if !persistent => {}
                 None => plan.report.missing.push(name.clone()),
                 Some(&position) => {
-                    let boxes = vec![TensorBox::whole(value.dims())];
-                    let mut fitting = fit(schema, position, value.dtype(), value.dims(), boxes, options);
-                    if let (Ok(_), false) = (&fitting, value.is_contiguous()) {
-                        fitting = Err(("a tensor".to_owned(), "a buffer that is not contiguous".to_owned()));
+                    let is_contiguous = value.is_contiguous();
+                    let value = value.clone().into();
+                    let mut wanted = Wanted::fit(schema, position, name, &value, options);
+                    if let (Ok(_), false) = (&wanted, is_contiguous) {
+                        let (saved, current) = ("a tensor".to_owned(), "a buffer that is not contiguous".to_owned());
+                        wanted = Err(Mismatch { fqn: name.clone(), saved, current });
                     }
-                    // Each rank has buffers of its own, such as running statistics.
-                    let fitting = fitting.map(|wanted| Wanted { is_same_on_all: false, ..wanted });
-                    self.add(fitting, Place::Buffer(name.clone()), name, plan);
+                    self.add(wanted, value, Live::Buffer, plan);
                 }
             }
         }
@@ -177,14 +202,16 @@ impl<'a> LiveTarget<'a> {
         Ok(())
     }
 
-    /// Asks for a tensor that fits, and reports one that does not.
-    fn add(&mut self, fitting: Fitting, place: Place, name: &str, plan: &mut Plan) {
-        match fitting {
+    /// Asks for a tensor that fits a live value, and reports one that does not.
+    fn add(&mut self, wanted: Result<Wanted, Mismatch>, value: StateValue, of: Live, plan: &mut Plan) {
+        match wanted {
             Ok(wanted) => {
-                plan.wanted.push(wanted);
-                self.places.push(place);
+                // Each rank has buffers of its own, such as running statistics, and values of its own.
+                let is_same_on_all = matches!(of, Live::Parameter(_));
+                plan.wanted.push(Wanted { is_same_on_all, ..wanted });
+                self.places.push(Place::Live { value, of });
             }
-            Err((saved, current)) => plan.report.mismatched.push(Mismatch { fqn: name.to_owned(), saved, current }),
+            Err(mismatch) => plan.report.mismatched.push(mismatch),
         }
     }
 
@@ -202,8 +229,8 @@ impl<'a> LiveTarget<'a> {
                     set_element(&mut self.new_values, path, value.copy()?)?;
                 }
                 (Some(here @ (StateValue::Tensor(_) | StateValue::Sharded(_) | StateValue::Raw(_))), _) => {
-                    let fitting = fit_value(schema, position, here, options)?;
-                    self.add(fitting, Place::Value(path.clone()), &path.flat_key(), plan);
+                    let wanted = Wanted::fit(schema, position, &path.flat_key(), here, options);
+                    self.add(wanted, here.clone(), Live::Value(path.clone()), plan);
                 }
                 (Some(here), _) => {
                     let (saved, current) = (leaf.to_string(), here.kind().to_owned());
@@ -224,61 +251,6 @@ impl<'a> LiveTarget<'a> {
         self.values = Some(current);
         Ok(())
     }
-}
-
-/// A request for a tensor that fits, or the saved and the current description of one that does not.
-type Fitting = std::result::Result<Wanted, (String, String)>;
-
-/// Compares a tensor of the source with a live one.
-fn fit(
-    schema: &Schema,
-    position: usize,
-    dtype: candle_core::DType,
-    shape: &[usize],
-    boxes: Vec<TensorBox>,
-    options: &LoadOptions,
-) -> Fitting {
-    let becomes = file_dtype(dtype);
-    let saved = schema.get(position).and_then(|(_, leaf)| leaf.tensor());
-    if let (Some((from, found)), Some(becomes)) = (saved, becomes)
-        && found == shape
-        && (from == becomes || options.cast && Memory::converts(from, dtype))
-        && let Some(wanted) = Wanted::of(schema, position, becomes, boxes)
-    {
-        return Ok(wanted);
-    }
-    let saved = schema.get(position).map_or_else(String::new, |(_, leaf)| match leaf.tensor() {
-        Some((dtype, shape)) => format!("{dtype} {shape:?}"),
-        None => leaf.to_string(),
-    });
-    Err((saved, format!("{} {shape:?}", becomes.map_or_else(String::new, |dtype| dtype.to_string()))))
-}
-
-/// Compares a tensor of the source with one among the values beside model and optimizers.
-fn fit_value(schema: &Schema, position: usize, here: &StateValue, options: &LoadOptions) -> Result<Fitting> {
-    let fitting = match here {
-        StateValue::Sharded(tensor) => fit(schema, position, tensor.dtype(), tensor.shape(), tensor.boxes(), options),
-        StateValue::Tensor(tensor) => {
-            let boxes = vec![TensorBox::whole(tensor.dims())];
-            fit(schema, position, tensor.dtype(), tensor.dims(), boxes, options)
-        }
-        StateValue::Raw(tensor) => {
-            let boxes = vec![TensorBox::whole(tensor.shape())];
-            let saved = schema.get(position).and_then(|(_, leaf)| leaf.tensor());
-            let wanted = Wanted::of(schema, position, tensor.dtype(), boxes);
-            let is_same = saved == Some((tensor.dtype(), tensor.shape()));
-            let describe = |(dtype, shape): (DType, &[usize])| format!("{dtype} {shape:?}");
-            let saved = saved.map_or_else(String::new, describe);
-            wanted.filter(|_| is_same).ok_or_else(|| (saved, describe((tensor.dtype(), tensor.shape()))))
-        }
-        other => Err((String::new(), other.kind().to_owned())),
-    };
-    Ok(fitting.map(|wanted| Wanted { is_same_on_all: false, ..wanted }))
-}
-
-/// Returns the dtype that files have for one of candle's; `None` if there is none.
-fn file_dtype(dtype: candle_core::DType) -> Option<DType> {
-    fsdp_flat::dtype::from_candle(dtype)
 }
 
 impl Target for LiveTarget<'_> {
@@ -311,8 +283,10 @@ impl Target for LiveTarget<'_> {
     }
 
     fn plan(&mut self, schema: &Schema, values: &Values, options: &LoadOptions) -> Result<Plan> {
-        // Units that are gathered would go on with the old values.
-        self.parameters.reshard()?;
+        if self.is_live() {
+            // Units that are gathered would go on with the old values.
+            self.parameters.reshard()?;
+        }
         let strict = if options.strict { "strict" } else { "not strict" };
         let mut plan = Plan { arguments: strict.to_owned(), ..Plan::default() };
         if self.prefixes.model.is_some() {
@@ -334,79 +308,70 @@ impl Target for LiveTarget<'_> {
         Ok(plan)
     }
 
-    fn memory(&mut self, wanted: usize, tensor: &Wanted) -> std::result::Result<Memory, StateError> {
-        let other = |error: NnError| StateError::Other { message: error.to_string(), kind: error.kind() };
-        match &self.places[wanted] {
-            Place::Parameter(fqn) => Ok(Memory::Tensors(self.parameters.parameter(fqn).map_err(other)?)),
-            Place::Buffer(name) => match self.parameters.buffers().get(name) {
-                Some((value, _)) => Ok(Memory::of_tensor(value)),
-                None => Memory::fresh(DType::U8, &[0], &[]),
-            },
-            Place::Entry { optimizer, place } => self.incoming[*optimizer].memory(self.optimizers[*optimizer], *place),
-            Place::User(_) => Memory::fresh(tensor.dtype, &tensor.shape, &tensor.boxes),
-            Place::Value(path) => match self.values.as_ref().and_then(|values| get_element(values, path)) {
-                Some(StateValue::Tensor(tensor)) => Ok(Memory::of_tensor(tensor)),
-                Some(StateValue::Sharded(tensor)) => Ok(Memory::Tensors(tensor.clone())),
-                Some(StateValue::Raw(tensor)) => Memory::raw(tensor.dtype(), tensor.shape()),
-                _ => Memory::fresh(DType::U8, &[0], &[]),
+    fn memory(&mut self, index: usize, wanted: &Wanted) -> Result<Memory, StateError> {
+        match &self.places[index] {
+            Place::Live { value, .. } => Memory::live(value),
+            Place::User(_) => Memory::fresh(wanted.dtype, &wanted.shape, &wanted.boxes),
+            &Place::Entry { optimizer, local, destination } => match &self.incoming[optimizer].plans[local] {
+                Some(plan) => plan.memory(&self.optimizers[optimizer].locals()[local], destination, wanted),
+                None => Memory::live(&StateValue::Plain(PlainValue::None)),
             },
         }
     }
 
-    fn filled(&mut self, wanted: usize, memory: Memory) -> std::result::Result<(), StateError> {
-        match &self.places[wanted] {
-            Place::Entry { optimizer, place } => {
-                self.incoming[*optimizer].filled(self.optimizers[*optimizer], *place, memory)
+    fn filled(&mut self, index: usize, memory: Memory) -> Result<(), StateError> {
+        match &self.places[index] {
+            &Place::Entry { optimizer, local, destination } => match &mut self.incoming[optimizer].plans[local] {
+                Some(plan) => plan.filled(&self.optimizers[optimizer].locals()[local], destination, memory),
+                None => Ok(()),
+            },
+            Place::User(path) => set_element(&mut self.user_state, path, memory.into_value(true, &Device::Cpu)?),
+            Place::Live { of: Live::Value(path), .. } if matches!(memory, Memory::Raw(_)) => {
+                set_element(&mut self.new_values, path, memory.into_value(true, &Device::Cpu)?)
             }
-            Place::User(path) => {
-                let value = memory.into_value(true, &candle_core::Device::Cpu)?;
-                set_element(&mut self.user_state, path, value)
-            }
-            Place::Value(path) if matches!(memory, Memory::Raw(_)) => {
-                let value = memory.into_value(true, &candle_core::Device::Cpu)?;
-                set_element(&mut self.new_values, path, value)
-            }
-            Place::Parameter(_) | Place::Buffer(_) | Place::Value(_) => Ok(()),
+            Place::Live { .. } => Ok(()),
         }
     }
 
     fn is_live(&self) -> bool {
-        true
+        self.exact.is_none()
     }
 
-    fn lends_live(&self, wanted: usize) -> bool {
-        match &self.places[wanted] {
-            Place::Parameter(_) | Place::Buffer(_) | Place::Value(_) => true,
-            Place::Entry { optimizer, place } => self.incoming[*optimizer].may_be_live(*place),
+    fn lends_live(&self, index: usize) -> bool {
+        match &self.places[index] {
+            Place::Live { .. } => true,
+            &Place::Entry { optimizer, local, destination } => self.incoming[optimizer].plans[local]
+                .as_ref()
+                .is_some_and(|plan| plan.destinations[destination].may_be_live()),
             Place::User(_) => false,
         }
     }
 
-    fn wanted_on(&self, wanted: usize, rank: usize) -> Option<Vec<TensorBox>> {
-        match self.places.get(wanted)? {
-            Place::Parameter(fqn) => self.parameters.boxes_on(fqn, rank).ok(),
-            Place::Buffer(name) => {
-                let (value, _) = self.parameters.buffers().get(name)?;
-                Some(vec![TensorBox::whole(value.dims())])
+    fn wanted_on(&self, index: usize, rank: usize) -> Option<Vec<TensorBox>> {
+        match self.places.get(index)? {
+            Place::Live { of: Live::Parameter(fqn), .. } => self.parameters.boxes_on(fqn, rank).ok(),
+            Place::Live { value: StateValue::Tensor(buffer), of: Live::Buffer } => {
+                Some(vec![TensorBox::whole(buffer.dims())])
             }
-            Place::Entry { optimizer, place } => {
-                self.incoming[*optimizer].wanted_on(self.optimizers[*optimizer], *place, rank)
+            &Place::Entry { optimizer, local, destination } => {
+                let tensor = self.incoming[optimizer].plans[local].as_ref()?.destinations.get(destination)?;
+                tensor.boxes_on(&self.optimizers[optimizer].locals()[local], self.parameters, rank).ok()
             }
-            Place::User(_) | Place::Value(_) => None,
+            Place::Live { .. } | Place::User(_) => None,
         }
     }
 
     fn commit(&mut self) -> Result<()> {
         // A backward of what was computed with the old values would be wrong.
         for place in &self.places {
-            if let Place::Parameter(fqn) = place {
+            if let Place::Live { of: Live::Parameter(fqn), .. } = place {
                 self.parameters.begin_change(fqn)?;
             }
         }
         let is_loaded = !self.incoming.is_empty();
         for (optimizer, incoming) in self.optimizers.iter_mut().zip(std::mem::take(&mut self.incoming)) {
-            let (states, groups) = incoming.into_parts();
-            optimizer.replace_state(states, groups)?;
+            let states = incoming.plans.into_iter().map(|plan| plan.map(|plan| plan.state)).collect();
+            optimizer.replace_state(states, incoming.groups)?;
         }
         if is_loaded {
             give_user_state(&mut self.optimizers, std::mem::take(&mut self.user_state));

@@ -1,18 +1,111 @@
 //! The optimizers of a live target: saved state planned for them, and what belongs to no parameter.
 
-use fsdp_state::engine::{LoadOptions, Plan, Values};
-use fsdp_state::{Mismatch, Schema};
+use fsdp_layout::KeyPath;
+use fsdp_state::engine::{LoadOptions, Plan, Values, Wanted};
+use fsdp_state::{LoadReport, Mismatch, Schema, set_element};
 
-use super::{LiveTarget, Place, file_dtype};
+use super::{LiveTarget, Place};
 use crate::algorithm::Initial;
-use crate::optimizer::Optimizer;
+use crate::optimizer::{GroupUpdate, LocalParam, Optimizer};
 use crate::parameters::ShardedParameters;
 use crate::state::OptimStateError;
-use crate::state::entry::{EntryOptions, Saved};
+use crate::state::entry::{EntryOptions, EntryPlan, Saved};
 use crate::state::groups::agree_on_groups;
-use crate::state::incoming::{Incoming, plan_user_state};
 use crate::state::saved::SavedOptim;
 use crate::{NnError, Result};
+
+/// The state and the groups that an optimizer is about to get.
+pub(super) struct Incoming {
+    /// The state of each local parameter; `None` if nothing was saved for it.
+    pub(super) plans: Vec<Option<EntryPlan>>,
+    /// The hyperparameters of each group.
+    pub(super) groups: Vec<GroupUpdate>,
+}
+
+impl Incoming {
+    /// Plans the state of all local parameters. The new hyperparameters, in `groups`, decide which entries there must
+    /// be.
+    ///
+    /// `misfit` gets the error of a parameter that cannot take its saved state. If it returns `Ok`, the parameter gets
+    /// no state; if it returns an error, so does this function.
+    fn new(
+        optimizer: &Optimizer,
+        saved: &SavedOptim,
+        groups: Vec<GroupUpdate>,
+        options: EntryOptions,
+        mut misfit: impl FnMut(NnError) -> Result<()>,
+    ) -> Result<Self> {
+        let mut plans = Vec::with_capacity(optimizer.locals().len());
+        for (index, local) in optimizer.locals().iter().enumerate() {
+            let fqns = local.fqns();
+            let entries: Vec<_> = fqns.iter().map(|fqn| saved.states.get(fqn).filter(|e| !e.is_empty())).collect();
+            let (algorithm, _) = &groups[optimizer.group_of_local(index)];
+            plans.push(match EntryPlan::new(local, algorithm, &entries, options) {
+                Ok(plan) => plan,
+                Err(error) => {
+                    misfit(error)?;
+                    None
+                }
+            });
+        }
+        Ok(Incoming { plans, groups })
+    }
+
+    /// Returns the local parameters that get state, and the plans of it.
+    fn planned<'a>(&'a self, optimizer: &'a Optimizer) -> impl Iterator<Item = (&'a LocalParam, &'a EntryPlan)> {
+        optimizer.locals().iter().zip(&self.plans).filter_map(|(local, plan)| Some((local, plan.as_ref()?)))
+    }
+
+    /// Plans state that fits as far as it does, and puts what does not into the report.
+    fn as_far_as_it_fits(
+        optimizer: &Optimizer,
+        saved: &mut SavedOptim,
+        cast: bool,
+        report: &mut LoadReport,
+    ) -> Result<Self> {
+        // A parameter without state is reported once, not again for the group that does not name it.
+        let lacks_state = missing_states(optimizer, saved)?;
+        let is_missed = |fqn: &str| lacks_state.iter().any(|lack| lack == fqn);
+        let groups = saved.groups.match_with(optimizer, &mut report.missing, is_missed)?;
+        report.missing.extend(lacks_state);
+        // The report is to have all misfits, so that the first one does not end the plan.
+        let options = EntryOptions { allow_missing: true, cast };
+        let incoming = Incoming::new(optimizer, saved, groups, options, |error| {
+            report.mismatched.push(as_mismatch(error, saved, optimizer.parameters())?);
+            Ok(())
+        })?;
+        for (local, plan) in incoming.planned(optimizer) {
+            let fqns = local.fqns();
+            let first = fqns.first().map_or("", String::as_str);
+            report.missing.extend(plan.missing.iter().map(|name| format!("{first}.{name}")));
+        }
+        Ok(incoming)
+    }
+
+    /// Plans state that must fit: the first misfit is an error.
+    fn exact(optimizer: &Optimizer, saved: &mut SavedOptim, cast: bool, allow_missing_state: bool) -> Result<Self> {
+        let mut missing = Vec::new();
+        // Unnamed parameters are no error here: they go with the others of their group.
+        let groups = saved.groups.match_with(optimizer, &mut missing, |_| true)?;
+        // A group that is not saved (`param_groups.<index>`) keeps its hyperparameters. One that is saved must have all
+        // of them, and each that it lacks is `param_groups.<index>.<key>`.
+        if let Some(key) = missing.into_iter().find(|key| key.split('.').count() > 2) {
+            return Err(OptimStateError::MissingKey { key }.into());
+        }
+        let incoming = Incoming::new(optimizer, saved, groups, EntryOptions { allow_missing: false, cast }, Err)?;
+        for (local, plan) in incoming.planned(optimizer) {
+            if let (Some(name), Some(fqn)) = (plan.missing.first(), local.fqns().first()) {
+                let fqn = if local.is_flat { local.name() } else { fqn.clone() };
+                return Err(OptimStateError::MissingEntry { fqn, name: (*name).to_owned() }.into());
+            }
+        }
+        // A FlatParameter's plan has compared its parameters already; original ones have a plan each.
+        if !allow_missing_state && optimizer.parameters().use_orig_params() {
+            check_presence(optimizer, saved)?;
+        }
+        Ok(incoming)
+    }
+}
 
 impl LiveTarget<'_> {
     /// Plans the state and the groups of all optimizers, and the state under users' keys.
@@ -27,35 +120,32 @@ impl LiveTarget<'_> {
         let parts = &self.sorted.optim;
         let mut saved =
             SavedOptim::new(self.parameters, &optimizers, schema, values, parts, &self.rename_in_optimizers)?;
-        if saved.groups.is_empty() && !optimizers.is_empty() {
+        if self.exact.is_some() {
+            check_known(&optimizers, &saved)?;
+        } else if saved.groups.is_empty() && !optimizers.is_empty() {
             plan.report.missing.push("param_groups".to_owned());
         }
-        if saved.is_empty() {
+        if self.exact.is_none() && saved.is_empty() {
             // Nothing to load is no reason to lose what is there.
             return Ok(());
         }
         for (index, optimizer) in optimizers.iter().enumerate() {
-            // A parameter without state is reported once, not again for the group that does not name it.
-            let lacks_state = missing_states(optimizer, &saved)?;
-            let missing = &mut plan.report.missing;
-            let groups =
-                saved.groups.match_with(optimizer, missing, |fqn| lacks_state.iter().any(|lack| lack == fqn))?;
-            missing.extend(lacks_state);
-            // The report is to have all misfits, so that the first one does not end the plan.
-            let entry_options = EntryOptions { allow_missing: true, in_place: true, cast: options.cast };
-            let mismatched = &mut plan.report.mismatched;
-            let incoming = Incoming::new(optimizer, &saved, groups, entry_options, |error| {
-                mismatched.push(as_mismatch(error, &saved, self.parameters)?);
-                Ok(())
-            })?;
-            for (local, entry_plan) in incoming.planned(optimizer) {
-                let fqns = local.fqns();
-                let first = fqns.first().map_or("", String::as_str);
-                let missing = entry_plan.missing.iter().map(|name| format!("{first}.{name}"));
-                plan.report.missing.extend(missing);
+            let incoming = match self.exact {
+                Some(exact) => Incoming::exact(optimizer, &mut saved, options.cast, exact.allow_missing_state)?,
+                None => Incoming::as_far_as_it_fits(optimizer, &mut saved, options.cast, &mut plan.report)?,
+            };
+            let rank = self.parameters.group().rank();
+            for (at, (local, entry_plan)) in optimizer.locals().iter().zip(&incoming.plans).enumerate() {
+                let Some(entry_plan) = entry_plan else { continue };
+                for (destination, tensor) in entry_plan.destinations.iter().enumerate() {
+                    let boxes = tensor.boxes_on(local, self.parameters, rank)?;
+                    if let Some(wanted) = Wanted::of(schema, tensor.position, tensor.becomes, boxes) {
+                        plan.wanted.push(wanted);
+                        self.places.push(Place::Entry { optimizer: index, local: at, destination });
+                    }
+                }
+                entry_plan.add_scalars(local.fqns().first().map_or("", String::as_str), &mut plan.agreed);
             }
-            let places = &mut self.places;
-            incoming.want(optimizer, schema, plan, |place| places.push(Place::Entry { optimizer: index, place }))?;
             // Ranks that step with other hyperparameters would drift apart.
             agree_on_groups(optimizer, &incoming.groups, &mut plan.agreed);
             self.incoming.push(incoming);
@@ -63,9 +153,27 @@ impl LiveTarget<'_> {
         let is_held = |fqn: &str| optimizers.iter().any(|optimizer| optimizer.holds(fqn));
         plan.report.unexpected.extend(saved.states.keys().filter(|fqn| !is_held(fqn)).cloned());
         plan.report.unexpected.append(&mut saved.unexpected);
-        let places = &mut self.places;
-        let user_state = std::mem::take(&mut saved.user_state);
-        plan_user_state(user_state, (schema, values), &mut self.user_state, plan, |path| places.push(Place::User(path)))
+        self.plan_user_state(saved.user_state, schema, values, plan)
+    }
+
+    /// Plans state under keys of the user's own, which may differ between ranks. Small values are here already; tensors
+    /// are asked for, whole.
+    fn plan_user_state(
+        &mut self,
+        user_state: Vec<(KeyPath, usize)>,
+        schema: &Schema,
+        values: &Values,
+        plan: &mut Plan,
+    ) -> Result<()> {
+        for (path, position) in user_state {
+            if let Some(value) = values.get(&position) {
+                set_element(&mut self.user_state, &path, value.copy()?)?;
+            } else if let Some(wanted) = Wanted::whole(schema, position) {
+                plan.wanted.push(Wanted { is_same_on_all: false, ..wanted });
+                self.places.push(Place::User(path));
+            }
+        }
+        Ok(())
     }
 }
 
@@ -80,8 +188,7 @@ fn missing_states(optimizer: &Optimizer, saved: &SavedOptim) -> Result<Vec<Strin
     for group in optimizer.groups() {
         let is_stateful = group.algorithm.state_entries().any(|entry| entry.initial != Initial::FirstGradient);
         for fqn in group.fqns().iter().filter(|_| is_stateful) {
-            let has_state = saved.states.get(fqn).is_some_and(|entries| !entries.is_empty());
-            if !has_state && optimizer.parameters().requires_grad(fqn)? {
+            if !saved.has_state(fqn) && optimizer.parameters().requires_grad(fqn)? {
                 missing.push(fqn.clone());
             }
         }
@@ -95,7 +202,8 @@ fn as_mismatch(error: NnError, saved: &SavedOptim, parameters: &ShardedParameter
     match kind {
         OptimStateError::WrongShape { fqn, name, .. } | OptimStateError::WrongDType { fqn, name, .. } => {
             let entry = saved.states.get(fqn).and_then(|entries| entries.get(name));
-            let dtype = file_dtype(parameters.dtype(fqn)?).map_or_else(String::new, |dtype| dtype.to_string());
+            let dtype = fsdp_flat::dtype::from_candle(parameters.dtype(fqn)?);
+            let dtype = dtype.map_or_else(String::new, |dtype| dtype.to_string());
             Ok(Mismatch {
                 fqn: format!("{fqn}.{name}"),
                 saved: entry.map_or_else(String::new, Saved::describe),
@@ -108,4 +216,38 @@ fn as_mismatch(error: NnError, saved: &SavedOptim, parameters: &ShardedParameter
         }
         _ => Err(error),
     }
+}
+
+/// Refuses state and groups of parameters that no optimizer has.
+fn check_known(optimizers: &[&Optimizer], saved: &SavedOptim) -> Result<()> {
+    let is_held = |fqn: &str| optimizers.iter().any(|optimizer| optimizer.holds(fqn));
+    if let Some(fqn) = saved.states.keys().filter(|fqn| !is_held(fqn)).min() {
+        let count = optimizers.iter().map(|optimizer| optimizer.fqns().count()).sum();
+        return Err(OptimStateError::UnknownState { key: fqn.clone(), count }.into());
+    }
+    for (index, group) in saved.groups.groups().iter().enumerate() {
+        if let Some(key) = group.params.iter().find(|fqn| !is_held(fqn)) {
+            return Err(OptimStateError::UnknownParam { index, key: key.clone() }.into());
+        }
+    }
+    Ok(())
+}
+
+/// Refuses state of some of a unit's trained parameters without that of others.
+fn check_presence(optimizer: &Optimizer, saved: &SavedOptim) -> Result<()> {
+    for handle in &optimizer.parameters().handles {
+        let Some(other) = handle.params.iter().find(|param| saved.has_state(&param.fqn)) else { continue };
+        for (param, numel) in handle.params.iter().zip(handle.layout().numels()) {
+            if !param.requires_grad() || *numel == 0 || saved.has_state(&param.fqn) {
+                continue;
+            }
+            // State that begins with the first gradient is rightly missing where there was none.
+            let schema = optimizer.state_schema(&param.fqn);
+            if schema.iter().any(|entry| entry.initial != Initial::FirstGradient) {
+                let (fqn, other) = (param.fqn.clone(), other.fqn.clone());
+                return Err(OptimStateError::MissingState { fqn, other }.into());
+            }
+        }
+    }
+    Ok(())
 }
