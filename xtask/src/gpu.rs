@@ -1,12 +1,40 @@
-//! `cargo xtask gpu`: the tests that need a GPU, on the GPUs of this machine; with `--check`, the checks of GPU code that
-//! need neither a GPU nor a CUDA toolkit.
+//! `cargo xtask gpu`: the tests that need a GPU, on the GPUs of this machine; with `--stand-in`, on a stand-in for them; with
+//! `--check`, the checks of GPU code that need neither a GPU nor a CUDA toolkit; with `--build`, the tests for another machine.
 
-use std::path::Path;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::Result;
+use anyhow::{Context as _, Result, bail, ensure};
+use clap::Args;
+use serde_json::Value;
 
-use crate::shell::{cargo, say};
+use crate::shell::{cargo, program, say};
+
+/// Options of `cargo xtask gpu`.
+#[derive(Args, Clone, Default)]
+pub(crate) struct GpuArguments {
+    /// Run clippy on the code for GPUs instead; this needs neither a GPU nor a CUDA toolkit
+    #[arg(long)]
+    pub(crate) check: bool,
+    /// Run the tests with a stand-in for NVIDIA's libraries, which needs neither a GPU nor a CUDA toolkit
+    #[arg(long, conflicts_with = "check")]
+    pub(crate) stand_in: bool,
+    /// Build the tests, and put the stripped programs into DIR, from where they can be copied to a machine with a GPU. This
+    /// needs a CUDA toolkit
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["check", "stand_in"])]
+    pub(crate) build: Option<PathBuf>,
+}
+
+/// Runs the part that was asked for.
+pub(crate) fn run(root: &Path, arguments: &GpuArguments) -> Result<()> {
+    match arguments {
+        GpuArguments { check: true, .. } => check(root),
+        GpuArguments { stand_in: true, .. } => stand_in(root),
+        GpuArguments { build: Some(directory), .. } => build(root, directory),
+        _ => test(root),
+    }
+}
 
 /// The result of looking for GPUs: their number, or the reason that there are none.
 #[derive(Debug, PartialEq, Eq)]
@@ -16,10 +44,15 @@ enum Found {
 }
 
 /// The features of all code for GPUs.
-const FEATURES: &str = "fsdp-cli/nccl,fsdp-checkpoint/nccl,fsdp-flat/cuda";
+const FEATURES: &str = "fsdp-cli/nccl,fsdp-checkpoint/nccl,fsdp-flat/cuda,fsdp-comm/nccl";
+
+/// The packages with tests for GPUs, and the names of those tests.
+const PACKAGES: [&str; 8] =
+    ["--package", "fsdp-flat", "--package", "fsdp-checkpoint", "--package", "fsdp-cli", "--package", "fsdp-comm"];
+const TESTS: [&str; 6] = ["--test", "cuda", "--test", "gpu", "--test", "nccl"];
 
 /// Runs the tests of the feature `nccl`. Tests that this machine cannot run are reported, and are no failure.
-pub(crate) fn run(root: &Path) -> Result<()> {
+fn test(root: &Path) -> Result<()> {
     let gpus = match found() {
         Found::Gpus(gpus) => gpus,
         Found::Nothing(reason) => {
@@ -42,26 +75,121 @@ pub(crate) fn run(root: &Path) -> Result<()> {
     let comm = ["test", "--package", "fsdp-comm", "--features", "nccl", "--locked", "--lib", "--test", "nccl"];
     cargo(root, &[&comm[..], &one_by_one].concat(), &[])?;
     // All other tests are built together, because candle's kernels take long to compile.
-    let mut all = vec!["test", "--features", FEATURES, "--locked"];
-    all.extend(["--package", "fsdp-flat", "--package", "fsdp-checkpoint", "--package", "fsdp-cli"]);
-    all.extend(["--test", "cuda", "--test", "gpu"]);
-    cargo(root, &[&all[..], &one_by_one].concat(), &[])
+    let all = ["test", "--features", FEATURES, "--locked", "--test", "cuda", "--test", "gpu"];
+    cargo(root, &[&all[..], &PACKAGES[..6], &one_by_one].concat(), &[])
 }
 
-/// Runs clippy on all code of the features `cuda` and `nccl`, with a stand-in for CUDA's compiler: it gives empty files for
-/// kernels, as nothing runs that is only checked.
-pub(crate) fn check(root: &Path) -> Result<()> {
-    // Other features and another compiler than elsewhere: in a directory of its own, neither build undoes the other.
-    let target = root.join("target/gpu-check");
-    let toolkit = root.join("xtask/cuda-stand-in");
-    let (compiler, toolkit) = (toolkit.join("bin/nvcc"), toolkit.to_string_lossy().into_owned());
-    let compiler = compiler.to_string_lossy();
-    let environment = [("CUDA_HOME", &*toolkit), ("NVCC", &*compiler), ("CUDA_COMPUTE_CAP", "90")];
+/// The directory of builds with the stand-in for CUDA's compiler: other features and another compiler than elsewhere, so in
+/// a directory of its own neither build undoes the other.
+fn stand_in_target(root: &Path) -> PathBuf {
+    root.join("target/gpu-check")
+}
+
+/// Returns the variables for a build with the stand-in for CUDA's compiler.
+fn stand_in_toolkit(root: &Path) -> Vec<(&'static str, String)> {
+    let toolkit = root.join("xtask/cuda-stand-in").to_string_lossy().into_owned();
     let path = format!("{toolkit}/bin:{}", std::env::var("PATH").unwrap_or_default());
-    let environment = [&environment[..], &[("PATH", &*path)]].concat();
+    let compiler = format!("{toolkit}/bin/nvcc");
+    vec![("CUDA_HOME", toolkit), ("NVCC", compiler), ("CUDA_COMPUTE_CAP", "90".to_owned()), ("PATH", path)]
+}
+
+/// Runs clippy on all code of the features `cuda` and `nccl`.
+fn check(root: &Path) -> Result<()> {
+    let (target, toolkit) = (stand_in_target(root), stand_in_toolkit(root));
     let target = target.to_string_lossy();
     let arguments = ["clippy", "--workspace", "--all-targets", "--locked", "--features", FEATURES];
-    cargo(root, &[&arguments[..], &["--target-dir", &*target, "--", "-D", "warnings"]].concat(), &environment)
+    let arguments = [&arguments[..], &["--target-dir", &*target, "--", "-D", "warnings"]].concat();
+    cargo(root, &arguments, &borrowed(&toolkit))
+}
+
+/// The names of NVIDIA's libraries that candle links to, and those that are loaded at run time.
+const LIBRARIES: [&str; 8] = [
+    "libcuda.so",
+    "libnvrtc.so",
+    "libcurand.so",
+    "libcublas.so",
+    "libcublasLt.so",
+    "libcudart.so",
+    "libcuda.so.1",
+    "libnccl.so.2",
+];
+
+/// Runs the tests for GPUs with the stand-in for NVIDIA's libraries.
+fn stand_in(root: &Path) -> Result<()> {
+    let target = stand_in_target(root);
+    let text = target.to_string_lossy().into_owned();
+    let mut variables = stand_in_toolkit(root);
+    let library = ["build", "--package", "cuda-stand-in", "--locked", "--target-dir", &text];
+    cargo(root, &library, &borrowed(&variables))?;
+    // One library under all names: the loader loads it once.
+    let libraries = tempfile::tempdir().context("failed to make a directory")?;
+    for name in LIBRARIES {
+        symlink(target.join("debug/libcuda_stand_in.so"), libraries.path().join(name))?;
+    }
+    let directory = libraries.path().to_string_lossy().into_owned();
+    for name in ["LIBRARY_PATH", "LD_LIBRARY_PATH"] {
+        let before = std::env::var(name).map(|before| format!(":{before}")).unwrap_or_default();
+        variables.push((name, format!("{directory}{before}")));
+    }
+    // Messages between ranks go through memory where that is a directory.
+    let messages =
+        tempfile::Builder::new().prefix("stand-in").tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir())?;
+    variables.push(("CUDA_STAND_IN_DIRECTORY", messages.path().to_string_lossy().into_owned()));
+    let all = ["test", "--features", FEATURES, "--locked", "--target-dir", &text];
+    let all = [&all[..], &PACKAGES].concat();
+    // With 1 GPU and with 4 only the collectives: the rest takes longer, and depends less on their number.
+    for (gpus, delay, tests) in
+        [("2", "0", &TESTS[..]), ("2", "300", &TESTS[4..]), ("1", "0", &TESTS[4..]), ("4", "0", &TESTS[4..])]
+    {
+        say(&format!("xtask: gpu: {gpus} stand-ins for GPUs, whose streams wait {delay} us before each piece of work"));
+        let mut variables = variables.clone();
+        variables.push(("CUDA_STAND_IN_DEVICES", gpus.to_owned()));
+        variables.push(("CUDA_STAND_IN_DELAY_US", delay.to_owned()));
+        cargo(root, &[&all[..], tests].concat(), &borrowed(&variables))?;
+    }
+    let left = std::fs::read_dir(messages.path())?.count();
+    say(&format!("xtask: gpu: {left} communicators were left by ranks that ended badly"));
+    Ok(())
+}
+
+/// Builds the tests with the CUDA toolkit of this machine, and puts the stripped programs into a directory.
+fn build(root: &Path, directory: &Path) -> Result<()> {
+    let arguments = ["test", "--no-run", "--release", "--features", FEATURES, "--locked", "--message-format", "json"];
+    let arguments = [&arguments[..], &PACKAGES, &TESTS].concat();
+    say(&format!("xtask: cargo {}", arguments.join(" ")));
+    let mut command = Command::new(program());
+    // Stripped by the linker: what is copied to another machine should be small.
+    command.current_dir(root).args(arguments).env("CARGO_PROFILE_RELEASE_STRIP", "symbols");
+    let output = command.stderr(std::process::Stdio::inherit()).output().context("failed to run cargo")?;
+    ensure!(output.status.success(), "cargo failed with {}", output.status);
+    std::fs::create_dir_all(directory).with_context(|| format!("failed to make `{}`", directory.display()))?;
+    let programs = programs(&String::from_utf8_lossy(&output.stdout));
+    if programs.is_empty() {
+        bail!("cargo has named no program");
+    }
+    for (name, program) in programs {
+        std::fs::copy(&program, directory.join(&name)).with_context(|| format!("failed to copy `{program}`"))?;
+        say(&format!("xtask: gpu: {}", directory.join(name).display()));
+    }
+    Ok(())
+}
+
+/// Returns the programs that cargo's messages name, each with a name of its own: its package's and its target's.
+fn programs(messages: &str) -> Vec<(String, String)> {
+    let messages = messages.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let program = |message: Value| {
+        let program = message["executable"].as_str()?.to_owned();
+        let (package, target) = (message["manifest_path"].as_str()?, message["target"]["name"].as_str()?);
+        let package = Path::new(package).parent()?.file_name()?.to_string_lossy().into_owned();
+        let is_test = message["profile"]["test"] == true;
+        Some((if is_test { format!("{package}-{target}") } else { target.to_owned() }, program))
+    };
+    messages.filter_map(program).collect()
+}
+
+/// Returns variables as [`cargo`] takes them.
+fn borrowed<'v>(variables: &'v [(&'static str, String)]) -> Vec<(&'static str, &'v str)> {
+    variables.iter().map(|(name, value)| (*name, value.as_str())).collect()
 }
 
 /// Looks for GPUs with `nvidia-smi`. It comes with the driver, so without it there is no usable GPU.
@@ -90,5 +218,18 @@ mod tests {
         let list = "GPU 0: NVIDIA H200 (UUID: GPU-1)\n  MIG 1g.18gb Device 0: (UUID: MIG-1)\nGPU 1: NVIDIA H200 (UUID: GPU-2)\n";
         assert_eq!(count(list), Found::Gpus(2));
         assert!(matches!(count("No devices found.\n"), Found::Nothing(_)));
+    }
+
+    #[test]
+    fn programs_get_names_that_differ() {
+        let message = |package: &str, target: &str, test: bool| {
+            format!(
+                r#"{{"manifest_path":"p/{package}/Cargo.toml","target":{{"name":"{target}"}},"profile":{{"test":{test}}},"executable":"x/{target}"}}"#
+            )
+        };
+        let lines =
+            [message("a", "gpu", true), message("b", "gpu", true), message("c", "fsdp", false), "{}".to_owned()];
+        let found: Vec<String> = programs(&lines.join("\n")).into_iter().map(|(name, _)| name).collect();
+        assert_eq!(found, ["a-gpu", "b-gpu", "fsdp"]);
     }
 }

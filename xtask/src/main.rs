@@ -60,11 +60,7 @@ enum Task {
         seconds: u64,
     },
     /// The tests that need GPUs, on the GPUs of this machine; without one they are skipped.
-    Gpu {
-        /// Run clippy on the code for GPUs instead; this needs neither a GPU nor a CUDA toolkit
-        #[arg(long)]
-        check: bool,
-    },
+    Gpu(gpu::GpuArguments),
     /// All benches, beside the limits of the machine and, if asked for, beside PyTorch.
     Bench(Box<bench::BenchArguments>),
     /// The conformance suite under `mpirun`, where an MPI is installed.
@@ -91,7 +87,7 @@ const CI: [Task; 9] = [
     Task::Fmt,
     Task::Tidy,
     Task::Clippy,
-    Task::Gpu { check: true },
+    Task::Gpu(gpu::GpuArguments { check: true, stand_in: false, build: None }),
     Task::Package(package::PackageArguments { publish: false }),
     Task::Doc,
     Task::Doctest,
@@ -129,7 +125,7 @@ fn run(task: Task, root: &Path) -> Result<()> {
         Task::Docs(_) => "docs",
         Task::Wheel(_) => "wheel",
         Task::Fuzz { .. } => "fuzz",
-        Task::Gpu { .. } => "gpu",
+        Task::Gpu(_) => "gpu",
         Task::Bench(_) => "bench",
         Task::Mpi { .. } => "mpi",
         Task::Soak { .. } => "soak",
@@ -143,8 +139,7 @@ fn run(task: Task, root: &Path) -> Result<()> {
         Task::Docs(arguments) => docs::run(root, &arguments)?,
         Task::Wheel(arguments) => wheel::run(root, &arguments)?,
         Task::Fuzz { seconds } => fuzz::run(root, seconds)?,
-        Task::Gpu { check } if check => gpu::check(root)?,
-        Task::Gpu { .. } => gpu::run(root)?,
+        Task::Gpu(arguments) => gpu::run(root, &arguments)?,
         Task::Mpi { train } => mpi::run(root, train)?,
         Task::Soak { runs, seed, program } => soak::run(root, runs, seed, program)?,
         Task::Clippy => {

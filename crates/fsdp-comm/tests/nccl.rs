@@ -5,6 +5,7 @@
 
 #![expect(clippy::unwrap_used, clippy::expect_used, reason = "these are tests, and their helpers")]
 #![expect(clippy::disallowed_methods, reason = "what ranks tell the test is no checkpoint")]
+#![expect(unsafe_code, reason = "a function of C, by which a stand-in for the driver tells what it has counted")]
 
 mod conformance;
 mod processes;
@@ -41,6 +42,7 @@ fn rank_process() {
     assert_eq!(group.backend_name(), "nccl");
     match what.as_str() {
         "gpu memory" => return gpu_memory(&group),
+        "copies are counted" => return without_copies(&group),
         "gpu memory of a subgroup" => return subgroups(&group),
         "gpu memory that does not fit" => return misfits(&group),
         "until a rank dies" => return until_a_rank_dies(&group),
@@ -90,6 +92,14 @@ fn gpu_memory_is_moved_as_the_hosts_is() {
     Ranks::start(gpus(), "gpu memory", &[]).assert_casualties(&[]);
 }
 
+/// The stand-in for the driver counts copies between the host and the GPU; the driver itself does not.
+#[test]
+fn collectives_copy_nothing_to_or_from_the_host() {
+    if host_copies().is_some() {
+        Ranks::start(gpus(), "copies are counted", &[]).assert_casualties(&[]);
+    }
+}
+
 #[test]
 fn subgroups_have_communicators_of_their_own() {
     Ranks::start(gpus(), "gpu memory of a subgroup", &[]).assert_casualties(&[]);
@@ -133,6 +143,42 @@ fn until_a_rank_dies(group: &ProcessGroup) {
     let victim = group.world_size() - 1;
     assert!(matches!(error, CommError::RankLeft { rank, .. } if rank == victim), "{error:?}");
     assert_eq!(group.barrier(), Err(error));
+}
+
+/// Returns the number of copies between the host and GPUs so far, and of their bytes; `None` with a real driver.
+fn host_copies() -> Option<[u64; 2]> {
+    let mut counts = [0; 2];
+    // SAFETY: the driver is loaded already, and the function writes two numbers.
+    unsafe {
+        let driver = libloading::Library::new("libcuda.so.1").unwrap();
+        let count = driver.get::<unsafe extern "C" fn(*mut [u64; 2]) -> u32>(b"cudaStandInHostCopies\0").ok()?;
+        assert_eq!(count(&mut counts), 0);
+    }
+    Some(counts)
+}
+
+fn without_copies(group: &ProcessGroup) {
+    let (stream, device, ranks) = (stream(group), group.device().unwrap(), group.world_size());
+    let mut small = stream.clone_htod(&[1f32; 1000]).unwrap();
+    let mut large = stream.clone_htod(&vec![2f32; 1000 * ranks]).unwrap();
+    let before = host_copies().unwrap();
+    {
+        let (mut large, mut small) =
+            (DeviceSliceMut::new(&mut large, &stream), DeviceSliceMut::new(&mut small, &stream));
+        device.all_reduce(&mut small, ReduceOp::Sum).unwrap();
+        device.broadcast(&mut large, 0).unwrap();
+    }
+    device.all_gather_into(&mut DeviceSliceMut::new(&mut large, &stream), &DeviceSlice::new(&small, &stream)).unwrap();
+    let (from, counts) = (DeviceSlice::new(&large, &stream), vec![1000; ranks]);
+    device.reduce_scatter(&mut DeviceSliceMut::new(&mut small, &stream), &from, ReduceOp::Avg).unwrap();
+    drop(from);
+    let input = stream.clone_dtod(&large).unwrap();
+    let (from, mut to) = (DeviceSlice::new(&input, &stream), DeviceSliceMut::new(&mut large, &stream));
+    device.all_to_all_uneven(&mut to, &counts, &from, &counts).unwrap();
+    drop((from, to));
+    assert_eq!(host_copies().unwrap(), before);
+    assert_eq!(stream.clone_dtoh(&small).unwrap(), [ranks as f32; 1000]);
+    assert!(host_copies().unwrap() > before, "copies are counted");
 }
 
 fn subgroups(group: &ProcessGroup) {

@@ -1,0 +1,32 @@
+//! A stand-in for NVIDIA's libraries, with which the code for GPUs runs on a machine without one.
+//!
+//! The library exports the functions that this project's programs call: of CUDA's driver, cuBLAS, cuRAND and NCCL.
+//! `cargo xtask gpu --stand-in` builds it, gives it the names of those libraries, and runs the tests for GPUs with it.
+//!
+//! It is stricter than a GPU where that finds mistakes:
+//!
+//! - An address in GPU memory is no address of the host, so host code that follows one is ended by the system.
+//! - Memory is filled with ones before it is used: as floating-point numbers these are not numbers.
+//! - Every access is checked against the allocation that it belongs to.
+//! - Every stream has a thread, so work that does not wait for other work overtakes it.
+//! - A kernel runs only if candle has one of that name.
+//!
+//! It says nothing of a GPU's speed, of how its kernels round, or of its limits. Its settings are environment variables:
+//!
+//! | variable | meaning |
+//! |---|---|
+//! | `CUDA_STAND_IN_DEVICES` | The number of GPUs; 1 if it is not set |
+//! | `CUDA_STAND_IN_MEMORY` | The bytes of each GPU's memory; 1 GiB if it is not set |
+//! | `CUDA_STAND_IN_DELAY_US` | The microseconds that a stream waits before each piece of work; 0 if it is not set |
+//! | `CUDA_STAND_IN_DIRECTORY` | The directory through which ranks exchange messages of NCCL; else the system's for temporary files |
+
+mod blas;
+mod driver;
+mod handles;
+mod kernels;
+mod machine;
+mod memory;
+mod modules;
+mod nccl;
+mod queue;
+mod random;
