@@ -61,7 +61,29 @@ class _RankReport(WriteResult):
     report: bytes = b""
 
 
-class StorageWriter(storage.StorageWriter):
+class _Storage:
+    """A place of checkpoints: what writer and reader have in common."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The place of the checkpoint."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return ``True`` for what can be a place."""
+        return bool(os.fspath(checkpoint_id))
+
+    def _move(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
+        """Take another place, if one is given."""
+        if checkpoint_id:
+            self.path = os.fspath(checkpoint_id)
+
+
+class StorageWriter(_Storage, storage.StorageWriter):
     """Writes DCP checkpoints that are committed in one step, with hashes.
 
     Every rank writes one file, straight from the memory of its tensors, by several threads; tensors on GPUs are copied to the
@@ -74,19 +96,9 @@ class StorageWriter(storage.StorageWriter):
     """
 
     def __init__(self, path: str | os.PathLike[str], *, overwrite: bool = True) -> None:
-        self.path = os.fspath(path)
+        super().__init__(path)
         self.overwrite = overwrite
         self._staging: _native.Staging | None = None
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The place of the checkpoint."""
-        return self.path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return ``True`` for what can be a place."""
-        return bool(os.fspath(checkpoint_id))
 
     def storage_meta(self) -> StorageMeta:
         """Return what the metadata tells of this save."""
@@ -95,8 +107,7 @@ class StorageWriter(storage.StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new save, to another place if one is given."""
         self._discard()
-        if checkpoint_id:
-            self.path = os.fspath(checkpoint_id)
+        self._move(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Prepare the place, on the coordinator."""
@@ -175,7 +186,7 @@ class StorageWriter(storage.StorageWriter):
         return {**self.__dict__, "_staging": None}
 
 
-class StorageReader(storage.StorageReader):
+class StorageReader(_Storage, storage.StorageReader):
     """Reads checkpoints of any format: DCP directories, safetensors, files of ``torch.save``.
 
     What is read is checked against the checkpoint's hashes, if it has them. Only the boxes that a rank wants are read, straight
@@ -190,25 +201,14 @@ class StorageReader(storage.StorageReader):
     """
 
     def __init__(self, path: str | os.PathLike[str], *, run_pickles: bool = False) -> None:
-        self.path = os.fspath(path)
+        super().__init__(path)
         self.run_pickles = run_pickles
         self._checkpoint: _native.Checkpoint | None = None
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The place of the checkpoint."""
-        return self.path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return ``True`` for what can be a place."""
-        return bool(os.fspath(checkpoint_id))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new load, from another place if one is given."""
         self._checkpoint = None
-        if checkpoint_id:
-            self.path = os.fspath(checkpoint_id)
+        self._move(checkpoint_id)
 
     def read_metadata(self) -> Metadata:
         """Return the metadata of the checkpoint, made from what is safe in it."""
