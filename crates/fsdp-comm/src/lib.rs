@@ -71,7 +71,7 @@ pub use exchange::MAX_OBJECT_BYTES;
 pub use group::{DEFAULT_DEADLINE, ProcessGroup};
 pub use init::{init_process_group, init_process_group_within};
 pub use link::SimulatedLink;
-pub use local::{LocalRanks, RANK_STACK_BYTES, run_local};
+pub use local::{LocalRanks, RANK_STACK_BYTES, Turns, run_local};
 pub use record::Operation;
 pub use reduce::ReduceOp;
 pub use store::{MAX_KEY_BYTES, MAX_STORE_BYTES, MAX_VALUE_BYTES, StoreOptions, TcpStore};

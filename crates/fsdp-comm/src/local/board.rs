@@ -3,6 +3,7 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use super::turns::Turns;
 use crate::backend::Round;
 use crate::error::CommError;
 
@@ -11,6 +12,7 @@ pub(super) struct Board {
     global_ranks: Vec<usize>,
     state: Mutex<State>,
     changed: Condvar,
+    turns: Option<Arc<dyn Turns>>,
 }
 
 #[derive(Debug)]
@@ -32,9 +34,17 @@ struct RankState {
 }
 
 impl Board {
-    pub(super) fn new(global_ranks: Vec<usize>) -> Self {
+    pub(super) fn new(global_ranks: Vec<usize>, turns: Option<Arc<dyn Turns>>) -> Self {
         let ranks = global_ranks.iter().map(|_| RankState::default()).collect();
-        Board { global_ranks, state: Mutex::new(State { ranks, failure: None }), changed: Condvar::new() }
+        Board { global_ranks, state: Mutex::new(State { ranks, failure: None }), changed: Condvar::new(), turns }
+    }
+
+    /// Wakes the ranks that wait.
+    fn notify(&self) {
+        match &self.turns {
+            Some(turns) => turns.changed(),
+            None => self.changed.notify_all(),
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -44,14 +54,14 @@ impl Board {
     /// Ends the group, unless something already has.
     pub(super) fn fail(&self, error: CommError) {
         self.lock().failure.get_or_insert(error);
-        self.changed.notify_all();
+        self.notify();
     }
 
     /// Notes that a rank, which may be of another group, takes no further part.
     pub(super) fn leave(&self, global_rank: usize, reason: &str) {
         if let Some(rank) = self.global_ranks.iter().position(|&rank| rank == global_rank) {
             self.lock().ranks[rank].left.get_or_insert_with(|| reason.to_owned());
-            self.changed.notify_all();
+            self.notify();
         }
     }
 
@@ -66,7 +76,7 @@ impl Board {
         state.ranks[rank].records[parity] = Some(record);
         state.ranks[rank].arrived = round.number + 1;
         if state.ranks.iter().all(|rank| rank.arrived > round.number) {
-            self.changed.notify_all();
+            self.notify();
         }
         let state = self.wait(state, round, |rank, _| rank.arrived > round.number)?;
         Ok(state.ranks.iter().filter_map(|rank| rank.records[parity].clone()).collect())
@@ -76,7 +86,7 @@ impl Board {
     pub(super) fn finish(&self, round: &Round<'_>, rank: usize, readers: &[usize]) -> Result<(), CommError> {
         let mut state = self.lock();
         state.ranks[rank].finished = round.number + 1;
-        self.changed.notify_all();
+        self.notify();
         self.wait(state, round, |rank, number| rank.finished > round.number || !readers.contains(&number)).map(drop)
     }
 
@@ -96,6 +106,7 @@ impl Board {
         round: &Round<'_>,
         is_ready: impl Fn(&RankState, usize) -> bool,
     ) -> Result<MutexGuard<'a, State>, CommError> {
+        let mut until = round.until;
         loop {
             // Done when no rank is missing.
             let missing = || state.ranks.iter().enumerate().filter(|&(number, rank)| !is_ready(rank, number));
@@ -117,15 +128,23 @@ impl Board {
             let now = Instant::now();
             let failure = failure.or_else(|| {
                 let missing = missing().map(|(number, _)| self.global_ranks[number]);
-                (now >= round.until).then(|| self.timeout(round, missing.collect()))
+                (now >= until).then(|| self.timeout(round, missing.collect()))
             });
             // The first rank to give up decides for all.
             if let Some(failure) = failure {
                 state.failure = Some(failure.clone());
-                self.changed.notify_all();
+                self.notify();
                 return Err(failure);
             }
-            let waited = self.changed.wait_timeout(state, round.until - now);
+            if let Some(turns) = &self.turns {
+                drop(state);
+                if !turns.wait() {
+                    until = now;
+                }
+                state = self.lock();
+                continue;
+            }
+            let waited = self.changed.wait_timeout(state, until - now);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }

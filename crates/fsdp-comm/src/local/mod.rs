@@ -7,6 +7,7 @@ mod board;
 mod ranks;
 #[expect(unsafe_code, reason = "other threads read a slice that a rank lends for the duration of a round")]
 mod slot;
+mod turns;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -17,11 +18,13 @@ use crate::backend::{Backend, Plan, Planner, Round};
 use crate::error::CommError;
 
 pub use self::ranks::{LocalRanks, RANK_STACK_BYTES, run_local};
+pub use self::turns::Turns;
 
 /// The state that all ranks of one process share: the ranks that have left, and the groups.
 #[derive(Debug, Default)]
 struct Hub {
     state: Mutex<HubState>,
+    turns: Option<Arc<dyn Turns>>,
 }
 
 #[derive(Debug, Default)]
@@ -48,7 +51,7 @@ impl Hub {
         }
         let group = Arc::new(Group {
             global_ranks: global_ranks.to_vec(),
-            board: Board::new(global_ranks.to_vec()),
+            board: Board::new(global_ranks.to_vec(), self.turns.clone()),
             slots: global_ranks.iter().map(|_| Slot::default()).collect(),
         });
         for (&rank, reason) in &state.left {

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use fsdp_layout::ErrorKind;
 
+use super::turns::{Turn, Turns};
 use super::{Hub, LocalBackend, Membership};
 use crate::backend::Backend;
 use crate::error::{CommError, RankFailure, bounded};
@@ -69,12 +70,13 @@ pub struct LocalRanks {
     deadline: Duration,
     stack_bytes: usize,
     link: Option<SimulatedLink>,
+    turns: Option<Arc<dyn Turns>>,
 }
 
 impl LocalRanks {
     /// Creates options for this many ranks, with [`DEFAULT_DEADLINE`] and [`RANK_STACK_BYTES`].
     pub fn new(world_size: usize) -> Self {
-        LocalRanks { world_size, deadline: DEFAULT_DEADLINE, stack_bytes: RANK_STACK_BYTES, link: None }
+        LocalRanks { world_size, deadline: DEFAULT_DEADLINE, stack_bytes: RANK_STACK_BYTES, link: None, turns: None }
     }
 
     /// Sets the deadline of the group that each rank gets.
@@ -95,6 +97,12 @@ impl LocalRanks {
         self
     }
 
+    /// Lets `turns` decide which rank runs when, instead of the operating system.
+    pub fn turns(mut self, turns: Arc<dyn Turns>) -> Self {
+        self.turns = Some(turns);
+        self
+    }
+
     /// Runs `f` on all ranks: see [`run_local`].
     ///
     /// # Errors
@@ -108,7 +116,7 @@ impl LocalRanks {
             let message = "there must be at least one rank".to_owned();
             return Err(CommError::InvalidArgument { operation: "run_local".to_owned(), message });
         }
-        let hub = Arc::new(Hub::default());
+        let hub = Arc::new(Hub { turns: self.turns.clone(), ..Hub::default() });
         let global_ranks: Vec<usize> = (0..self.world_size).collect();
         // Held until all ranks are done, so that a rank that starts late learns of the error that ended the group.
         let world = hub.group(0, &global_ranks);
@@ -117,6 +125,9 @@ impl LocalRanks {
         // In the order of the panics: the first is the likely cause of the others.
         let panics: Mutex<Vec<RankFailure>> = Mutex::default();
         let run_rank = |rank: usize, membership: Arc<Membership>| {
+            let _turn = self.turns.as_ref().map(|turns| Turn::begin(turns, rank));
+            // Dropped before the turn ends.
+            let membership = membership;
             let backend = LocalBackend { membership: Arc::clone(&membership), group: Arc::clone(&world), rank };
             let backend: Arc<dyn Backend> = Arc::new(backend);
             let backend = match self.link {

@@ -4,6 +4,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+pub(crate) use super::file_system::{EntryKind, Links};
 use super::fs::Durable;
 use super::read_at::ReadAt;
 use super::sidecar::Sidecar;
@@ -50,27 +51,23 @@ pub(crate) trait Storage: Send + Sync {
 
     /// Removes the objects of a save that was never committed. Returns `true` if there were any.
     fn remove_uncommitted(&self) -> Result<bool, FileError>;
-}
 
-/// The kind of an entry of a [`Storage`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum EntryKind {
-    /// A regular file, or an object.
-    File,
-    /// A directory, or a prefix that other objects share.
-    Directory,
-    /// Anything else: a device, a pipe, a socket.
-    Special,
-}
+    /// Lists what crashed saves to this place left beside it.
+    fn stale(&self) -> Result<Vec<PathBuf>, FileError> {
+        Ok(Vec::new())
+    }
 
-/// The treatment of symbolic links below a directory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Links {
-    /// They are errors: the names come from a file that may be hostile.
-    Refuse,
-    /// They are followed: the names come from the user, or from the directory itself (Hugging Face's cache is made of
-    /// links).
-    Follow,
+    /// Removes what [`Storage::stale`] lists, and returns that list.
+    fn clean_stale(&self, durable: &Durable) -> Result<Vec<PathBuf>, FileError> {
+        let _ = durable;
+        Ok(Vec::new())
+    }
+
+    /// Puts the old checkpoint back where a crash in the middle of an overwrite left none. Returns `true` if it did.
+    fn recover(&self, durable: &Durable) -> Result<bool, FileError> {
+        let _ = durable;
+        Ok(false)
+    }
 }
 
 /// A directory or a prefix whose files are being read.

@@ -1,9 +1,8 @@
 //! Leftovers of crashed saves, and checkpoints that are not wanted any more.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use super::fs::Durable;
-use super::local::leftovers;
 use super::location::Location;
 use crate::error::FileError;
 
@@ -16,10 +15,7 @@ use crate::error::FileError;
 /// # Errors
 /// A directory that cannot be listed.
 pub fn stale(target: impl Into<Location>) -> Result<Vec<PathBuf>, FileError> {
-    match target.into().local() {
-        Some(target) => leftovers::stale(target),
-        None => Ok(Vec::new()),
-    }
+    target.into().storage().stale()
 }
 
 /// Removes what [`stale`] lists, and returns that list.
@@ -27,12 +23,7 @@ pub fn stale(target: impl Into<Location>) -> Result<Vec<PathBuf>, FileError> {
 /// # Errors
 /// A directory that cannot be listed or removed.
 pub fn clean_stale(target: impl Into<Location>) -> Result<Vec<PathBuf>, FileError> {
-    let durable = Durable::new();
-    let found = stale(target)?;
-    for path in &found {
-        durable.remove_directory(path)?;
-    }
-    Ok(found)
+    target.into().storage().clean_stale(&Durable::new())
 }
 
 /// Puts the old checkpoint back where a crash in the middle of an overwrite left none. Returns `true` if it did.
@@ -41,8 +32,8 @@ pub fn clean_stale(target: impl Into<Location>) -> Result<Vec<PathBuf>, FileErro
 ///
 /// # Errors
 /// A directory that cannot be listed or renamed.
-pub fn recover(target: &Path) -> Result<bool, FileError> {
-    leftovers::recover(&Durable::new(), target)
+pub fn recover(target: impl Into<Location>) -> Result<bool, FileError> {
+    target.into().storage().recover(&Durable::new())
 }
 
 impl Durable {

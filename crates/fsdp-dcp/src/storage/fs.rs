@@ -1,18 +1,15 @@
 //! The operations on the file system, each one a step that a test can make fail.
 
 use std::fmt;
-use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::SystemTime;
 
-use rustix::fs::{CWD, FallocateFlags, RenameFlags};
 use rustix::io::Errno;
 use tracing::debug_span;
 
+use super::file_system::{FileSystem, NewFile};
+use super::os::OperatingSystem;
 use crate::error::FileError;
 
 /// One kind of durable step.
@@ -52,9 +49,16 @@ pub trait StepHook: Send + Sync {
 }
 
 /// The way to durable storage. Clones share the hook that watches its steps.
-#[derive(Clone, Default)]
+#[derive(Clone)]
 pub struct Durable {
     hook: Option<Arc<dyn StepHook>>,
+    files: Arc<dyn FileSystem>,
+}
+
+impl Default for Durable {
+    fn default() -> Self {
+        Durable { hook: None, files: Arc::new(OperatingSystem) }
+    }
 }
 
 impl fmt::Debug for Durable {
@@ -73,7 +77,22 @@ impl Durable {
     /// Returns durable storage whose every step the hook watches.
     #[must_use]
     pub fn with_hook(hook: Arc<dyn StepHook>) -> Self {
-        Durable { hook: Some(hook) }
+        Durable { hook: Some(hook), ..Self::default() }
+    }
+
+    /// Returns the same in another file system.
+    pub(super) fn within(&self, files: &Arc<dyn FileSystem>) -> Self {
+        Durable { hook: self.hook.clone(), files: files.clone() }
+    }
+
+    /// Returns the file system that it works on.
+    pub(super) fn files(&self) -> &dyn FileSystem {
+        &*self.files
+    }
+
+    /// Returns the file system that it works on, to be kept.
+    pub(super) fn shared_files(&self) -> &Arc<dyn FileSystem> {
+        &self.files
     }
 
     /// Runs one step between the two calls of the hook.
@@ -103,7 +122,7 @@ impl Durable {
 
     /// Creates one directory, whose parent must exist. Returns `false` if it existed already.
     pub(super) fn create_directory(&self, path: &Path) -> Result<bool, FileError> {
-        self.step(Step::CreateDirectory, "create the directory", path, || match std::fs::create_dir(path) {
+        self.step(Step::CreateDirectory, "create the directory", path, || match self.files.create_directory(path) {
             Ok(()) => Ok(true),
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(false),
             Err(error) => Err(error),
@@ -115,7 +134,7 @@ impl Durable {
     /// # Errors
     /// [`FileError::Io`].
     pub fn create_directories(&self, path: &Path) -> Result<(), FileError> {
-        if path.as_os_str().is_empty() || path.is_dir() {
+        if path.as_os_str().is_empty() || self.files.is_directory(path) {
             return Ok(());
         }
         if let Some(parent) = path.parent() {
@@ -126,57 +145,36 @@ impl Durable {
     }
 
     /// Creates a file that must not exist.
-    pub(super) fn create_file(&self, path: &Path) -> Result<File, FileError> {
-        self.step(Step::CreateFile, "create", path, || OpenOptions::new().write(true).create_new(true).open(path))
+    pub(super) fn create_file(&self, path: &Path) -> Result<Box<dyn NewFile>, FileError> {
+        self.step(Step::CreateFile, "create", path, || self.files.create_file(path))
     }
 
     /// Gives a new file its full length, so that a full disk is found before the writing.
-    pub(super) fn preallocate(&self, file: &File, path: &Path, length: u64) -> Result<(), FileError> {
+    pub(super) fn preallocate(&self, file: &dyn NewFile, path: &Path, length: u64) -> Result<(), FileError> {
         if length == 0 {
             return Ok(());
         }
-        self.step(Step::Preallocate, "allocate space for", path, || {
-            // Asked first, since a file system that runs out may take all its free space before it says so.
-            let free = rustix::fs::fstatvfs(file).map_or(u64::MAX, |stat| stat.f_bavail.saturating_mul(stat.f_frsize));
-            if length > free {
-                return Err(Errno::NOSPC.into());
-            }
-            match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, length) {
-                Ok(()) => Ok(()),
-                Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => file.set_len(length),
-                Err(error) => Err(error.into()),
-            }
-        })
+        self.step(Step::Preallocate, "allocate space for", path, || file.allocate(length))
     }
 
     /// Writes bytes at a position of a file.
-    pub(super) fn write_at(&self, file: &File, path: &Path, offset: u64, bytes: &[u8]) -> Result<(), FileError> {
-        self.step(Step::Write, "write", path, || file.write_all_at(bytes, offset))
+    pub(super) fn write_at(&self, file: &dyn NewFile, path: &Path, offset: u64, bytes: &[u8]) -> Result<(), FileError> {
+        self.step(Step::Write, "write", path, || file.write_at(offset, bytes))
     }
 
     /// Fsyncs a file.
-    #[expect(clippy::disallowed_methods, reason = "this is the module that decides when bytes are durable")]
-    pub(super) fn sync_file(&self, file: &File, path: &Path) -> Result<(), FileError> {
-        self.step(Step::SyncFile, "sync", path, || file.sync_all())
+    pub(super) fn sync_file(&self, file: &dyn NewFile, path: &Path) -> Result<(), FileError> {
+        self.step(Step::SyncFile, "sync", path, || file.sync())
     }
 
     /// Fsyncs a directory, which makes the names in it durable.
-    #[expect(clippy::disallowed_methods, reason = "this is the module that decides when bytes are durable")]
     pub(super) fn sync_directory(&self, path: &Path) -> Result<(), FileError> {
-        self.step(Step::SyncDirectory, "sync the directory", path, || File::open(path)?.sync_all())
+        self.step(Step::SyncDirectory, "sync the directory", path, || self.files.sync_directory(path))
     }
 
     /// Renames to a place where nothing is. If something is there, it stays, and the error is [`FileError::Exists`].
     pub(super) fn rename_new(&self, from: &Path, to: &Path) -> Result<(), FileError> {
-        let renamed = self.step(Step::Rename, "rename to", to, || {
-            match rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
-                Ok(()) => Ok(()),
-                // A file system without this flag: its plain rename still refuses a directory that holds something.
-                Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) if !exists(to) => plain_rename(from, to),
-                Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => Err(io::ErrorKind::AlreadyExists.into()),
-                Err(error) => Err(error.into()),
-            }
-        });
+        let renamed = self.step(Step::Rename, "rename to", to, || self.files.rename_new(from, to));
         match renamed {
             Err(FileError::Io { source, .. }) if source.kind() == io::ErrorKind::AlreadyExists => {
                 Err(FileError::Exists { path: to.to_owned() })
@@ -187,14 +185,13 @@ impl Durable {
 
     /// Renames a file over whatever file is there.
     pub(super) fn rename_over(&self, from: &Path, to: &Path) -> Result<(), FileError> {
-        self.step(Step::Rename, "rename to", to, || plain_rename(from, to))
+        self.step(Step::Rename, "rename to", to, || self.files.rename_over(from, to))
     }
 
     /// Lets two paths change places. Returns `false` if the file system cannot do that.
     pub(super) fn exchange(&self, a: &Path, b: &Path) -> Result<bool, FileError> {
-        let exchanged = self.step(Step::Exchange, "put the new checkpoint in place of", b, || {
-            Ok(rustix::fs::renameat_with(CWD, a, CWD, b, RenameFlags::EXCHANGE)?)
-        });
+        let exchanged =
+            self.step(Step::Exchange, "put the new checkpoint in place of", b, || self.files.exchange(a, b));
         match exchanged {
             Ok(()) => Ok(true),
             Err(FileError::Io { source, .. }) if is_unsupported(&source) => Ok(false),
@@ -204,33 +201,22 @@ impl Durable {
 
     /// Removes a file.
     pub(super) fn remove_file(&self, path: &Path) -> Result<(), FileError> {
-        self.step(Step::Remove, "remove", path, || std::fs::remove_file(path))
+        self.step(Step::Remove, "remove", path, || self.files.remove_file(path))
     }
 
     /// Removes a directory with all that it holds.
-    #[expect(clippy::disallowed_methods, reason = "only staging directories and replaced checkpoints come here")]
     pub(super) fn remove_directory(&self, path: &Path) -> Result<(), FileError> {
-        self.step(Step::Remove, "remove", path, || match std::fs::remove_dir_all(path) {
+        self.step(Step::Remove, "remove", path, || match self.files.remove_directory(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
             other => other,
         })
     }
 }
 
-#[expect(clippy::disallowed_methods, reason = "the callers sync before and after")]
-fn plain_rename(from: &Path, to: &Path) -> io::Result<()> {
-    std::fs::rename(from, to)
-}
-
 /// Returns `true` if the file system does not know the operation.
 fn is_unsupported(error: &io::Error) -> bool {
     let codes = [Errno::INVAL, Errno::NOSYS, Errno::OPNOTSUPP];
     error.raw_os_error().is_some_and(|code| codes.iter().any(|errno| errno.raw_os_error() == code))
-}
-
-/// Returns `true` if anything, a dangling link included, is at this path.
-pub(super) fn exists(path: &Path) -> bool {
-    path.symlink_metadata().is_ok()
 }
 
 /// Returns the directory that a path lies in: the current one for a bare name.
@@ -250,17 +236,7 @@ pub(super) fn staging_prefix(target: &Path) -> Result<(PathBuf, String), FileErr
     Ok((parent_of(target).to_owned(), format!(".{name}.")))
 }
 
-/// Returns a number unlike those of other processes and times.
-pub(super) fn nonce() -> u64 {
-    static COUNT: AtomicU64 = AtomicU64::new(0);
-    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    let mut seed = now.as_nanos().to_le_bytes().to_vec();
-    seed.extend(std::process::id().to_le_bytes());
-    seed.extend(COUNT.fetch_add(1, Ordering::Relaxed).to_le_bytes());
-    twox_hash::XxHash3_64::oneshot(&seed)
-}
-
-/// Returns `true` if `text` has the form of a [`nonce`] in a file name: 16 hexadecimal digits.
+/// Returns `true` if `text` has the form of a nonce in a file name: 16 hexadecimal digits.
 pub(super) fn is_nonce(text: &str) -> bool {
     text.len() == 16 && text.bytes().all(|byte| byte.is_ascii_hexdigit())
 }

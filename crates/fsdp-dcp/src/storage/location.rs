@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::backend::{EntryKind, Storage, UnusableUrl};
+use super::file_system::FileSystem;
 use super::local::LocalStorage;
 use super::paths::check_relative;
 use crate::error::{FileError, LocationError};
@@ -72,6 +73,12 @@ impl Location {
 impl Location {
     fn from_path(path: PathBuf) -> Self {
         Location { storage: Arc::new(LocalStorage::new(path)) }
+    }
+
+    /// Makes the location of a path in a file system of the caller's own.
+    #[must_use]
+    pub fn within(files: Arc<dyn FileSystem>, path: impl Into<PathBuf>) -> Self {
+        Location { storage: Arc::new(LocalStorage::within(files, path.into())) }
     }
 
     fn unusable(name: PathBuf, reason: LocationError) -> Self {

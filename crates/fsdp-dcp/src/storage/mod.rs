@@ -46,6 +46,7 @@ pub(crate) mod backend;
 pub(crate) mod checked_directory;
 pub(crate) mod checked_file;
 pub(crate) mod cleanup;
+pub(crate) mod file_system;
 pub(crate) mod fs;
 pub(crate) mod integrity;
 pub(crate) mod lineage;
@@ -54,6 +55,7 @@ pub(crate) mod location;
 pub(crate) mod names;
 #[cfg(feature = "object-store")]
 pub(crate) mod object;
+mod os;
 pub(crate) mod paths;
 pub(crate) mod read_at;
 pub(crate) mod sidecar;
@@ -62,6 +64,9 @@ pub(crate) mod staging;
 pub use checked_directory::CheckedDirectory;
 pub use checked_file::CheckedFile;
 pub use cleanup::{clean_stale, stale};
+pub use file_system::{
+    EntryKind, FileSystem, Identity, Links, LockKind, Lockable, NewFile, OpenDirectory, OpenError, Status,
+};
 pub use fs::{Durable, Step, StepHook};
 pub use read_at::ReadAt;
 pub use staging::{StagedFile, Staging};

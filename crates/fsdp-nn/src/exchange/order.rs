@@ -12,7 +12,7 @@ pub(super) struct Order {
     follows: bool,
 }
 
-/// What is known of the order on other ranks.
+/// The agreement of all ranks on the order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 enum Agreement {
     /// The ranks have not compared their orders yet.

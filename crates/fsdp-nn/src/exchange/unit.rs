@@ -15,7 +15,7 @@ use crate::gradient::add;
 use crate::precision::cast;
 use crate::{Result, device, tasks};
 
-/// What the collectives of one unit need. None of it ever changes, so that another thread can run them.
+/// The parts of one unit that its collectives need. None of them ever changes, so that another thread can run the collectives.
 #[derive(Debug)]
 pub(crate) struct UnitExchange {
     /// The number of the unit among those of the model.

@@ -1,11 +1,10 @@
 //! Checkpoints in the file system.
 
-pub(crate) mod leftovers;
+mod leftovers;
 mod lock;
 mod read;
 mod staging;
 
-use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -14,18 +13,27 @@ use self::leftovers::is_being_read;
 use self::read::LocalDirectory;
 use self::staging::LocalStage;
 use super::backend::{EntryKind, Links, ReadDirectory, Stage, Storage};
-use super::fs::{Durable, exists, nonce, parent_of, staging_prefix};
+use super::file_system::FileSystem;
+use super::fs::{Durable, parent_of, staging_prefix};
+use super::os::OperatingSystem;
 use crate::error::FileError;
 
-/// A path in the file system.
+/// A path in a file system.
 #[derive(Debug, Clone)]
 pub(crate) struct LocalStorage {
+    files: Arc<dyn FileSystem>,
     path: PathBuf,
 }
 
 impl LocalStorage {
+    /// Returns the place of a path in the file system of the operating system.
     pub(crate) fn new(path: PathBuf) -> Self {
-        LocalStorage { path }
+        Self::within(Arc::new(OperatingSystem), path)
+    }
+
+    /// Returns the place of a path in this file system.
+    pub(crate) fn within(files: Arc<dyn FileSystem>, path: PathBuf) -> Self {
+        LocalStorage { files, path }
     }
 }
 
@@ -39,53 +47,52 @@ impl Storage for LocalStorage {
     }
 
     fn child(&self, below: &str) -> Arc<dyn Storage> {
-        Arc::new(LocalStorage { path: self.path.join(below) })
+        Arc::new(LocalStorage { files: self.files.clone(), path: self.path.join(below) })
     }
 
     fn parent(&self) -> Arc<dyn Storage> {
-        Arc::new(LocalStorage { path: parent_of(&self.path).to_owned() })
+        Arc::new(LocalStorage { files: self.files.clone(), path: parent_of(&self.path).to_owned() })
     }
 
     fn exists(&self) -> Result<bool, FileError> {
-        Ok(exists(&self.path))
+        Ok(self.files.exists(&self.path))
     }
 
     fn kind(&self) -> Result<Option<EntryKind>, FileError> {
-        match self.path.metadata() {
-            Ok(metadata) if metadata.is_dir() => Ok(Some(EntryKind::Directory)),
-            Ok(metadata) if metadata.is_file() => Ok(Some(EntryKind::File)),
-            Ok(_) => Ok(Some(EntryKind::Special)),
+        match self.files.status(&self.path, Links::Follow) {
+            Ok(status) => Ok(Some(status.kind)),
             Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Ok(None),
             Err(error) => Err(FileError::io("inspect", &self.path)(error)),
         }
     }
 
     fn names(&self) -> Result<Vec<String>, FileError> {
-        read::names(&self.path)
+        read::names(&*self.files, &self.path)
     }
 
     fn open(&self, links: Links) -> Result<Box<dyn ReadDirectory>, FileError> {
-        Ok(Box::new(LocalDirectory::open(&self.path, links)?))
+        Ok(Box::new(LocalDirectory::open(&self.files, &self.path, links)?))
     }
 
     fn prepare(&self, durable: &Durable, overwrite: bool) -> Result<Box<dyn Stage>, FileError> {
-        Ok(Box::new(LocalStage::prepare(durable, &self.path, overwrite)?))
+        Ok(Box::new(LocalStage::prepare(&durable.within(&self.files), &self.path, overwrite)?))
     }
 
     fn join(&self, durable: &Durable, name: &str) -> Result<Box<dyn Stage>, FileError> {
-        Ok(Box::new(LocalStage::join(durable, &self.path, name)?))
+        Ok(Box::new(LocalStage::join(&durable.within(&self.files), &self.path, name)?))
     }
 
     fn remove_checkpoint(&self, durable: &Durable) -> Result<bool, FileError> {
-        let directory = File::open(&self.path).map_err(FileError::io("open", &self.path))?;
+        let durable = durable.within(&self.files);
+        let directory = self.files.open_directory(&self.path).map_err(FileError::io("open", &self.path))?;
         // Readers hold a shared lock for as long as they have the checkpoint open.
-        if is_being_read(&directory) {
+        if is_being_read(&*directory) {
             return Ok(false);
         }
         // Removing takes many steps. One rename takes the checkpoint away first, to a name that `stale` lists, so that a
         // crash in the middle leaves nothing that looks like a checkpoint.
         let (parent, prefix) = staging_prefix(&self.path)?;
-        let doomed = parent.join(format!("{prefix}tmp-{:016x}", nonce()));
+        let doomed = parent.join(format!("{prefix}tmp-{:016x}", self.files.nonce()));
         durable.rename_new(&self.path, &doomed)?;
         durable.sync_directory(&parent)?;
         durable.remove_directory(&doomed)?;
@@ -95,5 +102,22 @@ impl Storage for LocalStorage {
     fn remove_uncommitted(&self) -> Result<bool, FileError> {
         // Leftovers of directories lie beside them; `clean_stale` removes those.
         Ok(false)
+    }
+
+    fn stale(&self) -> Result<Vec<PathBuf>, FileError> {
+        leftovers::stale(&*self.files, &self.path)
+    }
+
+    fn clean_stale(&self, durable: &Durable) -> Result<Vec<PathBuf>, FileError> {
+        let durable = durable.within(&self.files);
+        let found = self.stale()?;
+        for path in &found {
+            durable.remove_directory(path)?;
+        }
+        Ok(found)
+    }
+
+    fn recover(&self, durable: &Durable) -> Result<bool, FileError> {
+        leftovers::recover(&durable.within(&self.files), &self.path)
     }
 }

@@ -1,16 +1,13 @@
 //! Staging directories of the file system.
 
-use std::fs::File;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-
-use rustix::fs::FlockOperation;
 
 use super::leftovers::{is_being_read, recover};
 use super::lock::TargetLock;
 use crate::error::FileError;
-use crate::storage::backend::{EntryKind, Stage, StageFile, check_write};
-use crate::storage::fs::{Durable, exists, nonce, parent_of, staging_prefix};
+use crate::storage::backend::{EntryKind, Links, Stage, StageFile, check_write};
+use crate::storage::file_system::{FileSystem, Identity, LockKind, NewFile, OpenDirectory};
+use crate::storage::fs::{Durable, parent_of, staging_prefix};
 use crate::storage::paths::relative_parts;
 use crate::storage::sidecar::Sidecar;
 
@@ -28,7 +25,7 @@ pub(super) struct LocalStage {
     name: String,
     overwrite: bool,
     /// The lock of the process that prepared the directory. While it is held, dropping the stage removes the directory.
-    lock: Option<File>,
+    lock: Option<Box<dyn OpenDirectory>>,
 }
 
 impl LocalStage {
@@ -38,16 +35,17 @@ impl LocalStage {
         durable.create_directories(&parent)?;
         // A crashed overwrite may have left the old checkpoint under another name.
         recover(durable, target)?;
-        if !overwrite && exists(target) {
+        if !overwrite && durable.files().exists(target) {
             return Err(FileError::Exists { path: target.to_owned() });
         }
         // `mkdir` is atomic: of two savers with the same nonce, one gets `false` and draws another.
         loop {
-            let mut staging = Self::at(durable, target, format!("tmp-{:016x}", nonce()), overwrite)?;
+            let mut staging = Self::at(durable, target, format!("tmp-{:016x}", durable.files().nonce()), overwrite)?;
             if durable.create_directory(&staging.directory)? {
-                let lock = File::open(&staging.directory).map_err(FileError::io("open", &staging.directory))?;
+                let lock = durable.files().open_directory(&staging.directory);
+                let lock = lock.map_err(FileError::io("open", &staging.directory))?;
                 // Where locks do not work, nobody takes the directory for stale either.
-                let _ = rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive);
+                let _ = lock.try_lock(LockKind::Exclusive);
                 staging.lock = Some(lock);
                 return Ok(staging);
             }
@@ -57,7 +55,7 @@ impl LocalStage {
     /// Returns the staging directory that another process prepared.
     pub(super) fn join(durable: &Durable, target: &Path, name: &str) -> Result<Self, FileError> {
         let staging = Self::at(durable, target, name.to_owned(), true)?;
-        if name.starts_with("tmp-") && !name.contains('/') && staging.directory.is_dir() {
+        if name.starts_with("tmp-") && !name.contains('/') && durable.files().is_directory(&staging.directory) {
             return Ok(staging);
         }
         Err(FileError::NotCommitted {
@@ -72,6 +70,11 @@ impl LocalStage {
         Ok(LocalStage { durable: durable.clone(), target: target.to_owned(), directory, name, overwrite, lock: None })
     }
 
+    /// Returns `true` if anything is at a path.
+    fn exists(&self, path: &Path) -> bool {
+        self.durable.files().exists(path)
+    }
+
     /// Writes a small file whole, and fsyncs it.
     fn write(&self, relative: &str, bytes: &[u8]) -> Result<(), FileError> {
         let file = self.create(relative, bytes.len() as u64)?;
@@ -81,18 +84,19 @@ impl LocalStage {
 
     /// Gives a new file or directory the permissions of the one that it replaces: what was private stays private.
     fn take_mode(&self, path: &Path) -> Result<(), FileError> {
-        let Ok(replaced) = self.target.metadata() else { return Ok(()) };
-        if !self.overwrite || replaced.is_dir() != path.is_dir() {
+        let files = self.durable.files();
+        let Ok(replaced) = files.status(&self.target, Links::Follow) else { return Ok(()) };
+        if !self.overwrite || (replaced.kind == EntryKind::Directory) != files.is_directory(path) {
             return Ok(());
         }
-        std::fs::set_permissions(path, replaced.permissions()).map_err(FileError::io("set the permissions of", path))
+        files.set_permissions(path, replaced.mode).map_err(FileError::io("set the permissions of", path))
     }
 
     /// Puts the directory in the target's place. All files must be finished.
     fn publish(mut self) -> Result<(), FileError> {
         // Before the rename, all names inside must be durable: it may survive a loss of power without them.
         self.sync_directories(&self.directory)?;
-        if self.overwrite && exists(&self.target) {
+        if self.overwrite && self.exists(&self.target) {
             return self.replace();
         }
         self.durable.rename_new(&self.directory, &self.target)?;
@@ -129,8 +133,8 @@ impl LocalStage {
         }
         // `directory` is the old checkpoint now. The new one is durable, so the old one may go.
         self.lock = None;
-        let old = File::open(&self.directory);
-        if old.as_ref().is_ok_and(is_being_read) {
+        let old = durable.files().open_directory(&self.directory);
+        if old.as_ref().is_ok_and(|old| is_being_read(&**old)) {
             // The reader goes on with it. It is listed as stale once the reader has finished.
             return Ok(());
         }
@@ -138,11 +142,10 @@ impl LocalStage {
     }
 
     fn sync_directories(&self, directory: &Path) -> Result<(), FileError> {
-        let list = std::fs::read_dir(directory).map_err(FileError::io("list", directory))?;
-        for entry in list {
-            let entry = entry.map_err(FileError::io("list", directory))?;
-            if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
-                self.sync_directories(&entry.path())?;
+        let list = self.durable.files().list(directory).map_err(FileError::io("list", directory))?;
+        for (name, kind) in list {
+            if kind == EntryKind::Directory {
+                self.sync_directories(&directory.join(name))?;
             }
         }
         self.durable.sync_directory(directory)
@@ -154,7 +157,7 @@ impl LocalStage {
         let parent = parent_of(&self.target).to_owned();
         // 0. Two files cannot be replaced in one step. A lock keeps apart those who replace them at the same time: the
         //    values that are removed below would be another's.
-        let _lock = sidecar.map(|_| TargetLock::wait(&self.target)).transpose()?;
+        let _lock = sidecar.map(|_| TargetLock::wait(durable.shared_files(), &self.target)).transpose()?;
         // 1. The sidecar, under its pending name: readers of the old file do not look at it.
         let pending = sidecar.and_then(|sidecar| Some((parent.join(sidecar.pending_name), sidecar.bytes?)));
         if let Some((path, bytes)) = &pending {
@@ -172,7 +175,7 @@ impl LocalStage {
         };
         if let Err(error) = renamed {
             // A step may fail after it was done. The sidecar goes only if the file has stayed where it was.
-            if let Some((path, _)) = pending.as_ref().filter(|_| exists(&from)) {
+            if let Some((path, _)) = pending.as_ref().filter(|_| self.exists(&from)) {
                 let _ = durable.remove_file(path);
             }
             return Err(error);
@@ -188,7 +191,7 @@ impl LocalStage {
                 None => self.remove_sidecar(name)?,
             }
             // What a killed process left under a pending name belongs to no file any more.
-            for left in super::read::names(&parent)?.iter().filter(|left| is_pending(name, left)) {
+            for left in super::read::names(durable.files(), &parent)?.iter().filter(|left| is_pending(name, left)) {
                 self.remove_sidecar(left)?;
             }
         }
@@ -229,14 +232,14 @@ impl Stage for LocalStage {
         }
         path.push(parts[parts.len() - 1]);
         let file = self.durable.create_file(&path)?;
-        self.durable.preallocate(&file, &path, length)?;
+        self.durable.preallocate(&*file, &path, length)?;
         Ok(Box::new(LocalStageFile { durable: self.durable.clone(), file, path, length }))
     }
 
     fn link(&self, from: &Path, relative: &str) -> Result<bool, FileError> {
         let [name] = relative_parts(&self.target, relative)?[..] else { return Ok(false) };
         // Another file system, one without links, a file that is gone: then it is written.
-        Ok(std::fs::hard_link(from.join(name), self.directory.join(name)).is_ok())
+        Ok(self.durable.files().link(&from.join(name), &self.directory.join(name)).is_ok())
     }
 
     fn create_single(&self, length: u64) -> Result<Box<dyn StageFile>, FileError> {
@@ -247,7 +250,7 @@ impl Stage for LocalStage {
 
     fn check_kind(&self, wanted: EntryKind) -> Result<(), FileError> {
         let wants_directory = wanted == EntryKind::Directory;
-        if exists(&self.target) && self.target.is_dir() != wants_directory {
+        if self.exists(&self.target) && self.durable.files().is_directory(&self.target) != wants_directory {
             let wanted = if wants_directory { "directory" } else { "file" };
             return Err(FileError::NotReplaceable { path: self.target.clone(), wanted });
         }
@@ -256,7 +259,7 @@ impl Stage for LocalStage {
 
     fn check_sidecar(&self, name: &str) -> Result<(), FileError> {
         let path = parent_of(&self.target).join(name);
-        if exists(&path) && !self.overwrite {
+        if self.exists(&path) && !self.overwrite {
             return Err(FileError::Exists { path });
         }
         Ok(())
@@ -265,7 +268,7 @@ impl Stage for LocalStage {
     fn remove_sidecar(&self, name: &str) -> Result<(), FileError> {
         let parent = parent_of(&self.target);
         let path = parent.join(name);
-        if !exists(&path) {
+        if !self.exists(&path) {
             return Ok(());
         }
         self.durable.remove_file(&path)?;
@@ -279,24 +282,26 @@ impl Stage for LocalStage {
 
     fn commit(self: Box<Self>, marker: &str, bytes: &[u8]) -> Result<(), FileError> {
         self.write(marker, bytes)?;
-        let (target, own) = (self.target.clone(), identity(&self.directory));
-        self.publish().map_err(|error| told_if_committed(error, &target, own))
+        let files = self.durable.shared_files().clone();
+        let (target, own) = (self.target.clone(), identity(&*files, &self.directory));
+        self.publish().map_err(|error| told_if_committed(&*files, error, &target, own))
     }
 
     fn commit_single(self: Box<Self>, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError> {
-        let (target, own) = (self.target.clone(), identity(&self.directory.join(SINGLE)));
-        self.publish_single(sidecar).map_err(|error| told_if_committed(error, &target, own))
+        let files = self.durable.shared_files().clone();
+        let (target, own) = (self.target.clone(), identity(&*files, &self.directory.join(SINGLE)));
+        self.publish_single(sidecar).map_err(|error| told_if_committed(&*files, error, &target, own))
     }
 }
 
 /// Returns the numbers by which the system knows a file or directory, under whatever name; `None` if it is not there.
-fn identity(path: &Path) -> Option<(u64, u64)> {
-    path.symlink_metadata().map(|metadata| (metadata.dev(), metadata.ino())).ok()
+fn identity(files: &dyn FileSystem, path: &Path) -> Option<Identity> {
+    files.status(path, Links::Refuse).map(|status| status.identity).ok()
 }
 
 /// Says of an error if the checkpoint is in its place all the same.
-fn told_if_committed(error: FileError, target: &Path, own: Option<(u64, u64)>) -> FileError {
-    if own.is_none() || identity(target) != own {
+fn told_if_committed(files: &dyn FileSystem, error: FileError, target: &Path, own: Option<Identity>) -> FileError {
+    if own.is_none() || identity(files, target) != own {
         return error;
     }
     FileError::AfterCommit { path: target.to_owned(), source: Box::new(error) }
@@ -315,7 +320,7 @@ impl Drop for LocalStage {
 #[derive(Debug)]
 struct LocalStageFile {
     durable: Durable,
-    file: File,
+    file: Box<dyn NewFile>,
     path: PathBuf,
     length: u64,
 }
@@ -323,10 +328,10 @@ struct LocalStageFile {
 impl StageFile for LocalStageFile {
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<(), FileError> {
         check_write(&self.path, self.length, offset, bytes)?;
-        self.durable.write_at(&self.file, &self.path, offset, bytes)
+        self.durable.write_at(&*self.file, &self.path, offset, bytes)
     }
 
     fn finish(self: Box<Self>) -> Result<(), FileError> {
-        self.durable.sync_file(&self.file, &self.path)
+        self.durable.sync_file(&*self.file, &self.path)
     }
 }

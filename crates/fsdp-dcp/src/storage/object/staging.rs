@@ -12,9 +12,10 @@ use super::prefix::Prefix;
 use super::upload::{Slot, Upload};
 use crate::error::FileError;
 use crate::storage::backend::{EntryKind, Stage, StageFile};
-use crate::storage::fs::{is_nonce, nonce};
+use crate::storage::fs::is_nonce;
 use crate::storage::integrity::INTEGRITY_FILE;
 use crate::storage::names::{CLAIM_FILE, METADATA_FILE};
+use crate::storage::os::nonce;
 use crate::storage::paths::relative_parts;
 use crate::storage::sidecar::Sidecar;
 

@@ -1,0 +1,256 @@
+//! The file system of the operating system.
+
+use std::ffi::OsString;
+use std::fs::{File, FileType as StdFileType, Metadata, OpenOptions, Permissions};
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _, PermissionsExt as _};
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, SystemTime};
+
+use rustix::fs::{CWD, FallocateFlags, FileType, FlockOperation, Mode, OFlags, RenameFlags, SeekFrom};
+use rustix::io::Errno;
+
+use super::file_system::{
+    EntryKind, FileSystem, Identity, Links, LockKind, Lockable, NewFile, OpenDirectory, OpenError, Status,
+};
+use super::read_at::ReadAt;
+use crate::error::FormatError;
+
+/// The file system of the operating system.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct OperatingSystem;
+
+impl FileSystem for OperatingSystem {
+    fn status(&self, path: &Path, links: Links) -> io::Result<Status> {
+        let metadata = match links {
+            Links::Follow => path.metadata()?,
+            Links::Refuse => path.symlink_metadata()?,
+        };
+        Ok(status(&metadata))
+    }
+
+    fn list(&self, path: &Path) -> io::Result<Vec<(OsString, EntryKind)>> {
+        std::fs::read_dir(path)?
+            .map(|entry| {
+                let entry = entry?;
+                // The kind of an entry that has just been removed is not known, and does not matter.
+                Ok((entry.file_name(), entry.file_type().map_or(EntryKind::Special, kind)))
+            })
+            .collect()
+    }
+
+    fn create_directory(&self, path: &Path) -> io::Result<()> {
+        std::fs::create_dir(path)
+    }
+
+    fn create_file(&self, path: &Path) -> io::Result<Box<dyn NewFile>> {
+        Ok(Box::new(OsFile(OpenOptions::new().write(true).create_new(true).open(path)?)))
+    }
+
+    fn open_directory(&self, path: &Path) -> io::Result<Box<dyn OpenDirectory>> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        Ok(Box::new(OsDirectory(rustix::fs::open(path, flags, Mode::empty())?)))
+    }
+
+    fn open_lock(&self, path: &Path) -> io::Result<Box<dyn Lockable>> {
+        let file = OpenOptions::new().write(true).create(true).truncate(false).open(path)?;
+        Ok(Box::new(OsDirectory(file.into())))
+    }
+
+    #[expect(clippy::disallowed_methods, reason = "this is the module that decides when bytes are durable")]
+    fn sync_directory(&self, path: &Path) -> io::Result<()> {
+        File::open(path)?.sync_all()
+    }
+
+    fn set_permissions(&self, path: &Path, mode: u32) -> io::Result<()> {
+        std::fs::set_permissions(path, Permissions::from_mode(mode))
+    }
+
+    fn rename_new(&self, from: &Path, to: &Path) -> io::Result<()> {
+        match rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
+            Ok(()) => Ok(()),
+            // A file system without this flag: its plain rename still refuses a directory that holds something.
+            Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) if !self.exists(to) => self.rename_over(from, to),
+            Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => Err(io::ErrorKind::AlreadyExists.into()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    #[expect(clippy::disallowed_methods, reason = "the callers sync before and after")]
+    fn rename_over(&self, from: &Path, to: &Path) -> io::Result<()> {
+        std::fs::rename(from, to)
+    }
+
+    fn exchange(&self, a: &Path, b: &Path) -> io::Result<()> {
+        Ok(rustix::fs::renameat_with(CWD, a, CWD, b, RenameFlags::EXCHANGE)?)
+    }
+
+    fn link(&self, from: &Path, to: &Path) -> io::Result<()> {
+        std::fs::hard_link(from, to)
+    }
+
+    fn remove_file(&self, path: &Path) -> io::Result<()> {
+        std::fs::remove_file(path)
+    }
+
+    #[expect(clippy::disallowed_methods, reason = "only staging directories and replaced checkpoints come here")]
+    fn remove_directory(&self, path: &Path) -> io::Result<()> {
+        std::fs::remove_dir_all(path)
+    }
+
+    fn pause(&self, pause: Duration) {
+        thread::sleep(pause);
+    }
+
+    fn nonce(&self) -> u64 {
+        nonce()
+    }
+}
+
+fn status(metadata: &Metadata) -> Status {
+    let identity = Identity(metadata.dev(), metadata.ino());
+    Status { kind: kind(metadata.file_type()), identity, mode: metadata.mode() & 0o7777 }
+}
+
+fn kind(kind: StdFileType) -> EntryKind {
+    if kind.is_dir() {
+        EntryKind::Directory
+    } else if kind.is_file() {
+        EntryKind::File
+    } else {
+        EntryKind::Special
+    }
+}
+
+/// A file that is being written.
+#[derive(Debug)]
+struct OsFile(File);
+
+impl NewFile for OsFile {
+    fn allocate(&self, length: u64) -> io::Result<()> {
+        // Asked first, since a file system that runs out may take all its free space before it says so.
+        let free = rustix::fs::fstatvfs(&self.0).map_or(u64::MAX, |stat| stat.f_bavail.saturating_mul(stat.f_frsize));
+        if length > free {
+            return Err(Errno::NOSPC.into());
+        }
+        match rustix::fs::fallocate(&self.0, FallocateFlags::empty(), 0, length) {
+            Ok(()) => Ok(()),
+            Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => self.0.set_len(length),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        self.0.write_all_at(bytes, offset)
+    }
+
+    #[expect(clippy::disallowed_methods, reason = "this is the module that decides when bytes are durable")]
+    fn sync(&self) -> io::Result<()> {
+        self.0.sync_all()
+    }
+}
+
+/// An open directory, or a file that serves as a lock.
+#[derive(Debug)]
+struct OsDirectory(OwnedFd);
+
+impl Lockable for OsDirectory {
+    fn try_lock(&self, kind: LockKind) -> io::Result<bool> {
+        let operation = match kind {
+            LockKind::Shared => FlockOperation::NonBlockingLockShared,
+            LockKind::Exclusive => FlockOperation::NonBlockingLockExclusive,
+        };
+        match rustix::fs::flock(&self.0, operation) {
+            Ok(()) => Ok(true),
+            Err(Errno::WOULDBLOCK) => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn lock(&self) -> io::Result<()> {
+        Ok(rustix::fs::flock(&self.0, FlockOperation::LockExclusive)?)
+    }
+
+    fn identity(&self) -> io::Result<Identity> {
+        let stat = rustix::fs::fstat(&self.0)?;
+        Ok(Identity(stat.st_dev, stat.st_ino))
+    }
+}
+
+impl OpenDirectory for OsDirectory {
+    fn file(&self, parts: &[&str], links: Links) -> Result<Box<dyn ReadAt>, OpenError> {
+        let follow = match links {
+            Links::Follow => OFlags::empty(),
+            Links::Refuse => OFlags::NOFOLLOW,
+        };
+        let failed = |errno| failed(errno, links);
+        let Some((name, directories)) = parts.split_last() else { return Err(failed(Errno::ISDIR)) };
+        // One part at a time, each below the one before it: so no link is followed on the way.
+        let mut below: Option<OwnedFd> = None;
+        for part in directories {
+            let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC | follow;
+            let at = below.as_ref().unwrap_or(&self.0).as_fd();
+            let next = rustix::fs::openat(at, *part, flags, Mode::empty());
+            below = Some(next.map_err(|errno| match errno {
+                // A link, or a file, where a directory must be.
+                Errno::NOTDIR => OpenError::Refused("it leads through something that is no directory"),
+                errno => failed(errno),
+            })?);
+        }
+        // NONBLOCK: opening a FIFO must not wait for a writer.
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY | follow;
+        let at = below.as_ref().unwrap_or(&self.0).as_fd();
+        let file = rustix::fs::openat(at, *name, flags, Mode::empty()).map_err(failed)?;
+        let stat = rustix::fs::fstat(&file).map_err(failed)?;
+        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+            return Err(OpenError::Refused("it is no regular file"));
+        }
+        let file = File::from(file);
+        let length = file.metadata().map_err(OpenError::Io)?.len();
+        Ok(Box::new(OsReadFile { file, length }))
+    }
+}
+
+fn failed(errno: Errno, links: Links) -> OpenError {
+    if errno == Errno::LOOP && links == Links::Refuse {
+        return OpenError::Refused("a symbolic link is on the way; `cp -rL` makes a copy without links");
+    }
+    OpenError::Io(errno.into())
+}
+
+/// An open file and its length.
+#[derive(Debug)]
+struct OsReadFile {
+    file: File,
+    length: u64,
+}
+
+impl ReadAt for OsReadFile {
+    fn len(&self) -> u64 {
+        self.length
+    }
+
+    fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
+        let length = dst.len() as u64;
+        self.file.read_exact_at(dst, offset).map_err(|source| FormatError::Read { offset, length, source })
+    }
+
+    fn has_hole(&self, range: Range<u64>) -> bool {
+        // The position of the file, which this moves, is not used otherwise. There is a hole at the end of every file.
+        rustix::fs::seek(&self.file, SeekFrom::Hole(range.start)).is_ok_and(|hole| hole < range.end)
+    }
+}
+
+/// Returns a number unlike those of other processes and times.
+pub(super) fn nonce() -> u64 {
+    static COUNT: AtomicU64 = AtomicU64::new(0);
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    let mut seed = now.as_nanos().to_le_bytes().to_vec();
+    seed.extend(std::process::id().to_le_bytes());
+    seed.extend(COUNT.fetch_add(1, Ordering::Relaxed).to_le_bytes());
+    twox_hash::XxHash3_64::oneshot(&seed)
+}
