@@ -147,11 +147,7 @@ pub(crate) fn fill(
         DictTarget::new(&flat, None, String::new())?;
         Ok((flat, paths))
     });
-    let (flat, paths) = match flattened {
-        Ok(flattened) => flattened,
-        // Take part in the round in which the other ranks compare what they load, so that all get this error.
-        Err(error) => return CheckpointError::agree(group, operation, Some(0), Err(error.into())),
-    };
+    let (flat, paths) = flattened.or_else(|error| CheckpointError::refuse(group, operation, error.into()))?;
     let target = DictTarget::new(&flat, options.device.clone(), String::new())?.with_own_names();
     let mut target = if in_place { target.in_place() } else { target };
     let mut source = CheckpointSource::by_flat_key(checkpoint);

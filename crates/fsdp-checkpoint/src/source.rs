@@ -1,11 +1,12 @@
 //! A checkpoint of any format as the source of a load: each rank reads the bytes that it needs, and nothing else.
 
+use std::collections::HashMap;
 use std::hash::{Hash as _, Hasher as _};
 
 use candle_core::Tensor;
 use fsdp_comm::ProcessGroup;
 use fsdp_dcp::checkpoint::Checkpoint;
-use fsdp_dcp::metadata::{Entry, Metadata};
+use fsdp_dcp::metadata::Entry;
 use fsdp_dcp::plan::{LoadRequest, ReadPlanOptions};
 use fsdp_dcp::reader::{Destination, ReadOptions};
 use fsdp_flat::storage::StorageGuard;
@@ -38,18 +39,15 @@ impl<'a> CheckpointSource<'a> {
     /// formats that do not store paths, each path is the flat key as one part.
     #[must_use]
     pub fn new(checkpoint: &'a dyn Checkpoint) -> Self {
-        let metadata = checkpoint.metadata();
-        Self::with_paths(checkpoint, |key| path_of(metadata, key))
+        Self::with_known_paths(checkpoint, &IndexMap::new())
     }
 
     /// Returns the same source as [`Self::new`], except that `paths` says which paths flat keys stand for in formats
     /// that do not store them.
     #[must_use]
     pub fn with_known_paths(checkpoint: &'a dyn Checkpoint, paths: &IndexMap<String, KeyPath>) -> Self {
-        let metadata = checkpoint.metadata();
-        let has_paths = metadata.planner_data.is_some();
-        let known = |key: &str| paths.get(key).filter(|_| !has_paths).cloned();
-        Self::with_paths(checkpoint, |key| known(key).unwrap_or_else(|| path_of(metadata, key)))
+        let paths = checkpoint.metadata().planner_data.as_ref().unwrap_or(paths);
+        Self::with_paths(checkpoint, |key| paths.get(key).cloned().unwrap_or_else(|| flat_path(key)))
     }
 
     /// Returns a source of everything in a checkpoint, where each path is the flat key as one part: `["model.weight"]`.
@@ -126,21 +124,21 @@ impl<'a> CheckpointSource<'a> {
         let mut destinations = Vec::with_capacity(wanted.len());
         let mut overlapping = Vec::new();
         let mut read = Vec::with_capacity(wanted.len());
-        for (index, (((wanted, memory), tensors), is_again)) in
-            wanted.iter().zip(memories.iter_mut()).zip(&tensors).zip(is_again).enumerate()
-        {
+        for (index, ((wanted, memory), tensors)) in wanted.iter().zip(memories.iter_mut()).zip(&tensors).enumerate() {
             let own: Vec<Option<&mut [u8]>> = slices.by_ref().take(tensors.len()).collect();
-            let own: Option<Vec<&mut [u8]>> = own.into_iter().collect();
-            let buffers = match (memory.raw_bytes_mut(), own) {
-                (Some(bytes), _) => vec![bytes],
-                (None, Some(own)) => own,
-                (None, None) => {
-                    overlapping.extend(Some(index).filter(|_| !is_again));
-                    continue;
-                }
+            let buffers: Option<Vec<&mut [u8]>> = match memory.raw_bytes_mut() {
+                Some(bytes) => Some(vec![bytes]),
+                None => own.into_iter().collect(),
             };
-            read.push(wanted);
-            destinations.push(Destination { request: self.request(wanted), buffers });
+            match buffers {
+                Some(buffers) => {
+                    read.push(wanted);
+                    destinations.push(Destination { request: self.request(wanted), buffers });
+                }
+                // An earlier tensor is read to the same place.
+                None if is_again[index] => {}
+                None => overlapping.push(index),
+            }
         }
         let done = self.checkpoint.read(destinations, options)?;
         if let Some(comparison) = comparison {
@@ -191,23 +189,17 @@ impl Source for CheckpointSource<'_> {
 
     fn values(&self, positions: &[usize]) -> Result<Vec<StateValue>, CheckpointError> {
         // All tensors are read together.
-        let (mut wanted, mut memories) = (Vec::new(), Vec::new());
-        for &position in positions {
-            if let Some((dtype, shape)) = self.schema.get(position).and_then(|(_, leaf)| leaf.tensor()) {
-                let boxes = vec![TensorBox::whole(shape)];
-                memories.push(Memory::fresh(dtype, shape, &boxes)?);
-                wanted.extend(Wanted::of(&self.schema, position, dtype, boxes));
-            }
-        }
+        let wanted: Vec<Wanted> =
+            positions.iter().filter_map(|&position| Wanted::whole(&self.schema, position)).collect();
+        let memories = wanted.iter().map(|wanted| Memory::fresh(wanted.dtype, &wanted.shape, &wanted.boxes));
+        let mut memories = memories.collect::<Result<Vec<_>, _>>()?;
         let mut comparison = Comparison::with(self.checkpoint);
         self.fill(&wanted, &mut memories, ReadOptions::default(), &mut comparison)?;
         comparison.map_or(Ok(()), |comparison| comparison.check_here())?;
-        let mut memories = memories.into_iter();
+        let mut tensors: HashMap<usize, Memory> = wanted.iter().map(|wanted| wanted.position).zip(memories).collect();
         let mut values = Vec::with_capacity(positions.len());
         for &position in positions {
-            let is_tensor = self.schema.get(position).is_some_and(|(_, leaf)| leaf.tensor().is_some());
-            let memory = if is_tensor { memories.next() } else { None };
-            values.push(match memory {
+            values.push(match tensors.remove(&position) {
                 Some(memory) => memory.into_value(true, &candle_core::Device::Cpu)?,
                 None => {
                     let value = self.checkpoint.read_value(self.key(position))?;
@@ -301,12 +293,6 @@ fn leaf(entry: &Entry) -> Leaf {
         Entry::Bytes(_) => Leaf::Plain,
         Entry::Tensor(tensor) => Leaf::Whole { dtype: tensor.properties.dtype, shape: tensor.shape.clone() },
     }
-}
-
-/// Returns the path that a key had in the saved state dict.
-fn path_of(metadata: &Metadata, key: &str) -> KeyPath {
-    let path = metadata.planner_data.as_ref().and_then(|paths| paths.get(key));
-    path.cloned().unwrap_or_else(|| flat_path(key))
 }
 
 /// Returns the path that has a flat key as its only part.

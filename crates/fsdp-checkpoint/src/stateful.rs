@@ -191,11 +191,8 @@ impl<M> TrainState<M> {
             let optimizers = self.optimizers.iter_mut().collect();
             Ok((source, LiveTarget::new(self.model.parameters(), optimizers, prefixes)?, left_out, beside))
         });
-        let (mut source, target, left_out, mut beside) = match prepared {
-            Ok(prepared) => prepared,
-            // Take part in the round in which the other ranks compare what they load, so that all get this error.
-            Err(error) => return CheckpointError::agree(group, "load", Some(0), Err(error)),
-        };
+        let (mut source, target, left_out, mut beside) =
+            prepared.or_else(|error| CheckpointError::refuse(group, "load", error))?;
         let mut report: LoadReport = {
             let mut target = target.with_values(&mut beside);
             load_state::<_, _, CheckpointError>("load", group, &mut source, &mut target, options)?

@@ -175,25 +175,24 @@ impl Schema {
         Ok((Schema(schema), values))
     }
 
-    /// Walks through two schemas side by side, in path order.
-    pub(crate) fn compare<'a>(&'a self, other: &'a Schema, mut visit: impl FnMut(Side<'a>)) {
+    /// Returns the paths of two schemas, side by side and in path order.
+    pub(crate) fn compare<'a>(&'a self, other: &'a Schema) -> impl Iterator<Item = Side<'a>> {
         let (mut left, mut right) = (self.0.iter().enumerate().peekable(), other.0.iter().enumerate().peekable());
-        loop {
+        std::iter::from_fn(move || {
             let order = match (left.peek(), right.peek()) {
-                (None, None) => return,
-                (Some(_), None) => Ordering::Less,
-                (None, Some(_)) => Ordering::Greater,
                 (Some((_, (a, _))), Some((_, (b, _)))) => a.cmp(b),
+                (Some(_), None) => Ordering::Less,
+                (None, _) => Ordering::Greater,
             };
             let a = if order.is_le() { left.next() } else { None };
             let b = if order.is_ge() { right.next() } else { None };
             match (a, b) {
-                (Some((i, (path, a))), Some((j, (_, b)))) => visit(Side::Both { path, left: (i, a), right: (j, b) }),
-                (Some((_, (path, _))), None) => visit(Side::Left { path }),
-                (None, Some((_, (path, _)))) => visit(Side::Right { path }),
-                (None, None) => return,
+                (Some((i, (path, a))), Some((j, (_, b)))) => Some(Side::Both { path, left: (i, a), right: (j, b) }),
+                (Some((_, (path, _))), None) => Some(Side::Left { path }),
+                (None, Some((_, (path, _)))) => Some(Side::Right { path }),
+                (None, None) => None,
             }
-        }
+        })
     }
 }
 
@@ -216,26 +215,17 @@ impl Schema {
         rank: usize,
         reference: usize,
     ) -> Option<StateError> {
-        let mut found = None;
-        self.compare(other, |side| {
-            if found.is_some() {
-                return;
+        self.compare(other).find_map(|side| match side {
+            Side::Left { path } => Some(StateError::KeyMismatch { operation, rank, key: path.flat_key(), reference }),
+            Side::Right { path } => {
+                let key = path.flat_key();
+                Some(StateError::KeyMismatch { operation, rank: reference, key, reference: rank })
             }
-            found = match side {
-                Side::Left { path } => {
-                    Some(StateError::KeyMismatch { operation, rank, key: path.flat_key(), reference })
-                }
-                Side::Right { path } => {
-                    let key = path.flat_key();
-                    Some(StateError::KeyMismatch { operation, rank: reference, key, reference: rank })
-                }
-                Side::Both { path, left: (_, a), right: (_, b) } if a != b => {
-                    let (key, found, expected) = (path.flat_key(), b.to_string(), a.to_string());
-                    Some(StateError::ValueMismatch { operation, key, rank, found, reference, expected })
-                }
-                Side::Both { .. } => None,
-            };
-        });
-        found
+            Side::Both { path, left: (_, a), right: (_, b) } if a != b => {
+                let (key, found, expected) = (path.flat_key(), b.to_string(), a.to_string());
+                Some(StateError::ValueMismatch { operation, key, rank, found, reference, expected })
+            }
+            Side::Both { .. } => None,
+        })
     }
 }

@@ -6,32 +6,36 @@ use fsdp_state::{LoadError, StateError};
 use super::OptimStateError;
 use crate::{NnError, Result};
 
-/// Makes any rank's error every rank's. An [`OptimStateError`] keeps its type, and names the ranks that met it unless
-/// all did. Other errors become a [`CommError::RankFailed`]. Collective: one agreement, and after a failure an object
-/// all-gather.
-pub(crate) fn agree<T>(group: &ProcessGroup, operation: &str, outcome: Result<T>) -> Result<T> {
-    agree_with(group, operation, None, outcome)
-}
-
-/// Agrees as [`agree`] does. If ranks bring a `hash`, it must also be the same on all of them.
-fn agree_with<T>(group: &ProcessGroup, operation: &str, hash: Option<u64>, outcome: Result<T>) -> Result<T> {
-    // An agreement sends errors as text only. So keep this rank's error, for the round that follows a failure.
-    let typed = match &outcome {
-        Err(NnError::OptimState { error, .. }) => Some(error.clone()),
-        _ => None,
-    };
-    let agreed = match hash {
-        Some(hash) => group.agree_on(operation, hash, outcome),
-        None => group.agree(operation, outcome),
-    };
-    match agreed {
-        Ok(value) => Ok(value),
-        // Every rank has this error, so every rank takes part in the second round.
-        Err(error @ CommError::RankFailed { .. }) => {
-            let errors: Vec<Option<OptimStateError>> = group.all_gather_object(&typed)?;
-            Err(first_of(group, &errors, &error).unwrap_or(NnError::Comm(error)))
+impl LoadError for NnError {
+    fn comm(&self) -> Option<&CommError> {
+        match self {
+            NnError::Comm(error) | NnError::State(StateError::Comm(error)) => Some(error),
+            _ => None,
         }
-        Err(error) => Err(error.into()),
+    }
+
+    /// Makes any rank's error every rank's. An [`OptimStateError`] keeps its type, and names the ranks that met it unless
+    /// all did. Other errors become a [`CommError::RankFailed`]. Collective: one agreement, and after a failure an object
+    /// all-gather.
+    fn agree<T>(group: &ProcessGroup, operation: &str, hash: Option<u64>, outcome: Result<T>) -> Result<T> {
+        // An agreement sends errors as text only. So keep this rank's error, for the round that follows a failure.
+        let typed = match &outcome {
+            Err(NnError::OptimState { error, .. }) => Some(error.clone()),
+            _ => None,
+        };
+        let agreed = match hash {
+            Some(hash) => group.agree_on(operation, hash, outcome),
+            None => group.agree(operation, outcome),
+        };
+        match agreed {
+            Ok(value) => Ok(value),
+            // Every rank has this error, so every rank takes part in the second round.
+            Err(error @ CommError::RankFailed { .. }) => {
+                let errors: Vec<Option<OptimStateError>> = group.all_gather_object(&typed)?;
+                Err(first_of(group, &errors, &error).unwrap_or(NnError::Comm(error)))
+            }
+            Err(error) => Err(error.into()),
+        }
     }
 }
 
@@ -42,25 +46,11 @@ fn first_of(group: &ProcessGroup, errors: &[Option<OptimStateError>], failure: &
     let first = failures.first()?.rank;
     let position = group.global_ranks().iter().position(|&rank| rank == first)?;
     let error = errors.get(position)?.clone()?;
-    let same = |other: &&(usize, &Option<OptimStateError>)| other.1.as_ref() == Some(&error);
-    let ranks: Vec<(usize, &Option<OptimStateError>)> = group.global_ranks().iter().copied().zip(errors).collect();
-    let mut ranks: Vec<usize> = ranks.iter().filter(same).map(|(rank, _)| *rank).collect();
+    let ranks = group.global_ranks().iter().zip(errors).filter(|(_, other)| other.as_ref() == Some(&error));
+    let mut ranks: Vec<usize> = ranks.map(|(rank, _)| *rank).collect();
     // An empty list stands for all ranks.
     if ranks.len() == group.world_size() {
         ranks.clear();
     }
     Some(NnError::OptimState { error, ranks })
-}
-
-impl LoadError for NnError {
-    fn comm(&self) -> Option<&CommError> {
-        match self {
-            NnError::Comm(error) | NnError::State(StateError::Comm(error)) => Some(error),
-            _ => None,
-        }
-    }
-
-    fn agree<T>(group: &ProcessGroup, operation: &str, hash: Option<u64>, outcome: Result<T>) -> Result<T> {
-        agree_with(group, operation, hash, outcome)
-    }
 }

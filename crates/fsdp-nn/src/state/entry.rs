@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 
-use candle_core::{Device, Tensor};
+use candle_core::Device;
 use fsdp_flat::dtype;
 use fsdp_flat::storage::{HostBytes, zeros_on};
 use fsdp_layout::{DType, PlainValue, TensorBox};
@@ -12,6 +12,7 @@ use fsdp_state::{Memory, StateError, StateValue};
 use indexmap::IndexMap;
 
 use super::OptimStateError;
+use super::groups::{as_number, plain};
 use crate::algorithm::{Algorithm, Initial, StateKind};
 use crate::optimizer::{LocalParam, LocalState, ParamState};
 use crate::parameters::ShardedParameters;
@@ -55,19 +56,10 @@ impl Saved {
     }
 }
 
-/// Returns the first element of a tensor as a float.
-fn as_number(tensor: &Tensor) -> Option<f64> {
-    tensor.flatten_all().ok()?.to_dtype(candle_core::DType::F64).ok()?.get(0).ok()?.to_scalar().ok()
-}
-
 /// Returns the number of steps that a value holds, as a number or as a tensor of one element. Returns `None` if it is
 /// negative, not finite, or not a number.
 pub(crate) fn as_step(value: &StateValue) -> Option<f32> {
-    let step = match value {
-        StateValue::Tensor(tensor) if tensor.elem_count() == 1 => as_number(tensor)?,
-        StateValue::Plain(value) => value.as_float()?,
-        _ => return None,
-    };
+    let step = plain(value)?.as_float()?;
     (step.is_finite() && step >= 0.0).then_some(step as f32)
 }
 
@@ -222,7 +214,7 @@ impl EntryPlan {
         // An entry that the algorithm does not know is kept, and saved again.
         let kept = match value.copy()? {
             StateValue::Tensor(tensor) => LocalState::Whole(tensor),
-            other => LocalState::Plain(super::groups::plain(&other).unwrap_or(PlainValue::None)),
+            other => LocalState::Plain(plain(&other).unwrap_or(PlainValue::None)),
         };
         self.state.entries.insert(name.to_owned(), kept);
         Ok(())
@@ -255,7 +247,8 @@ impl EntryPlan {
             }
         }
         if wrong.is_some() && !is_like && is_shared(values) {
-            self.add_whole(name, values);
+            // A FlatParameter has one such tensor, and all its parameters must have saved the same.
+            self.want(name, values, None);
             return Ok(());
         }
         if dtypes.len() > 1 {
@@ -292,23 +285,22 @@ impl EntryPlan {
         };
         self.state.entries.insert(name.to_owned(), LocalState::Piece(flat));
         let becomes = dtype::from_candle(becomes).unwrap_or(found);
-        for (param, value) in params.into_iter().zip(values) {
-            if let Some(Saved::Tensor { position, shape, .. }) = value {
-                let (position, shape, param, name) = (*position, shape.clone(), Some(param), name.to_owned());
-                self.destinations.push(Destination { position, shape, becomes, name, param });
-            }
-        }
+        self.want(name, values, Some((&params[..], becomes)));
         Ok(())
     }
 
-    /// Plans a tensor whose shape is not its parameter's. A FlatParameter has one such tensor, and all its parameters
-    /// must have saved the same.
-    fn add_whole(&mut self, name: &str, values: &[Option<&Saved>]) {
-        for value in values.iter().flatten() {
-            if let Saved::Tensor { position, dtype, shape } = value {
-                let (position, shape, becomes, name) = (*position, shape.clone(), *dtype, name.to_owned());
-                self.destinations.push(Destination { position, shape, becomes, name, param: None });
-            }
+    /// Asks for the tensors among the values of an entry. If they are shaped like their parameters, `of_params` has the
+    /// parameters' positions in the unit, and the dtype that they all become.
+    fn want(&mut self, name: &str, values: &[Option<&Saved>], of_params: Option<(&[usize], DType)>) {
+        for (index, value) in values.iter().enumerate() {
+            let Some(Saved::Tensor { position, dtype, shape }) = value else { continue };
+            self.destinations.push(Destination {
+                position: *position,
+                shape: shape.clone(),
+                becomes: of_params.map_or(*dtype, |(_, becomes)| becomes),
+                name: name.to_owned(),
+                param: of_params.map(|(params, _)| params[index]),
+            });
         }
     }
 

@@ -2,6 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 
+use candle_core::Tensor;
 use fsdp_layout::PlainValue;
 use fsdp_state::{StateDict, StateValue};
 
@@ -46,40 +47,34 @@ pub(crate) fn group_dict(group: SavedGroup) -> StateValue {
 /// # Errors
 /// [`NnError::MalformedGroup`] for anything but a list of dicts with names or ids.
 pub(crate) fn read_param_groups(state: &StateDict) -> Result<Vec<SavedGroup>> {
-    let Some(groups) = state.get("param_groups") else { return Ok(Vec::new()) };
-    let groups: Vec<StateValue> = match groups {
-        StateValue::List(groups) | StateValue::Tuple(groups) => groups.clone(),
-        StateValue::Plain(PlainValue::List(groups) | PlainValue::Tuple(groups)) => {
-            groups.iter().cloned().map(StateValue::Plain).collect()
+    match state.get("param_groups") {
+        None => Ok(Vec::new()),
+        Some(StateValue::List(groups) | StateValue::Tuple(groups)) => {
+            groups.iter().enumerate().map(|(index, group)| read_group(index, group)).collect()
         }
-        other => {
-            return Err(NnError::MalformedGroup { index: 0, problem: format!("`param_groups` is a {}", other.kind()) });
+        Some(StateValue::Plain(PlainValue::List(groups) | PlainValue::Tuple(groups))) => {
+            groups.iter().enumerate().map(|(index, group)| read_group(index, &group.clone().into())).collect()
         }
-    };
-    groups.iter().enumerate().map(|(index, group)| read_group(index, group_entries(index, group)?)).collect()
-}
-
-/// Returns the keys and values of a group, which may be a dict of either kind.
-fn group_entries(index: usize, group: &StateValue) -> Result<Vec<(String, StateValue)>> {
-    match group {
-        StateValue::Dict(dict) => Ok(dict.iter().map(|(key, value)| (key.clone(), value.clone())).collect()),
-        StateValue::Plain(PlainValue::Dict(entries)) => entries
-            .iter()
-            .map(|(key, value)| match key {
-                PlainValue::Str(key) => Ok((key.clone(), StateValue::Plain(value.clone()))),
-                other => Err(NnError::MalformedGroup { index, problem: format!("a key is a {}", other.type_name()) }),
-            })
-            .collect(),
-        other => Err(NnError::MalformedGroup { index, problem: format!("it is a {}", other.kind()) }),
+        Some(other) => {
+            let problem = format!("`param_groups` is a {}", other.kind());
+            Err(NnError::MalformedGroup { index: 0, problem })
+        }
     }
 }
 
 /// Reads one group: `params` are names or ids, and all other keys are hyperparameters.
-fn read_group(index: usize, entries: Vec<(String, StateValue)>) -> Result<SavedGroup> {
+fn read_group(index: usize, group: &StateValue) -> Result<SavedGroup> {
     let malformed = |problem: String| NnError::MalformedGroup { index, problem };
+    let Some(PlainValue::Dict(entries)) = plain(group) else {
+        let wrong = group.as_dict().into_iter().flatten().find(|(_, value)| plain(value).is_none());
+        return Err(malformed(match wrong {
+            Some((key, value)) => format!("`{key}` is a {}", value.kind()),
+            None => format!("it is a {}", group.kind()),
+        }));
+    };
     let mut group = SavedGroup { hyperparameters: Vec::new(), params: Vec::new(), key_type: None };
     for (key, value) in entries {
-        let value = plain(&value).ok_or_else(|| malformed(format!("`{key}` is a {}", value.kind())))?;
+        let PlainValue::Str(key) = key else { return Err(malformed(format!("a key is a {}", key.type_name()))) };
         if key != "params" {
             group.hyperparameters.push((key, value));
             continue;
@@ -107,10 +102,7 @@ fn read_group(index: usize, entries: Vec<(String, StateValue)>) -> Result<SavedG
 pub(crate) fn plain(value: &StateValue) -> Option<PlainValue> {
     match value {
         StateValue::Plain(value) => Some(value.clone()),
-        StateValue::Tensor(tensor) if tensor.elem_count() == 1 => {
-            let number = tensor.flatten_all().ok()?.to_dtype(candle_core::DType::F64).ok()?.to_vec1::<f64>().ok()?;
-            number.first().map(|&number| PlainValue::Float(number))
-        }
+        StateValue::Tensor(tensor) if tensor.elem_count() == 1 => as_number(tensor).map(PlainValue::Float),
         StateValue::List(list) => Some(PlainValue::List(list.iter().map(plain).collect::<Option<_>>()?)),
         StateValue::Tuple(list) => Some(PlainValue::Tuple(list.iter().map(plain).collect::<Option<_>>()?)),
         StateValue::Dict(dict) => {
@@ -119,6 +111,11 @@ pub(crate) fn plain(value: &StateValue) -> Option<PlainValue> {
         }
         _ => None,
     }
+}
+
+/// Returns the first element of a tensor as a float.
+pub(crate) fn as_number(tensor: &Tensor) -> Option<f64> {
+    tensor.flatten_all().ok()?.to_dtype(candle_core::DType::F64).ok()?.get(0).ok()?.to_scalar().ok()
 }
 
 /// Refuses groups that give the ids of their parameters rather than the names.

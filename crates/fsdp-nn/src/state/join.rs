@@ -8,11 +8,10 @@ use candle_core::{Device, Tensor};
 use fsdp_comm::ProcessGroup;
 use fsdp_flat::ShardedTensor;
 use fsdp_layout::{DType, PlainValue};
-use fsdp_state::{GatherOptions, StateDict, StateValue, gather_state_dict};
+use fsdp_state::{GatherOptions, LoadError as _, StateDict, StateValue, gather_state_dict};
 use serde::{Deserialize, Serialize};
 
 use super::OptimStateError;
-use super::agree::agree;
 use super::entry::Saved;
 use super::local::{LocalStates, portable_state};
 use crate::optimizer::Optimizer;
@@ -151,7 +150,7 @@ pub(crate) fn join<'a>(
     };
     let all: Vec<Option<Brought>> = group.all_gather_object(&brought)?;
     if all.iter().any(Option::is_none) {
-        return agree(group, operation, own);
+        return NnError::agree(group, operation, None, own);
     }
     let (own, local) = own?;
     let all: Vec<Brought> = all.into_iter().flatten().collect();

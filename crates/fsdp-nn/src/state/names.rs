@@ -44,41 +44,24 @@ pub(crate) fn key_type_of(
     }
 }
 
-/// The names under which a tied parameter's state may be found: its own, and its aliases in the order of their
-/// declaration.
+/// Returns which of several names counts, for each parameter that some of them name: parameter to name.
 ///
 /// This is the one rule for tied names: state under the parameter's own name counts, else under the first of its
-/// aliases that a dict has. State under its other names is passed over.
-pub(crate) struct TiedNames<'a> {
-    parameters: &'a ShardedParameters,
-    /// The precedence of each alias among the names of its parameter; its own name has 0 and comes first.
-    precedence: HashMap<&'a str, usize>,
-}
-
-impl<'a> TiedNames<'a> {
-    /// Returns the names of a model's parameters.
-    pub(crate) fn new(parameters: &'a ShardedParameters) -> Self {
-        let aliases = parameters.aliases().keys().enumerate();
-        let precedence = aliases.map(|(position, alias)| (alias.as_str(), position + 1)).collect();
-        TiedNames { parameters, precedence }
-    }
-
-    /// Returns which of several names counts, for each parameter that some of them name: parameter to name.
-    pub(crate) fn choose<'n>(&self, names: impl Iterator<Item = &'n str>) -> HashMap<&'n str, &'n str>
-    where
-        'a: 'n,
-    {
-        let mut chosen: HashMap<&'n str, &'n str> = HashMap::new();
-        let precedence = |name: &str| self.precedence.get(name).copied().unwrap_or(0);
-        for name in names {
-            let fqn = self.parameters.canonical_fqn(name);
-            let best = chosen.entry(fqn).or_insert(name);
-            if precedence(name) < precedence(best) {
-                *best = name;
-            }
+/// aliases, in the order of their declaration, that a dict has. State under its other names is passed over.
+pub(crate) fn names_that_count<'n>(
+    parameters: &'n ShardedParameters,
+    names: impl Iterator<Item = &'n str>,
+) -> HashMap<&'n str, &'n str> {
+    // The parameter's own name is none of the aliases, and `None` comes before any position among them.
+    let precedence = |name: &str| parameters.aliases().get_index_of(name);
+    let mut chosen: HashMap<&str, &str> = HashMap::new();
+    for name in names {
+        let best = chosen.entry(parameters.canonical_fqn(name)).or_insert(name);
+        if precedence(name) < precedence(best) {
+            *best = name;
         }
-        chosen
     }
+    chosen
 }
 
 /// The place of a value in the state of optimizers.

@@ -9,7 +9,7 @@ use indexmap::IndexMap;
 
 use super::entry::{Saved, SavedEntries};
 use super::groups::{SavedGroup, SavedGroups, check_named, plain, read_param_groups};
-use super::names::{OptimKey, TiedNames};
+use super::names::{OptimKey, names_that_count};
 use super::{OptimStateError, OptimStateKeyType};
 use crate::optimizer::Optimizer;
 use crate::parameters::ShardedParameters;
@@ -84,8 +84,8 @@ impl SavedOptim {
         let groups = SavedGroups::new(groups, |name| parameters.canonical_fqn(name).to_owned());
         let mut saved = SavedOptim { states: HashMap::new(), groups, user_state: Vec::new(), unexpected: Vec::new() };
         // A tied parameter may be there under several names, of which one counts.
-        let tied = TiedNames::new(parameters);
-        let chosen = tied.choose(by_key.keys().map(String::as_str).filter(|name| parameters.contains(name)));
+        let names = by_key.keys().map(String::as_str).filter(|name| parameters.contains(name));
+        let chosen = names_that_count(parameters, names);
         let is_chosen: HashSet<String> = chosen.into_values().map(str::to_owned).collect();
         // The order of the source keeps what is reported the same on every rank.
         for (name, parts) in by_key {

@@ -112,7 +112,7 @@ fn optimizer_views(
     if optimizers.iter().any(|optimizer| !optimizer.belongs_to(parameters)) {
         return Err(NnError::ForeignOptimizer);
     }
-    optim_format::to_dict(live_optim_state_dict(optimizers, MissingState::Initial)?, options)
+    optim_format::to_dict(&live_optim_state_dict(optimizers, MissingState::Initial)?, options)
 }
 
 /// Turns views of live values into the state dict that the options ask for: gathered whole, on the CPU, as views, or

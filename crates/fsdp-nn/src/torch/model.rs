@@ -39,22 +39,23 @@ pub(super) fn keep(rank0_only: bool, offload_to_cpu: bool) -> GatherOptions {
 /// With `Full` any rank's, on every rank. With `Local`, [`NnError::MeshWithLocal`] and
 /// [`NnError::LocalWithoutSharding`].
 pub fn state_dict(parameters: &ShardedParameters) -> Result<StateDict> {
-    let mut values: IndexMap<String, Option<StateValue>> = IndexMap::new();
+    let mut state = StateDict::new();
     state_dict_into(parameters, |name, value| {
-        values.insert(name.to_owned(), Some(value));
+        state.insert(name, value);
         Ok(())
     })?;
-    // Parameters come in the model's own order; what is left are buffers, or the flat parameters of `Local`.
-    let mut state = StateDict::new();
-    for name in parameters.fqns().chain(parameters.aliases().keys().map(String::as_str)) {
-        if let Some(value) = values.get_mut(name).and_then(Option::take) {
-            state.insert(name, value);
+    if parameters.get_state_dict_type().state_dict_type() != StateDictType::Full {
+        return Ok(state);
+    }
+    // A gather hands values out sorted by name. Give them the model's own order.
+    let mut ordered = StateDict::new();
+    let names = parameters.fqns().chain(parameters.aliases().keys().map(String::as_str));
+    for name in names.chain(parameters.buffers().keys().map(String::as_str)) {
+        if let Some(value) = state.get(name) {
+            ordered.insert(name, value.clone());
         }
     }
-    for (name, value) in values {
-        state.extend(value.map(|value| (name, value)));
-    }
-    Ok(state)
+    Ok(ordered)
 }
 
 /// Makes the same values as [`state_dict`], and hands each to `sink` as soon as it is there. A rank that writes a file

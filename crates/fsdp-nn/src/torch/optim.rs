@@ -3,7 +3,7 @@
 use fsdp_comm::ProcessGroup;
 use fsdp_layout::{KeyPath, PathPart};
 use fsdp_state::engine::{DictSource, Source as _};
-use fsdp_state::{GatherOptions, StateDict, StateValue};
+use fsdp_state::{GatherOptions, LoadError as _, StateDict, StateValue};
 use indexmap::IndexMap;
 
 use super::model::{gather, keep, placed};
@@ -11,7 +11,7 @@ use crate::optimizer::Optimizer;
 use crate::parameters::ShardedParameters;
 use crate::settings::StateDictType;
 use crate::state::{
-    LocalStates, OptimStateError, OptimStateKey, OptimStateKeyType, agree, group_dict, join, load_exactly, load_here,
+    LocalStates, OptimStateError, OptimStateKey, OptimStateKeyType, group_dict, join, load_exactly, load_here,
     resolve_keys,
 };
 use crate::{NnError, Result};
@@ -165,7 +165,7 @@ fn streamed(
         entries.try_for_each(|(name, value)| sink(fqn, name, placed(value.copy()?, &form.keep)?))
     });
     let rest = offered.and_then(|()| rest(&local, &form.keep, group));
-    Ok((agree(group, OPERATION, rest)?, order))
+    Ok((NnError::agree(group, OPERATION, None, rest)?, order))
 }
 
 /// Refuses an optimizer of another model.
@@ -203,7 +203,7 @@ pub fn unflatten_optim_state(
     fqns: &[impl AsRef<str>],
 ) -> Result<Vec<StateDict>> {
     let name = local_of(optimizer, fqns).map(|local| optimizer.locals()[local].name());
-    let name = agree(parameters.group(), "unflatten_optim_state", name)?;
+    let name = NnError::agree(parameters.group(), "unflatten_optim_state", None, name)?;
     let mut local = StateDict::new();
     local.insert("state", [(name, StateValue::Dict(flat_state.clone()))].into_iter().collect::<StateDict>());
     let mut state = optim_state_dict(Some(&local), parameters, optimizer)?;
@@ -440,7 +440,7 @@ pub fn map_param_key_to_optim_keys(
         }
         keyed
     });
-    let keyed = agree(group, "map_param_key_to_optim_keys", keyed)?;
+    let keyed = NnError::agree(group, "map_param_key_to_optim_keys", None, keyed)?;
     let mine: Vec<OptimStateKey> = keyed.keys().cloned().collect();
     let all: Vec<Vec<OptimStateKey>> = group.all_gather_object(&mine)?;
     Ok((resolve_keys(group, &all, merge_keys)?, keyed))

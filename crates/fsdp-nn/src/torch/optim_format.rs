@@ -6,50 +6,38 @@ use fsdp_state::{StateDict, StateError, StateValue};
 
 use super::StateDictOptions;
 use crate::Result;
-use crate::state::{OptimStateError, group_dict, read_param_groups};
+use crate::state::{OptimStateError, SavedGroup, group_dict, read_param_groups};
 
 /// Returns a nested state dict under the names of the state dict, flat if the options say so.
 ///
 /// # Errors
 /// [`StateError::DuplicateKey`] for two parameters that get one name; [`OptimStateError::InvalidKeys`] for state under
 /// a user's key, which the flat format has no place for.
-pub(super) fn to_dict(nested: StateDict, options: &StateDictOptions) -> Result<StateDict> {
+pub(super) fn to_dict(nested: &StateDict, options: &StateDictOptions) -> Result<StateDict> {
     let options = options.of_optimizers();
     let name = |fqn: &str| options.name_in_dict(fqn).unwrap_or_else(|| fqn.to_owned());
-    let mut groups = read_param_groups(&nested)?;
-    let mut renamed = StateDict::new();
-    for (key, value) in nested {
-        match (key.as_str(), value) {
-            ("state", StateValue::Dict(states)) => {
-                let mut named = StateDict::new();
-                for (fqn, state) in states {
-                    if named.insert(name(&fqn), state).is_some() {
-                        return Err(StateError::DuplicateKey { key: name(&fqn) }.into());
-                    }
-                }
-                renamed.insert(key, named);
-            }
-            ("param_groups", _) => {
-                let mut dicts = Vec::with_capacity(groups.len());
-                for mut group in std::mem::take(&mut groups) {
-                    group.params.iter_mut().for_each(|param| *param = name(param));
-                    dicts.push(group_dict(group));
-                }
-                renamed.insert(key, StateValue::List(dicts));
-            }
-            (_, value) => {
-                renamed.insert(key, value);
-            }
+    let mut groups = read_param_groups(nested)?;
+    groups.iter_mut().flat_map(|group| &mut group.params).for_each(|param| *param = name(param));
+    let mut states = StateDict::new();
+    for (fqn, state) in nested.dict("state").into_iter().flatten() {
+        if states.insert(name(fqn), state.clone()).is_some() {
+            return Err(StateError::DuplicateKey { key: name(fqn) }.into());
         }
     }
-    if options.flatten_optimizer_state_dict { flatten(&renamed) } else { Ok(renamed) }
+    if options.flatten_optimizer_state_dict {
+        return flatten(&states, groups);
+    }
+    let mut dict = StateDict::new();
+    dict.insert("state", states);
+    dict.insert("param_groups", StateValue::List(groups.into_iter().map(group_dict).collect()));
+    Ok(dict)
 }
 
 /// Returns the same in the flat format, which has a place for state of parameters only.
-fn flatten(nested: &StateDict) -> Result<StateDict> {
+fn flatten(states: &StateDict, groups: Vec<SavedGroup>) -> Result<StateDict> {
     let mut flat = StateDict::new();
     let mut parameters: HashSet<String> = HashSet::new();
-    for group in read_param_groups(nested)? {
+    for group in groups {
         for fqn in &group.params {
             for (key, value) in &group.hyperparameters {
                 flat.insert(format!("param_groups.{fqn}.{key}"), value.clone());
@@ -57,7 +45,7 @@ fn flatten(nested: &StateDict) -> Result<StateDict> {
         }
         parameters.extend(group.params);
     }
-    for (fqn, state) in nested.dict("state").into_iter().flatten() {
+    for (fqn, state) in states {
         let Some(entries) = state.as_dict().filter(|_| parameters.contains(fqn)) else {
             let expected = "a flat optimizer state dict has a place for the state of parameters only".to_owned();
             return Err(OptimStateError::InvalidKeys { keys: vec![fqn.clone()], expected }.into());

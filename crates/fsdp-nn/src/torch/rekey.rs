@@ -1,11 +1,12 @@
 //! Names and ids of parameters in optimizer state dicts, and prefixes that wrappers put before names.
 
-use fsdp_layout::PlainValue;
+use std::collections::HashMap;
+
 use fsdp_state::{StateDict, StateValue};
 
 use super::{OptimStateError, OptimStateKeyType};
 use crate::Result;
-use crate::state::{SavedGroup, group_dict, key_type_of, read_param_groups};
+use crate::state::{group_dict, key_type_of, read_param_groups};
 
 /// Returns the same state under the other kind of keys: torch's `rekey_optim_state_dict`. `names[id]` is the name of
 /// the parameter with that id: the order of the unsharded model's optimizer
@@ -40,53 +41,34 @@ pub fn rekey_optim_state_dict(
     names: &[impl AsRef<str>],
 ) -> Result<StateDict> {
     let states = state.dict("state").ok_or_else(|| OptimStateError::MissingKey { key: "state".to_owned() })?;
-    let groups = read_param_groups(state)?;
-    let names: Vec<&str> = names.iter().map(AsRef::as_ref).collect();
-    let id_of = |name: &str| names.iter().position(|known| *known == name);
+    let mut groups = read_param_groups(state)?;
     if key_type_of(states, groups.iter().filter_map(|group| group.key_type))? == Some(key_type) {
         return Ok(state.copy()?);
     }
+    let ids: HashMap<&str, usize> = names.iter().enumerate().rev().map(|(id, name)| (name.as_ref(), id)).collect();
+    let rekey = |key: &str| match key_type {
+        OptimStateKeyType::ParamName => names.get(key.parse::<usize>().ok()?).map(|name| name.as_ref().to_owned()),
+        OptimStateKeyType::ParamId => ids.get(key).map(usize::to_string),
+    };
     // Other keys of the dict stay as they are.
     let mut result = state.clone();
     let mut rekeyed = StateDict::new();
     for (key, value) in states {
-        let new = match key_type {
-            OptimStateKeyType::ParamName => {
-                key.parse().ok().and_then(|id: usize| names.get(id)).map(|s| (*s).to_owned())
-            }
-            OptimStateKeyType::ParamId => id_of(key).map(|id| id.to_string()),
-        };
-        let Some(new) = new else {
-            let (id, count) = (key.clone(), names.len());
-            return Err(OptimStateError::UnknownState { key: id, count }.into());
-        };
-        rekeyed.insert(new, value.clone());
+        let unknown = || OptimStateError::UnknownState { key: key.clone(), count: names.len() };
+        rekeyed.insert(rekey(key).ok_or_else(unknown)?, value.clone());
     }
     result.insert("state", rekeyed);
     if state.contains_key("param_groups") {
-        let mut dicts = Vec::with_capacity(groups.len());
-        for (index, group) in groups.into_iter().enumerate() {
-            let unknown = |key: &String| OptimStateError::UnknownParam { index, key: key.clone() };
-            let params: Vec<PlainValue> = match key_type {
-                OptimStateKeyType::ParamName => {
-                    let name = |key: &String| key.parse().ok().and_then(|id: usize| names.get(id)).copied();
-                    let named = group.params.iter().map(|key| Ok(name(key).ok_or_else(|| unknown(key))?.into()));
-                    named.collect::<Result<_, OptimStateError>>()?
-                }
-                OptimStateKeyType::ParamId => {
-                    let ids = group.params.iter().map(|key| id_of(key).ok_or_else(|| unknown(key)));
-                    let mut ids: Vec<usize> = ids.collect::<Result<_, OptimStateError>>()?;
-                    ids.sort_unstable();
-                    ids.into_iter().map(|id| PlainValue::Int(id as i64)).collect()
-                }
-            };
-            let params = params.iter().map(|param| match param {
-                PlainValue::Int(id) => id.to_string(),
-                other => other.as_str().unwrap_or_default().to_owned(),
-            });
-            dicts.push(group_dict(SavedGroup { params: params.collect(), key_type: Some(key_type), ..group }));
+        for (index, group) in groups.iter_mut().enumerate() {
+            for key in &mut group.params {
+                *key = rekey(key).ok_or_else(|| OptimStateError::UnknownParam { index, key: key.clone() })?;
+            }
+            if key_type == OptimStateKeyType::ParamId {
+                group.params.sort_by_key(|id| id.parse::<usize>().ok());
+            }
+            group.key_type = Some(key_type);
         }
-        result.insert("param_groups", StateValue::List(dicts));
+        result.insert("param_groups", StateValue::List(groups.into_iter().map(group_dict).collect()));
     }
     Ok(result.copy()?)
 }

@@ -1,5 +1,7 @@
 //! Checks that a state dict is what it should be, for users' tests and for ours.
 
+use std::collections::BTreeSet;
+
 use fsdp_comm::ProcessGroup;
 use fsdp_flat::storage::HostBytes;
 use fsdp_state::{FlatStateDict, GatherOptions, StateDict, StateValue, flatten_containers, gather_state_dict};
@@ -121,27 +123,25 @@ pub fn verify_msd(distributed: &StateDict, reference: &StateDict, group: &Proces
 fn same(found: &StateDict, expected: &StateDict) -> Result<()> {
     let FlatStateDict { values: found, .. } = flatten_containers(found)?;
     let FlatStateDict { values: expected, .. } = flatten_containers(expected)?;
-    let differs = |key: &str, problem: &str| NnError::Differs { key: key.to_owned(), problem: problem.to_owned() };
-    for key in expected.keys() {
-        if !found.contains_key(key) {
-            return Err(differs(key, "it is missing"));
-        }
-    }
-    for (key, found) in &found {
-        let Some(expected) = expected.get(key) else { return Err(differs(key, "it is not expected")) };
+    let keys: BTreeSet<&String> = found.keys().chain(expected.keys()).collect();
+    for key in keys {
+        let differs = |problem: &str| NnError::Differs { key: key.clone(), problem: problem.to_owned() };
+        let (Some(found), Some(expected)) = (found.get(key), expected.get(key)) else {
+            return Err(differs(if found.contains_key(key) { "it is not expected" } else { "it is missing" }));
+        };
         let equal = match (found, expected) {
             (StateValue::Tensor(found), StateValue::Tensor(expected)) => {
                 if found.dims() != expected.dims() || found.dtype() != expected.dtype() {
-                    return Err(differs(key, "another shape or dtype"));
+                    return Err(differs("another shape or dtype"));
                 }
                 *HostBytes::read(&found.contiguous()?)? == *HostBytes::read(&expected.contiguous()?)?
             }
             (StateValue::Raw(found), StateValue::Raw(expected)) => found == expected,
             (StateValue::Plain(found), StateValue::Plain(expected)) => found.same_bits(expected),
-            _ => return Err(differs(key, "another kind of value")),
+            _ => return Err(differs("another kind of value")),
         };
         if !equal {
-            return Err(differs(key, "another value"));
+            return Err(differs("another value"));
         }
     }
     Ok(())

@@ -98,50 +98,41 @@ impl Target for DictTarget<'_> {
     type Error = StateError;
 
     fn select(&mut self, source: &Schema) -> Vec<usize> {
-        let mut scalars = Vec::new();
-        source.compare(&self.schema, |side| {
-            if let Side::Both { left: (position, saved), right: (_, current), .. } = side
-                && self.goes_by_value(saved, current)
-            {
-                scalars.push(position);
+        let scalars = source.compare(&self.schema).filter_map(|side| match side {
+            Side::Both { left: (position, saved), right: (_, current), .. } => {
+                self.goes_by_value(saved, current).then_some(position)
             }
+            Side::Left { .. } | Side::Right { .. } => None,
         });
-        scalars
+        scalars.collect()
     }
 
     fn plan(&mut self, source: &Schema, values: &Values, options: &LoadOptions) -> Result<Plan, StateError> {
-        let (schema, target) = (&self.schema, &self.values);
         let strict = if options.strict { "strict" } else { "not strict" };
         let arguments = format!("{}{strict}", self.arguments);
         let mut plan = Plan { refuses_unexpected: !self.is_own, is_own: self.is_own, arguments, ..Plan::default() };
-        let (mut positions, mut small, mut failed) = (Vec::new(), Vec::new(), None);
-        source.compare(schema, |side| match side {
-            Side::Left { path } => plan.report.unexpected.push(path.flat_key()),
-            Side::Right { path } => plan.report.missing.push(path.flat_key()),
-            Side::Both { path, left: (from, saved), right: (to, current) } => {
-                if self.goes_by_value(saved, current) {
-                    small.push((path.clone(), from, to));
-                    return;
+        self.positions.clear();
+        for side in source.compare(&self.schema) {
+            match side {
+                Side::Left { path } => plan.report.unexpected.push(path.flat_key()),
+                Side::Right { path } => plan.report.missing.push(path.flat_key()),
+                Side::Both { path, left: (from, saved), right: (to, current) }
+                    if self.goes_by_value(saved, current) =>
+                {
+                    let Some(value) = values.get(&from) else { continue };
+                    let value = own_leaf(value, Some(&self.device_for(to)))?;
+                    self.loaded.insert(path.clone(), value);
                 }
-                match Wanted::fit(source, from, &path.flat_key(), target[to], options) {
-                    Ok(wanted) => {
-                        positions.push(to);
-                        plan.wanted.push(wanted);
+                Side::Both { path, left: (from, _), right: (to, _) } => {
+                    match Wanted::fit(source, from, || path.flat_key(), self.values[to], options) {
+                        Ok(wanted) => {
+                            self.positions.push(to);
+                            plan.wanted.push(wanted);
+                        }
+                        Err(mismatch) => plan.report.mismatched.push(mismatch),
                     }
-                    Err(mismatch) => plan.report.mismatched.push(mismatch),
                 }
             }
-        });
-        for (path, from, to) in small {
-            let Some(value) = values.get(&from) else { continue };
-            match own_leaf(value, Some(&self.device_for(to))) {
-                Ok(value) => _ = self.loaded.insert(path, value),
-                Err(error) => failed = Some(error),
-            }
-        }
-        self.positions = positions;
-        if let Some(error) = failed {
-            return Err(error);
         }
         if self.is_in_place {
             self.check_fillable(&plan.wanted)?;

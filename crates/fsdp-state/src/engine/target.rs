@@ -125,11 +125,11 @@ impl Wanted {
     /// shapes must be the same, and so must dtypes, unless the options allow casts and candle can do it.
     ///
     /// # Errors
-    /// A line of the report about `name`, if the two do not fit.
+    /// A line of the report about the value of this name, if the two do not fit.
     pub fn fit(
         source: &Schema,
         position: usize,
-        name: &str,
+        name: impl FnOnce() -> String,
         target: &StateValue,
         options: &LoadOptions,
     ) -> Result<Self, Mismatch> {
@@ -149,6 +149,6 @@ impl Wanted {
             }
         }
         let current = current.map_or_else(|error| error.to_string(), |leaf| leaf.describe());
-        Err(Mismatch { fqn: name.to_owned(), saved: saved.map_or_else(String::new, Leaf::describe), current })
+        Err(Mismatch { fqn: name(), saved: saved.map_or_else(String::new, Leaf::describe), current })
     }
 }

@@ -1,5 +1,6 @@
 //! The collectives that carry out a [`Layout`].
 
+use candle_core::Tensor;
 use fsdp_comm::{CommError, ProcessGroup};
 use fsdp_flat::storage::StorageGuard;
 use fsdp_layout::TensorBox;
@@ -153,36 +154,40 @@ impl<'g> Exchange<'g> {
         memories: &mut [Option<Memory>],
         route: &Route,
     ) -> Result<(), CommError> {
+        let mut sources = Vec::with_capacity(items.len());
+        for item in items {
+            let read = self.attempt(|| item.source.map_or_else(|| Ok(Vec::new()), BoxBytes::of));
+            sources.push(read.unwrap_or_default());
+        }
+        // Values that are already in place are left alone, because others may be reading them.
+        let lent = memories.iter_mut().zip(items).map(|(memory, item)| {
+            memory.as_mut().filter(|memory| !item.source.is_some_and(|source| memory.is_same_view(source)))
+        });
+        let mut lent: Vec<Option<&mut Memory>> = lent.collect();
+        // While elements arrive, the storages are taken out of the tensors; the bytes of raw memory are here anyway.
+        let tensors: Vec<Tensor> = lent.iter().flatten().flat_map(|memory| memory.tensors()).collect();
+        let mut taken = self.attempt(|| Ok(StorageGuard::take(&tensors.iter().collect::<Vec<_>>())?));
+        let mut slices = taken.iter_mut().flat_map(StorageGuard::bytes_mut);
         let rank = self.group.rank();
         let mut hands = Vec::with_capacity(items.len());
-        for (item, memory) in items.iter().zip(&*memories) {
-            let is_there = memory.as_ref().zip(item.source).is_some_and(|(memory, source)| memory.is_same_view(source));
-            let sources = self.attempt(|| item.source.map_or_else(|| Ok(Vec::new()), BoxBytes::of)).unwrap_or_default();
-            let layout = &item.layout;
-            hands.push(Hand { layout, want: &layout.want[rank], sources, is_there, slots: Vec::new() });
-        }
-        // While elements arrive, the storages are taken out of the tensors; the bytes of raw memory are here anyway.
-        // Values that are already in place are left alone, because others may be reading them.
-        let lent = memories.iter().zip(&hands).filter(|(_, hand)| !hand.is_there);
-        let tensors: Vec<candle_core::Tensor> =
-            lent.filter_map(|(memory, _)| memory.as_ref()).flat_map(Memory::tensors).collect();
-        let borrowed: Vec<&candle_core::Tensor> = tensors.iter().collect();
-        let taken = self.attempt(|| Ok(StorageGuard::take(&borrowed)?));
-        let Some(mut taken) = taken else { return self.route(&mut hands, route) };
-        let mut slices = taken.bytes_mut().into_iter();
-        for (memory, hand) in memories.iter_mut().zip(&mut hands).filter(|(_, hand)| !hand.is_there) {
-            match memory {
-                Some(Memory::Raw(raw)) => hand.slots.push(&mut raw.bytes),
-                Some(Memory::Tensors(tensor)) => {
-                    hand.slots.extend(slices.by_ref().take(tensor.shards().len()).map(Option::unwrap_or_default));
+        for ((Item { layout, .. }, sources), memory) in items.iter().zip(&sources).zip(&mut lent) {
+            let mut hand = Hand { layout, want: &layout.want[rank], sources, slots: Vec::new() };
+            // After a failure there are no slots.
+            if let (Some(memory), None) = (memory, &self.failure) {
+                match memory {
+                    Memory::Raw(raw) => hand.slots.push(&mut raw.bytes),
+                    Memory::Tensors(tensor) => {
+                        let slices = slices.by_ref().take(tensor.shards().len());
+                        hand.slots.extend(slices.map(Option::unwrap_or_default));
+                    }
                 }
-                None => continue,
+                let fits = hand.slots.iter().zip(hand.want).all(|(slot, want)| slot.len() == hand.bytes_of(want));
+                if !fits || hand.slots.len() != hand.want.len() {
+                    hand.slots.clear();
+                    self.failure = Some(StateError::SharedMemory { shape: layout.shape.clone() });
+                }
             }
-            let fits = hand.slots.iter().zip(hand.want).all(|(slot, want)| slot.len() == hand.bytes_of(want));
-            if !fits || hand.slots.len() != hand.want.len() {
-                hand.slots.clear();
-                self.failure.get_or_insert(StateError::SharedMemory { shape: hand.layout.shape.clone() });
-            }
+            hands.push(hand);
         }
         self.route(&mut hands, route)
     }
@@ -225,13 +230,7 @@ impl<'g> Exchange<'g> {
         for window in windows(&hand.layout.shape, hand.layout.element, BUCKET_BYTES) {
             let layout = hand.layout.window(&window);
             let slots = hand.slots.iter_mut().map(|slot| &mut **slot).collect();
-            let sources = std::mem::take(&mut hand.sources);
-            let is_there = hand.is_there;
-            let mut part = [Hand { layout: &layout, want: hand.want, sources, is_there, slots }];
-            let moved = run(self, &mut part);
-            let [part] = part;
-            hand.sources = part.sources;
-            moved?;
+            run(self, &mut [Hand { layout: &layout, want: hand.want, sources: hand.sources, slots }])?;
         }
         Ok(())
     }
@@ -244,12 +243,9 @@ impl<'g> Exchange<'g> {
             None => hand.layout.pieces_of_whole(),
         });
         let counts = counts(hands, &pieces, ranks);
-        // What this rank sends is read from its sources, while its slots are borrowed for what arrives.
-        let sources: Vec<(Vec<BoxBytes>, usize)> =
-            hands.iter_mut().map(|hand| (std::mem::take(&mut hand.sources), hand.layout.element)).collect();
         let own = pieces.iter().filter(|(_, piece)| piece.source == rank);
         let own: Vec<Outgoing<'_>> =
-            own.map(|(hand, piece)| (&sources[*hand].0[..], &piece.bounds, sources[*hand].1)).collect();
+            own.map(|(hand, piece)| (hands[*hand].sources, &piece.bounds, hands[*hand].layout.element)).collect();
         let group = self.group;
         let receives = root.is_none_or(|root| root == rank);
         let (moved, read) = with_packed(&own, |input| match root {
@@ -261,10 +257,6 @@ impl<'g> Exchange<'g> {
             }),
             Some(root) => group.gather_uneven_into_slices(None, &counts, input, root),
         });
-        drop(own);
-        for (hand, (sources, _)) in hands.iter_mut().zip(sources) {
-            hand.sources = sources;
-        }
         self.note(read);
         moved
     }
@@ -288,7 +280,7 @@ impl<'g> Exchange<'g> {
             for hand in &*hands {
                 let (whole, len) = (TensorBox::whole(&hand.layout.shape), hand.layout.bytes());
                 let to = &mut packed[at..at + len];
-                let read = read_box(&hand.sources, &whole, &whole, hand.layout.element, to);
+                let read = read_box(hand.sources, &whole, &whole, hand.layout.element, to);
                 self.note(read);
                 at += len;
             }
@@ -361,7 +353,7 @@ impl<'g> Exchange<'g> {
         for hand in hands.iter().filter(|hand| hand.layout.concerns(rank, to)) {
             for piece in hand.layout.pieces_for(to).iter().filter(|piece| piece.source == rank) {
                 let start = send.len();
-                let packed = pack(&(&hand.sources, &piece.bounds, hand.layout.element), send);
+                let packed = pack(&(hand.sources, &piece.bounds, hand.layout.element), send);
                 self.note(packed);
                 // The receiver counts on the bytes, also where they could not be read.
                 send.resize(start + piece.bounds.numel() * hand.layout.element, 0);
@@ -398,9 +390,8 @@ struct Hand<'a> {
     layout: &'a Layout,
     /// The boxes of the slots.
     want: &'a [TensorBox],
-    sources: Vec<BoxBytes>,
-    /// `true` if the memory that was lent is that of the source itself, so that nothing has to be written.
-    is_there: bool,
+    /// The boxes that this rank has.
+    sources: &'a [BoxBytes],
     /// Memory for each wanted box; none if nothing has to be written, or after a failure.
     slots: Vec<&'a mut [u8]>,
 }
@@ -416,7 +407,7 @@ impl Hand<'_> {
         }
         for piece in self.layout.pieces_for(rank).iter().filter(|piece| piece.source == rank) {
             let (want, to) = (&self.want[piece.target], &mut *self.slots[piece.target]);
-            read_box(&self.sources, &piece.bounds, want, self.layout.element, to)?;
+            read_box(self.sources, &piece.bounds, want, self.layout.element, to)?;
         }
         Ok(())
     }

@@ -16,52 +16,40 @@ pub(crate) struct Layout {
     pub(crate) want: PerRank,
 }
 
-/// A list of boxes for each rank.
+/// A list of boxes for each rank. The empty lists of ranks without boxes take no memory.
 #[derive(Debug, Clone)]
 pub(crate) struct PerRank {
     ranks: usize,
-    /// The one rank that has a list, where the others' are empty: a tensor that does not move takes no memory for them.
-    only: Option<usize>,
-    lists: Vec<Vec<TensorBox>>,
+    /// The ranks that have boxes, in order, and their lists.
+    lists: Vec<(usize, Vec<TensorBox>)>,
 }
-
-/// The list of a rank that has none.
-static NO_BOXES: Vec<TensorBox> = Vec::new();
 
 impl PerRank {
     /// Returns lists for all ranks.
-    pub(crate) const fn all(lists: Vec<Vec<TensorBox>>) -> Self {
-        PerRank { ranks: lists.len(), only: None, lists }
+    pub(crate) fn all(lists: Vec<Vec<TensorBox>>) -> Self {
+        let ranks = lists.len();
+        PerRank { ranks, lists: lists.into_iter().enumerate().filter(|(_, boxes)| !boxes.is_empty()).collect() }
     }
 
     /// Returns a list for one of `ranks` ranks, and empty ones for the others.
     pub(crate) fn only(rank: usize, ranks: usize, boxes: Vec<TensorBox>) -> Self {
-        PerRank { ranks, only: Some(rank), lists: vec![boxes] }
-    }
-
-    const fn len(&self) -> usize {
-        self.ranks
-    }
-
-    fn iter(&self) -> impl Iterator<Item = &Vec<TensorBox>> {
-        (0..self.ranks).map(|rank| &self[rank])
+        PerRank { ranks, lists: vec![(rank, boxes)] }
     }
 
     /// Returns the same lists with each box replaced, or left out.
     fn map(&self, f: impl Fn(&TensorBox) -> Option<TensorBox>) -> Self {
-        let lists = self.lists.iter().map(|boxes| boxes.iter().filter_map(&f).collect()).collect();
-        PerRank { ranks: self.ranks, only: self.only, lists }
+        let lists = self.lists.iter().map(|(rank, boxes)| (*rank, boxes.iter().filter_map(&f).collect()));
+        PerRank { ranks: self.ranks, lists: lists.collect() }
     }
 }
 
 impl std::ops::Index<usize> for PerRank {
-    type Output = Vec<TensorBox>;
+    type Output = [TensorBox];
 
-    fn index(&self, rank: usize) -> &Vec<TensorBox> {
-        match self.only {
-            None => &self.lists[rank],
-            Some(only) if only == rank => &self.lists[0],
-            Some(_) => &NO_BOXES,
+    fn index(&self, rank: usize) -> &[TensorBox] {
+        match self.lists.binary_search_by_key(&rank, |(rank, _)| *rank) {
+            Ok(at) => &self.lists[at].1,
+            Err(_) => &[],
         }
     }
 }
@@ -107,13 +95,13 @@ impl Layout {
 
     /// Returns the first rank that wants elements that no rank has, and the first box of them.
     pub(crate) fn hole(&self) -> Option<(usize, TensorBox)> {
-        let holes = uncovered(&TensorBox::whole(&self.shape), self.have.iter().flatten());
+        let holes = uncovered(&TensorBox::whole(&self.shape), self.have.lists.iter().flat_map(|(_, boxes)| boxes));
         if holes.is_empty() {
             return None;
         }
-        self.want.iter().enumerate().find_map(|(rank, want)| {
+        self.want.lists.iter().find_map(|(rank, want)| {
             let missing = want.iter().flat_map(|want| holes.iter().filter_map(|hole| hole.intersect(want)));
-            missing.min().map(|missing| (rank, missing))
+            missing.min().map(|missing| (*rank, missing))
         })
     }
 
@@ -130,8 +118,8 @@ impl Layout {
         let whole = [TensorBox::whole(&self.shape)];
         let all_of_it = receivers.iter().all(|&rank| self.want[rank] == whole);
         match sources[..] {
-            [root] if all_of_it && receivers.len() == self.want.len() => Route::Broadcast { root },
-            _ if all_of_it && receivers.len() == self.want.len() => Route::AllGather,
+            [root] if all_of_it && receivers.len() == self.want.ranks => Route::Broadcast { root },
+            _ if all_of_it && receivers.len() == self.want.ranks => Route::AllGather,
             _ if all_of_it => Route::Gather { roots: receivers },
             [root] => Route::Scatter { root },
             _ => Route::AllToAll,
@@ -141,13 +129,13 @@ impl Layout {
     /// Returns the pieces that make up what a rank wants: its own as far as they go, then those of the ranks after it,
     /// so that copies of a tensor share the work.
     pub(crate) fn pieces_for(&self, receiver: usize) -> Vec<Piece> {
-        let ranks = self.have.len();
+        let ranks = self.have.ranks;
         self.pieces(&self.want[receiver], (0..ranks).map(|k| (receiver + k) % ranks))
     }
 
     /// Returns the pieces that make up the whole, in rank order; a rank's come in the order of its boxes.
     pub(crate) fn pieces_of_whole(&self) -> Vec<Piece> {
-        self.pieces(&[TensorBox::whole(&self.shape)], 0..self.have.len())
+        self.pieces(&[TensorBox::whole(&self.shape)], 0..self.have.ranks)
     }
 
     /// Returns `true` if one rank has elements that another wants.
@@ -221,9 +209,8 @@ pub(crate) fn windows(shape: &[usize], element: usize, limit: usize) -> Vec<Tens
 
 /// Returns the ranks that have a box with elements in it.
 fn ranks_with_elements(lists: &PerRank) -> Vec<usize> {
-    let ranks = lists.iter().enumerate();
-    let ranks = ranks.filter(|(_, boxes)| boxes.iter().any(|bounds| !bounds.is_empty()));
-    ranks.map(|(rank, _)| rank).collect()
+    let ranks = lists.lists.iter().filter(|(_, boxes)| boxes.iter().any(|bounds| !bounds.is_empty()));
+    ranks.map(|(rank, _)| *rank).collect()
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use fsdp_state::engine::{LoadOptions, Plan, Target, Values, Wanted};
 use fsdp_state::{Memory, Mismatch, Schema, StateDict, StateError, StateValue, get_element, set_element};
 
 use self::optim::Incoming;
-use super::names::{OptimKey, TiedNames, below};
+use super::names::{OptimKey, below, names_that_count};
 use super::saved::sort_by_schema;
 use crate::optimizer::Optimizer;
 use crate::parameters::ShardedParameters;
@@ -165,7 +165,7 @@ impl<'a> LiveTarget<'a> {
         }
         let parameters = self.parameters;
         // A tied parameter is loaded once, from the name that counts.
-        let chosen = TiedNames::new(parameters).choose(named.keys().copied().filter(|name| parameters.contains(name)));
+        let chosen = names_that_count(parameters, named.keys().copied().filter(|name| parameters.contains(name)));
         for fqn in parameters.fqns() {
             let Some(name) = chosen.get(fqn) else {
                 if !self.ignore_frozen || parameters.requires_grad(fqn)? {
@@ -174,7 +174,7 @@ impl<'a> LiveTarget<'a> {
                 continue;
             };
             let value = parameters.parameter(fqn)?.into();
-            let wanted = Wanted::fit(schema, named[name], name, &value, options);
+            let wanted = Wanted::fit(schema, named[name], || (*name).to_owned(), &value, options);
             self.add(wanted, value, Live::Parameter(fqn.to_owned()), plan);
         }
         for (name, (value, persistent)) in parameters.buffers() {
@@ -184,7 +184,7 @@ impl<'a> LiveTarget<'a> {
                 Some(&position) => {
                     let is_contiguous = value.is_contiguous();
                     let value = value.clone().into();
-                    let mut wanted = Wanted::fit(schema, position, name, &value, options);
+                    let mut wanted = Wanted::fit(schema, position, || name.clone(), &value, options);
                     if let (Ok(_), false) = (&wanted, is_contiguous) {
                         let (saved, current) = ("a tensor".to_owned(), "a buffer that is not contiguous".to_owned());
                         wanted = Err(Mismatch { fqn: name.clone(), saved, current });
@@ -229,7 +229,7 @@ impl<'a> LiveTarget<'a> {
                     set_element(&mut self.new_values, path, value.copy()?)?;
                 }
                 (Some(here @ (StateValue::Tensor(_) | StateValue::Sharded(_) | StateValue::Raw(_))), _) => {
-                    let wanted = Wanted::fit(schema, position, &path.flat_key(), here, options);
+                    let wanted = Wanted::fit(schema, position, || path.flat_key(), here, options);
                     self.add(wanted, here.clone(), Live::Value(path.clone()), plan);
                 }
                 (Some(here), _) => {
