@@ -11,7 +11,9 @@ use crate::error::CommError;
 pub(super) struct Board {
     global_ranks: Vec<usize>,
     state: Mutex<State>,
-    changed: Condvar,
+    /// For each rank, what it waits on. A rank is woken when it can go on, and not for each step of another one: with many
+    /// ranks on few cores that would take longer than what they compute.
+    changed: Vec<Condvar>,
     turns: Option<Arc<dyn Turns>>,
 }
 
@@ -27,6 +29,10 @@ struct RankState {
     arrived: u64,
     /// The number of rounds in which it has read everything that it reads.
     finished: u64,
+    /// The ranks that have read its bytes in this round.
+    readers_done: usize,
+    /// The number of those that it waits for, while it does.
+    awaits: Option<usize>,
     /// Its records of this round and of the last one. A rank enters a round only after all ranks have entered the last
     /// one, when none of them looks at the records of the round before that any more.
     records: [Option<Arc<[u8]>>; 2],
@@ -36,32 +42,37 @@ struct RankState {
 impl Board {
     pub(super) fn new(global_ranks: Vec<usize>, turns: Option<Arc<dyn Turns>>) -> Self {
         let ranks = global_ranks.iter().map(|_| RankState::default()).collect();
-        Board { global_ranks, state: Mutex::new(State { ranks, failure: None }), changed: Condvar::new(), turns }
-    }
-
-    /// Wakes the ranks that wait.
-    fn notify(&self) {
-        match &self.turns {
-            Some(turns) => turns.changed(),
-            None => self.changed.notify_all(),
-        }
+        let changed = global_ranks.iter().map(|_| Condvar::new()).collect();
+        Board { global_ranks, state: Mutex::new(State { ranks, failure: None }), changed, turns }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Wakes ranks that wait.
+    fn wake(&self, ranks: impl IntoIterator<Item = usize>) {
+        match &self.turns {
+            Some(turns) => turns.changed(),
+            None => ranks.into_iter().for_each(|rank| self.changed[rank].notify_all()),
+        }
+    }
+
+    fn wake_all(&self) {
+        self.wake(0..self.changed.len());
+    }
+
     /// Ends the group, unless something already has.
     pub(super) fn fail(&self, error: CommError) {
         self.lock().failure.get_or_insert(error);
-        self.notify();
+        self.wake_all();
     }
 
     /// Notes that a rank, which may be of another group, takes no further part.
     pub(super) fn leave(&self, global_rank: usize, reason: &str) {
         if let Some(rank) = self.global_ranks.iter().position(|&rank| rank == global_rank) {
             self.lock().ranks[rank].left.get_or_insert_with(|| reason.to_owned());
-            self.notify();
+            self.wake_all();
         }
     }
 
@@ -75,35 +86,61 @@ impl Board {
         }
         state.ranks[rank].records[parity] = Some(record);
         state.ranks[rank].arrived = round.number + 1;
+        state.ranks[rank].readers_done = 0;
         if state.ranks.iter().all(|rank| rank.arrived > round.number) {
-            self.notify();
+            // Without the lock, for which those that wake up would have to wait again.
+            drop(state);
+            self.wake_all();
+            state = self.lock();
         }
-        let state = self.wait(state, round, |rank, _| rank.arrived > round.number)?;
+        let state = self.wait(state, round, rank, |rank, _| rank.arrived > round.number)?;
         Ok(state.ranks.iter().filter_map(|rank| rank.records[parity].clone()).collect())
     }
 
-    /// Notes that this rank has read everything that it reads, and waits until `readers` have too.
-    pub(super) fn finish(&self, round: &Round<'_>, rank: usize, readers: &[usize]) -> Result<(), CommError> {
+    /// Notes that this rank has read what it reads, which is of the ranks `read`, and waits until `readers` have read what they
+    /// read of this one.
+    pub(super) fn finish(
+        &self,
+        round: &Round<'_>,
+        rank: usize,
+        read: &[usize],
+        readers: &[usize],
+    ) -> Result<(), CommError> {
         let mut state = self.lock();
         state.ranks[rank].finished = round.number + 1;
-        self.notify();
-        self.wait(state, round, |rank, number| rank.finished > round.number || !readers.contains(&number)).map(drop)
+        let mut ready = Vec::new();
+        for &owner in read {
+            let of_owner = &mut state.ranks[owner];
+            of_owner.readers_done += 1;
+            ready.extend(Some(owner).filter(|_| of_owner.awaits == Some(of_owner.readers_done)));
+        }
+        if !ready.is_empty() {
+            drop(state);
+            self.wake(ready);
+            state = self.lock();
+        }
+        state.ranks[rank].awaits = Some(readers.len());
+        let is_ready = |other: &RankState, number: usize| other.finished > round.number || !readers.contains(&number);
+        let mut state = self.wait(state, round, rank, is_ready)?;
+        state.ranks[rank].awaits = None;
+        Ok(())
     }
 
     /// Returns the error of a round in which `rank` took back its slice before it was read.
-    pub(super) fn failure_of(&self, round: &Round<'_>, rank: usize) -> CommError {
-        match self.wait(self.lock(), round, |_, number| number != rank) {
+    pub(super) fn failure_of(&self, round: &Round<'_>, own: usize, rank: usize) -> CommError {
+        match self.wait(self.lock(), round, own, |_, number| number != rank) {
             Err(error) => error,
             // Not reached, because `rank` never counts as ready.
             Ok(_) => self.timeout(round, vec![self.global_ranks[rank]]),
         }
     }
 
-    /// Waits until all ranks are ready, and fails if one of them never will be.
+    /// Waits on rank `own` until all ranks are ready, and fails if one of them never will be.
     fn wait<'a>(
         &'a self,
         mut state: MutexGuard<'a, State>,
         round: &Round<'_>,
+        own: usize,
         is_ready: impl Fn(&RankState, usize) -> bool,
     ) -> Result<MutexGuard<'a, State>, CommError> {
         let mut until = round.until;
@@ -133,7 +170,7 @@ impl Board {
             // The first rank to give up decides for all.
             if let Some(failure) = failure {
                 state.failure = Some(failure.clone());
-                self.notify();
+                self.wake_all();
                 return Err(failure);
             }
             if let Some(turns) = &self.turns {
@@ -144,7 +181,7 @@ impl Board {
                 state = self.lock();
                 continue;
             }
-            let waited = self.changed.wait_timeout(state, until - now);
+            let waited = self.changed[own].wait_timeout(state, until - now);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }

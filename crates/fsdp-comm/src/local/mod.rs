@@ -116,10 +116,12 @@ impl Backend for LocalBackend {
             let records = board.exchange(round, self.rank, record)?;
             let records: Vec<&[u8]> = records.iter().map(|record| &**record).collect();
             let Some(plan) = plan(&records)? else { return Ok(()) };
-            let readers: Vec<usize> = (0..slots.len()).filter(|&r| r != self.rank && plan.is_read_by(r)).collect();
+            let others = (0..slots.len()).filter(|&rank| rank != self.rank);
+            let readers: Vec<usize> = others.clone().filter(|&rank| plan.is_read_by(rank)).collect();
+            let read: Vec<usize> = others.filter(|&rank| plan.reads(rank)).collect();
             self.read(round, plan)?;
             // The slice must stay until all its readers are done.
-            board.finish(round, self.rank, &readers)
+            board.finish(round, self.rank, &read, &readers)
         })
     }
 
@@ -145,7 +147,7 @@ impl LocalBackend {
             let loan = plan.reads(rank).then(|| slot.borrow(round.number));
             if let Some(None) = loan {
                 // Its owner has taken the slice back early, which it does only if the round has failed.
-                return Err(board.failure_of(round, rank));
+                return Err(board.failure_of(round, self.rank, rank));
             }
             loans.push(loan.flatten());
         }
