@@ -4,7 +4,9 @@ pub(crate) mod leftovers;
 mod lock;
 mod read;
 mod staging;
+mod tree;
 
+use std::any::Any;
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -38,6 +40,10 @@ impl Storage for LocalStorage {
         Some(&self.path)
     }
 
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+
     fn child(&self, below: &str) -> Arc<dyn Storage> {
         Arc::new(LocalStorage { path: self.path.join(below) })
     }
@@ -62,6 +68,10 @@ impl Storage for LocalStorage {
 
     fn names(&self) -> Result<Vec<String>, FileError> {
         read::names(&self.path)
+    }
+
+    fn tree(&self) -> Result<Vec<String>, FileError> {
+        tree::tree(&self.path)
     }
 
     fn open(&self, links: Links) -> Result<Box<dyn ReadDirectory>, FileError> {

@@ -9,7 +9,7 @@ use rustix::fs::FlockOperation;
 use super::leftovers::{is_being_read, recover};
 use super::lock::TargetLock;
 use crate::error::FileError;
-use crate::storage::backend::{EntryKind, Stage, StageFile, check_write};
+use crate::storage::backend::{EntryKind, Stage, StageFile, Storage, check_write};
 use crate::storage::fs::{Durable, exists, nonce, parent_of, staging_prefix};
 use crate::storage::paths::relative_parts;
 use crate::storage::sidecar::Sidecar;
@@ -233,10 +233,12 @@ impl Stage for LocalStage {
         Ok(Box::new(LocalStageFile { durable: self.durable.clone(), file, path, length }))
     }
 
-    fn link(&self, from: &Path, relative: &str) -> Result<bool, FileError> {
-        let [name] = relative_parts(&self.target, relative)?[..] else { return Ok(false) };
+    fn link(&self, from: &dyn Storage, name: &str, as_name: &str) -> Result<bool, FileError> {
+        let Some(from) = from.local() else { return Ok(false) };
+        let (parts, as_parts) = (relative_parts(&self.target, name)?, relative_parts(&self.target, as_name)?);
+        let ([name], [as_name]) = (&parts[..], &as_parts[..]) else { return Ok(false) };
         // Another file system, one without links, a file that is gone: then it is written.
-        Ok(std::fs::hard_link(from.join(name), self.directory.join(name)).is_ok())
+        Ok(std::fs::hard_link(from.join(name), self.directory.join(as_name)).is_ok())
     }
 
     fn create_single(&self, length: u64) -> Result<Box<dyn StageFile>, FileError> {
