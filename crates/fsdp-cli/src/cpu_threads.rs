@@ -9,6 +9,12 @@ use std::num::NonZeroUsize;
 /// operations has as many threads unless `CANDLE_NUM_THREADS` says otherwise.
 pub(crate) const VARIABLE: &str = "RAYON_NUM_THREADS";
 
+/// The variable that tells how often the threads of candle's own pool look for work before they sleep.
+pub(crate) const SPIN_VARIABLE: &str = "CANDLE_BARRIER_POOL_SPIN_LIMIT";
+
+/// The value of [`SPIN_VARIABLE`] in training: some microseconds, where candle's own takes some hundred.
+pub(crate) const SPINS: u32 = 500;
+
 /// Returns the number of threads that the variables of this process ask for.
 pub(crate) fn asked() -> Option<NonZeroUsize> {
     std::env::var(VARIABLE).ok()?.parse().ok()
