@@ -11,6 +11,7 @@ use fsdp_dcp::reader::OpenOptions;
 use serde::Serialize;
 
 use super::failure::{Different, UsageError};
+use super::heatmap;
 use super::keys::Keys;
 use super::map::MapArguments;
 use super::output;
@@ -44,6 +45,9 @@ pub(crate) struct DiffArguments {
     /// Threads that read and compare [default: one for each core]
     #[arg(long, value_name = "N", env = "FSDP_THREADS", value_parser = count())]
     threads: Option<usize>,
+    /// Show where in each tensor the elements differ, and by how much; reads all data
+    #[arg(long, conflicts_with = "json")]
+    heatmap: bool,
     /// One JSON object on stdout
     #[arg(long, env = "FSDP_JSON")]
     json: bool,
@@ -106,7 +110,7 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
     let tolerance = Tolerance { absolute: arguments.tolerance, relative: 0.0 };
     let threads = or_all_cores(arguments.threads);
     let mut add = |name: &str, difference| differences.push(Row::new(name, &difference));
-    let reads = arguments.full || tolerance != Tolerance::default();
+    let reads = arguments.full || arguments.heatmap || tolerance != Tolerance::default();
     let by_digests = !reads && diff::diff_digests(first, second, &mut add)?;
     if !by_digests {
         diff::diff_on_threads(first, second, tolerance, threads, &mut add)?;
@@ -124,13 +128,20 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
         compared,
         differences,
     };
-    let Comparison { first, second, differences, .. } = &comparison;
+    let differences = &comparison.differences;
     if arguments.json {
         output::json(&comparison)?;
     } else if !differences.is_empty() {
-        let lines: Vec<String> =
-            differences.iter().map(|row| format!("{}: {}", escaped(&row.name), escaped(&row.what))).collect();
-        output::lines(&lines)?;
+        for row in differences {
+            output::data(&format!("{}: {}", escaped(&row.name), escaped(&row.what)))?;
+            if arguments.heatmap && row.elements.is_some() {
+                let picture = heatmap::lines(first, second, &row.name)?;
+                picture.iter().try_for_each(|line| output::data(&format!("  {line}")))?;
+            }
+        }
+        if arguments.heatmap {
+            output::talk(heatmap::LEGEND);
+        }
     }
     if by_digests {
         output::talk("compared by the digests that both have recorded, no data was read; `--full` reads it");
@@ -139,6 +150,7 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
         output::talk(&format!("equal: {compared} tensors and values"));
         return Ok(());
     }
+    let Comparison { first, second, .. } = &comparison;
     Err(Different { first: first.clone(), second: second.clone(), count: differences.len(), of: compared }.into())
 }
 

@@ -39,6 +39,8 @@ pub(crate) enum UsageError {
     TooManyBoxes { limit: usize },
     #[error("there is no model `{name}`")]
     NoModel { name: String },
+    #[error("`{path}` has neither metrics nor checkpoints of a run")]
+    NoRun { path: String },
     #[error("there is no command `{name}`")]
     NoCommand { name: String },
 }
@@ -64,6 +66,7 @@ impl UsageError {
             UsageError::UnequalReplicas { .. } => "`--ranks` must be a multiple of `--replicas`",
             UsageError::TooManyBoxes { .. } => "plan fewer ranks, more `--replicas`, or `--layout flat`",
             UsageError::NoModel { .. } => "`fsdp plan --help` lists the models",
+            UsageError::NoRun { .. } => "name the directory that `fsdp train --out` was given",
             UsageError::NoCommand { .. } => "`fsdp help` lists the commands",
         }
     }

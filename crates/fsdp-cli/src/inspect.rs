@@ -268,7 +268,7 @@ fn box_of(Chunk { bounds, stored }: &Chunk) -> StoredBox {
 }
 
 /// Returns the rank that wrote a file, from the file's name: 2 for `__2_0.distcp` and for `model_world_size_4_rank_2.pt`.
-fn rank(stored: &StorageInfo) -> Option<u64> {
+pub(super) fn rank(stored: &StorageInfo) -> Option<u64> {
     let name = &stored.relative_path;
     let rest = match name.strip_prefix("__") {
         Some(rest) => rest,

@@ -1,9 +1,9 @@
 //! The `fsdp` command: the command line, and the code behind each of its commands.
 //!
-//! The commands that read and rewrite checkpoints (`inspect`, `verify`, `diff`, `digest`, `sign`, `log`, `reshard`, `convert`, `cat`,
-//! `plan`) need no tensor library. `train`, `launch` and `doctor` come with the feature `train`, which is on by default; so
-//! does the model that `train` trains ([`gpt`]), its text ([`data`]) and the way its ranks are run ([`ranks`]), which tests and
-//! benches use too.
+//! The commands that read and rewrite checkpoints (`inspect`, `verify`, `diff`, `digest`, `sign`, `log`, `map`, `report`,
+//! `reshard`, `convert`, `cat`, `plan`) need no tensor library. `train`, `launch` and `doctor` come with the feature `train`,
+//! which is on by default; so does the model that `train` trains (module `gpt`), its text (`data`) and the way its ranks are run
+//! (`ranks`), which tests and benches use too.
 
 pub mod embed;
 pub mod exit_codes;
@@ -14,17 +14,23 @@ mod convert;
 mod diff;
 mod digest;
 mod failure;
+mod heatmap;
 mod inspect;
 mod keys;
 mod log;
 mod logs;
 mod manual;
 mod map;
+mod markup;
 mod memory;
+mod new_file;
 mod outcome;
 mod output;
+mod picture;
 mod plan;
 mod progress;
+mod report;
+mod run_files;
 mod sign;
 mod stop;
 mod text;
@@ -100,6 +106,10 @@ enum Command {
     Sign(sign::SignArguments),
     /// Show the chain of a run's checkpoints, and where it is broken or forked
     Log(log::LogArguments),
+    /// Draw which rank and file holds which part of which tensor, in the terminal or as a page
+    Map(picture::PictureArguments),
+    /// Write a page about a run: loss, speed, memory, saves, restarts, checkpoints
+    Report(report::ReportArguments),
     /// Write a checkpoint for another number of ranks
     Reshard(convert::ReshardArguments),
     /// Write a checkpoint in another format, with some keys left out, renamed or cast
@@ -235,6 +245,8 @@ fn execute(command: Command) -> anyhow::Result<()> {
         Command::Digest(arguments) => digest::run(&arguments),
         Command::Sign(arguments) => sign::run(&arguments),
         Command::Log(arguments) => log::run(&arguments),
+        Command::Map(arguments) => picture::run(&arguments),
+        Command::Report(arguments) => report::run(&arguments),
         Command::Reshard(arguments) => convert::reshard(&arguments),
         Command::Convert(arguments) => convert::run(&arguments),
         Command::Cat(arguments) => cat::run(&arguments),

@@ -8,13 +8,12 @@ mod report;
 mod state;
 mod twin;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::Result;
 use clap::builder::{PossibleValuesParser, RangedU64ValueParser};
 use clap::{ArgGroup, Args};
 use fsdp_dcp::Location;
-use fsdp_dcp::storage::Durable;
 use serde::Serialize;
 
 use self::cost::Links;
@@ -22,6 +21,7 @@ use self::report::{Machines, Report, SCHEMA};
 use self::state::{OptimizerState, ParameterType, State};
 use self::twin::{Layout, Shape};
 use super::failure::UsageError;
+use super::new_file::{check_free, write};
 use super::output;
 
 /// The largest number of ranks.
@@ -121,12 +121,12 @@ fn positive(text: &str) -> Result<f64, String> {
 pub(crate) fn run(arguments: &PlanArguments) -> Result<()> {
     let (name, state) = arguments.state()?;
     if let Some(plot) = &arguments.plot {
-        check_absent(plot)?;
+        check_free(plot, false)?;
     }
     if let Some(ranks) = arguments.ranks {
         let report = arguments.report(&name, &state, ranks)?;
         if let Some(plot) = &arguments.plot {
-            write(plot, plot::svg(&report).as_bytes())?;
+            write(plot, plot::svg(&report).as_bytes(), false)?;
         }
         return if arguments.json { output::json(&report) } else { output::lines(&report.lines()) };
     }
@@ -168,20 +168,4 @@ impl PlanArguments {
         let planned = twin::plan(state, &shape)?;
         Ok(Report::new(name.to_owned(), state, &shape, &machines, &planned))
     }
-}
-
-fn check_absent(path: &Path) -> Result<(), UsageError> {
-    if path.symlink_metadata().is_ok() {
-        return Err(UsageError::Exists { path: path.display().to_string() });
-    }
-    Ok(())
-}
-
-/// Writes a new file.
-fn write(path: &Path, bytes: &[u8]) -> Result<()> {
-    let staging = Durable::new().prepare(path, false)?;
-    let file = staging.create_single(bytes.len() as u64)?;
-    file.write_at(0, bytes)?;
-    file.finish()?;
-    Ok(staging.commit_single()?)
 }

@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 
 use super::interval::{best, effective};
 use super::report::{Report, duration};
+use crate::markup::escape;
 
 const WIDTH: f64 = 720.0;
 const HEIGHT: f64 = 420.0;
@@ -35,7 +36,7 @@ pub(super) fn svg(report: &Report) -> String {
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" font-family=\"sans-serif\" \
          font-size=\"13\">\n<rect width=\"{WIDTH}\" height=\"{HEIGHT}\" fill=\"white\"/>\n\
          <text x=\"{LEFT}\" y=\"28\" font-size=\"16\">{}: effective time by interval</text>\n",
-        xml(&report.title())
+        escape(&report.title())
     );
     for percent in [0u32, 20, 40, 60, 80, 100] {
         let at = y(f64::from(percent) / 100.0);
@@ -81,9 +82,4 @@ pub(super) fn svg(report: &Report) -> String {
         HEIGHT - 12.0
     );
     svg
-}
-
-/// Escapes text for XML. Control characters, which XML cannot have, are escaped already.
-fn xml(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }

@@ -11,6 +11,7 @@ mod report;
 mod sample;
 mod scaling;
 mod settings;
+mod sparkline;
 mod state;
 
 use std::path::{Path, PathBuf};

@@ -18,7 +18,7 @@ use tracing::info_span;
 use super::arguments::{DeviceName, NonFinite, TrainArguments};
 use super::checkpoints::Checkpoints;
 use super::fallback::named_if_damaged;
-use super::report::{Event, Report, SCHEMA, StepMetrics};
+use super::report::{Event, Report, SCHEMA, StepMetrics, now};
 use super::sample::sample;
 use super::scaling::{SCALER, precision, scaler};
 use super::settings::{Resume, Settings};
@@ -240,6 +240,7 @@ impl Rank<'_> {
         let Batches { batch, seq, .. } = self.job.batches;
         let metrics = StepMetrics {
             step,
+            time: now(),
             loss: mean[0],
             lr,
             grad_norm,

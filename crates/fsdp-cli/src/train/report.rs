@@ -2,18 +2,20 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, IsTerminal as _, Write as _};
+use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::{Deserialize, Serialize};
 
 use super::arguments::TrainArguments;
+use super::sparkline::Sparkline;
 use crate::output;
+use crate::run_files::{EVENTS_FILE, METRICS_FILE};
+use crate::text::escaped_lines;
 use fsdp::dcp::storage::Durable;
-
-/// The file of all steps' metrics, in a run's directory.
-pub(super) const METRICS_FILE: &str = "metrics.jsonl";
 
 /// The number of times per second that the bar is drawn.
 const BAR_HZ: u8 = 10;
@@ -24,8 +26,11 @@ const LINES: u64 = 10;
 /// One line of `metrics.jsonl`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct StepMetrics {
-    /// The step, from 0.
+    /// The number of steps done before this one.
     pub(super) step: u64,
+    /// The moment at which it was done, in seconds since 1970.
+    #[serde(default)]
+    pub(super) time: f64,
     /// The mean over the global batch, before the step's update.
     pub(super) loss: f64,
     /// The learning rate of the step.
@@ -88,9 +93,18 @@ pub(super) struct Saved<'a> {
 pub(super) struct Report {
     metrics: File,
     path: PathBuf,
+    events: File,
+    events_path: PathBuf,
     json: bool,
-    bar: Option<ProgressBar>,
+    bar: Option<Bar>,
     steps: u64,
+}
+
+/// The progress bar, and the curves beside it.
+struct Bar {
+    bar: ProgressBar,
+    loss: Sparkline,
+    tokens_per_s: Sparkline,
 }
 
 impl Report {
@@ -109,9 +123,17 @@ impl Report {
         let metrics = OpenOptions::new().read(true).append(true).create(true).open(&path).with_context(failed)?;
         let kept = length_before(&metrics, start).with_context(failed)?;
         metrics.set_len(kept).with_context(failed)?;
+        let events_path = out.join(EVENTS_FILE);
+        let failed = || format!("failed to open `{}`", events_path.display());
+        let events = OpenOptions::new().read(true).append(true).create(true).open(&events_path).with_context(failed)?;
+        if start == 0 {
+            // Another run was here before, or this one, and came to no checkpoint.
+            events.set_len(0).with_context(failed)?;
+        }
+        end_line(&events).with_context(failed)?;
         let terminal = std::io::stderr().is_terminal() && std::env::var_os("TERM").is_none_or(|term| term != "dumb");
-        let bar = (terminal && !json && !no_progress).then(|| bar(start, steps));
-        Ok(Report { metrics, path, json, bar, steps })
+        let bar = (terminal && !json && !no_progress).then(|| Bar::new(start, steps));
+        Ok(Report { metrics, path, events, events_path, json, bar, steps })
     }
 
     /// Reports the start of the run.
@@ -120,7 +142,7 @@ impl Report {
     /// stdout is closed.
     pub(super) fn start(&self, event: &Event<'_>, line: &str) -> Result<()> {
         self.tell(line);
-        self.event(event)
+        self.happened(event)
     }
 
     /// Writes the metrics of a step, and reports it.
@@ -137,11 +159,8 @@ impl Report {
         if metrics.skipped {
             self.tell(&format!("step {done}/{}: the gradients are not finite, and the update is skipped", self.steps));
         }
-        match &self.bar {
-            Some(bar) => {
-                bar.set_message(format!("loss {loss:.4}, {tokens_per_s:.0} tokens/s"));
-                bar.set_position(done);
-            }
+        match &mut self.bar {
+            Some(bar) => bar.step(done, *loss, *tokens_per_s),
             None if done.is_multiple_of(self.steps.div_ceil(LINES)) || done == self.steps => {
                 let steps = self.steps;
                 self.tell(&format!("step {done}/{steps}: loss {loss:.4}, {tokens_per_s:.0} tokens/s"));
@@ -162,7 +181,7 @@ impl Report {
         self.tell(&format!(
             "saved `{path}`: {mib:.1} MiB in {seconds:.2} s ({speed:.2} GB/s), training waited {stall_seconds:.2} s"
         ));
-        self.event(&Event::Checkpoint(saved))
+        self.happened(&Event::Checkpoint(saved))
     }
 
     /// Reports that a signal stopped the run after this many steps.
@@ -171,12 +190,12 @@ impl Report {
     /// stdout is closed.
     pub(super) fn stopped(&self, step: u64) -> Result<()> {
         if let Some(bar) = &self.bar {
-            bar.abandon();
+            bar.bar.abandon();
             output::talk("");
         }
         let steps = self.steps;
         self.tell(&format!("stopped by a signal after step {step}/{steps}, which is saved: go on with `--resume`"));
-        self.event(&Event::Stopped { step })
+        self.happened(&Event::Stopped { step })
     }
 
     /// Reports the end of the run.
@@ -185,19 +204,35 @@ impl Report {
     /// stdout is closed.
     pub(super) fn end(&self, step: u64, sample: Option<&str>) -> Result<()> {
         if let Some(bar) = &self.bar {
-            bar.finish();
+            bar.bar.finish();
             // The bar leaves the cursor on its line.
             output::talk("");
         }
+        self.record(&Event::End { step, sample: None })?;
         match (sample, self.json) {
-            (Some(sample), false) => output::data(sample),
+            // The model may write whatever acts on a terminal.
+            (Some(sample), false) => output::data(&escaped_lines(sample)),
             _ => self.event(&Event::End { step, sample }),
         }
     }
 
+    /// Reports an event that the run's directory keeps.
+    fn happened(&self, event: &Event<'_>) -> Result<()> {
+        self.record(event)?;
+        self.event(event)
+    }
+
+    /// Adds an event, with the time, to those in the run's directory.
+    fn record(&self, event: &Event<'_>) -> Result<()> {
+        let mut object = serde_json::to_value(event).context("failed to write JSON")?;
+        object["time"] = now().into();
+        let failed = || format!("failed to write `{}`", self.events_path.display());
+        (&self.events).write_all(format!("{object}\n").as_bytes()).with_context(failed)
+    }
+
     fn tell(&self, line: &str) {
         match &self.bar {
-            Some(bar) => bar.suspend(|| output::talk(line)),
+            Some(Bar { bar, .. }) => bar.suspend(|| output::talk(line)),
             None if !self.json => output::talk(line),
             None => {}
         }
@@ -208,13 +243,39 @@ impl Report {
     }
 }
 
-fn bar(start: u64, steps: u64) -> ProgressBar {
-    let bar = ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stderr_with_hz(BAR_HZ));
-    let template = "{bar:30} {pos}/{len} steps, {msg}, {eta} left";
-    bar.set_style(ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()));
-    bar.set_position(start);
-    bar.reset_eta();
-    bar
+impl Bar {
+    fn new(start: u64, steps: u64) -> Self {
+        let bar = ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stderr_with_hz(BAR_HZ));
+        let template = "{bar:20} {pos}/{len} steps, {msg}, {eta} left";
+        bar.set_style(ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()));
+        bar.set_position(start);
+        bar.reset_eta();
+        Bar { bar, loss: Sparkline::default(), tokens_per_s: Sparkline::default() }
+    }
+
+    fn step(&mut self, done: u64, loss: f64, tokens_per_s: f64) {
+        self.loss.push(loss);
+        self.tokens_per_s.push(tokens_per_s);
+        let (losses, speeds) = (&self.loss, &self.tokens_per_s);
+        self.bar.set_message(format!("loss {loss:.4} {losses}, {tokens_per_s:.0} tokens/s {speeds}"));
+        self.bar.set_position(done);
+    }
+}
+
+/// Ends the last line of a file, which a kill may have left half written.
+fn end_line(mut file: &File) -> std::io::Result<()> {
+    let length = file.metadata()?.len();
+    let mut last = [b'\n'];
+    if length > 0 {
+        file.read_exact_at(&mut last, length - 1)?;
+    }
+    if last == *b"\n" { Ok(()) } else { file.write_all(b"\n") }
+}
+
+/// Returns the time in seconds since 1970, to the millisecond.
+pub(super) fn now() -> f64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    since.as_millis() as f64 / 1e3
 }
 
 /// The fields of a line that are read again. A loss that is not a number was written as `null`.

@@ -1,0 +1,142 @@
+//! `fsdp diff --heatmap`: where in a tensor two checkpoints differ, and by how much.
+
+use anyhow::Result;
+use fsdp_dcp::FileError;
+use fsdp_dcp::checkpoint::Checkpoint;
+use fsdp_dcp::elements::{Census, for_each};
+use fsdp_dcp::metadata::TensorEntry;
+use fsdp_layout::boxes::boxes_of_flat_range;
+
+/// The cells down: along the first dimension.
+const ROWS: usize = 8;
+/// The cells across: along the last dimension.
+const COLUMNS: usize = 64;
+/// The elements that are read at once.
+const PIECE: usize = 1 << 20;
+
+/// The explanation of the signs.
+pub(crate) const LEGEND: &str = "\
+heat maps: down along the first dimension, across along the last; the largest difference of a cell beside the largest of the \
+tensor: █ more than a tenth, ▓ a hundredth, ▒ a thousandth, ░ less, · none, ! not a number";
+
+/// The largest differences in the cells of a tensor.
+struct Heat {
+    rows: usize,
+    columns: usize,
+    /// NaN where a difference is no number.
+    cells: Vec<f64>,
+}
+
+/// Returns the lines of the heat map of a tensor that both checkpoints have with one shape and dtype; none for elements that
+/// are no real numbers.
+///
+/// # Errors
+/// A checkpoint cannot be read.
+pub(crate) fn lines(first: &dyn Checkpoint, second: &dyn Checkpoint, name: &str) -> Result<Vec<String>> {
+    let tensors = (first.metadata().tensor(name), second.metadata().tensor(name));
+    let (Some(entry), Some(other)) = tensors else { return Ok(Vec::new()) };
+    let dtype = entry.properties.dtype;
+    if !Census::counts(dtype) || entry.shape != other.shape || dtype != other.properties.dtype {
+        return Ok(Vec::new());
+    }
+    Ok(Heat::read(first, second, name, entry)?.lines())
+}
+
+impl Heat {
+    fn read(
+        first: &dyn Checkpoint,
+        second: &dyn Checkpoint,
+        name: &str,
+        entry: &TensorEntry,
+    ) -> Result<Self, FileError> {
+        let shape = &entry.shape;
+        let numel: usize = shape.iter().product();
+        let across = shape.last().copied().unwrap_or(1).max(1);
+        // A tensor of one dimension is one row.
+        let down = if shape.len() > 1 { shape[0].max(1) } else { 1 };
+        let in_row = (numel / down).max(1);
+        let (rows, columns) = (down.min(ROWS), across.min(COLUMNS));
+        let mut heat = Heat { rows, columns, cells: vec![0.0; rows * columns] };
+        let mut at = 0;
+        while at < numel {
+            let end = numel.min(at + PIECE);
+            let [a, b] = [values(first, name, entry, at..end)?, values(second, name, entry, at..end)?];
+            for (offset, (a, b)) in a.iter().zip(&b).enumerate() {
+                let index = at + offset;
+                let (row, column) = (index / in_row * rows / down, index % across * columns / across);
+                heat.add(row, column, difference(*a, *b));
+            }
+            at = end;
+        }
+        Ok(heat)
+    }
+
+    /// Notes a difference in a cell.
+    fn add(&mut self, row: usize, column: usize, by: f64) {
+        let cell = &mut self.cells[row * self.columns + column];
+        // NaN stays once it is there: no number is larger.
+        if by.is_nan() || by > *cell {
+            *cell = by;
+        }
+    }
+
+    fn lines(&self) -> Vec<String> {
+        let largest = self.cells.iter().copied().filter(|by| by.is_finite()).fold(0.0, f64::max);
+        let sign = |by: &f64| match *by {
+            by if by.is_nan() || by.is_infinite() => '!',
+            0.0 => '·',
+            by if by > largest / 10.0 => '█',
+            by if by > largest / 100.0 => '▓',
+            by if by > largest / 1000.0 => '▒',
+            _ => '░',
+        };
+        self.cells.chunks(self.columns).take(self.rows).map(|row| row.iter().map(sign).collect()).collect()
+    }
+}
+
+/// Returns how far two numbers are apart: 0 for two NaN or equal infinities.
+fn difference(a: f64, b: f64) -> f64 {
+    if a == b || (a.is_nan() && b.is_nan()) { 0.0 } else { (a - b).abs() }
+}
+
+/// Reads a range of a tensor's elements, in row-major order, as numbers.
+fn values(
+    source: &dyn Checkpoint,
+    name: &str,
+    entry: &TensorEntry,
+    range: std::ops::Range<usize>,
+) -> Result<Vec<f64>, FileError> {
+    let dtype = entry.properties.dtype;
+    let size = dtype.size_in_bytes() as usize;
+    let mut values = Vec::with_capacity(range.len());
+    for part in boxes_of_flat_range(&entry.shape, range) {
+        let mut bytes = vec![0; part.numel() * size];
+        source.read_box(name, &part, &mut bytes)?;
+        for_each(dtype, &bytes, &mut |value| values.push(value));
+    }
+    Ok(values)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cells_show_the_largest_difference_in_them() {
+        let mut heat = Heat { rows: 2, columns: 4, cells: vec![0.0; 8] };
+        for (row, column, by) in
+            [(0, 0, 5.0), (0, 1, 0.2), (0, 1, 0.1), (0, 2, 0.01), (1, 0, 1e-9), (1, 3, f64::NAN), (1, 3, 9.0)]
+        {
+            heat.add(row, column, by);
+        }
+        assert_eq!(heat.lines(), ["█▓▒·", "░··!"]);
+    }
+
+    #[test]
+    fn numbers_that_are_none_are_told_apart_from_those_that_are() {
+        assert_eq!(difference(f64::NAN, f64::NAN), 0.0);
+        assert_eq!(difference(f64::INFINITY, f64::INFINITY), 0.0);
+        assert!(difference(f64::NAN, 1.0).is_nan());
+        assert!(difference(f64::INFINITY, f64::NEG_INFINITY).is_infinite());
+    }
+}

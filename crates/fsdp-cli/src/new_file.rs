@@ -1,0 +1,33 @@
+//! Files that commands write beside checkpoints: pictures and pages, each put in its place whole.
+
+use std::path::Path;
+
+use anyhow::Result;
+use fsdp_dcp::storage::Durable;
+
+use crate::failure::UsageError;
+
+/// Checks that nothing is at `path`, or a file that may be replaced.
+///
+/// # Errors
+/// Something is there.
+pub(crate) fn check_free(path: &Path, overwrite: bool) -> Result<(), UsageError> {
+    let Ok(found) = path.symlink_metadata() else { return Ok(()) };
+    let path = path.display().to_string();
+    if !overwrite {
+        return Err(UsageError::Exists { path });
+    }
+    if found.is_file() { Ok(()) } else { Err(UsageError::NotReplaceable { path }) }
+}
+
+/// Writes a file.
+///
+/// # Errors
+/// Something is there that may not be replaced; the storage's errors.
+pub(crate) fn write(path: &Path, bytes: &[u8], overwrite: bool) -> Result<()> {
+    let staging = Durable::new().prepare(path, overwrite)?;
+    let file = staging.create_single(bytes.len() as u64)?;
+    file.write_at(0, bytes)?;
+    file.finish()?;
+    Ok(staging.commit_single()?)
+}

@@ -1,0 +1,121 @@
+//! The files of a checkpoint, and what each holds.
+
+use std::collections::HashMap;
+
+use fsdp_dcp::checkpoint::Checkpoint;
+use fsdp_dcp::convert::Rename;
+use fsdp_dcp::metadata::{StorageInfo, TensorEntry};
+use serde::Serialize;
+
+use super::raster::{Raster, Size};
+use crate::inspect;
+use crate::keys::Keys;
+
+/// The version of the JSON's schema.
+const SCHEMA: u32 = 1;
+
+/// A file that holds parts of tensors.
+#[derive(Debug, Serialize)]
+pub(super) struct Holder {
+    pub(super) file: String,
+    /// The rank that wrote it, from its name.
+    pub(super) rank: Option<u64>,
+    pub(super) boxes: u64,
+    /// The bytes of the tensors' elements in it.
+    pub(super) bytes: u64,
+}
+
+/// What a checkpoint's files hold of the selected tensors.
+pub(super) struct Holdings<'a> {
+    pub(super) path: String,
+    pub(super) format: &'static str,
+    /// By the natural order of files' names.
+    pub(super) holders: Vec<Holder>,
+    /// By the natural order of tensors' names.
+    tensors: Vec<(&'a str, &'a TensorEntry)>,
+    /// The position of each file among the holders.
+    positions: HashMap<&'a str, u32>,
+}
+
+#[derive(Debug, Serialize)]
+pub(super) struct Summary<'a> {
+    schema: u32,
+    path: &'a str,
+    format: &'static str,
+    tensors: usize,
+    bytes: u64,
+    files: &'a [Holder],
+}
+
+impl<'a> Holdings<'a> {
+    pub(super) fn new(path: String, source: &'a dyn Checkpoint, keys: &Keys<'_>) -> Self {
+        let selected = source.metadata().tensors().filter(|(name, _)| keys.rename(name) == Rename::Keep);
+        let mut tensors: Vec<(&str, &TensorEntry)> = selected.collect();
+        tensors.sort_by(|a, b| natord::compare(a.0, b.0));
+        let mut by_file: HashMap<&str, Holder> = HashMap::new();
+        for (_, entry) in &tensors {
+            for chunk in &entry.chunks {
+                let Some(stored) = &chunk.stored else { continue };
+                let holder = by_file.entry(&stored.relative_path).or_insert_with(|| Holder::new(stored));
+                let elements = chunk.bounds.sizes.iter().fold(1u64, |numel, &size| numel.saturating_mul(size as u64));
+                holder.boxes += 1;
+                let bytes = elements.saturating_mul(entry.properties.dtype.size_in_bytes());
+                holder.bytes = holder.bytes.saturating_add(bytes);
+            }
+        }
+        let mut holders: Vec<(&str, Holder)> = by_file.into_iter().collect();
+        holders.sort_by(|a, b| natord::compare(a.0, b.0));
+        let positions = holders.iter().enumerate().map(|(position, (file, _))| (*file, position as u32)).collect();
+        let holders = holders.into_iter().map(|(_, holder)| holder).collect();
+        Holdings { path, format: source.format().name(), holders, tensors, positions }
+    }
+
+    pub(super) const fn is_empty(&self) -> bool {
+        self.tensors.is_empty()
+    }
+
+    pub(super) fn tensors(&self) -> &[(&'a str, &'a TensorEntry)] {
+        &self.tensors
+    }
+
+    /// Returns the bytes of all selected tensors.
+    pub(super) fn bytes(&self) -> u64 {
+        self.tensors.iter().fold(0, |bytes, (_, entry)| bytes.saturating_add(inspect::bytes(entry)))
+    }
+
+    /// Returns the most bytes of any file, at least 1.
+    pub(super) fn largest(&self) -> u64 {
+        self.holders.iter().map(|holder| holder.bytes).max().unwrap_or(0).max(1)
+    }
+
+    pub(super) fn json(&self) -> Summary<'_> {
+        Summary {
+            schema: SCHEMA,
+            path: &self.path,
+            format: self.format,
+            tensors: self.tensors.len(),
+            bytes: self.bytes(),
+            files: &self.holders,
+        }
+    }
+
+    /// Draws who holds which part of a tensor.
+    pub(super) fn raster(&self, entry: &TensorEntry, size: Size) -> Raster {
+        let boxes = entry.chunks.iter().map(|chunk| {
+            let holder = chunk.stored.as_ref().and_then(|stored| self.positions.get(stored.relative_path.as_str()));
+            (&chunk.bounds, holder.copied())
+        });
+        Raster::new(&entry.shape, boxes, size)
+    }
+}
+
+impl Holder {
+    fn new(stored: &StorageInfo) -> Self {
+        Holder { file: stored.relative_path.clone(), rank: inspect::rank(stored), boxes: 0, bytes: 0 }
+    }
+
+    /// Returns the rank, or a dash where the file's name tells none.
+    pub(super) fn rank_text(&self) -> String {
+        self.rank.map_or_else(|| "–".to_owned(), |rank| rank.to_string())
+    }
+}

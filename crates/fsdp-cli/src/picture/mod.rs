@@ -1,0 +1,95 @@
+//! `fsdp map`: which rank and file holds which part of which tensor, as a picture.
+
+mod drawing;
+mod holders;
+mod raster;
+mod terminal;
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use clap::Args;
+use clap::builder::RangedU64ValueParser;
+use fsdp_dcp::Location;
+use fsdp_dcp::checkpoint;
+use fsdp_dcp::reader::OpenOptions;
+
+use self::holders::Holdings;
+use crate::failure::UsageError;
+use crate::keys::Keys;
+use crate::markup::page;
+use crate::new_file::{check_free, write};
+use crate::output;
+
+/// The most tensors of a picture.
+const MAX_TENSORS: u64 = 2000;
+/// The tensors that a terminal shows, unless told otherwise.
+const IN_TERMINAL: usize = 32;
+/// The tensors that a file shows, unless told otherwise.
+const IN_FILE: usize = 300;
+
+/// Options of `fsdp map`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  fsdp map step-00000020 --include 'model.*'
+  fsdp map step-00000020 --html map.html")]
+pub(crate) struct PictureArguments {
+    /// A checkpoint of any format
+    #[arg(value_name = "CKPT")]
+    path: Location,
+    /// Only keys that this glob matches; may be given more than once
+    #[arg(long, value_name = "GLOB")]
+    include: Vec<String>,
+    /// No keys that this glob matches; may be given more than once
+    #[arg(long, value_name = "GLOB")]
+    exclude: Vec<String>,
+    /// Show at most N tensors, the first by name [default: 32 in a terminal, 300 in a file]
+    #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..=MAX_TENSORS))]
+    limit: Option<usize>,
+    /// Write a picture
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["html", "json"])]
+    svg: Option<PathBuf>,
+    /// Write a page with the picture, which needs no other file
+    #[arg(long, value_name = "FILE", conflicts_with = "json")]
+    html: Option<PathBuf>,
+    /// Replace the file that is there
+    #[arg(long)]
+    overwrite: bool,
+    /// One JSON object on stdout: the boxes and bytes of each file. Those of each tensor are in `fsdp inspect --json`
+    #[arg(long, env = "FSDP_JSON")]
+    json: bool,
+}
+
+/// Shows who holds what: `fsdp map`.
+///
+/// # Errors
+/// There is no committed checkpoint, its metadata is damaged, or the file is there already.
+pub(crate) fn run(arguments: &PictureArguments) -> Result<()> {
+    let file = arguments.svg.as_ref().or(arguments.html.as_ref());
+    if let Some(file) = file {
+        check_free(file, arguments.overwrite)?;
+    }
+    let source = checkpoint::open(&arguments.path, OpenOptions::default())?;
+    let keys = Keys::new(&arguments.include, &arguments.exclude, &[], None)?;
+    let holdings = Holdings::new(arguments.path.to_string(), &*source, &keys);
+    if holdings.is_empty() && !source.metadata().entries.is_empty() {
+        return Err(UsageError::NothingSelected.into());
+    }
+    let Some(file) = file else {
+        return if arguments.json {
+            output::json(&holdings.json())
+        } else {
+            output::lines(&terminal::lines(&holdings, arguments.limit.unwrap_or(IN_TERMINAL)))
+        };
+    };
+    let limit = arguments.limit.unwrap_or(IN_FILE);
+    let title = format!("Map of {}", holdings.path);
+    let text = match &arguments.html {
+        Some(_) => page(&title, &drawing::body(&holdings, limit)),
+        None => drawing::file(&title, &holdings, limit),
+    };
+    write(file, text.as_bytes(), arguments.overwrite)?;
+    output::talk(&format!("wrote `{}`", file.display()));
+    Ok(())
+}

@@ -1,0 +1,163 @@
+//! A tensor as a grid of cells, each with the holder of the elements there.
+
+use std::ops::Range;
+
+use fsdp_layout::TensorBox;
+
+/// What a cell shows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Cell {
+    /// No box holds it.
+    Nobody,
+    /// The file at this position holds it.
+    Holder(u32),
+    /// Several boxes hold it.
+    Several,
+}
+
+/// The most cells of a grid, down and across.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Size {
+    pub(super) rows: usize,
+    pub(super) columns: usize,
+}
+
+/// A tensor as a grid: across along the dimension in which it is cut; down along the first one, if it is cut in several.
+/// Of further dimensions only the middle is seen.
+#[derive(Debug)]
+pub(super) struct Raster {
+    pub(super) rows: usize,
+    columns: usize,
+    cells: Vec<Cell>,
+    /// The dimensions that are shown: down and across, or only across.
+    pub(super) dimensions: Vec<usize>,
+}
+
+/// The elements of a dimension in whose places the cells of an axis stand, in rising order.
+struct Axis {
+    dimension: Option<usize>,
+    places: Vec<usize>,
+}
+
+impl Axis {
+    fn new(dimension: Option<usize>, shape: &[usize], cells: usize) -> Self {
+        let length = dimension.map_or(1, |dimension| shape[dimension]);
+        // Each cell stands for the element in its middle.
+        let place = |cell: usize| ((2 * cell + 1) as u128 * length as u128 / (2 * cells) as u128) as usize;
+        Axis { dimension, places: (0..cells).map(place).collect() }
+    }
+
+    /// Returns the cells whose elements a box holds.
+    fn covered(&self, bounds: &TensorBox) -> Range<usize> {
+        let Some(dimension) = self.dimension else { return 0..self.places.len() };
+        let (start, size) = (bounds.offsets[dimension], bounds.sizes[dimension]);
+        let first = self.places.partition_point(|&place| place < start);
+        let end = self.places.partition_point(|&place| place < start.saturating_add(size));
+        first..end
+    }
+}
+
+impl Raster {
+    pub(super) fn new<'b>(
+        shape: &[usize],
+        boxes: impl Iterator<Item = (&'b TensorBox, Option<u32>)> + Clone,
+        size: Size,
+    ) -> Self {
+        // A box of another number of dimensions is damage, which `verify` tells.
+        let boxes = boxes.filter(|(bounds, _)| {
+            bounds.offsets.len() == shape.len() && bounds.sizes.len() == shape.len() && !bounds.sizes.contains(&0)
+        });
+        let is_cut = |&dimension: &usize| boxes.clone().any(|(bounds, _)| bounds.sizes[dimension] < shape[dimension]);
+        let cut: Vec<usize> = (0..shape.len()).filter(is_cut).collect();
+        let (down, across) = match *cut {
+            [] => (None, None),
+            [across] => (None, Some(across)),
+            [down, across, ..] => (Some(down), Some(across)),
+        };
+        let rows = down.map_or(1, |down| shape[down].min(size.rows));
+        let (down, across) = (Axis::new(down, shape, rows), Axis::new(across, shape, size.columns));
+        let hidden: Vec<usize> = cut.iter().copied().skip(2).collect();
+        let mut cells = vec![Cell::Nobody; rows * size.columns];
+        for (bounds, holder) in boxes {
+            let is_seen = |&dimension: &usize| {
+                let middle = shape[dimension] / 2;
+                let start = bounds.offsets[dimension];
+                (start..start.saturating_add(bounds.sizes[dimension])).contains(&middle)
+            };
+            let Some(holder) = holder.filter(|_| hidden.iter().all(is_seen)) else { continue };
+            for row in down.covered(bounds) {
+                for cell in &mut cells[row * size.columns..][across.covered(bounds)] {
+                    *cell = match *cell {
+                        Cell::Nobody => Cell::Holder(holder),
+                        Cell::Holder(other) if other == holder => Cell::Holder(holder),
+                        Cell::Holder(_) | Cell::Several => Cell::Several,
+                    };
+                }
+            }
+        }
+        let dimensions = [down.dimension, across.dimension].into_iter().flatten().collect();
+        Raster { rows, columns: size.columns, cells, dimensions }
+    }
+
+    /// Returns the cells of a row.
+    pub(super) fn row(&self, row: usize) -> &[Cell] {
+        &self.cells[row * self.columns..][..self.columns]
+    }
+
+    /// Returns the runs of equal cells in a row.
+    pub(super) fn runs(&self, row: usize) -> impl Iterator<Item = (Range<usize>, Cell)> {
+        let mut at = 0;
+        self.row(row).chunk_by(|a, b| a == b).map(move |run| {
+            let range = at..at + run.len();
+            at = range.end;
+            (range, run[0])
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SIZE: Size = Size { rows: 4, columns: 8 };
+
+    /// Draws boxes, given by their offsets and sizes; the first is held by 0, the next by 1.
+    fn picture(shape: &[usize], boxes: &[(&[usize], &[usize])]) -> Vec<String> {
+        let boxes: Vec<TensorBox> =
+            boxes.iter().map(|(offsets, sizes)| TensorBox::new(offsets.to_vec(), sizes.to_vec())).collect();
+        let held = boxes.iter().enumerate().map(|(holder, bounds)| (bounds, Some(holder as u32)));
+        let raster = Raster::new(shape, held, SIZE);
+        let show = |cell: &Cell| match cell {
+            Cell::Nobody => '.',
+            Cell::Holder(holder) => char::from_digit(*holder, 36).unwrap(),
+            Cell::Several => '+',
+        };
+        (0..raster.rows).map(|row| raster.row(row).iter().map(show).collect()).collect()
+    }
+
+    #[test]
+    fn a_strip_runs_along_the_dimension_that_is_cut() {
+        assert_eq!(picture(&[4, 6], &[(&[0, 0], &[3, 6]), (&[3, 0], &[1, 6])]), ["00000011"]);
+        assert_eq!(picture(&[4, 6], &[(&[0, 0], &[4, 3]), (&[0, 3], &[4, 3])]), ["00001111"]);
+        assert_eq!(picture(&[], &[(&[], &[])]), ["00000000"]);
+    }
+
+    #[test]
+    fn parts_of_rows_are_seen_as_such() {
+        // A flat range that ends in the middle of the second row, and the rest.
+        let boxes: [(&[usize], &[usize]); 4] =
+            [(&[0, 0], &[1, 8]), (&[1, 0], &[1, 4]), (&[1, 4], &[1, 4]), (&[2, 0], &[2, 8])];
+        assert_eq!(picture(&[4, 8], &boxes), ["00000000", "11112222", "33333333", "33333333"]);
+    }
+
+    #[test]
+    fn holes_copies_and_damage_are_shown() {
+        assert_eq!(picture(&[8], &[(&[0], &[3]), (&[2], &[2]), (&[9], &[9]), (&[1, 1], &[1, 1])]), ["00+1...."]);
+    }
+
+    #[test]
+    fn the_middle_of_further_dimensions_is_shown() {
+        let boxes: [(&[usize], &[usize]); 2] = [(&[0, 0, 0], &[1, 1, 1]), (&[0, 0, 1], &[1, 1, 1])];
+        assert_eq!(picture(&[2, 2, 2], &boxes), ["1111....", "........"]);
+    }
+}

@@ -1,0 +1,114 @@
+//! The picture as lines of text.
+
+use super::holders::Holdings;
+use super::raster::{Cell, Size};
+use crate::markup::shortened;
+use crate::text::{count, escaped, iec};
+
+const SIZE: Size = Size { rows: 8, columns: 40 };
+/// The files that are listed one by one.
+const FILES: usize = 36;
+/// The longest name that is shown whole.
+const NAME: usize = 48;
+/// The width of the bar of the largest file.
+const BAR: u64 = 24;
+
+/// Returns the lines of the picture, with at most `limit` tensors.
+pub(super) fn lines(holdings: &Holdings<'_>, limit: usize) -> Vec<String> {
+    let tensors = holdings.tensors();
+    let files = count(holdings.holders.len(), "file", "files");
+    let mut lines = vec![
+        format!("checkpoint  {} ({})", escaped(&holdings.path), holdings.format),
+        format!("tensors     {}, {} in {files}", tensors.len(), iec(holdings.bytes())),
+        String::new(),
+    ];
+    let mut rows = vec![["".to_owned(), "rank".to_owned(), "file".to_owned(), "boxes".to_owned(), "bytes".to_owned()]];
+    let listed = &holdings.holders[..holdings.holders.len().min(FILES)];
+    rows.extend(listed.iter().enumerate().map(|(position, holder)| {
+        let file = shortened(&escaped(&holder.file), NAME);
+        [symbol(position as u32).to_string(), holder.rank_text(), file, holder.boxes.to_string(), iec(holder.bytes)]
+    }));
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let [rank, file, boxes, bytes] = [1, 2, 3, 4].map(width);
+    for (index, row) in rows.iter().enumerate() {
+        let bar = index.checked_sub(1).map(|position| bar(listed[position].bytes, holdings.largest()));
+        let line = format!(
+            "{:1}  {:>rank$}  {:file$}  {:>boxes$}  {:>bytes$}  {}",
+            row[0],
+            row[1],
+            row[2],
+            row[3],
+            row[4],
+            bar.unwrap_or_default()
+        );
+        lines.push(line.trim_end().to_owned());
+    }
+    if holdings.holders.len() > FILES {
+        lines.push(format!("… and {} more; letters repeat after {FILES} files", holdings.holders.len() - FILES));
+    }
+    lines.push(String::new());
+    let shown = &tensors[..tensors.len().min(limit)];
+    let names: Vec<String> = shown.iter().map(|(name, _)| shortened(&escaped(name), NAME)).collect();
+    let width = names.iter().map(|name| name.chars().count()).max().unwrap_or(0);
+    for (name, (_, entry)) in names.iter().zip(shown) {
+        let raster = holdings.raster(entry, SIZE);
+        let what = format!("{} {:?}", entry.properties.dtype, entry.shape);
+        for row in 0..raster.rows {
+            let cells: String = raster.row(row).iter().map(|&cell| of_cell(cell)).collect();
+            let name = if row == 0 { name.as_str() } else { "" };
+            let note = if row > 0 { String::new() } else { format!("  {what}{}", cut(&raster.dimensions)) };
+            lines.push(format!("{name:width$}  {cells}{note}"));
+        }
+    }
+    if tensors.len() > shown.len() {
+        let more = tensors.len() - shown.len();
+        lines.push(format!("… and {more} more: `--limit N` shows N, `--include GLOB` selects, `--html FILE` draws"));
+    }
+    lines
+}
+
+/// Returns the words for the dimensions in which a tensor is cut.
+pub(super) fn cut(dimensions: &[usize]) -> String {
+    match *dimensions {
+        [] => String::new(),
+        [across] => format!(", cut along dim {across}"),
+        _ => {
+            let dimensions: Vec<String> = dimensions.iter().map(ToString::to_string).collect();
+            format!(", cut along dims {}", dimensions.join(" and "))
+        }
+    }
+}
+
+/// Returns the sign of the file at a position.
+fn symbol(position: u32) -> char {
+    char::from_digit(position % 36, 36).unwrap_or('?')
+}
+
+fn of_cell(cell: Cell) -> char {
+    match cell {
+        Cell::Nobody => '·',
+        Cell::Holder(position) => symbol(position),
+        Cell::Several => '+',
+    }
+}
+
+/// Returns a bar for `bytes` of `largest`.
+fn bar(bytes: u64, largest: u64) -> String {
+    let eighths = (u128::from(bytes) * u128::from(BAR) * 8 / u128::from(largest)) as usize;
+    let mut bar = "█".repeat(eighths / 8);
+    bar.extend(["", "▏", "▎", "▍", "▌", "▋", "▊", "▉"].get(eighths % 8).copied());
+    bar
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bars_are_as_long_as_their_part_of_the_largest() {
+        assert_eq!(bar(100, 100).chars().count(), 24);
+        assert_eq!(bar(50, 100), "█".repeat(12));
+        assert_eq!(bar(1, 192), "▏");
+        assert_eq!(bar(u64::MAX, u64::MAX).chars().count(), 24);
+    }
+}

@@ -1,0 +1,101 @@
+//! A curve over steps, in bounded memory however many steps there are.
+
+/// The most points that are kept.
+const POINTS: usize = 1024;
+
+/// A point of a curve: what was seen in a range of steps.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Point {
+    /// The first step.
+    pub(super) step: u64,
+    pub(super) least: f64,
+    pub(super) most: f64,
+    sum: f64,
+    count: u64,
+}
+
+/// A curve over steps.
+#[derive(Debug)]
+pub(super) struct Series {
+    points: Vec<Point>,
+    /// The number of values in a point.
+    stride: u64,
+}
+
+impl Point {
+    pub(super) fn mean(&self) -> f64 {
+        self.sum / self.count as f64
+    }
+
+    fn join(&self, other: &Point) -> Point {
+        Point {
+            step: self.step,
+            least: self.least.min(other.least),
+            most: self.most.max(other.most),
+            sum: self.sum + other.sum,
+            count: self.count + other.count,
+        }
+    }
+}
+
+/// Joins the points of a chunk, which has one at least.
+fn join_all(points: &[Point]) -> Point {
+    points[1..].iter().fold(points[0], |joined, point| joined.join(point))
+}
+
+impl Default for Series {
+    fn default() -> Self {
+        Series { points: Vec::new(), stride: 1 }
+    }
+}
+
+impl Series {
+    /// Adds the value of a step. One that is not finite is left out.
+    pub(super) fn push(&mut self, step: u64, value: Option<f64>) {
+        let Some(value) = value.filter(|value| value.is_finite()) else { return };
+        let point = Point { step, least: value, most: value, sum: value, count: 1 };
+        match self.points.last_mut() {
+            Some(last) if last.count < self.stride => *last = last.join(&point),
+            _ => self.points.push(point),
+        }
+        if self.points.len() > POINTS {
+            // Two points become one.
+            self.points = self.points.chunks(2).map(join_all).collect();
+            self.stride *= 2;
+        }
+    }
+
+    pub(super) fn points(&self) -> &[Point] {
+        &self.points
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_long_curve_keeps_its_shape_and_its_extremes() {
+        let mut series = Series::default();
+        for step in 0..100_000u64 {
+            let spike = if step == 777 { 50.0 } else { 0.0 };
+            series.push(step, Some(step as f64 / 1e5 + spike));
+        }
+        series.push(100_000, Some(f64::NAN));
+        series.push(100_000, None);
+        let points = series.points();
+        assert!(points.len() <= POINTS && points.len() > POINTS / 4);
+        assert!(points.iter().any(|point| point.most > 50.0));
+        assert!((points.last().unwrap().mean() - 1.0).abs() < 0.01);
+        assert!(points.windows(2).all(|pair| pair[0].step < pair[1].step));
+    }
+
+    #[test]
+    fn joined_points_count_each_value_once() {
+        let mut series = Series::default();
+        (0..=POINTS as u64).for_each(|step| series.push(step, Some(1.0)));
+        let count: u64 = series.points().iter().map(|point| point.count).sum();
+        assert_eq!(count, POINTS as u64 + 1);
+        assert!(series.points().iter().all(|point| point.mean() == 1.0));
+    }
+}
