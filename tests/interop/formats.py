@@ -161,6 +161,122 @@ def sharded_loads(binary, sources, work):
             print(f"ok: {source.parent.name}, resharded and converted, loaded by dcp.load on {world} ranks", flush=True)
 
 
+class MetaLlama:
+    """Llama as Meta and torchtitan name it, with the rotary halves of a head interleaved, written from its definition."""
+
+    width, heads, kv_heads, layers, words, hidden = 32, 4, 2, 2, 61, 48
+
+    def __init__(self):
+        torch.manual_seed(7)
+        kv_width = self.width // self.heads * self.kv_heads
+        self.state = {"tok_embeddings.weight": torch.randn(self.words, self.width)}
+        for i in range(self.layers):
+            for name, shape in {
+                "attention.wq": (self.width, self.width),
+                "attention.wk": (kv_width, self.width),
+                "attention.wv": (kv_width, self.width),
+                "attention.wo": (self.width, self.width),
+                "feed_forward.w1": (self.hidden, self.width),
+                "feed_forward.w2": (self.width, self.hidden),
+                "feed_forward.w3": (self.hidden, self.width),
+                "attention_norm": (self.width,),
+                "ffn_norm": (self.width,),
+            }.items():
+                self.state[f"layers.{i}.{name}.weight"] = torch.randn(shape) / 5
+        self.state["norm.weight"] = torch.randn(self.width)
+        self.state["output.weight"] = torch.randn(self.words, self.width)
+
+    def config(self):
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": self.width,
+            "intermediate_size": self.hidden,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "num_hidden_layers": self.layers,
+            "vocab_size": self.words,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "max_position_embeddings": 64,
+            "tie_word_embeddings": False,
+            "hidden_act": "silu",
+        }
+
+    def normed(self, x, name):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.state[f"{name}.weight"]
+
+    def turned(self, x):
+        positions, size = x.shape[0], x.shape[-1]
+        frequencies = 1.0 / 10000.0 ** (torch.arange(0, size, 2).float() / size)
+        turns = torch.polar(torch.ones(positions, size // 2), torch.outer(torch.arange(positions).float(), frequencies))
+        pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2).contiguous())
+        return torch.view_as_real(pairs * turns[:, None, :]).flatten(-2)
+
+    def logits(self, words):
+        x = self.state["tok_embeddings.weight"][words]
+        for i in range(self.layers):
+            def linear(y, name, i=i):
+                return y @ self.state[f"layers.{i}.{name}.weight"].T
+
+            y = self.normed(x, f"layers.{i}.attention_norm")
+            queries = self.turned(linear(y, "attention.wq").view(len(words), self.heads, -1))
+            keys = self.turned(linear(y, "attention.wk").view(len(words), self.kv_heads, -1))
+            values = linear(y, "attention.wv").view(len(words), self.kv_heads, -1)
+            keys, values = (z.repeat_interleave(self.heads // self.kv_heads, dim=1) for z in (keys, values))
+            mixed = torch.nn.functional.scaled_dot_product_attention(
+                queries.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1), is_causal=True)
+            x = x + linear(mixed.transpose(0, 1).flatten(1), "attention.wo")
+            y = self.normed(x, f"layers.{i}.ffn_norm")
+            gate = torch.nn.functional.silu(linear(y, "feed_forward.w1"))
+            x = x + linear(gate * linear(y, "feed_forward.w3"), "feed_forward.w2")
+        return self.normed(x, "norm") @ self.state["output.weight"].T
+
+
+def transformers_models(binary, work):
+    """A checkpoint of torchtitan becomes a folder that transformers opens; an adapter of PEFT goes into its base."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    llama = MetaLlama()
+    source, configuration, folder = work / "titan", work / "configuration", work / "llama-hf"
+    dcp.save({"model": llama.state, "train_state": {"step": 3}}, checkpoint_id=source, no_dist=True)
+    configuration.mkdir()
+    (configuration / "config.json").write_text(json.dumps(llama.config()))
+    (configuration / "tokenizer_config.json").write_text("{}")
+    fsdp(binary, "convert", source, folder, "--to", "hf", "--include", "model.*", "--rename", "model.=",
+         "--map", "llama-to-hf", "--set", f"heads={llama.heads}", "--set", f"kv_heads={llama.kv_heads}",
+         "--with", configuration)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    words = torch.randint(0, llama.words, (11,))
+    with torch.no_grad():
+        found, expected = model(words[None]).logits[0], llama.logits(words)
+    check("the logits of a Llama of torchtitan in transformers", torch.allclose(found, expected, rtol=1e-4, atol=1e-4))
+    print("ok: a Llama of torchtitan, opened by transformers with equal logits", flush=True)
+
+    for name, options in {
+        "plain": {"r": 4, "lora_alpha": 10},
+        "rslora": {"r": 6, "lora_alpha": 5, "use_rslora": True, "alpha_pattern": {"q_proj": 3}},
+        "embedding": {"r": 2, "lora_alpha": 4, "target_modules": ["embed_tokens", "v_proj"], "modules_to_save": ["lm_head"]},
+    }.items():
+        options.setdefault("target_modules", ["q_proj", "down_proj"])
+        tuned = get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), LoraConfig(**options))
+        with torch.no_grad():
+            for key, parameter in tuned.named_parameters():
+                if "lora_" in key or "modules_to_save" in key:
+                    parameter.copy_(torch.randn_like(parameter))
+        adapter, merged = work / f"adapter-{name}", work / f"merged-{name}"
+        tuned.save_pretrained(adapter)
+        fsdp(binary, "merge", "--from", folder, "--lora", adapter, merged, "--to", "hf")
+        ours = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32).state_dict()
+        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        theirs = PeftModel.from_pretrained(base, adapter).merge_and_unload().state_dict()
+        check(f"the keys of a merged adapter ({name})", ours.keys() == theirs.keys())
+        for key, tensor in theirs.items():
+            check(f"{key} of a merged adapter ({name})", torch.allclose(ours[key], tensor, rtol=1e-5, atol=1e-5))
+        print(f"ok: an adapter of PEFT ({name}) merged as PEFT merges it", flush=True)
+
+
 def main():
     binary, fixtures, work = (pathlib.Path(argument) for argument in sys.argv[1:])
     work.mkdir(parents=True)
@@ -170,6 +286,7 @@ def main():
     safetensors_files(binary, [*sources, every], work)
     plain = [fixtures / name / "dcp" for name in ("fsdp2_adamw_ws2", "fsdp1_flat_adamw_ws2", "hsdp2_adamw_ws4")]
     hugging_face_reader(binary, plain, work)
+    transformers_models(binary, work)
     sharded_loads(binary, [fixtures / "misc_ws3" / "dcp", fixtures / "fsdp2_bf16_adamw_ws2" / "dcp"], work)
 
 

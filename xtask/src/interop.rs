@@ -6,7 +6,8 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 
 /// The packages that the tests import.
-const PACKAGES: [&str; 5] = ["torch>=2.6", "numpy", "safetensors", "model-signing>=1.1", "pyopenssl"];
+const PACKAGES: [&str; 7] =
+    ["torch>=2.6", "numpy", "safetensors", "transformers>=5", "peft", "model-signing>=1.1", "pyopenssl"];
 
 /// The variable that names a Python with these packages, so that they need not be installed.
 const PYTHON_VARIABLE: &str = "FSDP_INTEROP_PYTHON";

@@ -17,6 +17,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::failure::UsageError;
+use super::keys;
 use super::output;
 use super::text::{escaped, escaped_lines};
 
@@ -95,19 +96,24 @@ pub(crate) fn run(arguments: &CatArguments) -> Result<()> {
         value: None,
     };
     if !source.metadata().entries.contains_key(name) {
-        return Err(FileError::from(LoadPlanError::Missing { fqn: name.clone() }).into());
+        let missing = anyhow::Error::from(FileError::from(LoadPlanError::Missing { fqn: name.clone() }));
+        return Err(match keys::nearest(name, source.metadata()) {
+            Some(near) => missing.context(format!("no key `{}`; the nearest are {near}", escaped(name))),
+            None => missing,
+        });
     }
-    let Some(tensor) = source.metadata().tensor(name) else {
+    let opaque = source.opaque_type(name)?;
+    let tensor = source.metadata().tensor(name).filter(|_| opaque.is_none());
+    let Some(tensor) = tensor else {
         if arguments.stats || arguments.npy.is_some() {
             return Err(UsageError::NoTensor { name: name.clone() }.into());
         }
-        let is_opaque = source.read_value(name).is_err_and(|error| error.opaque_type().is_some());
         let value = value_json(&source.describe_value(name)?);
         if arguments.json {
             shown.value = Some(value);
             return output::json(&shown);
         }
-        if is_opaque {
+        if opaque.is_some() {
             // An object and what lies below it: a tree.
             return output::data(&escaped_lines(&format!("{value:#}")));
         }
@@ -276,6 +282,10 @@ fn value_json(value: &PlainValue) -> Value {
         PlainValue::Tensor(tensor) => {
             let mut elements = Vec::new();
             elements_json(tensor.dtype, &tensor.data, &mut elements);
+            if elements.is_empty() {
+                // It has none, or they were not read.
+                return json!({"dtype": tensor.dtype.to_string(), "shape": tensor.shape});
+            }
             json!({"dtype": tensor.dtype.to_string(), "shape": tensor.shape, "elements": elements})
         }
         // More digits than a JSON number may have.

@@ -37,6 +37,10 @@ pub(crate) enum UsageError {
     UnequalReplicas { ranks: usize, replicas: usize },
     #[error("the plan would have more than {limit} boxes")]
     TooManyBoxes { limit: usize },
+    #[error("`--lora` takes one `--from`: the base")]
+    OneBase,
+    #[error("no checkpoint of `{run}` that would stay is whole: nothing was removed")]
+    NothingWhole { run: String },
     #[error("there is no model `{name}`")]
     NoModel { name: String },
     #[error("`{path}` has neither metrics nor checkpoints of a run")]
@@ -65,6 +69,8 @@ impl UsageError {
             UsageError::NoMap { .. } => "name a file of rules, or a map that is built in",
             UsageError::UnequalReplicas { .. } => "`--ranks` must be a multiple of `--replicas`",
             UsageError::TooManyBoxes { .. } => "plan fewer ranks, more `--replicas`, or `--layout flat`",
+            UsageError::OneBase => "average the checkpoints first, or give one",
+            UsageError::NothingWhole { .. } => "`fsdp ls` lists them, and `fsdp verify` says what is wrong; keep more",
             UsageError::NoModel { .. } => "`fsdp plan --help` lists the models",
             UsageError::NoRun { .. } => "name the directory that `fsdp train --out` was given",
             UsageError::NoCommand { .. } => "`fsdp help` lists the commands",

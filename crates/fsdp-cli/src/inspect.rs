@@ -8,7 +8,7 @@ use fsdp_dcp::checkpoint::{self, Checkpoint};
 use fsdp_dcp::metadata::{Chunk, Entry, Metadata, StorageInfo, TensorEntry};
 use fsdp_dcp::reader::OpenOptions;
 use serde::Serialize;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 use super::output;
 use super::text::{count, escaped, iec};
@@ -34,6 +34,9 @@ pub(crate) struct InspectArguments {
 /// The version of the JSON's schema.
 const SCHEMA: u32 = 1;
 
+/// The columns that rows should fit.
+const COLUMNS: usize = 80;
+
 /// The largest number of ranks for which a tensor's boxes are listed by rank.
 const RANKS_IN_A_LINE: usize = 8;
 
@@ -54,8 +57,10 @@ struct Summary {
     tensors: Vec<Tensor>,
     /// The keys of values that are not tensors.
     values: Vec<String>,
-    /// The ones that hold objects of types that are never built.
+    /// The values that hold objects of types that are never built, and the tensors that are such objects.
     opaque: Vec<Opaque>,
+    /// The number of tensors and values that were not looked into for such objects.
+    not_looked_into: usize,
 }
 
 #[derive(Debug, Serialize)]
@@ -63,6 +68,8 @@ struct Opaque {
     name: String,
     #[serde(rename = "type")]
     of: String,
+    /// The bytes that it takes as it is stored.
+    bytes: u64,
 }
 
 #[derive(Debug, Serialize)]
@@ -124,17 +131,21 @@ impl Summary {
             tensors: Vec::new(),
             values: Vec::new(),
             opaque: Vec::new(),
+            not_looked_into: 0,
         }
     }
 
     fn new(path: String, source: &dyn Checkpoint) -> Self {
         let metadata = source.metadata();
-        let tensors = tensors(metadata);
+        let (opaque, not_looked_into) = opaque(source);
+        let mut tensors = tensors(metadata);
+        let stored: HashMap<&str, u64> = opaque.iter().map(|opaque| (opaque.name.as_str(), opaque.bytes)).collect();
+        for tensor in &mut tensors {
+            // What its elements would take says nothing of an opaque tensor.
+            tensor.bytes = stored.get(tensor.name.as_str()).copied().unwrap_or(tensor.bytes);
+        }
         let mut values: Vec<String> = metadata.values().map(|(name, _)| name.to_owned()).collect();
         values.sort_by(|a, b| natord::compare(a, b));
-        let opaque_type = |name: &String| source.opaque_type(name).ok()?;
-        let opaque =
-            values.iter().filter_map(|name| Some(Opaque { name: name.clone(), of: opaque_type(name)? })).collect();
         let step = step(source);
         Summary {
             schema: SCHEMA,
@@ -148,6 +159,7 @@ impl Summary {
             tensors,
             values,
             opaque,
+            not_looked_into,
         }
     }
 
@@ -160,9 +172,14 @@ impl Summary {
             format!("tensors     {} in {}, {}", self.tensors.len(), count(boxes, "box", "boxes"), iec(self.bytes)),
             format!("values      {}", self.values.len()),
         ];
-        lines.extend(
-            self.opaque.iter().map(|Opaque { name, of }| format!("opaque      {}: {}", escaped(name), escaped(of))),
-        );
+        lines.extend(self.opaque.iter().map(|Opaque { name, of, bytes }| {
+            let stored = if *bytes > 0 { format!(", {}", iec(*bytes)) } else { String::new() };
+            format!("opaque      {}: {}{stored}", escaped(name), escaped(of))
+        }));
+        if self.not_looked_into > 0 {
+            let more = count(self.not_looked_into, "item was", "items were");
+            lines.push(format!("            {more} not looked into; `fsdp verify` looks into all"));
+        }
         lines.push(String::new());
         let rows: Vec<[String; 5]> = std::iter::once(["tensor", "dtype", "shape", "bytes", "boxes by rank"])
             .map(|header| header.map(str::to_owned))
@@ -170,9 +187,16 @@ impl Summary {
             .collect();
         let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
         let widths = [0, 1, 2, 3].map(width);
+        let [w0, w1, w2, w3] = widths;
+        // Where the names leave no room, each has a line of its own.
+        let is_narrow = widths.iter().sum::<usize>() + 8 + width(4) <= COLUMNS;
         for [name, dtype, shape, bytes, boxes] in &rows {
-            let [w0, w1, w2, w3] = widths;
-            lines.push(format!("{name:w0$}  {dtype:w1$}  {shape:w2$}  {bytes:>w3$}  {boxes}"));
+            if is_narrow {
+                lines.push(format!("{name:w0$}  {dtype:w1$}  {shape:w2$}  {bytes:>w3$}  {boxes}"));
+            } else {
+                lines.push(name.clone());
+                lines.push(format!("    {dtype:w1$}  {shape:w2$}  {bytes:>w3$}  {boxes}"));
+            }
         }
         lines
     }
@@ -181,11 +205,40 @@ impl Summary {
 /// The keys under which trainers keep the count of their steps, the most specific first.
 const STEPS: [&str; 6] = ["train.step", "train_state.step", "trainer.step", "global_step", "global_steps", "step"];
 
+/// The number of items that are looked into, in the file system and elsewhere.
+const LOOKS: [usize; 2] = [4096, 64];
+
+/// The most bytes that the value of a step takes.
+const STEP_BYTES: u64 = 64 << 10;
+
+/// Returns the opaque values and tensors, sorted, and the number of items that were not looked into. Nothing is read but
+/// what tells their types, and that of some items only: a checkpoint may have millions.
+fn opaque(source: &dyn Checkpoint) -> (Vec<Opaque>, usize) {
+    let metadata = source.metadata();
+    let values = metadata.values().map(|(name, value)| (name, value.stored.as_ref().map_or(0, |stored| stored.length)));
+    let tensors = metadata.tensors().map(|(name, tensor)| {
+        let stored = tensor.chunks.iter().filter_map(|chunk| chunk.stored.as_ref());
+        (name, stored.map(|stored| stored.length).sum::<u64>())
+    });
+    let [local, remote] = LOOKS;
+    let is_local = Location::from(source.path()).local().is_some();
+    let looks = if is_local { local } else { remote };
+    let opaque = values.chain(tensors).take(looks).filter_map(|(name, bytes)| {
+        // What is damaged does not keep the rest from being shown.
+        let of = source.opaque_type(name).ok()??;
+        Some(Opaque { name: name.to_owned(), of, bytes })
+    });
+    let mut opaque: Vec<Opaque> = opaque.collect();
+    opaque.sort_by(|a, b| natord::compare(&a.name, &b.name));
+    (opaque, metadata.entries.len().saturating_sub(looks))
+}
+
 /// Returns the step at which a checkpoint was saved. One that is damaged does not keep the rest from being shown: `verify`
 /// is for damage.
 fn step(source: &dyn Checkpoint) -> Option<i64> {
     let entries = &source.metadata().entries;
     STEPS.iter().find_map(|key| match entries.get(*key)? {
+        Entry::Bytes(bytes) if bytes.stored.as_ref().is_some_and(|stored| stored.length > STEP_BYTES) => None,
         Entry::Bytes(_) => source.read_value(key).ok()?.as_int(),
         Entry::Tensor(_) => None,
     })

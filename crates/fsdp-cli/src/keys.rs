@@ -6,6 +6,7 @@ use fsdp_dcp::metadata::Metadata;
 use globset::{Glob, GlobSet, GlobSetBuilder};
 
 use crate::failure::UsageError;
+use crate::text::escaped;
 
 /// `--include`, `--exclude`, `--rename` and `--prefix`.
 pub(crate) struct Keys<'a> {
@@ -76,6 +77,48 @@ fn globs(patterns: &[String]) -> Result<GlobSet> {
     Ok(set.build()?)
 }
 
+/// The number of near keys that a message lists.
+const NEAREST: usize = 3;
+
+/// The most keys that are compared.
+const MOST_COMPARED: usize = 20_000;
+
+/// Returns a list of the keys that are nearest to one that a checkpoint lacks: those with the fewest changes to make of
+/// their letters, and before them those that end or begin with it. `None` if there are no keys.
+pub(crate) fn nearest(key: &str, metadata: &Metadata) -> Option<String> {
+    let mut keys: Vec<(usize, &str)> =
+        metadata.entries.keys().take(MOST_COMPARED).map(|other| (distance(key, other), other.as_str())).collect();
+    keys.sort();
+    let keys: Vec<String> = keys.iter().take(NEAREST).map(|(_, key)| format!("`{}`", escaped(key))).collect();
+    (!keys.is_empty()).then(|| keys.join(", "))
+}
+
+/// The longest key that is compared letter by letter.
+const LONGEST_COMPARED: usize = 256;
+
+/// Returns how far two keys are apart: none where one ends or begins with the other, or else the number of letters to
+/// insert, remove or replace.
+fn distance(a: &str, b: &str) -> usize {
+    let is_part = |part: &str, whole: &str| !part.is_empty() && (whole.ends_with(part) || whole.starts_with(part));
+    if is_part(a, b) || is_part(b, a) {
+        return 0;
+    }
+    let (a, b) = (a.as_bytes(), b.as_bytes());
+    if a.len().max(b.len()) > LONGEST_COMPARED {
+        return usize::MAX;
+    }
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.iter().enumerate() {
+        let mut diagonal = std::mem::replace(&mut row[0], i + 1);
+        for (j, y) in b.iter().enumerate() {
+            let replaced = diagonal + usize::from(x != y);
+            diagonal = std::mem::replace(&mut row[j + 1], 0);
+            row[j + 1] = replaced.min(diagonal + 1).min(row[j] + 1);
+        }
+    }
+    row[b.len()]
+}
+
 /// Returns the new key, if the rule fits.
 fn apply((old, new): &(String, String), key: &str) -> Option<String> {
     let rest = key.strip_prefix(old.as_str())?;
@@ -97,6 +140,21 @@ mod tests {
         assert_eq!(apply(&rule("model", "m"), "model"), Some("m".to_owned()));
         assert_eq!(apply(&rule("model.", ""), "model.h.0"), Some("h.0".to_owned()));
         assert_eq!(apply(&rule("model", "m"), "models.h.0"), None);
+    }
+
+    #[test]
+    fn the_nearest_keys_are_those_with_the_fewest_changes() {
+        assert_eq!(distance("wieght", "weight"), 2);
+        assert_eq!(distance("weight", "model.weight"), 0);
+        assert_eq!(distance("kitten", "sitting"), 3);
+        assert_eq!(distance("", "ab"), 2);
+        let mut metadata = Metadata::default();
+        for key in ["model.up.weight", "model.down.weight", "model.up.bias", "step"] {
+            metadata.entries.insert(key.to_owned(), fsdp_dcp::metadata::Entry::Bytes(Default::default()));
+        }
+        let near = nearest("model.up.wieght", &metadata).unwrap();
+        assert!(near.starts_with("`model.up.weight`, "), "{near}");
+        assert_eq!(nearest("x", &Metadata::default()), None);
     }
 
     #[test]

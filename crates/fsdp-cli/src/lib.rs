@@ -1,7 +1,7 @@
 //! The `fsdp` command: the command line, and the code behind each of its commands.
 //!
-//! The commands that read and rewrite checkpoints (`inspect`, `verify`, `diff`, `digest`, `sign`, `log`, `map`, `report`,
-//! `reshard`, `convert`, `cat`, `plan`) need no tensor library. `train`, `launch` and `doctor` come with the feature `train`,
+//! The commands that read and rewrite checkpoints (`inspect`, `verify`, `diff`, `digest`, `sign`, `log`, `ls`, `prune`, `map`,
+//! `report`, `reshard`, `convert`, `merge`, `cat`, `plan`) need no tensor library. `train`, `launch` and `doctor` come with the feature `train`,
 //! which is on by default; so does the model that `train` trains (module `gpt`), its text (`data`) and the way its ranks are run
 //! (`ranks`), which tests and benches use too.
 
@@ -19,6 +19,7 @@ mod inspect;
 mod keys;
 mod log;
 mod logs;
+mod ls;
 mod manual;
 mod map;
 mod markup;
@@ -29,6 +30,7 @@ mod output;
 mod picture;
 mod plan;
 mod progress;
+mod prune;
 mod report;
 mod run_files;
 mod sign;
@@ -110,10 +112,16 @@ enum Command {
     Map(picture::PictureArguments),
     /// Write a page about a run: loss, speed, memory, saves, restarts, checkpoints
     Report(report::ReportArguments),
+    /// List the checkpoints of a run
+    Ls(ls::LsArguments),
+    /// Remove the old checkpoints of a run
+    Prune(prune::PruneArguments),
     /// Write a checkpoint for another number of ranks
     Reshard(convert::ReshardArguments),
     /// Write a checkpoint in another format, with some keys left out, renamed or cast
     Convert(Box<convert::ConvertArguments>),
+    /// Average checkpoints, or merge a LoRA adapter into its base
+    Merge(Box<convert::MergeArguments>),
     /// Show one tensor or value: its elements, statistics, or a NumPy file
     Cat(cat::CatArguments),
     /// Tell what the checkpoints of a large job would be, and how often it should save
@@ -247,8 +255,11 @@ fn execute(command: Command) -> anyhow::Result<()> {
         Command::Log(arguments) => log::run(&arguments),
         Command::Map(arguments) => picture::run(&arguments),
         Command::Report(arguments) => report::run(&arguments),
+        Command::Ls(arguments) => ls::run(&arguments),
+        Command::Prune(arguments) => prune::run(&arguments),
         Command::Reshard(arguments) => convert::reshard(&arguments),
         Command::Convert(arguments) => convert::run(&arguments),
+        Command::Merge(arguments) => convert::merge(&arguments),
         Command::Cat(arguments) => cat::run(&arguments),
         Command::Plan(arguments) => plan::run(&arguments),
         Command::Completions(arguments) => manual::completions(&arguments, Arguments::command()),

@@ -70,6 +70,30 @@ fn opaque_values_are_named_shown_and_never_lost_without_a_word() {
 }
 
 #[test]
+fn opaque_tensors_are_named_shown_and_never_lost_without_a_word() {
+    let checkpoint = foreign("opaque_tensors/int8");
+    let opaque = contains("opaque      0.weight: torchao.quantization.Int8Tensor, ");
+    fsdp(&["inspect", &checkpoint]).assert().success().stdout(opaque);
+    fsdp(&["verify", &checkpoint, "--level", "deep"])
+        .assert()
+        .success()
+        .stdout(contains("Int8Tensor").and(contains("ok ")));
+    fsdp(&["cat", &checkpoint, "0.weight"])
+        .assert()
+        .success()
+        .stdout(contains("Int8Tensor").and(contains("\"dtype\": \"int8\"")));
+    fsdp(&["cat", &checkpoint, "0.weight", "--stats"]).assert().code(2);
+    let directory = tempfile::tempdir().unwrap();
+    let (file, copy) = (place(&directory, "m.safetensors"), place(&directory, "copy"));
+    let convert = ["convert", &checkpoint, &file, "--to", "safetensors"];
+    fsdp(&convert).assert().code(20).stderr(contains("Int8Tensor").and(contains("--drop-opaque")));
+    fsdp(&[&convert[..], &["--drop-opaque"]].concat()).assert().success().stderr(contains("2 opaque"));
+    fsdp(&["reshard", &checkpoint, &copy, "--world-size", "2"]).assert().success();
+    fsdp(&["diff", &checkpoint, &copy]).assert().success();
+    fsdp(&["verify", &copy, "--level", "deep"]).assert().success();
+}
+
+#[test]
 fn checkpoints_of_other_frameworks_pass_through_every_command() {
     let directory = tempfile::tempdir().unwrap();
     for (number, (name, format, key)) in [

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::elements::for_each;
 use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint;
+use crate::formats::opaque::digest_of_opaque;
 use crate::formats::stream::stream;
 use crate::formats::structure::{Place, Structure, key_text};
 use crate::metadata::Entry;
@@ -172,6 +173,9 @@ fn key(
             let differ = !a.same_bits(&b);
             Ok(differ.then(|| Difference::Value { first: format!("{a:?}"), second: format!("{b:?}") }))
         }
+        Entry::Tensor(_) if first.opaque_type(fqn)?.is_some() || second.opaque_type(fqn)?.is_some() => {
+            opaque_tensors(first, second, fqn)
+        }
         Entry::Tensor(tensor) => tensors(first, second, fqn, tensor.properties.dtype, &tensor.shape, tolerance),
     }
 }
@@ -249,6 +253,16 @@ fn same_container(first: &Place<'_>, second: &Place<'_>) -> bool {
         }
         _ => false,
     }
+}
+
+/// Compares a tensor that is opaque in one of two checkpoints: its type, and its bytes as they are stored.
+fn opaque_tensors(first: &dyn Checkpoint, second: &dyn Checkpoint, fqn: &str) -> Result<Option<Difference>, FileError> {
+    let (a, b) = (first.opaque_type(fqn)?, second.opaque_type(fqn)?);
+    if a == b && digest_of_opaque(first, fqn)? == digest_of_opaque(second, fqn)? {
+        return Ok(None);
+    }
+    let [first, second] = [a, b].map(|of| of.map_or_else(|| "a plain tensor".to_owned(), |of| format!("a {of}")));
+    Ok(Some(Difference::Value { first, second }))
 }
 
 /// Compares the elements of a tensor that both have, in the same dtype and shape.

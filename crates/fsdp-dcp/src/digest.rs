@@ -10,6 +10,7 @@ use fsdp_layout::{DType, TensorBox};
 
 use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint;
+use crate::formats::opaque::digest_of_opaque;
 use crate::formats::stream::stream;
 use crate::metadata::Entry;
 use crate::threads::on_threads;
@@ -41,6 +42,9 @@ pub fn digest(checkpoint: &dyn Checkpoint, threads: usize) -> Result<StateDigest
     for (fqn, entry) in entries {
         match entry {
             Entry::Bytes(_) => _ = digests.insert(fqn, Digest::of_value(&checkpoint.describe_value(fqn)?)),
+            Entry::Tensor(_) if checkpoint.opaque_type(fqn)?.is_some() => {
+                digests.insert(fqn, digest_of_opaque(checkpoint, fqn)?);
+            }
             Entry::Tensor(tensor) => {
                 let (dtype, shape) = (tensor.properties.dtype, tensor.shape.as_slice());
                 let bytes = TensorBox::whole(shape).numel() as u64 * dtype.size_in_bytes();

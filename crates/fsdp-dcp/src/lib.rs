@@ -11,6 +11,7 @@
 //! | [`storage`] | directories and object stores behind one trait; staging, fsync, one rename; the crash contract |
 //! | [`convert`] | from any format to any, filtered, renamed, cast, resharded, in bounded memory |
 //! | [`map`] | from the keys and shapes of one framework to those of another |
+//! | [`merge`] | the average of checkpoints, and a base with a LoRA adapter |
 //! | [`verify`](mod@verify), [`diff`](mod@diff), [`elements`] | whether it is whole, how two differ, what the numbers are |
 //! | [`digest`](mod@digest) | one number for the same state in any format and layout |
 //! | `sign` (with the feature of this name) | signatures, in the format of OpenSSF Model Signing |
@@ -18,7 +19,7 @@
 //! | [`limits`] | how much a hostile file can make us do |
 //!
 //! Inside, each format has a folder (`dcp`, `safetensors`, `torch`, `rank_files`, `deepspeed`, `numpy`,
-//! `gguf`). They share `formats` (reading) and `payload`
+//! `gguf`, and `folder` for those of trainers, which hold several). They share `formats` (reading) and `payload`
 //! (writing). `open` knows all formats, and `convert` writes each of them.
 //!
 //! A checkpoint on disk:
@@ -40,12 +41,14 @@ pub mod diff;
 pub mod digest;
 pub mod elements;
 mod error;
+mod folder;
 mod formats;
 mod gguf;
 mod kind;
 pub mod limits;
 pub mod lineage;
 pub mod map;
+pub mod merge;
 pub mod metadata;
 mod nested;
 mod numpy;
@@ -58,6 +61,7 @@ mod rank_files;
 mod safetensors;
 #[cfg(feature = "sign")]
 pub mod sign;
+mod steps;
 pub mod storage;
 mod strided;
 mod threads;
@@ -75,12 +79,13 @@ pub use storage::object::{Store, object_store};
 ///
 /// All formats speak [`Metadata`](metadata::Metadata); whatever handles one handles all.
 pub mod checkpoint {
-    pub use crate::formats::checkpoint::{Checkpoint, Format};
+    pub use crate::formats::checkpoint::{Checkpoint, Format, KeyFilter, PartOf};
     pub use crate::formats::extra::ExtraFiles;
     pub use crate::formats::stream::stream;
     pub use crate::formats::structure::Structure;
     pub use crate::open::{check_replaceable, open};
     pub use crate::safetensors::sidecar::{VALUES_FILE, values_beside};
+    pub use crate::steps::{StepOfRun, steps_of_run};
 }
 
 /// Reading a DCP directory, and the options of reading in any format.

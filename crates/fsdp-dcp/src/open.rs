@@ -3,6 +3,7 @@
 use crate::dcp::reader::{CheckpointReader, metadata_files};
 use crate::deepspeed;
 use crate::error::{FileError, FormatError};
+use crate::folder;
 use crate::formats::checkpoint::Checkpoint;
 use crate::formats::extra::ExtraFiles;
 use crate::formats::read::OpenOptions;
@@ -10,6 +11,7 @@ use crate::gguf;
 use crate::numpy;
 use crate::rank_files;
 use crate::safetensors::read::SafetensorsCheckpoint;
+use crate::steps::steps_of_run;
 use crate::storage::backend::{EntryKind, Links};
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
@@ -20,7 +22,8 @@ use crate::torch::{self, legacy};
 /// Opens the checkpoint that is at a path, or at the URL of an object store.
 ///
 /// The format is told by the content, not by names: a DCP directory, a directory of safetensors files (Hugging Face's
-/// layout, or torch's `HuggingFaceStorageWriter`), one safetensors file, or one torch archive (`.pt`, `.pth`, `.bin`).
+/// layout, or torch's `HuggingFaceStorageWriter`), one safetensors file, or one torch archive (`.pt`, `.pth`, `.bin`). A
+/// trainer's folder, which holds several of them, is told by the names of those.
 ///
 /// # Errors
 /// [`FileError::NotCommitted`] where there is nothing, and whatever is wrong with the files.
@@ -64,6 +67,9 @@ fn open_directory(location: &Location, options: OpenOptions) -> Result<Box<dyn C
         return Ok(Box::new(CheckpointReader::open_with(location, options)?));
     }
     let names = directory.names()?;
+    if folder::is_there(&names) {
+        return folder::open(location, &names, options, &|location, options| open(location, options));
+    }
     if deepspeed::universal::is_there(location, &names)? {
         return Ok(Box::new(deepspeed::universal::open(location, options)?));
     }
@@ -81,6 +87,10 @@ fn open_directory(location: &Location, options: OpenOptions) -> Result<Box<dyn C
     }
     if let Some(index) = names.iter().find(|name| name.ends_with(INDEX_END)) {
         return Ok(Box::new(torch::index::open(location, index, options)?));
+    }
+    if !steps_of_run(location)?.is_empty() {
+        let reason = "it is the folder of a run, whose checkpoints lie below it";
+        return Err(FileError::NotCommitted { path: location.name().to_owned(), reason });
     }
     // What is neither gets the error of a DCP directory without metadata.
     Ok(Box::new(CheckpointReader::open_with(location, options)?))

@@ -15,6 +15,7 @@ use crate::formats::stream::stream;
 use crate::metadata::{BytesEntry, Entry};
 use crate::payload::source::PayloadSource;
 use crate::storage::integrity::integrity_beside;
+use crate::storage::location::Location;
 use crate::storage::sidecar::Sidecar;
 use crate::storage::{Durable, Staging};
 use crate::threads::default_threads;
@@ -32,6 +33,8 @@ pub struct ConvertOptions<'o> {
     pub durable: Option<&'o Durable>,
     /// `true` to leave out values that hold objects of unknown types, where the format cannot hold them.
     pub drop_opaque: bool,
+    /// A directory whose configuration and tokenizer go with what is written in Hugging Face's layout.
+    pub with: Option<&'o Location>,
 }
 
 impl Default for ConvertOptions<'_> {
@@ -42,6 +45,7 @@ impl Default for ConvertOptions<'_> {
             progress: None,
             durable: None,
             drop_opaque: false,
+            with: None,
         }
     }
 }

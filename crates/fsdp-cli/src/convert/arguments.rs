@@ -92,6 +92,26 @@ pub(super) struct WriteArguments {
     pub(super) no_progress: bool,
 }
 
+/// The format to write, and what belongs to it.
+#[derive(Debug, Args)]
+pub(super) struct TargetArguments {
+    /// The format to write
+    #[arg(long, value_enum)]
+    pub(super) to: To,
+    /// Ranks of the destination, for dcp and hf-sharded [default: 1]
+    #[arg(long, value_name = "N", value_parser = ranks())]
+    world_size: Option<usize>,
+    /// Largest size of a file, for hf: 500MB, 2GiB [default: 5GB]
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    max_shard_size: Option<u64>,
+    /// Take the configuration and the tokenizer of this directory along, for hf
+    #[arg(long, value_name = "DIR")]
+    with: Option<Location>,
+    /// Leave out tensors and values that are objects of types that are never built, where the format cannot keep them
+    #[arg(long)]
+    pub(super) drop_opaque: bool,
+}
+
 /// Options of `fsdp convert`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -108,15 +128,8 @@ pub(crate) struct ConvertArguments {
     /// Place to write to; nothing may be there, unless --overwrite is given
     #[arg(value_name = "DST")]
     pub(super) destination: Location,
-    /// The format to write
-    #[arg(long, value_enum)]
-    pub(super) to: To,
-    /// Ranks of the destination, for dcp and hf-sharded [default: 1]
-    #[arg(long, value_name = "N", value_parser = ranks())]
-    world_size: Option<usize>,
-    /// Largest size of a file, for hf: 500MB, 2GiB [default: 5GB]
-    #[arg(long, value_name = "SIZE", value_parser = size)]
-    max_shard_size: Option<u64>,
+    #[command(flatten)]
+    pub(super) target: TargetArguments,
     /// Only keys that this glob matches; may be given more than once
     #[arg(long, value_name = "GLOB")]
     pub(super) include: Vec<String>,
@@ -136,9 +149,6 @@ pub(crate) struct ConvertArguments {
     /// Cast the state of optimizers too
     #[arg(long, requires = "dtype")]
     cast_optimizer: bool,
-    /// Leave out values that hold objects of types that are never built, where the format cannot keep them
-    #[arg(long)]
-    pub(super) drop_opaque: bool,
     #[command(flatten)]
     pub(super) map: MapArguments,
     #[command(flatten)]
@@ -161,12 +171,48 @@ pub(crate) struct ReshardArguments {
     pub(super) writing: WriteArguments,
 }
 
-impl ConvertArguments {
+/// Options of `fsdp merge`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+The average is that of floating-point tensors, but for the state of optimizers. All else is taken from the first
+checkpoint. The averaged weights that a run keeps beside its model (EMA) are copied out with
+`fsdp convert --include 'ema.*' --rename ema.=`.
+
+Examples:
+  fsdp merge --from run/step-80 --from run/step-90 --from run/step-100 averaged --to hf
+  fsdp merge --from a --weight 0.7 --from b --weight 0.3 soup.safetensors --to safetensors --include 'model.*'
+  fsdp merge --from Llama-3-8B --lora run/adapter merged --to hf")]
+pub(crate) struct MergeArguments {
+    /// A checkpoint of any format; give each that is averaged, or the base of an adapter
+    #[arg(long, value_name = "CKPT", required = true)]
+    pub(super) from: Vec<Location>,
+    /// Place to write to; nothing may be there, unless --overwrite is given
+    #[arg(value_name = "DST")]
+    pub(super) destination: Location,
+    /// The weight of each checkpoint, in their order; weights are divided by their sum [default: all equal]
+    #[arg(long, value_name = "W", allow_negative_numbers = true, conflicts_with = "lora")]
+    pub(super) weight: Vec<f64>,
+    /// Merge this LoRA adapter, a directory as PEFT saves it, into the checkpoint
+    #[arg(long, value_name = "DIR")]
+    pub(super) lora: Option<Location>,
+    #[command(flatten)]
+    pub(super) target: TargetArguments,
+    /// Only keys that this glob matches; may be given more than once
+    #[arg(long, value_name = "GLOB")]
+    pub(super) include: Vec<String>,
+    /// No keys that this glob matches; may be given more than once
+    #[arg(long, value_name = "GLOB")]
+    pub(super) exclude: Vec<String>,
+    #[command(flatten)]
+    pub(super) writing: WriteArguments,
+}
+
+impl TargetArguments {
     /// Returns the format to write, with its options.
     ///
     /// # Errors
     /// An option that the format does not have.
-    pub(super) fn target(&self) -> Result<OutputFormat> {
+    pub(super) fn format(&self) -> Result<OutputFormat> {
         if self.world_size.is_some() && !matches!(self.to, To::Dcp | To::HfSharded) {
             return Err(self.unused("--world-size"));
         }
@@ -185,13 +231,23 @@ impl ConvertArguments {
         })
     }
 
-    /// Returns the cast, if one is asked for.
-    pub(super) fn cast(&self) -> Option<Cast> {
-        self.dtype.map(|to| Cast { dtype: to.dtype(), with_optimizer: self.cast_optimizer })
+    /// Returns the directory whose configuration and tokenizer go along.
+    pub(super) fn with(&self) -> Result<Option<&Location>> {
+        if self.with.is_some() && self.to != To::Hf {
+            return Err(self.unused("--with"));
+        }
+        Ok(self.with.as_ref())
     }
 
     fn unused(&self, option: &'static str) -> Error {
         UsageError::Unused { option, to: self.to.name() }.into()
+    }
+}
+
+impl ConvertArguments {
+    /// Returns the cast, if one is asked for.
+    pub(super) fn cast(&self) -> Option<Cast> {
+        self.dtype.map(|to| Cast { dtype: to.dtype(), with_optimizer: self.cast_optimizer })
     }
 }
 

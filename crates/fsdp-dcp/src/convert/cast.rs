@@ -30,25 +30,36 @@ impl Cast {
 
     /// Returns `true` if this cast changes a tensor.
     pub(super) fn changes(&self, fqn: &str, tensor: &TensorEntry, optimizers: &Optimizers<'_>) -> bool {
-        let is_count = tensor.shape.is_empty() && fqn.rsplit('.').next().is_some_and(|last| last.contains("step"));
-        CASTABLE.contains(&tensor.properties.dtype) && !is_count && (self.with_optimizer || !optimizers.hold(fqn))
+        CASTABLE.contains(&tensor.properties.dtype)
+            && !is_count(fqn, tensor)
+            && (self.with_optimizer || !optimizers.hold(fqn))
     }
 }
 
+/// Returns `true` for a count of steps.
+fn is_count(fqn: &str, tensor: &TensorEntry) -> bool {
+    tensor.shape.is_empty() && fqn.rsplit('.').next().is_some_and(|last| last.contains("step"))
+}
+
 /// The places in a checkpoint where optimizers have their state.
-pub(super) struct Optimizers<'m> {
+pub(crate) struct Optimizers<'m> {
     /// The keys before `param_groups`: beside it lies the `state` of an optimizer.
     beside_groups: HashSet<&'m str>,
 }
 
 impl<'m> Optimizers<'m> {
     /// Finds the optimizers of a checkpoint by its keys.
-    pub(super) fn of(metadata: &'m Metadata) -> Self {
+    pub(crate) fn of(metadata: &'m Metadata) -> Self {
         let groups = metadata.entries.keys().filter_map(|fqn| {
             let at = fqn.find("param_groups")?;
             (at == 0 || fqn[..at].ends_with('.')).then_some(&fqn[..at])
         });
         Optimizers { beside_groups: groups.collect() }
+    }
+
+    /// Returns `true` for the state of an optimizer, and for a count of steps.
+    pub(crate) fn is_state(&self, fqn: &str, tensor: &TensorEntry) -> bool {
+        self.hold(fqn) || is_count(fqn, tensor)
     }
 
     /// Returns `true` if a key belongs to the state of an optimizer.

@@ -1,18 +1,15 @@
 //! A checkpoint seen with its quantized tensors as the integers that they are made of: no format's plain tensors are
 //! quantized, and what they mean (scheme, scale, zero point) becomes a value `KEY.quantizer`.
 
-use std::path::Path;
-
 use fsdp_layout::{DType, KeyPath, PathPart, PlainValue};
 use indexmap::IndexMap;
 
 use crate::error::{FileError, FormatError};
-use crate::formats::checkpoint::{Checkpoint, Format};
-use crate::formats::lookup::no_value;
+use crate::formats::checkpoint::Checkpoint;
+use crate::formats::layer::{Layer, Origin};
 use crate::formats::structure::Structure;
-use crate::metadata::{BytesEntry, Entry, Metadata, StorageInfo};
+use crate::metadata::{BytesEntry, Entry, Metadata};
 use crate::payload::slot::Slot;
-use crate::storage::checked_directory::CheckedDirectory;
 
 /// A checkpoint whose quantized tensors are integers.
 pub(super) struct Integers<'a> {
@@ -78,13 +75,9 @@ impl<'a> Integers<'a> {
     }
 }
 
-impl Checkpoint for Integers<'_> {
-    fn format(&self) -> Format {
-        self.source.format()
-    }
-
-    fn path(&self) -> &Path {
-        self.source.path()
+impl Layer for Integers<'_> {
+    fn source(&self, _: usize) -> &dyn Checkpoint {
+        self.source
     }
 
     fn metadata(&self) -> &Metadata {
@@ -95,39 +88,13 @@ impl Checkpoint for Integers<'_> {
         self.structure.as_ref()
     }
 
-    fn directory(&self) -> &CheckedDirectory {
-        self.source.directory()
+    fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {
+        self.quantizers.get(fqn).map_or(Origin::Source(0, fqn), Origin::Value)
     }
 
-    fn read_boxes(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
-        self.source.read_boxes(fqn, slots)
-    }
+    fn inputs_of_made(&self, _: &str, _: &mut Vec<(usize, String)>) {}
 
-    fn opaque_type(&self, fqn: &str) -> Result<Option<String>, FileError> {
-        if self.quantizers.contains_key(fqn) { Ok(None) } else { self.source.opaque_type(fqn) }
-    }
-
-    fn describe_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
-        if self.quantizers.contains_key(fqn) { self.read_value(fqn) } else { self.source.describe_value(fqn) }
-    }
-
-    fn read_item(&self, fqn: &str, stored: &StorageInfo) -> Result<Vec<u8>, FileError> {
-        self.source.read_item(fqn, stored)
-    }
-
-    fn check_stored(&self) -> Result<(), FileError> {
-        self.source.check_stored()
-    }
-
-    fn check_copies(&self) -> Result<(), FileError> {
-        self.source.check_copies()
-    }
-
-    fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
-        match self.quantizers.get(fqn) {
-            Some(quantizer) => Ok(quantizer.clone()),
-            None if self.metadata.entries.contains_key(fqn) => self.source.read_value(fqn),
-            None => Err(no_value(&self.metadata, fqn)),
-        }
+    fn read_made(&self, fqn: &str, _: &mut [Slot<'_>]) -> Result<(), FileError> {
+        Err(FileError::NotStored { fqn: fqn.to_owned() })
     }
 }

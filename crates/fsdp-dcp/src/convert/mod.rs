@@ -20,12 +20,16 @@ pub use self::options::OutputFormat;
 use crate::dcp::reshard;
 use crate::error::FileError;
 use crate::formats::checkpoint::{Checkpoint, Format};
-use crate::formats::extra::ExtraFiles;
+use crate::formats::extra::{CopiedFiles, ExtraFiles};
+use crate::formats::opaque::opaque_entries;
 use crate::formats::structure::Structure;
+use crate::storage::backend::Links;
+use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 use crate::{safetensors, torch};
 
 pub use self::cast::Cast;
+pub(crate) use self::cast::Optimizers;
 pub use self::view::{Rename, View};
 pub use crate::output::{ConvertOptions, Converted};
 
@@ -48,7 +52,7 @@ pub fn convert(
         let quantized = integers.keys().map(str::to_owned).collect();
         return Ok(Converted { quantized, ..convert(&integers, destination, target, options)? });
     }
-    let opaque = opaque_values(source)?;
+    let opaque = opaque_entries(source, options.threads)?;
     let copies = matches!((source.format(), target), (Format::Dcp, OutputFormat::Dcp { .. }));
     if !(copies || opaque.is_empty()) {
         if !options.drop_opaque {
@@ -61,8 +65,8 @@ pub fn convert(
         return Ok(Converted { dropped: opaque, ..converted });
     }
     // All that can be found wrong with the source is found before anything is written.
-    source.check_stored()?;
-    source.check_copies()?;
+    source.check_stored(&|_| true)?;
+    source.check_copies(&|_| true)?;
     let durable = options.durable.cloned().unwrap_or_default();
     let staging = durable.prepare(destination, options.overwrite)?;
     match target {
@@ -77,15 +81,26 @@ pub fn convert(
     if target != OutputFormat::Torch {
         containers.extend(source.structure().map(Structure::untold).unwrap_or_default());
     }
-    let extra = ExtraFiles::of(source)?;
-    let (extra, left_behind) = if target.keeps_framework(source.format()) {
-        let ExtraFiles { files, others } = extra;
-        (ExtraFiles { files, others: Vec::new() }, others)
+    let ExtraFiles { files, others } = ExtraFiles::of(source)?;
+    let mut extra = CopiedFiles::default();
+    let mut left_behind = others;
+    if target.keeps_framework(source.format()) {
+        extra.add(ExtraFiles { files, others: Vec::new() }, source.directory());
+    } else if matches!(target, OutputFormat::SafetensorsDirectory { .. }) && !source.format().is_file() {
+        // What Hugging Face's libraries need beside weights goes with them, whatever the weights were in.
+        let needed = ExtraFiles::for_hugging_face(source.directory())?;
+        left_behind.extend(files.into_iter().filter(|name| !needed.files.contains(name)));
+        extra.add(needed, source.directory());
     } else {
-        (ExtraFiles::default(), [extra.files, extra.others].concat())
-    };
+        left_behind.extend(files);
+    }
+    left_behind.sort();
+    let with = options.with.map(|with| CheckedDirectory::open(with, false, Links::Follow)).transpose()?;
+    if let Some(with) = &with {
+        extra.add(ExtraFiles::for_hugging_face(with)?, with);
+    }
     let converted = match target {
-        OutputFormat::Dcp { ranks } => reshard::write(source, staging, ranks.max(1), &extra, options),
+        OutputFormat::Dcp { ranks } => reshard::write(source, staging, ranks.max(1), &opaque, &extra, options),
         OutputFormat::SafetensorsFile => safetensors::write::write_file(source, staging, options),
         OutputFormat::SafetensorsDirectory { max_file_bytes } => {
             safetensors::write::write_directory(source, staging, max_file_bytes, &extra, options)
@@ -95,14 +110,5 @@ pub fn convert(
         }
         OutputFormat::Torch => torch::write::write(source, staging, options),
     };
-    Ok(Converted { containers, copied: extra.files, left_behind, ..converted? })
-}
-
-/// Returns the keys of values that hold objects of unknown types, and the type of each.
-pub fn opaque_values(source: &dyn Checkpoint) -> Result<Vec<(String, String)>, FileError> {
-    let mut opaque = Vec::new();
-    for (fqn, _) in source.metadata().values() {
-        opaque.extend(source.opaque_type(fqn)?.map(|of| (fqn.to_owned(), of)));
-    }
-    Ok(opaque)
+    Ok(Converted { containers, copied: extra.names(), left_behind, ..converted? })
 }

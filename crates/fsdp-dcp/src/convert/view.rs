@@ -1,21 +1,20 @@
 //! A checkpoint seen through a filter, a renaming and a cast.
 
 use std::collections::HashSet;
-use std::path::Path;
 
 use fsdp_digest::StateDigest;
-use fsdp_layout::{KeyPath, PathPart, PlainValue};
+use fsdp_layout::{KeyPath, PathPart};
 use indexmap::IndexMap;
 
 use super::cast::{CASTABLE, Cast, Optimizers, cast_elements};
 use crate::error::{FileError, FormatError};
-use crate::formats::checkpoint::{Checkpoint, Format};
-use crate::formats::lookup::{no_value, tensor_of};
+use crate::formats::checkpoint::Checkpoint;
+use crate::formats::layer::{Layer, Origin};
+use crate::formats::lookup::tensor_of;
 use crate::formats::stream::stream;
 use crate::formats::structure::Structure;
-use crate::metadata::{Entry, Metadata, StorageInfo};
+use crate::metadata::{Entry, Metadata};
 use crate::payload::slot::Slot;
-use crate::storage::checked_directory::CheckedDirectory;
 
 /// A decision over a key.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -80,6 +79,8 @@ impl<'a> View<'a> {
             let mut entry = entry.clone();
             if let (Entry::Tensor(tensor), Some(cast)) = (&mut entry, cast)
                 && cast.changes(fqn, tensor, &optimizers)
+                // An opaque tensor is copied as it is, or left out.
+                && source.opaque_type(fqn)?.is_none()
             {
                 tensor.properties.dtype = cast.dtype;
                 digests = None;
@@ -128,13 +129,9 @@ fn structure_of_view(structure: Structure, rename: &dyn Fn(&str) -> Rename) -> R
     Ok(kept)
 }
 
-impl Checkpoint for View<'_> {
-    fn format(&self) -> Format {
-        self.source.format()
-    }
-
-    fn path(&self) -> &Path {
-        self.source.path()
+impl Layer for View<'_> {
+    fn source(&self, _: usize) -> &dyn Checkpoint {
+        self.source
     }
 
     fn metadata(&self) -> &Metadata {
@@ -145,21 +142,26 @@ impl Checkpoint for View<'_> {
         self.structure.as_ref()
     }
 
-    fn directory(&self) -> &CheckedDirectory {
-        self.source.directory()
-    }
-
     fn digests(&self) -> Option<&StateDigest> {
         self.digests.as_ref()
     }
 
-    fn read_boxes(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
+    fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {
+        let name = self.source_name(fqn);
+        let dtype = |metadata: &Metadata, fqn: &str| metadata.tensor(fqn).map(|tensor| tensor.properties.dtype);
+        let is_cast = dtype(&self.metadata, fqn) != dtype(self.source.metadata(), name);
+        if is_cast { Origin::Made } else { Origin::Source(0, name) }
+    }
+
+    fn inputs_of_made(&self, fqn: &str, inputs: &mut Vec<(usize, String)>) {
+        inputs.push((0, self.source_name(fqn).to_owned()));
+    }
+
+    /// Casts boxes of a tensor.
+    fn read_made(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
         let to = tensor_of(&self.metadata, fqn)?.properties.dtype;
         let name = self.source_name(fqn);
         let from = tensor_of(self.source.metadata(), name)?.properties.dtype;
-        if from == to {
-            return self.source.read_boxes(name, slots);
-        }
         for slot in slots {
             // In pieces: the source's elements may be larger than those of `dst`.
             let mut rest: &mut [u8] = slot.bytes;
@@ -174,36 +176,5 @@ impl Checkpoint for View<'_> {
             slot.filled(0..slot.bytes.len());
         }
         Ok(())
-    }
-
-    fn quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, FileError> {
-        self.source.quantizer(self.source_name(fqn))
-    }
-
-    fn opaque_type(&self, fqn: &str) -> Result<Option<String>, FileError> {
-        self.source.opaque_type(self.source_name(fqn))
-    }
-
-    fn describe_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
-        self.source.describe_value(self.source_name(fqn))
-    }
-
-    fn read_item(&self, fqn: &str, stored: &StorageInfo) -> Result<Vec<u8>, FileError> {
-        self.source.read_item(self.source_name(fqn), stored)
-    }
-
-    fn check_stored(&self) -> Result<(), FileError> {
-        self.source.check_stored()
-    }
-
-    fn check_copies(&self) -> Result<(), FileError> {
-        self.source.check_copies()
-    }
-
-    fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
-        if !self.metadata.entries.contains_key(fqn) {
-            return Err(no_value(&self.metadata, fqn));
-        }
-        self.source.read_value(self.source_name(fqn))
     }
 }

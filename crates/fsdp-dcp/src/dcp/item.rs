@@ -11,7 +11,7 @@ use fsdp_layout::{DType, TensorBox};
 use crate::error::FormatError;
 use crate::limits::MAX_OBJECT_BYTES;
 use crate::payload::slot::Slot;
-use crate::pickle::{parse, write};
+use crate::pickle::{PickleError, PickleErrorKind, parse, write};
 use crate::storage::read_at::{BlockReader, ReadAt, Window};
 use crate::strided::read_overlap;
 use crate::torch::tensor_ref::{TensorRef, check_writable, write_tensor};
@@ -104,7 +104,11 @@ impl StoredTensor {
         let pickle = directory.read_record(item, "data.pkl", MAX_OBJECT_BYTES)?;
         let parsed = parse(&pickle)?;
         let Some(tensor) = TensorRef::of(&parsed, parsed.root())? else {
-            return Err(FormatError::unexpected("a tensor", parsed.node(parsed.root()).kind()));
+            // A class or object of unknown type is opaque; any other value is not what the metadata says.
+            return Err(match parsed.wrong(parsed.root(), "a tensor") {
+                error @ PickleError { kind: PickleErrorKind::Global { .. }, .. } => error.into(),
+                _ => FormatError::unexpected("a tensor", parsed.node(parsed.root()).kind()),
+            });
         };
         let name = format!("data/{}", tensor.storage);
         let record = directory.get(&name)?;

@@ -1,6 +1,7 @@
 //! Directories of `torch.distributed.checkpoint`: `.metadata`, and a file of items for each rank.
 
 pub(crate) mod item;
+mod opaque;
 pub(crate) mod reader;
 pub(crate) mod reshard;
 pub mod writer;

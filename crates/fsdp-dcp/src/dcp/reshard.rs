@@ -1,9 +1,12 @@
 //! Writing a DCP directory for N ranks, in one process.
 
+use std::collections::HashSet;
+
+use super::opaque;
 use super::writer::{RankWritten, WriteOptions, WrittenFile, finish_copy, write_rank};
 use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint;
-use crate::formats::extra::ExtraFiles;
+use crate::formats::extra::CopiedFiles;
 use crate::metadata::Entry;
 use crate::output::{ConvertOptions, Converted};
 use crate::output::{Streamed, opaque_item, rows_of_rank, summary};
@@ -16,10 +19,12 @@ pub(crate) fn write(
     source: &dyn Checkpoint,
     staging: Staging,
     ranks: usize,
-    extra: &ExtraFiles,
+    opaque: &[(String, String)],
+    extra: &CopiedFiles<'_>,
     options: ConvertOptions<'_>,
 ) -> Result<Converted, FileError> {
-    let plans = plans(source, ranks)?;
+    let opaque: HashSet<&str> = opaque.iter().map(|(fqn, _)| fqn.as_str()).collect();
+    let plans = plans(source, ranks, &opaque)?;
     let mut global = plan_save(&plans, PlanOptions::default())?;
     // Without paths, torch's offline tools take flat keys; half of them would be worse than none.
     if source.metadata().planner_data.is_none() {
@@ -31,10 +36,11 @@ pub(crate) fn write(
     for (rank, (plan, selection)) in plans.iter().zip(&global.selections).enumerate() {
         written.push(write_rank(&staging, rank, plan, selection, &streamed, &write_options)?);
     }
-    if !extra.files.is_empty() {
+    opaque::copy(source, &staging, &opaque, options, &mut global.metadata, &mut written)?;
+    if !extra.is_empty() {
         // Their names are not this save's own.
         staging.claim()?;
-        let copied = extra.copy(source.directory(), &staging)?;
+        let copied = extra.copy(&staging)?;
         let files = copied.into_iter().map(|(name, integrity)| WrittenFile { name, integrity });
         written.push(RankWritten { files: files.collect(), ..RankWritten::default() });
     }
@@ -43,10 +49,14 @@ pub(crate) fn write(
 }
 
 /// Makes the local plans of `ranks` ranks: tensors cut along dim 0 as torch cuts them, values on every rank.
-fn plans(source: &dyn Checkpoint, ranks: usize) -> Result<Vec<LocalPlan>, FileError> {
+fn plans(source: &dyn Checkpoint, ranks: usize, opaque: &HashSet<&str>) -> Result<Vec<LocalPlan>, FileError> {
     let metadata = source.metadata();
     let mut plans = vec![LocalPlan::default(); ranks];
     for (fqn, entry) in &metadata.entries {
+        if matches!(entry, Entry::Tensor(_)) && opaque.contains(fqn.as_str()) {
+            // Its items are copied, and no plan can cut them.
+            continue;
+        }
         let path = metadata.planner_data.as_ref().and_then(|paths| paths.get(fqn)).cloned();
         let content = match entry {
             Entry::Bytes(_) => {

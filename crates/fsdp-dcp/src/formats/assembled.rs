@@ -15,7 +15,7 @@ use fsdp_layout::{DType, KeyPath, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
 use super::blocks::{self, BlockFormat};
-use super::checkpoint::{Checkpoint, Format};
+use super::checkpoint::{Checkpoint, Format, KeyFilter};
 use super::lookup::{check_length, no_value, tensor_of};
 use super::replicas::check_replicas;
 use super::structure::Structure;
@@ -349,8 +349,8 @@ impl Checkpoint for Assembled {
         self.fill(&replica.fqn, dtype, &replica.stored, &mut Slot::new(bounds.clone(), dst))
     }
 
-    fn check_copies(&self) -> Result<(), FileError> {
-        check_replicas(self)
+    fn check_copies(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {
+        check_replicas(self, keys)
     }
 
     fn opaque_type(&self, fqn: &str) -> Result<Option<String>, FileError> {

@@ -1,5 +1,6 @@
 //! The trait of an open checkpoint of any format.
 
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::path::Path;
 
@@ -16,6 +17,7 @@ use crate::payload::slot::Slot;
 use crate::plan::{LoadPlan, LoadRequest, ReadPlanOptions, plan_load};
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::lineage::Lineage;
+use crate::storage::read_at::{ReadAt as _, Window};
 
 /// The formats that are read and written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -93,6 +95,26 @@ impl fmt::Display for Format {
     }
 }
 
+/// One of the checkpoints that a folder is made of.
+#[derive(Clone, Copy)]
+pub struct PartOf<'c> {
+    /// Its file or directory in the folder; empty for files in the folder itself.
+    pub place: &'c str,
+    /// The checkpoint.
+    pub checkpoint: &'c dyn Checkpoint,
+    /// The keys in the folder, by those in the checkpoint.
+    pub keys: &'c HashMap<String, String>,
+}
+
+impl fmt::Debug for PartOf<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PartOf").field("place", &self.place).finish_non_exhaustive()
+    }
+}
+
+/// A choice of keys.
+pub type KeyFilter<'f> = &'f dyn Fn(&str) -> bool;
+
 /// An open checkpoint of any format.
 pub trait Checkpoint: Send + Sync {
     /// Returns its format.
@@ -112,6 +134,11 @@ pub trait Checkpoint: Send + Sync {
 
     /// Returns its files.
     fn directory(&self) -> &CheckedDirectory;
+
+    /// Returns the checkpoints that a folder is made of; none of any other checkpoint.
+    fn parts(&self) -> Vec<PartOf<'_>> {
+        Vec::new()
+    }
 
     /// Returns the digests of its tensors and values that were recorded when it was saved, by key; `None` if there are none,
     /// or if it was opened without verification. [`digest`](crate::digest::digest) computes them.
@@ -158,7 +185,8 @@ pub trait Checkpoint: Send + Sync {
     /// Checks all that can be known of a [`Checkpoint::read`] before the bytes of tensors are read: the plan, and that
     /// they can be where the metadata says.
     fn check_read(&self, requests: &[LoadRequest], options: ReadPlanOptions) -> Result<LoadPlan, FileError> {
-        self.check_stored()?;
+        let wanted: HashSet<&str> = requests.iter().map(|request| request.fqn.as_str()).collect();
+        self.check_stored(&|fqn| wanted.contains(fqn))?;
         Ok(plan_load(self.metadata(), requests, options)?)
     }
 
@@ -166,16 +194,20 @@ pub trait Checkpoint: Send + Sync {
     /// [`FileError::opaque_type`].
     fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError>;
 
-    /// Returns the type of what makes a value opaque; `None` for a plain value.
+    /// Returns the type of what makes a value or tensor opaque: an object that is never built, such as a tensor of a
+    /// subclass. `None` for a plain one.
     fn opaque_type(&self, fqn: &str) -> Result<Option<String>, FileError> {
+        if self.metadata().tensor(fqn).is_some() {
+            return Ok(None);
+        }
         match self.read_value(fqn) {
             Ok(_) => Ok(None),
             Err(error) => error.opaque_type().map(Some).ok_or(error),
         }
     }
 
-    /// Reads a non-tensor value to be shown: objects of unknown types in it become dicts of their type (`$type`),
-    /// arguments and state.
+    /// Reads a non-tensor value, or an opaque tensor, to be shown: objects of unknown types in it become dicts of their
+    /// type (`$type`), arguments and state. The tensors inside an opaque tensor come without their elements.
     fn describe_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
         self.read_value(fqn)
     }
@@ -186,14 +218,30 @@ pub trait Checkpoint: Send + Sync {
         Err(FileError::NotStored { fqn: fqn.to_owned() })
     }
 
-    /// Checks that every tensor's bytes can be where the metadata says: before a conversion reserves space for them.
-    fn check_stored(&self) -> Result<(), FileError> {
+    /// Reads bytes of an item as they are stored, from `at` on, to be copied or compared.
+    fn read_stored(&self, fqn: &str, stored: &StorageInfo, at: u64, dst: &mut [u8]) -> Result<(), FileError> {
+        let file = self.directory().file(&stored.relative_path)?;
+        let read = Window::new(&*file, stored.offset, stored.length).and_then(|item| item.read_exact_at(at, dst));
+        read.map_err(|source| FileError::Item {
+            fqn: fqn.to_owned(),
+            path: self.directory().path().join(&stored.relative_path),
+            offset: stored.offset,
+            source,
+        })
+    }
+
+    /// Checks that the bytes of the tensors with these keys can be where the metadata says: before a conversion reserves
+    /// space for them.
+    fn check_stored(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {
+        let _ = keys;
         Ok(())
     }
 
-    /// Compares what several files hold of one tensor, in formats where nothing else keeps the copies equal. A copy that
-    /// differs is an error that names the tensor: a conversion would keep one of them, and nobody knows which is right.
-    fn check_copies(&self) -> Result<(), FileError> {
+    /// Compares what several files hold of one tensor of these keys, in formats where nothing else keeps the copies equal.
+    /// A copy that differs is an error that names the tensor: a conversion would keep one of them, and nobody knows which
+    /// is right.
+    fn check_copies(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {
+        let _ = keys;
         Ok(())
     }
 

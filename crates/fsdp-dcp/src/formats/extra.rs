@@ -30,10 +30,13 @@ impl ExtraFiles {
             format if format.is_file() => return Ok(ExtraFiles::default()),
             Format::SafetensorsDirectory => &is_own_of_safetensors,
             Format::Dcp => &is_own_of_dcp,
+            Format::Folder => &|name| is_own_of_safetensors(name) || is_own_of_torch(name),
             _ => &is_own_of_torch,
         };
-        let stored: HashSet<&str> =
+        let mut stored: HashSet<&str> =
             checkpoint.metadata().stored().map(|(_, _, stored)| stored.relative_path.as_str()).collect();
+        // A part of a folder may be a directory of its own.
+        stored.extend(checkpoint.parts().iter().map(|part| part.place));
         let mut found = ExtraFiles::default();
         for name in directory.names()? {
             if is_own(&name) || name == CLAIM_FILE || stored.contains(name.as_str()) {
@@ -48,17 +51,16 @@ impl ExtraFiles {
         Ok(found)
     }
 
-    /// Copies the files to where a checkpoint of the same framework is written, and returns their hashes.
-    pub(crate) fn copy(
-        &self,
-        from: &CheckedDirectory,
-        staging: &Staging,
-    ) -> Result<BTreeMap<String, FileIntegrity>, FileError> {
-        let mut copied = BTreeMap::new();
-        for name in &self.files {
-            copied.insert(name.clone(), copy_file(from, name, staging)?);
+    /// Lists the files of a directory that Hugging Face's libraries need besides the weights: a configuration, a tokenizer,
+    /// a model's own code.
+    pub(crate) fn for_hugging_face(directory: &CheckedDirectory) -> Result<Self, FileError> {
+        let mut files = Vec::new();
+        for name in directory.names()? {
+            if is_of_hugging_face(&name) && directory.has(&name)? {
+                files.push(name);
+            }
         }
-        Ok(copied)
+        Ok(ExtraFiles { files, others: Vec::new() })
     }
 }
 
@@ -72,6 +74,29 @@ fn is_own_of_safetensors(name: &str) -> bool {
 
 fn is_own_of_torch(name: &str) -> bool {
     name.starts_with(INTEGRITY_FILE) || name.ends_with(".bin.index.json") || name == "metadata.pkl"
+}
+
+/// The beginnings of the names of files that Hugging Face's libraries look for.
+const OF_HUGGING_FACE: [&str; 12] = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.",
+    "merges.txt",
+    "spiece.model",
+    "chat_template.",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "sentencepiece.",
+];
+
+/// Returns `true` for a configuration, a part of a tokenizer, or a model's own code.
+fn is_of_hugging_face(name: &str) -> bool {
+    let is_code = name.ends_with(".py")
+        && ["modeling_", "configuration_", "tokenization_"].iter().any(|start| name.starts_with(start));
+    is_code || OF_HUGGING_FACE.iter().any(|start| name.starts_with(start))
 }
 
 /// Returns `true` for data files of another save, for weights in another format, which a copy would make stale, and for
@@ -98,4 +123,33 @@ fn copy_file(from: &CheckedDirectory, name: &str, staging: &Staging) -> Result<F
     let mut integrity = FileIntegrity::default();
     integrity.push(length, block, hashes);
     Ok(integrity)
+}
+
+/// Files that go with what is written, and the directories that they come from. The last one with a name counts.
+#[derive(Default)]
+pub(crate) struct CopiedFiles<'c> {
+    from: BTreeMap<String, &'c CheckedDirectory>,
+}
+
+impl<'c> CopiedFiles<'c> {
+    /// Adds files of a directory.
+    pub(crate) fn add(&mut self, files: ExtraFiles, from: &'c CheckedDirectory) {
+        self.from.extend(files.files.into_iter().map(|name| (name, from)));
+    }
+
+    /// Returns the names, sorted.
+    pub(crate) fn names(&self) -> Vec<String> {
+        self.from.keys().cloned().collect()
+    }
+
+    /// Returns `true` if there are none.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.from.is_empty()
+    }
+
+    /// Copies the files to where the checkpoint is written, and returns their hashes.
+    pub(crate) fn copy(&self, staging: &Staging) -> Result<BTreeMap<String, FileIntegrity>, FileError> {
+        let copied = self.from.iter().map(|(name, from)| Ok((name.clone(), copy_file(from, name, staging)?)));
+        copied.collect()
+    }
 }

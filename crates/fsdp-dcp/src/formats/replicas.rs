@@ -4,11 +4,12 @@
 use fsdp_layout::TensorBox;
 use thiserror::Error;
 
-use super::checkpoint::Checkpoint;
+use super::checkpoint::{Checkpoint, KeyFilter};
 use super::lookup::tensor_of;
+use super::opaque::hash_of_item;
 use super::stream::stream_boxes;
 use crate::error::FileError;
-use crate::metadata::{BytesEntry, Entry, Replica};
+use crate::metadata::{BytesEntry, Entry, Replica, StorageInfo};
 use crate::plan::{ChunkError, validate_chunks};
 
 /// Two copies that should be one.
@@ -40,9 +41,9 @@ pub(crate) fn compare(
     }
 }
 
-/// Compares all replicas of a checkpoint; the first one that differs is the error.
-pub(crate) fn check_replicas(checkpoint: &dyn Checkpoint) -> Result<(), FileError> {
-    for replica in &checkpoint.metadata().replicas {
+/// Compares all replicas of what has these keys; the first one that differs is the error.
+pub(crate) fn check_replicas(checkpoint: &dyn Checkpoint, keys: KeyFilter<'_>) -> Result<(), FileError> {
+    for replica in checkpoint.metadata().replicas.iter().filter(|replica| keys(&replica.fqn)) {
         let differs = |what: String| FileError::Differing {
             fqn: replica.fqn.clone(),
             what,
@@ -87,6 +88,18 @@ fn value(checkpoint: &dyn Checkpoint, replica: &Replica) -> Result<(), ReplicaEr
     Ok(())
 }
 
+/// Returns `true` if two items are the same as they are stored.
+fn same_stored(
+    checkpoint: &dyn Checkpoint,
+    fqn: &str,
+    first: &StorageInfo,
+    second: &StorageInfo,
+) -> Result<bool, FileError> {
+    Ok(first.length == second.length
+        && first.transforms == second.transforms
+        && hash_of_item(checkpoint, fqn, first)? == hash_of_item(checkpoint, fqn, second)?)
+}
+
 fn tensor(
     checkpoint: &dyn Checkpoint,
     replica: &Replica,
@@ -95,6 +108,14 @@ fn tensor(
 ) -> Result<(), ReplicaError> {
     let entry = tensor_of(checkpoint.metadata(), &replica.fqn)?;
     validate_chunks(&entry.shape, [whole])?;
+    if checkpoint.opaque_type(&replica.fqn)?.is_some() {
+        let first = entry.chunks.iter().find(|chunk| chunk.bounds == *whole).and_then(|chunk| chunk.stored.as_ref());
+        let same = match first {
+            Some(first) => same_stored(checkpoint, &replica.fqn, first, &replica.stored)?,
+            None => false,
+        };
+        return if same { Ok(()) } else { Err(ReplicaError::Differs { what: "chunk" }) };
+    }
     let dtype = entry.properties.dtype;
     let length = whole.numel() as u64 * dtype.size_in_bytes();
     let mut first = Vec::new();

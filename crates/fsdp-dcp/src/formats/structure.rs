@@ -259,6 +259,17 @@ impl Structure {
         self.add_at_root(fqn)
     }
 
+    /// Adds what a dict holds to this dict; dicts at the same key are merged.
+    pub(crate) fn merge(&mut self, other: Structure) {
+        let (Structure::Dict(items), Structure::Dict(more)) = (self, other) else { return };
+        for (key, value) in more {
+            match items.iter_mut().find(|(there, _)| *there == key) {
+                Some((_, there)) => there.merge(value),
+                None => items.push((key, value)),
+            }
+        }
+    }
+
     /// Adds a leaf to the dict at the root, under its flat key. Returns `false` if the root is no dict.
     pub(crate) fn add_at_root(&mut self, fqn: &str) -> bool {
         let (Structure::Dict(items) | Structure::Module(_, items)) = self else { return false };

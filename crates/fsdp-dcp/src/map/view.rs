@@ -1,19 +1,17 @@
 //! A checkpoint seen through a map.
 
-use std::path::Path;
-
-use fsdp_layout::{DType, KeyPath, PathPart, PlainValue, TensorBox};
+use fsdp_layout::{DType, KeyPath, PathPart, TensorBox};
 use indexmap::IndexMap;
 
 use super::match_keys::{Matched, matched};
 use super::node::Node;
 use super::rule::{Map, MapError};
 use crate::error::FileError;
-use crate::formats::checkpoint::{Checkpoint, Format};
+use crate::formats::checkpoint::Checkpoint;
+use crate::formats::layer::{Layer, Origin};
 use crate::formats::lookup::no_value;
 use crate::metadata::{Chunk, Entry, Metadata, StorageInfo, TensorEntry, TensorProperties};
 use crate::payload::slot::Slot;
-use crate::storage::checked_directory::CheckedDirectory;
 
 /// A checkpoint with the keys and shapes that a map gives it.
 pub struct Mapped<'a> {
@@ -87,25 +85,29 @@ fn stored(from: &Metadata, sources: &[&str]) -> Option<StorageInfo> {
     Some(stored)
 }
 
-impl Checkpoint for Mapped<'_> {
-    fn format(&self) -> Format {
-        self.source.format()
-    }
-
-    fn path(&self) -> &Path {
-        self.source.path()
+impl Layer for Mapped<'_> {
+    fn source(&self, _: usize) -> &dyn Checkpoint {
+        self.source
     }
 
     fn metadata(&self) -> &Metadata {
         &self.metadata
     }
 
-    fn directory(&self) -> &CheckedDirectory {
-        self.source.directory()
+    fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {
+        if self.tensors.contains_key(fqn) { Origin::Made } else { Origin::Source(0, self.old(fqn)) }
     }
 
-    fn read_boxes(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
-        let Some((node, dtype)) = self.tensors.get(fqn) else { return self.source.read_boxes(self.old(fqn), slots) };
+    fn inputs_of_made(&self, fqn: &str, inputs: &mut Vec<(usize, String)>) {
+        let mut sources = Vec::new();
+        if let Some((node, _)) = self.tensors.get(fqn) {
+            node.sources(&mut sources);
+        }
+        inputs.extend(sources.into_iter().map(|name| (0, name.to_owned())));
+    }
+
+    fn read_made(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
+        let Some((node, dtype)) = self.tensors.get(fqn) else { return Err(no_value(&self.metadata, fqn)) };
         for slot in slots {
             node.read(self.source, dtype.size_in_bytes() as usize, &slot.bounds, slot.bytes)?;
             if let Some(digest) = &mut slot.digest {
@@ -113,36 +115,5 @@ impl Checkpoint for Mapped<'_> {
             }
         }
         Ok(())
-    }
-
-    fn opaque_type(&self, fqn: &str) -> Result<Option<String>, FileError> {
-        self.source.opaque_type(self.old(fqn))
-    }
-
-    fn describe_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
-        self.source.describe_value(self.old(fqn))
-    }
-
-    fn read_item(&self, fqn: &str, stored: &StorageInfo) -> Result<Vec<u8>, FileError> {
-        self.source.read_item(self.old(fqn), stored)
-    }
-
-    fn check_stored(&self) -> Result<(), FileError> {
-        self.source.check_stored()
-    }
-
-    fn check_copies(&self) -> Result<(), FileError> {
-        self.source.check_copies()
-    }
-
-    fn quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, FileError> {
-        if self.tensors.contains_key(fqn) { Ok(None) } else { self.source.quantizer(self.old(fqn)) }
-    }
-
-    fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
-        if !self.metadata.entries.contains_key(fqn) {
-            return Err(no_value(&self.metadata, fqn));
-        }
-        self.source.read_value(self.old(fqn))
     }
 }

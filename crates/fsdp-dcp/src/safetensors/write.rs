@@ -14,7 +14,7 @@ use super::values;
 use crate::digest::check_copy;
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::Checkpoint;
-use crate::formats::extra::ExtraFiles;
+use crate::formats::extra::CopiedFiles;
 use crate::output::{ConvertOptions, Converted};
 use crate::output::{Streamed, commit_file, rows_of_rank, summary};
 use crate::payload::write::{PlannedPayload, write_payloads};
@@ -251,7 +251,7 @@ pub(crate) fn write_directory(
     source: &dyn Checkpoint,
     staging: Staging,
     max_file_bytes: u64,
-    extra: &ExtraFiles,
+    extra: &CopiedFiles<'_>,
     options: ConvertOptions<'_>,
 ) -> Result<Converted, FileError> {
     staging.claim()?;
@@ -273,7 +273,7 @@ pub(crate) fn write_directory(
             file.push(piece);
         }
     }
-    let mut integrity = Integrity { files: extra.copy(source.directory(), &staging)?, ..Integrity::default() };
+    let mut integrity = Integrity { files: extra.copy(&staging)?, ..Integrity::default() };
     let mut sums = Sums::new();
     let mut weight_map = serde_json::Map::new();
     for (index, file) in files.iter().enumerate() {
@@ -296,14 +296,14 @@ pub(crate) fn write_shards(
     source: &dyn Checkpoint,
     staging: Staging,
     ranks: usize,
-    extra: &ExtraFiles,
+    extra: &CopiedFiles<'_>,
     options: ConvertOptions<'_>,
 ) -> Result<Converted, FileError> {
     staging.claim()?;
     let aside = Aside::read(source)?;
     let (bytes, inside) = aside.encode()?;
     let streamed = Streamed { source, options, extra: inside.clone() };
-    let mut integrity = Integrity { files: extra.copy(source.directory(), &staging)?, ..Integrity::default() };
+    let mut integrity = Integrity { files: extra.copy(&staging)?, ..Integrity::default() };
     let mut sums = Sums::new();
     let whole = whole_tensors(source, &inside)?;
     // What cannot be cut is in the first file: scalars, empty tensors, and those that were inside values.

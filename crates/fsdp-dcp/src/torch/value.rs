@@ -170,6 +170,31 @@ pub fn describe_item(item: &[u8]) -> Result<PlainValue, FormatError> {
     decode_value_within(&item, Budget::new(item.len() as u64, PICKLE_FACTOR), true)
 }
 
+/// Returns the type of what makes the value of an item opaque, from its pickle alone; `None` for a plain value.
+pub(crate) fn opaque_type_of(item: &dyn ReadAt, budget: Budget) -> Result<Option<String>, FormatError> {
+    let directory = Directory::read(item)?;
+    directory.check_byte_order(item)?;
+    let pickle = directory.read_record(item, "data.pkl", MAX_OBJECT_BYTES)?;
+    let parsed = parse_within(&pickle, budget)?;
+    match convert(&parsed, parsed.root(), &mut Walk::new(&parsed), &mut without_elements) {
+        Ok(_) => Ok(None),
+        Err(FormatError::Pickle(error)) => opaque_type(&error).map(Some).ok_or_else(|| error.into()),
+        Err(error) => Err(error),
+    }
+}
+
+/// Describes the object of an item, without the elements of the tensors in it.
+pub(crate) fn describe_object(item: &dyn ReadAt, budget: Budget) -> Result<PlainValue, FormatError> {
+    let pickle = Directory::read(item)?.read_record(item, "data.pkl", MAX_OBJECT_BYTES)?;
+    let parsed = parse_within(&pickle, budget)?;
+    convert(&parsed, parsed.root(), &mut Walk::describing(&parsed), &mut without_elements)
+}
+
+/// Stands for a tensor inside a value that is not read.
+fn without_elements(tensor: &TensorRef) -> Result<PlainTensor, FormatError> {
+    Ok(PlainTensor { dtype: tensor.dtype, shape: tensor.shape.clone(), data: Vec::new() })
+}
+
 /// Reads how the tensor is quantized that is the archive's root.
 pub(crate) fn quantizer_of(archive: &Directory, source: &dyn ReadAt) -> Result<Option<PlainValue>, FormatError> {
     let pickle = archive.read_record(source, "data.pkl", MAX_OBJECT_BYTES)?;

@@ -28,6 +28,11 @@ pub fn add_integrity(location: impl Into<Location>, progress: Option<&(dyn Fn(u6
     let path = location.name();
     // Without the old hashes: they may be what is out of date.
     let checkpoint = open(&location, OpenOptions { verify: false })?;
+    if !checkpoint.parts().is_empty() {
+        let source =
+            FormatError::Unsupported { what: "hashing a folder as a whole, and not each of its parts,".to_owned() };
+        return Err(FileError::File { path: path.to_owned(), source });
+    }
     let report = verify(&*checkpoint, Level::Sizes, None)?;
     if let Some(problem) = report.problems.into_iter().next() {
         let source = FormatError::Malformed { what: "checkpoint", reason: problem.error };

@@ -22,8 +22,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::elements::Census;
 use crate::error::FileError;
-use crate::formats::checkpoint::{Checkpoint, Format};
+use crate::formats::checkpoint::{Checkpoint, Format, PartOf};
 use crate::formats::lookup::tensor_of;
+use crate::formats::opaque::digest_of_opaque;
 use crate::formats::replicas::compare;
 use crate::formats::stream::stream;
 use crate::metadata::{Entry, Replica, TensorEntry};
@@ -64,6 +65,10 @@ pub fn verify_on_threads(
     threads: usize,
     progress: Option<&(dyn Fn(u64) + Sync)>,
 ) -> Result<Report, FileError> {
+    let parts = checkpoint.parts();
+    if !parts.is_empty() {
+        return verify_parts(&parts, level, threads, progress);
+    }
     let mut report = Report {
         has_integrity: checkpoint.directory().has_integrity(),
         stale_digests: checkpoint.has_stale_digests(),
@@ -82,6 +87,21 @@ pub fn verify_on_threads(
     }
     report.bytes_read = checkpoint.bytes_read();
     Ok(report)
+}
+
+/// Verifies each checkpoint of a folder by itself, as its own format has it.
+fn verify_parts(
+    parts: &[PartOf<'_>],
+    level: Level,
+    threads: usize,
+    progress: Option<&(dyn Fn(u64) + Sync)>,
+) -> Result<Report, FileError> {
+    let mut all = Report { has_integrity: true, ..Report::default() };
+    for part in parts {
+        let report = verify_on_threads(part.checkpoint, level, threads, progress)?;
+        all.absorb_part(report, part);
+    }
+    Ok(all)
 }
 
 /// Checks the metadata by itself.
@@ -121,10 +141,12 @@ fn sizes(checkpoint: &dyn Checkpoint, report: &mut Report, threads: usize) -> Re
     let parts = on_each(&entries, threads, |(fqn, entry)| -> Result<Report, FileError> {
         let mut part = Report::default();
         match entry {
-            Entry::Bytes(bytes) => match refuse_paths(checkpoint.opaque_type(fqn))? {
-                Ok(None) => {}
-                Ok(Some(of)) => part.opaque.push(((*fqn).clone(), of)),
-                Err(error) => part.add(Some(fqn), bytes.stored.as_ref(), &error),
+            Entry::Bytes(bytes) => match refuse_paths(checkpoint.read_value(fqn))? {
+                Ok(_) => {}
+                Err(error) => match error.opaque_type() {
+                    Some(of) => part.opaque.push(((*fqn).clone(), of)),
+                    None => part.add(Some(fqn), bytes.stored.as_ref(), &error),
+                },
             },
             Entry::Tensor(tensor) => chunk_ends(checkpoint, fqn, tensor, &mut part)?,
         }
@@ -148,16 +170,26 @@ fn chunk_ends(
         return Ok(());
     }
     let mut element = vec![0; tensor.properties.dtype.size_in_bytes() as usize];
+    let mut opaque = None;
     for chunk in tensor.chunks.iter().filter(|chunk| !chunk.bounds.is_empty()) {
         let Some(stored) = &chunk.stored else { continue };
         let at = chunk.bounds.offsets.iter().zip(&chunk.bounds.sizes).map(|(offset, size)| offset + size - 1);
         let last = TensorBox::new(at.collect(), vec![1; chunk.bounds.rank()]);
         // Not by a plan of a read, which would look at all chunks for each.
         let this = Replica { fqn: fqn.to_owned(), bounds: Some(chunk.bounds.clone()), stored: stored.clone() };
-        if let Err(error) = refuse_paths(checkpoint.read_replica(&this, &last, &mut element))? {
+        let Err(error) = refuse_paths(checkpoint.read_replica(&this, &last, &mut element))? else { continue };
+        let Some(of) = error.opaque_type() else {
+            report.add(Some(fqn), Some(stored), &error);
+            continue;
+        };
+        // Nothing here can read it; but it must be there, to its end.
+        opaque = Some(of);
+        let end = stored.length.saturating_sub(1);
+        if let Err(error) = refuse_paths(checkpoint.read_stored(fqn, stored, end, &mut [0]))? {
             report.add(Some(fqn), Some(stored), &error);
         }
     }
+    report.opaque.extend(opaque.map(|of| (fqn.to_owned(), of)));
     Ok(())
 }
 
@@ -226,7 +258,10 @@ fn copies(checkpoint: &dyn Checkpoint, report: &mut Report, progress: Option<&(d
 fn deep(checkpoint: &dyn Checkpoint, report: &mut Report, threads: usize, progress: Option<&(dyn Fn(u64) + Sync)>) {
     let entries: Vec<(&String, &Entry)> = checkpoint.metadata().entries.iter().collect();
     let found = on_each(&entries, threads, |(fqn, entry)| match entry {
-        Entry::Tensor(_) => elements(checkpoint, fqn, progress),
+        Entry::Tensor(_) => match elements(checkpoint, fqn, progress) {
+            Err(error) if error.opaque_type().is_some() => Ok((None, Some(digest_of_opaque(checkpoint, fqn)?))),
+            found => found,
+        },
         // A value that cannot be read has been reported.
         Entry::Bytes(_) => Ok((None, checkpoint.describe_value(fqn).ok().as_ref().map(Digest::of_value))),
     });

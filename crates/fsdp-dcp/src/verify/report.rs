@@ -1,6 +1,7 @@
 //! The report of a verification.
 
 use crate::elements::Census;
+use crate::formats::checkpoint::PartOf;
 use crate::metadata::StorageInfo;
 
 /// Something that is wrong.
@@ -23,8 +24,8 @@ pub struct Report {
     pub problems: Vec<Problem>,
     /// `true` if hashes were there to check against.
     pub has_integrity: bool,
-    /// At [`Level::Sizes`](super::Level::Sizes) and above: keys of values that hold objects of unknown types, which are
-    /// never built, and the type of each. They are no problems.
+    /// At [`Level::Sizes`](super::Level::Sizes) and above: keys of values that hold objects of unknown types, and of tensors
+    /// that are such objects. They are never built. With the type of each. They are no problems.
     pub opaque: Vec<(String, String)>,
     /// Tensors looked at.
     pub tensors: usize,
@@ -54,6 +55,27 @@ impl Report {
     pub(super) fn absorb(&mut self, part: Report) {
         self.problems.extend(part.problems);
         self.opaque.extend(part.opaque);
+    }
+
+    /// Adds the findings about one of the checkpoints of a folder, with the keys and files that they have there.
+    pub(super) fn absorb_part(&mut self, part: Report, of: &PartOf<'_>) {
+        let key = |fqn: String| of.keys.get(&fqn).cloned().unwrap_or(fqn);
+        let is_directory = !of.place.is_empty() && !of.checkpoint.format().is_file();
+        let file = |file: String| if is_directory { format!("{}/{file}", of.place) } else { file };
+        self.problems.extend(part.problems.into_iter().map(|problem| Problem {
+            fqn: problem.fqn.map(key),
+            file: problem.file.map(file),
+            ..problem
+        }));
+        self.has_integrity &= part.has_integrity;
+        self.stale_digests |= part.stale_digests;
+        self.opaque.extend(part.opaque.into_iter().map(|(fqn, of)| (key(fqn), of)));
+        self.not_finite.extend(part.not_finite.into_iter().map(|(fqn, census)| (key(fqn), census)));
+        self.tensors += part.tensors;
+        self.values += part.values;
+        self.bytes_read += part.bytes_read;
+        self.replicas += part.replicas;
+        self.digests += part.digests;
     }
 
     /// Adds a problem with a key, or with the item that is stored for it.

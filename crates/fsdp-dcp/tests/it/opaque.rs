@@ -3,13 +3,14 @@
 use std::path::{Path, PathBuf};
 
 use fsdp_dcp::FileError;
-use fsdp_dcp::checkpoint::open;
-use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
+use fsdp_dcp::checkpoint::{Checkpoint, open};
+use fsdp_dcp::convert::{Cast, ConvertOptions, OutputFormat, Rename, View, convert};
 use fsdp_dcp::diff::{Tolerance, diff};
 use fsdp_dcp::metadata::{BytesEntry, Entry};
-use fsdp_dcp::reader::OpenOptions;
+use fsdp_dcp::plan::{LoadRequest, ReadPlanOptions};
+use fsdp_dcp::reader::{CheckpointReader, OpenOptions};
 use fsdp_dcp::verify::{Level, add_integrity, verify};
-use fsdp_layout::PlainValue;
+use fsdp_layout::{DType, PlainValue, TensorBox};
 
 fn foreign(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
@@ -158,4 +159,144 @@ fn checkpoints_of_megatron_core_open_and_reshard() {
         assert!(!has_opaque(&key) || first == second, "{key}");
     }
     assert!(source.metadata().entries.values().any(|entry| matches!(entry, Entry::Tensor(_))));
+}
+
+/// The opaque tensors that torch and torchao wrote, their types, and the plain tensors beside them.
+const TENSORS: [(&str, &[&str], &str, &str); 2] = [
+    ("int8", &["0.weight", "1.weight"], "torchao.quantization.Int8Tensor", "0.bias"),
+    ("conj", &["model.c"], "torch.Tensor (its conjugation is pending: `resolve_conj`)", "model.w"),
+];
+
+/// Returns the boxes of a tensor and the bytes of each as they are stored.
+fn stored_items(checkpoint: &dyn Checkpoint, fqn: &str) -> Vec<(TensorBox, Vec<u8>)> {
+    let chunks = checkpoint.metadata().tensor(fqn).unwrap().chunks.iter();
+    let mut items: Vec<_> = chunks
+        .map(|chunk| {
+            let stored = chunk.stored.as_ref().unwrap();
+            let mut bytes = vec![0; stored.length as usize];
+            checkpoint.read_stored(fqn, stored, 0, &mut bytes).unwrap();
+            (chunk.bounds.clone(), bytes)
+        })
+        .collect();
+    items.sort_by(|(a, _), (b, _)| a.cmp(b));
+    items
+}
+
+#[test]
+fn a_tensor_of_a_subclass_is_opaque_and_copied_byte_for_byte() {
+    let parent = tempfile::tempdir().unwrap();
+    for (name, tensors, of, _) in TENSORS {
+        let path = foreign(&format!("opaque_tensors/{name}"));
+        let source = open(&path, OpenOptions::default()).unwrap();
+        for level in [Level::Sizes, Level::Hashes, Level::Deep] {
+            let report = verify(&*source, level, None).unwrap();
+            assert!(report.is_ok(), "{name}: {:?}", report.problems);
+            let expected: Vec<_> = tensors.iter().map(|&fqn| (fqn.to_owned(), of.to_owned())).collect();
+            assert_eq!(report.opaque, expected);
+        }
+        for ranks in [1, 3] {
+            let copy = parent.path().join(format!("{name}-{ranks}"));
+            convert(&*source, &copy, OutputFormat::Dcp { ranks }, ConvertOptions::default()).unwrap();
+            let copied = open(&copy, OpenOptions::default()).unwrap();
+            for fqn in tensors {
+                assert_eq!(copied.metadata().tensor(fqn).unwrap().shape, source.metadata().tensor(fqn).unwrap().shape);
+                assert_eq!(stored_items(&*copied, fqn), stored_items(&*source, fqn), "{fqn}");
+            }
+            let report = verify(&*copied, Level::Deep, None).unwrap();
+            assert!(report.is_ok() && report.digests == copied.metadata().entries.len(), "{:?}", report.problems);
+            assert_eq!(differences(&path, &copy), [""; 0]);
+            // A copy of the copy keeps the digests.
+            let again = parent.path().join(format!("{name}-{ranks}-again"));
+            convert(&*copied, &again, OutputFormat::Dcp { ranks: 2 }, ConvertOptions::default()).unwrap();
+            assert_eq!(differences(&copy, &again), [""; 0]);
+        }
+        let sealed = parent.path().join(format!("{name}-sealed"));
+        crate::foreign::copy(&path, &sealed);
+        add_integrity(&sealed, None).unwrap();
+        assert!(verify(&*open(&sealed, OpenOptions::default()).unwrap(), Level::Deep, None).unwrap().is_ok());
+    }
+}
+
+#[test]
+fn a_changed_byte_of_an_opaque_tensor_is_a_difference_and_a_problem() {
+    let parent = tempfile::tempdir().unwrap();
+    let (path, copy) = (foreign("opaque_tensors/int8"), parent.path().join("copy"));
+    crate::foreign::copy(&path, &copy);
+    let source = open(&path, OpenOptions::default()).unwrap();
+    let stored = source.metadata().tensor("0.weight").unwrap().chunks[0].stored.clone().unwrap();
+    // In the middle of the item lie the integers.
+    let file = copy.join(&stored.relative_path);
+    let mut bytes = std::fs::read(&file).unwrap();
+    bytes[(stored.offset + stored.length / 2) as usize] ^= 1;
+    std::fs::write(&file, bytes).unwrap();
+    assert_eq!(differences(&path, &copy), ["0.weight"]);
+    let report = verify(&*open(&copy, OpenOptions::default()).unwrap(), Level::Hashes, None).unwrap();
+    assert!(!report.is_ok());
+    // An item that ends too early is one too.
+    let mut bytes = std::fs::read(path.join(&stored.relative_path)).unwrap();
+    bytes.truncate(bytes.len() - 10);
+    std::fs::write(&file, bytes).unwrap();
+    let report = verify(&*open(&copy, OpenOptions::default()).unwrap(), Level::Sizes, None).unwrap();
+    assert!(!report.is_ok());
+}
+
+#[test]
+fn an_opaque_tensor_that_would_be_lost_is_an_error_unless_it_may_be() {
+    let parent = tempfile::tempdir().unwrap();
+    for (name, tensors, of, plain) in TENSORS {
+        let source = open(foreign(&format!("opaque_tensors/{name}")), OpenOptions::default()).unwrap();
+        let to = parent.path().join(name);
+        let refused = convert(&*source, &to, OutputFormat::SafetensorsFile, ConvertOptions::default());
+        let Err(FileError::Opaque { values }) = refused else { panic!("{name}: {refused:?}") };
+        assert_eq!(values, tensors.iter().map(|&fqn| (fqn.to_owned(), of.to_owned())).collect::<Vec<_>>());
+        let options = ConvertOptions { drop_opaque: true, ..ConvertOptions::default() };
+        let done = convert(&*source, &to, OutputFormat::SafetensorsFile, options).unwrap();
+        assert_eq!(done.dropped, values);
+        let written = open(&to, OpenOptions::default()).unwrap();
+        assert!(written.metadata().tensor(plain).is_some());
+        assert_eq!(written.metadata().entries.len() + tensors.len(), source.metadata().entries.len());
+        // A selection without them needs no word; a cast leaves them as they are.
+        let view = View::new(&*source, |fqn| if tensors.contains(&fqn) { Rename::Drop } else { Rename::Keep }, None);
+        let alone = parent.path().join(format!("{name}-alone"));
+        convert(&view.unwrap(), &alone, OutputFormat::Torch, ConvertOptions::default()).unwrap();
+        let cast = View::new(&*source, |_| Rename::Keep, Some(Cast::parameters(DType::F16))).unwrap();
+        let cast_to = parent.path().join(format!("{name}-cast"));
+        convert(&cast, &cast_to, OutputFormat::Dcp { ranks: 2 }, ConvertOptions::default()).unwrap();
+        let cast = open(&cast_to, OpenOptions::default()).unwrap();
+        for fqn in tensors {
+            assert_eq!(stored_items(&*cast, fqn), stored_items(&*source, fqn));
+        }
+    }
+}
+
+#[test]
+fn reading_an_opaque_tensor_names_its_type() {
+    let source = open(foreign("opaque_tensors/int8"), OpenOptions::default()).unwrap();
+    let whole = TensorBox::whole(&[64, 64]);
+    let error = source.read_box("0.weight", &whole, &mut vec![0; 64 * 64 * 2]).unwrap_err();
+    assert_eq!(error.opaque_type().as_deref(), Some("torchao.quantization.Int8Tensor"));
+    let request = LoadRequest {
+        fqn: "0.weight".to_owned(),
+        dtype: DType::BF16,
+        shape: vec![64, 64],
+        boxes: vec![TensorBox::whole(&[64, 64])],
+    };
+    let error = source.check_read(&[request], ReadPlanOptions::default()).unwrap_err();
+    assert_eq!(error.opaque_type().as_deref(), Some("torchao.quantization.Int8Tensor"));
+    // It is described with the dtypes and shapes of the tensors in it, but without their elements.
+    let shown = format!("{:?}", source.describe_value("0.weight").unwrap());
+    assert!(shown.contains("Int8Tensor") && shown.len() < 4000, "{shown}");
+}
+
+#[test]
+fn looking_for_what_is_opaque_reads_no_elements() {
+    let path = foreign("obj/cust");
+    let source = CheckpointReader::open(&path).unwrap();
+    let before = Checkpoint::bytes_read(&source);
+    let fqns: Vec<String> = source.metadata().values().map(|(fqn, _)| fqn.to_owned()).collect();
+    fqns.iter().for_each(|fqn| drop(source.opaque_type(fqn).unwrap()));
+    let looked = Checkpoint::bytes_read(&source) - before;
+    fqns.iter().for_each(|fqn| drop(source.describe_value(fqn).unwrap()));
+    let read = Checkpoint::bytes_read(&source) - before - looked;
+    assert!(looked < read, "{looked} of {read}");
 }

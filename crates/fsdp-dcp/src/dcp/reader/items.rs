@@ -8,17 +8,19 @@ use fsdp_layout::{DType, PlainValue, TensorBox};
 
 use super::CheckpointReader;
 use super::error::ReadError;
-use crate::dcp::item::StoredTensor;
+use crate::budget::Budget;
+use crate::dcp::item::{StoredTensor, TensorItem};
 use crate::error::{FileError, FormatError};
+use crate::formats::checkpoint::KeyFilter;
 use crate::formats::read::byte_length;
-use crate::limits::MAX_OBJECT_BYTES;
-use crate::metadata::{Chunk, StorageInfo};
+use crate::limits::{MAX_OBJECT_BYTES, PICKLE_FACTOR};
+use crate::metadata::{Chunk, StorageInfo, TensorEntry};
 use crate::safetensors::header::Header;
 use crate::storage::checked_file::CheckedFile;
 use crate::storage::read_at::{ReadAt, Window, read_whole};
 use crate::strided::StridedLayout;
 use crate::torch::tensor_ref::TensorRef;
-use crate::torch::value::quantizer_of;
+use crate::torch::value::{describe_object, opaque_type_of, quantizer_of};
 use crate::torch::zip::Directory;
 
 /// The most bytes that an item may have around its payload.
@@ -128,18 +130,57 @@ impl CheckpointReader {
         Ok(bytes)
     }
 
-    /// Checks that each item lies in its file, and is long enough for its chunk (a transform may have made it shorter).
-    pub(crate) fn check_items(&self) -> Result<(), FileError> {
-        for (fqn, tensor) in self.metadata.tensors() {
+    /// Checks that each item of these keys lies in its file, and is long enough for its chunk (a transform may have made
+    /// it shorter), unless it is opaque.
+    pub(super) fn check_items(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {
+        for (fqn, tensor) in self.metadata.tensors().filter(|(fqn, _)| keys(fqn)) {
             for chunk in tensor.chunks.iter().filter(|chunk| !chunk.bounds.is_empty()) {
-                self.check_item(fqn, chunk, tensor.properties.dtype)?;
+                match self.check_item(fqn, chunk, tensor.properties.dtype) {
+                    Err(error) if error.opaque_type().is_some() => {}
+                    checked => checked?,
+                }
             }
         }
         Ok(())
     }
 
+    /// Returns the type of what a tensor's items are, if they are not those of a plain tensor, from the first of them.
+    pub(super) fn opaque_tensor(&self, fqn: &str, tensor: &TensorEntry) -> Option<String> {
+        let chunks = tensor.chunks.iter().filter(|chunk| !chunk.bounds.is_empty());
+        let (bounds, stored) = chunks.filter_map(|chunk| Some((&chunk.bounds, chunk.stored.as_ref()?))).next()?;
+        let dtype = tensor.properties.dtype;
+        // The length of an item of ours says enough. Any other one is looked into.
+        if TensorItem::new(dtype, &bounds.sizes).is_ok_and(|plain| plain.length() == stored.length) {
+            return None;
+        }
+        // One that is damaged is not opaque: whatever reads it says so.
+        let located = self.locate(fqn, bounds, stored, dtype);
+        located.err().and_then(|error| self.item_error(fqn, stored, error).opaque_type())
+    }
+
+    /// Returns the type of what makes a value opaque, without the tensors in it.
+    pub(super) fn opaque_value(&self, stored: &StorageInfo) -> Result<Option<String>, ReadError> {
+        let budget = Budget::new(stored.length, PICKLE_FACTOR);
+        if !stored.transforms.is_empty() {
+            let bytes = self.item_bytes(stored, budget.left() / 2)?;
+            return Ok(opaque_type_of(&bytes, budget)?);
+        }
+        let file = self.directory.file(&stored.relative_path)?;
+        Ok(opaque_type_of(&Window::new(&*file, stored.offset, stored.length)?, budget)?)
+    }
+
+    /// Describes an opaque tensor by its first item.
+    pub(super) fn describe_tensor(&self, stored: &StorageInfo) -> Result<PlainValue, ReadError> {
+        let budget = Budget::new(stored.length, PICKLE_FACTOR);
+        if !stored.transforms.is_empty() {
+            return Ok(describe_object(&self.item_bytes(stored, budget.left() / 2)?, budget)?);
+        }
+        let file = self.directory.file(&stored.relative_path)?;
+        Ok(describe_object(&Window::new(&*file, stored.offset, stored.length)?, budget)?)
+    }
+
     /// Checks one item as [`CheckpointReader::check_items`] does.
-    pub(crate) fn check_item(&self, fqn: &str, chunk: &Chunk, dtype: DType) -> Result<(), FileError> {
+    pub(super) fn check_item(&self, fqn: &str, chunk: &Chunk, dtype: DType) -> Result<(), FileError> {
         let stored = chunk.stored.as_ref();
         let stored = stored.ok_or_else(|| FileError::NotStored { fqn: fqn.to_owned() })?;
         let file = self.directory.file(&stored.relative_path)?;
@@ -147,6 +188,12 @@ impl CheckpointReader {
         let error = |source| self.item_error(fqn, stored, ReadError::Format(source));
         Window::new(&*file, stored.offset, stored.length).map_err(error)?;
         if stored.transforms.is_empty() && payload as u64 > stored.length {
+            // That it is opaque says more than that it is short.
+            let located = self.locate(fqn, &chunk.bounds, stored, dtype);
+            let found = located.map_err(|error| self.item_error(fqn, stored, error));
+            if let Some(opaque) = found.err().filter(|error| error.opaque_type().is_some()) {
+                return Err(opaque);
+            }
             let expected = format!("an item of at least {payload} bytes");
             return Err(error(FormatError::unexpected(expected, format!("one of {}", stored.length))));
         }

@@ -21,7 +21,7 @@ use crate::storage::location::Location;
 use crate::torch::value::decode_value_within;
 
 use self::error::ReadError;
-use crate::formats::checkpoint::{Checkpoint, Format};
+use crate::formats::checkpoint::{Checkpoint, Format, KeyFilter};
 use crate::formats::read::{Destination, OpenOptions, ReadDone, ReadOptions};
 use crate::metadata::Replica;
 use crate::payload::slot::Slot;
@@ -190,7 +190,19 @@ impl Checkpoint for CheckpointReader {
         CheckpointReader::read_value(self, fqn)
     }
 
+    fn opaque_type(&self, fqn: &str) -> Result<Option<String>, FileError> {
+        if let Some(tensor) = self.metadata.tensor(fqn) {
+            return Ok(self.opaque_tensor(fqn, tensor));
+        }
+        let stored = self.place_of_value(fqn)?;
+        self.opaque_value(stored).map_err(|error| self.item_error(fqn, stored, error))
+    }
+
     fn describe_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
+        let chunks = self.metadata.tensor(fqn).into_iter().flat_map(|tensor| &tensor.chunks);
+        if let Some(stored) = chunks.filter_map(|chunk| chunk.stored.as_ref()).next() {
+            return self.describe_tensor(stored).map_err(|error| self.item_error(fqn, stored, error));
+        }
         let stored = self.place_of_value(fqn)?;
         self.stored_value(stored, true).map_err(|error| self.item_error(fqn, stored, error))
     }
@@ -200,8 +212,8 @@ impl Checkpoint for CheckpointReader {
         self.item_bytes(stored, most).map_err(|error| self.item_error(fqn, stored, error))
     }
 
-    fn check_stored(&self) -> Result<(), FileError> {
-        self.check_items()
+    fn check_stored(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {
+        self.check_items(keys)
     }
 
     fn quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, FileError> {

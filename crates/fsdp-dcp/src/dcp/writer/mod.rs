@@ -169,21 +169,21 @@ fn place_items(metadata: &mut Metadata, written: &[RankWritten]) -> Result<(), F
     for rank in written {
         for item in &rank.items {
             let Some(file) = rank.files.get(item.file as usize) else { continue };
-            let stored = StorageInfo {
+            let place = match metadata.entries.get_index_mut(item.entry as usize) {
+                Some((_, Entry::Bytes(bytes))) => &mut bytes.stored,
+                Some((_, Entry::Tensor(tensor))) => match tensor.chunks.get_mut(item.chunk as usize) {
+                    Some(chunk) => &mut chunk.stored,
+                    None => continue,
+                },
+                None => continue,
+            };
+            *place = Some(StorageInfo {
                 relative_path: file.name.clone(),
                 offset: item.offset,
                 length: item.length,
-                transforms: Vec::new(),
-            };
-            match metadata.entries.get_index_mut(item.entry as usize) {
-                Some((_, Entry::Bytes(bytes))) => bytes.stored = Some(stored),
-                Some((_, Entry::Tensor(tensor))) => {
-                    if let Some(chunk) = tensor.chunks.get_mut(item.chunk as usize) {
-                        chunk.stored = Some(stored);
-                    }
-                }
-                None => {}
-            }
+                // An item that was copied as it is stored is still transformed as it was.
+                transforms: place.take().map_or_else(Vec::new, |before| before.transforms),
+            });
         }
     }
     check_placed(metadata)

@@ -1,0 +1,58 @@
+//! `fsdp merge`: one checkpoint of several.
+
+use anyhow::Result;
+use fsdp_dcp::checkpoint::{self, Checkpoint};
+use fsdp_dcp::convert::View;
+use fsdp_dcp::merge::{Average, Lora, LoraConfig};
+use fsdp_dcp::reader::OpenOptions;
+
+use super::arguments::MergeArguments;
+use super::write::{Destination, open, write};
+use crate::failure::UsageError;
+use crate::keys::Keys;
+use crate::output;
+use crate::text::{count, escaped};
+
+/// Writes the average of checkpoints, or a base with a LoRA adapter: `fsdp merge`.
+///
+/// # Errors
+/// The sources cannot be read, or do not belong together, or the destination cannot be written: then there is none.
+pub(crate) fn merge(arguments: &MergeArguments) -> Result<()> {
+    let destination = Destination::of(&arguments.destination, &arguments.target, &arguments.writing)?;
+    let keys = Keys::new(&arguments.include, &arguments.exclude, &[], None)?;
+    let opened = arguments.from.iter().map(|from| open(from, &destination)).collect::<Result<Vec<_>>>()?;
+    let mut views = Vec::with_capacity(opened.len());
+    for source in &opened {
+        keys.check(source.metadata())?;
+        views.push(View::new(&**source, |key| keys.rename(key), None)?);
+    }
+    let views: Vec<&dyn Checkpoint> = views.iter().map(|view| view as &dyn Checkpoint).collect();
+    let Some(place) = &arguments.lora else {
+        let average = Average::new(views, &arguments.weight)?;
+        list("taken from the first checkpoint", average.taken_from_first());
+        return write(&average, &destination);
+    };
+    let [base] = views.as_slice() else { return Err(UsageError::OneBase.into()) };
+    let config = LoraConfig::read(place)?;
+    let adapter = checkpoint::open(place, OpenOptions { verify: true })?;
+    let merged = Lora::new(*base, &*adapter, &config)?;
+    let changed = count(merged.changed().count(), "tensor", "tensors");
+    output::talk(&format!("the adapter changes {changed}"));
+    write(&merged, &destination)
+}
+
+/// The most keys that are listed.
+const LISTED: usize = 20;
+
+/// Lists keys, if there are any.
+fn list<'k>(what: &str, keys: impl Iterator<Item = &'k str>) {
+    let keys: Vec<&str> = keys.collect();
+    if keys.is_empty() {
+        return;
+    }
+    output::talk(&format!("{} {what}:", count(keys.len(), "key is", "keys are")));
+    keys.iter().take(LISTED).for_each(|key| output::talk(&format!("  {}", escaped(key))));
+    if keys.len() > LISTED {
+        output::talk(&format!("  and {} more", keys.len() - LISTED));
+    }
+}

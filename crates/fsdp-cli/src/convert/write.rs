@@ -1,0 +1,294 @@
+//! Writing a checkpoint where the command line says, and the report of it.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Context as _, Result};
+use fsdp_dcp::checkpoint::{self, Checkpoint};
+use fsdp_dcp::convert::{ConvertOptions, Converted, OutputFormat, convert};
+use fsdp_dcp::reader::OpenOptions;
+use fsdp_dcp::storage::{self, Durable};
+use fsdp_dcp::{FileError, Location};
+use serde::Serialize;
+
+use super::arguments::{TargetArguments, WriteArguments};
+use crate::failure::{ConversionStopped, UsageError};
+use crate::inspect;
+use crate::output;
+use crate::progress::Progress;
+use crate::stop::StopRequest;
+use crate::text::{count, escaped, iec};
+use crate::threads::or_all_cores;
+
+const SCHEMA: u32 = 1;
+
+/// The largest piece of a tensor that a thread reads at a time. It holds one as read and one as written.
+const PIECE: u64 = 16 << 20;
+/// The memory that reading and writing take besides the pieces.
+const AROUND: u64 = 2 << 20;
+
+/// The place to write to, and the options of writing.
+pub(super) struct Destination<'a> {
+    path: &'a Location,
+    target: OutputFormat,
+    /// The name of the format on the command line.
+    name: &'static str,
+    overwrite: bool,
+    dry_run: bool,
+    drop_opaque: bool,
+    /// The directory whose configuration and tokenizer go along.
+    with: Option<&'a Location>,
+    threads: usize,
+    json: bool,
+    progress: bool,
+}
+
+/// The report of what was, or would be, written.
+#[derive(Debug, Serialize)]
+struct Written {
+    schema: u32,
+    source: String,
+    destination: String,
+    to: &'static str,
+    dry_run: bool,
+    tensors: usize,
+    values: usize,
+    /// The bytes of all tensors' elements.
+    bytes: u64,
+    /// The approximate upper limit of the memory used.
+    memory: u64,
+    /// The keys of values that the format cannot hold, and the file that holds them.
+    aside: Vec<String>,
+    aside_file: Option<String>,
+    /// The keys of quantized tensors, which are written as integers. `KEY.quantizer` describes their meaning.
+    quantized: Vec<String>,
+    /// The containers that the format cannot tell: keys that are not text, tuples, empty dicts.
+    containers: Vec<String>,
+    /// The files beside the source's own that come along.
+    copied: Vec<String>,
+    /// The files and directories beside the source's own that do not.
+    left_behind: Vec<String>,
+    /// The keys of opaque values that are left out.
+    dropped: Vec<String>,
+}
+
+impl<'a> Destination<'a> {
+    /// Makes the destination of a command that writes any format.
+    pub(super) fn of(path: &'a Location, target: &'a TargetArguments, writing: &WriteArguments) -> Result<Self> {
+        let destination = Destination::new(path, target.format()?, target.to.name(), writing);
+        Ok(Destination { drop_opaque: target.drop_opaque, with: target.with()?, ..destination })
+    }
+
+    pub(super) fn new(path: &'a Location, target: OutputFormat, name: &'static str, writing: &WriteArguments) -> Self {
+        Destination {
+            path,
+            target,
+            name,
+            overwrite: writing.overwrite,
+            dry_run: writing.dry_run,
+            drop_opaque: false,
+            with: None,
+            threads: or_all_cores(writing.threads),
+            json: writing.json,
+            progress: !writing.no_progress,
+        }
+    }
+}
+
+/// Opens the source, and checks that the destination is another place and free.
+pub(super) fn open(source: &Location, destination: &Destination<'_>) -> Result<Box<dyn Checkpoint>> {
+    let opened = checkpoint::open(source, OpenOptions { verify: true })?;
+    let to = destination.path;
+    let taken = to.exists()?;
+    if overlap(source, to) {
+        let (source, destination) = (source.to_string(), to.to_string());
+        return Err(UsageError::Overlap { source_path: source, destination }.into());
+    }
+    if taken && !destination.overwrite {
+        return Err(UsageError::Exists { path: to.to_string() }.into());
+    }
+    if taken && !replaceable(destination) {
+        return Err(UsageError::NotReplaceable { path: to.to_string() }.into());
+    }
+    Ok(opened)
+}
+
+/// Returns `true` if `--overwrite` may replace what is there: a file where a file is written, or a checkpoint directory
+/// or empty directory where a directory is written. So a mistake does not cost other files.
+fn replaceable(destination: &Destination<'_>) -> bool {
+    let is_single = matches!(destination.target, OutputFormat::SafetensorsFile | OutputFormat::Torch);
+    let Some(to) = destination.path.local() else {
+        // In an object store only single objects can be replaced. For all else the conversion returns an error.
+        return !is_single || destination.path.is_file().unwrap_or(false);
+    };
+    if is_single {
+        return to.is_file();
+    }
+    let opened = || checkpoint::open(to, OpenOptions { verify: false });
+    let empty = || to.read_dir().is_ok_and(|mut entries| entries.next().is_none());
+    to.is_dir() && (empty() || !matches!(opened(), Err(FileError::NotCommitted { .. })))
+}
+
+/// Returns `true` if one place is the other, or is in it.
+fn overlap(source: &Location, destination: &Location) -> bool {
+    let (source, destination) = match (source.local(), destination.local()) {
+        (Some(source), Some(destination)) => (source, destination),
+        (None, None) => {
+            let (source, destination) = (source.name(), destination.name());
+            return destination.starts_with(source) || source.starts_with(destination);
+        }
+        _ => return false,
+    };
+    let Ok(source) = source.canonicalize() else { return false };
+    // A destination that does not exist yet is resolved through its closest directory that does.
+    let missing = destination.ancestors().find_map(|ancestor| {
+        let place = if ancestor.as_os_str().is_empty() { Path::new(".") } else { ancestor };
+        Some(place.canonicalize().ok()?.join(destination.strip_prefix(ancestor).ok()?))
+    });
+    missing.is_some_and(|destination: PathBuf| destination.starts_with(&source) || source.starts_with(&destination))
+}
+
+/// Writes a checkpoint, and tells what came of it.
+pub(super) fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> Result<()> {
+    let mut written = Written::planned(source, destination);
+    if !destination.dry_run {
+        let stop = StopRequest::new();
+        // Uploads cannot be stopped between two steps, so signals end the process as they always do.
+        if destination.path.local().is_some() {
+            stop.watch()?;
+        }
+        let durable = Durable::with_hook(Arc::new(stop.clone()));
+        // Remove what a killed command has left of this destination.
+        storage::clean_stale(destination.path)?;
+        let bar = Progress::new(written.bytes, destination.progress && !destination.json);
+        let progress = |bytes| bar.add(bytes);
+        let options = ConvertOptions {
+            overwrite: destination.overwrite,
+            drop_opaque: destination.drop_opaque,
+            with: destination.with,
+            threads: destination.threads,
+            progress: Some(&progress),
+            durable: Some(&durable),
+        };
+        let done = convert(source, destination.path, destination.target, options);
+        drop(bar);
+        if let (Err(_), Some(signal)) = (&done, stop.signal()) {
+            return Err(ConversionStopped { signal, destination: destination.path.to_string() }.into());
+        }
+        let Converted {
+            tensors,
+            bytes,
+            mut aside,
+            aside_file,
+            mut quantized,
+            containers,
+            copied,
+            left_behind,
+            dropped,
+            ..
+        } = done.with_context(|| format!("failed to write `{}`", destination.path))?;
+        aside.sort_by(|a, b| natord::compare(a, b));
+        quantized.sort_by(|a, b| natord::compare(a, b));
+        written = Written {
+            tensors,
+            bytes,
+            aside,
+            aside_file,
+            quantized,
+            containers,
+            copied,
+            left_behind,
+            dropped: dropped.into_iter().map(|(key, of)| format!("{key} ({of})")).collect(),
+            ..written
+        };
+    }
+    if let Some(file) = &written.aside_file {
+        let (count, name) = (written.aside.len(), destination.name);
+        let are = if written.dry_run { "would be" } else { "are" };
+        output::talk(&format!("{count} values that `{name}` cannot hold {are} in `{file}`:"));
+        written.aside.iter().for_each(|key| output::talk(&format!("  {}", escaped(key))));
+    }
+    if !written.quantized.is_empty() {
+        let count = written.quantized.len();
+        output::talk(&format!(
+            "{count} quantized tensors were written as integers, with a value `KEY.quantizer` for each:"
+        ));
+        written.quantized.iter().for_each(|key| output::talk(&format!("  {}", escaped(key))));
+    }
+    if !written.containers.is_empty() {
+        let (count, name) = (written.containers.len(), destination.name);
+        output::talk(&format!(
+            "{count} places of the state dict that `{name}` cannot tell (keys become text, tuples lists, empty dicts go):"
+        ));
+        written.containers.iter().for_each(|place| output::talk(&format!("  {}", escaped(place))));
+    }
+    if !written.dropped.is_empty() {
+        let count = written.dropped.len();
+        let were = if count == 1 { "value was" } else { "values were" };
+        output::talk(&format!("{count} opaque {were} left out:"));
+        written.dropped.iter().for_each(|key| output::talk(&format!("  {}", escaped(key))));
+    }
+    let names =
+        |files: &[String]| files.iter().map(|file| format!("`{}`", escaped(file))).collect::<Vec<_>>().join(", ");
+    if !written.copied.is_empty() {
+        output::talk(&format!("copied {}", names(&written.copied)));
+    }
+    if !written.left_behind.is_empty() {
+        output::talk(&format!("left behind: {}", names(&written.left_behind)));
+    }
+    if destination.json {
+        return output::json(&written);
+    }
+    let Written { tensors, values, bytes, memory, destination: path, .. } = &written;
+    let (bytes, memory) = (iec(*bytes), iec(*memory));
+    let (tensors, values) = (count(*tensors, "tensor", "tensors"), count(*values, "value", "values"));
+    if written.dry_run {
+        return output::data(&format!(
+            "would write {tensors} and {values}, {bytes}, to `{}` with at most about {memory} of memory",
+            escaped(path)
+        ));
+    }
+    output::talk(&format!("wrote {tensors} and {values}, {bytes}, to `{path}`"));
+    Ok(())
+}
+
+impl Written {
+    fn planned(source: &dyn Checkpoint, destination: &Destination<'_>) -> Self {
+        let sizes = || source.metadata().tensors().map(|(_, tensor)| inspect::bytes(tensor));
+        let largest = sizes().max().unwrap_or(0);
+        let threads = destination.threads as u64;
+        let mut aside: Vec<String> = source.metadata().values().map(|(key, _)| key.to_owned()).collect();
+        let aside_file = match destination.target {
+            OutputFormat::SafetensorsFile => {
+                destination.path.name().file_name().map(|name| checkpoint::values_beside(&name.to_string_lossy()))
+            }
+            OutputFormat::SafetensorsDirectory { .. } | OutputFormat::SafetensorsShards { .. } => {
+                Some(checkpoint::VALUES_FILE.to_owned())
+            }
+            _ => None,
+        };
+        let aside_file = aside_file.filter(|_| !aside.is_empty());
+        if aside_file.is_none() {
+            aside.clear();
+        }
+        aside.sort_by(|a, b| natord::compare(a, b));
+        Written {
+            schema: SCHEMA,
+            source: source.path().display().to_string(),
+            destination: destination.path.to_string(),
+            to: destination.name,
+            dry_run: destination.dry_run,
+            tensors: sizes().count(),
+            values: source.metadata().values().count(),
+            bytes: sizes().fold(0, u64::saturating_add),
+            memory: threads.saturating_mul(2 * largest.min(PIECE) + AROUND),
+            aside,
+            aside_file,
+            quantized: Vec::new(),
+            containers: Vec::new(),
+            copied: Vec::new(),
+            left_behind: Vec::new(),
+            dropped: Vec::new(),
+        }
+    }
+}

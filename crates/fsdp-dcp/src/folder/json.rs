@@ -1,0 +1,106 @@
+//! A file of JSON that a trainer keeps its state in.
+
+use std::sync::Arc;
+
+use fsdp_layout::{KeyPath, PathPart, PlainValue};
+use serde_json::Value;
+
+use crate::budget::Budget;
+use crate::error::{FileError, FormatError};
+use crate::formats::assembled::{Assembled, Assembler, Held};
+use crate::formats::checkpoint::Format;
+use crate::formats::read::OpenOptions;
+use crate::formats::structure::Structure;
+use crate::limits::PICKLE_FACTOR;
+use crate::storage::checked_directory::CheckedDirectory;
+use crate::storage::location::Location;
+use crate::storage::read_at::ReadAt as _;
+
+/// The length up to which a file is read. One that is longer is opaque: numbers take many times their text.
+const MAX_BYTES: u64 = 1 << 20;
+
+/// Opens a file of JSON. Objects are flattened, and arrays that hold objects, as a file of torch is.
+pub(super) fn open(location: &Location, options: OpenOptions) -> Result<Assembled, FileError> {
+    let (parent, name) = location.split()?;
+    let directory = CheckedDirectory::open_beside(&parent, name, options.verify)?;
+    let length = directory.file(name)?.len();
+    let assembler = Assembler::new(Format::Folder, location.name(), directory);
+    let mut flat = Flattener { assembler, file: Arc::from(name), budget: Budget::new(length, PICKLE_FACTOR) };
+    if length > MAX_BYTES {
+        let of = format!("JSON text of {length} bytes");
+        let held = Held::Opaque(of.clone(), PlainValue::Str(of));
+        flat.assembler.add_value(&KeyPath::default(), &flat.file, held)?;
+        return Ok(flat.assembler.finish(None));
+    }
+    let bytes = flat.assembler.directory().read_small(name, MAX_BYTES)?;
+    let read = serde_json::from_slice(&bytes)
+        .map_err(|error| flat.error(FormatError::Malformed { what: "JSON", reason: error.to_string() }))?;
+    let structure = flat.flatten(read, &KeyPath::default())?;
+    Ok(flat.assembler.finish(Some(structure)))
+}
+
+/// Gives every value of a JSON text its flat key.
+struct Flattener {
+    assembler: Assembler,
+    file: Arc<str>,
+    budget: Budget,
+}
+
+impl Flattener {
+    fn error(&self, source: FormatError) -> FileError {
+        self.assembler.directory().file_error(&self.file, source)
+    }
+
+    /// Adds what lies below a value, whose place is `path`.
+    fn flatten(&mut self, value: Value, path: &KeyPath) -> Result<Structure, FileError> {
+        // All of the path is copied for whatever lies there.
+        let length: usize = path.0.iter().map(|part| part.to_string().len() + size_of::<PathPart>()).sum();
+        let charged = self.budget.charge("memory for keys", 4 * length as u64);
+        charged.map_err(|over| self.error(over.into()))?;
+        match value {
+            Value::Object(items) => {
+                let mut dict = Vec::with_capacity(items.len());
+                for (key, value) in items {
+                    let structure = self.flatten(value, &path.child(PathPart::Key(key.clone())))?;
+                    dict.push((key.into(), structure));
+                }
+                Ok(Structure::Dict(dict))
+            }
+            Value::Array(items) if items.iter().any(holds_objects) => {
+                let items = items.into_iter().enumerate();
+                let items = items.map(|(index, item)| self.flatten(item, &path.child(PathPart::Index(index))));
+                Ok(Structure::List(items.collect::<Result<_, _>>()?))
+            }
+            value => {
+                let fqn = path.flat_key();
+                self.assembler.add_value(path, &self.file, Held::Plain(plain(value)))?;
+                Ok(Structure::Leaf(fqn))
+            }
+        }
+    }
+}
+
+/// Returns `true` for an object, and for an array with one in it.
+fn holds_objects(value: &Value) -> bool {
+    match value {
+        Value::Object(_) => true,
+        Value::Array(items) => items.iter().any(holds_objects),
+        _ => false,
+    }
+}
+
+fn plain(value: Value) -> PlainValue {
+    match value {
+        Value::Null => PlainValue::None,
+        Value::Bool(value) => PlainValue::Bool(value),
+        Value::Number(number) => match number.as_i64() {
+            Some(number) => PlainValue::Int(number),
+            None => PlainValue::Float(number.as_f64().unwrap_or(f64::NAN)),
+        },
+        Value::String(text) => PlainValue::Str(text),
+        Value::Array(items) => PlainValue::List(items.into_iter().map(plain).collect()),
+        Value::Object(items) => {
+            PlainValue::Dict(items.into_iter().map(|(key, value)| (key.into(), plain(value))).collect())
+        }
+    }
+}

@@ -1,0 +1,246 @@
+//! A checkpoint that is seen through something: other keys, other shapes, other dtypes, or several checkpoints as one.
+//!
+//! A layer says where the content of each key comes from. Everything that a [`Checkpoint`] must be able to do follows from
+//! that, and is the same for all layers.
+
+use std::borrow::Cow;
+use std::collections::HashSet;
+use std::path::Path;
+
+use fsdp_digest::StateDigest;
+use fsdp_layout::{PlainValue, TensorBox};
+
+use super::checkpoint::{Checkpoint, Format, KeyFilter, PartOf};
+use super::lookup::no_value;
+use super::structure::Structure;
+use crate::error::FileError;
+use crate::metadata::{Metadata, Replica, StorageInfo};
+use crate::payload::slot::Slot;
+use crate::storage::checked_directory::CheckedDirectory;
+
+/// The origin of what is at a key of a layer.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Origin<'o> {
+    /// The same content, of the source at this position, at this key of it.
+    Source(usize, &'o str),
+    /// A value that is in no source.
+    Value(&'o PlainValue),
+    /// A tensor that [`Layer::read_made`] makes.
+    Made,
+}
+
+/// A checkpoint that others are seen through.
+pub(crate) trait Layer: Send + Sync {
+    /// Returns the number of its sources: at least one.
+    fn source_count(&self) -> usize {
+        1
+    }
+
+    /// Returns the source at a position.
+    fn source(&self, index: usize) -> &dyn Checkpoint;
+
+    /// Returns what it holds.
+    fn metadata(&self) -> &Metadata;
+
+    /// Returns where what is at a key comes from. The key is in the metadata.
+    fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o>;
+
+    /// Fills boxes of a tensor that is made of others.
+    fn read_made(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError>;
+
+    /// Adds the sources and keys that a made tensor is made of.
+    fn inputs_of_made(&self, fqn: &str, inputs: &mut Vec<(usize, String)>);
+
+    /// Returns its format.
+    fn format(&self) -> Format {
+        self.source(0).format()
+    }
+
+    /// Returns its place.
+    fn path(&self) -> &Path {
+        self.source(0).path()
+    }
+
+    /// Returns its files.
+    fn directory(&self) -> &CheckedDirectory {
+        self.source(0).directory()
+    }
+
+    /// Returns the checkpoints that the folder is made of whose files these are.
+    fn parts(&self) -> Vec<PartOf<'_>> {
+        self.source(0).parts()
+    }
+
+    /// Returns the nested containers of its keys.
+    fn structure(&self) -> Option<&Structure> {
+        None
+    }
+
+    /// Returns the digests that were recorded of what it holds.
+    fn digests(&self) -> Option<&StateDigest> {
+        None
+    }
+
+    /// Returns a place in its metadata as the source at a position calls it.
+    fn stored_in<'s>(&self, source: usize, stored: &'s StorageInfo) -> Cow<'s, StorageInfo> {
+        let _ = source;
+        Cow::Borrowed(stored)
+    }
+
+    /// Returns the bytes of data files that were read so far.
+    fn bytes_read(&self) -> u64 {
+        (0..self.source_count()).map(|index| self.source(index).bytes_read()).sum()
+    }
+}
+
+/// Returns the origin of a key, or the error that there is none.
+fn origin_of<'o, L: Layer>(layer: &'o L, fqn: &'o str) -> Result<Origin<'o>, FileError> {
+    if !layer.metadata().entries.contains_key(fqn) {
+        return Err(no_value(layer.metadata(), fqn));
+    }
+    Ok(layer.origin(fqn))
+}
+
+/// Returns the source and the key there of what is not of the layer itself.
+fn source_of<'o, L: Layer>(layer: &'o L, fqn: &'o str) -> Result<(usize, &'o str), FileError> {
+    match origin_of(layer, fqn)? {
+        Origin::Source(source, name) => Ok((source, name)),
+        _ => Err(FileError::NotStored { fqn: fqn.to_owned() }),
+    }
+}
+
+/// Returns a copy of a chunk or value as the source at a position calls it.
+fn replica_in<L: Layer>(layer: &L, source: usize, name: &str, replica: &Replica) -> Replica {
+    let stored = layer.stored_in(source, &replica.stored).into_owned();
+    Replica { fqn: name.to_owned(), bounds: replica.bounds.clone(), stored }
+}
+
+/// Runs a check on each source, for the keys that some keys of the layer need.
+fn check_sources<L: Layer>(
+    layer: &L,
+    keys: KeyFilter<'_>,
+    check: &dyn Fn(&dyn Checkpoint, KeyFilter<'_>) -> Result<(), FileError>,
+) -> Result<(), FileError> {
+    let mut needed: Vec<HashSet<String>> = vec![HashSet::new(); layer.source_count()];
+    let mut inputs = Vec::new();
+    for fqn in layer.metadata().entries.keys().filter(|fqn| keys(fqn)) {
+        match layer.origin(fqn) {
+            Origin::Source(source, name) => drop(needed[source].insert(name.to_owned())),
+            Origin::Value(_) => {}
+            Origin::Made => layer.inputs_of_made(fqn, &mut inputs),
+        }
+    }
+    for (source, name) in inputs {
+        needed[source].insert(name);
+    }
+    let needed = needed.iter().enumerate();
+    needed.into_iter().try_for_each(|(index, keys)| check(layer.source(index), &|fqn| keys.contains(fqn)))
+}
+
+impl<L: Layer> Checkpoint for L {
+    fn format(&self) -> Format {
+        Layer::format(self)
+    }
+
+    fn path(&self) -> &Path {
+        Layer::path(self)
+    }
+
+    fn metadata(&self) -> &Metadata {
+        Layer::metadata(self)
+    }
+
+    fn structure(&self) -> Option<&Structure> {
+        Layer::structure(self)
+    }
+
+    fn directory(&self) -> &CheckedDirectory {
+        Layer::directory(self)
+    }
+
+    fn parts(&self) -> Vec<PartOf<'_>> {
+        Layer::parts(self)
+    }
+
+    fn digests(&self) -> Option<&StateDigest> {
+        Layer::digests(self)
+    }
+
+    fn has_stale_digests(&self) -> bool {
+        self.source(0).has_stale_digests()
+    }
+
+    fn read_boxes(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
+        match origin_of(self, fqn)? {
+            Origin::Source(source, name) => self.source(source).read_boxes(name, slots),
+            Origin::Made => self.read_made(fqn, slots),
+            Origin::Value(_) => Err(FileError::NotStored { fqn: fqn.to_owned() }),
+        }
+    }
+
+    fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
+        match origin_of(self, fqn)? {
+            Origin::Source(source, name) => self.source(source).read_value(name),
+            Origin::Value(value) => Ok(value.clone()),
+            Origin::Made => Err(no_value(Layer::metadata(self), fqn)),
+        }
+    }
+
+    fn opaque_type(&self, fqn: &str) -> Result<Option<String>, FileError> {
+        match origin_of(self, fqn)? {
+            Origin::Source(source, name) => self.source(source).opaque_type(name),
+            // One that is made of something opaque cannot be read, which says so.
+            Origin::Value(_) | Origin::Made => Ok(None),
+        }
+    }
+
+    fn describe_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
+        match origin_of(self, fqn)? {
+            Origin::Source(source, name) => self.source(source).describe_value(name),
+            _ => self.read_value(fqn),
+        }
+    }
+
+    fn quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, FileError> {
+        match origin_of(self, fqn)? {
+            Origin::Source(source, name) => self.source(source).quantizer(name),
+            _ => Ok(None),
+        }
+    }
+
+    fn read_item(&self, fqn: &str, stored: &StorageInfo) -> Result<Vec<u8>, FileError> {
+        let (source, name) = source_of(self, fqn)?;
+        self.source(source).read_item(name, &self.stored_in(source, stored))
+    }
+
+    fn read_stored(&self, fqn: &str, stored: &StorageInfo, at: u64, dst: &mut [u8]) -> Result<(), FileError> {
+        let (source, name) = source_of(self, fqn)?;
+        self.source(source).read_stored(name, &self.stored_in(source, stored), at, dst)
+    }
+
+    fn read_replica(&self, replica: &Replica, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {
+        match origin_of(self, &replica.fqn)? {
+            Origin::Source(source, name) => {
+                self.source(source).read_replica(&replica_in(self, source, name, replica), bounds, dst)
+            }
+            _ => self.read_boxes(&replica.fqn, &mut [Slot::new(bounds.clone(), dst)]),
+        }
+    }
+
+    fn read_value_replica(&self, replica: &Replica) -> Result<PlainValue, FileError> {
+        let (source, name) = source_of(self, &replica.fqn)?;
+        self.source(source).read_value_replica(&replica_in(self, source, name, replica))
+    }
+
+    fn check_stored(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {
+        check_sources(self, keys, &|source, keys| source.check_stored(keys))
+    }
+
+    fn check_copies(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {
+        check_sources(self, keys, &|source, keys| source.check_copies(keys))
+    }
+
+    fn bytes_read(&self) -> u64 {
+        Layer::bytes_read(self)
+    }
+}

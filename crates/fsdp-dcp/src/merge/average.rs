@@ -1,0 +1,153 @@
+//! The weighted average of checkpoints with the same keys, as of the last ones of a run, or of a soup of models.
+
+use std::collections::HashSet;
+
+use fsdp_layout::TensorBox;
+
+use super::numbers::{fill, for_each, is_floating, write};
+use super::refused;
+use crate::convert::Optimizers;
+use crate::error::FileError;
+use crate::formats::checkpoint::Checkpoint;
+use crate::formats::layer::{Layer, Origin};
+use crate::formats::lookup::tensor_of;
+use crate::formats::structure::Structure;
+use crate::metadata::{Entry, Metadata};
+use crate::payload::slot::Slot;
+
+/// The average of checkpoints.
+///
+/// Floating-point tensors are averaged, element by element, in `f64`, and rounded once. All else is that of the first
+/// checkpoint: values, counts, and the state of optimizers, of which an average means nothing.
+pub struct Average<'a> {
+    sources: Vec<&'a dyn Checkpoint>,
+    /// The weight of each; they add up to 1.
+    weights: Vec<f64>,
+    metadata: Metadata,
+    averaged: HashSet<String>,
+}
+
+impl std::fmt::Debug for Average<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Average").field("weights", &self.weights).finish_non_exhaustive()
+    }
+}
+
+impl<'a> Average<'a> {
+    /// Makes the average of checkpoints. `weights` has one for each, of any sum but 0; if it is empty, they count alike.
+    ///
+    /// # Errors
+    /// Checkpoints whose keys, shapes or dtypes differ; weights that are no numbers, or not one for each.
+    pub fn new(sources: Vec<&'a dyn Checkpoint>, weights: &[f64]) -> Result<Self, FileError> {
+        let Some((first, others)) = sources.split_first() else { return Err(refused("", "an average of nothing")) };
+        let weights = if weights.is_empty() { vec![1.0; sources.len()] } else { weights.to_vec() };
+        let sum: f64 = weights.iter().sum();
+        if weights.len() != sources.len() {
+            let what = format!("{} weights for {} checkpoints", weights.len(), sources.len());
+            return Err(refused("", what));
+        }
+        if !sum.is_finite() || sum == 0.0 {
+            return Err(refused("", format!("a sum of weights that is {sum}")));
+        }
+        let metadata = first.metadata().clone();
+        for other in others {
+            check_same(*first, *other)?;
+        }
+        let optimizers = Optimizers::of(&metadata);
+        let mut averaged = HashSet::new();
+        for (fqn, tensor) in metadata.tensors() {
+            if !is_floating(tensor.properties.dtype) || optimizers.is_state(fqn, tensor) {
+                continue;
+            }
+            let mut is_opaque = false;
+            for source in &sources {
+                is_opaque |= source.opaque_type(fqn)?.is_some();
+            }
+            if !is_opaque {
+                averaged.insert(fqn.to_owned());
+            }
+        }
+        let weights = weights.iter().map(|weight| weight / sum).collect();
+        // Copies of one checkpoint say nothing of the average.
+        let metadata = Metadata { replicas: Vec::new(), ..metadata };
+        Ok(Average { sources, weights, metadata, averaged })
+    }
+
+    /// Returns the keys of what is taken from the first checkpoint.
+    pub fn taken_from_first(&self) -> impl Iterator<Item = &str> {
+        self.metadata.entries.keys().map(String::as_str).filter(|fqn| !self.averaged.contains(*fqn))
+    }
+}
+
+/// Checks that two checkpoints have the same keys, and tensors of the same types and shapes.
+fn check_same(first: &dyn Checkpoint, other: &dyn Checkpoint) -> Result<(), FileError> {
+    let differs = |fqn: &str, what: &str| FileError::Differing {
+        fqn: fqn.to_owned(),
+        what: what.to_owned(),
+        first: first.path().display().to_string(),
+        second: other.path().display().to_string(),
+    };
+    let (ours, theirs) = (&first.metadata().entries, &other.metadata().entries);
+    if let Some(fqn) = theirs.keys().find(|fqn| !ours.contains_key(*fqn)) {
+        return Err(differs(fqn, "is not in both"));
+    }
+    for (fqn, entry) in ours {
+        match (entry, theirs.get(fqn)) {
+            (_, None) => return Err(differs(fqn, "is not in both")),
+            (Entry::Tensor(a), Some(Entry::Tensor(b))) if a.shape != b.shape => {
+                return Err(differs(fqn, "has not the same shape in both"));
+            }
+            (Entry::Tensor(a), Some(Entry::Tensor(b))) if a.properties.dtype != b.properties.dtype => {
+                return Err(differs(fqn, "has not the same dtype in both"));
+            }
+            (Entry::Tensor(_), Some(Entry::Tensor(_))) | (Entry::Bytes(_), Some(Entry::Bytes(_))) => {}
+            _ => return Err(differs(fqn, "is a tensor in one and a value in the other")),
+        }
+    }
+    Ok(())
+}
+
+impl Layer for Average<'_> {
+    fn source_count(&self) -> usize {
+        self.sources.len()
+    }
+
+    fn source(&self, index: usize) -> &dyn Checkpoint {
+        self.sources[index]
+    }
+
+    fn metadata(&self) -> &Metadata {
+        &self.metadata
+    }
+
+    fn structure(&self) -> Option<&Structure> {
+        self.sources[0].structure()
+    }
+
+    fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {
+        if self.averaged.contains(fqn) { Origin::Made } else { Origin::Source(0, fqn) }
+    }
+
+    fn inputs_of_made(&self, fqn: &str, inputs: &mut Vec<(usize, String)>) {
+        inputs.extend((0..self.sources.len()).map(|index| (index, fqn.to_owned())));
+    }
+
+    fn read_made(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
+        let dtype = tensor_of(&self.metadata, fqn)?.properties.dtype;
+        let mut average = |part: &TensorBox, bytes: &mut [u8]| {
+            let mut sums = vec![0.0; part.numel()];
+            for (source, weight) in self.sources.iter().zip(&self.weights) {
+                source.read_box(fqn, part, bytes)?;
+                let mut sums = sums.iter_mut();
+                for_each(dtype, bytes, &mut |number| {
+                    if let Some(sum) = sums.next() {
+                        *sum += weight * number;
+                    }
+                });
+            }
+            write(dtype, &sums, bytes);
+            Ok(())
+        };
+        slots.iter_mut().try_for_each(|slot| fill(slot, dtype, &mut average))
+    }
+}

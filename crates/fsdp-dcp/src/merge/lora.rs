@@ -1,0 +1,327 @@
+//! A LoRA adapter, as the library PEFT saves it, merged into its base.
+//!
+//! The weight of a module becomes `W + scale · B · A`, where `scale` is `lora_alpha / r`, or `lora_alpha / √r` for an adapter
+//! with `use_rslora`. The products are computed in `f64` and the sum is rounded once.
+
+use std::collections::HashMap;
+
+use fsdp_layout::{DType, TensorBox};
+use indexmap::IndexMap;
+use serde::Deserialize;
+
+use super::numbers::{fill, for_each, is_floating, write};
+use super::refused;
+use crate::error::{FileError, FormatError};
+use crate::formats::checkpoint::Checkpoint;
+use crate::formats::layer::{Layer, Origin};
+use crate::formats::lookup::tensor_of;
+use crate::formats::structure::Structure;
+use crate::metadata::{Metadata, TensorEntry};
+use crate::payload::slot::Slot;
+use crate::storage::backend::Links;
+use crate::storage::checked_directory::CheckedDirectory;
+use crate::storage::location::Location;
+
+/// The file in which PEFT keeps the settings of an adapter.
+const CONFIG: &str = "adapter_config.json";
+/// The longest such file that is read.
+const MAX_CONFIG_BYTES: u64 = 1 << 20;
+/// What PEFT puts before the keys of the base.
+const BASE: &str = "base_model.model.";
+
+/// The settings of an adapter.
+#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
+pub struct LoraConfig {
+    peft_type: Option<String>,
+    #[serde(default)]
+    lora_alpha: f64,
+    #[serde(default)]
+    use_rslora: bool,
+    #[serde(default)]
+    fan_in_fan_out: bool,
+    #[serde(default)]
+    use_dora: bool,
+    #[serde(default)]
+    alpha_pattern: IndexMap<String, f64>,
+}
+
+impl LoraConfig {
+    /// Reads the settings in an adapter's directory.
+    ///
+    /// # Errors
+    /// There are none, or they are no LoRA's.
+    pub fn read(adapter: impl Into<Location>) -> Result<Self, FileError> {
+        let directory = CheckedDirectory::open(&adapter.into(), false, Links::Follow)?;
+        let bytes = directory.read_small(CONFIG, MAX_CONFIG_BYTES)?;
+        let config: LoraConfig = serde_json::from_slice(&bytes).map_err(|error| {
+            let source = FormatError::Malformed { what: "settings of an adapter", reason: error.to_string() };
+            directory.file_error(CONFIG, source)
+        })?;
+        let unsupported = |what: String| Err(directory.file_error(CONFIG, FormatError::Unsupported { what }));
+        match config.peft_type.as_deref() {
+            Some("LORA") => {}
+            other => return unsupported(format!("an adapter of type {}", other.unwrap_or("unknown"))),
+        }
+        if config.use_dora {
+            return unsupported("an adapter with magnitudes (DoRA)".to_owned());
+        }
+        let is_plain =
+            |pattern: &&String| pattern.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
+        if let Some(pattern) = config.alpha_pattern.keys().find(|pattern| !is_plain(pattern)) {
+            return unsupported(format!("the regular expression `{pattern}` for a module's alpha"));
+        }
+        Ok(config)
+    }
+
+    /// Returns the factor of a module's update.
+    fn scale(&self, module: &str, rank: usize) -> f64 {
+        let is_of =
+            |pattern: &str| module == pattern || module.strip_suffix(pattern).is_some_and(|rest| rest.ends_with('.'));
+        let alpha =
+            self.alpha_pattern.iter().find(|(pattern, _)| is_of(pattern)).map_or(self.lora_alpha, |(_, alpha)| *alpha);
+        let rank = rank as f64;
+        alpha / if self.use_rslora { rank.sqrt() } else { rank }
+    }
+}
+
+/// The update of one weight.
+#[derive(Debug, Clone)]
+struct Update {
+    /// The adapter's keys of the two factors: `A` is `[rank, in]`, `B` is `[out, rank]`.
+    a: String,
+    b: String,
+    dtypes: [DType; 2],
+    rank: usize,
+    scale: f64,
+    /// `true` if the weight is `[in, out]`.
+    is_transposed: bool,
+}
+
+/// A base with an adapter merged into it.
+pub struct Lora<'a> {
+    /// The base, and the adapter.
+    sources: [&'a dyn Checkpoint; 2],
+    metadata: Metadata,
+    updates: IndexMap<String, Update>,
+    /// The adapter's keys of what replaces a tensor of the base.
+    replaced: HashMap<String, String>,
+}
+
+impl std::fmt::Debug for Lora<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Lora").field("updates", &self.updates).finish_non_exhaustive()
+    }
+}
+
+impl<'a> Lora<'a> {
+    /// Merges an adapter into its base.
+    ///
+    /// # Errors
+    /// Keys of the adapter that the base does not have, shapes that do not fit, and kinds of adapters that are not supported:
+    /// biases, convolutions, magnitudes.
+    pub fn new(base: &'a dyn Checkpoint, adapter: &'a dyn Checkpoint, config: &LoraConfig) -> Result<Self, FileError> {
+        let mut metadata = base.metadata().clone();
+        metadata.replicas.clear();
+        let mut updates = IndexMap::new();
+        let mut replaced = HashMap::new();
+        for (fqn, tensor) in adapter.metadata().tensors() {
+            let name = fqn.strip_prefix(BASE).ok_or_else(|| refused(fqn, "a key that is not of an adapter of PEFT"))?;
+            match Factor::of(name) {
+                Some(Factor { module, is_a: true, is_embedding }) => {
+                    let key = format!("{module}.weight");
+                    let b = factor_b(adapter, fqn).ok_or_else(|| refused(fqn, "a factor without the other one"))?;
+                    let update = update(base, (fqn, tensor), (&b, adapter), &key, is_embedding, config, module)?;
+                    updates.insert(key, update);
+                }
+                // It comes with the other one.
+                Some(Factor { is_a: false, .. }) if factor_a(adapter, fqn) => {}
+                Some(_) => return Err(refused(fqn, "a factor without the other one")),
+                None if name.contains("lora_") => return Err(refused(fqn, "this part of an adapter")),
+                None => {
+                    let there = base.metadata().tensor(name);
+                    let there = there.ok_or_else(|| refused(fqn, format!("an adapter to a base without `{name}`")))?;
+                    if there.shape != tensor.shape {
+                        let what =
+                            format!("a tensor of shape {:?} in place of one of shape {:?}", tensor.shape, there.shape);
+                        return Err(refused(fqn, what));
+                    }
+                    metadata.entries.insert(name.to_owned(), crate::metadata::Entry::Tensor(tensor.clone()));
+                    replaced.insert(name.to_owned(), fqn.to_owned());
+                }
+            }
+        }
+        if updates.is_empty() && replaced.is_empty() {
+            return Err(refused("", "an adapter without tensors"));
+        }
+        Ok(Lora { sources: [base, adapter], metadata, updates, replaced })
+    }
+
+    /// Returns the keys of the tensors that the adapter changes.
+    pub fn changed(&self) -> impl Iterator<Item = &str> {
+        self.updates.keys().chain(self.replaced.keys()).map(String::as_str)
+    }
+}
+
+/// A factor of an update, by its key.
+struct Factor<'k> {
+    module: &'k str,
+    is_a: bool,
+    is_embedding: bool,
+}
+
+impl<'k> Factor<'k> {
+    /// Reads `MODULE.lora_A.weight`, `MODULE.lora_A.NAME.weight` or `MODULE.lora_embedding_A`; `None` for any other key.
+    fn of(name: &'k str) -> Option<Self> {
+        for (word, is_a, is_embedding) in [
+            (".lora_A", true, false),
+            (".lora_B", false, false),
+            (".lora_embedding_A", true, true),
+            (".lora_embedding_B", false, true),
+        ] {
+            let Some((module, rest)) = name.split_once(word) else { continue };
+            let is_weight =
+                if is_embedding { !rest.contains("..") } else { rest == ".weight" || is_named_weight(rest) };
+            return is_weight.then_some(Factor { module, is_a, is_embedding });
+        }
+        None
+    }
+}
+
+/// Returns `true` for `.NAME.weight`.
+fn is_named_weight(rest: &str) -> bool {
+    let name = rest.strip_prefix('.').and_then(|rest| rest.strip_suffix(".weight"));
+    name.is_some_and(|name| !name.is_empty() && !name.contains('.'))
+}
+
+/// Returns the key of the factor `B` that belongs to an `A`.
+fn factor_b(adapter: &dyn Checkpoint, a: &str) -> Option<String> {
+    let b = a.replacen(".lora_A", ".lora_B", 1).replacen(".lora_embedding_A", ".lora_embedding_B", 1);
+    adapter.metadata().tensor(&b).is_some().then_some(b)
+}
+
+/// Returns `true` if the factor `A` of a `B` is there.
+fn factor_a(adapter: &dyn Checkpoint, b: &str) -> bool {
+    let a = b.replacen(".lora_B", ".lora_A", 1).replacen(".lora_embedding_B", ".lora_embedding_A", 1);
+    adapter.metadata().tensor(&a).is_some()
+}
+
+/// Makes the update of a weight, and checks that it fits.
+fn update(
+    base: &dyn Checkpoint,
+    (a, a_tensor): (&str, &TensorEntry),
+    (b, adapter): (&str, &dyn Checkpoint),
+    key: &str,
+    is_embedding: bool,
+    config: &LoraConfig,
+    module: &str,
+) -> Result<Update, FileError> {
+    let b_tensor = tensor_of(adapter.metadata(), b)?;
+    let weight = base.metadata().tensor(key);
+    let weight = weight.ok_or_else(|| refused(a, format!("an adapter to a base without `{key}`")))?;
+    let ([rank, inputs], [outputs, same]) = (a_tensor.shape.as_slice(), b_tensor.shape.as_slice()) else {
+        return Err(refused(a, "an update that is no product of two matrices"));
+    };
+    let is_transposed = is_embedding || config.fan_in_fan_out;
+    let shape = if is_transposed { [*inputs, *outputs] } else { [*outputs, *inputs] };
+    if rank != same || *rank == 0 || weight.shape != shape {
+        let what = format!(
+            "factors of shapes {:?} and {:?} for a weight of shape {:?}",
+            a_tensor.shape, b_tensor.shape, weight.shape
+        );
+        return Err(refused(a, what));
+    }
+    let dtypes = [a_tensor.properties.dtype, b_tensor.properties.dtype];
+    if let Some(dtype) = dtypes.iter().chain([&weight.properties.dtype]).find(|dtype| !is_floating(**dtype)) {
+        return Err(refused(a, format!("an update of dtype `{dtype}`")));
+    }
+    let (a, b) = (a.to_owned(), b.to_owned());
+    Ok(Update { a, b, dtypes, rank: *rank, scale: config.scale(module, *rank), is_transposed })
+}
+
+/// Reads a box of a matrix as numbers.
+fn numbers(source: &dyn Checkpoint, fqn: &str, dtype: DType, bounds: &TensorBox) -> Result<Vec<f64>, FileError> {
+    let mut bytes = vec![0; bounds.numel() * dtype.size_in_bytes() as usize];
+    source.read_box(fqn, bounds, &mut bytes)?;
+    let mut numbers = Vec::with_capacity(bounds.numel());
+    for_each(dtype, &bytes, &mut |number| numbers.push(number));
+    Ok(numbers)
+}
+
+impl Update {
+    /// Returns the box of a factor: a range of its inputs or outputs, and all of the rank.
+    fn part(&self, of_a: bool, start: usize, count: usize) -> TensorBox {
+        if of_a {
+            TensorBox::new(vec![0, start], vec![self.rank, count])
+        } else {
+            TensorBox::new(vec![start, 0], vec![count, self.rank])
+        }
+    }
+
+    /// Adds the update to the numbers of a box of the weight.
+    fn add(&self, adapter: &dyn Checkpoint, part: &TensorBox, sums: &mut [f64]) -> Result<(), FileError> {
+        let (rows, columns) = (part.sizes[0], part.sizes[1]);
+        // Rows of the weight are outputs, and its columns inputs, or the other way round.
+        let (inputs, outputs) = if self.is_transposed { (0, 1) } else { (1, 0) };
+        let a = self.part(true, part.offsets[inputs], part.sizes[inputs]);
+        let b = self.part(false, part.offsets[outputs], part.sizes[outputs]);
+        let a = numbers(adapter, &self.a, self.dtypes[0], &a)?;
+        let b = numbers(adapter, &self.b, self.dtypes[1], &b)?;
+        let width = part.sizes[inputs];
+        for row in 0..rows {
+            let sums = &mut sums[row * columns..(row + 1) * columns];
+            for k in 0..self.rank {
+                for (column, sum) in sums.iter_mut().enumerate() {
+                    let (input, output) = if self.is_transposed { (row, column) } else { (column, row) };
+                    *sum += self.scale * b[output * self.rank + k] * a[k * width + input];
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Layer for Lora<'_> {
+    fn source_count(&self) -> usize {
+        self.sources.len()
+    }
+
+    fn source(&self, index: usize) -> &dyn Checkpoint {
+        self.sources[index]
+    }
+
+    fn metadata(&self) -> &Metadata {
+        &self.metadata
+    }
+
+    fn structure(&self) -> Option<&Structure> {
+        self.sources[0].structure()
+    }
+
+    fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {
+        match self.replaced.get(fqn) {
+            Some(name) => Origin::Source(1, name),
+            None if self.updates.contains_key(fqn) => Origin::Made,
+            None => Origin::Source(0, fqn),
+        }
+    }
+
+    fn inputs_of_made(&self, fqn: &str, inputs: &mut Vec<(usize, String)>) {
+        let Some(update) = self.updates.get(fqn) else { return };
+        inputs.extend([(0, fqn.to_owned()), (1, update.a.clone()), (1, update.b.clone())]);
+    }
+
+    fn read_made(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
+        let Some(update) = self.updates.get(fqn) else { return Err(FileError::NotStored { fqn: fqn.to_owned() }) };
+        let [base, adapter] = self.sources;
+        let dtype = tensor_of(&self.metadata, fqn)?.properties.dtype;
+        let mut merge = |part: &TensorBox, bytes: &mut [u8]| {
+            base.read_box(fqn, part, bytes)?;
+            let mut sums = Vec::with_capacity(part.numel());
+            for_each(dtype, bytes, &mut |number| sums.push(number));
+            update.add(adapter, part, &mut sums)?;
+            write(dtype, &sums, bytes);
+            Ok(())
+        };
+        slots.iter_mut().try_for_each(|slot| fill(slot, dtype, &mut merge))
+    }
+}

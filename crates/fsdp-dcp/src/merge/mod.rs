@@ -1,0 +1,18 @@
+//! One checkpoint of several: the weighted average of equals, or a base with a LoRA adapter merged into it.
+//!
+//! Both are views: nothing is computed before [`convert`](crate::convert::convert) reads it, piece by piece, so memory is
+//! bounded whatever the size.
+
+mod average;
+mod lora;
+mod numbers;
+
+pub use self::average::Average;
+pub use self::lora::{Lora, LoraConfig};
+
+use crate::error::{FileError, FormatError};
+
+/// Returns the error of checkpoints that cannot be merged at a key.
+fn refused(fqn: &str, what: impl Into<String>) -> FileError {
+    FileError::Encode { fqn: fqn.to_owned(), source: FormatError::Unsupported { what: what.into() } }
+}

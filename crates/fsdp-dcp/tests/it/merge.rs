@@ -1,0 +1,195 @@
+//! Averages of checkpoints, and LoRA adapters that go into their base.
+
+use std::path::Path;
+
+use fsdp_dcp::checkpoint::{Checkpoint, open};
+use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
+use fsdp_dcp::internals::encode_value;
+use fsdp_dcp::merge::{Average, Lora, LoraConfig};
+use fsdp_dcp::verify::{Level, verify};
+use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
+use half::bf16;
+
+use crate::foreign::opened;
+
+fn tensor(shape: &[usize], numbers: &[f32]) -> PlainValue {
+    let data = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
+    PlainValue::Tensor(PlainTensor { dtype: DType::F32, shape: shape.to_vec(), data })
+}
+
+fn bf16s(numbers: &[f32]) -> PlainValue {
+    let data = numbers.iter().flat_map(|&number| bf16::from_f32(number).to_le_bytes()).collect();
+    PlainValue::Tensor(PlainTensor { dtype: DType::BF16, shape: vec![numbers.len()], data })
+}
+
+/// Writes a file of torch with these keys, and opens it.
+fn file(path: &Path, items: Vec<(&str, PlainValue)>) -> Box<dyn Checkpoint> {
+    let items = items.into_iter().map(|(key, value)| (key.into(), value)).collect();
+    std::fs::write(path, encode_value(&PlainValue::Dict(items)).unwrap()).unwrap();
+    opened(path)
+}
+
+fn read(checkpoint: &dyn Checkpoint, fqn: &str) -> Vec<u8> {
+    let tensor = checkpoint.metadata().tensor(fqn).unwrap();
+    let bounds = TensorBox::whole(&tensor.shape);
+    let mut bytes = vec![0; bounds.numel() * tensor.properties.dtype.size_in_bytes() as usize];
+    checkpoint.read_box(fqn, &bounds, &mut bytes).unwrap();
+    bytes
+}
+
+fn floats(checkpoint: &dyn Checkpoint, fqn: &str) -> Vec<f32> {
+    read(checkpoint, fqn).as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
+}
+
+#[test]
+fn an_average_is_rounded_once_and_leaves_counts_and_optimizers() {
+    let parent = tempfile::tempdir().unwrap();
+    let make = |name: &str, w: [f32; 2], h: f32, step: i64| {
+        let optimizer = PlainValue::Dict(vec![("exp_avg".into(), tensor(&[1], &[w[0]]))]);
+        file(
+            &parent.path().join(name),
+            vec![
+                ("w", tensor(&[2, 1], &w)),
+                ("half", bf16s(&[h, 1.0])),
+                ("optimizer", optimizer),
+                ("step", PlainValue::Int(step)),
+            ],
+        )
+    };
+    let (a, b) = (make("a.pt", [1.0, -3.0], 1.0, 10), make("b.pt", [2.0, 5.0], 1.0078125, 20));
+    let average = Average::new(vec![&*a, &*b], &[]).unwrap();
+    assert_eq!(average.taken_from_first().collect::<Vec<_>>(), ["optimizer.exp_avg", "step"]);
+    assert_eq!(floats(&average, "w"), [1.5, 1.0]);
+    assert_eq!(floats(&average, "optimizer.exp_avg"), [1.0]);
+    assert_eq!(average.read_value("step").unwrap(), PlainValue::Int(10));
+    // Half way between two numbers of bf16: to the even one.
+    assert_eq!(read(&average, "half"), [bf16::from_f32(1.0), bf16::from_f32(1.0)].map(bf16::to_le_bytes).concat());
+    let weighted = Average::new(vec![&*a, &*b], &[3.0, 1.0]).unwrap();
+    assert_eq!(floats(&weighted, "w"), [1.25, -1.0]);
+    // The same through a conversion, from checkpoints cut in other ways.
+    let (cut, to) = (parent.path().join("cut"), parent.path().join("to"));
+    convert(&*b, &cut, OutputFormat::Dcp { ranks: 2 }, ConvertOptions::default()).unwrap();
+    let cut = opened(&cut);
+    let average = Average::new(vec![&*a, &*cut], &[3.0, 1.0]).unwrap();
+    convert(&average, &to, OutputFormat::Dcp { ranks: 3 }, ConvertOptions::default()).unwrap();
+    let written = opened(&to);
+    assert_eq!(floats(&*written, "w"), [1.25, -1.0]);
+    assert!(verify(&*written, Level::Deep, None).unwrap().is_ok());
+}
+
+#[test]
+fn checkpoints_that_do_not_belong_together_have_no_average() {
+    let parent = tempfile::tempdir().unwrap();
+    let make = |name: &str, items| file(&parent.path().join(name), items);
+    let a = make("a.pt", vec![("w", tensor(&[2], &[1.0, 2.0]))]);
+    for (name, items, what) in [
+        ("keys", vec![("v", tensor(&[2], &[1.0, 2.0]))], "is not in both"),
+        ("more", vec![("w", tensor(&[2], &[1.0, 2.0])), ("v", PlainValue::None)], "is not in both"),
+        ("shape", vec![("w", tensor(&[1], &[1.0]))], "shape"),
+        ("dtype", vec![("w", bf16s(&[1.0, 2.0]))], "dtype"),
+        ("kind", vec![("w", PlainValue::None)], "is a tensor in one"),
+    ] {
+        let b = make(&format!("{name}.pt"), items);
+        let error = Average::new(vec![&*a, &*b], &[]).unwrap_err();
+        assert!(error.to_string().contains(what), "{name}: {error}");
+    }
+    assert!(Average::new(vec![&*a, &*a], &[1.0]).is_err());
+    assert!(Average::new(vec![&*a, &*a], &[1.0, -1.0]).is_err());
+    assert!(Average::new(vec![&*a, &*a], &[f64::NAN, 1.0]).is_err());
+    assert!(Average::new(Vec::new(), &[]).is_err());
+}
+
+/// Writes an adapter as PEFT does, and opens it.
+fn adapter(path: &Path, config: &str, items: Vec<(&str, PlainValue)>) -> Box<dyn Checkpoint> {
+    std::fs::create_dir(path).unwrap();
+    std::fs::write(path.join("adapter_config.json"), config).unwrap();
+    let source = file(&path.with_extension("pt"), items);
+    let to = path.join("adapter_model.safetensors");
+    convert(&*source, &to, OutputFormat::SafetensorsFile, ConvertOptions::default()).unwrap();
+    open(path, Default::default()).unwrap()
+}
+
+const A: &str = "base_model.model.up.lora_A.weight";
+const B: &str = "base_model.model.up.lora_B.weight";
+
+#[test]
+fn an_adapter_is_added_to_its_base() {
+    let parent = tempfile::tempdir().unwrap();
+    let weight = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0];
+    let base = vec![("up.weight", tensor(&[3, 2], &weight)), ("up.bias", tensor(&[3], &[0.0; 3]))];
+    let base = file(&parent.path().join("base.pt"), base);
+    // B·A = [[10, 20], [1, 2], [30, 40]] with a rank of 2.
+    let factors =
+        || vec![(A, tensor(&[2, 2], &[10.0, 20.0, 30.0, 40.0])), (B, tensor(&[3, 2], &[1.0, 0.0, 0.1, 0.0, 0.0, 1.0]))];
+    for (name, config, scale) in [
+        ("plain", r#"{"peft_type": "LORA", "r": 2, "lora_alpha": 4}"#, 2.0f32),
+        ("rslora", r#"{"peft_type": "LORA", "r": 2, "lora_alpha": 4, "use_rslora": true}"#, 4.0 / 2f32.sqrt()),
+        ("pattern", r#"{"peft_type": "LORA", "lora_alpha": 4, "alpha_pattern": {"up": 1}}"#, 0.5),
+    ] {
+        let path = parent.path().join(name);
+        let adapter = adapter(&path, config, factors());
+        let merged = Lora::new(&*base, &*adapter, &LoraConfig::read(path).unwrap()).unwrap();
+        assert_eq!(merged.changed().collect::<Vec<_>>(), ["up.weight"]);
+        let found = floats(&merged, "up.weight");
+        for ((found, weight), update) in found.iter().zip(weight).zip([10.0, 20.0, 1.0, 2.0, 30.0, 40.0]) {
+            assert!((found - (weight + scale * update)).abs() < 1e-4, "{name}: {found}");
+        }
+        // Any box is the same as in the whole, and so is what is written.
+        let mut part = [0; 8];
+        merged.read_box("up.weight", &TensorBox::new(vec![1, 1], vec![2, 1]), &mut part).unwrap();
+        assert_eq!(part.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect::<Vec<_>>(), [found[3], found[5]]);
+        let to = parent.path().join(format!("{name}-merged"));
+        convert(
+            &merged,
+            &to,
+            OutputFormat::SafetensorsDirectory { max_file_bytes: 1 << 20 },
+            ConvertOptions::default(),
+        )
+        .unwrap();
+        assert_eq!(floats(&*opened(&to), "up.weight"), found);
+    }
+    // The weight the other way round.
+    let base = file(&parent.path().join("conv1d.pt"), vec![("up.weight", tensor(&[2, 3], &[0.0; 6]))]);
+    let path = parent.path().join("fan");
+    let adapter = adapter(&path, r#"{"peft_type": "LORA", "lora_alpha": 2, "fan_in_fan_out": true}"#, factors());
+    let merged = Lora::new(&*base, &*adapter, &LoraConfig::read(path).unwrap()).unwrap();
+    assert_eq!(floats(&merged, "up.weight"), [10.0, 1.0, 30.0, 20.0, 2.0, 40.0]);
+}
+
+#[test]
+fn an_adapter_that_does_not_fit_is_refused_by_its_key() {
+    let parent = tempfile::tempdir().unwrap();
+    let base = file(&parent.path().join("base.pt"), vec![("up.weight", tensor(&[3, 2], &[0.0; 6]))]);
+    let plain = r#"{"peft_type": "LORA", "lora_alpha": 4}"#;
+    let (a, b) = (|| (A, tensor(&[1, 2], &[1.0; 2])), || (B, tensor(&[3, 1], &[1.0; 3])));
+    for (name, items, what) in [
+        ("lonely", vec![a()], "without the other one"),
+        ("lonely-b", vec![b()], "without the other one"),
+        ("shape", vec![a(), (B, tensor(&[2, 1], &[1.0; 2]))], "[3, 2]"),
+        ("rank", vec![a(), (B, tensor(&[3, 2], &[1.0; 6]))], "[3, 2]"),
+        ("bias", vec![a(), b(), ("base_model.model.up.lora_B.bias", tensor(&[3], &[1.0; 3]))], "lora_B.bias"),
+        (
+            "magnitude",
+            vec![a(), b(), ("base_model.model.up.lora_magnitude_vector", tensor(&[3], &[1.0; 3]))],
+            "magnitude",
+        ),
+        ("foreign", vec![("up.weight", tensor(&[3, 2], &[1.0; 6]))], "not of an adapter"),
+        ("elsewhere", vec![("base_model.model.head.weight", tensor(&[3], &[1.0; 3]))], "without `head.weight`"),
+    ] {
+        let path = parent.path().join(name);
+        let adapter = adapter(&path, plain, items);
+        let error = Lora::new(&*base, &*adapter, &LoraConfig::read(path).unwrap()).unwrap_err();
+        let text = fsdp_dcp::verify::with_causes(&error);
+        assert!(text.contains(what), "{name}: {text}");
+    }
+    for (name, config) in [
+        ("dora", r#"{"peft_type": "LORA", "lora_alpha": 4, "use_dora": true}"#),
+        ("ia3", r#"{"peft_type": "IA3"}"#),
+        ("regex", r#"{"peft_type": "LORA", "lora_alpha": 4, "alpha_pattern": {"^up$": 1}}"#),
+        ("no-json", "lora"),
+    ] {
+        let path = parent.path().join(name);
+        adapter(&path, config, vec![a(), b()]);
+        assert!(LoraConfig::read(path).is_err(), "{name}");
+    }
+}
