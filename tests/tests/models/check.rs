@@ -11,7 +11,7 @@ use fsdp_nn::{Algorithm, FsdpConfig, FullyShardedDataParallel, NnError, Optimize
 /// A model's forward, from its one input.
 pub(crate) type Forward = Box<dyn Fn(&Tensor) -> candle_core::Result<Tensor>>;
 
-/// What comes of units by the names of a model's layers.
+/// The outcome of units by the names of a model's layers.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Units {
     /// They are gathered and released one by one.
@@ -33,7 +33,7 @@ pub(crate) struct Case {
     pub(crate) build: fn(VarBuilder<'static>) -> candle_core::Result<Forward>,
 }
 
-/// What the book says of a model.
+/// The row of a model in the book.
 #[derive(Debug)]
 pub(crate) struct Row {
     pub(crate) name: &'static str,
