@@ -3,9 +3,9 @@
 
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, ensure};
 use clap::Args;
 use serde_json::Value;
 
@@ -51,6 +51,9 @@ const PACKAGES: [&str; 8] =
     ["--package", "fsdp-flat", "--package", "fsdp-checkpoint", "--package", "fsdp-cli", "--package", "fsdp-comm"];
 const TESTS: [&str; 6] = ["--test", "cuda", "--test", "gpu", "--test", "nccl"];
 
+/// The variable that tells the tests of `nccl` how many ranks to start, if not one for each GPU.
+const RANKS: &str = "FSDP_TEST_RANKS";
+
 /// Runs the tests of the feature `nccl`. Tests that this machine cannot run are reported, and are no failure.
 fn test(root: &Path) -> Result<()> {
     let gpus = match found() {
@@ -63,9 +66,6 @@ fn test(root: &Path) -> Result<()> {
     say(&format!(
         "xtask: gpu: {gpus} found: NCCL with one rank a GPU, and several ranks that share one through the host"
     ));
-    if gpus == 1 {
-        say("xtask: gpu: what takes several GPUs is skipped: bytes between GPUs, and a rank that dies within NCCL");
-    }
     if Command::new("nvcc").arg("--version").output().is_err() {
         say("xtask: gpu: there is no `nvcc`: without a CUDA toolkit only the collectives can be built");
     }
@@ -74,6 +74,12 @@ fn test(root: &Path) -> Result<()> {
     let one_by_one = ["--", "--test-threads=1"];
     let comm = ["test", "--package", "fsdp-comm", "--features", "nccl", "--locked", "--lib", "--test", "nccl"];
     cargo(root, &[&comm[..], &one_by_one].concat(), &[])?;
+    if gpus == 1 {
+        for ranks in ["2", "4"] {
+            say(&format!("xtask: gpu: once more with {ranks} ranks on the one GPU"));
+            cargo(root, &[&comm[..], &one_by_one].concat(), &[(RANKS, ranks)])?;
+        }
+    }
     // All other tests are built together, because candle's kernels take long to compile.
     let all = ["test", "--features", FEATURES, "--locked", "--test", "cuda", "--test", "gpu"];
     cargo(root, &[&all[..], &PACKAGES[..6], &one_by_one].concat(), &[])
@@ -137,14 +143,21 @@ fn stand_in(root: &Path) -> Result<()> {
     variables.push(("CUDA_STAND_IN_DIRECTORY", messages.path().to_string_lossy().into_owned()));
     let all = ["test", "--features", FEATURES, "--locked", "--target-dir", &text];
     let all = [&all[..], &PACKAGES].concat();
-    // With 1 GPU and with 4 only the collectives: the rest takes longer, and depends less on their number.
-    for (gpus, delay, tests) in
-        [("2", "0", &TESTS[..]), ("2", "300", &TESTS[4..]), ("1", "0", &TESTS[4..]), ("4", "0", &TESTS[4..])]
-    {
-        say(&format!("xtask: gpu: {gpus} stand-ins for GPUs, whose streams wait {delay} us before each piece of work"));
+    // With other numbers of GPUs only the collectives: the rest takes longer, and depends less on their number.
+    for (gpus, ranks, delay, tests) in [
+        ("2", "2", "0", &TESTS[..]),
+        ("2", "2", "300", &TESTS[4..]),
+        ("1", "1", "0", &TESTS[4..]),
+        ("4", "4", "0", &TESTS[4..]),
+        ("1", "2", "0", &TESTS[4..]),
+    ] {
+        say(&format!("xtask: gpu: {gpus} stand-ins for GPUs, {ranks} ranks, {delay} us before each piece of work"));
         let mut variables = variables.clone();
         variables.push(("CUDA_STAND_IN_DEVICES", gpus.to_owned()));
         variables.push(("CUDA_STAND_IN_DELAY_US", delay.to_owned()));
+        if gpus != ranks {
+            variables.push((RANKS, ranks.to_owned()));
+        }
         cargo(root, &[&all[..], tests].concat(), &borrowed(&variables))?;
     }
     let left = std::fs::read_dir(messages.path())?.count();
@@ -152,24 +165,26 @@ fn stand_in(root: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Builds the tests with the CUDA toolkit of this machine, and puts the stripped programs into a directory.
+/// Builds the tests with the CUDA toolkit of this machine, and puts the stripped programs into a directory. There each test
+/// program runs on its own: `fsdp-comm-nccl --test-threads=1`.
 fn build(root: &Path, directory: &Path) -> Result<()> {
-    let arguments = ["test", "--no-run", "--release", "--features", FEATURES, "--locked", "--message-format", "json"];
-    let arguments = [&arguments[..], &PACKAGES, &TESTS].concat();
+    // In a directory of its own, so that neither this build nor that of the tests for CPUs undoes the other.
+    let target = root.join("target/gpu");
+    let target = target.to_string_lossy();
+    let arguments = ["test", "--no-run", "--features", FEATURES, "--locked", "--target-dir", &*target];
+    let arguments = [&arguments[..], &["--message-format", "json-render-diagnostics"], &PACKAGES, &TESTS].concat();
     say(&format!("xtask: cargo {}", arguments.join(" ")));
     let mut command = Command::new(program());
-    // Stripped by the linker: what is copied to another machine should be small.
-    command.current_dir(root).args(arguments).env("CARGO_PROFILE_RELEASE_STRIP", "symbols");
-    let output = command.stderr(std::process::Stdio::inherit()).output().context("failed to run cargo")?;
+    command.current_dir(root).args(arguments).env("CARGO_PROFILE_DEV_STRIP", "symbols");
+    let output = command.stderr(Stdio::inherit()).output().context("failed to run cargo")?;
     ensure!(output.status.success(), "cargo failed with {}", output.status);
-    std::fs::create_dir_all(directory).with_context(|| format!("failed to make `{}`", directory.display()))?;
     let programs = programs(&String::from_utf8_lossy(&output.stdout));
-    if programs.is_empty() {
-        bail!("cargo has named no program");
-    }
+    ensure!(!programs.is_empty(), "cargo has named no program");
+    std::fs::create_dir_all(directory).with_context(|| format!("failed to make `{}`", directory.display()))?;
     for (name, program) in programs {
-        std::fs::copy(&program, directory.join(&name)).with_context(|| format!("failed to copy `{program}`"))?;
-        say(&format!("xtask: gpu: {}", directory.join(name).display()));
+        let to = directory.join(name);
+        std::fs::copy(&program, &to).with_context(|| format!("failed to copy `{program}`"))?;
+        say(&format!("xtask: gpu: {}", to.display()));
     }
     Ok(())
 }

@@ -8,7 +8,7 @@ mod metrics;
 use std::path::Path;
 
 use candle_core::cuda_backend::cudarc::driver::CudaContext;
-use common::{FSDP, fsdp};
+use common::{fsdp, program};
 use metrics::losses;
 use tempfile::TempDir;
 
@@ -23,7 +23,8 @@ fn train(out: &Path, arguments: &[&str]) {
 }
 
 fn launch(nproc: usize, out: &Path, arguments: &[&str]) {
-    let train = [FSDP, "train", "--timeout", "60", "--out", out.to_str().unwrap()];
+    let program = program();
+    let train = [program.to_str().unwrap(), "train", "--timeout", "60", "--out", out.to_str().unwrap()];
     fsdp(&["launch", "--nproc", &nproc.to_string(), "--"]).args(train).args(arguments).assert().success();
 }
 

@@ -1,11 +1,14 @@
 //! The `nccl` backend does what every backend must do, and on GPU memory what it does on the host's. One rank a GPU, on the
-//! GPUs that there are: `cargo xtask gpu` runs this where there is one.
+//! GPUs that there are, or several on one: `cargo xtask gpu` runs this where there is one.
 //!
 //! A test starts this very program again for each rank, where `rank_process` finds out from its environment what to do.
 
 #![expect(clippy::unwrap_used, clippy::expect_used, reason = "these are tests, and their helpers")]
 #![expect(clippy::disallowed_methods, reason = "what ranks tell the test is no checkpoint")]
-#![expect(unsafe_code, reason = "a function of C, by which a stand-in for the driver tells what it has counted")]
+#![expect(
+    unsafe_code,
+    reason = "a function of C, by which a stand-in for the driver tells what it has counted, and a variable for NCCL"
+)]
 
 mod conformance;
 mod processes;
@@ -26,16 +29,25 @@ fn is_fatal(case: &Case) -> bool {
     case.casualty.is_some() || case.name.contains("leaves") || case.name.contains("that left")
 }
 
-/// Returns the number of GPUs; each gets a rank.
-fn gpus() -> usize {
+/// The number of ranks, where it is not that of the GPUs: a single GPU can have several.
+const RANKS: &str = "FSDP_TEST_RANKS";
+
+/// Returns the number of ranks: each GPU gets one, unless a variable tells another number.
+fn ranks() -> usize {
     let count = CudaContext::device_count().expect("`cargo xtask gpu` runs this only where a GPU is");
-    usize::try_from(count).unwrap()
+    std::env::var(RANKS).map_or_else(|_| usize::try_from(count).unwrap(), |ranks| ranks.parse().unwrap())
 }
 
 /// The program of each rank.
 #[test]
 fn rank_process() {
     let Ok(what) = std::env::var("FSDP_TEST") else { return };
+    if std::env::var_os(RANKS).is_some() {
+        // NCCL refuses two ranks of a host that use the same GPU, so let each be on a host of its own.
+        let host = format!("host-{}", std::env::var("RANK").unwrap());
+        // SAFETY: this is the only test of the process, and nothing has read variables in other threads yet.
+        unsafe { std::env::set_var("NCCL_HOSTID", host) };
+    }
     // Drivers and NCCL may take seconds to start, so that the short deadline is for what comes then.
     let group = init_process_group_within(BackendKind::Nccl, DEADLINE).unwrap();
     let group = if what.starts_with("until") { group.with_deadline(SHORT_DEADLINE) } else { group };
@@ -59,7 +71,7 @@ fn rank_process() {
 
 /// Runs all cases of one file.
 fn run_all(prefix: &str) {
-    let world_size = gpus();
+    let world_size = ranks();
     let fits = |case: &Case| case.name.starts_with(prefix) && case.worlds.contains(&world_size);
     let cases: Vec<Case> = cases().into_iter().filter(fits).collect();
     if cases.iter().any(|case| !is_fatal(case)) {
@@ -89,40 +101,50 @@ conformance_tests! {
 
 #[test]
 fn gpu_memory_is_moved_as_the_hosts_is() {
-    Ranks::start(gpus(), "gpu memory", &[]).assert_casualties(&[]);
+    Ranks::start(ranks(), "gpu memory", &[]).assert_casualties(&[]);
 }
 
 /// The stand-in for the driver counts copies between the host and the GPU; the driver itself does not.
 #[test]
 fn collectives_copy_nothing_to_or_from_the_host() {
     if host_copies().is_some() {
-        Ranks::start(gpus(), "copies are counted", &[]).assert_casualties(&[]);
+        Ranks::start(ranks(), "copies are counted", &[]).assert_casualties(&[]);
     }
 }
 
 #[test]
 fn subgroups_have_communicators_of_their_own() {
-    Ranks::start(gpus(), "gpu memory of a subgroup", &[]).assert_casualties(&[]);
+    Ranks::start(ranks(), "gpu memory of a subgroup", &[]).assert_casualties(&[]);
 }
 
 #[test]
 fn gpu_memory_that_does_not_fit_is_refused_on_all_ranks() {
-    Ranks::start(gpus(), "gpu memory that does not fit", &[]).assert_casualties(&[]);
+    Ranks::start(ranks(), "gpu memory that does not fit", &[]).assert_casualties(&[]);
 }
 
-/// With one GPU there is nobody to miss.
-#[test]
-fn a_rank_that_dies_within_a_collective_is_named() {
-    let world_size = gpus();
+/// Sends a signal to the last rank while all ranks call collectives, and waits for the others' errors. A rank that
+/// is alone has nobody to miss.
+fn lose_the_last_rank(signal: Signal) {
+    let world_size = ranks();
     if world_size == 1 {
         return;
     }
     let log = tempfile::NamedTempFile::new().unwrap();
     let mut ranks = Ranks::start(world_size, "until a rank dies", &[("FSDP_TEST_LOG", log.path().to_str().unwrap())]);
     ranks.until(|| std::fs::metadata(log.path()).unwrap().len() > 0);
-    ranks.signal(world_size - 1, Signal::KILL);
+    ranks.signal(world_size - 1, signal);
     let survivors: Vec<usize> = (0..world_size - 1).collect();
     ranks.wait_for(&survivors, SHORT_DEADLINE + std::time::Duration::from_secs(5));
+}
+
+#[test]
+fn a_rank_that_dies_within_a_collective_is_named() {
+    lose_the_last_rank(Signal::KILL);
+}
+
+#[test]
+fn a_rank_that_stops_within_a_collective_is_named_at_the_deadline() {
+    lose_the_last_rank(Signal::STOP);
 }
 
 fn stream(group: &ProcessGroup) -> Arc<CudaStream> {

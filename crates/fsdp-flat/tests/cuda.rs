@@ -93,3 +93,50 @@ fn boxes_move_between_devices() {
     let back = there.to_device(&Device::Cpu).unwrap().to_whole().unwrap();
     assert_eq!(back.to_vec2::<f32>().unwrap(), whole.to_vec2::<f32>().unwrap());
 }
+
+/// Checks what the other tests rely on: candle computes the same there as here.
+#[test]
+fn operations_give_the_values_of_the_cpu() {
+    type Operation = fn(&Tensor, &Tensor, &Tensor) -> candle_core::Result<Tensor>;
+    let operations: [(&str, Operation); 22] = [
+        ("matmul", |x, _, _| x.matmul(&x.t()?)),
+        ("matmul of a transposed one", |x, _, _| x.t()?.matmul(x)),
+        ("matmul in batches", |x, _, _| x.reshape((2, 2, 6))?.matmul(&x.reshape((2, 6, 2))?)),
+        ("sum of rows", |x, _, _| x.sum(1)),
+        ("sum of columns", |x, _, _| x.sum_keepdim(0)),
+        ("sum", |x, _, _| x.sum_all()),
+        ("max", |x, _, _| x.max(1)),
+        ("min of a transposed one", |x, _, _| x.t()?.min(0)),
+        ("argmax", |x, _, _| x.argmax(1)?.to_dtype(x.dtype())),
+        ("exp", |x, _, _| x.exp()),
+        ("gelu", |x, _, _| x.gelu()),
+        ("gelu_erf", |x, _, _| x.t()?.gelu_erf()),
+        ("tanh", |x, _, _| x.tanh()),
+        ("power", |x, _, _| x.abs()?.powf(1.5)),
+        ("affine", |x, _, _| x.t()?.affine(2.0, -1.0)),
+        ("broadcast", |x, row, _| x.broadcast_mul(row)?.broadcast_sub(row)),
+        ("division", |x, row, _| row.broadcast_div(&x.abs()?.affine(1.0, 1.0)?)),
+        ("comparison", |x, row, _| x.broadcast_gt(row)?.where_cond(x, &x.neg()?)),
+        ("index_select", |x, _, ids| x.index_select(ids, 1)),
+        ("index_add", |x, _, ids| x.index_add(ids, &x.narrow(1, 0, 3)?.contiguous()?, 1)),
+        ("gather", |x, _, ids| x.gather(&ids.reshape((1, 3))?.broadcast_as((4, 3))?.contiguous()?, 1)),
+        ("parts", |x, _, _| Tensor::cat(&[&x.narrow(1, 1, 2)?, &x.narrow(1, 4, 2)?], 1)?.t()?.contiguous()),
+    ];
+    let x: Vec<f32> = (0..24u8).map(|k| (f32::from(k) * 0.7).sin() * 2.0).collect();
+    for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
+        let run = |operation: Operation, device: &Device| {
+            let x = Tensor::from_slice(&x, (4, 6), device).unwrap().to_dtype(dtype).unwrap();
+            let row = x.narrow(0, 1, 1).unwrap();
+            let ids = Tensor::new(&[5u32, 0, 2], device).unwrap();
+            let result = operation(&x, &row, &ids).and_then(|result| result.to_dtype(DType::F32)).unwrap();
+            (result.dims().to_vec(), HostSlice::<f32>::read(&result.flatten_all().unwrap()).unwrap().to_vec())
+        };
+        let tolerance = if matches!(dtype, DType::F32 | DType::F64) { 1e-5 } else { 3e-2 };
+        for (name, operation) in operations {
+            let ((shape, there), (expected_shape, here)) = (run(operation, &gpu()), run(operation, &Device::Cpu));
+            assert_eq!(shape, expected_shape, "{name} in {dtype:?}");
+            let is_close = |(there, here): (&f32, &f32)| (there - here).abs() <= tolerance * here.abs().max(1.0);
+            assert!(there.iter().zip(&here).all(is_close), "{name} in {dtype:?}: {there:?} is not {here:?}");
+        }
+    }
+}

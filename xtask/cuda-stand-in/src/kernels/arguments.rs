@@ -82,8 +82,22 @@ impl Layout {
             dims => elements::<usize>(self.info)?.first(dims * self.arrays)?.to_vec(),
         };
         let array = |k: usize| info[k * self.dims..(k + 1) * self.dims].to_vec();
-        Ok((1..self.arrays).map(|k| Places(Some((array(0), array(k))))).collect())
+        // Kernels do not use the sizes of what is contiguous: those of `index_select` are even another tensor's.
+        let places = |(sizes, strides): (Vec<usize>, Vec<usize>)| {
+            Places((!is_contiguous(&sizes, &strides)).then_some((sizes, strides)))
+        };
+        Ok((1..self.arrays).map(|k| places((array(0), array(k)))).collect())
     }
+}
+
+/// Returns `true` if elements with these sizes and strides lie one after the other.
+fn is_contiguous(sizes: &[usize], strides: &[usize]) -> bool {
+    let mut expected = 1;
+    sizes.iter().zip(strides).rev().all(|(&size, &stride)| {
+        let is_next = size <= 1 || stride == expected;
+        expected *= size;
+        is_next
+    })
 }
 
 /// The places of a tensor's elements: one after the other, or by sizes and strides.
@@ -137,5 +151,7 @@ mod tests {
         let transposed = Places(Some((vec![3, 2], vec![1, 3])));
         assert_eq!((0..6).map(|k| transposed.of(k)).collect::<Vec<_>>(), [0, 3, 1, 4, 2, 5]);
         assert_eq!(Places(None).of(4), 4);
+        assert!(is_contiguous(&[4, 1, 3], &[3, 7, 1]) && is_contiguous(&[], &[]));
+        assert!(!is_contiguous(&[3, 2], &[1, 3]) && !is_contiguous(&[2, 3], &[6, 1]));
     }
 }
