@@ -1,4 +1,4 @@
-//! The share of digests in the time of saves and loads: `digest_cost [--json] [--runs N] [--mib N] [--directory DIR]`.
+//! The share of digests in the time of saves and loads, and the time in which two checkpoints are compared by them: `digest_cost [--json] [--runs N] [--mib N] [--directory DIR]`.
 //!
 //! One rank saves tensors of so many MiB together and loads them again, with digests and without, by turns; medians over N
 //! runs of each. The directory is best on tmpfs, where nothing else takes time.
@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use fsdp_dcp::FileError;
+use fsdp_dcp::diff::diff_digests;
 use fsdp_dcp::plan::{LoadRequest, LocalPlan, PlanOptions, plan_save};
 use fsdp_dcp::reader::{CheckpointReader, Destination, ReadOptions};
 use fsdp_dcp::storage::Durable;
@@ -108,6 +109,19 @@ fn main() -> Result<()> {
             times[index + 2].push(seconds(|| load(&path, &mut buffers, digests))?);
         }
     }
+    // Two checkpoints that differ in nothing, compared from opening on.
+    let other = parent.path().join("other");
+    save(&other, &state, &plan, true)?;
+    save(&path, &state, &plan, true)?;
+    let compared = (0..runs).map(|_| {
+        seconds(|| {
+            let (first, second) = (CheckpointReader::open(&path)?, CheckpointReader::open(&other)?);
+            let mut differences = 0;
+            let by_digests = diff_digests(&first, &second, &mut |_, _| differences += 1)?;
+            if by_digests && differences == 0 { Ok(()) } else { Err("they should be equal".into()) }
+        })
+    });
+    let diff = median(compared.collect::<Result<_>>()?);
     let [save_without, save_with, load_without, load_with] = times.map(median);
     for (name, with, without) in [("save", save_with, save_without), ("load", load_with, load_without)] {
         let share = (with - without) / without * 100.0;
@@ -115,9 +129,12 @@ fn main() -> Result<()> {
             println!("{name}: {with:.3} s with digests, {without:.3} s without: {share:+.1} %");
         }
     }
+    if !json {
+        println!("diff: {:.1} ms", diff * 1e3);
+    }
     if json {
         println!(
-            "[{{\"save_with\":{save_with},\"save_without\":{save_without},\"load_with\":{load_with},\"load_without\":{load_without}}}]"
+            "[{{\"save_with\":{save_with},\"save_without\":{save_without},\"load_with\":{load_with},\"load_without\":{load_without},\"diff\":{diff}}}]"
         );
     }
     Ok(())

@@ -5,7 +5,7 @@ const MAX_LINES: usize = 1000;
 
 /// The only files with `unsafe` in them.
 const UNSAFE: [&str; 28] = [
-    // The call of a function that is compiled for AVX2.
+    // The calls of functions that are compiled for AVX2 and AVX-512.
     "crates/fsdp-digest/src/blocks.rs",
     // A rank lends a slice to other threads for the duration of a round.
     "crates/fsdp-comm/src/local/mod.rs",
