@@ -6,7 +6,7 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 
 /// The packages that the tests import.
-const PACKAGES: [&str; 3] = ["torch>=2.6", "numpy", "safetensors"];
+const PACKAGES: [&str; 5] = ["torch>=2.6", "numpy", "safetensors", "model-signing>=1.1", "pyopenssl"];
 
 /// The variable that names a Python with these packages, so that they need not be installed.
 const PYTHON_VARIABLE: &str = "FSDP_INTEROP_PYTHON";
@@ -29,6 +29,7 @@ pub(crate) fn run(root: &Path) -> Result<()> {
     let binary = target.join("release/fsdp");
     let fixtures = root.join("tests/fixtures");
     run_in(root, &python, &[&scripts.join("formats.py"), &binary, &fixtures, &work.join("formats")])?;
+    run_in(root, &python, &[&scripts.join("signing.py"), &binary, &fixtures, &work.join("signing")])?;
     let data = root.join("crates/fsdp-cli/data/harbour.txt");
     run_in(root, &python, &[&scripts.join("interop.py"), &binary, &data, &work])?;
     run_in(root, &python, &[&scripts.join("torchrun.py"), &binary, &data, &work.join("torchrun")])

@@ -57,7 +57,9 @@ pub(crate) fn run(arguments: &DigestArguments) -> Result<()> {
     let path = arguments.path.to_string();
     let state = if arguments.recorded {
         let recorded = checkpoint.digests();
-        recorded.with_context(|| format!("`{path}` has no recorded digests: leave out `--recorded`"))?.clone()
+        let why =
+            if checkpoint.has_stale_digests() { ": another program has written the file again since" } else { "" };
+        recorded.with_context(|| format!("`{path}` has no recorded digests{why}; leave out `--recorded`"))?.clone()
     } else {
         digest(&*checkpoint, or_all_cores(arguments.threads))?
     };

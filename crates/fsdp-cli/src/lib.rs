@@ -1,6 +1,6 @@
 //! The `fsdp` command: the command line, and the code behind each of its commands.
 //!
-//! The commands that read and rewrite checkpoints (`inspect`, `verify`, `diff`, `digest`, `log`, `reshard`, `convert`, `cat`,
+//! The commands that read and rewrite checkpoints (`inspect`, `verify`, `diff`, `digest`, `sign`, `log`, `reshard`, `convert`, `cat`,
 //! `plan`) need no tensor library. `train`, `launch` and `doctor` come with the feature `train`, which is on by default; so
 //! does the model that `train` trains ([`gpt`]), its text ([`data`]) and the way its ranks are run ([`ranks`]), which tests and
 //! benches use too.
@@ -25,6 +25,7 @@ mod outcome;
 mod output;
 mod plan;
 mod progress;
+mod sign;
 mod stop;
 mod text;
 mod threads;
@@ -95,6 +96,8 @@ enum Command {
     Diff(diff::DiffArguments),
     /// Print the digest of a checkpoint, the same for the same state in any format and layout
     Digest(digest::DigestArguments),
+    /// Sign every byte of a checkpoint with a key, in the format of OpenSSF Model Signing
+    Sign(sign::SignArguments),
     /// Show the chain of a run's checkpoints, and where it is broken or forked
     Log(log::LogArguments),
     /// Write a checkpoint for another number of ranks
@@ -225,6 +228,7 @@ fn execute(command: Command) -> anyhow::Result<()> {
         Command::Verify(arguments) => verify::run(&arguments),
         Command::Diff(arguments) => diff::run(&arguments),
         Command::Digest(arguments) => digest::run(&arguments),
+        Command::Sign(arguments) => sign::run(&arguments),
         Command::Log(arguments) => log::run(&arguments),
         Command::Reshard(arguments) => convert::reshard(&arguments),
         Command::Convert(arguments) => convert::run(&arguments),

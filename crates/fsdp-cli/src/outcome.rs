@@ -5,6 +5,7 @@ use std::io;
 
 use anyhow::Error;
 use fsdp_dcp::map::MapError;
+use fsdp_dcp::sign::SignError;
 use fsdp_dcp::{FileError, FormatError};
 use fsdp_layout::{ErrorKind, Failure};
 
@@ -68,6 +69,9 @@ fn kind_of(cause: &(dyn StdError + 'static)) -> Option<ErrorKind> {
     if let Some(error) = cause.downcast_ref::<FileError>() {
         return Some(error.kind());
     }
+    if let Some(error) = cause.downcast_ref::<SignError>() {
+        return Some(error.kind());
+    }
     if let Some(error) = cause.downcast_ref::<FormatError>() {
         return Some(error.kind());
     }
@@ -81,11 +85,30 @@ fn hint_of(cause: &(dyn StdError + 'static)) -> Option<&'static str> {
     if cause.is::<MapError>() {
         return Some("`fsdp inspect` lists the keys; the book's page on `convert` has the rules of maps");
     }
+    if let Some(error) = cause.downcast_ref::<SignError>() {
+        return hint_of_signature(error);
+    }
     #[cfg(feature = "train")]
     if let Some(hint) = job_failure::hint(cause) {
         return Some(hint);
     }
     None
+}
+
+fn hint_of_signature(error: &SignError) -> Option<&'static str> {
+    match error {
+        SignError::Key { .. } => Some(
+            "`openssl ecparam -name prime256v1 -genkey -noout -out KEY` makes one, `openssl ec -in KEY -pubout` its public key",
+        ),
+        SignError::OtherKey { .. } | SignError::Invalid | SignError::NotOne { .. } => {
+            Some("do not load it: nobody you know vouches for it")
+        }
+        SignError::Differs { .. } => {
+            Some("do not load it: it is not what was signed; sign again what you changed yourself")
+        }
+        SignError::Beside { .. } => Some("sign a directory: `fsdp convert --to dcp` writes one"),
+        _ => None,
+    }
 }
 
 const fn hint_of_code(code: u8) -> Option<&'static str> {

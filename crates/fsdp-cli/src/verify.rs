@@ -1,16 +1,20 @@
 //! `fsdp verify`: checks that a checkpoint is whole, without loading it.
 
+use std::path::PathBuf;
+
 use anyhow::Result;
 use clap::{Args, ValueEnum};
 use fsdp_dcp::Location;
 use fsdp_dcp::checkpoint::{self, Checkpoint};
 use fsdp_dcp::reader::OpenOptions;
+use fsdp_dcp::sign::Signed;
 use fsdp_dcp::verify::{self, Level, Report, with_causes};
 use serde::Serialize;
 
 use super::failure::Damaged;
 use super::output;
 use super::progress::Progress;
+use super::sign::{self, SignedFiles};
 use super::text::{escaped, iec};
 use super::threads::{count, or_all_cores};
 
@@ -39,6 +43,12 @@ pub(crate) struct VerifyArguments {
     /// Add hashes to a checkpoint that has none, if no problem is found
     #[arg(long)]
     seal: bool,
+    /// A signature that must vouch for every file; `fsdp sign` and Python's `model_signing` make it
+    #[arg(long, value_name = "FILE", requires = "public_key", conflicts_with = "seal")]
+    signature: Option<Location>,
+    /// The public key of the signature, in PEM
+    #[arg(long, value_name = "FILE", requires = "signature")]
+    public_key: Option<PathBuf>,
     /// Threads that read and check [default: one for each core]
     #[arg(long, value_name = "N", env = "FSDP_THREADS", value_parser = count())]
     threads: Option<usize>,
@@ -72,6 +82,10 @@ struct Finding<'a> {
     not_finite: Vec<NotFinite<'a>>,
     /// The data files that the metadata does not name.
     unknown_files: Vec<String>,
+    /// `true` if the recorded digests are of what the file held before another program wrote it again.
+    stale_digests: bool,
+    /// The files that the signature vouches for, if one was asked for.
+    signed: Option<SignedFiles<'a>>,
 }
 
 #[derive(Debug, Serialize)]
@@ -102,6 +116,16 @@ struct NotFinite<'a> {
 /// The checkpoint is damaged: what was found is told all the same.
 pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
     let path = arguments.path.to_string();
+    // The signature comes first: before it, nothing there is taken for what it says.
+    let signed = match signature(arguments) {
+        Err(error) if arguments.json => {
+            let causes: Vec<String> = error.chain().map(ToString::to_string).collect();
+            let problem = Problem { name: None, file: None, offset: None, error: causes.join(": ") };
+            output::json(&finding(path, &Report::default(), vec![problem], Vec::new()))?;
+            return Err(error);
+        }
+        signed => signed?,
+    };
     let opened = checkpoint::open(&arguments.path, OpenOptions { verify: true });
     if let (Err(error), true) = (&opened, arguments.json) {
         // Metadata that cannot be read is the finding itself.
@@ -128,11 +152,14 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
         output::talk(&format!("sealed `{path}`"));
     }
     let unknown = verify::unknown_files(&*source)?.iter().map(|file| file.display().to_string()).collect();
-    let found = finding(path.clone(), &report, report.problems.iter().map(Problem::new).collect(), unknown);
+    let mut found = finding(path.clone(), &report, report.problems.iter().map(Problem::new).collect(), unknown);
+    found.signed = signed.as_ref().map(SignedFiles::from);
     if arguments.json {
         output::json(&found)?;
     } else {
-        output::lines(&found.lines())?;
+        let mut lines = found.lines();
+        lines.splice(0..0, signed.as_ref().map(sign::line));
+        output::lines(&lines)?;
     }
     let Some(first) = report.problems.first() else { return Ok(()) };
     let missing = |name: &String| source.directory().has(name).is_ok_and(|there| !there);
@@ -143,6 +170,13 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
         incomplete: first.file.as_ref().is_some_and(missing),
     }
     .into())
+}
+
+/// Checks the signature, if one is asked for.
+fn signature(arguments: &VerifyArguments) -> Result<Option<Signed>> {
+    let (Some(signature), Some(key)) = (&arguments.signature, &arguments.public_key) else { return Ok(None) };
+    let threads = or_all_cores(arguments.threads);
+    sign::check(&arguments.path, signature, key, threads, !arguments.no_progress).map(Some)
 }
 
 /// Returns the number of bytes of all items, as stored.
@@ -169,6 +203,8 @@ fn finding(path: String, report: &Report, problems: Vec<Problem>, unknown_files:
             .map(|(name, census)| NotFinite { name, nan: census.nan, infinite: census.infinite })
             .collect(),
         unknown_files,
+        stale_digests: report.stale_digests,
+        signed: None,
     }
 }
 
@@ -180,6 +216,9 @@ impl Finding<'_> {
         }
         for NotFinite { name, nan, infinite } in &self.not_finite {
             lines.push(format!("numbers   {}: {nan} NaN, {infinite} infinite", escaped(name)));
+        }
+        if self.stale_digests {
+            lines.push("stale     the recorded digests: another program has written the file again".to_owned());
         }
         lines.extend(self.unknown_files.iter().map(|file| format!("unknown   {}", escaped(file))));
         let verdict = if self.ok { "ok" } else { "damaged" };

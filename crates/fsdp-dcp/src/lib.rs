@@ -13,6 +13,7 @@
 //! | [`map`] | from the keys and shapes of one framework to those of another |
 //! | [`verify`](mod@verify), [`diff`](mod@diff), [`elements`] | whether it is whole, how two differ, what the numbers are |
 //! | [`digest`](mod@digest) | one number for the same state in any format and layout |
+//! | `sign` (with the feature of this name) | signatures, in the format of OpenSSF Model Signing |
 //! | [`metadata`] | the content of `.metadata`, and torch's pickle of it |
 //! | [`limits`] | how much a hostile file can make us do |
 //!
@@ -55,6 +56,8 @@ mod pickle;
 pub mod plan;
 mod rank_files;
 mod safetensors;
+#[cfg(feature = "sign")]
+pub mod sign;
 pub mod storage;
 mod strided;
 mod threads;

@@ -14,6 +14,7 @@
 //! | a zip's directory | 1 GiB |
 //! | a safetensors header, a JSON index | 100 MB, 256 MiB |
 //! | the integrity file, a hashed block | 4 GiB, 16 MiB |
+//! | a signature, a key file | 256 MiB, 64 KiB |
 
 /// Bytes of one pickle (a `.metadata` of a million chunks is about 150 MiB).
 pub(crate) const MAX_PICKLE_BYTES: u64 = 2 << 30;

@@ -8,7 +8,9 @@ use std::sync::{Mutex, PoisonError};
 use fsdp_dcp::checkpoint::check_replaceable;
 use fsdp_dcp::plan::{LocalPlan, SelectedItem, Selection};
 use fsdp_dcp::storage::{self, Durable};
-use fsdp_dcp::writer::{PayloadSource, RankWritten, WriteOptions, WrittenItem, finish_encoded, write_rank};
+use fsdp_dcp::writer::{
+    PayloadSource, RankWritten, WriteOptions, WrittenItem, describe_item, finish_encoded, write_rank,
+};
 use fsdp_dcp::{FileError, Location};
 use fsdp_layout::{DType, PlainValue, TensorBox};
 use pyo3::prelude::*;
@@ -85,14 +87,17 @@ impl Staging {
             plan.add_tensor(&fqn, None, dtype, shape, vec![bounds.clone()]);
             state.tensors.entry(fqn).or_default().push((bounds, buffer));
         }
+        let mut digests = true;
         for (fqn, item) in values {
             plan.add_value(&fqn, None, item.len() as u64);
-            state.values.insert(fqn, item);
+            // The value as a reader will know it, for its digest. Without that of each there is none of the whole.
+            let value = describe_item(&item).ok();
+            digests &= value.is_some();
+            state.values.insert(fqn, (item, value.unwrap_or(PlainValue::None)));
         }
         let kept = (0..plan.items.len() as u32).map(|item| SelectedItem { item, index: 0, entry: item, chunk: 0 });
         let selection = Selection { kept: kept.collect() };
-        // The values are known as torch's bytes only, and without their digests there is none of the whole.
-        let options = WriteOptions { digests: false, ..WriteOptions::default() };
+        let options = WriteOptions { digests, ..WriteOptions::default() };
         let written = py.detach(|| {
             let staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
             let Some(staging) = &*staging else { return Ok(None) };
@@ -135,7 +140,8 @@ fn finished() -> PyErr {
 #[derive(Default)]
 struct State {
     tensors: HashMap<String, Vec<(TensorBox, Memory)>>,
-    values: HashMap<String, Vec<u8>>,
+    /// The bytes of each value's item, and what they say.
+    values: HashMap<String, (Vec<u8>, PlainValue)>,
 }
 
 impl PayloadSource for State {
@@ -153,11 +159,11 @@ impl PayloadSource for State {
     }
 
     fn stored_item(&self, fqn: &str) -> Result<Option<Vec<u8>>, FileError> {
-        Ok(self.values.get(fqn).cloned())
+        Ok(self.values.get(fqn).map(|(item, _)| item.clone()))
     }
 
-    /// Returns no value: `stored_item` has the bytes, and what this is for, the digest of a value, is not recorded.
-    fn value(&self, _fqn: &str) -> Result<Cow<'_, PlainValue>, FileError> {
-        Ok(Cow::Owned(PlainValue::None))
+    fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, FileError> {
+        let (_, value) = self.values.get(fqn).ok_or_else(|| FileError::NotStored { fqn: fqn.to_owned() })?;
+        Ok(Cow::Borrowed(value))
     }
 }

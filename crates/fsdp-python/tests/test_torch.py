@@ -68,6 +68,7 @@ def test_what_is_written_has_hashes_and_is_verified(tmp_path):
     dcp.save(state(), storage_writer=StorageWriter(tmp_path / "step-1"))
     report = fc.verify(tmp_path / "step-1", "deep")
     assert report["ok"] and report["hashed"] and report["tensors"] == 7
+    assert report["digests"] == report["tensors"] + report["values"]
     assert sorted(os.listdir(tmp_path)) == ["step-1"]
 
 

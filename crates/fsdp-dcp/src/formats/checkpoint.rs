@@ -119,6 +119,12 @@ pub trait Checkpoint: Send + Sync {
         None
     }
 
+    /// Returns `true` if digests were recorded in it, but of what it held before another program wrote it again. They are not
+    /// among [`Checkpoint::digests`].
+    fn has_stale_digests(&self) -> bool {
+        false
+    }
+
     /// Returns its place in the run that it is of, where that was recorded.
     fn lineage(&self) -> Option<&Lineage> {
         None

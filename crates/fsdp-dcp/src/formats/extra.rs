@@ -74,10 +74,11 @@ fn is_own_of_torch(name: &str) -> bool {
     name.starts_with(INTEGRITY_FILE) || name.ends_with(".bin.index.json") || name == "metadata.pkl"
 }
 
-/// Returns `true` for data files of another save, and for weights in another format, which a copy would make stale.
+/// Returns `true` for data files of another save, for weights in another format, which a copy would make stale, and for
+/// signatures, which are of the original's bytes.
 fn is_other_data(name: &str) -> bool {
     let weights = name.starts_with("pytorch_model") || name.starts_with("tf_model") || name.starts_with("flax_model");
-    weights || [".distcp", ".safetensors", ".gguf", ".onnx"].iter().any(|end| name.ends_with(end))
+    weights || [".distcp", ".safetensors", ".gguf", ".onnx", ".sig"].iter().any(|end| name.ends_with(end))
 }
 
 /// Copies one file, a block at a time.

@@ -180,6 +180,10 @@ impl Storage for Watched {
         self.inner.name()
     }
 
+    fn as_any(&self) -> &dyn std::any::Any {
+        self
+    }
+
     fn child(&self, below: &str) -> Arc<dyn Storage> {
         self.wrap(self.inner.child(below))
     }
@@ -198,6 +202,10 @@ impl Storage for Watched {
 
     fn names(&self) -> Result<Vec<String>, FileError> {
         self.inner.names()
+    }
+
+    fn tree(&self) -> Result<Vec<String>, FileError> {
+        self.inner.tree()
     }
 
     fn open(&self, links: Links) -> Result<Box<dyn ReadDirectory>, FileError> {

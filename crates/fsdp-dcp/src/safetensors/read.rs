@@ -8,11 +8,13 @@ use fsdp_layout::boxes::row_major_strides;
 use fsdp_layout::{DType, KeyPath, PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 use serde::Deserialize;
+use tracing::warn;
 
 use super::header::Header;
 use super::paths::{self, PATHS};
 use super::sidecar::{
-    DIGESTS, SHARDS, VALUES_FILE, VALUES_HASH, digests_of_text, shard_name, values_beside, values_hash, values_names,
+    DIGESTS, DIGESTS_LAYOUT, SHARDS, VALUES_FILE, VALUES_HASH, digests_of_text, layout_text, shard_name, values_beside,
+    values_hash, values_names,
 };
 use super::values_read;
 use crate::budget::Budget;
@@ -44,10 +46,19 @@ pub(crate) struct SafetensorsCheckpoint {
     paths: Option<IndexMap<String, KeyPath>>,
     /// The digests in the header of a single file.
     digests: Option<StateDigest>,
+    /// `true` if the header has digests of what the file held before.
+    has_stale_digests: bool,
 }
 
 /// The number of missing shards that an error names at most.
 const MAX_LISTED: usize = 1000;
+
+/// The texts in the header of a file.
+struct Texts {
+    texts: IndexMap<String, String>,
+    /// The text of [`DIGESTS_LAYOUT`] that the file would have if its digests were written with it.
+    layout: String,
+}
 
 /// torch's note of where in its tensor a shard lies.
 #[derive(Deserialize)]
@@ -70,11 +81,18 @@ impl SafetensorsCheckpoint {
             boxes: HashMap::new(),
             paths: None,
             digests: None,
+            has_stale_digests: false,
         };
         // The header has the hash of the values file, if there is one: a file of that name alone proves nothing.
-        let mut texts = opened.add_file(name, None)?;
+        let Texts { mut texts, layout } = opened.add_file(name, None)?;
         if let Some(text) = texts.get(DIGESTS).filter(|_| options.verify) {
-            opened.digests = Some(digests_of_text(text).map_err(|error| opened.directory.file_error(name, error))?);
+            if texts.get(DIGESTS_LAYOUT) == Some(&layout) {
+                opened.digests = Some(digests_of_text(text).map_err(|error| opened.directory.file_error(name, error))?);
+            } else {
+                opened.has_stale_digests = true;
+                let path = opened.path.display();
+                warn!(%path, "another program has written the file again: the digests in it are stale, and not compared");
+            }
         }
         let hash = texts.swap_remove(VALUES_HASH);
         let Some(hash) = hash else { return Ok(opened.with_paths()) };
@@ -111,13 +129,14 @@ impl SafetensorsCheckpoint {
             boxes: HashMap::new(),
             paths: None,
             digests: None,
+            has_stale_digests: false,
         };
         match names.iter().find(|name| name.ends_with(".safetensors.index.json")) {
             Some(index) => opened.add_indexed(index)?,
             None => {
                 let mut shards = 0;
                 for name in names.iter().filter(|name| name.ends_with(".safetensors")) {
-                    let texts = opened.add_file(name, None)?;
+                    let Texts { texts, .. } = opened.add_file(name, None)?;
                     let noted = texts.get(SHARDS).and_then(|count| count.parse().ok()).unwrap_or(0);
                     shards = shards.max(noted);
                 }
@@ -163,7 +182,7 @@ impl SafetensorsCheckpoint {
     }
 
     /// Adds the tensors of a file: all, or those of the given keys. Returns the texts in its header.
-    fn add_file(&mut self, name: &str, keys: Option<&[&str]>) -> Result<IndexMap<String, String>, FileError> {
+    fn add_file(&mut self, name: &str, keys: Option<&[&str]>) -> Result<Texts, FileError> {
         let file = self.directory.file(name)?;
         let error = |source| self.directory.file_error(name, source);
         let malformed = |reason: String| error(FormatError::Malformed { what: "safetensors header", reason });
@@ -182,6 +201,8 @@ impl SafetensorsCheckpoint {
         if let Some(missing) = keys.iter().copied().flatten().find(|key| !header.tensors.contains_key(**key)) {
             return Err(malformed(format!("it does not hold `{missing}`, which the index looks for here")));
         }
+        let tensors = header.tensors.iter().map(|(fqn, info)| (fqn.as_str(), info.dtype, &info.shape[..], info.start));
+        let layout = layout_text(header.data, tensors);
         let keys: Option<HashSet<&str>> = keys.map(|keys| keys.iter().copied().collect());
         for (fqn, info) in header.tensors {
             if keys.as_ref().is_some_and(|keys| !keys.contains(fqn.as_str())) {
@@ -229,7 +250,7 @@ impl SafetensorsCheckpoint {
                 tensor.chunks.push(Chunk { bounds, stored: Some(stored) });
             }
         }
-        Ok(header.metadata)
+        Ok(Texts { texts: header.metadata, layout })
     }
 
     /// Reads what a slot wants of the chunk `whole`.
@@ -307,6 +328,10 @@ impl Checkpoint for SafetensorsCheckpoint {
 
     fn digests(&self) -> Option<&StateDigest> {
         self.directory.digests().or(self.digests.as_ref())
+    }
+
+    fn has_stale_digests(&self) -> bool {
+        self.has_stale_digests && self.digests().is_none()
     }
 
     fn read_boxes(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {

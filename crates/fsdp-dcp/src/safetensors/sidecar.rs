@@ -1,7 +1,8 @@
 //! The files of a checkpoint in safetensors: the values that safetensors cannot hold, and how each knows the others.
 
 use fsdp_digest::StateDigest;
-use twox_hash::XxHash3_128;
+use fsdp_layout::DType;
+use twox_hash::{XxHash3_64, XxHash3_128};
 
 use crate::budget::Budget;
 use crate::error::FormatError;
@@ -20,6 +21,29 @@ pub(crate) const VALUES_HASH: &str = "fsdp.values";
 /// The key in the `__metadata__` of a single file whose text is an object of the digests of its tensors and values, by key.
 /// Directories have them in their integrity file.
 pub(crate) const DIGESTS: &str = "fsdp.digests";
+
+/// The key in the `__metadata__` of a single file whose text is the hash of the layout that the digests were written with: the
+/// length of the header, and each tensor's place. Another program that writes the file again takes over the texts, but not
+/// the layout: its header is shorter, as it pads less. Then the digests are stale.
+pub(crate) const DIGESTS_LAYOUT: &str = "fsdp.digests.layout";
+
+/// Returns the text of [`DIGESTS_LAYOUT`] for a file whose data begins at `data`, with these tensors in the order of its
+/// header: name, dtype, shape, and start in the data. All texts have the same length.
+pub(crate) fn layout_text<'t>(
+    data: u64,
+    tensors: impl IntoIterator<Item = (&'t str, DType, &'t [usize], u64)>,
+) -> String {
+    let mut layout = data.to_le_bytes().to_vec();
+    for (name, dtype, shape, start) in tensors {
+        for part in [name, &dtype.to_string()] {
+            layout.extend((part.len() as u64).to_le_bytes());
+            layout.extend(part.as_bytes());
+        }
+        let sizes = shape.iter().map(|&size| size as u64);
+        layout.extend([shape.len() as u64, start].into_iter().chain(sizes).flat_map(u64::to_le_bytes));
+    }
+    format!("{:016x}", XxHash3_64::oneshot(&layout))
+}
 
 /// Returns the text of [`DIGESTS`]. Digests of the same keys make texts of the same length.
 pub(crate) fn digests_text(digests: &StateDigest) -> Result<String, FormatError> {

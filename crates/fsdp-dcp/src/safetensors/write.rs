@@ -7,7 +7,8 @@ use indexmap::IndexMap;
 use super::header::Header;
 use super::paths::{self, PATHS};
 use super::sidecar::{
-    DIGESTS, SHARDS, VALUES_FILE, VALUES_HASH, digests_text, shard_name, values_beside, values_hash, values_names,
+    DIGESTS, DIGESTS_LAYOUT, SHARDS, VALUES_FILE, VALUES_HASH, digests_text, layout_text, shard_name, values_beside,
+    values_hash, values_names,
 };
 use super::values;
 use crate::digest::check_copy;
@@ -100,8 +101,26 @@ type Sums<'a> = IndexMap<&'a str, Sum>;
 /// The texts of a file's header, made from the sums over its tensors.
 type Texts<'t, 'a> = dyn Fn(&Sums<'a>) -> Result<IndexMap<String, String>, FileError> + 't;
 
-/// Encodes the header of a file, which tells where everything lies.
+/// Encodes the header of a file, which tells where everything lies. Digests are tied to it.
 fn header(texts: &IndexMap<String, String>, pieces: &[Piece<'_>]) -> Result<Vec<u8>, FileError> {
+    if !texts.contains_key(DIGESTS) {
+        return encode_header(texts, pieces);
+    }
+    // The layout includes the length of the header, in which its text stands: one of the same length holds its place.
+    let mut texts = texts.clone();
+    texts.insert(DIGESTS_LAYOUT.to_owned(), layout_text(0, []));
+    let data = encode_header(&texts, pieces)?.len() as u64;
+    let mut at = 0u64;
+    let tensors = pieces.iter().map(|piece| {
+        let start = at;
+        at = at.saturating_add(piece.bytes());
+        (piece.fqn, piece.dtype, &piece.bounds.sizes[..], start)
+    });
+    texts.insert(DIGESTS_LAYOUT.to_owned(), layout_text(data, tensors));
+    encode_header(&texts, pieces)
+}
+
+fn encode_header(texts: &IndexMap<String, String>, pieces: &[Piece<'_>]) -> Result<Vec<u8>, FileError> {
     let tensors = pieces.iter().map(|piece| (piece.fqn, piece.dtype, &piece.bounds.sizes[..]));
     Header::encode(texts, tensors).map_err(|source| FileError::Encode { fqn: String::new(), source })
 }

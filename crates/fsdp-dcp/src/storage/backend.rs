@@ -1,5 +1,6 @@
 //! The traits that a kind of storage implements: a place, reading what is there, and staging what will be there.
 
+use std::any::Any;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -22,6 +23,9 @@ pub(crate) trait Storage: Send + Sync {
         None
     }
 
+    /// Returns its address in a type of its kind of storage, by which a [`Stage`] tells a place of its own kind.
+    fn as_any(&self) -> &dyn Any;
+
     /// Returns the place below this one that has this name.
     fn child(&self, below: &str) -> Arc<dyn Storage>;
 
@@ -36,6 +40,9 @@ pub(crate) trait Storage: Send + Sync {
 
     /// Returns the names of the entries directly below, sorted. Names that are not UTF-8 are left out.
     fn names(&self) -> Result<Vec<String>, FileError>;
+
+    /// Returns the paths of all files below, at any depth, sorted. What cannot be listed so is an error: a link, a device.
+    fn tree(&self) -> Result<Vec<String>, FileError>;
 
     /// Opens it as a directory of files to read.
     fn open(&self, links: Links) -> Result<Box<dyn ReadDirectory>, FileError>;
@@ -112,10 +119,10 @@ pub(crate) trait Stage: fmt::Debug + Send + Sync {
     /// Creates a file of this length. Subdirectories in `relative` are created.
     fn create(&self, relative: &str, length: u64) -> Result<Box<dyn StageFile>, FileError>;
 
-    /// Makes a finished file of another checkpoint a file of this one too, without copying it. Returns `false` where that
-    /// cannot be done.
-    fn link(&self, from: &Path, relative: &str) -> Result<bool, FileError> {
-        let _ = (from, relative);
+    /// Makes a finished file of another checkpoint a file of this one too, under a name of its own, without moving its bytes
+    /// through this process. Returns `false` where that cannot be done.
+    fn link(&self, from: &dyn Storage, name: &str, as_name: &str) -> Result<bool, FileError> {
+        let _ = (from, name, as_name);
         Ok(false)
     }
 
@@ -181,6 +188,10 @@ impl Storage for UnusableUrl {
         &self.name
     }
 
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+
     fn child(&self, below: &str) -> Arc<dyn Storage> {
         Arc::new(UnusableUrl { name: self.name.join(below), reason: self.reason })
     }
@@ -199,6 +210,10 @@ impl Storage for UnusableUrl {
     }
 
     fn names(&self) -> Result<Vec<String>, FileError> {
+        self.refused()
+    }
+
+    fn tree(&self) -> Result<Vec<String>, FileError> {
         self.refused()
     }
 

@@ -175,6 +175,14 @@ impl Location {
         self.storage.names()
     }
 
+    /// Returns the paths of all files below it, at any depth, sorted.
+    ///
+    /// # Errors
+    /// The errors of [`Location::names`]; a link or a device below it, or a name that is not UTF-8.
+    pub fn files(&self) -> Result<Vec<String>, FileError> {
+        self.storage.tree()
+    }
+
     /// Returns `true` if a file or an object is here.
     ///
     /// # Errors

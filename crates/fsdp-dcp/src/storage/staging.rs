@@ -87,13 +87,19 @@ impl Staging {
         }
     }
 
-    /// Makes a finished file of another checkpoint a file of this one too, by a hard link. Returns `false` where that cannot
-    /// be done: the caller writes it.
+    /// Makes a finished file of another checkpoint a file of this one too: by a hard link, or, in an object store, by a copy
+    /// that the store makes. Returns `false` where that cannot be done: the caller writes it.
     ///
     /// # Errors
     /// A path that leads out of the checkpoint.
-    pub(crate) fn link(&self, checkpoint: &Location, name: &str) -> Result<bool, FileError> {
-        checkpoint.local().map_or(Ok(false), |directory| self.0.link(directory, name))
+    pub(crate) fn link(&self, checkpoint: &Location, name: &str, as_name: &str) -> Result<bool, FileError> {
+        self.0.link(checkpoint.storage(), name, as_name)
+    }
+
+    /// Returns the name that a linked file of a rank gets, given the number of those before it: the one that it has, unless
+    /// names tell the files of this save from those of others.
+    pub(crate) fn linked_name(&self, name: &str, rank: usize, number: usize) -> String {
+        if self.0.suffix().is_some() { self.data_file_of(rank, number) } else { name.to_owned() }
     }
 
     /// Returns the name of a DCP checkpoint's integrity file: `.integrity`; in an object store `.integrity-<nonce>`.

@@ -161,6 +161,15 @@ pub(crate) fn decode_value_within(
     convert(&parsed, parsed.root(), &mut walk, &mut |tensor| loader.load(tensor))
 }
 
+/// Reads the value of an item that `torch.save` made, to be digested: opaque objects in it become dicts that describe them.
+///
+/// # Errors
+/// Bytes that are no such item.
+pub fn describe_item(item: &[u8]) -> Result<PlainValue, FormatError> {
+    let item = item.to_vec();
+    decode_value_within(&item, Budget::new(item.len() as u64, PICKLE_FACTOR), true)
+}
+
 /// Reads how the tensor is quantized that is the archive's root.
 pub(crate) fn quantizer_of(archive: &Directory, source: &dyn ReadAt) -> Result<Option<PlainValue>, FormatError> {
     let pickle = archive.read_record(source, "data.pkl", MAX_OBJECT_BYTES)?;

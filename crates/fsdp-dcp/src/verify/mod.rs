@@ -64,7 +64,11 @@ pub fn verify_on_threads(
     threads: usize,
     progress: Option<&(dyn Fn(u64) + Sync)>,
 ) -> Result<Report, FileError> {
-    let mut report = Report { has_integrity: checkpoint.directory().has_integrity(), ..Report::default() };
+    let mut report = Report {
+        has_integrity: checkpoint.directory().has_integrity(),
+        stale_digests: checkpoint.has_stale_digests(),
+        ..Report::default()
+    };
     structure(checkpoint, &mut report);
     if level >= Level::Sizes {
         sizes(checkpoint, &mut report, threads)?;

@@ -36,6 +36,9 @@ pub struct Report {
     pub replicas: usize,
     /// At [`Level::Deep`](super::Level::Deep): tensors and values whose digests were compared with the recorded ones.
     pub digests: usize,
+    /// `true` if there are recorded digests, but of what the file held before another program wrote it again. They are not
+    /// compared with anything.
+    pub stale_digests: bool,
     /// At [`Level::Deep`](super::Level::Deep): keys of tensors with NaN or infinities, and how many of each.
     pub not_finite: Vec<(String, Census)>,
 }

@@ -7,9 +7,11 @@ use fsdp_dcp::checkpoint::{Checkpoint, open};
 use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp_dcp::digest::digest;
 use fsdp_dcp::internals::{INTEGRITY_FILE, Integrity};
+use fsdp_dcp::plan::{PlanOptions, plan_save};
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::storage::Durable;
 use fsdp_dcp::verify::{Level, add_integrity, verify};
+use fsdp_dcp::writer::{RankWritten, WriteOptions, finish_encoded, write_rank};
 use fsdp_digest::{Digest, StateDigest};
 use fsdp_layout::PlainValue;
 
@@ -117,4 +119,82 @@ fn state_that_is_not_what_its_digests_say_is_found_where_all_hashes_are_right() 
         assert!(matches!(&error, FileError::Digests { names, .. } if *names == expected), "{error}");
         assert!(!copy.exists());
     }
+}
+
+/// Writes a file again as another program does: with the header's texts that it found, and tensors that may be others.
+fn rewrite(path: &Path, change: impl Fn(&str, &mut Vec<u8>)) {
+    let bytes = std::fs::read(path).unwrap();
+    let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let tensors: Vec<(String, safetensors::Dtype, Vec<usize>, Vec<u8>)> = file
+        .tensors()
+        .into_iter()
+        .map(|(name, tensor)| {
+            let mut data = tensor.data().to_vec();
+            change(&name, &mut data);
+            (name, tensor.dtype(), tensor.shape().to_vec(), data)
+        })
+        .collect();
+    let views = tensors.iter().map(|(name, dtype, shape, data)| {
+        (name, safetensors::tensor::TensorView::new(*dtype, shape.clone(), data).unwrap())
+    });
+    std::fs::write(path, safetensors::serialize(views, header.metadata().clone()).unwrap()).unwrap();
+}
+
+#[test]
+fn digests_that_another_program_took_over_are_stale_and_not_trusted() {
+    let directory = tempfile::tempdir().unwrap();
+    for fixture in dcp_fixtures() {
+        let source = opened(&fixtures().join(&fixture).join("dcp"));
+        let path = directory.path().join(format!("{fixture}.safetensors"));
+        let options = ConvertOptions { drop_opaque: true, ..Default::default() };
+        convert(&*source, &path, OutputFormat::SafetensorsFile, options).unwrap();
+        recorded(&path);
+        rewrite(&path, |_, data| data.iter_mut().take(1).for_each(|byte| *byte ^= 1));
+        let checkpoint = opened(&path);
+        assert_eq!(checkpoint.digests(), None, "{fixture}");
+        let report = verify(&*checkpoint, Level::Deep, None).unwrap();
+        assert!(report.is_ok(), "{fixture}: {:?}", report.problems);
+        assert!(report.stale_digests, "{fixture}");
+        // A copy has its own again.
+        let copy = directory.path().join(format!("{fixture}-copy.safetensors"));
+        convert(&*checkpoint, &copy, OutputFormat::SafetensorsFile, ConvertOptions::default()).unwrap();
+        assert_eq!(recorded(&copy), digest(&*checkpoint, 1).unwrap());
+    }
+}
+
+#[test]
+fn data_that_was_changed_in_its_place_is_not_what_the_digests_say() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("one.safetensors");
+    let source = opened(&fixtures().join("misc_ws2/dcp"));
+    convert(&*source, &path, OutputFormat::SafetensorsFile, ConvertOptions::default()).unwrap();
+    let mut bytes = std::fs::read(&path).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    std::fs::write(&path, bytes).unwrap();
+    let report = verify(&*opened(&path), Level::Deep, None).unwrap();
+    assert_eq!((report.problems.len(), report.stale_digests), (1, false));
+}
+
+#[test]
+fn a_save_whose_metadata_torch_has_encoded_records_the_same_digests() {
+    let directory = tempfile::tempdir().unwrap();
+    let (ours, torchs) = (directory.path().join("ours"), directory.path().join("torchs"));
+    let state = sample([300, 401]);
+    save(&state, 3, &ours, &Durable::new()).unwrap();
+    // The same files, written by ranks that know no positions in the metadata: they count their own items.
+    let plans = state.plans(3);
+    let global = plan_save(&plans, PlanOptions::default()).unwrap();
+    let staging = Durable::new().prepare(&torchs, false).unwrap();
+    let written: Vec<RankWritten> = (0..3)
+        .map(|rank| {
+            let mut selection = global.selections[rank].clone();
+            for (entry, item) in selection.kept.iter_mut().enumerate() {
+                (item.entry, item.chunk) = (entry as u32, 0);
+            }
+            write_rank(&staging, rank, &plans[rank], &selection, &state, &WriteOptions::default()).unwrap()
+        })
+        .collect();
+    finish_encoded(staging, &std::fs::read(ours.join(".metadata")).unwrap(), &written).unwrap();
+    assert_eq!(recorded(&torchs), recorded(&ours));
 }

@@ -69,14 +69,15 @@ mod unchanged;
 mod written;
 
 pub use crate::payload::source::PayloadSource;
-pub use crate::torch::value::{encode_value, value_item_length};
+pub use crate::torch::value::{describe_item, encode_value, value_item_length};
 pub use foresee::foresee;
-pub use unchanged::Before;
+pub use unchanged::{Before, BoxSum, box_sums, unchanged_entries};
 pub use written::{RankWritten, WrittenFile, WrittenItem};
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 use fsdp_digest::{Part, StateDigest};
+use fsdp_layout::DType;
 
 use crate::digest::check_copy;
 use crate::error::FileError;
@@ -127,7 +128,7 @@ pub fn write_changed(
     before: Option<Before<'_>>,
 ) -> Result<RankWritten, FileError> {
     let linked = match before.filter(|_| options.digests) {
-        Some(before) => unchanged::link(staging, plan, selection, source, before, options.threads)?,
+        Some(before) => unchanged::link(staging, rank, plan, selection, source, before, options.threads)?,
         None => unchanged::Linked::default(),
     };
     let is_linked: HashSet<(u32, u32)> = linked.items.iter().map(|item| (item.entry, item.chunk)).collect();
@@ -257,7 +258,40 @@ fn finish_with(
     commit(staging, &encode(&metadata), written, digests, lineage)
 }
 
-/// Ends a save whose `.metadata` the caller has encoded, as torch does: otherwise the same as [`finish`].
+/// Returns the digests of what this metadata says is stored, from the parts of the ranks' items by their places in the
+/// files; `None` if some item has none.
+fn digests_by_place(metadata: &Metadata, written: &[RankWritten]) -> Option<StateDigest> {
+    let mut parts: HashMap<(&str, u64), Part> = HashMap::new();
+    for rank in written {
+        for item in &rank.items {
+            let file = rank.files.get(item.file as usize)?;
+            parts.insert((&file.name, item.offset), item.part?);
+        }
+    }
+    let part_at = |stored: &StorageInfo| parts.get(&(stored.relative_path.as_str(), stored.offset)).copied();
+    let mut digests = StateDigest::default();
+    for (fqn, entry) in &metadata.entries {
+        let mut whole = Part::default();
+        let (dtype, shape) = match entry {
+            Entry::Tensor(tensor) => {
+                for chunk in &tensor.chunks {
+                    whole.add(part_at(chunk.stored.as_ref()?)?);
+                }
+                (tensor.properties.dtype, tensor.shape.as_slice())
+            }
+            Entry::Bytes(bytes) => {
+                whole.add(part_at(bytes.stored.as_ref()?)?);
+                // The digest of a value is finished: no dtype counts.
+                (DType::U8, &[][..])
+            }
+        };
+        digests.insert(fqn.clone(), whole.finish(dtype, shape));
+    }
+    Some(digests)
+}
+
+/// Ends a save whose `.metadata` the caller has encoded, as torch does: otherwise the same as [`finish`]. The items of the
+/// ranks need no positions in that metadata: they are known by their places in the files.
 ///
 /// # Errors
 /// Besides those of [`finish`]: metadata that this crate cannot decode, or that names files which no rank has written.
@@ -272,8 +306,8 @@ pub fn finish_encoded(staging: Staging, metadata: &[u8], written: &[RankWritten]
             return Err(FileError::NotStored { fqn: fqn.to_owned() });
         }
     }
-    // The digests of its tensors are not known here: what torch writes is not cut as a plan of ours.
-    commit(staging, metadata, written, None, None).map(drop)
+    let digests = digests_by_place(&decoded, written);
+    commit(staging, metadata, written, digests, None).map(drop)
 }
 
 /// Writes the hashes, the digests and the lineage, and commits with this `.metadata`. Returns the digests.

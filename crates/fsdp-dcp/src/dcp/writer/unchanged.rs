@@ -1,11 +1,15 @@
 //! The items of a rank that are what they were in the checkpoint before, and need not be written again.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 
-use fsdp_digest::{BoxPlace, Part, Sum};
+use fsdp_digest::{BoxPlace, Part, StateDigest, Sum};
+use fsdp_layout::TensorBox;
+use serde::{Deserialize, Serialize};
 
 use super::written::{RankWritten, WrittenFile, WrittenItem};
 use crate::error::FileError;
+use crate::formats::checkpoint::Checkpoint;
+use crate::metadata::{Entry, Metadata, StorageInfo};
 use crate::payload::source::PayloadSource;
 use crate::plan::{LocalPlan, SelectedItem, Selection, WriteContent};
 use crate::storage::Staging;
@@ -42,6 +46,7 @@ struct Candidate {
 /// An item has not changed if the sum over its elements is what it was: see `fsdp_digest` for what that finds.
 pub(super) fn link(
     staging: &Staging,
+    rank: usize,
     plan: &LocalPlan,
     selection: &Selection,
     source: &dyn PayloadSource,
@@ -69,11 +74,12 @@ pub(super) fn link(
         if !is_worth_it || directory.hashes(&file.name) != Some(&file.integrity) {
             continue;
         }
-        if !staging.link(before.path, &file.name)? {
+        let name = staging.linked_name(&file.name, rank, linked.files.len());
+        if !staging.link(before.path, &file.name, &name)? {
             continue;
         }
         let number = linked.files.len() as u32;
-        linked.files.push(file.clone());
+        linked.files.push(WrittenFile { name, integrity: file.integrity.clone() });
         linked.payload_bytes += bytes;
         linked.items.extend(of_file.into_iter().map(|found| WrittenItem { file: number, ..found.before }));
     }
@@ -87,16 +93,123 @@ fn unchanged(
     before: WrittenItem,
     source: &dyn PayloadSource,
 ) -> Result<Option<Candidate>, FileError> {
-    let Some(item) = plan.items.get(selected.item as usize) else { return Ok(None) };
-    let WriteContent::Tensor { properties, shape, boxes, .. } = &item.content else { return Ok(None) };
-    let Some(bounds) = boxes.get(selected.index as usize) else { return Ok(None) };
-    let Ok(place) = BoxPlace::new(shape, bounds, properties.dtype.size_in_bytes() as usize) else { return Ok(None) };
+    let Some((sum, payload_bytes)) = sum_of(plan, selected, source)? else { return Ok(None) };
+    let is_same = before.part == Some(Part::Elements(sum));
+    Ok(is_same.then_some(Candidate { before, payload_bytes }))
+}
+
+/// Returns the sum over a tensor's box, and its bytes; `None` for a value.
+fn sum_of(
+    plan: &LocalPlan,
+    selected: SelectedItem,
+    source: &dyn PayloadSource,
+) -> Result<Option<(Sum, u64)>, FileError> {
+    let Some((fqn, bounds, place)) = box_of(plan, selected) else { return Ok(None) };
     let (mut sum, mut at) = (Sum::default(), 0);
-    source.look(&item.fqn, bounds, 0..place.length(), &mut |bytes| {
+    source.look(fqn, bounds, 0..place.length(), &mut |bytes| {
         sum.add_piece(&place, at, bytes);
         at += bytes.len() as u64;
         Ok(())
     })?;
-    let is_same = before.part == Some(Part::Elements(sum)) && at == place.length();
-    Ok(is_same.then(|| Candidate { before, payload_bytes: place.length() }))
+    Ok((at == place.length()).then_some((sum, at)))
+}
+
+/// Returns the key of a tensor, the box of it that is selected, and the place of the box in it; `None` for a value.
+fn box_of(plan: &LocalPlan, selected: SelectedItem) -> Option<(&str, &TensorBox, BoxPlace)> {
+    let item = plan.items.get(selected.item as usize)?;
+    let WriteContent::Tensor { properties, shape, boxes, .. } = &item.content else { return None };
+    let bounds = boxes.get(selected.index as usize)?;
+    let place = BoxPlace::new(shape, bounds, properties.dtype.size_in_bytes() as usize).ok()?;
+    Some((&item.fqn, bounds, place))
+}
+
+/// The sum over a box that a rank will write.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BoxSum {
+    /// Position of the tensor's entry in the metadata of the global plan.
+    pub entry: u32,
+    /// Position of the box among the entry's chunks.
+    pub chunk: u32,
+    /// The sum over its elements.
+    pub sum: Sum,
+}
+
+/// Returns the sums over all boxes that a rank will write. No communication.
+///
+/// # Errors
+/// The source's.
+pub fn box_sums(
+    plan: &LocalPlan,
+    selection: &Selection,
+    source: &dyn PayloadSource,
+    threads: usize,
+) -> Result<Vec<BoxSum>, FileError> {
+    let sums = on_each(&selection.kept, threads, |selected| {
+        let sum = sum_of(plan, *selected, source)?;
+        Ok(sum.map(|(sum, _)| BoxSum { entry: selected.entry, chunk: selected.chunk, sum }))
+    });
+    sums.into_iter().filter_map(Result::transpose).collect()
+}
+
+/// Returns the positions of the tensors in `metadata` that are what they were in a checkpoint with these digests, from the
+/// sums over all their boxes.
+#[must_use]
+pub fn unchanged_entries(
+    metadata: &Metadata,
+    recorded: &StateDigest,
+    sums: impl IntoIterator<Item = BoxSum>,
+) -> BTreeSet<u32> {
+    let mut whole: HashMap<u32, Sum> = HashMap::new();
+    for BoxSum { entry, sum, .. } in sums {
+        whole.entry(entry).or_default().add(sum);
+    }
+    let is_unchanged = |(entry, sum): (u32, Sum)| {
+        let (fqn, Entry::Tensor(tensor)) = metadata.entries.get_index(entry as usize)? else { return None };
+        let digest = sum.finish(tensor.properties.dtype, &tensor.shape);
+        (recorded.get(fqn) == Some(digest)).then_some(entry)
+    };
+    whole.into_iter().filter_map(is_unchanged).collect()
+}
+
+impl RankWritten {
+    /// Returns what this rank would have reported if it had written `checkpoint`, as far as that holds its boxes of tensors
+    /// which have not changed since: for [`Before`], where the process that wrote it has ended.
+    ///
+    /// `unchanged` are positions in the metadata of the global plan, as [`unchanged_entries`] returns them.
+    #[must_use]
+    pub fn of_checkpoint(
+        checkpoint: &dyn Checkpoint,
+        rank: usize,
+        plan: &LocalPlan,
+        selection: &Selection,
+        sums: &[BoxSum],
+        unchanged: &BTreeSet<u32>,
+    ) -> Self {
+        let sums: HashMap<(u32, u32), Sum> = sums.iter().map(|of| ((of.entry, of.chunk), of.sum)).collect();
+        let own_files = format!("__{rank}_");
+        let mut written = RankWritten::default();
+        for &selected in selection.kept.iter().filter(|selected| unchanged.contains(&selected.entry)) {
+            let Some((fqn, bounds, place)) = box_of(plan, selected) else { continue };
+            let chunks = checkpoint.metadata().tensor(fqn).into_iter().flat_map(|tensor| &tensor.chunks);
+            let stored = chunks.filter(|chunk| chunk.bounds == *bounds).find_map(|chunk| chunk.stored.as_ref());
+            // The names of other ranks' files may be taken by these ranks.
+            let stored = stored.filter(|at| at.transforms.is_empty() && at.relative_path.starts_with(&own_files));
+            let Some(StorageInfo { relative_path: name, offset, length, .. }) = stored else { continue };
+            let Some(hashes) = checkpoint.directory().hashes(name) else { continue };
+            let file = written.files.iter().position(|file| file.name == *name).unwrap_or_else(|| {
+                written.files.push(WrittenFile { name: name.clone(), integrity: hashes.clone() });
+                written.files.len() - 1
+            });
+            written.payload_bytes += place.length();
+            written.items.push(WrittenItem {
+                file: file as u32,
+                entry: selected.entry,
+                chunk: selected.chunk,
+                offset: *offset,
+                length: *length,
+                part: sums.get(&(selected.entry, selected.chunk)).copied().map(Part::Elements),
+            });
+        }
+        written
+    }
 }

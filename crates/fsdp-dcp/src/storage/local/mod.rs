@@ -4,7 +4,9 @@ mod leftovers;
 mod lock;
 mod read;
 mod staging;
+mod tree;
 
+use std::any::Any;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -46,6 +48,10 @@ impl Storage for LocalStorage {
         Some(&self.path)
     }
 
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+
     fn child(&self, below: &str) -> Arc<dyn Storage> {
         Arc::new(LocalStorage { files: self.files.clone(), path: self.path.join(below) })
     }
@@ -68,6 +74,10 @@ impl Storage for LocalStorage {
 
     fn names(&self) -> Result<Vec<String>, FileError> {
         read::names(&*self.files, &self.path)
+    }
+
+    fn tree(&self) -> Result<Vec<String>, FileError> {
+        tree::tree(&*self.files, &self.path)
     }
 
     fn open(&self, links: Links) -> Result<Box<dyn ReadDirectory>, FileError> {

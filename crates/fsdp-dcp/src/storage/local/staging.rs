@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use super::leftovers::{is_being_read, recover};
 use super::lock::TargetLock;
 use crate::error::FileError;
-use crate::storage::backend::{EntryKind, Links, Stage, StageFile, check_write};
+use crate::storage::backend::{EntryKind, Links, Stage, StageFile, Storage, check_write};
 use crate::storage::file_system::{FileSystem, Identity, LockKind, NewFile, OpenDirectory};
 use crate::storage::fs::{Durable, parent_of, staging_prefix};
 use crate::storage::paths::relative_parts;
@@ -236,10 +236,12 @@ impl Stage for LocalStage {
         Ok(Box::new(LocalStageFile { durable: self.durable.clone(), file, path, length }))
     }
 
-    fn link(&self, from: &Path, relative: &str) -> Result<bool, FileError> {
-        let [name] = relative_parts(&self.target, relative)?[..] else { return Ok(false) };
+    fn link(&self, from: &dyn Storage, name: &str, as_name: &str) -> Result<bool, FileError> {
+        let Some(from) = from.local() else { return Ok(false) };
+        let (parts, as_parts) = (relative_parts(&self.target, name)?, relative_parts(&self.target, as_name)?);
+        let ([name], [as_name]) = (&parts[..], &as_parts[..]) else { return Ok(false) };
         // Another file system, one without links, a file that is gone: then it is written.
-        Ok(self.durable.files().link(&from.join(name), &self.directory.join(name)).is_ok())
+        Ok(self.durable.files().link(&from.join(name), &self.directory.join(as_name)).is_ok())
     }
 
     fn create_single(&self, length: u64) -> Result<Box<dyn StageFile>, FileError> {

@@ -1,5 +1,6 @@
 //! Object stores: their clients, and the few operations that checkpoints need, each one blocking.
 
+mod address;
 mod client;
 mod prefix;
 mod read;
@@ -11,9 +12,11 @@ pub(crate) use client::Bucket;
 pub use object_store;
 pub use prefix::Store;
 
+use std::any::Any;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use self::address::Address;
 use self::prefix::{Prefix, join};
 use self::read::ObjectDirectory;
 use self::staging::{ObjectStage, nonce_of};
@@ -24,36 +27,30 @@ use crate::error::{FileError, LocationError};
 use crate::storage::names::METADATA_FILE;
 
 /// A prefix in an object store, or the key of one object.
-pub(crate) struct ObjectStorage {
-    bucket: Arc<Bucket>,
-    prefix: String,
-    /// The URL, for messages.
-    name: PathBuf,
-}
+pub(crate) struct ObjectStorage(Address);
 
 impl ObjectStorage {
     pub(crate) fn new(bucket: Arc<Bucket>, prefix: String, name: PathBuf) -> Self {
-        ObjectStorage { bucket, prefix, name }
+        ObjectStorage(Address { bucket, prefix, name })
     }
 
     /// Connects to the store, if that was not done before.
     fn prefix(&self) -> Result<Prefix, FileError> {
-        let store = self.bucket.store().map_err(FileError::io("open", &self.name))?;
-        Ok(Prefix::new(store, self.prefix.clone(), self.name.clone()))
+        self.0.open()
     }
 
     /// Returns the key and the name of the prefix that this one lies in.
     fn above(&self) -> (&str, &Path) {
-        let key = self.prefix.rsplit_once('/').map_or("", |(above, _)| above);
-        (key, self.name.parent().unwrap_or(Path::new("")))
+        let key = self.0.prefix.rsplit_once('/').map_or("", |(above, _)| above);
+        (key, self.0.name.parent().unwrap_or(Path::new("")))
     }
 
     /// Returns the prefix that this one lies in; `None` for the root of a bucket.
     fn parent_prefix(&self) -> Result<Option<Prefix>, FileError> {
-        if self.prefix.is_empty() {
+        if self.0.prefix.is_empty() {
             return Ok(None);
         }
-        let store = self.bucket.store().map_err(FileError::io("open", &self.name))?;
+        let store = self.0.bucket.store().map_err(FileError::io("open", &self.0.name))?;
         let (key, name) = self.above();
         Ok(Some(Prefix::new(store, key.to_owned(), name.to_owned())))
     }
@@ -61,20 +58,24 @@ impl ObjectStorage {
 
 impl Storage for ObjectStorage {
     fn name(&self) -> &Path {
-        &self.name
+        &self.0.name
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        &self.0
     }
 
     fn child(&self, below: &str) -> Arc<dyn Storage> {
-        let name = self.name.join(below);
+        let name = self.0.name.join(below);
         if !below.is_empty() && check_relative(below).is_err() {
             return Arc::new(UnusableUrl { name, reason: LocationError::Key });
         }
-        Arc::new(ObjectStorage { bucket: self.bucket.clone(), prefix: join(&self.prefix, below), name })
+        Arc::new(ObjectStorage::new(self.0.bucket.clone(), join(&self.0.prefix, below), name))
     }
 
     fn parent(&self) -> Arc<dyn Storage> {
         let (key, name) = self.above();
-        Arc::new(ObjectStorage { bucket: self.bucket.clone(), prefix: key.to_owned(), name: name.to_owned() })
+        Arc::new(ObjectStorage::new(self.0.bucket.clone(), key.to_owned(), name.to_owned()))
     }
 
     fn exists(&self) -> Result<bool, FileError> {
@@ -91,6 +92,12 @@ impl Storage for ObjectStorage {
 
     fn names(&self) -> Result<Vec<String>, FileError> {
         self.prefix()?.names()
+    }
+
+    fn tree(&self) -> Result<Vec<String>, FileError> {
+        let mut all = self.prefix()?.all()?;
+        all.sort();
+        Ok(all)
     }
 
     fn open(&self, _: Links) -> Result<Box<dyn ReadDirectory>, FileError> {

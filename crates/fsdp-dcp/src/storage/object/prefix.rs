@@ -129,6 +129,12 @@ impl Prefix {
         put.map(|_| ()).map_err(FileError::io("write", self.name_of(below)))
     }
 
+    /// Copies an object from below another prefix of the same store, which does it by itself: no bytes of it come here.
+    pub(super) fn copy(&self, from: &Prefix, name: &str, to: &str) -> Result<(), FileError> {
+        let (source, target) = (from.key(name)?, self.key(to)?);
+        wait(self.store.copy(&source, &target)).map_err(FileError::io("copy to", self.name_of(to)))
+    }
+
     /// Removes an object, if it is there.
     pub(super) fn delete(&self, below: &str) -> Result<(), FileError> {
         let key = self.key(below)?;

@@ -3,15 +3,16 @@
 use std::collections::HashSet;
 use std::io;
 use std::path::Path;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use object_store::{PutMode, PutPayload};
 
+use super::address::Address;
 use super::prefix::Prefix;
 use super::upload::{Slot, Upload};
 use crate::error::FileError;
-use crate::storage::backend::{EntryKind, Stage, StageFile};
+use crate::storage::backend::{EntryKind, Stage, StageFile, Storage};
 use crate::storage::fs::is_nonce;
 use crate::storage::integrity::INTEGRITY_FILE;
 use crate::storage::names::{CLAIM_FILE, METADATA_FILE};
@@ -173,6 +174,19 @@ impl Stage for ObjectStage {
             self.unmarked().push(Unmarked::Inside(relative.to_owned()));
         }
         Ok(Box::new(upload))
+    }
+
+    fn link(&self, from: &dyn Storage, name: &str, as_name: &str) -> Result<bool, FileError> {
+        relative_parts(self.target(), name)?;
+        relative_parts(self.target(), as_name)?;
+        // Only within one store, which the two places share.
+        let Some(from) = from.as_any().downcast_ref::<Address>() else { return Ok(false) };
+        let from = from.open()?;
+        if !Arc::ptr_eq(from.store(), self.prefix.store()) || nonce_of(as_name) != Some(self.nonce()) {
+            return Ok(false);
+        }
+        // An object that is gone, or too large to be copied in one request: then it is written.
+        Ok(self.prefix.copy(&from, name, as_name).is_ok())
     }
 
     fn create_single(&self, length: u64) -> Result<Box<dyn StageFile>, FileError> {

@@ -1,0 +1,171 @@
+//! `fsdp sign`: a signature over every byte of a checkpoint; and its check, which is a part of `fsdp verify`.
+
+use std::fs::File;
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result};
+use clap::Args;
+use fsdp_dcp::Location;
+use fsdp_dcp::sign::{self, PrivateKey, PublicKey, SignOptions, Signed};
+use fsdp_dcp::storage::Durable;
+use serde::Serialize;
+
+use super::failure::UsageError;
+use super::output;
+use super::progress::Progress;
+use super::text::escaped;
+use super::threads::{count, or_all_cores};
+
+/// The name of a signature in a checkpoint's directory, unless another is given.
+const SIGNATURE_FILE: &str = "model.sig";
+
+/// Bytes that are read of the file of a key; a longer one is none.
+const MAX_KEY_FILE: u64 = 1 << 20;
+
+/// Options of `fsdp sign`.
+#[derive(Debug, Args)]
+pub(crate) struct SignArguments {
+    /// A checkpoint of any format
+    #[arg(value_name = "CKPT")]
+    path: Location,
+    /// The private key: PEM of the curve P-256, without a password
+    #[arg(long, value_name = "FILE")]
+    key: PathBuf,
+    /// The signature to write [default: `model.sig` in a directory, `NAME.sig` beside a file]
+    #[arg(long, value_name = "FILE")]
+    signature: Option<Location>,
+    /// Replace a signature that is there
+    #[arg(long)]
+    overwrite: bool,
+    /// Threads that hash, one file each [default: one for each core]
+    #[arg(long, value_name = "N", env = "FSDP_THREADS", value_parser = count())]
+    threads: Option<usize>,
+    /// One JSON object on stdout
+    #[arg(long, env = "FSDP_JSON")]
+    json: bool,
+    /// No progress bar, also on a terminal
+    #[arg(long, env = "FSDP_NO_PROGRESS")]
+    no_progress: bool,
+}
+
+/// The version of the JSON's schema.
+const SCHEMA: u32 = 1;
+
+#[derive(Debug, Serialize)]
+struct Written<'a> {
+    schema: u32,
+    path: String,
+    signature: String,
+    signed: SignedFiles<'a>,
+}
+
+/// The files that a signature vouches for, in JSON.
+#[derive(Debug, Serialize)]
+pub(crate) struct SignedFiles<'a> {
+    files: usize,
+    /// The SHA-256 of all files' hashes.
+    root: &'a str,
+    /// The SHA-256 of the public key.
+    key: &'a str,
+}
+
+impl<'a> From<&'a Signed> for SignedFiles<'a> {
+    fn from(Signed { files, root, key }: &'a Signed) -> Self {
+        SignedFiles { files: *files, root, key }
+    }
+}
+
+/// Writes a signature of a checkpoint: `fsdp sign`.
+///
+/// # Errors
+/// No key, no sound checkpoint, or something is where the signature would be.
+pub(crate) fn run(arguments: &SignArguments) -> Result<()> {
+    let path = &arguments.path;
+    let pem = read_key(&arguments.key)?;
+    let key = PrivateKey::from_pem(&pem).with_context(|| format!("failed to use `{}`", arguments.key.display()))?;
+    let signature = match &arguments.signature {
+        Some(signature) => signature.clone(),
+        None if path.is_file()? => Location::from(format!("{path}.sig")),
+        None => path.join(SIGNATURE_FILE),
+    };
+    if !arguments.overwrite && signature.exists()? {
+        return Err(UsageError::Exists { path: signature.to_string() }.into());
+    }
+    let bar = progress_over(path, !arguments.no_progress);
+    let inside = below(path, &signature);
+    let progress = |bytes| bar.add(bytes);
+    let options = SignOptions {
+        signature: inside.as_deref(),
+        threads: or_all_cores(arguments.threads),
+        progress: Some(&progress),
+    };
+    let (content, signed) = sign::sign(path, &key, options).with_context(|| format!("failed to sign `{path}`"))?;
+    drop(bar);
+    Durable::new().replace_file(&signature, content.as_bytes())?;
+    if arguments.json {
+        let (path, signature) = (path.to_string(), signature.to_string());
+        return output::json(&Written { schema: SCHEMA, path, signature, signed: (&signed).into() });
+    }
+    output::data(&format!("{}  {}", line(&signed), escaped(&signature.to_string())))
+}
+
+/// Checks a signature of a checkpoint, for `fsdp verify`.
+///
+/// # Errors
+/// The signature is not one of the key's, or not of the files that are there.
+pub(crate) fn check(
+    path: &Location,
+    signature: &Location,
+    key: &Path,
+    threads: usize,
+    shows_progress: bool,
+) -> Result<Signed> {
+    let public = PublicKey::from_pem(&read_key(key)?).with_context(|| format!("failed to use `{}`", key.display()))?;
+    let content = sign::read_signature(signature)?;
+    let inside = below(path, signature);
+    let bar = progress_over(path, shows_progress);
+    let progress = |bytes| bar.add(bytes);
+    let options = SignOptions { signature: inside.as_deref(), threads, progress: Some(&progress) };
+    sign::check(path, &content, &public, options)
+        .with_context(|| format!("`{path}` is not what `{signature}` vouches for"))
+}
+
+/// Returns the progress over all files of a checkpoint. In an object store their sizes are not known before.
+fn progress_over(path: &Location, wanted: bool) -> Progress {
+    let bytes = path.local().map_or(0, |directory| match path.files() {
+        Ok(files) => files.iter().map(|file| length(&directory.join(file))).sum(),
+        // One file, or nothing that can be signed.
+        Err(_) => length(directory),
+    });
+    Progress::new(bytes, wanted && bytes > 0)
+}
+
+fn length(file: &Path) -> u64 {
+    file.metadata().map_or(0, |metadata| metadata.len())
+}
+
+/// Returns a line about the files that a signature vouches for.
+pub(crate) fn line(signed: &Signed) -> String {
+    format!("{:<9} {} files, key {}", "signed", signed.files, signed.key)
+}
+
+/// Reads the file of a key.
+fn read_key(path: &Path) -> Result<Vec<u8>> {
+    let mut pem = Vec::new();
+    let read = File::open(path).and_then(|file| file.take(MAX_KEY_FILE).read_to_end(&mut pem));
+    read.with_context(|| format!("failed to read the key `{}`", path.display()))?;
+    Ok(pem)
+}
+
+/// Returns the path of a signature below a checkpoint's directory, if it lies there.
+fn below(checkpoint: &Location, signature: &Location) -> Option<String> {
+    let (Some(directory), Some(file)) = (checkpoint.local(), signature.local()) else {
+        return Some(signature.name().strip_prefix(checkpoint.name()).ok()?.to_str()?.to_owned());
+    };
+    // By their real places: one may be named relatively, or through a link. The signature itself may not be there yet.
+    let parent = file.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let parent = parent.canonicalize().ok()?;
+    let below = parent.strip_prefix(directory.canonicalize().ok()?).ok()?.join(file.file_name()?);
+    below.to_str().map(str::to_owned)
+}
