@@ -99,6 +99,8 @@ pub struct Checkpointer {
     pruning: Option<JoinHandle<()>>,
     /// The parent of the next checkpoint: the one that was saved or loaded last.
     parent: Mutex<Option<Parent>>,
+    /// The place of the checkpoint that was loaded last.
+    loaded: Mutex<Option<Location>>,
     /// The step of the save in the background, if it is of the run.
     saving: Option<u64>,
     /// The rest of what is recorded with the next checkpoints.
@@ -132,6 +134,7 @@ impl Checkpointer {
             saver,
             pruning: None,
             parent: Mutex::default(),
+            loaded: Mutex::default(),
             saving: None,
             facts: RunFacts::default(),
             prune_again: false,
@@ -149,7 +152,8 @@ impl Checkpointer {
         let RunFacts { config, data } = self.facts.clone();
         let parent = *self.parent.lock().unwrap_or_else(PoisonError::into_inner);
         let lineage = step.map(|step| Lineage { step, parent, config, data });
-        SaveOptions { lineage, ..self.options.save.clone() }
+        let loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        SaveOptions { lineage, parent: loaded, ..self.options.save.clone() }
     }
 
     /// Notes the checkpoint that the next one grows out of.
@@ -262,10 +266,12 @@ impl Checkpointer {
         name: impl Into<CheckpointName>,
         run: &mut impl Stateful,
     ) -> Result<LoadReport, CheckpointError> {
-        let (group, checkpoint) = open("load", &self.location(name), &self.group, &self.options.load)?;
+        let path = self.location(name);
+        let (group, checkpoint) = open("load", &path, &self.group, &self.options.load)?;
         let report = run.load_state_dict(&*checkpoint, &group, &self.options.load)?;
         let step = checkpoint.lineage().map(|lineage| lineage.step);
         self.set_parent(Parent::of(step, checkpoint.digests().map(StateDigest::root)));
+        *self.loaded.lock().unwrap_or_else(PoisonError::into_inner) = Some(path);
         Ok(report)
     }
 

@@ -21,6 +21,7 @@ mod digest;
 mod error;
 mod from_checkpoint;
 pub mod load;
+mod parent;
 mod plan;
 mod progress;
 mod retention;

@@ -25,6 +25,7 @@ use tracing::{debug, info_span};
 use twox_hash::XxHash3_64;
 
 use crate::CheckpointError;
+use crate::parent::{Writing, written_before};
 use crate::plan::{CachedPlan, PLANNER, PlanCache, PlanKey};
 pub use crate::progress::SaveProgress;
 use crate::rounds::gather_in_rounds;
@@ -47,10 +48,14 @@ pub struct SaveOptions {
     pub deadline: Duration,
     /// The way to durable storage; tests make its steps fail.
     pub durable: Durable,
-    /// `true` to write only what has changed since the last save of the same [`Saver`]: data files that are mostly what they
-    /// were are linked, so that frozen weights take no time to write and no space. Each rank digests its values first. Only
-    /// in a file system, and only while the layout stays what it was; elsewhere all is written.
+    /// `true` to write only what has changed since the last save of the same [`Saver`], or since [`parent`](Self::parent):
+    /// data files that are mostly what they were are linked, so that frozen weights take no time to write and no space. Each
+    /// rank digests its values first. In an object store the store copies them, so that they take space, but no upload. Only
+    /// while the layout stays what it was; elsewhere all is written.
     pub incremental: bool,
+    /// The checkpoint that the run has loaded, for the first incremental save of a process. It is used only if it has the
+    /// digest of the parent in [`lineage`](Self::lineage). [`Checkpointer`](crate::Checkpointer) fills it in.
+    pub parent: Option<Location>,
     /// The place of the checkpoint in its run, to be recorded with it. [`Checkpointer`](crate::Checkpointer) fills it in.
     pub lineage: Option<Lineage>,
     /// The counter of the bytes that this rank has written. Each rank has its own; keep a clone to read it.
@@ -66,6 +71,7 @@ impl Default for SaveOptions {
             deadline: DEFAULT_DEADLINE,
             durable: Durable::default(),
             incremental: false,
+            parent: None,
             lineage: None,
             progress: SaveProgress::default(),
         }
@@ -172,7 +178,10 @@ impl Saver {
         let name =
             group.broadcast_object(staging.as_ref().map(|staging| staging.name().to_owned()).as_ref(), PLANNER)?;
         // 3. Every rank writes its own file. What it has written for the same plan before need not be written again.
-        let last = last.take().filter(|_| options.incremental && is_planned);
+        let last = match last.take() {
+            Some(last) => Some(last).filter(|_| options.incremental && is_planned),
+            None => from_parent(group, &plan, &cached, &source, options)?,
+        };
         let before = last.as_ref().map(|last| Before { path: &last.path, written: &last.written });
         let written = match &staging {
             Some(staging) => write(staging, group.rank(), &plan, &cached.selection, &source, options, before),
@@ -219,6 +228,31 @@ impl Failure for WithCauses {
     fn kind(&self) -> ErrorKind {
         self.0.kind()
     }
+}
+
+/// Returns what this rank would have written of the checkpoint that the run has loaded; `None` if none is to be linked.
+/// Collectives: those of [`written_before`].
+fn from_parent(
+    group: &ProcessGroup,
+    plan: &LocalPlan,
+    cached: &CachedPlan,
+    source: &LocalState,
+    options: &SaveOptions,
+) -> Result<Option<LastSave>, CheckpointError> {
+    let digest = options.lineage.as_ref().and_then(|lineage| lineage.parent).map(|parent| parent.digest);
+    let (Some(path), Some(digest)) = (&options.parent, digest) else { return Ok(None) };
+    if !options.incremental || !options.write.digests {
+        return Ok(None);
+    }
+    let writing = Writing {
+        plan,
+        selection: &cached.selection,
+        source,
+        threads: options.write.threads,
+        metadata: cached.metadata.as_ref(),
+    };
+    let written = written_before(path, digest, group, &writing)?;
+    Ok(Some(LastSave { path: path.clone(), written }))
 }
 
 /// Makes the staging area for a new checkpoint at `path`. Fails early if the commit could not put a directory there.

@@ -8,7 +8,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
 use candle_core::{Device, Tensor};
-use fsdp_checkpoint::{LoadOptions, SaveOptions, SaveReport, Saver, load};
+use fsdp_checkpoint::{Checkpointer, CheckpointerOptions, LoadOptions, SaveOptions, SaveReport, Saver, load};
 use fsdp_comm::{ProcessGroup, run_local};
 use fsdp_dcp::checkpoint::open;
 use fsdp_dcp::reader::OpenOptions;
@@ -144,4 +144,89 @@ fn a_checkpoint_before_that_was_replaced_or_removed_is_not_linked() {
     .unwrap();
     check(&at("c"), 3.0, 2);
     check(&at("d"), 3.0, 3);
+}
+
+/// Goes on from step 1 of a run in a process of its own, with other values of the trained tensor, and saves step 2. Returns
+/// the bytes that each rank linked.
+fn resumed(run: &Path, after_load: impl Fn(&ProcessGroup, &mut StateDict) + Sync) -> Vec<u64> {
+    run_local(RANKS, |group| {
+        let options = CheckpointerOptions { save: incremental(), ..CheckpointerOptions::default() };
+        let mut checkpoints = Checkpointer::new(run, &group, options).unwrap();
+        let mut state = state(&group, 0.0, 0);
+        checkpoints.load(1u64, &mut state).unwrap();
+        state.insert("lora", row(&group, TRAINED, 2.0));
+        after_load(&group, &mut state);
+        group.barrier().unwrap();
+        checkpoints.save(2u64, &state).unwrap().linked_bytes
+    })
+    .unwrap()
+}
+
+/// Saves step 1 of a run that begins anew.
+fn begun(run: &Path, frozen: f32, overwrite: bool) {
+    run_local(RANKS, |group| {
+        let save = SaveOptions { overwrite, ..incremental() };
+        let options = CheckpointerOptions { save, ..CheckpointerOptions::default() };
+        let mut checkpoints = Checkpointer::new(run, &group, options).unwrap();
+        checkpoints.save(1u64, &state(&group, frozen, 1)).unwrap();
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_process_that_goes_on_from_a_checkpoint_links_what_has_not_changed_since() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |step: &str| directory.path().join(step);
+    begun(directory.path(), 5.0, false);
+    let linked = resumed(directory.path(), |_, _| {});
+    assert_eq!(linked, vec![(2 * FROZEN * 4) as u64; RANKS]);
+    let (first, second) = (at("step-00000001"), at("step-00000002"));
+    assert!(own_bytes(&second, &[&first]) * 20 < own_bytes(&first, &[]));
+    std::fs::remove_dir_all(&first).unwrap();
+    check(&second, 5.0, 2);
+}
+
+#[test]
+fn a_process_that_goes_on_writes_what_one_rank_alone_has_changed() {
+    let directory = tempfile::tempdir().unwrap();
+    begun(directory.path(), 5.0, false);
+    let linked = resumed(directory.path(), |group, state| {
+        if group.rank() == 1 {
+            for name in ["base.0", "base.1"] {
+                state.insert(name, row(group, FROZEN, 7.0));
+            }
+        }
+    });
+    assert_eq!(linked, [0, 0]);
+    check(&directory.path().join("step-00000002"), 5.0, 2);
+}
+
+#[test]
+fn a_process_that_goes_on_does_not_link_what_has_taken_the_place_of_its_parent() {
+    let directory = tempfile::tempdir().unwrap();
+    begun(directory.path(), 5.0, false);
+    let linked = resumed(directory.path(), |group, _| {
+        group.barrier().unwrap();
+        if group.rank() == 0 {
+            // Another run saves there: the frozen weights are the same, and yet it is not the parent.
+            let other = std::thread::scope(|scope| {
+                scope
+                    .spawn(|| {
+                        run_local(RANKS, |group| {
+                            let options = SaveOptions { overwrite: true, ..SaveOptions::default() };
+                            let mut state = state(&group, 5.0, 1);
+                            state.insert("step", 77i64);
+                            Saver::new()
+                                .save(directory.path().join("step-00000001"), &state, &group, &options)
+                                .unwrap();
+                        })
+                        .unwrap();
+                    })
+                    .join()
+            });
+            other.unwrap();
+        }
+    });
+    assert_eq!(linked, [0, 0]);
+    check(&directory.path().join("step-00000002"), 5.0, 2);
 }

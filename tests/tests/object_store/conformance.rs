@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
-use fsdp::checkpoint::{Retention, SaveOptions, prune, step_name};
+use fsdp::checkpoint::{Retention, SaveOptions, Saver, prune, step_name};
 use fsdp::dcp::checkpoint::{self, Format};
 use fsdp::dcp::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp::dcp::diff::{Tolerance, diff};
@@ -237,4 +237,42 @@ fn what_a_removal_left_is_removed_with_the_next() {
     assert_eq!(left.names().unwrap(), Vec::<String>::new());
     assert!(notes.join("notes").is_file().unwrap());
     load(&generation(20), 1, root.join(step_name(20)));
+}
+
+/// In an object store nothing can be linked: the store itself copies what has not changed.
+#[test]
+fn what_has_not_changed_since_the_last_save_is_copied_by_the_store() {
+    let root = Location::with_store(Arc::new(InMemory::new()), "memory://test", "run");
+    let reports = run_local(2, |group| {
+        let options = SaveOptions { incremental: true, ..SaveOptions::default() };
+        let mut saver = Saver::new();
+        let mut save = |step: i64| {
+            let rows = |value: f32, length: usize| {
+                let tensor = Tensor::full(value + group.rank() as f32, (1, length), &Device::Cpu).unwrap();
+                let bounds = TensorBox::new(vec![group.rank(), 0], vec![1, length]);
+                ShardedTensor::new(tensor.dtype(), vec![2, length], vec![LocalShard { bounds, tensor }]).unwrap()
+            };
+            let (base, lora) = (rows(5.0, 300_000), rows(step as f32, 10));
+            let state: StateDict =
+                [("base", base.into()), ("lora", lora.into()), ("step", step.into())].into_iter().collect();
+            saver.save(root.join(step_name(step as u64)), &state, &group, &options).unwrap().linked_bytes
+        };
+        [save(1), save(2), save(3)]
+    })
+    .unwrap();
+    assert_eq!(reports, vec![[0, 1_200_000, 1_200_000]; 2]);
+    // Each is whole without the others, in names that its own save gave.
+    let retention = Retention { keep_last: NonZeroUsize::new(1), keep_every: None };
+    assert_eq!(prune(&root, &retention).unwrap().len(), 2);
+    let last = root.join(step_name(3));
+    let opened = checkpoint::open(&last, OpenOptions { verify: true }).unwrap();
+    let report = verify(&*opened, Level::Deep, None).unwrap();
+    assert!(report.is_ok() && report.digests == 3, "{:?}", report.problems);
+    let nonces: Vec<String> = last
+        .names()
+        .unwrap()
+        .iter()
+        .filter_map(|name| Some(name.strip_suffix(".distcp")?.split_once('-')?.1.to_owned()))
+        .collect();
+    assert!(nonces.len() == 4 && nonces.iter().all(|nonce| *nonce == nonces[0]), "{nonces:?}");
 }

@@ -197,12 +197,30 @@ fn take(part: &str, from: &Flat, to: &mut Flat) {
     }
 }
 
+/// Puts another tensor in the place of one.
+fn change(key: &str, state: &mut Flat, change: fn(&Tensor) -> Tensor) {
+    let tensor = match &state[key] {
+        StateValue::Tensor(tensor) => tensor.clone(),
+        StateValue::Sharded(tensor) => tensor.shards()[0].tensor.clone(),
+        other => panic!("{other:?}"),
+    };
+    state.insert(key.to_owned(), StateValue::Tensor(change(&tensor)));
+}
+
+fn twice(tensor: &Tensor) -> Tensor {
+    Tensor::cat(&[tensor, tensor], 0).unwrap()
+}
+
+fn half(tensor: &Tensor) -> Tensor {
+    tensor.narrow(0, 0, tensor.dims()[0] / 2).unwrap()
+}
+
 /// Makes a state that is wrongly saved in place of the second of three: of all three, the first, the second and the third.
 type WrongSave = fn(&Flat, &mut Flat, &Flat);
 
 #[test]
 fn saves_that_other_programs_had_wrong_have_another_digest_than_the_run() {
-    let cases: [(&str, WrongSave, &str); 8] = [
+    let cases: [(&str, WrongSave, &str); 10] = [
         // Training went on before the values had been copied.
         ("pytorch/pytorch#144657", |_, saved, later| take("model.", later, saved), "model."),
         ("Lightning-AI/pytorch-lightning#21079", |_, saved, later| take("weight", later, saved), "weight"),
@@ -217,6 +235,10 @@ fn saves_that_other_programs_had_wrong_have_another_digest_than_the_run() {
         ("pytorch/pytorch#192202", |_, saved, _| saved.retain(|key, _| !key.contains("state.head.")), "state.head."),
         // The number of steps was read when the save had ended, not when it began.
         ("NVIDIA-NeMo/Megatron-Bridge#5738", |_, saved, later| take("epoch", later, saved), "epoch"),
+        // A tensor of which every rank has a copy was put together from all copies.
+        ("verl-project/verl#7610", |_, saved, _| change("model.a.bias", saved, twice), "model.a.bias"),
+        // Shards that happened to be equal were taken for copies, and all but one were left out.
+        ("EvolvingLMMs-Lab/lmms-engine#160", |_, saved, _| change("model.a.bias", saved, half), "model.a.bias"),
     ];
     let directory = tempfile::tempdir().unwrap();
     run_local(1, |group| {

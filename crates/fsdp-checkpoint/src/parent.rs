@@ -1,0 +1,67 @@
+//! The checkpoint that a run goes on from, of which the first incremental save of a process links files.
+
+use std::collections::BTreeSet;
+
+use fsdp_comm::ProcessGroup;
+use fsdp_dcp::Location;
+use fsdp_dcp::checkpoint::{Checkpoint, open};
+use fsdp_dcp::metadata::Metadata;
+use fsdp_dcp::plan::{LocalPlan, Selection};
+use fsdp_dcp::reader::OpenOptions;
+use fsdp_dcp::writer::{PayloadSource, RankWritten, box_sums, unchanged_entries};
+use fsdp_digest::{Digest, StateDigest};
+use fsdp_state::LoadError as _;
+use tracing::debug;
+
+use crate::CheckpointError;
+use crate::plan::PLANNER;
+use crate::rounds::gather_in_rounds;
+
+/// The bytes that the sum over a box takes to send, about.
+const SUM_BYTES: u64 = 32;
+
+/// The plan and the values that a rank is about to write.
+pub(crate) struct Writing<'a> {
+    pub(crate) plan: &'a LocalPlan,
+    pub(crate) selection: &'a Selection,
+    pub(crate) source: &'a dyn PayloadSource,
+    pub(crate) threads: usize,
+    /// The metadata of the global plan; on the planner only.
+    pub(crate) metadata: Option<&'a Metadata>,
+}
+
+/// Returns what this rank would have written of the checkpoint `parent`, if that has this digest: the boxes of tensors that
+/// are what they were there. No bytes of tensors are read: the ranks' sums must give the digests that are recorded.
+/// Collectives: an agreement, a gather for each 64 MiB of sums, and an object broadcast.
+///
+/// # Errors
+/// The same on every rank: values that cannot be read from where they lie.
+pub(crate) fn written_before(
+    parent: &Location,
+    digest: Digest,
+    group: &ProcessGroup,
+    writing: &Writing<'_>,
+) -> Result<RankWritten, CheckpointError> {
+    let Writing { plan, selection, source, threads, metadata } = *writing;
+    let sums = box_sums(plan, selection, source, threads).map_err(CheckpointError::from);
+    let sums = CheckpointError::agree(group, "save: digest", None, sums)?;
+    let gathered = gather_in_rounds(group, sums.clone(), |_| SUM_BYTES, PLANNER)?;
+    // A parent that is gone, or another by now, is no error: then everything is written.
+    let checkpoint = open_parent(parent, digest);
+    let unchanged = gathered.map(|sums| match (&checkpoint, metadata) {
+        (Some((_, recorded)), Some(metadata)) => unchanged_entries(metadata, recorded, sums.into_iter().flatten()),
+        _ => BTreeSet::new(),
+    });
+    let unchanged: BTreeSet<u32> = group.broadcast_object(unchanged.as_ref(), PLANNER)?;
+    let Some((checkpoint, _)) = checkpoint else { return Ok(RankWritten::default()) };
+    Ok(RankWritten::of_checkpoint(&*checkpoint, group.rank(), plan, selection, &sums, &unchanged))
+}
+
+/// Opens the parent, if it is still the one of this digest.
+fn open_parent(parent: &Location, digest: Digest) -> Option<(Box<dyn Checkpoint>, StateDigest)> {
+    let opened = open(parent, OpenOptions { verify: true });
+    let checkpoint =
+        opened.inspect_err(|error| debug!(path = %parent, %error, "cannot link files of the parent")).ok()?;
+    let recorded = checkpoint.digests()?.clone();
+    (recorded.root() == digest).then_some((checkpoint, recorded))
+}
