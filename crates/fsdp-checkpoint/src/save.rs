@@ -180,7 +180,7 @@ impl Saver {
         // 3. Every rank writes its own file. What it has written for the same plan before need not be written again.
         let last = match last.take() {
             Some(last) => Some(last).filter(|_| options.incremental && is_planned),
-            None => from_parent(group, &plan, &cached, &source, options)?,
+            None => from_parent(group, &plan, cached, &source, options)?,
         };
         let before = last.as_ref().map(|last| Before { path: &last.path, written: &last.written });
         let written = match &staging {

@@ -77,7 +77,7 @@ impl Storage for LocalStorage {
     }
 
     fn tree(&self) -> Result<Vec<String>, FileError> {
-        tree::tree(&self.path)
+        tree::tree(&*self.files, &self.path)
     }
 
     fn open(&self, links: Links) -> Result<Box<dyn ReadDirectory>, FileError> {
