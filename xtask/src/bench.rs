@@ -1,6 +1,6 @@
 //! `cargo xtask bench`: all benches, one table, one JSON; PyTorch beside them where there is one.
 
-mod figures;
+pub(crate) mod figures;
 mod table;
 mod train;
 

@@ -5,6 +5,8 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
+use crate::shell::program;
+
 /// The packages that the tests import.
 const PACKAGES: [&str; 7] =
     ["torch>=2.6", "numpy", "safetensors", "transformers>=5", "peft", "model-signing>=1.1", "pyopenssl"];
@@ -33,7 +35,17 @@ pub(crate) fn run(root: &Path) -> Result<()> {
     run_in(root, &python, &[&scripts.join("signing.py"), &binary, &fixtures, &work.join("signing")])?;
     let data = root.join("crates/fsdp-cli/data/harbour.txt");
     run_in(root, &python, &[&scripts.join("interop.py"), &binary, &data, &work])?;
-    run_in(root, &python, &[&scripts.join("torchrun.py"), &binary, &data, &work.join("torchrun")])
+    run_in(root, &python, &[&scripts.join("torchrun.py"), &binary, &data, &work.join("torchrun")])?;
+    pair(root, &python)
+}
+
+/// Runs the test of the examples that go on from each other's checkpoints, with its Python half.
+fn pair(root: &Path, python: &Path) -> Result<()> {
+    let test = ["test", "--package", "fsdp-examples", "--test", "run", "--locked", "both_halves"];
+    let status = Command::new(program()).args(test).env(PYTHON_VARIABLE, python).current_dir(root).status();
+    let status = status.context("failed to start cargo")?;
+    ensure!(status.success(), "the pair of examples failed: {status}");
+    Ok(())
 }
 
 /// Makes a Python environment in `directory` if there is none, installs [`PACKAGES`] in it, and returns its Python.

@@ -3,5 +3,5 @@
 /// The metrics of all steps, a line of JSON each.
 pub(crate) const METRICS_FILE: &str = "metrics.jsonl";
 
-/// What happened in the run, a line of JSON each: starts, checkpoints, the end.
+/// The events of the run, a line of JSON each: starts, checkpoints, the end.
 pub(crate) const EVENTS_FILE: &str = "events.jsonl";

@@ -1,4 +1,4 @@
-//! What `fsdp train` leaves for `fsdp report`, and what it prints.
+//! The files that `fsdp train` leaves for `fsdp report`, and the text that it prints.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![expect(clippy::disallowed_methods, reason = "the tests write files of their own")]

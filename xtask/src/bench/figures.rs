@@ -8,42 +8,42 @@ pub(super) const SCHEMA: u32 = 1;
 
 /// A case of `tests/examples/bench`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(super) struct Case {
-    pub(super) name: String,
-    pub(super) size: String,
-    pub(super) ranks: usize,
-    pub(super) place: String,
-    pub(super) bytes: u64,
-    pub(super) seconds: f64,
-    pub(super) limit: Option<Limit>,
-    pub(super) peak_bytes: Option<u64>,
-    pub(super) read_ratio: Option<f64>,
+pub(crate) struct Case {
+    pub(crate) name: String,
+    pub(crate) size: String,
+    pub(crate) ranks: usize,
+    pub(crate) place: String,
+    pub(crate) bytes: u64,
+    pub(crate) seconds: f64,
+    pub(crate) limit: Option<Limit>,
+    pub(crate) peak_bytes: Option<u64>,
+    pub(crate) read_ratio: Option<f64>,
     /// The time that torch takes for the same work.
     #[serde(default)]
-    pub(super) torch_seconds: Option<f64>,
+    pub(crate) torch_seconds: Option<f64>,
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(super) struct Limit {
-    pub(super) name: String,
-    pub(super) seconds: f64,
-    pub(super) ratio: f64,
+pub(crate) struct Limit {
+    pub(crate) name: String,
+    pub(crate) seconds: f64,
+    pub(crate) ratio: f64,
 }
 
 /// All figures of a run.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Results {
-    pub(super) schema: u32,
-    pub(super) machine: String,
-    pub(super) cases: Vec<Case>,
+pub(crate) struct Results {
+    pub(crate) schema: u32,
+    pub(crate) machine: String,
+    pub(crate) cases: Vec<Case>,
     /// The figures of the smaller benches, as they write them.
-    pub(super) others: Vec<Other>,
+    pub(crate) others: Vec<Other>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Other {
-    pub(super) name: String,
-    pub(super) figures: serde_json::Value,
+pub(crate) struct Other {
+    pub(crate) name: String,
+    pub(crate) figures: serde_json::Value,
 }
 
 impl Case {

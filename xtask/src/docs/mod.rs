@@ -1,7 +1,8 @@
-//! `cargo xtask docs`: builds the book, checks its links, and runs its console samples again.
+//! `cargo xtask docs`: builds the book, checks its links and plots, and runs its console samples again.
 
 mod links;
 mod page;
+mod plots;
 mod samples;
 
 use std::path::{Path, PathBuf};
@@ -15,7 +16,7 @@ use crate::shell::{cargo, say};
 /// Options of `cargo xtask docs`.
 #[derive(Args, Clone)]
 pub(crate) struct DocsArguments {
-    /// Write what the console samples print now into the pages
+    /// Write what the console samples print now into the pages, and draw the plots again
     #[arg(long)]
     bless: bool,
     /// The `fsdp` that the samples run [default: the debug build of this tree]
@@ -32,6 +33,7 @@ pub(crate) fn run(root: &Path, arguments: &DocsArguments) -> Result<()> {
     let pages = page::read_all(&source)?;
     let broken = links::check(&pages, &source);
     ensure!(broken.is_empty(), "some links of the book lead nowhere:\n  {}", broken.join("\n  "));
+    plots::check(root, arguments.bless)?;
     let program = match &arguments.program {
         Some(program) => program.clone(),
         None => {

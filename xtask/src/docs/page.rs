@@ -34,3 +34,9 @@ fn collect(directory: &Path, source: &Path, pages: &mut Vec<Page>) -> Result<()>
     }
     Ok(())
 }
+
+/// Writes a page or a picture.
+#[expect(clippy::disallowed_methods, reason = "a page or a picture is no checkpoint")]
+pub(super) fn write(path: &Path, text: &str) -> Result<()> {
+    std::fs::write(path, text).with_context(|| format!("failed to write `{}`", path.display()))
+}

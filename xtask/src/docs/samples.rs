@@ -37,7 +37,7 @@ pub(super) fn check(pages: &[Page], root: &Path, program: &Path, bless: bool) ->
             continue;
         }
         if bless {
-            write(&root.join("docs/src").join(&page.name), &text)?;
+            super::page::write(&root.join("docs/src").join(&page.name), &text)?;
             say(&format!("xtask: blessed `{}`", page.name));
         } else {
             let changed = page.text.lines().zip(text.lines()).find(|(shown, now)| shown != now);
@@ -113,11 +113,6 @@ fn shell(line: &str, place: &Path, program: &Path) -> Result<String> {
         .output()
         .with_context(|| format!("failed to run `{line}`"))?;
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
-}
-
-#[expect(clippy::disallowed_methods, reason = "a page is no checkpoint")]
-fn write(path: &Path, text: &str) -> Result<()> {
-    std::fs::write(path, text).with_context(|| format!("failed to write `{}`", path.display()))
 }
 
 #[cfg(test)]

@@ -60,7 +60,7 @@ fn check_modules(files: &BTreeMap<String, String>) -> Result<Vec<String>> {
 /// Reads all text files of the project, each with its name below `root`.
 fn read(root: &Path) -> Result<BTreeMap<String, String>> {
     let mut paths = Vec::new();
-    for top in ["crates", "tests", "fuzz", "xtask", "docs", ".ci"] {
+    for top in ["crates", "examples", "tests", "fuzz", "xtask", "docs", ".ci"] {
         collect(&root.join(top), &mut paths)?;
     }
     for entry in fs::read_dir(root)? {

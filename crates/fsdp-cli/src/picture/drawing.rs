@@ -134,6 +134,6 @@ fn label(drawn: &mut String, name: &str, y: f64) {
 
 /// Returns the colour of the file at a position: neighbours differ much, in light and dark.
 fn colour(position: u32) -> String {
-    let hue = f64::from(position) * 137.508 % 360.0;
+    let hue = (210.0 + f64::from(position) * 137.508) % 360.0;
     format!("hsl({hue:.0} 55% {}%)", 48 + position % 3 * 7)
 }

@@ -25,7 +25,7 @@ pub(super) struct Holder {
     pub(super) bytes: u64,
 }
 
-/// What a checkpoint's files hold of the selected tensors.
+/// The selected tensors of a checkpoint, and the files that hold them.
 pub(super) struct Holdings<'a> {
     pub(super) path: String,
     pub(super) format: &'static str,

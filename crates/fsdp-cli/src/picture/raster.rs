@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use fsdp_layout::TensorBox;
 
-/// What a cell shows.
+/// The content of a cell.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Cell {
     /// No box holds it.

@@ -22,7 +22,11 @@ pub(super) fn chart(title: &str, series: &Series, show: impl Fn(f64) -> String) 
     let least = points.iter().map(|point| point.least).fold(f64::INFINITY, f64::min);
     let most = points.iter().map(|point| point.most).fold(f64::NEG_INFINITY, f64::max);
     // A flat curve runs through the middle.
-    let margin = if most > least { (most - least) * 0.05 } else { most.abs().max(1.0) * 0.05 };
+    let margin = match most - least {
+        0.0 if most == 0.0 => 1.0,
+        0.0 => most.abs() / 2.0,
+        span => span * 0.05,
+    };
     let (low, high) = (least - margin, most + margin);
     let x = |point: &Point| {
         let along = (point.step - first) as f64 / (last - first).max(1) as f64;

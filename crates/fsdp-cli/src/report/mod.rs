@@ -5,6 +5,7 @@ mod history;
 mod lines;
 mod metrics;
 mod page;
+mod record;
 mod series;
 
 use std::path::PathBuf;
@@ -12,10 +13,11 @@ use std::path::PathBuf;
 use anyhow::Result;
 use clap::Args;
 use fsdp_dcp::Location;
-use fsdp_dcp::lineage::{Link, chain};
+use fsdp_dcp::lineage::chain;
 
 use self::history::History;
 use self::metrics::Metrics;
+use self::record::Run;
 use crate::failure::UsageError;
 use crate::new_file::{check_free, write};
 use crate::output;
@@ -43,15 +45,6 @@ pub(crate) struct ReportArguments {
     /// Replace the page that is there
     #[arg(long)]
     overwrite: bool,
-}
-
-/// All that is known of a run.
-struct Run {
-    name: String,
-    metrics: Metrics,
-    history: History,
-    /// Its checkpoints, oldest first.
-    checkpoints: Vec<Link>,
 }
 
 /// Writes the page of a run: `fsdp report`.

@@ -4,12 +4,15 @@ use std::fmt::Write as _;
 
 use fsdp_dcp::lineage::{Link, Note};
 
-use super::Run;
 use super::chart::chart;
 use super::history::History;
+use super::record::Run;
 use super::series::Series;
 use crate::markup::{escape, page};
 use crate::text::{count, iec};
+
+/// A way to write a value.
+type Show = fn(f64) -> String;
 
 /// The checkpoints that are listed, the newest.
 const CHECKPOINTS: usize = 200;
@@ -59,7 +62,7 @@ fn count_lines(lines: u64) -> String {
 
 fn charts(body: &mut String, run: &Run) {
     let metrics = &run.metrics;
-    let curves: [(&str, &Series, fn(f64) -> String); 5] = [
+    let curves: [(&str, &Series, Show); 5] = [
         ("Loss", &metrics.loss, number),
         ("Tokens per second", &metrics.tokens_per_s, number),
         ("Memory of rank 0's process, peak", &metrics.memory, memory),
