@@ -6,7 +6,6 @@ mod read;
 mod staging;
 mod tree;
 
-use std::any::Any;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -48,7 +47,8 @@ impl Storage for LocalStorage {
         Some(&self.path)
     }
 
-    fn as_any(&self) -> &dyn Any {
+    #[cfg(feature = "object-store")]
+    fn as_any(&self) -> &dyn std::any::Any {
         self
     }
 
