@@ -103,7 +103,8 @@ pub struct Lora<'a> {
     sources: [&'a dyn Checkpoint; 2],
     metadata: Metadata,
     updates: IndexMap<String, Update>,
-    /// The adapter's keys of what replaces a tensor of the base.
+    /// The adapter's keys of the tensors that replace one of the base, by the key in the base. A weight that is replaced and
+    /// updated gets its update after it is replaced.
     replaced: HashMap<String, String>,
 }
 
@@ -138,16 +139,22 @@ impl<'a> Lora<'a> {
                 Some(_) => return Err(refused(fqn, "a factor without the other one")),
                 None if name.contains("lora_") => return Err(refused(fqn, "this part of an adapter")),
                 None => {
-                    let there = base.metadata().tensor(name);
-                    let there = there.ok_or_else(|| refused(fqn, format!("an adapter to a base without `{name}`")))?;
-                    if there.shape != tensor.shape {
-                        let what =
-                            format!("a tensor of shape {:?} in place of one of shape {:?}", tensor.shape, there.shape);
-                        return Err(refused(fqn, what));
+                    let name = replaced_key(name);
+                    check_replacement(base, &name, (fqn, tensor))?;
+                    metadata.entries.insert(name.clone(), crate::metadata::Entry::Tensor(tensor.clone()));
+                    if let Some(first) = replaced.insert(name, fqn.to_owned()) {
+                        return Err(refused(
+                            fqn,
+                            format!("a second tensor, after `{first}`, in place of one of the base"),
+                        ));
                     }
-                    metadata.entries.insert(name.to_owned(), crate::metadata::Entry::Tensor(tensor.clone()));
-                    replaced.insert(name.to_owned(), fqn.to_owned());
                 }
+            }
+        }
+        for key in updates.keys() {
+            let dtype = tensor_of(&metadata, key)?.properties.dtype;
+            if !is_floating(dtype) {
+                return Err(refused(key, format!("an update of dtype `{dtype}`")));
             }
         }
         if updates.is_empty() && replaced.is_empty() {
@@ -156,10 +163,37 @@ impl<'a> Lora<'a> {
         Ok(Lora { sources: [base, adapter], metadata, updates, replaced })
     }
 
+    /// Returns the source and the key in it of the weight to which an update is added.
+    fn weight<'o>(&'o self, fqn: &'o str) -> (usize, &'o str) {
+        self.replaced.get(fqn).map_or((0, fqn), |key| (1, key))
+    }
+
     /// Returns the keys of the tensors that the adapter changes.
     pub fn changed(&self) -> impl Iterator<Item = &str> {
-        self.updates.keys().chain(self.replaced.keys()).map(String::as_str)
+        let only_replaced = self.replaced.keys().filter(|key| !self.updates.contains_key(*key));
+        self.updates.keys().chain(only_replaced).map(String::as_str)
     }
+}
+
+/// Returns the base's key of a tensor that an adapter replaces.
+///
+/// PEFT calls the weight below an update `MODULE.base_layer.weight`. It saves that of an embedding, which may have grown.
+fn replaced_key(name: &str) -> String {
+    match name.rsplit_once(".base_layer.") {
+        Some((module, rest)) => format!("{module}.{rest}"),
+        None => name.to_owned(),
+    }
+}
+
+/// Checks that a tensor of an adapter can stand in place of one of its base.
+fn check_replacement(base: &dyn Checkpoint, name: &str, (fqn, tensor): (&str, &TensorEntry)) -> Result<(), FileError> {
+    let there = base.metadata().tensor(name);
+    let there = there.ok_or_else(|| refused(fqn, format!("an adapter to a base without `{name}`")))?;
+    if there.shape != tensor.shape {
+        let what = format!("a tensor of shape {:?} in place of one of shape {:?}", tensor.shape, there.shape);
+        return Err(refused(fqn, what));
+    }
+    Ok(())
 }
 
 /// A factor of an update, by its key.
@@ -231,7 +265,7 @@ fn update(
         return Err(refused(a, what));
     }
     let dtypes = [a_tensor.properties.dtype, b_tensor.properties.dtype];
-    if let Some(dtype) = dtypes.iter().chain([&weight.properties.dtype]).find(|dtype| !is_floating(**dtype)) {
+    if let Some(dtype) = dtypes.iter().find(|dtype| !is_floating(**dtype)) {
         return Err(refused(a, format!("an update of dtype `{dtype}`")));
     }
     let (a, b) = (a.to_owned(), b.to_owned());
@@ -298,24 +332,26 @@ impl Layer for Lora<'_> {
     }
 
     fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {
-        match self.replaced.get(fqn) {
-            Some(name) => Origin::Source(1, name),
-            None if self.updates.contains_key(fqn) => Origin::Made,
-            None => Origin::Source(0, fqn),
+        if self.updates.contains_key(fqn) {
+            return Origin::Made;
         }
+        let (source, key) = self.weight(fqn);
+        Origin::Source(source, key)
     }
 
     fn inputs_of_made(&self, fqn: &str, inputs: &mut Vec<(usize, String)>) {
         let Some(update) = self.updates.get(fqn) else { return };
-        inputs.extend([(0, fqn.to_owned()), (1, update.a.clone()), (1, update.b.clone())]);
+        let (source, key) = self.weight(fqn);
+        inputs.extend([(source, key.to_owned()), (1, update.a.clone()), (1, update.b.clone())]);
     }
 
     fn read_made(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
         let Some(update) = self.updates.get(fqn) else { return Err(FileError::NotStored { fqn: fqn.to_owned() }) };
-        let [base, adapter] = self.sources;
+        let adapter = self.sources[1];
+        let (source, key) = self.weight(fqn);
         let dtype = tensor_of(&self.metadata, fqn)?.properties.dtype;
         let mut merge = |part: &TensorBox, bytes: &mut [u8]| {
-            base.read_box(fqn, part, bytes)?;
+            self.sources[source].read_box(key, part, bytes)?;
             let mut sums = Vec::with_capacity(part.numel());
             for_each(dtype, bytes, &mut |number| sums.push(number));
             update.add(adapter, part, &mut sums)?;

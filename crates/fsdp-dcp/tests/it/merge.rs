@@ -157,6 +157,25 @@ fn an_adapter_is_added_to_its_base() {
 }
 
 #[test]
+fn a_weight_that_the_adapter_has_too_replaces_the_base_before_its_update() {
+    let parent = tempfile::tempdir().unwrap();
+    let base = vec![("words.weight", tensor(&[3, 2], &[9.0; 6])), ("up.weight", tensor(&[1, 1], &[9.0]))];
+    let base = file(&parent.path().join("base.pt"), base);
+    let items = vec![
+        ("base_model.model.words.base_layer.weight", tensor(&[3, 2], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0])),
+        ("base_model.model.words.lora_embedding_A", tensor(&[1, 3], &[1.0, 10.0, 100.0])),
+        ("base_model.model.words.lora_embedding_B", tensor(&[2, 1], &[1.0, 2.0])),
+        ("base_model.model.up.base_layer.weight", tensor(&[1, 1], &[7.0])),
+    ];
+    let path = parent.path().join("adapter");
+    let adapter = adapter(&path, r#"{"peft_type": "LORA", "lora_alpha": 1}"#, items);
+    let merged = Lora::new(&*base, &*adapter, &LoraConfig::read(path).unwrap()).unwrap();
+    assert_eq!(merged.changed().collect::<Vec<_>>(), ["words.weight", "up.weight"]);
+    assert_eq!(floats(&merged, "words.weight"), [2.0, 4.0, 13.0, 24.0, 105.0, 206.0]);
+    assert_eq!(floats(&merged, "up.weight"), [7.0]);
+}
+
+#[test]
 fn an_adapter_that_does_not_fit_is_refused_by_its_key() {
     let parent = tempfile::tempdir().unwrap();
     let base = file(&parent.path().join("base.pt"), vec![("up.weight", tensor(&[3, 2], &[0.0; 6]))]);
@@ -174,6 +193,18 @@ fn an_adapter_that_does_not_fit_is_refused_by_its_key() {
             "magnitude",
         ),
         ("foreign", vec![("up.weight", tensor(&[3, 2], &[1.0; 6]))], "not of an adapter"),
+        (
+            "integers",
+            vec![
+                a(),
+                b(),
+                (
+                    "base_model.model.up.base_layer.weight",
+                    PlainValue::Tensor(PlainTensor { dtype: DType::U8, shape: vec![3, 2], data: vec![0; 6] }),
+                ),
+            ],
+            "dtype",
+        ),
         ("elsewhere", vec![("base_model.model.head.weight", tensor(&[3], &[1.0; 3]))], "without `head.weight`"),
     ] {
         let path = parent.path().join(name);
