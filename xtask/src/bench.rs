@@ -13,7 +13,7 @@ use clap::Args;
 use serde::Deserialize;
 
 use self::figures::{Case, Other, Results, SCHEMA};
-use crate::shell::{cargo, say};
+use crate::shell::{cargo, say, target};
 
 /// The numbers of ranks on which torch loads besides those of the bench, because resharding loads lead there.
 const MORE_RANKS: [usize; 1] = [5];
@@ -74,7 +74,7 @@ impl BenchArguments {
 
 /// Runs the benches, and writes their figures.
 pub(crate) fn run(root: &Path, arguments: &BenchArguments) -> Result<()> {
-    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from);
+    let target = target(root);
 
     let places = if arguments.place.is_empty() {
         format!("tmpfs=/dev/shm,disk={}", target.display())

@@ -1,11 +1,12 @@
 //! `cargo xtask interop`: an environment with PyTorch, and the two-way tests against it.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::shell::program;
+use crate::python::{environment, install, remove, succeed};
+use crate::shell::{program, target};
 
 /// The packages that the tests import.
 const PACKAGES: [&str; 7] =
@@ -18,14 +19,18 @@ const PYTHON_VARIABLE: &str = "FSDP_INTEROP_PYTHON";
 pub(crate) fn run(root: &Path) -> Result<()> {
     let python = match std::env::var(PYTHON_VARIABLE) {
         Ok(python) => python.into(),
-        Err(_) => environment(root, &root.join("target/interop-python"))?,
+        Err(_) => {
+            let python = environment(&root.join("target/interop-python"), false)?;
+            // pip runs every time, because the list may be longer than when the environment was made.
+            install(&python, &PACKAGES)?;
+            python
+        }
     };
     run_in(root, Path::new("cargo"), &["build", "--release", "--package", "fsdp-cli", "--locked"].map(Path::new))?;
-    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from);
+    let target = target(root);
     let work = target.join("interop");
     if work.exists() {
-        // Only this task writes there.
-        run_in(root, Path::new("rm"), &[Path::new("-r"), &work])?;
+        remove(&work)?;
     }
     std::fs::create_dir_all(&work).with_context(|| format!("failed to create `{}`", work.display()))?;
     let scripts = root.join("tests/interop");
@@ -48,23 +53,7 @@ fn pair(root: &Path, python: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Makes a Python environment in `directory` if there is none, installs [`PACKAGES`] in it, and returns its Python.
-fn environment(root: &Path, directory: &Path) -> Result<PathBuf> {
-    let python = directory.join("bin/python");
-    if !python.exists() {
-        run_in(root, Path::new("python3"), &[Path::new("-m"), Path::new("venv"), directory])?;
-    }
-    // pip runs every time, because the list may be longer than when the environment was made.
-    let mut arguments = ["-m", "pip", "install", "--quiet"].map(Path::new).to_vec();
-    arguments.extend(PACKAGES.map(Path::new));
-    run_in(root, &python, &arguments)?;
-    Ok(python)
-}
-
 /// Runs a program in the directory of the workspace. Returns an error if the program fails.
 fn run_in(root: &Path, program: &Path, arguments: &[&Path]) -> Result<()> {
-    let status = Command::new(program).args(arguments).current_dir(root).status();
-    let status = status.with_context(|| format!("failed to start `{}`", program.display()))?;
-    ensure!(status.success(), "`{}` failed: {status}", program.display());
-    Ok(())
+    succeed(Command::new(program).args(arguments).current_dir(root))
 }

@@ -7,6 +7,7 @@ mod gpu;
 mod interop;
 mod mpi;
 mod package;
+mod python;
 mod shell;
 mod soak;
 mod tidy;
@@ -83,7 +84,7 @@ enum Task {
 }
 
 /// The tasks of `ci`, in order: quick ones and those that fail most often come first; the tests' summary comes last.
-const CI: [Task; 9] = [
+const CI: [Task; 10] = [
     Task::Fmt,
     Task::Tidy,
     Task::Clippy,
@@ -92,6 +93,7 @@ const CI: [Task; 9] = [
     Task::Doc,
     Task::Doctest,
     Task::Mpi { train: false },
+    Task::Docs(docs::DocsArguments::CI),
     Task::Test,
 ];
 

@@ -1,7 +1,7 @@
 //! Runs cargo, and reports progress on stderr.
 
 use std::ffi::OsString;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context as _, Result, ensure};
@@ -19,6 +19,11 @@ pub(crate) fn cargo(root: &Path, arguments: &[&str], environment: &[(&str, &str)
 /// Returns the path of the cargo that has started xtask, or `cargo` if xtask was started directly.
 pub(crate) fn program() -> OsString {
     std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
+}
+
+/// Returns the directory that cargo builds in.
+pub(crate) fn target(root: &Path) -> PathBuf {
+    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from)
 }
 
 /// Writes a line to stderr.

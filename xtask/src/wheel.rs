@@ -7,7 +7,8 @@ use std::process::Command;
 use anyhow::{Context as _, Result, ensure};
 use clap::Args;
 
-use crate::shell::say;
+use crate::python::{environment, install, remove, succeed};
+use crate::shell::{say, target};
 
 /// The package that builds wheels.
 const MATURIN: &str = "maturin>=1.9,<2";
@@ -31,9 +32,9 @@ pub(crate) struct WheelArguments {
 
 /// Builds the wheel in `target/wheels`, and tests it.
 pub(crate) fn run(root: &Path, arguments: &WheelArguments) -> Result<()> {
-    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from);
+    let target = target(root);
     let tools = environment(&target.join("wheel-tools"), false)?;
-    pip(&tools, &[MATURIN])?;
+    install(&tools, &[MATURIN])?;
     let wheels = target.join("wheels");
     if wheels.exists() {
         // Only this task writes there.
@@ -54,32 +55,15 @@ pub(crate) fn run(root: &Path, arguments: &WheelArguments) -> Result<()> {
     // A fresh environment, so that what the wheel needs and does not name is missed.
     let python = environment(&target.join("wheel-python"), true)?;
     let wheel = wheel.display().to_string();
-    pip(&python, &[&[wheel.as_str()], &PACKAGES[..]].concat())?;
+    install(&python, &[&[wheel.as_str()], &PACKAGES[..]].concat())?;
     let tests = package.join("tests");
     // First without torch: the tests that need it are skipped, and everything else has to work.
     succeed(Command::new(&python).args(["-m", "pytest", "-q", "-p", "no:cacheprovider"]).arg(&tests))?;
     match std::env::var_os(PYTHON_VARIABLE) {
         Some(with_torch) => borrow(Path::new(&with_torch), &python)?,
-        None => pip(&python, &["torch>=2.6"])?,
+        None => install(&python, &["torch>=2.6"])?,
     }
     succeed(Command::new(&python).args(["-m", "pytest", "-q", "-p", "no:cacheprovider"]).arg(&tests))
-}
-
-/// Makes a Python environment in `directory`, and returns its Python. An old one is kept unless a fresh one is wanted.
-fn environment(directory: &Path, fresh: bool) -> Result<PathBuf> {
-    let python = directory.join("bin/python");
-    if fresh && directory.exists() {
-        remove(directory)?;
-    }
-    if !python.exists() {
-        succeed(Command::new("python3").args(["-m", "venv"]).arg(directory))?;
-    }
-    Ok(python)
-}
-
-/// Removes a directory that only this task writes to.
-fn remove(directory: &Path) -> Result<()> {
-    succeed(Command::new("rm").arg("-r").arg(directory))
 }
 
 /// Lets `python` import the packages that another Python has.
@@ -97,16 +81,4 @@ fn site_packages(python: &Path) -> Result<String> {
     let output = output.with_context(|| format!("failed to start `{}`", python.display()))?;
     ensure!(output.status.success(), "`{}` failed with {}", python.display(), output.status);
     Ok(String::from_utf8(output.stdout)?.trim().to_owned())
-}
-
-fn pip(python: &Path, packages: &[&str]) -> Result<()> {
-    succeed(Command::new(python).args(["-m", "pip", "install", "--quiet"]).args(packages))
-}
-
-/// Runs a program. Returns an error if it fails.
-fn succeed(command: &mut Command) -> Result<()> {
-    let program = command.get_program().to_string_lossy().into_owned();
-    let status = command.status().with_context(|| format!("failed to start `{program}`"))?;
-    ensure!(status.success(), "`{program}` failed with {status}");
-    Ok(())
 }

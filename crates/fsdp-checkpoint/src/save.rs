@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use candle_core::{Device, Tensor};
 use fsdp_comm::ProcessGroup;
 use fsdp_dcp::Location;
+use fsdp_dcp::checkpoint::check_replaceable;
 use fsdp_dcp::limits::MAX_OBJECT_BYTES;
 use fsdp_dcp::lineage::Lineage;
 use fsdp_dcp::plan::{Deduplicate, LocalPlan, Selection};
@@ -255,8 +256,12 @@ fn from_parent(
     Ok(Some(LastSave { path: path.clone(), written }))
 }
 
-/// Makes the staging area for a new checkpoint at `path`. Fails early if the commit could not put a directory there.
+/// Makes the staging area for a new checkpoint at `path`. Fails early if the commit could not put a directory there, or would
+/// take files of others away with the old one.
 fn prepare(path: &Location, options: &SaveOptions) -> Result<Staging, CheckpointError> {
+    if options.overwrite {
+        check_replaceable(path)?;
+    }
     let staging = options.durable.prepare(path, options.overwrite)?;
     staging.check_replaces_directory()?;
     Ok(staging)

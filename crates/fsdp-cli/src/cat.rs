@@ -98,7 +98,7 @@ pub(crate) fn run(arguments: &CatArguments) -> Result<()> {
     if !source.metadata().entries.contains_key(name) {
         let missing = anyhow::Error::from(FileError::from(LoadPlanError::Missing { fqn: name.clone() }));
         return Err(match keys::nearest(name, source.metadata()) {
-            Some(near) => missing.context(format!("no key `{}`; the nearest are {near}", escaped(name))),
+            Some(near) => missing.context(format!("no key `{}`; the most like it are {near}", escaped(name))),
             None => missing,
         });
     }

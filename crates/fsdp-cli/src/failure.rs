@@ -41,6 +41,8 @@ pub(crate) enum UsageError {
     OneBase,
     #[error("no checkpoint of `{run}` that would stay is whole: nothing was removed")]
     NothingWhole { run: String },
+    #[error("`{run}` has `{first}` and `{other}`, which are numbered by different counts: which is older is not known")]
+    MixedNames { run: String, first: String, other: String },
     #[error("there is no model `{name}`")]
     NoModel { name: String },
     #[error("`{path}` has neither metrics nor checkpoints of a run")]
@@ -71,6 +73,7 @@ impl UsageError {
             UsageError::TooManyBoxes { .. } => "plan fewer ranks, more `--replicas`, or `--layout flat`",
             UsageError::OneBase => "average the checkpoints first, or give one",
             UsageError::NothingWhole { .. } => "`fsdp ls` lists them, and `fsdp verify` says what is wrong; keep more",
+            UsageError::MixedNames { .. } => "move those of one kind to another folder",
             UsageError::NoModel { .. } => "`fsdp plan --help` lists the models",
             UsageError::NoRun { .. } => "name the directory that `fsdp train --out` was given",
             UsageError::NoCommand { .. } => "`fsdp help` lists the commands",

@@ -83,40 +83,38 @@ const NEAREST: usize = 3;
 /// The most keys that are compared.
 const MOST_COMPARED: usize = 20_000;
 
-/// Returns a list of the keys that are nearest to one that a checkpoint lacks: those with the fewest changes to make of
-/// their letters, and before them those that end or begin with it. `None` if there are no keys.
-pub(crate) fn nearest(key: &str, metadata: &Metadata) -> Option<String> {
-    let mut keys: Vec<(usize, &str)> =
-        metadata.entries.keys().take(MOST_COMPARED).map(|other| (distance(key, other), other.as_str())).collect();
-    keys.sort();
-    let keys: Vec<String> = keys.iter().take(NEAREST).map(|(_, key)| format!("`{}`", escaped(key))).collect();
-    (!keys.is_empty()).then(|| keys.join(", "))
-}
-
 /// The longest key that is compared letter by letter.
 const LONGEST_COMPARED: usize = 256;
 
-/// Returns how far two keys are apart: none where one ends or begins with the other, or else the number of letters to
-/// insert, remove or replace.
-fn distance(a: &str, b: &str) -> usize {
-    let is_part = |part: &str, whole: &str| !part.is_empty() && (whole.ends_with(part) || whole.starts_with(part));
-    if is_part(a, b) || is_part(b, a) {
-        return 0;
+/// The similarity from which a key may be the one that was meant: that from which clap offers another option's name.
+const LEAST_SIMILAR: f64 = 0.7;
+
+/// Returns a list of the keys that are most like one that a checkpoint lacks, the likest first. `None` if none is like it.
+pub(crate) fn nearest(key: &str, metadata: &Metadata) -> Option<String> {
+    let keys = metadata.entries.keys().take(MOST_COMPARED).map(String::as_str);
+    let mut like: Vec<(f64, &str)> = keys
+        .map(|other| (similarity(key, other), other))
+        .filter(|(similarity, _)| *similarity > LEAST_SIMILAR)
+        .collect();
+    like.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(b.1)));
+    let keys: Vec<String> = like.iter().take(NEAREST).map(|(_, key)| format!("`{}`", escaped(key))).collect();
+    (!keys.is_empty()).then(|| keys.join(", "))
+}
+
+/// Returns how alike two keys are: from 0 to 1, and 1 also where one ends or begins with the other.
+fn similarity(a: &str, b: &str) -> f64 {
+    if is_end_of(a, b) || is_end_of(b, a) {
+        return 1.0;
     }
-    let (a, b) = (a.as_bytes(), b.as_bytes());
     if a.len().max(b.len()) > LONGEST_COMPARED {
-        return usize::MAX;
+        return 0.0;
     }
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, x) in a.iter().enumerate() {
-        let mut diagonal = std::mem::replace(&mut row[0], i + 1);
-        for (j, y) in b.iter().enumerate() {
-            let replaced = diagonal + usize::from(x != y);
-            diagonal = std::mem::replace(&mut row[j + 1], 0);
-            row[j + 1] = replaced.min(diagonal + 1).min(row[j] + 1);
-        }
-    }
-    row[b.len()]
+    strsim::jaro_winkler(a, b)
+}
+
+/// Returns `true` if a key ends or begins with a part that is not empty.
+fn is_end_of(part: &str, whole: &str) -> bool {
+    !part.is_empty() && (whole.ends_with(part) || whole.starts_with(part))
 }
 
 /// Returns the new key, if the rule fits.
@@ -143,18 +141,16 @@ mod tests {
     }
 
     #[test]
-    fn the_nearest_keys_are_those_with_the_fewest_changes() {
-        assert_eq!(distance("wieght", "weight"), 2);
-        assert_eq!(distance("weight", "model.weight"), 0);
-        assert_eq!(distance("kitten", "sitting"), 3);
-        assert_eq!(distance("", "ab"), 2);
+    fn the_nearest_keys_are_the_most_like() {
         let mut metadata = Metadata::default();
         for key in ["model.up.weight", "model.down.weight", "model.up.bias", "step"] {
             metadata.entries.insert(key.to_owned(), fsdp_dcp::metadata::Entry::Bytes(Default::default()));
         }
         let near = nearest("model.up.wieght", &metadata).unwrap();
         assert!(near.starts_with("`model.up.weight`, "), "{near}");
-        assert_eq!(nearest("x", &Metadata::default()), None);
+        assert_eq!(nearest("weight", &metadata).unwrap(), "`model.down.weight`, `model.up.weight`");
+        assert_eq!(nearest("optimizer.lr", &metadata), None);
+        assert_eq!(nearest("", &metadata), None);
     }
 
     #[test]

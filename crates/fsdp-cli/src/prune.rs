@@ -17,7 +17,7 @@ use super::text::{count, escaped};
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Nothing is removed without --yes. Nothing is removed either unless one of the checkpoints that stay is whole. A checkpoint
-that is being read stays, and so does one beside which lies what is not its own. Files that an incremental save shares
+that is being read stays, and so does one in whose directory there is something that no trainer keeps there. Files that an incremental save shares
 with a checkpoint that stays are not lost: each has a link of its own.")]
 pub(crate) struct PruneArguments {
     /// The folder of a run's checkpoints
@@ -63,6 +63,10 @@ struct Stays {
 /// No checkpoint that would stay is whole; a folder that cannot be listed; a checkpoint that cannot be removed.
 pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
     let all = steps_of_run(&arguments.run)?;
+    if let Some((first, other)) = all.first().zip(all.iter().find(|found| found.counts != all[0].counts)) {
+        let (run, first, other) = (arguments.run.to_string(), first.name.clone(), other.name.clone());
+        return Err(UsageError::MixedNames { run, first, other }.into());
+    }
     let keep = usize::try_from(arguments.keep).unwrap_or(usize::MAX);
     let (old, new) = all.split_at(all.len().saturating_sub(keep));
     let is_kept = |found: &&StepOfRun| arguments.keep_every.is_some_and(|every| found.step.is_multiple_of(every));
@@ -109,8 +113,10 @@ pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
 
 /// Returns why an old checkpoint is not removed; `None` if it may be.
 fn reason_to_stay(path: &Location) -> Option<String> {
-    if path.is_file().unwrap_or(true) {
-        return Some("it is no directory".to_owned());
+    match path.is_file() {
+        Ok(false) => {}
+        Ok(true) => return Some("it is no directory".to_owned()),
+        Err(error) => return Some(error.to_string()),
     }
     if path.local().is_some_and(std::path::Path::is_symlink) {
         return Some("it is a link".to_owned());
@@ -121,9 +127,7 @@ fn reason_to_stay(path: &Location) -> Option<String> {
         Err(error) => return Some(error.to_string()),
     };
     match ExtraFiles::of(&*opened) {
-        Ok(ExtraFiles { others, .. }) => {
-            others.iter().find(|name| !name.ends_with(".distcp")).map(|other| format!("`{other}` is not its own"))
-        }
+        Ok(extra) => extra.foreign().map(|other| format!("`{other}` is not its own")),
         Err(error) => Some(error.to_string()),
     }
 }

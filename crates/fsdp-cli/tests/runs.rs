@@ -86,7 +86,28 @@ fn prune_leaves_what_may_not_be_a_checkpoint() {
 }
 
 #[test]
-fn a_key_that_is_not_there_gets_the_nearest_ones() {
+fn prune_leaves_a_checkpoint_with_a_file_of_somebody_else_in_it() {
+    let run = run_with(&[10, 40]);
+    fs::write(run.path().join("step-10/results.csv"), "mine").unwrap();
+    let path = run.path().to_str().unwrap();
+    let prune = ["prune", path, "--keep", "1", "--yes"];
+    fsdp(&prune).assert().success().stdout(contains("step-10  stays: `results.csv` is not its own"));
+    assert_eq!(names(&run), ["step-10", "step-40"]);
+}
+
+#[test]
+fn prune_does_not_compare_steps_with_epochs() {
+    let run = run_with(&[100]);
+    let epoch = run.path().join("epoch-3");
+    fs::rename(run_with(&[1]).path().join("step-1"), &epoch).unwrap();
+    let path = run.path().to_str().unwrap();
+    let names_of_both = contains("`epoch-3`").and(contains("`step-100`"));
+    fsdp(&["prune", path, "--keep", "1", "--yes"]).assert().code(2).stderr(names_of_both);
+    assert_eq!(names(&run), ["epoch-3", "step-100"]);
+}
+
+#[test]
+fn a_key_that_is_not_there_gets_those_most_like_it() {
     let run = run_with(&[1]);
     let path = run.path().join("step-1");
     let path = path.to_str().unwrap();

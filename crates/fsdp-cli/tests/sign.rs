@@ -57,6 +57,24 @@ fn a_signed_checkpoint_is_verified_and_told() {
 }
 
 #[test]
+fn a_folder_with_a_damaged_part_is_not_signed() {
+    let directory = TempDir::new().unwrap();
+    let folder = directory.path().join("folder");
+    fs::create_dir(&folder).unwrap();
+    fs::write(folder.join("trainer_state.json"), r#"{"global_step": 3}"#).unwrap();
+    let part = folder.join("pytorch_model_fsdp_0");
+    fs::rename(checkpoint(directory.path()), &part).unwrap();
+    let (path, key) = (folder.to_str().unwrap(), fixture("key.pem"));
+    fsdp(&["sign", path, "--key", &key]).assert().success();
+    let data = part.join("__0_0.distcp");
+    let mut bytes = fs::read(&data).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    fs::write(&data, bytes).unwrap();
+    fsdp(&["sign", path, "--key", &key, "--overwrite"]).assert().code(10).stderr(contains("__0_0.distcp"));
+}
+
+#[test]
 fn a_single_file_is_signed_beside() {
     let directory = TempDir::new().unwrap();
     let path = directory.path().join("model.safetensors").to_str().unwrap().to_owned();

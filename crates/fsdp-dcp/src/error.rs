@@ -152,6 +152,14 @@ pub enum FileError {
         /// The kind that would be put there.
         wanted: &'static str,
     },
+    /// There is something in a checkpoint's directory that is not the checkpoint's, and would be lost with it.
+    #[error("`{}` has `{name}` in it, which is not the checkpoint's and would be lost", path.display())]
+    HoldsOthers {
+        /// The directory.
+        path: PathBuf,
+        /// The file or directory in it.
+        name: String,
+    },
     /// There is something in an object store where a checkpoint of several objects should go: they cannot be replaced
     /// in one step.
     #[error("`{}` holds something already, and an object store cannot replace it as a whole; choose a new prefix", path.display())]

@@ -17,6 +17,7 @@ impl Failure for FileError {
             FileError::Io { source, .. } if source.kind() == io::ErrorKind::NotFound => ErrorKind::Incomplete,
             FileError::Exists { .. }
             | FileError::NotReplaceable { .. }
+            | FileError::HoldsOthers { .. }
             | FileError::Overwrite { .. }
             | FileError::Location { .. }
             | FileError::Opaque { .. }

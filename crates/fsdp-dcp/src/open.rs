@@ -5,7 +5,7 @@ use crate::deepspeed;
 use crate::error::{FileError, FormatError};
 use crate::folder;
 use crate::formats::checkpoint::Checkpoint;
-use crate::formats::extra::ExtraFiles;
+use crate::formats::extra::{ExtraFiles, is_data_of_dcp};
 use crate::formats::read::OpenOptions;
 use crate::gguf;
 use crate::numpy;
@@ -37,10 +37,10 @@ pub fn open(location: impl Into<Location>, options: OpenOptions) -> Result<Box<d
 }
 
 /// Checks that a checkpoint directory may be replaced by another one: nothing is there, or an empty directory, or a
-/// checkpoint, damaged or not, without files of others beside its own, which would go with it.
+/// checkpoint, damaged or not, without anything of somebody else's in its directory, which would go with it.
 ///
 /// # Errors
-/// [`FileError::NotReplaceable`].
+/// [`FileError::NotReplaceable`] and [`FileError::HoldsOthers`].
 pub fn check_replaceable(location: &Location) -> Result<(), FileError> {
     let refused = |wanted| Err(FileError::NotReplaceable { path: location.name().to_owned(), wanted });
     match location.storage().kind()? {
@@ -50,11 +50,12 @@ pub fn check_replaceable(location: &Location) -> Result<(), FileError> {
         Some(EntryKind::File | EntryKind::Special) => return refused("checkpoint directory"),
     }
     match open_directory(location, OpenOptions { verify: false }) {
-        Ok(checkpoint) => {
-            let ExtraFiles { files, others } = ExtraFiles::of(&*checkpoint)?;
-            let is_alone = files.is_empty() && others.iter().all(|name| name.ends_with(".distcp"));
-            if is_alone { Ok(()) } else { refused("checkpoint directory without files of others") }
-        }
+        Ok(checkpoint) => match ExtraFiles::of(&*checkpoint)?.foreign() {
+            None => Ok(()),
+            Some(name) => Err(FileError::HoldsOthers { path: location.name().to_owned(), name: name.to_owned() }),
+        },
+        // Nothing but files of a DCP directory, of which the metadata are lost.
+        Err(FileError::NotCommitted { .. }) if location.names()?.iter().all(|name| is_data_of_dcp(name)) => Ok(()),
         Err(FileError::NotCommitted { .. }) => refused("checkpoint directory"),
         // Damaged, but a checkpoint.
         Err(_) => Ok(()),

@@ -1,5 +1,7 @@
 //! The checkpoints in a run's folder, by the names that trainers give them.
 
+use std::io::ErrorKind;
+
 use crate::error::FileError;
 use crate::storage::location::Location;
 
@@ -8,6 +10,8 @@ use crate::storage::location::Location;
 pub struct StepOfRun {
     /// Its step, or its epoch, from its name.
     pub step: u64,
+    /// The word before the number in its name: `step`, `checkpoint`, `epoch` and so on.
+    pub counts: &'static str,
     /// Its name in the folder.
     pub name: String,
     /// Its place.
@@ -18,7 +22,7 @@ pub struct StepOfRun {
 const BELOW: [&str; 4] = ["", "checkpoint", "checkpoints", "outputs/checkpoint"];
 
 /// The words before the number in the name of a checkpoint.
-const WORDS: [&str; 6] = ["step", "checkpoint", "iter", "epoch", "ckpt", "global_step"];
+const WORDS: [&str; 5] = ["step", "checkpoint", "iter", "epoch", "ckpt"];
 
 /// Lists the checkpoints of a run by their steps, the oldest first: `step-40`, `checkpoint-40`, `checkpoint_3`,
 /// `global_step40`, `iter_0000040`, `epoch=1-step=40.ckpt`, and their like. They are in the folder itself, or below
@@ -31,12 +35,15 @@ pub fn steps_of_run(run: impl Into<Location>) -> Result<Vec<StepOfRun>, FileErro
     for below in BELOW {
         let folder = if below.is_empty() { run.clone() } else { run.join(below) };
         let names = match folder.names() {
-            Err(_) if !below.is_empty() => continue,
+            Err(error) if !below.is_empty() && is_absence(&error) => continue,
             names => names?,
         };
         let mut steps: Vec<StepOfRun> = names
             .into_iter()
-            .filter_map(|name| Some(StepOfRun { step: step_of(&name)?, path: folder.join(&name), name }))
+            .filter_map(|name| {
+                let (counts, step) = step_of(&name)?;
+                Some(StepOfRun { step, counts, path: folder.join(&name), name })
+            })
             .collect();
         if !steps.is_empty() {
             steps.sort_by(|a, b| (a.step, &a.name).cmp(&(b.step, &b.name)));
@@ -46,8 +53,17 @@ pub fn steps_of_run(run: impl Into<Location>) -> Result<Vec<StepOfRun>, FileErro
     Ok(Vec::new())
 }
 
-/// Returns the step in the name of a checkpoint; `None` for any other name.
-fn step_of(name: &str) -> Option<u64> {
+/// Returns `true` if an error says that a folder is not there.
+fn is_absence(error: &FileError) -> bool {
+    let kind = match error {
+        FileError::Io { source, .. } => source.kind(),
+        _ => return false,
+    };
+    matches!(kind, ErrorKind::NotFound | ErrorKind::NotADirectory)
+}
+
+/// Returns the step in the name of a checkpoint, and the word before it; `None` for any other name.
+fn step_of(name: &str) -> Option<(&'static str, u64)> {
     if name.starts_with('.') {
         return None;
     }
@@ -55,7 +71,7 @@ fn step_of(name: &str) -> Option<u64> {
     let before = stem.trim_end_matches(|c: char| c.is_ascii_digit());
     let step = stem[before.len()..].parse().ok()?;
     let word = before.trim_end_matches(['-', '_', '=']);
-    WORDS.iter().any(|known| word.ends_with(known)).then_some(step)
+    WORDS.into_iter().find(|known| word.ends_with(known)).map(|known| (known, step))
 }
 
 #[cfg(test)]
@@ -81,7 +97,7 @@ mod tests {
             ("last.ckpt", None),
             ("global_step40_universal", None),
         ] {
-            assert_eq!(step_of(name), step, "{name}");
+            assert_eq!(step_of(name).map(|(_, step)| step), step, "{name}");
         }
     }
 }

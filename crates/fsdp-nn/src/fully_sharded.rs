@@ -184,8 +184,9 @@ impl<M> FullyShardedDataParallel<M> {
         let grads = match self.compute_gradients(loss) {
             Ok(grads) => grads,
             Err(error) => {
-                self.parameters.reshard()?;
                 self.parameters.zero_grad();
+                // Units that a forward around this backward uses stay whole. The error to return is that of the backward.
+                let _ = self.parameters.reshard();
                 return Err(error);
             }
         };

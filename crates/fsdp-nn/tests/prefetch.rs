@@ -396,9 +396,15 @@ fn memory_is_that_of_one_more_unit_or_of_three() {
 
 #[test]
 fn as_many_gathers_and_reductions_as_without() {
+    for units in [Units::Explicit, Units::Wrapped] {
+        check_traffic(units);
+    }
+}
+
+fn check_traffic(units: Units) {
     run_local(2, |group| {
         let count = |config: FsdpConfig| {
-            let model = model(&group, config, Units::Explicit);
+            let model = model(&group, config, units);
             let before = group.traffic();
             train(&model, Run::default()).unwrap();
             let traffic = group.traffic().since(&before);

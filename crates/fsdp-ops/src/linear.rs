@@ -58,6 +58,7 @@ impl Linear {
         use candle_core::backend::BackendStorage as _;
         let (outputs, inputs) = layout.shape().dims2()?;
         let mut dims = x_layout.dims().to_vec();
+        let rows = rows(&dims);
         dims[x_layout.dims().len() - 1] = outputs;
         with_element!(x.dtype(), NAME, T => {
             let x = T::reals(elements::<T>(x, contiguous(x_layout, NAME)?, NAME)?);
@@ -66,7 +67,7 @@ impl Linear {
                 Some((bias, layout)) => Some(T::reals(elements::<T>(bias, contiguous(layout, NAME)?, NAME)?)),
                 None => None,
             };
-            let (x, weight) = (Matrix::row_major(&x, inputs), Matrix::of_layout(&weight, layout)?.transposed());
+            let (x, weight) = (Matrix::row_major(&x, [rows, inputs]), Matrix::of_layout(&weight, layout)?.transposed());
             let y = product(x, weight, bias.as_deref(), rayon::current_num_threads())?;
             Ok((T::to_cpu_storage_owned(T::of_reals(y)), dims.into()))
         })
@@ -82,7 +83,9 @@ impl Linear {
             let of_grad = of_grad.slice::<T>()?;
             let (of_x, reals) = (T::reals(of_x.slice::<T>()?), T::reals(of_grad));
             let of_weight = T::reals(elements::<T>(cpu(&of_weight, NAME)?, span(layout), NAME)?);
-            let (of_x, by_row) = (Matrix::row_major(&of_x, inputs), Matrix::row_major(&reals, outputs));
+            let rows = rows(x.dims());
+            let (of_x, by_row) =
+                (Matrix::row_major(&of_x, [rows, inputs]), Matrix::row_major(&reals, [rows, outputs]));
             let of_weight = Matrix::of_layout(&of_weight, layout)?;
             // Both are as much work, and threads that share one product wait for each other more often.
             let threads = rayon::current_num_threads().div_ceil(2);
@@ -95,6 +98,11 @@ impl Linear {
             Ok([Some(dx), Some(tensor(T::of_reals(dweight?), weight.dims())?), dbias])
         })
     }
+}
+
+/// Returns the number of rows of an input: of its vectors along the last dimension.
+fn rows(dims: &[usize]) -> usize {
+    dims.split_last().map_or(1, |(_, leading)| leading.iter().product())
 }
 
 impl CustomOp2 for Linear {

@@ -17,10 +17,9 @@ pub(crate) struct Matrix<'a, R> {
 }
 
 impl<'a, R: Real> Matrix<'a, R> {
-    /// Returns the matrix whose rows of this many columns fill the slice.
-    pub(crate) fn row_major(values: &'a [R], columns: usize) -> Self {
-        let rows = values.len().checked_div(columns).unwrap_or(0);
-        Matrix { values, dims: [rows, columns], strides: [columns, 1] }
+    /// Returns the matrix whose rows fill the slice, one after the other.
+    pub(crate) const fn row_major(values: &'a [R], dims: [usize; 2]) -> Self {
+        Matrix { values, dims, strides: [dims[1], 1] }
     }
 
     /// Returns the matrix of a layout with two dimensions, whose first element is the first of the slice.
@@ -136,8 +135,7 @@ mod tests {
     fn products_of_any_layout_are_those_of_the_definition_on_any_number_of_threads() {
         let values: Vec<f64> = (0..70 * 90).map(|index| f64::from(index % 17) - 8.0).collect();
         for (rows, inner, columns) in [(1, 1, 1), (3, 5, 7), (70, 33, 65), (64, 0, 3), (0, 4, 2), (5, 2, 0)] {
-            let lhs = Matrix::row_major(&values[..rows * inner], inner.max(1));
-            let lhs = Matrix { dims: [rows, inner], ..lhs };
+            let lhs = Matrix::row_major(&values[..rows * inner], [rows, inner]);
             let rhs = Matrix { values: &values[7..], dims: [inner, columns], strides: [1, inner] };
             let bias: Vec<f64> = (0..columns).map(|column| column as f64).collect();
             for threads in [1, 2, 3] {

@@ -11,7 +11,11 @@ use std::process::Command;
 use anyhow::{Context as _, Result, ensure};
 use clap::Args;
 
-use crate::shell::{cargo, say};
+use crate::python::{environment, install, succeed};
+use crate::shell::{cargo, say, target};
+
+/// The package that drives the browser.
+const PLAYWRIGHT: &str = "playwright>=1.50";
 
 /// Options of `cargo xtask docs`.
 #[derive(Args, Clone)]
@@ -25,6 +29,18 @@ pub(crate) struct DocsArguments {
     /// Only the samples and the links between pages: no mdBook is needed
     #[arg(long)]
     no_build: bool,
+    /// Also open every page in this Chromium, at the widths of a desktop and of a phone
+    #[arg(long, value_name = "CHROMIUM", conflicts_with = "no_build")]
+    browser: Option<PathBuf>,
+    /// Build the `fsdp` of the samples together with all tests, which is quicker where they are built anyway
+    #[arg(skip)]
+    with_tests: bool,
+}
+
+impl DocsArguments {
+    /// The part that `cargo xtask ci` checks.
+    pub(crate) const CI: Self =
+        DocsArguments { bless: false, program: None, no_build: true, browser: None, with_tests: true };
 }
 
 /// Builds and checks the book.
@@ -37,8 +53,10 @@ pub(crate) fn run(root: &Path, arguments: &DocsArguments) -> Result<()> {
     let program = match &arguments.program {
         Some(program) => program.clone(),
         None => {
-            cargo(root, &["build", "--package", "fsdp-cli", "--locked"], &[])?;
-            std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from).join("debug/fsdp")
+            let build = ["build", "--package", "fsdp-cli", "--locked"];
+            let tests = ["test", "--workspace", "--no-run", "--locked"];
+            cargo(root, if arguments.with_tests { &tests } else { &build }, &[])?;
+            target(root).join("debug/fsdp")
         }
     };
     samples::check(&pages, root, &program, arguments.bless)?;
@@ -49,5 +67,18 @@ pub(crate) fn run(root: &Path, arguments: &DocsArguments) -> Result<()> {
     let built = built.context("failed to start mdbook: `cargo install mdbook --locked`")?;
     ensure!(built.success(), "`mdbook build` failed with {built}");
     say(&format!("xtask: the book is in `{}`", root.join("docs/book/index.html").display()));
-    Ok(())
+    match &arguments.browser {
+        Some(chromium) => read_in_browser(root, chromium),
+        None => Ok(()),
+    }
+}
+
+/// Opens the pages of the book in a browser, and leaves pictures of them in the target directory.
+fn read_in_browser(root: &Path, chromium: &Path) -> Result<()> {
+    let target = target(root);
+    let python = environment(&target.join("docs-python"), false)?;
+    install(&python, &[PLAYWRIGHT])?;
+    let mut test = Command::new(python);
+    test.arg(root.join("docs/tests/browser.py")).arg(root.join("docs/book")).arg(chromium);
+    succeed(test.arg(target.join("docs-screenshots")))
 }

@@ -1,10 +1,9 @@
 //! `fsdp merge`: one checkpoint of several.
 
 use anyhow::Result;
-use fsdp_dcp::checkpoint::{self, Checkpoint};
+use fsdp_dcp::checkpoint::Checkpoint;
 use fsdp_dcp::convert::View;
 use fsdp_dcp::merge::{Average, Lora, LoraConfig};
-use fsdp_dcp::reader::OpenOptions;
 
 use super::arguments::MergeArguments;
 use super::write::{Destination, open, write};
@@ -34,7 +33,7 @@ pub(crate) fn merge(arguments: &MergeArguments) -> Result<()> {
     };
     let [base] = views.as_slice() else { return Err(UsageError::OneBase.into()) };
     let config = LoraConfig::read(place)?;
-    let adapter = checkpoint::open(place, OpenOptions { verify: true })?;
+    let adapter = open(place, &destination)?;
     let merged = Lora::new(*base, &*adapter, &config)?;
     let changed = count(merged.changed().count(), "tensor", "tensors");
     output::talk(&format!("the adapter changes {changed}"));

@@ -4,11 +4,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result};
+use fsdp_dcp::Location;
 use fsdp_dcp::checkpoint::{self, Checkpoint};
 use fsdp_dcp::convert::{ConvertOptions, Converted, OutputFormat, convert};
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::storage::{self, Durable};
-use fsdp_dcp::{FileError, Location};
 use serde::Serialize;
 
 use super::arguments::{TargetArguments, WriteArguments};
@@ -76,7 +76,11 @@ impl<'a> Destination<'a> {
     /// Makes the destination of a command that writes any format.
     pub(super) fn of(path: &'a Location, target: &'a TargetArguments, writing: &WriteArguments) -> Result<Self> {
         let destination = Destination::new(path, target.format()?, target.to.name(), writing);
-        Ok(Destination { drop_opaque: target.drop_opaque, with: target.with()?, ..destination })
+        let with = target.with()?;
+        if let Some(with) = with.filter(|with| is_within(with, path)) {
+            return Err(UsageError::Overlap { source_path: with.to_string(), destination: path.to_string() }.into());
+        }
+        Ok(Destination { drop_opaque: target.drop_opaque, with, ..destination })
     }
 
     pub(super) fn new(path: &'a Location, target: OutputFormat, name: &'static str, writing: &WriteArguments) -> Self {
@@ -107,45 +111,49 @@ pub(super) fn open(source: &Location, destination: &Destination<'_>) -> Result<B
     if taken && !destination.overwrite {
         return Err(UsageError::Exists { path: to.to_string() }.into());
     }
-    if taken && !replaceable(destination) {
-        return Err(UsageError::NotReplaceable { path: to.to_string() }.into());
+    if taken {
+        check_replaceable(destination)?;
     }
     Ok(opened)
 }
 
-/// Returns `true` if `--overwrite` may replace what is there: a file where a file is written, or a checkpoint directory
-/// or empty directory where a directory is written. So a mistake does not cost other files.
-fn replaceable(destination: &Destination<'_>) -> bool {
-    let is_single = matches!(destination.target, OutputFormat::SafetensorsFile | OutputFormat::Torch);
-    let Some(to) = destination.path.local() else {
-        // In an object store only single objects can be replaced. For all else the conversion returns an error.
-        return !is_single || destination.path.is_file().unwrap_or(false);
-    };
-    if is_single {
-        return to.is_file();
+/// Checks that `--overwrite` may replace what is there: a file where a file is written, or an empty directory or one with
+/// nothing but a checkpoint where a directory is written. So a mistake does not cost other files.
+fn check_replaceable(destination: &Destination<'_>) -> Result<()> {
+    let to = destination.path;
+    if !matches!(destination.target, OutputFormat::SafetensorsFile | OutputFormat::Torch) {
+        // In an object store only single objects can be replaced. The conversion returns that error.
+        return if to.local().is_some() { Ok(checkpoint::check_replaceable(to)?) } else { Ok(()) };
     }
-    let opened = || checkpoint::open(to, OpenOptions { verify: false });
-    let empty = || to.read_dir().is_ok_and(|mut entries| entries.next().is_none());
-    to.is_dir() && (empty() || !matches!(opened(), Err(FileError::NotCommitted { .. })))
+    let is_file = match to.local() {
+        Some(to) => to.is_file(),
+        None => to.is_file()?,
+    };
+    if is_file { Ok(()) } else { Err(UsageError::NotReplaceable { path: to.to_string() }.into()) }
 }
 
 /// Returns `true` if one place is the other, or is in it.
 fn overlap(source: &Location, destination: &Location) -> bool {
-    let (source, destination) = match (source.local(), destination.local()) {
-        (Some(source), Some(destination)) => (source, destination),
-        (None, None) => {
-            let (source, destination) = (source.name(), destination.name());
-            return destination.starts_with(source) || source.starts_with(destination);
+    is_within(source, destination) || is_within(destination, source)
+}
+
+/// Returns `true` if a place is another one, or is in it.
+fn is_within(inner: &Location, outer: &Location) -> bool {
+    match (inner.local(), outer.local()) {
+        (Some(inner), Some(outer)) => {
+            resolved(inner).zip(resolved(outer)).is_some_and(|(inner, outer)| inner.starts_with(outer))
         }
-        _ => return false,
-    };
-    let Ok(source) = source.canonicalize() else { return false };
-    // A destination that does not exist yet is resolved through its closest directory that does.
-    let missing = destination.ancestors().find_map(|ancestor| {
+        (None, None) => inner.name().starts_with(outer.name()),
+        _ => false,
+    }
+}
+
+/// Returns the absolute path of a place. One that does not exist yet is resolved through its closest directory that does.
+fn resolved(path: &Path) -> Option<PathBuf> {
+    path.ancestors().find_map(|ancestor| {
         let place = if ancestor.as_os_str().is_empty() { Path::new(".") } else { ancestor };
-        Some(place.canonicalize().ok()?.join(destination.strip_prefix(ancestor).ok()?))
-    });
-    missing.is_some_and(|destination: PathBuf| destination.starts_with(&source) || source.starts_with(&destination))
+        Some(place.canonicalize().ok()?.join(path.strip_prefix(ancestor).ok()?))
+    })
 }
 
 /// Writes a checkpoint, and tells what came of it.

@@ -18,7 +18,9 @@ const LINES: u32 = 4;
 /// Returns a curve as a picture, or nothing if it has no points. `show` formats a value.
 pub(super) fn chart(title: &str, series: &Series, show: impl Fn(f64) -> String) -> Option<String> {
     let points = series.points();
-    let (first, last) = (points.first()?.step, points.last()?.step);
+    // Steps go back where somebody has joined the metrics of two runs.
+    let steps = || points.iter().map(|point| point.step);
+    let (first, last) = (steps().min()?, steps().max()?);
     let least = points.iter().map(|point| point.least).fold(f64::INFINITY, f64::min);
     let most = points.iter().map(|point| point.most).fold(f64::NEG_INFINITY, f64::max);
     // A flat curve runs through the middle.
@@ -63,4 +65,19 @@ pub(super) fn chart(title: &str, series: &Series, show: impl Fn(f64) -> String) 
         bottom = HEIGHT - 8.0
     );
     Some(svg(title, WIDTH, HEIGHT, &drawn))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn steps_that_go_back_stay_inside_of_the_picture() {
+        let mut series = Series::default();
+        for step in [500, 510, 3, 4] {
+            series.push(step, Some(step as f64));
+        }
+        let drawn = chart("loss", &series, |value| value.to_string()).unwrap();
+        assert!(!drawn.contains("-inf") && !drawn.contains("NaN") && !drawn.contains("e1"), "{drawn}");
+    }
 }

@@ -53,6 +53,8 @@ pub(super) struct History {
     pub(super) starts: Vec<Start>,
     /// The number of starts before those that are kept.
     pub(super) earlier_starts: usize,
+    /// The number of starts, of all, that went on from a checkpoint.
+    pub(super) resumes: usize,
     pub(super) saves: Vec<Save>,
     /// The number of saves before those that are kept.
     pub(super) earlier_saves: usize,
@@ -75,6 +77,7 @@ impl History {
         match event.as_str() {
             "start" => {
                 self.earlier_starts += make_room(&mut self.starts);
+                self.resumes += usize::from(resumed_from.is_some());
                 self.starts.push(Start { time, step, ranks, resumed_from, end: None });
             }
             "checkpoint" => {

@@ -36,11 +36,14 @@ fn summary(body: &mut String, run: &Run) {
         ("Last loss", loss),
         ("Checkpoints", run.checkpoints.len().to_string()),
     ];
-    let resumes = run.history.starts.iter().filter(|start| start.resumed_from.is_some()).count();
     if !run.history.starts.is_empty() {
         rows.push((
             "Starts",
-            format!("{}, of which {resumes} went on", run.history.starts.len() + run.history.earlier_starts),
+            format!(
+                "{}, of which {} went on",
+                run.history.starts.len() + run.history.earlier_starts,
+                run.history.resumes
+            ),
         ));
     }
     if metrics.skipped > 0 {

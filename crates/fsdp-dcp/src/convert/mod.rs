@@ -81,15 +81,15 @@ pub fn convert(
     if target != OutputFormat::Torch {
         containers.extend(source.structure().map(Structure::untold).unwrap_or_default());
     }
-    let ExtraFiles { files, others } = ExtraFiles::of(source)?;
+    let ExtraFiles { files, others, .. } = ExtraFiles::of(source)?;
     let mut extra = CopiedFiles::default();
     let mut left_behind = others;
     if target.keeps_framework(source.format()) {
-        extra.add(ExtraFiles { files, others: Vec::new() }, source.directory());
+        extra.add(files, source.directory());
     } else if matches!(target, OutputFormat::SafetensorsDirectory { .. }) && !source.format().is_file() {
         // Hugging Face's libraries need the configuration and the tokenizer beside the weights, so these files go with them.
         let needed = ExtraFiles::for_hugging_face(source.directory())?;
-        left_behind.extend(files.into_iter().filter(|name| !needed.files.contains(name)));
+        left_behind.extend(files.into_iter().filter(|name| !needed.contains(name)));
         extra.add(needed, source.directory());
     } else {
         left_behind.extend(files);

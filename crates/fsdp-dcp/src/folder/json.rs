@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use fsdp_layout::{KeyPath, PathPart, PlainValue};
-use serde_json::Value;
 
+use super::python_json;
 use crate::budget::Budget;
 use crate::error::{FileError, FormatError};
 use crate::formats::assembled::{Assembled, Assembler, Held};
@@ -33,7 +33,7 @@ pub(super) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
         return Ok(flat.assembler.finish(None));
     }
     let bytes = flat.assembler.directory().read_small(name, MAX_BYTES)?;
-    let read = serde_json::from_slice(&bytes)
+    let read = python_json::parse(&bytes)
         .map_err(|error| flat.error(FormatError::Malformed { what: "JSON", reason: error.to_string() }))?;
     let structure = flat.flatten(read, &KeyPath::default())?;
     Ok(flat.assembler.finish(Some(structure)))
@@ -52,55 +52,40 @@ impl Flattener {
     }
 
     /// Adds what lies below a value, whose place is `path`.
-    fn flatten(&mut self, value: Value, path: &KeyPath) -> Result<Structure, FileError> {
+    fn flatten(&mut self, value: PlainValue, path: &KeyPath) -> Result<Structure, FileError> {
         // All of the path is copied for whatever lies there.
         let length: usize = path.0.iter().map(|part| part.to_string().len() + size_of::<PathPart>()).sum();
         let charged = self.budget.charge("memory for keys", 4 * length as u64);
         charged.map_err(|over| self.error(over.into()))?;
         match value {
-            Value::Object(items) => {
+            PlainValue::Dict(items) => {
                 let mut dict = Vec::with_capacity(items.len());
                 for (key, value) in items {
-                    let structure = self.flatten(value, &path.child(PathPart::Key(key.clone())))?;
-                    dict.push((key.into(), structure));
+                    let structure =
+                        self.flatten(value, &path.child(PathPart::Key(key.as_str().unwrap_or_default().to_owned())))?;
+                    dict.push((key, structure));
                 }
                 Ok(Structure::Dict(dict))
             }
-            Value::Array(items) if items.iter().any(holds_objects) => {
+            PlainValue::List(items) if items.iter().any(holds_objects) => {
                 let items = items.into_iter().enumerate();
                 let items = items.map(|(index, item)| self.flatten(item, &path.child(PathPart::Index(index))));
                 Ok(Structure::List(items.collect::<Result<_, _>>()?))
             }
             value => {
                 let fqn = path.flat_key();
-                self.assembler.add_value(path, &self.file, Held::Plain(plain(value)))?;
+                self.assembler.add_value(path, &self.file, Held::Plain(value))?;
                 Ok(Structure::Leaf(fqn))
             }
         }
     }
 }
 
-/// Returns `true` for an object, and for an array with one in it.
-fn holds_objects(value: &Value) -> bool {
+/// Returns `true` for a dict, and for a list with one in it.
+fn holds_objects(value: &PlainValue) -> bool {
     match value {
-        Value::Object(_) => true,
-        Value::Array(items) => items.iter().any(holds_objects),
+        PlainValue::Dict(_) => true,
+        PlainValue::List(items) => items.iter().any(holds_objects),
         _ => false,
-    }
-}
-
-fn plain(value: Value) -> PlainValue {
-    match value {
-        Value::Null => PlainValue::None,
-        Value::Bool(value) => PlainValue::Bool(value),
-        Value::Number(number) => match number.as_i64() {
-            Some(number) => PlainValue::Int(number),
-            None => PlainValue::Float(number.as_f64().unwrap_or(f64::NAN)),
-        },
-        Value::String(text) => PlainValue::Str(text),
-        Value::Array(items) => PlainValue::List(items.into_iter().map(plain).collect()),
-        Value::Object(items) => {
-            PlainValue::Dict(items.into_iter().map(|(key, value)| (key.into(), plain(value))).collect())
-        }
     }
 }

@@ -15,6 +15,7 @@
 
 mod json;
 mod names;
+mod python_json;
 
 use std::borrow::Cow;
 use std::collections::HashMap;

@@ -89,11 +89,15 @@ pub(super) fn parts(names: &[String], has_rank_files: bool) -> Vec<Part> {
         let kind = if name.ends_with(".json") { Kind::Json } else { Kind::Own };
         parts.push(Part { place: name.clone(), item, kind });
     }
+    let has = |name: &str| names.iter().any(|other| other == name);
+    // The second models of accelerate stand beside its first one. By themselves such files are shards of one model.
+    if !has("model.safetensors") {
+        parts.retain(|part| !part.place.ends_with(".safetensors"));
+    }
     if parts.is_empty() {
         return parts;
     }
     let has_model = parts.iter().any(|part| part.item[0] == "model");
-    let has = |name: &str| names.iter().any(|other| other == name);
     let in_place = |kind| Part { place: String::new(), item: vec!["model".to_owned()], kind };
     let model = if has_rank_files {
         Some(in_place(Kind::RankFiles))
@@ -148,6 +152,11 @@ mod tests {
             ]
         );
         assert_eq!(items(&["config.json", "model.safetensors", "tokenizer.json"]), [""; 0]);
+        assert_eq!(items(&["model_0.safetensors", "model_1.safetensors"]), [""; 0]);
+        assert_eq!(
+            items(&["model.safetensors", "model_1.safetensors"]),
+            ["model.safetensors=model", "model_1.safetensors=model_1"]
+        );
         assert_eq!(items(&["rng_state_x.pth", "rng_state_.pth", "optimizer_999999999"]), [""; 0]);
     }
 }

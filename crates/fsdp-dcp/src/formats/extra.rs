@@ -20,9 +20,17 @@ pub struct ExtraFiles {
     pub files: Vec<String>,
     /// All else, sorted: directories, links that lead out, the same weights in other formats, data files of other saves.
     pub others: Vec<String>,
+    /// The first of both that no framework keeps beside a checkpoint of this format.
+    foreign: Option<String>,
 }
 
 impl ExtraFiles {
+    /// Returns a file or directory that is neither the checkpoint's nor its framework's: somebody would miss it if the
+    /// checkpoint were removed or replaced. `None` if there is none.
+    pub fn foreign(&self) -> Option<&str> {
+        self.foreign.as_deref()
+    }
+
     /// Lists them. A checkpoint that is one file has none.
     pub fn of(checkpoint: &dyn Checkpoint) -> Result<Self, FileError> {
         let directory = checkpoint.directory();
@@ -46,6 +54,9 @@ impl ExtraFiles {
                 Err(FileError::Path { .. }) => false,
                 is_file => is_file?,
             };
+            if found.foreign.is_none() && !(is_file && is_of_framework(checkpoint.format(), &name)) {
+                found.foreign = Some(name.clone());
+            }
             if is_file && !is_other_data(&name) { found.files.push(name) } else { found.others.push(name) }
         }
         Ok(found)
@@ -53,19 +64,24 @@ impl ExtraFiles {
 
     /// Lists the files of a directory that Hugging Face's libraries need besides the weights: a configuration, a tokenizer,
     /// a model's own code.
-    pub(crate) fn for_hugging_face(directory: &CheckedDirectory) -> Result<Self, FileError> {
+    pub(crate) fn for_hugging_face(directory: &CheckedDirectory) -> Result<Vec<String>, FileError> {
         let mut files = Vec::new();
         for name in directory.names()? {
             if is_of_hugging_face(&name) && directory.has(&name)? {
                 files.push(name);
             }
         }
-        Ok(ExtraFiles { files, others: Vec::new() })
+        Ok(files)
     }
 }
 
 fn is_own_of_dcp(name: &str) -> bool {
     name.starts_with(METADATA_FILE) || name.starts_with(INTEGRITY_FILE) || name.ends_with(METADATA_FILE)
+}
+
+/// Returns `true` for a data file of a DCP directory, and for the sidecar of hashes.
+pub(crate) fn is_data_of_dcp(name: &str) -> bool {
+    name.ends_with(".distcp") || name.starts_with(INTEGRITY_FILE)
 }
 
 fn is_own_of_safetensors(name: &str) -> bool {
@@ -97,6 +113,24 @@ fn is_of_hugging_face(name: &str) -> bool {
     let is_code = name.ends_with(".py")
         && ["modeling_", "configuration_", "tokenization_"].iter().any(|start| name.starts_with(start));
     is_code || OF_HUGGING_FACE.iter().any(|start| name.starts_with(start))
+}
+
+/// The files that Lightning and Megatron keep beside the data of a DCP directory.
+const BESIDE_DCP: [&str; 3] = ["meta.pt", "common.pt", "metadata.json"];
+
+/// The files that trainers keep beside their weights, besides those that Hugging Face's libraries look for.
+const BESIDE_WEIGHTS: [&str; 4] = ["README.md", "training_args.bin", "zero_to_fp32.py", "latest"];
+
+/// Returns `true` for a file that a framework keeps beside a checkpoint of a format, or that an earlier save or a signature has
+/// left there: it goes with the checkpoint.
+fn is_of_framework(format: Format, name: &str) -> bool {
+    if name.ends_with(".distcp") || name.ends_with(".sig") {
+        return true;
+    }
+    match format {
+        Format::Dcp => BESIDE_DCP.contains(&name),
+        _ => is_of_hugging_face(name) || BESIDE_WEIGHTS.contains(&name),
+    }
 }
 
 /// Returns `true` for data files of another save, for weights in another format, which a copy would make stale, and for
@@ -133,8 +167,8 @@ pub(crate) struct CopiedFiles<'c> {
 
 impl<'c> CopiedFiles<'c> {
     /// Adds files of a directory.
-    pub(crate) fn add(&mut self, files: ExtraFiles, from: &'c CheckedDirectory) {
-        self.from.extend(files.files.into_iter().map(|name| (name, from)));
+    pub(crate) fn add(&mut self, files: Vec<String>, from: &'c CheckedDirectory) {
+        self.from.extend(files.into_iter().map(|name| (name, from)));
     }
 
     /// Returns the names, sorted.

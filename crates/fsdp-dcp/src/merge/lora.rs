@@ -33,7 +33,6 @@ const BASE: &str = "base_model.model.";
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 pub struct LoraConfig {
     peft_type: Option<String>,
-    #[serde(default)]
     lora_alpha: f64,
     #[serde(default)]
     use_rslora: bool,
@@ -132,7 +131,9 @@ impl<'a> Lora<'a> {
                     let key = format!("{module}.weight");
                     let b = factor_b(adapter, fqn).ok_or_else(|| refused(fqn, "a factor without the other one"))?;
                     let update = update(base, (fqn, tensor), (&b, adapter), &key, is_embedding, config, module)?;
-                    updates.insert(key, update);
+                    if let Some(Update { a: first, .. }) = updates.insert(key, update) {
+                        return Err(refused(fqn, format!("a second update, after `{first}`, of one weight")));
+                    }
                 }
                 // It comes with the other one.
                 Some(Factor { is_a: false, .. }) if factor_a(adapter, fqn) => {}

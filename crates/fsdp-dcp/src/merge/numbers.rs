@@ -49,14 +49,56 @@ pub(super) fn write(dtype: DType, numbers: &[f64], bytes: &mut [u8]) {
     match dtype {
         DType::F64 => put(numbers, bytes, f64::to_le_bytes),
         DType::F32 => put(numbers, bytes, |number| (number as f32).to_le_bytes()),
-        DType::F16 => put(numbers, bytes, |number| f16::from_f64(number).to_le_bytes()),
-        DType::BF16 => put(numbers, bytes, |number| bf16::from_f64(number).to_le_bytes()),
+        DType::F16 => put(numbers, bytes, |number| f16::from_f32(round_to_odd(number)).to_le_bytes()),
+        DType::BF16 => put(numbers, bytes, |number| bf16::from_f32(round_to_odd(number)).to_le_bytes()),
         _ => {}
     }
+}
+
+/// Returns a number as `f32`: itself if it is one, or else that one of its two neighbours whose last bit is set. Rounded once
+/// more, to a type with at least two bits less, this gives what rounding the number itself gives.
+fn round_to_odd(number: f64) -> f32 {
+    let near = number as f32;
+    if f64::from(near) == number || !near.is_finite() {
+        return near;
+    }
+    // The neighbour nearer to zero; its bits are one less than those of the other one.
+    let is_beyond = f64::from(near).abs() > number.abs();
+    let toward_zero = near.to_bits() - u32::from(is_beyond);
+    f32::from_bits(toward_zero | 1)
 }
 
 fn put<const N: usize>(numbers: &[f64], bytes: &mut [u8], of: impl Fn(f64) -> [u8; N]) {
     for (number, element) in numbers.iter().zip(bytes.as_chunks_mut::<N>().0) {
         *element = of(*number);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn written<const N: usize>(dtype: DType, number: f64) -> [u8; N] {
+        let mut bytes = [0; N];
+        write(dtype, &[number], &mut bytes);
+        bytes
+    }
+
+    #[test]
+    fn numbers_are_rounded_once() {
+        // Just above and below the middle between 1 and the next number; f32 cannot tell them from the middle.
+        for (dtype, step) in [(DType::F16, 2f64.powi(-10)), (DType::BF16, 2f64.powi(-7))] {
+            let (low, high) = (written::<2>(dtype, 1.0), written::<2>(dtype, 1.0 + step));
+            let (middle, little) = (1.0 + step / 2.0, 2f64.powi(-40));
+            assert_eq!(written::<2>(dtype, middle), low, "{dtype}: a tie goes to the even one");
+            assert_eq!(written::<2>(dtype, middle + little), high, "{dtype}");
+            assert_eq!(written::<2>(dtype, middle - little), low, "{dtype}");
+            assert_eq!(written::<2>(dtype, -middle - little), written(dtype, -1.0 - step), "{dtype}");
+            assert_eq!(written::<2>(dtype, 0.0), [0, 0], "{dtype}");
+            assert_eq!(written::<2>(dtype, -1e-300), [0, 0x80], "{dtype}");
+        }
+        assert_eq!(written::<2>(DType::F16, 65519.999), f16::MAX.to_le_bytes());
+        assert_eq!(written::<2>(DType::F16, 65520.0), f16::INFINITY.to_le_bytes());
+        assert_eq!(written::<2>(DType::BF16, f64::NAN)[1] & 0x7f, 0x7f);
     }
 }

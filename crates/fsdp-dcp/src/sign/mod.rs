@@ -45,6 +45,7 @@ use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 use crate::storage::read_at::ReadAt;
 use crate::threads::on_each;
+use crate::verify::{Level, verify};
 
 /// The bytes of a file that are hashed at once.
 const PIECE: u64 = 1 << 20;
@@ -83,14 +84,22 @@ pub struct Signed {
     pub key: String,
 }
 
-/// Signs a checkpoint of any format, and returns the content of the signature's file. Every byte is read once, and checked against the
-/// checkpoint's hashes where it has any: what is damaged is not signed.
+/// Signs a checkpoint of any format, and returns the content of the signature's file. Every byte is read once, those of a
+/// trainer's folder twice, and checked against the checkpoint's hashes where it has any: what is damaged is not signed.
 ///
 /// # Errors
 /// There is no checkpoint; it has bytes that are not those of its hashes; links or devices in its directory; a file with
 /// values beside it, which a signature of the file would not cover.
 pub fn sign(location: &Location, key: &PrivateKey, options: SignOptions<'_>) -> Result<(String, Signed), SignError> {
     let checkpoint = open(location, OpenOptions { verify: true })?;
+    // The files of a folder are covered by the hashes of its parts, and only a part compares them.
+    if !checkpoint.parts().is_empty() {
+        let report = verify(&*checkpoint, Level::Hashes, None)?;
+        if let Some(problem) = report.problems.into_iter().next() {
+            let source = FormatError::Malformed { what: "checkpoint", reason: problem.error };
+            return Err(FileError::File { path: location.name().to_owned(), source }.into());
+        }
+    }
     let directory = checkpoint.directory();
     let hashes = if checkpoint.format().is_file() {
         let (_, name) = location.split()?;

@@ -110,6 +110,20 @@ fn damage_in_a_part_of_a_folder_is_found_with_its_key_and_its_file() {
 }
 
 #[test]
+fn gradients_that_were_not_finite_do_not_damage_a_trainers_folder() {
+    let parent = tempfile::tempdir().unwrap();
+    let to = parent.path().join("trainer");
+    copy(&fixture("folders/trainer"), &to);
+    let state = to.join("trainer_state.json");
+    std::fs::write(&state, r#"{"global_step": 7, "log_history": [{"grad_norm": NaN, "loss": -Infinity}]}"#).unwrap();
+    let folder = opened(&to);
+    assert_eq!(folder.read_value("trainer_state.global_step").unwrap(), PlainValue::Int(7));
+    assert_eq!(folder.read_value("trainer_state.log_history.0.loss").unwrap(), PlainValue::Float(f64::NEG_INFINITY));
+    let norm = folder.read_value("trainer_state.log_history.0.grad_norm").unwrap();
+    assert!(matches!(norm, PlainValue::Float(norm) if norm.is_nan()), "{norm:?}");
+}
+
+#[test]
 fn weights_for_hugging_face_take_configuration_and_tokenizer_along() {
     let parent = tempfile::tempdir().unwrap();
     let folder = opened(&fixture("folders/trainer"));
@@ -149,4 +163,10 @@ fn the_checkpoints_of_a_run_are_found_by_their_names() {
         assert_eq!(steps(run), [9, 10, 100]);
     }
     assert!(refused(&outputs).to_string().contains("the folder of a run"));
+    // A folder that cannot be looked into may have some.
+    let run = parent.path().join("run");
+    std::fs::create_dir(&run).unwrap();
+    assert!(steps(&run).is_empty());
+    std::os::unix::fs::symlink("checkpoints", run.join("checkpoints")).unwrap();
+    assert!(steps_of_run(&run).is_err());
 }

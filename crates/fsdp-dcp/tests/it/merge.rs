@@ -192,6 +192,16 @@ fn an_adapter_that_does_not_fit_is_refused_by_its_key() {
             vec![a(), b(), ("base_model.model.up.lora_magnitude_vector", tensor(&[3], &[1.0; 3]))],
             "magnitude",
         ),
+        (
+            "two",
+            vec![
+                ("base_model.model.up.lora_A.one.weight", tensor(&[1, 2], &[1.0; 2])),
+                ("base_model.model.up.lora_B.one.weight", tensor(&[3, 1], &[1.0; 3])),
+                ("base_model.model.up.lora_A.two.weight", tensor(&[1, 2], &[1.0; 2])),
+                ("base_model.model.up.lora_B.two.weight", tensor(&[3, 1], &[1.0; 3])),
+            ],
+            "a second update",
+        ),
         ("foreign", vec![("up.weight", tensor(&[3, 2], &[1.0; 6]))], "not of an adapter"),
         (
             "integers",
@@ -217,6 +227,7 @@ fn an_adapter_that_does_not_fit_is_refused_by_its_key() {
         ("dora", r#"{"peft_type": "LORA", "lora_alpha": 4, "use_dora": true}"#),
         ("ia3", r#"{"peft_type": "IA3"}"#),
         ("regex", r#"{"peft_type": "LORA", "lora_alpha": 4, "alpha_pattern": {"^up$": 1}}"#),
+        ("no-alpha", r#"{"peft_type": "LORA", "r": 4}"#),
         ("no-json", "lora"),
     ] {
         let path = parent.path().join(name);

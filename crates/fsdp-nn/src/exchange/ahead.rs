@@ -212,6 +212,12 @@ impl Ahead {
         discarded
     }
 
+    /// Runs other collectives of the units' groups. What has been gathered ahead is forgotten: on all ranks alike.
+    pub(crate) fn run<T: Send + 'static>(&self, run: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
+        self.discard()?;
+        self.worker.submit(run).wait()
+    }
+
     /// Reduces the gradients of a unit. In a backward that is to go on meanwhile this returns `None`, and
     /// [`Self::take_reduced`] has the result.
     /// Collectives: those of [`UnitExchange::reduce`].

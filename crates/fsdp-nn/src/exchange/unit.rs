@@ -111,6 +111,22 @@ impl UnitExchange {
         }))
     }
 
+    /// Returns the whole flat parameter in the dtype of the shards; `None` if the parameters' own storages are the truth.
+    /// Collectives: one all-gather over the shard group, none if nothing is sharded.
+    pub(crate) fn gather_flat(&self) -> Result<Option<Tensor>> {
+        let Some(flat) = &self.flat else { return Ok(None) };
+        let Some(group) = &self.groups.shard else { return Ok(Some(flat.shard().clone())) };
+        if let Some(whole) = device::all_gather(group, flat.shard())? {
+            return Ok(Some(whole));
+        }
+        with_float!(self.dtype, T => {
+            let numel = self.layout.padded_unsharded_numel();
+            let mut whole = zeroed_vec::<T>(numel)?;
+            group.all_gather_into(&mut whole, &HostSlice::<T>::read(flat.shard())?)?;
+            Ok(Some(Tensor::from_vec(whole, numel, &self.device)?))
+        }, else self.unsupported())
+    }
+
     /// Puts gathered parameters behind the model's tensors. No communication.
     pub(crate) fn fill(&self, gathered: Gathered) -> Result<()> {
         gathered(self)

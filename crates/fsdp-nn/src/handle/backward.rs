@@ -106,12 +106,12 @@ impl FlatParamHandle {
             self.release_locked(state)?;
         }
         self.flatten_received(state)?;
-        if !self.shared.syncs() {
-            return Ok(());
-        }
         // The next unit first: backward waits for that, but not for this one's gradients.
         if let Some(ahead) = &self.ahead {
             ahead.gather_next(Moment::AfterComputation);
+        }
+        if !self.shared.syncs() {
+            return Ok(());
         }
         self.reduce_locked(state)
     }

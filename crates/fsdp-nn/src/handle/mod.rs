@@ -344,6 +344,14 @@ impl FlatParamHandle {
         self.release_locked(&mut state)
     }
 
+    /// Releases the memory of gathered parameters after the unit's forward. The units after it may be on their way already,
+    /// gathered ahead, and stay so. No communication.
+    pub(crate) fn reshard_after_forward(&self) -> Result<()> {
+        let mut state = self.state();
+        self.check_unused(&state)?;
+        self.release_locked(&mut state)
+    }
+
     /// Forgets what has been gathered ahead, of this unit or another.
     fn discard_ahead(&self) -> Result<()> {
         self.ahead.as_ref().map_or(Ok(()), |ahead| ahead.discard())

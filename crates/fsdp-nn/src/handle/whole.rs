@@ -4,11 +4,10 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 
-use fsdp_flat::storage::{HostSlice, owned_copy, zeroed_vec};
-use fsdp_flat::with_float;
+use fsdp_flat::storage::owned_copy;
 
 use super::FlatParamHandle;
-use crate::{Result, device};
+use crate::Result;
 
 /// A unit whose values nobody can change, until it is dropped.
 #[derive(Debug)]
@@ -31,25 +30,20 @@ impl FlatParamHandle {
     /// Returns copies of the parameters, whole, in the dtype of the shards.
     /// Collectives: one all-gather over the shard group, none if nothing is sharded.
     pub(crate) fn gather_whole(&self) -> Result<Vec<Tensor>> {
-        let exchange = &self.exchange;
-        let Some(flat) = &exchange.flat else {
+        let exchange = Arc::clone(&self.exchange);
+        // In the order of the other collectives of the units, which run beside the computation.
+        let whole = match &self.ahead {
+            Some(ahead) => ahead.run(move || exchange.gather_flat())?,
+            None => exchange.gather_flat()?,
+        };
+        let Some(whole) = whole else {
             return self.params.iter().map(|param| Ok(owned_copy(&param.tensor.detach())?)).collect();
         };
-        let whole = match &exchange.groups.shard {
-            None => flat.shard().clone(),
-            Some(group) => match device::all_gather(group, flat.shard())? {
-                Some(whole) => whole,
-                None => with_float!(exchange.dtype, T => {
-                    let mut whole = zeroed_vec::<T>(exchange.layout.padded_unsharded_numel())?;
-                    group.all_gather_into(&mut whole, &HostSlice::<T>::read(flat.shard())?)?;
-                    Tensor::from_vec(whole, exchange.layout.padded_unsharded_numel(), &exchange.device)?
-                }, else exchange.unsupported()?),
-            },
-        };
+        let layout = &self.exchange.layout;
         let param = |(index, shape): (usize, &Vec<usize>)| {
-            let range = exchange.layout.param_range(index);
+            let range = layout.param_range(index);
             Ok(owned_copy(&whole.narrow(0, range.start, range.len())?.reshape(shape.as_slice())?)?)
         };
-        exchange.layout.shapes().iter().enumerate().map(param).collect()
+        layout.shapes().iter().enumerate().map(param).collect()
     }
 }

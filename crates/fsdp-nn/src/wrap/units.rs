@@ -179,7 +179,7 @@ impl State {
         let left: Vec<usize> = left;
         for handle in left.into_iter().filter_map(|unit| self.handle(unit)) {
             if handle.reshards_after_forward() {
-                handle.reshard()?;
+                handle.reshard_after_forward()?;
             }
         }
         Ok(())

@@ -215,6 +215,9 @@ fn tensors_without_elements_come_out_empty() {
     let heads = empty(&[0, 2, 3, 4]);
     assert_eq!(crate::scaled_dot_product_attention(&heads, &heads, &heads, true, 0.5).unwrap().dims(), [0, 2, 3, 4]);
     assert_eq!(crate::linear(&empty(&[0, 4]), &empty(&[5, 4]), None).unwrap().dims(), [0, 5]);
+    // A sum of nothing is zero.
+    let nothing = crate::linear(&empty(&[2, 3, 0]), &empty(&[4, 0]), None).unwrap();
+    assert_eq!(nothing.flatten_all().unwrap().to_vec1::<f32>().unwrap(), [0.0; 24]);
     let angles = empty(&[0, 2]);
     assert_eq!(crate::rope(&empty(&[1, 2, 0, 4]), &angles, &angles).unwrap().dims(), [1, 2, 0, 4]);
 }

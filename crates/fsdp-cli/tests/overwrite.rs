@@ -1,0 +1,77 @@
+//! `--overwrite` replaces checkpoints, and nothing that is not the checkpoint's.
+
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![expect(clippy::disallowed_methods, reason = "the tests put files of others beside checkpoints")]
+
+mod common;
+
+use std::fs;
+use std::path::Path;
+
+use common::fsdp;
+use predicates::str::contains;
+use tempfile::TempDir;
+
+const SOURCE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/fsdp2_adamw_ws2/dcp");
+
+/// Writes the model of the fixture as a directory of Hugging Face, with a configuration beside it, and returns its path.
+fn model_directory(parent: &TempDir) -> String {
+    let path = parent.path().join("model").to_str().unwrap().to_owned();
+    let convert = ["convert", SOURCE, &path, "--to", "hf", "--include", "model.*"];
+    fsdp(&convert).assert().success();
+    for name in ["config.json", "tokenizer.json", "README.md"] {
+        fs::write(Path::new(&path).join(name), "{}").unwrap();
+    }
+    path
+}
+
+fn convert_again(path: &str) -> assert_cmd::assert::Assert {
+    fsdp(&["convert", SOURCE, path, "--to", "hf", "--include", "model.*", "--overwrite"]).assert()
+}
+
+#[test]
+fn the_files_of_a_framework_go_with_its_checkpoint() {
+    let parent = TempDir::new().unwrap();
+    let path = model_directory(&parent);
+    convert_again(&path).success();
+    assert!(!Path::new(&path).join("config.json").exists());
+}
+
+#[test]
+fn files_of_others_are_never_taken_away() {
+    for other in ["checkpoint-500/optimizer.pt", ".git/config", "thesis.tex", "other-model.safetensors.bak"] {
+        let parent = TempDir::new().unwrap();
+        let path = model_directory(&parent);
+        let other_path = Path::new(&path).join(other);
+        fs::create_dir_all(other_path.parent().unwrap()).unwrap();
+        fs::write(&other_path, "precious").unwrap();
+        let name = other.split('/').next().unwrap();
+        convert_again(&path).code(2).stderr(contains(format!("`{name}`")));
+        assert_eq!(fs::read(&other_path).unwrap(), b"precious");
+        assert!(Path::new(&path).join("config.json").exists());
+    }
+}
+
+#[test]
+fn a_directory_that_a_command_reads_is_not_replaced() {
+    let parent = TempDir::new().unwrap();
+    let path = model_directory(&parent);
+    let convert = ["convert", SOURCE, &path, "--to", "hf", "--include", "model.*", "--with", &path, "--overwrite"];
+    fsdp(&convert).assert().code(2).stderr(contains("overlap"));
+    let adapter = parent.path().join("adapter");
+    fs::create_dir(&adapter).unwrap();
+    let settings = adapter.join("adapter_config.json");
+    fs::write(&settings, r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1}"#).unwrap();
+    let weights = Path::new(&path).join("model.safetensors");
+    let weights = if weights.exists() { weights } else { first_safetensors(Path::new(&path)) };
+    fs::copy(weights, adapter.join("adapter_model.safetensors")).unwrap();
+    let adapter = adapter.to_str().unwrap();
+    let merge = ["merge", "--from", &path, "--lora", adapter, adapter, "--to", "hf", "--overwrite"];
+    fsdp(&merge).assert().code(2).stderr(contains("overlap"));
+    assert!(settings.exists());
+}
+
+fn first_safetensors(directory: &Path) -> std::path::PathBuf {
+    let mut entries = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
+    entries.find(|path| path.extension().is_some_and(|end| end == "safetensors")).unwrap()
+}

@@ -1,0 +1,135 @@
+//! JSON as Python writes it: with the words `NaN`, `Infinity` and `-Infinity`, which JSON itself does not have.
+
+use fsdp_layout::PlainValue;
+use serde_json::Value;
+
+/// The words, the longer one of two with the same end first, and their values.
+const WORDS: [(&[u8], f64); 3] = [(b"-Infinity", f64::NEG_INFINITY), (b"Infinity", f64::INFINITY), (b"NaN", f64::NAN)];
+
+/// The most markers that are tried.
+const ATTEMPTS: u32 = 16;
+
+/// Reads a text of JSON, in which a number may be one of Python's words.
+pub(super) fn parse(text: &[u8]) -> Result<PlainValue, serde_json::Error> {
+    let error = match serde_json::from_slice(text) {
+        Ok(value) => return Ok(plain(value, None)),
+        Err(error) => error,
+    };
+    // Each word becomes a string that begins with a marker, because strings are what a parser gives back unchanged.
+    for attempt in 0..ATTEMPTS {
+        let marker = format!("number {attempt}: ");
+        let (marked, words) = mark(text, &marker);
+        if words == 0 {
+            return Err(error);
+        }
+        let value = serde_json::from_slice(&marked)?;
+        // A string of the text itself that looks like a marked word would be taken for a number: try another marker.
+        if count_marked(&value, &marker) == words {
+            return Ok(plain(value, Some(&marker)));
+        }
+    }
+    Err(error)
+}
+
+/// Returns the text with every word outside of strings as a string, and the number of words.
+fn mark(text: &[u8], marker: &str) -> (Vec<u8>, usize) {
+    let mut marked = Vec::with_capacity(text.len());
+    let (mut words, mut at, mut in_string) = (0, 0, false);
+    while let Some(&byte) = text.get(at) {
+        let word = WORDS.iter().find(|(word, _)| !in_string && text[at..].starts_with(word));
+        if let Some((word, _)) = word {
+            marked.push(b'"');
+            marked.extend_from_slice(marker.as_bytes());
+            marked.extend_from_slice(word);
+            marked.push(b'"');
+            words += 1;
+            at += word.len();
+            continue;
+        }
+        // What follows a backslash does not end the string.
+        let taken = if in_string && byte == b'\\' { 2.min(text.len() - at) } else { 1 };
+        in_string ^= byte == b'"';
+        marked.extend_from_slice(&text[at..at + taken]);
+        at += taken;
+    }
+    (marked, words)
+}
+
+/// Returns the value of a marked word; `None` for any other text.
+fn marked_number(text: &str, marker: &str) -> Option<f64> {
+    let word = text.strip_prefix(marker)?.as_bytes();
+    WORDS.iter().find(|(known, _)| *known == word).map(|(_, value)| *value)
+}
+
+/// Returns the number of marked words, keys of objects included.
+fn count_marked(value: &Value, marker: &str) -> usize {
+    let is_marked = |text: &str| usize::from(marked_number(text, marker).is_some());
+    match value {
+        Value::String(text) => is_marked(text),
+        Value::Array(items) => items.iter().map(|item| count_marked(item, marker)).sum(),
+        Value::Object(items) => items.iter().map(|(key, item)| is_marked(key) + count_marked(item, marker)).sum(),
+        _ => 0,
+    }
+}
+
+/// Returns a value of JSON as Python would hold it.
+fn plain(value: Value, marker: Option<&str>) -> PlainValue {
+    match value {
+        Value::Null => PlainValue::None,
+        Value::Bool(value) => PlainValue::Bool(value),
+        Value::Number(number) => match (number.as_i64(), number.as_u64()) {
+            (Some(number), _) => PlainValue::Int(number),
+            // A big integer is in two's complement, so its sign is a byte of its own.
+            (None, Some(number)) => PlainValue::BigInt([&number.to_le_bytes()[..], &[0]].concat()),
+            (None, None) => PlainValue::Float(number.as_f64().unwrap_or(f64::NAN)),
+        },
+        Value::String(text) => match marker.and_then(|marker| marked_number(&text, marker)) {
+            Some(number) => PlainValue::Float(number),
+            None => PlainValue::Str(text),
+        },
+        Value::Array(items) => PlainValue::List(items.into_iter().map(|item| plain(item, marker)).collect()),
+        Value::Object(items) => {
+            PlainValue::Dict(items.into_iter().map(|(key, value)| (key.into(), plain(value, marker))).collect())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shown(text: &str) -> String {
+        format!("{:?}", parse(text.as_bytes()).unwrap())
+    }
+
+    #[test]
+    fn words_of_python_are_numbers_and_strings_stay() {
+        let strict = r#"{"a": [1.5, -2, "NaN", "number 0: NaN"], "b": {"c": null}}"#;
+        assert_eq!(shown(strict), shown(strict));
+        let found =
+            parse(br#"[NaN, Infinity,-Infinity, "NaN", "a\"NaN", "number 0: NaN", {"Infinity": NaN}]"#).unwrap();
+        let PlainValue::List(items) = found else { panic!("no list") };
+        assert!(matches!(items[0], PlainValue::Float(number) if number.is_nan()));
+        assert_eq!(items[1], PlainValue::Float(f64::INFINITY));
+        assert_eq!(items[2], PlainValue::Float(f64::NEG_INFINITY));
+        let text = |text: &str| PlainValue::Str(text.to_owned());
+        assert_eq!(items[3..6], [text("NaN"), text("a\"NaN"), text("number 0: NaN")]);
+        assert!(
+            matches!(&items[6], PlainValue::Dict(items) if matches!(items[0].1, PlainValue::Float(n) if n.is_nan()))
+        );
+    }
+
+    #[test]
+    fn integers_of_64_bits_stay_integers() {
+        assert_eq!(parse(b"9223372036854775807").unwrap(), PlainValue::Int(i64::MAX));
+        let big = PlainValue::BigInt(vec![255, 255, 255, 255, 255, 255, 255, 255, 0]);
+        assert_eq!(parse(b"18446744073709551615").unwrap(), big);
+    }
+
+    #[test]
+    fn what_is_no_json_is_an_error() {
+        for text in ["", "{", "NaN2", "Na", "\"NaN", "[NaN", "nan", "+Infinity", "{NaN: 1}x", "\"\\"] {
+            assert!(parse(text.as_bytes()).is_err(), "{text}");
+        }
+    }
+}
