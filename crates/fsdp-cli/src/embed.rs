@@ -57,7 +57,7 @@ impl From<Error> for Failed {
     }
 }
 
-/// Runs one of the commands on checkpoints, and returns what it would write to stdout. `arguments` are those of the command
+/// Runs a command that writes one JSON object, and returns what it would write to stdout. `arguments` are those of the command
 /// line, without the name of the program.
 ///
 /// Signals are left to the caller: a conversion stops, and leaves nothing behind, once `stop` holds the number of one.
@@ -74,8 +74,8 @@ pub fn report(arguments: impl IntoIterator<Item = OsString>, stop: Arc<AtomicUsi
     let program = std::iter::once(OsString::from("fsdp"));
     let arguments: Vec<OsString> = program.chain(arguments).collect();
     let command = parse(&arguments).map_err(Error::from)?;
-    if !command.is_on_checkpoints() {
-        return Err(anyhow!("only the commands on checkpoints run inside another program").into());
+    if !command.runs_inside() {
+        return Err(anyhow!("this command does not run inside another program: use the command `fsdp`").into());
     }
     let (outcome, output) = capture::run(stop, || execute(command));
     let output = String::from_utf8_lossy(&output).into_owned();
@@ -86,8 +86,8 @@ pub fn report(arguments: impl IntoIterator<Item = OsString>, stop: Arc<AtomicUsi
 }
 
 impl Command {
-    /// Returns `true` if the command only reads or writes checkpoints.
-    const fn is_on_checkpoints(&self) -> bool {
+    /// Returns `true` for a command that [`report`] runs.
+    const fn runs_inside(&self) -> bool {
         matches!(
             self,
             Command::Inspect(_)

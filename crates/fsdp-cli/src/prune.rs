@@ -60,7 +60,8 @@ struct Stays {
 /// Removes the old checkpoints of a run: `fsdp prune`.
 ///
 /// # Errors
-/// No checkpoint that would stay is whole; a folder that cannot be listed; a checkpoint that cannot be removed.
+/// No checkpoint that would stay is whole; names that are numbered by different counts; a folder that cannot be listed; after the
+/// list, the first error of a removal.
 pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
     let all = steps_of_run(&arguments.run)?;
     if let Some((first, other)) = all.first().zip(all.iter().find(|found| found.counts != all[0].counts)) {
@@ -83,22 +84,35 @@ pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
         removed: Vec::new(),
         stay: Vec::new(),
     };
+    let mut failed = None;
     for found in expired {
-        let reason = match reason_to_stay(&found.path) {
-            Some(reason) => Some(reason),
-            None if arguments.yes && !Durable::new().remove_checkpoint(&found.path)? => {
-                Some("somebody reads it".to_owned())
+        let mut reason = reason_to_stay(&found.path);
+        if reason.is_none() && arguments.yes {
+            match Durable::new().remove_checkpoint(&found.path) {
+                Ok(true) => {}
+                Ok(false) => reason = Some("somebody reads it".to_owned()),
+                // The others are removed all the same, and all are listed.
+                Err(error) => {
+                    reason = Some(error.to_string());
+                    failed.get_or_insert(error);
+                }
             }
-            None => None,
-        };
+        }
         match reason {
             Some(reason) => pruned.stay.push(Stays { name: found.name.clone(), reason }),
             None => pruned.removed.push(found.name.clone()),
         }
     }
     if arguments.json {
-        return output::json(&pruned);
+        output::json(&pruned)?;
+    } else {
+        list(&pruned)?;
     }
+    failed.map_or(Ok(()), |error| Err(error.into()))
+}
+
+/// Lists what was removed, and what stays.
+fn list(pruned: &Pruned) -> Result<()> {
     let word = if pruned.dry_run { "would be removed" } else { "removed" };
     let removed = pruned.removed.iter().map(|name| format!("{}  {word}", escaped(name)));
     let stay =

@@ -53,18 +53,35 @@ fn files_of_others_are_never_taken_away() {
 }
 
 #[test]
-fn a_directory_that_a_command_reads_is_not_replaced() {
+fn a_configuration_stays_where_it_is_asked_for() {
     let parent = TempDir::new().unwrap();
     let path = model_directory(&parent);
     let convert = ["convert", SOURCE, &path, "--to", "hf", "--include", "model.*", "--with", &path, "--overwrite"];
-    fsdp(&convert).assert().code(2).stderr(contains("overlap"));
+    fsdp(&convert).assert().success();
+    assert_eq!(fs::read(Path::new(&path).join("config.json")).unwrap(), b"{}");
+}
+
+#[test]
+fn a_damaged_checkpoint_is_replaced_but_no_directory_beside_it() {
+    let parent = TempDir::new().unwrap();
+    let path = model_directory(&parent);
+    fs::write(first_safetensors(Path::new(&path)), "cut off").unwrap();
+    let other = Path::new(&path).join("checkpoint-500");
+    fs::create_dir(&other).unwrap();
+    convert_again(&path).code(2).stderr(contains("`checkpoint-500`"));
+    fs::remove_dir(other).unwrap();
+    convert_again(&path).success();
+}
+
+#[test]
+fn an_adapter_that_is_read_is_not_replaced() {
+    let parent = TempDir::new().unwrap();
+    let path = model_directory(&parent);
     let adapter = parent.path().join("adapter");
     fs::create_dir(&adapter).unwrap();
     let settings = adapter.join("adapter_config.json");
     fs::write(&settings, r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1}"#).unwrap();
-    let weights = Path::new(&path).join("model.safetensors");
-    let weights = if weights.exists() { weights } else { first_safetensors(Path::new(&path)) };
-    fs::copy(weights, adapter.join("adapter_model.safetensors")).unwrap();
+    fs::copy(first_safetensors(Path::new(&path)), adapter.join("adapter_model.safetensors")).unwrap();
     let adapter = adapter.to_str().unwrap();
     let merge = ["merge", "--from", &path, "--lora", adapter, adapter, "--to", "hf", "--overwrite"];
     fsdp(&merge).assert().code(2).stderr(contains("overlap"));

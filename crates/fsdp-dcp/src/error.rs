@@ -258,6 +258,12 @@ pub enum FileError {
     /// The ranks' items do not make one checkpoint.
     #[error(transparent)]
     SavePlan(#[from] SavePlanError),
+    /// Checkpoints cannot be merged.
+    #[error("cannot merge: {reason}")]
+    Merge {
+        /// The reason.
+        reason: String,
+    },
     /// A tensor cannot be written as asked.
     #[error("cannot write `{fqn}`")]
     Encode {

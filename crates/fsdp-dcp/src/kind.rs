@@ -21,6 +21,7 @@ impl Failure for FileError {
             | FileError::Overwrite { .. }
             | FileError::Location { .. }
             | FileError::Opaque { .. }
+            | FileError::Merge { .. }
             | FileError::Encode { .. } => ErrorKind::Usage,
             FileError::AfterCommit { .. } => ErrorKind::AfterCommit,
             FileError::Path { .. } => ErrorKind::Unsafe,

@@ -47,7 +47,7 @@ pub fn check_replaceable(location: &Location) -> Result<(), FileError> {
         None => return Ok(()),
         Some(EntryKind::Directory) if location.names()?.is_empty() => return Ok(()),
         Some(EntryKind::Directory) => {}
-        Some(EntryKind::File | EntryKind::Special) => return refused("checkpoint directory"),
+        Some(EntryKind::File | EntryKind::Special) => return refused("directory"),
     }
     match open_directory(location, OpenOptions { verify: false }) {
         Ok(checkpoint) => match ExtraFiles::of(&*checkpoint)?.foreign() {
@@ -57,9 +57,17 @@ pub fn check_replaceable(location: &Location) -> Result<(), FileError> {
         // Nothing but files of a DCP directory, of which the metadata are lost.
         Err(FileError::NotCommitted { .. }) if location.names()?.iter().all(|name| is_data_of_dcp(name)) => Ok(()),
         Err(FileError::NotCommitted { .. }) => refused("checkpoint directory"),
-        // Damaged, but a checkpoint.
-        Err(_) => Ok(()),
+        // Damaged, but a checkpoint. Which of its files are its own is not known any more, but no directory is.
+        Err(_) => match location.names()?.into_iter().find(|name| is_directory(location, name)) {
+            None => Ok(()),
+            Some(name) => Err(FileError::HoldsOthers { path: location.name().to_owned(), name }),
+        },
     }
+}
+
+/// Returns `true` if a name in a directory is that of a directory, or if that is not known.
+fn is_directory(location: &Location, name: &str) -> bool {
+    location.join(name).storage().kind().map_or(true, |kind| kind == Some(EntryKind::Directory))
 }
 
 fn open_directory(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkpoint>, FileError> {

@@ -11,6 +11,7 @@ use fsdp_comm::ProcessGroup;
 
 use crate::config::FsdpConfig;
 use crate::exchange::Phase;
+use crate::handle::FlatParamHandle;
 use crate::hooks::PreBackwardOp;
 use crate::parameters::ShardedParameters;
 use crate::precision::cast;
@@ -155,14 +156,18 @@ impl<M> FullyShardedDataParallel<M> {
         phase.map_or(Ok(()), |phase| phase.complete())?;
         drop(whole);
         let output = output.map_tensors(&mut |tensor| cast(tensor, self.output_dtype))?;
-        let wrapped = self.parameters.wrapped.handles();
-        if root.is_none() && wrapped.is_empty() {
+        // A unit's own output checks it, unless it has none (wrapped units) or needs no gather.
+        let unchecked: Vec<Arc<FlatParamHandle>> = self.parameters.unchecked_units();
+        if root.is_none() && unchecked.is_empty() {
             return Ok(output);
         }
-        // The hook copies what it is attached to: a loss, which has one element, but not all that a model computes.
-        Ok(output.map_tensors(&mut |tensor| match tensor.elem_count() {
-            1 => tensor.apply_op1(PreBackwardOp::of_model(root, &wrapped, self.parameters.shared.last_change())),
-            _ => Ok(tensor),
+        let changes = self.parameters.shared.last_change();
+        Ok(output.map_tensors(&mut |tensor| {
+            // The hook copies what it is attached to. What has no gradient needs none.
+            if !tensor.track_op() {
+                return Ok(tensor);
+            }
+            tensor.apply_op1(PreBackwardOp::of_model(root, &unchecked, changes))
         })?)
     }
 

@@ -306,6 +306,18 @@ impl ShardedParameters {
         write_boxes(values, &target)
     }
 
+    /// Returns the units, but for the root, whose own outputs do not notice a change of values before the backward.
+    pub(crate) fn unchecked_units(&self) -> Vec<Arc<FlatParamHandle>> {
+        let mut units = self.wrapped.handles();
+        units.extend(self.handles.iter().filter(|handle| !handle.is_gathered() && !handle.is_root).cloned());
+        units
+    }
+
+    /// Prepares a change of all values, so that a backward of what was computed before is refused. No communication.
+    pub(crate) fn begin_change_of_all(&self) -> Result<()> {
+        self.handles.iter().try_for_each(|handle| handle.begin_change())
+    }
+
     /// Prepares a change of a parameter's unit, so that a backward of what was computed before is refused. No communication.
     pub(crate) fn begin_change(&self, fqn: &str) -> Result<()> {
         let Location { handle, .. } = self.location(fqn)?;

@@ -103,6 +103,7 @@ impl Checkpoint {
             memory.push(buffer);
             requests.push(LoadRequest { fqn: name, dtype, shape: tensor.shape.clone(), boxes: vec![bounds] });
         }
+        Memory::check_apart(&memory)?;
         let buffers = memory.iter_mut().map(Memory::bytes_mut);
         let destinations: Vec<Destination<'_>> = requests
             .into_iter()

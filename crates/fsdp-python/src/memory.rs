@@ -46,14 +46,31 @@ impl Memory {
         unsafe { std::slice::from_raw_parts(self.buffer.buf_ptr().cast::<u8>(), self.buffer.len_bytes()) }
     }
 
+    /// Checks that no two buffers share memory, since several threads fill them at once.
+    ///
+    /// # Errors
+    /// Buffers that overlap.
+    pub(crate) fn check_apart(buffers: &[Memory]) -> PyResult<()> {
+        let span = |memory: &Memory| {
+            let start = memory.buffer.buf_ptr().addr();
+            (start, start + memory.buffer.len_bytes())
+        };
+        let mut spans: Vec<(usize, usize)> = buffers.iter().map(span).filter(|(start, end)| start < end).collect();
+        spans.sort_unstable();
+        if spans.windows(2).any(|pair| pair[0].1 > pair[1].0) {
+            return Err(wrong_argument("two of the buffers share memory: read them one after the other"));
+        }
+        Ok(())
+    }
+
     /// Returns the bytes, to be filled.
     #[expect(unsafe_code, reason = "the buffer protocol hands out a pointer and a length")]
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
         if self.buffer.len_bytes() == 0 {
             return &mut [];
         }
-        // SAFETY: as in `bytes`; `check_writable` was called, and the Python side hands each buffer over once, and neither
-        // reads nor writes it during the call.
+        // SAFETY: as in `bytes`; `check_writable` and `check_apart` were called, so no other slice is of the same memory, and the
+        // Python side neither reads nor writes it during the call.
         unsafe { std::slice::from_raw_parts_mut(self.buffer.buf_ptr().cast::<u8>(), self.buffer.len_bytes()) }
     }
 }

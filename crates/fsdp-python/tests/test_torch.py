@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.distributed.checkpoint as dcp  # noqa: E402
+from fsdp_checkpoint import _native  # noqa: E402
 from fsdp_checkpoint.torch import StorageReader, StorageWriter  # noqa: E402
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 
@@ -111,11 +112,11 @@ def test_only_a_checkpoint_is_replaced(tmp_path):
     with pytest.raises(CheckpointException, match="no checkpoint directory"):
         dcp.save(state(), storage_writer=StorageWriter(tmp_path / "notes"))
     dcp.save(state(), storage_writer=StorageWriter(tmp_path / "step-1"))
-    (tmp_path / "step-1" / "config.json").write_text("mine")
-    with pytest.raises(CheckpointException, match="has `config.json` in it"):
+    (tmp_path / "step-1" / "mine.txt").write_text("mine")
+    with pytest.raises(CheckpointException, match="has `mine.txt` in it"):
         dcp.save(state(), storage_writer=StorageWriter(tmp_path / "step-1"))
     assert (tmp_path / "notes" / "mine.txt").read_text() == "mine"
-    assert (tmp_path / "step-1" / "config.json").read_text() == "mine"
+    assert (tmp_path / "step-1" / "mine.txt").read_text() == "mine"
     (tmp_path / "empty").mkdir()
     dcp.save(state(), storage_writer=StorageWriter(tmp_path / "empty"))
 
@@ -229,3 +230,17 @@ def test_a_checkpoint_without_collectives_is_refused(tmp_path):
     with pytest.raises(fc.UsageError, match="use_collectives"):
         StorageWriter(tmp_path / "c").set_up_storage_writer(True, rank=0, use_collectives=False)
     assert json.dumps(os.listdir(tmp_path)) == "[]"
+
+
+def test_keys_that_share_memory_are_read_one_by_one(tmp_path):
+    tensor = torch.arange(1000, dtype=torch.float32)
+    dcp.save({"a": tensor, "b": tensor * 2, "c": tensor * 3}, storage_writer=StorageWriter(tmp_path / "step-1"))
+    shared = torch.zeros(1500)
+    target = {"a": shared[:1000], "b": shared[:1000], "c": shared[500:]}
+    dcp.load(target, storage_reader=StorageReader(tmp_path / "step-1"))
+    # One of them comes last in each place, and all of its elements are there.
+    assert any(torch.equal(shared[:500], found[:500]) for found in (tensor, tensor * 2))
+    opened = _native.Checkpoint(str(tmp_path / "step-1"))
+    memory = bytearray(4000)
+    with pytest.raises(fc.UsageError, match="share memory"):
+        opened.read([("a", [0], [1000], memory), ("b", [0], [1000], memory)])

@@ -1,5 +1,6 @@
 //! `cargo xtask docs`: builds the book, checks its links and plots, and runs its console samples again.
 
+mod commands;
 mod links;
 mod page;
 mod plots;
@@ -59,6 +60,7 @@ pub(crate) fn run(root: &Path, arguments: &DocsArguments) -> Result<()> {
             target(root).join("debug/fsdp")
         }
     };
+    commands::check(&pages, &program)?;
     samples::check(&pages, root, &program, arguments.bless)?;
     if arguments.no_build {
         return Ok(());

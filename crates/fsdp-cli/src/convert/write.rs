@@ -76,11 +76,7 @@ impl<'a> Destination<'a> {
     /// Makes the destination of a command that writes any format.
     pub(super) fn of(path: &'a Location, target: &'a TargetArguments, writing: &WriteArguments) -> Result<Self> {
         let destination = Destination::new(path, target.format()?, target.to.name(), writing);
-        let with = target.with()?;
-        if let Some(with) = with.filter(|with| is_within(with, path)) {
-            return Err(UsageError::Overlap { source_path: with.to_string(), destination: path.to_string() }.into());
-        }
-        Ok(Destination { drop_opaque: target.drop_opaque, with, ..destination })
+        Ok(Destination { drop_opaque: target.drop_opaque, with: target.with()?, ..destination })
     }
 
     pub(super) fn new(path: &'a Location, target: OutputFormat, name: &'static str, writing: &WriteArguments) -> Self {

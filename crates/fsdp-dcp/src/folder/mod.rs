@@ -108,9 +108,9 @@ impl Folder {
         let index = self.sources.len();
         let mut item: Vec<PathPart> = item.into_iter().map(PathPart::Key).collect();
         let of = checkpoint.metadata();
-        // accelerate's directories and ranks' files have keys of the part themselves: they stand for those of the part.
-        let first = own_item(of);
-        let stripped = first.is_some() && kind != Kind::RankFiles;
+        let is_directory = !checkpoint.format().is_file() && !place.is_empty() && kind == Kind::Own;
+        // The keys in accelerate's directories begin with `model.` or `optimizer.` already, which is not to stand twice.
+        let stripped = is_directory && have_item(of);
         if kind == Kind::RankFiles && are_items(of) {
             item.clear();
         }
@@ -119,7 +119,6 @@ impl Folder {
             let own = own.unwrap_or_else(|| KeyPath(vec![PathPart::Key(fqn.to_owned())]));
             KeyPath(item.iter().cloned().chain(own.0.into_iter().skip(usize::from(stripped))).collect())
         };
-        let is_directory = !checkpoint.format().is_file() && !place.is_empty() && kind == Kind::Own;
         let placed = |stored: &StorageInfo| {
             let relative = &stored.relative_path;
             let relative_path = if is_directory { format!("{place}/{relative}") } else { relative.clone() };
@@ -170,18 +169,18 @@ impl Folder {
     }
 }
 
-/// Returns the first part of the paths of all keys, if they have the same one and something below it: `model` where a state
-/// dict was saved as `{"model": …}`.
-fn own_item(metadata: &Metadata) -> Option<String> {
-    let paths = metadata.planner_data.as_ref()?;
+/// Returns `true` if the paths of all keys begin with the same part, `model` or `optimizer`, and have something below it: so it
+/// is where a state dict was saved as `{"model": …}`.
+fn have_item(metadata: &Metadata) -> bool {
+    let Some(paths) = &metadata.planner_data else { return false };
     let mut first = None;
-    for fqn in metadata.entries.keys() {
-        let [PathPart::Key(key), _, ..] = paths.get(fqn)?.0.as_slice() else { return None };
-        if !matches!(key.as_str(), "model" | "optimizer") || *first.get_or_insert(key) != key {
-            return None;
+    let mut begins = |fqn: &String| match paths.get(fqn).map(|path| path.0.as_slice()) {
+        Some([PathPart::Key(key), _, ..]) => {
+            matches!(key.as_str(), "model" | "optimizer") && first.get_or_insert(key) == &key
         }
-    }
-    first.cloned()
+        _ => false,
+    };
+    !metadata.entries.is_empty() && metadata.entries.keys().all(&mut begins)
 }
 
 /// Returns `true` if the keys of files of ranks begin with the names of their items.

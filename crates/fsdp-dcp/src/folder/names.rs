@@ -117,6 +117,13 @@ pub(super) fn parts(names: &[String], has_rank_files: bool) -> Vec<Part> {
         None
     };
     parts.extend(model);
+    // A trainer's folder has a model, or a file that only a trainer writes. Files of somebody's own that are named like its
+    // other parts make none: the rest of what lies there would be left out.
+    let is_of_trainer =
+        |part: &Part| part.item[0].starts_with("model") || part.kind == Kind::Json || part.item[0] == "random_states";
+    if !parts.iter().any(is_of_trainer) {
+        return Vec::new();
+    }
     // A model, its optimizer, and all else.
     parts.sort_by_key(|part| match part.item[0].as_str() {
         "model" => 0,
@@ -156,6 +163,11 @@ mod tests {
         assert_eq!(
             items(&["model.safetensors", "model_1.safetensors"]),
             ["model.safetensors=model", "model_1.safetensors=model_1"]
+        );
+        assert_eq!(items(&["model.pt", "optimizer.pt", "scheduler.pt"]), [""; 0]);
+        assert_eq!(
+            items(&["optimizer.bin", "random_states_0.pkl"]),
+            ["optimizer.bin=optimizer", "random_states_0.pkl=random_states.rank_0"]
         );
         assert_eq!(items(&["rng_state_x.pth", "rng_state_.pth", "optimizer_999999999"]), [""; 0]);
     }

@@ -61,13 +61,12 @@ fn marked_number(text: &str, marker: &str) -> Option<f64> {
     WORDS.iter().find(|(known, _)| *known == word).map(|(_, value)| *value)
 }
 
-/// Returns the number of marked words, keys of objects included.
+/// Returns the number of marked words among the values. As a key a word is an error, so those are not counted.
 fn count_marked(value: &Value, marker: &str) -> usize {
-    let is_marked = |text: &str| usize::from(marked_number(text, marker).is_some());
     match value {
-        Value::String(text) => is_marked(text),
+        Value::String(text) => usize::from(marked_number(text, marker).is_some()),
         Value::Array(items) => items.iter().map(|item| count_marked(item, marker)).sum(),
-        Value::Object(items) => items.iter().map(|(key, item)| is_marked(key) + count_marked(item, marker)).sum(),
+        Value::Object(items) => items.values().map(|item| count_marked(item, marker)).sum(),
         _ => 0,
     }
 }
@@ -128,7 +127,7 @@ mod tests {
 
     #[test]
     fn what_is_no_json_is_an_error() {
-        for text in ["", "{", "NaN2", "Na", "\"NaN", "[NaN", "nan", "+Infinity", "{NaN: 1}x", "\"\\"] {
+        for text in ["", "{", "NaN2", "Na", "\"NaN", "[NaN", "nan", "+Infinity", "{NaN: 1}", "\"\\"] {
             assert!(parse(text.as_bytes()).is_err(), "{text}");
         }
     }

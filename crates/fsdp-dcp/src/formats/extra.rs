@@ -119,7 +119,8 @@ fn is_of_hugging_face(name: &str) -> bool {
 const BESIDE_DCP: [&str; 3] = ["meta.pt", "common.pt", "metadata.json"];
 
 /// The files that trainers keep beside their weights, besides those that Hugging Face's libraries look for.
-const BESIDE_WEIGHTS: [&str; 4] = ["README.md", "training_args.bin", "zero_to_fp32.py", "latest"];
+const BESIDE_WEIGHTS: [&str; 5] =
+    ["README.md", "adapter_config.json", "training_args.bin", "zero_to_fp32.py", "latest"];
 
 /// Returns `true` for a file that a framework keeps beside a checkpoint of a format, or that an earlier save or a signature has
 /// left there: it goes with the checkpoint.
@@ -128,7 +129,7 @@ fn is_of_framework(format: Format, name: &str) -> bool {
         return true;
     }
     match format {
-        Format::Dcp => BESIDE_DCP.contains(&name),
+        Format::Dcp => is_of_hugging_face(name) || BESIDE_DCP.contains(&name),
         _ => is_of_hugging_face(name) || BESIDE_WEIGHTS.contains(&name),
     }
 }

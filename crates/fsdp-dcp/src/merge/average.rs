@@ -5,7 +5,6 @@ use std::collections::HashSet;
 use fsdp_layout::TensorBox;
 
 use super::numbers::{fill, for_each, is_floating, write};
-use super::refused;
 use crate::convert::Optimizers;
 use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint;
@@ -39,15 +38,17 @@ impl<'a> Average<'a> {
     /// # Errors
     /// Checkpoints whose keys, shapes or dtypes differ; weights that are no numbers, or not one for each.
     pub fn new(sources: Vec<&'a dyn Checkpoint>, weights: &[f64]) -> Result<Self, FileError> {
-        let Some((first, others)) = sources.split_first() else { return Err(refused("", "an average of nothing")) };
+        let Some((first, others)) = sources.split_first() else {
+            return Err(FileError::Merge { reason: "there are no checkpoints".to_owned() });
+        };
         let weights = if weights.is_empty() { vec![1.0; sources.len()] } else { weights.to_vec() };
         let sum: f64 = weights.iter().sum();
         if weights.len() != sources.len() {
-            let what = format!("{} weights for {} checkpoints", weights.len(), sources.len());
-            return Err(refused("", what));
+            let reason = format!("{} weights for {} checkpoints", weights.len(), sources.len());
+            return Err(FileError::Merge { reason });
         }
         if !sum.is_finite() || sum == 0.0 {
-            return Err(refused("", format!("a sum of weights that is {sum}")));
+            return Err(FileError::Merge { reason: format!("the weights add up to {sum}") });
         }
         let metadata = first.metadata().clone();
         for other in others {

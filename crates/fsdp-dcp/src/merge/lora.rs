@@ -159,7 +159,7 @@ impl<'a> Lora<'a> {
             }
         }
         if updates.is_empty() && replaced.is_empty() {
-            return Err(refused("", "an adapter without tensors"));
+            return Err(FileError::Merge { reason: "the adapter has no tensors".to_owned() });
         }
         Ok(Lora { sources: [base, adapter], metadata, updates, replaced })
     }

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use fsdp_dcp::checkpoint::{Checkpoint, Format, steps_of_run};
 use fsdp_dcp::convert::{ConvertOptions, OutputFormat, Rename, View, convert};
+use fsdp_dcp::internals::encode_value;
 use fsdp_dcp::metadata::Entry;
 use fsdp_dcp::verify::{Level, verify};
 use fsdp_layout::{PlainValue, TensorBox};
@@ -121,6 +122,17 @@ fn gradients_that_were_not_finite_do_not_damage_a_trainers_folder() {
     assert_eq!(folder.read_value("trainer_state.log_history.0.loss").unwrap(), PlainValue::Float(f64::NEG_INFINITY));
     let norm = folder.read_value("trainer_state.log_history.0.grad_norm").unwrap();
     assert!(matches!(norm, PlainValue::Float(norm) if norm.is_nan()), "{norm:?}");
+}
+
+#[test]
+fn an_object_of_the_users_own_keeps_its_levels() {
+    let parent = tempfile::tempdir().unwrap();
+    let to = parent.path().join("trainer");
+    copy(&fixture("folders/trainer"), &to);
+    let model = PlainValue::Dict(vec![("a".into(), PlainValue::Int(1))]);
+    let object = PlainValue::Dict(vec![("model".into(), model)]);
+    std::fs::write(to.join("custom_checkpoint_0.pkl"), encode_value(&object).unwrap()).unwrap();
+    assert_eq!(opened(&to).read_value("custom_checkpoint_0.model.a").unwrap(), PlainValue::Int(1));
 }
 
 #[test]

@@ -129,9 +129,9 @@ impl Ahead {
                 warn!(?phase, "ranks come to their units in different orders: units are not gathered ahead");
             }
         }
-        state.phase = Some(phase);
+        let around = state.phase.replace(phase);
         state.order_of(phase).begin();
-        Ok(PhaseGuard(self))
+        Ok(PhaseGuard { ahead: self, phase, around })
     }
 
     /// Returns `true` if all ranks know the same order.
@@ -249,29 +249,37 @@ fn beside(unit: &UnitExchange, operation: &'static str, error: NnError) -> NnErr
     NnError::Beside { unit: unit.name.clone(), operation, error: Box::new(error) }
 }
 
-/// A phase, until this is dropped. Then nothing runs beside the computation any more.
-pub(crate) struct PhaseGuard<'a>(&'a Ahead);
+/// A phase, until this is dropped. Then the phase around it goes on, if it was begun inside of one: a backward may compute a
+/// forward again.
+pub(crate) struct PhaseGuard<'a> {
+    ahead: &'a Ahead,
+    phase: Phase,
+    around: Option<Phase>,
+}
 
 impl PhaseGuard<'_> {
     /// Ends the phase after all of its units, and learns their order. Reductions may still run.
     pub(crate) fn complete(&self) -> Result<()> {
-        let mut state = self.0.state();
+        let mut state = self.ahead.state();
         if let Some(order) = state.order() {
             order.learn();
         }
-        state.phase = None;
-        self.0.discard_gathers(&mut state)
+        state.phase = self.around;
+        self.ahead.discard_gathers(&mut state)
     }
 }
 
 impl Drop for PhaseGuard<'_> {
     fn drop(&mut self) {
-        let mut state = self.0.state();
-        state.phase = None;
+        let mut state = self.ahead.state();
+        state.phase = self.around;
         // Only a phase that has failed leaves gathers and reductions behind, and its own error is being returned.
-        let _ = self.0.discard_gathers(&mut state);
-        for (_, ticket) in state.reductions.drain(..) {
-            let _ = ticket.wait();
+        let _ = self.ahead.discard_gathers(&mut state);
+        // A forward inside of a backward leaves the reductions of that backward alone.
+        if self.phase == Phase::Backward {
+            for (_, ticket) in state.reductions.drain(..) {
+                let _ = ticket.wait();
+            }
         }
     }
 }

@@ -186,7 +186,8 @@ fn local_views(parameters: &ShardedParameters) -> Result<StateDict> {
 ///
 /// # Errors
 /// The same on every rank, and nothing is changed: [`StateError::Incompatible`] for other shapes or dtypes and, if
-/// `strict`, for names that only one side has; ranks that bring different dicts; elements that no rank has.
+/// `strict`, for names that only one side has; ranks that bring different dicts; elements that no rank has. On a single rank,
+/// if that one calls it inside a forward: [`NnError::UnitInUse`].
 pub fn load_state_dict(state: &StateDict, parameters: &ShardedParameters, strict: bool) -> Result<LoadReport> {
     let settings = parameters.get_state_dict_type();
     let options = LoadOptions { strict, ..LoadOptions::default() };
@@ -194,7 +195,7 @@ pub fn load_state_dict(state: &StateDict, parameters: &ShardedParameters, strict
         // Everything is moved and checked beside the live shards, and copied into them at the end.
         let mut live = local_views(parameters)?;
         let (loaded, report) = reshard_state_dict(state, &live, parameters.group(), &options)?;
-        parameters.reshard()?;
+        parameters.begin_change_of_all()?;
         copy_state_dict(&loaded, &mut live)?;
         return Ok(report);
     }

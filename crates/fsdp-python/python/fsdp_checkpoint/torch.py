@@ -16,6 +16,7 @@ and takes its place with one rename: a crash leaves the old checkpoint or the ne
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import io
 import os
@@ -186,6 +187,27 @@ class StorageWriter(_Storage, storage.StorageWriter):
         return {**self.__dict__, "_staging": None}
 
 
+class Spans:
+    """Spans of memory that do not overlap."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    def add(self, start: int, length: int) -> bool:
+        """Add a span, unless it overlaps with one that is there. Return whether it was added; an empty one always is."""
+        if length == 0:
+            return True
+        at = bisect.bisect_right(self._starts, start)
+        if at > 0 and self._ends[at - 1] > start:
+            return False
+        if at < len(self._starts) and self._starts[at] < start + length:
+            return False
+        self._starts.insert(at, start)
+        self._ends.insert(at, start + length)
+        return True
+
+
 class StorageReader(_Storage, storage.StorageReader):
     """Reads checkpoints of any format: DCP directories, safetensors, files of ``torch.save``.
 
@@ -233,6 +255,7 @@ class StorageReader(_Storage, storage.StorageReader):
         """Read all that the plan asks for, by several threads."""
         checkpoint = self._opened()
         reads, targets = [], []
+        taken = Spans()
         for item in plan.items:
             name = item.storage_index.fqn
             if item.type == LoadItemType.BYTE_IO:
@@ -248,6 +271,8 @@ class StorageReader(_Storage, storage.StorageReader):
             dtype = saved.properties.dtype
             direct = target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
             direct = direct and not (target.is_conj() or target.is_neg())
+            # Tied weights are one memory under two keys, which only one read may fill.
+            direct = direct and taken.add(target.data_ptr(), target.numel() * target.element_size())
             memory = target if direct else torch.empty(tuple(item.lengths), dtype=dtype)
             reads.append((name, offsets, [*item.lengths], bytes_of(memory)))
             targets.append((item, target, memory))
