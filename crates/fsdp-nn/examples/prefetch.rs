@@ -11,12 +11,12 @@ use candle_nn::{Linear, linear_no_bias};
 use fsdp_comm::{LocalRanks, ProcessGroup, SimulatedLink};
 use fsdp_nn::{BackwardPrefetch, FsdpConfig, FullyShardedDataParallel, NnError, ShardingStrategy, Unit};
 
-const UNITS: usize = 20;
+const UNITS: usize = 10;
 const WIDTH: usize = 512;
-const ROWS: usize = 768;
+const ROWS: usize = 1024;
 const RANKS: usize = 2;
 /// The times that each figure is taken, after one that does not count.
-const ROUNDS: usize = 5;
+const ROUNDS: usize = 7;
 
 type Model = FullyShardedDataParallel<Vec<Unit<Linear>>>;
 

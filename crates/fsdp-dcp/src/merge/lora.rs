@@ -26,7 +26,7 @@ use crate::storage::location::Location;
 const CONFIG: &str = "adapter_config.json";
 /// The longest such file that is read.
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
-/// What PEFT puts before the keys of the base.
+/// The prefix that PEFT puts before the keys of the base.
 const BASE: &str = "base_model.model.";
 
 /// The settings of an adapter.

@@ -139,7 +139,7 @@ fn any_damage_to_a_sealed_checkpoint_is_found() {
             if !before.is_empty() {
                 let named = before[0].0.display();
                 // Each level finds what those before it find.
-                let level = if round / ALL.len() % 2 == 0 { Level::Hashes } else { Level::Deep };
+                let level = if (round / ALL.len()).is_multiple_of(2) { Level::Hashes } else { Level::Deep };
                 assert!(!is_sound(&path, level), "{kind:?} of {named} in round {round}");
             }
             for (file, bytes) in before {

@@ -1,5 +1,6 @@
 //! A live model and its optimizers as the target of a load.
 
+mod incoming;
 mod optim;
 
 use std::collections::{HashMap, HashSet};
@@ -9,7 +10,7 @@ use fsdp_layout::{KeyPath, PlainValue, TensorBox};
 use fsdp_state::engine::{LoadOptions, Plan, Target, Values, Wanted};
 use fsdp_state::{Memory, Mismatch, Schema, StateDict, StateError, StateValue, get_element, set_element};
 
-use self::optim::Incoming;
+use self::incoming::Incoming;
 use super::names::{OptimKey, below, names_that_count};
 use super::saved::sort_by_schema;
 use crate::optimizer::Optimizer;
