@@ -316,7 +316,9 @@ impl FileSystem for Files {
 
     fn pause(&self, _: Duration) {
         if self.may_fail() {
-            locked(&self.machine.schedule).clone().pass();
+            // Not under the lock: another rank that runs meanwhile takes it too.
+            let schedule = locked(&self.machine.schedule).clone();
+            schedule.pass();
         }
     }
 

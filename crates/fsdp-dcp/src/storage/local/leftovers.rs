@@ -20,6 +20,11 @@ pub(super) fn stale(files: &dyn FileSystem, target: &Path) -> Result<Vec<PathBuf
     Ok(found)
 }
 
+/// Returns `true` if an old version of `target`, which has been replaced, is still there.
+pub(super) fn has_old_version(files: &dyn FileSystem, target: &Path) -> Result<bool, FileError> {
+    Ok(!leftovers(files, target, "old")?.is_empty())
+}
+
 /// Puts the old version back where a crash in the middle of an overwrite left no target. Returns `true` if it did.
 pub(super) fn recover(durable: &Durable, target: &Path) -> Result<bool, FileError> {
     if durable.files().exists(target) {

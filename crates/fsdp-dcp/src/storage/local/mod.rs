@@ -109,6 +109,11 @@ impl Storage for LocalStorage {
         if is_being_read(&*directory) {
             return Ok(false);
         }
+        // Once the checkpoint is gone, an old version beside it would count as what a crash has left, and be put back.
+        self.clean_stale(&durable)?;
+        if leftovers::has_old_version(&*self.files, &self.path)? {
+            return Ok(false);
+        }
         // Removing takes many steps. One rename takes the checkpoint away first, to a name that `stale` lists, so that a
         // crash in the middle leaves nothing that looks like a checkpoint.
         let (parent, prefix) = staging_prefix(&self.path)?;
@@ -133,6 +138,10 @@ impl Storage for LocalStorage {
         let found = self.stale()?;
         for path in &found {
             durable.remove_directory(path)?;
+        }
+        if !found.is_empty() {
+            // Before anything else happens here: what comes back after a crash could be taken for the newest version.
+            durable.sync_directory(parent_of(&self.path))?;
         }
         Ok(found)
     }
