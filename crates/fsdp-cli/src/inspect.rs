@@ -141,7 +141,7 @@ impl Summary {
         let mut tensors = tensors(metadata);
         let stored: HashMap<&str, u64> = opaque.iter().map(|opaque| (opaque.name.as_str(), opaque.bytes)).collect();
         for tensor in &mut tensors {
-            // What its elements would take says nothing of an opaque tensor.
+            // The dtype and the shape of an opaque tensor do not tell how many bytes it takes.
             tensor.bytes = stored.get(tensor.name.as_str()).copied().unwrap_or(tensor.bytes);
         }
         let mut values: Vec<String> = metadata.values().map(|(name, _)| name.to_owned()).collect();
@@ -224,7 +224,7 @@ fn opaque(source: &dyn Checkpoint) -> (Vec<Opaque>, usize) {
     let is_local = Location::from(source.path()).local().is_some();
     let looks = if is_local { local } else { remote };
     let opaque = values.chain(tensors).take(looks).filter_map(|(name, bytes)| {
-        // What is damaged does not keep the rest from being shown.
+        // A value whose type cannot be read is damaged: `verify` tells of it, and the rest is shown here.
         let of = source.opaque_type(name).ok()??;
         Some(Opaque { name: name.to_owned(), of, bytes })
     });

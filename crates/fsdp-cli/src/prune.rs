@@ -115,7 +115,7 @@ fn reason_to_stay(path: &Location) -> Option<String> {
     if path.local().is_some_and(std::path::Path::is_symlink) {
         return Some("it is a link".to_owned());
     }
-    // What cannot be opened may be anything.
+    // A checkpoint that cannot be opened may be one that is needed.
     let opened = match checkpoint::open(path, OpenOptions { verify: false }) {
         Ok(opened) => opened,
         Err(error) => return Some(error.to_string()),

@@ -69,7 +69,7 @@ fn a_map_is_one_file_that_loads_nothing_and_escapes_names() {
         let without_namespace = text.replace("http://www.w3.org/2000/svg", "");
         assert!(!without_namespace.contains("://") && !text.contains("src=") && !text.contains('\u{202e}'));
         assert!(text.contains("prefers-color-scheme:dark"));
-        // What is there stays, unless it may be replaced.
+        // A file that is there stays, unless it may be replaced.
         fs::write(&file, "mine").unwrap();
         fsdp(&["map", model, option, &file]).assert().code(i32::from(exit_codes::USAGE)).stderr(contains("exists"));
         assert_eq!(fs::read_to_string(&file).unwrap(), "mine");

@@ -51,7 +51,7 @@ pub struct FsdpConfig {
     /// their own, which needs a core now and then. Without an effect on GPUs.
     pub backward_prefetch: Option<BackwardPrefetch>,
     /// `true` if a forward begins to gather its next unit before it computes the present one: torch's option of the same name.
-    /// As for [`Self::backward_prefetch`], it takes the memory of one more unit.
+    /// Takes the memory of one more unit, like [`Self::backward_prefetch`].
     pub forward_prefetch: bool,
     /// `true` (the default) if one unit at most is gathered ahead; three otherwise, for small units and a network of high
     /// latency. torch's option of the same name.

@@ -23,7 +23,7 @@ pub(super) struct Size {
 }
 
 /// A tensor as a grid: across along the dimension in which it is cut; down along the first one, if it is cut in several.
-/// Of further dimensions only the middle is seen.
+/// A tensor of more dimensions is shown at the middle of each further one.
 #[derive(Debug)]
 pub(super) struct Raster {
     pub(super) rows: usize,

@@ -87,7 +87,7 @@ pub fn convert(
     if target.keeps_framework(source.format()) {
         extra.add(ExtraFiles { files, others: Vec::new() }, source.directory());
     } else if matches!(target, OutputFormat::SafetensorsDirectory { .. }) && !source.format().is_file() {
-        // What Hugging Face's libraries need beside weights goes with them, whatever the weights were in.
+        // Hugging Face's libraries need the configuration and the tokenizer beside the weights, so these files go with them.
         let needed = ExtraFiles::for_hugging_face(source.directory())?;
         left_behind.extend(files.into_iter().filter(|name| !needed.files.contains(name)));
         extra.add(needed, source.directory());

@@ -35,7 +35,7 @@ pub(super) fn copy(
 ) -> Result<(), FileError> {
     let mut items: Vec<Vec<Item<'_>>> = written.iter().map(|_| Vec::new()).collect();
     for (fqn, tensor) in source.metadata().tensors().filter(|(fqn, _)| opaque.contains(fqn)) {
-        // What has no place has no item: a box without elements.
+        // A box without elements has no place in a file, and so no item.
         let chunks: Vec<_> = tensor.chunks.iter().filter(|chunk| chunk.stored.is_some()).cloned().collect();
         let entry = metadata.entries.len() as u32;
         let digest = digest_of_opaque(source, fqn)?;

@@ -180,6 +180,7 @@ impl Storage for Watched {
         self.inner.name()
     }
 
+    #[cfg(feature = "object-store")]
     fn as_any(&self) -> &dyn std::any::Any {
         self
     }

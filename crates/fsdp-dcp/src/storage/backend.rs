@@ -1,6 +1,5 @@
 //! The traits that a kind of storage implements: a place, reading what is there, and staging what will be there.
 
-use std::any::Any;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -24,7 +23,8 @@ pub(crate) trait Storage: Send + Sync {
     }
 
     /// Returns its address in a type of its kind of storage, by which a [`Stage`] tells a place of its own kind.
-    fn as_any(&self) -> &dyn Any;
+    #[cfg(feature = "object-store")]
+    fn as_any(&self) -> &dyn std::any::Any;
 
     /// Returns the place below this one that has this name.
     fn child(&self, below: &str) -> Arc<dyn Storage>;
@@ -188,7 +188,8 @@ impl Storage for UnusableUrl {
         &self.name
     }
 
-    fn as_any(&self) -> &dyn Any {
+    #[cfg(feature = "object-store")]
+    fn as_any(&self) -> &dyn std::any::Any {
         self
     }
 

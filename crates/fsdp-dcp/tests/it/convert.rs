@@ -212,7 +212,7 @@ fn files_beside_a_checkpoint_come_along_or_are_named() {
     }
     for (number, (from, target, comes)) in [
         (&from, OutputFormat::Dcp { ranks: 3 }, &extra[..]),
-        // What Hugging Face's libraries need goes into their layout from anywhere.
+        // The configuration and the tokenizer go into Hugging Face's layout, whatever format the source has.
         (&from, directory, &["config.json", "tokenizer.json"]),
         (&from, OutputFormat::Torch, &[]),
         (&hf, directory, &extra),

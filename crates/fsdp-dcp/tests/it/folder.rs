@@ -96,7 +96,7 @@ fn damage_in_a_part_of_a_folder_is_found_with_its_key_and_its_file() {
     assert!(!report.is_ok());
     assert!(report.problems.iter().all(|problem| problem.file.as_deref() == Some("optimizer_0/__1_0.distcp")));
     assert!(report.problems.iter().all(|problem| problem.fqn.as_ref().unwrap().starts_with("optimizer.")));
-    // What is not selected may be damaged.
+    // Damage in tensors that are not selected does not matter.
     let folder = opened(&to);
     let keep = |fqn: &str| if fqn.starts_with("model.") { Rename::Keep } else { Rename::Drop };
     let view = View::new(&*folder, keep, None).unwrap();

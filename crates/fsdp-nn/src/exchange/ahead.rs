@@ -262,7 +262,7 @@ impl Drop for PhaseGuard<'_> {
     fn drop(&mut self) {
         let mut state = self.0.state();
         state.phase = None;
-        // What is left here is of a phase that has failed, whose error is on its way already.
+        // Only a phase that has failed leaves gathers and reductions behind, and its own error is being returned.
         let _ = self.0.discard_gathers(&mut state);
         for (_, ticket) in state.reductions.drain(..) {
             let _ = ticket.wait();

@@ -153,7 +153,7 @@ impl FlatParamHandle {
     fn add_reduced(&self, state: &mut HandleState, reduction: Reduction) -> Result<()> {
         state.partial = reduction.partial;
         let Some(reduced) = reduction.reduced else { return Ok(()) };
-        // What the ranks have agreed on before does not know of these.
+        // The ranks agreed on which parameters have gradients before these came, so they must agree again.
         state.has_gradient.clear();
         self.exchange.add_to(&mut state.grad, reduced)
     }

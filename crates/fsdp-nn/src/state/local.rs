@@ -253,7 +253,7 @@ impl Optimizer {
     /// the parameter counts as having been stepped as often as the others of its group, if those agree.
     ///
     /// # Errors
-    /// [`OptimStateError`](super::OptimStateError): another number of groups or parameters, tensors of another shape or
+    /// [`OptimStateError`]: another number of groups or parameters, tensors of another shape or
     /// dtype than this rank's piece, entries that the algorithm needs and that are missing; malformed groups and
     /// hyperparameters.
     pub fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {

@@ -6,7 +6,6 @@ mod read;
 mod staging;
 mod tree;
 
-use std::any::Any;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -53,7 +52,8 @@ impl Storage for LocalStorage {
         Some(&self.path)
     }
 
-    fn as_any(&self) -> &dyn Any {
+    #[cfg(feature = "object-store")]
+    fn as_any(&self) -> &dyn std::any::Any {
         self
     }
 
@@ -140,7 +140,7 @@ impl Storage for LocalStorage {
             durable.remove_directory(path)?;
         }
         if !found.is_empty() {
-            // Before anything else happens here: what comes back after a crash could be taken for the newest version.
+            // Before anything else happens here: an old version that a crash brings back could be taken for the newest.
             durable.sync_directory(parent_of(&self.path))?;
         }
         Ok(found)
