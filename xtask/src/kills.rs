@@ -34,10 +34,14 @@ pub(crate) struct KillsArguments {
 
 /// The deadline of the ranks, in seconds: a stopped one is noticed after it.
 const TIMEOUT: &str = "5";
-/// The steps of a run. It saves after every one.
-const STEPS: &str = "40";
+/// The steps of a run.
+const STEPS: &str = "60";
+/// The steps between two saves: no more may be lost.
+const SAVE_EVERY: &str = "3";
 /// The longest time between two kills.
-const LONGEST_LIFE: Duration = Duration::from_secs(6);
+const LONGEST_LIFE: Duration = Duration::from_secs(4);
+/// The longest time for which a launcher is stopped.
+const LONGEST_STOP: Duration = Duration::from_secs(2);
 /// The time after which a run counts as hanging.
 const HANG: Duration = Duration::from_secs(180);
 /// The kills of one run at most: it must end some time.
@@ -60,7 +64,7 @@ const TRAIN: [&str; 18] = [
     "--steps",
     STEPS,
     "--save-every",
-    "1",
+    SAVE_EVERY,
     "--threads",
     "1",
 ];
@@ -71,15 +75,20 @@ struct Counts {
     killed_ranks: u64,
     stopped_ranks: u64,
     killed_launchers: u64,
-    /// Several ranks at once, as if their host had failed.
+    stopped_launchers: u64,
+    /// Half of the ranks at once, as if their host had failed.
     killed_hosts: u64,
+    stopped_hosts: u64,
+    /// The most steps that were done before a kill and again after it.
+    lost: u64,
     /// The longest time from a kill until the run had saved another step.
     slowest: Duration,
 }
 
 impl Counts {
     fn all(&self) -> u64 {
-        self.killed_ranks + self.stopped_ranks + self.killed_launchers + self.killed_hosts
+        let killed = self.killed_ranks + self.killed_launchers + self.killed_hosts;
+        killed + self.stopped_ranks + self.stopped_launchers + self.stopped_hosts
     }
 }
 
@@ -146,23 +155,35 @@ fn disturb(
         if ranks.is_empty() {
             continue;
         }
-        let done = newest(out)?;
+        let (saved, begun) = (newest(out)?, starts(out)?.len());
         let victim = ranks[random.random_range(0..ranks.len())];
+        let host = &ranks[..ranks.len() / 2];
         let hit = Instant::now();
-        match random.random_range(0..10) {
-            0..5 => {
-                kill_process(victim, Signal::KILL).ok();
+        match random.random_range(0..20) {
+            0..8 => {
+                signal(&[victim], Signal::KILL);
                 counts.killed_ranks += 1;
             }
-            5..7 => {
-                kill_process(victim, Signal::STOP).ok();
+            8..11 => {
+                signal(&[victim], Signal::STOP);
                 counts.stopped_ranks += 1;
             }
-            7..9 => {
-                for rank in &ranks[..ranks.len() / 2] {
-                    kill_process(*rank, Signal::KILL).ok();
-                }
+            11..14 => {
+                signal(host, Signal::KILL);
                 counts.killed_hosts += 1;
+            }
+            14..16 => {
+                signal(host, Signal::STOP);
+                counts.stopped_hosts += 1;
+            }
+            16..18 => {
+                let launcher = Pid::from_child(&launch.0);
+                signal(&[launcher], Signal::STOP);
+                thread::sleep(LONGEST_STOP.mul_f64(random.random()));
+                signal(&[launcher], Signal::CONT);
+                counts.stopped_launchers += 1;
+                // The ranks have gone on meanwhile, and nothing is lost.
+                continue;
             }
             _ => {
                 launch.kill()?;
@@ -172,17 +193,51 @@ fn disturb(
                 launch = Launch::start(program, out, arguments.ranks, &said)?;
             }
         }
-        // The run goes on: it resumes from the newest checkpoint, and makes another step.
-        while newest(out)? <= done {
+        let steps = done(out)?;
+        // The run goes on: it resumes from the newest checkpoint, and saves another one.
+        while newest(out)? <= saved {
             if launch.wait(Duration::from_millis(50))? {
                 return Ok(());
             }
             ensure!(hit.elapsed() < HANG, "no step within {HANG:?} of a kill");
         }
         counts.slowest = counts.slowest.max(hit.elapsed());
+        // A kill in the last moment of a save may find the new checkpoint there: then the run is yet to start again.
+        if let Some(start) = starts(out)?.get(begun) {
+            let lost = steps.saturating_sub(*start);
+            ensure!(lost <= SAVE_EVERY.parse()?, "of {steps} steps {lost} were lost: the run began at {start}");
+            counts.lost = counts.lost.max(lost);
+        }
     }
     ensure!(launch.wait(HANG)?, "the run does not end");
     Ok(())
+}
+
+/// Sends a signal to processes, some of which may have ended.
+fn signal(processes: &[Pid], signal: Signal) {
+    for process in processes {
+        kill_process(*process, signal).ok();
+    }
+}
+
+/// Returns the number of steps that a run has done, of those that its metrics tell.
+fn done(out: &Path) -> Result<u64> {
+    let steps = numbers(&out.join("metrics.jsonl"), |line| line["step"].as_u64())?;
+    Ok(steps.last().map_or(0, |step| step + 1))
+}
+
+/// Returns the steps that a run has begun at, each time that it was started.
+fn starts(out: &Path) -> Result<Vec<u64>> {
+    numbers(&out.join("events.jsonl"), |line| line["step"].as_u64().filter(|_| line["event"] == "start"))
+}
+
+/// Reads the numbers that lines of JSON have. The last line may be half written.
+fn numbers(file: &Path, number: impl Fn(&serde_json::Value) -> Option<u64>) -> Result<Vec<u64>> {
+    if !file.exists() {
+        return Ok(Vec::new());
+    }
+    let text = fs::read_to_string(file)?;
+    Ok(text.lines().filter_map(|line| number(&serde_json::from_str(line).ok()?)).collect())
 }
 
 /// Waits until these processes have ended.

@@ -84,6 +84,9 @@ enum Task {
         /// Use the debug build, which takes less time to make
         #[arg(long)]
         debug: bool,
+        /// Print each operation
+        #[arg(long)]
+        trace: bool,
     },
     /// Runs whose ranks and launchers are killed and stopped over and over: they must end with the bits of one that nobody
     /// disturbed.
@@ -163,13 +166,14 @@ fn run(task: Task, root: &Path) -> Result<()> {
         Task::Gpu(arguments) => gpu::run(root, &arguments)?,
         Task::Mpi { train } => mpi::run(root, train)?,
         Task::Kills(arguments) => kills::run(root, &arguments)?,
-        Task::Simulate { seeds, seed, flaws, debug } => {
+        Task::Simulate { seeds, seed, flaws, debug, trace } => {
             let seed = seed.unwrap_or_else(|| u64::from(rand::random::<u32>())).to_string();
             let (profile, seeds) = (if debug { "dev" } else { "release" }, seeds.to_string());
             let mut arguments =
                 vec!["run", "--package", "fsdp-checkpoint", "--example", "simulate", "--profile", profile];
             arguments.extend(["--locked", "--", "--seeds", &seeds, "--seed", &seed]);
             arguments.extend(flaws.then_some("--flaws"));
+            arguments.extend(trace.then_some("--trace"));
             cargo(root, &arguments, &[])?;
         }
         Task::Soak { runs, seed, program } => soak::run(root, runs, seed, program)?,

@@ -14,7 +14,7 @@ use anyhow::{Result, bail};
 use clap::Parser;
 
 use self::simulation::flaw::Flaw;
-use self::simulation::simulate;
+use self::simulation::{Summary, locked, simulate};
 
 #[derive(Parser)]
 #[command(about = "Deterministic simulations of saves on a disk that forgets")]
@@ -28,10 +28,20 @@ struct Arguments {
     /// Look for each of the bugs that are put in on purpose, instead
     #[arg(long)]
     flaws: bool,
+    /// The number of threads [default: one for each core]
+    #[arg(long, value_name = "T")]
+    threads: Option<usize>,
+    /// Print each operation
+    #[arg(long)]
+    trace: bool,
 }
 
 fn main() -> Result<()> {
     let arguments = Arguments::parse();
+    if arguments.trace {
+        let lines = tracing_subscriber::fmt().without_time().with_target(false).with_ansi(false);
+        lines.with_max_level(tracing::Level::TRACE).with_env_filter("simulate=trace").init();
+    }
     let seeds = arguments.seed..arguments.seed.saturating_add(arguments.seeds);
     if arguments.flaws {
         for flaw in Flaw::ALL {
@@ -42,20 +52,23 @@ fn main() -> Result<()> {
         return Ok(());
     }
     let start = Instant::now();
-    let (next, operations, struck) = (AtomicU64::new(seeds.start), AtomicU64::new(0), AtomicU64::new(0));
+    let threads = arguments.threads.or_else(|| Some(thread::available_parallelism().ok()?.get())).unwrap_or(1);
+    let (next, totals) = (AtomicU64::new(seeds.start), Mutex::new(Summary::default()));
     let failed = Mutex::new(Vec::new());
     thread::scope(|scope| {
-        for _ in 0..thread::available_parallelism().map_or(1, usize::from) {
+        for _ in 0..threads {
             scope.spawn(|| {
                 while let Some(seed) = Some(next.fetch_add(1, Ordering::Relaxed)).filter(|seed| *seed < seeds.end) {
                     match simulate(seed, None) {
                         Ok(summary) => {
-                            operations.fetch_add(summary.operations, Ordering::Relaxed);
-                            struck.fetch_add(summary.struck, Ordering::Relaxed);
+                            let mut totals = locked(&totals);
+                            totals.operations += summary.operations;
+                            totals.links += summary.links;
+                            totals.struck += summary.struck;
                         }
                         Err(error) => {
                             println!("seed {seed}: {error:#}");
-                            failed.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push(seed);
+                            locked(&failed).push(seed);
                         }
                     }
                 }
@@ -63,14 +76,13 @@ fn main() -> Result<()> {
         }
     });
     let minutes = start.elapsed().as_secs_f64() / 60.0;
+    let Summary { operations, links, struck, .. } = *locked(&totals);
     println!(
-        "{} simulations, {} operations, {} crashes, {:.0} a minute",
+        "{} simulations, {operations} operations, {links} linked files, {struck} crashes, {:.0} a minute",
         arguments.seeds,
-        operations.into_inner(),
-        struck.into_inner(),
         arguments.seeds as f64 / minutes
     );
-    let failed = failed.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let failed = locked(&failed);
     if !failed.is_empty() {
         bail!("{} simulations failed; `--seeds 1 --seed {}` repeats one of them", failed.len(), failed[0]);
     }

@@ -22,14 +22,16 @@ fn nothing_that_was_saved_is_lost_or_wrong() {
 
 #[test]
 fn a_seed_repeats_every_operation() {
-    let mut struck = 0;
+    let (mut struck, mut links) = (0, 0);
     for seed in 0..20 {
         let first = simulate(seed, None).unwrap();
         assert_eq!(simulate(seed, None).unwrap(), first, "seed {seed}");
         assert!(first.operations > 0);
         struck += first.struck;
+        links += first.links;
     }
     assert!(struck > 5, "only {struck} jobs were struck");
+    assert!(links > 5, "only {links} files were linked");
 }
 
 #[test]

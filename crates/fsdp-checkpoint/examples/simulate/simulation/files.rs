@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use fsdp_dcp::FormatError;
@@ -15,6 +15,7 @@ use rand::{RngExt as _, SeedableRng as _};
 
 use super::disk::{Disk, IO, Inode, NO_SPACE, NOT_SUPPORTED};
 use super::flaw::Flaw;
+use super::locked;
 use super::schedule::{Schedule, current_rank};
 
 /// The way in which a job ends before its time.
@@ -28,23 +29,64 @@ pub enum Strike {
     Power,
 }
 
+/// The moment at which a job is struck.
+#[derive(Debug, Clone, Copy)]
+pub enum Moment {
+    /// Instead of the operation with this number.
+    Operation(u64),
+    /// Instead of the rename with this number, or so many operations after it: the steps there are the ones that commit.
+    Rename { number: u64, after: u64 },
+}
+
 /// The troubles of one job.
 #[derive(Debug)]
 pub struct Trouble {
     pub random: StdRng,
-    /// The operation at which the job is struck.
-    pub strike: Option<(u64, Strike)>,
+    /// The way in which the job ends before its time, and when.
+    pub strike: Option<(Moment, Strike)>,
+    /// `true` once the job was struck.
+    pub was_struck: bool,
     /// The probability that an operation fails.
     pub failures: f64,
     /// The number of operations so far.
     pub operations: u64,
+    /// The number of those that renamed something.
+    pub renames: u64,
+    /// The number of those that gave a file another name.
+    pub links: u64,
     /// A hash of all operations in order.
     pub trace: u64,
 }
 
 impl Trouble {
     pub fn none() -> Self {
-        Trouble { random: StdRng::seed_from_u64(0), strike: None, failures: 0.0, operations: 0, trace: 0 }
+        Trouble {
+            random: StdRng::seed_from_u64(0),
+            strike: None,
+            was_struck: false,
+            failures: 0.0,
+            operations: 0,
+            renames: 0,
+            links: 0,
+            trace: 0,
+        }
+    }
+
+    /// Counts an operation, and returns the strike that comes instead of it.
+    fn count(&mut self, operation: Operation) -> Option<Strike> {
+        self.operations += 1;
+        self.renames += u64::from(operation == Operation::Rename);
+        self.links += u64::from(operation == Operation::Link);
+        let (moment, strike) = self.strike?;
+        if let Moment::Rename { number, after } = moment
+            && operation == Operation::Rename
+            && number == self.renames
+        {
+            self.strike = Some((Moment::Operation(self.operations + after), strike));
+        }
+        let is_now = matches!(self.strike, Some((Moment::Operation(at), _)) if at == self.operations);
+        self.was_struck |= is_now;
+        is_now.then_some(strike)
     }
 }
 
@@ -57,8 +99,8 @@ pub struct Machine {
     /// `false` if the file system cannot exchange two directories.
     pub exchanges: bool,
     pub flaw: Option<Flaw>,
-    /// The files whose sync is late.
-    pub late: Mutex<Vec<Inode>>,
+    /// The files whose sync a flaw has put off until something is renamed.
+    pub late: Mutex<Vec<(Inode, PathBuf)>>,
 }
 
 /// The kind of an operation.
@@ -82,10 +124,6 @@ pub struct Files {
     machine: Arc<Machine>,
     /// The rank that this is the file system of; `None` for the checker, which nothing goes wrong for.
     rank: Option<usize>,
-}
-
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn error(code: i32) -> io::Error {
@@ -122,12 +160,12 @@ impl Files {
         }
         schedule.pass();
         let mut trouble = locked(&self.machine.trouble);
-        trouble.operations += 1;
+        let struck = trouble.count(operation);
         let text = format!("{rank} {operation:?} {}", path.display());
         trouble.trace = trouble.trace.rotate_left(7) ^ twox_hash::XxHash3_64::oneshot(text.as_bytes());
-        if let Some((at, strike)) = trouble.strike
-            && at == trouble.operations
-        {
+        tracing::trace!("{text}");
+        if let Some(strike) = struck {
+            tracing::trace!("{strike:?} is struck");
             let seed = trouble.random.random();
             drop(trouble);
             self.strike(&schedule, rank, strike, seed);
@@ -143,6 +181,7 @@ impl Files {
             operation,
             Operation::Create | Operation::Allocate | Operation::Write | Operation::Link | Operation::Rename
         );
+        tracing::trace!("it fails");
         Err(error(if takes_space && chance < failures / 2.0 { NO_SPACE } else { IO }))
     }
 
@@ -157,13 +196,15 @@ impl Files {
         }
     }
 
-    /// Syncs the files whose sync a flaw has put off.
-    fn sync_late(&self) {
-        let mut disk = self.disk();
-        for inode in locked(&self.machine.late).drain(..) {
+    /// Syncs the files whose sync a flaw has put off, each in a step of its own.
+    fn sync_late(&self) -> io::Result<()> {
+        let late = std::mem::take(&mut *locked(&self.machine.late));
+        for (inode, path) in late {
+            self.begin(Operation::Sync, &path)?;
             // A file that is gone needs no sync.
-            disk.sync_file(inode).ok();
+            self.disk().sync_file(inode).ok();
         }
+        Ok(())
     }
 
     /// Empties the files below a directory under all their names.
@@ -253,13 +294,12 @@ impl FileSystem for Files {
     fn rename_new(&self, from: &Path, to: &Path) -> io::Result<()> {
         self.begin(Operation::Rename, to)?;
         let mut disk = self.disk();
-        if disk.resolve(to).is_ok() && !self.machine.has(Flaw::NamesShared) {
+        if disk.resolve(to).is_ok() && !self.machine.has(Flaw::RenameReplaces) {
             return Err(io::ErrorKind::AlreadyExists.into());
         }
         disk.rename(from, to)?;
         drop(disk);
-        self.sync_late();
-        Ok(())
+        self.sync_late()
     }
 
     fn rename_over(&self, from: &Path, to: &Path) -> io::Result<()> {
@@ -286,8 +326,7 @@ impl FileSystem for Files {
             }
         }
         self.disk().exchange(a, b)?;
-        self.sync_late();
-        Ok(())
+        self.sync_late()
     }
 
     fn link(&self, from: &Path, to: &Path) -> io::Result<()> {
@@ -383,7 +422,7 @@ impl NewFile for Handle {
             return Ok(());
         }
         if self.machine().has(Flaw::SyncAfterRename) {
-            locked(&self.machine().late).push(self.inode);
+            locked(&self.machine().late).push((self.inode, self.path.clone()));
             return Ok(());
         }
         disk.sync_file(self.inode)

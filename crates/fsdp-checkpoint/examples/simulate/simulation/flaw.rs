@@ -27,8 +27,8 @@ pub enum Flaw {
     LocksIgnored,
     /// The newest entry of a directory is not listed.
     ListingStale,
-    /// A rename to where nothing should be replaces what is there, and a new directory may be an old one.
-    NamesShared,
+    /// A rename to where nothing should be replaces what is there.
+    RenameReplaces,
 }
 
 impl Flaw {
@@ -45,6 +45,6 @@ impl Flaw {
         Flaw::RemovalReachesLinks,
         Flaw::LocksIgnored,
         Flaw::ListingStale,
-        Flaw::NamesShared,
+        Flaw::RenameReplaces,
     ];
 }

@@ -1,7 +1,7 @@
 //! A job: ranks that resume a run, save it, and remove what is old, with the code that real jobs run.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use anyhow::{Result, anyhow, ensure};
 use fsdp_checkpoint::{
@@ -17,6 +17,7 @@ use rand::{RngExt as _, SeedableRng as _};
 
 use super::files::Machine;
 use super::journal::Journal;
+use super::locked;
 use super::schedule::{Killed, Schedule};
 use super::state::{part, version_in, version_of};
 
@@ -43,6 +44,8 @@ pub struct Job {
     pub is_quiet: bool,
     /// `true` if it saves everything once and removes all leftovers: the last job of a simulation.
     pub is_last: bool,
+    /// `true` if its ranks also save to one place without knowing of each other.
+    pub has_rivals: bool,
 }
 
 /// The facts that all ranks of a job share with the checker.
@@ -53,15 +56,19 @@ pub struct Shared {
     pub violations: Mutex<Vec<String>>,
     /// The outcomes of each save of the job that runs, by its number.
     outcomes: Mutex<Vec<Vec<bool>>>,
-}
-
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    /// The versions of the ranks whose save to the same place has succeeded.
+    pub winners: Mutex<Vec<u64>>,
 }
 
 impl Shared {
     pub fn new(machine: Arc<Machine>) -> Self {
-        Shared { machine, journal: Mutex::default(), violations: Mutex::default(), outcomes: Mutex::default() }
+        Shared {
+            machine,
+            journal: Mutex::default(),
+            violations: Mutex::default(),
+            outcomes: Mutex::default(),
+            winners: Mutex::default(),
+        }
     }
 
     pub fn violation(&self, text: impl Into<String>) {
@@ -73,6 +80,7 @@ impl Shared {
         let schedule = Arc::new(Schedule::new(job.ranks, job.seed));
         *locked(&self.machine.schedule) = schedule.clone();
         *locked(&self.outcomes) = vec![Vec::new(); job.saves];
+        locked(&self.winners).clear();
         let ended = LocalRanks::new(job.ranks).stack_bytes(STACK_BYTES).turns(schedule.clone()).run(|group| {
             let rank = group.rank();
             let done = catch_unwind(AssertUnwindSafe(|| self.rank(job, group)));
@@ -88,6 +96,7 @@ impl Shared {
         if let Err(error) = ended {
             self.violation(format!("a rank panicked: {error}"));
         }
+        self.check_rivals(job);
         if schedule.has_hung() {
             self.violation("all ranks waited for each other");
         }
@@ -117,6 +126,9 @@ impl Shared {
         let mut checkpointer = Checkpointer::new(&run, &group, options)?;
         let mut random = StdRng::seed_from_u64(job.seed);
         let mut step = self.resume(&checkpointer, &group)?;
+        if job.has_rivals {
+            self.save_alone(job, &group, &run)?;
+        }
         // One rank reads the newest checkpoint for as long as the job runs.
         let reader = random.random_range(0..2 * job.ranks);
         let reading = if reader == rank && step > 0 { self.start_reading(&run, step) } else { None };

@@ -36,6 +36,12 @@ impl Journal {
         }
     }
 
+    /// Notes that of all saves to a place, this one has succeeded, and none may succeed after it.
+    pub fn confirm_only(&mut self, name: &str, version: u64) {
+        let record = Record { confirmed: Some(version), ..Record::default() };
+        self.records.insert(name.to_owned(), record);
+    }
+
     pub fn begin_removal(&mut self, name: &str) {
         self.records.entry(name.to_owned()).or_default().may_be_gone = true;
     }

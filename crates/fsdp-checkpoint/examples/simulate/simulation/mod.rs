@@ -8,6 +8,7 @@
 //! - the run resumes from the newest checkpoint, and no rank with another state;
 //! - a checkpoint that is read stays whole, also while others replace or remove it;
 //! - all ranks of a save succeed, or none does, and no rank waits for ever;
+//! - of ranks that save to the same place without knowing of each other, one succeeds;
 //! - the next job removes what crashed ones have left.
 
 pub mod disk;
@@ -15,6 +16,7 @@ pub mod files;
 pub mod flaw;
 mod job;
 mod journal;
+mod rivals;
 mod schedule;
 mod state;
 
@@ -30,7 +32,7 @@ use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
 
 use self::disk::Disk;
-use self::files::{Machine, Strike, Trouble};
+use self::files::{Machine, Moment, Strike, Trouble};
 use self::flaw::Flaw;
 use self::job::{FINAL, Job, RUN, Shared};
 use self::schedule::Schedule;
@@ -41,13 +43,16 @@ use self::state::version_in;
 pub struct Summary {
     /// The number of operations on the disk.
     pub operations: u64,
+    /// The number of files that were linked and not written again.
+    pub links: u64,
     /// The number of jobs that were struck.
     pub struck: u64,
     /// A hash of all operations in order.
     pub trace: u64,
 }
 
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+/// Locks a mutex, also one that a thread held when it panicked.
+pub fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -71,12 +76,16 @@ pub fn simulate(seed: u64, flaw: Option<Flaw>) -> Result<Summary> {
         let ranks = [1, 2, 2, 3, 4][random.random_range(0..5)];
         let strikes = [Strike::Rank, Strike::Job, Strike::Power, Strike::Power];
         let strike = strikes[random.random_range(0..strikes.len())];
-        let at = random.random_range(1..=(250 + 120 * ranks as u64));
+        let moment = if random.random() {
+            Moment::Operation(random.random_range(1..=(250 + 120 * ranks as u64)))
+        } else {
+            Moment::Rename { number: random.random_range(1..=8), after: random.random_range(0..=4) }
+        };
         let is_struck = !is_last && random.random_bool(0.8);
         let failures = if is_last || random.random_bool(0.6) { 0.0 } else { 0.004 };
         let trouble = Trouble {
             random: StdRng::seed_from_u64(random.random()),
-            strike: is_struck.then_some((at, strike)),
+            strike: is_struck.then_some((moment, strike)),
             failures,
             ..Trouble::none()
         };
@@ -91,16 +100,18 @@ pub fn simulate(seed: u64, flaw: Option<Flaw>) -> Result<Summary> {
             keep_last: random.random_range(1..=3),
             is_quiet: !is_struck && failures == 0.0,
             is_last,
+            has_rivals: !is_last && random.random_bool(0.2),
         };
+        tracing::trace!("{job:?}, {moment:?}");
         shared.run(job);
-        let (operations, trace) = {
+        let was_struck = {
             let trouble = locked(&machine.trouble);
-            (trouble.operations, trouble.trace)
+            summary.operations += trouble.operations;
+            summary.links += trouble.links;
+            summary.struck += u64::from(trouble.was_struck);
+            summary.trace = summary.trace.rotate_left(1) ^ trouble.trace;
+            trouble.was_struck
         };
-        let was_struck = is_struck && operations >= at;
-        summary.operations += operations;
-        summary.struck += u64::from(was_struck);
-        summary.trace = summary.trace.rotate_left(1) ^ trace;
         let mut has_lost_power = was_struck && strike == Strike::Power;
         // A machine may also lose its power when a job has ended well.
         if !is_last && !was_struck && random.random_bool(0.5) {

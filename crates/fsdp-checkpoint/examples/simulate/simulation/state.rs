@@ -17,7 +17,7 @@ struct Kind {
 }
 
 const TENSORS: [Kind; 3] = [
-    Kind { name: "frozen", shape: [12, 64], is_replicated: false, is_frozen: true },
+    Kind { name: "frozen", shape: [12, 512], is_replicated: false, is_frozen: true },
     Kind { name: "weight", shape: [11, 5], is_replicated: false, is_frozen: false },
     Kind { name: "bias", shape: [1, 7], is_replicated: true, is_frozen: false },
 ];
