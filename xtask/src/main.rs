@@ -5,6 +5,7 @@ mod docs;
 mod fuzz;
 mod gpu;
 mod interop;
+mod kills;
 mod mpi;
 mod package;
 mod python;
@@ -70,6 +71,27 @@ enum Task {
         #[arg(long)]
         train: bool,
     },
+    /// Simulations of saves on a disk that loses what was not synced: crashes and failures of every kind, each repeatable.
+    Simulate {
+        /// The number of simulations
+        #[arg(long, value_name = "N", default_value_t = 2000)]
+        seeds: u64,
+        /// The seed of the first one [default: random]
+        #[arg(long, value_name = "S")]
+        seed: Option<u64>,
+        /// Look for each of the bugs that are put in on purpose, instead
+        #[arg(long)]
+        flaws: bool,
+        /// Use the debug build, which takes less time to make
+        #[arg(long)]
+        debug: bool,
+        /// Print each operation
+        #[arg(long)]
+        trace: bool,
+    },
+    /// Runs whose ranks and launchers are killed and stopped over and over: they must end with the bits of one that nobody
+    /// disturbed.
+    Kills(kills::KillsArguments),
     /// Ranks killed or stopped at random moments of training and saving; the newest checkpoint must resume.
     Soak {
         #[arg(long, value_name = "N", default_value_t = 200)]
@@ -130,6 +152,8 @@ fn run(task: Task, root: &Path) -> Result<()> {
         Task::Gpu(_) => "gpu",
         Task::Bench(_) => "bench",
         Task::Mpi { .. } => "mpi",
+        Task::Kills(_) => "kills",
+        Task::Simulate { .. } => "simulate",
         Task::Soak { .. } => "soak",
     };
     match task {
@@ -143,6 +167,17 @@ fn run(task: Task, root: &Path) -> Result<()> {
         Task::Fuzz { seconds } => fuzz::run(root, seconds)?,
         Task::Gpu(arguments) => gpu::run(root, &arguments)?,
         Task::Mpi { train } => mpi::run(root, train)?,
+        Task::Kills(arguments) => kills::run(root, &arguments)?,
+        Task::Simulate { seeds, seed, flaws, debug, trace } => {
+            let seed = seed.unwrap_or_else(|| u64::from(rand::random::<u32>())).to_string();
+            let (profile, seeds) = (if debug { "dev" } else { "release" }, seeds.to_string());
+            let mut arguments =
+                vec!["run", "--package", "fsdp-checkpoint", "--example", "simulate", "--profile", profile];
+            arguments.extend(["--locked", "--", "--seeds", &seeds, "--seed", &seed]);
+            arguments.extend(flaws.then_some("--flaws"));
+            arguments.extend(trace.then_some("--trace"));
+            cargo(root, &arguments, &[])?;
+        }
         Task::Soak { runs, seed, program } => soak::run(root, runs, seed, program)?,
         Task::Clippy => {
             cargo(root, &["clippy", "--workspace", "--all-targets", "--locked", "--", "-D", "warnings"], &[])?;

@@ -6,7 +6,7 @@ use fsdp_dcp::Location;
 use fsdp_dcp::checkpoint;
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::storage::{Durable, clean_stale};
-use fsdp_dcp::verify::{Level, verify};
+use fsdp_dcp::verify::{Level, verify_on_threads};
 use tracing::{info, info_span, warn};
 
 use crate::CheckpointError;
@@ -92,7 +92,8 @@ pub fn prune(dir: impl Into<Location>, retention: &Retention) -> Result<Vec<Step
 
 /// Returns `true` if a checkpoint can be opened, and all its files are there with the right sizes.
 fn is_whole(path: &Location) -> bool {
-    let report =
-        checkpoint::open(path, OpenOptions::default()).and_then(|checkpoint| verify(&*checkpoint, Level::Sizes, None));
+    let report = checkpoint::open(path, OpenOptions::default())
+        // One thread, as training goes on beside it.
+        .and_then(|checkpoint| verify_on_threads(&*checkpoint, Level::Sizes, 1, None));
     report.is_ok_and(|report| report.problems.is_empty())
 }

@@ -131,17 +131,23 @@ impl Durable {
 
     /// Creates a directory and its missing parents, each durably: what is saved in it later is not lost with its name.
     ///
+    /// Those that are there already are made durable too: a process may have made one, and ended before it was.
+    ///
     /// # Errors
     /// [`FileError::Io`].
     pub fn create_directories(&self, path: &Path) -> Result<(), FileError> {
-        if path.as_os_str().is_empty() || self.files.is_directory(path) {
-            return Ok(());
+        // A relative path ends with an empty one, and an absolute one with the root.
+        let Some(parent) = path.parent() else { return Ok(()) };
+        self.create_directories(parent)?;
+        let is_there = self.files.is_directory(path);
+        if !is_there {
+            self.create_directory(path)?;
         }
-        if let Some(parent) = path.parent() {
-            self.create_directories(parent)?;
+        match self.sync_directory(parent_of(path)) {
+            // Somebody else's directory, or one of a file system without syncs.
+            Err(FileError::Io { source, .. }) if is_there && is_refused(&source) => Ok(()),
+            synced => synced,
         }
-        self.create_directory(path)?;
-        self.sync_directory(parent_of(path))
     }
 
     /// Creates a file that must not exist.
@@ -211,6 +217,12 @@ impl Durable {
             other => other,
         })
     }
+}
+
+/// Returns `true` if the operation is not for this process, or not for this file system.
+fn is_refused(error: &io::Error) -> bool {
+    let kinds = [io::ErrorKind::PermissionDenied, io::ErrorKind::ReadOnlyFilesystem];
+    kinds.contains(&error.kind()) || is_unsupported(error)
 }
 
 /// Returns `true` if the file system does not know the operation.

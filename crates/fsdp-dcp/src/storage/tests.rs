@@ -50,15 +50,44 @@ fn new_directories_are_durable_in_their_parents() {
     let durable = Durable::with_hook(recorder.clone());
     let (outer, inner) = (parent.path().join("runs"), parent.path().join("runs/demo"));
     durable.create_directories(&inner).unwrap();
-    // What is there already takes no steps.
+    // A process that was killed may have made what is there already, and not synced it.
     durable.create_directories(&inner).unwrap();
     let expected = [
         (Step::CreateDirectory, outer.clone()),
         (Step::SyncDirectory, parent.path().to_owned()),
         (Step::CreateDirectory, inner),
+        (Step::SyncDirectory, outer.clone()),
+        (Step::SyncDirectory, parent.path().to_owned()),
         (Step::SyncDirectory, outer),
     ];
-    assert_eq!(*recorder.0.lock().unwrap(), expected);
+    let mut steps = recorder.0.lock().unwrap().clone();
+    steps.retain(|(_, path)| path.starts_with(parent.path()));
+    assert_eq!(steps, expected);
+}
+
+/// A hook that makes the sync of one directory fail once, with this error.
+struct FailOnce(std::path::PathBuf, std::sync::Mutex<Option<std::io::ErrorKind>>);
+
+impl StepHook for FailOnce {
+    fn before(&self, step: Step, path: &Path) -> std::io::Result<()> {
+        let fails = step == Step::SyncDirectory && path == self.0;
+        match self.1.lock().unwrap().take_if(|_| fails) {
+            Some(kind) => Err(kind.into()),
+            None => Ok(()),
+        }
+    }
+}
+
+#[test]
+fn a_directory_above_that_cannot_be_synced_is_no_obstacle_unless_its_disk_fails() {
+    let parent = tempfile::tempdir().unwrap();
+    let inner = parent.path().join("runs");
+    std::fs::create_dir(&inner).unwrap();
+    for (kind, is_error) in [(std::io::ErrorKind::PermissionDenied, false), (std::io::ErrorKind::Other, true)] {
+        let hook = FailOnce(parent.path().to_owned(), std::sync::Mutex::new(Some(kind)));
+        let durable = Durable::with_hook(std::sync::Arc::new(hook));
+        assert_eq!(durable.create_directories(&inner).is_err(), is_error, "{kind:?}");
+    }
 }
 
 #[test]

@@ -38,6 +38,11 @@ impl LocalStorage {
     }
 }
 
+/// Returns `true` if an error says that nothing is at a path.
+fn is_absence(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
+}
+
 impl Storage for LocalStorage {
     fn name(&self) -> &Path {
         &self.path
@@ -61,13 +66,18 @@ impl Storage for LocalStorage {
     }
 
     fn exists(&self) -> Result<bool, FileError> {
-        Ok(self.files.exists(&self.path))
+        match self.files.status(&self.path, Links::Refuse) {
+            Ok(_) => Ok(true),
+            Err(error) if is_absence(&error) => Ok(false),
+            // A path that cannot be looked at may well have a checkpoint.
+            Err(error) => Err(FileError::io("inspect", &self.path)(error)),
+        }
     }
 
     fn kind(&self) -> Result<Option<EntryKind>, FileError> {
         match self.files.status(&self.path, Links::Follow) {
             Ok(status) => Ok(Some(status.kind)),
-            Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Ok(None),
+            Err(error) if is_absence(&error) => Ok(None),
             Err(error) => Err(FileError::io("inspect", &self.path)(error)),
         }
     }

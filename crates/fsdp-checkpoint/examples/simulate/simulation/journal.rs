@@ -1,0 +1,89 @@
+//! The checkpoints that must be on the disk, or may be, by what the program was told.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Result, bail, ensure};
+
+/// The facts about one place of a checkpoint.
+#[derive(Debug, Clone, Default)]
+struct Record {
+    /// The version that a save has confirmed.
+    confirmed: Option<u64>,
+    /// The versions whose saves began after that, and were not confirmed.
+    begun: Vec<u64>,
+    /// `true` if a removal of it has begun.
+    may_be_gone: bool,
+}
+
+/// The places of checkpoints, by their names.
+#[derive(Debug, Default)]
+pub struct Journal {
+    records: BTreeMap<String, Record>,
+}
+
+impl Journal {
+    pub fn begin(&mut self, name: &str, version: u64) {
+        self.records.entry(name.to_owned()).or_default().begun.push(version);
+    }
+
+    /// Notes that a save has succeeded; each rank is told.
+    pub fn confirm(&mut self, name: &str, version: u64) {
+        let record = self.records.entry(name.to_owned()).or_default();
+        // A slow rank is told when others have gone on.
+        if record.confirmed.is_none_or(|confirmed| confirmed < version) {
+            let begun = record.begun.iter().copied().filter(|begun| *begun > version).collect();
+            *record = Record { confirmed: Some(version), begun, may_be_gone: false };
+        }
+    }
+
+    /// Notes that of all saves to a place, this one has succeeded, and none may succeed after it.
+    pub fn confirm_only(&mut self, name: &str, version: u64) {
+        let record = Record { confirmed: Some(version), ..Record::default() };
+        self.records.insert(name.to_owned(), record);
+    }
+
+    pub fn begin_removal(&mut self, name: &str) {
+        self.records.entry(name.to_owned()).or_default().may_be_gone = true;
+    }
+
+    /// Returns the name of the last checkpoint of a step, of those that must be there.
+    pub fn newest(&self) -> Option<&str> {
+        let mut steps = self.records.iter().rev().filter(|(name, _)| name.starts_with("step-"));
+        let (name, _) = steps.find(|(_, record)| record.confirmed.is_some() && !record.may_be_gone)?;
+        Some(name)
+    }
+
+    /// Compares a place with what was found there.
+    pub fn check(&self, name: &str, found: Option<u64>) -> Result<()> {
+        let Some(record) = self.records.get(name) else {
+            ensure!(found.is_none(), "nobody saved `{name}`");
+            return Ok(());
+        };
+        let is_allowed = match found {
+            Some(found) => record.confirmed == Some(found) || record.begun.contains(&found),
+            None => record.confirmed.is_none() || record.may_be_gone,
+        };
+        if !is_allowed {
+            bail!("`{name}` holds {found:?}, and {record:?} was told");
+        }
+        Ok(())
+    }
+
+    /// Returns the names of all places.
+    pub fn names(&self) -> Vec<String> {
+        self.records.keys().cloned().collect()
+    }
+
+    /// Takes what is at a place for durable: the machine has lost its power since it was written.
+    pub fn settle(&mut self, name: &str, found: Option<u64>) {
+        match found {
+            Some(found) => {
+                let record = Record { confirmed: Some(found), ..Record::default() };
+                self.records.insert(name.to_owned(), record);
+            }
+            None => {
+                self.records.remove(name);
+            }
+        }
+    }
+}

@@ -1,0 +1,184 @@
+//! One rank runs at a time, and a seed decides which: so every run can be repeated exactly.
+
+use std::cell::Cell;
+use std::panic::resume_unwind;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+use fsdp_comm::Turns;
+use rand::rngs::StdRng;
+use rand::{RngExt as _, SeedableRng as _};
+
+/// The panic of a rank that is killed.
+#[derive(Debug)]
+pub struct Killed;
+
+thread_local! {
+    /// The rank whose thread this is.
+    static RANK: Cell<Option<usize>> = const { Cell::new(None) };
+}
+
+/// Returns the rank whose thread this is; `None` on a thread that no rank is.
+pub fn current_rank() -> Option<usize> {
+    RANK.get()
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Standing {
+    /// It has not begun.
+    Absent,
+    Ready,
+    Waiting,
+    /// It waited while nobody could go on any more.
+    GivenUp,
+    Done,
+}
+
+#[derive(Debug)]
+struct State {
+    ranks: Vec<Standing>,
+    killed: Vec<bool>,
+    running: Option<usize>,
+    random: StdRng,
+    /// A rank that is seldom let run.
+    slow: Option<usize>,
+    /// `true` if at some time all ranks waited for each other.
+    hung: bool,
+}
+
+/// The order in which the ranks of one job run.
+#[derive(Debug)]
+pub struct Schedule {
+    state: Mutex<State>,
+    turns: Vec<Condvar>,
+}
+
+impl Schedule {
+    pub fn new(ranks: usize, seed: u64) -> Self {
+        let mut random = StdRng::seed_from_u64(seed);
+        let slow = (ranks > 1 && random.random_bool(0.3)).then(|| random.random_range(0..ranks));
+        let (standing, killed) = (vec![Standing::Absent; ranks], vec![false; ranks]);
+        let state = State { ranks: standing, killed, running: None, random, slow, hung: false };
+        Schedule { state: Mutex::new(state), turns: (0..ranks).map(|_| Condvar::new()).collect() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn ranks(&self) -> usize {
+        self.turns.len()
+    }
+
+    /// Marks a rank as killed: it ends at the next thing that it does.
+    pub fn kill(&self, rank: usize) {
+        let mut state = self.lock();
+        state.killed[rank] = true;
+        wake_all(&mut state);
+    }
+
+    pub fn is_killed(&self, rank: usize) -> bool {
+        self.lock().killed[rank]
+    }
+
+    /// Returns `true` if at some time all ranks waited for each other.
+    pub fn has_hung(&self) -> bool {
+        self.lock().hung
+    }
+
+    /// Perhaps lets another rank run. The rank whose thread this is ends here if it was killed meanwhile.
+    pub fn pass(&self) {
+        let Some(rank) = current_rank() else { return };
+        let mut state = self.lock();
+        if state.random.random_bool(0.3) {
+            self.next(&mut state);
+            state = self.until_turn(state, rank);
+        }
+        end_if_killed(state, rank);
+    }
+
+    /// Chooses the rank that runs next.
+    fn next(&self, state: &mut State) {
+        let mut ready: Vec<usize> =
+            (0..state.ranks.len()).filter(|&rank| state.ranks[rank] == Standing::Ready).collect();
+        if ready.is_empty() {
+            // Nobody can go on: the deadline of all that wait is over.
+            for standing in &mut state.ranks {
+                if *standing == Standing::Waiting {
+                    *standing = Standing::GivenUp;
+                    state.hung = true;
+                }
+            }
+            ready = (0..state.ranks.len()).filter(|&rank| state.ranks[rank] == Standing::GivenUp).collect();
+        }
+        if ready.len() > 1 && state.random.random_bool(0.95) {
+            let slow = state.slow;
+            ready.retain(|&rank| Some(rank) != slow);
+        }
+        state.running = (!ready.is_empty()).then(|| ready[state.random.random_range(0..ready.len())]);
+        if let Some(rank) = state.running {
+            self.turns[rank].notify_one();
+        }
+    }
+
+    fn until_turn<'s>(&'s self, mut state: MutexGuard<'s, State>, rank: usize) -> MutexGuard<'s, State> {
+        while state.running != Some(rank) {
+            state = self.turns[rank].wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        state
+    }
+}
+
+fn wake_all(state: &mut State) {
+    for standing in &mut state.ranks {
+        if *standing == Standing::Waiting {
+            *standing = Standing::Ready;
+        }
+    }
+}
+
+fn end_if_killed(state: MutexGuard<'_, State>, rank: usize) {
+    let is_killed = state.killed[rank];
+    drop(state);
+    // A rank that ends drops what it has, which must not end it once more.
+    if is_killed && !std::thread::panicking() {
+        resume_unwind(Box::new(Killed));
+    }
+}
+
+impl Turns for Schedule {
+    fn begin(&self, rank: usize) {
+        RANK.set(Some(rank));
+        let mut state = self.lock();
+        state.ranks[rank] = Standing::Ready;
+        // The last one to begin starts them all.
+        if state.ranks.iter().all(|standing| *standing != Standing::Absent) {
+            self.next(&mut state);
+        }
+        drop(self.until_turn(state, rank));
+    }
+
+    fn end(&self) {
+        let Some(rank) = RANK.take() else { return };
+        let mut state = self.lock();
+        state.ranks[rank] = Standing::Done;
+        self.next(&mut state);
+    }
+
+    fn wait(&self) -> bool {
+        let Some(rank) = current_rank() else { return true };
+        let mut state = self.lock();
+        if !state.killed[rank] {
+            state.ranks[rank] = Standing::Waiting;
+            self.next(&mut state);
+            state = self.until_turn(state, rank);
+        }
+        let has_given_up = state.ranks[rank] == Standing::GivenUp;
+        state.ranks[rank] = Standing::Ready;
+        end_if_killed(state, rank);
+        !has_given_up
+    }
+
+    fn changed(&self) {
+        wake_all(&mut self.lock());
+    }
+}
