@@ -16,6 +16,9 @@ const MATURIN: &str = "maturin>=1.9,<2";
 /// The packages that the tests import, besides torch.
 const PACKAGES: [&str; 2] = ["numpy", "pytest"];
 
+/// torch, and the packages that the samples of the book import.
+const WITH_TORCH: [&str; 7] = ["torch>=2.6", "transformers>=5", "peft", "pandas", "matplotlib", "tensorboard", "wandb"];
+
 /// The variable that names a Python with torch, so that it need not be installed.
 const PYTHON_VARIABLE: &str = "FSDP_INTEROP_PYTHON";
 
@@ -61,7 +64,7 @@ pub(crate) fn run(root: &Path, arguments: &WheelArguments) -> Result<()> {
     succeed(Command::new(&python).args(["-m", "pytest", "-q", "-p", "no:cacheprovider"]).arg(&tests))?;
     match std::env::var_os(PYTHON_VARIABLE) {
         Some(with_torch) => borrow(Path::new(&with_torch), &python)?,
-        None => install(&python, &["torch>=2.6"])?,
+        None => install(&python, &WITH_TORCH)?,
     }
     succeed(Command::new(&python).args(["-m", "pytest", "-q", "-p", "no:cacheprovider"]).arg(&tests))
 }
