@@ -96,19 +96,20 @@ struct Folder {
     directory: CheckedDirectory,
     sources: Vec<Source>,
     metadata: Metadata,
-    /// The source and the key there of each key.
+    /// For each key, its source and the key that it has there.
     origins: HashMap<String, (usize, String)>,
     structure: Structure,
 }
 
 impl Folder {
-    /// Adds a part: all its keys go below those of the part.
+    /// Adds a part. All keys of its checkpoint go below the key of the part.
     fn add(&mut self, part: Part, checkpoint: Box<dyn Checkpoint>) -> Result<(), FileError> {
         let Part { place, item, kind } = part;
         let index = self.sources.len();
         let mut item: Vec<PathPart> = item.into_iter().map(PathPart::Key).collect();
         let of = checkpoint.metadata();
-        // accelerate's directories and ranks' files have keys of the part themselves: they stand for those of the part.
+        // The keys of accelerate's DCP directories and ranks' files already begin with `model` or `optimizer`. One of the two
+        // names is dropped, so that it does not stand twice.
         let first = own_item(of);
         let stripped = first.is_some() && kind != Kind::RankFiles;
         if kind == Kind::RankFiles && are_items(of) {
