@@ -103,7 +103,7 @@ pub struct Checkpointer {
     loaded: Mutex<Option<Location>>,
     /// The step of the save in the background, if it is of the run.
     saving: Option<u64>,
-    /// The rest of what is recorded with the next checkpoints.
+    /// The configuration and the position in the data that are recorded with the next checkpoints.
     facts: RunFacts,
     /// `true` if a save ended while old checkpoints were still being removed, so that there may be more to remove.
     prune_again: bool,

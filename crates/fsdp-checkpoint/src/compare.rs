@@ -52,7 +52,8 @@ impl<'a> Comparison<'a> {
         };
         let Some(tensor) = self.metadata.tensor(fqn) else { return };
         for (bounds, &sum) in boxes.iter().zip(sums) {
-            // A whole tensor that is right needs no other rank. One that is wrong is told of with the others.
+            // A rank that has a whole tensor and finds it right need not report it. The sum of a wrong one goes to the other
+            // ranks with those of parts of tensors.
             let is_settled = is_whole(bounds, tensor) && digest(sum, tensor) == recorded;
             if !bounds.is_empty() && !is_settled {
                 self.parts.push(BoxSum { entry, bounds: bounds.clone(), sum });

@@ -50,9 +50,9 @@ pub struct SaveOptions {
     /// The way to durable storage; tests make its steps fail.
     pub durable: Durable,
     /// `true` to write only what has changed since the last save of the same [`Saver`], or since [`parent`](Self::parent):
-    /// data files that are mostly what they were are linked, so that frozen weights take no time to write and no space. Each
-    /// rank digests its values first. In an object store the store copies them, so that they take space, but no upload. Only
-    /// while the layout stays what it was; elsewhere all is written.
+    /// data files of which at least half is unchanged are hard-linked, so that frozen weights take no time to write and no
+    /// space. Each rank digests its values first. An object store copies such files by itself, so that they take space, but
+    /// no upload. A save in another layout than the last one writes everything.
     pub incremental: bool,
     /// The checkpoint that the run has loaded, for the first incremental save of a process. It is used only if it has the
     /// digest of the parent in [`lineage`](Self::lineage). [`Checkpointer`](crate::Checkpointer) fills it in.

@@ -157,7 +157,7 @@ impl<M> TrainState<M> {
         Ok(beside)
     }
 
-    /// Checks that the sampler and the scaler can go on with what a checkpoint has of them, before anything changes.
+    /// Checks that the sampler and the scaler can take their states from a checkpoint, before anything changes.
     fn check_parts(&self, source: &CheckpointSource<'_>, beside: &StateDict) -> Result<(), CheckpointError> {
         if let Some(mut sampler) = self.sampler.clone() {
             sampler.load_state_dict(&saved_part(source, beside, SAMPLER)?).map_err(NnError::from)?;
@@ -168,7 +168,7 @@ impl<M> TrainState<M> {
         Ok(())
     }
 
-    /// Loads the model and the optimizers, and returns what there is beside them, with what the checkpoint has of it.
+    /// Loads the model and the optimizers. Returns the report, and the values beside them as the checkpoint has them.
     fn load_live(
         &mut self,
         checkpoint: &dyn Checkpoint,
@@ -202,7 +202,7 @@ impl<M> TrainState<M> {
         Ok((report, beside))
     }
 
-    /// Takes what a load has brought.
+    /// Gives the values that a load has brought to the sampler, the scaler and the average, and keeps the others.
     fn set_beside(&mut self, mut beside: StateDict) -> Result<(), CheckpointError> {
         let mut part = |key: &str| match beside.remove(key) {
             Some(StateValue::Dict(part)) => part,
@@ -222,7 +222,7 @@ impl<M> TrainState<M> {
     }
 }
 
-/// Returns a part of the values beside model and optimizers, with the plain values that a checkpoint has of it.
+/// Returns the part of the values that is at a key: the plain values from a checkpoint, and the others as they are here.
 fn saved_part(source: &CheckpointSource<'_>, beside: &StateDict, key: &str) -> Result<StateDict, CheckpointError> {
     let mut part = StateDict::new();
     part.extend(beside.get(key).map(|here| (key.to_owned(), here.clone())));

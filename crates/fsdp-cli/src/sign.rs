@@ -20,7 +20,7 @@ use super::threads::{count, or_all_cores};
 /// The name of a signature in a checkpoint's directory, unless another is given.
 const SIGNATURE_FILE: &str = "model.sig";
 
-/// Bytes that are read of the file of a key; a longer one is none.
+/// The most bytes of a key's file; a longer file holds no key.
 const MAX_KEY_FILE: u64 = 1 << 20;
 
 /// Options of `fsdp sign`.

@@ -113,10 +113,10 @@ struct NotFinite<'a> {
 /// Checks a checkpoint: `fsdp verify`.
 ///
 /// # Errors
-/// The checkpoint is damaged: what was found is told all the same.
+/// The checkpoint is damaged; the report is written all the same.
 pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
     let path = arguments.path.to_string();
-    // The signature comes first: before it, nothing there is taken for what it says.
+    // Check the signature first: until then nothing in the files can be trusted.
     let signed = match signature(arguments) {
         Err(error) if arguments.json => {
             let causes: Vec<String> = error.chain().map(ToString::to_string).collect();

@@ -1,4 +1,4 @@
-//! A backend whose bytes take as long as on a network: for tests and benches of what runs beside communication.
+//! A backend whose bytes take as long as on a network, for tests and benches of computation beside communication.
 
 use std::cell::Cell;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use crate::CommError;
 use crate::backend::{Backend, Plan, Planner, Round};
 
-/// A network link that is not there: what a rank gets from others comes later, as if it had crossed it. Waiting takes no
-/// processor time. See [`LocalRanks::link`](crate::LocalRanks::link).
+/// A simulated network link: bytes from other ranks arrive as late as over a link of this speed. Waiting takes no processor
+/// time. See [`LocalRanks::link`](crate::LocalRanks::link).
 ///
 /// ```
 /// use std::time::{Duration, Instant};
@@ -33,7 +33,7 @@ pub struct SimulatedLink {
 }
 
 impl SimulatedLink {
-    /// Returns the time that the link is taken by some bytes.
+    /// Returns the time for which some bytes occupy the link.
     fn taken_by(&self, bytes: usize) -> Duration {
         match self.bytes_per_second {
             0 => Duration::ZERO,
@@ -50,12 +50,12 @@ impl SimulatedLink {
 #[derive(Debug)]
 struct Link {
     options: SimulatedLink,
-    /// The time at which the bytes so far have crossed it.
+    /// The time at which the last byte so far has left the link.
     free_at: Mutex<Instant>,
 }
 
 impl Link {
-    /// Waits until some bytes have crossed the link, after those that others are sending over it.
+    /// Waits until some bytes have crossed the link, behind the bytes that already occupy it.
     fn cross(&self, bytes: usize) {
         let arrival = {
             let mut free_at = self.free_at.lock().unwrap_or_else(PoisonError::into_inner);

@@ -52,8 +52,7 @@ const MODULE: &str = "module.";
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// In a checkpoint it is a value beside model and optimizer: put [`Self::state_dict`] into the values of a `TrainState`
-/// before a save and before a load, and give them to [`Self::load_state_dict`] after a load.
+/// In a checkpoint the average is a value beside model and optimizer: `TrainState::average` saves and loads it.
 #[derive(Debug)]
 pub struct AveragedModel {
     parameters: Arc<ShardedParameters>,

@@ -30,7 +30,8 @@ pub(crate) struct Built {
 }
 
 /// Lays out what a model has declared and makes this rank's initial values.
-/// Collectives: for `HybridShard` the making of two sub-groups, and as many for collectives beside the computation.
+/// Collectives: for `HybridShard` the making of two sub-groups; with a prefetch that of one more for each group that the model
+/// is spread over.
 pub(crate) fn build_units(group: &ProcessGroup, config: &FsdpConfig, registry: &Registry) -> Result<Built> {
     let groups = spread(group, config)?;
     // As in torch, a single rank has nothing to shard.
@@ -42,7 +43,7 @@ pub(crate) fn build_units(group: &ProcessGroup, config: &FsdpConfig, registry: &
     let (by_pattern, mut wrapped) = (registry.units_by_pattern(), Vec::new());
     let shared = Arc::new(Shared::default());
     let (unit_groups, ahead) = if config.prefetches() && !groups.are_empty() {
-        // Groups of their own: what somebody does in the model's groups meanwhile must not come between.
+        // The units get groups of their own: collectives of others in the model's groups must not mix with theirs.
         let twins = groups.twins()?;
         let ahead = Ahead::start(config, twins.shard.clone(), Arc::clone(&shared))?;
         (twins, Some(Arc::new(ahead)))

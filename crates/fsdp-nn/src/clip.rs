@@ -90,7 +90,7 @@ impl ShardedParameters {
     /// [`Self::grad_norm`].
     ///
     /// # Errors
-    /// As [`Self::finite_grad_norm`]. The gradients are as they were then.
+    /// The errors of [`Self::finite_grad_norm`]; the gradients are unchanged then.
     pub fn clip_grad_norm(&self, max_norm: f64) -> Result<f64> {
         self.clip_grad_norm_with(max_norm, ClipOptions::default())
     }

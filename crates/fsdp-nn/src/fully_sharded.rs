@@ -65,8 +65,8 @@ pub struct FullyShardedDataParallel<M> {
 
 impl<M> FullyShardedDataParallel<M> {
     /// Builds a model and shards it. Values depend on the seed and the parameters' names alone, not on the ranks;
-    /// no rank ever holds more than its own part of them. Collectives: one agreement on what has been built; for
-    /// `HybridShard` the making of two sub-groups.
+    /// no rank ever holds more than its own part of them. Collectives: two agreements; for `HybridShard` the
+    /// making of two sub-groups; with a prefetch that of one more for each group that the model is spread over.
     ///
     /// # Errors
     /// The errors of `build`; [`NnError::DifferentModels`] if the ranks do not build the same; parameters that cannot share a

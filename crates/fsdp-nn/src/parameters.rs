@@ -54,7 +54,8 @@ pub struct ShardedParameters {
 
 impl ShardedParameters {
     /// Shards the model that `build` has declared, and returns it.
-    /// Collectives: two agreements; for `HybridShard` the making of two sub-groups.
+    /// Collectives: two agreements; for `HybridShard` the making of two sub-groups; with a prefetch that of one more for each
+    /// group that the model is spread over.
     pub(crate) fn new<M>(
         group: ProcessGroup,
         config: &FsdpConfig,

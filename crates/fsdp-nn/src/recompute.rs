@@ -120,11 +120,11 @@ pub fn recompute(
     inputs: &[&Tensor],
     f: impl Fn(&[Tensor]) -> Result<Tensor> + Send + Sync + 'static,
 ) -> Result<Tensor> {
-    // Step 1: compute the output. The inputs are variables, which have nothing before them, so that the graph ends there.
+    // Step 1: compute the output from stand-ins for the inputs: variables without a history, so that the graph ends there.
     let kept: Vec<Input> = inputs.iter().map(|input| Input::new(input)).collect();
     let stand_ins = stand_ins(&kept)?;
     let output = f(&stand_ins)?;
-    // Step 2: find what gradients go to.
+    // Step 2: find the tensors that gradients go to.
     let mut targets = targets(&output, &stand_ins);
     if targets.is_empty() {
         return Ok(output.detach());
@@ -132,7 +132,8 @@ pub fn recompute(
     if !output.dtype().is_float() {
         return Err(candle_core::Error::UnsupportedDTypeForOp(output.dtype(), "recompute"));
     }
-    // Step 3: link it, the inputs first, as the first links end the backward: parameters come before what lies before.
+    // Step 3: hang each target below the output as a link, inputs first. candle's backward passes the links from last to
+    // first, so that parameters get their gradients before the layers in front of this part do.
     targets.sort_by_key(|target| !matches!(target, Target::Input(_)));
     let tensors: Vec<Tensor> = targets.iter().map(|target| target.tensor(inputs)).collect();
     let part = Arc::new(Part { f: Box::new(f), inputs: kept, targets, gradients: Mutex::default() });
@@ -140,13 +141,13 @@ pub fn recompute(
     for (index, tensor) in tensors.iter().enumerate() {
         token = token.apply_op2(tensor, Link { part: Arc::clone(&part), index })?;
     }
-    // Step 4: hand the output over, without the graph behind it.
+    // Step 4: return the output without the graph of step 1.
     token.apply_op1(Node { part, output: Mutex::new(Some(output.detach())) })
 }
 
 /// An input of a part.
 struct Input {
-    /// The value, without what lies before it.
+    /// The value, without the graph that it comes from.
     value: Tensor,
     /// `true` if a gradient may go to it.
     is_tracked: bool,
@@ -187,7 +188,8 @@ impl Target {
     }
 }
 
-/// Lists what the output of a part depends on: last what a backward comes to first.
+/// Lists the inputs, parameters and variables that the output of a part depends on, in the reverse of the order in which a
+/// backward comes to them.
 fn targets(output: &Tensor, stand_ins: &[Tensor]) -> Vec<Target> {
     let target = |node: &Tensor| {
         if let Some(input) = stand_ins.iter().position(|stand_in| stand_in.id() == node.id()) {
@@ -219,7 +221,7 @@ impl Part {
         self.gradients.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Computes the part again, and the gradients of all that it depends on from that of its output.
+    /// Computes the part again, and from the gradient of its output the gradients of all targets.
     fn compute_gradients(&self, node: &Tensor, grad: &Tensor) -> Result<()> {
         for target in &self.targets {
             if let Target::Parameter { slot, changes, .. } = target {

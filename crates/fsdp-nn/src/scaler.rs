@@ -70,8 +70,7 @@ impl Default for GradScalerOptions {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// In a checkpoint its state is a value beside model and optimizer: put [`Self::state_dict`] into the values of a
-/// `TrainState` before a save, and give them to [`Self::load_state_dict`] after a load.
+/// In a checkpoint its state is a value beside model and optimizer: `TrainState::scaler` saves and loads it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GradScaler {
     options: GradScalerOptions,

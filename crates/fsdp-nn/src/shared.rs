@@ -156,13 +156,13 @@ impl Shared {
     }
 
     /// Counts bytes of parameters that are held from now on.
-    pub(crate) fn hold(&self, bytes: usize) {
+    pub(crate) fn count_held(&self, bytes: usize) {
         let now = self.bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
         self.peak_bytes.fetch_max(now, Ordering::Relaxed);
     }
 
     /// Counts bytes of parameters that are held no more.
-    pub(crate) fn release(&self, bytes: usize) {
+    pub(crate) fn count_released(&self, bytes: usize) {
         self.bytes.fetch_sub(bytes, Ordering::Relaxed);
     }
 

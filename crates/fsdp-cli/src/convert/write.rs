@@ -228,7 +228,7 @@ pub(super) fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> R
     }
     if !written.dropped.is_empty() {
         let count = written.dropped.len();
-        let were = if count == 1 { "value was" } else { "values were" };
+        let were = if count == 1 { "item was" } else { "items were" };
         output::talk(&format!("{count} opaque {were} left out:"));
         written.dropped.iter().for_each(|key| output::talk(&format!("  {}", escaped(key))));
     }

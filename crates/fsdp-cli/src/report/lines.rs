@@ -10,8 +10,8 @@ use serde::de::DeserializeOwned;
 /// The longest line that is read.
 const LONGEST: u64 = 1 << 20;
 
-/// Calls `take` with each line's object, and returns the number of lines that are none: torn by a kill, or of another program.
-/// A file that is not there has no lines.
+/// Calls `take` with each line's object, and returns the number of lines that hold no such object: torn by a kill, or written
+/// by another program. A file that is not there has no lines.
 ///
 /// # Errors
 /// The file cannot be read.
@@ -32,7 +32,7 @@ pub(super) fn read<T: DeserializeOwned>(path: &Path, mut take: impl FnMut(T)) ->
             Ok(object) => take(object),
             Err(_) => unreadable += 1,
         }
-        // The rest of a line that is too long is no line of its own.
+        // Skip the rest of a line that is too long, which would be read as another line.
         if line.len() as u64 == LONGEST && !line.ends_with(b"\n") {
             skip_line(&mut reader).with_context(failed)?;
         }

@@ -306,7 +306,7 @@ impl Rank<'_> {
         if !scaler.is_empty() {
             self.run.values.insert(SCALER, scaler);
         }
-        // A schedule-free optimizer trains other parameters than those that are to be used.
+        // A schedule-free optimizer keeps the weights that it trains apart from their average, which is what is saved.
         self.run.optimizers.iter_mut().try_for_each(Optimizer::eval)?;
         self.checkpoints.save(step, &self.run, self.report.as_ref())?;
         Ok(self.run.optimizers.iter_mut().try_for_each(Optimizer::train)?)

@@ -11,8 +11,8 @@ use crate::error::CommError;
 pub(super) struct Board {
     global_ranks: Vec<usize>,
     state: Mutex<State>,
-    /// For each rank, what it waits on. A rank is woken when it can go on, and not for each step of another one: with many
-    /// ranks on few cores that would take longer than what they compute.
+    /// For each rank, the condition variable that it waits on. A rank is woken when it can go on, and not for each step of
+    /// another one: with many ranks on few cores, waking them would take longer than their computation.
     changed: Vec<Condvar>,
     turns: Option<Arc<dyn Turns>>,
 }
@@ -27,14 +27,14 @@ struct State {
 struct RankState {
     /// The number of rounds that the rank has entered.
     arrived: u64,
-    /// The number of rounds in which it has read everything that it reads.
+    /// The number of rounds in which it has finished reading from others.
     finished: u64,
     /// The ranks that have read its bytes in this round.
     readers_done: usize,
-    /// The number of those that it waits for, while it does.
+    /// The number of readers that the rank waits for; `None` while it waits for none.
     awaits: Option<usize>,
-    /// Its records of this round and of the last one. A rank enters a round only after all ranks have entered the last
-    /// one, when none of them looks at the records of the round before that any more.
+    /// Its records of this round and of the last one, by the parity of the round. Two are enough: a rank enters a round only
+    /// after all ranks have entered the last one, and by then no rank needs the records of earlier rounds.
     records: [Option<Arc<[u8]>>; 2],
     left: Option<String>,
 }
@@ -88,7 +88,7 @@ impl Board {
         state.ranks[rank].arrived = round.number + 1;
         state.ranks[rank].readers_done = 0;
         if state.ranks.iter().all(|rank| rank.arrived > round.number) {
-            // Without the lock, for which those that wake up would have to wait again.
+            // Wake the others after giving the lock back: they would only wait for it.
             drop(state);
             self.wake_all();
             state = self.lock();
@@ -97,8 +97,8 @@ impl Board {
         Ok(state.ranks.iter().filter_map(|rank| rank.records[parity].clone()).collect())
     }
 
-    /// Notes that this rank has read what it reads, which is of the ranks `read`, and waits until `readers` have read what they
-    /// read of this one.
+    /// Notes that this rank has finished reading from the ranks in `read`, and waits until all of `readers` have finished
+    /// reading from it.
     pub(super) fn finish(
         &self,
         round: &Round<'_>,

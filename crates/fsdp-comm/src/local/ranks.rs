@@ -91,7 +91,7 @@ impl LocalRanks {
         self
     }
 
-    /// Puts a network link that is not there before each rank: all bytes from other ranks cross it. For tests and benches.
+    /// Puts a simulated network link before each rank, which all bytes from other ranks cross. For tests and benches.
     pub fn link(mut self, link: SimulatedLink) -> Self {
         self.link = Some(link);
         self

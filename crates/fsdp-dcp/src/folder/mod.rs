@@ -96,13 +96,13 @@ struct Folder {
     directory: CheckedDirectory,
     sources: Vec<Source>,
     metadata: Metadata,
-    /// The source and the key there of each key.
+    /// For each key, its source and the key that it has there.
     origins: HashMap<String, (usize, String)>,
     structure: Structure,
 }
 
 impl Folder {
-    /// Adds a part: all its keys go below those of the part.
+    /// Adds a part. All keys of its checkpoint go below the key of the part.
     fn add(&mut self, part: Part, checkpoint: Box<dyn Checkpoint>) -> Result<(), FileError> {
         let Part { place, item, kind } = part;
         let index = self.sources.len();

@@ -59,7 +59,7 @@ const NUMBERED: [(&str, &str, &str); 9] = [
 const OF_RANKS: [(&str, &str, &str); 2] =
     [("rng_state_", ".pth", "rng_state"), ("random_states_", ".pkl", "random_states")];
 
-/// Returns the keys before those of a part with this name; `None` for what is no part.
+/// Returns the path of keys below which a part with this file name lies, or `None` if the name is not that of a part.
 fn item(name: &str) -> Option<Vec<String>> {
     if let Some((_, item)) = SINGLE.iter().find(|(single, _)| *single == name) {
         return Some(vec![(*item).to_owned()]);

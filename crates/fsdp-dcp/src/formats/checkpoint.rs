@@ -159,9 +159,9 @@ pub trait Checkpoint: Send + Sync {
 
     /// Fills slots with boxes of one tensor, in the dtype that [`Checkpoint::metadata`] says.
     ///
-    /// This is what a format implements, and [`Checkpoint::read`] calls from several threads. The caller has planned the
-    /// read: the tensor exists, its chunks are sound and cover the boxes, and each slot is as long as its box. What does not read its
-    /// bytes from a file of this crate says what came, with [`Slot::filled`].
+    /// A format implements this method, and [`Checkpoint::read`] calls it from several threads. The caller has planned the
+    /// read: the tensor exists, its chunks are sound and cover the boxes, and each slot is as long as its box. A format that
+    /// fills the bytes of a slot by itself, rather than through this crate's files, must report them with [`Slot::filled`].
     fn read_boxes(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError>;
 
     /// Reads one box of a tensor into its row-major bytes, in the dtype that [`Checkpoint::metadata`] says.

@@ -1,7 +1,7 @@
 //! A checkpoint that is seen through something: other keys, other shapes, other dtypes, or several checkpoints as one.
 //!
-//! A layer says where the content of each key comes from. Everything that a [`Checkpoint`] must be able to do follows from
-//! that, and is the same for all layers.
+//! A layer says where the content of each key comes from. All methods of a [`Checkpoint`] follow from that, in the same way
+//! for all layers.
 
 use std::borrow::Cow;
 use std::collections::HashSet;
@@ -18,18 +18,18 @@ use crate::metadata::{Metadata, Replica, StorageInfo};
 use crate::payload::slot::Slot;
 use crate::storage::checked_directory::CheckedDirectory;
 
-/// The origin of what is at a key of a layer.
+/// The origin of the content at a key of a layer.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Origin<'o> {
-    /// The same content, of the source at this position, at this key of it.
+    /// The content that the source at this position has at this key.
     Source(usize, &'o str),
-    /// A value that is in no source.
+    /// A value that the layer itself holds.
     Value(&'o PlainValue),
     /// A tensor that [`Layer::read_made`] makes.
     Made,
 }
 
-/// A checkpoint that others are seen through.
+/// A checkpoint through which one or several others are seen: its sources.
 pub(crate) trait Layer: Send + Sync {
     /// Returns the number of its sources: at least one.
     fn source_count(&self) -> usize {
@@ -39,16 +39,16 @@ pub(crate) trait Layer: Send + Sync {
     /// Returns the source at a position.
     fn source(&self, index: usize) -> &dyn Checkpoint;
 
-    /// Returns what it holds.
+    /// Returns the names, types and shapes of the tensors and values that it holds.
     fn metadata(&self) -> &Metadata;
 
-    /// Returns where what is at a key comes from. The key is in the metadata.
+    /// Returns the origin of the content at a key, which must be in the metadata.
     fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o>;
 
-    /// Fills boxes of a tensor that is made of others.
+    /// Fills boxes of a tensor whose origin is [`Origin::Made`].
     fn read_made(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError>;
 
-    /// Adds the sources and keys that a made tensor is made of.
+    /// Adds the sources, by position, and the keys that a tensor of [`Origin::Made`] is computed from.
     fn inputs_of_made(&self, fqn: &str, inputs: &mut Vec<(usize, String)>);
 
     /// Returns its format.
@@ -66,7 +66,7 @@ pub(crate) trait Layer: Send + Sync {
         self.source(0).directory()
     }
 
-    /// Returns the checkpoints that the folder is made of whose files these are.
+    /// Returns the parts, if the first source is a trainer's folder.
     fn parts(&self) -> Vec<PartOf<'_>> {
         self.source(0).parts()
     }
@@ -76,18 +76,18 @@ pub(crate) trait Layer: Send + Sync {
         None
     }
 
-    /// Returns the digests that were recorded of what it holds.
+    /// Returns the digests of its tensors and values, if some were recorded.
     fn digests(&self) -> Option<&StateDigest> {
         None
     }
 
-    /// Returns a place in its metadata as the source at a position calls it.
+    /// Turns a place from this layer's metadata into that of a source, whose paths are relative to the source.
     fn stored_in<'s>(&self, source: usize, stored: &'s StorageInfo) -> Cow<'s, StorageInfo> {
         let _ = source;
         Cow::Borrowed(stored)
     }
 
-    /// Returns the bytes of data files that were read so far.
+    /// Returns the number of bytes that were read from data files so far.
     fn bytes_read(&self) -> u64 {
         (0..self.source_count()).map(|index| self.source(index).bytes_read()).sum()
     }
@@ -101,7 +101,7 @@ fn origin_of<'o, L: Layer>(layer: &'o L, fqn: &'o str) -> Result<Origin<'o>, Fil
     Ok(layer.origin(fqn))
 }
 
-/// Returns the source and the key there of what is not of the layer itself.
+/// Returns the source that stores the bytes of a key, and the key there. A key whose content the layer makes is an error.
 fn source_of<'o, L: Layer>(layer: &'o L, fqn: &'o str) -> Result<(usize, &'o str), FileError> {
     match origin_of(layer, fqn)? {
         Origin::Source(source, name) => Ok((source, name)),
@@ -109,13 +109,13 @@ fn source_of<'o, L: Layer>(layer: &'o L, fqn: &'o str) -> Result<(usize, &'o str
     }
 }
 
-/// Returns a copy of a chunk or value as the source at a position calls it.
+/// Returns a replica with the key and the paths that it has in a source.
 fn replica_in<L: Layer>(layer: &L, source: usize, name: &str, replica: &Replica) -> Replica {
     let stored = layer.stored_in(source, &replica.stored).into_owned();
     Replica { fqn: name.to_owned(), bounds: replica.bounds.clone(), stored }
 }
 
-/// Runs a check on each source, for the keys that some keys of the layer need.
+/// Runs a check on each source, for the keys of the source that the chosen keys of the layer come from.
 fn check_sources<L: Layer>(
     layer: &L,
     keys: KeyFilter<'_>,
@@ -189,7 +189,7 @@ impl<L: Layer> Checkpoint for L {
     fn opaque_type(&self, fqn: &str) -> Result<Option<String>, FileError> {
         match origin_of(self, fqn)? {
             Origin::Source(source, name) => self.source(source).opaque_type(name),
-            // One that is made of something opaque cannot be read, which says so.
+            // A tensor that is made of an opaque one cannot be read; the error of that read says so.
             Origin::Value(_) | Origin::Made => Ok(None),
         }
     }

@@ -180,11 +180,6 @@ impl Storage for Watched {
         self.inner.name()
     }
 
-    #[cfg(feature = "object-store")]
-    fn as_any(&self) -> &dyn std::any::Any {
-        self
-    }
-
     fn child(&self, below: &str) -> Arc<dyn Storage> {
         self.wrap(self.inner.child(below))
     }

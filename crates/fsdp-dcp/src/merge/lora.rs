@@ -118,7 +118,7 @@ impl<'a> Lora<'a> {
     ///
     /// # Errors
     /// Keys of the adapter that the base does not have, shapes that do not fit, and kinds of adapters that are not supported:
-    /// biases, convolutions, magnitudes.
+    /// biases of the factors, convolutions, magnitudes.
     pub fn new(base: &'a dyn Checkpoint, adapter: &'a dyn Checkpoint, config: &LoraConfig) -> Result<Self, FileError> {
         let mut metadata = base.metadata().clone();
         metadata.replicas.clear();

@@ -40,8 +40,8 @@ impl<'d> Slot<'d> {
         }
     }
 
-    /// Adds these of the slot's bytes to the sum over what has come, if that is asked for. Whatever fills the bytes by itself
-    /// calls it once for each byte.
+    /// Adds these bytes of the slot, which have been filled, to the digest of the slot, if one is asked for. A format that
+    /// fills bytes by itself reports each byte once.
     pub fn filled(&mut self, range: Range<usize>) {
         if let (Some(digest), Some(bytes)) = (&mut self.digest, self.bytes.get(range.clone())) {
             digest.add(range.start, bytes);

@@ -22,9 +22,11 @@ pub(crate) trait Storage: Send + Sync {
         None
     }
 
-    /// Returns its address in a type of its kind of storage, by which a [`Stage`] tells a place of its own kind.
+    /// Returns its address, if this is a place in an object store.
     #[cfg(feature = "object-store")]
-    fn as_any(&self) -> &dyn std::any::Any;
+    fn object_address(&self) -> Option<&super::object::address::Address> {
+        None
+    }
 
     /// Returns the place below this one that has this name.
     fn child(&self, below: &str) -> Arc<dyn Storage>;
@@ -41,7 +43,10 @@ pub(crate) trait Storage: Send + Sync {
     /// Returns the names of the entries directly below, sorted. Names that are not UTF-8 are left out.
     fn names(&self) -> Result<Vec<String>, FileError>;
 
-    /// Returns the paths of all files below, at any depth, sorted. What cannot be listed so is an error: a link, a device.
+    /// Returns the paths of all files below, at any depth, sorted.
+    ///
+    /// # Errors
+    /// Links, devices and names that are not UTF-8.
     fn tree(&self) -> Result<Vec<String>, FileError>;
 
     /// Opens it as a directory of files to read.
@@ -186,11 +191,6 @@ impl UnusableUrl {
 impl Storage for UnusableUrl {
     fn name(&self) -> &Path {
         &self.name
-    }
-
-    #[cfg(feature = "object-store")]
-    fn as_any(&self) -> &dyn std::any::Any {
-        self
     }
 
     fn child(&self, below: &str) -> Arc<dyn Storage> {

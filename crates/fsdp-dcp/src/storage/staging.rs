@@ -72,14 +72,8 @@ impl Staging {
         self.0.directory()
     }
 
-    /// Returns the name of a rank's first data file: `__0_0.distcp`. In an object store it is `__0_0-<nonce>.distcp`, since
-    /// savers of the same target work side by side there.
-    #[must_use]
-    pub fn data_file(&self, rank: usize) -> String {
-        self.data_file_of(rank, 0)
-    }
-
-    /// Returns the name of a rank's data file of this number.
+    /// Returns the name of a rank's data file of this number: `__0_0.distcp` for the first. In an object store it is
+    /// `__0_0-<nonce>.distcp`, since savers of the same target work side by side there.
     pub(crate) fn data_file_of(&self, rank: usize, number: usize) -> String {
         match self.0.suffix() {
             None => format!("__{rank}_{number}.distcp"),
@@ -88,7 +82,7 @@ impl Staging {
     }
 
     /// Makes a finished file of another checkpoint a file of this one too: by a hard link, or, in an object store, by a copy
-    /// that the store makes. Returns `false` where that cannot be done: the caller writes it.
+    /// that the store makes. Returns `false` where that cannot be done, so that the caller writes the file.
     ///
     /// # Errors
     /// A path that leads out of the checkpoint.
@@ -96,8 +90,8 @@ impl Staging {
         self.0.link(checkpoint.storage(), name, as_name)
     }
 
-    /// Returns the name that a linked file of a rank gets, given the number of those before it: the one that it has, unless
-    /// names tell the files of this save from those of others.
+    /// Returns the name that a linked file of a rank gets, given the number of files linked before it. It keeps its name, except
+    /// in an object store, where the names of each save's files have its nonce.
     pub(crate) fn linked_name(&self, name: &str, rank: usize, number: usize) -> String {
         if self.0.suffix().is_some() { self.data_file_of(rank, number) } else { name.to_owned() }
     }

@@ -164,7 +164,7 @@ impl Ahead {
 
     fn take_gathered(&self, unit: &UnitExchange, ticket: Ticket<Gathered>) -> Result<Gathered> {
         let gathered = ticket.wait();
-        self.shared.release(unit.unsharded_bytes());
+        self.shared.count_released(unit.unsharded_bytes());
         gathered.map_err(|error| beside(unit, "all-gather", error))
     }
 
@@ -185,12 +185,13 @@ impl Ahead {
         let next: Vec<usize> = next.iter().take(self.limit).skip(begun).copied().collect();
         for number in next {
             let Some(unit) = self.units.get().and_then(|units| units.get(number)) else { return };
-            // It is going to be released first, and gathered again.
+            // It still has the values of an earlier use. If these are released before the model comes to the unit again, it is
+            // gathered on demand then.
             if self.shared.is_whole(number) {
                 return;
             }
             trace!(unit = %unit.name, "gather ahead");
-            self.shared.hold(unit.unsharded_bytes());
+            self.shared.count_held(unit.unsharded_bytes());
             let unit = Arc::clone(unit);
             state.gathers.push_back((number, self.worker.submit(move || unit.gather())));
         }

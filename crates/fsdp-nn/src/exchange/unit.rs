@@ -72,7 +72,7 @@ impl UnitExchange {
     /// Collectives: one all-gather over the shard group, none if nothing is sharded.
     pub(crate) fn gather(&self) -> Result<Gathered> {
         let Some(flat) = &self.flat else { return Ok(Box::new(|_| Ok(()))) };
-        // Before anything moves, so that less does.
+        // Cast before the collective, so that the narrower dtype is what travels.
         let shard = cast(flat.shard().clone(), Some(self.compute_dtype))?;
         let shard = to_device(&shard, &self.device)?;
         let Some(group) = &self.groups.shard else {
@@ -150,11 +150,11 @@ impl UnitExchange {
         Ok(())
     }
 
-    /// Reduces gradients: those of this rank's batch over the shard group, and the sum of what that gives over replicas, if
-    /// they reduce now.
+    /// Reduces gradients: first over the ranks that share the parameters, and then, if it is their turn, over the replicas.
     /// Collectives: at most one reduce-scatter and one all-reduce.
     pub(crate) fn reduce(&self, mut reduction: Reduction) -> Result<Reduction> {
-        // One reduction of all gradients since the last one, and only then the sum with what was reduced before.
+        // First reduce the gradients of all backwards since the last reduction, in one go. Then add the result to what earlier
+        // reductions left (`partial`).
         if let Some(unsharded) = reduction.unsharded.take() {
             trace!(unit = %self.name, "reduce gradients");
             let sent = cast(unsharded, reduction.sent_dtype)?;

@@ -21,27 +21,27 @@ impl HandleState {
 }
 
 impl FlatParamHandle {
-    /// Prepares a backward that comes to these tensors: the unit ends when it has come to those of its parameters that are
-    /// among them.
+    /// Prepares a backward that comes to the tensors in `reached`. The unit is done when the backward has passed all of its
+    /// parameters that are among them.
     pub(crate) fn begin_backward(&self, reached: &HashSet<TensorId>) {
         let tensors = self.params.iter().map(|param| param.tensor.id()).enumerate();
         let passed = tensors.map(|(param, id)| self.is_never_passed(param) || !reached.contains(&id)).collect();
         self.state().await_passing(passed);
     }
 
-    /// Takes the gradient of one parameter from candle's backward, which is through with the parameter then. With the
-    /// unit's last one the parameters are released and the gradients are reduced over ranks.
+    /// Takes the gradient of one parameter from candle's backward, which does not need the parameter any more. The unit's last
+    /// gradient releases the parameters and reduces the gradients over ranks.
     pub(crate) fn receive_grad(&self, param: usize, grad: &Tensor) -> Result<()> {
         let mut state = self.state();
         if self.params[param].requires_grad() {
-            // Kept as it is: the first ones come before candle computes the others, and before the unit after is through.
-            // The memory for all of them is taken when that of the parameters has been given back.
+            // Kept as candle made it. The flat buffer for all gradients of the unit is allocated only after the gathered
+            // parameters have been released, so that both are never in memory together.
             state.received.push((param, grad.detach()));
         }
         if state.passed.is_empty() {
             state.await_passing((0..self.params.len()).map(|param| self.is_never_passed(param)).collect());
         }
-        // A backward comes to each parameter once; several that nobody has ended may come to one again.
+        // One backward comes to each parameter once. Only several backwards, none of which was ended, come to one again.
         if !std::mem::replace(&mut state.passed[param], true) {
             state.not_passed -= 1;
         }
@@ -56,7 +56,7 @@ impl FlatParamHandle {
         !takes_part_in_backward(self.params[param].is_trainable, self.is_root, self.is_gathered())
     }
 
-    /// Returns `true` if backward does not tell when it is through with the parameters.
+    /// Returns `true` if backward does not tell when it needs the parameters no more.
     fn keeps_until_the_end(&self) -> bool {
         self.is_gathered() && (0..self.params.len()).any(|param| self.is_never_passed(param))
     }
@@ -91,8 +91,8 @@ impl FlatParamHandle {
         Ok(())
     }
 
-    /// Ends a backward that did not come to all of the unit's parameters, or to none of them. Parameters that it did not
-    /// come to count as having a gradient of zero, where the unit has any.
+    /// Ends a backward that came to only some of the unit's parameters, or to none. If it came to some, the gradients of the
+    /// others count as zero.
     ///
     /// Gradients that earlier backwards inside `no_sync` have left are reduced too, also where this one brought none.
     pub(crate) fn finish_backward(&self) -> Result<()> {
@@ -101,12 +101,13 @@ impl FlatParamHandle {
 
     fn finish_backward_locked(&self, state: &mut HandleState) -> Result<()> {
         state.passed.clear();
-        // First the memory of the parameters, so that the gradients can take it. A forward around this backward keeps it.
+        // First free the memory of the parameters, so that the gradients can take it. If this backward runs inside a forward,
+        // the forward still needs the parameters.
         if state.users == 0 {
             self.release_locked(state)?;
         }
         self.flatten_received(state)?;
-        // The next unit first: backward waits for that, but not for this one's gradients.
+        // First gather the next unit: backward waits for its parameters, but not for the gradients of this one.
         if let Some(ahead) = &self.ahead {
             ahead.gather_next(Moment::AfterComputation);
         }

@@ -117,7 +117,7 @@ impl FlatParamHandle {
         let shard_device = if cpu_offload { Device::Cpu } else { device.clone() };
         let is_offloaded = cpu_offload && !device.is_cpu();
         let flat = FlatParameter::new(layout.clone(), rank, to_device(flat.shard(), &shard_device)?)?;
-        shared.hold(layout.sharded_numel() * dtype.size_in_bytes());
+        shared.count_held(layout.sharded_numel() * dtype.size_in_bytes());
         let exchange = UnitExchange {
             number: shared.add_unit(&name, params.iter().map(|param| param.fqn.clone()).collect()),
             name: name.clone(),
@@ -324,7 +324,7 @@ impl FlatParamHandle {
         self.exchange.fill(gathered)?;
         self.set_whole(state, true);
         state.gathered_in = self.shared.forward();
-        self.shared.hold(self.exchange.unsharded_bytes());
+        self.shared.count_held(self.exchange.unsharded_bytes());
         if let Some(ahead) = &self.ahead {
             ahead.gather_next(Moment::BeforeComputation);
         }
@@ -365,7 +365,7 @@ impl FlatParamHandle {
             release(&param.tensor)?;
         }
         self.set_whole(state, false);
-        self.shared.release(self.exchange.unsharded_bytes());
+        self.shared.count_released(self.exchange.unsharded_bytes());
         Ok(())
     }
 
@@ -374,8 +374,8 @@ impl FlatParamHandle {
         if state.users > 0 { Err(NnError::UnitInUse { unit: self.name.clone() }) } else { Ok(()) }
     }
 
-    /// Prepares a change of the unit's values: no copy of the old ones stays, and a backward of what was computed with them
-    /// is refused from now on. No communication.
+    /// Prepares a change of the unit's values. It removes the gathered copy of the old ones, and makes the backward of a
+    /// forward that used them an error from now on. No communication.
     pub(crate) fn begin_change(&self) -> Result<()> {
         let mut state = self.state();
         self.check_unused(&state)?;
@@ -390,7 +390,7 @@ impl FlatParamHandle {
         self.shared.last_change()
     }
 
-    /// Checks that the unit's values are those that they were at a change of values of any unit.
+    /// Checks that the unit's values have not changed since the change of this number, which [`Self::last_change`] gave.
     pub(crate) fn check_unchanged(&self, since: u64) -> Result<()> {
         if self.state().changed_at > since {
             return Err(NnError::ChangedSinceForward { unit: self.name.clone() });
@@ -398,7 +398,7 @@ impl FlatParamHandle {
         Ok(())
     }
 
-    /// Returns the error of a computation; if it is that of released memory, as one that names the sharded units.
+    /// Returns the error of a computation. An error of candle about released memory becomes one that names the sharded units.
     pub(crate) fn explain(&self, error: candle_core::Error) -> NnError {
         NnError::of_computation(error, || self.shared.sharded())
     }

@@ -181,7 +181,7 @@ fn place_items(metadata: &mut Metadata, written: &[RankWritten]) -> Result<(), F
                 relative_path: file.name.clone(),
                 offset: item.offset,
                 length: item.length,
-                // An item that was copied as it is stored is still transformed as it was.
+                // An item that was copied as stored keeps the transforms of its bytes, such as compression.
                 transforms: place.take().map_or_else(Vec::new, |before| before.transforms),
             });
         }

@@ -1,4 +1,4 @@
-//! The items of a rank that are what they were in the checkpoint before, and need not be written again.
+//! The items of a rank that have not changed since the last checkpoint, and need not be written again.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -18,7 +18,7 @@ use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 use crate::threads::on_each;
 
-/// The checkpoint before, as this rank has written it for the same plan.
+/// The last checkpoint, as far as this rank wrote it, under the same plan.
 #[derive(Debug, Clone, Copy)]
 pub struct Before<'b> {
     /// Its place.
@@ -41,9 +41,9 @@ struct Candidate {
     payload_bytes: u64,
 }
 
-/// Links the files of the checkpoint before that hold mostly items which have not changed. The rest is to be written.
+/// Links the files of the last checkpoint of which at least half is unchanged items. The caller writes the other items.
 ///
-/// An item has not changed if the sum over its elements is what it was: see `fsdp_digest` for what that finds.
+/// An item counts as unchanged if the sum over its elements is the same. `fsdp_digest` says which changes that can miss.
 pub(super) fn link(
     staging: &Staging,
     rank: usize,
@@ -53,7 +53,7 @@ pub(super) fn link(
     before: Before<'_>,
     threads: usize,
 ) -> Result<Linked, FileError> {
-    // The file there must still be the one that this rank has written.
+    // A file is linked only if it is still the one that this rank has written, by its hashes.
     let Ok(directory) = CheckedDirectory::open(before.path, true, Links::Refuse) else { return Ok(Linked::default()) };
     let known: HashMap<(u32, u32), WrittenItem> =
         before.written.items.iter().map(|item| ((item.entry, item.chunk), *item)).collect();
@@ -69,7 +69,7 @@ pub(super) fn link(
     for (index, file) in before.written.files.iter().enumerate() {
         let of_file: Vec<&Candidate> = candidates.iter().filter(|found| found.before.file as usize == index).collect();
         let bytes: u64 = of_file.iter().map(|found| found.payload_bytes).sum();
-        // A file of which little is needed would keep the rest of its bytes alive.
+        // A link keeps the whole file on the disk, also the items in it that are no longer needed.
         let is_worth_it = bytes > 0 && bytes.saturating_mul(2) >= file.integrity.length();
         if !is_worth_it || directory.hashes(&file.name) != Some(&file.integrity) {
             continue;

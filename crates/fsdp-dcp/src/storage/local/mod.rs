@@ -52,11 +52,6 @@ impl Storage for LocalStorage {
         Some(&self.path)
     }
 
-    #[cfg(feature = "object-store")]
-    fn as_any(&self) -> &dyn std::any::Any {
-        self
-    }
-
     fn child(&self, below: &str) -> Arc<dyn Storage> {
         Arc::new(LocalStorage { files: self.files.clone(), path: self.path.join(below) })
     }

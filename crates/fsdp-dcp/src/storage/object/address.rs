@@ -8,7 +8,7 @@ use super::prefix::Prefix;
 use crate::error::FileError;
 
 /// A bucket and a key in it, which may be a prefix of others.
-pub(super) struct Address {
+pub(crate) struct Address {
     pub(super) bucket: Arc<Bucket>,
     pub(super) prefix: String,
     /// The URL, for messages.

@@ -1,6 +1,6 @@
 //! Object stores: their clients, and the few operations that checkpoints need, each one blocking.
 
-mod address;
+pub(super) mod address;
 mod client;
 mod prefix;
 mod read;
@@ -12,7 +12,6 @@ pub(crate) use client::Bucket;
 pub use object_store;
 pub use prefix::Store;
 
-use std::any::Any;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -61,8 +60,8 @@ impl Storage for ObjectStorage {
         &self.0.name
     }
 
-    fn as_any(&self) -> &dyn Any {
-        &self.0
+    fn object_address(&self) -> Option<&Address> {
+        Some(&self.0)
     }
 
     fn child(&self, below: &str) -> Arc<dyn Storage> {

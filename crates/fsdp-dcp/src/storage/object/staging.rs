@@ -8,7 +8,6 @@ use std::time::Duration;
 
 use object_store::{PutMode, PutPayload};
 
-use super::address::Address;
 use super::prefix::Prefix;
 use super::upload::{Slot, Upload};
 use crate::error::FileError;
@@ -179,13 +178,13 @@ impl Stage for ObjectStage {
     fn link(&self, from: &dyn Storage, name: &str, as_name: &str) -> Result<bool, FileError> {
         relative_parts(self.target(), name)?;
         relative_parts(self.target(), as_name)?;
-        // Only within one store, which the two places share.
-        let Some(from) = from.as_any().downcast_ref::<Address>() else { return Ok(false) };
+        // A store copies only its own objects.
+        let Some(from) = from.object_address() else { return Ok(false) };
         let from = from.open()?;
         if !Arc::ptr_eq(from.store(), self.prefix.store()) || nonce_of(as_name) != Some(self.nonce()) {
             return Ok(false);
         }
-        // An object that is gone, or too large to be copied in one request: then it is written.
+        // An object that is gone, or too large to be copied in one request, is written by the caller.
         Ok(self.prefix.copy(&from, name, as_name).is_ok())
     }
 
