@@ -148,6 +148,15 @@ fn the_rank_that_failed_first_is_blamed_although_others_end_before_it() {
     launch("2", &["sh", "-c", script]).assert().code(16).stderr(blamed.and(listed));
 }
 
+#[test]
+fn the_longest_times_are_times() {
+    let longest = u64::MAX.to_string();
+    let script = "if [ $RANK = 1 ]; then exit 3; fi; sleep 1";
+    fsdp(&["launch", "--nproc", "2", "--grace", &longest, "--", "sh", "-c", script]).assert().code(3);
+    let elastic = ["launch", "--nproc", "1:2", "--max-restarts", "1", "--grace", "1", "--regrow-after", &longest];
+    fsdp(&[&elastic[..], &["--", "sh", "-c", "exit 3"]].concat()).assert().code(3);
+}
+
 /// Its process is gone, or will be once its new parent has waited for it.
 fn assert_ended(pid: i32) {
     let limit = Instant::now() + Duration::from_secs(20);

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::backend::{Backend, Plan, Round};
 use crate::blame;
+use crate::deadline::{MAX_DEADLINE, until};
 use crate::error::{CommError, RankCall, RankFailure, bounded};
 use crate::record::{Call, Fault, Header, Operation, Record};
 use crate::traffic::{Counters, Traffic};
@@ -14,9 +15,6 @@ use crate::wire;
 
 /// The time that an operation may take unless [`ProcessGroup::with_deadline`] says otherwise.
 pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(60);
-
-/// The longest deadline. Longer ones are cut to it, so that no point in time overflows.
-const MAX_DEADLINE: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 
 /// The largest payload that a rank sends along with its record.
 pub(crate) const INLINE_BYTES: usize = 4096;
@@ -171,7 +169,7 @@ impl ProcessGroup {
         state.sequence += 1;
         self.shared.counters.called(call.operation);
         let deadline = self.deadline.min(MAX_DEADLINE);
-        let mut turn = Turn { group: self, state, call, deadline, until: Instant::now() + deadline };
+        let mut turn = Turn { group: self, state, call, deadline, until: until(deadline) };
         match arguments {
             Ok(()) => Ok(turn),
             Err(error) => {

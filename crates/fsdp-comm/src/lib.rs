@@ -38,6 +38,7 @@ mod blame;
 mod blocking;
 mod buffer;
 mod collectives;
+mod deadline;
 #[cfg(feature = "nccl")]
 pub mod device;
 mod element;

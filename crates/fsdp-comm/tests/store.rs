@@ -40,6 +40,15 @@ fn what_one_sets_all_get() {
 }
 
 #[test]
+fn the_longest_deadline_is_one() {
+    let longest = |rank| StoreOptions { deadline: Duration::MAX, ..options(rank) };
+    let host = TcpStore::host("127.0.0.1:0", &longest(0)).unwrap();
+    let other = TcpStore::connect(host.address(), &longest(1)).unwrap();
+    host.set("key", b"value").unwrap();
+    assert_eq!(other.wait(&["key".to_owned()], Duration::MAX).unwrap().unwrap(), [b"value"]);
+}
+
+#[test]
 fn waiting_ends_when_the_last_key_is_set() {
     let host = host();
     let keys = ["a", "b", "c"].map(str::to_owned);

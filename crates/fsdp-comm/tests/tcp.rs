@@ -182,6 +182,17 @@ fn a_rank_that_does_not_come_is_named() {
 }
 
 #[test]
+fn the_longest_deadline_is_one() {
+    let port = free_port();
+    let connect = |rank| TcpOptions::new(environment(rank, 2, port, "job")).deadline(Duration::MAX).connect().unwrap();
+    std::thread::scope(|scope| {
+        let other = scope.spawn(move || connect(1).barrier());
+        connect(0).barrier().unwrap();
+        other.join().unwrap().unwrap();
+    });
+}
+
+#[test]
 fn nobody_at_the_address_is_an_error() {
     let error = meet(environment(1, 2, free_port(), "job"), 300).unwrap_err();
     assert!(matches!(&error, CommError::Rendezvous { message, .. } if message.contains("found no store")), "{error:?}");

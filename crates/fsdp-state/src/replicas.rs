@@ -1,6 +1,6 @@
 //! The comparison of replicas: elements that several ranks hold, and must hold alike.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::hash::{Hash as _, Hasher as _};
 
 use fsdp_comm::ProcessGroup;
@@ -17,7 +17,8 @@ const OPERATION: &str = "check_replicas";
 /// Checks that ranks which hold the same elements hold the same bits: whole tensors and plain values on all ranks, and
 /// shards on ranks with the same boxes. Nothing is copied that is contiguous in host memory.
 ///
-/// Collectives: one agreement and one object all-gather of a few bytes. Two more if replicas differ.
+/// Collectives: one agreement and one object all-gather of a few bytes. Two more if replicas differ, or if some ranks have
+/// whole tensors or values that others lack: these are compared over the ranks that have them.
 ///
 /// # Errors
 /// The same on every rank: [`StateError::ReplicasDiffer`]; any rank's own error.
@@ -38,26 +39,28 @@ pub fn check_replicas(state: &StateDict, group: &ProcessGroup) -> Result<(), Sta
     // Each rank digests what it holds. Usually one number from each is enough.
     let held = StateError::agree(group, OPERATION, None, Held::of(state))?;
     let all: Vec<[Summary; 2]> = group.all_gather_object(&held.summaries())?;
-    if (0..2).all(|part| classes(&all, part).values().all(|ranks| same(&all, part, ranks))) {
+    let is_alike = |part: usize| classes(&all, part).values().all(|ranks| same(&all, part, ranks));
+    if classes(&all, WHOLE).len() == 1 && is_alike(WHOLE) && is_alike(SHARDS) {
         return Ok(());
     }
-    // Ranks of one class hold the same names in the same order, so that their digests are enough to find the names.
-    let digests: Vec<[Vec<u64>; 2]> = group.all_gather_object(&held.short_digests())?;
+    // By hashes of the names, each name is compared over the ranks that hold it.
+    let digests: Vec<HashMap<u64, u64>> = group.all_gather_object(&held.short_digests())?;
     let mut found: BTreeMap<String, Vec<usize>> = BTreeMap::new();
-    for (part, names) in held.parts.iter().enumerate() {
-        let Some(ranks) = classes(&all, part).remove(&all[group.rank()][part].layout) else { continue };
-        for (index, (name, _)) in names.iter().enumerate() {
-            let of_rank = |rank: usize| digests.get(rank).and_then(|digests| digests[part].get(index)).copied();
-            let differing = differing(&ranks.iter().map(|&rank| (rank, of_rank(rank))).collect::<Vec<_>>());
-            if !differing.is_empty() {
-                found.entry(key_of(name).to_owned()).or_default().extend(differing);
-            }
+    for (name, _) in held.parts.iter().flat_map(StateDigest::iter) {
+        let hash = XxHash3_64::oneshot(name.as_bytes());
+        let of_ranks = digests.iter().enumerate();
+        let differing = differing(&of_ranks.filter_map(|(rank, of)| Some((rank, *of.get(&hash)?))).collect::<Vec<_>>());
+        if !differing.is_empty() {
+            found.entry(key_of(name).to_owned()).or_default().extend(differing);
         }
     }
-    // Only ranks of a class know its names.
+    // A rank knows its own names only.
     let mut tensors: BTreeMap<String, Vec<usize>> = BTreeMap::new();
     for (name, ranks) in group.all_gather_object(&found)?.into_iter().flatten() {
         tensors.entry(name).or_default().extend(ranks);
+    }
+    if tensors.is_empty() {
+        return Ok(());
     }
     let global = group.global_ranks();
     let tensors = tensors.into_iter().map(|(name, mut ranks)| {
@@ -67,6 +70,11 @@ pub fn check_replicas(state: &StateDict, group: &ProcessGroup) -> Result<(), Sta
     });
     Err(StateError::ReplicasDiffer { tensors: tensors.collect() })
 }
+
+/// The position, among the parts of [`Held`], of whole tensors and values.
+const WHOLE: usize = 0;
+/// The position of boxes of sharded tensors.
+const SHARDS: usize = 1;
 
 /// The digests of what a rank holds: of whole tensors and values, and of boxes of sharded tensors.
 struct Held {
@@ -115,12 +123,11 @@ impl Held {
         })
     }
 
-    /// Returns a hash of each digest, in the order of the names.
-    fn short_digests(&self) -> [Vec<u64>; 2] {
-        self.parts.each_ref().map(|digests| {
-            let short = digests.iter().map(|(_, digest)| XxHash3_64::oneshot(digest.to_string().as_bytes()));
-            short.collect()
-        })
+    /// Returns a hash of each digest, by a hash of its name.
+    fn short_digests(&self) -> HashMap<u64, u64> {
+        let all = self.parts.iter().flat_map(StateDigest::iter);
+        let short = |text: &str| XxHash3_64::oneshot(text.as_bytes());
+        all.map(|(name, digest)| (short(name), short(&digest.to_string()))).collect()
     }
 }
 
@@ -150,15 +157,15 @@ fn same(all: &[[Summary; 2]], part: usize, ranks: &[usize]) -> bool {
 }
 
 /// Returns the ranks that hold something else than most do; all of them, if no value is held by more ranks than any other.
-fn differing(held: &[(usize, Option<u64>)]) -> Vec<usize> {
-    let mut counts: BTreeMap<Option<u64>, usize> = BTreeMap::new();
+fn differing(held: &[(usize, u64)]) -> Vec<usize> {
+    let mut counts: BTreeMap<u64, usize> = BTreeMap::new();
     held.iter().for_each(|(_, digest)| *counts.entry(*digest).or_default() += 1);
     if counts.len() < 2 {
         return Vec::new();
     }
     let most = counts.values().copied().max().unwrap_or_default();
     let is_clear = counts.values().filter(|&&count| count == most).count() == 1;
-    let differs = |digest: &Option<u64>| !is_clear || counts.get(digest) != Some(&most);
+    let differs = |digest: &u64| !is_clear || counts.get(digest) != Some(&most);
     held.iter().filter(|(_, digest)| differs(digest)).map(|(rank, _)| *rank).collect()
 }
 
@@ -168,7 +175,7 @@ mod tests {
 
     #[test]
     fn the_minority_is_named_and_of_two_both() {
-        let held = |values: &[u64]| values.iter().map(|&value| Some(value)).enumerate().collect::<Vec<_>>();
+        let held = |values: &[u64]| values.iter().copied().enumerate().collect::<Vec<_>>();
         assert!(differing(&held(&[5, 5, 5])).is_empty());
         assert_eq!(differing(&held(&[5, 6, 5])), [1]);
         assert_eq!(differing(&held(&[5, 6])), [0, 1]);

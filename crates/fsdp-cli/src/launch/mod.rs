@@ -31,6 +31,9 @@ use crate::failure::Stopped;
 use crate::job_failure::{JobError, RankEnded};
 use crate::output;
 
+/// The longest time that is waited for anything. Longer ones are cut to it, so that no point in time overflows.
+const LONGEST: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
+
 /// Starts the processes of a job on this node, and waits for them: `fsdp launch`. If one fails, all are started again, as
 /// often as was asked for, or those that are left if that was asked for.
 ///
@@ -50,7 +53,7 @@ pub(crate) fn run(arguments: &LaunchArguments) -> Result<()> {
     let (mut nproc, mut restarts) = (processes.most, 0);
     loop {
         let regrow_after = arguments.regrow_after.filter(|_| nproc < processes.most);
-        let stop_at = regrow_after.map(|seconds| Instant::now() + Duration::from_secs(seconds.get()));
+        let stop_at = regrow_after.map(|seconds| Instant::now() + Duration::from_secs(seconds.get()).min(LONGEST));
         let before = nproc;
         let why = match attempt(arguments, nproc, restarts, stop_at, &events, &happened)? {
             Outcome::Done => return Ok(()),
@@ -104,7 +107,7 @@ fn attempt(
     // Each attempt has its own secret, and on one node its own port: no process of another attempt can join it.
     let place = arguments.place(nproc, restarts)?;
     // Step 1: start the processes. Each is watched before anything else can fail, so that a failure ends it.
-    let grace = Duration::from_secs(arguments.grace);
+    let grace = Duration::from_secs(arguments.grace).min(LONGEST);
     let mut ranks = Ranks::new(events.clone(), happened, grace, stop_at, Guard::start()?);
     let notes = tempfile::tempdir().context("failed to make a directory for the ranks' notes")?;
     let lines = Lines::new();

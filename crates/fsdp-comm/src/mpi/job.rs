@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use super::library::{self, Buffers, Communicator, Pending};
 use crate::access::Secret;
 use crate::backend_kind::BackendKind;
+use crate::deadline::until;
 use crate::error::CommError;
 use crate::store::{StoreOptions, TcpStore};
 use crate::tcp::{Place, TcpBackend};
@@ -112,7 +113,7 @@ impl Job {
         if JOINED.set(()).is_err() {
             return Err(unavailable("this process has already joined MPI, which it can do only once".to_owned()));
         }
-        let until = Instant::now() + deadline;
+        let until = until(deadline);
         let owner = Owner::start(until)?;
         let world = Communicator::world().map_err(|error| failed("MPI_Comm_size", error))?;
         let (rank, world_size) = (world.rank(), world.ranks());

@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use self::job::{Job, Pause, failed};
 use self::library::{Buffers, Communicator, Pending};
 use crate::backend::{Backend, Plan, Planner, Round};
+use crate::deadline::until;
 use crate::error::CommError;
 use crate::group::ProcessGroup;
 use crate::tcp::TcpBackend;
@@ -28,7 +29,7 @@ const GRACE: Duration = Duration::from_millis(250);
 
 /// Creates the group of all processes that an MPI launcher has started with this one.
 pub(crate) fn connect(deadline: Duration) -> Result<ProcessGroup, CommError> {
-    let until = Instant::now() + deadline;
+    let until = until(deadline);
     let job = Job::join(deadline)?;
     let control = Arc::clone(&job.control);
     let round = Round { number: 0, sequence: 0, operation: "rendezvous", deadline, until };

@@ -9,7 +9,7 @@ pub(crate) mod library;
 mod owner;
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use cudarc::driver::{CudaContext, CudaStream};
 
@@ -17,6 +17,7 @@ use self::library::UniqueId;
 use self::owner::Owner;
 use crate::backend::{Backend, DeviceCall, DeviceTransfer, Planner, Round};
 use crate::backend_kind::BackendKind;
+use crate::deadline::until;
 use crate::environment::Environment;
 use crate::error::CommError;
 use crate::group::ProcessGroup;
@@ -25,7 +26,7 @@ use crate::wire;
 
 /// Creates the group of all processes of the job, each with its GPU.
 pub(crate) fn connect(deadline: Duration) -> Result<ProcessGroup, CommError> {
-    let until = Instant::now() + deadline;
+    let until = until(deadline);
     check()?;
     let environment = Environment::from_env()?;
     let ordinal = device_ordinal(&environment)?;

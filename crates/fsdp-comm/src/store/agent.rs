@@ -18,6 +18,7 @@ use super::client::{NotJoined, TcpStore, connect_once, connect_until, rendezvous
 use super::protocol::{StoreOptions, invalid};
 use crate::access::nonce_text;
 use crate::blocking::{read_exact, write_all};
+use crate::deadline::until;
 use crate::error::CommError;
 
 /// The first request. Without it the agent's store closes the connection.
@@ -52,7 +53,7 @@ impl TcpStore {
         options: &StoreOptions,
     ) -> Result<TcpStore, CommError> {
         let (rank, deadline) = (options.rank, options.deadline);
-        let until = Instant::now() + deadline;
+        let until = until(deadline);
         let failed = |message| rendezvous(agent, message);
         let mut connection = Agent::connect(agent, until).map_err(|error| {
             failed(format!(
@@ -128,7 +129,7 @@ impl Agent {
             let name = address.to_string();
             let joined = match connect_once(&name, self.until) {
                 Ok(stream) => {
-                    let until = self.until.min(Instant::now() + deadline / ADDRESSES);
+                    let until = self.until.min(until(deadline / ADDRESSES));
                     TcpStore::join(stream, &name, &named(options, &nonce), until)
                 }
                 Err(error) => Err(NotJoined::Lost(error)),

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use super::protocol::{Reply, Request, StoreOptions, read_blocking, write_blocking};
 use super::server::Server;
 use crate::access::{Hello, Key, Refusal, knock};
+use crate::deadline::until;
 use crate::error::CommError;
 
 /// A connection to the store. On the rank that hosts the store it owns the store too, which ends when this is dropped.
@@ -63,7 +64,7 @@ impl TcpStore {
     }
 
     fn open(address: &str, options: &StoreOptions, server: Option<Server>) -> Result<TcpStore, CommError> {
-        let until = Instant::now() + options.deadline;
+        let until = until(options.deadline);
         loop {
             let stream = connect_until(address, until)
                 .map_err(|error| rendezvous(address, NotJoined::Lost(error).message(options)))?;
@@ -190,7 +191,7 @@ impl TcpStore {
         let Some(mut stream) = connection.take() else {
             return Err(self.error(name, "the connection was lost in an earlier request"));
         };
-        let until = Instant::now() + deadline + GRACE;
+        let until = until(deadline.saturating_add(GRACE));
         let reply = write_blocking(&mut stream, &request, until).and_then(|()| read_blocking(&mut stream, until));
         match reply.map_err(|error| self.error(name, error.to_string()))? {
             Reply::Refused(reason) => {

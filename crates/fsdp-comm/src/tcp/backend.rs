@@ -1,7 +1,7 @@
 //! The backend itself: options for joining a job, and the rounds of a group.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::node::Node;
 use super::rendezvous::{self, Place};
@@ -10,6 +10,7 @@ use super::shared::SharedMemory;
 use super::sockets::LAST_SETUP_ROUND;
 use super::sockets::{self, Member, SETUP_ROUNDS};
 use crate::backend::{Backend, Planner, Round};
+use crate::deadline::until;
 use crate::environment::Environment;
 use crate::error::CommError;
 use crate::group::{DEFAULT_DEADLINE, ProcessGroup};
@@ -52,7 +53,7 @@ impl TcpOptions {
     }
 
     pub(crate) fn connect_backend(&self) -> Result<TcpBackend, CommError> {
-        let until = Instant::now() + self.deadline;
+        let until = until(self.deadline);
         let environment = &self.environment;
         let store = rendezvous::open(environment, self.deadline)?;
         let place = Place {

@@ -11,6 +11,7 @@ mod gather;
 #[cfg(test)]
 mod ranks;
 #[cfg(test)]
+mod replicas;
 mod reshard;
 #[cfg(test)]
 mod streaming;
