@@ -157,17 +157,6 @@ impl<M> TrainState<M> {
         Ok(beside)
     }
 
-    /// Checks that the sampler and the scaler can take their states from a checkpoint, before anything changes.
-    fn check_parts(&self, source: &CheckpointSource<'_>, beside: &StateDict) -> Result<(), CheckpointError> {
-        if let Some(mut sampler) = self.sampler.clone() {
-            sampler.load_state_dict(&saved_part(source, beside, SAMPLER)?).map_err(NnError::from)?;
-        }
-        if let Some(mut scaler) = self.scaler.clone() {
-            scaler.load_state_dict(&saved_part(source, beside, SCALER)?)?;
-        }
-        Ok(())
-    }
-
     /// Loads the model and the optimizers. Returns the report, and the values beside them as the checkpoint has them.
     fn load_live(
         &mut self,
@@ -183,7 +172,9 @@ impl<M> TrainState<M> {
             } else {
                 source.without_foreign_objects(|path| is_below(path, MODEL) || is_below(path, OPTIM))?
             };
-            self.check_parts(&source, &beside)?;
+            // The sampler and the scaler must be able to go on with what there is of them, before anything changes.
+            let saved = |key: &str| saved_part(&source, &beside, key);
+            set_sampler_and_scaler(&mut self.sampler.clone(), &mut self.scaler.clone(), saved)?;
             // A checkpoint without a `model` key holds only a model.
             let is_run = source.schema().iter().any(|(path, _)| is_nested_model(path));
             let model = if is_run { vec![MODEL.to_owned()] } else { Vec::new() };
@@ -204,18 +195,10 @@ impl<M> TrainState<M> {
 
     /// Gives the values that a load has brought to the sampler, the scaler and the average, and keeps the others.
     fn set_beside(&mut self, mut beside: StateDict) -> Result<(), CheckpointError> {
-        let mut part = |key: &str| match beside.remove(key) {
-            Some(StateValue::Dict(part)) => part,
-            _ => StateDict::new(),
-        };
-        if let Some(sampler) = &mut self.sampler {
-            sampler.load_state_dict(&part(SAMPLER)).map_err(NnError::from)?;
-        }
-        if let Some(scaler) = &mut self.scaler {
-            scaler.load_state_dict(&part(SCALER))?;
-        }
+        let mut part = |key: &str| Ok(dict_of(beside.remove(key)));
+        set_sampler_and_scaler(&mut self.sampler, &mut self.scaler, &mut part)?;
         if let Some(average) = &mut self.average {
-            average.load_state_dict(&part(AVERAGE))?;
+            average.load_state_dict(&part(AVERAGE)?)?;
         }
         self.values = beside;
         Ok(())
@@ -232,10 +215,30 @@ fn saved_part(source: &CheckpointSource<'_>, beside: &StateDict, key: &str) -> R
     for (path, value) in paths.into_iter().zip(source.values(&positions)?) {
         set_element(&mut part, path, value)?;
     }
-    match part.remove(key) {
-        Some(StateValue::Dict(part)) => Ok(part),
-        _ => Ok(StateDict::new()),
+    Ok(dict_of(part.remove(key)))
+}
+
+/// Returns the dict that a value is; an empty one if it is none.
+fn dict_of(value: Option<StateValue>) -> StateDict {
+    match value {
+        Some(StateValue::Dict(dict)) => dict,
+        _ => StateDict::new(),
     }
+}
+
+/// Sets a sampler and a scaler to the states that `part` returns for their keys.
+fn set_sampler_and_scaler(
+    sampler: &mut Option<ShardedSampler>,
+    scaler: &mut Option<GradScaler>,
+    mut part: impl FnMut(&str) -> Result<StateDict, CheckpointError>,
+) -> Result<(), CheckpointError> {
+    if let Some(sampler) = sampler {
+        sampler.load_state_dict(&part(SAMPLER)?).map_err(NnError::from)?;
+    }
+    if let Some(scaler) = scaler {
+        scaler.load_state_dict(&part(SCALER)?)?;
+    }
+    Ok(())
 }
 
 impl<M> Stateful for TrainState<M> {

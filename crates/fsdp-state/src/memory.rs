@@ -140,6 +140,23 @@ pub(crate) fn scalar_value(leaf: &Leaf, value: PlainValue) -> Result<StateValue,
     })
 }
 
+impl Leaf {
+    /// Returns a value of this kind on a rank that has no elements of it: the small value, if there is one, or a sharded
+    /// tensor without boxes.
+    ///
+    /// # Errors
+    /// A dtype that candle does not have.
+    pub fn without_elements(&self, small: Option<PlainValue>) -> Result<StateValue, StateError> {
+        match (self.tensor(), small) {
+            (_, Some(small)) => scalar_value(self, small),
+            (Some((dtype, shape)), None) => {
+                Ok(ShardedTensor::new(dtype::to_candle(dtype)?, shape.to_vec(), Vec::new())?.into())
+            }
+            (None, None) => Ok(PlainValue::None.into()),
+        }
+    }
+}
+
 /// Makes room for more bytes at the end of a buffer. The size may come from another rank or a file, so a lack of memory
 /// is an error and does not end the process.
 pub(crate) fn try_reserve(buffer: &mut Vec<u8>, bytes: usize) -> Result<(), StateError> {

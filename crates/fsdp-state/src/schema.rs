@@ -34,7 +34,11 @@ pub enum Leaf {
 }
 
 impl Leaf {
-    pub(crate) fn of(key: &KeyPath, value: &StateValue) -> Result<Leaf, StateError> {
+    /// Returns the description of a value; `key` is its name in errors.
+    ///
+    /// # Errors
+    /// A tensor whose memory is released, or of a dtype or a shape that no file holds.
+    pub fn of(key: &KeyPath, value: &StateValue) -> Result<Leaf, StateError> {
         let leaf = match value {
             StateValue::Tensor(tensor) if is_released(tensor) => {
                 return Err(FlatError::Freed { shape: tensor.dims().to_vec() }.into());
@@ -67,7 +71,8 @@ impl Leaf {
     }
 
     /// Returns dtype and shape for a report: `float32 [2, 3]`.
-    pub(crate) fn describe(&self) -> String {
+    #[must_use]
+    pub fn describe(&self) -> String {
         self.tensor().map_or_else(|| self.to_string(), |(dtype, shape)| format!("{dtype} {shape:?}"))
     }
 

@@ -3,20 +3,18 @@
 
 use std::collections::BTreeSet;
 
-use candle_core::Device;
-use fsdp_flat::dtype;
+use candle_core::Tensor;
 use fsdp_flat::storage::{HostBytes, zeros_on};
-use fsdp_layout::{DType, PlainValue, TensorBox};
-use fsdp_state::engine::Wanted;
-use fsdp_state::{Memory, StateError, StateValue};
+use fsdp_flat::{ShardedTensor, dtype};
+use fsdp_layout::{DType, PlainValue};
+use fsdp_state::{Memory, StateValue};
 use indexmap::IndexMap;
 
 use super::OptimStateError;
 use super::groups::{as_number, plain};
+use crate::Result;
 use crate::algorithm::{Algorithm, Initial, StateKind};
 use crate::optimizer::{LocalParam, LocalState, ParamState};
-use crate::parameters::ShardedParameters;
-use crate::{NnError, Result};
 
 /// One saved state entry of one parameter.
 #[derive(Debug, Clone)]
@@ -66,48 +64,27 @@ pub(crate) fn as_step(value: &StateValue) -> Option<f32> {
 /// A parameter's saved entries, by name.
 pub(crate) type SavedEntries = IndexMap<String, Saved>;
 
-/// A wanted tensor: its position in the source, and where it goes.
-#[derive(Debug, Clone)]
-pub(crate) struct Destination {
+/// A tensor that a plan asks for.
+#[derive(Debug)]
+pub(crate) struct EntryTensor {
+    /// Its position in the source.
     pub(crate) position: usize,
-    /// The shape of the tensor in the source.
-    shape: Vec<usize>,
     /// The dtype that it becomes.
     pub(crate) becomes: DType,
-    name: String,
-    /// The parameter, by its position in the unit; `None` for a tensor whose shape is not its parameter's.
-    param: Option<usize>,
-}
-
-impl Destination {
-    /// Returns `true` if the tensor is shaped like its parameter. Only such tensors may go to the live state's memory.
-    pub(crate) const fn may_be_live(&self) -> bool {
-        self.param.is_some()
-    }
-
-    /// Returns the boxes that a rank of the model's group wants of the tensor.
-    pub(crate) fn boxes_on(
-        &self,
-        local: &LocalParam,
-        parameters: &ShardedParameters,
-        rank: usize,
-    ) -> Result<Vec<TensorBox>> {
-        match self.param {
-            Some(param) => parameters.boxes_on(&local.handle.params[param].fqn, rank),
-            None => Ok(vec![TensorBox::whole(&self.shape)]),
-        }
-    }
+    /// The entry that it becomes, or becomes a part of.
+    pub(crate) name: String,
+    /// The parameter that it is shaped like, and its memory, live or fresh. `None` for a tensor of another shape: it
+    /// becomes an entry once it is there.
+    pub(crate) like: Option<(String, ShardedTensor)>,
 }
 
 /// The state of one local parameter on its way in: complete once all its tensors are filled.
 #[derive(Debug)]
 pub(crate) struct EntryPlan {
     pub(crate) state: ParamState,
-    pub(crate) destinations: Vec<Destination>,
+    pub(crate) tensors: Vec<EntryTensor>,
     /// Entries that the algorithm needs and that were not saved.
     pub(crate) missing: Vec<&'static str>,
-    /// The names of the entries in the algorithm's order, and then of those that it does not know.
-    order: Vec<String>,
 }
 
 /// How strictly saved state is read.
@@ -140,27 +117,18 @@ impl EntryPlan {
         let schema: Vec<_> = algorithm.state_entries().collect();
         // In the algorithm's order, whatever order they were saved in: equal state is saved as equal bytes again.
         let known = algorithm.entry_names();
-        let mut order: Vec<String> = first.keys().cloned().collect();
+        let mut order: Vec<&String> = first.keys().collect();
         order.sort_by_key(|name| known.iter().position(|entry| entry == name).unwrap_or(known.len()));
-        let state = ParamState::default();
-        let mut plan = EntryPlan { state, destinations: Vec::new(), missing: Vec::new(), order };
-        for name in first.keys() {
+        let mut plan = EntryPlan { state: ParamState::default(), tensors: Vec::new(), missing: Vec::new() };
+        for name in order {
             let values: Vec<Option<&Saved>> = saved.iter().map(|entries| entries.and_then(|e| e.get(name))).collect();
             let kind = schema.iter().find(|entry| entry.name == name).map(|entry| entry.kind);
             plan.add(local, name, kind, &values, options)?;
         }
-        plan.sort();
         // Entries that are made with the first gradient may be absent: there may have been no gradient yet.
         let missing = schema.iter().filter(|entry| entry.initial != Initial::FirstGradient);
         plan.missing = missing.map(|entry| entry.name).filter(|name| !first.contains_key(*name)).collect();
         Ok(Some(plan))
-    }
-
-    /// Puts the entries that are there in order.
-    fn sort(&mut self) {
-        let order = &self.order;
-        let place = |name: &String| order.iter().position(|entry| entry == name).unwrap_or(order.len());
-        self.state.entries.sort_by(|one, _, other, _| place(one).cmp(&place(other)));
     }
 
     /// Plans one entry. `values` has the saved value of each of the model's parameters.
@@ -247,8 +215,14 @@ impl EntryPlan {
             }
         }
         if wrong.is_some() && !is_like && is_shared(values) {
-            // A FlatParameter has one such tensor, and all its parameters must have saved the same.
-            self.want(name, values, None);
+            // A FlatParameter has one such tensor, and all its parameters must have saved the same. Until it is there,
+            // a placeholder keeps its place among the entries.
+            self.state.entries.insert(name.to_owned(), LocalState::Plain(PlainValue::None));
+            for value in values.iter().flatten() {
+                let Saved::Tensor { position, dtype, .. } = value else { continue };
+                let (position, becomes, name) = (*position, *dtype, name.to_owned());
+                self.tensors.push(EntryTensor { position, becomes, name, like: None });
+            }
             return Ok(());
         }
         if dtypes.len() > 1 {
@@ -283,25 +257,14 @@ impl EntryPlan {
             Some(live) => live.clone(),
             None => zeros_on(&[local.numel], becomes, local.handle.shard_device())?,
         };
-        self.state.entries.insert(name.to_owned(), LocalState::Piece(flat));
         let becomes = dtype::from_candle(becomes).unwrap_or(found);
-        self.want(name, values, Some((&params[..], becomes)));
-        Ok(())
-    }
-
-    /// Asks for the tensors among the values of an entry. If they are shaped like their parameters, `of_params` has the
-    /// parameters' positions in the unit, and the dtype that they all become.
-    fn want(&mut self, name: &str, values: &[Option<&Saved>], of_params: Option<(&[usize], DType)>) {
-        for (index, value) in values.iter().enumerate() {
-            let Some(Saved::Tensor { position, dtype, shape }) = value else { continue };
-            self.destinations.push(Destination {
-                position: *position,
-                shape: shape.clone(),
-                becomes: of_params.map_or(*dtype, |(_, becomes)| becomes),
-                name: name.to_owned(),
-                param: of_params.map(|(params, _)| params[index]),
-            });
+        for ((&param, fqn), value) in params.iter().zip(fqns).zip(values) {
+            let Some(Saved::Tensor { position, .. }) = value else { continue };
+            let like = Some((fqn, local.sharded_piece(&flat, param)?));
+            self.tensors.push(EntryTensor { position: *position, becomes, name: name.to_owned(), like });
         }
+        self.state.entries.insert(name.to_owned(), LocalState::Piece(flat));
+        Ok(())
     }
 
     /// Adds the scalars of parameter `fqn`, which must be the same on all ranks, as text under `state.<fqn>.<entry>`.
@@ -319,36 +282,16 @@ impl EntryPlan {
         }
     }
 
-    /// Returns the memory that the tensor of a destination goes to.
-    pub(crate) fn memory(&self, local: &LocalParam, at: usize, wanted: &Wanted) -> Result<Memory, StateError> {
-        let Destination { name, param, .. } = &self.destinations[at];
-        match (param, self.state.entries.get(name)) {
-            (Some(param), Some(LocalState::Piece(flat))) => Ok(Memory::Tensors(local.sharded_piece(flat, *param)?)),
-            _ => Memory::fresh(wanted.dtype, &wanted.shape, &wanted.boxes),
-        }
-    }
-
-    /// Takes filled memory back. A tensor whose shape is not its parameter's becomes an entry here; all parameters of a
-    /// FlatParameter must bring the same. Other tensors are in their place already.
-    pub(crate) fn filled(&mut self, local: &LocalParam, at: usize, memory: Memory) -> Result<(), StateError> {
-        let Destination { name, param, .. } = &self.destinations[at];
-        if param.is_some() {
-            return Ok(());
-        }
-        let StateValue::Tensor(tensor) = memory.into_value(true, &Device::Cpu)? else { return Ok(()) };
+    /// Takes a tensor over as an entry. All parameters of a FlatParameter must bring the same one.
+    pub(crate) fn take_whole(&mut self, local: &LocalParam, name: &str, tensor: Tensor) -> Result<()> {
         if let Some(LocalState::Whole(first)) = self.state.entries.get(name)
             && *HostBytes::read(first)? != *HostBytes::read(&tensor)?
         {
-            let error = OptimStateError::DifferingScalars {
-                name: name.clone(),
-                values: vec!["tensors with other elements".to_owned()],
-                dtypes: vec![tensor.dtype().as_str().to_owned()],
-                fqns: local.fqns(),
-            };
-            return Err(NnError::from(error).into());
+            let (name, values) = (name.to_owned(), vec!["tensors with other elements".to_owned()]);
+            let (dtypes, fqns) = (vec![tensor.dtype().as_str().to_owned()], local.fqns());
+            return Err(OptimStateError::DifferingScalars { name, values, dtypes, fqns }.into());
         }
-        self.state.entries.insert(name.clone(), LocalState::Whole(tensor));
-        self.sort();
+        self.state.entries.insert(name.to_owned(), LocalState::Whole(tensor));
         Ok(())
     }
 }

@@ -1,13 +1,14 @@
 //! `param_groups`: read from state dicts, written, and matched with live groups.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashMap, HashSet, VecDeque};
 
 use candle_core::Tensor;
 use fsdp_layout::PlainValue;
 use fsdp_state::{StateDict, StateValue};
 
-use super::{OptimStateError, OptimStateKeyType};
+use super::OptimStateKeyType;
 use crate::optimizer::{GroupUpdate, Optimizer, ParamGroup};
+use crate::parameters::ShardedParameters;
 use crate::{NnError, Result};
 
 /// A param group of a state dict.
@@ -21,13 +22,35 @@ pub(crate) struct SavedGroup {
     pub(crate) key_type: Option<OptimStateKeyType>,
 }
 
-/// Returns a live group's hyperparameters, in torch's order, with the keys that its algorithm does not know.
-pub(crate) fn hyperparameters_of(group: &ParamGroup) -> Vec<(String, PlainValue)> {
-    group.algorithm.to_group().into_iter().chain(group.extra.iter().cloned()).collect()
+impl SavedGroup {
+    /// Returns a live group under the names or ids of its parameters: its hyperparameters in torch's order, then the keys
+    /// that its algorithm does not know.
+    pub(crate) fn of(group: &ParamGroup, params: Vec<String>, key_type: OptimStateKeyType) -> Self {
+        let hyperparameters = group.algorithm.to_group().into_iter().chain(group.extra.iter().cloned()).collect();
+        SavedGroup { hyperparameters, params, key_type: Some(key_type) }
+    }
+
+    /// Returns a group of one parameter, without hyperparameters.
+    pub(crate) fn of_parameter(name: &str) -> Self {
+        let key_type = Some(OptimStateKeyType::ParamName);
+        SavedGroup { hyperparameters: Vec::new(), params: vec![name.to_owned()], key_type }
+    }
 }
 
-/// Returns a group as state dicts have it: the only writer of one.
-pub(crate) fn group_dict(group: SavedGroup) -> StateValue {
+/// Returns an optimizer state dict: the only writer of one.
+pub(crate) fn optim_dict(states: StateDict, groups: Vec<SavedGroup>) -> StateDict {
+    let mut dict = StateDict::new();
+    dict.insert("state", states);
+    dict.insert("param_groups", group_dicts(groups));
+    dict
+}
+
+/// Returns groups as state dicts have them: the only writer of them.
+pub(crate) fn group_dicts(groups: Vec<SavedGroup>) -> StateValue {
+    StateValue::List(groups.into_iter().map(group_dict).collect())
+}
+
+fn group_dict(group: SavedGroup) -> StateValue {
     let mut dict: StateDict =
         group.hyperparameters.into_iter().map(|(key, value)| (key, StateValue::Plain(value))).collect();
     let mut params = Vec::with_capacity(group.params.len());
@@ -118,55 +141,26 @@ pub(crate) fn as_number(tensor: &Tensor) -> Option<f64> {
     tensor.flatten_all().ok()?.to_dtype(candle_core::DType::F64).ok()?.get(0).ok()?.to_scalar().ok()
 }
 
-/// Refuses groups that give the ids of their parameters rather than the names.
-pub(crate) fn check_named(groups: &[SavedGroup]) -> Result<()> {
-    match groups.iter().find(|group| group.key_type == Some(OptimStateKeyType::ParamId)) {
-        None => Ok(()),
-        Some(group) => Err(OptimStateError::InvalidKeys {
-            keys: group.params.clone(),
-            expected: "these are ids, and names are needed: see `rekey_optim_state_dict`".to_owned(),
-        }
-        .into()),
-    }
-}
-
 /// The saved groups, by the parameters that they name.
 pub(crate) struct SavedGroups {
-    groups: Vec<SavedGroup>,
-    /// The groups that name a parameter.
-    of_parameter: HashMap<String, Vec<usize>>,
-    /// The positions of groups without parameters.
-    empty: Vec<usize>,
-    /// The number of live groups without parameters that have been matched.
-    matched_empty: usize,
+    pub(crate) groups: Vec<SavedGroup>,
+    /// The positions of the groups that name a parameter, by the parameter's own name in the model.
+    pub(crate) of_parameter: HashMap<String, Vec<usize>>,
+    /// The positions of groups without parameters that no live group has been matched with yet.
+    empty: VecDeque<usize>,
 }
 
 impl SavedGroups {
-    /// Sorts groups by the model's names of their parameters.
-    pub(crate) fn new(groups: Vec<SavedGroup>, canonical: impl Fn(&str) -> String) -> Self {
+    /// Sorts groups by the parameters that they name.
+    pub(crate) fn new(groups: Vec<SavedGroup>, parameters: &ShardedParameters) -> Self {
         let mut of_parameter: HashMap<String, Vec<usize>> = HashMap::new();
         for (index, group) in groups.iter().enumerate() {
             for name in &group.params {
-                of_parameter.entry(canonical(name)).or_default().push(index);
+                of_parameter.entry(parameters.canonical_fqn(name).to_owned()).or_default().push(index);
             }
         }
         let empty = (0..groups.len()).filter(|&index| groups[index].params.is_empty()).collect();
-        SavedGroups { groups, of_parameter, empty, matched_empty: 0 }
-    }
-
-    /// Returns `true` if there is no group.
-    pub(crate) const fn is_empty(&self) -> bool {
-        self.groups.is_empty()
-    }
-
-    /// Returns `true` if some group names the parameter.
-    pub(crate) fn names(&self, fqn: &str) -> bool {
-        self.of_parameter.contains_key(fqn)
-    }
-
-    /// Returns the groups.
-    pub(crate) fn groups(&self) -> &[SavedGroup] {
-        &self.groups
+        SavedGroups { groups, of_parameter, empty }
     }
 
     /// Returns the hyperparameters that each of an optimizer's groups takes over: those of the saved groups that name
@@ -196,12 +190,11 @@ impl SavedGroups {
             }
             // No name leads to a group without parameters, so that its place among such groups does.
             if group.fqns().is_empty() {
-                sources.extend(self.empty.get(self.matched_empty));
-                self.matched_empty += 1;
+                sources.extend(self.empty.pop_front());
             }
             // A group that was not saved keeps its hyperparameters.
             let Some((&first, others)) = sources.split_first() else {
-                if !unnamed.is_empty() && !self.is_empty() {
+                if !unnamed.is_empty() && !self.groups.is_empty() {
                     missing.push(format!("param_groups.{index}"));
                 }
                 updates.push((group.algorithm.clone(), group.extra.clone()));

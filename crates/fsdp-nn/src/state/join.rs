@@ -4,11 +4,10 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use candle_core::{Device, Tensor};
 use fsdp_comm::ProcessGroup;
 use fsdp_flat::ShardedTensor;
-use fsdp_layout::{DType, PlainValue};
-use fsdp_state::{GatherOptions, LoadError as _, StateDict, StateValue, gather_state_dict};
+use fsdp_layout::{KeyPath, PathPart, PlainValue};
+use fsdp_state::{GatherOptions, Leaf, LoadError as _, StateDict, StateValue, gather_state_dict};
 use serde::{Deserialize, Serialize};
 
 use super::OptimStateError;
@@ -74,54 +73,38 @@ struct Brought {
 }
 
 /// An entry of a state, without its elements.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-enum Entry {
-    /// A small value, as it is.
-    Small(PlainValue),
-    /// A tensor of a shape of its own, which each rank has whole.
-    Whole(DType, Vec<usize>),
-    /// The boxes of a tensor that is shaped like its parameter.
-    Boxes(DType, Vec<usize>),
+#[derive(Debug, Serialize, Deserialize)]
+struct Entry {
+    leaf: Leaf,
+    /// The value itself, if it is a small one.
+    small: Option<PlainValue>,
 }
 
 impl Entry {
-    fn of(value: &StateValue) -> Result<Self> {
-        Ok(match value {
-            StateValue::Sharded(tensor) => Entry::Boxes(tensor.file_dtype()?, tensor.shape().to_vec()),
-            StateValue::Tensor(tensor) if tensor.elem_count() != 1 => {
-                Entry::Whole(fsdp_flat::dtype::of(tensor)?, tensor.dims().to_vec())
-            }
-            value => Entry::Small(value.to_object()?.unwrap_or(PlainValue::None)),
-        })
+    fn of(name: &str, value: &StateValue) -> Result<Self> {
+        let leaf = Leaf::of(&KeyPath(vec![PathPart::Key(name.to_owned())]), value)?;
+        Ok(Entry { leaf, small: value.to_plain()? })
     }
 
     fn is_same(&self, other: &Entry) -> bool {
-        match (self, other) {
-            (Entry::Small(a), Entry::Small(b)) => a.same_bits(b),
-            (a, b) => a == b,
-        }
+        let same_value = match (&self.small, &other.small) {
+            (Some(a), Some(b)) => a.same_bits(b),
+            (a, b) => a.is_none() && b.is_none(),
+        };
+        same_value && self.leaf == other.leaf
     }
 
     /// Returns the value of a rank that lacks the entry: the small one, or a tensor without boxes.
     fn value_without_elements(&self) -> Result<StateValue> {
-        Ok(match self {
-            Entry::Small(PlainValue::Tensor(tensor)) => {
-                let dtype = fsdp_flat::dtype::to_candle(tensor.dtype)?;
-                Tensor::from_raw_buffer(&tensor.data, dtype, &tensor.shape, &Device::Cpu)?.into()
-            }
-            Entry::Small(value) => value.clone().into(),
-            Entry::Whole(dtype, shape) | Entry::Boxes(dtype, shape) => {
-                ShardedTensor::new(fsdp_flat::dtype::to_candle(*dtype)?, shape.clone(), Vec::new())?.into()
-            }
-        })
+        Ok(self.leaf.without_elements(self.small.clone())?)
     }
 
     /// Returns the value, or its dtype and shape, for messages.
     fn describe(&self) -> Result<String> {
-        Ok(match self {
-            Entry::Small(_) => Saved::Scalar(self.value_without_elements()?).describe(),
-            Entry::Whole(dtype, shape) | Entry::Boxes(dtype, shape) => format!("{dtype} {shape:?}"),
-        })
+        if self.small.is_none() {
+            return Ok(self.leaf.describe());
+        }
+        Ok(Saved::Scalar(self.value_without_elements()?).describe())
     }
 }
 
@@ -178,7 +161,7 @@ pub(crate) fn join<'a>(
             let value =
                 own.and_then(|own| own.get(name)).cloned().map_or_else(|| entry.value_without_elements(), Ok)?;
             // A whole tensor that is not on every rank is gathered from those that have it.
-            if matches!(entry, Entry::Whole(..)) && holders.len() < all.len() {
+            if entry.small.is_none() && !entry.leaf.is_sharded() && holders.len() < all.len() {
                 let boxes = value.as_tensor().map(|tensor| ShardedTensor::from_whole(tensor).into());
                 lacking_here.insert(name.as_str(), boxes.unwrap_or_else(|| value.clone()));
             }
@@ -205,14 +188,13 @@ pub(crate) fn join<'a>(
 fn bring(optimizer: &Optimizer, local: &LocalStates<'_>) -> Result<(Brought, StateDict)> {
     let mut brought = Brought { keys: Vec::new(), states: Vec::new() };
     let mut own = StateDict::new();
-    for &index in &local.order {
+    for &(index, _, entries) in &local.states {
         let param = &optimizer.locals()[index];
-        let Some((_, entries)) = local.states[index].filter(|(_, entries)| !entries.is_empty()) else { continue };
-        if param.is_empty() {
+        if entries.is_empty() || param.is_empty() {
             continue;
         }
         for (fqn, state) in portable_state(optimizer, index, entries)? {
-            let entries = state.iter().map(|(name, value)| Ok((name.clone(), Entry::of(value)?)));
+            let entries = state.iter().map(|(name, value)| Ok((name.clone(), Entry::of(name, value)?)));
             brought.states.push((fqn.clone(), entries.collect::<Result<_>>()?));
             own.insert(fqn, state);
         }

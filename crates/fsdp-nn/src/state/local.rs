@@ -8,7 +8,7 @@ use fsdp_comm::ProcessGroup;
 use fsdp_state::engine::{DictSource, LoadOptions};
 use fsdp_state::{StateDict, StateError, StateValue, load_state};
 
-use super::groups::{SavedGroup, group_dict, hyperparameters_of, plain, read_param_groups};
+use super::groups::{SavedGroup, optim_dict, plain, read_param_groups};
 use super::names::key_type_of;
 use super::{LiveTarget, OptimStateError, OptimStateKeyType, StatePrefixes};
 use crate::algorithm::StateKind;
@@ -22,10 +22,11 @@ const EMPTY_PIECES: &str = "state_of_empty_pieces";
 
 /// A local optimizer state dict, taken apart. Tensors are shared with it.
 pub(crate) struct LocalStates<'a> {
-    /// The state of each local parameter, and its key in the dict.
-    pub(crate) states: Vec<Option<(&'a str, &'a StateDict)>>,
-    /// The local parameters that have state, in the dict's order; those that a rank has nothing of are left out.
-    pub(crate) order: Vec<usize>,
+    /// The local parameters that have state, by their positions in the optimizer: their keys and their states, in the
+    /// dict's order.
+    pub(crate) states: Vec<(usize, &'a str, &'a StateDict)>,
+    /// The states of local parameters that a rank has nothing of.
+    of_empty: Vec<(usize, &'a StateDict)>,
     /// State under other keys.
     pub(crate) user_state: Vec<(&'a str, &'a StateValue)>,
     /// The groups, with the names of the model's parameters; `None` if the dict has none.
@@ -82,14 +83,10 @@ impl<'a> LocalStates<'a> {
         // Without groups to tell, numbers are ids and all else is names.
         let of_groups = groups.iter().filter_map(|group| group.key_type);
         let by_name = key_type_of(&StateDict::new(), of_groups)? == Some(OptimStateKeyType::ParamName);
-        let mut read =
-            LocalStates { states: vec![None; locals.len()], order: Vec::new(), user_state: Vec::new(), groups: None };
+        let mut read = LocalStates { states: Vec::new(), of_empty: Vec::new(), user_state: Vec::new(), groups: None };
         for (key, value) in states {
             match (find(key, by_name), value.as_dict()) {
-                (Some(index), Some(entries)) => {
-                    read.states[index] = Some((key, entries));
-                    read.order.push(index);
-                }
+                (Some(index), Some(entries)) => read.states.push((index, key, entries)),
                 (Some(_), None) => {
                     let expected = format!("the state of parameter `{key}` is a {}", value.kind());
                     return Err(OptimStateError::InvalidKeys { keys: vec![key.clone()], expected }.into());
@@ -101,11 +98,8 @@ impl<'a> LocalStates<'a> {
             }
         }
         for (key, value) in state.dict(EMPTY_PIECES).into_iter().flatten() {
-            if let (Some(index), Some(entries)) =
-                (find(key, by_name).filter(|&at| locals[at].is_empty()), value.as_dict())
-            {
-                read.states[index] = Some((key, entries));
-            }
+            let index = find(key, by_name).filter(|&at| locals[at].is_empty());
+            read.of_empty.extend(index.zip(value.as_dict()));
         }
         // Groups name local parameters; everything else goes by the model's.
         if state.contains_key("param_groups") {
@@ -232,12 +226,9 @@ impl Optimizer {
         let mut groups = Vec::with_capacity(self.groups().len());
         for (index, group) in self.groups().iter().enumerate() {
             let params = self.params_of_group(index).iter().map(|&local| key(local)).collect();
-            let hyperparameters = hyperparameters_of(group);
-            groups.push(group_dict(SavedGroup { hyperparameters, params, key_type: Some(key_type) }));
+            groups.push(SavedGroup::of(group, params, key_type));
         }
-        let mut dict = StateDict::new();
-        dict.insert("state", state);
-        dict.insert("param_groups", StateValue::List(groups));
+        let mut dict = optim_dict(state, groups);
         if self.locals().iter().any(LocalParam::is_empty) {
             dict.insert(EMPTY_PIECES, of_empty);
         }
@@ -267,8 +258,8 @@ impl Optimizer {
         let mut loaded = self.without_state();
         loaded.replace_state(Vec::new(), groups)?;
         let mut states = StateDict::new();
-        for (index, state) in read.states.iter().enumerate() {
-            let Some((_, entries)) = state else { continue };
+        let with_elements = read.states.iter().map(|&(index, _, entries)| (index, entries));
+        for (index, entries) in with_elements.chain(read.of_empty) {
             let portable = portable_state(&loaded, index, entries)?;
             states.extend(portable.into_iter().map(|(fqn, state)| (fqn, state.into())));
         }

@@ -67,9 +67,8 @@ pub(crate) fn names_that_count<'n>(
 /// The place of a value in the state of optimizers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum OptimKey {
-    /// A state entry of a parameter (or under a user's key), and the path inside it. The entry is empty for a value, or
-    /// a list, where a parameter has a dict of entries.
-    State { key: String, entry: String, inside: Vec<PathPart> },
+    /// A part of the state of a parameter, or under a user's key: the path below that key, which begins with an entry.
+    State { key: String, inside: Vec<PathPart> },
     /// A part of `param_groups`: the path below it.
     Group(Vec<PathPart>),
     /// A hyperparameter of one parameter, in the flat form.
@@ -81,17 +80,15 @@ impl OptimKey {
     /// names tell where the parts of a key end. `None` if it is nothing that optimizers have.
     pub(crate) fn read(path: &[PathPart], is_parameter: &dyn Fn(&str) -> bool) -> Option<Self> {
         match path {
-            [PathPart::Key(state), PathPart::Key(key), PathPart::Key(entry), inside @ ..] if state == "state" => {
-                Some(OptimKey::State { key: key.clone(), entry: entry.clone(), inside: inside.to_vec() })
-            }
             [PathPart::Key(state), PathPart::Key(key), inside @ ..] if state == "state" => {
-                Some(OptimKey::State { key: key.clone(), entry: String::new(), inside: inside.to_vec() })
+                Some(OptimKey::State { key: key.clone(), inside: inside.to_vec() })
             }
             [PathPart::Key(groups), rest @ ..] if groups == "param_groups" => Some(OptimKey::Group(rest.to_vec())),
             [PathPart::Key(flat), inside @ ..] => {
                 if let Some(rest) = flat.strip_prefix("state.") {
                     let (key, entry) = split(rest, is_parameter)?;
-                    return Some(OptimKey::State { key, entry, inside: inside.to_vec() });
+                    let inside = [PathPart::Key(entry)].into_iter().chain(inside.iter().cloned()).collect();
+                    return Some(OptimKey::State { key, inside });
                 }
                 let rest = flat.strip_prefix("param_groups.")?;
                 // Formats of flat keys write nested groups by number, and torch's flat form by parameter.

@@ -3,7 +3,7 @@
 use fsdp_state::{StateDict, StateError, StateValue};
 
 use super::OptimStateKeyType;
-use super::groups::{SavedGroup, group_dict, hyperparameters_of};
+use super::groups::{SavedGroup, optim_dict};
 use crate::Result;
 use crate::optimizer::Optimizer;
 use crate::parameters::ShardedParameters;
@@ -64,20 +64,13 @@ pub fn live_optim_state_dict(optimizers: &[&Optimizer], missing: MissingState) -
                     insert(&mut state, fqn, entries.into_iter().collect::<StateDict>().into())?;
                 }
             }
-            groups.push(group_dict(SavedGroup {
-                hyperparameters: hyperparameters_of(group),
-                params: group.fqns().to_vec(),
-                key_type: Some(OptimStateKeyType::ParamName),
-            }));
+            groups.push(SavedGroup::of(group, group.fqns().to_vec(), OptimStateKeyType::ParamName));
         }
         for (key, value) in optimizer.user_state() {
             insert(&mut state, key, value.clone())?;
         }
     }
-    let mut dict = StateDict::new();
-    dict.insert("state", state);
-    dict.insert("param_groups", StateValue::List(groups));
-    Ok(dict)
+    Ok(optim_dict(state, groups))
 }
 
 /// Inserts state that nothing else may have the key of.

@@ -11,7 +11,7 @@ use crate::optimizer::Optimizer;
 use crate::parameters::ShardedParameters;
 use crate::settings::StateDictType;
 use crate::state::{
-    LocalStates, OptimStateError, OptimStateKey, OptimStateKeyType, group_dict, join, load_exactly, load_here,
+    LocalStates, OptimStateError, OptimStateKey, OptimStateKeyType, group_dicts, join, load_exactly, load_here,
     resolve_keys,
 };
 use crate::{NnError, Result};
@@ -185,7 +185,7 @@ fn rest(local: &LocalStates<'_>, keep: &GatherOptions, group: &ProcessGroup) -> 
     }
     rest.insert("state", user_state);
     if let Some(groups) = &local.groups {
-        rest.insert("param_groups", StateValue::List(groups.iter().cloned().map(group_dict).collect()));
+        rest.insert("param_groups", group_dicts(groups.clone()));
     }
     Ok(rest)
 }
@@ -270,16 +270,17 @@ pub fn optim_state_dict_to_load(
 ) -> Result<StateDict> {
     let rank0_only = parameters.get_state_dict_type().optim_state_dict_config().rank0_only();
     let key_type = if options.is_named_optimizer { OptimStateKeyType::ParamName } else { OptimStateKeyType::ParamId };
-    let loaded = Loaded::new(Some(state), parameters, optimizer, rank0_only, options.allow_missing_state)?;
+    let (loaded, dict) =
+        to_local(Some(state), parameters, optimizer, rank0_only, options.allow_missing_state, key_type)?;
     if !options.load_directly {
-        return loaded.into_dict(key_type);
+        return Ok(dict);
     }
-    if !loaded.has_groups {
+    if !dict.contains_key("param_groups") {
         return Err(OptimStateError::MissingKey { key: "param_groups".to_owned() }.into());
     }
-    *optimizer = loaded.optimizer;
+    *optimizer = loaded;
     // The result shares no memory with the optimizer.
-    Ok(optimizer.state_dict_views(key_type)?.copy()?)
+    Ok(dict.copy()?)
 }
 
 /// Returns the same as [`optim_state_dict_to_load`], with the optimizer's own names (`<unit>._flat_param` without
@@ -294,7 +295,7 @@ pub fn flatten_optim_state_dict(
     optimizer: &Optimizer,
     rank0_only: bool,
 ) -> Result<StateDict> {
-    Loaded::new(state, parameters, optimizer, rank0_only, false)?.into_dict(OptimStateKeyType::ParamName)
+    Ok(to_local(state, parameters, optimizer, rank0_only, false, OptimStateKeyType::ParamName)?.1)
 }
 
 /// Returns the local state, by ids, from a full one that every rank has: torch's `shard_full_optim_state_dict`. No
@@ -307,7 +308,7 @@ pub fn shard_full_optim_state_dict(
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
 ) -> Result<StateDict> {
-    Loaded::new(Some(full), parameters, optimizer, false, false)?.into_dict(OptimStateKeyType::ParamId)
+    Ok(to_local(Some(full), parameters, optimizer, false, false, OptimStateKeyType::ParamId)?.1)
 }
 
 /// Returns the local state, by ids, from a full one that only rank 0 has: torch's `scatter_full_optim_state_dict`. The
@@ -320,7 +321,7 @@ pub fn scatter_full_optim_state_dict(
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
 ) -> Result<StateDict> {
-    Loaded::new(full, parameters, optimizer, true, false)?.into_dict(OptimStateKeyType::ParamId)
+    Ok(to_local(full, parameters, optimizer, true, false, OptimStateKeyType::ParamId)?.1)
 }
 
 /// Returns the local state, by ids, from one that is sharded in any boxes: torch's `flatten_sharded_optim_state_dict`.
@@ -333,47 +334,36 @@ pub fn flatten_sharded_optim_state_dict(
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
 ) -> Result<StateDict> {
-    Loaded::new(Some(sharded), parameters, optimizer, false, false)?.into_dict(OptimStateKeyType::ParamId)
+    Ok(to_local(Some(sharded), parameters, optimizer, false, false, OptimStateKeyType::ParamId)?.1)
 }
 
-/// State by the model's names that has been loaded into an optimizer of its own, for all functions that do.
-struct Loaded {
-    optimizer: Optimizer,
-    /// `true` if groups were saved.
-    has_groups: bool,
-}
-
-impl Loaded {
-    fn new(
-        state: Option<&StateDict>,
-        parameters: &ShardedParameters,
-        optimizer: &Optimizer,
-        rank0_only: bool,
-        allow_missing_state: bool,
-    ) -> Result<Self> {
-        const OPERATION: &str = "optim_state_dict_to_load";
-        let group = parameters.group();
-        let missing = || OptimStateError::MissingKey { key: "state".to_owned() };
-        let mine = match check_owner(parameters, optimizer) {
-            // With `rank0_only` the other ranks bring nothing.
-            Ok(()) if rank0_only && group.rank() > 0 => Ok(None),
-            Ok(()) => state.filter(|state| state.dict("state").is_some()).ok_or_else(|| missing().into()).map(Some),
-            Err(error) => Err(error),
-        };
-        let mut source = DictSource::open(group, OPERATION, rank0_only.then_some(0), mine)?;
-        let mut loaded = optimizer.without_state();
-        load_exactly(OPERATION, group, &mut source, &mut loaded, allow_missing_state)?;
-        Ok(Loaded { optimizer: loaded, has_groups: source.schema().has_key("param_groups") })
+/// Loads state by the model's names into an optimizer of its own. Returns that optimizer and its local state dict, whose
+/// tensors are views. All functions that make local state call this.
+fn to_local(
+    state: Option<&StateDict>,
+    parameters: &ShardedParameters,
+    optimizer: &Optimizer,
+    rank0_only: bool,
+    allow_missing_state: bool,
+    key_type: OptimStateKeyType,
+) -> Result<(Optimizer, StateDict)> {
+    const OPERATION: &str = "optim_state_dict_to_load";
+    let group = parameters.group();
+    let missing = || OptimStateError::MissingKey { key: "state".to_owned() };
+    let mine = match check_owner(parameters, optimizer) {
+        // With `rank0_only` the other ranks bring nothing.
+        Ok(()) if rank0_only && group.rank() > 0 => Ok(None),
+        Ok(()) => state.filter(|state| state.dict("state").is_some()).ok_or_else(|| missing().into()).map(Some),
+        Err(error) => Err(error),
+    };
+    let mut source = DictSource::open(group, OPERATION, rank0_only.then_some(0), mine)?;
+    let mut loaded = optimizer.without_state();
+    load_exactly(OPERATION, group, &mut source, &mut loaded, allow_missing_state)?;
+    let mut dict = loaded.state_dict_views(key_type)?;
+    if !source.schema().has_key("param_groups") {
+        dict.remove("param_groups");
     }
-
-    /// Returns the loaded state as a local state dict.
-    fn into_dict(self, key_type: OptimStateKeyType) -> Result<StateDict> {
-        let mut state = self.optimizer.state_dict_views(key_type)?;
-        if !self.has_groups {
-            state.remove("param_groups");
-        }
-        Ok(state)
-    }
+    Ok((loaded, dict))
 }
 
 /// Returns the state of one FlatParameter on this rank from the states of its parameters (`{name: {entry: value}}`):
@@ -433,10 +423,8 @@ pub fn map_param_key_to_optim_keys(
     let group = optimizer.parameters().group();
     let keyed = LocalStates::read(optimizer, state).map(|local| {
         let mut keyed: IndexMap<OptimStateKey, String> = IndexMap::new();
-        for &index in &local.order {
-            if let Some((key, _)) = local.states[index] {
-                keyed.insert(OptimStateKey::of(optimizer, index), key.to_owned());
-            }
+        for &(index, key, _) in &local.states {
+            keyed.insert(OptimStateKey::of(optimizer, index), key.to_owned());
         }
         keyed
     });
@@ -474,10 +462,7 @@ pub fn broadcast_processed_state(state: Option<&StateDict>, optimizer: &Optimize
         }
         let is_like = matches!(entry, [PathPart::Key(entry)] if optimizer.is_like_parameter(name, entry));
         let value = match leaf.tensor() {
-            Some((dtype, shape)) if !shape.is_empty() || is_like => {
-                let dtype = fsdp_flat::dtype::to_candle(dtype)?;
-                fsdp_flat::ShardedTensor::new(dtype, shape.to_vec(), Vec::new())?.into()
-            }
+            Some((_, shape)) if !shape.is_empty() || is_like => leaf.without_elements(None)?,
             _ => source.values(&[position])?.remove(0),
         };
         let fqn = parameters.canonical_fqn(name);

@@ -2,11 +2,11 @@
 
 use std::collections::HashSet;
 
-use fsdp_state::{StateDict, StateError, StateValue};
+use fsdp_state::{StateDict, StateError};
 
 use super::StateDictOptions;
 use crate::Result;
-use crate::state::{OptimStateError, SavedGroup, group_dict, read_param_groups};
+use crate::state::{OptimStateError, SavedGroup, optim_dict, read_param_groups};
 
 /// Returns a nested state dict under the names of the state dict, flat if the options say so.
 ///
@@ -27,10 +27,7 @@ pub(super) fn to_dict(nested: &StateDict, options: &StateDictOptions) -> Result<
     if options.flatten_optimizer_state_dict {
         return flatten(&states, groups);
     }
-    let mut dict = StateDict::new();
-    dict.insert("state", states);
-    dict.insert("param_groups", StateValue::List(groups.into_iter().map(group_dict).collect()));
-    Ok(dict)
+    Ok(optim_dict(states, groups))
 }
 
 /// Returns the same in the flat format, which has a place for state of parameters only.

@@ -6,7 +6,7 @@ use fsdp_state::{StateDict, StateValue};
 
 use super::{OptimStateError, OptimStateKeyType};
 use crate::Result;
-use crate::state::{group_dict, key_type_of, read_param_groups};
+use crate::state::{group_dicts, key_type_of, read_param_groups};
 
 /// Returns the same state under the other kind of keys: torch's `rekey_optim_state_dict`. `names[id]` is the name of
 /// the parameter with that id: the order of the unsharded model's optimizer
@@ -68,7 +68,7 @@ pub fn rekey_optim_state_dict(
             }
             group.key_type = Some(key_type);
         }
-        result.insert("param_groups", StateValue::List(groups.into_iter().map(group_dict).collect()));
+        result.insert("param_groups", group_dicts(groups));
     }
     Ok(result.copy()?)
 }

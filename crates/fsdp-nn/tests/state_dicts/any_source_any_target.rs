@@ -156,3 +156,28 @@ fn what_arrives_is_the_truth_from_any_source_in_any_target() {
 fn sorted(state: StateDict) -> StateDict {
     both(state.dict("model").unwrap().clone(), sorted_params(state.dict("optim").unwrap()))
 }
+
+/// Here, `step` is a number; in the checkpoint it is a dict, so that there is no place for what lies in it.
+#[test]
+fn a_value_inside_a_plain_one_is_refused_before_anything_changes() {
+    ranks(1, |group| {
+        let weights =
+            |model: &Model| whole(&group, &live_model_state_dict(model.parameters()).unwrap()).copy().unwrap();
+        let (model, _) = trained(&group, &nested(), PLAIN, DType::F32, 2);
+        let (other, _) = trained(&group, &nested(), PLAIN, DType::F32, 3);
+        let before = weights(&model);
+        let mut saved = StateDict::new();
+        saved.insert("model", weights(&other));
+        saved.insert("step", [("count", 5i64.into())].into_iter().collect::<StateDict>());
+        let mut values: StateDict = [("step", 1i64.into())].into_iter().collect();
+        let prefixes = StatePrefixes { model: Some(vec!["model".to_owned()]), optim: None };
+        let mut target = LiveTarget::new(model.parameters(), Vec::new(), prefixes).unwrap().with_values(&mut values);
+        let mut source = DictSource::on_every_rank(&saved).unwrap();
+        let options = LoadOptions { strict: false, ..LoadOptions::default() };
+        let error = load_state::<_, _, NnError>("test", &group, &mut source, &mut target, &options).unwrap_err();
+        drop(target);
+        assert!(error.to_string().contains("step.count"), "{error}");
+        assert_same(&weights(&model), &before, "the model");
+        assert_eq!(values.plain_at(&["step"]).and_then(|step| step.as_int()), Some(1));
+    });
+}

@@ -148,29 +148,27 @@ impl<'a> DictSource<'a> {
     }
 
     /// Returns the positions of the wanted tensors that have to move: some rank wants elements that it does not have.
+    /// Collective, if ranks do not know what others want: an object all-gather.
     fn moving(
         &self,
         group: &ProcessGroup,
         wanted: &[Wanted],
         wanted_on: &dyn Fn(usize, usize) -> Option<Vec<TensorBox>>,
     ) -> Result<Vec<usize>, StateError> {
-        if self.root.is_some() {
-            // Small values came with the schema.
-            return Ok((0..wanted.len()).filter(|&index| !self.schema.is_small(wanted[index].position)).collect());
+        // A rank that is alone has all that there is, each rank has its own whole tensors, and small values of a root
+        // came with the schema.
+        let may_move = |&index: &usize| match self.root {
+            Some(_) => !self.schema.is_small(wanted[index].position),
+            None => group.world_size() > 1 && self.is_sharded(wanted[index].position),
+        };
+        let moving: Vec<usize> = (0..wanted.len()).filter(may_move).collect();
+        // Then `boxes_of_ranks` gets the boxes of all these tensors, by arithmetic or in one round. They show which of
+        // the tensors really move, so no round is needed here to find that out.
+        let is_known = self.root.is_some() || self.boxes_on.is_some();
+        if is_known || moving.iter().all(|&index| wanted_on(index, 0).is_some()) {
+            return Ok(moving);
         }
-        // A rank that is alone has all that there is.
-        if group.world_size() == 1 {
-            return Ok(Vec::new());
-        }
-        let sharded = (0..wanted.len()).filter(|&index| self.is_sharded(wanted[index].position));
-        let sharded: Vec<usize> = sharded.collect();
-        // Then `boxes_of_ranks` gets the boxes of all sharded tensors, by arithmetic or in one round. They show which
-        // of the tensors really move, so no round is needed here to find that out.
-        let is_known = self.boxes_on.is_some() || sharded.iter().all(|&index| wanted_on(index, 0).is_some());
-        if is_known {
-            return Ok(sharded);
-        }
-        let mine: Vec<usize> = sharded.into_iter().filter(|&index| !self.has_all_of(&wanted[index])).collect();
+        let mine: Vec<usize> = moving.into_iter().filter(|&index| !self.has_all_of(&wanted[index])).collect();
         let mut all: Vec<usize> = group.all_gather_object(&mine)?.into_iter().flatten().collect();
         all.sort_unstable();
         all.dedup();

@@ -97,31 +97,23 @@ impl<'a> DictTarget<'a> {
 impl Target for DictTarget<'_> {
     type Error = StateError;
 
-    fn select(&mut self, source: &Schema) -> Vec<usize> {
-        let scalars = source.compare(&self.schema).filter_map(|side| match side {
-            Side::Both { left: (position, saved), right: (_, current), .. } => {
-                self.goes_by_value(saved, current).then_some(position)
-            }
-            Side::Left { .. } | Side::Right { .. } => None,
-        });
-        scalars.collect()
-    }
-
-    fn plan(&mut self, source: &Schema, values: &Values, options: &LoadOptions) -> Result<Plan, StateError> {
+    fn plan<E: From<StateError>>(
+        &mut self,
+        source: &Schema,
+        small: &dyn Fn(&[usize]) -> Result<Values, E>,
+        options: &LoadOptions,
+    ) -> Result<Plan, E> {
         let strict = if options.strict { "strict" } else { "not strict" };
         let arguments = format!("{}{strict}", self.arguments);
         let mut plan = Plan { refuses_unexpected: !self.is_own, is_own: self.is_own, arguments, ..Plan::default() };
         self.positions.clear();
+        let mut by_value: Vec<(usize, usize)> = Vec::new();
         for side in source.compare(&self.schema) {
             match side {
                 Side::Left { path } => plan.report.unexpected.push(path.flat_key()),
                 Side::Right { path } => plan.report.missing.push(path.flat_key()),
-                Side::Both { path, left: (from, saved), right: (to, current) }
-                    if self.goes_by_value(saved, current) =>
-                {
-                    let Some(value) = values.get(&from) else { continue };
-                    let value = own_leaf(value, Some(&self.device_for(to)))?;
-                    self.loaded.insert(path.clone(), value);
+                Side::Both { left: (from, saved), right: (to, current), .. } if self.goes_by_value(saved, current) => {
+                    by_value.push((from, to));
                 }
                 Side::Both { path, left: (from, _), right: (to, _) } => {
                     match Wanted::fit(source, from, || path.flat_key(), self.values[to], options) {
@@ -132,6 +124,13 @@ impl Target for DictTarget<'_> {
                         Err(mismatch) => plan.report.mismatched.push(mismatch),
                     }
                 }
+            }
+        }
+        let (sources, targets): (Vec<usize>, Vec<usize>) = by_value.into_iter().unzip();
+        let values = small(&sources)?;
+        for (from, to) in sources.iter().zip(targets) {
+            if let (Some(value), Some((path, _))) = (values.get(from), self.schema.get(to)) {
+                self.loaded.insert(path.clone(), own_leaf(value, Some(&self.device_for(to)))?);
             }
         }
         if self.is_in_place {
@@ -246,11 +245,12 @@ impl<'a> Whole<'a> {
 impl Target for Whole<'_> {
     type Error = StateError;
 
-    fn select(&mut self, _: &Schema) -> Vec<usize> {
-        Vec::new()
-    }
-
-    fn plan(&mut self, source: &Schema, _: &Values, _: &LoadOptions) -> Result<Plan, StateError> {
+    fn plan<E: From<StateError>>(
+        &mut self,
+        source: &Schema,
+        _: &dyn Fn(&[usize]) -> Result<Values, E>,
+        _: &LoadOptions,
+    ) -> Result<Plan, E> {
         let mut plan = Plan { arguments: self.keep_on.to_string(), ..Plan::default() };
         for (position, (_, leaf)) in source.iter().enumerate() {
             let Some((dtype, shape)) = leaf.tensor().filter(|_| leaf.is_sharded()) else { continue };
@@ -274,10 +274,8 @@ impl Target for Whole<'_> {
         self.hand_on(position, value)
     }
 
-    fn wanted_on(&self, wanted: usize, rank: usize) -> Option<Vec<TensorBox>> {
-        let (_, leaf) = self.schema.get(*self.positions.get(wanted)?)?;
-        let (_, shape) = leaf.tensor()?;
-        Some(if self.keep_on.contains(rank) { vec![TensorBox::whole(shape)] } else { Vec::new() })
+    fn wanted_on(&self, _: usize, wanted: &Wanted, rank: usize) -> Option<Vec<TensorBox>> {
+        Some(if self.keep_on.contains(rank) { vec![TensorBox::whole(&wanted.shape)] } else { Vec::new() })
     }
 
     fn commit(&mut self) -> Result<(), StateError> {

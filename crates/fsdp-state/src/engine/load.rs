@@ -83,7 +83,8 @@ where
     // Agree. From here on every rank has the same plan, except for the boxes in it.
     let plan = agree(operation, group, compared)?;
     judge::<E>(operation, &plan, options)?;
-    source.locate(group, operation, &plan.wanted, &|wanted, rank| target.wanted_on(wanted, rank), options)?;
+    let wanted_on = |index: usize, rank| target.wanted_on(index, &plan.wanted[index], rank);
+    source.locate(group, operation, &plan.wanted, &wanted_on, options)?;
 
     // Lend and read. Live memory changes from here on.
     let is_live = target.is_live();
@@ -127,10 +128,9 @@ struct Brought {
     arguments: String,
     source: Schema,
     target: Schema,
-    /// Small values that must be the same everywhere, by their keys. As text, which floats compare in by their bits.
+    /// Values that must be the same everywhere, by their keys, as text: small ones, in which floats compare by their
+    /// bits, and hashes of whole tensors.
     values: Vec<(String, String)>,
-    /// Hashes of whole tensors that must be the same everywhere.
-    hashes: Vec<(String, u64)>,
     missing: Vec<String>,
     unexpected: Vec<String>,
 }
@@ -148,10 +148,7 @@ where
     T: Target,
     E: LoadError + From<S::Error> + From<T::Error>,
 {
-    let mut positions = target.select(source.schema());
-    positions.retain(|&position| source.schema().is_small(position));
-    let values: Values = positions.iter().copied().zip(source.values(&positions)?).collect();
-    let mut plan = target.plan(source.schema(), &values, options)?;
+    let mut plan = target.plan::<E>(source.schema(), &|positions| small_values(source, positions), options)?;
     plan.report.sort();
     if target.is_live() {
         source.separate(&plan.wanted, &mut |index| target.memory(index, &plan.wanted[index]))?;
@@ -172,9 +169,18 @@ where
     brought.missing.clone_from(&plan.report.missing);
     brought.unexpected.clone_from(&plan.report.unexpected);
     for wanted in plan.wanted.iter().filter(|wanted| wanted.is_same_on_all) {
-        brought.hashes.extend(source.hash(wanted.position)?.map(|hash| (wanted.key.clone(), hash)));
+        let hash = source.hash(wanted.position)?;
+        brought.values.extend(hash.map(|hash| (wanted.key.clone(), format!("a tensor with the hash {hash:016x}"))));
     }
     Ok((plan, brought))
+}
+
+/// Returns the small values of a source among those at these positions.
+fn small_values<S: Source, E: From<S::Error>>(source: &S, positions: &[usize]) -> Result<Values, E> {
+    let mut positions = positions.to_vec();
+    positions.retain(|&position| source.schema().is_small(position));
+    let values = source.values(&positions)?;
+    Ok(positions.into_iter().zip(values).collect())
 }
 
 /// Checks that no rank has an error and that all ranks bring the same. Collectives: one agreement; if ranks differ,
@@ -215,14 +221,9 @@ fn difference(group: &ProcessGroup, operation: &'static str, all: &[Option<Broug
         if let Some(error) = schemas.iter().find_map(|(a, b)| a.difference(b, operation, rank, reference)) {
             return Some(error);
         }
-        let values = first.values.iter().zip(&other.values).find(|(a, b)| a != b);
-        if let Some(((key, expected), (_, found))) = values {
-            let (key, found, expected) = (key.clone(), found.clone(), expected.clone());
-            return Some(StateError::DifferingOnRanks { operation, key, rank, found, reference, expected });
-        }
-        let (hash, _) = first.hashes.iter().zip(&other.hashes).find(|(a, b)| a != b)?;
-        let (found, expected) = ("tensor with other elements".to_owned(), "its own".to_owned());
-        Some(StateError::DifferingOnRanks { operation, key: hash.0.clone(), rank, found, reference, expected })
+        let ((key, expected), (_, found)) = first.values.iter().zip(&other.values).find(|(a, b)| a != b)?;
+        let (key, found, expected) = (key.clone(), found.clone(), expected.clone());
+        Some(StateError::DifferingOnRanks { operation, key, rank, found, reference, expected })
     })
 }
 

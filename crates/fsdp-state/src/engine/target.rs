@@ -14,15 +14,19 @@ pub trait Target {
     /// The target's own errors.
     type Error;
 
-    /// Returns the positions of the small values that the target wants to see before the ranks agree, in the source's
-    /// schema. Small values are plain values, and tensors of one element.
-    fn select(&mut self, schema: &Schema) -> Vec<usize>;
-
     /// Compares the values of the source with those that the target can take, without changing anything.
     ///
+    /// `small` returns those of the source's values at these positions that are small: plain values, and tensors of one
+    /// element.
+    ///
     /// # Errors
-    /// This rank's own: values that no target could take.
-    fn plan(&mut self, schema: &Schema, values: &Values, options: &LoadOptions) -> Result<Plan, Self::Error>;
+    /// This rank's own: values that no target could take, or that the source cannot read.
+    fn plan<E: From<Self::Error>>(
+        &mut self,
+        source: &Schema,
+        small: &dyn Fn(&[usize]) -> Result<Values, E>,
+        options: &LoadOptions,
+    ) -> Result<Plan, E>;
 
     /// Returns the memory that a wanted tensor goes to: the one at position `index` of the plan.
     ///
@@ -52,8 +56,8 @@ pub trait Target {
     }
 
     /// Returns the boxes of a tensor that another rank wants; `None` if only that rank knows.
-    fn wanted_on(&self, wanted: usize, rank: usize) -> Option<Vec<TensorBox>> {
-        let _ = (wanted, rank);
+    fn wanted_on(&self, index: usize, wanted: &Wanted, rank: usize) -> Option<Vec<TensorBox>> {
+        let _ = (index, wanted, rank);
         None
     }
 
@@ -64,7 +68,7 @@ pub trait Target {
     fn commit(&mut self) -> Result<(), Self::Error>;
 }
 
-/// Small values that a target has asked for, by their positions in the schema.
+/// Small values of a source, by their positions in its schema.
 pub type Values = HashMap<usize, StateValue>;
 
 /// The outcome of a comparison.

@@ -99,11 +99,8 @@ pub(crate) type Outgoing<'a> = (&'a [BoxBytes], &'a TensorBox, usize);
 pub(crate) fn with_packed<R>(boxes: &[Outgoing<'_>], f: impl FnOnce(&[u8]) -> R) -> (R, Result<(), StateError>) {
     let mut f = Some(f);
     let mut call = |bytes: &[u8]| f.take().map(|f| f(bytes));
-    let direct = match boxes.iter().map(held_exactly).collect::<Option<Vec<&BoxBytes>>>().as_deref() {
-        Some([BoxBytes { data: Data::Raw(tensor), .. }]) => call(tensor.bytes()),
-        Some(held) => joined(held).and_then(|tensors| with_joined_bytes(&tensors, &mut call).ok().flatten().flatten()),
-        None => None,
-    };
+    let held: Option<Vec<&Tensor>> = boxes.iter().map(held_exactly).collect();
+    let direct = held.and_then(|tensors| with_joined_bytes(&tensors, &mut call).ok().flatten().flatten());
     if let Some(result) = direct {
         return (result, Ok(()));
     }
@@ -118,18 +115,12 @@ pub(crate) fn with_packed<R>(boxes: &[Outgoing<'_>], f: impl FnOnce(&[u8]) -> R)
     }
 }
 
-/// Returns the source that has a box and nothing else, if there is one.
-fn held_exactly<'a>((sources, bounds, _): &Outgoing<'a>) -> Option<&'a BoxBytes> {
-    sources.iter().find(|source| source.bounds == **bounds)
-}
-
-/// Returns the tensors of boxes that are all in candle's memory.
-fn joined<'a>(held: &[&'a BoxBytes]) -> Option<Vec<&'a Tensor>> {
-    let tensors = held.iter().map(|source| match &source.data {
+/// Returns the tensor of candle's that has the elements of a box and nothing else, if there is one.
+fn held_exactly<'a>((sources, bounds, _): &Outgoing<'a>) -> Option<&'a Tensor> {
+    match &sources.iter().find(|source| source.bounds == **bounds)?.data {
         Data::Tensor(tensor) => Some(tensor),
         Data::Raw(_) => None,
-    });
-    tensors.collect()
+    }
 }
 
 /// Appends a box; zeros if it cannot be read.

@@ -1,18 +1,16 @@
 //! A live model and its optimizers as the target of a load.
 
-mod incoming;
 mod optim;
 
 use std::collections::{HashMap, HashSet};
 
 use candle_core::Device;
-use fsdp_layout::{KeyPath, PlainValue, TensorBox};
+use fsdp_layout::{KeyPath, TensorBox};
 use fsdp_state::engine::{LoadOptions, Plan, Target, Values, Wanted};
 use fsdp_state::{Memory, Mismatch, Schema, StateDict, StateError, StateValue, get_element, set_element};
 
-use self::incoming::Incoming;
+use self::optim::Incoming;
 use super::names::{OptimKey, below, names_that_count};
-use super::saved::sort_by_schema;
 use crate::optimizer::Optimizer;
 use crate::parameters::ShardedParameters;
 use crate::{NnError, Result};
@@ -38,14 +36,13 @@ pub struct LiveTarget<'a> {
     rename_in_optimizers: Box<Rename<'a>>,
     ignore_frozen: bool,
     exact: Option<Exact>,
-    sorted: Sorted,
     /// The place of each wanted tensor.
     places: Vec<Place>,
     /// The new state of each optimizer; empty if there is none to load.
     incoming: Vec<Incoming>,
     /// The new state under users' keys.
     user_state: StateDict,
-    /// The values that are replaced on commit, rather than filled where they are.
+    /// What the values beside them become. Tensors that are filled where they are are shared.
     new_values: StateDict,
 }
 
@@ -70,23 +67,25 @@ struct Exact {
 }
 
 /// The place of a wanted tensor.
-enum Place {
-    /// Live memory.
-    Live { value: StateValue, of: Live },
-    /// An entry of an optimizer's state: the positions of the optimizer, of the local parameter, and of the entry in its
-    /// plan.
-    Entry { optimizer: usize, local: usize, destination: usize },
-    /// State under a user's key.
-    User(KeyPath),
+struct Place {
+    /// The memory that it goes to, live or planned; `None` if it gets fresh memory, which is taken over when it is filled.
+    live: Option<StateValue>,
+    of: Of,
 }
 
-/// A live value.
-enum Live {
+/// The part of the target that a wanted tensor belongs to.
+enum Of {
     /// A parameter, by its own name.
     Parameter(String),
     /// A persistent buffer.
     Buffer,
-    /// One among the values beside the model and the optimizers.
+    /// An entry of an optimizer's state that is shaped like this parameter.
+    EntryLike(String),
+    /// An entry of another shape: the positions of the optimizer and of the local parameter, and the entry's name.
+    Entry { optimizer: usize, local: usize, name: String },
+    /// State under a user's key.
+    User(KeyPath),
+    /// A value beside the model and the optimizers.
     Value(KeyPath),
 }
 
@@ -112,7 +111,6 @@ impl<'a> LiveTarget<'a> {
             rename_in_optimizers: Box::new(str::to_owned),
             ignore_frozen: false,
             exact: None,
-            sorted: Sorted::default(),
             places: Vec::new(),
             incoming: Vec::new(),
             user_state: StateDict::new(),
@@ -155,11 +153,16 @@ impl<'a> LiveTarget<'a> {
     }
 
     /// Plans the parameters, each under one of its names, and the persistent buffers.
-    fn plan_model(&mut self, schema: &Schema, options: &LoadOptions, plan: &mut Plan) -> Result<()> {
-        let model = std::mem::take(&mut self.sorted.model);
+    fn plan_model(
+        &mut self,
+        schema: &Schema,
+        model: &[(String, usize)],
+        options: &LoadOptions,
+        plan: &mut Plan,
+    ) -> Result<()> {
         // Renaming must not make one of two names.
         let mut named: HashMap<&str, usize> = HashMap::new();
-        for (name, position) in &model {
+        for (name, position) in model {
             if named.insert(name, *position).is_some() {
                 return Err(StateError::DuplicateKey { key: name.clone() }.into());
             }
@@ -176,7 +179,7 @@ impl<'a> LiveTarget<'a> {
             };
             let value = parameters.parameter(fqn)?.into();
             let wanted = Wanted::fit(schema, named[name], || (*name).to_owned(), &value, options);
-            self.add(wanted, value, Live::Parameter(fqn.to_owned()), plan);
+            self.add(wanted, value, Of::Parameter(fqn.to_owned()), plan);
         }
         for (name, (value, persistent)) in parameters.buffers() {
             match named.get(name.as_str()) {
@@ -190,7 +193,7 @@ impl<'a> LiveTarget<'a> {
                         let (saved, current) = ("a tensor".to_owned(), "a buffer that is not contiguous".to_owned());
                         wanted = Err(Mismatch { fqn: name.clone(), saved, current });
                     }
-                    self.add(wanted, value, Live::Buffer, plan);
+                    self.add(wanted, value, Of::Buffer, plan);
                 }
             }
         }
@@ -204,13 +207,12 @@ impl<'a> LiveTarget<'a> {
     }
 
     /// Asks for a tensor that fits a live value, and reports one that does not.
-    fn add(&mut self, wanted: Result<Wanted, Mismatch>, value: StateValue, of: Live, plan: &mut Plan) {
+    fn add(&mut self, wanted: Result<Wanted, Mismatch>, value: StateValue, of: Of, plan: &mut Plan) {
         match wanted {
             Ok(wanted) => {
                 // Each rank has buffers of its own, such as running statistics, and values of its own.
-                let is_same_on_all = matches!(of, Live::Parameter(_));
-                plan.wanted.push(Wanted { is_same_on_all, ..wanted });
-                self.places.push(Place::Live { value, of });
+                plan.wanted.push(Wanted { is_same_on_all: matches!(of, Of::Parameter(_)), ..wanted });
+                self.places.push(Place { live: Some(value), of });
             }
             Err(mismatch) => plan.report.mismatched.push(mismatch),
         }
@@ -218,20 +220,31 @@ impl<'a> LiveTarget<'a> {
 
     /// Plans the values beside model and optimizers. Tensors are filled where they are, plain values replaced on
     /// commit.
-    fn plan_values(&mut self, schema: &Schema, values: &Values, options: &LoadOptions, plan: &mut Plan) -> Result<()> {
-        let Some(current) = self.values.take() else { return Ok(()) };
-        let positions = std::mem::take(&mut self.sorted.values);
+    fn plan_values(
+        &mut self,
+        schema: &Schema,
+        values: &Values,
+        positions: &[usize],
+        options: &LoadOptions,
+        plan: &mut Plan,
+    ) -> Result<()> {
+        let Some(current) = self.values.take() else {
+            let others = positions.iter().filter_map(|&position| schema.get(position));
+            plan.report.unexpected.extend(others.map(|(path, _)| path.flat_key()));
+            return Ok(());
+        };
+        let mut new_values = current.clone();
         let mut saved: HashSet<KeyPath> = HashSet::new();
-        for &position in &positions {
+        for &position in positions {
             let Some((path, leaf)) = schema.get(position) else { continue };
             saved.insert(path.clone());
             match (get_element(current, path), values.get(&position)) {
                 (None | Some(StateValue::Plain(_) | StateValue::List(_) | StateValue::Tuple(_)), Some(value)) => {
-                    set_element(&mut self.new_values, path, value.copy()?)?;
+                    set_element(&mut new_values, path, value.copy()?)?;
                 }
                 (Some(here @ (StateValue::Tensor(_) | StateValue::Sharded(_) | StateValue::Raw(_))), _) => {
                     let wanted = Wanted::fit(schema, position, || path.flat_key(), here, options);
-                    self.add(wanted, here.clone(), Live::Value(path.clone()), plan);
+                    self.add(wanted, here.clone(), Of::Value(path.clone()), plan);
                 }
                 (Some(here), _) => {
                     let (saved, current) = (leaf.to_string(), here.kind().to_owned());
@@ -249,41 +262,46 @@ impl<'a> LiveTarget<'a> {
         let missing = Schema::of(current)?;
         let missing = missing.iter().filter(|(path, _)| !is_saved(path));
         plan.report.missing.extend(missing.map(|(path, _)| path.flat_key()));
-        self.values = Some(current);
+        (self.values, self.new_values) = (Some(current), new_values);
         Ok(())
+    }
+
+    /// Sorts the positions of a source's leaves by the part of the target that they belong to.
+    fn sort(&self, schema: &Schema) -> Sorted {
+        let is_parameter = |name: &str| self.parameters.contains(&(self.rename_in_optimizers)(name));
+        let mut sorted = Sorted::default();
+        for (position, (path, _)) in schema.iter().enumerate() {
+            if let Some(inside) = self.prefixes.optim.as_ref().and_then(|prefix| below(path, prefix)) {
+                // Without an optimizer nothing can be taken.
+                match OptimKey::read(&inside, &is_parameter).filter(|_| !self.optimizers.is_empty()) {
+                    Some(key) => sorted.optim.push((key, position)),
+                    None => sorted.unreadable.push(KeyPath(inside).flat_key()),
+                }
+            } else if let Some(inside) = self.prefixes.model.as_ref().and_then(|prefix| below(path, prefix)) {
+                sorted.model.push(((self.rename)(&KeyPath(inside).flat_key()), position));
+            } else {
+                sorted.values.push(position);
+            }
+        }
+        sorted
     }
 }
 
 impl Target for LiveTarget<'_> {
     type Error = NnError;
 
-    fn select(&mut self, schema: &Schema) -> Vec<usize> {
-        self.sorted = Sorted::default();
-        let mut selected = Vec::new();
-        for (position, (path, _)) in schema.iter().enumerate() {
-            if let Some(inside) = self.prefixes.optim.as_ref().and_then(|prefix| below(path, prefix)) {
-                let is_parameter = |name: &str| self.parameters.contains(&(self.rename_in_optimizers)(name));
-                // Without an optimizer nothing can.
-                let key = OptimKey::read(&inside, &is_parameter).filter(|_| !self.optimizers.is_empty());
-                if let Some(key) = key {
-                    self.sorted.optim.push((key, position));
-                    selected.push(position);
-                } else {
-                    self.sorted.unreadable.push(KeyPath(inside).flat_key());
-                }
-                continue;
-            }
-            if let Some(inside) = self.prefixes.model.as_ref().and_then(|prefix| below(path, prefix)) {
-                self.sorted.model.push(((self.rename)(&KeyPath(inside).flat_key()), position));
-                continue;
-            }
-            self.sorted.values.push(position);
-            selected.extend(self.values.as_ref().map(|_| position));
+    fn plan<E: From<NnError>>(
+        &mut self,
+        schema: &Schema,
+        small: &dyn Fn(&[usize]) -> Result<Values, E>,
+        options: &LoadOptions,
+    ) -> Result<Plan, E> {
+        let mut sorted = self.sort(schema);
+        let mut positions: Vec<usize> = sorted.optim.iter().map(|(_, position)| *position).collect();
+        if self.values.is_some() {
+            positions.extend(&sorted.values);
         }
-        selected
-    }
-
-    fn plan(&mut self, schema: &Schema, values: &Values, options: &LoadOptions) -> Result<Plan> {
+        let values = small(&positions)?;
         if self.is_live() {
             // Units that are gathered would go on with the old values.
             self.parameters.reshard()?;
@@ -291,47 +309,44 @@ impl Target for LiveTarget<'_> {
         let strict = if options.strict { "strict" } else { "not strict" };
         let mut plan = Plan { arguments: strict.to_owned(), ..Plan::default() };
         if self.prefixes.model.is_some() {
-            self.plan_model(schema, options, &mut plan)?;
+            self.plan_model(schema, &sorted.model, options, &mut plan)?;
             plan.refuses_unexpected = !plan.report.unexpected.is_empty();
         }
         if self.prefixes.optim.is_some() {
-            self.plan_optimizers(schema, values, options, &mut plan)?;
-            plan.refuses_unexpected |= !self.sorted.unreadable.is_empty();
-            plan.report.unexpected.append(&mut self.sorted.unreadable);
+            self.plan_optimizers(schema, &values, &sorted.optim, options, &mut plan)?;
+            plan.refuses_unexpected |= !sorted.unreadable.is_empty();
+            plan.report.unexpected.append(&mut sorted.unreadable);
         }
-        if self.values.is_some() {
-            self.plan_values(schema, values, options, &mut plan)?;
-        } else {
-            let others = self.sorted.values.iter().filter_map(|&position| schema.get(position));
-            plan.report.unexpected.extend(others.map(|(path, _)| path.flat_key()));
-        }
-        sort_by_schema(&mut plan, &mut self.places);
+        self.plan_values(schema, &values, &sorted.values, options, &mut plan)?;
+        // The order of the schema is that of all ranks.
+        let mut wanted: Vec<(Wanted, Place)> = plan.wanted.into_iter().zip(self.places.drain(..)).collect();
+        wanted.sort_by_key(|(wanted, _)| wanted.position);
+        (plan.wanted, self.places) = wanted.into_iter().unzip();
         Ok(plan)
     }
 
     fn memory(&mut self, index: usize, wanted: &Wanted) -> Result<Memory, StateError> {
-        match &self.places[index] {
-            Place::Live { value, .. } => Memory::live(value),
-            Place::User(_) => Memory::fresh(wanted.dtype, &wanted.shape, &wanted.boxes),
-            &Place::Entry { optimizer, local, destination } => match &self.incoming[optimizer].plans[local] {
-                Some(plan) => plan.memory(&self.optimizers[optimizer].locals()[local], destination, wanted),
-                None => Memory::live(&StateValue::Plain(PlainValue::None)),
-            },
+        match &self.places[index].live {
+            Some(value) => Memory::live(value),
+            None => Memory::fresh(wanted.dtype, &wanted.shape, &wanted.boxes),
         }
     }
 
     fn filled(&mut self, index: usize, memory: Memory) -> Result<(), StateError> {
-        match &self.places[index] {
-            &Place::Entry { optimizer, local, destination } => match &mut self.incoming[optimizer].plans[local] {
-                Some(plan) => plan.filled(&self.optimizers[optimizer].locals()[local], destination, memory),
-                None => Ok(()),
-            },
-            Place::User(path) => set_element(&mut self.user_state, path, memory.into_value(true, &Device::Cpu)?),
-            Place::Live { of: Live::Value(path), .. } if matches!(memory, Memory::Raw(_)) => {
-                set_element(&mut self.new_values, path, memory.into_value(true, &Device::Cpu)?)
+        match &self.places[index].of {
+            &Of::Entry { optimizer, local, ref name } => {
+                let tensor = memory.into_value(true, &Device::Cpu)?;
+                if let (Some(plan), StateValue::Tensor(tensor)) = (&mut self.incoming[optimizer].plans[local], tensor) {
+                    plan.take_whole(&self.optimizers[optimizer].locals()[local], name, tensor)?;
+                }
             }
-            Place::Live { .. } => Ok(()),
+            Of::User(path) => set_element(&mut self.user_state, path, memory.into_value(true, &Device::Cpu)?)?,
+            Of::Value(path) if matches!(memory, Memory::Raw(_)) => {
+                set_element(&mut self.new_values, path, memory.into_value(true, &Device::Cpu)?)?;
+            }
+            Of::Parameter(_) | Of::Buffer | Of::EntryLike(_) | Of::Value(_) => {}
         }
+        Ok(())
     }
 
     fn is_live(&self) -> bool {
@@ -339,33 +354,21 @@ impl Target for LiveTarget<'_> {
     }
 
     fn lends_live(&self, index: usize) -> bool {
-        match &self.places[index] {
-            Place::Live { .. } => true,
-            &Place::Entry { optimizer, local, destination } => self.incoming[optimizer].plans[local]
-                .as_ref()
-                .is_some_and(|plan| plan.destinations[destination].may_be_live()),
-            Place::User(_) => false,
-        }
+        self.places[index].live.is_some()
     }
 
-    fn wanted_on(&self, index: usize, rank: usize) -> Option<Vec<TensorBox>> {
-        match self.places.get(index)? {
-            Place::Live { of: Live::Parameter(fqn), .. } => self.parameters.boxes_on(fqn, rank).ok(),
-            Place::Live { value: StateValue::Tensor(buffer), of: Live::Buffer } => {
-                Some(vec![TensorBox::whole(buffer.dims())])
-            }
-            &Place::Entry { optimizer, local, destination } => {
-                let tensor = self.incoming[optimizer].plans[local].as_ref()?.destinations.get(destination)?;
-                tensor.boxes_on(&self.optimizers[optimizer].locals()[local], self.parameters, rank).ok()
-            }
-            Place::Live { .. } | Place::User(_) => None,
+    fn wanted_on(&self, index: usize, wanted: &Wanted, rank: usize) -> Option<Vec<TensorBox>> {
+        match &self.places.get(index)?.of {
+            Of::Parameter(fqn) | Of::EntryLike(fqn) => self.parameters.boxes_on(fqn, rank).ok(),
+            Of::Buffer | Of::Entry { .. } => Some(vec![TensorBox::whole(&wanted.shape)]),
+            Of::User(_) | Of::Value(_) => None,
         }
     }
 
     fn commit(&mut self) -> Result<()> {
         // A backward of what was computed with the old values would be wrong.
         for place in &self.places {
-            if let Place::Live { of: Live::Parameter(fqn), .. } = place {
+            if let Of::Parameter(fqn) = &place.of {
                 self.parameters.begin_change(fqn)?;
             }
         }
@@ -378,11 +381,7 @@ impl Target for LiveTarget<'_> {
             give_user_state(&mut self.optimizers, std::mem::take(&mut self.user_state));
         }
         if let Some(values) = &mut self.values {
-            for (path, _) in Schema::of(&self.new_values)?.iter() {
-                if let Some(value) = get_element(&self.new_values, path) {
-                    set_element(values, path, value.clone())?;
-                }
-            }
+            **values = std::mem::take(&mut self.new_values);
         }
         Ok(())
     }
