@@ -32,6 +32,9 @@ use crate::FlatError;
 const STACK_BYTES: usize = 256 << 10;
 const STACK_BYTES_PER_TENSOR: usize = 4 << 10;
 
+/// The time after which this looks if the thread waits for a lock.
+const LOOK: Duration = Duration::from_millis(1);
+
 /// The longest time that a thread needs to wait for a lock, on a machine that does much else.
 const TRY_OUT: Duration = Duration::from_secs(10);
 
@@ -175,6 +178,26 @@ impl Withheld {
     pub fn wait(&self) -> Result<(), FlatError> {
         let mut state = self.shared.wait_while(|state| matches!(state, State::Asked));
         match &mut *state {
+            State::Failed(error) => Err(error.take().unwrap_or(FlatError::UnseenUse)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Waits as [`Self::wait`] does, but not for somebody who reads now: an operation may wait for other tensors meanwhile.
+    ///
+    /// # Errors
+    /// The same as [`Self::wait`].
+    pub fn settle(&self) -> Result<(), FlatError> {
+        let is_asked = |state: &mut State| matches!(state, State::Asked);
+        loop {
+            let state = self.shared.changed.wait_timeout_while(self.shared.state(), LOOK, is_asked);
+            drop(state.unwrap_or_else(PoisonError::into_inner));
+            // Only the thread itself can wait for a lock now. It does so if somebody reads.
+            if !matches!(*self.shared.state(), State::Asked) || self.locks.iter().any(|&lock| has_waiting(lock)) {
+                break;
+            }
+        }
+        match &mut *self.shared.state() {
             State::Failed(error) => Err(error.take().unwrap_or(FlatError::UnseenUse)),
             _ => Ok(()),
         }
@@ -403,7 +426,7 @@ mod tests {
         let withheld = Withheld::new(vec![a.clone(), b.clone()]).unwrap();
         let (storage, _) = b.storage_and_layout();
         withheld.withhold();
-        thread::sleep(Duration::from_millis(20));
+        withheld.settle().unwrap();
         assert!(!withheld.is_awaited() && !matches!(*withheld.shared.state(), State::Held));
         assert!(matches!(&*storage, Storage::Cpu(candle_core::CpuStorage::F32(data)) if data[..] == [2.; 4]));
         drop(storage);

@@ -33,17 +33,20 @@ impl FlatParamHandle {
     }
 
     /// Releases parameters that a computation has left, so that who comes to them again waits. No communication.
-    pub(crate) fn withhold(&self, withheld: &Withheld, in_use: bool) {
+    pub(crate) fn withhold(&self, withheld: &Withheld, in_use: bool) -> Result<()> {
         let mut state = self.state();
         state.users -= usize::from(in_use);
         if state.users > 0 {
-            return;
+            return Ok(());
         }
-        // The memory goes when nobody reads any more. An operation that reads parameters of two units may not be through.
         withheld.withhold();
+        // Before the computation goes on: on all ranks alike it waits when it comes to the parameters again. Only an operation
+        // that reads parameters of two units is not through; their memory goes when it is.
+        withheld.settle()?;
         if state.whole {
             self.note_released(&mut state);
         }
+        Ok(())
     }
 
     /// Ends the use of parameters that [`Self::gather_on_demand`] has made whole, at the end of a forward: they are released

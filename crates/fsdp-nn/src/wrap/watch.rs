@@ -85,7 +85,7 @@ impl Watch {
         // First the memory of those.
         for left in left {
             let WrappedUnit { handle, withheld } = &*self.units[left];
-            handle.withhold(withheld, self.phase == Phase::Forward);
+            handle.withhold(withheld, self.phase == Phase::Forward)?;
         }
         let WrappedUnit { handle, withheld } = &*self.units[unit];
         handle.gather_on_demand(withheld, self.phase == Phase::Forward)?;
