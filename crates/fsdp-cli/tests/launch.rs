@@ -54,6 +54,11 @@ fn processes_get_the_losses_of_threads_bit_for_bit_and_checkpoints_cross() {
     let talk = String::from_utf8_lossy(&output.get_output().stderr).into_owned();
     assert!(talk.contains("[0] step 6/6") && !talk.contains("[1]") && !talk.contains("[2]"), "{talk}");
 
+    let ahead = dir.path().join("ahead");
+    let prefetch = ["--backward-prefetch", "pre", "--forward-prefetch", "--limit-all-gathers", "false"];
+    launch_train("3", &ahead, &SMALL).args(["--steps", "6"]).args(prefetch).assert().success();
+    assert_eq!(losses(&ahead), losses(&threads), "units that are gathered ahead");
+
     // To threads at another number of ranks, and back; a launched `train` needs no `--backend`.
     for out in [&threads, &processes] {
         train(out, &["--nproc", "2", "--steps", "9", "--resume"]);

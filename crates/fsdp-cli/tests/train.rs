@@ -544,6 +544,37 @@ fn activations_that_are_computed_again_change_no_bit_of_the_losses() {
 }
 
 #[test]
+fn units_that_are_gathered_ahead_change_no_bit_of_the_losses() {
+    let dir = TempDir::new().unwrap();
+    let out = |name: &str| dir.path().join(name);
+    let run = ["--nproc", "3", "--steps", "6"];
+    train_small(&out("on-demand"), &run);
+    let expected = losses(&out("on-demand"));
+    for (name, prefetch) in [
+        ("pre", &["--backward-prefetch", "pre", "--forward-prefetch"][..]),
+        ("post", &["--backward-prefetch", "post", "--limit-all-gathers", "false"]),
+        ("forward", &["--backward-prefetch", "none", "--forward-prefetch", "--limit-all-gathers", "true"]),
+    ] {
+        train_small(&out(name), &[&run[..], prefetch].concat());
+        assert_eq!(losses(&out(name)), expected, "{name}");
+    }
+}
+
+#[test]
+fn a_run_that_goes_on_in_f16_begins_with_a_scale_of_its_own() {
+    let dir = TempDir::new().unwrap();
+    let out = dir.path().join("run");
+    train_small(&out, &["--nproc", "2", "--steps", "3"]);
+    train(&out, &["--nproc", "2", "--steps", "6", "--mixed-precision", "f16", "--resume"]).assert().success();
+    let scale = |step: &str| fsdp(&["cat", out.join(step).to_str().unwrap(), "scaler.scale"]).output().unwrap();
+    assert!(!scale("step-00000003").status.success());
+    assert!(scale("step-00000006").status.success());
+    // And back: what is not needed any more is left out.
+    train(&out, &["--nproc", "2", "--steps", "7", "--resume"]).assert().success();
+    assert!(!scale("step-00000007").status.success());
+}
+
+#[test]
 fn half_precision_trains_as_far_and_its_scale_goes_on() {
     let dir = TempDir::new().unwrap();
     let out = |name: &str| dir.path().join(name);

@@ -51,6 +51,9 @@ pub enum FlatError {
         /// The tensor's shape.
         shape: Vec<usize>,
     },
+    /// candle has other locks than those whose readers can be seen, so nothing tells of the use of a tensor.
+    #[error("the use of a tensor cannot be seen: this candle does not guard its storages with locks of `parking_lot`")]
+    UnseenUse,
     /// Memory that this build cannot reach.
     #[error(
         "the memory of a tensor on {device} cannot be reached: move it to the CPU, or build with `--features cuda`"

@@ -4,7 +4,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use fsdp_flat::storage::{
-    HostBytes, HostBytesMut, HostSlice, HostSliceMut, is_released, refill, refill_from, release, to_device, zeros_on,
+    Contents, HostBytes, HostBytesMut, HostSlice, HostSliceMut, is_released, refill, release, to_device, zeros_on,
 };
 use fsdp_flat::{FlatError, ShardedTensor};
 
@@ -51,9 +51,9 @@ fn released_memory_is_an_error_for_every_reader_and_comes_back() {
     assert!(!is_released(&weight));
     assert_eq!(host(&view), [7., 8.]);
     let source = on_gpu(&[0., 1., 2., 3., 4., 9.]);
-    refill_from(&weight, &source.narrow(0, 2, 4).unwrap()).unwrap();
+    Contents::of(&source.narrow(0, 2, 4).unwrap()).unwrap().put(&weight).unwrap();
     assert_eq!(host(&weight), [2., 3., 4., 9.]);
-    assert!(refill_from(&weight, &source).is_err());
+    assert!(Contents::of(&source).unwrap().put(&weight).is_err());
     assert!(refill(&weight, vec![0f32; 5]).is_err());
 }
 

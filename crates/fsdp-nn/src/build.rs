@@ -59,20 +59,19 @@ pub(crate) fn build_units(group: &ProcessGroup, config: &FsdpConfig, registry: &
             return Err(NnError::DuplicateUnit { unit: unit.name.clone() });
         }
         let handle = Arc::new(built.unit(index == 0, unit, declared, config, registry.makes_values())?);
-        let is_wrapped = by_pattern.contains(&index);
         for (param, (_, declared)) in declared.iter().enumerate() {
-            declared.slot.set(&handle, param, is_wrapped.then_some((&registry.wrapped, index)));
+            declared.slot.set(&handle, param);
         }
         unit.slot.set(&handle);
-        if is_wrapped {
-            wrapped.push((index, Arc::clone(&handle)));
+        if by_pattern.contains(&index) {
+            wrapped.push(Arc::clone(&handle));
         }
         built.handles.push(handle);
     }
     if let Some(ahead) = &built.ahead {
         ahead.complete(built.handles.iter().map(|handle| Arc::clone(handle.exchange())).collect());
     }
-    registry.wrapped.complete(&built.shared, &wrapped)?;
+    registry.wrapped.complete(&wrapped)?;
     Ok(built)
 }
 

@@ -102,9 +102,9 @@ impl FsdpConfig {
     /// parameters below each name that matches `pattern` are a unit, `*` standing for one part of a name: `model.layers.*`
     /// makes a unit of each layer. Where several patterns match, the first counts. Parameters of explicit units stay there.
     ///
-    /// A unit is gathered when the forward comes to the first of its layers and released when it comes to another unit's,
-    /// with the next unit at times gathered ahead. That is seen by the `tracing` spans that layers make with their parameters
-    /// and enter in their forward, as those of candle-transformers do. Its backward needs
+    /// A unit is gathered when the forward or the backward reads the first of its parameters, and released when it reads one of
+    /// another unit. That is seen by the locks of candle's storages, so the model can be any: see
+    /// [`Withheld`](fsdp_flat::storage::Withheld). It takes a thread for each unit, which sleeps. Its backward needs
     /// [`FullyShardedDataParallel::backward`](crate::FullyShardedDataParallel::backward).
     ///
     /// ```

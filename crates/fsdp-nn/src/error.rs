@@ -138,15 +138,6 @@ pub enum NnError {
         /// The pattern.
         pattern: String,
     },
-    /// Nothing tells when a forward comes to a unit of `FsdpConfig::wrap`.
-    #[error(
-        "nothing tells when a forward comes to the wrapped unit `{unit}`: its layers make no `tracing` spans, or spans are \
-         compiled out (a feature `max_level_*` of tracing); leave it out of `FsdpConfig::wrap`, or use `Scope::unit`"
-    )]
-    UnseenUnit {
-        /// The unit's name.
-        unit: String,
-    },
     /// A model that is built from a checkpoint asks for a parameter that is not in it.
     #[error("the checkpoint has no `{fqn}`")]
     NotInCheckpoint {

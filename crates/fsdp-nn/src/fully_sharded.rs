@@ -18,7 +18,6 @@ use crate::precision::cast;
 use crate::registry::{Backend, Registry, lock};
 use crate::scope::Scope;
 use crate::unit::UnitOutput;
-use crate::wrap::Watcher;
 use crate::{NnError, Result};
 
 /// A candle model whose parameters, gradients and optimizer state are sharded over the ranks of a process group:
@@ -109,12 +108,7 @@ impl<M> FullyShardedDataParallel<M> {
         let dtype = config.mixed_precision.param.unwrap_or(config.dtype);
         let vb = VarBuilder::from_backend(backend, dtype, config.device.clone());
         let scope = Scope::sharded(vb, Arc::clone(&registry));
-        let wrapped = Arc::clone(&lock(&registry).wrapped);
-        let built = match config.wrapped.as_slice() {
-            [] => build(&scope),
-            _ => Watcher::watch(&wrapped, || build(&scope)),
-        };
-        let built = built.map_err(|error| lock(&registry).explain(error));
+        let built = build(&scope).map_err(|error| lock(&registry).explain(error));
         let (parameters, module) = ShardedParameters::new(group, config, &registry, built)?;
         Ok(FullyShardedDataParallel {
             module,
@@ -148,10 +142,9 @@ impl<M> FullyShardedDataParallel<M> {
         let phase = ahead.map(|ahead| ahead.begin(Phase::Forward)).transpose()?;
         let root = self.parameters.root();
         let whole = root.map(|root| root.use_whole()).transpose()?;
+        let watching = self.parameters.wrapped.begin(Phase::Forward)?;
         let output = f(&self.module);
-        if is_outermost {
-            self.parameters.wrapped.end_forward()?;
-        }
+        watching.map_or(Ok(()), |watching| watching.end())?;
         let output = output.map_err(|error| self.parameters.explain(error))?;
         phase.map_or(Ok(()), |phase| phase.complete())?;
         drop(whole);
@@ -209,8 +202,11 @@ impl<M> FullyShardedDataParallel<M> {
         if let Some(root) = self.parameters.root() {
             root.gather()?;
         }
-        self.parameters.begin_backward(loss)?;
-        let grads = loss.backward().map_err(|error| self.parameters.explain(error))?;
+        self.parameters.begin_backward(loss);
+        let watching = self.parameters.wrapped.begin(Phase::Backward)?;
+        let grads = loss.backward();
+        watching.map_or(Ok(()), |watching| watching.end())?;
+        let grads = grads.map_err(|error| self.parameters.explain(error))?;
         if let Some(phase) = &phase {
             phase.complete()?;
         }

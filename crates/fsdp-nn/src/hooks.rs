@@ -12,7 +12,6 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor, TensorId};
 
 use crate::handle::FlatParamHandle;
-use crate::wrap::WrappedUnits;
 use crate::{NnError, Result};
 
 /// A tensor of a sharded model that is at the end of candle's graph.
@@ -101,28 +100,19 @@ struct Owner {
     unit: Weak<FlatParamHandle>,
     /// The number of the parameter in the unit.
     param: usize,
-    /// The units that are wrapped, and the number of this one among them, if it is one.
-    wrapped: Option<(Weak<WrappedUnits>, usize)>,
 }
 
 impl Owner {
     fn receive_grad(&self, grad: &Tensor) -> Result<()> {
-        // Backward tells of wrapped units only by their gradients, so the next one is gathered when this one's begin to come.
-        if let Some((units, unit)) = &self.wrapped
-            && let Some(units) = units.upgrade()
-        {
-            units.pass(*unit)?;
-        }
         self.unit.upgrade().map_or(Ok(()), |unit| unit.receive_grad(self.param, grad))
     }
 }
 
 impl ParameterSlot {
-    /// Sets the owner: the unit, the number of the parameter there, and, of a wrapped unit, its number among those.
-    pub(crate) fn set(&self, unit: &Arc<FlatParamHandle>, param: usize, wrapped: Option<(&Arc<WrappedUnits>, usize)>) {
-        let wrapped = wrapped.map(|(units, number)| (Arc::downgrade(units), number));
+    /// Sets the owner: the unit, and the number of the parameter there.
+    pub(crate) fn set(&self, unit: &Arc<FlatParamHandle>, param: usize) {
         // A second call cannot happen: each parameter belongs to one unit.
-        let _ = self.owner.set(Owner { unit: Arc::downgrade(unit), param, wrapped });
+        let _ = self.owner.set(Owner { unit: Arc::downgrade(unit), param });
     }
 
     /// Notes which tensor the parameter is, and the variable below it.
@@ -143,15 +133,10 @@ impl ParameterSlot {
         self.unit().map_or(0, |unit| unit.last_change())
     }
 
-    /// Prepares another forward with the parameter, inside a backward: checks that its unit has the values that it had after
-    /// this change, and makes a wrapped unit whole, as no span is going to do that. Other units gather themselves.
-    pub(crate) fn prepare_recompute(&self, changes: u64) -> Result<()> {
-        let Some(unit) = self.unit() else { return Ok(()) };
-        unit.check_unchanged(changes)?;
-        match self.owner.get().and_then(|owner| owner.wrapped.as_ref()) {
-            Some(_) => unit.gather(),
-            None => Ok(()),
-        }
+    /// Checks, before another forward with the parameter inside a backward, that its unit has the values that it had after
+    /// this change.
+    pub(crate) fn check_unchanged(&self, changes: u64) -> Result<()> {
+        self.unit().map_or(Ok(()), |unit| unit.check_unchanged(changes))
     }
 }
 

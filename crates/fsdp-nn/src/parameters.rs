@@ -101,14 +101,12 @@ impl ShardedParameters {
     }
 
     /// Prepares the backward of a loss: units learn which parameters it comes to.
-    pub(crate) fn begin_backward(&self, loss: &Tensor) -> Result<()> {
-        let nodes: Vec<TensorId> = loss.sorted_nodes().into_iter().map(Tensor::id).collect();
-        let reached: HashSet<TensorId> = nodes.iter().copied().collect();
+    pub(crate) fn begin_backward(&self, loss: &Tensor) {
+        let reached: HashSet<TensorId> = loss.sorted_nodes().into_iter().map(Tensor::id).collect();
         // The root ends last on all ranks, whatever parameters each of them comes to.
         for handle in self.handles.iter().filter(|handle| !handle.is_root) {
             handle.begin_backward(&reached);
         }
-        self.wrapped.begin_backward(&nodes)
     }
 
     /// Returns the root unit, if it has parameters.

@@ -99,8 +99,7 @@ impl<M: Module + Send + Sync + 'static> Module for Recomputed<M> {
 ///
 /// `f` must compute the same both times. Tensors with gradients that depend on earlier parts of the model should be among
 /// `inputs`: if `f` holds one itself, the backward of what it comes from is computed twice. `f` may recompute parts of its own.
-/// No communication but that of `f`; in the backward, one all-gather for each wrapped unit that `f` uses, where it is not
-/// whole.
+/// No communication but that of `f`.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};
@@ -225,7 +224,7 @@ impl Part {
     fn compute_gradients(&self, node: &Tensor, grad: &Tensor) -> Result<()> {
         for target in &self.targets {
             if let Target::Parameter { slot, changes, .. } = target {
-                slot.prepare_recompute(*changes).map_err(NnError::into_candle)?;
+                slot.check_unchanged(*changes).map_err(NnError::into_candle)?;
             }
         }
         let stand_ins = stand_ins(&self.inputs)?;

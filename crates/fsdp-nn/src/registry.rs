@@ -237,7 +237,6 @@ impl Registry {
         let unit = self.asking_unit(&name);
         let here = self.asking_unit(asked);
         self.check_reach(&name, unit, here)?;
-        self.wrapped.ask(unit);
         let requires_grad = (self.requires_grad)(&name);
         let precision = self.units[unit].precision;
         let shard_dtype = if precision.param == Some(dtype) { self.dtype } else { dtype };
@@ -289,9 +288,6 @@ impl Registry {
             return Err(NnError::UnknownParameter { fqn: fqn.to_owned() });
         };
         self.check_reach(fqn, existing.unit, here)?;
-        if !self.is_complete {
-            self.wrapped.ask(here);
-        }
         Ok(existing.tensor.clone())
     }
 

@@ -88,11 +88,6 @@ impl Shared {
         !self.looked_for_unreached.swap(true, Ordering::Relaxed)
     }
 
-    /// Returns `true` while a forward of the model runs.
-    pub(crate) fn is_running(&self) -> bool {
-        self.running.load(Ordering::Relaxed) > 0
-    }
-
     /// Returns `true` while a forward of the model runs that is inside no other one.
     pub(crate) fn is_outermost(&self) -> bool {
         self.running.load(Ordering::Relaxed) == 1

@@ -156,23 +156,10 @@ fn mixed_precision_and_frozen_weights_make_no_difference() {
     }
 }
 
-/// A model whose layers tell of their forward by spans, as those of candle-transformers.
-struct Spanned(Layer, tracing::Span);
-
-impl Module for Spanned {
-    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        let _enter = self.1.enter();
-        self.0.forward(x)
-    }
-}
-
 fn wrapped(group: &ProcessGroup, parts: usize) -> Vec<Vec<f32>> {
     let config = FsdpConfig { seed: 5, ..FsdpConfig::default() }.wrap("layers.*");
     let model = FullyShardedDataParallel::new(group.clone(), config, |scope| {
-        let layer = |index: usize| {
-            let layer = Layer::new(&scope.pp("layers").pp(index))?;
-            Ok(Arc::new(Spanned(layer, tracing::info_span!("layer"))))
-        };
+        let layer = |index: usize| Ok(Arc::new(Layer::new(&scope.pp("layers").pp(index))?));
         (0..4).map(layer).collect::<candle_core::Result<Vec<_>>>()
     });
     let model = model.unwrap();

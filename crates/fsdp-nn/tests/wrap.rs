@@ -1,110 +1,57 @@
 //! Units by name pattern: a model whose code knows nothing of units computes and trains as without them, and never holds
-//! more than two of them beside the root.
+//! more than one of them beside the root.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::VarBuilder;
 use fsdp_comm::{Operation, ProcessGroup, run_local};
 use fsdp_nn::algorithm::AdamOptions;
 use fsdp_nn::{Algorithm, FsdpConfig, FullyShardedDataParallel, MixedPrecision, Optimizer, ShardingStrategy};
-use tracing::span::{Attributes, Id, Record};
-use tracing::{Event, Metadata, Subscriber};
 
-use self::models::{Bert, Llama};
+use self::models::{Bert, Llama, Shuffled};
 
 const LAYERS: usize = 5;
 const WIDTH: usize = 8;
 
-/// Models written as those of candle-transformers are: with a span in each layer, made before its parameters or after them.
+/// Models written as those of candle-transformers are, which know nothing of units.
 mod models {
     use candle_core::{Module, Result, Tensor};
-    use candle_nn::VarBuilder;
-    use tracing::{Level, Span, span};
+    use candle_nn::{Linear, RmsNorm, VarBuilder, linear_no_bias, rms_norm};
 
     use super::{LAYERS, WIDTH};
 
-    struct Linear {
-        inner: candle_nn::Linear,
-        span: Span,
-    }
-
     fn linear(vb: VarBuilder<'_>) -> Result<Linear> {
-        let inner = candle_nn::linear_no_bias(WIDTH, WIDTH, vb)?;
-        Ok(Linear { inner, span: span!(Level::TRACE, "linear") })
-    }
-
-    impl Module for Linear {
-        fn forward(&self, x: &Tensor) -> Result<Tensor> {
-            let _enter = self.span.enter();
-            self.inner.forward(x)
-        }
-    }
-
-    struct RmsNorm {
-        inner: candle_nn::RmsNorm,
-        span: Span,
-    }
-
-    impl RmsNorm {
-        fn new(vb: VarBuilder<'_>) -> Result<Self> {
-            let span = span!(Level::TRACE, "rms-norm");
-            Ok(RmsNorm { inner: candle_nn::rms_norm(WIDTH, 1e-5, vb)?, span })
-        }
-
-        fn forward(&self, x: &Tensor) -> Result<Tensor> {
-            let _enter = self.span.enter();
-            self.inner.forward_diff(x)
-        }
-    }
-
-    struct Mlp {
-        up: Linear,
-        down: Linear,
-        span: Span,
-    }
-
-    impl Mlp {
-        fn load(vb: VarBuilder<'_>) -> Result<Self> {
-            let span = span!(Level::TRACE, "mlp");
-            Ok(Mlp { up: linear(vb.pp("up_proj"))?, down: linear(vb.pp("down_proj"))?, span })
-        }
-
-        fn forward(&self, x: &Tensor) -> Result<Tensor> {
-            let _enter = self.span.enter();
-            self.down.forward(&self.up.forward(x)?.tanh()?)
-        }
+        linear_no_bias(WIDTH, WIDTH, vb)
     }
 
     struct Block {
         rms_1: RmsNorm,
         attn: Linear,
         rms_2: RmsNorm,
-        mlp: Mlp,
-        span: Span,
+        up: Linear,
+        down: Linear,
     }
 
     impl Block {
         fn load(vb: VarBuilder<'_>) -> Result<Self> {
-            let span = span!(Level::TRACE, "block");
             let attn = linear(vb.pp("self_attn"))?;
-            let mlp = Mlp::load(vb.pp("mlp"))?;
-            let rms_1 = RmsNorm::new(vb.pp("input_layernorm"))?;
-            let rms_2 = RmsNorm::new(vb.pp("post_attention_layernorm"))?;
-            Ok(Block { rms_1, attn, rms_2, mlp, span })
+            let (up, down) = (linear(vb.pp("mlp.up_proj"))?, linear(vb.pp("mlp.down_proj"))?);
+            let rms_1 = rms_norm(WIDTH, 1e-5, vb.pp("input_layernorm"))?;
+            let rms_2 = rms_norm(WIDTH, 1e-5, vb.pp("post_attention_layernorm"))?;
+            Ok(Block { rms_1, attn, rms_2, up, down })
         }
 
         fn forward(&self, x: &Tensor) -> Result<Tensor> {
-            let _enter = self.span.enter();
-            let x = (self.attn.forward(&self.rms_1.forward(x)?)? + x)?;
-            self.mlp.forward(&self.rms_2.forward(&x)?)? + x
+            let x = (self.attn.forward(&self.rms_1.forward_diff(x)?)? + x)?;
+            self.down.forward(&self.up.forward(&self.rms_2.forward_diff(&x)?)?.tanh()?)? + x
         }
     }
 
-    /// Spans come before the parameters of a layer, and norms after what follows them.
+    /// A layer uses its parameters in another order than it asks for them.
     pub(super) struct Llama {
         wte: candle_nn::Embedding,
         blocks: Vec<Block>,
@@ -116,48 +63,62 @@ mod models {
         pub(super) fn load(vb: VarBuilder<'_>) -> Result<Self> {
             let wte = candle_nn::embedding(7, WIDTH, vb.pp("model.embed_tokens"))?;
             let lm_head = linear(vb.pp("lm_head"))?;
-            let ln_f = RmsNorm::new(vb.pp("model.norm"))?;
+            let ln_f = rms_norm(WIDTH, 1e-5, vb.pp("model.norm"))?;
             let blocks = (0..LAYERS).map(|i| Block::load(vb.pp(format!("model.layers.{i}")))).collect::<Result<_>>()?;
             Ok(Llama { wte, blocks, ln_f, lm_head })
+        }
+
+        /// Computes with these blocks, one after the other.
+        pub(super) fn forward_through(&self, tokens: &Tensor, blocks: &[usize]) -> Result<Tensor> {
+            let mut x = self.wte.forward(tokens)?;
+            for &block in blocks {
+                x = self.blocks[block].forward(&x)?;
+            }
+            self.lm_head.forward(&self.ln_f.forward_diff(&x)?)
         }
     }
 
     impl Module for Llama {
         fn forward(&self, tokens: &Tensor) -> Result<Tensor> {
-            let mut x = self.wte.forward(tokens)?;
-            for block in &self.blocks {
-                x = block.forward(&x)?;
-            }
-            self.lm_head.forward(&self.ln_f.forward(&x)?)
+            self.forward_through(tokens, &[0, 1, 2, 3, 4])
+        }
+    }
+
+    /// A model that comes to its layers in another order than it has made them in, and to some of them again.
+    pub(super) struct Shuffled(Llama);
+
+    impl Shuffled {
+        pub(super) fn load(vb: VarBuilder<'_>) -> Result<Self> {
+            Llama::load(vb).map(Shuffled)
+        }
+    }
+
+    impl Module for Shuffled {
+        fn forward(&self, tokens: &Tensor) -> Result<Tensor> {
+            self.0.forward_through(tokens, &[4, 1, 3, 3, 0, 4, 2])
         }
     }
 
     struct Layer {
         query: Linear,
-        /// Without a span of its own.
-        output: candle_nn::Linear,
-        span: Span,
+        output: Linear,
     }
 
     impl Layer {
         fn load(vb: VarBuilder<'_>) -> Result<Self> {
-            let query = linear(vb.pp("attention.query"))?;
             let output = candle_nn::linear(WIDTH, WIDTH, vb.pp("output"))?;
-            Ok(Layer { query, output, span: span!(Level::TRACE, "layer") })
+            Ok(Layer { query: linear(vb.pp("attention.query"))?, output })
         }
 
         fn forward(&self, x: &Tensor) -> Result<Tensor> {
-            let _enter = self.span.enter();
             x + self.output.forward(&self.query.forward(x)?.tanh()?)?
         }
     }
 
-    /// Spans come after the parameters of a layer.
     pub(super) struct Bert {
         embeddings: candle_nn::Embedding,
         layers: Vec<Layer>,
         pooler: Linear,
-        span: Span,
     }
 
     impl Bert {
@@ -165,19 +126,15 @@ mod models {
             let embeddings = candle_nn::embedding(7, WIDTH, vb.pp("embeddings"))?;
             let layers =
                 (0..LAYERS).map(|i| Layer::load(vb.pp(format!("encoder.layer.{i}")))).collect::<Result<_>>()?;
-            let span = span!(Level::TRACE, "encoder");
-            Ok(Bert { embeddings, layers, pooler: linear(vb.pp("pooler"))?, span })
+            Ok(Bert { embeddings, layers, pooler: linear(vb.pp("pooler"))? })
         }
     }
 
     impl Module for Bert {
         fn forward(&self, tokens: &Tensor) -> Result<Tensor> {
             let mut x = self.embeddings.forward(tokens)?;
-            {
-                let _enter = self.span.enter();
-                for layer in &self.layers {
-                    x = layer.forward(&x)?;
-                }
+            for layer in &self.layers {
+                x = layer.forward(&x)?;
             }
             self.pooler.forward(&x)
         }
@@ -255,6 +212,11 @@ fn a_wrapped_bert_computes_and_trains_as_without_units() {
     check(Bert::load, "encoder.layer.*");
 }
 
+#[test]
+fn a_wrapped_model_may_come_to_its_layers_in_any_order_and_again() {
+    check(Shuffled::load, "model.layers.*");
+}
+
 /// Bytes of the whole parameters whose names begin so.
 fn bytes<M>(model: &FullyShardedDataParallel<M>, begins: impl Fn(&str) -> bool) -> usize {
     let parameters = model.parameters();
@@ -262,7 +224,8 @@ fn bytes<M>(model: &FullyShardedDataParallel<M>, begins: impl Fn(&str) -> bool) 
     names.map(|fqn| 4 * parameters.shape(fqn).unwrap().iter().product::<usize>()).sum()
 }
 
-fn check_memory<M: Module>(load: Load<M>, pattern: &str) {
+/// Checks the memory and the all-gathers of a model that comes to its units so often.
+fn check_memory<M: Module>(load: Load<M>, pattern: &str, comes: u64) {
     let prefix = pattern.trim_end_matches('*').to_owned();
     run_local(2, |group| {
         let model = model(&group, config(ShardingStrategy::FullShard).wrap(pattern), load);
@@ -272,20 +235,17 @@ fn check_memory<M: Module>(load: Load<M>, pattern: &str) {
         let unit = bytes(&model, |fqn| fqn.starts_with(&format!("{prefix}0.")));
         let loss = |step| model.forward(|module| module.forward(&tokens(0, step))?.sqr()?.mean_all()).unwrap();
         loss(0);
-        let limit = shards + root + 2 * unit;
+        let limit = shards + root + unit;
         assert!(parameters.peak_parameter_bytes() <= limit, "{} of {limit}", parameters.peak_parameter_bytes());
         assert!(parameters.parameter_bytes() <= shards + root, "units are released after a forward");
         let before = group.traffic();
         let loss = loss(1);
         let gathers = group.traffic().since(&before).count(Operation::AllGather);
-        assert!(
-            gathers <= LAYERS as u64 + 2,
-            "each unit is gathered once, but one that an outer span touches: {gathers}"
-        );
+        assert_eq!(gathers, comes, "each unit is gathered whenever the forward comes to it");
         let before = group.traffic();
         model.backward(&loss).unwrap();
         let gathers = group.traffic().since(&before).count(Operation::AllGather);
-        assert!(gathers <= LAYERS as u64 + 1, "{gathers}");
+        assert!(gathers <= comes, "{gathers}");
         assert!(parameters.peak_parameter_bytes() <= limit, "{} of {limit}", parameters.peak_parameter_bytes());
         assert_eq!(parameters.parameter_bytes(), shards);
     })
@@ -293,9 +253,10 @@ fn check_memory<M: Module>(load: Load<M>, pattern: &str) {
 }
 
 #[test]
-fn a_wrapped_model_holds_at_most_two_units_beside_the_root() {
-    check_memory(Llama::load, "model.layers.*");
-    check_memory(Bert::load, "encoder.layer.*");
+fn a_wrapped_model_holds_at_most_one_unit_beside_the_root() {
+    check_memory(Llama::load, "model.layers.*", 5);
+    check_memory(Bert::load, "encoder.layer.*", 5);
+    check_memory(Shuffled::load, "model.layers.*", 6);
 }
 
 #[test]
@@ -314,43 +275,6 @@ fn wrapped_adapters_train_in_mixed_precision() {
     .unwrap();
 }
 
-/// Counts the spans of a model that are entered.
-#[derive(Default)]
-struct Entered(AtomicUsize);
-
-impl Subscriber for Entered {
-    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        metadata.name() == "block"
-    }
-
-    fn new_span(&self, _: &Attributes<'_>) -> Id {
-        Id::from_u64(7)
-    }
-
-    fn enter(&self, span: &Id) {
-        assert_eq!(span.into_u64(), 7);
-        self.0.fetch_add(1, Ordering::Relaxed);
-    }
-
-    fn record(&self, _: &Id, _: &Record<'_>) {}
-    fn record_follows_from(&self, _: &Id, _: &Id) {}
-    fn event(&self, _: &Event<'_>) {}
-    fn exit(&self, _: &Id) {}
-}
-
-#[test]
-fn the_programs_own_subscriber_still_sees_the_spans() {
-    run_local(2, |group| {
-        let entered = Arc::new(Entered::default());
-        tracing::subscriber::with_default(Arc::clone(&entered), || {
-            let model = model(&group, config(ShardingStrategy::FullShard).wrap("model.layers.*"), Llama::load);
-            model.forward(|module| module.forward(&tokens(0, 0))).unwrap();
-        });
-        assert_eq!(entered.0.load(Ordering::Relaxed), LAYERS);
-    })
-    .unwrap();
-}
-
 #[test]
 fn a_pattern_without_parameters_is_refused() {
     run_local(1, |group| {
@@ -359,22 +283,6 @@ fn a_pattern_without_parameters_is_refused() {
         assert!(error.to_string().contains("`transformer.h.*`"), "{error}");
     })
     .unwrap();
-}
-
-#[test]
-fn a_wrapped_unit_that_nothing_tells_of_is_refused() {
-    let errors = run_local(2, |group| {
-        let config = config(ShardingStrategy::FullShard).wrap("layers.*");
-        let build = FullyShardedDataParallel::new(group, config, |scope| {
-            let layer = |index: usize| candle_nn::linear(2, 2, scope.vb().pp("layers").pp(index));
-            (0..2).map(layer).collect::<candle_core::Result<Vec<_>>>()
-        });
-        build.err().unwrap().to_string()
-    })
-    .unwrap();
-    for error in errors {
-        assert!(error.contains("`layers.0`") && error.contains("Scope::unit"), "{error}");
-    }
 }
 
 #[test]
@@ -387,6 +295,78 @@ fn a_backward_through_wrapped_units_that_have_changed_is_refused() {
         model.parameters().set_parameter(fqn, &value).unwrap();
         let error = model.backward(&loss).unwrap_err().to_string();
         assert!(error.contains("`model.layers.2`") && error.contains("changed"), "{error}");
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_wrapped_model_goes_on_after_a_forward_that_fails_or_panics() {
+    run_local(2, |group| {
+        let model = model(&group, config(ShardingStrategy::FullShard).wrap("model.layers.*"), Llama::load);
+        let tokens = tokens(0, 0);
+        let shards = model.parameters().parameter_bytes();
+        let sum = || -> f32 {
+            let output = model.forward(|module| module.forward(&tokens)?.sum_all()).unwrap();
+            output.to_scalar().unwrap()
+        };
+        let expected = sum();
+        let failed = model.forward(|module| {
+            module.forward_through(&tokens, &[0, 1])?;
+            Err::<Tensor, _>(candle_core::Error::Msg("the model fails".to_owned()))
+        });
+        assert!(failed.unwrap_err().to_string().contains("the model fails"));
+        assert_eq!(sum(), expected);
+        let panicked = catch_unwind(AssertUnwindSafe(|| {
+            model.forward(|module| -> candle_core::Result<Tensor> {
+                module.forward_through(&tokens, &[0, 1, 2])?;
+                panic!("the model panics")
+            })
+        }));
+        assert!(panicked.is_err());
+        assert_eq!(sum(), expected);
+        model.parameters().reshard().unwrap();
+        assert_eq!(model.parameters().parameter_bytes(), shards);
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_wrapped_parameter_that_is_read_between_forwards_is_an_error_and_nobody_waits() {
+    run_local(2, |group| {
+        let build = |scope: &fsdp_nn::Scope| {
+            let layer = candle_nn::linear(WIDTH, WIDTH, scope.vb().pp("layers.0"))?;
+            Ok((layer.weight().clone(), layer))
+        };
+        let config = config(ShardingStrategy::FullShard).wrap("layers.*");
+        let model = FullyShardedDataParallel::new(group, config, build).unwrap();
+        let x = Tensor::ones((1, WIDTH), DType::F32, &Device::Cpu).unwrap();
+        let weight = model.forward(|(weight, layer)| layer.forward(&x).map(|_| weight.clone())).unwrap();
+        assert!(weight.sum_all().is_err());
+        assert!(model.forward(|(weight, _)| weight.sum_all()).is_ok());
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_backward_inside_the_forward_of_a_wrapped_model_computes_the_same_gradients() {
+    run_local(2, |group| {
+        let config = || config(ShardingStrategy::FullShard).wrap("model.layers.*");
+        let models = [(); 2].map(|()| model(&group, config(), Llama::load));
+        let tokens = tokens(group.rank(), 0);
+        let loss = |module: &Llama| module.forward(&tokens)?.sqr()?.mean_all();
+        models[0].backward(&models[0].forward(loss).unwrap()).unwrap();
+        let output = models[1].forward(|module| {
+            models[1].backward(&loss(module)?)?;
+            module.forward(&tokens)
+        });
+        assert_eq!(output.unwrap().dims(), [2, 3, WIDTH]);
+        let fqn = "model.layers.1.mlp.up_proj.weight";
+        let [first, second] = models.map(|model| {
+            let gradient = model.parameters().gradient(fqn).unwrap().unwrap();
+            let shard = gradient.shards().first().unwrap();
+            shard.tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap()
+        });
+        assert_eq!(first, second);
     })
     .unwrap();
 }

@@ -4,8 +4,9 @@ use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::PathBuf;
 
 use clap::builder::RangedU64ValueParser;
-use clap::{Args, ValueEnum};
+use clap::{ArgAction, Args, ValueEnum};
 use fsdp::checkpoint::Location;
+use fsdp::nn::BackwardPrefetch;
 use fsdp::prelude::*;
 
 use super::optimizers::OptimizerName;
@@ -88,6 +89,29 @@ impl ScheduleName {
             ScheduleName::Constant => Decay::Constant,
             ScheduleName::Cosine => Decay::Cosine,
             ScheduleName::Linear => Decay::Linear,
+        }
+    }
+}
+
+/// The moments at which a backward begins to gather its next unit.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub(super) enum PrefetchName {
+    /// Before the gradients of the present unit are computed
+    Pre,
+    /// After that, and before they are reduced
+    Post,
+    /// When it comes to it
+    #[default]
+    None,
+}
+
+impl PrefetchName {
+    /// Returns the library's option.
+    pub(super) const fn option(self) -> Option<BackwardPrefetch> {
+        match self {
+            PrefetchName::Pre => Some(BackwardPrefetch::Pre),
+            PrefetchName::Post => Some(BackwardPrefetch::Post),
+            PrefetchName::None => None,
         }
     }
 }
@@ -244,6 +268,17 @@ pub(crate) struct TrainArguments {
     /// Compute the activations of each block again in the backward, instead of keeping them: less memory, more time
     #[arg(help_heading = SHARDING, long, env = "FSDP_ACTIVATION_CHECKPOINTING")]
     pub(super) activation_checkpointing: bool,
+    /// When a backward begins to gather its next unit, beside the computation. Takes the memory of one more unit, and pays
+    /// where ranks wait for the network; no effect on GPUs
+    #[arg(help_heading = SHARDING, long, value_enum, default_value_t, env = "FSDP_BACKWARD_PREFETCH")]
+    pub(super) backward_prefetch: PrefetchName,
+    /// Begin to gather the next unit of a forward before the present one is computed, beside the computation
+    #[arg(help_heading = SHARDING, long, env = "FSDP_FORWARD_PREFETCH")]
+    pub(super) forward_prefetch: bool,
+    /// Gather at most one unit ahead, rather than three: less memory
+    #[arg(help_heading = SHARDING, long, value_name = "BOOL", action = ArgAction::Set, default_value_t = true,
+          env = "FSDP_LIMIT_ALL_GATHERS")]
+    pub(super) limit_all_gathers: bool,
     /// Check after every K steps that ranks which hold the same weights, optimizer state or values hold the same bits
     #[arg(help_heading = SHARDING, long, value_name = "K", env = "FSDP_CHECK_REPLICAS")]
     pub(super) check_replicas: Option<NonZeroU64>,

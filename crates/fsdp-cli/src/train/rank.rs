@@ -11,7 +11,7 @@ use candle_core::Device;
 use fsdp::checkpoint::{RunFacts, StepCheckpoint, check_replicas};
 use fsdp::dcp::digest::Digest;
 use fsdp::dcp::lineage::DataPosition;
-use fsdp::nn::{GradScaler, NnError};
+use fsdp::nn::NnError;
 use fsdp::prelude::*;
 use tracing::info_span;
 
@@ -20,7 +20,7 @@ use super::checkpoints::Checkpoints;
 use super::fallback::named_if_damaged;
 use super::report::{Event, Report, SCHEMA, StepMetrics, now};
 use super::sample::sample;
-use super::scaling::{SCALER, precision, scaler};
+use super::scaling::{precision, scaler};
 use super::settings::{Resume, Settings};
 use super::state::restore;
 use crate::stop::StopRequest;
@@ -86,6 +86,9 @@ impl Job<'_> {
             use_orig_params: !self.arguments.flat,
             mixed_precision: precision(self.arguments.mixed_precision),
             cpu_offload: self.arguments.cpu_offload,
+            backward_prefetch: self.arguments.backward_prefetch.option(),
+            forward_prefetch: self.arguments.forward_prefetch,
+            limit_all_gathers: self.arguments.limit_all_gathers,
             seed: self.settings.seed,
             ..FsdpConfig::default()
         }
@@ -103,7 +106,6 @@ struct Rank<'a> {
     job: &'a Job<'a>,
     device: Device,
     run: TrainState<Gpt>,
-    scaler: GradScaler,
     checkpoints: Checkpoints,
     report: Option<Report>,
     /// The digest of the text, on the rank that reports.
@@ -126,9 +128,9 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<Ended> {
     };
     let model = FullyShardedDataParallel::new(group, job.config(&device), |scope| job.gpt(scope))?;
     let optimizer = job.settings.optimizer.make(job.settings.lr, model.parameters())?;
-    let scaler = scaler(job.arguments.mixed_precision, job.resume().as_deref())?;
     let checkpoints = Checkpoints::new(job.arguments, model.group(), job.replaces)?;
     let mut run = TrainState::new(model, vec![optimizer]);
+    run.scaler = scaler(job.arguments.mixed_precision)?;
     if let Some(resume) = job.resume() {
         let restored = restore(&resume, checkpoints.checkpointer(), &mut run);
         restored.map_err(|error| named_if_damaged(error, &resume.path))?;
@@ -142,7 +144,7 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<Ended> {
     // Only now is anything written: all that could be wrong with the checkpoint has been seen.
     let report = reports.then(|| Report::open(job.arguments, job.start())).transpose()?;
     let data = reports.then(|| job.text.digest());
-    Rank { job, device, run, scaler, checkpoints, report, data }.train()
+    Rank { job, device, run, checkpoints, report, data }.train()
 }
 
 /// The update of a step.
@@ -262,9 +264,11 @@ impl Rank<'_> {
         let lr = base * schedule.factor(step);
         let TrainArguments { clip_grad_norm, nonfinite, .. } = *self.job.arguments;
         let parameters = self.run.model.parameters();
-        if !self.scaler.unscale(parameters)? {
+        if let Some(scaler) = &mut self.run.scaler
+            && !scaler.unscale(parameters)?
+        {
             // The scale was too large. All ranks know it, and skip the step.
-            self.scaler.update()?;
+            scaler.update()?;
             return Ok(Update { lr, grad_norm: None });
         }
         let norm = match clip_grad_norm {
@@ -280,7 +284,9 @@ impl Rank<'_> {
             Err(error) => return Err(Error::new(error).context(format!("step {} was not done", step + 1))),
         };
         info_span!("optimizer").in_scope(|| self.run.optimizers.iter_mut().try_for_each(Optimizer::step))?;
-        self.scaler.update()?;
+        if let Some(scaler) = &mut self.run.scaler {
+            scaler.update()?;
+        }
         Ok(Update { lr, grad_norm: Some(grad_norm) })
     }
 
@@ -292,7 +298,8 @@ impl Rank<'_> {
         let weight = batches.weight(rank, part);
         let forward = || self.run.model.forward(|gpt| gpt.loss(&tokens, &targets)? * weight);
         let loss = info_span!("forward").in_scope(forward)?;
-        info_span!("backward").in_scope(|| self.run.model.backward(&self.scaler.scale(&loss)?))?;
+        let scaled = self.run.scaler.as_ref().map_or_else(|| Ok(loss.clone()), |scaler| scaler.scale(&loss))?;
+        info_span!("backward").in_scope(|| self.run.model.backward(&scaled))?;
         Ok(f64::from(loss.to_scalar::<f32>()?))
     }
 
@@ -302,10 +309,6 @@ impl Rank<'_> {
         let position = step.saturating_mul(self.job.batches.batch as u64);
         let data = self.data.map(|digest| DataPosition { hash: digest.to_string(), position });
         self.checkpoints.set_facts(RunFacts { config: self.job.settings.config_digest()?, data });
-        let scaler = self.scaler.state_dict();
-        if !scaler.is_empty() {
-            self.run.values.insert(SCALER, scaler);
-        }
         // A schedule-free optimizer keeps the weights that it trains apart from their average, which is what is saved.
         self.run.optimizers.iter_mut().try_for_each(Optimizer::eval)?;
         self.checkpoints.save(step, &self.run, self.report.as_ref())?;

@@ -10,8 +10,11 @@ use super::settings::Resume;
 use crate::gpt::Gpt;
 use crate::job_failure::OtherModel;
 
-/// Loads the model and the optimizer (if there is one) of a checkpoint: each rank reads the bytes that it needs, to where
-/// they belong. The run's other values stay as they are. This is a collective.
+/// The key of a gradient scaler's scale in a checkpoint.
+const SCALE: &str = "scaler.scale";
+
+/// Loads the model, and the optimizer and the gradient scaler (if there is one) of a checkpoint: each rank reads the bytes that
+/// it needs, to where they belong. The run's other values stay as they are. This is a collective.
 ///
 /// # Errors
 /// The same on every rank: [`OtherModel`], and nothing has been changed then; damaged files.
@@ -22,7 +25,11 @@ pub(super) fn restore(resume: &Resume, checkpointer: &Checkpointer, run: &mut Tr
     }
     let kept = std::mem::take(&mut run.values);
     let optimizers = if resume.optimizer { Vec::new() } else { std::mem::take(&mut run.optimizers) };
+    // A run in another precision before has saved none, so this one begins with its own.
+    let has_scaler = resume.read(SCALE, |value| Some(value.clone()))?.is_some();
+    let scaler = if has_scaler { None } else { run.scaler.take() };
     let loaded = checkpointer.load(&resume.path, run);
+    run.scaler = run.scaler.take().or(scaler);
     run.optimizers.extend(optimizers);
     run.values = kept;
     let report = loaded.map_err(without_advice)?;

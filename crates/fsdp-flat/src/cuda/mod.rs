@@ -160,28 +160,22 @@ pub(crate) fn refill(storage: &mut CudaStorage, dtype: DType, numel: usize, from
     Ok(())
 }
 
-/// Puts fresh memory behind `tensor` with the elements of `source`, which is contiguous and of the same device.
-pub(crate) fn refill_from(tensor: &Tensor, source: &Tensor) -> Result<(), FlatError> {
+/// Puts fresh memory in the place of a storage's, with the elements of `source`, which is contiguous and of the same device.
+pub(crate) fn refill_from(storage: &mut CudaStorage, source: &Tensor) -> Result<(), FlatError> {
     let size = source.dtype().size_in_bytes();
     let (from, layout) = source.storage_and_layout();
     let range = contiguous_range(source, layout)?;
     let Storage::Cuda(from) = &*from else { return Err(FlatError::device(source)) };
     let from = bytes_of(from).ok_or_else(|| unsupported(source))?;
     let from = from.try_slice(range.start * size..range.end * size).ok_or_else(|| released(source))?;
-    with_storage_mut(tensor, |storage, layout| {
-        let StorageMut::Cuda(storage) = storage else { return Err(FlatError::device(tensor)) };
-        if contiguous_range(tensor, layout)?.start > 0 {
-            return Err(FlatError::NotContiguous { shape: tensor.dims().to_vec() });
-        }
-        let device = storage.device.clone();
-        let mut fresh = CudaStorage { slice: uninitialized(&device, tensor.dtype(), tensor.elem_count())?, device };
-        let stream = fresh.device.cuda_stream();
-        if let Some(mut to) = bytes_of_mut(&mut fresh).filter(|_| !from.is_empty()) {
-            stream.memcpy_dtod(&from, &mut to).map_err(failed)?;
-        }
-        *storage = fresh;
-        Ok(())
-    })
+    let device = storage.device.clone();
+    let mut fresh = CudaStorage { slice: uninitialized(&device, source.dtype(), source.elem_count())?, device };
+    let stream = fresh.device.cuda_stream();
+    if let Some(mut to) = bytes_of_mut(&mut fresh).filter(|_| !from.is_empty()) {
+        stream.memcpy_dtod(&from, &mut to).map_err(failed)?;
+    }
+    *storage = fresh;
+    Ok(())
 }
 
 /// Runs `f` on the elements of a contiguous tensor in GPU memory, with the stream that they were written in.

@@ -7,26 +7,32 @@
 //! storage out of the tensor, and puts it back. Memory of NVIDIA GPUs (feature `cuda`) is copied to the host, and written
 //! back.
 //!
+//! [`Contents`] are elements on their way to a tensor, and [`Withheld`] are tensors whose readers wait for them.
+//!
 //! A *released* storage is an empty one of candle's dummy dtype `F4`, which no op computes with: whatever reads it gets
 //! candle's dtype error, never a read past the end.
 
+mod contents;
 mod guard;
 pub(crate) mod host;
 mod joined;
 pub(crate) mod lend;
 mod many;
+mod withheld;
 
 use candle_core::{Device, Storage, Tensor};
 
-use self::lend::{StorageMut, contiguous_range, is_released_storage, released, unsupported, with_storage_mut};
+use self::lend::{StorageMut, is_released_storage, released, with_storage_mut};
+use crate::FlatError;
 #[cfg(feature = "cuda")]
 use crate::cuda;
-use crate::{FlatError, with_float};
 
+pub use self::contents::{Contents, refill};
 pub use self::guard::{HostBytes, HostBytesMut, HostSlice, HostSliceMut};
 pub use self::host::{PLAIN_DTYPES, Scalar, TensorBuffer, copied_vec, zeroed_vec};
 pub use self::joined::with_joined_bytes;
 pub use self::many::StorageGuard;
+pub use self::withheld::Withheld;
 
 /// Returns `true` if [`release`] has given the tensor's memory back, or a guard holds it for change.
 #[must_use]
@@ -71,67 +77,19 @@ fn place(tensor: &Tensor) -> (usize, usize) {
 /// # Errors
 /// A tensor on a device that this build does not know.
 pub fn release(tensor: &Tensor) -> Result<(), FlatError> {
-    with_storage_mut(tensor, |storage, _| match storage {
+    with_storage_mut(tensor, |storage, _| release_storage(storage))
+}
+
+/// Gives the memory of a storage back, as [`release`] does.
+fn release_storage(storage: StorageMut<'_>) -> Result<(), FlatError> {
+    match storage {
         StorageMut::Cpu(storage) => {
             *storage = guard::nothing();
             Ok(())
         }
         #[cfg(feature = "cuda")]
         StorageMut::Cuda(storage) => cuda::release(storage),
-    })
-}
-
-/// Replaces the storage of a tensor by these elements, row-major. All tensors that share the storage see the change.
-///
-/// The tensor must cover its whole storage, or else the other elements of the storage are lost.
-///
-/// # Errors
-/// The number of elements and the dtype must be the tensor's; a tensor that is not contiguous, or begins further on in
-/// its storage; one on a device that this build does not know.
-pub fn refill<T: Scalar>(tensor: &Tensor, data: Vec<T>) -> Result<(), FlatError> {
-    if data.len() != tensor.elem_count() || T::DTYPE != tensor.dtype() {
-        return Err(FlatError::ShapeMismatch {
-            name: format!("storage of {:?}", tensor.dtype()),
-            expected: tensor.dims().to_vec(),
-            found: vec![data.len()],
-        });
     }
-    with_storage_mut(tensor, |storage, layout| {
-        if contiguous_range(tensor, layout)?.start > 0 {
-            return Err(FlatError::NotContiguous { shape: tensor.dims().to_vec() });
-        }
-        match storage {
-            StorageMut::Cpu(storage) => {
-                *storage = T::to_cpu_storage_owned(data);
-                Ok(())
-            }
-            #[cfg(feature = "cuda")]
-            StorageMut::Cuda(storage) => cuda::refill(storage, T::DTYPE, data.len(), bytemuck::cast_slice(&data)),
-        }
-    })
-}
-
-/// Puts the elements of `source`, a contiguous tensor on the same device, behind a tensor, like [`refill`], but without
-/// moving a GPU's elements to the host.
-///
-/// # Errors
-/// The same as [`refill`].
-pub fn refill_from(tensor: &Tensor, source: &Tensor) -> Result<(), FlatError> {
-    if source.elem_count() != tensor.elem_count() || source.dtype() != tensor.dtype() {
-        return Err(FlatError::ShapeMismatch {
-            name: format!("storage of {:?}", tensor.dtype()),
-            expected: tensor.dims().to_vec(),
-            found: source.dims().to_vec(),
-        });
-    }
-    #[cfg(feature = "cuda")]
-    if tensor.device().is_cuda() {
-        return cuda::refill_from(tensor, source);
-    }
-    with_float!(source.dtype(), T => {
-        let data = copied_vec::<T>(&HostSlice::read(source)?)?;
-        refill(tensor, data)
-    }, else Err(unsupported(tensor)))
 }
 
 /// Copies a tensor to another device, or clones it if it is there already.

@@ -15,4 +15,5 @@ mod worker;
 
 pub(crate) use ahead::{Ahead, Moment, Phase};
 pub(crate) use groups::Groups;
-pub(crate) use unit::{Reduction, UnitExchange};
+pub(crate) use unit::{Gathered, Reduction, UnitExchange};
+pub(crate) use worker::{Ticket, Worker};

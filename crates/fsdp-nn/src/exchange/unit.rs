@@ -2,9 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use fsdp_comm::{Element, ProcessGroup, ReduceOp};
-use fsdp_flat::storage::{
-    HostSlice, HostSliceMut, Scalar, copied_vec, refill, refill_from, to_device, zeroed_vec, zeros_on,
-};
+use fsdp_flat::storage::{Contents, HostSlice, HostSliceMut, Scalar, to_device, zeroed_vec, zeros_on};
 use fsdp_flat::{FlatParameter, with_float};
 use fsdp_layout::FlatLayout;
 use fsdp_layout::flat::FlatEntry;
@@ -39,8 +37,8 @@ pub(crate) struct UnitExchange {
     pub(crate) tensors: Vec<Tensor>,
 }
 
-/// Whole parameters, to be put behind the tensors of their unit.
-pub(crate) type Gathered = Box<dyn FnOnce(&UnitExchange) -> Result<()> + Send>;
+/// Whole parameters, one by one, to be put behind the tensors of their unit.
+pub(crate) type Gathered = Vec<Contents>;
 
 /// Gradients of a unit on their way to the shards.
 #[derive(Debug, Default)]
@@ -71,21 +69,14 @@ impl UnitExchange {
     /// Gathers the parameters from all ranks' shards. They reach the model's tensors with [`Self::fill`].
     /// Collectives: one all-gather over the shard group, none if nothing is sharded.
     pub(crate) fn gather(&self) -> Result<Gathered> {
-        let Some(flat) = &self.flat else { return Ok(Box::new(|_| Ok(()))) };
+        let Some(flat) = &self.flat else { return Ok(Vec::new()) };
         // Cast before the collective, so that the narrower dtype is what travels.
         let shard = cast(flat.shard().clone(), Some(self.compute_dtype))?;
         let shard = to_device(&shard, &self.device)?;
-        let Some(group) = &self.groups.shard else {
-            if !shard.device().is_cpu() {
-                return Ok(Box::new(move |unit| unit.fill_from_device(&shard)));
-            }
-            return with_float!(self.compute_dtype, T => {
-                Ok(Box::new(move |unit: &UnitExchange| unit.fill_from_flat::<T>(&shard)))
-            }, else self.unsupported());
-        };
+        let Some(group) = &self.groups.shard else { return self.parts(&shard) };
         trace!(unit = %self.name, "all-gather parameters");
         match device::all_gather(group, &shard)? {
-            Some(whole) => Ok(Box::new(move |unit| unit.fill_from_device(&whole))),
+            Some(whole) => self.parts(&whole),
             None => {
                 with_float!(self.compute_dtype, T => self.gather_typed::<T>(&shard, group), else self.unsupported())
             }
@@ -101,14 +92,9 @@ impl UnitExchange {
         values.push(zeroed_vec(right)?);
         let mut slices: Vec<&mut [T]> = values.iter_mut().map(Vec::as_mut_slice).collect();
         group.all_gather_into_slices(&mut slices, &HostSlice::<T>::read(shard)?)?;
-        Ok(Box::new(move |unit| {
-            for (entry, value) in unit.layout.entries().iter().zip(values) {
-                if let FlatEntry::Param(param) = *entry {
-                    refill(&unit.tensors[param], value)?;
-                }
-            }
-            Ok(())
-        }))
+        let entries = self.layout.entries().iter().zip(values);
+        let params = entries.filter(|(entry, _)| matches!(entry, FlatEntry::Param(_)));
+        Ok(params.map(|(_, value)| Contents::new(value)).collect())
     }
 
     /// Returns the whole flat parameter in the dtype of the shards; `None` if the parameters' own storages are the truth.
@@ -129,25 +115,18 @@ impl UnitExchange {
 
     /// Puts gathered parameters behind the model's tensors. No communication.
     pub(crate) fn fill(&self, gathered: Gathered) -> Result<()> {
-        gathered(self)
+        Ok(self.tensors.iter().zip(gathered).try_for_each(|(tensor, contents)| contents.put(tensor))?)
     }
 
-    /// Fills the tensors from a whole flat parameter on their device.
-    fn fill_from_device(&self, whole: &Tensor) -> Result<()> {
-        for (index, tensor) in self.tensors.iter().enumerate() {
-            let range = self.layout.param_range(index);
-            refill_from(tensor, &whole.narrow(0, range.start, range.len())?)?;
-        }
-        Ok(())
-    }
-
-    /// Fills the tensors from a whole flat parameter.
-    pub(crate) fn fill_from_flat<T: Scalar>(&self, flat: &Tensor) -> Result<()> {
-        let data = HostSlice::<T>::read(flat)?;
-        for (index, tensor) in self.tensors.iter().enumerate() {
-            refill(tensor, copied_vec(&data[self.layout.param_range(index)])?)?;
-        }
-        Ok(())
+    /// Returns the parameters of a whole flat parameter.
+    pub(crate) fn parts(&self, whole: &Tensor) -> Result<Gathered> {
+        let params = 0..self.tensors.len();
+        params
+            .map(|param| {
+                let range = self.layout.param_range(param);
+                Ok(Contents::of(&whole.narrow(0, range.start, range.len())?)?)
+            })
+            .collect()
     }
 
     /// Reduces gradients: first over the ranks that share the parameters, and then, if it is their turn, over the replicas.

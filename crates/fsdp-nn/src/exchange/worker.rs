@@ -11,14 +11,14 @@ type Job = Box<dyn FnOnce() + Send>;
 /// A thread that runs jobs one after the other, in the order in which they are given. It ends when this is dropped, after the
 /// jobs that it has.
 #[derive(Debug)]
-pub(super) struct Worker {
+pub(crate) struct Worker {
     jobs: Option<Sender<Job>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Worker {
     /// Starts the thread.
-    pub(super) fn start(name: &str) -> io::Result<Self> {
+    pub(crate) fn start(name: &str) -> io::Result<Self> {
         let (jobs, queue) = mpsc::channel::<Job>();
         let run = move || queue.into_iter().for_each(|job| job());
         let thread = thread::Builder::new().name(name.to_owned()).spawn(run)?;
@@ -26,7 +26,7 @@ impl Worker {
     }
 
     /// Gives the thread a job to do after all others.
-    pub(super) fn submit<T: Send + 'static>(&self, job: impl FnOnce() -> Result<T> + Send + 'static) -> Ticket<T> {
+    pub(crate) fn submit<T: Send + 'static>(&self, job: impl FnOnce() -> Result<T> + Send + 'static) -> Ticket<T> {
         let (result, receiver) = mpsc::channel();
         // Nobody may be waiting for the result any more.
         let job = Box::new(move || drop(result.send(job())));
@@ -50,21 +50,21 @@ impl Drop for Worker {
 
 /// The result of a job, once it is done.
 #[derive(Debug)]
-pub(super) struct Ticket<T> {
+pub(crate) struct Ticket<T> {
     receiver: Receiver<Result<T>>,
     result: Option<Result<T>>,
 }
 
 impl<T> Ticket<T> {
     /// Waits until the job is done.
-    pub(super) fn finish(&mut self) {
+    pub(crate) fn finish(&mut self) {
         if self.result.is_none() {
             self.result = Some(self.receiver.recv().unwrap_or_else(|_| Err(ended())));
         }
     }
 
     /// Waits for the result.
-    pub(super) fn wait(mut self) -> Result<T> {
+    pub(crate) fn wait(mut self) -> Result<T> {
         self.finish();
         self.result.unwrap_or_else(|| Err(ended()))
     }

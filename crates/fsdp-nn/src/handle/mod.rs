@@ -1,6 +1,7 @@
 //! The FlatParameter of one unit: its memory, whole or sharded, and who uses it.
 
 mod backward;
+mod on_demand;
 mod parameter;
 mod whole;
 
@@ -9,10 +10,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use candle_core::{DType, Device, Tensor};
 use fsdp_comm::ProcessGroup;
 use fsdp_flat::storage::{release, to_device, zeros};
-use fsdp_flat::{FlatParameter, ShardedTensor, with_float};
+use fsdp_flat::{FlatParameter, ShardedTensor};
 use fsdp_layout::FlatLayout;
 
-use crate::exchange::{Ahead, Groups, Moment, UnitExchange};
+use crate::exchange::{Ahead, Gathered, Groups, Moment, UnitExchange};
 use crate::precision::cast;
 use crate::shared::Shared;
 use crate::{MixedPrecision, NnError, Result, ShardingStrategy};
@@ -137,8 +138,7 @@ impl FlatParamHandle {
             release(&param.tensor)?;
         }
         if handle.exchange.flat.is_none() {
-            let exchange = &handle.exchange;
-            with_float!(dtype, T => exchange.fill_from_flat::<T>(flat.shard())?, else exchange.unsupported()?);
+            handle.exchange.fill(handle.exchange.parts(flat.shard())?)?;
             handle.set_whole(&mut handle.state(), true);
         }
         Ok(handle)
@@ -291,19 +291,19 @@ impl FlatParamHandle {
         }
     }
 
-    /// Makes the parameters whole for a forward, until somebody reshards them.
-    /// Collectives: one all-gather over the shard group, none if they are whole already.
-    pub(crate) fn gather_for_forward(&self) -> Result<()> {
-        self.gather_for_forward_locked(&mut self.state())
+    fn gather_for_forward_locked(&self, state: &mut HandleState) -> Result<()> {
+        self.release_stale_locked(state)?;
+        self.gather_locked(state)
     }
 
-    fn gather_for_forward_locked(&self, state: &mut HandleState) -> Result<()> {
-        // An earlier forward's copy is of no use if somebody may have written into the shards since. All ranks have lent
-        // theirs, so all of them gather again.
+    /// Releases what an earlier forward has gathered, if somebody may have written into the shards since. All ranks have lent
+    /// theirs, so all of them gather again.
+    fn release_stale_locked(&self, state: &mut HandleState) -> Result<()> {
         if state.users == 0 && self.shared.may_be_stale(state.gathered_in) {
-            self.release_locked(state)?;
+            self.release_locked(state)
+        } else {
+            Ok(())
         }
-        self.gather_locked(state)
     }
 
     /// Makes the parameters whole for a backward.
@@ -317,18 +317,33 @@ impl FlatParamHandle {
         if !self.is_gathered() || state.whole {
             return Ok(());
         }
-        let gathered = match &self.ahead {
-            Some(ahead) => ahead.gather(&self.exchange)?,
-            None => self.exchange.gather()?,
-        };
-        self.exchange.fill(gathered)?;
+        self.exchange.fill(self.fetch()?)?;
+        self.note_gathered(state);
+        Ok(())
+    }
+
+    /// Gathers the parameters, which are yet to reach their tensors.
+    fn fetch(&self) -> Result<Gathered> {
+        match &self.ahead {
+            Some(ahead) => ahead.gather(&self.exchange),
+            None => self.exchange.gather(),
+        }
+    }
+
+    /// Notes that the parameters are whole now.
+    fn note_gathered(&self, state: &mut HandleState) {
         self.set_whole(state, true);
         state.gathered_in = self.shared.forward();
         self.shared.count_held(self.exchange.unsharded_bytes());
         if let Some(ahead) = &self.ahead {
             ahead.gather_next(Moment::BeforeComputation);
         }
-        Ok(())
+    }
+
+    /// Notes that the parameters are not whole any more.
+    fn note_released(&self, state: &mut HandleState) {
+        self.set_whole(state, false);
+        self.shared.count_released(self.exchange.unsharded_bytes());
     }
 
     fn set_whole(&self, state: &mut HandleState, whole: bool) {
@@ -344,14 +359,6 @@ impl FlatParamHandle {
         self.release_locked(&mut state)
     }
 
-    /// Releases the memory of gathered parameters after the unit's forward. The units after it may be on their way already,
-    /// gathered ahead, and stay so. No communication.
-    pub(crate) fn reshard_after_forward(&self) -> Result<()> {
-        let mut state = self.state();
-        self.check_unused(&state)?;
-        self.release_locked(&mut state)
-    }
-
     /// Forgets what has been gathered ahead, of this unit or another.
     fn discard_ahead(&self) -> Result<()> {
         self.ahead.as_ref().map_or(Ok(()), |ahead| ahead.discard())
@@ -364,8 +371,7 @@ impl FlatParamHandle {
         for param in &self.params {
             release(&param.tensor)?;
         }
-        self.set_whole(state, false);
-        self.shared.count_released(self.exchange.unsharded_bytes());
+        self.note_released(state);
         Ok(())
     }
 

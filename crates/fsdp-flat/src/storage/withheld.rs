@@ -1,0 +1,448 @@
+//! Tensors whose readers wait: how code that knows nothing of sharding tells that it comes to a tensor.
+//!
+//! candle calls nobody when an operation reads a tensor. But each operation, on each device, takes the read lock of the
+//! tensor's storage first. So a [`Withheld`] holds the write locks of released tensors: an operation that comes to one of
+//! them waits, [`Withheld::is_awaited`] tells so, and [`Withheld::give`] fills the tensors and lets it go on.
+//!
+//! candle lends a storage, and with it the lock, only for the length of a call. So a thread of its own is inside such calls,
+//! one inside the other, for as long as the locks are held. The locks are parking_lot's, which can be asked if somebody
+//! waits for one of them. [`Withheld::new`] tries that out once, as it rests on which locks candle uses.
+
+#![expect(
+    unsafe_code,
+    reason = "the queue of a lock, which is only looked at, and the place of the lock beside its data"
+)]
+
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use candle_core::{DType, Device, Layout, Storage, Tensor};
+use parking_lot::RwLock;
+use parking_lot_core::{DEFAULT_UNPARK_TOKEN, FilterOp, unpark_filter};
+
+use super::contents::Contents;
+use super::guard::nothing;
+use super::lend::{StorageMut, with_storage_mut};
+use super::release_storage;
+use crate::FlatError;
+
+/// The memory of the thread's stack, and what each tensor takes of it.
+const STACK_BYTES: usize = 256 << 10;
+const STACK_BYTES_PER_TENSOR: usize = 4 << 10;
+
+/// The time after which this looks if the thread waits for a lock.
+const LOOK: Duration = Duration::from_millis(1);
+
+/// The longest time that a thread needs to wait for a lock, on a machine that does much else.
+const TRY_OUT: Duration = Duration::from_secs(10);
+
+/// Tensors that can be released in such a way that their readers wait until they are filled again.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use fsdp_flat::storage::{Contents, Withheld};
+/// let tensor = Tensor::new(&[1f32, 2.], &Device::Cpu)?;
+/// let withheld = Withheld::new(vec![tensor.clone()])?;
+/// withheld.withhold();
+/// withheld.wait()?;
+/// let reader = std::thread::spawn(move || tensor.to_vec1::<f32>());
+/// while !withheld.is_awaited() {
+///     std::thread::yield_now();
+/// }
+/// withheld.give(vec![Contents::new(vec![3f32, 4.])])?;
+/// assert_eq!(reader.join().unwrap()?, [3., 4.]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct Withheld {
+    /// The addresses of the locks, by which parking_lot knows their queues.
+    locks: Vec<usize>,
+    shared: Arc<Shared>,
+    /// The requests of [`Self::withhold`]; `None` once this is dropped.
+    requests: Option<Sender<Receiver<Give>>>,
+    /// The way to end the present request.
+    gives: Mutex<Option<Sender<Give>>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Contents for the tensors, and the way back for the result.
+struct Give {
+    contents: Vec<Contents>,
+    result: Sender<Result<(), FlatError>>,
+}
+
+/// The state that a [`Withheld`] and its thread share.
+#[derive(Debug, Default)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+enum State {
+    /// Tensors are read as any other.
+    #[default]
+    Free,
+    /// The thread takes the locks.
+    Asked,
+    /// Readers wait.
+    Held,
+    /// The locks could not be taken.
+    Failed(Option<FlatError>),
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn set(&self, state: State) {
+        *self.state() = state;
+        self.changed.notify_all();
+    }
+
+    /// Waits for as long as the state is one of these.
+    fn wait_while(&self, is_waiting: impl Fn(&State) -> bool) -> MutexGuard<'_, State> {
+        let waited = self.changed.wait_while(self.state(), |state| is_waiting(state));
+        waited.unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The thread's end of a request: tensors are free afterwards, also after a panic.
+struct Ends<'a>(&'a Shared);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        let mut state = self.0.state();
+        if !matches!(*state, State::Failed(_)) {
+            *state = State::Free;
+        }
+        drop(state);
+        self.0.changed.notify_all();
+    }
+}
+
+impl Withheld {
+    /// Starts the thread that is to hold the locks of these tensors, each of which has a storage of its own.
+    ///
+    /// # Errors
+    /// [`FlatError::UnseenUse`] if this candle has other locks; the errors of starting a thread.
+    pub fn new(tensors: Vec<Tensor>) -> Result<Self, FlatError> {
+        static IS_SUPPORTED: OnceLock<bool> = OnceLock::new();
+        if *IS_SUPPORTED.get_or_init(|| try_out().unwrap_or(false)) {
+            Self::start(tensors)
+        } else {
+            Err(FlatError::UnseenUse)
+        }
+    }
+
+    fn start(tensors: Vec<Tensor>) -> Result<Self, FlatError> {
+        let locks = tensors.iter().map(lock_of).collect();
+        // In no graph, which would keep more than the storages.
+        let tensors: Vec<Tensor> = tensors.iter().map(Tensor::detach).collect();
+        let shared = Arc::new(Shared::default());
+        let (requests, received) = mpsc::channel::<Receiver<Give>>();
+        let of_thread = Arc::clone(&shared);
+        let stack = STACK_BYTES + STACK_BYTES_PER_TENSOR * tensors.len();
+        let run = move || received.into_iter().for_each(|gives| hold(&tensors, &gives, &of_thread));
+        let builder = thread::Builder::new().name("fsdp-withheld".to_owned()).stack_size(stack);
+        let thread = builder.spawn(run).map_err(candle_core::Error::Io)?;
+        Ok(Withheld { locks, shared, requests: Some(requests), gives: Mutex::default(), thread: Some(thread) })
+    }
+
+    fn gives(&self) -> MutexGuard<'_, Option<Sender<Give>>> {
+        self.gives.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Begins to withhold the tensors: their readers wait from the moment when all locks are taken, which is when those who
+    /// read now are through. Then the memory is given back. Tensors that are withheld already stay so.
+    pub fn withhold(&self) {
+        let mut gives = self.gives();
+        if gives.is_some() {
+            return;
+        }
+        let (sender, receiver) = mpsc::channel();
+        self.shared.set(State::Asked);
+        if self.requests.as_ref().is_none_or(|requests| requests.send(receiver).is_err()) {
+            self.shared.set(State::Failed(None));
+        }
+        *gives = Some(sender);
+    }
+
+    /// Waits until readers wait.
+    ///
+    /// # Errors
+    /// A tensor on a device that this build does not know, and the errors of a GPU's driver. Then no reader waits.
+    pub fn wait(&self) -> Result<(), FlatError> {
+        let mut state = self.shared.wait_while(|state| matches!(state, State::Asked));
+        match &mut *state {
+            State::Failed(error) => Err(error.take().unwrap_or(FlatError::UnseenUse)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Waits as [`Self::wait`] does, but not for somebody who reads now: an operation may wait for other tensors meanwhile.
+    ///
+    /// # Errors
+    /// The same as [`Self::wait`].
+    pub fn settle(&self) -> Result<(), FlatError> {
+        let is_asked = |state: &mut State| matches!(state, State::Asked);
+        loop {
+            let state = self.shared.changed.wait_timeout_while(self.shared.state(), LOOK, is_asked);
+            drop(state.unwrap_or_else(PoisonError::into_inner));
+            // Only the thread itself can wait for a lock now. It does so if somebody reads.
+            if !matches!(*self.shared.state(), State::Asked) || self.locks.iter().any(|&lock| has_waiting(lock)) {
+                break;
+            }
+        }
+        match &mut *self.shared.state() {
+            State::Failed(error) => Err(error.take().unwrap_or(FlatError::UnseenUse)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns `true` if somebody waits for one of the tensors.
+    #[must_use]
+    pub fn is_awaited(&self) -> bool {
+        // Before all locks are taken, the thread itself may be the one that waits.
+        matches!(*self.shared.state(), State::Held) && self.locks.iter().any(|&lock| has_waiting(lock))
+    }
+
+    /// Fills the tensors, one by one in the order of [`Self::new`], and lets their readers go on.
+    ///
+    /// # Errors
+    /// Contents of another number, shape or dtype; [`Self::wait`]'s. Then readers get the error of a released tensor.
+    pub fn give(&self, contents: Vec<Contents>) -> Result<(), FlatError> {
+        let Some(gives) = self.gives().take() else { return Err(FlatError::UnseenUse) };
+        let (result, given) = mpsc::channel();
+        let sent = gives.send(Give { contents, result });
+        drop(gives);
+        let given = given.recv();
+        let mut state = self.shared.wait_while(|state| matches!(state, State::Asked | State::Held));
+        match (&mut *state, sent, given) {
+            (State::Failed(error), ..) => Err(error.take().unwrap_or(FlatError::UnseenUse)),
+            (_, Ok(()), Ok(result)) => result,
+            _ => Err(FlatError::UnseenUse),
+        }
+    }
+
+    /// Lets readers go on without filling the tensors, if they are withheld: they get the error of a released tensor.
+    pub fn let_go(&self) {
+        if self.gives().take().is_some() {
+            drop(self.shared.wait_while(|state| matches!(state, State::Asked | State::Held)));
+        }
+    }
+}
+
+impl Drop for Withheld {
+    fn drop(&mut self) {
+        self.let_go();
+        drop(self.requests.take());
+        if let Some(thread) = self.thread.take() {
+            // Of a panic in it only its readers could learn, which have gone on.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Holds the locks of all tensors until contents come for them, or until nobody is left to send any.
+fn hold(tensors: &[Tensor], gives: &Receiver<Give>, shared: &Shared) {
+    let _ends = Ends(shared);
+    let mut given = None;
+    let held = lend_all(tensors, Vec::new(), &mut |lent| {
+        given = hold_lent(lent, gives, shared)?;
+        Ok(())
+    });
+    match (held, given) {
+        (Err(error), _) => shared.set(State::Failed(Some(error))),
+        // Only now, when the locks are free again.
+        (Ok(()), Some((sender, result))) => drop(sender.send(result)),
+        (Ok(()), None) => {}
+    }
+}
+
+type Given = (Sender<Result<(), FlatError>>, Result<(), FlatError>);
+
+/// Waits for contents while all storages are lent, and fills them.
+fn hold_lent(mut lent: Vec<Lent<'_>>, gives: &Receiver<Give>, shared: &Shared) -> Result<Option<Given>, FlatError> {
+    // Not before all locks are held: until then somebody may read.
+    for lent in &mut lent {
+        release_storage(lent.storage.reborrow())?;
+    }
+    shared.set(State::Held);
+    let Ok(Give { contents, result }) = gives.recv() else { return Ok(None) };
+    if contents.len() != lent.len() {
+        return Ok(Some((result, Err(FlatError::UnseenUse))));
+    }
+    let mut filled = contents.into_iter().zip(lent);
+    let filled = filled.try_for_each(|(contents, lent)| contents.put_into(lent.tensor, lent.storage, lent.layout));
+    Ok(Some((result, filled)))
+}
+
+/// A tensor whose storage is lent.
+struct Lent<'a> {
+    tensor: &'a Tensor,
+    layout: &'a Layout,
+    storage: StorageMut<'a>,
+}
+
+/// Runs `f` under the write locks of all tensors. `lent` are the first of them.
+fn lend_all(
+    tensors: &[Tensor],
+    lent: Vec<Lent<'_>>,
+    f: &mut dyn FnMut(Vec<Lent<'_>>) -> Result<(), FlatError>,
+) -> Result<(), FlatError> {
+    let Some(tensor) = tensors.get(lent.len()) else { return f(lent) };
+    with_storage_mut(tensor, |storage, layout| {
+        let mut lent: Vec<Lent<'_>> = lent;
+        lent.push(Lent { tensor, layout, storage });
+        lend_all(tensors, lent, f)
+    })
+}
+
+/// Returns the address of the lock of a tensor's storage.
+fn lock_of(tensor: &Tensor) -> usize {
+    // The lock lies at the same place beside its data as in another lock of the same type.
+    let other = RwLock::new(Storage::Cpu(nothing()));
+    // SAFETY: nothing is done with the lock.
+    let lock = std::ptr::from_ref(unsafe { other.raw() }).addr();
+    let offset = other.data_ptr().addr().wrapping_sub(lock);
+    let (storage, _) = tensor.storage_and_layout();
+    std::ptr::from_ref::<Storage>(&*storage).addr().wrapping_sub(offset)
+}
+
+/// Returns `true` if a thread waits for the lock at this address.
+fn has_waiting(lock: usize) -> bool {
+    let mut is_waiting = false;
+    let look = |_| {
+        is_waiting = true;
+        FilterOp::Stop
+    };
+    // SAFETY: the closures neither panic nor call parking_lot, and wake nobody.
+    unsafe { unpark_filter(lock, look, |_| DEFAULT_UNPARK_TOKEN) };
+    is_waiting
+}
+
+/// Returns `true` if a reader of a withheld tensor waits, and is seen.
+fn try_out() -> Result<bool, FlatError> {
+    let tensor = Tensor::zeros(1, DType::F32, &Device::Cpu)?;
+    let withheld = Withheld::start(vec![tensor.clone()])?;
+    withheld.withhold();
+    withheld.wait()?;
+    let reader = thread::Builder::new().spawn(move || tensor.to_vec1::<f32>().is_ok());
+    let reader = reader.map_err(candle_core::Error::Io)?;
+    let begun = Instant::now();
+    while !withheld.is_awaited() && !reader.is_finished() && begun.elapsed() < TRY_OUT {
+        thread::sleep(Duration::from_micros(100));
+    }
+    let is_seen = withheld.is_awaited();
+    withheld.give(vec![Contents::new(vec![1f32])])?;
+    Ok(reader.join().unwrap_or(false) && is_seen)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::storage::is_released;
+
+    fn tensor(value: f32) -> Tensor {
+        Tensor::full(value, (2, 2), &Device::Cpu).unwrap()
+    }
+
+    fn contents(value: f32) -> Contents {
+        Contents::new(vec![value; 4])
+    }
+
+    fn sum(tensor: &Tensor) -> f32 {
+        tensor.sum_all().unwrap().to_scalar().unwrap()
+    }
+
+    /// Reads in another thread, and waits until that is seen.
+    fn read(withheld: &Withheld, tensor: &Tensor) -> JoinHandle<candle_core::Result<f32>> {
+        let tensor = tensor.clone();
+        let reader = thread::spawn(move || tensor.sum_all()?.to_scalar::<f32>());
+        while !withheld.is_awaited() {
+            assert!(!reader.is_finished(), "a reader does not wait");
+            thread::yield_now();
+        }
+        reader
+    }
+
+    #[test]
+    fn readers_wait_until_the_tensors_are_filled() {
+        let tensors = vec![tensor(1.), tensor(2.), tensor(3.)];
+        let withheld = Withheld::new(tensors.clone()).unwrap();
+        for round in 0..50u8 {
+            assert!(!withheld.is_awaited());
+            withheld.withhold();
+            withheld.wait().unwrap();
+            assert!(!withheld.is_awaited(), "nobody reads");
+            let reader = read(&withheld, &tensors[usize::from(round) % 3].t().unwrap());
+            withheld.give((0..3).map(|_| contents(f32::from(round))).collect()).unwrap();
+            assert_eq!(reader.join().unwrap().unwrap(), 4. * f32::from(round));
+            assert_eq!(sum(&tensors[0]), 4. * f32::from(round), "it is a tensor as any other");
+        }
+    }
+
+    #[test]
+    fn readers_that_are_let_go_get_the_error_of_a_released_tensor() {
+        let tensor = tensor(1.);
+        let withheld = Withheld::new(vec![tensor.clone()]).unwrap();
+        withheld.let_go();
+        assert_eq!(sum(&tensor), 4.);
+        withheld.withhold();
+        withheld.wait().unwrap();
+        let reader = read(&withheld, &tensor);
+        withheld.let_go();
+        assert!(reader.join().unwrap().is_err());
+        assert!(is_released(&tensor));
+        withheld.withhold();
+        drop(withheld);
+        assert!(sum_is_error(&tensor), "dropping lets readers go too");
+    }
+
+    fn sum_is_error(tensor: &Tensor) -> bool {
+        tensor.sum_all().is_err()
+    }
+
+    #[test]
+    fn contents_that_do_not_fit_are_an_error_and_readers_go_on() {
+        let tensor = tensor(1.);
+        let withheld = Withheld::new(vec![tensor.clone()]).unwrap();
+        for wrong in [vec![], vec![Contents::new(vec![1f32; 3])], vec![Contents::new(vec![1f64; 4])]] {
+            withheld.withhold();
+            let given = withheld.give(wrong);
+            assert!(given.is_err());
+            assert!(sum_is_error(&tensor));
+        }
+        assert!(withheld.give(vec![contents(1.)]).is_err(), "nothing is withheld");
+    }
+
+    #[test]
+    fn the_locks_wait_for_who_reads_now() {
+        let (a, b) = (tensor(1.), tensor(2.));
+        let withheld = Withheld::new(vec![a.clone(), b.clone()]).unwrap();
+        let (storage, _) = b.storage_and_layout();
+        withheld.withhold();
+        withheld.settle().unwrap();
+        assert!(!withheld.is_awaited() && !matches!(*withheld.shared.state(), State::Held));
+        assert!(matches!(&*storage, Storage::Cpu(candle_core::CpuStorage::F32(data)) if data[..] == [2.; 4]));
+        drop(storage);
+        withheld.wait().unwrap();
+        withheld.give(vec![contents(5.), contents(6.)]).unwrap();
+        assert_eq!([sum(&a), sum(&b)], [20., 24.]);
+    }
+
+    #[test]
+    fn hundreds_of_tensors_are_withheld_at_once() {
+        let tensors: Vec<Tensor> = (0..700).map(|_| tensor(1.)).collect();
+        let withheld = Withheld::new(tensors.clone()).unwrap();
+        withheld.withhold();
+        withheld.wait().unwrap();
+        let reader = read(&withheld, &tensors[699]);
+        withheld.give((0..700).map(|_| contents(2.)).collect()).unwrap();
+        assert_eq!(reader.join().unwrap().unwrap(), 8.);
+    }
+}

@@ -1,0 +1,57 @@
+//! The parameters of a unit that are gathered when a computation waits for them.
+
+use fsdp_flat::storage::Withheld;
+
+use super::FlatParamHandle;
+use crate::Result;
+
+impl FlatParamHandle {
+    /// Makes what withholds the parameters from those who read them while they are not whole.
+    pub(crate) fn withheld(&self) -> Result<Withheld> {
+        Ok(Withheld::new(self.exchange.tensors.clone())?)
+    }
+
+    /// Prepares a computation that is to wait for the parameters: in a forward, a copy that may be stale is released.
+    /// Returns `true` if they are to be withheld.
+    pub(crate) fn prepare_on_demand(&self, is_forward: bool) -> Result<bool> {
+        let mut state = self.state();
+        if is_forward {
+            self.release_stale_locked(&mut state)?;
+        }
+        Ok(self.is_gathered() && !state.whole)
+    }
+
+    /// Makes the parameters whole, for which somebody waits. `in_use` is `true` if they are to stay until
+    /// [`Self::withhold`].
+    /// Collectives: one all-gather over the shard group.
+    pub(crate) fn gather_on_demand(&self, withheld: &Withheld, in_use: bool) -> Result<()> {
+        let mut state = self.state();
+        withheld.give(self.fetch()?)?;
+        self.note_gathered(&mut state);
+        state.users += usize::from(in_use);
+        Ok(())
+    }
+
+    /// Releases parameters that a computation has left, so that who comes to them again waits. No communication.
+    pub(crate) fn withhold(&self, withheld: &Withheld, in_use: bool) -> Result<()> {
+        let mut state = self.state();
+        state.users -= usize::from(in_use);
+        if state.users > 0 {
+            return Ok(());
+        }
+        withheld.withhold();
+        // Before the computation goes on: on all ranks alike it waits when it comes to the parameters again. Only an operation
+        // that reads parameters of two units is not through; their memory goes when it is.
+        withheld.settle()?;
+        if state.whole {
+            self.note_released(&mut state);
+        }
+        Ok(())
+    }
+
+    /// Ends the use of parameters that [`Self::gather_on_demand`] has made whole, at the end of a forward: they are released
+    /// where the strategy says so.
+    pub(crate) fn end_on_demand(&self) {
+        self.end_use();
+    }
+}

@@ -1,0 +1,113 @@
+//! The thread that watches a computation: it gathers the unit that the computation waits for.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::time::{Duration, Instant};
+
+use super::units::WrappedUnit;
+use crate::Result;
+use crate::exchange::Phase;
+
+/// The shortest and the longest time between two looks at who waits.
+const LOOKS: [Duration; 2] = [Duration::from_micros(20), Duration::from_millis(1)];
+
+/// The part of the time since the last gathering after which this looks again: a computation never waits longer, in proportion.
+const PART: u32 = 64;
+
+/// The looks after which all units are looked at, not only the one that is expected.
+const ALL: u32 = 8;
+
+/// Watches a computation until `stopped` ends. Tells `begun` when all units are withheld.
+/// Collectives: one all-gather over the shard group for each time that the computation comes to another unit.
+pub(super) fn watch(
+    units: Vec<Arc<WrappedUnit>>,
+    phase: Phase,
+    stopped: &Receiver<()>,
+    begun: Sender<()>,
+) -> Result<()> {
+    let mut watch = Watch { units, phase, whole: Vec::new() };
+    for unit in &watch.units {
+        unit.withheld.withhold();
+    }
+    for unit in &watch.units {
+        unit.withheld.wait()?;
+    }
+    // Whoever waits for it is there.
+    let _ = begun.send(());
+    drop(begun);
+    let (mut expected, mut since, mut looks) = (None, Instant::now(), 0);
+    loop {
+        let [shortest, longest] = LOOKS;
+        match stopped.recv_timeout((since.elapsed() / PART).clamp(shortest, longest)) {
+            Err(RecvTimeoutError::Timeout) => {}
+            Ok(()) | Err(RecvTimeoutError::Disconnected) => return Ok(()),
+        }
+        looks += 1;
+        if let Some(awaited) = watch.awaited(expected, looks % ALL == 0) {
+            watch.come_to(awaited)?;
+            expected = watch.after(awaited);
+            since = Instant::now();
+        }
+    }
+}
+
+/// A computation that is watched. Dropping it, also in a panic, lets everybody go on who waits.
+struct Watch {
+    units: Vec<Arc<WrappedUnit>>,
+    phase: Phase,
+    /// The units that have been gathered, and not released.
+    whole: Vec<usize>,
+}
+
+impl Watch {
+    /// Returns the unit that the computation waits for.
+    fn awaited(&self, expected: Option<usize>, all: bool) -> Option<usize> {
+        let is_awaited = |unit: &usize| self.units[*unit].withheld.is_awaited();
+        match expected.filter(is_awaited) {
+            None if all || expected.is_none() => (0..self.units.len()).find(is_awaited),
+            awaited => awaited,
+        }
+    }
+
+    /// Returns the unit that most models come to after this one.
+    fn after(&self, unit: usize) -> Option<usize> {
+        match self.phase {
+            Phase::Forward => Some(unit + 1).filter(|next| *next < self.units.len()),
+            Phase::Backward => unit.checked_sub(1),
+        }
+    }
+
+    /// Gathers a unit that the computation waits for, and releases those that it has left.
+    fn come_to(&mut self, unit: usize) -> Result<()> {
+        let (kept, left) = std::mem::take(&mut self.whole).into_iter().partition(|whole| !self.releases(*whole));
+        self.whole = kept;
+        let left: Vec<usize> = left;
+        // First the memory of those.
+        for left in left {
+            let WrappedUnit { handle, withheld } = &*self.units[left];
+            handle.withhold(withheld, self.phase == Phase::Forward)?;
+        }
+        let WrappedUnit { handle, withheld } = &*self.units[unit];
+        handle.gather_on_demand(withheld, self.phase == Phase::Forward)?;
+        self.whole.push(unit);
+        Ok(())
+    }
+
+    /// Returns `true` if a unit is released as soon as the computation has left it.
+    fn releases(&self, unit: usize) -> bool {
+        self.phase == Phase::Backward || self.units[unit].handle.reshards_after_forward()
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        for unit in &self.units {
+            unit.withheld.let_go();
+        }
+        if self.phase == Phase::Forward {
+            for unit in self.whole.drain(..) {
+                self.units[unit].handle.end_on_demand();
+            }
+        }
+    }
+}
