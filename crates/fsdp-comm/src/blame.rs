@@ -1,4 +1,4 @@
-//! Notes for the launcher about the ranks that this process fails because of.
+//! Notes for the launcher: the ranks whose failure makes this rank fail.
 //!
 //! All ranks of a job fail when one does, and the first to end need not be the one that failed first. So a rank that
 //! fails because of others names them in a file. `fsdp launch` then reports a rank that named nobody.
@@ -11,8 +11,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::error::CommError;
 
-/// The environment variable of the directory in which a rank names the ranks that it fails because of: in a file that is
-/// named by its own number, separated by spaces. There are no notes if it is not set.
+/// The environment variable with the directory of these notes. A rank that fails because of others writes their numbers
+/// there, separated by spaces, to a file that is named by its own number. Without the variable there are no notes.
 pub const BLAME_DIR: &str = "FSDP_BLAME_DIR";
 
 /// `true` while there is a note.
@@ -21,7 +21,7 @@ static NOTED: AtomicBool = AtomicBool::new(false);
 /// Held while the note is changed.
 static CHANGING: Mutex<()> = Mutex::new(());
 
-/// Notes the outcome of an operation of this rank. Whatever goes wrong here is not worth another error.
+/// Notes the outcome of an operation of this rank. A note that cannot be written is no error.
 pub(crate) fn note(rank: usize, outcome: &Result<(), CommError>) {
     let blamed = outcome.as_ref().err().map(|error| blamed(rank, error)).unwrap_or_default();
     // Nearly all operations succeed, and must not pay for this.
@@ -38,14 +38,14 @@ pub(crate) fn note(rank: usize, outcome: &Result<(), CommError>) {
 fn write(dir: &OsStr, rank: usize, blamed: &[usize]) -> bool {
     let file = Path::new(dir).join(rank.to_string());
     if blamed.is_empty() {
-        // The program went on after that error, so it is not what ends it.
+        // The program went on after the error of the old note, so that error is not the one that ends it.
         return fs::remove_file(file).is_err();
     }
     let text: Vec<String> = blamed.iter().map(usize::to_string).collect();
     fs::write(file, text.join(" ")).is_ok()
 }
 
-/// Returns the ranks that brought an error about, if `rank` is not one of them.
+/// Returns the ranks that caused an error; none if `rank` is one of them.
 fn blamed(rank: usize, error: &CommError) -> Vec<usize> {
     let blamed = match error {
         CommError::RankLeft { rank, .. } | CommError::Aborted { rank, .. } => vec![*rank],

@@ -25,8 +25,8 @@ const ROUND_BYTES: usize = 16 << 20;
 const MIN_PIECE_BYTES: usize = 4096;
 
 impl ProcessGroup {
-    /// Moves encoded objects: each rank has `sent` some, and `which(from, to)` returns the index of the one that a rank
-    /// gets from another. Returns the object from each rank, which is empty if there is none.
+    /// Moves encoded objects. `sent` are the objects of this rank, and `which(from, to)` returns the index of the object of
+    /// rank `from` that rank `to` gets. Returns the object from each rank, which is empty if there is none.
     pub(crate) fn exchange_objects(
         &self,
         call: Call,
@@ -45,15 +45,15 @@ impl ProcessGroup {
         let total = sizes.iter().fold(0u64, |sum, &size| sum.saturating_add(size));
         let mut received: Vec<Vec<u8>> = vec![Vec::new(); self.world_size()];
 
-        // All ranks learn all sizes, and get the objects too if they fit in this round. A rank that sends more than that
-        // knows so already, and need not publish anything.
+        // All ranks learn all sizes, and get the objects too if they fit in this round. A rank whose own objects do not fit
+        // knows so already, and publishes nothing.
         let first = if total <= ROUND_BYTES as u64 { piece(&sent, &WHOLE) } else { Cow::Borrowed(&[][..]) };
         let mut routes = None;
         turn.round(None, sizes, &first, |records| {
             let found = Routes::new(records, self.global_ranks(), &name, &which)?;
             let fits = found.longest_round() <= ROUND_BYTES;
             if fits {
-                // Others already read the bytes of this rank, so they must hear if it cannot go on.
+                // Others may be reading the bytes of this rank already, so they must hear if it cannot go on.
                 found
                     .reserve(rank, self.global_ranks(), &mut received)
                     .map_err(|message| CommError::Aborted { rank: self.global_ranks()[rank], message })?;

@@ -176,7 +176,7 @@ impl ProcessGroup {
                 let fault = Fault::new(&error);
                 // Wrong arguments may be of any size, and need not match.
                 turn.call.sizes.clear();
-                // Whatever comes back, the rank's own mistake is what its caller needs to know.
+                // The caller gets the error of its own arguments, also if the round fails in another way.
                 turn.round(Some(fault), Vec::new(), &[], |_| Ok(None)).err();
                 Err(error)
             }

@@ -20,10 +20,10 @@
 //! # Ok::<(), fsdp_comm::CommError>(())
 //! ```
 //!
-//! What holds on every backend:
+//! On every backend:
 //! - **Never a hang.** Every operation has a deadline. A rank that leaves, fails or stays away becomes an error on all
 //!   others that names it, and from then on every operation of that group fails at once with the same cause.
-//! - **Never a mixture.** Every operation carries a fingerprint (operation, sequence number, dtype, sizes, reduction,
+//! - **Never a mixture of calls.** Every operation carries a fingerprint (operation, sequence number, dtype, sizes, reduction,
 //!   root) that all ranks compare before bytes move; [`CommError::Mismatch`] says which ranks called what.
 //! - **The same bits.** Reductions add in rank order `0..N` (`f16` and `bf16` in `f32`, rounded once at the end), so a
 //!   result depends on the number of ranks, but not on the backend, the timing or the way that the work is split.

@@ -169,8 +169,8 @@ pub(crate) struct Header {
     pub(crate) fault: Option<Fault>,
     /// Numbers that may differ between ranks: sizes of objects, counts of an all-to-all, a schema hash.
     pub(crate) own: Vec<u64>,
-    /// `true` if the payload, which is all that this rank sends, comes with this record. If any rank's does not, all
-    /// ranks read all payloads from where they are published.
+    /// `true` if the payload, which is everything that this rank sends, follows the header in the record. If the payload of
+    /// any rank does not, all ranks read all payloads from where they are published.
     pub(crate) inline: bool,
 }
 

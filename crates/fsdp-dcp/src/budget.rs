@@ -1,7 +1,7 @@
 //! The budget of memory and work for what is built from an input.
 //!
-//! Whatever turns bytes of a file into something larger charges it here, before it is built: nodes of a pickle, values,
-//! keys, copies of shared text, elements of JSON. So a small file cannot eat the machine, and the work is linear.
+//! Code that builds something larger from the bytes of a file charges it here first: nodes of a pickle, values, keys, copies of
+//! shared text, elements of JSON. So a small file cannot take all memory, and the work grows linearly with the file.
 
 use crate::error::FormatError;
 use crate::pickle::PickleErrorKind;

@@ -123,7 +123,7 @@ fn walk(
     compare: &CompareKey<'_>,
     found: &mut dyn FnMut(&str, Difference),
 ) -> Result<(), FileError> {
-    // What one holds whole and the other in parts is compared part by part.
+    // A value that one checkpoint holds whole and the other in parts is compared part by part.
     let (nested, in_parts) = (Nested::of(first, second)?, Nested::of(second, first)?);
     let entries: Vec<(&String, &Entry)> = first.metadata().entries.iter().collect();
     let compared = on_each(&entries, threads, |(fqn, entry)| match nested.parts.get(*fqn) {

@@ -101,7 +101,7 @@ fn open_directory(location: &Location, options: OpenOptions) -> Result<Box<dyn C
         let reason = "it is the folder of a run, whose checkpoints lie below it";
         return Err(FileError::NotCommitted { path: location.name().to_owned(), reason });
     }
-    // What is neither gets the error of a DCP directory without metadata.
+    // A directory of no known format gets the error of a DCP directory without metadata.
     Ok(Box::new(CheckpointReader::open_with(location, options)?))
 }
 

@@ -5,11 +5,11 @@ use fsdp_layout::FlatLayout;
 
 use crate::{FlatError, ShardedTensor};
 
-/// The shard of a FlatParameter that lives on one rank, and where each parameter lies in it: what torch's `FlatParameter`
-/// and `FlatParamHandle` know of it.
+/// The shard of a FlatParameter that lives on one rank, and where each parameter lies in it. torch spreads this over
+/// `FlatParameter` and `FlatParamHandle`.
 ///
-/// The shard is one flat tensor of `layout.sharded_numel()` elements: what collectives send, what the optimizer
-/// changes in place. Parameters and anything shaped like them (gradients, optimizer state) are box lists of views.
+/// The shard is one flat tensor of `layout.sharded_numel()` elements. Collectives send it, and optimizers change it in place.
+/// Parameters and anything shaped like them (gradients, optimizer state) are lists of boxes, each a view of a flat tensor.
 #[derive(Debug, Clone)]
 pub struct FlatParameter {
     layout: FlatLayout,
@@ -74,7 +74,7 @@ impl FlatParameter {
     /// The same as [`Self::piece`].
     ///
     /// # Panics
-    /// As [`Self::piece`].
+    /// The same as [`Self::piece`].
     ///
     /// ```
     /// use candle_core::{Device, Tensor};

@@ -72,8 +72,8 @@ fn check_param(layout: &FlatLayout, param: usize, tensor: &Tensor, first: &Tenso
     Ok(())
 }
 
-/// Returns the parameters of an unsharded flat tensor, in the layout's order and in their own shapes, as copies:
-/// torch's `_get_unflat_views` gives views, which die with the buffer. Padding is dropped.
+/// Returns the parameters of an unsharded flat tensor, in the layout's order and in their own shapes. They are copies; those
+/// of torch's `_get_unflat_views` are views, which are lost with the buffer. Padding is dropped.
 ///
 /// # Errors
 /// `flat` must have `layout.unpadded_unsharded_numel()` elements.

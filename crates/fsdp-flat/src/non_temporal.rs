@@ -7,10 +7,10 @@
 
 use std::collections::TryReserveError;
 
-/// The length from which on going around the caches pays: about as much as a core has for itself.
+/// The length from which on it pays to go around the caches: about the size of one core's own cache.
 const MIN_NON_TEMPORAL: usize = 1 << 20;
 
-/// The distance at which what is read next is asked for: the processor itself does not look past the end of a page.
+/// The number of bytes ahead at which memory is prefetched. The processor by itself does not prefetch past the end of a page.
 #[cfg(target_arch = "x86_64")]
 const AHEAD: usize = 1 << 10;
 

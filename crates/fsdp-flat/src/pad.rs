@@ -25,13 +25,13 @@ pub enum PadError {
     /// candle refused.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
-    /// Padding comes in pairs.
+    /// The number of padding values is odd.
     #[error("padding must have an even length, a pair for each dimension from the last one, not {given}")]
     Unpaired {
         /// The number of values given.
         given: usize,
     },
-    /// More pairs than dimensions.
+    /// There are more pairs than dimensions.
     #[error("padding of {pairs} dimensions for a tensor of shape {shape:?}")]
     TooManyDims {
         /// Pairs given.
@@ -151,7 +151,7 @@ fn check_memory(shape: &[usize], dtype: candle_core::DType) -> Result<(), PadErr
     }
 }
 
-/// Returns the element that the one at a place, which may lie outside, is copied from.
+/// Returns the index of the element that is copied to index `at` of the padded dimension, which may lie outside `0..size`.
 fn source_of(at: isize, size: isize, mode: PadMode) -> isize {
     match mode {
         PadMode::Reflect if at < 0 => -at,
@@ -235,9 +235,9 @@ impl PadDim {
         Ok(value.broadcast_as(shape)?)
     }
 
-    /// Takes each element from where the mode says.
+    /// Returns the padded tensor, with each element copied from the place that the mode gives.
     fn indexed(&self, tensor: &Tensor, mode: PadMode) -> Result<Tensor, PadError> {
-        // Wrapping around goes by what negative padding leaves; mirroring and repeating by all that was there.
+        // Circular padding wraps around the elements that negative padding leaves. Reflect and replicate go by all elements.
         let (tensor, size, before, after) = match mode {
             PadMode::Circular => {
                 (self.cropped(tensor)?, self.kept().unwrap_or_default(), self.before.max(0), self.after.max(0))

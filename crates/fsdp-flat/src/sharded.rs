@@ -155,8 +155,8 @@ impl ShardedTensor {
         parts.map(|part| part.numel()).sum::<usize>() == wanted.numel()
     }
 
-    /// Returns `true` if the other has the same boxes, and in each the very same elements of one storage: values that are where they
-    /// should go already.
+    /// Returns `true` if the other has the same boxes, and each box is a view of the same elements of one storage. A copy
+    /// between the two would change nothing.
     #[must_use]
     pub fn is_same_view(&self, other: &Self) -> bool {
         self.shape == other.shape
@@ -182,7 +182,7 @@ impl ShardedTensor {
         self.map(owned_copy)
     }
 
-    /// Moves the values to another device; they are shared if they are there already.
+    /// Copies the values to another device. Values that are there already are shared.
     ///
     /// # Errors
     /// candle's.

@@ -405,11 +405,11 @@ impl NnError {
         NnError::ParametersSharded { parameters, units, error: operation(&error) }
     }
 
-    /// Turns this into candle's error, to pass through code that candle calls. It comes out as what it is: see `From`.
+    /// Turns this into candle's error, to pass through code that candle calls. `From` turns it back into this error.
     pub(crate) fn into_candle(self) -> candle_core::Error {
         match self {
             NnError::Candle(error) => error,
-            // Of candle's errors this one keeps another's type.
+            // candle's variant for I/O is the one that keeps the type of the error inside.
             other => candle_core::Error::Io(io::Error::other(other)),
         }
     }

@@ -234,7 +234,7 @@ impl CustomOp1 for PreBackwardOp {
             handle.check_unchanged(self.changes).map_err(NnError::into_candle)?;
         }
         if let Some(handle) = self.handle.as_ref().and_then(Weak::upgrade) {
-            // What the graph has kept of the forward does not go with other values.
+            // The graph holds activations of the forward, which do not fit other values of the parameters.
             handle.check_unchanged(self.changes).map_err(NnError::into_candle)?;
             handle.gather().map_err(NnError::into_candle)?;
         }

@@ -163,7 +163,8 @@ fn backward<T: Element, const CENTER: bool>(
         dweight.iter_mut().zip(&*grad).zip(&*x).for_each(|((sum, &grad), &x)| *sum += grad * x);
         dbias.iter_mut().zip(&*grad).for_each(|(sum, &grad)| *sum += grad);
         grad.iter_mut().zip(&weight).for_each(|(grad, &weight)| *grad *= weight);
-        // What a change of all values together, or along the row itself, would not change in the output.
+        // The output does not change if all values of the row change together, or if the row is scaled. So the gradient has no
+        // part in these two directions: take away its mean, and its part along the row.
         let len = T::Real::of(width as f64);
         let mean = if CENTER { sum(width, |index| grad[index]) / len } else { T::Real::ZERO };
         let along = sum(width, |index| grad[index] * x[index]) / len;

@@ -217,7 +217,7 @@ pub fn broadcast_tensors(
     options: &LoadOptions,
 ) -> Result<StateDict, StateError> {
     const OPERATION: &str = "broadcast_tensors";
-    // What other ranks pass as `full` is ignored, so it need not have the keys.
+    // The `full` of other ranks than the root is ignored, so it need not have the keys.
     let full = full.filter(|_| group.rank() == root);
     let (full, local) = select_all(OPERATION, group, full, local, keys)?;
     let options = LoadOptions { strict: true, ..options.clone() };

@@ -1,4 +1,4 @@
-//! Copying values into those of another dict: whether they fit, and the copy.
+//! Copying the values of one dict into those of another, after a check that they fit.
 
 use std::collections::HashSet;
 

@@ -68,7 +68,7 @@ pub fn check_state_dict_similarity(a: &StateDict, b: &StateDict) -> bool {
 }
 
 /// Copies the values of one dict into another of the same structure: bytes into the memory of its tensors, on
-/// whatever device they are; plain values and raw tensors take the places of those there.
+/// whatever device they are; plain values and raw tensors replace the old ones.
 /// torch's `_copy_state_dict`. No communication.
 ///
 /// # Errors

@@ -15,8 +15,8 @@ use crate::{Leaf, StateDict, StateError, StateValue, flatten_state_dict};
 /// Returns the digests of a state dict, by its flat keys: those that a checkpoint of it has, whatever its format and the
 /// number of ranks (`fsdp digest`). The same on every rank.
 ///
-/// Every rank brings a dict of the same names. An element that several ranks have counts once, as the first of them has it;
-/// whole tensors and plain values are rank 0's. Nothing is copied that is contiguous in host memory.
+/// Every rank brings a dict of the same names. An element that several ranks have counts once, with the value of the first of
+/// them; of whole tensors and plain values those of rank 0 count. Tensors that are contiguous in host memory are not copied.
 ///
 /// Collectives: one agreement, and two object all-gathers, of boxes and of sums.
 ///
@@ -102,7 +102,7 @@ fn boxes_of(value: &StateValue) -> Vec<TensorBox> {
     }
 }
 
-/// Returns this rank's part in the digest of a value. `have` are the boxes of all ranks, if it is sharded.
+/// Returns this rank's part in the digest of a value. `have` has the boxes of all ranks, if the value is sharded.
 fn part_of(
     group: &ProcessGroup,
     operation: &'static str,

@@ -80,7 +80,7 @@ impl Memory {
         }
     }
 
-    /// Returns the bytes of raw memory.
+    /// Returns the bytes of raw memory; `None` for candle tensors.
     pub fn raw_bytes_mut(&mut self) -> Option<&mut [u8]> {
         match self {
             Memory::Tensors(_) => None,

@@ -15,13 +15,13 @@
 //! | [`copy`] | dicts of the same structure: made, compared, copied |
 //! | [`report`] | what a load found to differ |
 //!
-//! # What holds for every function that takes a process group
+//! # Rules for every function that takes a process group
 //! - It is collective: every rank of the group calls it, in the same order as other collectives.
 //! - It first agrees: ranks compare a hash of their arguments, keys, kinds, dtypes and shapes, and any rank's own error
-//!   becomes every rank's. Nothing moves, and nothing changes, before that. What goes wrong later ends in the same
-//!   error on every rank too.
+//!   becomes every rank's. Nothing moves, and nothing changes, before that. A later failure ends in the same error on
+//!   every rank too.
 //! - The order of the keys in a rank's dict does not matter; collectives go by sorted path.
-//! - Tensors in its result own their memory; those that it was given are unchanged.
+//! - Tensors in its result own their memory; its arguments are unchanged.
 //! - Tensors on a device travel through host memory.
 
 pub mod collectives;

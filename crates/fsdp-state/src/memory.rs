@@ -52,7 +52,7 @@ pub(crate) fn device_of_sharded(tensor: &ShardedTensor) -> Device {
 /// Copies the elements of `src` into the memory of `dst`, which must have its shape and dtype, and be contiguous.
 pub(crate) fn copy_into(src: &Tensor, dst: &Tensor) -> Result<(), StateError> {
     let src = to_device(&src.detach(), dst.device())?;
-    // Reading and changing one storage at a time would wait for itself forever.
+    // A storage that is read cannot be changed meanwhile: the thread would wait for its own lock forever.
     let src = if share_storage(&src, dst) { src.force_contiguous()? } else { src.contiguous()? };
     if !dst.is_contiguous() {
         return Err(FlatError::NotContiguous { shape: dst.dims().to_vec() }.into());
@@ -75,11 +75,9 @@ impl StateValue {
     pub fn to_plain(&self) -> Result<Option<PlainValue>, StateError> {
         scalar_of(self)
     }
-}
 
-impl StateValue {
-    /// Returns a value with all that it contains, tensors included, by value, as formats hold a list in one piece. `None` if
-    /// a sharded tensor is in it.
+    /// Returns a copy of a value and of everything in it, tensors included, as one plain value. Formats store a list that does
+    /// not open in this form. `None` if a sharded tensor is in it.
     ///
     /// # Errors
     /// A tensor whose memory is released, or of a dtype that no file holds.

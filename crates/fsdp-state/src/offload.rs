@@ -29,7 +29,7 @@ impl StateDictCallbacks for Offload {
 /// Returns a copy on the CPU, for the ranks that keep it; an empty dict on all others. Sharded tensors stay sharded.
 /// torch's `_offload_state_dict_to_cpu`.
 ///
-/// What is on the CPU already is copied too: the result shares memory with nothing, so training may go on while it is
+/// Tensors that are on the CPU already are copied too: the result shares memory with nothing, so training may go on while it is
 /// written to a file. `rank` is this rank in the group that `keep_on` speaks of. No communication.
 ///
 /// # Errors
@@ -57,20 +57,19 @@ pub struct FullOrCpuOptions {
     pub full_state_dict: bool,
     /// `true` for tensors on the CPU.
     pub cpu_offload: bool,
-    /// The ranks that get the result. torch keeps a full dict on the CPU on rank 0 only; here that is said, not
-    /// implied.
+    /// The ranks that get the result. In torch both options together imply rank 0 only; here the caller says so.
     pub keep_on: KeepOn,
 }
 
 /// Returns the state dict as the options want it: [`gather_state_dict`] for a full one, else
 /// [`offload_state_dict_to_cpu`] for one on the CPU, else the dict itself, sharing its tensors, on the ranks that keep
-/// it. torch's
-/// `_maybe_full_or_cpu_state_dict`.
+/// it.
+/// torch's `_maybe_full_or_cpu_state_dict`.
 ///
 /// Collectives: those of [`gather_state_dict`] with `full_state_dict`, else none.
 ///
 /// # Errors
-/// As the function that does the work.
+/// The errors of the function that does the work.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};

@@ -15,7 +15,7 @@ use crate::{StateDict, StateError};
 const OPERATION: &str = "check_replicas";
 
 /// Checks that ranks which hold the same elements hold the same bits: whole tensors and plain values on all ranks, and
-/// shards on ranks with the same boxes. Nothing is copied that is contiguous in host memory.
+/// shards on ranks with the same boxes. Tensors that are contiguous in host memory are not copied.
 ///
 /// Collectives: one agreement and one object all-gather of a few bytes. Two more if replicas differ, or if some ranks have
 /// whole tensors or values that others lack: these are compared over the ranks that have them.
@@ -54,7 +54,7 @@ pub fn check_replicas(state: &StateDict, group: &ProcessGroup) -> Result<(), Sta
             found.entry(key_of(name).to_owned()).or_default().extend(differing);
         }
     }
-    // A rank knows its own names only.
+    // A rank knows only its own names, so each tells all others which of them differ.
     let mut tensors: BTreeMap<String, Vec<usize>> = BTreeMap::new();
     for (name, ranks) in group.all_gather_object(&found)?.into_iter().flatten() {
         tensors.entry(name).or_default().extend(ranks);
@@ -131,7 +131,7 @@ impl Held {
     }
 }
 
-/// Between a key and a box in a name. It sorts before all that keys are made of.
+/// The character between the key and the box in a name. It sorts before all characters of keys.
 const SEPARATOR: char = '\0';
 
 fn name_of(key: &str, place: &str) -> String {
@@ -151,12 +151,12 @@ fn classes(all: &[[Summary; 2]], part: usize) -> BTreeMap<u64, Vec<usize>> {
     classes
 }
 
-/// Returns `true` if these ranks hold the same.
+/// Returns `true` if these ranks hold the same values.
 fn same(all: &[[Summary; 2]], part: usize, ranks: &[usize]) -> bool {
     ranks.windows(2).all(|pair| all[pair[0]][part].root == all[pair[1]][part].root)
 }
 
-/// Returns the ranks that hold something else than most do; all of them, if no value is held by more ranks than any other.
+/// Returns the ranks whose value differs from the most frequent one; all ranks, if no value is more frequent than all others.
 fn differing(held: &[(usize, u64)]) -> Vec<usize> {
     let mut counts: BTreeMap<u64, usize> = BTreeMap::new();
     held.iter().for_each(|(_, digest)| *counts.entry(*digest).or_default() += 1);

@@ -212,7 +212,7 @@ pub(crate) enum Side<'a> {
 }
 
 impl Schema {
-    /// Returns the first difference from what another rank brings.
+    /// Returns the first difference from the schema of another rank, as an error.
     pub(crate) fn difference(
         &self,
         other: &Schema,

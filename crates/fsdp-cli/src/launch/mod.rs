@@ -159,7 +159,7 @@ fn report(ended: Ended, last_lines: &LastLines, notes: &Path) -> Outcome {
         }
     }
     let code = exit.code();
-    // Whoever told the launcher to end wants no restart, and a mistake on the command line stays one.
+    // After a signal to the launcher nobody wants a restart, and a mistake on the command line would only be repeated.
     let may_restart = signal.is_none() && code != exit_codes::USAGE;
     Outcome::Failed { failure: RankEnded { rank, how, code }, may_restart, lost }
 }

@@ -139,7 +139,7 @@ impl Settings {
             let Some(resume) = resume else { return Ok(None) };
             let name = format!("train.config.{key}");
             let saved = resume.read(&name, |value| usize::try_from(value.as_int()?).ok())?;
-            // What is said there is not to be trusted with memory.
+            // The number comes from a file, so it is bounded before memory is taken for it.
             ensure!(
                 saved.is_none_or(|saved| (1..=MAX_SIZE).contains(&(saved as u64))),
                 "`{name}` of `{}` is {}, and can be 1 to {MAX_SIZE}",

@@ -33,7 +33,7 @@ pub(super) fn restore(resume: &Resume, checkpointer: &Checkpointer, run: &mut Tr
     run.optimizers.extend(optimizers);
     run.values = kept;
     let report = loaded.map_err(without_advice)?;
-    // What other programs save beside model and optimizer is not needed; what is needed must be there.
+    // Other programs may save more beside model and optimizer, which is left alone. Nothing that the run needs may be missing.
     if report.missing.is_empty() {
         Ok(())
     } else {

@@ -1,4 +1,5 @@
-//! A listener that lets in connections which complete the handshake. What strangers can take is bounded.
+//! A listener that lets in connections which complete the handshake. Strangers can take only a bounded amount of memory and
+//! file descriptors.
 
 use std::collections::VecDeque;
 use std::io;
@@ -37,7 +38,7 @@ pub(crate) async fn let_in(listener: &TcpListener, key: &Key, mut admit: impl Fn
                 match finished {
                     Ok(Ok((stream, hello))) => admit(stream, hello),
                     Ok(Err(error)) => tracing::debug!(%error, "a connection was not let in"),
-                    // It was dropped to make room.
+                    // The handshake was dropped to make room.
                     Err(_) => {}
                 }
             }

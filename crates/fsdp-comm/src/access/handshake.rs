@@ -74,7 +74,7 @@ impl From<io::Error> for Refusal {
 
 /// The client's side: shows that this process has the key, and checks that the server has it.
 pub(crate) fn knock(stream: &mut TcpStream, key: &Key, hello: Hello, until: Instant) -> Result<(), Refusal> {
-    // Step 1: challenge the server. A nonce of its own keeps each side from accepting what was recorded earlier.
+    // Step 1: challenge the server. Each side sends a fresh nonce, so that a recording of an earlier handshake proves nothing.
     let client = nonce()?;
     write_all(stream, &[&MAGIC[..], &client].concat(), until)?;
     // Step 2: check the server's proof first, so that this process sends nothing about itself to a stranger.
@@ -85,7 +85,7 @@ pub(crate) fn knock(stream: &mut TcpStream, key: &Key, hello: Hello, until: Inst
     if !key.accepts(SERVER, &[&client, &server], &proof) {
         return Err(Refusal::OtherJob);
     }
-    // Step 3: say who this is. The proof covers it, so that nobody in between can change it.
+    // Step 3: say who this is. The proof covers the hello, so that nobody in between can change it.
     let hello = hello.to_bytes();
     let proof = key.prove(CLIENT, &[&client, &server, &hello]);
     write_all(stream, &[&hello[..], &proof].concat(), until)?;
@@ -114,7 +114,7 @@ pub(super) async fn answer(stream: &mut tokio::net::TcpStream, key: &Key) -> io:
     let server = nonce()?;
     let proof = key.prove(SERVER, &[&client, &server]);
     stream.write_all(&[&server[..], &proof].concat()).await?;
-    // Step 3: check the client's answer before a word of its hello is believed.
+    // Step 3: check the client's proof before its hello is believed.
     let mut hello = [0; HELLO_BYTES];
     stream.read_exact(&mut hello).await?;
     let mut proof = [0; KEY_BYTES];

@@ -34,7 +34,7 @@ where
 
 impl ProcessGroup {
     /// Returns a group of the calling rank alone. Its collectives wait for nobody. With it a rank runs a collective
-    /// function on what it has itself.
+    /// function on its own data alone.
     ///
     /// ```
     /// use fsdp_comm::{CommError, ProcessGroup};

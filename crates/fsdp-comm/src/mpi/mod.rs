@@ -147,7 +147,9 @@ fn wait(control: &TcpBackend, round: &Round<'_>, call: library::Result<Pending>)
             return Err(trouble);
         }
     }
-    pending.finish().ok_or_else(|| failed(round.operation, "it is over and is not".to_owned()))
+    pending.finish().ok_or_else(|| {
+        failed(round.operation, "MPI says that the call is over, but its buffers are not back".to_owned())
+    })
 }
 
 /// The time since a rank has known that its wait may never end.

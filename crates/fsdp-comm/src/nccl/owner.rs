@@ -62,7 +62,7 @@ impl Owner {
                 }
                 Err(error) => drop(made.send(Err(error))),
             }
-            // What it has of the other connections must not outlive the thread's end.
+            // The watch holds connections to the other ranks, which must not outlive this thread.
             drop(watch);
             ending.send(()).ok();
         };

@@ -176,7 +176,7 @@ impl Agent {
         let mut value = vec![0; len];
         read_exact(&mut self.stream, &mut value, self.until)?;
         let value = String::from_utf8_lossy(&value);
-        // An address without a nonce is not of a rank 0 of this version, which its store will show.
+        // An address without a nonce is that of a rank 0 of another version. Its store refuses this rank.
         let (address, nonce) = value.split_once(' ').unwrap_or((&value, ""));
         let address = address.parse();
         let address = address.map_err(|_| invalid(format!("`{key}` is `{}`, no address", value.escape_debug())))?;
@@ -198,7 +198,7 @@ fn string(text: &str) -> Vec<u8> {
     [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat()
 }
 
-/// Describes an error in terms of what the agent did, which the system's message does not.
+/// Describes an error by what the agent did. The system's message speaks of the connection only.
 fn reason(error: &io::Error) -> String {
     match error.kind() {
         io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => "it did not answer".to_owned(),

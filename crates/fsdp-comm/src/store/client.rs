@@ -26,7 +26,7 @@ pub struct TcpStore {
     _server: Option<Server>,
 }
 
-/// The time that a client waits longer than the store for the store's answer.
+/// The time that a client waits for the store's answer after the store's own deadline.
 const GRACE: Duration = Duration::from_secs(2);
 /// The time between two attempts to connect.
 const RETRY: Duration = Duration::from_millis(20);
@@ -92,7 +92,7 @@ impl TcpStore {
         let hello = Hello::new(options.rank, options.world_size);
         let key = options.key();
         knock(&mut stream, &key, hello, until)?;
-        // Step 2: the store, which is this job's, says if it has a seat for this rank.
+        // Step 2: the store of this job says if it has a seat for this rank.
         match read_blocking(&mut stream, until)? {
             Reply::Welcome => {}
             Reply::Refused(reason) => return Err(NotJoined::Refused(reason)),

@@ -34,11 +34,17 @@ const PAGE: usize = 4096;
 /// A word of the owner.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Word {
+    /// The token of the owner. A process that finds another one has mapped the wrong memory.
     Token,
+    /// The number of rounds at which the owner has arrived.
     Arrived,
+    /// The number of chunks that the owner has published, over all rounds.
     Published,
+    /// The number of rounds for which the owner has told its readers where their chunks lie.
     Planned,
+    /// The verdict on the group's rounds. Only that of rank 0 is used.
     Verdict,
+    /// The length of the owner's record of rounds of this parity.
     RecordLen(usize),
 }
 

@@ -46,7 +46,7 @@ fn mark(text: &[u8], marker: &str) -> (Vec<u8>, usize) {
             at += word.len();
             continue;
         }
-        // What follows a backslash does not end the string.
+        // A character after a backslash does not end the string.
         let taken = if in_string && byte == b'\\' { 2.min(text.len() - at) } else { 1 };
         in_string ^= byte == b'"';
         marked.extend_from_slice(&text[at..at + taken]);

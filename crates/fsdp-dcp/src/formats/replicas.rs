@@ -69,7 +69,7 @@ fn first_file<'c>(checkpoint: &'c dyn Checkpoint, replica: &Replica) -> &'c str 
 
 fn value(checkpoint: &dyn Checkpoint, replica: &Replica) -> Result<(), ReplicaError> {
     let is_same = match checkpoint.read_value(&replica.fqn) {
-        // What cannot be read is compared as it is stored.
+        // A value that cannot be read is compared by its stored bytes.
         Err(error) if error.opaque_type().is_some() => {
             let Some(Entry::Bytes(BytesEntry { stored: Some(stored) })) =
                 checkpoint.metadata().entries.get(&replica.fqn)

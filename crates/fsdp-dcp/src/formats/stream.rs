@@ -38,7 +38,7 @@ fn check_expansion(checkpoint: &dyn Checkpoint, fqn: &str, length: u64) -> Resul
     }
     let chunks = checkpoint.metadata().tensor(fqn).into_iter().flat_map(|tensor| &tensor.chunks);
     let stored = chunks.filter_map(|chunk| chunk.stored.as_ref());
-    // What a transform makes of an item is bounded elsewhere.
+    // The growth of a transformed item is bounded where the transform is undone.
     let bytes = stored.map(|stored| if stored.transforms.is_empty() { stored.length } else { u64::MAX / EXPANSION });
     let bytes = bytes.fold(0, u64::saturating_add);
     Budget::new(bytes, EXPANSION).charge("bytes of elements that are not stored", length).map_err(|over| {

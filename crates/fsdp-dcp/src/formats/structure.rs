@@ -163,7 +163,7 @@ impl Structure {
         let mut stack = vec![(KeyPath::default(), self)];
         while let Some((path, structure)) = stack.pop() {
             if let Structure::Module(name, _) = structure {
-                // What lies below it goes with it.
+                // The containers inside of the module are part of it, and are not listed.
                 let key = path.flat_key();
                 let place = if key.is_empty() { "the root" } else { key.as_str() };
                 modules.push(format!("{place}: a module of type {name}, of which only the tensors stay"));

@@ -121,7 +121,7 @@ impl Header {
             return Err(malformed("the file is cut short: it ends inside it"));
         }
         let json = read_whole(source, 8, length)?;
-        // What is charged here is all that is taken: a hundred thousand tensors in one file are honest.
+        // The memory is bounded by the length of the header, since a file may well have a hundred thousand tensors.
         Budget::new(length + FREE, 1).charge_json("memory for the header", &json)?;
         if json.first() != Some(&b'{') {
             return Err(malformed("it does not start with `{`"));

@@ -306,7 +306,7 @@ pub(crate) fn write_shards(
     let mut integrity = Integrity { files: extra.copy(&staging)?, ..Integrity::default() };
     let mut sums = Sums::new();
     let whole = whole_tensors(source, &inside)?;
-    // What cannot be cut is in the first file: scalars, empty tensors, and those that were inside values.
+    // Tensors that cannot be cut are in the first file: scalars, empty tensors, and tensors that were inside values.
     let is_cut = |of: &Piece<'_>| !of.bounds.sizes.is_empty() && !of.bounds.is_empty() && !inside.contains_key(of.fqn);
     let pieces_of = |rank: usize| -> Vec<Piece<'_>> {
         let pieces = whole.iter().filter_map(|of| {

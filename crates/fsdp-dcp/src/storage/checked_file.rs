@@ -146,7 +146,7 @@ impl ReadAt for CheckedFile {
             return Ok(());
         };
         while offset < end {
-            // Whole blocks are read together, straight into their place, and then hashed one by one.
+            // Blocks that are wanted whole are read together, straight into their place, and then hashed one by one.
             let whole = self.whole_blocks(integrity, offset, end);
             if let Some(last) = whole.last() {
                 let (now, rest) = dst.split_at_mut((last.range.end - offset) as usize);
@@ -162,8 +162,8 @@ impl ReadAt for CheckedFile {
                 dst = rest;
                 continue;
             }
-            // Of a block that is wanted in part, the rest must be read too to check it. A byte that no hash covers was
-            // added later.
+            // A block that is wanted in part must be read whole, so that its hash can be checked. A byte that no hash covers
+            // was added later.
             let block = integrity.block_at(offset).ok_or_else(|| self.corrupt(offset..self.len()))?;
             if block.range.end > self.len() {
                 return Err(self.corrupt(block.range));

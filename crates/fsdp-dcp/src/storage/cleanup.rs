@@ -45,7 +45,7 @@ impl Durable {
     /// In an object store `.metadata` goes first. Readers are not known there: they find that the rest is missing.
     ///
     /// # Errors
-    /// Whatever the storage says.
+    /// The errors of the storage.
     pub fn remove_checkpoint(&self, target: impl Into<Location>) -> Result<bool, FileError> {
         target.into().storage().remove_checkpoint(self)
     }
@@ -58,7 +58,7 @@ impl Durable {
     /// progress fails after this.
     ///
     /// # Errors
-    /// Whatever the store says.
+    /// The errors of the store.
     pub fn remove_uncommitted(&self, target: impl Into<Location>) -> Result<bool, FileError> {
         target.into().storage().remove_uncommitted()
     }

@@ -40,7 +40,7 @@ impl Durable {
     /// Writes a small file whole in the place of whatever file is there.
     ///
     /// # Errors
-    /// Whatever the storage says.
+    /// The errors of the storage.
     pub fn replace_file(&self, target: impl Into<Location>, bytes: &[u8]) -> Result<(), FileError> {
         let staging = self.prepare(target, true)?;
         let file = staging.create_single(bytes.len() as u64)?;
@@ -116,7 +116,7 @@ impl Staging {
     /// Creates a file of this length. Subdirectories in `relative` are created.
     ///
     /// # Errors
-    /// Whatever the storage says; a path that leads out of the checkpoint.
+    /// The errors of the storage; a path that leads out of the checkpoint.
     pub fn create(&self, relative: &str, length: u64) -> Result<StagedFile, FileError> {
         Ok(StagedFile(self.0.create(relative, length)?))
     }
@@ -124,7 +124,7 @@ impl Staging {
     /// Creates the file of a checkpoint that is one file; [`Staging::commit_single`] puts it in its place.
     ///
     /// # Errors
-    /// Whatever the storage says.
+    /// The errors of the storage.
     pub fn create_single(&self, length: u64) -> Result<StagedFile, FileError> {
         Ok(StagedFile(self.0.create_single(length)?))
     }
@@ -166,7 +166,7 @@ impl Staging {
     /// Removes a file beside the target, if it is there: durably, before the target is committed.
     ///
     /// # Errors
-    /// Whatever the storage says.
+    /// The errors of the storage.
     pub(crate) fn remove_sidecar(&self, name: &str) -> Result<(), FileError> {
         self.0.remove_sidecar(name)
     }
@@ -183,7 +183,7 @@ impl Staging {
     /// files must be finished.
     ///
     /// # Errors
-    /// Whatever the storage says. [`FileError::Exists`]: another save to the same target was faster.
+    /// The errors of the storage. [`FileError::Exists`]: another save to the same target was faster.
     /// [`FileError::CommitUnknown`]: the object store does not say whether it was done.
     pub fn commit(self, marker: &str, bytes: &[u8]) -> Result<(), FileError> {
         self.0.commit(marker, bytes)
@@ -218,7 +218,7 @@ impl StagedFile {
     /// Writes bytes at a position. Several threads may do so at once. Writing beyond the planned length is an error.
     ///
     /// # Errors
-    /// Whatever the storage says.
+    /// The errors of the storage.
     pub fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<(), FileError> {
         self.0.write_at(offset, bytes)
     }
@@ -226,7 +226,7 @@ impl StagedFile {
     /// Makes the file durable.
     ///
     /// # Errors
-    /// Whatever the storage says.
+    /// The errors of the storage.
     pub fn finish(self) -> Result<(), FileError> {
         self.0.finish()
     }

@@ -227,7 +227,7 @@ fn hashes(checkpoint: &dyn Checkpoint, report: &mut Report, threads: usize, prog
         let verified = directory.file(name)?.verify(part.clone(), progress);
         verified.map_err(|source| directory.file_error(name, source))
     });
-    // Of each file, the first error is told.
+    // Report only the first error of each file.
     let mut last = None;
     for ((name, part), found) in parts.into_iter().zip(found) {
         let Err(error) = part.map(drop).and(found) else { continue };

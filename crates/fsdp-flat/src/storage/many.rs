@@ -55,8 +55,8 @@ struct Taken {
 }
 
 impl StorageGuard {
-    /// Takes the storages of these tensors. Those on another device stay; so do those that have elements of one that comes
-    /// before them, since no two may be changed at once.
+    /// Takes the storages of these tensors. A tensor on another device is not taken. Neither is a tensor that shares elements
+    /// with an earlier one, since no two may be changed at once.
     ///
     /// # Errors
     /// A tensor that is released, not contiguous, or of a dtype whose elements are not plain bytes. Nothing is taken then.
@@ -95,13 +95,14 @@ impl StorageGuard {
         Ok(taken)
     }
 
-    /// Returns the tensor before this one that has the very same elements, as tied parameters do; this one stayed then.
+    /// Returns the position of the earlier tensor that has the very same elements, as tied parameters do; `None` if there is
+    /// none. The tensor at `index` was not taken then.
     #[must_use]
     pub fn same_as(&self, index: usize) -> Option<usize> {
         self.same.get(index).copied().flatten()
     }
 
-    /// Returns the bytes of each tensor that was asked for, row-major; `None` for those that stayed.
+    /// Returns the bytes of each tensor that was asked for, row-major; `None` for a tensor that was not taken.
     pub fn bytes_mut(&mut self) -> Vec<Option<&mut [u8]>> {
         let mut all: Vec<Option<&mut [u8]>> = self.is_empty.iter().map(|empty| empty.then(Default::default)).collect();
         for taken in &mut self.storages {

@@ -367,7 +367,7 @@ impl Optimizer {
     /// optimizer, and where the algorithm has no state before its first step.
     ///
     /// # Errors
-    /// As [`Self::state_of`].
+    /// The same as [`Self::state_of`].
     pub fn initial_state_of(&self, fqn: &str) -> Result<Option<IndexMap<String, StateValue>>> {
         let location = self.parameters.location(fqn)?;
         let fqn = self.parameters.canonical_fqn(fqn);

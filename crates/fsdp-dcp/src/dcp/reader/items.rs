@@ -79,7 +79,7 @@ impl CheckpointReader {
             }
             located => located?,
         };
-        // What the item says must be what the metadata says of the chunk.
+        // The dtype and shape in the item must be those of the chunk in the metadata.
         let found = &located.tensor.tensor;
         if found.dtype != dtype || found.shape != bounds.sizes {
             let expected = format!("a `{dtype}` tensor of shape {:?}", bounds.sizes);
@@ -118,7 +118,7 @@ impl CheckpointReader {
             return Err(FormatError::Limit { what: "item length", value, limit }.into());
         }
         let mut bytes = read_whole(&item, 0, stored.length)?;
-        // As they were applied one after the other, they are undone from the last to the first.
+        // The transforms were applied one after the other, so the last one is undone first.
         for transform in stored.transforms.iter().rev() {
             bytes = match transform.split('/').next() {
                 Some("stream.zstd") => unzstd(&bytes, expected.min(MAX_OBJECT_BYTES))?,
@@ -188,7 +188,7 @@ impl CheckpointReader {
         let error = |source| self.item_error(fqn, stored, ReadError::Format(source));
         Window::new(&*file, stored.offset, stored.length).map_err(error)?;
         if stored.transforms.is_empty() && payload as u64 > stored.length {
-            // That it is opaque says more than that it is short.
+            // If the item is opaque, say that: it tells the user more than a wrong length.
             let located = self.locate(fqn, &chunk.bounds, stored, dtype);
             let found = located.map_err(|error| self.item_error(fqn, stored, error));
             if let Some(opaque) = found.err().filter(|error| error.opaque_type().is_some()) {

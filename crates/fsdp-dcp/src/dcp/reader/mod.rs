@@ -142,7 +142,7 @@ impl CheckpointReader {
     }
 
     fn stored_value(&self, stored: &StorageInfo, describes: bool) -> Result<PlainValue, ReadError> {
-        // What is stored counts, not what a compressed value becomes.
+        // The budget goes by the stored length, not by the length that a compressed value grows to.
         let mut budget = Budget::new(stored.length, PICKLE_FACTOR);
         // A buffer that grows takes up to three times what is in it.
         let bytes = self.item_bytes(stored, budget.left() / 2)?;

@@ -29,7 +29,7 @@ impl TargetLock {
         loop {
             let file = files.open_lock(&path).map_err(FileError::io("create", &path))?;
             let locked = file.lock();
-            // Whoever held it before may have removed the file meanwhile: a lock on it would keep nobody away.
+            // The last holder may have removed the file meanwhile, and a lock on a removed file keeps nobody away.
             if locked.is_err() || is_at(&**files, &*file, &path).map_err(FileError::io("inspect", &path))? {
                 return Ok(TargetLock { files: files.clone(), path, _file: file });
             }

@@ -88,7 +88,7 @@ impl ReadDirectory for LocalDirectory {
     }
 
     fn bytes_per_read(&self) -> u64 {
-        // What fits a processor's cache, so that hashing does not fetch it again.
+        // Small enough to be in a processor's cache still when it is hashed.
         1 << 20
     }
 }

@@ -190,7 +190,7 @@ impl LocalStage {
                 }
                 None => self.remove_sidecar(name)?,
             }
-            // What a killed process left under a pending name belongs to no file any more.
+            // Remove the pending files that a killed process has left: no file refers to them any more.
             for left in super::read::names(durable.files(), &parent)?.iter().filter(|left| is_pending(name, left)) {
                 self.remove_sidecar(left)?;
             }

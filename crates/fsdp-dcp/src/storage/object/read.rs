@@ -53,7 +53,7 @@ impl ReadDirectory for ObjectDirectory {
     }
 
     fn bytes_per_read(&self) -> u64 {
-        // What makes a request worth its while.
+        // Fewer bytes would not be worth a request.
         32 << 20
     }
 }
