@@ -16,7 +16,7 @@ use super::keys::Keys;
 use super::map::MapArguments;
 use super::output;
 use super::text::escaped;
-use super::threads::{count, or_all_cores};
+use super::work::Threads;
 
 /// Options of `fsdp diff`.
 #[derive(Debug, Args)]
@@ -42,9 +42,8 @@ pub(crate) struct DiffArguments {
     exclude: Vec<String>,
     #[command(flatten)]
     map: MapArguments,
-    /// Threads that read and compare [default: one for each core]
-    #[arg(long, value_name = "N", env = "FSDP_THREADS", value_parser = count())]
-    threads: Option<usize>,
+    #[command(flatten)]
+    threads: Threads,
     /// Show where in each tensor the elements differ, and by how much; reads all data
     #[arg(long, conflicts_with = "json")]
     heatmap: bool,
@@ -94,7 +93,7 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
     let first = checkpoint::open(&arguments.first, OpenOptions { verify: true })?;
     let second = checkpoint::open(&arguments.second, OpenOptions { verify: true })?;
     // The map is for the first: its keys become those of the second.
-    let map = arguments.map.read(&arguments.first)?;
+    let map = arguments.map.read(&[&arguments.first])?;
     let mapped = map.map(|map| Mapped::new(&*first, &map)).transpose()?;
     let first: &dyn Checkpoint = mapped.as_ref().map_or(&*first, |mapped| mapped);
     let keys = Keys::new(&arguments.include, &arguments.exclude, &[], None)?;
@@ -108,7 +107,7 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
     }
     let mut differences = Vec::new();
     let tolerance = Tolerance { absolute: arguments.tolerance, relative: 0.0 };
-    let threads = or_all_cores(arguments.threads);
+    let threads = arguments.threads.count();
     let mut add = |name: &str, difference| differences.push(Row::new(name, &difference));
     let reads = arguments.full || arguments.heatmap || tolerance != Tolerance::default();
     let by_digests = !reads && diff::diff_digests(first, second, &mut add)?;

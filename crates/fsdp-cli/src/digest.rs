@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 
 use super::output;
 use super::text::escaped;
-use super::threads::{count, or_all_cores};
+use super::work::Threads;
 
 /// Options of `fsdp digest`.
 #[derive(Debug, Args)]
@@ -28,9 +28,8 @@ pub(crate) struct DigestArguments {
     /// One JSON object on stdout, with all digests
     #[arg(long, env = "FSDP_JSON")]
     json: bool,
-    /// Threads that read and digest [default: one for each core]
-    #[arg(long, value_name = "N", env = "FSDP_THREADS", value_parser = count())]
-    threads: Option<usize>,
+    #[command(flatten)]
+    threads: Threads,
 }
 
 /// The version of the JSON's schema.
@@ -61,7 +60,7 @@ pub(crate) fn run(arguments: &DigestArguments) -> Result<()> {
             if checkpoint.has_stale_digests() { ": another program has written the file again since" } else { "" };
         recorded.with_context(|| format!("`{path}` has no recorded digests{why}; leave out `--recorded`"))?.clone()
     } else {
-        digest(&*checkpoint, or_all_cores(arguments.threads))?
+        digest(&*checkpoint, arguments.threads.count())?
     };
     let from = if arguments.recorded { "recorded" } else { "computed" };
     if arguments.json {

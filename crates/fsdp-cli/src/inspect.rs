@@ -203,7 +203,16 @@ impl Summary {
 }
 
 /// The keys under which trainers keep the count of their steps, the most specific first.
-const STEPS: [&str; 6] = ["train.step", "train_state.step", "trainer.step", "global_step", "global_steps", "step"];
+const STEPS: [&str; 8] = [
+    "train.step",
+    "train_state.step",
+    "trainer.step",
+    "trainer_state.global_step",
+    "global_step",
+    "global_steps",
+    "iteration",
+    "step",
+];
 
 /// The number of items that are looked into, in the file system and elsewhere.
 const LOOKS: [usize; 2] = [4096, 64];

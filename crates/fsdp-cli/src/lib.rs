@@ -36,9 +36,9 @@ mod run_files;
 mod sign;
 mod stop;
 mod text;
-mod threads;
 mod tree;
 mod verify;
+mod work;
 
 #[cfg(feature = "train")]
 pub mod data;

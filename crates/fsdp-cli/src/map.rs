@@ -30,8 +30,8 @@ pub(crate) struct MapArguments {
     /// Apply the rules of --map from right to left
     #[arg(long, requires = "map")]
     map_reverse: bool,
-    /// The value of a name in the map, such as heads=32; may be given more than once [default: from config.json beside
-    /// the checkpoint]
+    /// The value of a name in the map, such as heads=32; may be given more than once [default: from config.json in the
+    /// directory of --with, or beside the checkpoint]
     #[arg(long, value_name = "NAME=N", value_parser = setting, requires = "map")]
     set: Vec<(String, usize)>,
 }
@@ -42,13 +42,16 @@ fn setting(text: &str) -> Result<(String, usize), String> {
 }
 
 impl MapArguments {
-    /// Reads the map, if one is asked for, for this checkpoint.
+    /// Reads the map, if one is asked for. The values that are not given are those of the first of these places that has them.
     ///
     /// # Errors
     /// The file cannot be read, or is no map.
-    pub(crate) fn read(&self, source: &Location) -> Result<Option<Map>> {
+    pub(crate) fn read(&self, places: &[&Location]) -> Result<Option<Map>> {
         let Some(name) = &self.map else { return Ok(None) };
-        let mut values = of_config(source);
+        let mut values = Values::new();
+        // A configuration counts as a whole: names of one model do not go with those of another.
+        values
+            .extend(places.iter().map(|place| of_config(place)).find(|values| !values.is_empty()).unwrap_or_default());
         values.extend(self.set.iter().cloned());
         let map = match Map::builtin(name, &values) {
             Some(map) => map,
@@ -74,7 +77,7 @@ fn read_small(path: &str) -> Result<String, String> {
     fs::read_to_string(path).map_err(|error| error.to_string())
 }
 
-/// Takes the values of names from a model's configuration, if one lies in the checkpoint's directory.
+/// Takes the values of names from a model's configuration, if one lies in this directory.
 fn of_config(source: &Location) -> Values {
     let config = source.local().map(|path| path.join("config.json"));
     let text = config.and_then(|path| read_small(path.to_str()?).ok());

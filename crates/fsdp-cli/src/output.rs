@@ -6,7 +6,7 @@ use anyhow::{Context, Error, Result};
 use serde::Serialize;
 
 use super::capture;
-use super::text::escaped_lines;
+use super::text::{escaped, escaped_lines};
 
 /// The end of a pipe whose reader has closed it (`fsdp inspect … | head`), which is not a failure.
 #[derive(Debug, thiserror::Error)]
@@ -87,6 +87,17 @@ pub(crate) fn talk(line: &str) {
         return;
     }
     let _ = writeln!(io::stderr().lock(), "{}", escaped_lines(line));
+}
+
+/// The most keys that are listed.
+const LISTED: usize = 20;
+
+/// Writes keys to stderr, one in a line; of many only the first.
+pub(crate) fn talk_keys(keys: &[impl AsRef<str>]) {
+    keys.iter().take(LISTED).for_each(|key| talk(&format!("  {}", escaped(key.as_ref()))));
+    if keys.len() > LISTED {
+        talk(&format!("  and {} more", keys.len() - LISTED));
+    }
 }
 
 /// Writes an error with its causes, one line each.

@@ -15,7 +15,7 @@ use super::failure::UsageError;
 use super::output;
 use super::progress::Progress;
 use super::text::escaped;
-use super::threads::{count, or_all_cores};
+use super::work::Work;
 
 /// The name of a signature in a checkpoint's directory, unless another is given.
 const SIGNATURE_FILE: &str = "model.sig";
@@ -38,15 +38,8 @@ pub(crate) struct SignArguments {
     /// Replace a signature that is there
     #[arg(long)]
     overwrite: bool,
-    /// Threads that hash, one file each [default: one for each core]
-    #[arg(long, value_name = "N", env = "FSDP_THREADS", value_parser = count())]
-    threads: Option<usize>,
-    /// One JSON object on stdout
-    #[arg(long, env = "FSDP_JSON")]
-    json: bool,
-    /// No progress bar, also on a terminal
-    #[arg(long, env = "FSDP_NO_PROGRESS")]
-    no_progress: bool,
+    #[command(flatten)]
+    work: Work,
 }
 
 /// The version of the JSON's schema.
@@ -92,18 +85,18 @@ pub(crate) fn run(arguments: &SignArguments) -> Result<()> {
     if !arguments.overwrite && signature.exists()? {
         return Err(UsageError::Exists { path: signature.to_string() }.into());
     }
-    let bar = progress_over(path, !arguments.no_progress);
+    let bar = progress_over(path, arguments.work.shows_progress());
     let inside = below(path, &signature);
     let progress = |bytes| bar.add(bytes);
     let options = SignOptions {
         signature: inside.as_deref(),
-        threads: or_all_cores(arguments.threads),
+        threads: arguments.work.threads.count(),
         progress: Some(&progress),
     };
     let (content, signed) = sign::sign(path, &key, options).with_context(|| format!("failed to sign `{path}`"))?;
     drop(bar);
     Durable::new().replace_file(&signature, content.as_bytes())?;
-    if arguments.json {
+    if arguments.work.json {
         let (path, signature) = (path.to_string(), signature.to_string());
         return output::json(&Written { schema: SCHEMA, path, signature, signed: (&signed).into() });
     }

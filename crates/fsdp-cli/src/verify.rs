@@ -16,7 +16,7 @@ use super::output;
 use super::progress::Progress;
 use super::sign::{self, SignedFiles};
 use super::text::{escaped, iec};
-use super::threads::{count, or_all_cores};
+use super::work::Work;
 
 /// The depth of the check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -49,15 +49,8 @@ pub(crate) struct VerifyArguments {
     /// The public key of the signature, in PEM
     #[arg(long, value_name = "FILE", requires = "signature")]
     public_key: Option<PathBuf>,
-    /// Threads that read and check [default: one for each core]
-    #[arg(long, value_name = "N", env = "FSDP_THREADS", value_parser = count())]
-    threads: Option<usize>,
-    /// One JSON object on stdout
-    #[arg(long, env = "FSDP_JSON")]
-    json: bool,
-    /// No progress bar, also on a terminal
-    #[arg(long, env = "FSDP_NO_PROGRESS")]
-    no_progress: bool,
+    #[command(flatten)]
+    work: Work,
 }
 
 const SCHEMA: u32 = 1;
@@ -118,7 +111,7 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
     let path = arguments.path.to_string();
     // Check the signature first: until then nothing in the files can be trusted.
     let signed = match signature(arguments) {
-        Err(error) if arguments.json => {
+        Err(error) if arguments.work.json => {
             let causes: Vec<String> = error.chain().map(ToString::to_string).collect();
             let problem = Problem { name: None, file: None, offset: None, error: causes.join(": ") };
             output::json(&finding(path, &Report::default(), vec![problem], Vec::new()))?;
@@ -127,7 +120,7 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
         signed => signed?,
     };
     let opened = checkpoint::open(&arguments.path, OpenOptions { verify: true });
-    if let (Err(error), true) = (&opened, arguments.json) {
+    if let (Err(error), true) = (&opened, arguments.work.json) {
         // Metadata that cannot be read is the finding itself.
         let problem = Problem { name: None, file: None, offset: None, error: with_causes(error) };
         output::json(&finding(path.clone(), &Report::default(), vec![problem], Vec::new()))?;
@@ -140,12 +133,12 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
         LevelName::Deep => Level::Deep,
     };
     let passes = if level == Level::Deep { 2 } else { 1 };
-    let bar = Progress::new(bytes(&*source).saturating_mul(passes), !arguments.no_progress);
+    let bar = Progress::new(bytes(&*source).saturating_mul(passes), arguments.work.shows_progress());
     let progress = |bytes| bar.add(bytes);
-    let mut report = verify::verify_on_threads(&*source, level, or_all_cores(arguments.threads), Some(&progress))?;
+    let mut report = verify::verify_on_threads(&*source, level, arguments.work.threads.count(), Some(&progress))?;
     drop(bar);
     if arguments.seal && report.is_ok() && !report.has_integrity {
-        let bar = Progress::new(bytes(&*source), !arguments.no_progress);
+        let bar = Progress::new(bytes(&*source), arguments.work.shows_progress());
         verify::add_integrity(&arguments.path, Some(&|bytes| bar.add(bytes)))?;
         report.has_integrity = true;
         drop(bar);
@@ -154,7 +147,7 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
     let unknown = verify::unknown_files(&*source)?.iter().map(|file| file.display().to_string()).collect();
     let mut found = finding(path.clone(), &report, report.problems.iter().map(Problem::new).collect(), unknown);
     found.signed = signed.as_ref().map(SignedFiles::from);
-    if arguments.json {
+    if arguments.work.json {
         output::json(&found)?;
     } else {
         let mut lines = found.lines();
@@ -175,8 +168,8 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
 /// Checks the signature, if one is asked for.
 fn signature(arguments: &VerifyArguments) -> Result<Option<Signed>> {
     let (Some(signature), Some(key)) = (&arguments.signature, &arguments.public_key) else { return Ok(None) };
-    let threads = or_all_cores(arguments.threads);
-    sign::check(&arguments.path, signature, key, threads, !arguments.no_progress).map(Some)
+    let threads = arguments.work.threads.count();
+    sign::check(&arguments.path, signature, key, threads, arguments.work.shows_progress()).map(Some)
 }
 
 /// Returns the number of bytes of all items, as stored.

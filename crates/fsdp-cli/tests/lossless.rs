@@ -158,4 +158,12 @@ fn a_map_renames_and_cuts_and_diff_follows_it() {
     let again = place(&directory, "again");
     fsdp(&["convert", &to, &again, "--to", "dcp", "--map", &map, "--map-reverse"]).assert().success();
     fsdp(&["diff", &back, &again]).assert().success();
+    // And so does the one of `--with`, before it.
+    let (with, third) = (place(&directory, "with"), place(&directory, "third"));
+    fs::create_dir(&with).unwrap();
+    fs::write(Path::new(&with).join("config.json"), r#"{"n_head": 2}"#).unwrap();
+    fs::write(Path::new(&to).join("config.json"), r#"{"num_attention_heads": 1}"#).unwrap();
+    let convert = ["convert", &source, &third, "--to", "hf", "--map", &map, "--with", &with];
+    fsdp(&convert).assert().success().stderr(contains("copied `config.json`"));
+    fsdp(&["diff", &source, &third, "--map", &map, "--set", "heads=2"]).assert().success();
 }

@@ -1,6 +1,7 @@
 //! Opening a checkpoint of whatever format.
 
 use crate::dcp::reader::{CheckpointReader, metadata_files};
+use crate::dcp::sidecars;
 use crate::deepspeed;
 use crate::error::{FileError, FormatError};
 use crate::folder;
@@ -73,7 +74,7 @@ fn is_directory(location: &Location, name: &str) -> bool {
 fn open_directory(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkpoint>, FileError> {
     let directory = CheckedDirectory::open(location, false, Links::Refuse)?;
     if !metadata_files(&directory)?.is_empty() {
-        return Ok(Box::new(CheckpointReader::open_with(location, options)?));
+        return sidecars::open(location, options);
     }
     let names = directory.names()?;
     if folder::is_there(&names) {

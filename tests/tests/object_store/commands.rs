@@ -113,3 +113,33 @@ fn training_saves_to_and_resumes_from_a_url_at_any_number_of_ranks() {
     ok(&server, &["train", "--out", &out("c"), "--init-from", from, "--steps", "7", "--sample", "0"]);
     ok(&server, &["verify", &out("c/step-00000007")]);
 }
+
+#[test]
+fn old_checkpoints_of_a_run_at_a_url_are_pruned() {
+    let server = Server::start();
+    for step in [10, 20, 30, 40] {
+        save(&sample([4, 4]), 2, server.location(&format!("run/step-{step}")), &Durable::new()).unwrap();
+    }
+    let steps = |server: &Server| -> Vec<i64> {
+        let listed = json(server, &["ls", "s3://bucket/run", "--json"]);
+        listed["checkpoints"].as_array().unwrap().iter().map(|row| row["step"].as_i64().unwrap()).collect()
+    };
+    // Without `--yes` nothing goes.
+    let prune = ["prune", "s3://bucket/run", "--keep", "1", "--keep-every", "20"];
+    let listed = json(&server, &[&prune[..], &["--json"]].concat());
+    assert_eq!(listed["removed"], serde_json::json!(["step-10", "step-30"]));
+    assert_eq!(steps(&server), [10, 20, 30, 40]);
+    ok(&server, &[&prune[..], &["--yes"]].concat());
+    assert_eq!(steps(&server), [20, 40]);
+    load(&sample([4, 4]), 1, server.location("run/step-20"));
+    // What is not a checkpoint's own stays, and so does a run without a whole checkpoint.
+    Durable::new().replace_file(server.location("run/step-20/notes/mine.txt"), b"mine").unwrap();
+    let listed = json(&server, &["prune", "s3://bucket/run", "--keep", "1", "--yes", "--json"]);
+    assert_eq!((&listed["removed"], &listed["stay"][0]["name"]), (&serde_json::json!([]), &"step-20".into()));
+    let names = server.location("run/step-40").names().unwrap();
+    let data = names.iter().find(|name| name.ends_with(".distcp")).unwrap();
+    Durable::new().replace_file(server.location(&format!("run/step-40/{data}")), b"short").unwrap();
+    let refused = run(&server, &["prune", "s3://bucket/run", "--keep", "1", "--yes"]);
+    assert!(!refused.status.success(), "{refused:?}");
+    assert_eq!(steps(&server), [20, 40]);
+}

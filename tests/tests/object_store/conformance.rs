@@ -132,6 +132,45 @@ fn race(root: &Location) {
     assert!(!target.names().unwrap().iter().any(|name| name.contains("claim")));
 }
 
+/// Converters of different checkpoints to one file, which has a file of values beside it: what is there afterwards is the
+/// whole of one that was told so.
+fn race_to_a_file(root: &Location) {
+    for number in 0..3 {
+        save(&generation(number), 1, root.join(format!("of-{number}")), &Durable::new()).unwrap();
+    }
+    for (name, format) in [("race.safetensors", OutputFormat::SafetensorsFile), ("race.pt", OutputFormat::Torch)] {
+        for overwrite in [false, true, true] {
+            let target = &root.join(name);
+            let outcomes = std::thread::scope(|scope| {
+                let converters: Vec<_> = (0..3)
+                    .map(|number| {
+                        let source = root.join(format!("of-{number}"));
+                        scope.spawn(move || {
+                            let opened = checkpoint::open(&source, OpenOptions::default()).unwrap();
+                            let options = ConvertOptions { overwrite, ..ConvertOptions::default() };
+                            (source, convert(&*opened, target, format, options))
+                        })
+                    })
+                    .collect();
+                converters.into_iter().map(|converter| converter.join().unwrap()).collect::<Vec<_>>()
+            });
+            for (_, outcome) in &outcomes {
+                assert!(matches!(outcome, Ok(_) | Err(FileError::Exists { .. })), "{outcome:?}");
+            }
+            let won: Vec<&Location> =
+                outcomes.iter().filter(|(_, outcome)| outcome.is_ok()).map(|(source, _)| source).collect();
+            assert!(if overwrite { !won.is_empty() } else { won.len() == 1 }, "{outcomes:?}");
+            let there = checkpoint::open(target, OpenOptions { verify: true }).unwrap();
+            let PlainValue::Int(of) = there.read_value("generation").unwrap() else { panic!("no number") };
+            let source = root.join(format!("of-{of}"));
+            assert!(won.contains(&&source), "{source} of {won:?}");
+            assert_same(&source, target);
+            let names = root.names().unwrap();
+            assert!(!names.iter().any(|name| name.contains("claim") || name.contains(".new-")), "{names:?}");
+        }
+    }
+}
+
 /// A small state that says whose it is.
 pub(crate) fn generation(number: u8) -> State {
     let mut state = State::default();
@@ -155,6 +194,7 @@ fn a_store_in_memory() {
     let root = Location::with_store(Arc::new(InMemory::new()), "memory://test", "some/where");
     suite(&root, true);
     race(&root);
+    race_to_a_file(&root);
 }
 
 #[test]
@@ -163,6 +203,7 @@ fn an_s3_server() {
     let root = server.location("some/where");
     suite(&root, true);
     race(&root);
+    race_to_a_file(&root);
     assert_eq!(server.unfinished(), 0);
     // No object was ever read without a range, but for small ones at commit.
     let requests = server.behaviour.requests.lock().unwrap();

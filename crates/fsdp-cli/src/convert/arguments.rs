@@ -9,7 +9,7 @@ use fsdp_layout::DType;
 
 use crate::failure::UsageError;
 use crate::map::MapArguments;
-use crate::threads::count;
+use crate::work::Work;
 
 /// The largest number of ranks of a checkpoint.
 const MAX_RANKS: u64 = 1 << 16;
@@ -81,15 +81,8 @@ pub(super) struct WriteArguments {
     /// Only show the keys, the number of bytes and the memory that writing would take
     #[arg(long)]
     pub(super) dry_run: bool,
-    /// Threads that read, hash and write [default: one for each core]
-    #[arg(long, value_name = "N", env = "FSDP_THREADS", value_parser = count())]
-    pub(super) threads: Option<usize>,
-    /// One JSON object on stdout
-    #[arg(long, env = "FSDP_JSON")]
-    pub(super) json: bool,
-    /// No progress, neither a bar nor lines
-    #[arg(long, env = "FSDP_NO_PROGRESS")]
-    pub(super) no_progress: bool,
+    #[command(flatten)]
+    pub(super) work: Work,
 }
 
 /// The format to write, and what belongs to it.

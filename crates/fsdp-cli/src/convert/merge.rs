@@ -10,7 +10,7 @@ use super::write::{Destination, open, write};
 use crate::failure::UsageError;
 use crate::keys::Keys;
 use crate::output;
-use crate::text::{count, escaped};
+use crate::text::count;
 
 /// Writes the average of checkpoints, or a base with a LoRA adapter: `fsdp merge`.
 ///
@@ -28,7 +28,12 @@ pub(crate) fn merge(arguments: &MergeArguments) -> Result<()> {
     let views: Vec<&dyn Checkpoint> = views.iter().map(|view| view as &dyn Checkpoint).collect();
     let Some(place) = &arguments.lora else {
         let average = Average::new(views, &arguments.weight)?;
-        list("taken from the first checkpoint", average.taken_from_first());
+        let taken: Vec<&str> = average.taken_from_first().collect();
+        if !taken.is_empty() {
+            let keys = count(taken.len(), "key is", "keys are");
+            output::talk(&format!("{keys} taken from the first checkpoint:"));
+            output::talk_keys(&taken);
+        }
         return write(&average, &destination);
     };
     let [base] = views.as_slice() else { return Err(UsageError::OneBase.into()) };
@@ -38,20 +43,4 @@ pub(crate) fn merge(arguments: &MergeArguments) -> Result<()> {
     let changed = count(merged.changed().count(), "tensor", "tensors");
     output::talk(&format!("the adapter changes {changed}"));
     write(&merged, &destination)
-}
-
-/// The most keys that are listed.
-const LISTED: usize = 20;
-
-/// Lists keys, if there are any.
-fn list<'k>(what: &str, keys: impl Iterator<Item = &'k str>) {
-    let keys: Vec<&str> = keys.collect();
-    if keys.is_empty() {
-        return;
-    }
-    output::talk(&format!("{} {what}:", count(keys.len(), "key is", "keys are")));
-    keys.iter().take(LISTED).for_each(|key| output::talk(&format!("  {}", escaped(key))));
-    if keys.len() > LISTED {
-        output::talk(&format!("  and {} more", keys.len() - LISTED));
-    }
 }

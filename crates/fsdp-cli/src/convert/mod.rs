@@ -5,13 +5,14 @@ mod merge;
 mod write;
 
 use anyhow::Result;
+use fsdp_dcp::Location;
 use fsdp_dcp::convert::{OutputFormat, View};
 use fsdp_dcp::map::Mapped;
 
 use self::write::{Destination, open, write};
 use super::keys::Keys;
 use super::output;
-use super::text::{count, escaped};
+use super::text::count;
 
 pub(crate) use self::arguments::{ConvertArguments, MergeArguments, ReshardArguments};
 pub(crate) use self::merge::merge;
@@ -26,13 +27,14 @@ pub(crate) fn run(arguments: &ConvertArguments) -> Result<()> {
     let source = open(&arguments.source, &destination)?;
     keys.check(source.metadata())?;
     let view = View::new(&*source, |key| keys.rename(key), arguments.cast())?;
-    let Some(map) = arguments.map.read(&arguments.source)? else { return write(&view, &destination) };
+    let places: Vec<&Location> = arguments.target.with()?.into_iter().chain([&arguments.source]).collect();
+    let Some(map) = arguments.map.read(&places)? else { return write(&view, &destination) };
     let mapped = Mapped::new(&view, &map)?;
     let unmatched = mapped.unmatched();
     if !unmatched.is_empty() {
         let keys = count(unmatched.len(), "key fits", "keys fit");
         output::talk(&format!("{keys} no rule of the map, and stay as they are:"));
-        unmatched.iter().for_each(|key| output::talk(&format!("  {}", escaped(key))));
+        output::talk_keys(unmatched);
     }
     write(&mapped, &destination)
 }

@@ -18,7 +18,6 @@ use crate::output;
 use crate::progress::Progress;
 use crate::stop::StopRequest;
 use crate::text::{count, escaped, iec};
-use crate::threads::or_all_cores;
 
 const SCHEMA: u32 = 1;
 
@@ -88,9 +87,9 @@ impl<'a> Destination<'a> {
             dry_run: writing.dry_run,
             drop_opaque: false,
             with: None,
-            threads: or_all_cores(writing.threads),
-            json: writing.json,
-            progress: !writing.no_progress,
+            threads: writing.work.threads.count(),
+            json: writing.work.json,
+            progress: writing.work.shows_progress(),
         }
     }
 }

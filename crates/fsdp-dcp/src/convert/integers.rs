@@ -6,17 +6,14 @@ use indexmap::IndexMap;
 
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::Checkpoint;
-use crate::formats::layer::{Layer, Origin};
-use crate::formats::structure::Structure;
-use crate::metadata::{BytesEntry, Entry, Metadata};
+use crate::formats::layer::{Layer, Origin, Seen};
+use crate::metadata::{BytesEntry, Entry};
 use crate::payload::slot::Slot;
 
 /// A checkpoint whose quantized tensors are integers.
 pub(super) struct Integers<'a> {
-    source: &'a dyn Checkpoint,
-    metadata: Metadata,
+    seen: Seen<'a>,
     quantizers: IndexMap<String, PlainValue>,
-    structure: Option<Structure>,
 }
 
 /// Returns the integers of a quantized type.
@@ -65,27 +62,19 @@ impl<'a> Integers<'a> {
             }
             quantizers.insert(key, quantizer);
         }
-        Ok(Some(Integers { source, metadata, quantizers, structure }))
+        Ok(Some(Integers { seen: Seen::of(source, metadata, structure), quantizers }))
     }
 
     /// Returns the keys of the quantized tensors.
     pub(super) fn keys(&self) -> impl Iterator<Item = &str> {
-        let from = self.source.metadata();
+        let from = self.source(0).metadata();
         from.tensors().filter(|(_, tensor)| integer(tensor.properties.dtype).is_some()).map(|(fqn, _)| fqn)
     }
 }
 
 impl Layer for Integers<'_> {
-    fn source(&self, _: usize) -> &dyn Checkpoint {
-        self.source
-    }
-
-    fn metadata(&self) -> &Metadata {
-        &self.metadata
-    }
-
-    fn structure(&self) -> Option<&Structure> {
-        self.structure.as_ref()
+    fn seen(&self) -> &Seen<'_> {
+        &self.seen
     }
 
     fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {

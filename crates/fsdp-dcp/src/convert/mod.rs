@@ -18,6 +18,7 @@ use std::collections::HashSet;
 use self::integers::Integers;
 pub use self::options::OutputFormat;
 use crate::dcp::reshard;
+use crate::dcp::sidecars::keys_beside;
 use crate::error::FileError;
 use crate::formats::checkpoint::{Checkpoint, Format};
 use crate::formats::extra::{CopiedFiles, ExtraFiles};
@@ -51,6 +52,15 @@ pub fn convert(
     if let Some(integers) = Integers::of(source)? {
         let quantized = integers.keys().map(str::to_owned).collect();
         return Ok(Converted { quantized, ..convert(&integers, destination, target, options)? });
+    }
+    // Files of a trainer's state beside a DCP directory's own go along as they are, so their keys stay out of the directory.
+    let beside: HashSet<String> = match target {
+        OutputFormat::Dcp { .. } => keys_beside(source).into_iter().collect(),
+        _ => HashSet::new(),
+    };
+    if !beside.is_empty() {
+        let keep = |fqn: &str| if beside.contains(fqn) { Rename::Drop } else { Rename::Keep };
+        return convert(&View::new(source, keep, None)?, destination, target, options);
     }
     let opaque = opaque_entries(source, options.threads)?;
     let copies = matches!((source.format(), target), (Format::Dcp, OutputFormat::Dcp { .. }));

@@ -9,7 +9,7 @@ use indexmap::IndexMap;
 use super::cast::{CASTABLE, Cast, Optimizers, cast_elements};
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::Checkpoint;
-use crate::formats::layer::{Layer, Origin};
+use crate::formats::layer::{Layer, Origin, Seen};
 use crate::formats::lookup::tensor_of;
 use crate::formats::stream::stream;
 use crate::formats::structure::Structure;
@@ -29,11 +29,9 @@ pub enum Rename {
 
 /// A checkpoint with some keys left out or renamed, and its floating-point tensors cast.
 pub struct View<'a> {
-    source: &'a dyn Checkpoint,
-    metadata: Metadata,
+    seen: Seen<'a>,
     /// The source's key for each new one.
     names: IndexMap<String, String>,
-    structure: Option<Structure>,
     /// The source's digests under the new keys; `None` if something is cast.
     digests: Option<StateDigest>,
 }
@@ -98,7 +96,7 @@ impl<'a> View<'a> {
         }
         let structure =
             source.structure().map(|structure| structure_of_view(structure.clone(), &rename)).transpose()?;
-        Ok(View { source, metadata, names, structure, digests })
+        Ok(View { seen: Seen::of(source, metadata, structure), names, digests })
     }
 
     /// Returns the source's name of a key.
@@ -130,16 +128,8 @@ fn structure_of_view(structure: Structure, rename: &dyn Fn(&str) -> Rename) -> R
 }
 
 impl Layer for View<'_> {
-    fn source(&self, _: usize) -> &dyn Checkpoint {
-        self.source
-    }
-
-    fn metadata(&self) -> &Metadata {
-        &self.metadata
-    }
-
-    fn structure(&self) -> Option<&Structure> {
-        self.structure.as_ref()
+    fn seen(&self) -> &Seen<'_> {
+        &self.seen
     }
 
     fn digests(&self) -> Option<&StateDigest> {
@@ -149,7 +139,7 @@ impl Layer for View<'_> {
     fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {
         let name = self.source_name(fqn);
         let dtype = |metadata: &Metadata, fqn: &str| metadata.tensor(fqn).map(|tensor| tensor.properties.dtype);
-        let is_cast = dtype(&self.metadata, fqn) != dtype(self.source.metadata(), name);
+        let is_cast = dtype(&self.seen.metadata, fqn) != dtype(self.source(0).metadata(), name);
         if is_cast { Origin::Made } else { Origin::Source(0, name) }
     }
 
@@ -159,14 +149,14 @@ impl Layer for View<'_> {
 
     /// Casts boxes of a tensor.
     fn read_made(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
-        let to = tensor_of(&self.metadata, fqn)?.properties.dtype;
+        let to = tensor_of(&self.seen.metadata, fqn)?.properties.dtype;
         let name = self.source_name(fqn);
-        let from = tensor_of(self.source.metadata(), name)?.properties.dtype;
+        let from = tensor_of(self.source(0).metadata(), name)?.properties.dtype;
         for slot in slots {
             // In pieces: the source's elements may be larger than those of `dst`.
             let mut rest: &mut [u8] = slot.bytes;
             let length = slot.bounds.numel() as u64 * from.size_in_bytes();
-            stream(self.source, name, from, &slot.bounds, 0..length, &mut |bytes| {
+            stream(self.source(0), name, from, &slot.bounds, 0..length, &mut |bytes| {
                 let elements = bytes.len() / from.size_in_bytes() as usize;
                 let (now, later) = std::mem::take(&mut rest).split_at_mut(elements * to.size_in_bytes() as usize);
                 cast_elements(bytes, from, now, to);

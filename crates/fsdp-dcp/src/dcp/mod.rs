@@ -4,4 +4,5 @@ pub(crate) mod item;
 mod opaque;
 pub(crate) mod reader;
 pub(crate) mod reshard;
+pub(crate) mod sidecars;
 pub mod writer;

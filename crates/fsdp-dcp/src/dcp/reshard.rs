@@ -2,6 +2,8 @@
 
 use std::collections::HashSet;
 
+use indexmap::IndexMap;
+
 use super::opaque;
 use super::writer::{RankWritten, WriteOptions, WrittenFile, finish_copy, write_rank};
 use crate::error::FileError;
@@ -27,7 +29,8 @@ pub(crate) fn write(
     let plans = plans(source, ranks, &opaque)?;
     let mut global = plan_save(&plans, PlanOptions::default())?;
     // Without paths, torch's offline tools take flat keys; half of them would be worse than none.
-    if source.metadata().planner_data.is_none() {
+    let has_paths = |paths: &IndexMap<_, _>| !paths.is_empty() || source.metadata().entries.is_empty();
+    if !source.metadata().planner_data.as_ref().is_some_and(has_paths) {
         global.metadata.planner_data = None;
     }
     let streamed = Streamed { source, options, extra: Default::default() };

@@ -34,6 +34,15 @@ pub(crate) trait FindStart: fmt::Debug + Send + Sync {
     fn find(&self, file: &dyn ReadAt) -> Result<u64, FormatError>;
 }
 
+/// A part of a file that is stored compressed.
+pub(crate) trait Packed: fmt::Debug + Send + Sync {
+    /// Returns where its stored bytes lie: the first one, and their number.
+    fn place(&self) -> (u64, u64);
+
+    /// Returns the bytes that it becomes, which are read from this file.
+    fn unpacked<'f>(&'f self, file: &'f dyn ReadAt) -> Box<dyn ReadAt + 'f>;
+}
+
 /// The place in its file where the storage of a piece begins.
 #[derive(Debug, Clone)]
 pub(crate) enum Start {
@@ -41,6 +50,8 @@ pub(crate) enum Start {
     At(u64),
     /// It is found when it is read; about here.
     Near(u64, Arc<dyn FindStart>),
+    /// It is this byte of what a compressed record becomes.
+    In(Arc<dyn Packed>, u64),
 }
 
 /// The way in which the elements of a piece are stored.
@@ -246,7 +257,14 @@ impl Assembler {
 impl Piece {
     /// Returns what the metadata says of the place: it is another one for each piece of a tensor.
     fn stored(&self, dtype: DType) -> StorageInfo {
-        let (Start::At(start) | Start::Near(start, _)) = self.start;
+        let start = match &self.start {
+            Start::At(start) | Start::Near(start, _) => *start,
+            Start::In(record, _) => {
+                let (offset, length) = record.place();
+                let transforms = vec!["deflate".to_owned()];
+                return StorageInfo { relative_path: self.file.to_string(), offset, length, transforms };
+            }
+        };
         let (offset, length) = match self.elements {
             Elements::Plain => {
                 let (first, last) = (self.layout.offset, self.layout.last().unwrap_or(self.layout.offset));
@@ -270,6 +288,10 @@ impl Piece {
         let start = match &self.start {
             Start::At(start) => *start,
             Start::Near(_, find) => find.find(file)?,
+            Start::In(record, start) => {
+                let bytes = record.unpacked(file);
+                return read_overlap(&mut BlockReader::new(&*bytes), *start, element, &self.layout, overlap, slot);
+            }
         };
         match self.elements {
             Elements::Plain => read_overlap(&mut BlockReader::new(file), start, element, &self.layout, overlap, slot),

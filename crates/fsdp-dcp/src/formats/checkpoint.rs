@@ -95,14 +95,16 @@ impl fmt::Display for Format {
     }
 }
 
-/// One of the checkpoints that a folder is made of.
+/// One of the checkpoints that another one is made of.
 #[derive(Clone, Copy)]
 pub struct PartOf<'c> {
-    /// Its file or directory in the folder; empty for files in the folder itself.
+    /// Its file or directory; empty for files in the directory of the whole.
     pub place: &'c str,
+    /// `true` if the names of its files are those below its place.
+    pub is_directory: bool,
     /// The checkpoint.
     pub checkpoint: &'c dyn Checkpoint,
-    /// The keys in the folder, by those in the checkpoint.
+    /// The keys in the whole, by those in the checkpoint.
     pub keys: &'c HashMap<String, String>,
 }
 
@@ -135,7 +137,8 @@ pub trait Checkpoint: Send + Sync {
     /// Returns its files.
     fn directory(&self) -> &CheckedDirectory;
 
-    /// Returns the checkpoints that a folder is made of; none of any other checkpoint.
+    /// Returns the checkpoints that a folder, or a directory with files of a trainer's state beside its own, is made of; none
+    /// of any other checkpoint.
     fn parts(&self) -> Vec<PartOf<'_>> {
         Vec::new()
     }

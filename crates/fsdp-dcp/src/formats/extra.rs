@@ -43,8 +43,10 @@ impl ExtraFiles {
         };
         let mut stored: HashSet<&str> =
             checkpoint.metadata().stored().map(|(_, _, stored)| stored.relative_path.as_str()).collect();
-        // A part of a folder may be a directory of its own.
-        stored.extend(checkpoint.parts().iter().map(|part| part.place));
+        // A part of a folder may be a directory of its own, or hold nothing.
+        if checkpoint.format() == Format::Folder {
+            stored.extend(checkpoint.parts().iter().map(|part| part.place));
+        }
         let mut found = ExtraFiles::default();
         for name in directory.names()? {
             if is_own(&name) || name == CLAIM_FILE || stored.contains(name.as_str()) {

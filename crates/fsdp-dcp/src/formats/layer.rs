@@ -29,18 +29,56 @@ pub(crate) enum Origin<'o> {
     Made,
 }
 
+/// A checkpoint that is seen through a layer.
+pub(crate) enum Source<'s> {
+    /// Somebody else's.
+    Lent(&'s dyn Checkpoint),
+    /// The layer's own.
+    Own(Box<dyn Checkpoint>),
+}
+
+impl<'s> std::ops::Deref for Source<'s> {
+    type Target = dyn Checkpoint + 's;
+
+    fn deref(&self) -> &Self::Target {
+        match self {
+            Source::Lent(source) => *source,
+            Source::Own(source) => &**source,
+        }
+    }
+}
+
+/// The checkpoints that are seen through a layer, and what is seen of them.
+pub(crate) struct Seen<'s> {
+    /// At least one checkpoint, once the layer is read.
+    pub(crate) sources: Vec<Source<'s>>,
+    /// The tensors and values.
+    pub(crate) metadata: Metadata,
+    /// The nested containers of the keys, where they are known.
+    pub(crate) structure: Option<Structure>,
+}
+
+impl<'s> Seen<'s> {
+    /// Returns one checkpoint of which this is seen.
+    pub(crate) fn of(source: &'s dyn Checkpoint, metadata: Metadata, structure: Option<Structure>) -> Self {
+        Seen { sources: vec![Source::Lent(source)], metadata, structure }
+    }
+}
+
 /// A checkpoint through which one or several others are seen: its sources.
 pub(crate) trait Layer: Send + Sync {
-    /// Returns the number of its sources: at least one.
-    fn source_count(&self) -> usize {
-        1
-    }
+    /// Returns its sources, and what it holds.
+    fn seen(&self) -> &Seen<'_>;
 
     /// Returns the source at a position.
-    fn source(&self, index: usize) -> &dyn Checkpoint;
+    fn source(&self, index: usize) -> &dyn Checkpoint {
+        &*self.seen().sources[index]
+    }
 
     /// Returns the names, types and shapes of the tensors and values that it holds.
-    fn metadata(&self) -> &Metadata;
+    fn metadata(&self) -> &Metadata {
+        &self.seen().metadata
+    }
 
     /// Returns the origin of the content at a key, which must be in the metadata.
     fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o>;
@@ -66,14 +104,9 @@ pub(crate) trait Layer: Send + Sync {
         self.source(0).directory()
     }
 
-    /// Returns the parts, if the first source is a trainer's folder.
+    /// Returns the parts, if the first source has some.
     fn parts(&self) -> Vec<PartOf<'_>> {
         self.source(0).parts()
-    }
-
-    /// Returns the nested containers of its keys.
-    fn structure(&self) -> Option<&Structure> {
-        None
     }
 
     /// Returns the digests of its tensors and values, if some were recorded.
@@ -89,7 +122,7 @@ pub(crate) trait Layer: Send + Sync {
 
     /// Returns the number of bytes that were read from data files so far.
     fn bytes_read(&self) -> u64 {
-        (0..self.source_count()).map(|index| self.source(index).bytes_read()).sum()
+        self.seen().sources.iter().map(|source| source.bytes_read()).sum()
     }
 }
 
@@ -121,7 +154,7 @@ fn check_sources<L: Layer>(
     keys: KeyFilter<'_>,
     check: &dyn Fn(&dyn Checkpoint, KeyFilter<'_>) -> Result<(), FileError>,
 ) -> Result<(), FileError> {
-    let mut needed: Vec<HashSet<String>> = vec![HashSet::new(); layer.source_count()];
+    let mut needed: Vec<HashSet<String>> = vec![HashSet::new(); layer.seen().sources.len()];
     let mut inputs = Vec::new();
     for fqn in layer.metadata().entries.keys().filter(|fqn| keys(fqn)) {
         match layer.origin(fqn) {
@@ -151,7 +184,7 @@ impl<L: Layer> Checkpoint for L {
     }
 
     fn structure(&self) -> Option<&Structure> {
-        Layer::structure(self)
+        self.seen().structure.as_ref()
     }
 
     fn directory(&self) -> &CheckedDirectory {

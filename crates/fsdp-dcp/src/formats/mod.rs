@@ -5,6 +5,7 @@ pub(crate) mod blocks;
 pub(crate) mod checkpoint;
 pub(crate) mod extra;
 pub(crate) mod index;
+pub(crate) mod joined;
 pub(crate) mod layer;
 pub(crate) mod lookup;
 pub(crate) mod opaque;

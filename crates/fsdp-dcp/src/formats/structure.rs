@@ -1,6 +1,6 @@
 //! The nested containers that flat keys came from.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
 
 use fsdp_layout::{KeyPath, PathPart, PlainValue};
@@ -262,10 +262,16 @@ impl Structure {
     /// Adds what a dict holds to this dict; dicts at the same key are merged.
     pub(crate) fn merge(&mut self, other: Structure) {
         let (Structure::Dict(items), Structure::Dict(more)) = (self, other) else { return };
+        // Keys of several types may have the same text.
+        let mut places: HashMap<String, usize> =
+            items.iter().enumerate().map(|(index, (key, _))| (format!("{key:?}"), index)).collect();
         for (key, value) in more {
-            match items.iter_mut().find(|(there, _)| *there == key) {
-                Some((_, there)) => there.merge(value),
-                None => items.push((key, value)),
+            match places.get(&format!("{key:?}")) {
+                Some(&there) => items[there].1.merge(value),
+                None => {
+                    places.insert(format!("{key:?}"), items.len());
+                    items.push((key, value));
+                }
             }
         }
     }

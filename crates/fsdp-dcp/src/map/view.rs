@@ -8,15 +8,14 @@ use super::node::Node;
 use super::rule::{Map, MapError};
 use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint;
-use crate::formats::layer::{Layer, Origin};
+use crate::formats::layer::{Layer, Origin, Seen};
 use crate::formats::lookup::no_value;
 use crate::metadata::{Chunk, Entry, Metadata, StorageInfo, TensorEntry, TensorProperties};
 use crate::payload::slot::Slot;
 
 /// A checkpoint with the keys and shapes that a map gives it.
 pub struct Mapped<'a> {
-    source: &'a dyn Checkpoint,
-    metadata: Metadata,
+    seen: Seen<'a>,
     tensors: IndexMap<String, (Node, DType)>,
     renamed: IndexMap<String, String>,
     unmatched: Vec<String>,
@@ -61,7 +60,7 @@ impl<'a> Mapped<'a> {
                 paths.insert(fqn.clone(), path);
             }
         }
-        Ok(Mapped { source, metadata, tensors, renamed, unmatched })
+        Ok(Mapped { seen: Seen::of(source, metadata, None), tensors, renamed, unmatched })
     }
 
     /// Returns the keys that no rule fits, and that stay as they are.
@@ -86,12 +85,8 @@ fn stored(from: &Metadata, sources: &[&str]) -> Option<StorageInfo> {
 }
 
 impl Layer for Mapped<'_> {
-    fn source(&self, _: usize) -> &dyn Checkpoint {
-        self.source
-    }
-
-    fn metadata(&self) -> &Metadata {
-        &self.metadata
+    fn seen(&self) -> &Seen<'_> {
+        &self.seen
     }
 
     fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {
@@ -107,9 +102,9 @@ impl Layer for Mapped<'_> {
     }
 
     fn read_made(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
-        let Some((node, dtype)) = self.tensors.get(fqn) else { return Err(no_value(&self.metadata, fqn)) };
+        let Some((node, dtype)) = self.tensors.get(fqn) else { return Err(no_value(&self.seen.metadata, fqn)) };
         for slot in slots {
-            node.read(self.source, dtype.size_in_bytes() as usize, &slot.bounds, slot.bytes)?;
+            node.read(self.source(0), dtype.size_in_bytes() as usize, &slot.bounds, slot.bytes)?;
             if let Some(digest) = &mut slot.digest {
                 digest.add(0, slot.bytes);
             }

@@ -8,9 +8,8 @@ use super::numbers::{fill, for_each, is_floating, write};
 use crate::convert::Optimizers;
 use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint;
-use crate::formats::layer::{Layer, Origin};
+use crate::formats::layer::{Layer, Origin, Seen, Source};
 use crate::formats::lookup::tensor_of;
-use crate::formats::structure::Structure;
 use crate::metadata::{Entry, Metadata};
 use crate::payload::slot::Slot;
 
@@ -19,10 +18,9 @@ use crate::payload::slot::Slot;
 /// Floating-point tensors are averaged, element by element, in `f64`, and rounded once. All else is that of the first
 /// checkpoint: values, counts, and the state of optimizers, of which an average means nothing.
 pub struct Average<'a> {
-    sources: Vec<&'a dyn Checkpoint>,
+    seen: Seen<'a>,
     /// The weight of each; they add up to 1.
     weights: Vec<f64>,
-    metadata: Metadata,
     averaged: HashSet<String>,
 }
 
@@ -71,12 +69,14 @@ impl<'a> Average<'a> {
         let weights = weights.iter().map(|weight| weight / sum).collect();
         // Copies of one checkpoint say nothing of the average.
         let metadata = Metadata { replicas: Vec::new(), ..metadata };
-        Ok(Average { sources, weights, metadata, averaged })
+        let structure = first.structure().cloned();
+        let sources = sources.iter().map(|source| Source::Lent(*source)).collect();
+        Ok(Average { seen: Seen { sources, metadata, structure }, weights, averaged })
     }
 
     /// Returns the keys of what is taken from the first checkpoint.
     pub fn taken_from_first(&self) -> impl Iterator<Item = &str> {
-        self.metadata.entries.keys().map(String::as_str).filter(|fqn| !self.averaged.contains(*fqn))
+        self.seen.metadata.entries.keys().map(String::as_str).filter(|fqn| !self.averaged.contains(*fqn))
     }
 }
 
@@ -109,20 +109,8 @@ fn check_same(first: &dyn Checkpoint, other: &dyn Checkpoint) -> Result<(), File
 }
 
 impl Layer for Average<'_> {
-    fn source_count(&self) -> usize {
-        self.sources.len()
-    }
-
-    fn source(&self, index: usize) -> &dyn Checkpoint {
-        self.sources[index]
-    }
-
-    fn metadata(&self) -> &Metadata {
-        &self.metadata
-    }
-
-    fn structure(&self) -> Option<&Structure> {
-        self.sources[0].structure()
+    fn seen(&self) -> &Seen<'_> {
+        &self.seen
     }
 
     fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {
@@ -130,14 +118,14 @@ impl Layer for Average<'_> {
     }
 
     fn inputs_of_made(&self, fqn: &str, inputs: &mut Vec<(usize, String)>) {
-        inputs.extend((0..self.sources.len()).map(|index| (index, fqn.to_owned())));
+        inputs.extend((0..self.seen.sources.len()).map(|index| (index, fqn.to_owned())));
     }
 
     fn read_made(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
-        let dtype = tensor_of(&self.metadata, fqn)?.properties.dtype;
+        let dtype = tensor_of(&self.seen.metadata, fqn)?.properties.dtype;
         let mut average = |part: &TensorBox, bytes: &mut [u8]| {
             let mut sums = vec![0.0; part.numel()];
-            for (source, weight) in self.sources.iter().zip(&self.weights) {
+            for (source, weight) in self.seen.sources.iter().zip(&self.weights) {
                 source.read_box(fqn, part, bytes)?;
                 let mut sums = sums.iter_mut();
                 for_each(dtype, bytes, &mut |number| {

@@ -13,10 +13,9 @@ use super::numbers::{fill, for_each, is_floating, write};
 use super::refused;
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::Checkpoint;
-use crate::formats::layer::{Layer, Origin};
+use crate::formats::layer::{Layer, Origin, Seen, Source};
 use crate::formats::lookup::tensor_of;
-use crate::formats::structure::Structure;
-use crate::metadata::{Metadata, TensorEntry};
+use crate::metadata::TensorEntry;
 use crate::payload::slot::Slot;
 use crate::storage::backend::Links;
 use crate::storage::checked_directory::CheckedDirectory;
@@ -99,8 +98,7 @@ struct Update {
 /// A base with an adapter merged into it.
 pub struct Lora<'a> {
     /// The base, and the adapter.
-    sources: [&'a dyn Checkpoint; 2],
-    metadata: Metadata,
+    seen: Seen<'a>,
     updates: IndexMap<String, Update>,
     /// The adapter's keys of the tensors that replace one of the base, by the key in the base. A weight that is replaced and
     /// updated gets its update after it is replaced.
@@ -161,12 +159,13 @@ impl<'a> Lora<'a> {
         if updates.is_empty() && replaced.is_empty() {
             return Err(FileError::Merge { reason: "the adapter has no tensors".to_owned() });
         }
-        Ok(Lora { sources: [base, adapter], metadata, updates, replaced })
+        let sources = vec![Source::Lent(base), Source::Lent(adapter)];
+        Ok(Lora { seen: Seen { sources, metadata, structure: base.structure().cloned() }, updates, replaced })
     }
 
     /// Returns the source and the key in it of the weight to which an update is added.
     fn weight<'o>(&'o self, fqn: &'o str) -> (usize, &'o str) {
-        self.replaced.get(fqn).map_or((0, fqn), |key| (1, key))
+        self.replaced.get(fqn).map_or((0, fqn), |key| (1, key.as_str()))
     }
 
     /// Returns the keys of the tensors that the adapter changes.
@@ -316,20 +315,8 @@ impl Update {
 }
 
 impl Layer for Lora<'_> {
-    fn source_count(&self) -> usize {
-        self.sources.len()
-    }
-
-    fn source(&self, index: usize) -> &dyn Checkpoint {
-        self.sources[index]
-    }
-
-    fn metadata(&self) -> &Metadata {
-        &self.metadata
-    }
-
-    fn structure(&self) -> Option<&Structure> {
-        self.sources[0].structure()
+    fn seen(&self) -> &Seen<'_> {
+        &self.seen
     }
 
     fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {
@@ -348,11 +335,11 @@ impl Layer for Lora<'_> {
 
     fn read_made(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
         let Some(update) = self.updates.get(fqn) else { return Err(FileError::NotStored { fqn: fqn.to_owned() }) };
-        let adapter = self.sources[1];
-        let (source, key) = self.weight(fqn);
-        let dtype = tensor_of(&self.metadata, fqn)?.properties.dtype;
+        let (weight, adapter) = (self.weight(fqn), self.source(1));
+        let (source, key) = (self.source(weight.0), weight.1);
+        let dtype = tensor_of(&self.seen.metadata, fqn)?.properties.dtype;
         let mut merge = |part: &TensorBox, bytes: &mut [u8]| {
-            self.sources[source].read_box(key, part, bytes)?;
+            source.read_box(key, part, bytes)?;
             let mut sums = Vec::with_capacity(part.numel());
             for_each(dtype, bytes, &mut |number| sums.push(number));
             update.add(adapter, part, &mut sums)?;

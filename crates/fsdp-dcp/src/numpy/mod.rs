@@ -1,7 +1,7 @@
 //! NumPy's files: `.npy`, one array, and `.npz`, a zip archive of several.
 //!
 //! An array in a `.npz` has the key that its record's name is without `.npy`; that of a `.npy` is the name of the file
-//! without its ending. Records that are compressed, arrays of objects and of structures, and big-endian numbers are refused.
+//! without its ending. Records may be compressed, as `savez_compressed` writes them. Arrays of objects and of structures, and big-endian numbers are refused.
 
 mod header;
 
@@ -18,7 +18,7 @@ use crate::formats::read::OpenOptions;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 use crate::storage::read_at::{ReadAt, Window};
-use crate::torch::zip::Directory;
+use crate::torch::zip::{Deflated, Directory, Kept};
 
 /// The ending of the names of records.
 const RECORD_END: &str = ".npy";
@@ -42,14 +42,14 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
     for (key, start, header) in arrays {
         let path = KeyPath(vec![PathPart::Key(key)]);
         let layout = header.layout();
-        let piece = Piece { file: name.clone(), start: Start::At(start), layout, elements: Elements::Plain };
+        let piece = Piece { file: name.clone(), start, layout, elements: Elements::Plain };
         assembler.add_tensor(&path, &name, header.dtype, &header.shape, vec![piece])?;
     }
     Ok(assembler.finish(None))
 }
 
 /// Finds the arrays of a file: key, start of the elements, header.
-fn arrays(file: &dyn ReadAt, name: &str) -> Result<Vec<(String, u64, Header)>, FormatError> {
+fn arrays(file: &dyn ReadAt, name: &str) -> Result<Vec<(String, Start, Header)>, FormatError> {
     let mut start = [0; START.len()];
     if file.len() >= start.len() as u64 {
         file.read_exact_at(0, &mut start)?;
@@ -57,15 +57,23 @@ fn arrays(file: &dyn ReadAt, name: &str) -> Result<Vec<(String, u64, Header)>, F
     if start == *START {
         let header = Header::read(file)?;
         let key = name.strip_suffix(RECORD_END).unwrap_or(name).to_owned();
-        return Ok(vec![(key, header.length, header)]);
+        return Ok(vec![(key, Start::At(header.length), header)]);
     }
     let archive = Directory::read_rootless(file)?;
+    let kept = Kept::default();
     let mut arrays = Vec::with_capacity(archive.records.len());
     for (name, record) in &archive.records {
         let data = archive.data_offset(file, name, record)?;
-        let header = Header::read(&Window::new(file, data, record.length)?)?;
         let key = name.strip_suffix(RECORD_END).unwrap_or(name).to_owned();
-        arrays.push((key, data + header.length, header));
+        let (start, header) = if record.is_deflated {
+            let record = Deflated::new(data, record, &kept);
+            let header = Header::read(&record.of(file))?;
+            (Start::In(Arc::new(record), header.length), header)
+        } else {
+            let header = Header::read(&Window::new(file, data, record.length)?)?;
+            (Start::At(data + header.length), header)
+        };
+        arrays.push((key, start, header));
     }
     Ok(arrays)
 }

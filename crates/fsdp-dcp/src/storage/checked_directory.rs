@@ -60,6 +60,17 @@ impl CheckedDirectory {
         Ok(directory)
     }
 
+    /// Opens a directory for one of its files, which another program may have put there: it is checked if it is covered.
+    pub(crate) fn open_for(location: &Location, name: &str, verify: bool) -> Result<Self, FileError> {
+        let mut directory = Self::open(location, verify, Links::Refuse)?;
+        let known = directory.integrity.take().map(|mut known| {
+            known.hashes.retain(|file, _| file == name);
+            Known { digests: None, lineage: None, ..known }
+        });
+        directory.integrity = known.filter(|known| !known.hashes.is_empty());
+        Ok(directory)
+    }
+
     fn open_unchecked(location: &Location, links: Links) -> Result<Self, FileError> {
         let directory = location.storage().open(links)?;
         Ok(CheckedDirectory { directory, integrity: None, files: Mutex::default(), bytes_read: Arc::default() })

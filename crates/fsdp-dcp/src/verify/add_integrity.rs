@@ -28,7 +28,7 @@ pub fn add_integrity(location: impl Into<Location>, progress: Option<&(dyn Fn(u6
     let path = location.name();
     // Without the old hashes: they may be what is out of date.
     let checkpoint = open(&location, OpenOptions { verify: false })?;
-    if !checkpoint.parts().is_empty() {
+    if checkpoint.format() == Format::Folder {
         let source =
             FormatError::Unsupported { what: "hashing a folder as a whole, and not each of its parts,".to_owned() };
         return Err(FileError::File { path: path.to_owned(), source });
@@ -76,7 +76,12 @@ pub fn add_integrity(location: impl Into<Location>, progress: Option<&(dyn Fn(u6
             cuts.extend(payload_of(&*file, stored.offset, stored.length).into_iter().flatten());
         }
     }
-    let mut integrity = Integrity { digests: Some(digest(&*checkpoint, default_threads())?), ..Integrity::default() };
+    // What lies in files beside the directory's own has no digests.
+    let digested = match checkpoint.parts().first() {
+        Some(own) => digest(own.checkpoint, default_threads())?,
+        None => digest(&*checkpoint, default_threads())?,
+    };
+    let mut integrity = Integrity { digests: Some(digested), ..Integrity::default() };
     for (name, cuts) in cuts {
         let file = directory.file(&name)?;
         let hashed = hash(&*file, &cuts, progress).map_err(|source| directory.file_error(&name, source))?;

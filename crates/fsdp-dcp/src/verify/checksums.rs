@@ -9,7 +9,7 @@ use crate::metadata::StorageInfo;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::read_at::{ReadAt, Window};
 use crate::threads::on_each;
-use crate::torch::zip::{Directory, Record};
+use crate::torch::zip::{Deflated, Directory, Kept, Record};
 
 /// Checks the zip checksums of all DCP items.
 pub(super) fn check_items(
@@ -105,13 +105,17 @@ fn check_records(
     let checked = on_each(&records, threads, |(name, record)| {
         let start = archive.data_offset(&item, name, record)?;
         // The range is read even where there is no checksum, so that a range that cannot be read is found.
-        let crc = crc(&item, start, record.length, progress)?;
+        let crc = if record.is_deflated {
+            crc(&Deflated::new(start, record, &Kept::default()).of(&item), 0, record.length, progress)?
+        } else {
+            crc(&item, start, record.length, progress)?
+        };
         // A checksum of 0 says nothing: some writers leave it so, and torch accepts that.
         if record.crc != 0 && record.crc != crc {
             return Err(FormatError::Corrupt {
                 file: stored.relative_path.clone(),
                 offset: stored.offset + start,
-                end: stored.offset + start + record.length,
+                end: stored.offset + start + record.stored,
             });
         }
         Ok(())

@@ -57,11 +57,10 @@ impl Report {
         self.opaque.extend(part.opaque);
     }
 
-    /// Adds the findings about one of the checkpoints of a folder, with the keys and files that they have there.
+    /// Adds the findings about one of several checkpoints, with the keys and files that they have in the whole.
     pub(super) fn absorb_part(&mut self, part: Report, of: &PartOf<'_>) {
         let key = |fqn: String| of.keys.get(&fqn).cloned().unwrap_or(fqn);
-        let is_directory = !of.place.is_empty() && !of.checkpoint.format().is_file();
-        let file = |file: String| if is_directory { format!("{}/{file}", of.place) } else { file };
+        let file = |file: String| if of.is_directory { format!("{}/{file}", of.place) } else { file };
         self.problems.extend(part.problems.into_iter().map(|problem| Problem {
             fqn: problem.fqn.map(key),
             file: problem.file.map(file),

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use fsdp_dcp::checkpoint::open;
 use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp_dcp::diff::{Tolerance, diff};
+use fsdp_dcp::internals::INTEGRITY_FILE;
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::verify::{Level, add_integrity, verify};
 
@@ -54,13 +55,72 @@ fn checkpoints() -> Vec<(PathBuf, bool)> {
         "hfbin",
         "full.pth",
         "numpy_gguf/arrays.npz",
+        "numpy_gguf/compressed.npz",
     ];
     let others = ["legacy.pt", "numpy_gguf/one.npy", "numpy_gguf/model.gguf"];
     let mut all: Vec<(PathBuf, bool)> = archives.iter().map(|name| (foreign(name), true)).collect();
     all.extend(others.iter().map(|name| (foreign(name), false)));
     all.push((fixtures().join("variants_ws2/threads2"), false));
-    all.extend(["opaque_tensors/int8", "opaque_tensors/conj", "mcore"].map(|name| (foreign(name), false)));
+    all.extend(
+        ["opaque_tensors/int8", "opaque_tensors/conj", "mcore", "lightning", "fsdp_dtensor/hybrid"]
+            .map(|name| (foreign(name), false)),
+    );
     all
+}
+
+/// Checkpoints in the formats that are written here, without hashes, and `true` for those whose files have checksums.
+fn written(parent: &Path) -> Vec<(PathBuf, bool)> {
+    let source = open(foreign("full.pth"), OpenOptions::default()).unwrap();
+    let targets = [
+        ("model.safetensors", OutputFormat::SafetensorsFile, false),
+        ("model.pt", OutputFormat::Torch, true),
+        ("hf", OutputFormat::SafetensorsDirectory { max_file_bytes: 1000 }, false),
+        ("shards", OutputFormat::SafetensorsShards { ranks: 2 }, false),
+        ("dcp", OutputFormat::Dcp { ranks: 3 }, false),
+    ];
+    let written = targets.map(|(name, target, has_checksums)| {
+        // A file has its values beside it.
+        let folder = parent.join(format!("of-{name}"));
+        std::fs::create_dir_all(&folder).unwrap();
+        let place = folder.join(name);
+        convert(&*source, &place, target, ConvertOptions::default()).unwrap();
+        let _ = std::fs::remove_file(place.join(INTEGRITY_FILE));
+        (place, has_checksums)
+    });
+    written.to_vec()
+}
+
+/// Returns all files of a checkpoint that is here: of one that is a file, those beside it too.
+fn files_of(place: &Path) -> Vec<PathBuf> {
+    let root = if place.is_file() { place.parent().unwrap() } else { place };
+    let mut files = Vec::new();
+    let mut folders = vec![root.to_owned()];
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() { folders.push(path) } else { files.push(path) }
+        }
+    }
+    files.sort();
+    files
+}
+
+/// Damages a sealed checkpoint in rounds. Each change of these files is found, whatever level finds it first.
+fn assert_found(place: &Path, files: &[PathBuf], rounds: usize, numbers: &mut Numbers) {
+    assert!(is_sound(place, Level::Deep), "{}", place.display());
+    for round in 0..rounds {
+        let kind = ALL[round % ALL.len()];
+        let before = damage(kind, files, numbers);
+        if !before.is_empty() {
+            let named = before[0].0.display();
+            // Each level finds what those before it find.
+            let level = if (round / ALL.len()).is_multiple_of(2) { Level::Hashes } else { Level::Deep };
+            assert!(!is_sound(place, level), "{kind:?} of {named} in round {round}");
+        }
+        for (file, bytes) in before {
+            std::fs::write(file, bytes).unwrap();
+        }
+    }
 }
 
 /// The folders of trainers, whose parts are sealed by themselves.
@@ -132,20 +192,32 @@ fn any_damage_to_a_sealed_checkpoint_is_found() {
         let mut files = copy(&source, &path);
         files.retain(|file| !file.ends_with("config.json"));
         add_integrity(&path, None).unwrap();
-        assert!(is_sound(&path, Level::Deep), "{}", source.display());
-        for round in 0..60 {
-            let kind = ALL[round % ALL.len()];
-            let before = damage(kind, &files, &mut numbers);
-            if !before.is_empty() {
-                let named = before[0].0.display();
-                // Each level finds what those before it find.
-                let level = if (round / ALL.len()).is_multiple_of(2) { Level::Hashes } else { Level::Deep };
-                assert!(!is_sound(&path, level), "{kind:?} of {named} in round {round}");
-            }
-            for (file, bytes) in before {
-                std::fs::write(file, bytes).unwrap();
-            }
+        assert_found(&path, &files, 60, &mut numbers);
+    }
+    for (place, _) in written(parent.path()) {
+        let files = files_of(&place);
+        add_integrity(&place, None).unwrap();
+        assert_found(&place, &files, 60, &mut numbers);
+    }
+}
+
+#[test]
+fn any_damage_to_a_sealed_part_of_a_folder_is_found() {
+    let parent = tempfile::tempdir().unwrap();
+    let mut numbers = Numbers(0x5eed_0003);
+    for (number, (source, _)) in folders().into_iter().enumerate() {
+        let path = parent.path().join(number.to_string());
+        copy(&source, &path);
+        let folder = open(&path, OpenOptions::default()).unwrap();
+        let mut files = Vec::new();
+        // JSON has no hashes, and no checksums.
+        for part in folder.parts().iter().filter(|part| !part.place.ends_with(".json")) {
+            let place = path.join(part.place);
+            files.extend(if place.is_dir() { files_of(&place) } else { vec![place.clone()] });
+            add_integrity(&place, None).unwrap();
         }
+        drop(folder);
+        assert_found(&path, &files, 120, &mut numbers);
     }
 }
 
@@ -153,9 +225,18 @@ fn any_damage_to_a_sealed_checkpoint_is_found() {
 fn damage_without_hashes_never_panics_and_what_is_called_sound_is_what_it_was() {
     let parent = tempfile::tempdir().unwrap();
     let mut numbers = Numbers(0x5eed_0002);
-    for (number, (source, has_checksums)) in checkpoints().into_iter().chain(folders()).enumerate() {
-        let path = parent.path().join(number.to_string());
-        let files = copy(&source, &path);
+    let sources = checkpoints().into_iter().chain(folders()).chain(written(parent.path()));
+    for (number, (source, has_checksums)) in sources.enumerate() {
+        // One that is a file has what lies beside it in a folder of its own.
+        let folder = parent.path().join(number.to_string());
+        let path = folder.join(source.file_name().unwrap());
+        let files = match source.parent().filter(|of| source.is_file() && of.starts_with(parent.path())) {
+            Some(of) => copy(of, &folder),
+            None => {
+                std::fs::create_dir_all(&folder).unwrap();
+                copy(&source, &path)
+            }
+        };
         let original = open(&source, OpenOptions::default()).unwrap();
         for round in 0..80 {
             let kind = ALL[round % ALL.len()];

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use fsdp_dcp::FileError;
 use fsdp_dcp::checkpoint::{Checkpoint, Format, steps_of_run};
 use fsdp_dcp::convert::{ConvertOptions, OutputFormat, Rename, View, convert};
 use fsdp_dcp::internals::encode_value;
@@ -81,6 +82,59 @@ fn a_folder_of_accelerate_is_one_tree() {
     let keep = |fqn: &str| if fqn.starts_with("model.") { Rename::Keep } else { Rename::Drop };
     let (sharded, full) = (View::new(&*sharded, keep, None).unwrap(), View::new(&*full, keep, None).unwrap());
     assert_eq!(differences(&sharded, &full), [""; 0]);
+}
+
+/// Makes the folder of Hugging Face's trainer with DeepSpeed: shards in a directory of their own, and no `optimizer.pt`.
+fn with_deepspeed(parent: &Path, shards: &str, has_model: bool) -> std::path::PathBuf {
+    let folder = parent.join(format!("checkpoint-{shards}-{has_model}"));
+    copy(&fixture("folders/trainer"), &folder);
+    std::fs::remove_file(folder.join("optimizer.pt")).unwrap();
+    if !has_model {
+        std::fs::remove_file(folder.join("model.safetensors")).unwrap();
+    }
+    copy(&fixture("deepspeed").join(shards), &folder.join("global_step20"));
+    std::fs::write(folder.join("latest"), "global_step20\n").unwrap();
+    folder
+}
+
+#[test]
+fn shards_of_deepspeed_in_a_folder_are_part_of_its_tree() {
+    let parent = tempfile::tempdir().unwrap();
+    for shards in ["zero2", "zero3", "universal"] {
+        // Where the folder has no model, that of the shards is the model.
+        let path = with_deepspeed(parent.path(), shards, false);
+        assert_holds(&path, "global_step20", "");
+        assert_holds(&path, "scheduler.pt", "scheduler");
+        assert_converts(&without_random_numbers(&*opened(&path)));
+        let path = with_deepspeed(parent.path(), shards, true);
+        assert_holds(&path, "model.safetensors", "model");
+        assert_holds(&path, "global_step20", "deepspeed");
+        // Damage is found with the file below the folder.
+        let (folder, optim) = (opened(&path), "zero_pp_rank_1_mp_rank_00_optim_states.pt");
+        assert!(folder.metadata().stored().any(|(_, _, stored)| stored.relative_path.starts_with("global_step20/")));
+        if shards != "universal" {
+            std::fs::remove_file(path.join("global_step20").join(optim)).unwrap();
+            assert!(matches!(refused(&path), FileError::MissingFiles { files, .. } if files == [optim]));
+        }
+    }
+}
+
+#[test]
+fn the_shards_of_deepspeed_are_those_that_latest_names() {
+    let parent = tempfile::tempdir().unwrap();
+    let path = with_deepspeed(parent.path(), "zero2", false);
+    copy(&path.join("global_step20"), &path.join("global_step10"));
+    std::fs::remove_file(path.join("global_step10/zero_pp_rank_0_mp_rank_00_optim_states.pt")).unwrap();
+    opened(&path);
+    for (text, what) in [("global_step30", "global_step30"), ("../zero2", "no name"), ("", "no name")] {
+        std::fs::write(path.join("latest"), text).unwrap();
+        assert!(fsdp_dcp::verify::with_causes(&refused(&path)).contains(what), "{text}");
+    }
+    // Nobody knows which one is meant, unless there is one only.
+    std::fs::remove_file(path.join("latest")).unwrap();
+    assert!(fsdp_dcp::verify::with_causes(&refused(&path)).contains("`global_step10` and `global_step20`"));
+    std::fs::remove_dir_all(path.join("global_step10")).unwrap();
+    opened(&path);
 }
 
 #[test]

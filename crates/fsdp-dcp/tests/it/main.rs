@@ -14,6 +14,7 @@ mod folder;
 mod foreign;
 mod legacy;
 mod map;
+mod megatron;
 mod merge;
 mod numpy_gguf;
 mod opaque;
@@ -21,6 +22,7 @@ mod rank_files;
 #[path = "../common/sample.rs"]
 mod sample;
 mod save_load;
+mod sidecars;
 #[path = "../common/state.rs"]
 mod state;
 mod structure;

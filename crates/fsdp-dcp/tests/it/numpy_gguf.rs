@@ -1,7 +1,9 @@
 //! Files of NumPy and of llama.cpp.
 
-use fsdp_dcp::checkpoint::{Checkpoint, Format};
+use fsdp_dcp::checkpoint::{Checkpoint, Format, open};
 use fsdp_dcp::convert::{Rename, View};
+use fsdp_dcp::reader::OpenOptions;
+use fsdp_dcp::verify::{Level, add_integrity, verify};
 use fsdp_dcp::{FileError, FormatError};
 use fsdp_layout::{DType, PlainValue, TensorBox};
 
@@ -27,8 +29,41 @@ fn arrays_of_numpy_are_tensors() {
 }
 
 #[test]
+fn compressed_arrays_are_read_in_any_part_and_their_damage_is_found() {
+    let arrays = numpy_gguf("compressed.npz");
+    assert_eq!(differences(&*arrays, &*numpy_gguf("arrays.pt")), [""; 0]);
+    assert_converts(&*arrays);
+    // A part in the middle, after the end was read, and in the order of Fortran.
+    let (mut whole, mut part) = (vec![0; 240], vec![0; 2 * 8]);
+    arrays.read_box("fortran", &TensorBox::whole(&[2, 3, 5]), &mut whole).unwrap();
+    arrays.read_box("fortran", &TensorBox::new(vec![1, 1, 2], vec![1, 1, 2]), &mut part).unwrap();
+    let at = (15 + 5 + 2) * 8;
+    assert_eq!(part, whole[at..at + 16]);
+    // With hashes too.
+    let parent = tempfile::tempdir().unwrap();
+    let path = parent.path().join("a.npz");
+    std::fs::copy(fixture("numpy_gguf/compressed.npz"), &path).unwrap();
+    add_integrity(&path, None).unwrap();
+    let sealed = opened(&path);
+    let report = verify(&*sealed, Level::Deep, None).unwrap();
+    assert!(report.is_ok() && report.digests == 8, "{:?}", report.problems);
+    std::fs::remove_file(path.with_extension("npz.integrity")).unwrap();
+    // A changed bit of the stored bytes is found without them too: the archive has checksums of what they become.
+    let bytes = std::fs::read(fixture("numpy_gguf/compressed.npz")).unwrap();
+    let at = bytes.windows(16).position(|part| part == b"model.weight.npy").unwrap() + 120;
+    for bit in 0..64 {
+        let mut changed = bytes.clone();
+        changed[at + bit / 8] ^= 1 << (bit % 8);
+        std::fs::write(&path, changed).unwrap();
+        let is_sound = open(&path, OpenOptions::default())
+            .is_ok_and(|opened| verify(&*opened, Level::Hashes, None).is_ok_and(|report| report.is_ok()));
+        assert!(!is_sound, "bit {bit}");
+    }
+}
+
+#[test]
 fn what_numpy_only_pickles_is_refused_by_name() {
-    for (name, what) in [("objects.npy", "|O"), ("big_endian.npy", ">f4"), ("compressed.npz", "compressed")] {
+    for (name, what) in [("objects.npy", "|O"), ("big_endian.npy", ">f4"), ("bzip2.npz", "compressed")] {
         match refused(&fixture("numpy_gguf").join(name)) {
             FileError::File { source, .. } => assert!(source.to_string().contains(what), "{source}"),
             other => panic!("{other}"),

@@ -27,9 +27,9 @@ const OBJECTS: [(&str, &str); 7] = [
     ("cust", "objs.Cust"),
 ];
 
-/// Returns the bytes of every value as they are stored.
+/// Returns the bytes of every value of a DCP directory as they are stored.
 fn items(path: &Path) -> Vec<(String, Vec<u8>)> {
-    let checkpoint = open(path, OpenOptions::default()).unwrap();
+    let checkpoint = CheckpointReader::open(path).unwrap();
     let values = checkpoint.metadata().values();
     let items = values.map(|(fqn, entry)| {
         let BytesEntry { stored: Some(stored) } = entry else { panic!("`{fqn}` is stored nowhere") };

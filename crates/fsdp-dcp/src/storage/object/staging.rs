@@ -23,6 +23,10 @@ use crate::storage::sidecar::Sidecar;
 const COMMIT_ATTEMPTS: u32 = 5;
 /// The pause after the first attempt; it doubles after each further one.
 const COMMIT_PAUSE: Duration = Duration::from_millis(200);
+/// The number of times that the removal of a claim is tried.
+const RELEASE_ATTEMPTS: u32 = 3;
+/// The end of the name of the object that says who puts a file in its place; the name of the file is before it.
+const CLAIM_END: &str = ".claim";
 /// The name of a stage, without the nonce.
 const NAME: &str = "tmp-";
 
@@ -92,33 +96,45 @@ impl ObjectStage {
         })
     }
 
-    /// Puts an object where none may be, and finds out whether that was done if the answer is lost.
+    /// Puts an object below the target.
     fn put_new(&self, name: &str, bytes: &[u8]) -> Result<(), FileError> {
-        let mut pause = COMMIT_PAUSE;
-        let mut attempt = 1;
-        loop {
-            let error = match self.prefix.put(name, PutPayload::from(bytes.to_vec()), PutMode::Create) {
-                Ok(()) => return Ok(()),
-                Err(error) => error,
-            };
-            if is_refusal(&error) {
+        put_new(&self.prefix, name, bytes, self.target())
+    }
+
+    /// Puts the object of a file in its place, and its sidecar beside it. Nobody else does this here now.
+    fn put_single(&mut self, upload: Upload, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError> {
+        if !self.overwrite && self.prefix.head("")?.is_some() {
+            return Err(FileError::Exists { path: self.target().to_owned() });
+        }
+        // 1. The sidecar, under its pending name.
+        if let Some(Sidecar { pending_name, bytes: Some(bytes), .. }) = sidecar {
+            self.unmarked().push(Unmarked::Beside(pending_name.to_owned()));
+            self.parent()?.put(pending_name, PutPayload::from(bytes.to_vec()), PutMode::Overwrite)?;
+        }
+        // 2. The object itself: this is the commit.
+        let length = upload.length();
+        if let Err(error) = upload.complete(PutMode::Overwrite) {
+            // Without an object of this length in its place, the upload has certainly not been done.
+            if self.prefix.head("").is_ok_and(|there| there.is_none_or(|there| there.size != length)) {
                 return Err(error);
             }
-            // "There is one already" may be the answer to a retry inside the client, whose first attempt succeeded. The
-            // content tells whose object it is: it holds offsets and hashes, or the nonce, of one save.
-            match self.prefix.get(name) {
-                Ok(Some(there)) if there == bytes => return Ok(()),
-                Ok(Some(_)) => return Err(FileError::Exists { path: self.target().to_owned() }),
-                Ok(None) | Err(_) if attempt < COMMIT_ATTEMPTS => {}
-                Ok(None) | Err(_) => {
-                    let path = self.prefix.name_of(name);
-                    return Err(FileError::CommitUnknown { path, source: Box::new(error) });
-                }
-            }
-            std::thread::sleep(pause);
-            attempt += 1;
-            pause *= 2;
+            // Otherwise it may have been done, with only the answer lost. Then the sidecar must stay.
+            self.cleans = false;
+            return Err(FileError::CommitUnknown { path: self.target().to_owned(), source: Box::new(error) });
         }
+        self.cleans = false;
+        // 3. The sidecar's name. A failure is ignored, since the commit is done: readers look for both names, and can tell
+        // if a sidecar belongs to the checkpoint.
+        let Some(Sidecar { name, pending_name, bytes }) = sidecar else { return Ok(()) };
+        let parent = self.parent()?;
+        let renamed = match bytes {
+            Some(bytes) => parent.put(name, PutPayload::from(bytes.to_vec()), PutMode::Overwrite),
+            None => parent.delete(name),
+        };
+        if renamed.is_ok() {
+            let _ = parent.delete(pending_name);
+        }
+        Ok(())
     }
 
     /// Removes what was written, as far as the store lets us.
@@ -258,39 +274,47 @@ impl Stage for ObjectStage {
     fn commit_single(mut self: Box<Self>, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError> {
         let upload = self.single.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(upload) = upload else { return Ok(()) };
-        // An upload in parts takes no condition. Looking right before the commit is the closest that there is to one.
-        if !self.overwrite && self.prefix.head("")?.is_some() {
-            return Err(FileError::Exists { path: self.target().to_owned() });
+        // An upload in parts takes no condition, and a file has a sidecar. So of several savers one at a time gets through
+        // here: one that came between the other's requests would leave the file of one with the sidecar of another.
+        let parent = self.parent()?.clone();
+        let claim = format!("{}{CLAIM_END}", self.prefix.key("")?.filename().unwrap_or_default());
+        put_new(&parent, &claim, self.nonce().as_bytes(), &parent.name_of(&claim))?;
+        self.unmarked().push(Unmarked::Beside(claim.clone()));
+        let done = self.put_single(upload, sidecar);
+        // What is cleaned up after an error goes before the claim.
+        if !self.cleans {
+            let _ = (0..RELEASE_ATTEMPTS).find(|_| parent.delete(&claim).is_ok());
         }
-        // 1. The sidecar, under its pending name.
-        if let Some(Sidecar { pending_name, bytes: Some(bytes), .. }) = sidecar {
-            self.unmarked().push(Unmarked::Beside(pending_name.to_owned()));
-            self.parent()?.put(pending_name, PutPayload::from(bytes.to_vec()), PutMode::Overwrite)?;
-        }
-        // 2. The object itself: this is the commit.
-        let length = upload.length();
-        if let Err(error) = upload.complete(PutMode::Overwrite) {
-            // Without an object of this length in its place, the upload has certainly not been done.
-            if self.prefix.head("").is_ok_and(|there| there.is_none_or(|there| there.size != length)) {
-                return Err(error);
-            }
-            // Otherwise it may have been done, with only the answer lost. Then the sidecar must stay.
-            self.cleans = false;
-            return Err(FileError::CommitUnknown { path: self.target().to_owned(), source: Box::new(error) });
-        }
-        self.cleans = false;
-        // 3. The sidecar's name. A failure is ignored, since the commit is done: readers look for both names, and can tell
-        // if a sidecar belongs to the checkpoint.
-        let Some(Sidecar { name, pending_name, bytes }) = sidecar else { return Ok(()) };
-        let parent = self.parent()?;
-        let renamed = match bytes {
-            Some(bytes) => parent.put(name, PutPayload::from(bytes.to_vec()), PutMode::Overwrite),
-            None => parent.delete(name),
+        done
+    }
+}
+
+/// Puts an object where none may be, and finds out whether that was done if the answer is lost. `taken` is named if another
+/// one is there.
+fn put_new(prefix: &Prefix, name: &str, bytes: &[u8], taken: &Path) -> Result<(), FileError> {
+    let mut pause = COMMIT_PAUSE;
+    let mut attempt = 1;
+    loop {
+        let error = match prefix.put(name, PutPayload::from(bytes.to_vec()), PutMode::Create) {
+            Ok(()) => return Ok(()),
+            Err(error) => error,
         };
-        if renamed.is_ok() {
-            let _ = parent.delete(pending_name);
+        if is_refusal(&error) {
+            return Err(error);
         }
-        Ok(())
+        // "There is one already" may be the answer to a retry inside the client, whose first attempt succeeded. The
+        // content tells whose object it is: it holds offsets and hashes, or the nonce, of one save.
+        match prefix.get(name) {
+            Ok(Some(there)) if there == bytes => return Ok(()),
+            Ok(Some(_)) => return Err(FileError::Exists { path: taken.to_owned() }),
+            Ok(None) | Err(_) if attempt < COMMIT_ATTEMPTS => {}
+            Ok(None) | Err(_) => {
+                return Err(FileError::CommitUnknown { path: prefix.name_of(name), source: Box::new(error) });
+            }
+        }
+        std::thread::sleep(pause);
+        attempt += 1;
+        pause *= 2;
     }
 }
 

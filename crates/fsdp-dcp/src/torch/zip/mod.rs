@@ -13,9 +13,11 @@
 //!
 //! [`Directory`] reads it by range; [`ArchiveLayout`] says where each byte will lie before any storage is there.
 
+mod inflate;
 mod layout;
 mod read;
 
+pub(crate) use inflate::{Deflated, Kept};
 pub use layout::ArchiveLayout;
 #[cfg(test)]
 use layout::STORAGE_ALIGNMENT;

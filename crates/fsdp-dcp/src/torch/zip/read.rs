@@ -24,6 +24,10 @@ pub struct Record {
     pub header: u64,
     /// Bytes of its data.
     pub length: u64,
+    /// Bytes that it takes in the archive: fewer than its data, where that is compressed.
+    pub stored: u64,
+    /// `true` if it is compressed with DEFLATE. Only an archive [without a root](Directory::read_rootless) has such records.
+    pub is_deflated: bool,
     /// CRC-32 of its data, as the directory claims. torch does not check it, and may leave it 0.
     pub crc: u32,
     name_length: u16,
@@ -33,6 +37,13 @@ pub struct Record {
 const END_LENGTH: u64 = 22;
 /// The farthest from the end that the end record may start: with the longest comment.
 const LONGEST_END: u64 = END_LENGTH + u16::MAX as u64;
+
+/// The method of a record that is stored as it is.
+const STORED: u16 = 0;
+/// The method of one that is compressed with DEFLATE.
+const DEFLATED: u16 = 8;
+/// The most bytes that DEFLATE makes of one.
+const MAX_DEFLATION: u64 = 1032;
 
 fn bad(offset: u64, what: &'static str) -> FormatError {
     FormatError::Archive { offset, what }
@@ -59,7 +70,7 @@ impl Directory {
     /// Reads the directory of the archive that is all of `source`: all records lie below one root.
     pub fn read(source: &dyn ReadAt) -> Result<Self, FormatError> {
         let mut root: Option<String> = None;
-        let records = read_records(source, &mut |name, here| {
+        let records = read_records(source, false, &mut |name, here| {
             let (top, below) =
                 name.split_once('/').ok_or_else(|| bad(here, "a record lies outside the root directory"))?;
             if *root.get_or_insert_with(|| top.to_owned()) != top {
@@ -70,9 +81,9 @@ impl Directory {
         Ok(Directory { root: root.unwrap_or_default(), records })
     }
 
-    /// Reads the directory of an archive whose records need no root, as NumPy's have none.
+    /// Reads the directory of an archive whose records need no root, as NumPy's have none, and may be compressed.
     pub(crate) fn read_rootless(source: &dyn ReadAt) -> Result<Self, FormatError> {
-        let records = read_records(source, &mut |name, _| Ok(name.to_owned()))?;
+        let records = read_records(source, true, &mut |name, _| Ok(name.to_owned()))?;
         Ok(Directory { root: String::new(), records })
     }
 
@@ -96,18 +107,18 @@ impl Directory {
         if u16_at(&header, 26) != record.name_length || !same {
             return Err(wrong("the local header is another record's"));
         }
-        if u16_at(&header, 8) != 0 {
-            return Err(wrong("the record is compressed"));
+        if u16_at(&header, 8) != if record.is_deflated { DEFLATED } else { STORED } {
+            return Err(wrong("the local header and the directory disagree on whether the record is compressed"));
         }
         // With a data descriptor (bit 3) the header's own sizes are 0.
         let (stored, full) = (u32_at(&header, 18), u32_at(&header, 22));
         let deferred = u16_at(&header, 6) & 8 != 0 && stored == 0 && full == 0;
-        let agree = is_length(stored, record.length) && is_length(full, record.length);
+        let agree = is_length(stored, record.stored) && is_length(full, record.length);
         if !deferred && !agree {
             return Err(wrong("the local header and the directory disagree on the length"));
         }
         let data = record.header + 30 + u64::from(record.name_length) + u64::from(u16_at(&header, 28));
-        match data.checked_add(record.length) {
+        match data.checked_add(record.stored) {
             Some(end) if end <= source.len() => Ok(data),
             _ => Err(wrong("the record ends beyond the archive")),
         }
@@ -139,6 +150,7 @@ impl Directory {
 /// Reads all entries of a directory; `name` gives each record its name.
 fn read_records(
     source: &dyn ReadAt,
+    may_deflate: bool,
     name_of: &mut dyn FnMut(&str, u64) -> Result<String, FormatError>,
 ) -> Result<IndexMap<String, Record>, FormatError> {
     let (start, length, count) = locate(source)?;
@@ -159,9 +171,12 @@ fn read_records(
     for _ in 0..count {
         let (name, record, next) = entry(&bytes, at, start)?;
         let here = start + at as u64;
+        if record.is_deflated && !may_deflate {
+            return Err(bad(here, "the record is compressed"));
+        }
         let name = name_of(name, here)?;
         let end =
-            record.header.checked_add(30 + u64::from(record.name_length)).and_then(|at| at.checked_add(record.length));
+            record.header.checked_add(30 + u64::from(record.name_length)).and_then(|at| at.checked_add(record.stored));
         if end.is_none_or(|end| end > start) {
             return Err(bad(here, "a record does not lie before the directory"));
         }
@@ -244,9 +259,11 @@ fn entry(bytes: &[u8], at: usize, start: u64) -> Result<(&str, Record, usize), F
     if !plain {
         return Err(bad(here, "a record's name is not a plain relative path"));
     }
-    if u16_at(fixed, 10) != 0 {
-        return Err(bad(here, "the record is compressed"));
-    }
+    let is_deflated = match u16_at(fixed, 10) {
+        STORED => false,
+        DEFLATED => true,
+        _ => return Err(bad(here, "the record is compressed in an unknown way")),
+    };
     let (stored32, full32, header32) = (u32_at(fixed, 20), u32_at(fixed, 24), u32_at(fixed, 42));
     // Values that do not fit 32 bits are in the zip64 field, in this order.
     let (mut stored, mut full, mut header) = (u64::from(stored32), u64::from(full32), u64::from(header32));
@@ -263,15 +280,18 @@ fn entry(bytes: &[u8], at: usize, start: u64) -> Result<(&str, Record, usize), F
         }
         extra = &extra[4 + length..];
     }
-    if stored != full {
+    if !is_deflated && stored != full {
         return Err(bad(here, "a stored record has two lengths"));
     }
-    Ok((name, Record { header, length: full, crc: u32_at(fixed, 16), name_length }, next))
+    if full > stored.saturating_mul(MAX_DEFLATION) {
+        return Err(bad(here, "a record is longer than what is stored of it can become"));
+    }
+    Ok((name, Record { header, length: full, stored, is_deflated, crc: u32_at(fixed, 16), name_length }, next))
 }
 
 /// Refuses records that share bytes: they make an archive larger than it is, or mean two things at once.
 fn check_disjoint<'r>(records: impl Iterator<Item = &'r Record>) -> Result<(), FormatError> {
-    let mut ranges: Vec<_> = records.map(|r| (r.header, r.header + 30 + u64::from(r.name_length) + r.length)).collect();
+    let mut ranges: Vec<_> = records.map(|r| (r.header, r.header + 30 + u64::from(r.name_length) + r.stored)).collect();
     ranges.sort_unstable();
     match ranges.windows(2).find(|pair| pair[1].0 < pair[0].1) {
         Some(pair) => Err(bad(pair[1].0, "two records overlap")),

@@ -1,0 +1,45 @@
+//! The options of the commands that read or write a whole checkpoint.
+
+use std::num::NonZeroUsize;
+
+use clap::Args;
+use clap::builder::RangedU64ValueParser;
+
+/// The largest number of threads that may be asked for.
+const MAX_THREADS: u64 = 4096;
+
+/// The option `--threads`.
+#[derive(Debug, Args)]
+pub(crate) struct Threads {
+    /// Threads that do the work [default: one for each core]
+    #[arg(long, value_name = "N", env = "FSDP_THREADS",
+          value_parser = RangedU64ValueParser::<usize>::new().range(1..=MAX_THREADS))]
+    threads: Option<usize>,
+}
+
+impl Threads {
+    /// Returns the number of threads to use: one for each core of the machine, unless told.
+    pub(crate) fn count(&self) -> usize {
+        self.threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, NonZeroUsize::get))
+    }
+}
+
+/// The options of a command that may take long.
+#[derive(Debug, Args)]
+pub(crate) struct Work {
+    #[command(flatten)]
+    pub(crate) threads: Threads,
+    /// One JSON object on stdout
+    #[arg(long, env = "FSDP_JSON")]
+    pub(crate) json: bool,
+    /// No progress, neither a bar nor lines
+    #[arg(long, env = "FSDP_NO_PROGRESS")]
+    no_progress: bool,
+}
+
+impl Work {
+    /// Returns `true` if progress is to be shown.
+    pub(crate) fn shows_progress(&self) -> bool {
+        !self.no_progress
+    }
+}

@@ -1,0 +1,106 @@
+//! The files of `torch.save` beside a DCP directory's own, in which trainers keep what is no sharded tensor.
+//!
+//! ```text
+//! meta.pt       Lightning: loops, callbacks, hyperparameters, schedulers
+//! common.pt     Megatron-core: arguments, iteration, the groups of the optimizer
+//! ```
+//!
+//! Both frameworks put what is in them at the top of the state dict that they load, beside what the directory holds. So
+//! their keys are at the top here too.
+
+use std::sync::Arc;
+
+use fsdp_layout::{KeyPath, PathPart, PlainValue};
+
+use super::reader::CheckpointReader;
+use crate::error::{FileError, FormatError};
+use crate::formats::assembled::{Assembled, Assembler, Held};
+use crate::formats::checkpoint::{Checkpoint, Format};
+use crate::formats::joined::{Joined, Part};
+use crate::formats::read::OpenOptions;
+use crate::formats::structure::Structure;
+use crate::metadata::Metadata;
+use crate::storage::backend::Links;
+use crate::storage::checked_directory::CheckedDirectory;
+use crate::storage::location::Location;
+use crate::storage::read_at::ReadAt as _;
+use crate::torch::legacy;
+use crate::torch::read::{add, read_flat};
+
+/// The names of such files.
+const NAMES: [&str; 2] = ["common.pt", "meta.pt"];
+
+/// Opens a DCP directory with the files beside its own.
+pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkpoint>, FileError> {
+    let own = CheckpointReader::open_with(location, options)?;
+    let mut sidecars = Vec::new();
+    for name in NAMES {
+        if is_there(own.directory(), name)? {
+            sidecars.push((name, open_sidecar(location, name, options, own.metadata())?));
+        }
+    }
+    if sidecars.is_empty() {
+        return Ok(Box::new(own));
+    }
+    let directory = CheckedDirectory::open(location, options.verify, Links::Refuse)?;
+    let mut joined = Joined::new(Format::Dcp, location.name(), directory);
+    joined.add(Part::default(), Box::new(own))?;
+    for (name, sidecar) in sidecars {
+        joined.add(Part { place: name.to_owned(), ..Part::default() }, Box::new(sidecar))?;
+    }
+    Ok(Box::new(joined))
+}
+
+/// Returns the keys of a DCP directory that lie in files beside its own. What a renaming or a cast has made of them counts.
+pub(crate) fn keys_beside(checkpoint: &dyn Checkpoint) -> Vec<String> {
+    if checkpoint.format() != Format::Dcp {
+        return Vec::new();
+    }
+    let stored = checkpoint.metadata().stored();
+    let beside = stored.filter(|(_, _, stored)| NAMES.contains(&stored.relative_path.as_str()));
+    beside.map(|(fqn, _, _)| fqn.to_owned()).collect()
+}
+
+/// Returns `true` if there is a file of this name that begins as a file of `torch.save` does. Any other one is nobody's
+/// state.
+fn is_there(directory: &CheckedDirectory, name: &str) -> Result<bool, FileError> {
+    match directory.has(name) {
+        // A link that leads out is no part of the checkpoint.
+        Err(FileError::Path { .. }) | Ok(false) => return Ok(false),
+        has => has?,
+    };
+    let file = directory.extra_file(name)?;
+    let mut start = [0; 4];
+    if file.len() < start.len() as u64 {
+        return Ok(false);
+    }
+    file.read_exact_at(0, &mut start).map_err(|source| directory.file_error(name, source))?;
+    Ok(start.starts_with(b"PK") || start == legacy::START)
+}
+
+/// Opens one such file. One that cannot be told by keys of its own is an opaque value under its name.
+fn open_sidecar(
+    location: &Location,
+    name: &str,
+    options: OpenOptions,
+    taken: &Metadata,
+) -> Result<Assembled, FileError> {
+    let directory = CheckedDirectory::open_for(location, name, options.verify)?;
+    let mut assembler = Assembler::new(Format::Torch, location.join(name).name(), directory);
+    let name: Arc<str> = Arc::from(name);
+    let of = match read_flat(assembler.directory(), &name) {
+        Ok(flat) => match flat.found.keys().find(|key| taken.entries.contains_key(*key)) {
+            Some(key) => format!("a state dict with `{key}`, which the directory has too"),
+            None if !matches!(flat.structure, Structure::Dict(_)) => "what is no dict".to_owned(),
+            None => {
+                add(&mut assembler, &name, &flat, &mut |_| Some(Vec::new()))?;
+                return Ok(assembler.finish(Some(flat.structure)));
+            }
+        },
+        Err(FileError::File { source: FormatError::Unsupported { what }, .. }) => what,
+        Err(error) => return Err(error),
+    };
+    let path = KeyPath(vec![PathPart::Key(name.to_string())]);
+    assembler.add_value(&path, &name, Held::Opaque(of.clone(), PlainValue::Str(of)))?;
+    Ok(assembler.finish(None))
+}

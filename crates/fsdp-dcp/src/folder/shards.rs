@@ -1,0 +1,49 @@
+//! DeepSpeed's directory in the folder of another trainer.
+
+use crate::deepspeed;
+use crate::error::{FileError, FormatError};
+use crate::storage::backend::{EntryKind, Links};
+use crate::storage::checked_directory::CheckedDirectory;
+use crate::storage::location::Location;
+
+/// The file that holds the name of the directory.
+const LATEST: &str = "latest";
+/// The longest such file.
+const MAX_BYTES: u64 = 4096;
+/// The beginning of the names that DeepSpeed gives to its directories.
+const STEP: &str = "global_step";
+
+/// Finds the directory of DeepSpeed's shards among the names in a folder: the one that `latest` names, or else the only one
+/// that has a name of DeepSpeed's.
+pub(super) fn place(location: &Location, names: &[String]) -> Result<Option<String>, FileError> {
+    let is_directory = |name: &str| -> Result<bool, FileError> {
+        Ok(location.join(name).storage().kind()? == Some(EntryKind::Directory))
+    };
+    if names.iter().any(|name| name == LATEST) && !is_directory(LATEST)? {
+        let directory = CheckedDirectory::open(location, false, Links::Follow)?;
+        let text = directory.read_small(LATEST, MAX_BYTES)?;
+        let name = String::from_utf8_lossy(&text).trim().to_owned();
+        if name.is_empty() || name.contains(['/', '\\', '\0']) || name == "." || name == ".." {
+            let reason = "it is no name of a directory beside it".to_owned();
+            return Err(directory.file_error(LATEST, FormatError::Malformed { what: "name of a checkpoint", reason }));
+        }
+        if !is_directory(&name)? {
+            return Err(FileError::MissingFiles { path: location.name().to_owned(), files: vec![name] });
+        }
+        return Ok(Some(name));
+    }
+    let mut found = Vec::new();
+    for name in names {
+        let step = name.strip_prefix(STEP).unwrap_or_default();
+        let is_step = !step.is_empty() && step.bytes().all(|digit| digit.is_ascii_digit());
+        if is_step && is_directory(name)? && deepspeed::is_there(&location.join(name).names()?) {
+            found.push(name.clone());
+        }
+    }
+    if let [first, second, ..] = &found[..] {
+        let reason = format!("it has both `{first}` and `{second}`, and no `{LATEST}` that names one");
+        let source = FormatError::Malformed { what: "folder of checkpoints", reason };
+        return Err(FileError::File { path: location.name().to_owned(), source });
+    }
+    Ok(found.pop())
+}

@@ -1,0 +1,263 @@
+//! Records that are compressed with DEFLATE, read by position.
+//!
+//! Such a record can only be read from its beginning. So that reads one after the other do not each begin there, the state of
+//! the last ones is kept: a read that goes on where one has ended costs what it reads.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use miniz_oxide::inflate::stream::{InflateState, inflate};
+use miniz_oxide::{DataFormat, MZError, MZFlush, MZStatus};
+
+use super::Record;
+use crate::error::FormatError;
+use crate::formats::assembled::Packed;
+use crate::storage::read_at::{ReadAt, beyond_the_end};
+
+/// The bytes of input that are read at once.
+const INPUT: u64 = 64 << 10;
+/// The bytes of output that are skipped at once.
+const SKIPPED: u64 = 64 << 10;
+/// The most reads of an archive whose state is kept.
+const KEPT: usize = 16;
+
+/// A compressed record.
+#[derive(Debug, Clone)]
+pub(crate) struct Deflated {
+    /// The first byte of what is stored.
+    start: u64,
+    /// The bytes that are stored.
+    stored: u64,
+    /// The bytes that they become.
+    length: u64,
+    kept: Kept,
+}
+
+/// The states of an archive's last reads.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Kept(Arc<Mutex<Vec<Cursor>>>);
+
+/// The state of a read that has ended.
+struct Cursor {
+    /// The record, by where it starts.
+    record: u64,
+    /// The position in what the record becomes.
+    at: u64,
+    /// The bytes of input that were used up.
+    used: u64,
+    state: Box<InflateState>,
+}
+
+impl std::fmt::Debug for Cursor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Cursor").field("record", &self.record).field("at", &self.at).finish_non_exhaustive()
+    }
+}
+
+impl Kept {
+    /// Takes out the state of the read that has ended closest before a position of a record.
+    fn take(&self, record: u64, at: u64) -> Option<Cursor> {
+        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = kept.iter().enumerate().filter(|(_, cursor)| cursor.record == record && cursor.at <= at);
+        let (index, _) = before.max_by_key(|(_, cursor)| cursor.at)?;
+        Some(kept.remove(index))
+    }
+
+    /// Keeps a state, in place of the oldest one if there are many.
+    fn put(&self, cursor: Cursor) {
+        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if kept.len() >= KEPT {
+            kept.remove(0);
+        }
+        kept.push(cursor);
+    }
+}
+
+impl Deflated {
+    /// Makes the reader of a record whose stored bytes begin at `start`.
+    pub(crate) fn new(start: u64, record: &Record, kept: &Kept) -> Self {
+        Deflated { start, stored: record.stored, length: record.length, kept: kept.clone() }
+    }
+
+    /// Returns the bytes that the record becomes, which are read from this file.
+    pub(crate) fn of<'f>(&'f self, file: &'f dyn ReadAt) -> Inflated<'f> {
+        Inflated { file, record: self, current: Mutex::default() }
+    }
+}
+
+impl Packed for Deflated {
+    fn place(&self) -> (u64, u64) {
+        (self.start, self.stored)
+    }
+
+    fn unpacked<'f>(&'f self, file: &'f dyn ReadAt) -> Box<dyn ReadAt + 'f> {
+        Box::new(self.of(file))
+    }
+}
+
+/// The bytes that a compressed record becomes.
+pub(crate) struct Inflated<'f> {
+    file: &'f dyn ReadAt,
+    record: &'f Deflated,
+    /// The read that goes on with the next bytes.
+    current: Mutex<Option<Reading>>,
+}
+
+/// A read that is under way.
+struct Reading {
+    cursor: Cursor,
+    /// Input that was read already.
+    input: Vec<u8>,
+    /// The bytes of it that were used up.
+    used: usize,
+}
+
+fn malformed(reason: &str) -> FormatError {
+    FormatError::Malformed { what: "compressed record", reason: reason.to_owned() }
+}
+
+impl Inflated<'_> {
+    /// Returns a read that stands at or before a position.
+    fn reading(&self, at: u64) -> Reading {
+        let record = self.record.start;
+        let begin = || Cursor { record, at: 0, used: 0, state: InflateState::new_boxed(DataFormat::Raw) };
+        let cursor = self.record.kept.take(record, at).unwrap_or_else(begin);
+        Reading { cursor, input: Vec::new(), used: 0 }
+    }
+
+    /// Reads input, as far as one hash covers it: reading a part of that costs reading all.
+    fn read_input(&self, reading: &mut Reading) -> Result<(), FormatError> {
+        let at = self.record.start + reading.cursor.used;
+        let left = self.record.stored - reading.cursor.used;
+        reading.used = 0;
+        if left == 0 {
+            reading.input.clear();
+            return Ok(());
+        }
+        let at_once = self.file.block_at(at).map_or(INPUT, |block| block.end - at);
+        reading.input.resize(left.min(at_once) as usize, 0);
+        self.file.read_exact_at(at, &mut reading.input)
+    }
+
+    /// Fills `dst` with the next bytes.
+    fn go_on(&self, reading: &mut Reading, dst: &mut [u8]) -> Result<(), FormatError> {
+        let mut filled = 0;
+        while filled < dst.len() {
+            if reading.used == reading.input.len() {
+                self.read_input(reading)?;
+            }
+            let input = &reading.input[reading.used..];
+            let done = inflate(&mut reading.cursor.state, input, &mut dst[filled..], MZFlush::None);
+            filled += done.bytes_written;
+            reading.used += done.bytes_consumed;
+            reading.cursor.used += done.bytes_consumed as u64;
+            reading.cursor.at += done.bytes_written as u64;
+            let is_stuck = done.bytes_consumed + done.bytes_written == 0;
+            let wants_input = reading.used == reading.input.len() && reading.cursor.used < self.record.stored;
+            match done.status {
+                _ if filled == dst.len() => {}
+                Ok(MZStatus::StreamEnd) => return Err(malformed("it becomes fewer bytes than it says")),
+                Ok(_) if !is_stuck || wants_input => {}
+                Err(MZError::Buf) if wants_input => {}
+                _ => return Err(malformed("it is no DEFLATE stream")),
+            }
+        }
+        Ok(())
+    }
+
+    /// Fills `dst` with the bytes from `offset`, with a read that stands at or before it.
+    fn fill(&self, reading: &mut Reading, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
+        let mut skipped = Vec::new();
+        while reading.cursor.at < offset {
+            skipped.resize((offset - reading.cursor.at).min(SKIPPED) as usize, 0);
+            self.go_on(reading, &mut skipped)?;
+        }
+        self.go_on(reading, dst)
+    }
+}
+
+impl ReadAt for Inflated<'_> {
+    fn len(&self) -> u64 {
+        self.record.length
+    }
+
+    fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
+        if offset.checked_add(dst.len() as u64).is_none_or(|end| end > self.record.length) {
+            return Err(beyond_the_end(offset, dst.len()));
+        }
+        if dst.is_empty() {
+            return Ok(());
+        }
+        let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = current.take().filter(|reading| reading.cursor.at <= offset);
+        let mut reading = before.unwrap_or_else(|| self.reading(offset));
+        self.fill(&mut reading, offset, dst)?;
+        *current = Some(reading);
+        Ok(())
+    }
+}
+
+impl Drop for Inflated<'_> {
+    fn drop(&mut self) {
+        let current = self.current.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(Reading { cursor, .. }) = current.filter(|reading| reading.cursor.at < self.record.length) {
+            self.record.kept.put(cursor);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn deflated(bytes: &[u8]) -> (Vec<u8>, Deflated) {
+        let mut file = vec![0xee; 7];
+        file.extend(miniz_oxide::deflate::compress_to_vec(bytes, 6));
+        let stored = file.len() as u64 - 7;
+        file.extend([0xee; 9]);
+        (file, Deflated { start: 7, stored, length: bytes.len() as u64, kept: Kept::default() })
+    }
+
+    proptest! {
+        #[test]
+        fn any_part_is_read_in_any_order(
+            runs in prop::collection::vec((any::<u8>(), 1usize..5000), 1..60),
+            parts in prop::collection::vec((0.0..1.0, 0.0..1.0), 1..20),
+        ) {
+            let bytes: Vec<u8> = runs.iter().flat_map(|&(byte, count)| {
+                (0..count).map(move |at| byte.wrapping_add((at * at / 7) as u8))
+            }).collect();
+            let (file, record) = deflated(&bytes);
+            // Each part by itself, and all with one reader.
+            let reader = record.of(&file);
+            for (start, length) in parts {
+                let start = (start * bytes.len() as f64) as usize;
+                let length = (length * (bytes.len() - start) as f64) as usize;
+                let mut dst = vec![0; length];
+                record.of(&file).read_exact_at(start as u64, &mut dst).unwrap();
+                prop_assert_eq!(&dst, &bytes[start..start + length]);
+                dst.fill(0);
+                reader.read_exact_at(start as u64, &mut dst).unwrap();
+                prop_assert_eq!(&dst, &bytes[start..start + length]);
+            }
+        }
+    }
+
+    #[test]
+    fn a_record_that_becomes_less_or_is_cut_or_is_noise_is_an_error() {
+        let bytes: Vec<u8> = (0..200_000u32).flat_map(|at| at.wrapping_mul(at).to_le_bytes()).collect();
+        let (file, record) = deflated(&bytes);
+        let mut dst = vec![0; bytes.len() + 1];
+        let longer = Deflated { length: record.length + 1, ..record.clone() };
+        longer.of(&file).read_exact_at(0, &mut dst).unwrap_err();
+        dst.pop();
+        let cut = Deflated { stored: record.stored / 2, ..record.clone() };
+        cut.of(&file).read_exact_at(0, &mut dst).unwrap_err();
+        let noise = Deflated { start: 0, ..record.clone() };
+        noise.of(&file).read_exact_at(0, &mut dst).unwrap_err();
+        assert!(record.of(&file).read_exact_at(1, &mut dst).is_err(), "beyond the end");
+        record.of(&file).read_exact_at(0, &mut dst).unwrap();
+        assert!(dst == bytes);
+    }
+}

@@ -1,0 +1,122 @@
+//! Files of `torch.save` beside a DCP directory's own: what is in them is part of the tree, and a copy has them as they are.
+
+use std::path::Path;
+
+use fsdp_dcp::FileError;
+use fsdp_dcp::checkpoint::Format;
+use fsdp_dcp::convert::{ConvertOptions, OutputFormat, Rename, View, convert};
+use fsdp_dcp::reader::CheckpointReader;
+use fsdp_dcp::verify::{Level, add_integrity, verify};
+use fsdp_layout::PlainValue;
+
+use crate::foreign::{assert_converts, copy, differences, fixture, opened, replace};
+
+#[test]
+fn what_lightning_keeps_in_its_own_file_is_in_the_tree() {
+    let path = fixture("lightning");
+    let source = opened(&path);
+    assert_eq!(source.format(), Format::Dcp);
+    assert_eq!(source.read_value("global_step").unwrap(), PlainValue::Int(3));
+    assert_eq!(source.read_value("hyper_parameters.lr").unwrap(), PlainValue::Float(0.001));
+    assert_eq!(source.read_value("lr_schedulers.0.last_epoch").unwrap(), PlainValue::Int(0));
+    // Nothing of the directory itself is lost or renamed.
+    let own = CheckpointReader::open(&path).unwrap();
+    assert!(own.metadata().entries.keys().all(|key| source.metadata().entries.contains_key(key)));
+    assert_converts(&*source);
+    // An empty dict of that file is one in a file of torch too.
+    let parent = tempfile::tempdir().unwrap();
+    let to = parent.path().join("whole.pt");
+    let done = convert(&*source, &to, OutputFormat::Torch, ConvertOptions::default()).unwrap();
+    assert_eq!(done.left_behind, [""; 0]);
+    assert_eq!(differences(&*source, &*opened(&to)), [""; 0]);
+}
+
+#[test]
+fn what_megatron_keeps_in_its_own_file_is_in_the_tree_and_named_where_it_is_opaque() {
+    let source = opened(&fixture("mcore"));
+    assert_eq!(source.read_value("iteration").unwrap(), PlainValue::Int(100));
+    assert_eq!(source.read_value("optimizer.optimizer.param_groups.0.step").unwrap(), PlainValue::Int(100));
+    assert_eq!(source.opaque_type("args").unwrap().as_deref(), Some("argparse.Namespace"));
+    let keep = |key: &str| if key == "args" { Rename::Drop } else { Rename::Keep };
+    assert_converts(&View::new(&*source, keep, None).unwrap());
+    let parent = tempfile::tempdir().unwrap();
+    let refused = convert(&*source, parent.path().join("m"), OutputFormat::Torch, ConvertOptions::default());
+    let Err(FileError::Opaque { values }) = refused else { panic!("{refused:?}") };
+    assert!(values.iter().any(|(key, _)| key == "args"), "{values:?}");
+}
+
+#[test]
+fn a_copy_has_the_file_as_it_is_whatever_is_selected_and_renamed() {
+    let parent = tempfile::tempdir().unwrap();
+    for (name, file) in [("lightning", "meta.pt"), ("mcore", "common.pt")] {
+        let path = fixture(name);
+        let source = opened(&path);
+        let first = source.metadata().tensors().next().unwrap().0.to_owned();
+        let whole = View::new(&*source, |_| Rename::Keep, None).unwrap();
+        let one = View::new(&*source, |key| if key == first { Rename::Keep } else { Rename::Drop }, None).unwrap();
+        let renamed = View::new(&*source, |key| Rename::To(format!("of.{key}")), None).unwrap();
+        for (number, (view, keys)) in
+            [(&whole, source.metadata().entries.len()), (&one, 1), (&renamed, 0)].into_iter().enumerate()
+        {
+            let to = parent.path().join(format!("{name}-{number}"));
+            let done = convert(view, &to, OutputFormat::Dcp { ranks: 2 }, ConvertOptions::default()).unwrap();
+            assert!(done.copied.iter().any(|copied| copied == file), "{:?}", done.copied);
+            assert_eq!(std::fs::read(to.join(file)).unwrap(), std::fs::read(path.join(file)).unwrap());
+            let copied = opened(&to);
+            let kept = copied.metadata().entries.keys().filter(|key| source.metadata().entries.contains_key(*key));
+            let beside = opened(&path.join(file)).metadata().entries.len();
+            assert_eq!(kept.count(), if number == 0 { keys } else { beside + keys });
+            assert!(verify(&*copied, Level::Deep, None).unwrap().is_ok());
+            // The framework finds in `.metadata` what it found there before, and nothing of the other file.
+            let own = CheckpointReader::open(&to).unwrap();
+            let of = CheckpointReader::open(&path).unwrap();
+            assert!(number > 0 || own.metadata().entries.keys().eq(of.metadata().entries.keys()));
+            assert!(number > 0 || own.metadata().planner_data.is_some() == of.metadata().planner_data.is_some());
+        }
+    }
+}
+
+/// Copies a fixture to a place where it may be changed.
+fn changed(parent: &Path, name: &str) -> std::path::PathBuf {
+    let to = parent.join(name);
+    copy(&fixture(name), &to);
+    to
+}
+
+#[test]
+fn damage_to_such_a_file_is_found_with_and_without_hashes() {
+    let parent = tempfile::tempdir().unwrap();
+    let path = changed(parent.path(), "lightning");
+    replace(&path.join("meta.pt"), b"hyper_parameters", b"hyper_parameterz");
+    let report = verify(&*opened(&path), Level::Hashes, None).unwrap();
+    assert!(report.problems.iter().any(|problem| problem.file.as_deref() == Some("meta.pt")), "{:?}", report.problems);
+    replace(&path.join("meta.pt"), b"hyper_parameterz", b"hyper_parameters");
+    add_integrity(&path, None).unwrap();
+    let report = verify(&*opened(&path), Level::Deep, None).unwrap();
+    assert!(report.is_ok() && report.has_integrity, "{:?}", report.problems);
+    replace(&path.join("meta.pt"), b"hyper_parameters", b"hyper_parameterz");
+    let error = crate::foreign::refused(&path);
+    assert!(fsdp_dcp::verify::with_causes(&error).contains("meta.pt"), "{error}");
+}
+
+#[test]
+fn keys_that_both_have_and_what_is_no_dict_are_opaque_and_the_rest_is_read() {
+    let parent = tempfile::tempdir().unwrap();
+    let path = changed(parent.path(), "mcore");
+    let tensors = opened(&path).metadata().tensors().count();
+    // A directory whose keys are those of the file.
+    let whole = parent.path().join("whole");
+    let source = opened(&fixture("lightning"));
+    let view = View::new(&*source, |_| Rename::Keep, None).unwrap();
+    convert(&view, &whole, OutputFormat::Torch, ConvertOptions::default()).unwrap();
+    let twice = changed(parent.path(), "lightning");
+    std::fs::copy(&whole, twice.join("meta.pt")).unwrap();
+    let opened_twice = opened(&twice);
+    let of = opened_twice.opaque_type("meta.pt").unwrap().unwrap();
+    assert!(of.contains("which the directory has too"), "{of}");
+    // One tensor, and not a dict of them.
+    std::fs::copy(fixture("multistep.pt"), path.join("common.pt")).unwrap();
+    assert!(opened(&path).metadata().entries.contains_key("scheduler.milestones"));
+    std::fs::copy(fixture("conjugated.pt"), path.join("common.pt")).unwrap();
+    assert!(opened(&path).metadata().tensors().count() >= tensors);
+}
