@@ -1,4 +1,4 @@
-//! What torch's FSDP2 trains with each feature (`data/features.py`), this trains too: the same losses.
+//! The losses of a training with each feature are those of torch's FSDP2, which `data/features.py` has recorded.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 

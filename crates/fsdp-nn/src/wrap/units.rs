@@ -1,16 +1,14 @@
 //! The units of a model whose code has none: gathered when a computation comes to them, released when it comes to the next.
 //!
 //! candle calls nobody when an operation reads a weight. But the operation takes the lock of the weight's storage, and waits
-//! for it: see [`Withheld`]. So all units that are not whole are withheld for the length of a forward or a backward, and a
+//! for it: see [`fsdp_flat::storage::Withheld`]. So all units that are not whole are withheld for the length of a forward or a backward, and a
 //! thread gathers each when the computation waits for it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, OnceLock};
 
-use fsdp_flat::storage::Withheld;
-
-use super::watch::watch;
+use super::watch::{WrappedUnit, watch};
 use crate::Result;
 use crate::exchange::{Phase, Ticket, Worker};
 use crate::handle::FlatParamHandle;
@@ -28,13 +26,6 @@ struct Watched {
     units: Vec<Arc<WrappedUnit>>,
     /// The thread that gathers them.
     worker: Worker,
-}
-
-/// A wrapped unit whose parameters are not always whole.
-#[derive(Debug)]
-pub(super) struct WrappedUnit {
-    pub(super) handle: Arc<FlatParamHandle>,
-    pub(super) withheld: Withheld,
 }
 
 impl WrappedUnits {

@@ -4,9 +4,18 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
-use super::units::WrappedUnit;
+use fsdp_flat::storage::Withheld;
+
 use crate::Result;
 use crate::exchange::Phase;
+use crate::handle::FlatParamHandle;
+
+/// A wrapped unit whose parameters are not always whole.
+#[derive(Debug)]
+pub(super) struct WrappedUnit {
+    pub(super) handle: Arc<FlatParamHandle>,
+    pub(super) withheld: Withheld,
+}
 
 /// The shortest and the longest time between two looks at who waits.
 const LOOKS: [Duration; 2] = [Duration::from_micros(20), Duration::from_millis(1)];
