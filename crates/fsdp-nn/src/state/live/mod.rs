@@ -1,5 +1,6 @@
 //! A live model and its optimizers as the target of a load.
 
+mod incoming;
 mod optim;
 
 use std::collections::{HashMap, HashSet};
@@ -9,7 +10,7 @@ use fsdp_layout::{KeyPath, TensorBox};
 use fsdp_state::engine::{LoadOptions, Plan, Target, Values, Wanted};
 use fsdp_state::{Memory, Mismatch, Schema, StateDict, StateError, StateValue, get_element, set_element};
 
-use self::optim::Incoming;
+use self::incoming::{Exact, Incoming};
 use super::names::{OptimKey, below, names_that_count};
 use crate::optimizer::Optimizer;
 use crate::parameters::ShardedParameters;
@@ -42,7 +43,7 @@ pub struct LiveTarget<'a> {
     incoming: Vec<Incoming>,
     /// The new state under users' keys.
     user_state: StateDict,
-    /// What the values beside them become. Tensors that are filled where they are are shared.
+    /// The values beside them, as they will be. Tensors that are filled where they are are shared.
     new_values: StateDict,
 }
 
@@ -57,13 +58,6 @@ struct Sorted {
     /// Keys among the optimizers' that are nothing that these optimizers can take.
     unreadable: Vec<String>,
     values: Vec<usize>,
-}
-
-/// A load of optimizers in which the first thing that does not fit is an error of its own, rather than a line of the report.
-#[derive(Clone, Copy)]
-struct Exact {
-    /// `true` if a trained parameter may lack state that others of its unit have.
-    allow_missing_state: bool,
 }
 
 /// The place of a wanted tensor.
