@@ -35,7 +35,7 @@ pub(crate) struct KillsArguments {
 /// The deadline of the ranks, in seconds: a stopped one is noticed after it.
 const TIMEOUT: &str = "5";
 /// The steps of a run.
-const STEPS: &str = "60";
+const STEPS: &str = "150";
 /// The steps between two saves: no more may be lost.
 const SAVE_EVERY: &str = "3";
 /// The longest time between two kills.
@@ -93,6 +93,7 @@ impl Counts {
 }
 
 /// Disturbs as many runs as it takes, and compares each with one that nobody disturbed.
+#[expect(clippy::disallowed_methods, reason = "a run that was compared is not needed any more")]
 pub(crate) fn run(root: &Path, arguments: &KillsArguments) -> Result<()> {
     let program = match &arguments.program {
         Some(program) => program.clone(),
@@ -125,6 +126,8 @@ pub(crate) fn run(root: &Path, arguments: &KillsArguments) -> Result<()> {
         let told = String::from_utf8_lossy(&same.stdout).into_owned();
         ensure!(same.status.success(), "run {runs} of seed {seed} ended with other bits:\n{told}");
         fs::remove_file(dir.path().join("said")).ok();
+        // A thousand kills take many runs.
+        fs::remove_dir_all(&out)?;
         say(&format!("kills: {} in {runs} runs, no wrong bit; {counts:?}; {disturbed:.0?} in all", counts.all()));
     }
     Ok(())
@@ -145,7 +148,7 @@ fn disturb(
     counts: &mut Counts,
 ) -> Result<()> {
     let said = out.with_file_name("said");
-    let before = counts.all();
+    let (before, last) = (counts.all(), STEPS.parse()?);
     let mut launch = Launch::start(program, out, arguments.ranks, &said)?;
     while counts.all() < arguments.kills && counts.all() < before + KILLS_OF_A_RUN {
         if launch.wait(LONGEST_LIFE.mul_f64(random.random()))? {
@@ -198,6 +201,10 @@ fn disturb(
         while newest(out)? <= saved {
             if launch.wait(Duration::from_millis(50))? {
                 return Ok(());
+            }
+            if saved == last {
+                // A rank that was stopped after its last step may go on at any time, so the launcher waits for it.
+                signal(&ranks, Signal::CONT);
             }
             ensure!(hit.elapsed() < HANG, "no step within {HANG:?} of a kill");
         }
@@ -278,7 +285,10 @@ impl Launch {
     fn start(program: &Path, out: &Path, ranks: usize, said: &Path) -> Result<Launch> {
         let mut command = Command::new(program);
         command.args(["launch", "--grace", "2", "--max-restarts", "100000", "--nproc", &ranks.to_string(), "--"]);
-        command.arg(program).args(["train", "--backend", "tcp", "--resume", "--timeout", TIMEOUT, "--out"]).arg(out);
+        command
+            .arg(program)
+            .args(["train", "--backend", "tcp", "--resume=auto", "--timeout", TIMEOUT, "--out"])
+            .arg(out);
         command.args(TRAIN);
         let said = fs::File::options().create(true).append(true).open(said)?;
         command.stdin(Stdio::null()).stdout(said.try_clone()?).stderr(said);

@@ -286,6 +286,21 @@ fn a_restarted_job_goes_on_from_its_newest_checkpoint_as_if_nothing_had_happened
 }
 
 #[test]
+fn a_launcher_that_is_told_to_end_while_a_failure_ends_its_processes_does_not_restart_them() {
+    let dir = TempDir::new().unwrap();
+    // Rank 1 waits until the launcher knows of rank 0's end.
+    let script = format!(
+        "if [ $RANK = 0 ]; then echo $$ > {pid}.new; mv {pid}.new {pid}; exit 5; fi\n\
+         while ! [ -e {pid} ]; do sleep 0.01; done\n\
+         while kill -0 $(cat {pid}); do sleep 0.01; done 2> /dev/null\n\
+         kill -TERM $PPID; exec sleep 600",
+        pid = dir.path().join("pid").display(),
+    );
+    let options = ["launch", "--grace", "1", "--nproc", "2", "--max-restarts", "3", "--", "sh", "-c", &script];
+    fsdp(&options).assert().code(5).stderr(contains("restart").not());
+}
+
+#[test]
 fn an_elastic_job_goes_on_with_the_processes_that_are_left_and_takes_them_back() {
     let dir = TempDir::new().unwrap();
     let worlds = dir.path().join("worlds");

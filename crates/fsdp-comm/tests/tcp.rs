@@ -24,9 +24,8 @@ fn is_fatal(case: &Case) -> bool {
 fn rank_process() {
     let variable = |name: &str| std::env::var(name).ok();
     let Some(what) = variable("FSDP_TEST") else { return };
-    let deadline = if what.starts_with("until") { SHORT_DEADLINE } else { DEADLINE };
     let shared_memory = variable("FSDP_TEST_MEMORY").as_deref() == Some("shared");
-    let options = TcpOptions::new(Environment::from_env().unwrap()).deadline(deadline).shared_memory(shared_memory);
+    let options = TcpOptions::new(Environment::from_env().unwrap()).deadline(DEADLINE).shared_memory(shared_memory);
     let group = options.connect().unwrap();
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     let mapped = maps.lines().filter(|line| line.contains("memfd:fsdp")).count();
@@ -34,6 +33,9 @@ fn rank_process() {
     if let Some(len) = what.strip_prefix("until it fails, of ") {
         let len: usize = len.parse().unwrap();
         let victim: usize = variable("FSDP_TEST_VICTIM").unwrap().parse().unwrap();
+        let deadline = Duration::from_secs(variable("FSDP_TEST_DEADLINE").unwrap().parse().unwrap());
+        // Only for the operations: processes may take long to start.
+        let group = group.with_deadline(deadline);
         let error = loop {
             let mut buffer = vec![group.rank() as f32; len];
             match group.all_reduce(&mut buffer, ReduceOp::Sum).and_then(|()| group.agree("save", Ok::<_, String>(()))) {
@@ -103,12 +105,15 @@ conformance_tests! {
 /// Sends a signal to a rank while all exchange numbers; the others must end by themselves, with an error that names it.
 fn hit(signal: Signal, victim: usize, len: usize, memory: &str, reason: &str) {
     let log = tempfile::NamedTempFile::new().unwrap();
-    let victim_variable = victim.to_string();
+    // A rank that stops is noticed at the deadline, and one that dies long before it.
+    let (deadline, limit) = if signal == Signal::STOP { (SHORT_DEADLINE, DEADLINE) } else { (DEADLINE, DEADLINE / 2) };
+    let (victim_variable, seconds) = (victim.to_string(), deadline.as_secs().to_string());
     let blame = tempfile::tempdir().unwrap();
     let variables = [
         ("FSDP_TEST_MEMORY", memory),
         (BLAME_DIR, blame.path().to_str().unwrap()),
         ("FSDP_TEST_VICTIM", &victim_variable),
+        ("FSDP_TEST_DEADLINE", &seconds),
         ("FSDP_TEST_LOG", log.path().to_str().unwrap()),
     ];
     let started = log.path().metadata().unwrap().modified().unwrap();
@@ -118,7 +123,7 @@ fn hit(signal: Signal, victim: usize, len: usize, memory: &str, reason: &str) {
     std::thread::sleep(Duration::from_millis(30));
     ranks.signal(victim, signal);
     let survivors: Vec<usize> = (0..3).filter(|&rank| rank != victim).collect();
-    for (rank, output) in ranks.wait_for(&survivors, SHORT_DEADLINE + Duration::from_secs(2)) {
+    for (rank, output) in ranks.wait_for(&survivors, limit) {
         assert!(output.contains(reason) && output.contains(&format!("rank {victim}")), "rank {rank}: {output}");
         let blamed = std::fs::read_to_string(blame.path().join(rank.to_string())).unwrap();
         assert_eq!(blamed, victim.to_string(), "rank {rank}");

@@ -130,13 +130,13 @@ fn attempt(
 
 /// Reports the exits of all processes, unless all went well.
 fn report(ended: Ended, last_lines: &LastLines, notes: &Path) -> Outcome {
-    let Ended { exits, signal, was_stopped } = ended;
+    let Ended { exits, signal, was_told, was_stopped } = ended;
     let Some(cause) = exits::cause(&exits, notes) else { return Outcome::Done };
     let lost = exits::lost(&exits, &cause, notes);
     let Cause { exit, because_of } = cause;
     let rank = exit.rank;
     if !exit.is_failure() {
-        if was_stopped && signal.is_none() {
+        if was_stopped && !was_told {
             return Outcome::Regrows;
         }
         output::talk("all processes stopped and saved, as they were told");
@@ -160,7 +160,7 @@ fn report(ended: Ended, last_lines: &LastLines, notes: &Path) -> Outcome {
     }
     let code = exit.code();
     // After a signal to the launcher nobody wants a restart, and a mistake on the command line would only be repeated.
-    let may_restart = signal.is_none() && code != exit_codes::USAGE;
+    let may_restart = !was_told && code != exit_codes::USAGE;
     Outcome::Failed { failure: RankEnded { rank, how, code }, may_restart, lost }
 }
 

@@ -75,6 +75,8 @@ pub(super) struct Ended {
     pub(super) exits: Vec<Exit>,
     /// The signal that the launcher passed on before any process failed.
     pub(super) signal: Option<i32>,
+    /// `true` if the launcher was told to end, at whatever time.
+    pub(super) was_told: bool,
     /// `true` if the launcher told the processes to stop because it was time to.
     pub(super) was_stopped: bool,
 }
@@ -116,7 +118,7 @@ impl<'e> Ranks<'e> {
     /// # Errors
     /// The system does not tell the status of a process.
     pub(super) fn wait(mut self) -> Result<Ended> {
-        let mut passed_on = None;
+        let (mut passed_on, mut was_told) = (None, false);
         while !self.running.is_empty() {
             let until = if matches!(self.stage, Stage::Running) { self.stop_at } else { self.stage.until() };
             let event = match until {
@@ -127,6 +129,7 @@ impl<'e> Ranks<'e> {
                 Ok(Event::Ended(rank)) => self.reap(rank)?,
                 // A signal to the launcher is for all processes.
                 Ok(Event::Signal(number)) => {
+                    was_told = true;
                     if let Some(signal) = Signal::from_named_raw(number) {
                         self.signal(signal);
                     }
@@ -143,7 +146,8 @@ impl<'e> Ranks<'e> {
                 Err(RecvTimeoutError::Disconnected) => break,
             }
         }
-        Ok(Ended { exits: std::mem::take(&mut self.exits), signal: passed_on, was_stopped: self.was_stopped })
+        let exits = std::mem::take(&mut self.exits);
+        Ok(Ended { exits, signal: passed_on, was_told, was_stopped: self.was_stopped })
     }
 
     /// Goes on to the next stage, because the time of this one is over.

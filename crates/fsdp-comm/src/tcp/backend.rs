@@ -94,6 +94,7 @@ impl TcpBackend {
         rank: usize,
         round: &Round<'_>,
     ) -> Result<Self, CommError> {
+        node.open(id, &global_ranks);
         let member = Member { node: &node, group: id, ranks: &global_ranks, rank };
         let memory = SharedMemory::new(member, round).inspect_err(|_| node.close(id))?;
         Ok(TcpBackend { node, id, global_ranks, rank, memory })

@@ -56,6 +56,8 @@ pub(super) struct State {
     /// The time of this process's last heartbeat.
     beaten: Instant,
     groups: HashMap<u64, GroupState>,
+    /// The ranks whose connections have ended without a goodbye, in the order of time.
+    lost: Vec<usize>,
     /// Groups that this process has dropped. Frames for them may still arrive, and are ignored.
     closed: HashSet<u64>,
     leaving: bool,
@@ -70,6 +72,8 @@ struct RankState {
 
 #[derive(Debug, Default)]
 struct GroupState {
+    /// The ranks of the group.
+    ranks: Vec<usize>,
     /// The round in which the group failed, and the error.
     failure: Option<(u64, CommError)>,
     /// The received frames, by global rank and round.
@@ -135,7 +139,10 @@ impl Inbox {
         if !state.leaving {
             tracing::debug!(rank = from, reason, "a rank left");
         }
-        state.ranks[from].left.get_or_insert(reason);
+        if state.ranks[from].left.is_none() {
+            state.ranks[from].left = Some(reason);
+            state.lost.push(from);
+        }
         drop(state);
         self.changed.notify_all();
     }
@@ -154,8 +161,8 @@ impl Node {
         let heard = Instant::now();
         let ranks = streams.iter().map(|_| RankState { left: None, said_goodbye: false, heard }).collect();
         let patience = deadline.max(SILENCE);
-        let state =
-            State { ranks, patience, beaten: heard, groups: HashMap::new(), closed: HashSet::new(), leaving: false };
+        let (groups, lost, closed) = (HashMap::new(), Vec::new(), HashSet::new());
+        let state = State { ranks, patience, beaten: heard, groups, lost, closed, leaving: false };
         let inbox = Arc::new(Inbox { state: Mutex::new(state), changed: Condvar::new() });
         let mut writers = Vec::with_capacity(streams.len());
         let mut threads = Vec::with_capacity(streams.len());
@@ -300,6 +307,12 @@ impl Node {
         }
     }
 
+    /// Notes the ranks of a new group.
+    pub(super) fn open(&self, group: u64, ranks: &[usize]) {
+        // Frames for it may have come already.
+        self.inbox.lock().groups.entry(group).or_default().ranks = ranks.to_vec();
+    }
+
     /// Drops a group of this process.
     pub(super) fn close(&self, group: u64) {
         let mut state = self.inbox.lock();
@@ -337,6 +350,14 @@ impl Node {
 }
 
 impl State {
+    /// Returns the rank because of which one of the `missing` ranks will not come; `None` if none of these has left.
+    fn culprit(&self, group: u64, missing: &[usize]) -> Option<usize> {
+        let gone = missing.iter().find(|&&rank| self.ranks[rank].left.is_some())?;
+        // The first of the group that died may be why this one has left, even if it is not missing itself.
+        let ranks = self.groups.get(&group).map_or(&[][..], |group| &group.ranks);
+        Some(*self.lost.iter().find(|rank| ranks.contains(rank)).unwrap_or(gone))
+    }
+
     pub(super) fn trouble(&self, group: u64, round: &Round<'_>, missing: &[usize]) -> Option<CommError> {
         match self.groups.get(&group).and_then(|group| group.failure.as_ref()) {
             // If the group failed in a later round, all frames of this round have been sent.
@@ -349,10 +370,10 @@ impl State {
             sequence: round.sequence,
             reason,
         };
-        for &rank in missing {
-            if let Some(reason) = &self.ranks[rank].left {
-                return Some(left(rank, reason.clone()));
-            }
+        if let Some(rank) = self.culprit(group, missing)
+            && let Some(reason) = &self.ranks[rank].left
+        {
+            return Some(left(rank, reason.clone()));
         }
         let is_over = Instant::now() >= round.until;
         // After the deadline, a rank without heartbeats is to blame rather than one that is only slow. Before it, a silent
@@ -448,5 +469,32 @@ impl Drop for Node {
         for thread in self.threads.get_mut().unwrap_or_else(PoisonError::into_inner).drain(..) {
             thread.join().ok();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_rank_of_a_group_that_died_is_named_and_not_one_that_left_after_it() {
+        let rank = || RankState { left: None, said_goodbye: false, heard: Instant::now() };
+        let groups = [(7, GroupState { ranks: vec![0, 1, 2], ..GroupState::default() })].into();
+        let (ranks, lost, closed) = ((0..4).map(|_| rank()).collect(), Vec::new(), HashSet::new());
+        let state = State { ranks, patience: SILENCE, beaten: Instant::now(), groups, lost, closed, leaving: false };
+        let inbox = Inbox { state: Mutex::new(state), changed: Condvar::new() };
+        let died = || io::Error::from(io::ErrorKind::UnexpectedEof);
+        let culprit = |missing: &[usize]| inbox.lock().culprit(7, missing);
+        // A rank of another group has nothing to do with it.
+        inbox.lose(3, &died());
+        assert_eq!(culprit(&[1, 2]), None);
+        inbox.receive(1, Frame { kind: Kind::Goodbye, group: 0, round: 0, body: Vec::new() });
+        assert_eq!(culprit(&[1, 2]), Some(1));
+        assert_eq!(culprit(&[2]), None);
+        inbox.lose(2, &died());
+        // It said goodbye, and then its connection ended too.
+        inbox.lose(1, &died());
+        assert_eq!(culprit(&[1]), Some(2));
+        assert_eq!(culprit(&[0]), None);
     }
 }
