@@ -148,7 +148,7 @@ fn disturb(
     counts: &mut Counts,
 ) -> Result<()> {
     let said = out.with_file_name("said");
-    let (before, last) = (counts.all(), STEPS.parse()?);
+    let (before, last) = (counts.all(), STEPS.parse::<u64>()?);
     let mut launch = Launch::start(program, out, arguments.ranks, &said)?;
     while counts.all() < arguments.kills && counts.all() < before + KILLS_OF_A_RUN {
         if launch.wait(LONGEST_LIFE.mul_f64(random.random()))? {

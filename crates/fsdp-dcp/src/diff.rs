@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 
 use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
+use indexmap::IndexMap;
 use serde::{Deserialize, Serialize};
 
 use crate::elements::for_each;
@@ -225,20 +226,27 @@ fn part(
     Ok(Some(Difference::Value { first: format!("{first:?}"), second: format!("{second:?}") }))
 }
 
-/// Compares the nested containers that the keys came from, where both checkpoints tell them.
+/// Compares the nested containers that the keys came from, where both checkpoints tell them. A value that one of them holds
+/// whole and the other in parts is compared elsewhere, with its containers.
 fn containers(first: &Structure, second: &Structure, found: &mut dyn FnMut(&str, Difference)) {
     let (first, second) = (first.places(), second.places());
     for (key, place) in &first {
         match second.get(key) {
             // Keys are compared elsewhere.
-            None if *place == Place::Leaf => {}
+            None if *place == Place::Leaf || is_in_leaf(key, &second) => {}
             None => found(key, Difference::OnlyInFirst),
             Some(other) if same_container(place, other) => {}
+            Some(other) if *place == Place::Leaf || *other == Place::Leaf => {}
             Some(other) => found(key, Difference::Container { first: place.to_string(), second: other.to_string() }),
         }
     }
     let more = second.iter().filter(|(key, place)| !first.contains_key(*key) && **place != Place::Leaf);
-    more.for_each(|(key, _)| found(key, Difference::OnlyInSecond));
+    more.filter(|(key, _)| !is_in_leaf(key, &first)).for_each(|(key, _)| found(key, Difference::OnlyInSecond));
+}
+
+/// Returns `true` if a key lies below that of a leaf.
+fn is_in_leaf(key: &str, places: &IndexMap<String, Place<'_>>) -> bool {
+    key.match_indices('.').any(|(end, _)| places.get(&key[..end]) == Some(&Place::Leaf))
 }
 
 /// Returns `true` if two places are containers of one kind, whose keys, where both have them, are of one type. What only

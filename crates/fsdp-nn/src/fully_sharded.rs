@@ -156,8 +156,8 @@ impl<M> FullyShardedDataParallel<M> {
         }
         let changes = self.parameters.shared.last_change();
         Ok(output.map_tensors(&mut |tensor| {
-            // The hook copies what it is attached to. What has no gradient needs none.
-            if !tensor.track_op() {
+            // The hook copies what it is attached to. What has no gradient needs none, nor does a parameter, which was not computed.
+            if !tensor.track_op() || self.parameters.has_tensor(tensor.id()) {
                 return Ok(tensor);
             }
             tensor.apply_op1(PreBackwardOp::of_model(root, &unchecked, changes))

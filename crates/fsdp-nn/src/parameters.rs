@@ -305,6 +305,11 @@ impl ShardedParameters {
         write_boxes(values, &target)
     }
 
+    /// Returns `true` for a tensor that is itself a parameter.
+    pub(crate) fn has_tensor(&self, id: TensorId) -> bool {
+        self.handles.iter().flat_map(|handle| &handle.params).any(|param| param.tensor.id() == id)
+    }
+
     /// Returns the units, but for the root, whose own outputs do not notice a change of values before the backward.
     pub(crate) fn unchecked_units(&self) -> Vec<Arc<FlatParamHandle>> {
         let mut units = self.wrapped.handles();

@@ -116,15 +116,19 @@ pub(super) fn open(source: &Location, destination: &Destination<'_>) -> Result<B
 /// nothing but a checkpoint where a directory is written. So a mistake does not cost other files.
 fn check_replaceable(destination: &Destination<'_>) -> Result<()> {
     let to = destination.path;
-    if !matches!(destination.target, OutputFormat::SafetensorsFile | OutputFormat::Torch) {
-        // In an object store only single objects can be replaced. The conversion returns that error.
-        return if to.local().is_some() { Ok(checkpoint::check_replaceable(to)?) } else { Ok(()) };
-    }
     let is_file = match to.local() {
         Some(to) => to.is_file(),
         None => to.is_file()?,
     };
-    if is_file { Ok(()) } else { Err(UsageError::NotReplaceable { path: to.to_string() }.into()) }
+    let wants_file = matches!(destination.target, OutputFormat::SafetensorsFile | OutputFormat::Torch);
+    if is_file != wants_file {
+        return Err(UsageError::NotReplaceable { path: to.to_string() }.into());
+    }
+    // In an object store only single objects can be replaced. For all else the conversion returns an error.
+    if is_file || to.local().is_none() {
+        return Ok(());
+    }
+    Ok(checkpoint::check_replaceable(to)?)
 }
 
 /// Returns `true` if one place is the other, or is in it.

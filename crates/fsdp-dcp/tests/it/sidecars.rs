@@ -37,9 +37,18 @@ fn what_megatron_keeps_in_its_own_file_is_in_the_tree_and_named_where_it_is_opaq
     assert_eq!(source.read_value("iteration").unwrap(), PlainValue::Int(100));
     assert_eq!(source.read_value("optimizer.optimizer.param_groups.0.step").unwrap(), PlainValue::Int(100));
     assert_eq!(source.opaque_type("args").unwrap().as_deref(), Some("argparse.Namespace"));
-    let keep = |key: &str| if key == "args" { Rename::Drop } else { Rename::Keep };
-    assert_converts(&View::new(&*source, keep, None).unwrap());
     let parent = tempfile::tempdir().unwrap();
+    // A copy has the file as it is, and so its opaque value. Another format has all but that one, if it is told to drop it.
+    for (name, target, lost) in [
+        ("copy", OutputFormat::Dcp { ranks: 3 }, &[][..]),
+        ("file", OutputFormat::SafetensorsFile, &["args: OnlyInFirst"]),
+        ("torch", OutputFormat::Torch, &["args: OnlyInFirst"]),
+    ] {
+        let to = parent.path().join(name);
+        convert(&*source, &to, target, ConvertOptions { drop_opaque: true, ..ConvertOptions::default() }).unwrap();
+        let found = differences(&*source, &*opened(&to));
+        assert_eq!(found, lost, "{target:?}");
+    }
     let refused = convert(&*source, parent.path().join("m"), OutputFormat::Torch, ConvertOptions::default());
     let Err(FileError::Opaque { values }) = refused else { panic!("{refused:?}") };
     assert!(values.iter().any(|(key, _)| key == "args"), "{values:?}");
