@@ -72,7 +72,11 @@ pub(crate) fn run(arguments: &LaunchArguments) -> Result<()> {
             }
         };
         let of = arguments.max_restarts;
-        let again = if nproc == before { "all processes are".to_owned() } else { format!("{nproc} processes are") };
+        let again = match nproc {
+            all if all == before => "all processes are".to_owned(),
+            1 => "1 process is".to_owned(),
+            left => format!("{left} processes are"),
+        };
         output::talk(&format!("{why}: {again} started again (restart {restarts} of {of})"));
     }
 }
