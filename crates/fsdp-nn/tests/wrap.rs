@@ -348,6 +348,34 @@ fn a_wrapped_parameter_that_is_read_between_forwards_is_an_error_and_nobody_wait
 }
 
 #[test]
+fn an_operation_on_weights_of_two_units_comes_to_both() {
+    for strategy in [ShardingStrategy::FullShard, ShardingStrategy::ShardGradOp] {
+        run_local(2, |group| {
+            let build = |scope: &fsdp_nn::Scope| {
+                let layer = |index: usize| candle_nn::linear_no_bias(WIDTH, WIDTH, scope.vb().pp("layers").pp(index));
+                Ok([layer(0)?, layer(1)?])
+            };
+            let product = |layers: &[candle_nn::Linear; 2]| {
+                let [a, b] = layers.each_ref().map(|layer| layer.weight());
+                // Twice, so that the second operation comes back to the unit that was left.
+                (a.matmul(b)? + b.matmul(a)?)?.sqr()?.sum_all()
+            };
+            let whole = FullyShardedDataParallel::new(group.clone(), config(strategy), build).unwrap();
+            let wrapped = FullyShardedDataParallel::new(group, config(strategy).wrap("layers.*"), build).unwrap();
+            for _ in 0..2 {
+                let [expected, found] = [&whole, &wrapped].map(|model| {
+                    let loss = model.forward(product).unwrap();
+                    model.backward(&loss).unwrap();
+                    loss.to_scalar::<f32>().unwrap()
+                });
+                assert_eq!(found, expected, "{strategy}");
+            }
+        })
+        .unwrap();
+    }
+}
+
+#[test]
 fn a_backward_inside_the_forward_of_a_wrapped_model_computes_the_same_gradients() {
     run_local(2, |group| {
         let config = || config(ShardingStrategy::FullShard).wrap("model.layers.*");

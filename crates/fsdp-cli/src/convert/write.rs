@@ -4,11 +4,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result};
-use fsdp_dcp::Location;
 use fsdp_dcp::checkpoint::{self, Checkpoint};
 use fsdp_dcp::convert::{ConvertOptions, Converted, OutputFormat, convert};
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::storage::{self, Durable};
+use fsdp_dcp::{FileError, Location};
 use serde::Serialize;
 
 use super::arguments::{TargetArguments, WriteArguments};
@@ -128,7 +128,10 @@ fn check_replaceable(destination: &Destination<'_>) -> Result<()> {
     if is_file || to.local().is_none() {
         return Ok(());
     }
-    Ok(checkpoint::check_replaceable(to)?)
+    match checkpoint::check_replaceable(to) {
+        Err(FileError::NotReplaceable { .. }) => Err(UsageError::NotReplaceable { path: to.to_string() }.into()),
+        checked => Ok(checked?),
+    }
 }
 
 /// Returns `true` if one place is the other, or is in it.

@@ -28,6 +28,10 @@ use super::lend::{StorageMut, with_storage_mut};
 use super::release_storage;
 use crate::FlatError;
 
+/// The distance from a lock's address to the key of the queue in which a writer waits for the last readers. At the address
+/// itself readers wait for a writer.
+const QUEUE_OF_WRITERS: usize = 1;
+
 /// The memory of the thread's stack, and what each tensor takes of it.
 const STACK_BYTES: usize = 256 << 10;
 const STACK_BYTES_PER_TENSOR: usize = 4 << 10;
@@ -192,8 +196,9 @@ impl Withheld {
         loop {
             let state = self.shared.changed.wait_timeout_while(self.shared.state(), LOOK, is_asked);
             drop(state.unwrap_or_else(PoisonError::into_inner));
-            // Only the thread itself can wait for a lock now. It does so if somebody reads.
-            if !matches!(*self.shared.state(), State::Asked) || self.locks.iter().any(|&lock| has_waiting(lock)) {
+            // The thread itself waits for a lock if somebody reads, in the queue of writers.
+            let is_read = || self.locks.iter().any(|&lock| has_waiting(lock + QUEUE_OF_WRITERS));
+            if !matches!(*self.shared.state(), State::Asked) || is_read() {
                 break;
             }
         }
