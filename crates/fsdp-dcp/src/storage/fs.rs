@@ -131,7 +131,7 @@ impl Durable {
 
     /// Creates a directory and its missing parents, each durably: what is saved in it later is not lost with its name.
     ///
-    /// Those that are there already are made durable too: a process may have made one, and ended before it was.
+    /// Directories that exist already are made durable too: a process may have made one and ended before it synced it.
     ///
     /// # Errors
     /// [`FileError::Io`].

@@ -76,7 +76,7 @@ pub fn add_integrity(location: impl Into<Location>, progress: Option<&(dyn Fn(u6
             cuts.extend(payload_of(&*file, stored.offset, stored.length).into_iter().flatten());
         }
     }
-    // What lies in files beside the directory's own has no digests.
+    // Tensors in files beside the directory's own (those of Lightning and Megatron) have no digests.
     let digested = match checkpoint.parts().first() {
         Some(own) => digest(own.checkpoint, default_threads())?,
         None => digest(&*checkpoint, default_threads())?,

@@ -246,7 +246,7 @@ impl Drop for Withheld {
         self.let_go();
         drop(self.requests.take());
         if let Some(thread) = self.thread.take() {
-            // Of a panic in it only its readers could learn, which have gone on.
+            // A panic of the thread has let its readers go on, and there is nobody else to tell.
             let _ = thread.join();
         }
     }

@@ -413,7 +413,7 @@ impl NewFile for Handle {
         let begun = self.files.begin(Operation::Sync, &self.path);
         let mut disk = self.files.disk();
         if begun.is_err() {
-            // What was written stays visible, but will never be durable.
+            // The bytes that were written can be read, but a crash loses them.
             disk.give_up_writes(self.inode)?;
             return if self.machine().has(Flaw::SyncErrorLost) { Ok(()) } else { begun };
         }

@@ -281,7 +281,7 @@ impl Stage for ObjectStage {
         put_new(&parent, &claim, self.nonce().as_bytes(), &parent.name_of(&claim))?;
         self.unmarked().push(Unmarked::Beside(claim.clone()));
         let done = self.put_single(upload, sidecar);
-        // What is cleaned up after an error goes before the claim.
+        // If an error makes the clean-up run, that removes the claim, after everything else.
         if !self.cleans {
             let _ = (0..RELEASE_ATTEMPTS).find(|_| parent.delete(&claim).is_ok());
         }
