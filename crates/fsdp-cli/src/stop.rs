@@ -3,12 +3,15 @@
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
 
 use anyhow::{Context as _, Result};
 use fsdp_dcp::storage::{Step, StepHook};
 use signal_hook::consts::{SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::flag;
+use signal_hook::iterator::Signals;
+use signal_hook::low_level::emulate_default_handler;
 
 use super::capture;
 
@@ -34,14 +37,19 @@ impl StopRequest {
         if capture::is_on() {
             return Ok(());
         }
-        let is_second = Arc::new(AtomicBool::new(false));
-        for signal in [SIGINT, SIGTERM] {
-            // The order counts: what is registered first runs first, so the first signal finds `is_second` unset.
-            flag::register_conditional_default(signal, Arc::clone(&is_second))
-                .and_then(|_| flag::register(signal, Arc::clone(&is_second)))
-                .and_then(|_| flag::register_usize(signal, Arc::clone(&self.signal), signal.unsigned_abs() as usize))
-                .context("failed to listen for signals")?;
-        }
+        let mut signals = Signals::new([SIGINT, SIGTERM]).context("failed to listen for signals")?;
+        let first = Arc::clone(&self.signal);
+        // One thread sees all signals, one after the other. Handlers on two threads could both take theirs for the first.
+        let listen = move || {
+            for signal in signals.forever() {
+                let is_first = first.swap(signal.unsigned_abs() as usize, Ordering::Relaxed) == 0;
+                if !is_first && emulate_default_handler(signal).is_err() {
+                    // The default of both ends the process, so there is nothing left to do but that.
+                    std::process::abort();
+                }
+            }
+        };
+        thread::Builder::new().name("signals".to_owned()).spawn(listen).context("failed to start a thread")?;
         Ok(())
     }
 

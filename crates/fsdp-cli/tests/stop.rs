@@ -27,12 +27,20 @@ const SMALL: [&str; 12] =
 /// Nothing takes longer than this.
 const HANG: Duration = Duration::from_secs(60);
 
+/// A model whose step takes long enough for a second signal to arrive in it.
+const SLOW: [&str; 12] =
+    ["--layers", "4", "--heads", "4", "--hidden", "128", "--seq", "128", "--batch", "24", "--sample", "0"];
+
 fn start(before: &[&str], out: &Path, more: &[&str]) -> Child {
+    start_model(&SMALL, before, out, more)
+}
+
+fn start_model(model: &[&str], before: &[&str], out: &Path, more: &[&str]) -> Child {
     let mut command = Command::new(FSDP);
     for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("FSDP_")) {
         command.env_remove(name);
     }
-    command.args(before).args(["train", "--steps", "1000000", "--out", out.to_str().unwrap()]).args(SMALL).args(more);
+    command.args(before).args(["train", "--steps", "1000000", "--out", out.to_str().unwrap()]).args(model).args(more);
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
@@ -96,9 +104,9 @@ fn a_job_of_processes_that_is_told_to_stop_saves_its_step() {
 fn a_second_signal_ends_a_run_at_once() {
     let dir = TempDir::new().unwrap();
     let out = dir.path().join("out");
-    let mut child = start(&[], &out, &[]);
+    let mut child = start_model(&SLOW, &[], &out, &[]);
     wait_for_steps(&mut child, &out);
-    // Both are there when it goes on.
+    // Both are there when it goes on, and the second one is seen before the step is done.
     [Signal::STOP, Signal::INT, Signal::TERM, Signal::CONT].into_iter().for_each(|next| signal(&child, next));
     let status = child.wait().unwrap();
     assert!(status.signal().is_some(), "{status}");
