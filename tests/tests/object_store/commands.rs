@@ -132,7 +132,7 @@ fn old_checkpoints_of_a_run_at_a_url_are_pruned() {
     ok(&server, &[&prune[..], &["--yes"]].concat());
     assert_eq!(steps(&server), [20, 40]);
     load(&sample([4, 4]), 1, server.location("run/step-20"));
-    // What is not a checkpoint's own stays, and so does a run without a whole checkpoint.
+    // A checkpoint with somebody else's object below it stays. In a run without a whole checkpoint all of them stay.
     Durable::new().replace_file(server.location("run/step-20/notes/mine.txt"), b"mine").unwrap();
     let listed = json(&server, &["prune", "s3://bucket/run", "--keep", "1", "--yes", "--json"]);
     assert_eq!((&listed["removed"], &listed["stay"][0]["name"]), (&serde_json::json!([]), &"step-20".into()));

@@ -217,7 +217,7 @@ impl Shared {
         match fsdp_checkpoint::prune(run.clone(), &retention) {
             Ok(_) => Ok(()),
             Err(error) if job.is_quiet => Err(error.into()),
-            // As in a checkpointer, a failure is no reason to end the run.
+            // A removal that fails does not end the run: a checkpointer only warns of it.
             Err(_) => Ok(()),
         }
     }

@@ -30,7 +30,7 @@ impl Incoming {
     /// Plans the groups and the state of all local parameters of an optimizer. The new hyperparameters decide which
     /// entries there must be.
     ///
-    /// What is missing or does not fit goes into the report. In an exact load it is an error of its own.
+    /// State that is missing or does not fit is listed in the report. An exact load returns a typed error for it instead.
     pub(super) fn new(
         optimizer: &Optimizer,
         saved: &mut SavedOptim,
