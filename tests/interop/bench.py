@@ -1,6 +1,7 @@
 """PyTorch on the work that `cargo xtask bench` measures: python bench.py SIZE RANKS GROUPS PLACES RUNS
 
-SIZE is a name of SIZES; RANKS are processes with gloo; GROUPS are some of save,full,load,conversions;
+SIZE is a name of SIZES; RANKS are processes with gloo; GROUPS are some of save,full,load,conversions, and plugin, which
+needs our wheel;
 PLACES are NAME=DIRECTORY. Prints a JSON list of cases under the names of the bench. A time is rank 0's, from barrier
 to barrier; each is the median of RUNS.
 """
@@ -171,7 +172,48 @@ def load_cases(size, places, runs):
             yield name, place, times(runs, lambda: dcp.load(state, checkpoint_id=path))
 
 
-GROUPS = {"save": save_cases, "full": full_cases, "write": write_for_load, "load": load_cases}
+def in_turns(runs, first, second, before=lambda: None):
+    """The medians of two that are run by turns."""
+    found = ([], [])
+    for _ in range(runs):
+        found[0].append(times(1, first, before))
+        found[1].append(times(1, second, before))
+    return [statistics.median(each) for each in found]
+
+
+def plugin_cases(size, places, runs):
+    """torch.distributed.checkpoint with our storage, and with its own."""
+    from fsdp_checkpoint.torch import StorageReader, StorageWriter
+
+    model = fsdp2(size)
+    state = dict(zip(("model", "optim"), get_state_dict(model, adamw(model))))
+    for place, directory in places.items():
+        path = os.path.join(directory, "saved")
+        save = lambda: dcp.save(state, storage_writer=StorageWriter(path))
+        load = lambda: dcp.load(state, storage_reader=StorageReader(path))
+        plain_save = lambda: dcp.save(state, checkpoint_id=path)
+        plain_load = lambda: dcp.load(state, checkpoint_id=path)
+        for name, pair, before in [
+            ("save", (save, plain_save), lambda: remove(path)),
+            ("load", (load, plain_load), lambda: None),
+        ]:
+            if name == "load":
+                # Both read what the plug-in wrote, with its hashes.
+                remove(path)
+                save()
+            ours, plain = in_turns(runs, *pair, before)
+            yield f"{name} with the plug-in", place, ours
+            yield name, place, plain
+        remove(path)
+
+
+GROUPS = {
+    "save": save_cases,
+    "full": full_cases,
+    "write": write_for_load,
+    "load": load_cases,
+    "plugin": plugin_cases,
+}
 
 
 def rank_main(rank, ranks, rendezvous, size, groups, places, runs, queue):

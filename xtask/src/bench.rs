@@ -10,7 +10,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
 use clap::Args;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 use self::figures::{Case, Other, Results, SCHEMA};
 use crate::shell::{cargo, say, target};
@@ -19,6 +19,8 @@ use crate::shell::{cargo, say, target};
 const MORE_RANKS: [usize; 1] = [5];
 /// The groups of cases of `tests/examples/bench`.
 const GROUPS: [&str; 6] = ["save", "load", "full", "background", "conversions", "planning"];
+/// The name of the table of the Python package.
+const PLUGIN: &str = "torch.distributed.checkpoint with the Python package's storage";
 /// The groups among them that torch has too.
 const TORCH_GROUPS: [&str; 4] = ["save", "full", "load", "conversions"];
 
@@ -30,8 +32,8 @@ pub(crate) struct BenchArguments {
     /// Numbers of ranks
     #[arg(long, value_delimiter = ',', default_value = "1,2,4")]
     ranks: Vec<usize>,
-    /// Groups of cases: save, load, full, background, conversions, planning, offline, digests, optim-state-dict, overhead,
-    /// collectives, train [default: all]
+    /// Groups of cases: save, load, full, background, conversions, planning, scale, offline, digests,
+    /// optim-state-dict, overhead, collectives, plugin, train [default: all]
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
     /// Directories to write to, as NAME=DIRECTORY: one in memory, one on a disk [default: tmpfs=/dev/shm, disk=the
@@ -63,6 +65,18 @@ struct TorchCase {
     ranks: usize,
     place: String,
     seconds: f64,
+}
+
+/// The times of one case with the Python package's storage and with torch's own.
+#[derive(Debug, Serialize)]
+struct PluginFigures {
+    case: String,
+    size: String,
+    ranks: usize,
+    seconds: f64,
+    torch_seconds: f64,
+    /// The speed as a multiple of torch's.
+    ratio: f64,
 }
 
 impl BenchArguments {
@@ -162,12 +176,37 @@ fn others(root: &Path, target: &Path, arguments: &BenchArguments) -> Result<Vec<
         let figures = serde_json::from_slice(&output(&mut command)?)?;
         others.push(Other { name: name.to_owned(), figures });
     }
+    if let Some(python) = arguments.torch.as_ref().filter(|_| arguments.wants("plugin")) {
+        let figures = plugin(root, python, arguments)?;
+        others.push(Other { name: PLUGIN.to_owned(), figures: serde_json::to_value(figures)? });
+    }
     if arguments.wants("train") {
         build_command(root)?;
         let figures = train::run(root, target, &arguments.ranks, arguments.runs, arguments.torch.as_deref())?;
         others.push(Other { name: "Training steps".to_owned(), figures: serde_json::to_value(figures)? });
     }
     Ok(others)
+}
+
+/// Saves and loads of torch.distributed.checkpoint with the Python package's storage, in turns with torch's own.
+fn plugin(root: &Path, python: &Path, arguments: &BenchArguments) -> Result<Vec<PluginFigures>> {
+    let mut figures = Vec::new();
+    let place = arguments.place.first().map_or("tmpfs=/dev/shm", String::as_str);
+    for (size, &ranks) in arguments.size.iter().flat_map(|size| arguments.ranks.iter().map(move |ranks| (size, ranks)))
+    {
+        let mut command = Command::new(python);
+        command.arg("-W").arg("ignore").arg(root.join("tests/interop/bench.py"));
+        command.args([size, &ranks.to_string(), "plugin", place, &arguments.runs.to_string()]);
+        let output = output(&mut command).context("is the wheel of `cargo xtask wheel` installed in that Python?")?;
+        let cases: Vec<TorchCase> = serde_json::from_slice(&output)?;
+        // Each of ours is followed by torch's.
+        for pair in cases.chunks_exact(2) {
+            let (seconds, torch_seconds) = (pair[0].seconds, pair[1].seconds);
+            let (case, size) = (pair[1].name.clone(), size.clone());
+            figures.push(PluginFigures { case, size, ranks, seconds, torch_seconds, ratio: torch_seconds / seconds });
+        }
+    }
+    Ok(figures)
 }
 
 fn torch(

@@ -1,7 +1,8 @@
-//! The targets of tracing events: lines on stderr, as `RUST_LOG` asks for (by default warnings about checkpoints), and spans
+//! The targets of tracing events: lines on stderr, as `RUST_LOG` asks for (by default the project's own warnings), and spans
 //! in a trace file.
 
 use std::fs::OpenOptions;
+use std::io::IsTerminal as _;
 use std::path::Path;
 
 use anyhow::{Context as _, Result};
@@ -19,12 +20,17 @@ const TARGETS: [&str; 8] =
 /// # Errors
 /// The trace file cannot be created.
 pub(crate) fn start(trace: Option<&Path>) -> Result<Option<FlushGuard>> {
-    let filter = match std::env::var_os(EnvFilter::DEFAULT_ENV) {
-        Some(_) => EnvFilter::from_default_env(),
-        // A checkpoint that could not be saved or removed behind the run's back.
-        None => EnvFilter::new("fsdp_checkpoint=warn"),
+    let is_asked_for = std::env::var_os(EnvFilter::DEFAULT_ENV).is_some();
+    let filter = if is_asked_for {
+        EnvFilter::from_default_env()
+    } else {
+        EnvFilter::new(TARGETS.map(|target| format!("{target}=warn")).join(","))
     };
-    let lines = fmt::layer().with_writer(std::io::stderr).with_filter(filter);
+    let is_coloured = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
+    let lines = fmt::layer().with_writer(std::io::stderr).with_ansi(is_coloured);
+    // Times and modules are for those who look into a run, not for those who are warned.
+    let lines = if is_asked_for { lines.boxed() } else { lines.without_time().with_target(false).boxed() };
+    let lines = lines.with_filter(filter);
     let Some(path) = trace else {
         registry().with(lines).init();
         return Ok(None);

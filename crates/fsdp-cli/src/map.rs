@@ -77,9 +77,10 @@ fn read_small(path: &str) -> Result<String, String> {
     fs::read_to_string(path).map_err(|error| error.to_string())
 }
 
-/// Takes the values of names from a model's configuration, if one lies in this directory.
+/// Takes the values of names from a model's configuration, if one lies in this directory, or beside this file.
 fn of_config(source: &Location) -> Values {
-    let config = source.local().map(|path| path.join("config.json"));
+    let directory = source.local().and_then(|path| if path.is_file() { path.parent() } else { Some(path) });
+    let config = directory.map(|path| path.join("config.json"));
     let text = config.and_then(|path| read_small(path.to_str()?).ok());
     let config: Option<serde_json::Value> = text.and_then(|text| serde_json::from_str(&text).ok());
     let number = |key: &str| usize::try_from(config.as_ref()?.get(key)?.as_u64()?).ok();

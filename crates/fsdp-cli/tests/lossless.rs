@@ -47,6 +47,19 @@ fn foreign(name: &str) -> String {
 }
 
 #[test]
+fn classes_and_attributes_of_tensors_are_not_lost_without_a_word() {
+    let directory = tempfile::tempdir().unwrap();
+    let warned = "WARN some tensors have a class or attributes of their own in Python, which are not kept";
+    fsdp(&["convert", &foreign("attributes.pt"), &place(&directory, "x.safetensors"), "--to", "safetensors"])
+        .assert()
+        .success()
+        .stderr(contains(warned).and(contains("tensors=2 first=\"tagged\"")).and(contains("\x1b").not()));
+    for plain in ["full.pth", "legacy.pt", "per_rank/hsdp", "lightning"].map(foreign) {
+        fsdp(&["inspect", &plain]).assert().success().stderr(contains("WARN").not());
+    }
+}
+
+#[test]
 fn opaque_values_are_named_shown_and_never_lost_without_a_word() {
     let checkpoint = foreign("obj/dc");
     fsdp(&["verify", &checkpoint]).assert().success().stdout(contains("opaque ").and(contains("objs.TrainState")));

@@ -18,7 +18,7 @@ use std::collections::HashSet;
 use self::integers::Integers;
 pub use self::options::OutputFormat;
 use crate::dcp::reshard;
-use crate::dcp::sidecars::keys_beside;
+use crate::dcp::sidecars::{Kept, keys_beside};
 use crate::error::FileError;
 use crate::formats::checkpoint::{Checkpoint, Format};
 use crate::formats::extra::{CopiedFiles, ExtraFiles};
@@ -54,25 +54,37 @@ pub fn convert(
         return Ok(Converted { quantized, ..convert(&integers, destination, target, options)? });
     }
     // Files of a trainer's state beside a DCP directory's own go along as they are, so their keys stay out of the directory.
-    let beside: HashSet<String> = match target {
-        OutputFormat::Dcp { .. } => keys_beside(source).into_iter().collect(),
-        _ => HashSet::new(),
-    };
-    if !beside.is_empty() {
-        let keep = |fqn: &str| if beside.contains(fqn) { Rename::Drop } else { Rename::Keep };
-        return convert(&View::new(source, keep, None)?, destination, target, options);
+    let kept = if matches!(target, OutputFormat::Dcp { .. }) { Kept::of(source) } else { Kept::default() };
+    if kept.keys.is_empty() {
+        return write(source, destination.into(), target, &kept, options);
     }
-    let opaque = opaque_entries(source, options.threads)?;
-    let copies = matches!((source.format(), target), (Format::Dcp, OutputFormat::Dcp { .. }));
-    if !(copies || opaque.is_empty()) {
+    let keep = |fqn: &str| if kept.keys.contains(fqn) { Rename::Drop } else { Rename::Keep };
+    write(&View::new(source, keep, None)?, destination.into(), target, &kept, options)
+}
+
+/// Writes all of a checkpoint, but for what `kept` takes along.
+fn write(
+    source: &dyn Checkpoint,
+    destination: Location,
+    target: OutputFormat,
+    kept: &Kept,
+    options: ConvertOptions<'_>,
+) -> Result<Converted, FileError> {
+    // What a DCP directory's own files hold is copied as its bytes are, so nothing needs to know what it is.
+    let copied = matches!((source.format(), target), (Format::Dcp, OutputFormat::Dcp { .. }));
+    let beside = keys_beside(source);
+    let (opaque, unknown): (Vec<_>, Vec<_>) = opaque_entries(source, options.threads)?
+        .into_iter()
+        .partition(|(fqn, _)| copied && !beside.contains(fqn.as_str()));
+    if !unknown.is_empty() {
         if !options.drop_opaque {
-            return Err(FileError::Opaque { values: opaque });
+            return Err(FileError::Opaque { values: unknown });
         }
-        let dropped: HashSet<&str> = opaque.iter().map(|(fqn, _)| fqn.as_str()).collect();
+        let dropped: HashSet<&str> = unknown.iter().map(|(fqn, _)| fqn.as_str()).collect();
         let keep = |fqn: &str| if dropped.contains(fqn) { Rename::Drop } else { Rename::Keep };
         let view = View::new(source, keep, None)?;
-        let converted = convert(&view, destination, target, options)?;
-        return Ok(Converted { dropped: opaque, ..converted });
+        let converted = write(&view, destination, target, kept, options)?;
+        return Ok(Converted { dropped: unknown, ..converted });
     }
     // All that can be found wrong with the source is found before anything is written.
     source.check_stored(&|_| true)?;
@@ -92,8 +104,9 @@ pub fn convert(
         containers.extend(source.structure().map(Structure::untold).unwrap_or_default());
     }
     let ExtraFiles { files, others, .. } = ExtraFiles::of(source)?;
+    let (read, files) = files.into_iter().partition(|name| kept.leaves_out(source, name));
     let mut extra = CopiedFiles::default();
-    let mut left_behind = others;
+    let mut left_behind: Vec<String> = [others, read].concat();
     if target.keeps_framework(source.format()) {
         extra.add(files, source.directory());
     } else if matches!(target, OutputFormat::SafetensorsDirectory { .. }) && !source.format().is_file() {

@@ -8,6 +8,7 @@
 //! Both frameworks put what is in them at the top of the state dict that they load, beside what the directory holds. So
 //! their keys are at the top here too.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use fsdp_layout::{KeyPath, PathPart, PlainValue};
@@ -15,7 +16,7 @@ use fsdp_layout::{KeyPath, PathPart, PlainValue};
 use super::reader::CheckpointReader;
 use crate::error::{FileError, FormatError};
 use crate::formats::assembled::{Assembled, Assembler, Held};
-use crate::formats::checkpoint::{Checkpoint, Format};
+use crate::formats::checkpoint::{Checkpoint, Format, PartOf};
 use crate::formats::joined::{Joined, Part};
 use crate::formats::read::OpenOptions;
 use crate::formats::structure::Structure;
@@ -51,14 +52,50 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Box<dyn 
     Ok(Box::new(joined))
 }
 
-/// Returns the keys of a DCP directory that lie in files beside its own. What a renaming or a cast has made of them counts.
-pub(crate) fn keys_beside(checkpoint: &dyn Checkpoint) -> Vec<String> {
-    if checkpoint.format() != Format::Dcp {
-        return Vec::new();
+/// The files beside a DCP directory's own that a copy of it takes along as they are.
+#[derive(Debug, Default)]
+pub(crate) struct Kept {
+    /// The names of the files.
+    pub(crate) files: Vec<String>,
+    /// The keys in them, which stay out of the directory's own files.
+    pub(crate) keys: HashSet<String>,
+}
+
+impl Kept {
+    /// Finds the files of which every key is there and unchanged. Of another one, such as one of whose keys some are
+    /// excluded, renamed or cast, the keys that are left are written like all others.
+    pub(crate) fn of(checkpoint: &dyn Checkpoint) -> Self {
+        let mut kept = Kept::default();
+        if checkpoint.format() != Format::Dcp {
+            return kept;
+        }
+        for part in checkpoint.parts() {
+            let (own, seen) = (part.checkpoint.metadata(), checkpoint.metadata());
+            let is_same = |(key, name): (&String, &String)| own.entries.get(key) == seen.entries.get(name);
+            if is_sidecar(&part) && part.keys.iter().all(is_same) {
+                kept.files.push(part.place.to_owned());
+                kept.keys.extend(part.keys.values().cloned());
+            }
+        }
+        kept
     }
+
+    /// Returns `true` if a file beside the directory's own is to be left out of a copy: it holds keys, and is not kept.
+    pub(crate) fn leaves_out(&self, checkpoint: &dyn Checkpoint, file: &str) -> bool {
+        let is_it = |part: &PartOf<'_>| is_sidecar(part) && part.place == file;
+        !self.files.iter().any(|kept| kept == file) && checkpoint.parts().iter().any(is_it)
+    }
+}
+
+/// Returns the keys whose content lies in such files.
+pub(crate) fn keys_beside(checkpoint: &dyn Checkpoint) -> HashSet<&str> {
     let stored = checkpoint.metadata().stored();
-    let beside = stored.filter(|(_, _, stored)| NAMES.contains(&stored.relative_path.as_str()));
-    beside.map(|(fqn, _, _)| fqn.to_owned()).collect()
+    stored.filter(|(_, _, stored)| NAMES.contains(&stored.relative_path.as_str())).map(|(fqn, ..)| fqn).collect()
+}
+
+/// Returns `true` if a part of a checkpoint is such a file.
+fn is_sidecar(part: &PartOf<'_>) -> bool {
+    NAMES.contains(&part.place)
 }
 
 /// Returns `true` if there is a file of this name that begins as a file of `torch.save` does. Any other one is nobody's

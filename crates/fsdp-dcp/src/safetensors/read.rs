@@ -67,14 +67,11 @@ struct ShardNote {
 }
 
 impl SafetensorsCheckpoint {
-    /// Opens one file. Values are taken from `NAME.values.json` beside it, if that is there.
-    pub(crate) fn open_file(location: impl Into<Location>, options: OpenOptions) -> Result<Self, FileError> {
-        let location = location.into();
-        let (parent, name) = location.split()?;
-        let directory = CheckedDirectory::open_beside(&parent, name, options.verify)?;
-        let mut opened = SafetensorsCheckpoint {
+    /// Begins a checkpoint to which no file was added yet.
+    fn without_files(location: &Location, format: Format, directory: CheckedDirectory) -> Self {
+        SafetensorsCheckpoint {
             path: location.name().to_owned(),
-            format: Format::SafetensorsFile,
+            format,
             directory,
             metadata: Metadata::default(),
             values: HashMap::new(),
@@ -82,7 +79,15 @@ impl SafetensorsCheckpoint {
             paths: None,
             digests: None,
             has_stale_digests: false,
-        };
+        }
+    }
+
+    /// Opens one file. Values are taken from `NAME.values.json` beside it, if that is there.
+    pub(crate) fn open_file(location: impl Into<Location>, options: OpenOptions) -> Result<Self, FileError> {
+        let location = location.into();
+        let (parent, name) = location.split()?;
+        let directory = CheckedDirectory::open_beside(&parent, name, options.verify)?;
+        let mut opened = Self::without_files(&location, Format::SafetensorsFile, directory);
         // The header has the hash of the values file, if there is one: a file of that name alone proves nothing.
         let Texts { mut texts, layout } = opened.add_file(name, None)?;
         if let Some(text) = texts.get(DIGESTS).filter(|_| options.verify) {
@@ -120,17 +125,7 @@ impl SafetensorsCheckpoint {
         let directory = CheckedDirectory::open(&location, options.verify, Links::Follow)?;
         directory.check_covered()?;
         let names = directory.names()?;
-        let mut opened = SafetensorsCheckpoint {
-            path: location.name().to_owned(),
-            format: Format::SafetensorsDirectory,
-            directory,
-            metadata: Metadata::default(),
-            values: HashMap::new(),
-            boxes: HashMap::new(),
-            paths: None,
-            digests: None,
-            has_stale_digests: false,
-        };
+        let mut opened = Self::without_files(&location, Format::SafetensorsDirectory, directory);
         match names.iter().find(|name| name.ends_with(".safetensors.index.json")) {
             Some(index) => opened.add_indexed(index)?,
             None => {

@@ -59,6 +59,12 @@ impl FlatFile {
         Ok(FlatFile { found, structure, storages: Arc::new(storages) })
     }
 
+    /// Returns the keys of the tensors that torch would give a class or attributes of their own.
+    pub(crate) fn tensors_without_attributes(&self) -> impl Iterator<Item = &str> {
+        let loses = |leaf: &Leaf| matches!(leaf, Leaf::Tensor(tensor, _) if tensor.loses_attributes);
+        self.found.iter().filter(move |(_, (_, leaf))| loses(leaf)).map(|(fqn, _)| fqn.as_str())
+    }
+
     /// Returns where a tensor of this file, whose name is `file`, lies. A storage that is missing or too short is an error.
     pub(crate) fn piece(&self, file: &Arc<str>, tensor: &TensorRef) -> Result<Piece, FormatError> {
         let about = self.storages.start(tensor)?;

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use fsdp_layout::{KeyPath, PathPart};
+use tracing::warn;
 
 use crate::error::FileError;
 use crate::formats::assembled::{Assembled, Assembler};
@@ -29,7 +30,13 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
 /// Reads the content of one file.
 pub(crate) fn read_flat(directory: &CheckedDirectory, name: &str) -> Result<FlatFile, FileError> {
     let file = directory.file(name)?;
-    FlatFile::read(&*file).map_err(|source| directory.file_error(name, source))
+    let flat = FlatFile::read(&*file).map_err(|source| directory.file_error(name, source))?;
+    let reduced: Vec<&str> = flat.tensors_without_attributes().collect();
+    if let [first, ..] = reduced[..] {
+        let (path, tensors) = (directory.path().join(name).display().to_string(), reduced.len());
+        warn!(%path, tensors, first, "some tensors have a class or attributes of their own in Python, which are not kept");
+    }
+    Ok(flat)
 }
 
 /// Adds what a file holds: `prefix` gives the parts before the path of each key, or `None` to leave it out.

@@ -24,6 +24,8 @@ pub struct TensorRef {
     pub layout: StridedLayout,
     /// The node that says how it is quantized, if it is: `(scheme, scale, zero point)`, or of `(scheme, scales, zero points, axis)`.
     pub quantizer: Option<NodeId>,
+    /// `true` if torch would give it a class or attributes of its own, which are not kept.
+    pub loses_attributes: bool,
 }
 
 impl TensorRef {
@@ -31,25 +33,31 @@ impl TensorRef {
     pub fn of(p: &Pickle<'_>, id: NodeId) -> Result<Option<TensorRef>, PickleError> {
         // Parameters and tensors with attributes wrap a plain one; a few layers at most.
         let mut id = id;
+        let mut loses_attributes = false;
         for _ in 0..4 {
             let Node::Object(object) = p.node(id) else { return Ok(None) };
             let args = p.args(object);
+            loses_attributes |= object.state.is_some_and(|state| has_attributes(p, state));
             match (object.global, args) {
                 (Global::RebuildQTensor, [storage, offset, shape, strides, quantizer, ..]) => {
                     let found = tensor(p, id, [*storage, *offset, *shape, *strides], None)?;
-                    return Ok(Some(TensorRef { quantizer: Some(*quantizer), ..found }));
+                    return Ok(Some(TensorRef { quantizer: Some(*quantizer), loses_attributes, ..found }));
                 }
-                (Global::RebuildParameter, [inner, ..]) => id = *inner,
+                // (tensor, requires_grad, hooks), and the attributes if there are some.
+                (Global::RebuildParameter, [inner, rest @ ..]) => {
+                    loses_attributes |= rest.get(2).is_some_and(|&state| has_attributes(p, state));
+                    id = *inner;
+                }
                 // (function, class, arguments, attributes): the arguments are those of the function.
-                (Global::RebuildFromTypeV2, [function, class, arguments, ..]) => {
+                (Global::RebuildFromTypeV2, [function, class, arguments, rest @ ..]) => {
+                    loses_attributes |= is_subclass(p, *class) || rest.iter().any(|&state| has_attributes(p, state));
                     let arguments = p.sequence(*arguments)?;
                     match (p.node(*function), arguments) {
                         (Node::Global(Global::RebuildParameter), [inner, ..]) => id = *inner,
                         (Node::Global(global), arguments) => {
-                            let found = rebuilt(p, id, *global, arguments)?;
-                            return found
-                                .map(Some)
-                                .ok_or_else(|| p.wrong(*function, "a function that rebuilds a tensor"));
+                            let found = rebuilt(p, id, *global, arguments)?
+                                .ok_or_else(|| p.wrong(*function, "a function that rebuilds a tensor"))?;
+                            return Ok(Some(TensorRef { loses_attributes, ..found }));
                         }
                         // The class says more about what it is.
                         (Node::Foreign(..), _) if matches!(p.node(*class), Node::Foreign(..)) => {
@@ -58,10 +66,27 @@ impl TensorRef {
                         _ => return Err(p.wrong(*function, "a function that rebuilds a tensor")),
                     }
                 }
-                (global, args) => return rebuilt(p, id, global, args),
+                (global, args) => {
+                    let found = rebuilt(p, id, global, args)?;
+                    return Ok(found.map(|found| TensorRef { loses_attributes, ..found }));
+                }
             }
         }
         Err(p.error(id, PickleErrorKind::Value { what: "a tensor is wrapped too many times" }))
+    }
+}
+
+/// Returns `true` if a class is neither torch's tensor nor its parameter.
+fn is_subclass(p: &Pickle<'_>, class: NodeId) -> bool {
+    matches!(p.node(class), Node::Foreign(module, _) if *module != "torch" && !module.starts_with("torch."))
+}
+
+/// Returns `true` if the state of an object holds attributes: it is a dict, or a tuple of dicts.
+fn has_attributes(p: &Pickle<'_>, state: NodeId) -> bool {
+    let is_filled = |id: NodeId| p.dict(id).is_ok_and(|attributes| !attributes.is_empty());
+    match p.node(state) {
+        Node::Tuple(_) => p.sequence(state).is_ok_and(|parts| parts.iter().any(|&part| is_filled(part))),
+        _ => is_filled(state),
     }
 }
 
@@ -136,7 +161,15 @@ fn tensor(p: &Pickle<'_>, at: NodeId, args: [NodeId; 4], untyped: Option<DType>)
         }
     }
     let layout = StridedLayout { bounds: TensorBox::whole(&shape), offset, strides };
-    Ok(TensorRef { storage: p.str(key)?.to_owned(), storage_bytes, dtype, shape, layout, quantizer: None })
+    Ok(TensorRef {
+        storage: p.str(key)?.to_owned(),
+        storage_bytes,
+        dtype,
+        shape,
+        layout,
+        quantizer: None,
+        loses_attributes: false,
+    })
 }
 
 /// Returns the name of torch's typed storage class; `None` where torch uses an untyped one.

@@ -104,6 +104,7 @@ impl CheckpointReader {
             shape: info.shape.clone(),
             layout,
             quantizer: None,
+            loses_attributes: false,
         };
         let tensor = StoredTensor { tensor, storage_offset: header.data + info.start };
         Some(Located { bytes: Bytes::File(file), start: stored.offset, tensor })
