@@ -3,7 +3,7 @@
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 
 use anyhow::{Context as _, Result};
@@ -20,21 +20,24 @@ use super::capture;
 pub(crate) struct StopRequest {
     /// The signal that came first; 0 for none.
     signal: Arc<AtomicUsize>,
+    /// `true` once a thread listens for signals: a second thread would take each signal for the second one.
+    is_watching: Arc<AtomicBool>,
 }
 
 impl StopRequest {
     /// Returns the request that whoever embeds this command may make, or one that only signals make.
     pub(crate) fn new() -> Self {
-        StopRequest { signal: capture::stop().unwrap_or_default() }
+        StopRequest { signal: capture::stop().unwrap_or_default(), is_watching: Arc::default() }
     }
 
-    /// Notes the first signal from now on, instead of ending the process. A second one ends the process at once.
+    /// Notes the first signal from now on, instead of ending the process. A second one ends the process at once. Calling
+    /// this again changes nothing.
     ///
     /// # Errors
     /// The system does not allow it.
     pub(crate) fn watch(&self) -> Result<()> {
         // A process that this command is only a guest of has handlers of its own.
-        if capture::is_on() {
+        if capture::is_on() || self.is_watching.swap(true, Ordering::Relaxed) {
             return Ok(());
         }
         let mut signals = Signals::new([SIGINT, SIGTERM]).context("failed to listen for signals")?;

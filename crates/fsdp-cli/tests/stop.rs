@@ -147,3 +147,30 @@ fn a_conversion_that_is_told_to_stop_leaves_nothing() {
         assert!(is_empty());
     }
 }
+
+#[test]
+fn a_run_that_has_passed_over_a_damaged_checkpoint_saves_its_step_when_it_is_told_to_stop() {
+    let dir = TempDir::new().unwrap();
+    let out = dir.path().join("out");
+    let first = ["train", "--nproc", "2", "--steps", "4", "--save-every", "2", "--out", out.to_str().unwrap()];
+    fsdp(&first).args(SMALL).assert().success();
+    // Only reading shows the damage, when the run listens for signals already.
+    let file = out.join("step-00000004/__0_0.distcp");
+    let mut bytes = fs::read(&file).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    fs::write(&file, bytes).unwrap();
+    let mut child = start(&[], &out, &["--nproc", "2", "--resume"]);
+    let limit = Instant::now() + HANG;
+    // The run begins again after step 2, and does more steps than there were before.
+    while !fs::read_to_string(out.join("metrics.jsonl")).is_ok_and(|lines| lines.lines().count() >= 8) {
+        assert!(child.try_wait().unwrap().is_none() && Instant::now() < limit);
+        thread::sleep(Duration::from_millis(5));
+    }
+    signal(&child, Signal::TERM);
+    let output = child.wait_with_output().unwrap();
+    let talk = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(i32::from(exit_codes::STOPPED)), "{} {talk}", output.status);
+    assert!(talk.contains("step-00000004` is damaged"), "{talk}");
+    assert!(latest_checkpoint(&out).unwrap().unwrap().step >= 8);
+}

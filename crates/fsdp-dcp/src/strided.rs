@@ -130,7 +130,7 @@ pub(crate) fn read_overlap<S: ReadAt + ?Sized>(
     overlap: &TensorBox,
     slot: &mut Slot<'_>,
 ) -> Result<(), FormatError> {
-    let Slot { bounds: to, bytes: dst, digest } = slot;
+    let Slot { bounds: to, bytes: dst, digest, .. } = slot;
     let runs = StridedRuns::new(overlap, from, to);
     let bytes = element as u64;
     let limit = storage + runs.end() * bytes;

@@ -54,6 +54,17 @@ pub enum FlatError {
     /// candle has other locks than those whose readers can be seen, so nothing tells of the use of a tensor.
     #[error("the use of a tensor cannot be seen: this candle does not guard its storages with locks of `parking_lot`")]
     UnseenUse,
+    /// A storage can be withheld once only.
+    #[error("two of the tensors that are to be withheld are views of one storage")]
+    SharedStorage,
+    /// Contents were given for other tensors than those that are withheld.
+    #[error("contents for {given} tensors were given where {withheld} are withheld")]
+    WrongContents {
+        /// The number of contents.
+        given: usize,
+        /// The number of tensors.
+        withheld: usize,
+    },
     /// Memory that this build cannot reach.
     #[error(
         "the memory of a tensor on {device} cannot be reached: move it to the CPU, or build with `--features cuda`"

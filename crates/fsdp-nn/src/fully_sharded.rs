@@ -184,7 +184,9 @@ impl<M> FullyShardedDataParallel<M> {
             Err(error) => {
                 self.parameters.zero_grad();
                 // Units that a forward around this backward uses stay whole. The error to return is that of the backward.
-                let _ = self.parameters.reshard();
+                for handle in &self.parameters.handles {
+                    let _ = handle.reshard();
+                }
                 return Err(error);
             }
         };

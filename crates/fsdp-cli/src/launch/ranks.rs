@@ -179,8 +179,9 @@ impl<'e> Ranks<'e> {
         let Some(mut child) = self.running.remove(&rank) else { return Ok(()) };
         let process = Pid::from_child(&child);
         kill_process_group(process, Signal::KILL).ok();
-        let status = child.wait().with_context(|| format!("failed to wait for rank {rank}"))?;
+        // Before its number is given back, which another process may get.
         self.guard.forget(process);
+        let status = child.wait().with_context(|| format!("failed to wait for rank {rank}"))?;
         let exit = Exit::new(rank, status, matches!(self.stage, Stage::Ending(_) | Stage::Killed));
         self.exits.push(exit);
         if exit.is_failure() && matches!(self.stage, Stage::Running) {
@@ -204,8 +205,8 @@ impl Drop for Ranks<'_> {
     fn drop(&mut self) {
         self.signal(Signal::KILL);
         for child in self.running.values_mut() {
-            child.wait().ok();
             self.guard.forget(Pid::from_child(child));
+            child.wait().ok();
         }
     }
 }

@@ -61,9 +61,13 @@ pub(super) fn round(
     let Member { node, group, ranks, rank } = member;
     let records = exchange(member, round, record)?;
     let records: Vec<&[u8]> = records.iter().map(Vec::as_slice).collect();
-    let Some(plan) = plan(&records)? else {
-        node.inbox().lock().forget(group, round.number);
-        return Ok(());
+    let plan = match plan(&records) {
+        Ok(Some(plan)) => plan,
+        // All ranks come to the same end of the round.
+        ended => {
+            node.inbox().lock().forget(group, round.number);
+            return ended.map(drop);
+        }
     };
     // Send to all others first, beginning with the next rank, so that not all ranks send to one.
     for k in 1..ranks.len() {

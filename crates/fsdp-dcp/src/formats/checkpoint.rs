@@ -9,7 +9,7 @@ use fsdp_layout::{PlainValue, TensorBox};
 use serde::{Deserialize, Serialize};
 
 use super::lookup::request_of;
-use super::read::{Destination, ReadDone, ReadOptions, read_in_parallel};
+use super::read::{Destination, Files, ReadDone, ReadOptions, read_in_parallel};
 use super::structure::Structure;
 use crate::error::FileError;
 use crate::metadata::{Metadata, Replica, StorageInfo};
@@ -179,10 +179,8 @@ pub trait Checkpoint: Send + Sync {
     /// All that can be known beforehand is checked first: on an error of the plan no buffer was touched. After an error
     /// while reading, the content of the buffers is unspecified.
     fn read(&self, destinations: Vec<Destination<'_>>, options: ReadOptions) -> Result<ReadDone, FileError> {
-        let threads_per_reader = self.directory().threads_per_reader();
-        read_in_parallel(self.metadata(), destinations, options, threads_per_reader, &|fqn, slots| {
-            self.read_boxes(fqn, slots)
-        })
+        let files = Files { metadata: self.metadata(), directory: self.directory(), digests: self.digests() };
+        read_in_parallel(files, destinations, options, &|fqn, slots| self.read_boxes(fqn, slots))
     }
 
     /// Checks all that can be known of a [`Checkpoint::read`] before the bytes of tensors are read: the plan, and that

@@ -1,9 +1,10 @@
 //! Reading parts of many tensors at once, by several threads: the same for every format.
 
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use fsdp_digest::{BoxPlace, Sum};
+use fsdp_digest::{BoxPlace, Digest, StateDigest, Sum};
 use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::{DType, TensorBox};
 use tracing::{debug_span, info_span};
@@ -12,6 +13,7 @@ use crate::error::{FileError, FormatError};
 use crate::metadata::Metadata;
 use crate::payload::slot::{Slot, SlotDigest};
 use crate::plan::{LoadPlan, LoadRequest, ReadPlanOptions, plan_load};
+use crate::storage::checked_directory::CheckedDirectory;
 use crate::threads::{default_threads, on_threads};
 
 /// The options of opening a checkpoint.
@@ -44,7 +46,7 @@ pub struct ReadOptions {
     pub plan: ReadPlanOptions,
     /// Threads that read; four times as many from an object store, where they mostly wait.
     pub threads: usize,
-    /// `true` to sum over what is read, for digests.
+    /// `true` to sum over what is read, for whoever compares the sums with the recorded digests.
     pub digest: bool,
 }
 
@@ -77,16 +79,60 @@ struct Job<'d> {
 /// A function that fills boxes of one tensor, which a plan has checked. Called from several threads at once.
 pub(crate) type FillBoxes<'f> = dyn Fn(&str, &mut [Slot<'_>]) -> Result<(), FileError> + Sync + 'f;
 
+/// A checkpoint's files, and all that was recorded of their content.
+#[derive(Clone, Copy)]
+pub(crate) struct Files<'c> {
+    pub(crate) metadata: &'c Metadata,
+    pub(crate) directory: &'c CheckedDirectory,
+    pub(crate) digests: Option<&'c StateDigest>,
+}
+
+impl Files<'_> {
+    /// Returns the digest of what a request reads: it wants one box, which is the whole tensor, and a digest was recorded.
+    fn digest_of(&self, request: &LoadRequest) -> Option<Digest> {
+        let [bounds] = &request.boxes[..] else { return None };
+        let is_whole = self.metadata.tensor(&request.fqn)?.shape == bounds.sizes && !bounds.is_empty();
+        self.digests.filter(|_| is_whole)?.get(&request.fqn)
+    }
+
+    /// Checks the hashes of whole tensors whose sums are not what was recorded: they were read without. The error tells which
+    /// bytes are wrong. If none are, the sums tell the caller that something else is.
+    fn check_differing(&self, requests: &[LoadRequest], sums: &[Vec<Sum>]) -> Result<(), FileError> {
+        for (request, sums) in requests.iter().zip(sums) {
+            let (Some(recorded), Some(tensor)) = (self.digest_of(request), self.metadata.tensor(&request.fqn)) else {
+                continue;
+            };
+            let found = sums.first().map(|sum| sum.finish(tensor.properties.dtype, &tensor.shape));
+            if found != Some(recorded) {
+                self.check_hashes(&request.fqn)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks the hashes of the files that hold a tensor.
+    fn check_hashes(&self, fqn: &str) -> Result<(), FileError> {
+        let stored = self.metadata.stored().filter(|(name, ..)| *name == fqn).map(|(_, _, stored)| stored);
+        let names: BTreeSet<&str> = stored.map(|stored| stored.relative_path.as_str()).collect();
+        for name in names {
+            let file = self.directory.file(name)?;
+            let checked = file.parts().and_then(|parts| parts.into_iter().try_for_each(|part| file.verify(part, None)));
+            checked.map_err(|source| self.directory.file_error(name, source))?;
+        }
+        Ok(())
+    }
+}
+
 /// Plans and reads many tensors at once: in the order of the files, by several threads, each byte once.
 ///
-/// `threads_per_reader` is the number of threads that slow storage needs in place of one that reads a disk.
+/// Where sums are asked for, tensors that are read whole are checked by their digests, and by their hashes only if those differ.
 pub(crate) fn read_in_parallel(
-    metadata: &Metadata,
+    files: Files<'_>,
     destinations: Vec<Destination<'_>>,
     options: ReadOptions,
-    threads_per_reader: usize,
     fill: &FillBoxes<'_>,
 ) -> Result<ReadDone, FileError> {
+    let metadata = files.metadata;
     let (requests, buffers): (Vec<_>, Vec<_>) =
         destinations.into_iter().map(|destination| (destination.request, destination.buffers)).unzip();
     // Nothing is read before all requests and all buffers are known to be right.
@@ -99,11 +145,16 @@ pub(crate) fn read_in_parallel(
     }
     jobs.sort_by_key(|job| position[job.request]);
     if options.digest {
-        jobs.iter_mut().try_for_each(|job| sum_over(job, metadata, &requests[job.request]))?;
+        for job in &mut jobs {
+            let request = &requests[job.request];
+            sum_over(job, metadata, request)?;
+            let is_compared = files.digest_of(request).is_some();
+            job.slots.iter_mut().for_each(|slot| slot.is_compared = is_compared);
+        }
     }
     let sums = requests.iter().map(|request| vec![Sum::default(); request.boxes.len()]).collect();
     let sums: Mutex<Vec<Vec<Sum>>> = Mutex::new(sums);
-    let threads = options.threads.saturating_mul(threads_per_reader).clamp(1, jobs.len().max(1));
+    let threads = options.threads.saturating_mul(files.directory.threads_per_reader()).clamp(1, jobs.len().max(1));
     let bytes: usize = jobs.iter().flat_map(|job| &job.slots).map(|slot| slot.bytes.len()).sum();
     let queue = Mutex::new(jobs.into_iter());
     let failed = AtomicBool::new(false);
@@ -126,7 +177,12 @@ pub(crate) fn read_in_parallel(
             Ok(())
         })
     })?;
-    let sums = if options.digest { sums.into_inner().unwrap_or_else(PoisonError::into_inner) } else { Vec::new() };
+    let mut sums = sums.into_inner().unwrap_or_else(PoisonError::into_inner);
+    if options.digest {
+        files.check_differing(&requests, &sums)?;
+    } else {
+        sums.clear();
+    }
     Ok(ReadDone { plan, sums })
 }
 

@@ -15,6 +15,8 @@ pub struct Slot<'d> {
     pub bytes: &'d mut [u8],
     /// The sum over what has come so far, if it is asked for.
     pub(crate) digest: Option<SlotDigest>,
+    /// `true` if the digest of the whole tensor is compared in the end: the hashes of the same bytes need not be checked then.
+    pub(crate) is_compared: bool,
 }
 
 /// The sum over the elements that a slot was filled with.
@@ -28,7 +30,7 @@ impl<'d> Slot<'d> {
     /// Makes a slot of a box and its memory, which must be as long as the box.
     #[must_use]
     pub fn new(bounds: TensorBox, bytes: &'d mut [u8]) -> Self {
-        Slot { bounds, bytes, digest: None }
+        Slot { bounds, bytes, digest: None, is_compared: false }
     }
 
     /// Adds a part of the box, which has been filled, to the sum, if that is asked for.

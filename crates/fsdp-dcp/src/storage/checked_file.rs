@@ -12,7 +12,7 @@ use crate::error::FormatError;
 
 /// A file whose bytes are checked against its hashes, if it has any.
 pub struct CheckedFile {
-    file: Box<dyn ReadAt>,
+    file: Arc<dyn ReadAt>,
     /// The number of bytes that are read at once before they are hashed.
     bytes_per_read: u64,
     /// Its path, relative to the checkpoint.
@@ -37,7 +37,7 @@ impl CheckedFile {
         integrity: Option<Arc<FileIntegrity>>,
         bytes_read: Arc<AtomicU64>,
     ) -> Self {
-        CheckedFile { file, bytes_per_read, name: name.to_owned(), integrity, bytes_read }
+        CheckedFile { file: file.into(), bytes_per_read, name: name.to_owned(), integrity, bytes_read }
     }
 
     /// Reads without checking.
@@ -57,6 +57,12 @@ impl CheckedFile {
             return Err(self.corrupt(block.range));
         }
         Ok(())
+    }
+
+    /// Returns the same file without its hashes, for bytes that are checked by other means.
+    pub(crate) fn unchecked(&self) -> Self {
+        let (file, name, bytes_read) = (self.file.clone(), self.name.clone(), self.bytes_read.clone());
+        CheckedFile { file, bytes_per_read: self.bytes_per_read, name, integrity: None, bytes_read }
     }
 
     /// Cuts it into parts of whole blocks, to be checked one by one. Another length than was written is an error.

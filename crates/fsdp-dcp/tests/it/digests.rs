@@ -7,17 +7,17 @@ use fsdp_dcp::checkpoint::{Checkpoint, open};
 use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp_dcp::digest::digest;
 use fsdp_dcp::internals::{INTEGRITY_FILE, Integrity};
-use fsdp_dcp::plan::{PlanOptions, plan_save};
-use fsdp_dcp::reader::OpenOptions;
+use fsdp_dcp::plan::{LoadRequest, PlanOptions, plan_save};
+use fsdp_dcp::reader::{Destination, OpenOptions, ReadOptions};
 use fsdp_dcp::storage::Durable;
-use fsdp_dcp::verify::{Level, add_integrity, verify};
+use fsdp_dcp::verify::{Level, add_integrity, verify, with_causes};
 use fsdp_dcp::writer::{RankWritten, WriteOptions, finish_encoded, write_rank};
-use fsdp_digest::{Digest, StateDigest};
-use fsdp_layout::PlainValue;
+use fsdp_digest::{Digest, StateDigest, Sum};
+use fsdp_layout::{PlainValue, TensorBox};
 
 use crate::fixtures::dcp_fixtures;
 use crate::sample::sample;
-use crate::state::save;
+use crate::state::{State, save};
 use crate::truth::fixtures;
 
 fn opened(path: &Path) -> Box<dyn Checkpoint> {
@@ -119,6 +119,48 @@ fn state_that_is_not_what_its_digests_say_is_found_where_all_hashes_are_right() 
         assert!(matches!(&error, FileError::Digests { names, .. } if *names == expected), "{error}");
         assert!(!copy.exists());
     }
+}
+
+/// Reads a tensor whole, and returns its bytes and the sums over them.
+fn read_whole(path: &Path, state: &State, fqn: &str, digest: bool) -> Result<(Vec<u8>, Vec<Vec<Sum>>), FileError> {
+    let (dtype, shape, bytes) = &state.tensors[fqn];
+    let boxes = vec![TensorBox::whole(shape)];
+    let request = LoadRequest { fqn: fqn.to_owned(), dtype: *dtype, shape: shape.clone(), boxes };
+    let mut found = vec![0xee; bytes.len()];
+    let destination = Destination { request, buffers: vec![&mut found] };
+    let done = opened(path).read(vec![destination], ReadOptions { digest, ..ReadOptions::default() })?;
+    Ok((found, done.sums))
+}
+
+/// A tensor that is compared with its digest is read without its hashes. The error of damage is the same.
+#[test]
+fn damage_to_a_tensor_that_is_read_whole_is_told_by_file_and_offset() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("c");
+    let state = sample([700, 401]);
+    save(&state, 2, &path, &Durable::new()).unwrap();
+    let (dtype, shape, bytes) = &state.tensors["large"];
+    let (found, sums) = read_whole(&path, &state, "large", true).unwrap();
+    assert!(found == *bytes);
+    assert_eq!(Some(sums[0][0].finish(*dtype, shape)), opened(&path).digests().unwrap().get("large"));
+    let file = path.join("__1_0.distcp");
+    let sound = std::fs::read(&file).unwrap();
+    let payload = &state.part("large", &TensorBox::new(vec![400, 0], vec![300, 401]));
+    let start = sound.windows(64).position(|window| window == &payload[..64]).unwrap();
+    for at in [start, start + 70_001, start + payload.len() - 1] {
+        let mut damaged = sound.clone();
+        damaged[at] ^= 16;
+        std::fs::write(&file, damaged).unwrap();
+        let [with, without] = [true, false].map(|digest| read_whole(&path, &state, "large", digest).unwrap_err());
+        let [with, without] = [&with, &without].map(|error| with_causes(error));
+        let bytes = without.find("bytes ").map(|at| &without[at..]).unwrap();
+        assert!(bytes.contains("of `__1_0.distcp`") && with.contains(bytes), "{with}; {without}");
+    }
+    std::fs::write(&file, sound).unwrap();
+    // Where the file is right and the digest is not, the sums tell.
+    change_digest(&path, "large");
+    let (_, sums) = read_whole(&path, &state, "large", true).unwrap();
+    assert_ne!(Some(sums[0][0].finish(*dtype, shape)), opened(&path).digests().unwrap().get("large"));
 }
 
 /// Writes a file again as another program does: with the header's texts that it found, and tensors that may be others.

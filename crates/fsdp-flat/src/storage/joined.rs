@@ -4,6 +4,7 @@ use candle_core::{Storage, Tensor};
 
 use super::host::bytes_of;
 use super::lend::{contiguous_range, is_released_storage, released};
+use super::storage_id;
 use crate::FlatError;
 
 /// Runs `f` on the bytes of all `tensors` as one slice, without a copy.
@@ -15,20 +16,17 @@ use crate::FlatError;
 /// A storage that has been released.
 pub fn with_joined_bytes<R>(tensors: &[&Tensor], f: impl FnOnce(&[u8]) -> R) -> Result<Option<R>, FlatError> {
     let Some((first, rest)) = tensors.split_first() else { return Ok(None) };
-    let (storage, layout) = first.storage_and_layout();
-    let Storage::Cpu(data) = &*storage else { return Ok(None) };
-    let Ok(mut range) = contiguous_range(first, layout) else { return Ok(None) };
+    // The storages are compared before one is locked: a thread that takes a read lock twice waits for ever if another one
+    // wants to write in between.
+    let id = storage_id(first);
+    let Ok(mut range) = contiguous_range(first, first.layout()) else { return Ok(None) };
     for tensor in rest {
-        // Each storage is behind one lock, so views of one storage find it at the same address. If this is another
-        // storage, its lock is held only for the comparison.
-        let is_next = {
-            let (other, layout) = tensor.storage_and_layout();
-            let next = contiguous_range(tensor, layout).ok().filter(|next| next.start == range.end);
-            std::ptr::eq(&raw const *other, &raw const *storage).then_some(next).flatten()
-        };
-        let Some(next) = is_next else { return Ok(None) };
+        let next = contiguous_range(tensor, tensor.layout()).ok().filter(|next| next.start == range.end);
+        let Some(next) = next.filter(|_| storage_id(tensor) == id) else { return Ok(None) };
         range.end = next.end;
     }
+    let (storage, _) = first.storage_and_layout();
+    let Storage::Cpu(data) = &*storage else { return Ok(None) };
     if is_released_storage(first, data) {
         return Err(released(first));
     }
@@ -39,7 +37,12 @@ pub fn with_joined_bytes<R>(tensors: &[&Tensor], f: impl FnOnce(&[u8]) -> R) -> 
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc;
+    use std::thread;
+    use std::time::Duration;
+
     use super::*;
+    use crate::storage::HostBytesMut;
     use candle_core::{DType, Device};
 
     #[test]
@@ -54,5 +57,24 @@ mod tests {
         let other = Tensor::zeros(2, DType::U32, &Device::Cpu).unwrap();
         assert_eq!(with_joined_bytes(&[&a, &other], <[u8]>::len).unwrap(), None);
         assert_eq!(with_joined_bytes(&[], <[u8]>::len).unwrap(), None);
+    }
+
+    #[test]
+    fn views_are_joined_beside_somebody_who_writes() {
+        let flat = Tensor::arange(0u32, 20_000, &Device::Cpu).unwrap();
+        let views: Vec<Tensor> = (0..20_000).map(|at| flat.narrow(0, at, 1).unwrap()).collect();
+        let (sender, receiver) = mpsc::channel();
+        thread::spawn(move || {
+            thread::scope(|scope| {
+                let writer = scope.spawn(|| (0..2000).for_each(|_| drop(HostBytesMut::write(&flat))));
+                let views: Vec<&Tensor> = views.iter().collect();
+                while !writer.is_finished() {
+                    // The storage may be lent to the writer just now.
+                    let _ = with_joined_bytes(&views, <[u8]>::len);
+                }
+            });
+            sender.send(())
+        });
+        receiver.recv_timeout(Duration::from_secs(60)).unwrap();
     }
 }

@@ -13,6 +13,7 @@
     reason = "the queue of a lock, which is only looked at, and the place of the lock beside its data"
 )]
 
+use std::collections::HashSet;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -25,7 +26,7 @@ use parking_lot_core::{DEFAULT_UNPARK_TOKEN, FilterOp, unpark_filter};
 use super::contents::Contents;
 use super::guard::nothing;
 use super::lend::{StorageMut, with_storage_mut};
-use super::release_storage;
+use super::{release_storage, storage_id};
 use crate::FlatError;
 
 /// The distance from a lock's address to the key of the queue in which a writer waits for the last readers. At the address
@@ -132,9 +133,14 @@ impl Withheld {
     /// Starts the thread that is to hold the locks of these tensors, each of which has a storage of its own.
     ///
     /// # Errors
-    /// [`FlatError::UnseenUse`] if this candle has other locks; the errors of starting a thread.
+    /// [`FlatError::SharedStorage`]; [`FlatError::UnseenUse`] if this candle has other locks; the errors of starting a thread.
     pub fn new(tensors: Vec<Tensor>) -> Result<Self, FlatError> {
         static IS_SUPPORTED: OnceLock<bool> = OnceLock::new();
+        // The thread would wait for its own lock.
+        let storages: HashSet<usize> = tensors.iter().map(storage_id).collect();
+        if storages.len() != tensors.len() {
+            return Err(FlatError::SharedStorage);
+        }
         if *IS_SUPPORTED.get_or_init(|| try_out().unwrap_or(false)) {
             Self::start(tensors)
         } else {
@@ -218,18 +224,20 @@ impl Withheld {
     /// Fills the tensors, one by one in the order of [`Self::new`], and lets their readers go on.
     ///
     /// # Errors
-    /// Contents of another number, shape or dtype; [`Self::wait`]'s. Then readers get the error of a released tensor.
+    /// [`FlatError::WrongContents`]; contents of another shape or dtype; [`Self::wait`]'s. Then readers get the error of a released tensor.
     pub fn give(&self, contents: Vec<Contents>) -> Result<(), FlatError> {
-        let Some(gives) = self.gives().take() else { return Err(FlatError::UnseenUse) };
+        let given = contents.len();
+        let Some(gives) = self.gives().take() else { return Err(FlatError::WrongContents { given, withheld: 0 }) };
         let (result, given) = mpsc::channel();
-        let sent = gives.send(Give { contents, result });
+        // If it cannot be sent it is dropped, and with it the sender of the result: nothing is waited for then.
+        let _ = gives.send(Give { contents, result });
         drop(gives);
         let given = given.recv();
         let mut state = self.shared.wait_while(|state| matches!(state, State::Asked | State::Held));
-        match (&mut *state, sent, given) {
-            (State::Failed(error), ..) => Err(error.take().unwrap_or(FlatError::UnseenUse)),
-            (_, Ok(()), Ok(result)) => result,
-            _ => Err(FlatError::UnseenUse),
+        match (&mut *state, given) {
+            (State::Failed(error), _) => Err(error.take().unwrap_or(FlatError::UnseenUse)),
+            (_, Ok(result)) => result,
+            (_, Err(_)) => Err(FlatError::UnseenUse),
         }
     }
 
@@ -278,8 +286,9 @@ fn hold_lent(mut lent: Vec<Lent<'_>>, gives: &Receiver<Give>, shared: &Shared) -
     }
     shared.set(State::Held);
     let Ok(Give { contents, result }) = gives.recv() else { return Ok(None) };
-    if contents.len() != lent.len() {
-        return Ok(Some((result, Err(FlatError::UnseenUse))));
+    let (given, withheld) = (contents.len(), lent.len());
+    if given != withheld {
+        return Ok(Some((result, Err(FlatError::WrongContents { given, withheld }))));
     }
     let mut filled = contents.into_iter().zip(lent);
     let filled = filled.try_for_each(|(contents, lent)| contents.put_into(lent.tensor, lent.storage, lent.layout));
@@ -410,6 +419,25 @@ mod tests {
 
     fn sum_is_error(tensor: &Tensor) -> bool {
         tensor.sum_all().is_err()
+    }
+
+    #[test]
+    fn tensors_that_cannot_be_withheld_are_an_error_and_nobody_waits() {
+        // candle lends no storage through a tensor whose elements repeat.
+        let repeated = Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap().broadcast_as(4).unwrap();
+        let withheld = Withheld::new(vec![repeated]).unwrap();
+        withheld.withhold();
+        assert!(withheld.wait().is_err());
+        let (sender, receiver) = mpsc::channel();
+        thread::spawn(move || sender.send(withheld.give(vec![contents(1.)]).is_err()));
+        assert_eq!(receiver.recv_timeout(Duration::from_secs(10)), Ok(true));
+    }
+
+    #[test]
+    fn views_of_one_storage_are_refused() {
+        let tensor = tensor(1.);
+        let view = tensor.t().unwrap();
+        assert!(matches!(Withheld::new(vec![tensor, view]), Err(FlatError::SharedStorage)));
     }
 
     #[test]
