@@ -103,7 +103,7 @@ impl FsdpConfig {
     /// makes a unit of each layer. Where several patterns match, the first counts. Parameters of explicit units stay there.
     ///
     /// A unit is gathered when the forward or the backward reads the first of its parameters, and released when it reads one of
-    /// another unit. That is seen by the locks of candle's storages, so the model can be any: see
+    /// another unit, unless one operation reads both. That is seen by the locks of candle's storages, so the model can be any: see
     /// [`Withheld`](fsdp_flat::storage::Withheld). It takes a thread for each unit, which sleeps. Its backward needs
     /// [`FullyShardedDataParallel::backward`](crate::FullyShardedDataParallel::backward).
     ///

@@ -10,7 +10,7 @@
 
 #![expect(
     unsafe_code,
-    reason = "the queue of a lock, which is only looked at, and the place of the lock beside its data"
+    reason = "the locks of storages: their queues, which are only looked at, and if somebody holds them"
 )]
 
 use std::collections::HashSet;
@@ -19,12 +19,12 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use candle_core::{DType, Device, Layout, Storage, Tensor};
-use parking_lot::RwLock;
+use candle_core::{DType, Device, Layout, Tensor};
+use parking_lot::RawRwLock;
+use parking_lot::lock_api::{RawRwLock as _, RwLockReadGuard};
 use parking_lot_core::{DEFAULT_UNPARK_TOKEN, FilterOp, unpark_filter};
 
 use super::contents::Contents;
-use super::guard::nothing;
 use super::lend::{StorageMut, with_storage_mut};
 use super::{release_storage, storage_id};
 use crate::FlatError;
@@ -62,6 +62,8 @@ const TRY_OUT: Duration = Duration::from_secs(10);
 /// ```
 #[derive(Debug)]
 pub struct Withheld {
+    /// The tensors, which own the locks.
+    tensors: Vec<Tensor>,
     /// The addresses of the locks, by which parking_lot knows their queues.
     locks: Vec<usize>,
     shared: Arc<Shared>,
@@ -152,14 +154,15 @@ impl Withheld {
         let locks = tensors.iter().map(lock_of).collect();
         // In no graph, which would keep more than the storages.
         let tensors: Vec<Tensor> = tensors.iter().map(Tensor::detach).collect();
+        let withheld = tensors.clone();
         let shared = Arc::new(Shared::default());
         let (requests, received) = mpsc::channel::<Receiver<Give>>();
         let of_thread = Arc::clone(&shared);
         let stack = STACK_BYTES + STACK_BYTES_PER_TENSOR * tensors.len();
-        let run = move || received.into_iter().for_each(|gives| hold(&tensors, &gives, &of_thread));
+        let run = move || received.into_iter().for_each(|gives| hold(&withheld, &gives, &of_thread));
         let builder = thread::Builder::new().name("fsdp-withheld".to_owned()).stack_size(stack);
         let thread = builder.spawn(run).map_err(candle_core::Error::Io)?;
-        Ok(Withheld { locks, shared, requests: Some(requests), gives: Mutex::default(), thread: Some(thread) })
+        Ok(Withheld { tensors, locks, shared, requests: Some(requests), gives: Mutex::default(), thread: Some(thread) })
     }
 
     fn gives(&self) -> MutexGuard<'_, Option<Sender<Give>>> {
@@ -219,6 +222,12 @@ impl Withheld {
     pub fn is_awaited(&self) -> bool {
         // Before all locks are taken, the thread itself may be the one that waits.
         matches!(*self.shared.state(), State::Held) && self.locks.iter().any(|&lock| has_waiting(lock))
+    }
+
+    /// Returns `true` if somebody holds the lock of one of the tensors: an operation reads it, or they are withheld.
+    #[must_use]
+    pub fn is_in_use(&self) -> bool {
+        self.tensors.iter().zip(&self.locks).any(|(tensor, &lock)| is_locked(tensor, lock))
     }
 
     /// Fills the tensors, one by one in the order of [`Self::new`], and lets their readers go on.
@@ -318,13 +327,17 @@ fn lend_all(
 
 /// Returns the address of the lock of a tensor's storage.
 fn lock_of(tensor: &Tensor) -> usize {
-    // The lock lies at the same place beside its data as in another lock of the same type.
-    let other = RwLock::new(Storage::Cpu(nothing()));
-    // SAFETY: nothing is done with the lock.
-    let lock = std::ptr::from_ref(unsafe { other.raw() }).addr();
-    let offset = other.data_ptr().addr().wrapping_sub(lock);
     let (storage, _) = tensor.storage_and_layout();
-    std::ptr::from_ref::<Storage>(&*storage).addr().wrapping_sub(offset)
+    // SAFETY: the lock is not changed.
+    std::ptr::from_ref(unsafe { RwLockReadGuard::rwlock(&storage).raw() }).expose_provenance()
+}
+
+/// Returns `true` if somebody holds the lock of a tensor's storage, whose address [`lock_of`] has returned for this tensor.
+fn is_locked(_owner: &Tensor, lock: usize) -> bool {
+    let lock = std::ptr::with_exposed_provenance::<RawRwLock>(lock);
+    // SAFETY: `lock_of` has exposed the address of this lock, which is there for as long as its tensor. A lock is made to be
+    // looked at by many threads.
+    unsafe { &*lock }.is_locked()
 }
 
 /// Returns `true` if a thread waits for the lock at this address.
@@ -466,6 +479,22 @@ mod tests {
         withheld.wait().unwrap();
         withheld.give(vec![contents(5.), contents(6.)]).unwrap();
         assert_eq!([sum(&a), sum(&b)], [20., 24.]);
+    }
+
+    #[test]
+    fn tensors_are_in_use_while_an_operation_reads_one_of_them_or_waits_for_it() {
+        let (a, b) = (tensor(1.), tensor(2.));
+        let withheld = Withheld::new(vec![a, b.clone()]).unwrap();
+        assert!(!withheld.is_in_use());
+        let (storage, _) = b.storage_and_layout();
+        assert!(withheld.is_in_use());
+        drop(storage);
+        assert!(!withheld.is_in_use());
+        withheld.withhold();
+        withheld.wait().unwrap();
+        assert!(withheld.is_in_use());
+        withheld.give(vec![contents(5.), contents(6.)]).unwrap();
+        assert!(!withheld.is_in_use());
     }
 
     #[test]

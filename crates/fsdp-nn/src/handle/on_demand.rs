@@ -40,8 +40,8 @@ impl FlatParamHandle {
             return Ok(());
         }
         withheld.withhold();
-        // Before the computation goes on: on all ranks alike it waits when it comes to the parameters again. Only an operation
-        // that reads parameters of two units is not through; their memory goes when it is.
+        // Before the computation goes on: on all ranks alike it waits when it comes to the parameters again. Only another
+        // thread of the program can read them now; their memory goes when it is through.
         withheld.settle()?;
         if state.whole {
             self.note_released(&mut state);

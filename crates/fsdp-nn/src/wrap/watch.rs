@@ -88,9 +88,9 @@ impl Watch {
 
     /// Gathers a unit that the computation waits for, and releases those that it has left.
     fn come_to(&mut self, unit: usize) -> Result<()> {
-        let (kept, left) = std::mem::take(&mut self.whole).into_iter().partition(|whole| !self.releases(*whole));
+        let (left, kept): (Vec<usize>, Vec<usize>) =
+            std::mem::take(&mut self.whole).into_iter().partition(|whole| self.has_left(*whole));
         self.whole = kept;
-        let left: Vec<usize> = left;
         // First the memory of those.
         for left in left {
             let WrappedUnit { handle, withheld } = &*self.units[left];
@@ -102,9 +102,15 @@ impl Watch {
         Ok(())
     }
 
-    /// Returns `true` if a unit is released as soon as the computation has left it.
-    fn releases(&self, unit: usize) -> bool {
-        self.phase == Phase::Backward || self.units[unit].handle.reshards_after_forward()
+    /// Returns `true` if the computation, which waits for another unit, has left this one for good.
+    ///
+    /// An operation may wait for the other unit while it holds the locks of this one, and come back to it: withheld now, they
+    /// would wait for each other. So such a unit stays until the computation comes to another one. The computation waits, so
+    /// the locks that it holds are those of its operation, and the answer is the same on all ranks.
+    fn has_left(&self, unit: usize) -> bool {
+        let WrappedUnit { handle, withheld } = &*self.units[unit];
+        let is_released = self.phase == Phase::Backward || handle.reshards_after_forward();
+        is_released && !withheld.is_in_use()
     }
 }
 
