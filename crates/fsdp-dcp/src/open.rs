@@ -17,7 +17,6 @@ use crate::storage::backend::{EntryKind, Links};
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 use crate::storage::read_at::ReadAt as _;
-use crate::torch::index::INDEX_END;
 use crate::torch::{self, legacy};
 
 /// Opens the checkpoint that is at a path, or at the URL of an object store.
@@ -95,8 +94,9 @@ fn open_directory(location: &Location, options: OpenOptions) -> Result<Box<dyn C
     if names.iter().any(|name| name.ends_with(".safetensors")) {
         return Ok(Box::new(SafetensorsCheckpoint::open_directory(location, options)?));
     }
-    if let Some(index) = names.iter().find(|name| name.ends_with(INDEX_END)) {
-        return Ok(Box::new(torch::index::open(location, index, options)?));
+    let weights = torch::index::weights(&names);
+    if !weights.is_empty() {
+        return Ok(Box::new(torch::index::open(location, &weights, options)?));
     }
     if !steps_of_run(location)?.is_empty() {
         let reason = "it is the folder of a run, whose checkpoints lie below it";

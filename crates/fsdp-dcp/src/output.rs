@@ -9,7 +9,7 @@ use fsdp_layout::{PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
 use crate::error::FileError;
-use crate::formats::checkpoint::Checkpoint;
+use crate::formats::checkpoint::{Checkpoint, Format};
 use crate::formats::lookup::tensor_of;
 use crate::formats::stream::stream;
 use crate::metadata::{BytesEntry, Entry};
@@ -113,24 +113,31 @@ impl PayloadSource for Streamed<'_> {
     }
 
     fn stored_item(&self, fqn: &str) -> Result<Option<Vec<u8>>, FileError> {
-        opaque_item(self.source, fqn)
+        stored_item(self.source, fqn)
     }
 
     fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, FileError> {
-        // The stored item of an opaque value is copied, so its description will do here.
+        // Of an opaque value the stored item is copied, so its description will do here.
         self.source.describe_value(fqn).map(Cow::Owned)
     }
 }
 
-/// Returns the bytes of a value as they are stored, if it is opaque: what cannot be read can be copied.
-pub(crate) fn opaque_item(source: &dyn Checkpoint, fqn: &str) -> Result<Option<Vec<u8>>, FileError> {
-    match source.read_value(fqn) {
-        Err(error) if error.opaque_type().is_some() => {}
-        _ => return Ok(None),
-    }
-    match source.metadata().entries.get(fqn) {
-        Some(Entry::Bytes(BytesEntry { stored: Some(stored) })) => source.read_item(fqn, stored).map(Some),
-        _ => Ok(None),
+/// Returns the bytes of a value as they are stored, if they are an item of a DCP checkpoint. A copy of them keeps what
+/// [`PlainValue`] does not tell: classes such as `torch.Size`, and objects that cannot be read at all.
+pub(crate) fn stored_item(source: &dyn Checkpoint, fqn: &str) -> Result<Option<Vec<u8>>, FileError> {
+    let is_opaque = match source.read_value(fqn) {
+        Ok(_) if source.format() != Format::Dcp => return Ok(None),
+        Ok(_) => false,
+        Err(error) if error.opaque_type().is_some() => true,
+        Err(error) => return Err(error),
+    };
+    let Some(Entry::Bytes(BytesEntry { stored: Some(stored) })) = source.metadata().entries.get(fqn) else {
+        return Ok(None);
+    };
+    match source.read_item(fqn, stored) {
+        // The value of a layer, or of a file beside the directory's own.
+        Err(FileError::NotStored { .. }) if !is_opaque => Ok(None),
+        item => item.map(Some),
     }
 }
 

@@ -78,6 +78,15 @@ def test_convert_selects_renames_and_casts(dcp_checkpoint, tmp_path):
     assert not any(tensor["name"].startswith("model.") for tensor in inspected["tensors"])
 
 
+def test_one_glob_is_a_string_or_a_list(dcp_checkpoint, tmp_path):
+    reports = [
+        fc.convert(dcp_checkpoint, tmp_path / str(number), to="torch", include=include, exclude=exclude)
+        for number, (include, exclude) in enumerate([("model.*", "*.bias"), (["model.*"], ["*.bias"])])
+    ]
+    assert reports[0]["tensors"] == reports[1]["tensors"] > 0
+    assert reports[0]["values"] == reports[1]["values"] == 0
+
+
 def test_what_cannot_be_done_changes_nothing(dcp_checkpoint, tmp_path):
     (tmp_path / "there").write_text("mine")
     with pytest.raises(fc.UsageError, match="exists already"):

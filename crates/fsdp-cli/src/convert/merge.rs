@@ -38,7 +38,10 @@ pub(crate) fn merge(arguments: &MergeArguments) -> Result<()> {
     };
     let [base] = views.as_slice() else { return Err(UsageError::OneBase.into()) };
     let config = LoraConfig::read(place)?;
-    let adapter = open(place, &destination)?;
+    // The file itself: a trainer's folder of an adapter holds more.
+    let files = ["adapter_model.safetensors", "adapter_model.bin"].map(|name| place.join(name));
+    let file = files.iter().find(|file| file.is_file().unwrap_or(false));
+    let adapter = open(file.unwrap_or(place), &destination)?;
     let merged = Lora::new(*base, &*adapter, &config)?;
     let changed = count(merged.changed().count(), "tensor", "tensors");
     output::talk(&format!("the adapter changes {changed}"));

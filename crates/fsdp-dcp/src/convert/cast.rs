@@ -36,9 +36,10 @@ impl Cast {
     }
 }
 
-/// Returns `true` for a count of steps.
+/// Returns `true` for a count of steps: `step`, `num_steps`, `global_step`.
 fn is_count(fqn: &str, tensor: &TensorEntry) -> bool {
-    tensor.shape.is_empty() && fqn.rsplit('.').next().is_some_and(|last| last.contains("step"))
+    let is_step = |last: &str| last == "step" || last.ends_with("_step") || last.ends_with("steps");
+    tensor.shape.is_empty() && fqn.rsplit('.').next().is_some_and(is_step)
 }
 
 /// The places in a checkpoint where optimizers have their state.

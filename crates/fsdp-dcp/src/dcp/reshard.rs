@@ -11,7 +11,7 @@ use crate::formats::checkpoint::Checkpoint;
 use crate::formats::extra::CopiedFiles;
 use crate::metadata::Entry;
 use crate::output::{ConvertOptions, Converted};
-use crate::output::{Streamed, opaque_item, rows_of_rank, summary};
+use crate::output::{Streamed, rows_of_rank, stored_item, summary};
 use crate::plan::{LocalPlan, PlanOptions, WriteContent, WriteItem, plan_save};
 use crate::storage::Staging;
 use crate::torch::value::value_item_length;
@@ -63,7 +63,7 @@ fn plans(source: &dyn Checkpoint, ranks: usize, opaque: &HashSet<&str>) -> Resul
         let path = metadata.planner_data.as_ref().and_then(|paths| paths.get(fqn)).cloned();
         let content = match entry {
             Entry::Bytes(_) => {
-                let length = match opaque_item(source, fqn)? {
+                let length = match stored_item(source, fqn)? {
                     Some(item) => Ok(item.len() as u64),
                     None => value_item_length(&source.read_value(fqn)?),
                 };

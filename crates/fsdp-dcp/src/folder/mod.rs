@@ -63,7 +63,7 @@ pub(crate) fn open(
             Kind::Own => open(&location.join(&part.place), options)?,
             Kind::Json => Box::new(json::open(&location.join(&part.place), options)?),
             Kind::Safetensors => Box::new(SafetensorsCheckpoint::open_directory(location, options)?),
-            Kind::TorchIndex => Box::new(index::open(location, "pytorch_model.bin.index.json", options)?),
+            Kind::TorchIndex => Box::new(index::open(location, &["pytorch_model.bin.index.json".to_owned()], options)?),
             Kind::RankFiles => Box::new(rank_files::open(location, options)?),
         };
         folder.add(joined_part(part, &*checkpoint), checkpoint)?;

@@ -27,6 +27,12 @@ impl Index {
         })
     }
 
+    /// Returns `true` if this gives a key another file. A key that it does not have is where it is found: libraries load all that
+    /// the files hold.
+    pub(crate) fn is_elsewhere(&self, key: &str, file: &str) -> bool {
+        self.weight_map.get(key).is_some_and(|of| of != file)
+    }
+
     /// Returns the keys of each file. A file that does not lie beside the index is an error.
     pub(crate) fn files(&self, directory: &CheckedDirectory) -> Result<IndexMap<&str, Vec<&str>>, FileError> {
         let mut files: IndexMap<&str, Vec<&str>> = IndexMap::new();

@@ -15,3 +15,4 @@ pub(crate) mod stream;
 pub(crate) mod structure;
 #[cfg(test)]
 mod tests;
+pub(crate) mod weights;

@@ -125,6 +125,7 @@ impl State<'_> {
         for (target, mut layers) in stacks {
             layers.sort_unstable_by_key(|(index, ..)| *index);
             let mut nodes = Vec::new();
+            let mut dtype = None;
             for (place, (index, fqn, bindings)) in layers.into_iter().enumerate() {
                 let error = |reason: String| MapError::Tensor { line: rule.line, fqn: fqn.clone(), reason };
                 if index != place {
@@ -132,6 +133,10 @@ impl State<'_> {
                 }
                 let sources = self.sources(rule, &bindings)?;
                 let sources = sources.ok_or_else(|| error("its other tensors are missing".to_owned()))?;
+                let own = self.metadata.tensor(&fqn).map(|tensor| tensor.properties.dtype);
+                if *dtype.get_or_insert(own) != own {
+                    return Err(error("its dtype is not that of the tensors before it in the stack".to_owned()));
+                }
                 let made = self.operate(rule, &fqn, self.nodes(rule, &sources)?)?;
                 self.taken.extend(sources);
                 nodes.extend(made);

@@ -20,9 +20,12 @@ use crate::payload::slot::Slot;
 use crate::storage::backend::Links;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
+use crate::storage::read_at::{ReadAt as _, read_whole};
 
 /// The file in which PEFT keeps the settings of an adapter.
 const CONFIG: &str = "adapter_config.json";
+/// The configuration of a base.
+const BASE_CONFIG: &str = "config.json";
 /// The longest such file that is read.
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
 /// The prefix that PEFT puts before the keys of the base.
@@ -41,7 +44,31 @@ pub struct LoraConfig {
     use_dora: bool,
     #[serde(default)]
     alpha_pattern: IndexMap<String, f64>,
+    /// How the factors began: `true`, `false`, or a name.
+    #[serde(default)]
+    init_lora_weights: serde_json::Value,
+    /// `true` if PEFT gives a tied output the new weight of its embedding.
+    #[serde(default)]
+    ensure_weight_tying: bool,
+    /// All other settings.
+    #[serde(flatten)]
+    others: IndexMap<String, serde_json::Value>,
 }
+
+/// The ways to begin in which the base stays as it was. In the others PEFT takes the first product away from the base whenever it
+/// loads such an adapter.
+const BASE_UNCHANGED: [&str; 4] = ["gaussian", "eva", "orthogonal", "mica"];
+
+/// Settings of kinds of adapters whose update is another one, or that hold for some tokens or layers only.
+const OTHER_KINDS: [&str; 7] = [
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "layer_replication",
+    "monteclora_config",
+    "use_bdlora",
+    "use_qalora",
+];
 
 impl LoraConfig {
     /// Reads the settings in an adapter's directory.
@@ -62,6 +89,18 @@ impl LoraConfig {
         }
         if config.use_dora {
             return unsupported("an adapter with magnitudes (DoRA)".to_owned());
+        }
+        if let Some(kind) = config.init_lora_weights.as_str()
+            && !BASE_UNCHANGED.contains(&kind)
+        {
+            return unsupported(format!(
+                "an adapter that began as a part of its base (`init_lora_weights`: `{kind}`): PEFT turns it into a plain one \
+                 when it is saved with `path_initial_model_for_weight_conversion`;"
+            ));
+        }
+        let is_set = |value: &serde_json::Value| !(value.is_null() || *value == serde_json::Value::Bool(false));
+        if let Some(kind) = OTHER_KINDS.iter().find(|kind| config.others.get(**kind).is_some_and(is_set)) {
+            return unsupported(format!("an adapter with `{kind}`"));
         }
         let is_plain =
             |pattern: &&String| pattern.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
@@ -91,8 +130,8 @@ struct Update {
     dtypes: [DType; 2],
     rank: usize,
     scale: f64,
-    /// `true` if the weight is `[in, out]`.
-    is_transposed: bool,
+    /// `true` if the weight is `[in, out]`; `None` if its shape does not tell.
+    is_transposed: Option<bool>,
 }
 
 /// A base with an adapter merged into it.
@@ -122,6 +161,7 @@ impl<'a> Lora<'a> {
         metadata.replicas.clear();
         let mut updates = IndexMap::new();
         let mut replaced = HashMap::new();
+        let model = BaseModel::of(base)?;
         for (fqn, tensor) in adapter.metadata().tensors() {
             let name = fqn.strip_prefix(BASE).ok_or_else(|| refused(fqn, "a key that is not of an adapter of PEFT"))?;
             match Factor::of(name) {
@@ -138,8 +178,14 @@ impl<'a> Lora<'a> {
                 Some(_) => return Err(refused(fqn, "a factor without the other one")),
                 None if name.contains("lora_") => return Err(refused(fqn, "this part of an adapter")),
                 None => {
+                    let is_trained_whole = !name.contains(BASE_LAYER);
                     let name = replaced_key(name);
                     check_replacement(base, &name, (fqn, tensor))?;
+                    if is_trained_whole && !config.ensure_weight_tying && model.is_tied_embedding(base, &name) {
+                        let what = "an embedding that was trained without the output that shares its weight: merge it with PEFT, \
+                                    which makes two weights of them,";
+                        return Err(refused(fqn, what));
+                    }
                     metadata.entries.insert(name.clone(), crate::metadata::Entry::Tensor(tensor.clone()));
                     if let Some(first) = replaced.insert(name, fqn.to_owned()) {
                         return Err(refused(
@@ -150,6 +196,7 @@ impl<'a> Lora<'a> {
                 }
             }
         }
+        model.orient(&mut updates, config.fan_in_fan_out)?;
         for key in updates.keys() {
             let dtype = tensor_of(&metadata, key)?.properties.dtype;
             if !is_floating(dtype) {
@@ -175,11 +222,89 @@ impl<'a> Lora<'a> {
     }
 }
 
+/// The words that PEFT puts into the key of a weight that has an update.
+const BASE_LAYER: &str = ".base_layer.";
+
+/// The configuration of a base, as far as a merge needs it.
+#[derive(Debug, Default, Deserialize)]
+struct BaseModel {
+    model_type: Option<String>,
+    tie_word_embeddings: Option<bool>,
+    #[serde(default)]
+    architectures: Option<Vec<String>>,
+}
+
+/// The models whose layers are of `Conv1D`, with weights of `[in, out]`; but for their output.
+const CONV1D_MODELS: [&str; 4] = ["decision_transformer", "gpt2", "imagegpt", "openai-gpt"];
+/// The names that such layers have there, and that layers of other kinds have in other models.
+const CONV1D_LAYERS: [&str; 3] = ["c_attn", "c_fc", "c_proj"];
+/// The ends of the keys of embeddings of tokens.
+const EMBEDDINGS: [&str; 4] = ["embed_tokens.weight", "tok_embeddings.weight", "word_embeddings.weight", "wte.weight"];
+/// The ends of the keys of the outputs that may share the weight of an embedding.
+const OUTPUTS: [&str; 3] = ["embed_out.weight", "lm_head.weight", "output.weight"];
+
+impl BaseModel {
+    /// Reads the configuration beside a base. Without one nothing is known.
+    fn of(base: &dyn Checkpoint) -> Result<Self, FileError> {
+        let directory = base.directory();
+        if !directory.has(BASE_CONFIG)? {
+            return Ok(BaseModel::default());
+        }
+        let file = directory.extra_file(BASE_CONFIG)?;
+        let bytes = read_whole(&file, 0, file.len().min(MAX_CONFIG_BYTES));
+        let bytes = bytes.map_err(|source| directory.file_error(BASE_CONFIG, source))?;
+        // Another program's file of this name tells nothing.
+        Ok(serde_json::from_slice(&bytes).unwrap_or_default())
+    }
+
+    /// Returns `true` if a key is that of an embedding whose weight is the output's too.
+    fn is_tied_embedding(&self, base: &dyn Checkpoint, key: &str) -> bool {
+        let has_output =
+            || base.metadata().tensors().any(|(key, _)| OUTPUTS.iter().any(|output| key.ends_with(output)));
+        // Only models that continue a text have an output of tokens.
+        let is_language_model =
+            |names: &Vec<String>| names.iter().any(|name| name.contains("LM") && !name.contains("Masked"));
+        let is_tied = self.tie_word_embeddings.or(self.architectures.as_ref().map(is_language_model)).unwrap_or(true);
+        EMBEDDINGS.iter().any(|embedding| key.ends_with(embedding)) && is_tied && !has_output()
+    }
+
+    /// Decides for each update of a square weight if that is `[in, out]`. `fan_in_fan_out` is what PEFT has noted of the last
+    /// layer that it has adapted.
+    fn orient(&self, updates: &mut IndexMap<String, Update>, fan_in_fan_out: bool) -> Result<(), FileError> {
+        let known: HashMap<String, bool> = updates
+            .iter()
+            .filter_map(|(key, update)| Some((layer_of(key).to_owned(), update.is_transposed?)))
+            .collect();
+        let is_one_kind = updates.keys().all(|key| updates.keys().all(|other| layer_of(key) == layer_of(other)));
+        for (key, update) in updates.iter_mut().filter(|(_, update)| update.is_transposed.is_none()) {
+            let layer = layer_of(key);
+            let is_conv1d = CONV1D_LAYERS.contains(&layer);
+            update.is_transposed = Some(match (known.get(layer), self.model_type.as_deref()) {
+                (Some(is_transposed), _) => *is_transposed,
+                (None, Some(model)) if is_conv1d => CONV1D_MODELS.contains(&model),
+                (None, None) if is_conv1d && !is_one_kind => {
+                    let what = "an update of a square weight, of which the adapter does not tell if it is transposed: put the \
+                                base's `config.json` beside it;";
+                    return Err(refused(&update.a, what));
+                }
+                _ => fan_in_fan_out,
+            });
+        }
+        Ok(())
+    }
+}
+
+/// Returns the name of the layer that a weight is of.
+fn layer_of(key: &str) -> &str {
+    let module = key.strip_suffix(".weight").unwrap_or(key);
+    module.rsplit_once('.').map_or(module, |(_, layer)| layer)
+}
+
 /// Returns the base's key of a tensor that an adapter replaces.
 ///
 /// PEFT calls the weight below an update `MODULE.base_layer.weight`. It saves that of an embedding, which may have grown.
 fn replaced_key(name: &str) -> String {
-    match name.rsplit_once(".base_layer.") {
+    match name.rsplit_once(BASE_LAYER) {
         Some((module, rest)) => format!("{module}.{rest}"),
         None => name.to_owned(),
     }
@@ -255,9 +380,10 @@ fn update(
     let ([rank, inputs], [outputs, same]) = (a_tensor.shape.as_slice(), b_tensor.shape.as_slice()) else {
         return Err(refused(a, "an update that is no product of two matrices"));
     };
-    let is_transposed = is_embedding || config.fan_in_fan_out;
-    let shape = if is_transposed { [*inputs, *outputs] } else { [*outputs, *inputs] };
-    if rank != same || *rank == 0 || weight.shape != shape {
+    let (fits, fits_transposed) = (weight.shape == [*outputs, *inputs], weight.shape == [*inputs, *outputs]);
+    let is_transposed = if is_embedding { Some(true) } else { (fits != fits_transposed).then_some(fits_transposed) };
+    let does_fit = if is_embedding { fits_transposed } else { fits || fits_transposed };
+    if rank != same || *rank == 0 || !does_fit {
         let what = format!(
             "factors of shapes {:?} and {:?} for a weight of shape {:?}",
             a_tensor.shape, b_tensor.shape, weight.shape
@@ -295,7 +421,8 @@ impl Update {
     fn add(&self, adapter: &dyn Checkpoint, part: &TensorBox, sums: &mut [f64]) -> Result<(), FileError> {
         let (rows, columns) = (part.sizes[0], part.sizes[1]);
         // Rows of the weight are outputs, and its columns inputs, or the other way round.
-        let (inputs, outputs) = if self.is_transposed { (0, 1) } else { (1, 0) };
+        let is_transposed = self.is_transposed == Some(true);
+        let (inputs, outputs) = if is_transposed { (0, 1) } else { (1, 0) };
         let a = self.part(true, part.offsets[inputs], part.sizes[inputs]);
         let b = self.part(false, part.offsets[outputs], part.sizes[outputs]);
         let a = numbers(adapter, &self.a, self.dtypes[0], &a)?;
@@ -305,7 +432,7 @@ impl Update {
             let sums = &mut sums[row * columns..(row + 1) * columns];
             for k in 0..self.rank {
                 for (column, sum) in sums.iter_mut().enumerate() {
-                    let (input, output) = if self.is_transposed { (row, column) } else { (column, row) };
+                    let (input, output) = if is_transposed { (row, column) } else { (column, row) };
                     *sum += self.scale * b[output * self.rank + k] * a[k * width + input];
                 }
             }

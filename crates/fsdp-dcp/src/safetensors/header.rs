@@ -67,7 +67,7 @@ impl<'de> Deserialize<'de> for RawHeader {
                 let mut header = RawHeader::default();
                 let mut has_metadata = false;
                 while let Some(key) = map.next_key::<String>()? {
-                    let twice = if key == "__metadata__" {
+                    let twice = if key == METADATA {
                         header.metadata = map.next_value()?;
                         std::mem::replace(&mut has_metadata, true)
                     } else {
@@ -88,6 +88,9 @@ impl<'de> Deserialize<'de> for RawHeader {
 fn malformed(reason: impl ToString) -> FormatError {
     FormatError::Malformed { what: "safetensors header", reason: reason.to_string() }
 }
+
+/// The key of the header's own texts.
+const METADATA: &str = "__metadata__";
 
 /// In `__metadata__`: the dtypes that safetensors has no name for, by key, as a JSON object. Such a tensor is stored as its
 /// bytes: `U8`, with one more dimension, the bytes of an element.
@@ -174,6 +177,10 @@ impl Header {
         let mut entries = Vec::new();
         let mut at = 0u64;
         for (name, dtype, shape) in tensors {
+            if name == METADATA {
+                let what = format!("a tensor of the name `{METADATA}`, which the format has for itself,");
+                return Err(FormatError::Unsupported { what });
+            }
             let mut stored = shape.to_vec();
             let dtype_name = dtype.safetensors_name().unwrap_or_else(|| {
                 raw.insert(name.to_owned(), dtype.torch_name().into());
@@ -192,7 +199,7 @@ impl Header {
         }
         let mut object = serde_json::Map::new();
         if !metadata.is_empty() {
-            object.insert("__metadata__".to_owned(), serde_json::to_value(metadata).map_err(malformed)?);
+            object.insert(METADATA.to_owned(), serde_json::to_value(metadata).map_err(malformed)?);
         }
         object.extend(entries);
         let mut json = serde_json::to_vec(&object).map_err(malformed)?;

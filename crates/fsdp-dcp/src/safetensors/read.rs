@@ -19,10 +19,12 @@ use super::sidecar::{
 use super::values_read;
 use crate::budget::Budget;
 use crate::error::{FileError, FormatError};
-use crate::formats::checkpoint::{Checkpoint, Format};
+use crate::formats::checkpoint::{Checkpoint, Format, KeyFilter};
 use crate::formats::index::Index;
 use crate::formats::lookup::{check_length, no_value, tensor_of};
 use crate::formats::read::OpenOptions;
+use crate::formats::replicas::check_replicas;
+use crate::formats::weights::Weights;
 use crate::limits::{MAX_INDEX_BYTES, MAX_TENSOR_RANK, is_sane_shape};
 use crate::metadata::{BytesEntry, Chunk, Entry, Metadata, Replica, StorageInfo, TensorEntry, TensorProperties};
 use crate::payload::slot::Slot;
@@ -49,6 +51,9 @@ pub(crate) struct SafetensorsCheckpoint {
     /// `true` if the header has digests of what the file held before.
     has_stale_digests: bool,
 }
+
+/// The end of the names of such files.
+const ENDING: &str = ".safetensors";
 
 /// The number of missing shards that an error names at most.
 const MAX_LISTED: usize = 1000;
@@ -116,7 +121,8 @@ impl SafetensorsCheckpoint {
         Err(opened.directory.file_error(name, FormatError::Malformed { what: "checkpoint", reason }))
     }
 
-    /// Opens a directory: the files that its `*.safetensors.index.json` names, or all `*.safetensors`.
+    /// Opens a directory: the files that its `*.safetensors.index.json` names, or all `*.safetensors` but for other variants of
+    /// them ([`Weights`]).
     ///
     /// Shards that torch's `HuggingFaceStorageWriter` wrote become chunks of whole tensors. Values are taken from
     /// [`VALUES_FILE`].
@@ -126,11 +132,11 @@ impl SafetensorsCheckpoint {
         directory.check_covered()?;
         let names = directory.names()?;
         let mut opened = Self::without_files(&location, Format::SafetensorsDirectory, directory);
-        match names.iter().find(|name| name.ends_with(".safetensors.index.json")) {
-            Some(index) => opened.add_indexed(index)?,
-            None => {
+        match Weights::choose(&opened.directory, &names, ENDING)? {
+            Weights::Indexed(index) => opened.add_indexed(&index)?,
+            Weights::Files(files) => {
                 let mut shards = 0;
-                for name in names.iter().filter(|name| name.ends_with(".safetensors")) {
+                for name in &files {
                     let Texts { texts, .. } = opened.add_file(name, None)?;
                     let noted = texts.get(SHARDS).and_then(|count| count.parse().ok()).unwrap_or(0);
                     shards = shards.max(noted);
@@ -155,7 +161,7 @@ impl SafetensorsCheckpoint {
 
     /// Checks that all of the shards are there that were written.
     fn check_shards(&self, names: &[String], shards: usize) -> Result<(), FileError> {
-        let there = names.iter().filter(|name| name.ends_with(".safetensors")).count();
+        let there = names.iter().filter(|name| name.ends_with(ENDING)).count();
         if there >= shards {
             return Ok(());
         }
@@ -168,7 +174,7 @@ impl SafetensorsCheckpoint {
     fn add_indexed(&mut self, index: &str) -> Result<(), FileError> {
         let index = Index::read(&self.directory, index)?;
         for (file, keys) in index.files(&self.directory)? {
-            self.add_file(file, Some(&keys))?;
+            self.add_file(file, Some((&index, &keys)))?;
         }
         // In the order of the index, which is the model's.
         let order = index.weight_map;
@@ -176,8 +182,9 @@ impl SafetensorsCheckpoint {
         Ok(())
     }
 
-    /// Adds the tensors of a file: all, or those of the given keys. Returns the texts in its header.
-    fn add_file(&mut self, name: &str, keys: Option<&[&str]>) -> Result<Texts, FileError> {
+    /// Adds the tensors of a file: all but those that an index gives another file. The index comes with the keys that it gives
+    /// this one. Returns the texts in its header.
+    fn add_file(&mut self, name: &str, index: Option<(&Index, &[&str])>) -> Result<Texts, FileError> {
         let file = self.directory.file(name)?;
         let error = |source| self.directory.file_error(name, source);
         let malformed = |reason: String| error(FormatError::Malformed { what: "safetensors header", reason });
@@ -193,14 +200,14 @@ impl SafetensorsCheckpoint {
             }
             None => HashMap::new(),
         };
-        if let Some(missing) = keys.iter().copied().flatten().find(|key| !header.tensors.contains_key(**key)) {
+        let due = index.map_or(&[][..], |(_, keys)| keys);
+        if let Some(missing) = due.iter().find(|key| !header.tensors.contains_key(**key)) {
             return Err(malformed(format!("it does not hold `{missing}`, which the index looks for here")));
         }
         let tensors = header.tensors.iter().map(|(fqn, info)| (fqn.as_str(), info.dtype, &info.shape[..], info.start));
         let layout = layout_text(header.data, tensors);
-        let keys: Option<HashSet<&str>> = keys.map(|keys| keys.iter().copied().collect());
         for (fqn, info) in header.tensors {
-            if keys.as_ref().is_some_and(|keys| !keys.contains(fqn.as_str())) {
+            if index.is_some_and(|(index, _)| index.is_elsewhere(&fqn, name)) {
                 continue;
             }
             let offsets = match sharding.get(&fqn) {
@@ -338,6 +345,10 @@ impl Checkpoint for SafetensorsCheckpoint {
             }
         }
         Ok(())
+    }
+
+    fn check_copies(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {
+        check_replicas(self, keys)
     }
 
     fn read_replica(&self, replica: &Replica, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {

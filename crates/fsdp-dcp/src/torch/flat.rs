@@ -259,10 +259,20 @@ fn is_module(p: &Pickle<'_>, object: &OpaqueNode<'_>) -> bool {
     MODULE_PARTS.iter().all(|part| has(part))
 }
 
-/// Returns the parameters, buffers and modules of a module, by their names; those that are `None` are left out.
+/// The attribute of a module that names the buffers which its state dict leaves out.
+const NOT_PERSISTENT: &str = "_non_persistent_buffers_set";
+
+/// Returns the parameters, buffers and modules of a module, by their names; those that are `None` are left out, as are buffers
+/// that are no part of its state dict.
 fn module_parts(p: &Pickle<'_>, object: &OpaqueNode<'_>) -> Vec<(NodeId, NodeId)> {
     let attributes = object.state.and_then(|state| p.dict(state).ok()).unwrap_or_default();
     let is_part = |key: &NodeId| p.str(*key).is_ok_and(|key| MODULE_PARTS.contains(&key));
     let parts = attributes.iter().filter(|(key, _)| is_part(key)).filter_map(|(_, part)| p.dict(*part).ok()).flatten();
-    parts.copied().filter(|(_, part)| *p.node(*part) != Node::None).collect()
+    let not_persistent = attributes.iter().find(|(key, _)| p.str(*key).is_ok_and(|key| key == NOT_PERSISTENT));
+    let left_out: &[NodeId] = match not_persistent.map(|(_, names)| p.node(*names)) {
+        Some(Node::Set(names)) => names,
+        _ => &[],
+    };
+    let is_left_out = |name: NodeId| left_out.iter().any(|out| p.str(*out).ok() == p.str(name).ok());
+    parts.copied().filter(|&(name, part)| *p.node(part) != Node::None && !is_left_out(name)).collect()
 }

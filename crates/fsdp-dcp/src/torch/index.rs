@@ -1,6 +1,7 @@
-//! Directories of several files of `torch.save` with a JSON index, as Hugging Face has written large models.
+//! Directories with the weights of a model in files of `torch.save`, as Hugging Face has written them: one file, or several
+//! with a JSON index.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use super::read::{add, read_flat};
@@ -9,18 +10,27 @@ use crate::formats::assembled::{Assembled, Assembler};
 use crate::formats::checkpoint::Format;
 use crate::formats::index::Index;
 use crate::formats::read::OpenOptions;
+use crate::formats::weights::{Weights, is_known};
 use crate::storage::backend::Links;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 
-/// The end of the name of such an index.
-pub(crate) const INDEX_END: &str = ".bin.index.json";
+/// The end of the names of such files.
+const ENDING: &str = ".bin";
 
-/// Opens the files that the index of this name lists: each key from the file that it gives.
-pub(crate) fn open(location: &Location, index: &str, options: OpenOptions) -> Result<Assembled, FileError> {
+/// Returns the names of a model's weights, and of their indexes, among those of a directory.
+pub(crate) fn weights(names: &[String]) -> Vec<String> {
+    names.iter().filter(|name| is_known(name, ENDING)).cloned().collect()
+}
+
+/// Opens the files of these names, or those that an index among them lists: each key from the file that it gives.
+pub(crate) fn open(location: &Location, names: &[String], options: OpenOptions) -> Result<Assembled, FileError> {
     let directory = CheckedDirectory::open(location, options.verify, Links::Follow)?;
     directory.check_covered()?;
-    let index = Index::read(&directory, index)?;
+    let index = match Weights::choose(&directory, names, ENDING)? {
+        Weights::Indexed(index) => Index::read(&directory, &index)?,
+        Weights::Files(files) => return open_files(location, directory, &files),
+    };
     let files = index.files(&directory)?;
     let mut missing = Vec::new();
     for file in files.keys() {
@@ -30,17 +40,43 @@ pub(crate) fn open(location: &Location, index: &str, options: OpenOptions) -> Re
     }
     directory.check_missing(missing)?;
     let mut assembler = Assembler::new(Format::TorchDirectory, location.name(), directory);
+    let mut taken: HashSet<String> = HashSet::new();
     for (file, keys) in &files {
         let name: Arc<str> = Arc::from(*file);
         let flat = read_flat(assembler.directory(), &name)?;
-        let keys: HashSet<&str> = keys.iter().copied().collect();
         if let Some(missing) = keys.iter().find(|key| !flat.found.contains_key(**key)) {
             let reason = format!("it does not hold `{missing}`, which the index looks for here");
             let source = FormatError::Malformed { what: "checkpoint", reason };
             return Err(assembler.directory().file_error(file, source));
         }
-        add(&mut assembler, &name, &flat, &mut |key| keys.contains(key).then(Vec::new))?;
+        let mut is_new = |key: &str| !index.is_elsewhere(key, file) && taken.insert(key.to_owned());
+        add(&mut assembler, &name, &flat, &mut |key| is_new(key).then(Vec::new))?;
     }
     assembler.sort_by_order(&index.weight_map);
     Ok(assembler.finish(None))
+}
+
+/// Opens all of these files.
+fn open_files(location: &Location, directory: CheckedDirectory, files: &[String]) -> Result<Assembled, FileError> {
+    let mut assembler = Assembler::new(Format::TorchDirectory, location.name(), directory);
+    let mut structure = None;
+    let mut found: HashMap<String, &str> = HashMap::new();
+    for file in files {
+        let name: Arc<str> = Arc::from(file.as_str());
+        let flat = read_flat(assembler.directory(), &name)?;
+        for key in flat.found.keys() {
+            if let Some(first) = found.insert(key.clone(), file) {
+                let (first, second) = (first.to_owned(), file.clone());
+                return Err(FileError::Differing {
+                    fqn: key.clone(),
+                    what: "stands in both".to_owned(),
+                    first,
+                    second,
+                });
+            }
+        }
+        add(&mut assembler, &name, &flat, &mut |_| Some(Vec::new()))?;
+        structure = Some(flat.structure);
+    }
+    Ok(assembler.finish(structure.filter(|_| files.len() == 1)))
 }

@@ -10,7 +10,7 @@ use super::value::put;
 use super::zip::ArchiveLayout;
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::Checkpoint;
-use crate::formats::structure::Structure;
+use crate::formats::structure::{Structure, key_text};
 use crate::limits::MAX_DEPTH;
 use crate::metadata::{Metadata, TensorEntry};
 use crate::output::{ConvertOptions, Converted};
@@ -43,7 +43,13 @@ impl<'a> Pickled<'a> {
     fn put(&mut self, structure: &'a Structure, depth: usize) -> Result<(), FormatError> {
         check_depth(depth)?;
         match structure {
-            Structure::Dict(items) | Structure::Module(_, items) => {
+            Structure::Module(_, items) => {
+                write::op(&mut self.bytes, write::EMPTY_DICT);
+                write::op(&mut self.bytes, write::MARK);
+                self.put_module("", items, depth)?;
+                write::op(&mut self.bytes, write::SETITEMS);
+            }
+            Structure::Dict(items) => {
                 write::op(&mut self.bytes, write::EMPTY_DICT);
                 write::op(&mut self.bytes, write::MARK);
                 for (key, item) in items {
@@ -77,6 +83,26 @@ impl<'a> Pickled<'a> {
                 }
                 (None, None) => return Err(FormatError::unexpected(format!("a key `{fqn}`"), "none")),
             },
+        }
+        Ok(())
+    }
+
+    /// Writes the items of a module as those of its state dict, whose keys are the paths below it.
+    fn put_module(
+        &mut self,
+        prefix: &str,
+        items: &'a [(PlainValue, Structure)],
+        depth: usize,
+    ) -> Result<(), FormatError> {
+        check_depth(depth)?;
+        for (key, item) in items {
+            let name = format!("{prefix}{}", key_text(key).unwrap_or_default());
+            if let Structure::Module(_, below) = item {
+                self.put_module(&format!("{name}."), below, depth + 1)?;
+                continue;
+            }
+            put(&mut self.bytes, &PlainValue::Str(name), &mut Vec::new(), 0, depth + 1)?;
+            self.put(item, depth + 1)?;
         }
         Ok(())
     }

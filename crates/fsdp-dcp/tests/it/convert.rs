@@ -7,7 +7,7 @@ use fsdp_dcp::checkpoint::{Checkpoint as _, Format, open};
 use fsdp_dcp::convert::{Cast, ConvertOptions, OutputFormat, Rename, View, convert};
 use fsdp_dcp::internals::encode_value;
 use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::verify::{Level, verify};
+use fsdp_dcp::verify::{Level, verify, with_causes};
 use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 
 use crate::fixtures::{check_against_truth, dcp_fixtures};
@@ -269,5 +269,19 @@ fn a_conversion_that_fails_leaves_nothing() {
         assert!(convert(&*source, &destination, target, ConvertOptions::default()).is_err());
         let left: Vec<_> = std::fs::read_dir(parent.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         assert_eq!(left, ["broken"]);
+    }
+}
+
+#[test]
+fn a_tensor_whose_name_is_that_of_the_headers_texts_is_refused() {
+    let parent = tempfile::tempdir().unwrap();
+    let path = parent.path().join("source.pt");
+    let items = vec![("__metadata__".into(), tensor(DType::U8, &[2]))];
+    std::fs::write(&path, encode_value(&PlainValue::Dict(items)).unwrap()).unwrap();
+    let source = open(&path, OpenOptions::default()).unwrap();
+    let to = parent.path().join("to");
+    for target in [OutputFormat::SafetensorsFile, OutputFormat::SafetensorsShards { ranks: 2 }] {
+        let error = convert(&*source, &to, target, ConvertOptions::default()).unwrap_err();
+        assert!(with_causes(&error).contains("__metadata__") && !to.exists(), "{error}");
     }
 }

@@ -4,8 +4,9 @@ use std::path::Path;
 
 use fsdp_dcp::checkpoint::Checkpoint;
 use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
+use fsdp_dcp::internals::encode_value;
 use fsdp_dcp::map::{Map, MapError, Mapped, Values};
-use fsdp_layout::TensorBox;
+use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 use tempfile::TempDir;
 
 use crate::foreign::{assert_converts, differences, opened};
@@ -142,6 +143,19 @@ fn operations_move_elements_along_any_dimension() {
     assert_eq!(read(&mapped, "a"), (vec![2, 2, 2], (0..8).collect()));
     assert_eq!(mapped.unmatched(), ["b.0", "b.1", "c"]);
     assert_eq!(read(&mapped, "c"), read(&*source, "c"));
+}
+
+#[test]
+fn tensors_of_other_dtypes_are_not_stacked() {
+    let parent = TempDir::new().unwrap();
+    let path = parent.path().join("source.pt");
+    let tensor = |dtype| PlainValue::Tensor(PlainTensor { dtype, shape: vec![2], data: vec![0; 4] });
+    let items = vec![("a.0".into(), tensor(DType::F16)), ("a.1".into(), tensor(DType::BF16))];
+    std::fs::write(&path, encode_value(&PlainValue::Dict(items)).unwrap()).unwrap();
+    let source = opened(&path);
+    let map = Map::parse("a.{i} -> a | stack(i)", &Values::new()).unwrap();
+    let error = Mapped::new(&*source, &map).unwrap_err();
+    assert!(error.to_string().contains("dtype"), "{error}");
 }
 
 #[test]

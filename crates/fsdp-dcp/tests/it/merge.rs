@@ -6,7 +6,7 @@ use fsdp_dcp::checkpoint::{Checkpoint, open};
 use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp_dcp::internals::encode_value;
 use fsdp_dcp::merge::{Average, Lora, LoraConfig};
-use fsdp_dcp::verify::{Level, verify};
+use fsdp_dcp::verify::{Level, verify, with_causes};
 use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 use half::bf16;
 
@@ -173,6 +173,111 @@ fn a_weight_that_the_adapter_has_too_replaces_the_base_before_its_update() {
     assert_eq!(merged.changed().collect::<Vec<_>>(), ["words.weight", "up.weight"]);
     assert_eq!(floats(&merged, "words.weight"), [2.0, 4.0, 13.0, 24.0, 105.0, 206.0]);
     assert_eq!(floats(&merged, "up.weight"), [7.0]);
+}
+
+#[test]
+fn adapters_whose_update_is_another_one_are_refused_by_their_setting() {
+    let parent = tempfile::tempdir().unwrap();
+    for (name, setting, is_refused) in [
+        ("pissa", r#""init_lora_weights": "pissa""#, true),
+        ("niter", r#""init_lora_weights": "pissa_niter_4""#, true),
+        ("olora", r#""init_lora_weights": "olora""#, true),
+        ("gaussian", r#""init_lora_weights": "gaussian""#, false),
+        ("plain", r#""init_lora_weights": true"#, false),
+        ("alora", r#""alora_invocation_tokens": [1, 2]"#, true),
+        ("no-alora", r#""alora_invocation_tokens": null"#, false),
+        ("bdlora", r#""use_bdlora": true"#, true),
+        ("no-bdlora", r#""use_bdlora": false"#, false),
+        ("replication", r#""layer_replication": [[0, 4], [2, 5]]"#, true),
+    ] {
+        let path = parent.path().join(name);
+        adapter(&path, &format!(r#"{{"peft_type": "LORA", "lora_alpha": 4, {setting}}}"#), vec![]);
+        let read = LoraConfig::read(path).map_err(|error| with_causes(&error));
+        let word = setting.split('"').nth(1).unwrap();
+        assert_eq!(
+            read.as_ref().err().map(|error| error.contains(word)),
+            is_refused.then_some(true),
+            "{name}: {read:?}"
+        );
+    }
+}
+
+/// PEFT notes only of the last layer that it has adapted if that is transposed.
+#[test]
+fn square_weights_are_transposed_where_the_model_has_them_so() {
+    let parent = tempfile::tempdir().unwrap();
+    let key = |layer: &str, factor: &str| format!("base_model.model.h.0.{layer}.lora_{factor}.weight");
+    let config = r#"{"peft_type": "LORA", "lora_alpha": 1, "fan_in_fan_out": false}"#;
+    for (name, model, other, expected) in [
+        ("gpt2", Some(r#"{"model_type": "gpt2"}"#), ("lm_head", [3, 2]), Some([1.0, 3.0, 2.0, 6.0])),
+        ("bigcode", Some(r#"{"model_type": "gpt_bigcode"}"#), ("lm_head", [3, 2]), Some([1.0, 2.0, 3.0, 6.0])),
+        // A weight of the same name tells.
+        ("same", None, ("mlp.c_proj", [2, 3]), Some([1.0, 3.0, 2.0, 6.0])),
+        ("unknown", None, ("lm_head", [3, 2]), None),
+    ] {
+        let directory = parent.path().join(name);
+        std::fs::create_dir(&directory).unwrap();
+        if let Some(model) = model {
+            std::fs::write(directory.join("config.json"), model).unwrap();
+        }
+        let (layer, shape) = other;
+        let weight = format!("h.0.{layer}.weight");
+        let square = ("h.0.attn.c_proj.weight", tensor(&[2, 2], &[0.0; 4]));
+        let base = file(&directory.join("base.pt"), vec![square, (&weight, tensor(&shape, &[0.0; 6]))]);
+        let [a, b] = ["A", "B"].map(|factor| key("attn.c_proj", factor));
+        let [other_a, other_b] = ["A", "B"].map(|factor| key(layer, factor));
+        let (inputs, outputs) = (2, 3);
+        let items = vec![
+            (a.as_str(), tensor(&[1, 2], &[1.0, 2.0])),
+            (b.as_str(), tensor(&[2, 1], &[1.0, 3.0])),
+            (other_a.as_str(), tensor(&[1, inputs], &vec![1.0; inputs])),
+            (other_b.as_str(), tensor(&[outputs, 1], &vec![1.0; outputs])),
+        ];
+        let path = directory.join("adapter");
+        let adapter = adapter(&path, config, items);
+        let merged = Lora::new(&*base, &*adapter, &LoraConfig::read(path).unwrap());
+        let found = merged.map(|merged| floats(&merged, "h.0.attn.c_proj.weight")).map_err(|error| with_causes(&error));
+        match expected {
+            Some(expected) => assert_eq!(found.unwrap(), expected, "{name}"),
+            None => assert!(found.unwrap_err().contains("config.json"), "{name}"),
+        }
+    }
+}
+
+#[test]
+fn an_embedding_that_was_trained_without_its_tied_output_is_refused() {
+    let parent = tempfile::tempdir().unwrap();
+    let embedding = "model.embed_tokens.weight";
+    let plain = r#"{"peft_type": "LORA", "lora_alpha": 1}"#;
+    let tying = r#"{"peft_type": "LORA", "lora_alpha": 1, "ensure_weight_tying": true}"#;
+    let (tied, untied) = (r#"{"tie_word_embeddings": true}"#, r#"{"tie_word_embeddings": false}"#);
+    for (name, model, config, has_output, is_refused) in [
+        ("tied", Some(tied), plain, false, true),
+        ("unknown", None, plain, false, true),
+        ("classifier", Some(r#"{"architectures": ["BertForSequenceClassification"]}"#), plain, false, false),
+        ("causal", Some(r#"{"architectures": ["LlamaForCausalLM"]}"#), plain, false, true),
+        ("tying", Some(tied), tying, false, false),
+        ("untied", Some(untied), plain, false, false),
+        ("output", Some(tied), plain, true, false),
+    ] {
+        let directory = parent.path().join(name);
+        std::fs::create_dir(&directory).unwrap();
+        if let Some(model) = model {
+            std::fs::write(directory.join("config.json"), model).unwrap();
+        }
+        let mut items = vec![(embedding, tensor(&[2, 1], &[0.0; 2]))];
+        items.extend(has_output.then(|| ("lm_head.weight", tensor(&[2, 1], &[0.0; 2]))));
+        let base = file(&directory.join("base.pt"), items);
+        let path = directory.join("adapter");
+        let trained = vec![("base_model.model.model.embed_tokens.weight", tensor(&[2, 1], &[1.0, 2.0]))];
+        let adapter = adapter(&path, config, trained);
+        let merged = Lora::new(&*base, &*adapter, &LoraConfig::read(path).unwrap());
+        assert_eq!(
+            merged.map(|merged| floats(&merged, embedding)).ok(),
+            (!is_refused).then(|| vec![1.0, 2.0]),
+            "{name}"
+        );
+    }
 }
 
 #[test]

@@ -10,7 +10,7 @@ use fsdp_dcp::metadata::{BytesEntry, Entry};
 use fsdp_dcp::plan::{LoadRequest, ReadPlanOptions};
 use fsdp_dcp::reader::{CheckpointReader, OpenOptions};
 use fsdp_dcp::verify::{Level, add_integrity, verify};
-use fsdp_layout::{DType, PlainValue, TensorBox};
+use fsdp_layout::{DType, PathPart, PlainValue, TensorBox};
 
 fn foreign(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
@@ -118,6 +118,25 @@ fn an_object_is_shown_with_its_type_and_its_parts() {
     assert_eq!(get(&shown("multistep.pt"), "$type"), "collections.Counter".into());
 }
 
+/// A copy of a DCP checkpoint keeps what a plain value does not tell: that it is a dtype, a size or a path.
+#[test]
+fn a_copy_has_the_items_of_all_values_as_they_are_under_any_name() {
+    let parent = tempfile::tempdir().unwrap();
+    let path = foreign("values");
+    let source = open(&path, OpenOptions::default()).unwrap();
+    let own = items(&path);
+    assert_eq!(own.len(), 10);
+    let (copy, renamed) = (parent.path().join("copy"), parent.path().join("renamed"));
+    convert(&*source, &copy, OutputFormat::Dcp { ranks: 3 }, ConvertOptions::default()).unwrap();
+    assert!(items(&copy) == own);
+    let view = View::new(&*source, |key| Rename::To(format!("of.{key}")), None).unwrap();
+    convert(&view, &renamed, OutputFormat::Dcp { ranks: 2 }, ConvertOptions::default()).unwrap();
+    assert!(items(&renamed).iter().all(|(key, item)| own.contains(&(key["of.".len()..].to_owned(), item.clone()))));
+    for copy in [copy, renamed] {
+        assert!(verify(&*open(copy, OpenOptions::default()).unwrap(), Level::Deep, None).unwrap().is_ok());
+    }
+}
+
 #[test]
 fn torch_files_open_around_what_is_opaque() {
     for (name, opaque, tensors) in [
@@ -138,7 +157,12 @@ fn torch_files_open_around_what_is_opaque() {
     assert_eq!(keys[..3], ["0.weight", "0.bias", "1.weight"]);
     assert!(keys.contains(&"1.running_mean") && keys.contains(&"2.bias"));
     let parent = tempfile::tempdir().unwrap();
-    let done = convert(&*source, parent.path().join("m.pt"), OutputFormat::Torch, ConvertOptions::default()).unwrap();
+    let to = parent.path().join("m.pt");
+    let done = convert(&*source, &to, OutputFormat::Torch, ConvertOptions::default()).unwrap();
+    // Written as its state dict, which is flat.
+    let written = open(to, OpenOptions::default()).unwrap();
+    let paths = written.metadata().planner_data.as_ref().unwrap();
+    assert!(paths.len() == 9 && paths.iter().all(|(key, path)| path.0 == [PathPart::Key(key.clone())]), "{paths:?}");
     assert!(done.containers[0].contains("torch.nn.modules.container.Sequential"), "{:?}", done.containers);
 }
 

@@ -474,7 +474,9 @@ mod tests {
         withheld.withhold();
         withheld.settle().unwrap();
         assert!(!withheld.is_awaited() && !matches!(*withheld.shared.state(), State::Held));
-        assert!(matches!(&*storage, Storage::Cpu(candle_core::CpuStorage::F32(data)) if data[..] == [2.; 4]));
+        assert!(
+            matches!(&*storage, candle_core::Storage::Cpu(candle_core::CpuStorage::F32(data)) if data[..] == [2.; 4])
+        );
         drop(storage);
         withheld.wait().unwrap();
         withheld.give(vec![contents(5.), contents(6.)]).unwrap();

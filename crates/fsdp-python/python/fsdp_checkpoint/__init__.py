@@ -147,8 +147,8 @@ def convert(
     *,
     world_size: int | None = None,
     max_shard_size: str | int | None = None,
-    include: Iterable[str] = (),
-    exclude: Iterable[str] = (),
+    include: str | Iterable[str] = (),
+    exclude: str | Iterable[str] = (),
     rename: Mapping[str, str] | None = None,
     prefix: str | None = None,
     dtype: Literal["float64", "float32", "float16", "bfloat16"] | None = None,
@@ -168,8 +168,8 @@ def convert(
         to: The format to write.
         world_size: Ranks of the destination, for ``dcp`` and ``hf-sharded``.
         max_shard_size: Largest size of a file, for ``hf``: ``"2GiB"``, or bytes.
-        include: Globs of keys. Only keys that one of them matches are written.
-        exclude: Globs of keys that are not written.
+        include: A glob of keys, or several. Only keys that one of them matches are written.
+        exclude: A glob of keys that are not written, or several.
         rename: Beginnings of keys and what to put in their place; the first that fits a key counts.
         prefix: Text to put before all keys, after ``rename``.
         dtype: The dtype to which floating-point tensors are cast, but for the state of optimizers.
@@ -185,8 +185,7 @@ def convert(
     """
     options = ["convert", "--to", to, *_option("--world-size", world_size), *_option("--prefix", prefix)]
     options += _option("--max-shard-size", max_shard_size)
-    options += [option for glob in include for option in _option("--include", glob)]
-    options += [option for glob in exclude for option in _option("--exclude", glob)]
+    options += [*_globs("--include", include), *_globs("--exclude", exclude)]
     options += [option for old, new in (rename or {}).items() for option in _option("--rename", f"{old}={new}")]
     options += [*_option("--dtype", dtype), *_option("--threads", threads)]
     flags = {
@@ -202,6 +201,11 @@ def convert(
 def _option(name: str, value: object) -> list[str]:
     """Return an option of the command line, in one piece, so that a value may begin with a dash."""
     return [] if value is None else [f"{name}={value}"]
+
+
+def _globs(name: str, globs: str | Iterable[str]) -> list[str]:
+    """Return an option for each glob. A string is one glob."""
+    return [option for glob in ([globs] if isinstance(globs, str) else globs) for option in _option(name, glob)]
 
 
 def _flag(name: str, wanted: bool) -> list[str]:
