@@ -67,7 +67,7 @@ struct ShardNote {
 }
 
 impl SafetensorsCheckpoint {
-    /// Opens one file. Values are taken from `NAME.values.json` beside it, if that is there.
+    /// Opens one file. Values are taken from `NAME.values.json` beside it, if it exists.
     pub(crate) fn open_file(location: impl Into<Location>, options: OpenOptions) -> Result<Self, FileError> {
         let location = location.into();
         let (parent, name) = location.split()?;
