@@ -44,7 +44,7 @@ pub(crate) fn run(root: &Path) -> Result<()> {
     pair(root, &python)
 }
 
-/// Runs the test of the examples that go on from each other's checkpoints, with its Python half.
+/// Runs the test of the examples that continue from each other's checkpoints, with its Python half.
 fn pair(root: &Path, python: &Path) -> Result<()> {
     let test = ["test", "--package", "fsdp-examples", "--test", "run", "--locked", "both_halves"];
     let status = Command::new(program()).args(test).env(PYTHON_VARIABLE, python).current_dir(root).status();

@@ -1,4 +1,4 @@
-//! `cargo xtask package`: what would be published of every crate, checked without building it.
+//! `cargo xtask package`: checks the files that would be published with every crate, without building it.
 
 use std::collections::BTreeSet;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! Saving while training goes on: torch's `async_save`, with a copy taken first and one save in flight at most.
+//! Saves in the background: torch's `async_save`. The state is copied first, and at most one save is in flight.
 
 use std::time::{Duration, Instant};
 
@@ -16,10 +16,10 @@ type Finished = (StateDict, Saver, Result<SaveReport, CheckpointError>);
 
 /// Saves checkpoints in the background of one rank: torch's `async_save`.
 ///
-/// [`AsyncSaver::save`] returns when the state has been copied to buffers of its own, which are allocated once and
-/// used again; the caller may change its tensors at once. Writing, hashing and the commit run on a thread of their
-/// own, over a process group of their own, so that they never mix with the collectives of training.
-/// At most one save is in flight: the next one waits for it, and returns its error.
+/// [`AsyncSaver::save`] returns when the state has been copied to buffers, which are allocated once and reused. After that
+/// the caller may change its tensors. Writing, hashing and the commit run on a background thread, over a separate
+/// process group, so that they never mix with the collectives of training. At most one save is in flight: the next one
+/// waits for it, and returns its error.
 #[derive(Debug)]
 pub struct AsyncSaver {
     group: ProcessGroup,
@@ -47,12 +47,11 @@ impl AsyncSaver {
 
     /// Starts a [`save()`](crate::save()) of the values that `state` has now. Every rank of the group must call it.
     ///
-    /// Returns how long this rank was held up: first by the save before, if it was still running, then by the copy. The
-    /// copy takes as much memory as this rank's values. Later saves of the same layout use that memory again.
+    /// Returns how long this rank had to wait: for the previous save, if it was still running, and for the copy. The
+    /// copy takes as much memory as this rank's values. Later saves of the same layout reuse that memory.
     ///
     /// # Errors
-    /// The error of the save before, if that one failed; the new save is not started then. Values that cannot be
-    /// copied.
+    /// The error of the previous save, if it failed; the new save is not started then. Values that cannot be copied.
     pub fn save(
         &mut self,
         path: impl Into<Location>,
@@ -82,7 +81,7 @@ impl AsyncSaver {
     /// Waits for the save in the background, then saves like [`save()`](crate::save()), and returns when that is done.
     ///
     /// # Errors
-    /// The same as [`save()`](crate::save()), and the error of the save before if that one failed.
+    /// The same as [`save()`](crate::save()), and the error of the previous save if that one failed.
     pub(crate) fn save_now(
         &mut self,
         path: impl Into<Location>,
@@ -106,8 +105,8 @@ impl AsyncSaver {
         &self.progress
     }
 
-    /// Waits for the save in flight; `None` if there is none. Every rank gets the same error. Call it before
-    /// the saver is dropped: dropping the saver waits too, but can only log the error.
+    /// Waits for the save in flight, and returns its report; `None` if there is none. Every rank gets the same error.
+    /// Call it before the saver is dropped: dropping the saver waits too, but can only log the error.
     ///
     /// # Errors
     /// The errors of the save in the background, as [`save()`](crate::save()) lists them.
@@ -141,7 +140,7 @@ impl Drop for AsyncSaver {
     }
 }
 
-/// Copies the values of `state` into `buffers`, and returns them. Buffers of another layout are replaced by new ones.
+/// Copies the values of `state` into `buffers`, and returns the buffers. Allocates new ones if the layout has changed.
 fn stage(state: &StateDict, mut buffers: StateDict) -> Result<StateDict, StateError> {
     match copy_state_dict(state, &mut buffers) {
         // This is the first save, or the layout has changed since the last one.

@@ -1,4 +1,5 @@
-//! The checkpoints of a training run: one directory, or prefix of an object store, with one checkpoint a step.
+//! The checkpoints of a training run: a directory, or a prefix in an object store, with one checkpoint for each saved
+//! step.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -29,8 +30,8 @@ pub fn step_name(step: u64) -> String {
     format!("step-{step:08}")
 }
 
-/// Lists the committed checkpoints in a run's directory, oldest step first. What a crash left half-written is not
-/// listed: it never gets a `step-` name, or it has no `.metadata`.
+/// Lists the committed checkpoints in a run's directory, oldest step first. Unfinished checkpoints that a crash has
+/// left are not listed: they do not have a `step-` name, or no `.metadata`.
 ///
 /// # Errors
 /// A directory that cannot be read.
@@ -38,8 +39,8 @@ pub fn list_checkpoints(dir: impl Into<Location>) -> Result<Vec<StepCheckpoint>,
     Ok(list_steps(&dir.into())?.0)
 }
 
-/// Lists the committed checkpoints in a run's directory, and what is named like one but was not committed; oldest step
-/// first.
+/// Lists the committed checkpoints in a run's directory, and then directories that are named like one but were not
+/// committed; each oldest step first.
 pub(crate) fn list_steps(dir: &Location) -> Result<(Vec<StepCheckpoint>, Vec<StepCheckpoint>), CheckpointError> {
     let (mut committed, mut others) = (Vec::new(), Vec::new());
     for name in names(dir)? {
@@ -64,7 +65,7 @@ fn step_of_hidden(name: &str) -> Option<u64> {
     name.strip_prefix(".step-")?.split('.').next()?.parse().ok()
 }
 
-/// Returns the names in a directory, without those that are not UTF-8: none of them is ours.
+/// Returns the names in a directory. Names that are not UTF-8 cannot be checkpoints, and are left out.
 fn names(dir: &Location) -> Result<Vec<String>, CheckpointError> {
     dir.names().map_err(|error| match error {
         fsdp_dcp::FileError::Io { source, .. } => CheckpointError::Directory { path: dir.name().to_owned(), source },

@@ -31,9 +31,9 @@ pub enum CheckpointName {
 /// The facts about a run that its checkpoints record beside their state; see [`Lineage`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RunFacts {
-    /// A text that stands for the configuration: the same for the same configuration.
+    /// A text that identifies the configuration, such as its digest: equal if and only if the configuration is.
     pub config: Option<String>,
-    /// How far the run has read its data.
+    /// The position up to which the run has read its data.
     pub data: Option<DataPosition>,
 }
 
@@ -75,7 +75,7 @@ names_from!(Location, &Location, &Path, PathBuf, &PathBuf, &str, String, &String
 /// The options of a [`Checkpointer`]; the same on every rank.
 #[derive(Debug, Clone, Default)]
 pub struct CheckpointerOptions {
-    /// The checkpoints of the run that stay when a new one has been saved. By default all do.
+    /// The rule for which checkpoints of the run are kept when a new one has been saved. By default all are.
     pub retention: Retention,
     /// The options of saves.
     pub save: SaveOptions,
@@ -83,13 +83,13 @@ pub struct CheckpointerOptions {
     pub load: LoadOptions,
 }
 
-/// The checkpoints of a run, as one rank sees them: saves, also in the background, loads, and the removal of old ones.
+/// The checkpoints of a run: saves them, also in the background, loads them, and removes old ones.
 ///
-/// A run's checkpoints lie in one directory, or under one prefix of an object store, one for each step that was saved.
+/// A run's checkpoints are in one directory, or under one prefix of an object store, one for each saved step.
 /// A load opens any format. [`TrainState`](crate::TrainState) has an example.
 ///
-/// Every rank of the group has one, and all call the same methods in the same order. A save in the background runs over a
-/// process group of its own, so that it never mixes with the collectives of training.
+/// Every rank of the group has a `Checkpointer`, and all ranks call the same methods in the same order. A save in the
+/// background uses a separate process group, so that it never mixes with the collectives of training.
 pub struct Checkpointer {
     run: Location,
     group: ProcessGroup,
@@ -116,11 +116,11 @@ impl fmt::Debug for Checkpointer {
 }
 
 impl Checkpointer {
-    /// Returns the checkpointer of a run whose checkpoints lie in `run`, a directory or a URL, which need not exist yet.
-    /// Collective: makes a group for saves.
+    /// Returns the checkpointer of a run whose checkpoints are in `run`, a directory or a URL, which need not exist
+    /// yet. Collective: makes a process group for saves.
     ///
     /// # Errors
-    /// The collective's; threads that cannot be started.
+    /// The errors of that collective; threads that cannot be started.
     pub fn new(
         run: impl Into<Location>,
         group: &ProcessGroup,
@@ -141,8 +141,8 @@ impl Checkpointer {
         })
     }
 
-    /// Sets what the next checkpoints record of the run, beside their steps and the digest of the checkpoint that they grew out
-    /// of. No communication; rank 0's counts.
+    /// Sets the facts about the run, such as digests of its configuration and data, that later checkpoints record in
+    /// addition to their step and the digest of their parent. No communication: rank 0's facts are recorded.
     pub fn set_facts(&mut self, facts: RunFacts) {
         self.facts = facts;
     }
@@ -163,7 +163,7 @@ impl Checkpointer {
         }
     }
 
-    /// Returns the place of a checkpoint.
+    /// Returns the location of a checkpoint, whether or not it exists.
     #[must_use]
     pub fn location(&self, name: impl Into<CheckpointName>) -> Location {
         match name.into() {
@@ -195,12 +195,13 @@ impl Checkpointer {
         Ok(report)
     }
 
-    /// Starts to save the state that a run has now, and returns when it has been copied, while the rest goes on in the
-    /// background: torch's `async_save`. Returns how long this rank was held up: by the save before, if that still ran, and
-    /// by the copy. Collectives: agreements.
+    /// Starts to save the current state of a run, and returns when it has been copied; the rest runs in the background:
+    /// torch's `async_save`. Returns how long this rank had to wait: for the previous save, if that was still running,
+    /// and for the copy. Collectives: agreements.
     ///
     /// # Errors
-    /// The same as [`Checkpointer::save`]; that of the save before, if it failed: the new one is not started then.
+    /// The errors of [`Checkpointer::save`]. If the previous save failed, its error is returned, and the new save is
+    /// not started.
     pub fn save_async(
         &mut self,
         name: impl Into<CheckpointName>,
@@ -217,8 +218,7 @@ impl Checkpointer {
         Ok(stall)
     }
 
-    /// Removes what a killed run has left of a save to the same place, and returns the place. Collective: one
-    /// agreement.
+    /// Removes what a killed save to the same location has left, and returns the location. Collective: one agreement.
     fn prepare(&self, name: CheckpointName) -> Result<Location, CheckpointError> {
         let path = self.location(name);
         let cleaned = if self.group.rank() == 0 { clean_stale(&path).map(|_| ()) } else { Ok(()) };
@@ -238,8 +238,9 @@ impl Checkpointer {
         self.saver.progress()
     }
 
-    /// Waits for the save in the background; `None` if there is none. Every rank gets the same error. Call it before the
-    /// end: dropping waits too, but can only log the error. No communication.
+    /// Waits for the save in the background, and returns its report; `None` if there is none. Every rank gets the same
+    /// error. Call it at the end of a run: dropping the checkpointer waits too, but can only log the error. No
+    /// communication.
     ///
     /// # Errors
     /// The errors of the save in the background, as [`Checkpointer::save`] lists them.
@@ -253,14 +254,15 @@ impl Checkpointer {
         Ok(report)
     }
 
-    /// Loads a checkpoint of any format into a run: by the number of its steps, or from a path or a URL. Every rank reads
-    /// what it needs, to where it belongs, at whatever number of ranks the checkpoint was saved. Collectives: agreements.
+    /// Loads a checkpoint of any format into a run: by its step, or from a path or a URL. Every rank reads only what it
+    /// needs, directly into the live tensors. The checkpoint may have been saved on any number of ranks. Collectives:
+    /// agreements.
     ///
     /// # Errors
-    /// The same on every rank. There is no such checkpoint, or it does not fit
-    /// ([`StateError::Incompatible`](fsdp_state::StateError::Incompatible)): nothing has changed. Damage inside a file, which
-    /// only reading shows, is [`StateError::PartlyLoaded`](fsdp_state::StateError::PartlyLoaded), unless the load is
-    /// [`staged`](LoadOptions::staged).
+    /// The same on every rank. If there is no such checkpoint, or it does not fit
+    /// ([`StateError::Incompatible`](fsdp_state::StateError::Incompatible)), nothing has changed. Damage inside a file,
+    /// which only reading can find, is [`StateError::PartlyLoaded`](fsdp_state::StateError::PartlyLoaded), unless the
+    /// load is [`staged`](LoadOptions::staged).
     pub fn load(
         &self,
         name: impl Into<CheckpointName>,
@@ -303,13 +305,14 @@ impl Checkpointer {
         Ok(step.map(|step| StepCheckpoint { step, path: self.location(step) }))
     }
 
-    /// Returns the newest checkpoint that this rank sees, or `None` if the run's directory does not exist yet.
+    /// Returns the newest checkpoint that this rank finds, without communication; `None` if the run's directory does
+    /// not exist yet.
     fn latest_here(&self) -> Result<Option<StepCheckpoint>, CheckpointError> {
         if self.run.exists()? { latest_checkpoint(&self.run) } else { Ok(None) }
     }
 
-    /// Removes the checkpoints of the run that need not stay, and returns them; saves do so by themselves. Collective: one
-    /// agreement and one object broadcast.
+    /// Removes the checkpoints of the run that need not be kept, and returns them. Saves do this automatically.
+    /// Collective: one agreement and one object broadcast.
     ///
     /// # Errors
     /// The same on every rank: a directory that cannot be read, files that cannot be removed.
@@ -321,7 +324,7 @@ impl Checkpointer {
         Ok(steps.into_iter().map(|step| StepCheckpoint { step, path: self.location(step) }).collect())
     }
 
-    /// Starts to remove old checkpoints, on rank 0. Training does not wait for it, and a failure is no reason to end it.
+    /// Starts to remove old checkpoints, on rank 0. Training does not wait for it, and is not ended by a failure.
     fn start_pruning(&mut self) {
         if self.group.rank() > 0 || self.options.retention.keep_last.is_none() {
             return;
@@ -358,7 +361,7 @@ impl Drop for Checkpointer {
     }
 }
 
-/// Removes old checkpoints, and logs a failure: it is no reason to end a run.
+/// Removes old checkpoints. A failure is only logged, because a run can continue with too many checkpoints.
 fn prune_and_log(run: &Location, retention: &Retention) {
     if let Err(error) = prune(run, retention) {
         warn!(path = %run, %error, "failed to remove old checkpoints");

@@ -52,8 +52,8 @@ impl<'a> Comparison<'a> {
         };
         let Some(tensor) = self.metadata.tensor(fqn) else { return };
         for (bounds, &sum) in boxes.iter().zip(sums) {
-            // A rank that has a whole tensor and finds it right need not report it. The sum of a wrong one goes to the other
-            // ranks with those of parts of tensors.
+            // A whole tensor with the right digest needs no further check. A wrong one is kept with the sums of parts,
+            // which `check` sends to the rank that compares.
             let is_settled = is_whole(bounds, tensor) && digest(sum, tensor) == recorded;
             if !bounds.is_empty() && !is_settled {
                 self.parts.push(BoxSum { entry, bounds: bounds.clone(), sum });
@@ -74,18 +74,21 @@ impl<'a> Comparison<'a> {
         if names.is_empty() { Ok(()) } else { Err(FileError::Digests { path: self.path.to_owned(), names }.into()) }
     }
 
-    /// Checks all that the ranks have read together. Tensors of which they have not read every element are not compared.
-    /// Collectives: an object all-gather of sizes, a gather for each 64 MiB of boxes, and an object broadcast.
+    /// Compares the tensors that all ranks have read together with the recorded digests. Tensors of which some element
+    /// was read by no rank are skipped. Collectives: an object all-gather of sizes, an object gather for each 64 MiB of
+    /// sums, and an object broadcast.
     ///
     /// # Errors
     /// The same on every rank: [`CheckpointError::NotAsSaved`].
     pub(crate) fn check(self, group: &ProcessGroup) -> Result<(), CheckpointError> {
+        // An encoded sum takes about 48 bytes, and two numbers of 8 bytes for each dimension of its box.
         let gathered = gather_in_rounds(group, self.parts, |part| 48 + 16 * part.bounds.rank() as u64, JUDGE)?;
         let wrong = gathered.map(|parts| judge(self.metadata, self.recorded, parts));
         let mut wrong: Vec<WrongTensor> = group.broadcast_object(wrong.as_ref(), JUDGE)?;
         if wrong.is_empty() {
             return Ok(());
         }
+        // Errors name global ranks, also if `group` is a subgroup.
         let ranks = group.global_ranks();
         for tensor in &mut wrong {
             tensor.ranks.iter_mut().for_each(|rank| *rank = ranks.get(*rank).copied().unwrap_or(*rank));
@@ -111,6 +114,7 @@ fn is_whole(bounds: &TensorBox, tensor: &TensorEntry) -> bool {
     bounds.sizes == tensor.shape
 }
 
+/// Returns the digest of a tensor from the sum over all its elements.
 fn digest(sum: Sum, tensor: &TensorEntry) -> Digest {
     sum.finish(tensor.properties.dtype, &tensor.shape)
 }

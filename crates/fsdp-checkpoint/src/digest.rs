@@ -1,4 +1,4 @@
-//! The digest of a live run, which is that of its checkpoints, and the comparison of its replicas.
+//! The digest of a live run, which equals the digest of its checkpoint, and the comparison of its replicas.
 
 use fsdp_comm::ProcessGroup;
 use fsdp_digest::StateDigest;

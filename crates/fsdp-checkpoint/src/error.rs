@@ -63,7 +63,7 @@ pub enum CheckpointError {
         /// The global rank that it differs from.
         reference: usize,
     },
-    /// Tensors were loaded, but not as they were saved: they do not have the digests that the checkpoint has of them.
+    /// Loaded tensors do not have the digests that were recorded when they were saved.
     #[error("`{}` was not loaded as it was saved: {}", path.display(), listed(tensors))]
     NotAsSaved {
         /// The checkpoint.
@@ -72,7 +72,7 @@ pub enum CheckpointError {
         tensors: Vec<WrongTensor>,
     },
     /// A save in the background ended without an outcome.
-    #[error("the save in the background broke off: {problem}")]
+    #[error("the save in the background ended without a result: {problem}")]
     Background {
         /// How.
         problem: String,
@@ -84,8 +84,8 @@ pub enum CheckpointError {
 pub struct WrongTensor {
     /// The flat key.
     pub fqn: String,
-    /// The global ranks whose elements are wrong, as far as can be told: where ranks have the digest only together, all that
-    /// hold a part.
+    /// The global ranks whose elements are wrong. If a tensor is sharded, its digest does not tell which part is wrong,
+    /// and these are all ranks that hold a part.
     pub ranks: Vec<usize>,
 }
 

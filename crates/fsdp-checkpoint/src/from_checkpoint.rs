@@ -1,4 +1,4 @@
-//! A model built from a checkpoint: the file says which parameters there are, and each rank reads its part of them.
+//! Building a sharded model from a checkpoint, which decides which parameters exist. Each rank reads only its own part.
 
 use std::collections::HashMap;
 
@@ -25,8 +25,8 @@ pub struct FromCheckpointOptions {
     /// The names that differ between the checkpoint and the model, as pairs: a name or prefix of names in the model, and
     /// the same in the checkpoint. `("", "bert")` drops a leading `bert`.
     pub fqn_renames: Vec<(String, String)>,
-    /// Options of the load. Values are converted to the model's dtype unless `cast` is turned off; tensors that the model
-    /// never asks for are an error unless `strict` is.
+    /// Options of the load. Values are converted to the model's dtype unless `cast` is turned off. Tensors that the
+    /// model never requests are an error unless `strict` is turned off.
     pub load: LoadOptions,
 }
 
@@ -38,16 +38,17 @@ impl Default for FromCheckpointOptions {
 }
 
 /// Builds a sharded model from a checkpoint of any format at `path`, a path or a URL. While the model is built, the
-/// checkpoint answers which parameters there are (`contains_tensor`) and which shapes they have (`get_unchecked`), as
-/// candle's own builders do for a file. No initial values are made, and each rank reads only its part of the parameters.
+/// checkpoint decides which parameters exist (`contains_tensor`) and which shapes they have (`get_unchecked`), as
+/// candle's own builders do for a file. No initial values are computed, and each rank reads only its part of the
+/// parameters.
 ///
-/// In a checkpoint of a run the model is below the key `model`, and what lies beside it is left. All other names are the
-/// model's, but for [`fqn_renames`](FromCheckpointOptions::fqn_renames). Collective: agreements on the checkpoint, the model
-/// and the load.
+/// In a checkpoint of a training run the model is below the key `model`, and all other keys are ignored. Names are
+/// otherwise the model's own, apart from [`fqn_renames`](FromCheckpointOptions::fqn_renames). Collective: agreements on
+/// the checkpoint, the model and the load.
 ///
 /// # Errors
-/// The same on every rank: a parameter that the checkpoint lacks, or has in another shape, which the model's code may catch
-/// while it builds; those of [`FullyShardedDataParallel::new`] and of [`load`](crate::load()).
+/// The same on every rank: a parameter that the checkpoint lacks, or has in another shape (the model's code may handle
+/// this while it builds); the errors of [`FullyShardedDataParallel::new`] and of [`load`](crate::load()).
 ///
 /// ```
 /// use std::collections::HashMap;

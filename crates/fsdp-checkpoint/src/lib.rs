@@ -2,16 +2,16 @@
 //!
 //! | module | what it holds |
 //! |---|---|
-//! | `checkpointer` | [`Checkpointer`]: everything that a run does with its checkpoints |
-//! | `stateful` | what it saves and loads: [`Stateful`], and [`TrainState`] |
-//! | [`mod@save`], [`mod@load`] | one state dict to a checkpoint directory and back, at any number of ranks |
+//! | `checkpointer` | [`Checkpointer`]: saves, loads and removes the checkpoints of a run |
+//! | `stateful` | the state that it saves and loads: [`Stateful`], and [`TrainState`] |
+//! | [`mod@save`], [`mod@load`] | a state dict to a checkpoint directory and back, on any number of ranks |
 //! | `from_checkpoint` | [`from_checkpoint()`]: a model built from a checkpoint of any format |
 //! | `source` | [`CheckpointSource`]: a checkpoint of any format as the source of a load |
 //! | [`async_save`] | saves in the background |
-//! | [`catalog`], `retention` | the checkpoints of a run, and which of them stay |
+//! | [`catalog`], `retention` | the checkpoints of a run, and which of them are kept |
 //!
-//! A load is `fsdp_state`'s [`load_state`](fsdp_state::load_state) from a [`CheckpointSource`]; everything but that source
-//! is the same as for state that comes from other ranks.
+//! Every load calls `fsdp_state`'s [`load_state`](fsdp_state::load_state) with a [`CheckpointSource`]. Loads of state
+//! from other ranks use the same function with another source.
 
 pub mod async_save;
 pub mod catalog;

@@ -16,14 +16,14 @@ use crate::CheckpointError;
 use crate::save::DEFAULT_DEADLINE;
 use crate::source::CheckpointSource;
 
-/// Fills a state dict from the checkpoint at `path`, a path or a URL ([`Location`]), of any format, at whatever number of
-/// ranks it was saved. torch's `dcp.load`, except that a load that fails changes nothing. ([`load_in_place`] works in
-/// place like torch's, and is faster.)
+/// Fills a state dict from the checkpoint at `path`, a path or a URL ([`Location`]), of any format and saved on any
+/// number of ranks. This is torch's `dcp.load`, except that a load that fails changes nothing. ([`load_in_place`] works
+/// in place like torch's, and is faster.)
 ///
-/// `template` says what is wanted: the boxes of its sharded tensors, its whole tensors, its plain values. All of them
-/// are replaced by what was saved, tensors by fresh ones; keys that only the checkpoint has are ignored, and listed in
-/// the report as unexpected. Collective over `group`, for agreements only: every rank reads for itself. The report is this
-/// rank's: ranks that ask for the same keys get the same.
+/// `template` selects what to load: the boxes of its sharded tensors, its whole tensors, and its plain values. All of
+/// them are replaced by the saved values, in fresh tensors. Keys that only the checkpoint has are ignored, and listed
+/// in the report as unexpected. Collective over `group`: ranks communicate to agree, and each reads its own data. The
+/// report is this rank's; ranks that request the same keys get the same report.
 ///
 /// # Errors
 /// The same on every rank, and no rank's template is changed: a key that the checkpoint lacks, another shape, dtype
@@ -72,21 +72,20 @@ pub fn load(
     fill("load", &*checkpoint, template, &group, options, false)
 }
 
-/// Loads as [`load`], into the memory of the tensors of `state`, as torch's `dcp.load` does it: every tensor that shares a
-/// storage with them sees the change. Plain values are replaced in `state`.
+/// Loads like [`load`], but into the memory of the tensors in `state`, as torch's `dcp.load` does: every tensor that
+/// shares a storage with them sees the change. Plain values are replaced in `state`.
 ///
-/// The bytes of CPU tensors are read to where they belong, without a copy in between. Tensors on a GPU and those of
-/// another dtype than was saved are read into other memory first. Of those that are the same tensor under several
-/// names, the first is read. While it lasts, whoever reads one of the tensors elsewhere gets the error of a released
-/// one. Collectives: as [`load`].
+/// CPU tensors are filled directly from the files. Tensors on a GPU, and tensors of another dtype than the saved one,
+/// are read into other memory first. If several names share one tensor, the first name is read. During the load,
+/// reading one of the tensors elsewhere fails as for a released tensor. Collectives: as [`load`].
 ///
 /// # Errors
-/// The same on every rank. Keys, shapes, dtypes and boxes that do not fit, and files that are missing or too short, are
-/// found before the first byte is read: nothing has changed then. So are tensors that are released or not contiguous.
+/// The same on every rank. Keys, shapes, dtypes and boxes that do not fit, tensors that are released or not contiguous,
+/// and files that are missing or too short, are found before the first byte is read; nothing has changed then.
 ///
-/// Damage inside a file, which only reading shows, is [`StateError::PartlyLoaded`](fsdp_state::StateError::PartlyLoaded) on
-/// every rank: the tensors hold a mixture then. To prevent that, ask for
-/// [`staged`](fsdp_state::LoadOptions::staged), or use [`load`].
+/// Damage inside a file, which only reading can find, is
+/// [`StateError::PartlyLoaded`](fsdp_state::StateError::PartlyLoaded) on every rank. The tensors then hold a mixture of
+/// old and loaded values. To prevent that, set [`staged`](fsdp_state::LoadOptions::staged), or use [`load`].
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -165,9 +164,9 @@ fn as_leaf(value: StateValue) -> StateValue {
     }
 }
 
-/// Returns everything under `prefix` (all of it for an empty one) that a checkpoint of any format holds, whole, as the
-/// nested state dict that was saved: torch's `_load_state_dict_from_keys`. Tensors are on the CPU. No communication; the
-/// caller should know that it fits into memory.
+/// Returns everything below the key `prefix` of a checkpoint of any format (the whole checkpoint for an empty prefix),
+/// as a nested state dict of whole tensors on the CPU: torch's `_load_state_dict_from_keys`. It must fit into memory.
+/// No communication.
 ///
 /// # Errors
 /// Damaged files; shapes that do not fit the machine; paths that contradict each other.

@@ -1,4 +1,5 @@
-//! The checkpoint that a run goes on from, of which the first incremental save of a process links files.
+//! The checkpoint that a run continues from. The first incremental save after a resume compares with it and links its
+//! files.
 
 use std::collections::BTreeSet;
 
@@ -46,7 +47,7 @@ pub(crate) fn written_before(
     let sums = box_sums(plan, selection, source, threads).map_err(CheckpointError::from);
     let sums = CheckpointError::agree(group, "save: digest", None, sums)?;
     let gathered = gather_in_rounds(group, sums.clone(), |_| SUM_BYTES, PLANNER)?;
-    // A parent that is gone, or another by now, is no error: then everything is written.
+    // A parent that is gone, or another by now, is not an error: then everything is written.
     let checkpoint = open_parent(parent, digest);
     let unchanged = gathered.map(|sums| match (&checkpoint, metadata) {
         (Some((_, recorded)), Some(metadata)) => unchanged_entries(metadata, recorded, sums.into_iter().flatten()),

@@ -111,9 +111,9 @@ impl PlanCache {
             Err(CommError::SchemaMismatch { .. }) => {}
             Err(error) => return Err(error.into()),
         }
-        let brought: Vec<(u64, Vec<(String, u64)>)> = group.all_gather_object(&(known, values.to_vec()))?;
-        check_values(group, &brought)?;
-        Ok(known != NOTHING && brought.iter().all(|(other, _)| *other == known))
+        let reported: Vec<(u64, Vec<(String, u64)>)> = group.all_gather_object(&(known, values.to_vec()))?;
+        check_values(group, &reported)?;
+        Ok(known != NOTHING && reported.iter().all(|(other, _)| *other == known))
     }
 
     /// Returns the plan for what the ranks hold now: the cached one if it `is_planned`, a new one otherwise. Collective
@@ -134,9 +134,9 @@ impl PlanCache {
 }
 
 /// Checks that ranks with the same key have the same plain value.
-fn check_values(group: &ProcessGroup, brought: &[(u64, Vec<(String, u64)>)]) -> Result<(), CheckpointError> {
+fn check_values(group: &ProcessGroup, reported: &[(u64, Vec<(String, u64)>)]) -> Result<(), CheckpointError> {
     let mut first: HashMap<&str, (usize, u64)> = HashMap::new();
-    for (&rank, (_, values)) in group.global_ranks().iter().zip(brought) {
+    for (&rank, (_, values)) in group.global_ranks().iter().zip(reported) {
         for (key, hash) in values {
             let (reference, expected) = *first.entry(key).or_insert((rank, *hash));
             if expected != *hash {
@@ -213,7 +213,7 @@ fn plan_pieces(
                 PlanPiece::Box(held) => boxes.push(held),
             }
         }
-        // Ranks come in order, so the first one with a schema has brought it.
+        // Ranks come in order, so the first rank that has this schema has sent it.
         let schema = *known.entry(rank.schema).or_insert_with(|| {
             schemas.push(PlanSchema { items });
             schemas.len() - 1

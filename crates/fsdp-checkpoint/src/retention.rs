@@ -1,4 +1,4 @@
-//! The rule for which checkpoints of a run stay.
+//! The rule that decides which checkpoints of a run are kept.
 
 use std::num::{NonZeroU64, NonZeroUsize};
 
@@ -12,17 +12,17 @@ use tracing::{info, info_span, warn};
 use crate::CheckpointError;
 use crate::catalog::{StepCheckpoint, list_steps, step_name, steps_with_leftovers};
 
-/// The rule for which checkpoints of a run stay when a new one has been saved. Without `keep_last`, all do.
+/// The rule for which checkpoints of a run are kept when a new one has been saved. Without `keep_last`, all are.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Retention {
-    /// The number of newest checkpoints that stay.
+    /// The number of newest checkpoints to keep.
     pub keep_last: Option<NonZeroUsize>,
-    /// A number of steps: checkpoints whose step is a multiple of it stay too, however old they are.
+    /// A number of steps. Checkpoints whose step is a multiple of it are kept too, however old they are.
     pub keep_every: Option<NonZeroU64>,
 }
 
 impl Retention {
-    /// Returns the checkpoints that need not stay. `checkpoints` are listed oldest first.
+    /// Returns the checkpoints that need not be kept. `checkpoints` must be sorted, oldest first.
     ///
     /// ```
     /// use fsdp_checkpoint::{Retention, StepCheckpoint, step_path};
@@ -44,11 +44,11 @@ impl Retention {
 /// Removes the checkpoints in a run's directory that `retention` does not keep, and returns them. No communication: one
 /// rank calls it, after a save.
 ///
-/// No checkpoint is removed unless at least one of those that stay is whole: its structure and the sizes of its files
-/// are checked. A checkpoint that somebody is reading stays until a later call.
+/// No checkpoint is removed unless at least one of those that are kept is whole: its structure and the sizes of its
+/// files are checked. A checkpoint that another process is reading is kept until a later call.
 ///
-/// Files that a crash has left, during a save or a removal, are removed too, up to the newest checkpoint's step.
-/// Without `keep_last` the directory is not even listed.
+/// Leftovers of crashed saves and removals are removed too, up to the newest checkpoint's step. Without `keep_last`
+/// nothing is removed, and the directory is not listed.
 ///
 /// # Errors
 /// A directory that cannot be read, files that cannot be removed.

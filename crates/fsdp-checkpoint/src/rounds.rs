@@ -1,16 +1,16 @@
-//! Gathering what ranks have in bounded pieces, however much it is together.
+//! A gather of objects that takes several rounds, so that the root receives a bounded number of bytes at a time.
 
 use fsdp_comm::{CommError, ProcessGroup};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// The most bytes that the root receives in one round, but for the last piece in it.
+/// The number of bytes that the root receives in one round. The last piece of a round may go beyond it.
 pub(crate) const ROUND_BYTES: u64 = 64 << 20;
 
-/// Gathers every rank's pieces on the root, in the order of the ranks, in as many rounds as it takes. `None` on all other
-/// ranks. Collective: one all-gather of sizes, and a gather for each round.
+/// Gathers every rank's pieces on the root, in the order of the ranks. Returns `None` on all other ranks.
+/// Collectives: one object all-gather of sizes, and an object gather for each [`ROUND_BYTES`].
 ///
-/// `bytes` says about how many bytes it takes to send a piece.
+/// `bytes` estimates the encoded size of a piece.
 pub(crate) fn gather_in_rounds<T: Serialize + DeserializeOwned>(
     group: &ProcessGroup,
     pieces: Vec<T>,
@@ -20,6 +20,7 @@ pub(crate) fn gather_in_rounds<T: Serialize + DeserializeOwned>(
     gather_in_rounds_of(ROUND_BYTES, group, pieces, bytes, root)
 }
 
+/// Does what [`gather_in_rounds`] does, with a given number of bytes per round.
 fn gather_in_rounds_of<T: Serialize + DeserializeOwned>(
     round_bytes: u64,
     group: &ProcessGroup,
@@ -28,12 +29,14 @@ fn gather_in_rounds_of<T: Serialize + DeserializeOwned>(
     root: usize,
 ) -> Result<Option<Vec<Vec<T>>>, CommError> {
     let sizes = group.all_gather_object(&pieces.iter().map(&bytes).sum::<u64>())?;
-    // All pieces in a row, the ranks one after the other: a piece goes in the round in which it starts.
+    // The pieces of all ranks are numbered by bytes, rank after rank. A piece is sent in the round in which its first
+    // byte falls, so every rank knows the number of rounds without further communication.
     let rounds = sizes.iter().sum::<u64>().div_ceil(round_bytes).max(1);
     let mut at: u64 = sizes[..group.rank()].iter().sum();
     let mut pieces = pieces.into_iter().peekable();
     let mut gathered: Vec<Vec<T>> = Vec::new();
     for round in 1..=rounds {
+        // The last round takes all that is left.
         let end = if round == rounds { u64::MAX } else { round * round_bytes };
         let mut part = Vec::new();
         while let Some(piece) = pieces.next_if(|_| at < end) {

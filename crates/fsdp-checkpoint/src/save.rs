@@ -31,14 +31,14 @@ use crate::plan::{CachedPlan, PLANNER, PlanCache, PlanKey};
 pub use crate::progress::SaveProgress;
 use crate::rounds::gather_in_rounds;
 
-/// The time that ranks wait for each other in a save or a load, unless told otherwise: writing takes as long as it
-/// takes, and a rank that dies is noticed at once all the same.
+/// The default deadline of saves and loads, for which ranks wait for each other. It is long because writing may be
+/// slow. A rank that dies is noticed at once, whatever the deadline is.
 pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(30 * 60);
 
 /// The options of a save; the same on every rank.
 #[derive(Debug, Clone)]
 pub struct SaveOptions {
-    /// `true` to replace a checkpoint that is there. It stays whole until the new one is.
+    /// `true` to replace an existing checkpoint. It stays whole until the new one is committed.
     pub overwrite: bool,
     /// The rule for which of several ranks that hold the same values writes them.
     pub deduplicate: Deduplicate,
@@ -49,17 +49,18 @@ pub struct SaveOptions {
     pub deadline: Duration,
     /// The way to durable storage; tests make its steps fail.
     pub durable: Durable,
-    /// `true` to write only what has changed since the last save of the same [`Saver`], or since [`parent`](Self::parent):
-    /// data files of which at least half is unchanged are hard-linked, so that frozen weights take no time to write and no
-    /// space. Each rank digests its values first. An object store copies such files by itself, so that they take space, but
-    /// no upload. A save in another layout than the last one writes everything.
+    /// `true` to write only what has changed since the last save of the same [`Saver`], or since
+    /// [`parent`](Self::parent). Data files of which at least half is unchanged are hard-linked, so that frozen weights
+    /// take no time to write and no space. Each rank computes digests of its values first to find what has changed. In
+    /// an object store, unchanged files are copied inside the store: they take space, but are not uploaded. A save in
+    /// another layout than the last one writes everything.
     pub incremental: bool,
     /// The checkpoint that the run has loaded, for the first incremental save of a process. It is used only if it has the
     /// digest of the parent in [`lineage`](Self::lineage). [`Checkpointer`](crate::Checkpointer) fills it in.
     pub parent: Option<Location>,
     /// The place of the checkpoint in its run, to be recorded with it. [`Checkpointer`](crate::Checkpointer) fills it in.
     pub lineage: Option<Lineage>,
-    /// The counter of the bytes that this rank has written. Each rank has its own; keep a clone to read it.
+    /// The progress of the save on this rank. Keep a clone to read it while the save runs.
     pub progress: SaveProgress,
 }
 
@@ -85,28 +86,28 @@ impl Default for SaveOptions {
 pub struct SaveReport {
     /// The bytes of tensors that this rank wrote.
     pub rank_bytes: u64,
-    /// The same for all ranks together.
+    /// The bytes of tensors that all ranks wrote.
     pub total_bytes: u64,
     /// The bytes of tensors of this rank that were not written but linked; see [`SaveOptions::incremental`].
     pub linked_bytes: u64,
     /// The digest of all that was saved; `None` if none was recorded.
     pub digest: Option<Digest>,
-    /// The time on this rank, from the call to the commit.
+    /// The time from the call to the commit, on this rank.
     pub duration: Duration,
 }
 
-/// Saves a state dict as a DCP checkpoint directory at `path`, a path or a URL ([`Location`]), which
-/// `torch.distributed.checkpoint.load` opens: torch's `dcp.save`. A [`Saver`] does the same again and again with less
-/// planning. [`load`](crate::load()) has an example.
+/// Saves a state dict as a DCP checkpoint directory at `path`, a path or a URL ([`Location`]): torch's `dcp.save`.
+/// `torch.distributed.checkpoint.load` opens the result. To save repeatedly, use a [`Saver`], which keeps the plan.
+/// [`load`](crate::load()) has an example.
 ///
-/// Collective: every rank of `group` brings its own values under the same keys; values that several ranks hold are
-/// written once. Plain values must be the same on all ranks that have the key. Only plans, statuses, hashes and sums for
-/// digests move between ranks, no tensor bytes. When it returns, the checkpoint is durable; when it fails, every rank gets the error,
-/// and what was at `path` before is untouched.
+/// Collective: every rank of `group` passes its own values under the same keys. Values that several ranks hold are
+/// written once. Plain values must be the same on all ranks that have the key. Only plans, statuses, hashes and sums
+/// for digests move between ranks, no tensor bytes. When this returns, the checkpoint is durable. When it fails, every
+/// rank gets the error, and whatever was at `path` before is unchanged.
 ///
 /// # Errors
 /// A state dict that cannot be saved; ranks that disagree on a dtype, a shape or a plain value; boxes that overlap or
-/// leave holes; a checkpoint that is there already (in an object store it cannot be overwritten); errors of the
+/// leave holes; a checkpoint that exists already (in an object store it cannot be overwritten); errors of the
 /// storage.
 pub fn save(
     path: impl Into<Location>,
@@ -117,17 +118,17 @@ pub fn save(
     Saver::new().save(path, state, group, options)
 }
 
-/// Saves the state dicts of a run: the plan of one save is kept for the next.
+/// Saves state dicts repeatedly, and keeps the plan of one save for the next.
 ///
-/// Every rank has one, and all ranks use theirs for the same saves. [`Saver::save`] is [`save`] but for the planning:
-/// while the layout stays what it was, ranks exchange one hash instead of their plans.
+/// Every rank has a `Saver`, and all ranks use theirs for the same saves. [`Saver::save`] works like [`save`], but as
+/// long as the layout does not change, ranks exchange one hash instead of planning again.
 #[derive(Debug, Default)]
 pub struct Saver {
     plans: PlanCache,
     last: Option<LastSave>,
 }
 
-/// The last save, of which files may be linked.
+/// The last save, whose files the next incremental save may link.
 #[derive(Debug)]
 struct LastSave {
     path: Location,
@@ -141,9 +142,8 @@ impl Saver {
         Saver::default()
     }
 
-    /// Saves as [`save`] does. The first call plans which rank writes what. A later call plans again only if some
-    /// rank's layout (keys, shapes, dtypes, boxes) has changed since the last one; otherwise the ranks just agree that
-    /// none has.
+    /// Saves like [`save`]. The first call plans which rank writes what. A later call plans again only if some rank's
+    /// layout (keys, shapes, dtypes, boxes) has changed since the last one; otherwise one agreement is enough.
     ///
     /// # Errors
     /// The errors of [`save`].
@@ -159,7 +159,7 @@ impl Saver {
         let group = &group.with_deadline_at_least(options.deadline);
         let _span = info_span!("save", rank = group.rank(), %path).entered();
 
-        // 1. All ranks know who writes what: from the last save, or by planning anew.
+        // 1. Plan which rank writes what, or take the plan of the last save if no rank's layout has changed.
         let Saver { plans, last } = self;
         let (plan, cached, source, is_planned) = {
             let _span = info_span!("plan", rank = group.rank()).entered();
@@ -178,7 +178,9 @@ impl Saver {
         let staging = group.agree("save: prepare", staging.map_err(WithCauses))?;
         let name =
             group.broadcast_object(staging.as_ref().map(|staging| staging.name().to_owned()).as_ref(), PLANNER)?;
-        // 3. Every rank writes its own file. What it has written for the same plan before need not be written again.
+        // 3. Every rank writes its own file. In an incremental save, items that are unchanged since the last save with
+        //    the
+        // same plan (or since the checkpoint that the run was resumed from) are linked.
         let last = match last.take() {
             Some(last) => Some(last).filter(|_| options.incremental && is_planned),
             None => from_parent(group, &plan, cached, &source, options)?,
@@ -196,7 +198,7 @@ impl Saver {
         let this = options.incremental.then(|| LastSave { path: path.clone(), written: written.clone() });
         let all_written = gather_in_rounds(group, vec![written], RankWritten::wire_bytes, PLANNER)?;
 
-        // 4. The planner notes where everything is, and commits.
+        // 4. The planner records the places of all items in the metadata, and commits.
         let committed = match (staging, &cached.metadata, all_written) {
             (Some(staging), Some(metadata), Some(written)) => {
                 let _span = info_span!("commit", rank = group.rank()).entered();
@@ -216,7 +218,8 @@ impl Saver {
     }
 }
 
-/// An error that is sent to other ranks: its text has its causes, such as the system's reason, as only text arrives there.
+/// An error that is sent to other ranks. Its text includes its causes, such as the system's reason, because only the
+/// text is sent.
 struct WithCauses(CheckpointError);
 
 impl fmt::Display for WithCauses {
@@ -231,8 +234,8 @@ impl Failure for WithCauses {
     }
 }
 
-/// Returns what this rank would have written of the checkpoint that the run has loaded; `None` if none is to be linked.
-/// Collectives: those of [`written_before`].
+/// Returns the items of the loaded checkpoint that this rank would write, as if it had written them in a save before;
+/// `None` if nothing is to be linked. Collectives: those of [`written_before`].
 fn from_parent(
     group: &ProcessGroup,
     plan: &LocalPlan,
@@ -256,8 +259,8 @@ fn from_parent(
     Ok(Some(LastSave { path: path.clone(), written }))
 }
 
-/// Makes the staging area for a new checkpoint at `path`. Fails early if the commit could not put a directory there, or would
-/// take files of others away with the old one.
+/// Prepares a staging directory for a new checkpoint at `path`. Fails early if the commit could not replace what is at
+/// `path`, or would remove files of other programs with the old checkpoint.
 fn prepare(path: &Location, options: &SaveOptions) -> Result<Staging, CheckpointError> {
     if options.overwrite {
         check_replaceable(path)?;
@@ -283,7 +286,7 @@ fn write(
     Ok(written)
 }
 
-/// This rank's values by their flat keys, as the writer asks for them.
+/// This rank's values by their flat keys: the source from which the writer takes them.
 struct LocalState {
     tensors: IndexMap<String, Vec<(TensorBox, Payload)>>,
     values: IndexMap<String, PlainValue>,

@@ -1,4 +1,4 @@
-//! State that can be saved and loaded: the trait [`Stateful`], and [`TrainState`], which suits most runs.
+//! State that can be saved and loaded: the trait [`Stateful`], and [`TrainState`], which is enough for most runs.
 
 use fsdp_comm::ProcessGroup;
 use fsdp_dcp::checkpoint::Checkpoint;
@@ -23,7 +23,7 @@ pub trait Stateful {
     /// first.
     ///
     /// # Errors
-    /// An error of this rank alone. A save passes it on to every rank.
+    /// An error of this rank only. A save turns it into an error on every rank.
     fn state_dict(&self) -> Result<StateDict, CheckpointError>;
 
     /// Loads the state from a checkpoint that every rank of `group` has opened. Collective.
@@ -67,16 +67,16 @@ const SCALER: &str = "scaler";
 /// The key of the averaged weights in a checkpoint.
 const AVERAGE: &str = "average";
 
-/// A run's state: the model, its optimizers, what else the run is made of, and values beside them.
+/// The state of a training run: the model, its optimizers, a sampler, a gradient scaler and averaged weights if the run
+/// has them, and plain values.
 ///
-/// In a checkpoint it is `{"model": …, "optim": …}` and the values, as torch programs save it, and `sampler`, `scaler` and
-/// `average` if the run has them. A load fills the shards of the live model and the optimizers' state where they are, with no
-/// second copy of them, and replaces plain values.
+/// In a checkpoint it is `{"model": …, "optim": …}` and the values, as torch programs save it, plus `sampler`, `scaler`
+/// and `average` if the run has them. A load fills the shards of the live model and the optimizers' state in place,
+/// without a second copy, and replaces plain values.
 ///
-/// A strict load (the default) is an error if the run has a name that the checkpoint lacks, or the checkpoint a tensor, or
-/// anything of optimizers, that the run has no place for. Other plain values that only the checkpoint has are added to
-/// [`TrainState::values`]. A load that is not strict leaves out whatever only one side has, and values that hold objects of
-/// other programs.
+/// A strict load (the default) fails if the run has a name that the checkpoint lacks, or if the checkpoint has a
+/// tensor, or anything of optimizers, that the run does not have. Other plain values that only the checkpoint has are
+/// added to [`TrainState::values`]. A load that is not strict ignores names that only one side has, and opaque values.
 ///
 /// A checkpoint without a `model` key, such as a published one, holds only a model. Load it into a run without optimizers.
 /// Names that begin with `model.` in a format of flat keys are the model's own, as in Hugging Face's files.
@@ -126,20 +126,21 @@ pub struct TrainState<M> {
     pub scaler: Option<GradScaler>,
     /// The average of the model's weights; `None` at first.
     pub average: Option<AveragedModel>,
-    /// Values beside them, by their keys in the checkpoint: the steps done, say. A [`Schedule`](fsdp_nn::Schedule) needs the
-    /// step only: the optimizers keep its base. Plain values must be the same on every rank.
+    /// Further values by their keys in the checkpoint, such as the number of steps done. A
+    /// [`Schedule`](fsdp_nn::Schedule) needs only the step, because the optimizers keep its base rate. Plain values
+    /// must be the same on every rank.
     pub values: StateDict,
 }
 
 impl<M> TrainState<M> {
-    /// Returns the state of a run of a model and optimizers only.
+    /// Returns the state of a run that consists of a model and optimizers only.
     #[must_use]
     pub fn new(model: FullyShardedDataParallel<M>, optimizers: Vec<Optimizer>) -> Self {
         TrainState { model, optimizers, sampler: None, scaler: None, average: None, values: StateDict::new() }
     }
 
-    /// Returns the values, and under keys of their own the states of sampler, scaler and average. Tensors share memory with
-    /// the live ones.
+    /// Returns the run's plain values, and the states of sampler, scaler and average under their keys. Tensors share
+    /// memory with the live ones.
     fn beside(&self) -> Result<StateDict, CheckpointError> {
         let mut beside = self.values.clone();
         let average = self.average.as_ref().map(AveragedModel::state_dict).transpose()?;
@@ -157,7 +158,7 @@ impl<M> TrainState<M> {
         Ok(beside)
     }
 
-    /// Loads the model and the optimizers. Returns the report, and the values beside them as the checkpoint has them.
+    /// Loads the model and the optimizers. Returns the report, and the other values that were loaded.
     fn load_live(
         &mut self,
         checkpoint: &dyn Checkpoint,
@@ -172,7 +173,7 @@ impl<M> TrainState<M> {
             } else {
                 source.without_foreign_objects(|path| is_below(path, MODEL) || is_below(path, OPTIM))?
             };
-            // The sampler and the scaler must be able to go on with what there is of them, before anything changes.
+            // Check that the sampler and the scaler accept their saved state before anything changes.
             let saved = |key: &str| saved_part(&source, &beside, key);
             set_sampler_and_scaler(&mut self.sampler.clone(), &mut self.scaler.clone(), saved)?;
             // A checkpoint without a `model` key holds only a model.
@@ -193,7 +194,7 @@ impl<M> TrainState<M> {
         Ok((report, beside))
     }
 
-    /// Gives the values that a load has brought to the sampler, the scaler and the average, and keeps the others.
+    /// Sets sampler, scaler and average to loaded values, and keeps the remaining values.
     fn set_beside(&mut self, mut beside: StateDict) -> Result<(), CheckpointError> {
         let mut part = |key: &str| Ok(dict_of(beside.remove(key)));
         set_sampler_and_scaler(&mut self.sampler, &mut self.scaler, &mut part)?;
@@ -205,7 +206,7 @@ impl<M> TrainState<M> {
     }
 }
 
-/// Returns the part of the values that is at a key: the plain values from a checkpoint, and the others as they are here.
+/// Returns the values below a key: plain values from the checkpoint, and tensors from `beside`.
 fn saved_part(source: &CheckpointSource<'_>, beside: &StateDict, key: &str) -> Result<StateDict, CheckpointError> {
     let mut part = StateDict::new();
     part.extend(beside.get(key).map(|here| (key.to_owned(), here.clone())));
@@ -218,7 +219,7 @@ fn saved_part(source: &CheckpointSource<'_>, beside: &StateDict, key: &str) -> R
     Ok(dict_of(part.remove(key)))
 }
 
-/// Returns the dict that a value is; an empty one if it is none.
+/// Returns the value as a dict; an empty dict if there is none, or it is something else.
 fn dict_of(value: Option<StateValue>) -> StateDict {
     match value {
         Some(StateValue::Dict(dict)) => dict,
@@ -277,8 +278,8 @@ pub(crate) fn is_nested_model(path: &KeyPath) -> bool {
     matches!(path.0.as_slice(), [PathPart::Key(first), _, ..] if first == MODEL)
 }
 
-/// Returns `true` if a path lies below a key. A path of one part may be a flat key: then it
-/// must begin with `key` and a dot.
+/// Returns `true` if a path is inside the container `key`. A path with a single part is a flat key: then the part must
+/// begin with `key` and a dot.
 fn is_below(path: &KeyPath, key: &str) -> bool {
     match path.0.as_slice() {
         [PathPart::Key(flat)] => flat.strip_prefix(key).is_some_and(|rest| rest.starts_with('.')),

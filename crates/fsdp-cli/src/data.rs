@@ -17,10 +17,10 @@ pub const VOCAB: usize = 256;
 /// The longest text that is read.
 pub const MAX_TEXT_BYTES: u64 = 16 << 30;
 
-/// The text that is used when none is given. It was written for this purpose.
+/// The text that is used by default. It was written for this project.
 const BUILTIN: &[u8] = include_bytes!("../data/harbour.txt");
 
-/// A mistake in training data, or in the way it is to be cut.
+/// Training data that cannot be used, or a batch that cannot be divided among the ranks.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum DataError {
@@ -109,7 +109,7 @@ impl Text {
         if bytes.is_empty() { Err(DataError::Empty { name }) } else { Ok(Text { name, bytes }) }
     }
 
-    /// Returns a digest of the text, which tells it from others.
+    /// Returns a digest that identifies the text.
     #[must_use]
     pub fn digest(&self) -> Digest {
         let mut sum = Sum::default();
@@ -130,12 +130,12 @@ impl Text {
     }
 }
 
-/// The way in which the global batch of each step is cut from a text and shared by the ranks.
+/// Defines the global batch of each step, and how it is divided among the ranks.
 ///
-/// Row `b` of step `s` starts at byte `((s * batch + b) * seq) mod (len - seq - 1)`; targets are the bytes one
-/// further on. The rows are cut in order into `ranks * accumulation` parts, one for each backward of each rank, whose
-/// numbers of rows differ by at most one. A step is the same at any number of ranks, as each part counts in the loss by
-/// its rows ([`Self::weight`]).
+/// Row `b` of step `s` starts at byte `((s * batch + b) * seq) mod (len - seq - 1)` of the text; targets are the bytes
+/// one position later. The rows are divided in order into `ranks * accumulation` parts, one for each backward of each
+/// rank, whose numbers of rows differ by at most one. Each part is weighted by its number of rows in the loss
+/// ([`Self::weight`]), so a step is the same for any number of ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Batches {
     /// The number of rows of the global batch.
@@ -159,7 +159,8 @@ impl Batches {
         if parts == 0 || batch < parts {
             return Err(DataError::TooFewRows { batch, parts, ranks, accumulation });
         }
-        // One more for the targets, and one more so that the start has somewhere to be.
+        // One byte more for the last target, and another because the start is taken modulo `length - seq - 1`, which
+        // must not be 0.
         let needed = seq.saturating_add(2);
         if text.len() < needed {
             return Err(DataError::TooShort { name: text.name.clone(), found: text.len(), seq, needed });

@@ -211,7 +211,7 @@ fn is_gpu(path: &Path) -> bool {
     number.is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
-/// Finds a library in `LD_LIBRARY_PATH`, or in the directories of linkers.
+/// Finds a shared library in `LD_LIBRARY_PATH`, or in the directories that dynamic linkers usually search.
 fn library(name: &str) -> Option<PathBuf> {
     let told = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
     let usual = LIBRARY_DIRECTORIES.iter().map(|directory| Path::new(directory).to_owned());

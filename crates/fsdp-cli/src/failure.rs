@@ -9,39 +9,43 @@ use crate::exit_codes;
 pub(crate) enum UsageError {
     #[error("`{path}` exists already")]
     Exists { path: String },
-    #[error("`{path}` is not what `--overwrite` would put in its place: a file, or a checkpoint directory")]
+    #[error(
+        "`{path}` cannot be replaced: `--overwrite` replaces a file only with a file, and a checkpoint directory only with one"
+    )]
     NotReplaceable { path: String },
     #[error("`{destination}` and `{source_path}` overlap: a checkpoint cannot be written over its source")]
     Overlap { source_path: String, destination: String },
-    #[error("`{option}` means nothing for `--to {to}`")]
+    #[error("`{option}` has no effect with `--to {to}`")]
     Unused { option: &'static str, to: &'static str },
-    #[error("`{glob}` is no glob: {reason}")]
+    #[error("`{glob}` is not a valid glob:  {reason}")]
     Glob { glob: String, reason: String },
-    #[error("`--include` and `--exclude` leave nothing")]
+    #[error("`--include` and `--exclude` select no key")]
     NothingSelected,
-    #[error("`--rename {rule}` fits no key")]
+    #[error("`--rename {rule}` matches no key")]
     UnusedRule { rule: String },
-    #[error("`--rename` leaves a key empty")]
+    #[error("`--rename` would make a key empty")]
     EmptyKey,
     #[error("`{name}` is a value, not a tensor")]
     NoTensor { name: String },
-    #[error("elements of dtype {dtype} are no real numbers")]
+    #[error("elements of dtype {dtype} are not real numbers")]
     NoNumbers { dtype: DType },
     #[error("NumPy has no dtype for {dtype}")]
     NoNumpy { dtype: DType },
-    #[error("{elements} elements are more than one JSON object may hold ({limit})")]
+    #[error("the tensor has {elements} elements, but `--json` prints at most {limit}")]
     TooLarge { elements: u64, limit: u64 },
     #[error("cannot read the map `{name}`: {reason}")]
     NoMap { name: String, reason: String },
-    #[error("{ranks} ranks do not make {replicas} equal replicas")]
+    #[error("{ranks} ranks cannot be divided into {replicas} equal replicas")]
     UnequalReplicas { ranks: usize, replicas: usize },
     #[error("the plan would have more than {limit} boxes")]
     TooManyBoxes { limit: usize },
-    #[error("`--lora` takes one `--from`: the base")]
+    #[error("with `--lora`, give exactly one `--from`: the base")]
     OneBase,
-    #[error("no checkpoint of `{run}` that would stay is whole: nothing was removed")]
+    #[error("nothing was removed, because no checkpoint of `{run}` that would be kept is whole")]
     NothingWhole { run: String },
-    #[error("`{run}` has `{first}` and `{other}`, which are numbered by different counts: which is older is not known")]
+    #[error(
+        "`{run}` has `{first}` and `{other}`, whose numbers count different things: it is not known which is older"
+    )]
     MixedNames { run: String, first: String, other: String },
     #[error("there is no model `{name}`")]
     NoModel { name: String },
@@ -54,11 +58,11 @@ pub(crate) enum UsageError {
 impl UsageError {
     pub(crate) const fn hint(&self) -> &'static str {
         match self {
-            UsageError::Exists { .. } => "choose another place; a checkpoint can be replaced with `--overwrite`",
-            UsageError::NotReplaceable { .. } => "choose another place, or move it away",
-            UsageError::Overlap { .. } => "choose a place outside the source",
+            UsageError::Exists { .. } => "choose another destination; `--overwrite` replaces a checkpoint",
+            UsageError::NotReplaceable { .. } => "choose another destination, or move it away",
+            UsageError::Overlap { .. } => "choose a destination outside the source",
             UsageError::Unused { .. } => "leave the option out, or choose another `--to`",
-            UsageError::Glob { .. } => "globs have `*`, `?`, `[a-z]` and `{a,b}`; quote them for the shell",
+            UsageError::Glob { .. } => "a glob may contain `*`, `?`, `[a-z]` and `{a,b}`; quote it for the shell",
             UsageError::NothingSelected | UsageError::UnusedRule { .. } | UsageError::EmptyKey => {
                 "`fsdp inspect` lists the keys"
             }
@@ -72,8 +76,8 @@ impl UsageError {
             UsageError::UnequalReplicas { .. } => "`--ranks` must be a multiple of `--replicas`",
             UsageError::TooManyBoxes { .. } => "plan fewer ranks, more `--replicas`, or `--layout flat`",
             UsageError::OneBase => "average the checkpoints first, or give one",
-            UsageError::NothingWhole { .. } => "`fsdp ls` lists them, and `fsdp verify` says what is wrong; keep more",
-            UsageError::MixedNames { .. } => "move those of one kind to another folder",
+            UsageError::NothingWhole { .. } => "`fsdp verify` says what is wrong with each; or keep more with `--keep`",
+            UsageError::MixedNames { .. } => "move the checkpoints of one kind to another folder",
             UsageError::NoModel { .. } => "`fsdp plan --help` lists the models",
             UsageError::NoRun { .. } => "name the directory that `fsdp train --out` was given",
             UsageError::NoCommand { .. } => "`fsdp help` lists the commands",

@@ -23,7 +23,7 @@ tensor: █ more than a tenth, ▓ a hundredth, ▒ a thousandth, ░ less, · n
 struct Heat {
     rows: usize,
     columns: usize,
-    /// NaN where a difference is no number.
+    /// NaN where a difference is not a number.
     cells: Vec<f64>,
 }
 

@@ -1,4 +1,4 @@
-//! The errors of jobs, which is to say of `fsdp train` and `fsdp launch`, each with its exit code and a hint.
+//! The errors of jobs (`fsdp train` and `fsdp launch`), each with its exit code and a hint.
 
 use std::io;
 
@@ -16,15 +16,13 @@ use crate::gpt::GptConfigError;
 /// A job that cannot be started as asked. Nothing has been changed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum JobError {
-    #[error("`{directory}` holds the checkpoint of step {step} already")]
+    #[error("`{directory}` already holds a checkpoint, of step {step}")]
     OutIsTaken { directory: String, step: u64 },
     #[error("`{option}` cannot change from {saved} to {asked} on resume")]
     Changed { option: &'static str, saved: String, asked: String },
-    #[error(
-        "the learning rate has fallen to 0 after {schedule} steps, so {steps} steps would train nothing at the end"
-    )]
+    #[error("the learning rate falls to 0 after {schedule} steps, so the last of {steps} steps would train nothing")]
     AfterSchedule { steps: u64, schedule: u64 },
-    #[error("hybrid-shard needs a number of ranks that {replicas} replicas divide, not {ranks}")]
+    #[error("`--strategy hybrid-shard` cannot divide {ranks} ranks into {replicas} equal replicas")]
     Replicas { replicas: usize, ranks: usize },
     #[error("this is node {node_rank}, but nodes are numbered from 0, and there are {nnodes}")]
     NodeRank { node_rank: usize, nnodes: usize },
@@ -34,13 +32,13 @@ pub(crate) enum JobError {
     ElasticNodes { nnodes: usize },
     #[error("{nnodes} nodes need the address of node 0")]
     MasterAddr { nnodes: usize },
-    #[error("the ranks of {nnodes} nodes need a secret, by which they know each other")]
+    #[error("the ranks of {nnodes} nodes need a secret, by which they recognize each other")]
     Secret { nnodes: usize },
     #[error("failed to start `{program}`")]
     Program { program: String, source: io::Error },
     #[error("`--nproc` is {nproc}, but the launcher has started {world_size} ranks")]
     Nproc { nproc: usize, world_size: usize },
-    #[error("`--backend nccl` moves GPU memory, which `--device cpu` has none of")]
+    #[error("`--backend nccl` moves GPU memory, so it cannot be used with `--device cpu`")]
     NcclOnCpus,
     #[cfg(feature = "cuda")]
     #[error("no GPU can be used: {reason}")]
@@ -53,10 +51,10 @@ pub(crate) enum JobError {
 impl JobError {
     const fn hint(&self) -> &'static str {
         match self {
-            JobError::OutIsTaken { .. } => "go on from it with `--resume`, or choose another `--out`",
-            JobError::Changed { .. } => "leave the option out, or start anew in another `--out`",
+            JobError::OutIsTaken { .. } => "continue from it with `--resume`, or choose another `--out`",
+            JobError::Changed { .. } => "leave the option out, or start a new run in another `--out`",
             JobError::AfterSchedule { .. } => {
-                "make the schedule longer with `--schedule-steps`, or leave it with `--schedule constant`"
+                "make the schedule longer with `--schedule-steps`, or use `--schedule constant`"
             }
             JobError::Replicas { .. } => "change `--replicas` or `--nproc`",
             JobError::NodeRank { .. } => "give each node its own `--node-rank`",
@@ -71,7 +69,7 @@ impl JobError {
             JobError::Nproc { .. } => "leave out `--nproc`, or use threads with `--backend local`",
             JobError::NcclOnCpus => "leave `--device` out, or use `--backend tcp`",
             #[cfg(feature = "cuda")]
-            JobError::NoGpu { .. } => "`fsdp doctor` tells what is missing; `--device cpu` needs nothing",
+            JobError::NoGpu { .. } => "`fsdp doctor` shows what is missing; `--device cpu` needs no GPU",
             #[cfg(not(feature = "cuda"))]
             JobError::NoCuda => "leave `--device` out, or build with `--features cuda`",
         }

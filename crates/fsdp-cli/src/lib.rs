@@ -1,9 +1,9 @@
 //! The `fsdp` command: the command line, and the code behind each of its commands.
 //!
-//! The commands that read and rewrite checkpoints (`inspect`, `verify`, `diff`, `digest`, `sign`, `log`, `ls`, `prune`, `map`,
-//! `report`, `reshard`, `convert`, `merge`, `cat`, `plan`) need no tensor library. `train`, `launch` and `doctor` come with the feature `train`,
-//! which is on by default; so does the model that `train` trains (module `gpt`), its text (`data`) and the way its ranks are run
-//! (`ranks`), which tests and benches use too.
+//! The commands that read and rewrite checkpoints (`inspect`, `verify`, `diff`, `digest`, `sign`, `log`, `ls`, `prune`,
+//! `map`, `report`, `reshard`, `convert`, `merge`, `cat`, `plan`) need no tensor library. `train`, `launch` and
+//! `doctor` are in the feature `train`, which is on by default. So are the model that `train` trains (module `gpt`),
+//! its text (`data`) and the code that runs ranks as threads (`ranks`), which tests and benches use too.
 
 pub mod embed;
 pub mod exit_codes;
@@ -147,7 +147,8 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     let command = parse(&arguments).unwrap_or_else(|error| error.exit());
     #[cfg(feature = "train")]
     prepare_training(&command);
-    // A reader of stdout that has seen enough is no error, but a training run that stopped halfway must not look done.
+    // A reader of stdout that has seen enough is not an error, but a training run that stopped halfway must not look
+    // done.
     let may_end_early = !command.trains();
     let result = stop::survive_file_size_limit().and_then(|()| logs::start(command.trace_file().as_deref()));
     let result = result.and_then(|guard| {

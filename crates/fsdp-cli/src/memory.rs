@@ -1,12 +1,12 @@
-//! The memory of this machine and of this process, as Linux tells it.
+//! The memory of this machine and of this process, as Linux reports it.
 
-/// Returns the memory of the machine, if the system tells.
+/// Returns the memory of the machine, if the system reports it.
 #[cfg(any(test, feature = "train"))]
 pub(crate) fn of_machine() -> Option<u64> {
     field("/proc/meminfo", "MemTotal:")
 }
 
-/// Returns the most memory that this process ever had, if the system tells.
+/// Returns the most memory that this process ever had, if the system reports it.
 pub(crate) fn peak_of_process() -> Option<u64> {
     field("/proc/self/status", "VmHWM:")
 }

@@ -1,4 +1,4 @@
-//! Files that commands write beside checkpoints: pictures and pages, each put in its place whole.
+//! Files that commands write beside checkpoints, such as pictures and pages. Each appears only when it is complete.
 
 use std::path::Path;
 

@@ -47,7 +47,7 @@ struct Pruned {
     /// `true` if nothing was removed, because `--yes` was not given.
     dry_run: bool,
     removed: Vec<String>,
-    /// The old ones that stay, each with the reason.
+    /// The old checkpoints that are kept, each with the reason.
     stay: Vec<Stays>,
 }
 
@@ -60,8 +60,8 @@ struct Stays {
 /// Removes the old checkpoints of a run: `fsdp prune`.
 ///
 /// # Errors
-/// No checkpoint that would stay is whole; names that are numbered by different counts; a folder that cannot be listed; after the
-/// list, the first error of a removal.
+/// No checkpoint that would be kept is whole; names whose numbers count different things; a folder that cannot be
+/// listed; after the list is printed, the first error of a removal.
 pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
     let all = steps_of_run(&arguments.run)?;
     if let Some((first, other)) = all.first().zip(all.iter().find(|found| found.counts != all[0].counts)) {
@@ -111,7 +111,7 @@ pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
     failed.map_or(Ok(()), |error| Err(error.into()))
 }
 
-/// Lists what was removed, and what stays.
+/// Prints the checkpoints that were removed, and those that are kept.
 fn list(pruned: &Pruned) -> Result<()> {
     let word = if pruned.dry_run { "would be removed" } else { "removed" };
     let removed = pruned.removed.iter().map(|name| format!("{}  {word}", escaped(name)));

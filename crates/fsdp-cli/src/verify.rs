@@ -70,12 +70,12 @@ struct Finding<'a> {
     digests: usize,
     bytes_read: u64,
     problems: Vec<Problem>,
-    /// The values that hold objects of types that are never built.
+    /// The opaque values, which hold objects that only running code could build.
     opaque: Vec<Opaque<'a>>,
     not_finite: Vec<NotFinite<'a>>,
     /// The data files that the metadata does not name.
     unknown_files: Vec<String>,
-    /// `true` if the recorded digests are of what the file held before another program wrote it again.
+    /// `true` if the recorded digests are stale, because another program has rewritten the file.
     stale_digests: bool,
     /// The files that the signature vouches for, if one was asked for.
     signed: Option<SignedFiles<'a>>,

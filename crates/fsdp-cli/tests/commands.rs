@@ -355,7 +355,7 @@ fn usage_errors_write_nothing() {
         (vec!["convert", &source, &free, "--to", "torch", "--world-size", "2"], "means nothing"),
         (vec!["convert", &source, &free, "--to", "hf", "--include", "nothing.*"], "leave nothing"),
         (vec!["convert", &source, &free, "--to", "hf", "--include", "["], "no glob"),
-        (vec!["convert", &source, &free, "--to", "hf", "--rename", "nothing=x"], "fits no key"),
+        (vec!["convert", &source, &free, "--to", "hf", "--rename", "nothing=x"], "matches no key"),
         (vec!["convert", &source, &free, "--to", "hf", "--rename", "nothing"], "OLD=NEW"),
         (vec!["convert", &source, &free, "--to", "hf", "--prefix", "a", "--dtype", "int8"], "--dtype"),
         (vec!["man", "nothing"], "no command"),

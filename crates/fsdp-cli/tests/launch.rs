@@ -378,7 +378,7 @@ fn a_rendezvous_that_fails_is_told_with_its_exit_code() {
     alone(&place, &[]).assert().code(lost).stderr(contains(format!("rendezvous at `127.0.0.1:{port}` failed")));
     alone(&place, &["--nproc", "3"]).assert().code(usage).stderr(contains("the launcher has started 2 ranks"));
     drop(taken);
-    alone(&place, &[]).assert().code(lost).stderr(contains("came: rank 0; did not: rank 1"));
+    alone(&place, &[]).assert().code(lost).stderr(contains("connected: rank 0; missing: rank 1"));
     alone(&[("RANK", "0"), ("WORLD_SIZE", "none")], &[]).assert().code(usage).stderr(contains("`WORLD_SIZE`"));
     alone(&[], &["--backend", "tcp"]).assert().code(usage).stderr(contains("`RANK` is not set"));
     assert!(!out.exists());

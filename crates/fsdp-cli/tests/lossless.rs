@@ -156,7 +156,7 @@ fn a_map_renames_and_cuts_and_diff_follows_it() {
     let convert = ["convert", &source, &to, "--to", "hf", "--map", &map];
     fsdp(&convert).assert().code(2).stderr(contains("--set heads=N"));
     let convert = [&convert[..], &["--set", "heads=2"]].concat();
-    fsdp(&convert).assert().success().stderr(contains("2 keys fit no rule").and(contains("up.bias")));
+    fsdp(&convert).assert().success().stderr(contains("2 keys match no rule").and(contains("up.bias")));
     fsdp(&["diff", &source, &to]).assert().code(17);
     let diff = ["diff", &source, &to, "--map", &map, "--set", "heads=2"];
     fsdp(&diff).assert().success().stderr(contains("equal: 6"));

@@ -118,6 +118,6 @@ fn what_the_signature_does_not_vouch_for_is_named() {
     fsdp(&verify(&path, &signature, &public)).assert().code(11).stderr(contains("`.integrity` is missing"));
     // A key or a signature that is none.
     fsdp(&verify(&path, &signature, &key)).assert().code(2).stderr(contains("no public key").and(contains("openssl")));
-    fsdp(&verify(&path, &public, &public)).assert().code(13).stderr(contains("no signature of a model"));
+    fsdp(&verify(&path, &public, &public)).assert().code(13).stderr(contains("not a model signature"));
     fsdp(&["verify", &path, "--signature", &signature]).assert().code(2).stderr(contains("--public-key"));
 }

@@ -198,7 +198,7 @@ fn a_checkpoint_that_does_not_fit_or_is_damaged_changes_nothing() {
         assert!(snapshot(&out) == before, "{arguments:?} changed something");
     };
     let resume = |arguments: &[&'static str]| [&["--resume", "--steps", "4", "--nproc", "2"], arguments].concat();
-    check(&["--steps", "4"], exit_codes::USAGE, &["holds the checkpoint of step 2 already", "hint: go on from it"]);
+    check(&["--steps", "4"], exit_codes::USAGE, &["already holds a checkpoint, of step 2", "hint: continue from it"]);
     check(
         &resume(&["--hidden", "32", "--layers", "2"]),
         exit_codes::DIFFERENCE,

@@ -21,7 +21,7 @@ static NOTED: AtomicBool = AtomicBool::new(false);
 /// Held while the note is changed.
 static CHANGING: Mutex<()> = Mutex::new(());
 
-/// Notes the outcome of an operation of this rank. A note that cannot be written is no error.
+/// Notes the outcome of an operation of this rank. A note that cannot be written is not an error.
 pub(crate) fn note(rank: usize, outcome: &Result<(), CommError>) {
     let blamed = outcome.as_ref().err().map(|error| blamed(rank, error)).unwrap_or_default();
     // Nearly all operations succeed, and must not pay for this.

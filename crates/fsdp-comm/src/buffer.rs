@@ -1,4 +1,4 @@
-//! Buffers whose size another rank or the environment decides: a size that does not fit in memory is an error.
+//! Buffers whose size comes from another rank or the environment. Too large a size is an error, and not an abort.
 
 /// Reserves room for `additional` bytes. `name` is for the message of the error.
 pub(crate) fn reserve(buffer: &mut Vec<u8>, additional: usize, name: &str) -> Result<(), String> {

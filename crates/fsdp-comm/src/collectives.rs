@@ -442,6 +442,8 @@ impl ProcessGroup {
         Err(format!("{what} must have {needed} elements on rank {} of {}, not {given}", self.rank(), self.world_size()))
     }
 
+    /// Checks an argument that only the root may give: `given` is its number of elements, `None` if it is absent, and
+    /// `needed` the number that it must have.
     fn check_root_only(&self, what: &str, root: usize, given: Option<usize>, needed: usize) -> Result<(), String> {
         match given {
             Some(given) if self.rank() == root => self.check_numel(what, given, needed),

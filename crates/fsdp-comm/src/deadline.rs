@@ -1,4 +1,4 @@
-//! Points in time that cannot overflow.
+//! Deadlines: points in time whose computation cannot overflow.
 
 use std::time::{Duration, Instant};
 

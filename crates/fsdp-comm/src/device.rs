@@ -336,6 +336,8 @@ impl DeviceGroup<'_> {
         Ok(())
     }
 
+    /// Checks that an argument has the needed number of elements; `needed` is `None` if that number does not fit a
+    /// `usize`.
     fn check_numel(&self, what: &str, given: usize, needed: Option<usize>) -> Result<(), String> {
         let needed = needed.ok_or_else(|| format!("{what} would have more elements than there are addresses"))?;
         if given == needed {

@@ -76,9 +76,10 @@ pub struct Environment {
     pub rank: usize,
     /// The number of processes of the job.
     pub world_size: usize,
-    /// The number of this process among those of its host, if the launcher tells. It chooses the GPU.
+    /// The number of this process among those of its host (torchrun's `LOCAL_RANK`), if the launcher sets it. It
+    /// chooses the GPU.
     pub local_rank: Option<usize>,
-    /// The number of processes on its host, if the launcher tells.
+    /// The number of processes on its host (torchrun's `LOCAL_WORLD_SIZE`), if the launcher sets it.
     pub local_world_size: Option<usize>,
     /// The host of rank 0, or of the agent that keeps a store: a name or an address.
     pub master_addr: String,

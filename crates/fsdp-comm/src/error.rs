@@ -1,4 +1,4 @@
-//! One error for all ranks: bounded in size, serializable, and naming the ranks.
+//! The error of collectives. It is the same on all ranks, names the ranks that caused it, and is bounded in size.
 
 use std::fmt;
 use std::time::Duration;
@@ -9,18 +9,18 @@ use thiserror::Error;
 
 use crate::ReduceOp;
 
-/// The longest message, in bytes, that one rank's failure brings to the others. Longer ones are cut.
+/// The longest message, in bytes, that is sent to other ranks about one rank's failure. Longer ones are cut.
 pub const MAX_MESSAGE_BYTES: usize = 4096;
 
-/// The reason that a collective failed. Ranks in errors are global ranks, also where a sub-group failed.
+/// The reason why a collective failed. Ranks in errors are global ranks, even if the operation ran in a subgroup.
 ///
 /// [`Timeout`](Self::Timeout), [`RankLeft`](Self::RankLeft), [`Mismatch`](Self::Mismatch), [`Aborted`](Self::Aborted)
 /// and [`Library`](Self::Library) end the group: every later operation on it fails at once with the same error.
-/// All other errors reach every rank at the same operation, and the group goes on.
+/// All other errors reach every rank at the same operation, and the group can still be used.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Error)]
 #[non_exhaustive]
 pub enum CommError {
-    /// Ranks did not come to an operation, or did not finish it, within the deadline.
+    /// Some ranks did not call an operation, or did not finish it, within the deadline.
     #[error(
         "`{operation}` (operation {sequence} of its group) timed out after {deadline:?} waiting for {}; \
          see what they were doing instead, or allow a longer deadline",
@@ -48,7 +48,7 @@ pub enum CommError {
         /// The way in which it left, e.g. `has left the group`, or `panicked: …`.
         reason: String,
     },
-    /// Ranks brought errors of their own to an operation, so no rank carried it out.
+    /// Some ranks failed before an operation, so no rank carried it out.
     #[error("`{operation}` failed on {}", Failures(failures))]
     RankFailed {
         /// The operation, or the name given to `agree`.
@@ -72,7 +72,7 @@ pub enum CommError {
         /// The schemas, each with the ranks that have it.
         schemas: Vec<RankCall>,
     },
-    /// The arguments of this rank are wrong, whatever the others bring. The other ranks get [`RankFailed`](Self::RankFailed).
+    /// The arguments of this rank are wrong by themselves. The other ranks get [`RankFailed`](Self::RankFailed).
     #[error("invalid arguments of `{operation}`: {message}")]
     InvalidArgument {
         /// The operation.
@@ -116,14 +116,14 @@ pub enum CommError {
         /// The mistake in it.
         message: String,
     },
-    /// The ranks of a job did not find each other.
-    #[error("rendezvous at `{address}` failed: {message} (came: {}; did not: {})", Ranks(joined), Ranks(missing))]
+    /// The ranks of a job could not connect to each other.
+    #[error("rendezvous at `{address}` failed: {message} (connected: {}; missing: {})", Ranks(joined), Ranks(missing))]
     Rendezvous {
-        /// The address at which they were to meet: MASTER_ADDR and MASTER_PORT.
+        /// The address of rank 0: MASTER_ADDR and MASTER_PORT.
         address: String,
-        /// Ranks known to have come.
+        /// Ranks known to have connected.
         joined: Vec<usize>,
-        /// Ranks known not to have come.
+        /// Ranks known not to have connected.
         missing: Vec<usize>,
         /// The reason.
         message: String,
@@ -143,7 +143,7 @@ pub enum CommError {
     BackendUnavailable {
         /// Its name.
         backend: String,
-        /// The thing that it lacks.
+        /// The missing part, such as a library or a cargo feature.
         message: String,
     },
     /// A call of a library that the backend uses failed. The group ends.

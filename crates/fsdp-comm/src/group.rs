@@ -144,10 +144,11 @@ impl ProcessGroup {
         self.begin(Call::new(Operation::Barrier), Ok(()))?.round(None, Vec::new(), &[], |_| Ok(None))
     }
 
-    /// Ends the group: running and later operations of every rank fail with [`CommError::Aborted`], on this rank too.
+    /// Aborts the group: running and later operations fail with [`CommError::Aborted`] on every rank, this one
+    /// included.
     ///
-    /// This is not a collective: it is for a rank that cannot go on to the next operation. If the group has already
-    /// failed, nothing happens.
+    /// This is not a collective. A rank calls it when it cannot go on to the next operation, so that the others do not
+    /// wait for it until the deadline. If the group has already failed, nothing happens.
     pub fn abort(&self, message: impl Into<String>) {
         let rank = self.global_ranks().get(self.rank()).copied().unwrap_or_default();
         self.shared.backend.abort(0, &CommError::Aborted { rank, message: bounded(&message.into()) });

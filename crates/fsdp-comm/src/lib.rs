@@ -1,11 +1,11 @@
-//! Process groups: collectives between ranks, with deadlines and one error for all.
+//! Process groups: collectives between ranks, with deadlines, and with the same error on every rank.
 //!
 //! A [`ProcessGroup`] is one rank's handle on a group of ranks that call the same operations in the same order: torch's
-//! `ProcessGroup`, on slices of host memory. A backend decides what a rank is and how bytes move between ranks:
+//! `ProcessGroup`, on slices of host memory. The backend determines what a rank is and how bytes move between ranks:
 //!
 //! | backend | ranks are | they are started by | bytes move |
 //! |---|---|---|---|
-//! | `local` | threads of one process | [`run_local`] | straight from one rank's slice to another's |
+//! | `local` | threads of one process | [`run_local`] | directly from one rank's slice to another's |
 //! | `tcp` | processes | a launcher; [`init_process_group`] in each | through shared memory on one host, else over sockets |
 //! | `mpi` (feature `mpi`) | processes | `mpirun` or `srun`; [`init_process_group`] in each | through MPI's collectives |
 //! | `nccl` (feature `nccl`) | processes with a GPU each | as for `tcp` | GPU memory through NCCL ([`ProcessGroup::device`](crate::ProcessGroup)), all else as in `tcp` |
@@ -21,12 +21,13 @@
 //! ```
 //!
 //! On every backend:
-//! - **Never a hang.** Every operation has a deadline. A rank that leaves, fails or stays away becomes an error on all
-//!   others that names it, and from then on every operation of that group fails at once with the same cause.
-//! - **Never a mixture of calls.** Every operation carries a fingerprint (operation, sequence number, dtype, sizes, reduction,
-//!   root) that all ranks compare before bytes move; [`CommError::Mismatch`] says which ranks called what.
-//! - **The same bits.** Reductions add in rank order `0..N` (`f16` and `bf16` in `f32`, rounded once at the end), so a
+//! - **No hangs.** Every operation has a deadline. If a rank leaves, fails or does not call the operation, all others
+//!   get an error that names it, and from then on every operation of that group fails at once with the same cause.
+//! - **No mixed calls.** Every operation has a fingerprint (operation, sequence number, dtype, sizes, reduction, root)
+//!   that all ranks compare before bytes move. [`CommError::Mismatch`] says which ranks called what.
+//! - **The same bits.** Reductions add in rank order `0..N` (`f16` and `bf16` in `f32`, rounded once at the end). So a
 //!   result depends on the number of ranks, but not on the backend, the timing or the way that the work is split.
+//!   (NCCL, which chooses its own order, is the exception.)
 //!
 //! Safety limits, checked before anything is allocated: [`MAX_OBJECT_BYTES`], [`MAX_MESSAGE_BYTES`],
 //! [`MAX_WORLD_SIZE`], [`MAX_KEY_BYTES`], [`MAX_VALUE_BYTES`], [`MAX_STORE_BYTES`].

@@ -1,4 +1,5 @@
-//! A backend whose bytes take as long as on a network, for tests and benches of computation beside communication.
+//! A backend that is slowed down to the speed of a network, for tests and benches that overlap communication and
+//! computation.
 
 use std::cell::Cell;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -74,6 +75,7 @@ pub(crate) struct LinkedBackend {
 }
 
 impl LinkedBackend {
+    /// Puts a backend behind a simulated link, which is idle at first.
     pub(crate) fn new(inner: Arc<dyn Backend>, options: SimulatedLink) -> Self {
         LinkedBackend { inner, link: Arc::new(Link { options, free_at: Mutex::new(Instant::now()) }) }
     }

@@ -98,9 +98,9 @@ impl ProcessGroup {
 
     /// Makes one rank's error every rank's error.
     ///
-    /// Each rank brings the outcome of what it did by itself. If all bring `Ok`, each gets its own value back; if any
-    /// brings `Err`, all get the same [`CommError::RankFailed`], which names every failing rank with the kind of its
-    /// failure and its message (cut to [`MAX_MESSAGE_BYTES`](crate::MAX_MESSAGE_BYTES)). The group goes on.
+    /// Each rank passes the outcome of its own work. If all pass `Ok`, each gets its own value back; if any
+    /// passes `Err`, all get the same [`CommError::RankFailed`], which names every failing rank with the kind of its
+    /// failure and its message (cut to [`MAX_MESSAGE_BYTES`](crate::MAX_MESSAGE_BYTES)). The group can still be used.
     ///
     /// # Errors
     /// Any rank's error; ranks that agree on different operations.
@@ -108,7 +108,7 @@ impl ProcessGroup {
         self.agree_with(operation, Vec::new(), outcome)
     }
 
-    /// Does the same as [`agree`](Self::agree), and fails if the ranks do not bring the same hash of the data they are
+    /// Does the same as [`agree`](Self::agree), and fails if the ranks do not pass the same hash of the data they are
     /// about to work on.
     ///
     /// # Errors

@@ -205,7 +205,7 @@ fn hit(signal: Signal, victim: usize, len: usize) -> Vec<String> {
 fn a_rank_that_is_stopped_is_named() {
     for len in [5, 3_000_000] {
         for said in hit(Signal::STOP, 1, len) {
-            assert!(said.contains("rank 1 has given no heartbeat"), "{said}");
+            assert!(said.contains("rank 1 has sent no heartbeat"), "{said}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Comparing two checkpoints, tensor by tensor: by the digests that both have recorded, or streaming.
+//! Compares two checkpoints tensor by tensor, by their recorded digests or by reading all elements.
 
 use std::collections::HashMap;
 
@@ -24,7 +24,7 @@ pub enum Difference {
     OnlyInFirst,
     /// Only the second one has it.
     OnlyInSecond,
-    /// A tensor in one, a value in the other.
+    /// It is a tensor in one checkpoint and a value in the other.
     Kind,
     /// The dtypes differ.
     DType {
@@ -48,7 +48,8 @@ pub enum Difference {
         count: u64,
         /// Position of the first, row-major.
         first: u64,
-        /// The largest absolute difference; `None` if the elements are no real numbers, NaN if one is NaN on one side.
+        /// The largest absolute difference. `None` if the elements are not real numbers; NaN if one is NaN on one side
+        /// only.
         max_abs: Option<f64>,
     },
     /// The nested containers differ there, though flat keys and values may be equal.
@@ -67,16 +68,17 @@ pub enum Difference {
     },
 }
 
-/// The differences between elements that are let pass. If all are zero, elements must be equal bit for bit.
+/// The differences between elements that are tolerated. If both limits are zero, elements must be equal bit for bit.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct Tolerance {
     /// Absolute difference allowed.
     pub absolute: f64,
-    /// Allowed besides, relative to the second one's element.
+    /// Additional difference allowed, relative to the element of the second checkpoint.
     pub relative: f64,
 }
 
-/// Compares two checkpoints of any format. Keys come in the order of the first one; those of the second one alone follow.
+/// Compares two checkpoints of any format, on the default number of threads, and calls `found` with the key of each
+/// difference. Keys come in the order of the first checkpoint; keys that only the second one has follow.
 pub fn diff(
     first: &dyn Checkpoint,
     second: &dyn Checkpoint,
@@ -86,7 +88,7 @@ pub fn diff(
     diff_on_threads(first, second, tolerance, default_threads(), found)
 }
 
-/// Does the same as [`diff()`], on so many threads. The order does not depend on how many they are.
+/// Does the same as [`diff()`], on this number of threads. The order of the differences does not depend on it.
 pub fn diff_on_threads(
     first: &dyn Checkpoint,
     second: &dyn Checkpoint,
@@ -97,8 +99,8 @@ pub fn diff_on_threads(
     walk(first, second, threads, &|fqn, entry| key(first, second, fqn, entry, tolerance), found)
 }
 
-/// Compares two checkpoints by the digests that both have recorded, without reading their tensors. Returns `false`, and has
-/// compared nothing, if one has none. Equal digests stand for equal bits; of those that differ, no more is known.
+/// Compares two checkpoints by their recorded digests, without reading tensors. Returns `false` without comparing if
+/// one of them has none. Equal digests mean equal bits. Where digests differ, it is not known by how much.
 pub fn diff_digests(
     first: &dyn Checkpoint,
     second: &dyn Checkpoint,
@@ -113,7 +115,7 @@ pub fn diff_digests(
     Ok(true)
 }
 
-/// Compares what one checkpoint has at a key with the other.
+/// A comparison of a key of one checkpoint with the other checkpoint.
 type CompareKey<'c> = dyn Fn(&str, &Entry) -> Result<Option<Difference>, FileError> + Sync + 'c;
 
 /// Compares all keys of two checkpoints by `compare`, and what only one has, or has in parts.
@@ -181,7 +183,7 @@ fn key(
     }
 }
 
-/// Returns the difference that the metadata of a key tell, if they tell one.
+/// Returns a difference that shows in the metadata of a key; `None` if only the data can tell.
 fn shallow(first: &Entry, second: Option<&Entry>) -> Option<Difference> {
     match (first, second) {
         (_, None) => Some(Difference::OnlyInFirst),
@@ -197,8 +199,8 @@ fn shallow(first: &Entry, second: Option<&Entry>) -> Option<Difference> {
     }
 }
 
-/// Compares a part of a value that one checkpoint holds whole with what the other one has at its key. `is_second` tells
-/// that the whole is in the second one.
+/// Compares a part of a value that one checkpoint holds whole with the other checkpoint's value at the part's key.
+/// `is_second` is `true` if the second checkpoint holds the whole.
 fn part(
     value: &PlainValue,
     other: &dyn Checkpoint,
@@ -226,8 +228,8 @@ fn part(
     Ok(Some(Difference::Value { first: format!("{first:?}"), second: format!("{second:?}") }))
 }
 
-/// Compares the nested containers that the keys came from, where both checkpoints tell them. A value that one of them holds
-/// whole and the other in parts is compared elsewhere, with its containers.
+/// Compares the nested containers that the keys came from, if both checkpoints store them. A value that one of them
+/// holds whole and the other in parts is compared elsewhere, with its containers.
 fn containers(first: &Structure, second: &Structure, found: &mut dyn FnMut(&str, Difference)) {
     let (first, second) = (first.places(), second.places());
     for (key, place) in &first {

@@ -1,4 +1,4 @@
-//! The digest of a checkpoint: the same for the same state, in whatever format, layout and number of files.
+//! The digest of a checkpoint: the same for the same state, in any format, layout and number of files.
 
 use std::ops::Range;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! The numbers that the bytes of a tensor mean: for statistics and comparisons, not for computing.
+//! Decodes the bytes of a tensor to numbers, for statistics and comparisons.
 
 use fsdp_layout::DType;
 use half::{bf16, f16};
@@ -15,9 +15,9 @@ pub struct Census {
     pub infinite: u64,
     /// Elements that are zero.
     pub zero: u64,
-    /// The smallest finite one; infinity where there is none.
+    /// The smallest finite one; infinity if there is none.
     pub min: f64,
-    /// The largest finite one; minus infinity where there is none.
+    /// The largest finite one; minus infinity if there is none.
     pub max: f64,
     /// The sum of the finite ones.
     pub sum: f64,

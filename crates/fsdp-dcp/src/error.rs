@@ -1,4 +1,5 @@
-//! The errors of a file's bytes, and of the whole crate.
+//! The errors of this crate: [`FormatError`] for the bytes of one file, and [`FileError`] for operations on
+//! checkpoints.
 
 use std::io;
 use std::path::PathBuf;
@@ -8,8 +9,8 @@ use thiserror::Error;
 use crate::pickle::{PickleError, PickleErrorKind};
 use crate::plan::{LoadPlanError, SavePlanError};
 
-/// Bytes that could not be read, or are not what they should be. Offsets count from the start of the item or file that
-/// the error's bearer names.
+/// Bytes that could not be read, or are not as expected. Offsets count from the start of the item or file that the
+/// enclosing error names.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum FormatError {
@@ -24,7 +25,7 @@ pub enum FormatError {
         #[source]
         source: io::Error,
     },
-    /// Bytes do not have the hash that was noted when they were written.
+    /// Bytes do not have the hash that was recorded when they were written.
     #[error("bytes {offset}..{end} of `{file}` are not those that were written: their hash differs")]
     Corrupt {
         /// The file, relative to its checkpoint.
@@ -48,7 +49,7 @@ pub enum FormatError {
         /// Its name, below the archive's root.
         name: String,
     },
-    /// A claimed length or count beyond its limit.
+    /// A length or count in the file is beyond its limit.
     #[error("{what} of {value} is beyond the limit of {limit}")]
     Limit {
         /// The quantity.
@@ -75,8 +76,8 @@ pub enum FormatError {
         /// The thing that is not supported.
         what: String,
     },
-    /// A value that is kept as it is stored, and never built.
-    #[error("it holds a `{of}`, which is kept as it is and never built")]
+    /// An opaque value: an object that only running code could build.
+    #[error("it holds a `{of}`, an object that only running code could build")]
     Opaque {
         /// Its type.
         of: String,
@@ -113,10 +114,10 @@ pub enum FileError {
         #[source]
         source: io::Error,
     },
-    /// A URL that leads nowhere.
-    #[error("`{}` cannot be used", path.display())]
+    /// A URL that cannot be used.
+    #[error("`{}` is not a usable location", path.display())]
     Location {
-        /// The URL, without what might be secret in it.
+        /// The URL, without parts that may be secret.
         path: PathBuf,
         /// The reason.
         #[source]
@@ -138,22 +139,22 @@ pub enum FileError {
         /// The files, relative to it; at least one.
         files: Vec<String>,
     },
-    /// There is one already, and overwriting was not asked for.
-    #[error("`{}` exists already; ask for overwriting, or choose another place", path.display())]
+    /// The destination exists already, and overwriting was not requested.
+    #[error("`{}` exists already; request overwriting, or choose another destination", path.display())]
     Exists {
         /// The place.
         path: PathBuf,
     },
     /// Overwriting replaces files by files, and directories by directories.
-    #[error("`{}` is no {wanted}, and cannot be replaced by one", path.display())]
+    #[error("`{}` cannot be replaced by a {wanted}, because it is not one", path.display())]
     NotReplaceable {
         /// The place.
         path: PathBuf,
         /// The kind that would be put there.
         wanted: &'static str,
     },
-    /// There is something in a checkpoint's directory that is not the checkpoint's, and would be lost with it.
-    #[error("`{}` has `{name}` in it, which is not the checkpoint's and would be lost", path.display())]
+    /// A checkpoint's directory holds something that does not belong to the checkpoint, and would be lost with it.
+    #[error("`{}` contains `{name}`, which does not belong to the checkpoint and would be lost", path.display())]
     HoldsOthers {
         /// The directory.
         path: PathBuf,
@@ -162,12 +163,12 @@ pub enum FileError {
     },
     /// There is something in an object store where a checkpoint of several objects should go: they cannot be replaced
     /// in one step.
-    #[error("`{}` holds something already, and an object store cannot replace it as a whole; choose a new prefix", path.display())]
+    #[error("`{}` already holds something, and an object store cannot replace it as a whole; choose a new prefix", path.display())]
     Overwrite {
         /// The place.
         path: PathBuf,
     },
-    /// An object store does not say whether the object that commits a checkpoint was written.
+    /// The object store gave no answer that tells whether the object that commits a checkpoint was written.
     #[error("it is not known whether `{}` was written; look at the checkpoint once the store answers", path.display())]
     CommitUnknown {
         /// The object.
@@ -176,9 +177,9 @@ pub enum FileError {
         #[source]
         source: Box<FileError>,
     },
-    /// A checkpoint is in its place, but something failed after that: it may not survive a loss of power, or files that
-    /// are not needed any more are left.
-    #[error("`{}` is in its place, but what comes after the commit failed", path.display())]
+    /// A checkpoint was committed, but something failed after that: it may not survive a power loss, or files that are
+    /// no longer needed are left.
+    #[error("`{}` is in its place, but something failed after the commit", path.display())]
     AfterCommit {
         /// The checkpoint.
         path: PathBuf,
@@ -186,8 +187,8 @@ pub enum FileError {
         #[source]
         source: Box<FileError>,
     },
-    /// A file that a rank has written is not where the checkpoint is committed.
-    #[error("`{file}` is not in `{}` as a rank has written it: all ranks must save to the same place", path.display())]
+    /// A file that a rank has written is not in the directory in which the checkpoint is committed.
+    #[error("`{file}`, which a rank has written, is missing in `{}` or differs there: all ranks must save to the same directory", path.display())]
     TargetMismatch {
         /// The target.
         path: PathBuf,
@@ -204,7 +205,7 @@ pub enum FileError {
         /// The defect of the path.
         reason: &'static str,
     },
-    /// A file's bytes are not what they should be.
+    /// A file could not be read, or is malformed.
     #[error("failed to read `{}`", path.display())]
     File {
         /// The file.
@@ -244,11 +245,11 @@ pub enum FileError {
         /// The flat key.
         fqn: String,
     },
-    /// The checkpoint does not have what is asked for.
+    /// The checkpoint does not have what was requested.
     #[error(transparent)]
     LoadPlan(#[from] LoadPlanError),
-    /// Tensors or values do not have the digests that the checkpoint has of them.
-    #[error("what `{}` holds is not what was saved: {} not the recorded digest", path.display(), have(names))]
+    /// Tensors or values do not have the digests that the checkpoint recorded.
+    #[error("the contents of `{}` are not those that were saved: {} not the recorded digest", path.display(), have(names))]
     Digests {
         /// The checkpoint.
         path: PathBuf,
@@ -273,23 +274,23 @@ pub enum FileError {
         #[source]
         source: FormatError,
     },
-    /// Values hold objects of types that are never built, and cannot be written in another format.
-    #[error("cannot write values that only code would build, which is not allowed: {}", listed_opaque(values))]
+    /// Values hold objects that only running code could build, so they cannot be written in another format.
+    #[error("cannot write opaque values, which only running code could build: {}", listed_opaque(values))]
     Opaque {
         /// Their flat keys, and the type of each.
         values: Vec<(String, String)>,
     },
-    /// The provider of a tensor's bytes gave another number of them than the plan says.
-    #[error("`{fqn}` gave {given} bytes where the plan has {planned}")]
+    /// The number of bytes provided for a tensor is not the planned one.
+    #[error("{given} bytes were provided for `{fqn}`, but {planned} were planned")]
     PayloadLength {
         /// The flat key.
         fqn: String,
-        /// The bytes that came.
+        /// The bytes that were provided.
         given: u64,
         /// The bytes that were planned.
         planned: u64,
     },
-    /// A failure that whoever provides or takes the bytes reports.
+    /// The caller's code that provides or takes the bytes failed.
     #[error("failed to provide the bytes of `{fqn}`")]
     Payload {
         /// The flat key.
@@ -349,7 +350,7 @@ impl FileError {
     }
 }
 
-/// The reason why a URL leads nowhere.
+/// The reason why a URL cannot be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum LocationError {

@@ -1,4 +1,4 @@
-//! The kinds of failures that this crate's errors are.
+//! The kind of failure ([`ErrorKind`](fsdp_layout::ErrorKind)) of each error of this crate.
 
 use std::error::Error;
 use std::io;

@@ -1,22 +1,22 @@
 //! Checkpoint files: DCP directories, safetensors and torch archives; plans, storage, durable commit.
 //!
-//! This crate knows no tensor library: it moves boxes of bytes between files and whoever holds them.
+//! This crate uses no tensor library: it moves boxes of bytes between files and the caller's memory.
 //!
 //! | module | what it holds |
 //! |---|---|
 //! | [`checkpoint`] | a checkpoint of any format: what it holds, and any part of it |
 //! | [`reader`] | reading a DCP directory: any part, by ranges, checked, in parallel |
 //! | [`writer`] | how N ranks save one checkpoint together, straight from their memory |
-//! | [`plan`] | who writes what, who reads what: pure functions, all errors before any byte moves |
-//! | [`storage`] | directories and object stores behind one trait; staging, fsync, one rename; the crash contract |
-//! | [`convert`] | from any format to any, filtered, renamed, cast, resharded, in bounded memory |
+//! | [`plan`] | which rank writes and reads what: pure functions that find all errors before any byte moves |
+//! | [`storage`] | directories and object stores behind one trait; staging, fsync, one rename; the guarantees after a crash |
+//! | [`convert`] | conversion of any format, with keys filtered, renamed, cast and resharded, in bounded memory |
 //! | [`map`] | from the keys and shapes of one framework to those of another |
 //! | [`merge`] | the average of checkpoints, and a base with a LoRA adapter |
-//! | [`verify`](mod@verify), [`diff`](mod@diff), [`elements`] | whether it is whole, how two differ, what the numbers are |
+//! | [`verify`](mod@verify), [`diff`](mod@diff), [`elements`] | checks of a checkpoint, the differences of two, statistics of tensors |
 //! | [`digest`](mod@digest) | one number for the same state in any format and layout |
 //! | `sign` (with the feature of this name) | signatures, in the format of OpenSSF Model Signing |
 //! | [`metadata`] | the content of `.metadata`, and torch's pickle of it |
-//! | [`limits`] | how much a hostile file can make us do |
+//! | [`limits`] | the limits on what a hostile file can make this crate allocate or do |
 //!
 //! Inside, each format has a folder (`dcp`, `safetensors`, `torch`, `rank_files`, `deepspeed`, `numpy`,
 //! `gguf`, and `folder` for those of trainers, which hold several). They share `formats` (reading) and `payload`
@@ -75,9 +75,9 @@ pub use storage::location::Location;
 #[cfg(feature = "object-store")]
 pub use storage::object::{Store, object_store};
 
-/// A checkpoint of any format: what it holds, and any part of it by range.
+/// An open checkpoint of any format: its contents, and reads of any part of them.
 ///
-/// All formats speak [`Metadata`](metadata::Metadata); whatever handles one handles all.
+/// All formats are described by [`Metadata`](metadata::Metadata), so code that handles one of them handles all.
 pub mod checkpoint {
     pub use crate::formats::checkpoint::{Checkpoint, Format, KeyFilter, PartOf};
     pub use crate::formats::extra::ExtraFiles;
@@ -95,7 +95,7 @@ pub mod reader {
     pub use crate::payload::slot::Slot;
 }
 
-/// The parts that tests and fuzz targets reach, and nobody else should.
+/// Internal parts that only this project's tests and fuzz targets use.
 #[doc(hidden)]
 pub mod internals {
     pub use crate::dcp::item::{StoredTensor, TensorItem};

@@ -10,7 +10,7 @@
 //! | an integer in it | 1024 bytes |
 //! | a tensor | 64 dimensions, 2^58 elements |
 //! | a key | 1 MiB |
-//! | a value that is no tensor | 2 GiB ([`MAX_OBJECT_BYTES`]) |
+//! | a value that is not a tensor | 2 GiB ([`MAX_OBJECT_BYTES`]) |
 //! | a zip's directory | 1 GiB |
 //! | a safetensors header, a JSON index | 100 MB, 256 MiB |
 //! | the integrity file, a hashed block | 4 GiB, 16 MiB |

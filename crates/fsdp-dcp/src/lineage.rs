@@ -1,4 +1,4 @@
-//! The place of a checkpoint in its run: the state that it grew out of, and what it grew by.
+//! The place of a checkpoint in its run: its parent, and what has changed since then.
 
 use std::collections::BTreeMap;
 
@@ -28,13 +28,13 @@ pub struct Link {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Note {
-    /// Nothing was recorded of it, so that nothing is known of its place.
+    /// No lineage was recorded, so its place in the chain is not known.
     NoLineage,
-    /// Its parent is not among the run's checkpoints: removed, or of another run.
+    /// Its parent is not among the run's checkpoints: it was removed, or belongs to another run.
     ParentIsElsewhere,
-    /// The run has a checkpoint with the steps of its parent, but other state: one of both was replaced.
+    /// The run has a checkpoint with the step of its parent, but with other state: one of the two was replaced.
     ParentIsAnother,
-    /// Another checkpoint grew out of the same parent.
+    /// Another checkpoint has the same parent.
     Fork {
         /// The name of the other one.
         other: String,
@@ -48,7 +48,7 @@ pub enum Note {
 }
 
 impl Note {
-    /// Returns `true` if the chain is broken there: the state did not grow out of what the run has.
+    /// Returns `true` if the chain is broken there: the checkpoint does not continue the state that the run has.
     #[must_use]
     pub fn is_break(&self) -> bool {
         matches!(self, Note::ParentIsAnother)

@@ -1,4 +1,4 @@
-//! Opening a checkpoint of whatever format.
+//! Opens a checkpoint of any format, which is recognized by its content.
 
 use crate::dcp::reader::{CheckpointReader, metadata_files};
 use crate::dcp::sidecars;
@@ -21,12 +21,12 @@ use crate::torch::{self, legacy};
 
 /// Opens the checkpoint that is at a path, or at the URL of an object store.
 ///
-/// The format is told by the content, not by names: a DCP directory, a directory of safetensors files (Hugging Face's
-/// layout, or torch's `HuggingFaceStorageWriter`), one safetensors file, or one torch archive (`.pt`, `.pth`, `.bin`). A
-/// trainer's folder, which holds several of them, is told by the names of those.
+/// The format is recognized by the content, not the name: a DCP directory, a directory of safetensors files (Hugging
+/// Face's layout, or torch's `HuggingFaceStorageWriter`), one safetensors file, or one torch archive (`.pt`, `.pth`,
+/// `.bin`). A trainer's folder, which holds several of them, is recognized by the names in it.
 ///
 /// # Errors
-/// [`FileError::NotCommitted`] where there is nothing, and whatever is wrong with the files.
+/// [`FileError::NotCommitted`] if there is no checkpoint; errors in the files.
 pub fn open(location: impl Into<Location>, options: OpenOptions) -> Result<Box<dyn Checkpoint>, FileError> {
     let location = location.into();
     match location.storage().kind()? {
@@ -36,8 +36,8 @@ pub fn open(location: impl Into<Location>, options: OpenOptions) -> Result<Box<d
     }
 }
 
-/// Checks that a checkpoint directory may be replaced by another one: nothing is there, or an empty directory, or a
-/// checkpoint, damaged or not, without anything of somebody else's in its directory, which would go with it.
+/// Checks that a checkpoint directory may be written here, replacing what exists. That is allowed if nothing exists,
+/// for an empty directory, and for a checkpoint, damaged or not, whose directory holds nothing else that would be lost.
 ///
 /// # Errors
 /// [`FileError::NotReplaceable`] and [`FileError::HoldsOthers`].
@@ -122,12 +122,12 @@ fn open_file(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkp
     }
 }
 
-/// Reads the bytes by which a file's format is told.
+/// Reads the first bytes of a file, by which its format is recognized.
 fn first_bytes(location: &Location) -> Result<Vec<u8>, FileError> {
     let (parent, name) = location.split()?;
     let directory = CheckedDirectory::open(&parent, false, Links::Follow)?;
     let file = match directory.file(name) {
-        // The user named it, so it is no path inside a checkpoint.
+        // The user named it, so it is not a path inside a checkpoint.
         Err(FileError::Path { .. }) => return Err(unsupported(location, "what is no regular file")),
         file => file?,
     };

@@ -1,5 +1,5 @@
-//! The parts of a conversion that several formats share: options and report, the source of payloads, a rank's rows, and
-//! committing one file.
+//! The parts of a conversion that several output formats share: options, the report, the source of payloads, a rank's
+//! rows, and the commit of a single file.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -23,17 +23,17 @@ use crate::threads::default_threads;
 /// The options of a conversion.
 #[derive(Clone, Copy)]
 pub struct ConvertOptions<'o> {
-    /// `true` to replace what is at the destination.
+    /// `true` to replace a checkpoint at the destination.
     pub overwrite: bool,
     /// Threads that read, hash and write.
     pub threads: usize,
-    /// A function that is told of every piece that was read, in bytes.
+    /// A function that is called with the number of bytes of every piece that was read.
     pub progress: Option<&'o (dyn Fn(u64) + Sync)>,
-    /// The way to durable storage, where it is not [`Durable::new`]: a test watches its steps.
+    /// The [`Durable`] to write with; [`Durable::new`] if `None`. Tests use it to watch the steps of a commit.
     pub durable: Option<&'o Durable>,
     /// `true` to leave out values that hold objects of unknown types, where the format cannot hold them.
     pub drop_opaque: bool,
-    /// A directory whose configuration and tokenizer go with what is written in Hugging Face's layout.
+    /// A directory whose configuration and tokenizer are copied beside weights in Hugging Face's layout.
     pub with: Option<&'o Location>,
 }
 
@@ -59,10 +59,10 @@ impl std::fmt::Debug for ConvertOptions<'_> {
     }
 }
 
-/// A report of what was written.
+/// The report of a conversion.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Converted {
-    /// The number of tensors.
+    /// The number of tensors that were written.
     pub tensors: usize,
     /// The bytes of their elements.
     pub bytes: u64,
@@ -73,10 +73,10 @@ pub struct Converted {
     /// The keys of quantized tensors, written as the integers that they are made of. Their scales and zero points are
     /// values `KEY.quantizer`.
     pub quantized: Vec<String>,
-    /// The containers that the format cannot tell: dict keys that are not text become text, tuples become lists, and
-    /// empty dicts go. Each with its place.
+    /// The containers that the format cannot express, each with its place: dict keys that are not text have become
+    /// text, tuples have become lists, and empty dicts are left out.
     pub containers: Vec<String>,
-    /// The files beside the source's own that were copied.
+    /// The files beside the source's own, such as a configuration, that were copied.
     pub copied: Vec<String>,
     /// The files and directories beside the source's own that were not.
     pub left_behind: Vec<String>,
@@ -151,8 +151,8 @@ pub(crate) fn rows_of_rank(shape: &[usize], rank: usize, ranks: usize) -> Tensor
     bounds
 }
 
-/// Puts a checkpoint of one file in its place. Removes the old file's hashes first, so that they never describe the new
-/// one.
+/// Commits a checkpoint that is a single file. Removes the old file's hashes first, so that they never describe the new
+/// file.
 pub(crate) fn commit_file(staging: Staging, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError> {
     let integrity = integrity_beside(staging.target_name());
     staging.check_sidecar(&integrity)?;

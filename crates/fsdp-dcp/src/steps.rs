@@ -5,7 +5,7 @@ use std::io::ErrorKind;
 use crate::error::FileError;
 use crate::storage::location::Location;
 
-/// A checkpoint of a run, as its name tells it. It was not opened.
+/// A checkpoint of a run, known by its name only. It was not opened.
 #[derive(Debug, Clone)]
 pub struct StepOfRun {
     /// Its step, or its epoch, from its name.
@@ -53,7 +53,7 @@ pub fn steps_of_run(run: impl Into<Location>) -> Result<Vec<StepOfRun>, FileErro
     Ok(Vec::new())
 }
 
-/// Returns `true` if an error says that a folder is not there.
+/// Returns `true` if an error means that a folder does not exist.
 fn is_absence(error: &FileError) -> bool {
     let kind = match error {
         FileError::Io { source, .. } => source.kind(),

@@ -21,7 +21,8 @@ pub struct StridedLayout {
 }
 
 impl StridedLayout {
-    /// Returns the position of the box's last element in the storage; `None` if it has none, or lies absurdly far.
+    /// Returns the position of the box's last element in the storage; `None` if the box is empty, or the position does
+    /// not fit.
     pub(crate) fn last(&self) -> Option<u64> {
         if self.bounds.is_empty() {
             return None;

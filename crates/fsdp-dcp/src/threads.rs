@@ -1,4 +1,4 @@
-//! The same work on several threads.
+//! Runs the same function over many items on several threads.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -7,7 +7,7 @@ use tracing::Span;
 
 use crate::error::FileError;
 
-/// Returns how many threads to use unless told: one for each core, up to four. More do not make a disk faster.
+/// Returns how many threads to use by default: one for each core, up to four. More do not make a disk faster.
 pub(crate) fn default_threads() -> usize {
     std::thread::available_parallelism().map_or(1, |cores| cores.get().min(4))
 }

@@ -1,11 +1,12 @@
-//! The sums over blocks of bytes, with the widest vector instructions that the machine has.
+//! The sums over blocks of bytes, computed with the widest vector instructions of this machine.
 
 use crate::coefficients::{BLOCK_BYTES, TABLES, block_factor};
 
 /// The low half of a pair of words.
 const LOW: u64 = 0xffff_ffff;
 
-/// Returns both lanes' sums over bytes that begin at an offset in the string of the whole tensor's bytes.
+/// Returns both lanes' sums over a part of a tensor's row-major bytes, which begins at byte `offset` of the whole
+/// tensor.
 #[cfg(target_arch = "x86_64")]
 #[expect(
     unsafe_code,
@@ -23,7 +24,8 @@ pub(crate) fn sums(offset: u64, bytes: &[u8]) -> [u64; 2] {
     sums_of_blocks::<SHORT_TURN>(offset, bytes)
 }
 
-/// Returns both lanes' sums over bytes that begin at an offset in the string of the whole tensor's bytes.
+/// Returns both lanes' sums over a part of a tensor's row-major bytes, which begins at byte `offset` of the whole
+/// tensor.
 #[cfg(not(target_arch = "x86_64"))]
 pub(crate) fn sums(offset: u64, bytes: &[u8]) -> [u64; 2] {
     sums_of_blocks::<SHORT_TURN>(offset, bytes)
@@ -43,16 +45,18 @@ fn sums_with_avx512(offset: u64, bytes: &[u8]) -> [u64; 2] {
     sums_of_blocks::<LONG_TURN>(offset, bytes)
 }
 
-/// Blocks that are summed side by side. Each is a stream of its own to the processor, which fetches several at once faster
-/// than one after the other: from memory this is as fast as a copy.
+/// The number of blocks that are summed in turns. The processor prefetches several streams of addresses faster than a
+/// single one, so data that is not in the cache is summed as fast as it could be copied.
 const SIDE_BY_SIDE: usize = 8;
 
-/// Bytes of each block that are summed before it is the next one's turn: a few vectors.
+/// The number of bytes of a block that are summed before the next block gets its turn: a few vectors.
 const SHORT_TURN: usize = 128;
-/// The same where vectors are twice as long.
+/// The same for vectors that are twice as long.
 #[cfg(target_arch = "x86_64")]
 const LONG_TURN: usize = 256;
 
+/// Returns both lanes' sums, as [`sums`] does. Whole blocks are summed [`SIDE_BY_SIDE`] at a time, the incomplete ones
+/// at the ends, and the last few, one at a time.
 #[inline(always)]
 fn sums_of_blocks<const TURN: usize>(mut offset: u64, bytes: &[u8]) -> [u64; 2] {
     let mut rest = bytes;
@@ -75,7 +79,8 @@ fn sums_of_blocks<const TURN: usize>(mut offset: u64, bytes: &[u8]) -> [u64; 2] 
     lanes
 }
 
-/// Adds the sums of blocks that follow each other from block `first` on.
+/// Adds the sums of consecutive blocks, multiplied by the factors of their blocks, to the lanes. The first of them is
+/// block number `first` of the tensor.
 #[inline(always)]
 fn add_blocks(lanes: &mut [u64; 2], first: u64, blocks: &[[u64; 2]]) {
     for (block, sums) in (first..).zip(blocks) {

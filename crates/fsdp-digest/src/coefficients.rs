@@ -15,12 +15,12 @@ const BLOCK_SEEDS: [u64; 2] = [0x3131_98a2_e037_0734, 0xabf7_1588_09cf_4f3c];
 /// Factors for pairs of words, as they stand in 8 bytes: the even word's in the low half, the odd word's in the high half.
 pub(crate) static TABLES: [[u64; BLOCK_WORDS / 2]; 2] = [table(TABLE_SEEDS[0]), table(TABLE_SEEDS[1])];
 
-/// Returns the factor of a block.
+/// Returns the odd factor by which a lane multiplies the sum of a block. It makes the place of a block count.
 pub(crate) const fn block_factor(lane: usize, block: u64) -> u64 {
     splitmix64(BLOCK_SEEDS[lane], block) | 1
 }
 
-/// Makes the table of one lane.
+/// Returns the factors of the words of a block for one lane, two 32-bit factors in each entry.
 const fn table(seed: u64) -> [u64; BLOCK_WORDS / 2] {
     let mut table = [0; BLOCK_WORDS / 2];
     let mut pair = 0;

@@ -1,4 +1,4 @@
-//! The part of a rank, or of a file, in a digest.
+//! The contribution of one rank, or of one file, to a digest.
 
 use fsdp_layout::DType;
 use serde::{Deserialize, Serialize};

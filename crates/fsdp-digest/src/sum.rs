@@ -52,8 +52,8 @@ impl Sum {
         Ok(())
     }
 
-    /// Adds bytes that begin at an offset in the row-major bytes of a box. Bytes beyond the end of the box are not
-    /// counted.
+    /// Adds a piece of a box. `offset` is the place of the piece in the row-major bytes of the box. Bytes beyond the
+    /// end of the box are ignored.
     pub fn add_piece(&mut self, place: &BoxPlace, offset: u64, bytes: &[u8]) {
         let mut rest = &bytes[..bytes.len().min(place.length().saturating_sub(offset) as usize)];
         for (start, length) in place.pieces(offset, rest.len() as u64) {
@@ -86,7 +86,7 @@ impl Sum {
     }
 }
 
-/// Returns the first bytes of what a digest is a hash of.
+/// Returns the prefix of the bytes that a digest hashes: the version of the digest, and the kind of what follows.
 fn beginning(kind: &str) -> Vec<u8> {
     [b"fsdp-digest-1\0", kind.as_bytes(), b"\0"].concat()
 }
@@ -141,14 +141,14 @@ fn encode(value: &PlainValue, to: &mut Vec<u8>) {
     }
 }
 
-/// Appends a letter, a length, and bytes.
+/// Appends the letter of a kind of value, the length of its bytes, and the bytes.
 fn encode_bytes(kind: u8, bytes: &[u8], to: &mut Vec<u8>) {
     to.push(kind);
     to.extend((bytes.len() as u64).to_le_bytes());
     to.extend(bytes);
 }
 
-/// Appends a letter, a number of values, and the values.
+/// Appends the letter of a kind of container, the number of its values, and the values.
 fn encode_all(kind: u8, values: &[PlainValue], to: &mut Vec<u8>) {
     to.push(kind);
     to.extend((values.len() as u64).to_le_bytes());

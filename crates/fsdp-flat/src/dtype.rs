@@ -1,4 +1,4 @@
-//! candle's dtypes and ours.
+//! Conversions between candle's dtypes and those of `fsdp-layout`.
 
 use fsdp_layout::DType;
 
@@ -46,7 +46,7 @@ pub const fn to_candle(dtype: DType) -> Result<candle_core::DType, FlatError> {
 /// Returns the dtype of a tensor.
 ///
 /// # Errors
-/// candle's, for its dummy dtypes (6-bit floats), which files do not know.
+/// candle's errors, for its dummy dtypes (6-bit floats), which files do not know.
 pub fn of(tensor: &candle_core::Tensor) -> Result<DType, FlatError> {
     from_candle(tensor.dtype())
         .ok_or_else(|| FlatError::Candle(candle_core::Error::UnsupportedDTypeForOp(tensor.dtype(), "state dict")))

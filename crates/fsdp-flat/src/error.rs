@@ -1,4 +1,4 @@
-//! The errors between tensors and layouts.
+//! The errors of tensors that do not fit their layouts, and of their memory.
 
 use fsdp_layout::{DType, FlatLayoutError, TensorBox};
 use thiserror::Error;

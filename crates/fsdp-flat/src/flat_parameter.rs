@@ -56,7 +56,7 @@ impl FlatParameter {
     /// length: a gradient or an optimizer state.
     ///
     /// # Errors
-    /// candle's, for a tensor that is too short.
+    /// candle's errors, for a tensor that is too short.
     ///
     /// # Panics
     /// If the layout has no such parameter.

@@ -1,4 +1,4 @@
-//! Many tensors to one flat tensor and back, with FlatParameter's padding; a rank's shard of a flat tensor.
+//! Flattens many tensors into one flat tensor and back, with FlatParameter's padding, and cuts out a rank's shard.
 
 use candle_core::Tensor;
 use fsdp_layout::FlatLayout;
@@ -100,7 +100,7 @@ pub fn unflatten_tensors(layout: &FlatLayout, flat: &Tensor) -> Result<Vec<Tenso
 /// fewer or none. The piece is a view of a contiguous tensor, and of a copy of any other.
 ///
 /// # Errors
-/// candle's, for a tensor that cannot be flattened.
+/// candle's errors, for a tensor that cannot be flattened.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};

@@ -1,15 +1,15 @@
-//! Candle tensors on layouts: [`ShardedTensor`] and [`FlatParameter`].
+//! Candle tensors with sharded layouts: [`ShardedTensor`] and [`FlatParameter`], and access to the memory of tensors.
 //!
 //! | module | what it holds |
 //! |---|---|
 //! | `cuda` (feature `cuda`) | the memory of tensors on NVIDIA GPUs |
-//! | [`dtype`] | candle's dtypes and ours |
+//! | [`dtype`] | conversions between candle's dtypes and those of `fsdp-layout` |
 //! | [`storage`] | the memory behind a tensor: read it, change it in place, release it and fill it again |
 //! | [`raw`] | tensors of dtypes that candle does not compute with, as bytes |
 //! | [`sharded`] | a global shape and the boxes of it that this rank owns |
 //! | [`flatten`] | many tensors to one flat tensor and back, with FlatParameter's padding |
 //! | [`mod@pad`] | padding: constant, reflect, replicate, circular |
-//! | `non_temporal` | large copies that go around the caches ([`non_temporal_copy`]) |
+//! | `non_temporal` | large copies that bypass the caches ([`non_temporal_copy`]) |
 //! | [`flat_parameter`] | this rank's shard of many parameters |
 //!
 //! Nothing here communicates.

@@ -14,7 +14,7 @@ const MIN_NON_TEMPORAL: usize = 1 << 20;
 #[cfg(target_arch = "x86_64")]
 const AHEAD: usize = 1 << 10;
 
-/// Copies as `copy_from_slice` does, for a destination that is not read soon.
+/// Copies like `copy_from_slice`. Large copies bypass the caches, which is faster if the destination is not read soon.
 ///
 /// # Panics
 /// Slices of different lengths.

@@ -92,9 +92,9 @@ pub enum PadError {
 /// takes elements away. The result is a new tensor on the same device; with no padding it is the tensor itself.
 /// Gradients flow to the elements that padding was copied from.
 ///
-/// As in torch, reflect pads by less than the dimension has elements, circular by at most as many as negative padding
-/// leaves, and reflect and replicate leave at least one element. Unlike in torch every mode pads any number of
-/// dimensions.
+/// The limits are torch's. Reflect padding must be smaller than the dimension. Circular padding may be at most as large
+/// as the dimension after negative padding. Reflect and replicate must leave at least one element. Unlike in torch,
+/// every mode pads any number of dimensions.
 ///
 /// # Errors
 /// See [`PadError`]; nothing is computed then.

@@ -177,7 +177,7 @@ impl ShardedTensor {
     /// Copies the values to memory of their own.
     ///
     /// # Errors
-    /// candle's.
+    /// candle's errors.
     pub fn copy(&self) -> Result<Self, FlatError> {
         self.map(owned_copy)
     }
@@ -185,7 +185,7 @@ impl ShardedTensor {
     /// Copies the values to another device. Values that are there already are shared.
     ///
     /// # Errors
-    /// candle's.
+    /// candle's errors.
     pub fn to_device(&self, device: &Device) -> Result<Self, FlatError> {
         self.map(|tensor| crate::storage::to_device(tensor, device))
     }

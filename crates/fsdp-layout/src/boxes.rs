@@ -140,8 +140,8 @@ pub fn row_major_strides(shape: &[usize]) -> Vec<usize> {
 
 /// Returns the boxes that exactly cover elements `range` of a row-major tensor of this shape, in flat order.
 ///
-/// There are at most `2 * (N - 1) + 1` of them for an N-d tensor, and each lies contiguously in the range,
-/// one after the other: the k-th box starts where the elements of the boxes before it end.
+/// There are at most `2 * (N - 1) + 1` of them for an N-d tensor. The elements of each box are contiguous in the range,
+/// and each box starts where the one before it ends.
 ///
 /// ```
 /// use fsdp_layout::{TensorBox, boxes::boxes_of_flat_range};

@@ -1,4 +1,4 @@
-//! The kind of failure that an error is: it stays known where the error's type is lost, as on other ranks.
+//! Kinds of failure. They are kept when an error is sent to other ranks as a message, and its type is lost.
 
 use std::fmt;
 use std::io;

@@ -165,7 +165,7 @@ impl FlatLayout {
         Ok(layout)
     }
 
-    /// Appends padding, if any is needed to make the total so far a multiple of this number of elements.
+    /// Appends padding, if needed, so that the total number of elements so far becomes a multiple of `multiple`.
     fn pad_to_multiple_of(&mut self, multiple: usize) {
         let padding = self.unpadded_numel.next_multiple_of(multiple) - self.unpadded_numel;
         if padding > 0 {

@@ -2,7 +2,7 @@
 //!
 //! Everything here is plain data and pure functions: dtypes, non-tensor values, boxes of N-d tensors, the layout of a
 //! FlatParameter, dim-0 chunks, placements on a device mesh.
-//! This crate knows no tensor library, does no I/O, and knows no rank but the one it is given as a number.
+//! This crate uses no tensor library, does no I/O, and does not communicate: ranks are only numbers to it.
 //!
 //! | module | what it holds |
 //! |---|---|
@@ -15,7 +15,7 @@
 //! | [`flat`] | the layout of many parameters in one FlatParameter |
 //! | [`mesh`] | rank arithmetic of an N-d device mesh |
 //! | [`placement`] | Shard / Replicate / strided shards on a mesh, as boxes |
-//! | [`failure`] | the kind of failure that an error is |
+//! | [`failure`] | kinds of failure, which errors keep when they are sent to other ranks |
 
 pub mod boxes;
 pub mod cover;

@@ -1,4 +1,4 @@
-//! Plain, non-tensor values of a state dict, which torch keeps beside its tensors.
+//! Plain values: the values of a state dict that are not tensors.
 
 use serde::{Deserialize, Serialize};
 

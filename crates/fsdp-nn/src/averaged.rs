@@ -21,8 +21,8 @@ const MODULE: &str = "module.";
 /// An exponential moving average of a sharded model's weights: torch's `AveragedModel` with
 /// `get_ema_multi_avg_fn(decay)`. Each rank averages its shard; no method communicates.
 ///
-/// The first [`Self::update`] copies the weights, and each later one moves the average towards them by `1 - decay`. For an
-/// evaluation [`Self::swap`] exchanges weights and average, and does it again after it.
+/// The first [`Self::update`] copies the weights, and each later one moves the average towards them by `1 - decay`.
+/// Call [`Self::swap`] before an evaluation, to exchange weights and average, and again after it.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -68,7 +68,7 @@ impl AveragedModel {
     /// Makes an average that begins as a copy of the weights. It takes as much memory as the shards.
     ///
     /// # Errors
-    /// [`NnError::EmaDecay`] for a decay that is not between 0 and 1; candle's.
+    /// [`NnError::EmaDecay`] for a decay that is not between 0 and 1; candle's errors.
     pub fn new(parameters: &Arc<ShardedParameters>, decay: f64) -> Result<Self> {
         if !(0.0..=1.0).contains(&decay) {
             return Err(NnError::EmaDecay { decay });
@@ -87,10 +87,10 @@ impl AveragedModel {
         self.n_averaged
     }
 
-    /// Takes the weights into the average, after an optimizer's step. On every rank alike.
+    /// Updates the average with the current weights. Call it after each optimizer step, on every rank.
     ///
     /// # Errors
-    /// [`NnError::Swapped`] while the model has the average; candle's.
+    /// [`NnError::Swapped`] while the model has the average; candle's errors.
     pub fn update(&mut self) -> Result<()> {
         if self.is_swapped {
             return Err(NnError::Swapped);
@@ -112,10 +112,10 @@ impl AveragedModel {
     }
 
     /// Exchanges the weights of the model with the average. Until it is called again, the model computes with the average,
-    /// and its optimizers must not step. On every rank alike.
+    /// and its optimizers must not step. Every rank must call it.
     ///
     /// # Errors
-    /// [`NnError::UnitInUse`] inside a forward; candle's.
+    /// [`NnError::UnitInUse`] inside a forward; candle's errors.
     pub fn swap(&mut self) -> Result<()> {
         self.parameters.reshard()?;
         for (fqn, average) in &self.average {
@@ -137,8 +137,8 @@ impl AveragedModel {
         Ok(())
     }
 
-    /// Returns the average under torch's keys: `n_averaged`, and `module.` before the name of each parameter, sharded as the
-    /// model is and as views of the average, and of each persistent buffer, as the model has it.
+    /// Returns the average under torch's keys: `n_averaged`, and `module.NAME` for each parameter and each persistent
+    /// buffer. Parameters are views of the average, sharded like the model; buffers are the model's own.
     ///
     /// # Errors
     /// [`NnError::Swapped`] while the model has the average.
@@ -158,8 +158,8 @@ impl AveragedModel {
         Ok(state)
     }
 
-    /// Takes a state, whose parameters must cover this rank's shards. Views of the average itself, as a load in place leaves
-    /// them in the values of a run, are left as they are; buffers are the model's, and are not read.
+    /// Loads a state dict, whose parameters must cover this rank's shards. Values that are views of the average itself,
+    /// which a load in place has already filled, are not copied. Buffers belong to the model, and are not read.
     ///
     /// # Errors
     /// [`StateError::Incompatible`] names keys that are missing or have another kind of value; those of a

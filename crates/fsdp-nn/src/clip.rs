@@ -85,9 +85,9 @@ impl ShardedParameters {
         if norm.is_finite() { Ok(norm) } else { Err(NnError::NonFiniteGradients { norm }) }
     }
 
-    /// Scales all gradients so that their 2-norm over the sharded whole is at most `max_norm`, and returns the norm
-    /// before: torch's `clip_grad_norm_` with `error_if_nonfinite`. The same on every rank. Collectives: as
-    /// [`Self::grad_norm`].
+    /// Scales all gradients so that their total 2-norm over all ranks is at most `max_norm`, and returns the norm
+    /// before scaling, the same on every rank. torch's `clip_grad_norm_` with `error_if_nonfinite=True`. Collectives:
+    /// as [`Self::grad_norm`].
     ///
     /// # Errors
     /// The errors of [`Self::finite_grad_norm`]; the gradients are unchanged then.

@@ -38,7 +38,7 @@ pub enum NnError {
     /// A gradient scaler was asked for something impossible.
     #[error(transparent)]
     Scaler(#[from] ScalerError),
-    /// A sampler cannot go on with a state.
+    /// A sampler cannot continue with a state.
     #[error(transparent)]
     Sampler(#[from] SamplerError),
     /// A model is given a second communication hook.
@@ -59,8 +59,8 @@ pub enum NnError {
         /// The norm of the gradients of all ranks.
         norm: f64,
     },
-    /// One name, two shapes or dtypes.
-    #[error("parameter `{fqn}` is asked for as {asked}, but it exists as {existing}")]
+    /// A parameter is requested twice, with different shapes or dtypes.
+    #[error("parameter `{fqn}` is requested as {asked}, but it exists as {existing}")]
     Conflict {
         /// The parameter.
         fqn: String,
@@ -85,8 +85,8 @@ pub enum NnError {
         /// The unit's name; empty for the root.
         unit: String,
     },
-    /// A collective of a unit failed that ran beside the computation: see `FsdpConfig::backward_prefetch`.
-    #[error("the {operation} of {} failed beside the computation: {error}", unit_name(unit))]
+    /// A collective of a unit failed that ran while the model was computing: see `FsdpConfig::backward_prefetch`.
+    #[error("the {operation} of {} failed while the model was computing: {error}", unit_name(unit))]
     Beside {
         /// The unit's name; empty for the root.
         unit: String,
@@ -106,7 +106,7 @@ pub enum NnError {
         /// The unit's name; empty for the root.
         unit: String,
     },
-    /// A computation read a parameter whose values are not there.
+    /// A computation read a parameter that was not gathered.
     #[error("parameter {} is sharded here; {} ({error})", one_of(parameters), where_to_compute(units))]
     ParametersSharded {
         /// The parameters that were sharded then, one of which it is; the likeliest first.
@@ -118,7 +118,7 @@ pub enum NnError {
     },
     /// Two units ask for one parameter, and neither runs inside the other.
     #[error(
-        "parameter `{fqn}` of {} is asked for by {} too: ask for it outside of units, or in a unit around both",
+        "parameter `{fqn}` of {} is requested by {} too: request it outside of units, or in a unit around both",
         unit_name(first),
         unit_name(second)
     )]
@@ -139,13 +139,13 @@ pub enum NnError {
         pattern: String,
     },
     /// A model that is built from a checkpoint asks for a parameter that is not in it.
-    #[error("the checkpoint has no `{fqn}`")]
+    #[error("the checkpoint has no parameter `{fqn}`")]
     NotInCheckpoint {
         /// The parameter.
         fqn: String,
     },
     /// A model that is built from a checkpoint asks for another shape than is in it.
-    #[error("parameter `{fqn}` is asked for with shape {asked:?}, but the checkpoint has {found:?}")]
+    #[error("parameter `{fqn}` is requested with shape {asked:?}, but has {found:?} in the checkpoint")]
     OtherShape {
         /// The parameter.
         fqn: String,
@@ -155,13 +155,13 @@ pub enum NnError {
         found: Vec<usize>,
     },
     /// A model is complete once it has been sharded.
-    #[error("parameter `{fqn}` is asked for after the model has been built")]
+    #[error("parameter `{fqn}` is requested after the model has been built")]
     LateParameter {
         /// The parameter.
         fqn: String,
     },
     /// The model had asked for a name before it was tied to another.
-    #[error("`{alias}` is a parameter of its own: tie it to `{fqn}` before the model asks for it")]
+    #[error("`{alias}` is a separate parameter already: tie it to `{fqn}` before the model requests it")]
     LateTie {
         /// The name.
         alias: String,
@@ -179,23 +179,23 @@ pub enum NnError {
         second: String,
     },
     /// Ties that lead to no parameter.
-    #[error("the ties of {} go round in a circle", quoted(names))]
+    #[error("{} are tied to each other in a circle: tie each to a parameter", quoted(names))]
     TieCircle {
         /// The names in it.
         names: Vec<String>,
     },
     /// FlatParameters have their units' names, so two of one name cannot be told apart.
     #[error(
-        "two units were made at the scope `{unit}`, whose FlatParameters have one name: set `use_orig_params`, or give each \
-         unit a scope of its own"
+        "two units were made at the scope `{unit}`, so their FlatParameters have the same name: set `use_orig_params`, or make \
+         each unit at its own scope"
     )]
     DuplicateUnit {
         /// The scope.
         unit: String,
     },
-    /// A parameter that candle's backward never comes to is to be trained.
+    /// A parameter for which candle records no graph is to be trained.
     #[error(
-        "parameter `{fqn}` was built frozen, so no gradient comes to it: name it in `FsdpConfig::requires_grad`, and freeze it \
+        "parameter `{fqn}` was built frozen, so it gets no gradient: select it in `FsdpConfig::requires_grad`, and freeze it \
          with `set_requires_grad` until it is to be trained"
     )]
     BuiltFrozen {
@@ -249,7 +249,7 @@ pub enum NnError {
         /// The class given.
         found: &'static str,
     },
-    /// A flat parameter knows no mesh.
+    /// Local state dicts, which hold FlatParameters, do not support a mesh.
     #[error(
         "DeviceMesh is not compatible with LOCAL_STATE_DICT: use `StateDictType::Sharded`, or shard without a mesh"
     )]
@@ -263,7 +263,7 @@ pub enum NnError {
     /// The optimizer steps on the parameters of another model.
     #[error("the optimizer was made for the parameters of another model")]
     ForeignOptimizer,
-    /// The names are no unit's parameters.
+    /// The names are not the parameters of a unit.
     #[error("{fqns:?} are not the parameters of one FlatParameter")]
     NotAFlatParameter {
         /// The names.
@@ -330,7 +330,7 @@ fn unit_name(unit: &str) -> String {
 /// The most names of a large model that a message has.
 const NAMED: usize = 4;
 
-/// Returns some names for messages, one of which is meant.
+/// Lists the candidates for a parameter whose name is not known exactly, for a message: "`a`, `b` or one of 3 more".
 fn one_of(names: &[String]) -> String {
     let mut named: Vec<String> = names.iter().take(NAMED).map(|name| format!("`{name}`")).collect();
     if names.len() > NAMED {

@@ -1,4 +1,4 @@
-//! The sharded model.
+//! [`FullyShardedDataParallel`]: the sharded model, its forward and its backward.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -23,9 +23,9 @@ use crate::{NnError, Result};
 /// A candle model whose parameters, gradients and optimizer state are sharded over the ranks of a process group:
 /// torch's `FullyShardedDataParallel`.
 ///
-/// The model is built from a [`Scope`]; modules built with [`Scope::unit`] are gathered and released one by one, and
-/// whatever parameters are in no unit belong to the root unit, which is whole from forward to the end of backward.
-/// Every rank must build the same model and call the same methods in the same order.
+/// The model is built from a [`Scope`]. Each module built with [`Scope::unit`] is a unit, which is gathered and
+/// released as a whole. Parameters outside of units belong to the root unit, which stays gathered from forward to the
+/// end of backward. Every rank must build the same model and call the same methods in the same order.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -63,15 +63,16 @@ pub struct FullyShardedDataParallel<M> {
 }
 
 impl<M> FullyShardedDataParallel<M> {
-    /// Builds a model and shards it. Values depend on the seed and the parameters' names alone, not on the ranks;
-    /// no rank ever holds more than its own part of them. Collectives: two agreements; for `HybridShard` the
-    /// making of two sub-groups; with a prefetch that of one more for each group that the model is spread over.
+    /// Builds a model and shards it. Initial values depend only on the seed and the parameters' names, not on the
+    /// ranks, and no rank ever holds more than its own part of them. Collectives: two agreements; for `HybridShard` the
+    /// creation of two subgroups; with prefetching, the creation of one more for each group that the model is sharded
+    /// or replicated over.
     ///
     /// # Errors
-    /// The errors of `build`; [`NnError::DifferentModels`] if the ranks do not build the same; parameters that cannot share a
-    /// unit (mixed dtypes, integers, and without `use_orig_params` frozen and trained ones, or two units of one name);
-    /// [`NnError::Mesh`]; ties that lead nowhere ([`Scope::tie`]); [`NnError::ParametersSharded`] for a `build` that computes
-    /// with parameters. One rank's error is every rank's.
+    /// An error of one rank becomes an error on every rank. The errors of `build`; [`NnError::DifferentModels`] if the
+    /// ranks do not build the same model; parameters that cannot share a unit (mixed dtypes, integers, and without
+    /// `use_orig_params` frozen and trained ones, or two units of one name); [`NnError::Mesh`]; ties that lead to no
+    /// parameter ([`Scope::tie`]); [`NnError::ParametersSharded`] if `build` computes with parameters.
     pub fn new(
         group: ProcessGroup,
         config: FsdpConfig,
@@ -80,13 +81,13 @@ impl<M> FullyShardedDataParallel<M> {
         Self::build(group, &config, None, build)
     }
 
-    /// Builds a model that is going to be loaded, whose parameters are zero until then. `shapes` has the shape of each
-    /// parameter that will be there, by name. While the model is built they answer which parameters there are, also before
-    /// the model has asked for them (`contains_tensor`, `get_unchecked`). Collectives: as [`Self::new`].
+    /// Builds a model whose values will be loaded, and whose parameters are zero until then. `shapes` has the shape of
+    /// each parameter by name. It decides which parameters exist: `contains_tensor` and `get_unchecked` of the builder
+    /// answer from it. Collectives: as [`Self::new`].
     ///
     /// # Errors
     /// [`NnError::NotInCheckpoint`] for a parameter that is not in `shapes`, and [`NnError::OtherShape`] for one that has
-    /// another shape there: errors of the builder, which `build` may catch. Those of [`Self::new`].
+    /// another shape there. The builder returns these to `build`, which may handle them. The errors of [`Self::new`].
     pub fn empty(
         group: ProcessGroup,
         config: FsdpConfig,
@@ -129,12 +130,13 @@ impl<M> FullyShardedDataParallel<M> {
         self.parameters.group()
     }
 
-    /// Runs a forward with the root unit in place. Collectives, over the shard group: one all-gather for the root and,
-    /// through the units' forwards, one for each unit, where they are not whole already; none where nothing is sharded.
+    /// Runs a forward with the root unit gathered. Collectives, over the shard group: one all-gather for the root unit
+    /// and one for each unit whose forward `f` runs, unless they are gathered already. There are none if nothing is
+    /// sharded.
     ///
     /// # Errors
-    /// The errors of `f` and of the all-gathers; [`NnError::ParametersSharded`] where `f` computes with a parameter of a unit
-    /// outside that unit's forward.
+    /// The errors of `f` and of the all-gathers; [`NnError::ParametersSharded`] if `f` computes with a parameter of a
+    /// unit outside that unit's forward.
     pub fn forward<O: UnitOutput>(&self, f: impl FnOnce(&M) -> candle_core::Result<O>) -> Result<O> {
         let _forward = self.parameters.shared.begin_forward();
         let is_outermost = self.parameters.shared.is_outermost();
@@ -164,20 +166,21 @@ impl<M> FullyShardedDataParallel<M> {
         })?)
     }
 
-    /// Runs the backward of a loss: gradients, averaged over all ranks, are added to those that are there, sharded as
-    /// the parameters are. Collectives for each unit that backward reaches: one all-gather (full sharding), one
-    /// reduce-scatter over the shard group, and one all-reduce over the replicas (without sharding, all ranks). The same
-    /// for units that it does not reach, if earlier backwards inside [`Self::no_sync`] have left gradients. In the end one
-    /// all-reduce of a byte for each parameter, which tells all ranks to which of them a gradient has come on any rank.
+    /// Runs the backward of a loss. The gradients are averaged over all ranks and added to the existing ones, sharded
+    /// like the parameters. Collectives for each unit that the backward reaches: one all-gather (full sharding), one
+    /// reduce-scatter over the shard group, and one all-reduce over the replicas (without sharding, over all ranks).
+    /// The reductions also run for units that it does not reach, if earlier backwards inside [`Self::no_sync`] have
+    /// left gradients there. At the end one all-reduce of a byte per parameter tells all ranks which parameters got a
+    /// gradient on any rank.
     ///
-    /// After the first backward a warning (`tracing`) names the trained parameters that no gradient has come to. candle has
-    /// operations without a backward, and says nothing where they cut gradients off.
+    /// After the first backward a warning (`tracing`) names the trained parameters that got no gradient. This is
+    /// usually caused by operations of candle that have no backward and silently stop gradients.
     ///
-    /// Returns candle's store, which has the gradients of variables that are no parameters of this model.
+    /// Returns candle's store with the gradients of variables that are not parameters of this model.
     ///
     /// # Errors
-    /// candle's, and those of the collectives; [`NnError::ChangedSinceForward`] where the values of a unit are not those of
-    /// the forward any more. Then all gradients are gone.
+    /// candle's errors, and those of the collectives; [`NnError::ChangedSinceForward`] if the values of a unit have
+    /// changed since the forward. All gradients are dropped then.
     pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
         let grads = match self.compute_gradients(loss) {
             Ok(grads) => grads,
@@ -220,11 +223,12 @@ impl<M> FullyShardedDataParallel<M> {
         Ok(grads)
     }
 
-    /// Turns the reduction of gradients off, or on again, for the backwards to come: torch's `set_requires_gradient_sync`.
-    /// While it is off, gradients stay whole on each rank, and no [`ShardedParameters::gradient`] changes; the next backward
-    /// after it is on again reduces them together with its own. On every rank alike; no communication.
+    /// Turns the reduction of gradients off, or on again, for later backwards: torch's `set_requires_gradient_sync`.
+    /// While it is off, each rank accumulates whole gradients, and [`ShardedParameters::gradient`] does not change. The
+    /// first backward after it is on again reduces them together with its own. Every rank must set the same; no
+    /// communication.
     ///
-    /// [`Self::no_sync`] does the same for the length of a closure.
+    /// [`Self::no_sync`] does the same inside a closure.
     ///
     /// ```
     /// # use candle_core::{DType, Device, Tensor};
@@ -246,18 +250,19 @@ impl<M> FullyShardedDataParallel<M> {
         self.parameters.shared.set_no_sync(!requires_gradient_sync);
     }
 
-    /// Turns the reduction of gradients over replicas off, or on again, for the backwards to come: torch's
-    /// `set_requires_all_reduce`. While it is off, the backwards of [`HybridShard`](crate::ShardingStrategy::HybridShard) reduce
-    /// and scatter gradients inside of each replica, and add them up there as shards; the next backward after it is on again
-    /// reduces the sum over replicas. It takes less memory than [`Self::set_requires_gradient_sync`], and as little of the
-    /// network between replicas. Strategies without replicas ignore it. On every rank alike; no communication.
+    /// Turns the reduction of gradients over replicas off, or on again, for later backwards: torch's
+    /// `set_requires_all_reduce`. While it is off, backwards with [`HybridShard`](crate::ShardingStrategy::HybridShard)
+    /// reduce-scatter gradients inside of each replica, and accumulate them there as shards. The first backward after
+    /// it is on again reduces the sum over the replicas. Like [`Self::set_requires_gradient_sync`] it avoids traffic
+    /// between replicas, but takes less memory. Strategies without replicas ignore it. Every rank must set the same; no
+    /// communication.
     pub fn set_requires_all_reduce(&self, requires_all_reduce: bool) {
         self.parameters.shared.set_no_all_reduce(!requires_all_reduce);
     }
 
-    /// Runs `f` with backwards that do not communicate: their gradients stay whole on each rank and are reduced
-    /// together with those of the next backward outside: torch's `no_sync`. Restored on every exit path. The same switch as
-    /// [`Self::set_requires_gradient_sync`].
+    /// Runs `f`, inside which backwards do not communicate: torch's `no_sync`. Their gradients are accumulated whole on
+    /// each rank, and reduced together with those of the next backward outside. This sets the switch of
+    /// [`Self::set_requires_gradient_sync`], and restores it when `f` returns, fails or panics.
     ///
     /// # Errors
     /// The errors of `f`.

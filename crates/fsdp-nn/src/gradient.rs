@@ -1,4 +1,4 @@
-//! From candle's gradient tensors, in whatever order they lie, to the flat gradient; norms and scaling of it.
+//! Copies candle's gradient tensors, whatever their memory layout, into the flat gradient; its norms and scaling.
 
 use candle_core::Tensor;
 use fsdp_flat::storage::{HostSlice, Scalar};

@@ -1,9 +1,9 @@
-//! The two candle ops that tie a sharded unit to the autograd graph.
+//! The two custom candle ops that connect a sharded unit with the autograd graph.
 //!
-//! - A parameter tensor is the output of [`ParameterOp`] on a tiny anchor variable: candle hands its gradient to the
-//!   op's backward, which keeps it in the unit instead of in candle's gradient store.
-//! - A unit's output passes through [`PreBackwardOp`], which gathers the unit's parameters again when backward
-//!   reaches it, and checks that they still are those of the forward.
+//! - A parameter tensor is the output of [`ParameterOp`] on a tiny anchor variable. candle passes the parameter's
+//!   gradient to the op's backward, which keeps it in the unit and not in candle's gradient store.
+//! - A unit's output passes through [`PreBackwardOp`]. When the backward reaches it, the op gathers the unit's
+//!   parameters again, and checks that they are still those of the forward.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -14,14 +14,15 @@ use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor, TensorId};
 use crate::handle::FlatParamHandle;
 use crate::{NnError, Result};
 
-/// A tensor of a sharded model that is at the end of candle's graph.
+/// A tensor of a sharded model that is a leaf of candle's graph.
 enum Leaf {
     Parameter(Weak<ParameterSlot>),
     /// The variable below a parameter.
     Anchor,
 }
 
-/// These tensors of all models of this process. A tensor does not tell which operation it comes from.
+/// The leaves of all models in this process. They are looked up by id, because a tensor does not reveal the operation
+/// that made it.
 static LEAVES: LazyLock<Mutex<HashMap<TensorId, Leaf>>> = LazyLock::new(Mutex::default);
 
 fn leaves() -> MutexGuard<'static, HashMap<TensorId, Leaf>> {
@@ -36,18 +37,18 @@ pub(crate) fn parameter_of(tensor: &Tensor) -> Option<Arc<ParameterSlot>> {
     }
 }
 
-/// Returns `true` if a variable is the one below a parameter.
+/// Returns `true` if a tensor is the anchor variable of a parameter.
 pub(crate) fn is_anchor(tensor: &Tensor) -> bool {
     matches!(leaves().get(&tensor.id()), Some(Leaf::Anchor))
 }
 
 thread_local! {
-    /// The gradients of parameters that the backwards inside others have brought, innermost last.
+    /// The gradients of parameters from backwards that run inside another backward, the innermost last.
     static INNER: RefCell<Vec<HashMap<TensorId, Tensor>>> = const { RefCell::new(Vec::new()) };
 }
 
-/// A backward inside another one: until it ends, gradients of parameters are kept for the backward around it, rather than
-/// handed to their units.
+/// A backward inside another one. Until it ends, gradients of parameters are collected for the outer backward, and not
+/// passed to their units.
 pub(crate) struct InnerBackward(());
 
 impl InnerBackward {
@@ -79,7 +80,7 @@ impl Drop for InnerBackward {
     }
 }
 
-/// The owner of a parameter, which its gradient goes to; set once the unit that owns the parameter is complete.
+/// The owner of a parameter, which receives its gradient. It is set once the unit that owns the parameter is complete.
 #[derive(Default)]
 pub(crate) struct ParameterSlot {
     owner: OnceLock<Owner>,
@@ -115,7 +116,7 @@ impl ParameterSlot {
         let _ = self.owner.set(Owner { unit: Arc::downgrade(unit), param });
     }
 
-    /// Notes which tensor the parameter is, and the variable below it.
+    /// Records the tensor of the parameter and its anchor variable.
     pub(crate) fn set_tensors(self: &Arc<Self>, parameter: &Tensor, anchor: &Tensor) {
         let ids = [parameter.id(), anchor.id()];
         let mut leaves = leaves();

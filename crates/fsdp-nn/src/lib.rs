@@ -4,7 +4,7 @@
 //! |---|---|
 //! | [`algorithm`] | the arithmetic of SGD, Adam, AdamW, Adagrad, Adafactor, Muon and schedule-free AdamW: pure functions on slices |
 //! | [`state`] | the live state of models and optimizers: views of it, and a target that takes it |
-//! | [`mod@torch`] | torch's names for what is done with state dicts |
+//! | [`mod@torch`] | torch's functions for state dicts, under torch's names |
 //! | [`fully_sharded`] | the sharded model: forward, backward, `no_sync` |
 //! | [`optimizer`] | the optimizer over a sharded model's parameters |
 //! | [`parameters`] | the parameters as one rank sees them |
@@ -13,9 +13,10 @@
 //! | [`schedule`] | learning rates over the steps of a run |
 //! | [`mod@unit`] | a module that is gathered and released as one |
 //!
-//! How it works: a parameter tensor is the output of a custom op on a tiny anchor variable, so candle gives its
-//! gradient to us; its storage is released after forward and filled again for backward, and every weight and graph node
-//! that shares the storage sees that.
+//! How it works: each parameter tensor is the output of a custom op on a tiny anchor variable. candle's backward passes
+//! the parameter's gradient to that op, which collects it. The storage of the parameter is released after the forward
+//! and filled again for the backward. Every weight and graph node of the model shares that storage, so it needs no
+//! change.
 
 mod agreement;
 pub mod algorithm;

@@ -127,7 +127,7 @@ pub enum OptimStateError {
         expected: String,
     },
     /// The number of steps of a parameter is none.
-    #[error("the step of parameter `{fqn}` is {found}, which is no number of steps")]
+    #[error("the step of parameter `{fqn}` is {found}, which is not a number of steps")]
     MalformedStep {
         /// The parameter, or the FlatParameter.
         fqn: String,

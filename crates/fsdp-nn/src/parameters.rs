@@ -1,4 +1,4 @@
-//! The parameters of a sharded model as one rank sees them: names, units, live values.
+//! [`ShardedParameters`]: the parameters of a sharded model on one rank, with their names, units and live values.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -30,7 +30,7 @@ pub(crate) struct Location {
 
 /// The parameters and buffers of a model that is sharded over a process group, on this rank.
 ///
-/// Everything here is local except where it says that it communicates.
+/// Methods do not communicate unless their documentation says so.
 #[derive(Debug)]
 pub struct ShardedParameters {
     group: ProcessGroup,
@@ -53,9 +53,9 @@ pub struct ShardedParameters {
 }
 
 impl ShardedParameters {
-    /// Shards the model that `build` has declared, and returns it.
-    /// Collectives: two agreements; for `HybridShard` the making of two sub-groups; with a prefetch that of one more for each
-    /// group that the model is spread over.
+    /// Shards the model that `build` has declared, and returns it. Collectives: two agreements; for `HybridShard` the
+    /// creation of two subgroups; with prefetching, the creation of one more for each group that the model is sharded
+    /// or replicated over.
     pub(crate) fn new<M>(
         group: ProcessGroup,
         config: &FsdpConfig,
@@ -100,7 +100,7 @@ impl ShardedParameters {
         Ok((parameters, module))
     }
 
-    /// Prepares the backward of a loss: units learn which parameters it comes to.
+    /// Prepares the backward of a loss: tells each unit which of its parameters the backward will reach.
     pub(crate) fn begin_backward(&self, loss: &Tensor) {
         let reached: HashSet<TensorId> = loss.sorted_nodes().into_iter().map(Tensor::id).collect();
         // The root ends last on all ranks, whatever parameters each of them comes to.
@@ -119,7 +119,7 @@ impl ShardedParameters {
         NnError::of_computation(error, || self.shared.sharded())
     }
 
-    /// Returns `true` if the other is this model on this rank, rather than one like it.
+    /// Returns `true` if `other` is this very model on this rank, and not one like it.
     #[must_use]
     pub fn is_same_model(&self, other: &ShardedParameters) -> bool {
         Arc::ptr_eq(&self.shared, &other.shared)
@@ -144,7 +144,7 @@ impl ShardedParameters {
         self.groups.replicate.as_ref()
     }
 
-    /// Returns the strategy in use; `NoShard` on a single rank, whatever was asked for.
+    /// Returns the strategy in use. On a single rank it is always `NoShard`.
     #[must_use]
     pub const fn strategy(&self) -> ShardingStrategy {
         self.strategy
@@ -156,13 +156,13 @@ impl ShardedParameters {
         self.use_orig_params
     }
 
-    /// Returns the names of all parameters, in the order in which the model declared them; tied ones once, by their first
-    /// name.
+    /// Returns the names of all parameters, in the order in which the model declared them. A tied parameter is listed
+    /// once, by its first name.
     pub fn fqns(&self) -> impl Iterator<Item = &str> {
         self.locations.keys().map(String::as_str)
     }
 
-    /// Returns the other names of tied parameters: alias to name.
+    /// Returns the aliases of tied parameters, each with the parameter's own name.
     #[must_use]
     pub const fn aliases(&self) -> &IndexMap<String, String> {
         &self.aliases
@@ -174,9 +174,9 @@ impl ShardedParameters {
         &self.buffers
     }
 
-    /// Returns the parameters that [`FsdpConfig::ignored_states`] leaves alone, by name: candle's variables, for an optimizer
-    /// of candle's. They are among the [`Self::buffers`] too. To keep them the same on all ranks, reduce their gradients
-    /// before each step.
+    /// Returns the parameters that [`FsdpConfig::ignored_states`] selects, by name: candle variables, to be trained by
+    /// one of candle's optimizers. They are among the [`Self::buffers`] too. To keep them equal on all ranks, reduce
+    /// their gradients before each step.
     #[must_use]
     pub fn ignored_states(&self) -> &[(String, Var)] {
         &self.ignored
@@ -235,7 +235,7 @@ impl ShardedParameters {
         Ok(handle.layout().param_boxes(param, handle.shard_rank()))
     }
 
-    /// Returns the boxes of the parameter that a rank of the group owns, by arithmetic.
+    /// Computes the boxes of the parameter that any rank of the group owns.
     ///
     /// # Errors
     /// [`NnError::UnknownParameter`].
@@ -248,7 +248,7 @@ impl ShardedParameters {
     /// Returns the parameter's live values on this rank, as views: the next optimizer step changes them. No
     /// communication.
     ///
-    /// The views are for reading. Before somebody writes into them, [`Self::lend`] them.
+    /// The views are for reading. Call [`Self::lend`] before writing into them.
     ///
     /// # Errors
     /// [`NnError::UnknownParameter`].
@@ -264,7 +264,7 @@ impl ShardedParameters {
             .ok_or_else(|| candle_core::Error::UnsupportedDTypeForOp(dtype, "FlatParameter").into())
     }
 
-    /// Returns this rank's part of the parameter's live values, flat, as a view; `None` if it has none. No communication.
+    /// Returns a flat view of this rank's part of the parameter's live values; `None` if it has none. No communication.
     pub(crate) fn local_piece(&self, fqn: &str) -> Result<Option<Tensor>> {
         let Location { handle, param } = self.location(fqn)?;
         self.handles[handle].local_piece(param)
@@ -291,8 +291,8 @@ impl ShardedParameters {
         }
     }
 
-    /// Writes values into the parameter's live memory on this rank. `values` must cover this rank's boxes; what it
-    /// has beyond them is ignored. Nothing is written unless all of it can be. No communication.
+    /// Writes values into the parameter's live memory on this rank. `values` must cover this rank's boxes; elements
+    /// outside of them are ignored. On an error nothing has been written. No communication.
     ///
     /// # Errors
     /// An unknown name, another shape or dtype, boxes that are not covered, or [`NnError::UnitInUse`].
@@ -310,58 +310,60 @@ impl ShardedParameters {
         self.handles.iter().flat_map(|handle| &handle.params).any(|param| param.tensor.id() == id)
     }
 
-    /// Returns the units, but for the root, whose own outputs do not notice a change of values before the backward.
+    /// Returns the units whose outputs do not notice a change of values before the backward; the root is not one of
+    /// them.
     pub(crate) fn unchecked_units(&self) -> Vec<Arc<FlatParamHandle>> {
         let mut units = self.wrapped.handles();
         units.extend(self.handles.iter().filter(|handle| !handle.is_gathered() && !handle.is_root).cloned());
         units
     }
 
-    /// Prepares a change of all values, so that a backward of what was computed before is refused. No communication.
+    /// Prepares a change of all values: a backward of an earlier forward becomes an error. No communication.
     pub(crate) fn begin_change_of_all(&self) -> Result<()> {
         self.handles.iter().try_for_each(|handle| handle.begin_change())
     }
 
-    /// Prepares a change of a parameter's unit, so that a backward of what was computed before is refused. No communication.
+    /// Prepares a change of a parameter's unit: a backward of an earlier forward becomes an error. No communication.
     pub(crate) fn begin_change(&self, fqn: &str) -> Result<()> {
         let Location { handle, .. } = self.location(fqn)?;
         self.handles[handle].begin_change()
     }
 
-    /// Counts the bytes of parameters that live on this rank now: shards, and whole units that are gathered.
+    /// Returns the bytes of parameters that are in memory on this rank now: its shards, and the units that are
+    /// gathered.
     #[must_use]
     pub fn parameter_bytes(&self) -> usize {
         self.shared.parameter_bytes()
     }
 
-    /// Returns the most bytes of parameters that ever lived on this rank.
+    /// Returns the largest number of bytes of parameters that were ever in memory on this rank.
     #[must_use]
     pub fn peak_parameter_bytes(&self) -> usize {
         self.shared.peak_parameter_bytes()
     }
 
-    /// Releases all gathered parameters of sharded units: torch's `reshard`. No communication; on every rank alike, since
-    /// all ranks gather again.
+    /// Releases all gathered parameters of sharded units: torch's `reshard`. No communication, but every rank must call
+    /// it, because all ranks have to gather again.
     ///
     /// # Errors
-    /// [`NnError::UnitInUse`] inside a forward; candle's.
+    /// [`NnError::UnitInUse`] inside a forward; candle's errors.
     pub fn reshard(&self) -> Result<()> {
         self.handles.iter().try_for_each(|handle| handle.reshard())
     }
 
-    /// Prepares the live memory of the parameters to be written by whoever has views of it ([`Self::parameter`]), now or
-    /// later: no gathered copy stays, and from now on each forward gathers again what an earlier one has gathered.
-    /// No communication; on every rank alike.
+    /// Allows the caller to write into views of the live parameters ([`Self::parameter`]), now or later. Gathered
+    /// copies are released, and from now on every forward gathers anew, because a copy could be out of date. No
+    /// communication, but every rank must call it.
     ///
     /// # Errors
-    /// [`NnError::UnitInUse`] inside a forward; candle's.
+    /// [`NnError::UnitInUse`] inside a forward; candle's errors.
     pub fn lend(&self) -> Result<()> {
         self.reshard()?;
         self.shared.lend();
         Ok(())
     }
 
-    /// Forgets all gradients, so that the next backward starts from none: torch's `zero_grad(set_to_none=True)`.
+    /// Drops all gradients: torch's `zero_grad(set_to_none=True)`.
     pub fn zero_grad(&self) {
         self.handles.iter().for_each(|handle| handle.zero_grad());
     }

@@ -2,24 +2,26 @@
 
 use candle_core::{DType, Tensor};
 
-/// The dtypes of a unit, where they are not those of its shards: torch's `MixedPrecision` and `MixedPrecisionPolicy`.
+/// The dtypes of a unit that differ from the dtype of its shards: torch's `MixedPrecision` and `MixedPrecisionPolicy`.
 ///
-/// Shards, optimizer state and checkpoints have [`FsdpConfig::dtype`](crate::FsdpConfig::dtype), whatever this says. With `f32`
-/// shards, steps that are too small for `bf16` values add up all the same.
+/// Shards, optimizer state and checkpoints always have [`FsdpConfig::dtype`](crate::FsdpConfig::dtype). With `f32`
+/// shards, updates that are too small for a `bf16` value are not lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MixedPrecision {
-    /// The dtype in which parameters are gathered and computed with: `BF16` or `F16` halve what the all-gathers move. The
-    /// model's builder has it, so that parameters are asked for in it; one that is asked for in another dtype keeps that.
+    /// The dtype in which parameters are gathered and used in the computation: `BF16` or `F16` halve what the
+    /// all-gathers move. It is the dtype of the model's builder, so parameters are requested in it. A parameter that is
+    /// requested in another dtype keeps that one.
     pub param: Option<DType>,
     /// The dtype in which gradients are reduced over ranks; that of the parameters by default.
     pub reduce: Option<DType>,
-    /// The dtype of running statistics that the model asks for; that of shards by default.
+    /// The dtype of running statistics that the model requests; that of shards by default.
     pub buffer: Option<DType>,
-    /// The dtype to which the output is converted: that of the model, or of the unit that this is given to. Units inside
-    /// return what they compute.
+    /// The dtype to which the output of the model is converted, or of the unit for which this is given. Units inside of
+    /// it do not convert their outputs.
     pub output: Option<DType>,
-    /// `true` (the default) if the input of [`Unit::forward`](candle_nn::Module::forward) is converted to the dtype of the
-    /// parameters. The inputs of a closure ([`Unit::run`](crate::Unit::run), the model's own forward) cannot be seen.
+    /// `true` (the default) if the input of [`Unit::forward`](candle_nn::Module::forward) is converted to the dtype of
+    /// the parameters. The inputs of closures ([`Unit::run`](crate::Unit::run), the model's own forward) cannot be
+    /// converted.
     pub cast_inputs: bool,
 }
 
@@ -30,7 +32,7 @@ impl Default for MixedPrecision {
 }
 
 impl MixedPrecision {
-    /// Returns what a unit inside has of it.
+    /// Returns the setting for the units inside, which do not convert their outputs.
     pub(crate) const fn inside(self) -> Self {
         MixedPrecision { output: None, ..self }
     }

@@ -1,9 +1,10 @@
-//! Parts of a model whose activations are not kept: their forward is computed again in the backward.
+//! Activation checkpointing: parts of a model whose activations are not kept, and whose forward is computed again in
+//! the backward.
 //!
-//! A [`recompute`]d part is one node of candle's graph, whose backward runs the forward again, with a graph this time, and
-//! a backward inside the backward. The tensors that gradients go to, which are its inputs and the parameters it uses, hang
-//! below it as arguments of [`Link`]s, one below the other. So candle knows what the part depends on, and adds up gradients
-//! and passes parameters in the order in which it would without.
+//! A [`recompute`]d part is one node of candle's graph. Its backward runs the forward again, recording a graph this
+//! time, and then a backward of that graph inside the outer backward. The tensors that get gradients (its inputs and
+//! the parameters that it uses) are arguments of a chain of [`Link`] nodes below it. So candle knows what the part
+//! depends on, and accumulates gradients in the same order as without recomputation.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -13,13 +14,13 @@ use crate::NnError;
 use crate::hooks::{InnerBackward, ParameterSlot, is_anchor, parameter_of};
 
 /// A module whose activations are not kept: torch's `checkpoint_wrapper`. Its forward is computed again in the backward, from
-/// the same input, so between the two only the input takes memory.
+/// the same input. Between the two only the input takes memory.
 ///
-/// Put it inside of a unit, as in torch: then the unit is gathered once for a backward. Around a unit it works too, and the
-/// unit is gathered twice. Gradients are bit for bit those of the module itself. No communication of its own.
+/// Put it inside of a unit, as in torch: then the unit is gathered once for the backward. Around a unit it works too,
+/// but the unit is gathered twice. Gradients are bit for bit those of the module itself. It adds no communication.
 ///
-/// The module must compute the same again: a dropout must take the same mask in both. State that a forward changes, such
-/// as batch norm's running statistics, is changed twice.
+/// Both forwards must compute the same; a dropout, for example, must use the same mask. State that a forward changes,
+/// such as batch norm's running statistics, is changed twice.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -69,7 +70,8 @@ impl<M> Recomputed<M> {
 }
 
 impl<M: Send + Sync + 'static> Recomputed<M> {
-    /// Runs a forward of the module, as [`recompute`] does.
+    /// Runs `f`, a forward of the module, and recomputes it in the backward, as [`recompute`] does. Runs it without
+    /// recomputation if the module was made with [`Self::when`] and `false`.
     ///
     /// # Errors
     /// The errors of [`recompute`].

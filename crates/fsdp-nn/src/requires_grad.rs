@@ -53,7 +53,8 @@ fn check_uniform(handle: &FlatParamHandle, chosen: &[(&Parameter, bool)]) -> Res
     }
 }
 
-/// Describes a choice by lines that are the same on all ranks.
+/// Describes the trained and the frozen parameters in lines, which the ranks compare to check that all made the same
+/// choice.
 fn describe(chosen: &[(&Parameter, bool)]) -> Vec<String> {
     let lines = chosen.iter().map(|(param, requires_grad)| {
         let state = if *requires_grad { "trained" } else { "frozen" };

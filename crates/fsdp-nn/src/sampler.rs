@@ -1,4 +1,4 @@
-//! The samples that each rank sees, whatever the number of ranks, each exactly once an epoch.
+//! [`ShardedSampler`]: deals the samples of a data set to ranks, each exactly once per epoch, for any number of ranks.
 
 use fsdp_layout::PlainValue;
 use fsdp_state::StateDict;
@@ -11,9 +11,9 @@ pub struct SamplerOptions {
     pub samples: u64,
     /// The number of samples of a global batch, those of all ranks together.
     pub batch: u64,
-    /// The seed of the order; it is another one in each epoch.
+    /// The seed of the order of samples, which is different in each epoch.
     pub seed: u64,
-    /// `true` (the default) if each epoch has an order of its own, or else that of the data set.
+    /// `true` (the default) to shuffle the samples in each epoch; `false` for the order of the data set.
     pub shuffle: bool,
 }
 
@@ -55,12 +55,13 @@ pub enum SamplerError {
     },
 }
 
-/// A sampler that deals the samples of a data set to ranks: torch's `DistributedSampler`, whose position is part of the run's
-/// state. The order of samples depends on the seed and the epoch alone, and each batch is cut into one part a rank. So a run
-/// that stops after any batch and goes on at any number of ranks sees each sample exactly once an epoch, in the same global
-/// batches. A batch at the end of an epoch goes on with the first samples of the next.
+/// A sampler that deals the samples of a data set to ranks: torch's `DistributedSampler`, but with a position that is
+/// part of the run's state. The order of samples depends only on the seed and the epoch, and each global batch is
+/// divided into one part per rank. So a run that stops after any batch, and resumes on any number of ranks, sees each
+/// sample exactly once per epoch, in the same global batches. A batch at the end of an epoch continues with the first
+/// samples of the next.
 ///
-/// The order takes no memory, however many samples there are. No method communicates.
+/// The order takes no memory, whatever the number of samples is. No method communicates.
 ///
 /// ```
 /// use fsdp_nn::sampler::{SamplerOptions, ShardedSampler};
@@ -68,7 +69,7 @@ pub enum SamplerError {
 /// let mut sampler = ShardedSampler::new(options)?;
 /// let mut seen = sampler.next_batch(0, 2);
 /// seen.extend(ShardedSampler::new(options)?.next_batch(1, 2));
-/// // The state goes into a checkpoint, and the run goes on with one rank.
+/// // The state goes into a checkpoint, and the run continues with one rank.
 /// let state = sampler.state_dict();
 /// let mut resumed = ShardedSampler::new(options)?;
 /// resumed.load_state_dict(&state)?;
@@ -110,9 +111,8 @@ impl ShardedSampler {
         self.consumed
     }
 
-    /// Returns the samples of one rank in the next global batch, by their numbers in the data set, and goes on to the batch
-    /// after it. Ranks have equally many where their number divides the batch, and else up to one more or fewer. On every rank
-    /// alike.
+    /// Returns one rank's samples of the next global batch, as indices into the data set, and advances to the batch
+    /// after it. The numbers of samples of two ranks differ by at most one. Every rank must call it for each batch.
     pub fn next_batch(&mut self, rank: usize, ranks: usize) -> Vec<u64> {
         let batch = self.options.batch;
         let start = |rank: usize| (u128::from(batch) * rank as u128 / ranks.max(1) as u128) as u64;
@@ -142,7 +142,7 @@ impl ShardedSampler {
         state
     }
 
-    /// Goes on from a state, at whatever number of ranks and size of batches.
+    /// Continues from a saved state. The number of ranks and the size of batches may be different.
     ///
     /// # Errors
     /// [`SamplerError::Other`] for another data set, seed or order, and [`SamplerError::State`]. Nothing has been changed then.
@@ -170,10 +170,11 @@ fn check<T: PartialEq + ToString>(key: &'static str, saved: T, here: T) -> Resul
     Err(SamplerError::Other { key, saved: saved.to_string(), here: here.to_string() })
 }
 
-/// Returns the place of `x` in a random order of the numbers below `n`, which has no two of them in one place.
+/// Returns the image of `x` under a random permutation of the numbers below `n`.
 ///
-/// Four rounds of a Feistel network permute the numbers of as many bits as `n` needs. A number that lands above `n` is
-/// permuted again, until it lands below: the way round the circle is the same for all, so no two meet.
+/// Four rounds of a Feistel network permute all numbers with as many bits as `n` needs. A result that is not below `n`
+/// is permuted again until it is ("cycle walking"). Each number below `n` then maps to the next such number on its
+/// cycle, so this is a permutation too.
 fn permuted(x: u64, n: u64, key: u64) -> u64 {
     let half = (u64::BITS - (n - 1).leading_zeros()).div_ceil(2).max(1);
     let mask = (1u64 << half) - 1;

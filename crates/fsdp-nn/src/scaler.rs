@@ -19,9 +19,9 @@ pub struct GradScalerOptions {
     pub init_scale: f64,
     /// The factor by which the scale grows, 2.
     pub growth_factor: f64,
-    /// The factor by which it falls after gradients that were not finite, 0.5.
+    /// The factor by which the scale falls after gradients that were not finite, 0.5.
     pub backoff_factor: f64,
-    /// The number of steps in a row with finite gradients after which it grows, 2000.
+    /// The number of consecutive steps with finite gradients after which the scale grows, 2000.
     pub growth_interval: u32,
     /// `true` (the default) if losses are scaled at all. If not, every method does what it would without a scaler.
     pub enabled: bool,
@@ -70,7 +70,7 @@ impl Default for GradScalerOptions {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// In a checkpoint its state is a value beside model and optimizer: `TrainState::scaler` saves and loads it.
+/// Set `TrainState::scaler` to save and load its state with the run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GradScaler {
     options: GradScalerOptions,
@@ -108,17 +108,17 @@ impl GradScaler {
         if self.options.enabled { self.scale.into() } else { 1.0 }
     }
 
-    /// Returns a loss times the scale, to run the backward of. No communication.
+    /// Returns a loss times the scale, for the backward. No communication.
     ///
     /// # Errors
-    /// candle's.
+    /// candle's errors.
     pub fn scale(&self, loss: &Tensor) -> Result<Tensor> {
         if self.options.enabled { Ok((loss * self.get_scale())?) } else { Ok(loss.clone()) }
     }
 
-    /// Divides all gradients of a model by the scale, and returns `true` if those of all ranks are finite. After it, clipping
-    /// sees gradients as they are without a scaler. [`Self::step`] does it where it has not been done. Collectives: one
-    /// all-reduce of a number over all ranks.
+    /// Divides all gradients of a model by the scale, and returns `true` if those of all ranks are finite. Call it
+    /// before clipping gradients; otherwise [`Self::step`] does it. Collectives: one all-reduce of a number over all
+    /// ranks.
     ///
     /// # Errors
     /// [`ScalerError::UnscaledTwice`]; the all-reduce's.
@@ -138,9 +138,9 @@ impl GradScaler {
         Ok(found[0] == 0.0)
     }
 
-    /// Steps an optimizer if all gradients of all ranks are finite, and returns `true` if it did. Gradients are unscaled first
-    /// where that has not been done. Several optimizers over one model may step one after the other. Collectives: as
-    /// [`Self::unscale`], and the optimizer's.
+    /// Steps an optimizer if all gradients of all ranks are finite, and returns `true` if it did. Unscales the
+    /// gradients first unless [`Self::unscale`] was called since the last [`Self::update`]. Several optimizers of one
+    /// model may step one after the other. Collectives: as [`Self::unscale`], and the optimizer's.
     ///
     /// # Errors
     /// The errors of the optimizer and of [`Self::unscale`].
@@ -195,7 +195,8 @@ impl GradScaler {
         state
     }
 
-    /// Takes the state of a scaler, torch's too. A scaler that is not enabled ignores it, as in torch. No communication.
+    /// Loads the state of a scaler, which may be torch's. A scaler that is not enabled ignores it, as in torch. No
+    /// communication.
     ///
     /// # Errors
     /// [`ScalerError::State`] and [`ScalerError::OutOfRange`], and nothing has been changed.

@@ -23,7 +23,7 @@ pub enum ScalerError {
     #[error("the scale cannot be updated before `unscale` or `step` has looked at gradients")]
     NothingToUpdate,
     /// A state dict lacks a key, or has another kind of value there.
-    #[error("the state of a gradient scaler has {found} under `{key}`, where {expected} belongs")]
+    #[error("`{key}` in the state of a gradient scaler is {found}, but must be {expected}")]
     State {
         /// The key.
         key: &'static str,

@@ -21,8 +21,8 @@ pub enum Decay {
 /// A learning rate over the steps of a run, as a multiple of a base: torch's `LambdaLR` with the functions that
 /// `transformers` calls constant, cosine and linear schedules with warm-up.
 ///
-/// It has no state of its own: the factor of a step depends on its number only, so a run that keeps its step, and these
-/// fields as plain values, goes on as if it had not stopped.
+/// It has no state: the factor depends only on the number of the step. A run that saves its step, and these fields as
+/// plain values, can resume the schedule.
 ///
 /// ```
 /// use fsdp_nn::schedule::{Decay, Schedule};
@@ -56,9 +56,10 @@ impl Schedule {
         }
     }
 
-    /// Sets the learning rate of each group of an optimizer for a step, counted from 0: its base times the factor. The base is
-    /// the group's [`initial_lr`](crate::ParamGroup::initial_lr), which is its learning rate when a schedule is first applied,
-    /// and is kept in checkpoints as torch's schedulers keep it. On every rank alike; no communication.
+    /// Sets the learning rate of each group of an optimizer for a step, counted from 0, to its base rate times the
+    /// factor. The base rate is the group's [`initial_lr`](crate::ParamGroup::initial_lr): its learning rate when a
+    /// schedule is first applied. It is saved in checkpoints, as by torch's schedulers. Every rank must call this; no
+    /// communication.
     ///
     /// # Errors
     /// A base that is negative or not finite.

@@ -29,26 +29,27 @@ impl Scope {
         Scope { vb, registry: Some(registry) }
     }
 
-    /// Returns candle's builder at this scope's prefix.
+    /// Returns a candle `VarBuilder` with this scope's prefix.
     #[must_use]
     pub fn vb(&self) -> VarBuilder<'static> {
         self.vb.clone()
     }
 
-    /// This scope one name further down.
+    /// Returns a scope whose prefix has one more name.
     #[must_use]
     pub fn pp(&self, name: impl ToString) -> Scope {
         Scope { vb: self.vb.pp(name), registry: self.registry.clone() }
     }
 
-    /// Returns the full name of something at this scope.
+    /// Returns the full name of `name` in this scope.
     fn full_name(&self, name: &str) -> String {
         let prefix = self.vb.prefix();
         if prefix.is_empty() { name.to_owned() } else { format!("{prefix}.{name}") }
     }
 
-    /// Builds a module whose parameters form a unit of their own: gathered, released and reduced together.
-    /// Parameters of units inside it belong to those. In torch: a submodule that is wrapped in `FullyShardedDataParallel`.
+    /// Builds a module whose parameters form one unit: they are gathered, released and reduced together. Parameters of
+    /// units inside the module belong to the inner units. In torch, this is a submodule wrapped in
+    /// `FullyShardedDataParallel`.
     ///
     /// # Errors
     /// The errors of `build`.
@@ -56,9 +57,9 @@ impl Scope {
         self.build_unit(None, build)
     }
 
-    /// Builds a unit like [`Self::unit`], which has dtypes of its own in place of those of
-    /// [`FsdpConfig::mixed_precision`](crate::FsdpConfig::mixed_precision). Its parameters are asked for in its `param` dtype,
-    /// or in that of shards.
+    /// Builds a unit like [`Self::unit`], but with its own dtypes instead of those in
+    /// [`FsdpConfig::mixed_precision`](crate::FsdpConfig::mixed_precision). The builder inside has the dtype `param`,
+    /// or that of shards if it is not given.
     ///
     /// # Errors
     /// The errors of `build`.
@@ -88,27 +89,26 @@ impl Scope {
         Ok(Unit::sharded(built?, slot))
     }
 
-    /// Makes `alias` (a name at this scope) another name of the parameter with full name `fqn`: tied weights.
-    /// The model state dict lists both names; the optimizer knows the parameter by `fqn`. Call it before the model asks
-    /// for `alias`. `fqn` may be an alias itself. A plain scope ignores ties.
+    /// Ties weights: makes `alias` (a name in this scope) another name of the parameter with the full name `fqn`. The
+    /// model state dict lists both names; optimizers know the parameter by `fqn`. Call this before the model requests
+    /// `alias`. `fqn` may itself be an alias. A plain scope ignores ties.
     ///
-    /// A name tied to itself is only announced: `contains_tensor` says that it is there, before the model asks for it.
+    /// A tie of a name to itself only makes `contains_tensor` return `true` for it before the model has requested it.
     ///
-    /// A tie that cannot be is the error of [`FullyShardedDataParallel::new`](crate::FullyShardedDataParallel::new): one
-    /// that comes too late, goes round in a circle, contradicts another, or leads to a parameter that the model never asks
-    /// for.
+    /// An invalid tie makes [`FullyShardedDataParallel::new`](crate::FullyShardedDataParallel::new) fail: one that
+    /// comes too late, is part of a circle, contradicts another, or leads to a parameter that the model never requests.
     pub fn tie(&self, alias: &str, fqn: &str) {
         if let Some(registry) = &self.registry {
             lock(registry).tie(self.full_name(alias), fqn);
         }
     }
 
-    /// Registers a buffer: a tensor, whole on every rank, that is not trained. A persistent one is in the model state
-    /// dict. The tensor is returned, for the model to keep. torch's `register_buffer`. No communication: all ranks give
+    /// Registers a buffer, a tensor that is whole on every rank and not trained, and returns it: torch's
+    /// `register_buffer`. A persistent buffer is part of the model state dict. No communication: all ranks must pass
     /// the same values.
     ///
-    /// Batch norm's running statistics, which candle asks for as `running_mean` and `running_var`, are persistent buffers
-    /// without that. Each rank keeps those of its own batches.
+    /// Batch norm's running statistics, which candle requests as `running_mean` and `running_var`, are persistent
+    /// buffers automatically. Each rank keeps the statistics of its own batches.
     pub fn buffer(&self, name: &str, value: Tensor, persistent: bool) -> Tensor {
         if let Some(registry) = &self.registry {
             lock(registry).buffers.insert(self.full_name(name), (value.clone(), persistent));

@@ -16,7 +16,7 @@ pub(crate) struct Shared {
     sent_dtype: OnceLock<DType>,
     /// `true` once views of the shards have been lent to somebody who may write into them at any time.
     lent: AtomicBool,
-    /// `true` once parameters that no gradient comes to have been looked for.
+    /// `true` once parameters that get no gradient have been looked for.
     looked_for_unreached: AtomicBool,
     /// Forwards of the model that are running, one inside the other.
     running: AtomicUsize,

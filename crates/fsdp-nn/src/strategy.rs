@@ -1,4 +1,4 @@
-//! How parameters, gradients and optimizer state are spread over ranks.
+//! Sharding strategies: how parameters, gradients and optimizer state are spread over ranks.
 
 use std::fmt;
 use std::str::FromStr;
@@ -15,7 +15,8 @@ pub enum ShardingStrategy {
     FullShard,
     /// Like `FullShard`, but parameters stay gathered from forward to backward: torch's `SHARD_GRAD_OP`.
     ShardGradOp,
-    /// Every rank holds everything; gradients are all-reduced: torch's `NO_SHARD`. What a single rank always gets.
+    /// Every rank holds everything, and gradients are all-reduced: torch's `NO_SHARD`. A single rank always has this
+    /// strategy.
     NoShard,
     /// Like `FullShard` along the last dimension of a 2-D mesh, and replicated along the first: gradients are
     /// reduce-scattered among the ranks that share shards, then all-reduced across replicas. torch's `HYBRID_SHARD`.

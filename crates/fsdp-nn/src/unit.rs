@@ -71,8 +71,8 @@ impl<M> Unit<M> {
         Unit { module, slot: Some(slot) }
     }
 
-    /// Runs a forward of the module with the unit's parameters in place.
-    /// Collectives: one all-gather over the shard group if the unit is not whole already.
+    /// Runs a forward of the module with the unit's parameters gathered.
+    /// Collectives: one all-gather over the shard group, unless the unit is gathered already.
     ///
     /// # Errors
     /// The errors of `f`, and of the all-gather.

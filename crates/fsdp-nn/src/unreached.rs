@@ -1,4 +1,4 @@
-//! Parameters that no gradient comes to: optimizers leave them alone, and a warning names them.
+//! Parameters that get no gradient: optimizers leave them alone, and a warning names them.
 
 use fsdp_comm::ReduceOp;
 use tracing::warn;

@@ -1,4 +1,4 @@
-//! The operations composed of candle's own, for devices that have no fast one here.
+//! The operations composed of candle's own, for devices for which this crate has no kernels.
 
 use candle_core::{D, DType, Result, Tensor};
 

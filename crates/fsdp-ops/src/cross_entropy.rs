@@ -15,7 +15,7 @@ const NAME: &str = "cross-entropy";
 /// torch's `cross_entropy`. The result is a scalar.
 ///
 /// # Errors
-/// Other shapes; no rows; a target that is no class; scores of a dtype that is no float.
+/// Other shapes; no rows; a target that is no class; scores of a dtype that is not a float.
 pub fn cross_entropy(scores: &Tensor, targets: &Tensor) -> Result<Tensor> {
     let (rows, classes) = scores.dims2()?;
     if targets.dims() != [rows] {

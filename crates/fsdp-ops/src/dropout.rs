@@ -1,4 +1,4 @@
-//! Dropout whose masks do not depend on how a batch is cut, nor on how often they are taken.
+//! Dropout whose masks do not depend on how a batch is divided, and are the same when a forward is computed again.
 
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, WithDType as _};
 
@@ -7,10 +7,11 @@ use crate::real::Real;
 use crate::rows::map_rows;
 use crate::values::{Values, contiguous, elements};
 
-/// The source of a dropout's masks: whether an element is dropped depends on the seed, the step, the place in the model, the
-/// row's number in the global batch and the element's place in the row, and on nothing else. So a batch that is cut over ranks
-/// or micro-batches gets the masks that it would get as a whole, a run that is resumed goes on with the masks that it would
-/// have had, and a part of a model that is computed again in the backward drops the same elements again.
+/// The source of a dropout's masks: whether an element is dropped depends on the seed, the step, the place in the
+/// model, the row's number in the global batch and the element's place in the row, and on nothing else. So a batch that
+/// is cut over ranks or micro-batches gets the masks that it would get as a whole, a run that is resumed continues with
+/// the masks that it would have had, and a part of a model that is computed again in the backward drops the same
+/// elements again.
 ///
 /// It is a value without state: give it to the model's forward, and a place of its own to each dropout.
 ///
@@ -45,7 +46,7 @@ impl DropoutMasks {
         DropoutMasks { key: mixed(key ^ place.len() as u64), ..self }
     }
 
-    /// Returns the masks of a part of the batch whose first row has this number in the global batch.
+    /// Returns the masks for a part of the global batch that begins at row `first_row`.
     #[must_use]
     pub const fn from_row(self, first_row: u64) -> Self {
         DropoutMasks { first_row, ..self }
@@ -68,11 +69,11 @@ const fn mixed(x: u64) -> u64 {
 /// The step of SplitMix64.
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// Sets each element to 0 with probability `p`, and multiplies the others by `1 / (1 - p)`: torch's `dropout` in training. The
-/// first dimension of `x` counts the rows of the batch.
+/// Sets each element to 0 with probability `p`, and multiplies the others by `1 / (1 - p)`: torch's `dropout` with
+/// `training=True`. The first dimension of `x` is the rows of the batch.
 ///
 /// # Errors
-/// A probability outside of 0 to 1; a tensor without dimensions; a dtype that is no float.
+/// A probability outside of 0 to 1; a tensor without dimensions; a dtype that is not a float.
 pub fn dropout(x: &Tensor, p: f64, masks: DropoutMasks) -> Result<Tensor> {
     if !(0.0..=1.0).contains(&p) {
         candle_core::bail!("dropout: the probability {p} is not between 0 and 1");
@@ -85,7 +86,7 @@ pub fn dropout(x: &Tensor, p: f64, masks: DropoutMasks) -> Result<Tensor> {
     if x.device().is_cpu() {
         return x.contiguous()?.apply_op1(op);
     }
-    // Composed of candle's operations elsewhere: the mask comes from the host.
+    // On other devices the mask is computed on the host, and applied with candle's operations.
     let ones = Tensor::ones(x.dims(), DType::F32, &Device::Cpu)?;
     x * ones.apply_op1(op)?.to_device(x.device())?.to_dtype(x.dtype())?
 }

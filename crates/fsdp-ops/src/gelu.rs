@@ -10,7 +10,7 @@ use crate::values::{Values, contiguous, elements};
 /// Computes `x * Φ(x)` with the normal distribution function Φ: torch's `gelu`.
 ///
 /// # Errors
-/// A dtype that is no float.
+/// A dtype that is not a float.
 pub fn gelu_erf(x: &Tensor) -> Result<Tensor> {
     apply(x, Gelu::Erf, Tensor::gelu_erf)
 }
@@ -18,7 +18,7 @@ pub fn gelu_erf(x: &Tensor) -> Result<Tensor> {
 /// Computes GELU with the approximation of Φ by tanh: torch's `gelu(approximate="tanh")`.
 ///
 /// # Errors
-/// A dtype that is no float.
+/// A dtype that is not a float.
 pub fn gelu(x: &Tensor) -> Result<Tensor> {
     apply(x, Gelu::Tanh, Tensor::gelu)
 }

@@ -1,11 +1,12 @@
 //! Fast operations with gradients for candle models.
 //!
-//! candle's fused operations have no backward, or cut the gradient without a word: `candle_nn::ops::softmax_last_dim`,
-//! `rms_norm`, `layer_norm`, `rotary_emb::rope`, `ops::sdpa`. Composed of candle's small operations they have one, but
-//! each of those reads and writes all elements, in the forward and again in the backward. The functions here compute in
-//! one pass over rows that stay in cache, have a backward that does the same, and work in any candle model.
+//! candle's fused operations (`candle_nn::ops::softmax_last_dim`, `rms_norm`, `layer_norm`, `rotary_emb::rope`,
+//! `ops::sdpa`) have no backward, or silently stop the gradient. The same functions composed of candle's small
+//! operations have a backward, but each small operation reads and writes all elements, in the forward and again in the
+//! backward. The functions here compute in one pass over rows that stay in the cache, have a backward that does the
+//! same, and work in any candle model.
 //!
-//! | function | computes | stands for |
+//! | function | computes | replaces |
 //! |---|---|---|
 //! | [`softmax_last_dim`] | softmax over the last dimension | `candle_nn::ops::softmax_last_dim` |
 //! | [`rms_norm`] | root-mean-square norm over the last dimension | `candle_nn::ops::rms_norm` |
@@ -16,14 +17,13 @@
 //! | [`gelu_erf`], [`gelu()`] | GELU, exact and by tanh | `Tensor::{gelu_erf, gelu}` |
 //! | [`cross_entropy()`] | mean cross-entropy of scores and targets | `candle_nn::loss::cross_entropy` |
 //! | [`dropout()`] | dropout whose masks do not depend on ranks | `candle_nn::ops::dropout` |
-//! | [`linear()`] | a product with a weight, and a bias | `candle_nn::Linear` |
+//! | [`linear()`] | a product with a weight, plus a bias | `candle_nn::Linear` |
 //!
 //! On CPUs they take f32, f64, bf16 and f16. The half types are computed in f32 and rounded once, at the end. On other
 //! devices each function is composed of candle's operations, and has the same gradients.
 //!
-//! Results depend neither on the number of threads nor on the machine's vector instructions, but for matrix products,
-//! which are those of the crate `gemm`, as candle's are. Work is shared by the threads of the rayon pool that the caller is
-//! in.
+//! Results do not depend on the number of threads or the machine's vector instructions, except in matrix products,
+//! which use the crate `gemm`, as candle does. Work is shared by the threads of the current rayon pool.
 
 mod attention;
 mod composed;

@@ -1,4 +1,4 @@
-//! A product with a weight, and a bias.
+//! The linear layer: a product with a weight, plus a bias.
 
 use candle_core::{CpuStorage, CustomOp2, CustomOp3, D, Layout, Result, Shape, Tensor, WithDType as _};
 
@@ -15,7 +15,7 @@ const NAME: &str = "linear";
 /// transposed, and whoever uses it has to turn it round.
 ///
 /// # Errors
-/// Shapes that do not go together; different dtypes, or one that is no float.
+/// Shapes that do not go together; different dtypes, or one that is not a float.
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let (outputs, inputs) = weight.dims2()?;
     if x.dim(D::Minus1)? != inputs || bias.is_some_and(|bias| bias.dims() != [outputs]) {

@@ -12,7 +12,7 @@ use crate::values::{Values, contiguous, elements};
 /// there is one weight and one bias each: torch's `layer_norm`.
 ///
 /// # Errors
-/// A weight or a bias of another shape or dtype; a dtype that is no float.
+/// A weight or a bias of another shape or dtype; a dtype that is not a float.
 pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
     check("layer-norm", x, weight)?;
     check("layer-norm", x, bias)?;
@@ -26,7 +26,7 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
 /// Computes `x / sqrt(mean of squares + eps) * weight` over the last dimension: torch's `rms_norm`.
 ///
 /// # Errors
-/// A weight of another shape or dtype; a dtype that is no float.
+/// A weight of another shape or dtype; a dtype that is not a float.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     check("rms-norm", x, weight)?;
     if !x.device().is_cpu() {
@@ -131,7 +131,8 @@ impl CustomOp2 for RmsNorm {
     }
 }
 
-/// Normalizes a row in place, with the mean taken off if `CENTER`. Returns the factor.
+/// Normalizes a row in place: subtracts the mean if `CENTER`, and divides by the root of the mean square plus `eps`.
+/// Returns the factor that the row was multiplied by, which the backward needs.
 #[inline(always)]
 fn normalize<R: Real, const CENTER: bool>(row: &mut [R], eps: f64) -> R {
     let len = R::of(row.len() as f64);

@@ -1,15 +1,16 @@
-//! Memory that threads fill part by part.
+//! Uninitialized memory that several threads fill, each one part at a time.
 
 use std::mem::MaybeUninit;
 
 use rayon::iter::{IndexedParallelIterator as _, ParallelIterator as _};
 use rayon::slice::ParallelSliceMut as _;
 
-/// Makes `len` elements, `part` at a time, on threads of the rayon pool that the caller is in. `f` gets the number of a part
-/// and its elements, which are all `start`. Returns the elements, and the results of `f` in the order of the parts.
+/// Computes `len` elements in parts of `part` elements, on the threads of the current rayon pool. `f` gets the number
+/// of a part and its elements, which are all `start` at first. Returns the elements, and the results of `f` in the
+/// order of the parts.
 ///
-/// A thread sets the elements of a part just before it computes them, so they are still in its cache; `vec!` would set them
-/// all on one thread first, and fetch them from memory again later.
+/// Each thread initializes a part just before it computes it, so the part is still in the cache. `vec!` would
+/// initialize all elements on one thread first, and they would have to be fetched from memory again.
 #[expect(unsafe_code, reason = "a vector's memory is set by several threads")]
 pub(crate) fn in_parts<T: Copy + Send + Sync, R: Send>(
     len: usize,

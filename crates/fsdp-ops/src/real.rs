@@ -182,9 +182,10 @@ pub(crate) fn largest<R: Real>(values: &[R]) -> R {
     lanes.iter().chain(rest).fold(R::LEAST, |largest, &value| larger(largest, value))
 }
 
+/// Returns the larger number, or NaN if one of them is NaN.
 #[inline(always)]
 fn larger<R: Real>(a: R, b: R) -> R {
-    // No order holds for a NaN, so that it wins.
+    // Comparisons with NaN are false, so a NaN in `b` is returned too.
     if a > b || is_nan(a) { a } else { b }
 }
 

@@ -33,8 +33,8 @@ pub(crate) fn vectorized<R>(kernel: impl FnOnce() -> R) -> R {
     pulp::Arch::new().dispatch(Kernel(kernel))
 }
 
-/// Computes an output as long as each of the inputs, row by row. The kernel gets the number of a row and the row of each
-/// input, widened, and leaves its result in the first. The last row may be shorter.
+/// Computes an output of the same length as each of the inputs, row by row. The kernel gets the number of a row and
+/// that row of each input, widened, and writes its result over the row of the first input. The last row may be shorter.
 pub(crate) fn map_rows<T: Element, const N: usize>(
     inputs: [&[T]; N],
     width: usize,
@@ -94,7 +94,7 @@ pub(crate) fn sum_of_rows<T: Element>(values: &[T], width: usize) -> Vec<T::Real
     sum_of_parts(&parts, width)
 }
 
-/// Sums the parts of all tasks, in their order, however threads came to them.
+/// Sums the partial results of all tasks in the order of the tasks, so that the result does not depend on threads.
 fn sum_of_parts<R: Real>(parts: &[Vec<R>], width: usize) -> Vec<R> {
     let mut total = vec![R::ZERO; width];
     for part in parts {

@@ -22,7 +22,7 @@ const NAME: &str = "softmax-last-dim";
 /// ```
 ///
 /// # Errors
-/// A tensor without dimensions, or of a dtype that is no float.
+/// A tensor without dimensions, or of a dtype that is not a float.
 pub fn softmax_last_dim(x: &Tensor) -> Result<Tensor> {
     x.dim(D::Minus1)?;
     if !x.device().is_cpu() {

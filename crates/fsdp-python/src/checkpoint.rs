@@ -49,7 +49,8 @@ impl Checkpoint {
         self.opened.metadata().values().map(|(name, _)| name.to_owned()).collect()
     }
 
-    /// Returns the metadata as torch pickles it. The bytes are made here: nothing of a foreign pickle is in them.
+    /// Returns the metadata as a pickle of torch's `Metadata`. It is encoded from the parsed metadata, so no bytes of
+    /// the file's own pickle reach Python.
     fn metadata<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &encode(self.opened.metadata()))
     }
@@ -59,7 +60,8 @@ impl Checkpoint {
         py.detach(|| self.opened.check_stored(&|_| true)).map_err(|error| exception(py, error))
     }
 
-    /// Returns a value; `tensor` makes the tensors in it, from dtype, shape and bytes.
+    /// Returns a value that is not a tensor. `tensor` is a Python function that builds the tensors inside it from
+    /// dtype, shape and bytes.
     fn value<'py>(&self, py: Python<'py>, name: &str, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let value = py.detach(|| self.opened.read_value(name)).map_err(|error| exception(py, error))?;
         to_python(py, &value, tensor)

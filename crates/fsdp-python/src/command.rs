@@ -41,7 +41,7 @@ pub(crate) fn report(py: Python<'_>, arguments: Vec<OsString>) -> PyResult<(Stri
             reported
         }
     });
-    // Python handles signals on this thread only, and only while it asks.
+    // Python runs its signal handlers on the main thread only, when `check_signals` is called.
     let mut interrupted = None;
     loop {
         let wait = || finished.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(SIGNAL_CHECK);

@@ -52,7 +52,7 @@ impl Staging {
         prepared.map(Staging::new).map_err(|error| exception(py, error))
     }
 
-    /// Joins what the coordinator has prepared for the same path, by its name.
+    /// Joins the staging directory that the coordinator has made for the same path. `name` is that directory's name.
     #[staticmethod]
     fn join(py: Python<'_>, path: String, name: &str) -> PyResult<Self> {
         let joined = py.detach(|| Durable::new().join(path, name));
@@ -110,7 +110,7 @@ impl Staging {
         Ok((placed, PyBytes::new(py, &report)))
     }
 
-    /// Writes the hashes and torch's pickle of the metadata, and commits: the checkpoint takes its place in one step.
+    /// Writes the hashes and the metadata, which torch has pickled, and commits the checkpoint in one step.
     fn finish(&self, py: Python<'_>, metadata: Vec<u8>, reports: Vec<Vec<u8>>) -> PyResult<()> {
         let written: Result<Vec<RankWritten>, _> =
             reports.iter().map(|report| serde_json::from_slice(report)).collect();

@@ -23,7 +23,7 @@ pub struct GatherOptions {
 /// Returns all tensors of a state dict, whole, on the ranks that keep them; an empty dict on all others.
 /// torch's `_gather_state_dict`.
 ///
-/// Every rank brings a dict of the same keys, kinds, dtypes and global shapes, in any order; a rank without elements
+/// Every rank passes a dict of the same keys, kinds, dtypes and global shapes, in any order; a rank without elements
 /// brings a [`ShardedTensor`] without boxes. Elements may be on several ranks (HybridShard). The result has the order
 /// of this rank's dict, and its tensors share memory with nothing; plain values and whole tensors are this rank's own.
 ///
@@ -363,7 +363,7 @@ pub fn reshard_sharded_tensor(
 /// the result has the order of this rank's list.
 ///
 /// # Errors
-/// The same as [`reshard_sharded_tensor`]; ranks that bring different names; [`StateError::DuplicateKey`] for one that
+/// The same as [`reshard_sharded_tensor`]; ranks that pass different names; [`StateError::DuplicateKey`] for one that
 /// occurs twice.
 pub fn reshard_sharded_tensors(
     tensors: &[Reshard<'_>],
@@ -372,6 +372,7 @@ pub fn reshard_sharded_tensors(
     reshard("reshard_sharded_tensors", tensors, group)
 }
 
+/// Reshards tensors under the name of the calling function, which errors show.
 fn reshard(
     operation: &'static str,
     tensors: &[Reshard<'_>],

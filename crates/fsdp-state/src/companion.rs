@@ -1,4 +1,5 @@
-//! Copying the values of one dict into those of another, after a check that they fit.
+//! Copies the values of one state dict into those of another of the same structure, its companion, after checking that
+//! they fit.
 
 use std::collections::HashSet;
 

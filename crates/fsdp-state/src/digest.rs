@@ -15,14 +15,15 @@ use crate::{Leaf, StateDict, StateError, StateValue, flatten_state_dict};
 /// Returns the digests of a state dict, by its flat keys: those that a checkpoint of it has, whatever its format and the
 /// number of ranks (`fsdp digest`). The same on every rank.
 ///
-/// Every rank brings a dict of the same names. An element that several ranks have counts once, with the value of the first of
-/// them; of whole tensors and plain values those of rank 0 count. Tensors that are contiguous in host memory are not copied.
+/// Every rank passes a dict of the same names. An element that several ranks have counts once, with the value of the
+/// first of them; of whole tensors and plain values those of rank 0 count. Tensors that are contiguous in host memory
+/// are not copied.
 ///
 /// Collectives: one agreement, and two object all-gathers, of boxes and of sums.
 ///
 /// # Errors
-/// The same on every rank: ranks that bring different names, kinds, dtypes or shapes; elements that no rank has; any rank's
-/// own error.
+/// The same on every rank: ranks that pass different names, kinds, dtypes or shapes; elements that no rank has; any
+/// rank's own error.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};

@@ -24,7 +24,7 @@ pub enum StateError {
     /// A collective failed, or another rank did.
     #[error(transparent)]
     Comm(#[from] CommError),
-    /// A digest of something that is no part of its tensor.
+    /// A digest of something that is not a part of its tensor.
     #[error(transparent)]
     Digest(#[from] DigestError),
     /// Two places of a nested state dict have one flat key.
@@ -58,7 +58,7 @@ pub enum StateError {
         /// The arguments of that rank.
         expected: String,
     },
-    /// Ranks brought state dicts with different keys.
+    /// Ranks passed state dicts with different keys.
     #[error(
         "`{operation}` needs the same keys on all ranks: rank {rank} has no `{key}`, which rank {reference} has; \
          give it the value, or a sharded tensor without boxes"
@@ -73,7 +73,7 @@ pub enum StateError {
         /// A rank that has it.
         reference: usize,
     },
-    /// Ranks brought values of different kinds, dtypes or global shapes for one key.
+    /// Ranks passed values of different kinds, dtypes or global shapes for one key.
     #[error(
         "`{operation}` needs the same kind, dtype and shape on all ranks: `{key}` is a {found} on rank {rank}, \
          but a {expected} on rank {reference}"
@@ -92,7 +92,7 @@ pub enum StateError {
         /// The value on that rank.
         expected: String,
     },
-    /// Ranks brought different values where they must bring the same, because each loads its own.
+    /// Ranks passed different values where they must pass the same, because each loads its own.
     #[error(
         "`{operation}`: rank {rank} has different values for `{key}`: {found}, but rank {reference} has {expected}"
     )]
@@ -139,7 +139,7 @@ pub enum StateError {
         /// The global shape of one of them.
         shape: Vec<usize>,
     },
-    /// A load into live tensors broke off after it had begun to fill them.
+    /// A load into live tensors was interrupted after it had begun to fill them.
     #[error(
         "the load broke off while it filled live values: some are new, others as they were; load a whole checkpoint before \
          going on, or load with `staged` to change all or nothing: {reason}"
@@ -183,7 +183,7 @@ pub enum StateError {
         expected: String,
     },
     /// A tensor has more bytes than memory has addresses.
-    #[error("`{key}` has the shape {shape:?}, which no memory holds")]
+    #[error("`{key}` has the shape {shape:?}, which is too large for memory")]
     TooLarge {
         /// The flat key.
         key: String,

@@ -58,7 +58,7 @@ impl Memory {
     }
 
     /// Returns the memory of a live value, to be filled where it is. A raw tensor cannot be changed, and gets fresh memory;
-    /// a value that is no tensor has none.
+    /// a value that is not a tensor has none.
     ///
     /// # Errors
     /// [`FlatError::OutOfMemory`].
@@ -92,7 +92,7 @@ impl Memory {
     /// memory always becomes a raw tensor, which is on the CPU.
     ///
     /// # Errors
-    /// [`FlatError::NotCovered`] if `whole` is `true` and the boxes are not all of the tensor; candle's.
+    /// [`FlatError::NotCovered`] if `whole` is `true` and the boxes are not all of the tensor; candle's errors.
     pub fn into_value(self, whole: bool, device: &Device) -> Result<StateValue, StateError> {
         Ok(match self {
             Memory::Raw(RawMemory { dtype, shape, bytes }) => RawTensor::new(dtype, shape, bytes)?.into(),
@@ -139,7 +139,7 @@ impl Memory {
     /// Copies values to these tensors from memory that was filled in their place, and converts them to their dtype.
     ///
     /// # Errors
-    /// candle's; tensors that are not contiguous.
+    /// candle's errors; tensors that are not contiguous.
     pub fn fill_from(&self, values: &ShardedTensor) -> Result<(), StateError> {
         let Memory::Tensors(tensor) = self else { return Ok(()) };
         for (LocalShard { tensor: from, .. }, LocalShard { tensor: to, .. }) in
@@ -159,12 +159,12 @@ pub trait Lend {
     /// Returns memory for the wanted boxes of one tensor, with a tensor for each box. Live tensors are not locked.
     ///
     /// # Errors
-    /// This rank's own: no memory for it.
+    /// An error of this rank only: no memory for it.
     fn lend(&mut self, wanted: usize) -> Result<Memory, StateError>;
 
     /// Takes the memory back, now that it holds the values.
     ///
     /// # Errors
-    /// This rank's own.
+    /// An error of this rank only.
     fn filled(&mut self, wanted: usize, memory: Memory) -> Result<(), StateError>;
 }

@@ -1,28 +1,29 @@
-//! State dicts: nested names to tensors (whole, sharded, or raw bytes) and plain values, and what ranks do with them.
+//! State dicts, which map nested names to tensors (whole, sharded, or raw bytes) and plain values, and the collectives
+//! on them.
 //!
 //! | module | what it holds |
 //! |---|---|
 //! | [`state_dict`] | [`StateDict`] and [`StateValue`] |
 //! | [`traverse`] | walking a state dict, and reaching into it by path |
-//! | [`mod@flatten`] | nested to flat keys and back, by the two rules that torch has |
+//! | [`mod@flatten`] | nested to flat keys and back, by either of torch's two rules |
 //! | [`iterate`] | a recursive map with callbacks for each kind of leaf |
 //! | `schema` | [`Schema`]: a state dict without its elements |
-//! | [`engine`] | [`load_state`]: the one path of all state that moves, from a [`Source`] to a [`Target`] |
+//! | [`engine`] | [`load_state`], which moves all state, from a [`Source`] to a [`Target`] |
 //! | `transfer` | the collectives that move boxes of tensors between ranks |
-//! | `lend` | [`Memory`]: what a target lends to a source |
+//! | `lend` | [`Memory`] that a target lends to a source |
 //! | [`collectives`] | gather, broadcast, distribute, reshard: each is a source and a target |
 //! | [`offload`] | copies on the CPU |
 //! | [`copy`] | dicts of the same structure: made, compared, copied |
-//! | [`report`] | what a load found to differ |
+//! | [`report`] | the differences that a load has found |
 //!
 //! # Rules for every function that takes a process group
 //! - It is collective: every rank of the group calls it, in the same order as other collectives.
-//! - It first agrees: ranks compare a hash of their arguments, keys, kinds, dtypes and shapes, and any rank's own error
-//!   becomes every rank's. Nothing moves, and nothing changes, before that. A later failure ends in the same error on
-//!   every rank too.
-//! - The order of the keys in a rank's dict does not matter; collectives go by sorted path.
-//! - Tensors in its result own their memory; its arguments are unchanged.
-//! - Tensors on a device travel through host memory.
+//! - It begins with an agreement. Ranks compare a hash of their arguments, keys, kinds, dtypes and shapes, and an error
+//!   of one rank becomes an error on every rank. Nothing moves, and nothing changes, before that. A later failure is
+//!   the same error on every rank too.
+//! - The order of the keys in a rank's dict does not matter: collectives use the order of sorted paths.
+//! - Tensors in the result own their memory. Arguments are unchanged.
+//! - Tensors on a GPU are sent through host memory.
 
 pub mod collectives;
 mod companion;

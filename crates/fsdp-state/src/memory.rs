@@ -1,4 +1,4 @@
-//! Memory of tensors: copies that share nothing, copies in place, and bytes that become tensors.
+//! Memory of tensors: copies into new memory, copies in place, and tensors made from bytes.
 
 use candle_core::{Device, Tensor};
 use fsdp_flat::storage::{HostBytes, HostBytesMut, owned_copy, share_storage, to_device, zeroed_vec};

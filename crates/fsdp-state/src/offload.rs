@@ -1,4 +1,4 @@
-//! State dicts to the CPU, whole or as they are.
+//! Moves state dicts to the CPU, as whole tensors or with their sharding.
 
 use candle_core::{Device, Tensor};
 use fsdp_comm::ProcessGroup;
@@ -33,7 +33,7 @@ impl StateDictCallbacks for Offload {
 /// written to a file. `rank` is this rank in the group that `keep_on` speaks of. No communication.
 ///
 /// # Errors
-/// candle's, on this rank alone.
+/// candle's errors, on this rank only.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};

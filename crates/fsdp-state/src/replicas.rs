@@ -1,4 +1,4 @@
-//! The comparison of replicas: elements that several ranks hold, and must hold alike.
+//! The comparison of replicas: elements that several ranks hold must be equal on all of them.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{Hash as _, Hasher as _};

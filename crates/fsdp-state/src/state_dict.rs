@@ -18,7 +18,7 @@ pub enum StateValue {
     Sharded(ShardedTensor),
     /// A whole tensor of a dtype that candle does not compute with.
     Raw(RawTensor),
-    /// Anything that is no tensor and holds none.
+    /// Anything that is not a tensor and holds none.
     Plain(PlainValue),
     /// A nested dict.
     Dict(StateDict),
@@ -122,10 +122,10 @@ impl StateDict {
         }
     }
 
-    /// Copies the dict, each tensor into memory of its own on its own device. A clone shares memory instead.
+    /// Returns a copy of the dict in which each tensor has new memory on the same device. (A clone shares memory.)
     ///
     /// # Errors
-    /// A tensor that is freed; candle's.
+    /// A tensor whose memory is released; candle's errors.
     pub fn copy(&self) -> Result<Self, StateError> {
         self.iter().map(|(key, value)| Ok((key.clone(), value.copy()?))).collect()
     }
@@ -140,7 +140,7 @@ impl StateValue {
     /// Copies the value, as [`StateDict::copy`] does. Raw tensors and plain values never change, so they are shared.
     ///
     /// # Errors
-    /// A tensor that is freed; candle's.
+    /// A tensor whose memory is released; candle's errors.
     pub fn copy(&self) -> Result<Self, StateError> {
         Ok(match self {
             StateValue::Tensor(tensor) => StateValue::Tensor(owned_copy(tensor)?),

@@ -1,4 +1,4 @@
-//! Shard candle models over many ranks; save and load their state at any number of ranks.
+//! Shard candle models over many ranks, and save and load their state on any number of ranks.
 //!
 #![doc = include_str!("../README.md")]
 //!
@@ -14,7 +14,7 @@
 //! | [`state`], [`flat`], [`layout`] | state dicts, sharded tensors, and the arithmetic of both |
 //! | [`dcp`] | checkpoint files, without any tensor library |
 //!
-//! The `fsdp` command is a package of its own, `fsdp-cli`.
+//! The `fsdp` command is in a separate package, `fsdp-cli`.
 
 pub mod prelude;
 

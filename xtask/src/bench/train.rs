@@ -88,6 +88,7 @@ fn fsdp(target: &Path, shape: &Shape, ranks: usize, out: &Path) -> Command {
     with_options(command, shape, ranks, out)
 }
 
+/// Returns the command that trains the same GPT in PyTorch, with the machine's threads shared equally by the ranks.
 fn torch_command(root: &Path, python: &Path, shape: &Shape, ranks: usize, out: &Path) -> Command {
     let threads = (std::thread::available_parallelism().map_or(1, usize::from) / ranks).max(1);
     let mut command = Command::new(python);

@@ -43,9 +43,9 @@ fn help(program: &Path, verb: &str) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// Returns the verb and the options of each command in a block, whether it is one for a shell or a list in YAML.
+/// Returns the verb and the options of each command in a code block, which may be shell or YAML.
 fn in_block(block: &str) -> Vec<(String, Vec<String>)> {
-    // A line that ends with a backslash goes on.
+    // A backslash at the end of a line continues the command.
     let block = block.replace("\\\n", " ");
     let commands = block.lines().filter_map(|line| line.split('#').next()).flat_map(|line| line.split(['|', ';', '`']));
     commands.filter_map(in_command).collect()

@@ -234,6 +234,8 @@ fn flatten(tree: &UseTree, before: &[String], public: bool, imports: &mut Vec<Im
     }
 }
 
+/// Returns the import of one name: `ident` is the last part of the path, and `name` what it is called here (after
+/// `as`).
 fn named(before: &[String], ident: &syn::Ident, name: &syn::Ident, public: bool) -> Import {
     // `use a::{self}` brings in `a`.
     if ident == "self" {

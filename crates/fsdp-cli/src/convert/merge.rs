@@ -1,4 +1,4 @@
-//! `fsdp merge`: one checkpoint of several.
+//! `fsdp merge`: merges several checkpoints into one.
 
 use anyhow::Result;
 use fsdp_dcp::checkpoint::Checkpoint;

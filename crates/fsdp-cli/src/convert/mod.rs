@@ -32,7 +32,7 @@ pub(crate) fn run(arguments: &ConvertArguments) -> Result<()> {
     let mapped = Mapped::new(&view, &map)?;
     let unmatched = mapped.unmatched();
     if !unmatched.is_empty() {
-        let keys = count(unmatched.len(), "key fits", "keys fit");
+        let keys = count(unmatched.len(), "key matches", "keys match");
         output::talk(&format!("{keys} no rule of the map, and stay as they are:"));
         output::talk_keys(unmatched);
     }

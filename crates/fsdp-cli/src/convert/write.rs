@@ -1,4 +1,4 @@
-//! Writing a checkpoint where the command line says, and the report of it.
+//! Writes a checkpoint to the destination on the command line, and reports what was written.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -35,7 +35,7 @@ pub(super) struct Destination<'a> {
     overwrite: bool,
     dry_run: bool,
     drop_opaque: bool,
-    /// The directory whose configuration and tokenizer go along.
+    /// The directory whose configuration and tokenizer are copied.
     with: Option<&'a Location>,
     threads: usize,
     json: bool,
@@ -61,11 +61,11 @@ struct Written {
     aside_file: Option<String>,
     /// The keys of quantized tensors, which are written as integers. `KEY.quantizer` describes their meaning.
     quantized: Vec<String>,
-    /// The containers that the format cannot tell: keys that are not text, tuples, empty dicts.
+    /// The containers that the format cannot express: keys that are not text, tuples, empty dicts.
     containers: Vec<String>,
-    /// The files beside the source's own that come along.
+    /// The files beside the source's own that are copied.
     copied: Vec<String>,
-    /// The files and directories beside the source's own that do not.
+    /// The files and directories beside the source's own that are not copied.
     left_behind: Vec<String>,
     /// The keys of opaque values that are left out.
     dropped: Vec<String>,
@@ -158,7 +158,7 @@ fn resolved(path: &Path) -> Option<PathBuf> {
     })
 }
 
-/// Writes a checkpoint, and tells what came of it.
+/// Writes a checkpoint, and prints a report.
 pub(super) fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> Result<()> {
     let mut written = Written::planned(source, destination);
     if !destination.dry_run {

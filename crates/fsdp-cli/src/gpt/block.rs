@@ -63,7 +63,9 @@ impl Attention {
         self.c_proj.forward(&mixed)
     }
 
-    /// Mixes new positions with those in the cache, and adds them to it. Only an empty cache can take several at once.
+    /// Computes the attention of new positions over those in the cache and themselves, and appends their keys and
+    /// values to the cache. Several positions at once are allowed only if the cache is empty, because of the causal
+    /// mask.
     fn after(&self, qkv: &Tensor, cache: &mut KvCache) -> Result<Tensor> {
         let (batch, time, packed) = qkv.dims3()?;
         let width = packed / 3 / self.heads;

@@ -14,9 +14,9 @@ impl Gpt {
     /// Continues `prompt` by `length` tokens, and returns those (u32). `draw` chooses each one by the scores `[vocab]` of
     /// all tokens.
     ///
-    /// All units are gathered once, and are whole until the end. Keys and values of earlier positions are kept, so a token
-    /// costs one position. Where the text is longer than the model's context, the context begins anew with the last half of
-    /// it.
+    /// All units are gathered once, and are whole until the end. Keys and values of earlier positions are kept, so a
+    /// token costs one position. Where the text is longer than the model's context, the context starts again with the
+    /// last half of it.
     ///
     /// # Errors
     /// No prompt; those of `draw`; those of [`Self::logits`].

@@ -41,7 +41,7 @@ impl Gpt {
     /// Declares the parameters, in nanoGPT's order.
     ///
     /// # Errors
-    /// Sizes that make no model, and those of the scope.
+    /// Invalid sizes, and the errors of the scope.
     pub fn new(scope: &Scope, config: &GptConfig) -> Result<Self> {
         Self::build(scope, config, false)
     }
@@ -54,6 +54,7 @@ impl Gpt {
         Self::build(scope, config, true)
     }
 
+    /// Declares the parameters. With `is_recomputed`, blocks compute their activations again in the backward.
     fn build(scope: &Scope, config: &GptConfig, is_recomputed: bool) -> Result<Self> {
         config.validate().map_err(candle_core::Error::wrap)?;
         let transformer = scope.pp("transformer");
@@ -98,7 +99,7 @@ impl Gpt {
         embedded.broadcast_add(&positions)
     }
 
-    /// Returns the scores of what the blocks have made of each position.
+    /// Returns the next-token scores of the output of the last block.
     fn scores(&self, x: &Tensor) -> Result<Tensor> {
         linear(&self.ln_f.forward(x)?, &self.wte, None)
     }
@@ -239,7 +240,7 @@ mod tests {
             Ok(seen.len() as u32)
         });
         assert_eq!(text.unwrap().to_vec1::<u32>().unwrap(), [1, 2, 3, 4, 5, 6, 7, 8, 9]);
-        // The sixth position does not fit any more: the context begins anew with the last three.
+        // The sixth position does not fit any more: the context starts again with the last three.
         let tokens = Tensor::new(&[[3u32, 4, 5]], &Device::Cpu).unwrap();
         let expected = model.logits(&tokens).unwrap().i((0, 2)).unwrap().to_vec1::<f64>().unwrap();
         for (found, expected) in seen[5].iter().zip(expected) {

@@ -60,8 +60,8 @@ pub(crate) struct LaunchArguments {
     /// Seconds between asking processes to end and killing them
     #[arg(long, value_name = "SECONDS", default_value_t = 30, env = "FSDP_GRACE")]
     pub(super) grace: u64,
-    /// Times that all processes are started again after one has failed. `fsdp train` goes on from its newest checkpoint
-    /// then
+    /// Times that all processes are started again after one has failed. `fsdp train` continues from its newest
+    /// checkpoint then
     #[arg(long, value_name = "R", default_value_t = 0, env = "FSDP_MAX_RESTARTS")]
     pub(super) max_restarts: u32,
     /// The program and its arguments
@@ -165,7 +165,7 @@ impl LaunchArguments {
 }
 
 impl Place {
-    /// Returns the rank of a process of this node.
+    /// Returns the global rank of the process with this local rank on this node.
     pub(super) const fn rank(&self, local_rank: usize) -> usize {
         self.node_rank * self.nproc + local_rank
     }

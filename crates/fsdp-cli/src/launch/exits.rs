@@ -1,4 +1,4 @@
-//! The exits of a node's processes, and which of them the others follow from.
+//! The exits of a node's processes, and which of them caused the others.
 
 use std::collections::BTreeMap;
 use std::fs;

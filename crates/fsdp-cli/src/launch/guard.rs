@@ -2,7 +2,7 @@
 //!
 //! The system ends each rank's own process then, but not what that process has started, such as the program of
 //! `fsdp launch -- sh -c '…'`. The guard is told of each process group through a pipe. The pipe is closed when the launcher
-//! ends, in whatever way, and then the guard kills the groups that are left.
+//! ends, in any way, and then the guard kills the groups that are left.
 
 use std::collections::BTreeSet;
 use std::io::{self, BufRead as _, Write as _};

@@ -104,7 +104,7 @@ fn copy(rank: usize, from: impl Read, to: Stream, writing: &AtomicUsize, last: O
     }
 }
 
-/// Keeps the start of a line as the last one.
+/// Appends the start of a line to the last lines of a process, and drops the oldest of them.
 fn keep(line: &[u8], last: &mut VecDeque<String>) {
     if last.len() == LAST_LINES {
         last.pop_front();

@@ -31,11 +31,12 @@ use crate::failure::Stopped;
 use crate::job_failure::{JobError, RankEnded};
 use crate::output;
 
-/// The longest time that is waited for anything. Longer ones are cut to it, so that no point in time overflows.
+/// The longest duration that is used in computations with time. Longer ones are cut to it, so that no point in time
+/// overflows.
 const LONGEST: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 
-/// Starts the processes of a job on this node, and waits for them: `fsdp launch`. If one fails, all are started again, as
-/// often as was asked for, or those that are left if that was asked for.
+/// Starts the processes of a job on this node, and waits for them: `fsdp launch`. If one fails, all are started again,
+/// at most `--max-restarts` times. If the number of processes may shrink, the ones that failed are left out.
 ///
 /// # Errors
 /// Processes that cannot be started; [`RankEnded`] for the first that failed. None is left running on return.
@@ -88,7 +89,7 @@ enum Outcome {
     Stopped,
     /// The processes have saved, and can be started again in their full number.
     Regrows,
-    /// A process has failed. With `may_restart`, another attempt may do better, without the processes that were lost.
+    /// A process has failed. With `may_restart`, another attempt may succeed, without the processes that were lost.
     Failed {
         failure: RankEnded,
         may_restart: bool,

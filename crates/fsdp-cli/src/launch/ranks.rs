@@ -22,21 +22,21 @@ pub(super) enum Event {
     Signal(i32),
 }
 
-/// The time that the other processes have to end by themselves after one has failed. They fail because of it, and their
-/// own words say more than a signal. The one that failed first may be among them.
+/// The time for the other processes to end by themselves after one has failed. They usually fail because of it, and
+/// their messages say more than a signal. The process that really failed first may be among them.
 const SETTLE: Duration = Duration::from_secs(2);
 
 const STACK_BYTES: usize = 256 << 10;
 
-/// The processes of this node. A process whose status has not been read keeps its id, so no signal can reach another
-/// process.
+/// The processes of this node. The system does not reuse the id of a process until its status has been read, so a
+/// signal cannot reach another process.
 pub(super) struct Ranks<'e> {
     running: BTreeMap<usize, Child>,
     events: Sender<Event>,
     happened: &'e Receiver<Event>,
     grace: Duration,
     guard: Guard,
-    /// The processes that have ended, in the order of time.
+    /// The processes that have ended, in the order in which they ended.
     exits: Vec<Exit>,
     stage: Stage,
     /// The time at which the processes are told to stop, to be started again in another number.
@@ -71,7 +71,7 @@ impl Stage {
 /// The end of all processes.
 #[derive(Debug)]
 pub(super) struct Ended {
-    /// The exits, in the order of time.
+    /// The exits, in the order in which they happened.
     pub(super) exits: Vec<Exit>,
     /// The signal that the launcher passed on before any process failed.
     pub(super) signal: Option<i32>,
@@ -94,7 +94,7 @@ impl<'e> Ranks<'e> {
         Ranks { running, events, happened, grace, guard, exits, stage, stop_at, was_stopped }
     }
 
-    /// Takes over a process, and starts a thread that waits for its end.
+    /// Adds a process, and starts a thread that waits for its end.
     ///
     /// # Errors
     /// A thread cannot be started.
@@ -116,7 +116,7 @@ impl<'e> Ranks<'e> {
     /// Waits until all processes have ended.
     ///
     /// # Errors
-    /// The system does not tell the status of a process.
+    /// The status of a process cannot be read.
     pub(super) fn wait(mut self) -> Result<Ended> {
         let (mut passed_on, mut was_told) = (None, false);
         while !self.running.is_empty() {
@@ -150,7 +150,7 @@ impl<'e> Ranks<'e> {
         Ok(Ended { exits, signal: passed_on, was_told, was_stopped: self.was_stopped })
     }
 
-    /// Goes on to the next stage, because the time of this one is over.
+    /// Moves to the next stage, because the time of this one is over.
     fn next_stage(&mut self) {
         let still_running = ranges(self.running.keys().copied().collect());
         match self.stage {

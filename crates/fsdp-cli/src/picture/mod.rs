@@ -23,9 +23,9 @@ use crate::output;
 
 /// The most tensors of a picture.
 const MAX_TENSORS: u64 = 2000;
-/// The tensors that a terminal shows, unless told otherwise.
+/// The tensors that a terminal shows, by default.
 const IN_TERMINAL: usize = 32;
-/// The tensors that a file shows, unless told otherwise.
+/// The tensors that a file shows, by default.
 const IN_FILE: usize = 300;
 
 /// Options of `fsdp map`.

@@ -104,7 +104,7 @@ impl Raster {
         &self.cells[row * self.columns..][..self.columns]
     }
 
-    /// Returns the runs of equal cells in a row.
+    /// Returns the runs of equal neighbouring cells in a row: the range of columns of each run, and its cell.
     pub(super) fn runs(&self, row: usize) -> impl Iterator<Item = (Range<usize>, Cell)> {
         let mut at = 0;
         self.row(row).chunk_by(|a, b| a == b).map(move |run| {

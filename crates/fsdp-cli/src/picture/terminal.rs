@@ -92,7 +92,7 @@ fn of_cell(cell: Cell) -> char {
     }
 }
 
-/// Returns a bar for `bytes` of `largest`.
+/// Returns a bar whose length is the proportion of `bytes` to `largest`, in eighths of a character.
 fn bar(bytes: u64, largest: u64) -> String {
     let eighths = (u128::from(bytes) * u128::from(BAR) * 8 / u128::from(largest)) as usize;
     let mut bar = "█".repeat(eighths / 8);

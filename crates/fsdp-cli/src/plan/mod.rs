@@ -1,4 +1,5 @@
-//! `fsdp plan`: the checkpoints of a job that is larger than any machine at hand, from the planner that saves use.
+//! `fsdp plan`: computes the checkpoints of a job that is larger than any machine at hand, with the planner that saves
+//! use.
 
 mod cost;
 mod interval;
@@ -26,7 +27,7 @@ use super::output;
 
 /// The largest number of ranks.
 const MAX_RANKS: u64 = 131_072;
-/// The mean time between failures of a host in hours: that of the hosts that trained Llama 3.
+/// The default mean time between failures of a host, in hours. It is that of the hosts that trained Llama 3.
 const DEFAULT_MTBF_HOURS: f64 = 5700.0;
 
 /// Options of `fsdp plan`.
@@ -117,7 +118,8 @@ fn positive(text: &str) -> Result<f64, String> {
 /// Plans the checkpoints of a job: `fsdp plan`.
 ///
 /// # Errors
-/// There is no such checkpoint, the ranks do not make equal replicas, the plan is too large, or the plot exists already.
+/// There is no such checkpoint, the ranks cannot be divided into equal replicas, the plan is too large, or the plot
+/// exists already.
 pub(crate) fn run(arguments: &PlanArguments) -> Result<()> {
     let (name, state) = arguments.state()?;
     if let Some(plot) = &arguments.plot {

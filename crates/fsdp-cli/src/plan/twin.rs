@@ -1,4 +1,4 @@
-//! A save of many ranks in one process: the layouts, the planner and the metadata are those of real saves.
+//! Simulates a save of many ranks in one process, with the layouts, the planner and the metadata of real saves.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ use serde::Serialize;
 use super::state::{State, Unit};
 use crate::failure::UsageError;
 
-/// The most boxes that are planned: about 20 GiB of memory.
+/// The largest number of boxes in a plan. They take about 20 GiB of memory.
 const MAX_BOXES: usize = 100_000_000;
 
 /// The way in which tensors are cut.
@@ -38,7 +38,7 @@ pub(super) struct Shape {
     pub(super) layout: Layout,
 }
 
-/// The least and the most of all ranks.
+/// The smallest and the largest value over all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub(super) struct LeastMost {
     pub(super) least: u64,
@@ -80,7 +80,7 @@ impl LeastMost {
 /// Plans a save of the state.
 ///
 /// # Errors
-/// The ranks do not make equal replicas; the plan would not fit this machine; what the planner refuses.
+/// Ranks that cannot be divided into equal replicas; a plan that is too large for this machine; errors of the planner.
 pub(super) fn plan(state: &State, shape: &Shape) -> Result<Planned> {
     let Shape { ranks, replicas, layout } = *shape;
     if !ranks.is_multiple_of(replicas) {
@@ -180,7 +180,7 @@ impl<'s> Sharded<'s> {
         Ok(units)
     }
 
-    /// Gives the local plan the boxes that the ranks of a shard hold, and returns their bytes.
+    /// Puts the boxes that the ranks of a shard hold into the local plan, and returns their bytes.
     fn hold(&self, shard: usize, shards: usize, local: &mut LocalPlan) -> u64 {
         let mut bytes = 0;
         for (parameter, (_, shape)) in self.unit.parameters.iter().enumerate() {
@@ -201,7 +201,7 @@ impl<'s> Sharded<'s> {
     }
 }
 
-/// Brings the items of the local plan in the order of these keys.
+/// Sorts the items of the local plan in the order of these keys.
 fn sort(local: &mut LocalPlan, units: &mut [Sharded<'_>], order: &[String]) {
     let positions: HashMap<&str, usize> = order.iter().enumerate().map(|(at, fqn)| (fqn.as_str(), at)).collect();
     let mut items: Vec<_> = std::mem::take(&mut local.items).into_iter().enumerate().collect();

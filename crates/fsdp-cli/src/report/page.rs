@@ -165,6 +165,7 @@ fn note(note: &Note) -> String {
     format!("<span class=\"{class}\">{}</span>", escape(&note.to_string()))
 }
 
+/// Appends a note that `more` earlier rows are not shown.
 fn earlier(body: &mut String, more: usize) {
     if more > 0 {
         let _ = writeln!(body, "<p class=\"soft\">… and {more} earlier ones.</p>");

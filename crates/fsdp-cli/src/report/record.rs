@@ -1,4 +1,4 @@
-//! All that a page tells of a run.
+//! All data that the page of a run shows.
 
 use fsdp_dcp::lineage::Link;
 

@@ -38,7 +38,7 @@ impl Point {
     }
 }
 
-/// Joins the points of a chunk, which has one at least.
+/// Joins the points of a chunk, of which there must be at least one.
 fn join_all(points: &[Point]) -> Point {
     points[1..].iter().fold(points[0], |joined, point| joined.join(point))
 }

@@ -35,7 +35,7 @@ fn steps() -> RangedU64ValueParser<u64> {
     RangedU64ValueParser::new().range(..=i64::MAX.unsigned_abs())
 }
 
-/// The checkpoint that `--resume` goes on from.
+/// The checkpoint that `--resume` continues from.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(super) enum ResumeMode {
     /// None: start from the beginning
@@ -298,8 +298,8 @@ pub(crate) struct TrainArguments {
 }
 
 impl TrainArguments {
-    /// Returns which checkpoint to go on from. A process that a launcher has started again goes on, whatever it did the
-    /// first time.
+    /// Returns which checkpoint to continue from. A process that a launcher has started again goes on, whatever it did
+    /// the first time.
     pub(super) fn resume_mode(&self) -> ResumeMode {
         let restarts =
             std::env::var("TORCHELASTIC_RESTART_COUNT").ok().and_then(|count| count.trim().parse::<u64>().ok());

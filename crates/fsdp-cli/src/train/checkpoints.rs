@@ -43,7 +43,7 @@ impl Checkpoints {
         Ok(Checkpoints { checkpointer, behind: arguments.async_save, started: None })
     }
 
-    /// Sets what the next checkpoints record of the run.
+    /// Sets the facts about the run that later checkpoints record.
     pub(super) fn set_facts(&mut self, facts: RunFacts) {
         self.checkpointer.set_facts(facts);
     }
@@ -55,7 +55,7 @@ impl Checkpoints {
     /// Saves the state after a step, or starts to. Every rank calls it.
     ///
     /// # Errors
-    /// The errors of this save. In the background, those of the save before it.
+    /// The errors of this save; for a save in the background, those of the previous one.
     pub(super) fn save(&mut self, step: u64, run: &TrainState<Gpt>, report: Option<&Report>) -> Result<()> {
         let clock = Instant::now();
         self.wait(report)?;

@@ -1,4 +1,4 @@
-//! The checkpoint that a run goes on from: the newest, or an older one where that is damaged.
+//! The checkpoint that a run continues from: the newest, or an older one where that is damaged.
 
 use anyhow::{Error, Result};
 use fsdp::checkpoint::{Location, StepCheckpoint, list_checkpoints};

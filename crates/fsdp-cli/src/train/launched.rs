@@ -1,4 +1,4 @@
-//! A rank that is a process of its own, started by a launcher.
+//! A rank that is a separate process, started by a launcher.
 
 use std::hash::{DefaultHasher, Hash, Hasher as _};
 
@@ -93,7 +93,7 @@ pub(super) fn run(group: &ProcessGroup, ranks: &Ranks, job: &Job<'_>) -> Result<
     let result = ranks.run_one(group.rank(), || rank::run(group.clone(), job))?;
     result.inspect_err(|error| {
         // Leaving the group tells the others of the failure. That happens when this process ends, after it has reported
-        // its error. All ranks have the error of a damaged checkpoint, and may go on with another one.
+        // its error. All ranks have the error of a damaged checkpoint, and may continue with another one.
         if error.downcast_ref::<UnreadableCheckpoint>().is_none() {
             std::mem::forget(group.clone());
         }

@@ -75,8 +75,8 @@ fn ranks(arguments: &TrainArguments, launched: Option<&Launched>) -> Ranks {
 /// Trains: `fsdp train`.
 ///
 /// # Errors
-/// Options that cannot be met, and any failure of training. Errors that can be known in advance come before anything is
-/// written.
+/// Options that cannot be combined or satisfied, and any failure of training. Errors that can be found in advance are
+/// returned before anything is written.
 pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     let launched = Launched::find(arguments)?;
     let device = DeviceName::choose(arguments)?;
@@ -95,8 +95,8 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
             group = Some(launched.meet(&ranks)?);
         }
         stop.watch()?;
-        // Step 3: load, and train. Damage that only reading shows is the same error on all ranks, so all of them go on with
-        // the checkpoint before.
+        // Step 3: load, and train. Damage that only reading shows is the same error on all ranks, so all of them
+        // continue with the checkpoint before.
         let ended = match &group {
             Some(group) => launched::run(group, &ranks, &job),
             None => run_threads(&ranks, &job),
@@ -115,14 +115,15 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     }
 }
 
-/// The place of this process, and what it has.
+/// The rank and the resources of this process.
 struct Place<'a> {
     launched: Option<&'a Launched>,
     device: DeviceName,
     threads_per_rank: usize,
 }
 
-/// Opens what the run goes on from, and checks that it can be done as asked; `None` if it is done already.
+/// Opens the checkpoint that the run continues from, and checks the options; returns `None` if the run is complete
+/// already.
 ///
 /// # Errors
 /// Options that contradict each other, the checkpoint or the text; files that cannot be read.
@@ -222,7 +223,7 @@ fn check_out_is_free(arguments: &TrainArguments) -> Result<()> {
     }
 }
 
-/// Returns the error that the others follow from: one that is not about other ranks, if there is one.
+/// Returns the error that caused the others: one that is not about other ranks, if there is one.
 fn first_cause(errors: impl Iterator<Item = Error>) -> Result<()> {
     errors.min_by_key(is_about_others).map_or(Ok(()), Err)
 }

@@ -31,7 +31,7 @@ pub(super) struct Job<'a> {
     pub(super) settings: Settings,
     pub(super) text: Text,
     pub(super) batches: Batches,
-    /// The checkpoint that the run goes on from.
+    /// The checkpoint that the run continues from.
     pub(super) from: Option<StepCheckpoint>,
     /// The same checkpoint, open, until all ranks have read it.
     pub(super) resume: Mutex<Option<Arc<Resume>>>,
@@ -45,7 +45,7 @@ pub(super) struct Job<'a> {
     pub(super) stop: StopRequest,
 }
 
-/// The way in which a run ends that has not failed. It is the same on all ranks.
+/// The way in which a successful run ends. It is the same on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Ended {
     /// All steps are done.
@@ -60,12 +60,13 @@ impl Job<'_> {
         self.from.as_ref().map_or(0, |from| from.step)
     }
 
-    /// Returns the open checkpoint that the run goes on from; `None` if it starts anew, or once it has been closed.
+    /// Returns the open checkpoint that the run continues from; `None` if it starts from the beginning, or once it has
+    /// been closed.
     fn resume(&self) -> Option<Arc<Resume>> {
         self.resume.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Closes the checkpoint that was resumed from: it may be removed from now on.
+    /// Closes the checkpoint that was resumed from, so that it may be removed.
     fn close_resume(&self) {
         self.resume.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
@@ -217,7 +218,8 @@ impl Rank<'_> {
         report.start(&event, &line)
     }
 
-    /// One step on the global batch. All ranks get the same outcome, but for the speed, which is their own.
+    /// Does one step on the global batch. All ranks get the same outcome, except for the speed, which each rank
+    /// measures itself.
     fn step(&mut self, step: u64) -> Result<Outcome> {
         let clock = Instant::now();
         let _span = info_span!("step", rank = self.run.model.group().rank(), step).entered();
@@ -290,7 +292,7 @@ impl Rank<'_> {
         Ok(Update { lr, grad_norm: Some(grad_norm) })
     }
 
-    /// Forward and backward of a part of this rank's rows; returns its share of the rank's loss.
+    /// Runs forward and backward of a part of this rank's rows, and returns the part's share of the rank's loss.
     fn backward(&self, step: u64, part: usize) -> Result<f64> {
         let Job { text, batches, .. } = self.job;
         let rank = self.run.model.group().rank();

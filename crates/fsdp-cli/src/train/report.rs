@@ -45,7 +45,7 @@ pub(super) struct StepMetrics {
     pub(super) parameter_bytes: Vec<u64>,
     /// The largest number of such bytes at any time, on each rank.
     pub(super) peak_parameter_bytes: Vec<u64>,
-    /// The most memory that the first rank's process ever had, if the system tells.
+    /// The most memory that the first rank's process ever had, if the system reports it.
     pub(super) peak_memory_bytes: Option<u64>,
 }
 
@@ -310,7 +310,7 @@ mod tests {
         let lines = |steps: &[(u64, &str)]| -> String {
             steps.iter().map(|(step, loss)| format!("{{\"step\":{step},\"loss\":{loss}}}\n")).collect()
         };
-        // A loss that is no number is null in JSON.
+        // A loss that is not a number is null in JSON.
         let (kept, later) = (lines(&[(0, "1.5"), (1, "null"), (2, "1.0")]), lines(&[(3, "1.0")]));
         for rest in [later.as_str(), "{\"step\":", "no JSON\n", ""] {
             let mut file = tempfile::tempfile().unwrap();

@@ -30,7 +30,7 @@ pub(super) struct Settings {
     pub(super) data: Option<PathBuf>,
 }
 
-/// An open checkpoint to go on from.
+/// An open checkpoint to continue from.
 pub(super) struct Resume {
     pub(super) step: u64,
     pub(super) path: Location,

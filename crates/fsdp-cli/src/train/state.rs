@@ -41,7 +41,7 @@ pub(super) fn restore(resume: &Resume, checkpointer: &Checkpointer, run: &mut Tr
     }
 }
 
-/// Returns the cause of a load that broke off: the run ends, so nobody goes on with what was loaded partly.
+/// Returns the cause of a load that was interrupted: the run ends, so nobody continues with what was loaded partly.
 fn without_advice(error: CheckpointError) -> CheckpointError {
     match error {
         CheckpointError::State(StateError::PartlyLoaded { reason, kind }) => {

@@ -26,7 +26,7 @@ const DEADLINE_WHEN_FULL: Duration = Duration::from_millis(250);
 /// connection closes.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// Accepts connections for ever, and calls `admit` with each that has completed the handshake.
+/// Accepts connections forever, and calls `admit` with each that has completed the handshake.
 pub(crate) async fn let_in(listener: &TcpListener, key: &Key, mut admit: impl FnMut(TcpStream, Hello)) {
     let mut strangers = Strangers { handshakes: JoinSet::new(), oldest_first: VecDeque::new() };
     loop {

@@ -62,7 +62,7 @@ impl Hello {
 pub(crate) enum Refusal {
     /// The other side has another key: it belongs to another job.
     OtherJob,
-    /// The connection broke off, or nothing came in time.
+    /// The connection was interrupted, or nothing came in time.
     Io(io::Error),
 }
 

@@ -1,4 +1,4 @@
-//! The order in which ranks run, where a test decides it.
+//! The order in which ranks run, if a test controls it.
 
 use std::fmt;
 use std::sync::Arc;

@@ -47,6 +47,9 @@ struct MpiBackend {
 }
 
 impl MpiBackend {
+    /// Makes the backend of one group, and its MPI communicator. `control` is the same group over TCP, over which the
+    /// ranks agree on each operation. Collective over the group, except in a group of one rank, which needs no
+    /// communicator.
     fn new(job: Arc<Job>, control: Arc<TcpBackend>, id: u64, round: &Round<'_>) -> Result<Self, CommError> {
         let ranks = control.global_ranks();
         let communicator = if ranks.len() > 1 { Some(create(&job, &control, id, round)?) } else { None };

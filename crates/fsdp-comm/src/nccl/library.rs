@@ -1,4 +1,4 @@
-//! Calls of NCCL, whose functions are found by name at run time, and the memory that they use while they run.
+//! Calls of NCCL, whose functions are loaded by name at run time, and the memory that they use while they run.
 //!
 //! cudarc's bindings are not used: candle's feature `cuda` would link them, so that no program would start without NCCL, and
 //! they do not know the file name in NVIDIA's packages. Communicators are non-blocking: a call returns at once, and
@@ -194,7 +194,7 @@ pub(super) fn unique_id() -> Result<UniqueId> {
 }
 
 impl Functions {
-    /// Turns the code of a call into a result. A call that has only begun is no error.
+    /// Turns the code of a call into a result. A call that has only begun is not an error.
     fn begun(&self, code: c_int, communicator: Raw) -> Result<()> {
         if code == SUCCESS || code == IN_PROGRESS { Ok(()) } else { Err(self.describe(code, communicator)) }
     }

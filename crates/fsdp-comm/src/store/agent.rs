@@ -149,7 +149,10 @@ impl Agent {
         }
     }
 
-    /// Sets the key to an address, and reads it back.
+    /// Sets the key to this rank's address, and reads it back.
+    ///
+    /// # Errors
+    /// Another address, which means that another process is rank 0 too.
     fn publish(&mut self, key: &str, own: &Published) -> io::Result<()> {
         self.send(&[&[SET], &string(key)[..], &string(&own.to_string())])?;
         let found = self.wait_and_get(key)?;

@@ -162,7 +162,7 @@ impl TcpStore {
     /// Adds to the number under a key, 0 if it has not been set, and returns the sum.
     ///
     /// # Errors
-    /// [`CommError::Store`]: the store is gone, or what is under the key is no number that `add` made.
+    /// [`CommError::Store`]: the store is gone, or what is under the key is not a number that `add` made.
     pub fn add(&self, key: &str, amount: i64) -> Result<i64, CommError> {
         match self.ask("add", Request::Add { key: key.to_owned(), amount }, self.deadline)? {
             Reply::Number(number) => Ok(number),

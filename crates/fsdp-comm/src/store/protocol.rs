@@ -128,6 +128,7 @@ pub(super) fn message_len(prefix: [u8; 4]) -> io::Result<usize> {
     Ok(len)
 }
 
+/// Writes a message, and waits until the stream has taken all of it or the deadline is over.
 pub(super) fn write_blocking<T: Serialize>(stream: &mut TcpStream, message: &T, until: Instant) -> io::Result<()> {
     write_all(stream, &to_bytes(message)?, until)
 }

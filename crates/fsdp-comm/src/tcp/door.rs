@@ -1,4 +1,4 @@
-//! The port of a rank while ranks meet: connections are let in on a thread of its own.
+//! The listening port of a rank during the rendezvous: a thread accepts the connections of other ranks.
 
 use std::io;
 use std::net::{TcpListener, TcpStream};

@@ -1,4 +1,4 @@
-//! The `tcp` backend: ranks are processes, which meet at MASTER_ADDR.
+//! The `tcp` backend: ranks are processes, which connect to rank 0 at MASTER_ADDR first, and then to each other.
 //!
 //! Every two processes are connected by a socket, which carries heartbeats, errors, and between hosts everything else.
 //! Groups whose ranks are all on one host carry out their rounds through shared memory instead.

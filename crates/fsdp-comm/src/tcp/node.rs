@@ -350,17 +350,22 @@ impl Node {
 }
 
 impl State {
-    /// Returns the rank because of which one of the `missing` ranks will not come; `None` if none of these has left.
+    /// Returns the rank to blame if one of the `missing` ranks has left: the one that left first. Returns `None` if
+    /// none of them has left.
     fn culprit(&self, group: u64, missing: &[usize]) -> Option<usize> {
         let gone = missing.iter().find(|&&rank| self.ranks[rank].left.is_some())?;
-        // The first of the group that died may be why this one has left, even if it is not missing itself.
+        // The rank of the group that was lost first is probably why this one has left, even if it is not missing
+        // itself.
         let ranks = self.groups.get(&group).map_or(&[][..], |group| &group.ranks);
         Some(*self.lost.iter().find(|rank| ranks.contains(rank)).unwrap_or(gone))
     }
 
+    /// Returns the error for which a round of a group must end while the data of the `missing` ranks has not arrived;
+    /// `None` if it can go on waiting. In this order: the group has failed, a missing rank has left, one of them has
+    /// been silent for too long, or the deadline is over.
     pub(super) fn trouble(&self, group: u64, round: &Round<'_>, missing: &[usize]) -> Option<CommError> {
         match self.groups.get(&group).and_then(|group| group.failure.as_ref()) {
-            // If the group failed in a later round, all frames of this round have been sent.
+            // A group that failed in a later round has sent all frames of this one, so this round can still succeed.
             Some((failed, failure)) if *failed <= round.number => return Some(failure.clone()),
             _ => {}
         }
@@ -376,8 +381,9 @@ impl State {
             return Some(left(rank, reason.clone()));
         }
         let is_over = Instant::now() >= round.until;
-        // After the deadline, a rank without heartbeats is to blame rather than one that is only slow. Before it, a silent
-        // rank is lost, unless it is this process that was stopped and has not read the others' heartbeats yet.
+        // After the deadline, a rank without recent heartbeats is blamed before one that is only slow. Before the
+        // deadline, a rank is lost once it has been silent for `patience`. But if this process itself was stopped for a
+        // while, it has not read the others' heartbeats yet, and blames nobody.
         let limit = if is_over {
             SILENCE
         } else if self.beaten.elapsed() > SILENCE {
@@ -392,7 +398,7 @@ impl State {
         Some(match silent {
             Some(&rank) => {
                 let seconds = self.ranks[rank].heard.elapsed().as_secs_f64();
-                left(rank, format!("has given no heartbeat for {seconds:.1} s: it is stopped or cannot be reached"))
+                left(rank, format!("has sent no heartbeat for {seconds:.1} s: it is stopped or cannot be reached"))
             }
             None => CommError::Timeout {
                 operation: round.operation.to_owned(),

@@ -209,8 +209,9 @@ fn has_arrived(segment: &Segment, round: &Round<'_>) -> bool {
     segment.word(Word::Arrived).load(Ordering::Acquire) > round.number
 }
 
+/// Encodes a message for the other ranks of the host.
 fn encode<T: Serialize>(value: &T) -> Vec<u8> {
-    // If encoding fails, so does decoding on the other ranks, and then no rank uses shared memory.
+    // If encoding fails, the other ranks cannot decode the empty bytes either, and then no rank uses shared memory.
     wire::encode(value).unwrap_or_default()
 }
 

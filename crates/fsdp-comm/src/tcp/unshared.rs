@@ -1,4 +1,4 @@
-//! The shared memory of systems on which processes share none.
+//! A stand-in for shared memory on systems where it is not supported: there is never any, so ranks use sockets.
 
 use super::sockets::Member;
 use crate::backend::{Planner, Round};

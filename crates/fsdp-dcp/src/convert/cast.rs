@@ -1,4 +1,4 @@
-//! Casts: which tensors, and how.
+//! Casts of dtypes in a conversion: which tensors are cast, and how elements are rounded.
 
 use std::collections::HashSet;
 

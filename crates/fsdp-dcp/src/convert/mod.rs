@@ -1,12 +1,13 @@
-//! From any checkpoint to any format, streaming: memory is bounded whatever the size.
+//! Converts any checkpoint to any format that can be written. Tensors are streamed, so memory does not grow with their
+//! size.
 //!
-//! [`convert`] writes what a [`Checkpoint`] holds in another format, or in the same one cut for another number of ranks
-//! ([`OutputFormat::Dcp`]: that is resharding). A [`View`] in front selects, renames and casts. The source is only read; the
-//! destination is committed as a whole, or is absent. Hashes of the source are checked as it is read, and new ones are
-//! made for what is written.
+//! [`convert`] writes the contents of a [`Checkpoint`] in another format, or as a DCP directory for another number of ranks
+//! ([`OutputFormat::Dcp`]), which is resharding. Wrap the source in a [`View`] to select, rename and cast. The source
+//! is only read. The destination is committed as a whole, or not at all. Hashes of the source are checked as it is
+//! read, and new hashes are computed for what is written.
 //!
-//! Each thread holds one piece of at most 16 MiB of a tensor; nothing holds a whole one (a value that is no tensor, and
-//! an item with a stream transform, excepted).
+//! Each thread holds one piece of a tensor, of at most 16 MiB. Only values that are not tensors, and items with a
+//! stream transform, are held whole.
 
 mod cast;
 mod integers;

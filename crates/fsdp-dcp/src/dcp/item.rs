@@ -1,4 +1,5 @@
-//! The items of a `.distcp` file that are tensors: their layout before any data is there, and finding a payload.
+//! The items of a `.distcp` file that are tensors: their layout, which is known before the data is, and how to find the
+//! payload in one.
 //!
 //! An item is what `torch.save` makes of one tensor or one value, with [`ROOT`] as its root
 //! directory. Items of values are in [`value`](crate::torch::value).

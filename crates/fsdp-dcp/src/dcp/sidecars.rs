@@ -102,7 +102,7 @@ fn is_sidecar(part: &PartOf<'_>) -> bool {
 /// state.
 fn is_there(directory: &CheckedDirectory, name: &str) -> Result<bool, FileError> {
     match directory.has(name) {
-        // A link that leads out is no part of the checkpoint.
+        // A link that leads out is not a part of the checkpoint.
         Err(FileError::Path { .. }) | Ok(false) => return Ok(false),
         has => has?,
     };

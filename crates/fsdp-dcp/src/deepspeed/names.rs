@@ -7,7 +7,7 @@ pub(super) const MODEL_END: &str = "_model_states.pt";
 /// The end of the name of a file of a rank's optimizer states.
 pub(super) const OPTIM_END: &str = "_optim_states.pt";
 
-/// Returns `true` if a directory with entries of these names is one of DeepSpeed's.
+/// Returns `true` if a directory with these entries is a DeepSpeed checkpoint.
 pub(crate) fn is_there(names: &[String]) -> bool {
     names.iter().any(|name| name.ends_with(MODEL_END) || name.ends_with(OPTIM_END))
 }

@@ -1,4 +1,4 @@
-//! A checkpoint that is put together from pieces of files: boxes of tensors that lie in any layout, and values that are
+//! A checkpoint that is assembled from pieces of files: boxes of tensors that lie in any layout, and values that are
 //! held in memory.
 //!
 //! Formats that have no metadata of their own are read into it: files of `torch.save`, one or many, NumPy's, GGUF,
@@ -96,7 +96,7 @@ impl Held {
     }
 }
 
-/// A checkpoint that was put together.
+/// An assembled checkpoint.
 #[derive(Debug)]
 pub(crate) struct Assembled {
     path: PathBuf,

@@ -1,4 +1,4 @@
-//! The trait of an open checkpoint of any format.
+//! The trait [`Checkpoint`]: an open checkpoint of any format.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
@@ -33,19 +33,19 @@ pub enum Format {
     Torch,
     /// A directory of files of `torch.save` with a JSON index, as Hugging Face's sharded `pytorch_model.bin`.
     TorchDirectory,
-    /// A directory with a file of `torch.save` for each rank, which hold the ranks' parts of the tensors.
+    /// A directory with one file of `torch.save` for each rank, which holds the rank's parts of the tensors.
     RankFiles,
-    /// A directory of DeepSpeed's ZeRO, of stage 1 to 3.
+    /// A directory of DeepSpeed with the shards of ZeRO stage 1, 2 or 3.
     DeepSpeed,
     /// A directory of DeepSpeed's Universal Checkpoint.
     DeepSpeedUniversal,
     /// A directory of `torch_checkpointing`: a file for each item and rank, and `metadata.pkl`.
     TorchCheckpointing,
-    /// A file of NumPy: one array, or several.
+    /// A NumPy file: one array (`.npy`) or several (`.npz`).
     Numpy,
-    /// A file of llama.cpp.
+    /// A GGUF file of llama.cpp.
     Gguf,
-    /// A directory that holds a model, and beside it the state of its training, in files and directories of their own.
+    /// A trainer's folder, which holds a model and the state of its training in separate files and directories.
     Folder,
 }
 
@@ -95,12 +95,12 @@ impl fmt::Display for Format {
     }
 }
 
-/// One of the checkpoints that another one is made of.
+/// A part of a checkpoint that consists of several, such as a trainer's folder.
 #[derive(Clone, Copy)]
 pub struct PartOf<'c> {
-    /// Its file or directory; empty for files in the directory of the whole.
+    /// Its file or directory in the whole checkpoint; empty for files directly in the directory of the whole.
     pub place: &'c str,
-    /// `true` if the names of its files are those below its place.
+    /// `true` if it is a directory, so that the names of its files are relative to `place`.
     pub is_directory: bool,
     /// The checkpoint.
     pub checkpoint: &'c dyn Checkpoint,
@@ -122,13 +122,13 @@ pub trait Checkpoint: Send + Sync {
     /// Returns its format.
     fn format(&self) -> Format;
 
-    /// Returns its place: the directory or the file, or the URL.
+    /// Returns the path of its directory or file, or its URL.
     fn path(&self) -> &Path;
 
-    /// Returns its metadata. `planner_data` is there where the keys came from a nested state dict.
+    /// Returns its metadata. `planner_data` is set if the keys came from a nested state dict.
     fn metadata(&self) -> &Metadata;
 
-    /// Returns the nested containers that its keys came from, where the format tells more of them than the paths in
+    /// Returns the nested containers that its keys came from, if the format stores more about them than the paths in
     /// [`Checkpoint::metadata`].
     fn structure(&self) -> Option<&Structure> {
         None
@@ -137,8 +137,8 @@ pub trait Checkpoint: Send + Sync {
     /// Returns its files.
     fn directory(&self) -> &CheckedDirectory;
 
-    /// Returns the checkpoints that a folder, or a directory with files of a trainer's state beside its own, is made of; none
-    /// of any other checkpoint.
+    /// Returns the parts of a trainer's folder, or of a directory with files of a trainer's state beside its own; empty
+    /// for any other checkpoint.
     fn parts(&self) -> Vec<PartOf<'_>> {
         Vec::new()
     }
@@ -149,22 +149,23 @@ pub trait Checkpoint: Send + Sync {
         None
     }
 
-    /// Returns `true` if digests were recorded in it, but of what it held before another program wrote it again. They are not
-    /// among [`Checkpoint::digests`].
+    /// Returns `true` if it has recorded digests, but another program has rewritten the file since. Such digests are
+    /// not among [`Checkpoint::digests`].
     fn has_stale_digests(&self) -> bool {
         false
     }
 
-    /// Returns its place in the run that it is of, where that was recorded.
+    /// Returns its lineage (its place in its run), if that was recorded.
     fn lineage(&self) -> Option<&Lineage> {
         None
     }
 
     /// Fills slots with boxes of one tensor, in the dtype that [`Checkpoint::metadata`] says.
     ///
-    /// A format implements this method, and [`Checkpoint::read`] calls it from several threads. The caller has planned the
-    /// read: the tensor exists, its chunks are sound and cover the boxes, and each slot is as long as its box. A format that
-    /// fills the bytes of a slot by itself, rather than through this crate's files, must report them with [`Slot::filled`].
+    /// Each format implements this method, and [`Checkpoint::read`] calls it from several threads. The caller has
+    /// planned the read: the tensor exists, its chunks are valid and cover the boxes, and each slot has the length of
+    /// its box. A format that fills the bytes of a slot directly, and not through this crate's files, must report them
+    /// with [`Slot::filled`].
     fn read_boxes(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError>;
 
     /// Reads one box of a tensor into its row-major bytes, in the dtype that [`Checkpoint::metadata`] says.
@@ -176,15 +177,15 @@ pub trait Checkpoint: Send + Sync {
 
     /// Reads boxes of many tensors into buffers, by several threads.
     ///
-    /// All that can be known beforehand is checked first: on an error of the plan no buffer was touched. After an error
-    /// while reading, the content of the buffers is unspecified.
+    /// Everything that can be checked without reading is checked first; an error then has changed no buffer. After an
+    /// error while reading, the contents of the buffers are unspecified.
     fn read(&self, destinations: Vec<Destination<'_>>, options: ReadOptions) -> Result<ReadDone, FileError> {
         let files = Files { metadata: self.metadata(), directory: self.directory(), digests: self.digests() };
         read_in_parallel(files, destinations, options, &|fqn, slots| self.read_boxes(fqn, slots))
     }
 
-    /// Checks all that can be known of a [`Checkpoint::read`] before the bytes of tensors are read: the plan, and that
-    /// they can be where the metadata says.
+    /// Makes the checks of a [`Checkpoint::read`] that are possible before tensor bytes are read: of the plan, and that
+    /// the files are long enough for the places in the metadata.
     fn check_read(&self, requests: &[LoadRequest], options: ReadPlanOptions) -> Result<LoadPlan, FileError> {
         let wanted: HashSet<&str> = requests.iter().map(|request| request.fqn.as_str()).collect();
         self.check_stored(&|fqn| wanted.contains(fqn))?;
@@ -195,8 +196,8 @@ pub trait Checkpoint: Send + Sync {
     /// [`FileError::opaque_type`].
     fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError>;
 
-    /// Returns the type of what makes a value or tensor opaque: an object that is never built, such as a tensor of a
-    /// subclass. `None` for a plain one.
+    /// Returns the type of the object that makes a value or tensor opaque, such as a tensor subclass; `None` if it is
+    /// not opaque.
     fn opaque_type(&self, fqn: &str) -> Result<Option<String>, FileError> {
         if self.metadata().tensor(fqn).is_some() {
             return Ok(None);
@@ -207,19 +208,19 @@ pub trait Checkpoint: Send + Sync {
         }
     }
 
-    /// Reads a non-tensor value, or an opaque tensor, to be shown: objects of unknown types in it become dicts of their
-    /// type (`$type`), arguments and state. The tensors inside an opaque tensor come without their elements.
+    /// Reads a non-tensor value, or an opaque tensor, in a form that can be shown: objects of unknown types become
+    /// dicts with their type (`$type`), arguments and state. Tensors inside an opaque tensor have no elements.
     fn describe_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
         self.read_value(fqn)
     }
 
-    /// Reads the bytes of a value as they are stored at a place, to be copied: what `torch.save` made of it.
+    /// Reads the stored bytes of a value at a place, as `torch.save` wrote them, to copy them.
     fn read_item(&self, fqn: &str, stored: &StorageInfo) -> Result<Vec<u8>, FileError> {
         let _ = stored;
         Err(FileError::NotStored { fqn: fqn.to_owned() })
     }
 
-    /// Reads bytes of an item as they are stored, from `at` on, to be copied or compared.
+    /// Reads the stored bytes of an item, from byte `at` on, to copy or compare them.
     fn read_stored(&self, fqn: &str, stored: &StorageInfo, at: u64, dst: &mut [u8]) -> Result<(), FileError> {
         let file = self.directory().file(&stored.relative_path)?;
         let read = Window::new(&*file, stored.offset, stored.length).and_then(|item| item.read_exact_at(at, dst));
@@ -231,30 +232,31 @@ pub trait Checkpoint: Send + Sync {
         })
     }
 
-    /// Checks that the bytes of the tensors with these keys can be where the metadata says: before a conversion reserves
-    /// space for them.
+    /// Checks that the files are long enough for the tensors with these keys. A conversion calls this before it
+    /// reserves space.
     fn check_stored(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {
         let _ = keys;
         Ok(())
     }
 
-    /// Compares what several files hold of one tensor of these keys, in formats where nothing else keeps the copies equal.
-    /// A copy that differs is an error that names the tensor: a conversion would keep one of them, and nobody knows which
+    /// Compares the copies of tensors with these keys, in formats in which several ranks' files hold the same tensor. A
+    /// copy that differs is an error that names the tensor: a conversion could keep only one, and it is not known which
     /// is right.
     fn check_copies(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {
         let _ = keys;
         Ok(())
     }
 
-    /// Returns how a quantized tensor's integers are meant: a tuple of `torch.per_tensor_affine`, scale and zero point,
-    /// or of `torch.per_channel_affine`, their tensors and the axis. `None` for other tensors, or where it is not known.
+    /// Returns the quantizer of a quantized tensor: a tuple of `torch.per_tensor_affine`, scale and zero point, or of
+    /// `torch.per_channel_affine`, the tensors of scales and zero points, and the axis. `None` for other tensors, or if
+    /// it is not known.
     fn quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, FileError> {
         let _ = fqn;
         Ok(None)
     }
 
-    /// Reads a box of one copy of a chunk, from where that is stored: another copy than the first, see
-    /// [`Metadata::replicas`], or a chunk that is known to be sound.
+    /// Reads a box of one particular copy of a chunk: a replica (see [`Metadata::replicas`]), or the chunk itself if it
+    /// is known to be valid.
     fn read_replica(&self, replica: &Replica, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {
         self.read_boxes(&replica.fqn, &mut [Slot::new(bounds.clone(), dst)])
     }

@@ -1,4 +1,4 @@
-//! Several checkpoints seen as one: each brings its keys, below a prefix or at the top.
+//! A view of several checkpoints as one. The keys of each are at the top level, or below a prefix.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -175,6 +175,8 @@ impl Layer for Joined {
         parts.collect()
     }
 
+    /// Translates a place in this checkpoint to a place in one of its sources: file names lose the name of the source's
+    /// directory.
     fn stored_in<'s>(&self, source: usize, stored: &'s StorageInfo) -> Cow<'s, StorageInfo> {
         let Place { place, is_directory, .. } = &self.places[source];
         let below = stored.relative_path.strip_prefix(place.as_str()).and_then(|rest| rest.strip_prefix('/'));

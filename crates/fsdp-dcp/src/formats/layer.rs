@@ -1,4 +1,5 @@
-//! A checkpoint that is seen through something: other keys, other shapes, other dtypes, or several checkpoints as one.
+//! The shared part of all views of checkpoints, which change keys, shapes or dtypes, or show several checkpoints as
+//! one.
 //!
 //! A layer says where the content of each key comes from. All methods of a [`Checkpoint`] follow from that, in the same way
 //! for all layers.

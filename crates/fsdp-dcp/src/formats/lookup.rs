@@ -1,4 +1,4 @@
-//! Looking up a key of a checkpoint, or the error that it is not there or of another kind.
+//! Looks up keys of a checkpoint. A missing key, or one of another kind, is an error.
 
 use fsdp_layout::TensorBox;
 
@@ -30,7 +30,7 @@ pub(crate) fn request_of(metadata: &Metadata, fqn: &str, bounds: &TensorBox) -> 
     })
 }
 
-/// Returns the error that a key is no value.
+/// Returns the error that a key is not a value.
 pub(crate) fn no_value(metadata: &Metadata, fqn: &str) -> FileError {
     let is_tensor = metadata.tensor(fqn).is_some();
     let fqn = fqn.to_owned();

@@ -1,4 +1,5 @@
-//! Checkpoints of any format, seen as one.
+//! The part of reading that all formats share: the trait `Checkpoint`, views of checkpoints, and reads of many tensors
+//! at once.
 
 pub(crate) mod assembled;
 pub(crate) mod blocks;

@@ -240,7 +240,7 @@ fn jobs<'d>(
     Ok(jobs)
 }
 
-/// Checks that there is a buffer for each box, of its length.
+/// Checks that there is one buffer for each box, and that it has the length of the box in bytes.
 fn check_buffers(request: &LoadRequest, dtype: DType, buffers: &[&mut [u8]]) -> Result<(), FileError> {
     let given = buffers.iter().map(|buffer| buffer.len() as u64).sum();
     if buffers.len() != request.boxes.len() {

@@ -174,7 +174,7 @@ impl Structure {
         modules
     }
 
-    /// Describes what the flat keys and paths of a checkpoint cannot tell of this structure, each place in a line.
+    /// Describes what the flat keys and paths of a checkpoint cannot express of this structure, each place in a line.
     pub(crate) fn untold(&self) -> Vec<String> {
         let mut untold = Vec::new();
         for (key, place) in self.places() {

@@ -1,4 +1,4 @@
-//! Finding the rule that takes each key, and the new keys.
+//! Finds the rule that matches each key, and computes the new keys.
 
 use std::collections::HashSet;
 

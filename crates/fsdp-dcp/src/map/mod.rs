@@ -10,19 +10,20 @@
 //! drop freqs_cis
 //! ```
 //!
-//! `{i}` stands for a part of a key without dots, and `{rest*}` for any text. After `|` come operations, from left to right:
+//! `{i}` matches a part of a key without dots, and `{rest*}` any text. Operations come after `|`, and are applied from
+//! left to right:
 //!
-//! | operation | what becomes of the tensors |
+//! | operation | effect |
 //! |---|---|
-//! | `transpose` | the two dimensions of a matrix are swapped |
-//! | `concat(d)` | several become one, along dimension `d` |
-//! | `split(d)`, `split(d, 4, 2, 2)` | one becomes several: of one size, or of these shares |
-//! | `permute(heads)`, `unpermute(heads)` | rotary halves of each head from interleaved to one after the other, and back |
-//! | `split_qkv(heads, kv_heads)`, `join_qkv(heads, kv_heads)` | Megatron's rows of queries, keys and values by group, to three tensors and back |
-//! | `unstack(i)`, `stack(i)` | the first dimension becomes `{i}` in the keys, and back |
+//! | `transpose` | swaps the two dimensions of a matrix |
+//! | `concat(d)` | joins several tensors along dimension `d` |
+//! | `split(d)`, `split(d, 4, 2, 2)` | splits a tensor along dimension `d`: into equal parts, or in these proportions |
+//! | `permute(heads)`, `unpermute(heads)` | reorders the rows of each head for rotary embeddings, from interleaved pairs to halves and back |
+//! | `split_qkv(heads, kv_heads)`, `join_qkv(heads, kv_heads)` | splits Megatron's grouped rows into queries, keys and values, and back |
+//! | `unstack(i)`, `stack(i)` | makes a tensor of each index of the first dimension, which becomes `{i}` in the keys, and back |
 //!
-//! Numbers may be names, whose values are given with the map. The first rule that fits a key takes it; keys that no rule
-//! fits stay as they are. Nothing is computed with the elements, so there and back is bit-exact.
+//! Numbers may be names, whose values are given with the map. The first rule that matches a key is applied; keys that
+//! no rule matches stay as they are. Elements are moved and never computed with, so there and back is bit-exact.
 
 mod builtin;
 mod match_keys;
@@ -43,7 +44,7 @@ impl Map {
     /// Reads a map.
     ///
     /// # Errors
-    /// The first line that is no rule, or uses a name that has no value.
+    /// The first line that is not a rule, or uses a name that has no value.
     ///
     /// ```
     /// use fsdp_dcp::map::{Map, Values};
@@ -68,7 +69,7 @@ impl Map {
         }))
     }
 
-    /// Returns the map that undoes this one. What it drops is not brought back.
+    /// Returns the map that undoes this one. Dropped keys are not restored.
     #[must_use]
     pub fn reversed(&self) -> Self {
         let rules = self.rules.iter().filter(|rule| !rule.targets.is_empty());

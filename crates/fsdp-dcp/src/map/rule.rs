@@ -11,7 +11,7 @@ use super::template::Template;
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum MapError {
-    /// A line that is no rule.
+    /// A line that is not a rule.
     #[error("line {line} of the map: {reason}")]
     Line {
         /// Its number, from 1.
@@ -19,14 +19,14 @@ pub enum MapError {
         /// The reason.
         reason: String,
     },
-    /// A rule that fits no key, which is likely a slip.
-    #[error("line {line} of the map fits no key")]
+    /// A rule that matches no key, which is likely a slip.
+    #[error("line {line} of the map matches no key")]
     Unused {
         /// Its number.
         line: usize,
     },
-    /// A map of this name that is built in fits no key at all.
-    #[error("no rule of the map fits a key")]
+    /// A map of this name that is built in matches no key at all.
+    #[error("no rule of the map matches a key")]
     UnusedMap,
     /// A rule fits a key, but not the tensors.
     #[error("line {line} of the map, for `{fqn}`: {reason}")]

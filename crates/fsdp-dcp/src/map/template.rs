@@ -1,4 +1,4 @@
-//! Keys with places for what differs: `layers.{i}.weight`.
+//! Key templates with placeholders: `layers.{i}.weight`.
 
 use std::collections::BTreeMap;
 
@@ -59,7 +59,7 @@ impl Template {
         })
     }
 
-    /// Matches a whole key. A name that stands twice must be the same text twice.
+    /// Matches a whole key. A name that occurs twice must be the same text twice.
     pub(super) fn matches(&self, key: &str) -> Option<Bindings> {
         let mut bindings = Bindings::new();
         let mut rest = key;

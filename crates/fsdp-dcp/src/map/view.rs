@@ -31,7 +31,7 @@ impl<'a> Mapped<'a> {
     /// Makes the view of a checkpoint.
     ///
     /// # Errors
-    /// A rule fits no key, or not the tensors.
+    /// A rule matches no key, or not the tensors.
     pub fn new(source: &'a dyn Checkpoint, map: &Map) -> Result<Self, MapError> {
         let from = source.metadata();
         let Matched { tensors: nodes, renamed, unmatched } = matched(map, from)?;

@@ -1,4 +1,5 @@
-//! The weighted average of checkpoints with the same keys, as of the last ones of a run, or of a soup of models.
+//! The weighted average of checkpoints with the same keys, such as the last checkpoints of a run, or the models of a
+//! "soup".
 
 use std::collections::HashSet;
 

@@ -1,7 +1,8 @@
-//! One checkpoint of several: the weighted average of equals, or a base with a LoRA adapter merged into it.
+//! Merges several checkpoints into one: the weighted average of checkpoints with the same keys, or a base with a LoRA
+//! adapter.
 //!
 //! Both are views: nothing is computed before [`convert`](crate::convert::convert) reads it, piece by piece, so memory is
-//! bounded whatever the size.
+//! bounded whatever the size of tensors is.
 
 mod average;
 mod lora;

@@ -1,4 +1,4 @@
-//! A pickle that cannot run.
+//! A pickle reader that never executes anything.
 //!
 //! [`parse`] interprets the opcodes that CPython and torch write (protocols 2 to 5) and builds plain nodes. There is no
 //! call mechanism: `REDUCE` and `NEWOBJ` only record *which* global was applied to *which* arguments ([`Node::Object`]). One

@@ -1,4 +1,4 @@
-//! The arena of nodes that a parsed pickle is.
+//! A parsed pickle: an arena of nodes.
 
 use std::borrow::Cow;
 

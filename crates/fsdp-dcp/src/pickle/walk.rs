@@ -1,4 +1,4 @@
-//! The budget of whoever turns nodes into values: depth, and how much sharing may expand.
+//! The budget for turning nodes into values: it limits the depth, and how far shared nodes may be expanded.
 
 use fsdp_layout::PlainValue;
 
@@ -37,7 +37,8 @@ impl Walk {
         self.describes
     }
 
-    /// Makes a walk with what is left of this one's budget that goes on from the same depth and describes opaque objects.
+    /// Makes a walk with what is left of this one's budget that continues from the same depth and describes opaque
+    /// objects.
     pub(crate) fn aside(&self) -> Self {
         Walk { depth: self.depth, budget: self.budget.clone(), describes: true }
     }

@@ -11,7 +11,7 @@ use crate::metadata::TensorProperties;
 /// The items that one rank could write, in the order of its state dict.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct LocalPlan {
-    /// The items. No flat key stands twice.
+    /// The items. No flat key occurs twice.
     pub items: Vec<WriteItem>,
 }
 

@@ -37,7 +37,7 @@ pub enum ChunkError {
         numel: usize,
     },
     /// The shape's element count does not fit this machine.
-    #[error("the shape {shape:?} is absurd")]
+    #[error("the shape {shape:?} is too large")]
     Shape {
         /// The shape.
         shape: Vec<usize>,

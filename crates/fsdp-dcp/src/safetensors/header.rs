@@ -46,7 +46,7 @@ struct RawInfo {
     data_offsets: (u64, u64),
 }
 
-/// The JSON object; a key that stands twice is an error, as `serde_json` by itself would take the last.
+/// The JSON object; a key that occurs twice is an error, as `serde_json` by itself would take the last.
 #[derive(Default)]
 struct RawHeader {
     metadata: IndexMap<String, String>,
@@ -204,7 +204,7 @@ impl Header {
         object.extend(entries);
         let mut json = serde_json::to_vec(&object).map_err(malformed)?;
         // More than the `safetensors` crate ever pads: a file that it writes again has a header of another length, which
-        // is how digests of before are told from those of the file.
+        // is how digests of an earlier file are told from those of this one.
         json.extend([b' '; 8]);
         while !(8 + json.len()).is_multiple_of(64) {
             json.push(b' ');

@@ -22,8 +22,8 @@ pub enum SignError {
         /// The defect.
         reason: String,
     },
-    /// A file that is no signature.
-    #[error("this is no signature of a model: {reason}")]
+    /// A file that is not a signature.
+    #[error("this is not a model signature: {reason}")]
     Malformed {
         /// The defect.
         reason: String,
@@ -35,13 +35,13 @@ pub enum SignError {
         reason: String,
     },
     /// A bundle without a signature, or with several.
-    #[error("there is not one signature in it, but {found}")]
+    #[error("it must contain exactly one signature, but has {found}")]
     NotOne {
         /// Their number.
         found: usize,
     },
     /// A signature that names another key.
-    #[error("it was signed with another key: with that of hash {signed}, not {given}")]
+    #[error("it was signed with another key: the hash of that key is {signed}, and that of the given key {given}")]
     OtherKey {
         /// The hash of the key that the signature names.
         signed: String,

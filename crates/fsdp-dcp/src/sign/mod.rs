@@ -63,7 +63,7 @@ pub struct SignOptions<'a> {
     pub signature: Option<&'a str>,
     /// The number of threads that hash, one file each; 0 for one.
     pub threads: usize,
-    /// A function that is told of every piece that was hashed, in bytes.
+    /// A function that is called with the number of bytes of every piece that was hashed.
     pub progress: Option<&'a (dyn Fn(u64) + Sync)>,
 }
 

@@ -1,4 +1,5 @@
-//! The traits that a kind of storage implements: a place, reading what is there, and staging what will be there.
+//! The traits that each kind of storage implements: [`Storage`] for a place, [`ReadDirectory`] to read it, and
+//! [`Stage`] to write a checkpoint that will be committed there.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -75,7 +76,7 @@ pub(crate) trait Storage: Send + Sync {
         Ok(Vec::new())
     }
 
-    /// Puts the old checkpoint back where a crash in the middle of an overwrite left none. Returns `true` if it did.
+    /// Puts the old checkpoint back if a crash in the middle of an overwrite left none here. Returns `true` if it did.
     fn recover(&self, durable: &Durable) -> Result<bool, FileError> {
         let _ = durable;
         Ok(false)
@@ -93,7 +94,7 @@ pub(crate) trait ReadDirectory: fmt::Debug + Send + Sync {
     /// Opens a regular file or an object. A path that leads out of the directory is an error.
     fn file(&self, relative: &str) -> Result<Box<dyn ReadAt>, FileError>;
 
-    /// Returns how many threads should read where one would do for a disk.
+    /// Returns how many threads should read in place of each one that would be enough for a disk.
     fn threads_per_reader(&self) -> usize;
 
     /// Returns how many bytes to read at once before they are hashed.
@@ -102,7 +103,7 @@ pub(crate) trait ReadDirectory: fmt::Debug + Send + Sync {
 
 /// A checkpoint that is being written.
 ///
-/// Dropping the one that [`Storage::prepare`] made, without a commit, removes what was written.
+/// If the stage that [`Storage::prepare`] returned is dropped without a commit, everything that was written is removed.
 pub(crate) trait Stage: fmt::Debug + Send + Sync {
     /// Returns the name by which other ranks join it.
     fn name(&self) -> &str;
@@ -110,10 +111,11 @@ pub(crate) trait Stage: fmt::Debug + Send + Sync {
     /// Returns the name of the target for messages.
     fn target(&self) -> &Path;
 
-    /// Returns where files are written for now.
+    /// Returns the directory or prefix in which files are written before the commit.
     fn directory(&self) -> &Path;
 
-    /// Returns what distinguishes the files of this save from those of others in the same place, if they share one.
+    /// Returns the suffix that distinguishes this save's files from those of others, if all are written to the same
+    /// place.
     fn suffix(&self) -> Option<&str> {
         None
     }
@@ -124,8 +126,8 @@ pub(crate) trait Stage: fmt::Debug + Send + Sync {
     /// Creates a file of this length. Subdirectories in `relative` are created.
     fn create(&self, relative: &str, length: u64) -> Result<Box<dyn StageFile>, FileError>;
 
-    /// Makes a finished file of another checkpoint a file of this one too, under a name of its own, without moving its bytes
-    /// through this process. Returns `false` where that cannot be done.
+    /// Adds a finished file of another checkpoint to this one, under the name `as_name`, without moving its bytes
+    /// through this process. Returns `false` if the storage cannot do that.
     fn link(&self, from: &dyn Storage, name: &str, as_name: &str) -> Result<bool, FileError> {
         let _ = (from, name, as_name);
         Ok(false)
@@ -134,7 +136,7 @@ pub(crate) trait Stage: fmt::Debug + Send + Sync {
     /// Creates the file of a checkpoint that is one file.
     fn create_single(&self, length: u64) -> Result<Box<dyn StageFile>, FileError>;
 
-    /// Checks that what is at the target, if anything, is of the kind that will replace it.
+    /// Checks that the target, if it exists, is of the same kind as what will replace it.
     fn check_kind(&self, wanted: EntryKind) -> Result<(), FileError>;
 
     /// Checks that no file of this name lies beside the target, unless that may be overwritten.
@@ -143,7 +145,7 @@ pub(crate) trait Stage: fmt::Debug + Send + Sync {
     /// Removes a file beside the target, if it is there.
     fn remove_sidecar(&self, name: &str) -> Result<(), FileError>;
 
-    /// Checks that these files, some of which other ranks wrote, are all where the checkpoint will be committed.
+    /// Checks that all these files, some of which other ranks wrote, are in the directory that will be committed.
     fn check_files(&self, files: &mut dyn Iterator<Item = &String>) -> Result<(), FileError>;
 
     /// Writes the commit marker and publishes the checkpoint.
@@ -176,7 +178,7 @@ pub(crate) fn check_write(path: &Path, length: u64, offset: u64, bytes: &[u8]) -
     Err(FileError::io("write", path)(error))
 }
 
-/// A URL that leads nowhere: whoever uses it gets the reason.
+/// The storage of a URL that cannot be used: each operation returns the reason.
 pub(crate) struct UnusableUrl {
     pub(crate) name: PathBuf,
     pub(crate) reason: LocationError,

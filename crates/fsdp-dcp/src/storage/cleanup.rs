@@ -50,8 +50,8 @@ impl Durable {
         target.into().storage().remove_checkpoint(self)
     }
 
-    /// Removes what a crashed save, or a removal that broke off, has left of a checkpoint in an object store. Returns
-    /// `true` if there was anything.
+    /// Removes what a crashed save, or a removal that was interrupted, has left of a checkpoint in an object store.
+    /// Returns `true` if there was anything.
     ///
     /// Nothing is done where there is a `.metadata`, or an object whose name is not one of a save's own. Nothing is done
     /// in a directory either, whose leftovers lie beside it ([`clean_stale`]). A save to this very target that is in

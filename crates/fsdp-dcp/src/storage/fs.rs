@@ -1,4 +1,4 @@
-//! The operations on the file system, each one a step that a test can make fail.
+//! The operations on the file system. Tests can make each of them fail.
 
 use std::fmt;
 use std::io;

@@ -52,7 +52,7 @@ const SMALLEST_BLOCK: u64 = 16 << 10;
 /// Bytes of the largest block.
 const LARGEST_BLOCK: u64 = 1 << 20;
 
-/// Returns the length of the blocks of a segment.
+/// Returns the length in bytes of the blocks into which a segment of this length is divided for hashing.
 #[must_use]
 pub(crate) fn block_length(segment: u64) -> u64 {
     (segment / 128).next_power_of_two().clamp(SMALLEST_BLOCK, LARGEST_BLOCK)

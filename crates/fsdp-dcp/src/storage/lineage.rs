@@ -20,7 +20,7 @@ pub struct Lineage {
     pub data: Option<DataPosition>,
 }
 
-/// A checkpoint that another one grew out of.
+/// A checkpoint that another one continues.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Parent {

@@ -15,13 +15,13 @@ use crate::error::{FileError, LocationError};
 
 /// The place of a checkpoint, or of a directory of checkpoints.
 ///
-/// Made from whatever names it: a path, or a URL. Nothing is opened or checked by that; the first use of the location
-/// says what is wrong with it.
+/// It is made from a path or a URL. That opens and checks nothing; an error in the URL is returned by the first
+/// operation on the location.
 ///
 /// | URL | is |
 /// |---|---|
 /// | `file:///DIR/NAME` | a path |
-/// | `s3://BUCKET/PREFIX` | Amazon S3 and whatever speaks its protocol; settings from `AWS_*`, as the AWS tools have them |
+/// | `s3://BUCKET/PREFIX` | Amazon S3 and compatible stores; settings from `AWS_*`, as for the AWS tools |
 /// | `gs://BUCKET/PREFIX` | Google Cloud Storage; settings from `GOOGLE_*` |
 /// | `az://CONTAINER/PREFIX` | Azure Blob Storage; settings from `AZURE_STORAGE_*` |
 ///
@@ -47,7 +47,7 @@ type Settings = Vec<(String, String)>;
 
 #[cfg(feature = "object-store")]
 impl Location {
-    /// Makes the location of a URL of an object store with settings of its own, which come before those of the
+    /// Makes the location of a URL in an object store, with settings that take precedence over those of the
     /// environment. Their names are those of [`object_store`]: `aws_endpoint`, `aws_access_key_id`,
     /// `google_service_account`, ...
     #[must_use]
@@ -57,8 +57,8 @@ impl Location {
 
     /// Makes the location of a prefix in an object store that the caller has set up.
     ///
-    /// `name` is what messages call the store, the URL for instance. A client with TLS needs a provider of cryptography
-    /// that the caller has installed ([`rustls`]' `install_default`).
+    /// `name` is the name of the store in messages, for example its URL. A client with TLS needs a cryptography
+    /// provider, which the caller must install ([`rustls`]' `install_default`).
     #[must_use]
     pub fn with_store(store: Arc<dyn super::object::Store>, name: &str, prefix: &str) -> Self {
         let name = PathBuf::from(name).join(prefix);
@@ -75,7 +75,7 @@ impl Location {
         Location { storage: Arc::new(LocalStorage::new(path)) }
     }
 
-    /// Makes the location of a path in a file system of the caller's own.
+    /// Makes the location of a path in a file system that the caller implements.
     #[must_use]
     pub fn within(files: Arc<dyn FileSystem>, path: impl Into<PathBuf>) -> Self {
         Location { storage: Arc::new(LocalStorage::within(files, path.into())) }
@@ -127,7 +127,7 @@ impl Location {
         Some(Location { storage: object_storage(scheme, authority, shown_key, name, settings) })
     }
 
-    /// Returns how to get at what is here.
+    /// Returns the storage through which this location is read and written.
     pub(crate) fn storage(&self) -> &dyn Storage {
         &*self.storage
     }
@@ -150,7 +150,7 @@ impl Location {
         Location { storage: self.storage.child(below.as_ref()) }
     }
 
-    /// Returns the directory or prefix that it lies in, and its name there.
+    /// Returns the directory or prefix that contains it, and its name there.
     pub(crate) fn split(&self) -> Result<(Location, &str), FileError> {
         let name = self.name().file_name().and_then(|name| name.to_str()).ok_or_else(|| {
             let error = std::io::Error::new(std::io::ErrorKind::InvalidInput, "it has no name in UTF-8");
@@ -162,7 +162,7 @@ impl Location {
     /// Returns `true` if anything is here: a file or directory, an object, or objects below it.
     ///
     /// # Errors
-    /// A URL that leads nowhere; a store that does not answer.
+    /// A URL that cannot be used; a store that does not answer.
     pub fn exists(&self) -> Result<bool, FileError> {
         self.storage.exists()
     }
@@ -170,7 +170,7 @@ impl Location {
     /// Returns the names of the entries directly in it, sorted: files, and directories or prefixes.
     ///
     /// # Errors
-    /// The errors of [`Location::exists`], and a directory that is not there.
+    /// The errors of [`Location::exists`], and a directory that does not exist.
     pub fn names(&self) -> Result<Vec<String>, FileError> {
         self.storage.names()
     }
@@ -192,7 +192,7 @@ impl Location {
     }
 }
 
-/// Returns `true` if a text is the scheme of a URL. One letter is none: it may be a drive.
+/// Returns `true` if a text is the scheme of a URL. A single letter is not one, because it may be a drive.
 fn is_scheme(text: &str) -> bool {
     text.len() > 1
         && text.starts_with(|c: char| c.is_ascii_alphabetic())

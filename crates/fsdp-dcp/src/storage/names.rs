@@ -1,4 +1,4 @@
-//! Names of the files that make a directory a checkpoint, and of those that formats put beside them.
+//! Names of files in and beside checkpoints, which several formats share.
 
 /// The name of the metadata file in a checkpoint's directory: its presence is what makes the directory a checkpoint.
 pub const METADATA_FILE: &str = ".metadata";

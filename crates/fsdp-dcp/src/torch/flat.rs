@@ -152,7 +152,7 @@ impl Flattener<'_, '_> {
         Ok(structure)
     }
 
-    /// Makes what lies at a flat key.
+    /// Makes the value of a flat key.
     fn leaf(&mut self, id: NodeId) -> Result<Leaf, FormatError> {
         let p = self.pickle;
         match ShardedRef::of(p, id) {

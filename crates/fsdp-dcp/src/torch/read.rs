@@ -13,10 +13,10 @@ use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 use crate::torch::flat::{FlatFile, Leaf};
 
-/// Opens a file of `torch.save`, of any torch.
+/// Opens a file of `torch.save`, written by any version of torch.
 ///
-/// A rank's parts of tensors are chunks of the whole ones: of a file that one of several ranks has written, the other
-/// chunks are missing.
+/// Sharded tensors become whole tensors whose chunks are the parts of the ranks. In a file that one of several ranks
+/// has written, the chunks of the other ranks are missing.
 pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assembled, FileError> {
     let (parent, name) = location.split()?;
     let directory = CheckedDirectory::open_beside(&parent, name, options.verify)?;

@@ -1,4 +1,4 @@
-//! The description of a rank's part of a tensor in a pickle: a DTensor with its mesh and placements, or FSDP1's
+//! Parses a rank's part of a tensor in a pickle: a DTensor with its mesh and placements, or FSDP1's
 //! ShardedTensor with its shards.
 //!
 //! Both are tensor subclasses: `_rebuild_from_type_v2(_rebuild_wrapper_subclass, class, arguments, state)`, where the

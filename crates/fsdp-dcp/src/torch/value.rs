@@ -240,7 +240,7 @@ pub fn value_of(pickle: &Pickle<'_>, id: NodeId) -> Result<PlainValue, FormatErr
     })
 }
 
-/// Returns the error of a value that is of a known class, but is no plain value.
+/// Returns the error of a value that is of a known class, but is not a plain value.
 fn unnamed(p: &Pickle<'_>, id: NodeId) -> PickleError {
     let name = match p.node(id) {
         Node::Global(global) => format!("{global:?}"),

@@ -168,7 +168,7 @@ pub(crate) fn write(
         staging.target().file_stem().and_then(|stem| stem.to_str()).unwrap_or("archive").replace(['/', '\\'], "_");
     let layout = ArchiveLayout::new(&root, bytes, &lengths);
 
-    // Tensors inside values go by the number of their storage, which is no key of a checkpoint.
+    // Tensors inside values go by the number of their storage, which is not a key of a checkpoint.
     let mut extra = IndexMap::new();
     let mut names = Vec::with_capacity(storages.len());
     for (index, storage) in storages.iter().enumerate() {

@@ -1,13 +1,13 @@
-//! Checking a checkpoint without loading it, and adding hashes to a foreign one.
+//! Checks checkpoints without loading them, and adds hashes to those that have none.
 //!
-//! Levels, each with those before it:
+//! Each level includes the checks of the levels before it:
 //!
 //! | level | what is checked |
 //! |---|---|
 //! | [`Level::Structure`] | metadata, chunks (inside, disjoint, complete), every path, every key stored |
 //! | [`Level::Sizes`] | every file is there and long enough; every item is the tensor or value that the metadata says |
 //! | [`Level::Hashes`] | every byte against the integrity file; without one, the zip checksums of DCP items and torch archives |
-//! | [`Level::Deep`] | every element: NaN and infinities are counted, and digests compared with the recorded ones; that copies of replicated tensors and values are equal |
+//! | [`Level::Deep`] | every element: counts NaN and infinities, compares digests with the recorded ones, and copies of replicated tensors and values with each other |
 
 mod add_integrity;
 mod checksums;
@@ -48,8 +48,9 @@ pub enum Level {
     Deep,
 }
 
-/// Verifies an open checkpoint. Problems with what it holds are in the report; an error is returned only if nothing
-/// could be checked, or if the checkpoint names files that no command opens ([`FileError::Path`]). `progress` is told of every piece that was read, in bytes.
+/// Verifies an open checkpoint. Problems with its contents are in the report. An error is returned only if nothing
+/// could be checked, or if the checkpoint names files outside of its directory ([`FileError::Path`]). `progress` is
+/// called with the number of bytes of every piece that was read.
 pub fn verify(
     checkpoint: &dyn Checkpoint,
     level: Level,
@@ -58,7 +59,7 @@ pub fn verify(
     verify_on_threads(checkpoint, level, default_threads(), progress)
 }
 
-/// Does the same as [`verify`], on so many threads. The report does not depend on how many they are.
+/// Does the same as [`verify`], on this number of threads. The report does not depend on it.
 pub fn verify_on_threads(
     checkpoint: &dyn Checkpoint,
     level: Level,
@@ -89,7 +90,7 @@ pub fn verify_on_threads(
     Ok(report)
 }
 
-/// Verifies each checkpoint of a folder by itself, as its own format has it.
+/// Verifies each checkpoint in a trainer's folder separately, by the rules of its own format.
 fn verify_parts(
     parts: &[PartOf<'_>],
     level: Level,
@@ -104,7 +105,7 @@ fn verify_parts(
     Ok(all)
 }
 
-/// Checks the metadata by itself.
+/// Checks the metadata alone.
 fn structure(checkpoint: &dyn Checkpoint, report: &mut Report) {
     for (fqn, entry) in &checkpoint.metadata().entries {
         match entry {
@@ -193,8 +194,8 @@ fn chunk_ends(
     Ok(())
 }
 
-/// Takes a path that leads out of the checkpoint, or through a link, for an error of the whole checkpoint, as every other
-/// command does.
+/// Turns a path that leads out of the checkpoint, or through a link, into an error of the whole verification. Other
+/// errors of the read are returned inside, for the report.
 fn refuse_paths<T>(read: Result<T, FileError>) -> Result<Result<T, FileError>, FileError> {
     match read {
         Err(error @ FileError::Path { .. }) => Err(error),
@@ -296,7 +297,7 @@ fn wrong_digest(checkpoint: &dyn Checkpoint, fqn: &str) -> FileError {
     FileError::Digests { path: checkpoint.path().to_owned(), names: vec![fqn.to_owned()] }
 }
 
-/// Counts and sums over a whole tensor; `None` where its elements are no real numbers.
+/// Computes statistics of a whole tensor; `None` if its elements are not real numbers.
 pub fn census(
     checkpoint: &dyn Checkpoint,
     fqn: &str,
@@ -336,7 +337,8 @@ fn elements(
     Ok((counts.then_some(census), Some(sum.finish(dtype, &tensor.shape))))
 }
 
-/// Returns the files of a checkpoint that are neither named by its metadata nor its own bookkeeping: leftovers of other saves.
+/// Returns the files in a checkpoint's directory that neither its metadata names nor this crate writes: leftovers of
+/// other saves.
 pub fn unknown_files(checkpoint: &dyn Checkpoint) -> Result<Vec<PathBuf>, FileError> {
     let directory = checkpoint.directory();
     if checkpoint.format() != Format::Dcp {

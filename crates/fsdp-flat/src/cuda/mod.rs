@@ -107,7 +107,7 @@ pub(crate) fn to_host(tensor: &Tensor) -> Result<Tensor, FlatError> {
     Ok(host.into_tensor())
 }
 
-/// Copies bytes from the host over a range of the storage's.
+/// Copies bytes from the host to a range, in bytes, of the storage. Returns when the copy has finished.
 pub(crate) fn write(
     tensor: &Tensor,
     storage: &mut CudaStorage,
@@ -123,7 +123,7 @@ pub(crate) fn write(
     if from.is_empty() {
         return Ok(());
     }
-    // The host's memory may go away as soon as this returns.
+    // The caller may free `from` as soon as this returns, so the copy must have finished by then.
     stream.memcpy_htod(from, &mut bytes).and_then(|()| stream.synchronize()).map_err(failed)
 }
 

@@ -85,7 +85,7 @@ fn through(
     copied.map(|()| stage)
 }
 
-/// Waits for a piece to arrive in its buffer, and copies it to its range of `to`.
+/// Waits until the GPU has copied a piece to its staging buffer, and copies it from there to its range of `to`.
 fn take(
     stage: &Stage,
     (buffer, range, event): (usize, Range<usize>, CudaEvent),

@@ -1,4 +1,4 @@
-//! Elements on their way to a tensor.
+//! Elements that are ready to be put into a tensor whose memory is released.
 
 use candle_core::{CpuStorage, DType, Layout, Tensor};
 
@@ -42,7 +42,7 @@ impl Contents {
     /// Takes the elements of a contiguous tensor. Those in the host's memory are copied; those of a GPU stay there.
     ///
     /// # Errors
-    /// A tensor that is released, not contiguous, or of a dtype that is no float; [`FlatError::OutOfMemory`].
+    /// A tensor that is released, not contiguous, or of a dtype that is not a float; [`FlatError::OutOfMemory`].
     pub fn of(source: &Tensor) -> Result<Self, FlatError> {
         #[cfg(feature = "cuda")]
         if source.device().is_cuda() {

@@ -128,7 +128,7 @@ impl TensorBuffer {
         bytes_of(&self.storage).unwrap_or_default()
     }
 
-    /// Returns the elements' bytes, row-major, to be filled.
+    /// Returns the row-major bytes of the elements, for the caller to fill.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         bytes_of_mut(&mut self.storage).unwrap_or_default()
     }

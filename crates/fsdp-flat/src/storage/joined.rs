@@ -1,4 +1,4 @@
-//! Views that lie one after the other in one storage, read as one.
+//! Reads several views that are adjacent in one storage as a single one.
 
 use candle_core::{Storage, Tensor};
 

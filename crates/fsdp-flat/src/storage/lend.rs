@@ -93,7 +93,7 @@ pub(crate) fn released(tensor: &Tensor) -> FlatError {
     FlatError::Freed { shape: tensor.dims().to_vec() }
 }
 
-/// Returns the range of its storage's elements that a tensor has, which must be contiguous.
+/// Returns the range of its storage's elements that a contiguous tensor occupies.
 pub(crate) fn contiguous_range(tensor: &Tensor, layout: &Layout) -> Result<std::ops::Range<usize>, FlatError> {
     let (start, end) =
         layout.contiguous_offsets().ok_or_else(|| FlatError::NotContiguous { shape: tensor.dims().to_vec() })?;

@@ -98,7 +98,7 @@ fn release_storage(storage: StorageMut<'_>) -> Result<(), FlatError> {
 /// go through pinned memory.
 ///
 /// # Errors
-/// candle's.
+/// candle's errors.
 pub fn to_device(tensor: &Tensor, device: &Device) -> Result<Tensor, FlatError> {
     if tensor.device().same_device(device) {
         return Ok(tensor.clone());
@@ -116,7 +116,7 @@ pub fn to_device(tensor: &Tensor, device: &Device) -> Result<Tensor, FlatError> 
 /// Copies a tensor's values to memory of their own: contiguous, on the same device, and in no graph.
 ///
 /// # Errors
-/// A tensor that is released; [`FlatError::OutOfMemory`]; candle's.
+/// A tensor that is released; [`FlatError::OutOfMemory`]; candle's errors.
 pub fn owned_copy(tensor: &Tensor) -> Result<Tensor, FlatError> {
     // Not candle's copy: it does not support all dtypes, and its copies go through the CPU's caches.
     if let (Storage::Cpu(storage), layout) = (&*tensor.storage_and_layout().0, tensor.layout()) {
@@ -135,7 +135,7 @@ pub fn owned_copy(tensor: &Tensor) -> Result<Tensor, FlatError> {
 /// Makes a contiguous tensor of zeros on a device.
 ///
 /// # Errors
-/// The same as [`zeros`], and candle's.
+/// The same as [`zeros`], and candle's errors.
 pub fn zeros_on(shape: &[usize], dtype: candle_core::DType, device: &Device) -> Result<Tensor, FlatError> {
     #[cfg(feature = "cuda")]
     if let Device::Cuda(device) = device

@@ -1,12 +1,15 @@
-//! Tensors whose readers wait: how code that knows nothing of sharding tells that it comes to a tensor.
+//! Tensors whose readers are made to wait. This detects when code that knows nothing of sharding starts to use a
+//! tensor.
 //!
-//! candle calls nobody when an operation reads a tensor. But each operation, on each device, takes the read lock of the
-//! tensor's storage first. So a [`Withheld`] holds the write locks of released tensors: an operation that comes to one of
-//! them waits, [`Withheld::is_awaited`] tells so, and [`Withheld::give`] fills the tensors and lets it go on.
+//! candle has no hook for the use of a tensor. But each operation, on each device, takes the read lock of the tensor's
+//! storage first. A [`Withheld`] holds the write locks of released tensors. An operation that reads one of them blocks,
+//! [`Withheld::is_awaited`] then returns `true`, and [`Withheld::give`] fills the tensors and lets the operation
+//! continue.
 //!
-//! candle lends a storage, and with it the lock, only for the length of a call. So a thread of its own is inside such calls,
-//! one inside the other, for as long as the locks are held. The locks are parking_lot's, which can be asked if somebody
-//! waits for one of them. [`Withheld::new`] tries that out once, as it rests on which locks candle uses.
+//! candle gives access to a storage, and so to its lock, only inside a callback. So a separate thread stays inside such
+//! callbacks, nested one in the other, as long as the locks are held. The locks are parking_lot's, whose queue of
+//! waiters can be inspected. [`Withheld::new`] tests that once, because it depends on the kind of lock that candle
+//! uses.
 
 #![expect(
     unsafe_code,
@@ -29,18 +32,18 @@ use super::lend::{StorageMut, with_storage_mut};
 use super::{release_storage, storage_id};
 use crate::FlatError;
 
-/// The distance from a lock's address to the key of the queue in which a writer waits for the last readers. At the address
-/// itself readers wait for a writer.
+/// The offset from a lock's address to the key of the queue in which a writer waits for the last readers. (The key of
+/// the queue of readers that wait for a writer is the address itself.)
 const QUEUE_OF_WRITERS: usize = 1;
 
-/// The memory of the thread's stack, and what each tensor takes of it.
+/// The size of the thread's stack: a fixed part, and a part for the nested call of each tensor.
 const STACK_BYTES: usize = 256 << 10;
 const STACK_BYTES_PER_TENSOR: usize = 4 << 10;
 
-/// The time after which this looks if the thread waits for a lock.
+/// The interval at which this checks if the thread waits for a lock.
 const LOOK: Duration = Duration::from_millis(1);
 
-/// The longest time that a thread needs to wait for a lock, on a machine that does much else.
+/// The time for which [`Withheld::new`] waits until a test thread blocks on a lock, even on a busy machine.
 const TRY_OUT: Duration = Duration::from_secs(10);
 
 /// Tensors that can be released in such a way that their readers wait until they are filled again.
@@ -117,7 +120,8 @@ impl Shared {
     }
 }
 
-/// The thread's end of a request: tensors are free afterwards, also after a panic.
+/// A guard that the thread holds while it serves a request. When it is dropped, also by a panic, the tensors are free,
+/// unless the request has failed.
 struct Ends<'a>(&'a Shared);
 
 impl Drop for Ends<'_> {

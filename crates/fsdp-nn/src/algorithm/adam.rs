@@ -75,7 +75,8 @@ impl AdamOptions {
         ])
     }
 
-    /// Returns the options of a group, and whether its weight decay is decoupled.
+    /// Reads the options of a saved parameter group, and `true` if its weight decay is decoupled. Options that the
+    /// group does not have keep their current values.
     pub(super) fn read(&self, reader: &mut Reader<'_>, decoupled: bool) -> Result<(Self, bool), AlgorithmError> {
         let options = Self {
             lr: reader.float("lr", self.lr)?,

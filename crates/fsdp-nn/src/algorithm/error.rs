@@ -29,7 +29,7 @@ pub enum AlgorithmError {
         dampening: f64,
     },
     /// A param group holds a value of another type under this key.
-    #[error("param group of {algorithm} holds {found} under `{key}`, where {expected} belongs")]
+    #[error("`{key}` in a parameter group of {algorithm} is {found}, but must be {expected}")]
     WrongType {
         /// The optimizer, by torch's name.
         algorithm: &'static str,

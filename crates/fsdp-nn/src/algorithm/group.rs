@@ -31,7 +31,11 @@ impl<'a> Reader<'a> {
         Self { algorithm, group, known: Vec::new(), missing: Vec::new() }
     }
 
-    /// Returns the value under `key` as `convert` understands it, or `current` where there is none.
+    /// Returns the converted value under `key`, or `current` if the group does not have the key. The last of several
+    /// values counts.
+    ///
+    /// # Errors
+    /// A value that `convert` does not accept; the message says that it is not `expected`.
     pub(super) fn read<T>(
         &mut self,
         key: &'static str,

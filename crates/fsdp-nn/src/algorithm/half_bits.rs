@@ -44,11 +44,13 @@ pub(super) fn widen_f16(value: f16) -> f32 {
     f32::from_bits(magnitude.to_bits() | exponent | (bits & 0x8000) << 16)
 }
 
-/// Converts to the nearest f16, ties to even; from 65520 on, halfway between the largest f16 and 2^16, to infinity.
+/// Rounds to the nearest value of f16, ties to even. Values from 65520 on, which is halfway between the largest f16 and
+/// 2^16, become infinite.
 #[inline(always)]
 pub(super) fn round_f16(value: f32) -> f32 {
     let magnitude = value.abs();
-    // Next to this power of two an f32 counts in what an f16 near `value` counts in, so that the addition rounds.
+    // Adding and subtracting a large power of two rounds away the low bits. `power` is chosen so that the distance
+    // between neighbouring f32 values next to it is the distance between neighbouring f16 values next to `value`.
     let power = f32::from_bits(magnitude.to_bits() & F32_INFINITY);
     let power = if power < F16_NORMAL { F16_NORMAL } else { power } * 8192.0;
     let finite = (magnitude + power) - power;

@@ -1,11 +1,12 @@
-//! The collectives of units: what is gathered and reduced, and when.
+//! The collectives of units: all-gathers of parameters, reductions of gradients, and their overlap with the
+//! computation.
 //!
-//! - `groups` are the ranks that a unit is exchanged with.
+//! - `groups` holds the process groups that a unit is sharded and replicated over.
 //! - `unit` gathers the parameters of one unit, and reduces its gradients.
-//! - `order` knows in which order a model comes to its units.
-//! - `worker` is a thread that runs collectives beside the computation, one after the other.
-//! - `ahead` brings them together: it gathers the next units before the model comes to them, and lets the model go on
-//!   while gradients are reduced.
+//! - `order` records the order in which a model uses its units.
+//! - `worker` is a thread that runs collectives, one after the other, while the model computes.
+//! - `ahead` combines them: it prefetches units in the recorded order, and lets the model continue while gradients are
+//!   reduced.
 
 mod ahead;
 mod groups;

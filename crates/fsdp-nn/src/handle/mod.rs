@@ -70,9 +70,9 @@ struct HandleState {
     unsharded_grad: Option<Tensor>,
     /// `true` for each parameter of `unsharded_grad` that has been written.
     written: Vec<bool>,
-    /// `true` for each parameter that a gradient has come to on this rank since gradients were last forgotten.
+    /// `true` for each parameter that got a gradient on this rank since gradients were last forgotten.
     touched: Vec<bool>,
-    /// `true` for each parameter that a gradient has come to on any rank; empty where the ranks have not agreed on it.
+    /// `true` for each parameter that got a gradient on any rank; empty where the ranks have not agreed on it.
     has_gradient: Vec<bool>,
     /// The gradients that this backward has brought so far, by the numbers of their parameters.
     received: Vec<(usize, Tensor)>,
@@ -253,19 +253,19 @@ impl FlatParamHandle {
         state.passed.clear();
     }
 
-    /// Returns `true` for each parameter that a gradient has come to on this rank.
+    /// Returns `true` for each parameter that got a gradient on this rank.
     pub(crate) fn touched(&self) -> Vec<bool> {
         let mut touched = self.state().touched.clone();
         touched.resize(self.params.len(), false);
         touched
     }
 
-    /// Takes what the ranks have agreed on: `true` for each parameter that a gradient has come to on any of them.
+    /// Takes what the ranks have agreed on: `true` for each parameter that got a gradient on any of them.
     pub(crate) fn set_has_gradient(&self, has_gradient: Vec<bool>) {
         self.state().has_gradient = has_gradient;
     }
 
-    /// Returns `true` if a gradient has come to a parameter. Where the ranks have not agreed on that, all parameters of a
+    /// Returns `true` if a parameter got a gradient. Where the ranks have not agreed on that, all parameters of a
     /// unit that has gradients count as having one.
     pub(crate) fn has_gradient(&self, param: usize) -> bool {
         let state = self.state();

@@ -20,7 +20,7 @@ pub(crate) enum LocalState {
     Piece(Tensor),
     /// A whole tensor of another shape, the same on every rank.
     Whole(Tensor),
-    /// A value that is no tensor.
+    /// A value that is not a tensor.
     Plain(PlainValue),
 }
 
@@ -137,7 +137,8 @@ impl LocalParam {
         found.unwrap_or(Segment { param, start: 0, len: 0 })
     }
 
-    /// The state of one of the model's parameters.
+    /// Returns the optimizer state of one parameter, under torch's state names. This rank's pieces become sharded
+    /// tensors, whose layout does not depend on units. `param` is the position of the parameter in its unit.
     pub(crate) fn portable(&self, state: &ParamState, param: usize) -> Result<IndexMap<String, StateValue>> {
         let mut portable = IndexMap::new();
         if let Some(step) = state.step {

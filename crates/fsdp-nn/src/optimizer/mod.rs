@@ -64,7 +64,7 @@ impl ParamGroup {
         value.as_float()
     }
 
-    /// Changes the learning rate that a schedule multiplies: on every rank alike.
+    /// Changes the learning rate that a schedule multiplies. Every rank must set the same.
     pub fn set_initial_lr(&mut self, lr: f64) {
         self.extra.retain(|(key, _)| key != INITIAL_LR);
         self.extra.push((INITIAL_LR.to_owned(), lr.into()));
@@ -76,9 +76,9 @@ pub type GroupUpdate = (Algorithm, Vec<(String, PlainValue)>);
 
 /// torch's optimizers over a sharded model: SGD, Adam, AdamW, Adagrad, Adafactor, Muon, and schedule-free AdamW ([`Algorithm`]).
 ///
-/// State is sharded as the parameters are, exists from a parameter's first step on (torch's rule), and is
-/// described before that by the algorithm's schema, so that reading or loading it never takes a fake step.
-/// No method communicates, but for the steps of Adafactor and Muon.
+/// State is sharded like the parameters. As in torch, a parameter has state from its first step on. Before that, the
+/// algorithm's schema describes it, so reading or loading state needs no step with zero gradients.
+/// No method communicates, except the steps of Adafactor and Muon.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -117,7 +117,7 @@ pub struct Optimizer {
     local_of: IndexMap<String, usize>,
     /// The group of each local parameter.
     group_of_local: Vec<usize>,
-    /// State under keys that are no parameter's, kept as it was loaded.
+    /// State under keys that do not belong to a parameter, kept as it was loaded.
     user_state: StateDict,
 }
 
@@ -246,12 +246,12 @@ impl Optimizer {
         &self.groups
     }
 
-    /// Returns the groups, to change hyperparameters (a learning rate schedule): on every rank alike.
+    /// Returns the groups, to change hyperparameters. Every rank must make the same changes.
     pub fn groups_mut(&mut self) -> &mut [ParamGroup] {
         &mut self.groups
     }
 
-    /// Returns `true` if this optimizer steps on the parameters of this very model, rather than of one like it.
+    /// Returns `true` if this optimizer steps on the parameters of this very model, and not of one like it.
     #[must_use]
     pub fn belongs_to(&self, parameters: &ShardedParameters) -> bool {
         self.parameters.is_same_model(parameters)
@@ -289,21 +289,22 @@ impl Optimizer {
     }
 
     /// Updates all trained parameters that have a gradient, in place, each in one pass over its shard: torch's
-    /// `Optimizer.step`. Gradients stay.
+    /// `Optimizer.step`. Gradients are kept.
     ///
-    /// Collectives: none, but for groups of [`Algorithm::Muon`] and [`Algorithm::Adafactor`] where parameters are sharded. There
-    /// each parameter is put together on one rank, which computes its update and gives it back: for each such group two or three
-    /// exchanges between all ranks of the shard group, Adafactor's all-gather of its averages, and two agreements. The results
-    /// are those of one rank, bit for bit.
+    /// Collectives: none, except for groups of [`Algorithm::Muon`] and [`Algorithm::Adafactor`] if parameters are
+    /// sharded. There each parameter is gathered on one rank, which computes its update and sends it back. Each such
+    /// group takes two or three all-to-all exchanges over the shard group, for Adafactor one all-gather of its
+    /// averages, and two agreements. The results are bit for bit those of a single rank.
     ///
-    /// Parameters that no gradient has come to are left as they are, without weight decay
+    /// Parameters that got no gradient are left as they are, without weight decay
     /// ([`ShardedParameters::has_gradient`]).
     ///
     /// State that lacks `step` counts from 0, and state that lacks a tensor begins with its initial value.
     ///
     /// # Errors
-    /// [`NnError::UnitInUse`] inside a forward; schedule-free AdamW in its `eval` mode; candle's. Hyperparameters are checked
-    /// before anything is changed; a parameter whose update fails keeps its state. Those of the collectives.
+    /// [`NnError::UnitInUse`] inside a forward; schedule-free AdamW in its `eval` mode; candle's errors; those of the
+    /// collectives. Hyperparameters are checked before anything is changed. A parameter whose update fails keeps its
+    /// state.
     pub fn step(&mut self) -> Result<()> {
         let mut begun = Vec::with_capacity(self.groups.len());
         for group in &self.groups {
@@ -349,12 +350,12 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Returns a parameter's state as torch names it: `step` as a 0-d f32 tensor, tensors shaped like the parameter as
-    /// boxes of views of the live state, other values as they are. `None` if the parameter has no state yet, or is
-    /// not in this optimizer. The same keys on every rank.
+    /// Returns a parameter's state under torch's names: `step` as a 0-d f32 tensor, tensors shaped like the parameter
+    /// as sharded views of the live state, and other values unchanged. Returns `None` if the parameter has no state
+    /// yet, or is not in this optimizer. The keys are the same on every rank.
     ///
     /// # Errors
-    /// [`NnError::UnknownParameter`] and candle's.
+    /// [`NnError::UnknownParameter`] and candle's errors.
     pub fn state_of(&self, fqn: &str) -> Result<Option<IndexMap<String, StateValue>>> {
         let location = self.parameters.location(fqn)?;
         let Some(&local) = self.local_of.get(self.parameters.canonical_fqn(fqn)) else { return Ok(None) };
@@ -362,9 +363,9 @@ impl Optimizer {
         local.state.as_ref().map(|state| local.portable(state, location.param)).transpose()
     }
 
-    /// Returns the state that [`Self::state_of`] would be before the first step: the algorithm's schema with its
-    /// initial values, in fresh memory. Nothing is changed. `None` for parameters that are frozen or not in this
-    /// optimizer, and where the algorithm has no state before its first step.
+    /// Returns the initial state of a parameter, which a first step would start from, in fresh memory. Nothing is
+    /// changed. Returns `None` for parameters that are frozen or not in this optimizer, and if the algorithm has no
+    /// initial state.
     ///
     /// # Errors
     /// The same as [`Self::state_of`].
@@ -383,8 +384,8 @@ impl Optimizer {
         local.portable(&state, location.param).map(Some)
     }
 
-    /// Returns the names of the model's parameters that this optimizer holds, over all groups in order: what ids mean in the
-    /// optimizer of the same model without sharding.
+    /// Returns the names of the model's parameters that this optimizer holds, group by group. A name's position is its
+    /// id in the state dict of an optimizer without sharding.
     pub fn fqns(&self) -> impl Iterator<Item = &str> {
         self.groups.iter().flat_map(|group| group.fqns()).map(String::as_str)
     }
@@ -399,7 +400,7 @@ impl Optimizer {
         }
     }
 
-    /// Returns `true` if an entry of a parameter's state is one number for all of it (`step`), whatever its parameter's shape.
+    /// Returns `true` if an entry of a parameter's state is a single number for the whole parameter, such as `step`.
     #[must_use]
     pub fn is_scalar_state(&self, fqn: &str, name: &str) -> bool {
         self.state_schema(fqn).iter().any(|entry| entry.name == name && entry.kind == StateKind::Scalar)
@@ -463,7 +464,7 @@ impl Optimizer {
         self.user_state = user_state;
     }
 
-    /// Puts state in place of the present one, also where there is none, and hyperparameters into the groups (in their
+    /// Puts state in place of the present one, also if there is none, and hyperparameters into the groups (in their
     /// order). Nothing is changed on error.
     ///
     /// # Errors

@@ -15,13 +15,14 @@ impl Optimizer {
     /// rank alike; no communication.
     ///
     /// # Errors
-    /// [`NnError::UnitInUse`](crate::NnError::UnitInUse) inside a forward; candle's.
+    /// [`NnError::UnitInUse`](crate::NnError::UnitInUse) inside a forward; candle's errors.
     pub fn train(&mut self) -> Result<()> {
         self.switch(true)
     }
 
-    /// Makes the parameters of schedule-free groups the average, for evaluations and for checkpoints that others are going to
-    /// use. Other groups, and those that are in this mode already, stay as they are. On every rank alike; no communication.
+    /// Makes the parameters of schedule-free groups the average, for evaluations and for checkpoints that others are
+    /// going to use. Other groups, and those that are in this mode already, stay as they are. Every rank must do the
+    /// same; no communication.
     ///
     /// # Errors
     /// The errors of [`Self::train`].

@@ -1,5 +1,5 @@
-//! Plans how the saved state of a parameter, or of a FlatParameter, becomes an optimizer's state entries, and lends the
-//! memory for them. Nothing else reads saved entries.
+//! Plans how the saved state of a parameter, or of a FlatParameter, is converted to an optimizer's state entries, and
+//! lends the memory for them. Nothing else reads saved entries.
 
 use std::collections::BTreeSet;
 
@@ -21,7 +21,7 @@ use crate::optimizer::{LocalParam, LocalState, ParamState};
 pub(crate) enum Saved {
     /// A tensor that a load still has to move: its position in the source, its dtype and its shape.
     Tensor { position: usize, dtype: DType, shape: Vec<usize> },
-    /// A tensor without dimensions, or a value that is no tensor.
+    /// A tensor without dimensions, or a value that is not a tensor.
     Scalar(StateValue),
 }
 

@@ -234,7 +234,7 @@ pub(crate) fn agree_on_groups(optimizer: &Optimizer, groups: &[GroupUpdate], agr
     }
 }
 
-/// Returns `true` if two groups have the same hyperparameters, in whatever order.
+/// Returns `true` if two groups have the same hyperparameters, in any order.
 fn same_hyperparameters(a: &SavedGroup, b: &SavedGroup) -> bool {
     let of_b: HashMap<&str, &PlainValue> = b.hyperparameters.iter().map(|(key, value)| (key.as_str(), value)).collect();
     a.hyperparameters.len() == b.hyperparameters.len()

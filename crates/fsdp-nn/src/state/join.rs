@@ -63,10 +63,10 @@ pub(crate) fn resolve_keys(
     if missing.is_empty() { Ok(keys.clone()) } else { Err(OptimStateError::MissingOnRanks { missing }.into()) }
 }
 
-/// The part of the state that one rank brings, without the elements of tensors.
+/// A rank's part of the state, without the elements of tensors. All ranks gather these.
 #[derive(Debug, Serialize, Deserialize)]
-struct Brought {
-    /// The local parameters of which it has state, and how many elements of each it has.
+struct Contribution {
+    /// The local parameters for which the rank has state, and the number of elements that it has of each.
     keys: Vec<(OptimStateKey, usize)>,
     /// The states of the model's parameters that they are made of, entries by name.
     states: Vec<(String, BTreeMap<String, Entry>)>,
@@ -111,8 +111,8 @@ impl Entry {
 /// The entries of one parameter on the ranks that have state of it: their positions in the group, and the entries.
 type Holders<'a> = Vec<(usize, &'a BTreeMap<String, Entry>)>;
 
-/// Returns the states of all parameters that some rank has state for, with the same keys on every rank:
-/// `{fqn: {entry: value}}`. Tensors like parameters are this rank's boxes, as views.
+/// Returns the states of all parameters for which some rank has state, with the same keys on every rank:
+/// `{fqn: {entry: value}}`. Tensors shaped like parameters are views of this rank's boxes.
 ///
 /// Scalars must agree on all ranks that have elements of the parameter; those of others are ignored. Collectives: one
 /// object all-gather; for tensors of a shape of their own that some ranks lack, a gather.
@@ -125,29 +125,29 @@ pub(crate) fn join<'a>(
     operation: &'static str,
     local: Result<LocalStates<'a>>,
 ) -> Result<(StateDict, LocalStates<'a>)> {
-    let brought = local.and_then(|local| Ok((bring(optimizer, &local)?, local)));
+    let contribution = local.and_then(|local| Ok((contribution_of(optimizer, &local)?, local)));
     // A rank with an error brings `None`. The others then take part in an agreement, which gives all ranks the error.
-    let (brought, own) = match brought {
-        Ok(((brought, own), local)) => (Some(brought), Ok((own, local))),
+    let (contribution, own) = match contribution {
+        Ok(((contribution, own), local)) => (Some(contribution), Ok((own, local))),
         Err(error) => (None, Err(error)),
     };
-    let all: Vec<Option<Brought>> = group.all_gather_object(&brought)?;
+    let all: Vec<Option<Contribution>> = group.all_gather_object(&contribution)?;
     if all.iter().any(Option::is_none) {
         return NnError::agree(group, operation, None, own);
     }
     let (own, local) = own?;
-    let all: Vec<Brought> = all.into_iter().flatten().collect();
-    // From here on every rank computes from what all ranks brought, so all meet the same errors.
+    let all: Vec<Contribution> = all.into_iter().flatten().collect();
+    // From here on every rank computes from the contributions of all ranks, so all find the same errors.
     let merge_keys = optimizer.parameters().use_orig_params();
     let keys: Vec<Vec<OptimStateKey>> =
-        all.iter().map(|brought| brought.keys.iter().map(|(key, _)| key.clone()).collect()).collect();
+        all.iter().map(|contribution| contribution.keys.iter().map(|(key, _)| key.clone()).collect()).collect();
     let keys = resolve_keys(group, &keys, merge_keys)?;
     if merge_keys {
         check_elements(optimizer, &keys, &all)?;
     }
     let mut known: HashMap<&str, Holders<'_>> = HashMap::new();
-    for (rank, brought) in all.iter().enumerate() {
-        for (fqn, entries) in &brought.states {
+    for (rank, contribution) in all.iter().enumerate() {
+        for (fqn, entries) in &contribution.states {
             known.entry(fqn).or_default().push((rank, entries));
         }
     }
@@ -183,10 +183,10 @@ pub(crate) fn join<'a>(
     Ok((joined, local))
 }
 
-/// Returns what this rank tells the others, and its states by the model's names. Parameters of which it has no element
-/// are left out.
-fn bring(optimizer: &Optimizer, local: &LocalStates<'_>) -> Result<(Brought, StateDict)> {
-    let mut brought = Brought { keys: Vec::new(), states: Vec::new() };
+/// Returns this rank's contribution, and its states by the model's names. Parameters of which it has no element are
+/// left out.
+fn contribution_of(optimizer: &Optimizer, local: &LocalStates<'_>) -> Result<(Contribution, StateDict)> {
+    let mut contribution = Contribution { keys: Vec::new(), states: Vec::new() };
     let mut own = StateDict::new();
     for &(index, _, entries) in &local.states {
         let param = &optimizer.locals()[index];
@@ -195,21 +195,21 @@ fn bring(optimizer: &Optimizer, local: &LocalStates<'_>) -> Result<(Brought, Sta
         }
         for (fqn, state) in portable_state(optimizer, index, entries)? {
             let entries = state.iter().map(|(name, value)| Ok((name.clone(), Entry::of(name, value)?)));
-            brought.states.push((fqn.clone(), entries.collect::<Result<_>>()?));
+            contribution.states.push((fqn.clone(), entries.collect::<Result<_>>()?));
             own.insert(fqn, state);
         }
-        brought.keys.push((OptimStateKey::of(optimizer, index), param.numel));
+        contribution.keys.push((OptimStateKey::of(optimizer, index), param.numel));
     }
-    Ok((brought, own))
+    Ok((contribution, own))
 }
 
-/// Checks that the ranks together have state for all elements of each parameter, or for none.
-fn check_elements(optimizer: &Optimizer, keys: &[OptimStateKey], all: &[Brought]) -> Result<()> {
+/// Checks that the ranks together have optimizer state for all elements of each parameter in `keys`.
+fn check_elements(optimizer: &Optimizer, keys: &[OptimStateKey], all: &[Contribution]) -> Result<()> {
     let parameters = optimizer.parameters();
     let replicas = parameters.group().world_size() / parameters.shard_group().map_or(1, ProcessGroup::world_size);
-    // Each replica of the model holds every element once.
+    // Each replica of the model holds every element once, so with replicas every element is counted several times.
     let mut held: HashMap<&OptimStateKey, usize> = HashMap::new();
-    for (key, numel) in all.iter().flat_map(|brought| &brought.keys) {
+    for (key, numel) in all.iter().flat_map(|contribution| &contribution.keys) {
         *held.entry(key).or_default() += numel;
     }
     for key in keys {

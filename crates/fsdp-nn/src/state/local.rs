@@ -193,7 +193,7 @@ impl Optimizer {
     /// are copies.
     ///
     /// # Errors
-    /// candle's.
+    /// candle's errors.
     pub fn state_dict(&self) -> Result<StateDict> {
         Ok(self.state_dict_views(OptimStateKeyType::ParamId)?.copy()?)
     }
@@ -202,7 +202,7 @@ impl Optimizer {
     /// names are those of the model's parameters with `use_orig_params`, and `<unit>._flat_param` without.
     ///
     /// # Errors
-    /// candle's.
+    /// candle's errors.
     pub fn named_state_dict(&self) -> Result<StateDict> {
         Ok(self.state_dict_views(OptimStateKeyType::ParamName)?.copy()?)
     }

@@ -44,7 +44,7 @@ impl SavedOptim {
         parts: &[(OptimKey, usize)],
         rename: &dyn Fn(&str) -> String,
     ) -> Result<Self> {
-        // A source lists single leaves: those of one parameter, and those of all groups, are put together first.
+        // A source lists single leaves: those of one parameter, and those of all groups, are collected first.
         let mut by_key: IndexMap<&str, Vec<Part<'_>>> = IndexMap::new();
         let mut groups = StateDict::new();
         let mut flat_groups: IndexMap<&str, SavedGroup> = IndexMap::new();
@@ -106,7 +106,7 @@ impl SavedOptim {
         self.states.get(fqn).is_some_and(|entries| !entries.is_empty())
     }
 
-    /// Takes state under a key that is no parameter's of this model: a user's, or that of another model's parameter,
+    /// Takes state under a key that is not a parameter's of this model: a user's, or that of another model's parameter,
     /// which some group names.
     fn add_unknown(&mut self, name: &str, parts: &[Part<'_>]) {
         if self.groups.of_parameter.contains_key(name) {
@@ -158,7 +158,7 @@ fn entries(
             let expected = format!("the state of parameter `{name}` is a {kind}");
             return Err(OptimStateError::InvalidKeys { keys: vec![name.to_owned()], expected }.into());
         };
-        // A container is put together from its leaves.
+        // A container is assembled from its leaves.
         if !inside.is_empty() {
             let value = values.get(&position).cloned().unwrap_or_else(|| describe(schema, position));
             set_element(&mut nested, &KeyPath(path.to_vec()), value)?;

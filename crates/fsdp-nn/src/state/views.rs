@@ -24,7 +24,7 @@ pub enum MissingState {
 /// The same keys on every rank; a rank that owns nothing of a parameter has a sharded tensor without boxes.
 ///
 /// # Errors
-/// candle's.
+/// candle's errors.
 pub fn live_model_state_dict(parameters: &ShardedParameters) -> Result<StateDict> {
     let mut state = StateDict::new();
     for fqn in parameters.fqns() {
@@ -49,7 +49,7 @@ pub fn live_model_state_dict(parameters: &ShardedParameters) -> Result<StateDict
 /// The same keys on every rank.
 ///
 /// # Errors
-/// [`StateError::DuplicateKey`] for a key under which two optimizers have state; candle's.
+/// [`StateError::DuplicateKey`] for a key under which two optimizers have state; candle's errors.
 pub fn live_optim_state_dict(optimizers: &[&Optimizer], missing: MissingState) -> Result<StateDict> {
     let mut state = StateDict::new();
     let mut groups = Vec::new();

@@ -143,7 +143,7 @@ fn finish(group: &ProcessGroup, views: Result<StateDict>, options: &StateDictOpt
 /// Loads a model and its optimizers: torch's `set_state_dict`. The caller's dicts are not changed. An empty model dict
 /// means optimizers only (with `broadcast_from_rank0`, one that is empty on rank 0).
 ///
-/// Every rank brings dicts of the same names, and takes its own part of whole tensors. Scalars, hyperparameters and
+/// Every rank passes dicts of the same names, and takes its own part of whole tensors. Scalars, hyperparameters and
 /// whole tensors must be the same on all ranks; buffers are each rank's own. With `broadcast_from_rank0` everything is
 /// rank 0's.
 ///
@@ -161,7 +161,7 @@ fn finish(group: &ProcessGroup, views: Result<StateDict>, options: &StateDictOpt
 ///
 /// # Errors
 /// The same on every rank, and nothing is changed: [`StateError::Incompatible`] for names (`strict`), shapes and dtypes
-/// that differ; ranks that bring different names, kinds or values; malformed groups; values that no rank has; an
+/// that differ; ranks that pass different names, kinds or values; malformed groups; values that no rank has; an
 /// optimizer of another model. A rank that is lost while values move leaves some of them changed
 /// ([`StateError::PartlyLoaded`]).
 pub fn set_state_dict(

@@ -1,5 +1,5 @@
-//! torch's names for what is done with state dicts of a sharded model and its optimizer: each chooses a source and a
-//! target of the one engine, [`load_state`](fsdp_state::load_state).
+//! torch's functions for state dicts of a sharded model and its optimizers, under torch's names. Each chooses a source
+//! and a target, and calls [`load_state`](fsdp_state::load_state).
 //!
 //! | torch | here | source | target |
 //! |---|---|---|---|
@@ -19,17 +19,18 @@
 //! | `_verify_osd_by_load`, `_verify_msd` | [`verify_osd_by_load`], [`verify_msd`] | a dict | fresh optimizers |
 //! | `_gather_state_dict`, `_broadcast_state_dict`, `_distribute_state_dict`, … | in [`fsdp_state`] | a dict | fresh tensors |
 //!
-//! Arguments come in one order: the state, the parameters and optimizers, options.
+//! Arguments always come in the same order: the state, the parameters and optimizers, the options.
 //!
 //! # Optimizer state
-//! There are two forms of an optimizer state dict. The *local* one is the optimizer's own: parameter ids (or names),
-//! flat pieces of this rank ([`Optimizer::state_dict`](crate::Optimizer::state_dict)). The other, which is saved, is
-//! that of the model without sharding: `{"state": {name: {entry: value}}, "param_groups": [{…, "params": [name]}]}`,
-//! with whole tensors (`Full`) or boxes (`Sharded`). Parameters without state are left out. Each parameter has a `step`
-//! tensor of its own.
+//! There are two forms of an optimizer state dict. The *local* form belongs to one rank's optimizer: its keys are
+//! parameter ids (or names), and its tensors are flat pieces of this rank
+//! ([`Optimizer::state_dict`](crate::Optimizer::state_dict)). The other form, which is saved, is that of the model
+//! without sharding: `{"state": {name: {entry: value}}, "param_groups": [{…, "params": [name]}]}`, with whole tensors
+//! (`Full`) or sharded ones (`Sharded`). Parameters without state are left out. Each parameter has its own `step`
+//! tensor.
 //!
 //! # Rules of every collective function here
-//! Ranks agree before anything moves or changes: whatever is wrong on any rank is the same error on all of them.
+//! Ranks agree before anything moves or changes: an error of one rank becomes the same error on all of them.
 //! Arguments are not changed, and tensors in results own their memory.
 
 mod get_set;

@@ -81,7 +81,7 @@ pub fn state_dict_into(
     Ok(())
 }
 
-/// Moves a tensor to the device that `keep` names, if any.
+/// Moves a tensor to the device in `keep`, if there is one. Other values stay as they are.
 pub(super) fn placed(value: StateValue, keep: &GatherOptions) -> Result<StateValue> {
     let Some(device) = &keep.device else { return Ok(value) };
     Ok(match value {
@@ -186,8 +186,8 @@ fn local_views(parameters: &ShardedParameters) -> Result<StateDict> {
 ///
 /// # Errors
 /// The same on every rank, and nothing is changed: [`StateError::Incompatible`] for other shapes or dtypes and, if
-/// `strict`, for names that only one side has; ranks that bring different dicts; elements that no rank has. On a single rank,
-/// if that one calls it inside a forward: [`NnError::UnitInUse`].
+/// `strict`, for names that only one side has; ranks that pass different dicts; elements that no rank has. On a single
+/// rank, if that one calls it inside a forward: [`NnError::UnitInUse`].
 pub fn load_state_dict(state: &StateDict, parameters: &ShardedParameters, strict: bool) -> Result<LoadReport> {
     let settings = parameters.get_state_dict_type();
     let options = LoadOptions { strict, ..LoadOptions::default() };

@@ -1,4 +1,4 @@
-//! Optimizer state between its two forms: by the model's names, and local to a rank.
+//! Converts optimizer state between its two forms: keyed by the model's parameter names, and local to a rank.
 
 use fsdp_comm::ProcessGroup;
 use fsdp_layout::{KeyPath, PathPart};
@@ -259,7 +259,7 @@ pub struct OptimLoadOptions {
 ///
 /// # Errors
 /// The same on every rank, and nothing is changed: [`OptimStateError`] for state that the parameters cannot take;
-/// [`NnError::ConflictingGroups`]; ranks that bring different dicts
+/// [`NnError::ConflictingGroups`]; ranks that pass different dicts
 /// ([`StateError::DifferingOnRanks`](fsdp_state::StateError::DifferingOnRanks) for scalars, hyperparameters and whole
 /// tensors).
 pub fn optim_state_dict_to_load(
@@ -311,11 +311,12 @@ pub fn shard_full_optim_state_dict(
     Ok(to_local(Some(full), parameters, optimizer, false, false, OptimStateKeyType::ParamId)?.1)
 }
 
-/// Returns the local state, by ids, from a full one that only rank 0 has: torch's `scatter_full_optim_state_dict`. The
-/// argument of other ranks is ignored. For the rest see [`optim_state_dict_to_load`].
+/// Returns this rank's local optimizer state dict, keyed by parameter ids, from a full one that only rank 0 passes:
+/// torch's `scatter_full_optim_state_dict`. `full` is ignored on other ranks. See [`optim_state_dict_to_load`] for how
+/// to use the result.
 ///
 /// # Errors
-/// As [`optim_state_dict_to_load`]; no state dict on rank 0.
+/// The errors of [`optim_state_dict_to_load`]; `None` on rank 0.
 pub fn scatter_full_optim_state_dict(
     full: Option<&StateDict>,
     parameters: &ShardedParameters,

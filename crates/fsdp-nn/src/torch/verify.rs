@@ -1,4 +1,4 @@
-//! Checks that a state dict is what it should be, for users' tests and for ours.
+//! Checks of state dicts against expected ones, for tests of this project and of programs that use it.
 
 use std::collections::BTreeSet;
 
@@ -16,7 +16,7 @@ use crate::{NnError, Result};
 /// the values really compared.
 ///
 /// `parameters` are those of the unsharded model (of a process group of one rank) that `fresh` and `reference` step
-/// on. Collective over `group`; every rank brings its own unsharded model. Collectives: those of [`gather_state_dict`]
+/// on. Collective over `group`; every rank passes its own unsharded model. Collectives: those of [`gather_state_dict`]
 /// and one agreement.
 ///
 /// # Errors

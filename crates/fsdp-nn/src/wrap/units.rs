@@ -1,8 +1,9 @@
-//! The units of a model whose code has none: gathered when a computation comes to them, released when it comes to the next.
+//! The units of a model whose code has none: each is gathered when a computation first uses one of its weights, and
+//! released when the computation uses the next unit.
 //!
-//! candle calls nobody when an operation reads a weight. But the operation takes the lock of the weight's storage, and waits
-//! for it: see [`fsdp_flat::storage::Withheld`]. So all units that are not whole are withheld for the length of a forward or a backward, and a
-//! thread gathers each when the computation waits for it.
+//! During a forward or a backward, the parameters of all units that are not gathered are withheld
+//! ([`fsdp_flat::storage::Withheld`]): an operation that reads one blocks. A thread gathers each unit when the
+//! computation waits for it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Sender};
@@ -46,14 +47,15 @@ impl WrappedUnits {
         Ok(())
     }
 
-    /// Returns the units whose parameters are not always whole.
+    /// Returns the units whose parameters are gathered on demand.
     pub(crate) fn handles(&self) -> Vec<Arc<FlatParamHandle>> {
         let units = self.watched.get().map_or(&[][..], |watched| &watched.units);
         units.iter().map(|unit| Arc::clone(&unit.handle)).collect()
     }
 
-    /// Begins a forward or a backward: from now on, until the guard is dropped, units are gathered when the computation waits
-    /// for them. A computation inside another one is watched with that.
+    /// Begins a forward or a backward: until the returned guard is dropped, units are gathered when the computation
+    /// waits for them. Returns `None` if there are no wrapped units, or if an outer computation is being watched, which
+    /// covers this one.
     pub(crate) fn begin(&self, phase: Phase) -> Result<Option<Watching<'_>>> {
         let Some(watched) = self.watched.get() else { return Ok(None) };
         if self.is_watching.swap(true, Ordering::AcqRel) {
@@ -70,8 +72,8 @@ impl WrappedUnits {
         watching.stop = Some(stop);
         let (begun, has_begun) = mpsc::channel();
         watching.ticket = Some(watched.worker.submit(move || watch(withheld, phase, &stopped, begun)));
-        // Not before all are withheld: a computation that comes to one before gets the error of a released tensor. If that
-        // fails, the ticket has the error.
+        // Wait until all units are withheld. A computation that reads one before that would get the error of a released
+        // tensor. If withholding fails, the ticket has the error.
         if has_begun.recv().is_err() {
             watching.end()?;
             return Ok(None);

@@ -10,24 +10,25 @@ use crate::Result;
 use crate::exchange::Phase;
 use crate::handle::FlatParamHandle;
 
-/// A wrapped unit whose parameters are not always whole.
+/// A wrapped unit whose parameters are gathered on demand.
 #[derive(Debug)]
 pub(super) struct WrappedUnit {
     pub(super) handle: Arc<FlatParamHandle>,
     pub(super) withheld: Withheld,
 }
 
-/// The shortest and the longest time between two looks at who waits.
+/// The shortest and the longest interval between two polls of the locks.
 const LOOKS: [Duration; 2] = [Duration::from_micros(20), Duration::from_millis(1)];
 
-/// The part of the time since the last gathering after which this looks again: a computation never waits longer, in proportion.
+/// The interval to the next poll is this fraction of the time since the last gather. So a computation never waits for a
+/// poll longer than this fraction of the time that it has computed.
 const PART: u32 = 64;
 
-/// The looks after which all units are looked at, not only the one that is expected.
+/// Every so many polls all units are checked, and not only the one that is expected next.
 const ALL: u32 = 8;
 
-/// Watches a computation until `stopped` ends. Tells `begun` when all units are withheld.
-/// Collectives: one all-gather over the shard group for each time that the computation comes to another unit.
+/// Watches a computation until `stopped` is closed. Sends to `begun` when all units are withheld.
+/// Collectives: one all-gather over the shard group each time the computation comes to another unit.
 pub(super) fn watch(
     units: Vec<Arc<WrappedUnit>>,
     phase: Phase,
@@ -41,7 +42,7 @@ pub(super) fn watch(
     for unit in &watch.units {
         unit.withheld.wait()?;
     }
-    // Whoever waits for it is there.
+    // The receiver waits for this, so sending cannot fail.
     let _ = begun.send(());
     drop(begun);
     let (mut expected, mut since, mut looks) = (None, Instant::now(), 0);
@@ -60,16 +61,17 @@ pub(super) fn watch(
     }
 }
 
-/// A computation that is watched. Dropping it, also in a panic, lets everybody go on who waits.
+/// A computation that is watched. Dropping it, also in a panic, lets all readers continue.
 struct Watch {
     units: Vec<Arc<WrappedUnit>>,
     phase: Phase,
-    /// The units that have been gathered, and not released.
+    /// The units that are gathered now.
     whole: Vec<usize>,
 }
 
 impl Watch {
-    /// Returns the unit that the computation waits for.
+    /// Returns the unit that the computation waits for; `None` if it waits for none. Checks only the `expected` unit,
+    /// unless there is none or `all` is `true`.
     fn awaited(&self, expected: Option<usize>, all: bool) -> Option<usize> {
         let is_awaited = |unit: &usize| self.units[*unit].withheld.is_awaited();
         match expected.filter(is_awaited) {
@@ -78,7 +80,7 @@ impl Watch {
         }
     }
 
-    /// Returns the unit that most models come to after this one.
+    /// Returns the unit that most models use next: the following one in a forward, the preceding one in a backward.
     fn after(&self, unit: usize) -> Option<usize> {
         match self.phase {
             Phase::Forward => Some(unit + 1).filter(|next| *next < self.units.len()),

@@ -1,4 +1,4 @@
-//! The heads of an attention, each computed by itself.
+//! The heads of an attention. Each is computed independently of the others.
 
 use std::borrow::Cow;
 
@@ -100,7 +100,8 @@ impl Heads<'_> {
         (0..self.heads()).into_par_iter().map(head).collect()
     }
 
-    /// Computes the gradients of each head of the queries, keys and values from that of the output.
+    /// Computes the gradients of queries, keys and values from the gradient of the output: three lists with one entry
+    /// for each head.
     pub(super) fn backward<R: Real + WithDType>(&self, grad: &View<'_>) -> Result<[Vec<Vec<R>>; 3]> {
         let heads = (0..self.heads()).into_par_iter().map(|head| self.backward_of(head, grad));
         let heads: Vec<[Vec<R>; 3]> = heads.collect::<Result<_>>()?;

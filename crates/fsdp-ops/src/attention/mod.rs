@@ -31,7 +31,7 @@ use crate::values::{contiguous, cpu};
 /// ```
 ///
 /// # Errors
-/// Shapes that do not go together; no columns to see; a dtype that is no float.
+/// Shapes that do not go together; no columns to see; a dtype that is not a float.
 pub fn scaled_dot_product_attention(
     query: &Tensor,
     key: &Tensor,
@@ -61,7 +61,7 @@ pub fn scaled_dot_product_attention(
 /// `scale` is 1 / sqrt(width).
 ///
 /// # Errors
-/// A last dimension that is not three times a multiple of `heads`; a dtype that is no float.
+/// A last dimension that is not three times a multiple of `heads`; a dtype that is not a float.
 pub fn packed_attention(qkv: &Tensor, heads: usize, causal: bool) -> Result<Tensor> {
     let (batch, time, packed) = qkv.dims3()?;
     if heads == 0 || !packed.is_multiple_of(3 * heads) {
@@ -206,7 +206,8 @@ fn joined<T: Element>(heads: &[Vec<T::Real>]) -> Vec<T> {
     heads.iter().flatten().map(|&value| T::narrow(value)).collect()
 }
 
-/// Joins the heads of several parts position by position: `[batch, time, parts, heads, width]`.
+/// Interleaves parts, such as queries, keys and values, that are lists of heads with `time * width` values each. The
+/// result has the shape `[batch, time, parts, heads, width]`.
 fn interleaved<T: Element>(parts: &[Vec<Vec<T::Real>>], heads: usize, time: usize, width: usize) -> Vec<T> {
     let batches = parts.first().map_or(0, |part| part.len() / heads);
     let of_position = parts.len() * heads * width;

@@ -35,7 +35,7 @@ pub struct DictSource<'a> {
 pub type BoxesOn<'a> = dyn Fn(&KeyPath, usize) -> Option<Vec<TensorBox>> + 'a;
 
 impl<'a> DictSource<'a> {
-    /// Returns a source that every rank brings: values are sharded over the ranks, or every rank has the whole of them.
+    /// Returns a source in which every rank takes part: each value is sharded over the ranks, or whole on every rank.
     /// No communication.
     ///
     /// # Errors
@@ -60,9 +60,9 @@ impl<'a> DictSource<'a> {
         Self::open(group, operation, Some(root), Ok(state))
     }
 
-    /// Opens the state dict of rank `root`, as [`Self::on_rank`], or the one that every rank brings, as
-    /// [`Self::on_every_rank`]. A rank may bring an error instead: of its arguments, say. Collective: as those two, and
-    /// after an error the agreement of [`load_state`](super::load_state), in which the other ranks are.
+    /// Opens the state dict of rank `root`, as [`Self::on_rank`], or the one that every rank passes, as
+    /// [`Self::on_every_rank`]. A rank may pass an error instead, for example of its arguments. Collective: as those
+    /// two, and after an error the agreement of [`load_state`](super::load_state), in which the other ranks wait.
     ///
     /// # Errors
     /// Any rank's own; the errors of those two.
@@ -92,8 +92,8 @@ impl<'a> DictSource<'a> {
         Ok(DictSource { schema, values, root: Some(root), boxes_on: None, layouts: Vec::new() })
     }
 
-    /// Returns, on the root, what it tells the others (the schema and the small values), and its values; `None`
-    /// elsewhere.
+    /// Returns, on the root, the schema and the small values, which are broadcast, and the root's values; `None` on
+    /// other ranks.
     #[expect(clippy::type_complexity, reason = "each part is named where it is taken apart")]
     fn told(
         group: &ProcessGroup,
@@ -135,7 +135,8 @@ impl<'a> DictSource<'a> {
         self.schema.get(position).is_some_and(|(_, leaf)| leaf.is_sharded())
     }
 
-    /// Returns the boxes of a wanted tensor that no rank has to send: this rank's own, and none of the others.
+    /// Returns the boxes held and wanted of a tensor for which this rank needs no other: its own, and none for the
+    /// other ranks.
     fn local(&self, group: &ProcessGroup, wanted: &Wanted) -> HaveWantOfRanks {
         let only = |boxes| PerRank::only(group.rank(), group.world_size(), boxes);
         (only(self.have(wanted.position)), only(wanted.boxes.clone()))
@@ -155,8 +156,8 @@ impl<'a> DictSource<'a> {
         wanted: &[Wanted],
         wanted_on: &dyn Fn(usize, usize) -> Option<Vec<TensorBox>>,
     ) -> Result<Vec<usize>, StateError> {
-        // A rank that is alone has all that there is, each rank has its own whole tensors, and small values of a root
-        // came with the schema.
+        // A single rank has everything, each rank has its own whole tensors, and small values of a root came with the
+        // schema.
         let may_move = |&index: &usize| match self.root {
             Some(_) => !self.schema.is_small(wanted[index].position),
             None => group.world_size() > 1 && self.is_sharded(wanted[index].position),

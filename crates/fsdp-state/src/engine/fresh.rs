@@ -13,7 +13,8 @@ use crate::memory::{device_of, own_leaf};
 use crate::schema::{Leaf, Side};
 use crate::{Schema, StateDict, StateError, StateValue, get_element_mut};
 
-/// A state dict in the structure, kinds and boxes of a template: of fresh tensors, or of the template's own.
+/// A state dict as a target: it has the structure, kinds and boxes of a template, with fresh tensors or the template's
+/// own.
 pub struct DictTarget<'a> {
     template: &'a StateDict,
     is_in_place: bool,
@@ -47,7 +48,7 @@ impl<'a> DictTarget<'a> {
         self
     }
 
-    /// Lets ranks ask for different names. Each rank then gets its own report, and names that only the source has are
+    /// Lets ranks request different names. Each rank then gets its own report, and names that only the source has are
     /// not an error.
     #[must_use]
     pub const fn with_own_names(mut self) -> Self {
@@ -185,7 +186,7 @@ pub struct Whole<'a> {
     schema: Schema,
     rank: usize,
     positions: Vec<usize>,
-    /// The first position that the sink has not got yet.
+    /// The first position whose value the sink has not received yet.
     next: usize,
     sink: &'a mut Sink<'a>,
 }
@@ -218,7 +219,7 @@ impl<'a> Whole<'a> {
         self.device.clone().unwrap_or_else(|| device_of(self.values[position]))
     }
 
-    /// Gives the sink a value that is complete now, after all values before it that the sink has not got yet.
+    /// Passes a complete value to the sink, after all values before it that the sink has not received yet.
     fn hand_on(&mut self, position: usize, value: StateValue) -> Result<(), StateError> {
         self.hand_on_before(position)?;
         self.next = position + 1;
@@ -226,7 +227,7 @@ impl<'a> Whole<'a> {
         (self.sink)(path, value)
     }
 
-    /// Gives the sink this rank's own values before a position, those that are not sharded and thus do not move.
+    /// Passes this rank's own values before a position to the sink: those that are not sharded, and so do not move.
     fn hand_on_before(&mut self, position: usize) -> Result<(), StateError> {
         while self.next < position {
             let at = self.next;

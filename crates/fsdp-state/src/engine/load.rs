@@ -15,15 +15,16 @@ use super::target::{Plan, Target, Values, Wanted};
 use crate::lend::{Lend, Memory};
 use crate::{LoadReport, Schema, StateError};
 
-/// An error that [`load_state`] can return: it makes one rank's error every rank's.
+/// An error that [`load_state`] can return. It knows how to turn one rank's error into an error on every rank.
 pub trait LoadError: Failure + From<StateError> + From<CommError> {
-    /// Returns the error of a collective, if it is one: every rank has it already.
+    /// Returns the error of a collective, if this is one. Every rank has such an error already.
     fn comm(&self) -> Option<&CommError>;
 
-    /// Makes any rank's error every rank's. Ranks must also bring the same `hash`, if they bring one.
+    /// Turns an error of any rank into an error on every rank. If a `hash` is given, it must also be the same on all
+    /// ranks.
     ///
     /// # Errors
-    /// Any rank's; [`CommError::SchemaMismatch`] for hashes that differ.
+    /// Any rank's error; [`CommError::SchemaMismatch`] for hashes that differ.
     fn agree<T>(group: &ProcessGroup, operation: &str, hash: Option<u64>, outcome: Result<T, Self>) -> Result<T, Self> {
         let agreed = match hash {
             Some(hash) => group.agree_on(operation, hash, outcome),
@@ -32,8 +33,8 @@ pub trait LoadError: Failure + From<StateError> + From<CommError> {
         Ok(agreed?)
     }
 
-    /// Returns this rank's error on every rank, in the agreement of [`load_state`], to which the other ranks go on. For a
-    /// rank that cannot open its source or its target.
+    /// Returns this rank's error on every rank. A rank that cannot open its source or its target calls this in place of
+    /// [`load_state`]: it takes part in the agreement in which the other ranks wait.
     ///
     /// # Errors
     /// Always.
@@ -51,20 +52,21 @@ impl LoadError for StateError {
     }
 }
 
-/// Loads what `source` holds into `target`. All loads and collectives on state take this path.
+/// Loads the values of `source` into `target`. All loads and collectives on state use this function.
 ///
 /// 1. **Compare**: each rank compares the source's schema with what its target can take.
-/// 2. **Agree**: one round over the ranks. Any rank's error becomes every rank's, and all must have found the same.
-/// 3. **Lend**: the target gives memory for the boxes that it wants, live or fresh.
+/// 2. **Agree**: one round of communication. An error of any rank becomes an error on every rank, and all ranks must
+///    have the same schemas and small values.
+/// 3. **Lend**: the target lends memory, live or fresh, for the boxes that it wants.
 /// 4. **Read**: the source fills it, from files, from this rank's own values, or from other ranks.
-/// 5. **Commit**: the target takes small values over.
+/// 5. **Commit**: the target takes over the small values.
 ///
 /// Collective over `group`: two agreements, and those of [`Source::locate`] and [`Source::read`]. The report is the same
 /// on every rank.
 ///
 /// # Errors
 /// The same on every rank. Before the first byte is read nothing has changed: [`StateError::Incompatible`] for values that
-/// do not fit (and, if strict, names that only one side has); ranks that bring different arguments, names or values; any
+/// do not fit (and, if strict, names that only one side has); ranks that pass different arguments, names or values; any
 /// rank's own error. After that it is [`StateError::PartlyLoaded`] if the target is live and the load is not staged.
 pub fn load_state<S, T, E>(
     operation: &'static str,
@@ -78,11 +80,11 @@ where
     T: Target,
     E: LoadError + From<S::Error> + From<T::Error>,
 {
-    // Compare. The other ranks do not know yet what this rank finds here, not even an error.
+    // Compare. This is local: an error found here must not be returned before the other ranks know of it.
     let compared = compare::<S, T, E>(operation, group, source, target, options);
     // Agree. From here on every rank has the same plan, except for the boxes in it.
     let plan = agree(operation, group, compared)?;
-    judge::<E>(operation, &plan, options)?;
+    check_report::<E>(operation, &plan, options)?;
     let wanted_on = |index: usize, rank| target.wanted_on(index, &plan.wanted[index], rank);
     source.locate(group, operation, &plan.wanted, &wanted_on, options)?;
 
@@ -92,7 +94,7 @@ where
     let mut lending = Lending { target, wanted: &plan.wanted, detours: HashMap::new(), staged: Vec::new(), is_staged };
     let read = source.read(group, operation, &plan.wanted, &mut lending, options).map_err(E::from);
     let mut outcome = match read {
-        // A collective has failed, so every rank has this error already.
+        // If a collective has failed, every rank has this error already, and no further agreement is possible.
         Err(error) if error.comm().is_some() => return Err(partly_loaded(is_live && !is_staged, error)),
         outcome => outcome,
     };
@@ -100,7 +102,7 @@ where
     if !is_live && outcome.is_ok() {
         outcome = target.commit().map_err(E::from);
     }
-    // A rank that failed has still taken part in the collectives. Only now do the others get its error.
+    // A rank that failed to read has still taken part in the collectives. Now the others get its error.
     E::agree(group, operation, None, outcome).map_err(|error| partly_loaded(is_live && !is_staged, error))?;
 
     // Commit. The staged values are copied to the live memory, which cannot fail: they were made to fit it.
@@ -122,14 +124,14 @@ fn partly_loaded<E: LoadError>(is_partly_loaded: bool, error: E) -> E {
     }
 }
 
-/// The contribution of a rank to the agreement.
+/// The data of a rank that must be the same on all ranks. The agreement compares its hash.
 #[derive(Debug, Clone, Default, PartialEq, Hash, Serialize, Deserialize)]
-struct Brought {
+struct Contribution {
     arguments: String,
     source: Schema,
     target: Schema,
-    /// Values that must be the same everywhere, by their keys, as text: small ones, in which floats compare by their
-    /// bits, and hashes of whole tensors.
+    /// Values that must be the same on all ranks, as pairs of a key and a text: small values, whose floats are compared
+    /// by their bits, and hashes of whole tensors.
     values: Vec<(String, String)>,
     missing: Vec<String>,
     unexpected: Vec<String>,
@@ -142,7 +144,7 @@ fn compare<S, T, E>(
     source: &mut S,
     target: &mut T,
     options: &LoadOptions,
-) -> Result<(Plan, Brought), E>
+) -> Result<(Plan, Contribution), E>
 where
     S: Source,
     T: Target,
@@ -154,25 +156,26 @@ where
         source.separate(&plan.wanted, &mut |index| target.memory(index, &plan.wanted[index]))?;
     }
     if plan.is_own {
-        // Ranks may want different names, so each rank checks its own report.
-        judge::<E>(operation, &plan, options)?;
+        // Ranks may want different names, so each rank has its own report and checks it here.
+        check_report::<E>(operation, &plan, options)?;
     }
-    let mut brought = Brought { arguments: plan.arguments.clone(), ..Brought::default() };
-    // A rank that is alone, or that may want other names than the others, has nothing to compare with them.
+    let mut contribution = Contribution { arguments: plan.arguments.clone(), ..Contribution::default() };
+    // A single rank, and ranks that may want different names, have nothing to compare.
     if plan.is_own || group.world_size() == 1 {
-        return Ok((plan, brought));
+        return Ok((plan, contribution));
     }
     plan.agreed.sort();
-    brought.source = source.schema().clone();
-    brought.target = std::mem::take(&mut plan.target);
-    brought.values = std::mem::take(&mut plan.agreed);
-    brought.missing.clone_from(&plan.report.missing);
-    brought.unexpected.clone_from(&plan.report.unexpected);
+    contribution.source = source.schema().clone();
+    contribution.target = std::mem::take(&mut plan.target);
+    contribution.values = std::mem::take(&mut plan.agreed);
+    contribution.missing.clone_from(&plan.report.missing);
+    contribution.unexpected.clone_from(&plan.report.unexpected);
     for wanted in plan.wanted.iter().filter(|wanted| wanted.is_same_on_all) {
         let hash = source.hash(wanted.position)?;
-        brought.values.extend(hash.map(|hash| (wanted.key.clone(), format!("a tensor with the hash {hash:016x}"))));
+        let described = hash.map(|hash| (wanted.key.clone(), format!("a tensor with the hash {hash:016x}")));
+        contribution.values.extend(described);
     }
-    Ok((plan, brought))
+    Ok((plan, contribution))
 }
 
 /// Returns the small values of a source among those at these positions.
@@ -183,31 +186,31 @@ fn small_values<S: Source, E: From<S::Error>>(source: &S, positions: &[usize]) -
     Ok(positions.into_iter().zip(values).collect())
 }
 
-/// Checks that no rank has an error and that all ranks bring the same. Collectives: one agreement; if ranks differ,
-/// also one object all-gather, to find the difference.
+/// Checks that no rank has an error and that all ranks have the same contribution. Collectives: one agreement; if ranks
+/// differ, also one object all-gather, to find the difference.
 fn agree<E: LoadError>(
     operation: &'static str,
     group: &ProcessGroup,
-    compared: Result<(Plan, Brought), E>,
+    compared: Result<(Plan, Contribution), E>,
 ) -> Result<Plan, E> {
-    let (outcome, brought) = match compared {
-        Ok((plan, brought)) => (Ok(plan), Some(brought)),
+    let (outcome, contribution) = match compared {
+        Ok((plan, contribution)) => (Ok(plan), Some(contribution)),
         Err(error) => (Err(error), None),
     };
     let mut hasher = XxHash3_64::new();
-    brought.hash(&mut hasher);
-    // A rank with an error has nothing to compare. Its error ends the round before any hashes are compared.
+    contribution.hash(&mut hasher);
+    // The hash of a rank with an error does not matter: errors are checked before hashes are compared.
     let agreed = E::agree(group, operation, Some(hasher.finish()), outcome);
     let Err(error) = agreed else { return agreed };
     if !matches!(error.comm(), Some(CommError::SchemaMismatch { .. })) {
         return Err(error);
     }
-    let all = group.all_gather_object(&brought)?;
+    let all = group.all_gather_object(&contribution)?;
     Err(difference(group, operation, &all).map_or(error, E::from))
 }
 
-/// Returns the first difference between what rank 0 and another rank bring; every rank finds the same one.
-fn difference(group: &ProcessGroup, operation: &'static str, all: &[Option<Brought>]) -> Option<StateError> {
+/// Returns the first difference between the contributions of rank 0 and of another rank. Every rank finds the same one.
+fn difference(group: &ProcessGroup, operation: &'static str, all: &[Option<Contribution>]) -> Option<StateError> {
     let ranks = group.global_ranks();
     let (first, others) = all.split_first()?;
     let (first, reference) = (first.as_ref()?, *ranks.first()?);
@@ -227,8 +230,8 @@ fn difference(group: &ProcessGroup, operation: &'static str, all: &[Option<Broug
     })
 }
 
-/// Returns an error if a report has mismatches, or, in a strict load, names that only one side has.
-fn judge<E: LoadError>(operation: &'static str, plan: &Plan, options: &LoadOptions) -> Result<(), E> {
+/// Returns an error if the report has mismatched names, or, in a strict load, names that only one side has.
+fn check_report<E: LoadError>(operation: &'static str, plan: &Plan, options: &LoadOptions) -> Result<(), E> {
     let report = &plan.report;
     let names = !report.missing.is_empty() || plan.refuses_unexpected && !report.unexpected.is_empty();
     if report.mismatched.is_empty() && !(options.strict && names) {
@@ -237,8 +240,9 @@ fn judge<E: LoadError>(operation: &'static str, plan: &Plan, options: &LoadOptio
     Err(StateError::Incompatible { operation, report: report.clone() }.into())
 }
 
-/// Lends the target's memory to the source. Where the target's own memory cannot be filled directly, the source gets
-/// other memory, and the values are copied afterwards: a detour.
+/// Lends the target's memory to the source. If the target's own memory cannot be filled directly (it is on a GPU, has
+/// another dtype, or the load is staged), the source gets temporary memory, and the values are copied afterwards: a
+/// detour.
 struct Lending<'a, T> {
     target: &'a mut T,
     wanted: &'a [Wanted],

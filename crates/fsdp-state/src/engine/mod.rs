@@ -1,4 +1,4 @@
-//! The one way in which state moves: a [`Source`] and a [`Target`] meet in [`load_state`].
+//! The engine that moves all state: [`load_state`] takes it from a [`Source`] to a [`Target`].
 //!
 //! | file | what it holds |
 //! |---|---|

@@ -12,7 +12,7 @@ pub struct LoadOptions {
     ///
     /// In a load of a checkpoint into a state dict, names that only the checkpoint has are never an error.
     pub strict: bool,
-    /// `true` if values may be converted to the dtype of the target. torch's `dcp.load` converts without being asked.
+    /// `true` if values may be converted to the dtype of the target. torch's `dcp.load` always converts.
     pub cast: bool,
     /// `true` if live values are changed only when all new values are there. This takes memory for a second copy of
     /// them.
@@ -22,13 +22,13 @@ pub struct LoadOptions {
     pub staged: bool,
     /// The device of fresh tensors; `None` puts each where the template's is. May differ between ranks.
     pub device: Option<Device>,
-    /// `true` (the default) if bytes of a checkpoint are checked against its hashes, and what was loaded against its digests,
-    /// where it has any.
+    /// `true` (the default) to check the bytes of a checkpoint against its hashes, and the loaded tensors against its
+    /// digests, if it has any.
     pub verify: bool,
     /// Threads that read files, on each rank.
     pub threads: usize,
-    /// The time that a rank waits for the others; `None` is 30 minutes for checkpoints, which take as long as their
-    /// storage does, and the process group's own deadline elsewhere.
+    /// The time that a rank waits for the others. `None` means 30 minutes for checkpoints, because storage may be slow,
+    /// and the process group's own deadline otherwise.
     pub deadline: Option<Duration>,
 }
 

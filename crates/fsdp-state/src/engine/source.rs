@@ -22,26 +22,26 @@ pub trait Source {
     /// sees them before the ranks agree. No communication.
     ///
     /// # Errors
-    /// This rank's own.
+    /// An error of this rank only.
     fn values(&self, positions: &[usize]) -> Result<Vec<StateValue>, Self::Error>;
 
-    /// Returns a hash of the elements of a tensor of which every rank holds a copy of its own. Ranks compare these
-    /// hashes, to make sure that their copies are equal. Returns `None` for tensors that come from one place.
+    /// Returns a hash of the elements of a tensor that every rank holds a whole copy of. Ranks compare these hashes, to
+    /// make sure that their copies are equal. Returns `None` for tensors that all ranks take from the same place.
     ///
     /// # Errors
-    /// This rank's own.
+    /// An error of this rank only.
     fn hash(&self, position: usize) -> Result<Option<u64>, Self::Error> {
         let _ = position;
         Ok(None)
     }
 
-    /// Copies the values that share a storage with the live tensors that a load is about to fill. The load could
-    /// otherwise overwrite them before it reads them. A value that is the very tensor it would fill is not copied.
+    /// Copies the values whose storage is shared with live tensors that a load is about to fill. Otherwise the load
+    /// could overwrite them before it reads them. A value that would be loaded into itself is not copied.
     ///
     /// `memory` returns the target's memory of the wanted tensor at a position of `wanted`.
     ///
     /// # Errors
-    /// This rank's own.
+    /// An error of this rank only.
     fn separate(
         &mut self,
         wanted: &[Wanted],

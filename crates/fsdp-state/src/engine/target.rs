@@ -20,7 +20,7 @@ pub trait Target {
     /// element.
     ///
     /// # Errors
-    /// This rank's own: values that no target could take, or that the source cannot read.
+    /// An error of this rank only: values that no target could take, or that the source cannot read.
     fn plan<E: From<Self::Error>>(
         &mut self,
         source: &Schema,
@@ -31,13 +31,13 @@ pub trait Target {
     /// Returns the memory that a wanted tensor goes to: the one at position `index` of the plan.
     ///
     /// # Errors
-    /// This rank's own.
+    /// An error of this rank only.
     fn memory(&mut self, index: usize, wanted: &Wanted) -> Result<Memory, StateError>;
 
     /// Takes memory back that has been filled.
     ///
     /// # Errors
-    /// This rank's own.
+    /// An error of this rank only.
     fn filled(&mut self, wanted: usize, memory: Memory) -> Result<(), StateError> {
         let _ = (wanted, memory);
         Ok(())
@@ -64,7 +64,7 @@ pub trait Target {
     /// Puts small values in place. Called once all tensors are in place.
     ///
     /// # Errors
-    /// This rank's own.
+    /// An error of this rank only.
     fn commit(&mut self) -> Result<(), Self::Error>;
 }
 

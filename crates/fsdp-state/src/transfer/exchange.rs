@@ -38,8 +38,8 @@ pub(crate) struct Item<'a> {
 
 /// The transfers of one function call.
 ///
-/// A rank that fails sends zeros from then on, so that no other rank waits for it. Now and then the ranks tell each
-/// other whether one of them has failed. Then all return its error.
+/// A rank that fails sends zeros from then on, so that no other rank waits for it. At regular intervals the ranks agree
+/// that none of them has failed; otherwise all return the error.
 #[derive(Debug)]
 pub(crate) struct Exchange<'g> {
     group: &'g ProcessGroup,
@@ -58,7 +58,7 @@ impl<'g> Exchange<'g> {
         self.failure.map_or(Ok(()), Err)
     }
 
-    /// Runs a step that only this rank takes, and keeps its error. After a failure such steps are skipped.
+    /// Runs a local step of this rank, and keeps its error. After a failure such steps are skipped.
     fn attempt<T>(&mut self, f: impl FnOnce() -> Result<T, StateError>) -> Option<T> {
         if self.failure.is_some() {
             return None;
@@ -95,7 +95,7 @@ impl<'g> Exchange<'g> {
     /// The memory of a bucket is borrowed from `lender` just before it moves, and given back right after.
     ///
     /// # Errors
-    /// Errors of collectives, the same on every rank. A failure of this rank alone is kept for [`Self::finish`].
+    /// Errors of collectives, the same on every rank. A failure of this rank only is kept for [`Self::finish`].
     pub(crate) fn run(&mut self, items: &[Item<'_>], lender: &mut dyn Lend) -> Result<(), CommError> {
         let bucket = bucket_bytes(items);
         let mut start = 0;
@@ -266,13 +266,13 @@ impl<'g> Exchange<'g> {
         if is_root {
             self.copy_own(hands);
         }
-        // One tensor goes from memory to memory. On the root its slot has just been filled.
+        // A single tensor is sent directly from memory to memory. On the root its slot has just been filled.
         if let [hand] = hands
             && let [slot] = &mut hand.slots[..]
         {
             return self.group.broadcast(slot, root);
         }
-        // Several go in a row.
+        // Several tensors are packed one after the other.
         let bytes = hands.iter().map(|hand| hand.layout.bytes()).sum();
         let mut packed = try_zeroed(bytes).map_err(|error| self.abort(&error))?;
         if is_root {
@@ -297,13 +297,13 @@ impl<'g> Exchange<'g> {
         Ok(())
     }
 
-    /// Sends each rank what it wants from the root: at once, or where copies are wanted in as many rounds as keep the
-    /// root from packing much more than the tensors have.
+    /// Sends each rank what it wants from the root. If several ranks want the same elements, this takes several rounds,
+    /// so that the root does not pack much more than the size of the tensors at once.
     fn scatter(&mut self, hands: &mut [Hand<'_>], root: usize) -> Result<(), CommError> {
         let (rank, ranks) = (self.group.rank(), self.group.world_size());
         let mut wanted: Vec<usize> =
             (0..ranks).map(|to| hands.iter().map(|hand| hand.layout.bytes_wanted(to)).sum()).collect();
-        // What the root wants itself does not travel.
+        // What the root itself wants is not sent.
         wanted[root] = 0;
         let most = hands.iter().map(|hand| hand.layout.bytes()).sum::<usize>().max(BUCKET_BYTES);
         let mut start = 0;
@@ -330,7 +330,7 @@ impl<'g> Exchange<'g> {
         Ok(())
     }
 
-    /// Exchanges all pieces at once. What a rank has itself does not travel.
+    /// Exchanges all pieces at once. Pieces that a rank already has are not sent.
     fn all_to_all(&mut self, hands: &mut [Hand<'_>]) -> Result<(), CommError> {
         let (rank, ranks) = (self.group.rank(), self.group.world_size());
         let (mut send, mut send_counts) = (Vec::new(), vec![0; ranks]);
@@ -355,13 +355,14 @@ impl<'g> Exchange<'g> {
                 let start = send.len();
                 let packed = pack(&(hand.sources, &piece.bounds, hand.layout.element), send);
                 self.note(packed);
-                // The receiver counts on the bytes, also where they could not be read.
+                // The receiver expects these bytes, even if they could not be read here.
                 send.resize(start + piece.bounds.numel() * hand.layout.element, 0);
             }
         }
     }
 
-    /// Lets a collective write pieces to where they belong, or into a buffer from which they are copied there.
+    /// Runs a collective that receives pieces, directly into their destinations if possible, and otherwise into a
+    /// buffer from which they are copied.
     fn receive(
         &mut self,
         hands: &mut [Hand<'_>],
@@ -385,7 +386,7 @@ impl<'g> Exchange<'g> {
     }
 }
 
-/// One tensor in this rank's hands.
+/// One tensor of a bucket, as this rank sees it: the boxes that it has, and memory for those that it wants.
 struct Hand<'a> {
     layout: &'a Layout,
     /// The boxes of the slots.
@@ -401,6 +402,7 @@ impl Hand<'_> {
         bounds.numel() * self.layout.element
     }
 
+    /// Copies the pieces that this rank both has and wants. They are not sent.
     fn copy_own(&mut self, rank: usize) -> Result<(), StateError> {
         if self.slots.is_empty() {
             return Ok(());

@@ -1,4 +1,4 @@
-//! Bytes of boxes: read from the tensors that have them, put in a row for sending, and copied into their places.
+//! Bytes of boxes: read from the tensors that hold them, packed for sending, and copied to their destinations.
 
 use candle_core::{Device, Tensor};
 use fsdp_flat::storage::{HostBytes, to_device, with_joined_bytes};
@@ -91,11 +91,11 @@ pub(crate) fn copy_box(
 /// A box to be sent: the boxes of its tensor that are on this rank, the box, and the bytes of an element.
 pub(crate) type Outgoing<'a> = (&'a [BoxBytes], &'a TensorBox, usize);
 
-/// Runs `f` on the bytes of boxes, one box after the other. They are not copied if they lie that way in one storage, as
-/// the pieces of a FlatParameter do.
+/// Runs `f` on the bytes of boxes, one box after the other. The bytes are not copied if the boxes are adjacent in one
+/// storage, as the pieces of a FlatParameter are.
 ///
 /// `f` calls a collective, for which other ranks wait. So it also runs if boxes cannot be read: then it gets zeros, and
-/// the error is returned beside its result.
+/// the error is returned together with its result.
 pub(crate) fn with_packed<R>(boxes: &[Outgoing<'_>], f: impl FnOnce(&[u8]) -> R) -> (R, Result<(), StateError>) {
     let mut f = Some(f);
     let mut call = |bytes: &[u8]| f.take().map(|f| f(bytes));
@@ -115,7 +115,7 @@ pub(crate) fn with_packed<R>(boxes: &[Outgoing<'_>], f: impl FnOnce(&[u8]) -> R)
     }
 }
 
-/// Returns the tensor of candle's that has the elements of a box and nothing else, if there is one.
+/// Returns the candle tensor that has exactly the elements of a box, if there is one.
 fn held_exactly<'a>((sources, bounds, _): &Outgoing<'a>) -> Option<&'a Tensor> {
     match &sources.iter().find(|source| source.bounds == **bounds)?.data {
         Data::Tensor(tensor) => Some(tensor),

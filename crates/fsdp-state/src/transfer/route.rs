@@ -1,4 +1,4 @@
-//! The routes of boxes between ranks: interval arithmetic that every rank does alike, without communication.
+//! The routes of boxes between ranks: arithmetic that gives the same result on every rank, without communication.
 
 use fsdp_layout::TensorBox;
 use fsdp_layout::cover::{subtract, uncovered};
@@ -70,13 +70,13 @@ pub(crate) struct Piece {
 pub(crate) enum Route {
     /// Every rank has what it wants.
     Local,
-    /// One rank has it all, and all want it all.
+    /// One rank has the whole tensor, and all ranks want the whole of it.
     Broadcast { root: usize },
-    /// All want it all.
+    /// The tensor is spread over ranks, and all ranks want the whole of it.
     AllGather,
-    /// Some ranks want it all: one gather each, so that no rank sends more than its boxes at a time.
+    /// Some ranks want the whole tensor: one gather for each, so that no rank sends more than its boxes at a time.
     Gather { roots: Vec<usize> },
-    /// One rank has what others want parts of.
+    /// One rank has the tensor, and others want parts of it.
     Scatter { root: usize },
     /// Anything else.
     AllToAll,
@@ -109,7 +109,7 @@ impl Layout {
         self.want[rank].iter().all(|want| uncovered(want, &self.have[rank]).is_empty())
     }
 
-    /// Chooses the collective for this layout.
+    /// Chooses the cheapest collective that moves every wanted element to the ranks that want it.
     pub(crate) fn route(&self) -> Route {
         let (sources, receivers) = (ranks_with_elements(&self.have), ranks_with_elements(&self.want));
         if receivers.iter().all(|&rank| self.has_all_that_it_wants(rank)) {
@@ -126,8 +126,8 @@ impl Layout {
         }
     }
 
-    /// Returns the pieces that make up what a rank wants: its own as far as they go, then those of the ranks after it,
-    /// so that copies of a tensor share the work.
+    /// Returns the pieces that make up what a rank wants. It takes as much as possible from itself, then from the ranks
+    /// after it, so that ranks with copies of a tensor share the work.
     pub(crate) fn pieces_for(&self, receiver: usize) -> Vec<Piece> {
         let ranks = self.have.ranks;
         self.pieces(&self.want[receiver], (0..ranks).map(|k| (receiver + k) % ranks))

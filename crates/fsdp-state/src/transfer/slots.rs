@@ -1,4 +1,4 @@
-//! Memory that elements arrive in: disjoint parts of lent slices, in the order in which a collective delivers.
+//! Memory that receives elements: disjoint parts of lent slices, in the order in which a collective delivers them.
 
 use std::ops::Range;
 

@@ -117,7 +117,7 @@ impl Places {
     }
 }
 
-/// Returns the elements of an input, or those of the output where there is none.
+/// Returns the elements of an input, or those of the output if there is none.
 pub(super) fn input<T: Copy>(address: Address, output: Elements<T>) -> Result<Elements<T>, String> {
     if address == 0 { Ok(output) } else { elements(address) }
 }

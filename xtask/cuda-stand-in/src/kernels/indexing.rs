@@ -116,6 +116,8 @@ fn index_add<I: Index, T: Element>(arguments: &mut Arguments) -> Work {
     })
 }
 
+/// Returns the work of candle's `scatter` kernels: each source element is combined into the place that its id names
+/// along the scattered dimension.
 fn scatter_with<I: Index, T: Element>(arguments: &mut Arguments, combine: fn(T, T) -> T) -> Work {
     let (ids, from, to) = (arguments.address(), arguments.address(), arguments.address());
     let (left, source) = (arguments.size(), arguments.size());

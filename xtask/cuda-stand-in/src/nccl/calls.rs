@@ -81,6 +81,7 @@ impl Call {
     }
 }
 
+/// Sends what this rank contributes to a call to the ranks that need it.
 fn send(call: &Call, messages: &mut Messages) -> Result<(), String> {
     let (header, size) = call.header()?;
     let (rank, ranks) = (messages.rank(), messages.ranks());

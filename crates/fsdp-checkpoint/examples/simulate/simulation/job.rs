@@ -146,7 +146,7 @@ impl Shared {
             let version = job.first_version + number as u64;
             let saved = self.save(&mut checkpointer, &group, &run, &name, version);
             locked(&self.outcomes)[number].push(saved.is_ok());
-            // A program may well go on with the next step after a save has failed.
+            // A program may well continue with the next step after a save has failed.
             if saved.is_err() && (job.is_quiet || random.random_bool(0.5)) {
                 return saved;
             }

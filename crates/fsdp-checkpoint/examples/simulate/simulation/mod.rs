@@ -7,7 +7,7 @@
 //! - what an unconfirmed save has left is the old checkpoint or the new one;
 //! - the run resumes from the newest checkpoint, and no rank with another state;
 //! - a checkpoint that is read stays whole, also while others replace or remove it;
-//! - all ranks of a save succeed, or none does, and no rank waits for ever;
+//! - all ranks of a save succeed, or none does, and no rank waits forever;
 //! - of ranks that save to the same place without knowing of each other, one succeeds;
 //! - the next job removes what crashed ones have left.
 

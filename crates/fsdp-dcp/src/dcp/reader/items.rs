@@ -1,4 +1,4 @@
-//! Getting at items: torch archives, whole streams with a transform, tensors in a safetensors blob.
+//! Opens the items of a DCP checkpoint: torch archives, streams with a transform, tensors in a safetensors blob.
 
 use std::io::Read as _;
 use std::sync::Arc;
@@ -209,7 +209,7 @@ impl CheckpointReader {
         self.quantizer_in(stored).map_err(|error| self.item_error(fqn, stored, error))
     }
 
-    /// Reads how the tensor of one item is quantized.
+    /// Reads how the tensor in one item is quantized; `None` if it is not.
     fn quantizer_in(&self, stored: &StorageInfo) -> Result<Option<PlainValue>, ReadError> {
         let file = self.directory.file(&stored.relative_path)?;
         let item = Window::new(&*file, stored.offset, stored.length)?;

@@ -1,4 +1,4 @@
-//! Reading a DCP checkpoint: by ranges, in parallel, straight into the destination.
+//! Reading a DCP checkpoint: by ranges, in parallel, directly into the destination.
 
 mod error;
 mod items;
@@ -27,10 +27,10 @@ use crate::metadata::Replica;
 use crate::payload::slot::Slot;
 use crate::plan::{LoadPlan, LoadRequest, ReadPlanOptions};
 
-/// An open DCP checkpoint. Shared by threads; nothing of it is ever written.
+/// An open DCP checkpoint. Threads can share it, and nothing is ever written to it.
 ///
-/// Data files are opened when they are first needed. Where the checkpoint has an integrity file, every byte read is
-/// checked against it.
+/// Data files are opened when they are first needed. If the checkpoint has an integrity file, every byte that is read
+/// is checked against it.
 #[derive(Debug)]
 pub struct CheckpointReader {
     directory: CheckedDirectory,
@@ -40,8 +40,8 @@ pub struct CheckpointReader {
 impl CheckpointReader {
     /// Opens the checkpoint in this directory.
     ///
-    /// Without `.metadata`, rank-local `__{rank}.metadata` files are taken together (torch's `use_collectives=False`).
-    /// Without those either, it is [`FileError::NotCommitted`].
+    /// Without `.metadata`, the rank-local files `__{rank}.metadata` are merged (torch's `use_collectives=False`).
+    /// Without those either, the error is [`FileError::NotCommitted`].
     pub fn open(location: impl Into<Location>) -> Result<Self, FileError> {
         Self::open_with(location, OpenOptions::default())
     }
@@ -229,7 +229,7 @@ impl Checkpoint for CheckpointReader {
     }
 }
 
-/// Says why there is no metadata, as well as can be told from outside.
+/// Says why there is no metadata, as far as it can be determined.
 fn missing_metadata(path: &Path) -> &'static str {
     let is_staging = path.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.contains(".tmp-"));
     if is_staging { "it is a staging directory of a save that did not finish" } else { "it has no `.metadata`" }

@@ -1,4 +1,4 @@
-//! The places that items would have, from the plan alone.
+//! Computes the places that items would have in files, from the plan alone and without writing.
 
 use super::layout::tensor_offset;
 use crate::dcp::item::TensorItem;
@@ -13,7 +13,7 @@ use crate::plan::{GlobalPlan, SelectedItem};
 /// ([`value_item_length`](super::value_item_length)).
 ///
 /// # Errors
-/// A tensor cannot be written to a file: its dtype is none of torch's.
+/// A tensor cannot be written to a file: its dtype is not one of torch's.
 pub fn foresee(global: &mut GlobalPlan, value_length: impl Fn(&str) -> u64) -> Result<Vec<u64>, FileError> {
     let metadata = &mut global.metadata;
     let files = global.selections.iter().enumerate().map(|(rank, selection)| {

@@ -1,4 +1,4 @@
-//! Writing a DCP checkpoint: each rank its own file, straight from the tensors' memory, then one commit.
+//! Writing a DCP checkpoint: each rank writes its own file directly from the tensors' memory, and one rank commits.
 //!
 //! The steps of a save by N ranks, each with the ranks that take it:
 //!
@@ -8,7 +8,7 @@
 //! 3. all: [`Durable::join`] (rank 0 has it already), [`write_rank`]; gather the [`RankWritten`]s on rank 0
 //! 4. rank 0: [`finish`], which writes `.metadata` and `.integrity` and commits
 //!
-//! An error on any rank before step 4: rank 0 drops its [`Staging`], and nothing is left.
+//! If any rank fails before step 4, rank 0 drops its [`Staging`], which removes everything.
 //!
 //! ```
 //! use std::borrow::Cow;
@@ -116,8 +116,8 @@ pub fn write_rank(
     write_changed(staging, rank, plan, selection, source, options, None)
 }
 
-/// Writes as [`write_rank`], except for items that are what they were in the checkpoint `before`: where most of a file has not
-/// changed, it is linked, and only the rest is written, to another file. No communication.
+/// Writes like [`write_rank`], but links files of the checkpoint `before` that are mostly unchanged. Then only the
+/// items that have changed are written, to another file. No communication.
 pub fn write_changed(
     staging: &Staging,
     rank: usize,
@@ -164,7 +164,7 @@ pub fn write_changed(
     Ok(written)
 }
 
-/// Notes in the metadata where all ranks' items are.
+/// Records in the metadata where the items of all ranks are stored.
 fn place_items(metadata: &mut Metadata, written: &[RankWritten]) -> Result<(), FileError> {
     for rank in written {
         for item in &rank.items {
@@ -189,7 +189,7 @@ fn place_items(metadata: &mut Metadata, written: &[RankWritten]) -> Result<(), F
     check_placed(metadata)
 }
 
-/// Checks that everything is stored somewhere: a chunk that no rank wrote would be missing without a word.
+/// Checks that everything is stored somewhere. Otherwise a chunk that no rank wrote would be missing silently.
 fn check_placed(metadata: &Metadata) -> Result<(), FileError> {
     let unplaced = metadata.entries.iter().find(|(_, entry)| match entry {
         Entry::Bytes(bytes) => bytes.stored.is_none(),
@@ -201,7 +201,8 @@ fn check_placed(metadata: &Metadata) -> Result<(), FileError> {
     }
 }
 
-/// Returns the digests of all that was written, from the parts of all ranks; `None` if some rank has made none.
+/// Returns the digests of everything that was written, from the parts of all ranks; `None` if some rank has computed
+/// none.
 fn digests(metadata: &Metadata, written: &[RankWritten]) -> Option<StateDigest> {
     let mut parts = vec![Part::default(); metadata.entries.len()];
     for item in written.iter().flat_map(|rank| &rank.items) {
@@ -218,11 +219,11 @@ fn digests(metadata: &Metadata, written: &[RankWritten]) -> Option<StateDigest> 
     Some(digests.collect())
 }
 
-/// Ends a save, on the rank that prepared it: writes `.integrity` and `.metadata`, and commits. Returns the digests of what
-/// was saved, which are in `.integrity` too, unless [`WriteOptions::digests`] was off.
+/// Ends a save, on the rank that prepared it: writes `.integrity` and `.metadata`, and commits. Returns the digests of
+/// the saved tensors and values, which are in `.integrity` too, unless [`WriteOptions::digests`] was off.
 ///
-/// `metadata` is that of the global plan; `written` is by rank; `lineage` is recorded with it. If any item was written by no
-/// rank, nothing is committed.
+/// `metadata` is that of the global plan, `written` has the report of each rank, and `lineage` is recorded with the
+/// checkpoint. If an item was written by no rank, nothing is committed.
 pub fn finish(
     staging: Staging,
     metadata: Metadata,
@@ -232,8 +233,8 @@ pub fn finish(
     finish_with(staging, metadata, written, lineage, None)
 }
 
-/// Ends the copy of a checkpoint as [`finish`] does, with the lineage of the original. If that has digests, and the copy has
-/// others, nothing is committed.
+/// Ends the copy of a checkpoint like [`finish`], with the lineage of the original. If the original has digests, and
+/// those of the copy differ, nothing is committed.
 pub(crate) fn finish_copy(
     staging: Staging,
     metadata: Metadata,
@@ -258,8 +259,8 @@ fn finish_with(
     commit(staging, &encode(&metadata), written, digests, lineage)
 }
 
-/// Returns the digests of what this metadata says is stored, from the parts of the ranks' items by their places in the
-/// files; `None` if some item has none.
+/// Returns the digests of the items in the metadata, found by their places in the ranks' files; `None` if some item has
+/// none.
 fn digests_by_place(metadata: &Metadata, written: &[RankWritten]) -> Option<StateDigest> {
     let mut parts: HashMap<(&str, u64), Part> = HashMap::new();
     for rank in written {
@@ -290,8 +291,8 @@ fn digests_by_place(metadata: &Metadata, written: &[RankWritten]) -> Option<Stat
     Some(digests)
 }
 
-/// Ends a save whose `.metadata` the caller has encoded, as torch does: otherwise the same as [`finish`]. The items of the
-/// ranks need no positions in that metadata: they are known by their places in the files.
+/// Ends a save like [`finish`], with a `.metadata` that the caller has encoded, as torch does. The ranks' items are
+/// matched with that metadata by their places in the files.
 ///
 /// # Errors
 /// Besides those of [`finish`]: metadata that this crate cannot decode, or that names files which no rank has written.

@@ -35,7 +35,7 @@ pub(super) fn write(
     source: &dyn PayloadSource,
     threads: usize,
 ) -> Result<(FileIntegrity, Vec<Part>), FileError> {
-    // Large payloads are cut into parts, and small items are put together, so that threads have about equal work.
+    // Large payloads are cut into parts, and small items are joined, so that threads have about equal work.
     let tasks = tasks(layout);
     let done = in_parallel(
         &tasks,
@@ -183,7 +183,7 @@ impl Frame {
 /// Puts all hashes in order.
 fn integrity<'t>(layout: &FileLayout<'_>, done: impl Iterator<Item = (&'t Task, &'t Done)>) -> FileIntegrity {
     let mut integrity = FileIntegrity::default();
-    // The large item whose parts are being put together.
+    // The large item whose parts are being joined.
     let mut crc = Hasher::new();
     let mut hashes = Vec::new();
     for (task, done) in done {

@@ -1,4 +1,4 @@
-//! The reports of what ranks have written.
+//! The reports in which ranks say which items and files they have written.
 
 use fsdp_digest::Part;
 use serde::{Deserialize, Serialize};

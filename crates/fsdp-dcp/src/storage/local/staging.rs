@@ -135,7 +135,7 @@ impl LocalStage {
         self.lock = None;
         let old = durable.files().open_directory(&self.directory);
         if old.as_ref().is_ok_and(|old| is_being_read(&**old)) {
-            // The reader goes on with it. It is listed as stale once the reader has finished.
+            // The reader continues with it. It is listed as stale once the reader has finished.
             return Ok(());
         }
         durable.remove_directory(&self.directory)

@@ -113,7 +113,7 @@ impl Storage for ObjectStorage {
 
     fn remove_checkpoint(&self, _: &Durable) -> Result<bool, FileError> {
         let prefix = self.prefix()?;
-        // Without its `.metadata` it is no checkpoint, so a crash in the middle leaves nothing that looks like one.
+        // Without its `.metadata` it is not a checkpoint, so a crash in the middle leaves nothing that looks like one.
         let (first, rest): (Vec<_>, Vec<_>) = prefix.all()?.into_iter().partition(|name| name.ends_with(METADATA_FILE));
         for name in first.iter().chain(&rest) {
             prefix.delete(name)?;

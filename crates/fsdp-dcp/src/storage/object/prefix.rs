@@ -72,7 +72,7 @@ impl Prefix {
     /// Asks for the length and version of an object; `None` if there is none.
     pub(super) fn head(&self, below: &str) -> Result<Option<ObjectMeta>, FileError> {
         let key = self.key(below)?;
-        // The root of a bucket is no object.
+        // The root of a bucket is not an object.
         if key.as_ref().is_empty() {
             return Ok(None);
         }

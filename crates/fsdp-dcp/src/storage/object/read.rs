@@ -1,4 +1,4 @@
-//! Reading an object by position, a range a request.
+//! Reads an object by position, one range per request.
 
 use std::fmt;
 use std::io;

@@ -98,7 +98,7 @@ impl Packed for Deflated {
 pub(crate) struct Inflated<'f> {
     file: &'f dyn ReadAt,
     record: &'f Deflated,
-    /// The read that goes on with the next bytes.
+    /// The read that continues with the next bytes.
     current: Mutex<Option<Reading>>,
 }
 

@@ -297,7 +297,7 @@ impl Target for LiveTarget<'_> {
         }
         let values = small(&positions)?;
         if self.is_live() {
-            // Units that are gathered would go on with the old values.
+            // Units that are gathered would continue with the old values.
             self.parameters.reshard()?;
         }
         let strict = if options.strict { "strict" } else { "not strict" };

@@ -34,7 +34,7 @@ impl LiveTarget<'_> {
                 plan.report.missing.push("param_groups".to_owned());
             }
             if saved.is_empty() {
-                // Nothing to load is no reason to lose what is there.
+                // If there is nothing to load, existing state is kept.
                 return Ok(());
             }
         }
