@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
@@ -16,6 +16,7 @@ use tracing::warn;
 
 use crate::catalog::{StepCheckpoint, latest_checkpoint, step_name};
 use crate::load::open;
+use crate::memory_tier::MemoryTier;
 use crate::retention::{Retention, prune};
 use crate::{AsyncSaver, CheckpointError, SaveOptions, SaveProgress, SaveReport, Stateful};
 
@@ -81,6 +82,9 @@ pub struct CheckpointerOptions {
     pub save: SaveOptions,
     /// The options of loads.
     pub load: LoadOptions,
+    /// A directory of each host that outlives the process, a tmpfs: the memory tier, for
+    /// [`Checkpointer::save_to_memory`]. Several runs may share it.
+    pub memory_tier: Option<Location>,
 }
 
 /// The checkpoints of a run: saves them, also in the background, loads them, and removes old ones.
@@ -95,6 +99,7 @@ pub struct Checkpointer {
     group: ProcessGroup,
     options: CheckpointerOptions,
     saver: AsyncSaver,
+    memory: Option<Mutex<MemoryTier>>,
     /// Removes old checkpoints, on rank 0.
     pruning: Option<JoinHandle<()>>,
     /// The parent of the next checkpoint: the one that was saved or loaded last.
@@ -127,11 +132,15 @@ impl Checkpointer {
         options: CheckpointerOptions,
     ) -> Result<Self, CheckpointError> {
         let saver = AsyncSaver::new(group)?;
+        let run = run.into();
+        let tier = options.memory_tier.clone();
+        let memory = tier.map(|directory| Mutex::new(MemoryTier::new(directory, run.clone(), group.clone())));
         Ok(Checkpointer {
-            run: run.into(),
+            run,
             group: group.clone(),
             options,
             saver,
+            memory,
             pruning: None,
             parent: Mutex::default(),
             loaded: Mutex::default(),
@@ -218,7 +227,50 @@ impl Checkpointer {
         Ok(stall)
     }
 
-    /// Removes what a killed save to the same location has left, and returns the location. Collective: one agreement.
+    /// Saves the state of a run to the memory tier ([`CheckpointerOptions::memory_tier`]), which is faster than a checkpoint and
+    /// costs nothing of its storage: the local checkpoints of Orbax's emergency checkpointing. Each rank writes what it holds
+    /// to its host, and another rank's copy with it, on another host where there is one. The newest two steps stay.
+    ///
+    /// The tier survives processes, and the loss of any one rank's files or of any one host, but not of all hosts: save
+    /// checkpoints too, though less often. Collectives: agreements, and an all-to-all for each 8 MiB of the largest part.
+    ///
+    /// # Errors
+    /// The same on every rank: state that cannot be saved, no memory tier, one that is full. The newest whole step stays.
+    pub fn save_to_memory(&mut self, step: u64, run: &impl Stateful) -> Result<SaveReport, CheckpointError> {
+        let state = run.state_dict();
+        self.tier()?.save(step, state, &self.options.save)
+    }
+
+    /// Returns the newest step of the memory tier that every rank can load, if it is newer than the newest checkpoint of the run.
+    /// It is an ordinary checkpoint, on each host its own. [`Checkpointer::load_latest`] takes it by itself.
+    ///
+    /// Every copy is checked, and a damaged one is not taken. A step of which parts are missing, or damaged with their copies,
+    /// is passed over with a warning, and removed. With `strict`, it is an error if they are damaged. Collectives: agreements;
+    /// object all-gathers; an all-to-all for each 8 MiB of a part that a host lacks.
+    ///
+    /// # Errors
+    /// The same on every rank: files that cannot be read or written, [`CheckpointError::DamagedMemory`].
+    pub fn latest_in_memory(&self, strict: bool) -> Result<Option<StepCheckpoint>, CheckpointError> {
+        if self.memory.is_none() { Ok(None) } else { self.tier()?.newest(strict) }
+    }
+
+    /// Removes the steps of the run from the memory tier, if there is one: for the end of a run, whose last checkpoint is durable.
+    /// Collectives: agreements, and an object all-gather.
+    ///
+    /// # Errors
+    /// The same on every rank: files that cannot be removed.
+    pub fn clear_memory(&mut self) -> Result<(), CheckpointError> {
+        if self.memory.is_none() { Ok(()) } else { self.tier()?.clear() }
+    }
+
+    /// Returns the memory tier.
+    fn tier(&self) -> Result<MutexGuard<'_, MemoryTier>, CheckpointError> {
+        let memory = self.memory.as_ref().ok_or(CheckpointError::NoMemoryTier)?;
+        Ok(memory.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Removes what a killed run has left of a save to the same place, and returns the place. Collective: one
+    /// agreement.
     fn prepare(&self, name: CheckpointName) -> Result<Location, CheckpointError> {
         let path = self.location(name);
         let cleaned = if self.group.rank() == 0 { clean_stale(&path).map(|_| ()) } else { Ok(()) };
@@ -277,8 +329,9 @@ impl Checkpointer {
         Ok(report)
     }
 
-    /// Loads the newest checkpoint of the run; returns it and the report, or `None` if there is none yet. Collectives: one
-    /// object broadcast, and those of [`Checkpointer::load`].
+    /// Loads the newest state of the run, a checkpoint or a step of the memory tier; returns it and the report, or `None` if there
+    /// is none yet. Collectives: one object broadcast, and those of [`Checkpointer::latest_in_memory`] and
+    /// [`Checkpointer::load`].
     ///
     /// # Errors
     /// The same as [`Checkpointer::load`]; a directory that cannot be read.
@@ -286,7 +339,11 @@ impl Checkpointer {
         &self,
         run: &mut impl Stateful,
     ) -> Result<Option<(StepCheckpoint, LoadReport)>, CheckpointError> {
-        let Some(latest) = self.latest()? else { return Ok(None) };
+        let latest = match self.latest_in_memory(false)? {
+            Some(newer) => Some(newer),
+            None => self.latest()?,
+        };
+        let Some(latest) = latest else { return Ok(None) };
         let report = self.load(&latest.path, run)?;
         Ok(Some((latest, report)))
     }

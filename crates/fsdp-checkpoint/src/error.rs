@@ -71,6 +71,23 @@ pub enum CheckpointError {
         /// The tensors, and the ranks on which they are wrong; at least one.
         tensors: Vec<WrongTensor>,
     },
+    /// A save to the memory tier of a run that has none.
+    #[error("the run has no memory tier: give it a directory")]
+    NoMemoryTier,
+    /// A step of the memory tier was completed, and all copies of some parts are damaged now.
+    #[error("step {step} in the memory tier is damaged: no copy of the parts of ranks {ranks:?} is sound")]
+    DamagedMemory {
+        /// Steps done when it was saved.
+        step: u64,
+        /// The ranks that had saved these parts.
+        ranks: Vec<usize>,
+    },
+    /// A file of the memory tier holds something else than what is written to it.
+    #[error("`{}` is not a file of a memory tier: remove it, or give another directory", path.display())]
+    NotAMemoryTier {
+        /// The file.
+        path: std::path::PathBuf,
+    },
     /// A save in the background ended without an outcome.
     #[error("the save in the background ended without a result: {problem}")]
     Background {
@@ -109,7 +126,10 @@ impl Failure for CheckpointError {
             CheckpointError::Nn(error) => error.kind(),
             CheckpointError::State(error) => error.kind(),
             CheckpointError::Files(error) => error.kind(),
-            CheckpointError::NotAsSaved { .. } => ErrorKind::Corrupt,
+            CheckpointError::NoMemoryTier => ErrorKind::Usage,
+            CheckpointError::NotAsSaved { .. }
+            | CheckpointError::DamagedMemory { .. }
+            | CheckpointError::NotAMemoryTier { .. } => ErrorKind::Corrupt,
             CheckpointError::Directory { source, .. } if source.kind() == io::ErrorKind::NotFound => {
                 ErrorKind::Incomplete
             }

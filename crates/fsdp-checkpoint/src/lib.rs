@@ -8,7 +8,8 @@
 //! | `from_checkpoint` | [`from_checkpoint()`]: a model built from a checkpoint of any format |
 //! | `source` | [`CheckpointSource`]: a checkpoint of any format as the source of a load |
 //! | [`async_save`] | saves in the background |
-//! | [`catalog`], `retention` | the checkpoints of a run, and which of them are kept |
+//! | `memory_tier` | the newest steps of a run, in the memory of the hosts |
+//! | [`catalog`], `retention` | the checkpoints of a run, and which of them stay |
 //!
 //! Every load calls `fsdp_state`'s [`load_state`](fsdp_state::load_state) with a [`CheckpointSource`]. Loads of state
 //! from other ranks use the same function with another source.
@@ -21,6 +22,7 @@ mod digest;
 mod error;
 mod from_checkpoint;
 pub mod load;
+mod memory_tier;
 mod parent;
 mod plan;
 mod progress;

@@ -12,11 +12,11 @@ use fsdp_dcp::Location;
 use fsdp_dcp::checkpoint::check_replaceable;
 use fsdp_dcp::limits::MAX_OBJECT_BYTES;
 use fsdp_dcp::lineage::Lineage;
-use fsdp_dcp::plan::{Deduplicate, LocalPlan, Selection};
+use fsdp_dcp::plan::{Deduplicate, GlobalPlan, LocalPlan, Selection, plan_part};
 use fsdp_dcp::storage::{Durable, Staging};
 use fsdp_dcp::verify::with_causes;
 use fsdp_dcp::writer::value_item_length;
-use fsdp_dcp::writer::{Before, PayloadSource, RankWritten, WriteOptions, finish, write_changed};
+use fsdp_dcp::writer::{Before, PayloadSource, RankWritten, WriteOptions, finish, write_changed, write_rank};
 use fsdp_digest::Digest;
 use fsdp_flat::storage::{HostBytes, to_device};
 use fsdp_layout::{ErrorKind, Failure, PlainValue, TensorBox};
@@ -259,8 +259,28 @@ fn from_parent(
     Ok(Some(LastSave { path: path.clone(), written }))
 }
 
-/// Prepares a staging directory for a new checkpoint at `path`. Fails early if the commit could not replace what is at
-/// `path`, or would remove files of other programs with the old checkpoint.
+/// Saves what this rank holds as a part of a checkpoint, a DCP directory of its own at `path`. Returns the bytes of tensors. No
+/// communication.
+pub(crate) fn save_part(
+    path: &Location,
+    state: &StateDict,
+    rank: usize,
+    options: &SaveOptions,
+) -> Result<u64, CheckpointError> {
+    let (plan, source) = LocalState::new(state, SaveProgress::default())?;
+    let GlobalPlan { metadata, selections, .. } = plan_part(&plan).map_err(fsdp_dcp::FileError::from)?;
+    let staging = options.durable.prepare(path, false)?;
+    // A digest is one of a whole tensor.
+    let options = WriteOptions { digests: false, ..options.write };
+    let selection = selections.into_iter().next().unwrap_or_default();
+    let written = write_rank(&staging, rank, &plan, &selection, &source, &options)?;
+    let bytes = written.payload_bytes;
+    finish(staging, metadata, &[written], None)?;
+    Ok(bytes)
+}
+
+/// Makes the staging area for a new checkpoint at `path`. Fails early if the commit could not put a directory there, or would
+/// take files of others away with the old one.
 fn prepare(path: &Location, options: &SaveOptions) -> Result<Staging, CheckpointError> {
     if options.overwrite {
         check_replaceable(path)?;

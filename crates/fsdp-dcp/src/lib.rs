@@ -68,7 +68,7 @@ mod threads;
 mod torch;
 pub mod verify;
 
-pub use dcp::writer;
+pub use dcp::{parts, writer};
 pub use error::{FileError, FormatError, LocationError};
 pub use pickle::{PickleError, PickleErrorKind};
 pub use storage::location::Location;

@@ -140,6 +140,7 @@ Examples:
   fsdp train --nproc 4 --steps 60 --save-every 20 --out runs/demo
   fsdp train --nproc 2 --steps 120 --out runs/demo --resume
   fsdp train --nproc 4 --steps 600 --save-every 20 --async-save --keep-last 3 --out runs/long
+  fsdp train --nproc 4 --steps 600 --save-every 200 --memory-tier /dev/shm/fsdp --out runs/tiers
   fsdp train --init-from pytorch/step-00000020 --steps 40 --out runs/went-on
   fsdp launch --nproc 4 -- fsdp train --steps 60 --out runs/processes
   mpirun -n 4 fsdp train --backend mpi --steps 60 --out runs/mpi
@@ -192,6 +193,15 @@ pub(crate) struct TrainArguments {
     /// Save a checkpoint after every K steps, and after the last [default: after the last only]
     #[arg(help_heading = CHECKPOINTS, long, value_name = "K", env = "FSDP_SAVE_EVERY")]
     pub(super) save_every: Option<NonZeroU64>,
+    /// Directory of each host that outlives the process, a tmpfs such as /dev/shm, for steps between the checkpoints. Each
+    /// rank saves its part there, and another rank, on another host if there is one, keeps a copy. --resume takes the newest
+    /// step, from here or from the checkpoints. The last two stay until the run is done
+    #[arg(help_heading = CHECKPOINTS, long, value_name = "DIR", env = "FSDP_MEMORY_TIER")]
+    pub(super) memory_tier: Option<PathBuf>,
+    /// Save to --memory-tier after every K steps
+    #[arg(help_heading = CHECKPOINTS, long, value_name = "K", requires = "memory_tier", default_value = "10",
+          env = "FSDP_MEMORY_EVERY")]
+    pub(super) memory_every: NonZeroU64,
     /// Write only what has changed since the last checkpoint; data files that are mostly the same are hard links
     #[arg(help_heading = CHECKPOINTS, long, env = "FSDP_INCREMENTAL")]
     pub(super) incremental: bool,

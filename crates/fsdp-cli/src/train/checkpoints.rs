@@ -3,11 +3,11 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use fsdp::checkpoint::{CheckpointError, RunFacts, SaveReport};
+use fsdp::checkpoint::{CheckpointError, Location, RunFacts, SaveReport, StepCheckpoint};
 use fsdp::prelude::*;
 use tracing::info_span;
 
-use super::arguments::TrainArguments;
+use super::arguments::{ResumeMode, TrainArguments};
 use super::report::{Report, Saved};
 use crate::gpt::Gpt;
 
@@ -17,6 +17,27 @@ pub(super) struct Checkpoints {
     /// `true` if training goes on during saves.
     behind: bool,
     started: Option<Started>,
+}
+
+/// Returns the newest step of the memory tier, if that is newer than the newest checkpoint. This is a collective.
+///
+/// # Errors
+/// The same as [`Checkpointer::latest_in_memory`].
+pub(super) fn latest_in_memory(arguments: &TrainArguments, group: &ProcessGroup) -> Result<Option<StepCheckpoint>> {
+    let is_strict = arguments.resume_mode() == ResumeMode::Strict;
+    Ok(checkpointer(arguments, group, false)?.latest_in_memory(is_strict)?)
+}
+
+/// Returns the checkpointer of a run. With `replaces`, saves may replace checkpoints. This is a collective.
+fn checkpointer(arguments: &TrainArguments, group: &ProcessGroup, replaces: bool) -> Result<Checkpointer> {
+    let options = CheckpointerOptions {
+        retention: Retention { keep_last: arguments.keep_last, keep_every: arguments.keep_every },
+        // A checkpoint may hold values of other programs.
+        save: SaveOptions { overwrite: replaces, incremental: arguments.incremental, ..SaveOptions::default() },
+        load: LoadOptions { strict: false, ..LoadOptions::default() },
+        memory_tier: arguments.memory_tier.as_ref().map(Location::from),
+    };
+    Ok(Checkpointer::new(arguments.checkpoints(), group, options)?)
 }
 
 /// A save in the background.
@@ -33,17 +54,35 @@ impl Checkpoints {
     /// # Errors
     /// The same as [`Checkpointer::new`].
     pub(super) fn new(arguments: &TrainArguments, group: &ProcessGroup, replaces: bool) -> Result<Self> {
-        let options = CheckpointerOptions {
-            retention: Retention { keep_last: arguments.keep_last, keep_every: arguments.keep_every },
-            // A checkpoint may hold values of other programs.
-            save: SaveOptions { overwrite: replaces, incremental: arguments.incremental, ..SaveOptions::default() },
-            load: LoadOptions { strict: false, ..LoadOptions::default() },
-        };
-        let checkpointer = Checkpointer::new(arguments.checkpoints(), group, options)?;
+        let checkpointer = checkpointer(arguments, group, replaces)?;
         Ok(Checkpoints { checkpointer, behind: arguments.async_save, started: None })
     }
 
-    /// Sets the facts about the run that later checkpoints record.
+    /// Returns `true` if training goes on during saves.
+    pub(super) const fn is_behind(&self) -> bool {
+        self.behind
+    }
+
+    /// Saves the state after a step to the memory tier. Every rank calls it.
+    ///
+    /// # Errors
+    /// The errors of this save, the same on every rank.
+    pub(super) fn save_to_memory(&mut self, step: u64, run: &TrainState<Gpt>, report: Option<&Report>) -> Result<()> {
+        let saved = self.checkpointer.save_to_memory(step, run);
+        let saved = saved.with_context(|| format!("failed to save step {step} to the memory tier"))?;
+        let Some(report) = report else { return Ok(()) };
+        report.memory(step, saved.total_bytes, saved.duration.as_secs_f64())
+    }
+
+    /// Removes the run's steps from the memory tier. Every rank calls it.
+    ///
+    /// # Errors
+    /// Files that cannot be removed, the same on every rank.
+    pub(super) fn clear_memory(&mut self) -> Result<()> {
+        Ok(self.checkpointer.clear_memory()?)
+    }
+
+    /// Sets what the next checkpoints record of the run.
     pub(super) fn set_facts(&mut self, facts: RunFacts) {
         self.checkpointer.set_facts(facts);
     }

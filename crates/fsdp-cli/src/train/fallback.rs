@@ -6,7 +6,7 @@ use fsdp::checkpoint::{Location, StepCheckpoint, list_checkpoints};
 use super::arguments::ResumeMode;
 use super::settings::Resume;
 use crate::exit_codes;
-use crate::job_failure::{NoCheckpoint, UnreadableCheckpoint};
+use crate::job_failure::{JobError, NoCheckpoint, UnreadableCheckpoint};
 use crate::outcome::exit_code;
 use crate::output;
 
@@ -17,16 +17,32 @@ pub(super) struct Candidates<'a> {
     /// `true` in the process that reports.
     reports: bool,
     damaged: Vec<Location>,
+    /// The newest step of the memory tier, if that is newer than the newest checkpoint.
+    memory: Option<StepCheckpoint>,
 }
 
 impl<'a> Candidates<'a> {
     pub(super) const fn new(run: &'a Location, mode: ResumeMode, reports: bool) -> Self {
-        Candidates { run, mode, reports, damaged: Vec::new() }
+        Candidates { run, mode, reports, damaged: Vec::new(), memory: None }
+    }
+
+    /// Sets the newest step of the memory tier, which is newer than the newest checkpoint.
+    ///
+    /// # Errors
+    /// A run that starts from the beginning would mix its steps with these.
+    pub(super) fn set_memory(&mut self, memory: Option<StepCheckpoint>) -> Result<()> {
+        self.memory = memory;
+        match &self.memory {
+            Some(StepCheckpoint { step, path }) if self.mode == ResumeMode::No => {
+                Err(JobError::OutIsTaken { directory: path.to_string(), step: *step }.into())
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Returns `true` if newer checkpoints than the one that is gone on from are damaged, so that they will be replaced.
-    pub(super) const fn are_damaged(&self) -> bool {
-        !self.damaged.is_empty()
+    pub(super) fn are_damaged(&self) -> bool {
+        self.damaged.iter().any(|path| self.memory.as_ref().is_none_or(|memory| memory.path != *path))
     }
 
     /// Returns `true` if the run has no checkpoint yet.
@@ -34,7 +50,7 @@ impl<'a> Candidates<'a> {
     /// # Errors
     /// The storage cannot be read.
     pub(super) fn is_empty(&self) -> Result<bool> {
-        Ok(!self.run.exists()? || list_checkpoints(self.run)?.is_empty())
+        Ok(self.memory.is_none() && self.of_run()?.is_empty())
     }
 
     /// Opens the newest checkpoint that is not known to be damaged.
@@ -71,8 +87,16 @@ impl<'a> Candidates<'a> {
 
     /// Returns the checkpoints that are not known to be damaged, the oldest first.
     fn left(&self) -> Result<Vec<Location>> {
-        let all = list_checkpoints(self.run)?.into_iter().map(|StepCheckpoint { path, .. }| path);
+        // What is in memory is newer than all checkpoints.
+        let all = self.of_run()?.into_iter().chain(self.memory.clone()).map(|StepCheckpoint { path, .. }| path);
         Ok(all.filter(|path| !self.damaged.contains(path)).collect())
+    }
+
+    /// Returns the checkpoints of the run, the oldest first.
+    fn of_run(&self) -> Result<Vec<StepCheckpoint>> {
+        // A run that was killed before its first checkpoint may have none but in memory.
+        let is_there = self.memory.is_none() && self.mode != ResumeMode::Auto || self.run.exists()?;
+        Ok(if is_there { list_checkpoints(self.run)? } else { Vec::new() })
     }
 }
 

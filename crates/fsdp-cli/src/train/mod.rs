@@ -86,6 +86,13 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     let stop = StopRequest::new();
     let mut candidates = Candidates::new(run, arguments.resume_mode(), reports);
     let mut group = None;
+    if arguments.memory_tier.is_some() {
+        // The parts of a step in memory are on all hosts: which step is whole, the ranks find out together.
+        if let Some(launched) = &launched {
+            group = Some(launched.meet(&ranks)?);
+        }
+        candidates.set_memory(latest_in_memory(arguments, &ranks, group.as_ref())?)?;
+    }
     let ended = loop {
         // Step 1: check all that can be checked without the other ranks.
         let place = Place { launched: launched.as_ref(), device, threads_per_rank: ranks.threads_per_rank() };
@@ -115,7 +122,27 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     }
 }
 
-/// The rank and the resources of this process.
+/// Returns the newest step of the memory tier, if that is newer than the newest checkpoint. `group` is that of a rank that is a
+/// process.
+///
+/// # Errors
+/// The first error of any rank.
+fn latest_in_memory(
+    arguments: &TrainArguments,
+    ranks: &Ranks,
+    group: Option<&ProcessGroup>,
+) -> Result<Option<StepCheckpoint>> {
+    if let Some(group) = group {
+        return checkpoints::latest_in_memory(arguments, group);
+    }
+    let results = ranks.run(|group| checkpoints::latest_in_memory(arguments, &group))?;
+    let (found, errors): (Vec<_>, Vec<_>) = results.into_iter().partition(Result::is_ok);
+    first_cause(errors.into_iter().filter_map(Result::err))?;
+    // All ranks have found the same.
+    Ok(found.into_iter().flatten().flatten().next())
+}
+
+/// The place of this process, and what it has.
 struct Place<'a> {
     launched: Option<&'a Launched>,
     device: DeviceName,

@@ -157,8 +157,10 @@ struct Update {
 
 impl Rank<'_> {
     fn train(mut self) -> Result<Ended> {
-        let TrainArguments { steps, save_every, check_replicas: check_every, sample: sample_bytes, .. } =
-            *self.job.arguments;
+        let TrainArguments {
+            steps, save_every, memory_every, check_replicas: check_every, sample: sample_bytes, ..
+        } = *self.job.arguments;
+        let memory_tier = &self.job.arguments.memory_tier;
         self.tell_start()?;
         for step in self.job.start()..steps {
             let Outcome { metrics, stops } = self.step(step)?;
@@ -172,8 +174,14 @@ impl Rank<'_> {
                 let same = check_replicas(&self.run, self.run.model.group());
                 same.with_context(|| format!("after step {done}"))?;
             }
-            if stops || done == steps || save_every.is_some_and(|every| done % every == 0) {
-                self.save(done)?;
+            let saves = stops || done == steps || save_every.is_some_and(|every| done % every == 0);
+            // A checkpoint that is durable when it returns makes the same step in memory needless.
+            let is_needed = !saves || self.checkpoints.is_behind() && !stops && done < steps;
+            if memory_tier.is_some() && done % memory_every == 0 && is_needed {
+                self.save(done, Checkpoints::save_to_memory)?;
+            }
+            if saves {
+                self.save(done, Checkpoints::save)?;
             }
             if stops && done < steps {
                 self.checkpoints.wait(self.report.as_ref())?;
@@ -184,6 +192,7 @@ impl Rank<'_> {
             }
         }
         self.checkpoints.wait(self.report.as_ref())?;
+        self.checkpoints.clear_memory()?;
         self.run.optimizers.iter_mut().try_for_each(Optimizer::eval)?;
         let text = match sample_bytes {
             0 => None,
@@ -305,7 +314,12 @@ impl Rank<'_> {
         Ok(f64::from(loss.to_scalar::<f32>()?))
     }
 
-    fn save(&mut self, step: u64) -> Result<()> {
+    /// Saves the state after a step in one of the ways of [`Checkpoints`].
+    fn save(
+        &mut self,
+        step: u64,
+        save: fn(&mut Checkpoints, u64, &TrainState<Gpt>, Option<&Report>) -> Result<()>,
+    ) -> Result<()> {
         self.run.values.insert("train", self.job.settings.state(step));
         // Each step reads a batch of rows.
         let position = step.saturating_mul(self.job.batches.batch as u64);
@@ -313,7 +327,7 @@ impl Rank<'_> {
         self.checkpoints.set_facts(RunFacts { config: self.job.settings.config_digest()?, data });
         // A schedule-free optimizer keeps the weights that it trains apart from their average, which is what is saved.
         self.run.optimizers.iter_mut().try_for_each(Optimizer::eval)?;
-        self.checkpoints.save(step, &self.run, self.report.as_ref())?;
+        save(&mut self.checkpoints, step, &self.run, self.report.as_ref())?;
         Ok(self.run.optimizers.iter_mut().try_for_each(Optimizer::train)?)
     }
 }

@@ -67,6 +67,11 @@ pub(super) enum Event<'a> {
     },
     Step(&'a StepMetrics),
     Checkpoint(&'a Saved<'a>),
+    Memory {
+        step: u64,
+        bytes: u64,
+        seconds: f64,
+    },
     Stopped {
         step: u64,
     },
@@ -182,6 +187,15 @@ impl Report {
             "saved `{path}`: {mib:.1} MiB in {seconds:.2} s ({speed:.2} GB/s), training waited {stall_seconds:.2} s"
         ));
         self.happened(&Event::Checkpoint(saved))
+    }
+
+    /// Reports a step that is whole in the memory tier: the bytes of tensors without their copies, and the time for which
+    /// training stood still.
+    ///
+    /// # Errors
+    /// stdout is closed.
+    pub(super) fn memory(&self, step: u64, bytes: u64, seconds: f64) -> Result<()> {
+        self.event(&Event::Memory { step, bytes, seconds })
     }
 
     /// Reports that a signal stopped the run after this many steps.

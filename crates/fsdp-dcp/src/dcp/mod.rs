@@ -2,6 +2,7 @@
 
 pub(crate) mod item;
 mod opaque;
+pub mod parts;
 pub(crate) mod reader;
 pub(crate) mod reshard;
 pub(crate) mod sidecars;

@@ -19,7 +19,9 @@ mod validate;
 pub use error::SavePlanError;
 pub use load::{LoadPlan, LoadPlanError, LoadRequest, ReadItem, ReadPlanOptions, plan_load};
 pub use local::{HeldBox, LocalPlan, PlanSchema, SchemaContent, SchemaItem, WriteContent, WriteItem};
-pub use save::{Deduplicate, GlobalPlan, Offer, PlanOptions, SelectedItem, Selection, plan_offers, plan_save};
+pub use save::{
+    Deduplicate, GlobalPlan, Offer, PlanOptions, SelectedItem, Selection, plan_offers, plan_part, plan_save,
+};
 pub(crate) use validate::validate_chunks;
 pub use validate::{ChunkError, validate_metadata};
 

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::error::SavePlanError;
 use super::local::{HeldBox, LocalPlan, PlanSchema, SchemaContent, SchemaItem};
-use super::validate::validate_cover;
+use super::validate::{ChunkError, validate_chunks, validate_cover};
 use crate::metadata::{BytesEntry, Chunk, Entry, Metadata, TensorEntry, VERSION};
 
 /// The part of its own [`LocalPlan`] that a rank must write.
@@ -102,6 +102,29 @@ pub fn plan_offers(
     of_ranks: &[usize],
     options: PlanOptions,
 ) -> Result<GlobalPlan, SavePlanError> {
+    plan_checked(schemas, offers, of_ranks, options, &|shape, boxes| validate_cover(shape, boxes.iter().copied()))
+}
+
+/// Makes the plan of one rank that saves what it holds by itself: a part of a checkpoint, of which other ranks may save the
+/// rest. Everything is as in [`plan_save`] but that boxes need not cover their tensors.
+pub fn plan_part(plan: &LocalPlan) -> Result<GlobalPlan, SavePlanError> {
+    let offer = Offer { schema: 0, boxes: plan.held_boxes() };
+    plan_checked(&[plan.schema()], vec![offer], &[0], PlanOptions::default(), &|shape, boxes| {
+        validate_chunks(shape, boxes.iter().copied()).map(drop)
+    })
+}
+
+/// A check of the boxes of a tensor of a shape.
+type CheckBoxes<'c> = &'c dyn Fn(&[usize], &[&TensorBox]) -> Result<(), ChunkError>;
+
+/// Makes the plan of [`plan_offers`], in which `check` looks at the boxes of each tensor.
+fn plan_checked(
+    schemas: &[PlanSchema],
+    offers: Vec<Offer>,
+    of_ranks: &[usize],
+    options: PlanOptions,
+    check: CheckBoxes<'_>,
+) -> Result<GlobalPlan, SavePlanError> {
     let mut holders = Holders { of_schema: vec![Vec::new(); schemas.len()], of_offer: vec![Vec::new(); offers.len()] };
     for (rank, &offer) in of_ranks.iter().enumerate() {
         holders.of_offer[offer].push(rank as u32);
@@ -150,7 +173,8 @@ pub fn plan_offers(
                     shared.extend(assigned.assign_or_share(tensor));
                     chunks.push(Chunk { bounds, stored: None });
                 }
-                validate_cover(shape, chunks.iter().map(|chunk| &chunk.bounds)).map_err(|source| {
+                let boxes: Vec<&TensorBox> = chunks.iter().map(|chunk| &chunk.bounds).collect();
+                check(shape, &boxes).map_err(|source| {
                     let ranks = holders.first_ranks(&all_holders);
                     SavePlanError::Chunks { fqn: fqn.to_owned(), ranks, source: Box::new(source) }
                 })?;

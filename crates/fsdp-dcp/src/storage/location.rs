@@ -7,11 +7,12 @@ use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::backend::{EntryKind, Storage, UnusableUrl};
+use super::backend::{EntryKind, Links, Storage, UnusableUrl};
 use super::file_system::FileSystem;
 use super::local::LocalStorage;
 use super::paths::check_relative;
-use crate::error::{FileError, LocationError};
+use super::read_at::read_whole;
+use crate::error::{FileError, FormatError, LocationError};
 
 /// The place of a checkpoint, or of a directory of checkpoints.
 ///
@@ -181,6 +182,20 @@ impl Location {
     /// The errors of [`Location::names`]; a link or a device below it, or a name that is not UTF-8.
     pub fn files(&self) -> Result<Vec<String>, FileError> {
         self.storage.tree()
+    }
+
+    /// Reads the file or the object that is here, of at most `limit` bytes.
+    ///
+    /// # Errors
+    /// The errors of [`Location::exists`]; there is none, or a longer one.
+    pub fn read_file(&self, limit: u64) -> Result<Vec<u8>, FileError> {
+        let (directory, name) = self.split()?;
+        let file = directory.storage().open(Links::Follow)?.file(name)?;
+        let failed = |source| FileError::File { path: self.name().to_owned(), source };
+        if file.len() > limit {
+            return Err(failed(FormatError::Limit { what: "file length", value: file.len(), limit }));
+        }
+        read_whole(&*file, 0, file.len()).map_err(failed)
     }
 
     /// Returns `true` if a file or an object is here.

@@ -122,6 +122,7 @@ impl Shared {
                 ..SaveOptions::default()
             },
             load: LoadOptions { threads: 1, ..LoadOptions::default() },
+            memory_tier: None,
         };
         let mut checkpointer = Checkpointer::new(&run, &group, options)?;
         let mut random = StdRng::seed_from_u64(job.seed);

@@ -312,7 +312,7 @@ pub fn finish_encoded(staging: Staging, metadata: &[u8], written: &[RankWritten]
 }
 
 /// Writes the hashes, the digests and the lineage, and commits with this `.metadata`. Returns the digests.
-fn commit(
+pub(super) fn commit(
     staging: Staging,
     metadata: &[u8],
     written: &[RankWritten],

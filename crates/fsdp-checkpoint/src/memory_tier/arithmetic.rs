@@ -1,0 +1,251 @@
+//! The arithmetic of a memory tier: whose copy a rank keeps, which steps are whole, which parts have to move. No I/O.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// A save to the memory tier.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub(super) struct MemoryStep {
+    /// Steps done when it was saved.
+    pub(super) step: u64,
+    /// The number of ranks, each of which has saved a part.
+    pub(super) ranks: usize,
+    /// A number that is another one each time that the job starts. Parts of two starts are never taken together: the same
+    /// step may have come out in another way.
+    pub(super) start: u64,
+}
+
+/// One rank's part of a save. Its text is the name of its directory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub(super) struct Part {
+    pub(super) of: MemoryStep,
+    /// The rank that has saved it.
+    pub(super) rank: usize,
+}
+
+impl fmt::Display for Part {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Part { of: MemoryStep { step, ranks, start }, rank } = self;
+        write!(f, "step-{step:08}-{start:016x}-rank-{rank}-of-{ranks}")
+    }
+}
+
+impl Part {
+    /// Reads the name of a part's directory; `None` if it is no such name.
+    pub(super) fn from_name(name: &str) -> Option<Self> {
+        let mut words = name.split('-');
+        let part = Part {
+            of: MemoryStep {
+                step: words.nth(1)?.parse().ok()?,
+                start: u64::from_str_radix(words.next()?, 16).ok()?,
+                ranks: 0,
+            },
+            rank: words.nth(1)?.parse().ok()?,
+        };
+        let ranks = words.nth(1)?.parse().ok()?;
+        let part = Part { of: MemoryStep { ranks, ..part.of }, ..part };
+        // Only what this crate writes is read: no other spelling of the same numbers.
+        (part.to_string() == name && part.rank < ranks).then_some(part)
+    }
+}
+
+/// A copy of a part, and where it is.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub(super) struct PartCopy {
+    pub(super) part: Part,
+    /// The lowest rank of the host that has it.
+    pub(super) host: usize,
+    /// The rank's directory that it lies in: that of the rank that saved it, or of its buddy.
+    pub(super) holder: String,
+}
+
+/// A part that has to go from one rank to another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Transfer {
+    pub(super) part: Part,
+    pub(super) from: usize,
+    pub(super) to: usize,
+}
+
+/// Returns each rank's buddy, which keeps a copy of its part. `hosts` is the lowest rank of each rank's host.
+///
+/// Every rank is the buddy of exactly one. It is on another host, unless more than half of all ranks share one: then the
+/// ranks for which there is no other host have a neighbour on their own. A rank that is alone is its own buddy.
+pub(super) fn buddies(hosts: &[usize]) -> Vec<usize> {
+    // The ranks of a host next to each other, and so far around the ring that a step leaves the largest host.
+    let mut ring: Vec<usize> = (0..hosts.len()).collect();
+    ring.sort_by_key(|&rank| hosts[rank]);
+    let largest = ring.chunk_by(|&a, &b| hosts[a] == hosts[b]).map(<[usize]>::len).max().unwrap_or(0);
+    let stride = if largest == ring.len() { 1 } else { largest };
+    let mut buddies = vec![0; ring.len()];
+    for (at, &rank) in ring.iter().enumerate() {
+        buddies[rank] = ring[(at + stride) % ring.len()];
+    }
+    buddies
+}
+
+/// Returns the steps of which any part is there, the newest first, each with the ranks whose parts nobody has.
+pub(super) fn steps(copies: &[PartCopy]) -> Vec<(MemoryStep, Vec<usize>)> {
+    let mut found: BTreeMap<MemoryStep, BTreeSet<usize>> = BTreeMap::new();
+    for copy in copies {
+        found.entry(copy.part.of).or_default().insert(copy.part.rank);
+    }
+    let missing = |(step, ranks): (MemoryStep, BTreeSet<usize>)| {
+        (step, (0..step.ranks).filter(|rank| !ranks.contains(rank)).collect())
+    };
+    found.into_iter().rev().map(missing).collect()
+}
+
+/// Returns the newest step of which all parts are there.
+pub(super) fn newest_whole(copies: &[PartCopy]) -> Option<MemoryStep> {
+    steps(copies).into_iter().find(|(_, missing)| missing.is_empty()).map(|(step, _)| step)
+}
+
+/// Returns the copies that a rank checks: its share of those on its host.
+pub(super) fn share<'c>(copies: &'c [PartCopy], hosts: &[usize], rank: usize) -> Vec<&'c PartCopy> {
+    let ranks: Vec<usize> = (0..hosts.len()).filter(|&other| hosts[other] == hosts[rank]).collect();
+    let here = copies.iter().filter(|copy| copy.host == hosts[rank]);
+    here.enumerate().filter(|(index, _)| ranks[index % ranks.len()] == rank).map(|(_, copy)| copy).collect()
+}
+
+/// Returns the transfers that bring every part to every host that lacks it, to the lowest rank of that host.
+pub(super) fn transfers(copies: &[PartCopy], hosts: &[usize]) -> Vec<Transfer> {
+    let mut holders: BTreeMap<Part, BTreeSet<usize>> = BTreeMap::new();
+    for copy in copies {
+        holders.entry(copy.part).or_default().insert(copy.host);
+    }
+    let all: BTreeSet<usize> = hosts.iter().copied().collect();
+    let mut transfers = Vec::new();
+    for (part, holders) in holders {
+        // Those that have it take turns in sending it.
+        let lacking = all.difference(&holders);
+        transfers.extend(lacking.zip(holders.iter().cycle()).map(|(&to, &from)| Transfer { part, from, to }));
+    }
+    transfers
+}
+
+/// Deals transfers out to rounds, in each of which a rank sends at most one part and receives at most one.
+pub(super) fn rounds(transfers: Vec<Transfer>) -> Vec<Vec<Transfer>> {
+    let mut rounds: Vec<Vec<Transfer>> = Vec::new();
+    for transfer in transfers {
+        let is_free = |round: &&mut Vec<Transfer>| {
+            round.iter().all(|other| other.from != transfer.from && other.to != transfer.to)
+        };
+        match rounds.iter_mut().find(is_free) {
+            Some(round) => round.push(transfer),
+            None => rounds.push(vec![transfer]),
+        }
+    }
+    rounds
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn at(step: u64, ranks: usize) -> MemoryStep {
+        MemoryStep { step, ranks, start: 7 }
+    }
+
+    fn copy(of: MemoryStep, rank: usize, host: usize) -> PartCopy {
+        PartCopy { part: Part { of, rank }, host, holder: format!("rank-{rank}") }
+    }
+
+    #[test]
+    fn a_name_says_all_of_a_part_and_nothing_else_is_one() {
+        let part = Part { of: MemoryStep { step: 20, ranks: 4, start: 0xabc }, rank: 3 };
+        assert_eq!(part.to_string(), "step-00000020-0000000000000abc-rank-3-of-4");
+        assert_eq!(Part::from_name(&part.to_string()), Some(part));
+        for name in [
+            "step-00000020",
+            "step-20-0000000000000abc-rank-3-of-4",
+            "step-00000020-abc-rank-3-of-4",
+            "step-00000020-0000000000000abc-rank-4-of-4",
+            "step-00000020-0000000000000abc-rank-3-of-4-x",
+            ".step-00000020-0000000000000abc-rank-3-of-4.tmp-0000000000000000",
+        ] {
+            assert_eq!(Part::from_name(name), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn a_buddy_is_on_another_host_or_else_a_neighbour() {
+        assert_eq!(buddies(&[0]), [0]);
+        assert_eq!(buddies(&[0, 0, 0]), [1, 2, 0]);
+        assert_eq!(buddies(&[0, 0, 2, 2]), [2, 3, 0, 1]);
+        // Ranks that are dealt out to hosts in turn.
+        assert_eq!(buddies(&[0, 1, 0, 1]), [1, 0, 3, 2]);
+    }
+
+    proptest! {
+        #[test]
+        fn no_host_and_no_rank_has_both_copies(sizes in prop::collection::vec(1usize..5, 1..6)) {
+            let mut hosts = Vec::new();
+            for size in &sizes {
+                hosts.extend(std::iter::repeat_n(hosts.len(), *size));
+            }
+            let (buddies, largest) = (buddies(&hosts), sizes.iter().copied().max().unwrap_or(0));
+            let mut sorted = buddies.clone();
+            sorted.sort_unstable();
+            prop_assert_eq!(sorted, (0..hosts.len()).collect::<Vec<_>>());
+            for (rank, &buddy) in buddies.iter().enumerate() {
+                prop_assert!(hosts.len() == 1 || buddy != rank);
+                prop_assert!(2 * largest > hosts.len() || hosts[buddy] != hosts[rank], "{hosts:?}: {buddies:?}");
+            }
+        }
+
+        #[test]
+        fn transfers_bring_each_part_to_each_host_once(
+            hosts in prop::collection::vec(0usize..4, 1..8),
+            places in prop::collection::vec(0usize..8, 1..10),
+        ) {
+            // The lowest rank of a host stands for it.
+            let lowest = |host| hosts.iter().position(|other| *other == host).unwrap();
+            let hosts: Vec<usize> = hosts.iter().map(|&host| lowest(host)).collect();
+            let of = at(1, places.len());
+            let copies: Vec<PartCopy> =
+                places.iter().enumerate().map(|(rank, place)| copy(of, rank, hosts[place % hosts.len()])).collect();
+            let (mut here, mut sent) = (BTreeSet::new(), 0);
+            here.extend(copies.iter().map(|copy| (copy.part, copy.host)));
+            let had = here.clone();
+            for round in rounds(transfers(&copies, &hosts)) {
+                let (mut from, mut to) = (BTreeSet::new(), BTreeSet::new());
+                for transfer in round {
+                    prop_assert!(from.insert(transfer.from) && to.insert(transfer.to));
+                    prop_assert!(had.contains(&(transfer.part, transfer.from)));
+                    prop_assert!(here.insert((transfer.part, transfer.to)));
+                    sent += 1;
+                }
+            }
+            let all: BTreeSet<usize> = hosts.iter().copied().collect();
+            prop_assert_eq!(here.len(), places.len() * all.len());
+            prop_assert_eq!(sent, here.len() - had.len());
+        }
+    }
+
+    #[test]
+    fn a_step_is_whole_if_all_parts_of_one_save_are_there() {
+        let (new, old, other) = (at(30, 2), at(20, 2), MemoryStep { start: 8, ..at(30, 2) });
+        // Rank 1 had not saved step 30 yet, and what another start of the job had of that step does not count.
+        let copies = [copy(new, 0, 0), copy(new, 0, 0), copy(other, 1, 0), copy(old, 0, 0), copy(old, 1, 0)];
+        assert_eq!(newest_whole(&copies), Some(old));
+        let found: Vec<_> = steps(&copies).into_iter().map(|(step, missing)| (step.step, missing)).collect();
+        assert_eq!(found, [(30, vec![0]), (30, vec![1]), (20, vec![])]);
+        assert_eq!(newest_whole(&copies[..4]), None);
+        // The same step of another number of ranks is another save.
+        assert_eq!(newest_whole(&[copy(at(5, 1), 0, 0), copy(at(5, 2), 0, 0)]), Some(at(5, 1)));
+    }
+
+    #[test]
+    fn the_ranks_of_a_host_share_the_checking() {
+        let hosts = [0, 0, 2];
+        let copies: Vec<PartCopy> = (0..5).map(|rank| copy(at(1, 5), rank, if rank == 4 { 2 } else { 0 })).collect();
+        let shares: Vec<Vec<usize>> =
+            (0..3).map(|rank| share(&copies, &hosts, rank).iter().map(|copy| copy.part.rank).collect()).collect();
+        assert_eq!(shares, [vec![0, 2], vec![1, 3], vec![4]]);
+    }
+}

@@ -1,0 +1,69 @@
+//! Parts on their way from rank to rank.
+
+use fsdp_comm::{CommError, ProcessGroup};
+use fsdp_dcp::parts::{NewPart, PartFiles, PartList};
+use fsdp_dcp::{FileError, Location};
+
+use super::arithmetic::Transfer;
+
+/// The bytes that a rank sends at once.
+const WINDOW: u64 = 8 << 20;
+
+/// Copies parts from rank to rank, each rank at most one to and at most one from another. `places` are the place that this rank
+/// sends from, and the place that it receives to. Collective: agreements, an object all-gather, and an all-to-all for each 8 MiB
+/// of the longest part.
+///
+/// # Errors
+/// The same on every rank: parts that cannot be read, errors of the storage. Nothing is at the place of a part then that was
+/// not received whole.
+pub(super) fn send(
+    group: &ProcessGroup,
+    operation: &str,
+    transfers: &[Transfer],
+    places: impl Fn(&Transfer) -> (Location, Location),
+) -> Result<(), CommError> {
+    let rank = group.rank();
+    let outgoing = transfers.iter().find(|transfer| transfer.from == rank);
+    let incoming = transfers.iter().find(|transfer| transfer.to == rank);
+    // 1. Each rank opens what it sends, and all learn which files each part has.
+    let part = outgoing.map(|transfer| PartFiles::open(places(transfer).0)).transpose();
+    let part = group.agree(operation, part)?;
+    let lists: Vec<PartList> =
+        group.all_gather_object(&part.as_ref().map_or_else(PartList::new, |part| part.list().clone()))?;
+    // 2. Each rank prepares the place of what it receives.
+    let list = incoming.and_then(|transfer| lists.get(transfer.from)).cloned().unwrap_or_default();
+    let new = incoming.map(|transfer| NewPart::create(places(transfer).1, list)).transpose();
+    let mut new = group.agree(operation, new)?;
+    // 3. The bytes move, some at a time. A rank that fails goes on with zeros, so that no other waits for it.
+    let lengths: Vec<u64> = lists.iter().map(length).collect();
+    let mut failure: Option<FileError> = None;
+    let mut at = 0;
+    while lengths.iter().any(|&length| at < length) {
+        let bytes_of = |from: usize| lengths[from].saturating_sub(at).min(WINDOW) as usize;
+        let (mut to_each, mut from_each) = (vec![0; lengths.len()], vec![0; lengths.len()]);
+        let mut sent = vec![0u8; bytes_of(rank)];
+        if let (Some(transfer), Some(part)) = (outgoing, &part) {
+            to_each[transfer.to] = sent.len();
+            if failure.is_none() {
+                failure = part.read(at, &mut sent).err();
+            }
+        }
+        let mut received = vec![0u8; incoming.map_or(0, |transfer| bytes_of(transfer.from))];
+        if let Some(transfer) = incoming {
+            from_each[transfer.from] = received.len();
+        }
+        group.all_to_all_uneven(&mut received, &from_each, &sent, &to_each)?;
+        if let (Some(new), None) = (&mut new, &failure) {
+            failure = new.write(&received).err();
+        }
+        at += WINDOW;
+    }
+    // 4. Nobody keeps a part whose sender has failed.
+    group.agree(operation, failure.map_or(Ok(()), Err))?;
+    group.agree(operation, new.map_or(Ok(()), NewPart::commit))
+}
+
+/// Returns the bytes of a part with these files.
+fn length(list: &PartList) -> u64 {
+    list.iter().fold(0, |sum, (_, length)| sum.saturating_add(*length))
+}

@@ -1,0 +1,279 @@
+//! Checkpoints in parts: each rank saves what it holds by itself, and all the parts together are one checkpoint.
+//!
+//! A part is a DCP directory whose `.metadata` lists the boxes of one rank, under the shapes of the whole tensors, with an
+//! integrity file of its own ([`plan_part`](crate::plan::plan_part), [`write_rank`](super::writer::write_rank) and
+//! [`finish`](super::writer::finish) write it). Parts can be moved to where others cannot read them as files:
+//! [`PartFiles`] reads one byte by byte, and [`NewPart`] takes the bytes. [`join`] makes one checkpoint of all parts.
+
+use crate::error::{FileError, FormatError};
+use crate::limits::{MAX_INTEGRITY_BYTES, MAX_PICKLE_BYTES};
+use crate::metadata::{METADATA_FILE, Metadata, encode};
+use crate::storage::checked_file::CheckedFile;
+use crate::storage::integrity::INTEGRITY_FILE;
+use crate::storage::location::Location;
+use crate::storage::read_at::ReadAt as _;
+use crate::storage::{Durable, StagedFile, Staging};
+
+use super::reader::CheckpointReader;
+use super::writer::{RankWritten, WrittenFile, commit};
+
+/// The bytes that are copied at once where a file cannot be linked.
+const COPY_BYTES: u64 = 4 << 20;
+
+/// Checks every byte of a part against its hashes.
+///
+/// # Errors
+/// Damage, and a part without hashes.
+pub fn check(part: impl Into<Location>) -> Result<(), FileError> {
+    let reader = CheckpointReader::open(part)?;
+    let directory = reader.directory();
+    for name in covered(&reader)? {
+        let file = directory.file(&name)?;
+        let verified = file.parts().and_then(|parts| parts.into_iter().try_for_each(|part| file.verify(part, None)));
+        verified.map_err(|source| directory.file_error(&name, source))?;
+    }
+    Ok(())
+}
+
+/// Returns the data files of a part, which must have hashes of them.
+fn covered(reader: &CheckpointReader) -> Result<Vec<String>, FileError> {
+    let directory = reader.directory();
+    if !directory.has_integrity() {
+        return Err(FileError::MissingFiles { path: reader.path().to_owned(), files: vec![INTEGRITY_FILE.to_owned()] });
+    }
+    let mut names = directory.covered();
+    names.retain(|name| name != METADATA_FILE);
+    Ok(names)
+}
+
+/// Joins parts to one checkpoint at `target`, where it replaces what is there. Files are linked where that can be done, so that
+/// the checkpoint takes no space of its own beside its parts, and stays whole when they are removed.
+///
+/// # Errors
+/// Parts that cannot be read, or with files of the same name; errors of the storage.
+pub fn join(target: impl Into<Location>, parts: &[Location]) -> Result<(), FileError> {
+    let target = target.into();
+    let staging = Durable::new().prepare(&target, true)?;
+    staging.check_replaces_directory()?;
+    let mut written = RankWritten::default();
+    let mut metadata = Vec::with_capacity(parts.len());
+    for part in parts {
+        let reader = CheckpointReader::open(part)?;
+        for name in covered(&reader)? {
+            if written.files.iter().any(|file| file.name == name) {
+                let reason = format!("two parts have a file `{name}`");
+                let source = FormatError::Malformed { what: "part of a checkpoint", reason };
+                return Err(FileError::File { path: reader.path().to_owned(), source });
+            }
+            if !staging.link(part, &name, &name)? {
+                copy(&*reader.directory().file(&name)?, &staging, &reader, &name)?;
+            }
+            let integrity = reader.directory().hashes(&name).cloned().unwrap_or_default();
+            written.files.push(WrittenFile { name, integrity });
+        }
+        metadata.push(reader.metadata().clone());
+    }
+    commit(staging, &encode(&Metadata::merge(metadata)), &[written], None, None).map(drop)
+}
+
+/// Copies a file of a part, and checks it on the way.
+fn copy(file: &CheckedFile, staging: &Staging, reader: &CheckpointReader, name: &str) -> Result<(), FileError> {
+    let new = staging.create(name, file.len())?;
+    let mut buffer = Vec::new();
+    let mut at = 0;
+    while at < file.len() {
+        buffer.resize(COPY_BYTES.min(file.len() - at) as usize, 0);
+        file.read_exact_at(at, &mut buffer).map_err(|source| reader.directory().file_error(name, source))?;
+        new.write_at(at, &buffer)?;
+        at += buffer.len() as u64;
+    }
+    new.finish()
+}
+
+/// The name and the length of each file of a part, in the order in which their bytes follow each other.
+pub type PartList = Vec<(String, u64)>;
+
+/// A part that is read as one row of bytes, to be moved.
+#[derive(Debug)]
+pub struct PartFiles {
+    reader: CheckpointReader,
+    files: PartList,
+}
+
+impl PartFiles {
+    /// Opens a part.
+    ///
+    /// # Errors
+    /// It cannot be read, or has no hashes.
+    pub fn open(part: impl Into<Location>) -> Result<Self, FileError> {
+        let reader = CheckpointReader::open(part)?;
+        let mut files = Vec::new();
+        for name in covered(&reader)? {
+            let length = reader.directory().file(&name)?.len();
+            files.push((name, length));
+        }
+        for name in [INTEGRITY_FILE, METADATA_FILE] {
+            files.push((name.to_owned(), reader.directory().extra_file(name)?.len()));
+        }
+        Ok(PartFiles { reader, files })
+    }
+
+    /// Returns its files.
+    #[must_use]
+    pub fn list(&self) -> &PartList {
+        &self.files
+    }
+
+    /// Fills `dst` with the bytes from `offset` of the row, each checked against its hash.
+    ///
+    /// # Errors
+    /// Damage, and bytes beyond the end.
+    pub fn read(&self, offset: u64, dst: &mut [u8]) -> Result<(), FileError> {
+        let directory = self.reader.directory();
+        for Run { file, at, bytes } in runs(&self.files, offset, dst.len()) {
+            let (name, _) = &self.files[file];
+            let read = directory.extra_file(name)?.read_exact_at(at, &mut dst[bytes]);
+            read.map_err(|source| directory.file_error(name, source))?;
+        }
+        Ok(())
+    }
+}
+
+/// A part that is being written from a row of bytes, in order.
+#[derive(Debug)]
+pub struct NewPart {
+    staging: Staging,
+    list: PartList,
+    /// The files, but for `.metadata`, whose bytes are kept for the commit.
+    files: Vec<Option<StagedFile>>,
+    metadata: Vec<u8>,
+    written: u64,
+}
+
+impl NewPart {
+    /// Prepares to write a part with these files, as the [`PartFiles`] of another rank lists them.
+    ///
+    /// # Errors
+    /// A list that no part has; something that is at the target already; errors of the storage.
+    pub fn create(target: impl Into<Location>, list: PartList) -> Result<Self, FileError> {
+        let target = target.into();
+        check_list(&list).map_err(|source| FileError::File { path: target.name().to_owned(), source })?;
+        let staging = Durable::new().prepare(&target, false)?;
+        let mut files = Vec::with_capacity(list.len());
+        for (name, length) in &list {
+            files.push(if name == METADATA_FILE { None } else { Some(staging.create(name, *length)?) });
+        }
+        Ok(NewPart { staging, list, files, metadata: Vec::new(), written: 0 })
+    }
+
+    /// Writes the next bytes of the row.
+    ///
+    /// # Errors
+    /// More bytes than there should be; errors of the storage.
+    pub fn write(&mut self, bytes: &[u8]) -> Result<(), FileError> {
+        for Run { file, at, bytes: range } in runs(&self.list, self.written, bytes.len()) {
+            match &self.files[file] {
+                Some(file) => file.write_at(at, &bytes[range])?,
+                None => self.metadata.extend_from_slice(&bytes[range]),
+            }
+        }
+        self.written += bytes.len() as u64;
+        Ok(())
+    }
+
+    /// Puts the part in its place, in one step.
+    ///
+    /// # Errors
+    /// Bytes that are missing; errors of the storage.
+    pub fn commit(self) -> Result<(), FileError> {
+        let total: u64 = self.list.iter().map(|(_, length)| length).sum();
+        if self.written != total {
+            let reason = "the staging directory lacks bytes of a part that was to be copied";
+            return Err(FileError::NotCommitted { path: self.staging.directory().to_owned(), reason });
+        }
+        self.files.into_iter().flatten().try_for_each(StagedFile::finish)?;
+        self.staging.commit(METADATA_FILE, &self.metadata)
+    }
+}
+
+/// Checks that a list of files from another rank ends with the two files that each part has, and that both are of a size that
+/// can be read.
+fn check_list(list: &PartList) -> Result<(), FormatError> {
+    let length = |wanted: &str| list.iter().find(|(name, _)| name == wanted).map(|(_, length)| *length);
+    for (name, limit) in [(INTEGRITY_FILE, MAX_INTEGRITY_BYTES), (METADATA_FILE, MAX_PICKLE_BYTES)] {
+        match length(name) {
+            Some(length) if length <= limit => {}
+            Some(value) => return Err(FormatError::Limit { what: "file length", value, limit }),
+            None => {
+                return Err(FormatError::Malformed { what: "part of a checkpoint", reason: format!("no `{name}`") });
+            }
+        }
+    }
+    let total = list.iter().try_fold(0u64, |sum, (_, length)| sum.checked_add(*length));
+    total.map(drop).ok_or_else(|| FormatError::Malformed {
+        what: "part of a checkpoint",
+        reason: "its files are longer than any can be".to_owned(),
+    })
+}
+
+/// A run of bytes of a row that lie in one file.
+struct Run {
+    /// Position of the file in the list.
+    file: usize,
+    /// The first byte in the file.
+    at: u64,
+    /// The bytes, by their positions in the buffer.
+    bytes: std::ops::Range<usize>,
+}
+
+/// Cuts `length` bytes from `offset` of a row into those of each file. Bytes beyond the end of the row are in none.
+fn runs(list: &PartList, offset: u64, length: usize) -> Vec<Run> {
+    let end = offset.saturating_add(length as u64);
+    let (mut runs, mut start) = (Vec::new(), 0u64);
+    for (file, (_, length)) in list.iter().enumerate() {
+        let next = start + length;
+        let (from, to) = (offset.max(start), end.min(next));
+        if from < to {
+            runs.push(Run { file, at: from - start, bytes: (from - offset) as usize..(to - offset) as usize });
+        }
+        start = next;
+    }
+    runs
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_of_bytes_is_cut_where_files_end() {
+        let list = vec![("a".to_owned(), 3), ("empty".to_owned(), 0), ("b".to_owned(), 4)];
+        let cut = |offset, length| -> Vec<(usize, u64, std::ops::Range<usize>)> {
+            runs(&list, offset, length).into_iter().map(|run| (run.file, run.at, run.bytes)).collect()
+        };
+        assert_eq!(cut(0, 7), [(0, 0, 0..3), (2, 0, 3..7)]);
+        assert_eq!(cut(2, 3), [(0, 2, 0..1), (2, 0, 1..3)]);
+        assert_eq!(cut(4, 100), [(2, 1, 0..3)]);
+        assert_eq!(cut(7, 1), []);
+    }
+
+    #[test]
+    fn a_list_without_hashes_or_of_absurd_lengths_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let list = |lengths: [u64; 3]| {
+            let names = ["__0_0.distcp", INTEGRITY_FILE, METADATA_FILE];
+            names.iter().map(|name| (*name).to_owned()).zip(lengths).collect::<PartList>()
+        };
+        for bad in
+            [list([1, 2, 3])[..2].to_vec(), list([1, u64::MAX, 1]), list([1, 1, u64::MAX]), list([u64::MAX, 1, 1])]
+        {
+            NewPart::create(dir.path().join("part"), bad).unwrap_err();
+        }
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "nothing was written");
+        // Too few bytes are never committed.
+        let mut part = NewPart::create(dir.path().join("part"), list([4, 1, 1])).unwrap();
+        part.write(&[1, 2, 3, 4, 5]).unwrap();
+        part.commit().unwrap_err();
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "nothing is left");
+    }
+}
