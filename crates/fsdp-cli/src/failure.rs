@@ -100,18 +100,24 @@ pub(crate) struct ConversionStopped {
 
 /// A checkpoint in which `fsdp verify` found problems.
 #[derive(Debug, thiserror::Error)]
-#[error("`{path}` is damaged: {count} problems, the first: {first}")]
+#[error("`{path}` {}: {count} problems, the first: {first}", if *.unread { "could not be read" } else { "is damaged" })]
 pub(crate) struct Damaged {
     pub(crate) path: String,
     pub(crate) count: usize,
     pub(crate) first: String,
     /// `true` if the first problem is a file that is missing.
     pub(crate) incomplete: bool,
+    /// `true` if there are no problems but files that the system did not let it read.
+    pub(crate) unread: bool,
 }
 
 impl Damaged {
     pub(crate) const fn exit_code(&self) -> u8 {
-        if self.incomplete { exit_codes::INCOMPLETE } else { exit_codes::CORRUPT }
+        match (self.unread, self.incomplete) {
+            (true, _) => exit_codes::IO,
+            (false, true) => exit_codes::INCOMPLETE,
+            (false, false) => exit_codes::CORRUPT,
+        }
     }
 }
 

@@ -9,6 +9,7 @@ use fsdp_dcp::checkpoint::{self, Checkpoint};
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::sign::Signed;
 use fsdp_dcp::verify::{self, Level, Report, with_causes};
+use fsdp_layout::ErrorKind;
 use serde::Serialize;
 
 use super::failure::Damaged;
@@ -161,6 +162,7 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
         count: report.problems.len(),
         first: Problem::new(first).to_string(),
         incomplete: first.file.as_ref().is_some_and(missing),
+        unread: report.problems.iter().all(|problem| problem.kind == ErrorKind::Io),
     }
     .into())
 }
@@ -225,7 +227,7 @@ impl Finding<'_> {
 
 impl Problem {
     fn new(problem: &verify::Problem) -> Self {
-        let verify::Problem { fqn, file, offset, error } = problem;
+        let verify::Problem { fqn, file, offset, error, .. } = problem;
         Problem { name: fqn.clone(), file: file.clone(), offset: *offset, error: error.clone() }
     }
 }

@@ -352,7 +352,7 @@ fn usage_errors_write_nothing() {
         (vec!["reshard", &copied, &copied, "--world-size", "2", "--overwrite"], "overlap"),
         (vec!["convert", &copied, &inside, "--to", "hf"], "overlap"),
         (vec!["reshard", &source, &free, "--world-size", "0"], "--world-size"),
-        (vec!["convert", &source, &free, "--to", "torch", "--world-size", "2"], "means nothing"),
+        (vec!["convert", &source, &free, "--to", "torch", "--world-size", "2"], "has no effect"),
         (vec!["convert", &source, &free, "--to", "hf", "--include", "nothing.*"], "leave nothing"),
         (vec!["convert", &source, &free, "--to", "hf", "--include", "["], "no glob"),
         (vec!["convert", &source, &free, "--to", "hf", "--rename", "nothing=x"], "matches no key"),

@@ -92,3 +92,22 @@ fn first_safetensors(directory: &Path) -> std::path::PathBuf {
     let mut entries = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
     entries.find(|path| path.extension().is_some_and(|end| end == "safetensors")).unwrap()
 }
+
+#[test]
+fn a_file_that_is_no_checkpoint_stays() {
+    let parent = tempfile::tempdir().unwrap();
+    let path = parent.path().join("file");
+    let to = path.to_str().unwrap();
+    let convert =
+        || fsdp(&["convert", SOURCE, to, "--to", "safetensors", "--include", "model.*", "--overwrite"]).assert();
+    std::fs::write(&path, "notes of somebody").unwrap();
+    convert().code(2).stderr(contains("cannot be replaced"));
+    assert_eq!(std::fs::read_to_string(&path).unwrap(), "notes of somebody");
+    // An empty file is nobody's, and a checkpoint may be damaged.
+    std::fs::write(&path, "").unwrap();
+    convert().success();
+    let bytes = std::fs::read(&path).unwrap();
+    std::fs::write(&path, &bytes[..bytes.len() / 2]).unwrap();
+    convert().success();
+    assert!(std::fs::read(&path).unwrap() == bytes);
+}

@@ -14,6 +14,7 @@ use crate::formats::stream::stream;
 use crate::formats::structure::{Place, Structure, key_text};
 use crate::metadata::Entry;
 use crate::nested::Nested;
+use crate::shown::shown;
 use crate::threads::{default_threads, on_each};
 
 /// A difference between two checkpoints at one key.
@@ -61,7 +62,7 @@ pub enum Difference {
     },
     /// The values differ.
     Value {
-        /// In the first one, as Rust shows it.
+        /// In the first one, as Python shows it. A long text is cut.
         first: String,
         /// In the second one.
         second: String,
@@ -75,6 +76,38 @@ pub struct Tolerance {
     pub absolute: f64,
     /// Additional difference allowed, relative to the element of the second checkpoint.
     pub relative: f64,
+}
+
+impl Tolerance {
+    /// Returns `true` if two numbers, which differ by `least` or more, differ by more than is allowed.
+    ///
+    /// NaN against a number is infinitely far, and nothing is near an infinity but itself.
+    fn is_exceeded(self, a: f64, b: f64, least: f64) -> bool {
+        if a.is_nan() || b.is_nan() {
+            return a.is_nan() != b.is_nan();
+        }
+        let is_finite = a.is_finite() && b.is_finite();
+        let allowed = if is_finite { self.absolute + self.relative * b.abs() } else { 0.0 };
+        // The distance of an infinity to itself is NaN, which `max` passes over.
+        (a - b).abs().max(least) > allowed
+    }
+
+    /// Returns `true` if two values are the same but for floats that differ by no more than is allowed.
+    fn allows(self, a: &PlainValue, b: &PlainValue) -> bool {
+        let all =
+            |a: &[PlainValue], b: &[PlainValue]| a.len() == b.len() && a.iter().zip(b).all(|(a, b)| self.allows(a, b));
+        match (a, b) {
+            (PlainValue::Float(a), PlainValue::Float(b)) if self != Tolerance::default() => {
+                !self.is_exceeded(*a, *b, 0.0)
+            }
+            (PlainValue::List(a), PlainValue::List(b)) | (PlainValue::Tuple(a), PlainValue::Tuple(b)) => all(a, b),
+            (PlainValue::Dict(a), PlainValue::Dict(b)) => {
+                a.len() == b.len()
+                    && a.iter().zip(b).all(|((ka, va), (kb, vb))| ka.same_bits(kb) && self.allows(va, vb))
+            }
+            (a, b) => a.same_bits(b),
+        }
+    }
 }
 
 /// Compares two checkpoints of any format, on the default number of threads, and calls `found` with the key of each
@@ -173,8 +206,8 @@ fn key(
     match entry {
         Entry::Bytes(_) => {
             let (a, b) = (first.describe_value(fqn)?, second.describe_value(fqn)?);
-            let differ = !a.same_bits(&b);
-            Ok(differ.then(|| Difference::Value { first: format!("{a:?}"), second: format!("{b:?}") }))
+            let differ = !tolerance.allows(&a, &b);
+            Ok(differ.then(|| Difference::Value { first: shown(&a), second: shown(&b) }))
         }
         Entry::Tensor(_) if first.opaque_type(fqn)?.is_some() || second.opaque_type(fqn)?.is_some() => {
             opaque_tensors(first, second, fqn)
@@ -225,7 +258,7 @@ fn part(
         return Ok(None);
     }
     let (first, second) = if is_second { (&theirs, value) } else { (value, &theirs) };
-    Ok(Some(Difference::Value { first: format!("{first:?}"), second: format!("{second:?}") }))
+    Ok(Some(Difference::Value { first: shown(first), second: shown(second) }))
 }
 
 /// Compares the nested containers that the keys came from, if both checkpoints store them. A value that one of them
@@ -309,18 +342,11 @@ fn tensors(
                 for_each(dtype, &other, &mut |value| b.push(value));
                 let size = element as usize;
                 let pairs = bytes.chunks_exact(size).zip(other.chunks_exact(size)).zip(a.iter().zip(&b));
+                let exact = tolerance == Tolerance::default();
+                // Integers with other bits differ by 1 at least, also where floats cannot tell them apart.
+                let least = if dtype.is_float() { 0.0 } else { 1.0 };
                 for (index, ((bits_a, bits_b), (a, b))) in pairs.enumerate() {
-                    // NaN against a number is infinitely far; a NaN with other bits differs only bit for bit.
-                    let exact = tolerance == Tolerance::default();
-                    // Nothing is near an infinity but itself.
-                    let is_finite = a.is_finite() && b.is_finite();
-                    let allowed = if is_finite { tolerance.absolute + tolerance.relative * b.abs() } else { 0.0 };
-                    let far = if a.is_nan() || b.is_nan() {
-                        exact || a.is_nan() != b.is_nan()
-                    } else {
-                        exact || (a != b && (a - b).abs() > allowed)
-                    };
-                    if bits_a != bits_b && far {
+                    if bits_a != bits_b && (exact || tolerance.is_exceeded(*a, *b, least)) {
                         differs(index as u64);
                         let distance = (a - b).abs();
                         let max = max_abs.get_or_insert(0.0);

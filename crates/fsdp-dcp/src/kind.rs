@@ -49,6 +49,20 @@ impl Failure for FormatError {
 
 impl Failure for SavePlanError {}
 
+/// Returns the kind of an error of this crate, or of the first of its causes that has one.
+pub(crate) fn kind_of(error: &(dyn Error + 'static)) -> ErrorKind {
+    if let Some(error) = error.downcast_ref::<FileError>() {
+        return error.kind();
+    }
+    if let Some(error) = error.downcast_ref::<FormatError>() {
+        return error.kind();
+    }
+    match error.source().and_then(|cause| cause.downcast_ref::<FileError>()) {
+        Some(cause) => cause.kind(),
+        None => kind_of_cause(error),
+    }
+}
+
 /// Returns the kind of the first cause that has one.
 fn kind_of_cause(error: &(dyn Error + 'static)) -> ErrorKind {
     let mut cause = error.source();

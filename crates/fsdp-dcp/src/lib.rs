@@ -59,6 +59,7 @@ mod pickle;
 pub mod plan;
 mod rank_files;
 mod safetensors;
+mod shown;
 #[cfg(feature = "sign")]
 pub mod sign;
 mod steps;

@@ -244,22 +244,32 @@ impl ConvertArguments {
     }
 }
 
-/// Parses a size: `2GiB`, `500MB`, `4096`.
+/// Parses a size: `2GiB`, `1.5GB`, `4096`.
 fn size(text: &str) -> Result<u64, String> {
-    let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();
-    let (number, unit) = text.split_at(digits);
-    let unit = match unit.trim().to_ascii_lowercase().as_str() {
+    let number = text.trim_end_matches(|c: char| c.is_ascii_alphabetic() || c == ' ');
+    let unit: u64 = match text[number.len()..].trim().to_ascii_lowercase().as_str() {
         "" | "b" => 1,
         "kb" => 1_000,
         "mb" => 1_000_000,
         "gb" => 1_000_000_000,
+        "tb" => 1_000_000_000_000,
         "kib" => 1 << 10,
         "mib" => 1 << 20,
         "gib" => 1 << 30,
-        _ => return Err("a size is a number and B, KB, MB, GB, KiB, MiB or GiB".to_owned()),
+        "tib" => 1 << 40,
+        _ => return Err("a size is a number and B, KB, MB, GB, TB, KiB, MiB, GiB or TiB".to_owned()),
     };
-    let bytes = number.parse::<u64>().ok().and_then(|number| number.checked_mul(unit));
-    bytes.filter(|&bytes| bytes > 0).ok_or_else(|| "a size is a positive whole number and a unit".to_owned())
+    let whole: Option<u64> = number.parse().ok().and_then(|number: u64| number.checked_mul(unit));
+    let is_plain = number.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
+    let bytes = match (whole, number.parse::<f64>()) {
+        (None, Ok(number)) if is_plain && number < u64::MAX as f64 / unit as f64 => Some((number * unit as f64) as u64),
+        _ => whole,
+    };
+    match bytes {
+        Some(bytes) if bytes > 0 => Ok(bytes),
+        Some(_) => Err("a file cannot be that small".to_owned()),
+        None => Err(format!("`{number}` is no number of bytes that a file can have")),
+    }
 }
 
 fn rule(text: &str) -> Result<(String, String), String> {
@@ -278,7 +288,9 @@ mod tests {
         assert_eq!(size("4096"), Ok(4096));
         assert_eq!(size("2GiB"), Ok(2 << 30));
         assert_eq!(size("500 mb"), Ok(500_000_000));
-        for bad in ["", "GB", "0", "-1", "1.5GB", "5XB", "99999999999GiB"] {
+        assert_eq!(size("1.5GB"), Ok(1_500_000_000));
+        assert_eq!(size("18446744073709551615"), Ok(u64::MAX));
+        for bad in ["", "GB", "0", "-1", "1.5.2GB", "infGB", "1e3", "0.0001B", "5XB", "99999999999GiB"] {
             assert!(size(bad).is_err(), "{bad}");
         }
     }

@@ -9,6 +9,7 @@ use fsdp_dcp::convert::{ConvertOptions, Converted, OutputFormat, convert};
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::storage::{self, Durable};
 use fsdp_dcp::{FileError, Location};
+use fsdp_layout::{ErrorKind, Failure as _};
 use serde::Serialize;
 
 use super::arguments::{TargetArguments, WriteArguments};
@@ -112,8 +113,8 @@ pub(super) fn open(source: &Location, destination: &Destination<'_>) -> Result<B
     Ok(opened)
 }
 
-/// Checks that `--overwrite` may replace what is there: a file where a file is written, or an empty directory or one with
-/// nothing but a checkpoint where a directory is written. So a mistake does not cost other files.
+/// Checks that `--overwrite` may replace what is there: an empty file or one of a known format where a file is written, an
+/// empty directory or one with nothing but a checkpoint where a directory is written. So a mistake does not cost other files.
 fn check_replaceable(destination: &Destination<'_>) -> Result<()> {
     let to = destination.path;
     let is_file = match to.local() {
@@ -124,8 +125,17 @@ fn check_replaceable(destination: &Destination<'_>) -> Result<()> {
     if is_file != wants_file {
         return Err(UsageError::NotReplaceable { path: to.to_string() }.into());
     }
+    if is_file {
+        return match checkpoint::open(to, OpenOptions { verify: false }).map_err(|error| error.kind()) {
+            // A file of no known format, and not an empty one: somebody would miss it.
+            Err(ErrorKind::UnsupportedVersion) if to.read_file(0).is_err() => {
+                Err(UsageError::NotReplaceable { path: to.to_string() }.into())
+            }
+            _ => Ok(()),
+        };
+    }
     // In an object store only single objects can be replaced. For all else the conversion returns an error.
-    if is_file || to.local().is_none() {
+    if to.local().is_none() {
         return Ok(());
     }
     match checkpoint::check_replaceable(to) {

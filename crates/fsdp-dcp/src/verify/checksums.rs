@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use super::report::{Problem, Report, corrupt_at, with_causes};
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::Checkpoint;
+use crate::kind::kind_of;
 use crate::metadata::StorageInfo;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::read_at::{ReadAt, Window};
@@ -59,6 +60,7 @@ pub(super) fn check_files(
                 file: Some(name.to_owned()),
                 offset: corrupt_at(&error),
                 error: with_causes(&error),
+                kind: kind_of(&error),
             });
         }
     }

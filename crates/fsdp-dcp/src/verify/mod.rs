@@ -27,6 +27,7 @@ use crate::formats::lookup::tensor_of;
 use crate::formats::opaque::digest_of_opaque;
 use crate::formats::replicas::compare;
 use crate::formats::stream::stream;
+use crate::kind::kind_of;
 use crate::metadata::{Entry, Replica, TensorEntry};
 use crate::plan::{ChunkError, LoadPlanError, validate_chunks};
 use crate::threads::{default_threads, on_each};
@@ -241,6 +242,7 @@ fn hashes(checkpoint: &dyn Checkpoint, report: &mut Report, threads: usize, prog
             file: Some(name),
             offset: corrupt_at(&error),
             error: with_causes(&error),
+            kind: kind_of(&error),
         });
     }
 }

@@ -1,7 +1,10 @@
 //! The report of a verification.
 
+use fsdp_layout::ErrorKind;
+
 use crate::elements::Census;
 use crate::formats::checkpoint::PartOf;
+use crate::kind::kind_of;
 use crate::metadata::StorageInfo;
 
 /// Something that is wrong.
@@ -15,6 +18,8 @@ pub struct Problem {
     pub offset: Option<u64>,
     /// The error, with its causes.
     pub error: String,
+    /// The kind of the error: a file that cannot be read may be sound.
+    pub kind: ErrorKind,
 }
 
 /// The findings of a verification.
@@ -89,6 +94,7 @@ impl Report {
             file: stored.map(|stored| stored.relative_path.clone()),
             offset: corrupt_at(error).or_else(|| stored.map(|stored| stored.offset)),
             error: with_causes(error),
+            kind: kind_of(error),
         });
     }
 }
