@@ -104,7 +104,7 @@ impl FsdpConfig {
     ///
     /// A unit is gathered when the forward or the backward reads the first of its parameters, and released when it reads one of
     /// another unit, unless one operation reads both. That is seen by the locks of candle's storages, so the model can be any: see
-    /// [`Withheld`](fsdp_flat::storage::Withheld). It takes a thread for each unit, which sleeps. Its backward needs
+    /// [`Withheld`](fsdp_flat::storage::Withheld). On a GPU it is not, so a pattern is an error there. It takes a thread for each unit, which sleeps. Its backward needs
     /// [`FullyShardedDataParallel::backward`](crate::FullyShardedDataParallel::backward).
     ///
     /// ```

@@ -35,7 +35,7 @@ pub(crate) fn ranks_of(feature: &str) -> usize {
     if feature == "hybrid" { 4 } else { 2 }
 }
 
-/// What a training tells.
+/// The numbers that a training tells.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Told {
     /// The loss of this rank in each step.
