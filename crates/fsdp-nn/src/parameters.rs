@@ -103,9 +103,13 @@ impl ShardedParameters {
     /// Prepares the backward of a loss: tells each unit which of its parameters the backward will reach.
     pub(crate) fn begin_backward(&self, loss: &Tensor) {
         let reached: HashSet<TensorId> = loss.sorted_nodes().into_iter().map(Tensor::id).collect();
-        // The root ends last on all ranks, whatever parameters each of them comes to.
-        for handle in self.handles.iter().filter(|handle| !handle.is_root) {
-            handle.begin_backward(&reached);
+        for handle in &self.handles {
+            // The root ends last on all ranks, whatever parameters each of them comes to.
+            if handle.is_root {
+                handle.end_last();
+            } else {
+                handle.begin_backward(&reached);
+            }
         }
     }
 

@@ -59,6 +59,8 @@ pub(crate) struct Registry {
     cpu_offload: bool,
     /// Patterns of names whose parameters form units.
     patterns: Vec<String>,
+    /// `true` if parameters are computed with on a GPU.
+    is_on_gpu: bool,
     /// The units that patterns have made, by name.
     by_pattern: IndexMap<String, usize>,
     pub(crate) wrapped: Arc<WrappedUnits>,
@@ -94,6 +96,7 @@ impl Registry {
             seed: config.seed,
             cpu_offload: config.cpu_offload,
             patterns: config.wrapped.clone(),
+            is_on_gpu: !config.device.is_cpu(),
             by_pattern: IndexMap::new(),
             wrapped: Arc::default(),
             shapes,
@@ -125,6 +128,11 @@ impl Registry {
 
     /// Checks that each pattern has made a unit, or would have, but for an earlier one.
     fn check_patterns(&self) -> Result<()> {
+        // candle has another stream of the GPU in each thread, and gives the locks of storages back while kernels still wait. So
+        // the thread that releases a unit could take memory away from them.
+        if let Some(pattern) = self.patterns.first().filter(|_| self.is_on_gpu) {
+            return Err(NnError::WrappedOnGpu { pattern: pattern.clone() });
+        }
         let matches = |pattern: &String| self.params.keys().any(|fqn| unit_of(pattern, fqn).is_some());
         match self.patterns.iter().find(|pattern| !matches(pattern)) {
             Some(pattern) => Err(NnError::NothingToWrap { pattern: pattern.clone() }),

@@ -47,6 +47,8 @@ enum Units {
     RecomputedAround,
     /// By a pattern of names.
     Wrapped,
+    /// Explicit ones and those by a pattern by turns.
+    Mixed,
 }
 
 enum Block {
@@ -76,10 +78,13 @@ impl Net {
         let block = |index: usize| {
             let scope = scope.pp("layers").pp(index);
             Ok(match units {
+                Units::Mixed if index % 2 == 0 => {
+                    Block::Unit(scope.unit(|scope| Ok(Recomputed::when(false, Layer::new(scope)?)))?)
+                }
                 Units::Explicit => Block::Unit(scope.unit(|scope| Ok(Recomputed::when(false, Layer::new(scope)?)))?),
                 Units::Recomputed => Block::Unit(scope.unit(|scope| Ok(Recomputed::new(Layer::new(scope)?)))?),
                 Units::RecomputedAround => Block::Around(Recomputed::new(scope.unit(Layer::new)?)),
-                Units::Wrapped => Block::Plain(Layer::new(&scope)?),
+                Units::Wrapped | Units::Mixed => Block::Plain(Layer::new(&scope)?),
             })
         };
         Ok(Net {
@@ -105,7 +110,7 @@ fn input(rank: usize, step: usize) -> Tensor {
 }
 
 fn model(group: &ProcessGroup, config: FsdpConfig, units: Units) -> FullyShardedDataParallel<Net> {
-    let config = if units == Units::Wrapped { config.wrap("layers.*") } else { config };
+    let config = if [Units::Wrapped, Units::Mixed].contains(&units) { config.wrap("layers.*") } else { config };
     FullyShardedDataParallel::new(group.clone(), config, |scope| Net::new(scope, units)).unwrap()
 }
 
@@ -238,7 +243,7 @@ fn losses_have_the_same_bits_in_mixed_precision_with_frozen_weights_and_offload(
 #[test]
 fn steps_that_leave_the_order_gather_on_demand_and_have_the_same_bits() {
     let run = Run { leaves_out: true, micro_batches: 1, ..Run::default() };
-    for units in [Units::Explicit, Units::RecomputedAround, Units::Wrapped] {
+    for units in [Units::Explicit, Units::RecomputedAround, Units::Wrapped, Units::Mixed] {
         check(&[2, 3, 4], &ShardingStrategy::ALL, units, run, |config| config);
     }
 }

@@ -345,3 +345,29 @@ fn frozen_weights_that_gradients_pass_through_stay_until_they_have() {
         }
     }
 }
+
+#[test]
+fn ranks_that_come_to_different_parameters_of_the_root_reduce_in_one_order() {
+    for strategy in ALL {
+        run_local(2, |group| {
+            let rank = group.rank();
+            let model = FullyShardedDataParallel::new(group, config(strategy), |scope| {
+                let layer = |i: usize| scope.pp("layers").pp(i).unit(|scope| linear(4, 4, scope.vb()));
+                let layers = (0..2).map(layer).collect::<candle_core::Result<Vec<Unit<Linear>>>>()?;
+                let head = |name: &str| candle_nn::linear_no_bias(4, 1, scope.vb().pp(name));
+                Ok((layers, [head("head_a")?, head("head_b")?]))
+            })
+            .unwrap();
+            let loss = model.forward(|(layers, heads)| {
+                let h = layers.iter().try_fold(input(rank), |h, layer| layer.forward(&h)?.tanh())?;
+                let y = heads[0].forward(&h)?;
+                if rank == 0 { (y + heads[1].forward(&h)?)?.sum_all() } else { y.sum_all() }
+            });
+            model.backward(&loss.unwrap()).unwrap();
+            for fqn in ["head_a.weight", "head_b.weight", "layers.0.weight"] {
+                assert!(model.parameters().has_gradient(fqn).unwrap(), "{strategy}: {fqn}");
+            }
+        })
+        .unwrap();
+    }
+}

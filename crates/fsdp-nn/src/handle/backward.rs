@@ -29,6 +29,11 @@ impl FlatParamHandle {
         self.state().await_passing(passed);
     }
 
+    /// Prepares a backward that ends this unit with [`Self::finish_backward`], after all others.
+    pub(crate) fn end_last(&self) {
+        self.state().ends_last = true;
+    }
+
     /// Takes the gradient of one parameter from candle's backward, which does not need the parameter any more. The unit's last
     /// gradient releases the parameters and reduces the gradients over ranks.
     pub(crate) fn receive_grad(&self, param: usize, grad: &Tensor) -> Result<()> {
@@ -45,7 +50,7 @@ impl FlatParamHandle {
         if !std::mem::replace(&mut state.passed[param], true) {
             state.not_passed -= 1;
         }
-        if state.not_passed == 0 && !self.keeps_until_the_end() {
+        if state.not_passed == 0 && !state.ends_last && !self.keeps_until_the_end() {
             self.finish_backward_locked(&mut state)?;
         }
         Ok(())
@@ -101,6 +106,7 @@ impl FlatParamHandle {
 
     fn finish_backward_locked(&self, state: &mut HandleState) -> Result<()> {
         state.passed.clear();
+        state.ends_last = false;
         // First free the memory of the parameters, so that the gradients can take it. If this backward runs inside a forward,
         // the forward still needs the parameters.
         if state.users == 0 {

@@ -80,6 +80,8 @@ struct HandleState {
     passed: Vec<bool>,
     /// Parameters that this backward has yet to pass.
     not_passed: usize,
+    /// `true` while a backward runs that ends this unit itself, after all others.
+    ends_last: bool,
     /// The gradient that has been reduced over the shard group, and not yet over replicas; as long as the shard.
     partial: Option<Tensor>,
     /// The reduced gradient, as long as the shard.
@@ -251,6 +253,7 @@ impl FlatParamHandle {
         state.has_gradient.clear();
         state.received.clear();
         state.passed.clear();
+        state.ends_last = false;
     }
 
     /// Returns `true` for each parameter that got a gradient on this rank.

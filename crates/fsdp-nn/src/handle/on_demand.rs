@@ -26,8 +26,13 @@ impl FlatParamHandle {
     /// Collectives: one all-gather over the shard group.
     pub(crate) fn gather_on_demand(&self, withheld: &Withheld, in_use: bool) -> Result<()> {
         let mut state = self.state();
-        withheld.give(self.fetch()?)?;
+        let gathered = self.fetch()?;
+        // Before the computation goes on, and runs collectives of its own: on all ranks in one order.
         self.note_gathered(&mut state);
+        if let Err(error) = withheld.give(gathered) {
+            self.note_released(&mut state);
+            return Err(error.into());
+        }
         state.users += usize::from(in_use);
         Ok(())
     }
