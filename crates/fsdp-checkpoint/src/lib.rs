@@ -29,6 +29,7 @@ mod progress;
 mod retention;
 mod rounds;
 pub mod save;
+mod shared_read;
 mod source;
 mod stateful;
 

@@ -2,9 +2,10 @@
 
 use std::collections::HashMap;
 use std::hash::{Hash as _, Hasher as _};
+use std::ops::Range;
 
 use candle_core::Tensor;
-use fsdp_comm::ProcessGroup;
+use fsdp_comm::{CommError, ProcessGroup};
 use fsdp_dcp::checkpoint::Checkpoint;
 use fsdp_dcp::metadata::Entry;
 use fsdp_dcp::plan::{LoadRequest, ReadPlanOptions};
@@ -18,6 +19,7 @@ use twox_hash::XxHash3_64;
 
 use crate::CheckpointError;
 use crate::compare::{Comparison, check_value};
+use crate::shared_read::{Row, replicas};
 
 /// The bytes that are lent and read at once. It is more than the threads need to be busy, and it bounds the memory that
 /// values pass through on their way to a device or to another dtype.
@@ -25,13 +27,16 @@ const WINDOW: usize = 512 << 20;
 
 /// An open checkpoint of any format, as the source of a load.
 ///
-/// Every rank opens it for itself and reads for itself. The only collectives are agreements, and, if the checkpoint has
-/// digests, a gather of sums: what all ranks have loaded together must be what was saved.
+/// Every rank opens it for itself and reads for itself, unless replicas share the reading
+/// ([`LoadOptions::read_once`]). Else the only collectives are agreements, and, if the checkpoint has digests, a gather of sums:
+/// what all ranks have loaded together must be what was saved.
 pub struct CheckpointSource<'a> {
     checkpoint: &'a dyn Checkpoint,
     schema: Schema,
     /// The checkpoint's keys, in the order of the schema.
     keys: Vec<String>,
+    /// The ranks that want the same as this one, if they share the reading.
+    replicas: Option<ProcessGroup>,
 }
 
 impl<'a> CheckpointSource<'a> {
@@ -62,7 +67,7 @@ impl<'a> CheckpointSource<'a> {
             entries.map(|(key, entry)| (path(key), leaf(entry), key.clone())).collect();
         leaves.sort_by(|(a, ..), (b, ..)| a.cmp(b));
         let (schema, keys) = leaves.into_iter().map(|(path, leaf, key)| ((path, leaf), key)).unzip();
-        CheckpointSource { checkpoint, schema: Schema::new(schema), keys }
+        CheckpointSource { checkpoint, schema: Schema::new(schema), keys, replicas: None }
     }
 
     /// Leaves out plain values with objects of other programs, which cannot be loaded safely, and returns their keys.
@@ -71,11 +76,11 @@ impl<'a> CheckpointSource<'a> {
     /// # Errors
     /// Values that cannot be read for another reason.
     pub(crate) fn without_foreign_objects(
-        self,
+        mut self,
         is_state: impl Fn(&KeyPath) -> bool,
     ) -> Result<(Self, Vec<String>), CheckpointError> {
         let (mut leaves, mut keys, mut left_out) = (Vec::new(), Vec::new(), Vec::new());
-        for ((path, leaf), key) in self.schema.iter().zip(self.keys) {
+        for ((path, leaf), key) in self.schema.iter().zip(std::mem::take(&mut self.keys)) {
             if matches!(leaf, Leaf::Plain)
                 && !is_state(path)
                 && let Err(error) = self.checkpoint.read_value(&key)
@@ -89,7 +94,7 @@ impl<'a> CheckpointSource<'a> {
             leaves.push((path.clone(), leaf.clone()));
             keys.push(key);
         }
-        Ok((CheckpointSource { checkpoint: self.checkpoint, schema: Schema::new(leaves), keys }, left_out))
+        Ok((CheckpointSource { schema: Schema::new(leaves), keys, ..self }, left_out))
     }
 
     /// Returns the checkpoint.
@@ -104,8 +109,13 @@ impl<'a> CheckpointSource<'a> {
 
     /// Returns the request to the checkpoint for what is wanted of one tensor.
     fn request(&self, wanted: &Wanted) -> LoadRequest {
+        self.request_of(wanted, wanted.boxes.clone())
+    }
+
+    /// Returns the request to the checkpoint for boxes of a tensor that is wanted.
+    fn request_of(&self, wanted: &Wanted, boxes: Vec<TensorBox>) -> LoadRequest {
         let (fqn, shape) = (self.key(wanted.position).to_owned(), wanted.shape.clone());
-        LoadRequest { fqn, dtype: wanted.dtype, shape, boxes: wanted.boxes.clone() }
+        LoadRequest { fqn, dtype: wanted.dtype, shape, boxes }
     }
 
     /// Fills memory with the wanted boxes, and adds what was read to the comparison with digests.
@@ -119,25 +129,13 @@ impl<'a> CheckpointSource<'a> {
         let options = ReadOptions { digest: comparison.is_some(), ..options };
         let tensors: Vec<Vec<_>> = memories.iter().map(Memory::tensors).collect();
         let mut guard = StorageGuard::take(&tensors.iter().flatten().collect::<Vec<_>>())?;
-        let is_again = repeated(wanted, &tensors, &guard);
-        let mut slices = guard.bytes_mut().into_iter();
+        let Buffers { of_tensors, overlapping } = Buffers::lent(wanted, memories, &tensors, &mut guard);
         let mut destinations = Vec::with_capacity(wanted.len());
-        let mut overlapping = Vec::new();
         let mut read = Vec::with_capacity(wanted.len());
-        for (index, ((wanted, memory), tensors)) in wanted.iter().zip(memories.iter_mut()).zip(&tensors).enumerate() {
-            let own: Vec<Option<&mut [u8]>> = slices.by_ref().take(tensors.len()).collect();
-            let buffers: Option<Vec<&mut [u8]>> = match memory.raw_bytes_mut() {
-                Some(bytes) => Some(vec![bytes]),
-                None => own.into_iter().collect(),
-            };
-            match buffers {
-                Some(buffers) => {
-                    read.push(wanted);
-                    destinations.push(Destination { request: self.request(wanted), buffers });
-                }
-                // An earlier tensor is read to the same place.
-                None if is_again[index] => {}
-                None => overlapping.push(index),
+        for (wanted, buffers) in wanted.iter().zip(of_tensors) {
+            if let Some(buffers) = buffers {
+                read.push(wanted);
+                destinations.push(Destination { request: self.request(wanted), buffers });
             }
         }
         let done = self.checkpoint.read(destinations, options)?;
@@ -146,8 +144,19 @@ impl<'a> CheckpointSource<'a> {
                 comparison.add(self.key(wanted.position), &wanted.boxes, sums);
             }
         }
-        // Tensors that share some of their elements with others cannot be lent together, so they get copies.
         drop(guard);
+        self.fill_overlapping(overlapping, wanted, memories, options, comparison)
+    }
+
+    /// Fills the tensors that share some of their elements with others. They cannot be lent together, so they get copies.
+    fn fill_overlapping(
+        &self,
+        overlapping: Vec<usize>,
+        wanted: &[Wanted],
+        memories: &mut [Memory],
+        options: ReadOptions,
+        comparison: &mut Option<Comparison<'_>>,
+    ) -> Result<(), CheckpointError> {
         for index in overlapping {
             let wanted = &wanted[index];
             let mut copy = [Memory::fresh(wanted.dtype, &wanted.shape, &wanted.boxes)?];
@@ -157,6 +166,135 @@ impl<'a> CheckpointSource<'a> {
             }
         }
         Ok(())
+    }
+
+    /// Fills memory as [`Self::fill`] does, with replicas that all do the same: each reads a share, and gets the others'. A rank
+    /// without memory, which has failed, takes part all the same. Collective: an all-gather for each piece.
+    ///
+    /// # Errors
+    /// Outside, those of collectives; inside, this rank's own.
+    fn fill_with_replicas(
+        &self,
+        replicas: &ProcessGroup,
+        wanted: &[Wanted],
+        memories: Option<&mut [Memory]>,
+        options: ReadOptions,
+        comparison: &mut Option<Comparison<'_>>,
+    ) -> Result<Result<(), CheckpointError>, CommError> {
+        let options = ReadOptions { digest: comparison.is_some(), ..options };
+        let row = Row::new(wanted);
+        let memories = memories.unwrap_or_default();
+        let tensors: Vec<Vec<_>> = memories.iter().map(Memory::tensors).collect();
+        let mut outcome = Ok(());
+        let mut guard = StorageGuard::take(&tensors.iter().flatten().collect::<Vec<_>>())
+            .map_err(|error| outcome = Err(error.into()))
+            .ok();
+        let (of_tensors, overlapping) = match &mut guard {
+            Some(guard) if !memories.is_empty() => {
+                let Buffers { of_tensors, overlapping } = Buffers::lent(wanted, memories, &tensors, guard);
+                (of_tensors, overlapping)
+            }
+            _ => (wanted.iter().map(|_| None).collect(), Vec::new()),
+        };
+        // What has no place arrives all the same.
+        let mut spare: Vec<Vec<u8>> = Vec::new();
+        for (wanted, buffers) in wanted.iter().zip(&of_tensors) {
+            let element = wanted.dtype.size_in_bytes() as usize;
+            let length = |bounds: &TensorBox| if buffers.is_none() { bounds.numel() * element } else { 0 };
+            spare.extend(wanted.boxes.iter().map(|bounds| vec![0; length(bounds)]));
+        }
+        let mut spare = spare.iter_mut();
+        let mut places: Vec<&mut [u8]> = Vec::new();
+        for (wanted, buffers) in wanted.iter().zip(of_tensors) {
+            let spare: Vec<&mut [u8]> = spare.by_ref().take(wanted.boxes.len()).map(Vec::as_mut_slice).collect();
+            places.extend(buffers.unwrap_or(spare));
+        }
+        for shares in row.shares(replicas.world_size()) {
+            let own = &shares[replicas.rank()];
+            let mut bytes = vec![0; own.len()];
+            if outcome.is_ok() {
+                outcome = self.read_share(&row, own, wanted, &mut bytes, options, comparison);
+            }
+            let counts: Vec<usize> = shares.iter().map(ExactSizeIterator::len).collect();
+            let piece = shares.iter().map(|share| share.start).min().unwrap_or(0)
+                ..shares.iter().map(|share| share.end).max().unwrap_or(0);
+            let mut outputs = Vec::new();
+            let mut rest = places.iter_mut().enumerate();
+            for part in row.boxes_in(&piece) {
+                let place = rest.find(|(index, _)| *index == part.place);
+                outputs.extend(place.map(|(_, place)| &mut place[part.bytes]));
+            }
+            replicas.all_gather_uneven_into_slices(&mut outputs, &counts, &bytes)?;
+        }
+        drop(places);
+        drop(guard);
+        Ok(outcome.and_then(|()| self.fill_overlapping(overlapping, wanted, memories, options, comparison)))
+    }
+
+    /// Reads this rank's share of a row.
+    fn read_share(
+        &self,
+        row: &Row,
+        share: &Range<usize>,
+        wanted: &[Wanted],
+        mut bytes: &mut [u8],
+        options: ReadOptions,
+        comparison: &mut Option<Comparison<'_>>,
+    ) -> Result<(), CheckpointError> {
+        let requests = row.requests(wanted, share, |wanted, boxes| self.request_of(wanted, boxes));
+        let mut destinations = Vec::with_capacity(requests.len());
+        for request in requests.iter().cloned() {
+            let element = request.dtype.size_in_bytes() as usize;
+            let mut buffers = Vec::with_capacity(request.boxes.len());
+            for bounds in &request.boxes {
+                let (buffer, rest) = bytes.split_at_mut(bounds.numel() * element);
+                buffers.push(buffer);
+                bytes = rest;
+            }
+            destinations.push(Destination { request, buffers });
+        }
+        let done = self.checkpoint.read(destinations, options)?;
+        if let Some(comparison) = comparison {
+            for (request, sums) in requests.iter().zip(&done.sums) {
+                comparison.add(&request.fqn, &request.boxes, sums);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The bytes of the memory that is lent for a load.
+struct Buffers<'b> {
+    /// By tensor, those of each box; `None` for a tensor that cannot be lent.
+    of_tensors: Vec<Option<Vec<&'b mut [u8]>>>,
+    /// The tensors that share some of their elements with others.
+    overlapping: Vec<usize>,
+}
+
+impl<'b> Buffers<'b> {
+    /// Returns the bytes of memories, whose tensors are lent by the guard.
+    fn lent(
+        wanted: &[Wanted],
+        memories: &'b mut [Memory],
+        tensors: &[Vec<Tensor>],
+        guard: &'b mut StorageGuard,
+    ) -> Self {
+        let is_again = repeated(wanted, tensors, guard);
+        let mut slices = guard.bytes_mut().into_iter();
+        let mut lent = Buffers { of_tensors: Vec::with_capacity(wanted.len()), overlapping: Vec::new() };
+        for (index, (memory, tensors)) in memories.iter_mut().zip(tensors).enumerate() {
+            let own: Vec<Option<&mut [u8]>> = slices.by_ref().take(tensors.len()).collect();
+            let buffers: Option<Vec<&mut [u8]>> = match memory.raw_bytes_mut() {
+                Some(bytes) => Some(vec![bytes]),
+                None => own.into_iter().collect(),
+            };
+            // Of those that are one tensor, the first is read to the place of all.
+            if buffers.is_none() && !is_again[index] {
+                lent.overlapping.push(index);
+            }
+            lent.of_tensors.push(buffers);
+        }
+        lent
     }
 }
 
@@ -217,7 +355,7 @@ impl Source for CheckpointSource<'_> {
         operation: &'static str,
         wanted: &[Wanted],
         _: &dyn Fn(usize, usize) -> Option<Vec<TensorBox>>,
-        _: &LoadOptions,
+        options: &LoadOptions,
     ) -> Result<(), CheckpointError> {
         let requests: Vec<LoadRequest> = wanted.iter().map(|wanted| self.request(wanted)).collect();
         // This finds boxes that no chunks cover, and files that are missing or too short, before anything changes.
@@ -227,19 +365,29 @@ impl Source for CheckpointSource<'_> {
         let mut hasher = XxHash3_64::new();
         digests.hash(&mut hasher);
         let checked = checked.map(|_| ()).map_err(CheckpointError::from);
-        CheckpointError::agree(group, operation, Some(hasher.finish()), checked)
+        CheckpointError::agree(group, operation, Some(hasher.finish()), checked)?;
+        let shares = options.read_once.unwrap_or_else(|| self.checkpoint.directory().is_object_store());
+        self.replicas = if shares { replicas(group, wanted)? } else { None };
+        Ok(())
     }
 
     fn read(
         &mut self,
         group: &ProcessGroup,
-        _: &'static str,
+        operation: &'static str,
         wanted: &[Wanted],
         lend: &mut dyn Lend,
         options: &LoadOptions,
     ) -> Result<(), CheckpointError> {
         let mut comparison = Comparison::with(self.checkpoint);
-        let read = self.read_windows(wanted, lend, options, &mut comparison);
+        let read = match &self.replicas {
+            None => self.read_windows(wanted, lend, options, &mut comparison),
+            Some(replicas) => {
+                let read = self.read_with_replicas(replicas, wanted, lend, options, &mut comparison)?;
+                // What a rank has failed to read is missing on others: they must not take it for what was saved.
+                CheckpointError::agree(group, operation, None, read)
+            }
+        };
         // A rank that failed takes part all the same: the others compare what they have.
         let compared = comparison.map_or(Ok(()), |comparison| comparison.check(group));
         match compared {
@@ -270,6 +418,44 @@ impl CheckpointSource<'_> {
             first += window;
         }
         Ok(())
+    }
+
+    /// Reads all that is wanted, some of it at a time, together with the replicas of this rank.
+    ///
+    /// # Errors
+    /// Outside, those of collectives; inside, this rank's own.
+    fn read_with_replicas(
+        &self,
+        replicas: &ProcessGroup,
+        wanted: &[Wanted],
+        lend: &mut dyn Lend,
+        options: &LoadOptions,
+        comparison: &mut Option<Comparison<'_>>,
+    ) -> Result<Result<(), CheckpointError>, CommError> {
+        let options = ReadOptions { threads: options.threads, ..ReadOptions::default() };
+        let mut outcome: Result<(), CheckpointError> = Ok(());
+        let mut first = 0;
+        while first < wanted.len() {
+            let positions = first..first + window(&wanted[first..]);
+            let window = &wanted[positions.clone()];
+            let lent = if outcome.is_ok() {
+                positions.clone().map(|index| lend.lend(index)).collect::<Result<Vec<_>, _>>()
+            } else {
+                Ok(Vec::new())
+            };
+            let mut memories = lent.unwrap_or_else(|error| {
+                outcome = Err(error.into());
+                Vec::new()
+            });
+            let own = outcome.is_ok().then_some(&mut memories[..]);
+            let filled = self.fill_with_replicas(replicas, window, own, options, comparison)?;
+            if outcome.is_ok() {
+                let mut lent = positions.clone().zip(memories);
+                outcome = filled.and_then(|()| Ok(lent.try_for_each(|(index, memory)| lend.filled(index, memory))?));
+            }
+            first = positions.end;
+        }
+        Ok(outcome)
     }
 }
 

@@ -34,7 +34,7 @@ fn checkpointer(arguments: &TrainArguments, group: &ProcessGroup, replaces: bool
         retention: Retention { keep_last: arguments.keep_last, keep_every: arguments.keep_every },
         // A checkpoint may hold values of other programs.
         save: SaveOptions { overwrite: replaces, incremental: arguments.incremental, ..SaveOptions::default() },
-        load: LoadOptions { strict: false, ..LoadOptions::default() },
+        load: LoadOptions { strict: false, read_once: arguments.read_once.then_some(true), ..LoadOptions::default() },
         memory_tier: arguments.memory_tier.as_ref().map(Location::from),
     };
     Ok(Checkpointer::new(arguments.checkpoints(), group, options)?)

@@ -94,6 +94,11 @@ pub(crate) trait ReadDirectory: fmt::Debug + Send + Sync {
     /// Opens a regular file or an object. A path that leads out of the directory is an error.
     fn file(&self, relative: &str) -> Result<Box<dyn ReadAt>, FileError>;
 
+    /// Returns `true` if its files are objects of an object store.
+    fn is_object_store(&self) -> bool {
+        false
+    }
+
     /// Returns how many threads should read in place of each one that would be enough for a disk.
     fn threads_per_reader(&self) -> usize;
 

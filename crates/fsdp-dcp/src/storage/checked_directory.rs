@@ -116,6 +116,12 @@ impl CheckedDirectory {
         self.directory.threads_per_reader()
     }
 
+    /// Returns `true` if its files are objects of an object store, so that each read of them comes over the network.
+    #[must_use]
+    pub fn is_object_store(&self) -> bool {
+        self.directory.is_object_store()
+    }
+
     /// Returns its path, or its URL.
     #[must_use]
     pub fn path(&self) -> &Path {

@@ -25,6 +25,12 @@ pub struct LoadOptions {
     /// `true` (the default) to check the bytes of a checkpoint against its hashes, and the loaded tensors against its
     /// digests, if it has any.
     pub verify: bool,
+    /// `Some(true)` if ranks that want the same of a checkpoint (the replicas of `NoShard` and `HybridShard`) read a share of it
+    /// each and pass it on, so that each byte is read from the storage once for all of them: the single-replica restore of
+    /// Orbax. `Some(false)` if every rank reads all that it wants. `None` (the default) shares reads of object stores only: of
+    /// files, each byte comes from the storage once for each host anyway, and from the system's cache to its other ranks, which
+    /// is faster than passing it on. Give `Some(true)` for files that many hosts read over a network.
+    pub read_once: Option<bool>,
     /// Threads that read files, on each rank.
     pub threads: usize,
     /// The time that a rank waits for the others. `None` means 30 minutes for checkpoints, because storage may be slow,
@@ -35,6 +41,15 @@ pub struct LoadOptions {
 impl Default for LoadOptions {
     fn default() -> Self {
         let threads = std::thread::available_parallelism().map_or(1, |threads| threads.get().min(4));
-        LoadOptions { strict: true, cast: false, staged: false, device: None, verify: true, threads, deadline: None }
+        LoadOptions {
+            strict: true,
+            cast: false,
+            staged: false,
+            device: None,
+            verify: true,
+            read_once: None,
+            threads,
+            deadline: None,
+        }
     }
 }

@@ -47,6 +47,10 @@ impl ReadDirectory for ObjectDirectory {
         Ok(Box::new(ObjectFile::open(&self.prefix, relative)?))
     }
 
+    fn is_object_store(&self) -> bool {
+        true
+    }
+
     fn threads_per_reader(&self) -> usize {
         // Requests mostly wait.
         4

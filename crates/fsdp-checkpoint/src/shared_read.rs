@@ -1,0 +1,209 @@
+//! Reading by replicas: ranks that want the same of a checkpoint read a share of it each, and pass it on.
+
+use std::hash::{Hash as _, Hasher as _};
+use std::ops::Range;
+
+use fsdp_comm::{CommError, ProcessGroup};
+use fsdp_dcp::plan::LoadRequest;
+use fsdp_layout::boxes::boxes_of_flat_range;
+use fsdp_layout::{DeviceMesh, TensorBox};
+use fsdp_state::engine::Wanted;
+use twox_hash::XxHash3_64;
+
+/// The bytes that replicas pass on at once. Each needs memory for its share of them.
+const PIECE: usize = 64 << 20;
+
+/// Returns the group of the ranks that want the same as this one, if all ranks have the same number of such ranks, in the order
+/// of a mesh of replicas and shards. Collective: an object all-gather.
+pub(crate) fn replicas(group: &ProcessGroup, wanted: &[Wanted]) -> Result<Option<ProcessGroup>, CommError> {
+    if group.world_size() == 1 {
+        return Ok(None);
+    }
+    let mut hasher = XxHash3_64::new();
+    for wanted in wanted {
+        (wanted.position, wanted.dtype, &wanted.boxes).hash(&mut hasher);
+    }
+    let wants = group.all_gather_object(&hasher.finish())?;
+    let mesh = shards(&wants)
+        .and_then(|shards| DeviceMesh::new(&[wants.len() / shards, shards], &["replicate", "shard"], wants.len()).ok());
+    mesh.map(|mesh| group.mesh_group(&mesh, 0)).transpose()
+}
+
+/// Returns the number of shards if each rank wants the same as the one that has as many ranks before it.
+fn shards(wants: &[u64]) -> Option<usize> {
+    let shards = 1 + wants.iter().skip(1).position(|want| Some(want) == wants.first())?;
+    let is_mesh = wants.len().is_multiple_of(shards)
+        && wants.iter().enumerate().all(|(rank, want)| *want == wants[rank % shards]);
+    is_mesh.then_some(shards)
+}
+
+/// The bytes of the boxes of several tensors in a row, of which each replica reads a share.
+pub(crate) struct Row {
+    places: Vec<Place>,
+    bytes: usize,
+}
+
+/// The place of a box in a row.
+struct Place {
+    /// The position of the tensor among those that are wanted.
+    wanted: usize,
+    /// The position of the box among those of the tensor.
+    index: usize,
+    start: usize,
+    bytes: usize,
+    element: usize,
+}
+
+/// The bytes of a box, by their positions in it.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct InBox {
+    /// The position of the box among all boxes of the row.
+    pub(crate) place: usize,
+    /// The position of its tensor among those that are wanted.
+    pub(crate) wanted: usize,
+    pub(crate) bytes: Range<usize>,
+}
+
+impl Row {
+    pub(crate) fn new(wanted: &[Wanted]) -> Self {
+        let mut row = Row { places: Vec::new(), bytes: 0 };
+        for (index, wanted) in wanted.iter().enumerate() {
+            let element = wanted.dtype.size_in_bytes() as usize;
+            for (of_tensor, bounds) in wanted.boxes.iter().enumerate() {
+                let bytes = bounds.numel() * element;
+                row.places.push(Place { wanted: index, index: of_tensor, start: row.bytes, bytes, element });
+                row.bytes += bytes;
+            }
+        }
+        row
+    }
+
+    /// Cuts the row into pieces, and each piece into a share for each replica. No element is cut.
+    pub(crate) fn shares(&self, replicas: usize) -> Vec<Vec<Range<usize>>> {
+        self.shares_of(PIECE, replicas)
+    }
+
+    fn shares_of(&self, piece: usize, replicas: usize) -> Vec<Vec<Range<usize>>> {
+        let pieces = (0..self.bytes).step_by(piece).map(|start| (start, self.bytes.min(start + piece)));
+        let share = |(start, end): (usize, usize)| {
+            let cut = |replica: usize| self.before_element(start + (end - start) * replica / replicas);
+            (0..replicas).map(|replica| cut(replica)..cut(replica + 1)).collect()
+        };
+        pieces.map(share).collect()
+    }
+
+    /// Returns the start of the element in which a byte of the row is.
+    fn before_element(&self, at: usize) -> usize {
+        let after = self.places.partition_point(|place| place.start <= at);
+        match after.checked_sub(1).map(|index| &self.places[index]) {
+            Some(place) if at < place.start + place.bytes => at - (at - place.start) % place.element,
+            _ => at,
+        }
+    }
+
+    /// Returns the boxes that a range of the row lies in.
+    pub(crate) fn boxes_in(&self, range: &Range<usize>) -> Vec<InBox> {
+        let first = self.places.partition_point(|place| place.start + place.bytes <= range.start);
+        let places = self.places.iter().enumerate().skip(first).take_while(|(_, place)| place.start < range.end);
+        places
+            .map(|(index, place)| {
+                let (from, to) = (range.start.max(place.start), range.end.min(place.start + place.bytes));
+                InBox { place: index, wanted: place.wanted, bytes: from - place.start..to - place.start }
+            })
+            .filter(|part| !part.bytes.is_empty())
+            .collect()
+    }
+
+    /// Returns the requests for a range of the row: for each tensor the boxes whose bytes are that range, one after the other.
+    /// `request` makes the request for some boxes of a wanted tensor.
+    pub(crate) fn requests(
+        &self,
+        wanted: &[Wanted],
+        range: &Range<usize>,
+        request: impl Fn(&Wanted, Vec<TensorBox>) -> LoadRequest,
+    ) -> Vec<LoadRequest> {
+        let mut requests: Vec<(usize, Vec<TensorBox>)> = Vec::new();
+        for part in self.boxes_in(range) {
+            let Place { index, element, .. } = self.places[part.place];
+            let bounds = &wanted[part.wanted].boxes[index];
+            let elements = part.bytes.start / element..part.bytes.end / element;
+            let boxes = boxes_of_flat_range(&bounds.sizes, elements).into_iter().map(|mut inner| {
+                inner.offsets.iter_mut().zip(&bounds.offsets).for_each(|(inner, outer)| *inner += outer);
+                inner
+            });
+            match requests.last_mut() {
+                Some((last, all)) if *last == part.wanted => all.extend(boxes),
+                _ => requests.push((part.wanted, boxes.collect())),
+            }
+        }
+        requests.into_iter().map(|(index, boxes)| request(&wanted[index], boxes)).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use fsdp_layout::DType;
+
+    use super::*;
+
+    fn wanted(dtype: DType, shape: &[usize], boxes: Vec<TensorBox>) -> Wanted {
+        let (key, shape) = (String::new(), shape.to_vec());
+        Wanted { position: 0, key, dtype, becomes: dtype, shape, boxes, is_same_on_all: false }
+    }
+
+    #[test]
+    fn replicas_are_found_where_ranks_form_a_mesh() {
+        for (wants, expected) in [
+            (&[1, 1, 1][..], Some(1)),
+            (&[1, 2, 1, 2], Some(2)),
+            (&[1, 2, 2, 1, 2, 2], Some(3)),
+            (&[1, 2, 3], None),
+            (&[1, 2, 1], None),
+            (&[1, 1, 2, 2], None),
+            (&[1, 2, 1, 3], None),
+        ] {
+            assert_eq!(shards(wants), expected, "{wants:?}");
+        }
+    }
+
+    #[test]
+    fn shares_cover_a_row_once_and_cut_no_element() {
+        let wanted = [
+            wanted(DType::U8, &[5], vec![TensorBox::whole(&[5])]),
+            wanted(
+                DType::F32,
+                &[4, 3],
+                vec![TensorBox::new(vec![1, 0], vec![2, 3]), TensorBox::new(vec![3, 1], vec![1, 1])],
+            ),
+            wanted(DType::F32, &[0], vec![TensorBox::whole(&[0])]),
+            wanted(DType::U8, &[], vec![TensorBox::whole(&[])]),
+        ];
+        let row = Row::new(&wanted);
+        assert_eq!(row.bytes, 5 + 24 + 4 + 1);
+        for piece in [1, 7, 16, 100] {
+            for replicas in [1, 2, 3, 5] {
+                let shares: Vec<Range<usize>> = row.shares_of(piece, replicas).into_iter().flatten().collect();
+                let mut at = 0;
+                let mut elements = 0;
+                for share in shares {
+                    assert_eq!(share.start, at);
+                    at = share.end;
+                    let request = |wanted: &Wanted, boxes: Vec<TensorBox>| LoadRequest {
+                        fqn: String::new(),
+                        dtype: wanted.dtype,
+                        shape: wanted.shape.clone(),
+                        boxes,
+                    };
+                    let requests = row.requests(&wanted, &share, request);
+                    let bytes = requests.iter().map(|request| {
+                        let numel: usize = request.boxes.iter().map(TensorBox::numel).sum();
+                        elements += numel;
+                        numel * request.dtype.size_in_bytes() as usize
+                    });
+                    assert_eq!(bytes.sum::<usize>(), share.len());
+                }
+                assert_eq!((at, elements), (row.bytes, 5 + 6 + 1 + 1), "pieces of {piece}, {replicas} replicas");
+            }
+        }
+    }
+}
