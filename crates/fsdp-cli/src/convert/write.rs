@@ -176,6 +176,7 @@ pub(super) fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> R
             overwrite: destination.overwrite,
             drop_opaque: destination.drop_opaque,
             with: destination.with,
+            tensor_parallel: None,
             threads: destination.threads,
             progress: Some(&progress),
             durable: Some(&durable),
