@@ -14,8 +14,8 @@ pub enum TensorParallelError {
         /// The reason.
         reason: String,
     },
-    /// A rule that fits no tensor, which is likely a slip.
-    #[error("the rule `{rule}` for tensor-parallel ranks fits no tensor")]
+    /// A rule that matches no tensor, which is likely a mistake.
+    #[error("the rule `{rule}` for tensor-parallel ranks matches no tensor")]
     Unused {
         /// The rule.
         rule: String,
@@ -30,7 +30,7 @@ pub enum TensorParallelError {
         /// The name of the number.
         name: String,
     },
-    /// Tensors that no rule fits. They are not taken to be whole on every rank: the model would compute something else.
+    /// Tensors that no rule matches. They are not taken to be whole on every rank: the model would compute something else.
     #[error("no rule says how `{fqn}` of shape {shape:?} is cut over tensor-parallel ranks{}", and_more(.more))]
     Unknown {
         /// The key of the first one.
@@ -40,7 +40,7 @@ pub enum TensorParallelError {
         /// The number of the others.
         more: usize,
     },
-    /// A tensor that a rule fits by its key, but not by its shape or the number of ranks.
+    /// A tensor that a rule matches, but that cannot be cut so by its shape or for the number of ranks.
     #[error("`{fqn}` of shape {shape:?} cannot be cut over {ranks} tensor-parallel ranks by `{rule}`: {reason}")]
     Tensor {
         /// The key.
