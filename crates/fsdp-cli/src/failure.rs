@@ -35,6 +35,8 @@ pub(crate) enum UsageError {
     TooLarge { elements: u64, limit: u64 },
     #[error("cannot read the map `{name}`: {reason}")]
     NoMap { name: String, reason: String },
+    #[error("`--set` gives a value that nothing uses")]
+    UnusedSet,
     #[error("{ranks} ranks cannot be divided into {replicas} equal replicas")]
     UnequalReplicas { ranks: usize, replicas: usize },
     #[error("the plan would have more than {limit} boxes")]
@@ -73,6 +75,7 @@ impl UsageError {
             }
             UsageError::TooLarge { .. } => "use `--npy` or `--stats`, or leave `--json` out",
             UsageError::NoMap { .. } => "name a file of rules, or a map that is built in",
+            UsageError::UnusedSet => "leave it out, or give the `--map` or `--tp` whose names it is for",
             UsageError::UnequalReplicas { .. } => "`--ranks` must be a multiple of `--replicas`",
             UsageError::TooManyBoxes { .. } => "plan fewer ranks, more `--replicas`, or `--layout flat`",
             UsageError::OneBase => "average the checkpoints first, or give one",

@@ -329,12 +329,13 @@ fn box_of(Chunk { bounds, stored }: &Chunk) -> StoredBox {
     }
 }
 
-/// Returns the rank that wrote a file, from the file's name: 2 for `__2_0.distcp` and for `model_world_size_4_rank_2.pt`.
+/// Returns the rank that wrote a file, or that it is for, from the file's name: 2 for `__2_0.distcp`, for
+/// `model_world_size_4_rank_2.pt` and for `model-rank-2-part-0.safetensors`.
 pub(super) fn rank(stored: &StorageInfo) -> Option<u64> {
     let name = &stored.relative_path;
-    let rest = match name.strip_prefix("__") {
+    let rest = match name.strip_prefix("__").or_else(|| name.strip_prefix("model-rank-")) {
         Some(rest) => rest,
         None => name.split_once("_rank")?.1.trim_start_matches('_'),
     };
-    rest.split(['_', '.']).next()?.parse().ok()
+    rest.split(['_', '.', '-']).next()?.parse().ok()
 }

@@ -24,15 +24,15 @@ const OF_CONFIG: [(&str, &str); 4] = [
 #[derive(Debug, Args)]
 pub(crate) struct MapArguments {
     /// Change keys and shapes by the rules in this file, or by those built in: llama-to-hf, nanogpt-to-hf, megatron-to-hf,
-    /// and hf-to-llama, hf-to-nanogpt, hf-to-megatron
+    /// fused-to-hf, and hf-to-llama, hf-to-nanogpt, hf-to-megatron, hf-to-fused
     #[arg(long, value_name = "FILE")]
     map: Option<String>,
     /// Apply the rules of --map from right to left
     #[arg(long, requires = "map")]
     map_reverse: bool,
-    /// The value of a name in the map, such as heads=32; may be given more than once [default: from config.json in the
-    /// directory of --with, or beside the checkpoint]
-    #[arg(long, value_name = "NAME=N", value_parser = setting, requires = "map")]
+    /// The value of a name in the map or in a rule of --tp, such as heads=32; may be given more than once [default: from
+    /// config.json in the directory of --with, or beside the checkpoint]
+    #[arg(long, value_name = "NAME=N", value_parser = setting)]
     set: Vec<(String, usize)>,
 }
 
@@ -48,11 +48,7 @@ impl MapArguments {
     /// The file cannot be read, or is no map.
     pub(crate) fn read(&self, places: &[&Location]) -> Result<Option<Map>> {
         let Some(name) = &self.map else { return Ok(None) };
-        let mut values = Values::new();
-        // A configuration counts as a whole: names of one model do not go with those of another.
-        values
-            .extend(places.iter().map(|place| of_config(place)).find(|values| !values.is_empty()).unwrap_or_default());
-        values.extend(self.set.iter().cloned());
+        let values = self.values(places);
         let map = match Map::builtin(name, &values) {
             Some(map) => map,
             None => {
@@ -62,6 +58,26 @@ impl MapArguments {
         };
         let map = map.with_context(|| format!("cannot use the map `{name}`"))?;
         Ok(Some(if self.map_reverse { map.reversed() } else { map }))
+    }
+
+    /// Returns the values of names: those that are given, and else those of the first of these places that has them.
+    pub(crate) fn values(&self, places: &[&Location]) -> Values {
+        // A configuration counts as a whole: names of one model do not go with those of another.
+        let of_places = places.iter().map(|place| of_config(place)).find(|values| !values.is_empty());
+        let mut values = of_places.unwrap_or_default();
+        values.extend(self.set.iter().cloned());
+        values
+    }
+
+    /// Checks that values are given only where something has names: a map, or what `has_names` stands for.
+    ///
+    /// # Errors
+    /// A value that nothing uses.
+    pub(crate) fn check_set(&self, has_names: bool) -> Result<()> {
+        if self.set.is_empty() || self.map.is_some() || has_names {
+            return Ok(());
+        }
+        Err(UsageError::UnusedSet.into())
     }
 }
 

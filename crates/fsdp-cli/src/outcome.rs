@@ -6,6 +6,7 @@ use std::io;
 use anyhow::Error;
 use fsdp_dcp::map::MapError;
 use fsdp_dcp::sign::SignError;
+use fsdp_dcp::tensor_parallel::TensorParallelError;
 use fsdp_dcp::{FileError, FormatError};
 use fsdp_layout::{ErrorKind, Failure};
 
@@ -31,7 +32,7 @@ pub(crate) fn hint(error: &Error) -> Option<&'static str> {
 }
 
 fn code_of(cause: &(dyn StdError + 'static)) -> Option<u8> {
-    if cause.is::<UsageError>() || cause.is::<MapError>() {
+    if cause.is::<UsageError>() || cause.is::<MapError>() || cause.is::<TensorParallelError>() {
         return Some(exit_codes::USAGE);
     }
     if cause.is::<Different>() || cause.is::<Broken>() {
@@ -85,6 +86,9 @@ fn hint_of(cause: &(dyn StdError + 'static)) -> Option<&'static str> {
     if cause.is::<MapError>() {
         return Some("`fsdp inspect` lists the keys; the book's page on `convert` has the rules of maps");
     }
+    if let Some(error) = cause.downcast_ref::<TensorParallelError>() {
+        return Some(hint_of_cut(error));
+    }
     if let Some(error) = cause.downcast_ref::<SignError>() {
         return hint_of_signature(error);
     }
@@ -93,6 +97,21 @@ fn hint_of(cause: &(dyn StdError + 'static)) -> Option<&'static str> {
         return Some(hint);
     }
     None
+}
+
+const fn hint_of_cut(error: &TensorParallelError) -> &'static str {
+    match error {
+        TensorParallelError::Unknown { .. } => {
+            "`--tp-rule 'PATTERN=colwise'` says how (or rowwise, vocab, replicate); `--include` and `--exclude` leave keys out"
+        }
+        TensorParallelError::NoValue { .. } => {
+            "give it by `--set NAME=N`; `--with DIR` names a directory with `config.json`"
+        }
+        TensorParallelError::Tensor { .. } => {
+            "choose another `--tp`; `--set` and `--tp-rule` change how a tensor is cut"
+        }
+        _ => "`fsdp inspect` lists the keys; the book's page on `convert` has the rules of `--tp`",
+    }
 }
 
 fn hint_of_signature(error: &SignError) -> Option<&'static str> {

@@ -180,3 +180,88 @@ fn a_map_renames_and_cuts_and_diff_follows_it() {
     fsdp(&convert).assert().success().stderr(contains("copied `config.json`"));
     fsdp(&["diff", &source, &third, "--map", &map, "--set", "heads=2"]).assert().success();
 }
+
+/// Writes a folder of Llama with one layer, of 8 heads and 2 of keys and values, and its configuration.
+fn llama(to: &str, more: &[(&str, &[usize])]) {
+    let tensors: &[(&str, &[usize])] = &[
+        ("model.embed_tokens.weight", &[100, 16]),
+        ("model.layers.0.self_attn.q_proj.weight", &[32, 16]),
+        ("model.layers.0.self_attn.k_proj.weight", &[8, 16]),
+        ("model.layers.0.self_attn.v_proj.weight", &[8, 16]),
+        ("model.layers.0.self_attn.o_proj.weight", &[16, 32]),
+        ("model.layers.0.input_layernorm.weight", &[16]),
+    ];
+    let (mut header, mut data) = (serde_json::Map::new(), Vec::new());
+    for (name, shape) in tensors.iter().chain(more) {
+        let start = data.len();
+        data.extend((0..shape.iter().product::<usize>()).flat_map(|at| ((start + at) as f32).to_le_bytes()));
+        let info = serde_json::json!({ "dtype": "F32", "shape": shape, "data_offsets": [start, data.len()] });
+        header.insert((*name).to_owned(), info);
+    }
+    let header = serde_json::to_vec(&header).unwrap();
+    fs::create_dir(to).unwrap();
+    let file = [&(header.len() as u64).to_le_bytes()[..], &header, &data].concat();
+    fs::write(Path::new(to).join("model.safetensors"), file).unwrap();
+    fs::write(Path::new(to).join("config.json"), r#"{"num_attention_heads": 8, "num_key_value_heads": 2}"#).unwrap();
+}
+
+#[test]
+fn tensor_parallel_ranks_get_parts_that_read_as_the_whole() {
+    let directory = tempfile::tempdir().unwrap();
+    let (source, to) = (place(&directory, "source"), place(&directory, "to"));
+    llama(&source, &[]);
+    let convert = ["convert", &source, &to, "--to", "hf", "--tp", "4"];
+    let planned = [&convert[..], &["--dry-run"]].concat();
+    let lines = contains("k_proj.weight\t[8, 16]\tcolwise(kv_heads)\t4 x [4, 16]\n")
+        .and(contains("embed_tokens.weight\t[100, 16]\tvocab\t3 x [32, 16], 1 x [4, 16]\n"))
+        .and(contains("in parts for 4 ranks of at most 4.2 KiB"));
+    fsdp(&planned).assert().success().stdout(lines);
+    let report = fsdp(&[&planned[..], &["--json"]].concat()).assert().success().get_output().stdout.clone();
+    let report: serde_json::Value = serde_json::from_slice(&report).unwrap();
+    assert_eq!(report["tensor_parallel"]["ranks"], 4);
+    assert_eq!(report["tensor_parallel"]["tensors"][4]["ranks"][3], serde_json::json!([16, 8]));
+    assert!(!Path::new(&to).exists());
+    fsdp(&convert).assert().success().stderr(contains("copied `config.json`").and(contains("for 4 ranks")));
+    assert!(Path::new(&to).join("model-rank-3-part-0.safetensors").exists());
+    fsdp(&["diff", &source, &to]).assert().success().stderr(contains("equal: 6"));
+    fsdp(&["verify", &to, "--level", "deep"]).assert().success();
+    // And from these parts to other ones.
+    let again = place(&directory, "again");
+    fsdp(&["convert", &to, &again, "--to", "hf", "--tp", "2", "--map", "hf-to-fused"]).assert().success();
+    let split = ["diff", &again, &source, "--map", "fused-to-hf", "--set", "heads=8", "--set", "kv_heads=2"];
+    fsdp(&split).assert().success();
+}
+
+#[test]
+fn what_cannot_be_cut_for_tensor_parallel_ranks_is_refused_before_anything_is_written() {
+    let directory = tempfile::tempdir().unwrap();
+    let (source, odd, to) = (place(&directory, "source"), place(&directory, "odd"), place(&directory, "to"));
+    llama(&source, &[]);
+    llama(&odd, &[("model.layers.0.mixer.in_proj.weight", &[8, 16])]);
+    let refused = |options: &[&str], text: &str| {
+        for dry in [&[][..], &["--dry-run"]] {
+            let arguments = [&["convert"], options, dry].concat();
+            fsdp(&arguments).assert().code(2).stderr(contains(text));
+        }
+        assert!(fs::read_dir(directory.path()).unwrap().count() <= 4, "nothing is written: {text}");
+        assert!(!Path::new(&to).exists());
+    };
+    let hf = |source, more: &[&'static str]| [&[source, to.as_str(), "--to", "hf"][..], more].concat();
+    refused(&hf(&source, &["--tp", "3"]), "embed_tokens.weight` of shape [100, 16] cannot be cut over 3");
+    refused(&hf(&source, &["--tp", "16"]), "8 heads are no multiple of 16");
+    refused(&hf(&source, &["--tp", "2", "--set", "kv_heads=4"]), "is the number of heads right?");
+    refused(
+        &hf(&source, &["--tp", "2", "--tp-rule", "mixer=colwise"]),
+        "`mixer=colwise` for tensor-parallel ranks matches no",
+    );
+    refused(&hf(&source, &["--tp", "2", "--tp-rule", "q_proj=columns"]), "`columns` is none of");
+    refused(&hf(&odd, &["--tp", "2"]), "no rule says how `model.layers.0.mixer.in_proj.weight` of shape [8, 16]");
+    refused(&hf(&odd, &["--tp", "2"]), "--tp-rule");
+    refused(&hf(&source, &["--set", "heads=8"]), "`--set` gives a value that nothing uses");
+    refused(&[&source, &to, "--to", "dcp", "--tp", "2"], "`--tp` means nothing for `--to dcp`");
+    fs::remove_file(Path::new(&source).join("config.json")).unwrap();
+    refused(&hf(&source, &["--tp", "2"]), "--set NAME=N");
+    let rule = ["--tp", "2", "--tp-rule", "mixer.in_proj=rowwise"];
+    fsdp(&[&["convert"], &hf(&odd, &[])[..], &rule].concat()).assert().success();
+    fsdp(&["diff", &odd, &to]).assert().success();
+}

@@ -11,6 +11,7 @@
 //! | [`storage`] | directories and object stores behind one trait; staging, fsync, one rename; the guarantees after a crash |
 //! | [`convert`] | conversion of any format, with keys filtered, renamed, cast and resharded, in bounded memory |
 //! | [`map`] | from the keys and shapes of one framework to those of another |
+//! | [`tensor_parallel`] | the parts of a model that tensor-parallel ranks hold |
 //! | [`merge`] | the average of checkpoints, and a base with a LoRA adapter |
 //! | [`verify`](mod@verify), [`diff`](mod@diff), [`elements`] | checks of a checkpoint, the differences of two, statistics of tensors |
 //! | [`digest`](mod@digest) | one number for the same state in any format and layout |
@@ -65,6 +66,7 @@ pub mod sign;
 mod steps;
 pub mod storage;
 mod strided;
+pub mod tensor_parallel;
 mod threads;
 mod torch;
 pub mod verify;

@@ -18,6 +18,7 @@ use crate::storage::integrity::integrity_beside;
 use crate::storage::location::Location;
 use crate::storage::sidecar::Sidecar;
 use crate::storage::{Durable, Staging};
+use crate::tensor_parallel::Plan;
 use crate::threads::default_threads;
 
 /// The options of a conversion.
@@ -35,6 +36,9 @@ pub struct ConvertOptions<'o> {
     pub drop_opaque: bool,
     /// A directory whose configuration and tokenizer are copied beside weights in Hugging Face's layout.
     pub with: Option<&'o Location>,
+    /// The parts that tensor-parallel ranks get, for [`OutputFormat::SafetensorsDirectory`](crate::convert::OutputFormat). Each
+    /// rank then has files of its own, and there is no index.
+    pub tensor_parallel: Option<&'o Plan>,
 }
 
 impl Default for ConvertOptions<'_> {
@@ -46,6 +50,7 @@ impl Default for ConvertOptions<'_> {
             durable: None,
             drop_opaque: false,
             with: None,
+            tensor_parallel: None,
         }
     }
 }

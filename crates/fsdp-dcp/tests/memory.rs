@@ -15,6 +15,7 @@ use fsdp_dcp::convert::{Cast, ConvertOptions, OutputFormat, Rename, View, conver
 use fsdp_dcp::internals::TensorItem;
 use fsdp_dcp::metadata::{Chunk, Entry, METADATA_FILE, Metadata, StorageInfo, TensorEntry, TensorProperties, encode};
 use fsdp_dcp::reader::OpenOptions;
+use fsdp_dcp::tensor_parallel::{Plan, Rules};
 use fsdp_layout::{DType, TensorBox};
 use fsdp_tests::counting_allocator::{CountingAllocator, live_bytes, peak_bytes, reset_peak};
 
@@ -135,10 +136,28 @@ const EVERY_WAY: [(OutputFormat, Option<DType>); 8] = [
     (OutputFormat::SafetensorsFile, Some(DType::BF16)),
 ];
 
+/// Writes the parts of tensor-parallel ranks, and asserts on the most that was allocated meanwhile.
+fn parts_of_ranks(total: u64) {
+    let parent = tempfile::tempdir().unwrap();
+    let (source, to) = (parent.path().join("source"), parent.path().join("to"));
+    let keys = sparse(&source, total);
+    let opened = open(&source, OpenOptions::default()).unwrap();
+    let rules = Rules::new(&["large=rowwise", "blocks.*=packed_colwise", "small.*=replicate"], [].into()).unwrap();
+    let plan = Plan::new(opened.metadata(), &rules, 4).unwrap();
+    let live = live_bytes();
+    reset_peak();
+    let options = ConvertOptions { threads: 4, tensor_parallel: Some(&plan), ..ConvertOptions::default() };
+    convert(&*opened, &to, OutputFormat::SafetensorsDirectory { max_file_bytes: 1 << 30 }, options).unwrap();
+    let peak = peak_bytes() - live;
+    assert!(peak <= LIMIT, "{} MiB", peak >> 20);
+    check(&to, &keys, DType::F32);
+}
+
 #[test]
 fn convert_and_reshard_take_the_same_memory_whatever_the_size() {
     chain(64 << 20, &EVERY_WAY);
     chain(1 << 30, &[(OutputFormat::Dcp { ranks: 3 }, None), (OutputFormat::SafetensorsFile, Some(DType::BF16))]);
+    parts_of_ranks(1 << 30);
     if std::env::var_os("FSDP_TEST_LARGE").is_some() {
         chain(4 << 30, &EVERY_WAY);
         // One tensor of 5 GiB: lengths beyond 32 bits in every format.

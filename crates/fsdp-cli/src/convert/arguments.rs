@@ -5,6 +5,8 @@ use clap::builder::RangedU64ValueParser;
 use clap::{Args, ValueEnum};
 use fsdp_dcp::Location;
 use fsdp_dcp::convert::{Cast, OutputFormat};
+use fsdp_dcp::metadata::Metadata;
+use fsdp_dcp::tensor_parallel::{Plan, Rules};
 use fsdp_layout::DType;
 
 use crate::failure::UsageError;
@@ -105,6 +107,18 @@ pub(super) struct TargetArguments {
     pub(super) drop_opaque: bool,
 }
 
+/// The parts of tensor-parallel ranks.
+#[derive(Debug, Args)]
+pub(super) struct TensorParallelArguments {
+    /// Write files for each of N tensor-parallel ranks, with its parts of all tensors, for hf
+    #[arg(long, value_name = "N", value_parser = ranks())]
+    tp: Option<usize>,
+    /// How tensors are cut that --tp does not know: the end of their keys, and colwise, rowwise, vocab or replicate, such as
+    /// `mixer.in_proj=colwise`. May be given more than once
+    #[arg(long, value_name = "PATTERN=HOW", requires = "tp")]
+    tp_rule: Vec<String>,
+}
+
 /// Options of `fsdp convert`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -113,7 +127,8 @@ Examples:
   fsdp convert runs/demo/step-00000300 model --to hf --dtype bfloat16 --max-shard-size 2GB
   fsdp convert model.safetensors sharded --to dcp --world-size 4 --prefix model.
   fsdp convert checkpoint/step-1000 hf --to hf --include 'model.*' --rename model.= \\
-    --map llama-to-hf --set heads=32 --set kv_heads=8")]
+    --map llama-to-hf --set heads=32 --set kv_heads=8
+  fsdp convert Llama-3-8B for-4-ranks --to hf --tp 4")]
 pub(crate) struct ConvertArguments {
     /// A checkpoint of any format
     #[arg(value_name = "SRC")]
@@ -144,6 +159,8 @@ pub(crate) struct ConvertArguments {
     cast_optimizer: bool,
     #[command(flatten)]
     pub(super) map: MapArguments,
+    #[command(flatten)]
+    pub(super) tensor_parallel: TensorParallelArguments,
     #[command(flatten)]
     pub(super) writing: WriteArguments,
 }
@@ -238,6 +255,23 @@ impl TargetArguments {
 }
 
 impl ConvertArguments {
+    /// Checks the options that no others check.
+    pub(super) fn check(&self) -> Result<()> {
+        self.map.check_set(self.tensor_parallel.tp.is_some())?;
+        if self.tensor_parallel.tp.is_some() && self.target.to != To::Hf {
+            return Err(self.target.unused("--tp"));
+        }
+        Ok(())
+    }
+
+    /// Plans the parts of tensor-parallel ranks, if they are asked for. The numbers of heads that are not given are those of the
+    /// first of these places that has them.
+    pub(super) fn plan(&self, metadata: &Metadata, places: &[&Location]) -> Result<Option<Plan>> {
+        let Some(ranks) = self.tensor_parallel.tp else { return Ok(None) };
+        let rules = Rules::new(&self.tensor_parallel.tp_rule, self.map.values(places))?;
+        Ok(Some(Plan::new(metadata, &rules, ranks)?))
+    }
+
     /// Returns the cast, if one is asked for.
     pub(super) fn cast(&self) -> Option<Cast> {
         self.dtype.map(|to| Cast { dtype: to.dtype(), with_optimizer: self.cast_optimizer })

@@ -2,10 +2,12 @@
 
 mod arguments;
 mod merge;
+mod slices;
 mod write;
 
 use anyhow::Result;
 use fsdp_dcp::Location;
+use fsdp_dcp::checkpoint::Checkpoint;
 use fsdp_dcp::convert::{OutputFormat, View};
 use fsdp_dcp::map::Mapped;
 
@@ -22,21 +24,23 @@ pub(crate) use self::merge::merge;
 /// # Errors
 /// The source cannot be read, or the destination not be written: then there is none.
 pub(crate) fn run(arguments: &ConvertArguments) -> Result<()> {
+    arguments.check()?;
     let destination = Destination::of(&arguments.destination, &arguments.target, &arguments.writing)?;
     let keys = Keys::new(&arguments.include, &arguments.exclude, &arguments.rename, arguments.prefix.as_deref())?;
     let source = open(&arguments.source, &destination)?;
     keys.check(source.metadata())?;
     let view = View::new(&*source, |key| keys.rename(key), arguments.cast())?;
     let places: Vec<&Location> = arguments.target.with()?.into_iter().chain([&arguments.source]).collect();
-    let Some(map) = arguments.map.read(&places)? else { return write(&view, &destination) };
-    let mapped = Mapped::new(&view, &map)?;
-    let unmatched = mapped.unmatched();
-    if !unmatched.is_empty() {
+    let map = arguments.map.read(&places)?;
+    let mapped = map.map(|map| Mapped::new(&view, &map)).transpose()?;
+    if let Some(unmatched) = mapped.as_ref().map(Mapped::unmatched).filter(|unmatched| !unmatched.is_empty()) {
         let keys = count(unmatched.len(), "key matches", "keys match");
         output::talk(&format!("{keys} no rule of the map, and stay as they are:"));
         output::talk_keys(unmatched);
     }
-    write(&mapped, &destination)
+    let converted: &dyn Checkpoint = mapped.as_ref().map_or(&view, |mapped| mapped);
+    let plan = arguments.plan(converted.metadata(), &places)?;
+    write(converted, &destination.with_plan(plan))
 }
 
 /// Writes a checkpoint for another number of ranks: `fsdp reshard`.

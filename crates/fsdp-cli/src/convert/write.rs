@@ -8,11 +8,13 @@ use fsdp_dcp::checkpoint::{self, Checkpoint};
 use fsdp_dcp::convert::{ConvertOptions, Converted, OutputFormat, convert};
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::storage::{self, Durable};
+use fsdp_dcp::tensor_parallel::Plan;
 use fsdp_dcp::{FileError, Location};
 use fsdp_layout::{ErrorKind, Failure as _};
 use serde::Serialize;
 
 use super::arguments::{TargetArguments, WriteArguments};
+use super::slices::{CutTensor, cut_tensors, most_bytes};
 use crate::failure::{ConversionStopped, UsageError};
 use crate::inspect;
 use crate::output;
@@ -38,6 +40,8 @@ pub(super) struct Destination<'a> {
     drop_opaque: bool,
     /// The directory whose configuration and tokenizer are copied.
     with: Option<&'a Location>,
+    /// The parts that tensor-parallel ranks get.
+    plan: Option<Plan>,
     threads: usize,
     json: bool,
     progress: bool,
@@ -70,6 +74,29 @@ struct Written {
     left_behind: Vec<String>,
     /// The keys of opaque values that are left out.
     dropped: Vec<String>,
+    /// The number of tensor-parallel ranks, and the most bytes of tensors that one of them gets.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tensor_parallel: Option<Ranks>,
+}
+
+/// The parts of tensor-parallel ranks.
+#[derive(Debug, Serialize)]
+struct Ranks {
+    ranks: usize,
+    most_bytes: u64,
+    /// The parts that each gets of each tensor; only for `--dry-run`.
+    tensors: Vec<CutTensor>,
+}
+
+impl Ranks {
+    fn new(plan: &Plan, source: &dyn Checkpoint, is_planned: bool) -> Self {
+        let tensors = if is_planned { cut_tensors(plan) } else { Vec::new() };
+        Ranks { ranks: plan.ranks(), most_bytes: most_bytes(plan, source.metadata()), tensors }
+    }
+
+    fn text(&self) -> String {
+        format!(" in parts for {} ranks of at most {}", self.ranks, iec(self.most_bytes))
+    }
 }
 
 impl<'a> Destination<'a> {
@@ -77,6 +104,11 @@ impl<'a> Destination<'a> {
     pub(super) fn of(path: &'a Location, target: &'a TargetArguments, writing: &WriteArguments) -> Result<Self> {
         let destination = Destination::new(path, target.format()?, target.to.name(), writing);
         Ok(Destination { drop_opaque: target.drop_opaque, with: target.with()?, ..destination })
+    }
+
+    /// Adds the parts that tensor-parallel ranks get.
+    pub(super) fn with_plan(self, plan: Option<Plan>) -> Self {
+        Destination { plan, ..self }
     }
 
     pub(super) fn new(path: &'a Location, target: OutputFormat, name: &'static str, writing: &WriteArguments) -> Self {
@@ -88,6 +120,7 @@ impl<'a> Destination<'a> {
             dry_run: writing.dry_run,
             drop_opaque: false,
             with: None,
+            plan: None,
             threads: writing.work.threads.count(),
             json: writing.work.json,
             progress: writing.work.shows_progress(),
@@ -186,6 +219,7 @@ pub(super) fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> R
             overwrite: destination.overwrite,
             drop_opaque: destination.drop_opaque,
             with: destination.with,
+            tensor_parallel: destination.plan.as_ref(),
             threads: destination.threads,
             progress: Some(&progress),
             durable: Some(&durable),
@@ -261,14 +295,17 @@ pub(super) fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> R
     }
     let Written { tensors, values, bytes, memory, destination: path, .. } = &written;
     let (bytes, memory) = (iec(*bytes), iec(*memory));
+    let ranks = written.tensor_parallel.as_ref().map(Ranks::text).unwrap_or_default();
     let (tensors, values) = (count(*tensors, "tensor", "tensors"), count(*values, "value", "values"));
     if written.dry_run {
+        let cut = written.tensor_parallel.iter().flat_map(|ranks| &ranks.tensors);
+        cut.map(CutTensor::line).try_for_each(|line| output::data(&line))?;
         return output::data(&format!(
-            "would write {tensors} and {values}, {bytes}, to `{}` with at most about {memory} of memory",
+            "would write {tensors} and {values}, {bytes}{ranks}, to `{}` with at most about {memory} of memory",
             escaped(path)
         ));
     }
-    output::talk(&format!("wrote {tensors} and {values}, {bytes}, to `{path}`"));
+    output::talk(&format!("wrote {tensors} and {values}, {bytes}{ranks}, to `{path}`"));
     Ok(())
 }
 
@@ -309,6 +346,7 @@ impl Written {
             copied: Vec::new(),
             left_behind: Vec::new(),
             dropped: Vec::new(),
+            tensor_parallel: destination.plan.as_ref().map(|plan| Ranks::new(plan, source, destination.dry_run)),
         }
     }
 }

@@ -20,7 +20,7 @@ use self::integers::Integers;
 pub use self::options::OutputFormat;
 use crate::dcp::reshard;
 use crate::dcp::sidecars::{Kept, keys_beside};
-use crate::error::FileError;
+use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::{Checkpoint, Format};
 use crate::formats::extra::{CopiedFiles, ExtraFiles};
 use crate::formats::opaque::opaque_entries;
@@ -88,6 +88,13 @@ fn write(
         return Ok(Converted { dropped: unknown, ..converted });
     }
     // All that can be found wrong with the source is found before anything is written.
+    if let Some(plan) = options.tensor_parallel {
+        if !matches!(target, OutputFormat::SafetensorsDirectory { .. }) {
+            let what = "a format that has no files of tensor-parallel ranks".to_owned();
+            return Err(FileError::Encode { fqn: String::new(), source: FormatError::Unsupported { what } });
+        }
+        safetensors::write_ranks::check_plan(source, plan)?;
+    }
     source.check_stored(&|_| true)?;
     source.check_copies(&|_| true)?;
     let durable = options.durable.cloned().unwrap_or_default();
@@ -126,9 +133,10 @@ fn write(
     let converted = match target {
         OutputFormat::Dcp { ranks } => reshard::write(source, staging, ranks.max(1), &opaque, &extra, options),
         OutputFormat::SafetensorsFile => safetensors::write::write_file(source, staging, options),
-        OutputFormat::SafetensorsDirectory { max_file_bytes } => {
-            safetensors::write::write_directory(source, staging, max_file_bytes, &extra, options)
-        }
+        OutputFormat::SafetensorsDirectory { max_file_bytes } => match options.tensor_parallel {
+            Some(plan) => safetensors::write_ranks::write_ranks(source, staging, plan, max_file_bytes, &extra, options),
+            None => safetensors::write::write_directory(source, staging, max_file_bytes, &extra, options),
+        },
         OutputFormat::SafetensorsShards { ranks } => {
             safetensors::write::write_shards(source, staging, ranks.max(1), &extra, options)
         }

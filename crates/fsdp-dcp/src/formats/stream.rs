@@ -32,7 +32,7 @@ pub fn stream<E: From<FileError>>(
 const EXPANSION: u64 = 16;
 
 /// Refuses a tensor whose elements are absurdly more than what is stored of them: the work must not be.
-fn check_expansion(checkpoint: &dyn Checkpoint, fqn: &str, length: u64) -> Result<(), FileError> {
+pub(crate) fn check_expansion(checkpoint: &dyn Checkpoint, fqn: &str, length: u64) -> Result<(), FileError> {
     if length <= FREE {
         return Ok(());
     }

@@ -1,13 +1,15 @@
 //! The maps that are built in.
 
 /// The names of the maps that are built in, and what each is for.
-pub const NAMES: [(&str, &str); 6] = [
+pub const NAMES: [(&str, &str); 8] = [
     ("llama-to-hf", "Llama of Meta and torchtitan to that of Hugging Face; needs `heads` and `kv_heads`"),
     ("hf-to-llama", "the other way"),
     ("nanogpt-to-hf", "nanoGPT to Hugging Face's GPT-2"),
     ("hf-to-nanogpt", "the other way"),
     ("megatron-to-hf", "Megatron-core's Llama to that of Hugging Face; needs `heads` and `kv_heads`"),
     ("hf-to-megatron", "the other way, with the layers stacked"),
+    ("fused-to-hf", "Llama and Qwen of vLLM and SGLang to those of Hugging Face; needs `heads` and `kv_heads`"),
+    ("hf-to-fused", "the other way"),
 ];
 
 /// Returns the text of a map, and `true` if it is to be reversed.
@@ -19,6 +21,8 @@ pub(super) fn text(name: &str) -> Option<(&'static str, bool)> {
         "hf-to-nanogpt" => (NANOGPT, true),
         "megatron-to-hf" => (MEGATRON, false),
         "hf-to-megatron" => (MEGATRON, true),
+        "fused-to-hf" => (FUSED, false),
+        "hf-to-fused" => (FUSED, true),
         _ => return None,
     })
 }
@@ -69,4 +73,11 @@ decoder.layers.{i}.self_attention.linear_qkv.layer_norm_weight -> model.layers.{
 decoder.layers.{i}.mlp.linear_fc1.layer_norm_weight -> model.layers.{i}.post_attention_layernorm.weight
 decoder.final_layernorm.weight -> model.norm.weight
 output_layer.weight -> lm_head.weight
+";
+
+/// Servers have one matrix for queries, keys and values, and one for both halves of the gate.
+const FUSED: &str = "\
+model.layers.{i}.self_attn.qkv_proj.weight -> model.layers.{i}.self_attn.q_proj.weight, model.layers.{i}.self_attn.k_proj.weight, model.layers.{i}.self_attn.v_proj.weight | split(0, heads, kv_heads, kv_heads)
+model.layers.{i}.self_attn.qkv_proj.bias -> model.layers.{i}.self_attn.q_proj.bias, model.layers.{i}.self_attn.k_proj.bias, model.layers.{i}.self_attn.v_proj.bias | split(0, heads, kv_heads, kv_heads)
+model.layers.{i}.mlp.gate_up_proj.weight -> model.layers.{i}.mlp.gate_proj.weight, model.layers.{i}.mlp.up_proj.weight | split(0)
 ";

@@ -7,6 +7,8 @@ pub(crate) mod header;
 mod paths;
 pub(crate) mod read;
 pub(crate) mod sidecar;
+mod slices;
 mod values;
 mod values_read;
 pub(crate) mod write;
+pub(crate) mod write_ranks;

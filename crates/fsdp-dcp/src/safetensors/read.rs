@@ -8,14 +8,16 @@ use fsdp_layout::boxes::row_major_strides;
 use fsdp_layout::{DType, KeyPath, PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
 use tracing::warn;
 
-use super::header::Header;
+use super::header::{Header, TensorInfo};
 use super::paths::{self, PATHS};
 use super::sidecar::{
     DIGESTS, DIGESTS_LAYOUT, SHARDS, VALUES_FILE, VALUES_HASH, digests_of_text, layout_text, shard_name, values_beside,
     values_hash, values_names,
 };
+use super::slices::{RANK_NOTE, RankNote, SliceBox};
 use super::values_read;
 use crate::budget::Budget;
 use crate::error::{FileError, FormatError};
@@ -42,6 +44,8 @@ pub(crate) struct SafetensorsCheckpoint {
     directory: CheckedDirectory,
     metadata: Metadata,
     values: HashMap<String, PlainValue>,
+    /// The strides of chunks that lie among others of their tensor, by file and the position of the first element.
+    strides: HashMap<(String, u64), Vec<usize>>,
     /// The boxes of each tensor that are there already.
     boxes: HashMap<String, HashSet<TensorBox>>,
     /// The places of all keys, where a header or a values file has them.
@@ -58,11 +62,16 @@ const ENDING: &str = ".safetensors";
 /// The number of missing shards that an error names at most.
 const MAX_LISTED: usize = 1000;
 
+/// The memory that a part of a tensor takes, besides the first.
+const PART: u64 = 512;
+
 /// The texts in the header of a file.
 struct Texts {
     texts: IndexMap<String, String>,
     /// The text of [`DIGESTS_LAYOUT`] that the file would have if its digests were written with it.
     layout: String,
+    /// The note of the tensor-parallel rank that the file is of.
+    rank: Option<RankNote>,
 }
 
 /// torch's note of where in its tensor a shard lies.
@@ -80,6 +89,7 @@ impl SafetensorsCheckpoint {
             directory,
             metadata: Metadata::default(),
             values: HashMap::new(),
+            strides: HashMap::new(),
             boxes: HashMap::new(),
             paths: None,
             digests: None,
@@ -94,7 +104,7 @@ impl SafetensorsCheckpoint {
         let directory = CheckedDirectory::open_beside(&parent, name, options.verify)?;
         let mut opened = Self::without_files(&location, Format::SafetensorsFile, directory);
         // The header has the hash of the values file, if there is one: a file of that name alone proves nothing.
-        let Texts { mut texts, layout } = opened.add_file(name, None)?;
+        let Texts { mut texts, layout, .. } = opened.add_file(name, None)?;
         if let Some(text) = texts.get(DIGESTS).filter(|_| options.verify) {
             if texts.get(DIGESTS_LAYOUT) == Some(&layout) {
                 opened.digests = Some(digests_of_text(text).map_err(|error| opened.directory.file_error(name, error))?);
@@ -136,12 +146,18 @@ impl SafetensorsCheckpoint {
             Weights::Indexed(index) => opened.add_indexed(&index)?,
             Weights::Files(files) => {
                 let mut shards = 0;
+                let mut first: Option<RankNote> = None;
                 for name in &files {
-                    let Texts { texts, .. } = opened.add_file(name, None)?;
+                    let Texts { texts, rank, .. } = opened.add_file(name, None)?;
+                    if let Some(rank) = rank {
+                        opened.check_rank(name, &rank, first.as_ref().unwrap_or(&rank))?;
+                        first.get_or_insert(rank);
+                    }
                     let noted = texts.get(SHARDS).and_then(|count| count.parse().ok()).unwrap_or(0);
                     shards = shards.max(noted);
                 }
                 opened.check_shards(&names, shards)?;
+                opened.check_rank_files(&names, first.as_ref())?;
             }
         }
         if opened.directory.has(VALUES_FILE)? {
@@ -170,6 +186,22 @@ impl SafetensorsCheckpoint {
         self.directory.check_missing(missing.take(MAX_LISTED).collect())
     }
 
+    /// Checks that a file is of the same ranks as the first one.
+    fn check_rank(&self, name: &str, rank: &RankNote, first: &RankNote) -> Result<(), FileError> {
+        if rank.files == first.files && rank.rank < rank.files.len() {
+            return Ok(());
+        }
+        let reason = "it is not of the same tensor-parallel ranks as the files before".to_owned();
+        Err(self.directory.file_error(name, FormatError::Malformed { what: "note of a rank", reason }))
+    }
+
+    /// Checks that all files of tensor-parallel ranks are there that were written.
+    fn check_rank_files(&self, names: &[String], note: Option<&RankNote>) -> Result<(), FileError> {
+        // The numbers come from a file: only the first few names are kept.
+        let missing = note.into_iter().flat_map(RankNote::names).filter(|name| names.binary_search(name).is_err());
+        self.directory.check_missing(missing.take(MAX_LISTED).collect())
+    }
+
     /// Adds the tensors that an index names, each from the file that it gives.
     fn add_indexed(&mut self, index: &str) -> Result<(), FileError> {
         let index = Index::read(&self.directory, index)?;
@@ -192,14 +224,10 @@ impl SafetensorsCheckpoint {
         if let Some(text) = header.metadata.get(PATHS) {
             self.paths = Some(paths::decode(text).map_err(error)?);
         }
-        let sharding: HashMap<String, ShardNote> = match header.metadata.get("DCP_SHARDING_INFO") {
-            Some(text) => {
-                let charged = Budget::new(text.len() as u64, 1).charge_json("memory for shards", text.as_bytes());
-                charged.map_err(|over| error(over.into()))?;
-                serde_json::from_str(text).map_err(|error| malformed(error.to_string()))?
-            }
-            None => HashMap::new(),
-        };
+        let sharding: HashMap<String, ShardNote> =
+            note(&header, "DCP_SHARDING_INFO").map_err(error)?.unwrap_or_default();
+        let rank: Option<RankNote> = note(&header, RANK_NOTE).map_err(error)?;
+        let mut budget = Budget::new(header.data, 1);
         let due = index.map_or(&[][..], |(_, keys)| keys);
         if let Some(missing) = due.iter().find(|key| !header.tensors.contains_key(**key)) {
             return Err(malformed(format!("it does not hold `{missing}`, which the index looks for here")));
@@ -210,49 +238,57 @@ impl SafetensorsCheckpoint {
             if index.is_some_and(|(index, _)| index.is_elsewhere(&fqn, name)) {
                 continue;
             }
-            let offsets = match sharding.get(&fqn) {
-                Some(saved) if info.dtype.safetensors_name().is_none() => {
-                    // Noted for the bytes that it is stored as, which have a dimension more.
-                    let dimensions = saved.saved_offsets.len().saturating_sub(1);
-                    saved.saved_offsets[..dimensions].to_vec()
+            let slice = rank.as_ref().and_then(|rank| rank.tensors.get(&fqn));
+            // A small note may have many ranges.
+            let more = slice.map_or(0, |slice| slice.ranges().saturating_sub(1) as u64);
+            budget
+                .charge("memory for parts of tensors", more.saturating_mul(PART))
+                .map_err(|over| error(over.into()))?;
+            let (shape, parts) = match slice {
+                Some(slice) => (slice.shape().to_vec(), slice.boxes(&info.shape)),
+                None => {
+                    let bounds = saved_box(sharding.get(&fqn), &info);
+                    // The global shape is noted nowhere: it is what the shards reach.
+                    let ends = bounds.as_ref().map(|of| of.offsets.iter().zip(&of.sizes).map(|(a, b)| a + b).collect());
+                    (ends.unwrap_or_default(), bounds.map(|bounds| vec![SliceBox { bounds, offset: 0, strides: None }]))
                 }
-                Some(saved) => saved.saved_offsets.clone(),
-                None => vec![0; info.shape.len()],
             };
-            let is_shard = offsets.len() == info.shape.len() && offsets.len() <= MAX_TENSOR_RANK;
-            let ends = offsets.iter().zip(&info.shape).map(|(offset, size)| offset.checked_add(*size));
-            let ends = ends.collect::<Option<Vec<usize>>>().filter(|_| is_shard);
-            let ends = ends.ok_or_else(|| malformed(format!("the saved offsets of `{fqn}` make no sense")))?;
-            let stored = StorageInfo {
-                relative_path: name.to_owned(),
-                offset: header.data + info.start,
-                length: info.end - info.start,
-                transforms: Vec::new(),
-            };
-            let bounds = TensorBox::new(offsets, info.shape);
+            let parts = parts.ok_or_else(|| malformed(format!("the saved offsets of `{fqn}` make no sense")))?;
             let entry = self.metadata.entries.entry(fqn.clone()).or_insert_with(|| {
                 let properties = TensorProperties::of(info.dtype);
-                Entry::Tensor(TensorEntry { properties, shape: ends.clone(), chunks: Vec::new() })
+                Entry::Tensor(TensorEntry { properties, shape: shape.clone(), chunks: Vec::new() })
             });
             let Entry::Tensor(tensor) = entry else { continue };
-            if tensor.properties.dtype != info.dtype || tensor.shape.len() != ends.len() {
+            let is_same = tensor.properties.dtype == info.dtype && tensor.shape.len() == shape.len();
+            if !is_same || (rank.is_some() && tensor.shape != shape) {
                 return Err(malformed(format!("`{fqn}` is another tensor than in the files before")));
             }
-            // The global shape is noted nowhere: it is what the shards reach.
-            for (size, end) in tensor.shape.iter_mut().zip(ends) {
+            for (size, end) in tensor.shape.iter_mut().zip(shape) {
                 *size = (*size).max(end);
             }
             if !is_sane_shape(&tensor.shape) {
                 return Err(malformed(format!("the saved offsets of `{fqn}` make no sense")));
             }
-            // Replicated tensors are in the file of every rank.
-            if !self.boxes.entry(fqn.clone()).or_default().insert(bounds.clone()) {
-                self.metadata.replicas.push(Replica { fqn, bounds: Some(bounds), stored });
-            } else {
-                tensor.chunks.push(Chunk { bounds, stored: Some(stored) });
+            let element = info.dtype.size_in_bytes();
+            for SliceBox { bounds, offset, strides } in parts {
+                let stored = StorageInfo {
+                    relative_path: name.to_owned(),
+                    offset: header.data + info.start + offset * element,
+                    length: bounds.numel() as u64 * element,
+                    transforms: Vec::new(),
+                };
+                if let Some(strides) = strides {
+                    self.strides.insert((name.to_owned(), stored.offset), strides);
+                }
+                // Replicated tensors are in the file of every rank.
+                if !self.boxes.entry(fqn.clone()).or_default().insert(bounds.clone()) {
+                    self.metadata.replicas.push(Replica { fqn: fqn.clone(), bounds: Some(bounds), stored });
+                } else {
+                    tensor.chunks.push(Chunk { bounds, stored: Some(stored) });
+                }
             }
         }
-        Ok(Texts { texts: header.metadata, layout })
+        Ok(Texts { texts: header.metadata, layout, rank })
     }
 
     /// Reads what a slot wants of the chunk `whole`.
@@ -266,7 +302,9 @@ impl SafetensorsCheckpoint {
     ) -> Result<(), FileError> {
         let Some(overlap) = whole.intersect(&slot.bounds) else { return Ok(()) };
         let file = self.directory.file(&stored.relative_path)?;
-        let layout = StridedLayout { bounds: whole.clone(), offset: 0, strides: row_major_strides(&whole.sizes) };
+        let strides = self.strides.get(&(stored.relative_path.clone(), stored.offset)).cloned();
+        let strides = strides.unwrap_or_else(|| row_major_strides(&whole.sizes));
+        let layout = StridedLayout { bounds: whole.clone(), offset: 0, strides };
         let element = dtype.size_in_bytes() as usize;
         let mut reader = BlockReader::new(&*file);
         read_overlap(&mut reader, stored.offset, element, &layout, &overlap, slot).map_err(|source| {
@@ -311,6 +349,30 @@ impl SafetensorsCheckpoint {
     }
 }
 
+/// Reads the JSON of a note in a header, if it is there.
+fn note<T: DeserializeOwned>(header: &Header, key: &str) -> Result<Option<T>, FormatError> {
+    let Some(text) = header.metadata.get(key) else { return Ok(None) };
+    Budget::new(text.len() as u64, 1).charge_json("memory for shards", text.as_bytes())?;
+    let read = serde_json::from_str(text);
+    read.map(Some).map_err(|error| FormatError::Malformed { what: "safetensors header", reason: error.to_string() })
+}
+
+/// Returns the box of a tensor that torch's note says a shard is; all of it without a note. `None` if the note makes no sense.
+fn saved_box(saved: Option<&ShardNote>, info: &TensorInfo) -> Option<TensorBox> {
+    let offsets = match saved {
+        Some(saved) if info.dtype.safetensors_name().is_none() => {
+            // Noted for the bytes that it is stored as, which have a dimension more.
+            let dimensions = saved.saved_offsets.len().saturating_sub(1);
+            saved.saved_offsets[..dimensions].to_vec()
+        }
+        Some(saved) => saved.saved_offsets.clone(),
+        None => vec![0; info.shape.len()],
+    };
+    let is_shard = offsets.len() == info.shape.len() && offsets.len() <= MAX_TENSOR_RANK;
+    let fits = offsets.iter().zip(&info.shape).all(|(offset, size)| offset.checked_add(*size).is_some());
+    (is_shard && fits).then(|| TensorBox::new(offsets, info.shape.clone()))
+}
+
 impl Checkpoint for SafetensorsCheckpoint {
     fn format(&self) -> Format {
         self.format
@@ -347,10 +409,6 @@ impl Checkpoint for SafetensorsCheckpoint {
         Ok(())
     }
 
-    fn check_copies(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {
-        check_replicas(self, keys)
-    }
-
     fn read_replica(&self, replica: &Replica, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {
         let Replica { fqn, bounds: Some(whole), stored } = replica else {
             return Err(no_value(&self.metadata, &replica.fqn));
@@ -358,6 +416,10 @@ impl Checkpoint for SafetensorsCheckpoint {
         let dtype = tensor_of(&self.metadata, fqn)?.properties.dtype;
         check_length(fqn, bounds, dtype.size_in_bytes(), dst)?;
         self.read_stored(fqn, dtype, whole, stored, &mut Slot::new(bounds.clone(), dst))
+    }
+
+    fn check_copies(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {
+        check_replicas(self, keys)
     }
 
     fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {

@@ -15,18 +15,21 @@ use crate::digest::check_copy;
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::Checkpoint;
 use crate::formats::extra::CopiedFiles;
+use crate::metadata::Metadata;
 use crate::output::{ConvertOptions, Converted};
 use crate::output::{Streamed, commit_file, rows_of_rank, summary};
+use crate::payload::source::PayloadSource;
 use crate::payload::write::{PlannedPayload, write_payloads};
 use crate::storage::Staging;
 use crate::storage::integrity::{FileIntegrity, INTEGRITY_FILE, Integrity};
 use crate::storage::sidecar::Sidecar;
 
 /// A tensor of the file to be: its key, type, and the box of it that the file holds.
-struct Piece<'a> {
-    fqn: &'a str,
-    dtype: DType,
-    bounds: TensorBox,
+#[derive(Debug, Clone)]
+pub(super) struct Piece<'a> {
+    pub(super) fqn: &'a str,
+    pub(super) dtype: DType,
+    pub(super) bounds: TensorBox,
 }
 
 impl Piece<'_> {
@@ -37,17 +40,17 @@ impl Piece<'_> {
 }
 
 /// The tensors that were inside values, by the keys that they get.
-type Inside<'a> = IndexMap<String, &'a PlainTensor>;
+pub(super) type Inside<'a> = IndexMap<String, &'a PlainTensor>;
 
 /// The values that safetensors cannot hold, and the places of keys that these do not tell.
-struct Aside {
+pub(super) struct Aside {
     values: IndexMap<String, PlainValue>,
     paths: Option<String>,
 }
 
 impl Aside {
     /// Reads all values of a checkpoint.
-    fn read(source: &dyn Checkpoint) -> Result<Self, FileError> {
+    pub(super) fn read(source: &dyn Checkpoint) -> Result<Self, FileError> {
         let metadata = source.metadata();
         let mut values = IndexMap::new();
         for (fqn, _) in metadata.values() {
@@ -57,7 +60,7 @@ impl Aside {
     }
 
     /// Encodes the values file, if there are values, and returns the tensors that were inside values.
-    fn encode(&self) -> Result<(Option<Vec<u8>>, Inside<'_>), FileError> {
+    pub(super) fn encode(&self) -> Result<(Option<Vec<u8>>, Inside<'_>), FileError> {
         let mut inside = IndexMap::new();
         if self.values.is_empty() {
             return Ok((None, inside));
@@ -70,7 +73,7 @@ impl Aside {
     }
 
     /// Returns the texts for the header of a file; the first one has the paths.
-    fn texts(&self, is_first: bool) -> IndexMap<String, String> {
+    pub(super) fn texts(&self, is_first: bool) -> IndexMap<String, String> {
         let mut texts = IndexMap::from([("format".to_owned(), "pt".to_owned())]);
         if let (Some(paths), true) = (&self.paths, is_first) {
             texts.insert(PATHS.to_owned(), paths.clone());
@@ -80,7 +83,10 @@ impl Aside {
 }
 
 /// Returns all tensors of the source, whole, and those that were inside values.
-fn whole_tensors<'a>(source: &'a dyn Checkpoint, inside: &'a Inside<'a>) -> Result<Vec<Piece<'a>>, FileError> {
+pub(super) fn whole_tensors<'a>(
+    source: &'a dyn Checkpoint,
+    inside: &'a Inside<'a>,
+) -> Result<Vec<Piece<'a>>, FileError> {
     let mut pieces = Vec::new();
     for (fqn, tensor) in source.metadata().tensors() {
         pieces.push(Piece { fqn, dtype: tensor.properties.dtype, bounds: TensorBox::whole(&tensor.shape) });
@@ -96,10 +102,10 @@ fn whole_tensors<'a>(source: &'a dyn Checkpoint, inside: &'a Inside<'a>) -> Resu
 }
 
 /// The sums over the elements of tensors that files of a checkpoint have, by key.
-type Sums<'a> = IndexMap<&'a str, Sum>;
+pub(super) type Sums<'a> = IndexMap<&'a str, Sum>;
 
 /// The texts of a file's header, made from the sums over its tensors.
-type Texts<'t, 'a> = dyn Fn(&Sums<'a>) -> Result<IndexMap<String, String>, FileError> + 't;
+pub(super) type Texts<'t, 'a> = dyn Fn(&Sums<'a>) -> Result<IndexMap<String, String>, FileError> + 't;
 
 /// Encodes the header of a file, which tells where everything lies. Digests are tied to it.
 fn header(texts: &IndexMap<String, String>, pieces: &[Piece<'_>]) -> Result<Vec<u8>, FileError> {
@@ -126,7 +132,7 @@ fn encode_header(texts: &IndexMap<String, String>, pieces: &[Piece<'_>]) -> Resu
 }
 
 /// Returns the digests of all that the files have: of tensors from the sums over their elements, of values from themselves.
-fn digests(streamed: &Streamed<'_>, aside: &Aside, sums: &Sums<'_>) -> StateDigest {
+pub(super) fn digests(streamed: &Streamed<'_>, aside: &Aside, sums: &Sums<'_>) -> StateDigest {
     let tensors = streamed.source.metadata().tensors().map(|(fqn, tensor)| {
         let sum = sums.get(fqn).copied().unwrap_or_default();
         (fqn.to_owned(), sum.finish(tensor.properties.dtype, &tensor.shape))
@@ -135,55 +141,87 @@ fn digests(streamed: &Streamed<'_>, aside: &Aside, sums: &Sums<'_>) -> StateDige
     tensors.chain(values).collect()
 }
 
-/// Returns the place of each piece in its tensor.
-fn places(streamed: &Streamed<'_>, pieces: &[Piece<'_>]) -> Result<Vec<Option<BoxPlace>>, FileError> {
-    let place = |piece: &Piece<'_>| {
-        // Tensors that were inside values are digested with them.
-        let Some(tensor) = streamed.source.metadata().tensor(piece.fqn) else { return Ok(None) };
-        let place = BoxPlace::new(&tensor.shape, &piece.bounds, piece.dtype.size_in_bytes() as usize);
-        place.map(Some).map_err(|error| {
-            let source = FormatError::unexpected("a box of the tensor", error.to_string());
-            FileError::Encode { fqn: piece.fqn.to_owned(), source }
-        })
-    };
-    pieces.iter().map(place).collect()
+/// The files of a checkpoint in the making.
+pub(super) struct Files<'w> {
+    pub(super) staging: &'w Staging,
+    pub(super) source: &'w dyn PayloadSource,
+    /// The tensors over whose elements sums are made. A tensor that was inside a value is digested with that.
+    pub(super) digested: &'w Metadata,
+    pub(super) threads: usize,
 }
 
-/// Writes one safetensors file of a checkpoint, or the one that is the checkpoint, and adds to the sums over its tensors.
-/// `texts` makes the texts of its header, once the sums are known: they must have the lengths that they have without.
-fn write_one<'a>(
-    staging: &Staging,
-    name: Option<&str>,
-    texts: &Texts<'_, 'a>,
-    pieces: &[Piece<'a>],
-    streamed: &Streamed<'_>,
-    sums: &mut Sums<'a>,
-) -> Result<FileIntegrity, FileError> {
-    let places = places(streamed, pieces)?;
-    let mut at = header(&texts(sums)?, pieces)?.len() as u64;
-    let mut payloads = Vec::with_capacity(pieces.len());
-    for (piece, place) in pieces.iter().zip(&places) {
-        let (fqn, bounds, length) = (piece.fqn, &piece.bounds, piece.bytes());
-        payloads.push(PlannedPayload { fqn, bounds, offset: at, length, place: place.as_ref() });
-        at = at.saturating_add(length);
+impl<'w> Files<'w> {
+    fn new(staging: &'w Staging, streamed: &'w Streamed<'_>) -> Self {
+        let (digested, threads) = (streamed.source.metadata(), streamed.options.threads);
+        Files { staging, source: streamed, digested, threads }
     }
-    let file = match name {
-        Some(name) => staging.create(name, at)?,
-        None => staging.create_single(at)?,
-    };
-    let written = write_payloads(&file, &payloads, streamed, streamed.options.threads, None)?;
-    for (piece, written) in pieces.iter().zip(&written) {
-        sums.entry(piece.fqn).or_default().add(written.sum);
+
+    /// Returns the place of each piece in its tensor.
+    fn places(&self, pieces: &[Piece<'_>]) -> Result<Vec<Option<BoxPlace>>, FileError> {
+        let place = |piece: &Piece<'_>| {
+            let Some(tensor) = self.digested.tensor(piece.fqn) else { return Ok(None) };
+            let place = BoxPlace::new(&tensor.shape, &piece.bounds, piece.dtype.size_in_bytes() as usize);
+            place.map(Some).map_err(|error| {
+                let source = FormatError::unexpected("a box of the tensor", error.to_string());
+                FileError::Encode { fqn: piece.fqn.to_owned(), source }
+            })
+        };
+        pieces.iter().map(place).collect()
     }
-    let header = header(&texts(sums)?, pieces)?;
-    file.write_at(0, &header)?;
-    file.finish()?;
-    let mut integrity = FileIntegrity::default();
-    integrity.push_bytes(&header);
-    for (payload, written) in payloads.iter().zip(written) {
-        integrity.push(payload.length, payload.block_length(), written.hashes);
+
+    /// Writes one safetensors file of a checkpoint, or the one that is the checkpoint, and adds to the sums over its tensors.
+    /// `texts` makes the texts of its header, once the sums are known: they must have the lengths that they have without.
+    pub(super) fn write<'a>(
+        &self,
+        name: Option<&str>,
+        texts: &Texts<'_, 'a>,
+        pieces: &[Piece<'a>],
+        sums: &mut Sums<'a>,
+    ) -> Result<FileIntegrity, FileError> {
+        let places = self.places(pieces)?;
+        let mut at = header(&texts(sums)?, pieces)?.len() as u64;
+        let mut payloads = Vec::with_capacity(pieces.len());
+        for (piece, place) in pieces.iter().zip(&places) {
+            let (fqn, bounds, length) = (piece.fqn, &piece.bounds, piece.bytes());
+            payloads.push(PlannedPayload { fqn, bounds, offset: at, length, place: place.as_ref() });
+            at = at.saturating_add(length);
+        }
+        let file = match name {
+            Some(name) => self.staging.create(name, at)?,
+            None => self.staging.create_single(at)?,
+        };
+        let written = write_payloads(&file, &payloads, self.source, self.threads, None)?;
+        for (piece, written) in pieces.iter().zip(&written) {
+            sums.entry(piece.fqn).or_default().add(written.sum);
+        }
+        let header = header(&texts(sums)?, pieces)?;
+        file.write_at(0, &header)?;
+        file.finish()?;
+        let mut integrity = FileIntegrity::default();
+        integrity.push_bytes(&header);
+        for (payload, written) in payloads.iter().zip(written) {
+            integrity.push(payload.length, payload.block_length(), written.hashes);
+        }
+        Ok(integrity)
     }
-    Ok(integrity)
+}
+
+/// Deals tensors out to files of at most this many bytes of tensors, in order; a larger one gets a file of its own.
+pub(super) fn files_of<'a>(pieces: impl IntoIterator<Item = Piece<'a>>, max_file_bytes: u64) -> Vec<Vec<Piece<'a>>> {
+    let mut files: Vec<Vec<Piece<'a>>> = vec![Vec::new()];
+    let mut filled = 0u64;
+    for piece in pieces {
+        let length = piece.bytes();
+        if filled > 0 && filled.saturating_add(length) > max_file_bytes {
+            files.push(Vec::new());
+            filled = 0;
+        }
+        filled = filled.saturating_add(length);
+        if let Some(file) = files.last_mut() {
+            file.push(piece);
+        }
+    }
+    files
 }
 
 fn with_aside(source: &dyn Checkpoint, file: Option<String>) -> Converted {
@@ -216,14 +254,14 @@ pub(crate) fn write_file(
         Ok(texts)
     };
     let mut sums = Sums::new();
-    write_one(&staging, None, &texts, &pieces, &streamed, &mut sums)?;
+    Files::new(&staging, &streamed).write(None, &texts, &pieces, &mut sums)?;
     check_copy(staging.target(), source.digests(), &digests(&streamed, &aside, &sums))?;
     commit_file(staging, Some(Sidecar { name: &values_name, pending_name: &pending_name, bytes: bytes.as_deref() }))?;
     Ok(with_aside(source, bytes.map(|_| values_name)))
 }
 
 /// Ends a directory: values, integrity, commit.
-fn finish(
+pub(super) fn finish(
     source: &dyn Checkpoint,
     staging: Staging,
     mut integrity: Integrity,
@@ -259,27 +297,15 @@ pub(crate) fn write_directory(
     let (bytes, inside) = aside.encode()?;
     let pieces = whole_tensors(source, &inside)?;
     let streamed = Streamed { source, options, extra: inside.clone() };
-    let mut files: Vec<Vec<Piece<'_>>> = vec![Vec::new()];
-    let (mut filled, mut total) = (0u64, 0u64);
-    for piece in pieces {
-        let length = piece.bytes();
-        if filled > 0 && filled.saturating_add(length) > max_file_bytes {
-            files.push(Vec::new());
-            filled = 0;
-        }
-        filled = filled.saturating_add(length);
-        total = total.saturating_add(length);
-        if let Some(file) = files.last_mut() {
-            file.push(piece);
-        }
-    }
+    let total = pieces.iter().fold(0u64, |total, piece| total.saturating_add(piece.bytes()));
+    let files = files_of(pieces, max_file_bytes);
     let mut integrity = Integrity { files: extra.copy(&staging)?, ..Integrity::default() };
     let mut sums = Sums::new();
     let mut weight_map = serde_json::Map::new();
     for (index, file) in files.iter().enumerate() {
         let name = format!("model-{:05}-of-{:05}.safetensors", index + 1, files.len());
         let texts = |_: &Sums<'_>| Ok(aside.texts(index == 0));
-        let written = write_one(&staging, Some(&name), &texts, file, &streamed, &mut sums)?;
+        let written = Files::new(&staging, &streamed).write(Some(&name), &texts, file, &mut sums)?;
         integrity.files.insert(name.clone(), written);
         weight_map.extend(file.iter().map(|piece| (piece.fqn.to_owned(), name.clone().into())));
     }
@@ -337,7 +363,7 @@ pub(crate) fn write_shards(
         ]);
         let name = shard_name(rank);
         let texts = |_: &Sums<'_>| Ok(metadata.clone());
-        let written = write_one(&staging, Some(&name), &texts, &pieces, &streamed, &mut sums)?;
+        let written = Files::new(&staging, &streamed).write(Some(&name), &texts, &pieces, &mut sums)?;
         integrity.files.insert(name.clone(), written);
     }
     let small = bytes.map(|bytes| (VALUES_FILE.to_owned(), bytes)).into_iter().collect();

@@ -161,6 +161,19 @@ fn json_of_numbers_takes_no_more_than_its_file_and_a_little() {
     let index = format!(r#"{{"weight_map":{{{}"b":"m.safetensors"}}}}"#, r#""b":"m","#.repeat(2 << 20)).into_bytes();
     let error = error_of(&[("model.safetensors.index.json", index), ("m.safetensors", safetensors(1))]);
     assert!(error.contains("memory for the index"), "{error}");
+    // In the note of a tensor-parallel rank: a range for each element.
+    let count = 150_000;
+    let ranges: Vec<String> = (0..count).map(|at| format!("[{at},{}]", at + 1)).collect();
+    let cut = format!(r#"{{"how":"","shape":[{count}],"dim":0,"ranges":[{}]}}"#, ranges.join(","));
+    let note = format!(r#"{{"rank":0,"files":[1],"tensors":{{"b":{cut}}}}}"#);
+    let header = serde_json::json!({
+        "__metadata__": { "fsdp.tensor_parallel": note },
+        "b": { "dtype": "U8", "shape": [count], "data_offsets": [0, count] },
+    });
+    let header = header.to_string();
+    let file = [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &vec![0; count]].concat();
+    let error = error_of(&[("model-rank-0-part-0.safetensors", file)]);
+    assert!(error.contains("memory for parts of tensors"), "{error}");
 }
 
 /// A file that takes no space on the disk must not take its length in memory.

@@ -12,7 +12,7 @@ use fsdp_dcp::internals::INTEGRITY_FILE;
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::verify::{Level, add_integrity, verify};
 
-use crate::{bounded, fixtures};
+use crate::{bounded, fixtures, write_parts};
 
 /// A generator of numbers that are the same in each run.
 struct Numbers(u64);
@@ -87,7 +87,10 @@ fn written(parent: &Path) -> Vec<(PathBuf, bool)> {
         let _ = std::fs::remove_file(place.join(INTEGRITY_FILE));
         (place, has_checksums)
     });
-    written.to_vec()
+    let parts = parent.join("of-parts").join("parts");
+    write_parts(&*source, &parts);
+    std::fs::remove_file(parts.join(INTEGRITY_FILE)).unwrap();
+    [&written[..], &[(parts, false)]].concat()
 }
 
 /// Returns all files of a checkpoint that is here: of one that is a file, those beside it too.

@@ -13,7 +13,7 @@ use fsdp_dcp::verify::{Level, add_integrity, verify};
 use fsdp_layout::{DType, PlainValue};
 
 use crate::state::{State, save};
-use crate::{bounded, fixtures};
+use crate::{bounded, fixtures, write_parts};
 
 /// Writes a small tensor and a value, saved by two ranks.
 fn small(target: &Path) {
@@ -151,7 +151,12 @@ fn other_formats(parent: &Path) -> Vec<PathBuf> {
         }
         place
     });
-    made.collect()
+    let mut made: Vec<PathBuf> = made.collect();
+    let parts = parent.join("parts").join("parts");
+    write_parts(&*source, &parts);
+    std::fs::remove_file(parts.join(INTEGRITY_FILE)).unwrap();
+    made.push(parts);
+    made
 }
 
 /// Opens a checkpoint of any format, reads and verifies all of it, and returns `true` if nothing is wrong.

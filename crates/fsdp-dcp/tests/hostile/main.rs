@@ -19,6 +19,9 @@ mod targets;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
+use fsdp_dcp::checkpoint::Checkpoint;
+use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
+use fsdp_dcp::tensor_parallel::{Plan, Rules};
 use fsdp_tests::counting_allocator::{CountingAllocator, live_bytes, peak_bytes, reset_peak};
 
 #[global_allocator]
@@ -29,6 +32,26 @@ const LIMIT: usize = 64 << 20;
 
 fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures")
+}
+
+/// Writes the parts of two tensor-parallel ranks: halves of what has an even size, and copies of the rest.
+fn write_parts(source: &dyn Checkpoint, to: &Path) {
+    let rules = source.metadata().tensors().map(|(fqn, tensor)| {
+        let how = match tensor.shape[..] {
+            [rows, _] if rows.is_multiple_of(4) => "packed_colwise",
+            [rows] | [rows, _] if rows.is_multiple_of(2) => "colwise",
+            [_, columns] if columns.is_multiple_of(2) => "rowwise",
+            _ => "replicate",
+        };
+        format!("{fqn}={how}")
+    });
+    // A key may be the end of another one: the longer goes first.
+    let mut rules: Vec<String> = rules.collect();
+    rules.sort_by_key(|rule| std::cmp::Reverse(rule.len()));
+    let rules = Rules::new(&rules, [].into()).unwrap();
+    let plan = Plan::new(source.metadata(), &rules, 2).unwrap();
+    let options = ConvertOptions { tensor_parallel: Some(&plan), ..ConvertOptions::default() };
+    convert(source, to, OutputFormat::SafetensorsDirectory { max_file_bytes: 1000 }, options).unwrap();
 }
 
 /// Runs a case, and asserts on the memory that it took.

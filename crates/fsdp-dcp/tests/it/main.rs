@@ -19,6 +19,7 @@ mod megatron;
 mod merge;
 mod numpy_gguf;
 mod opaque;
+mod parallel_model;
 mod rank_files;
 #[path = "../common/sample.rs"]
 mod sample;
@@ -27,6 +28,7 @@ mod sidecars;
 #[path = "../common/state.rs"]
 mod state;
 mod structure;
+mod tensor_parallel;
 mod truth;
 mod verify;
 mod weights;

@@ -1,0 +1,64 @@
+//! The errors of rules and plans.
+
+use thiserror::Error;
+
+/// A checkpoint that cannot be cut over tensor-parallel ranks as asked.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum TensorParallelError {
+    /// A text that is no rule.
+    #[error("`{text}` is no rule for tensor-parallel ranks: {reason}")]
+    Rule {
+        /// The text.
+        text: String,
+        /// The reason.
+        reason: String,
+    },
+    /// A rule that matches no tensor, which is likely a mistake.
+    #[error("the rule `{rule}` for tensor-parallel ranks matches no tensor")]
+    Unused {
+        /// The rule.
+        rule: String,
+    },
+    /// A rule that needs a number which is not given.
+    #[error("the rule `{rule}` for `{fqn}` needs a number that is not given: `{name}`")]
+    NoValue {
+        /// The rule.
+        rule: String,
+        /// The key of the tensor.
+        fqn: String,
+        /// The name of the number.
+        name: String,
+    },
+    /// Tensors that no rule matches. They are not taken to be whole on every rank: the model would compute something else.
+    #[error("no rule says how `{fqn}` of shape {shape:?} is cut over tensor-parallel ranks{}", and_more(.more))]
+    Unknown {
+        /// The key of the first one.
+        fqn: String,
+        /// Its shape.
+        shape: Vec<usize>,
+        /// The number of the others.
+        more: usize,
+    },
+    /// A tensor that a rule matches, but that cannot be cut so by its shape or for the number of ranks.
+    #[error("`{fqn}` of shape {shape:?} cannot be cut over {ranks} tensor-parallel ranks by `{rule}`: {reason}")]
+    Tensor {
+        /// The key.
+        fqn: String,
+        /// The shape.
+        shape: Vec<usize>,
+        /// The number of ranks.
+        ranks: usize,
+        /// The rule.
+        rule: String,
+        /// The reason.
+        reason: String,
+    },
+}
+
+fn and_more(more: &usize) -> String {
+    match more {
+        0 => String::new(),
+        more => format!(", nor {more} others"),
+    }
+}

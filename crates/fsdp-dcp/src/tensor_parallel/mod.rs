@@ -1,0 +1,38 @@
+//! The parts of a model that tensor-parallel ranks hold: who gets which ranges of which tensor. Arithmetic only.
+//!
+//! [`Rules`] say by a tensor's key how it is cut; a [`Plan`] applies them to a checkpoint for a number of ranks, and refuses
+//! one that they do not fit. The words are those of the tensor-parallel plans of `transformers`:
+//!
+//! | rule | what a rank holds of `weight`, which is `[out, in]` | of `bias` |
+//! |---|---|---|
+//! | `colwise` | its rows | its part |
+//! | `rowwise` | its columns | all |
+//! | `packed_colwise` | its rows of the first half, then of the second | the same |
+//! | `colwise(heads)` | the rows of its heads | its part |
+//! | `colwise(heads, kv_heads, kv_heads)` | the rows of its heads of queries, then of keys, then of values | the same |
+//! | `conv1d_colwise`, `conv1d_rowwise` | the same of `[in, out]`, which GPT-2 has | the same |
+//! | `vocab` | its rows; the last ranks have fewer, or none | its part |
+//! | `replicate` | all | all |
+//!
+//! `kv_heads` may be fewer than the ranks: each of these heads is then on several ranks, one after the other.
+//!
+//! ```
+//! use fsdp_dcp::checkpoint::open;
+//! use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
+//! use fsdp_dcp::tensor_parallel::{Plan, Rules};
+//! # fn run() -> Result<(), Box<dyn std::error::Error>> {
+//! let source = open("Llama-3-8B", Default::default())?;
+//! let rules = Rules::new(&[], [("heads".to_owned(), 32), ("kv_heads".to_owned(), 8)].into())?;
+//! let plan = Plan::new(source.metadata(), &rules, 4)?;
+//! let options = ConvertOptions { tensor_parallel: Some(&plan), ..ConvertOptions::default() };
+//! convert(&*source, "for-4-ranks", OutputFormat::SafetensorsDirectory { max_file_bytes: 5_000_000_000 }, options)?;
+//! # Ok(()) }
+//! ```
+
+mod error;
+mod plan;
+mod rule;
+
+pub use self::error::TensorParallelError;
+pub use self::plan::{Cut, Plan, Slice, SliceRange};
+pub use self::rule::Rules;

@@ -1,0 +1,242 @@
+//! Rules: which tensors are cut in which way.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use super::error::TensorParallelError;
+
+/// The rules of models that Hugging Face's libraries know: Llama, Mistral, Qwen, Gemma, Phi, Mixtral, GPT-NeoX, GPT-2 and others that
+/// name their layers alike. The first one that fits a tensor counts.
+const BUILTIN: &str = "\
+embed_tokens = vocab
+lm_head = vocab
+self_attn.q_proj = colwise(heads)
+self_attn.k_proj = colwise(kv_heads)
+self_attn.v_proj = colwise(kv_heads)
+self_attn.qkv_proj = colwise(heads, kv_heads, kv_heads)
+self_attn.o_proj = rowwise(heads)
+self_attn.dense = rowwise(heads)
+rotary_emb.inv_freq = replicate
+gate_proj = colwise
+up_proj = colwise
+gate_up_proj = packed_colwise
+down_proj = rowwise
+mlp.fc1 = colwise
+mlp.fc2 = rowwise
+layers.*.mlp.c_fc = colwise
+layers.*.mlp.c_proj = rowwise
+block_sparse_moe.experts.*.w1 = colwise
+block_sparse_moe.experts.*.w2 = rowwise
+block_sparse_moe.experts.*.w3 = colwise
+block_sparse_moe.gate = replicate
+mlp.gate = replicate
+mlp.shared_expert_gate = replicate
+embed_in = vocab
+embed_out = vocab
+attention.query_key_value = colwise(heads)
+attention.dense = rowwise
+attention.bias = replicate
+attention.masked_bias = replicate
+mlp.dense_h_to_4h = colwise
+mlp.dense_4h_to_h = rowwise
+wte = vocab
+wpe = replicate
+h.*.attn.c_attn = conv1d_colwise(heads, heads, heads)
+h.*.attn.c_proj = conv1d_rowwise(heads)
+h.*.attn.bias = replicate
+h.*.attn.masked_bias = replicate
+h.*.mlp.c_fc = conv1d_colwise
+h.*.mlp.c_proj = conv1d_rowwise
+";
+
+/// The way in which a tensor is cut.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum How {
+    /// Whole on every rank.
+    Replicate,
+    /// By the rows of a vocabulary.
+    Vocab,
+    /// By the outputs of a layer. Each part of them is cut by itself.
+    Outputs { parts: Parts, is_conv1d: bool },
+    /// By the inputs of a layer.
+    Inputs { parts: Parts, is_conv1d: bool },
+}
+
+/// The parts that a dimension is made of.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Parts {
+    /// So many equal parts, each of which is cut anywhere.
+    Equal(usize),
+    /// A part for each of these numbers of heads, all of one size. They are cut between heads.
+    Heads(Vec<Heads>),
+}
+
+/// A number of heads.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Heads {
+    Number(usize),
+    /// A name, whose number is given with the rules.
+    Name(String),
+}
+
+/// The name of the number of heads that may be on several ranks.
+pub(super) const KV_HEADS: &str = "kv_heads";
+
+/// A rule: the tensors that it fits, and how they are cut.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Rule {
+    text: String,
+    /// The last parts of a key. `*` stands for any one.
+    pattern: Vec<String>,
+    pub(super) how: How,
+    pub(super) is_builtin: bool,
+}
+
+/// The rules by which tensors are cut, and the numbers that they name.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rules {
+    rules: Vec<Rule>,
+    values: BTreeMap<String, usize>,
+}
+
+impl Rules {
+    /// Reads rules `PATTERN=HOW`, which go before those that are built in. A pattern is the end of a key, or of one without its
+    /// `.weight` or `.bias`: `self_attn.q_proj`, `layers.*.mixer.in_proj`. `values` has the numbers of the names, such as `heads`.
+    ///
+    /// # Errors
+    /// The first text that is no rule.
+    pub fn new<T: AsRef<str>>(texts: &[T], values: BTreeMap<String, usize>) -> Result<Self, TensorParallelError> {
+        let mut rules = Vec::new();
+        for text in texts {
+            rules.push(Rule::parse(text.as_ref(), false)?);
+        }
+        for text in BUILTIN.lines() {
+            rules.push(Rule::parse(text, true)?);
+        }
+        Ok(Rules { rules, values })
+    }
+
+    /// Returns the first rule that fits a tensor, with its position.
+    pub(super) fn find(&self, fqn: &str) -> Option<(usize, &Rule)> {
+        self.rules.iter().enumerate().find(|(_, rule)| rule.fits(fqn))
+    }
+
+    /// Returns the rules that were given, with their positions.
+    pub(super) fn given(&self) -> impl Iterator<Item = (usize, &Rule)> {
+        self.rules.iter().enumerate().filter(|(_, rule)| !rule.is_builtin)
+    }
+
+    /// Returns the number of a name.
+    pub(super) fn value(&self, name: &str) -> Option<usize> {
+        self.values.get(name).copied()
+    }
+}
+
+impl Rule {
+    fn parse(text: &str, is_builtin: bool) -> Result<Self, TensorParallelError> {
+        let error = |reason: &str| TensorParallelError::Rule { text: text.to_owned(), reason: reason.to_owned() };
+        let (pattern, how) = text.split_once('=').ok_or_else(|| error("it is not PATTERN=HOW"))?;
+        let pattern: Vec<String> = pattern.trim().split('.').map(str::to_owned).collect();
+        if pattern.iter().any(String::is_empty) {
+            return Err(error("a part of the pattern is empty"));
+        }
+        let how = How::parse(how.trim()).map_err(|reason| error(&reason))?;
+        Ok(Rule { text: text.to_owned(), pattern, how, is_builtin })
+    }
+
+    /// Returns `true` if the pattern is the end of a key, or of the name of the layer that a weight or a bias belongs to.
+    fn fits(&self, fqn: &str) -> bool {
+        let layer = fqn.strip_suffix(".weight").or_else(|| fqn.strip_suffix(".bias"));
+        self.is_end_of(fqn) || layer.is_some_and(|layer| self.is_end_of(layer))
+    }
+
+    fn is_end_of(&self, name: &str) -> bool {
+        let mut parts = name.rsplit('.');
+        self.pattern.iter().rev().all(|wanted| parts.next().is_some_and(|part| wanted == "*" || wanted == part))
+    }
+}
+
+impl fmt::Display for Rule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+impl How {
+    fn parse(text: &str) -> Result<Self, String> {
+        let (word, heads) = match text.split_once('(') {
+            None => (text, None),
+            Some((word, rest)) => {
+                let rest = rest.strip_suffix(')').ok_or("`)` is missing")?;
+                (word, Some(rest.split(',').map(Heads::parse).collect::<Result<Vec<_>, _>>()?))
+            }
+        };
+        let is_conv1d = word.starts_with("conv1d_");
+        match (word, heads) {
+            ("replicate", None) => Ok(How::Replicate),
+            ("vocab", None) => Ok(How::Vocab),
+            ("packed_colwise", None) => Ok(How::Outputs { parts: Parts::Equal(2), is_conv1d }),
+            ("colwise" | "conv1d_colwise", heads) => Ok(How::Outputs { parts: Parts::new(heads), is_conv1d }),
+            ("rowwise" | "conv1d_rowwise", heads) => Ok(How::Inputs { parts: Parts::new(heads), is_conv1d }),
+            ("replicate" | "vocab" | "packed_colwise", Some(_)) => Err(format!("`{word}` has no heads")),
+            _ => Err(format!(
+                "`{word}` is none of colwise, rowwise, packed_colwise, conv1d_colwise, conv1d_rowwise, vocab, replicate"
+            )),
+        }
+    }
+}
+
+impl Parts {
+    fn new(heads: Option<Vec<Heads>>) -> Self {
+        heads.map_or(Parts::Equal(1), Parts::Heads)
+    }
+}
+
+impl Heads {
+    fn parse(text: &str) -> Result<Self, String> {
+        let text = text.trim();
+        match text.parse() {
+            Ok(0) => Err("there are no 0 heads".to_owned()),
+            Ok(number) => Ok(Heads::Number(number)),
+            Err(_) if !text.is_empty() && text.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') => {
+                Ok(Heads::Name(text.to_owned()))
+            }
+            Err(_) => Err(format!("`{text}` is neither a number nor a name")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn patterns_are_ends_of_keys_at_dots() {
+        let rule = Rule::parse("layers.*.q = colwise", false).unwrap();
+        assert!(rule.fits("model.layers.3.q.weight") && rule.fits("layers.3.q.bias") && rule.fits("layers.3.q"));
+        for other in
+            ["layers.3.q.scale", "layers.3.4.q.weight", "layers.q.weight", "layers.3.xq.weight", "mylayers.3.q"]
+        {
+            assert!(!rule.fits(other), "{other}");
+        }
+        assert!(Rule::parse("a.weight=replicate", false).unwrap().fits("x.a.weight"));
+    }
+
+    #[test]
+    fn what_is_no_rule_is_refused() {
+        for bad in ["a", "a=", "=colwise", "a..b=colwise", "a=columns", "a=colwise(", "a=colwise()", "a=colwise(0)"] {
+            assert!(Rules::new(&[bad], BTreeMap::new()).is_err(), "{bad}");
+        }
+        for bad in ["a=vocab(2)", "a=replicate(heads)", "a=packed_colwise(heads)", "a=colwise(a b)", "a=colwise(heads"]
+        {
+            assert!(Rules::new(&[bad], BTreeMap::new()).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn rules_that_are_given_go_before_those_that_are_built_in() {
+        let rules = Rules::new(&["q_proj = replicate"], BTreeMap::new()).unwrap();
+        assert_eq!(rules.find("model.layers.0.self_attn.q_proj.weight").unwrap().1.how, How::Replicate);
+        assert_ne!(rules.find("model.layers.0.self_attn.k_proj.weight").unwrap().1.how, How::Replicate);
+    }
+}
