@@ -56,7 +56,7 @@ impl<'a> Candidates<'a> {
     /// Opens the newest checkpoint that is not known to be damaged.
     ///
     /// # Errors
-    /// There is none; with `--resume=strict`, the newest is damaged.
+    /// There is no such checkpoint; with `--resume=strict`, the newest checkpoint is damaged.
     pub(super) fn open_newest(&mut self) -> Result<Resume> {
         loop {
             let Some(path) = self.left()?.pop() else {

@@ -5,8 +5,8 @@
 //! common.pt     Megatron-core: arguments, iteration, the groups of the optimizer
 //! ```
 //!
-//! Both frameworks put what is in them at the top of the state dict that they load, beside what the directory holds. So
-//! their keys are at the top here too.
+//! Both frameworks put their contents at the top level of the state dict that they load, beside the keys of the
+//! directory. So their keys are at the top level here too.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -115,7 +115,7 @@ fn is_there(directory: &CheckedDirectory, name: &str) -> Result<bool, FileError>
     Ok(start.starts_with(b"PK") || start == legacy::START)
 }
 
-/// Opens one such file. One that cannot be told by keys of its own is an opaque value under its name.
+/// Opens one such file. A file that cannot be read as separate keys becomes one opaque value under its file name.
 fn open_sidecar(
     location: &Location,
     name: &str,

@@ -74,7 +74,7 @@ impl LoraConfig {
     /// Reads the settings in an adapter's directory.
     ///
     /// # Errors
-    /// There are none, or they are no LoRA's.
+    /// There are no settings, or they are not those of a LoRA adapter.
     pub fn read(adapter: impl Into<Location>) -> Result<Self, FileError> {
         let directory = CheckedDirectory::open(&adapter.into(), false, Links::Follow)?;
         let bytes = directory.read_small(CONFIG, MAX_CONFIG_BYTES)?;
@@ -139,8 +139,8 @@ pub struct Lora<'a> {
     /// The base, and the adapter.
     seen: Seen<'a>,
     updates: IndexMap<String, Update>,
-    /// The adapter's keys of the tensors that replace one of the base, by the key in the base. A weight that is replaced and
-    /// updated gets its update after it is replaced.
+    /// The adapter's keys of tensors that replace tensors of the base, by the key in the base. If a weight is both
+    /// replaced and updated, the update is added to the replacement.
     replaced: HashMap<String, String>,
 }
 
@@ -154,8 +154,8 @@ impl<'a> Lora<'a> {
     /// Merges an adapter into its base.
     ///
     /// # Errors
-    /// Keys of the adapter that the base does not have, shapes that do not fit, and kinds of adapters that are not supported:
-    /// biases of the factors, convolutions, magnitudes.
+    /// Keys of the adapter that the base does not have, shapes that do not fit, and unsupported adapters: with
+    /// `lora_bias`, convolutions, or DoRA.
     pub fn new(base: &'a dyn Checkpoint, adapter: &'a dyn Checkpoint, config: &LoraConfig) -> Result<Self, FileError> {
         let mut metadata = base.metadata().clone();
         metadata.replicas.clear();

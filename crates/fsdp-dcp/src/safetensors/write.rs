@@ -22,7 +22,7 @@ use crate::storage::Staging;
 use crate::storage::integrity::{FileIntegrity, INTEGRITY_FILE, Integrity};
 use crate::storage::sidecar::Sidecar;
 
-/// A tensor of the file to be: its key, type, and the box of it that the file holds.
+/// A tensor of the file to be written: its key, its dtype, and the box of it that the file holds.
 struct Piece<'a> {
     fqn: &'a str,
     dtype: DType,
@@ -39,7 +39,7 @@ impl Piece<'_> {
 /// The tensors that were inside values, by the keys that they get.
 type Inside<'a> = IndexMap<String, &'a PlainTensor>;
 
-/// The values that safetensors cannot hold, and the places of keys that these do not tell.
+/// The values that safetensors cannot hold, and the paths of keys that cannot be told from the flat keys.
 struct Aside {
     values: IndexMap<String, PlainValue>,
     paths: Option<String>,
@@ -101,7 +101,7 @@ type Sums<'a> = IndexMap<&'a str, Sum>;
 /// The texts of a file's header, made from the sums over its tensors.
 type Texts<'t, 'a> = dyn Fn(&Sums<'a>) -> Result<IndexMap<String, String>, FileError> + 't;
 
-/// Encodes the header of a file, which tells where everything lies. Digests are tied to it.
+/// Encodes the header of a file, with the places of all tensors. Recorded digests are tied to this header.
 fn header(texts: &IndexMap<String, String>, pieces: &[Piece<'_>]) -> Result<Vec<u8>, FileError> {
     if !texts.contains_key(DIGESTS) {
         return encode_header(texts, pieces);
@@ -149,8 +149,8 @@ fn places(streamed: &Streamed<'_>, pieces: &[Piece<'_>]) -> Result<Vec<Option<Bo
     pieces.iter().map(place).collect()
 }
 
-/// Writes one safetensors file of a checkpoint, or the one that is the checkpoint, and adds to the sums over its tensors.
-/// `texts` makes the texts of its header, once the sums are known: they must have the lengths that they have without.
+/// Writes one safetensors file of a checkpoint, and adds to the sums over its tensors. `texts` makes the texts of the
+/// header. It is called again once the sums are known, and must then return texts of the same lengths.
 fn write_one<'a>(
     staging: &Staging,
     name: Option<&str>,

@@ -44,7 +44,7 @@ pub(crate) enum Leaf {
 }
 
 impl FlatFile {
-    /// Reads a file: its pickle and the values in it. Tensors are only found.
+    /// Reads a file: its pickle and the values in it. Tensors are located, but not read.
     pub(crate) fn read(file: &dyn ReadAt) -> Result<Self, FormatError> {
         let (pickle, storages) = read_pickle(file)?;
         let parsed = parse(&pickle)?;
@@ -105,7 +105,7 @@ struct Flattener<'p, 'a> {
 }
 
 impl Flattener<'_, '_> {
-    /// Adds what lies below a node, whose place in the state dict is `path`.
+    /// Adds everything below a node, whose path in the state dict is `path`.
     fn flatten(&mut self, id: NodeId, path: &KeyPath) -> Result<Structure, FormatError> {
         let p = self.pickle;
         self.walk.enter(p, id)?;
@@ -161,7 +161,7 @@ impl Flattener<'_, '_> {
                 return Ok(Leaf::Sharded(sharded));
             }
             Ok(None) => {}
-            // It is sound, but nothing here can read it.
+            // The value is valid, but it is opaque.
             Err(FormatError::Unsupported { what }) => {
                 let description = PlainValue::Str(what.clone());
                 return Ok(Leaf::Value(Held::Opaque(what, description)));
@@ -186,7 +186,7 @@ impl Flattener<'_, '_> {
             Ok(value) => Ok(Leaf::Value(Held::Plain(value))),
             Err(FormatError::Pickle(error)) => {
                 let Some(of) = opaque_type(&error) else { return Err(error.into()) };
-                // It is described now, since the pickle is not kept.
+                // Describe the opaque value now, because the pickle is not kept.
                 let description = convert(p, id, &mut aside, &mut load)?;
                 self.walk.resume(aside);
                 Ok(Leaf::Value(Held::Opaque(of, description)))
@@ -221,7 +221,7 @@ impl Flattener<'_, '_> {
         Ok(found)
     }
 
-    /// Returns `true` if a tensor lies anywhere below, with a dict on the way to it.
+    /// Returns `true` if there is a tensor anywhere below the node, inside a dict.
     fn has_tensors_in_dicts(&mut self, id: NodeId, in_dict: bool) -> Result<bool, FormatError> {
         let p = self.pickle;
         self.walk.enter(p, id)?;

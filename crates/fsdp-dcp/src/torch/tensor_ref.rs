@@ -108,8 +108,8 @@ fn rebuilt(p: &Pickle<'_>, at: NodeId, function: Global, args: &[NodeId]) -> Res
     tensor(p, at, args, dtype).map(Some)
 }
 
-/// Refuses, as opaque, a tensor whose elements are not those of its storage: torch puts conjugation and negation off until
-/// they are needed, and saves only that they are pending.
+/// Refuses, as opaque, a tensor with a pending conjugation or negation. torch applies these only when they are needed,
+/// and saves just a flag, so the elements in the storage are not those of the tensor.
 fn check_resolved(p: &Pickle<'_>, metadata: NodeId) -> Result<(), PickleError> {
     let Node::Dict(metadata) = p.node(metadata) else { return Ok(()) };
     for &(key, value) in metadata {
@@ -188,7 +188,7 @@ pub(crate) fn check_writable(dtype: DType) -> Result<(), FormatError> {
     }
 }
 
-/// Writes the pickle of a row-major tensor whose bytes are all of storage `key`.
+/// Writes the pickle of a row-major tensor whose bytes are the whole storage `key`.
 pub(crate) fn write_tensor(out: &mut Vec<u8>, key: usize, dtype: DType, shape: &[usize]) {
     let numel: u64 = shape.iter().map(|&size| size as u64).product();
     let class = storage_class(dtype);

@@ -188,10 +188,10 @@ impl Withheld {
         *gives = Some(sender);
     }
 
-    /// Waits until readers wait.
+    /// Waits until the thread holds all locks, so that from now on readers wait.
     ///
     /// # Errors
-    /// A tensor on a device that this build does not know, and the errors of a GPU's driver. Then no reader waits.
+    /// A tensor on a device that this build does not support, and the errors of a GPU's driver. Then readers do not wait.
     pub fn wait(&self) -> Result<(), FlatError> {
         let mut state = self.shared.wait_while(|state| matches!(state, State::Asked));
         match &mut *state {
@@ -267,7 +267,7 @@ impl Drop for Withheld {
         self.let_go();
         drop(self.requests.take());
         if let Some(thread) = self.thread.take() {
-            // A panic of the thread has let its readers go on, and there is nobody else to tell.
+            // If the thread panicked, its readers have continued, and there is nobody to report it to.
             let _ = thread.join();
         }
     }
