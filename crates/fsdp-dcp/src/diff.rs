@@ -312,7 +312,7 @@ fn tensors(
                 for (index, ((bits_a, bits_b), (a, b))) in pairs.enumerate() {
                     // NaN against a number is infinitely far; a NaN with other bits differs only bit for bit.
                     let exact = tolerance == Tolerance::default();
-                    // Nothing is near an infinity but itself.
+                    // An infinity is close only to itself.
                     let is_finite = a.is_finite() && b.is_finite();
                     let allowed = if is_finite { tolerance.absolute + tolerance.relative * b.abs() } else { 0.0 };
                     let far = if a.is_nan() || b.is_nan() {

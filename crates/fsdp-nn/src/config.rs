@@ -106,9 +106,10 @@ impl FsdpConfig {
     /// explicit units stay in their unit.
     ///
     /// A unit is gathered when the forward or the backward reads the first of its parameters, and released when it
-    /// reads one of another unit, unless one operation reads both. This is detected by the locks of candle's storages, so it works with any model: see
-    /// [`Withheld`](fsdp_flat::storage::Withheld). It takes one thread per unit, which mostly sleeps. The backward must
-    /// be [`FullyShardedDataParallel::backward`](crate::FullyShardedDataParallel::backward).
+    /// reads one of another unit, unless one operation reads both. This is detected by the locks of candle's storages,
+    /// so it works with any model: see [`Withheld`](fsdp_flat::storage::Withheld). It takes one thread per unit, which
+    /// mostly sleeps. The backward must be
+    /// [`FullyShardedDataParallel::backward`](crate::FullyShardedDataParallel::backward).
     ///
     /// ```
     /// use fsdp_nn::FsdpConfig;

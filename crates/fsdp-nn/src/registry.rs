@@ -188,7 +188,8 @@ impl Registry {
         self.open.pop();
     }
 
-    /// Records a tie.
+    /// Records that the parameter `alias` shares the values of `fqn`. The first alias that is tied to two names is kept
+    /// as an error.
     pub(crate) fn tie(&mut self, alias: String, fqn: &str) {
         if alias == fqn {
             self.announced.insert(alias);

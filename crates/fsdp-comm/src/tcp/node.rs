@@ -128,6 +128,7 @@ impl Inbox {
         self.changed.notify_all();
     }
 
+    /// Records that the connection to the rank `from` ended with this error, and wakes all who wait for that rank.
     fn lose(&self, from: usize, error: &io::Error) {
         let reason = match error.kind() {
             io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {

@@ -15,7 +15,8 @@ pub struct Slot<'d> {
     pub bytes: &'d mut [u8],
     /// The sum over the elements that were filled so far, if a digest is wanted.
     pub(crate) digest: Option<SlotDigest>,
-    /// `true` if the digest of the whole tensor is compared in the end: the hashes of the same bytes need not be checked then.
+    /// `true` if the digest of the whole tensor will be compared after the read, so that the hashes of its bytes need
+    /// not be checked.
     pub(crate) is_compared: bool,
 }
 

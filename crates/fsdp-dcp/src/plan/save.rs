@@ -106,8 +106,8 @@ pub fn plan_offers(
     plan_checked(schemas, offers, of_ranks, options, &|shape, boxes| validate_cover(shape, boxes.iter().copied()))
 }
 
-/// Makes the plan of one rank that saves what it holds by itself: a part of a checkpoint, of which other ranks may save the
-/// rest. Everything is as in [`plan_save`] but that boxes need not cover their tensors.
+/// Makes the plan of one rank that saves what it holds as a part of a checkpoint; other ranks save the rest. This is
+/// [`plan_save`] for one rank, except that the boxes need not cover their tensors.
 pub fn plan_part(plan: &LocalPlan) -> Result<GlobalPlan, SavePlanError> {
     let offer = Offer { schema: 0, boxes: plan.held_boxes() };
     plan_checked(&[plan.schema()], vec![offer], &[0], PlanOptions::default(), &|shape, boxes| {
@@ -115,10 +115,10 @@ pub fn plan_part(plan: &LocalPlan) -> Result<GlobalPlan, SavePlanError> {
     })
 }
 
-/// A check of the boxes of a tensor of a shape.
+/// A check of the boxes of a tensor of the given shape.
 type CheckBoxes<'c> = &'c dyn Fn(&[usize], &[&TensorBox]) -> Result<(), ChunkError>;
 
-/// Makes the plan of [`plan_offers`], in which `check` looks at the boxes of each tensor.
+/// Makes the plan of [`plan_offers`], with `check` applied to the boxes of each tensor.
 fn plan_checked(
     schemas: &[PlanSchema],
     offers: Vec<Offer>,

@@ -59,7 +59,7 @@ impl FlatFile {
         Ok(FlatFile { found, structure, storages: Arc::new(storages) })
     }
 
-    /// Returns the keys of the tensors that torch would give a class or attributes of their own.
+    /// Returns the keys of the tensors that have a class or attributes of their own in Python, which are not kept.
     pub(crate) fn tensors_without_attributes(&self) -> impl Iterator<Item = &str> {
         let loses = |leaf: &Leaf| matches!(leaf, Leaf::Tensor(tensor, _) if tensor.loses_attributes);
         self.found.iter().filter(move |(_, (_, leaf))| loses(leaf)).map(|(fqn, _)| fqn.as_str())
@@ -259,11 +259,11 @@ fn is_module(p: &Pickle<'_>, object: &OpaqueNode<'_>) -> bool {
     MODULE_PARTS.iter().all(|part| has(part))
 }
 
-/// The attribute of a module that names the buffers which its state dict leaves out.
+/// The attribute of a module with the names of the buffers that its state dict leaves out.
 const NOT_PERSISTENT: &str = "_non_persistent_buffers_set";
 
-/// Returns the parameters, buffers and modules of a module, by their names; those that are `None` are left out, as are buffers
-/// that are no part of its state dict.
+/// Returns the parameters, buffers and submodules of a module by name, without those that are `None` and without
+/// non-persistent buffers.
 fn module_parts(p: &Pickle<'_>, object: &OpaqueNode<'_>) -> Vec<(NodeId, NodeId)> {
     let attributes = object.state.and_then(|state| p.dict(state).ok()).unwrap_or_default();
     let is_part = |key: &NodeId| p.str(*key).is_ok_and(|key| MODULE_PARTS.contains(&key));

@@ -87,7 +87,7 @@ impl<'a> Pickled<'a> {
         Ok(())
     }
 
-    /// Writes the items of a module as those of its state dict, whose keys are the paths below it.
+    /// Writes the items of a module as those of its state dict: each key is the path of an item below the module.
     fn put_module(
         &mut self,
         prefix: &str,

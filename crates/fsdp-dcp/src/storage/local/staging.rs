@@ -279,7 +279,7 @@ impl Stage for LocalStage {
     }
 
     fn check_files(&self, _: &mut dyn Iterator<Item = &String>) -> Result<(), FileError> {
-        // A rank that joins either finds this very directory, or fails.
+        // Nothing to check: a rank that joins either finds this same directory, or fails.
         Ok(())
     }
 
