@@ -113,6 +113,8 @@ pub(crate) fn run(root: &Path, runs: u64, seed: Option<u64>, program: Option<Pat
     Ok(())
 }
 
+/// Starts a run, kills or freezes a random rank at a random moment, and checks what follows: the survivors must end in
+/// time with exit code 16, no process may be left behind, and the newest checkpoint must be whole and resumable.
 fn once(program: &Path, seed: u64) -> Result<Outcome> {
     let mut random = StdRng::seed_from_u64(seed);
     let dir = tempfile::tempdir()?;

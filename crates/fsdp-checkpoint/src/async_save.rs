@@ -32,10 +32,10 @@ pub struct AsyncSaver {
 }
 
 impl AsyncSaver {
-    /// Makes a saver for the ranks of `group`. Collective: it makes a group for itself.
+    /// Makes a saver for the ranks of `group`. Collective: creates a separate process group for saves.
     ///
     /// # Errors
-    /// The collective's, and threads that cannot be started.
+    /// The errors of that collective; threads that cannot be started.
     pub fn new(group: &ProcessGroup) -> Result<Self, CheckpointError> {
         let ranks: Vec<usize> = (0..group.world_size()).collect();
         let runtime = Builder::new_current_thread().max_blocking_threads(1).build();

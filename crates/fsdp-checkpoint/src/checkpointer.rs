@@ -82,8 +82,8 @@ pub struct CheckpointerOptions {
     pub save: SaveOptions,
     /// The options of loads.
     pub load: LoadOptions,
-    /// A directory of each host that outlives the process, a tmpfs: the memory tier, for
-    /// [`Checkpointer::save_to_memory`]. Several runs may share it.
+    /// The directory of the memory tier, to which [`Checkpointer::save_to_memory`] saves: a directory on each host
+    /// whose files outlive the process, usually on a tmpfs. Several runs may share it.
     pub memory_tier: Option<Location>,
 }
 
@@ -227,26 +227,28 @@ impl Checkpointer {
         Ok(stall)
     }
 
-    /// Saves the state of a run to the memory tier ([`CheckpointerOptions::memory_tier`]), which is faster than a checkpoint and
-    /// costs nothing of its storage: the local checkpoints of Orbax's emergency checkpointing. Each rank writes what it holds
-    /// to its host, and another rank's copy with it, on another host where there is one. The newest two steps stay.
+    /// Saves the state of a run to the memory tier ([`CheckpointerOptions::memory_tier`]), like the local checkpoints
+    /// of Orbax's emergency checkpointing. This is faster than a checkpoint and needs none of its storage. Each rank
+    /// writes what it holds to its own host, and another rank keeps a copy, on another host if there is one. The newest
+    /// two steps are kept.
     ///
-    /// The tier survives processes, and the loss of any one rank's files or of any one host, but not of all hosts: save
-    /// checkpoints too, though less often. Collectives: agreements, and an all-to-all for each 8 MiB of the largest part.
+    /// The tier survives the end of the processes, and the loss of any one rank's files or of any one host, but not the
+    /// loss of all hosts. So save checkpoints too, though less often. Collectives: agreements, object all-gathers, and
+    /// an all-to-all for each 8 MiB of the largest part.
     ///
     /// # Errors
-    /// The same on every rank: state that cannot be saved, no memory tier, one that is full. The newest whole step stays.
+    /// The same on every rank: state that cannot be saved, no memory tier, a full one. The newest whole step is kept.
     pub fn save_to_memory(&mut self, step: u64, run: &impl Stateful) -> Result<SaveReport, CheckpointError> {
         let state = run.state_dict();
         self.tier()?.save(step, state, &self.options.save)
     }
 
-    /// Returns the newest step of the memory tier that every rank can load, if it is newer than the newest checkpoint of the run.
-    /// It is an ordinary checkpoint, on each host its own. [`Checkpointer::load_latest`] takes it by itself.
+    /// Returns the newest whole step of the memory tier, if it is newer than the newest checkpoint of the run. It is an
+    /// ordinary checkpoint, and each host has one of its own. [`Checkpointer::load_latest`] calls this.
     ///
-    /// Every copy is checked, and a damaged one is not taken. A step of which parts are missing, or damaged with their copies,
-    /// is passed over with a warning, and removed. With `strict`, it is an error if they are damaged. Collectives: agreements;
-    /// object all-gathers; an all-to-all for each 8 MiB of a part that a host lacks.
+    /// Every copy is checked, and a damaged one is not used. A step that lacks parts, or has parts of which all copies
+    /// are damaged, is skipped with a warning and removed. With `strict`, such damage is an error. Collectives:
+    /// agreements; object all-gathers; an all-to-all for each 8 MiB of a part that a host lacks.
     ///
     /// # Errors
     /// The same on every rank: files that cannot be read or written, [`CheckpointError::DamagedMemory`].
@@ -254,8 +256,8 @@ impl Checkpointer {
         if self.memory.is_none() { Ok(None) } else { self.tier()?.newest(strict) }
     }
 
-    /// Removes the steps of the run from the memory tier, if there is one: for the end of a run, whose last checkpoint is durable.
-    /// Collectives: agreements, and an object all-gather.
+    /// Removes the steps of the run from the memory tier, if there is one. Call it at the end of a run, when the last
+    /// checkpoint is durable. Collectives: agreements, and an object all-gather.
     ///
     /// # Errors
     /// The same on every rank: files that cannot be removed.
@@ -269,8 +271,8 @@ impl Checkpointer {
         Ok(memory.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Removes what a killed run has left of a save to the same place, and returns the place. Collective: one
-    /// agreement.
+    /// Returns the location of a new checkpoint, after removing the staging directories that a killed run left beside
+    /// it. Collective: one agreement.
     fn prepare(&self, name: CheckpointName) -> Result<Location, CheckpointError> {
         let path = self.location(name);
         let cleaned = if self.group.rank() == 0 { clean_stale(&path).map(|_| ()) } else { Ok(()) };
@@ -329,9 +331,9 @@ impl Checkpointer {
         Ok(report)
     }
 
-    /// Loads the newest state of the run, a checkpoint or a step of the memory tier; returns it and the report, or `None` if there
-    /// is none yet. Collectives: one object broadcast, and those of [`Checkpointer::latest_in_memory`] and
-    /// [`Checkpointer::load`].
+    /// Loads the newest state of the run, from a checkpoint or from the memory tier. Returns the checkpoint and the
+    /// report, or `None` if there is none yet. Collectives: one object broadcast, and those of
+    /// [`Checkpointer::latest_in_memory`] and [`Checkpointer::load`].
     ///
     /// # Errors
     /// The same as [`Checkpointer::load`]; a directory that cannot be read.

@@ -39,7 +39,7 @@ pub(crate) struct Comparison<'a> {
 }
 
 impl<'a> Comparison<'a> {
-    /// Begins the comparison with a checkpoint; `None` if it has no digests.
+    /// Begins a comparison with the digests of a checkpoint; returns `None` if it has none.
     pub(crate) fn with(checkpoint: &'a dyn Checkpoint) -> Option<Self> {
         let recorded = checkpoint.digests()?;
         Some(Comparison { path: checkpoint.path(), metadata: checkpoint.metadata(), recorded, parts: Vec::new() })

@@ -71,18 +71,18 @@ pub enum CheckpointError {
         /// The tensors, and the ranks on which they are wrong; at least one.
         tensors: Vec<WrongTensor>,
     },
-    /// A save to the memory tier of a run that has none.
-    #[error("the run has no memory tier: give it a directory")]
+    /// A save to the memory tier, but the run has none.
+    #[error("the run has no memory tier: set `CheckpointerOptions::memory_tier` to a directory")]
     NoMemoryTier,
-    /// A step of the memory tier was completed, and all copies of some parts are damaged now.
-    #[error("step {step} in the memory tier is damaged: no copy of the parts of ranks {ranks:?} is sound")]
+    /// All copies of some parts of a step in the memory tier are damaged.
+    #[error("step {step} in the memory tier is damaged: the parts of ranks {ranks:?} have no undamaged copy")]
     DamagedMemory {
         /// Steps done when it was saved.
         step: u64,
-        /// The ranks that had saved these parts.
+        /// The ranks that saved these parts.
         ranks: Vec<usize>,
     },
-    /// A file of the memory tier holds something else than what is written to it.
+    /// A file with the name of one of the memory tier's has other contents.
     #[error("`{}` is not a file of a memory tier: remove it, or give another directory", path.display())]
     NotAMemoryTier {
         /// The file.

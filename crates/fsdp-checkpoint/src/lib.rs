@@ -9,7 +9,7 @@
 //! | `source` | [`CheckpointSource`]: a checkpoint of any format as the source of a load |
 //! | [`async_save`] | saves in the background |
 //! | `memory_tier` | the newest steps of a run, in the memory of the hosts |
-//! | [`catalog`], `retention` | the checkpoints of a run, and which of them stay |
+//! | [`catalog`], `retention` | the checkpoints of a run, and which of them are kept |
 //!
 //! Every load calls `fsdp_state`'s [`load_state`](fsdp_state::load_state) with a [`CheckpointSource`]. Loads of state
 //! from other ranks use the same function with another source.

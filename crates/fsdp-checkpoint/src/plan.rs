@@ -236,7 +236,7 @@ fn tensor_bytes(metadata: &Metadata) -> u64 {
     chunks.sum()
 }
 
-/// Returns the bytes of tensors that a rank writes.
+/// Returns the number of bytes of tensors that a rank writes.
 fn selected_bytes(plan: &LocalPlan, selection: &Selection) -> u64 {
     let bytes =
         selection.kept.iter().map(|&SelectedItem { item, index, .. }| match &plan.items.get(item as usize)?.content {

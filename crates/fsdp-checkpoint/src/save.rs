@@ -259,8 +259,8 @@ fn from_parent(
     Ok(Some(LastSave { path: path.clone(), written }))
 }
 
-/// Saves what this rank holds as a part of a checkpoint, a DCP directory of its own at `path`. Returns the bytes of tensors. No
-/// communication.
+/// Saves what this rank holds as a part of a checkpoint, in a DCP directory of its own at `path`. Returns the number of
+/// bytes of its tensors. This does not communicate.
 pub(crate) fn save_part(
     path: &Location,
     state: &StateDict,
@@ -270,7 +270,7 @@ pub(crate) fn save_part(
     let (plan, source) = LocalState::new(state, SaveProgress::default())?;
     let GlobalPlan { metadata, selections, .. } = plan_part(&plan).map_err(fsdp_dcp::FileError::from)?;
     let staging = options.durable.prepare(path, false)?;
-    // A digest is one of a whole tensor.
+    // No digests: they are of whole tensors, and this rank has only parts of some.
     let options = WriteOptions { digests: false, ..options.write };
     let selection = selections.into_iter().next().unwrap_or_default();
     let written = write_rank(&staging, rank, &plan, &selection, &source, &options)?;
@@ -279,8 +279,8 @@ pub(crate) fn save_part(
     Ok(bytes)
 }
 
-/// Makes the staging area for a new checkpoint at `path`. Fails early if the commit could not put a directory there, or would
-/// take files of others away with the old one.
+/// Prepares a staging directory for a new checkpoint at `path`. Fails early if the commit could not replace what is at
+/// `path`, or would remove files of other programs with the old checkpoint.
 fn prepare(path: &Location, options: &SaveOptions) -> Result<Staging, CheckpointError> {
     if options.overwrite {
         check_replaceable(path)?;

@@ -70,8 +70,8 @@ impl<'a> CheckpointSource<'a> {
         CheckpointSource { checkpoint, schema: Schema::new(schema), keys, replicas: None }
     }
 
-    /// Leaves out plain values with objects of other programs, which cannot be loaded safely, and returns their keys.
-    /// Values for which `is_state` returns `true` stay.
+    /// Leaves out opaque plain values, which hold objects of other programs and cannot be loaded, and returns their keys.
+    /// Values for which `is_state` returns `true` are kept.
     ///
     /// # Errors
     /// Values that cannot be read for another reason.

@@ -15,7 +15,7 @@ pub(crate) const SPIN_VARIABLE: &str = "CANDLE_BARRIER_POOL_SPIN_LIMIT";
 /// The value of [`SPIN_VARIABLE`] in training: some microseconds, where candle's own takes some hundred.
 pub(crate) const SPINS: u32 = 500;
 
-/// Returns the number of threads that the variables of this process ask for.
+/// Returns the number of threads that the environment variable of this process sets.
 pub(crate) fn asked() -> Option<NonZeroUsize> {
     std::env::var(VARIABLE).ok()?.parse().ok()
 }

@@ -1,4 +1,4 @@
-//! The targets of tracing events: lines on stderr, as `RUST_LOG` asks for (by default the project's own warnings), and spans
+//! The outputs of tracing: events on stderr, selected by `RUST_LOG` (by default the project's own warnings), and spans
 //! in a trace file.
 
 use std::fs::OpenOptions;
@@ -28,7 +28,7 @@ pub(crate) fn start(trace: Option<&Path>) -> Result<Option<FlushGuard>> {
     };
     let is_coloured = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
     let lines = fmt::layer().with_writer(std::io::stderr).with_ansi(is_coloured);
-    // Times and modules are for those who look into a run, not for those who are warned.
+    // Times and modules help to debug a run, but only clutter a plain warning.
     let lines = if is_asked_for { lines.boxed() } else { lines.without_time().with_target(false).boxed() };
     let lines = lines.with_filter(filter);
     let Some(path) = trace else {

@@ -93,7 +93,7 @@ fn read_small(path: &str) -> Result<String, String> {
     fs::read_to_string(path).map_err(|error| error.to_string())
 }
 
-/// Takes the values of names from a model's configuration, if one lies in this directory, or beside this file.
+/// Reads the values of names from a model's `config.json`, if there is one in this directory, or beside this file.
 fn of_config(source: &Location) -> Values {
     let directory = source.local().and_then(|path| if path.is_file() { path.parent() } else { Some(path) });
     let config = directory.map(|path| path.join("config.json"));

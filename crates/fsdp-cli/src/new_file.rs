@@ -7,10 +7,10 @@ use fsdp_dcp::storage::Durable;
 
 use crate::failure::UsageError;
 
-/// Checks that nothing is at `path`, or a file that may be replaced.
+/// Checks that a file can be written to `path`: nothing is there or, with `overwrite`, a file.
 ///
 /// # Errors
-/// Something is there.
+/// Anything else is there.
 pub(crate) fn check_free(path: &Path, overwrite: bool) -> Result<(), UsageError> {
     let Ok(found) = path.symlink_metadata() else { return Ok(()) };
     let path = path.display().to_string();

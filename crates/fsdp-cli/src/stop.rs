@@ -20,7 +20,7 @@ use super::capture;
 pub(crate) struct StopRequest {
     /// The signal that came first; 0 for none.
     signal: Arc<AtomicUsize>,
-    /// `true` once a thread listens for signals: a second thread would take each signal for the second one.
+    /// `true` once a thread listens for signals. Two threads would count every signal twice.
     is_watching: Arc<AtomicBool>,
 }
 
@@ -30,8 +30,8 @@ impl StopRequest {
         StopRequest { signal: capture::stop().unwrap_or_default(), is_watching: Arc::default() }
     }
 
-    /// Notes the first signal from now on, instead of ending the process. A second one ends the process at once. Calling
-    /// this again changes nothing.
+    /// From now on, notes the first signal instead of ending the process. A second signal ends the process at once.
+    /// Calling this again has no effect.
     ///
     /// # Errors
     /// The system does not allow it.

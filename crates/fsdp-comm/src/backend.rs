@@ -143,7 +143,7 @@ pub(crate) enum Destination<'p> {
     /// For each rank, consecutive slices that its bytes fill exactly.
     Copy(Vec<Vec<&'p mut [u8]>>),
     /// A function that takes equally many bytes of all ranks: an offset, and the bytes of each rank there, in rank
-    /// order. It is called for successive blocks, which begin at multiples of 64 bytes at least.
+    /// order. It is called for successive blocks, which begin at multiples of 64 bytes.
     Reduce(Reducer<'p>),
 }
 

@@ -53,7 +53,7 @@ impl ProcessGroup {
             let found = Routes::new(records, self.global_ranks(), &name, &which)?;
             let fits = found.longest_round() <= ROUND_BYTES;
             if fits {
-                // Others may be reading the bytes of this rank already, so they must hear if it cannot go on.
+                // Others may be reading the bytes of this rank already, so they must be told if it cannot continue.
                 found
                     .reserve(rank, self.global_ranks(), &mut received)
                     .map_err(|message| CommError::Aborted { rank: self.global_ranks()[rank], message })?;

@@ -1,4 +1,5 @@
-//! The record that each rank shows to all others in a round: its call, its fault, and its payload if that is small.
+//! The record that each rank sends to all others in a round: its call, its error if it has one, and its payload if that
+//! is small.
 
 use std::fmt;
 
@@ -149,7 +150,7 @@ impl fmt::Display for Call {
     }
 }
 
-/// A rank's own reason not to go on, which becomes an error on all ranks.
+/// A rank's own error, because of which the operation fails on all ranks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Fault {
     pub(crate) kind: ErrorKind,

@@ -13,7 +13,7 @@ impl ProcessGroup {
     /// ascending order.
     ///
     /// # Errors
-    /// No ranks, ranks twice or outside this group; ranks that differ between callers.
+    /// An empty list, ranks that are repeated or outside this group, and lists that differ between callers.
     pub fn subgroup(&self, ranks: &[usize]) -> Result<Option<ProcessGroup>, CommError> {
         let mut ranks = ranks.to_vec();
         ranks.sort_unstable();

@@ -1,4 +1,4 @@
-//! The kind of failure ([`ErrorKind`](fsdp_layout::ErrorKind)) of each error of this crate.
+//! The kind of failure ([`ErrorKind`]) of each error of this crate.
 
 use std::error::Error;
 use std::io;

@@ -122,13 +122,13 @@ impl PayloadSource for Streamed<'_> {
     }
 
     fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, FileError> {
-        // Of an opaque value the stored item is copied, so its description will do here.
+        // The stored bytes of an opaque value are copied, so a description of it is enough here.
         self.source.describe_value(fqn).map(Cow::Owned)
     }
 }
 
-/// Returns the bytes of a value as they are stored, if they are an item of a DCP checkpoint. A copy of them keeps what
-/// [`PlainValue`] does not tell: classes such as `torch.Size`, and objects that cannot be read at all.
+/// Returns the stored bytes of a value, if it is an item of a DCP checkpoint. Copying them keeps what [`PlainValue`]
+/// cannot express: classes such as `torch.Size`, and opaque objects.
 pub(crate) fn stored_item(source: &dyn Checkpoint, fqn: &str) -> Result<Option<Vec<u8>>, FileError> {
     let is_opaque = match source.read_value(fqn) {
         Ok(_) if source.format() != Format::Dcp => return Ok(None),
@@ -140,7 +140,7 @@ pub(crate) fn stored_item(source: &dyn Checkpoint, fqn: &str) -> Result<Option<V
         return Ok(None);
     };
     match source.read_item(fqn, stored) {
-        // The value of a layer, or of a file beside the directory's own.
+        // The value is made by a layer, or comes from a sidecar file.
         Err(FileError::NotStored { .. }) if !is_opaque => Ok(None),
         item => item.map(Some),
     }

@@ -108,7 +108,8 @@ fn sums_side_by_side<const TURN: usize>(blocks: &[u8]) -> [[u64; 2]; SIDE_BY_SID
 /// Returns both lanes' sums over bytes of one block that begin at `start` in it.
 #[inline(always)]
 fn block_sums(start: usize, bytes: &[u8]) -> [u64; 2] {
-    // Pairs of words are read at once. Bytes before the first whole pair, and after the last, come with zeros around them.
+    // Words are processed in pairs, which have 8 bytes. The bytes before the first whole pair and after the last are
+    // padded to a pair with zeros, which add nothing to the sums.
     let head = bytes.len().min((8 - start % 8) % 8);
     let (head, rest) = bytes.split_at(head);
     let pairs = rest.chunks_exact(8);

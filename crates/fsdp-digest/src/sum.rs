@@ -52,8 +52,8 @@ impl Sum {
         Ok(())
     }
 
-    /// Adds a piece of a box. `offset` is the place of the piece in the row-major bytes of the box. Bytes beyond the
-    /// end of the box are ignored.
+    /// Adds a piece of a box. `place` is the position of the box in its tensor, and `offset` is that of the piece in
+    /// the row-major bytes of the box. Bytes beyond the end of the box are ignored.
     pub fn add_piece(&mut self, place: &BoxPlace, offset: u64, bytes: &[u8]) {
         let mut rest = &bytes[..bytes.len().min(place.length().saturating_sub(offset) as usize)];
         for (start, length) in place.pieces(offset, rest.len() as u64) {

@@ -54,11 +54,11 @@ pub enum FlatError {
     /// candle has other locks than those whose readers can be seen, so nothing tells of the use of a tensor.
     #[error("the use of a tensor cannot be seen: this candle does not guard its storages with locks of `parking_lot`")]
     UnseenUse,
-    /// A storage can be withheld once only.
-    #[error("two of the tensors that are to be withheld are views of one storage")]
+    /// Two tensors for one `Withheld` are views of the same storage.
+    #[error("two of the tensors to be withheld are views of one storage; each needs a storage of its own")]
     SharedStorage,
-    /// Contents were given for other tensors than those that are withheld.
-    #[error("contents for {given} tensors were given where {withheld} are withheld")]
+    /// The number of contents is not the number of withheld tensors.
+    #[error("contents for {given} tensors were given, but {withheld} are withheld")]
     WrongContents {
         /// The number of contents.
         given: usize,

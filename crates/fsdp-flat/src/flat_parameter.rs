@@ -5,7 +5,7 @@ use fsdp_layout::FlatLayout;
 
 use crate::{FlatError, ShardedTensor};
 
-/// The shard of a FlatParameter that lives on one rank, and where each parameter lies in it. torch spreads this over
+/// One rank's shard of a FlatParameter, and the place of each parameter in it. In torch, this is split between
 /// `FlatParameter` and `FlatParamHandle`.
 ///
 /// The shard is one flat tensor of `layout.sharded_numel()` elements. Collectives send it, and optimizers change it in place.
@@ -33,7 +33,7 @@ impl FlatParameter {
         Ok(FlatParameter { layout, rank, shard })
     }
 
-    /// Returns the layout, which says where each parameter lies.
+    /// Returns the layout, which has the place of each parameter.
     #[must_use]
     pub const fn layout(&self) -> &FlatLayout {
         &self.layout

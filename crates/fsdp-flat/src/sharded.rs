@@ -16,10 +16,10 @@ pub struct LocalShard {
     pub tensor: Tensor,
 }
 
-/// A global shape and the boxes of it that this rank owns: torch's ShardedTensor and DTensor in one.
+/// A tensor of which this rank owns some boxes: the counterpart of both torch's ShardedTensor and DTensor.
 ///
-/// Dim-0 chunks, flat ranges of a FlatParameter, 2-D mesh placements and empty shards are all box lists.
-/// Cloning shares the elements, as cloning a candle tensor does.
+/// Dim-0 chunks, flat ranges of a FlatParameter, 2-D mesh placements and empty shards are all described by lists of
+/// boxes. A clone shares the elements, like a clone of a candle tensor.
 #[derive(Debug, Clone)]
 pub struct ShardedTensor {
     dtype: candle_core::DType,
@@ -136,13 +136,13 @@ impl ShardedTensor {
         &self.shape
     }
 
-    /// This rank's boxes and their elements; empty on a rank that owns nothing.
+    /// Returns this rank's boxes and their elements; empty on a rank that owns nothing.
     #[must_use]
     pub fn shards(&self) -> &[LocalShard] {
         &self.shards
     }
 
-    /// This rank's boxes.
+    /// Returns this rank's boxes.
     #[must_use]
     pub fn boxes(&self) -> Vec<TensorBox> {
         self.shards.iter().map(|shard| shard.bounds.clone()).collect()
@@ -155,8 +155,8 @@ impl ShardedTensor {
         parts.map(|part| part.numel()).sum::<usize>() == wanted.numel()
     }
 
-    /// Returns `true` if the other has the same boxes, and each box is a view of the same elements of one storage. A copy
-    /// between the two would change nothing.
+    /// Returns `true` if `other` has the same boxes, and each pair of boxes is a view of the same elements of one
+    /// storage. Copying one to the other would change nothing.
     #[must_use]
     pub fn is_same_view(&self, other: &Self) -> bool {
         self.shape == other.shape
@@ -168,13 +168,13 @@ impl ShardedTensor {
                 .all(|(a, b)| a.bounds == b.bounds && is_same_view(&a.tensor, &b.tensor))
     }
 
-    /// Counts the elements that live on this rank.
+    /// Returns the number of elements on this rank.
     #[must_use]
     pub fn local_numel(&self) -> usize {
         self.shards.iter().map(|shard| shard.bounds.numel()).sum()
     }
 
-    /// Copies the values to memory of their own.
+    /// Returns a copy of the values in new memory.
     ///
     /// # Errors
     /// candle's errors.
@@ -201,12 +201,12 @@ impl ShardedTensor {
             .iter()
             .map(|shard| Ok(LocalShard { bounds: shard.bounds.clone(), tensor: f(&shard.tensor)? }))
             .collect::<Result<Vec<_>, FlatError>>()?;
-        // Without boxes there is no tensor to tell the new dtype, so the old one stays.
+        // Without boxes there is no tensor from which to learn the new dtype, so the old one is kept.
         let dtype = shards.first().map_or(self.dtype, |shard| shard.tensor.dtype());
         Self::new(dtype, self.shape.clone(), shards)
     }
 
-    /// Returns the whole tensor, if this rank's boxes hold all of it: without a copy where one box does.
+    /// Returns the whole tensor, if this rank's boxes hold all of it. Nothing is copied if a single box does.
     ///
     /// # Errors
     /// [`FlatError::NotCovered`] if elements are on other ranks.

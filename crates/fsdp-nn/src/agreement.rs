@@ -7,9 +7,9 @@ use crate::{NnError, Result};
 /// The operation that makes a model.
 pub(crate) const NEW: &str = "FullyShardedDataParallel::new";
 
-/// Makes one rank's error every rank's, and checks that all ranks describe their models by the same lines.
-/// Collectives: one agreement; where the lines differ, as many all-gathers of a number as the count of lines has bits, and
-/// one of a line.
+/// Turns one rank's error into an error on every rank, and checks that all ranks describe their models by the same
+/// lines. Collectives: one agreement; if the lines differ, a binary search for the first difference, with one
+/// all-gather of a number for each of its steps, and one all-gather of a line.
 pub(crate) fn agree_on_model<T>(
     group: &ProcessGroup,
     operation: &str,

@@ -1,4 +1,4 @@
-//! From what a model has declared to the handles of its units.
+//! Turns the declarations of a model into the handles of its units.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ use crate::registry::{Declared, DeclaredUnit, Registry};
 use crate::shared::Shared;
 use crate::{NnError, Result, ShardingStrategy};
 
-/// The units of a model that have parameters, and what they share.
+/// The units of a model that have parameters, and their shared state.
 #[derive(Debug)]
 pub(crate) struct Built {
     pub(crate) groups: Groups,
@@ -29,9 +29,9 @@ pub(crate) struct Built {
     unit_groups: Groups,
 }
 
-/// Lays out what a model has declared and makes this rank's initial values.
-/// Collectives: for `HybridShard` the making of two sub-groups; with a prefetch that of one more for each group that the model
-/// is spread over.
+/// Lays out the declared parameters and computes this rank's initial values. Collectives: for `HybridShard` the
+/// creation of two subgroups; with prefetching, the creation of one more for each group that the model is sharded or
+/// replicated over.
 pub(crate) fn build_units(group: &ProcessGroup, config: &FsdpConfig, registry: &Registry) -> Result<Built> {
     let groups = spread(group, config)?;
     // As in torch, a single rank has nothing to shard.
@@ -43,7 +43,7 @@ pub(crate) fn build_units(group: &ProcessGroup, config: &FsdpConfig, registry: &
     let (by_pattern, mut wrapped) = (registry.units_by_pattern(), Vec::new());
     let shared = Arc::new(Shared::default());
     let (unit_groups, ahead) = if config.prefetches() && !groups.are_empty() {
-        // The units get groups of their own: collectives of others in the model's groups must not mix with theirs.
+        // The units get separate groups, so that other collectives in the model's groups do not mix with theirs.
         let twins = groups.twins()?;
         let ahead = Ahead::start(config, twins.shard.clone(), Arc::clone(&shared))?;
         (twins, Some(Arc::new(ahead)))
@@ -105,7 +105,7 @@ impl Built {
     }
 }
 
-/// Describes a model by lines that are the same on all ranks: its options, and what it has declared.
+/// Describes a model, its options and its declarations, in lines that the ranks compare.
 pub(crate) fn describe(config: &FsdpConfig, registry: &Registry, aliases: &IndexMap<String, String>) -> Vec<String> {
     let mut lines = vec![
         format!("the strategy {}", config.strategy),
@@ -144,7 +144,8 @@ pub(crate) fn describe(config: &FsdpConfig, registry: &Registry, aliases: &Index
     lines
 }
 
-/// Divides the ranks into those that share shards and those that are replicas. Collectives: for `HybridShard` the making of two sub-groups.
+/// Returns the shard group and the replicate group of this rank. Collectives: for `HybridShard` the creation of two
+/// subgroups.
 fn spread(group: &ProcessGroup, config: &FsdpConfig) -> Result<Groups> {
     match (config.strategy, &config.mesh) {
         (ShardingStrategy::NoShard, _) => Ok(Groups { shard: None, replicate: unless_alone(group.clone()) }),
@@ -160,7 +161,7 @@ fn spread(group: &ProcessGroup, config: &FsdpConfig) -> Result<Groups> {
     }
 }
 
-/// Returns a group of more than one rank.
+/// Returns the group, or `None` if it has a single rank.
 fn unless_alone(group: ProcessGroup) -> Option<ProcessGroup> {
     Some(group).filter(|group| group.world_size() > 1)
 }

@@ -134,7 +134,7 @@ impl ShardedParameters {
     }
 }
 
-/// Returns the larger of two numbers, or not a number if either is none.
+/// Returns the larger of two numbers, or NaN if one of them is NaN.
 fn larger(a: f64, b: f64) -> f64 {
     if a.is_nan() || a > b { a } else { b }
 }

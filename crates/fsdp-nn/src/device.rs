@@ -37,7 +37,7 @@ fn pieces(numel: usize) -> impl Iterator<Item = Range<usize>> {
     (0..numel).step_by(PIECE).map(move |start| start..numel.min(start + PIECE))
 }
 
-/// Returns the sum of the squares of all elements, or their largest absolute value; not a number if any element is none.
+/// Returns the sum of the squares of all elements, or their largest absolute value; NaN if any element is NaN.
 pub(crate) fn norm_part(flat: &Tensor, is_infinity: bool) -> Result<f64> {
     let (mut squares, mut largest) = (0f64, 0f64);
     for piece in pieces(flat.elem_count()) {

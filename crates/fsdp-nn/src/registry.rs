@@ -1,4 +1,4 @@
-//! The declarations of a model: parameters, units, ties and buffers, in the order in which the model asks for them.
+//! The declarations of a model: parameters, units, ties and buffers, in the order in which the model requests them.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,9 +17,9 @@ use crate::unit::UnitSlot;
 use crate::wrap::{WrappedUnits, unit_of};
 use crate::{MixedPrecision, NnError, Result};
 
-/// A parameter that the model has asked for.
+/// A parameter that the model has requested.
 pub(crate) struct Declared {
-    /// The tensor that the model computes with, in the dtype that it has asked for.
+    /// The tensor that the model computes with, in the requested dtype.
     pub(crate) tensor: Tensor,
     /// The dtype of the shards.
     pub(crate) dtype: DType,
@@ -38,17 +38,17 @@ pub(crate) struct Registry {
     open: Vec<usize>,
     /// Other names of parameters: alias to parameter or to another alias.
     aliases: IndexMap<String, String>,
-    /// Names that the model is going to ask for.
+    /// Names that were announced (tied to themselves) before the model requests them.
     announced: IndexSet<String>,
     /// Tensors that are saved but not trained: name to value, and `true` if it is saved.
     pub(crate) buffers: IndexMap<String, (Tensor, bool)>,
-    /// The names of those buffers that the configuration leaves alone as parameters.
+    /// The names of those buffers that are parameters selected by `FsdpConfig::ignored_states`.
     pub(crate) ignored: IndexSet<String>,
-    /// The first tie that cannot be, which no method could report when it was made.
+    /// The first invalid tie. `Scope::tie` cannot return an error, so it is reported when the model is complete.
     wrong_tie: Option<NnError>,
     /// `true` once the model has been sharded.
     is_complete: bool,
-    /// `true` if parameters are going to be sharded.
+    /// `true` if parameters will be sharded.
     is_sharded: bool,
     requires_grad: Arc<dyn Fn(&str) -> bool + Send + Sync>,
     ignored_states: Arc<dyn Fn(&str) -> bool + Send + Sync>,
@@ -72,12 +72,12 @@ pub(crate) struct Registry {
 pub(crate) struct DeclaredUnit {
     pub(crate) name: String,
     pub(crate) precision: MixedPrecision,
-    /// The place where the unit's wrapper looks for its handle once the model is complete.
+    /// The slot from which the unit's wrapper takes its handle once the model is complete.
     pub(crate) slot: Arc<UnitSlot>,
 }
 
 impl Registry {
-    /// Makes a registry of nothing but the root unit.
+    /// Makes a registry with only the root unit.
     pub(crate) fn new(is_sharded: bool, config: &FsdpConfig, shapes: Option<HashMap<String, Vec<usize>>>) -> Self {
         Registry {
             params: IndexMap::new(),
@@ -103,7 +103,7 @@ impl Registry {
         }
     }
 
-    /// Returns the unit in which something asks for a name: the one that is being built, or else that of a pattern.
+    /// Returns the unit that a requested name belongs to: the unit that is being built, or else that of a pattern.
     fn asking_unit(&mut self, name: &str) -> usize {
         if let Some(&open) = self.open.last() {
             return open;
@@ -126,7 +126,7 @@ impl Registry {
         self.by_pattern.values().copied().collect()
     }
 
-    /// Checks that each pattern has made a unit, or would have, but for an earlier one.
+    /// Checks that each pattern has matched a parameter, even if an earlier pattern took it.
     fn check_patterns(&self) -> Result<()> {
         // candle has another stream of the GPU in each thread, and gives the locks of storages back while kernels still wait. So
         // the thread that releases a unit could take memory away from them.
@@ -177,8 +177,8 @@ impl Registry {
         Ok(current)
     }
 
-    /// Begins a unit: it owns the parameters that the model asks for first until it is closed. Without a precision of its own
-    /// it has that of the unit around it; with one, returns the dtype in which its parameters are to be asked for.
+    /// Begins a unit. Until it is closed, it owns the parameters that the model requests for the first time. Without
+    /// its own precision it has that of the unit around it; with one, this returns the dtype for the builder.
     pub(crate) fn open_unit(
         &mut self,
         name: String,
@@ -196,7 +196,8 @@ impl Registry {
         self.open.pop();
     }
 
-    /// Notes a tie.
+    /// Records that the parameter `alias` shares the values of `fqn`. The first alias that is tied to two names is kept
+    /// as an error.
     pub(crate) fn tie(&mut self, alias: String, fqn: &str) {
         if alias == fqn {
             self.announced.insert(alias);
@@ -213,8 +214,8 @@ impl Registry {
         }
     }
 
-    /// Checks that a parameter is whole wherever the unit that asks for it (`here`) computes: it is the unit's own, the
-    /// root's, or that of a unit around it.
+    /// Checks that a parameter is gathered whenever the unit that requests it (`here`) computes: it must belong to that
+    /// unit, to the root, or to a unit around it.
     fn check_reach(&self, fqn: &str, owner: usize, here: usize) -> Result<()> {
         if self.is_complete || owner == 0 || owner == here || self.open.contains(&owner) {
             return Ok(());
@@ -223,7 +224,7 @@ impl Registry {
         Err(NnError::SharedBetweenUnits { fqn: fqn.to_owned(), first, second })
     }
 
-    /// Returns the tensor of a parameter, which is declared if the model asks for it for the first time.
+    /// Returns the tensor of a parameter, and declares it if the model requests it for the first time.
     fn parameter(&mut self, shape: Shape, name: &str, init: Init, dtype: DType, device: &Device) -> Result<Tensor> {
         let asked = name;
         let name = self.resolve(name)?.to_owned();
@@ -264,7 +265,7 @@ impl Registry {
         Ok(tensor)
     }
 
-    /// Returns `true` if initial values are to be made.
+    /// Returns `true` if initial values must be computed.
     pub(crate) const fn makes_values(&self) -> bool {
         self.shapes.is_none()
     }
@@ -289,7 +290,7 @@ impl Registry {
         }
     }
 
-    /// Returns the tensor of a parameter that is there, for another use by the name `asked`.
+    /// Returns the tensor of an existing parameter, which is requested again by the name `asked`.
     fn again(&mut self, asked: &str, fqn: &str) -> Result<Tensor> {
         let here = self.asking_unit(asked);
         let Some(existing) = self.params.get(fqn) else {
@@ -299,7 +300,8 @@ impl Registry {
         Ok(existing.tensor.clone())
     }
 
-    /// Returns the tensor of a name without a shape: what is there, or else what the checkpoint has.
+    /// Returns the tensor of a name that is requested without a shape: the existing one, or one of the checkpoint's
+    /// shape.
     fn unchecked(&mut self, asked: &str, dtype: DType, device: &Device) -> Result<Tensor> {
         let fqn = self.resolve(asked)?.to_owned();
         if let Some((buffer, _)) = self.buffers.get(&fqn) {
@@ -313,7 +315,7 @@ impl Registry {
         }
     }
 
-    /// Returns a buffer, which is registered and saved from now on if the model asks for it for the first time.
+    /// Returns a buffer, and registers it as a persistent one if the model requests it for the first time.
     fn buffer(&mut self, shape: &Shape, name: &str, init: &Init, dtype: DType, device: &Device) -> Result<Tensor> {
         if let Some((existing, _)) = self.buffers.get(name) {
             // Its dtype may be that of buffers.
@@ -334,20 +336,21 @@ impl Registry {
             crate::init::fill(init, self.seed, name, shape.dims(), all, &mut values);
             Tensor::from_vec(values, shape, device)?
         }, else return Err(candle_core::Error::UnsupportedDTypeForOp(dtype, "buffer").into()));
-        // A variable, which candle's batch norm updates in place; of another tensor it would update a copy.
+        // Make it a variable: candle's batch norm updates a variable in place, but would update a copy of another
+        // tensor.
         let value = Var::from_tensor(&value)?.into_inner();
         self.buffers.insert(name.to_owned(), (value.clone(), true));
         Ok(value)
     }
 
-    /// Returns the error of the model's own code, which may have computed with a parameter. The last parameter that it has
-    /// asked for comes first, because that is the likeliest.
+    /// Converts an error of the model's own code, which may have computed with a parameter. The last parameter that it
+    /// has requested is listed first, because it is the most likely one.
     pub(crate) fn explain(&self, error: candle_core::Error) -> NnError {
         NnError::of_computation(error, || (self.params.keys().rev().cloned().collect(), Vec::new()))
     }
 }
 
-/// Checks that a tensor that is there is the one that the model asks for.
+/// Checks that an existing tensor has the requested shape and dtype.
 fn check_same(fqn: &str, existing: &Tensor, shape: &Shape, dtype: DType) -> Result<()> {
     if existing.shape() == shape && existing.dtype() == dtype {
         return Ok(());
@@ -359,7 +362,7 @@ fn check_same(fqn: &str, existing: &Tensor, shape: &Shape, dtype: DType) -> Resu
     })
 }
 
-/// Returns `true` for the names by which candle's batch norm asks for its running statistics, which are buffers.
+/// Returns `true` for the names by which candle's batch norm requests its running statistics, which are buffers.
 fn is_running_statistic(name: &str) -> bool {
     matches!(name.rsplit('.').next(), Some("running_mean" | "running_var"))
 }
@@ -370,7 +373,7 @@ pub(crate) fn lock(registry: &SharedRegistry) -> MutexGuard<'_, Registry> {
     registry.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The registry as candle's builder asks it.
+/// The registry as the backend of candle's `VarBuilder`.
 pub(crate) struct Backend(pub(crate) SharedRegistry);
 
 impl SimpleBackend for Backend {

@@ -1,4 +1,5 @@
-//! The state that the units of one model share: which of them are whole, forwards, changes of values, counts of bytes.
+//! The state that all units of one model share: which of them are gathered, counts of forwards, of changes of values
+//! and of bytes.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
@@ -16,7 +17,7 @@ pub(crate) struct Shared {
     sent_dtype: OnceLock<DType>,
     /// `true` once views of the shards have been lent to somebody who may write into them at any time.
     lent: AtomicBool,
-    /// `true` once parameters that get no gradient have been looked for.
+    /// `true` once the check for parameters without a gradient has been made.
     looked_for_unreached: AtomicBool,
     /// Forwards of the model that are running, one inside the other.
     running: AtomicUsize,
@@ -53,7 +54,7 @@ impl Shared {
         !self.no_sync.load(Ordering::Relaxed)
     }
 
-    /// Turns the reduction of gradients off or on, and returns what was there.
+    /// Turns the reduction of gradients off or on, and returns the previous setting.
     pub(crate) fn set_no_sync(&self, no_sync: bool) -> bool {
         self.no_sync.swap(no_sync, Ordering::Relaxed)
     }
@@ -78,17 +79,17 @@ impl Shared {
         self.sent_dtype.set(dtype).is_ok()
     }
 
-    /// Notes that somebody has views of the shards, to write into.
+    /// Records that views of the shards were lent to be written into.
     pub(crate) fn lend(&self) {
         self.lent.store(true, Ordering::Relaxed);
     }
 
-    /// Returns `true` the first time.
+    /// Returns `true` on the first call only. The caller then looks for parameters without a gradient.
     pub(crate) fn looks_for_unreached(&self) -> bool {
         !self.looked_for_unreached.swap(true, Ordering::Relaxed)
     }
 
-    /// Returns `true` while a forward of the model runs that is inside no other one.
+    /// Returns `true` while exactly one forward of the model runs, and none inside of it.
     pub(crate) fn is_outermost(&self) -> bool {
         self.running.load(Ordering::Relaxed) == 1
     }
@@ -101,7 +102,7 @@ impl Shared {
         Forward(self)
     }
 
-    /// Returns the number of the present forward, or of the last one.
+    /// Returns the number of the current forward, or of the last one.
     pub(crate) fn forward(&self) -> u64 {
         self.forwards.load(Ordering::Relaxed)
     }
@@ -122,7 +123,7 @@ impl Shared {
         self.changes.load(Ordering::Relaxed)
     }
 
-    /// Adds a unit that is not whole, and returns its number.
+    /// Adds a unit that is not gathered, and returns its number.
     pub(crate) fn add_unit(&self, name: &str, parameters: Vec<String>) -> usize {
         let mut units = self.units.lock().unwrap_or_else(PoisonError::into_inner);
         units.push(UnitState { name: name.to_owned(), parameters, is_whole: false });
@@ -136,13 +137,13 @@ impl Shared {
         }
     }
 
-    /// Returns `true` if a unit's parameters are whole.
+    /// Returns `true` if a unit's parameters are gathered.
     pub(crate) fn is_whole(&self, unit: usize) -> bool {
         let units = self.units.lock().unwrap_or_else(PoisonError::into_inner);
         units.get(unit).is_some_and(|unit| unit.is_whole)
     }
 
-    /// Returns the parameters that are not whole now, and their units.
+    /// Returns the parameters that are not gathered now, and their units.
     pub(crate) fn sharded(&self) -> (Vec<String>, Vec<String>) {
         let units = self.units.lock().unwrap_or_else(PoisonError::into_inner);
         let sharded = units.iter().filter(|unit| !unit.is_whole);

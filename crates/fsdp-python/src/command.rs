@@ -36,7 +36,7 @@ pub(crate) fn report(py: Python<'_>, arguments: Vec<OsString>) -> PyResult<(Stri
         let stop = Arc::clone(&stop);
         move || {
             let reported = embed::report(arguments, stop);
-            // The other end waits for as long as this thread runs.
+            // Sending cannot fail: the receiver below lives until this thread has ended.
             let _ = done.send(());
             reported
         }

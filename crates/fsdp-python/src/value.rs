@@ -6,7 +6,8 @@ use pyo3::types::{PyBytes, PyDict, PyList, PySet, PyTuple};
 
 use crate::error::sizes;
 
-/// Returns a plain value as a Python object. `tensor` makes a tensor of its dtype's name, its shape and its bytes.
+/// Returns a plain value as a Python object. `tensor` is a Python function that makes a tensor from the name of its
+/// dtype, its shape and its bytes.
 pub(crate) fn to_python<'py>(
     py: Python<'py>,
     value: &PlainValue,

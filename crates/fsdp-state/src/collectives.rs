@@ -77,8 +77,8 @@ pub fn gather_state_dict(
     Ok(gathered)
 }
 
-/// Gathers as [`gather_state_dict`], but hands each value to `sink` as soon as it is whole. A rank that writes a file
-/// thus needs memory for one tensor, not for all of them.
+/// Gathers like [`gather_state_dict`], but passes each value to `sink` as soon as it is whole. So a rank that writes a file
+/// needs memory for one tensor, and not for all of them.
 ///
 /// Values come sorted by path. `sink` is called only on the ranks that keep the result. If it fails on one rank, all
 /// ranks get that error after at most 256 MiB more of tensors.

@@ -52,12 +52,13 @@ pub(crate) fn device_of_sharded(tensor: &ShardedTensor) -> Device {
 /// Copies the elements of `src` into the memory of `dst`, which must have its shape and dtype, and be contiguous.
 pub(crate) fn copy_into(src: &Tensor, dst: &Tensor) -> Result<(), StateError> {
     let src = to_device(&src.detach(), dst.device())?;
-    // A storage that is read cannot be changed meanwhile: the thread would wait for its own lock forever.
+    // If both share a storage, copy `src` first: this thread cannot hold the read lock and the write lock of one
+    // storage.
     let src = if share_storage(&src, dst) { src.force_contiguous()? } else { src.contiguous()? };
     if !dst.is_contiguous() {
         return Err(FlatError::NotContiguous { shape: dst.dims().to_vec() }.into());
     }
-    // candle has no CUDA kernels for these two: they go by way of the host.
+    // candle has no CUDA kernels for i16 and i32, so tensors of these dtypes are copied through the host.
     if !dst.device().is_cpu() && !matches!(dst.dtype(), candle_core::DType::I16 | candle_core::DType::I32) {
         return Ok(dst.flatten_all()?.slice_set(&src.flatten_all()?, 0, 0)?);
     }

@@ -39,7 +39,7 @@ pub(super) fn check(pages: &[Page], program: &Path) -> Result<()> {
 fn help(program: &Path, verb: &str) -> Result<String> {
     let output = Command::new(program).args([verb, "--help"]).output();
     let output = output.with_context(|| format!("failed to start `{}`", program.display()))?;
-    ensure!(output.status.success(), "a sample of the book has `fsdp {verb}`, which is no command");
+    ensure!(output.status.success(), "a sample of the book has `fsdp {verb}`, which is not a command");
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 

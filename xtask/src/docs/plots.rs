@@ -107,7 +107,8 @@ fn ratios(cases: &[&Case]) -> Vec<Group> {
     groups
 }
 
-/// Draws groups of bars. With `logarithmic`, values are ratios: a bar goes left from 1 if its value is smaller.
+/// Draws groups of bars as SVG elements. With `logarithmic`, the values are ratios on a logarithmic axis: bars start at
+/// 1, and values below 1 go to the left.
 fn bars(title: &str, legend: &[(&str, &str)], groups: &[Group], logarithmic: bool) -> String {
     let values = || groups.iter().flat_map(|group| group.bars.iter().map(|(_, value, _)| *value));
     let most = values().fold(1.0, f64::max);

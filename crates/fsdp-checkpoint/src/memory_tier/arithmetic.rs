@@ -1,4 +1,5 @@
-//! The arithmetic of a memory tier: whose copy a rank keeps, which steps are whole, which parts have to move. No I/O.
+//! The arithmetic of a memory tier, without I/O: whose copy a rank keeps, which steps are whole, which parts are
+//! transferred.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -12,16 +13,16 @@ pub(super) struct MemoryStep {
     pub(super) step: u64,
     /// The number of ranks, each of which has saved a part.
     pub(super) ranks: usize,
-    /// A number that is another one each time that the job starts. Parts of two starts are never taken together: the same
-    /// step may have come out in another way.
+    /// A random number of this start of the job. Parts of different starts are never joined, because the same step may
+    /// have another result after a restart.
     pub(super) start: u64,
 }
 
-/// One rank's part of a save. Its text is the name of its directory.
+/// One rank's part of a save. Its `Display` text is the name of its directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub(super) struct Part {
     pub(super) of: MemoryStep,
-    /// The rank that has saved it.
+    /// The rank that saved it.
     pub(super) rank: usize,
 }
 
@@ -33,7 +34,7 @@ impl fmt::Display for Part {
 }
 
 impl Part {
-    /// Reads the name of a part's directory; `None` if it is no such name.
+    /// Parses the name of a part's directory; returns `None` for any other name.
     pub(super) fn from_name(name: &str) -> Option<Self> {
         let mut words = name.split('-');
         let part = Part {
@@ -46,22 +47,22 @@ impl Part {
         };
         let ranks = words.nth(1)?.parse().ok()?;
         let part = Part { of: MemoryStep { ranks, ..part.of }, ..part };
-        // Only what this crate writes is read: no other spelling of the same numbers.
+        // Only the exact spelling that `Display` writes is accepted, so one part has one name.
         (part.to_string() == name && part.rank < ranks).then_some(part)
     }
 }
 
-/// A copy of a part, and where it is.
+/// A copy of a part, and its location.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub(super) struct PartCopy {
     pub(super) part: Part,
     /// The lowest rank of the host that has it.
     pub(super) host: usize,
-    /// The rank's directory that it lies in: that of the rank that saved it, or of its buddy.
+    /// The name of the directory that holds it: that of the rank that saved it, or of its buddy.
     pub(super) holder: String,
 }
 
-/// A part that has to go from one rank to another.
+/// A part to be sent from one rank to another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Transfer {
     pub(super) part: Part,
@@ -69,12 +70,14 @@ pub(super) struct Transfer {
     pub(super) to: usize,
 }
 
-/// Returns each rank's buddy, which keeps a copy of its part. `hosts` is the lowest rank of each rank's host.
+/// Returns the buddy of each rank: the rank that keeps a copy of its part. `hosts` has the lowest rank of each rank's
+/// host.
 ///
-/// Every rank is the buddy of exactly one. It is on another host, unless more than half of all ranks share one: then the
-/// ranks for which there is no other host have a neighbour on their own. A rank that is alone is its own buddy.
+/// Every rank is the buddy of exactly one rank, and the two are on different hosts. If more than half of all ranks are
+/// on one host, some of those have a buddy on the same host. A single rank is its own buddy.
 pub(super) fn buddies(hosts: &[usize]) -> Vec<usize> {
-    // The ranks of a host next to each other, and so far around the ring that a step leaves the largest host.
+    // The ranks form a ring in which those of a host are neighbours. The buddy is so many ranks further that even on
+    // the largest host it is on another one.
     let mut ring: Vec<usize> = (0..hosts.len()).collect();
     ring.sort_by_key(|&rank| hosts[rank]);
     let largest = ring.chunk_by(|&a, &b| hosts[a] == hosts[b]).map(<[usize]>::len).max().unwrap_or(0);
@@ -86,7 +89,7 @@ pub(super) fn buddies(hosts: &[usize]) -> Vec<usize> {
     buddies
 }
 
-/// Returns the steps of which any part is there, the newest first, each with the ranks whose parts nobody has.
+/// Returns the steps that have any part, the newest first, each with the ranks whose parts are missing.
 pub(super) fn steps(copies: &[PartCopy]) -> Vec<(MemoryStep, Vec<usize>)> {
     let mut found: BTreeMap<MemoryStep, BTreeSet<usize>> = BTreeMap::new();
     for copy in copies {
@@ -98,7 +101,7 @@ pub(super) fn steps(copies: &[PartCopy]) -> Vec<(MemoryStep, Vec<usize>)> {
     found.into_iter().rev().map(missing).collect()
 }
 
-/// Returns the newest step of which all parts are there.
+/// Returns the newest step that has all parts.
 pub(super) fn newest_whole(copies: &[PartCopy]) -> Option<MemoryStep> {
     steps(copies).into_iter().find(|(_, missing)| missing.is_empty()).map(|(step, _)| step)
 }
@@ -110,7 +113,7 @@ pub(super) fn share<'c>(copies: &'c [PartCopy], hosts: &[usize], rank: usize) ->
     here.enumerate().filter(|(index, _)| ranks[index % ranks.len()] == rank).map(|(_, copy)| copy).collect()
 }
 
-/// Returns the transfers that bring every part to every host that lacks it, to the lowest rank of that host.
+/// Returns the transfers that bring every part to the lowest rank of every host that lacks it.
 pub(super) fn transfers(copies: &[PartCopy], hosts: &[usize]) -> Vec<Transfer> {
     let mut holders: BTreeMap<Part, BTreeSet<usize>> = BTreeMap::new();
     for copy in copies {
@@ -119,14 +122,14 @@ pub(super) fn transfers(copies: &[PartCopy], hosts: &[usize]) -> Vec<Transfer> {
     let all: BTreeSet<usize> = hosts.iter().copied().collect();
     let mut transfers = Vec::new();
     for (part, holders) in holders {
-        // Those that have it take turns in sending it.
+        // The hosts that have the part take turns as senders.
         let lacking = all.difference(&holders);
         transfers.extend(lacking.zip(holders.iter().cycle()).map(|(&to, &from)| Transfer { part, from, to }));
     }
     transfers
 }
 
-/// Deals transfers out to rounds, in each of which a rank sends at most one part and receives at most one.
+/// Groups transfers into rounds. In a round each rank sends at most one part and receives at most one.
 pub(super) fn rounds(transfers: Vec<Transfer>) -> Vec<Vec<Transfer>> {
     let mut rounds: Vec<Vec<Transfer>> = Vec::new();
     for transfer in transfers {

@@ -1,18 +1,19 @@
 //! The memory tier of a run: its newest steps, in the memory of the hosts.
 //!
-//! A save to it is an ordinary save but for this: each rank writes what it holds by itself, to a directory of its host that
-//! outlives the process (a tmpfs), and its [buddy](arithmetic::buddies) keeps a copy, on another host where there is one. No
-//! rank writes for another one, and nothing goes to the storage of checkpoints.
+//! In an ordinary save the ranks share the work of writing one checkpoint. In a save to the memory tier each rank
+//! writes all that it holds, its *part*, to a directory on its own host that outlives the process (a tmpfs). Another
+//! rank, its [buddy](arithmetic::buddies), keeps a copy of the part, on another host if there is one. Nothing is
+//! written to the storage of the checkpoints.
 //!
 //! ```text
-//! DIR/<run>/host                                                 a number that stands for the host
+//! DIR/<run>/host                                                 a random number that identifies the host
 //! DIR/<run>/rank-1/step-00000020-<start>-rank-1-of-2/            rank 1's own part, as a DCP directory
 //! DIR/<run>/rank-1/step-00000020-<start>-rank-0-of-2/            the copy of rank 0's part
-//! DIR/<run>/step-00000020/                                       all parts, joined when a run has gone on from them
+//! DIR/<run>/step-00000020/                                       all parts, joined when a run resumed from them
 //! ```
 //!
-//! A part comes to its place with one rename, when all of it is written. A step is whole if the parts of all ranks of one save
-//! are there: then every rank has said that it was done. Where a part is damaged, its copy is taken.
+//! A part gets its final name with one rename, when all of it is written. So a step is whole if the parts of all ranks
+//! of one save exist. If a part is damaged, its copy is used.
 
 mod arithmetic;
 mod send;
@@ -33,10 +34,10 @@ use crate::catalog::{StepCheckpoint, latest_checkpoint, step_name};
 use crate::save::save_part;
 use crate::{CheckpointError, SaveOptions, SaveReport};
 
-/// The name, in a run's directory, of the file that tells its memory tier from those of other runs.
+/// The name of the file, in the directory of a run's checkpoints, with the number of the run in the memory tier.
 const RUN_FILE: &str = ".memory-tier";
 
-/// The name of the file that tells hosts apart.
+/// The name of the file, in the run's directory of the memory tier, with the number of the host.
 const HOST_FILE: &str = "host";
 
 /// The length of both files: 16 hexadecimal digits.
@@ -51,7 +52,7 @@ pub(crate) struct MemoryTier {
     place: Option<Place>,
 }
 
-/// The place of a run in the memory tier, as all ranks have found it.
+/// The directory of a run in the memory tier, and the hosts that have one.
 #[derive(Debug, Clone)]
 struct Place {
     /// The run's own directory on this host.
@@ -62,19 +63,19 @@ struct Place {
     start: u64,
 }
 
-/// A copy that turned out to be damaged.
+/// A damaged copy, and the description of the damage.
 type Damaged = (PartCopy, String);
 
 impl MemoryTier {
-    /// Returns the memory tier of a run. No communication, and nothing is opened.
+    /// Returns the memory tier of a run. This neither communicates nor opens files.
     pub(crate) fn new(directory: Location, run: Location, group: ProcessGroup) -> Self {
         MemoryTier { directory, run, group, place: None }
     }
 
-    /// Saves the state of a step. Afterwards the tier has this step and the whole one before it.
+    /// Saves the state of a step. Afterwards the tier holds this step and the newest whole one before it.
     ///
     /// # Errors
-    /// The same on every rank: state that cannot be saved, errors of the storage. The newest whole step stays.
+    /// The same on every rank: state that cannot be saved, errors of the storage. The newest whole step is kept.
     pub(crate) fn save(
         &mut self,
         step: u64,
@@ -90,7 +91,7 @@ impl MemoryTier {
         let place = self.open(&group, true)?;
         let nowhere = || CheckpointError::NotAMemoryTier { path: self.directory.name().to_owned() };
         let Place { root, hosts, start } = place.ok_or_else(nowhere)?;
-        // 1. Make room: only the newest whole step stays beside the new one.
+        // 1. Make room: of the older steps, only the newest whole one is kept.
         let kept = newest_whole(&list_all(&group, OPERATION, &root, &hosts)?);
         let removed = if hosts[rank] == rank { remove_all_but(&root, kept) } else { Ok(()) };
         CheckpointError::agree(&group, OPERATION, None, removed)?;
@@ -98,7 +99,8 @@ impl MemoryTier {
         let part = Part { of: MemoryStep { step, ranks: group.world_size(), start }, rank };
         let bytes = save_part(&place_of(&root, rank, part), &state, rank, options);
         let rank_bytes = CheckpointError::agree(&group, OPERATION, None, bytes)?;
-        // 3. Its buddy gets a copy. When all have theirs, losing any one rank's files, or any one host, loses nothing.
+        // 3. Its buddy gets a copy. From then on the step survives the loss of any one rank's files, or of any one
+        //    host.
         if group.world_size() > 1 {
             let to_buddy = |(from, to): (usize, usize)| Transfer { part: Part { rank: from, ..part }, from, to };
             let transfers: Vec<Transfer> = buddies(&hosts).into_iter().enumerate().map(to_buddy).collect();
@@ -110,8 +112,9 @@ impl MemoryTier {
         Ok(SaveReport { rank_bytes, total_bytes, linked_bytes: 0, digest: None, duration: clock.elapsed() })
     }
 
-    /// Returns the newest whole step, if it is newer than the newest checkpoint of the run. Its checkpoint lies on each host, and
-    /// is an ordinary one. Steps that are newer still are damaged or were never completed; they are removed.
+    /// Returns the newest whole step, if it is newer than the newest checkpoint of the run. Each host then has all of
+    /// its parts, joined to an ordinary checkpoint. Newer steps, which are damaged or were never completed, are
+    /// removed.
     ///
     /// # Errors
     /// The same on every rank: errors of the storage; with `strict`, a step that was completed and is damaged.
@@ -122,7 +125,7 @@ impl MemoryTier {
         let durable = if group.rank() == 0 { latest_step(&self.run) } else { Ok(None) };
         let durable = CheckpointError::agree(&group, OPERATION, None, durable)?;
         let durable: Option<u64> = group.broadcast_object(Some(&durable), 0)?;
-        // All ranks know all copies, and find the same.
+        // Every rank has the same list of copies, so all of them choose the same step.
         let copies = list_all(&group, OPERATION, &root, &hosts)?;
         let mut found = None;
         for (step, missing) in steps(&copies) {
@@ -131,7 +134,7 @@ impl MemoryTier {
             }
             if !missing.is_empty() {
                 if group.rank() == 0 {
-                    warn!(step = step.step, ranks = ?missing, "the memory tier lacks parts of a step, and an older one is taken");
+                    warn!(step = step.step, ranks = ?missing, "the memory tier lacks parts of a step; using an older step");
                 }
                 continue;
             }
@@ -148,12 +151,12 @@ impl MemoryTier {
                         return Err(CheckpointError::DamagedMemory { step: step.step, ranks });
                     }
                     if group.rank() == 0 {
-                        warn!(step = step.step, ?ranks, "all copies of parts are damaged, and an older step is taken");
+                        warn!(step = step.step, ?ranks, "all copies of some parts are damaged; using an older step");
                     }
                 }
             }
         }
-        // What is newer than the step that the run goes on from must not be taken for the newest later.
+        // The run continues from this step. Steps after it that were passed over must not be found by a later resume.
         let newest = found.as_ref().map(|(step, _)| step.step).or(durable).unwrap_or(0);
         let is_passed = |copy: &&PartCopy| {
             copy.part.of.step >= newest && found.as_ref().is_none_or(|(step, _)| copy.part.of != *step)
@@ -178,7 +181,7 @@ impl MemoryTier {
         CheckpointError::agree(&group, OPERATION, None, if leads { remove_all_but(&root, None) } else { Ok(()) })
     }
 
-    /// Makes a checkpoint of the parts of a step on every host.
+    /// Joins the parts of a step to a checkpoint on every host, after each host has received the parts that it lacks.
     fn join(
         &self,
         group: &ProcessGroup,
@@ -193,10 +196,10 @@ impl MemoryTier {
             let copy = copies.iter().find(|copy| copy.host == host && copy.part == part);
             copy.map(|copy| root.join(&copy.holder).join(part.to_string()))
         };
-        // A host gets the parts that only others have beside its own, in the directory of its lowest rank.
+        // The lowest rank of a host receives the parts that the host lacks, in its own directory.
         let received = |part: Part| place_of(root, hosts[rank], part);
         for round in rounds(transfers(copies, hosts)) {
-            // What a check has found damaged lies where the sound copy goes.
+            // A damaged copy may have the same path as the sound one that replaces it.
             let into = round.iter().find(|transfer| transfer.to == rank).map(|transfer| received(transfer.part));
             let removed = into.as_ref().map_or(Ok(()), remove);
             CheckpointError::agree(group, OPERATION, None, removed)?;
@@ -216,19 +219,22 @@ impl MemoryTier {
         Ok(StepCheckpoint { step: step.step, path })
     }
 
-    /// Finds the run's place in the tier; `None` if it has none yet and is not to get one.
+    /// Finds the run's directory in the tier. If it has none yet, `create` makes one; without `create` this returns
+    /// `None`.
     fn open(&mut self, group: &ProcessGroup, create: bool) -> Result<Option<Place>, CheckpointError> {
         const OPERATION: &str = "open the memory tier";
         if self.place.is_some() {
             return Ok(self.place.clone());
         }
-        // 1. Rank 0 looks up which of the runs in the tier this is. A new run is none of them.
+        // 1. Rank 0 reads the number of the run, or makes one for a new run.
         let file = self.run.join(RUN_FILE);
         let number = if group.rank() == 0 { number_in(&file, create) } else { Ok(None) };
         let number = CheckpointError::agree(group, OPERATION, None, number)?;
         let told = group.broadcast_object(Some(&(number, random())), 0)?;
         let (Some(number), start): (Option<u64>, u64) = told else { return Ok(None) };
-        // 2. Ranks that find the same number in the tier share it, so they are on one host.
+        // 2. Each rank reads the number of its host. Ranks with the same number see the same directory, so they count
+        //    as one
+        // host.
         let root = self.directory.join(format!("{number:016x}"));
         let host = number_in(&root.join(HOST_FILE), true);
         let host = CheckpointError::agree(group, OPERATION, None, host)?;
@@ -246,12 +252,12 @@ fn latest_step(run: &Location) -> Result<Option<u64>, CheckpointError> {
     Ok(latest.map(|latest| latest.step))
 }
 
-/// Returns the place of a part in the directory of a rank.
+/// Returns the path of a part in the directory of the rank `holder`.
 fn place_of(root: &Location, holder: usize, part: Part) -> Location {
     root.join(holder_name(holder)).join(part.to_string())
 }
 
-/// Returns the name of the directory of a rank, with the parts that it keeps.
+/// Returns the name of the directory with the parts that a rank keeps.
 fn holder_name(rank: usize) -> String {
     format!("rank-{rank}")
 }
@@ -281,8 +287,8 @@ fn list(root: &Location) -> Result<Vec<(String, Part)>, CheckpointError> {
     Ok(found)
 }
 
-/// Checks every byte of these copies, each rank a share of those of its host, and returns the sound ones. Collective: an object
-/// all-gather.
+/// Checks every byte of these copies and returns the sound ones. The ranks of a host share the checks. Collective: an
+/// object all-gather.
 fn check(
     group: &ProcessGroup,
     root: &Location,
@@ -308,17 +314,19 @@ fn check(
     Ok(copies.iter().filter(|copy| damaged.iter().all(|(other, _)| other != *copy)).cloned().collect())
 }
 
-/// Removes all parts from a run's directory on this host but those of one step, and what else was left there.
+/// Removes the parts of all steps but `kept` from a run's directory on this host, and what was left there by crashes
+/// and loads.
 fn remove_all_but(root: &Location, kept: Option<MemoryStep>) -> Result<(), CheckpointError> {
     remove_parts(root, |part| Some(part.of) != kept)?;
-    // Joined checkpoints: the run has long gone on from them.
+    // Joined checkpoints: a resume made them, and has loaded them by now.
     for name in root.names()?.iter().filter(|name| name.starts_with("step-")) {
         remove(&root.join(name))?;
     }
     Ok(())
 }
 
-/// Removes parts from a run's directory on this host, and what crashed saves have left.
+/// Removes the parts for which `is_old` returns `true` from a run's directory on this host, and what crashed saves left
+/// behind.
 fn remove_parts(root: &Location, is_old: impl Fn(Part) -> bool) -> Result<(), CheckpointError> {
     for holder in root.names()?.into_iter().filter(|name| name.starts_with("rank-")) {
         let holder = root.join(&holder);
@@ -326,7 +334,7 @@ fn remove_parts(root: &Location, is_old: impl Fn(Part) -> bool) -> Result<(), Ch
             if Part::from_name(&name).is_some_and(&is_old) {
                 remove(&holder.join(&name))?;
             }
-            // A staging directory `.NAME.tmp-<nonce>` is removed unless a process that lives has it.
+            // A staging directory `.NAME.tmp-<nonce>` is removed unless a running process uses it.
             let target = name.strip_prefix('.').and_then(|name| name.split_once('.')).map(|(target, _)| target);
             if let Some(target) = target {
                 clean_stale(holder.join(target))?;
@@ -336,7 +344,7 @@ fn remove_parts(root: &Location, is_old: impl Fn(Part) -> bool) -> Result<(), Ch
     Ok(())
 }
 
-/// Removes a directory of the tier, if it is there and nobody reads it.
+/// Removes a directory of the tier if it exists, and nobody reads it.
 fn remove(place: &Location) -> Result<(), CheckpointError> {
     if place.exists()? {
         Durable::new().remove_checkpoint(place)?;
@@ -344,8 +352,8 @@ fn remove(place: &Location) -> Result<(), CheckpointError> {
     Ok(())
 }
 
-/// Reads the number in a file; `None` if there is no such file. With `create`, the file is made then, of a random number. Of
-/// several that make it at once, one does, and all read the same.
+/// Reads the number in a file; returns `None` if there is no such file. With `create`, a missing file is created with a
+/// random number. If several ranks create it at the same time, one of them succeeds, and all read its number.
 fn number_in(file: &Location, create: bool) -> Result<Option<u64>, CheckpointError> {
     if !file.exists()? {
         if !create {
@@ -370,7 +378,7 @@ fn make_number(file: &Location) -> Result<(), FileError> {
     staging.commit_single()
 }
 
-/// Returns a random number. The standard library seeds its hashers with those of the system.
+/// Returns a random number: the standard library seeds its hashers with random numbers of the system.
 fn random() -> u64 {
     RandomState::new().build_hasher().finish()
 }

@@ -1,4 +1,4 @@
-//! Parts on their way from rank to rank.
+//! Copies of parts from rank to rank.
 
 use fsdp_comm::{CommError, ProcessGroup};
 use fsdp_dcp::parts::{NewPart, PartFiles, PartList};
@@ -6,16 +6,16 @@ use fsdp_dcp::{FileError, Location};
 
 use super::arithmetic::Transfer;
 
-/// The bytes that a rank sends at once.
+/// The number of bytes that a rank sends at once.
 const WINDOW: u64 = 8 << 20;
 
-/// Copies parts from rank to rank, each rank at most one to and at most one from another. `places` are the place that this rank
-/// sends from, and the place that it receives to. Collective: agreements, an object all-gather, and an all-to-all for each 8 MiB
-/// of the longest part.
+/// Copies parts from rank to rank. Each rank sends at most one part and receives at most one. For a transfer, `places`
+/// returns the path to send from and the path to receive to; each is meaningful only on the rank that uses it.
+/// Collective: agreements, an object all-gather, and an all-to-all for each 8 MiB of the longest part.
 ///
 /// # Errors
-/// The same on every rank: parts that cannot be read, errors of the storage. Nothing is at the place of a part then that was
-/// not received whole.
+/// The same on every rank: parts that cannot be read, errors of the storage. A part that was not received whole is not
+/// there then.
 pub(super) fn send(
     group: &ProcessGroup,
     operation: &str,
@@ -25,16 +25,16 @@ pub(super) fn send(
     let rank = group.rank();
     let outgoing = transfers.iter().find(|transfer| transfer.from == rank);
     let incoming = transfers.iter().find(|transfer| transfer.to == rank);
-    // 1. Each rank opens what it sends, and all learn which files each part has.
+    // 1. Each rank opens the part that it sends, and all ranks learn the files of each part.
     let part = outgoing.map(|transfer| PartFiles::open(places(transfer).0)).transpose();
     let part = group.agree(operation, part)?;
     let lists: Vec<PartList> =
         group.all_gather_object(&part.as_ref().map_or_else(PartList::new, |part| part.list().clone()))?;
-    // 2. Each rank prepares the place of what it receives.
+    // 2. Each rank prepares a directory for the part that it receives.
     let list = incoming.and_then(|transfer| lists.get(transfer.from)).cloned().unwrap_or_default();
     let new = incoming.map(|transfer| NewPart::create(places(transfer).1, list)).transpose();
     let mut new = group.agree(operation, new)?;
-    // 3. The bytes move, some at a time. A rank that fails goes on with zeros, so that no other waits for it.
+    // 3. The bytes are sent in windows. A rank that fails goes on sending zeros, because the others would wait for it.
     let lengths: Vec<u64> = lists.iter().map(length).collect();
     let mut failure: Option<FileError> = None;
     let mut at = 0;
@@ -58,12 +58,12 @@ pub(super) fn send(
         }
         at += WINDOW;
     }
-    // 4. Nobody keeps a part whose sender has failed.
+    // 4. If any rank failed, none commits the part that it received.
     group.agree(operation, failure.map_or(Ok(()), Err))?;
     group.agree(operation, new.map_or(Ok(()), NewPart::commit))
 }
 
-/// Returns the bytes of a part with these files.
+/// Returns the number of bytes of a part with these files.
 fn length(list: &PartList) -> u64 {
     list.iter().fold(0, |sum, (_, length)| sum.saturating_add(*length))
 }

@@ -38,7 +38,7 @@ pub(crate) fn merge(arguments: &MergeArguments) -> Result<()> {
     };
     let [base] = views.as_slice() else { return Err(UsageError::OneBase.into()) };
     let config = LoraConfig::read(place)?;
-    // The file itself: a trainer's folder of an adapter holds more.
+    // Open the file rather than the directory: a trainer's directory holds more than the adapter.
     let files = ["adapter_model.safetensors", "adapter_model.bin"].map(|name| place.join(name));
     let file = files.iter().find(|file| file.is_file().unwrap_or(false));
     let adapter = open(file.unwrap_or(place), &destination)?;

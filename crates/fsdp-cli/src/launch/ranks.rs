@@ -179,7 +179,7 @@ impl<'e> Ranks<'e> {
         let Some(mut child) = self.running.remove(&rank) else { return Ok(()) };
         let process = Pid::from_child(&child);
         kill_process_group(process, Signal::KILL).ok();
-        // Before its number is given back, which another process may get.
+        // Forget the process before `wait` frees its id, which another process may get.
         self.guard.forget(process);
         let status = child.wait().with_context(|| format!("failed to wait for rank {rank}"))?;
         let exit = Exit::new(rank, status, matches!(self.stage, Stage::Ending(_) | Stage::Killed));

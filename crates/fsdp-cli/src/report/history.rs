@@ -92,7 +92,7 @@ impl History {
             }
             "stopped" => self.end("stopped by a signal"),
             "end" => self.end("done"),
-            // An event of a later version.
+            // Other events, also those of later versions, are not shown.
             _ => {}
         }
     }

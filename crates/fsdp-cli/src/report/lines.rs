@@ -10,8 +10,8 @@ use serde::de::DeserializeOwned;
 /// The longest line that is read.
 const LONGEST: u64 = 1 << 20;
 
-/// Calls `take` with each line's object, and returns the number of lines that hold no such object: torn by a kill, or written
-/// by another program. A file that is not there has no lines.
+/// Parses each line as a JSON object and calls `take` with it. Returns the number of lines that could not be parsed,
+/// for example because a kill cut them off or another program wrote them. A missing file has no lines.
 ///
 /// # Errors
 /// The file cannot be read.

@@ -50,7 +50,7 @@ pub(crate) struct ReportArguments {
 /// Writes the page of a run: `fsdp report`.
 ///
 /// # Errors
-/// The run has neither metrics nor checkpoints; files that cannot be read; a page is there already.
+/// The run has neither metrics nor checkpoints; files that cannot be read; a page that exists already.
 pub(crate) fn run(arguments: &ReportArguments) -> Result<()> {
     let directory = &arguments.run;
     let file = arguments.html.clone().unwrap_or_else(|| directory.join(PAGE));

@@ -193,9 +193,10 @@ pub(crate) struct TrainArguments {
     /// Save a checkpoint after every K steps, and after the last [default: after the last only]
     #[arg(help_heading = CHECKPOINTS, long, value_name = "K", env = "FSDP_SAVE_EVERY")]
     pub(super) save_every: Option<NonZeroU64>,
-    /// Directory of each host that outlives the process, a tmpfs such as /dev/shm, for steps between the checkpoints. Each
-    /// rank saves its part there, and another rank, on another host if there is one, keeps a copy. --resume takes the newest
-    /// step, from here or from the checkpoints. The last two stay until the run is done
+    /// Keep steps between the checkpoints in this directory of each host, which should be a tmpfs such as /dev/shm.
+    /// Each rank saves its part there, and another rank, on another host if there is one, keeps a copy. --resume
+    /// continues from the newest step, here or in the checkpoints. The last two steps are kept until the run is
+    /// complete
     #[arg(help_heading = CHECKPOINTS, long, value_name = "DIR", env = "FSDP_MEMORY_TIER")]
     pub(super) memory_tier: Option<PathBuf>,
     /// Save to --memory-tier after every K steps

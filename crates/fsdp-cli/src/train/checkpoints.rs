@@ -19,7 +19,7 @@ pub(super) struct Checkpoints {
     started: Option<Started>,
 }
 
-/// Returns the newest step of the memory tier, if that is newer than the newest checkpoint. This is a collective.
+/// Returns the newest step of the memory tier, if it is newer than the newest checkpoint. This is a collective.
 ///
 /// # Errors
 /// The same as [`Checkpointer::latest_in_memory`].
@@ -32,7 +32,7 @@ pub(super) fn latest_in_memory(arguments: &TrainArguments, group: &ProcessGroup)
 fn checkpointer(arguments: &TrainArguments, group: &ProcessGroup, replaces: bool) -> Result<Checkpointer> {
     let options = CheckpointerOptions {
         retention: Retention { keep_last: arguments.keep_last, keep_every: arguments.keep_every },
-        // A checkpoint may hold values of other programs.
+        // Not strict: the checkpoint may also hold values that another program saved.
         save: SaveOptions { overwrite: replaces, incremental: arguments.incremental, ..SaveOptions::default() },
         load: LoadOptions { strict: false, read_once: arguments.read_once.then_some(true), ..LoadOptions::default() },
         memory_tier: arguments.memory_tier.as_ref().map(Location::from),
@@ -82,7 +82,7 @@ impl Checkpoints {
         Ok(self.checkpointer.clear_memory()?)
     }
 
-    /// Sets what the next checkpoints record of the run.
+    /// Sets the facts about the run that later checkpoints record.
     pub(super) fn set_facts(&mut self, facts: RunFacts) {
         self.checkpointer.set_facts(facts);
     }

@@ -26,10 +26,10 @@ impl<'a> Candidates<'a> {
         Candidates { run, mode, reports, damaged: Vec::new(), memory: None }
     }
 
-    /// Sets the newest step of the memory tier, which is newer than the newest checkpoint.
+    /// Sets the newest step of the memory tier, which must be newer than the newest checkpoint.
     ///
     /// # Errors
-    /// A run that starts from the beginning would mix its steps with these.
+    /// The run starts from the beginning, but the tier already holds steps of a run with the same directory.
     pub(super) fn set_memory(&mut self, memory: Option<StepCheckpoint>) -> Result<()> {
         self.memory = memory;
         match &self.memory {
@@ -40,7 +40,7 @@ impl<'a> Candidates<'a> {
         }
     }
 
-    /// Returns `true` if newer checkpoints than the one that is gone on from are damaged, so that they will be replaced.
+    /// Returns `true` if checkpoints newer than the one to continue from are damaged, so that they will be replaced.
     pub(super) fn are_damaged(&self) -> bool {
         self.damaged.iter().any(|path| self.memory.as_ref().is_none_or(|memory| memory.path != *path))
     }
@@ -56,7 +56,7 @@ impl<'a> Candidates<'a> {
     /// Opens the newest checkpoint that is not known to be damaged.
     ///
     /// # Errors
-    /// There is none; with `--resume=strict`, the newest is damaged.
+    /// There is no such checkpoint; with `--resume=strict`, the newest checkpoint is damaged.
     pub(super) fn open_newest(&mut self) -> Result<Resume> {
         loop {
             let Some(path) = self.left()?.pop() else {

@@ -87,7 +87,8 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     let mut candidates = Candidates::new(run, arguments.resume_mode(), reports);
     let mut group = None;
     if arguments.memory_tier.is_some() {
-        // The parts of a step in memory are on all hosts: which step is whole, the ranks find out together.
+        // The parts of a step in memory are spread over the hosts, so only all ranks together can tell which step is
+        // whole.
         if let Some(launched) = &launched {
             group = Some(launched.meet(&ranks)?);
         }
@@ -122,8 +123,8 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     }
 }
 
-/// Returns the newest step of the memory tier, if that is newer than the newest checkpoint. `group` is that of a rank that is a
-/// process.
+/// Returns the newest step of the memory tier, if it is newer than the newest checkpoint. `group` is given if this
+/// process is a single rank; otherwise the ranks are threads of this process.
 ///
 /// # Errors
 /// The first error of any rank.
@@ -138,11 +139,11 @@ fn latest_in_memory(
     let results = ranks.run(|group| checkpoints::latest_in_memory(arguments, &group))?;
     let (found, errors): (Vec<_>, Vec<_>) = results.into_iter().partition(Result::is_ok);
     first_cause(errors.into_iter().filter_map(Result::err))?;
-    // All ranks have found the same.
+    // All ranks found the same step.
     Ok(found.into_iter().flatten().flatten().next())
 }
 
-/// The place of this process, and what it has.
+/// The rank and the resources of this process.
 struct Place<'a> {
     launched: Option<&'a Launched>,
     device: DeviceName,

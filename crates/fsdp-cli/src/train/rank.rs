@@ -175,7 +175,7 @@ impl Rank<'_> {
                 same.with_context(|| format!("after step {done}"))?;
             }
             let saves = stops || done == steps || save_every.is_some_and(|every| done % every == 0);
-            // A checkpoint that is durable when it returns makes the same step in memory needless.
+            // A step whose checkpoint is durable right after the save need not be kept in memory too.
             let is_needed = !saves || self.checkpoints.is_behind() && !stops && done < steps;
             if memory_tier.is_some() && done % memory_every == 0 && is_needed {
                 self.save(done, Checkpoints::save_to_memory)?;
@@ -314,7 +314,7 @@ impl Rank<'_> {
         Ok(f64::from(loss.to_scalar::<f32>()?))
     }
 
-    /// Saves the state after a step in one of the ways of [`Checkpoints`].
+    /// Saves the state after a step with one of the methods of [`Checkpoints`].
     fn save(
         &mut self,
         step: u64,

@@ -189,8 +189,8 @@ impl Report {
         self.happened(&Event::Checkpoint(saved))
     }
 
-    /// Reports a step that is whole in the memory tier: the bytes of tensors without their copies, and the time for which
-    /// training stood still.
+    /// Reports a save to the memory tier: the bytes of all tensors, not counting the copies, and the seconds for which
+    /// training waited.
     ///
     /// # Errors
     /// stdout is closed.

@@ -1,5 +1,5 @@
-//! A listener that lets in connections which complete the handshake. Strangers can take only a bounded amount of memory and
-//! file descriptors.
+//! A listener that accepts only connections which complete the handshake. Other connections can use only a bounded
+//! amount of memory and file descriptors.
 
 use std::collections::VecDeque;
 use std::io;
@@ -19,7 +19,7 @@ const MAX_STRANGERS: usize = 64;
 /// The time that the handshake may take.
 const DEADLINE: Duration = Duration::from_secs(5);
 
-/// The time that the handshake may take while others wait for the place.
+/// The time that a handshake may take while other connections wait for its place.
 const DEADLINE_WHEN_FULL: Duration = Duration::from_millis(250);
 
 /// The pause after the system could not accept a connection. There may be no file descriptor left until another

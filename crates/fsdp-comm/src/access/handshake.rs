@@ -21,14 +21,14 @@ use crate::blocking::{read_exact, write_all};
 /// The first bytes of a connection, which no other protocol begins with. The last one is the version.
 const MAGIC: [u8; 8] = *b"fsdp\0kv\x02";
 
-/// The answer to a client that has shown that it has the key.
+/// The answer to a client that has proved that it has the key.
 const WELCOME: u8 = 1;
 
 /// The purposes of proofs. They differ, so that no side can send a proof back to the side that made it.
 const SERVER: &str = "server";
 const CLIENT: &str = "client";
 
-/// A rank's description of itself, with which it asks to be let in.
+/// A rank's description of itself, sent when it connects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Hello {
     pub(crate) rank: u64,
@@ -57,7 +57,7 @@ impl Hello {
     }
 }
 
-/// The reason that a client was not let in.
+/// The reason why a client was refused.
 #[derive(Debug)]
 pub(crate) enum Refusal {
     /// The other side has another key: it belongs to another job.
@@ -72,7 +72,7 @@ impl From<io::Error> for Refusal {
     }
 }
 
-/// The client's side: shows that this process has the key, and checks that the server has it.
+/// The client's side: proves that this process has the key, and checks that the server has it.
 pub(crate) fn knock(stream: &mut TcpStream, key: &Key, hello: Hello, until: Instant) -> Result<(), Refusal> {
     // Step 1: challenge the server. Each side sends a fresh nonce, so that a recording of an earlier handshake proves nothing.
     let client = nonce()?;
@@ -89,7 +89,7 @@ pub(crate) fn knock(stream: &mut TcpStream, key: &Key, hello: Hello, until: Inst
     let hello = hello.to_bytes();
     let proof = key.prove(CLIENT, &[&client, &server, &hello]);
     write_all(stream, &[&hello[..], &proof].concat(), until)?;
-    // Step 4: wait for the server's word, as it may drop a connection that came with too many others.
+    // Step 4: wait for the server's welcome, because it may drop a connection if too many arrive at once.
     let mut answer = [0];
     read_exact(stream, &mut answer, until)?;
     if answer != [WELCOME] {
@@ -98,11 +98,11 @@ pub(crate) fn knock(stream: &mut TcpStream, key: &Key, hello: Hello, until: Inst
     Ok(())
 }
 
-/// The server's side: returns the client's hello once it has shown that it has the key.
+/// The server's side: returns the client's hello once the client has proved that it has the key.
 ///
 /// A client without the key learns only that a job listens here.
 pub(super) async fn answer(stream: &mut tokio::net::TcpStream, key: &Key) -> io::Result<Hello> {
-    // Step 1: hang up on other protocols before anything is computed for them.
+    // Step 1: drop clients of other protocols before computing anything for them.
     let mut magic = [0; MAGIC.len()];
     stream.read_exact(&mut magic).await?;
     if magic != MAGIC {
@@ -114,7 +114,7 @@ pub(super) async fn answer(stream: &mut tokio::net::TcpStream, key: &Key) -> io:
     let server = nonce()?;
     let proof = key.prove(SERVER, &[&client, &server]);
     stream.write_all(&[&server[..], &proof].concat()).await?;
-    // Step 3: check the client's proof before its hello is believed.
+    // Step 3: check the client's proof before its hello is used.
     let mut hello = [0; HELLO_BYTES];
     stream.read_exact(&mut hello).await?;
     let mut proof = [0; KEY_BYTES];
@@ -122,7 +122,7 @@ pub(super) async fn answer(stream: &mut tokio::net::TcpStream, key: &Key) -> io:
     if !key.accepts(CLIENT, &[&client, &server, &hello], &proof) {
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, "it does not have the job's key"));
     }
-    // Step 4: tell the client that it is in.
+    // Step 4: tell the client that it was accepted.
     stream.write_all(&[WELCOME]).await?;
     Ok(Hello::from_bytes(&hello))
 }

@@ -12,8 +12,8 @@ pub(super) const KEY_BYTES: usize = 32;
 
 /// The key with which the two sides of a connection show each other that they belong to the same job.
 ///
-/// It is made of the job's secret and of its name, so that jobs of one secret are told apart as well. Without a secret,
-/// it tells jobs apart, but keeps nobody out who knows the name.
+/// It is derived from the job's secret and its name, so that jobs with the same secret have different keys. Without a
+/// secret it still distinguishes jobs, but does not keep out anybody who knows the name.
 #[derive(Clone)]
 pub(crate) struct Key([u8; KEY_BYTES]);
 
@@ -30,7 +30,7 @@ impl Key {
         Key(Sha256::digest(secret).into()).derive("job", job.as_bytes())
     }
 
-    /// Makes another key of this one, for another use.
+    /// Derives another key from this one, for another use.
     pub(crate) fn derive(&self, purpose: &str, data: &[u8]) -> Key {
         Key(self.mac(purpose, &[data]).finalize().into_bytes().into())
     }

@@ -50,7 +50,7 @@ impl Board {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Wakes ranks that wait.
+    /// Wakes these ranks, if they wait.
     fn wake(&self, ranks: impl IntoIterator<Item = usize>) {
         match &self.turns {
             Some(turns) => turns.changed(),

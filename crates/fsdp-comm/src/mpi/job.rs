@@ -43,7 +43,7 @@ pub(super) struct Job {
     pub(super) control: Arc<TcpBackend>,
     /// `true` if a group has failed, so that other ranks may never leave properly.
     failed: AtomicBool,
-    /// `true` if a call is not over and never will be.
+    /// `true` if an MPI call was abandoned before it was complete.
     stuck: AtomicBool,
 }
 
@@ -129,7 +129,7 @@ impl Job {
         self.failed.store(true, Ordering::Release);
     }
 
-    /// Notes that a call will never be over.
+    /// Records that a call was abandoned, and will never be complete.
     pub(super) fn give_up(&self) {
         self.stuck.store(true, Ordering::Release);
     }

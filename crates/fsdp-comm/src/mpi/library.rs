@@ -195,7 +195,7 @@ impl Communicator {
         self.prepare(&mut buffers, &[(self.rank, counts[self.rank])], receives.then_some(counts))?;
         let root = int(root)?;
         self.begin(buffers, |communicator, Buffers { send, receive, numbers: [_, _, counts, starts] }, request| {
-            // SAFETY: as in `all_gather`; what receives is looked at on the root only.
+            // SAFETY: as in `all_gather`; MPI reads the arguments of the receiving side on the root only.
             unsafe {
                 ffi::MPI_Igatherv(
                     send.as_ptr().cast(),

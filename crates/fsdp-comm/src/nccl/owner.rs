@@ -129,18 +129,19 @@ struct Owned {
 }
 
 impl Owned {
+    /// Joins the communicator that `id` names, on the GPU with this ordinal. An error is reported to the other ranks.
     fn join(ordinal: usize, id: UniqueId, watch: &Watch) -> Result<Owned, CommError> {
         Owned::try_join(ordinal, id, watch).inspect_err(|error| watch.abort(error))
     }
 
     fn try_join(ordinal: usize, id: UniqueId, watch: &Watch) -> Result<Owned, CommError> {
-        // A stream of its own: candle has one for each thread, and they must not begin to wait for other streams.
+        // The communicator gets a stream of its own, so that candle's streams never wait for a collective.
         let context = CudaContext::new(ordinal).map_err(|error| driver("cuDevicePrimaryCtxRetain", error))?;
         let stream = context.new_stream().map_err(|error| driver("cuStreamCreate", error))?;
         let begun = Communicator::begin(id, watch.control_rank(), watch.control_ranks());
         let communicator = begun.map_err(|error| failed("ncclCommInitRankConfig", error))?;
         let joined = watch.wait("ncclCommInitRankConfig", || communicator.state());
-        // The others must hear of the error before the communicator is dropped, as dropping it waits for them.
+        // Report an error to the other ranks before the communicator is dropped, because the drop waits for them.
         joined.inspect_err(|error| watch.abort(error))?;
         Ok(Owned { communicator, stream })
     }

@@ -1,4 +1,4 @@
-//! The store itself: a map, served by a listener on a thread of its own.
+//! The store itself: a map, served by a listener on a separate thread.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -88,7 +88,7 @@ async fn serve(mut stream: TcpStream, hello: Hello, shared: &Shared) -> io::Resu
         return told;
     }
     if told.is_err() {
-        // The rank does not know of its seat, and will come again.
+        // The reply could not be sent, so the rank does not know of its seat, and will connect again.
         shared.lock().joined.remove(&hello.rank);
         return told;
     }
@@ -110,7 +110,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Serves a connection that has shown that it belongs to the job.
+    /// Serves a connection that has completed the handshake, and so belongs to the job.
     fn admit(self: &Arc<Self>, stream: TcpStream, hello: Hello) {
         let shared = Arc::clone(self);
         tokio::spawn(async move {
@@ -120,7 +120,7 @@ impl Shared {
         });
     }
 
-    /// Gives a rank its seat. Each can have one connection only, so there are no more than ranks.
+    /// Assigns a rank its seat. A rank can have only one connection, so there are no more connections than ranks.
     fn seat(&self, Hello { rank, world_size }: Hello) -> Reply {
         let here = self.world_size as u64;
         if world_size != here {

@@ -56,7 +56,7 @@ pub(super) struct State {
     /// The time of this process's last heartbeat.
     beaten: Instant,
     groups: HashMap<u64, GroupState>,
-    /// The ranks whose connections have ended without a goodbye, in the order of time.
+    /// The ranks whose connections have ended without a goodbye, in the order in which they ended.
     lost: Vec<usize>,
     /// Groups that this process has dropped. Frames for them may still arrive, and are ignored.
     closed: HashSet<u64>,
@@ -128,6 +128,7 @@ impl Inbox {
         self.changed.notify_all();
     }
 
+    /// Records that the connection to the rank `from` ended with this error, and wakes all who wait for that rank.
     fn lose(&self, from: usize, error: &io::Error) {
         let reason = match error.kind() {
             io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
@@ -307,9 +308,9 @@ impl Node {
         }
     }
 
-    /// Notes the ranks of a new group.
+    /// Records the ranks of a new group.
     pub(super) fn open(&self, group: u64, ranks: &[usize]) {
-        // Frames for it may have come already.
+        // Frames for it may have arrived already.
         self.inbox.lock().groups.entry(group).or_default().ranks = ranks.to_vec();
     }
 

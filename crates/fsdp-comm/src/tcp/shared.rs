@@ -103,7 +103,7 @@ impl SharedMemory {
         }
         let parity = (round.number % 2) as usize;
         let own = &self.segments[rank];
-        // Show this rank's record, and ring for the others.
+        // Publish this rank's record, and wake the others.
         own.write_record(parity, record);
         own.word(Word::Arrived).store(round.number + 1, Ordering::Release);
         own.ring(Bell::ForReaders);
@@ -131,9 +131,11 @@ impl SharedMemory {
         ranks.filter(|(segment, _)| !has_arrived(segment, round)).map(|(_, &rank)| rank).collect()
     }
 
-    /// Makes all ranks agree on whether all have arrived. The first rank to know decides.
+    /// Makes all ranks agree on the outcome of a round: all have arrived, or it has failed. The first rank that knows
+    /// decides, by setting the verdict atomically.
     ///
-    /// Otherwise a rank could arrive just after another has given it up, and go on as if nothing had happened.
+    /// Without this, a rank could arrive just after another has given up waiting for it, and continue as if nothing had
+    /// happened.
     fn conclude(&self, member: Member<'_>, round: &Round<'_>, all: Result<(), CommError>) -> Result<(), CommError> {
         let verdict = self.segments[0].word(Word::Verdict);
         let complete = round.number + 1;
@@ -145,7 +147,7 @@ impl SharedMemory {
         };
         let rounds = said & ((1 << RANK_SHIFT) - 1);
         if rounds >= complete {
-            // The round was complete, whatever happened after it.
+            // The round was complete; a later failure does not change that.
             return Ok(());
         }
         // The rank that gave up sends its error, so wait for that.

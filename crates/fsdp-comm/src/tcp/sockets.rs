@@ -63,7 +63,7 @@ pub(super) fn round(
     let records: Vec<&[u8]> = records.iter().map(Vec::as_slice).collect();
     let plan = match plan(&records) {
         Ok(Some(plan)) => plan,
-        // All ranks come to the same end of the round.
+        // The round ends here, in the same way on all ranks, because all have the same records.
         ended => {
             node.inbox().lock().forget(group, round.number);
             return ended.map(drop);

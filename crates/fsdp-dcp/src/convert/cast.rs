@@ -22,7 +22,7 @@ pub struct Cast {
 }
 
 impl Cast {
-    /// Returns a cast of all but the state of optimizers.
+    /// Returns a cast of all tensors except optimizer state.
     #[must_use]
     pub const fn parameters(dtype: DType) -> Self {
         Cast { dtype, with_optimizer: false }

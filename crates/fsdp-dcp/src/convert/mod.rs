@@ -63,7 +63,7 @@ pub fn convert(
     write(&View::new(source, keep, None)?, destination.into(), target, &kept, options)
 }
 
-/// Writes all of a checkpoint, but for what `kept` takes along.
+/// Writes a checkpoint in another format. The files in `kept` are copied as they are.
 fn write(
     source: &dyn Checkpoint,
     destination: Location,
@@ -71,7 +71,7 @@ fn write(
     kept: &Kept,
     options: ConvertOptions<'_>,
 ) -> Result<Converted, FileError> {
-    // What a DCP directory's own files hold is copied as its bytes are, so nothing needs to know what it is.
+    // From DCP to DCP, values in the directory's own files are copied as bytes, so they may be opaque.
     let copied = matches!((source.format(), target), (Format::Dcp, OutputFormat::Dcp { .. }));
     let beside = keys_beside(source);
     let (opaque, unknown): (Vec<_>, Vec<_>) = opaque_entries(source, options.threads)?

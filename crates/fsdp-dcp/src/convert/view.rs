@@ -1,4 +1,4 @@
-//! A checkpoint seen through a filter, a renaming and a cast.
+//! [`View`]: a checkpoint with some keys left out or renamed, and its floating-point tensors cast.
 
 use std::collections::HashSet;
 
@@ -23,7 +23,7 @@ pub enum Rename {
     Keep,
     /// Leave it out.
     Drop,
-    /// Call it this. Its path becomes one part: the new key.
+    /// Rename it to this. Its path in the nested state dict becomes the new key as a single part.
     To(String),
 }
 
@@ -48,8 +48,8 @@ fn unsupported(fqn: &str, what: String) -> FileError {
 }
 
 impl<'a> View<'a> {
-    /// Makes a view in which `rename` decides over each key, and `cast` over the dtype of tensors of `f64`, `f32`, `f16`
-    /// and `bf16`.
+    /// Makes a view in which `rename` decides about each key, and `cast` about the dtype of tensors of `f64`, `f32`,
+    /// `f16` and `bf16`.
     pub fn new(
         source: &'a dyn Checkpoint,
         rename: impl Fn(&str) -> Rename,
@@ -105,7 +105,7 @@ impl<'a> View<'a> {
     }
 }
 
-/// Returns what a view leaves of a structure: keys that get another name move to the dict at the root.
+/// Returns the part of a structure that a view keeps. Renamed keys move to the dict at the root.
 fn structure_of_view(structure: Structure, rename: &dyn Fn(&str) -> Rename) -> Result<Structure, FileError> {
     let mut moved = Vec::new();
     let leaves: HashSet<String> = structure.leaves().into_iter().map(str::to_owned).collect();

@@ -18,7 +18,7 @@ use crate::strided::read_overlap;
 use crate::torch::tensor_ref::{TensorRef, check_writable, write_tensor};
 use crate::torch::zip::{ArchiveLayout, Directory, ROOT};
 
-/// The bytes of one tensor item, except its payload: exactly what `torch.load(weights_only=True)` accepts around it.
+/// The bytes of one tensor item around its payload, in a form that `torch.load(weights_only=True)` accepts.
 ///
 /// ```
 /// use fsdp_dcp::internals::TensorItem;
@@ -137,7 +137,7 @@ impl StoredTensor {
     }
 }
 
-/// An item with its first and last bytes in memory: that is where its zip structure and pickle are.
+/// An item whose first and last bytes are in memory, because its zip structure and its pickle are there.
 struct Ends<'a> {
     item: Window<'a>,
     head: Vec<u8>,
@@ -157,7 +157,7 @@ impl<'a> Ends<'a> {
         let (head, tail) = if len <= WHOLE {
             (len, 0)
         } else {
-            // Not more than the block of a hash around each end: beyond lies the payload, in large blocks.
+            // Read no more than one hash block at each end. The payload between them has large blocks.
             let head = item.block_at(0).map_or(HEAD, |block| block.end.min(HEAD));
             let tail = item.block_at(len - 1).map_or(TAIL, |block| (len - block.start).min(TAIL));
             (head, tail)

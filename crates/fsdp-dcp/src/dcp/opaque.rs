@@ -1,4 +1,4 @@
-//! Copying the items of opaque tensors from one DCP directory to another: nothing can cut them, so they keep their boxes.
+//! Copies the items of opaque tensors from one DCP directory to another. They cannot be cut, so they keep their boxes.
 
 use std::collections::HashSet;
 
@@ -23,8 +23,8 @@ struct Item<'s> {
     part: Part,
 }
 
-/// Copies the opaque tensors among `opaque` to files of their own, shared out among the ranks, and adds them to the
-/// metadata and to what the ranks have written.
+/// Copies the opaque tensors in `opaque` to separate files, divided among the ranks, and adds them to the metadata and
+/// to the ranks' reports.
 pub(super) fn copy(
     source: &dyn Checkpoint,
     staging: &Staging,
@@ -42,7 +42,7 @@ pub(super) fn copy(
         let stored = tensor.chunks.iter().filter_map(|chunk| chunk.stored.as_ref());
         for (number, stored) in stored.enumerate() {
             let rank = number * items.len() / chunks.len();
-            // The digest is that of the whole tensor, so one of its items brings it.
+            // The digest is that of the whole tensor, so it is reported with one of its items only.
             let part = if number == 0 { Part::Value(digest) } else { Part::default() };
             items[rank].push(Item { fqn, stored, entry, chunk: number as u32, part });
         }

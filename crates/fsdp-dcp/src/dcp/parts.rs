@@ -1,9 +1,10 @@
-//! Checkpoints in parts: each rank saves what it holds by itself, and all the parts together are one checkpoint.
+//! Checkpoints in parts: each rank saves what it holds in a directory of its own, and the parts together are one
+//! checkpoint.
 //!
-//! A part is a DCP directory whose `.metadata` lists the boxes of one rank, under the shapes of the whole tensors, with an
-//! integrity file of its own ([`plan_part`](crate::plan::plan_part), [`write_rank`](super::writer::write_rank) and
-//! [`finish`](super::writer::finish) write it). Parts can be moved to where others cannot read them as files:
-//! [`PartFiles`] reads one byte by byte, and [`NewPart`] takes the bytes. [`join`] makes one checkpoint of all parts.
+//! A part is a DCP directory. Its `.metadata` lists the boxes of one rank, with the shapes of the whole tensors, and it
+//! has an integrity file of its own. [`plan_part`](crate::plan::plan_part), [`write_rank`](super::writer::write_rank)
+//! and [`finish`](super::writer::finish) write it. To send a part to another host, [`PartFiles`] reads it as a sequence
+//! of bytes, and [`NewPart`] writes such a sequence as a part. [`join`] makes one checkpoint of all parts.
 
 use crate::error::{FileError, FormatError};
 use crate::limits::{MAX_INTEGRITY_BYTES, MAX_PICKLE_BYTES};
@@ -17,13 +18,13 @@ use crate::storage::{Durable, StagedFile, Staging};
 use super::reader::CheckpointReader;
 use super::writer::{RankWritten, WrittenFile, commit};
 
-/// The bytes that are copied at once where a file cannot be linked.
+/// The number of bytes that are copied at once if a file cannot be linked.
 const COPY_BYTES: u64 = 4 << 20;
 
 /// Checks every byte of a part against its hashes.
 ///
 /// # Errors
-/// Damage, and a part without hashes.
+/// The part is damaged, or has no hashes.
 pub fn check(part: impl Into<Location>) -> Result<(), FileError> {
     let reader = CheckpointReader::open(part)?;
     let directory = reader.directory();
@@ -35,7 +36,7 @@ pub fn check(part: impl Into<Location>) -> Result<(), FileError> {
     Ok(())
 }
 
-/// Returns the data files of a part, which must have hashes of them.
+/// Returns the names of a part's data files. A part without hashes is an error.
 fn covered(reader: &CheckpointReader) -> Result<Vec<String>, FileError> {
     let directory = reader.directory();
     if !directory.has_integrity() {
@@ -46,11 +47,11 @@ fn covered(reader: &CheckpointReader) -> Result<Vec<String>, FileError> {
     Ok(names)
 }
 
-/// Joins parts to one checkpoint at `target`, where it replaces what is there. Files are linked where that can be done, so that
-/// the checkpoint takes no space of its own beside its parts, and stays whole when they are removed.
+/// Joins parts to one checkpoint at `target`, and replaces an existing one. Files are hard links where possible: then
+/// the checkpoint needs no space beside its parts, and is still whole when they are removed.
 ///
 /// # Errors
-/// Parts that cannot be read, or with files of the same name; errors of the storage.
+/// Parts that cannot be read, or that have data files of the same name; errors of the storage.
 pub fn join(target: impl Into<Location>, parts: &[Location]) -> Result<(), FileError> {
     let target = target.into();
     let staging = Durable::new().prepare(&target, true)?;
@@ -76,7 +77,7 @@ pub fn join(target: impl Into<Location>, parts: &[Location]) -> Result<(), FileE
     commit(staging, &encode(&Metadata::merge(metadata)), &[written], None, None).map(drop)
 }
 
-/// Copies a file of a part, and checks it on the way.
+/// Copies a file of a part, and checks its hashes while reading.
 fn copy(file: &CheckedFile, staging: &Staging, reader: &CheckpointReader, name: &str) -> Result<(), FileError> {
     let new = staging.create(name, file.len())?;
     let mut buffer = Vec::new();
@@ -90,10 +91,11 @@ fn copy(file: &CheckedFile, staging: &Staging, reader: &CheckpointReader, name: 
     new.finish()
 }
 
-/// The name and the length of each file of a part, in the order in which their bytes follow each other.
+/// The name and the length in bytes of each file of a part, in the order in which [`PartFiles::read`] concatenates
+/// them.
 pub type PartList = Vec<(String, u64)>;
 
-/// A part that is read as one row of bytes, to be moved.
+/// A part that is read as one sequence of bytes: the contents of its files, one after the other.
 #[derive(Debug)]
 pub struct PartFiles {
     reader: CheckpointReader,
@@ -104,7 +106,7 @@ impl PartFiles {
     /// Opens a part.
     ///
     /// # Errors
-    /// It cannot be read, or has no hashes.
+    /// The part cannot be read, or has no hashes.
     pub fn open(part: impl Into<Location>) -> Result<Self, FileError> {
         let reader = CheckpointReader::open(part)?;
         let mut files = Vec::new();
@@ -118,16 +120,17 @@ impl PartFiles {
         Ok(PartFiles { reader, files })
     }
 
-    /// Returns its files.
+    /// Returns the files of the part.
     #[must_use]
     pub fn list(&self) -> &PartList {
         &self.files
     }
 
-    /// Fills `dst` with the bytes from `offset` of the row, each checked against its hash.
+    /// Fills `dst` with the bytes of the sequence that begin at `offset`, checked against their hashes. Bytes of `dst`
+    /// beyond the end of the sequence stay as they are.
     ///
     /// # Errors
-    /// Damage, and bytes beyond the end.
+    /// The part is damaged, or cannot be read.
     pub fn read(&self, offset: u64, dst: &mut [u8]) -> Result<(), FileError> {
         let directory = self.reader.directory();
         for Run { file, at, bytes } in runs(&self.files, offset, dst.len()) {
@@ -139,22 +142,23 @@ impl PartFiles {
     }
 }
 
-/// A part that is being written from a row of bytes, in order.
+/// A part that is being written from the sequence of bytes that [`PartFiles`] reads.
 #[derive(Debug)]
 pub struct NewPart {
     staging: Staging,
     list: PartList,
-    /// The files, but for `.metadata`, whose bytes are kept for the commit.
+    /// The files in the order of `list`; `None` for `.metadata`, whose bytes are kept for the commit.
     files: Vec<Option<StagedFile>>,
     metadata: Vec<u8>,
     written: u64,
 }
 
 impl NewPart {
-    /// Prepares to write a part with these files, as the [`PartFiles`] of another rank lists them.
+    /// Prepares to write a part with these files, which [`PartFiles::list`] returned on another rank.
     ///
     /// # Errors
-    /// A list that no part has; something that is at the target already; errors of the storage.
+    /// A list without the files that every part has, or with impossible lengths; a target that exists already; errors
+    /// of the storage.
     pub fn create(target: impl Into<Location>, list: PartList) -> Result<Self, FileError> {
         let target = target.into();
         check_list(&list).map_err(|source| FileError::File { path: target.name().to_owned(), source })?;
@@ -166,10 +170,10 @@ impl NewPart {
         Ok(NewPart { staging, list, files, metadata: Vec::new(), written: 0 })
     }
 
-    /// Writes the next bytes of the row.
+    /// Writes the next bytes of the sequence.
     ///
     /// # Errors
-    /// More bytes than there should be; errors of the storage.
+    /// Errors of the storage.
     pub fn write(&mut self, bytes: &[u8]) -> Result<(), FileError> {
         for Run { file, at, bytes: range } in runs(&self.list, self.written, bytes.len()) {
             match &self.files[file] {
@@ -181,10 +185,10 @@ impl NewPart {
         Ok(())
     }
 
-    /// Puts the part in its place, in one step.
+    /// Commits the part: it appears at the target in one step.
     ///
     /// # Errors
-    /// Bytes that are missing; errors of the storage.
+    /// Fewer or more bytes were written than the list says; errors of the storage.
     pub fn commit(self) -> Result<(), FileError> {
         let total: u64 = self.list.iter().map(|(_, length)| length).sum();
         if self.written != total {
@@ -196,8 +200,8 @@ impl NewPart {
     }
 }
 
-/// Checks that a list of files from another rank ends with the two files that each part has, and that both are of a size that
-/// can be read.
+/// Checks that a list of files from another rank has the two files that each part has, and that their lengths are
+/// within the limits.
 fn check_list(list: &PartList) -> Result<(), FormatError> {
     let length = |wanted: &str| list.iter().find(|(name, _)| name == wanted).map(|(_, length)| *length);
     for (name, limit) in [(INTEGRITY_FILE, MAX_INTEGRITY_BYTES), (METADATA_FILE, MAX_PICKLE_BYTES)] {
@@ -216,17 +220,18 @@ fn check_list(list: &PartList) -> Result<(), FormatError> {
     })
 }
 
-/// A run of bytes of a row that lie in one file.
+/// A range of bytes of the sequence that lies in one file.
 struct Run {
-    /// Position of the file in the list.
+    /// The position of the file in the list.
     file: usize,
-    /// The first byte in the file.
+    /// The offset of the first byte in the file.
     at: u64,
-    /// The bytes, by their positions in the buffer.
+    /// The range of the bytes in the caller's buffer.
     bytes: std::ops::Range<usize>,
 }
 
-/// Cuts `length` bytes from `offset` of a row into those of each file. Bytes beyond the end of the row are in none.
+/// Splits the `length` bytes of the sequence from `offset` by file. Bytes beyond the end of the sequence are in no
+/// range.
 fn runs(list: &PartList, offset: u64, length: usize) -> Vec<Run> {
     let end = offset.saturating_add(length as u64);
     let (mut runs, mut start) = (Vec::new(), 0u64);

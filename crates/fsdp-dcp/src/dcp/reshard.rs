@@ -28,7 +28,7 @@ pub(crate) fn write(
     let opaque: HashSet<&str> = opaque.iter().map(|(fqn, _)| fqn.as_str()).collect();
     let plans = plans(source, ranks, &opaque)?;
     let mut global = plan_save(&plans, PlanOptions::default())?;
-    // Without paths, torch's offline tools take flat keys; half of them would be worse than none.
+    // Without paths, torch's offline tools use flat keys. If only some keys have paths, all are dropped.
     let has_paths = |paths: &IndexMap<_, _>| !paths.is_empty() || source.metadata().entries.is_empty();
     if !source.metadata().planner_data.as_ref().is_some_and(has_paths) {
         global.metadata.planner_data = None;
@@ -57,7 +57,7 @@ fn plans(source: &dyn Checkpoint, ranks: usize, opaque: &HashSet<&str>) -> Resul
     let mut plans = vec![LocalPlan::default(); ranks];
     for (fqn, entry) in &metadata.entries {
         if matches!(entry, Entry::Tensor(_)) && opaque.contains(fqn.as_str()) {
-            // Its items are copied, and no plan can cut them.
+            // The items of opaque tensors are copied, and are not part of a plan.
             continue;
         }
         let path = metadata.planner_data.as_ref().and_then(|paths| paths.get(fqn)).cloned();

@@ -5,8 +5,8 @@
 //! common.pt     Megatron-core: arguments, iteration, the groups of the optimizer
 //! ```
 //!
-//! Both frameworks put what is in them at the top of the state dict that they load, beside what the directory holds. So
-//! their keys are at the top here too.
+//! Both frameworks put their contents at the top level of the state dict that they load, beside the keys of the
+//! directory. So their keys are at the top level here too.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -52,7 +52,7 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Box<dyn 
     Ok(Box::new(joined))
 }
 
-/// The files beside a DCP directory's own that a copy of it takes along as they are.
+/// The sidecar files of a DCP directory that are copied as they are.
 #[derive(Debug, Default)]
 pub(crate) struct Kept {
     /// The names of the files.
@@ -62,8 +62,8 @@ pub(crate) struct Kept {
 }
 
 impl Kept {
-    /// Finds the files of which every key is there and unchanged. Of another one, such as one of whose keys some are
-    /// excluded, renamed or cast, the keys that are left are written like all others.
+    /// Finds the sidecar files of which all keys are still present and unchanged. If some keys of a file are excluded,
+    /// renamed or cast, the file is not copied, and its remaining keys are written like all others.
     pub(crate) fn of(checkpoint: &dyn Checkpoint) -> Self {
         let mut kept = Kept::default();
         if checkpoint.format() != Format::Dcp {
@@ -80,20 +80,20 @@ impl Kept {
         kept
     }
 
-    /// Returns `true` if a file beside the directory's own is to be left out of a copy: it holds keys, and is not kept.
+    /// Returns `true` if a file is a sidecar with keys that is not copied as it is.
     pub(crate) fn leaves_out(&self, checkpoint: &dyn Checkpoint, file: &str) -> bool {
         let is_it = |part: &PartOf<'_>| is_sidecar(part) && part.place == file;
         !self.files.iter().any(|kept| kept == file) && checkpoint.parts().iter().any(is_it)
     }
 }
 
-/// Returns the keys whose content lies in such files.
+/// Returns the keys whose data is in sidecar files.
 pub(crate) fn keys_beside(checkpoint: &dyn Checkpoint) -> HashSet<&str> {
     let stored = checkpoint.metadata().stored();
     stored.filter(|(_, _, stored)| NAMES.contains(&stored.relative_path.as_str())).map(|(fqn, ..)| fqn).collect()
 }
 
-/// Returns `true` if a part of a checkpoint is such a file.
+/// Returns `true` if a part of a checkpoint is a sidecar file.
 fn is_sidecar(part: &PartOf<'_>) -> bool {
     NAMES.contains(&part.place)
 }
@@ -115,7 +115,7 @@ fn is_there(directory: &CheckedDirectory, name: &str) -> Result<bool, FileError>
     Ok(start.starts_with(b"PK") || start == legacy::START)
 }
 
-/// Opens one such file. One that cannot be told by keys of its own is an opaque value under its name.
+/// Opens one such file. A file that cannot be read as separate keys becomes one opaque value under its file name.
 fn open_sidecar(
     location: &Location,
     name: &str,

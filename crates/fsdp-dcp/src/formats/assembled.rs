@@ -1,9 +1,8 @@
 //! A checkpoint that is assembled from pieces of files: boxes of tensors that lie in any layout, and values that are
 //! held in memory.
 //!
-//! Formats that have no metadata of their own are read into it: files of `torch.save`, one or many, NumPy's, GGUF,
-//! DeepSpeed's shards. They say where each box lies; reading, comparing copies and naming what is wrong is the same for
-//! all.
+//! It is used for formats without their own metadata: files of `torch.save`, one or many, NumPy, GGUF, and DeepSpeed's
+//! shards. Each format adds the places of its boxes; reading, the comparison of copies and error messages are shared.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
@@ -57,13 +56,13 @@ pub(crate) enum Start {
 /// The way in which the elements of a piece are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Elements {
-    /// Each by itself, little-endian.
+    /// Plain elements, little-endian.
     Plain,
     /// Quantized in blocks along the last dimension; they are read as `f32`.
     Blocks(BlockFormat),
 }
 
-/// One box of a tensor, and where it lies.
+/// One box of a tensor, and its place in a file.
 #[derive(Debug, Clone)]
 pub(crate) struct Piece {
     /// The file, relative to the checkpoint.
@@ -81,7 +80,7 @@ pub(crate) struct Piece {
 pub(crate) enum Held {
     /// A plain value.
     Plain(PlainValue),
-    /// A value that holds something of this type, which is never built, and its description.
+    /// An opaque value: the type of the object in it, and its description.
     Opaque(String, PlainValue),
 }
 
@@ -148,7 +147,8 @@ impl Assembler {
         &self.opened.directory
     }
 
-    /// Adds pieces of a tensor. A box that is there already is a copy, and compared before the tensor is converted.
+    /// Adds pieces of a tensor. A box that exists already is another copy, which is compared before the tensor is
+    /// converted.
     pub(crate) fn add_tensor(
         &mut self,
         path: &KeyPath,
@@ -198,7 +198,7 @@ impl Assembler {
         Ok(())
     }
 
-    /// Takes memory for what is described.
+    /// Charges memory for the description of pieces to the budget.
     fn charge(&mut self, file: &Arc<str>, bytes: usize) -> Result<(), FileError> {
         if self.files.insert(file.clone()) {
             let length = self.opened.directory.file(file)?.len();
@@ -208,7 +208,7 @@ impl Assembler {
         charged.map_err(|over| self.opened.directory.file_error(file, over.into()))
     }
 
-    /// Adds a value. Another file may hold it too, but must hold the same.
+    /// Adds a value. If another file holds it too, the two must be equal.
     pub(crate) fn add_value(&mut self, path: &KeyPath, file: &Arc<str>, value: Held) -> Result<(), FileError> {
         let fqn = path.flat_key();
         let metadata = &mut self.opened.metadata;
@@ -236,7 +236,7 @@ impl Assembler {
         self.opened.quantizers.insert(fqn, quantizer);
     }
 
-    /// Ends the checkpoint; `structure` tells the containers of its keys, where it is known.
+    /// Completes the checkpoint. `structure` has the containers of its keys, if they are known.
     pub(crate) fn finish(self, structure: Option<Structure>) -> Assembled {
         // Containers are told only if they hold just these keys.
         let keys = &self.opened.metadata.entries;
@@ -248,7 +248,7 @@ impl Assembler {
         Assembled { structure, ..self.opened }
     }
 
-    /// Puts the keys in this order.
+    /// Sorts the keys in this order.
     pub(crate) fn sort_by_order(&mut self, order: &IndexMap<String, String>) {
         self.opened.metadata.entries.sort_by_cached_key(|key, _| order.get_index_of(key).unwrap_or(usize::MAX));
     }
@@ -277,7 +277,7 @@ impl Piece {
         StorageInfo { relative_path: self.file.to_string(), offset, length, transforms: Vec::new() }
     }
 
-    /// Reads `overlap` to where it lies in a slot.
+    /// Reads `overlap` into its place in a slot.
     fn read(
         &self,
         file: &dyn ReadAt,
@@ -310,7 +310,7 @@ impl Assembled {
         piece.ok_or_else(|| FileError::NotStored { fqn: fqn.to_owned() })
     }
 
-    /// Reads the part of a box that lies in one piece.
+    /// Reads the part of a box that is in one piece.
     fn fill(&self, fqn: &str, dtype: DType, stored: &StorageInfo, slot: &mut Slot<'_>) -> Result<(), FileError> {
         let piece = self.piece(fqn, stored)?;
         let Some(overlap) = piece.layout.bounds.intersect(&slot.bounds) else { return Ok(()) };

@@ -18,15 +18,16 @@ use crate::storage::read_at::ReadAt as _;
 pub struct ExtraFiles {
     /// The regular files that belong to the checkpoint's framework, sorted: a copy of the checkpoint needs them.
     pub files: Vec<String>,
-    /// All else, sorted: directories, links that lead out, the same weights in other formats, data files of other saves.
+    /// Everything else, sorted: directories, links that lead out, the same weights in other formats, data files of
+    /// other saves.
     pub others: Vec<String>,
-    /// The first of both that no framework keeps beside a checkpoint of this format.
+    /// The first file in either list that no framework keeps beside a checkpoint of this format.
     foreign: Option<String>,
 }
 
 impl ExtraFiles {
-    /// Returns a file or directory that is neither the checkpoint's nor its framework's: somebody would miss it if the
-    /// checkpoint were removed or replaced. `None` if there is none.
+    /// Returns a file or directory that belongs neither to the checkpoint nor to its framework, and would be lost if
+    /// the checkpoint were removed or replaced; `None` if there is none.
     pub fn foreign(&self) -> Option<&str> {
         self.foreign.as_deref()
     }

@@ -27,8 +27,8 @@ impl Index {
         })
     }
 
-    /// Returns `true` if this gives a key another file. A key that it does not have is where it is found: libraries load all that
-    /// the files hold.
+    /// Returns `true` if the index says that a key is in another file. Keys that the index does not list are read from
+    /// the file in which they are found, because libraries load everything in the files.
     pub(crate) fn is_elsewhere(&self, key: &str, file: &str) -> bool {
         self.weight_map.get(key).is_some_and(|of| of != file)
     }

@@ -15,7 +15,7 @@ use crate::metadata::{Entry, Metadata, Replica, StorageInfo};
 use crate::payload::slot::Slot;
 use crate::storage::checked_directory::CheckedDirectory;
 
-/// The place of a part, and what becomes of its keys.
+/// The place of a part, and how its keys are renamed.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Part {
     /// The file or directory; empty for the checkpoint's own directory.
@@ -24,7 +24,7 @@ pub(crate) struct Part {
     pub(crate) is_directory: bool,
     /// The keys before those of the part.
     pub(crate) prefix: Vec<PathPart>,
-    /// The number of leading parts of its paths that the prefix stands for.
+    /// The number of leading parts of its paths that the prefix replaces.
     pub(crate) skip: usize,
 }
 
@@ -44,7 +44,7 @@ pub(crate) struct Joined {
     seen: Seen<'static>,
     /// The places of the sources.
     places: Vec<Place>,
-    /// The source and the key there of each key.
+    /// For each key, the source, and the key in that source.
     origins: HashMap<String, (usize, String)>,
 }
 
@@ -115,7 +115,8 @@ impl Joined {
         Ok(())
     }
 
-    /// Merges the containers of a part into those of the whole. Where they do not fit together, nothing is told of them.
+    /// Merges the containers of a part into those of the whole. If they do not fit together, the whole has no
+    /// structure.
     fn merge(&mut self, structure: Structure) {
         let Some(whole) = &mut self.seen.structure else { return };
         whole.merge(structure);

@@ -1,5 +1,6 @@
-//! Comparing copies: rank-local metadata, and shards that each rank wrote for itself, have several copies of what was
-//! replicated. A load takes the first; a copy that differs means that the ranks had drifted apart.
+//! Compares replicas: with rank-local metadata, and in shards that each rank wrote for itself, there are several copies
+//! of replicated tensors and values. A load takes the first copy. If another copy differs, the ranks no longer had the
+//! same values.
 
 use fsdp_layout::TensorBox;
 use thiserror::Error;
@@ -12,19 +13,19 @@ use crate::error::FileError;
 use crate::metadata::{BytesEntry, Entry, Replica, StorageInfo};
 use crate::plan::{ChunkError, validate_chunks};
 
-/// Two copies that should be one.
+/// An error in the comparison of two copies.
 #[derive(Debug, Error)]
 pub(crate) enum ReplicaError {
     #[error("this copy of the {what} differs from the first one")]
-    /// Its bits are others.
+    /// The copy has other bits.
     Differs {
         /// The kind of what was compared.
         what: &'static str,
     },
-    /// It cannot be read.
+    /// The copy cannot be read.
     #[error("this copy cannot be read")]
     Read(#[from] FileError),
-    /// Its box does not lie in the tensor.
+    /// The box of the copy does not fit the tensor.
     #[error("this copy cannot be of this tensor")]
     Chunk(#[from] ChunkError),
 }
@@ -41,7 +42,7 @@ pub(crate) fn compare(
     }
 }
 
-/// Compares all replicas of what has these keys; the first one that differs is the error.
+/// Compares all replicas of the tensors and values with these keys. The first replica that differs is an error.
 pub(crate) fn check_replicas(checkpoint: &dyn Checkpoint, keys: KeyFilter<'_>) -> Result<(), FileError> {
     for replica in checkpoint.metadata().replicas.iter().filter(|replica| keys(&replica.fqn)) {
         let differs = |what: String| FileError::Differing {

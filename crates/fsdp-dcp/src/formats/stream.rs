@@ -28,7 +28,7 @@ pub fn stream<E: From<FileError>>(
     stream_boxes(&mut read, dtype, bounds, range, sink)
 }
 
-/// The bytes of a tensor that a stored byte may be, where elements are repeated by strides of 0.
+/// The largest ratio of a tensor's bytes to its stored bytes, for tensors whose elements are repeated by strides of 0.
 const EXPANSION: u64 = 16;
 
 /// Refuses a tensor whose elements are absurdly more than what is stored of them: the work must not be.

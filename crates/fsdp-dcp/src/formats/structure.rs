@@ -10,8 +10,8 @@ use crate::error::{FileError, FormatError};
 use crate::limits::MAX_DEPTH;
 use crate::metadata::Metadata;
 
-/// The containers of a nested state dict, with what flat keys do not tell: the types of dict keys, tuples, and
-/// containers that hold nothing.
+/// The containers of a nested state dict, including what flat keys cannot express: the types of dict keys, tuples, and
+/// empty containers.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Structure {
     /// A tensor or value, by its flat key.
@@ -26,7 +26,8 @@ pub enum Structure {
     Module(String, Vec<(PlainValue, Structure)>),
 }
 
-/// The number of positions without a value that the lists of a checkpoint may have: positions come from files.
+/// The largest number of list positions without a value in a checkpoint. It is limited because positions come from
+/// files.
 const MAX_GAPS: usize = 1 << 16;
 
 /// Returns the text of a dict's key in a flat key, as Python writes it; `None` for a key that no checkpoint has.
@@ -56,7 +57,7 @@ fn item_text(item: &PlainValue) -> Option<String> {
 }
 
 impl Structure {
-    /// Makes the structure that the paths of a checkpoint's keys tell.
+    /// Makes the structure from the paths of a checkpoint's keys.
     pub(crate) fn of_paths(metadata: &Metadata) -> Result<Self, FileError> {
         let paths = metadata.planner_data.as_ref();
         let mut root = match paths.and_then(|paths| paths.first()?.1.0.first()) {
@@ -81,7 +82,7 @@ impl Structure {
         root.finish(&mut gaps).map_err(|source| FileError::Encode { fqn: String::new(), source })
     }
 
-    /// Returns the flat keys of all leaves and of all containers that hold nothing, with the path of typed keys to each.
+    /// Returns the flat keys of all leaves and of all empty containers, with the path of typed keys to each.
     pub(crate) fn places(&self) -> IndexMap<String, Place<'_>> {
         let mut places = IndexMap::new();
         self.collect(&mut KeyPath::default(), &mut places);
@@ -105,7 +106,7 @@ impl Structure {
         }
     }
 
-    /// Returns what a container holds, each with its part of a flat key.
+    /// Returns the children of a container, each with its part of a flat key.
     fn children(&self) -> Vec<(PathPart, &Structure)> {
         match self {
             Structure::Leaf(_) => Vec::new(),
@@ -157,7 +158,7 @@ impl Structure {
         leaves
     }
 
-    /// Describes the modules that were saved whole, and become dicts of their tensors.
+    /// Describes the modules that were pickled whole; they become dicts of their tensors.
     pub(crate) fn modules(&self) -> Vec<String> {
         let mut modules = Vec::new();
         let mut stack = vec![(KeyPath::default(), self)];
@@ -194,9 +195,9 @@ impl Structure {
         untold
     }
 
-    /// Returns this structure without what `keep` refuses, leaves and empty containers by their flat keys. A container
-    /// of which nothing is left goes too. In a list an empty dict takes the place of what goes, unless nothing follows:
-    /// the keys of what stays are the same.
+    /// Returns this structure without the leaves and empty containers whose flat keys `keep` refuses. Containers that
+    /// become empty are removed too. In a list, an empty dict replaces a removed item unless it was at the end, so that
+    /// the keys of the other items stay the same.
     pub(crate) fn retain(self, keep: &mut dyn FnMut(&str) -> bool) -> Option<Self> {
         self.retain_below(&mut KeyPath::default(), keep)
     }
@@ -236,7 +237,7 @@ impl Structure {
         }
     }
 
-    /// Adds a leaf beside another one, where that lies in a dict; at the top, where it lies in a list. Returns `false` if
+    /// Adds a leaf beside another one if that is in a dict, or at the top level if it is in a list. Returns `false` if
     /// there is no place for it.
     pub(crate) fn add_beside(&mut self, neighbour: &str, suffix: &str, fqn: &str) -> bool {
         let mut stack = vec![&mut *self];
@@ -259,7 +260,7 @@ impl Structure {
         self.add_at_root(fqn)
     }
 
-    /// Adds what a dict holds to this dict; dicts at the same key are merged.
+    /// Adds the entries of a dict to this dict. Dicts at the same key are merged.
     pub(crate) fn merge(&mut self, other: Structure) {
         let (Structure::Dict(items), Structure::Dict(more)) = (self, other) else { return };
         // Keys of several types may have the same text.
@@ -311,10 +312,10 @@ impl fmt::Display for Place<'_> {
     }
 }
 
-/// A structure that is being made of paths.
+/// A structure that is being built from paths.
 enum Builder {
     Dict(IndexMap<String, Builder>),
-    /// By position; positions without a value are empty dicts, which vanished when the list was flattened.
+    /// The items by position. A position without a value was an empty dict, which flattening leaves out.
     List(BTreeMap<usize, Builder>),
     Leaf(String),
 }
@@ -374,7 +375,7 @@ impl Builder {
                         });
                     };
                     *gaps = left;
-                    // A list has no holes: an empty dict, which flattening leaves out, stands for a missing position.
+                    // A list has no holes. A missing position was an empty dict, which flattening leaves out.
                     items.resize_with(index, || Structure::Dict(Vec::new()));
                     items.push(child.finish(gaps)?);
                 }

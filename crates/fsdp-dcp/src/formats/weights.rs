@@ -1,4 +1,4 @@
-//! The files that hold a model's weights, told by the names in a Hugging Face directory.
+//! The choice of the files with a model's weights in a Hugging Face directory, by their names.
 //!
 //! ```text
 //! STEM[.VARIANT].ENDING                     model.safetensors, model.fp16.safetensors
@@ -6,45 +6,47 @@
 //! STEM[.VARIANT].ENDING.index.json          or STEM.ENDING.index.VARIANT.json: the index of several files
 //! ```
 //!
-//! A directory may hold the same model several times: in half precision, without its moving average, or as its authors
-//! keep it. Libraries load the one without a variant, and so does this.
+//! A directory may hold the same model several times: in half precision (`fp16`), without the moving average of its
+//! weights (`non_ema`), or in its authors' own format (`consolidated`). Libraries load the files without a variant, and
+//! so does this.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::error::{FileError, FormatError};
 use crate::storage::checked_directory::CheckedDirectory;
 
-/// The stems that libraries look for, the first one first.
+/// The stems that libraries look for, in their order of preference.
 const STEMS: [&str; 4] = ["model", "diffusion_pytorch_model", "adapter_model", "pytorch_model"];
-/// The most missing files that an error names.
+/// The largest number of missing files that an error names.
 const MAX_LISTED: usize = 1000;
-/// The stem of Mistral's own files, which lie beside those of [`STEMS`] under other keys.
+/// The stem of files in Mistral's own format. They hold the same weights as the files of [`STEMS`] beside them, under
+/// other keys.
 const CONSOLIDATED: &str = "consolidated";
 
 /// The files to read.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Weights {
-    /// The files that this index names.
+    /// The files that the index of this name lists.
     Indexed(String),
-    /// All of these.
+    /// All files of these names.
     Files(Vec<String>),
 }
 
-/// The files of one stem and variant.
+/// The files with the same stem and variant.
 #[derive(Debug, Default)]
 struct Group {
     index: Option<String>,
     files: Vec<String>,
-    /// The parts whose names tell how many there are, one for each count.
+    /// One of the files `…-00001-of-00002` for each count, such as `00002`. The names of the others follow from it.
     parts: BTreeMap<String, Part>,
 }
 
 impl Weights {
-    /// Chooses among the names of a directory those with this ending, such as `.safetensors`.
+    /// Chooses the files to read among the sorted `names` in a directory that have this ending, such as `.safetensors`.
     ///
     /// # Errors
-    /// Several models with an index, of which no library would take one before the others, and files that are missing by
-    /// the names of those that are there.
+    /// Several indexes, none of which libraries prefer; a file such as `…-00001-of-00002` whose counterparts are
+    /// missing.
     pub(crate) fn choose(directory: &CheckedDirectory, names: &[String], ending: &str) -> Result<Self, FileError> {
         let groups = chosen_groups(names, ending);
         let mut indexed: Vec<(&String, &String)> =
@@ -72,7 +74,8 @@ impl Weights {
     }
 }
 
-/// Returns the groups of files by stem and variant, without variants of others and without Mistral's copies of others.
+/// Returns the files grouped by stem and variant. It leaves out a variant if the plain files exist, and Mistral's files
+/// if there are files of [`STEMS`].
 fn chosen_groups(names: &[String], ending: &str) -> BTreeMap<String, Group> {
     let mut groups: BTreeMap<String, Group> = BTreeMap::new();
     for name in names {
@@ -98,13 +101,13 @@ fn chosen_groups(names: &[String], ending: &str) -> BTreeMap<String, Group> {
     groups
 }
 
-/// Returns `true` for a file of weights that libraries look for, or for its index.
+/// Returns `true` for the name of a file of weights that libraries look for, or of its index.
 pub(crate) fn is_known(name: &str, ending: &str) -> bool {
     let rest = STEMS.iter().find_map(|stem| name.strip_prefix(stem).filter(|rest| rest.starts_with(['.', '-'])));
     rest.is_some_and(|rest| rest.ends_with(ending) || rest.contains(&format!("{ending}.index")))
 }
 
-/// Returns the stem and variant of an index: `model` of `model.safetensors.index.json`.
+/// Returns the stem and variant of an index: `model` for `model.safetensors.index.json`.
 fn stem_of_index(name: &str, ending: &str) -> Option<String> {
     let (stem, rest) = name.strip_suffix(".json")?.split_once(&format!("{ending}.index"))?;
     match rest.strip_prefix('.') {
@@ -113,24 +116,24 @@ fn stem_of_index(name: &str, ending: &str) -> Option<String> {
     }
 }
 
-/// A file of several.
+/// The parsed name of one of several files.
 #[derive(Debug)]
 struct Part {
     /// The stem and the variant.
     stem: String,
-    /// The text before the number, and after the count.
+    /// The text before the number, and the text after the count.
     before: String,
     after: String,
-    /// The number of files, as it is written.
+    /// The number of files, as written in the name.
     count: String,
 }
 
-/// The longest count that is believed: more files than that are in no directory.
+/// The number of digits of the number and of the count.
 const COUNT_DIGITS: usize = 5;
 
 impl Part {
-    /// Reads `STEM-00001-of-00002` or `STEM-00001-of-00002.VARIANT`. A shard of a rank is no such part: ranks that have nothing
-    /// to write leave theirs out.
+    /// Parses `STEM-00001-of-00002` or `STEM-00001-of-00002.VARIANT`; returns `None` for other names. Files that begin
+    /// with `shard-` are those of ranks. They do not count, because a rank that has nothing to write has no file.
     fn of(base: &str) -> Option<Self> {
         let (before, rest) = base.rsplit_once("-of-")?;
         let (before, number) = before.rsplit_once('-')?;
@@ -143,7 +146,8 @@ impl Part {
         Some(Part { stem: format!("{before}{after}"), before: before.to_owned(), after, count: count.to_owned() })
     }
 
-    /// Returns the names of all files that there are to be. The count comes from a name: of many, only the first are made.
+    /// Returns the names of all files that should exist. This is lazy, because the count comes from a file's name and
+    /// may be absurdly large.
     fn names_of_all(&self, ending: &str) -> impl Iterator<Item = String> {
         let Part { before, after, count, .. } = self;
         let all = count.parse().unwrap_or(0usize);

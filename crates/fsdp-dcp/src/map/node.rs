@@ -66,7 +66,8 @@ impl Node {
         Ok(Node { shape, kind: Kind::Stacked(parts) })
     }
 
-    /// Makes a tensor of ranges of others; the runs are in order and cover `size` indices of dimension `dim`.
+    /// Makes a tensor whose indices in dimension `dim` are ranges of those of `parts`. The runs are in order and cover
+    /// all `size` indices. All other dimensions must agree.
     pub(super) fn gathered(parts: Vec<Node>, dim: usize, size: usize, runs: Vec<Run>) -> Result<Self, String> {
         let mut shape = parts.first().map(|part| part.shape.clone()).unwrap_or_default();
         for part in &parts {

@@ -16,8 +16,8 @@ use crate::payload::slot::Slot;
 
 /// The average of checkpoints.
 ///
-/// Floating-point tensors are averaged, element by element, in `f64`, and rounded once. All else is that of the first
-/// checkpoint: values, counts, and the state of optimizers, of which an average means nothing.
+/// Floating-point tensors are averaged, element by element, in `f64`, and rounded once. Everything else (values,
+/// counts, and optimizer state, whose average is meaningless) is taken from the first checkpoint.
 pub struct Average<'a> {
     seen: Seen<'a>,
     /// The weight of each; they add up to 1.
@@ -32,10 +32,11 @@ impl std::fmt::Debug for Average<'_> {
 }
 
 impl<'a> Average<'a> {
-    /// Makes the average of checkpoints. `weights` has one for each, of any sum but 0; if it is empty, they count alike.
+    /// Makes the average of checkpoints. `weights` has one weight for each, whose sum must not be 0; if it is empty,
+    /// all weights are equal.
     ///
     /// # Errors
-    /// Checkpoints whose keys, shapes or dtypes differ; weights that are no numbers, or not one for each.
+    /// Checkpoints whose keys, shapes or dtypes differ; weights that are not finite, or not one for each.
     pub fn new(sources: Vec<&'a dyn Checkpoint>, weights: &[f64]) -> Result<Self, FileError> {
         let Some((first, others)) = sources.split_first() else {
             return Err(FileError::Merge { reason: "there are no checkpoints".to_owned() });
@@ -68,14 +69,14 @@ impl<'a> Average<'a> {
             }
         }
         let weights = weights.iter().map(|weight| weight / sum).collect();
-        // Copies of one checkpoint say nothing of the average.
+        // Replicas in a source are not replicas of the average.
         let metadata = Metadata { replicas: Vec::new(), ..metadata };
         let structure = first.structure().cloned();
         let sources = sources.iter().map(|source| Source::Lent(*source)).collect();
         Ok(Average { seen: Seen { sources, metadata, structure }, weights, averaged })
     }
 
-    /// Returns the keys of what is taken from the first checkpoint.
+    /// Returns the keys whose values are taken from the first checkpoint.
     pub fn taken_from_first(&self) -> impl Iterator<Item = &str> {
         self.seen.metadata.entries.keys().map(String::as_str).filter(|fqn| !self.averaged.contains(*fqn))
     }

@@ -24,7 +24,7 @@ use crate::storage::read_at::{ReadAt as _, read_whole};
 
 /// The file in which PEFT keeps the settings of an adapter.
 const CONFIG: &str = "adapter_config.json";
-/// The configuration of a base.
+/// The file with the configuration of a base model.
 const BASE_CONFIG: &str = "config.json";
 /// The longest such file that is read.
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
@@ -44,10 +44,10 @@ pub struct LoraConfig {
     use_dora: bool,
     #[serde(default)]
     alpha_pattern: IndexMap<String, f64>,
-    /// How the factors began: `true`, `false`, or a name.
+    /// The initialization of the factors: `true`, `false`, or the name of a method.
     #[serde(default)]
     init_lora_weights: serde_json::Value,
-    /// `true` if PEFT gives a tied output the new weight of its embedding.
+    /// `true` if an output layer tied to an embedding uses the embedding's trained weight too.
     #[serde(default)]
     ensure_weight_tying: bool,
     /// All other settings.
@@ -55,11 +55,12 @@ pub struct LoraConfig {
     others: IndexMap<String, serde_json::Value>,
 }
 
-/// The ways to begin in which the base stays as it was. In the others PEFT takes the first product away from the base whenever it
-/// loads such an adapter.
+/// The methods of initialization that leave the base unchanged. With the others, PEFT subtracts the initial product of
+/// the factors from the base each time that it loads the adapter.
 const BASE_UNCHANGED: [&str; 4] = ["gaussian", "eva", "orthogonal", "mica"];
 
-/// Settings of kinds of adapters whose update is another one, or that hold for some tokens or layers only.
+/// The settings of kinds of adapters that are not supported: their update is computed in another way, or applies to
+/// some tokens or layers only.
 const OTHER_KINDS: [&str; 7] = [
     "alora_invocation_tokens",
     "arrow_config",
@@ -74,7 +75,7 @@ impl LoraConfig {
     /// Reads the settings in an adapter's directory.
     ///
     /// # Errors
-    /// There are none, or they are no LoRA's.
+    /// There are no settings, or they are not those of a LoRA adapter.
     pub fn read(adapter: impl Into<Location>) -> Result<Self, FileError> {
         let directory = CheckedDirectory::open(&adapter.into(), false, Links::Follow)?;
         let bytes = directory.read_small(CONFIG, MAX_CONFIG_BYTES)?;
@@ -130,7 +131,8 @@ struct Update {
     dtypes: [DType; 2],
     rank: usize,
     scale: f64,
-    /// `true` if the weight is `[in, out]`; `None` if its shape does not tell.
+    /// `true` if the weight is `[in, out]`, `false` if it is `[out, in]`, `None` if it is square and
+    /// [`BaseModel::orient`] has to decide.
     is_transposed: Option<bool>,
 }
 
@@ -139,8 +141,8 @@ pub struct Lora<'a> {
     /// The base, and the adapter.
     seen: Seen<'a>,
     updates: IndexMap<String, Update>,
-    /// The adapter's keys of the tensors that replace one of the base, by the key in the base. A weight that is replaced and
-    /// updated gets its update after it is replaced.
+    /// The adapter's keys of tensors that replace tensors of the base, by the key in the base. If a weight is both
+    /// replaced and updated, the update is added to the replacement.
     replaced: HashMap<String, String>,
 }
 
@@ -154,8 +156,8 @@ impl<'a> Lora<'a> {
     /// Merges an adapter into its base.
     ///
     /// # Errors
-    /// Keys of the adapter that the base does not have, shapes that do not fit, and kinds of adapters that are not supported:
-    /// biases of the factors, convolutions, magnitudes.
+    /// Keys of the adapter that the base does not have, shapes that do not fit, and unsupported adapters: with
+    /// `lora_bias`, convolutions, or DoRA.
     pub fn new(base: &'a dyn Checkpoint, adapter: &'a dyn Checkpoint, config: &LoraConfig) -> Result<Self, FileError> {
         let mut metadata = base.metadata().clone();
         metadata.replicas.clear();
@@ -182,7 +184,7 @@ impl<'a> Lora<'a> {
                     let name = replaced_key(name);
                     check_replacement(base, &name, (fqn, tensor))?;
                     if is_trained_whole && !config.ensure_weight_tying && model.is_tied_embedding(base, &name) {
-                        let what = "an embedding that was trained without the output that shares its weight: merge it with PEFT, \
+                        let what = "an embedding that was trained without the output layer that shares its weight: merge it with PEFT, \
                                     which makes two weights of them,";
                         return Err(refused(fqn, what));
                     }
@@ -222,10 +224,10 @@ impl<'a> Lora<'a> {
     }
 }
 
-/// The words that PEFT puts into the key of a weight that has an update.
+/// The text that PEFT inserts into the key of a weight that has an update.
 const BASE_LAYER: &str = ".base_layer.";
 
-/// The configuration of a base, as far as a merge needs it.
+/// The settings in the configuration of a base model that a merge needs.
 #[derive(Debug, Default, Deserialize)]
 struct BaseModel {
     model_type: Option<String>,
@@ -234,17 +236,17 @@ struct BaseModel {
     architectures: Option<Vec<String>>,
 }
 
-/// The models whose layers are of `Conv1D`, with weights of `[in, out]`; but for their output.
+/// The types of models whose layers are `Conv1D`, with weights of shape `[in, out]`, except the output layer.
 const CONV1D_MODELS: [&str; 4] = ["decision_transformer", "gpt2", "imagegpt", "openai-gpt"];
-/// The names that such layers have there, and that layers of other kinds have in other models.
+/// The names of `Conv1D` layers in those models. In other models, layers of these names may be of another kind.
 const CONV1D_LAYERS: [&str; 3] = ["c_attn", "c_fc", "c_proj"];
-/// The ends of the keys of embeddings of tokens.
+/// The endings of the keys of token embeddings.
 const EMBEDDINGS: [&str; 4] = ["embed_tokens.weight", "tok_embeddings.weight", "word_embeddings.weight", "wte.weight"];
-/// The ends of the keys of the outputs that may share the weight of an embedding.
+/// The endings of the keys of output layers, which may share the weight of the token embedding.
 const OUTPUTS: [&str; 3] = ["embed_out.weight", "lm_head.weight", "output.weight"];
 
 impl BaseModel {
-    /// Reads the configuration beside a base. Without one nothing is known.
+    /// Reads the configuration in the directory of a base. Without one, all settings are unknown.
     fn of(base: &dyn Checkpoint) -> Result<Self, FileError> {
         let directory = base.directory();
         if !directory.has(BASE_CONFIG)? {
@@ -253,23 +255,24 @@ impl BaseModel {
         let file = directory.extra_file(BASE_CONFIG)?;
         let bytes = read_whole(&file, 0, file.len().min(MAX_CONFIG_BYTES));
         let bytes = bytes.map_err(|source| directory.file_error(BASE_CONFIG, source))?;
-        // Another program's file of this name tells nothing.
+        // A file of this name that is something else counts as none.
         Ok(serde_json::from_slice(&bytes).unwrap_or_default())
     }
 
-    /// Returns `true` if a key is that of an embedding whose weight is the output's too.
+    /// Returns `true` if a key is that of a token embedding that shares its weight with the output layer.
     fn is_tied_embedding(&self, base: &dyn Checkpoint, key: &str) -> bool {
         let has_output =
             || base.metadata().tensors().any(|(key, _)| OUTPUTS.iter().any(|output| key.ends_with(output)));
-        // Only models that continue a text have an output of tokens.
+        // Only causal language models have an output layer over the tokens.
         let is_language_model =
             |names: &Vec<String>| names.iter().any(|name| name.contains("LM") && !name.contains("Masked"));
         let is_tied = self.tie_word_embeddings.or(self.architectures.as_ref().map(is_language_model)).unwrap_or(true);
         EMBEDDINGS.iter().any(|embedding| key.ends_with(embedding)) && is_tied && !has_output()
     }
 
-    /// Decides for each update of a square weight if that is `[in, out]`. `fan_in_fan_out` is what PEFT has noted of the last
-    /// layer that it has adapted.
+    /// Decides for each update of a square weight whether the weight is `[in, out]`. The other weights of layers of the
+    /// same name tell, or the type of the model. PEFT's setting `fan_in_fan_out` is the last resort, because PEFT
+    /// records it for the last layer only.
     fn orient(&self, updates: &mut IndexMap<String, Update>, fan_in_fan_out: bool) -> Result<(), FileError> {
         let known: HashMap<String, bool> = updates
             .iter()
@@ -283,8 +286,8 @@ impl BaseModel {
                 (Some(is_transposed), _) => *is_transposed,
                 (None, Some(model)) if is_conv1d => CONV1D_MODELS.contains(&model),
                 (None, None) if is_conv1d && !is_one_kind => {
-                    let what = "an update of a square weight, of which the adapter does not tell if it is transposed: put the \
-                                base's `config.json` beside it;";
+                    let what = "an update of a square weight that may or may not be transposed: put the model's \
+                                `config.json` into the base's directory;";
                     return Err(refused(&update.a, what));
                 }
                 _ => fan_in_fan_out,
@@ -294,7 +297,7 @@ impl BaseModel {
     }
 }
 
-/// Returns the name of the layer that a weight is of.
+/// Returns the name of a weight's layer: `c_attn` for `h.0.attn.c_attn.weight`.
 fn layer_of(key: &str) -> &str {
     let module = key.strip_suffix(".weight").unwrap_or(key);
     module.rsplit_once('.').map_or(module, |(_, layer)| layer)
@@ -310,7 +313,7 @@ fn replaced_key(name: &str) -> String {
     }
 }
 
-/// Checks that a tensor of an adapter can stand in place of one of its base.
+/// Checks that the base has a tensor of this name, and that it has the same shape as the adapter's.
 fn check_replacement(base: &dyn Checkpoint, name: &str, (fqn, tensor): (&str, &TensorEntry)) -> Result<(), FileError> {
     let there = base.metadata().tensor(name);
     let there = there.ok_or_else(|| refused(fqn, format!("an adapter to a base without `{name}`")))?;
@@ -321,7 +324,7 @@ fn check_replacement(base: &dyn Checkpoint, name: &str, (fqn, tensor): (&str, &T
     Ok(())
 }
 
-/// A factor of an update, by its key.
+/// The parsed key of a factor of an update.
 struct Factor<'k> {
     module: &'k str,
     is_a: bool,
@@ -329,7 +332,8 @@ struct Factor<'k> {
 }
 
 impl<'k> Factor<'k> {
-    /// Reads `MODULE.lora_A.weight`, `MODULE.lora_A.NAME.weight` or `MODULE.lora_embedding_A`; `None` for any other key.
+    /// Parses `MODULE.lora_A.weight`, `MODULE.lora_A.NAME.weight` or `MODULE.lora_embedding_A`; returns `None` for
+    /// other keys.
     fn of(name: &'k str) -> Option<Self> {
         for (word, is_a, is_embedding) in [
             (".lora_A", true, false),
@@ -352,13 +356,13 @@ fn is_named_weight(rest: &str) -> bool {
     name.is_some_and(|name| !name.is_empty() && !name.contains('.'))
 }
 
-/// Returns the key of the factor `B` that belongs to an `A`.
+/// Returns the key of the factor `B` that belongs to a factor `A`; `None` if the adapter lacks it.
 fn factor_b(adapter: &dyn Checkpoint, a: &str) -> Option<String> {
     let b = a.replacen(".lora_A", ".lora_B", 1).replacen(".lora_embedding_A", ".lora_embedding_B", 1);
     adapter.metadata().tensor(&b).is_some().then_some(b)
 }
 
-/// Returns `true` if the factor `A` of a `B` is there.
+/// Returns `true` if the adapter has the factor `A` that belongs to a factor `B`.
 fn factor_a(adapter: &dyn Checkpoint, b: &str) -> bool {
     let a = b.replacen(".lora_B", ".lora_A", 1).replacen(".lora_embedding_B", ".lora_embedding_A", 1);
     adapter.metadata().tensor(&a).is_some()

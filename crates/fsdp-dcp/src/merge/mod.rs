@@ -1,8 +1,8 @@
 //! Merges several checkpoints into one: the weighted average of checkpoints with the same keys, or a base with a LoRA
 //! adapter.
 //!
-//! Both are views: nothing is computed before [`convert`](crate::convert::convert) reads it, piece by piece, so memory is
-//! bounded whatever the size of tensors is.
+//! Both are views: values are computed when [`convert`](crate::convert::convert) reads them, piece by piece, so memory
+//! does not grow with the size of tensors.
 
 mod average;
 mod lora;

@@ -1,4 +1,4 @@
-//! Elements of floating-point tensors as `f64`, and back; and filling boxes with what is computed of them.
+//! Converts elements of floating-point tensors to `f64` and back, and fills boxes with computed values.
 
 use fsdp_layout::{DType, TensorBox};
 use half::{bf16, f16};
@@ -7,13 +7,13 @@ use crate::error::FileError;
 use crate::formats::stream::stream_boxes;
 use crate::payload::slot::Slot;
 
-/// The bytes of a tensor that are computed at once: their numbers take up to eight times as much.
+/// The number of bytes of a tensor that are computed at a time. As `f64` they take up to eight times as much.
 const PIECE: u64 = 1 << 20;
 
 /// A function that computes the row-major bytes of a box.
 pub(super) type Compute<'c> = dyn FnMut(&TensorBox, &mut [u8]) -> Result<(), FileError> + 'c;
 
-/// Fills a slot with what `compute` gives, a piece at a time.
+/// Fills a slot with the results of `compute`, a piece at a time.
 pub(super) fn fill(slot: &mut Slot<'_>, dtype: DType, compute: &mut Compute<'_>) -> Result<(), FileError> {
     let (bounds, length) = (slot.bounds.clone(), slot.bytes.len() as u64);
     for start in (0..length).step_by(PIECE as usize) {
@@ -55,8 +55,9 @@ pub(super) fn write(dtype: DType, numbers: &[f64], bytes: &mut [u8]) {
     }
 }
 
-/// Returns a number as `f32`: itself if it is one, or else that one of its two neighbours whose last bit is set. Rounded once
-/// more, to a type with at least two bits less, this gives what rounding the number itself gives.
+/// Rounds a number to `f32` "to odd": if it is not an `f32` itself, to that one of its two neighbours whose last bit is
+/// set. If the result is rounded again, to a type with at least two bits less, that gives the same as rounding the
+/// number directly.
 fn round_to_odd(number: f64) -> f32 {
     let near = number as f32;
     if f64::from(near) == number || !near.is_finite() {

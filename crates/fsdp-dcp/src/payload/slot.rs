@@ -1,4 +1,4 @@
-//! The place that a read fills.
+//! [`Slot`]: the destination of a read.
 
 use std::ops::Range;
 
@@ -6,16 +6,17 @@ use fsdp_digest::{BoxPlace, Sum};
 use fsdp_layout::TensorBox;
 use fsdp_layout::boxes::copy_runs;
 
-/// A box of a tensor that is to be read, and the memory that it goes to.
+/// A box of a tensor to be read, and the memory to fill.
 #[derive(Debug)]
 pub struct Slot<'d> {
     /// The box.
     pub bounds: TensorBox,
     /// Its row-major bytes.
     pub bytes: &'d mut [u8],
-    /// The sum over what has come so far, if it is asked for.
+    /// The sum over the elements that were filled so far, if a digest is wanted.
     pub(crate) digest: Option<SlotDigest>,
-    /// `true` if the digest of the whole tensor is compared in the end: the hashes of the same bytes need not be checked then.
+    /// `true` if the digest of the whole tensor will be compared after the read, so that the hashes of its bytes need
+    /// not be checked.
     pub(crate) is_compared: bool,
 }
 
@@ -27,7 +28,7 @@ pub(crate) struct SlotDigest {
 }
 
 impl<'d> Slot<'d> {
-    /// Makes a slot of a box and its memory, which must be as long as the box.
+    /// Makes a slot of a box and its memory, which must have the length of the box in bytes.
     #[must_use]
     pub fn new(bounds: TensorBox, bytes: &'d mut [u8]) -> Self {
         Slot { bounds, bytes, digest: None, is_compared: false }

@@ -1,4 +1,4 @@
-//! The interface through which a save reads what a rank holds.
+//! [`PayloadSource`]: the interface through which a save reads a rank's tensors and values.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -7,11 +7,12 @@ use fsdp_layout::{PlainValue, TensorBox};
 
 use crate::error::FileError;
 
-/// A source of the bytes of a rank's items. Called from several threads at once.
+/// A source of the bytes of a rank's items. Several threads call it at once.
 pub trait PayloadSource: Sync {
-    /// Gives bytes `range` of the row-major payload of box `bounds` of tensor `fqn`, in order, in pieces of any size.
+    /// Passes bytes `range` of the row-major payload of box `bounds` of tensor `fqn` to `sink`, in order, in pieces of
+    /// any size.
     ///
-    /// Large contiguous pieces are written from where they lie; small ones are gathered first.
+    /// Large contiguous pieces are written without a copy; small ones are collected first.
     fn payload(
         &self,
         fqn: &str,
@@ -20,7 +21,8 @@ pub trait PayloadSource: Sync {
         sink: &mut dyn FnMut(&[u8]) -> Result<(), FileError>,
     ) -> Result<(), FileError>;
 
-    /// Gives the same bytes as [`PayloadSource::payload`], to be looked at and not to be written.
+    /// Passes the same bytes as [`PayloadSource::payload`], for a caller that only reads them and does not count them
+    /// as written.
     fn look(
         &self,
         fqn: &str,
@@ -31,12 +33,13 @@ pub trait PayloadSource: Sync {
         self.payload(fqn, bounds, range, sink)
     }
 
-    /// Returns the bytes of a value that is copied as it is stored; `None` for one that [`PayloadSource::value`] returns.
+    /// Returns the stored bytes of a value that is copied without decoding it; `None` if [`PayloadSource::value`]
+    /// returns the value.
     fn stored_item(&self, fqn: &str) -> Result<Option<Vec<u8>>, FileError> {
         let _ = fqn;
         Ok(None)
     }
 
-    /// Returns a non-tensor value; its description, if [`PayloadSource::stored_item`] gives its bytes.
+    /// Returns a non-tensor value, or its description if [`PayloadSource::stored_item`] returns its bytes.
     fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, FileError>;
 }

@@ -17,7 +17,7 @@ use crate::storage::StagedFile;
 use crate::storage::integrity::block_length;
 use crate::threads::on_threads;
 
-/// Bytes that are hashed, then written, at once.
+/// The number of bytes that are hashed, and then written, at a time.
 pub(crate) const AT_ONCE: u64 = 1 << 20;
 /// The length of the parts in which threads share a payload: a multiple of every block length.
 pub(crate) const PART: u64 = 32 << 20;
@@ -35,7 +35,7 @@ pub(crate) struct Done {
     pub(crate) sums: Vec<Sum>,
 }
 
-/// A payload at a place of its own in a file.
+/// A payload, and its place in the file.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PlannedPayload<'p> {
     pub(crate) fqn: &'p str,
@@ -61,8 +61,8 @@ pub(crate) struct WrittenPayload {
     pub(crate) sum: Sum,
 }
 
-/// Writes payloads to their places in a file, and returns their checksums and hashes. `whole` is told of each one as soon
-/// as it has been written, with its checksum; without it no checksums are made.
+/// Writes payloads to their places in a file, and returns their checksums and hashes. `whole` is called with the
+/// checksum of each payload as soon as that has been written; without it no checksums are computed.
 pub(crate) fn write_payloads(
     file: &StagedFile,
     payloads: &[PlannedPayload<'_>],
@@ -84,7 +84,7 @@ pub(crate) fn write_payloads(
         |&(index, start, end), buffer| write_part(file, &payloads[index], start..end, source, with_checksum, buffer),
         whole,
     )?;
-    // Empty payloads have no parts, so they are told of here.
+    // Empty payloads have no parts, so `whole` is called for them here.
     for (index, _) in payloads.iter().enumerate().filter(|(_, payload)| payload.length == 0) {
         whole(index, 0)?;
     }
@@ -134,9 +134,9 @@ pub(crate) fn write_part(
 
 /// Runs all tasks on some threads, each with a buffer of its own; the results are in the order of the tasks.
 ///
-/// Tasks that follow each other may be parts of the same payload; `whole` is called when the last of them is done, with
-/// the checksum of all. What stands around the payload is written then, not at the end: an object store takes files in
-/// large parts, and those with holes in them have to wait in memory.
+/// Consecutive tasks may be parts of the same payload; `whole` is called when the last of them is done, with the
+/// checksum of all. The bytes around the payload are written then, and not at the end, because an object store receives
+/// files in large parts, and parts with holes would have to be kept in memory.
 pub(crate) fn in_parallel<T: Sync>(
     tasks: &[T],
     threads: usize,
@@ -189,8 +189,8 @@ pub(crate) fn check_length(fqn: &str, given: u64, planned: u64, whole: bool) -> 
     Ok(())
 }
 
-/// A sink of a part's bytes, in order: it hashes and writes them, from where they lie if they come in pieces that are
-/// large enough.
+/// A sink that receives the bytes of a part in order, hashes and writes them. Pieces that are large enough are written
+/// without a copy.
 struct PartSink<'a> {
     file: &'a StagedFile,
     payload: &'a PlannedPayload<'a>,

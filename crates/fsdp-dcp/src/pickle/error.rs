@@ -1,8 +1,8 @@
-//! The errors of pickles, with their places.
+//! The errors of pickles, with their positions.
 
 use thiserror::Error;
 
-/// A pickle that was refused: where, and why.
+/// The reason why a pickle was refused, and the position.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("pickle refused at byte {offset}: {kind}")]
 #[non_exhaustive]
@@ -20,7 +20,7 @@ pub enum PickleErrorKind {
     /// The bytes end inside an opcode or before `STOP`.
     #[error("the bytes end too early")]
     Truncated,
-    /// An opcode that no checkpoint needs.
+    /// An opcode that is not supported. No checkpoint needs it.
     #[error("opcode `0x{opcode:02x}` is not supported")]
     Opcode {
         /// The opcode byte.
@@ -32,8 +32,7 @@ pub enum PickleErrorKind {
         /// The protocol number.
         protocol: u8,
     },
-    /// A value is needed that only a class or function makes that is not on the list of known ones. It was not imported,
-    /// nor called.
+    /// A value that only an unknown class or function could build. It was neither imported nor called.
     #[error("global `{module}.{name}` is not allowed")]
     Global {
         /// Its module.
@@ -54,7 +53,7 @@ pub enum PickleErrorKind {
     /// An opcode needs more operands than the stack holds, or a mark that is not there.
     #[error("the stack does not hold what the opcode needs")]
     Stack,
-    /// A memo entry that was never made.
+    /// A memo entry that does not exist.
     #[error("memo entry {index} does not exist")]
     Memo {
         /// Its index.
@@ -71,13 +70,13 @@ pub enum PickleErrorKind {
         /// The kind that is there.
         found: &'static str,
     },
-    /// A value that is of the right kind, but makes no sense here.
+    /// A value of the right kind that is not valid here.
     #[error("{what}")]
     Value {
         /// The defect.
         what: &'static str,
     },
-    /// An attribute that an object of this kind must have.
+    /// An object lacks an attribute that it must have.
     #[error("the object has no `{field}`")]
     Field {
         /// The attribute.
@@ -86,7 +85,7 @@ pub enum PickleErrorKind {
 }
 
 impl PickleErrorKind {
-    /// Gives the reason a place in the pickle.
+    /// Returns an error with this reason at a position in the pickle.
     #[must_use]
     pub(crate) fn at(self, offset: usize) -> PickleError {
         PickleError { offset: offset as u64, kind: self }

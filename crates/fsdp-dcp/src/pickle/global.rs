@@ -1,8 +1,8 @@
-//! The classes and functions that are known. Others are opaque.
+//! The list of known classes and functions. Objects of all others are opaque.
 
 use fsdp_layout::DType;
 
-/// A known global. None of them is ever called: they only tell what an object is meant to be.
+/// A known global. It is never called, and only tells which kind of value an object is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Global {

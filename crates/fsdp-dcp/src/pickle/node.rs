@@ -12,7 +12,8 @@ use crate::limits::MAX_ATTRIBUTES;
 pub struct NodeId(pub(super) u32);
 
 impl NodeId {
-    /// Returns `true` if this node was made before another one: a chain of such nodes has an end.
+    /// Returns `true` if this node was made before another one. A chain of nodes, each made before the last, cannot be
+    /// a cycle.
     pub(crate) fn is_before(self, other: NodeId) -> bool {
         self.0 < other.0
     }
@@ -28,7 +29,7 @@ pub enum Node<'a> {
     Bool(bool),
     /// An integer of 64 bits.
     Int(i64),
-    /// A longer one: two's complement, little-endian.
+    /// A longer integer: two's complement, little-endian.
     BigInt(&'a [u8]),
     /// A float.
     Float(f64),
@@ -44,15 +45,16 @@ pub enum Node<'a> {
     Set(Vec<NodeId>),
     /// A dict (or `OrderedDict`, `defaultdict`), in insertion order.
     Dict(Vec<(NodeId, NodeId)>),
-    /// A class or function by itself.
+    /// A class or function that is itself the value.
     Global(Global),
     /// A class or function and the arguments to which it would have been applied; nothing was called.
     Object(Box<ObjectNode>),
     /// A persistent id: in torch files, a storage.
     PersistentId(NodeId),
-    /// A class or function that is not on the list of known ones, by itself: its module and its name.
+    /// A class or function that is not on the list of known ones, itself the value: its module and its name.
     Foreign(&'a str, &'a str),
-    /// An object of such a class, or the result of such a function: kept as it is written, and never built.
+    /// An object of an unknown class, or the result of an unknown function. Its description is kept, and it is never
+    /// built.
     Opaque(Box<OpaqueNode<'a>>),
 }
 
@@ -73,7 +75,8 @@ pub struct OpaqueNode<'a> {
     pub entries: Vec<(NodeId, NodeId)>,
 }
 
-/// See [`Node::Tuple`]: a range of all tuples' items, as there are very many small ones.
+/// See [`Node::Tuple`]: a range in one list of the items of all tuples. That saves an allocation for each of many small
+/// tuples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TupleNode {
     pub(super) start: u32,
@@ -119,14 +122,14 @@ impl Node<'_> {
 #[derive(Debug)]
 pub struct Pickle<'a> {
     pub(super) nodes: Vec<Node<'a>>,
-    /// The place in the pickle where each node was made.
+    /// The position in the pickle of the opcode that made each node.
     pub(super) offsets: Vec<u32>,
     /// The items of all tuples, one tuple after the other.
     pub(super) items: Vec<NodeId>,
     pub(super) root: NodeId,
     /// The position after its `STOP`.
     pub(super) end: usize,
-    /// The budget that is left for the values that are made of the nodes.
+    /// The remaining budget, for values that are built from the nodes.
     pub(super) budget: Budget,
 }
 
@@ -137,7 +140,7 @@ impl<'a> Pickle<'a> {
         self.root
     }
 
-    /// Returns how many bytes it takes: others may follow.
+    /// Returns the length of the pickle in bytes. Other data may follow it.
     #[must_use]
     pub fn end(&self) -> usize {
         self.end
@@ -164,7 +167,7 @@ impl<'a> Pickle<'a> {
         kind.at(self.offsets[id.0 as usize] as usize)
     }
 
-    /// Makes the error that this node is not what was expected.
+    /// Makes the error of a node that is not of the expected kind.
     #[must_use]
     pub fn wrong(&self, id: NodeId, expected: &'static str) -> PickleError {
         let kind = match self.node(id) {
@@ -289,12 +292,12 @@ impl<'a> Pickle<'a> {
     }
 }
 
-/// Returns the error of a place that cannot do with an object of this class, or with what this function returns.
+/// Returns the error of a place that cannot use an object of this class, or the result of this function.
 fn foreign(module: &str, name: &str) -> PickleErrorKind {
     PickleErrorKind::Global { module: excerpt(module), name: excerpt(name) }
 }
 
-/// Cuts a name for an error to the length of a line.
+/// Shortens a name for an error message to the length of a line.
 fn excerpt(name: &str) -> String {
     const LONGEST: usize = 120;
     match name.char_indices().nth(LONGEST) {
@@ -303,7 +306,7 @@ fn excerpt(name: &str) -> String {
     }
 }
 
-/// Checks that an object has no absurd number of attributes: each is looked up in all of them.
+/// Checks that an object does not have too many attributes, because looking one up is a linear search.
 pub(super) fn check_attributes(state: &Node<'_>) -> Result<(), PickleErrorKind> {
     match state {
         Node::Dict(entries) if entries.len() > MAX_ATTRIBUTES => {
@@ -323,7 +326,7 @@ pub struct Fields<'p, 'a> {
 }
 
 impl Fields<'_, '_> {
-    /// Returns the attribute of this name, if it is there; the last one, were it there twice.
+    /// Returns the attribute of this name, if it exists; the last one if there are several.
     #[must_use]
     pub fn find(&self, field: &str) -> Option<NodeId> {
         self.entries
@@ -333,13 +336,13 @@ impl Fields<'_, '_> {
             .map(|(_, value)| *value)
     }
 
-    /// Returns the attribute of this name, if it is there and not `None`.
+    /// Returns the attribute of this name, if it exists and is not `None`.
     #[must_use]
     pub fn find_some(&self, field: &str) -> Option<NodeId> {
         self.find(field).filter(|&value| *self.pickle.node(value) != Node::None)
     }
 
-    /// Returns the attribute of this name, which must be there.
+    /// Returns the attribute of this name; it is an error if it does not exist.
     pub fn get(&self, field: &'static str) -> Result<NodeId, PickleError> {
         self.find(field).ok_or_else(|| self.pickle.error(self.of, PickleErrorKind::Field { field }))
     }

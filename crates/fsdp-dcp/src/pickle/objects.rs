@@ -1,4 +1,4 @@
-//! The opcodes that apply a class or function: nothing is called, only noted.
+//! The opcodes that apply a class or function. Nothing is called; the application is only recorded.
 
 use std::borrow::Cow;
 
@@ -8,7 +8,7 @@ use super::node::{Node, NodeId, ObjectNode, OpaqueNode, check_attributes};
 use super::read::{Machine, Result1};
 
 impl<'a> Machine<'a> {
-    /// Pushes a class or function: a known one, or the names of another.
+    /// Pushes a class or function: a known one, or the module and name of an unknown one.
     pub(super) fn global(&mut self, module: &'a str, name: &'a str) -> Result1<()> {
         match Global::lookup(module, name) {
             Some(global) => self.push(Node::Global(global)),
@@ -16,7 +16,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// Records what `global(*args)` would have been; containers and bytes become the plain nodes they stand for.
+    /// Records the application `global(*args)`. Calls that build containers and bytes become plain nodes.
     pub(super) fn object(&mut self, global: NodeId, args: NodeId) -> Result1<()> {
         let global = match &self.nodes[global.0 as usize] {
             Node::Global(global) => *global,
@@ -40,13 +40,13 @@ impl<'a> Machine<'a> {
         self.push(node)
     }
 
-    /// Pushes an object of a class that is not known, or what a function that is not known would have returned.
+    /// Pushes an opaque node for an object of an unknown class, or for the result of an unknown function.
     fn opaque(&mut self, module: &'a str, name: &'a str, args: NodeId) -> Result1<()> {
         let node = OpaqueNode { module, name, args, state: None, items: Vec::new(), entries: Vec::new() };
         self.push(Node::Opaque(Box::new(node)))
     }
 
-    /// Allows for `count` more items or bytes to be copied.
+    /// Charges `count` more items or bytes that are about to be copied.
     fn charge(&mut self, count: usize) -> Result1<()> {
         self.copied = self.copied.saturating_add(count);
         if self.copied > self.bytes.len() {

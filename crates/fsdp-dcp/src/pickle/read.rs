@@ -12,7 +12,7 @@ pub fn parse(bytes: &[u8]) -> Result<Pickle<'_>, PickleError> {
     parse_within(bytes, Budget::new(bytes.len() as u64, PICKLE_FACTOR))
 }
 
-/// Parses one pickle, whose nodes and values may take so much.
+/// Parses one pickle, with a budget for its nodes and for the values that are built from them.
 pub(crate) fn parse_within(bytes: &[u8], budget: Budget) -> Result<Pickle<'_>, PickleError> {
     let limit = MAX_PICKLE_BYTES.min(u64::from(u32::MAX));
     if bytes.len() as u64 > limit {
@@ -48,7 +48,7 @@ const fn small_int(value: u8) -> NodeId {
     NodeId(3 + value as u32)
 }
 
-/// The result of a step, whose error does not know its place yet.
+/// The result of one opcode. Its error does not have a position yet.
 pub(super) type Result1<T> = Result<T, PickleErrorKind>;
 
 /// The interpreter: a stack machine whose values are nodes.
@@ -65,14 +65,16 @@ pub(super) struct Machine<'a> {
     /// Stack heights at the open `MARK`s.
     marks: Vec<usize>,
     memo: Vec<Option<NodeId>>,
-    /// Items and bytes copied from one node to another; at most one for each byte of the pickle, or sharing would explode.
+    /// The number of items and bytes copied from one node to another. It is limited to one for each byte of the pickle,
+    /// because repeated copies of shared nodes could grow exponentially.
     pub(super) copied: usize,
     budget: Budget,
 }
 
-/// The bytes that a node is charged: its own, and its place in the pickle, twice, as an arena that grows takes them.
+/// The bytes that are charged for a node: its own and those of its position, twice, because a growing arena holds both
+/// copies.
 const NODE: u64 = 2 * (size_of::<Node<'_>>() + size_of::<u32>()) as u64;
-/// The bytes that a reference to a node is charged: in a list, a tuple, on the stack, in the memo.
+/// The bytes that are charged for a reference to a node, in a list, in a tuple, on the stack or in the memo.
 const REFERENCE: u64 = size_of::<Option<NodeId>>() as u64;
 
 impl<'a> Machine<'a> {
@@ -358,7 +360,7 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    /// Returns the lowest stack height that an opcode may pop to: what lies below an open mark is out of reach.
+    /// Returns the lowest stack height that an opcode may pop to. Values below an open mark must not be popped.
     fn floor(&self) -> usize {
         self.marks.last().copied().unwrap_or(0)
     }
@@ -394,7 +396,7 @@ impl<'a> Machine<'a> {
         Ok(values)
     }
 
-    /// Makes a tuple of what lies above a stack height.
+    /// Makes a tuple of the values above a stack height.
     fn push_tuple(&mut self, start: usize) -> Result1<()> {
         let tuple = TupleNode { start: self.items.len() as u32, len: (self.stack.len() - start) as u32 };
         self.budget.charge("memory for values", (self.stack.len() - start) as u64 * REFERENCE)?;

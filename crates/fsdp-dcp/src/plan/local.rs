@@ -31,13 +31,14 @@ pub struct WriteItem {
 pub enum WriteContent {
     /// The boxes of a tensor that this rank holds.
     Tensor {
-        /// Element type and what else torch notes.
+        /// The dtype and other properties that torch records.
         properties: TensorProperties,
         /// Global shape.
         shape: Vec<usize>,
         /// The boxes; empty ones are dropped.
         boxes: Vec<TensorBox>,
-        /// `true` if every rank that has the tensor holds all of it, as its one box: then it is told once for all ranks.
+        /// `true` if every rank that has the tensor holds the whole of it, as its only box. It is then sent to the
+        /// planner once for all ranks.
         is_whole: bool,
     },
     /// A non-tensor value; every rank that has it offers it.
@@ -49,8 +50,8 @@ pub enum WriteContent {
 
 /// The keys of a rank's plan, without the boxes that only this rank holds: the same on most ranks of a job.
 ///
-/// A global plan is made of the distinct schemas of all ranks, each once, and of each rank's [`HeldBox`]es. So a rank
-/// sends little more than what it holds, and yet all is compared: keys, paths, dtypes and shapes.
+/// A global plan is made from the distinct schemas of all ranks, each sent once, and from each rank's [`HeldBox`]es. So
+/// a rank sends little more than its boxes, and all keys, paths, dtypes and shapes are still compared.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct PlanSchema {
     /// The items, in the order of the plan.
@@ -113,7 +114,7 @@ impl LocalPlan {
         self.items.push(WriteItem { fqn: fqn.into(), path, content });
     }
 
-    /// Adds a tensor of which this rank, and every other rank that has it in this way, holds the whole.
+    /// Adds a tensor that this rank, and every other rank that adds it with this method, holds whole.
     pub fn add_whole_tensor(&mut self, fqn: impl Into<String>, path: Option<KeyPath>, dtype: DType, shape: Vec<usize>) {
         let (properties, boxes) = (TensorProperties::of(dtype), vec![TensorBox::whole(&shape)]);
         let content = WriteContent::Tensor { properties, shape, boxes, is_whole: true };
@@ -125,8 +126,8 @@ impl LocalPlan {
         self.items.push(WriteItem { fqn: fqn.into(), path, content: WriteContent::Value { length } });
     }
 
-    /// Returns a hash of everything but the lengths of values: while all ranks' are unchanged, so is the global plan
-    /// (balance apart), and it need not be made again.
+    /// Returns a hash of everything except the lengths of values. While no rank's hash changes, the global plan does
+    /// not change either (except for its balance), and need not be made again.
     #[must_use]
     pub fn layout_hash(&self) -> u128 {
         let mut hasher = WideHasher::default();
@@ -165,7 +166,7 @@ impl LocalPlan {
         PlanSchema { items: items.collect() }
     }
 
-    /// Returns the boxes that the [`schema`](LocalPlan::schema) does not tell. Empty boxes are left out.
+    /// Returns the boxes that are not in the [`schema`](LocalPlan::schema). Empty boxes are left out.
     #[must_use]
     pub fn held_boxes(&self) -> Vec<HeldBox> {
         let mut held = Vec::new();

@@ -1,12 +1,12 @@
-//! Planning: pure functions from what ranks hold to who writes what, and from what a rank wants to what it reads.
+//! Planning of saves and loads, as pure functions: which rank writes which boxes, and which parts of which chunks a
+//! rank reads.
 //!
-//! Saving: every rank lists its [`WriteItem`]s; [`plan_save`] (on one rank) drops the duplicates that replicated tensors
-//! are, balances the ranks by bytes, checks that every tensor is covered exactly once, and makes the [`Metadata`];
-//! each rank gets the [`Selection`] of its own items that it must write. Where ranks are many, they send what they have
-//! in common once, as a [`PlanSchema`], and [`plan_offers`] does the same.
+//! Saving: every rank lists its [`WriteItem`]s. [`plan_save`] (on one rank) removes duplicates of replicated tensors,
+//! balances the bytes that ranks write, checks that every tensor is covered exactly once, and makes the [`Metadata`].
+//! Each rank gets a [`Selection`]: those of its own items that it must write. If there are many ranks, they send what
+//! they have in common only once, as a [`PlanSchema`], and [`plan_offers`] makes the same plan.
 //!
-//! Loading: [`plan_load`] intersects wanted boxes with saved chunks. Everything that can be wrong is found there,
-//! before a byte is read.
+//! Loading: [`plan_load`] intersects wanted boxes with saved chunks. It finds all errors before a byte is read.
 //!
 //! [`Metadata`]: crate::metadata::Metadata
 

@@ -54,26 +54,27 @@ pub struct PlanOptions {
 pub struct GlobalPlan {
     /// The content that the checkpoint will have. Chunks are in the order of their offsets.
     pub metadata: Metadata,
-    /// By rank.
+    /// The items that each rank must write, by rank.
     pub selections: Vec<Selection>,
     /// Payload bytes that each rank writes.
     pub loads: Vec<u64>,
 }
 
-/// The offer to a global plan of one rank, or of several ranks that hold the same.
+/// The boxes that one rank, or several ranks that hold the same boxes, offer to a global plan.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Offer {
     /// Position of its schema among those of all ranks.
     pub schema: usize,
-    /// The boxes that the schema does not tell.
+    /// The boxes that are not in the schema.
     pub boxes: Vec<HeldBox>,
 }
 
-/// Makes one plan of all ranks' local ones (by rank).
+/// Makes a global plan from the local plans of all ranks, which are given by rank.
 ///
-/// Every chunk is written once. Duplicates (equal boxes of one key) go, the largest first, to the rank with the fewest
-/// payload bytes, so that no rank writes more tensors than 1.1 times the mean, or the mean and the largest chunk, wherever
-/// every rank holds every duplicate. Equal plans give equal results, and the lengths of values do not change them.
+/// Every chunk is written once. Chunks that several ranks hold (equal boxes of one key) are assigned, the largest
+/// first, to the rank that has the fewest bytes to write. If every rank holds every such chunk, no rank writes more
+/// bytes of tensors than 1.1 times the mean, or than the mean plus the largest chunk. Equal local plans give equal
+/// results, and the lengths of values do not influence them.
 pub fn plan_save(plans: &[LocalPlan], options: PlanOptions) -> Result<GlobalPlan, SavePlanError> {
     let mut schemas = Vec::new();
     let mut known = HashMap::new();
@@ -91,11 +92,11 @@ pub fn plan_save(plans: &[LocalPlan], options: PlanOptions) -> Result<GlobalPlan
     plan_offers(&schemas, offers, &of_ranks, options)
 }
 
-/// Makes one plan as [`plan_save`] does, of the distinct schemas of all ranks and of the distinct offers of boxes that
-/// ranks hold besides.
+/// Makes the same plan as [`plan_save`], from the distinct schemas of all ranks, and the distinct offers of boxes that
+/// are not in them.
 ///
-/// `of_ranks` is the position of each rank's offer, by rank. Ranks that hold the same (the replicas of a shard) share one,
-/// so that their boxes are there once. The boxes move into the plan's metadata, and are not copied.
+/// `of_ranks` has the position of each rank's offer, by rank. Ranks that hold the same boxes (the replicas of a shard)
+/// share one offer, so that their boxes are stored once. The boxes are moved into the plan's metadata, not copied.
 pub fn plan_offers(
     schemas: &[PlanSchema],
     offers: Vec<Offer>,
@@ -105,8 +106,8 @@ pub fn plan_offers(
     plan_checked(schemas, offers, of_ranks, options, &|shape, boxes| validate_cover(shape, boxes.iter().copied()))
 }
 
-/// Makes the plan of one rank that saves what it holds by itself: a part of a checkpoint, of which other ranks may save the
-/// rest. Everything is as in [`plan_save`] but that boxes need not cover their tensors.
+/// Makes the plan of one rank that saves what it holds as a part of a checkpoint; other ranks save the rest. This is
+/// [`plan_save`] for one rank, except that the boxes need not cover their tensors.
 pub fn plan_part(plan: &LocalPlan) -> Result<GlobalPlan, SavePlanError> {
     let offer = Offer { schema: 0, boxes: plan.held_boxes() };
     plan_checked(&[plan.schema()], vec![offer], &[0], PlanOptions::default(), &|shape, boxes| {
@@ -114,10 +115,10 @@ pub fn plan_part(plan: &LocalPlan) -> Result<GlobalPlan, SavePlanError> {
     })
 }
 
-/// A check of the boxes of a tensor of a shape.
+/// A check of the boxes of a tensor of the given shape.
 type CheckBoxes<'c> = &'c dyn Fn(&[usize], &[&TensorBox]) -> Result<(), ChunkError>;
 
-/// Makes the plan of [`plan_offers`], in which `check` looks at the boxes of each tensor.
+/// Makes the plan of [`plan_offers`], with `check` applied to the boxes of each tensor.
 fn plan_checked(
     schemas: &[PlanSchema],
     offers: Vec<Offer>,
@@ -245,15 +246,15 @@ struct Group<'p> {
     candidates: Vec<(Option<TensorBox>, Holder)>,
 }
 
-/// The bytes that a value counts for when ranks get equal shares: about what a small one takes.
+/// The number of bytes that a value counts for when writes are balanced: about the size of a small value.
 ///
-/// It is not the length, since that changes from save to save, as a count of steps gets another digit. The plan must not:
-/// equal state makes equal bytes, whatever was saved before.
+/// The real length is not used, because it can change from save to save, for example when a step count gets another
+/// digit. The plan must not change then, so that equal state always gives equal files.
 pub(super) const VALUE_BYTES: u64 = 64;
 
 /// A chunk or a value, and all that hold it.
 struct SharedChunk {
-    /// The bytes by which chunks and values are shared out.
+    /// The bytes that count in the balance.
     weight: u64,
     /// The bytes of the payload.
     bytes: u64,
@@ -273,7 +274,7 @@ struct Assignment<'a> {
 }
 
 impl Assignment<'_> {
-    /// Gives a chunk to its only holder, or gives it back if there are several.
+    /// Assigns a chunk to its only holder. Returns it if there are several holders.
     fn assign_or_share(&mut self, chunk: SharedChunk) -> Option<SharedChunk> {
         let is_single = matches!(chunk.holders[..], [holder] if self.holders.ranks(holder).len() == 1);
         if !is_single {
@@ -283,7 +284,7 @@ impl Assignment<'_> {
         None
     }
 
-    /// Gives a chunk to one of its holders.
+    /// Assigns a chunk to one of its holders.
     fn assign_shared(&mut self, chunk: &SharedChunk, rule: Deduplicate) {
         let mut best: Option<((u64, u32), u32, u32)> = None;
         for &holder in &chunk.holders {
@@ -346,7 +347,7 @@ fn group<'p>(
             let holder = Holder::Schema { schema: schema as u32, item: index as u32 };
             match &item.content {
                 SchemaContent::Value { .. } => group.candidates.push((None, holder)),
-                // Boxes of whole tensors are told by the schema; here they get bounds to be compared with others.
+                // The schema implies the boxes of whole tensors. Make them explicit, to compare them with others.
                 SchemaContent::Tensor { shape, is_whole: true, .. } => {
                     let whole = Some(TensorBox::whole(shape)).filter(|bounds| !bounds.is_empty());
                     group.candidates.extend(whole.map(|bounds| (Some(bounds), holder)));
@@ -355,7 +356,7 @@ fn group<'p>(
             }
             groups_of[schema].push(position);
         }
-        // Ranks that share an offer bring its boxes once: after the first of them it is empty.
+        // The boxes of a shared offer are taken once, with the first rank that has it. After that the offer is empty.
         for held in std::mem::take(&mut offers[position].boxes) {
             let group = groups_of[schema].get(held.item as usize);
             let Some((_, group)) = group.and_then(|&group| groups.get_mut(group)) else { continue };
@@ -366,7 +367,7 @@ fn group<'p>(
     Ok(groups)
 }
 
-/// Checks that a rank means the same by a key as the first rank that has it.
+/// Checks that a rank's item has the same kind, dtype and shape as that of the first rank with this key.
 fn check_agreement(group: &Group<'_>, rank: usize, item: &SchemaItem) -> Result<(), SavePlanError> {
     let differs = |what, first: String, second: String| {
         let (first_rank, second_rank) = (group.first_rank, rank);

@@ -93,12 +93,12 @@ fn find_overlap<'c>(shape: &[usize], boxes: &[&'c TensorBox]) -> Option<(&'c Ten
     if boxes.len() < 2 {
         return None;
     }
-    // Dimensions that every box spans whole tell them apart in no way.
+    // Dimensions that every box spans completely cannot separate boxes.
     let dims: Vec<usize> = (0..shape.len()).filter(|&d| boxes.iter().any(|b| b.sizes[d] != shape[d])).collect();
     let Some(&first) = dims.first() else { return Some((boxes[0], boxes[1])) };
     let mut order: Vec<(usize, usize)> = boxes.iter().enumerate().map(|(i, b)| (b.offsets[first], i)).collect();
     order.sort_unstable();
-    // Cut along one dimension only: in order of their starts, only neighbours can overlap.
+    // If boxes are cut along one dimension only, then in the order of their starts only neighbours can overlap.
     if dims.len() == 1 {
         return order.windows(2).find_map(|pair| {
             let (before, after) = (boxes[pair[0].1], boxes[pair[1].1]);

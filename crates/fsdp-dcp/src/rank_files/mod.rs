@@ -70,7 +70,8 @@ fn items(directory: &CheckedDirectory, parse: &dyn Fn(&str) -> Option<RankFile>)
     Ok(items)
 }
 
-/// Puts the items together: at the top, if there is only one and it needs no name.
+/// Assembles the items. Each is at the top under its name; if `is_one`, the keys of the only item are at the top
+/// themselves.
 fn assemble(mut assembler: Assembler, items: &Items, is_one: bool) -> Result<Assembled, FileError> {
     let mut root = Vec::new();
     for (item, files) in items {

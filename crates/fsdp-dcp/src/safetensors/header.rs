@@ -89,7 +89,7 @@ fn malformed(reason: impl ToString) -> FormatError {
     FormatError::Malformed { what: "safetensors header", reason: reason.to_string() }
 }
 
-/// The key of the header's own texts.
+/// The header's key of the file's metadata, a map from strings to strings.
 const METADATA: &str = "__metadata__";
 
 /// In `__metadata__`: the dtypes that safetensors has no name for, by key, as a JSON object. Such a tensor is stored as its
@@ -178,7 +178,7 @@ impl Header {
         let mut at = 0u64;
         for (name, dtype, shape) in tensors {
             if name == METADATA {
-                let what = format!("a tensor of the name `{METADATA}`, which the format has for itself,");
+                let what = format!("a tensor named `{METADATA}`, which the format reserves,");
                 return Err(FormatError::Unsupported { what });
             }
             let mut stored = shape.to_vec();

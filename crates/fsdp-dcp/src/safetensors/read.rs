@@ -56,7 +56,7 @@ pub(crate) struct SafetensorsCheckpoint {
     has_stale_digests: bool,
 }
 
-/// The end of the names of such files.
+/// The ending of the names of safetensors files.
 const ENDING: &str = ".safetensors";
 
 /// The number of missing shards that an error names at most.
@@ -81,7 +81,7 @@ struct ShardNote {
 }
 
 impl SafetensorsCheckpoint {
-    /// Begins a checkpoint to which no file was added yet.
+    /// Creates a checkpoint without files; [`Self::add_file`] adds them.
     fn without_files(location: &Location, format: Format, directory: CheckedDirectory) -> Self {
         SafetensorsCheckpoint {
             path: location.name().to_owned(),
@@ -97,7 +97,7 @@ impl SafetensorsCheckpoint {
         }
     }
 
-    /// Opens one file. Values are taken from `NAME.values.json` beside it, if that is there.
+    /// Opens one file. Values are taken from `NAME.values.json` beside it, if it exists.
     pub(crate) fn open_file(location: impl Into<Location>, options: OpenOptions) -> Result<Self, FileError> {
         let location = location.into();
         let (parent, name) = location.split()?;
@@ -131,8 +131,8 @@ impl SafetensorsCheckpoint {
         Err(opened.directory.file_error(name, FormatError::Malformed { what: "checkpoint", reason }))
     }
 
-    /// Opens a directory: the files that its `*.safetensors.index.json` names, or all `*.safetensors` but for other variants of
-    /// them ([`Weights`]).
+    /// Opens a directory: the files that its `*.safetensors.index.json` lists, or else all `*.safetensors` except
+    /// further variants of the same model ([`Weights`]).
     ///
     /// Shards that torch's `HuggingFaceStorageWriter` wrote become chunks of whole tensors. Values are taken from
     /// [`VALUES_FILE`].
@@ -175,13 +175,13 @@ impl SafetensorsCheckpoint {
         self
     }
 
-    /// Checks that all of the shards are there that were written.
+    /// Checks that as many files exist as the checkpoint was written in.
     fn check_shards(&self, names: &[String], shards: usize) -> Result<(), FileError> {
         let there = names.iter().filter(|name| name.ends_with(ENDING)).count();
         if there >= shards {
             return Ok(());
         }
-        // The number comes from a file: only the first few names are made.
+        // The number comes from a file and may be absurdly large, so only the first few names are made.
         let missing = (0..shards).map(shard_name).filter(|name| names.binary_search(name).is_err());
         self.directory.check_missing(missing.take(MAX_LISTED).collect())
     }
@@ -214,8 +214,8 @@ impl SafetensorsCheckpoint {
         Ok(())
     }
 
-    /// Adds the tensors of a file: all but those that an index gives another file. The index comes with the keys that it gives
-    /// this one. Returns the texts in its header.
+    /// Adds the tensors of a file, except those that the index lists for another file. The index comes with the keys
+    /// that it lists for this file. Returns the metadata strings in the file's header.
     fn add_file(&mut self, name: &str, index: Option<(&Index, &[&str])>) -> Result<Texts, FileError> {
         let file = self.directory.file(name)?;
         let error = |source| self.directory.file_error(name, source);

@@ -1,4 +1,5 @@
-//! The files of a checkpoint in safetensors: the values that safetensors cannot hold, and how each knows the others.
+//! The files of a checkpoint in safetensors, and the header entries that connect them: values that safetensors cannot
+//! hold are in a JSON file beside it.
 
 use fsdp_digest::StateDigest;
 use fsdp_layout::DType;
@@ -15,16 +16,16 @@ pub fn values_beside(name: &str) -> String {
 }
 
 /// The key in the `__metadata__` of a single file whose text is the hash of its values file. Without it, the file has no
-/// values: a values file that lies there is of another checkpoint.
+/// values, and a values file beside it belongs to another checkpoint.
 pub(crate) const VALUES_HASH: &str = "fsdp.values";
 
 /// The key in the `__metadata__` of a single file whose text is an object of the digests of its tensors and values, by key.
 /// Directories have them in their integrity file.
 pub(crate) const DIGESTS: &str = "fsdp.digests";
 
-/// The key in the `__metadata__` of a single file whose text is the hash of the layout that the digests were written with: the
-/// length of the header, and each tensor's place. Another program that writes the file again takes over the texts, but not
-/// the layout: its header is shorter, as it pads less. Then the digests are stale.
+/// The key in the `__metadata__` of a single file whose text is the hash of the layout that the digests were written
+/// with: the length of the header, and each tensor's place. Another program that rewrites the file may copy the texts,
+/// but its header has another length, because it pads less. That tells that the digests are stale.
 pub(crate) const DIGESTS_LAYOUT: &str = "fsdp.digests.layout";
 
 /// Returns the text of [`DIGESTS_LAYOUT`] for a file whose data begins at `data`, with these tensors in the order of its
@@ -69,11 +70,11 @@ pub(crate) fn shard_name(index: usize) -> String {
     format!("shard-{:05}-model-00001-of-00001.safetensors", index + 1)
 }
 
-/// The end of the values file's name until the file that it belongs to is in its place; its hash follows.
+/// The ending of the values file's name until the safetensors file is committed; the hash of the values follows.
 const NEW_VALUES: &str = ".new";
 
-/// Returns the names under which the values file of this hash may lie, given its name: that one; until the file that it
-/// belongs to is in its place another, which no other conversion uses; and the one that earlier versions gave it.
+/// Returns the possible names of the values file with this hash: its final name, the name that it has until the
+/// safetensors file is committed (which no other conversion uses), and the name that earlier versions used.
 pub(crate) fn values_names(name: &str, hash: &str) -> [String; 3] {
     [name.to_owned(), format!("{name}{NEW_VALUES}-{hash}"), format!("{name}{NEW_VALUES}")]
 }

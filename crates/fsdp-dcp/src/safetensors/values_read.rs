@@ -1,4 +1,4 @@
-//! Reading a values file, straight into plain values: what is built is charged element by element.
+//! Reads a values file directly into plain values. Every element is charged to the memory budget before it is built.
 
 use std::fmt;
 

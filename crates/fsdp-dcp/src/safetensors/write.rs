@@ -107,7 +107,7 @@ pub(super) type Sums<'a> = IndexMap<&'a str, Sum>;
 /// The texts of a file's header, made from the sums over its tensors.
 pub(super) type Texts<'t, 'a> = dyn Fn(&Sums<'a>) -> Result<IndexMap<String, String>, FileError> + 't;
 
-/// Encodes the header of a file, which tells where everything lies. Digests are tied to it.
+/// Encodes the header of a file, with the places of all tensors. Recorded digests are tied to this header.
 fn header(texts: &IndexMap<String, String>, pieces: &[Piece<'_>]) -> Result<Vec<u8>, FileError> {
     if !texts.contains_key(DIGESTS) {
         return encode_header(texts, pieces);

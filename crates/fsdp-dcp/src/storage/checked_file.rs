@@ -59,7 +59,7 @@ impl CheckedFile {
         Ok(())
     }
 
-    /// Returns the same file without its hashes, for bytes that are checked by other means.
+    /// Returns the same file without its hashes, for bytes that are checked in another way.
     pub(crate) fn unchecked(&self) -> Self {
         let (file, name, bytes_read) = (self.file.clone(), self.name.clone(), self.bytes_read.clone());
         CheckedFile { file, bytes_per_read: self.bytes_per_read, name, integrity: None, bytes_read }

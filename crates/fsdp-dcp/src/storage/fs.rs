@@ -194,7 +194,7 @@ impl Durable {
         self.step(Step::Rename, "rename to", to, || self.files.rename_over(from, to))
     }
 
-    /// Lets two paths change places. Returns `false` if the file system cannot do that.
+    /// Exchanges two paths in one step. Returns `false` if the file system cannot do that.
     pub(super) fn exchange(&self, a: &Path, b: &Path) -> Result<bool, FileError> {
         let exchanged =
             self.step(Step::Exchange, "put the new checkpoint in place of", b, || self.files.exchange(a, b));

@@ -184,10 +184,10 @@ impl Location {
         self.storage.tree()
     }
 
-    /// Reads the file or the object that is here, of at most `limit` bytes.
+    /// Reads all of the file or object at this location.
     ///
     /// # Errors
-    /// The errors of [`Location::exists`]; there is none, or a longer one.
+    /// The errors of [`Location::exists`]; there is no file; it has more than `limit` bytes.
     pub fn read_file(&self, limit: u64) -> Result<Vec<u8>, FileError> {
         let (directory, name) = self.split()?;
         let file = directory.storage().open(Links::Follow)?.file(name)?;

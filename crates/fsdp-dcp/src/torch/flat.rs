@@ -44,7 +44,7 @@ pub(crate) enum Leaf {
 }
 
 impl FlatFile {
-    /// Reads a file: its pickle and the values in it. Tensors are only found.
+    /// Reads a file: its pickle and the values in it. Tensors are located, but not read.
     pub(crate) fn read(file: &dyn ReadAt) -> Result<Self, FormatError> {
         let (pickle, storages) = read_pickle(file)?;
         let parsed = parse(&pickle)?;
@@ -59,7 +59,7 @@ impl FlatFile {
         Ok(FlatFile { found, structure, storages: Arc::new(storages) })
     }
 
-    /// Returns the keys of the tensors that torch would give a class or attributes of their own.
+    /// Returns the keys of the tensors that have a class or attributes of their own in Python, which are not kept.
     pub(crate) fn tensors_without_attributes(&self) -> impl Iterator<Item = &str> {
         let loses = |leaf: &Leaf| matches!(leaf, Leaf::Tensor(tensor, _) if tensor.loses_attributes);
         self.found.iter().filter(move |(_, (_, leaf))| loses(leaf)).map(|(fqn, _)| fqn.as_str())
@@ -105,7 +105,7 @@ struct Flattener<'p, 'a> {
 }
 
 impl Flattener<'_, '_> {
-    /// Adds what lies below a node, whose place in the state dict is `path`.
+    /// Adds everything below a node, whose path in the state dict is `path`.
     fn flatten(&mut self, id: NodeId, path: &KeyPath) -> Result<Structure, FormatError> {
         let p = self.pickle;
         self.walk.enter(p, id)?;
@@ -161,7 +161,7 @@ impl Flattener<'_, '_> {
                 return Ok(Leaf::Sharded(sharded));
             }
             Ok(None) => {}
-            // It is sound, but nothing here can read it.
+            // The value is valid, but it is opaque.
             Err(FormatError::Unsupported { what }) => {
                 let description = PlainValue::Str(what.clone());
                 return Ok(Leaf::Value(Held::Opaque(what, description)));
@@ -186,7 +186,7 @@ impl Flattener<'_, '_> {
             Ok(value) => Ok(Leaf::Value(Held::Plain(value))),
             Err(FormatError::Pickle(error)) => {
                 let Some(of) = opaque_type(&error) else { return Err(error.into()) };
-                // It is described now, since the pickle is not kept.
+                // Describe the opaque value now, because the pickle is not kept.
                 let description = convert(p, id, &mut aside, &mut load)?;
                 self.walk.resume(aside);
                 Ok(Leaf::Value(Held::Opaque(of, description)))
@@ -221,7 +221,7 @@ impl Flattener<'_, '_> {
         Ok(found)
     }
 
-    /// Returns `true` if a tensor lies anywhere below, with a dict on the way to it.
+    /// Returns `true` if there is a tensor anywhere below the node, inside a dict.
     fn has_tensors_in_dicts(&mut self, id: NodeId, in_dict: bool) -> Result<bool, FormatError> {
         let p = self.pickle;
         self.walk.enter(p, id)?;
@@ -259,11 +259,11 @@ fn is_module(p: &Pickle<'_>, object: &OpaqueNode<'_>) -> bool {
     MODULE_PARTS.iter().all(|part| has(part))
 }
 
-/// The attribute of a module that names the buffers which its state dict leaves out.
+/// The attribute of a module with the names of the buffers that its state dict leaves out.
 const NOT_PERSISTENT: &str = "_non_persistent_buffers_set";
 
-/// Returns the parameters, buffers and modules of a module, by their names; those that are `None` are left out, as are buffers
-/// that are no part of its state dict.
+/// Returns the parameters, buffers and submodules of a module by name, without those that are `None` and without
+/// non-persistent buffers.
 fn module_parts(p: &Pickle<'_>, object: &OpaqueNode<'_>) -> Vec<(NodeId, NodeId)> {
     let attributes = object.state.and_then(|state| p.dict(state).ok()).unwrap_or_default();
     let is_part = |key: &NodeId| p.str(*key).is_ok_and(|key| MODULE_PARTS.contains(&key));

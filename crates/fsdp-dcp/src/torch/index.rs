@@ -1,5 +1,5 @@
-//! Directories with the weights of a model in files of `torch.save`, as Hugging Face has written them: one file, or several
-//! with a JSON index.
+//! Directories with the weights of a model in files of `torch.save`, as older versions of Hugging Face's libraries
+//! wrote them: one file, or several with a JSON index.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -15,15 +15,16 @@ use crate::storage::backend::Links;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 
-/// The end of the names of such files.
+/// The ending of the names of these files.
 const ENDING: &str = ".bin";
 
-/// Returns the names of a model's weights, and of their indexes, among those of a directory.
+/// Returns those names in a directory that are of a model's weights, or of an index of them.
 pub(crate) fn weights(names: &[String]) -> Vec<String> {
     names.iter().filter(|name| is_known(name, ENDING)).cloned().collect()
 }
 
-/// Opens the files of these names, or those that an index among them lists: each key from the file that it gives.
+/// Opens the files of these names. If one of them is an index, opens the files that it lists, and reads each key from
+/// the file that the index gives.
 pub(crate) fn open(location: &Location, names: &[String], options: OpenOptions) -> Result<Assembled, FileError> {
     let directory = CheckedDirectory::open(location, options.verify, Links::Follow)?;
     directory.check_covered()?;
@@ -56,7 +57,7 @@ pub(crate) fn open(location: &Location, names: &[String], options: OpenOptions) 
     Ok(assembler.finish(None))
 }
 
-/// Opens all of these files.
+/// Opens these files. A key that is in two of them is an error.
 fn open_files(location: &Location, directory: CheckedDirectory, files: &[String]) -> Result<Assembled, FileError> {
     let mut assembler = Assembler::new(Format::TorchDirectory, location.name(), directory);
     let mut structure = None;

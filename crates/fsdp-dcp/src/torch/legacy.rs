@@ -48,7 +48,7 @@ pub(crate) fn read(source: &dyn ReadAt) -> Result<(Vec<u8>, Storages), FormatErr
 
 /// Reads the pickle that starts here, and moves to what follows it.
 fn pickle_at(source: &dyn ReadAt, at: &mut u64) -> Result<Vec<u8>, FormatError> {
-    /// The bytes that are tried first: nothing tells the length but the pickle itself.
+    /// The number of bytes that are tried first. The length of a pickle is only known by parsing it.
     const FIRST: u64 = 64 << 10;
     let rest = source.len().saturating_sub(*at).min(MAX_OBJECT_BYTES);
     let mut length = FIRST.min(rest);
@@ -68,7 +68,7 @@ fn pickle_at(source: &dyn ReadAt, at: &mut u64) -> Result<Vec<u8>, FormatError> 
     }
 }
 
-/// Returns `true` if more bytes may mend the error.
+/// Returns `true` if the error may be caused by too few bytes.
 fn is_cut(error: &PickleErrorKind) -> bool {
     matches!(error, PickleErrorKind::Truncated | PickleErrorKind::Limit { what: "length", .. })
 }

@@ -20,7 +20,7 @@ pub(crate) struct ShardedRef {
     pub(crate) dtype: DType,
     /// The shape of the whole tensor.
     pub(crate) shape: Vec<usize>,
-    /// The boxes that are here; the bounds of each one's layout are its box in the whole tensor.
+    /// The local parts. The bounds of each part's layout are its box in the whole tensor.
     pub(crate) parts: Vec<TensorRef>,
     /// The number of ranks that have saved parts, or copies of parts.
     pub(crate) ranks: usize,
@@ -136,8 +136,8 @@ fn product(p: &Pickle<'_>, id: NodeId) -> Result<usize, FormatError> {
     Ok(total)
 }
 
-/// Returns the shape of a mesh. torch has kept it in three ways: a tensor of ranks, a layout of shape and strides, and a
-/// layout of axes that have those.
+/// Returns the shape of a mesh. Versions of torch store it in three ways: as a tensor of ranks, as a layout of shape
+/// and strides, and as a layout of axes that have these.
 fn mesh_shape(p: &Pickle<'_>, mesh: Attributes<'_>) -> Result<Vec<usize>, FormatError> {
     let Some(layout) = find(p, mesh, "_layout") else {
         let ranks = get(p, mesh, "mesh")?;
@@ -175,7 +175,7 @@ fn placement(p: &Pickle<'_>, id: NodeId) -> Result<Placement, FormatError> {
     }
 }
 
-/// Refuses shards whose mesh dimensions were applied in another order than they stand in.
+/// Refuses shards whose placements were not applied in the order of the mesh dimensions.
 fn check_order(p: &Pickle<'_>, spec: Attributes<'_>, placements: &[Placement]) -> Result<(), FormatError> {
     let Some(order) = find(p, spec, "shard_order").filter(|&order| *p.node(order) != Node::None) else {
         return Ok(());
@@ -247,7 +247,7 @@ fn parts_of(local: &TensorRef, boxes: &[TensorBox], shape: &[usize]) -> Result<V
     for (dim, starts) in starts.iter_mut().enumerate() {
         let mut at = 0;
         for (_, size) in starts.iter_mut() {
-            // The size is not needed any more; where the range starts in the local tensor is.
+            // Keep the start of the range in the local tensor; its size is no longer needed.
             at += std::mem::replace(size, at);
         }
         let found = local.shape.get(dim).copied();

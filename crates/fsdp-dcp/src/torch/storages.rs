@@ -33,7 +33,8 @@ fn record_of(key: &str) -> String {
 }
 
 impl Storages {
-    /// Returns where the storage of a tensor begins, with its header if it has one. One that is too short is an error.
+    /// Returns the start of a tensor's storage, including its header if it has one. A storage that is too short is an
+    /// error.
     pub(crate) fn start(&self, tensor: &TensorRef) -> Result<u64, FormatError> {
         self.start_of(&tensor.storage, tensor.storage_bytes)
     }
@@ -57,7 +58,7 @@ impl Storages {
         Ok(start)
     }
 
-    /// Returns where the data of a tensor's storage begins, after a look at its header.
+    /// Returns the start of the data of a tensor's storage, which the storage's header determines.
     pub(crate) fn data_offset(&self, source: &dyn ReadAt, tensor: &TensorRef) -> Result<u64, FormatError> {
         self.data_offset_of(source, &tensor.storage, tensor.storage_bytes)
     }

@@ -24,7 +24,7 @@ pub struct TensorRef {
     pub layout: StridedLayout,
     /// The node that says how it is quantized, if it is: `(scheme, scale, zero point)`, or of `(scheme, scales, zero points, axis)`.
     pub quantizer: Option<NodeId>,
-    /// `true` if torch would give it a class or attributes of its own, which are not kept.
+    /// `true` if the tensor has a class or attributes of its own in Python, which are not kept.
     pub loses_attributes: bool,
 }
 
@@ -43,7 +43,7 @@ impl TensorRef {
                     let found = tensor(p, id, [*storage, *offset, *shape, *strides], None)?;
                     return Ok(Some(TensorRef { quantizer: Some(*quantizer), loses_attributes, ..found }));
                 }
-                // (tensor, requires_grad, hooks), and the attributes if there are some.
+                // The arguments are (tensor, requires_grad, hooks), and then the attributes, if there are any.
                 (Global::RebuildParameter, [inner, rest @ ..]) => {
                     loses_attributes |= rest.get(2).is_some_and(|&state| has_attributes(p, state));
                     id = *inner;
@@ -76,12 +76,12 @@ impl TensorRef {
     }
 }
 
-/// Returns `true` if a class is neither torch's tensor nor its parameter.
+/// Returns `true` if a class is not one of torch's own.
 fn is_subclass(p: &Pickle<'_>, class: NodeId) -> bool {
     matches!(p.node(class), Node::Foreign(module, _) if *module != "torch" && !module.starts_with("torch."))
 }
 
-/// Returns `true` if the state of an object holds attributes: it is a dict, or a tuple of dicts.
+/// Returns `true` if the state of an object, a dict or a tuple of dicts, has any attributes.
 fn has_attributes(p: &Pickle<'_>, state: NodeId) -> bool {
     let is_filled = |id: NodeId| p.dict(id).is_ok_and(|attributes| !attributes.is_empty());
     match p.node(state) {
@@ -108,8 +108,8 @@ fn rebuilt(p: &Pickle<'_>, at: NodeId, function: Global, args: &[NodeId]) -> Res
     tensor(p, at, args, dtype).map(Some)
 }
 
-/// Refuses, as opaque, a tensor whose elements are not those of its storage: torch puts conjugation and negation off until
-/// they are needed, and saves only that they are pending.
+/// Refuses, as opaque, a tensor with a pending conjugation or negation. torch applies these only when they are needed,
+/// and saves just a flag, so the elements in the storage are not those of the tensor.
 fn check_resolved(p: &Pickle<'_>, metadata: NodeId) -> Result<(), PickleError> {
     let Node::Dict(metadata) = p.node(metadata) else { return Ok(()) };
     for &(key, value) in metadata {
@@ -188,7 +188,7 @@ pub(crate) fn check_writable(dtype: DType) -> Result<(), FormatError> {
     }
 }
 
-/// Writes the pickle of a row-major tensor whose bytes are all of storage `key`.
+/// Writes the pickle of a row-major tensor whose bytes are the whole storage `key`.
 pub(crate) fn write_tensor(out: &mut Vec<u8>, key: usize, dtype: DType, shape: &[usize]) {
     let numel: u64 = shape.iter().map(|&size| size as u64).product();
     let class = storage_class(dtype);

@@ -16,7 +16,7 @@ use crate::pickle::{
 use crate::storage::read_at::{BlockReader, ReadAt};
 use crate::strided::read_overlap;
 
-/// Encodes the whole item of a value: what `torch.save(value)` would write, up to the order of the zip's records.
+/// Encodes the item of a value: the same as `torch.save(value)` writes, except for the order of the zip's records.
 ///
 /// Fails for values nested deeper than 200 levels, and for quantized tensors in them.
 ///
@@ -41,7 +41,7 @@ pub fn encode_value(value: &PlainValue) -> Result<Vec<u8>, FormatError> {
     Ok(bytes)
 }
 
-/// Returns the length of what [`encode_value`] gives.
+/// Returns the length of the result of [`encode_value`].
 pub fn value_item_length(value: &PlainValue) -> Result<u64, FormatError> {
     Ok(layout_of(value)?.0.length())
 }
@@ -136,16 +136,16 @@ pub(crate) fn put<'v>(
     Ok(())
 }
 
-/// Reads the value of the item that is all of `item`. Its tensors, if any, are read too.
+/// Reads the value in an item, with the tensors in it. `item` must hold exactly the item.
 ///
-/// Some types that Python distinguishes are one here: an `OrderedDict` or `defaultdict` becomes a dict, a frozenset a
-/// set, `torch.Size` a tuple, a dtype, device or path its text.
+/// Some types that Python distinguishes become the same type here: an `OrderedDict` or `defaultdict` becomes a dict, a
+/// frozenset a set, `torch.Size` a tuple, and a dtype, device or path a text.
 pub fn decode_value<S: ReadAt>(item: &S) -> Result<PlainValue, FormatError> {
     decode_value_within(item, Budget::new(item.len(), PICKLE_FACTOR), false)
 }
 
-/// Does the same as [`decode_value`], where the values may take so much. With `describes`, opaque objects in it become
-/// dicts that describe them.
+/// Does the same as [`decode_value`], with a budget for the values. With `describes`, opaque objects in it become dicts
+/// that describe them.
 pub(crate) fn decode_value_within(
     item: &dyn ReadAt,
     budget: Budget,
@@ -170,7 +170,8 @@ pub fn describe_item(item: &[u8]) -> Result<PlainValue, FormatError> {
     decode_value_within(&item, Budget::new(item.len() as u64, PICKLE_FACTOR), true)
 }
 
-/// Returns the type of what makes the value of an item opaque, from its pickle alone; `None` for a plain value.
+/// Returns the type of the object that makes the value of an item opaque, from its pickle alone; `None` for a plain
+/// value.
 pub(crate) fn opaque_type_of(item: &dyn ReadAt, budget: Budget) -> Result<Option<String>, FormatError> {
     let directory = Directory::read(item)?;
     directory.check_byte_order(item)?;
@@ -190,12 +191,12 @@ pub(crate) fn describe_object(item: &dyn ReadAt, budget: Budget) -> Result<Plain
     convert(&parsed, parsed.root(), &mut Walk::describing(&parsed), &mut without_elements)
 }
 
-/// Stands for a tensor inside a value that is not read.
+/// Returns a placeholder without elements for a tensor inside a value that is not read.
 fn without_elements(tensor: &TensorRef) -> Result<PlainTensor, FormatError> {
     Ok(PlainTensor { dtype: tensor.dtype, shape: tensor.shape.clone(), data: Vec::new() })
 }
 
-/// Reads how the tensor is quantized that is the archive's root.
+/// Reads the quantizer of the tensor that is the archive's root object.
 pub(crate) fn quantizer_of(archive: &Directory, source: &dyn ReadAt) -> Result<Option<PlainValue>, FormatError> {
     let pickle = archive.read_record(source, "data.pkl", MAX_OBJECT_BYTES)?;
     let parsed = parse(&pickle)?;

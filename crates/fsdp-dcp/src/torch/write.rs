@@ -23,13 +23,13 @@ fn unsupported(fqn: &str, what: &str) -> FileError {
     FileError::Encode { fqn: fqn.to_owned(), source: FormatError::Unsupported { what: what.to_owned() } }
 }
 
-/// A storage of the file to be.
+/// A storage of the file to be written.
 enum PlannedStorage<'a> {
     Tensor(&'a str, &'a TensorEntry),
     Inside(&'a PlainTensor),
 }
 
-/// The pickle of a state dict, and the storages that it speaks of.
+/// The pickle of a state dict, and the storages that it refers to.
 struct Pickled<'a> {
     bytes: Vec<u8>,
     storages: Vec<PlannedStorage<'a>>,
@@ -87,7 +87,7 @@ impl<'a> Pickled<'a> {
         Ok(())
     }
 
-    /// Writes the items of a module as those of its state dict, whose keys are the paths below it.
+    /// Writes the items of a module as those of its state dict: each key is the path of an item below the module.
     fn put_module(
         &mut self,
         prefix: &str,
@@ -112,7 +112,7 @@ impl<'a> Pickled<'a> {
     }
 }
 
-/// Checks that a structure is not too deep: paths come from files, and the functions that walk them call themselves.
+/// Checks that a structure is not too deep. Paths come from files, and the functions that walk them are recursive.
 fn check_depth(depth: usize) -> Result<(), FormatError> {
     if depth >= MAX_DEPTH {
         return Err(FormatError::Limit { what: "nesting", value: depth as u64, limit: MAX_DEPTH as u64 });
@@ -145,7 +145,7 @@ pub(crate) fn write(
     for (fqn, _) in source.metadata().values() {
         values.insert(fqn.to_owned(), source.read_value(fqn)?);
     }
-    // The pickle is made first: it numbers the storages, whose lengths and places follow from it.
+    // Make the pickle first: it numbers the storages, which determines their places.
     let mut pickled = Pickled { bytes: Vec::new(), storages: Vec::new(), metadata: source.metadata(), values: &values };
     write::proto(&mut pickled.bytes, 2);
     pickled.put(&structure, 0).map_err(|source| FileError::Encode { fqn: "data.pkl".to_owned(), source })?;
@@ -193,7 +193,7 @@ pub(crate) fn write(
         })
         .collect();
     let file = staging.create_single(layout.length())?;
-    // The header before a storage tells its checksum, so it is written once the storage is.
+    // The header before a storage contains its checksum, so it is written after the storage.
     let write_before = |index, crc| write_header(&file, &layout, index, crc);
     let written = write_payloads(&file, &payloads, &streamed, options.threads, Some(&write_before))?;
     let crcs: Vec<u32> = written.iter().map(|written| written.crc).collect();
@@ -206,7 +206,8 @@ pub(crate) fn write(
     Ok(summary(source))
 }
 
-/// Writes the bytes before a storage, which tell its checksum; before the first storage lies all of the archive's head.
+/// Writes the bytes before a storage, which contain its checksum. Before the first storage, that is all of the
+/// archive's head.
 fn write_header(file: &StagedFile, layout: &ArchiveLayout, index: usize, crc: u32) -> Result<(), FileError> {
     if index == 0 {
         return file.write_at(0, &layout.head(crc));

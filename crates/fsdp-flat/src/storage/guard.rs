@@ -13,8 +13,8 @@ use crate::cuda;
 
 /// The bytes of a contiguous tensor, row-major, in the machine's byte order.
 ///
-/// Holds the read lock of the tensor's storage: whoever wants to change the storage waits. If the tensor is on a GPU,
-/// the bytes are a copy on the host.
+/// It holds the read lock of the tensor's storage, so writers wait. If the tensor is on a GPU, the bytes are a copy on
+/// the host.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -82,8 +82,8 @@ impl std::fmt::Debug for HostBytes<'_> {
 
 /// The bytes of a contiguous tensor, row-major, in the machine's byte order, to be changed in place.
 ///
-/// candle lends a storage for change only during a call, so this guard takes the storage out of the tensor and gives it
-/// back on drop. Until then whoever reads the tensor, or one that shares its storage, gets the error of a released
+/// candle gives mutable access to a storage only during a call, so this guard takes the storage out of the tensor and
+/// puts it back on drop. Until then, reading the tensor, or one that shares its storage, fails like reading a released
 /// tensor. If the tensor is on a GPU, the bytes are a copy on the host, which [`Self::finish`] or the drop writes back.
 ///
 /// ```
@@ -118,7 +118,7 @@ impl HostBytesMut {
     /// Takes a tensor's storage to change it.
     ///
     /// # Errors
-    /// The same as [`HostBytes::read`]. A tensor whose elements another guard holds for change counts as released.
+    /// The same as [`HostBytes::read`]. A tensor whose storage another guard for writing holds counts as released.
     pub fn write(tensor: &Tensor) -> Result<Self, FlatError> {
         let (held, range) = with_storage_mut(tensor, |storage, layout| {
             let range = byte_range(tensor, contiguous_range(tensor, layout)?);
@@ -162,7 +162,7 @@ impl HostBytesMut {
 
 impl Drop for HostBytesMut {
     fn drop(&mut self) {
-        // Host memory could be taken, so it can be given back. If the copy to a GPU fails, so will the GPU's next use.
+        // Host memory can always be put back. If the copy to a GPU fails, the next use of the GPU will fail too.
         let _ = self.give_back();
     }
 }
@@ -293,7 +293,7 @@ pub(crate) fn check_readable(tensor: &Tensor, storage: &CpuStorage, range: &Rang
         return Err(released(tensor));
     }
     let bytes = bytes_of(storage).ok_or_else(|| unsupported(tensor))?;
-    // A storage that is too short counts as released: its elements are not there.
+    // A storage that is too short counts as released.
     bytes.get(range.clone()).map(drop).ok_or_else(|| released(tensor))
 }
 
@@ -302,7 +302,7 @@ pub(crate) const fn nothing() -> CpuStorage {
     CpuStorage::F4(Vec::new())
 }
 
-/// Puts a storage behind a tensor, and returns the old one.
+/// Replaces the storage of a tensor, and returns the old one.
 pub(crate) fn exchange(tensor: &Tensor, storage: CpuStorage) -> Result<CpuStorage, FlatError> {
     with_storage_mut(tensor, |current, _| match current {
         StorageMut::Cpu(current) => Ok(std::mem::replace(current, storage)),

@@ -16,8 +16,8 @@ use crate::FlatError;
 /// A storage that has been released.
 pub fn with_joined_bytes<R>(tensors: &[&Tensor], f: impl FnOnce(&[u8]) -> R) -> Result<Option<R>, FlatError> {
     let Some((first, rest)) = tensors.split_first() else { return Ok(None) };
-    // The storages are compared before one is locked: a thread that takes a read lock twice waits for ever if another one
-    // wants to write in between.
+    // The storages are compared before one is locked. A thread that takes a read lock a second time would deadlock with
+    // a writer that came in between.
     let id = storage_id(first);
     let Ok(mut range) = contiguous_range(first, first.layout()) else { return Ok(None) };
     for tensor in rest {

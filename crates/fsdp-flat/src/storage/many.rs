@@ -12,8 +12,9 @@ use crate::FlatError;
 
 /// The storages of some CPU tensors, taken out of them; given back on drop.
 ///
-/// candle lends one storage at a time, and only for the length of a call. Until these are back, whoever reads one of the
-/// tensors, or a tensor that shares a storage with them, gets the error of a released one.
+/// candle gives access to one storage at a time, and only during a call. So the storages are taken out. Until they are
+/// put back, reading one of the tensors, or a tensor that shares a storage with them, fails like reading a released
+/// tensor.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -122,7 +123,7 @@ impl StorageGuard {
 impl Drop for StorageGuard {
     fn drop(&mut self) {
         for taken in &mut self.storages {
-            // Putting a storage back is the same exchange as taking it, which has succeeded.
+            // Putting a storage back is the same operation as taking it, which has succeeded, so this does too.
             let _ = exchange(&taken.owner, std::mem::replace(&mut taken.storage, nothing()));
         }
     }

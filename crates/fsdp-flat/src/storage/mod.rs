@@ -1,16 +1,16 @@
 //! The memory behind a tensor: read it, change it in place, release it and fill it again.
 //!
 //! [`HostBytes`] and [`HostSlice`] read; [`HostBytesMut`] and [`HostSliceMut`] change in place, and [`StorageGuard`] does so
-//! for many tensors at once. All of them are guards: the memory is theirs until they are dropped.
+//! for many tensors at once. All of them are guards, which hold the memory until they are dropped.
 //!
-//! candle lends a storage for change only to an in-place op, for the length of a call. So a guard for change takes the
-//! storage out of the tensor, and puts it back. Memory of NVIDIA GPUs (feature `cuda`) is copied to the host, and written
-//! back.
+//! candle gives mutable access to a storage only to an in-place op, during a call. So a guard for writing takes the
+//! storage out of the tensor, and puts it back when it is dropped. Memory of NVIDIA GPUs (feature `cuda`) is copied to
+//! the host, and written back.
 //!
-//! [`Contents`] are elements on their way to a tensor, and [`Withheld`] are tensors whose readers wait for them.
+//! [`Contents`] are elements that can be put into a released tensor, and [`Withheld`] makes readers of tensors wait.
 //!
-//! A *released* storage is an empty one of candle's dummy dtype `F4`, which no op computes with: whatever reads it gets
-//! candle's dtype error, never a read past the end.
+//! A *released* storage is an empty storage of candle's dummy dtype `F4`, which no op supports. So an op that reads it
+//! fails with candle's dtype error, and never reads past the end.
 
 mod contents;
 mod guard;
@@ -34,7 +34,7 @@ pub use self::joined::with_joined_bytes;
 pub use self::many::StorageGuard;
 pub use self::withheld::Withheld;
 
-/// Returns `true` if [`release`] has given the tensor's memory back, or a guard holds it for change.
+/// Returns `true` if [`release`] has freed the tensor's memory, or if a guard for writing holds it.
 #[must_use]
 pub fn is_released(tensor: &Tensor) -> bool {
     match &*tensor.storage_and_layout().0 {
@@ -71,16 +71,16 @@ fn place(tensor: &Tensor) -> (usize, usize) {
     (std::ptr::from_ref::<Storage>(&*storage).addr(), layout.start_offset())
 }
 
-/// Gives the memory behind a tensor back to the system. Reading the tensor, or one that shares its storage, is an error
-/// until [`refill`] is called.
+/// Frees the memory of a tensor. Reading the tensor, or one that shares its storage, is an error until [`refill`] is
+/// called.
 ///
 /// # Errors
-/// A tensor on a device that this build does not know.
+/// A tensor on a device that this build does not support.
 pub fn release(tensor: &Tensor) -> Result<(), FlatError> {
     with_storage_mut(tensor, |storage, _| release_storage(storage))
 }
 
-/// Gives the memory of a storage back, as [`release`] does.
+/// Frees the memory of a storage, as [`release`] does.
 fn release_storage(storage: StorageMut<'_>) -> Result<(), FlatError> {
     match storage {
         StorageMut::Cpu(storage) => {
@@ -113,12 +113,12 @@ pub fn to_device(tensor: &Tensor, device: &Device) -> Result<Tensor, FlatError> 
     Ok(tensor.detach().force_contiguous()?.to_device(device)?)
 }
 
-/// Copies a tensor's values to memory of their own: contiguous, on the same device, and in no graph.
+/// Returns a contiguous copy of a tensor in new memory on the same device, detached from the graph.
 ///
 /// # Errors
 /// A tensor that is released; [`FlatError::OutOfMemory`]; candle's errors.
 pub fn owned_copy(tensor: &Tensor) -> Result<Tensor, FlatError> {
-    // Not candle's copy: it does not support all dtypes, and its copies go through the CPU's caches.
+    // candle's own copy does not support all dtypes, and goes through the CPU's caches.
     if let (Storage::Cpu(storage), layout) = (&*tensor.storage_and_layout().0, tensor.layout()) {
         if is_released_storage(tensor, storage) {
             return Err(released(tensor));

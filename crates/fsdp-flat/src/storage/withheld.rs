@@ -11,10 +11,7 @@
 //! waiters can be inspected. [`Withheld::new`] tests that once, because it depends on the kind of lock that candle
 //! uses.
 
-#![expect(
-    unsafe_code,
-    reason = "the locks of storages: their queues, which are only looked at, and if somebody holds them"
-)]
+#![expect(unsafe_code, reason = "the locks of storages: this only inspects their queues, and whether they are held")]
 
 use std::collections::HashSet;
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -136,13 +133,14 @@ impl Drop for Ends<'_> {
 }
 
 impl Withheld {
-    /// Starts the thread that is to hold the locks of these tensors, each of which has a storage of its own.
+    /// Starts the thread that will hold the locks of these tensors. Each tensor must have a storage of its own.
     ///
     /// # Errors
-    /// [`FlatError::SharedStorage`]; [`FlatError::UnseenUse`] if this candle has other locks; the errors of starting a thread.
+    /// [`FlatError::SharedStorage`]; [`FlatError::UnseenUse`] if this version of candle uses other locks; the errors of starting
+    /// a thread.
     pub fn new(tensors: Vec<Tensor>) -> Result<Self, FlatError> {
         static IS_SUPPORTED: OnceLock<bool> = OnceLock::new();
-        // The thread would wait for its own lock.
+        // The thread would deadlock on the lock of a storage that it already holds.
         let storages: HashSet<usize> = tensors.iter().map(storage_id).collect();
         if storages.len() != tensors.len() {
             return Err(FlatError::SharedStorage);
@@ -156,7 +154,7 @@ impl Withheld {
 
     fn start(tensors: Vec<Tensor>) -> Result<Self, FlatError> {
         let locks = tensors.iter().map(lock_of).collect();
-        // In no graph, which would keep more than the storages.
+        // Detached, because a graph would keep more memory alive than the storages.
         let tensors: Vec<Tensor> = tensors.iter().map(Tensor::detach).collect();
         let withheld = tensors.clone();
         let shared = Arc::new(Shared::default());
@@ -173,8 +171,8 @@ impl Withheld {
         self.gives.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins to withhold the tensors: their readers wait from the moment when all locks are taken, which is when those who
-    /// read now are through. Then the memory is given back. Tensors that are withheld already stay so.
+    /// Begins to withhold the tensors. As soon as the operations that read them now have finished, all locks are taken,
+    /// the memory is released, and new readers wait. Has no effect if the tensors are already withheld.
     pub fn withhold(&self) {
         let mut gives = self.gives();
         if gives.is_some() {
@@ -188,10 +186,10 @@ impl Withheld {
         *gives = Some(sender);
     }
 
-    /// Waits until readers wait.
+    /// Waits until the thread holds all locks, so that from now on readers wait.
     ///
     /// # Errors
-    /// A tensor on a device that this build does not know, and the errors of a GPU's driver. Then no reader waits.
+    /// A tensor on a device that this build does not support, and the errors of a GPU's driver. Then readers do not wait.
     pub fn wait(&self) -> Result<(), FlatError> {
         let mut state = self.shared.wait_while(|state| matches!(state, State::Asked));
         match &mut *state {
@@ -200,7 +198,8 @@ impl Withheld {
         }
     }
 
-    /// Waits as [`Self::wait`] does, but not for somebody who reads now: an operation may wait for other tensors meanwhile.
+    /// Waits like [`Self::wait`], but returns early if an operation still reads one of the tensors: that operation may
+    /// in turn wait for other tensors.
     ///
     /// # Errors
     /// The same as [`Self::wait`].
@@ -209,7 +208,7 @@ impl Withheld {
         loop {
             let state = self.shared.changed.wait_timeout_while(self.shared.state(), LOOK, is_asked);
             drop(state.unwrap_or_else(PoisonError::into_inner));
-            // The thread itself waits for a lock if somebody reads, in the queue of writers.
+            // If an operation reads one of the tensors, the thread waits in the queue of writers.
             let is_read = || self.locks.iter().any(|&lock| has_waiting(lock + QUEUE_OF_WRITERS));
             if !matches!(*self.shared.state(), State::Asked) || is_read() {
                 break;
@@ -221,28 +220,30 @@ impl Withheld {
         }
     }
 
-    /// Returns `true` if somebody waits for one of the tensors.
+    /// Returns `true` if a reader waits for one of the tensors.
     #[must_use]
     pub fn is_awaited(&self) -> bool {
         // Before all locks are taken, the thread itself may be the one that waits.
         matches!(*self.shared.state(), State::Held) && self.locks.iter().any(|&lock| has_waiting(lock))
     }
 
-    /// Returns `true` if somebody holds the lock of one of the tensors: an operation reads it, or they are withheld.
+    /// Returns `true` if the lock of one of the tensors is held: an operation reads it, or the tensors are withheld.
     #[must_use]
     pub fn is_in_use(&self) -> bool {
         self.tensors.iter().zip(&self.locks).any(|(tensor, &lock)| is_locked(tensor, lock))
     }
 
-    /// Fills the tensors, one by one in the order of [`Self::new`], and lets their readers go on.
+    /// Fills the tensors with `contents`, which are in the order of the tensors in [`Self::new`], and lets their
+    /// readers continue.
     ///
     /// # Errors
-    /// [`FlatError::WrongContents`]; contents of another shape or dtype; [`Self::wait`]'s. Then readers get the error of a released tensor.
+    /// [`FlatError::WrongContents`]; contents of another shape or dtype; the errors of [`Self::wait`]. The readers then get the
+    /// error of a released tensor.
     pub fn give(&self, contents: Vec<Contents>) -> Result<(), FlatError> {
         let given = contents.len();
         let Some(gives) = self.gives().take() else { return Err(FlatError::WrongContents { given, withheld: 0 }) };
         let (result, given) = mpsc::channel();
-        // If it cannot be sent it is dropped, and with it the sender of the result: nothing is waited for then.
+        // If sending fails, the message is dropped with its result sender, so `recv` below returns at once.
         let _ = gives.send(Give { contents, result });
         drop(gives);
         let given = given.recv();
@@ -254,7 +255,8 @@ impl Withheld {
         }
     }
 
-    /// Lets readers go on without filling the tensors, if they are withheld: they get the error of a released tensor.
+    /// Lets readers continue without filling the tensors, if they are withheld. They get the error of a released
+    /// tensor.
     pub fn let_go(&self) {
         if self.gives().take().is_some() {
             drop(self.shared.wait_while(|state| matches!(state, State::Asked | State::Held)));
@@ -267,13 +269,13 @@ impl Drop for Withheld {
         self.let_go();
         drop(self.requests.take());
         if let Some(thread) = self.thread.take() {
-            // A panic of the thread has let its readers go on, and there is nobody else to tell.
+            // If the thread panicked, its readers have continued, and there is nobody to report it to.
             let _ = thread.join();
         }
     }
 }
 
-/// Holds the locks of all tensors until contents come for them, or until nobody is left to send any.
+/// Holds the locks of all tensors until contents arrive, or until the sender is dropped.
 fn hold(tensors: &[Tensor], gives: &Receiver<Give>, shared: &Shared) {
     let _ends = Ends(shared);
     let mut given = None;
@@ -283,7 +285,7 @@ fn hold(tensors: &[Tensor], gives: &Receiver<Give>, shared: &Shared) {
     });
     match (held, given) {
         (Err(error), _) => shared.set(State::Failed(Some(error))),
-        // Only now, when the locks are free again.
+        // The result is sent only now, when the locks are free again.
         (Ok(()), Some((sender, result))) => drop(sender.send(result)),
         (Ok(()), None) => {}
     }
@@ -293,7 +295,7 @@ type Given = (Sender<Result<(), FlatError>>, Result<(), FlatError>);
 
 /// Waits for contents while all storages are lent, and fills them.
 fn hold_lent(mut lent: Vec<Lent<'_>>, gives: &Receiver<Give>, shared: &Shared) -> Result<Option<Given>, FlatError> {
-    // Not before all locks are held: until then somebody may read.
+    // The memory is released only when all locks are held, because until then an operation may read it.
     for lent in &mut lent {
         release_storage(lent.storage.reborrow())?;
     }
@@ -315,7 +317,7 @@ struct Lent<'a> {
     storage: StorageMut<'a>,
 }
 
-/// Runs `f` under the write locks of all tensors. `lent` are the first of them.
+/// Runs `f` while the write locks of all tensors are held. `lent` has the first of them, which are locked already.
 fn lend_all(
     tensors: &[Tensor],
     lent: Vec<Lent<'_>>,
@@ -332,15 +334,16 @@ fn lend_all(
 /// Returns the address of the lock of a tensor's storage.
 fn lock_of(tensor: &Tensor) -> usize {
     let (storage, _) = tensor.storage_and_layout();
-    // SAFETY: the lock is not changed.
+    // SAFETY: only the address of the lock is taken.
     std::ptr::from_ref(unsafe { RwLockReadGuard::rwlock(&storage).raw() }).expose_provenance()
 }
 
-/// Returns `true` if somebody holds the lock of a tensor's storage, whose address [`lock_of`] has returned for this tensor.
+/// Returns `true` if the lock of a tensor's storage is held. `lock` is the address that [`lock_of`] returned for this
+/// tensor.
 fn is_locked(_owner: &Tensor, lock: usize) -> bool {
     let lock = std::ptr::with_exposed_provenance::<RawRwLock>(lock);
-    // SAFETY: `lock_of` has exposed the address of this lock, which is there for as long as its tensor. A lock is made to be
-    // looked at by many threads.
+    // SAFETY: `lock_of` exposed the address of this lock, and `_owner` keeps the lock alive. Locks may be inspected
+    // from any thread.
     unsafe { &*lock }.is_locked()
 }
 
@@ -356,7 +359,7 @@ fn has_waiting(lock: usize) -> bool {
     is_waiting
 }
 
-/// Returns `true` if a reader of a withheld tensor waits, and is seen.
+/// Tests the mechanism: returns `true` if a reader of a withheld tensor waits, and is detected.
 fn try_out() -> Result<bool, FlatError> {
     let tensor = Tensor::zeros(1, DType::F32, &Device::Cpu)?;
     let withheld = Withheld::start(vec![tensor.clone()])?;

@@ -1,9 +1,10 @@
-//! The arithmetic of `torch.optim`'s SGD, Adam, AdamW, Adagrad, Adafactor and Muon, and of schedule-free AdamW: options, param-group keys, state schema, and the
-//! update itself.
+//! The arithmetic of `torch.optim`'s SGD, Adam, AdamW, Adagrad, Adafactor and Muon, and of schedule-free AdamW:
+//! options, param-group keys, state schema, and the update itself.
 //!
-//! Nothing here knows a tensor or a rank. [`Algorithm::update`] goes once over the slices of one parameter, its gradient and
-//! its state, in place and without allocating. All update rules but Adafactor's and Muon's are element-wise, so a rank may run them on whatever
-//! pieces of a parameter it holds, and gets the bits that the whole parameter would have got.
+//! Nothing here depends on tensors or ranks. [`Algorithm::update`] goes once over the slices of one parameter, its
+//! gradient and its state, in place and without allocating. All update rules except Adafactor's and Muon's are
+//! element-wise. So a rank can run them on the pieces of a parameter that it holds, and gets the same bits as for the
+//! whole parameter.
 //!
 //! # Arithmetic
 //! Results follow torch's single-tensor CPU path (`foreach=False`) on a CPU with fused multiply-add, operation by operation:

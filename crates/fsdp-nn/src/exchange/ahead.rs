@@ -1,8 +1,8 @@
-//! Collectives beside the computation: the next units are gathered before the model comes to them, and gradients of the last
-//! unit are reduced while backward goes on.
+//! Collectives that overlap with the computation: units are prefetched before the model needs them, and the gradients
+//! of the last unit are reduced while the backward continues.
 //!
-//! All collectives of the units run on one thread, in groups of their own. They are given to it by the computation, which
-//! does the same on all ranks, so all ranks run them in the same order, however far one rank is ahead of another.
+//! All collectives of the units run on one thread, in separate process groups. The computation queues them. It does the
+//! same on all ranks, so all ranks run them in the same order, even if one rank is ahead of another.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -18,10 +18,10 @@ use crate::config::{BackwardPrefetch, FsdpConfig};
 use crate::shared::Shared;
 use crate::{NnError, Result};
 
-/// The most units that are gathered ahead where [`FsdpConfig::limit_all_gathers`] does not limit them to one.
+/// The largest number of prefetched units, unless [`FsdpConfig::limit_all_gathers`] limits it to one.
 const UNITS_AHEAD: usize = 3;
 
-/// A phase of a step, in which units come in an order.
+/// A phase of a step. In each phase a model uses its units in a certain order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Phase {
     Forward,
@@ -31,17 +31,17 @@ pub(crate) enum Phase {
 /// The moment in the computation of a unit at which the next ones can be gathered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Moment {
-    /// The unit is whole, and is going to be computed with.
+    /// The unit is gathered, and is about to be computed.
     BeforeComputation,
-    /// The gradients of the unit have been computed, and are going to be reduced.
+    /// The gradients of the unit have been computed, and are about to be reduced.
     AfterComputation,
 }
 
-/// The collectives of a model that run beside its computation.
+/// The collectives of a model that overlap with its computation.
 pub(crate) struct Ahead {
     forward_prefetch: bool,
     backward_prefetch: Option<BackwardPrefetch>,
-    /// The most units that are gathered ahead.
+    /// The largest number of prefetched units.
     limit: usize,
     worker: Worker,
     /// The ranks that gather together.
@@ -57,7 +57,7 @@ struct State {
     phase: Option<Phase>,
     forward: Order,
     backward: Order,
-    /// The units that are being gathered ahead: the next ones of the order, in that order.
+    /// The units that are being prefetched: the next ones of the order, in that order.
     gathers: VecDeque<(usize, Ticket<Gathered>)>,
     /// The reductions whose results nobody has taken yet. All but the last are done.
     reductions: Vec<(usize, Ticket<Reduction>)>,
@@ -91,7 +91,7 @@ impl fmt::Debug for Ahead {
 }
 
 impl Ahead {
-    /// Starts the thread of a model whose units are exchanged in these groups, which nobody else may use.
+    /// Starts the thread for a model whose units use these process groups. Nothing else may use the groups.
     pub(crate) fn start(config: &FsdpConfig, shard: Option<ProcessGroup>, shared: Arc<Shared>) -> Result<Self> {
         let worker = Worker::start("fsdp-collectives").map_err(candle_core::Error::Io)?;
         Ok(Ahead {
@@ -121,7 +121,7 @@ impl Ahead {
     pub(crate) fn begin(&self, phase: Phase) -> Result<PhaseGuard<'_>> {
         let mut state = self.state();
         self.discard_gathers(&mut state)?;
-        // The ranks compare an order before they follow it: gathers in different orders would end the run.
+        // Compare the order between ranks before following it: collectives in different orders would be an error.
         if let Some(order) = state.order_of(phase).to_compare() {
             let is_same = self.compare(order)?;
             state.order_of(phase).set_compared(is_same);
@@ -144,8 +144,8 @@ impl Ahead {
         Ok(hashes.iter().all(|other| *other == hash))
     }
 
-    /// Gathers a unit, or takes what has been gathered ahead.
-    /// Collectives: one all-gather over the shard group, if it has not been begun ahead.
+    /// Gathers a unit, or takes its prefetched parameters.
+    /// Collectives: one all-gather over the shard group, unless the unit was prefetched.
     pub(crate) fn gather(&self, unit: &Arc<UnitExchange>) -> Result<Gathered> {
         let mut state = self.state();
         if let Some(order) = state.order() {
@@ -156,7 +156,7 @@ impl Ahead {
         {
             return self.take_gathered(unit, ticket);
         }
-        // The phase has left the known order. What was gathered ahead is of no use, on all ranks alike.
+        // The phase has left the known order, on all ranks. Discard the prefetched units.
         self.discard_gathers(&mut state)?;
         let unit = Arc::clone(unit);
         self.worker.submit(move || unit.gather()).wait()
@@ -168,7 +168,7 @@ impl Ahead {
         gathered.map_err(|error| beside(unit, "all-gather", error))
     }
 
-    /// Begins to gather the units that the model comes to next, as far as the options say so at this moment.
+    /// Starts to prefetch the units that the model uses next, if the options allow it at this moment.
     pub(crate) fn gather_next(&self, moment: Moment) {
         let mut state = self.state();
         let is_wanted = match (state.phase, moment) {
@@ -185,7 +185,7 @@ impl Ahead {
         let next: Vec<usize> = next.iter().take(self.limit).skip(begun).copied().collect();
         for number in next {
             let Some(unit) = self.units.get().and_then(|units| units.get(number)) else { return };
-            // It still has the values of an earlier use. If these are released before the model comes to the unit again, it is
+            // The unit is still gathered from an earlier use. If it is released before the model uses it again, it is
             // gathered on demand then.
             if self.shared.is_whole(number) {
                 return;
@@ -197,8 +197,8 @@ impl Ahead {
         }
     }
 
-    /// Waits for the units that are being gathered ahead, and forgets them: their values are going to change, or the model
-    /// does not come to them.
+    /// Waits for the units that are being prefetched, and discards them, because their values are about to change or
+    /// the model does not use them.
     pub(crate) fn discard(&self) -> Result<()> {
         self.discard_gathers(&mut self.state())
     }
@@ -213,19 +213,19 @@ impl Ahead {
         discarded
     }
 
-    /// Runs other collectives of the units' groups. What has been gathered ahead is forgotten: on all ranks alike.
+    /// Runs other collectives in the units' groups. Prefetched units are discarded. Every rank must do the same.
     pub(crate) fn run<T: Send + 'static>(&self, run: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
         self.discard()?;
         self.worker.submit(run).wait()
     }
 
-    /// Reduces the gradients of a unit. In a backward that is to go on meanwhile this returns `None`, and
-    /// [`Self::take_reduced`] has the result.
-    /// Collectives: those of [`UnitExchange::reduce`].
+    /// Reduces the gradients of a unit. If the backward can continue meanwhile, this returns `None`, and the result
+    /// comes from [`Self::take_reduced`]. Collectives: those of [`UnitExchange::reduce`].
     pub(crate) fn reduce(&self, unit: &Arc<UnitExchange>, reduction: Reduction) -> Result<Option<Reduction>> {
         let mut state = self.state();
         let goes_on = state.phase == Some(Phase::Backward) && self.backward_prefetch.is_some();
-        // Gradients of two units at most are in memory: of this one, and of the one before it.
+        // Wait for all earlier reductions, so that the unreduced gradients of at most two units are in memory: of this
+        // one, and of the one that is computed meanwhile.
         state.reductions.iter_mut().for_each(|(_, ticket)| ticket.finish());
         let reduced = Arc::clone(unit);
         let ticket = self.worker.submit(move || reduced.reduce(reduction));
@@ -245,12 +245,12 @@ impl Ahead {
     }
 }
 
-/// Returns the error of a collective that ran beside the computation, which has come to something else meanwhile.
+/// Wraps the error of a collective that ran in the background, with the unit and the operation that it belongs to.
 fn beside(unit: &UnitExchange, operation: &'static str, error: NnError) -> NnError {
     NnError::Beside { unit: unit.name.clone(), operation, error: Box::new(error) }
 }
 
-/// A phase, until this is dropped. Then the phase around it goes on, if it was begun inside of one: a backward may compute a
+/// The guard of a phase. When it is dropped, the outer phase continues, if there is one: a backward may compute a
 /// forward again.
 pub(crate) struct PhaseGuard<'a> {
     ahead: &'a Ahead,
@@ -259,7 +259,7 @@ pub(crate) struct PhaseGuard<'a> {
 }
 
 impl PhaseGuard<'_> {
-    /// Ends the phase after all of its units, and learns their order. Reductions may still run.
+    /// Ends the phase after all of its units, and records their order. Reductions may still run.
     pub(crate) fn complete(&self) -> Result<()> {
         let mut state = self.ahead.state();
         if let Some(order) = state.order() {
@@ -274,7 +274,8 @@ impl Drop for PhaseGuard<'_> {
     fn drop(&mut self) {
         let mut state = self.ahead.state();
         state.phase = self.around;
-        // Only a phase that has failed leaves gathers and reductions behind, and its own error is being returned.
+        // Only a failed phase leaves gathers and reductions behind. Its own error is being returned, so theirs are
+        // ignored.
         let _ = self.ahead.discard_gathers(&mut state);
         // A forward inside of a backward leaves the reductions of that backward alone.
         if self.phase == Phase::Backward {

@@ -1,10 +1,10 @@
-//! The ranks that a model is spread over.
+//! The process groups that a model is sharded and replicated over.
 
 use fsdp_comm::ProcessGroup;
 
 use crate::Result;
 
-/// The ranks that a model is spread over.
+/// The process groups that a model is sharded and replicated over.
 #[derive(Debug, Clone)]
 pub(crate) struct Groups {
     /// Ranks that each hold a shard; `None` if nothing is sharded.
@@ -15,7 +15,7 @@ pub(crate) struct Groups {
 
 impl Groups {
     /// Makes groups of the same ranks, whose operations cannot get mixed up with those of these groups.
-    /// Collectives: the making of as many sub-groups as there are groups.
+    /// Collectives: the creation of as many subgroups as there are groups.
     pub(crate) fn twins(&self) -> Result<Groups> {
         let twin = |group: &ProcessGroup| group.subgroup(&(0..group.world_size()).collect::<Vec<usize>>());
         Ok(Groups {
@@ -24,8 +24,8 @@ impl Groups {
         })
     }
 
-    /// Returns the same groups, whose collectives are told apart from those of other units: ranks that come to
-    /// different units get an error rather than each other's values.
+    /// Returns the same groups with the unit's name as a label. If ranks call collectives for different units, they get
+    /// an error, and not each other's values.
     pub(crate) fn labelled(&self, unit: &str) -> Groups {
         let label = if unit.is_empty() { "the root unit".to_owned() } else { format!("unit {unit}") };
         Groups {

@@ -1,14 +1,15 @@
-//! The order in which a model comes to its units.
+//! The order in which a model uses its units.
 
-/// The order of units in one phase of a step, forward or backward: learned in one step, followed in the next.
+/// The order of units in one phase of a step, forward or backward. It is recorded in one step and used for prefetching
+/// in the next.
 #[derive(Debug, Default)]
 pub(super) struct Order {
     /// The units in the order of the last complete phase.
     known: Vec<usize>,
     agreement: Agreement,
-    /// The units that the present phase has come to so far.
+    /// The units that the current phase has used so far.
     current: Vec<usize>,
-    /// `true` while the present phase has come to units in the known order.
+    /// `true` while the current phase uses its units in the known order.
     follows: bool,
 }
 
@@ -34,23 +35,23 @@ impl Order {
         (self.agreement == Agreement::Unknown && !self.known.is_empty()).then_some(&self.known)
     }
 
-    /// Takes the result of a comparison: `true` if all ranks know the same order.
+    /// Records the result of a comparison: `true` if all ranks have the same order.
     pub(super) const fn set_compared(&mut self, is_same: bool) {
         self.agreement = if is_same { Agreement::Same } else { Agreement::Different };
     }
 
-    /// Notes that the phase comes to a unit.
+    /// Records that the phase uses a unit.
     pub(super) fn come_to(&mut self, unit: usize) {
         self.follows &= self.known.get(self.current.len()) == Some(&unit);
         self.current.push(unit);
     }
 
-    /// Returns the units that the phase comes to next; none if it has left the known order.
+    /// Returns the units that the phase will probably use next; none if it has left the known order.
     pub(super) fn next(&self) -> &[usize] {
         if self.follows { self.known.get(self.current.len()..).unwrap_or_default() } else { &[] }
     }
 
-    /// Ends a phase that has come to its end, and learns its order. One that came to no unit says nothing.
+    /// Ends a complete phase, and keeps its order for the next step. A phase that used no unit is ignored.
     pub(super) fn learn(&mut self) {
         if !self.current.is_empty() && self.current != self.known {
             self.known = std::mem::take(&mut self.current);

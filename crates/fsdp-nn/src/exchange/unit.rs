@@ -13,7 +13,8 @@ use crate::gradient::add;
 use crate::precision::cast;
 use crate::{Result, device, tasks};
 
-/// The parts of one unit that its collectives need. None of them ever changes, so that another thread can run the collectives.
+/// The parts of one unit that its collectives need. None of them ever changes, so another thread can run the
+/// collectives.
 #[derive(Debug)]
 pub(crate) struct UnitExchange {
     /// The number of the unit among those of the model.
@@ -22,25 +23,25 @@ pub(crate) struct UnitExchange {
     pub(crate) layout: FlatLayout,
     /// The dtype of shards, reduced gradients and optimizer state.
     pub(crate) dtype: DType,
-    /// The dtype in which the parameters are gathered and computed with.
+    /// The dtype in which the parameters are gathered and the model computes.
     pub(crate) compute_dtype: DType,
     /// The dtype in which gradients are reduced.
     pub(crate) reduce_dtype: DType,
-    /// The device on which the parameters are computed with.
+    /// The device on which the model computes.
     pub(crate) device: Device,
     /// The device on which shards, reduced gradients and optimizer state live.
     pub(crate) shard_device: Device,
     pub(crate) groups: Groups,
-    /// This rank's shard; `None` if the parameters' own storages are the truth.
+    /// This rank's shard; `None` if the parameters' own storages hold the authoritative values.
     pub(crate) flat: Option<FlatParameter>,
     /// The tensors that the model computes with.
     pub(crate) tensors: Vec<Tensor>,
 }
 
-/// Whole parameters, one by one, to be put behind the tensors of their unit.
+/// The gathered values of each parameter, to be put into the tensors of the unit.
 pub(crate) type Gathered = Vec<Contents>;
 
-/// Gradients of a unit on their way to the shards.
+/// The state of a unit's gradients before, during and after their reduction.
 #[derive(Debug, Default)]
 pub(crate) struct Reduction {
     /// Gradients of this rank's own batch, unsharded.
@@ -49,7 +50,7 @@ pub(crate) struct Reduction {
     pub(crate) partial: Option<Tensor>,
     /// The gradient that has been reduced over all ranks, in the dtype and on the device of the shards.
     pub(crate) reduced: Option<Tensor>,
-    /// `true` if replicas reduce now.
+    /// `true` if the gradients are also reduced over replicas now.
     pub(crate) all_reduces: bool,
     /// The dtype in which gradients are sent, if it is another than that of the reduction.
     pub(crate) sent_dtype: Option<DType>,
@@ -66,11 +67,11 @@ impl UnitExchange {
         Err(candle_core::Error::UnsupportedDTypeForOp(self.dtype, "FlatParameter").into())
     }
 
-    /// Gathers the parameters from all ranks' shards. They reach the model's tensors with [`Self::fill`].
+    /// Gathers the parameters from all ranks' shards. [`Self::fill`] then puts them into the model's tensors.
     /// Collectives: one all-gather over the shard group, none if nothing is sharded.
     pub(crate) fn gather(&self) -> Result<Gathered> {
         let Some(flat) = &self.flat else { return Ok(Vec::new()) };
-        // Cast before the collective, so that the narrower dtype is what travels.
+        // Cast before the collective, so that the narrower dtype is sent.
         let shard = cast(flat.shard().clone(), Some(self.compute_dtype))?;
         let shard = to_device(&shard, &self.device)?;
         let Some(group) = &self.groups.shard else { return self.parts(&shard) };
@@ -113,7 +114,7 @@ impl UnitExchange {
         }, else self.unsupported())
     }
 
-    /// Puts gathered parameters behind the model's tensors. No communication.
+    /// Puts gathered parameters into the model's tensors. No communication.
     pub(crate) fn fill(&self, gathered: Gathered) -> Result<()> {
         Ok(self.tensors.iter().zip(gathered).try_for_each(|(tensor, contents)| contents.put(tensor))?)
     }
@@ -129,11 +130,11 @@ impl UnitExchange {
             .collect()
     }
 
-    /// Reduces gradients: first over the ranks that share the parameters, and then, if it is their turn, over the replicas.
-    /// Collectives: at most one reduce-scatter and one all-reduce.
+    /// Reduces gradients: first over the ranks that shard the parameters, and then, if replicas reduce now, over the
+    /// replicas. Collectives: at most one reduce-scatter and one all-reduce.
     pub(crate) fn reduce(&self, mut reduction: Reduction) -> Result<Reduction> {
-        // First reduce the gradients of all backwards since the last reduction, in one go. Then add the result to what earlier
-        // reductions left (`partial`).
+        // First reduce the gradients of all backwards since the last reduction together. Then add the result to that of
+        // earlier reductions (`partial`).
         if let Some(unsharded) = reduction.unsharded.take() {
             trace!(unit = %self.name, "reduce gradients");
             let sent = cast(unsharded, reduction.sent_dtype)?;

@@ -1,4 +1,4 @@
-//! A thread that runs the collectives of a model beside its computation.
+//! A thread that runs the collectives of a model while it computes.
 
 use std::io;
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -8,8 +8,8 @@ use crate::{NnError, Result};
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// A thread that runs jobs one after the other, in the order in which they are given. It ends when this is dropped, after the
-/// jobs that it has.
+/// A thread that runs jobs one after the other, in the order in which they are submitted. When this is dropped, it
+/// finishes the submitted jobs and ends.
 #[derive(Debug)]
 pub(crate) struct Worker {
     jobs: Option<Sender<Job>>,
@@ -25,7 +25,7 @@ impl Worker {
         Ok(Worker { jobs: Some(jobs), thread: Some(thread) })
     }
 
-    /// Gives the thread a job to do after all others.
+    /// Submits a job, which runs after all earlier ones.
     pub(crate) fn submit<T: Send + 'static>(&self, job: impl FnOnce() -> Result<T> + Send + 'static) -> Ticket<T> {
         let (result, receiver) = mpsc::channel();
         // Nobody may be waiting for the result any more.

@@ -21,8 +21,8 @@ impl HandleState {
 }
 
 impl FlatParamHandle {
-    /// Prepares a backward that comes to the tensors in `reached`. The unit is done when the backward has passed all of its
-    /// parameters that are among them.
+    /// Prepares a backward that will reach the tensors in `reached`. The unit is done when the backward has passed
+    /// those of its parameters that are among them.
     pub(crate) fn begin_backward(&self, reached: &HashSet<TensorId>) {
         let tensors = self.params.iter().map(|param| param.tensor.id()).enumerate();
         let passed = tensors.map(|(param, id)| self.is_never_passed(param) || !reached.contains(&id)).collect();
@@ -46,7 +46,7 @@ impl FlatParamHandle {
         if state.passed.is_empty() {
             state.await_passing((0..self.params.len()).map(|param| self.is_never_passed(param)).collect());
         }
-        // One backward comes to each parameter once. Only several backwards, none of which was ended, come to one again.
+        // One backward reaches each parameter once. A second gradient means that a backward before was not ended.
         if !std::mem::replace(&mut state.passed[param], true) {
             state.not_passed -= 1;
         }
@@ -56,17 +56,17 @@ impl FlatParamHandle {
         Ok(())
     }
 
-    /// Returns `true` if candle's backward does not come to a parameter: see [`takes_part_in_backward`].
+    /// Returns `true` if candle's backward never reaches a parameter: see [`takes_part_in_backward`].
     fn is_never_passed(&self, param: usize) -> bool {
         !takes_part_in_backward(self.params[param].is_trainable, self.is_root, self.is_gathered())
     }
 
-    /// Returns `true` if backward does not tell when it needs the parameters no more.
+    /// Returns `true` if it cannot be known when a backward no longer needs the parameters.
     fn keeps_until_the_end(&self) -> bool {
         self.is_gathered() && (0..self.params.len()).any(|param| self.is_never_passed(param))
     }
 
-    /// Puts the gradients that have been received into the unsharded one, or adds them to what is there.
+    /// Copies the received gradients into the unsharded flat gradient, or adds them to it.
     fn flatten_received(&self, state: &mut HandleState) -> Result<()> {
         let received = std::mem::take(&mut state.received);
         if received.is_empty() {
@@ -96,10 +96,10 @@ impl FlatParamHandle {
         Ok(())
     }
 
-    /// Ends a backward that came to only some of the unit's parameters, or to none. If it came to some, the gradients of the
-    /// others count as zero.
+    /// Ends a backward that reached only some of the unit's parameters, or none. If it reached some, the gradients of
+    /// the others count as zero.
     ///
-    /// Gradients that earlier backwards inside `no_sync` have left are reduced too, also where this one brought none.
+    /// Gradients that earlier backwards inside `no_sync` have left are reduced too, even if this backward has none.
     pub(crate) fn finish_backward(&self) -> Result<()> {
         self.finish_backward_locked(&mut self.state())
     }
@@ -113,7 +113,8 @@ impl FlatParamHandle {
             self.release_locked(state)?;
         }
         self.flatten_received(state)?;
-        // First gather the next unit: backward waits for its parameters, but not for the gradients of this one.
+        // Start to gather the next unit before the reduction: the backward waits for its parameters, but not for the
+        // gradients of this unit.
         if let Some(ahead) = &self.ahead {
             ahead.gather_next(Moment::AfterComputation);
         }
@@ -123,7 +124,7 @@ impl FlatParamHandle {
         self.reduce_locked(state)
     }
 
-    /// Reduces the gradients over ranks, or begins to.
+    /// Reduces the gradients over ranks, or starts the reduction in the background.
     fn reduce_locked(&self, state: &mut HandleState) -> Result<()> {
         self.take_reduced_locked(state)?;
         let reduction = Reduction {
@@ -143,7 +144,7 @@ impl FlatParamHandle {
         reduced.map_or(Ok(()), |reduced| self.add_reduced(state, reduced))
     }
 
-    /// Waits for the reduction that has been begun, if there is one.
+    /// Waits for the reduction in the background, if there is one.
     pub(crate) fn take_reduced(&self) -> Result<()> {
         self.take_reduced_locked(&mut self.state())
     }

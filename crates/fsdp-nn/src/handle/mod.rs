@@ -1,4 +1,4 @@
-//! The FlatParameter of one unit: its memory, whole or sharded, and who uses it.
+//! The FlatParameter of one unit: its memory, gathered or sharded, and the forwards and backwards that use it.
 
 mod backward;
 mod on_demand;
@@ -33,15 +33,15 @@ pub(crate) struct UnitSpec {
     /// The dtype of the shards.
     pub(crate) dtype: DType,
     pub(crate) precision: MixedPrecision,
-    /// `true` if shards live in the host's memory, wherever the parameters are computed with.
+    /// `true` if shards live in the host's memory, even if the model computes on a GPU.
     pub(crate) cpu_offload: bool,
 }
 
 /// A unit's parameters on this rank.
 ///
-/// Where parameters are sharded, the truth is `flat`, this rank's shard, and the parameters' own storages are filled
-/// only between gather and reshard. With `NoShard` the parameters' storages are the truth and `flat` is `None`, unless the
-/// model computes in another dtype: then `flat` is all of it.
+/// If parameters are sharded, `flat` holds the authoritative values, this rank's shard, and the parameters' own
+/// storages are filled only between gather and reshard. With `NoShard` the parameters' storages hold the authoritative
+/// values and `flat` is `None`, unless the model computes in another dtype: then `flat` is the whole FlatParameter.
 #[derive(Debug)]
 pub(crate) struct FlatParamHandle {
     pub(crate) name: String,
@@ -50,7 +50,7 @@ pub(crate) struct FlatParamHandle {
     precision: MixedPrecision,
     strategy: ShardingStrategy,
     exchange: Arc<UnitExchange>,
-    /// The collectives beside the computation; `None` where all wait for them.
+    /// The collectives that overlap with the computation; `None` if the computation waits for each collective.
     ahead: Option<Arc<Ahead>>,
     shared: Arc<Shared>,
     state: Mutex<HandleState>,
@@ -62,21 +62,21 @@ struct HandleState {
     whole: bool,
     /// The forward that filled them.
     gathered_in: u64,
-    /// Guards of those who compute with the parameters now.
+    /// The number of guards of forwards and backwards that compute with the parameters now.
     users: usize,
     /// The last change of the unit's values.
     changed_at: u64,
-    /// Gradients of this rank's own batch, unsharded; there from the last gradient to the reduction.
+    /// The unsharded gradient of this rank's own batch. It exists from the last gradient to the reduction.
     unsharded_grad: Option<Tensor>,
     /// `true` for each parameter of `unsharded_grad` that has been written.
     written: Vec<bool>,
-    /// `true` for each parameter that got a gradient on this rank since gradients were last forgotten.
+    /// `true` for each parameter that got a gradient on this rank since the last `zero_grad`.
     touched: Vec<bool>,
     /// `true` for each parameter that got a gradient on any rank; empty where the ranks have not agreed on it.
     has_gradient: Vec<bool>,
-    /// The gradients that this backward has brought so far, by the numbers of their parameters.
+    /// The gradients that this backward has computed so far, by the numbers of their parameters.
     received: Vec<(usize, Tensor)>,
-    /// `true` for each parameter that this backward has passed, or never does; empty before it comes to the unit.
+    /// `true` for each parameter that this backward has passed, or never reaches; empty before it reaches the unit.
     passed: Vec<bool>,
     /// Parameters that this backward has yet to pass.
     not_passed: usize,
@@ -88,8 +88,8 @@ struct HandleState {
     grad: Option<Tensor>,
 }
 
-/// A unit's parameters, whole and in use: nobody can reshard or change them until all guards of the unit are gone. With
-/// full sharding they are released then.
+/// A guard for a unit's gathered parameters while they are in use. They cannot be resharded or changed until all guards
+/// of the unit are dropped. With full sharding they are released then.
 pub(crate) struct WholeParameters<'a>(&'a FlatParamHandle);
 
 impl Drop for WholeParameters<'_> {
@@ -115,7 +115,7 @@ impl FlatParamHandle {
         let shard = zeros(&[layout.sharded_numel()], dtype)?;
         let flat = FlatParameter::new(layout.clone(), rank, shard)?;
         initialize(&flat)?;
-        // The values come from the host, and are the same on all devices.
+        // Compute initial values on the host, so that they are the same for all devices.
         let device = params.first().map_or(Device::Cpu, |param| param.tensor.device().clone());
         let shard_device = if cpu_offload { Device::Cpu } else { device.clone() };
         let is_offloaded = cpu_offload && !device.is_cpu();
@@ -147,7 +147,7 @@ impl FlatParamHandle {
     }
 
     fn state(&self) -> MutexGuard<'_, HandleState> {
-        // A panic while the lock was held left plain data behind: carrying on is sound.
+        // If a thread panicked with the lock, the state is still plain data, so it can be used.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -174,8 +174,8 @@ impl FlatParamHandle {
         self.exchange.groups.shard.is_some()
     }
 
-    /// Returns `true` if the parameters' storages are filled only between gather and reshard: with what other ranks hold, or
-    /// with values of another dtype than this rank's own.
+    /// Returns `true` if the parameters' storages are filled only between gather and reshard: because parts are on
+    /// other ranks, or because the model computes in another dtype than that of the shards.
     pub(crate) fn is_gathered(&self) -> bool {
         self.exchange.flat.is_some()
     }
@@ -263,7 +263,7 @@ impl FlatParamHandle {
         touched
     }
 
-    /// Takes what the ranks have agreed on: `true` for each parameter that got a gradient on any of them.
+    /// Sets what the ranks have agreed on: `true` for each parameter that got a gradient on any rank.
     pub(crate) fn set_has_gradient(&self, has_gradient: Vec<bool>) {
         self.state().has_gradient = has_gradient;
     }
@@ -275,8 +275,8 @@ impl FlatParamHandle {
         state.grad.is_some() && state.has_gradient.get(param).copied().unwrap_or(true)
     }
 
-    /// Makes the parameters whole for a forward, for as long as the guard lives.
-    /// Collectives: one all-gather over the shard group, none if they are whole already.
+    /// Gathers the parameters for a forward. They stay gathered while the returned guard lives.
+    /// Collectives: one all-gather over the shard group, none if they are gathered already.
     pub(crate) fn use_whole(&self) -> Result<WholeParameters<'_>> {
         let mut state = self.state();
         self.gather_for_forward_locked(&mut state)?;
@@ -284,12 +284,12 @@ impl FlatParamHandle {
         Ok(WholeParameters(self))
     }
 
-    /// Ends what [`Self::use_whole`] or an [`InUse`] has begun.
+    /// Ends a use that [`Self::use_whole`] or an [`InUse`] has begun.
     fn end_use(&self) {
         let mut state = self.state();
         state.users -= 1;
         if state.users == 0 && self.reshards_after_forward() {
-            // Where it fails, which only a GPU's driver can do, the parameters are still there, and counted so.
+            // If this fails (only a GPU's driver can), the parameters stay gathered, and are still counted as such.
             let _ = self.release_locked(&mut state);
         }
     }
@@ -299,8 +299,8 @@ impl FlatParamHandle {
         self.gather_locked(state)
     }
 
-    /// Releases what an earlier forward has gathered, if somebody may have written into the shards since. All ranks have lent
-    /// theirs, so all of them gather again.
+    /// Releases parameters that an earlier forward has gathered, if the shards have been lent and may have been written
+    /// since. Lending is the same on all ranks, so all of them gather again.
     fn release_stale_locked(&self, state: &mut HandleState) -> Result<()> {
         if state.users == 0 && self.shared.may_be_stale(state.gathered_in) {
             self.release_locked(state)
@@ -309,8 +309,8 @@ impl FlatParamHandle {
         }
     }
 
-    /// Makes the parameters whole for a backward.
-    /// Collectives: one all-gather over the shard group, none if they are whole already.
+    /// Gathers the parameters for a backward.
+    /// Collectives: one all-gather over the shard group, none if they are gathered already.
     pub(crate) fn gather(&self) -> Result<()> {
         self.gather_locked(&mut self.state())
     }
@@ -325,7 +325,7 @@ impl FlatParamHandle {
         Ok(())
     }
 
-    /// Gathers the parameters, which are yet to reach their tensors.
+    /// Gathers the parameters without putting them into their tensors yet.
     fn fetch(&self) -> Result<Gathered> {
         match &self.ahead {
             Some(ahead) => ahead.gather(&self.exchange),
@@ -333,7 +333,7 @@ impl FlatParamHandle {
         }
     }
 
-    /// Notes that the parameters are whole now.
+    /// Records that the parameters are gathered now.
     fn note_gathered(&self, state: &mut HandleState) {
         self.set_whole(state, true);
         state.gathered_in = self.shared.forward();
@@ -343,7 +343,7 @@ impl FlatParamHandle {
         }
     }
 
-    /// Notes that the parameters are not whole any more.
+    /// Records that the parameters are no longer gathered.
     fn note_released(&self, state: &mut HandleState) {
         self.set_whole(state, false);
         self.shared.count_released(self.exchange.unsharded_bytes());
@@ -362,7 +362,7 @@ impl FlatParamHandle {
         self.release_locked(&mut state)
     }
 
-    /// Forgets what has been gathered ahead, of this unit or another.
+    /// Discards prefetched parameters, of this unit and of all others.
     fn discard_ahead(&self) -> Result<()> {
         self.ahead.as_ref().map_or(Ok(()), |ahead| ahead.discard())
     }
@@ -383,8 +383,8 @@ impl FlatParamHandle {
         if state.users > 0 { Err(NnError::UnitInUse { unit: self.name.clone() }) } else { Ok(()) }
     }
 
-    /// Prepares a change of the unit's values. It removes the gathered copy of the old ones, and makes the backward of a
-    /// forward that used them an error from now on. No communication.
+    /// Prepares a change of the unit's values: removes the gathered copy of the old values, and makes the backward of a
+    /// forward that used them an error. No communication.
     pub(crate) fn begin_change(&self) -> Result<()> {
         let mut state = self.state();
         self.check_unused(&state)?;
@@ -399,7 +399,8 @@ impl FlatParamHandle {
         self.shared.last_change()
     }
 
-    /// Checks that the unit's values have not changed since the change of this number, which [`Self::last_change`] gave.
+    /// Checks that the unit's values have not changed since change number `changes`, which [`Self::last_change`]
+    /// returned.
     pub(crate) fn check_unchanged(&self, since: u64) -> Result<()> {
         if self.state().changed_at > since {
             return Err(NnError::ChangedSinceForward { unit: self.name.clone() });

@@ -6,13 +6,14 @@ use super::FlatParamHandle;
 use crate::Result;
 
 impl FlatParamHandle {
-    /// Makes what withholds the parameters from those who read them while they are not whole.
+    /// Makes the [`Withheld`] that blocks readers of the parameters while these are not
+    /// gathered.
     pub(crate) fn withheld(&self) -> Result<Withheld> {
         Ok(Withheld::new(self.exchange.tensors.clone())?)
     }
 
-    /// Prepares a computation that is to wait for the parameters: in a forward, a copy that may be stale is released.
-    /// Returns `true` if they are to be withheld.
+    /// Prepares a computation that will gather the parameters on demand: in a forward, a copy that may be stale is
+    /// released. Returns `true` if the parameters must be withheld.
     pub(crate) fn prepare_on_demand(&self, is_forward: bool) -> Result<bool> {
         let mut state = self.state();
         if is_forward {
@@ -21,9 +22,8 @@ impl FlatParamHandle {
         Ok(self.is_gathered() && !state.whole)
     }
 
-    /// Makes the parameters whole, for which somebody waits. `in_use` is `true` if they are to stay until
-    /// [`Self::withhold`].
-    /// Collectives: one all-gather over the shard group.
+    /// Gathers the parameters, for which a computation waits. With `in_use` they stay gathered until
+    /// [`Self::withhold`]. Collectives: one all-gather over the shard group.
     pub(crate) fn gather_on_demand(&self, withheld: &Withheld, in_use: bool) -> Result<()> {
         let mut state = self.state();
         let gathered = self.fetch()?;
@@ -37,7 +37,7 @@ impl FlatParamHandle {
         Ok(())
     }
 
-    /// Releases parameters that a computation has left, so that who comes to them again waits. No communication.
+    /// Releases parameters that a computation has left, so that it waits when it uses them again. No communication.
     pub(crate) fn withhold(&self, withheld: &Withheld, in_use: bool) -> Result<()> {
         let mut state = self.state();
         state.users -= usize::from(in_use);
@@ -45,8 +45,8 @@ impl FlatParamHandle {
             return Ok(());
         }
         withheld.withhold();
-        // Before the computation goes on: on all ranks alike it waits when it comes to the parameters again. Only another
-        // thread of the program can read them now; their memory goes when it is through.
+        // This happens before the computation continues, so all ranks wait alike when they use the parameters again. Only
+        // another thread of the program can be reading them now; their memory is freed when it has finished.
         withheld.settle()?;
         if state.whole {
             self.note_released(&mut state);
@@ -54,8 +54,8 @@ impl FlatParamHandle {
         Ok(())
     }
 
-    /// Ends the use of parameters that [`Self::gather_on_demand`] has made whole, at the end of a forward: they are released
-    /// where the strategy says so.
+    /// Ends the use of parameters that [`Self::gather_on_demand`] has gathered, at the end of a forward. They are
+    /// released if the strategy says so.
     pub(crate) fn end_on_demand(&self) {
         self.end_use();
     }

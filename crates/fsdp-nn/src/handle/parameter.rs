@@ -4,10 +4,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::Tensor;
 
-/// Returns `true` if candle's backward comes to a parameter, as it does to all that were built to be trained.
+/// Returns `true` if candle's backward reaches a parameter, as it does for all that were built to be trained.
 ///
-/// It comes to frozen ones too, where they are released when backward is through with them: gradients of what lies before
-/// them pass through their values. The root's stay until the end.
+/// The backward also reaches frozen parameters of units that are released after their backward: gradients of earlier
+/// layers need their values, and reaching them shows when they can be released. Frozen parameters of the root stay
+/// gathered until the end, so it need not reach them.
 pub(crate) const fn takes_part_in_backward(is_trainable: bool, is_root: bool, is_sharded: bool) -> bool {
     is_trainable || (is_sharded && !is_root)
 }
@@ -18,7 +19,7 @@ pub(crate) struct Parameter {
     pub(crate) fqn: String,
     /// The tensor that the model computes with. Its storage is released while the unit is sharded.
     pub(crate) tensor: Tensor,
-    /// `true` if the model was built to train it: only then it may be frozen and trained by turns.
+    /// `true` if the model was built to train it. Only such a parameter can be frozen and unfrozen later.
     pub(crate) is_trainable: bool,
     requires_grad: AtomicBool,
 }

@@ -1,4 +1,4 @@
-//! The whole parameters of a unit, in memory of their own and in the dtype of the shards.
+//! Copies of a unit's whole parameters, in the dtype of the shards.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use fsdp_flat::storage::owned_copy;
 use super::FlatParamHandle;
 use crate::Result;
 
-/// A unit whose values nobody can change, until it is dropped.
+/// A guard that prevents changes of a unit's values until it is dropped.
 #[derive(Debug)]
 pub(crate) struct InUse(Arc<FlatParamHandle>);
 
@@ -31,7 +31,8 @@ impl FlatParamHandle {
     /// Collectives: one all-gather over the shard group, none if nothing is sharded.
     pub(crate) fn gather_whole(&self) -> Result<Vec<Tensor>> {
         let exchange = Arc::clone(&self.exchange);
-        // In the order of the other collectives of the units, which run beside the computation.
+        // Run the gather in the same queue as the units' other collectives, so that their order is the same on all
+        // ranks.
         let whole = match &self.ahead {
             Some(ahead) => ahead.run(move || exchange.gather_flat())?,
             None => exchange.gather_flat()?,

@@ -51,7 +51,7 @@ pub(crate) struct LocalParam {
 }
 
 impl LocalParam {
-    /// Returns `true` if it is trained now. A FlatParameter's parameters are trained together or not at all.
+    /// Returns `true` if it is trained now. The parameters of a FlatParameter are either all trained or all frozen.
     pub(crate) fn requires_grad(&self) -> bool {
         self.params().first().is_some_and(|&param| self.handle.params[param].requires_grad())
     }
@@ -65,7 +65,7 @@ impl LocalParam {
         }
     }
 
-    /// Returns `true` if a gradient has come to any of its parameters.
+    /// Returns `true` if any of its parameters got a gradient.
     pub(crate) fn has_gradient(&self) -> bool {
         self.params().into_iter().any(|param| self.handle.has_gradient(param))
     }
@@ -75,7 +75,7 @@ impl LocalParam {
         self.params().into_iter().map(|param| self.handle.params[param].fqn.clone()).collect()
     }
 
-    /// Returns torch's name of it: the parameter's, or `<unit>._flat_param`.
+    /// Returns its name in torch: the parameter's name, or `<unit>._flat_param`.
     pub(crate) fn name(&self) -> String {
         match (self.is_flat, self.fqns().pop()) {
             (false, Some(fqn)) => fqn,
@@ -94,7 +94,7 @@ impl LocalParam {
         }
     }
 
-    /// Returns `true` if this rank has nothing of a parameter that has elements. torch keeps no state for such a
+    /// Returns `true` if this rank has no elements of a parameter that is not empty. torch keeps no state for such a
     /// parameter.
     pub(crate) fn is_empty(&self) -> bool {
         self.numel == 0 && self.params().into_iter().any(|param| self.handle.layout().numels()[param] > 0)
@@ -142,7 +142,7 @@ impl LocalParam {
     pub(crate) fn portable(&self, state: &ParamState, param: usize) -> Result<IndexMap<String, StateValue>> {
         let mut portable = IndexMap::new();
         if let Some(step) = state.step {
-            // A tensor of its own for each parameter: an in-place edit of one must not change the others.
+            // Make a new tensor for each parameter, so that an in-place edit of one does not change the others.
             portable.insert("step".to_owned(), Tensor::new(step, &candle_core::Device::Cpu)?.into());
         }
         for (name, value) in &state.entries {

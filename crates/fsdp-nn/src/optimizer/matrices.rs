@@ -30,22 +30,22 @@ pub(super) fn step_matrices(
         shape.iter().map(|&size| size as u128).product::<u128>() * smaller
     };
     let matrices = owned_of(algorithm, group, locals, indices, cost)?;
-    // Step 1: the momentum of each part, and the direction that it has.
+    // Step 1: each rank updates the momentum of its parts, and computes their directions.
     let prepared = matrices.iter().map(|matrix| direction(options, matrix, &mut locals[matrix.local]));
     let directions = agree(group, prepared.collect::<Result<Vec<Vec<bf16>>>>())?;
-    // Step 2: each owner gets the parts of its matrices, makes them orthogonal, and gives the parts back.
+    // Step 2: each owner gathers the directions of its matrices, orthogonalizes them, and sends the parts back.
     let all: Vec<&Owned> = matrices.iter().collect();
     let owned = to_owners(group, &all, directions)?;
     let owned = agree(group, orthogonal_of(options, &matrices, owned, group.map_or(0, ProcessGroup::rank)))?;
     let directions = from_owners(group, &all, owned)?;
-    // Step 3: each rank steps its part.
+    // Step 3: each rank updates its parts.
     for (matrix, direction) in matrices.iter().zip(&directions) {
         descend(options, matrix, &locals[matrix.local], direction)?;
     }
     Ok(())
 }
 
-/// Returns the rows and columns of a matrix. Nothing else gets into a group of Muon's.
+/// Returns the rows and columns of a matrix. Groups of Muon hold only matrices.
 fn sizes(matrix: &Owned) -> [usize; 2] {
     match matrix.shape[..] {
         [rows, columns] => [rows, columns],
@@ -91,7 +91,7 @@ fn descend(options: &MuonOptions, matrix: &Owned, local: &LocalParam, direction:
     }, else Err(candle_core::Error::UnsupportedDTypeForOp(param.dtype(), "Muon").into()))
 }
 
-/// Makes the matrices orthogonal that a rank owns; those of others stay as they are.
+/// Orthogonalizes the matrices that this rank owns. The others are left as they are.
 fn orthogonal_of(
     options: &MuonOptions,
     matrices: &[Owned],

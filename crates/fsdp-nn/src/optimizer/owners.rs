@@ -1,4 +1,5 @@
-//! Updates that need a parameter whole: one rank puts it together, computes, and gives every rank its part.
+//! Updates that need whole parameters: one rank, the owner, gathers a parameter, computes its update, and sends every
+//! rank its part.
 
 use std::ops::Range;
 
@@ -29,9 +30,10 @@ impl Owned {
     }
 }
 
-/// Lists the parameters of a group that a gradient has come to, the same on all ranks, and gives each to the rank that has the
-/// least to compute, among those that have a part of it, the most expensive first: only these have its state after a load. All
-/// trained parameters get their initial state.
+/// Lists the parameters of a group that got a gradient, the same on all ranks, and assigns an owner to each. Parameters
+/// are assigned in the order of their cost, the most expensive first, each to the rank with the least work so far. Only
+/// ranks that have a part of a parameter can own it, because only these have its state after a load. All trained
+/// parameters get their initial state.
 pub(super) fn owned_of(
     algorithm: &Algorithm,
     group: Option<&ProcessGroup>,
@@ -66,7 +68,7 @@ pub(super) fn owned_of(
     Ok(all)
 }
 
-/// Makes one rank's error every rank's.
+/// Turns one rank's error into an error on every rank.
 pub(super) fn agree<T>(group: Option<&ProcessGroup>, outcome: Result<T>) -> Result<T> {
     let Some(group) = group else { return outcome };
     match group.agree("Optimizer::step", outcome.as_ref().map(|_| ())) {

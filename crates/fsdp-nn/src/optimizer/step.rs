@@ -7,7 +7,7 @@ use super::on_device;
 use crate::algorithm::{Algorithm, Float, Initial, StateKind};
 use crate::{Result, tasks};
 
-/// Gives a local parameter its initial state, if it has none and its algorithm knows one before the first gradient.
+/// Sets the initial state of a local parameter, if it has none and its algorithm has state before the first gradient.
 pub(super) fn begin_state(algorithm: &Algorithm, local: &mut LocalParam) -> Result<()> {
     if local.state.is_none() {
         let state = initial_state(algorithm, local)?;
@@ -18,8 +18,8 @@ pub(super) fn begin_state(algorithm: &Algorithm, local: &mut LocalParam) -> Resu
 
 /// Updates one local parameter and its state. On an error the state is what it was.
 ///
-/// State that lacks entries of the algorithm, as a checkpoint of another one leaves it, begins with what there is: a missing
-/// `step` counts from 0, and missing tensors have their initial values.
+/// State may lack entries of the algorithm, for example if it comes from a checkpoint of another algorithm. Then a
+/// missing `step` counts from 0, and missing tensors start with their initial values.
 pub(super) fn step_local<T: Scalar + Float>(algorithm: &Algorithm, local: &mut LocalParam) -> Result<()> {
     // The tensors are shared: what is changed here is only which of them there are, and the step.
     let mut state = match &local.state {

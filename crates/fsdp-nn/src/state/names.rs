@@ -19,8 +19,8 @@ pub enum OptimStateKeyType {
     ParamId,
 }
 
-/// Returns the type of keys that a state dict has; `None` if it has none. Groups know; without them, keys that are
-/// numbers are ids.
+/// Returns the type of the keys of a state dict, ids or names; `None` if the dict is empty. The groups determine the type.
+/// Without groups, keys that are numbers are ids.
 pub(crate) fn key_type_of(
     states: &StateDict,
     mut of_groups: impl Iterator<Item = OptimStateKeyType>,

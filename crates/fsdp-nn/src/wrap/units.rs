@@ -30,7 +30,7 @@ struct Watched {
 }
 
 impl WrappedUnits {
-    /// Takes the units of the complete model.
+    /// Starts to watch the units of the complete model.
     ///
     /// # Errors
     /// [`FlatError::UnseenUse`](fsdp_flat::FlatError::UnseenUse); the errors of starting threads.

@@ -93,7 +93,7 @@ impl Watch {
         let (left, kept): (Vec<usize>, Vec<usize>) =
             std::mem::take(&mut self.whole).into_iter().partition(|whole| self.has_left(*whole));
         self.whole = kept;
-        // First the memory of those.
+        // Release their memory before new memory is gathered.
         for left in left {
             let WrappedUnit { handle, withheld } = &*self.units[left];
             handle.withhold(withheld, self.phase == Phase::Forward)?;
@@ -104,11 +104,12 @@ impl Watch {
         Ok(())
     }
 
-    /// Returns `true` if the computation, which waits for another unit, has left this one for good.
+    /// Returns `true` if the computation, which now waits for another unit, no longer uses this one.
     ///
-    /// An operation may wait for the other unit while it holds the locks of this one, and come back to it: withheld now, they
-    /// would wait for each other. So such a unit stays until the computation comes to another one. The computation waits, so
-    /// the locks that it holds are those of its operation, and the answer is the same on all ranks.
+    /// One operation may read parameters of both units: it holds locks of this unit while it waits for the other.
+    /// Withholding this unit now would be a deadlock, so it stays gathered until the computation waits for a further
+    /// unit. The answer is the same on all ranks, because while the computation waits, the only locks held are those of
+    /// the waiting operation.
     fn has_left(&self, unit: usize) -> bool {
         let WrappedUnit { handle, withheld } = &*self.units[unit];
         let is_released = self.phase == Phase::Backward || handle.reshards_after_forward();

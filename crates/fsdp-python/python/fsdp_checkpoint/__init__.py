@@ -1,8 +1,8 @@
-"""Look into, verify, compare, convert, reshard and load sharded checkpoints, without running a pickle.
+"""Inspect, verify, compare, convert, reshard and load sharded checkpoints, without running a pickle.
 
-A checkpoint is a directory of ``torch.distributed.checkpoint`` (DCP), a safetensors file or directory, or a file of
-``torch.save``; its format is found by its content. With the feature built in, a place may also be an ``s3://``, ``gs://`` or
-``az://`` URL.
+A checkpoint is a directory of ``torch.distributed.checkpoint`` (DCP), a safetensors file or directory, a file of
+``torch.save``, or of another supported format, which is recognized by its content. If object stores are built in, a path
+may also be an ``s3://``, ``gs://`` or ``az://`` URL.
 
     >>> import fsdp_checkpoint as fc
     >>> fc.inspect("step-20")["bytes"]
@@ -10,8 +10,8 @@ A checkpoint is a directory of ``torch.distributed.checkpoint`` (DCP), a safeten
     >>> fc.convert("step-20", "model.safetensors", to="safetensors", include=["model.*"], rename={"model.": ""})
     >>> state = fc.load("step-20", framework="torch")
 
-What ``inspect``, ``verify``, ``diff``, ``digest``, ``convert`` and ``reshard`` return is the JSON object that the command
-``fsdp`` of the same name writes with ``--json``. Errors are subclasses of :class:`CheckpointError`.
+``inspect``, ``verify``, ``diff``, ``digest``, ``convert`` and ``reshard`` return the JSON object that the command ``fsdp``
+of the same name writes with ``--json``. Errors are subclasses of :class:`CheckpointError`.
 
 ``fsdp_checkpoint.torch`` has a ``StorageWriter`` and a ``StorageReader`` for ``torch.distributed.checkpoint``.
 """
@@ -69,7 +69,7 @@ Report = dict[str, Any]
 
 
 def inspect(path: Place) -> Report:
-    """Return what a checkpoint holds: its format, step, tensors with dtypes, shapes and boxes, and values.
+    """Return the contents of a checkpoint: its format, step, tensors with dtypes, shapes and boxes, and values.
 
     Only metadata is read. ``report["tensors"]`` has for each tensor its ``name``, ``dtype``, ``shape``, ``bytes`` and
     ``boxes``, and for each box its ``offsets``, ``sizes``, ``rank`` and ``file``.
@@ -87,15 +87,16 @@ def verify(
     *,
     threads: int | None = None,
 ) -> Report:
-    """Check a checkpoint without loading it, and return what was found.
+    """Check a checkpoint without loading it, and return a report.
 
-    A damaged checkpoint is no exception here: ``report["ok"]`` is ``False`` then, and ``report["problems"]`` lists what is
-    wrong, with the ``file`` and ``offset`` of each problem. NaN and infinities, which ``level="deep"`` counts, are no problems.
+    Damage does not raise an exception: ``report["ok"]`` is ``False`` then, and ``report["problems"]`` lists what is
+    wrong, with the ``file`` and ``offset`` of each problem. NaN and infinities, which ``level="deep"`` counts, do not count as
+    problems.
 
     Args:
         path: A checkpoint of any format.
         level: How much to check. Each level includes those before it.
-        threads: Threads that read and check; one for each core unless given.
+        threads: The number of threads that read and check; by default one for each core.
 
     Raises:
         IncompleteError: There is no committed checkpoint.
@@ -107,13 +108,14 @@ def verify(
 def diff(first: Place, second: Place, *, tolerance: float = 0.0, threads: int | None = None) -> Report:
     """Compare two checkpoints of any formats, tensor by tensor.
 
-    ``report["equal"]`` is ``True`` if they hold the same; else ``report["differences"]`` lists them by name and kind.
+    ``report["equal"]`` is ``True`` if they have the same contents; otherwise ``report["differences"]`` lists the differences by
+    name and kind.
 
     Args:
         first: A checkpoint of any format.
         second: Another one, of any format.
-        tolerance: Largest absolute difference of two numbers that counts as equal. With 0 they are equal bit for bit.
-        threads: Threads that read and compare; one for each core unless given.
+        tolerance: The largest absolute difference at which two numbers count as equal. With 0 they must be equal bit for bit.
+        threads: The number of threads that read and compare; by default one for each core.
     """
     options = ["diff", "--tolerance", repr(float(tolerance)), *_option("--threads", threads)]
     return _report(options, [first, second], finding="equal")
@@ -134,7 +136,7 @@ def reshard(
 ) -> Report:
     """Write a checkpoint as a DCP directory for another number of ranks, in bounded memory.
 
-    The destination is committed as a whole, or is absent. Ctrl-C leaves nothing behind.
+    The destination is committed as a whole, or not at all. Ctrl-C leaves nothing behind.
     """
     options = ["reshard", "--world-size", str(world_size), *_flag("--overwrite", overwrite)]
     return _report([*options, *_option("--threads", threads)], [source, destination])
@@ -158,29 +160,29 @@ def convert(
     dry_run: bool = False,
     threads: int | None = None,
 ) -> Report:
-    """Write a checkpoint in another format, in bounded memory, and return what was written.
+    """Write a checkpoint in another format, in bounded memory, and return a report.
 
-    The destination is committed as a whole, or is absent. Ctrl-C leaves nothing behind.
+    The destination is committed as a whole, or not at all. Ctrl-C leaves nothing behind.
 
     Args:
         source: A checkpoint of any format.
-        destination: The place to write to. Nothing may be there, unless ``overwrite`` is set.
+        destination: The path to write to. It must not exist, unless ``overwrite`` is set.
         to: The format to write.
-        world_size: Ranks of the destination, for ``dcp`` and ``hf-sharded``.
-        max_shard_size: Largest size of a file, for ``hf``: ``"2GiB"``, or bytes.
-        include: A glob of keys, or several. Only keys that one of them matches are written.
-        exclude: A glob of keys that are not written, or several.
-        rename: Beginnings of keys and what to put in their place; the first that fits a key counts.
+        world_size: The number of ranks of the destination, for ``dcp`` and ``hf-sharded``.
+        max_shard_size: The largest size of a file, for ``hf``: a text such as ``"2GiB"``, or a number of bytes.
+        include: A glob, or several. Only keys that match one of them are written.
+        exclude: A glob, or several. Keys that match one of them are not written.
+        rename: Prefixes of keys and their replacements. Only the first prefix that matches a key is replaced.
         prefix: Text to put before all keys, after ``rename``.
-        dtype: The dtype to which floating-point tensors are cast, but for the state of optimizers.
-        cast_optimizer: Cast the state of optimizers too.
-        drop_opaque: Leave out values of types that are never built, where the format cannot keep them.
+        dtype: The dtype to which floating-point tensors are cast, except optimizer state.
+        cast_optimizer: Cast optimizer state too.
+        drop_opaque: Leave out opaque values (objects that only running code could build) if the format cannot hold them.
         overwrite: Replace the checkpoint at the destination once everything is written.
         dry_run: Write nothing; only return what would be written.
-        threads: Threads that read, hash and write; one for each core unless given.
+        threads: The number of threads that read, hash and write; by default one for each core.
 
     Raises:
-        UsageError: The request cannot work as given. Nothing was written.
+        UsageError: The request is invalid. Nothing was written.
         OpaqueError: Values would be left out, and ``drop_opaque`` is not set.
     """
     options = ["convert", "--to", to, *_option("--world-size", world_size), *_option("--prefix", prefix)]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Framework = Literal["numpy", "torch"]
 
 _NUMPY_NAMES = {"bool": "bool_"}
-"""dtypes that NumPy knows by another name than torch."""
+"""dtypes that have another name in NumPy than in torch."""
 
 _ML_DTYPES = frozenset({"bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"})
 """dtypes that the package ``ml_dtypes`` adds to NumPy."""
@@ -32,27 +32,27 @@ def load(
     *,
     framework: Framework = "numpy",
 ) -> dict[str, Any]:
-    """Return the tensors and values of a checkpoint of any format by their flat keys (``model.layers.0.weight``).
+    """Return a dict from flat keys (``model.layers.0.weight``) to the tensors and values of a checkpoint of any format.
 
-    Whole tensors are returned, whatever number of ranks saved them, on the CPU. They are read by several threads, straight
-    into their memory, and checked against the checkpoint's hashes, if it has them. No pickle is executed.
+    The tensors are whole, whatever number of ranks saved them, and on the CPU. Several threads read them straight into
+    their memory and check them against the checkpoint's hashes, if it has them. No pickle is executed.
 
     Args:
         path: A checkpoint of any format.
-        keys: The keys to load; all unless given.
+        keys: The keys to load; by default all.
         framework: ``"numpy"`` for arrays, ``"torch"`` for tensors. NumPy has no bfloat16 and no 8-bit floats by itself: such
             tensors need the package ``ml_dtypes``.
 
     Raises:
         DifferenceError: The checkpoint has no such key.
-        UnsafeError: A value is of a type that only code could build. Leave it out of ``keys``.
+        UnsafeError: A value is an object that only running code could build. Leave it out of ``keys``.
         UsageError: NumPy has no such dtype.
     """
     checkpoint = _native.Checkpoint(os.fspath(path))
     tensors = {name: (dtype, shape) for name, dtype, shape in checkpoint.tensors()}
     values = set(checkpoint.values())
     if keys is None:
-        # Before memory is made for all of it.
+        # A damaged checkpoint is refused before memory is allocated for all its tensors.
         checkpoint.check()
         wanted = [*tensors, *sorted(values)]
     else:
@@ -75,7 +75,7 @@ def load(
 
 
 Maker = Callable[[str, str, tuple[int, ...]], tuple[Any, "np.ndarray[Any, Any]"]]
-"""A function that makes an empty tensor, and returns it and its memory as bytes."""
+"""A function that makes an uninitialized tensor, and returns it and its memory as bytes."""
 
 
 def _maker(framework: str) -> Maker:
@@ -111,13 +111,13 @@ def _empty_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[Any, n
     found = getattr(torch, dtype, None)
     if not isinstance(found, torch.dtype) or dtype.startswith(("qint", "quint")):
         raise UsageError(f"torch cannot make a tensor of the dtype of `{name}` ({dtype}) from its elements")
-    # Made of bytes, as not every dtype can be made in every shape, and seen as what it is.
+    # The memory is allocated as bytes, which NumPy can view whatever the dtype, and then viewed as the dtype.
     memory = torch.empty(prod(shape) * found.itemsize, dtype=torch.uint8)
     return memory.view(found).reshape(shape), memory.numpy()
 
 
 def _of_bytes(make: Maker, dtype: str, shape: tuple[int, ...], data: bytes) -> Any:
-    """Return a tensor that is part of a value."""
+    """Return a tensor that is part of a value, such as one inside a nested dict, from its bytes."""
     tensor, memory = make("a tensor in a value", dtype, shape)
     memory[:] = np.frombuffer(data, np.uint8)
     return tensor

@@ -49,7 +49,7 @@ _VERSION = "1.0.0"
 
 @dataclasses.dataclass(frozen=True)
 class _RankPlan:
-    """What the coordinator tells a rank: its number, and the name of what it prepared."""
+    """What the coordinator sends to each rank: the rank's number, and the name of the prepared directory or upload."""
 
     rank: int
     staging: str
@@ -63,23 +63,23 @@ class _RankReport(WriteResult):
 
 
 class _Storage:
-    """A place of checkpoints: what writer and reader have in common."""
+    """The path of a checkpoint: what the writer and the reader have in common."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
 
     @property
     def checkpoint_id(self) -> str:
-        """The place of the checkpoint."""
+        """The path or URL of the checkpoint."""
         return self.path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return ``True`` for what can be a place."""
+        """Return ``True`` if this can be the path of a checkpoint."""
         return bool(os.fspath(checkpoint_id))
 
     def _move(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
-        """Take another place, if one is given."""
+        """Use another path from now on, if one is given."""
         if checkpoint_id:
             self.path = os.fspath(checkpoint_id)
 
@@ -87,13 +87,13 @@ class _Storage:
 class StorageWriter(_Storage, storage.StorageWriter):
     """Writes DCP checkpoints that are committed in one step, with hashes.
 
-    Every rank writes one file, straight from the memory of its tensors, by several threads; tensors on GPUs are copied to the
-    host first. An error of one rank is an error of all, as torch has it, and leaves the old checkpoint as it was.
+    Every rank writes one file with several threads, straight from the memory of its tensors; tensors on GPUs are copied to the
+    host first. As always in torch, an error on one rank fails the save on all ranks; the old checkpoint then stays as it was.
 
     Args:
-        path: The directory of the checkpoint: a path, or the URL of an object store. Every rank must see the same place.
-        overwrite: Replace the checkpoint that is there, in one step. Only a checkpoint that holds no files of others, or an
-            empty directory, is replaced.
+        path: The directory of the checkpoint: a path, or the URL of an object store. Every rank must see the same storage.
+        overwrite: Replace an existing checkpoint, in one step. Only an empty directory, or a checkpoint without files of other
+            programs, is replaced.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, overwrite: bool = True) -> None:
@@ -102,16 +102,16 @@ class StorageWriter(_Storage, storage.StorageWriter):
         self._staging: _native.Staging | None = None
 
     def storage_meta(self) -> StorageMeta:
-        """Return what the metadata tells of this save."""
+        """Return the storage's part of the metadata: the path of this save."""
         return StorageMeta(checkpoint_id=self.path)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a new save, to another place if one is given."""
+        """Begin a new save, to another path if one is given."""
         self._discard()
         self._move(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Prepare the place, on the coordinator."""
+        """On the coordinator, prepare the directory or upload that the ranks write to."""
         if not kwargs.get("use_collectives", True):
             raise UsageError("a checkpoint that all ranks commit together needs collectives: use_collectives=True")
         self._discard()
@@ -211,15 +211,15 @@ class Spans:
 class StorageReader(_Storage, storage.StorageReader):
     """Reads checkpoints of any format: DCP directories, safetensors, files of ``torch.save``.
 
-    What is read is checked against the checkpoint's hashes, if it has them. Only the boxes that a rank wants are read, straight
-    into its tensors where these are contiguous, on the CPU and of the saved dtype.
+    The data is checked against the checkpoint's hashes, if it has them. A rank reads only the boxes that it needs. Tensors that
+    are contiguous, on the CPU and of the saved dtype are read in place, without a copy.
 
-    Values that are not tensors are rebuilt from what is safe in their pickles. A value of any other type is an
+    Values that are not tensors are rebuilt from their pickles if they consist of plain types only. Any other value raises
     :class:`~fsdp_checkpoint.UnsafeError`, unless ``run_pickles`` is set.
 
     Args:
         path: The checkpoint: a path, or the URL of an object store.
-        run_pickles: Hand values to torch as they are stored, which executes their pickles: only for files that you trust.
+        run_pickles: Let torch unpickle the stored values, which executes their pickles. Set it only for files that you trust.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, run_pickles: bool = False) -> None:
@@ -228,12 +228,12 @@ class StorageReader(_Storage, storage.StorageReader):
         self._checkpoint: _native.Checkpoint | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a new load, from another place if one is given."""
+        """Begin a new load, from another path if one is given."""
         self._checkpoint = None
         self._move(checkpoint_id)
 
     def read_metadata(self) -> Metadata:
-        """Return the metadata of the checkpoint, made from what is safe in it."""
+        """Return the metadata of the checkpoint, rebuilt without executing its pickle."""
         metadata: Metadata = pickle.loads(self._opened().metadata())
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()

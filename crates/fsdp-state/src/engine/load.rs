@@ -115,7 +115,7 @@ where
     Ok(plan.report)
 }
 
-/// Wraps an error to say that some live values are new and others are old, if that is so.
+/// Wraps an error in [`StateError::PartlyLoaded`] if some live values may be new and others old.
 fn partly_loaded<E: LoadError>(is_partly_loaded: bool, error: E) -> E {
     if is_partly_loaded {
         StateError::PartlyLoaded { reason: error.to_string(), kind: error.kind() }.into()

@@ -86,7 +86,7 @@ impl<'g> Exchange<'g> {
     /// Ends the operation on all ranks, because this rank cannot take part in the next collective.
     fn abort(&self, error: &StateError) -> CommError {
         self.group.abort(error.to_string());
-        // Every call on a group that has been aborted returns the reason.
+        // A call on an aborted group returns the error of the abort.
         let ended = self.group.barrier().err();
         ended.unwrap_or_else(|| CommError::RankFailed { operation: self.operation.to_owned(), failures: Vec::new() })
     }

@@ -54,7 +54,8 @@ impl Bytes {
 }
 
 impl CheckpointReader {
-    /// Finds the tensor of a chunk, of which `bounds` is the box. Small items are read whole, of others only the ends.
+    /// Finds the tensor of a chunk whose box is `bounds`. Small items are read whole; of large ones only the ends are
+    /// read.
     pub(super) fn locate(
         &self,
         fqn: &str,
@@ -110,7 +111,7 @@ impl CheckpointReader {
         Some(Located { bytes: Bytes::File(file), start: stored.offset, tensor })
     }
 
-    /// Reads all bytes of an item, and undoes its stream transforms, which may make at most `expected` bytes of it.
+    /// Reads all bytes of an item, and undoes its stream transforms. The result may have at most `expected` bytes.
     pub(super) fn item_bytes(&self, stored: &StorageInfo, expected: u64) -> Result<Vec<u8>, ReadError> {
         let file = self.directory.file(&stored.relative_path)?;
         let item = Window::new(&*file, stored.offset, stored.length)?;
@@ -145,21 +146,21 @@ impl CheckpointReader {
         Ok(())
     }
 
-    /// Returns the type of what a tensor's items are, if they are not those of a plain tensor, from the first of them.
+    /// Returns the type of a tensor's first item, if it is not that of a plain tensor.
     pub(super) fn opaque_tensor(&self, fqn: &str, tensor: &TensorEntry) -> Option<String> {
         let chunks = tensor.chunks.iter().filter(|chunk| !chunk.bounds.is_empty());
         let (bounds, stored) = chunks.filter_map(|chunk| Some((&chunk.bounds, chunk.stored.as_ref()?))).next()?;
         let dtype = tensor.properties.dtype;
-        // The length of an item of ours says enough. Any other one is looked into.
+        // An item with the length of one of ours is a plain tensor. Any other one is examined.
         if TensorItem::new(dtype, &bounds.sizes).is_ok_and(|plain| plain.length() == stored.length) {
             return None;
         }
-        // One that is damaged is not opaque: whatever reads it says so.
+        // A damaged item is not opaque. The error is reported by whatever reads it.
         let located = self.locate(fqn, bounds, stored, dtype);
         located.err().and_then(|error| self.item_error(fqn, stored, error).opaque_type())
     }
 
-    /// Returns the type of what makes a value opaque, without the tensors in it.
+    /// Returns the type of the object that makes a value opaque, without reading the tensors in it.
     pub(super) fn opaque_value(&self, stored: &StorageInfo) -> Result<Option<String>, ReadError> {
         let budget = Budget::new(stored.length, PICKLE_FACTOR);
         if !stored.transforms.is_empty() {
@@ -189,7 +190,7 @@ impl CheckpointReader {
         let error = |source| self.item_error(fqn, stored, ReadError::Format(source));
         Window::new(&*file, stored.offset, stored.length).map_err(error)?;
         if stored.transforms.is_empty() && payload as u64 > stored.length {
-            // If the item is opaque, say that: it tells the user more than a wrong length.
+            // If the item is opaque, report that: it is more helpful than a wrong length.
             let located = self.locate(fqn, &chunk.bounds, stored, dtype);
             let found = located.map_err(|error| self.item_error(fqn, stored, error));
             if let Some(opaque) = found.err().filter(|error| error.opaque_type().is_some()) {
@@ -201,7 +202,7 @@ impl CheckpointReader {
         Ok(())
     }
 
-    /// Reads how a tensor is quantized, as the item of its first chunk says it.
+    /// Reads how a tensor is quantized from the item of its first chunk.
     pub(crate) fn read_quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, FileError> {
         let chunks = self.metadata.tensor(fqn).into_iter().flat_map(|tensor| &tensor.chunks);
         let mut stored = chunks.filter(|chunk| !chunk.bounds.is_empty()).filter_map(|chunk| chunk.stored.as_ref());

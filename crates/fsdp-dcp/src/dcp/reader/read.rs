@@ -17,7 +17,7 @@ impl CheckpointReader {
     /// Reads a whole tensor.
     pub fn read_tensor(&self, fqn: &str) -> Result<Vec<u8>, FileError> {
         let tensor = tensor_of(&self.metadata, fqn)?;
-        // Planned before allocating, so that an absurd shape allocates nothing.
+        // Plan before allocating, so that an absurd shape allocates nothing.
         let bounds = TensorBox::whole(&tensor.shape);
         let request = request_of(&self.metadata, fqn, &bounds)?;
         plan_load(&self.metadata, std::slice::from_ref(&request), ReadPlanOptions::default())?;
@@ -98,7 +98,8 @@ impl CheckpointReader {
     }
 }
 
-/// Returns `true` if items of these lengths can hold so many bytes: transforms apart, no file expands.
+/// Returns `true` if items of these lengths can hold this many bytes. Without a transform, an item is never shorter
+/// than its data.
 fn can_hold(chunks: &[Chunk], length: usize) -> bool {
     let stored = chunks.iter().filter_map(|chunk| chunk.stored.as_ref());
     let total = stored.fold(0u64, |total, stored| {

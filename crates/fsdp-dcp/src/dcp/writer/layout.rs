@@ -13,7 +13,7 @@ use crate::torch::value::encode_value;
 const PAGE: u64 = 4096;
 /// The length from which payloads are aligned to pages; others keep the alignment that they have in their item.
 const PAGE_ALIGNED: u64 = 64 << 10;
-/// The length from which payloads have hash segments of their own.
+/// The length from which a payload has its own hash segment.
 pub(super) const OWN_SEGMENT: u64 = 16 << 10;
 
 /// The plan of one file.
@@ -105,7 +105,7 @@ impl<'p> FileLayout<'p> {
         }
         let mut items = values;
         items.append(&mut tensors);
-        // Each item follows the one before it, but for padding that aligns its payload.
+        // Each item follows the one before it, after padding that aligns its payload.
         let mut at = 0u64;
         for placed in &mut items {
             if let Content::Tensor { around, .. } = &placed.content {

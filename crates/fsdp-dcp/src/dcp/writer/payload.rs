@@ -152,7 +152,7 @@ fn blocks(segment: &[u8]) -> impl Iterator<Item = u64> {
     segment.chunks(block_length(segment.len() as u64) as usize).map(XxHash3_64::oneshot)
 }
 
-/// The bytes around a large payload, which tell its checksum.
+/// The bytes around a large payload, which contain its checksum.
 struct Frame {
     /// The start of the head: after the item before it, so that padding is part of it.
     from: u64,
@@ -229,7 +229,7 @@ fn parts<'t>(layout: &FileLayout<'_>, done: impl Iterator<Item = (&'t Task, &'t 
     parts
 }
 
-/// Returns the digest of an item that is a value; nothing yet of a tensor's.
+/// Returns the digest of an item that is a value; an empty part for a tensor, whose sums are added later.
 fn part_of_value(placed: &Placed<'_>) -> Part {
     match placed.content {
         Content::Value(_, digest) => Part::Value(digest),

@@ -18,7 +18,7 @@ use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 use crate::threads::on_each;
 
-/// The last checkpoint, as far as this rank wrote it, under the same plan.
+/// The part of the last checkpoint that this rank wrote, under the same plan.
 #[derive(Debug, Clone, Copy)]
 pub struct Before<'b> {
     /// Its place.
@@ -43,7 +43,8 @@ struct Candidate {
 
 /// Links the files of the last checkpoint of which at least half is unchanged items. The caller writes the other items.
 ///
-/// An item counts as unchanged if the sum over its elements is the same. `fsdp_digest` says which changes that can miss.
+/// An item counts as unchanged if the sum over its elements is the same. The documentation of `fsdp_digest` says which
+/// changes a sum can miss.
 pub(super) fn link(
     staging: &Staging,
     rank: usize,
@@ -53,7 +54,7 @@ pub(super) fn link(
     before: Before<'_>,
     threads: usize,
 ) -> Result<Linked, FileError> {
-    // A file is linked only if it is still the one that this rank has written, by its hashes.
+    // A file is linked only if its recorded hashes show that it is still the one that this rank has written.
     let Ok(directory) = CheckedDirectory::open(before.path, true, Links::Refuse) else { return Ok(Linked::default()) };
     let known: HashMap<(u32, u32), WrittenItem> =
         before.written.items.iter().map(|item| ((item.entry, item.chunk), *item)).collect();
@@ -86,7 +87,7 @@ pub(super) fn link(
     Ok(linked)
 }
 
-/// Compares a tensor's box with what it was; `None` for a value, and for a box that has changed.
+/// Compares a tensor's box with the last checkpoint. Returns `None` for a value, and for a box that has changed.
 fn unchanged(
     plan: &LocalPlan,
     selected: SelectedItem,
@@ -151,8 +152,8 @@ pub fn box_sums(
     sums.into_iter().filter_map(Result::transpose).collect()
 }
 
-/// Returns the positions of the tensors in `metadata` that are what they were in a checkpoint with these digests, from the
-/// sums over all their boxes.
+/// Returns the positions of the tensors in `metadata` that are unchanged since a checkpoint with these digests,
+/// computed from the sums over all their boxes.
 #[must_use]
 pub fn unchanged_entries(
     metadata: &Metadata,
@@ -172,8 +173,8 @@ pub fn unchanged_entries(
 }
 
 impl RankWritten {
-    /// Returns what this rank would have reported if it had written `checkpoint`, as far as that holds its boxes of tensors
-    /// which have not changed since: for [`Before`], where the process that wrote it has ended.
+    /// Returns the report that this rank would have made if it had written `checkpoint`, limited to its boxes of
+    /// unchanged tensors. It is used for [`Before`] when another process wrote the checkpoint.
     ///
     /// `unchanged` are positions in the metadata of the global plan, as [`unchanged_entries`] returns them.
     #[must_use]

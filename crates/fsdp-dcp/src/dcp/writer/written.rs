@@ -12,9 +12,9 @@ pub struct RankWritten {
     pub files: Vec<WrittenFile>,
     /// The places of its items.
     pub items: Vec<WrittenItem>,
-    /// Payload bytes, those that were linked included.
+    /// The bytes of payloads, including those that were linked.
     pub payload_bytes: u64,
-    /// Payload bytes that were not written: their files are those of the checkpoint before.
+    /// The bytes of payloads that were not written, because files of the checkpoint before were linked.
     pub linked_bytes: u64,
 }
 

@@ -39,7 +39,8 @@ impl TargetLock {
 
 impl Drop for TargetLock {
     fn drop(&mut self) {
-        // Removed before the file is closed, and with it the lock. Best effort: the next one takes over what stays.
+        // Remove the file before it is closed, which ends the lock. This may fail: the next process takes over a file
+        // that is left.
         let _ = self.files.remove_file(&self.path);
     }
 }

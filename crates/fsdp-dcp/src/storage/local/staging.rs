@@ -240,7 +240,8 @@ impl Stage for LocalStage {
         let Some(from) = from.local() else { return Ok(false) };
         let (parts, as_parts) = (relative_parts(&self.target, name)?, relative_parts(&self.target, as_name)?);
         let ([name], [as_name]) = (&parts[..], &as_parts[..]) else { return Ok(false) };
-        // Another file system, one without links, a file that is gone: then it is written.
+        // Linking fails across file systems, on file systems without links, and if the file is gone. Then the caller
+        // writes it.
         Ok(self.durable.files().link(&from.join(name), &self.directory.join(as_name)).is_ok())
     }
 
@@ -278,7 +279,7 @@ impl Stage for LocalStage {
     }
 
     fn check_files(&self, _: &mut dyn Iterator<Item = &String>) -> Result<(), FileError> {
-        // A rank that joins either finds this very directory, or fails.
+        // Nothing to check: a rank that joins either finds this same directory, or fails.
         Ok(())
     }
 
@@ -296,12 +297,13 @@ impl Stage for LocalStage {
     }
 }
 
-/// Returns the numbers by which the system knows a file or directory, under whatever name; `None` if it is not there.
+/// Returns the numbers by which the system identifies a file or directory, whatever its name is; `None` if it does not
+/// exist.
 fn identity(files: &dyn FileSystem, path: &Path) -> Option<Identity> {
     files.status(path, Links::Refuse).map(|status| status.identity).ok()
 }
 
-/// Says of an error if the checkpoint is in its place all the same.
+/// Turns an error into [`FileError::AfterCommit`] if the checkpoint is at its target nevertheless.
 fn told_if_committed(files: &dyn FileSystem, error: FileError, target: &Path, own: Option<Identity>) -> FileError {
     if own.is_none() || identity(files, target) != own {
         return error;

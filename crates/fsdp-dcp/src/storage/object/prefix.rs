@@ -14,7 +14,7 @@ use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt as _, PutMode, PutPay
 use super::runtime::wait;
 use crate::error::FileError;
 
-/// A store that checkpoints can be read from and written to: those of [`object_store`] are all such.
+/// A store that checkpoints can be read from and written to. All stores of [`object_store`] are.
 pub trait Store: ObjectStore + MultipartStore {}
 
 impl<S: ObjectStore + MultipartStore> Store for S {}
@@ -122,14 +122,15 @@ impl Prefix {
         }
     }
 
-    /// Puts an object in one request: over whatever is there, or only where nothing is.
+    /// Puts an object in one request, either replacing an existing one or only if there is none.
     pub(super) fn put(&self, below: &str, bytes: PutPayload, mode: PutMode) -> Result<(), FileError> {
         let key = self.key(below)?;
         let put = wait(self.store.put_opts(&key, bytes, mode.into()));
         put.map(|_| ()).map_err(FileError::io("write", self.name_of(below)))
     }
 
-    /// Copies an object from below another prefix of the same store, which does it by itself: no bytes of it come here.
+    /// Copies an object from another prefix of the same store. The store does this itself, so no bytes are transferred
+    /// here.
     pub(super) fn copy(&self, from: &Prefix, name: &str, to: &str) -> Result<(), FileError> {
         let (source, target) = (from.key(name)?, self.key(to)?);
         wait(self.store.copy(&source, &target)).map_err(FileError::io("copy to", self.name_of(to)))

@@ -1,4 +1,5 @@
-//! Checkpoints that grow in an object store, where nothing can be renamed: the last object is what commits one.
+//! Checkpoints that are written to an object store. Objects cannot be renamed there, so a checkpoint is committed by
+//! putting its last object.
 
 use std::collections::HashSet;
 use std::io;
@@ -25,7 +26,7 @@ const COMMIT_ATTEMPTS: u32 = 5;
 const COMMIT_PAUSE: Duration = Duration::from_millis(200);
 /// The number of times that the removal of a claim is tried.
 const RELEASE_ATTEMPTS: u32 = 3;
-/// The end of the name of the object that says who puts a file in its place; the name of the file is before it.
+/// The ending of the name of the object that claims the key of a single file; the name of the file is before it.
 const CLAIM_END: &str = ".claim";
 /// The name of a stage, without the nonce.
 const NAME: &str = "tmp-";
@@ -38,14 +39,14 @@ pub(super) struct ObjectStage {
     parent: Option<Prefix>,
     name: String,
     overwrite: bool,
-    /// `true` on the one that prepared, until the commit: dropping it removes what was written.
+    /// `true` on the rank that prepared the stage, until the commit: dropping the stage then removes what was written.
     cleans: bool,
-    /// Objects of this save whose names do not say so.
+    /// Objects of this save whose names do not contain its nonce.
     unmarked: Mutex<Vec<Unmarked>>,
     single: Slot,
 }
 
-/// An object of a save whose name does not say whose it is.
+/// An object of a save whose name does not contain the save's nonce.
 #[derive(Debug)]
 enum Unmarked {
     /// An object below the target.
@@ -61,7 +62,7 @@ impl ObjectStage {
         if !overwrite && prefix.head("")?.is_some() {
             return Err(FileError::Exists { path });
         }
-        // Objects with a nonce are leftovers of crashed saves, or of saves in progress: they are in nobody's way.
+        // Objects with a nonce are leftovers of crashed saves, or belong to saves in progress. They do no harm.
         if prefix.names()?.iter().any(|name| nonce_of(name).is_none()) {
             return Err(if overwrite { FileError::Overwrite { path } } else { FileError::Exists { path } });
         }
@@ -101,7 +102,7 @@ impl ObjectStage {
         put_new(&self.prefix, name, bytes, self.target())
     }
 
-    /// Puts the object of a file in its place, and its sidecar beside it. Nobody else does this here now.
+    /// Puts the object of a single file to its key, and its sidecar beside it. The claim excludes other writers.
     fn put_single(&mut self, upload: Upload, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError> {
         if !self.overwrite && self.prefix.head("")?.is_some() {
             return Err(FileError::Exists { path: self.target().to_owned() });
@@ -118,7 +119,7 @@ impl ObjectStage {
             if self.prefix.head("").is_ok_and(|there| there.is_none_or(|there| there.size != length)) {
                 return Err(error);
             }
-            // Otherwise it may have been done, with only the answer lost. Then the sidecar must stay.
+            // Otherwise it may have been done, and only the answer was lost. Then the sidecar must stay.
             self.cleans = false;
             return Err(FileError::CommitUnknown { path: self.target().to_owned(), source: Box::new(error) });
         }
@@ -137,11 +138,11 @@ impl ObjectStage {
         Ok(())
     }
 
-    /// Removes what was written, as far as the store lets us.
+    /// Removes what was written, as far as the store allows it.
     fn clean(&self) {
         // An upload that waits for the commit is aborted by its drop.
         drop(self.single.lock().unwrap_or_else(PoisonError::into_inner).take());
-        // The claim came first, so it goes last: until then no other save begins.
+        // The claim was made first, so it is removed last: until then no other save can begin.
         for object in self.unmarked().drain(..).rev() {
             let _ = match (&object, &self.parent) {
                 (Unmarked::Inside(name), _) => self.prefix.delete(name),
@@ -175,8 +176,8 @@ impl Stage for ObjectStage {
     }
 
     fn claim(&self) -> Result<(), FileError> {
-        // Of several savers that found nothing at the target, one gets through here. The claim holds the nonce, which
-        // tells whose it is, should the answer be lost.
+        // If several saves found nothing at the target, only one gets the claim. It contains the nonce, which tells
+        // whose it is if the answer is lost.
         self.put_new(CLAIM_FILE, self.nonce().as_bytes())?;
         self.unmarked().push(Unmarked::Inside(CLAIM_FILE.to_owned()));
         Ok(())
@@ -205,7 +206,7 @@ impl Stage for ObjectStage {
     }
 
     fn create_single(&self, length: u64) -> Result<Box<dyn StageFile>, FileError> {
-        // Its last request is the commit, so finishing it only parks it.
+        // The last request of this upload is the commit, so finishing the file only keeps the upload for later.
         Ok(Box::new(Upload::new(&self.prefix, "", length, false)?.parked_in(self.single.clone())))
     }
 
@@ -233,14 +234,14 @@ impl Stage for ObjectStage {
     }
 
     fn check_files(&self, files: &mut dyn Iterator<Item = &String>) -> Result<(), FileError> {
-        // A rank with another URL or another endpoint has written its files to another place.
+        // A rank that was given another URL or endpoint has written its files elsewhere.
         let here: HashSet<String> = self.prefix.all()?.into_iter().collect();
         let path = self.target().to_owned();
         for file in files {
             if here.contains(file) {
                 continue;
             }
-            // Another save to the same target was faster, and has cleaned up.
+            // Another save to the same target has committed first, and has removed these files.
             if here.contains(METADATA_FILE) {
                 return Err(FileError::Exists { path });
             }
@@ -251,13 +252,13 @@ impl Stage for ObjectStage {
 
     fn commit(mut self: Box<Self>, marker: &str, bytes: &[u8]) -> Result<(), FileError> {
         if let Err(error) = self.put_new(marker, bytes) {
-            // Where the outcome is unknown the marker may be there, or come yet: what it names must stay.
+            // If the outcome is unknown, the marker may exist, or appear later, so the files that it names must stay.
             self.cleans &= !matches!(error, FileError::CommitUnknown { .. });
             return Err(error);
         }
         self.cleans = false;
-        // Best effort from here on: leftovers disturb nobody. They are those of saves that can no longer be committed,
-        // since the marker is there.
+        // Best effort from here on, because leftovers do no harm. They belong to saves that can no longer commit,
+        // because the marker exists.
         let has_claim =
             self.unmarked().iter().any(|object| matches!(object, Unmarked::Inside(name) if name == CLAIM_FILE));
         if has_claim {
@@ -274,14 +275,14 @@ impl Stage for ObjectStage {
     fn commit_single(mut self: Box<Self>, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError> {
         let upload = self.single.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(upload) = upload else { return Ok(()) };
-        // An upload in parts takes no condition, and a file has a sidecar. So of several savers one at a time gets through
-        // here: one that came between the other's requests would leave the file of one with the sidecar of another.
+        // A multipart upload cannot have a condition, and the file has a sidecar. So writers must take turns: a writer
+        // between the requests of another would leave the file of one with the sidecar of the other.
         let parent = self.parent()?.clone();
         let claim = format!("{}{CLAIM_END}", self.prefix.key("")?.filename().unwrap_or_default());
         put_new(&parent, &claim, self.nonce().as_bytes(), &parent.name_of(&claim))?;
         self.unmarked().push(Unmarked::Beside(claim.clone()));
         let done = self.put_single(upload, sidecar);
-        // If an error makes the clean-up run, that removes the claim, after everything else.
+        // After an error the clean-up removes the claim, after everything else.
         if !self.cleans {
             let _ = (0..RELEASE_ATTEMPTS).find(|_| parent.delete(&claim).is_ok());
         }
@@ -289,8 +290,8 @@ impl Stage for ObjectStage {
     }
 }
 
-/// Puts an object where none may be, and finds out whether that was done if the answer is lost. `taken` is named if another
-/// one is there.
+/// Puts an object on the condition that there is none. If the answer is lost, finds out if the object was put. If
+/// another object exists, the error names `taken`.
 fn put_new(prefix: &Prefix, name: &str, bytes: &[u8], taken: &Path) -> Result<(), FileError> {
     let mut pause = COMMIT_PAUSE;
     let mut attempt = 1;
@@ -326,7 +327,7 @@ impl Drop for ObjectStage {
     }
 }
 
-/// Returns `true` if a store has refused to put an object, so that it is certain that it did not.
+/// Returns `true` if the store refused the request, so that the object was certainly not put.
 fn is_refusal(error: &FileError) -> bool {
     let FileError::Io { source, .. } = error else { return true };
     matches!(source.kind(), io::ErrorKind::PermissionDenied | io::ErrorKind::Unsupported | io::ErrorKind::InvalidInput)

@@ -1,5 +1,5 @@
-//! An object that is being written: bytes that arrive in any order, from any thread, become parts, which are sent as they
-//! fill up.
+//! An object that is being written. Bytes arrive in any order, from any thread, and are collected into parts, which are
+//! sent as they fill up.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -27,13 +27,13 @@ const IN_FLIGHT: usize = 6;
 /// Threads that write an object at once. Each holds up to three parts: with those under way 60 MiB in all.
 const WRITERS: usize = 2;
 
-/// A place where a finished upload waits for the commit.
+/// A slot in which a finished upload waits for the commit.
 pub(super) type Slot = Arc<Mutex<Option<Upload>>>;
 
 /// An object that is being written.
 ///
-/// It appears when it is complete, or not at all. The memory that it takes is that of the parts that are begun (about two
-/// for each of [`WRITERS`] threads, and one that waits), and of the [`IN_FLIGHT`] that are being sent.
+/// It appears when it is complete, or not at all. It takes memory for the parts that are begun (about two for each of
+/// [`WRITERS`] threads, and one that waits), and for the [`IN_FLIGHT`] parts that are being sent.
 pub(super) struct Upload {
     store: Arc<dyn Store>,
     key: Key,
@@ -49,9 +49,9 @@ pub(super) struct Upload {
     permits: Arc<Semaphore>,
     /// `true` once a part could not be sent.
     failed: Arc<AtomicBool>,
-    /// The slot that it goes to when it is finished, if it is not to be published then.
+    /// The slot in which the finished upload waits, if it must not be published immediately.
     parked_in: Option<Slot>,
-    /// `true` if no other save writes to its key: an object of the right length there is this one.
+    /// `true` if no other save writes to its key, so that an object of the right length there must be this one.
     is_own_key: bool,
 }
 
@@ -99,7 +99,7 @@ impl Upload {
         self.length
     }
 
-    /// Makes finishing it leave it in the slot, instead of publishing it.
+    /// Makes [`StageFile::finish`] leave the upload in a slot, instead of publishing it.
     pub(super) fn parked_in(mut self, slot: Slot) -> Self {
         self.parked_in = Some(slot);
         self
@@ -117,7 +117,7 @@ impl Upload {
     /// Starts to send a part, once there is room for it.
     fn send(&self, index: u64, bytes: Vec<u8>) -> Result<(), FileError> {
         let Some(id) = self.id.clone() else { return Ok(()) };
-        // After a failure the rest need not be sent: the error is better known now than at the end.
+        // After a failure the rest need not be sent, and the error is returned early.
         if self.failed.load(Ordering::Relaxed) {
             return self.wait_for_sent().map(|_| ());
         }
@@ -188,7 +188,7 @@ impl Upload {
             }
         };
         if let Err(error) = done {
-            // The answer may have been lost, and not the request.
+            // The request may have succeeded, and only the answer was lost.
             if !(self.is_own_key && self.is_there()) {
                 return Err(FileError::io("upload", &self.name)(error));
             }
