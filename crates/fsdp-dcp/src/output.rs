@@ -18,7 +18,7 @@ use crate::storage::integrity::integrity_beside;
 use crate::storage::location::Location;
 use crate::storage::sidecar::Sidecar;
 use crate::storage::{Durable, Staging};
-use crate::tensor_parallel::Plan;
+use crate::tensor_parallel::TensorParallelPlan;
 use crate::threads::default_threads;
 
 /// The options of a conversion.
@@ -38,7 +38,7 @@ pub struct ConvertOptions<'o> {
     pub with: Option<&'o Location>,
     /// The parts that tensor-parallel ranks get, for [`OutputFormat::SafetensorsDirectory`](crate::convert::OutputFormat). Each
     /// rank then has files of its own, and there is no index.
-    pub tensor_parallel: Option<&'o Plan>,
+    pub tensor_parallel: Option<&'o TensorParallelPlan>,
 }
 
 impl Default for ConvertOptions<'_> {

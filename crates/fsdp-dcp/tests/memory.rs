@@ -15,7 +15,7 @@ use fsdp_dcp::convert::{Cast, ConvertOptions, OutputFormat, Rename, View, conver
 use fsdp_dcp::internals::TensorItem;
 use fsdp_dcp::metadata::{Chunk, Entry, METADATA_FILE, Metadata, StorageInfo, TensorEntry, TensorProperties, encode};
 use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::tensor_parallel::{Plan, Rules};
+use fsdp_dcp::tensor_parallel::{Rules, TensorParallelPlan};
 use fsdp_layout::{DType, TensorBox};
 use fsdp_tests::counting_allocator::{CountingAllocator, live_bytes, peak_bytes, reset_peak};
 
@@ -143,7 +143,7 @@ fn parts_of_ranks(total: u64) {
     let keys = sparse(&source, total);
     let opened = open(&source, OpenOptions::default()).unwrap();
     let rules = Rules::new(&["large=rowwise", "blocks.*=packed_colwise", "small.*=replicate"], [].into()).unwrap();
-    let plan = Plan::new(opened.metadata(), &rules, 4).unwrap();
+    let plan = TensorParallelPlan::new(opened.metadata(), &rules, 4).unwrap();
     let live = live_bytes();
     reset_peak();
     let options = ConvertOptions { threads: 4, tensor_parallel: Some(&plan), ..ConvertOptions::default() };

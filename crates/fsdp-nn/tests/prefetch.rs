@@ -78,7 +78,7 @@ impl Net {
         let block = |index: usize| {
             let scope = scope.pp("layers").pp(index);
             Ok(match units {
-                Units::Mixed if index % 2 == 0 => {
+                Units::Mixed if index.is_multiple_of(2) => {
                     Block::Unit(scope.unit(|scope| Ok(Recomputed::when(false, Layer::new(scope)?)))?)
                 }
                 Units::Explicit => Block::Unit(scope.unit(|scope| Ok(Recomputed::when(false, Layer::new(scope)?)))?),

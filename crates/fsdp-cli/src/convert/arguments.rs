@@ -6,7 +6,7 @@ use clap::{Args, ValueEnum};
 use fsdp_dcp::Location;
 use fsdp_dcp::convert::{Cast, OutputFormat};
 use fsdp_dcp::metadata::Metadata;
-use fsdp_dcp::tensor_parallel::{Plan, Rules};
+use fsdp_dcp::tensor_parallel::{Rules, TensorParallelPlan};
 use fsdp_layout::DType;
 
 use crate::failure::UsageError;
@@ -266,10 +266,10 @@ impl ConvertArguments {
 
     /// Plans the parts of tensor-parallel ranks, if they are asked for. The numbers of heads that are not given are those of the
     /// first of these places that has them.
-    pub(super) fn plan(&self, metadata: &Metadata, places: &[&Location]) -> Result<Option<Plan>> {
+    pub(super) fn plan(&self, metadata: &Metadata, places: &[&Location]) -> Result<Option<TensorParallelPlan>> {
         let Some(ranks) = self.tensor_parallel.tp else { return Ok(None) };
         let rules = Rules::new(&self.tensor_parallel.tp_rule, self.map.values(places))?;
-        Ok(Some(Plan::new(metadata, &rules, ranks)?))
+        Ok(Some(TensorParallelPlan::new(metadata, &rules, ranks)?))
     }
 
     /// Returns the cast, if one is asked for.

@@ -1,7 +1,7 @@
 //! The parts of tensor-parallel ranks, as a report.
 
 use fsdp_dcp::metadata::Metadata;
-use fsdp_dcp::tensor_parallel::{Cut, Plan};
+use fsdp_dcp::tensor_parallel::{Cut, TensorParallelPlan};
 use serde::Serialize;
 
 use crate::text::escaped;
@@ -18,7 +18,7 @@ pub(super) struct CutTensor {
 }
 
 /// Returns the tensors, and the parts that each rank gets.
-pub(super) fn cut_tensors(plan: &Plan) -> Vec<CutTensor> {
+pub(super) fn cut_tensors(plan: &TensorParallelPlan) -> Vec<CutTensor> {
     let of = |(name, cut): (&str, &Cut)| CutTensor {
         name: name.to_owned(),
         how: cut.how().to_owned(),
@@ -29,7 +29,7 @@ pub(super) fn cut_tensors(plan: &Plan) -> Vec<CutTensor> {
 }
 
 /// Returns the bytes of tensors that the fullest rank gets.
-pub(super) fn most_bytes(plan: &Plan, metadata: &Metadata) -> u64 {
+pub(super) fn most_bytes(plan: &TensorParallelPlan, metadata: &Metadata) -> u64 {
     let bytes_of_rank = |rank| {
         let sizes = plan.cuts().map(|(name, cut)| {
             let element = metadata.tensor(name).map_or(0, |tensor| tensor.properties.dtype.size_in_bytes());

@@ -8,7 +8,7 @@ use fsdp_dcp::checkpoint::{self, Checkpoint};
 use fsdp_dcp::convert::{ConvertOptions, Converted, OutputFormat, convert};
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::storage::{self, Durable};
-use fsdp_dcp::tensor_parallel::Plan;
+use fsdp_dcp::tensor_parallel::TensorParallelPlan;
 use fsdp_dcp::{FileError, Location};
 use fsdp_layout::{ErrorKind, Failure as _};
 use serde::Serialize;
@@ -41,7 +41,7 @@ pub(super) struct Destination<'a> {
     /// The directory whose configuration and tokenizer are copied.
     with: Option<&'a Location>,
     /// The parts that tensor-parallel ranks get.
-    plan: Option<Plan>,
+    plan: Option<TensorParallelPlan>,
     threads: usize,
     json: bool,
     progress: bool,
@@ -89,7 +89,7 @@ struct Ranks {
 }
 
 impl Ranks {
-    fn new(plan: &Plan, source: &dyn Checkpoint, is_planned: bool) -> Self {
+    fn new(plan: &TensorParallelPlan, source: &dyn Checkpoint, is_planned: bool) -> Self {
         let tensors = if is_planned { cut_tensors(plan) } else { Vec::new() };
         Ranks { ranks: plan.ranks(), most_bytes: most_bytes(plan, source.metadata()), tensors }
     }
@@ -107,7 +107,7 @@ impl<'a> Destination<'a> {
     }
 
     /// Adds the parts that tensor-parallel ranks get.
-    pub(super) fn with_plan(self, plan: Option<Plan>) -> Self {
+    pub(super) fn with_plan(self, plan: Option<TensorParallelPlan>) -> Self {
         Destination { plan, ..self }
     }
 

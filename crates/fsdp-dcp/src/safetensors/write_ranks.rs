@@ -22,10 +22,10 @@ use crate::output::{ConvertOptions, Converted, Streamed};
 use crate::payload::source::PayloadSource;
 use crate::storage::Staging;
 use crate::storage::integrity::Integrity;
-use crate::tensor_parallel::{Cut, Plan, Slice};
+use crate::tensor_parallel::{Cut, Slice, TensorParallelPlan};
 
 /// Checks that a plan has all tensors of a checkpoint, in their shapes.
-pub(crate) fn check_plan(source: &dyn Checkpoint, plan: &Plan) -> Result<(), FileError> {
+pub(crate) fn check_plan(source: &dyn Checkpoint, plan: &TensorParallelPlan) -> Result<(), FileError> {
     for (fqn, tensor) in source.metadata().tensors() {
         if plan.cut(fqn).map(Cut::shape) != Some(&tensor.shape[..]) {
             let what =
@@ -39,7 +39,7 @@ pub(crate) fn check_plan(source: &dyn Checkpoint, plan: &Plan) -> Result<(), Fil
 /// The parts of one rank as the source of payloads.
 struct RankSlices<'a> {
     streamed: &'a Streamed<'a>,
-    plan: &'a Plan,
+    plan: &'a TensorParallelPlan,
     rank: usize,
     /// The sums over the elements that no rank before has, by key.
     sums: Mutex<IndexMap<String, Sum>>,
@@ -124,7 +124,7 @@ impl PayloadSource for RankSlices<'_> {
 pub(crate) fn write_ranks(
     source: &dyn Checkpoint,
     staging: Staging,
-    plan: &Plan,
+    plan: &TensorParallelPlan,
     max_file_bytes: u64,
     extra: &CopiedFiles<'_>,
     options: ConvertOptions<'_>,

@@ -1,6 +1,6 @@
 //! The parts of a model that tensor-parallel ranks hold: who gets which ranges of which tensor. Arithmetic only.
 //!
-//! [`Rules`] say by a tensor's key how it is cut; a [`Plan`] applies them to a checkpoint for a number of ranks, and refuses
+//! [`Rules`] say by a tensor's key how it is cut; a [`TensorParallelPlan`] applies them to a checkpoint for a number of ranks, and refuses
 //! one that they do not fit. The words are those of the tensor-parallel plans of `transformers`:
 //!
 //! | rule | what a rank holds of `weight`, which is `[out, in]` | of `bias` |
@@ -19,11 +19,11 @@
 //! ```
 //! use fsdp_dcp::checkpoint::open;
 //! use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
-//! use fsdp_dcp::tensor_parallel::{Plan, Rules};
+//! use fsdp_dcp::tensor_parallel::{TensorParallelPlan, Rules};
 //! # fn run() -> Result<(), Box<dyn std::error::Error>> {
 //! let source = open("Llama-3-8B", Default::default())?;
 //! let rules = Rules::new(&[], [("heads".to_owned(), 32), ("kv_heads".to_owned(), 8)].into())?;
-//! let plan = Plan::new(source.metadata(), &rules, 4)?;
+//! let plan = TensorParallelPlan::new(source.metadata(), &rules, 4)?;
 //! let options = ConvertOptions { tensor_parallel: Some(&plan), ..ConvertOptions::default() };
 //! convert(&*source, "for-4-ranks", OutputFormat::SafetensorsDirectory { max_file_bytes: 5_000_000_000 }, options)?;
 //! # Ok(()) }
@@ -34,5 +34,5 @@ mod plan;
 mod rule;
 
 pub use self::error::TensorParallelError;
-pub use self::plan::{Cut, Plan, Slice, SliceRange};
+pub use self::plan::{Cut, Slice, SliceRange, TensorParallelPlan};
 pub use self::rule::Rules;

@@ -13,7 +13,7 @@ const VOCAB_MULTIPLE: usize = 64;
 
 /// The parts of all tensors of a checkpoint that tensor-parallel ranks hold.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Plan {
+pub struct TensorParallelPlan {
     ranks: usize,
     cuts: IndexMap<String, Cut>,
 }
@@ -58,7 +58,7 @@ pub struct SliceRange {
     pub is_first: bool,
 }
 
-impl Plan {
+impl TensorParallelPlan {
     /// Applies rules to all tensors of a checkpoint.
     ///
     /// Norms and numbers that no rule fits are whole on every rank.
@@ -87,7 +87,7 @@ impl Plan {
         if let Some((_, rule)) = rules.given().find(|(position, _)| !used.contains(position)) {
             return Err(TensorParallelError::Unused { rule: rule.to_string() });
         }
-        Ok(Plan { ranks: planner.ranks, cuts })
+        Ok(TensorParallelPlan { ranks: planner.ranks, cuts })
     }
 
     /// Returns the number of ranks.
@@ -293,7 +293,11 @@ mod tests {
     use crate::metadata::{Entry, TensorEntry, TensorProperties};
 
     /// Plans tensors of these shapes, with 8 heads, of which 2 are of keys and values.
-    fn plan(tensors: &[(&str, &[usize])], given: &[&str], ranks: usize) -> Result<Plan, TensorParallelError> {
+    fn plan(
+        tensors: &[(&str, &[usize])],
+        given: &[&str],
+        ranks: usize,
+    ) -> Result<TensorParallelPlan, TensorParallelError> {
         let values = [("heads".to_owned(), 8), ("kv_heads".to_owned(), 2)].into();
         let mut metadata = Metadata::default();
         for (fqn, shape) in tensors {
@@ -301,11 +305,11 @@ mod tests {
             let entry = TensorEntry { properties, shape: shape.to_vec(), chunks: Vec::new() };
             metadata.entries.insert((*fqn).to_owned(), Entry::Tensor(entry));
         }
-        Plan::new(&metadata, &Rules::new(given, values)?, ranks)
+        TensorParallelPlan::new(&metadata, &Rules::new(given, values)?, ranks)
     }
 
     /// Returns the ranges `(start, len)` of a rank.
-    fn ranges(plan: &Plan, fqn: &str, rank: usize) -> (usize, Vec<(usize, usize)>) {
+    fn ranges(plan: &TensorParallelPlan, fqn: &str, rank: usize) -> (usize, Vec<(usize, usize)>) {
         let slice = plan.cut(fqn).unwrap().slice(rank);
         (slice.dim, slice.ranges.iter().map(|range| (range.start, range.len)).collect())
     }
@@ -381,7 +385,7 @@ mod tests {
         let properties = TensorProperties::of(fsdp_layout::DType::F32);
         let entry = TensorEntry { properties, shape: vec![4], chunks: Vec::new() };
         metadata.entries.insert("norm.weight".to_owned(), Entry::Tensor(entry));
-        let error = Plan::new(&metadata, &unset, 2).unwrap_err();
+        let error = TensorParallelPlan::new(&metadata, &unset, 2).unwrap_err();
         assert!(matches!(error, TensorParallelError::NoValue { name, .. } if name == "groups"));
     }
 }

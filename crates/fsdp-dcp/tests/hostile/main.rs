@@ -21,7 +21,7 @@ use std::sync::{Mutex, PoisonError};
 
 use fsdp_dcp::checkpoint::Checkpoint;
 use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
-use fsdp_dcp::tensor_parallel::{Plan, Rules};
+use fsdp_dcp::tensor_parallel::{Rules, TensorParallelPlan};
 use fsdp_tests::counting_allocator::{CountingAllocator, live_bytes, peak_bytes, reset_peak};
 
 #[global_allocator]
@@ -49,7 +49,7 @@ fn write_parts(source: &dyn Checkpoint, to: &Path) {
     let mut rules: Vec<String> = rules.collect();
     rules.sort_by_key(|rule| std::cmp::Reverse(rule.len()));
     let rules = Rules::new(&rules, [].into()).unwrap();
-    let plan = Plan::new(source.metadata(), &rules, 2).unwrap();
+    let plan = TensorParallelPlan::new(source.metadata(), &rules, 2).unwrap();
     let options = ConvertOptions { tensor_parallel: Some(&plan), ..ConvertOptions::default() };
     convert(source, to, OutputFormat::SafetensorsDirectory { max_file_bytes: 1000 }, options).unwrap();
 }

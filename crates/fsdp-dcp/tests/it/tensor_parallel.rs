@@ -6,19 +6,24 @@ use fsdp_dcp::FileError;
 use fsdp_dcp::checkpoint::Checkpoint;
 use fsdp_dcp::convert::{ConvertOptions, Converted, OutputFormat, convert};
 use fsdp_dcp::map::{Map, Mapped};
-use fsdp_dcp::tensor_parallel::{Plan, Rules};
+use fsdp_dcp::tensor_parallel::{Rules, TensorParallelPlan};
 use fsdp_dcp::verify::{Level, verify};
 use tempfile::TempDir;
 
 use crate::foreign::{assert_converts, differences, opened, refused};
 use crate::parallel_model::{Held, Model, TOKENS, files_of_rank, gpt2, held, llama, logits, phi3, qwen2};
 
-fn plan(model: &Model, source: &dyn Checkpoint, ranks: usize) -> Plan {
+fn plan(model: &Model, source: &dyn Checkpoint, ranks: usize) -> TensorParallelPlan {
     let values = [("heads".to_owned(), model.heads), ("kv_heads".to_owned(), model.kv_heads)].into();
-    Plan::new(source.metadata(), &Rules::new::<&str>(&[], values).unwrap(), ranks).unwrap()
+    TensorParallelPlan::new(source.metadata(), &Rules::new::<&str>(&[], values).unwrap(), ranks).unwrap()
 }
 
-fn export(source: &dyn Checkpoint, plan: &Plan, to: &Path, max_file_bytes: u64) -> Result<Converted, FileError> {
+fn export(
+    source: &dyn Checkpoint,
+    plan: &TensorParallelPlan,
+    to: &Path,
+    max_file_bytes: u64,
+) -> Result<Converted, FileError> {
     let options = ConvertOptions { tensor_parallel: Some(plan), ..ConvertOptions::default() };
     convert(source, to, OutputFormat::SafetensorsDirectory { max_file_bytes }, options)
 }
