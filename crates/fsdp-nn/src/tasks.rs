@@ -2,6 +2,8 @@
 //!
 //! Slices are cut into tasks of a fixed length, so that results do not depend on the number of threads.
 
+use std::cell::Cell;
+
 use rayon::iter::{IndexedParallelIterator as _, IntoParallelIterator as _, ParallelIterator as _};
 use rayon::slice::{ParallelSlice as _, ParallelSliceMut as _};
 
@@ -11,10 +13,25 @@ const TASK: usize = 32 << 10;
 /// The partial sums of a task, so that the compiler can add several numbers at once.
 const LANES: usize = 8;
 
+thread_local! {
+    /// `true` on a thread that shares no work.
+    static IS_ALONE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Lets this thread do all work itself from now on. A thread of ours is in no pool: what it shared would go to rayon's global
+/// one, whose threads would take the cores of the ranks' own pools.
+pub(crate) fn stay_on_this_thread() {
+    IS_ALONE.set(true);
+}
+
+/// Returns `true` if so many elements are shared by threads. For fewer, another thread would only add its latency.
+fn is_shared(len: usize) -> bool {
+    len > TASK && !IS_ALONE.get()
+}
+
 /// Calls `f` with each task of two slices of equal length.
 pub(crate) fn for_each_pair<T: Send, U: Sync>(to: &mut [T], from: &[U], f: impl Fn(&mut [T], &[U]) + Sync) {
-    // Another thread would only add its latency.
-    if to.len() <= TASK {
+    if !is_shared(to.len()) {
         return f(to, from);
     }
     to.par_chunks_mut(TASK).zip(from.par_chunks(TASK)).for_each(|(to, from)| f(to, from));
@@ -22,8 +39,8 @@ pub(crate) fn for_each_pair<T: Send, U: Sync>(to: &mut [T], from: &[U], f: impl 
 
 /// Returns the sum of `term` of all values.
 pub(crate) fn sum<T: Copy + Sync>(values: &[T], term: impl Fn(T) -> f64 + Sync) -> f64 {
-    if values.len() <= TASK {
-        return sum_of_task(values, &term);
+    if !is_shared(values.len()) {
+        return values.chunks(TASK).fold(0.0, |sum, task| sum + sum_of_task(task, &term));
     }
     let sums: Vec<f64> = values.par_chunks(TASK).map(|task| sum_of_task(task, &term)).collect();
     sums.into_iter().sum()
@@ -52,7 +69,7 @@ pub(crate) fn update<T: Send + Sync, E: Send>(
     states: &mut [&mut [T]],
     update: impl Fn(&mut [T], &[T], &mut [&mut [T]]) -> Result<(), E> + Sync,
 ) -> Result<(), E> {
-    if param.len() <= TASK {
+    if !is_shared(param.len()) {
         return update(param, grad, states);
     }
     let mut states: Vec<_> = states.iter_mut().map(|state| state.chunks_mut(TASK)).collect();
@@ -92,6 +109,24 @@ mod tests {
             assert_eq!(first, from);
             assert!(second.iter().zip(&from).all(|(second, from)| *second == 2.0 * from));
         }
+    }
+
+    #[test]
+    fn a_thread_that_is_alone_does_all_itself_with_the_same_bits() {
+        let values: Vec<f64> = (0..5 * TASK).map(|index| (index as f64).sin()).collect();
+        let shared = sum(&values, |value| value);
+        let thread = std::thread::spawn(move || {
+            stay_on_this_thread();
+            let own = std::thread::current().id();
+            let mut to = vec![0f64; values.len()];
+            for_each_pair(&mut to, &values, |to, from| {
+                assert_eq!(std::thread::current().id(), own);
+                to.copy_from_slice(from);
+            });
+            assert_eq!(to, values);
+            sum(&values, |value| value)
+        });
+        assert_eq!(thread.join().unwrap().to_bits(), shared.to_bits());
     }
 
     #[test]
