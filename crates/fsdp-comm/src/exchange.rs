@@ -215,7 +215,7 @@ mod tests {
     fn a_size_that_no_object_may_have_is_refused_and_the_rank_is_named() {
         let record = |own: Vec<u64>| {
             let header = Header { call: Call::new(Operation::GatherObject), fault: None, own, inline: true };
-            Record { header, payload: &[] }
+            Record { header: std::borrow::Cow::Owned(header), payload: &[] }
         };
         let records = [record(vec![1]), record(vec![u64::MAX])];
         let error = Routes::new(&records, &[0, 7], "gather_object", |_, _| Some(0)).map(|_| ()).unwrap_err();

@@ -234,6 +234,7 @@ impl Turn<'_> {
             message,
         })?;
         counters.control(record.len() * (ranks.len() - 1));
+        let header_bytes = record.len();
         if inline {
             record.extend_from_slice(send);
         }
@@ -246,8 +247,12 @@ impl Turn<'_> {
         };
         state.rounds += 1;
         let planner = |records: &[&[u8]]| {
-            let records: Vec<Record<'_>> =
-                records.iter().map(|bytes| Record::decode(bytes, call.name())).collect::<Result<_, _>>()?;
+            let own = (&header, &record[..header_bytes]);
+            let mut decoded = Vec::with_capacity(records.len());
+            for bytes in records {
+                decoded.push(Record::decode(bytes, own, call.name())?);
+            }
+            let records = decoded;
             compare(&records, ranks)?;
             let Some(plan) = plan(&records)? else { return Ok(None) };
             let others = |ranges: &[std::ops::Range<usize>]| -> usize {

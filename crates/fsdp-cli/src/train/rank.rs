@@ -243,27 +243,26 @@ impl Rank<'_> {
         parameters.zero_grad();
         let group = self.run.model.group();
         // A signal may have come to some ranks only, or to one later than to another: so they agree, with the loss.
-        let mut mean = [loss, f64::from(u8::from(self.job.stop.signal().is_some()))];
-        group.all_reduce(&mut mean, ReduceOp::Avg)?;
+        let bytes = [parameters.parameter_bytes() as u64, parameters.peak_parameter_bytes() as u64];
+        let own = [loss.to_bits(), u64::from(self.job.stop.signal().is_some()), bytes[0], bytes[1]];
+        let mut all = vec![0; own.len() * group.world_size()];
+        group.all_gather_into(&mut all, &own)?;
+        let of_ranks = |at: usize| all.iter().skip(at).step_by(own.len()).copied();
         let seconds = clock.elapsed().as_secs_f64();
-
-        let own = [parameters.parameter_bytes() as u64, parameters.peak_parameter_bytes() as u64];
-        let mut bytes = vec![0; own.len() * group.world_size()];
-        group.all_gather_into(&mut bytes, &own)?;
         let Batches { batch, seq, .. } = self.job.batches;
         let metrics = StepMetrics {
             step,
             time: now(),
-            loss: mean[0],
+            loss: of_ranks(0).map(f64::from_bits).sum::<f64>() / group.world_size() as f64,
             lr,
             grad_norm,
             skipped: grad_norm.is_none(),
             tokens_per_s: (batch * seq) as f64 / seconds,
-            parameter_bytes: bytes.iter().step_by(2).copied().collect(),
-            peak_parameter_bytes: bytes.iter().skip(1).step_by(2).copied().collect(),
+            parameter_bytes: of_ranks(2).collect(),
+            peak_parameter_bytes: of_ranks(3).collect(),
             peak_memory_bytes: memory::peak_of_process(),
         };
-        Ok(Outcome { metrics, stops: mean[1] > 0.0 })
+        Ok(Outcome { metrics, stops: of_ranks(1).any(|stops| stops > 0) })
     }
 
     /// Updates the parameters, at the learning rate of the step.

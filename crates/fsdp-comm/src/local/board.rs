@@ -20,6 +20,9 @@ pub(super) struct Board {
 #[derive(Debug)]
 struct State {
     ranks: Vec<RankState>,
+    /// The records of all ranks in the last round that all of them have entered. One is enough: a rank enters a round only after
+    /// it has got the records of the last one.
+    records: Arc<Vec<Vec<u8>>>,
     failure: Option<CommError>,
 }
 
@@ -33,9 +36,8 @@ struct RankState {
     readers_done: usize,
     /// The number of readers that the rank waits for; `None` while it waits for none.
     awaits: Option<usize>,
-    /// Its records of this round and of the last one, by the parity of the round. Two are enough: a rank enters a round only
-    /// after all ranks have entered the last one, and by then no rank needs the records of earlier rounds.
-    records: [Option<Arc<[u8]>>; 2],
+    /// Its record of a round that other ranks are yet to enter.
+    record: Vec<u8>,
     left: Option<String>,
 }
 
@@ -43,7 +45,12 @@ impl Board {
     pub(super) fn new(global_ranks: Vec<usize>, turns: Option<Arc<dyn Turns>>) -> Self {
         let ranks = global_ranks.iter().map(|_| RankState::default()).collect();
         let changed = global_ranks.iter().map(|_| Condvar::new()).collect();
-        Board { global_ranks, state: Mutex::new(State { ranks, failure: None }), changed, turns }
+        Board {
+            global_ranks,
+            state: Mutex::new(State { ranks, records: Arc::default(), failure: None }),
+            changed,
+            turns,
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -77,24 +84,30 @@ impl Board {
     }
 
     /// Shows this rank's record, and waits for the records of all others.
-    pub(super) fn exchange(&self, round: &Round<'_>, rank: usize, record: &[u8]) -> Result<Vec<Arc<[u8]>>, CommError> {
-        let parity = (round.number % 2) as usize;
-        let record = Arc::from(record);
+    pub(super) fn exchange(
+        &self,
+        round: &Round<'_>,
+        rank: usize,
+        record: &[u8],
+    ) -> Result<Arc<Vec<Vec<u8>>>, CommError> {
+        let record = record.to_vec();
         let mut state = self.lock();
         if let Some(failure) = &state.failure {
             return Err(failure.clone());
         }
-        state.ranks[rank].records[parity] = Some(record);
+        state.ranks[rank].record = record;
         state.ranks[rank].arrived = round.number + 1;
         state.ranks[rank].readers_done = 0;
         if state.ranks.iter().all(|rank| rank.arrived > round.number) {
+            // Once for all ranks: with many, as many copies for each of them would be most of the time.
+            state.records = Arc::new(state.ranks.iter_mut().map(|rank| std::mem::take(&mut rank.record)).collect());
             // Wake the others after giving the lock back: they would only wait for it.
             drop(state);
             self.wake_all();
             state = self.lock();
         }
         let state = self.wait(state, round, rank, |rank, _| rank.arrived > round.number)?;
-        Ok(state.ranks.iter().filter_map(|rank| rank.records[parity].clone()).collect())
+        Ok(Arc::clone(&state.records))
     }
 
     /// Notes that this rank has finished reading from the ranks in `read`, and waits until all of `readers` have finished
@@ -120,7 +133,9 @@ impl Board {
             state = self.lock();
         }
         state.ranks[rank].awaits = Some(readers.len());
-        let is_ready = |other: &RankState, number: usize| other.finished > round.number || !readers.contains(&number);
+        let mut reads = vec![false; self.changed.len()];
+        readers.iter().for_each(|&reader| reads[reader] = true);
+        let is_ready = |other: &RankState, number: usize| other.finished > round.number || !reads[number];
         let mut state = self.wait(state, round, rank, is_ready)?;
         state.ranks[rank].awaits = None;
         Ok(())

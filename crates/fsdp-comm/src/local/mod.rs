@@ -114,7 +114,7 @@ impl Backend for LocalBackend {
         // Other ranks may read `send` until the end of the closure.
         slots[self.rank].lend(round.number, send, || {
             let records = board.exchange(round, self.rank, record)?;
-            let records: Vec<&[u8]> = records.iter().map(|record| &**record).collect();
+            let records: Vec<&[u8]> = records.iter().map(Vec::as_slice).collect();
             let Some(plan) = plan(&records)? else { return Ok(()) };
             let others = (0..slots.len()).filter(|&rank| rank != self.rank);
             let readers: Vec<usize> = others.clone().filter(|&rank| plan.is_read_by(rank)).collect();
