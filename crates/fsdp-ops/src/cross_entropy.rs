@@ -65,7 +65,7 @@ impl CustomOp1 for CrossEntropy {
         let (values, grad) = (Values::of(scores, NAME)?, Values::of(grad, NAME)?);
         with_element!(scores.dtype(), NAME, T => {
             let grad = grad.slice::<T>()?[0].widen() / <T as Element>::Real::of(self.targets.len() as f64);
-            let dscores = map_rows([values.slice::<T>()?], width, |row, [scores]| {
+            let dscores = map_rows([values.slice::<T>()?], width, #[inline(always)] |row, [scores]| {
                 softmax_row(scores);
                 let target = self.targets[row];
                 scores[target] -= <T as Element>::Real::ONE;
@@ -80,12 +80,20 @@ impl CustomOp1 for CrossEntropy {
 fn mean<T: Element>(scores: &[T], targets: &[usize]) -> T::Real {
     let rows = targets.len();
     let width = scores.len() / rows;
-    let (_, total) = reduce_rows([scores], width, 1, |row, [scores], total| {
-        let target = scores[targets[row]];
-        let highest = largest(scores);
-        scores.iter_mut().for_each(|score| *score = (*score - highest).exponential());
-        let log = sum(scores.len(), |index| scores[index]).logarithm();
-        total[0] += log + (highest - target);
-    });
+    let (_, total) = reduce_rows(
+        [scores],
+        width,
+        1,
+        #[inline(always)]
+        |row, [scores], total| {
+            let target = scores[targets[row]];
+            let highest = largest(scores);
+            for score in scores.iter_mut() {
+                *score = (*score - highest).exponential();
+            }
+            let log = sum(scores.len(), |index| scores[index]).logarithm();
+            total[0] += log + (highest - target);
+        },
+    );
     total[0] / T::Real::of(rows as f64)
 }

@@ -104,13 +104,18 @@ impl Dropout {
         let scale = if self.p < 1.0 { T::Real::of(1.0 / (1.0 - self.p)) } else { T::Real::ZERO };
         // An element is kept if its upper 32 bits are at least this.
         let threshold = (self.p * 4_294_967_296.0) as u64;
-        map_rows([x], self.width, |row, [values]| {
-            let key = self.masks.row(row);
-            for (index, value) in values.iter_mut().enumerate() {
-                let bits = mixed(key.wrapping_add((index as u64).wrapping_mul(GOLDEN))) >> 32;
-                *value = if bits >= threshold { *value * scale } else { T::Real::ZERO };
-            }
-        })
+        map_rows(
+            [x],
+            self.width,
+            #[inline(always)]
+            |row, [values]| {
+                let key = self.masks.row(row);
+                for (index, value) in values.iter_mut().enumerate() {
+                    let bits = mixed(key.wrapping_add((index as u64).wrapping_mul(GOLDEN))) >> 32;
+                    *value = if bits >= threshold { *value * scale } else { T::Real::ZERO };
+                }
+            },
+        )
     }
 }
 

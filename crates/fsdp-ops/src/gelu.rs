@@ -7,6 +7,8 @@ use crate::real::Real;
 use crate::rows::{ANY_WIDTH, map_rows};
 use crate::values::{Values, contiguous, elements};
 
+const ERF: &str = "gelu-erf";
+
 /// Computes `x * Φ(x)` with the normal distribution function Φ: torch's `gelu`.
 ///
 /// # Errors
@@ -36,7 +38,7 @@ enum Gelu {
 impl CustomOp1 for Gelu {
     fn name(&self) -> &'static str {
         match self {
-            Gelu::Erf => "gelu-erf",
+            Gelu::Erf => ERF,
             Gelu::Tanh => "gelu",
         }
     }
@@ -47,8 +49,8 @@ impl CustomOp1 for Gelu {
         with_element!(x.dtype(), self.name(), T => {
             let x = [elements::<T>(x, range, self.name())?];
             let y = match self {
-                Gelu::Erf => map_rows(x, ANY_WIDTH, |_, [x]| x.iter_mut().for_each(|x| *x *= x.normal().0)),
-                Gelu::Tanh => map_rows(x, ANY_WIDTH, |_, [x]| x.iter_mut().for_each(|x| *x *= by_tanh(*x).0)),
+                Gelu::Erf => map_rows(x, ANY_WIDTH, #[inline(always)] |_, [x]| multiply_by(x, Real::normal)),
+                Gelu::Tanh => map_rows(x, ANY_WIDTH, #[inline(always)] |_, [x]| multiply_by(x, by_tanh)),
             };
             Ok((T::to_cpu_storage_owned(y), layout.shape().clone()))
         })
@@ -61,11 +63,39 @@ impl CustomOp1 for Gelu {
             let inputs = [grads.slice::<T>()?, values.slice::<T>()?];
             // The derivative of x * f(x).
             let dx = match self {
-                Gelu::Erf => map_rows(inputs, ANY_WIDTH, |_, [grad, x]| multiply(grad, x, Real::normal)),
-                Gelu::Tanh => map_rows(inputs, ANY_WIDTH, |_, [grad, x]| multiply(grad, x, by_tanh)),
+                Gelu::Erf => map_rows(inputs, ANY_WIDTH, #[inline(always)] |_, [grad, x]| multiply(grad, x, Real::normal)),
+                Gelu::Tanh => map_rows(inputs, ANY_WIDTH, #[inline(always)] |_, [grad, x]| multiply(grad, x, by_tanh)),
             };
             tensor(dx, x.dims()).map(Some)
         })
+    }
+}
+
+/// Computes [`gelu_erf`] of all elements of a storage.
+pub(crate) fn gelu_erf_of(x: &CpuStorage) -> Result<CpuStorage> {
+    use candle_core::backend::BackendStorage as _;
+    with_element!(x.dtype(), ERF, T => {
+        let x = x.as_slice::<T>()?;
+        let y = map_rows([x], ANY_WIDTH, #[inline(always)] |_, [x]| multiply_by(x, Real::normal));
+        Ok(T::to_cpu_storage_owned(y))
+    })
+}
+
+/// Returns the gradient of the input of [`gelu_erf`], all of whose elements `x` has, from that of its output.
+pub(crate) fn gelu_erf_backward(x: &CpuStorage, grad: &Tensor) -> Result<Tensor> {
+    let grads = Values::of(grad, ERF)?;
+    with_element!(grad.dtype(), ERF, T => {
+        let inputs = [grads.slice::<T>()?, elements::<T>(x, 0..grad.elem_count(), ERF)?];
+        let dx = map_rows(inputs, ANY_WIDTH, #[inline(always)] |_, [grad, x]| multiply(grad, x, Real::normal));
+        tensor(dx, grad.dims())
+    })
+}
+
+/// Computes `x * f(x)`, where `f` returns its value and its derivative.
+#[inline(always)]
+fn multiply_by<R: Real>(x: &mut [R], f: impl Fn(R) -> (R, R)) {
+    for x in x {
+        *x *= f(*x).0;
     }
 }
 

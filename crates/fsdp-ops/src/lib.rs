@@ -18,6 +18,7 @@
 //! | [`cross_entropy()`] | mean cross-entropy of scores and targets | `candle_nn::loss::cross_entropy` |
 //! | [`dropout()`] | dropout whose masks do not depend on ranks | `candle_nn::ops::dropout` |
 //! | [`linear()`] | a product with a weight, plus a bias | `candle_nn::Linear` |
+//! | [`linear_gelu_erf`] | GELU of a product with a weight, plus a bias | |
 //!
 //! On CPUs they take f32, f64, bf16 and f16. The half types are computed in f32 and rounded once, at the end. On other
 //! devices each function is composed of candle's operations, and has the same gradients.
@@ -47,7 +48,7 @@ pub use attention::{packed_attention, scaled_dot_product_attention};
 pub use cross_entropy::cross_entropy;
 pub use dropout::{DropoutMasks, dropout};
 pub use gelu::{gelu, gelu_erf};
-pub use linear::linear;
+pub use linear::{linear, linear_gelu_erf};
 pub use norm::{layer_norm, rms_norm};
 pub use rope::{rope, rope_i};
 pub use softmax::softmax_last_dim;

@@ -1,8 +1,11 @@
 //! The linear layer: a product with a weight, plus a bias.
 
+use std::sync::OnceLock;
+
 use candle_core::{CpuStorage, CustomOp2, CustomOp3, D, Layout, Result, Shape, Tensor, WithDType as _};
 
 use crate::element::{Element as _, tensor, tensor_of_sums, with_element};
+use crate::gelu::{gelu_erf, gelu_erf_backward, gelu_erf_of};
 use crate::product::{Matrix, product};
 use crate::rows::sum_of_rows;
 use crate::values::{Values, contiguous, cpu, elements, span};
@@ -30,6 +33,19 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
         Some(bias) => x.apply_op3(weight, &bias.contiguous()?, Linear),
         None => x.apply_op2(weight, Linear),
     }
+}
+
+/// Computes `gelu_erf(linear(x, weight, bias))` as one operation. candle sets the gradient of each operation's input to zero and
+/// adds to it; for this input, which is the widest tensor of most models, it need not.
+///
+/// # Errors
+/// Those of [`linear`].
+pub fn linear_gelu_erf(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Tensor> {
+    let (outputs, inputs) = weight.dims2()?;
+    if !x.device().is_cpu() || x.dim(D::Minus1)? != inputs || bias.dims() != [outputs] {
+        return gelu_erf(&linear(x, weight, Some(bias))?);
+    }
+    x.contiguous()?.apply_op3(weight, &bias.contiguous()?, LinearGelu::default())
 }
 
 /// Computes the same with candle's product, for devices that have no fast one here.
@@ -152,6 +168,49 @@ impl CustomOp3 for Linear {
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         let [dx, dweight, dbias] = Linear::backward(x, weight, grad, true)?;
+        Ok((dx, dweight, dbias))
+    }
+}
+
+/// A product whose result goes through GELU.
+#[derive(Default)]
+struct LinearGelu {
+    /// The result of the product, for the backward.
+    product: OnceLock<CpuStorage>,
+}
+
+impl CustomOp3 for LinearGelu {
+    fn name(&self) -> &'static str {
+        "linear-gelu-erf"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_layout: &Layout,
+        weight: &CpuStorage,
+        layout: &Layout,
+        bias: &CpuStorage,
+        bias_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let (product, shape) = Linear::forward(x, x_layout, weight, layout, Some((bias, bias_layout)))?;
+        let y = gelu_erf_of(&product)?;
+        // Each operation is computed once.
+        let _ = self.product.set(product);
+        Ok((y, shape))
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        _: &Tensor,
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let Some(product) = self.product.get() else { candle_core::bail!("{NAME}: a backward before the forward") };
+        let grad = gelu_erf_backward(product, &grad.contiguous()?)?;
+        let [dx, dweight, dbias] = Linear::backward(x, weight, &grad, true)?;
         Ok((dx, dweight, dbias))
     }
 }

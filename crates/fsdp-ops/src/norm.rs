@@ -72,7 +72,7 @@ impl CustomOp3 for LayerNorm {
             let x = elements::<T>(x, contiguous(x_layout, name)?, name)?;
             let weight = widened(elements::<T>(weight, contiguous(weight_layout, name)?, name)?);
             let bias = widened(elements::<T>(bias, contiguous(bias_layout, name)?, name)?);
-            let y = map_rows([x], weight.len(), |_, [row]| {
+            let y = map_rows([x], weight.len(), #[inline(always)] |_, [row]| {
                 normalize::<_, true>(row, self.eps);
                 row.iter_mut().zip(&weight).zip(&bias).for_each(|((x, &weight), &bias)| *x = *x * weight + bias);
             });
@@ -114,7 +114,7 @@ impl CustomOp2 for RmsNorm {
         with_element!(x.dtype(), name, T => {
             let x = elements::<T>(x, contiguous(x_layout, name)?, name)?;
             let weight = widened(elements::<T>(weight, contiguous(weight_layout, name)?, name)?);
-            let y = map_rows([x], weight.len(), |_, [row]| {
+            let y = map_rows([x], weight.len(), #[inline(always)] |_, [row]| {
                 normalize::<_, false>(row, self.eps);
                 row.iter_mut().zip(&weight).for_each(|(x, &weight)| *x *= weight);
             });
@@ -158,17 +158,23 @@ fn backward<T: Element, const CENTER: bool>(
     let weight = widened(weight.slice::<T>()?);
     let width = weight.len();
     let sums = if CENTER { 2 * width } else { width };
-    Ok(reduce_rows([grad.slice::<T>()?, x.slice::<T>()?], width, sums, |_, [grad, x], sums| {
-        let factor = normalize::<_, CENTER>(x, eps);
-        let (dweight, dbias) = sums.split_at_mut(width);
-        dweight.iter_mut().zip(&*grad).zip(&*x).for_each(|((sum, &grad), &x)| *sum += grad * x);
-        dbias.iter_mut().zip(&*grad).for_each(|(sum, &grad)| *sum += grad);
-        grad.iter_mut().zip(&weight).for_each(|(grad, &weight)| *grad *= weight);
-        // The output does not change if all values of the row change together, or if the row is scaled. So the gradient has no
-        // part in these two directions: take away its mean, and its part along the row.
-        let len = T::Real::of(width as f64);
-        let mean = if CENTER { sum(width, |index| grad[index]) / len } else { T::Real::ZERO };
-        let along = sum(width, |index| grad[index] * x[index]) / len;
-        grad.iter_mut().zip(&*x).for_each(|(grad, &x)| *grad = factor * (*grad - mean - x * along));
-    }))
+    Ok(reduce_rows(
+        [grad.slice::<T>()?, x.slice::<T>()?],
+        width,
+        sums,
+        #[inline(always)]
+        |_, [grad, x], sums| {
+            let factor = normalize::<_, CENTER>(x, eps);
+            let (dweight, dbias) = sums.split_at_mut(width);
+            dweight.iter_mut().zip(&*grad).zip(&*x).for_each(|((sum, &grad), &x)| *sum += grad * x);
+            dbias.iter_mut().zip(&*grad).for_each(|(sum, &grad)| *sum += grad);
+            grad.iter_mut().zip(&weight).for_each(|(grad, &weight)| *grad *= weight);
+            // The output does not change if all values of the row change together, or if the row is scaled. So the gradient has no
+            // part in these two directions: take away its mean, and its part along the row.
+            let len = T::Real::of(width as f64);
+            let mean = if CENTER { sum(width, |index| grad[index]) / len } else { T::Real::ZERO };
+            let along = sum(width, |index| grad[index] * x[index]) / len;
+            grad.iter_mut().zip(&*x).for_each(|(grad, &x)| *grad = factor * (*grad - mean - x * along));
+        },
+    ))
 }

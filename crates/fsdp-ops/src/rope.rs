@@ -86,26 +86,31 @@ impl Rope {
         let sin = widened(Values::of(&self.sin, name)?.slice::<T>()?);
         let half = self.cos.dims().last().copied().unwrap_or(0);
         let direction = T::Real::of(if back { -1.0 } else { 1.0 });
-        Ok(map_rows([x], 2 * half, |row, [x]| {
-            let batch = self.heads.map_or(0, |heads| row / self.time / heads);
-            let start = (batch * self.time + row % self.time) * half;
-            let angles = cos[start..start + half].iter().zip(&sin[start..start + half]);
-            match self.pairs {
-                Pairs::Halves => {
-                    let (first, second) = x.split_at_mut(half);
-                    for ((a, b), (&cos, &sin)) in first.iter_mut().zip(second).zip(angles) {
-                        turn(a, b, cos, sin * direction);
-                    }
-                }
-                Pairs::Neighbours => {
-                    for (pair, (&cos, &sin)) in x.chunks_exact_mut(2).zip(angles) {
-                        if let [a, b] = pair {
+        Ok(map_rows(
+            [x],
+            2 * half,
+            #[inline(always)]
+            |row, [x]| {
+                let batch = self.heads.map_or(0, |heads| row / self.time / heads);
+                let start = (batch * self.time + row % self.time) * half;
+                let angles = cos[start..start + half].iter().zip(&sin[start..start + half]);
+                match self.pairs {
+                    Pairs::Halves => {
+                        let (first, second) = x.split_at_mut(half);
+                        for ((a, b), (&cos, &sin)) in first.iter_mut().zip(second).zip(angles) {
                             turn(a, b, cos, sin * direction);
                         }
                     }
+                    Pairs::Neighbours => {
+                        for (pair, (&cos, &sin)) in x.chunks_exact_mut(2).zip(angles) {
+                            if let [a, b] = pair {
+                                turn(a, b, cos, sin * direction);
+                            }
+                        }
+                    }
                 }
-            }
-        }))
+            },
+        ))
     }
 }
 

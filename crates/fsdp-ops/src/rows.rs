@@ -19,6 +19,9 @@ fn rows_of_task(width: usize) -> usize {
 }
 
 /// Runs a kernel with the widest vector instructions of this machine.
+///
+/// Only code that is inlined into the kernel has them. So kernels, and closures that they call, are `#[inline(always)]`, and loop
+/// with `for`: the library's `for_each` around a long closure is a function of its own, for any machine.
 #[inline(always)]
 pub(crate) fn vectorized<R>(kernel: impl FnOnce() -> R) -> R {
     struct Kernel<K>(K);
@@ -40,7 +43,14 @@ pub(crate) fn map_rows<T: Element, const N: usize>(
     width: usize,
     kernel: impl Fn(usize, [&mut [T::Real]; N]) + Sync,
 ) -> Vec<T> {
-    reduce_rows(inputs, width, 0, |row, values, _| kernel(row, values)).0
+    reduce_rows(
+        inputs,
+        width,
+        0,
+        #[inline(always)]
+        |row, values, _| kernel(row, values),
+    )
+    .0
 }
 
 /// Computes an output like [`map_rows`], and sums over all rows: the kernel adds to `sums` numbers that start at zero.
@@ -57,21 +67,24 @@ pub(crate) fn reduce_rows<T: Element, const N: usize>(
     let (output, parts) = in_parts(len, width * rows, zero, |task, output| {
         let mut part = vec![zero_sum; sums];
         let mut scratch: [Vec<T::Real>; N] = std::array::from_fn(|_| vec![zero_sum; width.min(output.len())]);
-        vectorized(|| {
-            for (index, output) in output.chunks_mut(width).enumerate() {
-                let row = task * rows + index;
-                let range = row * width..row * width + output.len();
-                for (scratch, input) in scratch.iter_mut().zip(inputs) {
-                    for (wide, value) in scratch.iter_mut().zip(&input[range.clone()]) {
-                        *wide = value.widen();
+        vectorized(
+            #[inline(always)]
+            || {
+                for (index, output) in output.chunks_mut(width).enumerate() {
+                    let row = task * rows + index;
+                    let range = row * width..row * width + output.len();
+                    for (scratch, input) in scratch.iter_mut().zip(inputs) {
+                        for (wide, value) in scratch.iter_mut().zip(&input[range.clone()]) {
+                            *wide = value.widen();
+                        }
+                    }
+                    kernel(row, scratch.each_mut().map(|values| &mut values[..output.len()]), &mut part);
+                    for (value, &wide) in output.iter_mut().zip(&scratch[0]) {
+                        *value = T::narrow(wide);
                     }
                 }
-                kernel(row, scratch.each_mut().map(|values| &mut values[..output.len()]), &mut part);
-                for (value, &wide) in output.iter_mut().zip(&scratch[0]) {
-                    *value = T::narrow(wide);
-                }
-            }
-        });
+            },
+        );
         part
     });
     (output, sum_of_parts(&parts, sums))
@@ -83,11 +96,14 @@ pub(crate) fn sum_of_rows<T: Element>(values: &[T], width: usize) -> Vec<T::Real
     let width = width.max(1);
     let parts = values.par_chunks(width * rows_of_task(width)).map(|rows| {
         let mut part = vec![zero; width];
-        vectorized(|| {
-            for row in rows.chunks_exact(width) {
-                part.iter_mut().zip(row).for_each(|(sum, &value)| *sum += value.widen());
-            }
-        });
+        vectorized(
+            #[inline(always)]
+            || {
+                for row in rows.chunks_exact(width) {
+                    part.iter_mut().zip(row).for_each(|(sum, &value)| *sum += value.widen());
+                }
+            },
+        );
         part
     });
     let parts: Vec<Vec<T::Real>> = parts.collect();

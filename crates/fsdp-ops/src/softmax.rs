@@ -44,7 +44,7 @@ impl CustomOp1 for Softmax {
         let range = contiguous(layout, NAME)?;
         with_element!(x.dtype(), NAME, T => {
             let x = elements::<T>(x, range, NAME)?;
-            let y = map_rows([x], width, |_, [row]| softmax_row(row));
+            let y = map_rows([x], width, #[inline(always)] |_, [row]| softmax_row(row));
             Ok((T::to_cpu_storage_owned(y), layout.shape().clone()))
         })
     }
@@ -54,7 +54,7 @@ impl CustomOp1 for Softmax {
         let width = y.dim(D::Minus1)?;
         let (values, grads) = (Values::of(y, NAME)?, Values::of(&grad, NAME)?);
         with_element!(y.dtype(), NAME, T => {
-            let dx = map_rows([grads.slice::<T>()?, values.slice::<T>()?], width, |_, [grad, y]| {
+            let dx = map_rows([grads.slice::<T>()?, values.slice::<T>()?], width, #[inline(always)] |_, [grad, y]| {
                 let along = sum(grad.len(), |index| grad[index] * y[index]);
                 grad.iter_mut().zip(y).for_each(|(grad, y)| *grad = *y * (*grad - along));
             });
@@ -67,7 +67,9 @@ impl CustomOp1 for Softmax {
 #[inline(always)]
 pub(crate) fn softmax_row<R: Real>(row: &mut [R]) {
     let highest = largest(row);
-    row.iter_mut().for_each(|x| *x = (*x - highest).exponential());
+    for x in row.iter_mut() {
+        *x = (*x - highest).exponential();
+    }
     let scale = R::ONE / sum(row.len(), |index| row[index]);
     row.iter_mut().for_each(|x| *x *= scale);
 }

@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor};
 use candle_nn::kv_cache::KvCache;
 use candle_nn::{Init, VarBuilder};
-use fsdp::ops::{gelu_erf, layer_norm, linear, packed_attention, scaled_dot_product_attention};
+use fsdp::ops::{layer_norm, linear, linear_gelu_erf, packed_attention, scaled_dot_product_attention};
 
 use super::config::GptConfig;
 
@@ -91,7 +91,7 @@ impl Mlp {
     }
 
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.c_proj.forward(&gelu_erf(&self.c_fc.forward(x)?)?)
+        self.c_proj.forward(&linear_gelu_erf(x, &self.c_fc.weight, &self.c_fc.bias)?)
     }
 }
 

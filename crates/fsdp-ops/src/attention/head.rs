@@ -2,15 +2,15 @@
 
 use std::borrow::Cow;
 
-use candle_core::backend::BackendStorage as _;
 use candle_core::{CpuStorage, Layout, Result, WithDType};
 use rayon::iter::{IntoParallelIterator as _, ParallelIterator as _};
 
 use crate::element::{Element, widened};
+use crate::product::{Matrix, product};
 use crate::real::{Real, sum};
 use crate::rows::vectorized;
 use crate::softmax::softmax_row;
-use crate::values::elements;
+use crate::values::{elements, span};
 
 /// The number of queries that are computed at a time.
 const BLOCK: usize = 64;
@@ -43,12 +43,15 @@ impl<'a> View<'a> {
         self.layout.dims()[dim]
     }
 
-    /// Returns the layout of `len` rows of a head, as a matrix.
-    fn rows(&self, head: usize, start: usize, len: usize) -> Layout {
+    /// Returns `len` rows of a head, as a matrix.
+    fn rows<R: Real + WithDType>(&self, head: usize, start: usize, len: usize) -> Result<Matrix<'_, R>> {
         let strides = self.layout.stride();
         let (batch, head) = (head / self.dim(1), head % self.dim(1));
         let offset = self.layout.start_offset() + batch * strides[0] + head * strides[1] + start * strides[2];
-        Layout::new((len, self.dim(3)).into(), strides[2..].to_vec(), offset)
+        let layout = Layout::new((len, self.dim(3)).into(), strides[2..].to_vec(), offset);
+        // A product refuses a matrix that is not all there.
+        let values = self.storage.as_slice::<R>()?.get(span(&layout)).unwrap_or_default();
+        Matrix::of_layout(values, &layout)
     }
 }
 
@@ -76,6 +79,11 @@ impl Heads<'_> {
         self.query.dim(0) * self.query.dim(1)
     }
 
+    /// Returns the threads of a product: those that the heads, which run beside each other, leave over.
+    fn threads(&self) -> usize {
+        rayon::current_num_threads().div_ceil(self.heads().max(1))
+    }
+
     fn blocks(&self, head: usize) -> impl Iterator<Item = Block> {
         let (all_rows, all_columns, causal) = (self.query.dim(2), self.key.dim(2), self.causal);
         (0..all_rows).step_by(BLOCK).map(move |start| {
@@ -90,10 +98,9 @@ impl Heads<'_> {
         let head = |head: usize| {
             let mut output = Vec::with_capacity(self.query.dim(2) * self.value.dim(3));
             for block in self.blocks(head) {
-                let weights = R::to_cpu_storage_owned(self.weights(block)?);
-                let value = self.value.rows(head, 0, block.columns);
-                let mixed = product(&weights, &block.layout(), self.value.storage, &value)?;
-                output.extend_from_slice(mixed.as_slice::<R>()?);
+                let weights = self.weights::<R>(block)?;
+                let value = self.value.rows(head, 0, block.columns)?;
+                output.extend(product(block.matrix(&weights), value, None, self.threads())?);
             }
             Ok(output)
         };
@@ -118,69 +125,61 @@ impl Heads<'_> {
         let mut dvalue = vec![<R as Real>::ZERO; self.value.dim(2) * self.value.dim(3)];
         for block in self.blocks(head) {
             let weights = self.weights::<R>(block)?;
-            let grad_layout = grad.rows(head, block.start, block.rows);
-            let value = transposed(&self.value.rows(head, 0, block.columns))?;
+            let grad = grad.rows(head, block.start, block.rows)?;
+            let value = self.value.rows(head, 0, block.columns)?;
             // The gradient of the weights, and from it, in place, that of the scores.
-            let dweights = product(grad.storage, &grad_layout, self.value.storage, &value)?;
-            let mut dscores = R::cpu_storage_data(dweights)?;
+            let mut dscores = product(grad, value.transposed(), None, self.threads())?;
             let scale = R::of(self.scale);
-            vectorized(|| {
-                for (dscores, weights) in dscores.chunks_mut(block.columns).zip(weights.chunks(block.columns)) {
-                    let along = sum(weights.len(), |index| dscores[index] * weights[index]);
-                    let elements = dscores.iter_mut().zip(weights);
-                    elements.for_each(|(score, &weight)| *score = weight * (*score - along) * scale);
-                }
-            });
-            let (weights, dscores) = (R::to_cpu_storage_owned(weights), R::to_cpu_storage_owned(dscores));
-            let (layout, by_column) = (block.layout(), transposed(&block.layout())?);
-            let query = self.query.rows(head, block.start, block.rows);
-            add(&mut dvalue, &product(&weights, &by_column, grad.storage, &grad_layout)?)?;
-            add(&mut dkey, &product(&dscores, &by_column, self.query.storage, &query)?)?;
-            let key = self.key.rows(head, 0, block.columns);
-            dquery.extend_from_slice(product(&dscores, &layout, self.key.storage, &key)?.as_slice::<R>()?);
+            vectorized(
+                #[inline(always)]
+                || {
+                    for (dscores, weights) in dscores.chunks_mut(block.columns).zip(weights.chunks(block.columns)) {
+                        let along = sum(weights.len(), |index| dscores[index] * weights[index]);
+                        let elements = dscores.iter_mut().zip(weights);
+                        elements.for_each(|(score, &weight)| *score = weight * (*score - along) * scale);
+                    }
+                },
+            );
+            let (weights, dscores) = (block.matrix(&weights), block.matrix(&dscores));
+            let query = self.query.rows(head, block.start, block.rows)?;
+            add(&mut dvalue, &product(weights.transposed(), grad, None, self.threads())?);
+            add(&mut dkey, &product(dscores.transposed(), query, None, self.threads())?);
+            let key = self.key.rows(head, 0, block.columns)?;
+            dquery.extend(product(dscores, key, None, self.threads())?);
         }
         Ok([dquery, dkey, dvalue])
     }
 
     /// Computes the softmax of the scores of a block, row by row; 0 where a row does not see a column.
     fn weights<R: Real + WithDType>(&self, block: Block) -> Result<Vec<R>> {
-        let query = self.query.rows(block.head, block.start, block.rows);
-        let key = transposed(&self.key.rows(block.head, 0, block.columns))?;
-        let scores = product(self.query.storage, &query, self.key.storage, &key)?;
-        let mut weights = R::cpu_storage_data(scores)?;
+        let query = self.query.rows(block.head, block.start, block.rows)?;
+        let key = self.key.rows(block.head, 0, block.columns)?;
+        let mut weights = product(query, key.transposed(), None, self.threads())?;
         let scale = R::of(self.scale);
-        vectorized(|| {
-            for (row, weights) in weights.chunks_mut(block.columns).enumerate() {
-                let seen = if self.causal { block.columns.min(block.start + row + 1) } else { block.columns };
-                let (seen, hidden) = weights.split_at_mut(seen);
-                seen.iter_mut().for_each(|score| *score *= scale);
-                softmax_row(seen);
-                hidden.fill(<R as Real>::ZERO);
-            }
-        });
+        vectorized(
+            #[inline(always)]
+            || {
+                for (row, weights) in weights.chunks_mut(block.columns).enumerate() {
+                    let seen = if self.causal { block.columns.min(block.start + row + 1) } else { block.columns };
+                    let (seen, hidden) = weights.split_at_mut(seen);
+                    seen.iter_mut().for_each(|score| *score *= scale);
+                    softmax_row(seen);
+                    hidden.fill(<R as Real>::ZERO);
+                }
+            },
+        );
         Ok(weights)
     }
 }
 
 impl Block {
-    /// Returns the layout of its scores.
-    fn layout(&self) -> Layout {
-        Layout::contiguous((self.rows, self.columns))
+    /// Returns scores or weights of the block as a matrix.
+    const fn matrix<'a, R: Real>(&self, values: &'a [R]) -> Matrix<'a, R> {
+        Matrix::row_major(values, [self.rows, self.columns])
     }
 }
 
-fn transposed(layout: &Layout) -> Result<Layout> {
-    layout.transpose(0, 1)
-}
-
-/// Multiplies two matrices.
-fn product(lhs: &CpuStorage, lhs_layout: &Layout, rhs: &CpuStorage, rhs_layout: &Layout) -> Result<CpuStorage> {
-    let ((rows, inner), columns) = (lhs_layout.shape().dims2()?, rhs_layout.dims()[1]);
-    lhs.matmul(rhs, (1, rows, columns, inner), lhs_layout, rhs_layout)
-}
-
 /// Adds values to the first ones of a sum.
-fn add<R: Real + WithDType>(sum: &mut [R], values: &CpuStorage) -> Result<()> {
-    sum.iter_mut().zip(values.as_slice::<R>()?).for_each(|(sum, &value)| *sum += value);
-    Ok(())
+fn add<R: Real>(sum: &mut [R], values: &[R]) {
+    sum.iter_mut().zip(values).for_each(|(sum, &value)| *sum += value);
 }

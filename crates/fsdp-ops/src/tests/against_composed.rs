@@ -193,6 +193,15 @@ fn linear_equals_product_and_sum() {
     }
 }
 
+#[test]
+fn linear_and_gelu_in_one_equal_both() {
+    for (x, outputs) in [(&[2, 3, 4][..], 5), (&[40, 33], 65), (&[7], 2)] {
+        let shapes = [x, &[outputs, x[x.len() - 1]], &[outputs]];
+        let both = |x: &[Tensor]| crate::gelu_erf(&crate::linear(&x[0], &x[1], Some(&x[2]))?);
+        compare(&shapes, |x| crate::linear_gelu_erf(&x[0], &x[1], &x[2]), both);
+    }
+}
+
 /// The gradient of a weight reaches its row-major place without being turned round.
 #[test]
 fn the_gradient_of_a_linear_weight_has_the_weights_layout() {

@@ -20,6 +20,8 @@ fn shapes_that_do_not_go_together_are_refused() {
     assert_refused(crate::layer_norm(&x, &zeros(&[4]), &zeros(&[3]), 1e-5), &["layer-norm", "[3]"]);
     assert_refused(crate::rms_norm(&x, &zeros(&[2]), 1e-5), &["rms-norm", "[2]"]);
     assert_refused(crate::linear(&x, &zeros(&[3, 5]), None), &["linear", "[3, 5]"]);
+    assert_refused(crate::linear_gelu_erf(&x, &zeros(&[3, 5]), &zeros(&[3])), &["linear", "[3, 5]"]);
+    assert_refused(crate::linear_gelu_erf(&x, &zeros(&[3, 4]), &zeros(&[2])), &["linear", "[3, 4]"]);
     assert_refused(crate::cross_entropy(&x, &zeros(&[3])), &["cross-entropy", "[3]"]);
     let (heads, fewer) = (zeros(&[1, 2, 3, 4]), zeros(&[1, 1, 3, 4]));
     assert_refused(crate::scaled_dot_product_attention(&heads, &fewer, &heads, true, 1.0), &["attention"]);
