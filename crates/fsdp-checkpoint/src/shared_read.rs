@@ -1,4 +1,5 @@
-//! Reading by replicas: ranks that want the same of a checkpoint read a share of it each, and pass it on.
+//! Shared reading: ranks that load the same data from a checkpoint (replicas) each read a share of it and send it to
+//! the others.
 
 use std::hash::{Hash as _, Hasher as _};
 use std::ops::Range;
@@ -10,11 +11,11 @@ use fsdp_layout::{DeviceMesh, TensorBox};
 use fsdp_state::engine::Wanted;
 use twox_hash::XxHash3_64;
 
-/// The bytes that replicas pass on at once. Each needs memory for its share of them.
+/// The number of bytes that the replicas exchange at once. Each rank needs additional memory for its share of them.
 const PIECE: usize = 64 << 20;
 
-/// Returns the group of the ranks that want the same as this one, if all ranks have the same number of such ranks, in the order
-/// of a mesh of replicas and shards. Collective: an object all-gather.
+/// Returns the group of the ranks that load the same data as this one. Returns `None` if the ranks do not form a mesh
+/// of replicas and shards, in which rank `r` loads the same as rank `r % shards`. Collective: an object all-gather.
 pub(crate) fn replicas(group: &ProcessGroup, wanted: &[Wanted]) -> Result<Option<ProcessGroup>, CommError> {
     if group.world_size() == 1 {
         return Ok(None);
@@ -29,7 +30,8 @@ pub(crate) fn replicas(group: &ProcessGroup, wanted: &[Wanted]) -> Result<Option
     mesh.map(|mesh| group.mesh_group(&mesh, 0)).transpose()
 }
 
-/// Returns the number of shards if each rank wants the same as the one that has as many ranks before it.
+/// Returns the number of shards, if each rank `r` loads the same as rank `r % shards`. `wants` has a hash of what each
+/// rank loads.
 fn shards(wants: &[u64]) -> Option<usize> {
     let shards = 1 + wants.iter().skip(1).position(|want| Some(want) == wants.first())?;
     let is_mesh = wants.len().is_multiple_of(shards)
@@ -37,29 +39,29 @@ fn shards(wants: &[u64]) -> Option<usize> {
     is_mesh.then_some(shards)
 }
 
-/// The bytes of the boxes of several tensors in a row, of which each replica reads a share.
+/// The boxes of several tensors, seen as one sequence of bytes. Each replica reads a share of it.
 pub(crate) struct Row {
     places: Vec<Place>,
     bytes: usize,
 }
 
-/// The place of a box in a row.
+/// The position of a box in a row.
 struct Place {
-    /// The position of the tensor among those that are wanted.
+    /// The index of the tensor in the wanted ones.
     wanted: usize,
-    /// The position of the box among those of the tensor.
+    /// The index of the box in those of the tensor.
     index: usize,
     start: usize,
     bytes: usize,
     element: usize,
 }
 
-/// The bytes of a box, by their positions in it.
+/// A range of the bytes of a box.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct InBox {
-    /// The position of the box among all boxes of the row.
+    /// The index of the box in all boxes of the row.
     pub(crate) place: usize,
-    /// The position of its tensor among those that are wanted.
+    /// The index of its tensor in the wanted ones.
     pub(crate) wanted: usize,
     pub(crate) bytes: Range<usize>,
 }
@@ -78,7 +80,7 @@ impl Row {
         row
     }
 
-    /// Cuts the row into pieces, and each piece into a share for each replica. No element is cut.
+    /// Cuts the row into pieces, and each piece into one share per replica. Cuts are between elements.
     pub(crate) fn shares(&self, replicas: usize) -> Vec<Vec<Range<usize>>> {
         self.shares_of(PIECE, replicas)
     }
@@ -92,7 +94,7 @@ impl Row {
         pieces.map(share).collect()
     }
 
-    /// Returns the start of the element in which a byte of the row is.
+    /// Returns the position of the first byte of the element that the byte at `at` belongs to.
     fn before_element(&self, at: usize) -> usize {
         let after = self.places.partition_point(|place| place.start <= at);
         match after.checked_sub(1).map(|index| &self.places[index]) {
@@ -101,7 +103,7 @@ impl Row {
         }
     }
 
-    /// Returns the boxes that a range of the row lies in.
+    /// Returns the parts of boxes that a range of the row consists of.
     pub(crate) fn boxes_in(&self, range: &Range<usize>) -> Vec<InBox> {
         let first = self.places.partition_point(|place| place.start + place.bytes <= range.start);
         let places = self.places.iter().enumerate().skip(first).take_while(|(_, place)| place.start < range.end);
@@ -114,8 +116,8 @@ impl Row {
             .collect()
     }
 
-    /// Returns the requests for a range of the row: for each tensor the boxes whose bytes are that range, one after the other.
-    /// `request` makes the request for some boxes of a wanted tensor.
+    /// Returns the requests that read a range of the row: the bytes of their boxes, one after the other, are that
+    /// range. `request` makes the request for some boxes of a wanted tensor.
     pub(crate) fn requests(
         &self,
         wanted: &[Wanted],

@@ -27,15 +27,16 @@ const WINDOW: usize = 512 << 20;
 
 /// An open checkpoint of any format, as the source of a load.
 ///
-/// Every rank opens it for itself and reads for itself, unless replicas share the reading
-/// ([`LoadOptions::read_once`]). Else the only collectives are agreements, and, if the checkpoint has digests, a gather of sums:
-/// what all ranks have loaded together must be what was saved.
+/// Every rank opens the checkpoint by itself, and reads by itself unless replicas share the reading
+/// ([`LoadOptions::read_once`]). Collectives: agreements; if the checkpoint has digests, a gather of sums, by which the
+/// ranks check that all of them together have loaded what was saved; if the reading is shared, an object all-gather and
+/// the all-gathers of the data.
 pub struct CheckpointSource<'a> {
     checkpoint: &'a dyn Checkpoint,
     schema: Schema,
     /// The checkpoint's keys, in the order of the schema.
     keys: Vec<String>,
-    /// The ranks that want the same as this one, if they share the reading.
+    /// The ranks that load the same data as this one, if they share the reading.
     replicas: Option<ProcessGroup>,
 }
 
@@ -148,7 +149,8 @@ impl<'a> CheckpointSource<'a> {
         self.fill_overlapping(overlapping, wanted, memories, options, comparison)
     }
 
-    /// Fills the tensors that share some of their elements with others. They cannot be lent together, so they get copies.
+    /// Fills the tensors at the indices `overlapping`, which share elements with others. Their memory cannot be lent
+    /// together with that of the others, so each is read into a copy.
     fn fill_overlapping(
         &self,
         overlapping: Vec<usize>,
@@ -168,11 +170,12 @@ impl<'a> CheckpointSource<'a> {
         Ok(())
     }
 
-    /// Fills memory as [`Self::fill`] does, with replicas that all do the same: each reads a share, and gets the others'. A rank
-    /// without memory, which has failed, takes part all the same. Collective: an all-gather for each piece.
+    /// Fills memory like [`Self::fill`], together with the replicas of this rank: each reads a share and receives those
+    /// of the others. A rank that has failed passes no memory, and still takes part. Collective: an all-gather for each
+    /// piece.
     ///
     /// # Errors
-    /// Outside, those of collectives; inside, this rank's own.
+    /// The outer error is that of a collective, the inner one is this rank's own.
     fn fill_with_replicas(
         &self,
         replicas: &ProcessGroup,
@@ -196,7 +199,7 @@ impl<'a> CheckpointSource<'a> {
             }
             _ => (wanted.iter().map(|_| None).collect(), Vec::new()),
         };
-        // What has no place arrives all the same.
+        // Shares that have no memory to go to are received into spare memory.
         let mut spare: Vec<Vec<u8>> = Vec::new();
         for (wanted, buffers) in wanted.iter().zip(&of_tensors) {
             let element = wanted.dtype.size_in_bytes() as usize;
@@ -263,16 +266,16 @@ impl<'a> CheckpointSource<'a> {
     }
 }
 
-/// The bytes of the memory that is lent for a load.
+/// The memory that is lent for a load, as bytes.
 struct Buffers<'b> {
-    /// By tensor, those of each box; `None` for a tensor that cannot be lent.
+    /// For each tensor the bytes of each of its boxes; `None` for a tensor that cannot be lent.
     of_tensors: Vec<Option<Vec<&'b mut [u8]>>>,
-    /// The tensors that share some of their elements with others.
+    /// The indices of the tensors that share some of their elements with others.
     overlapping: Vec<usize>,
 }
 
 impl<'b> Buffers<'b> {
-    /// Returns the bytes of memories, whose tensors are lent by the guard.
+    /// Returns the bytes of `memories`, whose tensors the guard lends.
     fn lent(
         wanted: &[Wanted],
         memories: &'b mut [Memory],
@@ -288,7 +291,7 @@ impl<'b> Buffers<'b> {
                 Some(bytes) => Some(vec![bytes]),
                 None => own.into_iter().collect(),
             };
-            // Of those that are one tensor, the first is read to the place of all.
+            // If several wanted tensors are one tensor in memory, only the first is read.
             if buffers.is_none() && !is_again[index] {
                 lent.overlapping.push(index);
             }
@@ -384,7 +387,7 @@ impl Source for CheckpointSource<'_> {
             None => self.read_windows(wanted, lend, options, &mut comparison),
             Some(replicas) => {
                 let read = self.read_with_replicas(replicas, wanted, lend, options, &mut comparison)?;
-                // What a rank has failed to read is missing on others: they must not take it for what was saved.
+                // If a rank failed to read its share, the others lack it too, so all of them have to fail.
                 CheckpointError::agree(group, operation, None, read)
             }
         };
@@ -420,10 +423,10 @@ impl CheckpointSource<'_> {
         Ok(())
     }
 
-    /// Reads all that is wanted, some of it at a time, together with the replicas of this rank.
+    /// Reads all that is wanted in windows, together with the replicas of this rank.
     ///
     /// # Errors
-    /// Outside, those of collectives; inside, this rank's own.
+    /// The outer error is that of a collective, the inner one is this rank's own.
     fn read_with_replicas(
         &self,
         replicas: &ProcessGroup,

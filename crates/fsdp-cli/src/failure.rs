@@ -35,7 +35,7 @@ pub(crate) enum UsageError {
     TooLarge { elements: u64, limit: u64 },
     #[error("cannot read the map `{name}`: {reason}")]
     NoMap { name: String, reason: String },
-    #[error("`--set` gives a value that nothing uses")]
+    #[error("`--set` has no effect without `--map` or `--tp`")]
     UnusedSet,
     #[error("{ranks} ranks cannot be divided into {replicas} equal replicas")]
     UnequalReplicas { ranks: usize, replicas: usize },

@@ -30,8 +30,8 @@ pub(crate) struct MapArguments {
     /// Apply the rules of --map from right to left
     #[arg(long, requires = "map")]
     map_reverse: bool,
-    /// The value of a name in the map or in a rule of --tp, such as heads=32; may be given more than once [default: from
-    /// config.json in the directory of --with, or beside the checkpoint]
+    /// Set a name in the map or in a rule for --tp to a number, such as heads=32. May be given more than once [default:
+    /// from config.json in the directory of --with, or beside the checkpoint]
     #[arg(long, value_name = "NAME=N", value_parser = setting)]
     set: Vec<(String, usize)>,
 }
@@ -60,19 +60,21 @@ impl MapArguments {
         Ok(Some(if self.map_reverse { map.reversed() } else { map }))
     }
 
-    /// Returns the values of names: those that are given, and else those of the first of these places that has them.
+    /// Returns the values of names: those of the first place that has a configuration, overridden by those that are
+    /// given.
     pub(crate) fn values(&self, places: &[&Location]) -> Values {
-        // A configuration counts as a whole: names of one model do not go with those of another.
+        // Only one configuration is used, because values of different models must not be mixed.
         let of_places = places.iter().map(|place| of_config(place)).find(|values| !values.is_empty());
         let mut values = of_places.unwrap_or_default();
         values.extend(self.set.iter().cloned());
         values
     }
 
-    /// Checks that values are given only where something has names: a map, or what `has_names` stands for.
+    /// Checks that `--set` is given only if something can use it: a map or, if `has_names` is `true`, something else
+    /// with names.
     ///
     /// # Errors
-    /// A value that nothing uses.
+    /// `--set` is given, but nothing uses it.
     pub(crate) fn check_set(&self, has_names: bool) -> Result<()> {
         if self.set.is_empty() || self.map.is_some() || has_names {
             return Ok(());

@@ -248,17 +248,17 @@ fn what_cannot_be_cut_for_tensor_parallel_ranks_is_refused_before_anything_is_wr
     };
     let hf = |source, more: &[&'static str]| [&[source, to.as_str(), "--to", "hf"][..], more].concat();
     refused(&hf(&source, &["--tp", "3"]), "embed_tokens.weight` of shape [100, 16] cannot be cut over 3");
-    refused(&hf(&source, &["--tp", "16"]), "8 heads are no multiple of 16");
+    refused(&hf(&source, &["--tp", "16"]), "8 heads are not a multiple of 16");
     refused(&hf(&source, &["--tp", "2", "--set", "kv_heads=4"]), "is the number of heads right?");
     refused(
         &hf(&source, &["--tp", "2", "--tp-rule", "mixer=colwise"]),
         "`mixer=colwise` for tensor-parallel ranks matches no",
     );
-    refused(&hf(&source, &["--tp", "2", "--tp-rule", "q_proj=columns"]), "`columns` is none of");
+    refused(&hf(&source, &["--tp", "2", "--tp-rule", "q_proj=columns"]), "`columns` is not one of");
     refused(&hf(&odd, &["--tp", "2"]), "no rule says how `model.layers.0.mixer.in_proj.weight` of shape [8, 16]");
     refused(&hf(&odd, &["--tp", "2"]), "--tp-rule");
-    refused(&hf(&source, &["--set", "heads=8"]), "`--set` gives a value that nothing uses");
-    refused(&[&source, &to, "--to", "dcp", "--tp", "2"], "`--tp` means nothing for `--to dcp`");
+    refused(&hf(&source, &["--set", "heads=8"]), "`--set` has no effect without `--map` or `--tp`");
+    refused(&[&source, &to, "--to", "dcp", "--tp", "2"], "`--tp` has no effect with `--to dcp`");
     fs::remove_file(Path::new(&source).join("config.json")).unwrap();
     refused(&hf(&source, &["--tp", "2"]), "--set NAME=N");
     let rule = ["--tp", "2", "--tp-rule", "mixer.in_proj=rowwise"];

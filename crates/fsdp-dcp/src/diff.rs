@@ -62,7 +62,7 @@ pub enum Difference {
     },
     /// The values differ.
     Value {
-        /// In the first one, as Python shows it. A long text is cut.
+        /// The value in the first checkpoint, in Python's notation; a long text is cut off.
         first: String,
         /// In the second one.
         second: String,
@@ -79,20 +79,20 @@ pub struct Tolerance {
 }
 
 impl Tolerance {
-    /// Returns `true` if two numbers, which differ by `least` or more, differ by more than is allowed.
+    /// Returns `true` if two numbers differ by more than is allowed. Their difference counts as at least `least`.
     ///
-    /// NaN against a number is infinitely far, and nothing is near an infinity but itself.
+    /// A NaN differs infinitely from any number, and so does an infinity from anything but itself.
     fn is_exceeded(self, a: f64, b: f64, least: f64) -> bool {
         if a.is_nan() || b.is_nan() {
             return a.is_nan() != b.is_nan();
         }
         let is_finite = a.is_finite() && b.is_finite();
         let allowed = if is_finite { self.absolute + self.relative * b.abs() } else { 0.0 };
-        // The distance of an infinity to itself is NaN, which `max` passes over.
+        // The difference of an infinity and itself is NaN, which `max` ignores.
         (a - b).abs().max(least) > allowed
     }
 
-    /// Returns `true` if two values are the same but for floats that differ by no more than is allowed.
+    /// Returns `true` if two values are equal, except for floats that differ by no more than is allowed.
     fn allows(self, a: &PlainValue, b: &PlainValue) -> bool {
         let all =
             |a: &[PlainValue], b: &[PlainValue]| a.len() == b.len() && a.iter().zip(b).all(|(a, b)| self.allows(a, b));
@@ -343,7 +343,7 @@ fn tensors(
                 let size = element as usize;
                 let pairs = bytes.chunks_exact(size).zip(other.chunks_exact(size)).zip(a.iter().zip(&b));
                 let exact = tolerance == Tolerance::default();
-                // Integers with other bits differ by 1 at least, also where floats cannot tell them apart.
+                // Different integers differ by at least 1, even if they are the same when converted to floats.
                 let least = if dtype.is_float() { 0.0 } else { 1.0 };
                 for (index, ((bits_a, bits_b), (a, b))) in pairs.enumerate() {
                     if bits_a != bits_b && (exact || tolerance.is_exceeded(*a, *b, least)) {

@@ -36,8 +36,8 @@ pub struct ConvertOptions<'o> {
     pub drop_opaque: bool,
     /// A directory whose configuration and tokenizer are copied beside weights in Hugging Face's layout.
     pub with: Option<&'o Location>,
-    /// The parts that tensor-parallel ranks get, for [`OutputFormat::SafetensorsDirectory`](crate::convert::OutputFormat). Each
-    /// rank then has files of its own, and there is no index.
+    /// The plan for tensor-parallel ranks, for [`OutputFormat::SafetensorsDirectory`](crate::convert::OutputFormat).
+    /// Each rank then gets files of its own with its parts of the tensors, and there is no index.
     pub tensor_parallel: Option<&'o TensorParallelPlan>,
 }
 

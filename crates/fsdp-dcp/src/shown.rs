@@ -1,8 +1,8 @@
-//! Values as Python shows them, cut short: for messages.
+//! Short texts of values for messages, in Python's notation.
 
 use fsdp_layout::PlainValue;
 
-/// The longest text in bytes; what comes after it is left out.
+/// The maximum length of a text in bytes. Longer ones are cut off.
 const LONGEST: usize = 200;
 
 /// Returns the text of a value.
@@ -17,7 +17,7 @@ pub(crate) fn shown(value: &PlainValue) -> String {
     text
 }
 
-/// Adds the text of a value, unless enough is there.
+/// Appends the text of a value, unless the text is long enough already.
 fn put(value: &PlainValue, text: &mut String) {
     if text.len() > LONGEST {
         return;
@@ -30,7 +30,7 @@ fn put(value: &PlainValue, text: &mut String) {
         PlainValue::BigInt(bytes) => text.push_str(&format!("an integer of {} bytes", bytes.len())),
         PlainValue::Float(number) => text.push_str(&format!("{number:?}")),
         PlainValue::Str(string) => {
-            // Of a long one, no more than is shown is escaped.
+            // Escape no more of a long string than is shown.
             let start: String = string.chars().take(LONGEST).collect();
             text.push_str(&format!("{start:?}"));
         }

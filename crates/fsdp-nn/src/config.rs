@@ -105,11 +105,11 @@ impl FsdpConfig {
     /// `model.layers.*` makes each layer a unit. If several patterns match, the first one counts. Parameters of
     /// explicit units stay in their unit.
     ///
-    /// A unit is gathered when the forward or the backward reads the first of its parameters, and released when it reads
-    /// one of another unit, unless one operation reads both. This is detected by the locks of candle's storages, so it
-    /// works with any model: see [`Withheld`](fsdp_flat::storage::Withheld). On a GPU a pattern is an error, because
-    /// there an operation goes on after it has released the lock. It takes one thread per unit, which mostly sleeps. The
-    /// backward must be [`FullyShardedDataParallel::backward`](crate::FullyShardedDataParallel::backward).
+    /// A unit is gathered when the forward or the backward reads the first of its parameters, and released when it
+    /// reads one of another unit, unless one operation reads both. This is detected by the locks of candle's storages,
+    /// so it works with any model: see [`Withheld`](fsdp_flat::storage::Withheld). On a GPU a pattern is an error,
+    /// because there an operation still runs after it has released the lock. Each unit takes one thread, which mostly
+    /// sleeps. The backward must be [`FullyShardedDataParallel::backward`](crate::FullyShardedDataParallel::backward).
     ///
     /// ```
     /// use fsdp_nn::FsdpConfig;

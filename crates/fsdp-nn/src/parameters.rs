@@ -104,7 +104,7 @@ impl ShardedParameters {
     pub(crate) fn begin_backward(&self, loss: &Tensor) {
         let reached: HashSet<TensorId> = loss.sorted_nodes().into_iter().map(Tensor::id).collect();
         for handle in &self.handles {
-            // The root ends last on all ranks, whatever parameters each of them comes to.
+            // The root unit is reduced last on all ranks, whatever parameters the backward reaches on each of them.
             if handle.is_root {
                 handle.end_last();
             } else {

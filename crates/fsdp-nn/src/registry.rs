@@ -128,8 +128,8 @@ impl Registry {
 
     /// Checks that each pattern has matched a parameter, even if an earlier pattern took it.
     fn check_patterns(&self) -> Result<()> {
-        // candle has another stream of the GPU in each thread, and gives the locks of storages back while kernels still wait. So
-        // the thread that releases a unit could take memory away from them.
+        // In candle each thread has a GPU stream of its own, and an operation releases the locks of its storages before
+        // its kernels have run. So the thread that releases a unit could free memory that a kernel still reads.
         if let Some(pattern) = self.patterns.first().filter(|_| self.is_on_gpu) {
             return Err(NnError::WrappedOnGpu { pattern: pattern.clone() });
         }

@@ -110,11 +110,11 @@ pub(super) struct TargetArguments {
 /// The parts of tensor-parallel ranks.
 #[derive(Debug, Args)]
 pub(super) struct TensorParallelArguments {
-    /// Write files for each of N tensor-parallel ranks, with its parts of all tensors, for hf
+    /// Write separate files for each of N tensor-parallel ranks, with the rank's parts of all tensors (only for hf)
     #[arg(long, value_name = "N", value_parser = ranks())]
     tp: Option<usize>,
-    /// How tensors are cut that --tp does not know: the end of their keys, and colwise, rowwise, vocab or replicate, such as
-    /// `mixer.in_proj=colwise`. May be given more than once
+    /// Cut tensors whose keys end with PATTERN in this way for --tp: colwise, rowwise, vocab, replicate and others,
+    /// such as `mixer.in_proj=colwise`. Needed for tensors that no built-in rule matches. May be given more than once
     #[arg(long, value_name = "PATTERN=HOW", requires = "tp")]
     tp_rule: Vec<String>,
 }
@@ -255,7 +255,7 @@ impl TargetArguments {
 }
 
 impl ConvertArguments {
-    /// Checks the options that no others check.
+    /// Checks the combinations of options that are not checked elsewhere.
     pub(super) fn check(&self) -> Result<()> {
         self.map.check_set(self.tensor_parallel.tp.is_some())?;
         if self.tensor_parallel.tp.is_some() && self.target.to != To::Hf {
@@ -264,8 +264,8 @@ impl ConvertArguments {
         Ok(())
     }
 
-    /// Plans the parts of tensor-parallel ranks, if they are asked for. The numbers of heads that are not given are those of the
-    /// first of these places that has them.
+    /// Plans the parts of tensor-parallel ranks, if `--tp` is given. Numbers of heads that are not given are taken from
+    /// the first of these places that has a `config.json` with them.
     pub(super) fn plan(&self, metadata: &Metadata, places: &[&Location]) -> Result<Option<TensorParallelPlan>> {
         let Some(ranks) = self.tensor_parallel.tp else { return Ok(None) };
         let rules = Rules::new(&self.tensor_parallel.tp_rule, self.map.values(places))?;

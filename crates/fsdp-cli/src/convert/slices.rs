@@ -1,4 +1,4 @@
-//! The parts of tensor-parallel ranks, as a report.
+//! The report of the parts that tensor-parallel ranks get.
 
 use fsdp_dcp::metadata::Metadata;
 use fsdp_dcp::tensor_parallel::{Cut, TensorParallelPlan};
@@ -10,14 +10,14 @@ use crate::text::escaped;
 #[derive(Debug, Serialize)]
 pub(super) struct CutTensor {
     name: String,
-    /// The words of the rule.
+    /// The way of cutting, such as `colwise(heads)`.
     how: String,
     shape: Vec<usize>,
     /// The shape on each rank.
     ranks: Vec<Vec<usize>>,
 }
 
-/// Returns the tensors, and the parts that each rank gets.
+/// Returns all tensors of a plan with the shape of each rank's part.
 pub(super) fn cut_tensors(plan: &TensorParallelPlan) -> Vec<CutTensor> {
     let of = |(name, cut): (&str, &Cut)| CutTensor {
         name: name.to_owned(),
@@ -28,7 +28,7 @@ pub(super) fn cut_tensors(plan: &TensorParallelPlan) -> Vec<CutTensor> {
     plan.cuts().map(of).collect()
 }
 
-/// Returns the bytes of tensors that the fullest rank gets.
+/// Returns the largest number of bytes of tensors that a rank gets.
 pub(super) fn most_bytes(plan: &TensorParallelPlan, metadata: &Metadata) -> u64 {
     let bytes_of_rank = |rank| {
         let sizes = plan.cuts().map(|(name, cut)| {

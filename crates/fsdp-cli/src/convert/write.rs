@@ -146,8 +146,8 @@ pub(super) fn open(source: &Location, destination: &Destination<'_>) -> Result<B
     Ok(opened)
 }
 
-/// Checks that `--overwrite` may replace what is there: an empty file or one of a known format where a file is written, an
-/// empty directory or one with nothing but a checkpoint where a directory is written. So a mistake does not cost other files.
+/// Checks that `--overwrite` may replace what is there, so that a mistake does not delete other files. A file may be
+/// replaced if it is empty or of a known format, a directory if it is empty or holds nothing but a checkpoint.
 fn check_replaceable(destination: &Destination<'_>) -> Result<()> {
     let to = destination.path;
     let is_file = match to.local() {
@@ -160,7 +160,7 @@ fn check_replaceable(destination: &Destination<'_>) -> Result<()> {
     }
     if is_file {
         return match checkpoint::open(to, OpenOptions { verify: false }).map_err(|error| error.kind()) {
-            // A file of no known format, and not an empty one: somebody would miss it.
+            // The file is not empty and of no known format, so it may be something else than a checkpoint.
             Err(ErrorKind::UnsupportedVersion) if to.read_file(0).is_err() => {
                 Err(UsageError::NotReplaceable { path: to.to_string() }.into())
             }

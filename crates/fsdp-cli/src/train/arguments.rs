@@ -209,8 +209,9 @@ pub(crate) struct TrainArguments {
     /// Go on training while checkpoints are written: a step waits only for a copy of the state
     #[arg(help_heading = CHECKPOINTS, long, env = "FSDP_ASYNC_SAVE")]
     pub(super) async_save: bool,
-    /// On a resume, replicas (no-shard, hybrid-shard) read each byte of a checkpoint once for all of them, and pass it on. It is done
-    /// anyway with object stores; for files it pays where many hosts read them over a network
+    /// On a resume, let replicas (no-shard, hybrid-shard) share the reading: each reads a part of the checkpoint and
+    /// sends it to the others. Always on for object stores; for files it is worthwhile if many hosts read them over a
+    /// network
     #[arg(help_heading = CHECKPOINTS, long, env = "FSDP_READ_ONCE")]
     pub(super) read_once: bool,
     /// Remove checkpoints but the newest K, once a new one is whole [default: keep all]

@@ -31,7 +31,8 @@ pub fn stream<E: From<FileError>>(
 /// The largest ratio of a tensor's bytes to its stored bytes, for tensors whose elements are repeated by strides of 0.
 const EXPANSION: u64 = 16;
 
-/// Refuses a tensor whose elements are absurdly more than what is stored of them: the work must not be.
+/// Refuses a tensor with vastly more elements than are stored, so that a small file cannot cause an unbounded amount of
+/// work.
 pub(crate) fn check_expansion(checkpoint: &dyn Checkpoint, fqn: &str, length: u64) -> Result<(), FileError> {
     if length <= FREE {
         return Ok(());

@@ -75,7 +75,7 @@ decoder.final_layernorm.weight -> model.norm.weight
 output_layer.weight -> lm_head.weight
 ";
 
-/// Servers have one matrix for queries, keys and values, and one for both halves of the gate.
+/// Inference servers have one matrix for queries, keys and values, and one for the gate and up projections.
 const FUSED: &str = "\
 model.layers.{i}.self_attn.qkv_proj.weight -> model.layers.{i}.self_attn.q_proj.weight, model.layers.{i}.self_attn.k_proj.weight, model.layers.{i}.self_attn.v_proj.weight | split(0, heads, kv_heads, kv_heads)
 model.layers.{i}.self_attn.qkv_proj.bias -> model.layers.{i}.self_attn.q_proj.bias, model.layers.{i}.self_attn.k_proj.bias, model.layers.{i}.self_attn.v_proj.bias | split(0, heads, kv_heads, kv_heads)

@@ -1,4 +1,4 @@
-//! The note in a file of a tensor-parallel rank: which rank it is, and which part of each tensor it holds.
+//! The note in the header of a tensor-parallel rank's file: the rank, and the part of each tensor that the file holds.
 
 use fsdp_layout::TensorBox;
 use fsdp_layout::boxes::row_major_strides;
@@ -8,10 +8,10 @@ use serde::{Deserialize, Serialize};
 use crate::limits::is_sane_shape;
 use crate::tensor_parallel::Cut;
 
-/// The key in the `__metadata__` of a rank's file whose text is a [`RankNote`].
+/// The key of the note in the `__metadata__` of a rank's file. The value is a [`RankNote`] as JSON.
 pub(super) const RANK_NOTE: &str = "fsdp.tensor_parallel";
 
-/// The note of a file for a tensor-parallel rank about itself.
+/// The note in a file of a tensor-parallel rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct RankNote {
     /// The rank.
@@ -25,39 +25,39 @@ pub(super) struct RankNote {
 /// The part of a tensor that a file holds.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct SliceNote {
-    /// The words of the rule.
+    /// The way of cutting, such as `colwise(heads)`.
     how: String,
     /// The shape of the whole tensor.
     shape: Vec<usize>,
     dim: usize,
-    /// The first index of each range along the dimension, and the one after its last.
+    /// The ranges of indices along `dim`, each as its first index and the one after its last.
     ranges: Vec<(usize, usize)>,
 }
 
-/// A box of a tensor, and where it lies in the part that a file holds.
+/// A box of a tensor, and its position in the part that a file holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct SliceBox {
     pub(super) bounds: TensorBox,
-    /// The position of its first element in the part.
+    /// The position of the box's first element in the part, in elements.
     pub(super) offset: u64,
-    /// The elements from one index to the next in the part, if the box does not lie there by itself.
+    /// The strides of the part in elements, if the box's elements are not contiguous in it.
     pub(super) strides: Option<Vec<usize>>,
 }
 
-/// Returns the name of a file of a rank, as vLLM and SGLang look for it.
+/// Returns the name of a rank's file. vLLM and SGLang look for files of these names.
 pub(super) fn rank_file_name(rank: usize, file: usize) -> String {
     format!("model-rank-{rank}-part-{file}.safetensors")
 }
 
 impl RankNote {
-    /// Returns the names of the files that all ranks have together.
+    /// Returns the names of the files of all ranks.
     pub(super) fn names(&self) -> impl Iterator<Item = String> {
         self.files.iter().enumerate().flat_map(|(rank, &files)| (0..files).map(move |file| rank_file_name(rank, file)))
     }
 }
 
 impl SliceNote {
-    /// Makes the note of a rank's part; `None` for a tensor that is whole there.
+    /// Makes the note of a rank's part of a tensor; `None` if the rank has the whole tensor.
     pub(super) fn new(cut: &Cut, rank: usize) -> Option<Self> {
         let slice = cut.slice(rank);
         let ranges = slice.ranges.iter().map(|range| (range.start, range.start + range.len)).collect();
@@ -75,9 +75,8 @@ impl SliceNote {
         self.ranges.len()
     }
 
-    /// Returns the boxes that a part of this shape is made of. Empty ones are left out.
-    ///
-    /// `None` if the note does not fit the shape.
+    /// Returns the boxes that a part of this shape consists of, without empty ones; `None` if the note does not fit the
+    /// shape.
     pub(super) fn boxes(&self, part: &[usize]) -> Option<Vec<SliceBox>> {
         let mut expected = self.shape.clone();
         let size = expected.get_mut(self.dim)?;
@@ -89,7 +88,7 @@ impl SliceNote {
         let is_apart = self.ranges.len() > 1 && part[..self.dim].iter().any(|&size| size != 1);
         let (mut boxes, mut local, mut last) = (Vec::new(), 0usize, 0);
         for &(start, end) in &self.ranges {
-            // Ranges follow each other in the tensor too, so no index is there twice.
+            // Ranges must be in order in the tensor too, so no index occurs twice.
             let len = end.checked_sub(start).filter(|_| start >= last && end <= whole)?;
             last = end;
             if len > 0 {

@@ -24,7 +24,7 @@ use crate::storage::Staging;
 use crate::storage::integrity::{FileIntegrity, INTEGRITY_FILE, Integrity};
 use crate::storage::sidecar::Sidecar;
 
-/// A tensor of the file to be: its key, type, and the box of it that the file holds.
+/// A tensor of the file to be written: its key, its dtype, and the box of it that the file holds.
 #[derive(Debug, Clone)]
 pub(super) struct Piece<'a> {
     pub(super) fqn: &'a str,
@@ -42,7 +42,7 @@ impl Piece<'_> {
 /// The tensors that were inside values, by the keys that they get.
 pub(super) type Inside<'a> = IndexMap<String, &'a PlainTensor>;
 
-/// The values that safetensors cannot hold, and the places of keys that these do not tell.
+/// The values that safetensors cannot hold, and the paths of keys that cannot be told from the flat keys.
 pub(super) struct Aside {
     values: IndexMap<String, PlainValue>,
     paths: Option<String>,
@@ -141,7 +141,7 @@ pub(super) fn digests(streamed: &Streamed<'_>, aside: &Aside, sums: &Sums<'_>) -
     tensors.chain(values).collect()
 }
 
-/// The files of a checkpoint in the making.
+/// The safetensors files of a checkpoint that is being written.
 pub(super) struct Files<'w> {
     pub(super) staging: &'w Staging,
     pub(super) source: &'w dyn PayloadSource,
@@ -156,7 +156,7 @@ impl<'w> Files<'w> {
         Files { staging, source: streamed, digested, threads }
     }
 
-    /// Returns the place of each piece in its tensor.
+    /// Returns the position of each piece in its tensor.
     fn places(&self, pieces: &[Piece<'_>]) -> Result<Vec<Option<BoxPlace>>, FileError> {
         let place = |piece: &Piece<'_>| {
             let Some(tensor) = self.digested.tensor(piece.fqn) else { return Ok(None) };
@@ -169,8 +169,8 @@ impl<'w> Files<'w> {
         pieces.iter().map(place).collect()
     }
 
-    /// Writes one safetensors file of a checkpoint, or the one that is the checkpoint, and adds to the sums over its tensors.
-    /// `texts` makes the texts of its header, once the sums are known: they must have the lengths that they have without.
+    /// Writes one safetensors file and adds to the sums over its tensors. `texts` makes the texts of the header. It is
+    /// called again once the sums are known, and must then return texts of the same lengths.
     pub(super) fn write<'a>(
         &self,
         name: Option<&str>,
@@ -206,7 +206,8 @@ impl<'w> Files<'w> {
     }
 }
 
-/// Deals tensors out to files of at most this many bytes of tensors, in order; a larger one gets a file of its own.
+/// Distributes tensors over files, in order, so that no file has more than this many bytes of tensors. A larger tensor
+/// gets a file of its own.
 pub(super) fn files_of<'a>(pieces: impl IntoIterator<Item = Piece<'a>>, max_file_bytes: u64) -> Vec<Vec<Piece<'a>>> {
     let mut files: Vec<Vec<Piece<'a>>> = vec![Vec::new()];
     let mut filled = 0u64;

@@ -1,4 +1,5 @@
-//! Writing the parts of a model that tensor-parallel ranks hold: files for each rank, as inference servers read them.
+//! Writes a model for tensor-parallel ranks: each rank's parts of the tensors go to files of their own, which inference
+//! servers read.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -24,7 +25,7 @@ use crate::storage::Staging;
 use crate::storage::integrity::Integrity;
 use crate::tensor_parallel::{Cut, Slice, TensorParallelPlan};
 
-/// Checks that a plan has all tensors of a checkpoint, in their shapes.
+/// Checks that a plan has all tensors of a checkpoint, with the same shapes.
 pub(crate) fn check_plan(source: &dyn Checkpoint, plan: &TensorParallelPlan) -> Result<(), FileError> {
     for (fqn, tensor) in source.metadata().tensors() {
         if plan.cut(fqn).map(Cut::shape) != Some(&tensor.shape[..]) {
@@ -36,17 +37,17 @@ pub(crate) fn check_plan(source: &dyn Checkpoint, plan: &TensorParallelPlan) -> 
     Ok(())
 }
 
-/// The parts of one rank as the source of payloads.
+/// The parts of one rank, as a source of payloads.
 struct RankSlices<'a> {
     streamed: &'a Streamed<'a>,
     plan: &'a TensorParallelPlan,
     rank: usize,
-    /// The sums over the elements that no rank before has, by key.
+    /// The sums over the elements that no rank with a lower number has, by key. So each element is in one sum.
     sums: Mutex<IndexMap<String, Sum>>,
 }
 
 impl RankSlices<'_> {
-    /// Reads a box of the rank's part of a tensor, and adds to `sum` what no rank before has.
+    /// Reads a box of the rank's part of a tensor, and adds to `sum` the elements that no rank with a lower number has.
     fn read(&self, fqn: &str, slice: &Slice, part: &TensorBox, dst: &mut [u8], sum: &mut Sum) -> Result<(), FileError> {
         let source = self.streamed.source;
         let tensor = tensor_of(source.metadata(), fqn)?;
@@ -102,7 +103,7 @@ impl PayloadSource for RankSlices<'_> {
         sink: &mut dyn FnMut(&[u8]) -> Result<(), FileError>,
     ) -> Result<(), FileError> {
         let source = self.streamed.source;
-        // A tensor that was inside a value is none of the model's.
+        // A tensor that was inside a value is not in the plan, and is written whole.
         let (Some(tensor), Some(cut)) = (source.metadata().tensor(fqn), self.plan.cut(fqn)) else {
             return self.streamed.payload(fqn, bounds, range, sink);
         };
@@ -135,7 +136,7 @@ pub(crate) fn write_ranks(
     let whole = whole_tensors(source, &inside)?;
     let streamed = Streamed { source, options, extra: inside.clone() };
     let pieces_of = |rank: usize| -> Vec<Vec<Piece<'_>>> {
-        // Tensors that were inside values are in the files of the first rank.
+        // Tensors that were inside values are written once, with the first rank.
         let pieces = whole.iter().filter_map(|of| match plan.cut(of.fqn) {
             Some(cut) if !inside.contains_key(of.fqn) => {
                 Some(Piece { bounds: TensorBox::whole(&cut.shape_of(rank)), ..*of })
@@ -149,7 +150,7 @@ pub(crate) fn write_ranks(
     let mut sums: IndexMap<String, Sum> = IndexMap::new();
     for rank in 0..plan.ranks() {
         let slices = RankSlices { streamed: &streamed, plan, rank, sums: Mutex::default() };
-        // The sums over boxes of parts would be of no tensor, so they are made where the boxes of the tensors are read.
+        // The writer would compute sums over parts, which are of no whole tensor. `RankSlices` computes them instead.
         let none = Metadata::default();
         let files_of_rank = Files { staging: &staging, source: &slices, digested: &none, threads: options.threads };
         for (index, pieces) in pieces_of(rank).iter().enumerate() {

@@ -2,12 +2,12 @@
 
 use thiserror::Error;
 
-/// A checkpoint that cannot be cut over tensor-parallel ranks as asked.
+/// An error in the rules for tensor-parallel ranks, or a tensor that cannot be cut by them.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum TensorParallelError {
-    /// A text that is no rule.
-    #[error("`{text}` is no rule for tensor-parallel ranks: {reason}")]
+    /// A text that is not a rule.
+    #[error("`{text}` is not a rule for tensor-parallel ranks: {reason}")]
     Rule {
         /// The text.
         text: String,
@@ -21,7 +21,7 @@ pub enum TensorParallelError {
         rule: String,
     },
     /// A rule that needs a number which is not given.
-    #[error("the rule `{rule}` for `{fqn}` needs a number that is not given: `{name}`")]
+    #[error("the rule `{rule}` for `{fqn}` needs the number `{name}`, which is not given")]
     NoValue {
         /// The rule.
         rule: String,
@@ -30,7 +30,8 @@ pub enum TensorParallelError {
         /// The name of the number.
         name: String,
     },
-    /// Tensors that no rule matches. They are not taken to be whole on every rank: the model would compute something else.
+    /// Tensors that no rule matches. They cannot be assumed to be whole on every rank: the model would compute wrong
+    /// results if they are not.
     #[error("no rule says how `{fqn}` of shape {shape:?} is cut over tensor-parallel ranks{}", and_more(.more))]
     Unknown {
         /// The key of the first one.
@@ -40,7 +41,7 @@ pub enum TensorParallelError {
         /// The number of the others.
         more: usize,
     },
-    /// A tensor that a rule matches, but that cannot be cut so by its shape or for the number of ranks.
+    /// A tensor that a rule matches, but that cannot be cut by it, because of its shape or the number of ranks.
     #[error("`{fqn}` of shape {shape:?} cannot be cut over {ranks} tensor-parallel ranks by `{rule}`: {reason}")]
     Tensor {
         /// The key.

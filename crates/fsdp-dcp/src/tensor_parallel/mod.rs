@@ -1,7 +1,7 @@
-//! The parts of a model that tensor-parallel ranks hold: who gets which ranges of which tensor. Arithmetic only.
+//! Tensor parallelism: the parts of a model's tensors that each rank holds. This is arithmetic only.
 //!
-//! [`Rules`] say by a tensor's key how it is cut; a [`TensorParallelPlan`] applies them to a checkpoint for a number of ranks, and refuses
-//! one that they do not fit. The words are those of the tensor-parallel plans of `transformers`:
+//! [`Rules`] tell by a tensor's key how it is cut. A [`TensorParallelPlan`] applies them to a checkpoint for a number of
+//! ranks, and fails if a tensor does not fit. The names are those of the tensor-parallel plans of `transformers`:
 //!
 //! | rule | what a rank holds of `weight`, which is `[out, in]` | of `bias` |
 //! |---|---|---|
@@ -14,7 +14,7 @@
 //! | `vocab` | its rows; the last ranks have fewer, or none | its part |
 //! | `replicate` | all | all |
 //!
-//! `kv_heads` may be fewer than the ranks: each of these heads is then on several ranks, one after the other.
+//! There may be fewer `kv_heads` than ranks. Several consecutive ranks then hold the same head.
 //!
 //! ```
 //! use fsdp_dcp::checkpoint::open;

@@ -8,10 +8,10 @@ use super::error::TensorParallelError;
 use super::rule::{Heads, How, KV_HEADS, Parts, Rule, Rules};
 use crate::metadata::Metadata;
 
-/// The multiple to which vocabularies are filled up before they are cut. vLLM does the same.
+/// The multiple to which the size of a vocabulary is rounded up before it is divided over the ranks, as in vLLM.
 const VOCAB_MULTIPLE: usize = 64;
 
-/// The parts of all tensors of a checkpoint that tensor-parallel ranks hold.
+/// A plan for tensor-parallel ranks: how each tensor of a checkpoint is cut.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorParallelPlan {
     ranks: usize,
@@ -27,21 +27,21 @@ pub struct Cut {
     shares: Vec<Share>,
 }
 
-/// A part of a dimension, and how ranks share it.
+/// A range of a dimension that is divided over the ranks by itself, such as the rows of the queries in a fused weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Share {
     start: usize,
     len: usize,
-    /// The number of neighbouring ranks that hold the same indices.
+    /// The number of consecutive ranks that hold the same indices.
     copies: usize,
-    /// The number of indices of a rank; the last ones may have fewer, or none.
+    /// The number of indices per rank; the last ranks may have fewer, or none.
     each: usize,
 }
 
 /// The part of a tensor that a rank holds: ranges of indices of one dimension, one after the other.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Slice {
-    /// The dimension. Of the others a rank holds all.
+    /// The dimension that is cut. The others are whole.
     pub dim: usize,
     /// The ranges. A tensor without dimensions has none, and is whole.
     pub ranges: Vec<SliceRange>,
@@ -50,21 +50,23 @@ pub struct Slice {
 /// Indices of a dimension that a rank holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SliceRange {
-    /// The first one.
+    /// The first index.
     pub start: usize,
-    /// The number of them.
+    /// The number of indices.
     pub len: usize,
-    /// `true` if no rank before holds them too.
+    /// `true` if no rank with a lower number holds these indices too.
     pub is_first: bool,
 }
 
 impl TensorParallelPlan {
     /// Applies rules to all tensors of a checkpoint.
     ///
-    /// Norms and numbers that no rule fits are whole on every rank.
+    /// Norms and scalars that no rule matches are whole on every rank.
     ///
     /// # Errors
-    /// A tensor that no rule fits, or one that a rule does not fit for so many ranks; a given rule that fits nothing.
+    /// [`TensorParallelError::Unknown`] for other tensors that no rule matches, [`TensorParallelError::Tensor`] for one that
+    /// cannot be cut over this number of ranks, [`TensorParallelError::NoValue`], and [`TensorParallelError::Unused`]
+    /// for a rule that was given and matches nothing.
     pub fn new(metadata: &Metadata, rules: &Rules, ranks: usize) -> Result<Self, TensorParallelError> {
         let mut planner = Planner { rules, ranks: ranks.max(1), head_sizes: HashMap::new() };
         let (mut cuts, mut unknown, mut used) = (IndexMap::new(), Vec::new(), HashSet::new());
@@ -115,7 +117,7 @@ impl Cut {
         Cut { how: "replicate".to_owned(), shape: shape.to_vec(), dim: 0, shares: share.into_iter().collect() }
     }
 
-    /// Returns the words of the rule.
+    /// Returns the rule's way of cutting, such as `colwise(heads)`.
     #[must_use]
     pub fn how(&self) -> &str {
         &self.how
@@ -153,18 +155,18 @@ impl Share {
     }
 }
 
-/// Returns `true` for what is whole on every rank without a rule: a number, and the weight or bias of a norm.
+/// Returns `true` for a tensor that is whole on every rank without a rule: a scalar, or the weight or bias of a norm.
 fn is_small(fqn: &str, shape: &[usize]) -> bool {
     let layer = fqn.strip_suffix(".weight").or_else(|| fqn.strip_suffix(".bias"));
     let name = layer.and_then(|layer| layer.rsplit('.').next()).unwrap_or_default();
     shape.is_empty() || (shape.len() == 1 && (name.contains("norm") || name == "ln" || name.starts_with("ln_")))
 }
 
-/// A plan in the making.
+/// The state of making a plan.
 struct Planner<'r> {
     rules: &'r Rules,
     ranks: usize,
-    /// The number of indices of a head, by the module whose layers have heads, and the tensor that it was first seen in.
+    /// For each attention module, the size of a head and the first tensor that had it.
     head_sizes: HashMap<String, (usize, String)>,
 }
 
@@ -186,7 +188,7 @@ impl Planner<'_> {
         let (dim, parts) = match &rule.how {
             How::Vocab => (0, None),
             How::Outputs { parts, is_conv1d } => (usize::from(*is_conv1d && !is_vector), Some(parts)),
-            // The bias is added once, after the sum over ranks.
+            // Every rank holds the whole bias, because it is added once, after the sum over the ranks.
             How::Inputs { .. } if is_vector => return Ok(Cut::whole(shape, ranks)),
             How::Inputs { parts, is_conv1d } => (usize::from(!is_conv1d), Some(parts)),
             How::Replicate => (0, None),
@@ -213,7 +215,7 @@ impl Planner<'_> {
         Ok(Cut { how, shape: shape.to_vec(), dim, shares })
     }
 
-    /// Returns a number of heads, and `true` if there may be fewer than ranks.
+    /// Returns a number of heads, and `true` if it may be lower than the number of ranks.
     fn number(&self, heads: &Heads, fqn: &str, rule: &Rule) -> Result<(usize, bool), TensorParallelError> {
         match heads {
             Heads::Number(number) => Ok((*number, false)),
@@ -227,7 +229,7 @@ impl Planner<'_> {
         }
     }
 
-    /// Checks that the heads of all layers of a module have one size: a wrong number of heads would pass otherwise.
+    /// Checks that the heads in all layers of a module have the same size. This detects a wrong number of heads.
     fn check_head_size(&mut self, fqn: &str, head: usize) -> Result<(), String> {
         let layer = fqn.strip_suffix(".weight").or_else(|| fqn.strip_suffix(".bias")).unwrap_or(fqn);
         let module = layer.rsplit_once('.').map_or("", |(module, _)| module);
@@ -241,25 +243,26 @@ impl Planner<'_> {
     }
 }
 
-/// Cuts a vocabulary that is filled up to a multiple of [`VOCAB_MULTIPLE`]. What was filled in is in no file.
+/// Divides a vocabulary as if it were padded to a multiple of [`VOCAB_MULTIPLE`]. The padding itself is not written.
 fn vocabulary(size: usize, ranks: usize) -> Result<Share, String> {
     let padded = size.checked_next_multiple_of(VOCAB_MULTIPLE).filter(|padded| padded.is_multiple_of(ranks));
     let padded = padded
-        .ok_or_else(|| format!("{size}, filled up to a multiple of {VOCAB_MULTIPLE}, is no multiple of {ranks}"))?;
+        .ok_or_else(|| format!("{size}, rounded up to a multiple of {VOCAB_MULTIPLE}, is not a multiple of {ranks}"))?;
     Ok(Share { start: 0, len: size, copies: 1, each: padded / ranks })
 }
 
-/// Cuts each of so many equal parts.
+/// Divides a dimension of `parts` equal parts, each part by itself.
 fn equal(size: usize, parts: usize, ranks: usize) -> Result<Vec<Share>, String> {
     if !size.is_multiple_of(parts) || !(size / parts).is_multiple_of(ranks) {
         let each = if parts == 1 { String::new() } else { format!(" of {parts} parts") };
-        return Err(format!("{size} indices{each} are no multiple of {ranks}"));
+        return Err(format!("{size} indices{each} are not a multiple of {ranks}"));
     }
     let len = size / parts;
     Ok((0..parts).map(|part| Share { start: part * len, len, copies: 1, each: len / ranks }).collect())
 }
 
-/// Cuts parts of so many heads each. Returns the size of a head too.
+/// Divides a dimension that consists of parts of so many heads each, each part by itself. Returns also the size of a
+/// head.
 fn by_heads(size: usize, counts: &[(usize, bool)], ranks: usize) -> Result<(Vec<Share>, usize), String> {
     let all = counts.iter().try_fold(0usize, |sum, &(count, _)| sum.checked_add(count)).filter(|&all| all > 0);
     let head = all.filter(|&all| size.is_multiple_of(all)).map(|all| size / all);
@@ -278,7 +281,7 @@ fn by_heads(size: usize, counts: &[(usize, bool)], ranks: usize) -> Result<(Vec<
                 "of {count} heads of keys and values and {ranks} ranks, neither is a multiple of the other"
             ));
         } else {
-            return Err(format!("{count} heads are no multiple of {ranks}"));
+            return Err(format!("{count} heads are not a multiple of {ranks}"));
         };
         let len = count * head;
         shares.push(Share { start, len, copies, each: len / (ranks / copies) });

@@ -1,12 +1,12 @@
-//! Rules: which tensors are cut in which way.
+//! The rules that tell how each tensor is cut.
 
 use std::collections::BTreeMap;
 use std::fmt;
 
 use super::error::TensorParallelError;
 
-/// The rules of models that Hugging Face's libraries know: Llama, Mistral, Qwen, Gemma, Phi, Mixtral, GPT-NeoX, GPT-2 and others that
-/// name their layers alike. The first one that fits a tensor counts.
+/// The rules for models in Hugging Face's naming: Llama, Mistral, Qwen, Gemma, Phi, Mixtral, GPT-NeoX, GPT-2 and others
+/// with the same names of layers. The first rule that matches a tensor counts.
 const BUILTIN: &str = "\
 embed_tokens = vocab
 lm_head = vocab
@@ -56,7 +56,7 @@ pub(super) enum How {
     Replicate,
     /// By the rows of a vocabulary.
     Vocab,
-    /// By the outputs of a layer. Each part of them is cut by itself.
+    /// By the outputs of a layer. Each part of them is divided by itself.
     Outputs { parts: Parts, is_conv1d: bool },
     /// By the inputs of a layer.
     Inputs { parts: Parts, is_conv1d: bool },
@@ -65,9 +65,9 @@ pub(super) enum How {
 /// The parts that a dimension is made of.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Parts {
-    /// So many equal parts, each of which is cut anywhere.
+    /// This number of equal parts, each of which may be cut at any index.
     Equal(usize),
-    /// A part for each of these numbers of heads, all of one size. They are cut between heads.
+    /// A part for each of these numbers of heads. All heads have the same size, and cuts are between heads.
     Heads(Vec<Heads>),
 }
 
@@ -75,18 +75,18 @@ pub(super) enum Parts {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Heads {
     Number(usize),
-    /// A name, whose number is given with the rules.
+    /// A name, such as `heads`. Its number is given with the rules.
     Name(String),
 }
 
-/// The name of the number of heads that may be on several ranks.
+/// The name of the number of key and value heads, which may be on several ranks each.
 pub(super) const KV_HEADS: &str = "kv_heads";
 
-/// A rule: the tensors that it fits, and how they are cut.
+/// A rule: the tensors that it matches, and how they are cut.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Rule {
     text: String,
-    /// The last parts of a key. `*` stands for any one.
+    /// The last parts of a key. `*` matches any one part.
     pattern: Vec<String>,
     pub(super) how: How,
     pub(super) is_builtin: bool,
@@ -100,11 +100,12 @@ pub struct Rules {
 }
 
 impl Rules {
-    /// Reads rules `PATTERN=HOW`, which go before those that are built in. A pattern is the end of a key, or of one without its
-    /// `.weight` or `.bias`: `self_attn.q_proj`, `layers.*.mixer.in_proj`. `values` has the numbers of the names, such as `heads`.
+    /// Parses rules `PATTERN=HOW`, which take precedence over the built-in ones. A pattern matches the end of a key,
+    /// with or without its `.weight` or `.bias`: `self_attn.q_proj`, `layers.*.mixer.in_proj`. `values` has the numbers
+    /// for names such as `heads`.
     ///
     /// # Errors
-    /// The first text that is no rule.
+    /// [`TensorParallelError::Rule`] for the first text that is not a rule.
     pub fn new<T: AsRef<str>>(texts: &[T], values: BTreeMap<String, usize>) -> Result<Self, TensorParallelError> {
         let mut rules = Vec::new();
         for text in texts {
@@ -116,7 +117,7 @@ impl Rules {
         Ok(Rules { rules, values })
     }
 
-    /// Returns the first rule that fits a tensor, with its position.
+    /// Returns the first rule that matches a tensor, with its position.
     pub(super) fn find(&self, fqn: &str) -> Option<(usize, &Rule)> {
         self.rules.iter().enumerate().find(|(_, rule)| rule.fits(fqn))
     }
@@ -180,7 +181,7 @@ impl How {
             ("rowwise" | "conv1d_rowwise", heads) => Ok(How::Inputs { parts: Parts::new(heads), is_conv1d }),
             ("replicate" | "vocab" | "packed_colwise", Some(_)) => Err(format!("`{word}` has no heads")),
             _ => Err(format!(
-                "`{word}` is none of colwise, rowwise, packed_colwise, conv1d_colwise, conv1d_rowwise, vocab, replicate"
+                "`{word}` is not one of colwise, rowwise, packed_colwise, conv1d_colwise, conv1d_rowwise, vocab, replicate"
             )),
         }
     }
@@ -196,7 +197,7 @@ impl Heads {
     fn parse(text: &str) -> Result<Self, String> {
         let text = text.trim();
         match text.parse() {
-            Ok(0) => Err("there are no 0 heads".to_owned()),
+            Ok(0) => Err("the number of heads must not be 0".to_owned()),
             Ok(number) => Ok(Heads::Number(number)),
             Err(_) if !text.is_empty() && text.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') => {
                 Ok(Heads::Name(text.to_owned()))

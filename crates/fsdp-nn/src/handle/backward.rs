@@ -29,13 +29,13 @@ impl FlatParamHandle {
         self.state().await_passing(passed);
     }
 
-    /// Prepares a backward that ends this unit with [`Self::finish_backward`], after all others.
+    /// Prepares a backward in which this unit is reduced after all others, by [`Self::finish_backward`].
     pub(crate) fn end_last(&self) {
         self.state().ends_last = true;
     }
 
-    /// Takes the gradient of one parameter from candle's backward, which does not need the parameter any more. The unit's last
-    /// gradient releases the parameters and reduces the gradients over ranks.
+    /// Receives the gradient of one parameter from candle's backward, which no longer needs the parameter. When the
+    /// last gradient of the unit has arrived, the parameters are released and the gradients are reduced over ranks.
     pub(crate) fn receive_grad(&self, param: usize, grad: &Tensor) -> Result<()> {
         let mut state = self.state();
         if self.params[param].requires_grad() {
@@ -107,8 +107,8 @@ impl FlatParamHandle {
     fn finish_backward_locked(&self, state: &mut HandleState) -> Result<()> {
         state.passed.clear();
         state.ends_last = false;
-        // First free the memory of the parameters, so that the gradients can take it. If this backward runs inside a forward,
-        // the forward still needs the parameters.
+        // First release the parameters, so that the gradients can use that memory. If this backward runs inside a
+        // forward, the forward still needs the parameters.
         if state.users == 0 {
             self.release_locked(state)?;
         }

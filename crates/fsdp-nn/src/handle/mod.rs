@@ -80,7 +80,7 @@ struct HandleState {
     passed: Vec<bool>,
     /// Parameters that this backward has yet to pass.
     not_passed: usize,
-    /// `true` while a backward runs that ends this unit itself, after all others.
+    /// `true` during a backward in which this unit is reduced after all others.
     ends_last: bool,
     /// The gradient that has been reduced over the shard group, and not yet over replicas; as long as the shard.
     partial: Option<Tensor>,

@@ -27,7 +27,8 @@ impl FlatParamHandle {
     pub(crate) fn gather_on_demand(&self, withheld: &Withheld, in_use: bool) -> Result<()> {
         let mut state = self.state();
         let gathered = self.fetch()?;
-        // Before the computation goes on, and runs collectives of its own: on all ranks in one order.
+        // Note this before the computation continues. It may run collectives of its own, and all ranks must run
+        // collectives in the same order.
         self.note_gathered(&mut state);
         if let Err(error) = withheld.give(gathered) {
             self.note_released(&mut state);

@@ -25,11 +25,12 @@ pub struct LoadOptions {
     /// `true` (the default) to check the bytes of a checkpoint against its hashes, and the loaded tensors against its
     /// digests, if it has any.
     pub verify: bool,
-    /// `Some(true)` if ranks that want the same of a checkpoint (the replicas of `NoShard` and `HybridShard`) read a share of it
-    /// each and pass it on, so that each byte is read from the storage once for all of them: the single-replica restore of
-    /// Orbax. `Some(false)` if every rank reads all that it wants. `None` (the default) shares reads of object stores only: of
-    /// files, each byte comes from the storage once for each host anyway, and from the system's cache to its other ranks, which
-    /// is faster than passing it on. Give `Some(true)` for files that many hosts read over a network.
+    /// `Some(true)` if ranks that load the same data (the replicas of `NoShard` and `HybridShard`) share the reading:
+    /// each reads a part and sends it to the others, so that each byte is read from the storage only once, as in the
+    /// single-replica restore of Orbax. `Some(false)` if every rank reads all that it loads. `None` (the default)
+    /// shares the reading of object stores only. Files are usually read from the storage once per host and then come
+    /// from the system's cache, which is faster than the network. Set `Some(true)` for files that many hosts read over
+    /// a network.
     pub read_once: Option<bool>,
     /// Threads that read files, on each rank.
     pub threads: usize,
