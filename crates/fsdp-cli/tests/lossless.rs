@@ -214,7 +214,7 @@ fn tensor_parallel_ranks_get_parts_that_read_as_the_whole() {
     let planned = [&convert[..], &["--dry-run"]].concat();
     let lines = contains("k_proj.weight\t[8, 16]\tcolwise(kv_heads)\t4 x [4, 16]\n")
         .and(contains("embed_tokens.weight\t[100, 16]\tvocab\t3 x [32, 16], 1 x [4, 16]\n"))
-        .and(contains("in parts for 4 ranks of at most 4.2 KiB"));
+        .and(contains("in parts for 4 ranks of at most 3.6 KiB"));
     fsdp(&planned).assert().success().stdout(lines);
     let report = fsdp(&[&planned[..], &["--json"]].concat()).assert().success().get_output().stdout.clone();
     let report: serde_json::Value = serde_json::from_slice(&report).unwrap();
