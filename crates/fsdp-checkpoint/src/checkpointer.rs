@@ -15,7 +15,7 @@ use fsdp_state::{LoadError as _, LoadOptions, LoadReport};
 use tracing::warn;
 
 use crate::catalog::{StepCheckpoint, latest_checkpoint, step_name};
-use crate::load::open;
+use crate::load::{LOAD, open};
 use crate::memory_tier::MemoryTier;
 use crate::retention::{Retention, prune};
 use crate::{AsyncSaver, CheckpointError, SaveOptions, SaveProgress, SaveReport, Stateful};
@@ -165,7 +165,7 @@ impl Checkpointer {
         SaveOptions { lineage, parent: loaded, ..self.options.save.clone() }
     }
 
-    /// Notes the checkpoint that the next one grows out of.
+    /// Notes the checkpoint that the next one grows out of, if the one that has been saved is a step of the run.
     fn set_parent(&self, parent: Option<Parent>) {
         if let Some(parent) = parent {
             *self.parent.lock().unwrap_or_else(PoisonError::into_inner) = Some(parent);
@@ -323,10 +323,12 @@ impl Checkpointer {
         run: &mut impl Stateful,
     ) -> Result<LoadReport, CheckpointError> {
         let path = self.location(name);
-        let (group, checkpoint) = open("load", &path, &self.group, &self.options.load)?;
+        let (group, checkpoint) = open(LOAD, &path, &self.group, &self.options.load)?;
         let report = run.load_state_dict(&*checkpoint, &group, &self.options.load)?;
         let step = checkpoint.lineage().map(|lineage| lineage.step);
-        self.set_parent(Parent::of(step, checkpoint.digests().map(StateDigest::root)));
+        // A checkpoint of another program is no parent, and neither is the one that this run saved or loaded before.
+        let parent = Parent::of(step, checkpoint.digests().map(StateDigest::root));
+        *self.parent.lock().unwrap_or_else(PoisonError::into_inner) = parent;
         *self.loaded.lock().unwrap_or_else(PoisonError::into_inner) = Some(path);
         Ok(report)
     }
@@ -360,8 +362,8 @@ impl Checkpointer {
         // make their answers differ.
         let found = if self.group.rank() == 0 { self.latest_here() } else { Ok(None) };
         let found = CheckpointError::agree(&self.group, "latest checkpoint", None, found)?;
-        let step: Option<u64> = self.group.broadcast_object(Some(&found.map(|found| found.step)), 0)?;
-        Ok(step.map(|step| StepCheckpoint { step, path: self.location(step) }))
+        let found: Option<(u64, String)> = self.group.broadcast_object(Some(&found.as_ref().and_then(named)), 0)?;
+        Ok(found.map(|found| self.checkpoint_of(found)))
     }
 
     /// Returns the newest checkpoint that this rank finds, without communication; `None` if the run's directory does
@@ -378,9 +380,14 @@ impl Checkpointer {
     pub fn prune(&self) -> Result<Vec<StepCheckpoint>, CheckpointError> {
         let removed = if self.group.rank() == 0 { prune(&self.run, &self.options.retention) } else { Ok(Vec::new()) };
         let removed = CheckpointError::agree(&self.group, "prune", None, removed)?;
-        let steps: Vec<u64> = removed.iter().map(|removed| removed.step).collect();
-        let steps: Vec<u64> = self.group.broadcast_object(Some(&steps), 0)?;
-        Ok(steps.into_iter().map(|step| StepCheckpoint { step, path: self.location(step) }).collect())
+        let removed: Vec<(u64, String)> = removed.iter().filter_map(named).collect();
+        let removed: Vec<(u64, String)> = self.group.broadcast_object(Some(&removed), 0)?;
+        Ok(removed.into_iter().map(|removed| self.checkpoint_of(removed)).collect())
+    }
+
+    /// Returns the checkpoint of a step by its name in the run, of which `step-20` and `step-00000020` are both names.
+    fn checkpoint_of(&self, (step, name): (u64, String)) -> StepCheckpoint {
+        StepCheckpoint { step, path: self.run.join(&name) }
     }
 
     /// Starts to remove old checkpoints, on rank 0. Training does not wait for it, and is not ended by a failure.
@@ -418,6 +425,11 @@ impl Drop for Checkpointer {
         }
         self.end_pruning();
     }
+}
+
+/// Returns the step of a checkpoint, and its name in the run.
+fn named(checkpoint: &StepCheckpoint) -> Option<(u64, String)> {
+    Some((checkpoint.step, checkpoint.path.name().file_name()?.to_str()?.to_owned()))
 }
 
 /// Removes old checkpoints. A failure is only logged, because a run can continue with too many checkpoints.

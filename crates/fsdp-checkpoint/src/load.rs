@@ -8,7 +8,7 @@ use fsdp_layout::{KeyPath, PathPart, PlainValue};
 use fsdp_state::engine::DictTarget;
 use fsdp_state::{
     FlatStateDict, LoadError as _, LoadOptions, LoadReport, Source as _, StateDict, StateValue, flatten_state_dict,
-    load_state, set_element, unflatten_state_dict,
+    get_element_mut, load_state, set_element,
 };
 use tracing::info_span;
 
@@ -16,14 +16,17 @@ use crate::CheckpointError;
 use crate::save::DEFAULT_DEADLINE;
 use crate::source::CheckpointSource;
 
+/// The name of all loads, for messages.
+pub(crate) const LOAD: &str = "load";
+
 /// Fills a state dict from the checkpoint at `path`, a path or a URL ([`Location`]), of any format and saved on any
 /// number of ranks. This is torch's `dcp.load`, except that a load that fails changes nothing. ([`load_in_place`] works
 /// in place like torch's, and is faster.)
 ///
 /// `template` selects what to load: the boxes of its sharded tensors, its whole tensors, and its plain values. All of
 /// them are replaced by the saved values, in fresh tensors. Keys that only the checkpoint has are ignored, and listed
-/// in the report as unexpected. Collective over `group`: ranks communicate to agree, and each reads its own data. The
-/// report is this rank's; ranks that request the same keys get the same report.
+/// in the report as unexpected. Collective over `group`: ranks communicate to agree, and each reads its own data.
+/// Ranks may request different keys; one that any rank requests is not unexpected.
 ///
 /// # Errors
 /// The same on every rank, and no rank's template is changed: a key that the checkpoint lacks, another shape, dtype
@@ -68,8 +71,8 @@ pub fn load(
     group: &ProcessGroup,
     options: &LoadOptions,
 ) -> Result<LoadReport, CheckpointError> {
-    let (group, checkpoint) = open("load", &path.into(), group, options)?;
-    fill("load", &*checkpoint, template, &group, options, false)
+    let (group, checkpoint) = open(LOAD, &path.into(), group, options)?;
+    fill(&*checkpoint, template, &group, options, false)
 }
 
 /// Loads like [`load`], but into the memory of the tensors in `state`, as torch's `dcp.load` does: every tensor that
@@ -113,8 +116,8 @@ pub fn load_in_place(
     group: &ProcessGroup,
     options: &LoadOptions,
 ) -> Result<LoadReport, CheckpointError> {
-    let (group, checkpoint) = open("load", &path.into(), group, options)?;
-    fill("load", &*checkpoint, state, &group, options, true)
+    let (group, checkpoint) = open(LOAD, &path.into(), group, options)?;
+    fill(&*checkpoint, state, &group, options, true)
 }
 
 /// Opens a checkpoint on every rank of a group, and returns the group with the deadline of loads. Collective: one agreement.
@@ -132,7 +135,6 @@ pub(crate) fn open(
 
 /// Loads an open checkpoint into a state dict.
 pub(crate) fn fill(
-    operation: &'static str,
     checkpoint: &dyn Checkpoint,
     state: &mut StateDict,
     group: &ProcessGroup,
@@ -146,13 +148,15 @@ pub(crate) fn fill(
         DictTarget::new(&flat, None, String::new())?;
         Ok((flat, paths))
     });
-    let (flat, paths) = flattened.or_else(|error| CheckpointError::refuse(group, operation, error.into()))?;
-    let target = DictTarget::new(&flat, options.device.clone(), String::new())?.with_own_names();
-    let mut target = if in_place { target.in_place() } else { target };
+    let (flat, paths) = flattened.or_else(|error| CheckpointError::refuse(group, LOAD, error.into()))?;
+    let mut target = DictTarget::new(&flat, options.device.clone(), String::new())?.of_checkpoint(in_place);
     let mut source = CheckpointSource::by_flat_key(checkpoint);
-    let report = load_state::<_, _, CheckpointError>(operation, group, &mut source, &mut target, options)?;
-    let values = target.into_state().into_iter().collect();
-    *state = unflatten_state_dict(FlatStateDict { values, paths })?;
+    let report = load_state::<_, _, CheckpointError>(LOAD, group, &mut source, &mut target, options)?;
+    for (key, value) in target.into_loaded() {
+        if let Some(slot) = paths.get(&key.flat_key()).and_then(|path| get_element_mut(state, path)) {
+            *slot = value;
+        }
+    }
     Ok(report)
 }
 

@@ -7,12 +7,12 @@ use fsdp_nn::state::{LiveTarget, StatePrefixes};
 use fsdp_nn::torch::{StateDictOptions, get_model_state_dict, get_optimizer_state_dict};
 use fsdp_nn::{AveragedModel, FullyShardedDataParallel, GradScaler, NnError, Optimizer, ShardedSampler};
 use fsdp_state::{
-    Leaf, LoadError as _, LoadOptions, LoadReport, Source as _, StateDict, StateError, StateValue, flatten_state_dict,
+    LoadError as _, LoadOptions, LoadReport, Source as _, StateDict, StateError, StateValue, flatten_state_dict,
     load_state, set_element,
 };
 
 use crate::CheckpointError;
-use crate::load::fill;
+use crate::load::{LOAD, fill};
 use crate::source::CheckpointSource;
 
 /// State that a [`Checkpointer`](crate::Checkpointer) saves and loads: torch's `Stateful`.
@@ -52,7 +52,7 @@ impl Stateful for StateDict {
         group: &ProcessGroup,
         options: &LoadOptions,
     ) -> Result<LoadReport, CheckpointError> {
-        fill("load", checkpoint, self, group, options, true)
+        fill(checkpoint, self, group, options, true)
     }
 }
 
@@ -184,10 +184,10 @@ impl<M> TrainState<M> {
             Ok((source, LiveTarget::new(self.model.parameters(), optimizers, prefixes)?, left_out, beside))
         });
         let (mut source, target, left_out, mut beside) =
-            prepared.or_else(|error| CheckpointError::refuse(group, "load", error))?;
+            prepared.or_else(|error| CheckpointError::refuse(group, LOAD, error))?;
         let mut report: LoadReport = {
             let mut target = target.with_values(&mut beside);
-            load_state::<_, _, CheckpointError>("load", group, &mut source, &mut target, options)?
+            load_state::<_, _, CheckpointError>(LOAD, group, &mut source, &mut target, options)?
         };
         report.unexpected.extend(left_out);
         report.sort();
@@ -206,12 +206,12 @@ impl<M> TrainState<M> {
     }
 }
 
-/// Returns the values below a key: plain values from the checkpoint, and tensors from `beside`.
+/// Returns the values below a key: small values from the checkpoint, and others from `beside`.
 fn saved_part(source: &CheckpointSource<'_>, beside: &StateDict, key: &str) -> Result<StateDict, CheckpointError> {
     let mut part = StateDict::new();
     part.extend(beside.get(key).map(|here| (key.to_owned(), here.clone())));
     let leaves = source.schema().iter().enumerate();
-    let saved = leaves.filter(|(_, (path, leaf))| matches!(leaf, Leaf::Plain) && is_below(path, key));
+    let saved = leaves.filter(|(position, (path, _))| source.schema().is_small(*position) && is_below(path, key));
     let (positions, paths): (Vec<usize>, Vec<&KeyPath>) = saved.map(|(position, (path, _))| (position, path)).unzip();
     for (path, value) in paths.into_iter().zip(source.values(&positions)?) {
         set_element(&mut part, path, value)?;

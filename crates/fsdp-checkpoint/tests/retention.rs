@@ -7,10 +7,13 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
-use fsdp_checkpoint::{Retention, SaveOptions, list_checkpoints, prune, save, step_path};
+use fsdp_checkpoint::{
+    Checkpointer, CheckpointerOptions, Retention, SaveOptions, list_checkpoints, prune, save, step_path,
+};
 use fsdp_comm::run_local;
-use fsdp_dcp::reader::CheckpointReader;
+use fsdp_dcp::reader::{CheckpointReader, OpenOptions};
 use fsdp_dcp::storage::{Durable, Step, StepHook};
+use fsdp_dcp::{Location, checkpoint};
 use fsdp_state::StateDict;
 
 fn save_steps(dir: &Path, steps: &[u64]) {
@@ -94,4 +97,51 @@ fn what_a_broken_off_removal_left_goes_with_the_next_one() {
     prune(dir.path(), &last(2)).unwrap();
     assert_eq!(steps(dir.path()), [2, 3]);
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 2);
+}
+
+#[test]
+fn a_step_without_leading_zeros_is_found_opened_and_removed() {
+    let dir = tempfile::tempdir().unwrap();
+    run_local(2, |group| {
+        let state: StateDict = [("step", 20i64.into())].into_iter().collect();
+        for name in ["step-20", "step-3"] {
+            save(dir.path().join(name), &state, &group, &SaveOptions::default()).unwrap();
+        }
+        let options = CheckpointerOptions { retention: last(1), ..CheckpointerOptions::default() };
+        let checkpointer = Checkpointer::new(dir.path(), &group, options).unwrap();
+        let (found, _) = checkpointer.load_latest(&mut state.clone()).unwrap().unwrap();
+        assert_eq!((found.step, found.path), (20, Location::from(dir.path().join("step-20"))));
+        let removed = checkpointer.prune().unwrap();
+        assert_eq!(removed.len(), 1);
+        assert_eq!((removed[0].step, &removed[0].path), (3, &Location::from(dir.path().join("step-3"))));
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_checkpoint_after_one_of_another_program_names_no_parent() {
+    let dir = tempfile::tempdir().unwrap();
+    run_local(2, |group| {
+        let mut state: StateDict = [("step", 20i64.into())].into_iter().collect();
+        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let parent = |step| checkpoint::open(step_path(dir.path(), step), OpenOptions::default()).unwrap();
+        let parent = |step| parent(step).lineage().unwrap().parent.map(|parent| parent.step);
+        checkpointer.save(1, &state).unwrap();
+        checkpointer.save(2, &state).unwrap();
+        assert_eq!(parent(2), Some(1));
+        // Without its digests and its lineage it is like one of torch.
+        group.barrier().unwrap();
+        let foreign = dir.path().join("foreign");
+        if group.rank() == 0 {
+            std::fs::create_dir(&foreign).unwrap();
+            for name in [".metadata", "__0_0.distcp"] {
+                std::fs::copy(step_path(dir.path(), 1).join(name), foreign.join(name)).unwrap();
+            }
+        }
+        group.barrier().unwrap();
+        checkpointer.load(foreign.as_path(), &mut state).unwrap();
+        checkpointer.save(3, &state).unwrap();
+        assert_eq!(parent(3), None);
+    })
+    .unwrap();
 }

@@ -324,7 +324,7 @@ pub enum NnError {
         /// The state entry.
         name: String,
         /// The kind that was found.
-        kind: &'static str,
+        kind: String,
     },
 }
 

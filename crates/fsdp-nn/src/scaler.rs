@@ -167,7 +167,8 @@ impl GradScaler {
         match self.found_non_finite.take() {
             None => return Err(ScalerError::NothingToUpdate.into()),
             Some(true) => {
-                self.scale *= self.options.backoff_factor as f32;
+                // A scale of 0 could not grow again.
+                self.scale = (self.scale * self.options.backoff_factor as f32).max(f32::MIN_POSITIVE);
                 self.growth_tracker = 0;
             }
             Some(false) if self.growth_tracker + 1 < self.options.growth_interval => self.growth_tracker += 1,

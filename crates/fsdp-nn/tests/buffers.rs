@@ -6,7 +6,10 @@ use candle_core::{DType, Device, Tensor};
 use candle_nn::{BatchNorm, Linear, Module, ModuleT, VarBuilder, VarMap, batch_norm, linear};
 use fsdp_comm::{ProcessGroup, run_local};
 use fsdp_nn::algorithm::SgdOptions;
-use fsdp_nn::torch::{StateDictOptions, get_model_state_dict, set_model_state_dict};
+use fsdp_nn::torch::{
+    StateDictOptions, StateDictSettings, StateDictType, get_model_state_dict, load_state_dict, set_model_state_dict,
+    state_dict,
+};
 use fsdp_nn::{Algorithm, FsdpConfig, FullyShardedDataParallel, Optimizer, Scope, ShardingStrategy, Unit};
 
 struct Net {
@@ -121,6 +124,24 @@ fn running_statistics_go_with_the_state_dict_and_come_back_into_the_layer() {
         assert_eq!(buffer(&fresh, "norm.running_mean"), buffer(&trained, "norm.running_mean"));
         let outputs = [&trained, &fresh].map(|model| model.forward(|net| net.forward(&input(3), false)).unwrap());
         assert_close(&outputs[0], &outputs[1]);
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_local_state_dict_brings_each_rank_its_own_statistics_back() {
+    run_local(2, |group| {
+        let model = model(&group, ShardingStrategy::FullShard);
+        let parameters = model.parameters();
+        let local = StateDictSettings::of(StateDictType::Local);
+        // Each rank has other samples.
+        model.forward(|net| net.forward(&input(group.rank()), true)).unwrap();
+        let before = buffer(&model, "norm.running_mean");
+        let state = parameters.state_dict_type(local, || state_dict(parameters)).unwrap();
+        model.forward(|net| net.forward(&input(7), true)).unwrap();
+        let report = parameters.state_dict_type(local, || load_state_dict(&state, parameters, true)).unwrap();
+        assert!(report.is_clean(), "{report:?}");
+        assert_eq!(buffer(&model, "norm.running_mean"), before);
     })
     .unwrap();
 }

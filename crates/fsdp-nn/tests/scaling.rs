@@ -171,3 +171,21 @@ fn gradients_that_f16_loses_train_a_model_all_the_same() {
     let [lost, scaled] = [false, true].map(|enabled| run_local(2, |group| train(&group, enabled)).unwrap()[0]);
     assert!(scaled < 0.5 * lost, "{scaled} with a scaler, {lost} without");
 }
+
+#[test]
+fn a_scale_that_fell_as_far_as_it_can_is_saved_and_loaded() {
+    run_local(1, |group| {
+        let model = model(&group, ShardingStrategy::NoShard);
+        let options = GradScalerOptions { init_scale: 1e-30, backoff_factor: 1e-30, ..GradScalerOptions::default() };
+        let mut scaler = GradScaler::new(options).unwrap();
+        for _ in 0..2 {
+            backward(&model, &scaler, f64::INFINITY);
+            assert!(!scaler.unscale(model.parameters()).unwrap());
+            scaler.update().unwrap();
+        }
+        let mut again = GradScaler::new(GradScalerOptions::default()).unwrap();
+        again.load_state_dict(&scaler.state_dict()).unwrap();
+        assert_eq!(state(&again), state(&scaler));
+    })
+    .unwrap();
+}

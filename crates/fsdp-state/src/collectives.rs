@@ -379,13 +379,13 @@ fn reshard(
     group: &ProcessGroup,
 ) -> Result<Vec<ShardedTensor>, StateError> {
     let (state, local) = as_state_dicts(tensors).or_else(|error| StateError::refuse(group, operation, error))?;
-    let (mut loaded, _) = redistribute(operation, &state, &local, group, &LoadOptions::default())?;
+    let (loaded, _) = redistribute(operation, &state, &local, group, &LoadOptions::default())?;
     let mut resharded = Vec::with_capacity(tensors.len());
     for tensor in tensors {
-        let Some(StateValue::Sharded(tensor)) = loaded.remove(tensor.name) else {
+        let Some(StateValue::Sharded(tensor)) = loaded.get(tensor.name) else {
             return Err(StateError::NoSource { rank: group.rank() });
         };
-        resharded.push(tensor);
+        resharded.push(tensor.clone());
     }
     Ok(resharded)
 }

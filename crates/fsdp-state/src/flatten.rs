@@ -111,6 +111,7 @@ fn key_text(key: &PlainValue) -> String {
     match key {
         PlainValue::Str(key) => key.clone(),
         PlainValue::Int(key) => key.to_string(),
+        PlainValue::Float(key) => format!("{key:?}"),
         PlainValue::Bool(key) => if *key { "True" } else { "False" }.to_owned(),
         PlainValue::None => "None".to_owned(),
         other => format!("{other:?}"),

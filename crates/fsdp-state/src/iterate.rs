@@ -1,7 +1,6 @@
 //! A recursive map over state dicts.
 
 use candle_core::{Device, Tensor};
-use fsdp_flat::storage::to_device;
 use fsdp_flat::{RawTensor, ShardedTensor};
 use fsdp_layout::{KeyPath, PathPart, PlainValue};
 
@@ -170,16 +169,8 @@ impl<C: StateDictCallbacks> Iteration<'_, C> {
                 same_leaf(&self.path, &mapped, companion)?;
                 copy_leaf(&mapped, companion).map(Some)
             }
-            None => self.placed(mapped).map(Some),
+            None => mapped.to_device(self.device).map(Some),
         }
-    }
-
-    fn placed(&self, value: StateValue) -> Result<StateValue, StateError> {
-        Ok(match (self.device, value) {
-            (Some(device), StateValue::Tensor(tensor)) => to_device(&tensor, device)?.into(),
-            (Some(device), StateValue::Sharded(tensor)) => tensor.to_device(device)?.into(),
-            (_, value) => value,
-        })
     }
 }
 

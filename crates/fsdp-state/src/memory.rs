@@ -69,6 +69,18 @@ pub(crate) fn copy_into(src: &Tensor, dst: &Tensor) -> Result<(), StateError> {
 }
 
 impl StateValue {
+    /// Returns the same value with its tensors on a device, if one is given. Tensors that are there already are shared.
+    ///
+    /// # Errors
+    /// candle's.
+    pub fn to_device(self, device: Option<&Device>) -> Result<Self, StateError> {
+        Ok(match (device, self) {
+            (Some(device), StateValue::Tensor(tensor)) => to_device(&tensor, device)?.into(),
+            (Some(device), StateValue::Sharded(tensor)) => tensor.to_device(device)?.into(),
+            (_, value) => value,
+        })
+    }
+
     /// Returns a plain value, or a tensor of one element, by value; `None` for larger tensors and for containers.
     ///
     /// # Errors

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 /// The outcome of loading a model or an optimizer. Names are sorted. torch's `_IncompatibleKeys`,
 /// which knows no mismatches, and tells of models only.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct LoadReport {
     /// Names that the model or optimizer has and the state dict lacks.
@@ -16,7 +16,7 @@ pub struct LoadReport {
 }
 
 /// A value that does not fit.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Mismatch {
     /// The name.
     pub fqn: String,

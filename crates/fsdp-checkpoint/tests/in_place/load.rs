@@ -364,3 +364,50 @@ fn every_dtype_of_candle_comes_back_as_it_was() {
         .unwrap();
     }
 }
+
+#[test]
+fn what_the_checkpoint_has_no_value_for_stays() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("checkpoint");
+    run_local(2, |group| {
+        let mut state = StateDict::new();
+        state.insert("weight", arange(0, 3));
+        state.insert("state", StateDict::new());
+        save(path.as_path(), &state, &group, &SaveOptions::default()).unwrap();
+        state.insert("losses", StateValue::List(vec![1.0.into()]));
+        let options = LoadOptions { strict: false, ..options() };
+        for in_place in [false, true] {
+            let mut loaded = state.copy().unwrap();
+            load_either(in_place, &path, &mut loaded, &group, &options).unwrap();
+            assert!(loaded.dict("state").is_some_and(StateDict::is_empty), "{loaded:?}");
+            assert!(matches!(loaded.get("losses"), Some(StateValue::List(list)) if list.len() == 1), "{loaded:?}");
+        }
+    })
+    .unwrap();
+}
+
+/// Pipeline stages have names of their own.
+#[test]
+fn ranks_may_ask_for_different_names() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("checkpoint");
+    run_local(2, |group| {
+        let state: StateDict =
+            ["a", "b", "c"].into_iter().enumerate().map(|(i, key)| (key, arange(i, 3).into())).collect();
+        save(path.as_path(), &state, &group, &SaveOptions::default()).unwrap();
+        for in_place in [false, true] {
+            let key = ["a", "c"][group.rank()];
+            let mut mine: StateDict = [(key, arange(9, 3).into())].into_iter().collect();
+            let report = load_either(in_place, &path, &mut mine, &group, &options()).unwrap();
+            // What another rank asks for is not unexpected.
+            assert!(report.unexpected == ["b"] && report.missing.is_empty(), "{report:?}");
+            let found = mine.get(key).and_then(StateValue::as_tensor).unwrap();
+            assert_eq!(found.to_vec1::<f32>().unwrap()[0], 2.0 * group.rank() as f32);
+            // A key that one rank alone lacks is every rank's error.
+            mine.insert(["a", "d"][group.rank()], arange(9, 3));
+            let error = load_either(in_place, &path, &mut mine, &group, &options()).unwrap_err().to_string();
+            assert!(error.contains("rank 1") && error.contains("missing key(s) `d`"), "{error}");
+        }
+    })
+    .unwrap();
+}

@@ -11,7 +11,7 @@ use fsdp_checkpoint::{
 use fsdp_comm::run_local;
 use fsdp_flat::storage::HostBytes;
 use fsdp_layout::PlainValue;
-use fsdp_nn::algorithm::{AdagradOptions, AdamOptions, Algorithm, ScheduleFreeOptions, SgdOptions};
+use fsdp_nn::algorithm::{AdafactorOptions, AdagradOptions, AdamOptions, Algorithm, ScheduleFreeOptions, SgdOptions};
 use fsdp_nn::sampler::{SamplerOptions, ShardedSampler};
 use fsdp_nn::{AveragedModel, Decay, GradScaler, GradScalerOptions, Optimizer, Schedule, ShardingStrategy};
 use fsdp_state::{GatherOptions, StateDict, StateError, StateValue, flatten_containers, gather_state_dict};
@@ -309,6 +309,123 @@ fn a_load_without_optimizers_keeps_nothing_of_theirs() {
             evaluated.optimizers = optimizers;
             checkpointer.save(100 + number as u64, &evaluated).unwrap();
         }
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_value_that_does_not_fit_one_rank_is_every_ranks_error() {
+    let dir = tempfile::tempdir().unwrap();
+    run_local(2, |group| {
+        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut run = new_run(&group, true, &adamw(), 1);
+        run.values.insert("generator", Tensor::new(&[3u32, 1, 4], &Device::Cpu).unwrap());
+        checkpointer.save(1, &run).unwrap();
+        run.values.insert("generator", Tensor::zeros(3 + group.rank(), DType::U32, &Device::Cpu).unwrap());
+        let error = checkpointer.load(1, &mut run).unwrap_err().to_string();
+        assert!(error.contains("rank 1") && error.contains("generator"), "{error}");
+        group.barrier().unwrap();
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_cast_that_one_rank_alone_allows_is_every_ranks_error() {
+    let dir = tempfile::tempdir().unwrap();
+    run_local(2, |group| {
+        let load = LoadOptions { cast: group.rank() == 0, ..LoadOptions::default() };
+        let options = CheckpointerOptions { load, ..CheckpointerOptions::default() };
+        let mut checkpointer = Checkpointer::new(dir.path(), &group, options).unwrap();
+        let mut run = new_run(&group, true, &adamw(), 1);
+        run.values.insert("generator", Tensor::new(&[3u32, 1, 4], &Device::Cpu).unwrap());
+        checkpointer.save(1, &run).unwrap();
+        run.values.insert("generator", Tensor::zeros(3, DType::I64, &Device::Cpu).unwrap());
+        let error = checkpointer.load(1, &mut run).unwrap_err().to_string();
+        assert!(error.contains("rank 1") && error.contains("generator"), "{error}");
+        group.barrier().unwrap();
+    })
+    .unwrap();
+}
+
+#[test]
+fn tensors_under_a_key_for_each_rank_come_back() {
+    let dir = tempfile::tempdir().unwrap();
+    run_local(2, |group| {
+        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let key = format!("generator.rank{}", group.rank());
+        let mut run = new_run(&group, true, &adamw(), 1);
+        run.values.insert(key.as_str(), Tensor::full(group.rank() as u32 + 7, 3, &Device::Cpu).unwrap());
+        checkpointer.save(1, &run).unwrap();
+        run.values.insert(key.as_str(), Tensor::zeros(3, DType::U32, &Device::Cpu).unwrap());
+        let report = checkpointer.load(1, &mut run).unwrap();
+        assert!(report.is_clean(), "{report:?}");
+        let found = run.values.get(&key).and_then(StateValue::as_tensor).unwrap();
+        assert_eq!(found.to_vec1::<u32>().unwrap(), [group.rank() as u32 + 7; 3]);
+        // A tensor that no rank has a place for is still an error of a strict load.
+        run.values.insert("more", Tensor::zeros(3, DType::U32, &Device::Cpu).unwrap());
+        checkpointer.save(2, &run).unwrap();
+        run.values.remove("more");
+        let error = checkpointer.load(2, &mut run).unwrap_err().to_string();
+        assert!(error.contains("more") && !error.contains("generator"), "{error}");
+    })
+    .unwrap();
+}
+
+/// Adafactor's averages are no part of its schema: their shapes depend on the parameter's.
+#[test]
+fn averages_of_rows_columns_and_single_elements_go_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let algorithm = Algorithm::Adafactor(AdafactorOptions { lr: 0.05, ..AdafactorOptions::default() });
+    for strategy in [ShardingStrategy::FullShard, ShardingStrategy::NoShard] {
+        let path = dir.path().join(format!("{strategy:?}"));
+        run_local(2, |group| {
+            let mut run = new_run_with(&group, strategy, &algorithm, 1);
+            (0..3).for_each(|seed| _ = step(&mut run, seed));
+            let mut checkpointer = Checkpointer::new(path.as_path(), &group, CheckpointerOptions::default()).unwrap();
+            checkpointer.save(3, &run).unwrap();
+            let mut resumed = new_run_with(&group, strategy, &algorithm, 2);
+            checkpointer.load(3, &mut resumed).unwrap();
+            (3..5).for_each(|seed| _ = (step(&mut run, seed), step(&mut resumed, seed)));
+            assert_eq!(bits(&resumed), bits(&run), "{strategy:?}");
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn a_value_that_is_not_contiguous_is_found_before_anything_changes() {
+    let dir = tempfile::tempdir().unwrap();
+    run_local(2, |group| {
+        let mut checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let mut run = new_run(&group, true, &adamw(), 1);
+        run.values.insert("x", Tensor::ones((3, 2), DType::F32, &Device::Cpu).unwrap());
+        checkpointer.save(1, &run).unwrap();
+        let mut other = new_run(&group, true, &adamw(), 2);
+        other.values.insert("x", Tensor::zeros((2, 3), DType::F32, &Device::Cpu).unwrap().t().unwrap());
+        let before = bits(&other);
+        let error = checkpointer.load(1, &mut other).unwrap_err();
+        assert!(matches!(error, CheckpointError::State(StateError::Incompatible { .. })), "{error:?}");
+        assert_eq!(bits(&other), before);
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_scaler_that_cannot_go_on_is_found_before_anything_changes() {
+    let dir = tempfile::tempdir().unwrap();
+    run_local(2, |group| {
+        let path = dir.path().join("saved");
+        let run = with_parts(new_run(&group, true, &adamw(), 1), 17);
+        let mut state = run.state_dict().unwrap();
+        let Some(StateValue::Dict(scaler)) = state.get_mut("scaler") else { panic!("no scaler") };
+        scaler.insert("scale", Tensor::new(2f32, &Device::Cpu).unwrap());
+        save(path.as_path(), &state, &group, &SaveOptions::default()).unwrap();
+        let mut other = with_parts(new_run(&group, true, &adamw(), 2), 17);
+        let before = bits(&other);
+        let checkpointer = Checkpointer::new(dir.path(), &group, CheckpointerOptions::default()).unwrap();
+        let error = checkpointer.load(path.as_path(), &mut other).unwrap_err().to_string();
+        assert!(error.contains("scale"), "{error}");
+        assert_eq!(bits(&other), before);
     })
     .unwrap();
 }

@@ -53,9 +53,6 @@ pub(crate) enum Squares {
 }
 
 impl Squares {
-    /// torch's keys of all averages, in torch's order.
-    pub(crate) const NAMES: [&'static str; 3] = ["row_var", "col_var", "variance"];
-
     /// Returns the averages of a parameter of this shape before its first step.
     pub(crate) fn zeros(shape: &[usize]) -> Self {
         match shape {
@@ -67,21 +64,27 @@ impl Squares {
         }
     }
 
-    /// Returns torch's keys of the averages, each with its values and shape.
-    pub(crate) fn entries(&self, shape: &[usize]) -> Vec<(&'static str, &[f64], Vec<usize>)> {
+    /// Returns torch's keys of the averages of a parameter of this shape, each with its shape.
+    pub(crate) fn shapes(shape: &[usize]) -> Vec<(&'static str, Vec<usize>)> {
         let with_one = |from_end: usize| {
             let mut shape = shape.to_vec();
             let at = shape.len() - from_end;
             shape[at] = 1;
             shape
         };
-        let [row_var, col_var, variance] = Self::NAMES;
-        match self {
-            Squares::Factored { rows, columns } => {
-                vec![(row_var, rows, with_one(1)), (col_var, columns, with_one(2))]
-            }
-            Squares::Whole(values) => vec![(variance, values, shape.to_vec())],
+        match shape {
+            [.., _, _] => vec![("row_var", with_one(1)), ("col_var", with_one(2))],
+            _ => vec![("variance", shape.to_vec())],
         }
+    }
+
+    /// Returns torch's keys of the averages, each with its values and shape.
+    pub(crate) fn entries(&self, shape: &[usize]) -> Vec<(&'static str, &[f64], Vec<usize>)> {
+        let values = match self {
+            Squares::Factored { rows, columns } => vec![rows.as_slice(), columns],
+            Squares::Whole(values) => vec![values.as_slice()],
+        };
+        Self::shapes(shape).into_iter().zip(values).map(|((name, shape), values)| (name, values, shape)).collect()
     }
 
     /// Returns all values, to be sent to other ranks.
@@ -197,7 +200,7 @@ impl AdafactorOptions {
             eps: reader.read("eps", self.eps, "a tuple of None or a float, and a float", eps)?,
             d: reader.float("d", self.d)?,
             weight_decay: reader.float("weight_decay", self.weight_decay)?,
-            foreach: reader.optional_bool("foreach", self.foreach)?,
+            foreach: reader.optional_switch("foreach", None)?,
             maximize: reader.bool("maximize", self.maximize)?,
         })
     }

@@ -75,8 +75,8 @@ impl AdagradOptions {
             eps: reader.float("eps", self.eps)?,
             weight_decay: reader.float("weight_decay", self.weight_decay)?,
             initial_accumulator_value: reader.float("initial_accumulator_value", self.initial_accumulator_value)?,
-            maximize: reader.bool("maximize", self.maximize)?,
-            switches: reader.switches(self.switches)?,
+            maximize: reader.switch("maximize", false)?,
+            switches: reader.switches(Switches::default())?,
         })
     }
 

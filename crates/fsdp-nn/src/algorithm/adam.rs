@@ -83,16 +83,14 @@ impl AdamOptions {
             betas: reader.float_pair("betas", self.betas)?,
             eps: reader.float("eps", self.eps)?,
             weight_decay: reader.float("weight_decay", self.weight_decay)?,
-            amsgrad: reader.bool("amsgrad", self.amsgrad)?,
-            maximize: reader.bool("maximize", self.maximize)?,
+            amsgrad: reader.switch("amsgrad", false)?,
+            maximize: reader.switch("maximize", false)?,
             switches: Switches {
-                foreach: reader.optional_bool("foreach", self.switches.foreach)?,
-                capturable: reader.bool("capturable", self.switches.capturable)?,
-                differentiable: reader.bool("differentiable", self.switches.differentiable)?,
-                fused: reader.optional_bool("fused", self.switches.fused)?,
+                capturable: reader.switch("capturable", false)?,
+                ..reader.switches(Switches::default())?
             },
         };
-        Ok((options, reader.bool("decoupled_weight_decay", decoupled)?))
+        Ok((options, reader.switch("decoupled_weight_decay", decoupled)?))
     }
 
     pub(super) fn state_entries(&self) -> StateEntries {

@@ -64,24 +64,44 @@ impl<'a> Reader<'a> {
         self.read(key, current, "a count", |value| u64::try_from(value.as_int()?).ok())
     }
 
-    pub(super) fn optional_bool(
+    /// Returns the value under `key`, or `default` in a group of an older version of torch, which did not have it: torch
+    /// adds it when it loads such a group.
+    fn added<T>(
         &mut self,
         key: &'static str,
-        current: Option<bool>,
+        default: T,
+        expected: &'static str,
+        convert: impl FnOnce(&PlainValue) -> Option<T>,
+    ) -> Result<T, AlgorithmError> {
+        let value = self.read(key, default, expected, convert);
+        self.missing.retain(|missing| *missing != key);
+        value
+    }
+
+    /// Returns a switch that older versions of torch did not have.
+    pub(super) fn switch(&mut self, key: &'static str, default: bool) -> Result<bool, AlgorithmError> {
+        self.added(key, default, "a bool", PlainValue::as_bool)
+    }
+
+    /// Returns a switch that may be `None`, and that older versions of torch did not have.
+    pub(super) fn optional_switch(
+        &mut self,
+        key: &'static str,
+        default: Option<bool>,
     ) -> Result<Option<bool>, AlgorithmError> {
-        self.read(key, current, "None or a bool", |value| match value {
+        self.added(key, default, "None or a bool", |value| match value {
             PlainValue::None => Some(None),
             value => value.as_bool().map(Some),
         })
     }
 
-    /// Returns the switches of the algorithms that have no `capturable`.
-    pub(super) fn switches(&mut self, current: Switches) -> Result<Switches, AlgorithmError> {
+    /// Returns the switches between torch's implementations, with its defaults for a group that lacks them.
+    pub(super) fn switches(&mut self, default: Switches) -> Result<Switches, AlgorithmError> {
         Ok(Switches {
-            foreach: self.optional_bool("foreach", current.foreach)?,
-            capturable: current.capturable,
-            differentiable: self.bool("differentiable", current.differentiable)?,
-            fused: self.optional_bool("fused", current.fused)?,
+            foreach: self.optional_switch("foreach", default.foreach)?,
+            capturable: default.capturable,
+            differentiable: self.switch("differentiable", default.differentiable)?,
+            fused: self.optional_switch("fused", default.fused)?,
         })
     }
 

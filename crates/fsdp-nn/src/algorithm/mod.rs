@@ -194,7 +194,8 @@ impl Algorithm {
 
     /// Returns these hyperparameters, replaced by those that a param group holds.
     ///
-    /// A key that the group lacks keeps its present value and is listed in [`ReadGroup::missing`]; a key that the
+    /// A key that the group lacks keeps its present value and is listed in [`ReadGroup::missing`]. Switches that older versions
+    /// of torch did not have (`maximize`, `fused`, …) get torch's default instead, as in torch. A key that the
     /// algorithm does not know (`initial_lr`, or those of another optimizer) goes to [`ReadGroup::unknown`] as it is.
     /// If a key occurs twice, the last one counts. As in torch, an Adam group with `decoupled_weight_decay` makes an
     /// [`Algorithm::AdamW`], and AdamW stays what it is.
@@ -234,11 +235,17 @@ impl Algorithm {
         entries.into_iter().flatten()
     }
 
-    /// Returns the names of all entries of a parameter's state, in torch's order: also of those whose shape is not the
-    /// parameter's.
-    pub(crate) fn entry_names(&self) -> Vec<&'static str> {
-        let averages: &[&str] = if matches!(self, Algorithm::Adafactor(_)) { &Squares::NAMES } else { &[] };
-        self.state_entries().map(|entry| entry.name).chain(averages.iter().copied()).collect()
+    /// Returns the names and the shapes of Adafactor's averages, which a parameter of this shape has from its first step on,
+    /// beside its [`state_entries`](Algorithm::state_entries).
+    pub(crate) fn averages_of(&self, shape: &[usize]) -> Vec<(&'static str, Vec<usize>)> {
+        if matches!(self, Algorithm::Adafactor(_)) { Squares::shapes(shape) } else { Vec::new() }
+    }
+
+    /// Returns the kind of an entry of the state of a parameter of this shape; `None` for one of a shape of its own.
+    pub(crate) fn kind_of(&self, name: &str, shape: &[usize]) -> Option<StateKind> {
+        let of_schema = self.state_entries().find(|entry| entry.name == name).map(|entry| entry.kind);
+        let is_like = |(average, own): &(&str, Vec<usize>)| *average == name && own == shape;
+        of_schema.or_else(|| self.averages_of(shape).iter().any(is_like).then_some(StateKind::LikeParameter))
     }
 
     /// Returns `true` if torch makes the state when the optimizer is constructed (Adagrad), rather than at a

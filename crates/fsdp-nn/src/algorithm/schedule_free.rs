@@ -120,7 +120,7 @@ impl ScheduleFreeOptions {
             scheduled_lr: reader.float("scheduled_lr", self.scheduled_lr)?,
             weight_lr_power: reader.float("weight_lr_power", self.weight_lr_power)?,
             weight_decay: reader.float("weight_decay", self.weight_decay)?,
-            foreach: reader.optional_bool("foreach", self.foreach)?,
+            foreach: reader.optional_switch("foreach", None)?,
         })
     }
 

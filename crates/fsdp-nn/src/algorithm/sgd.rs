@@ -78,9 +78,9 @@ impl SgdOptions {
             momentum: reader.float("momentum", self.momentum)?,
             dampening: reader.float("dampening", self.dampening)?,
             weight_decay: reader.float("weight_decay", self.weight_decay)?,
-            nesterov: reader.bool("nesterov", self.nesterov)?,
-            maximize: reader.bool("maximize", self.maximize)?,
-            switches: reader.switches(self.switches)?,
+            nesterov: reader.switch("nesterov", false)?,
+            maximize: reader.switch("maximize", false)?,
+            switches: reader.switches(Switches { fused: Some(false), ..Switches::default() })?,
         })
     }
 

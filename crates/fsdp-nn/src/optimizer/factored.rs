@@ -96,10 +96,7 @@ fn read(one: &Owned, local: &LocalParam) -> Result<Part> {
 /// Puts the averages together on their owners that are sharded with their parameters, for one of the entries.
 /// Collective: one exchange, none if there are none.
 fn join_sharded(group: Option<&ProcessGroup>, entry: usize, all: &[Owned], parts: &mut [Part]) -> Result<()> {
-    let is_sharded = |one: &Owned| {
-        let zeros = Squares::zeros(&one.shape);
-        zeros.entries(&one.shape).get(entry).is_some_and(|(.., shape)| *shape == one.shape)
-    };
+    let is_sharded = |one: &Owned| Squares::shapes(&one.shape).get(entry).is_some_and(|(_, shape)| *shape == one.shape);
     let chosen: Vec<usize> = (0..all.len()).filter(|&index| is_sharded(&all[index])).collect();
     if chosen.is_empty() {
         return Ok(());

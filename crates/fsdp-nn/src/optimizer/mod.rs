@@ -363,25 +363,14 @@ impl Optimizer {
         local.state.as_ref().map(|state| local.portable(state, location.param)).transpose()
     }
 
-    /// Returns the initial state of a parameter, which a first step would start from, in fresh memory. Nothing is
-    /// changed. Returns `None` for parameters that are frozen or not in this optimizer, and if the algorithm has no
-    /// initial state.
-    ///
-    /// # Errors
-    /// The same as [`Self::state_of`].
-    pub fn initial_state_of(&self, fqn: &str) -> Result<Option<IndexMap<String, StateValue>>> {
-        let location = self.parameters.location(fqn)?;
-        let fqn = self.parameters.canonical_fqn(fqn);
-        let (Some(&local), Some(group)) = (self.local_of.get(fqn), self.group_of(fqn)) else { return Ok(None) };
-        let local = &self.locals[local];
-        if !local.requires_grad() {
+    /// Returns the state of a local parameter before its first step, in fresh memory: the algorithm's schema with its initial
+    /// values. `None` for one that is frozen, and where the algorithm has no state before its first step.
+    pub(crate) fn initial_state_of_local(&self, local: usize) -> Result<Option<ParamState>> {
+        if !self.locals[local].requires_grad() {
             return Ok(None);
         }
-        let state = initial_state(&self.groups[group].algorithm, local)?;
-        if state.step.is_none() && state.entries.is_empty() {
-            return Ok(None);
-        }
-        local.portable(&state, location.param).map(Some)
+        let state = initial_state(&self.groups[self.group_of_local[local]].algorithm, &self.locals[local])?;
+        Ok((state.step.is_some() || !state.entries.is_empty()).then_some(state))
     }
 
     /// Returns the names of the model's parameters that this optimizer holds, group by group. A name's position is its
@@ -400,21 +389,10 @@ impl Optimizer {
         }
     }
 
-    /// Returns `true` if an entry of a parameter's state is a single number for the whole parameter, such as `step`.
-    #[must_use]
-    pub fn is_scalar_state(&self, fqn: &str, name: &str) -> bool {
-        self.state_schema(fqn).iter().any(|entry| entry.name == name && entry.kind == StateKind::Scalar)
-    }
-
     /// Returns `true` if an entry of a parameter's state is shaped like the parameter.
     pub(crate) fn is_like_parameter(&self, fqn: &str, name: &str) -> bool {
-        self.state_schema(fqn).iter().any(|entry| entry.name == name && entry.kind == StateKind::LikeParameter)
-    }
-
-    /// Returns the names and kinds of the state entries that a local parameter's algorithm keeps.
-    pub(crate) fn entry_kinds_of_local(&self, local: usize) -> Vec<(&'static str, StateKind)> {
-        let group = &self.groups[self.group_of_local[local]];
-        group.algorithm.state_entries().map(|entry| (entry.name, entry.kind)).collect()
+        let (Some(group), Ok(shape)) = (self.group_of(fqn), self.parameters.shape(fqn)) else { return false };
+        self.groups[group].algorithm.kind_of(name, shape) == Some(StateKind::LikeParameter)
     }
 
     /// Returns the position of a local parameter's group.

@@ -12,26 +12,49 @@ use indexmap::IndexMap;
 
 use super::OptimStateError;
 use super::groups::{as_number, plain};
-use crate::Result;
 use crate::algorithm::{Algorithm, Initial, StateKind};
 use crate::optimizer::{LocalParam, LocalState, ParamState};
+use crate::{NnError, Result};
 
 /// One saved state entry of one parameter.
 #[derive(Debug, Clone)]
 pub(crate) enum Saved {
-    /// A tensor that a load still has to move: its position in the source, its dtype and its shape.
-    Tensor { position: usize, dtype: DType, shape: Vec<usize> },
-    /// A tensor without dimensions, or a value that is not a tensor.
+    /// A tensor: its position in the source, its dtype and its shape, and its value if it is a small one.
+    Tensor { position: usize, dtype: DType, shape: Vec<usize>, small: Option<StateValue> },
+    /// A value that is no tensor, or a tensor of one element that is not shaped like its parameter.
     Scalar(StateValue),
 }
 
 impl Saved {
-    /// Returns the kind of the entry, for messages.
-    fn type_name(&self) -> String {
+    /// Returns the entry as its algorithm takes it: a small tensor becomes a scalar, unless it is shaped like a parameter
+    /// without dimensions.
+    fn of_kind(&self, kind: Option<StateKind>, parameter: &[usize]) -> Self {
         match self {
-            Saved::Tensor { .. } => "tensor".to_owned(),
-            Saved::Scalar(StateValue::Tensor(_)) => "zero-dimension tensor".to_owned(),
-            Saved::Scalar(value) => value.kind().to_owned(),
+            Saved::Tensor { small: Some(value), shape, .. }
+                // A step may have been saved with a dimension of one element.
+                if kind == Some(StateKind::Scalar)
+                    || shape.is_empty() && (kind != Some(StateKind::LikeParameter) || !parameter.is_empty()) =>
+            {
+                Saved::Scalar(value.clone())
+            }
+            other => other.clone(),
+        }
+    }
+
+    /// Returns the shape; that of a value that is no tensor has no dimensions.
+    fn shape(&self) -> &[usize] {
+        match self {
+            Saved::Tensor { shape, .. } => shape,
+            Saved::Scalar(_) => &[],
+        }
+    }
+
+    /// Returns the kind of the entry, for messages.
+    const fn type_name(&self) -> &'static str {
+        match self {
+            Saved::Tensor { .. } => "tensor",
+            Saved::Scalar(StateValue::Tensor(_)) => "zero-dimension tensor",
+            Saved::Scalar(value) => value.kind(),
         }
     }
 
@@ -113,21 +136,35 @@ impl EntryPlan {
             let names = saved.iter().map(|entries| entries.map_or_else(Vec::new, |e| e.keys().cloned().collect()));
             return Err(OptimStateError::DifferingNames { fqns: local.fqns(), names: names.collect() }.into());
         }
-        // The algorithm tells which entries are shaped like the parameter; others are kept as they are.
-        let schema: Vec<_> = algorithm.state_entries().collect();
+        // Adafactor's averages have shapes of their own, and exist from the first step on. Its parameters are never flat.
+        let (params, shapes) = (local.params(), local.handle.layout().shapes());
+        let averages = if let [param] = params[..] { algorithm.averages_of(&shapes[param]) } else { Vec::new() };
+        for (name, expected) in &averages {
+            if let Some(found) = first.get(*name).map(Saved::shape).filter(|found| *found != expected.as_slice()) {
+                let (fqn, name, found, expected) = (local.name(), (*name).to_owned(), found.to_vec(), expected.clone());
+                return Err(OptimStateError::WrongShape { fqn, name, found, expected }.into());
+            }
+        }
         // In the algorithm's order, whatever order they were saved in: equal state is saved as equal bytes again.
-        let known = algorithm.entry_names();
+        let known = algorithm.state_entries().map(|entry| entry.name).chain(averages.iter().map(|(name, _)| *name));
+        let known: Vec<&str> = known.collect();
         let mut order: Vec<&String> = first.keys().collect();
         order.sort_by_key(|name| known.iter().position(|entry| entry == name).unwrap_or(known.len()));
         let mut plan = EntryPlan { state: ParamState::default(), tensors: Vec::new(), missing: Vec::new() };
         for name in order {
-            let values: Vec<Option<&Saved>> = saved.iter().map(|entries| entries.and_then(|e| e.get(name))).collect();
-            let kind = schema.iter().find(|entry| entry.name == name).map(|entry| entry.kind);
-            plan.add(local, name, kind, &values, options)?;
+            // The algorithm tells which entries are shaped like the parameter; others are kept as they are.
+            let kind = params.first().and_then(|&param| algorithm.kind_of(name, &shapes[param]));
+            let values = saved.iter().zip(&params);
+            let values =
+                values.map(|(entries, &param)| Some(entries.as_ref()?.get(name)?.of_kind(kind, &shapes[param])));
+            plan.add(local, name, kind, &values.collect::<Vec<_>>(), options)?;
         }
         // Entries that are made with the first gradient may be absent: there may have been no gradient yet.
-        let missing = schema.iter().filter(|entry| entry.initial != Initial::FirstGradient);
-        plan.missing = missing.map(|entry| entry.name).filter(|name| !first.contains_key(*name)).collect();
+        let needed = algorithm.state_entries().filter(|entry| entry.initial != Initial::FirstGradient);
+        let has_stepped = plan.state.step.is_some_and(|step| step > 0.0);
+        let averages = averages.into_iter().filter(|_| has_stepped).map(|(name, _)| name);
+        let needed = needed.map(|entry| entry.name).chain(averages);
+        plan.missing = needed.filter(|name| !first.contains_key(*name)).collect();
         Ok(Some(plan))
     }
 
@@ -137,18 +174,18 @@ impl EntryPlan {
         local: &LocalParam,
         name: &str,
         kind: Option<StateKind>,
-        values: &[Option<&Saved>],
+        values: &[Option<Saved>],
         options: EntryOptions,
     ) -> Result<()> {
-        let types: BTreeSet<String> = values.iter().flatten().map(|value| value.type_name()).collect();
         let is_like = kind == Some(StateKind::LikeParameter);
-        let Some(first) = values.iter().copied().flatten().next() else { return Ok(()) };
+        let Some(first) = values.iter().flatten().next() else { return Ok(()) };
+        let is_one_type = values.iter().flatten().all(|value| value.type_name() == first.type_name());
         let is_tensor = matches!(first, Saved::Tensor { .. });
-        if types.len() == 1 && kind == Some(StateKind::Scalar) && is_tensor {
+        if is_one_type && kind == Some(StateKind::Scalar) && is_tensor {
             return Err(OptimStateError::MalformedStep { fqn: local.name(), found: first.describe() }.into());
         }
-        if types.len() != 1 || is_like && !is_tensor {
-            let types = values.iter().map(|value| value.map_or("None".to_owned(), Saved::type_name)).collect();
+        if !is_one_type || is_like && !is_tensor {
+            let types = values.iter().map(|value| value.as_ref().map_or("None", Saved::type_name).to_owned()).collect();
             return Err(OptimStateError::DifferingTypes { name: name.to_owned(), types, fqns: local.fqns() }.into());
         }
         if is_tensor {
@@ -156,9 +193,9 @@ impl EntryPlan {
         }
         // A FlatParameter has one scalar for all its parameters, so their scalars must be the same.
         let bits = first.bits();
-        let same = |value: &Option<&Saved>| value.map_or(options.allow_missing, |value| value.bits() == bits);
+        let same = |value: &Option<Saved>| value.as_ref().map_or(options.allow_missing, |value| value.bits() == bits);
         if !values.iter().all(same) {
-            let describe = |value: &Option<&Saved>| value.map_or("None".to_owned(), Saved::describe);
+            let describe = |value: &Option<Saved>| value.as_ref().map_or("None".to_owned(), Saved::describe);
             let mut dtypes = BTreeSet::new();
             for value in values.iter().flatten() {
                 if let Saved::Scalar(StateValue::Tensor(tensor)) = value {
@@ -182,7 +219,7 @@ impl EntryPlan {
         // An entry that the algorithm does not know is kept, and saved again.
         let kept = match value.copy()? {
             StateValue::Tensor(tensor) => LocalState::Whole(tensor),
-            other => LocalState::Plain(plain(&other).unwrap_or(PlainValue::None)),
+            other => LocalState::Plain(other.to_plain()?.unwrap_or(PlainValue::None)),
         };
         self.state.entries.insert(name.to_owned(), kept);
         Ok(())
@@ -194,7 +231,7 @@ impl EntryPlan {
         local: &LocalParam,
         name: &str,
         is_like: bool,
-        values: &[Option<&Saved>],
+        values: &[Option<Saved>],
         options: EntryOptions,
     ) -> Result<()> {
         let (params, fqns) = (local.params(), local.fqns());
@@ -213,6 +250,10 @@ impl EntryPlan {
             if *shape != shapes[param] && wrong.is_none() {
                 wrong = Some((fqn, shape, &shapes[param]));
             }
+        }
+        if !is_like && let Some(dtype) = dtypes.iter().find(|dtype| dtype::to_candle(**dtype).is_err()) {
+            let (fqn, name, kind) = (local.name(), name.to_owned(), format!("tensor of {dtype}"));
+            return Err(NnError::UnexpectedState { fqn, name, kind });
         }
         if wrong.is_some() && !is_like && is_shared(values) {
             // A FlatParameter has one such tensor, and all its parameters must have saved the same. Until it is there,
@@ -297,11 +338,11 @@ impl EntryPlan {
 }
 
 /// Returns `true` if all values are tensors of the same dtype and shape.
-fn is_shared(values: &[Option<&Saved>]) -> bool {
-    let kind = |value: &Option<&Saved>| match value {
-        Some(Saved::Tensor { dtype, shape, .. }) => Some((*dtype, shape.clone())),
+fn is_shared(values: &[Option<Saved>]) -> bool {
+    let mut kinds = values.iter().map(|value| match value {
+        Some(Saved::Tensor { dtype, shape, .. }) => Some((dtype, shape)),
         _ => None,
-    };
-    let first = values.first().and_then(kind);
-    first.is_some() && values.iter().all(|value| kind(value) == first)
+    });
+    let first = kinds.next().flatten();
+    first.is_some() && kinds.all(|kind| kind == first)
 }

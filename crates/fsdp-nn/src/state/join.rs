@@ -2,7 +2,7 @@
 //!
 //! Every rank learns what all ranks have, and then computes the same result from it, or the same error.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use fsdp_comm::ProcessGroup;
 use fsdp_flat::ShardedTensor;
@@ -17,18 +17,17 @@ use crate::optimizer::Optimizer;
 use crate::{NnError, Result};
 
 /// The key of a local parameter that is the same on all ranks, whatever its id is there: torch's `_OptimStateKey`.
+/// A model is sharded as a whole here, so that there is no `is_fsdp_managed`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct OptimStateKey {
     /// Names of the model's parameters: one with `use_orig_params`, all of a FlatParameter without.
     pub unflat_param_names: Vec<String>,
-    /// `true` if it belongs to a sharded unit. It is always `true` here, because a model is sharded as a whole.
-    pub is_fsdp_managed: bool,
 }
 
 impl OptimStateKey {
     /// Returns the key of the local parameter at position `local` of an optimizer.
     pub(crate) fn of(optimizer: &Optimizer, local: usize) -> Self {
-        OptimStateKey { unflat_param_names: optimizer.locals()[local].fqns(), is_fsdp_managed: true }
+        OptimStateKey { unflat_param_names: optimizer.locals()[local].fqns() }
     }
 }
 
@@ -51,6 +50,7 @@ pub(crate) fn resolve_keys(
     let Some(keys) = all.first() else { return Ok(Vec::new()) };
     let mut missing = Vec::new();
     for (rank, has) in group.global_ranks().iter().zip(all) {
+        let has: HashSet<&OptimStateKey> = has.iter().collect();
         let lacks: Vec<String> = keys
             .iter()
             .filter(|key| !has.contains(key))

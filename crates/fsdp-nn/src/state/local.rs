@@ -5,14 +5,15 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use fsdp_comm::ProcessGroup;
+use fsdp_flat::storage::zeros_on;
 use fsdp_state::engine::{DictSource, LoadOptions};
 use fsdp_state::{StateDict, StateError, StateValue, load_state};
 
 use super::groups::{SavedGroup, optim_dict, plain, read_param_groups};
 use super::names::key_type_of;
 use super::{LiveTarget, OptimStateError, OptimStateKeyType, StatePrefixes};
-use crate::algorithm::StateKind;
-use crate::optimizer::{LocalParam, Optimizer, initial_state};
+use crate::algorithm::Initial;
+use crate::optimizer::{LocalParam, LocalState, Optimizer, initial_state};
 use crate::{NnError, Result};
 
 /// The key in a local state dict of the state of parameters that a rank has nothing of, by the keys of `state`.
@@ -131,9 +132,8 @@ pub(crate) fn portable_state(
     let local = &optimizer.locals()[index];
     let params = local.params();
     let mut states: Vec<(String, StateDict)> = local.fqns().into_iter().map(|fqn| (fqn, StateDict::new())).collect();
-    let kinds = optimizer.entry_kinds_of_local(index);
     for (name, value) in entries {
-        let is_like = kinds.iter().any(|(known, kind)| known == name && *kind == StateKind::LikeParameter);
+        let is_like = states.first().is_some_and(|(fqn, _)| optimizer.is_like_parameter(fqn, name));
         let value = match value {
             StateValue::Tensor(tensor) if tensor.dims() == local.dims() && (is_like || tensor.rank() > 0) => {
                 let flat = tensor.flatten_all()?;
@@ -148,7 +148,7 @@ pub(crate) fn portable_state(
             }
             StateValue::Tensor(_) | StateValue::Raw(_) => value.clone(),
             other => {
-                let (fqn, name, kind) = (local.name(), name.clone(), other.kind());
+                let (fqn, name, kind) = (local.name(), name.clone(), other.kind().to_owned());
                 plain(other).ok_or(NnError::UnexpectedState { fqn, name, kind })?.into()
             }
         };
@@ -295,11 +295,19 @@ impl Optimizer {
                 params.iter().filter_map(|&local| self.locals()[local].state.as_ref()).map(|state| state.step);
             // Where the others differ, nothing tells how often this one has been stepped.
             let Some(first) = steps.next().filter(|&first| steps.all(|step| step == first)) else { continue };
+            // Entries that begin with the first gradient are there if the others have them.
+            let begun = self.groups()[group].algorithm.state_entries();
+            let mut begun: Vec<&str> = begun.filter(|e| e.initial == Initial::FirstGradient).map(|e| e.name).collect();
+            begun.retain(|name| params.iter().any(|&local| self.locals()[local].live_piece(name).is_some()));
             for index in params {
                 let local = &self.locals()[index];
                 if local.is_empty() && local.state.is_none() {
                     let mut state = initial_state(&self.groups()[group].algorithm, local)?;
                     state.step = first;
+                    for name in &begun {
+                        let nothing = zeros_on(&[0], local.handle.dtype(), local.handle.shard_device())?;
+                        state.entries.insert((*name).to_owned(), LocalState::Piece(nothing));
+                    }
                     self.locals_mut()[index].state = Some(state);
                 }
             }

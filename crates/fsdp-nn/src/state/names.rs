@@ -91,14 +91,13 @@ impl OptimKey {
                     return Some(OptimKey::State { key, inside });
                 }
                 let rest = flat.strip_prefix("param_groups.")?;
-                // Formats of flat keys write nested groups by number, and torch's flat form by parameter.
-                if let Some((index, name)) = rest.split_once('.')
-                    && let Ok(index) = index.parse()
-                {
-                    return Some(OptimKey::Group(vec![PathPart::Index(index), PathPart::Key(name.to_owned())]));
+                // torch's flat form writes groups by parameter, whose name may begin with a number. Formats of flat keys write
+                // nested groups by number.
+                if let Some((key, name)) = split(rest, is_parameter) {
+                    return Some(OptimKey::FlatGroup { key, name });
                 }
-                let (key, name) = split(rest, is_parameter)?;
-                Some(OptimKey::FlatGroup { key, name })
+                let (index, name) = rest.split_once('.')?;
+                Some(OptimKey::Group(vec![PathPart::Index(index.parse().ok()?), PathPart::Key(name.to_owned())]))
             }
             _ => None,
         }

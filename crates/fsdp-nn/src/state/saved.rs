@@ -2,16 +2,16 @@
 
 use std::collections::HashMap;
 
-use fsdp_layout::{KeyPath, PathPart};
+use candle_core::{DType, Device, Tensor};
+use fsdp_layout::{KeyPath, PathPart, PlainValue};
 use fsdp_state::engine::Values;
-use fsdp_state::{Leaf, Schema, StateDict, StateError, StateValue, set_element};
+use fsdp_state::{Schema, StateDict, StateError, StateValue, set_element};
 use indexmap::IndexMap;
 
 use super::entry::{Saved, SavedEntries};
 use super::groups::{SavedGroup, SavedGroups, plain, read_param_groups};
 use super::names::{OptimKey, names_that_count};
 use super::{OptimStateError, OptimStateKeyType};
-use crate::optimizer::Optimizer;
 use crate::parameters::ShardedParameters;
 use crate::{NnError, Result};
 
@@ -38,7 +38,6 @@ impl SavedOptim {
     /// `rename` makes one.
     pub(crate) fn new(
         parameters: &ShardedParameters,
-        optimizers: &[&Optimizer],
         schema: &Schema,
         values: &Values,
         parts: &[(OptimKey, usize)],
@@ -49,20 +48,16 @@ impl SavedOptim {
         let mut groups = StateDict::new();
         let mut flat_groups: IndexMap<&str, SavedGroup> = IndexMap::new();
         for (key, position) in parts {
-            let value = || values.get(position).cloned().unwrap_or_else(|| describe(schema, *position));
+            let value = || values.get(position).cloned().map_or_else(stand_in, Ok);
             match key {
                 OptimKey::State { key, inside } => by_key.entry(key).or_default().push((inside, *position)),
                 OptimKey::Group(inside) => {
                     let mut path = vec![PathPart::Key("param_groups".to_owned())];
                     path.extend(inside.iter().cloned());
-                    set_element(&mut groups, &KeyPath(path), value())?;
+                    set_element(&mut groups, &KeyPath(path), value()?)?;
                 }
                 OptimKey::FlatGroup { key, name } => {
-                    let value = plain(&value()).ok_or_else(|| NnError::UnexpectedState {
-                        fqn: key.clone(),
-                        name: name.clone(),
-                        kind: value().kind(),
-                    })?;
+                    let value = plain_entry(key, name, &value()?)?;
                     let group = flat_groups.entry(key).or_insert_with(|| SavedGroup::of_parameter(key));
                     group.hyperparameters.push((name.clone(), value));
                 }
@@ -91,9 +86,7 @@ impl SavedOptim {
         for (name, parts) in &named {
             let fqn = parameters.canonical_fqn(name);
             if chosen.get(fqn) == Some(&name.as_str()) {
-                let optimizer = optimizers.iter().find(|optimizer| optimizer.holds(fqn));
-                let entries = entries(parameters, optimizer.copied(), fqn, name, schema, values, parts)?;
-                saved.states.insert(fqn.to_owned(), entries);
+                saved.states.insert(fqn.to_owned(), entries(fqn, name, schema, values, parts)?);
             } else if !parameters.contains(name) {
                 saved.add_unknown(name, parts);
             }
@@ -139,16 +132,7 @@ impl NewNames {
 }
 
 /// Returns one parameter's entries: the tensors to move, and the scalars and plain values, which are here.
-fn entries(
-    parameters: &ShardedParameters,
-    optimizer: Option<&Optimizer>,
-    fqn: &str,
-    name: &str,
-    schema: &Schema,
-    values: &Values,
-    parts: &[Part<'_>],
-) -> Result<SavedEntries> {
-    let is_scalar_parameter = parameters.shape(fqn)?.is_empty();
+fn entries(fqn: &str, name: &str, schema: &Schema, values: &Values, parts: &[Part<'_>]) -> Result<SavedEntries> {
     let mut entries = SavedEntries::new();
     let mut nested = StateDict::new();
     for &(path, position) in parts {
@@ -160,36 +144,36 @@ fn entries(
         };
         // A container is assembled from its leaves.
         if !inside.is_empty() {
-            let value = values.get(&position).cloned().unwrap_or_else(|| describe(schema, position));
+            let value = values.get(&position).cloned().map_or_else(stand_in, Ok)?;
             set_element(&mut nested, &KeyPath(path.to_vec()), value)?;
             continue;
         }
-        let is_like = optimizer.is_some_and(|optimizer| optimizer.is_like_parameter(fqn, entry));
-        let is_tensor = match leaf {
-            Leaf::Plain => false,
-            Leaf::Whole { shape, .. } => !shape.is_empty() || is_scalar_parameter && is_like,
-            Leaf::Sharded { .. } => true,
-        };
-        let is_scalar_state = optimizer.is_some_and(|optimizer| optimizer.is_scalar_state(fqn, entry));
-        let saved = match (leaf.tensor(), values.get(&position)) {
-            // A step may have been saved with a dimension of one element.
-            (_, Some(value)) if !is_tensor || is_scalar_state => Saved::Scalar(value.clone()),
-            (Some((dtype, shape)), _) => Saved::Tensor { position, dtype, shape: shape.to_vec() },
-            (None, _) => continue,
+        let small = values.get(&position).cloned();
+        let saved = match (leaf.tensor(), small) {
+            (Some((dtype, shape)), small) => Saved::Tensor { position, dtype, shape: shape.to_vec(), small },
+            (None, Some(value)) => Saved::Scalar(value),
+            (None, None) => continue,
         };
         entries.insert(entry.clone(), saved);
     }
     for (entry, value) in nested {
-        let (fqn, name, kind) = (fqn.to_owned(), entry.clone(), value.kind());
-        let value = plain(&value).ok_or(NnError::UnexpectedState { fqn, name, kind })?;
+        let value = plain_entry(fqn, &entry, &value)?;
         entries.insert(entry, Saved::Scalar(value.into()));
     }
     entries.sort_keys();
     Ok(entries)
 }
 
-/// Returns a stand-in for a tensor that is no small value, so that messages can name its kind.
-fn describe(schema: &Schema, position: usize) -> StateValue {
-    let kind = schema.get(position).map_or_else(String::new, |(_, leaf)| leaf.to_string());
-    StateValue::Tuple(vec![kind.into()])
+/// Returns an entry of a parameter, of its state or its group, that must be a plain value.
+fn plain_entry(fqn: &str, name: &str, value: &StateValue) -> Result<PlainValue> {
+    plain(value).ok_or_else(|| NnError::UnexpectedState {
+        fqn: fqn.to_owned(),
+        name: name.to_owned(),
+        kind: value.kind().to_owned(),
+    })
+}
+
+/// Returns a stand-in for a tensor that is no small value: one without elements, which is no plain value either.
+fn stand_in() -> Result<StateValue> {
+    Ok(Tensor::zeros(0, DType::U8, &Device::Cpu)?.into())
 }

@@ -54,13 +54,18 @@ pub fn live_optim_state_dict(optimizers: &[&Optimizer], missing: MissingState) -
     let mut state = StateDict::new();
     let mut groups = Vec::new();
     for optimizer in optimizers {
+        // The parameters of a FlatParameter share its state, which is therefore made once.
+        let mut initial = Vec::with_capacity(optimizer.locals().len());
+        for (index, local) in optimizer.locals().iter().enumerate() {
+            let is_wanted = missing == MissingState::Initial && local.state.is_none();
+            initial.push(if is_wanted { optimizer.initial_state_of_local(index)? } else { None });
+        }
         for group in optimizer.groups() {
             for fqn in group.fqns() {
-                let entries = match optimizer.state_of(fqn)? {
-                    None if missing == MissingState::Initial => optimizer.initial_state_of(fqn)?,
-                    entries => entries,
-                };
-                if let Some(entries) = entries {
+                let Some(index) = optimizer.local_index(fqn) else { continue };
+                let local = &optimizer.locals()[index];
+                if let Some(of_local) = local.state.as_ref().or(initial[index].as_ref()) {
+                    let entries = local.portable(of_local, optimizer.parameters().location(fqn)?.param)?;
                     insert(&mut state, fqn, entries.into_iter().collect::<StateDict>().into())?;
                 }
             }

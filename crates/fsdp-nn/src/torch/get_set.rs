@@ -12,6 +12,7 @@ use fsdp_state::{
 };
 
 use super::{StateDictOptions, optim_format};
+use crate::handle::FLAT_PARAM;
 use crate::optimizer::Optimizer;
 use crate::parameters::ShardedParameters;
 use crate::state::{
@@ -241,8 +242,7 @@ fn set(
 
 /// Checks that dicts can be those of a model and its optimizers.
 fn check(model: Option<&StateDict>, optim: Option<&StateDict>, parameters: &ShardedParameters) -> Result<()> {
-    let is_flat_param =
-        |key: &str| (key == "_flat_param" || key.ends_with("._flat_param")) && !parameters.contains(key);
+    let is_flat_param = |key: &str| key.rsplit('.').next() == Some(FLAT_PARAM) && !parameters.contains(key);
     if let Some(key) = model.into_iter().flat_map(StateDict::keys).find(|key| is_flat_param(key)) {
         return Err(NnError::FlatParameterKey { key: key.to_owned() });
     }

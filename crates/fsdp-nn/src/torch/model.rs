@@ -3,10 +3,10 @@
 use candle_core::Device;
 use fsdp_flat::{LocalShard, ShardedTensor};
 use fsdp_layout::{KeyPath, PathPart, TensorBox};
-use fsdp_state::engine::DictSource;
+use fsdp_state::engine::{DictSource, DictTarget};
 use fsdp_state::{
-    GatherOptions, KeepOn, LoadOptions, LoadReport, StateDict, StateError, StateValue, copy_state_dict, load_state,
-    reshard_state_dict,
+    GatherOptions, KeepOn, LoadError as _, LoadOptions, LoadReport, StateDict, StateError, StateValue, copy_state_dict,
+    load_state,
 };
 use indexmap::IndexMap;
 
@@ -76,19 +76,9 @@ pub fn state_dict_into(
         StateDictType::Local => local_views(parameters)?,
     };
     for (name, value) in &state {
-        sink(name, placed(value.copy()?, &keep)?)?;
+        sink(name, value.copy()?.to_device(keep.device.as_ref())?)?;
     }
     Ok(())
-}
-
-/// Moves a tensor to the device in `keep`, if there is one. Other values stay as they are.
-pub(super) fn placed(value: StateValue, keep: &GatherOptions) -> Result<StateValue> {
-    let Some(device) = &keep.device else { return Ok(value) };
-    Ok(match value {
-        StateValue::Tensor(tensor) => fsdp_flat::storage::to_device(&tensor, device)?.into(),
-        StateValue::Sharded(tensor) => tensor.to_device(device)?.into(),
-        other => other,
-    })
 }
 
 /// Gathers the whole values, and hands each to `sink` under all its names.
@@ -191,17 +181,22 @@ fn local_views(parameters: &ShardedParameters) -> Result<StateDict> {
 pub fn load_state_dict(state: &StateDict, parameters: &ShardedParameters, strict: bool) -> Result<LoadReport> {
     let settings = parameters.get_state_dict_type();
     let options = LoadOptions { strict, ..LoadOptions::default() };
+    let (group, operation) = (parameters.group(), "load_state_dict");
     if settings.state_dict_type() == StateDictType::Local {
         // Everything is moved and checked beside the live shards, and copied into them at the end.
         let mut live = local_views(parameters)?;
-        let (loaded, report) = reshard_state_dict(state, &live, parameters.group(), &options)?;
+        let mut source = DictSource::open::<NnError>(group, operation, None, Ok(Some(state)))?;
+        let target = DictTarget::new(&live, None, String::new()).map_err(NnError::from);
+        let mut target = target.or_else(|error| NnError::refuse(group, operation, error))?.with_own_tensors();
+        let report: LoadReport = load_state::<_, _, NnError>(operation, group, &mut source, &mut target, &options)?;
+        let loaded = target.into_state();
         parameters.begin_change_of_all()?;
         copy_state_dict(&loaded, &mut live)?;
         return Ok(report);
     }
-    let (group, root) = (parameters.group(), settings.state_dict_config().rank0_only().then_some(0));
-    let mut source = DictSource::open::<NnError>(group, "load_state_dict", root, Ok(Some(state)))?;
+    let root = settings.state_dict_config().rank0_only().then_some(0);
+    let mut source = DictSource::open::<NnError>(group, operation, root, Ok(Some(state)))?;
     let prefixes = StatePrefixes { model: Some(Vec::new()), optim: None };
     let mut target = LiveTarget::new(parameters, Vec::new(), prefixes)?;
-    load_state("load_state_dict", group, &mut source, &mut target, &options)
+    load_state(operation, group, &mut source, &mut target, &options)
 }

@@ -6,7 +6,7 @@ use fsdp_state::engine::{DictSource, Source as _};
 use fsdp_state::{GatherOptions, LoadError as _, StateDict, StateValue};
 use indexmap::IndexMap;
 
-use super::model::{gather, keep, placed};
+use super::model::{gather, keep};
 use crate::optimizer::Optimizer;
 use crate::parameters::ShardedParameters;
 use crate::settings::StateDictType;
@@ -162,7 +162,7 @@ fn streamed(
     // Boxes need no gather, so that only an agreement tells the other ranks of an error.
     let offered = joined.iter().try_for_each(|(fqn, entries)| {
         let mut entries = entries.as_dict().into_iter().flatten();
-        entries.try_for_each(|(name, value)| sink(fqn, name, placed(value.copy()?, &form.keep)?))
+        entries.try_for_each(|(name, value)| sink(fqn, name, value.copy()?.to_device(form.keep.device.as_ref())?))
     });
     let rest = offered.and_then(|()| rest(&local, &form.keep, group));
     Ok((NnError::agree(group, OPERATION, None, rest)?, order))
@@ -325,18 +325,9 @@ pub fn scatter_full_optim_state_dict(
     Ok(to_local(full, parameters, optimizer, true, false, OptimStateKeyType::ParamId)?.1)
 }
 
-/// Returns the local state, by ids, from one that is sharded in any boxes: torch's `flatten_sharded_optim_state_dict`.
-/// For the rest see [`optim_state_dict_to_load`].
-///
-/// # Errors
-/// As [`optim_state_dict_to_load`].
-pub fn flatten_sharded_optim_state_dict(
-    sharded: &StateDict,
-    parameters: &ShardedParameters,
-    optimizer: &Optimizer,
-) -> Result<StateDict> {
-    Ok(to_local(Some(sharded), parameters, optimizer, false, false, OptimStateKeyType::ParamId)?.1)
-}
+/// Returns the local state, by ids, from one that is sharded in any boxes: torch's `flatten_sharded_optim_state_dict`. Either
+/// function takes both.
+pub use self::shard_full_optim_state_dict as flatten_sharded_optim_state_dict;
 
 /// Loads state by the model's names into an optimizer of its own. Returns that optimizer and its local state dict, whose
 /// tensors are views. All functions that make local state call this.

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use fsdp_state::{StateDict, StateValue};
+use fsdp_state::{StateDict, StateError};
 
 use super::{OptimStateError, OptimStateKeyType};
 use crate::Result;
@@ -18,7 +18,8 @@ use crate::state::{group_dicts, key_type_of, read_param_groups};
 ///
 /// # Errors
 /// [`OptimStateError::InvalidKeys`] for keys that are neither all names nor all ids; [`OptimStateError::UnknownState`]
-/// and [`OptimStateError::UnknownParam`] for those that `names` lacks; malformed groups.
+/// and [`OptimStateError::UnknownParam`] for those that `names` lacks; [`StateError::DuplicateKey`] for two ids of one
+/// name; malformed groups.
 ///
 /// ```
 /// use fsdp_layout::PlainValue;
@@ -55,7 +56,10 @@ pub fn rekey_optim_state_dict(
     let mut rekeyed = StateDict::new();
     for (key, value) in states {
         let unknown = || OptimStateError::UnknownState { key: key.clone(), count: names.len() };
-        rekeyed.insert(rekey(key).ok_or_else(unknown)?, value.clone());
+        let key = rekey(key).ok_or_else(unknown)?;
+        if rekeyed.insert(key.as_str(), value.clone()).is_some() {
+            return Err(StateError::DuplicateKey { key }.into());
+        }
     }
     result.insert("state", rekeyed);
     if state.contains_key("param_groups") {
@@ -77,17 +81,25 @@ pub fn rekey_optim_state_dict(
 /// compiled model): torch's `consume_prefix_in_state_dict_if_present`, which however changes the dict in place. Names
 /// without the prefix stay. Tensors are shared.
 ///
+/// # Errors
+/// [`StateError::DuplicateKey`] for a name that is there with the prefix and without, of which torch drops one.
+///
 /// ```
 /// use fsdp_nn::torch::consume_prefix_in_state_dict_if_present;
 /// use fsdp_state::StateDict;
 /// let mut state = StateDict::new();
 /// state.insert("module.h.0.weight", 1.0);
-/// let state = consume_prefix_in_state_dict_if_present(&state, "module.");
+/// let state = consume_prefix_in_state_dict_if_present(&state, "module.")?;
 /// assert!(state.contains_key("h.0.weight"));
+/// # Ok::<(), fsdp_state::StateError>(())
 /// ```
-#[must_use]
-pub fn consume_prefix_in_state_dict_if_present(state: &StateDict, prefix: &str) -> StateDict {
-    let strip =
-        |(name, value): (&String, &StateValue)| (name.strip_prefix(prefix).unwrap_or(name).to_owned(), value.clone());
-    state.iter().map(strip).collect()
+pub fn consume_prefix_in_state_dict_if_present(state: &StateDict, prefix: &str) -> Result<StateDict, StateError> {
+    let mut stripped = StateDict::new();
+    for (name, value) in state {
+        let key = name.strip_prefix(prefix).unwrap_or(name);
+        if stripped.insert(key, value.clone()).is_some() {
+            return Err(StateError::DuplicateKey { key: key.to_owned() });
+        }
+    }
+    Ok(stripped)
 }

@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod common;
+mod foreign;
 mod get_and_set;
 mod load_paths;
 mod refusals;

@@ -2,7 +2,9 @@
 
 use candle_core::{DType, Device, Tensor};
 use fsdp_comm::{ProcessGroup, run_local};
+use fsdp_flat::RawTensor;
 use fsdp_layout::{KeyPath, PathPart, PlainValue};
+use fsdp_nn::algorithm::{AdafactorOptions, Algorithm};
 use fsdp_nn::torch::{
     OptimStateError, StateDictOptions, get_model_state_dict, get_optimizer_state_dict, get_state_dict,
     set_model_state_dict, set_optimizer_state_dict, set_state_dict,
@@ -380,4 +382,71 @@ fn what_one_rank_cannot_give_is_every_ranks_error() {
     })
     .unwrap();
     assert!(errors[0] == errors[1] && errors[0].contains("mine"), "{errors:?}");
+}
+
+#[test]
+fn tensors_in_groups_and_in_containers_of_state_are_refused() {
+    for options in [options(), full_options(), StateDictOptions { broadcast_from_rank0: true, ..full_options() }] {
+        let errors = refused(2, true, &options, |state, rank| {
+            if rank == 0 || !options.broadcast_from_rank0 {
+                first_group(state).insert("scales", tensor(&[1.0, 2.0, 3.0], &[3]));
+            }
+        });
+        assert!(errors[0].to_string().contains("scales"), "{}", errors[0]);
+        let errors = refused(2, true, &options, |state, rank| {
+            if rank == 0 || !options.broadcast_from_rank0 {
+                let history = StateValue::List(vec![tensor(&[1.0, 2.0], &[2])]);
+                dict(state, &[key("state"), key("a.weight")]).insert("history", history);
+            }
+        });
+        assert!(errors[0].to_string().contains("history"), "{}", errors[0]);
+    }
+}
+
+#[test]
+fn state_of_a_dtype_that_candle_lacks_is_refused_unless_it_is_one_value() {
+    let errors = refused(2, true, &options(), |state, _| {
+        let warm = RawTensor::new(fsdp_layout::DType::Bool, vec![3], vec![1, 0, 1]).unwrap();
+        dict(state, &[key("state"), key("a.weight")]).insert("warm", warm);
+    });
+    assert!(errors[0].to_string().contains("warm"), "{}", errors[0]);
+    run_local(2, |group| {
+        let (model, mut optimizer) = trained(&group, true);
+        let mut state = get_optimizer_state_dict(model.parameters(), &[&optimizer], &options()).unwrap();
+        let warm = RawTensor::new(fsdp_layout::DType::Bool, vec![], vec![1]).unwrap();
+        dict(&mut state, &[key("state"), key("a.weight")]).insert("warm", warm);
+        set_optimizer_state_dict(&state, model.parameters(), &mut [&mut optimizer], &options()).unwrap();
+        let mut again = get_optimizer_state_dict(model.parameters(), &[&optimizer], &options()).unwrap();
+        let entry = dict(&mut again, &[key("state"), key("a.weight")]).get("warm").cloned();
+        assert!(matches!(&entry, Some(StateValue::Plain(PlainValue::Tensor(warm))) if warm.data == [1]), "{entry:?}");
+    })
+    .unwrap();
+}
+
+/// A checkpoint of a killed conversion, say: the step is there, the averages are not.
+#[test]
+fn averages_of_adafactor_that_are_missing_or_of_another_shape_are_named() {
+    run_local(2, |group| {
+        let model = sharded(&group, 1);
+        let adafactor = Algorithm::Adafactor(AdafactorOptions::default());
+        let mut optimizer = Optimizer::new(model.parameters(), adafactor).unwrap();
+        step(&model, &mut [&mut optimizer], 0);
+        let saved = get_optimizer_state_dict(model.parameters(), &[&optimizer], &options()).unwrap();
+        let before = gathered_bits(&model, &[&optimizer]);
+        for (fqn, name) in [("a.weight", "row_var"), ("a.weight", "col_var"), ("a.bias", "variance")] {
+            for change in [None, Some(tensor(&[1.0, 2.0], &[2]))] {
+                let mut state = saved.copy().unwrap();
+                let entries = dict(&mut state, &[key("state"), key(fqn)]);
+                assert!(entries.remove(name).is_some());
+                if let Some(value) = change {
+                    entries.insert(name, value);
+                }
+                let set = set_optimizer_state_dict(&state, model.parameters(), &mut [&mut optimizer], &options());
+                let error = set.unwrap_err().to_string();
+                assert!(error.contains(&format!("{fqn}.{name}")), "{error}");
+                assert_eq!(gathered_bits(&model, &[&optimizer]), before);
+            }
+        }
+    })
+    .unwrap();
 }

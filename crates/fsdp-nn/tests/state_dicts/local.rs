@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use fsdp_layout::PlainValue;
-use fsdp_nn::torch::OptimStateError;
+use fsdp_nn::torch::{OptimStateError, StateDictOptions, get_optimizer_state_dict};
 use fsdp_nn::{NnError, Optimizer, ParamGroup, ShardingStrategy};
 use fsdp_state::{StateDict, StateValue};
 
@@ -186,5 +186,23 @@ fn groups_and_parameters_are_matched_by_position() {
         // By names it is matched too: positions in the groups, whatever the keys.
         let error = b.load_state_dict(&a.named_state_dict().unwrap()).unwrap_err();
         assert!(matches!(error, NnError::OptimState { error: OptimStateError::WrongShape { .. }, .. }), "{error}");
+    });
+}
+
+/// torch's local dicts have nothing of parameters that a rank has no elements of.
+#[test]
+fn without_word_of_them_empty_pieces_have_the_entries_of_the_rest_of_their_group() {
+    let spec = uneven();
+    ranks(5, |group| {
+        let model = model(&group, &spec, full_shard(5, true));
+        let mut optimizer = optimizer(model.parameters(), &spec, &sgd(0.9), false);
+        train(&model, &mut [&mut optimizer], 0..1);
+        let options = StateDictOptions { full_state_dict: true, ..StateDictOptions::default() };
+        let before = get_optimizer_state_dict(model.parameters(), &[&optimizer], &options).unwrap();
+        let mut local = optimizer.state_dict().unwrap();
+        local.remove("state_of_empty_pieces");
+        optimizer.load_state_dict(&local).unwrap();
+        let after = get_optimizer_state_dict(model.parameters(), &[&optimizer], &options).unwrap();
+        assert_same(&after, &before, "momentum");
     });
 }

@@ -329,7 +329,7 @@ fn local_state_dicts_need_sharded_parameters_without_a_mesh() {
 fn a_plain_or_ddp_state_dict_loads_into_a_sharded_model_and_back() {
     let plain = reference(&dummy(), &adam(), false, DType::F32, 0).0;
     let ddp: StateDict = plain.iter().map(|(name, value)| (format!("module.{name}"), value.clone())).collect();
-    let stripped = fsdp_nn::torch::consume_prefix_in_state_dict_if_present(&ddp, "module.");
+    let stripped = fsdp_nn::torch::consume_prefix_in_state_dict_if_present(&ddp, "module.").unwrap();
     let back = ranks(3, |group| {
         let model = model_of(&group, &dummy(), full_shard(3, true), DType::F32, 4);
         load_state_dict(&stripped, model.parameters(), true).unwrap();

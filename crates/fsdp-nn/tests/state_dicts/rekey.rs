@@ -2,7 +2,8 @@
 
 use candle_core::DType;
 use fsdp_nn::torch::{
-    OptimLoadOptions, OptimStateKeyType, optim_state_dict, optim_state_dict_to_load, rekey_optim_state_dict,
+    OptimLoadOptions, OptimStateKeyType, consume_prefix_in_state_dict_if_present, optim_state_dict,
+    optim_state_dict_to_load, rekey_optim_state_dict,
 };
 use fsdp_state::{StateDict, StateValue};
 
@@ -89,4 +90,15 @@ fn groups_are_rekeyed_without_any_state() {
     let Some(StateValue::List(groups)) = named.get("param_groups") else { panic!("groups") };
     let params = groups[0].as_dict().unwrap().get("params").unwrap().as_plain().unwrap().clone();
     assert_eq!(params, fsdp_layout::PlainValue::List(names.iter().map(|name| name.as_str().into()).collect()));
+}
+
+#[test]
+fn two_keys_that_would_become_one_are_refused() {
+    let (by_ids, mut names) = plain(&mini7(), false);
+    names[1] = names[0].clone();
+    let error = rekey_optim_state_dict(&by_ids, OptimStateKeyType::ParamName, &names).unwrap_err();
+    assert!(error.to_string().contains(&names[0]), "{error}");
+    let state: StateDict = [("module.a", 1.0.into()), ("a", 2.0.into())].into_iter().collect();
+    let error = consume_prefix_in_state_dict_if_present(&state, "module.").unwrap_err();
+    assert!(error.to_string().contains("`a`"), "{error}");
 }

@@ -239,6 +239,10 @@ impl Source for DictSource<'_> {
         Ok(Some(hasher.finish()))
     }
 
+    fn moves_between_ranks(&self) -> bool {
+        true
+    }
+
     fn separate(
         &mut self,
         wanted: &[Wanted],

@@ -17,8 +17,9 @@ use crate::{Schema, StateDict, StateError, StateValue, get_element_mut};
 /// own.
 pub struct DictTarget<'a> {
     template: &'a StateDict,
+    is_of_checkpoint: bool,
     is_in_place: bool,
-    is_own: bool,
+    has_own_tensors: bool,
     schema: Schema,
     values: Vec<&'a StateValue>,
     /// The template's position of each wanted tensor.
@@ -37,22 +38,34 @@ impl<'a> DictTarget<'a> {
     pub fn new(template: &'a StateDict, device: Option<Device>, arguments: String) -> Result<Self, StateError> {
         let (schema, values) = Schema::with_values(template)?;
         let (positions, loaded) = (Vec::new(), IndexMap::new());
-        let (is_in_place, is_own) = (false, false);
-        Ok(DictTarget { template, is_in_place, is_own, schema, values, positions, device, arguments, loaded })
+        let (is_of_checkpoint, is_in_place, has_own_tensors) = (false, false, false);
+        Ok(DictTarget {
+            template,
+            is_of_checkpoint,
+            is_in_place,
+            has_own_tensors,
+            schema,
+            values,
+            positions,
+            device,
+            arguments,
+            loaded,
+        })
     }
 
-    /// Makes the load fill the template's own tensors, instead of new ones.
+    /// Makes it the target of a checkpoint, from which each rank reads for itself: ranks may ask for different names, and
+    /// names that only the checkpoint has are no error. With `in_place` the template's own tensors are filled, instead of
+    /// new ones.
     #[must_use]
-    pub const fn in_place(mut self) -> Self {
-        self.is_in_place = true;
-        self
+    pub const fn of_checkpoint(mut self, in_place: bool) -> Self {
+        (self.is_of_checkpoint, self.is_in_place) = (true, in_place);
+        self.with_own_tensors()
     }
 
-    /// Lets ranks request different names. Each rank then gets its own report, and names that only the source has are
-    /// not an error.
+    /// Lets ranks have different whole tensors under one name: each takes its own.
     #[must_use]
-    pub const fn with_own_names(mut self) -> Self {
-        self.is_own = true;
+    pub const fn with_own_tensors(mut self) -> Self {
+        self.has_own_tensors = true;
         self
     }
 
@@ -68,6 +81,12 @@ impl<'a> DictTarget<'a> {
         state
     }
 
+    /// Returns the values that were loaded, by their paths. Tensors that were filled where they are are not among them.
+    #[must_use]
+    pub fn into_loaded(self) -> IndexMap<KeyPath, StateValue> {
+        self.loaded
+    }
+
     fn device_for(&self, position: usize) -> Device {
         self.device.clone().unwrap_or_else(|| device_of(self.values[position]))
     }
@@ -75,7 +94,7 @@ impl<'a> DictTarget<'a> {
     /// Returns `true` if a value is small enough to be taken from the source by value, before any memory is lent.
     fn goes_by_value(&self, saved: &Leaf, current: &Leaf) -> bool {
         let are_tensors = saved.tensor().is_some() && current.tensor().is_some();
-        saved.is_scalar() && current.is_scalar() && !(are_tensors && (self.is_in_place || self.is_own))
+        saved.is_scalar() && current.is_scalar() && !(are_tensors && self.is_of_checkpoint)
     }
 
     /// Checks that the template's tensors can be filled where they are.
@@ -106,7 +125,7 @@ impl Target for DictTarget<'_> {
     ) -> Result<Plan, E> {
         let strict = if options.strict { "strict" } else { "not strict" };
         let arguments = format!("{}{strict}", self.arguments);
-        let mut plan = Plan { refuses_unexpected: !self.is_own, is_own: self.is_own, arguments, ..Plan::default() };
+        let mut plan = Plan { refuses_unexpected: !self.is_of_checkpoint, arguments, ..Plan::default() };
         self.positions.clear();
         let mut by_value: Vec<(usize, usize)> = Vec::new();
         for side in source.compare(&self.schema) {
@@ -120,7 +139,7 @@ impl Target for DictTarget<'_> {
                     match Wanted::fit(source, from, || path.flat_key(), self.values[to], options) {
                         Ok(wanted) => {
                             self.positions.push(to);
-                            plan.wanted.push(wanted);
+                            plan.wanted.push(Wanted { is_same_on_all: !self.has_own_tensors, ..wanted });
                         }
                         Err(mismatch) => plan.report.mismatched.push(mismatch),
                     }
@@ -137,7 +156,9 @@ impl Target for DictTarget<'_> {
         if self.is_in_place {
             self.check_fillable(&plan.wanted)?;
         }
-        plan.target = self.schema.clone();
+        if !self.is_of_checkpoint {
+            plan.target = self.schema.clone();
+        }
         Ok(plan)
     }
 

@@ -1,9 +1,9 @@
 //! The path that every load takes: compare, agree, lend, read, commit.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::hash::{Hash, Hasher};
 
-use fsdp_comm::{CommError, ProcessGroup};
+use fsdp_comm::{CommError, ProcessGroup, ReduceOp};
 use fsdp_flat::ShardedTensor;
 use fsdp_layout::Failure;
 use serde::{Deserialize, Serialize};
@@ -55,14 +55,15 @@ impl LoadError for StateError {
 /// Loads the values of `source` into `target`. All loads and collectives on state use this function.
 ///
 /// 1. **Compare**: each rank compares the source's schema with what its target can take.
-/// 2. **Agree**: one round of communication. An error of any rank becomes an error on every rank, and all ranks must
-///    have the same schemas and small values.
-/// 3. **Lend**: the target lends memory, live or fresh, for the boxes that it wants.
+/// 2. **Agree**: one round over the ranks. Any rank's error becomes every rank's, and all must have the same
+///    contribution. Only values that ranks have of their own (running statistics, a random generator's state) may differ.
+/// 3. **Lend**: the target gives memory for the boxes that it wants, live or fresh.
 /// 4. **Read**: the source fills it, from files, from this rank's own values, or from other ranks.
 /// 5. **Commit**: the target takes over the small values.
 ///
-/// Collective over `group`: two agreements, and those of [`Source::locate`] and [`Source::read`]. The report is the same
-/// on every rank.
+/// Collective over `group`: two agreements, and those of [`Source::locate`] and [`Source::read`]; where ranks differ, also an
+/// object all-gather, an object broadcast, an all-reduce and an agreement. The report is the same on every rank, except for
+/// missing values that a rank has of its own.
 ///
 /// # Errors
 /// The same on every rank. Before the first byte is read nothing has changed: [`StateError::Incompatible`] for values that
@@ -81,10 +82,9 @@ where
     E: LoadError + From<S::Error> + From<T::Error>,
 {
     // Compare. This is local: an error found here must not be returned before the other ranks know of it.
-    let compared = compare::<S, T, E>(operation, group, source, target, options);
-    // Agree. From here on every rank has the same plan, except for the boxes in it.
-    let plan = agree(operation, group, compared)?;
-    check_report::<E>(operation, &plan, options)?;
+    let compared = compare::<S, T, E>(group, source, target, options);
+    // Agree. From here on every rank has the same plan, except for the boxes in it and for values of its own.
+    let plan = agree(operation, group, options, compared)?;
     let wanted_on = |index: usize, rank| target.wanted_on(index, &plan.wanted[index], rank);
     source.locate(group, operation, &plan.wanted, &wanted_on, options)?;
 
@@ -125,7 +125,7 @@ fn partly_loaded<E: LoadError>(is_partly_loaded: bool, error: E) -> E {
 }
 
 /// The data of a rank that must be the same on all ranks. The agreement compares its hash.
-#[derive(Debug, Clone, Default, PartialEq, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, Hash, Serialize, Deserialize)]
 struct Contribution {
     arguments: String,
     source: Schema,
@@ -133,13 +133,10 @@ struct Contribution {
     /// Values that must be the same on all ranks, as pairs of a key and a text: small values, whose floats are compared
     /// by their bits, and hashes of whole tensors.
     values: Vec<(String, String)>,
-    missing: Vec<String>,
-    unexpected: Vec<String>,
 }
 
 /// Compares source and target on this rank.
 fn compare<S, T, E>(
-    operation: &'static str,
     group: &ProcessGroup,
     source: &mut S,
     target: &mut T,
@@ -155,25 +152,19 @@ where
     if target.is_live() {
         source.separate(&plan.wanted, &mut |index| target.memory(index, &plan.wanted[index]))?;
     }
-    if plan.is_own {
-        // Ranks may want different names, so each rank has its own report and checks it here.
-        check_report::<E>(operation, &plan, options)?;
-    }
     let mut contribution = Contribution { arguments: plan.arguments.clone(), ..Contribution::default() };
-    // A single rank, and ranks that may want different names, have nothing to compare.
-    if plan.is_own || group.world_size() == 1 {
+    // A rank that is alone has nobody to compare with.
+    if group.world_size() == 1 {
         return Ok((plan, contribution));
     }
     plan.agreed.sort();
     contribution.source = source.schema().clone();
     contribution.target = std::mem::take(&mut plan.target);
     contribution.values = std::mem::take(&mut plan.agreed);
-    contribution.missing.clone_from(&plan.report.missing);
-    contribution.unexpected.clone_from(&plan.report.unexpected);
-    for wanted in plan.wanted.iter().filter(|wanted| wanted.is_same_on_all) {
-        let hash = source.hash(wanted.position)?;
-        let described = hash.map(|hash| (wanted.key.clone(), format!("a tensor with the hash {hash:016x}")));
-        contribution.values.extend(described);
+    for wanted in plan.wanted.iter().filter(|wanted| wanted.is_same_on_all || source.moves_between_ranks()) {
+        let hash = if wanted.is_same_on_all { source.hash(wanted.position)? } else { None };
+        let text = hash.map_or_else(|| "a tensor".to_owned(), |hash| format!("a tensor with the hash {hash:016x}"));
+        contribution.values.push((wanted.key.clone(), text));
     }
     Ok((plan, contribution))
 }
@@ -186,58 +177,104 @@ fn small_values<S: Source, E: From<S::Error>>(source: &S, positions: &[usize]) -
     Ok(positions.into_iter().zip(values).collect())
 }
 
-/// Checks that no rank has an error and that all ranks have the same contribution. Collectives: one agreement; if ranks
-/// differ, also one object all-gather, to find the difference.
+/// Checks that no rank has an error, that all ranks have the same contribution, and that everything fits. Collectives: one
+/// agreement; if ranks differ, also an object all-gather, and then either two object broadcasts to find the difference or, for
+/// values that ranks have of their own, those of [`agree_on_own`].
 fn agree<E: LoadError>(
     operation: &'static str,
     group: &ProcessGroup,
+    options: &LoadOptions,
     compared: Result<(Plan, Contribution), E>,
 ) -> Result<Plan, E> {
-    let (outcome, contribution) = match compared {
-        Ok((plan, contribution)) => (Ok(plan), Some(contribution)),
-        Err(error) => (Err(error), None),
+    let (plan, contribution, outcome) = match compared {
+        Ok((plan, contribution)) => (plan, contribution, Ok(())),
+        Err(error) => (Plan::default(), Contribution::default(), Err(error)),
     };
-    let mut hasher = XxHash3_64::new();
-    contribution.hash(&mut hasher);
+    let hash = hash_of(&contribution);
     // The hash of a rank with an error does not matter: errors are checked before hashes are compared.
-    let agreed = E::agree(group, operation, Some(hasher.finish()), outcome);
-    let Err(error) = agreed else { return agreed };
+    let agreed = E::agree(group, operation, Some(hash_of(&(hash, &plan.report))), outcome);
+    let error = match agreed {
+        Ok(()) => return check_report(operation, plan, options),
+        Err(error) => error,
+    };
     if !matches!(error.comm(), Some(CommError::SchemaMismatch { .. })) {
         return Err(error);
     }
-    let all = group.all_gather_object(&contribution)?;
-    Err(difference(group, operation, &all).map_or(error, E::from))
+    let hashes: Vec<u64> = group.all_gather_object(&hash)?;
+    let Some(other) = hashes.iter().position(|other| *other != hashes[0]) else {
+        return agree_on_own(operation, group, options, plan);
+    };
+    // Contributions may be large, so only two are sent: that of the first rank, and the first that differs from it.
+    let of = |rank: usize| group.broadcast_object((group.rank() == rank).then_some(&contribution), rank);
+    let (first, second): (Contribution, Contribution) = (of(0)?, of(other)?);
+    Err(difference(group, operation, &first, other, &second).map_or(error, E::from))
 }
 
-/// Returns the first difference between the contributions of rank 0 and of another rank. Every rank finds the same one.
-fn difference(group: &ProcessGroup, operation: &'static str, all: &[Option<Contribution>]) -> Option<StateError> {
-    let ranks = group.global_ranks();
-    let (first, others) = all.split_first()?;
-    let (first, reference) = (first.as_ref()?, *ranks.first()?);
-    others.iter().zip(ranks.iter().skip(1)).find_map(|(other, &rank)| {
-        let other = other.as_ref()?;
-        if first.arguments != other.arguments {
-            let (found, expected) = (other.arguments.clone(), first.arguments.clone());
-            return Some(StateError::ArgumentMismatch { operation, rank, found, reference, expected });
-        }
-        let schemas = [(&first.source, &other.source), (&first.target, &other.target)];
-        if let Some(error) = schemas.iter().find_map(|(a, b)| a.difference(b, operation, rank, reference)) {
-            return Some(error);
-        }
-        let ((key, expected), (_, found)) = first.values.iter().zip(&other.values).find(|(a, b)| a != b)?;
-        let (key, found, expected) = (key.clone(), found.clone(), expected.clone());
-        Some(StateError::DifferingOnRanks { operation, key, rank, found, reference, expected })
-    })
+/// Checks the plans of ranks that differ only in what they have of their own. What does not fit one rank is every rank's error,
+/// and a name is unexpected if no rank has a place for it. Collectives: an object broadcast, an all-reduce and an agreement.
+fn agree_on_own<E: LoadError>(
+    operation: &'static str,
+    group: &ProcessGroup,
+    options: &LoadOptions,
+    mut plan: Plan,
+) -> Result<Plan, E> {
+    // Only names that are unexpected on the first rank can be so on all.
+    let here = &plan.report.unexpected;
+    let mut names: Vec<String> = group.broadcast_object((group.rank() == 0).then_some(here), 0)?;
+    let mut has_place: Vec<u8> = names.iter().map(|name| here.binary_search(name).is_err().into()).collect();
+    group.all_reduce(&mut has_place, ReduceOp::Max)?;
+    let mut has_place = has_place.into_iter();
+    names.retain(|_| has_place.next() == Some(0));
+    plan.report.unexpected = names;
+    E::agree(group, operation, None, check_report(operation, plan, options))
 }
 
-/// Returns an error if the report has mismatched names, or, in a strict load, names that only one side has.
-fn check_report<E: LoadError>(operation: &'static str, plan: &Plan, options: &LoadOptions) -> Result<(), E> {
+fn hash_of(value: &impl Hash) -> u64 {
+    let mut hasher = XxHash3_64::new();
+    value.hash(&mut hasher);
+    hasher.finish()
+}
+
+/// Returns the first difference between the contributions of the first rank and of another. Every rank finds the same one.
+fn difference(
+    group: &ProcessGroup,
+    operation: &'static str,
+    first: &Contribution,
+    other: usize,
+    second: &Contribution,
+) -> Option<StateError> {
+    let (reference, rank) = (*group.global_ranks().first()?, *group.global_ranks().get(other)?);
+    if first.arguments != second.arguments {
+        let (found, expected) = (second.arguments.clone(), first.arguments.clone());
+        return Some(StateError::ArgumentMismatch { operation, rank, found, reference, expected });
+    }
+    let schemas = [(&first.source, &second.source), (&first.target, &second.target)];
+    if let Some(error) = schemas.iter().find_map(|(a, b)| a.difference(b, operation, rank, reference)) {
+        return Some(error);
+    }
+    let of_first: HashSet<_> = first.values.iter().collect();
+    let of_second: HashSet<_> = second.values.iter().collect();
+    if let Some((key, expected)) = first.values.iter().find(|value| !of_second.contains(value)) {
+        // The other rank has another value for the key, or none.
+        let found = second.values.iter().find(|value| value.0 == *key && !of_first.contains(value));
+        let (key, expected) = (key.clone(), expected.clone());
+        return Some(match found.map(|(_, found)| found.clone()) {
+            Some(found) => StateError::DifferingOnRanks { operation, key, rank, found, reference, expected },
+            None => StateError::KeyMismatch { operation, rank, key, reference },
+        });
+    }
+    let (key, _) = second.values.iter().find(|value| !of_first.contains(value))?;
+    Some(StateError::KeyMismatch { operation, rank: reference, key: key.clone(), reference: rank })
+}
+
+/// Returns a plan if everything in it fits: an error for mismatches and, in a strict load, for names that only one side has.
+fn check_report<E: LoadError>(operation: &'static str, plan: Plan, options: &LoadOptions) -> Result<Plan, E> {
     let report = &plan.report;
     let names = !report.missing.is_empty() || plan.refuses_unexpected && !report.unexpected.is_empty();
     if report.mismatched.is_empty() && !(options.strict && names) {
-        return Ok(());
+        return Ok(plan);
     }
-    Err(StateError::Incompatible { operation, report: report.clone() }.into())
+    Err(StateError::Incompatible { operation, report: plan.report }.into())
 }
 
 /// Lends the target's memory to the source. If the target's own memory cannot be filled directly (it is on a GPU, has
@@ -270,13 +307,16 @@ impl<T: Target> Lend for Lending<'_, T> {
     }
 
     fn filled(&mut self, wanted: usize, memory: Memory) -> Result<(), StateError> {
-        let Some(home) = self.detours.remove(&wanted) else { return self.target.filled(wanted, memory) };
-        let Memory::Tensors(values) = memory else { return self.target.filled(wanted, memory) };
-        if self.is_staged && self.target.lends_live(wanted) {
-            self.staged.push((home, values));
-            return Ok(());
+        match (self.detours.remove(&wanted), memory) {
+            (Some(home), Memory::Tensors(values)) if self.is_staged && self.target.lends_live(wanted) => {
+                self.staged.push((home, values));
+                Ok(())
+            }
+            (Some(home), Memory::Tensors(values)) => {
+                home.fill_from(&values)?;
+                self.target.filled(wanted, home)
+            }
+            (_, memory) => self.target.filled(wanted, memory),
         }
-        home.fill_from(&values)?;
-        self.target.filled(wanted, home)
     }
 }

@@ -35,6 +35,12 @@ pub trait Source {
         Ok(None)
     }
 
+    /// Returns `true` if ranks give each other what they want, so that all must want the same tensors. If not, each rank
+    /// reads for itself.
+    fn moves_between_ranks(&self) -> bool {
+        false
+    }
+
     /// Copies the values whose storage is shared with live tensors that a load is about to fill. Otherwise the load
     /// could overwrite them before it reads them. A value that would be loaded into itself is not copied.
     ///

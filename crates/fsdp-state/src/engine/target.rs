@@ -80,9 +80,7 @@ pub struct Plan {
     pub report: LoadReport,
     /// `true` if names that only the source has are an error of a strict load.
     pub refuses_unexpected: bool,
-    /// `true` if ranks may want different names, so that each has a plan and a report of its own.
-    pub is_own: bool,
-    /// The layout that the target asks for, if each rank has one. All ranks must have the same.
+    /// The layout that the target asks for, if all ranks must ask for the same.
     pub target: Schema,
     /// Small values that must be the same on all ranks: their keys, and their values as text.
     pub agreed: Vec<(String, String)>,

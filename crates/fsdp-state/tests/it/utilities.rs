@@ -6,7 +6,7 @@ use fsdp_flat::{RawTensor, ShardedTensor};
 use fsdp_layout::{KeyPath, PlainValue};
 use fsdp_state::{
     FullOrCpuOptions, IterateOptions, Keep, KeepOn, StateDict, StateDictCallbacks, StateError, StateValue,
-    check_state_dict_similarity, copy_state_dict, create_cpu_state_dict, iterate_state_dict,
+    check_state_dict_similarity, copy_state_dict, create_cpu_state_dict, flatten_containers, iterate_state_dict,
     maybe_full_or_cpu_state_dict, offload_state_dict_to_cpu,
 };
 
@@ -199,4 +199,20 @@ fn full_and_cpu_are_chosen_apart_from_who_keeps_the_result() {
             }
         }
     });
+}
+
+#[test]
+fn keys_that_are_no_text_are_written_as_python_writes_them() {
+    let keys = [
+        (PlainValue::Float(0.5), "0.5"),
+        (PlainValue::Float(2.0), "2.0"),
+        (PlainValue::Int(3), "3"),
+        (PlainValue::Bool(true), "True"),
+        (PlainValue::None, "None"),
+    ];
+    let entries = keys.iter().map(|(key, _)| (key.clone(), PlainValue::Int(1))).collect();
+    let state = StateDict::from_iter([("d", StateValue::from(PlainValue::Dict(entries)))]);
+    let flat = flatten_containers(&state).unwrap();
+    let expected: Vec<String> = keys.iter().map(|(_, text)| format!("d.{text}")).collect();
+    assert_eq!(flat.values.keys().collect::<Vec<_>>(), expected.iter().collect::<Vec<_>>());
 }

@@ -112,10 +112,14 @@ fn as_mismatch(error: NnError, optimizer: &Optimizer, saved: &SavedOptim) -> Res
             let (parameters, entry) = (optimizer.parameters(), saved.states.get(fqn).and_then(|e| e.get(name)));
             let dtype = fsdp_flat::dtype::from_candle(parameters.dtype(fqn)?);
             let dtype = dtype.map_or_else(String::new, |dtype| dtype.to_string());
+            let shape = match kind {
+                OptimStateError::WrongShape { expected, .. } => expected,
+                _ => parameters.shape(fqn)?,
+            };
             Ok(Mismatch {
                 fqn: format!("{fqn}.{name}"),
                 saved: entry.map_or_else(String::new, Saved::describe),
-                current: format!("{dtype} {:?}", parameters.shape(fqn)?),
+                current: format!("{dtype} {shape:?}"),
             })
         }
         OptimStateError::DifferingTypes { name, types, fqns } => {

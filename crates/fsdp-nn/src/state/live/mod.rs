@@ -113,7 +113,7 @@ impl<'a> LiveTarget<'a> {
     }
 
     /// Loads plain values beside the model and the optimizers as well, and tensors that `values` has: everything under
-    /// keys that lead to neither.
+    /// keys that lead to neither. Ranks may have tensors under different keys if the source is a checkpoint.
     #[must_use]
     pub fn with_values(mut self, values: &'a mut StateDict) -> Self {
         self.values = Some(values);
@@ -180,13 +180,8 @@ impl<'a> LiveTarget<'a> {
                 _ if !persistent => {}
                 None => plan.report.missing.push(name.clone()),
                 Some(&position) => {
-                    let is_contiguous = value.is_contiguous();
                     let value = value.clone().into();
-                    let mut wanted = Wanted::fit(schema, position, || name.clone(), &value, options);
-                    if let (Ok(_), false) = (&wanted, is_contiguous) {
-                        let (saved, current) = ("a tensor".to_owned(), "a buffer that is not contiguous".to_owned());
-                        wanted = Err(Mismatch { fqn: name.clone(), saved, current });
-                    }
+                    let wanted = Wanted::fit(schema, position, || name.clone(), &value, options);
                     self.add(wanted, value, Of::Buffer, plan);
                 }
             }
@@ -203,6 +198,11 @@ impl<'a> LiveTarget<'a> {
     /// Asks for a tensor that fits a live value, and reports one that does not.
     fn add(&mut self, wanted: Result<Wanted, Mismatch>, value: StateValue, of: Of, plan: &mut Plan) {
         match wanted {
+            // It is filled where it is, so it has to be in one piece there.
+            Ok(Wanted { key, .. }) if value.as_tensor().is_some_and(|tensor| !tensor.is_contiguous()) => {
+                let (saved, current) = ("a tensor".to_owned(), "a tensor that is not contiguous".to_owned());
+                plan.report.mismatched.push(Mismatch { fqn: key, saved, current });
+            }
             Ok(wanted) => {
                 // Each rank has buffers of its own, such as running statistics, and values of its own.
                 plan.wanted.push(Wanted { is_same_on_all: matches!(of, Of::Parameter(_)), ..wanted });
@@ -227,6 +227,8 @@ impl<'a> LiveTarget<'a> {
             plan.report.unexpected.extend(others.map(|(path, _)| path.flat_key()));
             return Ok(());
         };
+        // Whatever is unexpected by now is refused on all ranks alike: tensors here are each rank's own.
+        plan.refuses_unexpected = true;
         let mut new_values = current.clone();
         let mut saved: HashSet<KeyPath> = HashSet::new();
         for &position in positions {
@@ -244,10 +246,7 @@ impl<'a> LiveTarget<'a> {
                     let (saved, current) = (leaf.to_string(), here.kind().to_owned());
                     plan.report.mismatched.push(Mismatch { fqn: path.flat_key(), saved, current });
                 }
-                (None, None) => {
-                    plan.refuses_unexpected = true;
-                    plan.report.unexpected.push(path.flat_key());
-                }
+                (None, None) => plan.report.unexpected.push(path.flat_key()),
             }
         }
         // A list of plain values is one value in some formats, and its elements are in others.
@@ -366,7 +365,7 @@ impl Target for LiveTarget<'_> {
                 self.parameters.begin_change(fqn)?;
             }
         }
-        let is_loaded = !self.incoming.is_empty();
+        let is_loaded = !self.incoming.is_empty() || !self.user_state.is_empty();
         for (optimizer, incoming) in self.optimizers.iter_mut().zip(std::mem::take(&mut self.incoming)) {
             let states = incoming.plans.into_iter().map(|plan| plan.map(|plan| plan.state)).collect();
             optimizer.replace_state(states, incoming.groups)?;

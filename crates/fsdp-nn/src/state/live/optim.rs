@@ -25,8 +25,7 @@ impl LiveTarget<'_> {
         plan: &mut Plan,
     ) -> Result<()> {
         let optimizers: Vec<&Optimizer> = self.optimizers.iter().map(|optimizer| &**optimizer).collect();
-        let mut saved =
-            SavedOptim::new(self.parameters, &optimizers, schema, values, parts, &self.rename_in_optimizers)?;
+        let mut saved = SavedOptim::new(self.parameters, schema, values, parts, &self.rename_in_optimizers)?;
         if self.exact.is_some() {
             check_known(&optimizers, &saved)?;
         } else {
@@ -34,8 +33,8 @@ impl LiveTarget<'_> {
                 plan.report.missing.push("param_groups".to_owned());
             }
             if saved.is_empty() {
-                // If there is nothing to load, existing state is kept.
-                return Ok(());
+                // If there is nothing to load for parameters, existing state is kept.
+                return self.plan_user_state(saved.user_state, schema, values, plan);
             }
         }
         for (index, optimizer) in optimizers.iter().enumerate() {
