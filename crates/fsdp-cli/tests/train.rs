@@ -174,7 +174,7 @@ fn what_cannot_be_done_is_said_before_anything_is_written() {
         (&["--nproc", "13"], exit_codes::USAGE, "a batch of 12 rows has too few for 13 parts"),
         (&["--heads", "3"], exit_codes::USAGE, "hidden width 64 cannot be shared by 3 heads"),
         (&["--strategy", "half-shard"], exit_codes::USAGE, "unknown strategy `half-shard`"),
-        (&["--strategy", "hybrid-shard", "--nproc", "3"], exit_codes::USAGE, "2 replicas divide, not 3"),
+        (&["--strategy", "hybrid-shard", "--nproc", "3"], exit_codes::USAGE, "cannot divide 3 ranks into 2"),
         (&["--resume"], exit_codes::INCOMPLETE, "failed to list the checkpoints in"),
     ];
     for (arguments, code, message) in cases {
