@@ -24,6 +24,7 @@ use std::time::Instant;
 
 use fsdp_comm::ProcessGroup;
 use fsdp_dcp::storage::{Durable, clean_stale};
+use fsdp_dcp::verify::with_causes;
 use fsdp_dcp::{FileError, Location, parts};
 use fsdp_state::{LoadError as _, StateDict};
 use tracing::{info_span, warn};
@@ -298,7 +299,7 @@ fn check(
     let check_one = |copy: &PartCopy| parts::check(root.join(&copy.holder).join(copy.part.to_string()));
     let own = share(copies, hosts, group.rank()).into_iter();
     let damaged: Vec<Damaged> =
-        own.filter_map(|copy| Some((copy.clone(), check_one(copy).err()?.to_string()))).collect();
+        own.filter_map(|copy| Some((copy.clone(), with_causes(&check_one(copy).err()?)))).collect();
     let damaged: Vec<Damaged> = group.all_gather_object(&damaged)?.into_iter().flatten().collect();
     if group.rank() == 0 {
         for (copy, problem) in &damaged {
