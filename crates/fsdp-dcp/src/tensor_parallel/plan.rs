@@ -358,13 +358,13 @@ mod tests {
         let refused =
             |tensors: &[(&str, &[usize])], given: &[&str], ranks| plan(tensors, given, ranks).unwrap_err().to_string();
         for (fqn, shape, ranks, reason) in [
-            ("a.self_attn.q_proj.weight", &[32, 16][..], 3, "8 heads are no multiple of 3"),
+            ("a.self_attn.q_proj.weight", &[32, 16][..], 3, "8 heads are not a multiple of 3"),
             ("a.self_attn.q_proj.weight", &[30, 16], 2, "30 indices are not 8 heads"),
             ("a.self_attn.k_proj.weight", &[8, 16], 3, "neither is a multiple of the other"),
-            ("a.mlp.gate_proj.weight", &[18, 16], 4, "18 indices are no multiple of 4"),
-            ("a.mlp.gate_up_proj.weight", &[12, 16], 4, "12 indices of 2 parts are no multiple of 4"),
-            ("a.mlp.down_proj.weight", &[16, 18], 4, "18 indices are no multiple of 4"),
-            ("embed_tokens.weight", &[100, 4], 3, "is no multiple of 3"),
+            ("a.mlp.gate_proj.weight", &[18, 16], 4, "18 indices are not a multiple of 4"),
+            ("a.mlp.gate_up_proj.weight", &[12, 16], 4, "12 indices of 2 parts are not a multiple of 4"),
+            ("a.mlp.down_proj.weight", &[16, 18], 4, "18 indices are not a multiple of 4"),
+            ("embed_tokens.weight", &[100, 4], 3, "is not a multiple of 3"),
             ("a.mlp.experts.down_proj", &[2, 16, 16], 2, "3 dimensions"),
             ("h.0.attn.c_attn.weight", &[1536 * 3, 1536], 2, "columns as rows"),
         ] {
