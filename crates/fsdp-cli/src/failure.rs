@@ -17,7 +17,7 @@ pub(crate) enum UsageError {
     Overlap { source_path: String, destination: String },
     #[error("`{option}` has no effect with `--to {to}`")]
     Unused { option: &'static str, to: &'static str },
-    #[error("`{glob}` is not a valid glob:  {reason}")]
+    #[error("`{glob}` is not a valid glob: {reason}")]
     Glob { glob: String, reason: String },
     #[error("`--include` and `--exclude` select no key")]
     NothingSelected,

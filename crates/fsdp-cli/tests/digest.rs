@@ -141,7 +141,7 @@ fn other_elements_have_other_digests() {
     fsdp(&["verify", &changed, "--level", "deep"]).assert().code(10).stdout(contains("not the recorded digest"));
     // A command that would write it again, under a new digest, refuses.
     let error = fsdp(&["convert", &changed, &place("c"), "--to", "dcp"]).assert().code(10);
-    error.stderr(contains("not what was saved"));
+    error.stderr(contains("are not those that were saved"));
     assert!(!Path::new(&place("c")).exists());
 }
 

@@ -109,11 +109,11 @@ def test_an_overwrite_replaces_whole(tmp_path):
 def test_only_a_checkpoint_is_replaced(tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine.txt").write_text("mine")
-    with pytest.raises(CheckpointException, match="no checkpoint directory"):
+    with pytest.raises(CheckpointException, match="cannot be replaced by a checkpoint directory"):
         dcp.save(state(), storage_writer=StorageWriter(tmp_path / "notes"))
     dcp.save(state(), storage_writer=StorageWriter(tmp_path / "step-1"))
     (tmp_path / "step-1" / "mine.txt").write_text("mine")
-    with pytest.raises(CheckpointException, match="has `mine.txt` in it"):
+    with pytest.raises(CheckpointException, match="contains `mine.txt`"):
         dcp.save(state(), storage_writer=StorageWriter(tmp_path / "step-1"))
     assert (tmp_path / "notes" / "mine.txt").read_text() == "mine"
     assert (tmp_path / "step-1" / "mine.txt").read_text() == "mine"

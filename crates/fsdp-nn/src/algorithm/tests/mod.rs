@@ -28,7 +28,11 @@ fn default(class: &str) -> Algorithm {
 
 /// The optimizer that a torch call with these keyword arguments makes.
 fn with_options(class: &str, options: &Value) -> Algorithm {
-    let group: Vec<_> = options.as_object().unwrap().iter().map(|(key, value)| (key.clone(), plain(value))).collect();
+    let mut group = default(class).to_group();
+    for (key, value) in options.as_object().unwrap() {
+        let (_, default) = group.iter_mut().find(|(name, _)| name == key).unwrap();
+        *default = plain(value);
+    }
     let read = default(class).with_group(&group).unwrap();
     assert_eq!(read.unknown, []);
     read.algorithm
