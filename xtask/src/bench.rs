@@ -96,7 +96,7 @@ pub(crate) fn run(root: &Path, arguments: &BenchArguments) -> Result<()> {
         arguments.place.join(",")
     };
     let bench = target.join("release/examples/bench");
-    if GROUPS.iter().any(|group| arguments.wants(group)) {
+    if GROUPS.iter().chain(&["scale"]).any(|group| arguments.wants(group)) {
         build(root, "fsdp-tests", "bench")?;
     }
     let mut cases: Vec<Case> = Vec::new();

@@ -219,7 +219,7 @@ fn a_file_is_not_replaced_by_a_checkpoint() {
         save(path.as_path(), &StateDict::from_iter([("step", 1i64.into())]), &group, &options).unwrap_err().to_string()
     })
     .unwrap();
-    assert!(errors.iter().all(|error| error.contains("is no directory")), "{errors:?}");
+    assert!(errors.iter().all(|error| error.contains("cannot be replaced by a directory")), "{errors:?}");
     assert_eq!(std::fs::read(&path).unwrap(), b"mine");
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
 }
