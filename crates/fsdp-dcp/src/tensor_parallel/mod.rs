@@ -22,7 +22,7 @@
 //! use fsdp_dcp::tensor_parallel::{TensorParallelPlan, Rules};
 //! # fn run() -> Result<(), Box<dyn std::error::Error>> {
 //! let source = open("Llama-3-8B", Default::default())?;
-//! let rules = Rules::new(&[], [("heads".to_owned(), 32), ("kv_heads".to_owned(), 8)].into())?;
+//! let rules = Rules::new::<&str>(&[], [("heads".to_owned(), 32), ("kv_heads".to_owned(), 8)].into())?;
 //! let plan = TensorParallelPlan::new(source.metadata(), &rules, 4)?;
 //! let options = ConvertOptions { tensor_parallel: Some(&plan), ..ConvertOptions::default() };
 //! convert(&*source, "for-4-ranks", OutputFormat::SafetensorsDirectory { max_file_bytes: 5_000_000_000 }, options)?;
