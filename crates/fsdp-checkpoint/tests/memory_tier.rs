@@ -191,7 +191,7 @@ fn ends(part: &Path, name: &str) -> bool {
 fn a_step_that_not_all_ranks_have_saved_is_never_taken() {
     let run = Run::new();
     run.save(2, &[20, 30]);
-    // As if rank 1 had been killed before it had saved.
+    // The same as if rank 1 had been killed before it saved.
     for part in run.parts().iter().filter(|part| ends(part, "rank-1-of-2") && part.to_string_lossy().contains("00030"))
     {
         fs::remove_dir_all(part).unwrap();

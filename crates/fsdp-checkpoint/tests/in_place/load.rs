@@ -399,7 +399,7 @@ fn ranks_may_ask_for_different_names() {
             let key = ["a", "c"][group.rank()];
             let mut mine: StateDict = [(key, arange(9, 3).into())].into_iter().collect();
             let report = load_either(in_place, &path, &mut mine, &group, &options()).unwrap();
-            // What another rank asks for is not unexpected.
+            // A key that another rank asks for is not unexpected.
             assert!(report.unexpected == ["b"] && report.missing.is_empty(), "{report:?}");
             let found = mine.get(key).and_then(StateValue::as_tensor).unwrap();
             assert_eq!(found.to_vec1::<f32>().unwrap()[0], 2.0 * group.rank() as f32);

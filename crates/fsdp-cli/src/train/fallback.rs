@@ -87,7 +87,7 @@ impl<'a> Candidates<'a> {
 
     /// Returns the checkpoints that are not known to be damaged, the oldest first.
     fn left(&self) -> Result<Vec<Location>> {
-        // What is in memory is newer than all checkpoints.
+        // The step in memory is newer than all checkpoints.
         let all = self.of_run()?.into_iter().chain(self.memory.clone()).map(|StepCheckpoint { path, .. }| path);
         Ok(all.filter(|path| !self.damaged.contains(path)).collect())
     }

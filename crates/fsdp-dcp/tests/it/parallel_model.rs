@@ -317,7 +317,7 @@ pub(crate) fn logits(ranks: &[Held], model: &Model) -> Vec<f64> {
         let normed = norm(&x, &ranks[0], &of(if is_gpt2 { "ln_1" } else { "input_layernorm" }));
         let out = of(if is_gpt2 { "attn.c_proj" } else { "self_attn.o_proj" });
         let attended = ranks.iter().map(|held| {
-            // Of a fused layer a rank has so many heads of each kind as there are in all, divided by the ranks; at least one.
+            // A rank has its share of each kind of heads of a fused layer, and at least one.
             let (heads, kv_heads) = (model.heads / ranks.len(), (model.kv_heads / ranks.len()).max(1));
             let widths = [heads * model.head, kv_heads * model.head, kv_heads * model.head];
             let fused = of(if is_gpt2 { "attn.c_attn" } else { "self_attn.qkv_proj" });

@@ -46,7 +46,7 @@ fn ranks_compute_with_their_parts_what_one_computes_with_the_whole() {
             let found = logits(&parts, &model);
             let error = found.iter().zip(&whole).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
             assert!(found.len() == whole.len() && error < 1e-9, "{name} on {ranks} ranks: {error}");
-            // What is not cut is all that ranks have more than their share.
+            // Only tensors that are not cut are on every rank.
             let elements = |held: &Held| held.values().map(|matrix| matrix.at.len()).sum::<usize>();
             let all = model.tensors.iter().map(|(_, shape)| shape.iter().product::<usize>()).sum::<usize>();
             let most = parts.iter().map(elements).max().unwrap();

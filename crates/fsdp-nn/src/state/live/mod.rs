@@ -227,7 +227,7 @@ impl<'a> LiveTarget<'a> {
             plan.report.unexpected.extend(others.map(|(path, _)| path.flat_key()));
             return Ok(());
         };
-        // Whatever is unexpected by now is refused on all ranks alike: tensors here are each rank's own.
+        // Names that are still unexpected are refused on all ranks alike, because tensors here are each rank's own.
         plan.refuses_unexpected = true;
         let mut new_values = current.clone();
         let mut saved: HashSet<KeyPath> = HashSet::new();
