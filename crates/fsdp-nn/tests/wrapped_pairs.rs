@@ -91,7 +91,7 @@ fn check_pairs(compute: fn(&Pairs, usize) -> candle_core::Result<Tensor>) {
 
 #[test]
 fn an_operation_may_read_a_unit_again_after_another_one() {
-    // Whatever the order in which the locks of a unit are taken, one of these comes to it from the other end.
+    // The locks of a unit are taken in one order, so one of these two operations reads its weights in the opposite order.
     check_pairs(|[[a, b], [c, _]], _| a.apply_op3(c, b, Sum3));
     check_pairs(|[[a, b], [c, _]], _| b.apply_op3(c, a, Sum3));
     // The same weight twice.

@@ -39,7 +39,7 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
 /// adds to it; for this input, which is the widest tensor of most models, it need not.
 ///
 /// # Errors
-/// Those of [`linear`].
+/// The same as [`linear`].
 pub fn linear_gelu_erf(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Tensor> {
     let (outputs, inputs) = weight.dims2()?;
     if !x.device().is_cpu() || x.dim(D::Minus1)? != inputs || bias.dims() != [outputs] {

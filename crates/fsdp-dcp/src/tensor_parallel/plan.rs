@@ -98,12 +98,12 @@ impl TensorParallelPlan {
         self.ranks
     }
 
-    /// Returns the tensors by key, and how each is cut.
+    /// Returns all tensors in the order of the checkpoint: the key, and how the tensor is cut.
     pub fn cuts(&self) -> impl Iterator<Item = (&str, &Cut)> {
         self.cuts.iter().map(|(fqn, cut)| (fqn.as_str(), cut))
     }
 
-    /// Returns the way in which a tensor is cut.
+    /// Returns how the tensor with this key is cut; `None` if the plan does not have it.
     #[must_use]
     pub fn cut(&self, fqn: &str) -> Option<&Cut> {
         self.cuts.get(fqn)
@@ -171,6 +171,10 @@ struct Planner<'r> {
 }
 
 impl Planner<'_> {
+    /// Applies a rule to a tensor.
+    ///
+    /// # Errors
+    /// [`TensorParallelError::Tensor`] for a shape that the rule does not fit, or that this number of ranks cannot divide.
     fn cut(&mut self, fqn: &str, shape: &[usize], rule: &Rule) -> Result<Cut, TensorParallelError> {
         let ranks = self.ranks;
         let error = |reason: String| {
@@ -261,7 +265,9 @@ fn equal(size: usize, parts: usize, ranks: usize) -> Result<Vec<Share>, String> 
     Ok((0..parts).map(|part| Share { start: part * len, len, copies: 1, each: len / ranks }).collect())
 }
 
-/// Divides a dimension that consists of parts of so many heads each, each part by itself. Returns also the size of a
+/// Divides a dimension that holds several kinds of heads, such as those of queries, keys and values, one kind after the
+/// other. Each kind is divided among all ranks by itself. `counts` has the number of heads of each kind, and `true` for
+/// kinds whose heads may be repeated on several ranks where there are fewer of them than ranks. Also returns the size of a
 /// head.
 fn by_heads(size: usize, counts: &[(usize, bool)], ranks: usize) -> Result<(Vec<Share>, usize), String> {
     let all = counts.iter().try_fold(0usize, |sum, &(count, _)| sum.checked_add(count)).filter(|&all| all > 0);

@@ -303,7 +303,7 @@ impl<'g> Exchange<'g> {
         let (rank, ranks) = (self.group.rank(), self.group.world_size());
         let mut wanted: Vec<usize> =
             (0..ranks).map(|to| hands.iter().map(|hand| hand.layout.bytes_wanted(to)).sum()).collect();
-        // What the root itself wants is not sent.
+        // The root copies its own values and does not send them.
         wanted[root] = 0;
         let most = hands.iter().map(|hand| hand.layout.bytes()).sum::<usize>().max(BUCKET_BYTES);
         let mut start = 0;
