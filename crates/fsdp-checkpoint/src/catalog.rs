@@ -31,7 +31,7 @@ pub fn step_name(step: u64) -> String {
 }
 
 /// Lists the committed checkpoints in a run's directory, oldest step first. Unfinished checkpoints that a crash has
-/// left are not listed: they do not have a `step-` name, or no `.metadata`.
+/// left are not listed: they have no `step-` name, or no `.metadata`.
 ///
 /// # Errors
 /// A directory that cannot be read.
@@ -39,12 +39,12 @@ pub fn list_checkpoints(dir: impl Into<Location>) -> Result<Vec<StepCheckpoint>,
     Ok(list_steps(&dir.into())?.0)
 }
 
-/// Lists the committed checkpoints in a run's directory, and then directories that are named like one but were not
-/// committed; each oldest step first.
+/// Lists the committed checkpoints in a run's directory, and separately the directories that are named like a
+/// checkpoint but have no `.metadata`. Both lists have the oldest step first.
 pub(crate) fn list_steps(dir: &Location) -> Result<(Vec<StepCheckpoint>, Vec<StepCheckpoint>), CheckpointError> {
     let (mut committed, mut others) = (Vec::new(), Vec::new());
     for name in names(dir)? {
-        if let Some(step) = name.strip_prefix("step-").and_then(|step| step.parse().ok()) {
+        if let Some(step) = name.strip_prefix("step-").and_then(parse_step) {
             let path = dir.join(&name);
             let list = if path.join(METADATA_FILE).is_file()? { &mut committed } else { &mut others };
             list.push(StepCheckpoint { step, path });
@@ -62,7 +62,12 @@ pub(crate) fn steps_with_leftovers(dir: &Location) -> Result<BTreeSet<u64>, Chec
 
 /// Returns the step in the name of a hidden file, e.g. `.step-20.tmp-53f1`.
 fn step_of_hidden(name: &str) -> Option<u64> {
-    name.strip_prefix(".step-")?.split('.').next()?.parse().ok()
+    parse_step(name.strip_prefix(".step-")?.split('.').next()?)
+}
+
+/// Parses the digits of a step; returns `None` for any other text. (Rust's own parser accepts `+5` too.)
+fn parse_step(digits: &str) -> Option<u64> {
+    digits.bytes().all(|byte| byte.is_ascii_digit()).then(|| digits.parse().ok())?
 }
 
 /// Returns the names in a directory. Names that are not UTF-8 cannot be checkpoints, and are left out.

@@ -106,7 +106,7 @@ pub struct Checkpointer {
     parent: Mutex<Option<Parent>>,
     /// The place of the checkpoint that was loaded last.
     loaded: Mutex<Option<Location>>,
-    /// The step of the save in the background, if it is of the run.
+    /// The step of the save in the background; `None` if there is none, or if it does not save a step of the run.
     saving: Option<u64>,
     /// The configuration and the position in the data that are recorded with the next checkpoints.
     facts: RunFacts,
@@ -156,7 +156,7 @@ impl Checkpointer {
         self.facts = facts;
     }
 
-    /// Returns the options of a save; one of a step of the run records its lineage.
+    /// Returns the options of a save. If it saves a step of the run, they have the lineage to record.
     fn save_options(&self, step: Option<u64>) -> SaveOptions {
         let RunFacts { config, data } = self.facts.clone();
         let parent = *self.parent.lock().unwrap_or_else(PoisonError::into_inner);
@@ -165,7 +165,8 @@ impl Checkpointer {
         SaveOptions { lineage, parent: loaded, ..self.options.save.clone() }
     }
 
-    /// Notes the checkpoint that the next one grows out of, if the one that has been saved is a step of the run.
+    /// Makes the checkpoint that has just been saved the parent of the next one. `None`, for a checkpoint that is not a
+    /// step of the run, changes nothing.
     fn set_parent(&self, parent: Option<Parent>) {
         if let Some(parent) = parent {
             *self.parent.lock().unwrap_or_else(PoisonError::into_inner) = Some(parent);
@@ -265,7 +266,10 @@ impl Checkpointer {
         if self.memory.is_none() { Ok(()) } else { self.tier()?.clear() }
     }
 
-    /// Returns the memory tier.
+    /// Locks the memory tier and returns it.
+    ///
+    /// # Errors
+    /// [`CheckpointError::NoMemoryTier`] if the options name no directory for it.
     fn tier(&self) -> Result<MutexGuard<'_, MemoryTier>, CheckpointError> {
         let memory = self.memory.as_ref().ok_or(CheckpointError::NoMemoryTier)?;
         Ok(memory.lock().unwrap_or_else(PoisonError::into_inner))
@@ -326,7 +330,8 @@ impl Checkpointer {
         let (group, checkpoint) = open(LOAD, &path, &self.group, &self.options.load)?;
         let report = run.load_state_dict(&*checkpoint, &group, &self.options.load)?;
         let step = checkpoint.lineage().map(|lineage| lineage.step);
-        // A checkpoint of another program is no parent, and neither is the one that this run saved or loaded before.
+        // A checkpoint of another program has no lineage, and then the next checkpoint has no parent. The one that this
+        // run saved or loaded before is not its parent either, because the state comes from elsewhere now.
         let parent = Parent::of(step, checkpoint.digests().map(StateDigest::root));
         *self.parent.lock().unwrap_or_else(PoisonError::into_inner) = parent;
         *self.loaded.lock().unwrap_or_else(PoisonError::into_inner) = Some(path);
@@ -334,8 +339,8 @@ impl Checkpointer {
     }
 
     /// Loads the newest state of the run, from a checkpoint or from the memory tier. Returns the checkpoint and the
-    /// report, or `None` if there is none yet. Collectives: one object broadcast, and those of
-    /// [`Checkpointer::latest_in_memory`] and [`Checkpointer::load`].
+    /// report, or `None` if there is none yet. Collectives: those of [`Checkpointer::latest_in_memory`],
+    /// [`Checkpointer::latest`] and [`Checkpointer::load`].
     ///
     /// # Errors
     /// The same as [`Checkpointer::load`]; a directory that cannot be read.
@@ -362,7 +367,8 @@ impl Checkpointer {
         // make their answers differ.
         let found = if self.group.rank() == 0 { self.latest_here() } else { Ok(None) };
         let found = CheckpointError::agree(&self.group, "latest checkpoint", None, found)?;
-        let found: Option<(u64, String)> = self.group.broadcast_object(Some(&found.as_ref().and_then(named)), 0)?;
+        let found = found.as_ref().and_then(step_and_name);
+        let found: Option<(u64, String)> = self.group.broadcast_object(Some(&found), 0)?;
         Ok(found.map(|found| self.checkpoint_of(found)))
     }
 
@@ -380,7 +386,7 @@ impl Checkpointer {
     pub fn prune(&self) -> Result<Vec<StepCheckpoint>, CheckpointError> {
         let removed = if self.group.rank() == 0 { prune(&self.run, &self.options.retention) } else { Ok(Vec::new()) };
         let removed = CheckpointError::agree(&self.group, "prune", None, removed)?;
-        let removed: Vec<(u64, String)> = removed.iter().filter_map(named).collect();
+        let removed: Vec<(u64, String)> = removed.iter().filter_map(step_and_name).collect();
         let removed: Vec<(u64, String)> = self.group.broadcast_object(Some(&removed), 0)?;
         Ok(removed.into_iter().map(|removed| self.checkpoint_of(removed)).collect())
     }
@@ -390,7 +396,9 @@ impl Checkpointer {
         StepCheckpoint { step, path: self.run.join(&name) }
     }
 
-    /// Starts to remove old checkpoints, on rank 0. Training does not wait for it, and is not ended by a failure.
+    /// Starts a thread that removes old checkpoints, on rank 0. Training does not wait for it, and a failure does not
+    /// end training. If the thread of an earlier save is still running, the removal is left to the next save or to the
+    /// drop.
     fn start_pruning(&mut self) {
         if self.group.rank() > 0 || self.options.retention.keep_last.is_none() {
             return;
@@ -427,8 +435,8 @@ impl Drop for Checkpointer {
     }
 }
 
-/// Returns the step of a checkpoint, and its name in the run.
-fn named(checkpoint: &StepCheckpoint) -> Option<(u64, String)> {
+/// Returns the step of a checkpoint, and its name in the run, which is what ranks send to each other.
+fn step_and_name(checkpoint: &StepCheckpoint) -> Option<(u64, String)> {
     Some((checkpoint.step, checkpoint.path.name().file_name()?.to_str()?.to_owned()))
 }
 

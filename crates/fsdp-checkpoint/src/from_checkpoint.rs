@@ -31,6 +31,7 @@ pub struct FromCheckpointOptions {
 }
 
 impl Default for FromCheckpointOptions {
+    /// Returns options that rename nothing, and that convert values to the model's dtype.
     fn default() -> Self {
         let load = LoadOptions { cast: true, ..LoadOptions::default() };
         FromCheckpointOptions { fqn_renames: Vec::new(), load }
@@ -127,6 +128,7 @@ fn shapes(
     Ok(shapes)
 }
 
+/// Returns the name that a key below `model` has in the model: the key without its first part.
 fn below_model(path: &KeyPath) -> String {
     KeyPath(path.0[1..].to_vec()).flat_key()
 }

@@ -1,4 +1,5 @@
-//! A save of a large mixture of experts on many ranks: little travels, and what is planned is right.
+//! Plans of the save of a large mixture of experts on many ranks: ranks send little data, and the plan is the right
+//! one.
 
 use fsdp_dcp::metadata::{Entry, decode, encode};
 use fsdp_dcp::plan::{plan_save, validate_metadata};
@@ -9,7 +10,7 @@ use fsdp_layout::{DType, KeyPath, PathPart, TensorBox};
 use super::*;
 use crate::rounds::ROUND_BYTES;
 
-/// A model as a list of units, each a list of parameters.
+/// The size of a mixture of experts. Its units are its layers, each a list of parameters.
 struct Model {
     layers: usize,
     experts: usize,
@@ -31,7 +32,8 @@ impl Model {
         (0..self.layers).map(layer).collect()
     }
 
-    /// Makes the plan of a rank that holds nothing sharded yet: for each parameter also its step, which all ranks hold.
+    /// Returns the plan of a rank that holds no boxes of the parameters yet. Each parameter also has a step, which all
+    /// ranks hold.
     fn replicated(&self) -> LocalPlan {
         let mut plan = LocalPlan::default();
         for (name, shape) in self.units().into_iter().flatten() {
@@ -112,7 +114,7 @@ fn twenty_nine_thousand_parameters_on_a_thousand_ranks_are_planned_within_a_roun
     assert_eq!(read.entries.len(), metadata.entries.len());
 }
 
-/// The pieces that travel make the plan that whole plans make.
+/// The plan that is made of the pieces that ranks send is equal to the plan that is made of all ranks' whole plans.
 #[test]
 fn pieces_make_the_plan_that_whole_plans_make() {
     let model = Model { layers: 2, experts: 3 };
@@ -130,7 +132,7 @@ fn pieces_make_the_plan_that_whole_plans_make() {
     }
 }
 
-/// No rank's key is lost, whoever has which.
+/// All ranks know the key of the tensor `lost`, but none holds a box of it. It must be an error, and not be left out.
 #[test]
 fn a_tensor_that_no_rank_holds_a_box_of_is_an_error_that_names_it() {
     let mut local = LocalPlan::default();
@@ -143,7 +145,7 @@ fn a_tensor_that_no_rank_holds_a_box_of_is_an_error_that_names_it() {
     assert!(error.to_string().contains("`lost`"), "{error}");
 }
 
-/// Replicas of a shard cost the planner nothing, and share its bytes.
+/// Replicas of a shard send no pieces to the planner, and each of them writes some of the bytes.
 #[test]
 fn a_replica_sends_nothing_and_the_plan_is_that_of_whole_plans() {
     const SHARDS: usize = 3;

@@ -47,7 +47,7 @@ pub struct SaveOptions {
     /// The time that a rank waits for the others to write; longer than the process group's own deadline for a
     /// collective.
     pub deadline: Duration,
-    /// The way to durable storage; tests make its steps fail.
+    /// The operations that make files durable. Tests replace them by operations that fail.
     pub durable: Durable,
     /// `true` to write only what has changed since the last save of the same [`Saver`], or since
     /// [`parent`](Self::parent). Data files of which at least half is unchanged are hard-linked, so that frozen weights
@@ -178,9 +178,8 @@ impl Saver {
         let staging = group.agree("save: prepare", staging.map_err(WithCauses))?;
         let name =
             group.broadcast_object(staging.as_ref().map(|staging| staging.name().to_owned()).as_ref(), PLANNER)?;
-        // 3. Every rank writes its own file. In an incremental save, items that are unchanged since the last save with
-        //    the
-        // same plan (or since the checkpoint that the run was resumed from) are linked.
+        // 3. Every rank writes its own file. In an incremental save, items are linked if they are unchanged since the
+        //    last save with the same plan, or since the checkpoint that the run was resumed from.
         let last = match last.take() {
             Some(last) => Some(last).filter(|_| options.incremental && is_planned),
             None => from_parent(group, &plan, cached, &source, options)?,
@@ -195,7 +194,7 @@ impl Saver {
         };
         let written = group.agree("save: write", written.map_err(WithCauses))?;
         let linked_bytes = written.linked_bytes;
-        let this = options.incremental.then(|| LastSave { path: path.clone(), written: written.clone() });
+        let this_save = options.incremental.then(|| LastSave { path: path.clone(), written: written.clone() });
         let all_written = gather_in_rounds(group, vec![written], RankWritten::wire_bytes, PLANNER)?;
 
         // 4. The planner records the places of all items in the metadata, and commits.
@@ -211,7 +210,7 @@ impl Saver {
         let digest = group.agree("save: commit", committed.map_err(WithCauses))?;
         let digest: Option<Digest> = group.broadcast_object(Some(&digest), PLANNER)?;
         let CachedPlan { rank_bytes, total_bytes, .. } = *cached;
-        self.last = this;
+        self.last = this_save;
         let report = SaveReport { rank_bytes, total_bytes, linked_bytes, digest, duration: start.elapsed() };
         debug!(rank_bytes, total_bytes, seconds = report.duration.as_secs_f64(), "saved");
         Ok(report)
@@ -234,8 +233,9 @@ impl Failure for WithCauses {
     }
 }
 
-/// Returns the items of the loaded checkpoint that this rank would write, as if it had written them in a save before;
-/// `None` if nothing is to be linked. Collectives: those of [`written_before`].
+/// Returns a [`LastSave`] for the first save of a process, made from the checkpoint that the run has loaded: the items
+/// of it that this rank would write now. Returns `None` if nothing is to be linked. Collectives: those of
+/// [`written_before`].
 fn from_parent(
     group: &ProcessGroup,
     plan: &LocalPlan,
@@ -290,6 +290,7 @@ fn prepare(path: &Location, options: &SaveOptions) -> Result<Staging, Checkpoint
     Ok(staging)
 }
 
+/// Writes this rank's file of a checkpoint, and links what has not changed since `before`.
 fn write(
     staging: &Staging,
     rank: usize,
@@ -377,8 +378,8 @@ impl LocalState {
     }
 }
 
-/// Returns a hash that is the same on every rank for equal values. It is made of the value's text: floats have no
-/// `Hash`.
+/// Returns a hash that is the same on every rank for equal values. It hashes the value's `Debug` text, because floats
+/// do not implement `Hash`.
 fn hash_of(value: &PlainValue) -> u64 {
     let mut text = HashedText(XxHash3_64::new());
     // Writing to a hasher does not fail.

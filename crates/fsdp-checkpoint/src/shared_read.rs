@@ -39,7 +39,8 @@ fn shards(wants: &[u64]) -> Option<usize> {
     is_mesh.then_some(shards)
 }
 
-/// The boxes of several tensors, seen as one sequence of bytes. Each replica reads a share of it.
+/// The bytes of the boxes of several tensors, one box after the other, as one sequence. Each replica reads a share of
+/// it.
 pub(crate) struct Row {
     places: Vec<Place>,
     bytes: usize,
@@ -47,26 +48,31 @@ pub(crate) struct Row {
 
 /// The position of a box in a row.
 struct Place {
-    /// The index of the tensor in the wanted ones.
+    /// The index of the tensor among the wanted ones.
     wanted: usize,
-    /// The index of the box in those of the tensor.
+    /// The index of the box among the boxes of that tensor.
     index: usize,
+    /// The position of the box's first byte in the row.
     start: usize,
+    /// The number of bytes of the box.
     bytes: usize,
+    /// The number of bytes of an element.
     element: usize,
 }
 
 /// A range of the bytes of a box.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct InBox {
-    /// The index of the box in all boxes of the row.
+    /// The index of the box among all boxes of the row.
     pub(crate) place: usize,
-    /// The index of its tensor in the wanted ones.
+    /// The index of its tensor among the wanted ones.
     pub(crate) wanted: usize,
+    /// The range, counted from the first byte of the box.
     pub(crate) bytes: Range<usize>,
 }
 
 impl Row {
+    /// Makes the row of all boxes of the wanted tensors.
     pub(crate) fn new(wanted: &[Wanted]) -> Self {
         let mut row = Row { places: Vec::new(), bytes: 0 };
         for (index, wanted) in wanted.iter().enumerate() {
@@ -80,18 +86,24 @@ impl Row {
         row
     }
 
-    /// Cuts the row into pieces, and each piece into one share per replica. Cuts are between elements.
+    /// Cuts the row into pieces of [`PIECE`] bytes, and each piece into one share for each replica. Returns the shares
+    /// of each piece, in the order of the replicas, as ranges of the row. No element is cut.
     pub(crate) fn shares(&self, replicas: usize) -> Vec<Vec<Range<usize>>> {
-        self.shares_of(PIECE, replicas)
+        self.shares_of_pieces(PIECE, replicas)
     }
 
-    fn shares_of(&self, piece: usize, replicas: usize) -> Vec<Vec<Range<usize>>> {
-        let pieces = (0..self.bytes).step_by(piece).map(|start| (start, self.bytes.min(start + piece)));
-        let share = |(start, end): (usize, usize)| {
-            let cut = |replica: usize| self.before_element(start + (end - start) * replica / replicas);
-            (0..replicas).map(|replica| cut(replica)..cut(replica + 1)).collect()
-        };
-        pieces.map(share).collect()
+    /// Does what [`Self::shares`] does, with pieces of `piece` bytes.
+    fn shares_of_pieces(&self, piece: usize, replicas: usize) -> Vec<Vec<Range<usize>>> {
+        let mut all = Vec::new();
+        for start in (0..self.bytes).step_by(piece) {
+            let length = piece.min(self.bytes - start);
+            // Shares are equally long, except that a cut inside an element is moved to the start of that element. The
+            // end of the piece is moved like this too, and the next piece then begins there.
+            let cuts = (0..=replicas).map(|replica| self.before_element(start + length * replica / replicas));
+            let cuts: Vec<usize> = cuts.collect();
+            all.push(cuts.windows(2).map(|pair| pair[0]..pair[1]).collect());
+        }
+        all
     }
 
     /// Returns the position of the first byte of the element that the byte at `at` belongs to.
@@ -184,7 +196,7 @@ mod tests {
         assert_eq!(row.bytes, 5 + 24 + 4 + 1);
         for piece in [1, 7, 16, 100] {
             for replicas in [1, 2, 3, 5] {
-                let shares: Vec<Range<usize>> = row.shares_of(piece, replicas).into_iter().flatten().collect();
+                let shares: Vec<Range<usize>> = row.shares_of_pieces(piece, replicas).into_iter().flatten().collect();
                 let mut at = 0;
                 let mut elements = 0;
                 for share in shares {

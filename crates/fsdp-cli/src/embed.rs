@@ -1,5 +1,5 @@
-//! The commands on checkpoints inside another program, such as the Python package: what they would write to stdout, and
-//! errors as the command explains them.
+//! Runs the commands on checkpoints inside another program, such as the Python package. Returns what they would write
+//! to stdout, and errors with the messages and hints that the command prints.
 
 use std::ffi::OsString;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use anyhow::{Error, anyhow};
 use super::{Command, capture, execute, outcome, parse};
 use crate::exit_codes;
 
-/// An error as the command tells it.
+/// An error as the command reports it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Explained {
     /// The exit code that it has; see [`exit_codes`].
@@ -22,7 +22,7 @@ pub struct Explained {
 }
 
 impl Explained {
-    /// Explains an error of this crate, or of those below it.
+    /// Returns the exit code, the message and the hint of an error of this crate, or of a crate that it uses.
     #[must_use]
     pub fn new(error: &Error) -> Self {
         // A command line that clap refuses.
@@ -32,7 +32,7 @@ impl Explained {
         }
         let mut message = error.to_string();
         for cause in error.chain().skip(1).map(ToString::to_string) {
-            // Libraries repeat the text of a cause that they pass on.
+            // Some libraries include the text of a cause in their own message. It is not repeated.
             if !message.ends_with(&cause) {
                 message.push_str(": ");
                 message.push_str(&cause);
@@ -52,6 +52,7 @@ pub struct Failed {
 }
 
 impl From<Error> for Failed {
+    /// Makes the failure of a command that has written nothing yet.
     fn from(error: Error) -> Self {
         Failed { output: String::new(), error }
     }
@@ -60,7 +61,8 @@ impl From<Error> for Failed {
 /// Runs a command that writes one JSON object, and returns what it would write to stdout. `arguments` are those of the command
 /// line, without the name of the program.
 ///
-/// Signals are left to the caller: a conversion stops, and leaves nothing behind, once `stop` holds the number of one.
+/// Signals are left to the caller. To stop a conversion, store the number of a signal in `stop`; the conversion then
+/// removes what it has written so far, and fails.
 ///
 /// ```
 /// let failed = fsdp_cli::embed::report(["inspect", "no/such/checkpoint"].map(Into::into), Default::default());

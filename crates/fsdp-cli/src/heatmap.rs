@@ -14,10 +14,10 @@ const COLUMNS: usize = 64;
 /// The elements that are read at once.
 const PIECE: usize = 1 << 20;
 
-/// The explanation of the signs.
+/// The explanation of the characters in a heat map.
 pub(crate) const LEGEND: &str = "\
 heat maps: down along the first dimension, across along the last; the largest difference of a cell beside the largest of the \
-tensor: █ more than a tenth, ▓ a hundredth, ▒ a thousandth, ░ less, · none, ! not a number";
+tensor: █ more than a tenth, ▓ a hundredth, ▒ a thousandth, ░ less, · none, ! NaN or infinite";
 
 /// The largest differences in the cells of a tensor.
 struct Heat {
@@ -27,8 +27,8 @@ struct Heat {
     cells: Vec<f64>,
 }
 
-/// Returns the lines of the heat map of a tensor that both checkpoints have with one shape and dtype; none for elements that
-/// are no real numbers.
+/// Returns the lines of the heat map of a tensor. There are none if a checkpoint lacks the tensor, if the shapes or
+/// dtypes differ, or if the elements are not real numbers.
 ///
 /// # Errors
 /// A checkpoint cannot be read.
@@ -43,6 +43,7 @@ pub(crate) fn lines(first: &dyn Checkpoint, second: &dyn Checkpoint, name: &str)
 }
 
 impl Heat {
+    /// Compares a tensor of two checkpoints, a piece at a time.
     fn read(
         first: &dyn Checkpoint,
         second: &dyn Checkpoint,
@@ -52,7 +53,7 @@ impl Heat {
         let shape = &entry.shape;
         let numel: usize = shape.iter().product();
         let across = shape.last().copied().unwrap_or(1).max(1);
-        // A tensor of one dimension is one row.
+        // The sizes of the last and the first dimension. A tensor of one dimension is one row.
         let down = if shape.len() > 1 { shape[0].max(1) } else { 1 };
         let in_row = (numel / down).max(1);
         let (rows, columns) = (down.min(ROWS), across.min(COLUMNS));
@@ -80,17 +81,24 @@ impl Heat {
         }
     }
 
+    /// Returns a line of characters for each row of cells.
     fn lines(&self) -> Vec<String> {
         let largest = self.cells.iter().copied().filter(|by| by.is_finite()).fold(0.0, f64::max);
-        let sign = |by: &f64| match *by {
-            by if by.is_nan() || by.is_infinite() => '!',
-            0.0 => '·',
-            by if by > largest / 10.0 => '█',
-            by if by > largest / 100.0 => '▓',
-            by if by > largest / 1000.0 => '▒',
-            _ => '░',
-        };
-        self.cells.chunks(self.columns).take(self.rows).map(|row| row.iter().map(sign).collect()).collect()
+        let rows = self.cells.chunks(self.columns).take(self.rows);
+        rows.map(|row| row.iter().map(|&by| character_of(by, largest)).collect()).collect()
+    }
+}
+
+/// Returns the character of a cell whose largest difference is `by`, where `largest` is the largest finite one of the
+/// tensor. [`LEGEND`] explains the characters.
+fn character_of(by: f64, largest: f64) -> char {
+    match by {
+        by if !by.is_finite() => '!',
+        0.0 => '·',
+        by if by > largest / 10.0 => '█',
+        by if by > largest / 100.0 => '▓',
+        by if by > largest / 1000.0 => '▒',
+        _ => '░',
     }
 }
 
@@ -133,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_are_none_are_told_apart_from_those_that_are() {
+    fn nan_and_infinities_differ_from_other_values_but_not_from_themselves() {
         assert_eq!(difference(f64::NAN, f64::NAN), 0.0);
         assert_eq!(difference(f64::INFINITY, f64::INFINITY), 0.0);
         assert!(difference(f64::NAN, 1.0).is_nan());

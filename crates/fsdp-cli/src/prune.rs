@@ -16,9 +16,9 @@ use super::text::{count, escaped};
 /// Options of `fsdp prune`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-Nothing is removed without --yes. Nothing is removed either unless one of the checkpoints that stay is whole. A checkpoint
-that is being read stays, and so does one in whose directory there is something that no trainer keeps there. Files that an incremental save shares
-with a checkpoint that stays are not lost: each has a link of its own.")]
+Nothing is removed without --yes. Nothing is removed either unless one of the checkpoints that stay is whole. A
+checkpoint that is being read stays, and so does one whose directory has files that do not belong to it. Files that an
+incremental save shares with a checkpoint that stays are not lost: each has a link of its own.")]
 pub(crate) struct PruneArguments {
     /// The folder of a run's checkpoints
     #[arg(value_name = "RUN")]
@@ -90,7 +90,7 @@ pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
         if reason.is_none() && arguments.yes {
             match Durable::new().remove_checkpoint(&found.path) {
                 Ok(true) => {}
-                Ok(false) => reason = Some("somebody reads it".to_owned()),
+                Ok(false) => reason = Some("it is being read".to_owned()),
                 // The others are removed all the same, and all are listed.
                 Err(error) => {
                     reason = Some(error.to_string());
@@ -125,7 +125,7 @@ fn list(pruned: &Pruned) -> Result<()> {
     Ok(())
 }
 
-/// Returns why an old checkpoint is not removed; `None` if it may be.
+/// Returns the reason why an old checkpoint must not be removed; `None` if it may be.
 fn reason_to_stay(path: &Location) -> Option<String> {
     match path.is_file() {
         Ok(false) => {}
@@ -135,12 +135,13 @@ fn reason_to_stay(path: &Location) -> Option<String> {
     if path.local().is_some_and(std::path::Path::is_symlink) {
         return Some("it is a link".to_owned());
     }
-    // A checkpoint that cannot be opened may be one that is needed.
+    // If a checkpoint cannot be opened, it is not known whether it is still needed, so it is kept.
     let opened = match checkpoint::open(path, OpenOptions { verify: false }) {
         Ok(opened) => opened,
         Err(error) => return Some(error.to_string()),
     };
     match ExtraFiles::of(&*opened) {
+        // A user may have put other files there, which removing the directory would delete.
         Ok(extra) => extra.foreign().map(|other| format!("`{other}` is not its own")),
         Err(error) => Some(error.to_string()),
     }

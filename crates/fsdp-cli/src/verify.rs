@@ -122,7 +122,7 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
     };
     let opened = checkpoint::open(&arguments.path, OpenOptions { verify: true });
     if let (Err(error), true) = (&opened, arguments.work.json) {
-        // Metadata that cannot be read is the finding itself.
+        // A checkpoint that cannot be opened is reported as its only problem.
         let problem = Problem { name: None, file: None, offset: None, error: with_causes(error) };
         output::json(&finding(path.clone(), &Report::default(), vec![problem], Vec::new()))?;
     }
@@ -179,6 +179,7 @@ fn bytes(source: &dyn Checkpoint) -> u64 {
     source.metadata().stored().map(|(_, _, stored)| stored.length).sum()
 }
 
+/// Makes the finding of a report. The signature is added by the caller.
 fn finding(path: String, report: &Report, problems: Vec<Problem>, unknown_files: Vec<String>) -> Finding<'_> {
     Finding {
         schema: SCHEMA,
@@ -204,6 +205,7 @@ fn finding(path: String, report: &Report, problems: Vec<Problem>, unknown_files:
 }
 
 impl Finding<'_> {
+    /// Returns the lines for people: first the problems, last the verdict.
     fn lines(&self) -> Vec<String> {
         let mut lines: Vec<String> = self.problems.iter().map(|problem| format!("bad       {problem}")).collect();
         for Opaque { name, of } in &self.opaque {
@@ -232,8 +234,9 @@ impl Problem {
     }
 }
 
-/// Safe for terminals.
 impl std::fmt::Display for Problem {
+    /// Writes the file with its offset, the name and the error, as far as they are known. All of them are escaped,
+    /// because a checkpoint may contain names that act on a terminal.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         if let Some(file) = &self.file {
             write!(f, "`{}`", escaped(file))?;

@@ -136,7 +136,7 @@ impl ProcessGroup {
         let mut turn = self.begin(call, arguments)?;
         let world_size = self.world_size();
         if size_of_val(buffer) <= INLINE_BYTES {
-            // So little that every rank reduces all of it.
+            // With so little data it is fastest if every rank gets all inputs and reduces all elements.
             let input = buffer.to_vec();
             return turn.round(None, Vec::new(), bytemuck::cast_slice(&input), move |_| {
                 let whole = vec![0..size_of_val(buffer); world_size];
@@ -150,7 +150,8 @@ impl ProcessGroup {
                 }))
             });
         }
-        // Window by window: each rank reduces one segment of all buffers, then each gathers all segments.
+        // The buffer is reduced window by window. In each window a rank reduces one segment, and then all ranks gather
+        // all segments.
         let segment = numel.div_ceil(world_size).next_multiple_of(SEGMENT_ELEMENTS);
         let segment = segment.min(MAX_SEGMENT_BYTES / size_of::<T>());
         let mut reduced = vec![T::zeroed(); segment];
@@ -442,8 +443,8 @@ impl ProcessGroup {
         Err(format!("{what} must have {needed} elements on rank {} of {}, not {given}", self.rank(), self.world_size()))
     }
 
-    /// Checks an argument that only the root may give: `given` is its number of elements, `None` if it is absent, and
-    /// `needed` the number that it must have.
+    /// Checks an argument that the root must give and no other rank may give. `given` is its number of elements, or
+    /// `None` if this rank does not give it. `needed` is the number of elements that it must have.
     fn check_root_only(&self, what: &str, root: usize, given: Option<usize>, needed: usize) -> Result<(), String> {
         match given {
             Some(given) if self.rank() == root => self.check_numel(what, given, needed),
@@ -454,14 +455,17 @@ impl ProcessGroup {
     }
 }
 
+/// Returns the call of an operation on elements of type `T`.
 fn tensor_call<T: Element>(operation: Operation, sizes: Vec<usize>) -> Call {
     Call { dtype: Some(T::DTYPE), sizes, ..Call::new(operation) }
 }
 
+/// Runs a check of arguments, and turns its message into the error of the call.
 pub(crate) fn check(call: &Call, arguments: impl FnOnce() -> Result<(), String>) -> Result<(), CommError> {
     arguments().map_err(|message| CommError::InvalidArgument { operation: call.name().to_owned(), message })
 }
 
+/// Checks that elements of type `T` can be reduced by `op`: only an average of integers cannot.
 fn check_reduction<T: Element>(call: &Call, op: ReduceOp) -> Result<(), CommError> {
     if op != ReduceOp::Avg || T::AVERAGES {
         return Ok(());
@@ -469,6 +473,7 @@ fn check_reduction<T: Element>(call: &Call, op: ReduceOp) -> Result<(), CommErro
     Err(CommError::UnsupportedReduction { operation: call.name().to_owned(), dtype: T::DTYPE, op })
 }
 
+/// Returns the sum of counts, or a message that it is too large.
 fn sum(counts: &[usize]) -> Result<usize, String> {
     let sum = counts.iter().try_fold(0usize, |sum, &count| sum.checked_add(count));
     sum.ok_or_else(|| format!("counts {counts:?} are too large"))
@@ -491,7 +496,8 @@ fn byte_ranges<T>(counts: &[usize]) -> Vec<Range<usize>> {
     ranges
 }
 
-/// Cuts consecutive slices into the pieces that come from each rank.
+/// Returns the destination that fills `outputs`, one after the other, with `counts[r]` elements of each rank `r`. A
+/// rank's elements may span several outputs.
 fn copy_into<'p, T>(outputs: impl IntoIterator<Item = &'p mut [u8]>, counts: &[usize]) -> Destination<'p> {
     let mut outputs = outputs.into_iter();
     let mut rest: &mut [u8] = &mut [];
@@ -518,6 +524,7 @@ fn copy_into<'p, T>(outputs: impl IntoIterator<Item = &'p mut [u8]>, counts: &[u
     Destination::Copy(destinations.collect())
 }
 
+/// Returns the destination that reduces the pieces of all ranks into `output`.
 fn reduce_into<T: Element>(output: &mut [T], op: ReduceOp) -> Destination<'_> {
     Destination::Reduce(Box::new(move |offset, pieces| {
         let start = offset / size_of::<T>();
@@ -526,6 +533,7 @@ fn reduce_into<T: Element>(output: &mut [T], op: ReduceOp) -> Destination<'_> {
     }))
 }
 
+/// Returns the text of a rank's call of an all-to-all, from its counts to send and to receive.
 fn describe_all_to_all(own: &[u64]) -> String {
     let (send, receive) = own.split_at(own.len() / 2);
     format!("{} sending {send:?} and receiving {receive:?}", Operation::AllToAllUneven)

@@ -195,10 +195,10 @@ impl Environment {
         self.local_world_size == Some(self.world_size)
     }
 
-    /// Checks that the ranks of this job can tell it from others at the same port. torchrun's agent does that for its
-    /// ranks.
+    /// Checks that the ranks of this job cannot connect to another job at the same port by mistake: they need a name or
+    /// a secret, unless torchrun's agent connects them.
     pub(crate) fn check_identity(&self) -> Result<(), CommError> {
-        // torchrun's name for a job without a name.
+        // `none` is the name that torchrun gives to a job without a name.
         let has_name = !self.job.is_empty() && self.job != "none";
         if has_name || self.secret.is_some() || self.agent_store.is_some() || self.world_size == 1 {
             return Ok(());
@@ -206,6 +206,7 @@ impl Environment {
         Err(error("FSDP_JOB_ID", "is not set, nor is FSDP_SECRET: two jobs at one port could not be told apart"))
     }
 
+    /// Returns the address of rank 0 if `MASTER_ADDR` is not set; see [`Environment`].
     fn default_master(&self, variables: &Variables<'_>) -> Result<String, CommError> {
         if self.world_size == 1 || self.is_on_one_host() {
             return Ok("127.0.0.1".to_owned());
@@ -223,6 +224,7 @@ fn error(variable: &str, message: impl Into<String>) -> CommError {
     CommError::Environment { variable: variable.to_owned(), message: message.into() }
 }
 
+/// The environment variables of a process. Empty ones count as absent.
 struct Variables<'a>(&'a dyn Fn(&str) -> Option<String>);
 
 impl Variables<'_> {
@@ -236,7 +238,8 @@ impl Variables<'_> {
         self.get(name).map(parse).transpose()
     }
 
-    /// Reads rank, world size and port. Of `sizes`, the variables of the world size, the first that is set counts.
+    /// Reads the rank, the world size, the port and the secret. `sizes` are the variables that may hold the world size;
+    /// the first of them that is set is used.
     fn place(&self, launcher: Launcher, rank: &str, sizes: &[&str]) -> Result<Environment, CommError> {
         let size = sizes.iter().copied().find(|name| self.get(name).is_some()).unwrap_or(sizes[0]);
         let needed = |name: &str| {
@@ -285,6 +288,7 @@ impl Variables<'_> {
         }
     }
 
+    /// Returns the name of the job: `FSDP_JOB_ID`, or the values of these variables, joined by dots.
     fn job(&self, names: &[&str]) -> String {
         self.get("FSDP_JOB_ID")
             .unwrap_or_else(|| names.iter().filter_map(|name| self.get(name)).collect::<Vec<_>>().join("."))
@@ -292,11 +296,15 @@ impl Variables<'_> {
 }
 
 /// Returns the first host of SLURM's list of hosts: `gpu-01` of `gpu-[01-04,7],login2`.
+///
+/// Returns `None` for a list that it does not understand: an empty or unclosed list, and a name with more than one pair
+/// of brackets. `MASTER_ADDR` has to be set then.
 fn first_host(hosts: &str) -> Option<String> {
     let end = hosts.find([',', '[']).unwrap_or(hosts.len());
     let (prefix, rest) = hosts.split_at(end);
     let host = match rest.strip_prefix('[') {
         None => prefix.to_owned(),
+        // The host's name is the text before the brackets, the first number in them, and the text after them.
         Some(ranges) => {
             let (ranges, suffix) = ranges.split_once(']')?;
             let first = ranges.split([',', '-']).next().filter(|first| !first.is_empty())?;

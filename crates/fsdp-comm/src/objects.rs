@@ -96,7 +96,7 @@ impl ProcessGroup {
         decode(&call, received.get(root).map_or(&[], Vec::as_slice))
     }
 
-    /// Makes one rank's error every rank's error.
+    /// Turns an error of any rank into an error of every rank.
     ///
     /// Each rank passes the outcome of its own work. If all pass `Ok`, each gets its own value back; if any
     /// passes `Err`, all get the same [`CommError::RankFailed`], which names every failing rank with the kind of its
@@ -122,7 +122,8 @@ impl ProcessGroup {
         self.agree_with(operation, vec![schema_hash], outcome)
     }
 
-    /// Runs the round of an agreement: fails on every rank if one has an error, or if ranks differ in `schema`.
+    /// Runs the round of an agreement. It fails on every rank if one rank has an error, or if the ranks' `schema`
+    /// differ.
     fn agree_with<T, E: Failure>(
         &self,
         operation: &str,
@@ -146,11 +147,12 @@ impl ProcessGroup {
             });
             Err(CommError::SchemaMismatch { operation: operation.to_owned(), schemas: RankCall::collect(schemas) })
         })?;
-        // A rank without a value has a fault, with which the round fails on every rank.
+        // This error cannot occur: a rank without a value has a fault, and then the round above has failed already.
         value.ok_or_else(|| CommError::RankFailed { operation: operation.to_owned(), failures: Vec::new() })
     }
 }
 
+/// Encodes an object for other ranks. An object of more than [`MAX_OBJECT_BYTES`] is an error.
 fn encode<T: Serialize>(call: &Call, value: &T) -> Result<Vec<u8>, CommError> {
     let bytes = wire::encode(value).map_err(|message| object_error(call, "encode", message))?;
     if bytes.len() > MAX_OBJECT_BYTES {
@@ -160,6 +162,7 @@ fn encode<T: Serialize>(call: &Call, value: &T) -> Result<Vec<u8>, CommError> {
     Ok(bytes)
 }
 
+/// Decodes an object of another rank.
 fn decode<T: DeserializeOwned>(call: &Call, bytes: &[u8]) -> Result<T, CommError> {
     wire::decode(bytes).map_err(|message| object_error(call, "decode", message))
 }

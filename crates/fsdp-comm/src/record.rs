@@ -171,8 +171,8 @@ pub(crate) struct Header {
     pub(crate) fault: Option<Fault>,
     /// Numbers that may differ between ranks: sizes of objects, counts of an all-to-all, a schema hash.
     pub(crate) own: Vec<u64>,
-    /// `true` if the payload, which is everything that this rank sends, follows the header in the record. If the payload of
-    /// any rank does not, all ranks read all payloads from where they are published.
+    /// `true` if everything that this rank sends follows the header in the record. Unless this is so on all ranks, no
+    /// rank uses the payloads in the records, and the payloads are transferred after them.
     pub(crate) inline: bool,
 }
 
@@ -184,8 +184,8 @@ pub(crate) struct Record<'a> {
 }
 
 impl<'a> Record<'a> {
-    /// Decodes a record. `own` is this rank's header with its encoded form, which most ranks' headers equal: with many ranks,
-    /// decoding all of them takes longer than what a small collective moves.
+    /// Decodes a record. `own` is this rank's header and its encoded form. Most headers of other ranks are equal to it,
+    /// and these are not decoded: with many ranks, decoding would take longer than the rest of a small collective.
     pub(crate) fn decode(bytes: &'a [u8], own: (&'a Header, &[u8]), operation: &str) -> Result<Self, CommError> {
         let (header, encoded) = own;
         if let Some(payload) = bytes.strip_prefix(encoded) {

@@ -1,4 +1,7 @@
 //! The sums over blocks of bytes, computed with the widest vector instructions of this machine.
+//!
+//! The crate's documentation has the formula. The two *lanes* are the two sums of a digest: the same formula with
+//! different factors. Words are processed in *pairs*, because two words of 4 bytes, or their two factors, fill a `u64`.
 
 use crate::coefficients::{BLOCK_BYTES, TABLES, block_factor};
 
@@ -31,22 +34,22 @@ pub(crate) fn sums(offset: u64, bytes: &[u8]) -> [u64; 2] {
     sums_of_blocks::<SHORT_TURN>(offset, bytes)
 }
 
-/// The same code as elsewhere, compiled for AVX2: everything in it is inlined.
+/// Does what [`sums_of_blocks`] does, compiled for AVX2. For that, all functions below are inlined into this one.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
 fn sums_with_avx2(offset: u64, bytes: &[u8]) -> [u64; 2] {
     sums_of_blocks::<SHORT_TURN>(offset, bytes)
 }
 
-/// The same code, compiled for AVX-512F.
+/// Does what [`sums_of_blocks`] does, compiled for AVX-512F.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 fn sums_with_avx512(offset: u64, bytes: &[u8]) -> [u64; 2] {
     sums_of_blocks::<LONG_TURN>(offset, bytes)
 }
 
-/// The number of blocks that are summed in turns. The processor prefetches several streams of addresses faster than a
-/// single one, so data that is not in the cache is summed as fast as it could be copied.
+/// The number of blocks that are summed together, a few words of each in turn. The processor prefetches several streams
+/// of addresses faster than a single one, so data that is not in the cache is summed as fast as it could be copied.
 const SIDE_BY_SIDE: usize = 8;
 
 /// The number of bytes of a block that are summed before the next block gets its turn: a few vectors.
@@ -90,10 +93,12 @@ fn add_blocks(lanes: &mut [u64; 2], first: u64, blocks: &[[u64; 2]]) {
     }
 }
 
-/// Returns both lanes' sums over each of [`SIDE_BY_SIDE`] whole blocks.
+/// Returns both lanes' sums over each of [`SIDE_BY_SIDE`] whole blocks, which lie one after the other in `blocks`. The
+/// factors of the blocks themselves are not multiplied in.
 #[inline(always)]
 fn sums_side_by_side<const TURN: usize>(blocks: &[u8]) -> [[u64; 2]; SIDE_BY_SIDE] {
     let mut sums = [[0u64; 2]; SIDE_BY_SIDE];
+    // In each turn, the same few words of every block are added.
     for turn in 0..BLOCK_BYTES / TURN {
         let pairs = turn * TURN / 8..(turn + 1) * TURN / 8;
         let tables = [&TABLES[0][pairs.clone()], &TABLES[1][pairs]];
@@ -105,7 +110,8 @@ fn sums_side_by_side<const TURN: usize>(blocks: &[u8]) -> [[u64; 2]; SIDE_BY_SID
     sums
 }
 
-/// Returns both lanes' sums over bytes of one block that begin at `start` in it.
+/// Returns both lanes' sums over some bytes of one block, the first of which is byte `start` of the block. The factor
+/// of the block itself is not multiplied in.
 #[inline(always)]
 fn block_sums(start: usize, bytes: &[u8]) -> [u64; 2] {
     // Words are processed in pairs, which have 8 bytes. The bytes before the first whole pair and after the last are
@@ -117,6 +123,7 @@ fn block_sums(start: usize, bytes: &[u8]) -> [u64; 2] {
     let first = (start + head.len()) / 8;
     let count = rest.len() / 8;
     let mut sums = pair_sums(&rest[..count * 8], [&TABLES[0][first..first + count], &TABLES[1][first..first + count]]);
+    // For each edge: its bytes, their position in the pair, and the number of the pair in the block.
     for (edge, at, pair) in [(head, start % 8, start / 8), (tail, 0, first + count)] {
         if !edge.is_empty() {
             let mut bytes = [0; 8];
@@ -128,19 +135,22 @@ fn block_sums(start: usize, bytes: &[u8]) -> [u64; 2] {
     sums
 }
 
-/// Returns both lanes' sums over whole pairs of words. Written so that compilers use vector instructions for it.
+/// Returns both lanes' sums over whole pairs of words. `tables` has the factors of these pairs, for each lane.
+///
+/// The sums of even and of odd words are kept apart until the end, and there are no branches, so that the compiler uses
+/// vector instructions.
 #[inline(always)]
 fn pair_sums(bytes: &[u8], tables: [&[u64]; 2]) -> [u64; 2] {
-    let (mut first, mut second) = ([0u64; 2], [0u64; 2]);
-    for ((pair, a), b) in bytes.chunks_exact(8).zip(tables[0]).zip(tables[1]) {
+    let (mut lane0, mut lane1) = ([0u64; 2], [0u64; 2]);
+    for ((pair, factors0), factors1) in bytes.chunks_exact(8).zip(tables[0]).zip(tables[1]) {
         let pair = pair.try_into().map_or(0, u64::from_le_bytes);
         let (even, odd) = (pair & LOW, pair >> 32);
-        first[0] = first[0].wrapping_add(even.wrapping_mul(a & LOW));
-        first[1] = first[1].wrapping_add(odd.wrapping_mul(a >> 32));
-        second[0] = second[0].wrapping_add(even.wrapping_mul(b & LOW));
-        second[1] = second[1].wrapping_add(odd.wrapping_mul(b >> 32));
+        lane0[0] = lane0[0].wrapping_add(even.wrapping_mul(factors0 & LOW));
+        lane0[1] = lane0[1].wrapping_add(odd.wrapping_mul(factors0 >> 32));
+        lane1[0] = lane1[0].wrapping_add(even.wrapping_mul(factors1 & LOW));
+        lane1[1] = lane1[1].wrapping_add(odd.wrapping_mul(factors1 >> 32));
     }
-    [first[0].wrapping_add(first[1]), second[0].wrapping_add(second[1])]
+    [lane0[0].wrapping_add(lane0[1]), lane1[0].wrapping_add(lane1[1])]
 }
 
 #[cfg(test)]

@@ -1,21 +1,25 @@
 //! The constants of the format: pseudo-random odd factors for words and blocks.
 
-/// Words of 4 bytes in a block. The tables of one lane fill half of a small first-level cache.
+/// The number of words of 4 bytes in a block. The table of one lane has 4 KiB, so that both fit into a first-level
+/// cache together with the data.
 pub(crate) const BLOCK_WORDS: usize = 1024;
 
-/// Bytes of a block.
+/// The number of bytes in a block.
 pub(crate) const BLOCK_BYTES: usize = BLOCK_WORDS * 4;
 
-/// The seeds of the two lanes' tables: the first digits of pi and of e.
+/// The seeds of the two lanes' tables. They were taken from the hexadecimal digits of pi and of e. (The first one has
+/// an additional digit 2 after `0x243`. Any number would do, but these are part of the format and cannot change.)
 const TABLE_SEEDS: [u64; 2] = [0x2432_f6a8_885a_308d, 0x2b7e_1516_28ae_d2a6];
 
 /// The seeds of the two lanes' block factors: further digits of both.
 const BLOCK_SEEDS: [u64; 2] = [0x3131_98a2_e037_0734, 0xabf7_1588_09cf_4f3c];
 
-/// Factors for pairs of words, as they stand in 8 bytes: the even word's in the low half, the odd word's in the high half.
+/// The factors of the words of a block for each lane, one entry for each pair of words. The factor of the even word is
+/// in the low half of the entry, and that of the odd word in the high half.
 pub(crate) static TABLES: [[u64; BLOCK_WORDS / 2]; 2] = [table(TABLE_SEEDS[0]), table(TABLE_SEEDS[1])];
 
-/// Returns the odd factor by which a lane multiplies the sum of a block. It makes the place of a block count.
+/// Returns the odd factor by which a lane multiplies the sum of a block. Without it, two blocks that change places
+/// would have the same sum.
 pub(crate) const fn block_factor(lane: usize, block: u64) -> u64 {
     splitmix64(BLOCK_SEEDS[lane], block) | 1
 }

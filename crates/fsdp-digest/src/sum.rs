@@ -97,7 +97,7 @@ fn beginning(kind: &str) -> Vec<u8> {
 pub struct Digest(pub(crate) u128);
 
 impl Digest {
-    /// Returns the digest of a value that has no elements by itself. Floats count by their bits.
+    /// Returns the digest of a plain value. Floats are compared by their bits.
     #[must_use]
     pub fn of_value(value: &PlainValue) -> Self {
         let mut hashed = beginning("value");
@@ -180,6 +180,7 @@ impl FromStr for Digest {
 impl TryFrom<String> for Digest {
     type Error = String;
 
+    /// Parses a digest, as [`FromStr`] does; `serde` uses this.
     fn try_from(text: String) -> Result<Self, String> {
         text.parse()
     }

@@ -54,6 +54,9 @@ pub enum FlatError {
     /// candle has other locks than those whose readers can be seen, so nothing tells of the use of a tensor.
     #[error("the use of a tensor cannot be seen: this candle does not guard its storages with locks of `parking_lot`")]
     UnseenUse,
+    /// The tensors of a `Withheld` could not be withheld. The call that failed first has returned the reason.
+    #[error("the tensors could not be withheld, for a reason that was reported before")]
+    NotWithheld,
     /// Two tensors for one `Withheld` are views of the same storage.
     #[error("two of the tensors to be withheld are views of one storage; each needs a storage of its own")]
     SharedStorage,

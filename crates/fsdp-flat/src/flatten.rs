@@ -52,6 +52,8 @@ pub fn flatten_tensors(layout: &FlatLayout, tensors: &[Tensor]) -> Result<Tensor
     Ok(Tensor::cat(&pieces, 0)?)
 }
 
+/// Checks that a tensor has the shape that the layout has for parameter `param`, and the floating-point dtype of
+/// `first`, the first tensor.
 fn check_param(layout: &FlatLayout, param: usize, tensor: &Tensor, first: &Tensor) -> Result<(), FlatError> {
     let fqn = &layout.fqns()[param];
     if tensor.dims() != layout.shapes()[param] {
@@ -72,8 +74,8 @@ fn check_param(layout: &FlatLayout, param: usize, tensor: &Tensor, first: &Tenso
     Ok(())
 }
 
-/// Returns the parameters of an unsharded flat tensor, in the layout's order and in their own shapes. They are copies; those
-/// of torch's `_get_unflat_views` are views, which are lost with the buffer. Padding is dropped.
+/// Returns the parameters of an unsharded flat tensor, in the layout's order and in their own shapes, without padding.
+/// They are copies. (torch's `_get_unflat_views` returns views, which become invalid when the buffer is freed.)
 ///
 /// # Errors
 /// `flat` must have `layout.unpadded_unsharded_numel()` elements.

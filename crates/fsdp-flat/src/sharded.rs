@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn views_of_one_storage_are_told_and_can_be_copied_to_each_other() {
+    fn views_of_one_storage_are_recognized_and_can_be_copied_to_each_other() {
         let flat = arange(8);
         let of = |start, flat: &Tensor| {
             let boxes = boxes_of_flat_range(&[2, 4], start..start + 4);

@@ -1,7 +1,7 @@
 //! Hyper-rectangles of a row-major tensor, and copies between them.
 //!
 //! A box is what DCP calls a chunk: offsets and sizes. Dim-0 chunks, flat ranges, 2-D mesh placements and empty
-//! shards are all lists of boxes, so one intersection answers every resharding question.
+//! shards are all lists of boxes. So all resharding is done by intersecting boxes.
 
 use std::fmt;
 use std::ops::Range;
@@ -274,7 +274,8 @@ impl CopyRuns {
     }
 }
 
-/// Returns the index of the first element of `inner` in the row-major buffer of box `outer`.
+/// Returns the index of the first element of `inner` in the row-major buffer of box `outer`, which contains `inner`.
+/// `strides` are those of the buffer.
 fn first_index(inner: &TensorBox, outer: &TensorBox, strides: &[usize]) -> usize {
     let offsets = inner.offsets.iter().zip(&outer.offsets);
     offsets.zip(strides).map(|((inner, outer), stride)| (inner - outer) * stride).sum()

@@ -146,7 +146,9 @@ impl FlatLayout {
             // overflows.
             let end = checked_numel(&shape)
                 .and_then(|numel| Some((numel, layout.unpadded_numel.checked_add(numel)?)))
-                .filter(|(_, end)| end.checked_add(world_size + ALIGNMENT_BYTES).is_some());
+                .filter(|(_, end)| {
+                    end.checked_add(aligned_numel).is_some_and(|end| end.checked_add(world_size).is_some())
+                });
             let Some((numel, end)) = end else {
                 return Err(FlatLayoutError::TooLarge { fqn, shape });
             };
@@ -158,7 +160,8 @@ impl FlatLayout {
             layout.shapes.push(shape);
             layout.numels.push(numel);
         }
-        // In this mode the ranks' shards have the same size without padding on the right.
+        // With alignment, the total is padded here, so that the shards of all ranks are equally long without right
+        // padding.
         if aligned_numel > 0 {
             layout.pad_to_multiple_of(world_size);
         }
@@ -207,6 +210,9 @@ impl FlatLayout {
     }
 
     /// Returns the range of a parameter in the unsharded FlatParameter.
+    ///
+    /// # Panics
+    /// If the layout has no such parameter.
     #[must_use]
     pub fn param_range(&self, param: usize) -> Range<usize> {
         self.starts[param]..self.starts[param] + self.numels[param]
@@ -249,8 +255,8 @@ impl FlatLayout {
         self.shard_param_infos_of_range(self.shard(rank).range)
     }
 
-    /// Returns where each parameter lies in any range of the unsharded FlatParameter, as [`Self::shard_param_infos`]
-    /// does.
+    /// Returns where each parameter lies in a range of the unsharded FlatParameter; `None` for a parameter that has no
+    /// element there. Offsets are counted from the start of the range.
     #[must_use]
     pub fn shard_param_infos_of_range(&self, range: Range<usize>) -> Vec<Option<ShardParamInfo>> {
         (0..self.numels.len()).map(|param| self.param_info_of_range(param, &range)).collect()
@@ -266,7 +272,8 @@ impl FlatLayout {
         self.param_info_of_range(param, &self.shard(rank).range)
     }
 
-    /// Returns the part of a parameter that lies in a range of the unsharded FlatParameter; `None` if it is empty.
+    /// Returns where a parameter lies in a range of the unsharded FlatParameter; `None` if it has no element there.
+    /// Offsets are counted from the start of the range.
     fn param_info_of_range(&self, param: usize, range: &Range<usize>) -> Option<ShardParamInfo> {
         let whole = self.param_range(param);
         let start = range.start.max(whole.start);

@@ -53,6 +53,20 @@ pub enum PlacementError {
         /// Mesh dimensions.
         mesh: usize,
     },
+    /// A coordinate lies outside of its mesh dimension.
+    #[error("coordinate {coordinate} does not exist on a mesh dimension of size {size}")]
+    NoSuchCoordinate {
+        /// The coordinate.
+        coordinate: usize,
+        /// The size of the mesh dimension.
+        size: usize,
+    },
+    /// A strided shard cuts a dimension into no blocks.
+    #[error("a strided shard of dimension {dim} cuts it into no blocks")]
+    NoBlocks {
+        /// The tensor dimension.
+        dim: usize,
+    },
 }
 
 /// Returns the boxes of a tensor of `shape` that the rank at `coordinate` of a mesh of `mesh_shape` owns.
@@ -82,21 +96,29 @@ pub fn boxes_of_placements(
             mesh: mesh_shape.len(),
         });
     }
+    if let Some((&coordinate, &size)) = coordinate.iter().zip(mesh_shape).find(|(index, size)| index >= size) {
+        return Err(PlacementError::NoSuchCoordinate { coordinate, size });
+    }
     // For each tensor dimension, the ranges of indices that the rank still owns after the placements so far.
-    let mut rows: Vec<Vec<Range<usize>>> = shape.iter().map(|&dim| std::iter::once(0..dim).collect()).collect();
+    let mut owned: Vec<Vec<Range<usize>>> = shape.iter().map(|&dim| std::iter::once(0..dim).collect()).collect();
     let rank = shape.len();
     for ((placement, &parts), &index) in placements.iter().zip(mesh_shape).zip(coordinate) {
         match *placement {
             Placement::Replicate => {}
             Placement::Partial => return Err(PlacementError::Partial),
             Placement::Shard(dim) => {
-                let of_dim = rows.get_mut(dim).ok_or(PlacementError::NoSuchDim { dim, rank })?;
+                let of_dim = owned.get_mut(dim).ok_or(PlacementError::NoSuchDim { dim, rank })?;
                 *of_dim = take(of_dim, chunk_range(total(of_dim), parts, index));
             }
             Placement::StridedShard { dim, split_factor } => {
-                let of_dim = rows.get_mut(dim).ok_or(PlacementError::NoSuchDim { dim, rank })?;
+                let of_dim = owned.get_mut(dim).ok_or(PlacementError::NoSuchDim { dim, rank })?;
+                if split_factor == 0 {
+                    return Err(PlacementError::NoBlocks { dim });
+                }
+                // Each block is cut like a tensor of its own, so the rank owns a piece of every block.
                 let mut mine = Vec::new();
-                for block in 0..split_factor {
+                // Blocks after the last index are empty.
+                for block in 0..split_factor.min(total(of_dim)) {
                     let block = chunk_range(total(of_dim), split_factor, block);
                     let piece = chunk_range(block.len(), parts, index);
                     mine.extend(take(of_dim, block.start + piece.start..block.start + piece.end));
@@ -107,29 +129,33 @@ pub fn boxes_of_placements(
     }
     // A box for each combination of one range in every dimension.
     let mut boxes = vec![TensorBox { offsets: Vec::new(), sizes: Vec::new() }];
-    for ranges in rows {
-        let ranges = merge(ranges);
-        boxes = boxes
-            .into_iter()
-            .flat_map(|base| {
-                ranges.iter().map(move |range| {
-                    let mut next = base.clone();
-                    next.offsets.push(range.start);
-                    next.sizes.push(range.len());
-                    next
-                })
-            })
-            .collect();
+    for ranges in owned {
+        boxes = with_dimension(&boxes, &merge(ranges));
     }
     boxes.retain(|b| !b.is_empty());
     Ok(boxes)
 }
 
+/// Returns each box extended by one more dimension, once for each of the ranges in that dimension.
+fn with_dimension(boxes: &[TensorBox], ranges: &[Range<usize>]) -> Vec<TensorBox> {
+    let mut extended = Vec::new();
+    for base in boxes {
+        for range in ranges {
+            let mut next = base.clone();
+            next.offsets.push(range.start);
+            next.sizes.push(range.len());
+            extended.push(next);
+        }
+    }
+    extended
+}
+
+/// Returns the number of indices in all ranges together.
 fn total(ranges: &[Range<usize>]) -> usize {
     ranges.iter().map(ExactSizeIterator::len).sum()
 }
 
-/// Returns the part `wanted` of the concatenation of `ranges`.
+/// Returns the indices at the positions `wanted` of `ranges`. Positions are counted over all ranges, one after the other.
 fn take(ranges: &[Range<usize>], wanted: Range<usize>) -> Vec<Range<usize>> {
     let mut taken = Vec::new();
     let mut before = 0;
@@ -204,6 +230,13 @@ mod tests {
             Err(PlacementError::WrongMesh { placements: 0, mesh: 1, .. })
         ));
         assert_eq!(boxes_of_placements(&[1], &[Placement::Shard(0)], &[2], &[1]), Ok(vec![]));
+        let outside = PlacementError::NoSuchCoordinate { coordinate: 2, size: 2 };
+        assert_eq!(boxes_of_placements(&[4], &[Placement::Replicate], &[2], &[2]), Err(outside));
+        let strided = |split_factor| Placement::StridedShard { dim: 0, split_factor };
+        assert_eq!(boxes_of_placements(&[4], &[strided(0)], &[2], &[0]), Err(PlacementError::NoBlocks { dim: 0 }));
+        // More blocks than indices are no more work.
+        let first = TensorBox::new(vec![0], vec![4]);
+        assert_eq!(boxes_of_placements(&[4], &[strided(usize::MAX)], &[2], &[0]), Ok(vec![first]));
     }
 
     proptest! {

@@ -29,13 +29,16 @@ pub(crate) struct Built {
     unit_groups: Groups,
 }
 
-/// Lays out the declared parameters and computes this rank's initial values. Collectives: for `HybridShard` the
-/// creation of two subgroups; with prefetching, the creation of one more for each group that the model is sharded or
-/// replicated over.
+/// Makes the units of a model from its declarations: lays out their parameters, computes this rank's initial values, and
+/// fills the slots by which the model's modules find their units.
+///
+/// Collectives: for `HybridShard` the creation of two subgroups; with prefetching, the creation of one more for each group
+/// that the model is sharded or replicated over.
 pub(crate) fn build_units(group: &ProcessGroup, config: &FsdpConfig, registry: &Registry) -> Result<Built> {
-    let groups = spread(group, config)?;
+    let groups = shard_and_replicate_groups(group, config)?;
     // As in torch, a single rank has nothing to shard.
     let strategy = if groups.shard.is_some() { config.strategy } else { ShardingStrategy::NoShard };
+    // Sort the parameters by the units that they belong to, in the order in which they were declared.
     let mut by_unit: Vec<Vec<(&String, &Declared)>> = registry.units.iter().map(|_| Vec::new()).collect();
     for (fqn, declared) in &registry.params {
         by_unit[declared.unit].push((fqn, declared));
@@ -43,10 +46,11 @@ pub(crate) fn build_units(group: &ProcessGroup, config: &FsdpConfig, registry: &
     let (by_pattern, mut wrapped) = (registry.units_by_pattern(), Vec::new());
     let shared = Arc::new(Shared::default());
     let (unit_groups, ahead) = if config.prefetches() && !groups.are_empty() {
-        // The units get separate groups, so that other collectives in the model's groups do not mix with theirs.
-        let twins = groups.twins()?;
-        let ahead = Ahead::start(config, twins.shard.clone(), Arc::clone(&shared))?;
-        (twins, Some(Arc::new(ahead)))
+        // Collectives that overlap with the computation run in groups of their own, so that other collectives in the
+        // model's groups do not mix with them.
+        let unit_groups = groups.duplicate()?;
+        let ahead = Ahead::start(config, unit_groups.shard.clone(), Arc::clone(&shared))?;
+        (unit_groups, Some(Arc::new(ahead)))
     } else {
         (groups.clone(), None)
     };
@@ -55,10 +59,12 @@ pub(crate) fn build_units(group: &ProcessGroup, config: &FsdpConfig, registry: &
         if declared.is_empty() {
             continue;
         }
+        // Without `use_orig_params` a FlatParameter is named after its unit, so that two units cannot have one name.
         if !config.use_orig_params && built.handles.iter().any(|other| other.name == unit.name) {
             return Err(NnError::DuplicateUnit { unit: unit.name.clone() });
         }
         let handle = Arc::new(built.unit(index == 0, unit, declared, config, registry.makes_values())?);
+        // From now on the model's tensors and modules find their unit.
         for (param, (_, declared)) in declared.iter().enumerate() {
             declared.slot.set(&handle, param);
         }
@@ -68,6 +74,7 @@ pub(crate) fn build_units(group: &ProcessGroup, config: &FsdpConfig, registry: &
         }
         built.handles.push(handle);
     }
+    // All units exist now. Let the two that gather units on their own know them.
     if let Some(ahead) = &built.ahead {
         ahead.complete(built.handles.iter().map(|handle| Arc::clone(handle.exchange())).collect());
     }
@@ -92,7 +99,8 @@ impl Built {
         let params =
             declared.iter().map(|(fqn, p)| Parameter::new((*fqn).clone(), p.tensor.clone(), p.requires_grad)).collect();
         let precision = unit.precision;
-        if let Some(reduce) = precision.reduce.filter(|reduce| !file_dtype(*reduce).is_ok_and(|dtype| dtype.is_float()))
+        if let Some(reduce) = precision.reduce
+            && !file_dtype(reduce).is_ok_and(|dtype| dtype.is_float())
         {
             return Err(candle_core::Error::UnsupportedDTypeForOp(reduce, "reduction of gradients").into());
         }
@@ -129,7 +137,7 @@ pub(crate) fn describe(config: &FsdpConfig, registry: &Registry, aliases: &Index
     lines.extend(registry.params.iter().map(|(fqn, param)| {
         let unit = match registry.units[param.unit].name.as_str() {
             _ if param.unit == 0 => "no unit".to_owned(),
-            name => format!("unit `{name}`, the {}. of the model,", param.unit),
+            name => format!("unit `{name}`, number {} of the model,", param.unit),
         };
         let trained = if param.requires_grad { "trained" } else { "frozen" };
         let (dtype, shape) = (param.tensor.dtype().as_str(), param.tensor.dims());
@@ -146,7 +154,7 @@ pub(crate) fn describe(config: &FsdpConfig, registry: &Registry, aliases: &Index
 
 /// Returns the shard group and the replicate group of this rank. Collectives: for `HybridShard` the creation of two
 /// subgroups.
-fn spread(group: &ProcessGroup, config: &FsdpConfig) -> Result<Groups> {
+fn shard_and_replicate_groups(group: &ProcessGroup, config: &FsdpConfig) -> Result<Groups> {
     match (config.strategy, &config.mesh) {
         (ShardingStrategy::NoShard, _) => Ok(Groups { shard: None, replicate: unless_alone(group.clone()) }),
         (ShardingStrategy::HybridShard, Some(mesh)) if mesh.shape().len() == 2 && mesh.size() == group.world_size() => {
@@ -166,13 +174,14 @@ fn unless_alone(group: ProcessGroup) -> Option<ProcessGroup> {
     Some(group).filter(|group| group.world_size() > 1)
 }
 
-/// Returns the dtype as files name it.
+/// Returns the dtype of `fsdp_layout` that corresponds to one of candle's.
 fn file_dtype(dtype: DType) -> Result<fsdp_layout::DType> {
     fsdp_flat::dtype::from_candle(dtype)
         .ok_or(NnError::Candle(candle_core::Error::UnsupportedDTypeForOp(dtype, "FlatParameter")))
 }
 
-/// Checks that parameters can share a unit, and returns their dtype.
+/// Checks that parameters can share a unit, and returns the dtype of their shards. All shards must have one dtype, which
+/// holds floats, and the model must compute with all in one dtype. Without `use_orig_params` all must be trained, or none.
 fn check_unit(declared: &[(&String, &Declared)], use_orig_params: bool) -> Result<DType> {
     let Some((_, first)) = declared.first() else { return Err(fsdp_layout::FlatLayoutError::Empty.into()) };
     let (dtype, computed) = (first.dtype, file_dtype(first.tensor.dtype())?);

@@ -85,9 +85,10 @@ pub enum NnError {
         /// The unit's name; empty for the root.
         unit: String,
     },
-    /// A collective of a unit failed that ran while the model was computing: see `FsdpConfig::backward_prefetch`.
+    /// A collective of a unit that ran in the background, while the model was computing, has failed: see
+    /// `FsdpConfig::backward_prefetch`.
     #[error("the {operation} of {} failed while the model was computing: {error}", unit_name(unit))]
-    Beside {
+    BackgroundCollective {
         /// The unit's name; empty for the root.
         unit: String,
         /// The collective.
@@ -478,7 +479,7 @@ impl Failure for NnError {
     fn kind(&self) -> ErrorKind {
         match self {
             NnError::Comm(error) => error.kind(),
-            NnError::Beside { error, .. } => error.kind(),
+            NnError::BackgroundCollective { error, .. } => error.kind(),
             NnError::State(error) => error.kind(),
             NnError::OptimState { .. } => ErrorKind::Difference,
             _ => ErrorKind::Other,

@@ -151,14 +151,16 @@ impl<M> FullyShardedDataParallel<M> {
         phase.map_or(Ok(()), |phase| phase.complete())?;
         drop(whole);
         let output = output.map_tensors(&mut |tensor| cast(tensor, self.output_dtype))?;
-        // A unit's own output checks it, unless it has none (wrapped units) or needs no gather.
+        // Attach a check to the output: a backward must fail if values have changed since this forward. Most units attach
+        // it to their own output. Wrapped units have no output of their own, and units that need no gather attach nothing.
         let unchecked: Vec<Arc<FlatParamHandle>> = self.parameters.unchecked_units();
         if root.is_none() && unchecked.is_empty() {
             return Ok(output);
         }
         let changes = self.parameters.shared.last_change();
         Ok(output.map_tensors(&mut |tensor| {
-            // The hook copies what it is attached to. What has no gradient needs none, nor does a parameter, which was not computed.
+            // The hook copies its tensor, so it is attached only where it is needed. A tensor without gradient has no
+            // backward, and a parameter that is returned as it is was not computed from other values.
             if !tensor.track_op() || self.parameters.has_tensor(tensor.id()) {
                 return Ok(tensor);
             }
@@ -186,7 +188,8 @@ impl<M> FullyShardedDataParallel<M> {
             Ok(grads) => grads,
             Err(error) => {
                 self.parameters.zero_grad();
-                // Units that a forward around this backward uses stay whole. The error to return is that of the backward.
+                // Units in use by a forward around this backward refuse, and stay gathered. Ignore that: the error to return
+                // is that of the backward.
                 for handle in &self.parameters.handles {
                     let _ = handle.reshard();
                 }
@@ -200,10 +203,10 @@ impl<M> FullyShardedDataParallel<M> {
         Ok(grads)
     }
 
-    /// Runs the backward of a loss, to the last reduction.
+    /// Runs the backward of a loss, and waits until all gradients are reduced.
     fn compute_gradients(&self, loss: &Tensor) -> Result<GradStore> {
         let phase = self.parameters.ahead.as_ref().map(|ahead| ahead.begin(Phase::Backward)).transpose()?;
-        // The root stays whole until backward is through with all units.
+        // The root unit stays gathered until the backward has passed all units.
         if let Some(root) = self.parameters.root() {
             root.gather()?;
         }
@@ -215,7 +218,7 @@ impl<M> FullyShardedDataParallel<M> {
         if let Some(phase) = &phase {
             phase.complete()?;
         }
-        // On all ranks in the same order, since each unit may have gradients to reduce.
+        // Each unit may still have gradients to reduce. All ranks go through the units in the same order.
         for handle in self.parameters.handles.iter().rev() {
             handle.finish_backward()?;
         }

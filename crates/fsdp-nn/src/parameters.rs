@@ -63,7 +63,7 @@ impl ShardedParameters {
         build: Result<M>,
     ) -> Result<(Self, M)> {
         let mut registry = lock(registry);
-        // Before anything is laid out: all ranks lay out the same.
+        // Agree before anything is laid out: from different declarations the ranks would make different shards.
         let declared = build.and_then(|module| Ok((module, registry.complete()?)));
         let (module, aliases) =
             agree_on_model(&group, NEW, declared, |(_, aliases)| describe(config, &registry, aliases))?;
@@ -74,7 +74,7 @@ impl ShardedParameters {
             let params = unit.params.iter().enumerate();
             places.extend(params.map(|(param, parameter)| (parameter.fqn.as_str(), Location { handle, param })));
         }
-        // Names in the order in which the model declared them, whatever unit they are in.
+        // Keep the order in which the model declared the parameters, which is not the order of units.
         let locations = registry.params.keys().map(|fqn| (fqn.clone(), places[fqn.as_str()])).collect();
         let shard_ranks = shard_ranks(&group, &groups, config);
         let ignored = registry.ignored.iter().filter_map(|name| Some((name, &registry.buffers.get(name)?.0)));
@@ -118,7 +118,7 @@ impl ShardedParameters {
         self.handles.first().filter(|handle| handle.is_root)
     }
 
-    /// Returns the error of a computation with the parameters.
+    /// Converts an error of a computation. candle's error about released memory becomes one that names the sharded units.
     pub(crate) fn explain(&self, error: candle_core::Error) -> NnError {
         NnError::of_computation(error, || self.shared.sharded())
     }
@@ -239,13 +239,13 @@ impl ShardedParameters {
         Ok(handle.layout().param_boxes(param, handle.shard_rank()))
     }
 
-    /// Computes the boxes of the parameter that any rank of the group owns.
+    /// Computes the boxes of the parameter that a rank of the group owns. A rank that the group does not have owns none.
     ///
     /// # Errors
     /// [`NnError::UnknownParameter`].
     pub fn boxes_on(&self, fqn: &str, rank: usize) -> Result<Vec<TensorBox>> {
         let Location { handle, param } = self.location(fqn)?;
-        let shard_rank = self.shard_ranks.get(rank).copied().unwrap_or(0);
+        let Some(&shard_rank) = self.shard_ranks.get(rank) else { return Ok(Vec::new()) };
         Ok(self.handles[handle].layout().param_boxes(param, shard_rank))
     }
 
@@ -261,7 +261,7 @@ impl ShardedParameters {
         self.handles[handle].sharded_param(param)
     }
 
-    /// Returns the dtype of a unit's shards, as files name it.
+    /// Returns the dtype of a unit's shards, as one of `fsdp_layout`.
     pub(crate) fn file_dtype(&self, handle: &FlatParamHandle) -> Result<fsdp_layout::DType> {
         let dtype = handle.dtype();
         fsdp_flat::dtype::from_candle(dtype)
@@ -314,11 +314,11 @@ impl ShardedParameters {
         self.handles.iter().flat_map(|handle| &handle.params).any(|param| param.tensor.id() == id)
     }
 
-    /// Returns the units whose outputs do not notice a change of values before the backward; the root is not one of
-    /// them.
+    /// Returns the units, other than the root, that do not check themselves whether their values have changed between forward
+    /// and backward. The output of the model checks them.
     pub(crate) fn unchecked_units(&self) -> Vec<Arc<FlatParamHandle>> {
         let mut units = self.wrapped.handles();
-        units.extend(self.handles.iter().filter(|handle| !handle.is_gathered() && !handle.is_root).cloned());
+        units.extend(self.handles.iter().filter(|handle| !handle.needs_gather() && !handle.is_root).cloned());
         units
     }
 
@@ -413,7 +413,8 @@ fn shard_ranks(group: &ProcessGroup, groups: &Groups, config: &FsdpConfig) -> Ve
     }
 }
 
-/// Copies `values` into the memory of `target`'s boxes, all of which it must cover. Views of that very memory are left.
+/// Copies `values` into the memory of `target`'s boxes, all of which they must cover. Does nothing if they are views of
+/// that memory.
 pub(crate) fn write_boxes(values: &ShardedTensor, target: &ShardedTensor) -> Result<()> {
     if values.is_same_view(target) {
         return Ok(());

@@ -133,8 +133,9 @@ pub fn recompute(
     if !output.dtype().is_float() {
         return Err(candle_core::Error::UnsupportedDTypeForOp(output.dtype(), "recompute"));
     }
-    // Step 3: hang each target below the output as a link, inputs first. candle's backward passes the links from last to
-    // first, so that parameters get their gradients before the layers in front of this part do.
+    // Step 3: make a chain of links, one for each target, on which the output will depend. Inputs come first: candle's
+    // backward passes the links from last to first, so that parameters get their gradients before the layers in front of
+    // this part do.
     targets.sort_by_key(|target| !matches!(target, Target::Input(_)));
     let tensors: Vec<Tensor> = targets.iter().map(|target| target.tensor(inputs)).collect();
     let part = Arc::new(Part { f: Box::new(f), inputs: kept, targets, gradients: Mutex::default() });
@@ -142,7 +143,7 @@ pub fn recompute(
     for (index, tensor) in tensors.iter().enumerate() {
         token = token.apply_op2(tensor, Link { part: Arc::clone(&part), index })?;
     }
-    // Step 4: return the output without the graph of step 1.
+    // Step 4: return the output of step 1 without its graph. It depends on the chain instead.
     token.apply_op1(Node { part, output: Mutex::new(Some(output.detach())) })
 }
 
@@ -159,6 +160,7 @@ impl Input {
         Input { value: input.detach(), is_tracked: input.track_op() && input.dtype().is_float() }
     }
 
+    /// Returns the tensor that the part computes with: a variable if a gradient may go to the input.
     fn stand_in(&self) -> Result<Tensor> {
         if self.is_tracked { Ok(Var::from_tensor(&self.value)?.into_inner()) } else { Ok(self.value.clone()) }
     }
@@ -192,17 +194,19 @@ impl Target {
 /// Lists the inputs, parameters and variables that the output of a part depends on, in the reverse of the order in which a
 /// backward comes to them.
 fn targets(output: &Tensor, stand_ins: &[Tensor]) -> Vec<Target> {
-    let target = |node: &Tensor| {
-        if let Some(input) = stand_ins.iter().position(|stand_in| stand_in.id() == node.id()) {
-            return Some(Target::Input(input));
-        }
-        if let Some(slot) = parameter_of(node) {
-            let changes = slot.last_change();
-            return Some(Target::Parameter { tensor: node.clone(), slot, changes });
-        }
-        (node.is_variable() && !is_anchor(node)).then(|| Target::Variable(node.clone()))
-    };
-    output.sorted_nodes().into_iter().rev().filter_map(target).collect()
+    output.sorted_nodes().into_iter().rev().filter_map(|node| target_of(node, stand_ins)).collect()
+}
+
+/// Returns the target that a node of the graph is; `None` for a node in the middle of it.
+fn target_of(node: &Tensor, stand_ins: &[Tensor]) -> Option<Target> {
+    if let Some(input) = stand_ins.iter().position(|stand_in| stand_in.id() == node.id()) {
+        return Some(Target::Input(input));
+    }
+    if let Some(slot) = parameter_of(node) {
+        let changes = slot.last_change();
+        return Some(Target::Parameter { tensor: node.clone(), slot, changes });
+    }
+    (node.is_variable() && !is_anchor(node)).then(|| Target::Variable(node.clone()))
 }
 
 /// The computation of a part from its inputs.
@@ -218,7 +222,9 @@ struct Part {
 }
 
 impl Part {
+    /// Locks the gradients that have been computed and not yet passed on.
     fn gradients(&self) -> MutexGuard<'_, Vec<Option<Tensor>>> {
+        // A thread that panicked with the lock has left a complete list, since each change of it is one assignment.
         self.gradients.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -235,7 +241,7 @@ impl Part {
         if output.shape() != node.shape() || output.dtype() != node.dtype() {
             return Err(not_the_same());
         }
-        // The gradient of this sum is `grad`, exactly.
+        // candle's backward begins at a single number. The gradient of this sum by `output` is exactly `grad`.
         let mut found = (output * grad)?.sum_all()?.backward()?;
         let mut parameters = inner.end();
         let gradients = self.targets.iter().map(|target| match target {
@@ -244,6 +250,7 @@ impl Part {
             Target::Variable(tensor) => found.remove(tensor),
         });
         *self.gradients() = gradients.collect();
+        // What is left are gradients of parameters that the first forward did not use.
         if parameters.is_empty() { Ok(()) } else { Err(not_the_same()) }
     }
 }
@@ -255,10 +262,11 @@ fn not_the_same() -> candle_core::Error {
     )
 }
 
-/// The op whose output is that of a part. Its argument is the last link.
+/// The op whose output is that of a part. Its argument is the last link of the chain, and its backward computes the part
+/// again.
 struct Node {
     part: Arc<Part>,
-    /// The output, until it is handed over.
+    /// The output, until the forward takes it.
     output: Mutex<Option<Tensor>>,
 }
 
@@ -306,7 +314,7 @@ impl CustomOp1 for Node {
     }
 }
 
-/// The op by which a part depends on a tensor. Its first argument is the link below, or a constant.
+/// The op by which a part depends on a tensor. Its first argument is the link before it in the chain, or a constant.
 struct Link {
     part: Arc<Part>,
     /// The number of the tensor among the targets.
@@ -336,7 +344,7 @@ impl CustomOp2 for Link {
     }
 
     fn bwd(&self, token: &Tensor, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        // Backward needs a gradient of whatever it is going to pass.
+        // candle's backward continues at an argument only if it has a gradient. So the chain gets one, which has no meaning.
         let gradient = self.part.gradients().get_mut(self.index).and_then(Option::take).ok_or_else(not_the_same)?;
         Ok((token.track_op().then(|| grad.clone()), Some(gradient)))
     }

@@ -27,7 +27,9 @@ pub(crate) struct Shared {
     changes: AtomicU64,
     /// The units in the order in which they were made.
     units: Mutex<Vec<UnitState>>,
+    /// Bytes of parameters that this rank holds now.
     bytes: AtomicUsize,
+    /// The most bytes of parameters that this rank has ever held.
     peak_bytes: AtomicUsize,
 }
 
@@ -36,7 +38,7 @@ pub(crate) struct Shared {
 struct UnitState {
     name: String,
     parameters: Vec<String>,
-    /// `true` while the parameters are whole.
+    /// `true` while the parameters are gathered.
     is_whole: bool,
 }
 
@@ -50,6 +52,7 @@ impl Drop for Forward<'_> {
 }
 
 impl Shared {
+    /// Returns `true` if a backward reduces gradients.
     pub(crate) fn syncs(&self) -> bool {
         !self.no_sync.load(Ordering::Relaxed)
     }
@@ -84,8 +87,8 @@ impl Shared {
         self.lent.store(true, Ordering::Relaxed);
     }
 
-    /// Returns `true` on the first call only. The caller then looks for parameters without a gradient.
-    pub(crate) fn looks_for_unreached(&self) -> bool {
+    /// Returns `true` on the first call only: the caller then looks for parameters without a gradient.
+    pub(crate) fn begin_look_for_unreached(&self) -> bool {
         !self.looked_for_unreached.swap(true, Ordering::Relaxed)
     }
 
@@ -113,7 +116,7 @@ impl Shared {
         self.lent.load(Ordering::Relaxed) && !(is_running && gathered_in == self.forward())
     }
 
-    /// Counts a change of values, and returns its number.
+    /// Counts a change of values, and returns its number: the number of changes so far.
     pub(crate) fn change(&self) -> u64 {
         self.changes.fetch_add(1, Ordering::Relaxed) + 1
     }
@@ -130,6 +133,7 @@ impl Shared {
         units.len() - 1
     }
 
+    /// Records whether a unit's parameters are gathered.
     pub(crate) fn set_whole(&self, unit: usize, whole: bool) {
         let mut units = self.units.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(unit) = units.get_mut(unit) {
@@ -143,7 +147,7 @@ impl Shared {
         units.get(unit).is_some_and(|unit| unit.is_whole)
     }
 
-    /// Returns the parameters that are not gathered now, and their units.
+    /// Returns the names of the parameters that are not gathered now, and those of their units.
     pub(crate) fn sharded(&self) -> (Vec<String>, Vec<String>) {
         let units = self.units.lock().unwrap_or_else(PoisonError::into_inner);
         let sharded = units.iter().filter(|unit| !unit.is_whole);

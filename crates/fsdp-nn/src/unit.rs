@@ -84,7 +84,7 @@ impl<M> Unit<M> {
         let output = f(&self.module).map_err(|error| handle.explain(error).into_candle())?;
         drop(whole);
         let output = output.map_tensors(&mut |tensor| handle.cast_output(tensor))?;
-        if !handle.is_gathered() || handle.is_root {
+        if !handle.needs_gather() || handle.is_root {
             return Ok(output);
         }
         // Also where the parameters stay: by the time of the backward they may have been released, by another backward or

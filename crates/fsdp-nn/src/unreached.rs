@@ -38,8 +38,8 @@ impl ShardedParameters {
             (of_unit, rest) = rest.split_at(handle.params.len());
             handle.set_has_gradient(of_unit.iter().map(|&touched| touched != 0).collect());
         }
-        // All ranks would say the same.
-        if self.shared.looks_for_unreached() && self.group().rank() == 0 {
+        // Every rank has the same result, so one warning is enough.
+        if self.shared.begin_look_for_unreached() && self.group().rank() == 0 {
             self.warn_of_unreached(&touched);
         }
         Ok(())

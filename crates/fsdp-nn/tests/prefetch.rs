@@ -477,7 +477,7 @@ fn a_failed_gather_ahead_names_its_unit_and_changes_nothing() {
         error
     })
     .unwrap();
-    let NnError::Beside { unit, error, .. } = &errors[0] else { panic!("{}", errors[0]) };
+    let NnError::BackgroundCollective { unit, error, .. } = &errors[0] else { panic!("{}", errors[0]) };
     assert!(unit.starts_with("layers."), "{unit}");
     assert!(matches!(**error, NnError::Comm(CommError::RankLeft { rank: 1, .. })), "{error}");
     assert!(errors[1].to_string().contains("had enough"));

@@ -32,14 +32,20 @@ pub fn cross_entropy(scores: &Tensor, targets: &Tensor) -> Result<Tensor> {
     scores.contiguous()?.apply_op1(CrossEntropy { targets })
 }
 
-/// Returns the targets, each of which is a class.
+/// Returns the targets as indices of classes.
+///
+/// # Errors
+/// A target that is not the index of a class.
 fn indices(targets: &Tensor, classes: usize) -> Result<Vec<usize>> {
     let targets = targets.to_dtype(DType::I64)?.to_vec1::<i64>()?;
-    let index = |(row, &target): (usize, &i64)| match usize::try_from(target) {
-        Ok(index) if index < classes => Ok(index),
-        _ => candle_core::bail!("{NAME}: target {target} of row {row} is none of {classes} classes"),
-    };
-    targets.iter().enumerate().map(index).collect()
+    let mut indices = Vec::with_capacity(targets.len());
+    for (row, target) in targets.into_iter().enumerate() {
+        match usize::try_from(target) {
+            Ok(index) if index < classes => indices.push(index),
+            _ => candle_core::bail!("{NAME}: target {target} of row {row} is none of {classes} classes"),
+        }
+    }
+    Ok(indices)
 }
 
 struct CrossEntropy {
@@ -66,6 +72,7 @@ impl CustomOp1 for CrossEntropy {
         with_element!(scores.dtype(), NAME, T => {
             let grad = grad.slice::<T>()?[0].widen() / <T as Element>::Real::of(self.targets.len() as f64);
             let dscores = map_rows([values.slice::<T>()?], width, #[inline(always)] |row, [scores]| {
+                // The derivative by a score is its softmax, less 1 for the target, over the number of rows.
                 softmax_row(scores);
                 let target = self.targets[row];
                 scores[target] -= <T as Element>::Real::ONE;
@@ -87,6 +94,7 @@ fn mean<T: Element>(scores: &[T], targets: &[usize]) -> T::Real {
         #[inline(always)]
         |row, [scores], total| {
             let target = scores[targets[row]];
+            // Subtract the largest score, so that no power overflows.
             let highest = largest(scores);
             for score in scores.iter_mut() {
                 *score = (*score - highest).exponential();

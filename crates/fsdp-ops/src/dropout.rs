@@ -13,7 +13,8 @@ use crate::values::{Values, contiguous, elements};
 /// the masks that it would have had, and a part of a model that is computed again in the backward drops the same
 /// elements again.
 ///
-/// It is a value without state: give it to the model's forward, and a place of its own to each dropout.
+/// It is a value without state: pass it to the model's forward, and choose a different place ([`Self::at`]) for each
+/// dropout.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -52,8 +53,8 @@ impl DropoutMasks {
         DropoutMasks { first_row, ..self }
     }
 
-    /// Returns a number of 64 random bits for each element of a row.
-    const fn row(self, row: usize) -> u64 {
+    /// Returns the random number of a row, from which the random bits of its elements are computed.
+    const fn row_key(self, row: usize) -> u64 {
         mixed(self.key ^ mixed(self.first_row.wrapping_add(row as u64)))
     }
 }
@@ -100,16 +101,17 @@ struct Dropout {
 }
 
 impl Dropout {
+    /// Drops elements and scales the others. The backward does the same to gradients, because the mask is the same.
     fn apply<T: Element>(&self, x: &[T]) -> Vec<T> {
         let scale = if self.p < 1.0 { T::Real::of(1.0 / (1.0 - self.p)) } else { T::Real::ZERO };
-        // An element is kept if its upper 32 bits are at least this.
+        // An element is kept if the upper 32 of its random bits, as a number, are at least this.
         let threshold = (self.p * 4_294_967_296.0) as u64;
         map_rows(
             [x],
             self.width,
             #[inline(always)]
             |row, [values]| {
-                let key = self.masks.row(row);
+                let key = self.masks.row_key(row);
                 for (index, value) in values.iter_mut().enumerate() {
                     let bits = mixed(key.wrapping_add((index as u64).wrapping_mul(GOLDEN))) >> 32;
                     *value = if bits >= threshold { *value * scale } else { T::Real::ZERO };

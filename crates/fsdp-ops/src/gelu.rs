@@ -1,4 +1,4 @@
-//! GELU, exact and by its approximation with tanh.
+//! GELU: the exact function, and its approximation with tanh.
 
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, WithDType as _};
 
@@ -25,6 +25,7 @@ pub fn gelu(x: &Tensor) -> Result<Tensor> {
     apply(x, Gelu::Tanh, Tensor::gelu)
 }
 
+/// Runs `op` on the CPU. On other devices it calls `composed`, the same function made of candle's operations.
 fn apply(x: &Tensor, op: Gelu, composed: fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
     if x.device().is_cpu() { x.contiguous()?.apply_op1(op) } else { composed(x) }
 }
@@ -63,8 +64,12 @@ impl CustomOp1 for Gelu {
             let inputs = [grads.slice::<T>()?, values.slice::<T>()?];
             // The derivative of x * f(x).
             let dx = match self {
-                Gelu::Erf => map_rows(inputs, ANY_WIDTH, #[inline(always)] |_, [grad, x]| multiply(grad, x, Real::normal)),
-                Gelu::Tanh => map_rows(inputs, ANY_WIDTH, #[inline(always)] |_, [grad, x]| multiply(grad, x, by_tanh)),
+                Gelu::Erf => map_rows(inputs, ANY_WIDTH, #[inline(always)] |_, [grad, x]| {
+                    multiply_by_derivative(grad, x, Real::normal);
+                }),
+                Gelu::Tanh => map_rows(inputs, ANY_WIDTH, #[inline(always)] |_, [grad, x]| {
+                    multiply_by_derivative(grad, x, by_tanh);
+                }),
             };
             tensor(dx, x.dims()).map(Some)
         })
@@ -81,17 +86,19 @@ pub(crate) fn gelu_erf_of(x: &CpuStorage) -> Result<CpuStorage> {
     })
 }
 
-/// Returns the gradient of the input of [`gelu_erf`], all of whose elements `x` has, from that of its output.
+/// Returns the gradient of the input of [`gelu_erf`] from the gradient of its output. `x` has all elements of the input.
 pub(crate) fn gelu_erf_backward(x: &CpuStorage, grad: &Tensor) -> Result<Tensor> {
     let grads = Values::of(grad, ERF)?;
     with_element!(grad.dtype(), ERF, T => {
         let inputs = [grads.slice::<T>()?, elements::<T>(x, 0..grad.elem_count(), ERF)?];
-        let dx = map_rows(inputs, ANY_WIDTH, #[inline(always)] |_, [grad, x]| multiply(grad, x, Real::normal));
+        let dx = map_rows(inputs, ANY_WIDTH, #[inline(always)] |_, [grad, x]| {
+            multiply_by_derivative(grad, x, Real::normal);
+        });
         tensor(dx, grad.dims())
     })
 }
 
-/// Computes `x * f(x)`, where `f` returns its value and its derivative.
+/// Replaces each `x` by `x * f(x)`. `f` returns its value and its derivative.
 #[inline(always)]
 fn multiply_by<R: Real>(x: &mut [R], f: impl Fn(R) -> (R, R)) {
     for x in x {
@@ -99,9 +106,9 @@ fn multiply_by<R: Real>(x: &mut [R], f: impl Fn(R) -> (R, R)) {
     }
 }
 
-/// Multiplies each gradient with the derivative of `x * f(x)`, where `f` returns its value and its derivative.
+/// Multiplies each gradient by the derivative of `x * f(x)`. `f` returns its value and its derivative.
 #[inline(always)]
-fn multiply<R: Real>(grads: &mut [R], x: &[R], f: impl Fn(R) -> (R, R)) {
+fn multiply_by_derivative<R: Real>(grads: &mut [R], x: &[R], f: impl Fn(R) -> (R, R)) {
     for (grad, &x) in grads.iter_mut().zip(x) {
         let (value, slope) = f(x);
         *grad *= value + x * slope;
@@ -116,10 +123,11 @@ fn by_tanh<R: Real>(x: R) -> (R, R) {
     let square = x * x;
     let z = scale * x * (R::ONE + cubic * square);
     let slope = scale * (R::ONE + R::of(3.0) * cubic * square);
-    // Without the difference of numbers that are almost equal: (1 + tanh z) / 2 = 1 / (1 + e^-2z).
+    // (1 + tanh z) / 2 = 1 / (1 + e^-2z). In this form no two numbers that are almost equal are subtracted.
     let exp = (R::of(-2.0) * z).exponential();
     let value = R::ONE / (R::ONE + exp);
-    // Far out, where e^-2z or the slope runs out of the type, the value is 0 or 1, and the derivative 0.
+    // For an x of large magnitude, e^-2z or the slope may overflow to infinity, and a product with zero would be NaN. The
+    // derivative is 0 there.
     let rest = if value > R::ZERO { value * exp * value } else { R::ZERO };
     (value, if rest > R::ZERO { R::of(2.0) * rest * slope } else { R::ZERO })
 }

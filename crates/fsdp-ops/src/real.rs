@@ -1,7 +1,7 @@
 //! The types that arithmetic is done in, and functions on them that compilers can vectorise.
 
-/// The number of partial sums of a long sum: what a vector register can hold, so that the sum is vectorised. The same
-/// on all machines, so that the result is.
+/// The number of partial sums of a long sum: as many as a vector register holds, so that the sum is vectorised. The number
+/// is the same on all machines, so that the result is the same too.
 const LANES: usize = 16;
 
 /// A type that arithmetic is done in: `f32` or `f64`.
@@ -30,11 +30,11 @@ pub(crate) trait Real:
     fn of(value: f64) -> Self;
     /// Returns the square root.
     fn root(self) -> Self;
-    /// Returns e to the power of this.
+    /// Returns e to the power of this number.
     fn exponential(self) -> Self;
     /// Returns the natural logarithm.
     fn logarithm(self) -> Self;
-    /// Returns the standard normal distribution function and its density at this place.
+    /// Returns the value of the standard normal distribution function at this number, and its density there.
     fn normal(self) -> (Self, Self);
 }
 
@@ -73,7 +73,7 @@ impl Real for f32 {
     fn exponential(self) -> Self {
         /// ln 2 in two parts; products of the first with small integers are exact.
         const LN_2: [f32; 2] = [0.693_359_4, -2.121_944_4e-4];
-        /// Below it powers come out as 0: the last that would still be a normal number is e^-87.3.
+        /// The result for smaller numbers is 0, because `half` below would not be a normal number.
         const LEAST: f32 = -86.9;
         /// Adding it leaves a number's integer part in the lowest bits.
         const ROUND: f32 = 12_582_912.0;
@@ -87,7 +87,8 @@ impl Real for f32 {
         let series = 1.0 / 720.0 + r * (1.0 / 5040.0);
         let series = 1.0 / 24.0 + r * (1.0 / 120.0 + r * series);
         let series = 1.0 + r * (1.0 + r * (0.5 + r * (1.0 / 6.0 + r * series)));
-        // 2^127 is the largest power that f32 has, and n may be 128.
+        // 2^n = 2^(n - 1) * 2, because 2^127 is the largest power of two in f32, and n may be 128. `shifted` has n in its
+        // lowest bits; the bits above them are shifted out.
         let half = f32::from_bits((shifted.to_bits().wrapping_add(126)) << 23);
         let power = series * half * 2.0;
         let power = if self < LEAST { 0.0 } else { power };
@@ -108,7 +109,7 @@ impl Real for f32 {
         for &coefficient in ERFC[..8].iter().rev() {
             polynomial = polynomial * u + coefficient;
         }
-        // The tail, so that small values keep their digits.
+        // Compute the smaller of the two tails, so that small values keep their digits.
         let tail = 0.5 * u * polynomial * exp;
         let density = exp * (0.5 * std::f32::consts::FRAC_2_SQRT_PI * std::f32::consts::FRAC_1_SQRT_2);
         (if self > 0.0 { 1.0 - tail } else { tail }, density)
@@ -148,10 +149,11 @@ impl Real for f64 {
     }
 }
 
-/// Sums `term(0)` to `term(len - 1)`, in an order that depends on `len` only.
+/// Returns the sum of `term(0)` to `term(len - 1)`. The order of additions depends on `len` only.
 #[inline(always)]
 pub(crate) fn sum<R: Real>(len: usize, term: impl Fn(usize) -> R) -> R {
     let mut lanes = [R::ZERO; LANES];
+    // The terms that fill all lanes; the others are added at the end.
     let whole = len - len % LANES;
     for start in (0..whole).step_by(LANES) {
         for (lane, sum) in lanes.iter_mut().enumerate() {
@@ -168,7 +170,7 @@ pub(crate) fn sum<R: Real>(len: usize, term: impl Fn(usize) -> R) -> R {
     total
 }
 
-/// Returns the largest value; a NaN, if there is one; minus infinity of none.
+/// Returns the largest value: NaN if one of them is NaN, and minus infinity if there are none.
 #[inline(always)]
 pub(crate) fn largest<R: Real>(values: &[R]) -> R {
     let mut lanes = [R::LEAST; LANES];

@@ -25,6 +25,7 @@ pub fn rope_i(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     rotate(x, cos, sin, Pairs::Neighbours)
 }
 
+/// Checks the arguments, and rotates on the CPU with [`Rope`], or on other devices with candle's operations.
 fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: Pairs) -> Result<Tensor> {
     let op = pairs.name();
     let (batch, heads, time, width) = x.dims4()?;
@@ -42,6 +43,7 @@ fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: Pairs) -> Result<Tensor
         let (lhs, rhs) = (cos.shape().clone(), sin.shape().clone());
         return Err(candle_core::Error::ShapeMismatchBinaryOp { lhs, rhs, op }.bt());
     }
+    // The angles get no gradient.
     let (cos, sin) = (cos.detach(), sin.detach());
     if !x.device().is_cpu() {
         return match pairs {
@@ -54,9 +56,12 @@ fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: Pairs) -> Result<Tensor
     x.contiguous()?.apply_op1(Rope { cos, sin, time, heads, pairs })
 }
 
+/// The elements of a vector that are rotated together.
 #[derive(Clone, Copy)]
 enum Pairs {
+    /// An element of the first half, with the one at the same position of the second half.
     Halves,
+    /// An element with an even index, and the next one.
     Neighbours,
 }
 
@@ -79,7 +84,7 @@ struct Rope {
 }
 
 impl Rope {
-    /// Rotates vectors, or turns them back.
+    /// Rotates vectors. With `back` it rotates them by the opposite angles, as the backward does to gradients.
     fn rotate<T: Element>(&self, x: &[T], back: bool) -> Result<Vec<T>> {
         let name = self.name();
         let cos = widened(Values::of(&self.cos, name)?.slice::<T>()?);
@@ -91,6 +96,7 @@ impl Rope {
             2 * half,
             #[inline(always)]
             |row, [x]| {
+                // A row is a vector; rows are in the order of batch, head and time.
                 let batch = self.heads.map_or(0, |heads| row / self.time / heads);
                 let start = (batch * self.time + row % self.time) * half;
                 let angles = cos[start..start + half].iter().zip(&sin[start..start + half]);
@@ -98,13 +104,13 @@ impl Rope {
                     Pairs::Halves => {
                         let (first, second) = x.split_at_mut(half);
                         for ((a, b), (&cos, &sin)) in first.iter_mut().zip(second).zip(angles) {
-                            turn(a, b, cos, sin * direction);
+                            rotate_pair(a, b, cos, sin * direction);
                         }
                     }
                     Pairs::Neighbours => {
                         for (pair, (&cos, &sin)) in x.chunks_exact_mut(2).zip(angles) {
                             if let [a, b] = pair {
-                                turn(a, b, cos, sin * direction);
+                                rotate_pair(a, b, cos, sin * direction);
                             }
                         }
                     }
@@ -114,9 +120,9 @@ impl Rope {
     }
 }
 
-/// Rotates a pair.
+/// Rotates a pair by the angle with this cosine and sine.
 #[inline(always)]
-fn turn<R: Real>(a: &mut R, b: &mut R, cos: R, sin: R) {
+fn rotate_pair<R: Real>(a: &mut R, b: &mut R, cos: R, sin: R) {
     (*a, *b) = (*a * cos - *b * sin, *a * sin + *b * cos);
 }
 

@@ -55,7 +55,8 @@ impl Checkpoint {
         PyBytes::new(py, &encode(self.opened.metadata()))
     }
 
-    /// Checks that the bytes of all tensors can be where the metadata says: before memory is made for them.
+    /// Checks that the stored files are large enough for the bytes that the metadata says are in them. It is called before
+    /// memory is allocated for the tensors, so that wrong metadata cannot ask for more than the files have.
     fn check(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.opened.check_stored(&|_| true)).map_err(|error| exception(py, error))
     }
@@ -67,7 +68,8 @@ impl Checkpoint {
         to_python(py, &value, tensor)
     }
 
-    /// Returns a value as `torch.save` would write it. The bytes are made here, of plain values.
+    /// Returns a value as `torch.save` would write it. The bytes are encoded from the parsed value, so no bytes of the file's
+    /// own pickle reach Python.
     fn item<'py>(&self, py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyBytes>> {
         let encoded = py.detach(|| {
             let value = self.opened.read_value(name)?;
@@ -76,7 +78,8 @@ impl Checkpoint {
         encoded.map(|bytes| PyBytes::new(py, &bytes)).map_err(|error| exception(py, error))
     }
 
-    /// Returns a value as it is stored: bytes that run code when torch loads them.
+    /// Returns the bytes of a value as they are stored. They may be a pickle that runs code when torch loads it. A value that
+    /// is not stored by itself is encoded as [`Self::item`] does.
     fn stored_item<'py>(&self, py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyBytes>> {
         let Some(Entry::Bytes(entry)) = self.opened.metadata().entries.get(name) else {
             return self.item(py, name);
@@ -86,7 +89,8 @@ impl Checkpoint {
         bytes.map(|bytes| PyBytes::new(py, &bytes)).map_err(|error| exception(py, error))
     }
 
-    /// Fills buffers with boxes of tensors, in the dtypes of the checkpoint, by several threads.
+    /// Fills buffers with boxes of tensors, in the dtypes of the checkpoint. Several threads read. All requests are checked
+    /// before the first byte is read.
     fn read(&self, py: Python<'_>, wanted: Vec<Wanted<'_>>) -> PyResult<()> {
         let mut requests = Vec::with_capacity(wanted.len());
         let mut memory = Vec::with_capacity(wanted.len());
@@ -117,10 +121,12 @@ impl Checkpoint {
     }
 }
 
+/// Returns the error for a tensor that the checkpoint does not have.
 fn missing(name: &str) -> FileError {
     FileError::from(fsdp_dcp::plan::LoadPlanError::Missing { fqn: name.to_owned() })
 }
 
+/// Returns the error for a value that cannot be encoded.
 fn encode_error(name: &str, source: FormatError) -> FileError {
     FileError::Encode { fqn: name.to_owned(), source }
 }

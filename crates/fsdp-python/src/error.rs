@@ -5,26 +5,29 @@ use fsdp_cli::embed::Explained;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-/// Returns the exception of an error: of the class in `fsdp_checkpoint.errors` that its exit code has.
+/// Returns an error as a Python exception. Its class is the one in `fsdp_checkpoint.errors` for the exit code with which
+/// the command `fsdp` would end.
 pub(crate) fn exception(py: Python<'_>, error: impl Into<Error>) -> PyErr {
     let explained = Explained::new(&error.into());
-    match class_of(py, &explained) {
+    match make_exception(py, &explained) {
+        // If the exception cannot be made, for example because its module cannot be imported, that error is raised.
         Ok(error) | Err(error) => error,
     }
 }
 
-fn class_of(py: Python<'_>, explained: &Explained) -> PyResult<PyErr> {
+/// Makes the exception with `exception_of` of `fsdp_checkpoint.errors`.
+fn make_exception(py: Python<'_>, explained: &Explained) -> PyResult<PyErr> {
     let make = py.import("fsdp_checkpoint.errors")?.getattr("exception_of")?;
     let made = make.call1((explained.exit_code, &explained.message, explained.hint))?;
     Ok(PyErr::from_value(made))
 }
 
-/// Returns an error of wrong arguments, as Python has it.
+/// Returns a Python `ValueError`, for a wrong argument.
 pub(crate) fn wrong_argument(message: impl Into<String>) -> PyErr {
     PyErr::new::<pyo3::exceptions::PyValueError, _>(message.into())
 }
 
-/// Returns a tuple of sizes.
+/// Returns the sizes of a shape as a Python tuple.
 pub(crate) fn sizes<'py>(py: Python<'py>, sizes: &[usize]) -> PyResult<Bound<'py, PyTuple>> {
     PyTuple::new(py, sizes)
 }

@@ -12,6 +12,7 @@ use fsdp_dcp::writer::{
     PayloadSource, RankWritten, WriteOptions, WrittenItem, describe_item, finish_encoded, write_rank,
 };
 use fsdp_dcp::{FileError, Location};
+use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::{DType, PlainValue, TensorBox};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -19,11 +20,11 @@ use pyo3::types::PyBytes;
 use crate::error::{exception, wrong_argument};
 use crate::memory::Memory;
 
-/// A checkpoint that is being written. Without [`Staging::finish`] nothing of it is left once it is dropped by the rank that
-/// prepared it.
+/// A checkpoint that is being written. If the rank that prepared it drops it without a call of [`Staging::finish`], all its
+/// files are removed.
 #[pyclass(frozen)]
 pub(crate) struct Staging {
-    /// `None` once it is finished or given up.
+    /// The staging directory; `None` after [`Staging::finish`] or [`Staging::discard`].
     staging: Mutex<Option<storage::Staging>>,
     name: String,
 }
@@ -36,7 +37,7 @@ type Placed = (u32, String, u64, u64);
 
 #[pymethods]
 impl Staging {
-    /// Prepares to write a checkpoint at a path or a URL: the coordinator does.
+    /// Prepares to write a checkpoint at a path or a URL. Only the coordinator calls this; the other ranks join.
     #[staticmethod]
     fn prepare(py: Python<'_>, path: String, overwrite: bool) -> PyResult<Self> {
         let prepared = py.detach(|| {
@@ -65,8 +66,9 @@ impl Staging {
         &self.name
     }
 
-    /// Writes the file of a rank, durably, from the tensors' own memory. Returns the place of each item, and a report for
-    /// [`Staging::finish`].
+    /// Writes the file of a rank, from the tensors' own memory. When this returns, the file is on the disk. Returns the place
+    /// of each item in it, and a report for [`Staging::finish`]. Items are numbered in the order of `tensors`, and then of
+    /// `values`.
     fn write_rank<'py>(
         &self,
         py: Python<'py>,
@@ -75,7 +77,7 @@ impl Staging {
         values: Vec<(String, Vec<u8>)>,
     ) -> PyResult<(Vec<Placed>, Bound<'py, PyBytes>)> {
         let mut plan = LocalPlan::default();
-        let mut state = State::default();
+        let mut items = RankItems::default();
         for (fqn, dtype, shape, offsets, lengths, buffer) in tensors {
             let dtype = DType::from_torch_name(&dtype)
                 .ok_or_else(|| wrong_argument(format!("`{fqn}` is of dtype {dtype}, which no checkpoint can hold")))?;
@@ -83,34 +85,38 @@ impl Staging {
             if !bounds.fits(&shape) {
                 return Err(wrong_argument(format!("box {bounds} of `{fqn}` does not lie in its shape {shape:?}")));
             }
-            let buffer = Memory::of(&buffer, bounds.numel() * dtype.size_in_bytes() as usize)?;
+            let bytes =
+                checked_numel(&bounds.sizes).and_then(|numel| numel.checked_mul(dtype.size_in_bytes() as usize));
+            let bytes = bytes.ok_or_else(|| wrong_argument(format!("box {bounds} of `{fqn}` is too large")))?;
+            let buffer = Memory::of(&buffer, bytes)?;
             plan.add_tensor(&fqn, None, dtype, shape, vec![bounds.clone()]);
-            state.tensors.entry(fqn).or_default().push((bounds, buffer));
+            items.tensors.entry(fqn).or_default().push((bounds, buffer));
         }
         let mut digests = true;
         for (fqn, item) in values {
             plan.add_value(&fqn, None, item.len() as u64);
-            // The value as a reader will know it, for its digest. Without that of each there is none of the whole.
+            // Read the value as a reader will, for its digest. If one value cannot be read, the checkpoint has no digests.
             let value = describe_item(&item).ok();
             digests &= value.is_some();
-            state.values.insert(fqn, (item, value.unwrap_or(PlainValue::None)));
+            items.values.insert(fqn, (item, value.unwrap_or(PlainValue::None)));
         }
+        // Write every item: torch's planner has already decided which rank writes what.
         let kept = (0..plan.items.len() as u32).map(|item| SelectedItem { item, index: 0, entry: item, chunk: 0 });
         let selection = Selection { kept: kept.collect() };
         let options = WriteOptions { digests, ..WriteOptions::default() };
         let written = py.detach(|| {
             let staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
             let Some(staging) = &*staging else { return Ok(None) };
-            write_rank(staging, rank, &plan, &selection, &state, &options).map(Some)
+            write_rank(staging, rank, &plan, &selection, &items, &options).map(Some)
         });
         let written = written.map_err(|error| exception(py, error))?.ok_or_else(finished)?;
-        let file = |item: &WrittenItem| written.files.get(item.file as usize).map_or("", |file| &file.name).to_owned();
-        let placed = written.items.iter().map(|item| (item.entry, file(item), item.offset, item.length)).collect();
+        let placed = written.items.iter().map(|item| place(&written, item)).collect();
         let report = serde_json::to_vec(&written).map_err(|error| exception(py, error))?;
         Ok((placed, PyBytes::new(py, &report)))
     }
 
-    /// Writes the hashes and the metadata, which torch has pickled, and commits the checkpoint in one step.
+    /// Writes the hashes and the metadata, which torch has pickled, and commits the checkpoint in one step. `reports` are
+    /// those of [`Staging::write_rank`] of all ranks. Only the coordinator calls this.
     fn finish(&self, py: Python<'_>, metadata: Vec<u8>, reports: Vec<Vec<u8>>) -> PyResult<()> {
         let written: Result<Vec<RankWritten>, _> =
             reports.iter().map(|report| serde_json::from_slice(report)).collect();
@@ -132,19 +138,26 @@ impl Staging {
     }
 }
 
+/// Returns the error for a call after [`Staging::finish`] or [`Staging::discard`].
 fn finished() -> PyErr {
-    wrong_argument("the checkpoint is finished, or given up")
+    wrong_argument("the checkpoint is finished, or was discarded")
 }
 
-/// The items of a rank, in Python's memory.
+/// Returns where an item has been written.
+fn place(written: &RankWritten, item: &WrittenItem) -> Placed {
+    let file = written.files.get(item.file as usize).map_or("", |file| &file.name);
+    (item.entry, file.to_owned(), item.offset, item.length)
+}
+
+/// The items that a rank writes. The tensors' bytes are in Python's memory.
 #[derive(Default)]
-struct State {
+struct RankItems {
     tensors: HashMap<String, Vec<(TensorBox, Memory)>>,
-    /// The bytes of each value's item, and what they say.
+    /// The bytes of each value's item, and the value that a reader finds in them; [`PlainValue::None`] if they cannot be read.
     values: HashMap<String, (Vec<u8>, PlainValue)>,
 }
 
-impl PayloadSource for State {
+impl PayloadSource for RankItems {
     fn payload(
         &self,
         fqn: &str,
@@ -152,9 +165,8 @@ impl PayloadSource for State {
         range: Range<u64>,
         sink: &mut dyn FnMut(&[u8]) -> Result<(), FileError>,
     ) -> Result<(), FileError> {
-        let boxes = self.tensors.get(fqn).into_iter().flatten();
-        let memory = boxes.filter(|(held, _)| held == bounds).map(|(_, memory)| memory).next();
-        let bytes = memory.and_then(|memory| memory.bytes().get(range.start as usize..range.end as usize));
+        let held = self.tensors.get(fqn).and_then(|boxes| boxes.iter().find(|(held, _)| held == bounds));
+        let bytes = held.and_then(|(_, memory)| memory.bytes().get(range.start as usize..range.end as usize));
         sink(bytes.ok_or_else(|| FileError::NotStored { fqn: fqn.to_owned() })?)
     }
 

@@ -13,9 +13,6 @@ pub(crate) fn to_python<'py>(
     value: &PlainValue,
     tensor: &Bound<'py, PyAny>,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let all = |items: &[PlainValue]| -> PyResult<Vec<Bound<'py, PyAny>>> {
-        items.iter().map(|item| to_python(py, item, tensor)).collect()
-    };
     Ok(match value {
         PlainValue::None => py.None().into_bound(py),
         PlainValue::Bool(value) => value.into_pyobject(py)?.to_owned().into_any(),
@@ -29,9 +26,9 @@ pub(crate) fn to_python<'py>(
         PlainValue::Float(value) => value.into_pyobject(py)?.into_any(),
         PlainValue::Str(value) => value.into_pyobject(py)?.into_any(),
         PlainValue::Bytes(value) => PyBytes::new(py, value).into_any(),
-        PlainValue::List(items) => PyList::new(py, all(items)?)?.into_any(),
-        PlainValue::Tuple(items) => PyTuple::new(py, all(items)?)?.into_any(),
-        PlainValue::Set(items) => PySet::new(py, all(items)?)?.into_any(),
+        PlainValue::List(items) => PyList::new(py, all_to_python(py, items, tensor)?)?.into_any(),
+        PlainValue::Tuple(items) => PyTuple::new(py, all_to_python(py, items, tensor)?)?.into_any(),
+        PlainValue::Set(items) => PySet::new(py, all_to_python(py, items, tensor)?)?.into_any(),
         PlainValue::Dict(items) => {
             let dict = PyDict::new(py);
             for (key, value) in items {
@@ -49,4 +46,13 @@ pub(crate) fn to_python<'py>(
             return Err(PyErr::new::<pyo3::exceptions::PyNotImplementedError, _>(message));
         }
     })
+}
+
+/// Returns each of several values as a Python object, like [`to_python`].
+fn all_to_python<'py>(
+    py: Python<'py>,
+    items: &[PlainValue],
+    tensor: &Bound<'py, PyAny>,
+) -> PyResult<Vec<Bound<'py, PyAny>>> {
+    items.iter().map(|item| to_python(py, item, tensor)).collect()
 }

@@ -15,9 +15,9 @@ use crate::{Leaf, StateDict, StateError, StateValue, flatten_state_dict};
 /// Returns the digests of a state dict, by its flat keys: those that a checkpoint of it has, whatever its format and the
 /// number of ranks (`fsdp digest`). The same on every rank.
 ///
-/// Every rank passes a dict of the same names. An element that several ranks have counts once, with the value of the
-/// first of them; of whole tensors and plain values those of rank 0 count. Tensors that are contiguous in host memory
-/// are not copied.
+/// Every rank passes a dict of the same names. An element of a sharded tensor that several ranks have counts once, with the
+/// value of the first of them. A whole tensor or a plain value counts with the value of rank 0. Tensors that are contiguous
+/// in host memory are not copied.
 ///
 /// Collectives: one agreement, and two object all-gathers, of boxes and of sums.
 ///
@@ -55,19 +55,10 @@ pub fn digest_state_dict(state: &StateDict, group: &ProcessGroup) -> Result<Stat
         hasher.finish()
     });
     let flat = StateError::agree(group, OPERATION, Some(hash), flat)?;
-    // Each rank tells its boxes of sharded tensors, so that an element on several ranks is counted by one of them.
+    // The ranks exchange their boxes of sharded tensors, so that an element on several ranks is counted by one of them.
     let mine: Vec<Vec<TensorBox>> = flat.iter().map(|(_, value, _)| boxes_of(value)).collect();
-    let mut boxes: Vec<Vec<Vec<TensorBox>>> = group.all_gather_object(&mine)?;
-    let mut parts = Ok(Vec::with_capacity(flat.len()));
-    for (index, (key, value, leaf)) in flat.iter().enumerate() {
-        let take = |of_rank: &mut Vec<Vec<TensorBox>>| of_rank.get_mut(index).map(std::mem::take).unwrap_or_default();
-        let have = PerRank::all(boxes.iter_mut().map(take).collect());
-        parts = parts.and_then(|mut parts: Vec<Part>| {
-            parts.push(part_of(group, OPERATION, key, value, leaf, have)?);
-            Ok(parts)
-        });
-    }
-    let parts = StateError::agree(group, OPERATION, None, parts)?;
+    let boxes: Vec<Vec<Vec<TensorBox>>> = group.all_gather_object(&mine)?;
+    let parts = StateError::agree(group, OPERATION, None, parts_of(group, OPERATION, &flat, boxes))?;
     // The parts of all ranks add up.
     let all: Vec<Vec<Part>> = group.all_gather_object(&parts)?;
     let mut digests = StateDigest::default();
@@ -103,6 +94,24 @@ fn boxes_of(value: &StateValue) -> Vec<TensorBox> {
     }
 }
 
+/// Returns this rank's part in the digest of each value. `boxes` has each rank's boxes of each value.
+fn parts_of(
+    group: &ProcessGroup,
+    operation: &'static str,
+    flat: &[(String, StateValue, Leaf)],
+    mut boxes: Vec<Vec<Vec<TensorBox>>>,
+) -> Result<Vec<Part>, StateError> {
+    let mut parts = Vec::with_capacity(flat.len());
+    for (index, (key, value, leaf)) in flat.iter().enumerate() {
+        let mut have = Vec::with_capacity(boxes.len());
+        for of_rank in &mut boxes {
+            have.push(of_rank.get_mut(index).map(std::mem::take).unwrap_or_default());
+        }
+        parts.push(part_of(group, operation, key, value, leaf, PerRank::all(have))?);
+    }
+    Ok(parts)
+}
+
 /// Returns this rank's part in the digest of a value. `have` has the boxes of all ranks, if the value is sharded.
 fn part_of(
     group: &ProcessGroup,
@@ -119,8 +128,11 @@ fn part_of(
     };
     let element = dtype.size_in_bytes() as usize;
     if !leaf.is_sharded() {
-        for source in if group.rank() == 0 { BoxBytes::of(value)? } else { Vec::new() } {
-            source.read(|bytes| sum.add_bytes(0, bytes))?;
+        // Every rank has the whole tensor. Rank 0 counts it.
+        if group.rank() == 0 {
+            for source in BoxBytes::of(value)? {
+                source.read(|bytes| sum.add_bytes(0, bytes))?;
+            }
         }
         return Ok(Part::Elements(sum));
     }
@@ -136,7 +148,7 @@ fn part_of(
             source.read(|bytes| sum.add_box(shape, &piece.bounds, element, bytes))??;
             continue;
         }
-        // Other ranks count the rest of the box.
+        // This rank counts only a part of its box, because ranks before it have the rest.
         let mut bytes = try_zeroed(piece.bounds.numel() * element)?;
         read_box(&sources, &piece.bounds, &piece.bounds, element, &mut bytes)?;
         sum.add_box(shape, &piece.bounds, element, &bytes)?;

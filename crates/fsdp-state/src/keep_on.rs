@@ -48,6 +48,7 @@ impl KeepOn {
 }
 
 impl fmt::Display for KeepOn {
+    /// Writes the ranks as an argument of a function, for errors about arguments that differ between ranks.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             KeepOn::All => f.write_str("keep on all ranks"),

@@ -72,7 +72,7 @@ impl StateValue {
     /// Returns the same value with its tensors on a device, if one is given. Tensors that are there already are shared.
     ///
     /// # Errors
-    /// candle's.
+    /// candle's errors.
     pub fn to_device(self, device: Option<&Device>) -> Result<Self, StateError> {
         Ok(match (device, self) {
             (Some(device), StateValue::Tensor(tensor)) => to_device(&tensor, device)?.into(),
@@ -81,7 +81,8 @@ impl StateValue {
         })
     }
 
-    /// Returns a plain value, or a tensor of one element, by value; `None` for larger tensors and for containers.
+    /// Returns a plain value, or a whole tensor of exactly one element, as a plain value; `None` for all other tensors and for
+    /// containers.
     ///
     /// # Errors
     /// A tensor whose memory is released.
@@ -89,8 +90,8 @@ impl StateValue {
         scalar_of(self)
     }
 
-    /// Returns a copy of a value and of everything in it, tensors included, as one plain value. Formats store a list that does
-    /// not open in this form. `None` if a sharded tensor is in it.
+    /// Returns a copy of a value and of everything in it, tensors included, as one plain value. Formats store a list in this
+    /// form if its elements do not get entries of their own. `None` if a sharded tensor is in it.
     ///
     /// # Errors
     /// A tensor whose memory is released, or of a dtype that no file holds.
@@ -120,7 +121,8 @@ fn objects(values: &[StateValue]) -> Result<Option<Vec<PlainValue>>, StateError>
     values.iter().map(StateValue::to_object).collect()
 }
 
-/// Returns a plain value, or a tensor of at most one element, by value; `None` for larger tensors and containers.
+/// Returns a plain value, or a whole tensor of exactly one element, as a plain value; `None` for all other tensors and for
+/// containers.
 pub(crate) fn scalar_of(value: &StateValue) -> Result<Option<PlainValue>, StateError> {
     Ok(match value {
         StateValue::Plain(value) => Some(value.clone()),
@@ -136,12 +138,14 @@ pub(crate) fn scalar_of(value: &StateValue) -> Result<Option<PlainValue>, StateE
     })
 }
 
+/// Returns a tensor as a plain value.
 fn tensor_value(dtype: DType, shape: &[usize], data: Vec<u8>) -> PlainValue {
     PlainValue::Tensor(PlainTensor { dtype, shape: shape.to_vec(), data })
 }
 
-/// Returns the value that [`scalar_of`] took, on the CPU.
-pub(crate) fn scalar_value(leaf: &Leaf, value: PlainValue) -> Result<StateValue, StateError> {
+/// Converts a result of [`scalar_of`] back to a value of the kind that `leaf` describes: a tensor on the CPU, or a plain
+/// value. The leaf is needed because a plain value may itself be a small tensor.
+pub(crate) fn scalar_to_value(leaf: &Leaf, value: PlainValue) -> Result<StateValue, StateError> {
     let (Leaf::Whole { .. }, PlainValue::Tensor(PlainTensor { dtype, shape, data })) = (leaf, &value) else {
         return Ok(value.into());
     };
@@ -159,7 +163,7 @@ impl Leaf {
     /// A dtype that candle does not have.
     pub fn without_elements(&self, small: Option<PlainValue>) -> Result<StateValue, StateError> {
         match (self.tensor(), small) {
-            (_, Some(small)) => scalar_value(self, small),
+            (_, Some(small)) => scalar_to_value(self, small),
             (Some((dtype, shape)), None) => {
                 Ok(ShardedTensor::new(dtype::to_candle(dtype)?, shape.to_vec(), Vec::new())?.into())
             }
@@ -177,7 +181,7 @@ pub(crate) fn try_reserve(buffer: &mut Vec<u8>, bytes: usize) -> Result<(), Stat
     Ok(())
 }
 
-/// Returns a buffer of zeros, under the rule of [`try_reserve`].
+/// Returns a buffer of zeros. As in [`try_reserve`], a lack of memory is an error.
 pub(crate) fn try_zeroed(bytes: usize) -> Result<Vec<u8>, StateError> {
     Ok(zeroed_vec(bytes)?)
 }

@@ -12,6 +12,7 @@ use crate::{
     iterate_state_dict,
 };
 
+/// Callbacks that copy each tensor to the CPU, on the ranks that keep the result.
 struct Offload {
     keeps: bool,
 }
@@ -30,7 +31,7 @@ impl StateDictCallbacks for Offload {
 /// torch's `_offload_state_dict_to_cpu`.
 ///
 /// Tensors that are on the CPU already are copied too: the result shares memory with nothing, so training may go on while it is
-/// written to a file. `rank` is this rank in the group that `keep_on` speaks of. No communication.
+/// written to a file. `rank` is this rank's number in the group whose ranks `keep_on` lists. No communication.
 ///
 /// # Errors
 /// candle's errors, on this rank only.
@@ -61,10 +62,11 @@ pub struct FullOrCpuOptions {
     pub keep_on: KeepOn,
 }
 
-/// Returns the state dict as the options want it: [`gather_state_dict`] for a full one, else
-/// [`offload_state_dict_to_cpu`] for one on the CPU, else the dict itself, sharing its tensors, on the ranks that keep
-/// it.
+/// Returns the state dict in the form that the options ask for, on the ranks that keep it, and an empty dict on the others:
 /// torch's `_maybe_full_or_cpu_state_dict`.
+///
+/// With `full_state_dict` it is the result of [`gather_state_dict`]. Otherwise, with `cpu_offload`, it is that of
+/// [`offload_state_dict_to_cpu`]. With neither it is the dict itself, and shares its tensors.
 ///
 /// Collectives: those of [`gather_state_dict`] with `full_state_dict`, else none.
 ///

@@ -14,7 +14,7 @@ use crate::StateError;
 pub enum StateValue {
     /// A whole tensor on this rank.
     Tensor(Tensor),
-    /// A tensor of which this rank has some boxes.
+    /// A tensor that is sharded over ranks. This rank has some boxes of it, or none.
     Sharded(ShardedTensor),
     /// A whole tensor of a dtype that candle does not compute with.
     Raw(RawTensor),
@@ -122,7 +122,7 @@ impl StateDict {
         }
     }
 
-    /// Returns a copy of the dict in which each tensor has new memory on the same device. (A clone shares memory.)
+    /// Returns a copy of the dict in which each candle tensor has new memory on the same device. (A clone shares memory.)
     ///
     /// # Errors
     /// A tensor whose memory is released; candle's errors.

@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
+use fsdp_comm::MAX_WORLD_SIZE;
 use serde::{Deserialize, Serialize};
 
 /// A save to the memory tier.
@@ -48,7 +49,8 @@ impl Part {
         let ranks = words.nth(1)?.parse().ok()?;
         let part = Part { of: MemoryStep { ranks, ..part.of }, ..part };
         // Only the exact spelling that `Display` writes is accepted, so one part has one name.
-        (part.to_string() == name && part.rank < ranks).then_some(part)
+        // The number of ranks is limited because [`steps`] lists the missing ones.
+        (part.to_string() == name && part.rank < ranks && ranks <= MAX_WORLD_SIZE).then_some(part)
     }
 }
 
@@ -58,7 +60,7 @@ pub(super) struct PartCopy {
     pub(super) part: Part,
     /// The lowest rank of the host that has it.
     pub(super) host: usize,
-    /// The name of the directory that holds it: that of the rank that saved it, or of its buddy.
+    /// The name of the directory that holds it: the directory of the rank that saved it, or that of the rank's buddy.
     pub(super) holder: String,
 }
 
@@ -73,11 +75,11 @@ pub(super) struct Transfer {
 /// Returns the buddy of each rank: the rank that keeps a copy of its part. `hosts` has the lowest rank of each rank's
 /// host.
 ///
-/// Every rank is the buddy of exactly one rank, and the two are on different hosts. If more than half of all ranks are
-/// on one host, some of those have a buddy on the same host. A single rank is its own buddy.
+/// Every rank is the buddy of exactly one rank. The two are on different hosts, unless more than half of all ranks are
+/// on one host: then some ranks of that host have a buddy on it. A single rank is its own buddy.
 pub(super) fn buddies(hosts: &[usize]) -> Vec<usize> {
-    // The ranks form a ring in which those of a host are neighbours. The buddy is so many ranks further that even on
-    // the largest host it is on another one.
+    // The ranks form a ring, in which the ranks of a host are neighbours. The distance from a rank to its buddy is the
+    // number of ranks of the largest host, so that the buddy is beyond the rank's own host.
     let mut ring: Vec<usize> = (0..hosts.len()).collect();
     ring.sort_by_key(|&rank| hosts[rank]);
     let largest = ring.chunk_by(|&a, &b| hosts[a] == hosts[b]).map(<[usize]>::len).max().unwrap_or(0);
@@ -89,16 +91,20 @@ pub(super) fn buddies(hosts: &[usize]) -> Vec<usize> {
     buddies
 }
 
-/// Returns the steps that have any part, the newest first, each with the ranks whose parts are missing.
+/// Returns the steps of which there is at least one part, the newest first, each with the ranks whose parts are
+/// missing.
 pub(super) fn steps(copies: &[PartCopy]) -> Vec<(MemoryStep, Vec<usize>)> {
     let mut found: BTreeMap<MemoryStep, BTreeSet<usize>> = BTreeMap::new();
     for copy in copies {
         found.entry(copy.part.of).or_default().insert(copy.part.rank);
     }
-    let missing = |(step, ranks): (MemoryStep, BTreeSet<usize>)| {
-        (step, (0..step.ranks).filter(|rank| !ranks.contains(rank)).collect())
-    };
-    found.into_iter().rev().map(missing).collect()
+    // The map is sorted by step, so the newest is its last entry.
+    found.into_iter().rev().map(|(step, ranks)| (step, missing_ranks(step, &ranks))).collect()
+}
+
+/// Returns the ranks of a save that are not among `present`.
+fn missing_ranks(step: MemoryStep, present: &BTreeSet<usize>) -> Vec<usize> {
+    (0..step.ranks).filter(|rank| !present.contains(rank)).collect()
 }
 
 /// Returns the newest step that has all parts.
@@ -106,7 +112,7 @@ pub(super) fn newest_whole(copies: &[PartCopy]) -> Option<MemoryStep> {
     steps(copies).into_iter().find(|(_, missing)| missing.is_empty()).map(|(step, _)| step)
 }
 
-/// Returns the copies that a rank checks: its share of those on its host.
+/// Returns the copies that a rank checks. The ranks of a host take turns over the copies on that host.
 pub(super) fn share<'c>(copies: &'c [PartCopy], hosts: &[usize], rank: usize) -> Vec<&'c PartCopy> {
     let ranks: Vec<usize> = (0..hosts.len()).filter(|&other| hosts[other] == hosts[rank]).collect();
     let here = copies.iter().filter(|copy| copy.host == hosts[rank]);
@@ -169,6 +175,7 @@ mod tests {
             "step-00000020-abc-rank-3-of-4",
             "step-00000020-0000000000000abc-rank-4-of-4",
             "step-00000020-0000000000000abc-rank-3-of-4-x",
+            "step-00000020-0000000000000abc-rank-3-of-18446744073709551615",
             ".step-00000020-0000000000000abc-rank-3-of-4.tmp-0000000000000000",
         ] {
             assert_eq!(Part::from_name(name), None, "{name}");

@@ -19,6 +19,7 @@ const MAX_RANKS: u64 = 1 << 16;
 /// The default size limit of a file in Hugging Face's layout, which is that of Hugging Face's own writers.
 const MAX_SHARD_BYTES: u64 = 5_000_000_000;
 
+/// Returns the parser of a number of ranks.
 fn ranks() -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(1..=MAX_RANKS)
 }
@@ -146,7 +147,7 @@ pub(crate) struct ConvertArguments {
     pub(super) exclude: Vec<String>,
     /// Replace OLD by NEW in keys that are OLD or begin with OLD and a dot; `model.=` removes `model.`.
     /// May be given more than once: the first rule that fits a key counts
-    #[arg(long, value_name = "OLD=NEW", value_parser = rule)]
+    #[arg(long, value_name = "OLD=NEW", value_parser = rename_rule)]
     pub(super) rename: Vec<(String, String)>,
     /// Put this before all keys, after --rename
     #[arg(long, value_name = "PREFIX")]
@@ -241,7 +242,10 @@ impl TargetArguments {
         })
     }
 
-    /// Returns the directory whose configuration and tokenizer go along.
+    /// Returns the directory of `--with`, whose configuration and tokenizer are copied.
+    ///
+    /// # Errors
+    /// The option is given for a format that does not have it.
     pub(super) fn with(&self) -> Result<Option<&Location>> {
         if self.with.is_some() && self.to != To::Hf {
             return Err(self.unused("--with"));
@@ -249,6 +253,7 @@ impl TargetArguments {
         Ok(self.with.as_ref())
     }
 
+    /// Returns the error that the format does not have an option.
     fn unused(&self, option: &'static str) -> Error {
         UsageError::Unused { option, to: self.to.name() }.into()
     }
@@ -264,8 +269,8 @@ impl ConvertArguments {
         Ok(())
     }
 
-    /// Plans the parts of tensor-parallel ranks, if `--tp` is given. Numbers of heads that are not given are taken from
-    /// the first of these places that has a `config.json` with them.
+    /// Plans the parts of tensor-parallel ranks, if `--tp` is given. The numbers of heads that the command line does
+    /// not set are taken from the first of `places` that has a `config.json` with them.
     pub(super) fn plan(&self, metadata: &Metadata, places: &[&Location]) -> Result<Option<TensorParallelPlan>> {
         let Some(ranks) = self.tensor_parallel.tp else { return Ok(None) };
         let rules = Rules::new(&self.tensor_parallel.tp_rule, self.map.values(places))?;
@@ -302,14 +307,15 @@ fn size(text: &str) -> Result<u64, String> {
     match bytes {
         Some(bytes) if bytes > 0 => Ok(bytes),
         Some(_) => Err("a file cannot be that small".to_owned()),
-        None => Err(format!("`{number}` is no number of bytes that a file can have")),
+        None => Err(format!("`{number}` is not a valid number of bytes")),
     }
 }
 
-fn rule(text: &str) -> Result<(String, String), String> {
+/// Parses a rule of `--rename`, `OLD=NEW`. NEW may be empty.
+fn rename_rule(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
         Some((old, new)) if !old.is_empty() => Ok((old.to_owned(), new.to_owned())),
-        _ => Err("a rule is OLD=NEW".to_owned()),
+        _ => Err("expected OLD=NEW, where OLD is not empty".to_owned()),
     }
 }
 

@@ -13,7 +13,7 @@ use crate::exit_codes;
 pub(super) struct Exit {
     pub(super) rank: usize,
     status: ExitStatus,
-    /// `true` if the launcher had told the process to end, after another had failed.
+    /// `true` if the launcher had asked the process to end, because another had failed.
     was_told: bool,
 }
 
@@ -33,6 +33,7 @@ impl Exit {
         code.and_then(|code| u8::try_from(code).ok()).unwrap_or(exit_codes::INTERNAL)
     }
 
+    /// Returns a text on how the process ended, such as `failed with exit code 7`.
     pub(super) fn describe(self) -> String {
         match (self.status.code(), self.status.signal()) {
             (Some(0), _) => "succeeded".to_owned(),
@@ -44,31 +45,34 @@ impl Exit {
     }
 }
 
-/// The exit that the job's own is taken from, and the ranks that this rank named as its reason.
+/// The exit that caused the others. Its exit code becomes the job's.
 #[derive(Debug)]
 pub(super) struct Cause {
     pub(super) exit: Exit,
+    /// The ranks that this rank named, in its note, as the reason for its failure.
     pub(super) because_of: Vec<usize>,
 }
 
-/// Finds the exit that the others follow from, among exits in the order of time; `None` if all went well. `blame_dir` has
-/// the ranks' notes.
+/// Returns the exit that caused the others; `None` if all processes succeeded. `exits` are in the order of time.
+/// `blame_dir` is the directory of the notes in which ranks name the ranks because of which they failed.
 pub(super) fn cause(exits: &[Exit], blame_dir: &Path) -> Option<Cause> {
     let bad = exits.iter().filter(|exit| !exit.status.success());
     let causes = bad.map(|&exit| Cause { exit, because_of: blamed(exit.rank, blame_dir) });
-    // A rank that ended by itself, and named nobody, failed first: even if others noticed it and ended before it did.
+    // The best candidate is a rank that failed, that was not asked to end, and that named no other rank. It failed
+    // first, even if others noticed its failure and ended before it did. Among equals, the first exit is taken.
     causes.min_by_key(|cause| (!cause.exit.is_failure(), cause.exit.was_told, !cause.because_of.is_empty()))
 }
 
-/// Returns how many ranks a job has lost: those that failed by themselves and named nobody. If there are none, such as
-/// after a rank has stopped to answer, those that `cause` names.
+/// Returns the number of ranks that a job has lost, which is at least 1. These are the ranks that failed without being
+/// asked to end, and that named no other rank. There may be none, for example if a rank only stopped answering. Then
+/// the ranks that `cause` names are counted.
 pub(super) fn lost(exits: &[Exit], cause: &Cause, blame_dir: &Path) -> usize {
     let failed = exits.iter().filter(|exit| exit.is_failure() && !exit.was_told);
-    let by_themselves = failed.filter(|exit| blamed(exit.rank, blame_dir).is_empty()).count();
-    if by_themselves > 0 { by_themselves } else { cause.because_of.len().max(1) }
+    let unprovoked = failed.filter(|exit| blamed(exit.rank, blame_dir).is_empty()).count();
+    if unprovoked > 0 { unprovoked } else { cause.because_of.len().max(1) }
 }
 
-/// Returns the ranks that a rank has named.
+/// Returns the ranks that a rank has named in its note; none if it has left no note.
 fn blamed(rank: usize, blame_dir: &Path) -> Vec<usize> {
     let note = fs::read_to_string(blame_dir.join(rank.to_string())).unwrap_or_default();
     note.split_whitespace().filter_map(|rank| rank.parse().ok()).collect()
@@ -123,7 +127,7 @@ mod tests {
         }
         let two = [exit(1, 7), exit(3, 9), exit(0, 16), exit(2, 16)];
         assert_eq!(lost(&two, &cause(&two, notes.path()).unwrap(), notes.path()), 2);
-        // The culprit is of another node, or hangs.
+        // The rank that caused the failure is on another node, or hangs.
         let exits = [exit(4, 0), exit(0, 16), killed];
         let cause = cause(&exits, notes.path()).unwrap();
         assert_eq!(lost(&exits, &cause, notes.path()), 1);

@@ -3,7 +3,7 @@
 /// The most points that are kept.
 const POINTS: usize = 1024;
 
-/// A point of a curve: what was seen in a range of steps.
+/// A point of a curve: the values of a range of steps, as their smallest, their largest and their mean.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Point {
     /// The first step.
@@ -23,10 +23,12 @@ pub(super) struct Series {
 }
 
 impl Point {
+    /// Returns the mean of the values.
     pub(super) fn mean(&self) -> f64 {
         self.sum / self.count as f64
     }
 
+    /// Returns the point of the values of both, where `other` has the later steps.
     fn join(&self, other: &Point) -> Point {
         Point {
             step: self.step,
@@ -50,7 +52,7 @@ impl Default for Series {
 }
 
 impl Series {
-    /// Adds the value of a step. One that is not finite is left out.
+    /// Adds the value of a step. A value that is not finite is left out, and so is a step without a value.
     pub(super) fn push(&mut self, step: u64, value: Option<f64>) {
         let Some(value) = value.filter(|value| value.is_finite()) else { return };
         let point = Point { step, least: value, most: value, sum: value, count: 1 };
@@ -59,7 +61,7 @@ impl Series {
             _ => self.points.push(point),
         }
         if self.points.len() > POINTS {
-            // Two points become one.
+            // Join pairs of points, and from now on collect twice as many values in each point.
             self.points = self.points.chunks(2).map(join_all).collect();
             self.stride *= 2;
         }

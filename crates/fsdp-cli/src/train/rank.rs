@@ -99,7 +99,7 @@ impl Job<'_> {
 /// The outcome of a step.
 struct Outcome {
     metrics: StepMetrics,
-    /// `true` if a rank was told to stop.
+    /// `true` if a signal has asked one of the ranks to stop.
     stops: bool,
 }
 
@@ -137,12 +137,12 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<Ended> {
         restored.map_err(|error| named_if_damaged(error, &resume.path))?;
         job.close_resume();
     }
-    // The settings say what the base is, whatever the checkpoint's optimizer has.
+    // The learning rate to start from is that of the settings, even if the loaded optimizer has another one.
     for group in run.optimizers.iter_mut().flat_map(Optimizer::groups_mut) {
         group.set_initial_lr(job.settings.lr);
     }
     run.optimizers.iter_mut().try_for_each(Optimizer::train)?;
-    // Only now is anything written: all that could be wrong with the checkpoint has been seen.
+    // The run's files are opened only now, so that nothing is written if the checkpoint could not be loaded.
     let report = reports.then(|| Report::open(job.arguments, job.start())).transpose()?;
     let data = reports.then(|| job.text.digest());
     Rank { job, device, run, checkpoints, report, data }.train()
@@ -227,11 +227,12 @@ impl Rank<'_> {
         report.start(&event, &line)
     }
 
-    /// Does one step on the global batch. All ranks get the same outcome, except for the speed, which each rank
-    /// measures itself.
+    /// Does one step on the global batch. All ranks get the same outcome, except for the time, the speed and the memory
+    /// of the process, which each rank measures itself.
     fn step(&mut self, step: u64) -> Result<Outcome> {
         let clock = Instant::now();
         let _span = info_span!("step", rank = self.run.model.group().rank(), step).entered();
+        // Gradients are accumulated over the parts of the batch. Ranks communicate them in the last part only.
         let last = self.job.batches.accumulation - 1;
         let mut loss = 0.0;
         for part in 0..last {
@@ -242,30 +243,38 @@ impl Rank<'_> {
         let parameters = self.run.model.parameters();
         parameters.zero_grad();
         let group = self.run.model.group();
-        // A signal may have come to some ranks only, or to one later than to another: so they agree, with the loss.
-        let bytes = [parameters.parameter_bytes() as u64, parameters.peak_parameter_bytes() as u64];
-        let own = [loss.to_bits(), u64::from(self.job.stop.signal().is_some()), bytes[0], bytes[1]];
+        // A signal may reach only some ranks, or one rank later than another. All ranks must stop after the same step,
+        // so each sends whether it has received one, together with its loss and its memory.
+        let own = [
+            loss.to_bits(),
+            u64::from(self.job.stop.signal().is_some()),
+            parameters.parameter_bytes() as u64,
+            parameters.peak_parameter_bytes() as u64,
+        ];
         let mut all = vec![0; own.len() * group.world_size()];
         group.all_gather_into(&mut all, &own)?;
-        let of_ranks = |at: usize| all.iter().skip(at).step_by(own.len()).copied();
+        // Each rank has sent the four numbers of `own`, one after the other.
+        let [losses, mut signals, bytes, peak_bytes] =
+            [0, 1, 2, 3].map(|at| all.iter().skip(at).step_by(own.len()).copied());
         let seconds = clock.elapsed().as_secs_f64();
         let Batches { batch, seq, .. } = self.job.batches;
         let metrics = StepMetrics {
             step,
             time: now(),
-            loss: of_ranks(0).map(f64::from_bits).sum::<f64>() / group.world_size() as f64,
+            loss: losses.map(f64::from_bits).sum::<f64>() / group.world_size() as f64,
             lr,
             grad_norm,
             skipped: grad_norm.is_none(),
             tokens_per_s: (batch * seq) as f64 / seconds,
-            parameter_bytes: of_ranks(2).collect(),
-            peak_parameter_bytes: of_ranks(3).collect(),
+            parameter_bytes: bytes.collect(),
+            peak_parameter_bytes: peak_bytes.collect(),
             peak_memory_bytes: memory::peak_of_process(),
         };
-        Ok(Outcome { metrics, stops: of_ranks(1).any(|stops| stops > 0) })
+        Ok(Outcome { metrics, stops: signals.any(|signal| signal > 0) })
     }
 
-    /// Updates the parameters, at the learning rate of the step.
+    /// Updates the parameters, at the learning rate of the step. The update is skipped if the gradients are not finite
+    /// and there is a loss scale, or `--nonfinite` is `skip`.
     fn update(&mut self, step: u64) -> Result<Update> {
         let Settings { schedule, lr: base, .. } = self.job.settings;
         for optimizer in &mut self.run.optimizers {
@@ -277,7 +286,7 @@ impl Rank<'_> {
         if let Some(scaler) = &mut self.run.scaler
             && !scaler.unscale(parameters)?
         {
-            // The scale was too large. All ranks know it, and skip the step.
+            // The scale was too large, so it becomes smaller. All ranks have the same result, so all skip the step.
             scaler.update()?;
             return Ok(Update { lr, grad_norm: None });
         }

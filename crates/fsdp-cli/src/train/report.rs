@@ -113,29 +113,21 @@ struct Bar {
 }
 
 impl Report {
-    /// Makes the run's directory, opens its metrics, and drops those of steps from `start` on, which are about to be
-    /// done (again).
+    /// Makes the run's directory, and opens its files of metrics and events. Removes the metrics of steps from `start`
+    /// on, because these steps are about to be done, maybe for a second time.
     ///
     /// # Errors
-    /// The file cannot be opened or cut.
+    /// The directory cannot be made, or a file cannot be opened or shortened.
     pub(super) fn open(arguments: &TrainArguments, start: u64) -> Result<Self> {
         let TrainArguments { out, steps, json, no_progress, .. } = arguments;
         let (steps, json) = (*steps, *json);
-        // Checkpoints are saved in it, which must not vanish with it when power fails.
+        // The directory is created durably: checkpoints are saved in it, and would be lost with it when power fails.
         Durable::new().create_directories(out)?;
-        let path = out.join(METRICS_FILE);
-        let failed = || format!("failed to open `{}`", path.display());
-        let metrics = OpenOptions::new().read(true).append(true).create(true).open(&path).with_context(failed)?;
-        let kept = length_before(&metrics, start).with_context(failed)?;
-        metrics.set_len(kept).with_context(failed)?;
-        let events_path = out.join(EVENTS_FILE);
-        let failed = || format!("failed to open `{}`", events_path.display());
-        let events = OpenOptions::new().read(true).append(true).create(true).open(&events_path).with_context(failed)?;
-        if start == 0 {
-            // Another run was here before, or this one, and came to no checkpoint.
-            events.set_len(0).with_context(failed)?;
-        }
-        end_line(&events).with_context(failed)?;
+        let (path, events_path) = (out.join(METRICS_FILE), out.join(EVENTS_FILE));
+        let metrics = open_metrics(&path, start);
+        let metrics = metrics.with_context(|| format!("failed to open `{}`", path.display()))?;
+        let events = open_events(&events_path, start);
+        let events = events.with_context(|| format!("failed to open `{}`", events_path.display()))?;
         let terminal = std::io::stderr().is_terminal() && std::env::var_os("TERM").is_none_or(|term| term != "dumb");
         let bar = (terminal && !json && !no_progress).then(|| Bar::new(start, steps));
         Ok(Report { metrics, path, events, events_path, json, bar, steps })
@@ -224,13 +216,13 @@ impl Report {
         }
         self.record(&Event::End { step, sample: None })?;
         match (sample, self.json) {
-            // The model may write whatever acts on a terminal.
+            // The text may contain characters that act on a terminal, so they are escaped.
             (Some(sample), false) => output::data(&escaped_lines(sample)),
             _ => self.event(&Event::End { step, sample }),
         }
     }
 
-    /// Reports an event that the run's directory keeps.
+    /// Adds an event to those in the run's directory, and writes it to stdout with `--json`.
     fn happened(&self, event: &Event<'_>) -> Result<()> {
         self.record(event)?;
         self.event(event)
@@ -244,6 +236,7 @@ impl Report {
         (&self.events).write_all(format!("{object}\n").as_bytes()).with_context(failed)
     }
 
+    /// Writes a line to stderr: above the bar if there is one, and not at all with `--json`.
     fn tell(&self, line: &str) {
         match &self.bar {
             Some(Bar { bar, .. }) => bar.suspend(|| output::talk(line)),
@@ -252,6 +245,7 @@ impl Report {
         }
     }
 
+    /// Writes an event to stdout, with `--json`.
     fn event(&self, event: &Event<'_>) -> Result<()> {
         if self.json { output::json(event) } else { Ok(()) }
     }
@@ -274,6 +268,29 @@ impl Bar {
         self.bar.set_message(format!("loss {loss:.4} {losses}, {tokens_per_s:.0} tokens/s {speeds}"));
         self.bar.set_position(done);
     }
+}
+
+/// Opens the metrics of a run, and removes those of steps from `start` on.
+fn open_metrics(path: &Path, start: u64) -> std::io::Result<File> {
+    let metrics = open_to_append(path)?;
+    metrics.set_len(length_before(&metrics, start)?)?;
+    Ok(metrics)
+}
+
+/// Opens the events of a run. If the run starts from the beginning, older events are removed: they are of a run that
+/// ended before its first checkpoint.
+fn open_events(path: &Path, start: u64) -> std::io::Result<File> {
+    let events = open_to_append(path)?;
+    if start == 0 {
+        events.set_len(0)?;
+    }
+    end_line(&events)?;
+    Ok(events)
+}
+
+/// Opens a file to read it and to append to it. Creates it if it does not exist.
+fn open_to_append(path: &Path) -> std::io::Result<File> {
+    OpenOptions::new().read(true).append(true).create(true).open(path)
 }
 
 /// Ends the last line of a file, which a kill may have left half written.

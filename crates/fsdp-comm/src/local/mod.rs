@@ -29,7 +29,7 @@ struct Hub {
 
 #[derive(Debug, Default)]
 struct HubState {
-    /// The ranks that have left, with the way in which they did.
+    /// The ranks that have left, with the reasons.
     left: HashMap<usize, String>,
     groups: HashMap<u64, Weak<Group>>,
 }
@@ -62,7 +62,8 @@ impl Hub {
         group
     }
 
-    /// Tells all groups that a rank takes no further part. Only the first reason counts.
+    /// Records in all groups, also in those that are made later, that a rank takes no further part. If a rank leaves
+    /// more than once, the first reason is kept.
     fn leave(&self, rank: usize, reason: &str) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.left.contains_key(&rank) {
@@ -75,7 +76,8 @@ impl Hub {
     }
 }
 
-/// A rank's part in the job, which ends when this is dropped. All groups of the rank hold it.
+/// A rank's membership in the job. All groups of the rank share it, and the rank leaves when the last of them is
+/// dropped.
 #[derive(Debug)]
 struct Membership {
     hub: Arc<Hub>,
@@ -139,14 +141,15 @@ impl Backend for LocalBackend {
 }
 
 impl LocalBackend {
-    /// Fills this rank's destination from the slices that the other ranks lend.
+    /// Fills this rank's destination from the slices that the other ranks have published.
     fn read(&self, round: &Round<'_>, plan: Plan<'_>) -> Result<(), CommError> {
         let Group { board, slots, global_ranks } = &*self.group;
         let mut loans = Vec::with_capacity(slots.len());
         for (rank, slot) in slots.iter().enumerate() {
             let loan = plan.reads(rank).then(|| slot.borrow(round.number));
             if let Some(None) = loan {
-                // Its owner has taken the slice back early, which it does only if the round has failed.
+                // The slice is not published any more although this rank has not read it. Its owner withdraws it early
+                // only if the round has failed.
                 return Err(board.failure_of(round, self.rank, rank));
             }
             loans.push(loan.flatten());

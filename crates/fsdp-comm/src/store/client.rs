@@ -57,12 +57,13 @@ impl TcpStore {
     /// Connects to the store at `address` (`host:port`), and retries until the store opens or the deadline is over.
     ///
     /// # Errors
-    /// [`CommError::Rendezvous`] if there is no store there within the deadline, or one of another job, or one that a
-    /// process of this rank is already connected to.
+    /// [`CommError::Rendezvous`] if no store answers within the deadline, if it is the store of another job, or if
+    /// another process has already joined it as this rank.
     pub fn connect(address: &str, options: &StoreOptions) -> Result<TcpStore, CommError> {
         Self::open(address, options, None)
     }
 
+    /// Connects to a store and joins it. `server` is the store itself, if this rank hosts it; the result keeps it.
     fn open(address: &str, options: &StoreOptions, server: Option<Server>) -> Result<TcpStore, CommError> {
         let until = until(options.deadline);
         loop {
@@ -70,7 +71,7 @@ impl TcpStore {
                 .map_err(|error| rendezvous(address, NotJoined::Lost(error).message(options)))?;
             match Self::join(stream, address, options, until) {
                 Ok(store) => return Ok(TcpStore { _server: server, ..store }),
-                // The store drops connections when too many come at once.
+                // The store drops connections if too many arrive at once, so try again until the deadline.
                 Err(NotJoined::Lost(error)) if Instant::now() + RETRY < until => {
                     tracing::debug!(address, %error, "the store hung up; trying again");
                     thread::sleep(RETRY);
@@ -92,11 +93,12 @@ impl TcpStore {
         let hello = Hello::new(options.rank, options.world_size);
         let key = options.key();
         knock(&mut stream, &key, hello, until)?;
-        // Step 2: the store of this job says if it has a seat for this rank.
+        // Step 2: the store of this job accepts this rank or refuses it, for example because the rank has already
+        // joined.
         match read_blocking(&mut stream, until)? {
             Reply::Welcome => {}
             Reply::Refused(reason) => return Err(NotJoined::Refused(reason)),
-            _ => return Err(NotJoined::Refused("what answers there is no store".to_owned())),
+            _ => return Err(NotJoined::Refused("the program at this address is not a store".to_owned())),
         }
         Ok(TcpStore {
             address: address.to_owned(),
@@ -119,7 +121,7 @@ impl TcpStore {
         &self.key
     }
 
-    /// Returns the address of this host in the connection to the store. Other ranks may reach this host there.
+    /// Returns the address of this host in the connection to the store. Other ranks can usually reach this host at it.
     #[must_use]
     pub fn local_ip(&self) -> IpAddr {
         self.local_ip
@@ -223,7 +225,7 @@ pub(super) fn rendezvous(address: &str, message: String) -> CommError {
 pub(super) enum NotJoined {
     /// The store is of another job.
     OtherJob,
-    /// The store of this job has no seat for this rank.
+    /// The store of this job refused this rank, or its address is not allowed without a secret.
     Refused(String),
     /// There is no store, or the connection to it was lost.
     Lost(io::Error),

@@ -54,7 +54,8 @@ pub(super) fn host_token() -> Option<String> {
 }
 
 impl SharedMemory {
-    /// Lets all ranks of the group map each other's segments. Returns `None` on all ranks if one of them cannot.
+    /// Creates a segment on each rank of the group, and maps the segments of all others. Returns `None` on all ranks if
+    /// one of them cannot. The ranks then use sockets.
     pub(super) fn new(member: Member<'_>, round: &Round<'_>) -> Result<Option<Self>, CommError> {
         let Member { node, ranks, rank, group } = member;
         let host = &node.hosts[ranks[0]];
@@ -71,7 +72,7 @@ impl SharedMemory {
             segment.word(Word::Token).store(token, Ordering::Release);
             Invitation { process: std::process::id(), file: Segment::number(file), token }
         });
-        // Step 2: tell all ranks where it is, over the sockets.
+        // Step 2: send all ranks what they need to map it, over the sockets.
         let invitations = exchange(member, &Round { number: 0, ..*round }, &encode(&invitation))?;
         // Step 3: map the segments of all others. The file stays open until all have mapped it, after the next exchange.
         let (own, _file) = created.ok().unzip();
@@ -125,7 +126,7 @@ impl SharedMemory {
         Ok(())
     }
 
-    /// Returns the ranks that have not arrived at a round.
+    /// Returns the ranks that have not arrived at a round, as global ranks, for the error when a deadline is over.
     fn missing(&self, member: Member<'_>, round: &Round<'_>) -> Vec<usize> {
         let ranks = self.segments.iter().zip(member.ranks);
         ranks.filter(|(segment, _)| !has_arrived(segment, round)).map(|(_, &rank)| rank).collect()
@@ -142,20 +143,21 @@ impl SharedMemory {
         let failed = FAILED | (member.rank as u64) << RANK_SHIFT | round.number;
         let own = if all.is_ok() { complete } else { failed };
         // Only the first rank can replace the verdict of the round before.
-        let Err(said) = verdict.compare_exchange(round.number, own, Ordering::AcqRel, Ordering::Acquire) else {
+        let Err(decided) = verdict.compare_exchange(round.number, own, Ordering::AcqRel, Ordering::Acquire) else {
             return all;
         };
-        let rounds = said & ((1 << RANK_SHIFT) - 1);
+        let rounds = decided & ((1 << RANK_SHIFT) - 1);
         if rounds >= complete {
             // The round was complete; a later failure does not change that.
             return Ok(());
         }
         // The rank that gave up sends its error, so wait for that.
-        let by = ((said & !FAILED) >> RANK_SHIFT) as usize;
+        let by = ((decided & !FAILED) >> RANK_SHIFT) as usize;
         let by = member.ranks.get(by).copied().unwrap_or(member.ranks[0]);
         all.and_then(|()| member.node.wait(member.group, round, |_| Err(vec![by])))
     }
 
+    /// Transfers the payloads of a round: publishes this rank's bytes chunk by chunk, and consumes those of the others.
     fn transfer(&self, member: Member<'_>, round: &Round<'_>, send: &[u8], plan: Plan<'_>) -> Result<(), CommError> {
         let rank = member.rank;
         let mut published = self.published.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,4 +1,4 @@
-//! A stand-in for shared memory on systems where it is not supported: there is never any, so ranks use sockets.
+//! The replacement of `shared.rs` on systems where shared memory is not supported. Ranks always use sockets there.
 
 use super::sockets::Member;
 use crate::backend::{Planner, Round};
@@ -25,7 +25,7 @@ impl SharedMemory {
     }
 }
 
-/// Returns `None`, because processes on this system never share memory. Elsewhere equal tokens mean that they can.
+/// Returns `None`: processes on this system cannot share memory. (On Linux, processes whose tokens are equal can.)
 pub(super) fn host_token() -> Option<String> {
     None
 }

@@ -14,7 +14,7 @@ use crate::storage::checked_directory::CheckedDirectory;
 use crate::torch::flat::Leaf;
 use crate::torch::read::add_leaf;
 
-/// The keys of a file of model states that tell how parameters lie, or are parameters.
+/// The keys of a file of model states that hold parameters, or describe their layout.
 const OF_PARAMETERS: [&str; 7] = [
     "module",
     "param_shapes",
@@ -38,6 +38,7 @@ pub(super) fn state_path(name: &str, entry: &str) -> KeyPath {
     KeyPath(["optim", "state", name, entry].iter().map(|part| PathPart::Key((*part).to_owned())).collect())
 }
 
+/// Returns the text of a path's part; `None` for an index, or if there is no part.
 fn key(part: Option<&PathPart>) -> Option<&str> {
     match part {
         Some(PathPart::Key(key)) => Some(key),
@@ -45,7 +46,7 @@ fn key(part: Option<&PathPart>) -> Option<&str> {
     }
 }
 
-/// Reads the shapes of the groups of parameters.
+/// Reads the shapes of the parameters, one map for each parameter group of the optimizer.
 pub(super) fn param_shapes(directory: &CheckedDirectory, model: &Named) -> Result<Vec<Shapes>, FileError> {
     let mut groups: Vec<Shapes> = Vec::new();
     for (path, leaf) in model.flat.found.values() {
@@ -64,7 +65,7 @@ pub(super) fn param_shapes(directory: &CheckedDirectory, model: &Named) -> Resul
     Ok(groups)
 }
 
-/// Reads the shapes under one key: of frozen parameters.
+/// Reads the shapes of the frozen parameters, which are at the key `below`.
 pub(super) fn shapes_below(directory: &CheckedDirectory, model: &Named, below: &str) -> Result<Shapes, FileError> {
     let mut shapes = Shapes::new();
     for (path, leaf) in model.flat.found.values() {
@@ -88,7 +89,7 @@ fn shape(directory: &CheckedDirectory, model: &Named, name: &str, leaf: &Leaf) -
     sane.ok_or_else(|| model.error(directory, format!("the shape of `{name}` makes no sense")))
 }
 
-/// Adds the buffers, and the values that are not about parameters.
+/// Adds the buffers, and the values that have nothing to do with parameters.
 pub(super) fn add_rest(assembler: &mut Assembler, model: &Named) -> Result<(), FileError> {
     let buffers: HashSet<&str> = match model.flat.found.get("buffer_names") {
         Some((_, Leaf::Value(Held::Plain(PlainValue::List(names))))) => {
@@ -113,7 +114,8 @@ pub(super) fn add_rest(assembler: &mut Assembler, model: &Named) -> Result<(), F
     Ok(())
 }
 
-/// Returns the names of parameters that are another one, and of which.
+/// Returns the shared parameters as pairs: the name of a parameter that is not stored itself, and the name of the
+/// parameter with the same elements that is stored instead. (Tied weights are an example.)
 pub(super) fn shared(model: &Named) -> Vec<(&str, &str)> {
     let mut pairs = Vec::new();
     for (path, leaf) in model.flat.found.values() {

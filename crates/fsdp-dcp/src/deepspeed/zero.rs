@@ -23,14 +23,17 @@ use crate::storage::location::Location;
 use crate::torch::flat::Leaf;
 use crate::torch::read::{add_leaf, read_flat};
 
-/// The state in a file of a rank's optimizer states.
+/// The key of all state in a rank's file of optimizer states.
 const ROOT: &str = "optimizer_state_dict";
 
-/// A part of a parameter: the rank, its flat tensor, the position there, and the elements of the parameter.
+/// A part of a parameter, which lies in a flat tensor of one rank.
 struct Part {
     rank: usize,
+    /// The number of the flat tensor among those of the rank.
     group: usize,
+    /// The position of the part's first element in the flat tensor.
     at: usize,
+    /// The range of the flattened parameter.
     elements: Range<usize>,
 }
 
@@ -61,6 +64,7 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
     }
     shards.add_frozen(&mut assembler)?;
     shards.add_values(&mut assembler)?;
+    // A parameter that shares the elements of a trained one. `add_frozen` has added those that share a frozen one's.
     for (name, of) in shared(&shards.models[0]) {
         if let Some(parts) = parts.get(of) {
             let pieces = shards.pieces(assembler.directory(), &shapes[of], parts, &|group| shards.flat_key(group))?;
@@ -126,17 +130,23 @@ impl Shards {
         (0..).map_while(tensor).map(|tensor| tensor.shape.iter().product()).collect()
     }
 
-    /// Cuts the groups as ZeRO 1 and 2 do.
+    /// Returns where the parts of each parameter lie under ZeRO 1 and 2. There the parameters of a group, with paddings
+    /// between them, form one tensor, and the ranks' flat tensors are the consecutive parts of it.
     fn cut_groups(
         &self,
         directory: &CheckedDirectory,
         groups: &[Shapes],
     ) -> Result<BTreeMap<String, Vec<Part>>, FileError> {
         let lengths: Vec<Vec<usize>> = (0..self.ranks.len()).map(|rank| self.lengths(rank)).collect();
+        if let Some(rank) = lengths.iter().position(|lengths| lengths.len() > groups.len()) {
+            let reason =
+                format!("it has {} flat tensors for {} groups of parameters", lengths[rank].len(), groups.len());
+            return Err(self.ranks[rank].error(directory, reason));
+        }
         let mut parts = BTreeMap::new();
         for (group, shapes) in groups.iter().enumerate() {
             let paddings = self.paddings(group);
-            // The rank and the position in its part that come next.
+            // The rank, and the position in its flat tensor, where the next parameter begins.
             let (mut rank, mut at) = (0, 0);
             for (number, (name, shape)) in shapes.iter().enumerate() {
                 let numel: usize = shape.iter().product();
@@ -169,7 +179,8 @@ impl Shards {
                 }
                 parts.insert(name.clone(), of);
             }
-            // The rest is padding, of which there is less than this.
+            // What is left is padding at the end. More of it than DeepSpeed can have added means that parameters are
+            // missing from the list of shapes.
             let left: usize = lengths.iter().skip(rank).filter_map(|lengths| lengths.get(group)).sum::<usize>() - at;
             if left >= 2 * self.ranks.len().max(1) * ALIGNMENT {
                 let reason = format!("group {group} has {left} elements more than its parameters");
@@ -179,7 +190,7 @@ impl Shards {
         Ok(parts)
     }
 
-    /// Returns the elements between a group's parameters, where they are aligned.
+    /// Returns the number of padding elements after each parameter of a group; `None` if the file does not list them.
     fn paddings(&self, group: usize) -> Option<Vec<usize>> {
         let value = value(&self.ranks[0], &format!("{ROOT}.param_alignment_paddings"))?;
         let PlainValue::List(groups) = value else { return None };
@@ -187,7 +198,10 @@ impl Shards {
         of.iter().map(|padding| usize::try_from(padding.as_int()?).ok()).collect()
     }
 
-    /// Cuts each parameter as ZeRO 3 does.
+    /// Returns where the parts of each parameter lie under ZeRO 3.
+    ///
+    /// Each parameter is cut into equal parts, one for each rank, the last of which may be shorter or empty. All of
+    /// them take the same number of elements in the ranks' flat tensors, and lie at the same position there.
     fn cut_each(
         &self,
         directory: &CheckedDirectory,
@@ -201,10 +215,12 @@ impl Shards {
             );
         }
         let mut parts = BTreeMap::new();
-        // The flat tensor and the position in it that come next, the same on each rank.
+        // The number of the flat tensor, and the position in it, where the next parameter begins. They are the same on
+        // each rank.
         let (mut group, mut at) = (0, 0);
         for (name, shape) in groups.iter().flatten() {
             let numel: usize = shape.iter().product();
+            // A rank's part may span several flat tensors. `done` elements of each rank's part have been located.
             let each = numel.div_ceil(count);
             let mut of = Vec::new();
             let mut done = 0;
@@ -234,7 +250,8 @@ impl Shards {
         Ok(parts)
     }
 
-    /// Returns the pieces of a parameter, or of its state, in the flat tensors of these keys.
+    /// Returns the pieces of a parameter or of its state, with the rank of each. `key` returns the key of the flat
+    /// tensor of a group.
     fn pieces(
         &self,
         directory: &CheckedDirectory,
@@ -260,6 +277,10 @@ impl Shards {
         shape: &[usize],
         pieces: Vec<(usize, Vec<Piece>)>,
     ) -> Result<(), FileError> {
+        if pieces.is_empty() {
+            // A tensor without elements lies in no file, but it is a part of the model.
+            return assembler.add_tensor(path, &self.ranks[0].name, fsdp_layout::DType::F32, shape, Vec::new());
+        }
         for (rank, pieces) in pieces {
             assembler.add_tensor(path, &self.ranks[rank].name, fsdp_layout::DType::F32, shape, pieces)?;
         }
@@ -274,10 +295,10 @@ impl Shards {
         shape: &[usize],
         parts: &[Part],
     ) -> Result<(), FileError> {
-        let Some(first) = parts.first() else { return Ok(()) };
         let pieces = self.pieces(assembler.directory(), shape, parts, &|group| self.flat_key(group))?;
         self.add(assembler, &model_path(name), shape, pieces)?;
-        // The optimizer knows flat tensors by number, in a list or a dict.
+        let Some(first) = parts.first() else { return Ok(()) };
+        // The optimizer's state is in a list or in a dict, by the number of the flat tensor.
         let file = &self.ranks[first.rank];
         let base = self.base();
         for prefix in [format!("{base}.state.{}.", first.group), format!("{base}.{}.", first.group)] {
@@ -307,28 +328,43 @@ impl Shards {
         format!("{ROOT}.{of}")
     }
 
-    /// Adds parameters that are not trained. ZeRO 3 cuts them too.
+    /// Adds parameters that are not trained, also under the names of those that share their elements. ZeRO 3 cuts them too.
     fn add_frozen(&self, assembler: &mut Assembler) -> Result<(), FileError> {
         let first = &self.models[0];
+        let shared = shared(first);
         for (name, shape) in shapes_below(assembler.directory(), first, "frozen_param_shapes")? {
             let key = format!("frozen_param_fragments.{name}");
-            let path = model_path(&name);
-            if !self.cuts_parameters() {
+            let sharing = shared.iter().filter(|(_, of)| *of == name).map(|&(alias, _)| alias);
+            for path in std::iter::once(name.as_str()).chain(sharing).map(model_path) {
+                if self.cuts_parameters() {
+                    self.add_frozen_parts(assembler, &path, &key, &shape)?;
+                    continue;
+                }
                 let Some((_, leaf)) = first.flat.found.get(&key) else {
                     return Err(first.error(assembler.directory(), format!("it has no `{name}`")));
                 };
                 add_leaf(assembler, &first.name, &first.flat, &path, leaf)?;
-                continue;
             }
-            let numel: usize = shape.iter().product();
-            let each = numel.div_ceil(self.models.len());
-            for (rank, file) in self.models.iter().enumerate() {
-                let range = (rank * each).min(numel)..((rank + 1) * each).min(numel);
-                let tensor = file.tensor(&key);
-                let tensor = tensor.ok_or_else(|| file.error(assembler.directory(), format!("it has no `{name}`")))?;
-                let pieces = file.pieces(assembler.directory(), tensor, 0, &shape, range)?;
-                assembler.add_tensor(&path, &file.name, tensor.dtype, &shape, pieces)?;
-            }
+        }
+        Ok(())
+    }
+
+    /// Adds a parameter that is not trained from the equal parts into which ZeRO 3 has cut it, one for each rank.
+    fn add_frozen_parts(
+        &self,
+        assembler: &mut Assembler,
+        path: &KeyPath,
+        key: &str,
+        shape: &[usize],
+    ) -> Result<(), FileError> {
+        let numel: usize = shape.iter().product();
+        let each = numel.div_ceil(self.models.len());
+        for (rank, file) in self.models.iter().enumerate() {
+            let range = (rank * each).min(numel)..((rank + 1) * each).min(numel);
+            let tensor = file.tensor(key);
+            let tensor = tensor.ok_or_else(|| file.error(assembler.directory(), format!("it has no `{key}`")))?;
+            let pieces = file.pieces(assembler.directory(), tensor, 0, shape, range)?;
+            assembler.add_tensor(path, &file.name, tensor.dtype, shape, pieces)?;
         }
         Ok(())
     }
@@ -364,7 +400,7 @@ impl Shards {
     }
 }
 
-/// The elements to which DeepSpeed may align a rank's part.
+/// The largest number of elements to which DeepSpeed aligns a rank's part.
 const ALIGNMENT: usize = 128;
 
 fn has_key(file: &Named, key: &str) -> bool {
@@ -378,7 +414,7 @@ fn value<'f>(file: &'f Named, key: &str) -> Option<&'f PlainValue> {
     }
 }
 
-/// Returns the number of ranks that a rank's file tells.
+/// Returns the number of ranks that is recorded in a rank's file.
 fn partitions(file: &Named) -> Option<usize> {
     let count = match value(file, &format!("{ROOT}.partition_count"))? {
         PlainValue::List(groups) => groups.iter().filter_map(PlainValue::as_int).max()?,

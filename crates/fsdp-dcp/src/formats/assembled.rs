@@ -27,29 +27,29 @@ use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::read_at::{BlockReader, ReadAt};
 use crate::strided::{StridedLayout, read_overlap};
 
-/// A way to find where the bytes of a piece begin, where that takes a read.
+/// A way to find where the bytes of a piece begin, for formats in which that can be found only by reading the file.
 pub(crate) trait FindStart: fmt::Debug + Send + Sync {
-    /// Returns the first byte of the storage in its file.
+    /// Returns the offset of the storage's first byte in its file.
     fn find(&self, file: &dyn ReadAt) -> Result<u64, FormatError>;
 }
 
 /// A part of a file that is stored compressed.
 pub(crate) trait Packed: fmt::Debug + Send + Sync {
-    /// Returns where its stored bytes lie: the first one, and their number.
+    /// Returns the offset and the number of its compressed bytes.
     fn place(&self) -> (u64, u64);
 
-    /// Returns the bytes that it becomes, which are read from this file.
+    /// Returns its decompressed bytes, which are read from this file.
     fn unpacked<'f>(&'f self, file: &'f dyn ReadAt) -> Box<dyn ReadAt + 'f>;
 }
 
 /// The place in its file where the storage of a piece begins.
 #[derive(Debug, Clone)]
 pub(crate) enum Start {
-    /// It is known.
+    /// The storage begins at this offset.
     At(u64),
-    /// It is found when it is read; about here.
+    /// The storage begins a little after this offset. The exact place is found when the piece is read.
     Near(u64, Arc<dyn FindStart>),
-    /// It is this byte of what a compressed record becomes.
+    /// The storage begins at this offset of the decompressed bytes of a record.
     In(Arc<dyn Packed>, u64),
 }
 
@@ -108,7 +108,7 @@ pub(crate) struct Assembled {
     structure: Option<Structure>,
 }
 
-/// About the bytes that the description of a piece takes.
+/// The approximate number of bytes of memory that the description of a piece takes.
 const PIECE_BYTES: usize = 512;
 
 /// The parts of a checkpoint that are known so far.
@@ -185,7 +185,7 @@ impl Assembler {
             let stored = piece.stored(dtype);
             let is_copy = !boxes.insert(bounds.clone());
             if is_copy && *first == **file && of_tensor.contains_key(&stored) {
-                let source = FormatError::Malformed { what: "checkpoint", reason: format!("`{fqn}` stands twice") };
+                let source = FormatError::Malformed { what: "checkpoint", reason: format!("it has `{fqn}` twice") };
                 return Err(self.opened.directory.file_error(file, source));
             }
             of_tensor.insert(stored.clone(), piece);
@@ -208,7 +208,7 @@ impl Assembler {
         charged.map_err(|over| self.opened.directory.file_error(file, over.into()))
     }
 
-    /// Adds a value. If another file holds it too, the two must be equal.
+    /// Adds a value. If another file holds a value at the same path, the two must be equal, and the first one is kept.
     pub(crate) fn add_value(&mut self, path: &KeyPath, file: &Arc<str>, value: Held) -> Result<(), FileError> {
         let fqn = path.flat_key();
         let metadata = &mut self.opened.metadata;
@@ -238,7 +238,7 @@ impl Assembler {
 
     /// Completes the checkpoint. `structure` has the containers of its keys, if they are known.
     pub(crate) fn finish(self, structure: Option<Structure>) -> Assembled {
-        // Containers are told only if they hold just these keys.
+        // The structure is kept only if its keys are exactly those of the checkpoint.
         let keys = &self.opened.metadata.entries;
         let fits = |structure: &Structure| {
             let leaves = structure.leaves();
@@ -255,7 +255,7 @@ impl Assembler {
 }
 
 impl Piece {
-    /// Returns what the metadata says of the place: it is another one for each piece of a tensor.
+    /// Returns the place of the piece for the metadata. The places of two pieces of a tensor always differ.
     fn stored(&self, dtype: DType) -> StorageInfo {
         let start = match &self.start {
             Start::At(start) | Start::Near(start, _) => *start,

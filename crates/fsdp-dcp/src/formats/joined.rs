@@ -20,9 +20,9 @@ use crate::storage::checked_directory::CheckedDirectory;
 pub(crate) struct Part {
     /// The file or directory; empty for the checkpoint's own directory.
     pub(crate) place: String,
-    /// `true` if the names of the part's files are those below `place`.
+    /// `true` if `place` is a directory, to which the names of the part's files are relative.
     pub(crate) is_directory: bool,
-    /// The keys before those of the part.
+    /// The keys that are put before each path of the part.
     pub(crate) prefix: Vec<PathPart>,
     /// The number of leading parts of its paths that the prefix replaces.
     pub(crate) skip: usize,
@@ -32,7 +32,7 @@ pub(crate) struct Part {
 struct Place {
     place: String,
     is_directory: bool,
-    /// The keys in the whole, by those in the checkpoint.
+    /// The keys in the joined checkpoint, by the keys in this one.
     keys: HashMap<String, String>,
 }
 
@@ -125,14 +125,14 @@ impl Joined {
         }
     }
 
-    /// Returns the place of the part that has a key.
+    /// Returns the place of the part that has a key, for errors; an empty text if the part is still being added.
     fn place_of(&self, key: &str) -> String {
         let place = self.origins.get(key).and_then(|(index, _)| self.places.get(*index));
         place.map_or_else(String::new, |place| place.place.clone())
     }
 }
 
-/// Returns containers below dicts with these keys.
+/// Wraps a structure in nested dicts with these keys, the first of them outermost.
 fn below(prefix: &[PathPart], structure: Structure) -> Structure {
     prefix.iter().rev().fold(structure, |structure, part| Structure::Dict(vec![(part.to_string().into(), structure)]))
 }

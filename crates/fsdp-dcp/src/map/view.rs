@@ -31,7 +31,7 @@ impl<'a> Mapped<'a> {
     /// Makes the view of a checkpoint.
     ///
     /// # Errors
-    /// A rule matches no key, or not the tensors.
+    /// A rule that matches no key, or whose tensors do not have the shapes that it needs.
     pub fn new(source: &'a dyn Checkpoint, map: &Map) -> Result<Self, MapError> {
         let from = source.metadata();
         let Matched { tensors: nodes, renamed, unmatched } = matched(map, from)?;
@@ -63,25 +63,26 @@ impl<'a> Mapped<'a> {
         Ok(Mapped { seen: Seen::of(source, metadata, None), tensors, renamed, unmatched })
     }
 
-    /// Returns the keys that no rule fits, and that stay as they are.
+    /// Returns the keys that no rule matches. They stay as they are.
     #[must_use]
     pub fn unmatched(&self) -> &[String] {
         &self.unmatched
     }
 
-    /// Returns the source's name of a key that keeps its content.
+    /// Returns the key that a tensor or value has in the source, for a key whose content the map does not change.
     fn old<'n>(&'n self, fqn: &'n str) -> &'n str {
         self.renamed.get(fqn).map_or(fqn, String::as_str)
     }
 }
 
-/// Returns the place of the first tensor that one is made of, with the bytes of all.
+/// Returns what the metadata says about the storage of a tensor that is made of others: the place of the first chunk of
+/// these sources, with the number of bytes of all their chunks. Returns `None` if none of them is stored.
 fn stored(from: &Metadata, sources: &[&str]) -> Option<StorageInfo> {
-    let chunks = || sources.iter().filter_map(|fqn| from.tensor(fqn)).flat_map(|tensor| &tensor.chunks);
-    let mut stored = chunks().find_map(|chunk| chunk.stored.clone())?;
-    stored.length =
-        chunks().filter_map(|chunk| chunk.stored.as_ref()).fold(0, |sum, stored| stored.length.saturating_add(sum));
-    Some(stored)
+    let chunks = sources.iter().filter_map(|fqn| from.tensor(fqn)).flat_map(|tensor| &tensor.chunks);
+    let places: Vec<&StorageInfo> = chunks.filter_map(|chunk| chunk.stored.as_ref()).collect();
+    let first = (*places.first()?).clone();
+    let length = places.iter().fold(0u64, |sum, place| sum.saturating_add(place.length));
+    Some(StorageInfo { length, ..first })
 }
 
 impl Layer for Mapped<'_> {

@@ -44,6 +44,7 @@ pub(crate) fn encode<'v>(
     Ok(bytes)
 }
 
+/// Returns bytes as hexadecimal digits in lower case, two for each byte.
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
@@ -55,7 +56,7 @@ fn to_json<'v>(
     depth: usize,
     tensor: &mut dyn FnMut(String, &'v PlainTensor),
 ) -> Result<Value, FormatError> {
-    // JSON readers stop at a nesting of 128; a tagged dict takes three levels.
+    // The JSON reader accepts 128 levels of nesting, and a dict with a tag takes three of them.
     const DEEPEST: usize = 40;
     if depth >= DEEPEST {
         return Err(FormatError::Limit {
@@ -75,7 +76,7 @@ fn to_json<'v>(
         PlainValue::Int(value) => json!(value),
         PlainValue::BigInt(bytes) => json!({ "$int": hex(bytes) }),
         PlainValue::Float(value) => {
-            // JSON's decimal form, where it leads back to the same bits.
+            // A decimal number, if reading it returns the same bits.
             let plain = json!(value);
             let back = serde_json::from_str::<f64>(&plain.to_string());
             if back.is_ok_and(|back| back.to_bits() == value.to_bits()) {

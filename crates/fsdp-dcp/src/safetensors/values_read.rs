@@ -15,11 +15,12 @@ use crate::error::FormatError;
 pub(crate) struct Values {
     /// The values, by flat key.
     pub(crate) values: IndexMap<String, PlainValue>,
-    /// The places of all keys, those of tensors too, in the nested state dict, in earlier files.
+    /// The paths of all keys, including those of tensors, in the nested state dict. Only files of earlier versions have
+    /// them.
     pub(crate) paths: Option<IndexMap<String, KeyPath>>,
 }
 
-/// Reads a values file; `tensor` fetches the tensors inside values by their keys.
+/// Reads a values file. `tensor` reads the tensor with a given key, for values that contain tensors.
 pub(crate) fn decode(
     bytes: &[u8],
     tensor: &mut dyn FnMut(&str) -> Result<PlainTensor, FormatError>,
@@ -29,7 +30,7 @@ pub(crate) fn decode(
     let mut context = Context { elements, text, tensor, error: None };
     let mut json = serde_json::Deserializer::from_slice(bytes);
     let read = FileSeed(&mut context).deserialize(&mut json).and_then(|values| json.end().map(|()| values));
-    // An error of ours says more than what the reader of JSON makes of it.
+    // The JSON reader turns an error of these visitors into a text, so the original one is returned instead.
     match (read, context.error) {
         (Ok(values), _) => Ok(values),
         (Err(_), Some(error)) => Err(error),
@@ -47,6 +48,7 @@ struct Context<'c> {
 }
 
 impl Context<'_> {
+    /// Charges an element with `text` bytes of text to the memory budget.
     fn charge<E: Error>(&mut self, text: usize) -> Result<(), E> {
         // A list that grows holds its items twice.
         let element = 2 * size_of::<PlainValue>() as u64;
@@ -55,10 +57,11 @@ impl Context<'_> {
         charged.map_err(|over| self.fail(over.into()))
     }
 
+    /// Keeps an error to be returned by [`decode`], and returns the one that stops the JSON reader.
     fn fail<E: Error>(&mut self, error: FormatError) -> E {
-        let told = E::custom(&error);
+        let for_reader = E::custom(&error);
         self.error.get_or_insert(error);
-        told
+        for_reader
     }
 
     fn malformed<E: Error>(&mut self, reason: impl ToString) -> E {
@@ -225,7 +228,8 @@ impl<'de> Visitor<'de> for ValueSeed<'_, '_> {
     }
 }
 
-/// Makes the value that JSON has no form for.
+/// Returns the value of an object with a tag, such as a tuple for `{"$tuple": [1, 2]}`. `value` is what stands behind
+/// the tag. The documentation of `values.rs` lists the tags.
 fn tagged(context: &mut Context<'_>, tag: &str, value: PlainValue) -> Result<PlainValue, FormatError> {
     Ok(match (tag, value) {
         ("$tuple", PlainValue::List(items)) => PlainValue::Tuple(items),
@@ -234,10 +238,10 @@ fn tagged(context: &mut Context<'_>, tag: &str, value: PlainValue) -> Result<Pla
         ("$bytes", PlainValue::Str(text)) => PlainValue::Bytes(unhex(&text)?),
         ("$int", PlainValue::Str(text)) => PlainValue::BigInt(unhex(&text)?),
         ("$bytes" | "$int", _) => return Err(malformed("bytes are not in hexadecimal")),
-        ("$float", PlainValue::Str(text)) => {
+        ("$float", PlainValue::Str(text)) if is_hexadecimal(&text) => {
             PlainValue::Float(f64::from_bits(u64::from_str_radix(&text, 16).map_err(malformed)?))
         }
-        ("$float", _) => return Err(malformed("a float's bits")),
+        ("$float", _) => return Err(malformed("the bits of a float are not in hexadecimal")),
         ("$dict", PlainValue::List(pairs)) => {
             let pair_of = |pair| match pair {
                 PlainValue::List(pair) => <[PlainValue; 2]>::try_from(pair).ok(),
@@ -254,9 +258,14 @@ fn tagged(context: &mut Context<'_>, tag: &str, value: PlainValue) -> Result<Pla
     })
 }
 
+/// Returns `true` if the text consists of hexadecimal digits. (Rust's parsers also accept a sign.)
+fn is_hexadecimal(text: &str) -> bool {
+    text.bytes().all(|byte| byte.is_ascii_hexdigit())
+}
+
 /// Reads bytes in hexadecimal.
 fn unhex(text: &str) -> Result<Vec<u8>, FormatError> {
-    if !text.len().is_multiple_of(2) || !text.is_ascii() {
+    if !text.len().is_multiple_of(2) || !is_hexadecimal(text) {
         return Err(malformed("bytes are not in hexadecimal"));
     }
     (0..text.len()).step_by(2).map(|at| u8::from_str_radix(&text[at..at + 2], 16).map_err(malformed)).collect()
@@ -322,6 +331,8 @@ mod tests {
             r#"{"$x":1}"#,
             r#"{"$bytes":"0"}"#,
             r#"{"$bytes":"zz"}"#,
+            r#"{"$bytes":"+f"}"#,
+            r#"{"$float":"+3ff0000000000000"}"#,
             r#"{"$tuple":1}"#,
             r#"{"$dict":[[1]]}"#,
             r#"{"$float":"x"}"#,

@@ -50,7 +50,8 @@ impl CheckedDirectory {
         Ok(directory)
     }
 
-    /// Opens the directory of a checkpoint that is one file, whose integrity file has [its name](integrity_beside).
+    /// Opens the directory of a checkpoint that is the single file `name`. With `verify`, the integrity file of that
+    /// file is read, if there is one; [`integrity_beside`] returns its name. Symbolic links are followed.
     pub(crate) fn open_beside(location: &Location, name: &str, verify: bool) -> Result<Self, FileError> {
         let mut directory = Self::open_unchecked(location, Links::Follow)?;
         let integrity = integrity_beside(name);
@@ -60,7 +61,8 @@ impl CheckedDirectory {
         Ok(directory)
     }
 
-    /// Opens a directory for one of its files, which another program may have put there: it is checked if it is covered.
+    /// Opens a directory to read one of its files, which another program may have put there. The file is checked if the
+    /// directory's integrity file lists it.
     pub(crate) fn open_for(location: &Location, name: &str, verify: bool) -> Result<Self, FileError> {
         let mut directory = Self::open(location, verify, Links::Refuse)?;
         let known = directory.integrity.take().map(|mut known| {
@@ -90,7 +92,7 @@ impl CheckedDirectory {
         for name in &names {
             let integrity = self.read_integrity(name)?;
             let is_right = names.len() == 1 || self.covers_metadata(&integrity)?;
-            // If none is right, the last one says what is wrong with the `.metadata`.
+            // If none is right, the last one is used, so that reading the `.metadata` fails with the right error.
             found = Some(integrity);
             if is_right {
                 break;
@@ -111,7 +113,7 @@ impl CheckedDirectory {
         Ok(check(metadata, METADATA_FILE, &bytes).is_ok())
     }
 
-    /// Returns how many threads should read where one would do for a disk.
+    /// Returns the number of threads that should read in place of each one that would read from a disk.
     pub(crate) fn threads_per_reader(&self) -> usize {
         self.directory.threads_per_reader()
     }
@@ -156,8 +158,8 @@ impl CheckedDirectory {
         names
     }
 
-    /// Checks that the files that the integrity file covers are all there: where a directory's content is told by which
-    /// files it has, one that is missing would go unnoticed.
+    /// Checks that all files that the integrity file lists exist. Some formats have no list of their files, so a
+    /// missing one would go unnoticed without this.
     pub(crate) fn check_covered(&self) -> Result<(), FileError> {
         let mut missing = Vec::new();
         for name in self.covered() {
@@ -213,7 +215,8 @@ impl CheckedDirectory {
         Ok(file)
     }
 
-    /// Opens a file that another program may have put beside the checkpoint's own: it is checked if it is covered.
+    /// Opens a file that another program may have put beside the checkpoint's own. It is checked if the integrity file
+    /// lists it.
     pub(crate) fn extra_file(&self, relative: &str) -> Result<CheckedFile, FileError> {
         let opened = self.directory.file(relative)?;
         let integrity = self.integrity.as_ref().and_then(|known| known.hashes.get(relative)).cloned();
@@ -237,7 +240,7 @@ impl CheckedDirectory {
         Ok(bytes)
     }
 
-    /// Makes an error of this file.
+    /// Returns the error of a file from the reason.
     pub(crate) fn file_error(&self, relative: &str, source: FormatError) -> FileError {
         FileError::File { path: self.path().join(relative), source }
     }
@@ -253,7 +256,7 @@ impl CheckedDirectory {
     }
 }
 
-/// Shares the hashes of each file among its readers.
+/// Converts the content of an integrity file into the form in which readers of its files can share the hashes.
 fn known(integrity: Integrity) -> Known {
     let hashes = integrity.files.into_iter().map(|(path, file)| (path, Arc::new(file))).collect();
     Known { hashes, digests: integrity.digests, lineage: integrity.lineage }

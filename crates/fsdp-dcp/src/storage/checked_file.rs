@@ -65,7 +65,8 @@ impl CheckedFile {
         CheckedFile { file, bytes_per_read: self.bytes_per_read, name, integrity: None, bytes_read }
     }
 
-    /// Cuts it into parts of whole blocks, to be checked one by one. Another length than was written is an error.
+    /// Cuts the file into parts of whole blocks, which [`verify`](Self::verify) can check on different threads. There
+    /// are none for a file without hashes. A file whose length is not that in the integrity file is an error.
     pub(crate) fn parts(&self) -> Result<Vec<Range<u64>>, FormatError> {
         const PART: u64 = 64 << 20;
         let Some(integrity) = &self.integrity else { return Ok(Vec::new()) };
@@ -84,7 +85,8 @@ impl CheckedFile {
         Ok(parts)
     }
 
-    /// Reads and checks one of its [`parts`](Self::parts), a block at a time. The first block that differs is the error.
+    /// Reads and checks one of its [`parts`](Self::parts), a block at a time. Fails at the first block that does not
+    /// have its hash. `progress` is called with the number of bytes of each block that has been checked.
     pub(crate) fn verify(&self, part: Range<u64>, progress: Option<&(dyn Fn(u64) + Sync)>) -> Result<(), FormatError> {
         let Some(integrity) = &self.integrity else { return Ok(()) };
         let mut buffer = Vec::new();
@@ -101,8 +103,8 @@ impl CheckedFile {
         Ok(())
     }
 
-    /// Returns the blocks that lie one after the other from `offset`, all of them before `end`; at least one if any does,
-    /// and no more than are to be read at once.
+    /// Returns the whole blocks between `offset` and `end`, the first of which must begin at `offset`. They are at most
+    /// as many as are read at once, but at least one if there is any.
     fn whole_blocks(&self, integrity: &FileIntegrity, offset: u64, end: u64) -> Vec<HashedBlock> {
         let mut blocks: Vec<HashedBlock> = Vec::new();
         let mut at = offset;

@@ -132,7 +132,7 @@ struct OsFile(File);
 
 impl NewFile for OsFile {
     fn allocate(&self, length: u64) -> io::Result<()> {
-        // Asked first, since a file system that runs out may take all its free space before it says so.
+        // Check the free space first. Some file systems use up all of it before `fallocate` fails.
         let free = rustix::fs::fstatvfs(&self.0).map_or(u64::MAX, |stat| stat.f_bavail.saturating_mul(stat.f_frsize));
         if length > free {
             return Err(Errno::NOSPC.into());
@@ -189,7 +189,8 @@ impl OpenDirectory for OsDirectory {
         };
         let failed = |errno| failed(errno, links);
         let Some((name, directories)) = parts.split_last() else { return Err(failed(Errno::ISDIR)) };
-        // One part at a time, each below the one before it: so no link is followed on the way.
+        // Open one directory after the other, each relative to the one before it, so that no link is followed on the
+        // way.
         let mut below: Option<OwnedFd> = None;
         for part in directories {
             let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC | follow;
@@ -215,6 +216,7 @@ impl OpenDirectory for OsDirectory {
     }
 }
 
+/// Turns an error of opening a file into an [`OpenError`]; a link that must not be followed gets an explanation.
 fn failed(errno: Errno, links: Links) -> OpenError {
     if errno == Errno::LOOP && links == Links::Refuse {
         return OpenError::Refused("a symbolic link is on the way; `cp -rL` makes a copy without links");
@@ -240,12 +242,14 @@ impl ReadAt for OsReadFile {
     }
 
     fn has_hole(&self, range: Range<u64>) -> bool {
-        // The position of the file, which this moves, is not used otherwise. There is a hole at the end of every file.
+        // This moves the position of the file, which nothing else uses. If there is no hole, the system returns the end
+        // of the file.
         rustix::fs::seek(&self.file, SeekFrom::Hole(range.start)).is_ok_and(|hole| hole < range.end)
     }
 }
 
-/// Returns a number unlike those of other processes and times.
+/// Returns a number that is different for each call, in this process and in others: a hash of the time, the process and
+/// the number of calls so far. Names of temporary files and directories contain it.
 pub(super) fn nonce() -> u64 {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();

@@ -27,19 +27,21 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
     Ok(assembler.finish(Some(flat.structure)))
 }
 
-/// Reads the content of one file.
+/// Reads the state dict of one file, as flat keys. Tensors are located, but not read. Logs a warning if some tensors
+/// have a class or attributes in Python that are not kept.
 pub(crate) fn read_flat(directory: &CheckedDirectory, name: &str) -> Result<FlatFile, FileError> {
     let file = directory.file(name)?;
     let flat = FlatFile::read(&*file).map_err(|source| directory.file_error(name, source))?;
-    let reduced: Vec<&str> = flat.tensors_without_attributes().collect();
-    if let [first, ..] = reduced[..] {
-        let (path, tensors) = (directory.path().join(name).display().to_string(), reduced.len());
+    let simplified: Vec<&str> = flat.tensors_without_attributes().collect();
+    if let [first, ..] = simplified[..] {
+        let (path, tensors) = (directory.path().join(name).display().to_string(), simplified.len());
         warn!(%path, tensors, first, "some tensors have a class or attributes of their own in Python, which are not kept");
     }
     Ok(flat)
 }
 
-/// Adds what a file holds: `prefix` gives the parts before the path of each key, or `None` to leave it out.
+/// Adds the tensors and values of a file. `prefix` returns the parts to put before the path of a key, or `None` to
+/// leave the key out.
 pub(crate) fn add(
     assembler: &mut Assembler,
     name: &Arc<str>,

@@ -29,7 +29,7 @@ pub(crate) struct ShardedRef {
 /// The attributes of an object, as `BUILD` would have set them.
 type Attributes<'p> = &'p [(NodeId, NodeId)];
 
-/// The parts of one tensor that a rank may have: strided shards are a part for each block.
+/// The largest number of parts of one tensor that a rank may have. A strided shard has a part for each of its blocks.
 const MAX_PARTS: usize = 1024;
 
 /// Returns the class, the arguments and the state of a sharded tensor, if this node is one.
@@ -54,7 +54,7 @@ fn subclass<'p>(p: &'p Pickle<'_>, mut id: NodeId) -> Option<(&'p str, NodeId, N
     None
 }
 
-/// Returns `true` if a node describes a rank's part of a tensor. One that is malformed is found when it is read.
+/// Returns `true` if a node describes a rank's part of a tensor. Whether the description is well-formed is not checked.
 pub(crate) fn is_sharded(p: &Pickle<'_>, id: NodeId) -> bool {
     subclass(p, id).is_some()
 }
@@ -123,21 +123,21 @@ fn get(p: &Pickle<'_>, attributes: Attributes<'_>, name: &str) -> Result<NodeId,
     find(p, attributes, name).ok_or_else(|| malformed(format!("it has no `{name}`")))
 }
 
-/// Returns the product of nested tuples of sizes.
+/// Returns a size, or the product of a tuple of sizes.
 fn product(p: &Pickle<'_>, id: NodeId) -> Result<usize, FormatError> {
     if let Ok(size) = p.usize(id) {
         return Ok(size);
     }
     let mut total = 1usize;
     for &item in p.sequence(id)? {
-        // Two levels are all that a mesh has.
+        // The items must be numbers: the tuples of a mesh are not nested any deeper.
         total = total.checked_mul(p.usize(item)?).ok_or_else(|| malformed("its mesh is too large"))?;
     }
     Ok(total)
 }
 
-/// Returns the shape of a mesh. Versions of torch store it in three ways: as a tensor of ranks, as a layout of shape
-/// and strides, and as a layout of axes that have these.
+/// Returns the shape of a mesh. Different versions of torch store it in different ways: as a tensor of ranks, as a
+/// layout with a shape and strides, or as a layout of axes that each have a shape and strides.
 fn mesh_shape(p: &Pickle<'_>, mesh: Attributes<'_>) -> Result<Vec<usize>, FormatError> {
     let Some(layout) = find(p, mesh, "_layout") else {
         let ranks = get(p, mesh, "mesh")?;
@@ -163,6 +163,7 @@ fn mesh_shape(p: &Pickle<'_>, mesh: Attributes<'_>) -> Result<Vec<usize>, Format
     }
 }
 
+/// Reads a placement. A partial placement, whose parts would have to be summed, is an error.
 fn placement(p: &Pickle<'_>, id: NodeId) -> Result<Placement, FormatError> {
     let Node::Opaque(object) = p.node(id) else { return Err(p.wrong(id, "a placement").into()) };
     let attributes = attributes_of(p, id)?;
@@ -198,6 +199,8 @@ fn check_order(p: &Pickle<'_>, spec: Attributes<'_>, placements: &[Placement]) -
     Ok(())
 }
 
+/// Reads a DTensor. Its state has the local tensor and a specification: the placements, and the mesh with the
+/// coordinate of the rank. The boxes of the rank follow from these as they do in torch.
 fn dtensor(p: &Pickle<'_>, arguments: NodeId, state: NodeId) -> Result<ShardedRef, FormatError> {
     let (dtype, shape) = whole(p, arguments)?;
     let state = attributes_in(p, state)?;
@@ -207,6 +210,7 @@ fn dtensor(p: &Pickle<'_>, arguments: NodeId, state: NodeId) -> Result<ShardedRe
     let placements = p.sequence(get(p, spec, "placements")?)?.iter().map(|&id| placement(p, id));
     let placements = placements.collect::<Result<Vec<_>, _>>()?;
     check_order(p, spec, &placements)?;
+    // A strided shard has a box for each block. Their number comes from the file, so it is limited.
     let blocks = placements.iter().try_fold(1usize, |blocks, placement| match placement {
         Placement::StridedShard { split_factor, .. } => blocks.checked_mul(*split_factor),
         _ => Some(blocks),

@@ -9,7 +9,7 @@ use super::lend::{StorageMut, contiguous_range, unsupported, with_storage_mut};
 use crate::cuda;
 use crate::{FlatError, with_float};
 
-/// Elements, row-major, that are going to be put behind a tensor.
+/// Elements, row-major, that will become the storage of a tensor.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -33,13 +33,14 @@ enum Elements {
 }
 
 impl Contents {
-    /// Takes elements.
+    /// Makes contents of these elements, without a copy.
     #[must_use]
     pub fn new<T: Scalar>(data: Vec<T>) -> Self {
         Contents(Elements::Host(T::to_cpu_storage_owned(data)))
     }
 
-    /// Takes the elements of a contiguous tensor. Those in the host's memory are copied; those of a GPU stay there.
+    /// Makes contents of the elements of a contiguous tensor. Elements in the host's memory are copied. Elements on a
+    /// GPU stay there, and are copied by [`Self::put`].
     ///
     /// # Errors
     /// A tensor that is released, not contiguous, or of a dtype that is not a float; [`FlatError::OutOfMemory`].
@@ -70,7 +71,8 @@ impl Contents {
         }
     }
 
-    /// Replaces the storage of a tensor by these elements. All tensors that share the storage see the change.
+    /// Replaces the storage of a tensor with these elements. All tensors that share the storage see the change. The
+    /// tensor must cover its whole storage, or else the other elements of the storage are lost.
     ///
     /// # Errors
     /// The same as [`refill`].
@@ -78,7 +80,7 @@ impl Contents {
         with_storage_mut(tensor, |storage, layout| self.put_into(tensor, storage, layout))
     }
 
-    /// Replaces the storage of a tensor, which has been lent, by these elements.
+    /// Does what [`Self::put`] does, for a tensor whose storage is already locked for writing.
     pub(super) fn put_into(self, tensor: &Tensor, storage: StorageMut<'_>, layout: &Layout) -> Result<(), FlatError> {
         if self.elem_count() != tensor.elem_count() || self.dtype() != tensor.dtype() {
             return Err(FlatError::ShapeMismatch {
@@ -113,8 +115,8 @@ impl Contents {
 /// The tensor must cover its whole storage, or else the other elements of the storage are lost.
 ///
 /// # Errors
-/// The number of elements and the dtype must be the tensor's; a tensor that is not contiguous, or begins further on in
-/// its storage; one on a device that this build does not know.
+/// Another number of elements or another dtype than the tensor's; a tensor that is not contiguous, or that does not
+/// begin at the start of its storage; a device that this build does not support.
 pub fn refill<T: Scalar>(tensor: &Tensor, data: Vec<T>) -> Result<(), FlatError> {
     Contents::new(data).put(tensor)
 }

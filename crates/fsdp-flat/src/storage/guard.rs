@@ -27,7 +27,7 @@ pub struct HostBytes<'a>(Source<'a>);
 
 /// The place that bytes are read from.
 enum Source<'a> {
-    /// A storage in the host's memory, and the bytes of the tensor in it.
+    /// A locked storage in the host's memory, and the range of the tensor's bytes in it.
     Lent(StorageRef<'a>, Range<usize>),
     /// A copy on the host of bytes that lie on a GPU.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "all memory is the host's"))]
@@ -100,7 +100,7 @@ impl std::fmt::Debug for HostBytes<'_> {
 pub struct HostBytesMut {
     tensor: Tensor,
     range: Range<usize>,
-    /// The bytes; `None` once they have been given back.
+    /// The bytes; `None` once they are back in the tensor.
     held: Option<Held>,
 }
 
@@ -147,6 +147,7 @@ impl HostBytesMut {
         self.give_back()
     }
 
+    /// Puts the bytes back into the tensor, unless that has been done.
     fn give_back(&mut self) -> Result<(), FlatError> {
         match self.held.take() {
             Some(Held::Storage(storage)) => exchange(&self.tensor, storage).map(drop),

@@ -75,7 +75,7 @@ fn out_of_memory(dtype: candle_core::DType, shape: &[usize]) -> FlatError {
     FlatError::OutOfMemory { dtype: dtype.as_str().to_owned(), shape: shape.to_vec() }
 }
 
-/// Makes a vector of zeros, fresh from the system.
+/// Makes a vector of zeros. Large ones are not written to: the system provides their memory as zeros when it is used.
 ///
 /// # Errors
 /// [`FlatError::OutOfMemory`].
@@ -83,7 +83,7 @@ pub fn zeroed_vec<T: Scalar>(numel: usize) -> Result<Vec<T>, FlatError> {
     try_zeroed_vec(numel).map_err(|()| out_of_memory(T::DTYPE, &[numel]))
 }
 
-/// Copies a slice, for elements that become a tensor.
+/// Copies a slice. If there is not enough memory, this is an error and does not end the process.
 ///
 /// # Errors
 /// [`FlatError::OutOfMemory`].
@@ -94,7 +94,7 @@ pub fn copied_vec<T: Scalar>(from: &[T]) -> Result<Vec<T>, FlatError> {
     Ok(to)
 }
 
-/// Memory that is to become a tensor: filled as bytes first, many at a time and from any thread.
+/// Memory that will become a tensor. Until then it can be filled as bytes, from any thread.
 #[derive(Debug)]
 pub struct TensorBuffer {
     storage: CpuStorage,
@@ -102,7 +102,7 @@ pub struct TensorBuffer {
 }
 
 impl TensorBuffer {
-    /// Makes zeros, fresh from the system.
+    /// Makes a buffer of zeros, as [`zeroed_vec`] does.
     ///
     /// # Errors
     /// Dtypes whose elements are not plain bytes; [`FlatError::OutOfMemory`].

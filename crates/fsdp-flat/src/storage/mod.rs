@@ -45,7 +45,7 @@ pub fn is_released(tensor: &Tensor) -> bool {
     }
 }
 
-/// Returns `true` if two tensors are views of one storage. Then one cannot be read while the other is changed.
+/// Returns `true` if two tensors are views of one storage. If so, one cannot be read while the other is being changed.
 #[must_use]
 pub fn share_storage(a: &Tensor, b: &Tensor) -> bool {
     place(a).0 == place(b).0
@@ -146,7 +146,7 @@ pub fn zeros_on(shape: &[usize], dtype: candle_core::DType, device: &Device) -> 
     if device.is_cpu() { zeros(shape, dtype) } else { Ok(Tensor::zeros(shape, dtype, device)?) }
 }
 
-/// Makes a contiguous CPU tensor of zeros, fresh from the system.
+/// Makes a contiguous tensor of zeros on the CPU.
 ///
 /// # Errors
 /// Dtypes whose elements are not plain bytes; [`FlatError::OutOfMemory`].

@@ -33,11 +33,12 @@ use crate::FlatError;
 /// the queue of readers that wait for a writer is the address itself.)
 const QUEUE_OF_WRITERS: usize = 1;
 
-/// The size of the thread's stack: a fixed part, and a part for the nested call of each tensor.
+/// The fixed part of the size of the thread's stack.
 const STACK_BYTES: usize = 256 << 10;
+/// The part of the stack for each tensor, because the call that holds its lock is nested in those of the others.
 const STACK_BYTES_PER_TENSOR: usize = 4 << 10;
 
-/// The interval at which this checks if the thread waits for a lock.
+/// The interval at which [`Withheld::settle`] checks whether the thread waits for a lock.
 const LOOK: Duration = Duration::from_millis(1);
 
 /// The time for which [`Withheld::new`] waits until a test thread blocks on a lock, even on a busy machine.
@@ -67,14 +68,15 @@ pub struct Withheld {
     /// The addresses of the locks, by which parking_lot knows their queues.
     locks: Vec<usize>,
     shared: Arc<Shared>,
-    /// The requests of [`Self::withhold`]; `None` once this is dropped.
+    /// The channel to the thread. Each call of [`Self::withhold`] sends a request: the receiver of the contents that
+    /// end it. `None` once this is dropped.
     requests: Option<Sender<Receiver<Give>>>,
-    /// The way to end the present request.
+    /// The sender of the contents that end the current request; `None` if the tensors are not withheld.
     gives: Mutex<Option<Sender<Give>>>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// Contents for the tensors, and the way back for the result.
+/// Contents for the tensors, and the channel for the result of filling them.
 struct Give {
     contents: Vec<Contents>,
     result: Sender<Result<(), FlatError>>,
@@ -89,14 +91,15 @@ struct Shared {
 
 #[derive(Debug, Default)]
 enum State {
-    /// Tensors are read as any other.
+    /// The tensors are not withheld, and are read as any other.
     #[default]
     Free,
-    /// The thread takes the locks.
+    /// The thread is taking the locks.
     Asked,
-    /// Readers wait.
+    /// The thread holds all locks, and readers wait.
     Held,
-    /// The locks could not be taken.
+    /// The locks could not be taken, for this reason. The reason is `None` if there is no thread, or if it has been
+    /// returned to a caller already.
     Failed(Option<FlatError>),
 }
 
@@ -105,6 +108,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Changes the state, and wakes the threads that wait for a change.
     fn set(&self, state: State) {
         *self.state() = state;
         self.changed.notify_all();
@@ -186,14 +190,15 @@ impl Withheld {
         *gives = Some(sender);
     }
 
-    /// Waits until the thread holds all locks, so that from now on readers wait.
+    /// Waits until the thread holds all locks after [`Self::withhold`]. From then on, readers wait. Returns at once if
+    /// the tensors are not withheld.
     ///
     /// # Errors
     /// A tensor on a device that this build does not support, and the errors of a GPU's driver. Then readers do not wait.
     pub fn wait(&self) -> Result<(), FlatError> {
         let mut state = self.shared.wait_while(|state| matches!(state, State::Asked));
         match &mut *state {
-            State::Failed(error) => Err(error.take().unwrap_or(FlatError::UnseenUse)),
+            State::Failed(error) => Err(error.take().unwrap_or(FlatError::NotWithheld)),
             _ => Ok(()),
         }
     }
@@ -215,7 +220,7 @@ impl Withheld {
             }
         }
         match &mut *self.shared.state() {
-            State::Failed(error) => Err(error.take().unwrap_or(FlatError::UnseenUse)),
+            State::Failed(error) => Err(error.take().unwrap_or(FlatError::NotWithheld)),
             _ => Ok(()),
         }
     }
@@ -249,9 +254,9 @@ impl Withheld {
         let given = given.recv();
         let mut state = self.shared.wait_while(|state| matches!(state, State::Asked | State::Held));
         match (&mut *state, given) {
-            (State::Failed(error), _) => Err(error.take().unwrap_or(FlatError::UnseenUse)),
+            (State::Failed(error), _) => Err(error.take().unwrap_or(FlatError::NotWithheld)),
             (_, Ok(result)) => result,
-            (_, Err(_)) => Err(FlatError::UnseenUse),
+            (_, Err(_)) => Err(FlatError::NotWithheld),
         }
     }
 
@@ -291,6 +296,7 @@ fn hold(tensors: &[Tensor], gives: &Receiver<Give>, shared: &Shared) {
     }
 }
 
+/// The channel for the result of filling the tensors, and the result.
 type Given = (Sender<Result<(), FlatError>>, Result<(), FlatError>);
 
 /// Waits for contents while all storages are lent, and fills them.
@@ -447,7 +453,8 @@ mod tests {
         let repeated = Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap().broadcast_as(4).unwrap();
         let withheld = Withheld::new(vec![repeated]).unwrap();
         withheld.withhold();
-        assert!(withheld.wait().is_err());
+        assert!(!matches!(withheld.wait().unwrap_err(), FlatError::NotWithheld), "the reason itself");
+        assert!(matches!(withheld.settle(), Err(FlatError::NotWithheld)), "it is not said a second time");
         let (sender, receiver) = mpsc::channel();
         thread::spawn(move || sender.send(withheld.give(vec![contents(1.)]).is_err()));
         assert_eq!(receiver.recv_timeout(Duration::from_secs(10)), Ok(true));
@@ -474,7 +481,7 @@ mod tests {
     }
 
     #[test]
-    fn the_locks_wait_for_who_reads_now() {
+    fn the_locks_are_taken_when_present_readers_have_finished() {
         let (a, b) = (tensor(1.), tensor(2.));
         let withheld = Withheld::new(vec![a.clone(), b.clone()]).unwrap();
         let (storage, _) = b.storage_and_layout();

@@ -8,13 +8,16 @@ fn params(list: &[(&str, &[usize])]) -> Vec<(String, Vec<usize>)> {
     list.iter().map(|(fqn, shape)| ((*fqn).to_owned(), shape.to_vec())).collect()
 }
 
-/// Makes the layout of seven parameters: sc of 7 elements, l1 of 5x3 and 5, l2 of 2x5 and 2.
+/// Makes the layout of five parameters: `sc` of 7 elements, the weight of `l1` of 5x3 and its bias of 5, the weight of
+/// `l2` of 2x5 and its bias of 2. They are aligned for the dtype `aligned`, if one is given.
 fn mini7(aligned: Option<DType>, world_size: usize) -> FlatLayout {
     let list =
         params(&[("sc", &[7]), ("l1.weight", &[5, 3]), ("l1.bias", &[5]), ("l2.weight", &[2, 5]), ("l2.bias", &[2])]);
     FlatLayout::new(list, aligned.map_or(0, aligned_numel), world_size).unwrap()
 }
 
+/// Returns the parameters in a rank's shard, each with its name, its offset and length in the shard, and the first and the
+/// last of its elements there.
 fn infos(layout: &FlatLayout, rank: usize) -> Vec<(&str, usize, usize, usize, usize)> {
     let infos = layout.shard_param_infos(rank);
     let named = layout.fqns().iter().zip(infos);
@@ -29,6 +32,8 @@ fn infos(layout: &FlatLayout, rank: usize) -> Vec<(&str, usize, usize, usize, us
 fn golden_sizes_of_mini7() {
     let f32 = Some(DType::F32);
     let bf16 = Some(DType::BF16);
+    // The dtype to align for, the ranks, the lengths of parameters and padding, the elements without and with right padding,
+    // the elements of a shard, and each rank's right padding.
     type Golden<'a> = (Option<DType>, usize, &'a [usize], usize, usize, usize, &'a [usize]);
     let table: &[Golden<'_>] = &[
         (None, 2, &[7, 15, 5, 10, 2], 39, 40, 20, &[0, 1]),
@@ -68,39 +73,39 @@ fn golden_shard_param_infos_of_mini7() {
     );
 }
 
+/// Returns the parameters that have elements from `first` to `last` (inclusive) of the FlatParameter: the index of each,
+/// and the first and the last of its elements there.
+fn params_from_to(layout: &FlatLayout, first: usize, last: usize) -> Vec<(usize, usize, usize)> {
+    let infos = layout.shard_param_infos_of_range(first..last + 1).into_iter().enumerate();
+    infos.filter_map(|(param, info)| info.map(|i| (param, i.intra_param_start, i.intra_param_end))).collect()
+}
+
+// The ranges of this test and the next are those of torch's `test_flat_param_shard_metadata_*`.
 #[test]
-fn metadata_of_arbitrary_ranges_unaligned() {
+fn any_range_has_the_right_part_of_each_parameter() {
     let layout =
         FlatLayout::new(params(&[("0.weight", &[10, 10]), ("2.weight", &[10, 10]), ("4.weight", &[10, 10])]), 0, 1)
             .unwrap();
-    let of = |start: usize, last: usize| -> Vec<(usize, usize, usize)> {
-        let infos = layout.shard_param_infos_of_range(start..last + 1);
-        let held = infos.into_iter().enumerate();
-        held.filter_map(|(p, info)| info.map(|i| (2 * p, i.intra_param_start, i.intra_param_end))).collect()
-    };
-    assert_eq!(of(0, 0), [(0, 0, 0)]);
-    assert_eq!(of(0, 50), [(0, 0, 50)]);
-    assert_eq!(of(0, 99), [(0, 0, 99)]);
-    assert_eq!(of(50, 149), [(0, 50, 99), (2, 0, 49)]);
-    assert_eq!(of(50, 199), [(0, 50, 99), (2, 0, 99)]);
-    assert_eq!(of(99, 199), [(0, 99, 99), (2, 0, 99)]);
-    assert_eq!(of(100, 199), [(2, 0, 99)]);
-    assert_eq!(of(100, 299), [(2, 0, 99), (4, 0, 99)]);
-    assert_eq!(of(100, 1000), [(2, 0, 99), (4, 0, 99)]);
-    assert_eq!(of(299, 299), [(4, 99, 99)]);
+    assert_eq!(params_from_to(&layout, 0, 0), [(0, 0, 0)]);
+    assert_eq!(params_from_to(&layout, 0, 50), [(0, 0, 50)]);
+    assert_eq!(params_from_to(&layout, 0, 99), [(0, 0, 99)]);
+    assert_eq!(params_from_to(&layout, 50, 149), [(0, 50, 99), (1, 0, 49)]);
+    assert_eq!(params_from_to(&layout, 50, 199), [(0, 50, 99), (1, 0, 99)]);
+    assert_eq!(params_from_to(&layout, 99, 199), [(0, 99, 99), (1, 0, 99)]);
+    assert_eq!(params_from_to(&layout, 100, 199), [(1, 0, 99)]);
+    assert_eq!(params_from_to(&layout, 100, 299), [(1, 0, 99), (2, 0, 99)]);
+    // A range may end beyond the last parameter.
+    assert_eq!(params_from_to(&layout, 100, 1000), [(1, 0, 99), (2, 0, 99)]);
+    assert_eq!(params_from_to(&layout, 299, 299), [(2, 99, 99)]);
 }
 
 #[test]
-fn metadata_of_arbitrary_ranges_aligned() {
+fn alignment_padding_in_a_range_belongs_to_no_parameter() {
     let weights = params(&[("0.weight", &[7, 3]), ("2.weight", &[5, 7]), ("4.weight", &[5, 5])]);
     let layout = FlatLayout::new(weights, aligned_numel(DType::F32), 1).unwrap();
     assert_eq!(layout.numels_with_padding(), [21, 3, 35, 1, 25]);
-    let of = |start: usize, last: usize| -> Vec<Option<(usize, usize)>> {
-        let infos = layout.shard_param_infos_of_range(start..last + 1);
-        infos.into_iter().map(|info| info.map(|i| (i.intra_param_start, i.intra_param_end))).collect()
-    };
-    assert_eq!(of(0, 42), [Some((0, 20)), Some((0, 18)), None]);
-    assert_eq!(of(43, 85), [None, Some((19, 34)), Some((0, 24))]);
+    assert_eq!(params_from_to(&layout, 0, 42), [(0, 0, 20), (1, 0, 18)]);
+    assert_eq!(params_from_to(&layout, 43, 85), [(1, 19, 34), (2, 0, 24)]);
 }
 
 #[test]

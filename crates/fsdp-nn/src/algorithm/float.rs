@@ -2,8 +2,8 @@
 //!
 //! torch runs a step as a chain of whole-tensor operations. Each one widens its elements, computes, and rounds the
 //! result back to the tensor's dtype. The methods of [`Element`] are those operations for one element, with the same
-//! roundings, so that chaining them element by element gives what torch's chain of tensors gives. All is inlined,
-//! because a loop with a call in it is not vectorised.
+//! roundings, so that chaining them element by element gives what torch's chain of tensors gives. Everything is
+//! inlined, because a loop with a call in it is not vectorised.
 
 use std::convert::identity;
 
@@ -133,28 +133,31 @@ pub(super) fn scalar<T: Float>(value: f64) -> T::Real {
     T::Real::from_scalar(value)
 }
 
-/// One element of a tensor of `T`, widened. torch's operations, by torch's names.
+/// One element of a tensor of `T`, widened. Its methods are torch's operations, under torch's names.
 #[derive(Clone, Copy)]
 pub(super) struct Element<T: Float>(T::Real);
 
 impl<T: Float> Element<T> {
+    /// Reads an element of a tensor.
     #[inline(always)]
     pub(super) fn load(element: T) -> Self {
         Self(element.widen())
     }
 
+    /// Returns the element to be written to a tensor.
     #[inline(always)]
     pub(super) fn store(self) -> T {
         T::narrow(self.0)
     }
 
+    /// Rounds the result of an operation to the element type, as torch does after each operation.
     #[inline(always)]
     fn round(value: T::Real) -> Self {
         Self(T::round(value))
     }
 
-    /// Returns a scalar rounded to the element type, as torch does to those of `add`, but not to those of its other
-    /// operations.
+    /// Returns a scalar rounded to the element type. torch rounds the scalars of `add` like this, but not those of its
+    /// other operations, which take `T::Real` here.
     pub(super) fn from_scalar(value: f64) -> Self {
         Self::round(scalar::<T>(value))
     }
@@ -227,7 +230,8 @@ impl<T: Float> Element<T> {
     }
 }
 
-/// The weight of `lerp`, which is computed from the nearer end; prepared once for all elements.
+/// The weight of a `lerp`, prepared once for all elements. torch computes from the nearer of the two ends, so that the
+/// result is exact at both.
 #[derive(Clone, Copy)]
 pub(super) struct Weight<R> {
     factor: R,
@@ -242,7 +246,7 @@ impl<R: Real> Weight<R> {
     }
 }
 
-/// Computes torch's `start.lerp_(end, weight)`; slices of equal length.
+/// Computes torch's `start.lerp_(end, weight)`. The slices must have equal lengths.
 pub(crate) fn lerp<T: Float>(start: &mut [T], end: &[T], weight: f64) {
     let weight = Weight::new(weight);
     for (start, &end) in start.iter_mut().zip(end) {
@@ -250,7 +254,7 @@ pub(crate) fn lerp<T: Float>(start: &mut [T], end: &[T], weight: f64) {
     }
 }
 
-/// The way in which a gradient enters an update: turned round to maximize, and with the L2 penalty added.
+/// The changes that a step makes to a gradient before it uses it: negated to maximize, and with the L2 penalty added.
 #[derive(Clone, Copy)]
 pub(super) struct Gradient<T: Float> {
     sign: T::Real,

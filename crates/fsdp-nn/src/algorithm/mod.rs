@@ -65,7 +65,7 @@ pub struct ReadGroup {
     pub algorithm: Algorithm,
     /// Keys that the algorithm does not know, in the group's order, as they were.
     pub unknown: Vec<(String, PlainValue)>,
-    /// Keys that the group lacks, and that kept their value therefore.
+    /// Keys that the group lacks. Their hyperparameters kept the values that they had.
     pub missing: Vec<&'static str>,
 }
 
@@ -120,7 +120,7 @@ impl Algorithm {
     /// Changes the learning rate, as a scheduler does.
     ///
     /// # Errors
-    /// [`AlgorithmError::OutOfRange`] for a negative or non-finite rate, which is then not taken.
+    /// [`AlgorithmError::OutOfRange`] for a negative or non-finite rate. The old rate stays then.
     pub fn set_lr(&mut self, lr: f64) -> Result<(), AlgorithmError> {
         at_least_zero(self.name(), &[("lr", lr)])?;
         match self {
@@ -319,7 +319,8 @@ impl Algorithm {
         Ok(())
     }
 
-    /// Begins a step of all parameters of a group: what the group itself keeps becomes that of the step.
+    /// Begins a step of all parameters of a group: updates what the group itself keeps from step to step, which only
+    /// schedule-free AdamW has.
     pub(crate) fn begin_step(&mut self) -> Result<(), AlgorithmError> {
         match self {
             Algorithm::ScheduleFreeAdamW(options) => options.begin_step(),

@@ -10,15 +10,16 @@ use super::state::{Initial, StateEntries, StateEntry, StateKind};
 /// Hyperparameters of schedule-free AdamW, with the defaults of the package `schedulefree`, and what its groups keep from step
 /// to step.
 ///
-/// While it trains, the parameters are the points at which gradients are taken; before an evaluation, or for a checkpoint that
-/// others are going to use, [`Optimizer::eval`](crate::Optimizer::eval) makes them the average, and
-/// [`Optimizer::train`](crate::Optimizer::train) back. An optimizer begins in `eval`, as there.
+/// There are three points, in the names of that package: `z` is the iterate, `x` the average of all iterates, and `y`, between
+/// the two, the point at which gradients are computed. While the model trains, its parameters are `y`. Before an evaluation,
+/// or for a checkpoint that others are going to use, [`Optimizer::eval`](crate::Optimizer::eval) turns them into `x`, and
+/// [`Optimizer::train`](crate::Optimizer::train) turns them into `y` again. As in that package, an optimizer is in `eval` mode
+/// at first.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ScheduleFreeOptions {
     /// Learning rate, 0.0025.
     pub lr: f64,
-    /// The weight of the average in the point at which gradients are taken, and the decay rate of the running average of
-    /// their squares, (0.9, 0.999).
+    /// The weight of the average `x` in `y`, and the decay rate of the running average of squared gradients, (0.9, 0.999).
     pub betas: (f64, f64),
     /// Added to the denominator, 1e-8.
     pub eps: f64,
@@ -28,15 +29,15 @@ pub struct ScheduleFreeOptions {
     pub warmup_steps: u64,
     /// The power of the learning rate in the weight of an iterate, 2.
     pub weight_lr_power: f64,
-    /// L2 penalty, taken where gradients are, 0.
+    /// Weight decay, computed at `y` like the gradients, 0.
     pub weight_decay: f64,
-    /// Kept, not acted on.
+    /// torch's switch between two implementations. It is saved and loaded, and has no effect.
     pub foreach: Option<bool>,
     /// Steps so far.
     pub k: u64,
-    /// `true` while parameters are the points at which gradients are taken.
+    /// `true` while the parameters are `y`, `false` while they are `x`.
     pub train_mode: bool,
-    /// The weights of all iterates so far.
+    /// The sum of the weights of all iterates so far.
     pub weight_sum: f64,
     /// The largest learning rate so far; -1 before the first step.
     pub lr_max: f64,
@@ -78,10 +79,17 @@ impl ScheduleFreeOptions {
             ("weight_sum", self.weight_sum),
         ];
         at_least_zero(NAME, &values)?;
-        // The first one is divided by.
-        for (key, value, least) in [("betas[0]", self.betas.0, f64::MIN_POSITIVE), ("betas[1]", self.betas.1, 0.0)] {
+        // An infinite rate would make the weights NaN. Before the first step it is -1.
+        if !(self.lr_max.is_finite() && self.lr_max >= -1.0) {
+            let (key, value, range) = ("lr_max", self.lr_max, "finite and at least -1");
+            return Err(AlgorithmError::OutOfRange { algorithm: NAME, key, value, range });
+        }
+        // `switch_weight` divides by the first one.
+        for (key, value, least, range) in [
+            ("betas[0]", self.betas.0, f64::MIN_POSITIVE, "above 0 and less than 1"),
+            ("betas[1]", self.betas.1, 0.0, "at least 0 and less than 1"),
+        ] {
             if !(least..1.0).contains(&value) {
-                let range = "less than 1, and above 0 or, for the second, at least 0";
                 return Err(AlgorithmError::OutOfRange { algorithm: NAME, key, value, range });
             }
         }
@@ -129,56 +137,65 @@ impl ScheduleFreeOptions {
         [Some(z), Some(StateEntry::like_parameter("exp_avg_sq", 0.0)), None, None]
     }
 
-    /// Returns the weight of the iterate of the present step.
+    /// Returns the weight that the iterate of the current step has in the average.
     fn weight(&self) -> f64 {
         ((self.k + 1) as f64).powf(self.r) * self.lr_max.powf(self.weight_lr_power)
     }
 
-    /// Begins a step: what a group keeps becomes that of the step, but for the number of steps.
+    /// Begins a step: sets its learning rate, the largest rate so far and the sum of weights. The caller counts the step in `k`
+    /// when it is done.
+    ///
+    /// # Errors
+    /// [`AlgorithmError::NotTraining`] if the parameters are the average.
     pub(super) fn begin_step(&mut self) -> Result<(), AlgorithmError> {
         if !self.train_mode {
             return Err(AlgorithmError::NotTraining { algorithm: NAME });
         }
-        let warm = if self.k < self.warmup_steps { (self.k + 1) as f64 / self.warmup_steps as f64 } else { 1.0 };
-        self.scheduled_lr = self.lr * warm;
+        let warmup = if self.k < self.warmup_steps { (self.k + 1) as f64 / self.warmup_steps as f64 } else { 1.0 };
+        self.scheduled_lr = self.lr * warmup;
         self.lr_max = self.lr_max.max(self.scheduled_lr);
         self.weight_sum += self.weight();
         Ok(())
     }
 
-    /// Returns the factors of the present step.
+    /// Returns the factors of the current step.
     pub(crate) fn factors(&self) -> Factors {
-        let weight = self.weight();
-        let average = if self.weight_sum == 0.0 { 0.0 } else { weight / self.weight_sum };
+        let z_weight = if self.weight_sum == 0.0 { 0.0 } else { self.weight() / self.weight_sum };
         Factors {
             bias_correction: 1.0 - self.betas.1.powf((self.k + 1) as f64),
-            average,
-            along: self.scheduled_lr * (self.betas.0 * (1.0 - average) - 1.0),
+            z_weight,
+            gradient_factor: self.scheduled_lr * (self.betas.0 * (1.0 - z_weight) - 1.0),
         }
     }
 
-    /// Updates once; slices of equal length.
+    /// Runs one step. The slices must have equal lengths; `zs` and `exp_avg_sqs` are the state of `params`.
     pub(super) fn update<T: Float>(&self, params: &mut [T], grads: &[T], zs: &mut [T], exp_avg_sqs: &mut [T]) {
         let factors = self.factors();
         let (beta2, second_weight) = (scalar::<T>(self.betas.1), scalar::<T>(1.0 - self.betas.1));
         let bias_correction = scalar::<T>(factors.bias_correction);
         let eps = Element::from_scalar(self.eps);
         let decay = (self.weight_decay != 0.0).then(|| Element::from_scalar(self.weight_decay));
-        let average = Weight::new(factors.average);
-        let (along, descent) = (Element::from_scalar(factors.along), Element::from_scalar(-self.scheduled_lr));
+        let z_weight = Weight::new(factors.z_weight);
+        let gradient_factor = Element::from_scalar(factors.gradient_factor);
+        let negative_lr = Element::from_scalar(-self.scheduled_lr);
         for (((param, &grad), z), exp_avg_sq) in params.iter_mut().zip(grads).zip(zs).zip(exp_avg_sqs) {
             let (y, g) = (Element::load(*param), Element::load(grad));
+            // AdamW's step, without its average of gradients.
             let v = Element::load(*exp_avg_sq).mul(beta2).addcmul(g, g, second_weight);
             let normalized = g.div_by(v.div(bias_correction).sqrt().add(eps));
             let normalized = decay.map_or(normalized, |decay| normalized.add_scaled(y, decay));
-            let before = Element::load(*z);
+            // Both `y` and `z` move, each from the `z` before this step.
+            let old_z = Element::load(*z);
             *exp_avg_sq = v.store();
-            *param = y.lerp(before, average).add_scaled(normalized, along).store();
-            *z = before.add_scaled(normalized, descent).store();
+            *param = y.lerp(old_z, z_weight).add_scaled(normalized, gradient_factor).store();
+            *z = old_z.add_scaled(normalized, negative_lr).store();
         }
     }
 
-    /// Returns the weight of `z` in a parameter that is turned into the average, or back.
+    /// Returns the weight of the `lerp` from a parameter to `z` that turns `x` into `y` (`to_train`), or `y` into `x`.
+    ///
+    /// With the first beta `b`, `y = b * x + (1 - b) * z`: from `x` to `z` the weight is `1 - b`. Solved for `x`, that is
+    /// `x = y / b + (1 - 1 / b) * z`: from `y` to `z` the weight is `1 - 1 / b`, which is negative.
     pub(crate) fn switch_weight(&self, to_train: bool) -> f64 {
         if to_train { 1.0 - self.betas.0 } else { 1.0 - 1.0 / self.betas.0 }
     }
@@ -187,9 +204,10 @@ impl ScheduleFreeOptions {
 /// The factors of one step.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Factors {
+    /// The divisor that makes up for the average of squares beginning at zero.
     pub(crate) bias_correction: f64,
     /// The weight of `z` in the new average.
-    pub(crate) average: f64,
-    /// The multiple of the normalized gradient that is added to the parameter.
-    pub(crate) along: f64,
+    pub(crate) z_weight: f64,
+    /// The factor with which the normalized gradient is added to the parameter.
+    pub(crate) gradient_factor: f64,
 }

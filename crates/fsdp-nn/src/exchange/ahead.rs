@@ -59,7 +59,7 @@ struct State {
     backward: Order,
     /// The units that are being prefetched: the next ones of the order, in that order.
     gathers: VecDeque<(usize, Ticket<Gathered>)>,
-    /// The reductions whose results nobody has taken yet. All but the last are done.
+    /// The reductions whose results have not been taken yet. Only the last one may still be running.
     reductions: Vec<(usize, Ticket<Reduction>)>,
 }
 
@@ -106,7 +106,7 @@ impl Ahead {
         })
     }
 
-    /// Takes the units of the complete model, by their numbers.
+    /// Sets the units of the model, by their numbers, once all of them are made.
     pub(crate) fn complete(&self, units: Vec<Arc<UnitExchange>>) {
         // A second call cannot happen: a model is completed once.
         let _ = self.units.set(units);
@@ -126,7 +126,7 @@ impl Ahead {
             let is_same = self.compare(order)?;
             state.order_of(phase).set_compared(is_same);
             if !is_same {
-                warn!(?phase, "ranks come to their units in different orders: units are not gathered ahead");
+                warn!(?phase, "ranks use their units in different orders: units are not prefetched");
             }
         }
         let around = state.phase.replace(phase);
@@ -144,7 +144,7 @@ impl Ahead {
         Ok(hashes.iter().all(|other| *other == hash))
     }
 
-    /// Gathers a unit, or takes its prefetched parameters.
+    /// Gathers a unit, or takes its prefetched parameters, and records that the phase uses it now.
     /// Collectives: one all-gather over the shard group, unless the unit was prefetched.
     pub(crate) fn gather(&self, unit: &Arc<UnitExchange>) -> Result<Gathered> {
         let mut state = self.state();
@@ -165,7 +165,7 @@ impl Ahead {
     fn take_gathered(&self, unit: &UnitExchange, ticket: Ticket<Gathered>) -> Result<Gathered> {
         let gathered = ticket.wait();
         self.shared.count_released(unit.unsharded_bytes());
-        gathered.map_err(|error| beside(unit, "all-gather", error))
+        gathered.map_err(|error| in_background(unit, "all-gather", error))
     }
 
     /// Starts to prefetch the units that the model uses next, if the options allow it at this moment.
@@ -223,13 +223,13 @@ impl Ahead {
     /// comes from [`Self::take_reduced`]. Collectives: those of [`UnitExchange::reduce`].
     pub(crate) fn reduce(&self, unit: &Arc<UnitExchange>, reduction: Reduction) -> Result<Option<Reduction>> {
         let mut state = self.state();
-        let goes_on = state.phase == Some(Phase::Backward) && self.backward_prefetch.is_some();
+        let overlaps = state.phase == Some(Phase::Backward) && self.backward_prefetch.is_some();
         // Wait for all earlier reductions, so that the unreduced gradients of at most two units are in memory: of this
         // one, and of the one that is computed meanwhile.
         state.reductions.iter_mut().for_each(|(_, ticket)| ticket.finish());
         let reduced = Arc::clone(unit);
         let ticket = self.worker.submit(move || reduced.reduce(reduction));
-        if !goes_on {
+        if !overlaps {
             return ticket.wait().map(Some);
         }
         state.reductions.push((unit.number, ticket));
@@ -241,13 +241,13 @@ impl Ahead {
         let mut state = self.state();
         let Some(at) = state.reductions.iter().position(|(number, _)| *number == unit.number) else { return Ok(None) };
         let (_, ticket) = state.reductions.remove(at);
-        ticket.wait().map(Some).map_err(|error| beside(unit, "reduction of gradients", error))
+        ticket.wait().map(Some).map_err(|error| in_background(unit, "reduction of gradients", error))
     }
 }
 
 /// Wraps the error of a collective that ran in the background, with the unit and the operation that it belongs to.
-fn beside(unit: &UnitExchange, operation: &'static str, error: NnError) -> NnError {
-    NnError::Beside { unit: unit.name.clone(), operation, error: Box::new(error) }
+fn in_background(unit: &UnitExchange, operation: &'static str, error: NnError) -> NnError {
+    NnError::BackgroundCollective { unit: unit.name.clone(), operation, error: Box::new(error) }
 }
 
 /// The guard of a phase. When it is dropped, the outer phase continues, if there is one: a backward may compute a

@@ -4,6 +4,11 @@ use fsdp_comm::ProcessGroup;
 
 use crate::Result;
 
+/// Makes another group of the same ranks.
+fn duplicate(group: &ProcessGroup) -> Result<Option<ProcessGroup>, fsdp_comm::CommError> {
+    group.subgroup(&(0..group.world_size()).collect::<Vec<usize>>())
+}
+
 /// The process groups that a model is sharded and replicated over.
 #[derive(Debug, Clone)]
 pub(crate) struct Groups {
@@ -16,11 +21,10 @@ pub(crate) struct Groups {
 impl Groups {
     /// Makes groups of the same ranks, whose operations cannot get mixed up with those of these groups.
     /// Collectives: the creation of as many subgroups as there are groups.
-    pub(crate) fn twins(&self) -> Result<Groups> {
-        let twin = |group: &ProcessGroup| group.subgroup(&(0..group.world_size()).collect::<Vec<usize>>());
+    pub(crate) fn duplicate(&self) -> Result<Groups> {
         Ok(Groups {
-            shard: self.shard.as_ref().map(twin).transpose()?.flatten(),
-            replicate: self.replicate.as_ref().map(twin).transpose()?.flatten(),
+            shard: self.shard.as_ref().map(duplicate).transpose()?.flatten(),
+            replicate: self.replicate.as_ref().map(duplicate).transpose()?.flatten(),
         })
     }
 

@@ -17,7 +17,7 @@ use crate::{Result, device, tasks};
 /// collectives.
 #[derive(Debug)]
 pub(crate) struct UnitExchange {
-    /// The number of the unit among those of the model.
+    /// The index of the unit among those of the model.
     pub(crate) number: usize,
     pub(crate) name: String,
     pub(crate) layout: FlatLayout,
@@ -62,7 +62,7 @@ impl UnitExchange {
         self.layout.numels().iter().sum::<usize>() * self.compute_dtype.size_in_bytes()
     }
 
-    /// Returns the error of a dtype that no parameter can have.
+    /// Returns the error for a dtype that no parameter can have, as a result of any type.
     pub(crate) fn unsupported<T>(&self) -> Result<T> {
         Err(candle_core::Error::UnsupportedDTypeForOp(self.dtype, "FlatParameter").into())
     }
@@ -84,13 +84,15 @@ impl UnitExchange {
         }
     }
 
+    /// Gathers the parameters on the host, from a shard of elements of type `T`. Each parameter gets a buffer of its own,
+    /// and so does each padding, so that nothing is copied afterwards.
     fn gather_typed<T: Scalar + Element>(&self, shard: &Tensor, group: &ProcessGroup) -> Result<Gathered> {
         let mut values: Vec<Vec<T>> = Vec::with_capacity(self.layout.entries().len() + 1);
         for &numel in self.layout.numels_with_padding() {
             values.push(zeroed_vec(numel)?);
         }
-        let right = self.layout.padded_unsharded_numel() - self.layout.unpadded_unsharded_numel();
-        values.push(zeroed_vec(right)?);
+        let right_padding = self.layout.padded_unsharded_numel() - self.layout.unpadded_unsharded_numel();
+        values.push(zeroed_vec(right_padding)?);
         let mut slices: Vec<&mut [T]> = values.iter_mut().map(Vec::as_mut_slice).collect();
         group.all_gather_into_slices(&mut slices, &HostSlice::<T>::read(shard)?)?;
         let entries = self.layout.entries().iter().zip(values);
@@ -98,7 +100,8 @@ impl UnitExchange {
         Ok(params.map(|(_, value)| Contents::new(value)).collect())
     }
 
-    /// Returns the whole flat parameter in the dtype of the shards; `None` if the parameters' own storages are the truth.
+    /// Returns the unsharded FlatParameter in the dtype of the shards; `None` if the parameters' own storages hold the
+    /// authoritative values.
     /// Collectives: one all-gather over the shard group, none if nothing is sharded.
     pub(crate) fn gather_flat(&self) -> Result<Option<Tensor>> {
         let Some(flat) = &self.flat else { return Ok(None) };
@@ -119,7 +122,7 @@ impl UnitExchange {
         Ok(self.tensors.iter().zip(gathered).try_for_each(|(tensor, contents)| contents.put(tensor))?)
     }
 
-    /// Returns the parameters of a whole flat parameter.
+    /// Cuts an unsharded FlatParameter into the values of each parameter.
     pub(crate) fn parts(&self, whole: &Tensor) -> Result<Gathered> {
         let params = 0..self.tensors.len();
         params
@@ -152,7 +155,7 @@ impl UnitExchange {
         Ok(reduction)
     }
 
-    /// Adds a gradient to the sum of those before it, in place; without one it is the sum.
+    /// Adds a gradient to a sum, in place. If there is no sum yet, the gradient becomes the sum.
     pub(crate) fn add_to(&self, sum: &mut Option<Tensor>, grad: Tensor) -> Result<()> {
         match sum {
             Some(sum) if !sum.device().is_cpu() => {
@@ -168,8 +171,8 @@ impl UnitExchange {
         Ok(())
     }
 
-    /// Returns this rank's shard of the mean over the ranks that share the parameters; all of the gradient if nothing is
-    /// sharded.
+    /// Returns this rank's shard of the mean of the shard group's gradients. If nothing is sharded, returns the gradient as
+    /// it is.
     fn reduce_scatter<T: Scalar + Element>(&self, unsharded: Tensor) -> Result<Tensor> {
         let Some(group) = &self.groups.shard else { return Ok(unsharded) };
         let reduced = zeros_on(&[self.layout.sharded_numel()], unsharded.dtype(), &self.device)?;
@@ -182,7 +185,7 @@ impl UnitExchange {
         Ok(reduced)
     }
 
-    /// Returns the mean of a shard over the ranks that have the same one.
+    /// Returns the mean of a shard of the gradient over the replicas. Without replicas, returns the shard as it is.
     fn all_reduce<T: Scalar + Element>(&self, reduced: Tensor) -> Result<Tensor> {
         if let Some(group) = &self.groups.replicate
             && !device::all_reduce(group, &reduced)?

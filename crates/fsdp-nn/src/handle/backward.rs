@@ -58,12 +58,12 @@ impl FlatParamHandle {
 
     /// Returns `true` if candle's backward never reaches a parameter: see [`takes_part_in_backward`].
     fn is_never_passed(&self, param: usize) -> bool {
-        !takes_part_in_backward(self.params[param].is_trainable, self.is_root, self.is_gathered())
+        !takes_part_in_backward(self.params[param].is_trainable, self.is_root, self.needs_gather())
     }
 
     /// Returns `true` if it cannot be known when a backward no longer needs the parameters.
     fn keeps_until_the_end(&self) -> bool {
-        self.is_gathered() && (0..self.params.len()).any(|param| self.is_never_passed(param))
+        self.needs_gather() && (0..self.params.len()).any(|param| self.is_never_passed(param))
     }
 
     /// Copies the received gradients into the unsharded flat gradient, or adds them to it.

@@ -58,7 +58,7 @@ pub(crate) struct FlatParamHandle {
 
 #[derive(Debug, Default)]
 struct HandleState {
-    /// `true` while the parameters' storages are filled.
+    /// `true` while the parameters are gathered: their storages are filled.
     whole: bool,
     /// The forward that filled them.
     gathered_in: u64,
@@ -174,9 +174,10 @@ impl FlatParamHandle {
         self.exchange.groups.shard.is_some()
     }
 
-    /// Returns `true` if the parameters' storages are filled only between gather and reshard: because parts are on
-    /// other ranks, or because the model computes in another dtype than that of the shards.
-    pub(crate) fn is_gathered(&self) -> bool {
+    /// Returns `true` if the parameters have to be gathered before they are used: parts of them are on other ranks, or the
+    /// model computes in another dtype or on another device than that of the shards. Otherwise their storages are always
+    /// filled.
+    pub(crate) fn needs_gather(&self) -> bool {
         self.exchange.flat.is_some()
     }
 
@@ -191,7 +192,7 @@ impl FlatParamHandle {
         cast(output, self.precision.output)
     }
 
-    /// This rank's shard, where parameters are sharded.
+    /// Returns this rank's shard; `None` if the parameters' own storages hold the authoritative values.
     pub(crate) fn flat_shard(&self) -> Option<&Tensor> {
         self.exchange.flat.as_ref().map(FlatParameter::shard)
     }
@@ -214,7 +215,7 @@ impl FlatParamHandle {
         &self.exchange
     }
 
-    /// This rank's part of parameter `param`, flat, as a view of the live memory; `None` if it has none.
+    /// Returns this rank's part of parameter `param`, flat, as a view of the live memory; `None` if it has none.
     pub(crate) fn local_piece(&self, param: usize) -> Result<Option<Tensor>> {
         match &self.exchange.flat {
             Some(flat) => Ok(flat.piece(param, flat.shard())?),
@@ -222,7 +223,8 @@ impl FlatParamHandle {
         }
     }
 
-    /// This rank's part of the reduced gradient of parameter `param`, flat.
+    /// Returns this rank's part of the reduced gradient of parameter `param`, flat; `None` if there is no gradient, or if
+    /// this rank has no part of the parameter.
     pub(crate) fn grad_piece(&self, param: usize) -> Result<Option<Tensor>> {
         let Some(grad) = self.grad() else { return Ok(None) };
         match self.exchange.layout.shard_param_info(param, self.shard_rank()) {
@@ -244,6 +246,7 @@ impl FlatParamHandle {
         self.state().grad.clone()
     }
 
+    /// Drops the unit's gradients, and everything that is known of them.
     pub(crate) fn zero_grad(&self) {
         let mut state = self.state();
         state.grad = None;
@@ -256,7 +259,7 @@ impl FlatParamHandle {
         state.ends_last = false;
     }
 
-    /// Returns `true` for each parameter that got a gradient on this rank.
+    /// Returns `true` for each parameter that got a gradient on this rank since the last `zero_grad`.
     pub(crate) fn touched(&self) -> Vec<bool> {
         let mut touched = self.state().touched.clone();
         touched.resize(self.params.len(), false);
@@ -317,7 +320,7 @@ impl FlatParamHandle {
 
     /// Fills the parameters' storages from all ranks' shards.
     fn gather_locked(&self, state: &mut HandleState) -> Result<()> {
-        if !self.is_gathered() || state.whole {
+        if !self.needs_gather() || state.whole {
             return Ok(());
         }
         self.exchange.fill(self.fetch()?)?;
@@ -325,7 +328,8 @@ impl FlatParamHandle {
         Ok(())
     }
 
-    /// Gathers the parameters without putting them into their tensors yet.
+    /// Returns the gathered parameters, without putting them into their tensors. Takes them from the prefetch, if there is
+    /// one.
     fn fetch(&self) -> Result<Gathered> {
         match &self.ahead {
             Some(ahead) => ahead.gather(&self.exchange),
@@ -333,7 +337,8 @@ impl FlatParamHandle {
         }
     }
 
-    /// Records that the parameters are gathered now.
+    /// Records that the parameters are gathered now, and starts to prefetch the units that are used next, if the options
+    /// say so.
     fn note_gathered(&self, state: &mut HandleState) {
         self.set_whole(state, true);
         state.gathered_in = self.shared.forward();
@@ -368,7 +373,7 @@ impl FlatParamHandle {
     }
 
     fn release_locked(&self, state: &mut HandleState) -> Result<()> {
-        if !self.is_gathered() || !state.whole {
+        if !self.needs_gather() || !state.whole {
             return Ok(());
         }
         for param in &self.params {
@@ -399,8 +404,8 @@ impl FlatParamHandle {
         self.shared.last_change()
     }
 
-    /// Checks that the unit's values have not changed since change number `changes`, which [`Self::last_change`]
-    /// returned.
+    /// Checks that the unit's values have not changed after the change with the number `since`, which [`Self::last_change`]
+    /// returned before.
     pub(crate) fn check_unchanged(&self, since: u64) -> Result<()> {
         if self.state().changed_at > since {
             return Err(NnError::ChangedSinceForward { unit: self.name.clone() });
@@ -408,7 +413,7 @@ impl FlatParamHandle {
         Ok(())
     }
 
-    /// Returns the error of a computation. An error of candle about released memory becomes one that names the sharded units.
+    /// Converts an error of a computation. candle's error about released memory becomes one that names the sharded units.
     pub(crate) fn explain(&self, error: candle_core::Error) -> NnError {
         NnError::of_computation(error, || self.shared.sharded())
     }

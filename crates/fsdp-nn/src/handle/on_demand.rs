@@ -6,8 +6,7 @@ use super::FlatParamHandle;
 use crate::Result;
 
 impl FlatParamHandle {
-    /// Makes the [`Withheld`] that blocks readers of the parameters while these are not
-    /// gathered.
+    /// Makes the [`Withheld`] that blocks readers of the parameters while these are not gathered.
     pub(crate) fn withheld(&self) -> Result<Withheld> {
         Ok(Withheld::new(self.exchange.tensors.clone())?)
     }
@@ -19,7 +18,7 @@ impl FlatParamHandle {
         if is_forward {
             self.release_stale_locked(&mut state)?;
         }
-        Ok(self.is_gathered() && !state.whole)
+        Ok(self.needs_gather() && !state.whole)
     }
 
     /// Gathers the parameters, for which a computation waits. With `in_use` they stay gathered until

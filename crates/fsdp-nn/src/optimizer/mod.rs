@@ -313,7 +313,7 @@ impl Optimizer {
             algorithm.begin_step()?;
             begun.push(algorithm);
         }
-        // Gathered copies go, also those of units that have no gradient: a forward has made them all together.
+        // Release all gathered parameters before shards change, also those of units without a gradient.
         self.parameters.reshard()?;
         for (group, algorithm) in self.groups.iter_mut().zip(begun) {
             group.algorithm = algorithm;

@@ -10,9 +10,9 @@ use crate::Result;
 use crate::algorithm::{Algorithm, ScheduleFreeOptions, lerp};
 
 impl Optimizer {
-    /// Makes the parameters of schedule-free groups those that gradients are taken at, for training. Call it before the first
-    /// step, and after each [`Self::eval`]. Other groups, and those that are in this mode already, stay as they are. On every
-    /// rank alike; no communication.
+    /// Turns the parameters of schedule-free groups into the points at which gradients are computed, for training. Call it
+    /// before the first step, and after each [`Self::eval`]. Other groups, and those that are in this mode already, stay as they
+    /// are. Every rank must do the same; no communication.
     ///
     /// # Errors
     /// [`NnError::UnitInUse`](crate::NnError::UnitInUse) inside a forward; candle's errors.
@@ -20,7 +20,7 @@ impl Optimizer {
         self.switch(true)
     }
 
-    /// Makes the parameters of schedule-free groups the average, for evaluations and for checkpoints that others are
+    /// Turns the parameters of schedule-free groups into the average, for evaluations and for checkpoints that others are
     /// going to use. Other groups, and those that are in this mode already, stay as they are. Every rank must do the
     /// same; no communication.
     ///

@@ -109,7 +109,8 @@ fn schedule_free(options: &ScheduleFreeOptions, y: &Tensor, g: Tensor, state: &[
     let v = ((exp_avg_sq * beta2)? + (g.sqr()? * (1.0 - beta2))?)?;
     let normalized = (g / ((&v / factors.bias_correction)?.sqrt()? + options.eps)?)?;
     let normalized = (normalized + (y * options.weight_decay)?)?;
-    let p = (((y * (1.0 - factors.average))? + (z * factors.average)?)? + (&normalized * factors.along)?)?;
+    let moved = ((y * (1.0 - factors.z_weight))? + (z * factors.z_weight)?)?;
+    let p = (moved + (&normalized * factors.gradient_factor)?)?;
     let z = (z - (normalized * options.scheduled_lr)?)?;
     Ok((p, vec![z, v]))
 }

@@ -35,7 +35,7 @@ impl WrappedUnits {
     /// # Errors
     /// [`FlatError::UnseenUse`](fsdp_flat::FlatError::UnseenUse); the errors of starting threads.
     pub(crate) fn complete(&self, handles: &[Arc<FlatParamHandle>]) -> Result<()> {
-        let gathered = handles.iter().filter(|handle| handle.is_gathered());
+        let gathered = handles.iter().filter(|handle| handle.needs_gather());
         let units = gathered
             .map(|handle| Ok(Arc::new(WrappedUnit { handle: Arc::clone(handle), withheld: handle.withheld()? })));
         let units: Vec<_> = units.collect::<Result<_>>()?;

@@ -31,7 +31,7 @@ use crate::values::{contiguous, cpu};
 /// ```
 ///
 /// # Errors
-/// Shapes that do not go together; no columns to see; a dtype that is not a float.
+/// Shapes that do not fit each other; queries without keys; a dtype that is not a float.
 pub fn scaled_dot_product_attention(
     query: &Tensor,
     key: &Tensor,
@@ -80,6 +80,7 @@ pub fn packed_attention(qkv: &Tensor, heads: usize, causal: bool) -> Result<Tens
 
 const NAME: &str = "attention";
 
+/// Refuses queries that have no key: their softmax would be a division by zero.
 fn check_columns(query: &Tensor, columns: usize) -> Result<()> {
     if columns == 0 && query.elem_count() > 0 {
         candle_core::bail!("{NAME}: queries without keys");
@@ -201,7 +202,7 @@ impl CustomOp1 for PackedAttention {
     }
 }
 
-/// Joins heads, one after the other.
+/// Returns the values of all heads, one head after the other, rounded to `T`.
 fn joined<T: Element>(heads: &[Vec<T::Real>]) -> Vec<T> {
     heads.iter().flatten().map(|&value| T::narrow(value)).collect()
 }
@@ -210,9 +211,10 @@ fn joined<T: Element>(heads: &[Vec<T::Real>]) -> Vec<T> {
 /// result has the shape `[batch, time, parts, heads, width]`.
 fn interleaved<T: Element>(parts: &[Vec<Vec<T::Real>>], heads: usize, time: usize, width: usize) -> Vec<T> {
     let batches = parts.first().map_or(0, |part| part.len() / heads);
-    let of_position = parts.len() * heads * width;
+    // The number of values of one position in time.
+    let stride = parts.len() * heads * width;
     let zero = T::narrow(<T::Real as Real>::ZERO);
-    in_parts(batches * time * of_position, of_position, zero, |number, output| {
+    in_parts(batches * time * stride, stride, zero, |number, output| {
         let (batch, position) = (number / time, number % time);
         let heads = parts.iter().flat_map(|part| &part[batch * heads..(batch + 1) * heads]);
         for (output, head) in output.chunks_mut(width).zip(heads) {

@@ -14,7 +14,8 @@ fn values(shape: &[usize], seed: usize) -> Tensor {
     Tensor::from_vec((0..count).map(value).collect::<Vec<f64>>(), shape, &Device::Cpu).unwrap()
 }
 
-/// Returns the same values in memory orders other than row-major, with something before and after them.
+/// Returns a tensor as it is, and with the same values in other memory layouts: transposed, between the columns of other
+/// values, and after the rows of other values.
 fn in_other_layouts(x: &Tensor) -> Vec<Tensor> {
     let mut layouts = vec![x.clone()];
     if x.rank() >= 2 {
@@ -28,7 +29,7 @@ fn in_other_layouts(x: &Tensor) -> Vec<Tensor> {
     layouts
 }
 
-/// Compares an operation with its composed twin, for inputs of these shapes.
+/// Compares an operation with the same operation composed of candle's, for inputs of these shapes.
 fn compare(
     shapes: &[&[usize]],
     operation: impl Fn(&[Tensor]) -> Result<Tensor>,
@@ -59,7 +60,7 @@ fn compare(
     }
 }
 
-/// Returns a tensor with its gradient's way back, in the memory order of another one.
+/// Returns the values of `tensor` in the memory order of `like`. Gradients still flow back to `tensor`.
 fn arrange(tensor: &Tensor, like: &Tensor) -> Result<Tensor> {
     if like.is_contiguous() {
         return Ok(tensor.clone());
@@ -147,12 +148,12 @@ fn gelu_equals_the_composed_one() {
         // candle's derivatives of GELU have six digits of their constants, so the functions themselves are composed.
         let erf = |x: &Tensor| x * (((x / std::f64::consts::SQRT_2)?.erf()? + 1.0)? * 0.5)?;
         let exact = |x: &Tensor| {
-            // The derivative by parts: the density is that of the normal distribution.
+            // The derivative of x * F(x) is F(x) + x * f(x), with the normal distribution function F and its density f.
             let value = erf(x)?;
             let density = ((x.sqr()? * -0.5)?.exp()? / (2.0 * std::f64::consts::PI).sqrt())?;
             let slope = (((x / std::f64::consts::SQRT_2)?.erf()? + 1.0)? * 0.5)? + (x * density)?;
             let slope = slope?.detach();
-            // Its value is that of GELU, and its gradient the slope.
+            // Return a tensor that has the value of GELU, and whose gradient is the slope.
             (value.detach() - (x.detach() * &slope)?)? + (x * &slope)?
         };
         compare(&[shape], |x| crate::gelu_erf(&x[0]), |x| exact(&x[0]));
@@ -202,7 +203,7 @@ fn linear_and_gelu_in_one_equal_both() {
     }
 }
 
-/// The gradient of a weight reaches its row-major place without being turned round.
+/// The gradient of a weight is row-major like the weight, and not a transposed view.
 #[test]
 fn the_gradient_of_a_linear_weight_has_the_weights_layout() {
     let weight = candle_core::Var::from_tensor(&values(&[6, 4], 0)).unwrap();

@@ -7,6 +7,7 @@ use super::{assert_close, run};
 
 const FIXTURES: &str = include_str!("../../tests/fixtures/operations.json");
 
+/// Makes a tensor of f64 from its shape and values in the fixtures.
 fn tensor(record: &Value) -> Tensor {
     let numbers = |key: &str| record[key].as_array().unwrap().iter();
     let shape: Vec<usize> = numbers("shape").map(|size| usize::try_from(size.as_u64().unwrap()).unwrap()).collect();
@@ -34,7 +35,7 @@ fn compare(name: &str, operation: impl Fn(&[Tensor]) -> Result<Tensor>) {
     }
 }
 
-/// Cosines and sines of the angles of 4 positions, in the dtype of `x`.
+/// Returns the cosines and sines of the angles of 4 positions, in the dtype of `x`.
 fn angles(x: &Tensor) -> Result<(Tensor, Tensor)> {
     let positions = Tensor::new(&[[0f64], [1.], [2.], [3.]], &Device::Cpu)?;
     let angles = positions.matmul(&Tensor::new(&[[1f64, 0.1, 0.01]], &Device::Cpu)?)?;

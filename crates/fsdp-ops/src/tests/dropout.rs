@@ -4,6 +4,7 @@ use candle_core::{DType, Device, Tensor, Var};
 
 use crate::{DropoutMasks, dropout};
 
+/// Returns the masks of some place in some step, with which the others are compared.
 fn masks() -> DropoutMasks {
     DropoutMasks::new(3, 41).at("layers.0")
 }
@@ -12,16 +13,20 @@ fn ones(shape: &[usize]) -> Tensor {
     Tensor::ones(shape, DType::F32, &Device::Cpu).unwrap()
 }
 
-fn kept(masks: DropoutMasks, p: f64, shape: &[usize]) -> Vec<f32> {
+/// Returns the elements of a dropout of ones: 0 where one was dropped.
+fn dropped_ones(masks: DropoutMasks, p: f64, shape: &[usize]) -> Vec<f32> {
     dropout(&ones(shape), p, masks).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
 #[test]
 fn a_batch_in_parts_is_masked_as_a_whole() {
-    let whole = kept(masks(), 0.3, &[12, 5, 7]);
+    let whole = dropped_ones(masks(), 0.3, &[12, 5, 7]);
     for part in [1, 2, 3, 4, 6] {
-        let parts = (0..12).step_by(part).flat_map(|row| kept(masks().from_row(row as u64), 0.3, &[part, 5, 7]));
-        assert_eq!(parts.collect::<Vec<_>>(), whole, "parts of {part}");
+        let mut parts = Vec::new();
+        for row in (0..12).step_by(part) {
+            parts.extend(dropped_ones(masks().from_row(row as u64), 0.3, &[part, 5, 7]));
+        }
+        assert_eq!(parts, whole, "parts of {part}");
     }
 }
 
@@ -36,7 +41,7 @@ fn steps_seeds_and_places_have_masks_of_their_own() {
         masks().at("drop"),
         masks().from_row(1),
     ];
-    let found: Vec<Vec<f32>> = all.into_iter().map(|masks| kept(masks, 0.5, &[64])).collect();
+    let found: Vec<Vec<f32>> = all.into_iter().map(|masks| dropped_ones(masks, 0.5, &[64])).collect();
     for (index, one) in found.iter().enumerate() {
         assert!(found[..index].iter().all(|other| other != one), "{index}");
     }
@@ -45,13 +50,13 @@ fn steps_seeds_and_places_have_masks_of_their_own() {
 #[test]
 fn as_many_are_dropped_as_asked_and_the_mean_stays() {
     for p in [0.1, 0.5, 0.9] {
-        let values = kept(masks(), p, &[100, 1000]);
+        let values = dropped_ones(masks(), p, &[100, 1000]);
         let dropped = values.iter().filter(|value| **value == 0.0).count() as f64 / 1e5;
         // Five standard deviations of the share among 100,000.
         assert!((dropped - p).abs() < 5.0 * (p * (1.0 - p) / 1e5).sqrt(), "{dropped} of {p}");
         let scale = (1.0 / (1.0 - p)) as f32;
         assert!(values.iter().all(|value| *value == 0.0 || *value == scale));
-        // Neighbours in a row and in a column do not depend on each other.
+        // Whether an element is dropped does not depend on its neighbours in the row and in the column.
         for distance in [1, 1000] {
             let pairs = values.iter().zip(&values[distance..]);
             let count = (values.len() - distance) as f64;
@@ -59,8 +64,8 @@ fn as_many_are_dropped_as_asked_and_the_mean_stays() {
             assert!((both - p * p).abs() < 0.01, "{both} at {distance}");
         }
     }
-    assert_eq!(kept(masks(), 1.0, &[2, 2]), [0.0; 4]);
-    assert_eq!(kept(masks(), 0.0, &[2, 2]), [1.0; 4]);
+    assert_eq!(dropped_ones(masks(), 1.0, &[2, 2]), [0.0; 4]);
+    assert_eq!(dropped_ones(masks(), 0.0, &[2, 2]), [1.0; 4]);
 }
 
 #[test]
@@ -74,9 +79,9 @@ fn the_gradient_passes_where_the_value_did() {
         let expected = (y.detach() * weights).unwrap().to_dtype(DType::F32).unwrap();
         let found = grads.get(&x).unwrap().to_dtype(DType::F32).unwrap();
         assert_eq!(found.to_vec2::<f32>().unwrap(), expected.to_vec2::<f32>().unwrap(), "{dtype:?}");
-        // The other half of a transposed input, too.
-        let turned = dropout(&x.as_tensor().t().unwrap(), 0.5, masks()).unwrap();
-        assert_eq!(turned.dims(), [9, 6]);
+        // An input that is not contiguous is accepted.
+        let of_transposed = dropout(&x.as_tensor().t().unwrap(), 0.5, masks()).unwrap();
+        assert_eq!(of_transposed.dims(), [9, 6]);
     }
 }
 

@@ -133,8 +133,8 @@ class StorageWriter(_Storage, storage.StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file, durably."""
-        told: _RankPlan = plan.storage_data
-        staging = self._staging or _native.Staging.join(self.path, told.staging)
+        rank_plan: _RankPlan = plan.storage_data
+        staging = self._staging or _native.Staging.join(self.path, rank_plan.staging)
         tensors, values, indices = [], [], []
         # Tensors first: the places that come back count in this order.
         by_kind = sorted(plan.items, key=lambda item: item.type == WriteItemType.BYTE_IO)
@@ -154,7 +154,7 @@ class StorageWriter(_Storage, storage.StorageWriter):
             data = data.detach().cpu().resolve_conj().resolve_neg().contiguous()
             dtype = str(data.dtype).removeprefix("torch.")
             tensors.append((item.index.fqn, dtype, [*size], [*chunk.offsets], [*chunk.sizes], bytes_of(data)))
-        placed, report = staging.write_rank(told.rank, tensors, values)
+        placed, report = staging.write_rank(rank_plan.rank, tensors, values)
         results: list[WriteResult] = [
             WriteResult(indices[at], length, _StorageInfo(file, offset, length)) for at, file, offset, length in placed
         ]

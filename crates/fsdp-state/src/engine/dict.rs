@@ -15,7 +15,7 @@ use super::options::LoadOptions;
 use super::source::Source;
 use super::target::Wanted;
 use crate::lend::{Lend, Memory};
-use crate::memory::{scalar_of, scalar_value};
+use crate::memory::{scalar_of, scalar_to_value};
 use crate::transfer::{BoxBytes, Exchange, Item, Layout, PerRank};
 use crate::{Schema, StateDict, StateError, StateValue};
 
@@ -85,7 +85,7 @@ impl<'a> DictSource<'a> {
             let received = schema
                 .iter()
                 .zip(small)
-                .map(|((_, leaf), small)| small.map(|small| scalar_value(leaf, small).map(Cow::Owned)).transpose());
+                .map(|((_, leaf), small)| small.map(|small| scalar_to_value(leaf, small).map(Cow::Owned)).transpose());
             values = Some(received.collect::<Result<_, _>>()?);
         }
         let values = values.unwrap_or_default();

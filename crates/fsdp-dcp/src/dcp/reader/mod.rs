@@ -76,13 +76,13 @@ impl CheckpointReader {
         &self.metadata
     }
 
-    /// Returns its place: a path, or a URL.
+    /// Returns the checkpoint's path or URL.
     #[must_use]
     pub fn path(&self) -> &Path {
         self.directory.path()
     }
 
-    /// Returns its directory, with its files.
+    /// Returns the checkpoint's directory, which opens its files.
     #[must_use]
     pub fn directory(&self) -> &CheckedDirectory {
         &self.directory
@@ -129,7 +129,7 @@ impl CheckpointReader {
         self.stored_value(stored, false).map_err(|error| self.item_error(fqn, stored, error))
     }
 
-    /// Returns the place of a value.
+    /// Returns where the bytes of a value are stored. A key that is missing, or that has a tensor, is an error.
     fn place_of_value(&self, fqn: &str) -> Result<&StorageInfo, FileError> {
         let stored = match self.metadata.entries.get(fqn) {
             None => return Err(LoadPlanError::Missing { fqn: fqn.to_owned() }.into()),
@@ -141,8 +141,11 @@ impl CheckpointReader {
         stored.ok_or_else(|| FileError::NotStored { fqn: fqn.to_owned() })
     }
 
+    /// Reads and decodes a value. With `describes`, objects that cannot be built become descriptions of themselves
+    /// instead of errors.
     fn stored_value(&self, stored: &StorageInfo, describes: bool) -> Result<PlainValue, ReadError> {
-        // The budget goes by the stored length, not by the length that a compressed value grows to.
+        // The budget is computed from the stored length and not from the decompressed one, so that a small compressed
+        // file cannot take much memory.
         let mut budget = Budget::new(stored.length, PICKLE_FACTOR);
         // A buffer that grows takes up to three times what is in it.
         let bytes = self.item_bytes(stored, budget.left() / 2)?;
@@ -229,7 +232,7 @@ impl Checkpoint for CheckpointReader {
     }
 }
 
-/// Says why there is no metadata, as far as it can be determined.
+/// Returns the likely reason why a directory has no metadata.
 fn missing_metadata(path: &Path) -> &'static str {
     let is_staging = path.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.contains(".tmp-"));
     if is_staging { "it is a staging directory of a save that did not finish" } else { "it has no `.metadata`" }
@@ -248,5 +251,7 @@ pub(crate) fn metadata_files(directory: &CheckedDirectory) -> Result<Vec<String>
 
 /// Returns the rank in the name of a rank's own metadata file.
 fn rank_of_metadata(name: &str) -> Option<u32> {
-    name.strip_prefix("__")?.strip_suffix(".metadata")?.parse().ok()
+    let rank = name.strip_prefix("__")?.strip_suffix(".metadata")?.parse().ok()?;
+    // Only torch's spelling counts: `__01.metadata` is some other file.
+    (format!("__{rank}.metadata") == name).then_some(rank)
 }

@@ -20,7 +20,7 @@ use crate::storage::os::nonce;
 use crate::storage::paths::relative_parts;
 use crate::storage::sidecar::Sidecar;
 
-/// The number of times that a commit is tried while it is not known if it was done.
+/// The number of times that a commit is tried while its outcome is unknown.
 const COMMIT_ATTEMPTS: u32 = 5;
 /// The pause after the first attempt; it doubles after each further one.
 const COMMIT_PAUSE: Duration = Duration::from_millis(200);
@@ -274,15 +274,20 @@ impl Stage for ObjectStage {
 
     fn commit_single(mut self: Box<Self>, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError> {
         let upload = self.single.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let Some(upload) = upload else { return Ok(()) };
-        // A multipart upload cannot have a condition, and the file has a sidecar. So writers must take turns: a writer
-        // between the requests of another would leave the file of one with the sidecar of the other.
+        let Some(upload) = upload else {
+            let error = io::Error::other("its file was not finished before the commit");
+            return Err(FileError::io("write to", self.target())(error));
+        };
+        // A multipart upload cannot be made conditional, and the file and its sidecar are two objects. If two writers
+        // did this at once, the file of one could end up with the sidecar of the other. So each writer first puts a
+        // claim, which fails while another writer's claim exists.
         let parent = self.parent()?.clone();
         let claim = format!("{}{CLAIM_END}", self.prefix.key("")?.filename().unwrap_or_default());
         put_new(&parent, &claim, self.nonce().as_bytes(), &parent.name_of(&claim))?;
         self.unmarked().push(Unmarked::Beside(claim.clone()));
         let done = self.put_single(upload, sidecar);
-        // After an error the clean-up removes the claim, after everything else.
+        // If there is still something to clean up, dropping the stage does that and then removes the claim. Otherwise
+        // the claim is removed here.
         if !self.cleans {
             let _ = (0..RELEASE_ATTEMPTS).find(|_| parent.delete(&claim).is_ok());
         }

@@ -6,7 +6,8 @@ fn find<'a>(group: &'a [(String, PlainValue)], key: &str) -> &'a PlainValue {
     &group.iter().find(|(name, _)| name == key).unwrap().1
 }
 
-/// A value as `plain` in `algorithm.py` writes it.
+/// Reads a value that the function `plain` of `algorithm.py` has written: an object whose only key is the value's type in
+/// Python.
 fn typed(value: &Value) -> PlainValue {
     let (kind, value) = value.as_object().unwrap().iter().next().unwrap();
     match kind.as_str() {
@@ -21,7 +22,7 @@ fn typed(value: &Value) -> PlainValue {
 }
 
 #[test]
-fn groups_have_the_keys_order_and_types_of_torch_and_lead_back() {
+fn groups_have_the_keys_order_and_types_of_torch_and_can_be_read_again() {
     for case in goldens()["groups"].as_array().unwrap() {
         let class = case["optimizer"].as_str().unwrap();
         let algorithm = with_options(class, &case["options"]);
@@ -77,10 +78,10 @@ fn values_of_a_wrong_type_are_refused_by_key() {
     ] {
         let found = value.type_name();
         let error = default(class).with_group(&[(key.to_owned(), value)]).unwrap_err();
-        let AlgorithmError::WrongType { algorithm, key: named, found: told, .. } = error else {
+        let AlgorithmError::WrongType { algorithm, key: named, found: type_name, .. } = error else {
             panic!("{error}");
         };
-        assert_eq!((algorithm, named, told), (class, key, found));
+        assert_eq!((algorithm, named, type_name), (class, key, found));
     }
 }
 
@@ -121,7 +122,7 @@ fn nesterov_needs_momentum_without_dampening() {
 }
 
 #[test]
-fn the_rate_can_be_changed_but_not_to_nonsense() {
+fn set_lr_refuses_a_negative_rate_and_keeps_the_last() {
     for class in ["SGD", "Adam", "AdamW", "Adagrad"] {
         let mut algorithm = default(class);
         algorithm.set_lr(0.25).unwrap();
