@@ -102,13 +102,13 @@ pub(crate) fn talk_keys(keys: &[impl AsRef<str>]) {
 
 /// Writes an error with its causes, one line each.
 pub(crate) fn error(error: &Error, hint: Option<&str>) {
-    talk(&format!("error: {error}"));
+    talk(&format!("error: {}", escaped(&error.to_string())));
     // Libraries repeat the text of a cause that they pass on.
     let mut last = error.to_string();
     for cause in error.chain().skip(1) {
         let text = cause.to_string();
         if !last.ends_with(&text) {
-            talk(&format!("  caused by: {text}"));
+            talk(&format!("  caused by: {}", escaped(&text)));
         }
         last = text;
     }

@@ -92,8 +92,10 @@ pub(crate) fn reduce_rows<T: Element, const N: usize>(
 
 /// Sums all rows of `values`, element by element.
 pub(crate) fn sum_of_rows<T: Element>(values: &[T], width: usize) -> Vec<T::Real> {
+    if width == 0 {
+        return Vec::new();
+    }
     let zero = <T::Real as Real>::ZERO;
-    let width = width.max(1);
     let parts = values.par_chunks(width * rows_of_task(width)).map(|rows| {
         let mut part = vec![zero; width];
         vectorized(

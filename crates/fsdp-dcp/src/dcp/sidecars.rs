@@ -20,7 +20,6 @@ use crate::formats::checkpoint::{Checkpoint, Format, PartOf};
 use crate::formats::joined::{Joined, Part};
 use crate::formats::read::OpenOptions;
 use crate::formats::structure::Structure;
-use crate::metadata::Metadata;
 use crate::storage::backend::Links;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
@@ -35,9 +34,12 @@ const NAMES: [&str; 2] = ["common.pt", "meta.pt"];
 pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkpoint>, FileError> {
     let own = CheckpointReader::open_with(location, options)?;
     let mut sidecars = Vec::new();
+    let mut taken: HashSet<String> = own.metadata().entries.keys().cloned().collect();
     for name in NAMES {
         if is_there(own.directory(), name)? {
-            sidecars.push((name, open_sidecar(location, name, options, own.metadata())?));
+            let sidecar = open_sidecar(location, name, options, &taken)?;
+            taken.extend(sidecar.metadata().entries.keys().cloned());
+            sidecars.push((name, sidecar));
         }
     }
     if sidecars.is_empty() {
@@ -120,14 +122,14 @@ fn open_sidecar(
     location: &Location,
     name: &str,
     options: OpenOptions,
-    taken: &Metadata,
+    taken: &HashSet<String>,
 ) -> Result<Assembled, FileError> {
     let directory = CheckedDirectory::open_for(location, name, options.verify)?;
     let mut assembler = Assembler::new(Format::Torch, location.join(name).name(), directory);
     let name: Arc<str> = Arc::from(name);
     let of = match read_flat(assembler.directory(), &name) {
-        Ok(flat) => match flat.found.keys().find(|key| taken.entries.contains_key(*key)) {
-            Some(key) => format!("a state dict with `{key}`, which the directory has too"),
+        Ok(flat) => match flat.found.keys().find(|key| taken.contains(*key)) {
+            Some(key) => format!("a state dict with `{key}`, which another file of the directory has too"),
             None if !matches!(flat.structure, Structure::Dict(_)) => "what is no dict".to_owned(),
             None => {
                 add(&mut assembler, &name, &flat, &mut |_| Some(Vec::new()))?;

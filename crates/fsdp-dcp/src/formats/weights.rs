@@ -17,6 +17,10 @@ use crate::storage::checked_directory::CheckedDirectory;
 
 /// The stems that libraries look for, in their order of preference.
 const STEMS: [&str; 4] = ["model", "diffusion_pytorch_model", "adapter_model", "pytorch_model"];
+/// The stems of which `transformers` loads a single file even if there is an index, which may be left from an older save.
+const SINGLE_FIRST: [&str; 2] = ["model", "pytorch_model"];
+/// The words for variants after other stems than [`STEMS`]. Any other dot is a part of a name, as in `llama-3.1`.
+const VARIANTS: [&str; 7] = ["bf16", "ema", "fp16", "fp32", "fp8", "int8", "non_ema"];
 /// The largest number of missing files that an error names.
 const MAX_LISTED: usize = 1000;
 /// The stem of files in Mistral's own format. They hold the same weights as the files of [`STEMS`] beside them, under
@@ -52,8 +56,12 @@ impl Weights {
         let mut indexed: Vec<(&String, &String)> =
             groups.iter().filter_map(|(stem, group)| Some((stem, group.index.as_ref()?))).collect();
         let known = STEMS.iter().find_map(|known| indexed.iter().find(|(stem, _)| stem == known)).copied();
-        if let Some(known) = known {
-            indexed = vec![known];
+        if let Some((stem, index)) = known {
+            let single = format!("{stem}{ending}");
+            if SINGLE_FIRST.contains(&stem.as_str()) && names.binary_search(&single).is_ok() {
+                return Ok(Weights::Files(vec![single]));
+            }
+            indexed = vec![(stem, index)];
         }
         match &indexed[..] {
             [] => {}
@@ -92,13 +100,17 @@ fn chosen_groups(names: &[String], ending: &str) -> BTreeMap<String, Group> {
         }
     }
     let stems: BTreeSet<String> = groups.keys().cloned().collect();
-    let is_variant = |stem: &str| {
-        let dots = stem.match_indices('.').map(|(at, _)| &stem[..at]);
-        dots.into_iter().any(|before| stems.contains(before))
-    };
     let has_known = STEMS.iter().any(|known| stems.contains(*known));
-    groups.retain(|stem, _| !(is_variant(stem) || has_known && stem == CONSOLIDATED));
+    groups.retain(|stem, _| !(is_variant(stem, &stems) || has_known && stem == CONSOLIDATED));
     groups
+}
+
+/// Returns `true` if a stem is another one of `stems` with the name of a variant behind it.
+fn is_variant(stem: &str, stems: &BTreeSet<String>) -> bool {
+    stem.match_indices('.').any(|(dot, _)| {
+        let (plain, variant) = (&stem[..dot], &stem[dot + 1..]);
+        stems.contains(plain) && (STEMS.contains(&plain) || VARIANTS.contains(&variant))
+    })
 }
 
 /// Returns `true` for the name of a file of weights that libraries look for, or of its index.
@@ -184,6 +196,9 @@ mod tests {
     fn files_of_other_stems_are_taken_together() {
         let names = ["a.safetensors", "b-1.safetensors", "llama-3.1.safetensors", "consolidated.safetensors"];
         assert_eq!(chosen(&names).len(), names.len());
+        let names = ["encoder.safetensors", "encoder.0.safetensors", "llama-3.safetensors", "llama-3.1.safetensors"];
+        assert_eq!(chosen(&names).len(), names.len());
+        assert_eq!(chosen(&["unet.safetensors", "unet.fp16.safetensors"]), ["unet.safetensors"]);
     }
 
     #[test]

@@ -17,7 +17,7 @@ use super::sidecar::{
     DIGESTS, DIGESTS_LAYOUT, SHARDS, VALUES_FILE, VALUES_HASH, digests_of_text, layout_text, shard_name, values_beside,
     values_hash, values_names,
 };
-use super::slices::{RANK_NOTE, RankNote, SliceBox};
+use super::slices::{RANK_NOTE, RankNote, SliceBox, rank_in_name};
 use super::values_read;
 use crate::budget::Budget;
 use crate::error::{FileError, FormatError};
@@ -152,6 +152,13 @@ impl SafetensorsCheckpoint {
                     if let Some(rank) = rank {
                         opened.check_rank(name, &rank, first.as_ref().unwrap_or(&rank))?;
                         first.get_or_insert(rank);
+                    } else if rank_in_name(name).is_some_and(|rank| rank > 0) {
+                        // All ranks' parts have the same keys. Without a note nothing tells parts from copies.
+                        let what =
+                            "files of tensor-parallel ranks without a note of the parts that they hold, as vLLM and \
+                                    SGLang write them"
+                                .to_owned();
+                        return Err(opened.directory.file_error(name, FormatError::Unsupported { what }));
                     }
                     let noted = texts.get(SHARDS).and_then(|count| count.parse().ok()).unwrap_or(0);
                     shards = shards.max(noted);

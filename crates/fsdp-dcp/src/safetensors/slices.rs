@@ -49,6 +49,13 @@ pub(super) fn rank_file_name(rank: usize, file: usize) -> String {
     format!("model-rank-{rank}-part-{file}.safetensors")
 }
 
+/// Returns the rank in the name of a rank's file; `None` for other names.
+pub(super) fn rank_in_name(name: &str) -> Option<usize> {
+    let (rank, file) = name.strip_prefix("model-rank-")?.strip_suffix(".safetensors")?.split_once("-part-")?;
+    let (rank, file) = (rank.parse().ok()?, file.parse().ok()?);
+    (rank_file_name(rank, file) == name).then_some(rank)
+}
+
 impl RankNote {
     /// Returns the names of the files of all ranks.
     pub(super) fn names(&self) -> impl Iterator<Item = String> {

@@ -61,14 +61,17 @@ pub struct SliceRange {
 impl TensorParallelPlan {
     /// Applies rules to all tensors of a checkpoint.
     ///
-    /// Norms and scalars that no rule matches are whole on every rank.
+    /// Norms and scalars that no rule matches are whole on every rank. A norm in a module with layers that a given rule
+    /// cuts needs a rule of its own, because it may be a norm of what is cut.
     ///
     /// # Errors
     /// [`TensorParallelError::Unknown`] for other tensors that no rule matches, [`TensorParallelError::Tensor`] for one that
     /// cannot be cut over this number of ranks, [`TensorParallelError::NoValue`], and [`TensorParallelError::Unused`]
     /// for a rule that was given and matches nothing.
     pub fn new(metadata: &Metadata, rules: &Rules, ranks: usize) -> Result<Self, TensorParallelError> {
-        let mut planner = Planner { rules, ranks: ranks.max(1), head_sizes: HashMap::new() };
+        let mut planner = Planner { rules, metadata, ranks: ranks.max(1), head_sizes: HashMap::new() };
+        let given = metadata.tensors().map(|(fqn, _)| fqn).filter(|fqn| rules.is_cut_by_given(fqn));
+        let modules_cut_by_given: HashSet<&str> = given.map(module_of).collect();
         let (mut cuts, mut unknown, mut used) = (IndexMap::new(), Vec::new(), HashSet::new());
         for (fqn, tensor) in metadata.tensors() {
             match rules.find(fqn) {
@@ -76,7 +79,7 @@ impl TensorParallelPlan {
                     used.insert(position);
                     cuts.insert(fqn.to_owned(), planner.cut(fqn, &tensor.shape, rule)?);
                 }
-                None if is_small(fqn, &tensor.shape) => {
+                None if is_small(fqn, &tensor.shape) && !modules_cut_by_given.contains(module_of(fqn)) => {
                     cuts.insert(fqn.to_owned(), Cut::whole(&tensor.shape, planner.ranks));
                 }
                 None => unknown.push((fqn, tensor)),
@@ -155,6 +158,16 @@ impl Share {
     }
 }
 
+/// Returns the layer that a weight or a bias belongs to; the key itself for any other tensor.
+fn layer_of(fqn: &str) -> &str {
+    fqn.strip_suffix(".weight").or_else(|| fqn.strip_suffix(".bias")).unwrap_or(fqn)
+}
+
+/// Returns the module that a tensor's layer belongs to: `a.mixer` for `a.mixer.in_proj.weight`.
+fn module_of(fqn: &str) -> &str {
+    layer_of(fqn).rsplit_once('.').map_or("", |(module, _)| module)
+}
+
 /// Returns `true` for a tensor that is whole on every rank without a rule: a scalar, or the weight or bias of a norm.
 fn is_small(fqn: &str, shape: &[usize]) -> bool {
     let layer = fqn.strip_suffix(".weight").or_else(|| fqn.strip_suffix(".bias"));
@@ -165,6 +178,7 @@ fn is_small(fqn: &str, shape: &[usize]) -> bool {
 /// The state of making a plan.
 struct Planner<'r> {
     rules: &'r Rules,
+    metadata: &'r Metadata,
     ranks: usize,
     /// For each attention module, the size of a head and the first tensor that had it.
     head_sizes: HashMap<String, (usize, String)>,
@@ -189,24 +203,29 @@ impl Planner<'_> {
             2 => false,
             dimensions => return Err(error(format!("it has {dimensions} dimensions, where a layer's have 1 or 2"))),
         };
+        if let (false, How::Outputs { is_conv1d, .. } | How::Inputs { is_conv1d, .. }) = (is_vector, &rule.how) {
+            self.check_bias(fqn, shape, *is_conv1d).map_err(error)?;
+        }
         let (dim, parts) = match &rule.how {
-            How::Vocab => (0, None),
             How::Outputs { parts, is_conv1d } => (usize::from(*is_conv1d && !is_vector), Some(parts)),
             // Every rank holds the whole bias, because it is added once, after the sum over the ranks.
-            How::Inputs { .. } if is_vector => return Ok(Cut::whole(shape, ranks)),
+            How::Inputs { .. } if is_vector && fqn.ends_with(".bias") => return Ok(Cut::whole(shape, ranks)),
+            How::Inputs { .. } if is_vector => {
+                let reason = "it is a vector and no bias: `colwise` cuts it, `replicate` does not";
+                return Err(error(reason.to_owned()));
+            }
             How::Inputs { parts, is_conv1d } => (usize::from(!is_conv1d), Some(parts)),
-            How::Replicate => (0, None),
+            How::Vocab | How::Replicate => (0, None),
         };
         let size = shape[dim];
         let shares = match parts {
             None => vec![vocabulary(size, ranks).map_err(error)?],
             Some(Parts::Equal(count)) => equal(size, *count, ranks).map_err(error)?,
             Some(Parts::Heads(heads)) => {
-                let is_self_attention = heads.len() > 1 && matches!(rule.how, How::Outputs { is_conv1d: true, .. });
-                if is_self_attention && !is_vector && shape[0].checked_mul(heads.len()) != Some(size) {
-                    let reason =
-                        format!("a Conv1D of {} parts has {} times as many columns as rows", heads.len(), heads.len());
-                    return Err(error(reason));
+                let is_fused_conv1d = heads.len() > 1 && matches!(rule.how, How::Outputs { is_conv1d: true, .. });
+                if is_fused_conv1d && !is_vector && shape[0].checked_mul(heads.len()) != Some(size) {
+                    let parts = heads.len();
+                    return Err(error(format!("a Conv1D of {parts} parts has {parts} times as many columns as rows")));
                 }
                 let counts = heads.iter().map(|heads| self.number(heads, fqn, rule)).collect::<Result<Vec<_>, _>>()?;
                 let (shares, head) = by_heads(size, &counts, ranks).map_err(error)?;
@@ -214,9 +233,25 @@ impl Planner<'_> {
                 shares
             }
         };
-        let how = rule.to_string();
-        let how = how.split_once('=').map_or(how.as_str(), |(_, how)| how.trim()).to_owned();
-        Ok(Cut { how, shape: shape.to_vec(), dim, shares })
+        Ok(Cut { how: rule.how_text().to_owned(), shape: shape.to_vec(), dim, shares })
+    }
+
+    /// Checks that a weight has as many outputs as the bias of its layer has elements. This detects a rule for weights
+    /// `[in, out]` that matches a weight `[out, in]`, and the other way round.
+    fn check_bias(&self, fqn: &str, shape: &[usize], is_conv1d: bool) -> Result<(), String> {
+        let Some(layer) = fqn.strip_suffix(".weight") else { return Ok(()) };
+        let outputs = shape[usize::from(is_conv1d)];
+        match self.metadata.tensor(&format!("{layer}.bias")) {
+            Some(bias) if bias.shape != [outputs] => Err(format!(
+                "by the rule it has {outputs} outputs, but its bias has shape {:?}: give a rule for this layer",
+                bias.shape
+            )),
+            // A Conv1D of `transformers` always has a bias.
+            None if is_conv1d => {
+                Err("a Conv1D has a bias, and this layer has none: give a rule for a linear layer".to_owned())
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Returns a number of heads, and `true` if it may be lower than the number of ranks.
@@ -235,9 +270,7 @@ impl Planner<'_> {
 
     /// Checks that the heads in all layers of a module have the same size. This detects a wrong number of heads.
     fn check_head_size(&mut self, fqn: &str, head: usize) -> Result<(), String> {
-        let layer = fqn.strip_suffix(".weight").or_else(|| fqn.strip_suffix(".bias")).unwrap_or(fqn);
-        let module = layer.rsplit_once('.').map_or("", |(module, _)| module);
-        let (size, first) = self.head_sizes.entry(module.to_owned()).or_insert_with(|| (head, fqn.to_owned()));
+        let (size, first) = self.head_sizes.entry(module_of(fqn).to_owned()).or_insert_with(|| (head, fqn.to_owned()));
         if *size == head {
             return Ok(());
         }
@@ -372,11 +405,29 @@ mod tests {
             ("a.mlp.down_proj.weight", &[16, 18], 4, "18 indices are not a multiple of 4"),
             ("embed_tokens.weight", &[100, 4], 3, "is not a multiple of 3"),
             ("a.mlp.experts.down_proj", &[2, 16, 16], 2, "3 dimensions"),
-            ("h.0.attn.c_attn.weight", &[1536 * 3, 1536], 2, "columns as rows"),
+            ("h.0.mlp.c_fc.weight", &[8, 32], 2, "this layer has none"),
+            ("encoder.layers.0.mlp.dense_h_to_4h.weight", &[64, 16], 2, "no rule"),
         ] {
             let error = refused(&[(fqn, shape)], &[], ranks);
             assert!(error.contains(fqn) && error.contains(reason), "{error}");
         }
+        // GPT-Neo and others have linear layers under the names of GPT-2's.
+        for (layer, shape, bias) in [
+            ("h.0.attn.c_attn", [1536 * 3, 1536], 1536 * 3),
+            ("h.0.mlp.c_fc", [32, 8], 32),
+            ("h.0.mlp.c_proj", [8, 32], 8),
+        ] {
+            let (weight, bias_key) = (format!("{layer}.weight"), format!("{layer}.bias"));
+            let error = refused(&[(&weight, &shape), (&bias_key, &[bias])], &[], 2);
+            assert!(error.contains("but its bias has shape"), "{error}");
+        }
+        let square = [("h.0.attn.c_attn.weight", &[16, 32][..]), ("h.0.attn.c_attn.bias", &[32])];
+        assert!(refused(&square, &[], 2).contains("columns as rows"));
+        // The scales of a layer's inputs are no bias.
+        assert!(refused(&[("a.mixer.D", &[8])], &["mixer.D=rowwise"], 2).contains("`colwise` cuts it"));
+        let gated: &[(&str, &[usize])] = &[("a.mixer.in_proj.weight", &[8, 4]), ("a.mixer.norm.weight", &[8])];
+        assert!(refused(gated, &["mixer.in_proj=colwise"], 2).contains("a.mixer.norm.weight"));
+        assert!(plan(gated, &["mixer.in_proj=colwise", "mixer.norm=colwise"], 2).is_ok());
         let other_head: &[(&str, &[usize])] =
             &[("a.self_attn.q_proj.weight", &[32, 4]), ("a.self_attn.k_proj.weight", &[4, 4])];
         assert!(refused(other_head, &[], 2).contains("is the number of heads right?"));

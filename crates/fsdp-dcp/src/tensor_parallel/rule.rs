@@ -7,6 +7,8 @@ use super::error::TensorParallelError;
 
 /// The rules for models in Hugging Face's naming: Llama, Mistral, Qwen, Gemma, Phi, Mixtral, GPT-NeoX, GPT-2 and others
 /// with the same names of layers. The first rule that matches a tensor counts.
+///
+/// The rules of GPT-NeoX name the model too: ChatGLM's `mlp.dense_h_to_4h` is two fused matrices.
 const BUILTIN: &str = "\
 embed_tokens = vocab
 lm_head = vocab
@@ -33,12 +35,12 @@ mlp.gate = replicate
 mlp.shared_expert_gate = replicate
 embed_in = vocab
 embed_out = vocab
-attention.query_key_value = colwise(heads)
-attention.dense = rowwise
-attention.bias = replicate
-attention.masked_bias = replicate
-mlp.dense_h_to_4h = colwise
-mlp.dense_4h_to_h = rowwise
+gpt_neox.layers.*.attention.query_key_value = colwise(heads)
+gpt_neox.layers.*.attention.dense = rowwise
+gpt_neox.layers.*.attention.bias = replicate
+gpt_neox.layers.*.attention.masked_bias = replicate
+gpt_neox.layers.*.mlp.dense_h_to_4h = colwise
+gpt_neox.layers.*.mlp.dense_4h_to_h = rowwise
 wte = vocab
 wpe = replicate
 h.*.attn.c_attn = conv1d_colwise(heads, heads, heads)
@@ -127,6 +129,11 @@ impl Rules {
         self.rules.iter().enumerate().filter(|(_, rule)| !rule.is_builtin)
     }
 
+    /// Returns `true` if a rule that was given cuts this tensor.
+    pub(super) fn is_cut_by_given(&self, fqn: &str) -> bool {
+        self.find(fqn).is_some_and(|(_, rule)| !rule.is_builtin && rule.how != How::Replicate)
+    }
+
     /// Returns the number of a name.
     pub(super) fn value(&self, name: &str) -> Option<usize> {
         self.values.get(name).copied()
@@ -143,6 +150,11 @@ impl Rule {
         }
         let how = How::parse(how.trim()).map_err(|reason| error(&reason))?;
         Ok(Rule { text: text.to_owned(), pattern, how, is_builtin })
+    }
+
+    /// Returns the text after the `=`, such as `colwise(heads)`.
+    pub(super) fn how_text(&self) -> &str {
+        self.text.split_once('=').map_or("", |(_, how)| how.trim())
     }
 
     /// Returns `true` if the pattern is the end of a key, or of the name of the layer that a weight or a bias belongs to.
