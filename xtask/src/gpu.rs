@@ -85,10 +85,12 @@ fn test(root: &Path) -> Result<()> {
     cargo(root, &[&all[..], &PACKAGES[..6], &one_by_one].concat(), &[])
 }
 
-/// The directory of builds with the stand-in for CUDA's compiler: other features and another compiler than elsewhere, so in
-/// a directory of its own neither build undoes the other.
-fn stand_in_target(root: &Path) -> PathBuf {
-    root.join("target/gpu-check")
+/// Returns the directory for clippy, and for builds with the stand-in for CUDA's compiler.
+///
+/// The kernels that the stand-in makes must not be linked into programs for real GPUs, so it has a directory of its own.
+/// Clippy uses it for all code, with and without the code for GPUs, because most crates are then checked only once.
+pub(crate) fn check_target(root: &Path) -> PathBuf {
+    root.join("target/check")
 }
 
 /// Returns the variables for a build with the stand-in for CUDA's compiler.
@@ -101,7 +103,7 @@ fn stand_in_toolkit(root: &Path) -> Vec<(&'static str, String)> {
 
 /// Runs clippy on all code of the features `cuda` and `nccl`.
 fn check(root: &Path) -> Result<()> {
-    let (target, toolkit) = (stand_in_target(root), stand_in_toolkit(root));
+    let (target, toolkit) = (check_target(root), stand_in_toolkit(root));
     let target = target.to_string_lossy();
     let arguments = ["clippy", "--workspace", "--all-targets", "--locked", "--features", FEATURES];
     let arguments = [&arguments[..], &["--target-dir", &*target, "--", "-D", "warnings"]].concat();
@@ -122,7 +124,7 @@ const LIBRARIES: [&str; 8] = [
 
 /// Runs the tests for GPUs with the stand-in for NVIDIA's libraries.
 fn stand_in(root: &Path) -> Result<()> {
-    let target = stand_in_target(root);
+    let target = check_target(root);
     let text = target.to_string_lossy().into_owned();
     let mut variables = stand_in_toolkit(root);
     let library = ["build", "--package", "cuda-stand-in", "--locked", "--target-dir", &text];

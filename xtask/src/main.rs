@@ -180,12 +180,16 @@ fn run(task: Task, root: &Path) -> Result<()> {
         }
         Task::Soak { runs, seed, program } => soak::run(root, runs, seed, program)?,
         Task::Clippy => {
-            cargo(root, &["clippy", "--workspace", "--all-targets", "--locked", "--", "-D", "warnings"], &[])?;
+            let target = gpu::check_target(root);
             // In the workspace the tests turn the object stores on. Check the command also without them, and once more
             // without candle.
-            let command = ["clippy", "--package", "fsdp-cli", "--locked"];
-            for features in [&[][..], &["--no-default-features", "--all-targets"]] {
-                cargo(root, &[&command[..], features, &["--", "-D", "warnings"]].concat(), &[])?;
+            for packages in [
+                &["--workspace", "--all-targets"][..],
+                &["--package", "fsdp-cli"],
+                &["--package", "fsdp-cli", "--no-default-features", "--all-targets"],
+            ] {
+                let clippy = ["clippy", "--locked", "--target-dir", &*target.to_string_lossy()];
+                cargo(root, &[&clippy, packages, &["--", "-D", "warnings"]].concat(), &[])?;
             }
         }
         Task::Doc => {

@@ -44,7 +44,7 @@ unsafe extern "C" fn cuModuleGetFunction(made: *mut Handle, module: Handle, name
     // SAFETY: the caller's string.
     let name = unsafe { CStr::from_ptr(name) }.to_string_lossy();
     if text.is_empty() {
-        say("candle's kernels were compiled without their names: delete `target/gpu-check`, and build again");
+        say("candle's kernels were compiled without their names: delete `target/check`, and build again");
         return code::NOT_FOUND;
     }
     if !has_word(&text, &name) {
