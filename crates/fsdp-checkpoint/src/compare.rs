@@ -16,7 +16,7 @@ use crate::error::{CheckpointError, WrongTensor};
 use crate::rounds::gather_in_rounds;
 
 /// The rank that compares.
-const JUDGE: usize = 0;
+const COMPARING_RANK: usize = 0;
 
 /// The sum over a box that a rank has read.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -82,9 +82,9 @@ impl<'a> Comparison<'a> {
     /// The same on every rank: [`CheckpointError::NotAsSaved`].
     pub(crate) fn check(self, group: &ProcessGroup) -> Result<(), CheckpointError> {
         // An encoded sum takes about 48 bytes, and two numbers of 8 bytes for each dimension of its box.
-        let gathered = gather_in_rounds(group, self.parts, |part| 48 + 16 * part.bounds.rank() as u64, JUDGE)?;
-        let wrong = gathered.map(|parts| judge(self.metadata, self.recorded, parts));
-        let mut wrong: Vec<WrongTensor> = group.broadcast_object(wrong.as_ref(), JUDGE)?;
+        let gathered = gather_in_rounds(group, self.parts, |part| 48 + 16 * part.bounds.rank() as u64, COMPARING_RANK)?;
+        let wrong = gathered.map(|parts| wrong_tensors(self.metadata, self.recorded, parts));
+        let mut wrong: Vec<WrongTensor> = group.broadcast_object(wrong.as_ref(), COMPARING_RANK)?;
         if wrong.is_empty() {
             return Ok(());
         }
@@ -120,7 +120,7 @@ fn digest(sum: Sum, tensor: &TensorEntry) -> Digest {
 }
 
 /// Returns the tensors whose elements are not those that were saved. `parts` are by rank of the group.
-fn judge(metadata: &Metadata, recorded: &StateDigest, parts: Vec<Vec<BoxSum>>) -> Vec<WrongTensor> {
+fn wrong_tensors(metadata: &Metadata, recorded: &StateDigest, parts: Vec<Vec<BoxSum>>) -> Vec<WrongTensor> {
     let mut tensors: BTreeMap<usize, BoxSums> = BTreeMap::new();
     for (rank, part) in
         parts.into_iter().enumerate().flat_map(|(rank, parts)| parts.into_iter().map(move |part| (rank, part)))

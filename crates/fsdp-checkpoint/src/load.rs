@@ -145,11 +145,12 @@ pub(crate) fn fill(
     // A checkpoint's keys are flat, whatever paths its state dict had.
     let flattened = flatten_state_dict(state).and_then(|FlatStateDict { values, paths }| {
         let flat: StateDict = values.into_iter().map(|(key, value)| (key, as_leaf(value))).collect();
-        DictTarget::new(&flat, None, String::new())?;
         Ok((flat, paths))
     });
     let (flat, paths) = flattened.or_else(|error| CheckpointError::refuse(group, LOAD, error.into()))?;
-    let mut target = DictTarget::new(&flat, options.device.clone(), String::new())?.of_checkpoint(in_place);
+    let target = DictTarget::new(&flat, options.device.clone());
+    let target = target.or_else(|error| CheckpointError::refuse(group, LOAD, error.into()))?;
+    let mut target = target.of_checkpoint(in_place);
     let mut source = CheckpointSource::by_flat_key(checkpoint);
     let report = load_state::<_, _, CheckpointError>(LOAD, group, &mut source, &mut target, options)?;
     for (key, value) in target.into_loaded() {

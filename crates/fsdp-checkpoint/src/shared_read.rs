@@ -39,20 +39,19 @@ fn shards(wants: &[u64]) -> Option<usize> {
     is_mesh.then_some(shards)
 }
 
-/// The bytes of the boxes of several tensors, one box after the other, as one sequence. Each replica reads a share of
-/// it.
-pub(crate) struct Row {
-    places: Vec<Place>,
+/// The boxes of several tensors, one after the other, as one sequence of bytes. Each replica reads a share of it.
+pub(crate) struct JoinedBoxes {
+    boxes: Vec<JoinedBox>,
     bytes: usize,
 }
 
-/// The position of a box in a row.
-struct Place {
+/// A box in the sequence.
+struct JoinedBox {
     /// The index of the tensor among the wanted ones.
     wanted: usize,
     /// The index of the box among the boxes of that tensor.
     index: usize,
-    /// The position of the box's first byte in the row.
+    /// The position of the box's first byte in the sequence.
     start: usize,
     /// The number of bytes of the box.
     bytes: usize,
@@ -62,32 +61,32 @@ struct Place {
 
 /// A range of the bytes of a box.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct InBox {
-    /// The index of the box among all boxes of the row.
-    pub(crate) place: usize,
+pub(crate) struct BoxPart {
+    /// The index of the box among all boxes of the sequence.
+    pub(crate) index: usize,
     /// The index of its tensor among the wanted ones.
     pub(crate) wanted: usize,
     /// The range, counted from the first byte of the box.
     pub(crate) bytes: Range<usize>,
 }
 
-impl Row {
-    /// Makes the row of all boxes of the wanted tensors.
+impl JoinedBoxes {
+    /// Joins all boxes of the wanted tensors.
     pub(crate) fn new(wanted: &[Wanted]) -> Self {
-        let mut row = Row { places: Vec::new(), bytes: 0 };
+        let mut joined = JoinedBoxes { boxes: Vec::new(), bytes: 0 };
         for (index, wanted) in wanted.iter().enumerate() {
             let element = wanted.dtype.size_in_bytes() as usize;
             for (of_tensor, bounds) in wanted.boxes.iter().enumerate() {
                 let bytes = bounds.numel() * element;
-                row.places.push(Place { wanted: index, index: of_tensor, start: row.bytes, bytes, element });
-                row.bytes += bytes;
+                joined.boxes.push(JoinedBox { wanted: index, index: of_tensor, start: joined.bytes, bytes, element });
+                joined.bytes += bytes;
             }
         }
-        row
+        joined
     }
 
-    /// Cuts the row into pieces of [`PIECE`] bytes, and each piece into one share for each replica. Returns the shares
-    /// of each piece, in the order of the replicas, as ranges of the row. No element is cut.
+    /// Cuts the sequence into pieces of [`PIECE`] bytes, and each piece into one share for each replica. Returns the shares
+    /// of each piece, in the order of the replicas, as ranges of the sequence. No element is cut.
     pub(crate) fn shares(&self, replicas: usize) -> Vec<Vec<Range<usize>>> {
         self.shares_of_pieces(PIECE, replicas)
     }
@@ -108,27 +107,27 @@ impl Row {
 
     /// Returns the position of the first byte of the element that the byte at `at` belongs to.
     fn before_element(&self, at: usize) -> usize {
-        let after = self.places.partition_point(|place| place.start <= at);
-        match after.checked_sub(1).map(|index| &self.places[index]) {
-            Some(place) if at < place.start + place.bytes => at - (at - place.start) % place.element,
+        let after = self.boxes.partition_point(|entry| entry.start <= at);
+        match after.checked_sub(1).map(|index| &self.boxes[index]) {
+            Some(entry) if at < entry.start + entry.bytes => at - (at - entry.start) % entry.element,
             _ => at,
         }
     }
 
-    /// Returns the parts of boxes that a range of the row consists of.
-    pub(crate) fn boxes_in(&self, range: &Range<usize>) -> Vec<InBox> {
-        let first = self.places.partition_point(|place| place.start + place.bytes <= range.start);
-        let places = self.places.iter().enumerate().skip(first).take_while(|(_, place)| place.start < range.end);
-        places
-            .map(|(index, place)| {
-                let (from, to) = (range.start.max(place.start), range.end.min(place.start + place.bytes));
-                InBox { place: index, wanted: place.wanted, bytes: from - place.start..to - place.start }
+    /// Returns the parts of boxes that a range of the sequence consists of.
+    pub(crate) fn boxes_in(&self, range: &Range<usize>) -> Vec<BoxPart> {
+        let first = self.boxes.partition_point(|entry| entry.start + entry.bytes <= range.start);
+        let boxes = self.boxes.iter().enumerate().skip(first).take_while(|(_, entry)| entry.start < range.end);
+        boxes
+            .map(|(index, entry)| {
+                let (from, to) = (range.start.max(entry.start), range.end.min(entry.start + entry.bytes));
+                BoxPart { index, wanted: entry.wanted, bytes: from - entry.start..to - entry.start }
             })
             .filter(|part| !part.bytes.is_empty())
             .collect()
     }
 
-    /// Returns the requests that read a range of the row: the bytes of their boxes, one after the other, are that
+    /// Returns the requests that read a range of the sequence: the bytes of their boxes, one after the other, are that
     /// range. `request` makes the request for some boxes of a wanted tensor.
     pub(crate) fn requests(
         &self,
@@ -138,7 +137,7 @@ impl Row {
     ) -> Vec<LoadRequest> {
         let mut requests: Vec<(usize, Vec<TensorBox>)> = Vec::new();
         for part in self.boxes_in(range) {
-            let Place { index, element, .. } = self.places[part.place];
+            let JoinedBox { index, element, .. } = self.boxes[part.index];
             let bounds = &wanted[part.wanted].boxes[index];
             let elements = part.bytes.start / element..part.bytes.end / element;
             let boxes = boxes_of_flat_range(&bounds.sizes, elements).into_iter().map(|mut inner| {
@@ -162,7 +161,7 @@ mod tests {
 
     fn wanted(dtype: DType, shape: &[usize], boxes: Vec<TensorBox>) -> Wanted {
         let (key, shape) = (String::new(), shape.to_vec());
-        Wanted { position: 0, key, dtype, becomes: dtype, shape, boxes, is_same_on_all: false }
+        Wanted { position: 0, place: 0, key, dtype, becomes: dtype, shape, boxes, is_same_on_all: false }
     }
 
     #[test]
@@ -181,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn shares_cover_a_row_once_and_cut_no_element() {
+    fn shares_cover_all_boxes_once_and_cut_no_element() {
         let wanted = [
             wanted(DType::U8, &[5], vec![TensorBox::whole(&[5])]),
             wanted(
@@ -192,11 +191,12 @@ mod tests {
             wanted(DType::F32, &[0], vec![TensorBox::whole(&[0])]),
             wanted(DType::U8, &[], vec![TensorBox::whole(&[])]),
         ];
-        let row = Row::new(&wanted);
-        assert_eq!(row.bytes, 5 + 24 + 4 + 1);
+        let joined = JoinedBoxes::new(&wanted);
+        assert_eq!(joined.bytes, 5 + 24 + 4 + 1);
         for piece in [1, 7, 16, 100] {
             for replicas in [1, 2, 3, 5] {
-                let shares: Vec<Range<usize>> = row.shares_of_pieces(piece, replicas).into_iter().flatten().collect();
+                let shares: Vec<Range<usize>> =
+                    joined.shares_of_pieces(piece, replicas).into_iter().flatten().collect();
                 let mut at = 0;
                 let mut elements = 0;
                 for share in shares {
@@ -208,7 +208,7 @@ mod tests {
                         shape: wanted.shape.clone(),
                         boxes,
                     };
-                    let requests = row.requests(&wanted, &share, request);
+                    let requests = joined.requests(&wanted, &share, request);
                     let bytes = requests.iter().map(|request| {
                         let numel: usize = request.boxes.iter().map(TensorBox::numel).sum();
                         elements += numel;
@@ -216,7 +216,7 @@ mod tests {
                     });
                     assert_eq!(bytes.sum::<usize>(), share.len());
                 }
-                assert_eq!((at, elements), (row.bytes, 5 + 6 + 1 + 1), "pieces of {piece}, {replicas} replicas");
+                assert_eq!((at, elements), (joined.bytes, 5 + 6 + 1 + 1), "pieces of {piece}, {replicas} replicas");
             }
         }
     }

@@ -1,7 +1,7 @@
 //! A checkpoint of any format as the source of a load: each rank reads the bytes that it needs, and nothing else.
 
 use std::collections::HashMap;
-use std::hash::{Hash as _, Hasher as _};
+use std::hash::{BuildHasher as _, BuildHasherDefault};
 use std::ops::Range;
 
 use candle_core::Tensor;
@@ -12,14 +12,14 @@ use fsdp_dcp::plan::{LoadRequest, ReadPlanOptions};
 use fsdp_dcp::reader::{Destination, ReadOptions};
 use fsdp_flat::storage::StorageGuard;
 use fsdp_layout::{ErrorKind, Failure as _, KeyPath, PathPart, TensorBox};
-use fsdp_state::engine::Wanted;
-use fsdp_state::{Leaf, Lend, LoadError as _, LoadOptions, Memory, Schema, Source, StateValue};
+use fsdp_state::engine::{LoadCall, Wanted, WantedOn};
+use fsdp_state::{Leaf, Lend, LoadError as _, Memory, Schema, Source, StateValue, lent_bytes};
 use indexmap::IndexMap;
 use twox_hash::XxHash3_64;
 
 use crate::CheckpointError;
 use crate::compare::{Comparison, check_value};
-use crate::shared_read::{Row, replicas};
+use crate::shared_read::{JoinedBoxes, replicas};
 
 /// The bytes that are lent and read at once. It is more than the threads need to be busy, and it bounds the memory that
 /// values pass through on their way to a device or to another dtype.
@@ -80,7 +80,7 @@ impl<'a> CheckpointSource<'a> {
         mut self,
         is_state: impl Fn(&KeyPath) -> bool,
     ) -> Result<(Self, Vec<String>), CheckpointError> {
-        let (mut leaves, mut keys, mut left_out) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut kept, mut left_out) = (Vec::new(), Vec::new());
         for ((path, leaf), key) in self.schema.iter().zip(std::mem::take(&mut self.keys)) {
             if matches!(leaf, Leaf::Plain)
                 && !is_state(path)
@@ -92,9 +92,9 @@ impl<'a> CheckpointSource<'a> {
                 left_out.push(key);
                 continue;
             }
-            leaves.push((path.clone(), leaf.clone()));
-            keys.push(key);
+            kept.push(((path.clone(), leaf.clone()), key));
         }
+        let (leaves, keys) = kept.into_iter().unzip();
         Ok((CheckpointSource { schema: Schema::new(leaves), keys, ..self }, left_out))
     }
 
@@ -108,66 +108,107 @@ impl<'a> CheckpointSource<'a> {
         self.keys.get(position).map_or("", String::as_str)
     }
 
-    /// Returns the request to the checkpoint for what is wanted of one tensor.
-    fn request(&self, wanted: &Wanted) -> LoadRequest {
-        self.request_of(wanted, wanted.boxes.clone())
-    }
-
     /// Returns the request to the checkpoint for boxes of a tensor that is wanted.
-    fn request_of(&self, wanted: &Wanted, boxes: Vec<TensorBox>) -> LoadRequest {
+    fn request(&self, wanted: &Wanted, boxes: Vec<TensorBox>) -> LoadRequest {
         let (fqn, shape) = (self.key(wanted.position).to_owned(), wanted.shape.clone());
         LoadRequest { fqn, dtype: wanted.dtype, shape, boxes }
     }
+}
 
-    /// Fills memory with the wanted boxes, and adds what was read to the comparison with digests.
-    fn fill(
-        &self,
-        wanted: &[Wanted],
-        memories: &mut [Memory],
-        options: ReadOptions,
-        comparison: &mut Option<Comparison<'_>>,
-    ) -> Result<(), CheckpointError> {
-        let options = ReadOptions { digest: comparison.is_some(), ..options };
+/// A reading of a checkpoint: all that it has read is compared with the digests, if there are any.
+struct Reading<'a> {
+    source: &'a CheckpointSource<'a>,
+    options: ReadOptions,
+    comparison: Option<Comparison<'a>>,
+}
+
+impl<'a> Reading<'a> {
+    fn new(source: &'a CheckpointSource<'_>, options: ReadOptions) -> Self {
+        let comparison = Comparison::with(source.checkpoint);
+        Reading { source, options: ReadOptions { digest: comparison.is_some(), ..options }, comparison }
+    }
+
+    /// Reads boxes of tensors, and adds their sums to the comparison.
+    fn read(&mut self, destinations: Vec<Destination<'_>>) -> Result<(), CheckpointError> {
+        let Some(comparison) = &mut self.comparison else {
+            self.source.checkpoint.read(destinations, self.options)?;
+            return Ok(());
+        };
+        let requests: Vec<LoadRequest> = destinations.iter().map(|destination| destination.request.clone()).collect();
+        let done = self.source.checkpoint.read(destinations, self.options)?;
+        for (request, sums) in requests.iter().zip(&done.sums) {
+            comparison.add(&request.fqn, &request.boxes, sums);
+        }
+        Ok(())
+    }
+
+    /// Fills memory with the wanted boxes.
+    fn fill(&mut self, wanted: &[Wanted], memories: &mut [Memory]) -> Result<(), CheckpointError> {
         let tensors: Vec<Vec<_>> = memories.iter().map(Memory::tensors).collect();
         let mut guard = StorageGuard::take(&tensors.iter().flatten().collect::<Vec<_>>())?;
         let Buffers { of_tensors, overlapping } = Buffers::lent(wanted, memories, &tensors, &mut guard);
         let mut destinations = Vec::with_capacity(wanted.len());
-        let mut read = Vec::with_capacity(wanted.len());
         for (wanted, buffers) in wanted.iter().zip(of_tensors) {
             if let Some(buffers) = buffers {
-                read.push(wanted);
-                destinations.push(Destination { request: self.request(wanted), buffers });
+                destinations.push(Destination { request: self.source.request(wanted, wanted.boxes.clone()), buffers });
             }
         }
-        let done = self.checkpoint.read(destinations, options)?;
-        if let Some(comparison) = comparison {
-            for (wanted, sums) in read.into_iter().zip(&done.sums) {
-                comparison.add(self.key(wanted.position), &wanted.boxes, sums);
-            }
-        }
+        self.read(destinations)?;
         drop(guard);
-        self.fill_overlapping(overlapping, wanted, memories, options, comparison)
+        self.fill_overlapping(overlapping, wanted, memories)
     }
 
     /// Fills the tensors at the indices `overlapping`, which share elements with others. Their memory cannot be lent
     /// together with that of the others, so each is read into a copy.
     fn fill_overlapping(
-        &self,
+        &mut self,
         overlapping: Vec<usize>,
         wanted: &[Wanted],
         memories: &mut [Memory],
-        options: ReadOptions,
-        comparison: &mut Option<Comparison<'_>>,
     ) -> Result<(), CheckpointError> {
         for index in overlapping {
             let wanted = &wanted[index];
             let mut copy = [Memory::fresh(wanted.dtype, &wanted.shape, &wanted.boxes)?];
-            self.fill(std::slice::from_ref(wanted), &mut copy, options, comparison)?;
+            self.fill(std::slice::from_ref(wanted), &mut copy)?;
             if let [Memory::Tensors(values)] = &copy {
                 memories[index].fill_from(values)?;
             }
         }
         Ok(())
+    }
+
+    /// Reads all that is wanted in windows, together with the replicas of this rank if they share the reading.
+    ///
+    /// # Errors
+    /// The outer error is that of a collective, the inner one is this rank's own.
+    fn read_windows(
+        &mut self,
+        wanted: &[Wanted],
+        lend: &mut dyn Lend,
+    ) -> Result<Result<(), CheckpointError>, CommError> {
+        let mut outcome: Result<(), CheckpointError> = Ok(());
+        let mut first = 0;
+        while first < wanted.len() {
+            let positions = first..first + window(&wanted[first..]);
+            let window = &wanted[positions.clone()];
+            // Ask for the memory of a window of tensors, fill all of it, and give it back in the same order. A rank that
+            // has failed asks for none, and only takes part in the collectives.
+            let mut lent = outcome.and_then(|()| {
+                let memories: Result<Vec<_>, _> = positions.clone().map(|index| lend.lend(index)).collect();
+                Ok(memories?)
+            });
+            let memories = lent.as_deref_mut().ok();
+            let filled = match &self.source.replicas {
+                Some(replicas) => self.fill_with_replicas(replicas, window, memories)?,
+                None => memories.map_or(Ok(()), |memories| self.fill(window, memories)),
+            };
+            outcome = lent.and_then(|memories| {
+                filled?;
+                Ok(positions.clone().zip(memories).try_for_each(|(index, memory)| lend.filled(index, memory))?)
+            });
+            first = positions.end;
+        }
+        Ok(outcome)
     }
 
     /// Fills memory like [`Self::fill`], together with the replicas of this rank: each reads a share and receives those
@@ -177,15 +218,12 @@ impl<'a> CheckpointSource<'a> {
     /// # Errors
     /// The outer error is that of a collective, the inner one is this rank's own.
     fn fill_with_replicas(
-        &self,
+        &mut self,
         replicas: &ProcessGroup,
         wanted: &[Wanted],
         memories: Option<&mut [Memory]>,
-        options: ReadOptions,
-        comparison: &mut Option<Comparison<'_>>,
     ) -> Result<Result<(), CheckpointError>, CommError> {
-        let options = ReadOptions { digest: comparison.is_some(), ..options };
-        let row = Row::new(wanted);
+        let joined = JoinedBoxes::new(wanted);
         let memories = memories.unwrap_or_default();
         let tensors: Vec<Vec<_>> = memories.iter().map(Memory::tensors).collect();
         let mut outcome = Ok(());
@@ -212,41 +250,38 @@ impl<'a> CheckpointSource<'a> {
             let spare: Vec<&mut [u8]> = spare.by_ref().take(wanted.boxes.len()).map(Vec::as_mut_slice).collect();
             places.extend(buffers.unwrap_or(spare));
         }
-        for shares in row.shares(replicas.world_size()) {
+        for shares in joined.shares(replicas.world_size()) {
             let own = &shares[replicas.rank()];
             let mut bytes = vec![0; own.len()];
             if outcome.is_ok() {
-                outcome = self.read_share(&row, own, wanted, &mut bytes, options, comparison);
+                outcome = self.read_share(&joined, own, wanted, &mut bytes);
             }
             let counts: Vec<usize> = shares.iter().map(ExactSizeIterator::len).collect();
             let piece = shares.iter().map(|share| share.start).min().unwrap_or(0)
                 ..shares.iter().map(|share| share.end).max().unwrap_or(0);
             let mut outputs = Vec::new();
             let mut rest = places.iter_mut().enumerate();
-            for part in row.boxes_in(&piece) {
-                let place = rest.find(|(index, _)| *index == part.place);
+            for part in joined.boxes_in(&piece) {
+                let place = rest.find(|(index, _)| *index == part.index);
                 outputs.extend(place.map(|(_, place)| &mut place[part.bytes]));
             }
             replicas.all_gather_uneven_into_slices(&mut outputs, &counts, &bytes)?;
         }
         drop(places);
         drop(guard);
-        Ok(outcome.and_then(|()| self.fill_overlapping(overlapping, wanted, memories, options, comparison)))
+        Ok(outcome.and_then(|()| self.fill_overlapping(overlapping, wanted, memories)))
     }
 
-    /// Reads this rank's share of a row.
+    /// Reads this rank's share of the boxes of several tensors.
     fn read_share(
-        &self,
-        row: &Row,
+        &mut self,
+        joined: &JoinedBoxes,
         share: &Range<usize>,
         wanted: &[Wanted],
         mut bytes: &mut [u8],
-        options: ReadOptions,
-        comparison: &mut Option<Comparison<'_>>,
     ) -> Result<(), CheckpointError> {
-        let requests = row.requests(wanted, share, |wanted, boxes| self.request_of(wanted, boxes));
-        let mut destinations = Vec::with_capacity(requests.len());
-        for request in requests.iter().cloned() {
+        let mut destinations = Vec::new();
+        for request in joined.requests(wanted, share, |wanted, boxes| self.source.request(wanted, boxes)) {
             let element = request.dtype.size_in_bytes() as usize;
             let mut buffers = Vec::with_capacity(request.boxes.len());
             for bounds in &request.boxes {
@@ -256,13 +291,7 @@ impl<'a> CheckpointSource<'a> {
             }
             destinations.push(Destination { request, buffers });
         }
-        let done = self.checkpoint.read(destinations, options)?;
-        if let Some(comparison) = comparison {
-            for (request, sums) in requests.iter().zip(&done.sums) {
-                comparison.add(&request.fqn, &request.boxes, sums);
-            }
-        }
-        Ok(())
+        self.read(destinations)
     }
 }
 
@@ -283,21 +312,11 @@ impl<'b> Buffers<'b> {
         guard: &'b mut StorageGuard,
     ) -> Self {
         let is_again = repeated(wanted, tensors, guard);
-        let mut slices = guard.bytes_mut().into_iter();
-        let mut lent = Buffers { of_tensors: Vec::with_capacity(wanted.len()), overlapping: Vec::new() };
-        for (index, (memory, tensors)) in memories.iter_mut().zip(tensors).enumerate() {
-            let own: Vec<Option<&mut [u8]>> = slices.by_ref().take(tensors.len()).collect();
-            let buffers: Option<Vec<&mut [u8]>> = match memory.raw_bytes_mut() {
-                Some(bytes) => Some(vec![bytes]),
-                None => own.into_iter().collect(),
-            };
-            // If several wanted tensors are one tensor in memory, only the first is read.
-            if buffers.is_none() && !is_again[index] {
-                lent.overlapping.push(index);
-            }
-            lent.of_tensors.push(buffers);
-        }
-        lent
+        let of_tensors = lent_bytes(memories, guard);
+        // If several wanted tensors are one tensor in memory, only the first is read.
+        let overlapping =
+            (0..of_tensors.len()).filter(|&index| of_tensors[index].is_none() && !is_again[index]).collect();
+        Buffers { of_tensors, overlapping }
     }
 }
 
@@ -334,9 +353,9 @@ impl Source for CheckpointSource<'_> {
             positions.iter().filter_map(|&position| Wanted::whole(&self.schema, position)).collect();
         let memories = wanted.iter().map(|wanted| Memory::fresh(wanted.dtype, &wanted.shape, &wanted.boxes));
         let mut memories = memories.collect::<Result<Vec<_>, _>>()?;
-        let mut comparison = Comparison::with(self.checkpoint);
-        self.fill(&wanted, &mut memories, ReadOptions::default(), &mut comparison)?;
-        comparison.map_or(Ok(()), |comparison| comparison.check_here())?;
+        let mut reading = Reading::new(self, ReadOptions::default());
+        reading.fill(&wanted, &mut memories)?;
+        reading.comparison.map_or(Ok(()), |comparison| comparison.check_here())?;
         let mut tensors: HashMap<usize, Memory> = wanted.iter().map(|wanted| wanted.position).zip(memories).collect();
         let mut values = Vec::with_capacity(positions.len());
         for &position in positions {
@@ -352,113 +371,35 @@ impl Source for CheckpointSource<'_> {
         Ok(values)
     }
 
-    fn locate(
-        &mut self,
-        group: &ProcessGroup,
-        operation: &'static str,
-        wanted: &[Wanted],
-        _: &dyn Fn(usize, usize) -> Option<Vec<TensorBox>>,
-        options: &LoadOptions,
-    ) -> Result<(), CheckpointError> {
-        let requests: Vec<LoadRequest> = wanted.iter().map(|wanted| self.request(wanted)).collect();
+    fn locate(&mut self, call: &LoadCall<'_>, wanted: &[Wanted], _: &WantedOn<'_>) -> Result<(), CheckpointError> {
+        let requests: Vec<LoadRequest> =
+            wanted.iter().map(|wanted| self.request(wanted, wanted.boxes.clone())).collect();
         // This finds boxes that no chunks cover, and files that are missing or too short, before anything changes.
         let checked = self.checkpoint.check_read(&requests, ReadPlanOptions::default());
         // Ranks must have the same digests, since all or none compare what they load with them.
         let digests = self.checkpoint.digests().map(|digests| digests.root().to_string());
-        let mut hasher = XxHash3_64::new();
-        digests.hash(&mut hasher);
+        let hash = BuildHasherDefault::<XxHash3_64>::new().hash_one(&digests);
         let checked = checked.map(|_| ()).map_err(CheckpointError::from);
-        CheckpointError::agree(group, operation, Some(hasher.finish()), checked)?;
-        let shares = options.read_once.unwrap_or_else(|| self.checkpoint.directory().is_object_store());
-        self.replicas = if shares { replicas(group, wanted)? } else { None };
+        CheckpointError::agree(call.group, call.operation, Some(hash), checked)?;
+        let shares = call.options.read_once.unwrap_or_else(|| self.checkpoint.directory().is_object_store());
+        self.replicas = if shares { replicas(call.group, wanted)? } else { None };
         Ok(())
     }
 
-    fn read(
-        &mut self,
-        group: &ProcessGroup,
-        operation: &'static str,
-        wanted: &[Wanted],
-        lend: &mut dyn Lend,
-        options: &LoadOptions,
-    ) -> Result<(), CheckpointError> {
-        let mut comparison = Comparison::with(self.checkpoint);
-        let read = match &self.replicas {
-            None => self.read_windows(wanted, lend, options, &mut comparison),
-            Some(replicas) => {
-                let read = self.read_with_replicas(replicas, wanted, lend, options, &mut comparison)?;
-                // If a rank failed to read its share, the others lack it too, so all of them have to fail.
-                CheckpointError::agree(group, operation, None, read)
-            }
-        };
+    fn read(&mut self, call: &LoadCall<'_>, wanted: &[Wanted], lend: &mut dyn Lend) -> Result<(), CheckpointError> {
+        let options = ReadOptions { threads: call.options.threads, ..ReadOptions::default() };
+        let mut reading = Reading::new(self, options);
+        let mut read = reading.read_windows(wanted, lend)?;
+        if self.replicas.is_some() {
+            // If a rank failed to read its share, the others lack it too, so all of them have to fail.
+            read = CheckpointError::agree(call.group, call.operation, None, read);
+        }
         // A rank that failed takes part all the same: the others compare what they have.
-        let compared = comparison.map_or(Ok(()), |comparison| comparison.check(group));
+        let compared = reading.comparison.map_or(Ok(()), |comparison| comparison.check(call.group));
         match compared {
             Err(error @ CheckpointError::Comm(_)) => Err(error),
             compared => read.and(compared),
         }
-    }
-}
-
-impl CheckpointSource<'_> {
-    /// Reads all that is wanted, some of it at a time.
-    fn read_windows(
-        &self,
-        wanted: &[Wanted],
-        lend: &mut dyn Lend,
-        options: &LoadOptions,
-        comparison: &mut Option<Comparison<'_>>,
-    ) -> Result<(), CheckpointError> {
-        let options = ReadOptions { threads: options.threads, ..ReadOptions::default() };
-        let mut first = 0;
-        while first < wanted.len() {
-            let window = window(&wanted[first..]);
-            let positions = first..first + window;
-            // Ask for the memory of a window of tensors, fill all of it, and give it back in the same order.
-            let mut memories = positions.clone().map(|index| lend.lend(index)).collect::<Result<Vec<_>, _>>()?;
-            self.fill(&wanted[positions.clone()], &mut memories, options, comparison)?;
-            positions.zip(memories).try_for_each(|(index, memory)| lend.filled(index, memory))?;
-            first += window;
-        }
-        Ok(())
-    }
-
-    /// Reads all that is wanted in windows, together with the replicas of this rank.
-    ///
-    /// # Errors
-    /// The outer error is that of a collective, the inner one is this rank's own.
-    fn read_with_replicas(
-        &self,
-        replicas: &ProcessGroup,
-        wanted: &[Wanted],
-        lend: &mut dyn Lend,
-        options: &LoadOptions,
-        comparison: &mut Option<Comparison<'_>>,
-    ) -> Result<Result<(), CheckpointError>, CommError> {
-        let options = ReadOptions { threads: options.threads, ..ReadOptions::default() };
-        let mut outcome: Result<(), CheckpointError> = Ok(());
-        let mut first = 0;
-        while first < wanted.len() {
-            let positions = first..first + window(&wanted[first..]);
-            let window = &wanted[positions.clone()];
-            let lent = if outcome.is_ok() {
-                positions.clone().map(|index| lend.lend(index)).collect::<Result<Vec<_>, _>>()
-            } else {
-                Ok(Vec::new())
-            };
-            let mut memories = lent.unwrap_or_else(|error| {
-                outcome = Err(error.into());
-                Vec::new()
-            });
-            let own = outcome.is_ok().then_some(&mut memories[..]);
-            let filled = self.fill_with_replicas(replicas, window, own, options, comparison)?;
-            if outcome.is_ok() {
-                let mut lent = positions.clone().zip(memories);
-                outcome = filled.and_then(|()| Ok(lent.try_for_each(|(index, memory)| lend.filled(index, memory))?));
-            }
-            first = positions.end;
-        }
-        Ok(outcome)
     }
 }
 

@@ -7,8 +7,8 @@ use fsdp_nn::state::{LiveTarget, StatePrefixes};
 use fsdp_nn::torch::{StateDictOptions, get_model_state_dict, get_optimizer_state_dict};
 use fsdp_nn::{AveragedModel, FullyShardedDataParallel, GradScaler, NnError, Optimizer, ShardedSampler};
 use fsdp_state::{
-    LoadError as _, LoadOptions, LoadReport, Source as _, StateDict, StateError, StateValue, flatten_state_dict,
-    load_state, set_element,
+    LoadError as _, LoadOptions, LoadReport, Source as _, StateDict, StateValue, flatten_state_dict, load_state,
+    set_element,
 };
 
 use crate::CheckpointError;
@@ -29,7 +29,7 @@ pub trait Stateful {
     /// Loads the state from a checkpoint that every rank of `group` has opened. Collective.
     ///
     /// # Errors
-    /// The same on every rank. The state is unchanged, unless the error is [`StateError::PartlyLoaded`]: then some
+    /// The same on every rank. The state is unchanged, unless the error is [`StateError::PartlyLoaded`](fsdp_state::StateError::PartlyLoaded): then some
     /// values are new.
     fn load_state_dict(
         &mut self,
@@ -149,10 +149,8 @@ impl<M> TrainState<M> {
             (SCALER, self.scaler.as_ref().map(GradScaler::state_dict)),
             (AVERAGE, average),
         ] {
-            if let Some(part) = part
-                && beside.insert(key, part).is_some()
-            {
-                return Err(StateError::DuplicateKey { key: key.to_owned() }.into());
+            if let Some(part) = part {
+                beside.insert_new(key, part)?;
             }
         }
         Ok(beside)
@@ -171,7 +169,7 @@ impl<M> TrainState<M> {
             let (source, left_out) = if options.strict {
                 (source, Vec::new())
             } else {
-                source.without_foreign_objects(|path| is_below(path, MODEL) || is_below(path, OPTIM))?
+                source.without_foreign_objects(|path| [MODEL, OPTIM].iter().any(|key| path.below(&[key]).is_some()))?
             };
             // Check that the sampler and the scaler accept their saved state before anything changes.
             let saved = |key: &str| saved_part(&source, &beside, key);
@@ -211,7 +209,8 @@ fn saved_part(source: &CheckpointSource<'_>, beside: &StateDict, key: &str) -> R
     let mut part = StateDict::new();
     part.extend(beside.get(key).map(|here| (key.to_owned(), here.clone())));
     let leaves = source.schema().iter().enumerate();
-    let saved = leaves.filter(|(position, (path, _))| source.schema().is_small(*position) && is_below(path, key));
+    let saved =
+        leaves.filter(|(position, (path, _))| source.schema().is_small(*position) && path.below(&[key]).is_some());
     let (positions, paths): (Vec<usize>, Vec<&KeyPath>) = saved.map(|(position, (path, _))| (position, path)).unzip();
     for (path, value) in paths.into_iter().zip(source.values(&positions)?) {
         set_element(&mut part, path, value)?;
@@ -252,10 +251,8 @@ impl<M> Stateful for TrainState<M> {
             let optimizers: Vec<&Optimizer> = self.optimizers.iter().collect();
             state.insert(OPTIM, get_optimizer_state_dict(parameters, &optimizers, &views)?);
         }
-        for (key, value) in &self.beside()? {
-            if state.insert(key, value.clone()).is_some() {
-                return Err(StateError::DuplicateKey { key: key.to_owned() }.into());
-            }
+        for (key, value) in self.beside()? {
+            state.insert_new(key, value)?;
         }
         Ok(state)
     }
@@ -276,14 +273,4 @@ impl<M> Stateful for TrainState<M> {
 /// model's own.
 pub(crate) fn is_nested_model(path: &KeyPath) -> bool {
     matches!(path.0.as_slice(), [PathPart::Key(first), _, ..] if first == MODEL)
-}
-
-/// Returns `true` if a path is inside the container `key`. A path with a single part is a flat key: then the part must
-/// begin with `key` and a dot.
-fn is_below(path: &KeyPath, key: &str) -> bool {
-    match path.0.as_slice() {
-        [PathPart::Key(flat)] => flat.strip_prefix(key).is_some_and(|rest| rest.starts_with('.')),
-        [PathPart::Key(first), ..] => first == key,
-        _ => false,
-    }
 }

@@ -47,6 +47,33 @@ impl KeyPath {
         self.0.iter().map(PathPart::to_string).collect::<Vec<_>>().join(".")
     }
 
+    /// Returns the rest of this path below a prefix of keys; `None` if it lies elsewhere.
+    ///
+    /// A path of one part may be a flat key, of a format that does not store paths. There the prefix is the beginning of
+    /// the key.
+    ///
+    /// ```
+    /// use fsdp_layout::{KeyPath, PathPart};
+    /// let keys = |keys: &[&str]| KeyPath(keys.iter().map(|&key| PathPart::Key(key.to_owned())).collect());
+    /// assert_eq!(keys(&["model", "bias"]).below(&["model"]), Some(keys(&["bias"])));
+    /// assert_eq!(keys(&["model.bias"]).below(&["model"]), Some(keys(&["bias"])));
+    /// assert_eq!(keys(&["optim", "state"]).below(&["model"]), None);
+    /// ```
+    #[must_use]
+    pub fn below(&self, prefix: &[impl AsRef<str>]) -> Option<KeyPath> {
+        if prefix.is_empty() {
+            return Some(self.clone());
+        }
+        if let [PathPart::Key(flat)] = self.0.as_slice() {
+            let start: String = prefix.iter().map(|key| format!("{}.", key.as_ref())).collect();
+            return Some(KeyPath(vec![PathPart::Key(flat.strip_prefix(&start)?.to_owned())]));
+        }
+        let (start, rest) = self.0.split_at_checked(prefix.len())?;
+        let mut parts = start.iter().zip(prefix);
+        let begins = parts.all(|(part, key)| matches!(part, PathPart::Key(part) if part == key.as_ref()));
+        (begins && !rest.is_empty()).then(|| KeyPath(rest.to_vec()))
+    }
+
     /// Returns this path with one more part at its end.
     #[must_use]
     pub fn child(&self, part: PathPart) -> KeyPath {

@@ -11,7 +11,7 @@ use fsdp_layout::flat::aligned_numel;
 use indexmap::IndexMap;
 
 use crate::config::FsdpConfig;
-use crate::exchange::{Ahead, Groups};
+use crate::exchange::{Groups, Overlap};
 use crate::handle::{FlatParamHandle, Parameter, UnitSpec};
 use crate::registry::{Declared, DeclaredUnit, Registry};
 use crate::shared::Shared;
@@ -24,7 +24,7 @@ pub(crate) struct Built {
     pub(crate) strategy: ShardingStrategy,
     pub(crate) handles: Vec<Arc<FlatParamHandle>>,
     pub(crate) shared: Arc<Shared>,
-    pub(crate) ahead: Option<Arc<Ahead>>,
+    pub(crate) overlap: Option<Arc<Overlap>>,
     /// The groups of the units' collectives.
     unit_groups: Groups,
 }
@@ -45,16 +45,16 @@ pub(crate) fn build_units(group: &ProcessGroup, config: &FsdpConfig, registry: &
     }
     let (by_pattern, mut wrapped) = (registry.units_by_pattern(), Vec::new());
     let shared = Arc::new(Shared::default());
-    let (unit_groups, ahead) = if config.prefetches() && !groups.are_empty() {
+    let (unit_groups, overlap) = if config.prefetches() && !groups.are_empty() {
         // Collectives that overlap with the computation run in groups of their own, so that other collectives in the
         // model's groups do not mix with them.
         let unit_groups = groups.duplicate()?;
-        let ahead = Ahead::start(config, unit_groups.shard.clone(), Arc::clone(&shared))?;
-        (unit_groups, Some(Arc::new(ahead)))
+        let overlap = Overlap::start(config, unit_groups.shard.clone(), Arc::clone(&shared))?;
+        (unit_groups, Some(Arc::new(overlap)))
     } else {
         (groups.clone(), None)
     };
-    let mut built = Built { groups, strategy, handles: Vec::new(), shared, ahead, unit_groups };
+    let mut built = Built { groups, strategy, handles: Vec::new(), shared, overlap, unit_groups };
     for (index, (unit, declared)) in registry.units.iter().zip(&by_unit).enumerate() {
         if declared.is_empty() {
             continue;
@@ -75,8 +75,8 @@ pub(crate) fn build_units(group: &ProcessGroup, config: &FsdpConfig, registry: &
         built.handles.push(handle);
     }
     // All units exist now. Let the two that gather units on their own know them.
-    if let Some(ahead) = &built.ahead {
-        ahead.complete(built.handles.iter().map(|handle| Arc::clone(handle.exchange())).collect());
+    if let Some(overlap) = &built.overlap {
+        overlap.complete(built.handles.iter().map(|handle| Arc::clone(handle.exchange())).collect());
     }
     registry.wrapped.complete(&wrapped)?;
     Ok(built)
@@ -106,8 +106,8 @@ impl Built {
         }
         let (name, cpu_offload) = (unit.name.clone(), config.cpu_offload);
         let spec = UnitSpec { name, is_root, params, layout, dtype, precision, cpu_offload };
-        let (shared, ahead) = (Arc::clone(&self.shared), self.ahead.clone());
-        FlatParamHandle::new(spec, self.strategy, &self.unit_groups, shared, ahead, &|flat| {
+        let (shared, overlap) = (Arc::clone(&self.shared), self.overlap.clone());
+        FlatParamHandle::new(spec, self.strategy, &self.unit_groups, shared, overlap, &|flat| {
             if makes_values { initialize(flat, declared, config.seed) } else { Ok(()) }
         })
     }

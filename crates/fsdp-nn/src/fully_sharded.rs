@@ -140,10 +140,10 @@ impl<M> FullyShardedDataParallel<M> {
     pub fn forward<O: UnitOutput>(&self, f: impl FnOnce(&M) -> candle_core::Result<O>) -> Result<O> {
         let _forward = self.parameters.shared.begin_forward();
         let is_outermost = self.parameters.shared.is_outermost();
-        let ahead = self.parameters.ahead.as_ref().filter(|_| is_outermost);
-        let phase = ahead.map(|ahead| ahead.begin(Phase::Forward)).transpose()?;
+        let overlap = self.parameters.overlap.as_ref().filter(|_| is_outermost);
+        let phase = overlap.map(|overlap| overlap.begin(Phase::Forward)).transpose()?;
         let root = self.parameters.root();
-        let whole = root.map(|root| root.use_whole()).transpose()?;
+        let whole = root.map(|root| root.gather_for_forward()).transpose()?;
         let watching = self.parameters.wrapped.begin(Phase::Forward)?;
         let output = f(&self.module);
         watching.map_or(Ok(()), |watching| watching.end())?;
@@ -205,7 +205,7 @@ impl<M> FullyShardedDataParallel<M> {
 
     /// Runs the backward of a loss, and waits until all gradients are reduced.
     fn compute_gradients(&self, loss: &Tensor) -> Result<GradStore> {
-        let phase = self.parameters.ahead.as_ref().map(|ahead| ahead.begin(Phase::Backward)).transpose()?;
+        let phase = self.parameters.overlap.as_ref().map(|overlap| overlap.begin(Phase::Backward)).transpose()?;
         // The root unit stays gathered until the backward has passed all units.
         if let Some(root) = self.parameters.root() {
             root.gather()?;

@@ -13,7 +13,7 @@ use indexmap::IndexMap;
 use crate::agreement::{NEW, agree_on_model};
 use crate::build::{Built, build_units, describe};
 use crate::config::FsdpConfig;
-use crate::exchange::{Ahead, Groups};
+use crate::exchange::{Groups, Overlap};
 use crate::handle::FlatParamHandle;
 use crate::registry::{SharedRegistry, lock};
 use crate::settings::CurrentSettings;
@@ -43,7 +43,7 @@ pub struct ShardedParameters {
     buffers: IndexMap<String, (Tensor, bool)>,
     ignored: Vec<(String, Var)>,
     pub(crate) shared: Arc<Shared>,
-    pub(crate) ahead: Option<Arc<Ahead>>,
+    pub(crate) overlap: Option<Arc<Overlap>>,
     pub(crate) wrapped: Arc<WrappedUnits>,
     pub(crate) settings: CurrentSettings,
     /// `true` if a mesh was given.
@@ -68,7 +68,7 @@ impl ShardedParameters {
         let (module, aliases) =
             agree_on_model(&group, NEW, declared, |(_, aliases)| describe(config, &registry, aliases))?;
         let built = agree_on_model(&group, NEW, build_units(&group, config, &registry), |_| Vec::new())?;
-        let Built { groups, strategy, handles, shared, ahead, .. } = built;
+        let Built { groups, strategy, handles, shared, overlap, .. } = built;
         let mut places: HashMap<&str, Location> = HashMap::with_capacity(registry.params.len());
         for (handle, unit) in handles.iter().enumerate() {
             let params = unit.params.iter().enumerate();
@@ -91,7 +91,7 @@ impl ShardedParameters {
             buffers: std::mem::take(&mut registry.buffers),
             ignored,
             shared,
-            ahead,
+            overlap,
             wrapped: Arc::clone(&registry.wrapped),
             settings: CurrentSettings::default(),
             on_mesh: config.mesh.is_some(),

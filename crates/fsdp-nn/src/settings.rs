@@ -2,6 +2,9 @@
 
 use std::sync::{Mutex, PoisonError};
 
+use candle_core::Device;
+use fsdp_state::{GatherOptions, KeepOn};
+
 use crate::{NnError, Result};
 
 /// torch's `StateDictType`.
@@ -123,6 +126,11 @@ impl StateDictConfig {
         matches!(self, StateDictConfig::Full(FullStateDictConfig { rank0_only: true, .. }))
     }
 
+    /// Returns the ranks of the model's group that get a state dict, and the device of its tensors.
+    pub(crate) fn gather_options(&self) -> GatherOptions {
+        gather_options(self.rank0_only(), self.offload_to_cpu())
+    }
+
     /// Returns torch's name of the config's class, for messages.
     const fn class(&self) -> &'static str {
         match self {
@@ -160,6 +168,11 @@ impl OptimStateDictConfig {
         matches!(self, OptimStateDictConfig::Full(FullOptimStateDictConfig { rank0_only: true, .. }))
     }
 
+    /// Returns the ranks of the model's group that get a state dict, and the device of its tensors.
+    pub(crate) fn gather_options(&self) -> GatherOptions {
+        gather_options(self.rank0_only(), self.offload_to_cpu())
+    }
+
     const fn class(&self) -> &'static str {
         match self {
             OptimStateDictConfig::Full(_) => "FullOptimStateDictConfig",
@@ -167,6 +180,11 @@ impl OptimStateDictConfig {
             OptimStateDictConfig::Local(_) => "LocalOptimStateDictConfig",
         }
     }
+}
+
+fn gather_options(rank0_only: bool, offload_to_cpu: bool) -> GatherOptions {
+    let keep_on = if rank0_only { KeepOn::Ranks(vec![0]) } else { KeepOn::All };
+    GatherOptions { keep_on, device: offload_to_cpu.then_some(Device::Cpu) }
 }
 
 /// torch's `StateDictSettings`: a type and configs of its classes. The same on every rank. `Full` by default.

@@ -80,7 +80,7 @@ impl<M> Unit<M> {
         let Some(handle) = self.slot.as_ref().and_then(|slot| slot.get()) else {
             return f(&self.module);
         };
-        let whole = handle.use_whole().map_err(NnError::into_candle)?;
+        let whole = handle.gather_for_forward().map_err(NnError::into_candle)?;
         let output = f(&self.module).map_err(|error| handle.explain(error).into_candle())?;
         drop(whole);
         let output = output.map_tensors(&mut |tensor| handle.cast_output(tensor))?;

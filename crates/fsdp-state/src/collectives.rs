@@ -233,7 +233,7 @@ fn broadcast(
     options: &LoadOptions,
 ) -> Result<(StateDict, LoadReport), StateError> {
     let mut source = DictSource::on_rank(group, operation, root, full)?;
-    let target = DictTarget::new(local, options.device.clone(), format!("from rank {root}, "));
+    let target = DictTarget::new(local, options.device.clone());
     let mut target = target.or_else(|error| StateError::refuse(group, operation, error))?;
     let report = load_state::<_, _, StateError>(operation, group, &mut source, &mut target, options)?;
     Ok((target.into_state(), report))
@@ -320,7 +320,7 @@ fn redistribute(
     options: &LoadOptions,
 ) -> Result<(StateDict, LoadReport), StateError> {
     let opened = DictSource::on_every_rank(state)
-        .and_then(|source| Ok((source, DictTarget::new(local, options.device.clone(), String::new())?)));
+        .and_then(|source| Ok((source, DictTarget::new(local, options.device.clone())?)));
     let (mut source, mut target) = opened.or_else(|error| StateError::refuse(group, operation, error))?;
     let report = load_state::<_, _, StateError>(operation, group, &mut source, &mut target, options)?;
     Ok((target.into_state(), report))
@@ -407,9 +407,7 @@ fn as_state_dicts(tensors: &[Reshard<'_>]) -> Result<(StateDict, StateDict), Sta
             shards.push(LocalShard { bounds: bounds.clone(), tensor });
         }
         local.insert(*name, ShardedTensor::new(tensor.dtype(), tensor.shape().to_vec(), shards)?);
-        if state.insert(*name, (*tensor).clone()).is_some() {
-            return Err(StateError::DuplicateKey { key: (*name).to_owned() });
-        }
+        state.insert_new(*name, (*tensor).clone())?;
     }
     Ok((state, local))
 }

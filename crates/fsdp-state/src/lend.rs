@@ -1,7 +1,8 @@
 //! [`Memory`] that a target lends to a source, and the trait through which the source asks for it: [`Lend`].
 
 use candle_core::{Device, Tensor};
-use fsdp_flat::{FlatError, LocalShard, RawTensor, ShardedTensor, storage};
+use fsdp_flat::storage::{self, StorageGuard};
+use fsdp_flat::{FlatError, LocalShard, RawTensor, ShardedTensor};
 use fsdp_layout::{DType, TensorBox};
 
 use crate::memory::try_zeroed;
@@ -21,7 +22,7 @@ pub enum Memory {
 pub struct RawMemory {
     dtype: DType,
     shape: Vec<usize>,
-    pub(crate) bytes: Vec<u8>,
+    bytes: Vec<u8>,
 }
 
 impl Memory {
@@ -77,14 +78,6 @@ impl Memory {
         match self {
             Memory::Tensors(tensor) => tensor.shards().iter().map(|shard| shard.tensor.clone()).collect(),
             Memory::Raw(_) => Vec::new(),
-        }
-    }
-
-    /// Returns the bytes of raw memory; `None` for candle tensors.
-    pub fn raw_bytes_mut(&mut self) -> Option<&mut [u8]> {
-        match self {
-            Memory::Tensors(_) => None,
-            Memory::Raw(raw) => Some(&mut raw.bytes),
         }
     }
 
@@ -149,6 +142,28 @@ impl Memory {
         }
         Ok(())
     }
+}
+
+/// Returns the bytes of each box of some memories. `guard` has taken their candle tensors, in the same order. `None` for
+/// memory that shares elements with an earlier one, or is not on the host.
+#[must_use]
+pub fn lent_bytes<'a>(
+    memories: impl IntoIterator<Item = &'a mut Memory>,
+    guard: &'a mut StorageGuard,
+) -> Vec<Option<Vec<&'a mut [u8]>>> {
+    let mut slices = guard.bytes_mut().into_iter();
+    let mut lent = Vec::new();
+    for memory in memories {
+        lent.push(match memory {
+            Memory::Raw(raw) => Some(vec![raw.bytes.as_mut_slice()]),
+            Memory::Tensors(tensor) => {
+                // All of its slices are passed, also if one of them is missing.
+                let boxes: Vec<Option<&mut [u8]>> = slices.by_ref().take(tensor.shards().len()).collect();
+                boxes.into_iter().collect()
+            }
+        });
+    }
+    lent
 }
 
 /// Lends memory for wanted tensors, by their positions in a plan, and takes it back filled.

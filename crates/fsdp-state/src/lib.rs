@@ -56,7 +56,7 @@ pub use error::StateError;
 pub use flatten::{FlatStateDict, flatten_containers, flatten_state_dict, unflatten_state_dict};
 pub use iterate::{IterateOptions, Keep, StateDictCallbacks, iterate_state_dict};
 pub use keep_on::KeepOn;
-pub use lend::{Lend, Memory};
+pub use lend::{Lend, Memory, lent_bytes};
 pub use offload::{FullOrCpuOptions, maybe_full_or_cpu_state_dict, offload_state_dict_to_cpu};
 pub use replicas::check_replicas;
 pub use report::{LoadReport, Mismatch};

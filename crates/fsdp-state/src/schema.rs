@@ -1,12 +1,12 @@
 //! [`Schema`]: a state dict without its elements, which is what ranks agree on before anything moves.
 
-use std::cmp::Ordering;
 use std::fmt;
 
 use fsdp_flat::storage::is_released;
 use fsdp_flat::{FlatError, dtype};
 use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::{DType, KeyPath, PathPart};
+use itertools::{EitherOrBoth, Itertools as _};
 use serde::{Deserialize, Serialize};
 
 use crate::traverse::leaves;
@@ -118,18 +118,6 @@ impl Schema {
         Schema(leaves)
     }
 
-    /// Returns the number of leaves.
-    #[must_use]
-    pub const fn len(&self) -> usize {
-        self.0.len()
-    }
-
-    /// Returns `true` if there are no leaves.
-    #[must_use]
-    pub const fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-
     /// Returns the leaf at a position, and its path.
     #[must_use]
     pub fn get(&self, position: usize) -> Option<&(KeyPath, Leaf)> {
@@ -180,38 +168,11 @@ impl Schema {
         Ok((Schema(schema), values))
     }
 
-    /// Returns the paths of two schemas, side by side and in path order.
-    pub(crate) fn compare<'a>(&'a self, other: &'a Schema) -> impl Iterator<Item = Side<'a>> {
-        let (mut left, mut right) = (self.0.iter().enumerate().peekable(), other.0.iter().enumerate().peekable());
-        std::iter::from_fn(move || {
-            let order = match (left.peek(), right.peek()) {
-                (Some((_, (a, _))), Some((_, (b, _)))) => a.cmp(b),
-                (Some(_), None) => Ordering::Less,
-                (None, _) => Ordering::Greater,
-            };
-            let a = if order.is_le() { left.next() } else { None };
-            let b = if order.is_ge() { right.next() } else { None };
-            match (a, b) {
-                (Some((i, (path, a))), Some((j, (_, b)))) => Some(Side::Both { path, left: (i, a), right: (j, b) }),
-                (Some((_, (path, _))), None) => Some(Side::Left { path }),
-                (None, Some((_, (path, _)))) => Some(Side::Right { path }),
-                (None, None) => None,
-            }
-        })
+    /// Returns the leaves of two schemas with their positions, those of one path side by side, in path order.
+    pub(crate) fn compare<'a>(&'a self, other: &'a Schema) -> impl Iterator<Item = EitherOrBoth<Positioned<'a>>> {
+        self.iter().enumerate().merge_join_by(other.iter().enumerate(), |(_, (a, _)), (_, (b, _))| a.cmp(b))
     }
-}
 
-/// One path of two schemas.
-pub(crate) enum Side<'a> {
-    /// Only the left one has it.
-    Left { path: &'a KeyPath },
-    /// Only the right one has it.
-    Right { path: &'a KeyPath },
-    /// Both have it: the positions and leaves.
-    Both { path: &'a KeyPath, left: (usize, &'a Leaf), right: (usize, &'a Leaf) },
-}
-
-impl Schema {
     /// Returns the first difference from the schema of another rank, as an error.
     pub(crate) fn difference(
         &self,
@@ -220,17 +181,22 @@ impl Schema {
         rank: usize,
         reference: usize,
     ) -> Option<StateError> {
-        self.compare(other).find_map(|side| match side {
-            Side::Left { path } => Some(StateError::KeyMismatch { operation, rank, key: path.flat_key(), reference }),
-            Side::Right { path } => {
+        self.compare(other).find_map(|leaves| match leaves {
+            EitherOrBoth::Left((_, (path, _))) => {
+                Some(StateError::KeyMismatch { operation, rank, key: path.flat_key(), reference })
+            }
+            EitherOrBoth::Right((_, (path, _))) => {
                 let key = path.flat_key();
                 Some(StateError::KeyMismatch { operation, rank: reference, key, reference: rank })
             }
-            Side::Both { path, left: (_, a), right: (_, b) } if a != b => {
+            EitherOrBoth::Both((_, (path, a)), (_, (_, b))) if a != b => {
                 let (key, found, expected) = (path.flat_key(), b.to_string(), a.to_string());
                 Some(StateError::ValueMismatch { operation, key, rank, found, reference, expected })
             }
-            Side::Both { .. } => None,
+            EitherOrBoth::Both(..) => None,
         })
     }
 }
+
+/// A leaf of a schema: its position, and its path with it.
+pub(crate) type Positioned<'a> = (usize, &'a (KeyPath, Leaf));

@@ -5,6 +5,7 @@ use fsdp_flat::storage::owned_copy;
 use fsdp_flat::{RawTensor, ShardedTensor};
 use fsdp_layout::PlainValue;
 use indexmap::IndexMap;
+use indexmap::map::Entry;
 
 use crate::StateError;
 
@@ -54,6 +55,20 @@ impl StateDict {
     /// Sets the value of a key, and returns its old value.
     pub fn insert(&mut self, key: impl Into<String>, value: impl Into<StateValue>) -> Option<StateValue> {
         self.entries.insert(key.into(), value.into())
+    }
+
+    /// Adds a key that the dict does not have yet.
+    ///
+    /// # Errors
+    /// [`StateError::DuplicateKey`], if it has the key.
+    pub fn insert_new(&mut self, key: impl Into<String>, value: impl Into<StateValue>) -> Result<(), StateError> {
+        match self.entries.entry(key.into()) {
+            Entry::Occupied(entry) => Err(StateError::DuplicateKey { key: entry.key().clone() }),
+            Entry::Vacant(entry) => {
+                entry.insert(value.into());
+                Ok(())
+            }
+        }
     }
 
     /// Returns the value of a key.
@@ -193,6 +208,15 @@ impl StateValue {
         match self {
             StateValue::Plain(value) => Some(value),
             _ => None,
+        }
+    }
+
+    /// Returns the candle tensors of this rank's part of a tensor; none for other values.
+    pub(crate) fn candle_tensors(&self) -> Vec<&Tensor> {
+        match self {
+            StateValue::Tensor(tensor) => vec![tensor],
+            StateValue::Sharded(tensor) => tensor.shards().iter().map(|shard| &shard.tensor).collect(),
+            _ => Vec::new(),
         }
     }
 

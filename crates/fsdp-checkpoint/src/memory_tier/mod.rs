@@ -50,12 +50,12 @@ pub(crate) struct MemoryTier {
     directory: Location,
     run: Location,
     group: ProcessGroup,
-    place: Option<Place>,
+    run_directory: Option<RunDirectory>,
 }
 
 /// The directory of a run in the memory tier, and the hosts that have one.
 #[derive(Debug, Clone)]
-struct Place {
+struct RunDirectory {
     /// The run's own directory on this host.
     root: Location,
     /// The lowest rank of each rank's host.
@@ -70,7 +70,7 @@ type Damaged = (PartCopy, String);
 impl MemoryTier {
     /// Returns the memory tier of a run. This neither communicates nor opens files.
     pub(crate) fn new(directory: Location, run: Location, group: ProcessGroup) -> Self {
-        MemoryTier { directory, run, group, place: None }
+        MemoryTier { directory, run, group, run_directory: None }
     }
 
     /// Saves the state of a step. Afterwards the tier holds this step and the newest whole one before it.
@@ -89,9 +89,9 @@ impl MemoryTier {
         let rank = group.rank();
         let _span = info_span!("save to memory", rank, step).entered();
         let state = CheckpointError::agree(&group, OPERATION, None, state)?;
-        let place = self.open(&group, true)?;
+        let directory = self.open(&group, true)?;
         let nowhere = || CheckpointError::NotAMemoryTier { path: self.directory.name().to_owned() };
-        let Place { root, hosts, start } = place.ok_or_else(nowhere)?;
+        let RunDirectory { root, hosts, start } = directory.ok_or_else(nowhere)?;
         // 1. Make room: of the older steps, only the newest whole one is kept.
         let kept = newest_whole(&list_all(&group, OPERATION, &root, &hosts)?);
         let removed = if hosts[rank] == rank { remove_all_but(&root, kept) } else { Ok(()) };
@@ -122,7 +122,7 @@ impl MemoryTier {
     pub(crate) fn newest(&mut self, strict: bool) -> Result<Option<StepCheckpoint>, CheckpointError> {
         const OPERATION: &str = "look into the memory tier";
         let group = self.group.with_deadline_at_least(crate::save::DEFAULT_DEADLINE);
-        let Some(Place { root, hosts, .. }) = self.open(&group, false)? else { return Ok(None) };
+        let Some(RunDirectory { root, hosts, .. }) = self.open(&group, false)? else { return Ok(None) };
         let durable = if group.rank() == 0 { latest_step(&self.run) } else { Ok(None) };
         let durable = CheckpointError::agree(&group, OPERATION, None, durable)?;
         let durable: Option<u64> = group.broadcast_object(Some(&durable), 0)?;
@@ -177,7 +177,7 @@ impl MemoryTier {
     pub(crate) fn clear(&mut self) -> Result<(), CheckpointError> {
         const OPERATION: &str = "clear the memory tier";
         let group = self.group.clone();
-        let Some(Place { root, hosts, .. }) = self.open(&group, false)? else { return Ok(()) };
+        let Some(RunDirectory { root, hosts, .. }) = self.open(&group, false)? else { return Ok(()) };
         let leads = hosts[group.rank()] == group.rank();
         CheckpointError::agree(&group, OPERATION, None, if leads { remove_all_but(&root, None) } else { Ok(()) })
     }
@@ -222,17 +222,17 @@ impl MemoryTier {
 
     /// Finds the run's directory in the tier. If it has none yet, `create` makes one; without `create` this returns
     /// `None`.
-    fn open(&mut self, group: &ProcessGroup, create: bool) -> Result<Option<Place>, CheckpointError> {
+    fn open(&mut self, group: &ProcessGroup, create: bool) -> Result<Option<RunDirectory>, CheckpointError> {
         const OPERATION: &str = "open the memory tier";
-        if self.place.is_some() {
-            return Ok(self.place.clone());
+        if self.run_directory.is_some() {
+            return Ok(self.run_directory.clone());
         }
         // 1. Rank 0 reads the number of the run, or makes one for a new run.
         let file = self.run.join(RUN_FILE);
         let number = if group.rank() == 0 { number_in(&file, create) } else { Ok(None) };
         let number = CheckpointError::agree(group, OPERATION, None, number)?;
-        let told = group.broadcast_object(Some(&(number, random())), 0)?;
-        let (Some(number), start): (Option<u64>, u64) = told else { return Ok(None) };
+        let agreed = group.broadcast_object(Some(&(number, random())), 0)?;
+        let (Some(number), start): (Option<u64>, u64) = agreed else { return Ok(None) };
         // 2. Each rank reads the number of its host. Ranks with the same number see the same directory, so they count
         //    as one
         // host.
@@ -242,8 +242,8 @@ impl MemoryTier {
         let numbers: Vec<Option<u64>> = group.all_gather_object(&host)?;
         let lowest = |number: &Option<u64>| numbers.iter().position(|other| other == number).unwrap_or_default();
         let hosts = numbers.iter().map(lowest).collect();
-        self.place = Some(Place { root, hosts, start });
-        Ok(self.place.clone())
+        self.run_directory = Some(RunDirectory { root, hosts, start });
+        Ok(self.run_directory.clone())
     }
 }
 

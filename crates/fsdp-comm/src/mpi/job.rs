@@ -12,7 +12,7 @@ use crate::backend_kind::BackendKind;
 use crate::deadline::until;
 use crate::error::CommError;
 use crate::store::{StoreOptions, TcpStore};
-use crate::tcp::{Place, TcpBackend};
+use crate::tcp::{Participant, TcpBackend};
 use crate::wire;
 
 /// The variables of launchers that start MPI processes. Each launcher sets at least one.
@@ -118,8 +118,14 @@ impl Job {
         let world = Communicator::world().map_err(|error| failed("MPI_Comm_size", error))?;
         let (rank, world_size) = (world.rank(), world.ranks());
         let store = open_store(&world, deadline, until)?;
-        let place =
-            Place { rank, world_size, address: store.address().to_owned(), key: store.key().clone(), deadline, until };
+        let place = Participant {
+            rank,
+            world_size,
+            address: store.address().to_owned(),
+            key: store.key().clone(),
+            deadline,
+            until,
+        };
         let control = Arc::new(TcpBackend::meet(&place, store, true)?);
         Ok(Arc::new(Job { owner, control, failed: AtomicBool::new(false), stuck: AtomicBool::new(false) }))
     }

@@ -126,9 +126,9 @@ fn create(job: &Job, control: &TcpBackend, id: u64, round: &Round<'_>) -> Result
             Err(mpsc::RecvTimeoutError::Disconnected) => return Err(failed(CALL, "its thread ended".to_owned())),
             Err(mpsc::RecvTimeoutError::Timeout) => {}
         }
-        if let Some(trouble) = patience.lost(control, round) {
+        if let Some(failure) = patience.lost(control, round) {
             job.give_up();
-            return Err(trouble);
+            return Err(failure);
         }
     }
 }
@@ -146,8 +146,8 @@ fn wait(control: &TcpBackend, round: &Round<'_>, call: library::Result<Pending>)
             continue;
         }
         look = now + LOOK;
-        if let Some(trouble) = patience.lost(control, round) {
-            return Err(trouble);
+        if let Some(failure) = patience.lost(control, round) {
+            return Err(failure);
         }
     }
     pending.finish().ok_or_else(|| {
@@ -164,7 +164,7 @@ struct Patience {
 impl Patience {
     /// Returns the reason to give up, if there has been one for long enough.
     fn lost(&mut self, control: &TcpBackend, round: &Round<'_>) -> Option<CommError> {
-        let trouble = control.trouble(round)?;
-        (self.since.get_or_insert_with(Instant::now).elapsed() >= GRACE).then_some(trouble)
+        let failure = control.failure(round)?;
+        (self.since.get_or_insert_with(Instant::now).elapsed() >= GRACE).then_some(failure)
     }
 }

@@ -257,19 +257,19 @@ impl Watch {
     fn blame(&self) -> Option<CommError> {
         let until = Instant::now() + GRACE;
         loop {
-            let trouble = self.control.trouble(&self.round());
-            if trouble.is_some() || Instant::now() >= until {
-                return trouble;
+            let failure = self.control.failure(&self.round());
+            if failure.is_some() || Instant::now() >= until {
+                return failure;
             }
             thread::sleep(LOOK);
         }
     }
 
     /// Returns the reason that the operation cannot end, if there is one.
-    fn trouble(&self) -> Option<CommError> {
+    fn failure(&self) -> Option<CommError> {
         let round = self.round();
         // A group of one rank can miss no other, but has a deadline too.
-        self.control.trouble(&round).or_else(|| {
+        self.control.failure(&round).or_else(|| {
             (Instant::now() >= self.until).then(|| CommError::Timeout {
                 operation: self.operation.clone(),
                 sequence: self.sequence,
@@ -283,7 +283,7 @@ impl Watch {
     fn wait(&self, call: &str, mut is_done: impl FnMut() -> Result<bool, String>) -> Result<(), CommError> {
         let mut pause = Pause::new();
         let mut look = Instant::now() + LOOK;
-        let mut troubled: Option<Instant> = None;
+        let mut failing_since: Option<Instant> = None;
         loop {
             match is_done() {
                 Ok(true) => return Ok(()),
@@ -297,10 +297,10 @@ impl Watch {
                 continue;
             }
             look = now + LOOK;
-            if let Some(trouble) = self.trouble()
-                && troubled.get_or_insert(now).elapsed() >= GRACE
+            if let Some(failure) = self.failure()
+                && failing_since.get_or_insert(now).elapsed() >= GRACE
             {
-                return Err(trouble);
+                return Err(failure);
             }
         }
     }

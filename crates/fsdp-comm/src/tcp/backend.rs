@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::node::Node;
-use super::rendezvous::{self, Place};
+use super::rendezvous::{self, Participant};
 use super::shared::SharedMemory;
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 use super::sockets::LAST_SETUP_ROUND;
@@ -56,7 +56,7 @@ impl TcpOptions {
         let until = until(self.deadline);
         let environment = &self.environment;
         let store = rendezvous::open(environment, self.deadline)?;
-        let place = Place {
+        let participant = Participant {
             rank: environment.rank,
             world_size: environment.world_size,
             address: environment.master(),
@@ -64,7 +64,7 @@ impl TcpOptions {
             deadline: self.deadline,
             until,
         };
-        TcpBackend::meet(&place, store, self.shared_memory)
+        TcpBackend::meet(&participant, store, self.shared_memory)
     }
 }
 
@@ -80,9 +80,9 @@ pub(crate) struct TcpBackend {
 
 impl TcpBackend {
     /// Waits for all other ranks of a job at a store.
-    pub(crate) fn meet(place: &Place, store: TcpStore, shared_memory: bool) -> Result<Self, CommError> {
-        let &Place { rank, world_size, deadline, until, .. } = place;
-        let node = rendezvous::meet(place, store, shared_memory)?;
+    pub(crate) fn meet(participant: &Participant, store: TcpStore, shared_memory: bool) -> Result<Self, CommError> {
+        let &Participant { rank, world_size, deadline, until, .. } = participant;
+        let node = rendezvous::meet(participant, store, shared_memory)?;
         let round = Round { number: 0, sequence: 0, operation: "rendezvous", deadline, until };
         TcpBackend::new(node, 0, (0..world_size).collect(), rank, &round)
     }
@@ -130,10 +130,10 @@ impl TcpBackend {
     }
 
     /// Returns the reason that a round which still needs all other ranks cannot end, if there is one.
-    pub(crate) fn trouble(&self, round: &Round<'_>) -> Option<CommError> {
+    pub(crate) fn failure(&self, round: &Round<'_>) -> Option<CommError> {
         let own = self.global_ranks[self.rank];
         let others: Vec<usize> = self.global_ranks.iter().copied().filter(|&rank| rank != own).collect();
-        self.node.trouble(self.id, &Round { number: round.number + SETUP_ROUNDS, ..*round }, &others)
+        self.node.failure(self.id, &Round { number: round.number + SETUP_ROUNDS, ..*round }, &others)
     }
 
     /// Tells all ranks of the job that this one leaves, and waits until all others have told the same, but no longer than
@@ -159,7 +159,7 @@ impl Backend for TcpBackend {
 
     fn round<'p>(&self, round: &Round<'_>, record: &[u8], send: &[u8], plan: Planner<'p, '_>) -> Result<(), CommError> {
         let round = &Round { number: round.number + SETUP_ROUNDS, ..*round };
-        if let Some(failure) = self.node.trouble(self.id, round, &[]) {
+        if let Some(failure) = self.node.failure(self.id, round, &[]) {
             return Err(failure);
         }
         let member = self.member();

@@ -26,4 +26,4 @@ mod watch;
 pub(crate) use self::backend::TcpBackend;
 pub use self::backend::TcpOptions;
 #[cfg(feature = "mpi")]
-pub(crate) use self::rendezvous::Place;
+pub(crate) use self::rendezvous::Participant;

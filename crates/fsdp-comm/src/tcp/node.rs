@@ -210,17 +210,17 @@ impl Node {
         round: &Round<'_>,
         body: &[u8],
     ) -> Result<(), CommError> {
-        if let Some(trouble) = self.trouble(group, round, &[]) {
-            return Err(trouble);
+        if let Some(failure) = self.failure(group, round, &[]) {
+            return Err(failure);
         }
         let Err(error) = self.write(to, kind, (group, round.number), body, || Instant::now() < round.until) else {
             return Ok(());
         };
-        let trouble = self.trouble(group, round, &[to]);
+        let failure = self.failure(group, round, &[to]);
         // The connection may be in the middle of a frame, so it cannot be used any more.
         self.inbox.lose(to, &error);
         self.hang_up(to);
-        Err(trouble.or_else(|| self.trouble(group, round, &[to])).unwrap_or_else(|| CommError::RankLeft {
+        Err(failure.or_else(|| self.failure(group, round, &[to])).unwrap_or_else(|| CommError::RankLeft {
             rank: to,
             operation: round.operation.to_owned(),
             sequence: round.sequence,
@@ -322,8 +322,8 @@ impl Node {
     }
 
     /// Returns the reason that a round which still waits for these ranks cannot end, if there is one.
-    pub(super) fn trouble(&self, group: u64, round: &Round<'_>, missing: &[usize]) -> Option<CommError> {
-        self.inbox.lock().trouble(group, round, missing)
+    pub(super) fn failure(&self, group: u64, round: &Round<'_>, missing: &[usize]) -> Option<CommError> {
+        self.inbox.lock().failure(group, round, missing)
     }
 
     /// Waits until `ready` returns a result. Until then it returns the ranks that are missing; this fails if one of them
@@ -340,8 +340,8 @@ impl Node {
                 Ok(result) => return Ok(result),
                 Err(missing) => missing,
             };
-            if let Some(trouble) = state.trouble(group, round, &missing) {
-                return Err(trouble);
+            if let Some(failure) = state.failure(group, round, &missing) {
+                return Err(failure);
             }
             let left = round.until.saturating_duration_since(Instant::now());
             let waited = self.inbox.changed.wait_timeout(state, left.min(HEARTBEAT));
@@ -353,7 +353,7 @@ impl Node {
 impl State {
     /// Returns the rank to blame if one of the `missing` ranks has left: the one that left first. Returns `None` if
     /// none of them has left.
-    fn culprit(&self, group: u64, missing: &[usize]) -> Option<usize> {
+    fn first_lost(&self, group: u64, missing: &[usize]) -> Option<usize> {
         let gone = missing.iter().find(|&&rank| self.ranks[rank].left.is_some())?;
         // The rank of the group that was lost first is probably why this one has left, even if it is not missing
         // itself.
@@ -364,7 +364,7 @@ impl State {
     /// Returns the error for which a round of a group must end while the data of the `missing` ranks has not arrived;
     /// `None` if it can go on waiting. In this order: the group has failed, a missing rank has left, one of them has
     /// been silent for too long, or the deadline is over.
-    pub(super) fn trouble(&self, group: u64, round: &Round<'_>, missing: &[usize]) -> Option<CommError> {
+    pub(super) fn failure(&self, group: u64, round: &Round<'_>, missing: &[usize]) -> Option<CommError> {
         match self.groups.get(&group).and_then(|group| group.failure.as_ref()) {
             // A group that failed in a later round has sent all frames of this one, so this round can still succeed.
             Some((failed, failure)) if *failed <= round.number => return Some(failure.clone()),
@@ -376,7 +376,7 @@ impl State {
             sequence: round.sequence,
             reason,
         };
-        if let Some(rank) = self.culprit(group, missing)
+        if let Some(rank) = self.first_lost(group, missing)
             && let Some(reason) = &self.ranks[rank].left
         {
             return Some(left(rank, reason.clone()));
@@ -491,17 +491,17 @@ mod tests {
         let state = State { ranks, patience: SILENCE, beaten: Instant::now(), groups, lost, closed, leaving: false };
         let inbox = Inbox { state: Mutex::new(state), changed: Condvar::new() };
         let died = || io::Error::from(io::ErrorKind::UnexpectedEof);
-        let culprit = |missing: &[usize]| inbox.lock().culprit(7, missing);
+        let first_lost = |missing: &[usize]| inbox.lock().first_lost(7, missing);
         // A rank of another group has nothing to do with it.
         inbox.lose(3, &died());
-        assert_eq!(culprit(&[1, 2]), None);
+        assert_eq!(first_lost(&[1, 2]), None);
         inbox.receive(1, Frame { kind: Kind::Goodbye, group: 0, round: 0, body: Vec::new() });
-        assert_eq!(culprit(&[1, 2]), Some(1));
-        assert_eq!(culprit(&[2]), None);
+        assert_eq!(first_lost(&[1, 2]), Some(1));
+        assert_eq!(first_lost(&[2]), None);
         inbox.lose(2, &died());
         // It said goodbye, and then its connection ended too.
         inbox.lose(1, &died());
-        assert_eq!(culprit(&[1]), Some(2));
-        assert_eq!(culprit(&[0]), None);
+        assert_eq!(first_lost(&[1]), Some(2));
+        assert_eq!(first_lost(&[0]), None);
     }
 }

@@ -35,9 +35,9 @@ const LINGER: Duration = Duration::from_millis(200);
 /// The time between two attempts to connect to a rank.
 const RETRY: Duration = Duration::from_millis(20);
 
-/// A process's place in a rendezvous.
+/// A process that takes part in a rendezvous.
 #[derive(Debug)]
-pub(crate) struct Place {
+pub(crate) struct Participant {
     pub(crate) rank: usize,
     pub(crate) world_size: usize,
     /// The address of the store, for messages.
@@ -70,36 +70,37 @@ pub(super) fn open(environment: &Environment, deadline: Duration) -> Result<TcpS
 }
 
 /// Finds all other ranks through the store, and connects to each of them.
-pub(super) fn meet(place: &Place, store: TcpStore, shared_memory: bool) -> Result<Arc<Node>, CommError> {
-    let rank = place.rank;
+pub(super) fn meet(participant: &Participant, store: TcpStore, shared_memory: bool) -> Result<Arc<Node>, CommError> {
+    let rank = participant.rank;
     // Step 1: listen, so that others can connect as soon as they know the address.
-    let listener = TcpListener::bind((store.local_ip(), 0)).map_err(|error| place.io("listen", &error))?;
-    let port = listener.local_addr().map_err(|error| place.io("listen", &error))?.port();
+    let listener = TcpListener::bind((store.local_ip(), 0)).map_err(|error| participant.io("listen", &error))?;
+    let port = listener.local_addr().map_err(|error| participant.io("listen", &error))?.port();
     let host = shared_memory.then(host_token).flatten();
     let address = Address { ip: store.local_ip(), port, host };
     // Step 2: agree on a nonce, which the first rank to come chooses. The key of the connections between ranks is made
     // of it, so only a process that the store has let in can complete their handshake.
-    let nonce = nonce().map_err(|error| place.io("get a random number", &error))?;
-    let nonce = store.compare_and_set("tcp/nonce", None, &nonce).map_err(|error| place.lost(&error))?;
-    let key = place.key.derive("ranks", &nonce);
+    let nonce = nonce().map_err(|error| participant.io("get a random number", &error))?;
+    let nonce = store.compare_and_set("tcp/nonce", None, &nonce).map_err(|error| participant.lost(&error))?;
+    let key = participant.key.derive("ranks", &nonce);
     // Step 3: let others in from now on, in the background. So no rank waits for another one to reach this point.
-    let mut door = Door::open(listener, key.clone()).map_err(|error| place.io("open its port", &error))?;
+    let mut door = Door::open(listener, key.clone()).map_err(|error| participant.io("open its port", &error))?;
     // Step 4: exchange addresses through the store.
-    let addresses = exchange_addresses(place, &store, &address)?;
+    let addresses = exchange_addresses(participant, &store, &address)?;
     // Step 5: connect to all lower ranks, then take the connections of all higher ones.
-    let mut streams: Vec<Option<TcpStream>> = (0..place.world_size).map(|_| None).collect();
+    let mut streams: Vec<Option<TcpStream>> = (0..participant.world_size).map(|_| None).collect();
     for (other, address) in addresses.iter().enumerate().take(rank) {
-        let connected = connect(place, &key, address);
+        let connected = connect(participant, &key, address);
         let what = format!("connect to rank {other} at {}:{}", address.ip, address.port);
-        streams[other] = Some(connected.map_err(|error| place.io(&what, &error))?);
+        streams[other] = Some(connected.map_err(|error| participant.io(&what, &error))?);
     }
-    accept_all(place, &mut door, &mut streams)?;
+    accept_all(participant, &mut door, &mut streams)?;
     drop(door);
     let hosts = addresses.into_iter().map(|address| address.host).collect();
-    Node::start(rank, hosts, streams, store, place.deadline).map_err(|error| place.io("start its threads", &error))
+    Node::start(rank, hosts, streams, store, participant.deadline)
+        .map_err(|error| participant.io("start its threads", &error))
 }
 
-impl Place {
+impl Participant {
     /// Returns the error of a rendezvous to which only the ranks of which `joined` is true are known to have come.
     fn failed(&self, joined: impl Fn(usize) -> bool, message: String) -> CommError {
         let (joined, missing) = (0..self.world_size).partition(|&rank| joined(rank));
@@ -123,25 +124,26 @@ fn address_key(rank: usize) -> String {
 }
 
 /// Publishes this rank's address in the store, and waits for the addresses of all ranks.
-fn exchange_addresses(place: &Place, store: &TcpStore, own: &Address) -> Result<Vec<Address>, CommError> {
-    let &Place { rank, world_size, deadline, until, .. } = place;
-    let encoded = wire::encode(own).map_err(|message| place.failed(|other| other == rank, message))?;
+fn exchange_addresses(participant: &Participant, store: &TcpStore, own: &Address) -> Result<Vec<Address>, CommError> {
+    let &Participant { rank, world_size, deadline, until, .. } = participant;
+    let encoded = wire::encode(own).map_err(|message| participant.failed(|other| other == rank, message))?;
     // The others may have given this rank up already, and then its key has a value.
-    let published = store.compare_and_set(&address_key(rank), None, &encoded).map_err(|error| place.lost(&error))?;
+    let published =
+        store.compare_and_set(&address_key(rank), None, &encoded).map_err(|error| participant.lost(&error))?;
     if published != encoded {
         let message = format!("rank {rank} came after the others had given it up");
-        return Err(place.failed(|other| other != rank, message));
+        return Err(participant.failed(|other| other != rank, message));
     }
     let keys: Vec<String> = (0..world_size).map(address_key).collect();
     let left = until.saturating_duration_since(Instant::now());
-    let addresses = match store.wait(&keys, left).map_err(|error| place.lost(&error))? {
+    let addresses = match store.wait(&keys, left).map_err(|error| participant.lost(&error))? {
         Ok(addresses) => addresses,
         Err(missing) => {
             // The first rank to give up gives up for all: it marks the missing ranks, which ends the waits of the others.
             for key in missing {
-                store.compare_and_set(&key, None, GIVEN_UP).map_err(|error| place.lost(&error))?;
+                store.compare_and_set(&key, None, GIVEN_UP).map_err(|error| participant.lost(&error))?;
             }
-            store.wait(&keys, deadline).map_err(|error| place.lost(&error))?.unwrap_or_default()
+            store.wait(&keys, deadline).map_err(|error| participant.lost(&error))?.unwrap_or_default()
         }
     };
     if addresses.len() != world_size || addresses.iter().any(|address| address == GIVEN_UP) {
@@ -150,19 +152,19 @@ fn exchange_addresses(place: &Place, store: &TcpStore, own: &Address) -> Result<
             thread::sleep(LINGER);
         }
         let message = format!("not all ranks came within {deadline:?}");
-        return Err(place.failed(|rank| addresses.get(rank).is_some_and(|address| address != GIVEN_UP), message));
+        return Err(participant.failed(|rank| addresses.get(rank).is_some_and(|address| address != GIVEN_UP), message));
     }
     let decoded: Result<Vec<Address>, String> = addresses.iter().map(|bytes| wire::decode(bytes)).collect();
-    decoded.map_err(|message| place.failed(|_| true, message))
+    decoded.map_err(|message| participant.failed(|_| true, message))
 }
 
 /// Takes the connections of all higher ranks.
-fn accept_all(place: &Place, door: &mut Door, streams: &mut [Option<TcpStream>]) -> Result<(), CommError> {
-    let &Place { rank, world_size, deadline, until, .. } = place;
+fn accept_all(participant: &Participant, door: &mut Door, streams: &mut [Option<TcpStream>]) -> Result<(), CommError> {
+    let &Participant { rank, world_size, deadline, until, .. } = participant;
     while streams[rank + 1..].iter().any(Option::is_none) {
         let Some((stream, hello)) = door.next(until) else {
             let message = format!("rank {rank} had not all connections within {deadline:?}");
-            return Err(place.failed(|other| other <= rank || streams[other].is_some(), message));
+            return Err(participant.failed(|other| other <= rank || streams[other].is_some(), message));
         };
         let other = (rank + 1..world_size).find(|&other| hello == Hello::new(other, world_size));
         match other {
@@ -175,20 +177,20 @@ fn accept_all(place: &Place, door: &mut Door, streams: &mut [Option<TcpStream>])
 }
 
 /// Connects to a rank. That rank drops connections when too many come at once, so this tries again.
-fn connect(place: &Place, key: &Key, address: &Address) -> io::Result<TcpStream> {
-    let hello = Hello::new(place.rank, place.world_size);
+fn connect(participant: &Participant, key: &Key, address: &Address) -> io::Result<TcpStream> {
+    let hello = Hello::new(participant.rank, participant.world_size);
     loop {
-        let left = place.until.saturating_duration_since(Instant::now()).max(RETRY);
+        let left = participant.until.saturating_duration_since(Instant::now()).max(RETRY);
         let connected = TcpStream::connect_timeout(&SocketAddr::new(address.ip, address.port), left);
         let greeted = connected.map_err(Refusal::Io).and_then(|mut stream| {
             stream.set_nodelay(true)?;
-            knock(&mut stream, key, hello, place.until)?;
+            knock(&mut stream, key, hello, participant.until)?;
             Ok(stream)
         });
         match greeted {
             // It listened before it told its address, so it is gone.
             Err(Refusal::Io(error)) if error.kind() == io::ErrorKind::ConnectionRefused => return Err(error),
-            Err(Refusal::Io(error)) if Instant::now() + RETRY < place.until => {
+            Err(Refusal::Io(error)) if Instant::now() + RETRY < participant.until => {
                 tracing::debug!(%error, ip = %address.ip, port = address.port, "not connected; trying again");
                 thread::sleep(RETRY);
             }

@@ -32,10 +32,10 @@ pub(super) fn wait(
     loop {
         segment.listen(bell, LOOK, &is_ready);
         // The ranks may have made the change and left after that, so check the memory again before giving up.
-        let trouble = node.trouble(group, round, &missing());
-        match trouble {
+        let failure = node.failure(group, round, &missing());
+        match failure {
             _ if is_ready() => return Ok(()),
-            Some(trouble) => return Err(trouble),
+            Some(failure) => return Err(failure),
             None => {}
         }
     }

@@ -5,16 +5,16 @@
 //! - `unit` gathers the parameters of one unit, and reduces its gradients.
 //! - `order` records the order in which a model uses its units.
 //! - `worker` is a thread that runs collectives, one after the other, while the model computes.
-//! - `ahead` combines them: it prefetches units in the recorded order, and lets the model continue while gradients are
+//! - `overlap` combines them: it prefetches units in the recorded order, and lets the model continue while gradients are
 //!   reduced.
 
-mod ahead;
 mod groups;
 mod order;
+mod overlap;
 mod unit;
 mod worker;
 
-pub(crate) use ahead::{Ahead, Moment, Phase};
 pub(crate) use groups::Groups;
+pub(crate) use overlap::{Moment, Overlap, Phase};
 pub(crate) use unit::{Gathered, Reduction, UnitExchange};
 pub(crate) use worker::{Ticket, Worker};

@@ -115,8 +115,8 @@ impl FlatParamHandle {
         self.flatten_received(state)?;
         // Start to gather the next unit before the reduction: the backward waits for its parameters, but not for the
         // gradients of this unit.
-        if let Some(ahead) = &self.ahead {
-            ahead.gather_next(Moment::AfterComputation);
+        if let Some(overlap) = &self.overlap {
+            overlap.gather_next(Moment::AfterComputation);
         }
         if !self.shared.syncs() {
             return Ok(());
@@ -137,8 +137,8 @@ impl FlatParamHandle {
         if reduction.unsharded.is_none() && reduction.partial.is_none() {
             return Ok(());
         }
-        let reduced = match &self.ahead {
-            Some(ahead) => ahead.reduce(&self.exchange, reduction)?,
+        let reduced = match &self.overlap {
+            Some(overlap) => overlap.reduce(&self.exchange, reduction)?,
             None => Some(self.exchange.reduce(reduction)?),
         };
         reduced.map_or(Ok(()), |reduced| self.add_reduced(state, reduced))
@@ -150,8 +150,8 @@ impl FlatParamHandle {
     }
 
     fn take_reduced_locked(&self, state: &mut HandleState) -> Result<()> {
-        let Some(ahead) = &self.ahead else { return Ok(()) };
-        match ahead.take_reduced(&self.exchange)? {
+        let Some(overlap) = &self.overlap else { return Ok(()) };
+        match overlap.take_reduced(&self.exchange)? {
             Some(reduced) => self.add_reduced(state, reduced),
             None => Ok(()),
         }

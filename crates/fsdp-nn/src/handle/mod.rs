@@ -13,7 +13,7 @@ use fsdp_flat::storage::{release, to_device, zeros};
 use fsdp_flat::{FlatParameter, ShardedTensor};
 use fsdp_layout::FlatLayout;
 
-use crate::exchange::{Ahead, Gathered, Groups, Moment, UnitExchange};
+use crate::exchange::{Gathered, Groups, Moment, Overlap, UnitExchange};
 use crate::precision::cast;
 use crate::shared::Shared;
 use crate::{MixedPrecision, NnError, Result, ShardingStrategy};
@@ -51,7 +51,7 @@ pub(crate) struct FlatParamHandle {
     strategy: ShardingStrategy,
     exchange: Arc<UnitExchange>,
     /// The collectives that overlap with the computation; `None` if the computation waits for each collective.
-    ahead: Option<Arc<Ahead>>,
+    overlap: Option<Arc<Overlap>>,
     shared: Arc<Shared>,
     state: Mutex<HandleState>,
 }
@@ -106,7 +106,7 @@ impl FlatParamHandle {
         strategy: ShardingStrategy,
         groups: &Groups,
         shared: Arc<Shared>,
-        ahead: Option<Arc<Ahead>>,
+        overlap: Option<Arc<Overlap>>,
         initialize: &dyn Fn(&FlatParameter) -> Result<()>,
     ) -> Result<Self> {
         let UnitSpec { name, is_root, params, layout, dtype, precision, cpu_offload } = unit;
@@ -135,7 +135,7 @@ impl FlatParamHandle {
             tensors: params.iter().map(|param| param.tensor.clone()).collect(),
         };
         let (exchange, state) = (Arc::new(exchange), Mutex::default());
-        let handle = FlatParamHandle { name, is_root, params, precision, strategy, exchange, ahead, shared, state };
+        let handle = FlatParamHandle { name, is_root, params, precision, strategy, exchange, overlap, shared, state };
         for param in &handle.params {
             release(&param.tensor)?;
         }
@@ -280,14 +280,14 @@ impl FlatParamHandle {
 
     /// Gathers the parameters for a forward. They stay gathered while the returned guard lives.
     /// Collectives: one all-gather over the shard group, none if they are gathered already.
-    pub(crate) fn use_whole(&self) -> Result<WholeParameters<'_>> {
+    pub(crate) fn gather_for_forward(&self) -> Result<WholeParameters<'_>> {
         let mut state = self.state();
         self.gather_for_forward_locked(&mut state)?;
         state.users += 1;
         Ok(WholeParameters(self))
     }
 
-    /// Ends a use that [`Self::use_whole`] or an [`InUse`] has begun.
+    /// Ends a use that [`Self::gather_for_forward`] or an [`InUse`] has begun.
     fn end_use(&self) {
         let mut state = self.state();
         state.users -= 1;
@@ -331,8 +331,8 @@ impl FlatParamHandle {
     /// Returns the gathered parameters, without putting them into their tensors. Takes them from the prefetch, if there is
     /// one.
     fn fetch(&self) -> Result<Gathered> {
-        match &self.ahead {
-            Some(ahead) => ahead.gather(&self.exchange),
+        match &self.overlap {
+            Some(overlap) => overlap.gather(&self.exchange),
             None => self.exchange.gather(),
         }
     }
@@ -343,8 +343,8 @@ impl FlatParamHandle {
         self.set_whole(state, true);
         state.gathered_in = self.shared.forward();
         self.shared.count_held(self.exchange.unsharded_bytes());
-        if let Some(ahead) = &self.ahead {
-            ahead.gather_next(Moment::BeforeComputation);
+        if let Some(overlap) = &self.overlap {
+            overlap.gather_next(Moment::BeforeComputation);
         }
     }
 
@@ -369,7 +369,7 @@ impl FlatParamHandle {
 
     /// Discards prefetched parameters, of this unit and of all others.
     fn discard_ahead(&self) -> Result<()> {
-        self.ahead.as_ref().map_or(Ok(()), |ahead| ahead.discard())
+        self.overlap.as_ref().map_or(Ok(()), |overlap| overlap.discard())
     }
 
     fn release_locked(&self, state: &mut HandleState) -> Result<()> {

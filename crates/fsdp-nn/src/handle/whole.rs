@@ -33,8 +33,8 @@ impl FlatParamHandle {
         let exchange = Arc::clone(&self.exchange);
         // Run the gather in the same queue as the units' other collectives, so that their order is the same on all
         // ranks.
-        let whole = match &self.ahead {
-            Some(ahead) => ahead.run(move || exchange.gather_flat())?,
+        let whole = match &self.overlap {
+            Some(overlap) => overlap.run(move || exchange.gather_flat())?,
             None => exchange.gather_flat()?,
         };
         let Some(whole) = whole else {

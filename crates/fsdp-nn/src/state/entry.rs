@@ -110,6 +110,15 @@ pub(crate) struct EntryPlan {
     pub(crate) missing: Vec<&'static str>,
 }
 
+/// One state entry of a local parameter, as it was saved for each of the model's parameters that it is made of.
+struct SavedEntry<'a> {
+    local: &'a LocalParam,
+    name: &'a str,
+    /// Its kind by the algorithm; `None` for one of a shape of its own, and for one that the algorithm does not know.
+    kind: Option<StateKind>,
+    values: Vec<Option<Saved>>,
+}
+
 /// How strictly saved state is read.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct EntryOptions {
@@ -157,7 +166,7 @@ impl EntryPlan {
             let values = saved.iter().zip(&params);
             let values =
                 values.map(|(entries, &param)| Some(entries.as_ref()?.get(name)?.of_kind(kind, &shapes[param])));
-            plan.add(local, name, kind, &values.collect::<Vec<_>>(), options)?;
+            plan.add(&SavedEntry { local, name, kind, values: values.collect() }, options)?;
         }
         // Entries that are made with the first gradient may be absent: there may have been no gradient yet.
         let needed = algorithm.state_entries().filter(|entry| entry.initial != Initial::FirstGradient);
@@ -168,15 +177,9 @@ impl EntryPlan {
         Ok(Some(plan))
     }
 
-    /// Plans one entry. `values` has the saved value of each of the model's parameters.
-    fn add(
-        &mut self,
-        local: &LocalParam,
-        name: &str,
-        kind: Option<StateKind>,
-        values: &[Option<Saved>],
-        options: EntryOptions,
-    ) -> Result<()> {
+    /// Plans one entry.
+    fn add(&mut self, entry: &SavedEntry<'_>, options: EntryOptions) -> Result<()> {
+        let &SavedEntry { local, name, kind, ref values } = entry;
         let is_like = kind == Some(StateKind::LikeParameter);
         let Some(first) = values.iter().flatten().next() else { return Ok(()) };
         let is_one_type = values.iter().flatten().all(|value| value.type_name() == first.type_name());
@@ -189,7 +192,7 @@ impl EntryPlan {
             return Err(OptimStateError::DifferingTypes { name: name.to_owned(), types, fqns: local.fqns() }.into());
         }
         if is_tensor {
-            return self.add_tensors(local, name, is_like, values, options);
+            return self.add_tensors(entry, options);
         }
         // A FlatParameter has one scalar for all its parameters, so their scalars must be the same.
         let bits = first.bits();
@@ -226,14 +229,9 @@ impl EntryPlan {
     }
 
     /// Plans an entry that is a tensor for every parameter that has it.
-    fn add_tensors(
-        &mut self,
-        local: &LocalParam,
-        name: &str,
-        is_like: bool,
-        values: &[Option<Saved>],
-        options: EntryOptions,
-    ) -> Result<()> {
+    fn add_tensors(&mut self, entry: &SavedEntry<'_>, options: EntryOptions) -> Result<()> {
+        let &SavedEntry { local, name, kind, ref values } = entry;
+        let is_like = kind == Some(StateKind::LikeParameter);
         let (params, fqns) = (local.params(), local.fqns());
         let shapes = local.handle.layout().shapes();
         let mut dtypes: BTreeSet<DType> = BTreeSet::new();

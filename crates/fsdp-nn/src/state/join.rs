@@ -119,12 +119,12 @@ type Holders<'a> = Vec<(usize, &'a BTreeMap<String, Entry>)>;
 ///
 /// # Errors
 /// The same on every rank: [`OptimStateError`] for state that differs between ranks or that some ranks lack.
-pub(crate) fn join<'a>(
+pub(crate) fn join(
     optimizer: &Optimizer,
     group: &ProcessGroup,
     operation: &'static str,
-    local: Result<LocalStates<'a>>,
-) -> Result<(StateDict, LocalStates<'a>)> {
+    local: Result<LocalStates>,
+) -> Result<(StateDict, LocalStates)> {
     let contribution = local.and_then(|local| Ok((contribution_of(optimizer, &local)?, local)));
     // A rank with an error brings `None`. The others then take part in an agreement, which gives all ranks the error.
     let (contribution, own) = match contribution {
@@ -185,10 +185,11 @@ pub(crate) fn join<'a>(
 
 /// Returns this rank's contribution, and its states by the model's names. Parameters of which it has no element are
 /// left out.
-fn contribution_of(optimizer: &Optimizer, local: &LocalStates<'_>) -> Result<(Contribution, StateDict)> {
+fn contribution_of(optimizer: &Optimizer, local: &LocalStates) -> Result<(Contribution, StateDict)> {
     let mut contribution = Contribution { keys: Vec::new(), states: Vec::new() };
     let mut own = StateDict::new();
-    for &(index, _, entries) in &local.states {
+    for (index, _, entries) in &local.states {
+        let index = *index;
         let param = &optimizer.locals()[index];
         if entries.is_empty() || param.is_empty() {
             continue;

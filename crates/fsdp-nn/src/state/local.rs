@@ -7,7 +7,7 @@ use std::sync::Arc;
 use fsdp_comm::ProcessGroup;
 use fsdp_flat::storage::zeros_on;
 use fsdp_state::engine::{DictSource, LoadOptions};
-use fsdp_state::{StateDict, StateError, StateValue, load_state};
+use fsdp_state::{StateDict, StateValue, load_state};
 
 use super::groups::{SavedGroup, optim_dict, plain, read_param_groups};
 use super::names::key_type_of;
@@ -22,28 +22,30 @@ use crate::{NnError, Result};
 const EMPTY_PIECES: &str = "state_of_empty_pieces";
 
 /// A local optimizer state dict, taken apart. Tensors are shared with it.
-pub(crate) struct LocalStates<'a> {
+#[derive(Default)]
+pub(crate) struct LocalStates {
     /// The local parameters that have state, by their positions in the optimizer: their keys and their states, in the
     /// dict's order.
-    pub(crate) states: Vec<(usize, &'a str, &'a StateDict)>,
+    pub(crate) states: Vec<(usize, String, StateDict)>,
     /// The states of local parameters that a rank has nothing of.
-    of_empty: Vec<(usize, &'a StateDict)>,
+    of_empty: Vec<(usize, StateDict)>,
     /// State under other keys.
-    pub(crate) user_state: Vec<(&'a str, &'a StateValue)>,
+    pub(crate) user_state: StateDict,
     /// The groups, with the names of the model's parameters; `None` if the dict has none.
     pub(crate) groups: Option<Vec<SavedGroup>>,
 }
 
-impl<'a> LocalStates<'a> {
+impl LocalStates {
     /// Takes apart the dict that [`Optimizer::state_dict`] or [`Optimizer::named_state_dict`] gave.
     ///
     /// # Errors
     /// [`OptimStateError`]: keys of parameters that the optimizer does not have; a dict without `state`.
-    pub(crate) fn read(optimizer: &Optimizer, state: &'a StateDict) -> Result<Self> {
+    pub(crate) fn read(optimizer: &Optimizer, state: StateDict) -> Result<Self> {
         let count = optimizer.locals().len();
         let names: HashMap<String, usize> =
             optimizer.locals().iter().enumerate().map(|(index, local)| (local.name(), index)).collect();
-        Self::sorted(optimizer, state, read_param_groups(state)?, |key, by_name| match key.parse::<usize>() {
+        let groups = read_param_groups(&state)?;
+        Self::sorted(optimizer, state, groups, |key, by_name| match key.parse::<usize>() {
             Ok(id) if !by_name => (id < count).then_some(id),
             _ => names.get(key).copied(),
         })
@@ -51,11 +53,11 @@ impl<'a> LocalStates<'a> {
 
     /// Takes apart a dict whose groups have the sizes of this optimizer's. As in torch, a saved parameter belongs to the
     /// local one at the same position of the same group, whatever its key.
-    fn read_by_position(optimizer: &Optimizer, state: &'a StateDict) -> Result<Self> {
+    fn read_by_position(optimizer: &Optimizer, state: StateDict) -> Result<Self> {
         if let Some(key) = ["state", "param_groups"].into_iter().find(|key| !state.contains_key(key)) {
             return Err(OptimStateError::MissingKey { key: key.to_owned() }.into());
         }
-        let groups = read_param_groups(state)?;
+        let groups = read_param_groups(&state)?;
         let (saved, current) = (groups.len(), optimizer.groups().len());
         if saved != current {
             return Err(OptimStateError::GroupCount { saved, current }.into());
@@ -75,32 +77,34 @@ impl<'a> LocalStates<'a> {
     /// Sorts the parts of a dict. `find` returns the local parameter of a key; it is told whether keys are names.
     fn sorted(
         optimizer: &Optimizer,
-        state: &'a StateDict,
+        mut state: StateDict,
         mut groups: Vec<SavedGroup>,
         find: impl Fn(&str, bool) -> Option<usize>,
     ) -> Result<Self> {
-        let states = state.dict("state").ok_or_else(|| OptimStateError::MissingKey { key: "state".to_owned() })?;
+        let Some(StateValue::Dict(states)) = state.remove("state") else {
+            return Err(OptimStateError::MissingKey { key: "state".to_owned() }.into());
+        };
         let locals = optimizer.locals();
         // Without groups to tell, numbers are ids and all else is names.
         let of_groups = groups.iter().filter_map(|group| group.key_type);
         let by_name = key_type_of(&StateDict::new(), of_groups)? == Some(OptimStateKeyType::ParamName);
-        let mut read = LocalStates { states: Vec::new(), of_empty: Vec::new(), user_state: Vec::new(), groups: None };
+        let mut read = LocalStates::default();
         for (key, value) in states {
-            match (find(key, by_name), value.as_dict()) {
-                (Some(index), Some(entries)) => read.states.push((index, key, entries)),
-                (Some(_), None) => {
+            match (find(&key, by_name), value) {
+                (Some(index), StateValue::Dict(entries)) => read.states.push((index, key, entries)),
+                (Some(_), value) => {
                     let expected = format!("the state of parameter `{key}` is a {}", value.kind());
-                    return Err(OptimStateError::InvalidKeys { keys: vec![key.clone()], expected }.into());
+                    return Err(OptimStateError::InvalidKeys { keys: vec![key], expected }.into());
                 }
                 (None, _) if !by_name && key.parse::<usize>().is_ok() => {
-                    return Err(OptimStateError::UnknownState { key: key.clone(), count: locals.len() }.into());
+                    return Err(OptimStateError::UnknownState { key, count: locals.len() }.into());
                 }
-                (None, _) => read.user_state.push((key, value)),
+                (None, value) => _ = read.user_state.insert(key, value),
             }
         }
         for (key, value) in state.dict(EMPTY_PIECES).into_iter().flatten() {
             let index = find(key, by_name).filter(|&at| locals[at].is_empty());
-            read.of_empty.extend(index.zip(value.as_dict()));
+            read.of_empty.extend(index.zip(value.as_dict().cloned()));
         }
         // Groups name local parameters; everything else goes by the model's.
         if state.contains_key("param_groups") {
@@ -218,9 +222,7 @@ impl Optimizer {
             let Some(entries) = local.local_entries()? else { continue };
             // torch's dicts have no state of pieces without elements, so that it is kept apart.
             let state = if local.is_empty() { &mut of_empty } else { &mut state };
-            if state.insert(key(index), entries).is_some() {
-                return Err(StateError::DuplicateKey { key: key(index) }.into());
-            }
+            state.insert_new(key(index), entries)?;
         }
         state.extend(self.user_state().clone());
         let mut groups = Vec::with_capacity(self.groups().len());
@@ -248,7 +250,7 @@ impl Optimizer {
     /// dtype than this rank's piece, entries that the algorithm needs and that are missing; malformed groups and
     /// hyperparameters.
     pub fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
-        let read = LocalStates::read_by_position(self, state)?;
+        let read = LocalStates::read_by_position(self, state.clone())?;
         let mut groups = Vec::with_capacity(self.groups().len());
         for (group, saved) in self.groups().iter().zip(read.groups.iter().flatten()) {
             let read = group.algorithm.with_group(&saved.hyperparameters)?;
@@ -258,20 +260,16 @@ impl Optimizer {
         let mut loaded = self.without_state();
         loaded.replace_state(Vec::new(), groups)?;
         let mut states = StateDict::new();
-        let with_elements = read.states.iter().map(|&(index, _, entries)| (index, entries));
+        let with_elements = read.states.into_iter().map(|(index, _, entries)| (index, entries));
         for (index, entries) in with_elements.chain(read.of_empty) {
-            let portable = portable_state(&loaded, index, entries)?;
+            let portable = portable_state(&loaded, index, &entries)?;
             states.extend(portable.into_iter().map(|(fqn, state)| (fqn, state.into())));
         }
         load_here(states, &mut loaded).map_err(|error| self.name_flat_parameter(error))?;
         if state.dict(EMPTY_PIECES).is_none() {
             loaded.deduce_empty()?;
         }
-        let mut user_state = StateDict::new();
-        for (key, value) in read.user_state {
-            user_state.insert(key, value.copy()?);
-        }
-        loaded.set_user_state(user_state);
+        loaded.set_user_state(read.user_state.copy()?);
         *self = loaded;
         Ok(())
     }

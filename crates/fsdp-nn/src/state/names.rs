@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use fsdp_layout::{KeyPath, PathPart};
+use fsdp_layout::PathPart;
 use fsdp_state::StateDict;
 use serde::{Deserialize, Serialize};
 
@@ -110,19 +110,4 @@ fn split(key: &str, is_parameter: &dyn Fn(&str) -> bool) -> Option<(String, Stri
     let mut dots = key.match_indices('.').map(|(at, _)| at).rev();
     let at = dots.find(|&at| is_parameter(&key[..at]))?;
     Some((key[..at].to_owned(), key[at + 1..].to_owned()))
-}
-
-/// Returns the path below a prefix of keys; `None` if it lies elsewhere. In formats of flat keys the prefix is the
-/// beginning of the key.
-pub(crate) fn below(path: &KeyPath, prefix: &[String]) -> Option<Vec<PathPart>> {
-    if prefix.is_empty() {
-        return Some(path.0.clone());
-    }
-    if let [PathPart::Key(flat)] = path.0.as_slice() {
-        let start: String = prefix.iter().map(|key| format!("{key}.")).collect();
-        return Some(vec![PathPart::Key(flat.strip_prefix(&start)?.to_owned())]);
-    }
-    let (start, rest) = path.0.split_at_checked(prefix.len())?;
-    let same = start.iter().zip(prefix).all(|(part, key)| matches!(part, PathPart::Key(part) if part == key));
-    (same && !rest.is_empty()).then(|| rest.to_vec())
 }

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Device, Tensor};
 use fsdp_layout::{KeyPath, PathPart, PlainValue};
-use fsdp_state::engine::Values;
+use fsdp_state::engine::{LoadOptions, Values};
 use fsdp_state::{Schema, StateDict, StateError, StateValue, set_element};
 use indexmap::IndexMap;
 
@@ -27,6 +27,25 @@ pub(crate) struct SavedOptim {
     pub(crate) unexpected: Vec<String>,
 }
 
+/// A load as its target plans it.
+pub(crate) struct LoadContext<'a> {
+    pub(crate) schema: &'a Schema,
+    /// The small values of the source.
+    pub(crate) values: &'a Values,
+    pub(crate) options: &'a LoadOptions,
+}
+
+impl LoadContext<'_> {
+    /// Returns the value at a position; for a tensor that is no small value a stand-in, one without elements, which is no
+    /// plain value either.
+    fn value(&self, position: usize) -> Result<StateValue> {
+        match self.values.get(&position) {
+            Some(value) => Ok(value.clone()),
+            None => Ok(Tensor::zeros(0, DType::U8, &Device::Cpu)?.into()),
+        }
+    }
+}
+
 /// A part of the state under one key: the path below the key, and the position in the source.
 type Part<'a> = (&'a [PathPart], usize);
 
@@ -38,8 +57,7 @@ impl SavedOptim {
     /// `rename` makes one.
     pub(crate) fn new(
         parameters: &ShardedParameters,
-        schema: &Schema,
-        values: &Values,
+        load: &LoadContext<'_>,
         parts: &[(OptimKey, usize)],
         rename: &dyn Fn(&str) -> String,
     ) -> Result<Self> {
@@ -48,16 +66,15 @@ impl SavedOptim {
         let mut groups = StateDict::new();
         let mut flat_groups: IndexMap<&str, SavedGroup> = IndexMap::new();
         for (key, position) in parts {
-            let value = || values.get(position).cloned().map_or_else(stand_in, Ok);
             match key {
                 OptimKey::State { key, inside } => by_key.entry(key).or_default().push((inside, *position)),
                 OptimKey::Group(inside) => {
                     let mut path = vec![PathPart::Key("param_groups".to_owned())];
                     path.extend(inside.iter().cloned());
-                    set_element(&mut groups, &KeyPath(path), value()?)?;
+                    set_element(&mut groups, &KeyPath(path), load.value(*position)?)?;
                 }
                 OptimKey::FlatGroup { key, name } => {
-                    let value = plain_entry(key, name, &value()?)?;
+                    let value = plain_entry(key, name, &load.value(*position)?)?;
                     let group = flat_groups.entry(key).or_insert_with(|| SavedGroup::of_parameter(key));
                     group.hyperparameters.push((name.clone(), value));
                 }
@@ -86,7 +103,7 @@ impl SavedOptim {
         for (name, parts) in &named {
             let fqn = parameters.canonical_fqn(name);
             if chosen.get(fqn) == Some(&name.as_str()) {
-                saved.states.insert(fqn.to_owned(), entries(fqn, name, schema, values, parts)?);
+                saved.states.insert(fqn.to_owned(), entries(fqn, name, load, parts)?);
             } else if !parameters.contains(name) {
                 saved.add_unknown(name, parts);
             }
@@ -132,24 +149,22 @@ impl NewNames {
 }
 
 /// Returns one parameter's entries: the tensors to move, and the scalars and plain values, which are here.
-fn entries(fqn: &str, name: &str, schema: &Schema, values: &Values, parts: &[Part<'_>]) -> Result<SavedEntries> {
+fn entries(fqn: &str, name: &str, load: &LoadContext<'_>, parts: &[Part<'_>]) -> Result<SavedEntries> {
     let mut entries = SavedEntries::new();
     let mut nested = StateDict::new();
     for &(path, position) in parts {
-        let Some((_, leaf)) = schema.get(position) else { continue };
+        let Some((_, leaf)) = load.schema.get(position) else { continue };
         let [PathPart::Key(entry), inside @ ..] = path else {
-            let kind = values.get(&position).map_or("tensor", StateValue::kind);
+            let kind = load.values.get(&position).map_or("tensor", StateValue::kind);
             let expected = format!("the state of parameter `{name}` is a {kind}");
             return Err(OptimStateError::InvalidKeys { keys: vec![name.to_owned()], expected }.into());
         };
         // A container is assembled from its leaves.
         if !inside.is_empty() {
-            let value = values.get(&position).cloned().map_or_else(stand_in, Ok)?;
-            set_element(&mut nested, &KeyPath(path.to_vec()), value)?;
+            set_element(&mut nested, &KeyPath(path.to_vec()), load.value(position)?)?;
             continue;
         }
-        let small = values.get(&position).cloned();
-        let saved = match (leaf.tensor(), small) {
+        let saved = match (leaf.tensor(), load.values.get(&position).cloned()) {
             (Some((dtype, shape)), small) => Saved::Tensor { position, dtype, shape: shape.to_vec(), small },
             (None, Some(value)) => Saved::Scalar(value),
             (None, None) => continue,
@@ -171,9 +186,4 @@ fn plain_entry(fqn: &str, name: &str, value: &StateValue) -> Result<PlainValue> 
         name: name.to_owned(),
         kind: value.kind().to_owned(),
     })
-}
-
-/// Returns a stand-in for a tensor that is no small value: one without elements, which is no plain value either.
-fn stand_in() -> Result<StateValue> {
-    Ok(Tensor::zeros(0, DType::U8, &Device::Cpu)?.into())
 }

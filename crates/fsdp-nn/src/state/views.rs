@@ -1,6 +1,6 @@
 //! The live state of a sharded model and its optimizers, as state dicts of views.
 
-use fsdp_state::{StateDict, StateError, StateValue};
+use fsdp_state::StateDict;
 
 use super::OptimStateKeyType;
 use super::groups::{SavedGroup, optim_dict};
@@ -49,8 +49,19 @@ pub fn live_model_state_dict(parameters: &ShardedParameters) -> Result<StateDict
 /// The same keys on every rank.
 ///
 /// # Errors
-/// [`StateError::DuplicateKey`] for a key under which two optimizers have state; candle's errors.
+/// [`StateError::DuplicateKey`](fsdp_state::StateError::DuplicateKey) for a key under which two optimizers have state; candle's errors.
 pub fn live_optim_state_dict(optimizers: &[&Optimizer], missing: MissingState) -> Result<StateDict> {
+    let (state, groups) = live_states_and_groups(optimizers, missing, &str::to_owned)?;
+    Ok(optim_dict(state, groups))
+}
+
+/// Returns the two parts of [`live_optim_state_dict`]. `rename` turns the names of the model's parameters into those of
+/// the state dict.
+pub(crate) fn live_states_and_groups(
+    optimizers: &[&Optimizer],
+    missing: MissingState,
+    rename: &dyn Fn(&str) -> String,
+) -> Result<(StateDict, Vec<SavedGroup>)> {
     let mut state = StateDict::new();
     let mut groups = Vec::new();
     for optimizer in optimizers {
@@ -66,22 +77,15 @@ pub fn live_optim_state_dict(optimizers: &[&Optimizer], missing: MissingState) -
                 let local = &optimizer.locals()[index];
                 if let Some(of_local) = local.state.as_ref().or(initial[index].as_ref()) {
                     let entries = local.portable(of_local, optimizer.parameters().location(fqn)?.param)?;
-                    insert(&mut state, fqn, entries.into_iter().collect::<StateDict>().into())?;
+                    state.insert_new(rename(fqn), entries.into_iter().collect::<StateDict>())?;
                 }
             }
-            groups.push(SavedGroup::of(group, group.fqns().to_vec(), OptimStateKeyType::ParamName));
+            let params = group.fqns().iter().map(|fqn| rename(fqn)).collect();
+            groups.push(SavedGroup::of(group, params, OptimStateKeyType::ParamName));
         }
         for (key, value) in optimizer.user_state() {
-            insert(&mut state, key, value.clone())?;
+            state.insert_new(rename(key), value.clone())?;
         }
     }
-    Ok(optim_dict(state, groups))
-}
-
-/// Inserts state that nothing else may have the key of.
-fn insert(state: &mut StateDict, key: &str, value: StateValue) -> Result<()> {
-    match state.insert(key, value) {
-        None => Ok(()),
-        Some(_) => Err(StateError::DuplicateKey { key: key.to_owned() }.into()),
-    }
+    Ok((state, groups))
 }

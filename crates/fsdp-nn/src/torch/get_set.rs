@@ -3,20 +3,22 @@
 //! Getting changes nothing. Setting checks everything on every rank first; if anything does not fit, every rank gets
 //! the same error and nothing has been changed.
 
+use std::collections::HashSet;
+
 use candle_core::Device;
 use fsdp_comm::ProcessGroup;
 use fsdp_state::engine::{DictSource, Source as _};
 use fsdp_state::{
-    GatherOptions, KeepOn, LoadOptions, LoadReport, StateDict, StateError, gather_state_dict, load_state,
-    offload_state_dict_to_cpu,
+    GatherOptions, KeepOn, LoadOptions, LoadReport, StateDict, gather_state_dict, load_state, offload_state_dict_to_cpu,
 };
 
-use super::{StateDictOptions, optim_format};
+use super::StateDictOptions;
 use crate::handle::FLAT_PARAM;
 use crate::optimizer::Optimizer;
 use crate::parameters::ShardedParameters;
 use crate::state::{
-    LiveTarget, MissingState, OptimStateError, StatePrefixes, live_model_state_dict, live_optim_state_dict,
+    LiveTarget, MissingState, OptimStateError, SavedGroup, StatePrefixes, live_model_state_dict,
+    live_states_and_groups, optim_dict,
 };
 use crate::{NnError, Result};
 
@@ -29,7 +31,7 @@ use crate::{NnError, Result};
 ///
 /// # Errors
 /// Contradicting options ([`NnError::Options`]); names that collide under `fqn_renames`, or keys that two optimizers
-/// have state under ([`StateError::DuplicateKey`]); an optimizer of another model; with full state dicts any rank's
+/// have state under ([`StateError::DuplicateKey`](fsdp_state::StateError::DuplicateKey)); an optimizer of another model; with full state dicts any rank's
 /// error, on every rank.
 ///
 /// ```
@@ -75,10 +77,8 @@ fn model_views(parameters: &ShardedParameters, options: &StateDictOptions) -> Re
         if options.ignore_frozen_params && parameters.contains(&fqn) && !parameters.requires_grad(&fqn)? {
             continue;
         }
-        if let Some(name) = options.name_in_dict(&fqn)
-            && state.insert(name.as_str(), value).is_some()
-        {
-            return Err(StateError::DuplicateKey { key: name }.into());
+        if let Some(name) = options.name_in_dict(&fqn) {
+            state.insert_new(name, value)?;
         }
     }
     if options.share_storage {
@@ -113,7 +113,39 @@ fn optimizer_views(
     if optimizers.iter().any(|optimizer| !optimizer.belongs_to(parameters)) {
         return Err(NnError::ForeignOptimizer);
     }
-    optim_format::to_dict(&live_optim_state_dict(optimizers, MissingState::Initial)?, options)
+    let (states, groups) =
+        live_states_and_groups(optimizers, MissingState::Initial, &|fqn| options.renamed_in_dict(fqn))?;
+    if options.flatten_optimizer_state_dict {
+        return flatten(&states, groups);
+    }
+    Ok(optim_dict(states, groups))
+}
+
+/// Returns an optimizer state dict in the flat format (`flatten_optimizer_state_dict`).
+///
+/// # Errors
+/// [`OptimStateError::InvalidKeys`] for state under a user's key, which the flat format has no place for.
+fn flatten(states: &StateDict, groups: Vec<SavedGroup>) -> Result<StateDict> {
+    let mut flat = StateDict::new();
+    let mut parameters: HashSet<String> = HashSet::new();
+    for group in groups {
+        for fqn in &group.params {
+            for (key, value) in &group.hyperparameters {
+                flat.insert(format!("param_groups.{fqn}.{key}"), value.clone());
+            }
+        }
+        parameters.extend(group.params);
+    }
+    for (fqn, state) in states {
+        let Some(entries) = state.as_dict().filter(|_| parameters.contains(fqn)) else {
+            let expected = "a flat optimizer state dict has a place for the state of parameters only".to_owned();
+            return Err(OptimStateError::InvalidKeys { keys: vec![fqn.clone()], expected }.into());
+        };
+        for (name, value) in entries {
+            flat.insert(format!("state.{fqn}.{name}"), value.clone());
+        }
+    }
+    Ok(flat)
 }
 
 /// Turns views of live values into the state dict that the options ask for: gathered whole, on the CPU, as views, or
@@ -161,10 +193,10 @@ fn finish(group: &ProcessGroup, views: Result<StateDict>, options: &StateDictOpt
 /// have to move one or two object all-gathers, and the moves: only what a rank needs, small tensors together.
 ///
 /// # Errors
-/// The same on every rank, and nothing is changed: [`StateError::Incompatible`] for names (`strict`), shapes and dtypes
+/// The same on every rank, and nothing is changed: [`StateError::Incompatible`](fsdp_state::StateError::Incompatible) for names (`strict`), shapes and dtypes
 /// that differ; ranks that pass different names, kinds or values; malformed groups; values that no rank has; an
 /// optimizer of another model. A rank that is lost while values move leaves some of them changed
-/// ([`StateError::PartlyLoaded`]).
+/// ([`StateError::PartlyLoaded`](fsdp_state::StateError::PartlyLoaded)).
 pub fn set_state_dict(
     model: &StateDict,
     optim: &StateDict,
@@ -232,9 +264,8 @@ fn set(
     let prefixes =
         StatePrefixes { model: key("model").filter(|_| has_model), optim: key("optim").filter(|_| optim.is_some()) };
     let optimizers = optimizers.iter_mut().map(|optimizer| &mut **optimizer).collect();
-    let of_optimizers = options.of_optimizers();
     let mut target = LiveTarget::new(parameters, optimizers, prefixes)?
-        .with_names(|name| options.name_in_model(name), move |name| of_optimizers.name_in_model(name))
+        .with_names(|name| options.name_in_model(name), |name| options.renamed_in_model(name))
         .ignore_frozen(options.ignore_frozen_params);
     let load = LoadOptions { strict: options.strict, ..LoadOptions::default() };
     load_state(operation, group, &mut source, &mut target, &load)

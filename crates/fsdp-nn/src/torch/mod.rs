@@ -36,7 +36,6 @@
 mod get_set;
 mod model;
 mod optim;
-mod optim_format;
 mod options;
 mod rekey;
 mod state_dict_type;

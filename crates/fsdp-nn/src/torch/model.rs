@@ -1,12 +1,10 @@
 //! The model state dict of the three types, and loading one.
 
-use candle_core::Device;
 use fsdp_flat::{LocalShard, ShardedTensor};
 use fsdp_layout::{KeyPath, PathPart, TensorBox};
 use fsdp_state::engine::{DictSource, DictTarget};
 use fsdp_state::{
-    GatherOptions, KeepOn, LoadError as _, LoadOptions, LoadReport, StateDict, StateError, StateValue, copy_state_dict,
-    load_state,
+    GatherOptions, LoadError as _, LoadOptions, LoadReport, StateDict, StateValue, copy_state_dict, load_state,
 };
 use indexmap::IndexMap;
 
@@ -14,13 +12,6 @@ use crate::parameters::ShardedParameters;
 use crate::settings::StateDictType;
 use crate::state::{LiveTarget, StatePrefixes, live_model_state_dict};
 use crate::{NnError, Result};
-
-/// Returns which ranks of the model's group get a state dict (rank 0 alone, or all), and where its tensors go: to the CPU,
-/// or nowhere else.
-pub(super) fn keep(rank0_only: bool, offload_to_cpu: bool) -> GatherOptions {
-    let keep_on = if rank0_only { KeepOn::Ranks(vec![0]) } else { KeepOn::All };
-    GatherOptions { keep_on, device: offload_to_cpu.then_some(Device::Cpu) }
-}
 
 /// Returns the model state dict, of the type that is set ([`ShardedParameters::state_dict_type`]): torch's `state_dict`
 /// of a `FullyShardedDataParallel`. Collective over the model's group. Tensors own their memory; names of one tied
@@ -49,9 +40,8 @@ pub fn state_dict(parameters: &ShardedParameters) -> Result<StateDict> {
     }
     // A gather hands values out sorted by name. Give them the model's own order.
     let mut ordered = StateDict::new();
-    let names = parameters.fqns().chain(parameters.aliases().keys().map(String::as_str));
-    for name in names.chain(parameters.buffers().keys().map(String::as_str)) {
-        if let Some(value) = state.get(name) {
+    for (name, _) in live_model_state_dict(parameters)? {
+        if let Some(value) = state.get(&name) {
             ordered.insert(name, value.clone());
         }
     }
@@ -68,8 +58,7 @@ pub fn state_dict_into(
     mut sink: impl FnMut(&str, StateValue) -> Result<()>,
 ) -> Result<()> {
     let settings = parameters.get_state_dict_type();
-    let config = settings.state_dict_config();
-    let keep = keep(config.rank0_only(), config.offload_to_cpu());
+    let keep = settings.state_dict_config().gather_options();
     let state = match settings.state_dict_type() {
         StateDictType::Full => return full(parameters, &keep, sink),
         StateDictType::Sharded => live_model_state_dict(parameters)?,
@@ -146,11 +135,7 @@ fn local_views(parameters: &ShardedParameters) -> Result<StateDict> {
             let bounds = TensorBox::new(vec![range.start], vec![numel]);
             shards.push(LocalShard { bounds, tensor: shard.narrow(0, 0, numel)? });
         }
-        let name = handle.flat_param_name();
-        let tensor = ShardedTensor::new(handle.dtype(), vec![end], shards)?;
-        if state.insert(name.as_str(), tensor).is_some() {
-            return Err(NnError::State(StateError::DuplicateKey { key: name }));
-        }
+        state.insert_new(handle.flat_param_name(), ShardedTensor::new(handle.dtype(), vec![end], shards)?)?;
     }
     for (name, (value, persistent)) in parameters.buffers() {
         if *persistent {
@@ -175,7 +160,7 @@ fn local_views(parameters: &ShardedParameters) -> Result<StateDict> {
 /// Collectives: two agreements; with `rank0_only` another and an object broadcast; and those of the moves.
 ///
 /// # Errors
-/// The same on every rank, and nothing is changed: [`StateError::Incompatible`] for other shapes or dtypes and, if
+/// The same on every rank, and nothing is changed: [`StateError::Incompatible`](fsdp_state::StateError::Incompatible) for other shapes or dtypes and, if
 /// `strict`, for names that only one side has; ranks that pass different dicts; elements that no rank has. On a single
 /// rank, if that one calls it inside a forward: [`NnError::UnitInUse`].
 pub fn load_state_dict(state: &StateDict, parameters: &ShardedParameters, strict: bool) -> Result<LoadReport> {
@@ -186,7 +171,7 @@ pub fn load_state_dict(state: &StateDict, parameters: &ShardedParameters, strict
         // Everything is moved and checked beside the live shards, and copied into them at the end.
         let mut live = local_views(parameters)?;
         let mut source = DictSource::open::<NnError>(group, operation, None, Ok(Some(state)))?;
-        let target = DictTarget::new(&live, None, String::new()).map_err(NnError::from);
+        let target = DictTarget::new(&live, None).map_err(NnError::from);
         let mut target = target.or_else(|error| NnError::refuse(group, operation, error))?.with_own_tensors();
         let report: LoadReport = load_state::<_, _, NnError>(operation, group, &mut source, &mut target, &options)?;
         let loaded = target.into_state();

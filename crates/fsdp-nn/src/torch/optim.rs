@@ -6,32 +6,17 @@ use fsdp_state::engine::{DictSource, Source as _};
 use fsdp_state::{GatherOptions, LoadError as _, StateDict, StateValue};
 use indexmap::IndexMap;
 
-use super::model::{gather, keep};
+use super::model::gather;
 use crate::optimizer::Optimizer;
 use crate::parameters::ShardedParameters;
-use crate::settings::StateDictType;
+use crate::settings::{
+    FullOptimStateDictConfig, OptimStateDictConfig, ShardedOptimStateDictConfig, StateDictSettings, StateDictType,
+};
 use crate::state::{
     LocalStates, OptimStateError, OptimStateKey, OptimStateKeyType, group_dicts, join, load_exactly, load_here,
     resolve_keys,
 };
 use crate::{NnError, Result};
-
-/// The form in which optimizer state is given out.
-struct Form {
-    /// `true` if tensors are whole rather than boxes.
-    full: bool,
-    keep: GatherOptions,
-}
-
-impl Form {
-    /// Returns the form that is set on a model.
-    fn of(parameters: &ShardedParameters) -> Self {
-        let settings = parameters.get_state_dict_type();
-        let config = settings.optim_state_dict_config();
-        let full = settings.state_dict_type() == StateDictType::Full;
-        Form { full, keep: keep(config.rank0_only(), config.offload_to_cpu()) }
-    }
-}
 
 /// Returns the optimizer's state by the model's names: torch's `FSDP.optim_state_dict`. Collective over the model's
 /// group.
@@ -60,7 +45,7 @@ pub fn optim_state_dict(
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
 ) -> Result<StateDict> {
-    collected(state, parameters, optimizer, &Form::of(parameters))
+    collected(state, parameters, optimizer, &parameters.get_state_dict_type())
 }
 
 /// Makes the same values as [`optim_state_dict`], and hands each to `sink` (parameter, entry, value) as soon as it is
@@ -75,7 +60,7 @@ pub fn optim_state_dict_into(
     optimizer: &Optimizer,
     mut sink: impl FnMut(&str, &str, StateValue) -> Result<()>,
 ) -> Result<StateDict> {
-    Ok(streamed(state, parameters, optimizer, &Form::of(parameters), &mut sink)?.0)
+    Ok(streamed(state, parameters, optimizer, &parameters.get_state_dict_type(), &mut sink)?.0)
 }
 
 /// Returns the optimizer's state by names with whole tensors on the CPU, whatever settings are in force: torch's
@@ -90,7 +75,9 @@ pub fn full_optim_state_dict(
     optimizer: &Optimizer,
     rank0_only: bool,
 ) -> Result<StateDict> {
-    collected(state, parameters, optimizer, &Form { full: true, keep: keep(rank0_only, true) })
+    let config = FullOptimStateDictConfig { offload_to_cpu: true, rank0_only };
+    let settings = StateDictSettings::new(StateDictType::Full, None, Some(OptimStateDictConfig::Full(config)))?;
+    collected(state, parameters, optimizer, &settings)
 }
 
 /// Returns the optimizer's state by names in each rank's boxes, whatever settings are in force: torch's
@@ -103,7 +90,9 @@ pub fn sharded_optim_state_dict(
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
 ) -> Result<StateDict> {
-    collected(state, parameters, optimizer, &Form { full: false, keep: keep(false, false) })
+    let config = ShardedOptimStateDictConfig { offload_to_cpu: false };
+    let settings = StateDictSettings::new(StateDictType::Sharded, None, Some(OptimStateDictConfig::Sharded(config)))?;
+    collected(state, parameters, optimizer, &settings)
 }
 
 /// Puts the values that [`streamed`] hands out into one dict, parameters in their order.
@@ -111,10 +100,10 @@ fn collected(
     state: Option<&StateDict>,
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
-    form: &Form,
+    settings: &StateDictSettings,
 ) -> Result<StateDict> {
     let mut states: IndexMap<String, StateDict> = IndexMap::new();
-    let (mut result, order) = streamed(state, parameters, optimizer, form, &mut |fqn, name, value| {
+    let (mut result, order) = streamed(state, parameters, optimizer, settings, &mut |fqn, name, value| {
         states.entry(fqn.to_owned()).or_default().insert(name, value);
         Ok(())
     })?;
@@ -136,35 +125,32 @@ fn streamed(
     state: Option<&StateDict>,
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
-    form: &Form,
+    settings: &StateDictSettings,
     sink: &mut dyn FnMut(&str, &str, StateValue) -> Result<()>,
 ) -> Result<(StateDict, Vec<String>)> {
     const OPERATION: &str = "optim_state_dict";
     let group = parameters.group();
+    let keep = settings.optim_state_dict_config().gather_options();
     let dict = check_owner(parameters, optimizer).and_then(|()| match state {
         Some(state) => Ok(state.clone()),
         None => optimizer.state_dict_views(OptimStateKeyType::ParamId),
     });
-    let (dict, failure) = match dict {
-        Ok(dict) => (dict, None),
-        Err(error) => (StateDict::new(), Some(error)),
-    };
-    let local = failure.map_or_else(|| LocalStates::read(optimizer, &dict), Err);
+    let local = dict.and_then(|dict| LocalStates::read(optimizer, dict));
     let (joined, local) = join(optimizer, group, OPERATION, local)?;
     let order = joined.keys().map(str::to_owned).collect();
-    if form.full {
-        gather(OPERATION, &joined, parameters, &form.keep, |path, value| match path.0.as_slice() {
+    if settings.state_dict_type() == StateDictType::Full {
+        gather(OPERATION, &joined, parameters, &keep, |path, value| match path.0.as_slice() {
             [PathPart::Key(fqn), entry @ ..] => sink(fqn, &KeyPath(entry.to_vec()).flat_key(), value),
             [PathPart::Index(_), ..] | [] => Ok(()),
         })?;
-        return Ok((rest(&local, &form.keep, group)?, order));
+        return Ok((rest(local, &keep, group)?, order));
     }
     // Boxes need no gather, so that only an agreement tells the other ranks of an error.
     let offered = joined.iter().try_for_each(|(fqn, entries)| {
         let mut entries = entries.as_dict().into_iter().flatten();
-        entries.try_for_each(|(name, value)| sink(fqn, name, value.copy()?.to_device(form.keep.device.as_ref())?))
+        entries.try_for_each(|(name, value)| sink(fqn, name, value.copy()?.to_device(keep.device.as_ref())?))
     });
-    let rest = offered.and_then(|()| rest(&local, &form.keep, group));
+    let rest = offered.and_then(|()| rest(local, &keep, group));
     Ok((NnError::agree(group, OPERATION, None, rest)?, order))
 }
 
@@ -174,18 +160,14 @@ fn check_owner(parameters: &ShardedParameters, optimizer: &Optimizer) -> Result<
 }
 
 /// Returns user state and groups, on the ranks that keep them.
-fn rest(local: &LocalStates<'_>, keep: &GatherOptions, group: &ProcessGroup) -> Result<StateDict> {
+fn rest(local: LocalStates, keep: &GatherOptions, group: &ProcessGroup) -> Result<StateDict> {
     let mut rest = StateDict::new();
     if !keep.keep_on.contains(group.rank()) {
         return Ok(rest);
     }
-    let mut user_state = StateDict::new();
-    for (key, value) in &local.user_state {
-        user_state.insert(*key, value.copy()?);
-    }
-    rest.insert("state", user_state);
-    if let Some(groups) = &local.groups {
-        rest.insert("param_groups", group_dicts(groups.clone()));
+    rest.insert("state", local.user_state.copy()?);
+    if let Some(groups) = local.groups {
+        rest.insert("param_groups", group_dicts(groups));
     }
     Ok(rest)
 }
@@ -206,14 +188,9 @@ pub fn unflatten_optim_state(
     let name = NnError::agree(parameters.group(), "unflatten_optim_state", None, name)?;
     let mut local = StateDict::new();
     local.insert("state", [(name, StateValue::Dict(flat_state.clone()))].into_iter().collect::<StateDict>());
-    let mut state = optim_state_dict(Some(&local), parameters, optimizer)?;
-    let mut states = Vec::with_capacity(fqns.len());
-    for fqn in fqns {
-        let of_all = state.get_mut("state").and_then(StateValue::as_dict_mut);
-        let entries = of_all.and_then(|states| states.remove(fqn.as_ref()));
-        states.push(entries.and_then(|entries| entries.as_dict().cloned()).unwrap_or_default());
-    }
-    Ok(states)
+    let state = optim_state_dict(Some(&local), parameters, optimizer)?;
+    let state_of = |fqn: &str| state.dict("state")?.dict(fqn).cloned();
+    Ok(fqns.iter().map(|fqn| state_of(fqn.as_ref()).unwrap_or_default()).collect())
 }
 
 /// Returns the local parameter that is made of these parameters.
@@ -269,9 +246,7 @@ pub fn optim_state_dict_to_load(
     options: &OptimLoadOptions,
 ) -> Result<StateDict> {
     let rank0_only = parameters.get_state_dict_type().optim_state_dict_config().rank0_only();
-    let key_type = if options.is_named_optimizer { OptimStateKeyType::ParamName } else { OptimStateKeyType::ParamId };
-    let (loaded, dict) =
-        to_local(Some(state), parameters, optimizer, rank0_only, options.allow_missing_state, key_type)?;
+    let (loaded, dict) = to_local(Some(state), parameters, optimizer, rank0_only, options)?;
     if !options.load_directly {
         return Ok(dict);
     }
@@ -295,7 +270,8 @@ pub fn flatten_optim_state_dict(
     optimizer: &Optimizer,
     rank0_only: bool,
 ) -> Result<StateDict> {
-    Ok(to_local(state, parameters, optimizer, rank0_only, false, OptimStateKeyType::ParamName)?.1)
+    let options = OptimLoadOptions { is_named_optimizer: true, ..OptimLoadOptions::default() };
+    Ok(to_local(state, parameters, optimizer, rank0_only, &options)?.1)
 }
 
 /// Returns the local state, by ids, from a full one that every rank has: torch's `shard_full_optim_state_dict`. No
@@ -308,7 +284,7 @@ pub fn shard_full_optim_state_dict(
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
 ) -> Result<StateDict> {
-    Ok(to_local(Some(full), parameters, optimizer, false, false, OptimStateKeyType::ParamId)?.1)
+    Ok(to_local(Some(full), parameters, optimizer, false, &OptimLoadOptions::default())?.1)
 }
 
 /// Returns this rank's local optimizer state dict, keyed by parameter ids, from a full one that only rank 0 passes:
@@ -322,7 +298,7 @@ pub fn scatter_full_optim_state_dict(
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
 ) -> Result<StateDict> {
-    Ok(to_local(full, parameters, optimizer, true, false, OptimStateKeyType::ParamId)?.1)
+    Ok(to_local(full, parameters, optimizer, true, &OptimLoadOptions::default())?.1)
 }
 
 /// Returns the local state, by ids, from one that is sharded in any boxes: torch's `flatten_sharded_optim_state_dict`. Either
@@ -330,14 +306,13 @@ pub fn scatter_full_optim_state_dict(
 pub use self::shard_full_optim_state_dict as flatten_sharded_optim_state_dict;
 
 /// Loads state by the model's names into an optimizer of its own. Returns that optimizer and its local state dict, whose
-/// tensors are views. All functions that make local state call this.
+/// tensors are views. All functions that make local state call this; [`OptimLoadOptions::load_directly`] is theirs.
 fn to_local(
     state: Option<&StateDict>,
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
     rank0_only: bool,
-    allow_missing_state: bool,
-    key_type: OptimStateKeyType,
+    options: &OptimLoadOptions,
 ) -> Result<(Optimizer, StateDict)> {
     const OPERATION: &str = "optim_state_dict_to_load";
     let group = parameters.group();
@@ -350,7 +325,8 @@ fn to_local(
     };
     let mut source = DictSource::open(group, OPERATION, rank0_only.then_some(0), mine)?;
     let mut loaded = optimizer.without_state();
-    load_exactly(OPERATION, group, &mut source, &mut loaded, allow_missing_state)?;
+    load_exactly(OPERATION, group, &mut source, &mut loaded, options.allow_missing_state)?;
+    let key_type = if options.is_named_optimizer { OptimStateKeyType::ParamName } else { OptimStateKeyType::ParamId };
     let mut dict = loaded.state_dict_views(key_type)?;
     if !source.schema().has_key("param_groups") {
         dict.remove("param_groups");
@@ -413,12 +389,9 @@ pub fn map_param_key_to_optim_keys(
     merge_keys: bool,
 ) -> Result<(Vec<OptimStateKey>, IndexMap<OptimStateKey, String>)> {
     let group = optimizer.parameters().group();
-    let keyed = LocalStates::read(optimizer, state).map(|local| {
-        let mut keyed: IndexMap<OptimStateKey, String> = IndexMap::new();
-        for &(index, key, _) in &local.states {
-            keyed.insert(OptimStateKey::of(optimizer, index), key.to_owned());
-        }
-        keyed
+    let keyed = LocalStates::read(optimizer, state.clone()).map(|local| {
+        let states = local.states.into_iter();
+        states.map(|(index, key, _)| (OptimStateKey::of(optimizer, index), key)).collect::<IndexMap<_, _>>()
     });
     let keyed = NnError::agree(group, "map_param_key_to_optim_keys", None, keyed)?;
     let mine: Vec<OptimStateKey> = keyed.keys().cloned().collect();

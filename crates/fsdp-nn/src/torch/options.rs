@@ -80,11 +80,6 @@ impl StateDictOptions {
         }
     }
 
-    /// Returns the same options without submodules, which narrow the model state dict only.
-    pub(super) fn of_optimizers(&self) -> Self {
-        StateDictOptions { submodules: Vec::new(), keep_submodule_prefixes: true, ..self.clone() }
-    }
-
     /// Returns the name in the state dict of something in the model; `None` if the options leave it out.
     pub(super) fn name_in_dict(&self, fqn: &str) -> Option<String> {
         let mut name = fqn;
@@ -94,15 +89,25 @@ impl StateDictOptions {
                 name = rest;
             }
         }
-        let renamed = self.fqn_renames.iter().find_map(|(model, dict)| replace(name, model, dict));
-        Some(renamed.unwrap_or_else(|| name.to_owned()))
+        Some(self.renamed_in_dict(name))
+    }
+
+    /// Returns the name in the state dict of a parameter of the optimizers, which submodules do not narrow.
+    pub(super) fn renamed_in_dict(&self, fqn: &str) -> String {
+        let renamed = self.fqn_renames.iter().find_map(|(model, dict)| replace(fqn, model, dict));
+        renamed.unwrap_or_else(|| fqn.to_owned())
+    }
+
+    /// Returns the name in the model of a parameter in the optimizers' state dict.
+    pub(super) fn renamed_in_model(&self, name: &str) -> String {
+        let renamed = self.fqn_renames.iter().find_map(|(model, dict)| replace(name, dict, model));
+        renamed.unwrap_or_else(|| name.to_owned())
     }
 
     /// Returns the name in the model of something in a state dict.
     #[must_use]
     pub fn name_in_model(&self, name: &str) -> String {
-        let renamed = self.fqn_renames.iter().find_map(|(model, dict)| replace(name, dict, model));
-        let fqn = renamed.unwrap_or_else(|| name.to_owned());
+        let fqn = self.renamed_in_model(name);
         match self.submodules.as_slice() {
             [module] if !self.keep_submodule_prefixes => format!("{module}.{fqn}"),
             _ => fqn,

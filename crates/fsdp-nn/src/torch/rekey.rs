@@ -56,10 +56,7 @@ pub fn rekey_optim_state_dict(
     let mut rekeyed = StateDict::new();
     for (key, value) in states {
         let unknown = || OptimStateError::UnknownState { key: key.clone(), count: names.len() };
-        let key = rekey(key).ok_or_else(unknown)?;
-        if rekeyed.insert(key.as_str(), value.clone()).is_some() {
-            return Err(StateError::DuplicateKey { key }.into());
-        }
+        rekeyed.insert_new(rekey(key).ok_or_else(unknown)?, value.clone())?;
     }
     result.insert("state", rekeyed);
     if state.contains_key("param_groups") {
@@ -96,10 +93,7 @@ pub fn rekey_optim_state_dict(
 pub fn consume_prefix_in_state_dict_if_present(state: &StateDict, prefix: &str) -> Result<StateDict, StateError> {
     let mut stripped = StateDict::new();
     for (name, value) in state {
-        let key = name.strip_prefix(prefix).unwrap_or(name);
-        if stripped.insert(key, value.clone()).is_some() {
-            return Err(StateError::DuplicateKey { key: key.to_owned() });
-        }
+        stripped.insert_new(name.strip_prefix(prefix).unwrap_or(name), value.clone())?;
     }
     Ok(stripped)
 }

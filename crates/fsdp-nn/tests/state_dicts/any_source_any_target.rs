@@ -98,7 +98,7 @@ fn arrived(
             let whole = whole(group, &before);
             let template = if matches!(to, To::FreshWhole) { &whole } else { &before };
             let untouched = template.copy().unwrap();
-            let mut target = DictTarget::new(template, None, String::new()).unwrap();
+            let mut target = DictTarget::new(template, None).unwrap();
             let options = LoadOptions::default();
             let report = load_state::<_, _, StateError>("test", group, source, &mut target, &options).unwrap();
             let fresh = target.into_state();

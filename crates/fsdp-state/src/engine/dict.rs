@@ -1,18 +1,18 @@
 //! State dicts as sources.
 
 use std::borrow::Cow;
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::hash::Hasher as _;
 
 use fsdp_comm::ProcessGroup;
 use fsdp_flat::storage::storage_id;
 use fsdp_layout::cover::uncovered;
 use fsdp_layout::{KeyPath, PlainValue, TensorBox};
+use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_64;
 
 use super::load::LoadError;
-use super::options::LoadOptions;
-use super::source::Source;
+use super::source::{LoadCall, Source, WantedOn};
 use super::target::Wanted;
 use crate::lend::{Lend, Memory};
 use crate::memory::{scalar_of, scalar_to_value};
@@ -23,12 +23,23 @@ use crate::{Schema, StateDict, StateError, StateValue};
 pub struct DictSource<'a> {
     schema: Schema,
     /// This rank's values, by their positions in the schema. Small values are there on every rank.
-    values: Vec<Option<Cow<'a, StateValue>>>,
+    values: Values<'a>,
     /// The rank whose values they are; `None` if each rank has its own part, or all of them.
     root: Option<usize>,
     boxes_on: Option<&'a BoxesOn<'a>>,
     /// The places of the elements that are wanted, once they have been located.
     layouts: Vec<Layout>,
+}
+
+/// The values of a source that are on this rank, by their positions in the schema.
+type Values<'a> = Vec<Option<Cow<'a, StateValue>>>;
+
+/// The part of a root's state dict that every rank gets before anything moves.
+#[derive(Serialize, Deserialize)]
+struct Outline {
+    schema: Schema,
+    /// The small values, by their positions in the schema.
+    small: Vec<Option<PlainValue>>,
 }
 
 /// A function that computes the boxes of a value that a rank has; `None` if it cannot.
@@ -77,43 +88,36 @@ impl<'a> DictSource<'a> {
             let opened = state.and_then(|state| Ok(Self::on_every_rank(state.ok_or(missing)?)?));
             return opened.or_else(|error| E::refuse(group, operation, error));
         };
-        let told = state.and_then(|state| Ok(Self::told(group, root, state)?));
-        let told = E::agree(group, operation, None, told)?;
-        let (told, mut values) = told.unzip();
-        let (schema, small): (Schema, Vec<Option<PlainValue>>) = group.broadcast_object(told.as_ref(), root)?;
-        if values.is_none() {
-            let received = schema
-                .iter()
-                .zip(small)
-                .map(|((_, leaf), small)| small.map(|small| scalar_to_value(leaf, small).map(Cow::Owned)).transpose());
-            values = Some(received.collect::<Result<_, _>>()?);
-        }
-        let values = values.unwrap_or_default();
+        let own = state.and_then(|state| Ok(Self::outline_of_root(group, root, state)?));
+        let (outline, values) = E::agree(group, operation, None, own)?.unzip();
+        let Outline { schema, small } = group.broadcast_object(outline.as_ref(), root)?;
+        let values = match values {
+            Some(values) => values,
+            None => small_values(&schema, small)?,
+        };
         Ok(DictSource { schema, values, root: Some(root), boxes_on: None, layouts: Vec::new() })
     }
 
-    /// Returns, on the root, the schema and the small values, which are broadcast, and the root's values; `None` on
-    /// other ranks.
-    #[expect(clippy::type_complexity, reason = "each part is named where it is taken apart")]
-    fn told(
+    /// Returns, on the root, the outline that the other ranks get, and the root's values; `None` on other ranks.
+    fn outline_of_root(
         group: &ProcessGroup,
         root: usize,
         state: Option<&'a StateDict>,
-    ) -> Result<Option<((Schema, Vec<Option<PlainValue>>), Vec<Option<Cow<'a, StateValue>>>)>, StateError> {
+    ) -> Result<Option<(Outline, Values<'a>)>, StateError> {
         if root >= group.world_size() {
             return Err(StateError::NoSuchRank { rank: root, world_size: group.world_size() });
         }
         if root != group.rank() {
             return Ok(None);
         }
-        let DictSource { schema, values, .. } =
-            Self::on_every_rank(state.ok_or_else(|| StateError::NoSource { rank: root })?)?;
+        let state = state.ok_or_else(|| StateError::NoSource { rank: root })?;
+        let DictSource { schema, values, .. } = Self::on_every_rank(state)?;
         let mut small = Vec::with_capacity(values.len());
         for (position, value) in values.iter().enumerate() {
             let value = value.as_deref().filter(|_| schema.is_small(position));
             small.push(value.map_or(Ok(None), scalar_of)?);
         }
-        Ok(Some(((schema, small), values)))
+        Ok(Some((Outline { schema, small }, values)))
     }
 
     /// Sets a function that computes which boxes of a value a rank has, so that ranks need not tell each other. It must
@@ -148,69 +152,61 @@ impl<'a> DictSource<'a> {
         wanted.boxes.iter().all(|want| uncovered(want, &have).is_empty())
     }
 
-    /// Returns the positions of the wanted tensors that have to move: some rank wants elements that it does not have.
-    /// Collective, if ranks do not know what others want: an object all-gather.
-    fn moving(
+    /// Returns each rank's boxes of a wanted tensor, if they are known without asking the ranks.
+    fn known_boxes(&self, group: &ProcessGroup, wanted: &Wanted, wanted_on: &WantedOn<'_>) -> Option<HaveWantOfRanks> {
+        let (path, leaf) = self.schema.get(wanted.position)?;
+        let have = |rank| match (self.root, &self.boxes_on) {
+            (Some(root), _) if rank != root => Some(Vec::new()),
+            (Some(_), _) if !leaf.is_sharded() => Some(vec![TensorBox::whole(leaf.tensor()?.1)]),
+            (None, Some(boxes_on)) => boxes_on(path, rank),
+            _ => None,
+        };
+        let ranks = 0..group.world_size();
+        let have = ranks.clone().map(have).collect::<Option<Vec<_>>>()?;
+        let want = ranks.map(|rank| wanted_on(wanted, rank)).collect::<Option<Vec<_>>>()?;
+        Some((PerRank::all(have), PerRank::all(want)))
+    }
+
+    /// Returns each rank's boxes of the tensors that may have to move, because some rank may want elements that it does
+    /// not have, by the positions of the tensors in `wanted`. Collective, if the boxes are not known: an object
+    /// all-gather, and another one before it if ranks do not know what others want.
+    fn boxes_of_ranks(
         &self,
         group: &ProcessGroup,
         wanted: &[Wanted],
-        wanted_on: &dyn Fn(usize, usize) -> Option<Vec<TensorBox>>,
-    ) -> Result<Vec<usize>, StateError> {
+        wanted_on: &WantedOn<'_>,
+    ) -> Result<HashMap<usize, HaveWantOfRanks>, StateError> {
         // A single rank has everything, each rank has its own whole tensors, and small values of a root came with the
         // schema.
         let may_move = |&index: &usize| match self.root {
             Some(_) => !self.schema.is_small(wanted[index].position),
             None => group.world_size() > 1 && self.is_sharded(wanted[index].position),
         };
-        let moving: Vec<usize> = (0..wanted.len()).filter(may_move).collect();
-        // Then `boxes_of_ranks` gets the boxes of all these tensors, by arithmetic or in one round. They show which of
-        // the tensors really move, so no round is needed here to find that out.
-        let is_known = self.root.is_some() || self.boxes_on.is_some();
-        if is_known || moving.iter().all(|&index| wanted_on(index, 0).is_some()) {
-            return Ok(moving);
-        }
-        let mine: Vec<usize> = moving.into_iter().filter(|&index| !self.has_all_of(&wanted[index])).collect();
-        let mut all: Vec<usize> = group.all_gather_object(&mine)?.into_iter().flatten().collect();
-        all.sort_unstable();
-        all.dedup();
-        Ok(all)
-    }
-
-    /// Returns each rank's boxes of the tensors that have to move. Collective, if they are not known: an object
-    /// all-gather.
-    fn boxes_of_ranks(
-        &self,
-        group: &ProcessGroup,
-        wanted: &[Wanted],
-        moving: &[usize],
-        wanted_on: &dyn Fn(usize, usize) -> Option<Vec<TensorBox>>,
-    ) -> Result<Vec<HaveWantOfRanks>, StateError> {
-        let ranks = 0..group.world_size();
-        let known = moving.iter().map(|&index| {
-            let (path, leaf) = self.schema.get(wanted[index].position)?;
-            let have = |rank| match (self.root, &self.boxes_on) {
-                (Some(root), _) if rank != root => Some(Vec::new()),
-                (Some(_), _) if !leaf.is_sharded() => Some(vec![TensorBox::whole(leaf.tensor()?.1)]),
-                (None, Some(boxes_on)) => boxes_on(path, rank),
-                _ => None,
-            };
-            let have = ranks.clone().map(have).collect::<Option<Vec<_>>>()?;
-            let want = ranks.clone().map(|rank| wanted_on(index, rank)).collect::<Option<Vec<_>>>()?;
-            Some((PerRank::all(have), PerRank::all(want)))
-        });
-        if let Some(known) = known.collect::<Option<Vec<_>>>() {
+        let mut moving: Vec<usize> = (0..wanted.len()).filter(may_move).collect();
+        let known = moving.iter().map(|&index| Some((index, self.known_boxes(group, &wanted[index], wanted_on)?)));
+        if let Some(known) = known.collect() {
             return Ok(known);
+        }
+        // Ranks first tell each other what they lack, so that only the boxes of these tensors are sent. All ranks lack
+        // what a root has; and where wants are known, boxes are asked for at once.
+        if self.root.is_none() && moving.iter().any(|&index| wanted_on(&wanted[index], 0).is_none()) {
+            moving.retain(|&index| !self.has_all_of(&wanted[index]));
+            let lacking: BTreeSet<usize> = group.all_gather_object(&moving)?.into_iter().flatten().collect();
+            moving = lacking.into_iter().collect();
+        }
+        if moving.is_empty() {
+            return Ok(HashMap::new());
         }
         let mine: Vec<(Vec<TensorBox>, Vec<TensorBox>)> =
             moving.iter().map(|&index| (self.have(wanted[index].position), wanted[index].boxes.clone())).collect();
         let mut all = group.all_gather_object(&mine)?;
-        let mut located = Vec::with_capacity(moving.len());
-        for at in 0..moving.len() {
-            let boxes = all.iter_mut().map(|boxes| boxes.get_mut(at).map(std::mem::take).unwrap_or_default());
-            let (have, want) = boxes.unzip();
-            located.push((PerRank::all(have), PerRank::all(want)));
+        let mut boxes = HashMap::with_capacity(moving.len());
+        for (at, index) in moving.into_iter().enumerate() {
+            let of_ranks = all.iter_mut().map(|boxes| boxes.get_mut(at).map(std::mem::take).unwrap_or_default());
+            let (have, want) = of_ranks.unzip();
+            boxes.insert(index, (PerRank::all(have), PerRank::all(want)));
         }
-        Ok(located)
+        Ok(boxes)
     }
 }
 
@@ -246,22 +242,17 @@ impl Source for DictSource<'_> {
     fn separate(
         &mut self,
         wanted: &[Wanted],
-        memory: &mut dyn FnMut(usize) -> Result<Memory, StateError>,
+        memory: &mut dyn FnMut(&Wanted) -> Result<Memory, StateError>,
     ) -> Result<(), StateError> {
         // Find the storages that the load is about to fill.
-        let memories = (0..wanted.len()).map(memory).collect::<Result<Vec<_>, _>>()?;
+        let memories = wanted.iter().map(memory).collect::<Result<Vec<_>, _>>()?;
         let live: HashSet<usize> =
             memories.iter().flat_map(Memory::tensors).map(|tensor| storage_id(&tensor)).collect();
         for (wanted, memory) in wanted.iter().zip(&memories) {
             let Some(Some(value)) = self.values.get_mut(wanted.position) else { continue };
-            let tensors = match &**value {
-                StateValue::Tensor(tensor) => vec![tensor.clone()],
-                StateValue::Sharded(tensor) => tensor.shards().iter().map(|shard| shard.tensor.clone()).collect(),
-                _ => continue,
-            };
             // A value in one of these storages may be overwritten before it is read, so it is copied first. One that is
             // its own destination stays: nothing is written there.
-            let shares = tensors.iter().any(|tensor| live.contains(&storage_id(tensor)));
+            let shares = value.candle_tensors().iter().any(|tensor| live.contains(&storage_id(tensor)));
             if shares && !memory.is_same_view(value) {
                 *value = Cow::Owned(value.copy()?);
             }
@@ -269,22 +260,12 @@ impl Source for DictSource<'_> {
         Ok(())
     }
 
-    fn locate(
-        &mut self,
-        group: &ProcessGroup,
-        operation: &'static str,
-        wanted: &[Wanted],
-        wanted_on: &dyn Fn(usize, usize) -> Option<Vec<TensorBox>>,
-        _: &LoadOptions,
-    ) -> Result<(), StateError> {
-        let moving = self.moving(group, wanted, wanted_on)?;
-        let located =
-            if moving.is_empty() { Vec::new() } else { self.boxes_of_ranks(group, wanted, &moving, wanted_on)? };
-        let mut located = moving.into_iter().zip(located).peekable();
+    fn locate(&mut self, call: &LoadCall<'_>, wanted: &[Wanted], wanted_on: &WantedOn<'_>) -> Result<(), StateError> {
+        let &LoadCall { operation, group, .. } = call;
+        let mut boxes = self.boxes_of_ranks(group, wanted, wanted_on)?;
         self.layouts.clear();
         for (index, tensor) in wanted.iter().enumerate() {
-            let moves = located.next_if(|(moving, _)| *moving == index);
-            let (have, want) = moves.map_or_else(|| self.local(group, tensor), |(_, boxes)| boxes);
+            let (have, want) = boxes.remove(&index).unwrap_or_else(|| self.local(group, tensor));
             let element = tensor.dtype.size_in_bytes() as usize;
             let layout = Layout { shape: tensor.shape.clone(), element, have, want };
             if let Some((rank, missing)) = layout.hole() {
@@ -297,22 +278,25 @@ impl Source for DictSource<'_> {
         Ok(())
     }
 
-    fn read(
-        &mut self,
-        group: &ProcessGroup,
-        operation: &'static str,
-        wanted: &[Wanted],
-        lend: &mut dyn Lend,
-        _: &LoadOptions,
-    ) -> Result<(), StateError> {
+    fn read(&mut self, call: &LoadCall<'_>, wanted: &[Wanted], lend: &mut dyn Lend) -> Result<(), StateError> {
         let layouts = std::mem::take(&mut self.layouts);
         let items = wanted.iter().zip(layouts);
         let items: Vec<Item<'_>> =
             items.map(|(wanted, layout)| Item { layout, source: self.value(wanted.position) }).collect();
-        let mut exchange = Exchange::new(group, operation);
+        let mut exchange = Exchange::new(call.group, call.operation);
         exchange.run(&items, lend)?;
         exchange.finish()
     }
+}
+
+/// Returns the values that a rank has which is not the root.
+fn small_values(schema: &Schema, small: Vec<Option<PlainValue>>) -> Result<Values<'static>, StateError> {
+    let mut values = Vec::with_capacity(small.len());
+    for ((_, leaf), small) in schema.iter().zip(small) {
+        let value = small.map(|small| scalar_to_value(leaf, small)).transpose()?;
+        values.push(value.map(Cow::Owned));
+    }
+    Ok(values)
 }
 
 /// Returns the boxes of a value that are on this rank.

@@ -1,16 +1,17 @@
 //! State dicts as targets: new values in the layout of a template, or whole ones.
 
-use candle_core::{Device, Tensor};
+use candle_core::Device;
 use fsdp_flat::{FlatError, ShardedTensor};
 use fsdp_layout::{KeyPath, TensorBox};
 use indexmap::IndexMap;
+use itertools::EitherOrBoth;
 
 use super::options::LoadOptions;
 use super::target::{Plan, Target, Values, Wanted};
 use crate::keep_on::KeepOn;
 use crate::lend::Memory;
 use crate::memory::{device_of, own_leaf};
-use crate::schema::{Leaf, Side};
+use crate::schema::Leaf;
 use crate::{Schema, StateDict, StateError, StateValue, get_element_mut};
 
 /// A state dict as a target: it has the structure, kinds and boxes of a template, with fresh tensors or the template's
@@ -22,35 +23,20 @@ pub struct DictTarget<'a> {
     has_own_tensors: bool,
     schema: Schema,
     values: Vec<&'a StateValue>,
-    /// The template's position of each wanted tensor.
-    positions: Vec<usize>,
     device: Option<Device>,
-    arguments: String,
     loaded: IndexMap<KeyPath, StateValue>,
 }
 
 impl<'a> DictTarget<'a> {
-    /// Returns a target of new tensors in the layout of `template`. `arguments` describes the arguments of the caller
-    /// that must be the same on all ranks.
+    /// Returns a target of new tensors in the layout of `template`.
     ///
     /// # Errors
     /// Tensors whose memory is released, or of dtypes and shapes that no file holds.
-    pub fn new(template: &'a StateDict, device: Option<Device>, arguments: String) -> Result<Self, StateError> {
+    pub fn new(template: &'a StateDict, device: Option<Device>) -> Result<Self, StateError> {
         let (schema, values) = Schema::with_values(template)?;
-        let (positions, loaded) = (Vec::new(), IndexMap::new());
         let (is_of_checkpoint, is_in_place, has_own_tensors) = (false, false, false);
-        Ok(DictTarget {
-            template,
-            is_of_checkpoint,
-            is_in_place,
-            has_own_tensors,
-            schema,
-            values,
-            positions,
-            device,
-            arguments,
-            loaded,
-        })
+        let loaded = IndexMap::new();
+        Ok(DictTarget { template, is_of_checkpoint, is_in_place, has_own_tensors, schema, values, device, loaded })
     }
 
     /// Makes it the target of a checkpoint, from which each rank reads for itself: ranks may ask for different names, and
@@ -99,12 +85,8 @@ impl<'a> DictTarget<'a> {
 
     /// Checks that the template's tensors can be filled where they are.
     fn check_fillable(&self, wanted: &[Wanted]) -> Result<(), StateError> {
-        for (wanted, &position) in wanted.iter().zip(&self.positions) {
-            let tensors: Vec<&Tensor> = match self.values[position] {
-                StateValue::Tensor(tensor) => vec![tensor],
-                StateValue::Sharded(tensor) => tensor.shards().iter().map(|shard| &shard.tensor).collect(),
-                _ => Vec::new(),
-            };
+        for wanted in wanted {
+            let tensors = self.values[wanted.place].candle_tensors();
             if let Some(tensor) = tensors.iter().find(|tensor| !tensor.is_contiguous()) {
                 let problem = FlatError::NotContiguous { shape: tensor.dims().to_vec() };
                 return Err(StateError::NotFillable { key: wanted.key.clone(), problem });
@@ -123,23 +105,20 @@ impl Target for DictTarget<'_> {
         small: &dyn Fn(&[usize]) -> Result<Values, E>,
         options: &LoadOptions,
     ) -> Result<Plan, E> {
-        let strict = if options.strict { "strict" } else { "not strict" };
-        let arguments = format!("{}{strict}", self.arguments);
-        let mut plan = Plan { refuses_unexpected: !self.is_of_checkpoint, arguments, ..Plan::default() };
-        self.positions.clear();
+        let mut plan = Plan { refuses_unexpected: !self.is_of_checkpoint, ..Plan::default() };
+        plan.common.arguments = if options.strict { "strict" } else { "not strict" }.to_owned();
         let mut by_value: Vec<(usize, usize)> = Vec::new();
-        for side in source.compare(&self.schema) {
-            match side {
-                Side::Left { path } => plan.report.unexpected.push(path.flat_key()),
-                Side::Right { path } => plan.report.missing.push(path.flat_key()),
-                Side::Both { left: (from, saved), right: (to, current), .. } if self.goes_by_value(saved, current) => {
+        for leaves in source.compare(&self.schema) {
+            match leaves {
+                EitherOrBoth::Left((_, (path, _))) => plan.report.unexpected.push(path.flat_key()),
+                EitherOrBoth::Right((_, (path, _))) => plan.report.missing.push(path.flat_key()),
+                EitherOrBoth::Both((from, (_, saved)), (to, (_, current))) if self.goes_by_value(saved, current) => {
                     by_value.push((from, to));
                 }
-                Side::Both { path, left: (from, _), right: (to, _) } => {
-                    match Wanted::fit(source, from, || path.flat_key(), self.values[to], options) {
+                EitherOrBoth::Both((from, (path, _)), (place, _)) => {
+                    match Wanted::fit(source, from, || path.flat_key(), self.values[place], options) {
                         Ok(wanted) => {
-                            self.positions.push(to);
-                            plan.wanted.push(Wanted { is_same_on_all: !self.has_own_tensors, ..wanted });
+                            plan.wanted.push(Wanted { place, is_same_on_all: !self.has_own_tensors, ..wanted });
                         }
                         Err(mismatch) => plan.report.mismatched.push(mismatch),
                     }
@@ -157,29 +136,24 @@ impl Target for DictTarget<'_> {
             self.check_fillable(&plan.wanted)?;
         }
         if !self.is_of_checkpoint {
-            plan.target = self.schema.clone();
+            plan.common.target = self.schema.clone();
         }
         Ok(plan)
     }
 
-    fn memory(&mut self, wanted: usize, _: &Wanted) -> Result<Memory, StateError> {
-        match self.values[self.positions[wanted]] {
-            StateValue::Sharded(tensor) if !self.is_in_place => fresh(tensor.dtype(), tensor.shape(), &tensor.boxes()),
-            StateValue::Tensor(tensor) if !self.is_in_place => {
-                fresh(tensor.dtype(), tensor.dims(), &[TensorBox::whole(tensor.dims())])
-            }
-            value => Memory::live(value),
-        }
+    fn memory(&mut self, wanted: &Wanted) -> Result<Memory, StateError> {
+        let value = self.values[wanted.place];
+        if self.is_in_place { Memory::live(value) } else { fresh(value, wanted) }
     }
 
-    fn filled(&mut self, wanted: usize, memory: Memory) -> Result<(), StateError> {
-        let position = self.positions[wanted];
-        let Some((path, _)) = self.schema.get(position) else { return Ok(()) };
-        if self.is_in_place && !matches!(self.values[position], StateValue::Raw(_)) {
+    fn filled(&mut self, wanted: &Wanted, memory: Memory) -> Result<(), StateError> {
+        let Some((path, _)) = self.schema.get(wanted.place) else { return Ok(()) };
+        let value = self.values[wanted.place];
+        if self.is_in_place && !matches!(value, StateValue::Raw(_)) {
             return Ok(());
         }
-        let whole = !matches!(self.values[position], StateValue::Sharded(_));
-        let value = memory.into_value(whole, &self.device_for(position))?;
+        let whole = !matches!(value, StateValue::Sharded(_));
+        let value = memory.into_value(whole, &self.device_for(wanted.place))?;
         self.loaded.insert(path.clone(), value);
         Ok(())
     }
@@ -193,9 +167,12 @@ impl Target for DictTarget<'_> {
     }
 }
 
-/// Returns fresh memory of a dtype of candle.
-fn fresh(dtype: candle_core::DType, shape: &[usize], boxes: &[TensorBox]) -> Result<Memory, StateError> {
-    Ok(Memory::Tensors(ShardedTensor::zeros(dtype, shape, boxes)?))
+/// Returns fresh memory for the wanted boxes of a tensor, of the dtype of the target's own value.
+fn fresh(value: &StateValue, wanted: &Wanted) -> Result<Memory, StateError> {
+    match value.candle_dtype() {
+        Some(dtype) => Ok(Memory::Tensors(ShardedTensor::zeros(dtype, &wanted.shape, &wanted.boxes)?)),
+        None => Memory::raw(wanted.becomes, &wanted.shape),
+    }
 }
 
 /// A target of whole tensors on some ranks. Each tensor goes to a sink as soon as it is complete, and is not kept here.
@@ -206,7 +183,6 @@ pub struct Whole<'a> {
     values: Vec<&'a StateValue>,
     schema: Schema,
     rank: usize,
-    positions: Vec<usize>,
     /// The first position whose value the sink has not received yet.
     next: usize,
     sink: &'a mut Sink<'a>,
@@ -233,23 +209,11 @@ impl<'a> Whole<'a> {
     ) -> Result<Self, StateError> {
         keep_on.check(world_size)?;
         let (schema, values) = Schema::with_values(state)?;
-        Ok(Whole { keep_on: keep_on.clone(), device, values, schema, rank, positions: Vec::new(), next: 0, sink })
-    }
-
-    fn device_for(&self, position: usize) -> Device {
-        self.device.clone().unwrap_or_else(|| device_of(self.values[position]))
-    }
-
-    /// Passes a complete value to the sink, after all values before it that the sink has not received yet.
-    fn hand_on(&mut self, position: usize, value: StateValue) -> Result<(), StateError> {
-        self.hand_on_before(position)?;
-        self.next = position + 1;
-        let Some((path, _)) = self.schema.get(position) else { return Ok(()) };
-        (self.sink)(path, value)
+        Ok(Whole { keep_on: keep_on.clone(), device, values, schema, rank, next: 0, sink })
     }
 
     /// Passes this rank's own values before a position to the sink: those that are not sharded, and so do not move.
-    fn hand_on_before(&mut self, position: usize) -> Result<(), StateError> {
+    fn pass_on_before(&mut self, position: usize) -> Result<(), StateError> {
         while self.next < position {
             let at = self.next;
             self.next += 1;
@@ -273,35 +237,36 @@ impl Target for Whole<'_> {
         _: &dyn Fn(&[usize]) -> Result<Values, E>,
         _: &LoadOptions,
     ) -> Result<Plan, E> {
-        let mut plan = Plan { arguments: self.keep_on.to_string(), ..Plan::default() };
+        let mut plan = Plan::default();
+        plan.common.arguments = self.keep_on.to_string();
         for (position, (_, leaf)) in source.iter().enumerate() {
             let Some((dtype, shape)) = leaf.tensor().filter(|_| leaf.is_sharded()) else { continue };
             let boxes = if self.keep_on.contains(self.rank) { vec![TensorBox::whole(shape)] } else { Vec::new() };
+            // The source is made of the same dict, so that its positions are those of the values here.
             plan.wanted.extend(Wanted::of(source, position, dtype, boxes));
-            self.positions.push(position);
         }
         Ok(plan)
     }
 
-    fn memory(&mut self, wanted: usize, _: &Wanted) -> Result<Memory, StateError> {
-        match self.values[self.positions[wanted]] {
-            StateValue::Sharded(tensor) => fresh(tensor.dtype(), tensor.shape(), &[TensorBox::whole(tensor.shape())]),
-            value => Memory::live(value),
-        }
+    fn memory(&mut self, wanted: &Wanted) -> Result<Memory, StateError> {
+        fresh(self.values[wanted.position], wanted)
     }
 
-    fn filled(&mut self, wanted: usize, memory: Memory) -> Result<(), StateError> {
-        let position = self.positions[wanted];
-        let value = memory.into_value(true, &self.device_for(position))?;
-        self.hand_on(position, value)
+    fn filled(&mut self, wanted: &Wanted, memory: Memory) -> Result<(), StateError> {
+        let device = self.device.clone().unwrap_or_else(|| device_of(self.values[wanted.position]));
+        let value = memory.into_value(true, &device)?;
+        self.pass_on_before(wanted.position)?;
+        self.next = wanted.position + 1;
+        let Some((path, _)) = self.schema.get(wanted.position) else { return Ok(()) };
+        (self.sink)(path, value)
     }
 
-    fn wanted_on(&self, _: usize, wanted: &Wanted, rank: usize) -> Option<Vec<TensorBox>> {
+    fn wanted_on(&self, wanted: &Wanted, rank: usize) -> Option<Vec<TensorBox>> {
         Some(if self.keep_on.contains(rank) { vec![TensorBox::whole(&wanted.shape)] } else { Vec::new() })
     }
 
     fn commit(&mut self) -> Result<(), StateError> {
-        // All tensors that move are handed on by now. What is left are this rank's own values after the last of them.
-        self.hand_on_before(self.schema.len())
+        // All tensors that move have been passed on by now. What is left are this rank's own values after the last of them.
+        self.pass_on_before(self.values.len())
     }
 }

@@ -1,19 +1,19 @@
 //! The path that every load takes: compare, agree, lend, read, commit.
 
-use std::collections::{HashMap, HashSet};
-use std::hash::{Hash, Hasher};
+use std::collections::HashMap;
+use std::hash::{BuildHasher as _, BuildHasherDefault, Hash};
 
 use fsdp_comm::{CommError, ProcessGroup, ReduceOp};
 use fsdp_flat::ShardedTensor;
 use fsdp_layout::Failure;
-use serde::{Deserialize, Serialize};
+use itertools::{EitherOrBoth, Itertools as _};
 use twox_hash::XxHash3_64;
 
 use super::options::LoadOptions;
-use super::source::Source;
-use super::target::{Plan, Target, Values, Wanted};
+use super::source::{LoadCall, Source};
+use super::target::{Common, Plan, Target, Values, Wanted};
 use crate::lend::{Lend, Memory};
-use crate::{LoadReport, Schema, StateError};
+use crate::{LoadReport, StateError};
 
 /// An error that [`load_state`] can return. It knows how to turn one rank's error into an error on every rank.
 pub trait LoadError: Failure + From<StateError> + From<CommError> {
@@ -82,17 +82,17 @@ where
     E: LoadError + From<S::Error> + From<T::Error>,
 {
     // Compare. This is local: an error found here must not be returned before the other ranks know of it.
-    let compared = compare::<S, T, E>(group, source, target, options);
+    let call = LoadCall { operation, group, options };
+    let compared = compare::<S, T, E>(&call, source, target);
     // Agree. From here on every rank has the same plan, except for the boxes in it and for values of its own.
-    let plan = agree(operation, group, options, compared)?;
-    let wanted_on = |index: usize, rank| target.wanted_on(index, &plan.wanted[index], rank);
-    source.locate(group, operation, &plan.wanted, &wanted_on, options)?;
+    let plan = agree(&call, compared)?;
+    source.locate(&call, &plan.wanted, &|wanted, rank| target.wanted_on(wanted, rank))?;
 
     // Lend and read. Live memory changes from here on.
     let is_live = target.is_live();
     let is_staged = options.staged && is_live;
     let mut lending = Lending { target, wanted: &plan.wanted, detours: HashMap::new(), staged: Vec::new(), is_staged };
-    let read = source.read(group, operation, &plan.wanted, &mut lending, options).map_err(E::from);
+    let read = source.read(&call, &plan.wanted, &mut lending).map_err(E::from);
     let mut outcome = match read {
         // If a collective has failed, every rank has this error already, and no further agreement is possible.
         Err(error) if error.comm().is_some() => return Err(partly_loaded(is_live && !is_staged, error)),
@@ -124,49 +124,31 @@ fn partly_loaded<E: LoadError>(is_partly_loaded: bool, error: E) -> E {
     }
 }
 
-/// The data of a rank that must be the same on all ranks. The agreement compares its hash.
-#[derive(Debug, Clone, Default, Hash, Serialize, Deserialize)]
-struct Contribution {
-    arguments: String,
-    source: Schema,
-    target: Schema,
-    /// Values that must be the same on all ranks, as pairs of a key and a text: small values, whose floats are compared
-    /// by their bits, and hashes of whole tensors.
-    values: Vec<(String, String)>,
-}
-
 /// Compares source and target on this rank.
-fn compare<S, T, E>(
-    group: &ProcessGroup,
-    source: &mut S,
-    target: &mut T,
-    options: &LoadOptions,
-) -> Result<(Plan, Contribution), E>
+fn compare<S, T, E>(call: &LoadCall<'_>, source: &mut S, target: &mut T) -> Result<Plan, E>
 where
     S: Source,
     T: Target,
     E: LoadError + From<S::Error> + From<T::Error>,
 {
-    let mut plan = target.plan::<E>(source.schema(), &|positions| small_values(source, positions), options)?;
+    let mut plan = target.plan::<E>(source.schema(), &|positions| small_values(source, positions), call.options)?;
     plan.report.sort();
     if target.is_live() {
-        source.separate(&plan.wanted, &mut |index| target.memory(index, &plan.wanted[index]))?;
+        source.separate(&plan.wanted, &mut |wanted| target.memory(wanted))?;
     }
-    let mut contribution = Contribution { arguments: plan.arguments.clone(), ..Contribution::default() };
     // A rank that is alone has nobody to compare with.
-    if group.world_size() == 1 {
-        return Ok((plan, contribution));
+    if call.group.world_size() == 1 {
+        return Ok(plan);
     }
-    plan.agreed.sort();
-    contribution.source = source.schema().clone();
-    contribution.target = std::mem::take(&mut plan.target);
-    contribution.values = std::mem::take(&mut plan.agreed);
+    let common = &mut plan.common;
+    common.source = source.schema().clone();
     for wanted in plan.wanted.iter().filter(|wanted| wanted.is_same_on_all || source.moves_between_ranks()) {
         let hash = if wanted.is_same_on_all { source.hash(wanted.position)? } else { None };
         let text = hash.map_or_else(|| "a tensor".to_owned(), |hash| format!("a tensor with the hash {hash:016x}"));
-        contribution.values.push((wanted.key.clone(), text));
+        common.values.push((wanted.key.clone(), text));
     }
-    Ok((plan, contribution))
+    common.values.sort();
+    Ok(plan)
 }
 
 /// Returns the small values of a source among those at these positions.
@@ -177,24 +159,21 @@ fn small_values<S: Source, E: From<S::Error>>(source: &S, positions: &[usize]) -
     Ok(positions.into_iter().zip(values).collect())
 }
 
-/// Checks that no rank has an error, that all ranks have the same contribution, and that everything fits. Collectives: one
+/// Checks that no rank has an error, that all ranks have the same common data, and that everything fits. Collectives: one
 /// agreement; if ranks differ, also an object all-gather, and then either two object broadcasts to find the difference or, for
 /// values that ranks have of their own, those of [`agree_on_own`].
-fn agree<E: LoadError>(
-    operation: &'static str,
-    group: &ProcessGroup,
-    options: &LoadOptions,
-    compared: Result<(Plan, Contribution), E>,
-) -> Result<Plan, E> {
-    let (plan, contribution, outcome) = match compared {
-        Ok((plan, contribution)) => (plan, contribution, Ok(())),
-        Err(error) => (Plan::default(), Contribution::default(), Err(error)),
+fn agree<E: LoadError>(call: &LoadCall<'_>, compared: Result<Plan, E>) -> Result<Plan, E> {
+    let group = call.group;
+    let (mut plan, outcome) = match compared {
+        Ok(plan) => (plan, Ok(())),
+        Err(error) => (Plan::default(), Err(error)),
     };
-    let hash = hash_of(&contribution);
+    let common = std::mem::take(&mut plan.common);
+    let hash = hash_of(&common);
     // The hash of a rank with an error does not matter: errors are checked before hashes are compared.
-    let agreed = E::agree(group, operation, Some(hash_of(&(hash, &plan.report))), outcome);
+    let agreed = E::agree(group, call.operation, Some(hash_of(&(hash, &plan.report))), outcome);
     let error = match agreed {
-        Ok(()) => return check_report(operation, plan, options),
+        Ok(()) => return check_report(call, plan),
         Err(error) => error,
     };
     if !matches!(error.comm(), Some(CommError::SchemaMismatch { .. })) {
@@ -202,22 +181,18 @@ fn agree<E: LoadError>(
     }
     let hashes: Vec<u64> = group.all_gather_object(&hash)?;
     let Some(other) = hashes.iter().position(|other| *other != hashes[0]) else {
-        return agree_on_own(operation, group, options, plan);
+        return agree_on_own(call, plan);
     };
-    // Contributions may be large, so only two are sent: that of the first rank, and the first that differs from it.
-    let of = |rank: usize| group.broadcast_object((group.rank() == rank).then_some(&contribution), rank);
-    let (first, second): (Contribution, Contribution) = (of(0)?, of(other)?);
-    Err(difference(group, operation, &first, other, &second).map_or(error, E::from))
+    // These data may be large, so only two ranks send theirs: the first, and the first that differs from it.
+    let of = |rank: usize| group.broadcast_object((group.rank() == rank).then_some(&common), rank);
+    let (first, second): (Common, Common) = (of(0)?, of(other)?);
+    Err(difference(call, &first, other, &second).map_or(error, E::from))
 }
 
 /// Checks the plans of ranks that differ only in what they have of their own. What does not fit one rank is every rank's error,
 /// and a name is unexpected if no rank has a place for it. Collectives: an object broadcast, an all-reduce and an agreement.
-fn agree_on_own<E: LoadError>(
-    operation: &'static str,
-    group: &ProcessGroup,
-    options: &LoadOptions,
-    mut plan: Plan,
-) -> Result<Plan, E> {
+fn agree_on_own<E: LoadError>(call: &LoadCall<'_>, mut plan: Plan) -> Result<Plan, E> {
+    let group = call.group;
     // Only names that are unexpected on the first rank can be so on all.
     let here = &plan.report.unexpected;
     let mut names: Vec<String> = group.broadcast_object((group.rank() == 0).then_some(here), 0)?;
@@ -226,23 +201,16 @@ fn agree_on_own<E: LoadError>(
     let mut has_place = has_place.into_iter();
     names.retain(|_| has_place.next() == Some(0));
     plan.report.unexpected = names;
-    E::agree(group, operation, None, check_report(operation, plan, options))
+    E::agree(group, call.operation, None, check_report(call, plan))
 }
 
 fn hash_of(value: &impl Hash) -> u64 {
-    let mut hasher = XxHash3_64::new();
-    value.hash(&mut hasher);
-    hasher.finish()
+    BuildHasherDefault::<XxHash3_64>::new().hash_one(value)
 }
 
-/// Returns the first difference between the contributions of the first rank and of another. Every rank finds the same one.
-fn difference(
-    group: &ProcessGroup,
-    operation: &'static str,
-    first: &Contribution,
-    other: usize,
-    second: &Contribution,
-) -> Option<StateError> {
+/// Returns the first difference between the data of the first rank and of another. Every rank finds the same one.
+fn difference(call: &LoadCall<'_>, first: &Common, other: usize, second: &Common) -> Option<StateError> {
+    let &LoadCall { operation, group, .. } = call;
     let (reference, rank) = (*group.global_ranks().first()?, *group.global_ranks().get(other)?);
     if first.arguments != second.arguments {
         let (found, expected) = (second.arguments.clone(), first.arguments.clone());
@@ -252,29 +220,28 @@ fn difference(
     if let Some(error) = schemas.iter().find_map(|(a, b)| a.difference(b, operation, rank, reference)) {
         return Some(error);
     }
-    let of_first: HashSet<_> = first.values.iter().collect();
-    let of_second: HashSet<_> = second.values.iter().collect();
-    if let Some((key, expected)) = first.values.iter().find(|value| !of_second.contains(value)) {
-        // The other rank has another value for the key, or none.
-        let found = second.values.iter().find(|value| value.0 == *key && !of_first.contains(value));
-        let (key, expected) = (key.clone(), expected.clone());
-        return Some(match found.map(|(_, found)| found.clone()) {
-            Some(found) => StateError::DifferingOnRanks { operation, key, rank, found, reference, expected },
-            None => StateError::KeyMismatch { operation, rank, key, reference },
-        });
-    }
-    let (key, _) = second.values.iter().find(|value| !of_first.contains(value))?;
-    Some(StateError::KeyMismatch { operation, rank: reference, key: key.clone(), reference: rank })
+    let values = first.values.iter().merge_join_by(&second.values, |(a, _), (b, _)| a.cmp(b));
+    values.into_iter().find_map(|values| match values {
+        EitherOrBoth::Left((key, _)) => Some(StateError::KeyMismatch { operation, rank, key: key.clone(), reference }),
+        EitherOrBoth::Right((key, _)) => {
+            Some(StateError::KeyMismatch { operation, rank: reference, key: key.clone(), reference: rank })
+        }
+        EitherOrBoth::Both((key, expected), (_, found)) if expected != found => {
+            let (key, found, expected) = (key.clone(), found.clone(), expected.clone());
+            Some(StateError::DifferingOnRanks { operation, key, rank, found, reference, expected })
+        }
+        EitherOrBoth::Both(..) => None,
+    })
 }
 
 /// Returns a plan if everything in it fits: an error for mismatches and, in a strict load, for names that only one side has.
-fn check_report<E: LoadError>(operation: &'static str, plan: Plan, options: &LoadOptions) -> Result<Plan, E> {
+fn check_report<E: LoadError>(call: &LoadCall<'_>, plan: Plan) -> Result<Plan, E> {
     let report = &plan.report;
     let names = !report.missing.is_empty() || plan.refuses_unexpected && !report.unexpected.is_empty();
-    if report.mismatched.is_empty() && !(options.strict && names) {
+    if report.mismatched.is_empty() && !(call.options.strict && names) {
         return Ok(plan);
     }
-    Err(StateError::Incompatible { operation, report: plan.report }.into())
+    Err(StateError::Incompatible { operation: call.operation, report: plan.report }.into())
 }
 
 /// Lends the target's memory to the source. If the target's own memory cannot be filled directly (it is on a GPU, has
@@ -287,36 +254,42 @@ struct Lending<'a, T> {
     detours: HashMap<usize, Memory>,
     /// The target's live memory, and the new values for it, in a staged load.
     staged: Vec<(Memory, ShardedTensor)>,
+    /// `true` if the load is staged.
     is_staged: bool,
+}
+
+impl<T: Target> Lending<'_, T> {
+    /// Returns `true` if the new values of a tensor are kept until all are there.
+    fn is_staged(&self, wanted: usize) -> bool {
+        self.is_staged && self.target.lends_live(&self.wanted[wanted])
+    }
 }
 
 impl<T: Target> Lend for Lending<'_, T> {
     fn lend(&mut self, wanted: usize) -> Result<Memory, StateError> {
-        let memory = self.target.memory(wanted, &self.wanted[wanted])?;
-        let mut detour = memory.detour(self.wanted[wanted].dtype)?;
-        if self.is_staged
-            && self.target.lends_live(wanted)
-            && detour.is_none()
-            && let Memory::Tensors(tensor) = &memory
-        {
-            detour = Some(ShardedTensor::zeros(tensor.dtype(), tensor.shape(), &tensor.boxes())?);
-        }
-        let Some(detour) = detour else { return Ok(memory) };
+        let memory = self.target.memory(&self.wanted[wanted])?;
+        let detour = match (memory.detour(self.wanted[wanted].dtype)?, &memory) {
+            (None, Memory::Tensors(tensor)) if self.is_staged(wanted) => {
+                ShardedTensor::zeros(tensor.dtype(), tensor.shape(), &tensor.boxes())?
+            }
+            (None, _) => return Ok(memory),
+            (Some(detour), _) => detour,
+        };
         self.detours.insert(wanted, memory);
         Ok(Memory::Tensors(detour))
     }
 
     fn filled(&mut self, wanted: usize, memory: Memory) -> Result<(), StateError> {
         match (self.detours.remove(&wanted), memory) {
-            (Some(home), Memory::Tensors(values)) if self.is_staged && self.target.lends_live(wanted) => {
+            (Some(home), Memory::Tensors(values)) if self.is_staged(wanted) => {
                 self.staged.push((home, values));
                 Ok(())
             }
             (Some(home), Memory::Tensors(values)) => {
                 home.fill_from(&values)?;
-                self.target.filled(wanted, home)
+                self.target.filled(&self.wanted[wanted], home)
             }
-            (_, memory) => self.target.filled(wanted, memory),
+            (_, memory) => self.target.filled(&self.wanted[wanted], memory),
         }
     }
 }

@@ -19,5 +19,5 @@ pub use dict::{BoxesOn, DictSource};
 pub use fresh::{DictTarget, Whole};
 pub use load::{LoadError, load_state};
 pub use options::LoadOptions;
-pub use source::Source;
-pub use target::{Plan, Target, Values, Wanted};
+pub use source::{LoadCall, Source, WantedOn};
+pub use target::{Common, Plan, Target, Values, Wanted};

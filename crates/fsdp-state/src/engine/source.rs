@@ -44,14 +44,14 @@ pub trait Source {
     /// Copies the values whose storage is shared with live tensors that a load is about to fill. Otherwise the load
     /// could overwrite them before it reads them. A value that would be loaded into itself is not copied.
     ///
-    /// `memory` returns the target's memory of the wanted tensor at a position of `wanted`.
+    /// `memory` returns the target's memory of a wanted tensor.
     ///
     /// # Errors
     /// An error of this rank only.
     fn separate(
         &mut self,
         wanted: &[Wanted],
-        memory: &mut dyn FnMut(usize) -> Result<Memory, StateError>,
+        memory: &mut dyn FnMut(&Wanted) -> Result<Memory, StateError>,
     ) -> Result<(), Self::Error> {
         let _ = (wanted, memory);
         Ok(())
@@ -60,30 +60,28 @@ pub trait Source {
     /// Finds out where the wanted elements are, and checks that none is missing. This is the last check before a load
     /// changes its target. Collective if elements are spread over ranks.
     ///
-    /// `wanted_on` returns the boxes of a wanted tensor that a rank wants, if that is known without asking the rank.
-    ///
     /// # Errors
     /// The same on every rank.
-    fn locate(
-        &mut self,
-        group: &ProcessGroup,
-        operation: &'static str,
-        wanted: &[Wanted],
-        wanted_on: &dyn Fn(usize, usize) -> Option<Vec<TensorBox>>,
-        options: &LoadOptions,
-    ) -> Result<(), Self::Error>;
+    fn locate(&mut self, call: &LoadCall<'_>, wanted: &[Wanted], wanted_on: &WantedOn<'_>) -> Result<(), Self::Error>;
 
     /// Fills the memory that `lend` gives for the wanted tensors. Collective where elements are spread over ranks; a
     /// rank's own failure is returned when all collectives are done.
     ///
     /// # Errors
     /// The errors of collectives, the same on every rank, and this rank's own.
-    fn read(
-        &mut self,
-        group: &ProcessGroup,
-        operation: &'static str,
-        wanted: &[Wanted],
-        lend: &mut dyn Lend,
-        options: &LoadOptions,
-    ) -> Result<(), Self::Error>;
+    fn read(&mut self, call: &LoadCall<'_>, wanted: &[Wanted], lend: &mut dyn Lend) -> Result<(), Self::Error>;
 }
+
+/// A call of [`load_state`](super::load_state), as its steps see it.
+#[derive(Clone, Copy, Debug)]
+pub struct LoadCall<'a> {
+    /// The name of the function that loads, for messages.
+    pub operation: &'static str,
+    /// The ranks that load.
+    pub group: &'a ProcessGroup,
+    /// The options of the load.
+    pub options: &'a LoadOptions,
+}
+
+/// A function that returns the boxes of a wanted tensor that a rank wants; `None` if only that rank knows.
+pub type WantedOn<'a> = dyn Fn(&Wanted, usize) -> Option<Vec<TensorBox>> + 'a;

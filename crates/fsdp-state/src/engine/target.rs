@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 
 use fsdp_layout::{DType, KeyPath, TensorBox};
+use serde::{Deserialize, Serialize};
 
 use super::options::LoadOptions;
 use crate::lend::Memory;
@@ -28,17 +29,17 @@ pub trait Target {
         options: &LoadOptions,
     ) -> Result<Plan, E>;
 
-    /// Returns the memory that a wanted tensor goes to: the one at position `index` of the plan.
+    /// Returns the memory that a wanted tensor goes to.
     ///
     /// # Errors
     /// An error of this rank only.
-    fn memory(&mut self, index: usize, wanted: &Wanted) -> Result<Memory, StateError>;
+    fn memory(&mut self, wanted: &Wanted) -> Result<Memory, StateError>;
 
     /// Takes memory back that has been filled.
     ///
     /// # Errors
     /// An error of this rank only.
-    fn filled(&mut self, wanted: usize, memory: Memory) -> Result<(), StateError> {
+    fn filled(&mut self, wanted: &Wanted, memory: Memory) -> Result<(), StateError> {
         let _ = (wanted, memory);
         Ok(())
     }
@@ -50,14 +51,14 @@ pub trait Target {
 
     /// Returns `true` if the memory that a wanted tensor goes to is live. A staged load fills live memory only when all
     /// new values are there; it fills other memory at once.
-    fn lends_live(&self, wanted: usize) -> bool {
+    fn lends_live(&self, wanted: &Wanted) -> bool {
         let _ = wanted;
         self.is_live()
     }
 
     /// Returns the boxes of a tensor that another rank wants; `None` if only that rank knows.
-    fn wanted_on(&self, index: usize, wanted: &Wanted, rank: usize) -> Option<Vec<TensorBox>> {
-        let _ = (index, wanted, rank);
+    fn wanted_on(&self, wanted: &Wanted, rank: usize) -> Option<Vec<TensorBox>> {
+        let _ = (wanted, rank);
         None
     }
 
@@ -80,12 +81,22 @@ pub struct Plan {
     pub report: LoadReport,
     /// `true` if names that only the source has are an error of a strict load.
     pub refuses_unexpected: bool,
-    /// The layout that the target asks for, if all ranks must ask for the same.
-    pub target: Schema,
-    /// Small values that must be the same on all ranks: their keys, and their values as text.
-    pub agreed: Vec<(String, String)>,
-    /// Arguments that must be the same on all ranks, for people to read.
+    /// The data that must be the same on all ranks.
+    pub common: Common,
+}
+
+/// The data of a rank that must be the same on all ranks. The agreement compares its hash.
+#[derive(Debug, Clone, Default, Hash, Serialize, Deserialize)]
+pub struct Common {
+    /// The arguments of the call, for people to read.
     pub arguments: String,
+    /// The schema of the source; the load fills it in.
+    pub source: Schema,
+    /// The schema that the target asks for; empty if ranks may ask for different ones.
+    pub target: Schema,
+    /// Values as pairs of a key and a text: small values, whose floats are compared by their bits. The load adds the
+    /// hashes of whole tensors.
+    pub values: Vec<(String, String)>,
 }
 
 /// A tensor that is to be read.
@@ -93,6 +104,8 @@ pub struct Plan {
 pub struct Wanted {
     /// Its position in the source's schema.
     pub position: usize,
+    /// The target's own number for the value that it becomes; 0 until the target sets it.
+    pub place: usize,
     /// Its name, for messages.
     pub key: String,
     /// The dtype that the source has.
@@ -113,7 +126,7 @@ impl Wanted {
     pub fn of(schema: &Schema, position: usize, becomes: DType, boxes: Vec<TensorBox>) -> Option<Self> {
         let (path, leaf) = schema.get(position)?;
         let (dtype, shape) = leaf.tensor().map(|(dtype, shape)| (dtype, shape.to_vec()))?;
-        Some(Wanted { position, key: path.flat_key(), dtype, becomes, shape, boxes, is_same_on_all: true })
+        Some(Wanted { position, place: 0, key: path.flat_key(), dtype, becomes, shape, boxes, is_same_on_all: true })
     }
 
     /// Returns a request for all of the tensor at a position of a schema, as it is; `None` if there is no tensor.

@@ -9,7 +9,7 @@ use fsdp_layout::boxes::copy_runs;
 use super::packing::{BoxBytes, Outgoing, copy_box, pack, read_box, with_packed};
 use super::route::{Layout, Piece, Route, windows};
 use super::slots::{Part, carve};
-use crate::lend::{Lend, Memory};
+use crate::lend::{Lend, Memory, lent_bytes};
 use crate::memory::{try_reserve, try_zeroed};
 use crate::{StateError, StateValue};
 
@@ -36,7 +36,7 @@ pub(crate) struct Item<'a> {
     pub(crate) source: Option<&'a StateValue>,
 }
 
-/// The transfers of one function call.
+/// The collectives of one function call.
 ///
 /// A rank that fails sends zeros from then on, so that no other rank waits for it. At regular intervals the ranks agree
 /// that none of them has failed; otherwise all return the error.
@@ -89,6 +89,11 @@ impl<'g> Exchange<'g> {
         // A call on an aborted group returns the error of the abort.
         let ended = self.group.barrier().err();
         ended.unwrap_or_else(|| CommError::RankFailed { operation: self.operation.to_owned(), failures: Vec::new() })
+    }
+
+    /// Returns a buffer for a collective. A rank without memory for it ends the operation on all ranks.
+    fn buffer(&self, bytes: usize) -> Result<Vec<u8>, CommError> {
+        try_zeroed(bytes).map_err(|error| self.abort(&error))
     }
 
     /// Moves the tensors in the order of `items`, in buckets: small neighbours that take the same route go together.
@@ -163,54 +168,57 @@ impl<'g> Exchange<'g> {
         let lent = memories.iter_mut().zip(items).map(|(memory, item)| {
             memory.as_mut().filter(|memory| !item.source.is_some_and(|source| memory.is_same_view(source)))
         });
-        let mut lent: Vec<Option<&mut Memory>> = lent.collect();
+        let lent: Vec<Option<&mut Memory>> = lent.collect();
         // While elements arrive, the storages are taken out of the tensors; the bytes of raw memory are here anyway.
         let tensors: Vec<Tensor> = lent.iter().flatten().flat_map(|memory| memory.tensors()).collect();
+        let is_lent: Vec<bool> = lent.iter().map(Option::is_some).collect();
         let mut taken = self.attempt(|| Ok(StorageGuard::take(&tensors.iter().collect::<Vec<_>>())?));
-        let mut slices = taken.iter_mut().flat_map(StorageGuard::bytes_mut);
+        let slots = taken.as_mut().map(|taken| lent_bytes(lent.into_iter().flatten(), taken));
+        let mut slots = slots.into_iter().flatten();
         let rank = self.group.rank();
-        let mut hands = Vec::with_capacity(items.len());
-        for ((Item { layout, .. }, sources), memory) in items.iter().zip(&sources).zip(&mut lent) {
-            let mut hand = Hand { layout, want: &layout.want[rank], sources, slots: Vec::new() };
+        let mut transfers = Vec::with_capacity(items.len());
+        for ((Item { layout, .. }, sources), is_lent) in items.iter().zip(&sources).zip(is_lent) {
+            let mut transfer = Transfer { layout, want: &layout.want[rank], sources, slots: Vec::new() };
             // After a failure there are no slots.
-            if let (Some(memory), None) = (memory, &self.failure) {
-                match memory {
-                    Memory::Raw(raw) => hand.slots.push(&mut raw.bytes),
-                    Memory::Tensors(tensor) => {
-                        let slices = slices.by_ref().take(tensor.shards().len());
-                        hand.slots.extend(slices.map(Option::unwrap_or_default));
-                    }
-                }
-                let fits = hand.slots.iter().zip(hand.want).all(|(slot, want)| slot.len() == hand.bytes_of(want));
-                if !fits || hand.slots.len() != hand.want.len() {
-                    hand.slots.clear();
+            if is_lent && self.failure.is_none() {
+                transfer.slots = slots.next().flatten().unwrap_or_default();
+                let fits = transfer.slots.len() == transfer.want.len()
+                    && transfer
+                        .slots
+                        .iter()
+                        .zip(transfer.want)
+                        .all(|(slot, want)| slot.len() == transfer.bytes_of(want));
+                if !fits {
+                    transfer.slots.clear();
                     self.failure = Some(StateError::SharedMemory { shape: layout.shape.clone() });
                 }
             }
-            hands.push(hand);
+            transfers.push(transfer);
         }
-        self.route(&mut hands, route)
+        self.route(&mut transfers, route)
     }
 
-    fn route(&mut self, hands: &mut [Hand<'_>], route: &Route) -> Result<(), CommError> {
+    fn route(&mut self, transfers: &mut [Transfer<'_>], route: &Route) -> Result<(), CommError> {
         match route {
             Route::Local => {
-                self.copy_own(hands);
+                self.copy_own(transfers);
                 Ok(())
             }
-            Route::AllGather => self.gather(hands, None),
-            Route::Gather { roots } => roots.iter().try_for_each(|&root| self.gather(hands, Some(root))),
-            Route::Broadcast { root } => self.broadcast(hands, *root),
-            Route::Scatter { root } => self.in_windows(hands, |exchange, hands| exchange.scatter(hands, *root)),
-            Route::AllToAll => self.in_windows(hands, Exchange::all_to_all),
+            Route::AllGather => self.gather(transfers, None),
+            Route::Gather { roots } => roots.iter().try_for_each(|&root| self.gather(transfers, Some(root))),
+            Route::Broadcast { root } => self.broadcast(transfers, *root),
+            Route::Scatter { root } => {
+                self.in_windows(transfers, |exchange, transfers| exchange.scatter(transfers, *root))
+            }
+            Route::AllToAll => self.in_windows(transfers, Exchange::all_to_all),
         }
     }
 
     /// Copies those of the wanted elements that this rank has itself.
-    fn copy_own(&mut self, hands: &mut [Hand<'_>]) {
+    fn copy_own(&mut self, transfers: &mut [Transfer<'_>]) {
         let rank = self.group.rank();
-        for hand in hands {
-            let copied = hand.copy_own(rank);
+        for transfer in transfers {
+            let copied = transfer.copy_own(rank);
             self.note(copied);
         }
     }
@@ -219,40 +227,41 @@ impl<'g> Exchange<'g> {
     /// at once.
     fn in_windows(
         &mut self,
-        hands: &mut [Hand<'_>],
-        mut run: impl FnMut(&mut Self, &mut [Hand<'_>]) -> Result<(), CommError>,
+        transfers: &mut [Transfer<'_>],
+        mut run: impl FnMut(&mut Self, &mut [Transfer<'_>]) -> Result<(), CommError>,
     ) -> Result<(), CommError> {
-        self.copy_own(hands);
-        let [hand] = hands else { return run(self, hands) };
-        if hand.layout.bytes() <= BUCKET_BYTES {
-            return run(self, hands);
+        self.copy_own(transfers);
+        let [transfer] = transfers else { return run(self, transfers) };
+        if transfer.layout.bytes() <= BUCKET_BYTES {
+            return run(self, transfers);
         }
-        for window in windows(&hand.layout.shape, hand.layout.element, BUCKET_BYTES) {
-            let layout = hand.layout.window(&window);
-            let slots = hand.slots.iter_mut().map(|slot| &mut **slot).collect();
-            run(self, &mut [Hand { layout: &layout, want: hand.want, sources: hand.sources, slots }])?;
+        for window in windows(&transfer.layout.shape, transfer.layout.element, BUCKET_BYTES) {
+            let layout = transfer.layout.window(&window);
+            let slots = transfer.slots.iter_mut().map(|slot| &mut **slot).collect();
+            run(self, &mut [Transfer { layout: &layout, want: transfer.want, sources: transfer.sources, slots }])?;
         }
         Ok(())
     }
 
     /// Gathers whole tensors on one rank, or on all.
-    fn gather(&mut self, hands: &mut [Hand<'_>], root: Option<usize>) -> Result<(), CommError> {
+    fn gather(&mut self, transfers: &mut [Transfer<'_>], root: Option<usize>) -> Result<(), CommError> {
         let (rank, ranks) = (self.group.rank(), self.group.world_size());
-        let pieces = in_sender_order(hands, |hand| match root {
-            Some(root) => hand.layout.pieces_for(root),
-            None => hand.layout.pieces_of_whole(),
+        let pieces = in_sender_order(transfers, |transfer| match root {
+            Some(root) => transfer.layout.pieces_for(root),
+            None => transfer.layout.pieces_of_whole(),
         });
-        let counts = counts(hands, &pieces, ranks);
+        let counts = counts(transfers, &pieces, ranks);
         let own = pieces.iter().filter(|(_, piece)| piece.source == rank);
-        let own: Vec<Outgoing<'_>> =
-            own.map(|(hand, piece)| (hands[*hand].sources, &piece.bounds, hands[*hand].layout.element)).collect();
+        let own: Vec<Outgoing<'_>> = own
+            .map(|(transfer, piece)| (transfers[*transfer].sources, &piece.bounds, transfers[*transfer].layout.element))
+            .collect();
         let group = self.group;
         let receives = root.is_none_or(|root| root == rank);
         let (moved, read) = with_packed(&own, |input| match root {
             None => {
-                self.receive(hands, &pieces, |outputs| group.all_gather_uneven_into_slices(outputs, &counts, input))
+                self.receive(transfers, &pieces, |outputs| group.all_gather_uneven_into_slices(outputs, &counts, input))
             }
-            Some(root) if receives => self.receive(hands, &pieces, |outputs| {
+            Some(root) if receives => self.receive(transfers, &pieces, |outputs| {
                 group.gather_uneven_into_slices(Some(outputs), &counts, input, root)
             }),
             Some(root) => group.gather_uneven_into_slices(None, &counts, input, root),
@@ -261,35 +270,35 @@ impl<'g> Exchange<'g> {
         moved
     }
 
-    fn broadcast(&mut self, hands: &mut [Hand<'_>], root: usize) -> Result<(), CommError> {
+    fn broadcast(&mut self, transfers: &mut [Transfer<'_>], root: usize) -> Result<(), CommError> {
         let is_root = self.group.rank() == root;
         if is_root {
-            self.copy_own(hands);
+            self.copy_own(transfers);
         }
         // A single tensor is sent directly from memory to memory. On the root its slot has just been filled.
-        if let [hand] = hands
-            && let [slot] = &mut hand.slots[..]
+        if let [transfer] = transfers
+            && let [slot] = &mut transfer.slots[..]
         {
             return self.group.broadcast(slot, root);
         }
         // Several tensors are packed one after the other.
-        let bytes = hands.iter().map(|hand| hand.layout.bytes()).sum();
-        let mut packed = try_zeroed(bytes).map_err(|error| self.abort(&error))?;
+        let bytes = transfers.iter().map(|transfer| transfer.layout.bytes()).sum();
+        let mut packed = self.buffer(bytes)?;
         if is_root {
             let mut at = 0;
-            for hand in &*hands {
-                let (whole, len) = (TensorBox::whole(&hand.layout.shape), hand.layout.bytes());
+            for transfer in &*transfers {
+                let (whole, len) = (TensorBox::whole(&transfer.layout.shape), transfer.layout.bytes());
                 let to = &mut packed[at..at + len];
-                let read = read_box(hand.sources, &whole, &whole, hand.layout.element, to);
+                let read = read_box(transfer.sources, &whole, &whole, transfer.layout.element, to);
                 self.note(read);
                 at += len;
             }
         }
         self.group.broadcast(&mut packed, root)?;
         let mut rest = &packed[..];
-        for hand in hands {
-            let (bytes, after) = rest.split_at(hand.layout.bytes());
-            if let Some(slot) = hand.slots.first_mut() {
+        for transfer in transfers {
+            let (bytes, after) = rest.split_at(transfer.layout.bytes());
+            if let Some(slot) = transfer.slots.first_mut() {
                 slot.copy_from_slice(bytes);
             }
             rest = after;
@@ -299,13 +308,13 @@ impl<'g> Exchange<'g> {
 
     /// Sends each rank what it wants from the root. If several ranks want the same elements, this takes several rounds,
     /// so that the root does not pack much more than the size of the tensors at once.
-    fn scatter(&mut self, hands: &mut [Hand<'_>], root: usize) -> Result<(), CommError> {
+    fn scatter(&mut self, transfers: &mut [Transfer<'_>], root: usize) -> Result<(), CommError> {
         let (rank, ranks) = (self.group.rank(), self.group.world_size());
         let mut wanted: Vec<usize> =
-            (0..ranks).map(|to| hands.iter().map(|hand| hand.layout.bytes_wanted(to)).sum()).collect();
+            (0..ranks).map(|to| transfers.iter().map(|transfer| transfer.layout.bytes_wanted(to)).sum()).collect();
         // The root copies its own values and does not send them.
         wanted[root] = 0;
-        let most = hands.iter().map(|hand| hand.layout.bytes()).sum::<usize>().max(BUCKET_BYTES);
+        let most = transfers.iter().map(|transfer| transfer.layout.bytes()).sum::<usize>().max(BUCKET_BYTES);
         let mut start = 0;
         while start < ranks {
             let mut end = start + 1;
@@ -318,11 +327,11 @@ impl<'g> Exchange<'g> {
             let mut send = Vec::new();
             if rank == root {
                 try_reserve(&mut send, counts.iter().sum()).map_err(|error| self.abort(&error))?;
-                (start..end).filter(|&to| to != root).for_each(|to| self.pack_for(hands, to, &mut send));
+                (start..end).filter(|&to| to != root).for_each(|to| self.pack_for(transfers, to, &mut send));
             }
-            let arrives = if counts[rank] > 0 { incoming(hands, rank) } else { Vec::new() };
+            let arrives = if counts[rank] > 0 { incoming(transfers, rank) } else { Vec::new() };
             let group = self.group;
-            self.receive(hands, &arrives, |outputs| {
+            self.receive(transfers, &arrives, |outputs| {
                 group.scatter_uneven_into_slices(outputs, (rank == root).then_some(&send[..]), &counts, root)
             })?;
             start = end;
@@ -331,32 +340,32 @@ impl<'g> Exchange<'g> {
     }
 
     /// Exchanges all pieces at once. Pieces that a rank already has are not sent.
-    fn all_to_all(&mut self, hands: &mut [Hand<'_>]) -> Result<(), CommError> {
+    fn all_to_all(&mut self, transfers: &mut [Transfer<'_>]) -> Result<(), CommError> {
         let (rank, ranks) = (self.group.rank(), self.group.world_size());
         let (mut send, mut send_counts) = (Vec::new(), vec![0; ranks]);
         for to in (0..ranks).filter(|&to| to != rank) {
             let before = send.len();
-            self.pack_for(hands, to, &mut send);
+            self.pack_for(transfers, to, &mut send);
             send_counts[to] = send.len() - before;
         }
-        let arrives = incoming(hands, rank);
-        let receive_counts = counts(hands, &arrives, ranks);
+        let arrives = incoming(transfers, rank);
+        let receive_counts = counts(transfers, &arrives, ranks);
         let group = self.group;
-        self.receive(hands, &arrives, |outputs| {
+        self.receive(transfers, &arrives, |outputs| {
             group.all_to_all_uneven_into_slices(outputs, &receive_counts, &send, &send_counts)
         })
     }
 
     /// Appends what this rank sends to another.
-    fn pack_for(&mut self, hands: &[Hand<'_>], to: usize, send: &mut Vec<u8>) {
+    fn pack_for(&mut self, transfers: &[Transfer<'_>], to: usize, send: &mut Vec<u8>) {
         let rank = self.group.rank();
-        for hand in hands.iter().filter(|hand| hand.layout.concerns(rank, to)) {
-            for piece in hand.layout.pieces_for(to).iter().filter(|piece| piece.source == rank) {
+        for transfer in transfers.iter().filter(|transfer| transfer.layout.concerns(rank, to)) {
+            for piece in transfer.layout.pieces_for(to).iter().filter(|piece| piece.source == rank) {
                 let start = send.len();
-                let packed = pack(&(hand.sources, &piece.bounds, hand.layout.element), send);
+                let packed = pack(&(transfer.sources, &piece.bounds, transfer.layout.element), send);
                 self.note(packed);
                 // The receiver expects these bytes, even if they could not be read here.
-                send.resize(start + piece.bounds.numel() * hand.layout.element, 0);
+                send.resize(start + piece.bounds.numel() * transfer.layout.element, 0);
             }
         }
     }
@@ -365,21 +374,21 @@ impl<'g> Exchange<'g> {
     /// buffer from which they are copied.
     fn receive(
         &mut self,
-        hands: &mut [Hand<'_>],
+        transfers: &mut [Transfer<'_>],
         pieces: &[(usize, Piece)],
         run: impl FnOnce(&mut [&mut [u8]]) -> Result<(), CommError>,
     ) -> Result<(), CommError> {
-        if let Some(parts) = parts(hands, pieces) {
-            let slots = hands.iter_mut().flat_map(|hand| hand.slots.iter_mut().map(|slot| &mut **slot));
+        if let Some(parts) = parts(transfers, pieces) {
+            let slots = transfers.iter_mut().flat_map(|transfer| transfer.slots.iter_mut().map(|slot| &mut **slot));
             return run(&mut carve(slots.collect(), &parts));
         }
-        let bytes = pieces.iter().map(|(hand, piece)| hands[*hand].bytes_of(&piece.bounds)).sum();
-        let mut received = try_zeroed(bytes).map_err(|error| self.abort(&error))?;
+        let bytes = pieces.iter().map(|(transfer, piece)| transfers[*transfer].bytes_of(&piece.bounds)).sum();
+        let mut received = self.buffer(bytes)?;
         run(&mut [&mut received])?;
         let mut rest = &received[..];
-        for (hand, piece) in pieces {
-            let (bytes, after) = rest.split_at(hands[*hand].bytes_of(&piece.bounds));
-            hands[*hand].place(piece, bytes);
+        for (transfer, piece) in pieces {
+            let (bytes, after) = rest.split_at(transfers[*transfer].bytes_of(&piece.bounds));
+            transfers[*transfer].place(piece, bytes);
             rest = after;
         }
         Ok(())
@@ -387,7 +396,7 @@ impl<'g> Exchange<'g> {
 }
 
 /// One tensor of a bucket, as this rank sees it: the boxes that it has, and memory for those that it wants.
-struct Hand<'a> {
+struct Transfer<'a> {
     layout: &'a Layout,
     /// The boxes of the slots.
     want: &'a [TensorBox],
@@ -397,7 +406,7 @@ struct Hand<'a> {
     slots: Vec<&'a mut [u8]>,
 }
 
-impl Hand<'_> {
+impl Transfer<'_> {
     fn bytes_of(&self, bounds: &TensorBox) -> usize {
         bounds.numel() * self.layout.element
     }
@@ -424,47 +433,47 @@ impl Hand<'_> {
 }
 
 /// Returns the pieces of several tensors in the order in which senders pack them: by rank, then by tensor.
-fn in_sender_order(hands: &[Hand<'_>], pieces_of: impl Fn(&Hand<'_>) -> Vec<Piece>) -> Vec<(usize, Piece)> {
+fn in_sender_order(transfers: &[Transfer<'_>], pieces_of: impl Fn(&Transfer<'_>) -> Vec<Piece>) -> Vec<(usize, Piece)> {
     let mut pieces = Vec::new();
-    for (index, hand) in hands.iter().enumerate() {
-        pieces.extend(pieces_of(hand).into_iter().map(|piece| (index, piece)));
+    for (index, transfer) in transfers.iter().enumerate() {
+        pieces.extend(pieces_of(transfer).into_iter().map(|piece| (index, piece)));
     }
     pieces.sort_by_key(|(_, piece)| piece.source);
     pieces
 }
 
 /// Returns what comes to a rank from others.
-fn incoming(hands: &[Hand<'_>], rank: usize) -> Vec<(usize, Piece)> {
-    let mut pieces = in_sender_order(hands, |hand| hand.layout.pieces_for(rank));
+fn incoming(transfers: &[Transfer<'_>], rank: usize) -> Vec<(usize, Piece)> {
+    let mut pieces = in_sender_order(transfers, |transfer| transfer.layout.pieces_for(rank));
     pieces.retain(|(_, piece)| piece.source != rank);
     pieces
 }
 
 /// Returns how many bytes these pieces bring from each rank.
-fn counts(hands: &[Hand<'_>], pieces: &[(usize, Piece)], ranks: usize) -> Vec<usize> {
+fn counts(transfers: &[Transfer<'_>], pieces: &[(usize, Piece)], ranks: usize) -> Vec<usize> {
     let mut counts = vec![0; ranks];
-    for (hand, piece) in pieces {
-        counts[piece.source] += hands[*hand].bytes_of(&piece.bounds);
+    for (transfer, piece) in pieces {
+        counts[piece.source] += transfers[*transfer].bytes_of(&piece.bounds);
     }
     counts
 }
 
 /// Returns the parts of all slots that pieces go to, if there are slots for all of them and not too many parts.
-fn parts(hands: &[Hand<'_>], pieces: &[(usize, Piece)]) -> Option<Vec<Part>> {
-    let mut first = Vec::with_capacity(hands.len());
+fn parts(transfers: &[Transfer<'_>], pieces: &[(usize, Piece)]) -> Option<Vec<Part>> {
+    let mut first = Vec::with_capacity(transfers.len());
     let mut slots = 0;
-    for hand in hands {
+    for transfer in transfers {
         first.push(slots);
-        slots += hand.slots.len();
+        slots += transfer.slots.len();
     }
     let mut parts = Vec::with_capacity(pieces.len());
     for (index, piece) in pieces {
-        let hand = &hands[*index];
-        let element = hand.layout.element;
-        if piece.target >= hand.slots.len() {
+        let transfer = &transfers[*index];
+        let element = transfer.layout.element;
+        if piece.target >= transfer.slots.len() {
             return None;
         }
-        for run in copy_runs(&piece.bounds, &piece.bounds, &hand.want[piece.target]) {
+        for run in copy_runs(&piece.bounds, &piece.bounds, &transfer.want[piece.target]) {
             parts.push((first[*index] + piece.target, run.dst * element..(run.dst + run.len) * element));
             if parts.len() > MAX_RUNS {
                 return None;

@@ -97,22 +97,17 @@ pub(crate) type Outgoing<'a> = (&'a [BoxBytes], &'a TensorBox, usize);
 /// `f` calls a collective, for which other ranks wait. So it also runs if boxes cannot be read: then it gets zeros, and
 /// the error is returned together with its result.
 pub(crate) fn with_packed<R>(boxes: &[Outgoing<'_>], f: impl FnOnce(&[u8]) -> R) -> (R, Result<(), StateError>) {
-    let mut f = Some(f);
-    let mut call = |bytes: &[u8]| f.take().map(|f| f(bytes));
     let held: Option<Vec<&Tensor>> = boxes.iter().map(held_exactly).collect();
-    let direct = held.and_then(|tensors| with_joined_bytes(&tensors, &mut call).ok().flatten().flatten());
-    if let Some(result) = direct {
-        return (result, Ok(()));
-    }
+    let f = match with_joined_bytes(&held.unwrap_or_default(), f) {
+        Ok(result) => return (result, Ok(())),
+        Err(f) => f,
+    };
     let mut packed = Vec::new();
     let read = boxes.iter().try_for_each(|outgoing| pack(outgoing, &mut packed));
     // The other ranks expect this many bytes, also if some could not be read.
     let bytes: usize = boxes.iter().map(|(_, bounds, element)| bounds.numel() * element).sum();
     packed.resize(bytes, 0);
-    match f.take() {
-        Some(f) => (f(&packed), read),
-        None => unreachable!("`f` is only taken where its result is returned above"),
-    }
+    (f(&packed), read)
 }
 
 /// Returns the candle tensor that has exactly the elements of a box, if there is one.

@@ -11,7 +11,8 @@ use fsdp_state::engine::{LoadOptions, Plan, Target, Values, Wanted};
 use fsdp_state::{Memory, Mismatch, Schema, StateDict, StateError, StateValue, get_element, set_element};
 
 use self::incoming::{Exact, Incoming};
-use super::names::{OptimKey, below, names_that_count};
+use super::names::{OptimKey, names_that_count};
+use super::saved::LoadContext;
 use crate::optimizer::Optimizer;
 use crate::parameters::ShardedParameters;
 use crate::{NnError, Result};
@@ -37,8 +38,8 @@ pub struct LiveTarget<'a> {
     rename_in_optimizers: Box<Rename<'a>>,
     ignore_frozen: bool,
     exact: Option<Exact>,
-    /// The place of each wanted tensor.
-    places: Vec<Place>,
+    /// The destinations of the wanted tensors, which hold their indices as `place`.
+    destinations: Vec<Destination>,
     /// The new state of each optimizer; empty if there is none to load.
     incoming: Vec<Incoming>,
     /// The new state under users' keys.
@@ -60,15 +61,15 @@ struct Sorted {
     values: Vec<usize>,
 }
 
-/// The place of a wanted tensor.
-struct Place {
+/// The destination of a wanted tensor.
+struct Destination {
     /// The memory that it goes to, live or planned; `None` if it gets fresh memory, which is taken over when it is filled.
     live: Option<StateValue>,
-    of: Of,
+    part: Part,
 }
 
 /// The part of the target that a wanted tensor belongs to.
-enum Of {
+enum Part {
     /// A parameter, by its own name.
     Parameter(String),
     /// A persistent buffer.
@@ -78,7 +79,7 @@ enum Of {
     /// An entry of another shape: the positions of the optimizer and of the local parameter, and the entry's name.
     Entry { optimizer: usize, local: usize, name: String },
     /// State under a user's key.
-    User(KeyPath),
+    UserState(KeyPath),
     /// A value beside the model and the optimizers.
     Value(KeyPath),
 }
@@ -105,7 +106,7 @@ impl<'a> LiveTarget<'a> {
             rename_in_optimizers: Box::new(str::to_owned),
             ignore_frozen: false,
             exact: None,
-            places: Vec::new(),
+            destinations: Vec::new(),
             incoming: Vec::new(),
             user_state: StateDict::new(),
             new_values: StateDict::new(),
@@ -147,13 +148,7 @@ impl<'a> LiveTarget<'a> {
     }
 
     /// Plans the parameters, each under one of its names, and the persistent buffers.
-    fn plan_model(
-        &mut self,
-        schema: &Schema,
-        model: &[(String, usize)],
-        options: &LoadOptions,
-        plan: &mut Plan,
-    ) -> Result<()> {
+    fn plan_model(&mut self, load: &LoadContext<'_>, model: &[(String, usize)], plan: &mut Plan) -> Result<()> {
         // Renaming must not make one of two names.
         let mut named: HashMap<&str, usize> = HashMap::new();
         for (name, position) in model {
@@ -172,8 +167,8 @@ impl<'a> LiveTarget<'a> {
                 continue;
             };
             let value = parameters.parameter(fqn)?.into();
-            let wanted = Wanted::fit(schema, named[name], || (*name).to_owned(), &value, options);
-            self.add(wanted, value, Of::Parameter(fqn.to_owned()), plan);
+            let wanted = Wanted::fit(load.schema, named[name], || (*name).to_owned(), &value, load.options);
+            self.add(wanted, value, Part::Parameter(fqn.to_owned()), plan);
         }
         for (name, (value, persistent)) in parameters.buffers() {
             match named.get(name.as_str()) {
@@ -181,8 +176,8 @@ impl<'a> LiveTarget<'a> {
                 None => plan.report.missing.push(name.clone()),
                 Some(&position) => {
                     let value = value.clone().into();
-                    let wanted = Wanted::fit(schema, position, || name.clone(), &value, options);
-                    self.add(wanted, value, Of::Buffer, plan);
+                    let wanted = Wanted::fit(load.schema, position, || name.clone(), &value, load.options);
+                    self.add(wanted, value, Part::Buffer, plan);
                 }
             }
         }
@@ -196,34 +191,23 @@ impl<'a> LiveTarget<'a> {
     }
 
     /// Asks for a tensor that fits a live value, and reports one that does not.
-    fn add(&mut self, wanted: Result<Wanted, Mismatch>, value: StateValue, of: Of, plan: &mut Plan) {
+    fn add(&mut self, wanted: Result<Wanted, Mismatch>, value: StateValue, part: Part, plan: &mut Plan) {
         match wanted {
             // It is filled where it is, so it has to be in one piece there.
             Ok(Wanted { key, .. }) if value.as_tensor().is_some_and(|tensor| !tensor.is_contiguous()) => {
                 let (saved, current) = ("a tensor".to_owned(), "a tensor that is not contiguous".to_owned());
                 plan.report.mismatched.push(Mismatch { fqn: key, saved, current });
             }
-            Ok(wanted) => {
-                // Each rank has buffers of its own, such as running statistics, and values of its own.
-                plan.wanted.push(Wanted { is_same_on_all: matches!(of, Of::Parameter(_)), ..wanted });
-                self.places.push(Place { live: Some(value), of });
-            }
+            Ok(wanted) => ask_for(wanted, Destination { live: Some(value), part }, &mut self.destinations, plan),
             Err(mismatch) => plan.report.mismatched.push(mismatch),
         }
     }
 
     /// Plans the values beside model and optimizers. Tensors are filled where they are, plain values replaced on
     /// commit.
-    fn plan_values(
-        &mut self,
-        schema: &Schema,
-        values: &Values,
-        positions: &[usize],
-        options: &LoadOptions,
-        plan: &mut Plan,
-    ) -> Result<()> {
+    fn plan_values(&mut self, load: &LoadContext<'_>, positions: &[usize], plan: &mut Plan) -> Result<()> {
         let Some(current) = self.values.take() else {
-            let others = positions.iter().filter_map(|&position| schema.get(position));
+            let others = positions.iter().filter_map(|&position| load.schema.get(position));
             plan.report.unexpected.extend(others.map(|(path, _)| path.flat_key()));
             return Ok(());
         };
@@ -232,15 +216,15 @@ impl<'a> LiveTarget<'a> {
         let mut new_values = current.clone();
         let mut saved: HashSet<KeyPath> = HashSet::new();
         for &position in positions {
-            let Some((path, leaf)) = schema.get(position) else { continue };
+            let Some((path, leaf)) = load.schema.get(position) else { continue };
             saved.insert(path.clone());
-            match (get_element(current, path), values.get(&position)) {
+            match (get_element(current, path), load.values.get(&position)) {
                 (None | Some(StateValue::Plain(_) | StateValue::List(_) | StateValue::Tuple(_)), Some(value)) => {
                     set_element(&mut new_values, path, value.copy()?)?;
                 }
                 (Some(here @ (StateValue::Tensor(_) | StateValue::Sharded(_) | StateValue::Raw(_))), _) => {
-                    let wanted = Wanted::fit(schema, position, || path.flat_key(), here, options);
-                    self.add(wanted, here.clone(), Of::Value(path.clone()), plan);
+                    let wanted = Wanted::fit(load.schema, position, || path.flat_key(), here, load.options);
+                    self.add(wanted, here.clone(), Part::Value(path.clone()), plan);
                 }
                 (Some(here), _) => {
                     let (saved, current) = (leaf.to_string(), here.kind().to_owned());
@@ -264,14 +248,14 @@ impl<'a> LiveTarget<'a> {
         let is_parameter = |name: &str| self.parameters.contains(&(self.rename_in_optimizers)(name));
         let mut sorted = Sorted::default();
         for (position, (path, _)) in schema.iter().enumerate() {
-            if let Some(inside) = self.prefixes.optim.as_ref().and_then(|prefix| below(path, prefix)) {
+            if let Some(inside) = self.prefixes.optim.as_ref().and_then(|prefix| path.below(prefix)) {
                 // Without an optimizer nothing can be taken.
-                match OptimKey::read(&inside, &is_parameter).filter(|_| !self.optimizers.is_empty()) {
+                match OptimKey::read(&inside.0, &is_parameter).filter(|_| !self.optimizers.is_empty()) {
                     Some(key) => sorted.optim.push((key, position)),
-                    None => sorted.unreadable.push(KeyPath(inside).flat_key()),
+                    None => sorted.unreadable.push(inside.flat_key()),
                 }
-            } else if let Some(inside) = self.prefixes.model.as_ref().and_then(|prefix| below(path, prefix)) {
-                sorted.model.push(((self.rename)(&KeyPath(inside).flat_key()), position));
+            } else if let Some(inside) = self.prefixes.model.as_ref().and_then(|prefix| path.below(prefix)) {
+                sorted.model.push(((self.rename)(&inside.flat_key()), position));
             } else {
                 sorted.values.push(position);
             }
@@ -294,50 +278,48 @@ impl Target for LiveTarget<'_> {
         if self.values.is_some() {
             positions.extend(&sorted.values);
         }
-        let values = small(&positions)?;
+        let load = LoadContext { schema, values: &small(&positions)?, options };
         if self.is_live() {
             // Units that are gathered would continue with the old values.
             self.parameters.reshard()?;
         }
-        let strict = if options.strict { "strict" } else { "not strict" };
-        let mut plan = Plan { arguments: strict.to_owned(), ..Plan::default() };
+        let mut plan = Plan::default();
+        plan.common.arguments = if options.strict { "strict" } else { "not strict" }.to_owned();
         if self.prefixes.model.is_some() {
-            self.plan_model(schema, &sorted.model, options, &mut plan)?;
+            self.plan_model(&load, &sorted.model, &mut plan)?;
             plan.refuses_unexpected = !plan.report.unexpected.is_empty();
         }
         if self.prefixes.optim.is_some() {
-            self.plan_optimizers(schema, &values, &sorted.optim, options, &mut plan)?;
+            self.plan_optimizers(&load, &sorted.optim, &mut plan)?;
             plan.refuses_unexpected |= !sorted.unreadable.is_empty();
             plan.report.unexpected.append(&mut sorted.unreadable);
         }
-        self.plan_values(schema, &values, &sorted.values, options, &mut plan)?;
+        self.plan_values(&load, &sorted.values, &mut plan)?;
         // The order of the schema is that of all ranks.
-        let mut wanted: Vec<(Wanted, Place)> = plan.wanted.into_iter().zip(self.places.drain(..)).collect();
-        wanted.sort_by_key(|(wanted, _)| wanted.position);
-        (plan.wanted, self.places) = wanted.into_iter().unzip();
+        plan.wanted.sort_by_key(|wanted| wanted.position);
         Ok(plan)
     }
 
-    fn memory(&mut self, index: usize, wanted: &Wanted) -> Result<Memory, StateError> {
-        match &self.places[index].live {
+    fn memory(&mut self, wanted: &Wanted) -> Result<Memory, StateError> {
+        match &self.destinations[wanted.place].live {
             Some(value) => Memory::live(value),
             None => Memory::fresh(wanted.dtype, &wanted.shape, &wanted.boxes),
         }
     }
 
-    fn filled(&mut self, index: usize, memory: Memory) -> Result<(), StateError> {
-        match &self.places[index].of {
-            &Of::Entry { optimizer, local, ref name } => {
+    fn filled(&mut self, wanted: &Wanted, memory: Memory) -> Result<(), StateError> {
+        match &self.destinations[wanted.place].part {
+            &Part::Entry { optimizer, local, ref name } => {
                 let tensor = memory.into_value(true, &Device::Cpu)?;
                 if let (Some(plan), StateValue::Tensor(tensor)) = (&mut self.incoming[optimizer].plans[local], tensor) {
                     plan.take_whole(&self.optimizers[optimizer].locals()[local], name, tensor)?;
                 }
             }
-            Of::User(path) => set_element(&mut self.user_state, path, memory.into_value(true, &Device::Cpu)?)?,
-            Of::Value(path) if matches!(memory, Memory::Raw(_)) => {
+            Part::UserState(path) => set_element(&mut self.user_state, path, memory.into_value(true, &Device::Cpu)?)?,
+            Part::Value(path) if matches!(memory, Memory::Raw(_)) => {
                 set_element(&mut self.new_values, path, memory.into_value(true, &Device::Cpu)?)?;
             }
-            Of::Parameter(_) | Of::Buffer | Of::EntryLike(_) | Of::Value(_) => {}
+            Part::Parameter(_) | Part::Buffer | Part::EntryLike(_) | Part::Value(_) => {}
         }
         Ok(())
     }
@@ -346,22 +328,22 @@ impl Target for LiveTarget<'_> {
         self.exact.is_none()
     }
 
-    fn lends_live(&self, index: usize) -> bool {
-        self.places[index].live.is_some()
+    fn lends_live(&self, wanted: &Wanted) -> bool {
+        self.destinations[wanted.place].live.is_some()
     }
 
-    fn wanted_on(&self, index: usize, wanted: &Wanted, rank: usize) -> Option<Vec<TensorBox>> {
-        match &self.places.get(index)?.of {
-            Of::Parameter(fqn) | Of::EntryLike(fqn) => self.parameters.boxes_on(fqn, rank).ok(),
-            Of::Buffer | Of::Entry { .. } => Some(vec![TensorBox::whole(&wanted.shape)]),
-            Of::User(_) | Of::Value(_) => None,
+    fn wanted_on(&self, wanted: &Wanted, rank: usize) -> Option<Vec<TensorBox>> {
+        match &self.destinations[wanted.place].part {
+            Part::Parameter(fqn) | Part::EntryLike(fqn) => self.parameters.boxes_on(fqn, rank).ok(),
+            Part::Buffer | Part::Entry { .. } => Some(vec![TensorBox::whole(&wanted.shape)]),
+            Part::UserState(_) | Part::Value(_) => None,
         }
     }
 
     fn commit(&mut self) -> Result<()> {
         // A backward of what was computed with the old values would be wrong.
-        for place in &self.places {
-            if let Of::Parameter(fqn) = &place.of {
+        for destination in &self.destinations {
+            if let Part::Parameter(fqn) = &destination.part {
                 self.parameters.begin_change(fqn)?;
             }
         }
@@ -378,6 +360,14 @@ impl Target for LiveTarget<'_> {
         }
         Ok(())
     }
+}
+
+/// Asks for a tensor that goes to a destination.
+fn ask_for(wanted: Wanted, destination: Destination, destinations: &mut Vec<Destination>, plan: &mut Plan) {
+    // Each rank has buffers of its own, such as running statistics, and values and user state of its own.
+    let is_same_on_all = !matches!(destination.part, Part::Buffer | Part::UserState(_) | Part::Value(_));
+    plan.wanted.push(Wanted { place: destinations.len(), is_same_on_all, ..wanted });
+    destinations.push(destination);
 }
 
 /// Gives state under users' keys to the optimizers that had it before, or else to the first.

@@ -1,31 +1,29 @@
 //! The optimizers of a live target: what is loaded for them, and what belongs to no parameter.
 
 use fsdp_layout::KeyPath;
-use fsdp_state::engine::{LoadOptions, Plan, Values, Wanted};
-use fsdp_state::{Schema, set_element};
+use fsdp_state::engine::{Plan, Wanted};
+use fsdp_state::set_element;
 
 use super::incoming::Incoming;
-use super::{LiveTarget, Of, Place};
+use super::{Destination, LiveTarget, Part, ask_for};
 use crate::Result;
 use crate::optimizer::Optimizer;
 use crate::state::OptimStateError;
 use crate::state::groups::agree_on_groups;
 use crate::state::names::OptimKey;
-use crate::state::saved::SavedOptim;
+use crate::state::saved::{LoadContext, SavedOptim};
 
 impl LiveTarget<'_> {
     /// Plans the state and the groups of all optimizers, and the state under users' keys. `parts` are the parts of the
     /// source that belong to optimizers.
     pub(super) fn plan_optimizers(
         &mut self,
-        schema: &Schema,
-        values: &Values,
+        load: &LoadContext<'_>,
         parts: &[(OptimKey, usize)],
-        options: &LoadOptions,
         plan: &mut Plan,
     ) -> Result<()> {
         let optimizers: Vec<&Optimizer> = self.optimizers.iter().map(|optimizer| &**optimizer).collect();
-        let mut saved = SavedOptim::new(self.parameters, schema, values, parts, &self.rename_in_optimizers)?;
+        let mut saved = SavedOptim::new(self.parameters, load, parts, &self.rename_in_optimizers)?;
         if self.exact.is_some() {
             check_known(&optimizers, &saved)?;
         } else {
@@ -34,37 +32,39 @@ impl LiveTarget<'_> {
             }
             if saved.is_empty() {
                 // If there is nothing to load for parameters, existing state is kept.
-                return self.plan_user_state(saved.user_state, schema, values, plan);
+                return self.plan_user_state(saved.user_state, load, plan);
             }
         }
         for (index, optimizer) in optimizers.iter().enumerate() {
-            let mut incoming = Incoming::new(optimizer, &mut saved, options.cast, self.exact, &mut plan.report)?;
+            let mut incoming = Incoming::new(optimizer, &mut saved, load.options.cast, self.exact, &mut plan.report)?;
             for (local, (param, entry_plan)) in optimizer.locals().iter().zip(&mut incoming.plans).enumerate() {
                 let Some(entry_plan) = entry_plan else { continue };
                 for tensor in entry_plan.tensors.drain(..) {
-                    let (wanted, place) = match tensor.like {
+                    let (wanted, destination) = match tensor.like {
                         Some((fqn, memory)) => {
-                            let wanted = Wanted::of(schema, tensor.position, tensor.becomes, memory.boxes());
-                            (wanted, Place { live: Some(memory.into()), of: Of::EntryLike(fqn) })
+                            let wanted = Wanted::of(load.schema, tensor.position, tensor.becomes, memory.boxes());
+                            (wanted, Destination { live: Some(memory.into()), part: Part::EntryLike(fqn) })
                         }
                         None => {
-                            let of = Of::Entry { optimizer: index, local, name: tensor.name };
-                            (Wanted::whole(schema, tensor.position), Place { live: None, of })
+                            let part = Part::Entry { optimizer: index, local, name: tensor.name };
+                            (Wanted::whole(load.schema, tensor.position), Destination { live: None, part })
                         }
                     };
-                    plan.wanted.extend(wanted);
-                    self.places.push(place);
+                    if let Some(wanted) = wanted {
+                        ask_for(wanted, destination, &mut self.destinations, plan);
+                    }
                 }
-                entry_plan.add_scalars(param.fqns().first().map_or("", String::as_str), &mut plan.agreed);
+                let first = param.fqns().into_iter().next().unwrap_or_default();
+                entry_plan.add_scalars(&first, &mut plan.common.values);
             }
             // Ranks that step with other hyperparameters would drift apart.
-            agree_on_groups(optimizer, &incoming.groups, &mut plan.agreed);
+            agree_on_groups(optimizer, &incoming.groups, &mut plan.common.values);
             self.incoming.push(incoming);
         }
         let is_held = |fqn: &str| optimizers.iter().any(|optimizer| optimizer.holds(fqn));
         plan.report.unexpected.extend(saved.states.keys().filter(|fqn| !is_held(fqn)).cloned());
         plan.report.unexpected.append(&mut saved.unexpected);
-        self.plan_user_state(saved.user_state, schema, values, plan)
+        self.plan_user_state(saved.user_state, load, plan)
     }
 
     /// Plans state under keys of the user's own, which may differ between ranks. Small values are here already; tensors
@@ -72,16 +72,15 @@ impl LiveTarget<'_> {
     fn plan_user_state(
         &mut self,
         user_state: Vec<(KeyPath, usize)>,
-        schema: &Schema,
-        values: &Values,
+        load: &LoadContext<'_>,
         plan: &mut Plan,
     ) -> Result<()> {
         for (path, position) in user_state {
-            if let Some(value) = values.get(&position) {
+            if let Some(value) = load.values.get(&position) {
                 set_element(&mut self.user_state, &path, value.copy()?)?;
-            } else if let Some(wanted) = Wanted::whole(schema, position) {
-                plan.wanted.push(Wanted { is_same_on_all: false, ..wanted });
-                self.places.push(Place { live: None, of: Of::User(path) });
+            } else if let Some(wanted) = Wanted::whole(load.schema, position) {
+                let destination = Destination { live: None, part: Part::UserState(path) };
+                ask_for(wanted, destination, &mut self.destinations, plan);
             }
         }
         Ok(())

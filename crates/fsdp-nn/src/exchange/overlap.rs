@@ -38,7 +38,7 @@ pub(crate) enum Moment {
 }
 
 /// The collectives of a model that overlap with its computation.
-pub(crate) struct Ahead {
+pub(crate) struct Overlap {
     forward_prefetch: bool,
     backward_prefetch: Option<BackwardPrefetch>,
     /// The largest number of prefetched units.
@@ -80,9 +80,9 @@ impl State {
     }
 }
 
-impl fmt::Debug for Ahead {
+impl fmt::Debug for Overlap {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Ahead")
+        f.debug_struct("Overlap")
             .field("forward_prefetch", &self.forward_prefetch)
             .field("backward_prefetch", &self.backward_prefetch)
             .field("limit", &self.limit)
@@ -90,11 +90,11 @@ impl fmt::Debug for Ahead {
     }
 }
 
-impl Ahead {
+impl Overlap {
     /// Starts the thread for a model whose units use these process groups. Nothing else may use the groups.
     pub(crate) fn start(config: &FsdpConfig, shard: Option<ProcessGroup>, shared: Arc<Shared>) -> Result<Self> {
         let worker = Worker::start("fsdp-collectives").map_err(candle_core::Error::Io)?;
-        Ok(Ahead {
+        Ok(Overlap {
             forward_prefetch: config.forward_prefetch,
             backward_prefetch: config.backward_prefetch,
             limit: if config.limit_all_gathers { 1 } else { UNITS_AHEAD },
@@ -131,7 +131,7 @@ impl Ahead {
         }
         let around = state.phase.replace(phase);
         state.order_of(phase).begin();
-        Ok(PhaseGuard { ahead: self, phase, around })
+        Ok(PhaseGuard { overlap: self, phase, around })
     }
 
     /// Returns `true` if all ranks know the same order.
@@ -253,7 +253,7 @@ fn in_background(unit: &UnitExchange, operation: &'static str, error: NnError) -
 /// The guard of a phase. When it is dropped, the outer phase continues, if there is one: a backward may compute a
 /// forward again.
 pub(crate) struct PhaseGuard<'a> {
-    ahead: &'a Ahead,
+    overlap: &'a Overlap,
     phase: Phase,
     around: Option<Phase>,
 }
@@ -261,22 +261,22 @@ pub(crate) struct PhaseGuard<'a> {
 impl PhaseGuard<'_> {
     /// Ends the phase after all of its units, and records their order. Reductions may still run.
     pub(crate) fn complete(&self) -> Result<()> {
-        let mut state = self.ahead.state();
+        let mut state = self.overlap.state();
         if let Some(order) = state.order() {
             order.learn();
         }
         state.phase = self.around;
-        self.ahead.discard_gathers(&mut state)
+        self.overlap.discard_gathers(&mut state)
     }
 }
 
 impl Drop for PhaseGuard<'_> {
     fn drop(&mut self) {
-        let mut state = self.ahead.state();
+        let mut state = self.overlap.state();
         state.phase = self.around;
         // Only a failed phase leaves gathers and reductions behind. Its own error is being returned, so theirs are
         // ignored.
-        let _ = self.ahead.discard_gathers(&mut state);
+        let _ = self.overlap.discard_gathers(&mut state);
         // A forward inside of a backward leaves the reductions of that backward alone.
         if self.phase == Phase::Backward {
             for (_, ticket) in state.reductions.drain(..) {
