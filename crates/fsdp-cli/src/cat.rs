@@ -196,7 +196,7 @@ fn print(source: &dyn Checkpoint, name: &str, tensor: &TensorEntry) -> Result<()
     })
 }
 
-/// Adds elements as JSON: numbers and bools; text for NaN, infinities, and the bytes of other types.
+/// Adds elements as JSON: numbers and bools; text for NaN, infinities, complex numbers, and the bytes of other types.
 fn elements_json(dtype: DType, bytes: &[u8], values: &mut Vec<Value>) {
     let size = dtype.size_in_bytes() as usize;
     match dtype {
@@ -204,6 +204,22 @@ fn elements_json(dtype: DType, bytes: &[u8], values: &mut Vec<Value>) {
         // Not through a float, which is exact only up to 2^53.
         DType::I64 => values.extend(bytes.as_chunks().0.iter().map(|b| Value::from(i64::from_le_bytes(*b)))),
         DType::U64 => values.extend(bytes.as_chunks().0.iter().map(|b| Value::from(u64::from_le_bytes(*b)))),
+        DType::Complex32 | DType::Complex64 | DType::Complex128 => {
+            let part = match dtype {
+                DType::Complex32 => DType::F16,
+                DType::Complex64 => DType::F32,
+                _ => DType::F64,
+            };
+            let mut parts = Vec::new();
+            for_each(part, bytes, &mut |value| parts.push(value));
+            values.extend(
+                parts
+                    .as_chunks()
+                    .0
+                    .iter()
+                    .map(|&[real, imaginary]| Value::from(complex(real, imaginary, part != DType::F64))),
+            );
+        }
         _ => {
             let whole = !dtype.is_float();
             let single = dtype != DType::F64;
@@ -213,6 +229,13 @@ fn elements_json(dtype: DType, bytes: &[u8], values: &mut Vec<Value>) {
             }
         }
     }
+}
+
+/// Returns a complex number as Python writes it without parentheses, such as `1.5-2.0j`.
+fn complex(real: f64, imaginary: f64, single: bool) -> String {
+    let digits = |value: f64| if single { format!("{:?}", value as f32) } else { format!("{value:?}") };
+    let sign = if imaginary.is_sign_negative() && !imaginary.is_nan() { "" } else { "+" };
+    format!("{}{sign}{}j", digits(real), digits(imaginary))
 }
 
 /// Returns bytes in hexadecimal, in their order.
@@ -259,7 +282,8 @@ fn number(value: f64, whole: bool, single: bool) -> Value {
     if value.is_finite() { Value::from(shortest) } else { Value::from(value.to_string()) }
 }
 
-/// Returns a value as JSON. Tuples and sets become lists, and dicts with keys other than text become lists of pairs.
+/// Returns a value as JSON. Tuples and sets become lists, dicts with keys other than text become lists of pairs, and
+/// dtypes, devices and paths become text.
 fn value_json(value: &PlainValue) -> Value {
     match value {
         PlainValue::None => Value::Null,
@@ -291,6 +315,7 @@ fn value_json(value: &PlainValue) -> Value {
         // More digits than a JSON number may have.
         PlainValue::BigInt(bytes) => decimal(bytes).into(),
         PlainValue::Bytes(bytes) => hex(bytes).into(),
+        PlainValue::Typed(_, description) => value_json(description),
         other => format!("{other:?}").into(),
     }
 }
@@ -393,7 +418,13 @@ mod tests {
         assert_eq!(shown(DType::Bool, &[0, 1]), "[false,true]");
         assert_eq!(shown(DType::I8, &[255]), "[-1]");
         assert_eq!(shown(DType::QUInt8, &[7]), "[7]");
-        assert_eq!(shown(DType::Complex32, &[1, 2, 3, 4]), r#"["0x01020304"]"#);
+        let complex: Vec<u8> = [1.5f32, -2.0, 0.1, f32::INFINITY].into_iter().flat_map(f32::to_le_bytes).collect();
+        assert_eq!(shown(DType::Complex64, &complex), r#"["1.5-2.0j","0.1+infj"]"#);
+        assert_eq!(
+            shown(DType::Complex128, &[0.1f64.to_le_bytes(), (-0.0f64).to_le_bytes()].concat()),
+            r#"["0.1-0.0j"]"#
+        );
+        assert_eq!(shown(DType::Complex32, &[0, 0x3c, 0, 0xc0]), r#"["1.0-2.0j"]"#);
     }
 
     #[test]

@@ -90,7 +90,7 @@ struct Row {
 /// # Errors
 /// They differ, or one cannot be read.
 pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
-    arguments.map.check_set(false)?;
+    arguments.map.check_set(None)?;
     let first = checkpoint::open(&arguments.first, OpenOptions { verify: true })?;
     let second = checkpoint::open(&arguments.second, OpenOptions { verify: true })?;
     // The map is for the first: its keys become those of the second.

@@ -35,8 +35,11 @@ pub(crate) enum UsageError {
     TooLarge { elements: u64, limit: u64 },
     #[error("cannot read the map `{name}`: {reason}")]
     NoMap { name: String, reason: String },
-    #[error("`--set` has no effect without `--map` or `--tp`")]
-    UnusedSet,
+    #[error("`--set` has no effect without {}", if *.has_tp { "`--map` or `--tp`" } else { "`--map`" })]
+    UnusedSet {
+        /// `true` if the command has the option `--tp`.
+        has_tp: bool,
+    },
     #[error("{ranks} ranks cannot be divided into {replicas} equal replicas")]
     UnequalReplicas { ranks: usize, replicas: usize },
     #[error("the plan would have more than {limit} boxes")]
@@ -75,7 +78,10 @@ impl UsageError {
             }
             UsageError::TooLarge { .. } => "use `--npy` or `--stats`, or leave `--json` out",
             UsageError::NoMap { .. } => "name a file of rules, or a map that is built in",
-            UsageError::UnusedSet => "leave it out, or give the `--map` or `--tp` whose names it is for",
+            UsageError::UnusedSet { has_tp: true } => {
+                "leave it out, or give the `--map` or `--tp` whose names it is for"
+            }
+            UsageError::UnusedSet { has_tp: false } => "leave it out, or give the `--map` whose names it is for",
             UsageError::UnequalReplicas { .. } => "`--ranks` must be a multiple of `--replicas`",
             UsageError::TooManyBoxes { .. } => "plan fewer ranks, more `--replicas`, or `--layout flat`",
             UsageError::OneBase => "average the checkpoints first, or give one",
@@ -103,7 +109,7 @@ pub(crate) struct ConversionStopped {
 
 /// A checkpoint in which `fsdp verify` found problems.
 #[derive(Debug, thiserror::Error)]
-#[error("`{path}` {}: {count} problems, the first: {first}", if *.unread { "could not be read" } else { "is damaged" })]
+#[error("`{path}` {}: {count} problems, the first: {first}", found(*.unread, *.unsupported))]
 pub(crate) struct Damaged {
     pub(crate) path: String,
     pub(crate) count: usize,
@@ -112,14 +118,25 @@ pub(crate) struct Damaged {
     pub(crate) incomplete: bool,
     /// `true` if there are no problems but files that the system did not let it read.
     pub(crate) unread: bool,
+    /// `true` if there are no problems but tensors and values of a kind that is not supported.
+    pub(crate) unsupported: bool,
+}
+
+const fn found(unread: bool, unsupported: bool) -> &'static str {
+    match (unread, unsupported) {
+        (true, _) => "could not be read",
+        (false, true) => "could not be checked",
+        (false, false) => "is damaged",
+    }
 }
 
 impl Damaged {
     pub(crate) const fn exit_code(&self) -> u8 {
-        match (self.unread, self.incomplete) {
-            (true, _) => exit_codes::IO,
-            (false, true) => exit_codes::INCOMPLETE,
-            (false, false) => exit_codes::CORRUPT,
+        match (self.unread, self.unsupported, self.incomplete) {
+            (true, ..) => exit_codes::IO,
+            (false, true, _) => exit_codes::UNSUPPORTED_VERSION,
+            (false, false, true) => exit_codes::INCOMPLETE,
+            (false, false, false) => exit_codes::CORRUPT,
         }
     }
 }

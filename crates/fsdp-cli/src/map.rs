@@ -30,8 +30,8 @@ pub(crate) struct MapArguments {
     /// Apply the rules of --map from right to left
     #[arg(long, requires = "map")]
     map_reverse: bool,
-    /// Set a name in the map or in a rule for --tp to a number, such as heads=32. May be given more than once [default:
-    /// from config.json in the directory of --with, or beside the checkpoint]
+    /// Set a name in the map, or in a rule for `convert --tp`, to a number, such as heads=32. May be given more than once
+    /// [default: from config.json beside the checkpoint, or in the directory of `convert --with`]
     #[arg(long, value_name = "NAME=N", value_parser = setting)]
     set: Vec<(String, usize)>,
 }
@@ -70,16 +70,16 @@ impl MapArguments {
         values
     }
 
-    /// Checks that `--set` is given only if something can use it: a map or, if `has_names` is `true`, something else
-    /// with names.
+    /// Checks that `--set` is given only if something can use it: a map, or `--tp` if `tensor_parallel` is `Some(true)`.
+    /// `None` stands for a command without `--tp`.
     ///
     /// # Errors
     /// `--set` is given, but nothing uses it.
-    pub(crate) fn check_set(&self, has_names: bool) -> Result<()> {
-        if self.set.is_empty() || self.map.is_some() || has_names {
+    pub(crate) fn check_set(&self, tensor_parallel: Option<bool>) -> Result<()> {
+        if self.set.is_empty() || self.map.is_some() || tensor_parallel == Some(true) {
             return Ok(());
         }
-        Err(UsageError::UnusedSet.into())
+        Err(UsageError::UnusedSet { has_tp: tensor_parallel.is_some() }.into())
     }
 }
 
@@ -95,13 +95,28 @@ fn read_small(path: &str) -> Result<String, String> {
     fs::read_to_string(path).map_err(|error| error.to_string())
 }
 
+/// The names of the part of a `config.json` that is about the text model, in a model of text and something else.
+const TEXT_CONFIGS: [&str; 3] = ["decoder", "generator", "text_config"];
+
+/// Returns the part of a configuration that is about the text model: all of it, if there is no such part. `None` if there
+/// are several, as transformers' `get_text_config` chooses none then.
+fn text_config(config: &serde_json::Value) -> Option<&serde_json::Value> {
+    let mut parts = TEXT_CONFIGS.iter().filter_map(|name| config.get(name)).filter(|part| part.is_object());
+    match (parts.next(), parts.next()) {
+        (None, _) => Some(config),
+        (part, None) => part,
+        (Some(_), Some(_)) => None,
+    }
+}
+
 /// Reads the values of names from a model's `config.json`, if there is one in this directory, or beside this file.
 fn of_config(source: &Location) -> Values {
     let directory = source.local().and_then(|path| if path.is_file() { path.parent() } else { Some(path) });
     let config = directory.map(|path| path.join("config.json"));
     let text = config.and_then(|path| read_small(path.to_str()?).ok());
     let config: Option<serde_json::Value> = text.and_then(|text| serde_json::from_str(&text).ok());
-    let number = |key: &str| usize::try_from(config.as_ref()?.get(key)?.as_u64()?).ok();
+    let config = config.as_ref().and_then(text_config);
+    let number = |key: &str| usize::try_from(config?.get(key)?.as_u64()?).ok();
     let mut values = Values::new();
     for (name, key) in OF_CONFIG {
         if let Some(number) = number(key) {
@@ -109,4 +124,28 @@ fn of_config(source: &Location) -> Values {
         }
     }
     values
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_heads_of_a_model_of_several_parts_are_those_of_its_text_model() {
+        let directory = tempfile::tempdir().unwrap();
+        for (config, expected) in [
+            (r#"{"num_attention_heads": 8, "num_key_value_heads": 2}"#, &[("heads", 8), ("kv_heads", 2)][..]),
+            (
+                r#"{"text_config": {"num_attention_heads": 40, "num_key_value_heads": 8},
+                    "vision_config": {"num_attention_heads": 16}, "num_attention_heads": 3}"#,
+                &[("heads", 40), ("kv_heads", 8)],
+            ),
+            (r#"{"text_config": {"model_type": "gemma3_text"}, "vision_config": {"num_attention_heads": 16}}"#, &[]),
+            (r#"{"text_config": {"num_attention_heads": 4}, "decoder": {"num_attention_heads": 8}}"#, &[]),
+        ] {
+            std::fs::write(directory.path().join("config.json"), config).unwrap();
+            let expected: Values = expected.iter().map(|&(name, number)| (name.to_owned(), number)).collect();
+            assert_eq!(of_config(&Location::from(directory.path().to_owned())), expected, "{config}");
+        }
+    }
 }

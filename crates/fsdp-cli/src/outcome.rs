@@ -92,6 +92,9 @@ fn hint_of(cause: &(dyn StdError + 'static)) -> Option<&'static str> {
     if let Some(error) = cause.downcast_ref::<SignError>() {
         return hint_of_signature(error);
     }
+    if let Some(FileError::MissingFiles { .. }) = cause.downcast_ref() {
+        return Some("bring them along from where it was saved, or go on from another checkpoint");
+    }
     #[cfg(feature = "train")]
     if let Some(hint) = job_failure::hint(cause) {
         return Some(hint);

@@ -80,6 +80,9 @@ struct Finding<'a> {
     stale_digests: bool,
     /// The files that the signature vouches for, if one was asked for.
     signed: Option<SignedFiles<'a>>,
+    /// `true` if there are no problems but tensors and values of a kind that is not supported.
+    #[serde(skip)]
+    is_unsupported: bool,
 }
 
 #[derive(Debug, Serialize)]
@@ -163,6 +166,7 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
         first: Problem::new(first).to_string(),
         incomplete: first.file.as_ref().is_some_and(missing),
         unread: report.problems.iter().all(|problem| problem.kind == ErrorKind::Io),
+        unsupported: found.is_unsupported,
     }
     .into())
 }
@@ -183,6 +187,7 @@ fn bytes(source: &dyn Checkpoint) -> u64 {
 fn finding(path: String, report: &Report, problems: Vec<Problem>, unknown_files: Vec<String>) -> Finding<'_> {
     Finding {
         schema: SCHEMA,
+        is_unsupported: report.problems.iter().all(|problem| problem.kind == ErrorKind::UnsupportedVersion),
         path,
         ok: problems.is_empty(),
         hashed: report.has_integrity,
@@ -218,7 +223,11 @@ impl Finding<'_> {
             lines.push("stale     the recorded digests: another program has written the file again".to_owned());
         }
         lines.extend(self.unknown_files.iter().map(|file| format!("unknown   {}", escaped(file))));
-        let verdict = if self.ok { "ok" } else { "damaged" };
+        let verdict = match (self.ok, self.is_unsupported) {
+            (true, _) => "ok",
+            (false, true) => "unchecked",
+            (false, false) => "damaged",
+        };
         let hashes = if self.hashed { "hashes" } else { "no hashes" };
         let (tensors, values, read) = (self.tensors, self.values, iec(self.bytes_read));
         let digests = if self.digests > 0 { format!(", {} digests", self.digests) } else { String::new() };

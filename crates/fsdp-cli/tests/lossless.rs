@@ -258,6 +258,8 @@ fn what_cannot_be_cut_for_tensor_parallel_ranks_is_refused_before_anything_is_wr
     refused(&hf(&odd, &["--tp", "2"]), "no rule says how `model.layers.0.mixer.in_proj.weight` of shape [8, 16]");
     refused(&hf(&odd, &["--tp", "2"]), "--tp-rule");
     refused(&hf(&source, &["--set", "heads=8"]), "`--set` has no effect without `--map` or `--tp`");
+    let diff = ["diff", &source, &source, "--set", "heads=8"];
+    fsdp(&diff).assert().code(2).stderr(contains("`--set` has no effect without `--map`\n"));
     refused(&[&source, &to, "--to", "dcp", "--tp", "2"], "`--tp` has no effect with `--to dcp`");
     fs::remove_file(Path::new(&source).join("config.json")).unwrap();
     refused(&hf(&source, &["--tp", "2"]), "--set NAME=N");

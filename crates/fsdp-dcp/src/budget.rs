@@ -76,12 +76,12 @@ impl Budget {
 
 impl From<OverBudget> for PickleErrorKind {
     fn from(OverBudget { what, value, limit }: OverBudget) -> Self {
-        PickleErrorKind::Limit { what, value, limit }
+        PickleErrorKind::TooLarge { what, value, limit }
     }
 }
 
 impl From<OverBudget> for FormatError {
     fn from(OverBudget { what, value, limit }: OverBudget) -> Self {
-        FormatError::Limit { what, value, limit }
+        FormatError::TooLarge { what, value, limit }
     }
 }

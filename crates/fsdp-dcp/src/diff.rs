@@ -13,7 +13,7 @@ use crate::formats::opaque::digest_of_opaque;
 use crate::formats::stream::stream;
 use crate::formats::structure::{Place, Structure, key_text};
 use crate::metadata::Entry;
-use crate::nested::Nested;
+use crate::nested::{Nested, Sequence};
 use crate::shown::shown;
 use crate::threads::{default_threads, on_each};
 
@@ -189,6 +189,12 @@ fn walk(
     if let (Some(first), Some(second)) = (first.structure(), second.structure()) {
         containers(first, second, found);
     }
+    for (key, own, other) in other_sequences(&nested, second) {
+        found(&key, Difference::Container { first: own, second: other });
+    }
+    for (key, own, other) in other_sequences(&in_parts, first) {
+        found(&key, Difference::Container { first: other, second: own });
+    }
     Ok(())
 }
 
@@ -277,6 +283,23 @@ fn containers(first: &Structure, second: &Structure, found: &mut dyn FnMut(&str,
     }
     let more = second.iter().filter(|(key, place)| !first.contains_key(*key) && **place != Place::Leaf);
     more.filter(|(key, _)| !is_in_leaf(key, &first)).for_each(|(key, _)| found(key, Difference::OnlyInSecond));
+}
+
+/// Returns the lists of values that are tuples in the other checkpoint, which holds their parts, and the reverse: the key,
+/// and both containers.
+fn other_sequences(nested: &Nested, other: &dyn Checkpoint) -> Vec<(String, String, String)> {
+    let Some(structure) = other.structure().filter(|_| !nested.sequences.is_empty()) else { return Vec::new() };
+    let places = structure.places();
+    let mut differ = Vec::new();
+    for (key, sequence) in &nested.sequences {
+        let (own, theirs) = match (*sequence, places.get(key)) {
+            (Sequence::List(length), Some(theirs @ Place::Tuple(_))) => (Place::List(length), theirs),
+            (Sequence::Tuple(length), Some(theirs @ Place::List(_))) => (Place::Tuple(length), theirs),
+            _ => continue,
+        };
+        differ.push((key.clone(), own.to_string(), theirs.to_string()));
+    }
+    differ
 }
 
 /// Returns `true` if a key lies below that of a leaf.

@@ -59,6 +59,16 @@ pub enum FormatError {
         /// The limit; see [`crate::limits`].
         limit: u64,
     },
+    /// More than the budget of memory and work for an input allows. A file of which that is true may be sound.
+    #[error("{what} of {value} is beyond the limit of {limit}")]
+    TooLarge {
+        /// The quantity.
+        what: &'static str,
+        /// The amount needed.
+        value: u64,
+        /// The limit; see [`crate::limits`].
+        limit: u64,
+    },
     /// The pickle inside was refused.
     #[error(transparent)]
     Pickle(#[from] PickleError),
@@ -235,6 +245,18 @@ pub enum FileError {
         /// The difference.
         what: String,
         /// The file that was read first.
+        first: String,
+        /// The other one.
+        second: String,
+    },
+    /// Two checkpoints of a merge do not have the same keys, or not tensors of the same dtypes and shapes.
+    #[error("cannot merge: `{fqn}` {what}: `{first}` and `{second}`")]
+    Unlike {
+        /// The flat key.
+        fqn: String,
+        /// The difference.
+        what: String,
+        /// The first checkpoint.
         first: String,
         /// The other one.
         second: String,

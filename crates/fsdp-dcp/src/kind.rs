@@ -29,7 +29,7 @@ impl Failure for FileError {
             | FileError::Digests { .. }
             | FileError::Differing { .. }
             | FileError::LoadPlan(LoadPlanError::Chunks { .. }) => ErrorKind::Corrupt,
-            FileError::LoadPlan(_) => ErrorKind::Difference,
+            FileError::LoadPlan(_) | FileError::Unlike { .. } => ErrorKind::Difference,
             _ => kind_of_cause(self),
         }
     }
@@ -40,7 +40,8 @@ impl Failure for FormatError {
         match self {
             FormatError::Read { source, .. } if source.kind() != io::ErrorKind::UnexpectedEof => Failure::kind(source),
             FormatError::Opaque { .. } => ErrorKind::Unsafe,
-            FormatError::Unsupported { .. } => ErrorKind::UnsupportedVersion,
+            FormatError::Unsupported { .. } | FormatError::TooLarge { .. } => ErrorKind::UnsupportedVersion,
+            FormatError::Pickle(error) if error.kind.is_unsupported() => ErrorKind::UnsupportedVersion,
             FormatError::Pickle(error) if matches!(error.kind, PickleErrorKind::Global { .. }) => ErrorKind::Unsafe,
             _ => ErrorKind::Corrupt,
         }

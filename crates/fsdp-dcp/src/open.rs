@@ -8,6 +8,7 @@ use crate::folder;
 use crate::formats::checkpoint::Checkpoint;
 use crate::formats::extra::{ExtraFiles, is_data_of_dcp};
 use crate::formats::read::OpenOptions;
+use crate::formats::weights;
 use crate::gguf;
 use crate::numpy;
 use crate::rank_files;
@@ -70,6 +71,9 @@ fn is_directory(location: &Location, name: &str) -> bool {
     location.join(name).storage().kind().map_or(true, |kind| kind == Some(EntryKind::Directory))
 }
 
+/// The ending of the names of safetensors files.
+const SAFETENSORS: &str = ".safetensors";
+
 fn open_directory(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkpoint>, FileError> {
     let directory = CheckedDirectory::open(location, false, Links::Refuse)?;
     if !metadata_files(&directory)?.is_empty() {
@@ -91,26 +95,50 @@ fn open_directory(location: &Location, options: OpenOptions) -> Result<Box<dyn C
     if rank_files::is_there(&names) {
         return Ok(Box::new(rank_files::open(location, options)?));
     }
-    if names.iter().any(|name| name.ends_with(".safetensors")) {
+    if names.iter().any(|name| name.ends_with(SAFETENSORS) || weights::is_known(name, SAFETENSORS)) {
         return Ok(Box::new(SafetensorsCheckpoint::open_directory(location, options)?));
     }
-    let weights = torch::index::weights(&names);
-    if !weights.is_empty() {
-        return Ok(Box::new(torch::index::open(location, &weights, options)?));
+    let files = torch::index::weights(&names);
+    if !files.is_empty() {
+        return Ok(Box::new(torch::index::open(location, &files, options)?));
     }
     if !steps_of_run(location)?.is_empty() {
         let reason = "it is the folder of a run, whose checkpoints lie below it";
         return Err(FileError::NotCommitted { path: location.name().to_owned(), reason });
     }
+    if let Some(what) = megatron(&directory, &names)? {
+        return Err(unsupported(location, what));
+    }
     // A directory of no known format gets the error of a DCP directory without metadata.
     Ok(Box::new(CheckpointReader::open_with(location, options)?))
+}
+
+/// Returns what a directory is in one of Megatron's formats that are not read; `None` for any other directory.
+fn megatron(directory: &CheckedDirectory, names: &[String]) -> Result<Option<&'static str>, FileError> {
+    const CONFIG: &str = "metadata.json";
+    const MAX_CONFIG_BYTES: u64 = 1 << 20;
+    if names.iter().any(|name| name == CONFIG) {
+        let config = directory.read_small(CONFIG, MAX_CONFIG_BYTES)?;
+        let config: Option<serde_json::Value> = serde_json::from_slice(&config).ok();
+        if config.is_some_and(|config| config.get("sharded_backend").is_some_and(|backend| backend == "zarr")) {
+            return Ok(Some("Megatron-core's format `zarr` (Megatron-core saves `torch_dist` by default)"));
+        }
+    }
+    let is_old = names.iter().any(|name| name.starts_with("mp_rank_"));
+    Ok(is_old.then_some(
+        "Megatron-LM's old format, with a directory `mp_rank_…` for each rank (name the file in one of them),",
+    ))
 }
 
 fn open_file(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkpoint>, FileError> {
     match first_bytes(location)?.as_slice() {
         [b'P', b'K', 3 | 5, ..] if is_numpy_archive(location)? => Ok(Box::new(numpy::open(location, options)?)),
         [b'P', b'K', 3 | 5, ..] => Ok(Box::new(torch::read::open(location, options)?)),
-        bytes if bytes.starts_with(&legacy::START) => Ok(Box::new(torch::read::open(location, options)?)),
+        bytes if legacy::is_start(bytes) => Ok(Box::new(torch::read::open(location, options)?)),
+        bytes if bytes.starts_with(legacy::OLD_START) => Err(unsupported(
+            location,
+            "a file of `torch.save` with `pickle_protocol` 0 or 1, which torch can save again without it,",
+        )),
         bytes if bytes.starts_with(numpy::START) => Ok(Box::new(numpy::open(location, options)?)),
         bytes if bytes.starts_with(gguf::START) => Ok(Box::new(gguf::open(location, options)?)),
         // Eight bytes of length, and JSON.

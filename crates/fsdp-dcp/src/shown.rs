@@ -1,6 +1,6 @@
 //! Short texts of values for messages, in Python's notation.
 
-use fsdp_layout::PlainValue;
+use fsdp_layout::{PlainValue, PythonType};
 
 /// The maximum length of a text in bytes. Longer ones are cut off.
 const LONGEST: usize = 200;
@@ -50,6 +50,14 @@ fn put(value: &PlainValue, text: &mut String) {
             text.push('}');
         }
         PlainValue::Tensor(tensor) => text.push_str(&format!("a tensor of {} {:?}", tensor.dtype, tensor.shape)),
+        PlainValue::Typed(PythonType::DType | PythonType::QScheme, name) => {
+            text.push_str(name.as_str().unwrap_or_default());
+        }
+        PlainValue::Typed(of, description) => {
+            text.push_str(&format!("{}(", of.name()));
+            put(description, text);
+            text.push(')');
+        }
         other => text.push_str(&format!("a {}", other.type_name())),
     }
 }
@@ -73,8 +81,12 @@ mod tests {
             ("a".into(), PlainValue::Tuple(vec![1i64.into(), 0.5.into()])),
             (1i64.into(), PlainValue::List(vec![PlainValue::Bool(true), PlainValue::None])),
             ("b".into(), PlainValue::Tuple(vec![PlainValue::Bytes(vec![0; 3])])),
+            ("c".into(), PlainValue::typed(PythonType::DType, "torch.float16")),
+            ("d".into(), PlainValue::typed(PythonType::Size, PlainValue::Tuple(vec![2i64.into(), 3i64.into()]))),
+            ("e".into(), PlainValue::typed(PythonType::Device, "cuda:0")),
         ]);
-        assert_eq!(shown(&value), r#"{"a": (1, 0.5), 1: [True, None], "b": (3 bytes,)}"#);
+        let text = r#"{"a": (1, 0.5), 1: [True, None], "b": (3 bytes,), "c": torch.float16, "d": torch.Size((2, 3)), "e": torch.device("cuda:0")}"#;
+        assert_eq!(shown(&value), text);
     }
 
     #[test]

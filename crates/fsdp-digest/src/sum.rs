@@ -136,6 +136,10 @@ fn encode(value: &PlainValue, to: &mut Vec<u8>) {
             to.push(b'T');
             to.extend(sum.finish(tensor.dtype, &tensor.shape).0.to_le_bytes());
         }
+        PlainValue::Typed(of, description) => {
+            encode_bytes(b'o', of.name().as_bytes(), to);
+            encode(description, to);
+        }
         // Kinds that are newer than this version of the format.
         other => encode_bytes(b'?', format!("{other:?}").as_bytes(), to),
     }

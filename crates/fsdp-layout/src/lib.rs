@@ -35,4 +35,4 @@ pub use flat::{FlatLayout, FlatLayoutError, ShardParamInfo};
 pub use mesh::DeviceMesh;
 pub use path::{KeyPath, PathPart};
 pub use placement::Placement;
-pub use value::{PlainTensor, PlainValue};
+pub use value::{PlainTensor, PlainValue, PythonType};

@@ -33,6 +33,84 @@ pub enum PlainValue {
     Dict(Vec<(PlainValue, PlainValue)>),
     /// A tensor inside another plain value, such as a tuple, where it has no key of its own.
     Tensor(PlainTensor),
+    /// An object of one of the other types that checkpoints often hold, and the simpler value that describes it.
+    Typed(PythonType, Box<PlainValue>),
+}
+
+/// A type of Python whose objects a simpler value describes: see [`PlainValue::Typed`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum PythonType {
+    /// `torch.dtype`, described by its name in text: `torch.bfloat16`.
+    DType,
+    /// `torch.qscheme`, described by its name in text: `torch.per_tensor_affine`.
+    QScheme,
+    /// `torch.device`, described by text: `cuda:0`.
+    Device,
+    /// `torch.Size`, described by a tuple.
+    Size,
+    /// `frozenset`, described by a set.
+    FrozenSet,
+    /// `bytearray`, described by bytes.
+    ByteArray,
+    /// `pathlib.PosixPath`, described by text.
+    PosixPath,
+    /// `pathlib.WindowsPath`, described by text.
+    WindowsPath,
+    /// `pathlib.PurePosixPath`, described by text.
+    PurePosixPath,
+    /// `pathlib.PureWindowsPath`, described by text.
+    PureWindowsPath,
+}
+
+impl PythonType {
+    /// All types.
+    pub const ALL: [PythonType; 10] = [
+        PythonType::DType,
+        PythonType::QScheme,
+        PythonType::Device,
+        PythonType::Size,
+        PythonType::FrozenSet,
+        PythonType::ByteArray,
+        PythonType::PosixPath,
+        PythonType::WindowsPath,
+        PythonType::PurePosixPath,
+        PythonType::PureWindowsPath,
+    ];
+
+    /// Returns the name of the type in Python; that of a builtin has no module.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            PythonType::DType => "torch.dtype",
+            PythonType::QScheme => "torch.qscheme",
+            PythonType::Device => "torch.device",
+            PythonType::Size => "torch.Size",
+            PythonType::FrozenSet => "frozenset",
+            PythonType::ByteArray => "bytearray",
+            PythonType::PosixPath => "pathlib.PosixPath",
+            PythonType::WindowsPath => "pathlib.WindowsPath",
+            PythonType::PurePosixPath => "pathlib.PurePosixPath",
+            PythonType::PureWindowsPath => "pathlib.PureWindowsPath",
+        }
+    }
+
+    /// Returns `true` if this value can describe an object of the type.
+    #[must_use]
+    pub fn fits(self, description: &PlainValue) -> bool {
+        match (self, description) {
+            (PythonType::Size, PlainValue::Tuple(sizes)) => sizes.iter().all(|size| size.as_int().is_some()),
+            (PythonType::FrozenSet, PlainValue::Set(_)) | (PythonType::ByteArray, PlainValue::Bytes(_)) => true,
+            (PythonType::Size | PythonType::FrozenSet | PythonType::ByteArray, _) => false,
+            (_, description) => description.as_str().is_some(),
+        }
+    }
+
+    /// Returns the type with this name in Python, if it is one of these.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|of| of.name() == name)
+    }
 }
 
 /// A small tensor by value, row-major.
@@ -61,7 +139,23 @@ impl PlainValue {
             (PlainValue::Dict(a), PlainValue::Dict(b)) => {
                 a.len() == b.len() && a.iter().zip(b).all(|((ka, va), (kb, vb))| ka.same_bits(kb) && va.same_bits(vb))
             }
+            (PlainValue::Typed(a, x), PlainValue::Typed(b, y)) => a == b && x.same_bits(y),
             (a, b) => a == b,
+        }
+    }
+
+    /// Makes an object of a type from the value that describes it.
+    #[must_use]
+    pub fn typed(of: PythonType, description: impl Into<PlainValue>) -> Self {
+        PlainValue::Typed(of, Box::new(description.into()))
+    }
+
+    /// Returns the value that describes a [`PlainValue::Typed`], or any other value itself.
+    #[must_use]
+    pub fn untyped(&self) -> &PlainValue {
+        match self {
+            PlainValue::Typed(_, description) => description,
+            value => value,
         }
     }
 
@@ -80,6 +174,7 @@ impl PlainValue {
             PlainValue::Set(_) => "set",
             PlainValue::Dict(_) => "dict",
             PlainValue::Tensor(_) => "Tensor",
+            PlainValue::Typed(of, _) => of.name(),
         }
     }
 

@@ -62,10 +62,16 @@ impl Checkpoint {
     }
 
     /// Returns a value that is not a tensor. `tensor` is a Python function that builds the tensors inside it from
-    /// dtype, shape and bytes.
-    fn value<'py>(&self, py: Python<'py>, name: &str, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    /// dtype, shape and bytes, and `typed` one that builds objects of other types from the type's name and a simpler value.
+    fn value<'py>(
+        &self,
+        py: Python<'py>,
+        name: &str,
+        tensor: &Bound<'py, PyAny>,
+        typed: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
         let value = py.detach(|| self.opened.read_value(name)).map_err(|error| exception(py, error))?;
-        to_python(py, &value, tensor)
+        to_python(py, &value, tensor, typed)
     }
 
     /// Returns a value as `torch.save` would write it. The bytes are encoded from the parsed value, so no bytes of the file's

@@ -7,11 +7,12 @@ use pyo3::types::{PyBytes, PyDict, PyList, PySet, PyTuple};
 use crate::error::sizes;
 
 /// Returns a plain value as a Python object. `tensor` is a Python function that makes a tensor from the name of its
-/// dtype, its shape and its bytes.
+/// dtype, its shape and its bytes; `typed` makes an object from the name of its type and the value that describes it.
 pub(crate) fn to_python<'py>(
     py: Python<'py>,
     value: &PlainValue,
     tensor: &Bound<'py, PyAny>,
+    typed: &Bound<'py, PyAny>,
 ) -> PyResult<Bound<'py, PyAny>> {
     Ok(match value {
         PlainValue::None => py.None().into_bound(py),
@@ -26,13 +27,13 @@ pub(crate) fn to_python<'py>(
         PlainValue::Float(value) => value.into_pyobject(py)?.into_any(),
         PlainValue::Str(value) => value.into_pyobject(py)?.into_any(),
         PlainValue::Bytes(value) => PyBytes::new(py, value).into_any(),
-        PlainValue::List(items) => PyList::new(py, all_to_python(py, items, tensor)?)?.into_any(),
-        PlainValue::Tuple(items) => PyTuple::new(py, all_to_python(py, items, tensor)?)?.into_any(),
-        PlainValue::Set(items) => PySet::new(py, all_to_python(py, items, tensor)?)?.into_any(),
+        PlainValue::List(items) => PyList::new(py, all_to_python(py, items, tensor, typed)?)?.into_any(),
+        PlainValue::Tuple(items) => PyTuple::new(py, all_to_python(py, items, tensor, typed)?)?.into_any(),
+        PlainValue::Set(items) => PySet::new(py, all_to_python(py, items, tensor, typed)?)?.into_any(),
         PlainValue::Dict(items) => {
             let dict = PyDict::new(py);
             for (key, value) in items {
-                dict.set_item(to_python(py, key, tensor)?, to_python(py, value, tensor)?)?;
+                dict.set_item(to_python(py, key, tensor, typed)?, to_python(py, value, tensor, typed)?)?;
             }
             dict.into_any()
         }
@@ -40,6 +41,7 @@ pub(crate) fn to_python<'py>(
             let shape = sizes(py, &plain.shape)?;
             tensor.call1((plain.dtype.torch_name(), shape, PyBytes::new(py, &plain.data)))?
         }
+        PlainValue::Typed(of, description) => typed.call1((of.name(), to_python(py, description, tensor, typed)?))?,
         // A kind of value that this crate does not know yet.
         other => {
             let message = format!("a value of type `{}` has no counterpart in Python", other.type_name());
@@ -53,6 +55,7 @@ fn all_to_python<'py>(
     py: Python<'py>,
     items: &[PlainValue],
     tensor: &Bound<'py, PyAny>,
+    typed: &Bound<'py, PyAny>,
 ) -> PyResult<Vec<Bound<'py, PyAny>>> {
-    items.iter().map(|item| to_python(py, item, tensor)).collect()
+    items.iter().map(|item| to_python(py, item, tensor, typed)).collect()
 }

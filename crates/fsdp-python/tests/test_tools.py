@@ -151,3 +151,55 @@ def test_every_function_says_what_it_does():
             assert getattr(fc, name).__doc__, name
     assert Path(fc.__file__).with_name("py.typed").exists()
     assert np.__version__
+
+
+def test_values_keep_the_types_of_torch(tmp_path):
+    torch = pytest.importorskip("torch")
+    values = {
+        "dtype": torch.bfloat16,
+        "device": torch.device("cuda:1"),
+        "size": torch.Size([2, 3]),
+        "frozen": frozenset([1]),
+        "array": bytearray(b"x"),
+        "path": Path("/a/b"),
+    }
+    torch.save(values, tmp_path / "values.pt")
+    fc.convert(tmp_path / "values.pt", tmp_path / "copy.pt", to="torch")
+    copy = torch.load(tmp_path / "copy.pt", weights_only=False)
+    loaded = fc.load(tmp_path / "values.pt", framework="torch")
+    for name, value in values.items():
+        assert (type(copy[name]), copy[name]) == (type(value), value)
+        assert (type(loaded[name]), loaded[name]) == (type(value), value)
+    loaded = fc.load(tmp_path / "values.pt")
+    assert (loaded["dtype"], loaded["size"], loaded["frozen"]) == ("torch.bfloat16", (2, 3), frozenset([1]))
+
+
+def test_convert_has_the_options_of_the_command(tmp_path):
+    heads = {f"self_attn.{name}_proj.weight": np.zeros((8, 4), np.float32) for name in "qkv"}
+    np.savez(tmp_path / "model.npz", **heads)
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.json").write_text('{"num_attention_heads": 4, "num_key_value_heads": 4}')
+    source = tmp_path / "model.npz"
+    report = fc.convert(source, tmp_path / "two", to="hf", tp=2, with_=tmp_path / "config")
+    assert report["tensors"] == 3
+    assert (tmp_path / "two" / "config.json").exists()
+    fc.convert(source, tmp_path / "whole", to="hf", tp=2, tp_rule="q_proj=replicate", set={"kv_heads": 4})
+    with pytest.raises(fc.UsageError, match="kv_heads"):
+        fc.convert(source, tmp_path / "none", to="hf", tp=2)
+    (tmp_path / "rules").write_text("self_attn.{x}_proj.weight -> {x}.weight\n")
+    fc.convert(source, tmp_path / "mapped", to="safetensors", map=tmp_path / "rules")
+    assert fc.diff(source, tmp_path / "mapped", map=tmp_path / "rules")["equal"]
+    assert fc.diff(tmp_path / "mapped", source, map=tmp_path / "rules", map_reverse=True, full=True)["equal"]
+    assert fc.diff(source, tmp_path / "mapped", include="q.*", map=tmp_path / "rules")["compared"] == 1
+
+
+def test_the_other_tools_have_the_options_of_their_commands(dcp_checkpoint, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(dcp_checkpoint, copy)
+    assert fc.verify(copy, seal=True)["hashed"]
+    with pytest.raises(fc.CheckpointError):
+        fc.verify(copy, signature=copy / "none.sig", public_key=copy / "none.pem")
+    fc.reshard(dcp_checkpoint, tmp_path / "dry", 3, dry_run=True)
+    assert not (tmp_path / "dry").exists()
+    fc.reshard(dcp_checkpoint, tmp_path / "three", 3)
+    assert fc.digest(tmp_path / "three", recorded=True)["from"] == "recorded"

@@ -262,7 +262,7 @@ impl TargetArguments {
 impl ConvertArguments {
     /// Checks the combinations of options that are not checked elsewhere.
     pub(super) fn check(&self) -> Result<()> {
-        self.map.check_set(self.tensor_parallel.tp.is_some())?;
+        self.map.check_set(Some(self.tensor_parallel.tp.is_some()))?;
         if self.tensor_parallel.tp.is_some() && self.target.to != To::Hf {
             return Err(self.target.unused("--tp"));
         }

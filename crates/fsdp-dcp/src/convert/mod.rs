@@ -25,6 +25,7 @@ use crate::formats::checkpoint::{Checkpoint, Format};
 use crate::formats::extra::{CopiedFiles, ExtraFiles};
 use crate::formats::opaque::opaque_entries;
 use crate::formats::structure::Structure;
+use crate::shown::shown;
 use crate::storage::backend::Links;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
@@ -88,6 +89,12 @@ fn write(
         return Ok(Converted { dropped: unknown, ..converted });
     }
     // All that can be found wrong with the source is found before anything is written.
+    let same = source.structure().filter(|_| target != OutputFormat::Torch).and_then(Structure::same_texts);
+    if let Some((path, [other, text])) = same {
+        let what = format!("a dict with both keys {} and {} in a format other than torch's", shown(other), shown(text));
+        let fqn = if path.is_empty() { shown(text) } else { format!("{path}.{}", shown(text)) };
+        return Err(FileError::Encode { fqn, source: FormatError::Unsupported { what } });
+    }
     if let Some(plan) = options.tensor_parallel {
         if !matches!(target, OutputFormat::SafetensorsDirectory { .. }) {
             let what = "a format that has no files of tensor-parallel ranks".to_owned();

@@ -1,16 +1,16 @@
 //! [`View`]: a checkpoint with some keys left out or renamed, and its floating-point tensors cast.
 
-use std::collections::HashSet;
-
 use fsdp_digest::StateDigest;
 use fsdp_layout::{KeyPath, PathPart};
 use indexmap::IndexMap;
 
 use super::cast::{CASTABLE, Cast, Optimizers, cast_elements};
 use crate::error::{FileError, FormatError};
+use crate::formats::build::Placed;
 use crate::formats::checkpoint::Checkpoint;
 use crate::formats::layer::{Layer, Origin, Seen};
 use crate::formats::lookup::tensor_of;
+use crate::formats::moved::Moved;
 use crate::formats::stream::stream;
 use crate::formats::structure::Structure;
 use crate::metadata::{Entry, Metadata};
@@ -23,7 +23,8 @@ pub enum Rename {
     Keep,
     /// Leave it out.
     Drop,
-    /// Rename it to this. Its path in the nested state dict becomes the new key as a single part.
+    /// Rename it to this. The parts of its path in the nested state dict that the new key does not change stay, and one
+    /// key replaces the others: {`opt`: {`lr`: …}} with `opt.lr` renamed to `optimizer.lr` is {`optimizer`: {`lr`: …}}.
     To(String),
 }
 
@@ -72,7 +73,12 @@ impl<'a> View<'a> {
             let (name, path) = match rename(fqn) {
                 Rename::Drop => continue,
                 Rename::Keep => (fqn.clone(), path.cloned()),
-                Rename::To(name) => (name.clone(), path.map(|_| KeyPath(vec![PathPart::Key(name)]))),
+                Rename::To(name) => {
+                    let path = path.map(|path| {
+                        KeyPath(Moved::new(path, &name).apply(&path.0, |key| PathPart::Key(key.to_owned())))
+                    });
+                    (name, path)
+                }
             };
             let mut entry = entry.clone();
             if let (Entry::Tensor(tensor), Some(cast)) = (&mut entry, cast)
@@ -94,8 +100,7 @@ impl<'a> View<'a> {
                 return Err(unsupported(&name, format!("one name for both `{other}` and `{fqn}`")));
             }
         }
-        let structure =
-            source.structure().map(|structure| structure_of_view(structure.clone(), &rename)).transpose()?;
+        let structure = source.structure().map(|structure| structure_of_view(structure, &rename)).transpose()?;
         Ok(View { seen: Seen::of(source, metadata, structure), names, digests })
     }
 
@@ -105,26 +110,16 @@ impl<'a> View<'a> {
     }
 }
 
-/// Returns the part of a structure that a view keeps. Renamed keys move to the dict at the root.
-fn structure_of_view(structure: Structure, rename: &dyn Fn(&str) -> Rename) -> Result<Structure, FileError> {
-    let mut moved = Vec::new();
-    let leaves: HashSet<String> = structure.leaves().into_iter().map(str::to_owned).collect();
-    let kept = structure.retain(&mut |key| match rename(key) {
-        Rename::Keep => true,
-        Rename::Drop => false,
+/// Returns a structure as a view shows it.
+fn structure_of_view(structure: &Structure, rename: &dyn Fn(&str) -> Rename) -> Result<Structure, FileError> {
+    structure.rebuilt(&mut |fqn, path| match rename(fqn) {
+        Rename::Keep => Placed::Stays,
+        Rename::Drop => Placed::LeftOut,
         Rename::To(name) => {
-            // An empty container that gets another name is not moved: only keys with something in them are.
-            moved.extend(leaves.contains(key).then_some(name));
-            false
+            let moved = Moved::new(path, &name);
+            Placed::Moves(name, moved)
         }
-    });
-    let mut kept = kept.unwrap_or_else(|| Structure::Dict(Vec::new()));
-    for name in moved {
-        if !kept.add_at_root(&name) {
-            return Err(unsupported(&name, "a new name in a state dict that is a list".to_owned()));
-        }
-    }
-    Ok(kept)
+    })
 }
 
 impl Layer for View<'_> {

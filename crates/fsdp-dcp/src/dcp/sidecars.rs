@@ -109,12 +109,12 @@ fn is_there(directory: &CheckedDirectory, name: &str) -> Result<bool, FileError>
         has => has?,
     };
     let file = directory.extra_file(name)?;
-    let mut start = [0; 4];
+    let mut start = [0; legacy::START_LENGTH];
     if file.len() < start.len() as u64 {
         return Ok(false);
     }
     file.read_exact_at(0, &mut start).map_err(|source| directory.file_error(name, source))?;
-    Ok(start.starts_with(b"PK") || start == legacy::START)
+    Ok(start.starts_with(b"PK") || legacy::is_start(&start))
 }
 
 /// Opens one such file. A file that cannot be read as separate keys becomes one opaque value under its file name.

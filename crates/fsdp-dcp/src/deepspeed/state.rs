@@ -80,7 +80,10 @@ pub(super) fn shapes_below(directory: &CheckedDirectory, model: &Named, below: &
 
 fn shape(directory: &CheckedDirectory, model: &Named, name: &str, leaf: &Leaf) -> Result<Vec<usize>, FileError> {
     let sizes = match leaf {
-        Leaf::Value(Held::Plain(PlainValue::Tuple(sizes) | PlainValue::List(sizes))) => Some(sizes),
+        Leaf::Value(Held::Plain(value)) => match value.untyped() {
+            PlainValue::Tuple(sizes) | PlainValue::List(sizes) => Some(sizes),
+            _ => None,
+        },
         _ => None,
     };
     let sizes = sizes.and_then(|sizes| sizes.iter().map(|size| usize::try_from(size.as_int()?).ok()).collect());

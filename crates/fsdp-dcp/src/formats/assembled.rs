@@ -173,6 +173,14 @@ impl Assembler {
         let Entry::Tensor(tensor) = metadata.entries.entry(fqn.clone()).or_insert_with(fresh) else {
             return Err(differs(&self.first, "is a value in one and a tensor in the other".to_owned()));
         };
+        if tensor.shape != shape && *first != **file {
+            let what = format!(
+                "`{fqn}` of shape {shape:?}, where `{first}` has it in {:?} (parts of ranks that do not say where they belong, \
+                 as FSDP1's LOCAL_STATE_DICT has them),",
+                tensor.shape
+            );
+            return Err(self.opened.directory.file_error(file, FormatError::Unsupported { what }));
+        }
         if tensor.properties.dtype != dtype || tensor.shape != shape {
             let there = format!("a `{}` tensor of shape {:?}", tensor.properties.dtype, tensor.shape);
             let what = format!("is {there} in one, and a `{dtype}` tensor of shape {shape:?} in the other");

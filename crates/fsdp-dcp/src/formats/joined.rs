@@ -10,7 +10,7 @@ use indexmap::IndexMap;
 use super::checkpoint::{Checkpoint, Format, PartOf};
 use super::layer::{Layer, Origin, Seen, Source};
 use super::structure::Structure;
-use crate::error::FileError;
+use crate::error::{FileError, FormatError};
 use crate::metadata::{Entry, Metadata, Replica, StorageInfo};
 use crate::payload::slot::Slot;
 use crate::storage::checked_directory::CheckedDirectory;
@@ -88,8 +88,11 @@ impl Joined {
                 Entry::Bytes(bytes) => bytes.stored = bytes.stored.as_ref().map(placed),
             }
             if self.seen.metadata.entries.contains_key(&key) || added.entries.contains_key(&key) {
-                let (first, second) = (self.place_of(&key), place.clone());
-                return Err(FileError::Differing { fqn: key, what: "stands in both".to_owned(), first, second });
+                let what = format!("`{key}` in both `{}` and `{place}` of one folder", self.place_of(&key));
+                return Err(FileError::File {
+                    path: checkpoint.path().to_owned(),
+                    source: FormatError::Unsupported { what },
+                });
             }
             added.entries.insert(key.clone(), entry);
             if let (Some(paths), Some(path)) = (&mut added.planner_data, path) {

@@ -3,12 +3,14 @@
 
 pub(crate) mod assembled;
 pub(crate) mod blocks;
+pub(crate) mod build;
 pub(crate) mod checkpoint;
 pub(crate) mod extra;
 pub(crate) mod index;
 pub(crate) mod joined;
 pub(crate) mod layer;
 pub(crate) mod lookup;
+pub(crate) mod moved;
 pub(crate) mod opaque;
 pub(crate) mod read;
 pub(crate) mod replicas;

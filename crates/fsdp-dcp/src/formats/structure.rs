@@ -1,14 +1,10 @@
 //! The nested containers that flat keys came from.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 
 use fsdp_layout::{KeyPath, PathPart, PlainValue};
 use indexmap::IndexMap;
-
-use crate::error::{FileError, FormatError};
-use crate::limits::MAX_DEPTH;
-use crate::metadata::Metadata;
 
 /// The containers of a nested state dict, including what flat keys cannot express: the types of dict keys, tuples, and
 /// empty containers.
@@ -26,10 +22,6 @@ pub enum Structure {
     Module(String, Vec<(PlainValue, Structure)>),
 }
 
-/// The largest number of list positions without a value in a checkpoint. It is limited because positions come from
-/// files.
-const MAX_GAPS: usize = 1 << 16;
-
 /// Returns the text of a dict's key in a flat key, as Python writes it; `None` for a key that no checkpoint has.
 pub(crate) fn key_text(key: &PlainValue) -> Option<String> {
     Some(match key {
@@ -44,6 +36,7 @@ pub(crate) fn key_text(key: &PlainValue) -> Option<String> {
             let items: Option<Vec<String>> = items.iter().map(item_text).collect();
             format!("({})", items?.join(", "))
         }
+        PlainValue::Typed(_, description) => return key_text(description),
         _ => return None,
     })
 }
@@ -56,32 +49,18 @@ fn item_text(item: &PlainValue) -> Option<String> {
     }
 }
 
-impl Structure {
-    /// Makes the structure from the paths of a checkpoint's keys.
-    pub(crate) fn of_paths(metadata: &Metadata) -> Result<Self, FileError> {
-        let paths = metadata.planner_data.as_ref();
-        let mut root = match paths.and_then(|paths| paths.first()?.1.0.first()) {
-            Some(PathPart::Index(_)) => Builder::List(BTreeMap::new()),
-            _ => Builder::Dict(IndexMap::new()),
-        };
-        for fqn in metadata.entries.keys() {
-            let path = paths.and_then(|paths| paths.get(fqn)).cloned();
-            let path = path.unwrap_or_else(|| KeyPath(vec![PathPart::Key(fqn.clone())]));
-            if path.0.len() >= MAX_DEPTH {
-                let (value, limit) = (path.0.len() as u64, MAX_DEPTH as u64);
-                let source = FormatError::Limit { what: "nesting", value, limit };
-                return Err(FileError::Encode { fqn: fqn.clone(), source });
-            }
-            if path.0.is_empty() && metadata.entries.len() == 1 {
-                // The root itself is a tensor, or one value.
-                return Ok(Structure::Leaf(fqn.clone()));
-            }
-            root.insert(fqn, &path.0)?;
-        }
-        let mut gaps = MAX_GAPS;
-        root.finish(&mut gaps).map_err(|source| FileError::Encode { fqn: String::new(), source })
-    }
+/// Returns the texts of the keys of a dict in flat keys. A text gets quotes if another key of the dict looks the same, as
+/// `'1'` beside the number 1. `None` stands for a key that no checkpoint has.
+pub(crate) fn key_texts<'k>(keys: impl Iterator<Item = &'k PlainValue> + Clone) -> Vec<Option<String>> {
+    let others: HashSet<String> = keys.clone().filter(|key| key.as_str().is_none()).filter_map(key_text).collect();
+    keys.map(|key| match key {
+        PlainValue::Str(text) if others.contains(text) => item_text(key),
+        key => key_text(key),
+    })
+    .collect()
+}
 
+impl Structure {
     /// Returns the flat keys of all leaves and of all empty containers, with the path of typed keys to each.
     pub(crate) fn places(&self) -> IndexMap<String, Place<'_>> {
         let mut places = IndexMap::new();
@@ -107,11 +86,13 @@ impl Structure {
     }
 
     /// Returns the children of a container, each with its part of a flat key.
-    fn children(&self) -> Vec<(PathPart, &Structure)> {
+    pub(crate) fn children(&self) -> Vec<(PathPart, &Structure)> {
         match self {
             Structure::Leaf(_) => Vec::new(),
             Structure::Dict(items) | Structure::Module(_, items) => {
-                items.iter().map(|(key, child)| (PathPart::Key(key_text(key).unwrap_or_default()), child)).collect()
+                let texts = key_texts(items.iter().map(|(key, _)| key));
+                let parts = texts.into_iter().map(|text| PathPart::Key(text.unwrap_or_default()));
+                parts.zip(items.iter().map(|(_, child)| child)).collect()
             }
             Structure::List(items) | Structure::Tuple(items) => {
                 items.iter().enumerate().map(|(index, child)| (PathPart::Index(index), child)).collect()
@@ -195,46 +176,23 @@ impl Structure {
         untold
     }
 
-    /// Returns this structure without the leaves and empty containers whose flat keys `keep` refuses. Containers that
-    /// become empty are removed too. In a list, an empty dict replaces a removed item unless it was at the end, so that
-    /// the keys of the other items stay the same.
-    pub(crate) fn retain(self, keep: &mut dyn FnMut(&str) -> bool) -> Option<Self> {
-        self.retain_below(&mut KeyPath::default(), keep)
-    }
-
-    fn retain_below(self, path: &mut KeyPath, keep: &mut dyn FnMut(&str) -> bool) -> Option<Self> {
-        let mut list = |items: Vec<Structure>, path: &mut KeyPath| -> Option<Vec<Structure>> {
-            if items.is_empty() {
-                return keep(&path.flat_key()).then_some(items);
-            }
-            let mut kept = Vec::with_capacity(items.len());
-            for (index, item) in items.into_iter().enumerate() {
-                path.0.push(PathPart::Index(index));
-                if let Some(item) = item.retain_below(path, keep) {
-                    kept.resize_with(index, || Structure::Dict(Vec::new()));
-                    kept.push(item);
+    /// Returns the path of a dict in which two keys have the same text, and these keys. Only formats that store the types of
+    /// keys can hold it.
+    pub(crate) fn same_texts(&self) -> Option<(String, [&PlainValue; 2])> {
+        let mut stack = vec![(KeyPath::default(), self)];
+        while let Some((path, structure)) = stack.pop() {
+            if let Structure::Dict(items) = structure {
+                let others = items.iter().map(|(key, _)| key).filter(|key| key.as_str().is_none());
+                let others: HashMap<String, &PlainValue> =
+                    others.filter_map(|key| Some((key_text(key)?, key))).collect();
+                let same = items.iter().find_map(|(key, _)| Some([*others.get(key.as_str()?)?, key]));
+                if let Some(same) = same {
+                    return Some((path.flat_key(), same));
                 }
-                path.0.pop();
             }
-            (!kept.is_empty()).then_some(kept)
-        };
-        match self {
-            Structure::Leaf(fqn) => keep(&fqn).then_some(Structure::Leaf(fqn)),
-            Structure::List(items) => list(items, path).map(Structure::List),
-            Structure::Tuple(items) => list(items, path).map(Structure::Tuple),
-            Structure::Dict(items) | Structure::Module(_, items) if items.is_empty() => {
-                (path.0.is_empty() || keep(&path.flat_key())).then_some(Structure::Dict(items))
-            }
-            Structure::Dict(items) | Structure::Module(_, items) => {
-                let mut kept = Vec::with_capacity(items.len());
-                for (key, item) in items {
-                    path.0.push(PathPart::Key(key_text(&key).unwrap_or_default()));
-                    kept.extend(item.retain_below(path, keep).map(|item| (key, item)));
-                    path.0.pop();
-                }
-                (!kept.is_empty()).then_some(Structure::Dict(kept))
-            }
+            stack.extend(structure.children().into_iter().map(|(part, child)| (path.child(part), child)));
         }
+        None
     }
 
     /// Adds a leaf beside another one if that is in a dict, or at the top level if it is in a list. Returns `false` if
@@ -309,78 +267,5 @@ impl fmt::Display for Place<'_> {
             Place::List(length) => write!(f, "a list of {length}"),
             Place::Tuple(length) => write!(f, "a tuple of {length}"),
         }
-    }
-}
-
-/// A structure that is being built from paths.
-enum Builder {
-    Dict(IndexMap<String, Builder>),
-    /// The items by position. A position without a value was an empty dict, which flattening leaves out.
-    List(BTreeMap<usize, Builder>),
-    Leaf(String),
-}
-
-impl Builder {
-    /// Makes the empty container that the first part of a path leads into.
-    fn container_for(path: &[PathPart]) -> Self {
-        match path.first() {
-            Some(PathPart::Index(_)) => Builder::List(BTreeMap::new()),
-            _ => Builder::Dict(IndexMap::new()),
-        }
-    }
-
-    /// Puts a leaf at its place, and makes the dicts and lists on the way.
-    fn insert(&mut self, fqn: &str, path: &[PathPart]) -> Result<(), FileError> {
-        let refused = |what: &str| {
-            let source = FormatError::Unsupported { what: what.to_owned() };
-            Err(FileError::Encode { fqn: fqn.to_owned(), source })
-        };
-        let Some((part, rest)) = path.split_first() else { return refused("a value where others lie below") };
-        let is_leaf = rest.is_empty();
-        let make = || if is_leaf { Builder::Leaf(fqn.to_owned()) } else { Builder::container_for(rest) };
-        let mut is_new = false;
-        let make = || {
-            is_new = true;
-            make()
-        };
-        let slot = match (self, part) {
-            (Builder::Dict(dict), PathPart::Key(key)) => dict.entry(key.clone()).or_insert_with(make),
-            (Builder::List(list), PathPart::Index(index)) => list.entry(*index).or_insert_with(make),
-            _ => return refused("a place that is a dict to one key and a list to another"),
-        };
-        match (is_leaf, is_new) {
-            (true, true) => Ok(()),
-            (true, false) => refused("two values at one place"),
-            (false, _) => slot.insert(fqn, rest),
-        }
-    }
-
-    /// Makes the structure; `gaps` are the positions without a value that it may still have.
-    fn finish(self, gaps: &mut usize) -> Result<Structure, FormatError> {
-        Ok(match self {
-            Builder::Leaf(fqn) => Structure::Leaf(fqn),
-            Builder::Dict(dict) => {
-                let items = dict.into_iter().map(|(key, child)| Ok((key.into(), child.finish(gaps)?)));
-                Structure::Dict(items.collect::<Result<_, FormatError>>()?)
-            }
-            Builder::List(list) => {
-                let mut items = Vec::with_capacity(list.len());
-                for (index, child) in list {
-                    let Some(left) = gaps.checked_sub(index - items.len()) else {
-                        let (value, limit) = (index as u64, MAX_GAPS as u64);
-                        return Err(FormatError::Limit {
-                            what: "number of list positions without a value",
-                            value,
-                            limit,
-                        });
-                    };
-                    *gaps = left;
-                    // A list has no holes. A missing position was an empty dict, which flattening leaves out.
-                    items.resize_with(index, || Structure::Dict(Vec::new()));
-                    items.push(child.finish(gaps)?);
-                }
-                Structure::List(items)
-            }
-        })
     }
 }

@@ -67,8 +67,8 @@ impl Weights {
             [] => {}
             [(_, index)] => return Ok(Weights::Indexed((*index).clone())),
             [(_, first), (_, second), ..] => {
-                let reason = format!("it has both `{first}` and `{second}`: name the files of one of them");
-                let source = FormatError::Malformed { what: "directory of one model", reason };
+                let what = format!("a directory with both `{first}` and `{second}` (name a file of one of them)");
+                let source = FormatError::Unsupported { what };
                 return Err(FileError::File { path: directory.path().to_owned(), source });
             }
         }

@@ -84,7 +84,7 @@ impl<'a> Average<'a> {
 
 /// Checks that two checkpoints have the same keys, and tensors of the same types and shapes.
 fn check_same(first: &dyn Checkpoint, other: &dyn Checkpoint) -> Result<(), FileError> {
-    let differs = |fqn: &str, what: &str| FileError::Differing {
+    let differs = |fqn: &str, what: &str| FileError::Unlike {
         fqn: fqn.to_owned(),
         what: what.to_owned(),
         first: first.path().display().to_string(),

@@ -190,7 +190,7 @@ fn storage_meta(p: &Pickle<'_>, id: NodeId) -> Result<StorageMeta> {
     let text = |field| fields.find_some(field).map(|id| p.str(id).map(str::to_owned)).transpose();
     let checkpoint_id = match fields.find_some("checkpoint_id") {
         None => None,
-        Some(id) if p.is_object(id, Global::Path) => {
+        Some(id) if p.object(id).is_ok_and(|object| matches!(object.global, Global::Path(_))) => {
             let parts = p.args(p.object(id)?).iter().map(|&part| p.str(part)).collect::<Result<Vec<_>>>()?;
             Some(parts.join("/").replacen("//", "/", 1))
         }

@@ -23,10 +23,12 @@ use crate::torch::zip::{Deflated, Directory, Kept};
 /// The ending of the names of records.
 const RECORD_END: &str = ".npy";
 
-/// Returns `true` if an archive is NumPy's: each of its records is an array.
+/// Returns `true` if an archive is NumPy's: each of its records is an array, or one that lies below no root directory, as
+/// all records of torch's do.
 pub(crate) fn is_archive(file: &dyn ReadAt) -> bool {
     Directory::read_rootless(file).is_ok_and(|archive| {
-        !archive.records.is_empty() && archive.records.keys().all(|name| name.ends_with(RECORD_END))
+        let is_array = |name: &String| name.ends_with(RECORD_END);
+        archive.records.keys().all(is_array) || archive.records.keys().any(|name| is_array(name) && !name.contains('/'))
     })
 }
 
@@ -63,6 +65,10 @@ fn arrays(file: &dyn ReadAt, name: &str) -> Result<Vec<(String, Start, Header)>,
     let kept = Kept::default();
     let mut arrays = Vec::with_capacity(archive.records.len());
     for (name, record) in &archive.records {
+        if !name.ends_with(RECORD_END) {
+            let what = format!("the record `{name}` of an archive of NumPy, which is not an array,");
+            return Err(FormatError::Unsupported { what });
+        }
         let data = archive.data_offset(file, name, record)?;
         let key = name.strip_suffix(RECORD_END).unwrap_or(name).to_owned();
         let (start, header) = if record.is_deflated {

@@ -20,8 +20,12 @@ pub enum PickleErrorKind {
     /// The bytes end inside an opcode or before `STOP`.
     #[error("the bytes end too early")]
     Truncated,
-    /// An opcode that is not supported. No checkpoint needs it.
-    #[error("opcode `0x{opcode:02x}` is not supported")]
+    /// An opcode that is not supported. Only protocols 0 and 1 need it.
+    #[error("opcode `0x{opcode:02x}` is not supported{}", if is_old(*opcode) {
+        ": the pickle is of protocol 0 or 1; save it again with `pickle_protocol=2`"
+    } else {
+        ""
+    })]
     Opcode {
         /// The opcode byte.
         opcode: u8,
@@ -46,6 +50,16 @@ pub enum PickleErrorKind {
         /// The quantity.
         what: &'static str,
         /// The value claimed.
+        value: u64,
+        /// The limit; see [`crate::limits`].
+        limit: u64,
+    },
+    /// More than the budget of memory and work for an input allows. A file of which that is true may be sound.
+    #[error("{what} of {value} is beyond the limit of {limit}")]
+    TooLarge {
+        /// The quantity.
+        what: &'static str,
+        /// The amount needed.
         value: u64,
         /// The limit; see [`crate::limits`].
         limit: u64,
@@ -84,7 +98,21 @@ pub enum PickleErrorKind {
     },
 }
 
+/// Returns `true` for an opcode of protocol 0 or 1 that has a better successor.
+fn is_old(opcode: u8) -> bool {
+    b"ILFSVPpgio".contains(&opcode)
+}
+
 impl PickleErrorKind {
+    /// Returns `true` for a reason that a sound pickle may have too.
+    pub(crate) fn is_unsupported(&self) -> bool {
+        match self {
+            PickleErrorKind::Opcode { opcode } => is_old(*opcode),
+            PickleErrorKind::TooLarge { .. } | PickleErrorKind::Protocol { .. } => true,
+            _ => false,
+        }
+    }
+
     /// Returns an error with this reason at a position in the pickle.
     #[must_use]
     pub(crate) fn at(self, offset: usize) -> PickleError {

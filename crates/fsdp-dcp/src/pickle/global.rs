@@ -1,6 +1,6 @@
 //! The list of known classes and functions. Objects of all others are opaque.
 
-use fsdp_layout::DType;
+use fsdp_layout::{DType, PythonType};
 
 /// A known global. It is never called, and only tells which kind of value an object is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,7 +67,7 @@ pub enum Global {
     /// `_codecs.encode`: how protocol 2 spells bytes.
     CodecsEncode,
     /// `pathlib.PosixPath` and its like.
-    Path,
+    Path(PythonType),
 }
 
 /// torch's typed storages, by class name.
@@ -157,7 +157,10 @@ impl Global {
             },
             "_codecs" if name == "encode" => CodecsEncode,
             "pathlib" | "pathlib._local" => match name {
-                "Path" | "PosixPath" | "PurePosixPath" | "WindowsPath" | "PureWindowsPath" => Path,
+                "Path" | "PosixPath" => Path(PythonType::PosixPath),
+                "WindowsPath" => Path(PythonType::WindowsPath),
+                "PurePath" | "PurePosixPath" => Path(PythonType::PurePosixPath),
+                "PureWindowsPath" => Path(PythonType::PureWindowsPath),
                 _ => return None,
             },
             _ => return None,

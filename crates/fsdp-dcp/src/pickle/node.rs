@@ -37,12 +37,16 @@ pub enum Node<'a> {
     Str(&'a str),
     /// Bytes; borrowed, unless they were spelled as text (protocol 2).
     Bytes(Cow<'a, [u8]>),
+    /// A bytearray.
+    ByteArray(Cow<'a, [u8]>),
     /// `(…)`; its items are those of [`Pickle::sequence`].
     Tuple(TupleNode),
     /// `[…]`
     List(Vec<NodeId>),
-    /// A set or frozenset.
+    /// A set.
     Set(Vec<NodeId>),
+    /// A frozenset.
+    FrozenSet(Vec<NodeId>),
     /// A dict (or `OrderedDict`, `defaultdict`), in insertion order.
     Dict(Vec<(NodeId, NodeId)>),
     /// A class or function that is itself the value.
@@ -105,9 +109,11 @@ impl Node<'_> {
             Node::Float(_) => "a float",
             Node::Str(_) => "a str",
             Node::Bytes(_) => "bytes",
+            Node::ByteArray(_) => "a bytearray",
             Node::Tuple(_) => "a tuple",
             Node::List(_) => "a list",
             Node::Set(_) => "a set",
+            Node::FrozenSet(_) => "a frozenset",
             Node::Dict(_) => "a dict",
             Node::Global(_) => "a global",
             Node::Object(_) => "an object",

@@ -32,9 +32,10 @@ impl<'a> Machine<'a> {
         let second = self.tuple(values).get(1).copied();
         let node = match global {
             Global::OrderedDict | Global::DefaultDict => Node::Dict(self.dict_of(first)?),
-            Global::Set | Global::FrozenSet => Node::Set(self.items_of(first)?),
+            Global::Set => Node::Set(self.items_of(first)?),
+            Global::FrozenSet => Node::FrozenSet(self.items_of(first)?),
             Global::CodecsEncode => Node::Bytes(Cow::Owned(self.encoded(first, second)?)),
-            Global::ByteArray => Node::Bytes(self.bytes_of(first)?),
+            Global::ByteArray => Node::ByteArray(self.bytes_of(first)?),
             _ => Node::Object(Box::new(ObjectNode { global, args, state: None })),
         };
         self.push(node)
@@ -60,9 +61,9 @@ impl<'a> Machine<'a> {
     fn extent(&self, id: NodeId) -> usize {
         match &self.nodes[id.0 as usize] {
             Node::Tuple(tuple) => tuple.len as usize,
-            Node::List(items) | Node::Set(items) => items.len(),
+            Node::List(items) | Node::Set(items) | Node::FrozenSet(items) => items.len(),
             Node::Str(text) => text.len(),
-            Node::Bytes(bytes) => bytes.len(),
+            Node::Bytes(bytes) | Node::ByteArray(bytes) => bytes.len(),
             _ => 0,
         }
     }
@@ -88,7 +89,7 @@ impl<'a> Machine<'a> {
         self.charge(self.extent(id))?;
         match &self.nodes[id.0 as usize] {
             Node::Tuple(tuple) => Ok(self.tuple(*tuple).to_vec()),
-            Node::List(items) | Node::Set(items) => Ok(items.clone()),
+            Node::List(items) | Node::Set(items) | Node::FrozenSet(items) => Ok(items.clone()),
             other => Err(PickleErrorKind::Kind { expected: "a list", found: other.kind() }),
         }
     }
@@ -98,7 +99,7 @@ impl<'a> Machine<'a> {
         let Some(id) = bytes else { return Ok(Cow::Borrowed(&[])) };
         self.charge(self.extent(id))?;
         match &self.nodes[id.0 as usize] {
-            Node::Bytes(bytes) => Ok(bytes.clone()),
+            Node::Bytes(bytes) | Node::ByteArray(bytes) => Ok(bytes.clone()),
             other => Err(PickleErrorKind::Kind { expected: "bytes", found: other.kind() }),
         }
     }

@@ -154,7 +154,7 @@ impl<'a> Machine<'a> {
                     let length = self.u64()?;
                     self.text(length)?;
                 }
-                // Bytes: SHORT_BINBYTES, BINBYTES, BINBYTES8, BYTEARRAY8.
+                // Bytes: SHORT_BINBYTES, BINBYTES, BINBYTES8.
                 b'C' => {
                     let [length] = self.array()?;
                     self.raw(u64::from(length))?;
@@ -163,9 +163,15 @@ impl<'a> Machine<'a> {
                     let length = u32::from_le_bytes(self.array()?);
                     self.raw(u64::from(length))?;
                 }
-                0x8e | 0x96 => {
+                0x8e => {
                     let length = self.u64()?;
                     self.raw(length)?;
+                }
+                // BYTEARRAY8
+                0x96 => {
+                    let length = self.u64()?;
+                    let bytes = self.take(length)?;
+                    self.push(Node::ByteArray(Cow::Borrowed(bytes)))?;
                 }
                 b')' => self.push_tuple(self.stack.len())?,
                 b't' => {
@@ -213,7 +219,7 @@ impl<'a> Machine<'a> {
                 }
                 0x91 => {
                     let items = self.pop_mark()?;
-                    self.push(Node::Set(items))?;
+                    self.push(Node::FrozenSet(items))?;
                 }
                 b'c' => {
                     let module = self.line()?;

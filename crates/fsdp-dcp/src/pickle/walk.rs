@@ -46,7 +46,8 @@ impl Walk {
     /// Steps into a node. Every `enter` that succeeds must be followed by a [`Walk::leave`], unless the walk is given up.
     pub(crate) fn enter(&mut self, pickle: &Pickle<'_>, id: NodeId) -> Result<(), PickleError> {
         if self.depth >= MAX_DEPTH {
-            let kind = PickleErrorKind::Limit { what: "nesting", value: MAX_DEPTH as u64 + 1, limit: MAX_DEPTH as u64 };
+            let (value, limit) = (MAX_DEPTH as u64 + 1, MAX_DEPTH as u64);
+            let kind = PickleErrorKind::TooLarge { what: "nesting", value, limit };
             return Err(pickle.error(id, kind));
         }
         self.charge(pickle, id, "expanded size", VISIT)?;

@@ -118,8 +118,10 @@ impl SafetensorsCheckpoint {
         let Some(hash) = hash else { return Ok(opened.with_paths()) };
         let values = values_beside(name);
         // A process that was killed between two renames may have left it under its first name.
+        let mut is_there = false;
         for name in &values_names(&values, &hash) {
             if opened.directory.has(name)? {
+                is_there = true;
                 let bytes = opened.directory.read_small(name, MAX_INDEX_BYTES)?;
                 if values_hash(&bytes) == hash {
                     opened.add_values(name, &bytes)?;
@@ -127,7 +129,10 @@ impl SafetensorsCheckpoint {
                 }
             }
         }
-        let reason = format!("its values are not in `{values}`: that is missing, or of another checkpoint");
+        if !is_there {
+            opened.directory.check_missing(vec![values.clone()])?;
+        }
+        let reason = format!("its values are not in `{values}`, which is of another checkpoint");
         Err(opened.directory.file_error(name, FormatError::Malformed { what: "checkpoint", reason }))
     }
 

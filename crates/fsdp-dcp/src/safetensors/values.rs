@@ -13,7 +13,8 @@
 //! None, bools, integers, floats, text, lists, and dicts with text keys are plain JSON. Other values are objects with a
 //! single key that starts with `$`: `$tuple`, `$set`, `$bytes` (hexadecimal), `$float` (bits, hexadecimal, for
 //! NaN and infinities), `$int` (little-endian two's complement, hexadecimal), `$dict` (pairs), `$tensor` (the key of a
-//! tensor among the others).
+//! tensor among the others), and the names of the types of [`PythonType`](fsdp_layout::PythonType), such as
+//! `$torch.dtype`, with the value that describes the object.
 
 use fsdp_layout::{PlainTensor, PlainValue};
 use indexmap::IndexMap;
@@ -110,6 +111,11 @@ fn to_json<'v>(
         PlainValue::Tensor(inside) => {
             tensor(path.to_owned(), inside);
             json!({ "$tensor": path })
+        }
+        PlainValue::Typed(of, description) => {
+            let mut object = Map::new();
+            object.insert(format!("${}", of.name()), to_json(description, path, depth + 1, tensor)?);
+            Value::Object(object)
         }
         other => {
             return Err(FormatError::Unsupported { what: format!("a value of type `{}` in JSON", other.type_name()) });

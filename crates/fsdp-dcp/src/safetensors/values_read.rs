@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use fsdp_layout::{KeyPath, PathPart, PlainTensor, PlainValue};
+use fsdp_layout::{KeyPath, PathPart, PlainTensor, PlainValue, PythonType};
 use indexmap::IndexMap;
 use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
@@ -254,7 +254,13 @@ fn tagged(context: &mut Context<'_>, tag: &str, value: PlainValue) -> Result<Pla
         ("$dict", _) => return Err(malformed("a dict is no list of pairs")),
         ("$tensor", PlainValue::Str(key)) => PlainValue::Tensor((context.tensor)(&key)?),
         ("$tensor", _) => return Err(malformed("a tensor's key is no text")),
-        (tag, _) => return Err(malformed(format!("unknown tag `{tag}`"))),
+        (tag, value) => match tag.strip_prefix('$').and_then(PythonType::from_name) {
+            Some(of) if of.fits(&value) => PlainValue::typed(of, value),
+            Some(of) => {
+                return Err(malformed(format!("a `{}` from a value of type `{}`", of.name(), value.type_name())));
+            }
+            None => return Err(malformed(format!("unknown tag `{tag}`"))),
+        },
     })
 }
 
@@ -303,6 +309,8 @@ mod tests {
             PlainValue::Dict(vec![("$tuple".into(), PlainValue::None)]),
             PlainValue::Dict(vec![(PlainValue::Int(1), PlainValue::None), ("x".into(), 2.5.into())]),
             PlainValue::Tuple(vec![PlainValue::Tensor(tensor.clone())]),
+            PlainValue::typed(PythonType::DType, "torch.bfloat16"),
+            PlainValue::typed(PythonType::Size, PlainValue::Tuple(vec![PlainValue::Int(3)])),
         ]);
         let values = IndexMap::from([("a.0".to_owned(), value.clone())]);
         let mut keys = Vec::new();
@@ -336,6 +344,8 @@ mod tests {
             r#"{"$tuple":1}"#,
             r#"{"$dict":[[1]]}"#,
             r#"{"$float":"x"}"#,
+            r#"{"$torch.dtype":1}"#,
+            r#"{"$torch.Size":{"$tuple":["a"]}}"#,
         ] {
             assert!(decode(tagged(inner).as_bytes(), &mut no_tensor).is_err(), "{inner}");
         }

@@ -10,6 +10,12 @@ use super::error::TensorParallelError;
 ///
 /// The rules of GPT-NeoX name the model too: ChatGLM's `mlp.dense_h_to_4h` is two fused matrices.
 const BUILTIN: &str = "\
+vision_tower.** = replicate
+vision_model.** = replicate
+visual.** = replicate
+vision_encoder.** = replicate
+audio_tower.** = replicate
+multi_modal_projector.** = replicate
 embed_tokens = vocab
 lm_head = vocab
 self_attn.q_proj = colwise(heads)
@@ -88,7 +94,7 @@ pub(super) const KV_HEADS: &str = "kv_heads";
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Rule {
     text: String,
-    /// The last parts of a key. `*` matches any one part.
+    /// The last parts of a key. `*` matches any one part, and `**` at the end one or more.
     pattern: Vec<String>,
     pub(super) how: How,
     pub(super) is_builtin: bool,
@@ -148,6 +154,9 @@ impl Rule {
         if pattern.iter().any(String::is_empty) {
             return Err(error("a part of the pattern is empty"));
         }
+        if pattern.iter().rev().skip(1).any(|part| part == "**") {
+            return Err(error("`**` can only be the last part of the pattern"));
+        }
         let how = How::parse(how.trim()).map_err(|reason| error(&reason))?;
         Ok(Rule { text: text.to_owned(), pattern, how, is_builtin })
     }
@@ -164,8 +173,20 @@ impl Rule {
     }
 
     fn is_end_of(&self, name: &str) -> bool {
-        let mut parts = name.rsplit('.');
-        self.pattern.iter().rev().all(|wanted| parts.next().is_some_and(|part| wanted == "*" || wanted == part))
+        let parts: Vec<&str> = name.split('.').collect();
+        let fits = |parts: &[&str], pattern: &[String]| {
+            parts.iter().zip(pattern).all(|(part, wanted)| wanted == "*" || wanted == part)
+        };
+        match self.pattern.split_last() {
+            Some((last, [first @ ..])) if last == "**" => {
+                let mut places = parts[..parts.len() - 1].windows(first.len().max(1));
+                first.is_empty() || places.any(|parts| fits(parts, first))
+            }
+            _ => {
+                let start = parts.len().checked_sub(self.pattern.len());
+                start.is_some_and(|start| fits(&parts[start..], &self.pattern))
+            }
+        }
     }
 }
 
@@ -233,6 +254,27 @@ mod tests {
             assert!(!rule.fits(other), "{other}");
         }
         assert!(Rule::parse("a.weight=replicate", false).unwrap().fits("x.a.weight"));
+    }
+
+    #[test]
+    fn two_stars_match_all_below_a_module() {
+        let rule = Rule::parse("vision_tower.** = replicate", false).unwrap();
+        for key in ["vision_tower.weight", "model.vision_tower.layers.0.self_attn.q_proj.weight"] {
+            assert!(rule.fits(key), "{key}");
+        }
+        for other in ["vision_tower", "model.vision_towers.q_proj.weight", "q_proj.weight"] {
+            assert!(!rule.fits(other), "{other}");
+        }
+        assert!(Rule::parse("** = replicate", false).unwrap().fits("a.b"));
+        assert!(Rule::parse("**.q_proj = replicate", false).is_err());
+    }
+
+    #[test]
+    fn the_heads_of_the_text_model_do_not_cut_a_vision_model() {
+        let rules = Rules::new::<&str>(&[], BTreeMap::new()).unwrap();
+        for key in ["vision_tower.encoder.layers.0.self_attn.q_proj.weight", "visual.blocks.0.mlp.gate_proj.weight"] {
+            assert_eq!(rules.find(key).unwrap().1.how, How::Replicate, "{key}");
+        }
     }
 
     #[test]

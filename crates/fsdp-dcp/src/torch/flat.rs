@@ -16,7 +16,7 @@ use super::value::{TensorLoader, convert, opaque_type};
 use super::zip::Directory;
 use crate::error::FormatError;
 use crate::formats::assembled::{Elements, Held, Piece, Start};
-use crate::formats::structure::{Structure, key_text};
+use crate::formats::structure::{Structure, key_texts};
 use crate::limits::MAX_OBJECT_BYTES;
 use crate::pickle::{Node, NodeId, OpaqueNode, Pickle, Walk, parse};
 use crate::storage::read_at::ReadAt;
@@ -75,15 +75,19 @@ impl FlatFile {
 
 /// Reads the pickle of a file, and finds its storages.
 fn read_pickle(file: &dyn ReadAt) -> Result<(Vec<u8>, Storages), FormatError> {
-    let mut start = [0; 4];
+    let mut start = [0; legacy::START_LENGTH];
     if file.len() >= start.len() as u64 {
         file.read_exact_at(0, &mut start)?;
     }
-    if start == legacy::START {
+    if legacy::is_start(&start) {
         return legacy::read(file);
     }
     let archive = Directory::read(file)?;
     archive.check_byte_order(file)?;
+    if !archive.records.contains_key("data.pkl") {
+        let what = "an archive without the record `data.pkl` of `torch.save`, as `torch.export.save` writes it,";
+        return Err(FormatError::Unsupported { what: what.to_owned() });
+    }
     let pickle = archive.read_record(file, "data.pkl", MAX_OBJECT_BYTES)?;
     Ok((pickle, Storages::Archive(archive)))
 }
@@ -119,12 +123,14 @@ impl Flattener<'_, '_> {
                 Structure::Module(format!("{}.{}", object.module, object.name), items)
             }
             Node::Dict(entries) => {
+                let mut keys = Vec::with_capacity(entries.len());
+                for &(key, _) in entries {
+                    keys.push(convert(p, key, &mut self.walk, &mut |_| Err(unsupported_key(p, key)))?);
+                }
+                let texts = key_texts(keys.iter());
                 let mut items: Vec<(PlainValue, Structure)> = Vec::with_capacity(entries.len());
-                for &(key, value) in entries {
-                    let kind = p.node(key).kind();
-                    let unsupported = || FormatError::Unsupported { what: format!("{kind} as the key of a dict") };
-                    let key = convert(p, key, &mut self.walk, &mut |_| Err(unsupported()))?;
-                    let text = key_text(&key).ok_or_else(unsupported)?;
+                for ((&(id_of_key, value), key), text) in entries.iter().zip(keys).zip(texts) {
+                    let text = text.ok_or_else(|| unsupported_key(p, id_of_key))?;
                     // All of the path is copied for each key.
                     let length: usize = path.0.iter().map(part_length).sum::<usize>() + text.len();
                     self.walk.charge(p, id, "memory for keys", length as u64)?;
@@ -242,6 +248,15 @@ impl Flattener<'_, '_> {
         self.walk.leave();
         Ok(found)
     }
+}
+
+/// Returns the error of a key of a dict that has no text.
+fn unsupported_key(p: &Pickle<'_>, key: NodeId) -> FormatError {
+    let kind = match p.node(key) {
+        Node::BigInt(_) => "an int of more than 64 bits",
+        other => other.kind(),
+    };
+    FormatError::Unsupported { what: format!("{kind} as the key of a dict") }
 }
 
 /// Returns `true` if a node describes a tensor. One that is malformed is found when it is read.

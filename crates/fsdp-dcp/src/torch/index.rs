@@ -67,13 +67,8 @@ fn open_files(location: &Location, directory: CheckedDirectory, files: &[String]
         let flat = read_flat(assembler.directory(), &name)?;
         for key in flat.found.keys() {
             if let Some(first) = found.insert(key.clone(), file) {
-                let (first, second) = (first.to_owned(), file.clone());
-                return Err(FileError::Differing {
-                    fqn: key.clone(),
-                    what: "stands in both".to_owned(),
-                    first,
-                    second,
-                });
+                let what = format!("`{key}` in both `{first}` and `{file}`, without an index that chooses one,");
+                return Err(assembler.directory().file_error(file, FormatError::Unsupported { what }));
             }
         }
         add(&mut assembler, &name, &flat, &mut |_| Some(Vec::new()))?;

@@ -17,8 +17,22 @@ use crate::limits::MAX_OBJECT_BYTES;
 use crate::pickle::{Global, Node, Pickle, PickleErrorKind, parse};
 use crate::storage::read_at::{ReadAt, read_whole};
 
-/// The bytes with which such a file begins: a pickle of protocol 2, of an integer of ten bytes.
-pub(crate) const START: [u8; 4] = [0x80, 2, 0x8a, 10];
+/// The number of first bytes by which such a file is recognized.
+pub(crate) const START_LENGTH: usize = 13;
+
+/// Returns `true` if a file that begins with these bytes is of this format. It begins with a pickle of an integer of ten
+/// bytes, in a frame if its protocol is 4 or 5.
+pub(crate) fn is_start(bytes: &[u8]) -> bool {
+    let pickle = match bytes {
+        [0x80, 4 | 5, 0x95, frame @ ..] => frame.get(8..).unwrap_or_default(),
+        [0x80, 2..=5, pickle @ ..] => pickle,
+        _ => return false,
+    };
+    pickle.starts_with(&[0x8a, 10])
+}
+
+/// The bytes with which such a file begins if its pickles are of protocol 0 or 1, which are not read.
+pub(crate) const OLD_START: &[u8] = b"L11954703714";
 
 /// Reads the pickle of the object, and finds the storages.
 pub(crate) fn read(source: &dyn ReadAt) -> Result<(Vec<u8>, Storages), FormatError> {

@@ -1,6 +1,6 @@
 //! Non-tensor values: items of `torch.save`, from and to plain values.
 
-use fsdp_layout::{PlainTensor, PlainValue, TensorBox};
+use fsdp_layout::{PlainTensor, PlainValue, PythonType, TensorBox};
 
 use super::storages::Storages;
 use super::tensor_ref::{TensorRef, check_writable, write_tensor};
@@ -66,11 +66,8 @@ pub(crate) fn put<'v>(
     depth: usize,
 ) -> Result<(), FormatError> {
     if depth >= MAX_DEPTH {
-        return Err(FormatError::Limit { what: "nesting", value: depth as u64 + 1, limit: MAX_DEPTH as u64 });
+        return Err(FormatError::TooLarge { what: "nesting", value: depth as u64 + 1, limit: MAX_DEPTH as u64 });
     }
-    let mut each = |out: &mut _, items: &'v [PlainValue]| -> Result<(), FormatError> {
-        items.iter().try_for_each(|item| put(out, item, tensors, first, depth + 1))
-    };
     match value {
         PlainValue::None => write::none(out),
         PlainValue::Bool(value) => write::bool(out, *value),
@@ -85,28 +82,19 @@ pub(crate) fn put<'v>(
             write::close_tuple(out, 2);
             write::op(out, write::REDUCE);
         }
-        PlainValue::List(items) => {
-            write::op(out, write::EMPTY_LIST);
-            if !items.is_empty() {
-                write::op(out, write::MARK);
-                each(out, items)?;
-                write::op(out, write::APPENDS);
-            }
-        }
+        PlainValue::List(items) => put_list(out, items, tensors, first, depth)?,
         PlainValue::Tuple(items) => {
             write::open_tuple(out, items.len());
-            each(out, items)?;
+            items.iter().try_for_each(|item| put(out, item, tensors, first, depth + 1))?;
             write::close_tuple(out, items.len());
         }
         PlainValue::Set(items) => {
             write::global(out, "__builtin__", "set");
-            write::op(out, write::EMPTY_LIST);
-            write::op(out, write::MARK);
-            each(out, items)?;
-            write::op(out, write::APPENDS);
+            put_list(out, items, tensors, first, depth)?;
             write::close_tuple(out, 1);
             write::op(out, write::REDUCE);
         }
+        PlainValue::Typed(of, description) => put_typed(out, *of, description, tensors, first, depth)?,
         PlainValue::Dict(entries) => {
             write::op(out, write::EMPTY_DICT);
             if !entries.is_empty() {
@@ -136,10 +124,73 @@ pub(crate) fn put<'v>(
     Ok(())
 }
 
+/// Writes the opcodes of a list, as [`put`] does.
+fn put_list<'v>(
+    out: &mut Vec<u8>,
+    items: &'v [PlainValue],
+    tensors: &mut Vec<&'v PlainTensor>,
+    first: usize,
+    depth: usize,
+) -> Result<(), FormatError> {
+    write::op(out, write::EMPTY_LIST);
+    if !items.is_empty() {
+        write::op(out, write::MARK);
+        items.iter().try_for_each(|item| put(out, item, tensors, first, depth + 1))?;
+        write::op(out, write::APPENDS);
+    }
+    Ok(())
+}
+
+/// Writes the opcodes of an object of a type that a simpler value describes, as [`put`] does.
+fn put_typed<'v>(
+    out: &mut Vec<u8>,
+    of: PythonType,
+    description: &'v PlainValue,
+    tensors: &mut Vec<&'v PlainTensor>,
+    first: usize,
+    depth: usize,
+) -> Result<(), FormatError> {
+    match (of, description) {
+        // These are attributes of a module, not the results of calls.
+        (PythonType::DType | PythonType::QScheme, PlainValue::Str(name)) => {
+            let known = name.strip_prefix("torch.").filter(|name| Global::lookup("torch", name).is_some());
+            let name = known.ok_or_else(|| FormatError::unexpected(of.name(), format!("`{name}`")))?;
+            write::global(out, "torch", name);
+            return Ok(());
+        }
+        (PythonType::Device, PlainValue::Str(name)) => {
+            write::global(out, "torch", "device");
+            match name.split_once(':').map(|(kind, index)| (kind, index.parse())) {
+                Some((kind, Ok(index))) => {
+                    write::text(out, kind);
+                    write::int(out, index);
+                    write::close_tuple(out, 2);
+                }
+                _ => {
+                    write::text(out, name);
+                    write::close_tuple(out, 1);
+                }
+            }
+        }
+        (PythonType::FrozenSet, PlainValue::Set(items)) => {
+            write::global(out, "__builtin__", "frozenset");
+            put_list(out, items, tensors, first, depth)?;
+            write::close_tuple(out, 1);
+        }
+        (of, description) => {
+            let (module, name) = of.name().rsplit_once('.').unwrap_or(("__builtin__", of.name()));
+            write::global(out, module, name);
+            put(out, description, tensors, first, depth + 1)?;
+            write::close_tuple(out, 1);
+        }
+    }
+    write::op(out, write::REDUCE);
+    Ok(())
+}
+
 /// Reads the value in an item, with the tensors in it. `item` must hold exactly the item.
 ///
-/// Some types that Python distinguishes become the same type here: an `OrderedDict` or `defaultdict` becomes a dict, a
-/// frozenset a set, `torch.Size` a tuple, and a dtype, device or path a text.
+/// An `OrderedDict` or `defaultdict` becomes a dict.
 pub fn decode_value<S: ReadAt>(item: &S) -> Result<PlainValue, FormatError> {
     decode_value_within(item, Budget::new(item.len(), PICKLE_FACTOR), false)
 }
@@ -297,8 +348,10 @@ pub(crate) fn convert(
     walk.enter(p, id)?;
     let copied = match p.node(id) {
         Node::Str(text) => text.len(),
-        Node::Bytes(bytes) => bytes.len(),
+        Node::Bytes(bytes) | Node::ByteArray(bytes) => bytes.len(),
         Node::BigInt(bytes) => bytes.len(),
+        // The object and its description are a value each, and names are texts.
+        Node::Global(_) | Node::Object(_) | Node::FrozenSet(_) => 2 * size_of::<PlainValue>(),
         _ => 0,
     };
     walk.charge(p, id, "copies of text and bytes", copied as u64)?;
@@ -316,6 +369,8 @@ pub(crate) fn convert(
         Node::Tuple(_) => PlainValue::Tuple(all(walk, p.sequence(id)?)?),
         Node::List(items) => PlainValue::List(all(walk, items)?),
         Node::Set(items) => PlainValue::Set(all(walk, items)?),
+        Node::FrozenSet(items) => PlainValue::typed(PythonType::FrozenSet, PlainValue::Set(all(walk, items)?)),
+        Node::ByteArray(bytes) => PlainValue::typed(PythonType::ByteArray, PlainValue::Bytes(bytes.to_vec())),
         Node::Dict(entries) => {
             let mut dict: Vec<(PlainValue, PlainValue)> = Vec::with_capacity(entries.len());
             for &(key, value) in entries {
@@ -324,8 +379,10 @@ pub(crate) fn convert(
             }
             PlainValue::Dict(dict)
         }
-        Node::Global(Global::DType(dtype)) => PlainValue::Str(format!("torch.{dtype}")),
-        Node::Global(Global::QScheme(name)) => PlainValue::Str(format!("torch.{name}")),
+        Node::Global(Global::DType(dtype)) => {
+            PlainValue::typed(PythonType::DType, format!("torch.{}", dtype.torch_name()))
+        }
+        Node::Global(Global::QScheme(name)) => PlainValue::typed(PythonType::QScheme, format!("torch.{name}")),
         Node::Opaque(object) if walk.describes() => described(p, object, walk, load)?,
         Node::Foreign(module, name) if walk.describes() => PlainValue::Str(format!("{module}.{name}")),
         Node::Global(global) if walk.describes() => PlainValue::Str(format!("{global:?}")),
@@ -334,14 +391,17 @@ pub(crate) fn convert(
         Node::Global(_) | Node::PersistentId(_) => return Err(unnamed(p, id).into()),
         Node::Object(object) => match (object.global, p.args(object)) {
             (Global::Size, _) => {
-                PlainValue::Tuple(p.sizes(id)?.into_iter().map(|size| PlainValue::Int(size as i64)).collect())
+                let sizes = p.sizes(id)?.into_iter().map(|size| PlainValue::Int(size as i64)).collect();
+                PlainValue::typed(PythonType::Size, PlainValue::Tuple(sizes))
             }
-            (Global::Path, parts) => {
+            (Global::Path(of), parts) => {
                 let parts = parts.iter().map(|&part| p.str(part)).collect::<Result<Vec<_>, _>>()?;
-                PlainValue::Str(parts.join("/").replacen("//", "/", 1))
+                PlainValue::typed(of, parts.join("/").replacen("//", "/", 1))
             }
-            (Global::Device, [kind]) => PlainValue::Str(p.str(*kind)?.to_owned()),
-            (Global::Device, [kind, index]) => PlainValue::Str(format!("{}:{}", p.str(*kind)?, p.int(*index)?)),
+            (Global::Device, [kind]) => PlainValue::typed(PythonType::Device, p.str(*kind)?),
+            (Global::Device, [kind, index]) => {
+                PlainValue::typed(PythonType::Device, format!("{}:{}", p.str(*kind)?, p.int(*index)?))
+            }
             _ => match TensorRef::of(p, id) {
                 Ok(Some(tensor)) => PlainValue::Tensor(load(&tensor)?),
                 Err(error) if !(walk.describes() && opaque_type(&error).is_some()) => return Err(error.into()),

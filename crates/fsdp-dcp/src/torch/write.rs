@@ -115,7 +115,7 @@ impl<'a> Pickled<'a> {
 /// Checks that a structure is not too deep. Paths come from files, and the functions that walk them are recursive.
 fn check_depth(depth: usize) -> Result<(), FormatError> {
     if depth >= MAX_DEPTH {
-        return Err(FormatError::Limit { what: "nesting", value: depth as u64, limit: MAX_DEPTH as u64 });
+        return Err(FormatError::TooLarge { what: "nesting", value: depth as u64, limit: MAX_DEPTH as u64 });
     }
     Ok(())
 }

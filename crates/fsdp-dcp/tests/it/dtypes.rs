@@ -7,7 +7,7 @@ use fsdp_dcp::checkpoint::{Checkpoint, open};
 use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::verify::{Level, verify};
-use fsdp_layout::{DType, PlainValue, TensorBox};
+use fsdp_layout::{DType, PlainValue, PythonType, TensorBox};
 
 use crate::truth::{Tensor, fixtures};
 
@@ -75,8 +75,11 @@ fn every_dtype_survives_every_conversion() {
 fn quantized_tensors_become_their_integers_and_say_what_these_mean() {
     let parent = tempfile::tempdir().unwrap();
     let truth = truth();
-    let per_tensor =
-        PlainValue::Tuple(vec!["torch.per_tensor_affine".into(), PlainValue::Float(0.1), PlainValue::Int(3)]);
+    let per_tensor = PlainValue::Tuple(vec![
+        PlainValue::typed(PythonType::QScheme, "torch.per_tensor_affine"),
+        PlainValue::Float(0.1),
+        PlainValue::Int(3),
+    ]);
     for (from, count) in [("quantized", 2), ("quantized.pt", 4)] {
         let source = open(fixtures().join("dtypes").join(from), OpenOptions::default()).unwrap();
         let held = tensors(&*source);
@@ -97,11 +100,13 @@ fn quantized_tensors_become_their_integers_and_say_what_these_mean() {
             assert_eq!(opened.read_value("m.tensor.quantizer").unwrap(), per_tensor, "{from} to {target:?}");
             if from == "quantized.pt" {
                 let PlainValue::Tuple(parts) = opened.read_value("m.channels.quantizer").unwrap() else { panic!() };
-                let [PlainValue::Str(scheme), PlainValue::Tensor(scales), PlainValue::Tensor(zeros), axis] = &parts[..]
-                else {
+                let [scheme, PlainValue::Tensor(scales), PlainValue::Tensor(zeros), axis] = &parts[..] else {
                     panic!("{parts:?}")
                 };
-                assert_eq!((scheme.as_str(), axis), ("torch.per_channel_affine", &PlainValue::Int(0)));
+                assert_eq!(
+                    (scheme, axis),
+                    (&PlainValue::typed(PythonType::QScheme, "torch.per_channel_affine"), &PlainValue::Int(0))
+                );
                 assert_eq!((scales.shape.as_slice(), zeros.shape.as_slice()), (&[3][..], &[3][..]));
                 assert_eq!(opened.read_value("list.0.quantizer").unwrap(), PlainValue::Tuple(parts));
             }

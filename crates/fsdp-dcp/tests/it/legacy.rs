@@ -7,6 +7,7 @@ use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp_dcp::diff::{Tolerance, diff};
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::verify::{Level, verify};
+use fsdp_layout::{ErrorKind, Failure, PlainValue, PythonType};
 
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
@@ -34,6 +35,40 @@ fn a_legacy_file_holds_what_the_new_one_does() {
         let to = parent.path().join(number.to_string());
         convert(&*source, &to, target, ConvertOptions::default()).unwrap();
         assert_eq!(differences(&to, &new), [""; 0]);
+    }
+}
+
+#[test]
+fn all_protocols_of_pickle_hold_the_same() {
+    let first = fixture("legacy_protocol_2.pt");
+    for name in ["legacy_protocol_3.pt", "legacy_protocol_4.pt", "legacy_protocol_5.pt", "zip_protocol_5.pt"] {
+        assert_eq!(differences(&first, &fixture(name)), [""; 0], "{name}");
+    }
+    let source = open(&first, OpenOptions::default()).unwrap();
+    let tuple = PlainValue::Tuple(vec![PlainValue::Int(2), PlainValue::Int(3)]);
+    for (key, value) in [
+        ("dt", PlainValue::typed(PythonType::DType, "torch.bfloat16")),
+        ("dev", PlainValue::typed(PythonType::Device, "cuda:1")),
+        ("size", PlainValue::typed(PythonType::Size, tuple)),
+        ("f", PlainValue::typed(PythonType::FrozenSet, PlainValue::Set(vec![PlainValue::Int(3)]))),
+        ("ba", PlainValue::typed(PythonType::ByteArray, PlainValue::Bytes(b"xy".to_vec()))),
+    ] {
+        assert_eq!(source.read_value(key).unwrap(), value, "{key}");
+    }
+}
+
+#[test]
+fn protocols_before_2_are_refused_with_advice() {
+    let parent = tempfile::tempdir().unwrap();
+    let path = parent.path().join("old.pt");
+    for rest in ["\n.I1001\n.", "\n.M\u{3}\u{3}."] {
+        std::fs::write(&path, format!("L119547037146038801333356L{rest}")).unwrap();
+        let error = open(&path, OpenOptions::default()).err().unwrap();
+        assert_eq!(error.kind(), ErrorKind::UnsupportedVersion);
+        assert!(
+            std::error::Error::source(&error).unwrap().to_string().contains("`pickle_protocol` 0 or 1"),
+            "{error:?}"
+        );
     }
 }
 

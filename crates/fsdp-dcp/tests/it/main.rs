@@ -25,6 +25,7 @@ mod rank_files;
 mod sample;
 mod save_load;
 mod sidecars;
+mod sound;
 #[path = "../common/state.rs"]
 mod state;
 mod structure;

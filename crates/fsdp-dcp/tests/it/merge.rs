@@ -7,7 +7,7 @@ use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp_dcp::internals::encode_value;
 use fsdp_dcp::merge::{Average, Lora, LoraConfig};
 use fsdp_dcp::verify::{Level, verify, with_causes};
-use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
+use fsdp_layout::{DType, ErrorKind, Failure, PlainTensor, PlainValue, TensorBox};
 use half::bf16;
 
 use crate::foreign::opened;
@@ -92,6 +92,8 @@ fn checkpoints_that_do_not_belong_together_have_no_average() {
         let b = make(&format!("{name}.pt"), items);
         let error = Average::new(vec![&*a, &*b], &[]).unwrap_err();
         assert!(error.to_string().contains(what), "{name}: {error}");
+        // Neither of the two is damaged.
+        assert_eq!(error.kind(), ErrorKind::Difference, "{name}");
     }
     assert!(Average::new(vec![&*a, &*a], &[1.0]).is_err());
     assert!(Average::new(vec![&*a, &*a], &[1.0, -1.0]).is_err());

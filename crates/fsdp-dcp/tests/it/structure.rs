@@ -5,10 +5,11 @@ use std::path::Path;
 use fsdp_dcp::checkpoint::open;
 use fsdp_dcp::convert::{ConvertOptions, OutputFormat, Rename, View, convert};
 use fsdp_dcp::diff::{Difference, Tolerance, diff};
+use fsdp_dcp::digest::digest;
 use fsdp_dcp::internals::{decode_value, encode_value};
 use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::storage::Durable;
-use fsdp_layout::{DType, PlainTensor, PlainValue};
+use fsdp_layout::{DType, PlainTensor, PlainValue, PythonType};
 
 use crate::state::{State, save};
 
@@ -32,6 +33,23 @@ fn converted(value: &PlainValue, parent: &Path) -> PlainValue {
     let options = ConvertOptions { overwrite: true, ..ConvertOptions::default() };
     convert(&*source, &to, OutputFormat::Torch, options).unwrap();
     decode_value(&std::fs::read(&to).unwrap()).unwrap()
+}
+
+/// Returns values of all types that a simpler value describes.
+fn typed() -> Vec<(PlainValue, PlainValue)> {
+    let describe = |of| match of {
+        PythonType::DType => "torch.float8_e4m3fn".into(),
+        PythonType::QScheme => "torch.per_tensor_affine".into(),
+        PythonType::Size => PlainValue::Tuple(vec![PlainValue::Int(2), PlainValue::Int(1 << 40)]),
+        PythonType::FrozenSet => PlainValue::Set(vec![PlainValue::Int(1)]),
+        PythonType::ByteArray => PlainValue::Bytes(vec![0, 200]),
+        PythonType::Device => "cuda:1".into(),
+        _ => "/a/b".into(),
+    };
+    PythonType::ALL
+        .into_iter()
+        .map(|of| (of.name().replace('.', "_").into(), PlainValue::typed(of, describe(of))))
+        .collect()
 }
 
 /// The state of an optimizer, whose keys are numbers.
@@ -82,6 +100,16 @@ fn torch_files_keep_their_containers() {
         ),
         ("a tuple at the root", PlainValue::Tuple(vec![dict([("w".into(), tensor(7))]), empty()])),
         ("one tensor", tensor(8)),
+        ("types that a simpler value describes", PlainValue::Dict(typed())),
+        ("such types as keys and in containers", {
+            let all: Vec<PlainValue> = typed().into_iter().map(|(_, value)| value).collect();
+            let key = PlainValue::typed(PythonType::DType, "torch.int8");
+            dict([("all".into(), PlainValue::Tuple(all)), ("keys".into(), dict([(key, tensor(9))]))])
+        }),
+        ("keys of the same text", {
+            let inner = |number| dict([("w".into(), tensor(number)), ("n".into(), PlainValue::Int(number.into()))]);
+            dict([("s".into(), dict([("1".into(), inner(1)), (PlainValue::Int(1), inner(2)), ("2".into(), inner(3))]))])
+        }),
     ];
     for (name, value) in cases {
         let found = converted(&value, parent.path());
@@ -113,8 +141,87 @@ fn a_view_keeps_the_containers_of_what_it_selects() {
         "model.none" => Rename::Keep,
         _ => Rename::Drop,
     };
-    let expected = dict([("model".into(), dict([("none".into(), empty())])), ("weight".into(), tensor(1))]);
+    // What is renamed keeps its place in the order.
+    let expected = dict([("weight".into(), tensor(1)), ("model".into(), dict([("none".into(), empty())]))]);
     assert_eq!(selected(&renamed), expected);
+    // Renaming a container takes all below it along, and a prefix is put before the outermost key.
+    let moved = |key: &str| match key.strip_prefix("optimizer.") {
+        Some(rest) => Rename::To(format!("optim.{rest}")),
+        None => Rename::Drop,
+    };
+    assert_eq!(selected(&moved), dict([("optim".into(), optimizer())]));
+    let prefixed = |key: &str| Rename::To(format!("run.{key}"));
+    let model = dict([("w".into(), tensor(1)), ("none".into(), empty())]);
+    let expected =
+        dict([("run.model".into(), model), ("run.optimizer".into(), optimizer()), ("run.scheduler".into(), empty())]);
+    assert_eq!(selected(&prefixed), expected);
+    let unwrapped = |key: &str| key.strip_prefix("optimizer.").map_or(Rename::Drop, |key| Rename::To(key.to_owned()));
+    assert_eq!(selected(&unwrapped), optimizer());
+}
+
+#[test]
+fn keys_of_the_same_text_are_refused_where_only_text_is_kept() {
+    let parent = tempfile::tempdir().unwrap();
+    let value = dict([("s".into(), dict([("1".into(), tensor(1)), (PlainValue::Int(1), tensor(2))]))]);
+    let from = parent.path().join("from.pt");
+    std::fs::write(&from, encode_value(&value).unwrap()).unwrap();
+    let source = open(&from, OpenOptions::default()).unwrap();
+    let keys: Vec<&str> = source.metadata().tensors().map(|(key, _)| key).collect();
+    assert_eq!(keys, ["s.'1'", "s.1"]);
+    let to = parent.path().join("to");
+    for target in [OutputFormat::Dcp { ranks: 1 }, OutputFormat::SafetensorsFile] {
+        let error = convert(&*source, &to, target, ConvertOptions::default()).unwrap_err();
+        let text = std::error::Error::source(&error).unwrap().to_string();
+        assert!(text.contains("both keys 1 and \"1\""), "{text}");
+        assert!(!to.exists());
+    }
+}
+
+#[test]
+fn a_type_that_a_simpler_value_describes_is_not_that_value() {
+    let parent = tempfile::tempdir().unwrap();
+    let written = |name: &str, value: PlainValue| {
+        let path = parent.path().join(name);
+        std::fs::write(&path, encode_value(&dict([("x".into(), value)])).unwrap()).unwrap();
+        open(&path, OpenOptions::default()).unwrap()
+    };
+    for (_, value) in typed() {
+        let (a, b) = (written("a.pt", value.clone()), written("b.pt", value.untyped().clone()));
+        let mut found = Vec::new();
+        diff(&*a, &*b, Tolerance::default(), &mut |key, difference| found.push((key.to_owned(), difference))).unwrap();
+        assert!(matches!(&found[..], [(key, Difference::Value { .. })] if key == "x"), "{value:?}: {found:?}");
+        assert_ne!(digest(&*a, 1).unwrap().root(), digest(&*b, 1).unwrap().root(), "{value:?}");
+        // Every format keeps the type.
+        for (number, target) in
+            [OutputFormat::Torch, OutputFormat::Dcp { ranks: 2 }, OutputFormat::SafetensorsFile].into_iter().enumerate()
+        {
+            let to = parent.path().join(number.to_string());
+            convert(&*a, &to, target, ConvertOptions { overwrite: true, ..ConvertOptions::default() }).unwrap();
+            assert_eq!(open(&to, OpenOptions::default()).unwrap().read_value("x").unwrap(), value);
+        }
+    }
+}
+
+#[test]
+fn a_tuple_and_a_list_of_the_same_items_differ() {
+    let parent = tempfile::tempdir().unwrap();
+    let written = |name: &str, value: PlainValue| {
+        let path = parent.path().join(name);
+        std::fs::write(&path, encode_value(&dict([("x".into(), value)])).unwrap()).unwrap();
+        open(&path, OpenOptions::default()).unwrap()
+    };
+    let items = vec![tensor(1), PlainValue::Int(2)];
+    let tuple = written("tuple.pt", PlainValue::Tuple(items.clone()));
+    let list = written("list.pt", PlainValue::List(items));
+    for (a, b, first, second) in
+        [(&tuple, &list, "a tuple of 2", "a list of 2"), (&list, &tuple, "a list of 2", "a tuple of 2")]
+    {
+        let mut found = Vec::new();
+        diff(&**a, &**b, Tolerance::default(), &mut |key, difference| found.push((key.to_owned(), difference)))
+            .unwrap();
+        let container = Difference::Container { first: first.to_owned(), second: second.to_owned() };
+        assert_eq!(found, [("x".to_owned(), container)]);
+    }
 }
 
 #[test]

@@ -85,6 +85,9 @@ def verify(
     path: Place,
     level: Literal["structure", "sizes", "hashes", "deep"] = "hashes",
     *,
+    seal: bool = False,
+    signature: Place | None = None,
+    public_key: str | os.PathLike[str] | None = None,
     threads: int | None = None,
 ) -> Report:
     """Check a checkpoint without loading it, and return a report.
@@ -96,16 +99,33 @@ def verify(
     Args:
         path: A checkpoint of any format.
         level: How much to check. Each level includes those before it.
+        seal: Add hashes to a checkpoint that has none, if no problem is found.
+        signature: A signature that must vouch for every file. ``public_key`` is needed with it.
+        public_key: The path of the public key of the signature, in PEM.
         threads: The number of threads that read and check; by default one for each core.
 
     Raises:
         IncompleteError: There is no committed checkpoint.
         UnsafeError: The checkpoint names files outside of itself.
     """
-    return _report(["verify", "--level", level, *_option("--threads", threads)], [path], finding="ok")
+    options = ["verify", "--level", level, *_flag("--seal", seal), *_option("--threads", threads)]
+    options += [*_option("--signature", _text(signature)), *_option("--public-key", _text(public_key))]
+    return _report(options, [path], finding="ok")
 
 
-def diff(first: Place, second: Place, *, tolerance: float = 0.0, threads: int | None = None) -> Report:
+def diff(
+    first: Place,
+    second: Place,
+    *,
+    tolerance: float = 0.0,
+    full: bool = False,
+    include: str | Iterable[str] = (),
+    exclude: str | Iterable[str] = (),
+    map: str | os.PathLike[str] | None = None,
+    map_reverse: bool = False,
+    set: Mapping[str, int] | None = None,
+    threads: int | None = None,
+) -> Report:
     """Compare two checkpoints of any formats, tensor by tensor.
 
     ``report["equal"]`` is ``True`` if they have the same contents; otherwise ``report["differences"]`` lists the differences by
@@ -115,15 +135,26 @@ def diff(first: Place, second: Place, *, tolerance: float = 0.0, threads: int | 
         first: A checkpoint of any format.
         second: Another one, of any format.
         tolerance: The largest absolute difference at which two numbers count as equal. With 0 they must be equal bit for bit.
+        full: Read all data, also where both checkpoints have recorded digests.
+        include: A glob, or several. Only keys that match one of them are compared.
+        exclude: A glob, or several. Keys that match one of them are not compared.
+        map: A file of rules, or the name of a built-in map, that changes the keys and shapes of the first checkpoint before they
+            are compared.
+        map_reverse: Apply the rules of ``map`` from right to left.
+        set: Numbers for the names in the map, such as ``{"heads": 32}``.
         threads: The number of threads that read and compare; by default one for each core.
     """
-    options = ["diff", "--tolerance", repr(float(tolerance)), *_option("--threads", threads)]
+    options = ["diff", "--tolerance", repr(float(tolerance)), *_flag("--full", full), *_option("--threads", threads)]
+    options += [*_globs("--include", include), *_globs("--exclude", exclude), *_map(map, map_reverse, set)]
     return _report(options, [first, second], finding="equal")
 
 
-def digest(path: Place, *, threads: int | None = None) -> Report:
-    """Return the digest of a checkpoint, which is the same for the same state in any format and layout."""
-    return _report(["digest", *_option("--threads", threads)], [path])
+def digest(path: Place, *, recorded: bool = False, threads: int | None = None) -> Report:
+    """Return the digest of a checkpoint, which is the same for the same state in any format and layout.
+
+    With ``recorded``, it is the digest that was recorded when the checkpoint was saved, and no data is read.
+    """
+    return _report(["digest", *_flag("--recorded", recorded), *_option("--threads", threads)], [path])
 
 
 def reshard(
@@ -132,13 +163,14 @@ def reshard(
     world_size: int,
     *,
     overwrite: bool = False,
+    dry_run: bool = False,
     threads: int | None = None,
 ) -> Report:
     """Write a checkpoint as a DCP directory for another number of ranks, in bounded memory.
 
-    The destination is committed as a whole, or not at all. Ctrl-C leaves nothing behind.
+    The destination is committed as a whole, or not at all. Ctrl-C leaves nothing behind. With ``dry_run``, nothing is written.
     """
-    options = ["reshard", "--world-size", str(world_size), *_flag("--overwrite", overwrite)]
+    options = ["reshard", "--world-size", str(world_size), *_flag("--overwrite", overwrite), *_flag("--dry-run", dry_run)]
     return _report([*options, *_option("--threads", threads)], [source, destination])
 
 
@@ -155,6 +187,12 @@ def convert(
     prefix: str | None = None,
     dtype: Literal["float64", "float32", "float16", "bfloat16"] | None = None,
     cast_optimizer: bool = False,
+    map: str | os.PathLike[str] | None = None,
+    map_reverse: bool = False,
+    set: Mapping[str, int] | None = None,
+    tp: int | None = None,
+    tp_rule: str | Iterable[str] = (),
+    with_: Place | None = None,
     drop_opaque: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
@@ -176,6 +214,13 @@ def convert(
         prefix: Text to put before all keys, after ``rename``.
         dtype: The dtype to which floating-point tensors are cast, except optimizer state.
         cast_optimizer: Cast optimizer state too.
+        map: A file of rules, or the name of a built-in map such as ``"llama-to-hf"``, that changes keys and shapes.
+        map_reverse: Apply the rules of ``map`` from right to left.
+        set: Numbers for the names in the map or in ``tp_rule``, such as ``{"heads": 32}``. By default they are taken from a
+            ``config.json``.
+        tp: Write separate files for each of this many tensor-parallel ranks, for ``hf``.
+        tp_rule: A rule, or several, for how ``tp`` cuts tensors, such as ``"mixer.in_proj=colwise"``.
+        with_: A directory whose configuration and tokenizer are copied along, for ``hf``.
         drop_opaque: Leave out opaque values (objects that only running code could build) if the format cannot hold them.
         overwrite: Replace the checkpoint at the destination once everything is written.
         dry_run: Write nothing; only return what would be written.
@@ -189,7 +234,8 @@ def convert(
     options += _option("--max-shard-size", max_shard_size)
     options += [*_globs("--include", include), *_globs("--exclude", exclude)]
     options += [option for old, new in (rename or {}).items() for option in _option("--rename", f"{old}={new}")]
-    options += [*_option("--dtype", dtype), *_option("--threads", threads)]
+    options += [*_option("--dtype", dtype), *_option("--threads", threads), *_map(map, map_reverse, set)]
+    options += [*_option("--tp", tp), *_globs("--tp-rule", tp_rule), *_option("--with", _text(with_))]
     flags = {
         "--cast-optimizer": cast_optimizer,
         "--drop-opaque": drop_opaque,
@@ -205,8 +251,18 @@ def _option(name: str, value: object) -> list[str]:
     return [] if value is None else [f"{name}={value}"]
 
 
+def _text(place: Place | None) -> str | None:
+    return None if place is None else os.fspath(place)
+
+
+def _map(map: str | os.PathLike[str] | None, map_reverse: bool, set: Mapping[str, int] | None) -> list[str]:
+    """Return the options that change keys and shapes."""
+    numbers = [option for name, number in (set or {}).items() for option in _option("--set", f"{name}={number}")]
+    return [*_option("--map", _text(map)), *_flag("--map-reverse", map_reverse), *numbers]
+
+
 def _globs(name: str, globs: str | Iterable[str]) -> list[str]:
-    """Return an option for each glob. A string is one glob."""
+    """Return an option for each glob or rule. A string is a single one."""
     return [option for glob in ([globs] if isinstance(globs, str) else globs) for option in _option(name, glob)]
 
 

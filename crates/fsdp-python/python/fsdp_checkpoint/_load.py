@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 from collections.abc import Callable, Iterable
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
@@ -65,7 +66,9 @@ def load(
     reads = []
     for name in wanted:
         if name in values:
-            loaded[name] = checkpoint.value(name, lambda dtype, shape, data: _of_bytes(make, dtype, shape, data))
+            loaded[name] = checkpoint.value(
+                name, lambda dtype, shape, data: _of_bytes(make, dtype, shape, data), _typed_maker(framework)
+            )
             continue
         dtype, shape = tensors[name]
         loaded[name], buffer = make(name, dtype, shape)
@@ -121,6 +124,42 @@ def _of_bytes(make: Maker, dtype: str, shape: tuple[int, ...], data: bytes) -> A
     tensor, memory = make("a tensor in a value", dtype, shape)
     memory[:] = np.frombuffer(data, np.uint8)
     return tensor
+
+
+_PATHS = frozenset({"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"})
+"""Types of ``pathlib``. Paths of another system become pure paths, since only those can be made here."""
+
+
+def _typed_maker(framework: str) -> Callable[[str, Any], Any]:
+    """Return the function that makes an object from the name of its type and the value that describes it."""
+    return _typed_for_torch if framework == "torch" else _typed
+
+
+def _typed(of: str, described: Any) -> Any:
+    """Make an object of a builtin type or a path. Those of torch's types stay the text or tuple that describes them."""
+    if of == "frozenset":
+        return frozenset(described)
+    if of == "bytearray":
+        return bytearray(described)
+    module, _, name = of.rpartition(".")
+    if module == "pathlib" and name in _PATHS:
+        try:
+            return getattr(pathlib, name)(described)
+        except NotImplementedError:
+            return getattr(pathlib, f"Pure{name}")(described)
+    return described
+
+
+def _typed_for_torch(of: str, described: Any) -> Any:
+    import torch
+
+    if of in ("torch.dtype", "torch.qscheme"):
+        return getattr(torch, described.removeprefix("torch."))
+    if of == "torch.device":
+        return torch.device(described)
+    if of == "torch.Size":
+        return torch.Size(described)
+    return _typed(of, described)
 
 
 def bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

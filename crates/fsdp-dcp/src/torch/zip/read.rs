@@ -147,6 +147,11 @@ impl Directory {
     }
 }
 
+/// Returns what an archive with a record of this name is.
+fn archive_of(name: &str) -> &'static str {
+    if name.contains("/code/") { "an archive of TorchScript" } else { "an archive of torch" }
+}
+
 /// Reads all entries of a directory; `name` gives each record its name.
 fn read_records(
     source: &dyn ReadAt,
@@ -172,7 +177,9 @@ fn read_records(
         let (name, record, next) = entry(&bytes, at, start)?;
         let here = start + at as u64;
         if record.is_deflated && !may_deflate {
-            return Err(bad(here, "the record is compressed"));
+            return Err(FormatError::Unsupported {
+                what: format!("the compressed record `{name}` in {}", archive_of(name)),
+            });
         }
         let name = name_of(name, here)?;
         let end =
