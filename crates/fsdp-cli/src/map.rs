@@ -131,6 +131,7 @@ mod tests {
     use super::*;
 
     #[test]
+    #[expect(clippy::disallowed_methods, reason = "a configuration is no checkpoint")]
     fn the_heads_of_a_model_of_several_parts_are_those_of_its_text_model() {
         let directory = tempfile::tempdir().unwrap();
         for (config, expected) in [

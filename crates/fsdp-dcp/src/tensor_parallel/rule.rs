@@ -178,7 +178,7 @@ impl Rule {
             parts.iter().zip(pattern).all(|(part, wanted)| wanted == "*" || wanted == part)
         };
         match self.pattern.split_last() {
-            Some((last, [first @ ..])) if last == "**" => {
+            Some((last, first)) if last == "**" => {
                 let mut places = parts[..parts.len() - 1].windows(first.len().max(1));
                 first.is_empty() || places.any(|parts| fits(parts, first))
             }
