@@ -44,7 +44,7 @@ pub fn list_checkpoints(dir: impl Into<Location>) -> Result<Vec<StepCheckpoint>,
 pub(crate) fn list_steps(dir: &Location) -> Result<(Vec<StepCheckpoint>, Vec<StepCheckpoint>), CheckpointError> {
     let (mut committed, mut others) = (Vec::new(), Vec::new());
     for name in names(dir)? {
-        if let Some(step) = name.strip_prefix("step-").and_then(parse_step) {
+        if let Some(step) = step_of(&name) {
             let path = dir.join(&name);
             let list = if path.join(METADATA_FILE).is_file()? { &mut committed } else { &mut others };
             list.push(StepCheckpoint { step, path });
@@ -58,6 +58,11 @@ pub(crate) fn list_steps(dir: &Location) -> Result<(Vec<StepCheckpoint>, Vec<Ste
 /// Returns the steps that have hidden files beside their checkpoints: a save in progress, or leftovers of a crash.
 pub(crate) fn steps_with_leftovers(dir: &Location) -> Result<BTreeSet<u64>, CheckpointError> {
     Ok(names(dir)?.iter().filter_map(|name| step_of_hidden(name)).collect())
+}
+
+/// Returns the step in the name of a checkpoint.
+pub(crate) fn step_of(name: &str) -> Option<u64> {
+    name.strip_prefix("step-").and_then(parse_step)
 }
 
 /// Returns the step in the name of a hidden file, e.g. `.step-20.tmp-53f1`.

@@ -10,13 +10,16 @@ use fsdp_comm::ProcessGroup;
 use fsdp_dcp::Location;
 use fsdp_dcp::lineage::{DataPosition, Lineage, Parent};
 use fsdp_dcp::storage::clean_stale;
+use fsdp_dcp::verify::with_causes;
 use fsdp_digest::StateDigest;
+use fsdp_layout::{ErrorKind, Failure as _};
 use fsdp_state::{LoadError as _, LoadOptions, LoadReport};
 use tracing::warn;
 
-use crate::catalog::{StepCheckpoint, latest_checkpoint, step_name};
+use crate::catalog::{StepCheckpoint, latest_checkpoint, step_name, step_of};
 use crate::load::{LOAD, open};
 use crate::memory_tier::MemoryTier;
+use crate::parent::parent_of_step;
 use crate::retention::{Retention, prune};
 use crate::{AsyncSaver, CheckpointError, SaveOptions, SaveProgress, SaveReport, Stateful};
 
@@ -230,15 +233,16 @@ impl Checkpointer {
 
     /// Saves the state of a run to the memory tier ([`CheckpointerOptions::memory_tier`]), like the local checkpoints
     /// of Orbax's emergency checkpointing. This is faster than a checkpoint and needs none of its storage. Each rank
-    /// writes what it holds to its own host, and another rank keeps a copy, on another host if there is one. The newest
-    /// two steps are kept.
+    /// writes what it holds to its own host, and another rank keeps a copy, on another host if there is one. This step
+    /// and the newest whole one before it are kept. Steps after it, from which the run has gone back, are removed.
     ///
     /// The tier survives the end of the processes, and the loss of any one rank's files or of any one host, but not the
     /// loss of all hosts. So save checkpoints too, though less often. Collectives: agreements, object all-gathers, and
     /// an all-to-all for each 8 MiB of the largest part.
     ///
     /// # Errors
-    /// The same on every rank: state that cannot be saved, no memory tier, a full one. The newest whole step is kept.
+    /// The same on every rank: state that [`Checkpointer::save`] would not save either, no memory tier, a full one. The
+    /// newest whole step before this one is kept.
     pub fn save_to_memory(&mut self, step: u64, run: &impl Stateful) -> Result<SaveReport, CheckpointError> {
         let state = run.state_dict();
         self.tier()?.save(step, state, &self.options.save)
@@ -247,14 +251,41 @@ impl Checkpointer {
     /// Returns the newest whole step of the memory tier, if it is newer than the newest checkpoint of the run. It is an
     /// ordinary checkpoint, and each host has one of its own. [`Checkpointer::load_latest`] calls this.
     ///
-    /// Every copy is checked, and a damaged one is not used. A step that lacks parts, or has parts of which all copies
+    /// Every copy is checked, and a damaged one is not used. A copy that cannot be read is an error. A step that lacks parts, or has parts of which all copies
     /// are damaged, is skipped with a warning and removed. With `strict`, such damage is an error. Collectives:
     /// agreements; object all-gathers; an all-to-all for each 8 MiB of a part that a host lacks.
     ///
     /// # Errors
     /// The same on every rank: files that cannot be read or written, [`CheckpointError::DamagedMemory`].
     pub fn latest_in_memory(&self, strict: bool) -> Result<Option<StepCheckpoint>, CheckpointError> {
-        if self.memory.is_none() { Ok(None) } else { self.tier()?.newest(strict) }
+        if self.memory.is_none() {
+            return Ok(None);
+        }
+        let latest = self.latest()?;
+        self.latest_in_memory_after(latest.map(|latest| latest.step), strict)
+    }
+
+    /// Returns the newest whole step of the memory tier if it is newer than `step`, like
+    /// [`Checkpointer::latest_in_memory`]. Use it if the newest checkpoint of the run turns out to be damaged. The
+    /// `step` that rank 0 passes counts.
+    ///
+    /// # Errors
+    /// The errors of [`Checkpointer::latest_in_memory`].
+    pub fn latest_in_memory_after(
+        &self,
+        step: Option<u64>,
+        strict: bool,
+    ) -> Result<Option<StepCheckpoint>, CheckpointError> {
+        if self.memory.is_none() { Ok(None) } else { self.tier()?.newest(step, strict) }
+    }
+
+    /// Returns the newest step of which the memory tier has all parts. They are not read, and nothing is changed.
+    /// Collectives: agreements and object all-gathers.
+    ///
+    /// # Errors
+    /// The same on every rank: directories that cannot be read.
+    pub fn step_in_memory(&self) -> Result<Option<u64>, CheckpointError> {
+        if self.memory.is_none() { Ok(None) } else { self.tier()?.newest_listed() }
     }
 
     /// Removes the steps of the run from the memory tier, if there is one. Call it at the end of a run, when the last
@@ -329,18 +360,30 @@ impl Checkpointer {
         let path = self.location(name);
         let (group, checkpoint) = open(LOAD, &path, &self.group, &self.options.load)?;
         let report = run.load_state_dict(&*checkpoint, &group, &self.options.load)?;
-        let step = checkpoint.lineage().map(|lineage| lineage.step);
-        // A checkpoint of another program has no lineage, and then the next checkpoint has no parent. The one that this
-        // run saved or loaded before is not its parent either, because the state comes from elsewhere now.
-        let parent = Parent::of(step, checkpoint.digests().map(StateDigest::root));
+        let (parent, place) = match self.step_of_memory(&path) {
+            // A step in the memory tier is not in the chain of checkpoints: the next one continues the one before it.
+            Some(step) => parent_of_step(&self.run, step, &group)?.unzip(),
+            // A checkpoint of another program has no lineage, and then the next checkpoint has no parent. The one that
+            // this run saved or loaded before is not its parent either, because the state comes from elsewhere now.
+            None => {
+                let step = checkpoint.lineage().map(|lineage| lineage.step);
+                (Parent::of(step, checkpoint.digests().map(StateDigest::root)), Some(path))
+            }
+        };
         *self.parent.lock().unwrap_or_else(PoisonError::into_inner) = parent;
-        *self.loaded.lock().unwrap_or_else(PoisonError::into_inner) = Some(path);
+        *self.loaded.lock().unwrap_or_else(PoisonError::into_inner) = place;
         Ok(report)
     }
 
+    /// Returns the step of a checkpoint that [`Checkpointer::latest_in_memory`] has found; `None` for any other one.
+    fn step_of_memory(&self, path: &Location) -> Option<u64> {
+        let tier = self.options.memory_tier.as_ref()?;
+        if path.name().starts_with(tier.name()) { step_of(path.name().file_name()?.to_str()?) } else { None }
+    }
+
     /// Loads the newest state of the run, from a checkpoint or from the memory tier. Returns the checkpoint and the
-    /// report, or `None` if there is none yet. Collectives: those of [`Checkpointer::latest_in_memory`],
-    /// [`Checkpointer::latest`] and [`Checkpointer::load`].
+    /// report, or `None` if there is none yet. A memory tier that cannot be used is left out, with a warning.
+    /// Collectives: those of [`Checkpointer::latest_in_memory`], [`Checkpointer::latest`] and [`Checkpointer::load`].
     ///
     /// # Errors
     /// The same as [`Checkpointer::load`]; a directory that cannot be read.
@@ -348,11 +391,18 @@ impl Checkpointer {
         &self,
         run: &mut impl Stateful,
     ) -> Result<Option<(StepCheckpoint, LoadReport)>, CheckpointError> {
-        let latest = match self.latest_in_memory(false)? {
-            Some(newer) => Some(newer),
-            None => self.latest()?,
+        let latest = self.latest()?;
+        let newer = match self.latest_in_memory_after(latest.as_ref().map(|latest| latest.step), false) {
+            // Every rank has this error, so all of them continue from the checkpoint.
+            Err(error) if error.kind() != ErrorKind::RankLost => {
+                if self.group.rank() == 0 {
+                    warn!(error = with_causes(&error), "the memory tier cannot be used: using the newest checkpoint");
+                }
+                None
+            }
+            newer => newer?,
         };
-        let Some(latest) = latest else { return Ok(None) };
+        let Some(latest) = newer.or(latest) else { return Ok(None) };
         let report = self.load(&latest.path, run)?;
         Ok(Some((latest, report)))
     }

@@ -6,6 +6,7 @@ use std::collections::BTreeSet;
 use fsdp_comm::ProcessGroup;
 use fsdp_dcp::Location;
 use fsdp_dcp::checkpoint::{Checkpoint, open};
+use fsdp_dcp::lineage::Parent;
 use fsdp_dcp::metadata::Metadata;
 use fsdp_dcp::plan::{LocalPlan, Selection};
 use fsdp_dcp::reader::OpenOptions;
@@ -15,6 +16,7 @@ use fsdp_state::LoadError as _;
 use tracing::debug;
 
 use crate::CheckpointError;
+use crate::catalog::list_checkpoints;
 use crate::plan::PLANNER;
 use crate::rounds::gather_in_rounds;
 
@@ -65,4 +67,32 @@ fn open_parent(parent: &Location, digest: Digest) -> Option<(Box<dyn Checkpoint>
         opened.inspect_err(|error| debug!(path = %parent, %error, "cannot link files of the parent")).ok()?;
     let recorded = checkpoint.digests()?.clone();
     (recorded.root() == digest).then_some((checkpoint, recorded))
+}
+
+/// Returns the checkpoint of a run that a step in the memory tier continues: the newest before that step, with its
+/// place. Returns `None` if there is none, or if it cannot be read. Collective: one object broadcast.
+///
+/// # Errors
+/// The errors of that collective.
+pub(crate) fn parent_of_step(
+    run: &Location,
+    step: u64,
+    group: &ProcessGroup,
+) -> Result<Option<(Parent, Location)>, CheckpointError> {
+    let found = if group.rank() == PLANNER { find_parent(run, step) } else { None };
+    let found: Option<(Parent, String)> = group.broadcast_object(Some(&found), PLANNER)?;
+    Ok(found.map(|(parent, name)| (parent, run.join(name))))
+}
+
+/// Returns the newest checkpoint of a run before a step, and its name in the run.
+fn find_parent(run: &Location, step: u64) -> Option<(Parent, String)> {
+    let listed = list_checkpoints(run);
+    let mut before = listed.inspect_err(|error| debug!(path = %run, %error, "cannot list the checkpoints")).ok()?;
+    before.retain(|checkpoint| checkpoint.step < step);
+    let path = before.pop()?.path;
+    let opened = open(&path, OpenOptions { verify: true });
+    let checkpoint = opened.inspect_err(|error| debug!(path = %path, %error, "cannot read the parent")).ok()?;
+    let step = checkpoint.lineage().map(|lineage| lineage.step);
+    let parent = Parent::of(step, checkpoint.digests().map(StateDigest::root))?;
+    Some((parent, path.name().file_name()?.to_str()?.to_owned()))
 }

@@ -161,25 +161,15 @@ impl Saver {
 
         // 1. Plan which rank writes what, or take the plan of the last save if no rank's layout has changed.
         let Saver { plans, last } = self;
-        let (plan, cached, source, is_planned) = {
-            let _span = info_span!("plan", rank = group.rank()).entered();
-            let source = LocalState::new(state, options.progress.clone());
-            let layout = source.as_ref().map_or(0, |(plan, _)| plan.layout_hash());
-            let key = PlanKey::new(group, layout, options.deduplicate);
-            let values = source.as_ref().map_or_else(|_| Vec::new(), |(_, source)| source.hashes_of_values());
-            let is_planned = plans.is_planned(group, &key, &source, &values)?;
-            let (plan, source) = source?;
-            let cached = plans.plan(group, key, &plan, is_planned)?;
-            (plan, cached, source, is_planned)
-        };
+        let Planned { plan, source, cached, is_planned } = plan_save(plans, state, group, options)?;
         options.progress.expect(cached.rank_bytes);
         // 2. The planner prepares the staging directory, and the others join it.
         let staging = cached.metadata.as_ref().map(|_| prepare(path, options)).transpose();
         let staging = group.agree("save: prepare", staging.map_err(WithCauses))?;
         let name =
             group.broadcast_object(staging.as_ref().map(|staging| staging.name().to_owned()).as_ref(), PLANNER)?;
-        // 3. Every rank writes its own file. In an incremental save, items are linked if they are unchanged since the
-        //    last save with the same plan, or since the checkpoint that the run was resumed from.
+        // 3. Every rank writes its own file. In an incremental save, items that have not changed since the last save
+        //    with the same plan (or since the checkpoint that the run was resumed from) are linked.
         let last = match last.take() {
             Some(last) => Some(last).filter(|_| options.incremental && is_planned),
             None => from_parent(group, &plan, cached, &source, options)?,
@@ -259,21 +249,54 @@ fn from_parent(
     Ok(Some(LastSave { path: path.clone(), written }))
 }
 
+/// The outcome of [`plan_save`].
+pub(crate) struct Planned<'p> {
+    /// The boxes and values that this rank holds.
+    pub(crate) plan: LocalPlan,
+    /// The values themselves.
+    pub(crate) source: LocalState,
+    cached: &'p CachedPlan,
+    /// `true` if the plan is that of the save before.
+    is_planned: bool,
+}
+
+/// Plans which rank writes what, or takes the plan from `plans` if no rank's layout has changed. Collective: an
+/// agreement; for a new plan, those of [`PlanCache::plan`].
+///
+/// # Errors
+/// The same on every rank: state that cannot be saved, or that differs between ranks.
+pub(crate) fn plan_save<'p>(
+    plans: &'p mut PlanCache,
+    state: &StateDict,
+    group: &ProcessGroup,
+    options: &SaveOptions,
+) -> Result<Planned<'p>, CheckpointError> {
+    let _span = info_span!("plan", rank = group.rank()).entered();
+    let local = LocalState::new(state, options.progress.clone());
+    let layout = local.as_ref().map_or(0, |(plan, _)| plan.layout_hash());
+    let key = PlanKey::new(group, layout, options.deduplicate);
+    let values = local.as_ref().map_or_else(|_| Vec::new(), |(_, source)| source.hashes_of_values());
+    let is_planned = plans.is_planned(group, &key, &local, &values)?;
+    let (plan, source) = local?;
+    let cached = plans.plan(group, key, &plan, is_planned)?;
+    Ok(Planned { plan, source, cached, is_planned })
+}
+
 /// Saves what this rank holds as a part of a checkpoint, in a DCP directory of its own at `path`. Returns the number of
 /// bytes of its tensors. This does not communicate.
 pub(crate) fn save_part(
     path: &Location,
-    state: &StateDict,
+    plan: &LocalPlan,
+    source: &LocalState,
     rank: usize,
     options: &SaveOptions,
 ) -> Result<u64, CheckpointError> {
-    let (plan, source) = LocalState::new(state, SaveProgress::default())?;
-    let GlobalPlan { metadata, selections, .. } = plan_part(&plan).map_err(fsdp_dcp::FileError::from)?;
+    let GlobalPlan { metadata, selections, .. } = plan_part(plan).map_err(fsdp_dcp::FileError::from)?;
     let staging = options.durable.prepare(path, false)?;
     // No digests: they are of whole tensors, and this rank has only parts of some.
     let options = WriteOptions { digests: false, ..options.write };
     let selection = selections.into_iter().next().unwrap_or_default();
-    let written = write_rank(&staging, rank, &plan, &selection, &source, &options)?;
+    let written = write_rank(&staging, rank, plan, &selection, source, &options)?;
     let bytes = written.payload_bytes;
     finish(staging, metadata, &[written], None)?;
     Ok(bytes)
@@ -308,7 +331,7 @@ fn write(
 }
 
 /// This rank's values by their flat keys: the source from which the writer takes them.
-struct LocalState {
+pub(crate) struct LocalState {
     tensors: IndexMap<String, Vec<(TensorBox, Payload)>>,
     values: IndexMap<String, PlainValue>,
     progress: SaveProgress,

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use candle_core::{DType, Device, Tensor};
 use fsdp_checkpoint::{CheckpointError, Checkpointer, CheckpointerOptions, StepCheckpoint};
 use fsdp_comm::{ProcessGroup, run_local};
+use fsdp_dcp::reader::OpenOptions;
 use fsdp_dcp::verify::{Level, verify};
 use fsdp_flat::{LocalShard, ShardedTensor};
 use fsdp_layout::TensorBox;
@@ -86,6 +87,25 @@ impl Run {
         });
         assert!(loaded.iter().all(|step| *step == loaded[0]), "{loaded:?}");
         loaded[0]
+    }
+
+    /// Saves a checkpoint of a step.
+    fn checkpoint(&self, step: u64) {
+        self.on_ranks(2, |checkpointer, group| checkpointer.save(step, &state(group, step)).unwrap());
+    }
+
+    /// Returns the only directory of a run in the tier of a host.
+    fn in_tier(&self, host: usize) -> PathBuf {
+        let mut found: Vec<PathBuf> =
+            fs::read_dir(self.host(host)).unwrap().map(|entry| entry.unwrap().path()).collect();
+        assert_eq!(found.len(), 1, "{found:?}");
+        found.remove(0)
+    }
+
+    /// Returns the parts of a step, on all hosts.
+    fn parts_of(&self, step: u64) -> Vec<PathBuf> {
+        let name = format!("step-{step:08}-");
+        self.parts().into_iter().filter(|part| part.to_string_lossy().contains(&name)).collect()
     }
 
     /// Returns the directories of parts below the directories of all hosts.
@@ -203,11 +223,8 @@ fn a_step_that_not_all_ranks_have_saved_is_never_taken() {
 fn the_newer_of_memory_and_checkpoint_is_loaded() {
     let run = Run::new();
     assert_eq!(run.load(2), None);
-    let durable = |step: u64| {
-        run.on_ranks(2, |checkpointer, group| checkpointer.save(step, &state(group, step)).unwrap());
-    };
     run.save(2, &[10]);
-    durable(20);
+    run.checkpoint(20);
     assert_eq!(run.load(2), Some(20));
     run.save(2, &[30]);
     assert_eq!(run.load(1), Some(30));
@@ -252,4 +269,229 @@ fn without_a_tier_or_its_space_every_rank_gets_the_same_error_and_nothing_change
         .on_ranks(4, |checkpointer, group| checkpointer.save_to_memory(1, &state(group, 1)).unwrap_err().to_string());
     assert!(errors.iter().all(|error| *error == errors[0] && error.contains("host-1")), "{errors:?}");
     assert_eq!(run.load(2), None);
+}
+
+#[test]
+fn a_run_that_goes_back_continues_from_what_it_did_then() {
+    let run = Run::new();
+    run.checkpoint(5);
+    run.on_ranks(2, |checkpointer, group| {
+        for step in [10, 20, 30] {
+            checkpointer.save_to_memory(step, &state(group, step)).unwrap();
+        }
+        checkpointer.load(5u64, &mut state(group, 0)).unwrap();
+        for step in [12, 14] {
+            checkpointer.save_to_memory(step, &state(group, step)).unwrap();
+        }
+    });
+    assert_eq!(run.load(2), Some(14));
+}
+
+#[test]
+fn a_host_that_comes_back_with_an_abandoned_step_is_not_believed() {
+    let run = Run::new();
+    run.checkpoint(5);
+    run.save(4, &[30]);
+    let away = run.0.path().join("away");
+    fs::rename(run.host(1), &away).unwrap();
+    fs::remove_dir_all(run.host(0)).unwrap();
+    assert_eq!(run.load(2), Some(5));
+    run.save(2, &[12, 14]);
+    fs::rename(away, run.host(1)).unwrap();
+    assert_eq!(run.load(4), Some(14));
+}
+
+#[test]
+fn a_step_that_is_in_use_and_cannot_be_removed_does_not_come_back() {
+    let run = Run::new();
+    run.checkpoint(5);
+    run.save(2, &[20, 30]);
+    let readers: Vec<_> =
+        run.parts_of(30).iter().map(|part| fsdp_dcp::reader::CheckpointReader::open(part.as_path()).unwrap()).collect();
+    run.on_ranks(2, |checkpointer, group| {
+        checkpointer.load(5u64, &mut state(group, 0)).unwrap();
+        checkpointer.save_to_memory(12, &state(group, 12)).unwrap();
+    });
+    assert_eq!((run.parts_of(30).len(), readers.len()), (4, 4));
+    assert_eq!(run.load(2), Some(12));
+}
+
+#[test]
+fn a_step_can_be_saved_again() {
+    let run = Run::new();
+    run.save(2, &[20, 30, 30]);
+    assert_eq!((run.parts_of(20).len(), run.parts_of(30).len()), (4, 4));
+    assert_eq!(run.load(2), Some(30));
+}
+
+#[test]
+fn a_step_without_its_copies_replaces_none_that_has_them() {
+    let run = Run::new();
+    run.save(2, &[20, 30]);
+    // The same as if the copies of step 30 had not fitted.
+    for part in run.parts_of(30) {
+        let own = part.file_name().unwrap().to_str().unwrap().split('-').nth(4).unwrap().to_owned();
+        if !part.parent().unwrap().ends_with(format!("rank-{own}")) {
+            fs::remove_dir_all(part).unwrap();
+        }
+    }
+    assert_eq!(run.parts_of(30).len(), 2);
+    run.save(2, &[40]);
+    assert_eq!([20, 30, 40].map(|step| run.parts_of(step).len()), [4, 0, 4]);
+}
+
+#[test]
+fn a_copied_run_has_a_tier_of_its_own() {
+    let run = Run::new();
+    run.save(2, &[30]);
+    let (first, copy) = (run.0.path().join("run"), run.0.path().join("copy"));
+    fs::create_dir(&copy).unwrap();
+    for file in files(&first) {
+        fs::copy(&file, copy.join(file.file_name().unwrap())).unwrap();
+    }
+    run_local(2, |group| {
+        let memory_tier = Some(run.host(0).into());
+        let options = CheckpointerOptions { memory_tier, ..CheckpointerOptions::default() };
+        let mut checkpointer = Checkpointer::new(copy.clone(), &group, options).unwrap();
+        assert_eq!(checkpointer.latest_in_memory(true).unwrap(), None);
+        checkpointer.save_to_memory(7, &state(&group, 7)).unwrap();
+    })
+    .unwrap();
+    assert_eq!(run.load(2), Some(30));
+}
+
+#[test]
+fn ranks_that_differ_in_a_value_get_the_same_error_and_nothing_changes() {
+    let run = Run::new();
+    run.save(2, &[20]);
+    let before = run.parts();
+    let errors = run.on_ranks(2, |checkpointer, group| {
+        let mut state = state(group, 30);
+        state.insert("rng", group.rank() as i64);
+        checkpointer.save_to_memory(30, &state).unwrap_err().to_string()
+    });
+    assert!(errors[0].contains("`rng`") && errors[0] == errors[1], "{errors:?}");
+    assert_eq!(run.parts(), before);
+    // Elements that no rank holds are found when they are saved, not when they are needed.
+    let errors = run.on_ranks(2, |checkpointer, group| {
+        let mut state = state(group, 30);
+        if group.rank() == 1 {
+            state.remove("rows");
+        }
+        checkpointer.save_to_memory(30, &state).unwrap_err().to_string()
+    });
+    assert!(errors[0].contains("`rows`") && errors[0] == errors[1], "{errors:?}");
+    assert_eq!(run.parts(), before);
+}
+
+#[test]
+fn a_tier_that_cannot_be_used_leaves_the_checkpoints() {
+    let run = Run::new();
+    run.checkpoint(5);
+    run.save(2, &[30]);
+    // The second host cannot join the parts that it receives.
+    let name = run.in_tier(0).file_name().unwrap().to_owned();
+    let second = run.host(1).join(name);
+    fs::create_dir_all(&second).unwrap();
+    fs::write(second.join("step-00000030"), "x").unwrap();
+    let errors = run.on_ranks(4, |checkpointer, _| checkpointer.latest_in_memory(false).unwrap_err().to_string());
+    assert!(errors.iter().all(|error| *error == errors[0] && error.contains("host-1")), "{errors:?}");
+    assert!(run.parts().iter().all(|part| !part.starts_with(run.host(1))), "what was received would fill the tier");
+    assert_eq!(run.load(4), Some(5));
+    // Without that file it can.
+    fs::remove_file(second.join("step-00000030")).unwrap();
+    assert_eq!(run.load(4), Some(30));
+}
+
+#[cfg(unix)]
+#[test]
+fn a_part_that_cannot_be_read_is_not_taken_for_damaged() {
+    let run = Run::new();
+    run.checkpoint(5);
+    run.save(2, &[20, 30]);
+    // A socket: the system cannot open it.
+    let mut data: Vec<PathBuf> = run.parts_of(30).iter().flat_map(|part| files(part)).collect();
+    data.retain(|file| file.extension().is_some_and(|end| end == "distcp"));
+    for file in &data {
+        fs::rename(file, file.with_extension("away")).unwrap();
+        let socket = run.0.path().join("socket");
+        std::os::unix::net::UnixListener::bind(&socket).unwrap();
+        fs::rename(socket, file).unwrap();
+    }
+    let errors = run.on_ranks(2, |checkpointer, _| checkpointer.latest_in_memory(false).unwrap_err().to_string());
+    assert_eq!(errors[0], errors[1]);
+    assert_eq!(run.load(2), Some(5));
+    assert_eq!(run.parts_of(30).len(), 4);
+    for file in &data {
+        fs::rename(file.with_extension("away"), file).unwrap();
+    }
+    assert_eq!(run.load(2), Some(30));
+}
+
+#[test]
+fn any_host_may_be_lost_also_one_with_most_of_the_ranks() {
+    for (lost, ranks) in [(0, 3), (1, 3)] {
+        let run = Run::new();
+        run.save(ranks, &[10, 20]);
+        fs::remove_dir_all(run.host(lost)).unwrap();
+        assert_eq!(run.load(ranks), Some(20), "host {lost}");
+    }
+}
+
+#[test]
+fn a_tier_that_is_removed_meanwhile_is_made_again() {
+    let run = Run::new();
+    run.on_ranks(1, |checkpointer, group| {
+        checkpointer.save_to_memory(10, &state(group, 10)).unwrap();
+        fs::remove_dir_all(run.host(0)).unwrap();
+        checkpointer.save_to_memory(20, &state(group, 20)).unwrap();
+    });
+    assert_eq!(run.load(1), Some(20));
+    run.on_ranks(1, |checkpointer, _| {
+        checkpointer.latest_in_memory(false).unwrap();
+        fs::remove_dir_all(run.host(0)).unwrap();
+        checkpointer.clear_memory().unwrap();
+    });
+}
+
+#[test]
+fn a_checkpoint_after_a_resume_from_memory_continues_the_chain() {
+    let run = Run::new();
+    run.checkpoint(5);
+    run.save(2, &[10]);
+    run.on_ranks(2, |checkpointer, group| {
+        checkpointer.load_latest(&mut state(group, 0)).unwrap();
+        checkpointer.save(15u64, &state(group, 15)).unwrap();
+    });
+    let open = |step: u64| {
+        fsdp_dcp::checkpoint::open(run.0.path().join(format!("run/step-{step:08}")), OpenOptions { verify: true })
+            .unwrap()
+    };
+    let parent = open(15).lineage().unwrap().parent.unwrap();
+    assert_eq!((parent.step, parent.digest), (5, open(5).digests().unwrap().root()));
+}
+
+#[cfg(unix)]
+#[test]
+fn the_tier_of_a_run_is_its_owners_alone_and_disappears_with_it() {
+    use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
+
+    let run = Run::new();
+    run.save(2, &[10]);
+    let directory = run.in_tier(0);
+    assert_eq!(fs::metadata(&directory).unwrap().permissions().mode() & 0o777, 0o700);
+    run.on_ranks(2, |checkpointer, group| {
+        checkpointer.clear_memory().unwrap();
+        // All ranks have cleared it.
+        group.barrier().unwrap();
+        assert_eq!(fs::read_dir(run.host(0)).unwrap().count(), 0);
+        group.barrier().unwrap();
+        // It can be used again.
+        checkpointer.save_to_memory(20, &state(group, 20)).unwrap();
+    });
+    // Only root can give a directory to another user.
+    if fs::metadata(&directory).unwrap().uid() == 0 && std::os::unix::fs::chown(&directory, Some(1234), None).is_ok() {
+        let errors = run.on_ranks(2, |checkpointer, _| checkpointer.latest_in_memory(false).unwrap_err().to_string());
+        assert!(errors[0].contains("another user") && errors[0] == errors[1], "{errors:?}");
+    }
 }

@@ -99,6 +99,14 @@ fn directories(tier: &Path) -> Vec<PathBuf> {
     found
 }
 
+/// Returns the names of all files and directories below a directory.
+fn snapshot(directory: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten().map(|entry| entry.path());
+    let mut found: Vec<PathBuf> = entries.flat_map(|path| [vec![path.clone()], snapshot(&path)].concat()).collect();
+    found.sort();
+    found
+}
+
 fn start(before: &[&str], arguments: &[&str]) -> Child {
     let mut command = Command::new(FSDP);
     for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("FSDP_")) {
@@ -172,8 +180,10 @@ fn damaged_memory_is_never_used() {
     // A run that begins anew would mix its steps with these.
     let (out, text) = (killed.out(), tier.to_str().unwrap().to_owned());
     fs::rename(out.join("step-00000004"), killed.dir.path().join("away")).unwrap();
+    let before = snapshot(&tier);
     let anew = fsdp(&["train", "--steps", "9", "--out", out.to_str().unwrap(), "--memory-tier", &text]).assert();
     anew.code(i32::from(exit_codes::USAGE)).stderr(predicates::str::contains("already"));
+    assert_eq!(snapshot(&tier), before, "a run that is refused changes nothing");
     fs::rename(killed.dir.path().join("away"), out.join("step-00000004")).unwrap();
     // Both copies of rank 1's part: the step before it.
     assert_eq!(newest(1).len(), 2);
@@ -185,6 +195,42 @@ fn damaged_memory_is_never_used() {
     let talk = killed.resume("2", &[]);
     assert!(talk.contains("damaged"), "{talk}");
     killed.assert_went_on(&talk, killed.before);
+}
+
+/// A file lies where the tier should be.
+#[test]
+fn a_run_goes_on_without_a_tier_that_cannot_be_used() {
+    let dir = TempDir::new().unwrap();
+    let (out, tier) = (dir.path().join("out"), dir.path().join("file"));
+    fs::write(&tier, "x").unwrap();
+    let tier = tier.join("tier");
+    let train = |steps: &str, more: &[&str]| {
+        let arguments = ["train", "--nproc", "2", "--steps", steps, "--out", out.to_str().unwrap()];
+        fsdp(&arguments)
+            .args(["--memory-tier", tier.to_str().unwrap(), "--memory-every", "1"])
+            .args(SMALL)
+            .args(more)
+            .assert()
+    };
+    let warns = || predicates::str::contains("memory tier");
+    train("3", &[]).success().stderr(warns());
+    train("5", &["--resume=strict"]).failure().stderr(warns());
+    train("5", &["--resume"]).success().stderr(warns());
+    assert_eq!(losses(&out).len(), 5);
+}
+
+#[test]
+fn a_step_in_memory_before_a_damaged_checkpoint_is_found() {
+    let killed = kill_a_run();
+    let (out, newest) = (killed.out(), killed.out().join("step-00900000"));
+    fs::create_dir(&newest).unwrap();
+    for entry in fs::read_dir(out.join("step-00000004")).unwrap().flatten() {
+        fs::copy(entry.path(), newest.join(entry.file_name())).unwrap();
+    }
+    flip(&newest);
+    let talk = killed.resume("2", &[]);
+    assert!(talk.contains("damaged"), "{talk}");
+    killed.assert_went_on(&talk, killed.step);
 }
 
 /// Kills a job of four processes on two hosts, and replaces the second one by one that has nothing.

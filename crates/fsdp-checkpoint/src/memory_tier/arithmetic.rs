@@ -7,16 +7,17 @@ use std::fmt;
 use fsdp_comm::MAX_WORLD_SIZE;
 use serde::{Deserialize, Serialize};
 
-/// A save to the memory tier.
+/// A save to the memory tier. The one that the run continues from is the greatest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub(super) struct MemoryStep {
+    /// The number of a start of the job, which is larger than the numbers of all starts before it. A run that goes back
+    /// to an older step gets a new number too. Parts of different starts are never joined, because the same step may
+    /// have another result after a restart.
+    pub(super) start: u64,
     /// Steps done when it was saved.
     pub(super) step: u64,
     /// The number of ranks, each of which has saved a part.
     pub(super) ranks: usize,
-    /// A random number of this start of the job. Parts of different starts are never joined, because the same step may
-    /// have another result after a restart.
-    pub(super) start: u64,
 }
 
 /// One rank's part of a save. Its `Display` text is the name of its directory.
@@ -37,20 +38,14 @@ impl fmt::Display for Part {
 impl Part {
     /// Parses the name of a part's directory; returns `None` for any other name.
     pub(super) fn from_name(name: &str) -> Option<Self> {
-        let mut words = name.split('-');
-        let part = Part {
-            of: MemoryStep {
-                step: words.nth(1)?.parse().ok()?,
-                start: u64::from_str_radix(words.next()?, 16).ok()?,
-                ranks: 0,
-            },
-            rank: words.nth(1)?.parse().ok()?,
-        };
-        let ranks = words.nth(1)?.parse().ok()?;
-        let part = Part { of: MemoryStep { ranks, ..part.of }, ..part };
+        let words: Vec<&str> = name.split('-').collect();
+        let &["step", step, start, "rank", rank, "of", ranks] = words.as_slice() else { return None };
+        let start = u64::from_str_radix(start, 16).ok()?;
+        let of = MemoryStep { start, step: step.parse().ok()?, ranks: ranks.parse().ok()? };
+        let part = Part { of, rank: rank.parse().ok()? };
         // Only the exact spelling that `Display` writes is accepted, so one part has one name.
-        // The number of ranks is limited because [`steps`] lists the missing ones.
-        (part.to_string() == name && part.rank < ranks && ranks <= MAX_WORLD_SIZE).then_some(part)
+        let is_exact = part.to_string() == name;
+        (is_exact && part.rank < of.ranks && of.ranks <= MAX_WORLD_SIZE).then_some(part)
     }
 }
 
@@ -75,41 +70,66 @@ pub(super) struct Transfer {
 /// Returns the buddy of each rank: the rank that keeps a copy of its part. `hosts` has the lowest rank of each rank's
 /// host.
 ///
-/// Every rank is the buddy of exactly one rank. The two are on different hosts, unless more than half of all ranks are
-/// on one host: then some ranks of that host have a buddy on it. A single rank is its own buddy.
+/// A rank and its buddy are on different hosts if there are several. Every rank is the buddy of one rank, unless more
+/// than half of all ranks are on one host: then the other ranks take turns as the buddies of that host's ranks. A single
+/// rank is its own buddy.
 pub(super) fn buddies(hosts: &[usize]) -> Vec<usize> {
-    // The ranks form a ring, in which the ranks of a host are neighbours. The distance from a rank to its buddy is the
-    // number of ranks of the largest host, so that the buddy is beyond the rank's own host.
-    let mut ring: Vec<usize> = (0..hosts.len()).collect();
-    ring.sort_by_key(|&rank| hosts[rank]);
-    let largest = ring.chunk_by(|&a, &b| hosts[a] == hosts[b]).map(<[usize]>::len).max().unwrap_or(0);
-    let stride = if largest == ring.len() { 1 } else { largest };
-    let mut buddies = vec![0; ring.len()];
+    let ranks = hosts.len();
+    let ranks_of = |host: usize| hosts.iter().filter(|other| **other == host).count();
+    let largest = hosts.iter().copied().max_by_key(|&host| ranks_of(host)).unwrap_or_default();
+    // The ranks form a ring, in which the ranks of a host are neighbours. Those of the largest host come first.
+    let mut ring: Vec<usize> = (0..ranks).collect();
+    ring.sort_by_key(|&rank| (hosts[rank] != largest, hosts[rank]));
+    let of_largest = ranks_of(largest);
+    let others = ranks - of_largest;
+    let mut buddies = vec![0; ranks];
     for (at, &rank) in ring.iter().enumerate() {
-        buddies[rank] = ring[(at + stride) % ring.len()];
+        // The distance is the number of ranks of the largest host, so that the buddy is beyond the rank's own host.
+        let buddy = match others {
+            0 => at + 1,
+            _ if at < of_largest => of_largest + at % others,
+            _ => at + of_largest,
+        };
+        buddies[rank] = ring[buddy % ranks];
     }
     buddies
 }
 
-/// Returns the steps of which there is at least one part, the newest first, each with the ranks whose parts are
-/// missing.
+/// The most ranks that a message names.
+const MAX_LISTED: usize = 20;
+
+/// Returns the steps of which there is at least one part, the newest first, each with the first few ranks whose parts
+/// are missing.
 pub(super) fn steps(copies: &[PartCopy]) -> Vec<(MemoryStep, Vec<usize>)> {
     let mut found: BTreeMap<MemoryStep, BTreeSet<usize>> = BTreeMap::new();
     for copy in copies {
         found.entry(copy.part.of).or_default().insert(copy.part.rank);
     }
-    // The map is sorted by step, so the newest is its last entry.
+    // The map is sorted, so the newest is its last entry.
     found.into_iter().rev().map(|(step, ranks)| (step, missing_ranks(step, &ranks))).collect()
 }
 
-/// Returns the ranks of a save that are not among `present`.
-fn missing_ranks(step: MemoryStep, present: &BTreeSet<usize>) -> Vec<usize> {
-    (0..step.ranks).filter(|rank| !present.contains(rank)).collect()
+/// Returns the first few ranks of a save that are not among `present`. The number of ranks comes from a file name, and
+/// may be absurdly large.
+pub(super) fn missing_ranks(step: MemoryStep, present: &BTreeSet<usize>) -> Vec<usize> {
+    (0..step.ranks).filter(|rank| !present.contains(rank)).take(MAX_LISTED).collect()
 }
 
 /// Returns the newest step that has all parts.
 pub(super) fn newest_whole(copies: &[PartCopy]) -> Option<MemoryStep> {
     steps(copies).into_iter().find(|(_, missing)| missing.is_empty()).map(|(step, _)| step)
+}
+
+/// Returns the newest step that has as many copies of each part as a save leaves: two, or one of a single rank. Where
+/// there is none, because a host was lost, returns the newest step that has all parts.
+pub(super) fn newest_complete(copies: &[PartCopy]) -> Option<MemoryStep> {
+    let mut counts: BTreeMap<Part, usize> = BTreeMap::new();
+    for copy in copies {
+        *counts.entry(copy.part).or_default() += 1;
+    }
+    let complete: Vec<PartCopy> =
+        copies.iter().filter(|copy| counts[&copy.part] >= copy.part.of.ranks.min(2)).cloned().collect();
+    newest_whole(&complete).or_else(|| newest_whole(copies))
 }
 
 /// Returns the copies that a rank checks. The ranks of a host take turns over the copies on that host.
@@ -183,12 +203,21 @@ mod tests {
     }
 
     #[test]
+    fn a_message_names_few_of_many_missing_ranks() {
+        let name = format!("step-00000001-0000000000000007-rank-0-of-{MAX_WORLD_SIZE}");
+        let part = Part::from_name(&name).unwrap();
+        assert!(steps(&[copy(part.of, part.rank, 0)])[0].1.len() <= 20);
+    }
+
+    #[test]
     fn a_buddy_is_on_another_host_or_else_a_neighbour() {
         assert_eq!(buddies(&[0]), [0]);
         assert_eq!(buddies(&[0, 0, 0]), [1, 2, 0]);
         assert_eq!(buddies(&[0, 0, 2, 2]), [2, 3, 0, 1]);
         // Ranks that are dealt out to hosts in turn.
         assert_eq!(buddies(&[0, 1, 0, 1]), [1, 0, 3, 2]);
+        // Most ranks are on one host, so the other ranks keep several parts.
+        assert_eq!(buddies(&[0, 0, 2]), [2, 2, 1]);
     }
 
     proptest! {
@@ -198,13 +227,15 @@ mod tests {
             for size in &sizes {
                 hosts.extend(std::iter::repeat_n(hosts.len(), *size));
             }
-            let (buddies, largest) = (buddies(&hosts), sizes.iter().copied().max().unwrap_or(0));
-            let mut sorted = buddies.clone();
-            sorted.sort_unstable();
-            prop_assert_eq!(sorted, (0..hosts.len()).collect::<Vec<_>>());
+            let buddies = buddies(&hosts);
+            let largest = sizes.iter().copied().max().unwrap_or(0);
             for (rank, &buddy) in buddies.iter().enumerate() {
                 prop_assert!(hosts.len() == 1 || buddy != rank);
-                prop_assert!(2 * largest > hosts.len() || hosts[buddy] != hosts[rank], "{hosts:?}: {buddies:?}");
+                prop_assert!(sizes.len() == 1 || hosts[buddy] != hosts[rank], "{hosts:?}: {buddies:?}");
+                // No rank keeps more parts than it must.
+                let kept = buddies.iter().filter(|other| **other == rank).count();
+                let most = if sizes.len() == 1 { 1 } else { largest.div_ceil(hosts.len() - largest).max(1) };
+                prop_assert!(kept <= most, "{hosts:?}: {buddies:?}");
             }
         }
 

@@ -6,6 +6,7 @@
 //! written to the storage of the checkpoints.
 //!
 //! ```text
+//! DIR/<run>/                                                     for this user alone
 //! DIR/<run>/host                                                 a random number that identifies the host
 //! DIR/<run>/rank-1/step-00000020-<start>-rank-1-of-2/            rank 1's own part, as a DCP directory
 //! DIR/<run>/rank-1/step-00000020-<start>-rank-0-of-2/            the copy of rank 0's part
@@ -16,33 +17,30 @@
 //! of one save exist. If a part is damaged, its copy is used.
 
 mod arithmetic;
+mod run_directory;
 mod send;
 
 use std::collections::BTreeSet;
-use std::hash::{BuildHasher as _, Hasher as _, RandomState};
-use std::time::Instant;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use fsdp_comm::ProcessGroup;
 use fsdp_dcp::storage::{Durable, clean_stale};
 use fsdp_dcp::verify::with_causes;
-use fsdp_dcp::{FileError, Location, parts};
+use fsdp_dcp::{Location, parts};
+use fsdp_layout::{ErrorKind, Failure as _};
 use fsdp_state::{LoadError as _, StateDict};
 use tracing::{info_span, warn};
 
-use self::arithmetic::{MemoryStep, Part, PartCopy, Transfer, buddies, newest_whole, rounds, share, steps, transfers};
+use self::arithmetic::{
+    MemoryStep, Part, PartCopy, Transfer, buddies, missing_ranks, newest_complete, newest_whole, rounds, share, steps,
+    transfers,
+};
+use self::run_directory::{RunDirectory, make_private};
 use self::send::send;
-use crate::catalog::{StepCheckpoint, latest_checkpoint, step_name};
-use crate::save::save_part;
-use crate::{CheckpointError, SaveOptions, SaveReport};
-
-/// The name of the file, in the directory of a run's checkpoints, with the number of the run in the memory tier.
-const RUN_FILE: &str = ".memory-tier";
-
-/// The name of the file, in the run's directory of the memory tier, with the number of the host.
-const HOST_FILE: &str = "host";
-
-/// The length of both files: 16 hexadecimal digits.
-const NUMBER_BYTES: u64 = 16;
+use crate::catalog::{StepCheckpoint, step_name};
+use crate::plan::PlanCache;
+use crate::save::{Planned, plan_save, save_part};
+use crate::{CheckpointError, SaveOptions, SaveProgress, SaveReport};
 
 /// The memory tier of a run, as one rank sees it.
 #[derive(Debug)]
@@ -51,17 +49,9 @@ pub(crate) struct MemoryTier {
     run: Location,
     group: ProcessGroup,
     run_directory: Option<RunDirectory>,
-}
-
-/// The directory of a run in the memory tier, and the hosts that have one.
-#[derive(Debug, Clone)]
-struct RunDirectory {
-    /// The run's own directory on this host.
-    root: Location,
-    /// The lowest rank of each rank's host.
-    hosts: Vec<usize>,
-    /// The number of this start of the job.
-    start: u64,
+    /// The number of this start of the job; `None` before its first save.
+    start: Option<u64>,
+    plans: PlanCache,
 }
 
 /// A damaged copy, and the description of the damage.
@@ -70,13 +60,14 @@ type Damaged = (PartCopy, String);
 impl MemoryTier {
     /// Returns the memory tier of a run. This neither communicates nor opens files.
     pub(crate) fn new(directory: Location, run: Location, group: ProcessGroup) -> Self {
-        MemoryTier { directory, run, group, run_directory: None }
+        MemoryTier { directory, run, group, run_directory: None, start: None, plans: PlanCache::default() }
     }
 
     /// Saves the state of a step. Afterwards the tier holds this step and the newest whole one before it.
     ///
     /// # Errors
-    /// The same on every rank: state that cannot be saved, errors of the storage. The newest whole step is kept.
+    /// The same on every rank: state that a checkpoint could not hold either, errors of the storage. The newest whole
+    /// step before this one is kept.
     pub(crate) fn save(
         &mut self,
         step: u64,
@@ -89,23 +80,32 @@ impl MemoryTier {
         let rank = group.rank();
         let _span = info_span!("save to memory", rank, step).entered();
         let state = CheckpointError::agree(&group, OPERATION, None, state)?;
+        // 1. What the ranks hold together must be what a checkpoint can hold. So it is planned like one, although each
+        //    rank then writes all that it holds.
+        let options = &SaveOptions { progress: SaveProgress::default(), ..options.clone() };
+        let Planned { plan, source, .. } = plan_save(&mut self.plans, &state, &group, options)?;
         let directory = self.open(&group, true)?;
         let nowhere = || CheckpointError::NotAMemoryTier { path: self.directory.name().to_owned() };
-        let RunDirectory { root, hosts, start } = directory.ok_or_else(nowhere)?;
-        // 1. Make room: of the older steps, only the newest whole one is kept.
-        let kept = newest_whole(&list_all(&group, OPERATION, &root, &hosts)?);
+        let RunDirectory { root, hosts } = directory.ok_or_else(nowhere)?;
+        let copies = list_all(&group, OPERATION, &root, &hosts)?;
+        let of = MemoryStep { start: self.start_of_save(&group, step, &copies)?, step, ranks: group.world_size() };
+        // 2. Make room: of the older steps, only the newest complete one is kept. Steps from this one on are of a save
+        //    that failed, or were saved before the run went back to an older state. It does not continue from them.
+        let older: Vec<PartCopy> = copies.into_iter().filter(|copy| copy.part.of.step < step).collect();
+        let kept = newest_complete(&older);
         let removed = if hosts[rank] == rank { remove_all_but(&root, kept) } else { Ok(()) };
         CheckpointError::agree(&group, OPERATION, None, removed)?;
-        // 2. Every rank writes its own part.
-        let part = Part { of: MemoryStep { step, ranks: group.world_size(), start }, rank };
-        let bytes = save_part(&place_of(&root, rank, part), &state, rank, options);
+        // 3. Every rank writes its own part. The run's directory may have been removed since the last save.
+        let part = Part { of, rank };
+        let own = place_of(&root, rank, part);
+        let bytes = make_private(&root).and_then(|()| save_part(&own, &plan, &source, rank, options));
         let rank_bytes = CheckpointError::agree(&group, OPERATION, None, bytes)?;
-        // 3. Its buddy gets a copy. From then on the step survives the loss of any one rank's files, or of any one
+        // 4. Its buddy gets a copy. From then on the step survives the loss of any one rank's files, or of any one
         //    host.
-        if group.world_size() > 1 {
-            let to_buddy = |(from, to): (usize, usize)| Transfer { part: Part { rank: from, ..part }, from, to };
-            let transfers: Vec<Transfer> = buddies(&hosts).into_iter().enumerate().map(to_buddy).collect();
-            send(&group, OPERATION, &transfers, |&Transfer { part, from, to }| {
+        let to_buddy = |(from, to): (usize, usize)| Transfer { part: Part { rank: from, ..part }, from, to };
+        let transfers = buddies(&hosts).into_iter().enumerate().map(to_buddy).filter(|copy| copy.from != copy.to);
+        for round in rounds(transfers.collect()) {
+            send(&group, OPERATION, &round, |&Transfer { part, from, to }| {
                 (place_of(&root, from, part), place_of(&root, to, part))
             })?;
         }
@@ -113,18 +113,38 @@ impl MemoryTier {
         Ok(SaveReport { rank_bytes, total_bytes, linked_bytes: 0, digest: None, duration: clock.elapsed() })
     }
 
-    /// Returns the newest whole step, if it is newer than the newest checkpoint of the run. Each host then has all of
-    /// its parts, joined to an ordinary checkpoint. Newer steps, which are damaged or were never completed, are
+    /// Returns the number of this start of the job, for a save of `step`. There is a new one for the first save, and
+    /// when the run has gone back behind a step that it had saved. Collective: an object broadcast for a new number.
+    fn start_of_save(&mut self, group: &ProcessGroup, step: u64, copies: &[PartCopy]) -> Result<u64, CheckpointError> {
+        let newest = copies.iter().map(|copy| copy.part.of).max();
+        if let Some(start) = self.start
+            && newest.is_none_or(|newest| (newest.start, newest.step) < (start, step))
+        {
+            return Ok(start);
+        }
+        // The time also exceeds the numbers of starts on other hosts, which cannot be seen now and may come back.
+        let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let time = u64::try_from(time.as_nanos()).unwrap_or_default();
+        let next = newest.map_or(0, |newest| newest.start.saturating_add(1));
+        let start = group.broadcast_object(Some(&time.max(next)), 0)?;
+        self.start = Some(start);
+        Ok(start)
+    }
+
+    /// Returns the newest whole step if it is newer than the step `durable` of rank 0, a checkpoint. Each host then has
+    /// all of its parts, joined to an ordinary checkpoint. Newer steps, which are damaged or were never completed, are
     /// removed.
     ///
     /// # Errors
     /// The same on every rank: errors of the storage; with `strict`, a step that was completed and is damaged.
-    pub(crate) fn newest(&mut self, strict: bool) -> Result<Option<StepCheckpoint>, CheckpointError> {
+    pub(crate) fn newest(
+        &mut self,
+        durable: Option<u64>,
+        strict: bool,
+    ) -> Result<Option<StepCheckpoint>, CheckpointError> {
         const OPERATION: &str = "look into the memory tier";
         let group = self.group.with_deadline_at_least(crate::save::DEFAULT_DEADLINE);
-        let Some(RunDirectory { root, hosts, .. }) = self.open(&group, false)? else { return Ok(None) };
-        let durable = if group.rank() == 0 { latest_step(&self.run) } else { Ok(None) };
-        let durable = CheckpointError::agree(&group, OPERATION, None, durable)?;
+        let Some(RunDirectory { root, hosts }) = self.open(&group, false)? else { return Ok(None) };
         let durable: Option<u64> = group.broadcast_object(Some(&durable), 0)?;
         // Every rank has the same list of copies, so all of them choose the same step.
         let copies = list_all(&group, OPERATION, &root, &hosts)?;
@@ -147,7 +167,7 @@ impl MemoryTier {
                     break;
                 }
                 damaged => {
-                    let ranks = damaged.map_or_else(|| (0..step.ranks).collect(), |(_, ranks)| ranks);
+                    let ranks = damaged.map_or_else(|| missing_ranks(step, &BTreeSet::new()), |(_, ranks)| ranks);
                     if strict {
                         return Err(CheckpointError::DamagedMemory { step: step.step, ranks });
                     }
@@ -170,20 +190,56 @@ impl MemoryTier {
         Ok(Some(self.join(&group, &root, &hosts, step, &copies)?))
     }
 
-    /// Removes all steps.
+    /// Returns the newest step of which all parts exist. They are not read, and nothing is changed.
+    ///
+    /// # Errors
+    /// The same on every rank: errors of the storage.
+    pub(crate) fn newest_listed(&mut self) -> Result<Option<u64>, CheckpointError> {
+        let group = self.group.clone();
+        let Some(RunDirectory { root, hosts }) = self.open(&group, false)? else { return Ok(None) };
+        let copies = list_all(&group, "list the memory tier", &root, &hosts)?;
+        Ok(newest_whole(&copies).map(|newest| newest.step))
+    }
+
+    /// Removes the run's directories from the tier.
     ///
     /// # Errors
     /// The same on every rank: errors of the storage.
     pub(crate) fn clear(&mut self) -> Result<(), CheckpointError> {
         const OPERATION: &str = "clear the memory tier";
         let group = self.group.clone();
-        let Some(RunDirectory { root, hosts, .. }) = self.open(&group, false)? else { return Ok(()) };
-        let leads = hosts[group.rank()] == group.rank();
-        CheckpointError::agree(&group, OPERATION, None, if leads { remove_all_but(&root, None) } else { Ok(()) })
+        let Some(RunDirectory { root, hosts }) = self.open(&group, false)? else { return Ok(()) };
+        // The next save makes new ones.
+        self.run_directory = None;
+        let removed = if hosts[group.rank()] == group.rank() { remove(&root) } else { Ok(()) };
+        CheckpointError::agree(&group, OPERATION, None, removed)
     }
 
-    /// Joins the parts of a step to a checkpoint on every host, after each host has received the parts that it lacks.
+    /// Joins the parts of a step to a checkpoint on every host, after each host has received the parts that it lacks. If
+    /// that fails, the received parts are removed, because they would leave less space for the next attempt.
     fn join(
+        &self,
+        group: &ProcessGroup,
+        root: &Location,
+        hosts: &[usize],
+        step: MemoryStep,
+        copies: &[PartCopy],
+    ) -> Result<StepCheckpoint, CheckpointError> {
+        let joined = self.receive_and_join(group, root, hosts, step, copies);
+        if joined.is_err() {
+            let rank = group.rank();
+            for transfer in transfers(copies, hosts).iter().filter(|transfer| transfer.to == rank) {
+                let place = place_of(root, rank, transfer.part);
+                if let Err(error) = remove(&place) {
+                    warn!(path = %place, %error, "failed to remove a part that was received");
+                }
+            }
+        }
+        joined
+    }
+
+    /// Does the work of [`Self::join`].
+    fn receive_and_join(
         &self,
         group: &ProcessGroup,
         root: &Location,
@@ -223,34 +279,11 @@ impl MemoryTier {
     /// Finds the run's directory in the tier. If it has none yet, `create` makes one; without `create` this returns
     /// `None`.
     fn open(&mut self, group: &ProcessGroup, create: bool) -> Result<Option<RunDirectory>, CheckpointError> {
-        const OPERATION: &str = "open the memory tier";
-        if self.run_directory.is_some() {
-            return Ok(self.run_directory.clone());
+        if self.run_directory.is_none() {
+            self.run_directory = RunDirectory::find(&self.directory, &self.run, group, create)?;
         }
-        // 1. Rank 0 reads the number of the run, or makes one for a new run.
-        let file = self.run.join(RUN_FILE);
-        let number = if group.rank() == 0 { number_in(&file, create) } else { Ok(None) };
-        let number = CheckpointError::agree(group, OPERATION, None, number)?;
-        let agreed = group.broadcast_object(Some(&(number, random())), 0)?;
-        let (Some(number), start): (Option<u64>, u64) = agreed else { return Ok(None) };
-        // 2. Each rank reads the number of its host. Ranks with the same number see the same directory, so they count
-        //    as one
-        // host.
-        let root = self.directory.join(format!("{number:016x}"));
-        let host = number_in(&root.join(HOST_FILE), true);
-        let host = CheckpointError::agree(group, OPERATION, None, host)?;
-        let numbers: Vec<Option<u64>> = group.all_gather_object(&host)?;
-        let lowest = |number: &Option<u64>| numbers.iter().position(|other| other == number).unwrap_or_default();
-        let hosts = numbers.iter().map(lowest).collect();
-        self.run_directory = Some(RunDirectory { root, hosts, start });
         Ok(self.run_directory.clone())
     }
-}
-
-/// Returns the step of the newest checkpoint of a run.
-fn latest_step(run: &Location) -> Result<Option<u64>, CheckpointError> {
-    let latest = if run.exists()? { latest_checkpoint(run)? } else { None };
-    Ok(latest.map(|latest| latest.step))
 }
 
 /// Returns the path of a part in the directory of the rank `holder`.
@@ -281,25 +314,51 @@ fn list_all(
 /// Lists the parts in a run's directory of this host, with the directories of the ranks that keep them.
 fn list(root: &Location) -> Result<Vec<(String, Part)>, CheckpointError> {
     let mut found = Vec::new();
-    for holder in root.names()?.into_iter().filter(|name| name.starts_with("rank-")) {
+    for holder in names_in(root, "rank-")? {
         let names = root.join(&holder).names()?;
         found.extend(names.iter().filter_map(|name| Some((holder.clone(), Part::from_name(name)?))));
     }
     Ok(found)
 }
 
+/// Returns the names in a run's directory that begin with `prefix`; none if it was removed meanwhile.
+fn names_in(root: &Location, prefix: &str) -> Result<Vec<String>, CheckpointError> {
+    let mut names = if root.exists()? { root.names()? } else { Vec::new() };
+    names.retain(|name| name.starts_with(prefix));
+    Ok(names)
+}
+
+/// Returns the damage of a part; `None` if it is undamaged.
+///
+/// # Errors
+/// The part cannot be read, so that nothing is known about it.
+fn damage_of(part: Location) -> Result<Option<String>, CheckpointError> {
+    match parts::check(part) {
+        Ok(()) => Ok(None),
+        Err(error) if matches!(error.kind(), ErrorKind::Io | ErrorKind::NoSpace) => Err(error.into()),
+        Err(error) => Ok(Some(with_causes(&error))),
+    }
+}
+
 /// Checks every byte of these copies and returns the sound ones. The ranks of a host share the checks. Collective: an
-/// object all-gather.
+/// agreement and an object all-gather.
+///
+/// # Errors
+/// The same on every rank: a copy that cannot be read.
 fn check(
     group: &ProcessGroup,
     root: &Location,
     hosts: &[usize],
     copies: &[PartCopy],
 ) -> Result<Vec<PartCopy>, CheckpointError> {
-    let check_one = |copy: &PartCopy| parts::check(root.join(&copy.holder).join(copy.part.to_string()));
     let own = share(copies, hosts, group.rank()).into_iter();
-    let damaged: Vec<Damaged> =
-        own.filter_map(|copy| Some((copy.clone(), with_causes(&check_one(copy).err()?)))).collect();
+    let damaged = own.map(|copy| {
+        let damage = damage_of(root.join(&copy.holder).join(copy.part.to_string()))?;
+        Ok(damage.map(|damage| (copy.clone(), damage)))
+    });
+    let damaged: Result<Vec<Option<Damaged>>, CheckpointError> = damaged.collect();
+    let damaged = CheckpointError::agree(group, "check the memory tier", None, damaged)?;
+    let damaged: Vec<Damaged> = damaged.into_iter().flatten().collect();
     let damaged: Vec<Damaged> = group.all_gather_object(&damaged)?.into_iter().flatten().collect();
     if group.rank() == 0 {
         for (copy, problem) in &damaged {
@@ -320,7 +379,7 @@ fn check(
 fn remove_all_but(root: &Location, kept: Option<MemoryStep>) -> Result<(), CheckpointError> {
     remove_parts(root, |part| Some(part.of) != kept)?;
     // Joined checkpoints: a resume made them, and has loaded them by now.
-    for name in root.names()?.iter().filter(|name| name.starts_with("step-")) {
+    for name in names_in(root, "step-")? {
         remove(&root.join(name))?;
     }
     Ok(())
@@ -329,7 +388,7 @@ fn remove_all_but(root: &Location, kept: Option<MemoryStep>) -> Result<(), Check
 /// Removes the parts for which `is_old` returns `true` from a run's directory on this host, and what crashed saves left
 /// behind.
 fn remove_parts(root: &Location, is_old: impl Fn(Part) -> bool) -> Result<(), CheckpointError> {
-    for holder in root.names()?.into_iter().filter(|name| name.starts_with("rank-")) {
+    for holder in names_in(root, "rank-")? {
         let holder = root.join(&holder);
         for name in holder.names()? {
             if Part::from_name(&name).is_some_and(&is_old) {
@@ -345,41 +404,11 @@ fn remove_parts(root: &Location, is_old: impl Fn(Part) -> bool) -> Result<(), Ch
     Ok(())
 }
 
-/// Removes a directory of the tier if it exists, and nobody reads it.
+/// Removes a directory of the tier if it exists. One that a process reads is left with a warning: if it is of an
+/// abandoned step, saves of later starts are preferred to it.
 fn remove(place: &Location) -> Result<(), CheckpointError> {
-    if place.exists()? {
-        Durable::new().remove_checkpoint(place)?;
+    if place.exists()? && !Durable::new().remove_checkpoint(place)? {
+        warn!(path = %place, "not removed, because a process reads it");
     }
     Ok(())
-}
-
-/// Reads the number in a file; returns `None` if there is no such file. With `create`, a missing file is created with a
-/// random number. If several ranks create it at the same time, one of them succeeds, and all read its number.
-fn number_in(file: &Location, create: bool) -> Result<Option<u64>, CheckpointError> {
-    if !file.exists()? {
-        if !create {
-            return Ok(None);
-        }
-        match make_number(file) {
-            Ok(()) | Err(FileError::Exists { .. }) => {}
-            Err(error) => return Err(error.into()),
-        }
-    }
-    let text = file.read_file(NUMBER_BYTES)?;
-    let number = std::str::from_utf8(&text).ok().and_then(|text| u64::from_str_radix(text, 16).ok());
-    number.map(Some).ok_or_else(|| CheckpointError::NotAMemoryTier { path: file.name().to_owned() })
-}
-
-fn make_number(file: &Location) -> Result<(), FileError> {
-    let text = format!("{:016x}", random());
-    let staging = Durable::new().prepare(file, false)?;
-    let new = staging.create_single(NUMBER_BYTES)?;
-    new.write_at(0, text.as_bytes())?;
-    new.finish()?;
-    staging.commit_single()
-}
-
-/// Returns a random number: the standard library seeds its hashers with random numbers of the system.
-fn random() -> u64 {
-    RandomState::new().build_hasher().finish()
 }

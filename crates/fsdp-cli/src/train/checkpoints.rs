@@ -2,14 +2,16 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Error, Result};
 use fsdp::checkpoint::{CheckpointError, Location, RunFacts, SaveReport, StepCheckpoint};
+use fsdp::layout::{ErrorKind, Failure as _};
 use fsdp::prelude::*;
 use tracing::info_span;
 
 use super::arguments::{ResumeMode, TrainArguments};
 use super::report::{Report, Saved};
 use crate::gpt::Gpt;
+use crate::output;
 
 /// A run's checkpoints, as one rank sees them.
 pub(super) struct Checkpoints {
@@ -19,13 +21,47 @@ pub(super) struct Checkpoints {
     started: Option<Started>,
 }
 
-/// Returns the newest step of the memory tier, if it is newer than the newest checkpoint. This is a collective.
+/// Returns the newest step of the memory tier if it is newer than `step`. A tier that cannot be used is left out, with a
+/// warning. This is a collective.
 ///
 /// # Errors
-/// The same as [`Checkpointer::latest_in_memory`].
-pub(super) fn latest_in_memory(arguments: &TrainArguments, group: &ProcessGroup) -> Result<Option<StepCheckpoint>> {
+/// A rank was lost; with `--resume=strict`, the errors of [`Checkpointer::latest_in_memory_after`].
+pub(super) fn latest_in_memory(
+    arguments: &TrainArguments,
+    group: &ProcessGroup,
+    step: Option<u64>,
+) -> Result<Option<StepCheckpoint>> {
     let is_strict = arguments.resume_mode() == ResumeMode::Strict;
-    Ok(checkpointer(arguments, group, false)?.latest_in_memory(is_strict)?)
+    let found = checkpointer(arguments, group, false)?.latest_in_memory_after(step, is_strict);
+    if is_strict {
+        return found.context("failed to look into the memory tier");
+    }
+    Ok(unless_lost(found, "failed to look into the memory tier", group.rank() == 0)?.flatten())
+}
+
+/// Returns the newest step of the memory tier without reading it. This is a collective.
+///
+/// # Errors
+/// The errors of [`Checkpointer::step_in_memory`].
+pub(super) fn step_in_memory(arguments: &TrainArguments, group: &ProcessGroup) -> Result<Option<u64>> {
+    checkpointer(arguments, group, false)?.step_in_memory().context("failed to look into the memory tier")
+}
+
+/// Turns an error of the memory tier into a warning and `None`, because the run can continue without the tier. Every
+/// rank has the same error, so all of them continue; one of them `reports`.
+///
+/// # Errors
+/// A rank was lost.
+fn unless_lost<T>(outcome: Result<T, CheckpointError>, failed: &str, reports: bool) -> Result<Option<T>> {
+    match outcome {
+        Err(error) if error.kind() != ErrorKind::RankLost => {
+            if reports {
+                output::talk(&format!("warning: {failed}: {:#}", Error::new(error)));
+            }
+            Ok(None)
+        }
+        outcome => Ok(Some(outcome?)),
+    }
 }
 
 /// Returns the checkpointer of a run. With `replaces`, saves may replace checkpoints. This is a collective.
@@ -63,23 +99,25 @@ impl Checkpoints {
         self.behind
     }
 
-    /// Saves the state after a step to the memory tier. Every rank calls it.
+    /// Saves the state after a step to the memory tier. A failure is a warning only. Every rank calls it.
     ///
     /// # Errors
-    /// The errors of this save, the same on every rank.
+    /// A rank was lost; stdout is closed.
     pub(super) fn save_to_memory(&mut self, step: u64, run: &TrainState<Gpt>, report: Option<&Report>) -> Result<()> {
         let saved = self.checkpointer.save_to_memory(step, run);
-        let saved = saved.with_context(|| format!("failed to save step {step} to the memory tier"))?;
-        let Some(report) = report else { return Ok(()) };
+        let failed = format!("failed to save step {step} to the memory tier");
+        let saved = unless_lost(saved, &failed, report.is_some())?;
+        let (Some(saved), Some(report)) = (saved, report) else { return Ok(()) };
         report.memory(step, saved.total_bytes, saved.duration.as_secs_f64())
     }
 
-    /// Removes the run's steps from the memory tier. Every rank calls it.
+    /// Removes the run's steps from the memory tier. A failure is a warning only. Every rank calls it.
     ///
     /// # Errors
-    /// Files that cannot be removed, the same on every rank.
-    pub(super) fn clear_memory(&mut self) -> Result<()> {
-        Ok(self.checkpointer.clear_memory()?)
+    /// A rank was lost.
+    pub(super) fn clear_memory(&mut self, reports: bool) -> Result<()> {
+        let cleared = self.checkpointer.clear_memory();
+        unless_lost(cleared, "failed to clear the memory tier", reports).map(drop)
     }
 
     /// Sets the facts about the run that later checkpoints record.

@@ -6,7 +6,7 @@ use fsdp::checkpoint::{Location, StepCheckpoint, list_checkpoints};
 use super::arguments::ResumeMode;
 use super::settings::Resume;
 use crate::exit_codes;
-use crate::job_failure::{JobError, NoCheckpoint, UnreadableCheckpoint};
+use crate::job_failure::{NoCheckpoint, UnreadableCheckpoint};
 use crate::outcome::exit_code;
 use crate::output;
 
@@ -17,32 +17,42 @@ pub(super) struct Candidates<'a> {
     /// `true` in the process that reports.
     reports: bool,
     damaged: Vec<Location>,
-    /// The newest step of the memory tier, if that is newer than the newest checkpoint.
+    /// The newest step of the memory tier, if it is newer than all undamaged checkpoints.
     memory: Option<StepCheckpoint>,
+    /// `true` if a step of the memory tier turned out to be damaged while it was loaded.
+    is_memory_damaged: bool,
+    /// The last damage that was found, until the next candidate is chosen.
+    damage: Option<(Location, Error)>,
 }
 
 impl<'a> Candidates<'a> {
     pub(super) const fn new(run: &'a Location, mode: ResumeMode, reports: bool) -> Self {
-        Candidates { run, mode, reports, damaged: Vec::new(), memory: None }
+        Candidates { run, mode, reports, damaged: Vec::new(), memory: None, is_memory_damaged: false, damage: None }
     }
 
-    /// Sets the newest step of the memory tier, which must be newer than the newest checkpoint.
+    /// Returns `true` if the run may continue from a step of the memory tier.
+    pub(super) fn may_be_in_memory(&self) -> bool {
+        self.mode != ResumeMode::No && !self.is_memory_damaged
+    }
+
+    /// Sets the newest step of the memory tier. It must be newer than [`Self::newest_step`].
+    pub(super) fn set_memory(&mut self, memory: Option<StepCheckpoint>) {
+        self.memory = memory;
+    }
+
+    /// Returns the step of the newest checkpoint that is not known to be damaged.
     ///
     /// # Errors
-    /// The run starts from the beginning, but the tier already holds steps of a run with the same directory.
-    pub(super) fn set_memory(&mut self, memory: Option<StepCheckpoint>) -> Result<()> {
-        self.memory = memory;
-        match &self.memory {
-            Some(StepCheckpoint { step, path }) if self.mode == ResumeMode::No => {
-                Err(JobError::OutIsTaken { directory: path.to_string(), step: *step }.into())
-            }
-            _ => Ok(()),
-        }
+    /// The storage cannot be read.
+    pub(super) fn newest_step(&self) -> Result<Option<u64>> {
+        let listed = if self.run.exists()? { list_checkpoints(self.run)? } else { Vec::new() };
+        let undamaged = listed.into_iter().filter(|checkpoint| !self.damaged.contains(&checkpoint.path));
+        Ok(undamaged.last().map(|newest| newest.step))
     }
 
     /// Returns `true` if checkpoints newer than the one to continue from are damaged, so that they will be replaced.
-    pub(super) fn are_damaged(&self) -> bool {
-        self.damaged.iter().any(|path| self.memory.as_ref().is_none_or(|memory| memory.path != *path))
+    pub(super) const fn are_damaged(&self) -> bool {
+        !self.damaged.is_empty()
     }
 
     /// Returns `true` if the run has no checkpoint yet.
@@ -50,44 +60,45 @@ impl<'a> Candidates<'a> {
     /// # Errors
     /// The storage cannot be read.
     pub(super) fn is_empty(&self) -> Result<bool> {
-        Ok(self.memory.is_none() && self.of_run()?.is_empty())
+        Ok(self.memory.is_none() && self.damage.is_none() && self.of_run()?.is_empty())
     }
 
     /// Opens the newest checkpoint that is not known to be damaged.
     ///
     /// # Errors
-    /// There is no such checkpoint; with `--resume=strict`, the newest checkpoint is damaged.
+    /// There is no such checkpoint, or it is damaged ([`UnreadableCheckpoint`]).
     pub(super) fn open_newest(&mut self) -> Result<Resume> {
-        loop {
-            let Some(path) = self.left()?.pop() else {
-                return Err(NoCheckpoint { directory: self.run.to_string() }.into());
-            };
-            match Resume::open(path.clone()) {
-                Err(error) if is_damage(&error) => self.fall_back(path, error)?,
-                resume => return resume,
-            }
+        let damage = self.damage.take();
+        let Some(path) = self.left()?.pop() else {
+            let none = || NoCheckpoint { directory: self.run.to_string() }.into();
+            return Err(damage.map_or_else(none, |(_, error)| error));
+        };
+        if let (Some((damaged, error)), true) = (damage, self.reports) {
+            output::talk(&format!("warning: `{damaged}` is damaged, and the one before it is taken: {error:#}"));
         }
+        Resume::open(path.clone()).map_err(|error| named_if_damaged(error, &path))
     }
 
     /// Takes a checkpoint for damaged, so that the one before it is next.
     ///
     /// # Errors
-    /// The damage, if there is none before it, or with `--resume=strict`.
+    /// The damage, with `--resume=strict`, or if it is known already: then there was no checkpoint before.
     pub(super) fn fall_back(&mut self, path: Location, error: Error) -> Result<()> {
-        let has_older = self.left()?.iter().any(|other| *other != path);
-        if self.mode == ResumeMode::Strict || !has_older {
+        if self.mode == ResumeMode::Strict || self.damaged.contains(&path) {
             return Err(error);
         }
-        if self.reports {
-            output::talk(&format!("warning: `{path}` is damaged, and the one before it is taken: {error:#}"));
+        if self.memory.take_if(|memory| memory.path == path).is_some() {
+            self.is_memory_damaged = true;
+        } else {
+            self.damaged.push(path.clone());
         }
-        self.damaged.push(path);
+        self.damage = Some((path, error));
         Ok(())
     }
 
     /// Returns the checkpoints that are not known to be damaged, the oldest first.
     fn left(&self) -> Result<Vec<Location>> {
-        // The step in memory is newer than all checkpoints.
+        // The step in memory is newer than all undamaged checkpoints.
         let all = self.of_run()?.into_iter().chain(self.memory.clone()).map(|StepCheckpoint { path, .. }| path);
         Ok(all.filter(|path| !self.damaged.contains(path)).collect())
     }
@@ -95,7 +106,8 @@ impl<'a> Candidates<'a> {
     /// Returns the checkpoints of the run, the oldest first.
     fn of_run(&self) -> Result<Vec<StepCheckpoint>> {
         // A run that was killed before its first checkpoint may have none but in memory.
-        let is_there = self.memory.is_none() && self.mode != ResumeMode::Auto || self.run.exists()?;
+        let may_be_absent = self.mode == ResumeMode::Auto || self.memory.is_some() || self.is_memory_damaged;
+        let is_there = !may_be_absent || self.run.exists()?;
         Ok(if is_there { list_checkpoints(self.run)? } else { Vec::new() })
     }
 }

@@ -25,6 +25,7 @@ use anyhow::{Error, Result};
 use fsdp::checkpoint::{StepCheckpoint, latest_checkpoint};
 use fsdp::prelude::*;
 
+use self::checkpoints::{latest_in_memory, step_in_memory};
 use self::fallback::Candidates;
 use self::launched::Launched;
 use self::rank::{Ended, Job};
@@ -86,29 +87,42 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     let stop = StopRequest::new();
     let mut candidates = Candidates::new(run, arguments.resume_mode(), reports);
     let mut group = None;
-    if arguments.memory_tier.is_some() {
-        // The parts of a step in memory are spread over the hosts, so only all ranks together can tell which step is
-        // whole.
-        if let Some(launched) = &launched {
-            group = Some(launched.meet(&ranks)?);
-        }
-        candidates.set_memory(latest_in_memory(arguments, &ranks, group.as_ref())?)?;
+    // The parts of a step in memory are spread over the hosts, so only all ranks together can tell which step is whole.
+    if let (Some(launched), Some(_)) = (&launched, &arguments.memory_tier) {
+        group = Some(launched.meet(&ranks)?);
+    }
+    if let (ResumeMode::No, Some(tier)) = (arguments.resume_mode(), &arguments.memory_tier)
+        && let Some(step) = on_ranks(&ranks, group.as_ref(), |group| step_in_memory(arguments, group))?
+    {
+        // The tier holds steps of a run with the same directory.
+        return Err(JobError::OutIsTaken { directory: tier.display().to_string(), step }.into());
     }
     let ended = loop {
-        // Step 1: check all that can be checked without the other ranks.
-        let place = Place { launched: launched.as_ref(), device, threads_per_rank: ranks.threads_per_rank() };
-        let Some(job) = prepare(arguments, &place, &mut candidates, stop.clone())? else { return Ok(()) };
-        // Step 2: meet the other ranks, once. Until here a signal may end this process: nothing would be lost.
-        if let (Some(launched), None) = (&launched, &group) {
-            group = Some(launched.meet(&ranks)?);
+        // Step 1: look for a step in memory that is newer than the newest undamaged checkpoint.
+        if arguments.memory_tier.is_some() && candidates.may_be_in_memory() {
+            let newest = candidates.newest_step()?;
+            let found = on_ranks(&ranks, group.as_ref(), |group| latest_in_memory(arguments, group, newest))?;
+            candidates.set_memory(found);
         }
-        stop.watch()?;
-        // Step 3: load, and train. Damage that only reading shows is the same error on all ranks, so all of them
-        // continue with the checkpoint before.
-        let ended = match &group {
-            Some(group) => launched::run(group, &ranks, &job),
-            None => run_threads(&ranks, &job),
+        // Step 2: check all that can be checked without the other ranks.
+        let place = Place { launched: launched.as_ref(), device, threads_per_rank: ranks.threads_per_rank() };
+        let ended = match prepare(arguments, &place, &mut candidates, stop.clone()) {
+            Ok(None) => return Ok(()),
+            Ok(Some(job)) => {
+                // Step 3: meet the other ranks, once. Until here a signal may end this process: nothing would be lost.
+                if let (Some(launched), None) = (&launched, &group) {
+                    group = Some(launched.meet(&ranks)?);
+                }
+                stop.watch()?;
+                // Step 4: load, and train.
+                match &group {
+                    Some(group) => launched::run(group, &ranks, &job),
+                    None => run_threads(&ranks, &job),
+                }
+            }
+            Err(error) => Err(error),
         };
+        // Damage is the same error on all ranks, so all of them continue with the checkpoint before.
         match ended {
             Err(error) => match error.downcast_ref::<UnreadableCheckpoint>() {
                 Some(UnreadableCheckpoint { path }) => candidates.fall_back(path.clone(), error)?,
@@ -123,23 +137,22 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     }
 }
 
-/// Returns the newest step of the memory tier, if it is newer than the newest checkpoint. `group` is given if this
+/// Runs a collective before the job, and returns its result, which is the same on every rank. `group` is given if this
 /// process is a single rank; otherwise the ranks are threads of this process.
 ///
 /// # Errors
 /// The first error of any rank.
-fn latest_in_memory(
-    arguments: &TrainArguments,
+fn on_ranks<T: Send>(
     ranks: &Ranks,
     group: Option<&ProcessGroup>,
-) -> Result<Option<StepCheckpoint>> {
+    look: impl Fn(&ProcessGroup) -> Result<Option<T>> + Sync,
+) -> Result<Option<T>> {
     if let Some(group) = group {
-        return checkpoints::latest_in_memory(arguments, group);
+        return look(group);
     }
-    let results = ranks.run(|group| checkpoints::latest_in_memory(arguments, &group))?;
+    let results = ranks.run(|group| look(&group))?;
     let (found, errors): (Vec<_>, Vec<_>) = results.into_iter().partition(Result::is_ok);
     first_cause(errors.into_iter().filter_map(Result::err))?;
-    // All ranks found the same step.
     Ok(found.into_iter().flatten().flatten().next())
 }
 

@@ -192,7 +192,7 @@ impl Rank<'_> {
             }
         }
         self.checkpoints.wait(self.report.as_ref())?;
-        self.checkpoints.clear_memory()?;
+        self.checkpoints.clear_memory(self.report.is_some())?;
         self.run.optimizers.iter_mut().try_for_each(Optimizer::eval)?;
         let text = match sample_bytes {
             0 => None,
